@@ -1,0 +1,102 @@
+// The C interface that transport/native.py calls through ctypes.
+
+#include <malloc.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "collectives.h"
+#include "communicators.h"
+#include "handlers.h"
+
+using pycollective::CommunicatorCount;
+using pycollective::FindCommunicator;
+
+// The MPI functions to look up, "MPI_Allgather" first; null ends the list.
+PYCOLLECTIVE_EXPORT const char* pycollective_function_name(int64_t index) {
+  if (index < 0 || index >= static_cast<int64_t>(pycollective::kFunctionCount)) return nullptr;
+  return pycollective::kFunctionNames[index];
+}
+
+// Binds the handlers to an MPI library. `addresses` in the order of pycollective_function_name.
+// Returns null, or a message that stays valid.
+PYCOLLECTIVE_EXPORT const char* pycollective_bind(const pycollective::Binding* binding,
+                                                  void* const* addresses) {
+  static std::string error;
+  auto made = pycollective::MakeLibrary(*binding, addresses, &error);
+  if (made == nullptr) return error.c_str();
+  pycollective::library = std::move(made);
+  return nullptr;
+}
+
+// Returns the communicator's number, or -1 when there are too many.
+PYCOLLECTIVE_EXPORT int64_t pycollective_communicator_add(const char* name, int32_t rank, int32_t size,
+                                                          int64_t lane_count, const int64_t* device_ids,
+                                                          const int64_t* collective,
+                                                          const int64_t* point_to_point) {
+  auto communicator = std::make_unique<pycollective::Communicator>();
+  communicator->name = name;
+  for (int64_t i = 0; i < lane_count; ++i) {
+    auto lane = std::make_unique<pycollective::Lane>();
+    lane->device_id = device_ids[i];
+    lane->channel = {collective[i], point_to_point[i], rank, size};
+    communicator->lanes.push_back(std::move(lane));
+  }
+  return pycollective::AddCommunicator(std::move(communicator));
+}
+
+PYCOLLECTIVE_EXPORT void pycollective_communicator_free(int64_t number) {
+  if (auto* communicator = FindCommunicator(number)) communicator->freed.store(true);
+}
+
+// The call that has waited inside MPI for longest.
+struct pycollective_Waiting {
+  const char* operation;
+  const char* communicator;
+  int64_t nbytes;
+  int64_t waited_ns;
+};
+
+// Returns whether any call is under way.
+PYCOLLECTIVE_EXPORT bool pycollective_longest_wait(pycollective_Waiting* longest) {
+  const int64_t now = pycollective::NowNs();
+  longest->waited_ns = -1;
+  for (int64_t number = 0; number < CommunicatorCount(); ++number) {
+    auto* communicator = FindCommunicator(number);
+    for (const auto& lane : communicator->lanes) {
+      const char* operation = lane->operation.load(std::memory_order_acquire);
+      if (operation == nullptr) continue;
+      const int64_t waited_ns = now - lane->started_ns.load(std::memory_order_relaxed);
+      if (waited_ns <= longest->waited_ns) continue;
+      *longest = {operation, communicator->name.c_str(), lane->nbytes.load(std::memory_order_relaxed),
+                  waited_ns};
+    }
+  }
+  return longest->waited_ns >= 0;
+}
+
+// 0: never compare what the ranks call; 1: the first time a lane meets a call; 2: every time.
+PYCOLLECTIVE_EXPORT void pycollective_set_check(int32_t when) {
+  pycollective::check = static_cast<pycollective::Check>(when);
+}
+
+// For tests: counts above this take the path of arrays beyond MPI's int.
+PYCOLLECTIVE_EXPORT void pycollective_set_max_count(int64_t max_count) {
+  pycollective::library->max_count = max_count;
+}
+
+// Keeps freed memory in the process, so that a large result does not fault in page by page each time it is
+// made: no mmap per allocation, no trimming, and one arena, since glibc gives other threads' arenas at most
+// 64 MiB at a time. (Small allocations stay in each thread's own cache.) Threads that already have an arena keep
+// it, so call this before XLA starts its own. Returns whether glibc accepted it.
+PYCOLLECTIVE_EXPORT bool pycollective_tune_malloc() {
+#ifdef __GLIBC__
+  constexpr int kNever = 0;
+  constexpr int kTrimThreshold = 1 << 30;
+  return mallopt(M_ARENA_MAX, 1) == 1 && mallopt(M_MMAP_MAX, kNever) == 1 &&
+         mallopt(M_TRIM_THRESHOLD, kTrimThreshold) == 1;
+#else
+  return false;
+#endif
+}

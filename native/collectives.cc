@@ -1,0 +1,377 @@
+// Implementation of collectives.h over either kind of MPI handle.
+
+#include "collectives.h"
+
+#include <algorithm>
+#include <cstring>
+#include <initializer_list>
+
+namespace pycollective {
+namespace {
+
+// Returns from the enclosing function if an MPI call fails.
+#define PYCOLLECTIVE_CALL(name, ...)                                   \
+  do {                                                                 \
+    const int code_ = functions_.name(__VA_ARGS__);                    \
+    if (code_ != 0) return Outcome{"MPI_" #name, code_, {}};           \
+  } while (false)
+
+#define PYCOLLECTIVE_RETURN_IF_FAILED(expression)      \
+  do {                                                 \
+    Outcome outcome_ = (expression);                   \
+    if (!outcome_.ok()) return outcome_;               \
+  } while (false)
+
+// MPI_Status is opaque here: at most 40 bytes in any known implementation.
+struct alignas(16) Status {
+  char bytes[256] = {};
+};
+
+constexpr int kPermuteTag = 0;
+
+// Comparison that keeps NaN, as XLA's min and max do. MPI_MIN and MPI_MAX are compiled as `a < b ? a : b`,
+// which loses it on one side, so that ranks could even disagree.
+template <typename T, bool kIsMax, typename H>
+void NanExtremum(void* in, void* in_out, int* count, H*) {
+  const T* a = static_cast<const T*>(in);
+  T* b = static_cast<T*>(in_out);
+  for (int i = 0; i < *count; ++i) {
+    const bool keep_b = kIsMax ? b[i] >= a[i] : b[i] <= a[i];
+    // NaN in b fails both tests; NaN in a fails the first and is taken.
+    b[i] = (keep_b || b[i] != b[i]) ? b[i] : a[i];
+  }
+}
+
+template <typename H>
+class LibraryOf final : public Library {
+ public:
+  LibraryOf(const Binding& binding, const Functions<H>& functions)
+      : functions_(functions),
+        in_place_(reinterpret_cast<const void*>(static_cast<intptr_t>(binding.in_place))),
+        proc_null_(static_cast<int>(binding.proc_null)) {
+    for (int i = 0; i < kTypeCount; ++i) types_[i] = Handle(binding.types[i]);
+    for (int i = 0; i < kOpCount; ++i) ops_[i] = Handle(binding.ops[i]);
+  }
+
+  Outcome MakeNanOps() {
+    constexpr int kCommutes = 1;
+    PYCOLLECTIVE_CALL(Op_create, NanExtremum<float, false, H>, kCommutes, &nan_min_[0]);
+    PYCOLLECTIVE_CALL(Op_create, NanExtremum<double, false, H>, kCommutes, &nan_min_[1]);
+    PYCOLLECTIVE_CALL(Op_create, NanExtremum<float, true, H>, kCommutes, &nan_max_[0]);
+    PYCOLLECTIVE_CALL(Op_create, NanExtremum<double, true, H>, kCommutes, &nan_max_[1]);
+    return {};
+  }
+
+  Outcome Allreduce(const Channel& channel, const void* send, void* recv, int64_t count, Type type,
+                    Op op) const override {
+    return InChunks(count, [&](int64_t first, int n) -> Outcome {
+      PYCOLLECTIVE_CALL(Allreduce, SendOrInPlace(send, recv, first, type), At(recv, first, type), n,
+                        types_[int(type)], ReduceOp(op, type), Handle(channel.collective));
+      return {};
+    });
+  }
+
+  Outcome Reduce(const Channel& channel, const void* send, void* recv, int64_t count, Type type, Op op,
+                 int root) const override {
+    const bool is_root = channel.rank == root;
+    PYCOLLECTIVE_RETURN_IF_FAILED(InChunks(count, [&](int64_t first, int n) -> Outcome {
+      // MPI allows IN_PLACE at the root alone; elsewhere the receive buffer is ignored.
+      const void* from = is_root ? SendOrInPlace(send, recv, first, type) : At(send, first, type);
+      PYCOLLECTIVE_CALL(Reduce, from, is_root ? At(recv, first, type) : nullptr, n, types_[int(type)],
+                        ReduceOp(op, type), root, Handle(channel.collective));
+      return {};
+    }));
+    if (!is_root) Clear(recv, count, type);
+    return {};
+  }
+
+  Outcome Scan(const Channel& channel, const void* send, void* recv, int64_t count, Type type,
+               Op op) const override {
+    return InChunks(count, [&](int64_t first, int n) -> Outcome {
+      PYCOLLECTIVE_CALL(Scan, SendOrInPlace(send, recv, first, type), At(recv, first, type), n,
+                        types_[int(type)], ReduceOp(op, type), Handle(channel.collective));
+      return {};
+    });
+  }
+
+  Outcome Exscan(const Channel& channel, const void* send, void* recv, int64_t count, Type type,
+                 Op op) const override {
+    PYCOLLECTIVE_RETURN_IF_FAILED(InChunks(count, [&](int64_t first, int n) -> Outcome {
+      PYCOLLECTIVE_CALL(Exscan, SendOrInPlace(send, recv, first, type), At(recv, first, type), n,
+                        types_[int(type)], ReduceOp(op, type), Handle(channel.collective));
+      return {};
+    }));
+    if (channel.rank == 0) Clear(recv, count, type);  // undefined in MPI
+    return {};
+  }
+
+  Outcome Bcast(const Channel& channel, const void* send, void* recv, int64_t count, Type type,
+                int root) const override {
+    if (channel.rank == root && send != recv && count > 0) {
+      std::memcpy(recv, send, Bytes(count, type));
+    }
+    return InChunks(count, [&](int64_t first, int n) -> Outcome {
+      PYCOLLECTIVE_CALL(Bcast, At(recv, first, type), n, types_[int(type)], root,
+                        Handle(channel.collective));
+      return {};
+    });
+  }
+
+  Outcome ReduceScatter(const Channel& channel, const void* send, void* recv, int64_t count, Type type,
+                        Op op) const override {
+    if (count == 0) return {};
+    if (count <= max_count) {
+      PYCOLLECTIVE_CALL(Reduce_scatter_block, send, recv, static_cast<int>(count), types_[int(type)],
+                        ReduceOp(op, type), Handle(channel.collective));
+      return {};
+    }
+    // No derived datatype works with MPI's own operations: each rank in turn is the root of its block.
+    for (int root = 0; root < channel.size; ++root) {
+      PYCOLLECTIVE_RETURN_IF_FAILED(InChunks(count, [&](int64_t first, int n) -> Outcome {
+        PYCOLLECTIVE_CALL(Reduce, At(send, root * count + first, type),
+                          channel.rank == root ? At(recv, first, type) : nullptr, n, types_[int(type)],
+                          ReduceOp(op, type), root, Handle(channel.collective));
+        return {};
+      }));
+    }
+    return {};
+  }
+
+  Outcome Allgather(const Channel& channel, const void* send, void* recv, int64_t count,
+                    Type type) const override {
+    return InBlocks(count, type, [&](int n, H block) -> Outcome {
+      PYCOLLECTIVE_CALL(Allgather, send, n, block, recv, n, block, Handle(channel.collective));
+      return {};
+    });
+  }
+
+  Outcome Alltoall(const Channel& channel, const void* send, void* recv, int64_t count,
+                   Type type) const override {
+    return InBlocks(count, type, [&](int n, H block) -> Outcome {
+      PYCOLLECTIVE_CALL(Alltoall, send, n, block, recv, n, block, Handle(channel.collective));
+      return {};
+    });
+  }
+
+  Outcome Gather(const Channel& channel, const void* send, void* recv, int64_t count, Type type,
+                 int root) const override {
+    PYCOLLECTIVE_RETURN_IF_FAILED(InBlocks(count, type, [&](int n, H block) -> Outcome {
+      PYCOLLECTIVE_CALL(Gather, send, n, block, recv, n, block, root, Handle(channel.collective));
+      return {};
+    }));
+    if (channel.rank != root) Clear(recv, count * channel.size, type);
+    return {};
+  }
+
+  Outcome Scatter(const Channel& channel, const void* send, void* recv, int64_t count, Type type,
+                  int root) const override {
+    return InBlocks(count, type, [&](int n, H block) -> Outcome {
+      PYCOLLECTIVE_CALL(Scatter, send, n, block, recv, n, block, root, Handle(channel.collective));
+      return {};
+    });
+  }
+
+  Outcome Send(const Channel& channel, const void* send, int64_t count, Type type, int dest,
+               int tag) const override {
+    const Block block(*this, count, type);
+    PYCOLLECTIVE_RETURN_IF_FAILED(block.made());
+    PYCOLLECTIVE_CALL(Send, send, block.count(), block.type(), dest, tag, Handle(channel.point_to_point));
+    return {};
+  }
+
+  Outcome Recv(const Channel& channel, void* recv, int64_t count, Type type, int source,
+               int tag) const override {
+    const Block block(*this, count, type);
+    PYCOLLECTIVE_RETURN_IF_FAILED(block.made());
+    Status status;
+    PYCOLLECTIVE_CALL(Recv, recv, block.count(), block.type(), source, tag,
+                      Handle(channel.point_to_point), &status);
+    return CheckReceived("MPI_Recv", recv, count, type, source, block, status);
+  }
+
+  Outcome Sendrecv(const Channel& channel, const void* send, int64_t send_count, Type send_type, int dest,
+                   int send_tag, void* recv, int64_t recv_count, Type recv_type, int source,
+                   int recv_tag) const override {
+    return Exchange(Handle(channel.point_to_point), send, send_count, send_type, dest, send_tag, recv,
+                    recv_count, recv_type, source, recv_tag);
+  }
+
+  Outcome Permute(const Channel& channel, const void* send, void* recv, int64_t count, Type type, int dest,
+                  int source) const override {
+    if (count == 0) return {};
+    return Exchange(Handle(channel.collective), send, count, type, dest, kPermuteTag, recv, count, type,
+                    source, kPermuteTag);
+  }
+
+  Outcome Barrier(const Channel& channel) const override {
+    PYCOLLECTIVE_CALL(Barrier, Handle(channel.collective));
+    return {};
+  }
+
+  std::string ErrorString(int code) const override {
+    char text[4096] = {};  // MPI_MAX_ERROR_STRING is at most 1024 in any known implementation
+    int length = 0;
+    if (functions_.Error_string(code, text, &length) != 0) return "unknown MPI error";
+    return std::string(text, static_cast<size_t>(length));
+  }
+
+ private:
+  static H Handle(int64_t wide) {
+    if constexpr (std::is_pointer_v<H>) {
+      return reinterpret_cast<H>(static_cast<intptr_t>(wide));
+    } else {
+      return static_cast<H>(wide);
+    }
+  }
+
+  static size_t Bytes(int64_t count, Type type) {
+    return static_cast<size_t>(count * kTypeBytes[int(type)]);
+  }
+  static void* At(void* base, int64_t index, Type type) {
+    return static_cast<char*>(base) + Bytes(index, type);
+  }
+  static const void* At(const void* base, int64_t index, Type type) {
+    return static_cast<const char*>(base) + Bytes(index, type);
+  }
+  static void Clear(void* base, int64_t count, Type type) {
+    if (count > 0) std::memset(base, 0, Bytes(count, type));
+  }
+
+  const void* SendOrInPlace(const void* send, const void* recv, int64_t first, Type type) const {
+    return send == recv ? in_place_ : At(send, first, type);
+  }
+
+  H ReduceOp(Op op, Type type) const {
+    const bool is_float = type == Type::kFloat32 || type == Type::kFloat64;
+    if (is_float && op == Op::kMin) return nan_min_[type == Type::kFloat64];
+    if (is_float && op == Op::kMax) return nan_max_[type == Type::kFloat64];
+    return ops_[int(op)];
+  }
+
+  // Elementwise operations: call(first, n) for consecutive pieces of at most max_count. Nothing for an
+  // empty array: every rank sees the same count, so none of them waits.
+  template <typename Call>
+  Outcome InChunks(int64_t count, Call call) const {
+    for (int64_t first = 0; first < count; first += max_count) {
+      PYCOLLECTIVE_RETURN_IF_FAILED(call(first, static_cast<int>(std::min(max_count, count - first))));
+    }
+    return {};
+  }
+
+  // `count` elements as (count(), type()) that fits MPI's int: the plain type, or one element of a
+  // derived datatype of that many, which lives as long as this object.
+  class Block {
+   public:
+    Block(const LibraryOf& library, int64_t count, Type type)
+        : library_(library), count_(static_cast<int>(count)), type_(library.types_[int(type)]) {
+      if (count > library.max_count) made_ = Derive(count, type);
+    }
+    ~Block() {
+      if (derived_) library_.functions_.Type_free(&type_);
+    }
+    Block(const Block&) = delete;
+    Block& operator=(const Block&) = delete;
+
+    const Outcome& made() const { return made_; }
+    int count() const { return count_; }
+    H type() const { return type_; }
+
+   private:
+    // struct { chunk[whole]; element[rest] }, a chunk being max_count elements.
+    Outcome Derive(int64_t count, Type type) {
+      const Functions<H>& functions_ = library_.functions_;
+      const H element = type_;
+      const int64_t whole = count / library_.max_count;
+      const int64_t rest = count % library_.max_count;
+      H chunk{}, parts[2]{};
+      PYCOLLECTIVE_CALL(Type_contiguous, static_cast<int>(library_.max_count), element, &chunk);
+      const int lengths[2] = {static_cast<int>(whole), static_cast<int>(rest)};
+      const ptrdiff_t offsets[2] = {0, static_cast<ptrdiff_t>(Bytes(whole * library_.max_count, type))};
+      parts[0] = chunk;
+      parts[1] = element;
+      const int code = functions_.Type_create_struct(2, lengths, offsets, parts, &type_);
+      functions_.Type_free(&chunk);
+      if (code != 0) return Outcome{"MPI_Type_create_struct", code, {}};
+      derived_ = true;
+      count_ = 1;
+      PYCOLLECTIVE_CALL(Type_commit, &type_);
+      return {};
+    }
+
+    const LibraryOf& library_;
+    int count_;
+    H type_;
+    bool derived_ = false;
+    Outcome made_;
+  };
+
+  template <typename Call>
+  Outcome InBlocks(int64_t count, Type type, Call call) const {
+    if (count == 0) return {};
+    const Block block(*this, count, type);
+    PYCOLLECTIVE_RETURN_IF_FAILED(block.made());
+    return call(block.count(), block.type());
+  }
+
+  Outcome Exchange(H comm, const void* send, int64_t send_count, Type send_type, int dest, int send_tag,
+                   void* recv, int64_t recv_count, Type recv_type, int source, int recv_tag) const {
+    const Block out(*this, send_count, send_type);
+    PYCOLLECTIVE_RETURN_IF_FAILED(out.made());
+    const Block in(*this, recv_count, recv_type);
+    PYCOLLECTIVE_RETURN_IF_FAILED(in.made());
+    Status status;
+    PYCOLLECTIVE_CALL(Sendrecv, send, out.count(), out.type(), dest, send_tag, recv, in.count(), in.type(),
+                      source, recv_tag, comm, &status);
+    return CheckReceived("MPI_Sendrecv", recv, recv_count, recv_type, source, in, status);
+  }
+
+  // A longer message is MPI's own error (truncation); a shorter one would leave the tail unwritten.
+  Outcome CheckReceived(const char* call, void* recv, int64_t count, Type type, int source,
+                        const Block& block, const Status& status) const {
+    if (source == proc_null_) {
+      Clear(recv, count, type);
+      return {};
+    }
+    int received = 0;
+    PYCOLLECTIVE_CALL(Get_count, &status, block.type(), &received);
+    if (received != block.count()) {
+      return Outcome{call, 0,
+                     "expected " + std::to_string(count) + " elements, got a shorter message" +
+                         (received >= 0 ? " of " + std::to_string(received) : std::string())};
+    }
+    return {};
+  }
+
+  const Functions<H> functions_;
+  const void* in_place_;
+  int proc_null_;
+  H types_[kTypeCount];
+  H ops_[kOpCount];
+  H nan_min_[2]{};  // float32, float64
+  H nan_max_[2]{};
+};
+
+template <typename H>
+std::unique_ptr<Library> Make(const Binding& binding, void* const* addresses, std::string* error) {
+  Functions<H> functions;
+  static_assert(sizeof(functions) == kFunctionCount * sizeof(void*), "the table holds pointers alone");
+  std::memcpy(&functions, addresses, sizeof(functions));
+  auto library = std::make_unique<LibraryOf<H>>(binding, functions);
+  const Outcome outcome = library->MakeNanOps();
+  if (!outcome.ok()) {
+    *error = std::string(outcome.call) + ": " + library->ErrorString(outcome.code);
+    return nullptr;
+  }
+  return library;
+}
+
+}  // namespace
+
+std::unique_ptr<Library> MakeLibrary(const Binding& binding, void* const* addresses, std::string* error) {
+  if (binding.handle_bytes == sizeof(int)) return Make<int>(binding, addresses, error);
+  if (binding.handle_bytes == sizeof(void*)) return Make<void*>(binding, addresses, error);
+  *error = "expected MPI handles of 4 or 8 bytes, got " + std::to_string(binding.handle_bytes);
+  return nullptr;
+}
+
+}  // namespace pycollective

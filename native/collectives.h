@@ -1,0 +1,74 @@
+// Collectives on plain memory: knows MPI, not XLA.
+//
+// Every function takes counts as int64. MPI 3's counts are int, so a longer array goes in chunks
+// (elementwise operations) or as one element of a derived datatype (block operations). `send == recv`
+// asks for the in-place form where MPI has one. Where MPI leaves a rank's result undefined, it is zeros.
+
+#ifndef PYCOLLECTIVE_NATIVE_COLLECTIVES_H_
+#define PYCOLLECTIVE_NATIVE_COLLECTIVES_H_
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "mpi.h"
+
+namespace pycollective {
+
+// The outcome of an MPI call. `call` names the function that failed; null on success.
+struct Outcome {
+  const char* call = nullptr;
+  int code = 0;
+  std::string detail;  // set instead of `code` when MPI succeeded but the result cannot be used
+  bool ok() const { return call == nullptr; }
+};
+
+// A communicator as seen from this process. Handles are widened; both are private duplicates, so
+// wildcard receives can match neither user traffic nor a collective.
+struct Channel {
+  int64_t collective;
+  int64_t point_to_point;
+  int rank;
+  int size;
+};
+
+class Library {
+ public:
+  virtual ~Library() = default;
+
+  // recv[i] = op over ranks of send[i].
+  virtual Outcome Allreduce(const Channel&, const void* send, void* recv, int64_t count, Type, Op) const = 0;
+  virtual Outcome Reduce(const Channel&, const void* send, void* recv, int64_t count, Type, Op, int root) const = 0;
+  virtual Outcome Scan(const Channel&, const void* send, void* recv, int64_t count, Type, Op) const = 0;
+  virtual Outcome Exscan(const Channel&, const void* send, void* recv, int64_t count, Type, Op) const = 0;
+  virtual Outcome Bcast(const Channel&, const void* send, void* recv, int64_t count, Type, int root) const = 0;
+  // `count` is one rank's block; the other side holds `size` of them in rank order.
+  virtual Outcome ReduceScatter(const Channel&, const void* send, void* recv, int64_t count, Type, Op) const = 0;
+  virtual Outcome Allgather(const Channel&, const void* send, void* recv, int64_t count, Type) const = 0;
+  virtual Outcome Alltoall(const Channel&, const void* send, void* recv, int64_t count, Type) const = 0;
+  virtual Outcome Gather(const Channel&, const void* send, void* recv, int64_t count, Type, int root) const = 0;
+  virtual Outcome Scatter(const Channel&, const void* send, void* recv, int64_t count, Type, int root) const = 0;
+  // Ranks may be MPI_PROC_NULL: nothing is sent, zeros are received. A message whose length is not
+  // `count` is an error.
+  virtual Outcome Send(const Channel&, const void* send, int64_t count, Type, int dest, int tag) const = 0;
+  virtual Outcome Recv(const Channel&, void* recv, int64_t count, Type, int source, int tag) const = 0;
+  virtual Outcome Sendrecv(const Channel&, const void* send, int64_t send_count, Type send_type, int dest,
+                           int send_tag, void* recv, int64_t recv_count, Type recv_type, int source,
+                           int recv_tag) const = 0;
+  // As Sendrecv, on the collective communicator.
+  virtual Outcome Permute(const Channel&, const void* send, void* recv, int64_t count, Type, int dest,
+                          int source) const = 0;
+  virtual Outcome Barrier(const Channel&) const = 0;
+
+  virtual std::string ErrorString(int code) const = 0;
+
+  // Counts above this go in pieces. INT_MAX but in tests, which lower it to reach that code.
+  int64_t max_count = INT32_MAX;
+};
+
+// `addresses` are those of kFunctionNames, in order. Null, with `error` set, if the binding is unusable.
+std::unique_ptr<Library> MakeLibrary(const Binding& binding, void* const* addresses, std::string* error);
+
+}  // namespace pycollective
+
+#endif  // PYCOLLECTIVE_NATIVE_COLLECTIVES_H_

@@ -1,0 +1,61 @@
+"""Write jax.lax, run on MPI: collectives inside jax.jit through the MPI library of the machine."""
+
+from pycollective.collectives import (
+    all_gather,
+    all_to_all,
+    axis_index,
+    axis_size,
+    barrier,
+    broadcast,
+    exscan,
+    gather,
+    pbroadcast,
+    pmax,
+    pmean,
+    pmin,
+    ppermute,
+    pshuffle,
+    psum,
+    psum_scatter,
+    pswapaxes,
+    recv,
+    reduce,
+    scan,
+    scatter,
+    send,
+    sendrecv,
+)
+from pycollective.communicator import Communicator, init, world
+from pycollective.spmd import jit
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Communicator",
+    "all_gather",
+    "all_to_all",
+    "axis_index",
+    "axis_size",
+    "barrier",
+    "broadcast",
+    "exscan",
+    "gather",
+    "init",
+    "jit",
+    "pbroadcast",
+    "pmax",
+    "pmean",
+    "pmin",
+    "ppermute",
+    "pshuffle",
+    "psum",
+    "psum_scatter",
+    "pswapaxes",
+    "recv",
+    "reduce",
+    "scan",
+    "scatter",
+    "send",
+    "sendrecv",
+    "world",
+]

@@ -1,0 +1,401 @@
+"""Communicators: ranks, hosts and local devices, and the world that :func:`init` makes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from pycollective import launchers, lifecycle, ordering
+from pycollective.config import config
+from pycollective.errors import message
+from pycollective.mpi import MPI
+from pycollective.transport import native
+from pycollective.watchdog import Watchdog
+
+TRANSPORTS = ("native",)
+
+
+class Communicator:
+    """A group of ranks that call collectives together.
+
+    Its traffic goes over private duplicates of :attr:`mpi`, one pair per local device, so nothing the program
+    sends on :attr:`mpi` itself can mix with it. There is one object per MPI communicator, so communicators are
+    equal when their MPI handles are; they are hashable and may be static arguments of :func:`jax.jit`.
+
+    Args:
+        mpi: an intracommunicator of mpi4py. All its ranks must make this call.
+
+    Attributes:
+        rank: of this process, from 0.
+        size: number of ranks.
+        local_rank: rank among those on this host.
+        local_size: number of ranks on this host.
+        host_index: of this host, hosts being numbered in the order of their lowest rank.
+        host_count: number of hosts.
+        mpi: the mpi4py communicator, free for the program's own traffic.
+
+    Raises:
+        TypeError: ``mpi`` is not an mpi4py intracommunicator.
+
+    Example:
+        >>> import pycollective as pc
+        >>> comm = pc.world()
+        >>> 0 <= comm.rank < comm.size and comm.local_size <= comm.size
+        True
+    """
+
+    __slots__ = (
+        "_devices",
+        "_duplicates",
+        "_freed",
+        "_groups",
+        "_name",
+        "_number",
+        "_owned",
+        "host_count",
+        "host_index",
+        "local_rank",
+        "local_size",
+        "mpi",
+        "rank",
+        "size",
+    )
+
+    mpi: MPI.Intracomm
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    host_index: int
+    host_count: int
+
+    def __new__(cls, mpi: MPI.Intracomm) -> Communicator:
+        if not isinstance(mpi, MPI.Intracomm) or mpi == MPI.COMM_NULL:
+            raise TypeError(
+                message("Communicator", "an mpi4py intracommunicator", repr(mpi), "Pass mpi4py.MPI.COMM_WORLD, say.")
+            )
+        start(None, None, None)
+        known = mpi.Get_attr(_keyval())
+        if isinstance(known, Communicator):
+            return known
+        return cls._make(mpi, mpi.Get_name() or "unnamed", owned=False)
+
+    @classmethod
+    def _make(cls, mpi: MPI.Intracomm, name: str, *, owned: bool) -> Communicator:
+        """The collective part of the constructor. ``owned``: :meth:`free` frees ``mpi`` too."""
+        self = object.__new__(cls)
+        set_ = object.__setattr__  # the class is frozen
+        set_(self, "mpi", mpi)
+        set_(self, "rank", mpi.rank)
+        set_(self, "size", mpi.size)
+        # Not by host name: containers may share one, and one host may have several.
+        shared = mpi.Split_type(MPI.COMM_TYPE_SHARED)
+        hosts = mpi.allgather(shared.bcast(mpi.rank))
+        shared.Free()
+        local = [rank for rank in range(mpi.size) if hosts[rank] == hosts[mpi.rank]]
+        leaders = sorted(set(hosts))
+        set_(self, "local_rank", local.index(mpi.rank))
+        set_(self, "local_size", len(local))
+        set_(self, "host_index", leaders.index(hosts[mpi.rank]))
+        set_(self, "host_count", len(leaders))
+
+        devices = _state.devices
+        duplicates = tuple(_duplicate(mpi) for _ in range(2 * len(devices)))
+        lanes = [(d.id, duplicates[2 * i], duplicates[2 * i + 1]) for i, d in enumerate(devices)]
+        set_(self, "_devices", devices)
+        set_(self, "_duplicates", duplicates)
+        set_(self, "_number", native.add_communicator(name, lanes))
+        set_(self, "_name", name)
+        set_(self, "_groups", {})
+        set_(self, "_owned", owned)
+        set_(self, "_freed", False)
+        mpi.Set_attr(_keyval(), self)
+        return self
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(message("Communicator", "no change", f"{name} = {value!r}", "Communicators are frozen."))
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(message("Communicator", "no change", f"del {name}", "Communicators are frozen."))
+
+    def __copy__(self) -> Communicator:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Communicator:
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            message("Communicator", "an object that other processes can use", repr(self), "Make one on each rank.")
+        )
+
+    def __repr__(self) -> str:
+        freed = ", freed" if self._freed else ""
+        return f"Communicator({self._name}, rank {self.rank} of {self.size}{freed})"
+
+    @property
+    def name(self) -> str:
+        """How error messages call it."""
+        return str(self._name)
+
+    @property
+    def number(self) -> int:
+        """By which compiled programs name it.
+
+        Raises:
+            ValueError: it was freed.
+        """
+        self.check_live("Communicator")
+        return int(self._number)
+
+    def check_live(self, where: str) -> None:
+        """Raises ValueError, speaking for ``where``, if the communicator was freed."""
+        if self._freed:
+            raise ValueError(
+                message(
+                    where,
+                    "a live communicator",
+                    f"{self._name}, which was freed",
+                    "Keep it until its last use.",
+                    rank=self.rank,
+                    size=self.size,
+                )
+            )
+
+    def split(self, color: int | None, key: int = 0) -> Communicator | None:
+        """Cuts the communicator into one for each color. All its ranks must make this call.
+
+        Args:
+            color: ranks with the same one end up together; None: this rank in none.
+            key: order of the ranks in the new communicator; ties in the order of the old.
+
+        Returns:
+            The new communicator, or None for ``color=None``.
+
+        Source: MPI_Comm_split (MPI standard, 7.4.2).
+
+        Example:
+            >>> import pycollective as pc
+            >>> even_or_odd = pc.world().split(color=pc.world().rank % 2)
+            >>> even_or_odd.size <= pc.world().size
+            True
+        """
+        self.check_live("Communicator.split")
+        part = self.mpi.Split(MPI.UNDEFINED if color is None else color, key)
+        if color is None:
+            return None
+        return Communicator._make(part, f"{self._name}/{color}", owned=True)
+
+    def split_by_host(self) -> Communicator:
+        """The ranks on this rank's host, in the order of this communicator. All its ranks must make this call.
+
+        Example:
+            >>> import pycollective as pc
+            >>> pc.world().split_by_host().size == pc.world().local_size
+            True
+        """
+        self.check_live("Communicator.split_by_host")
+        part = self.mpi.Split(self.host_index, self.rank)
+        return Communicator._make(part, f"{self._name}/host{self.host_index}", owned=True)
+
+    def groups(self, groups: tuple[tuple[int, ...], ...]) -> Communicator:
+        """The communicator of this rank's group, ranks in the group's order; made once and kept.
+
+        Args:
+            groups: rank numbers; each rank in exactly one. All ranks must make this call with the same groups.
+        """
+        if groups not in self._groups:
+            (color,) = (i for i, group in enumerate(groups) if self.rank in group)
+            part = self.split(color, groups[color].index(self.rank))
+            assert part is not None
+            self._groups[groups] = part
+        made = self._groups[groups]
+        assert isinstance(made, Communicator)
+        return made
+
+    def reversed(self) -> Communicator:
+        """The same ranks in the opposite order; made once and kept. All ranks must make the first call."""
+        return self.groups((tuple(range(self.size))[::-1],))
+
+    def free(self) -> None:
+        """Gives the communicator's MPI resources back. All its ranks must make this call.
+
+        Programs that name it end in an error from now on. Waits for those already dispatched. The MPI communicator
+        goes too if :meth:`split` made it.
+        """
+        if self._freed:
+            return
+        ordering.flush(self._devices)
+        for part in self._groups.values():
+            part.free()
+        native.free_communicator(self._number)
+        object.__setattr__(self, "_freed", True)
+        self.mpi.Delete_attr(_keyval())
+        for duplicate in self._duplicates:
+            duplicate.Free()
+        if self._owned:
+            self.mpi.Free()
+        if _state.world is self:
+            _state.world = None
+
+
+def _duplicate(mpi: MPI.Intracomm) -> MPI.Intracomm:
+    duplicate = mpi.Dup()
+    duplicate.Set_errhandler(MPI.ERRORS_RETURN)
+    return duplicate
+
+
+class _State:
+    """What :func:`init` has set up in this process."""
+
+    started = False
+    devices: tuple[jax.Device, ...] = ()
+    keyval: int | None = None  # of the attribute that leads from an MPI communicator to its Communicator
+    world: Communicator | None = None
+
+
+_state = _State()
+
+
+def _keyval() -> int:
+    if _state.keyval is None:
+        _state.keyval = MPI.Comm.Create_keyval(nopython=False)
+    return _state.keyval
+
+
+def _check_launcher() -> None:
+    launched = launchers.launched_size(os.environ)
+    if launched is None or MPI.COMM_WORLD.size > 1 or config.allow_singleton:
+        return
+    launcher, size = launched
+    raise RuntimeError(
+        message(
+            "init",
+            f"a world of {size} ranks, as {launcher.name} started",
+            f"one rank that sees no other ({MPI.Get_library_version().splitlines()[0].strip()})",
+            f"{launcher.remedy} PYCOLLECTIVE_ALLOW_SINGLETON=1 accepts it.",
+        )
+    )
+
+
+def _choose_devices(devices: Sequence[jax.Device] | int | None) -> tuple[jax.Device, ...]:
+    local = tuple(jax.local_devices())
+    if devices is None:
+        return local
+    if isinstance(devices, int):
+        if not 0 < devices <= len(local):
+            raise ValueError(
+                message("init", f"devices from 1 to {len(local)}", devices, "This process has no more local devices.")
+            )
+        return local[:devices]
+    chosen = tuple(devices)
+    if not chosen or any(not isinstance(device, jax.Device) for device in chosen):
+        raise TypeError(message("init", "devices: a number or a sequence of jax.Device", repr(devices), "See jax.local_devices()."))
+    return chosen
+
+
+def start(devices: Sequence[jax.Device] | int | None, timeout: float | None, transport: str | None) -> None:
+    """Everything of :func:`init` but the communicator; the first call decides."""
+    if transport is not None and transport not in TRANSPORTS:
+        raise ValueError(message("init", f"transport to be one of {list(TRANSPORTS)}", repr(transport), "Leave it out."))
+    if timeout is not None and not timeout > 0:
+        raise ValueError(message("init", "timeout to be a positive number of seconds", timeout, "Leave it out for none."))
+    if _state.started:
+        if devices is not None and _choose_devices(devices) != _state.devices:
+            raise ValueError(
+                message("init", f"the devices of the first call, {_state.devices}", devices, "Call init once, first.")
+            )
+        return
+    if not MPI.Is_initialized():
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        raise RuntimeError(
+            message(
+                "init",
+                "MPI at THREAD_MULTIPLE, since XLA calls from its own threads",
+                f"thread level {MPI.Query_thread()}",
+                "Leave mpi4py.rc.thread_level at 'multiple', and use an MPI built with threads.",
+            )
+        )
+    _check_launcher()
+    native.start()  # before JAX's backend and its threads: it tunes malloc
+    _state.devices = _choose_devices(devices)
+    lifecycle.install(lambda: ordering.flush(_state.devices))
+    limit = timeout if timeout is not None else config.timeout
+    if limit is not None:
+        Watchdog(limit, MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size).start()
+    _state.started = True
+
+
+def init(
+    comm: MPI.Intracomm | Communicator | None = None,
+    *,
+    devices: Sequence[jax.Device] | int | None = None,
+    timeout: float | None = None,
+    transport: str | None = None,
+) -> Communicator:
+    """Sets this process up and returns the world. All ranks must make this call; a second one changes nothing.
+
+    The first use of the package calls it, so it is needed only for its options. It also installs the hook that
+    ends all ranks when an exception escapes on one of them.
+
+    Args:
+        comm: the world, an mpi4py communicator; default ``COMM_WORLD``.
+        devices: the local devices that this rank drives, a sequence or a number; default all. Each rank must bring
+            the same number.
+        timeout: seconds that a rank may wait inside one MPI call before it reports and ends all ranks; default
+            ``PYCOLLECTIVE_TIMEOUT``, else no limit.
+        transport: "native", the only one; default.
+
+    Raises:
+        RuntimeError: MPI is not at ``THREAD_MULTIPLE``; this process sees no other rank although its launcher
+            started several; the ranks bring different numbers of devices.
+        ValueError: a bad ``timeout``, ``devices`` or ``transport``, or not those of the first call.
+
+    Example:
+        >>> import pycollective as pc
+        >>> pc.init() is pc.world()
+        True
+    """
+    start(devices, timeout, transport)
+    given = comm.mpi if isinstance(comm, Communicator) else comm
+    if _state.world is not None:
+        if given is not None and given != _state.world.mpi:
+            raise ValueError(
+                message("init", f"the world of the first call, {_state.world!r}", repr(comm), "Call init once, first.")
+            )
+        return _state.world
+    mpi = MPI.COMM_WORLD if given is None else given
+    if not isinstance(mpi, MPI.Intracomm):
+        raise TypeError(message("init", "an mpi4py intracommunicator", repr(comm), "Pass mpi4py.MPI.COMM_WORLD, say."))
+    counts = mpi.allgather(len(_state.devices))
+    if len(set(counts)) > 1:
+        by_count = {n: [rank for rank, count in enumerate(counts) if count == n] for n in sorted(set(counts))}
+        raise RuntimeError(
+            message(
+                "init",
+                "the same number of local devices on every rank",
+                ", ".join(f"{n} on ranks {ranks}" for n, ranks in by_count.items()),
+                "Pass devices=, or set JAX_NUM_CPU_DEVICES alike.",
+                rank=mpi.rank,
+                size=mpi.size,
+            )
+        )
+    name = "world" if mpi == MPI.COMM_WORLD else mpi.Get_name() or "unnamed"
+    known = mpi.Get_attr(_keyval())
+    _state.world = known if isinstance(known, Communicator) else Communicator._make(mpi, name, owned=False)
+    return _state.world
+
+
+def world() -> Communicator:
+    """The communicator of :func:`init`, which is called if it was not.
+
+    Example:
+        >>> import pycollective as pc
+        >>> pc.world().size >= 1
+        True
+    """
+    return _state.world if _state.world is not None else init()

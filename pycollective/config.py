@@ -1,0 +1,75 @@
+"""Settings from the environment, read once at import. A bad value is an error that lists the good ones."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pycollective.errors import message
+
+_BOOLEANS = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
+_CHECKS = {"never": 0, "first": 1, "always": 2}
+
+
+@dataclass(frozen=True)
+class Config:
+    """What the environment asks for.
+
+    Attributes:
+        check: when ranks compare what they call: 0 never, 1 the first time a communicator meets a call,
+            2 every time (``PYCOLLECTIVE_CHECK=never|first|always``, default ``first``).
+        malloc: keep freed memory in the process (``PYCOLLECTIVE_MALLOC``, default on).
+        timeout: seconds that a rank may wait inside one MPI call before the job is ended with a report, or
+            None for no limit (``PYCOLLECTIVE_TIMEOUT``).
+        allow_singleton: accept a world of one process under a launcher that started several
+            (``PYCOLLECTIVE_ALLOW_SINGLETON``, default off).
+    """
+
+    check: int = 1
+    malloc: bool = True
+    timeout: float | None = None
+    allow_singleton: bool = False
+
+
+def _choice(environ: Mapping[str, str], name: str, values: Mapping[str, object], default: object) -> object:
+    text = environ.get(name)
+    if text is None or text == "":
+        return default
+    if text.lower() not in values:
+        raise ValueError(message("config", f"{name} to be one of {sorted(values)}", repr(text), f"Set or unset {name}."))
+    return values[text.lower()]
+
+
+def _seconds(environ: Mapping[str, str], name: str) -> float | None:
+    text = environ.get(name)
+    if text is None or text == "":
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not value > 0:
+        raise ValueError(message("config", f"{name} to be a positive number of seconds", repr(text), f"Set or unset {name}."))
+    return value
+
+
+def read(environ: Mapping[str, str]) -> Config:
+    """Reads the settings.
+
+    Raises:
+        ValueError: a variable has a value that is not one of those listed.
+
+    Example:
+        >>> read({"PYCOLLECTIVE_CHECK": "always"}).check
+        2
+    """
+    return Config(
+        check=_choice(environ, "PYCOLLECTIVE_CHECK", _CHECKS, 1),  # type: ignore[arg-type]
+        malloc=_choice(environ, "PYCOLLECTIVE_MALLOC", _BOOLEANS, True),  # type: ignore[arg-type]
+        timeout=_seconds(environ, "PYCOLLECTIVE_TIMEOUT"),
+        allow_singleton=_choice(environ, "PYCOLLECTIVE_ALLOW_SINGLETON", _BOOLEANS, False),  # type: ignore[arg-type]
+    )
+
+
+config = read(os.environ)

@@ -1,0 +1,232 @@
+"""The order of MPI calls: JAX's ordered effect, the token in the lowering, and the region.
+
+MPI needs every rank to make the same calls in the same order, while XLA's CPU runtime runs independent calls
+concurrently. So each of our primitives carries an ordered effect, and its lowering takes and returns XLA's token;
+JAX itself threads the token through scan, while, cond and nested jit.
+
+A program with an ordered effect leaves JAX's fast dispatch. Hence the *region*: one primitive without effects
+whose body is lowered with a token of its own. Inside, the order is that token's. Between two programs it is the
+order of dispatch: XLA's CPU client makes each program wait for the one that the same thread enqueued before it on
+the same device (``PjRtCpuClient``, "last enqueue event"). A region must therefore be a whole program: inside
+another program two regions would have no order between them.
+
+This is the only file that uses JAX beyond its public API:
+
+=====================================  ==============================================================
+``jax._src.core.abstract_token``       the aval of a token operand, which ``jax.ffi.ffi_lowering`` knows
+``jax._src.core.trace_state_clean``    whether a call happens at top level or inside a trace
+``jax._src.effects`` (its type sets)   to register an ordered effect; mpi4jax and jax's own debug_print
+                                       do the same
+``mlir.jaxpr_subcomp``, ``TokenSet``   exported, but their signature has changed before
+=====================================  ==============================================================
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Primitive, Var
+from jax.extend.mlir.dialects import stablehlo
+from jax.interpreters import mlir
+
+from pycollective.errors import message
+
+SUPPORTED_JAX = ">= 0.9, < 0.13"
+
+try:
+    from jax._src import effects as jax_effects
+    from jax._src.core import abstract_token, trace_state_clean
+
+    _TYPE_SETS = (
+        jax_effects.ordered_effects,
+        jax_effects.shardable_ordered_effects,
+        jax_effects.lowerable_effects,
+        jax_effects.control_flow_allowed_effects,
+        jax_effects.custom_derivatives_allowed_effects,
+        jax_effects.remat_allowed_effects,
+    )
+    _SUBCOMP_PARAMETERS = frozenset(inspect.signature(mlir.jaxpr_subcomp).parameters)
+    _LACKING = {"tokens", "dim_var_values"} - _SUBCOMP_PARAMETERS
+    if _LACKING:
+        raise ImportError(f"jaxpr_subcomp has no parameter {sorted(_LACKING)}")
+except (ImportError, AttributeError) as error:
+    raise ImportError(
+        message("ordering", f"jax {SUPPORTED_JAX}", f"jax {jax.__version__}: {error}", "Install a supported jax.")
+    ) from error
+
+
+class OrderedCollective(jax_effects.Effect):
+    """The effect of every primitive here: it speaks with other ranks, so its place in the program matters."""
+
+    def __repr__(self) -> str:
+        return "OrderedCollective"
+
+    # One effect for all communicators: calls on two of them must keep one order too, or ranks that meet on both
+    # could wait for each other. Equal by type, so that copies of a jaxpr agree.
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other)
+
+    def __hash__(self) -> int:
+        return hash(type(self))
+
+
+for _types in _TYPE_SETS:
+    _types.add_type(OrderedCollective)
+
+effect = OrderedCollective()
+
+
+def lower(primitive: Primitive, rule: Callable[[dict[str, Any]], tuple[Callable[..., Any], dict[str, int]]]) -> None:
+    """Registers the CPU lowering of an ordered primitive.
+
+    Args:
+        primitive: its abstract evaluation must report :data:`effect`.
+        rule: maps the primitive's parameters to an FFI lowering whose last operand and last result are tokens, and
+            to the handler's attributes (see ``transport``).
+    """
+
+    def lowering(ctx: Any, *operands: Any, **params: Any) -> Sequence[Any]:
+        inner = ctx.replace(avals_in=(*ctx.avals_in, abstract_token), avals_out=(*ctx.avals_out, abstract_token))
+        call, attributes = rule(params)
+        *results, token = call(inner, *operands, ctx.tokens_in.get(effect), **attributes)
+        ctx.set_tokens_out(ctx.tokens_in.update_tokens(mlir.TokenSet({effect: token})))
+        return results
+
+    def elsewhere(ctx: Any, *operands: Any, **params: Any) -> Sequence[Any]:
+        raise NotImplementedError(
+            message(
+                primitive.name,
+                "a program on CPU devices",
+                f"one for {', '.join(ctx.module_context.platforms)}",
+                "Move the arrays to jax.devices('cpu')[0], or set JAX_PLATFORMS=cpu.",
+            )
+        )
+
+    mlir.register_lowering(primitive, lowering, platform="cpu")
+    mlir.register_lowering(primitive, elsewhere)
+
+
+# The region -----------------------------------------------------------------------------------------------
+
+region_p = Primitive("pycollective_region")
+region_p.multiple_results = True
+
+
+@region_p.def_effectful_abstract_eval
+def _region_abstract_eval(*_: Any, jaxpr: Any) -> Any:
+    return [var.aval for var in jaxpr.outvars], jaxpr.effects - {effect}
+
+
+def _region_lowering(ctx: Any, *args: Any, jaxpr: Any) -> Sequence[Any]:
+    tokens = mlir.TokenSet({**dict(ctx.tokens_in.items()), effect: stablehlo.create_token()})
+    optional = {"const_lowering": getattr(ctx, "const_lowering", None), "outer_traceback": None}
+    constants = len(jaxpr.constvars)
+    outs, tokens_out = mlir.jaxpr_subcomp(
+        ctx.module_context,
+        jaxpr,
+        ctx.name_stack,
+        tokens,
+        args[:constants],
+        *args[constants:],
+        dim_var_values=ctx.dim_var_values,
+        **{name: value for name, value in optional.items() if name in _SUBCOMP_PARAMETERS},
+    )
+    if len(ctx.tokens_in):  # the body has ordered effects of others, such as jax.debug.print(ordered=True)
+        ctx.set_tokens_out(tokens_out.subset([kind for kind, _ in ctx.tokens_in.items()]))
+    return outs
+
+
+mlir.register_lowering(region_p, _region_lowering)
+
+
+def _without_copies(jaxpr: Any) -> Any:
+    """Drops the hint ``in_place`` where the operand must survive: an input of the program, or read again later.
+
+    XLA would copy such an operand in order to overwrite the copy, which costs more than MPI's own two-buffer form.
+    """
+    kept = {*jaxpr.invars, *jaxpr.constvars, *(var for var in jaxpr.outvars if isinstance(var, Var))}
+    eqns = []
+    for eqn in reversed(jaxpr.eqns):
+        reads = {var for var in eqn.invars if isinstance(var, Var)}
+        if eqn.params.get("in_place") and not kept.isdisjoint(reads):
+            eqn = eqn.replace(params={**eqn.params, "in_place": False})
+        eqns.append(eqn)
+        kept |= reads
+    return jaxpr.replace(eqns=eqns[::-1])
+
+
+def as_region(fun: Callable[..., Any], *, donates: bool = False) -> Callable[..., tuple[Any, tuple[jax.Array, ...]]]:
+    """Makes a function whose trace is one region.
+
+    The result is for :func:`jax.jit`, as a whole program (see the head of this file).
+
+    Args:
+        fun: any function that JAX can trace; arguments that are not tracers stay as they are.
+        donates: whether the program may overwrite its inputs.
+
+    Returns:
+        A function of the same arguments that returns ``(fun(...), witness)``. ``witness`` is empty, or holds one
+        empty array where no result of ``fun`` is computed in the region: JAX drops equations without effects that
+        nothing uses, and a region that only sends has no other result to hold it.
+    """
+
+    @functools.wraps(fun)
+    def program(*args: Any, **kwargs: Any) -> tuple[Any, tuple[jax.Array, ...]]:
+        leaves, in_tree = jax.tree.flatten((args, kwargs))
+        dynamic = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.core.Tracer)]
+        out_tree = None
+
+        def flat(*values: Any) -> list[Any]:
+            nonlocal out_tree
+            filled = list(leaves)
+            for i, value in zip(dynamic, values, strict=True):
+                filled[i] = value
+            flat_args, flat_kwargs = jax.tree.unflatten(in_tree, filled)
+            outs, out_tree = jax.tree.flatten(fun(*flat_args, **flat_kwargs))
+            return [*outs, jnp.zeros(0, bool)]
+
+        closed = jax.make_jaxpr(flat)(*(leaves[i] for i in dynamic))
+        jaxpr = closed.jaxpr if donates else _without_copies(closed.jaxpr)
+        *outs, witness = region_p.bind(*closed.consts, *(leaves[i] for i in dynamic), jaxpr=jaxpr)
+        given = {*jaxpr.invars, *jaxpr.constvars}
+        held = any(isinstance(var, Var) and var not in given for var in jaxpr.outvars[:-1])
+        return jax.tree.unflatten(out_tree, outs), () if held else (witness,)
+
+    return program
+
+
+@functools.lru_cache(maxsize=4096)
+def _eager_program(primitive: Primitive, params: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
+    return jax.jit(as_region(lambda *operands: primitive.bind(*operands, **dict(params))))
+
+
+def apply(primitive: Primitive, *operands: Any, **params: Any) -> Any:
+    """Runs an ordered primitive outside any trace: the implementation rule of every primitive here.
+
+    Compiled once per shape, dtype and parameters, all of which are hashable.
+    """
+    out, witness = _eager_program(primitive, tuple(sorted(params.items())))(*operands)
+    jax.block_until_ready(witness)  # no result to wait on, so errors must show here
+    return out
+
+
+def at_top_level() -> bool:
+    """Whether the caller runs outside every JAX trace."""
+    return trace_state_clean()
+
+
+def flush(devices: Sequence[jax.Device]) -> None:
+    """Waits until all programs that this thread has dispatched to ``devices`` have run."""
+    jax.effects_barrier()
+    for device in devices:
+        # Ordered behind everything enqueued before it; an identity function would not be dispatched at all.
+        _marker(jax.device_put(np.int32(0), device)).block_until_ready()
+
+
+_marker = jax.jit(lambda x: x + 1)

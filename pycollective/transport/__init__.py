@@ -1,0 +1,1 @@
+"""Which FFI target and attributes carry a primitive."""

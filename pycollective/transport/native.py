@@ -1,0 +1,228 @@
+"""The native transport: loads the C++ library, binds it to the MPI that mpi4py loaded, registers its handlers.
+
+Nothing here knows JAX's tracing or the meaning of a collective: it turns a call into a target name,
+attributes and aliases, and hands communicators to the library.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+
+from pycollective.config import config
+from pycollective.errors import message
+from pycollective.mpi import MPI
+
+OPS = {"sum": 0, "prod": 1, "min": 2, "max": 3}
+"""The reductions, numbered as ``Op`` in native/mpi.h."""
+
+# In the order of ``Type`` in native/mpi.h.
+_TYPES = (
+    MPI.INT8_T,
+    MPI.INT16_T,
+    MPI.INT32_T,
+    MPI.INT64_T,
+    MPI.UINT8_T,
+    MPI.UINT16_T,
+    MPI.UINT32_T,
+    MPI.UINT64_T,
+    MPI.FLOAT,
+    MPI.DOUBLE,
+    MPI.C_FLOAT_COMPLEX,
+    MPI.C_DOUBLE_COMPLEX,
+)
+_MPI_OPS = (MPI.SUM, MPI.PROD, MPI.MIN, MPI.MAX)
+
+TARGETS = (
+    "allreduce",
+    "allgather",
+    "alltoall",
+    "reduce_scatter",
+    "bcast",
+    "reduce",
+    "gather",
+    "scatter",
+    "scan",
+    "exscan",
+    "ppermute",
+    "sendrecv",
+    "send",
+    "recv",
+    "barrier",
+)
+
+
+class _Binding(ctypes.Structure):
+    """``Binding`` of native/mpi.h."""
+
+    _fields_ = [
+        ("handle_bytes", ctypes.c_int64),
+        ("in_place", ctypes.c_int64),
+        ("proc_null", ctypes.c_int64),
+        ("types", ctypes.c_int64 * len(_TYPES)),
+        ("ops", ctypes.c_int64 * len(_MPI_OPS)),
+    ]
+
+
+class Waiting(ctypes.Structure):
+    """The call that has waited inside MPI for longest; ``pycollective_Waiting`` of native/binding.cc."""
+
+    _fields_ = [
+        ("operation", ctypes.c_char_p),
+        ("communicator", ctypes.c_char_p),
+        ("nbytes", ctypes.c_int64),
+        ("waited_ns", ctypes.c_int64),
+    ]
+
+
+def _load() -> ctypes.CDLL:
+    path = Path(__file__).parent.parent / "_native.so"
+    if not path.exists():
+        raise ImportError(
+            message(
+                "transport",
+                f"the compiled library {path}",
+                "no such file",
+                "Install the package with pip (it needs a C++17 compiler), not by copying its files.",
+            )
+        )
+    return ctypes.CDLL(str(path))
+
+
+def _bind(library: ctypes.CDLL) -> None:
+    """Gives the library the addresses and handles of the MPI that mpi4py has loaded."""
+    library.pycollective_function_name.restype = ctypes.c_char_p
+    library.pycollective_function_name.argtypes = [ctypes.c_int64]
+    library.pycollective_bind.restype = ctypes.c_char_p
+    library.pycollective_communicator_add.restype = ctypes.c_int64
+    library.pycollective_longest_wait.restype = ctypes.c_bool
+    library.pycollective_tune_malloc.restype = ctypes.c_bool
+
+    # Symbols are looked up through mpi4py's own extension: that searches just the libraries it was
+    # linked to, so it finds the right MPI even when another one is loaded too.
+    mpi = ctypes.CDLL(MPI.__file__)
+    addresses = []
+    while name := library.pycollective_function_name(len(addresses)):
+        try:
+            function = getattr(mpi, name.decode())
+        except AttributeError:
+            raise ImportError(
+                message(
+                    "transport",
+                    f"an MPI library with {name.decode()} (MPI 3.0)",
+                    MPI.Get_library_version().splitlines()[0],
+                    "Install a newer MPI, for example pip install 'pycollective[mpich]'.",
+                )
+            ) from None
+        addresses.append(ctypes.cast(function, ctypes.c_void_p).value)
+    binding = _Binding(
+        MPI._sizeof(MPI.Comm),
+        int(MPI.IN_PLACE),
+        MPI.PROC_NULL,
+        (ctypes.c_int64 * len(_TYPES))(*map(_handle, _TYPES)),
+        (ctypes.c_int64 * len(_MPI_OPS))(*map(_handle, _MPI_OPS)),
+    )
+    error = library.pycollective_bind(ctypes.byref(binding), (ctypes.c_void_p * len(addresses))(*addresses))
+    if error:
+        raise ImportError(
+            message("transport", "a usable MPI library", error.decode(), "Check that mpi4py itself works with it.")
+        )
+
+
+def _handle(obj: Any) -> int:
+    """An MPI handle as a signed 64-bit integer."""
+    return ctypes.c_int64(MPI._handleof(obj)).value
+
+
+_library: ctypes.CDLL | None = None
+
+
+def start() -> None:
+    """Loads, binds and registers. MPI must be initialised. Does nothing the second time."""
+    global _library
+    if _library is not None:
+        return
+    library = _load()
+    _bind(library)
+    library.pycollective_set_check(config.check)
+    if config.malloc:
+        library.pycollective_tune_malloc()
+    for target in TARGETS:
+        capsule = jax.ffi.pycapsule(getattr(library, f"pycollective_{target}"))
+        jax.ffi.register_ffi_target(f"pycollective_{target}", capsule, platform="cpu")
+    _library = library
+
+
+def library() -> ctypes.CDLL:
+    """The bound library.
+
+    Raises:
+        RuntimeError: :func:`start` was not called.
+    """
+    if _library is None:
+        raise RuntimeError(message("transport", "a started transport", "none", "Call pycollective.init() first."))
+    return _library
+
+
+def add_communicator(name: str, lanes: Sequence[tuple[int, MPI.Comm, MPI.Comm]]) -> int:
+    """Makes a communicator known to the handlers.
+
+    Args:
+        name: how error messages call it.
+        lanes: for each local device its id, the communicator for collectives and the one for messages.
+
+    Returns:
+        Its number, by which compiled programs name it.
+    """
+
+    def array(values: Sequence[int]) -> Any:
+        return (ctypes.c_int64 * len(values))(*values)
+
+    collective = lanes[0][1]
+    number = library().pycollective_communicator_add(
+        name.encode(),
+        collective.rank,
+        collective.size,
+        ctypes.c_int64(len(lanes)),
+        array([device_id for device_id, _, _ in lanes]),
+        array([_handle(comm) for _, comm, _ in lanes]),
+        array([_handle(comm) for _, _, comm in lanes]),
+    )
+    if number < 0:
+        raise RuntimeError(
+            message("Communicator", "fewer than 65536 communicators", "one more", "Free those that are not used.")
+        )
+    return int(number)
+
+
+def free_communicator(number: int) -> None:
+    """From now on programs that name ``number`` end in an error."""
+    library().pycollective_communicator_free(ctypes.c_int64(number))
+
+
+def longest_wait() -> Waiting | None:
+    """The call that has waited inside MPI for longest, or None when no call is under way."""
+    waiting = Waiting()
+    return waiting if library().pycollective_longest_wait(ctypes.byref(waiting)) else None
+
+
+def ffi_lowering(target: str, *, in_place: bool = False) -> Any:
+    """JAX's lowering rule for a handler whose last operand and last result are tokens.
+
+    Args:
+        target: one of ``TARGETS``.
+        in_place: the first result takes the first operand's buffer (XLA copies where it may not).
+    """
+    aliases = {"operand_output_aliases": {0: 0}} if in_place else {}
+    rule = jax.ffi.ffi_lowering(f"pycollective_{target}", has_side_effect=True, **aliases)
+
+    def lowering(ctx: Any, *operands: Any, **attributes: int) -> Any:
+        return rule(ctx, *operands, **{name: np.int64(value) for name, value in attributes.items()})
+
+    return lowering
