@@ -49,10 +49,10 @@ def _is_name(axis_name: Any) -> bool:
     return not (axis_name is None or isinstance(axis_name, (Communicator, MPI.Comm, bool, int, float)))
 
 
-def _by_name(where: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """jax.lax's own function, which knows the named axes."""
+def _by_name(where: str, axis_name: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``function(*args)``, one of jax.lax's own, which know the named axes."""
     try:
-        return function(*args, **kwargs)
+        lax.axis_size(axis_name)
     except NameError as error:
         raise NameError(
             message(
@@ -62,6 +62,7 @@ def _by_name(where: str, function: Callable[..., Any], *args: Any, **kwargs: Any
                 "Bind it with jax.vmap(axis_name=...) or jax.shard_map, or pass pycollective.world().",
             )
         ) from None
+    return function(*args, **kwargs)
 
 
 def _array(where: str, comm: Communicator, leaf: Any) -> Array:
@@ -215,7 +216,7 @@ def psum(x: PyTree, axis_name: AxisName | Communicator | None = None, *, axis_in
         True
     """
     if _is_name(axis_name):
-        return _by_name("psum", lax.psum, x, axis_name, axis_index_groups=axis_index_groups)
+        return _by_name("psum", axis_name, lax.psum, x, axis_name, axis_index_groups=axis_index_groups)
     return _allreduce("psum", x, axis_name, "sum", axis_index_groups)
 
 
@@ -236,7 +237,7 @@ def pmean(x: PyTree, axis_name: AxisName | Communicator | None = None, *, axis_i
         3.0
     """
     if _is_name(axis_name):
-        return _by_name("pmean", lax.pmean, x, axis_name, axis_index_groups=axis_index_groups)
+        return _by_name("pmean", axis_name, lax.pmean, x, axis_name, axis_index_groups=axis_index_groups)
     comm = _communicator("pmean", axis_name)
     size = _group("pmean", comm, axis_index_groups, equal=False).size
     return jax.tree.map(lambda y: y / size, _allreduce("pmean", x, comm, "sum", axis_index_groups))
@@ -255,7 +256,7 @@ def pmax(x: PyTree, axis_name: AxisName | Communicator | None = None, *, axis_in
         True
     """
     if _is_name(axis_name):
-        return _by_name("pmax", lax.pmax, x, axis_name, axis_index_groups=axis_index_groups)
+        return _by_name("pmax", axis_name, lax.pmax, x, axis_name, axis_index_groups=axis_index_groups)
     return _allreduce("pmax", x, axis_name, "max", axis_index_groups)
 
 
@@ -270,7 +271,7 @@ def pmin(x: PyTree, axis_name: AxisName | Communicator | None = None, *, axis_in
         0
     """
     if _is_name(axis_name):
-        return _by_name("pmin", lax.pmin, x, axis_name, axis_index_groups=axis_index_groups)
+        return _by_name("pmin", axis_name, lax.pmin, x, axis_name, axis_index_groups=axis_index_groups)
     return _allreduce("pmin", x, axis_name, "min", axis_index_groups)
 
 
@@ -308,7 +309,7 @@ def all_gather(
     """
     if _is_name(axis_name):
         return _by_name(
-            "all_gather", lax.all_gather, x, axis_name, axis_index_groups=axis_index_groups, axis=axis, tiled=tiled
+            "all_gather", axis_name, lax.all_gather, x, axis_name, axis_index_groups=axis_index_groups, axis=axis, tiled=tiled
         )
     comm = _group("all_gather", _communicator("all_gather", axis_name), axis_index_groups, equal=True)
 
@@ -358,6 +359,7 @@ def psum_scatter(
     if _is_name(axis_name):
         return _by_name(
             where,
+            axis_name,
             lax.psum_scatter,
             x,
             axis_name,
@@ -418,6 +420,7 @@ def all_to_all(
     if _is_name(axis_name):
         return _by_name(
             where,
+            axis_name,
             lax.all_to_all,
             x,
             axis_name,
@@ -468,7 +471,7 @@ def ppermute(
     if perm is None:
         _fail(TypeError, "ppermute", None, "perm: (source, destination) pairs", "none", "Pass perm=[(0, 1), (1, 0)], say.")
     if _is_name(axis_name):
-        return _by_name("ppermute", lax.ppermute, x, axis_name, perm)
+        return _by_name("ppermute", axis_name, lax.ppermute, x, axis_name, perm)
     comm = _communicator("ppermute", axis_name)
     pairs = tuple(_pair(comm, pair) for pair in perm)
     for side, ranks in (("source", [s for s, _ in pairs]), ("destination", [d for _, d in pairs])):
@@ -505,7 +508,7 @@ def pshuffle(
     if perm is None:
         _fail(TypeError, "pshuffle", None, "perm: a permutation of the ranks", "none", "Pass perm=[1, 0], say.")
     if _is_name(axis_name):
-        return _by_name("pshuffle", lax.pshuffle, x, axis_name, perm)
+        return _by_name("pshuffle", axis_name, lax.pshuffle, x, axis_name, perm)
     comm = _communicator("pshuffle", axis_name)
     if sorted(perm) != list(range(comm.size)):
         _fail(ValueError, "pshuffle", comm, f"a permutation of 0 to {comm.size - 1}", list(perm), "Name each rank once.")
@@ -542,7 +545,7 @@ def pbroadcast(x: PyTree, axis_name: AxisName | Communicator | None = None, sour
         True
     """
     if _is_name(axis_name):
-        return _by_name("pbroadcast", lax.pbroadcast, x, axis_name, source)
+        return _by_name("pbroadcast", axis_name, lax.pbroadcast, x, axis_name, source)
     return _rooted("pbroadcast", primitives.bcast, x, axis_name, source, name="source")
 
 
@@ -555,7 +558,7 @@ def axis_index(axis_name: AxisName | Communicator | None = None) -> Array:
         True
     """
     if _is_name(axis_name):
-        return _by_name("axis_index", lax.axis_index, axis_name)
+        return _by_name("axis_index", axis_name, lax.axis_index, axis_name)
     return jnp.int32(_communicator("axis_index", axis_name).rank)
 
 
@@ -568,7 +571,7 @@ def axis_size(axis_name: AxisName | Communicator | None = None) -> int:
         True
     """
     if _is_name(axis_name):
-        return int(_by_name("axis_size", lax.axis_size, axis_name))
+        return int(_by_name("axis_size", axis_name, lax.axis_size, axis_name))
     return _communicator("axis_size", axis_name).size
 
 

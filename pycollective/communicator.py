@@ -48,7 +48,6 @@ class Communicator:
     """
 
     __slots__ = (
-        "_devices",
         "_duplicates",
         "_freed",
         "_groups",
@@ -105,7 +104,6 @@ class Communicator:
         devices = _state.devices
         duplicates = tuple(_duplicate(mpi) for _ in range(2 * len(devices)))
         lanes = [(d.id, duplicates[2 * i], duplicates[2 * i + 1]) for i, d in enumerate(devices)]
-        set_(self, "_devices", devices)
         set_(self, "_duplicates", duplicates)
         set_(self, "_number", native.add_communicator(name, lanes))
         set_(self, "_name", name)
@@ -228,7 +226,7 @@ class Communicator:
         """
         if self._freed:
             return
-        ordering.flush(self._devices)
+        _flush()
         for part in self._groups.values():
             part.free()
         native.free_communicator(self._number)
@@ -297,6 +295,10 @@ def _choose_devices(devices: Sequence[jax.Device] | int | None) -> tuple[jax.Dev
     return chosen
 
 
+def _flush() -> None:
+    ordering.flush(_state.devices)
+
+
 def start(devices: Sequence[jax.Device] | int | None, timeout: float | None, transport: str | None) -> None:
     """Everything of :func:`init` but the communicator; the first call decides."""
     if transport is not None and transport not in TRANSPORTS:
@@ -323,7 +325,7 @@ def start(devices: Sequence[jax.Device] | int | None, timeout: float | None, tra
     _check_launcher()
     native.start()  # before JAX's backend and its threads: it tunes malloc
     _state.devices = _choose_devices(devices)
-    lifecycle.install(lambda: ordering.flush(_state.devices))
+    lifecycle.install(_flush)
     limit = timeout if timeout is not None else config.timeout
     if limit is not None:
         Watchdog(limit, MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size).start()
@@ -386,8 +388,11 @@ def init(
         )
     name = "world" if mpi == MPI.COMM_WORLD else mpi.Get_name() or "unnamed"
     known = mpi.Get_attr(_keyval())
-    _state.world = known if isinstance(known, Communicator) else Communicator._make(mpi, name, owned=False)
-    return _state.world
+    if not isinstance(known, Communicator):
+        known = Communicator._make(mpi, name, owned=False)
+    lifecycle.meet_at_exit(mpi, _flush)
+    _state.world = known
+    return known
 
 
 def world() -> Communicator:

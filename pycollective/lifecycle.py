@@ -1,4 +1,4 @@
-"""The end of a rank: an exception ends all ranks, and pending work is flushed before MPI is finalised."""
+"""The end of a rank: an exception ends all ranks; a clean end flushes pending work and waits for the others."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ from pycollective.mpi import MPI
 
 _HEAD_START_S = 0.05
 """How much earlier rank r speaks than rank r + 1 when all of them raise: its Abort then silences the others."""
+
+
+_NOTICE_S = 10.0
+"""How long a rank that has ended waits for the others before it says so."""
 
 
 def install(flush: Callable[[], None]) -> None:
@@ -34,5 +38,34 @@ def install(flush: Callable[[], None]) -> None:
             world.Abort(1)
 
     sys.excepthook = end_all_ranks
-    # Runs before JAX's and mpi4py's own exit handlers, which were registered earlier.
+    # Exit handlers run in the opposite order of their registration: this before JAX's and mpi4py's own.
     atexit.register(flush)
+
+
+def meet_at_exit(world: MPI.Intracomm, flush: Callable[[], None]) -> None:
+    """Lets this rank wait at exit until all have come there, its own work done. All ranks must make this call."""
+    atexit.register(_meet, world.Dup(), flush)
+
+
+def _meet(world: MPI.Intracomm, flush: Callable[[], None]) -> None:
+    """Waits until every rank is here, and says so when that takes long.
+
+    MPI_Finalize would wait as well, but in silence and at full speed: a rank that left early, through ``sys.exit``
+    say, while others still wait for it in a collective would look like any hang.
+    """
+    if MPI.Is_finalized():
+        return
+    flush()
+    request = world.Ibarrier()
+    started = time.monotonic()
+    told = False
+    while not request.Test():
+        waited = time.monotonic() - started
+        if waited > _NOTICE_S and not told:
+            told = True
+            sys.stderr.write(
+                f"pycollective: rank {world.rank} of {world.size} has ended and waits for the other ranks to end. "
+                "If they do not, look for a collective that this rank did not reach.\n"
+            )
+            sys.stderr.flush()
+        time.sleep(min(0.05, waited / 10))

@@ -532,10 +532,7 @@ def recv(like: Array | jax.ShapeDtypeStruct, *, comm: Communicator, source: int,
     """What ``source`` sent, of the shape and dtype of ``like``."""
     wire = jax.eval_shape(_to_wire, like)
     # Under vmap `like` has a batch axis that its shape does not show; an empty part of it has that axis too.
-    if isinstance(like, jax.ShapeDtypeStruct):
-        batch = jnp.zeros(0, jnp.float32)
-    else:
-        batch = jnp.ravel(_to_wire(like))[:0].astype(jnp.float32)
+    batch = jnp.zeros(0) if isinstance(like, jax.ShapeDtypeStruct) else jnp.ravel(_to_wire(like))[:0]
     y = recv_p.bind(batch, shape=wire.shape, dtype=wire.dtype, comm=comm, source=source, tag=tag)
     return _from_wire(y, like)
 

@@ -1,0 +1,91 @@
+"""Tests that every rank runs under mpirun: one report, and a failure with all stacks instead of a hang."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from mpi4py import MPI
+
+import pycollective as pc
+
+RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+
+_EXIT_AFTER_S = 5.0
+"""From the dump of a stuck rank's stacks (pytest's faulthandler_timeout) to its exit, so that all ranks dump."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Rank 0 speaks; another rank only when something failed there."""
+    if RANK != 0:
+        reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+        assert reporter is not None
+        reporter._tw._file = io.StringIO()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    if RANK != 0 and reporter is not None and reporter.stats.get("failed", []) + reporter.stats.get("error", []):
+        sys.__stderr__.write(f"\n===== rank {RANK} of {SIZE} =====\n{reporter._tw._file.getvalue()}\n")
+        sys.__stderr__.flush()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Every test runs on the number of ranks that there are (mpi-pytest's mark, which ends each with a barrier)."""
+    for item in items:
+        item.add_marker(pytest.mark.parallel(SIZE))
+
+
+@pytest.fixture(autouse=True)
+def no_hang(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Ends this rank, and so the job, when a test takes too long."""
+    limit = float(request.config.getini("faulthandler_timeout")) + _EXIT_AFTER_S
+
+    def end() -> None:
+        sys.__stderr__.write(f"{request.node.nodeid}: no end within {limit:g} s on rank {RANK} of {SIZE}\n")
+        sys.__stderr__.flush()
+        os._exit(70)
+
+    timer = threading.Timer(limit, end)
+    timer.daemon = True
+    timer.start()
+    yield
+    timer.cancel()
+
+
+@pytest.fixture(scope="session")
+def world() -> pc.Communicator:
+    # One device takes part; the others are for the oracle, jax.pmap.
+    return pc.init(devices=1)
+
+
+def make_communicator(kind: str) -> pc.Communicator:
+    """A communicator of the kind that tests are parametrised over."""
+    world = pc.init(devices=1)
+    if kind == "world":
+        return world
+    if kind == "self":
+        return pc.Communicator(MPI.COMM_SELF)
+    assert kind == "split"  # pairs of ranks, in opposite order
+    part = world.split(color=world.rank // 2, key=-world.rank)
+    assert part is not None
+    return part
+
+
+_made: dict[str, pc.Communicator] = {}
+
+
+@pytest.fixture(params=["world", "self", "split"])
+def comm(request: pytest.FixtureRequest) -> pc.Communicator:
+    """One communicator of each kind, made once: programs compiled for it are used again."""
+    kind: Any = request.param
+    if kind not in _made:
+        _made[kind] = make_communicator(kind)
+    return _made[kind]

@@ -1,0 +1,116 @@
+"""Communicators: ranks, hosts, splits, identity, and the isolation of their traffic."""
+
+from __future__ import annotations
+
+import copy
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from mpi4py import MPI
+
+import pycollective as pc
+
+
+def test_world(world: pc.Communicator) -> None:
+    assert pc.world() is world
+    assert pc.init() is world
+    assert pc.init(MPI.COMM_WORLD, devices=1) is world
+    assert (world.rank, world.size) == (MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)
+    assert world.mpi == MPI.COMM_WORLD
+    assert repr(world) == f"Communicator(world, rank {world.rank} of {world.size})"
+
+
+def test_hosts(world: pc.Communicator) -> None:
+    # The tests run on one host.
+    assert (world.local_rank, world.local_size) == (world.rank, world.size)
+    assert (world.host_index, world.host_count) == (0, 1)
+    host = world.split_by_host()
+    assert (host.rank, host.size) == (world.rank, world.size)
+    assert pc.psum(1, host) == world.size
+    host.free()
+
+
+def test_split(world: pc.Communicator) -> None:
+    part = world.split(color=world.rank % 2, key=-world.rank)
+    assert part is not None
+    members = [r for r in range(world.size) if r % 2 == world.rank % 2][::-1]
+    assert (part.rank, part.size) == (members.index(world.rank), len(members))
+    np.testing.assert_array_equal(pc.all_gather(world.rank, part), members)
+    part.free()
+
+
+def test_split_without_a_color(world: pc.Communicator) -> None:
+    part = world.split(color=None if world.rank == 0 else 1)
+    assert (part is None) == (world.rank == 0)
+    if part is not None:
+        assert pc.psum(1, part) == world.size - 1
+        part.free()
+
+
+def test_equal_by_handle(world: pc.Communicator) -> None:
+    assert pc.Communicator(MPI.COMM_WORLD) is world
+    mine = pc.Communicator(MPI.COMM_SELF)
+    assert pc.Communicator(MPI.COMM_SELF) is mine
+    assert mine != world
+    assert len({mine, world, pc.Communicator(MPI.COMM_SELF)}) == 2
+    assert copy.deepcopy({"comm": world})["comm"] is world
+
+
+def test_the_users_own_communicator(world: pc.Communicator) -> None:
+    theirs = MPI.COMM_WORLD.Dup()
+    theirs.Set_name("theirs")
+    comm = pc.Communicator(theirs)
+    assert comm.name == "theirs"
+    assert pc.psum(1, comm) == world.size
+    comm.free()
+    assert theirs.allreduce(1) == world.size  # not freed: it is the user's
+    theirs.Free()
+
+
+def test_static_argument(world: pc.Communicator) -> None:
+    traces = []
+
+    def f(x: jax.Array, comm: pc.Communicator) -> jax.Array:
+        traces.append(comm)
+        return pc.psum(x, comm)
+
+    g = jax.jit(f, static_argnums=1)
+    for comm in (world, pc.world(), pc.Communicator(MPI.COMM_WORLD)):
+        assert g(jnp.ones(1), comm) == world.size
+    assert len(traces) == 1
+
+
+def test_user_traffic_does_not_mix(world: pc.Communicator) -> None:
+    # The program has a receive from anywhere pending on the communicator that it gave to init.
+    if world.size == 1:
+        return
+    buffer = np.zeros(1)
+    request = world.mpi.Irecv(buffer, source=MPI.ANY_SOURCE, tag=MPI.ANY_TAG)
+    perm = [(r, (r + 1) % world.size) for r in range(world.size)]
+    assert pc.psum(1, world) == world.size
+    assert pc.ppermute(world.rank, world, perm) == (world.rank - 1) % world.size
+    y = pc.sendrecv(jnp.asarray(1.0), world, source=perm[world.rank - 1][0], dest=perm[world.rank][1])
+    assert y == 1.0
+    assert not request.Test()
+    pc.barrier(world)
+    world.mpi.Send(np.full(1, 7.0), dest=perm[world.rank][1])
+    request.Wait()
+    assert buffer[0] == 7.0
+
+
+def test_groups_are_made_once(world: pc.Communicator) -> None:
+    groups = (tuple(range(world.size)),)
+    assert world.groups(groups) is world.groups(groups)
+    assert world.reversed() is world.reversed()
+    assert world.reversed().rank == world.size - 1 - world.rank
+
+
+def test_many_communicators(world: pc.Communicator) -> None:
+    # MPI libraries have a few thousand; freed ones must come back.
+    for i in range(600):
+        part = world.split(color=0)
+        assert part is not None
+        if i % 100 == 0:
+            assert pc.psum(i, part) == i * world.size
+        part.free()

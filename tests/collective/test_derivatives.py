@@ -1,0 +1,138 @@
+"""Derivatives of every operation, forward and reverse, first and second order, against those of its reference."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pycollective as pc
+from tests.cases import CASES, Case, by_id, operands, values
+from tests.collective.programs import compare
+
+LINEAR = [case for case in CASES if case.linear]
+Array = Any
+
+
+def weights(case: Case, comm: pc.Communicator, seed: int) -> Array:
+    """Stacked cotangents of the results: they differ on every rank, as in no loss that is summed."""
+    xs = operands(case, comm)
+    return values(jax.eval_shape(case.reference, xs).shape, seed=seed)
+
+
+def identity(f: Any) -> Any:
+    return f
+
+
+def jvp(f: Any, x: Array, t: Array) -> Any:
+    return jax.jvp(f, (x,), (t,))
+
+
+def grad(f: Any, x: Array, w: Array) -> Any:
+    return jax.grad(lambda x: jnp.vdot(w, f(jnp.sin(x))))(x)
+
+
+def transpose(f: Any, x: Array, w: Array) -> Any:
+    return jax.linear_transpose(f, x)(w)
+
+
+def loss(f: Any, x: Array, w: Array) -> Any:
+    return jnp.vdot(w, f(jnp.sin(x)) ** 2)
+
+
+def reverse_over_reverse(f: Any, x: Array, v: Array, w: Array) -> Any:
+    return jax.grad(lambda x: jnp.vdot(v, jax.grad(partial(loss, f))(x, w)))(x)
+
+
+def forward_over_reverse(f: Any, x: Array, v: Array, w: Array) -> Any:
+    return jax.jvp(lambda x: jax.grad(partial(loss, f))(x, w), (x,), (v,))
+
+
+def through_linearize(f: Any, x: Array, t: Array) -> Any:
+    y, f_jvp = jax.linearize(lambda x: f(jnp.sin(x)), x)
+    return y, f_jvp(t)
+
+
+compilers = pytest.mark.parametrize("compiler", [identity, jax.jit, pc.jit], ids=["eager", "jax.jit", "pc.jit"])
+
+
+@compilers
+def test_jvp(compiler: Any, comm: pc.Communicator) -> None:
+    inputs = lambda case: [operands(case, comm), operands(case, comm, seed=1)]  # noqa: E731
+    compare(comm, CASES, inputs, jvp, jvp, compiler=compiler, rtol=1e-5, atol=1e-6)
+
+
+def test_linearize(comm: pc.Communicator) -> None:
+    inputs = lambda case: [operands(case, comm), operands(case, comm, seed=1)]  # noqa: E731
+    compare(comm, CASES, inputs, through_linearize, through_linearize, rtol=1e-5, atol=1e-6)
+
+
+@compilers
+def test_grad(compiler: Any, comm: pc.Communicator) -> None:
+    inputs = lambda case: [operands(case, comm), weights(case, comm, 2)]  # noqa: E731
+    compare(comm, CASES, inputs, grad, grad, compiler=compiler, rtol=1e-4, atol=1e-5)
+
+
+@compilers
+def test_transpose(compiler: Any, comm: pc.Communicator) -> None:
+    inputs = lambda case: [operands(case, comm), weights(case, comm, 3)]  # noqa: E731
+    compare(comm, LINEAR, inputs, transpose, transpose, compiler=compiler, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("second_order", [reverse_over_reverse, forward_over_reverse])
+def test_second_order(second_order: Any, comm: pc.Communicator) -> None:
+    inputs = lambda case: [operands(case, comm), operands(case, comm, seed=5), weights(case, comm, 4)]  # noqa: E731
+    compare(comm, CASES, inputs, second_order, second_order, rtol=1e-3, atol=1e-3)
+
+
+def test_grad_of_a_compiled_function(comm: pc.Communicator) -> None:
+    def f(call: Any, x: Array, w: Array) -> Any:
+        return grad(pc.jit(call), x, w)
+
+    inputs = lambda case: [operands(case, comm), weights(case, comm, 2)]  # noqa: E731
+    compare(comm, CASES, inputs, f, grad, compiler=identity, rtol=1e-4, atol=1e-5)
+
+
+def test_a_tie_of_extremes_is_shared(world: pc.Communicator) -> None:
+    got = jax.grad(lambda x: pc.pmax(x, world))(1.0)
+    np.testing.assert_allclose(got, 1.0)  # sum over ranks of the cotangents, over the number of holders
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_cotangents_of_small_floats_are_rounded_once(dtype: str, world: pc.Communicator) -> None:
+    x = jnp.ones(3, dtype)
+    c = jnp.asarray(256.0 if world.rank == 0 else 1.0, dtype)
+    got = jax.grad(lambda x: (pc.all_gather(x, world) * c).sum())(x)
+    np.testing.assert_array_equal(got.astype(jnp.float32), np.full(3, 256.0 + world.size - 1).astype(jnp.dtype(dtype)))
+
+
+def test_complex(world: pc.Communicator) -> None:
+    xs = values((world.size, 3), np.complex64)
+    want = jax.grad(lambda xs: jnp.real(jnp.sum(by_id["psum"].reference(xs) ** 2)))(xs)
+    got = jax.grad(lambda x: jnp.real(jnp.sum(pc.psum(x, world) ** 2)))(xs[world.rank])
+    np.testing.assert_allclose(got, want[world.rank], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda x, comm: pc.reduce(x, comm, op="prod"), "reduce with op='prod'"),
+        (lambda x, comm: pc.scan(x, comm, op="max"), "scan with op='max'"),
+        (lambda x, comm: pc.exscan(x, comm, op="prod"), "exscan with op='prod'"),
+        (lambda x, comm: (pc.send(x, comm, dest=0), x)[1], "send"),
+        (lambda x, comm: pc.recv(x, comm, source=0), "recv"),
+    ],
+)
+def test_no_derivative(call: Any, name: str, world: pc.Communicator) -> None:
+    comm = pc.Communicator(world.mpi)
+    with pytest.raises(NotImplementedError, match=f"expected a differentiable operation.*got {name}"):
+        jax.eval_shape(jax.grad(lambda x: call(x, comm).sum()), jax.ShapeDtypeStruct((3,), jnp.float32))
+
+
+def test_integers_have_no_tangent(world: pc.Communicator) -> None:
+    got = jax.grad(lambda x: x * pc.psum(world.rank + 1, world).astype(jnp.float32))(2.0)
+    assert got == sum(range(1, world.size + 1))

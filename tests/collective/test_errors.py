@@ -1,0 +1,254 @@
+"""Bad input: one clear error, at trace time wherever that can be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import pycollective as pc
+
+needs_two = pytest.mark.skipif(MPI.COMM_WORLD.size < 2, reason="LOUD: needs two ranks (run under mpirun -n 2)")
+RUNTIME_ERRORS = (jax.errors.JaxRuntimeError, ValueError)  # which of them is XLA's choice
+
+X = jnp.ones((5, 7))
+BY_ROOT = [pc.broadcast, pc.reduce, pc.gather]
+COLLECTIVES = [pc.psum, pc.pmean, pc.pmax, pc.pmin, pc.all_gather, pc.psum_scatter, pc.all_to_all, pc.pswapaxes]
+MPI_ONLY = [pc.broadcast, pc.reduce, pc.gather, pc.scatter, pc.scan, pc.exscan]
+
+
+def each(functions: list[Callable[..., Any]]) -> Any:
+    return pytest.mark.parametrize("function", functions, ids=lambda function: function.__name__)
+
+
+@each([*COLLECTIVES, *MPI_ONLY, pc.pbroadcast, pc.axis_index, pc.axis_size])
+@pytest.mark.parametrize("axis_name", [MPI.COMM_WORLD, 3, True], ids=["mpi4py", "int", "bool"])
+def test_not_a_communicator(function: Callable[..., Any], axis_name: Any) -> None:
+    args = (axis_name,) if function in (pc.axis_index, pc.axis_size) else (X, axis_name)
+    with pytest.raises(TypeError, match=rf"pycollective\.\w+: expected a Communicator, got .*\. Pass pycollective\.world"):
+        function(*args)
+
+
+@each([*COLLECTIVES, pc.pbroadcast, pc.axis_index, pc.axis_size])
+def test_unbound_name(function: Callable[..., Any]) -> None:
+    args = ("batch",) if function in (pc.axis_index, pc.axis_size) else (X, "batch")
+    extra = (0,) if function is pc.pbroadcast else ()
+    with pytest.raises(NameError, match=rf"pycollective\.\w+: expected an axis name bound by .*unbound axis name: batch.*\. Bind"):
+        function(*args, *extra)
+
+
+@each(MPI_ONLY)
+def test_name_where_there_is_none(function: Callable[..., Any]) -> None:
+    with pytest.raises(TypeError, match="expected a Communicator, got 'batch'. This operation has no form over axis names"):
+        function(X, "batch")
+
+
+@each([*COLLECTIVES, *MPI_ONLY])
+def test_not_an_array(function: Callable[..., Any], world: pc.Communicator) -> None:
+    with pytest.raises(TypeError, match=r"expected arrays, or pytrees of them, got str .*rank \d of \d\)\. Convert"):
+        function("text", world)
+
+
+@each(BY_ROOT)
+@pytest.mark.parametrize("root", [-1, 99])
+def test_root_out_of_range(function: Callable[..., Any], root: int, world: pc.Communicator) -> None:
+    with pytest.raises(ValueError, match=rf"expected root from 0 to {world.size - 1}, got {root} \(rank {world.rank} of"):
+        jax.jit(lambda x: function(x, world, root=root))(X)
+
+
+def test_traced_root(world: pc.Communicator) -> None:
+    with pytest.raises(TypeError, match=r"broadcast: expected root to be an integer, got .*fixed when the program is traced"):
+        jax.jit(lambda x, root: pc.broadcast(x, world, root=root))(X, 0)
+
+
+@pytest.mark.parametrize(
+    ("perm", "kind", "text"),
+    [
+        ([(0, 99)], ValueError, "expected a destination from 0 to"),
+        ([(-1, 0)], ValueError, "expected a source from 0 to"),
+        ([(0, 0), (0, 0)], ValueError, r"expected each rank once as source, got \[0\] more than once"),
+        ([0], TypeError, r"expected \(source, destination\) pairs in perm, got 0"),
+        (None, TypeError, "expected perm"),
+    ],
+)
+def test_perm(perm: Any, kind: type[Exception], text: str, world: pc.Communicator) -> None:
+    with pytest.raises(kind, match=f"pycollective.ppermute: {text}"):
+        jax.jit(lambda x: pc.ppermute(x, world, perm))(X)
+
+
+def test_pshuffle_perm(world: pc.Communicator) -> None:
+    with pytest.raises(ValueError, match=r"pshuffle: expected a permutation of 0 to \d, got \[0, 0, 0, 0, 0\]"):
+        pc.pshuffle(X, world, [0] * 5)
+    with pytest.raises(TypeError, match="pshuffle: expected perm"):
+        pc.pshuffle(X, world)
+
+
+@needs_two
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda x, comm: pc.psum_scatter(x, comm), r"psum_scatter: expected scatter_dimension 0 of length \d"),
+        (lambda x, comm: pc.psum_scatter(x, comm, tiled=True), r"psum_scatter: expected axis 0 to divide by the \d ranks"),
+        (lambda x, comm: pc.all_to_all(x, comm, 1, 0), r"all_to_all: expected split_axis 1 of length \d"),
+        (lambda x, comm: pc.all_to_all(x, comm, 1, 0, tiled=True), r"all_to_all: expected axis 1 to divide by"),
+        (lambda x, comm: pc.scatter(x, comm), r"scatter: expected axis 0 of length \d"),
+    ],
+)
+def test_shape_does_not_divide(call: Any, text: str, world: pc.Communicator) -> None:
+    x = jnp.ones((11, 11))  # divides by none of 2, 3, 4
+    with pytest.raises(ValueError, match=rf"{text}.*got shape \(11, 11\) \(rank \d of \d\)\."):
+        jax.jit(lambda x: call(x, world))(x)
+
+
+def test_scatter_of_a_scalar(world: pc.Communicator) -> None:
+    with pytest.raises(ValueError, match="scatter: expected a leading axis of length"):
+        pc.scatter(1.0, world)
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda x, comm: pc.all_gather(x, comm, axis=4), "axis"),
+        (lambda x, comm: pc.all_gather(x, comm, axis=2, tiled=True), "axis"),
+        (lambda x, comm: pc.psum_scatter(x, comm, scatter_dimension=-3), "scatter_dimension"),
+        (lambda x, comm: pc.all_to_all(x, comm, 2, 0), "split_axis"),
+        (lambda x, comm: pc.all_to_all(x, comm, 0, 2), "concat_axis"),
+    ],
+)
+def test_axis_out_of_range(call: Any, name: str, world: pc.Communicator) -> None:
+    with pytest.raises(ValueError, match=rf"expected {name} from -\d to \d, got"):
+        call(X, world)
+
+
+@pytest.mark.parametrize(
+    ("groups", "text"),
+    [([[0]] * 2, "each rank from 0 to"), ([[99]], "each rank from 0 to"), ([], "each rank from 0 to")],
+)
+def test_groups_that_do_not_partition(groups: Any, text: str, world: pc.Communicator) -> None:
+    with pytest.raises(ValueError, match=f"expected axis_index_groups with {text}"):
+        pc.psum(X, world, axis_index_groups=groups)
+
+
+@pytest.mark.skipif(MPI.COMM_WORLD.size < 3, reason="LOUD: unequal groups need three ranks")
+def test_unequal_groups_of_blocks(world: pc.Communicator) -> None:
+    with pytest.raises(ValueError, match="expected axis_index_groups of equal sizes"):
+        pc.all_gather(X, world, axis_index_groups=[[0], list(range(1, world.size))])
+
+
+def test_no_such_reduction(world: pc.Communicator) -> None:
+    for function in (pc.reduce, pc.scan, pc.exscan):
+        with pytest.raises(ValueError, match=r"expected op to be one of \['sum', 'prod', 'min', 'max'\], got 'mean'"):
+            function(X, world, op="mean")
+
+
+@each([pc.pmax, pc.pmin])
+def test_complex_numbers_have_no_order(function: Callable[..., Any], world: pc.Communicator) -> None:
+    with pytest.raises(TypeError, match="expected a dtype that (max|min) is defined for, got complex64"):
+        function(jnp.ones(3, jnp.complex64), world)
+
+
+def test_keys_have_no_sum(world: pc.Communicator) -> None:
+    with pytest.raises(TypeError, match="psum: expected a dtype that sum is defined for, got key<fry>"):
+        pc.psum(jax.random.key(0), world)
+
+
+def test_freed_communicator(world: pc.Communicator) -> None:
+    part = world.split(color=0)
+    assert part is not None
+    compiled = pc.jit(lambda x: pc.psum(x, part))
+    assert compiled(jnp.ones(2)).tolist() == [world.size] * 2
+    part.free()
+    part.free()  # does nothing
+    assert "freed" in repr(part)
+    with pytest.raises(ValueError, match=r"psum: expected a live communicator, got world/0, which was freed \(rank"):
+        pc.psum(X, part)
+    with pytest.raises(ValueError, match=r"split: expected a live communicator"):
+        part.split(0)
+    with pytest.raises(RUNTIME_ERRORS, match=r"allreduce: expected a live communicator, got a freed one.*communicator world/0"):
+        compiled(jnp.ones(2)).block_until_ready()
+
+
+def test_different_trees(world: pc.Communicator) -> None:
+    with pytest.raises(ValueError, match="sendrecv: expected like of the structure of x"):
+        pc.sendrecv({"a": X}, world, source=0, dest=0, like={"b": X})
+
+
+def test_tags(world: pc.Communicator) -> None:
+    with pytest.raises(ValueError, match="send: expected tag from 0 to"):
+        pc.send(X, world, dest=0, tag=-5)
+    with pytest.raises(TypeError, match="recv: expected tag to be an integer"):
+        pc.recv(X, world, source=0, tag="a")  # type: ignore[arg-type]
+
+
+def on_this_rank(world: pc.Communicator, odd: Any, others: Any) -> Any:
+    """``odd`` on the last rank, ``others`` on the others."""
+    return odd if world.rank == world.size - 1 else others
+
+
+@needs_two
+@pytest.mark.parametrize(
+    ("odd", "others"),
+    [
+        (lambda c: pc.psum(jnp.ones(3), c), lambda c: pc.psum(jnp.ones(4), c)),
+        (lambda c: pc.psum(jnp.ones(5), c), lambda c: pc.psum(jnp.ones(5, jnp.int32), c)),
+        (lambda c: pc.psum(jnp.ones(6), c), lambda c: pc.pmax(jnp.ones(6), c)),
+        (lambda c: pc.broadcast(jnp.ones(2), c, root=0), lambda c: pc.broadcast(jnp.ones(2), c, root=1)),
+        (lambda c: pc.all_gather(jnp.ones(2), c), lambda c: pc.scan(jnp.ones(2), c)),
+        (lambda c: pc.psum({"a": jnp.ones(1), "b": jnp.ones(2)}, c), lambda c: pc.psum({"a": jnp.ones(1)}, c)),
+    ],
+    ids=["shape", "dtype", "op", "root", "operation", "pytree"],
+)
+def test_ranks_that_disagree(odd: Any, others: Any, world: pc.Communicator, request: pytest.FixtureRequest) -> None:
+    # On a communicator of its own, whose pending messages end with it.
+    comm = world.split(color=0)
+    assert comm is not None
+    call = on_this_rank(world, odd, others)
+    with pytest.raises(RUNTIME_ERRORS, match=r"expected the same call on every rank, got .* here and .* on rank \d"):
+        jax.block_until_ready(call(comm))
+        jax.block_until_ready(pc.all_gather(jnp.ones(9), comm))  # where trees differ, the next call shows it
+
+
+def test_frozen(world: pc.Communicator) -> None:
+    with pytest.raises(AttributeError, match="Communicators are frozen"):
+        world.rank = 3
+    with pytest.raises(TypeError, match="Make one on each rank"):
+        import pickle
+
+        pickle.dumps(world)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "text"),
+    [
+        ({"transport": "pigeon"}, ValueError, r"init: expected transport to be one of \['native'\], got 'pigeon'"),
+        ({"timeout": 0}, ValueError, "init: expected timeout to be a positive number of seconds, got 0"),
+        ({"devices": 99}, ValueError, "init: expected devices from 1 to 4, got 99"),
+        ({"devices": "cpu"}, TypeError, "init: expected devices: a number or a sequence of jax.Device, got 'cpu'"),
+        ({"devices": 2}, ValueError, "init: expected the devices of the first call"),
+        ({"comm": MPI.COMM_SELF}, ValueError, "init: expected the world of the first call"),
+    ],
+)
+def test_init(options: dict[str, Any], kind: type[Exception], text: str, world: pc.Communicator) -> None:
+    with pytest.raises(kind, match=text):
+        pc.init(**options)
+
+
+def test_only_intracommunicators(world: pc.Communicator) -> None:
+    for wrong in (3, MPI.COMM_NULL, "world"):
+        with pytest.raises(TypeError, match="Communicator: expected an mpi4py intracommunicator"):
+            pc.Communicator(wrong)  # type: ignore[arg-type]
+
+
+def test_programs_elsewhere_than_on_the_devices_of_init(world: pc.Communicator) -> None:
+    x = jax.device_put(jnp.ones(3), jax.devices()[1])
+    with pytest.raises(RUNTIME_ERRORS, match=r"allreduce: expected a device of pycollective.init\(devices=...\), got CPU device 1"):
+        pc.psum(x, world).block_until_ready()
+
+
+def test_numpy_is_enough(world: pc.Communicator) -> None:
+    np.testing.assert_array_equal(pc.psum(np.arange(3), world), world.size * np.arange(3))

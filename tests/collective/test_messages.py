@@ -1,0 +1,142 @@
+"""send, recv, sendrecv and barrier."""
+
+from __future__ import annotations
+
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import pycollective as pc
+from tests.cases import values
+
+RUNTIME_ERRORS = (jax.errors.JaxRuntimeError, ValueError)  # which of them is XLA's choice
+needs_two = pytest.mark.skipif(MPI.COMM_WORLD.size < 2, reason="LOUD: needs two ranks (run under mpirun -n 2)")
+
+
+@needs_two
+def test_ring_of_messages(world: pc.Communicator) -> None:
+    # Rank 0 starts; the token visits every rank and comes back, in eager calls and in one program.
+    def ring(x: jax.Array) -> jax.Array:
+        left, right = (world.rank - 1) % world.size, (world.rank + 1) % world.size
+        if world.rank == 0:
+            pc.send(x, world, dest=right)
+            return pc.recv(x, world, source=left)
+        y = pc.recv(x, world, source=left)
+        pc.send(y + 1, world, dest=right)
+        return y
+
+    for run in (lambda f: f, jax.jit, pc.jit):
+        y = run(ring)(jnp.arange(3.0))
+        np.testing.assert_array_equal(y, np.arange(3.0) + (world.rank - 1 if world.rank else world.size - 1))
+
+
+@needs_two
+def test_tags_choose_among_messages(world: pc.Communicator) -> None:
+    if world.rank == 0:
+        pc.send(jnp.asarray([1]), world, dest=1, tag=5)
+        pc.send(jnp.asarray([2]), world, dest=1, tag=6)
+    elif world.rank == 1:
+        like = jax.ShapeDtypeStruct((1,), jnp.int32)
+        assert pc.recv(like, world, source=0, tag=6).tolist() == [2]
+        assert pc.recv(like, world, source=0, tag=5).tolist() == [1]
+
+
+def test_any_source_does_not_take_a_permutation(world: pc.Communicator) -> None:
+    # Rank 1 waits for any message while rank 0 is already in the permutation that follows.
+    perm = [(0, 1)] if world.size > 1 else []
+    if world.rank == 1:
+        got = pc.recv(jnp.zeros(2, jnp.int32), world)
+        assert got.tolist() == [7, 8] if world.size > 2 else [7, 8]
+    elif world.rank == world.size - 1 and world.size > 2:
+        time.sleep(0.2)
+        pc.send(jnp.asarray([7, 8], jnp.int32), world, dest=1)
+    elif world.rank == 0 and world.size == 2:
+        pc.send(jnp.asarray([7, 8], jnp.int32), world, dest=1)
+    y = pc.ppermute(jnp.asarray([world.rank + 1, 0], jnp.int32), world, perm)
+    assert y.tolist() == ([1, 0] if world.rank == 1 else [0, 0])
+
+
+def test_sendrecv_of_other_shapes(world: pc.Communicator) -> None:
+    # Each rank sends as many numbers as its rank counts; the receiver knows from whom they come.
+    left, right = (world.rank - 1) % world.size, (world.rank + 1) % world.size
+    x = values((world.rank + 1,), seed=world.rank)
+    y = pc.sendrecv(jnp.asarray(x), world, source=left, dest=right, like=jax.ShapeDtypeStruct((left + 1,), jnp.float32))
+    np.testing.assert_array_equal(y, values((left + 1,), seed=left))
+
+
+def test_sendrecv_of_other_shapes_has_a_gradient(world: pc.Communicator) -> None:
+    left, right = (world.rank - 1) % world.size, (world.rank + 1) % world.size
+    like = jax.ShapeDtypeStruct((left + 1,), jnp.float32)
+
+    def loss(x: jax.Array) -> jax.Array:
+        y = pc.sendrecv(x, world, source=left, dest=right, like=like, send_tag=3, recv_tag=3)
+        return (world.rank + 1.0) * jnp.sum(y**2)
+
+    x = values((world.rank + 1,), seed=world.rank)
+    np.testing.assert_allclose(jax.grad(loss)(x), 2 * (right + 1.0) * x, rtol=1e-6)
+
+
+def test_sendrecv_without_a_peer(world: pc.Communicator) -> None:
+    # An open chain: rank 0 receives from nobody.
+    source = world.rank - 1 if world.rank > 0 else None
+    dest = world.rank + 1 if world.rank < world.size - 1 else None
+    y = pc.jit(lambda x: pc.sendrecv(x, world, source=source, dest=dest))(jnp.full(3, world.rank + 1.0))
+    assert y.tolist() == [float(world.rank)] * 3
+
+
+def test_sendrecv_with_any_tag(world: pc.Communicator) -> None:
+    other = world.size - 1 - world.rank
+    y = pc.sendrecv(jnp.asarray(world.rank), world, source=other, dest=other, send_tag=9, recv_tag=None)
+    assert y == other
+    with pytest.raises(NotImplementedError, match="any source or any tag"):
+        f = lambda x: pc.sendrecv(x, world, source=other, dest=other, recv_tag=None)  # noqa: E731
+        jax.eval_shape(jax.grad(f), jax.ShapeDtypeStruct((), jnp.float32))
+
+
+def test_pytrees_of_messages(world: pc.Communicator) -> None:
+    other = world.size - 1 - world.rank
+    tree = {"a": jnp.full(2, world.rank), "b": [jnp.asarray(True)]}
+    y = pc.sendrecv(tree, world, source=other, dest=other)
+    assert y["a"].tolist() == [other] * 2
+    assert y["b"][0].dtype == jnp.bool_
+
+
+@needs_two
+def test_a_shorter_message_is_an_error(world: pc.Communicator) -> None:
+    if world.rank == 0:
+        pc.send(jnp.zeros(2), world, dest=1)
+    elif world.rank == 1:
+        with pytest.raises(
+            RUNTIME_ERRORS, match=r"recv: MPI_Recv: expected 3 elements, got a shorter message of 2 \(rank 1 of"
+        ):
+            pc.recv(jnp.zeros(3), world, source=0).block_until_ready()
+
+
+@needs_two
+def test_a_longer_message_is_an_error(world: pc.Communicator) -> None:
+    if world.rank == 0:
+        pc.send(jnp.zeros(5), world, dest=1)
+    elif world.rank == 1:
+        with pytest.raises(RUNTIME_ERRORS, match="(?i)recv: expected MPI_Recv to succeed, got .*truncat"):
+            pc.recv(jnp.zeros(3), world, source=0).block_until_ready()
+
+
+def test_barrier_waits_for_the_last_rank(world: pc.Communicator) -> None:
+    pc.barrier(world)
+    if world.rank == world.size - 1:
+        time.sleep(0.3)
+    came = time.monotonic()
+    pc.barrier(world)
+    left = time.monotonic()
+    # CLOCK_MONOTONIC is one for all processes of a host, which is where these tests run.
+    arrivals = world.mpi.allgather(came)
+    assert left >= max(arrivals)
+
+
+def test_barrier_in_a_program_without_results(world: pc.Communicator) -> None:
+    assert pc.jit(lambda x: pc.barrier(world))(1.0) is None
+    assert jax.jit(lambda x: pc.barrier(world))(1.0) is None

@@ -1,0 +1,153 @@
+"""jax.lax's options on several ranks, against jax.pmap on as many local devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import pycollective as pc
+from tests.cases import values
+
+Groups = list[list[int]] | None
+
+
+def check_against_pmap(world: pc.Communicator, shape: tuple[int, ...], call: Callable[[Any, Any, Any], Any]) -> None:
+    """``call(library, x, axis)`` through this package and through JAX, forward and reverse."""
+    xs = jnp.asarray(values((world.size, *shape)))
+
+    def of(library: Any, axis: Any) -> Callable[[Any], Any]:
+        def f(x: Any) -> Any:
+            y, back = jax.vjp(lambda x: call(library, x, axis), x)
+            return y, back(jnp.cos(y))[0]
+
+        return f
+
+    want = jax.pmap(of(lax, "ranks"), axis_name="ranks", devices=jax.devices()[: world.size])(xs)
+    got = pc.jit(of(pc, world))(xs[world.rank])
+    for y, ys in zip(got, want, strict=True):
+        np.testing.assert_allclose(y, ys[world.rank], rtol=1e-5, atol=1e-5)
+
+
+def equal_groups(size: int) -> Groups:
+    """Two groups, the second in opposite order; one group where that is impossible."""
+    if size % 2:
+        return [list(range(size))[::-1]]
+    return [list(range(size // 2)), list(range(size // 2, size))[::-1]]
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2, -1, -3])
+def test_all_gather_axis(axis: int, world: pc.Communicator) -> None:
+    check_against_pmap(world, (2, 3), lambda library, x, name: library.all_gather(x, name, axis=axis))
+
+
+@pytest.mark.parametrize("axis", [0, 1, -1])
+def test_all_gather_tiled(axis: int, world: pc.Communicator) -> None:
+    check_against_pmap(world, (2, 3), lambda library, x, name: library.all_gather(x, name, axis=axis, tiled=True))
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_psum_scatter_tiled(axis: int, world: pc.Communicator) -> None:
+    shape = (2 * world.size, 3 * world.size, world.size)
+    check_against_pmap(
+        world, shape, lambda library, x, name: library.psum_scatter(x, name, scatter_dimension=axis, tiled=True)
+    )
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_psum_scatter(axis: int, world: pc.Communicator) -> None:
+    shape = (world.size, world.size, world.size)
+    check_against_pmap(world, shape, lambda library, x, name: library.psum_scatter(x, name, scatter_dimension=axis))
+
+
+@pytest.mark.parametrize("split", [0, 1, 2])
+@pytest.mark.parametrize("concat", [0, 1, 2])
+def test_all_to_all_tiled(split: int, concat: int, world: pc.Communicator) -> None:
+    shape = (2 * world.size, world.size, 3 * world.size)
+    check_against_pmap(world, shape, lambda library, x, name: library.all_to_all(x, name, split, concat, tiled=True))
+
+
+@pytest.mark.parametrize("split", [0, 1, 2])
+@pytest.mark.parametrize("concat", [0, 1, 2])
+def test_all_to_all(split: int, concat: int, world: pc.Communicator) -> None:
+    # Not against pmap: JAX 0.10 cannot differentiate all of these. y_r = stack over s of x_s[r], at concat.
+    xs = values((world.size, *(world.size,) * 3))
+    got = pc.all_to_all(jnp.asarray(xs[world.rank]), world, split, concat)
+    want = np.stack([np.take(x, world.rank, axis=split) for x in xs], axis=concat)
+    np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("name", ["psum", "pmean"])
+def test_groups_of_reductions(name: str, world: pc.Communicator) -> None:
+    groups = equal_groups(world.size)
+    check_against_pmap(
+        world, (3,), lambda library, x, axis: getattr(library, name)(x, axis, axis_index_groups=groups)
+    )
+
+
+@pytest.mark.parametrize("name", ["pmax", "pmin"])
+def test_groups_of_extremes(name: str, world: pc.Communicator) -> None:
+    groups = equal_groups(world.size)
+    assert groups is not None
+    xs = values((world.size, 3))
+    (group,) = (group for group in groups if world.rank in group)
+    want = {"pmax": np.max, "pmin": np.min}[name](xs[group], axis=0)
+    np.testing.assert_array_equal(getattr(pc, name)(jnp.asarray(xs[world.rank]), world, axis_index_groups=groups), want)
+
+
+def test_groups_of_blocks(world: pc.Communicator) -> None:
+    groups = equal_groups(world.size)
+    assert groups is not None
+    length = len(groups[0])
+    for shape, call in (
+        ((2, 3), lambda library, x, axis: library.all_gather(x, axis, axis_index_groups=groups)),
+        ((2, 3), lambda library, x, axis: library.all_gather(x, axis, axis=1, tiled=True, axis_index_groups=groups)),
+        ((length, 3), lambda library, x, axis: library.psum_scatter(x, axis, axis_index_groups=groups)),
+        (
+            (2 * length, length),
+            lambda library, x, axis: library.all_to_all(x, axis, 0, 1, tiled=True, axis_index_groups=groups),
+        ),
+        ((length, 3), lambda library, x, axis: library.pswapaxes(x, axis, 0, axis_index_groups=groups)),
+    ):
+        check_against_pmap(world, shape, call)
+
+
+def test_unequal_groups_sum(world: pc.Communicator) -> None:
+    groups = [[0], list(range(1, world.size))] if world.size > 1 else [[0]]
+    y = pc.psum(world.rank, world, axis_index_groups=groups)
+    assert y == (0 if world.rank == 0 else sum(range(1, world.size)))
+    mean = pc.pmean(float(world.rank), world, axis_index_groups=groups)
+    assert mean == (0 if world.rank == 0 else np.mean(range(1, world.size)))
+
+
+@pytest.mark.parametrize("root", range(4))
+def test_every_root(root: int, world: pc.Communicator) -> None:
+    root %= world.size
+    r, xs = world.rank, values((world.size, world.size, 2))
+    x = jnp.asarray(xs[r])
+    zeros = np.zeros_like(xs)
+    np.testing.assert_array_equal(pc.broadcast(x, world, root=root), xs[root])
+    np.testing.assert_array_equal(pc.scatter(x, world, root=root), xs[root][r])
+    np.testing.assert_array_equal(pc.gather(x, world, root=root), xs if r == root else zeros)
+    want = xs.sum(axis=0) if r == root else zeros[0]
+    np.testing.assert_allclose(pc.reduce(x, world, root=root), want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("op", ["sum", "prod", "min", "max"])
+def test_every_op(op: str, comm: pc.Communicator) -> None:
+    xs = values((comm.size, 5), np.int32)
+    function = {"sum": np.sum, "prod": np.prod, "min": np.min, "max": np.max}[op]
+    x, r = jnp.asarray(xs[comm.rank]), comm.rank
+    np.testing.assert_array_equal(pc.scan(x, comm, op=op), function(xs[: r + 1], axis=0))
+    np.testing.assert_array_equal(pc.exscan(x, comm, op=op), function(xs[:r], axis=0) if r else np.zeros(5))
+    np.testing.assert_array_equal(pc.reduce(x, comm, op=op), function(xs, axis=0) if r == 0 else np.zeros(5))
+
+
+def test_partial_permutations(world: pc.Communicator) -> None:
+    for perm in ([], [(0, world.size - 1)], [(r, r) for r in range(world.size)]):
+        check_against_pmap(world, (3,), lambda library, x, name, perm=perm: library.ppermute(x, name, perm))

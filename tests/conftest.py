@@ -1,0 +1,17 @@
+"""Settings of all tests: strict JAX, and a report of what runs."""
+
+from __future__ import annotations
+
+import sys
+
+import jax
+from mpi4py import MPI
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_legacy_prng_key", "error")
+
+
+def pytest_report_header() -> str:
+    library = MPI.Get_library_version().splitlines()[0].strip()
+    return f"jax {jax.__version__}, python {sys.version.split()[0]}, {library}, {MPI.COMM_WORLD.size} rank(s)"
