@@ -41,5 +41,5 @@ setup(
                 include_dir(),
             ],
         )
-    ]
+    ],
 )

@@ -10,6 +10,7 @@ import argparse
 import json
 import sys
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -30,8 +31,8 @@ def parse_arguments():
     parser.add_argument("--batch-size", type=int, default=128, help="rows of all ranks together (default %(default)s)")
     parser.add_argument("--learning-rate", type=float, default=0.2, help="its peak (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the parameters and the order (default %(default)s)")
-    parser.add_argument("--plot", default="digits_loss.png", help="picture of the losses (default %(default)s)")
-    parser.add_argument("--losses", help="also write the loss of every step to this JSON file")
+    parser.add_argument("--plot", type=Path, default="digits_loss.png", help="loss curve (default %(default)s)")
+    parser.add_argument("--losses", type=Path, help="also write the loss of every step to this JSON file")
     return parser.parse_args()
 
 
@@ -159,9 +160,9 @@ def main():
     if comm.rank == 0:
         plot(losses, len(images) // args.batch_size, args.plot)
         if args.losses:
-            with open(args.losses, "w") as file:
-                json.dump(losses.tolist(), file)
+            args.losses.write_text(json.dumps(losses.tolist()))
         print(f"test accuracy {accuracy:.4f}")
+        print(f"loss curve in {args.plot.resolve()}")
 
 
 if __name__ == "__main__":

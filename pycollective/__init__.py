@@ -5,10 +5,6 @@ from pycollective.collectives import (
     all_to_all,
     axis_index,
     axis_size,
-    barrier,
-    broadcast,
-    exscan,
-    gather,
     pbroadcast,
     pmax,
     pmean,
@@ -18,6 +14,13 @@ from pycollective.collectives import (
     psum,
     psum_scatter,
     pswapaxes,
+)
+from pycollective.communicator import Communicator, init, world
+from pycollective.mpi_collectives import (
+    barrier,
+    broadcast,
+    exscan,
+    gather,
     recv,
     reduce,
     scan,
@@ -25,7 +28,6 @@ from pycollective.collectives import (
     send,
     sendrecv,
 )
-from pycollective.communicator import Communicator, init, world
 from pycollective.spmd import jit
 
 __version__ = "0.1.0"

@@ -70,6 +70,12 @@ class Communicator:
     local_size: int
     host_index: int
     host_count: int
+    _name: str
+    _number: int  # by which compiled programs name it
+    _duplicates: tuple[MPI.Intracomm, ...]  # two for each local device: for collectives, for messages
+    _groups: dict[tuple[tuple[int, ...], ...], Communicator]
+    _owned: bool  # free() frees mpi too
+    _freed: bool
 
     def __new__(cls, mpi: MPI.Intracomm) -> Communicator:
         if not isinstance(mpi, MPI.Intracomm) or mpi == MPI.COMM_NULL:
@@ -83,8 +89,9 @@ class Communicator:
         return cls._make(mpi, mpi.Get_name() or "unnamed", owned=False)
 
     @classmethod
-    def _make(cls, mpi: MPI.Intracomm, name: str, *, owned: bool) -> Communicator:
+    def _make(cls, mpi: MPI.Comm, name: str, *, owned: bool) -> Communicator:
         """The collective part of the constructor. ``owned``: :meth:`free` frees ``mpi`` too."""
+        assert isinstance(mpi, MPI.Intracomm)
         self = object.__new__(cls)
         set_ = object.__setattr__  # the class is frozen
         set_(self, "mpi", mpi)
@@ -137,7 +144,7 @@ class Communicator:
     @property
     def name(self) -> str:
         """How error messages call it."""
-        return str(self._name)
+        return self._name
 
     @property
     def number(self) -> int:
@@ -147,7 +154,7 @@ class Communicator:
             ValueError: it was freed.
         """
         self.check_live("Communicator")
-        return int(self._number)
+        return self._number
 
     def check_live(self, where: str) -> None:
         """Raises ValueError, speaking for ``where``, if the communicator was freed."""
@@ -210,9 +217,7 @@ class Communicator:
             part = self.split(color, groups[color].index(self.rank))
             assert part is not None
             self._groups[groups] = part
-        made = self._groups[groups]
-        assert isinstance(made, Communicator)
-        return made
+        return self._groups[groups]
 
     def reversed(self) -> Communicator:
         """The same ranks in the opposite order; made once and kept. All ranks must make the first call."""
@@ -291,7 +296,9 @@ def _choose_devices(devices: Sequence[jax.Device] | int | None) -> tuple[jax.Dev
         return local[:devices]
     chosen = tuple(devices)
     if not chosen or any(not isinstance(device, jax.Device) for device in chosen):
-        raise TypeError(message("init", "devices: a number or a sequence of jax.Device", repr(devices), "See jax.local_devices()."))
+        raise TypeError(
+            message("init", "devices: a number or a sequence of jax.Device", repr(devices), "See jax.local_devices().")
+        )
     return chosen
 
 
@@ -302,9 +309,13 @@ def _flush() -> None:
 def start(devices: Sequence[jax.Device] | int | None, timeout: float | None, transport: str | None) -> None:
     """Everything of :func:`init` but the communicator; the first call decides."""
     if transport is not None and transport not in TRANSPORTS:
-        raise ValueError(message("init", f"transport to be one of {list(TRANSPORTS)}", repr(transport), "Leave it out."))
+        raise ValueError(
+            message("init", f"transport to be one of {list(TRANSPORTS)}", repr(transport), "Leave it out.")
+        )
     if timeout is not None and not timeout > 0:
-        raise ValueError(message("init", "timeout to be a positive number of seconds", timeout, "Leave it out for none."))
+        raise ValueError(
+            message("init", "timeout to be a positive number of seconds", timeout, "Leave it out for none.")
+        )
     if _state.started:
         if devices is not None and _choose_devices(devices) != _state.devices:
             raise ValueError(

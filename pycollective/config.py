@@ -37,7 +37,9 @@ def _choice(environ: Mapping[str, str], name: str, values: Mapping[str, object],
     if text is None or text == "":
         return default
     if text.lower() not in values:
-        raise ValueError(message("config", f"{name} to be one of {sorted(values)}", repr(text), f"Set or unset {name}."))
+        raise ValueError(
+            message("config", f"{name} to be one of {sorted(values)}", repr(text), f"Set or unset {name}.")
+        )
     return values[text.lower()]
 
 
@@ -50,7 +52,9 @@ def _seconds(environ: Mapping[str, str], name: str) -> float | None:
     except ValueError:
         value = -1.0
     if not value > 0:
-        raise ValueError(message("config", f"{name} to be a positive number of seconds", repr(text), f"Set or unset {name}."))
+        raise ValueError(
+            message("config", f"{name} to be a positive number of seconds", repr(text), f"Set or unset {name}.")
+        )
     return value
 
 

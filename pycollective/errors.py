@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 
-def message(where: str, expected: Any, got: Any, remedy: str, *, rank: int | None = None, size: int | None = None) -> str:
+def message(
+    where: str, expected: Any, got: Any, remedy: str, *, rank: int | None = None, size: int | None = None
+) -> str:
     """Formats ``pycollective.<where>: expected <expected>, got <got> (rank r of n). <remedy>``.
 
     Example:

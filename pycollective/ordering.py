@@ -61,7 +61,7 @@ except (ImportError, AttributeError) as error:
     ) from error
 
 
-class OrderedCollective(jax_effects.Effect):
+class OrderedCollective(jax_effects.Effect):  # type: ignore[misc]
     """The effect of every primitive here: it speaks with other ranks, so its place in the program matters."""
 
     def __repr__(self) -> str:

@@ -424,7 +424,9 @@ sendrecv_p.def_effectful_abstract_eval(_sendrecv_abstract_eval)
 _lower(sendrecv_p, _sendrecv_attributes)
 
 
-def _sendrecv_transpose_rule(ct: Any, x: Any, *, source: int, dest: int, send_tag: int, recv_tag: int, comm: Communicator, **_: Any) -> list[Any]:
+def _sendrecv_transpose_rule(
+    ct: Any, x: Any, *, source: int, dest: int, send_tag: int, recv_tag: int, comm: Communicator, **_: Any
+) -> list[Any]:
     # What came from source goes back to it, and what went to dest comes back.
     aval = x.aval.to_tangent_aval()
     if type(ct) is ad.Zero:
@@ -438,8 +440,18 @@ def _sendrecv_transpose_rule(ct: Any, x: Any, *, source: int, dest: int, send_ta
                 "The cotangent goes back to the source: name it.",
             )
         )
-    params = dict(shape=aval.shape, dtype=aval.dtype, source=dest, dest=source, send_tag=recv_tag, recv_tag=send_tag)
-    return [sendrecv_p.bind(ct, comm=comm, **params)]
+
+    back = sendrecv_p.bind(
+        ct,
+        shape=aval.shape,
+        dtype=aval.dtype,
+        comm=comm,
+        source=dest,
+        dest=source,
+        send_tag=recv_tag,
+        recv_tag=send_tag,
+    )
+    return [back]
 
 
 def _sendrecv_jvp_rule(primals: Sequence[Array], tangents: Sequence[Any], **params: Any) -> Any:
@@ -450,7 +462,9 @@ def _sendrecv_jvp_rule(primals: Sequence[Array], tangents: Sequence[Any], **para
     return y, sendrecv_p.bind(t, **params)
 
 
-def _sendrecv_batching_rule(args: Sequence[Array], dims: Sequence[int], *, shape: tuple[int, ...], **params: Any) -> Any:
+def _sendrecv_batching_rule(
+    args: Sequence[Array], dims: Sequence[int], *, shape: tuple[int, ...], **params: Any
+) -> Any:
     # All ranks are taken to run under the same vmap, so what arrives has the batch axis too; in front.
     x = jnp.moveaxis(args[0], dims[0], 0)
     return sendrecv_p.bind(x, shape=(x.shape[0], *shape), **params), 0

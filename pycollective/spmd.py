@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import MethodType
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 import jax
@@ -28,11 +29,11 @@ class Jitted(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         if ordering.at_top_level():
-            return self._region(*args, **kwargs)[0]  # type: ignore[no-any-return]
+            return self._region(*args, **kwargs)[0]
         return self._nested(*args, **kwargs)
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
-        return self if instance is None else functools.partial(self, instance)  # a method, as jax.jit's
+        return self if instance is None else MethodType(self, instance)  # a method, as jax.jit's
 
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Lowered:
         """The program of a top-level call, as :meth:`jax.stages.Wrapped.lower`. Its result has an extra last part."""

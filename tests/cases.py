@@ -116,9 +116,7 @@ CASES = (
     Case("pmax", pc.pmax, _everywhere(jnp.max), linear=False, kind="max"),
     Case("pmin", pc.pmin, _everywhere(jnp.min), linear=False, kind="min"),
     Case("all_gather", pc.all_gather, _lax(lambda x: lax.all_gather(x, "ranks"))),
-    Case(
-        "all_gather_last", partial(pc.all_gather, axis=-1), _lax(lambda x: lax.all_gather(x, "ranks", axis=x.ndim))
-    ),
+    Case("all_gather_last", partial(pc.all_gather, axis=-1), _lax(lambda x: lax.all_gather(x, "ranks", axis=x.ndim))),
     Case(
         "all_gather_tiled",
         partial(pc.all_gather, axis=1, tiled=True),
@@ -174,7 +172,9 @@ CASES = (
 by_id = {case.id: case for case in CASES}
 
 
-def operands(case: Case, comm: pc.Communicator, dtype: Any = np.float32, seed: int = 0, extra: tuple[int, ...] = ()) -> Any:
+def operands(
+    case: Case, comm: pc.Communicator, dtype: Any = np.float32, seed: int = 0, extra: tuple[int, ...] = ()
+) -> Any:
     """All ranks' operands, stacked: the same on every rank, distinct in every entry and rank.
 
     Args:

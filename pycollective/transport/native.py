@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import numpy as np
 
-
 from pycollective.config import config
 from pycollective.errors import message
 from pycollective.mpi import MPI
@@ -107,7 +106,7 @@ def _bind(library: ctypes.CDLL) -> None:
     # Symbols are looked up through mpi4py's own extension: that searches just the libraries it was
     # linked to, so it finds the right MPI even when another one is loaded too.
     mpi = ctypes.CDLL(MPI.__file__)
-    addresses = []
+    addresses: list[int | None] = []
     while name := library.pycollective_function_name(len(addresses)):
         try:
             function = getattr(mpi, name.decode())

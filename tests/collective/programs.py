@@ -22,8 +22,8 @@ def compare(
     on_all: Callable[..., Any],
     *,
     compiler: Callable[[Callable[..., Any]], Callable[..., Any]] = pc.jit,
-    rtol: float = 1e-6,
-    atol: float = 0.0,
+    rtol: float = 1e-5,
+    atol: float = 1e-6,
 ) -> None:
     """Checks one transform of every case on one communicator.
 

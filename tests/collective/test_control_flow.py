@@ -82,7 +82,7 @@ PLACES = (in_scan, in_fori_loop, in_cond, in_switch, in_checkpoint, in_custom_vj
 
 @pytest.mark.parametrize("place", (*PLACES, in_while_loop), ids=lambda place: place.__name__)
 def test_value(place: Callable[[Function], Function], comm: pc.Communicator) -> None:
-    inputs = lambda case: [operands(case, comm)]  # noqa: E731
+    inputs = lambda case: [operands(case, comm)]
     compare(comm, CASES, inputs, lambda f, x: place(f)(x), lambda f, xs: 6 * f(xs), rtol=1e-5, atol=1e-5)
 
 
@@ -102,8 +102,8 @@ def test_grad(place: Callable[[Function], Function], world: pc.Communicator) -> 
 
 
 def test_plain_jit(comm: pc.Communicator) -> None:
-    inputs = lambda case: [operands(case, comm)]  # noqa: E731
-    f = lambda f, x: in_scan(in_cond(f))(x)  # noqa: E731
+    inputs = lambda case: [operands(case, comm)]
+    f = lambda f, x: in_scan(in_cond(f))(x)
     compare(comm, CASES, inputs, f, lambda f, xs: 36 * f(xs), compiler=jax.jit, rtol=1e-5, atol=1e-4)
 
 

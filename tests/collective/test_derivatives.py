@@ -57,44 +57,48 @@ def through_linearize(f: Any, x: Array, t: Array) -> Any:
     return y, f_jvp(t)
 
 
-compilers = pytest.mark.parametrize("compiler", [identity, jax.jit, pc.jit], ids=["eager", "jax.jit", "pc.jit"])
+def tangents(case: Case, comm: pc.Communicator) -> list[Array]:
+    return [operands(case, comm), operands(case, comm, seed=1)]
 
 
-@compilers
-def test_jvp(compiler: Any, comm: pc.Communicator) -> None:
-    inputs = lambda case: [operands(case, comm), operands(case, comm, seed=1)]  # noqa: E731
-    compare(comm, CASES, inputs, jvp, jvp, compiler=compiler, rtol=1e-5, atol=1e-6)
+def cotangents(case: Case, comm: pc.Communicator) -> list[Array]:
+    return [operands(case, comm), weights(case, comm, 2)]
 
 
-def test_linearize(comm: pc.Communicator) -> None:
-    inputs = lambda case: [operands(case, comm), operands(case, comm, seed=1)]  # noqa: E731
-    compare(comm, CASES, inputs, through_linearize, through_linearize, rtol=1e-5, atol=1e-6)
+FIRST_ORDER = {
+    "jvp": (jvp, tangents, CASES),
+    "linearize": (through_linearize, tangents, CASES),
+    "grad": (grad, cotangents, CASES),
+    "transpose": (transpose, cotangents, LINEAR),
+}
 
 
-@compilers
-def test_grad(compiler: Any, comm: pc.Communicator) -> None:
-    inputs = lambda case: [operands(case, comm), weights(case, comm, 2)]  # noqa: E731
-    compare(comm, CASES, inputs, grad, grad, compiler=compiler, rtol=1e-4, atol=1e-5)
+@pytest.mark.parametrize("transform", FIRST_ORDER)
+def test_first_order(transform: str, comm: pc.Communicator) -> None:
+    f, inputs, cases = FIRST_ORDER[transform]
+    compare(comm, cases, lambda case: inputs(case, comm), f, f, rtol=1e-4, atol=1e-5)
 
 
-@compilers
-def test_transpose(compiler: Any, comm: pc.Communicator) -> None:
-    inputs = lambda case: [operands(case, comm), weights(case, comm, 3)]  # noqa: E731
-    compare(comm, LINEAR, inputs, transpose, transpose, compiler=compiler, rtol=1e-5, atol=1e-6)
+@pytest.mark.parametrize("compiler", [identity, jax.jit], ids=["eager", "jax.jit"])
+@pytest.mark.parametrize("transform", FIRST_ORDER)
+def test_first_order_elsewhere(transform: str, compiler: Any, world: pc.Communicator) -> None:
+    f, inputs, cases = FIRST_ORDER[transform]
+    compare(world, cases, lambda case: inputs(case, world), f, f, compiler=compiler, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("second_order", [reverse_over_reverse, forward_over_reverse])
 def test_second_order(second_order: Any, comm: pc.Communicator) -> None:
-    inputs = lambda case: [operands(case, comm), operands(case, comm, seed=5), weights(case, comm, 4)]  # noqa: E731
+    def inputs(case: Case) -> list[Array]:
+        return [operands(case, comm), operands(case, comm, seed=5), weights(case, comm, 4)]
+
     compare(comm, CASES, inputs, second_order, second_order, rtol=1e-3, atol=1e-3)
 
 
-def test_grad_of_a_compiled_function(comm: pc.Communicator) -> None:
+def test_grad_of_a_compiled_function(world: pc.Communicator) -> None:
     def f(call: Any, x: Array, w: Array) -> Any:
         return grad(pc.jit(call), x, w)
 
-    inputs = lambda case: [operands(case, comm), weights(case, comm, 2)]  # noqa: E731
-    compare(comm, CASES, inputs, f, grad, compiler=identity, rtol=1e-4, atol=1e-5)
+    compare(world, CASES, lambda case: cotangents(case, world), f, grad, compiler=identity, rtol=1e-4, atol=1e-5)
 
 
 def test_a_tie_of_extremes_is_shared(world: pc.Communicator) -> None:

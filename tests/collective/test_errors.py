@@ -30,7 +30,9 @@ def each(functions: list[Callable[..., Any]]) -> Any:
 @pytest.mark.parametrize("axis_name", [MPI.COMM_WORLD, 3, True], ids=["mpi4py", "int", "bool"])
 def test_not_a_communicator(function: Callable[..., Any], axis_name: Any) -> None:
     args = (axis_name,) if function in (pc.axis_index, pc.axis_size) else (X, axis_name)
-    with pytest.raises(TypeError, match=rf"pycollective\.\w+: expected a Communicator, got .*\. Pass pycollective\.world"):
+    with pytest.raises(
+        TypeError, match=r"pycollective\.\w+: expected a Communicator, got .*\. Pass pycollective\.world"
+    ):
         function(*args)
 
 
@@ -38,13 +40,17 @@ def test_not_a_communicator(function: Callable[..., Any], axis_name: Any) -> Non
 def test_unbound_name(function: Callable[..., Any]) -> None:
     args = ("batch",) if function in (pc.axis_index, pc.axis_size) else (X, "batch")
     extra = (0,) if function is pc.pbroadcast else ()
-    with pytest.raises(NameError, match=rf"pycollective\.\w+: expected an axis name bound by .*unbound axis name: batch.*\. Bind"):
+    with pytest.raises(
+        NameError, match=r"pycollective\.\w+: expected an axis name bound by .*unbound axis name: batch.*\. Bind"
+    ):
         function(*args, *extra)
 
 
 @each(MPI_ONLY)
 def test_name_where_there_is_none(function: Callable[..., Any]) -> None:
-    with pytest.raises(TypeError, match="expected a Communicator, got 'batch'. This operation has no form over axis names"):
+    with pytest.raises(
+        TypeError, match="expected a Communicator, got 'batch'. This operation has no form over axis names"
+    ):
         function(X, "batch")
 
 
@@ -57,12 +63,16 @@ def test_not_an_array(function: Callable[..., Any], world: pc.Communicator) -> N
 @each(BY_ROOT)
 @pytest.mark.parametrize("root", [-1, 99])
 def test_root_out_of_range(function: Callable[..., Any], root: int, world: pc.Communicator) -> None:
-    with pytest.raises(ValueError, match=rf"expected root from 0 to {world.size - 1}, got {root} \(rank {world.rank} of"):
+    with pytest.raises(
+        ValueError, match=rf"expected root from 0 to {world.size - 1}, got {root} \(rank {world.rank} of"
+    ):
         jax.jit(lambda x: function(x, world, root=root))(X)
 
 
 def test_traced_root(world: pc.Communicator) -> None:
-    with pytest.raises(TypeError, match=r"broadcast: expected root to be an integer, got .*fixed when the program is traced"):
+    with pytest.raises(
+        TypeError, match=r"broadcast: expected root to be an integer, got .*fixed when the program is traced"
+    ):
         jax.jit(lambda x, root: pc.broadcast(x, world, root=root))(X, 0)
 
 
@@ -93,7 +103,10 @@ def test_pshuffle_perm(world: pc.Communicator) -> None:
     ("call", "text"),
     [
         (lambda x, comm: pc.psum_scatter(x, comm), r"psum_scatter: expected scatter_dimension 0 of length \d"),
-        (lambda x, comm: pc.psum_scatter(x, comm, tiled=True), r"psum_scatter: expected axis 0 to divide by the \d ranks"),
+        (
+            lambda x, comm: pc.psum_scatter(x, comm, tiled=True),
+            r"psum_scatter: expected axis 0 to divide by the \d ranks",
+        ),
         (lambda x, comm: pc.all_to_all(x, comm, 1, 0), r"all_to_all: expected split_axis 1 of length \d"),
         (lambda x, comm: pc.all_to_all(x, comm, 1, 0, tiled=True), r"all_to_all: expected axis 1 to divide by"),
         (lambda x, comm: pc.scatter(x, comm), r"scatter: expected axis 0 of length \d"),
@@ -169,7 +182,9 @@ def test_freed_communicator(world: pc.Communicator) -> None:
         pc.psum(X, part)
     with pytest.raises(ValueError, match=r"split: expected a live communicator"):
         part.split(0)
-    with pytest.raises(RUNTIME_ERRORS, match=r"allreduce: expected a live communicator, got a freed one.*communicator world/0"):
+    with pytest.raises(
+        RUNTIME_ERRORS, match=r"allreduce: expected a live communicator, got a freed one.*communicator world/0"
+    ):
         compiled(jnp.ones(2)).block_until_ready()
 
 
@@ -246,7 +261,9 @@ def test_only_intracommunicators(world: pc.Communicator) -> None:
 
 def test_programs_elsewhere_than_on_the_devices_of_init(world: pc.Communicator) -> None:
     x = jax.device_put(jnp.ones(3), jax.devices()[1])
-    with pytest.raises(RUNTIME_ERRORS, match=r"allreduce: expected a device of pycollective.init\(devices=...\), got CPU device 1"):
+    with pytest.raises(
+        RUNTIME_ERRORS, match=r"allreduce: expected a device of pycollective.init\(devices=...\), got CPU device 1"
+    ):
         pc.psum(x, world).block_until_ready()
 
 

@@ -93,7 +93,7 @@ def test_sendrecv_with_any_tag(world: pc.Communicator) -> None:
     y = pc.sendrecv(jnp.asarray(world.rank), world, source=other, dest=other, send_tag=9, recv_tag=None)
     assert y == other
     with pytest.raises(NotImplementedError, match="any source or any tag"):
-        f = lambda x: pc.sendrecv(x, world, source=other, dest=other, recv_tag=None)  # noqa: E731
+        f = lambda x: pc.sendrecv(x, world, source=other, dest=other, recv_tag=None)
         jax.eval_shape(jax.grad(f), jax.ShapeDtypeStruct((), jnp.float32))
 
 

@@ -85,9 +85,7 @@ def test_all_to_all(split: int, concat: int, world: pc.Communicator) -> None:
 @pytest.mark.parametrize("name", ["psum", "pmean"])
 def test_groups_of_reductions(name: str, world: pc.Communicator) -> None:
     groups = equal_groups(world.size)
-    check_against_pmap(
-        world, (3,), lambda library, x, axis: getattr(library, name)(x, axis, axis_index_groups=groups)
-    )
+    check_against_pmap(world, (3,), lambda library, x, axis: getattr(library, name)(x, axis, axis_index_groups=groups))
 
 
 @pytest.mark.parametrize("name", ["pmax", "pmin"])

@@ -30,10 +30,18 @@ def every_batch_axis_of_all(reference: Any, xs: Array) -> Any:
     return [jnp.stack([reference(xs[:, b]) for b in range(BATCH)], axis=1)] * (xs.ndim - 1)
 
 
-@pytest.mark.parametrize("compiler", [identity, jax.jit, pc.jit], ids=["eager", "jax.jit", "pc.jit"])
-def test_every_batch_axis(compiler: Any, comm: pc.Communicator) -> None:
-    inputs = lambda case: [operands(case, comm, extra=(BATCH,))]  # noqa: E731
-    compare(comm, CASES, inputs, every_batch_axis, every_batch_axis_of_all, compiler=compiler)
+def test_every_batch_axis(comm: pc.Communicator) -> None:
+    inputs = lambda case: [operands(case, comm, extra=(BATCH,))]
+    compare(comm, CASES, inputs, every_batch_axis, every_batch_axis_of_all)
+
+
+@pytest.mark.parametrize("compiler", [identity, jax.jit], ids=["eager", "jax.jit"])
+def test_vmap_elsewhere(compiler: Any, world: pc.Communicator) -> None:
+    def of_all(reference: Any, xs: Array) -> Any:
+        return every_batch_axis_of_all(reference, xs)[0]
+
+    inputs = lambda case: [operands(case, world, extra=(BATCH,))]
+    compare(world, CASES, inputs, lambda f, x: jax.vmap(f)(x), of_all, compiler=compiler)
 
 
 def test_vmap_of_grad(comm: pc.Communicator) -> None:
@@ -59,7 +67,7 @@ def test_grad_of_vmap(comm: pc.Communicator) -> None:
         one = jax.grad(lambda xs: jnp.sum(reference(xs) ** 2))
         return jnp.stack([one(xs[:, b]) for b in range(BATCH)], axis=1)
 
-    inputs = lambda case: [operands(case, comm, extra=(BATCH,))]  # noqa: E731
+    inputs = lambda case: [operands(case, comm, extra=(BATCH,))]
     compare(comm, CASES, inputs, grads, grads_of_all, rtol=1e-5, atol=1e-5)
 
 
@@ -68,7 +76,7 @@ def test_nested(comm: pc.Communicator) -> None:
         rows = [jnp.stack([reference(xs[:, a, b]) for b in range(BATCH)], axis=1) for a in range(2)]
         return jnp.stack(rows, axis=1)
 
-    inputs = lambda case: [operands(case, comm, extra=(2, BATCH))]  # noqa: E731
+    inputs = lambda case: [operands(case, comm, extra=(2, BATCH))]
     compare(comm, CASES, inputs, lambda f, x: jax.vmap(jax.vmap(f))(x), nested_of_all)
 
 

@@ -1,0 +1,212 @@
+"""Checks of arguments when a program is traced, and what the public functions share besides."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NoReturn, cast
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pycollective import primitives
+from pycollective.communicator import Communicator, world
+from pycollective.errors import message
+from pycollective.mpi import MPI
+
+Array = jax.Array
+PyTree = Any
+AxisName = Hashable
+Groups = Sequence[Sequence[int]] | None
+
+
+def fail(
+    kind: type[Exception], where: str, comm: Communicator | None, expected: Any, got: Any, remedy: str
+) -> NoReturn:
+    """Raises ``kind`` with a message in the form of :mod:`pycollective.errors`."""
+    rank, size = (comm.rank, comm.size) if comm is not None else (None, None)
+    raise kind(message(where, expected, got, remedy, rank=rank, size=size))
+
+
+def communicator(where: str, axis_name: Any) -> Communicator:
+    """The communicator that ``axis_name`` stands for."""
+    comm = world() if axis_name is None else axis_name
+    if not isinstance(comm, Communicator):
+        remedy = "Pass pycollective.world(), a split of it, or pycollective.Communicator(mpi4py communicator)."
+        if isinstance(comm, (str, tuple, list)):
+            remedy = "This operation has no form over axis names. " + remedy
+        fail(TypeError, where, None, "a Communicator", repr(axis_name), remedy)
+    comm.check_live(where)
+    return comm
+
+
+def is_name(axis_name: Any) -> bool:
+    """Whether ``axis_name`` is a name, or a tuple of names, bound by a JAX transform."""
+    if isinstance(axis_name, (tuple, list)):
+        return len(axis_name) > 0 and all(is_name(name) for name in axis_name)
+    return not (axis_name is None or isinstance(axis_name, (Communicator, MPI.Comm, bool, int, float)))
+
+
+def by_name(where: str, axis_name: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``function(*args)``, one of jax.lax's own, which know the named axes."""
+    try:
+        lax.axis_size(axis_name)
+    except NameError as error:
+        raise NameError(
+            message(
+                where,
+                "an axis name bound by a transform around this call, or a Communicator",
+                str(error),
+                "Bind it with jax.vmap(axis_name=...) or jax.shard_map, or pass pycollective.world().",
+            )
+        ) from None
+    return function(*args, **kwargs)
+
+
+def array(where: str, comm: Communicator, leaf: Any) -> Array:
+    """A leaf as an array. Python scalars take JAX's default dtypes."""
+    if isinstance(leaf, jax.core.Tracer):
+        return leaf
+    try:
+        return jnp.asarray(leaf)
+    except (TypeError, ValueError) as error:
+        fail(
+            TypeError,
+            where,
+            comm,
+            "arrays, or pytrees of them",
+            f"{type(leaf).__name__} ({str(error).splitlines()[0]})",
+            "Convert it to an array first.",
+        )
+
+
+def map_arrays(where: str, comm: Communicator, function: Callable[[Array], Any], tree: PyTree) -> PyTree:
+    """Maps ``function`` over the leaves of ``tree`` as arrays."""
+    return jax.tree.map(lambda leaf: function(array(where, comm, leaf)), tree)
+
+
+def integer(where: str, comm: Communicator, name: str, value: Any) -> int:
+    """A Python integer, known while tracing."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        fail(TypeError, where, comm, f"{name} to be an integer", repr(value), "It is fixed when the program is traced.")
+
+
+def rank(where: str, comm: Communicator, name: str, value: Any) -> int:
+    """A rank of ``comm``."""
+    rank = integer(where, comm, name, value)
+    if not 0 <= rank < comm.size:
+        fail(
+            ValueError,
+            where,
+            comm,
+            f"{name} from 0 to {comm.size - 1}",
+            rank,
+            "Ranks count from 0 in each communicator.",
+        )
+    return rank
+
+
+def axis(where: str, comm: Communicator, name: str, value: Any, ndim: int) -> int:
+    """An axis of an array of ``ndim`` axes, counted from the front."""
+    axis = integer(where, comm, name, value)
+    if not -ndim <= axis < ndim:
+        fail(ValueError, where, comm, f"{name} from {-ndim} to {ndim - 1}", axis, "Choose an axis of the array.")
+    return axis % ndim
+
+
+def op(where: str, comm: Communicator, op: Any) -> str:
+    """The name of a reduction."""
+    if op not in primitives.OPS:
+        fail(ValueError, where, comm, f"op to be one of {list(primitives.OPS)}", repr(op), "Choose one of them.")
+    return str(op)
+
+
+def reducible(where: str, comm: Communicator, x: Array, op: str) -> Array:
+    """``x``, whose dtype has the reduction ``op``."""
+    if not (jnp.issubdtype(x.dtype, jnp.number) or x.dtype == jnp.bool_):
+        fail(TypeError, where, comm, f"a dtype that {op} is defined for", x.dtype, "Reduce numbers or bools.")
+    if op in ("min", "max") and jnp.issubdtype(x.dtype, jnp.complexfloating):
+        fail(
+            TypeError,
+            where,
+            comm,
+            f"a dtype that {op} is defined for",
+            x.dtype,
+            "Complex numbers have no order: reduce abs(x), or the parts.",
+        )
+    return x
+
+
+def group(where: str, comm: Communicator, groups: Groups, *, equal: bool) -> Communicator:
+    """The communicator of this rank's group."""
+    if groups is None:
+        return comm
+    canonical = tuple(tuple(integer(where, comm, "axis_index_groups", rank) for rank in group) for group in groups)
+    if sorted(rank for group in canonical for rank in group) != list(range(comm.size)):
+        fail(
+            ValueError,
+            where,
+            comm,
+            f"axis_index_groups with each rank from 0 to {comm.size - 1} once",
+            canonical,
+            "List every rank in exactly one group.",
+        )
+    if equal and len({len(group) for group in canonical}) > 1:
+        fail(
+            ValueError, where, comm, "axis_index_groups of equal sizes", canonical, "The result's shape depends on it."
+        )
+    return comm.groups(canonical)
+
+
+def divide(where: str, comm: Communicator, x: Array, axis: int) -> Array:
+    """Cuts ``axis`` into (size, rest) and moves the first of them to the front."""
+    if x.shape[axis] % comm.size:
+        fail(
+            ValueError,
+            where,
+            comm,
+            f"axis {axis} to divide by the {comm.size} ranks",
+            f"shape {tuple(x.shape)}",
+            "Pad it, or use a communicator whose size divides it.",
+        )
+    shape = (*x.shape[:axis], comm.size, x.shape[axis] // comm.size, *x.shape[axis + 1 :])
+    return jnp.moveaxis(x.reshape(shape), axis, 0)
+
+
+def join(blocks: Array, axis: int) -> Array:
+    """Inverse of :func:`divide`: concatenates the blocks ``(size, ...)`` along ``axis`` of a block."""
+    shape = (*blocks.shape[1 : axis + 1], blocks.shape[0] * blocks.shape[axis + 1], *blocks.shape[axis + 2 :])
+    return jnp.moveaxis(blocks, 0, axis).reshape(shape)
+
+
+def counts_ranks(where: str, comm: Communicator, x: Array, axis: int, name: str) -> Array:
+    """Checks that ``axis`` has one entry for each rank and moves it to the front."""
+    if x.shape[axis] != comm.size:
+        fail(
+            ValueError,
+            where,
+            comm,
+            f"{name} {axis} of length {comm.size}, one entry for each rank",
+            f"shape {tuple(x.shape)}",
+            "Reshape the array, or pass tiled=True where the operation has it.",
+        )
+    return jnp.moveaxis(x, axis, 0)
+
+
+def tag(where: str, comm: Communicator, name: str, value: int | None, wildcard: int | None) -> int:
+    """A message tag. ``wildcard``: what None stands for, or None if a tag must be given."""
+    if value is None and wildcard is not None:
+        return wildcard
+    tag = integer(where, comm, name, value)
+    largest = cast("int", comm.mpi.Get_attr(MPI.TAG_UB))
+    if not 0 <= tag <= largest:
+        fail(ValueError, where, comm, f"{name} from 0 to {largest}", tag, "MPI has no other tags.")
+    return tag
+
+
+def peer(where: str, comm: Communicator, name: str, value: int | None, wildcard: int) -> int:
+    """A rank of ``comm``, or ``wildcard`` for None."""
+    return wildcard if value is None else rank(where, comm, name, value)

@@ -1,0 +1,184 @@
+"""How programs end: in order, by an exception on one rank, by a rank that never comes, under the wrong launcher."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.launch import mpirun
+
+SHORT = 120  # seconds: none of these should take a tenth of it
+
+
+def write(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "program.py"
+    path.write_text("import sys, time, jax, jax.numpy as jnp\nimport pycollective as pc\ncomm = pc.init()\n" + text)
+    return str(path)
+
+
+def run(tmp_path: Path, text: str, ranks: int = 2, **options: object) -> subprocess.CompletedProcess[str]:
+    return mpirun(ranks, write(tmp_path, text), timeout=SHORT, **options)  # type: ignore[arg-type]
+
+
+def test_an_exception_ends_all_ranks(tmp_path: Path) -> None:
+    done = run(tmp_path, "if comm.rank == 1: raise ValueError('no luck')\npc.psum(1).block_until_ready()\n")
+    assert done.returncode not in (0, 124, 137)
+    assert done.stderr.count("pycollective: rank 1 of 2 raised; ending all ranks.") == 1
+    assert done.stderr.count("Traceback (most recent call last)") == 1
+    assert done.stderr.count("ValueError: no luck") == 1
+
+
+def test_an_exception_on_all_ranks_is_told_once(tmp_path: Path) -> None:
+    # The other ranks wait a moment before they speak; the launcher has ended them by then.
+    done = run(tmp_path, "pc.barrier()\nraise ValueError('no luck')\n")
+    assert done.returncode not in (0, 124, 137)
+    assert "pycollective: rank 0 of 2 raised; ending all ranks." in done.stderr
+    assert 1 <= done.stderr.count("ValueError: no luck") <= 2  # a slow launcher may let the second speak
+
+
+def test_an_error_of_mpi_is_an_exception_with_all_names(tmp_path: Path) -> None:
+    text = """
+try:
+    if comm.rank == 0:
+        pc.send(jnp.zeros(5), comm, dest=1)
+    else:
+        pc.recv(jnp.zeros(3), comm, source=0).block_until_ready()
+except Exception as error:
+    print("caught", type(error).__name__, " ".join(str(error).split()), flush=True)
+pc.barrier()
+print("alive", comm.rank, flush=True)
+"""
+    done = run(tmp_path, text)
+    assert done.returncode == 0, done.stderr
+    assert re.search(
+        r"caught .*pycollective\.recv: expected MPI_Recv .*runcat.*\(rank 1 of 2, communicator world\)", done.stdout
+    )
+    assert sorted(re.findall(r"alive (\d)", done.stdout)) == ["0", "1"]
+
+
+def test_a_program_of_one_process_needs_no_launcher(tmp_path: Path) -> None:
+    program = write(tmp_path, "print(pc.psum(3), comm)\nraise KeyError('mine')\n")
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=SHORT)
+    assert done.stdout.strip() == "3 Communicator(world, rank 0 of 1)"
+    assert done.stderr.count("KeyError: 'mine'") == 1
+    assert "ending all ranks" not in done.stderr
+    assert done.returncode == 1
+
+
+def test_work_under_way_is_finished_at_exit(tmp_path: Path) -> None:
+    # Dispatched and never waited for: rank 0's last message must arrive before MPI is finalised.
+    text = """
+from jax import lax
+@pc.jit
+def late(m):
+    m = lax.fori_loop(0, 40, lambda _, m: jnp.tanh(m @ m), m)
+    y = pc.psum(m.sum() * 0 + 1)
+    jax.debug.print("rank {r} sums {y}", r=comm.rank, y=y, ordered=True)
+    return y
+late(jnp.ones((300, 300)))
+"""
+    done = run(tmp_path, text)
+    assert done.returncode == 0, done.stderr
+    assert sorted(re.findall(r"rank (\d) sums 2\.0", done.stdout)) == ["0", "1"]
+
+
+def test_a_wait_without_end_is_reported_by_every_rank_that_waits(tmp_path: Path) -> None:
+    text = (
+        "if comm.rank == 0: time.sleep(60)\ndef stuck_here(): pc.psum(jnp.ones(3)).block_until_ready()\nstuck_here()\n"
+    )
+    done = run(tmp_path, text, ranks=3, env={"PYCOLLECTIVE_TIMEOUT": "3"})
+    assert done.returncode not in (0, 124, 137)
+    for rank in (1, 2):
+        report = (
+            r"pycollective\.allreduce: expected an answer from the other ranks within 3 s, got none for \d+\.\d s "
+            rf"\(rank {rank} of 3, communicator world, 12 bytes\)\. Ending all ranks"
+        )
+        assert re.search(report, done.stderr), done.stderr
+    assert done.stderr.count("in stuck_here") >= 2
+    assert "rank 0 of 3" not in done.stderr
+
+
+def test_a_rank_that_leaves_says_that_it_waits(tmp_path: Path) -> None:
+    text = "if comm.rank == 1: sys.exit(3)\ntime.sleep(14)\npc.psum(jnp.ones(3)).block_until_ready()\n"
+    done = run(tmp_path, text, env={"PYCOLLECTIVE_TIMEOUT": "3"})
+    assert done.returncode not in (0, 124, 137)
+    assert "pycollective: rank 1 of 2 has ended and waits for the other ranks to end." in done.stderr
+    assert "pycollective.allreduce: expected an answer from the other ranks" in done.stderr
+
+
+def test_ranks_that_see_no_other_are_refused(tmp_path: Path) -> None:
+    # What plain srun, or the mpiexec of another MPI, does: several processes, each a world of its own.
+    program = write(tmp_path, "print('never')\n")
+    for variables, advice in (
+        ({"SLURM_STEP_NUM_TASKS": "4"}, "srun --mpi=pmi2"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "use that library's mpiexec"),
+    ):
+        environ = {name: value for name, value in os.environ.items() if not name.startswith(("PMI_", "OMPI_COMM"))}
+        done = subprocess.run(
+            [sys.executable, program], capture_output=True, text=True, timeout=SHORT, env={**environ, **variables}
+        )
+        assert done.returncode == 1
+        assert "never" not in done.stdout
+        assert "init: expected a world of" in done.stderr
+        assert "got one rank that sees no other" in done.stderr
+        assert advice in done.stderr
+        environ["PYCOLLECTIVE_ALLOW_SINGLETON"] = "1"
+        allowed = subprocess.run(
+            [sys.executable, program], capture_output=True, text=True, timeout=SHORT, env={**environ, **variables}
+        )
+        assert allowed.stdout.strip() == "never"
+
+
+def test_mpi_without_threads_is_refused(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("import mpi4py\nmpi4py.rc.thread_level = 'single'\nimport pycollective as pc\npc.init()\n")
+    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=SHORT)
+    assert done.returncode == 1
+    assert "init: expected MPI at THREAD_MULTIPLE" in done.stderr
+    assert "Leave mpi4py.rc.thread_level at 'multiple'" in done.stderr
+
+
+def test_unequal_devices_are_refused(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "from mpi4py import MPI\nimport jax\njax.config.update('jax_num_cpu_devices', 1 + MPI.COMM_WORLD.rank)\n"
+        "import pycollective as pc\npc.init()\n"
+    )
+    done = mpirun(2, str(program), timeout=SHORT)
+    assert done.returncode not in (0, 124, 137)
+    text = r"init: expected the same number of local devices on every rank, got 1 on ranks \[0\], 2 on ranks \[1\]"
+    assert re.search(text, done.stderr), done.stderr
+
+
+def test_a_hang_in_a_test_is_a_failure_with_all_stacks(tmp_path: Path) -> None:
+    """The tests' own guard: what tests/collective/conftest.py promises."""
+    test = Path(__file__).parents[1] / "collective" / "test_hang_for_the_guard_alone.py"
+    test.write_text(
+        "import jax.numpy as jnp\nimport pycollective as pc\n\n\n"
+        "def test_hang(world):\n    if world.rank == 0:\n        never_comes()\n"
+        "    pc.psum(jnp.ones(3), world).block_until_ready()\n\n\n"
+        "def never_comes():\n    import time\n\n    time.sleep(100)\n"
+    )
+    try:
+        done = mpirun(
+            2, "-m", "pytest", "-o", "faulthandler_timeout=5", str(test), timeout=SHORT, cwd=Path(__file__).parents[2]
+        )
+    finally:
+        test.unlink()
+    assert done.returncode not in (0, 124, 137)
+    assert "in never_comes" in done.stderr  # rank 0's stack
+    assert "in test_hang" in done.stderr
+    assert done.stderr.count("Timeout (0:00:05)!") == 2
+    assert "no end within 10 s on rank" in done.stderr
+
+
+@pytest.mark.parametrize("check", ["never", "always"])
+def test_settings_of_the_agreement_check(check: str, tmp_path: Path) -> None:
+    done = run(tmp_path, "for _ in range(3): print(pc.psum(1))\n", env={"PYCOLLECTIVE_CHECK": check})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["2"] * 6

@@ -1,0 +1,90 @@
+"""What programs are made of: the traced jaxpr and the lowered text, without running anything."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import pycollective as pc
+from pycollective import ordering, primitives
+
+X = jax.ShapeDtypeStruct((4, 2), jnp.float32)
+
+
+@pytest.fixture(scope="module")
+def world() -> pc.Communicator:
+    return pc.init()
+
+
+def calls(text: str) -> list[str]:
+    """The custom calls of a lowered program, in order."""
+    return re.findall(r"custom_call @pycollective_(\w+)", text)
+
+
+def aliased(text: str) -> int:
+    return text.count("output_operand_alias<")
+
+
+def test_effect_is_in_the_jaxpr(world: pc.Communicator) -> None:
+    jaxpr = jax.make_jaxpr(lambda x: pc.psum(x, world))(X)
+    assert ordering.effect in jaxpr.effects
+    assert [eqn.primitive for eqn in jaxpr.eqns] == [primitives.allreduce_p]
+
+
+def test_a_region_has_no_effect(world: pc.Communicator) -> None:
+    jaxpr = jax.make_jaxpr(ordering.as_region(lambda x: pc.psum(x, world)))(X)
+    assert not jaxpr.effects
+    assert [eqn.primitive for eqn in jaxpr.eqns] == [ordering.region_p]
+
+
+def test_calls_are_chained_by_tokens(world: pc.Communicator) -> None:
+    text = pc.jit(lambda x: pc.pmax(x, world) + pc.psum(x, world)).lower(X).as_text()
+    assert calls(text) == ["allreduce", "allreduce"]
+    first, second = re.findall(r"(%\w+):2 = stablehlo.custom_call @pycollective_allreduce\(%\w+, (%[\w#]+)\)", text)
+    assert second[1] == f"{first[0]}#1"  # the second takes the token that the first returns
+
+
+def test_in_place_only_where_nothing_is_copied(world: pc.Communicator) -> None:
+    def lowered(f: object, **options: object) -> str:
+        return str(pc.jit(f, **options).lower(X).as_text())  # type: ignore[call-overload]
+
+    assert aliased(lowered(lambda x: pc.psum(x, world))) == 0  # an input
+    assert aliased(lowered(lambda x: pc.psum(x, world), donate_argnums=0)) == 1
+    assert aliased(lowered(lambda x: pc.psum(x + 1, world))) == 1  # an intermediate
+    assert aliased(lowered(lambda x: (y := x + 1, pc.psum(y, world)))) == 0  # also a result
+    assert aliased(lowered(lambda x: pc.psum(y := x + 1, world) + y)) == 0  # read later
+
+
+def test_small_floats_travel_as_float32_in_sums_only(world: pc.Communicator) -> None:
+    x = jax.ShapeDtypeStruct((3,), jnp.bfloat16)
+    assert re.search(r"pycollective_allreduce.*tensor<3xf32>", pc.jit(lambda x: pc.psum(x, world)).lower(x).as_text())
+    text = pc.jit(lambda x: pc.broadcast(x, world)).lower(x).as_text()
+    assert re.search(r"pycollective_bcast.*tensor<3xbf16>", text)
+    assert "f32" not in text
+
+
+def test_gradient_of_a_gather_is_a_scatter(world: pc.Communicator) -> None:
+    text = pc.jit(jax.grad(lambda x: (pc.all_gather(x, world) ** 2).sum())).lower(X).as_text()
+    assert calls(text) == ["allgather", "reduce_scatter"]
+
+
+def test_other_platforms_are_refused(world: pc.Communicator) -> None:
+    with pytest.raises(
+        NotImplementedError, match=r"allreduce: expected a program on CPU devices, got one for cuda\. Move"
+    ):
+        jax.jit(lambda x: pc.psum(x, world)).trace(X).lower(lowering_platforms=("cuda",))
+
+
+def test_unused_results_keep_their_calls(world: pc.Communicator) -> None:
+    assert calls(pc.jit(lambda x: (pc.psum(x, world), x)[1]).lower(X).as_text()) == ["allreduce"]
+    assert calls(pc.jit(lambda x: pc.barrier(world)).lower(X).as_text()) == ["barrier"]
+
+
+def test_numbers_not_handles_are_compiled_in(world: pc.Communicator) -> None:
+    # A handle may be an address, different in every process: programs could not be cached on disk.
+    text = pc.jit(lambda x: pc.psum(x, world)).lower(X).as_text()
+    assert f"comm = {world.number} : i64" in text
+    assert world.number < 100

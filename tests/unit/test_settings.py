@@ -1,0 +1,77 @@
+"""The environment: launchers, settings, and the form of messages."""
+
+from __future__ import annotations
+
+import pytest
+
+from pycollective import config
+from pycollective.errors import message
+from pycollective.launchers import launched_size
+
+
+@pytest.mark.parametrize(
+    ("environ", "name", "size"),
+    [
+        ({"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2"}, "srun", 4),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "an Open MPI mpirun", 2),
+        ({"PMI_SIZE": "3", "PMI_RANK": "0"}, "an MPICH or Intel MPI mpiexec", 3),
+        ({"FLUX_JOB_SIZE": "8"}, "flux run", 8),
+    ],
+)
+def test_launchers(environ: dict[str, str], name: str, size: int) -> None:
+    found = launched_size(environ)
+    assert found is not None
+    launcher, count = found
+    assert (launcher.name, count) == (name, size)
+    assert launcher.remedy.endswith((".", "it."))
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        {"SLURM_NTASKS": "4", "SLURM_PROCID": "0"},  # inside sbatch, not started by srun
+        {"SLURM_STEP_NUM_TASKS": "1"},
+        {"OMPI_COMM_WORLD_SIZE": "1"},
+        {"PMI_SIZE": "not a number"},
+    ],
+)
+def test_no_launcher(environ: dict[str, str]) -> None:
+    assert launched_size(environ) is None
+
+
+def test_defaults() -> None:
+    assert config.read({}) == config.Config(check=1, malloc=True, timeout=None, allow_singleton=False)
+    assert config.read({"PYCOLLECTIVE_CHECK": "", "PYCOLLECTIVE_TIMEOUT": ""}) == config.read({})
+
+
+def test_values() -> None:
+    read = config.read(
+        {
+            "PYCOLLECTIVE_CHECK": "Always",
+            "PYCOLLECTIVE_MALLOC": "off",
+            "PYCOLLECTIVE_TIMEOUT": "2.5",
+            "PYCOLLECTIVE_ALLOW_SINGLETON": "1",
+        }
+    )
+    assert read == config.Config(check=2, malloc=False, timeout=2.5, allow_singleton=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "valid"),
+    [
+        ("PYCOLLECTIVE_CHECK", "sometimes", "'always', 'first', 'never'"),
+        ("PYCOLLECTIVE_MALLOC", "2", "'0', '1', 'false'"),
+        ("PYCOLLECTIVE_TIMEOUT", "soon", "a positive number of seconds"),
+        ("PYCOLLECTIVE_TIMEOUT", "-1", "a positive number of seconds"),
+        ("PYCOLLECTIVE_TIMEOUT", "nan", "a positive number of seconds"),
+    ],
+)
+def test_bad_values_list_the_good_ones(name: str, value: str, valid: str) -> None:
+    with pytest.raises(ValueError, match=f"config: expected {name} to be .*{valid}.*got '{value}'"):
+        config.read({name: value})
+
+
+def test_message() -> None:
+    text = message("psum", "a Communicator", 3, "Pass one.", rank=1, size=4)
+    assert text == "pycollective.psum: expected a Communicator, got 3 (rank 1 of 4). Pass one."
