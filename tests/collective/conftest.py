@@ -47,13 +47,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def no_hang(request: pytest.FixtureRequest) -> Iterator[None]:
     """Ends this rank, and so the job, when a test takes too long."""
     limit = float(request.config.getini("faulthandler_timeout")) + _EXIT_AFTER_S
-
-    def end() -> None:
-        sys.__stderr__.write(f"{request.node.nodeid}: no end within {limit:g} s on rank {RANK} of {SIZE}\n")
-        sys.__stderr__.flush()
-        os._exit(70)
-
-    timer = threading.Timer(limit, end)
+    timer = threading.Timer(limit, os._exit, args=(70,))
     timer.daemon = True
     timer.start()
     yield

@@ -81,9 +81,9 @@ PLACES = (in_scan, in_fori_loop, in_cond, in_switch, in_checkpoint, in_custom_vj
 
 
 @pytest.mark.parametrize("place", (*PLACES, in_while_loop), ids=lambda place: place.__name__)
-def test_value(place: Callable[[Function], Function], comm: pc.Communicator) -> None:
-    inputs = lambda case: [operands(case, comm)]
-    compare(comm, CASES, inputs, lambda f, x: place(f)(x), lambda f, xs: 6 * f(xs), rtol=1e-5, atol=1e-5)
+def test_value(place: Callable[[Function], Function], world: pc.Communicator) -> None:
+    inputs = lambda case: [operands(case, world)]
+    compare(world, CASES, inputs, lambda f, x: place(f)(x), lambda f, xs: 6 * f(xs), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)
@@ -101,7 +101,7 @@ def test_grad(place: Callable[[Function], Function], world: pc.Communicator) -> 
     compare(world, CASES, inputs, grad, grad_of_all, rtol=1e-4, atol=1e-4)
 
 
-def test_plain_jit(comm: pc.Communicator) -> None:
+def test_scan_in_plain_jit(comm: pc.Communicator) -> None:
     inputs = lambda case: [operands(case, comm)]
     f = lambda f, x: in_scan(in_cond(f))(x)
     compare(comm, CASES, inputs, f, lambda f, xs: 36 * f(xs), compiler=jax.jit, rtol=1e-5, atol=1e-4)

@@ -15,7 +15,7 @@ from tests.cases import values
 
 # No database and no deadline: both would let one rank draw or stop otherwise than another.
 agreed = settings(
-    max_examples=25,
+    max_examples=15,
     deadline=None,
     database=None,
     derandomize=False,
@@ -113,7 +113,7 @@ STEPS = {
 
 
 @SEED
-@settings(agreed, max_examples=12)
+@settings(agreed, max_examples=10)
 @given(
     steps=st.lists(st.sampled_from(sorted(STEPS)), min_size=1, max_size=6),
     shape=st.lists(st.integers(1, 4), max_size=2).map(tuple),

@@ -44,7 +44,7 @@ def test_vmap_elsewhere(compiler: Any, world: pc.Communicator) -> None:
     compare(world, CASES, inputs, lambda f, x: jax.vmap(f)(x), of_all, compiler=compiler)
 
 
-def test_vmap_of_grad(comm: pc.Communicator) -> None:
+def test_vmap_of_grad(world: pc.Communicator) -> None:
     def grads(f: Any, x: Array, w: Array) -> Any:
         return jax.vmap(jax.grad(lambda x, w: jnp.vdot(w, f(x**2))))(x, w)
 
@@ -53,13 +53,13 @@ def test_vmap_of_grad(comm: pc.Communicator) -> None:
         return jnp.stack([one(xs[:, b], ws[:, b]) for b in range(BATCH)], axis=1)
 
     def inputs(case: Case) -> list[Array]:
-        shape = jax.eval_shape(case.reference, operands(case, comm)).shape
-        return [operands(case, comm, extra=(BATCH,)), values((shape[0], BATCH, *shape[1:]), seed=1)]
+        shape = jax.eval_shape(case.reference, operands(case, world)).shape
+        return [operands(case, world, extra=(BATCH,)), values((shape[0], BATCH, *shape[1:]), seed=1)]
 
-    compare(comm, CASES, inputs, grads, grads_of_all, rtol=1e-5, atol=1e-5)
+    compare(world, CASES, inputs, grads, grads_of_all, rtol=1e-5, atol=1e-5)
 
 
-def test_grad_of_vmap(comm: pc.Communicator) -> None:
+def test_grad_of_vmap(world: pc.Communicator) -> None:
     def grads(f: Any, x: Array) -> Any:
         return jax.grad(lambda x: jnp.sum(jax.vmap(f, in_axes=-1)(jnp.moveaxis(x, 0, -1)) ** 2))(x)
 
@@ -67,17 +67,17 @@ def test_grad_of_vmap(comm: pc.Communicator) -> None:
         one = jax.grad(lambda xs: jnp.sum(reference(xs) ** 2))
         return jnp.stack([one(xs[:, b]) for b in range(BATCH)], axis=1)
 
-    inputs = lambda case: [operands(case, comm, extra=(BATCH,))]
-    compare(comm, CASES, inputs, grads, grads_of_all, rtol=1e-5, atol=1e-5)
+    inputs = lambda case: [operands(case, world, extra=(BATCH,))]
+    compare(world, CASES, inputs, grads, grads_of_all, rtol=1e-5, atol=1e-5)
 
 
-def test_nested(comm: pc.Communicator) -> None:
+def test_nested(world: pc.Communicator) -> None:
     def nested_of_all(reference: Any, xs: Array) -> Any:
         rows = [jnp.stack([reference(xs[:, a, b]) for b in range(BATCH)], axis=1) for a in range(2)]
         return jnp.stack(rows, axis=1)
 
-    inputs = lambda case: [operands(case, comm, extra=(2, BATCH))]
-    compare(comm, CASES, inputs, lambda f, x: jax.vmap(jax.vmap(f))(x), nested_of_all)
+    inputs = lambda case: [operands(case, world, extra=(2, BATCH))]
+    compare(world, CASES, inputs, lambda f, x: jax.vmap(jax.vmap(f))(x), nested_of_all)
 
 
 def test_send_and_recv_carry_the_batch(world: pc.Communicator) -> None:

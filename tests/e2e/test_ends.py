@@ -42,16 +42,16 @@ def test_an_exception_on_all_ranks_is_told_once(tmp_path: Path) -> None:
 
 
 def test_an_error_of_mpi_is_an_exception_with_all_names(tmp_path: Path) -> None:
-    text = """
+    text = r"""
 try:
     if comm.rank == 0:
         pc.send(jnp.zeros(5), comm, dest=1)
     else:
         pc.recv(jnp.zeros(3), comm, source=0).block_until_ready()
 except Exception as error:
-    print("caught", type(error).__name__, " ".join(str(error).split()), flush=True)
+    sys.stdout.write("caught " + " ".join(str(error).split()) + "\n")
 pc.barrier()
-print("alive", comm.rank, flush=True)
+sys.stdout.write(f"alive {comm.rank}\n")
 """
     done = run(tmp_path, text)
     assert done.returncode == 0, done.stderr
@@ -174,7 +174,6 @@ def test_a_hang_in_a_test_is_a_failure_with_all_stacks(tmp_path: Path) -> None:
     assert "in never_comes" in done.stderr  # rank 0's stack
     assert "in test_hang" in done.stderr
     assert done.stderr.count("Timeout (0:00:05)!") == 2
-    assert "no end within 10 s on rank" in done.stderr
 
 
 @pytest.mark.parametrize("check", ["never", "always"])
