@@ -17,4 +17,4 @@ slope = jax.grad(lambda piece: norm(piece) / comm.size)(piece)
 slopes = pc.all_gather(slope[0], comm)
 total = norm(piece)  # on all ranks: a collective on one alone would wait for ever
 if comm.rank == 0:
-    print(f"{comm.size} ranks, norm {total:.4f}, slopes {slopes.round(4)}")
+    print(f"{comm.size} ranks, norm {total:.4f}, slopes", *(f"{slope:.4f}" for slope in slopes))
