@@ -1,8 +1,11 @@
 // The C interface that transport/native.py calls through ctypes.
 
 #include <malloc.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 #include <cstdint>
+#include <cstdlib>
 #include <memory>
 #include <string>
 
@@ -86,16 +89,37 @@ PYCOLLECTIVE_EXPORT void pycollective_set_max_count(int64_t max_count) {
   pycollective::library->max_count = max_count;
 }
 
-// Keeps freed memory in the process, so that a large result does not fault in page by page each time it is
-// made: no mmap per allocation, no trimming, and one arena, since glibc gives other threads' arenas at most
-// 64 MiB at a time. (Small allocations stay in each thread's own cache.) Threads that already have an arena keep
-// it, so call this before XLA starts its own. Returns whether glibc accepted it.
+// Keeps freed memory in the process and asks for huge pages under it, so that a large result does not fault in
+// page by page each time it is made:
+// - no mmap for a large allocation, and no trimming: the heap keeps what it has had;
+// - one arena, since glibc gives other threads' arenas at most 64 MiB at a time (small allocations stay in each
+//   thread's own cache);
+// - a quarter of the machine's memory is taken as address space, advised and given back: allocations to come lie
+//   there. Nothing of it is touched, so nothing is used up.
+// Threads that already have an arena keep it, so call this before XLA starts its own. Returns whether glibc took
+// the settings; huge pages are a hope.
 PYCOLLECTIVE_EXPORT bool pycollective_tune_malloc() {
 #ifdef __GLIBC__
-  constexpr int kNever = 0;
-  constexpr int kTrimThreshold = 1 << 30;
-  return mallopt(M_ARENA_MAX, 1) == 1 && mallopt(M_MMAP_MAX, kNever) == 1 &&
-         mallopt(M_TRIM_THRESHOLD, kTrimThreshold) == 1;
+  constexpr int kNone = 0;
+  constexpr int kOne = 1;
+  constexpr int kNever = -1;
+  if (mallopt(M_ARENA_MAX, kOne) != 1 || mallopt(M_MMAP_MAX, kNone) != 1 ||
+      mallopt(M_TRIM_THRESHOLD, kNever) != 1) {
+    return false;
+  }
+  const long pages = sysconf(_SC_PHYS_PAGES);
+  const long page_bytes = sysconf(_SC_PAGESIZE);
+  if (pages > 0 && page_bytes > 0) {
+    const size_t nbytes = static_cast<size_t>(pages) / 4 * static_cast<size_t>(page_bytes);
+    if (void* block = std::malloc(nbytes)) {
+      const uintptr_t page = static_cast<uintptr_t>(page_bytes);
+      const uintptr_t first = (reinterpret_cast<uintptr_t>(block) + page - 1) / page * page;
+      const uintptr_t end = (reinterpret_cast<uintptr_t>(block) + nbytes) / page * page;
+      madvise(reinterpret_cast<void*>(first), end - first, MADV_HUGEPAGE);
+      std::free(block);
+    }
+  }
+  return true;
 #else
   return false;
 #endif

@@ -211,14 +211,19 @@ def apply(primitive: Primitive, *operands: Any, **params: Any) -> Any:
 
     Compiled once per shape, dtype and parameters, all of which are hashable.
     """
-    out, witness = _eager_program(primitive, tuple(sorted(params.items())))(*operands)
+    program = _eager_program(primitive, tuple(sorted(params.items())))
+    if jax.config.jax_disable_jit:  # as JAX's own primitives, compiled even then
+        with jax.disable_jit(False):
+            out, witness = program(*operands)
+    else:
+        out, witness = program(*operands)
     jax.block_until_ready(witness)  # no result to wait on, so errors must show here
     return out
 
 
-def at_top_level() -> bool:
-    """Whether the caller runs outside every JAX trace."""
-    return trace_state_clean()
+def may_be_region() -> bool:
+    """Whether a call made now would be a whole program: outside every JAX trace, and compiled."""
+    return trace_state_clean() and not jax.config.jax_disable_jit
 
 
 def flush(devices: Sequence[jax.Device]) -> None:

@@ -28,7 +28,7 @@ class Jitted(Generic[P, R]):
         self._nested = jax.jit(fun, **options)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        if ordering.at_top_level():
+        if ordering.may_be_region():
             return self._region(*args, **kwargs)[0]
         return self._nested(*args, **kwargs)
 

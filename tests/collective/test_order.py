@@ -142,6 +142,20 @@ def test_methods(world: pc.Communicator) -> None:
     assert Model().total(jnp.asarray(1.0)) == 3.0 * world.size
 
 
+def test_disable_jit(world: pc.Communicator) -> None:
+    seen = []
+
+    @pc.jit
+    def f(x: jax.Array) -> jax.Array:
+        y = pc.psum(x, world)
+        seen.append(float(y))  # a value, not a tracer
+        return 2 * y
+
+    with jax.disable_jit():
+        assert f(jnp.asarray(1.0)) == 2 * world.size
+    assert seen == [world.size]
+
+
 def test_compiled_once(world: pc.Communicator) -> None:
     traces = []
 
