@@ -74,7 +74,7 @@ def marked(rank: int, count: int) -> jax.Array:
     return jax.block_until_ready(jax.jit(jnp.concatenate)(parts))
 
 
-@needs(13 * GIB)
+@needs(6 * GIB)
 def test_more_than_2_31_bytes(world: pc.Communicator) -> None:
     count = 2**29 + 12_345  # float32
     x = jnp.full(count, world.rank + 1.0, jnp.float32)
@@ -84,7 +84,7 @@ def test_more_than_2_31_bytes(world: pc.Communicator) -> None:
     assert float(y.min()) == float(y.max()) == 3.0
 
 
-@needs(15 * GIB)
+@needs(11 * GIB)
 def test_more_than_2_31_elements(world: pc.Communicator) -> None:
     count = 2**31 + 12_345  # int8
     f = pc.jit(lambda x: pc.psum(x, world), donate_argnums=0)
@@ -96,7 +96,7 @@ def test_more_than_2_31_elements(world: pc.Communicator) -> None:
     assert (y[0], y[count // 2], y[-1]) == (2, 2, 6)
 
 
-@needs(17 * GIB)
+@needs(13 * GIB)
 def test_more_than_2_31_elements_in_a_block(world: pc.Communicator) -> None:
     # One element of a derived datatype: what MPI 3 needs for the operations on blocks.
     count = 2**31 + 4_321
