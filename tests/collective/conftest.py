@@ -13,6 +13,7 @@ import pytest
 from mpi4py import MPI
 
 import pycollective as pc
+from tests.collective.programs import meet
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 
@@ -45,12 +46,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def no_hang(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Ends this rank, and so the job, when a test takes too long."""
+    """Ends this rank, and so the job, when a test takes too long. All ranks end each test together."""
     limit = float(request.config.getini("faulthandler_timeout")) + _EXIT_AFTER_S
     timer = threading.Timer(limit, os._exit, args=(70,))
     timer.daemon = True
     timer.start()
     yield
+    meet()
     timer.cancel()
 
 

@@ -27,6 +27,17 @@ def test_value(compiler: Any, comm: pc.Communicator) -> None:
     compare(comm, CASES, lambda case: [operands(case, comm)], apply, apply, compiler=compiler)
 
 
+def test_call(comm: pc.Communicator) -> None:
+    # Through Jitted.__call__, as users do; compare() compiles beforehand.
+    xs = {case.id: operands(case, comm) for case in CASES}
+    f = pc.jit(lambda own: {case.id: case.call(own[case.id], comm) for case in CASES})
+    for _ in range(2):
+        got = f({id_: x[comm.rank] for id_, x in xs.items()})
+    for case in CASES:
+        want = case.reference(xs[case.id])[comm.rank]
+        np.testing.assert_allclose(got[case.id], want, rtol=1e-5, atol=1e-6, err_msg=case.id)
+
+
 def test_value_of_intermediate(comm: pc.Communicator) -> None:
     # An operand that is computed in the program may be overwritten in place; one that is read later must not be.
     def f(call: Any, x: Any) -> Any:

@@ -178,6 +178,6 @@ def test_a_hang_in_a_test_is_a_failure_with_all_stacks(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("check", ["never", "always"])
 def test_settings_of_the_agreement_check(check: str, tmp_path: Path) -> None:
-    done = run(tmp_path, "for _ in range(3): print(pc.psum(1))\n", env={"PYCOLLECTIVE_CHECK": check})
+    done = run(tmp_path, "for _ in range(3): sys.stdout.write(f'{pc.psum(1)}\\n')\n", env={"PYCOLLECTIVE_CHECK": check})
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["2"] * 6
