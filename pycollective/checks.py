@@ -201,7 +201,7 @@ def tag(where: str, comm: Communicator, name: str, value: int | None, wildcard: 
     if value is None and wildcard is not None:
         return wildcard
     tag = integer(where, comm, name, value)
-    largest = cast("int", comm.mpi.Get_attr(MPI.TAG_UB))
+    largest = cast("int", MPI.COMM_WORLD.Get_attr(MPI.TAG_UB))  # MPI attaches it to the world alone
     if not 0 <= tag <= largest:
         fail(ValueError, where, comm, f"{name} from 0 to {largest}", tag, "MPI has no other tags.")
     return tag
