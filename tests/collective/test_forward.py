@@ -11,7 +11,7 @@ import pytest
 
 import pycollective as pc
 from tests.cases import CASES, by_id, operands, values
-from tests.collective.programs import compare
+from tests.collective.programs import compare, run
 
 
 def apply(f: Any, x: Any) -> Any:
@@ -91,7 +91,7 @@ def test_every_dtype_moves_unchanged(dtype: str, world: pc.Communicator) -> None
     with jax.enable_x64(True):
         xs = {id_: operands(by_id[id_], world, dtype) for id_ in MOVES}
         own = {id_: jnp.asarray(xs[id_][world.rank]) for id_ in MOVES}
-        ys = pc.jit(lambda own: {id_: by_id[id_].call(own[id_], world) for id_ in MOVES})(own)
+        ys = run(pc.jit, lambda own: {id_: by_id[id_].call(own[id_], world) for id_ in MOVES}, own)
         for id_, y in ys.items():
             want = by_id[id_].reference(jnp.asarray(xs[id_]))[world.rank]
             assert y.dtype == jnp.dtype(dtype)
@@ -102,16 +102,20 @@ def test_every_dtype_moves_unchanged(dtype: str, world: pc.Communicator) -> None
 def test_every_dtype_sums(dtype: str, world: pc.Communicator) -> None:
     with jax.enable_x64(True):
         xs = values((world.size, 5), dtype)
-        x = jnp.asarray(xs[world.rank])
-        expected = expected_sum(xs, dtype)
-        block = values((world.size, world.size, 2), dtype, seed=1)
-        prefix = expected_sum(xs[: world.rank + 1], dtype)
-        for got, want in (
-            (pc.psum(x, world), expected),
-            (pc.reduce(x, world), expected if world.rank == 0 else np.zeros_like(expected)),
-            (pc.psum_scatter(jnp.asarray(block[world.rank]), world), expected_sum(block, dtype)[world.rank]),
-            (pc.scan(x, world), prefix),
-        ):
+        blocks = values((world.size, world.size, 2), dtype, seed=1)
+
+        def sums(x: jax.Array, block: jax.Array) -> list[jax.Array]:
+            return [pc.psum(x, world), pc.reduce(x, world), pc.psum_scatter(block, world), pc.scan(x, world)]
+
+        total = expected_sum(xs, dtype)
+        expected = [
+            total,
+            total if world.rank == 0 else np.zeros_like(total),
+            expected_sum(blocks, dtype)[world.rank],
+            expected_sum(xs[: world.rank + 1], dtype),
+        ]
+        own = jnp.asarray(xs[world.rank]), jnp.asarray(blocks[world.rank])
+        for got, want in zip(run(pc.jit, sums, *own), expected, strict=True):
             assert got.dtype == jnp.dtype(WIDE.get(dtype, dtype))
             tolerance = {"float32": 1e-6, "complex64": 1e-6, "float64": 1e-14, "complex128": 1e-14}.get(dtype, 0)
             wide = np.complex128
@@ -119,15 +123,14 @@ def test_every_dtype_sums(dtype: str, world: pc.Communicator) -> None:
 
 
 @pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if not dtype.startswith("complex")])
-@pytest.mark.parametrize("op", ["min", "max"])
-def test_every_ordered_dtype_has_extremes(op: str, dtype: str, world: pc.Communicator) -> None:
+def test_every_ordered_dtype_has_extremes(dtype: str, world: pc.Communicator) -> None:
     with jax.enable_x64(True):
         xs = values((world.size, 7), dtype, seed=2)
         wide = xs.astype(np.float64)
-        want = (wide.min(axis=0) if op == "min" else wide.max(axis=0)).astype(xs.dtype)
-        got = {"min": pc.pmin, "max": pc.pmax}[op](jnp.asarray(xs[world.rank]), world)
-        assert got.dtype == xs.dtype
-        np.testing.assert_array_equal(np.asarray(got).astype(np.float64), want.astype(np.float64))
+        low, high = run(pc.jit, lambda x: (pc.pmin(x, world), pc.pmax(x, world)), jnp.asarray(xs[world.rank]))
+        for got, want in ((low, wide.min(axis=0)), (high, wide.max(axis=0))):
+            assert got.dtype == xs.dtype
+            np.testing.assert_array_equal(np.asarray(got).astype(np.float64), want)
 
 
 @pytest.mark.parametrize("dtype", ["int32", "uint8", "float32", "bfloat16", "complex64", "bool"])

@@ -9,13 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
+from mpi4py import MPI
 
 import pycollective as pc
 from tests.cases import values
 
 # No database and no deadline: both would let one rank draw or stop otherwise than another.
 agreed = settings(
-    max_examples=15,
+    max_examples=15 if MPI.COMM_WORLD.size <= 2 else 6,  # more ranks than cores: slow
     deadline=None,
     database=None,
     derandomize=False,
@@ -113,7 +114,7 @@ STEPS = {
 
 
 @SEED
-@settings(agreed, max_examples=10)
+@settings(agreed, max_examples=10 if MPI.COMM_WORLD.size <= 2 else 5)
 @given(
     steps=st.lists(st.sampled_from(sorted(STEPS)), min_size=1, max_size=6),
     shape=st.lists(st.integers(1, 4), max_size=2).map(tuple),
