@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from mpi4py import MPI
 
 import pycollective as pc
 from tests.cases import CASES, Case, operands, values
@@ -77,7 +78,10 @@ def in_jit(f: Function) -> Function:
 
 
 # All of them compute 6 f(x) for functions that are homogeneous of degree 1 with positive factors.
+PLACES: tuple[Callable[[Function], Function], ...]
 PLACES = (in_scan, in_fori_loop, in_cond, in_switch, in_checkpoint, in_custom_vjp, in_custom_jvp, in_jit)
+if MPI.COMM_WORLD.size == 3:  # the tracing does not depend on the number of ranks; 1, 2 and 4 run all of them
+    PLACES = (in_scan, in_cond)
 
 
 @pytest.mark.parametrize("place", (*PLACES, in_while_loop), ids=lambda place: place.__name__)
