@@ -32,6 +32,8 @@ def mpirun(
         cwd: where to run; default here.
     """
     options = ["--oversubscribe"] if is_open_mpi() else []
+    # A rank writes its lines whole; unbuffered, the launcher would mix the pieces of two ranks.
+    buffered = {"PYTHONUNBUFFERED": ""}
     as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     return subprocess.run(
         [
@@ -48,7 +50,7 @@ def mpirun(
         ],
         capture_output=True,
         text=True,
-        env={**os.environ, **as_root, **(env or {})},
+        env={**os.environ, **as_root, **buffered, **(env or {})},
         cwd=cwd,
         stdin=subprocess.DEVNULL,
     )
