@@ -215,15 +215,8 @@ def _allreduce_jvp_rule(
     )
 
 
-def _allreduce_transpose_rule(ct: Any, x: Any, *, comm: Communicator, op: str, in_place: bool) -> list[Any]:
-    # y_r = sum_s x_s  =>  ct_s = sum_r ct_r
-    if type(ct) is ad.Zero:
-        return [ad.Zero(x.aval.to_tangent_aval())]
-    return [allreduce(ct, comm=comm, op=op)]
-
-
-ad.primitive_jvps[allreduce_p] = _allreduce_jvp_rule
-ad.primitive_transposes[allreduce_p] = _allreduce_transpose_rule
+_linear(allreduce_p, allreduce, allreduce)  # its own transpose
+ad.primitive_jvps[allreduce_p] = _allreduce_jvp_rule  # which knows min and max too
 batching.primitive_batchers[allreduce_p] = partial(_batch_in_place, allreduce_p.bind)
 
 

@@ -93,7 +93,9 @@ def test_every_dtype_moves_unchanged(dtype: str, world: pc.Communicator) -> None
         own = {id_: jnp.asarray(xs[id_][world.rank]) for id_ in MOVES}
         ys = run(pc.jit, lambda own: {id_: by_id[id_].call(own[id_], world) for id_ in MOVES}, own)
         for id_, y in ys.items():
-            want = by_id[id_].reference(jnp.asarray(xs[id_]))[world.rank]
+            # What moves does not depend on the dtype: the reference moves the bits, compiled once for each item size.
+            bits = xs[id_] if dtype == "complex128" else xs[id_].view(f"uint{8 * xs[id_].itemsize}")
+            want = by_id[id_].reference(jnp.asarray(bits))[world.rank]
             assert y.dtype == jnp.dtype(dtype)
             assert np.asarray(y).tobytes() == np.asarray(want).tobytes(), id_
 
