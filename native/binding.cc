@@ -44,9 +44,35 @@ PYCOLLECTIVE_EXPORT int64_t pycollective_communicator_add(const char* name, int3
     auto lane = std::make_unique<pycollective::Lane>();
     lane->device_id = device_ids[i];
     lane->channel = {collective[i], point_to_point[i], rank, size};
+    lane->index = static_cast<int>(i);
     communicator->lanes.push_back(std::move(lane));
   }
   return pycollective::AddCommunicator(std::move(communicator));
+}
+
+// A group of local devices x the ranks of communicator `base`, whose channels it uses: the device that calls on lane
+// i is number members[i] of team teams[i], teams being of equal size. Returns as pycollective_communicator_add.
+PYCOLLECTIVE_EXPORT int64_t pycollective_group_add(const char* name, int64_t base, const int64_t* teams,
+                                                   const int64_t* members, int64_t team_size) {
+  auto group = std::make_unique<pycollective::Communicator>();
+  group->name = name;
+  group->base = FindCommunicator(base);
+  for (const auto& from : group->base->lanes) {
+    auto lane = std::make_unique<pycollective::Lane>();
+    lane->device_id = from->device_id;
+    lane->channel = from->channel;
+    lane->index = from->index;
+    if (team_size > 1) {
+      const auto team = static_cast<size_t>(teams[from->index]);
+      while (group->teams.size() <= team) {
+        group->teams.push_back(std::make_unique<pycollective::Team>(static_cast<int>(team_size)));
+      }
+      lane->team = group->teams[team].get();
+      lane->member = static_cast<int>(members[from->index]);
+    }
+    group->lanes.push_back(std::move(lane));
+  }
+  return pycollective::AddCommunicator(std::move(group));
 }
 
 PYCOLLECTIVE_EXPORT void pycollective_communicator_free(int64_t number) {

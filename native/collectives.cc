@@ -27,8 +27,6 @@ struct alignas(16) Status {
   char bytes[256] = {};
 };
 
-constexpr int kPermuteTag = 0;
-
 // Comparison that keeps NaN, as XLA's min and max do. MPI_MIN and MPI_MAX are compiled as `a < b ? a : b`,
 // which loses it on one side, so that ranks could even disagree.
 template <typename T, bool kIsMax, typename H>
@@ -197,16 +195,18 @@ class LibraryOf final : public Library {
   }
 
   Outcome Permute(const Channel& channel, const void* send, void* recv, int64_t count, Type type, int dest,
-                  int source) const override {
+                  int send_tag, int source, int recv_tag) const override {
     if (count == 0) return {};
-    return Exchange(Handle(channel.collective), send, count, type, dest, kPermuteTag, recv, count, type,
-                    source, kPermuteTag);
+    return Exchange(Handle(channel.collective), send, count, type, dest, send_tag, recv, count, type, source,
+                    recv_tag);
   }
 
   Outcome Barrier(const Channel& channel) const override {
     PYCOLLECTIVE_CALL(Barrier, Handle(channel.collective));
     return {};
   }
+
+  int proc_null() const override { return proc_null_; }
 
   std::string ErrorString(int code) const override {
     char text[4096] = {};  // MPI_MAX_ERROR_STRING is at most 1024 in any known implementation

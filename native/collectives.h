@@ -55,12 +55,13 @@ class Library {
   virtual Outcome Sendrecv(const Channel&, const void* send, int64_t send_count, Type send_type, int dest,
                            int send_tag, void* recv, int64_t recv_count, Type recv_type, int source,
                            int recv_tag) const = 0;
-  // As Sendrecv, on the collective communicator.
+  // As Sendrecv of equal arrays, on the collective communicator, where no program's own receive can match.
   virtual Outcome Permute(const Channel&, const void* send, void* recv, int64_t count, Type, int dest,
-                          int source) const = 0;
+                          int send_tag, int source, int recv_tag) const = 0;
   virtual Outcome Barrier(const Channel&) const = 0;
 
   virtual std::string ErrorString(int code) const = 0;
+  virtual int proc_null() const = 0;
 
   // Counts above this go in pieces. INT_MAX but in tests, which lower it to reach that code.
   int64_t max_count = INT32_MAX;

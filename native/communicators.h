@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "collectives.h"
+#include "team.h"
 
 namespace pycollective {
 
@@ -49,6 +50,9 @@ struct SignatureHash {
 struct Lane {
   int64_t device_id = 0;
   Channel channel{};
+  int index = 0;         // in the communicator
+  Team* team = nullptr;  // the local devices that take part in one collective with this one; null for it alone
+  int member = 0;        // in the team
 
   // Signatures on which the ranks have already agreed here. Guarded by `mutex`.
   std::mutex mutex;
@@ -64,7 +68,12 @@ struct Communicator {
   std::string name;
   std::atomic<bool> freed{false};
   std::vector<std::unique_ptr<Lane>> lanes;
+  std::vector<std::unique_ptr<Team>> teams;
+  const Communicator* base = nullptr;  // whose channels a group of local devices x ranks uses
 
+  bool IsFreed() const {
+    return freed.load(std::memory_order_acquire) || (base != nullptr && base->IsFreed());
+  }
   Lane* LaneOf(int64_t device_id) const {
     for (const auto& lane : lanes) {
       if (lane->device_id == device_id) return lane.get();

@@ -11,6 +11,7 @@
 #include "collectives.h"
 #include "communicators.h"
 #include "handlers.h"
+#include "hierarchy.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
@@ -146,7 +147,7 @@ class Call {
       return Error(ffi::ErrorCode::kInternal, "expected a communicator of this process, got an unknown one",
                    "Call pycollective.init() before running a compiled program.");
     }
-    if (communicator_->freed.load(std::memory_order_acquire)) {
+    if (communicator_->IsFreed()) {
       return Error(ffi::ErrorCode::kFailedPrecondition, "expected a live communicator, got a freed one",
                    "Do not run programs that name a communicator after its free().");
     }
@@ -162,9 +163,12 @@ class Call {
       const ffi::Error disagreement = Agree(signature);
       if (disagreement.failure()) return disagreement;
     }
-    const Outcome outcome = body(*library, lane_->channel);
+    const Outcome outcome = body(*library, *lane_);
     return outcome.ok() ? ffi::Error::Success() : Failed(outcome);
   }
+
+  // Of the call under way.
+  const Communicator& communicator() const { return *communicator_; }
 
   ffi::Error Unsupported(ffi::DataType dtype) const {
     return Error(ffi::ErrorCode::kInvalidArgument,
@@ -237,14 +241,20 @@ using Out = ffi::Result<ffi::AnyBuffer>;
 using InToken = ffi::Token;
 using OutToken = ffi::Result<ffi::Token>;
 
-// allreduce, scan, exscan, reduce_scatter: one array, one reduction.
-template <Operation kOperation, auto kMethod>
+// allreduce, scan, exscan, reduce_scatter: one array, one reduction. kTogether: Hierarchy's method for a lane with a team.
+template <Operation kOperation, auto kMethod, auto kTogether = nullptr>
 ffi::Error Reduction(int32_t device, In x, InToken, Out y, OutToken, int64_t comm, int64_t op) {
   Call call(kOperation, comm, device);
   Type type;
   if (!ReduceType(x.element_type(), op, &type)) return call.Unsupported(x.element_type());
-  return call.Run(Sign(kOperation, x, op), NBytes(x), [&](const Library& mpi, const Channel& channel) {
-    return (mpi.*kMethod)(channel, x.untyped_data(), y->untyped_data(), Count(*y), type, static_cast<Op>(op));
+  return call.Run(Sign(kOperation, x, op), NBytes(x), [&](const Library& mpi, const Lane& lane) {
+    if constexpr (kTogether != nullptr) {
+      if (lane.team != nullptr) {
+        return (Hierarchy(mpi, lane).*kTogether)(x.untyped_data(), y->untyped_data(), Count(*y), type,
+                                                 static_cast<Op>(op));
+      }
+    }
+    return (mpi.*kMethod)(lane.channel, x.untyped_data(), y->untyped_data(), Count(*y), type, static_cast<Op>(op));
   });
 }
 
@@ -252,55 +262,76 @@ ffi::Error Reduce(int32_t device, In x, InToken, Out y, OutToken, int64_t comm, 
   Call call(kReduce, comm, device);
   Type type;
   if (!ReduceType(x.element_type(), op, &type)) return call.Unsupported(x.element_type());
-  return call.Run(Sign(kReduce, x, op, root), NBytes(x), [&](const Library& mpi, const Channel& channel) {
-    return mpi.Reduce(channel, x.untyped_data(), y->untyped_data(), Count(x), type, static_cast<Op>(op),
+  return call.Run(Sign(kReduce, x, op, root), NBytes(x), [&](const Library& mpi, const Lane& lane) {
+    if (lane.team != nullptr) {
+      return Hierarchy(mpi, lane).Reduce(x.untyped_data(), y->untyped_data(), Count(x), type, static_cast<Op>(op),
+                                         static_cast<int>(root));
+    }
+    return mpi.Reduce(lane.channel, x.untyped_data(), y->untyped_data(), Count(x), type, static_cast<Op>(op),
                       static_cast<int>(root));
   });
 }
 
 // allgather, alltoall: blocks of equal size, no root.
-template <Operation kOperation, auto kMethod>
+template <Operation kOperation, auto kMethod, auto kTogether>
 ffi::Error Blocks(int32_t device, In x, InToken, Out y, OutToken, int64_t comm) {
   Call call(kOperation, comm, device);
   Type type;
   if (!MoveType(x.element_type(), &type)) return call.Unsupported(x.element_type());
-  return call.Run(Sign(kOperation, x), NBytes(*y), [&](const Library& mpi, const Channel& channel) {
-    return (mpi.*kMethod)(channel, x.untyped_data(), y->untyped_data(), Count(*y) / channel.size, type);
+  return call.Run(Sign(kOperation, x), NBytes(*y), [&](const Library& mpi, const Lane& lane) {
+    if (lane.team != nullptr) {
+      const int64_t block = Count(*y) / (int64_t{lane.channel.size} * lane.team->size());
+      return (Hierarchy(mpi, lane).*kTogether)(x.untyped_data(), y->untyped_data(), block, type);
+    }
+    return (mpi.*kMethod)(lane.channel, x.untyped_data(), y->untyped_data(), Count(*y) / lane.channel.size, type);
   });
 }
 
 // bcast, gather, scatter: a root, and a block that is the smaller of operand and result.
-template <Operation kOperation, auto kMethod>
+template <Operation kOperation, auto kMethod, auto kTogether = nullptr>
 ffi::Error Rooted(int32_t device, In x, InToken, Out y, OutToken, int64_t comm, int64_t root) {
   Call call(kOperation, comm, device);
   Type type;
   if (!MoveType(x.element_type(), &type)) return call.Unsupported(x.element_type());
   const int64_t block = std::min(Count(x), Count(*y));
   return call.Run(Sign(kOperation, x, -1, root), std::max(NBytes(x), NBytes(*y)),
-                  [&](const Library& mpi, const Channel& channel) {
-                    return (mpi.*kMethod)(channel, x.untyped_data(), y->untyped_data(), block, type,
+                  [&](const Library& mpi, const Lane& lane) {
+                    if constexpr (kTogether != nullptr) {
+                      if (lane.team != nullptr) {
+                        return (Hierarchy(mpi, lane).*kTogether)(x.untyped_data(), y->untyped_data(), block, type,
+                                                                 static_cast<int>(root));
+                      }
+                    }
+                    return (mpi.*kMethod)(lane.channel, x.untyped_data(), y->untyped_data(), block, type,
                                           static_cast<int>(root));
                   });
 }
 
-ffi::Error Ppermute(int32_t device, In x, InToken, Out y, OutToken, int64_t comm, int64_t dest,
-                    int64_t source, int64_t pattern) {
+// dest, source: for each lane the number of a device, rank * lanes + lane, or -1 for none. Devices exchange directly,
+// whatever their lanes: on the first lane's communicator, with a tag for each pair of lanes.
+ffi::Error Ppermute(int32_t device, In x, InToken, Out y, OutToken, int64_t comm, ffi::Span<const int64_t> dest,
+                    ffi::Span<const int64_t> source, int64_t pattern) {
   Call call(kPpermute, comm, device);
   Type type;
   if (!MoveType(x.element_type(), &type)) return call.Unsupported(x.element_type());
-  return call.Run(Sign(kPpermute, x, -1, -1, pattern), NBytes(x),
-                  [&](const Library& mpi, const Channel& channel) {
-                    return mpi.Permute(channel, x.untyped_data(), y->untyped_data(), Count(x), type,
-                                       static_cast<int>(dest), static_cast<int>(source));
-                  });
+  return call.Run(Sign(kPpermute, x, -1, -1, pattern), NBytes(x), [&](const Library& mpi, const Lane& lane) {
+    const auto lanes = static_cast<int64_t>(call.communicator().lanes.size());
+    const int64_t to = dest[static_cast<size_t>(lane.index)];
+    const int64_t from = source[static_cast<size_t>(lane.index)];
+    const auto rank_of = [&](int64_t number) { return number < 0 ? mpi.proc_null() : int(number / lanes); };
+    const auto tag = [&](int64_t sender, int64_t receiver) { return int(sender * lanes + receiver); };
+    return mpi.Permute(call.communicator().lanes[0]->channel, x.untyped_data(), y->untyped_data(), Count(x), type,
+                       rank_of(to), to < 0 ? 0 : tag(lane.index, to % lanes), rank_of(from),
+                       from < 0 ? 0 : tag(from % lanes, lane.index));
+  });
 }
 
 ffi::Error Send(int32_t device, In x, InToken, OutToken, int64_t comm, int64_t dest, int64_t tag) {
   Call call(kSend, comm, device);
   Type type;
   if (!MoveType(x.element_type(), &type)) return call.Unsupported(x.element_type());
-  return call.Run({}, NBytes(x), [&](const Library& mpi, const Channel& channel) {
-    return mpi.Send(channel, x.untyped_data(), Count(x), type, static_cast<int>(dest), static_cast<int>(tag));
+  return call.Run({}, NBytes(x), [&](const Library& mpi, const Lane& lane) {
+    return mpi.Send(lane.channel, x.untyped_data(), Count(x), type, static_cast<int>(dest), static_cast<int>(tag));
   });
 }
 
@@ -308,8 +339,8 @@ ffi::Error Recv(int32_t device, In, InToken, Out y, OutToken, int64_t comm, int6
   Call call(kRecv, comm, device);
   Type type;
   if (!MoveType(y->element_type(), &type)) return call.Unsupported(y->element_type());
-  return call.Run({}, NBytes(*y), [&](const Library& mpi, const Channel& channel) {
-    return mpi.Recv(channel, y->untyped_data(), Count(*y), type, static_cast<int>(source),
+  return call.Run({}, NBytes(*y), [&](const Library& mpi, const Lane& lane) {
+    return mpi.Recv(lane.channel, y->untyped_data(), Count(*y), type, static_cast<int>(source),
                     static_cast<int>(tag));
   });
 }
@@ -320,8 +351,8 @@ ffi::Error Sendrecv(int32_t device, In x, InToken, Out y, OutToken, int64_t comm
   Type send_type, recv_type;
   if (!MoveType(x.element_type(), &send_type)) return call.Unsupported(x.element_type());
   if (!MoveType(y->element_type(), &recv_type)) return call.Unsupported(y->element_type());
-  return call.Run({}, NBytes(x) + NBytes(*y), [&](const Library& mpi, const Channel& channel) {
-    return mpi.Sendrecv(channel, x.untyped_data(), Count(x), send_type, static_cast<int>(dest),
+  return call.Run({}, NBytes(x) + NBytes(*y), [&](const Library& mpi, const Lane& lane) {
+    return mpi.Sendrecv(lane.channel, x.untyped_data(), Count(x), send_type, static_cast<int>(dest),
                         static_cast<int>(send_tag), y->untyped_data(), Count(*y), recv_type,
                         static_cast<int>(source), static_cast<int>(recv_tag));
   });
@@ -330,7 +361,7 @@ ffi::Error Sendrecv(int32_t device, In x, InToken, Out y, OutToken, int64_t comm
 ffi::Error Barrier(int32_t device, InToken, OutToken, int64_t comm) {
   return Call(kBarrier, comm, device)
       .Run({kBarrier, 0, 0, -1, -1, 0}, 0,
-           [&](const Library& mpi, const Channel& channel) { return mpi.Barrier(channel); });
+           [&](const Library& mpi, const Lane& lane) { return mpi.Barrier(lane.channel); });
 }
 
 auto BindCall() { return ffi::Ffi::Bind().Ctx<ffi::DeviceOrdinal>(); }
@@ -347,29 +378,30 @@ namespace pc = pycollective;
     return handler->Call(call_frame);                                                          \
   }
 
-PYCOLLECTIVE_HANDLER(allreduce, (pc::Reduction<pc::kAllreduce, &pc::Library::Allreduce>),
+PYCOLLECTIVE_HANDLER(allreduce, (pc::Reduction<pc::kAllreduce, &pc::Library::Allreduce, &pc::Hierarchy::Allreduce>),
                      pc::BindArray().Attr<int64_t>("comm").Attr<int64_t>("op"))
 PYCOLLECTIVE_HANDLER(scan, (pc::Reduction<pc::kScan, &pc::Library::Scan>),
                      pc::BindArray().Attr<int64_t>("comm").Attr<int64_t>("op"))
 PYCOLLECTIVE_HANDLER(exscan, (pc::Reduction<pc::kExscan, &pc::Library::Exscan>),
                      pc::BindArray().Attr<int64_t>("comm").Attr<int64_t>("op"))
-PYCOLLECTIVE_HANDLER(reduce_scatter, (pc::Reduction<pc::kReduceScatter, &pc::Library::ReduceScatter>),
+PYCOLLECTIVE_HANDLER(reduce_scatter, (pc::Reduction<pc::kReduceScatter, &pc::Library::ReduceScatter,
+                                    &pc::Hierarchy::ReduceScatter>),
                      pc::BindArray().Attr<int64_t>("comm").Attr<int64_t>("op"))
 PYCOLLECTIVE_HANDLER(reduce, pc::Reduce,
                      pc::BindArray().Attr<int64_t>("comm").Attr<int64_t>("op").Attr<int64_t>("root"))
-PYCOLLECTIVE_HANDLER(allgather, (pc::Blocks<pc::kAllgather, &pc::Library::Allgather>),
+PYCOLLECTIVE_HANDLER(allgather, (pc::Blocks<pc::kAllgather, &pc::Library::Allgather, &pc::Hierarchy::Allgather>),
                      pc::BindArray().Attr<int64_t>("comm"))
-PYCOLLECTIVE_HANDLER(alltoall, (pc::Blocks<pc::kAlltoall, &pc::Library::Alltoall>),
+PYCOLLECTIVE_HANDLER(alltoall, (pc::Blocks<pc::kAlltoall, &pc::Library::Alltoall, &pc::Hierarchy::Alltoall>),
                      pc::BindArray().Attr<int64_t>("comm"))
-PYCOLLECTIVE_HANDLER(bcast, (pc::Rooted<pc::kBcast, &pc::Library::Bcast>),
+PYCOLLECTIVE_HANDLER(bcast, (pc::Rooted<pc::kBcast, &pc::Library::Bcast, &pc::Hierarchy::Bcast>),
                      pc::BindArray().Attr<int64_t>("comm").Attr<int64_t>("root"))
 PYCOLLECTIVE_HANDLER(gather, (pc::Rooted<pc::kGather, &pc::Library::Gather>),
                      pc::BindArray().Attr<int64_t>("comm").Attr<int64_t>("root"))
 PYCOLLECTIVE_HANDLER(scatter, (pc::Rooted<pc::kScatter, &pc::Library::Scatter>),
                      pc::BindArray().Attr<int64_t>("comm").Attr<int64_t>("root"))
 PYCOLLECTIVE_HANDLER(ppermute, pc::Ppermute,
-                     pc::BindArray().Attr<int64_t>("comm").Attr<int64_t>("dest").Attr<int64_t>("source")
-                         .Attr<int64_t>("pattern"))
+                     pc::BindArray().Attr<int64_t>("comm").Attr<ffi::Span<const int64_t>>("dest")
+                         .Attr<ffi::Span<const int64_t>>("source").Attr<int64_t>("pattern"))
 PYCOLLECTIVE_HANDLER(sendrecv, pc::Sendrecv,
                      pc::BindArray().Attr<int64_t>("comm").Attr<int64_t>("dest").Attr<int64_t>("send_tag")
                          .Attr<int64_t>("source").Attr<int64_t>("recv_tag"))

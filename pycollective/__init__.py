@@ -16,6 +16,7 @@ from pycollective.collectives import (
     pswapaxes,
 )
 from pycollective.communicator import Communicator, init, world
+from pycollective.mesh import Mesh, make_mesh
 from pycollective.mpi_collectives import (
     barrier,
     broadcast,
@@ -28,12 +29,13 @@ from pycollective.mpi_collectives import (
     send,
     sendrecv,
 )
-from pycollective.spmd import jit
+from pycollective.spmd import jit, pmap, shard_map
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Communicator",
+    "Mesh",
     "all_gather",
     "all_to_all",
     "axis_index",
@@ -44,7 +46,9 @@ __all__ = [
     "gather",
     "init",
     "jit",
+    "make_mesh",
     "pbroadcast",
+    "pmap",
     "pmax",
     "pmean",
     "pmin",
@@ -59,5 +63,6 @@ __all__ = [
     "scatter",
     "send",
     "sendrecv",
+    "shard_map",
     "world",
 ]

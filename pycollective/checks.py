@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pycollective import primitives
+from pycollective.blocks import cut
 from pycollective.communicator import Communicator, world
 from pycollective.errors import message
 from pycollective.mpi import MPI
@@ -172,14 +173,7 @@ def divide(where: str, comm: Communicator, x: Array, axis: int) -> Array:
             f"shape {tuple(x.shape)}",
             "Pad it, or use a communicator whose size divides it.",
         )
-    shape = (*x.shape[:axis], comm.size, x.shape[axis] // comm.size, *x.shape[axis + 1 :])
-    return jnp.moveaxis(x.reshape(shape), axis, 0)
-
-
-def join(blocks: Array, axis: int) -> Array:
-    """Inverse of :func:`divide`: concatenates the blocks ``(size, ...)`` along ``axis`` of a block."""
-    shape = (*blocks.shape[1 : axis + 1], blocks.shape[0] * blocks.shape[axis + 1], *blocks.shape[axis + 2 :])
-    return jnp.moveaxis(blocks, 0, axis).reshape(shape)
+    return cut(x, axis, comm.size)
 
 
 def counts_ranks(where: str, comm: Communicator, x: Array, axis: int, name: str) -> Array:

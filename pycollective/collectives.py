@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pycollective import checks, primitives
+from pycollective.blocks import join
 from pycollective.checks import Array, AxisName, Groups, PyTree
 from pycollective.communicator import Communicator
 
@@ -147,7 +148,7 @@ def all_gather(
     def gather_leaf(leaf: Array) -> Array:
         at = checks.axis("all_gather", comm, "axis", axis, leaf.ndim if tiled else leaf.ndim + 1)
         blocks = primitives.allgather(leaf, comm=comm)
-        return checks.join(blocks, at) if tiled else jnp.moveaxis(blocks, 0, at)
+        return join(blocks, at) if tiled else jnp.moveaxis(blocks, 0, at)
 
     return checks.map_arrays("all_gather", comm, gather_leaf, x)
 
@@ -267,7 +268,7 @@ def all_to_all(
         split = checks.axis(where, comm, "split_axis", split_axis, leaf.ndim)
         concat = checks.axis(where, comm, "concat_axis", concat_axis, leaf.ndim)
         if tiled:
-            return checks.join(primitives.alltoall(checks.divide(where, comm, leaf, split), comm=comm), concat)
+            return join(primitives.alltoall(checks.divide(where, comm, leaf, split), comm=comm), concat)
         blocks = checks.counts_ranks(where, comm, leaf, split, "split_axis")
         return jnp.moveaxis(primitives.alltoall(blocks, comm=comm), 0, concat)
 

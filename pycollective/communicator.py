@@ -223,6 +223,21 @@ class Communicator:
         """The same ranks in the opposite order; made once and kept. All ranks must make the first call."""
         return self.groups((tuple(range(self.size))[::-1],))
 
+    def routes(self, perm: Sequence[tuple[int, int]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """For each lane of this rank where it sends and from where it receives: ``rank * lanes + lane``, -1 for none.
+
+        Args:
+            perm: (source, destination) ranks; each lane exchanges with the same lane there.
+        """
+        lanes = len(_state.devices)
+        dest = dict(perm).get(self.rank)
+        source = {dest: source for source, dest in perm}.get(self.rank)
+
+        def on_each_lane(rank: int | None) -> tuple[int, ...]:
+            return tuple(-1 if rank is None else rank * lanes + lane for lane in range(lanes))
+
+        return on_each_lane(dest), on_each_lane(source)
+
     def free(self) -> None:
         """Gives the communicator's MPI resources back. All its ranks must make this call.
 
@@ -267,6 +282,11 @@ def _keyval() -> int:
     if _state.keyval is None:
         _state.keyval = MPI.Comm.Create_keyval(nopython=False)
     return _state.keyval
+
+
+def devices_of_this_rank() -> tuple[jax.Device, ...]:
+    """The devices of :func:`init`, each with a lane in every communicator."""
+    return _state.devices
 
 
 def _check_launcher() -> None:

@@ -156,9 +156,30 @@ def _without_copies(jaxpr: Any) -> Any:
         reads = {var for var in eqn.invars if isinstance(var, Var)}
         if eqn.params.get("in_place") and not kept.isdisjoint(reads):
             eqn = eqn.replace(params={**eqn.params, "in_place": False})
+        inner = eqn.params.get("jaxpr")
+        if eqn.primitive.name == "shard_map":  # the same program on each device
+            eqn = eqn.replace(params={**eqn.params, "jaxpr": _without_copies(inner)})
         eqns.append(eqn)
         kept |= reads
     return jaxpr.replace(eqns=eqns[::-1])
+
+
+def split_arrays(args: Any, kwargs: Any) -> tuple[list[Any], Callable[[Sequence[Any]], tuple[Any, Any]]]:
+    """The arrays among the arguments of a traced function, and a way to put others in their places.
+
+    The rest is static: what :func:`jax.jit` does not trace.
+    """
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, (jax.Array, np.ndarray))]
+
+    def with_arrays(arrays: Sequence[Any]) -> tuple[Any, Any]:
+        filled = list(leaves)
+        for place, array in zip(places, arrays, strict=True):
+            filled[place] = array
+        args, kwargs = jax.tree.unflatten(tree, filled)
+        return args, kwargs
+
+    return [leaves[place] for place in places], with_arrays
 
 
 def as_region(fun: Callable[..., Any], *, donates: bool = False) -> Callable[..., tuple[Any, tuple[jax.Array, ...]]]:
@@ -178,22 +199,18 @@ def as_region(fun: Callable[..., Any], *, donates: bool = False) -> Callable[...
 
     @functools.wraps(fun)
     def program(*args: Any, **kwargs: Any) -> tuple[Any, tuple[jax.Array, ...]]:
-        leaves, in_tree = jax.tree.flatten((args, kwargs))
-        dynamic = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.core.Tracer)]
+        arrays, with_arrays = split_arrays(args, kwargs)
         out_tree = None
 
-        def flat(*values: Any) -> list[Any]:
+        def flat(*arrays: Any) -> list[Any]:
             nonlocal out_tree
-            filled = list(leaves)
-            for i, value in zip(dynamic, values, strict=True):
-                filled[i] = value
-            flat_args, flat_kwargs = jax.tree.unflatten(in_tree, filled)
-            outs, out_tree = jax.tree.flatten(fun(*flat_args, **flat_kwargs))
+            args, kwargs = with_arrays(arrays)
+            outs, out_tree = jax.tree.flatten(fun(*args, **kwargs))
             return [*outs, jnp.zeros(0, bool)]
 
-        closed = jax.make_jaxpr(flat)(*(leaves[i] for i in dynamic))
+        closed = jax.make_jaxpr(flat)(*arrays)
         jaxpr = closed.jaxpr if donates else _without_copies(closed.jaxpr)
-        *outs, witness = region_p.bind(*closed.consts, *(leaves[i] for i in dynamic), jaxpr=jaxpr)
+        *outs, witness = region_p.bind(*closed.consts, *arrays, jaxpr=jaxpr)
         given = {*jaxpr.invars, *jaxpr.constvars}
         held = any(isinstance(var, Var) and var not in given for var in jaxpr.outvars[:-1])
         return jax.tree.unflatten(out_tree, outs), () if held else (witness,)

@@ -11,12 +11,12 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching
+from jax.interpreters import ad, batching, mlir
 
 from pycollective import ordering
 from pycollective.communicator import Communicator
@@ -26,6 +26,21 @@ from pycollective.transport import native
 
 Array = jax.Array
 OPS = tuple(native.OPS)
+
+
+class Members(Protocol):
+    """What a collective goes over: the ranks of a Communicator, or the devices of a ``mesh.Group``. Hashable."""
+
+    @property
+    def number(self) -> int:
+        """By which the transport knows it."""
+
+    @property
+    def size(self) -> int:
+        """How many take part."""
+
+    def routes(self, perm: tuple[tuple[int, int], ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """For each lane of this rank, where a permutation sends to and receives from."""
 
 
 def _primitive(name: str, *, multiple_results: bool = False) -> Primitive:
@@ -58,7 +73,7 @@ def _same_shape(x: Any, **_: Any) -> tuple[int, ...]:
     return tuple(x.shape)
 
 
-def _gathered_shape(x: Any, comm: Communicator, **_: Any) -> tuple[int, ...]:
+def _gathered_shape(x: Any, comm: Members, **_: Any) -> tuple[int, ...]:
     return (comm.size, *x.shape)
 
 
@@ -66,19 +81,19 @@ def _block_shape(x: Any, **_: Any) -> tuple[int, ...]:
     return tuple(x.shape[1:])
 
 
-def _comm(comm: Communicator) -> dict[str, int]:
+def _comm(comm: Members) -> dict[str, int]:
     return {"comm": comm.number}
 
 
-def _comm_op(comm: Communicator, op: str) -> dict[str, int]:
+def _comm_op(comm: Members, op: str) -> dict[str, int]:
     return {"comm": comm.number, "op": native.OPS[op]}
 
 
-def _comm_root(comm: Communicator, root: int) -> dict[str, int]:
+def _comm_root(comm: Members, root: int) -> dict[str, int]:
     return {"comm": comm.number, "root": root}
 
 
-def _comm_op_root(comm: Communicator, op: str, root: int) -> dict[str, int]:
+def _comm_op_root(comm: Members, op: str, root: int) -> dict[str, int]:
     return {"comm": comm.number, "op": native.OPS[op], "root": root}
 
 
@@ -190,13 +205,13 @@ _abstract(allreduce_p, _same_shape)
 _lower(allreduce_p, _comm_op)
 
 
-def allreduce(x: Array, *, comm: Communicator, op: str) -> Array:
+def allreduce(x: Array, *, comm: Members, op: str) -> Array:
     """``y = op_s x_s`` on every rank."""
     return _reduced(partial(allreduce_p.bind, in_place=True), x, op, comm=comm)
 
 
 def _allreduce_jvp_rule(
-    primals: Sequence[Array], tangents: Sequence[Any], *, comm: Communicator, op: str, in_place: bool
+    primals: Sequence[Array], tangents: Sequence[Any], *, comm: Members, op: str, in_place: bool
 ) -> Any:
     (x,), (t,) = primals, tangents
     y = allreduce(x, comm=comm, op=op)
@@ -227,12 +242,12 @@ _abstract(reduce_p, _same_shape)
 _lower(reduce_p, _comm_op_root)
 
 
-def reduce(x: Array, *, comm: Communicator, op: str, root: int) -> Array:
+def reduce(x: Array, *, comm: Members, op: str, root: int) -> Array:
     """``y_root = op_s x_s``; zeros on the other ranks."""
     return _reduced(partial(reduce_p.bind, in_place=True), x, op, comm=comm, root=root)
 
 
-def _reduce_transpose(ct: Array, *, comm: Communicator, op: str, root: int) -> Array:
+def _reduce_transpose(ct: Array, *, comm: Members, op: str, root: int) -> Array:
     return bcast(ct, comm=comm, root=root)
 
 
@@ -247,12 +262,12 @@ _abstract(bcast_p, _same_shape)
 _lower(bcast_p, _comm_root)
 
 
-def bcast(x: Array, *, comm: Communicator, root: int) -> Array:
+def bcast(x: Array, *, comm: Members, root: int) -> Array:
     """``y = x_root`` on every rank."""
     return _moved(partial(bcast_p.bind, in_place=True), x, comm=comm, root=root)
 
 
-def _bcast_transpose(ct: Array, *, comm: Communicator, root: int) -> Array:
+def _bcast_transpose(ct: Array, *, comm: Members, root: int) -> Array:
     return reduce(ct, comm=comm, op="sum", root=root)
 
 
@@ -267,12 +282,12 @@ _abstract(allgather_p, _gathered_shape)
 _lower(allgather_p, _comm)
 
 
-def allgather(x: Array, *, comm: Communicator) -> Array:
+def allgather(x: Array, *, comm: Members) -> Array:
     """``y[s] = x_s`` on every rank: shape ``(size, *x.shape)``."""
     return _moved(allgather_p.bind, x, comm=comm)
 
 
-def _allgather_transpose(ct: Array, *, comm: Communicator) -> Array:
+def _allgather_transpose(ct: Array, *, comm: Members) -> Array:
     return reduce_scatter(ct, comm=comm, op="sum")
 
 
@@ -287,12 +302,12 @@ _abstract(reduce_scatter_p, _block_shape)
 _lower(reduce_scatter_p, _comm_op)
 
 
-def reduce_scatter(x: Array, *, comm: Communicator, op: str) -> Array:
+def reduce_scatter(x: Array, *, comm: Members, op: str) -> Array:
     """``y_r = op_s x_s[r]`` for ``x`` of shape ``(size, ...)``."""
     return _reduced(reduce_scatter_p.bind, x, op, comm=comm)
 
 
-def _reduce_scatter_transpose(ct: Array, *, comm: Communicator, op: str) -> Array:
+def _reduce_scatter_transpose(ct: Array, *, comm: Members, op: str) -> Array:
     return allgather(ct, comm=comm)
 
 
@@ -307,7 +322,7 @@ _abstract(alltoall_p, _same_shape)
 _lower(alltoall_p, _comm)
 
 
-def alltoall(x: Array, *, comm: Communicator) -> Array:
+def alltoall(x: Array, *, comm: Members) -> Array:
     """``y_r[s] = x_s[r]`` for ``x`` of shape ``(size, ...)``."""
     return _moved(alltoall_p.bind, x, comm=comm)
 
@@ -376,21 +391,20 @@ ppermute_p = _primitive("ppermute")
 _abstract(ppermute_p, _same_shape)
 
 
-def _ppermute_attributes(comm: Communicator, perm: tuple[tuple[int, int], ...]) -> dict[str, int]:
-    dest = dict(perm).get(comm.rank, MPI.PROC_NULL)
-    source = {d: s for s, d in perm}.get(comm.rank, MPI.PROC_NULL)
+def _ppermute_attributes(comm: Members, perm: tuple[tuple[int, int], ...]) -> dict[str, Any]:
+    dest, source = comm.routes(perm)
     return {"comm": comm.number, "dest": dest, "source": source, "pattern": zlib.crc32(repr(sorted(perm)).encode())}
 
 
 _lower(ppermute_p, _ppermute_attributes)
 
 
-def ppermute(x: Array, *, comm: Communicator, perm: tuple[tuple[int, int], ...]) -> Array:
+def ppermute(x: Array, *, comm: Members, perm: tuple[tuple[int, int], ...]) -> Array:
     """``y_d = x_s`` for ``(s, d)`` in ``perm``; zeros on ranks that are nobody's destination."""
     return _moved(ppermute_p.bind, x, comm=comm, perm=perm)
 
 
-def _ppermute_transpose(ct: Array, *, comm: Communicator, perm: tuple[tuple[int, int], ...]) -> Array:
+def _ppermute_transpose(ct: Array, *, comm: Members, perm: tuple[tuple[int, int], ...]) -> Array:
     return ppermute(ct, comm=comm, perm=tuple((dest, source) for source, dest in perm))
 
 
@@ -578,3 +592,31 @@ def _barrier_abstract_eval(**_: Any) -> Any:
 
 
 _lower(barrier_p, _comm)
+
+
+# Values that are the same on several ranks ------------------------------------------------------------------
+
+
+def _identity(name: str, transpose: Callable[..., Array]) -> Primitive:
+    """A primitive that changes nothing but how a cotangent comes back. No effect: it does not speak with others."""
+    primitive = Primitive(name)
+    primitive.def_impl(lambda x, **_: x)
+    primitive.def_abstract_eval(lambda x, **_: x)
+    mlir.register_lowering(primitive, lambda _ctx, x, **_: [x])
+    _linear(primitive, primitive.bind, transpose)
+    batching.primitive_batchers[primitive] = partial(_batch_in_place, primitive.bind)
+    return primitive
+
+
+_fan_out_p = _identity("fan_out", lambda ct, *, comm: allreduce(ct, comm=comm, op="sum"))
+_replicated_p = _identity("replicated", lambda ct, *, comm: ct / comm.size)
+
+
+def fan_out(x: Array, *, comm: Members) -> Array:
+    """``x``, one value that every rank has: its cotangent is the sum of theirs."""
+    return _fan_out_p.bind(x, comm=comm) if comm.size > 1 else x
+
+
+def replicated(y: Array, *, comm: Members) -> Array:
+    """``y``, of which every rank has a copy that counts once in all: each takes its share of the cotangent."""
+    return _replicated_p.bind(y, comm=comm) if comm.size > 1 else y

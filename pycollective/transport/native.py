@@ -100,6 +100,7 @@ def _bind(library: ctypes.CDLL) -> None:
     library.pycollective_function_name.argtypes = [ctypes.c_int64]
     library.pycollective_bind.restype = ctypes.c_char_p
     library.pycollective_communicator_add.restype = ctypes.c_int64
+    library.pycollective_group_add.restype = ctypes.c_int64
     library.pycollective_longest_wait.restype = ctypes.c_bool
     library.pycollective_tune_malloc.restype = ctypes.c_bool
 
@@ -193,6 +194,30 @@ def add_communicator(name: str, lanes: Sequence[tuple[int, MPI.Comm, MPI.Comm]])
         array([_handle(comm) for _, comm, _ in lanes]),
         array([_handle(comm) for _, _, comm in lanes]),
     )
+    return _number(number)
+
+
+def add_group(name: str, base: int, seats: Sequence[tuple[int, int]], team_size: int) -> int:
+    """Makes a group of local devices x ranks known to the handlers.
+
+    Args:
+        name: how error messages call it.
+        base: number of the communicator of the ranks.
+        seats: for each of its lanes (team, member): the devices of a team work together.
+        team_size: members of each team.
+
+    Returns:
+        Its number, by which compiled programs name it.
+    """
+    teams = (ctypes.c_int64 * len(seats))(*(team for team, _ in seats))
+    members = (ctypes.c_int64 * len(seats))(*(member for _, member in seats))
+    number = library().pycollective_group_add(
+        name.encode(), ctypes.c_int64(base), teams, members, ctypes.c_int64(team_size)
+    )
+    return _number(number)
+
+
+def _number(number: int) -> int:
     if number < 0:
         raise RuntimeError(
             message("Communicator", "fewer than 65536 communicators", "one more", "Free those that are not used.")
@@ -221,7 +246,11 @@ def ffi_lowering(target: str, *, in_place: bool = False) -> Any:
     aliases = {"operand_output_aliases": {0: 0}} if in_place else {}
     rule = jax.ffi.ffi_lowering(f"pycollective_{target}", has_side_effect=True, **aliases)
 
-    def lowering(ctx: Any, *operands: Any, **attributes: int) -> Any:
-        return rule(ctx, *operands, **{name: np.int64(value) for name, value in attributes.items()})
+    def lowering(ctx: Any, *operands: Any, **attributes: int | tuple[int, ...]) -> Any:
+        as_int64 = {
+            name: np.int64(value) if isinstance(value, int) else np.array(value, np.int64)
+            for name, value in attributes.items()
+        }
+        return rule(ctx, *operands, **as_int64)
 
     return lowering

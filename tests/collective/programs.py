@@ -28,9 +28,17 @@ def meet() -> None:
 def once(size: int, compute: Callable[[], Any]) -> Any:
     """``compute()`` of the first rank that passes this ``size``: oracles are slow to compile, and often the same."""
     sizes = _MEETING.allgather(size)
-    value = jax.tree.map(np.asarray, compute()) if sizes.index(size) == _MEETING.rank else None
+    value: Any = None
+    if sizes.index(size) == _MEETING.rank:
+        try:
+            value = jax.tree.map(np.asarray, compute())
+        except Exception as error:  # for the others too, which would wait
+            value = error
     meet()
-    return _MEETING.allgather(value)[sizes.index(size)]
+    value = _MEETING.allgather(value)[sizes.index(size)]
+    if isinstance(value, Exception):
+        raise value
+    return value
 
 
 def run(compiler: Callable[..., Any], program: Callable[..., Any], *args: Any) -> Any:

@@ -1,0 +1,44 @@
+// The threads that run one program on several devices of this process, where they meet.
+
+#ifndef PYCOLLECTIVE_NATIVE_TEAM_H_
+#define PYCOLLECTIVE_NATIVE_TEAM_H_
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <mutex>
+#include <vector>
+
+namespace pycollective {
+
+// Members share an address space, so they read each other's buffers instead of sending them.
+class Team {
+ public:
+  // What a member brings to a collective.
+  struct Post {
+    const void* in = nullptr;
+    void* out = nullptr;
+  };
+
+  explicit Team(int size) : posts_(static_cast<size_t>(size)) {}
+
+  int size() const { return static_cast<int>(posts_.size()); }
+
+  // Posts are valid from the next Meet() to the one after the last read.
+  void SetPost(int member, Post post) { posts_[static_cast<size_t>(member)] = post; }
+  const Post& PostOf(int member) const { return posts_[static_cast<size_t>(member)]; }
+
+  // Returns when every member has called it; what they wrote before is then visible to all.
+  void Meet();
+
+ private:
+  std::vector<Post> posts_;
+  std::atomic<int> arrived_{0};
+  std::atomic<uint32_t> phase_{0};  // counts completed meetings
+  std::mutex mutex_;
+  std::condition_variable met_;
+};
+
+}  // namespace pycollective
+
+#endif  // PYCOLLECTIVE_NATIVE_TEAM_H_

@@ -1,0 +1,204 @@
+"""What each of jax.lax's collectives is over a group of devices, in terms of the primitives.
+
+A rule takes the group, the operands and the parameters of the equation but its axes; it returns the results. Blocks
+of a primitive lie in the order of the mesh, those of jax.lax in the order in which the program names the axes.
+``axis_index_groups`` over one device of each rank become communicators; over several they need not be alike on all
+lanes, so there every device gets everything and takes its part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pycollective import primitives
+from pycollective.blocks import cut, join
+from pycollective.mesh import Group
+
+Array = jax.Array
+Rule = Callable[..., Sequence[Any]]
+Groups = tuple[tuple[int, ...], ...] | None
+
+
+def _members(group: Group, groups: Sequence[Sequence[int]]) -> Array:
+    """The devices of this one's group among groups of equal sizes; shape (size of a group,)."""
+    table = np.zeros((group.size, len(groups[0])), np.int32)
+    for members in groups:
+        table[list(members)] = members
+    return jnp.asarray(table)[group.index()]
+
+
+def _place(group: Group, groups: Sequence[Sequence[int]]) -> Array:
+    """This device's place in its group."""
+    table = np.zeros(group.size, np.int32)
+    for members in groups:
+        table[list(members)] = range(len(members))
+    return jnp.asarray(table)[group.index()]
+
+
+def _gathered(group: Group, x: Array) -> Array:
+    """What each device has, in the order of the program; shape (size, ...)."""
+    return _to_program(group, primitives.allgather(x, comm=group))
+
+
+def _to_program(group: Group, blocks: Array) -> Array:
+    """Blocks in the order of the mesh, put into that of the program."""
+    if group.in_order:
+        return blocks
+    grid = blocks.reshape(*group.shape, *blocks.shape[1:])
+    axes = group.program_axes
+    return grid.transpose(*axes, *range(len(axes), grid.ndim)).reshape(blocks.shape)
+
+
+def _to_mesh(group: Group, blocks: Array) -> Array:
+    """The inverse of :func:`_to_program`."""
+    if group.in_order:
+        return blocks
+    axes = group.program_axes
+    grid = blocks.reshape(*(group.shape[axis] for axis in axes), *blocks.shape[1:])
+    back = [axes.index(i) for i in range(len(axes))]
+    return grid.transpose(*back, *range(len(axes), grid.ndim)).reshape(blocks.shape)
+
+
+def _reduction(op: str, reduce: Callable[..., Array]) -> Rule:
+    def one(group: Group, x: Array, groups: Groups) -> Array:
+        if groups is None:
+            return primitives.allreduce(x, comm=group, op=op)
+        if group.local == 1:
+            return primitives.allreduce(x, comm=group.comm.groups(groups), op=op)
+        table = np.zeros((group.size, group.size), bool)
+        for members in groups:
+            table[np.ix_(members, members)] = True
+        taken = jnp.asarray(table)[group.index()].reshape(-1, *[1] * x.ndim)
+        own = lax.broadcast(x, (group.size,))
+        neutral = jnp.zeros_like(own) if op == "sum" else own  # once more itself: no other extreme
+        return reduce(jnp.where(taken, _gathered(group, x), neutral), axis=0, dtype=x.dtype)
+
+    def rule(
+        group: Group, *operands: Array, axis_index_groups: Groups = None, positional: tuple[int, ...] = ()
+    ) -> list[Array]:
+        if positional:
+            operands = tuple(reduce(x, axis=positional, dtype=x.dtype) for x in operands)
+        return [one(group, x, axis_index_groups) for x in operands]
+
+    return rule
+
+
+def _max(x: Array, axis: Any, dtype: Any) -> Array:
+    return jnp.max(x, axis=axis).astype(dtype)
+
+
+def _min(x: Array, axis: Any, dtype: Any) -> Array:
+    return jnp.min(x, axis=axis).astype(dtype)
+
+
+_psum, _pmax, _pmin = _reduction("sum", jnp.sum), _reduction("max", _max), _reduction("min", _min)
+
+
+def _all_gather(
+    group: Group, x: Array, *, all_gather_dimension: int, tiled: bool, axis_index_groups: Groups = None
+) -> list[Array]:
+    if axis_index_groups is None:
+        blocks = _gathered(group, x)
+    elif group.local == 1:
+        blocks = primitives.allgather(x, comm=group.comm.groups(axis_index_groups))
+    else:
+        blocks = _gathered(group, x)[_members(group, axis_index_groups)]
+    return [join(blocks, all_gather_dimension) if tiled else jnp.moveaxis(blocks, 0, all_gather_dimension)]
+
+
+def _reduce_scatter(
+    group: Group, x: Array, *, scatter_dimension: int, tiled: bool, axis_index_groups: Groups = None
+) -> list[Array]:
+    size = group.size if axis_index_groups is None else len(axis_index_groups[0])
+    blocks = cut(x, scatter_dimension, size) if tiled else jnp.moveaxis(x, scatter_dimension, 0)
+    if axis_index_groups is None:
+        return [primitives.reduce_scatter(_to_mesh(group, blocks), comm=group, op="sum")]
+    if group.local == 1:
+        return [primitives.reduce_scatter(blocks, comm=group.comm.groups(axis_index_groups), op="sum")]
+    (total,) = _psum(group, blocks, axis_index_groups=axis_index_groups)
+    return [total[_place(group, axis_index_groups)]]
+
+
+def _all_to_all(
+    group: Group, x: Array, *, split_axis: int, concat_axis: int, tiled: bool, axis_index_groups: Groups = None
+) -> list[Array]:
+    del tiled  # jax.lax has made the shapes alike
+    blocks = cut(x, split_axis, group.size if axis_index_groups is None else len(axis_index_groups[0]))
+    if axis_index_groups is None:
+        received = _to_program(group, primitives.alltoall(_to_mesh(group, blocks), comm=group))
+    elif group.local == 1:
+        received = primitives.alltoall(blocks, comm=group.comm.groups(axis_index_groups))
+    else:
+        received = _gathered(group, blocks)[_members(group, axis_index_groups), _place(group, axis_index_groups)]
+    return [join(received, concat_axis)]
+
+
+def _ppermute(group: Group, x: Array, *, perm: Sequence[tuple[int, int]]) -> list[Array]:
+    pairs = tuple((group.numbers[source], group.numbers[dest]) for source, dest in perm)
+    return [primitives.ppermute(x, comm=group, perm=pairs)]
+
+
+def _pbroadcast(group: Group, x: Array, *, source: int) -> list[Array]:
+    return [primitives.bcast(x, comm=group, root=group.numbers[source])]
+
+
+def _ragged_all_to_all(
+    group: Group,
+    operand: Array,
+    output: Array,
+    input_offsets: Array,
+    send_sizes: Array,
+    output_offsets: Array,
+    recv_sizes: Array,
+    *,
+    axis_index_groups: Groups = None,
+) -> list[Array]:
+    # The sizes are known at run time alone, so every operand travels to every device: right, not fast.
+    del recv_sizes  # equal to the senders' send_sizes
+    groups = axis_index_groups or (tuple(range(group.size)),)
+    members, place = _members(group, groups), _place(group, groups)
+    each = input_offsets.shape[0] // members.shape[0]  # slices from each device to each
+
+    def of_senders(x: Array) -> Array:
+        return _gathered(group, x)[members]
+
+    def for_this_device(x: Array) -> Array:
+        return lax.dynamic_slice_in_dim(of_senders(x), place * each, each, axis=1)
+
+    operands = of_senders(operand)
+    starts, sizes, targets = map(for_this_device, (input_offsets, send_sizes, output_offsets))
+    rows = jnp.arange(output.shape[0], dtype=starts.dtype)
+    for sender in range(members.shape[0]):
+        for i in range(each):
+            start, size, target = starts[sender, i], sizes[sender, i], targets[sender, i]
+            sent = jnp.take(operands[sender], rows - target + start, axis=0, mode="clip")
+            received = (rows >= target) & (rows < target + size)
+            output = jnp.where(received.reshape(-1, *[1] * (output.ndim - 1)), sent, output)
+    return [output]
+
+
+def _axis_index(group: Group) -> list[Array]:
+    return [jnp.asarray(group.index(), jnp.int32)]
+
+
+RULES: dict[str, Rule] = {
+    "psum": _psum,
+    "psum_invariant": _psum,
+    "pmax": _pmax,
+    "pmin": _pmin,
+    "all_gather": _all_gather,
+    "all_gather_invariant": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all,
+    "ppermute": _ppermute,
+    "pbroadcast": _pbroadcast,
+    "ragged_all_to_all": _ragged_all_to_all,
+    "axis_index": _axis_index,
+}
+"""By the name of JAX's primitive."""

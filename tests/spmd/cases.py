@@ -1,0 +1,127 @@
+"""Functions of one device's array that call jax.lax's collectives over the axis "i", for :func:`jax.pmap` and ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import pycollective as pc
+from tests.cases import values
+from tests.collective.programs import once
+
+Array = Any
+Function = Callable[[Any], Any]
+
+SHAPE = (8, 3)  # 8 divides by every number of devices here
+
+
+def _ring(step: int) -> list[tuple[int, int]]:
+    n = lax.axis_size("i")
+    return [(k, (k + step) % n) for k in range(n)]
+
+
+def _halves() -> list[list[int]]:
+    """Two groups that cut across ranks and local devices, the second in opposite order."""
+    n = lax.axis_size("i")
+    return [list(range(0, n, 2)), list(range(1, n, 2))[::-1]] if n % 2 == 0 else [list(range(n))]
+
+
+def _blocks(x: Array) -> Array:
+    """One row for each device."""
+    return x[: lax.axis_size("i")]
+
+
+LINEAR: dict[str, Function] = {
+    "psum": lambda x: lax.psum(x, "i"),
+    "psum of a tree": lambda x: sum(jax.tree.leaves(lax.psum({"a": x, "b": [2 * x, x + x]}, "i"))),
+    "pmean": lambda x: lax.pmean(x, "i"),
+    "psum in groups": lambda x: lax.psum(x, "i", axis_index_groups=_halves()),
+    "all_gather": lambda x: lax.all_gather(x, "i"),
+    "all_gather axis": lambda x: lax.all_gather(x, "i", axis=-1),
+    "all_gather tiled": lambda x: lax.all_gather(x, "i", axis=1, tiled=True),
+    "all_gather in groups": lambda x: lax.all_gather(x, "i", axis_index_groups=_halves()),
+    "psum_scatter": lambda x: lax.psum_scatter(_blocks(x), "i"),
+    "psum_scatter tiled": lambda x: lax.psum_scatter(x, "i", tiled=True),
+    "psum_scatter in groups": lambda x: lax.psum_scatter(x, "i", tiled=True, axis_index_groups=_halves()),
+    "all_to_all": lambda x: lax.all_to_all(_blocks(x), "i", 0, 0),
+    "all_to_all tiled": lambda x: lax.all_to_all(x, "i", 0, 1, tiled=True),
+    "all_to_all in groups": lambda x: lax.all_to_all(x, "i", 0, 1, tiled=True, axis_index_groups=_halves()),
+    "ppermute": lambda x: lax.ppermute(x, "i", _ring(1)),
+    "ppermute backwards": lambda x: lax.ppermute(x, "i", _ring(-2)),
+    "ppermute partial": lambda x: lax.ppermute(x, "i", _ring(1)[:-1]),
+    "pshuffle": lambda x: lax.pshuffle(x, "i", list(range(lax.axis_size("i")))[::-1]),
+    "pswapaxes": lambda x: lax.pswapaxes(_blocks(x), "i", 0),
+    "two after each other": lambda x: lax.psum(
+        lax.ppermute(x, "i", _ring(1)) * lax.axis_index("i").astype(x.dtype), "i"
+    ),
+    "pc.psum": lambda x: pc.psum(x, "i"),
+    "pc.all_gather": lambda x: pc.all_gather(x, "i"),
+}
+OTHERS: dict[str, Function] = {
+    "pmax": lambda x: lax.pmax(x, "i"),
+    "pmin": lambda x: lax.pmin(x, "i"),
+    "pmax in groups": lambda x: lax.pmax(x, "i", axis_index_groups=_halves()),
+    "axis_index": lambda x: lax.axis_index("i") + x.astype(jnp.int32),
+    "psum of a number": lambda x: lax.psum(1, "i") + 0 * x,
+    "psum of ints": lambda x: lax.psum((10 * x).astype(jnp.int16), "i"),
+    "psum of bools": lambda x: lax.psum(x > 0, "i"),
+    "psum of bfloat16 ints": lambda x: lax.psum(jnp.round(4 * x).astype(jnp.bfloat16), "i"),
+    "all_gather of bytes": lambda x: lax.all_gather((10 * x).astype(jnp.uint8), "i", tiled=True),
+    "keys": lambda x: jax.random.normal(
+        jax.random.fold_in(jax.random.key(0), lax.axis_index("i").astype(jnp.uint32)), x.shape
+    ),
+}
+ALL = {**LINEAR, **OTHERS}
+
+
+def stacked(world: pc.Communicator, local: int, seed: int = 0, shape: tuple[int, ...] = SHAPE) -> np.ndarray:
+    """One array for each device of all ranks."""
+    return np.asarray(values((world.size * local, *shape), seed=seed))
+
+
+def own(world: pc.Communicator, local: int, xs: Array) -> Array:
+    """The part of this rank's devices."""
+    return xs[world.rank * local : (world.rank + 1) * local]
+
+
+def assert_close(world: pc.Communicator, local: int, got: Any, want: Any, tolerance: float = 1e-5) -> None:
+    """``got`` on this rank's devices against ``want`` on all."""
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    paths = jax.tree_util.tree_leaves_with_path(want)
+    for path, all_, mine in (
+        (path, all_, mine) for (path, all_), mine in zip(paths, jax.tree.leaves(got), strict=True)
+    ):
+        expected = own(world, local, all_)
+        assert mine.dtype == expected.dtype, path
+        assert mine.shape == expected.shape, path
+        np.testing.assert_allclose(
+            np.asarray(mine, np.float64), np.asarray(expected, np.float64), tolerance, tolerance, err_msg=str(path)
+        )
+
+
+def compare(
+    world: pc.Communicator,
+    local: int,
+    fun: Callable[..., Any],
+    *args: Any,
+    in_axes: Any = 0,
+    around: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda f: f,
+    tolerance: float = 1e-5,
+    **options: Any,
+) -> None:
+    """``pc.pmap(fun)`` on this rank's part of ``args`` against ``jax.pmap(fun)`` on all, inside ``around``."""
+    total = world.size * local
+    oracle = jax.pmap(fun, "i", in_axes=in_axes, devices=jax.devices()[:total], **options)
+    want = once(total, lambda: around(oracle)(*args))
+    axes = in_axes if isinstance(in_axes, tuple) else (in_axes,) * len(args)
+    mine = [
+        x if axis is None else jax.tree.map(lambda x: own(world, local, x), x)
+        for x, axis in zip(args, axes, strict=True)
+    ]
+    got = around(pc.pmap(fun, "i", in_axes=in_axes, **options))(*mine)
+    assert_close(world, local, got, want, tolerance)

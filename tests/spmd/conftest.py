@@ -1,0 +1,26 @@
+"""Ranks x local devices: every rank drives all its devices, and each test says how many take part."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+
+import pycollective as pc
+from tests.under_mpirun import *  # noqa: F403
+from tests.under_mpirun import SIZE
+
+LOCAL = {1: (1, 4), 2: (1, 2, 4), 3: (2,), 4: (2,)}.get(SIZE, (1,))
+"""Local devices by the number of ranks; the oracle needs ranks x devices in one process."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def world() -> pc.Communicator:
+    assert jax.local_device_count() >= SIZE * max(LOCAL), "the oracle needs JAX_NUM_CPU_DEVICES=8"
+    return pc.init(devices=max(LOCAL))
+
+
+@pytest.fixture(params=LOCAL)
+def local(request: pytest.FixtureRequest) -> int:
+    """How many devices of each rank take part."""
+    count: int = request.param
+    return count

@@ -1,0 +1,361 @@
+"""pc.pmap against jax.pmap: every collective, everywhere in a program, differentiated and batched, in and out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import pycollective as pc
+from tests.spmd.cases import ALL, LINEAR, Function, compare, own, stacked
+
+Array = Any
+
+
+def each(table: dict[str, Function], transform: Callable[[Function], Callable[..., Any]]) -> Callable[..., Any]:
+    """All of a table in one program."""
+    return lambda *args: {name: transform(fun)(*args) for name, fun in table.items()}
+
+
+def test_value(world: pc.Communicator, local: int) -> None:
+    compare(world, local, each(ALL, lambda f: f), stacked(world, local))
+
+
+def in_scan(f: Function) -> Function:
+    return lambda x: lax.scan(lambda c, k: (c + 1, f(k * x)), 0, jnp.arange(1.0, 3.0))[1].sum(axis=0)
+
+
+def in_fori_loop(f: Function) -> Function:
+    return lambda x: lax.fori_loop(0, 2, lambda k, c: c + f((k + 1).astype(x.dtype) * x), jnp.zeros_like(f(x)))
+
+
+def in_while_loop(f: Function) -> Function:
+    # A collective in the condition too.
+    def loop(x: Array) -> Array:
+        start = (0, jnp.zeros_like(f(x)))
+        return lax.while_loop(lambda c: lax.pmax(c[0], "i") < 2, lambda c: (c[0] + 1, c[1] + f(x)), start)[1]
+
+    return loop
+
+
+def in_cond(f: Function) -> Function:
+    return lambda x: lax.cond(lax.psum(x.size, "i") > 0, f, lambda x: 0 * f(x), x)
+
+
+def in_switch(f: Function) -> Function:
+    return lambda x: lax.switch(lax.pmax(jnp.int32(1), "i"), [lambda x: 0 * f(x), lambda x: 3 * f(x)], x)
+
+
+def in_checkpoint(f: Function) -> Function:
+    return jax.checkpoint(lambda x: f(jnp.sin(x)), policy=jax.checkpoint_policies.nothing_saveable)  # type: ignore[no-any-return]
+
+
+def in_jit(f: Function) -> Function:
+    return jax.jit(lambda x: jax.jit(f)(2 * x))
+
+
+def in_custom_jvp(f: Function) -> Function:
+    @jax.custom_jvp
+    def g(x: Array) -> Array:
+        return f(x)
+
+    g.defjvp(lambda primals, tangents: (f(*primals), 3 * f(*tangents)))  # 3: to see that it was asked
+    return g
+
+
+def in_custom_vjp(f: Function) -> Function:
+    @jax.custom_vjp
+    def g(x: Array) -> Array:
+        return f(x)
+
+    g.defvjp(lambda x: (f(x), x), lambda x, ct: (5 * jax.vjp(f, x)[1](ct)[0],))
+    return g
+
+
+def in_vmap(f: Function) -> Function:
+    return lambda x: jax.vmap(f)(jnp.stack([x, 2 * x]))
+
+
+def in_named_vmap(f: Function) -> Function:
+    return lambda x: jax.vmap(
+        lambda y: lax.psum(f(y), ("i", "j")) * (1 + lax.axis_index("j")).astype(y.dtype), axis_name="j"
+    )(jnp.stack([x, 2 * x]))
+
+
+VALUES = (in_scan, in_fori_loop, in_while_loop, in_cond, in_switch, in_jit, in_custom_jvp, in_custom_vjp, in_vmap)
+
+
+@pytest.mark.parametrize("place", [*VALUES, in_checkpoint, in_named_vmap], ids=lambda place: place.__name__)
+def test_value_in(place: Callable[[Function], Function], world: pc.Communicator, local: int) -> None:
+    compare(world, local, each(LINEAR, place), stacked(world, local), tolerance=1e-4)
+
+
+def ramp(y: Array) -> Array:
+    return 1 + jnp.arange(y.size, dtype=y.dtype).reshape(y.shape)
+
+
+def gradient(f: Function) -> Function:
+    return jax.grad(lambda x: jnp.sum(jnp.sin(f(x)) * ramp(f(x))))
+
+
+PLACES = (in_scan, in_cond, in_switch, in_checkpoint, in_jit, in_custom_jvp, in_custom_vjp, in_vmap)
+
+
+@pytest.mark.parametrize("place", [lambda f: f, *PLACES], ids=["itself", *(place.__name__ for place in PLACES)])
+def test_gradient_inside(place: Callable[[Function], Function], world: pc.Communicator, local: int) -> None:
+    compare(world, local, each(LINEAR, lambda f: gradient(place(f))), stacked(world, local), tolerance=1e-3)
+
+
+def test_jvp_linearize_and_second_order_inside(world: pc.Communicator, local: int) -> None:
+    def jvp(f: Function) -> Callable[..., Any]:
+        return lambda x: jax.jvp(lambda x: f(jnp.sin(x)), (x,), (jnp.cos(x),))
+
+    def linear(f: Function) -> Callable[..., Any]:
+        return lambda x: jax.linearize(lambda x: f(jnp.sin(x)), x)[1](x)
+
+    def second(f: Function) -> Callable[..., Any]:
+        return lambda x: jax.jvp(gradient(f), (x,), (x,))[1]
+
+    def reverse_twice(f: Function) -> Callable[..., Any]:
+        return lambda x: jax.grad(lambda x: jnp.vdot(gradient(f)(x), x))(x)
+
+    for transform in (jvp, linear, second, reverse_twice):
+        compare(world, local, each(LINEAR, transform), stacked(world, local), tolerance=1e-3)
+
+
+# From outside ---------------------------------------------------------------------------------------------
+
+
+def loss_of(mapped: Callable[..., Any]) -> Callable[..., Array]:
+    """Of the parts that this process sees; their sum over ranks is that of one process."""
+    return lambda *args: sum(jnp.sum(jnp.sin(y) * ramp(y[0])[None]) for y in jax.tree.leaves(mapped(*args)))
+
+
+@pytest.mark.parametrize(
+    "place",
+    [lambda f: f, in_scan, in_checkpoint, in_custom_jvp, in_custom_vjp],
+    ids=["itself", "scan", "checkpoint", "jvp", "vjp"],
+)
+def test_gradient_outside(place: Callable[[Function], Function], world: pc.Communicator, local: int) -> None:
+    around = lambda mapped: jax.grad(loss_of(mapped))
+    compare(world, local, each(LINEAR, place), stacked(world, local), around=around, tolerance=1e-3)
+
+
+def test_gradient_outside_of_shared_values(world: pc.Communicator, local: int) -> None:
+    # The gradient of a value that all devices share is the sum over all of them, on every rank.
+    xs, w = stacked(world, local), stacked(world, 1, seed=9)[0]
+
+    def fun(w: Array, x: Array) -> Array:
+        return lax.pmean(jnp.tanh(w * x), "i") + w * x
+
+    def loss(mapped: Callable[..., Any]) -> Callable[..., Array]:
+        return lambda w, x: jnp.sum(jnp.sin(mapped(w, x)))
+
+    total = world.size * local
+    oracle = jax.pmap(fun, "i", in_axes=(None, 0), devices=jax.devices()[:total])
+    want = jax.grad(loss(oracle))(w, xs)
+    got = jax.grad(loss(pc.pmap(fun, "i", in_axes=(None, 0))))(w, own(world, local, xs))
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_gradient_outside_of_a_shared_loss(world: pc.Communicator, local: int) -> None:
+    xs, w = stacked(world, local), stacked(world, 1, seed=9)[0]
+
+    def fun(w: Array, x: Array) -> Array:
+        return lax.pmean(jnp.sum(jnp.tanh(w * x)), "i")
+
+    total = world.size * local
+    options: dict[str, Any] = {"in_axes": (None, 0), "out_axes": None}
+    want = jax.value_and_grad(jax.pmap(fun, "i", devices=jax.devices()[:total], **options))(w, xs)
+    got = jax.value_and_grad(pc.pmap(fun, "i", **options))(w, own(world, local, xs))
+    for mine, expected in zip(got, want, strict=True):
+        np.testing.assert_allclose(mine, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_jvp_outside(world: pc.Communicator, local: int) -> None:
+    around = lambda mapped: lambda x: jax.jvp(mapped, (x,), (jnp.sin(x),))
+    compare(world, local, each(LINEAR, in_custom_jvp), stacked(world, local), around=around, tolerance=1e-4)
+
+
+def test_vmap_outside(world: pc.Communicator, local: int) -> None:
+    total = world.size * local
+    xs = stacked(world, local)
+    fun = each(LINEAR, lambda f: f)
+    want = jax.vmap(jax.pmap(fun, "i", devices=jax.devices()[:total]))(jnp.stack([xs, 2 * xs]))
+    mine = own(world, local, xs)
+    got = jax.vmap(pc.pmap(fun, "i"))(jnp.stack([mine, 2 * mine]))
+    for name, y in got.items():
+        part = want[name][:, world.rank * local : (world.rank + 1) * local]
+        np.testing.assert_allclose(y, part, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("compiler", [jax.jit, pc.jit], ids=["jax.jit", "pc.jit"])
+def test_in_a_compiled_function(compiler: Any, world: pc.Communicator, local: int) -> None:
+    mapped = pc.pmap(lambda x: lax.psum(x, "i"), "i")
+    xs = stacked(world, local)
+    got = compiler(lambda x: mapped(jnp.sin(mapped(x))) + 1)(own(world, local, xs))
+    want = world.size * local * np.sin(xs.sum(axis=0)) + 1
+    np.testing.assert_allclose(got, np.broadcast_to(want, got.shape), rtol=1e-4, atol=1e-4)
+
+
+# The signature --------------------------------------------------------------------------------------------
+
+
+def test_axes_of_trees(world: pc.Communicator, local: int) -> None:
+    n = world.size * local
+    tree = {"a": stacked(world, local), "b": (np.moveaxis(stacked(world, local, seed=1), 0, 2), np.float32(3))}
+
+    def fun(tree: dict[str, Any], c: Array) -> Any:
+        a, (b, k) = tree["a"], tree["b"]
+        return {"sum": lax.psum(a * k, "i"), "both": (a + b, lax.psum(b.sum(), "i") + c)}
+
+    axes = ({"a": 0, "b": (2, None)}, None)
+    out = {"sum": 1, "both": (-1, None)}
+    want = jax.pmap(fun, "i", in_axes=axes, out_axes=out, devices=jax.devices()[:n])(tree, 5.0)
+    part = slice(world.rank * local, (world.rank + 1) * local)
+    mine = {"a": tree["a"][part], "b": (tree["b"][0][..., part], tree["b"][1])}
+    got = pc.pmap(fun, "i", in_axes=axes, out_axes=out)(mine, 5.0)
+    np.testing.assert_allclose(got["sum"], want["sum"][:, part], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(got["both"][0], want["both"][0][..., part], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(got["both"][1], want["both"][1], rtol=1e-5, atol=1e-5)
+
+
+def test_static_keyword_and_donated_arguments(world: pc.Communicator, local: int) -> None:
+    def fun(x: Array, power: int, *, scale: Array) -> Array:
+        assert isinstance(power, int)
+        return lax.psum(x**power, "i") * scale
+
+    xs = stacked(world, local)
+    mapped = pc.pmap(fun, "i", static_broadcasted_argnums=1, donate_argnums=0)
+    x = jax.device_put(own(world, local, xs), pc.pmap(lambda x: x)(own(world, local, xs)).sharding)
+    got = mapped(x, 2, scale=jnp.arange(1.0, local + 1))
+    scale = np.arange(1.0, local + 1).reshape(-1, 1, 1)
+    np.testing.assert_allclose(got, (xs**2).sum(axis=0) * scale, rtol=1e-5)
+    assert x.is_deleted()
+
+
+def test_as_decorators(world: pc.Communicator, local: int) -> None:
+    @pc.pmap(axis_name="i", in_axes=(None, 0), out_axes=None)
+    def total(w: Array, x: Array) -> Array:
+        """Doc."""
+        return lax.psum(w * x, "i")
+
+    xs = stacked(world, local)
+    assert total.__name__ == "total"
+    assert total.__doc__ == "Doc."
+    np.testing.assert_allclose(total(2.0, own(world, local, xs)), 2 * xs.sum(axis=0), rtol=1e-5, atol=1e-5)
+    assert "pycollective_allreduce" in total.lower(2.0, own(world, local, xs)).as_text()
+    total.clear_cache()
+
+
+def test_without_a_name(world: pc.Communicator, local: int) -> None:
+    xs = own(world, local, stacked(world, local))
+    np.testing.assert_array_equal(pc.pmap(lambda x: 2 * x)(xs), 2 * xs)
+
+
+def test_devices_and_axis_size(world: pc.Communicator, local: int) -> None:
+    devices = pc.communicator.devices_of_this_rank()[::-1][:local]
+    mapped = pc.pmap(lambda x: lax.psum(x, "i") + lax.axis_index("i").astype(x.dtype), "i", devices=devices)
+    total = world.size * local
+    got = mapped(jnp.ones(local))
+    assert list(got) == [total + world.rank * local + k for k in range(local)]
+    assert set(got.sharding.device_set) == set(devices)
+    shared = pc.pmap(lambda x: lax.psum(x, "i"), "i", in_axes=None, axis_size=total)(1.0)
+    assert shared.shape == (local,)
+    assert (shared == total).all()
+
+
+def test_compiled_once(world: pc.Communicator, local: int) -> None:
+    traces = []
+
+    @pc.pmap(axis_name="i")
+    def f(x: Array) -> Array:
+        traces.append(x.shape)
+        return lax.psum(x, "i")
+
+    x = own(world, local, stacked(world, local))
+    for _ in range(3):
+        f(x)
+    assert len(traces) == 1
+
+
+def test_a_communicator_inside(world: pc.Communicator, local: int) -> None:
+    # An axis of ranks: each local device takes part on its own lane.
+    xs = stacked(world, local)
+    got = pc.pmap(lambda x: pc.psum(x, world) * lax.axis_size("i"), "i")(own(world, local, xs))
+    want = world.size * local * xs.reshape(world.size, local, *xs.shape[1:]).sum(axis=0)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_sums_are_the_same_bit_by_bit(world: pc.Communicator, local: int) -> None:
+    for length in (1, 7, 1000, 30_000):  # small and large ways, sizes that do not divide
+        xs = stacked(world, local, shape=(length,))
+        sums = np.asarray(pc.pmap(lambda x: lax.psum(x, "i"), "i")(own(world, local, xs)))
+        everywhere = np.asarray(pc.all_gather(sums, world))
+        assert len({part.tobytes() for rank in everywhere for part in rank}) == 1
+        np.testing.assert_allclose(sums[0], xs.sum(axis=0), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("length", [0, 1, 5, 8191, 8193, 70_001])
+def test_lengths(length: int, world: pc.Communicator, local: int) -> None:
+    def fun(x: Array) -> Any:
+        n = lax.axis_size("i")
+        return {
+            "psum": lax.psum(x, "i"),
+            "psum after": lax.psum(2 * x, "i"),  # in place
+            "pmax": lax.pmax(x, "i"),
+            "all_gather": lax.all_gather(x, "i"),
+            "psum_scatter": lax.psum_scatter(jnp.stack([x] * n), "i"),
+            "all_to_all": lax.all_to_all(jnp.stack([x + k for k in range(n)]), "i", 0, 0),
+            "ppermute": lax.ppermute(x, "i", [(k, (k + 1) % n) for k in range(n)]),
+        }
+
+    compare(world, local, fun, stacked(world, local, shape=(length,)), tolerance=1e-4)
+
+
+@pytest.mark.parametrize(
+    "dtype", ["bool", "int8", "uint16", "int64", "float16", "bfloat16", "float64", "complex64", "float8_e5m2"]
+)
+def test_dtypes(dtype: str, world: pc.Communicator, local: int) -> None:
+    from tests.cases import values
+
+    with jax.enable_x64(True):
+        xs = values((world.size * local, 6), dtype)
+        mapped = pc.pmap(lambda x: (lax.psum(x, "i"), lax.all_gather(x, "i", tiled=True)), "i")
+        total, gathered = mapped(jnp.asarray(own(world, local, xs)))
+        wide = np.complex128 if dtype == "complex64" else np.float64 if "float" in dtype else np.int64
+        want = xs.astype(wide).sum(axis=0)
+        want = want if dtype == "bool" else want.astype(xs.dtype).astype(wide)
+        np.testing.assert_allclose(np.asarray(total).astype(wide)[0], want, rtol=1e-6)
+        assert np.asarray(gathered)[0].tobytes() == xs.tobytes()
+
+
+def test_pbroadcast_and_ragged_all_to_all(world: pc.Communicator, local: int) -> None:
+    # JAX has neither on CPU: against their definitions.
+    total = world.size * local
+    xs = stacked(world, local, shape=(3,))
+    for source in {0, total - 1, total // 2}:
+        got = pc.pmap(lambda x, source=source: lax.pbroadcast(x, "i", source), "i")(own(world, local, xs))
+        np.testing.assert_array_equal(got, np.broadcast_to(xs[source], got.shape))
+
+    # Device s sends the s + 1 rows that start at row d to device d, which puts them at row s * (s + 1) // 2.
+    rows = total * (total + 1) // 2
+    data = stacked(world, local, shape=(2 * total, 2))
+    sizes = np.array([[s + 1] * total for s in range(total)])
+    offsets = np.array([[s * (s + 1) // 2] * total for s in range(total)])
+
+    def fun(x: Array, sizes: Array, offsets: Array) -> Array:
+        n = lax.axis_size("i")
+        received = jnp.arange(1, n + 1)
+        return lax.ragged_all_to_all(x, jnp.zeros((rows, 2)), jnp.arange(n), sizes, offsets, received, axis_name="i")
+
+    got = pc.pmap(fun, "i")(*(own(world, local, a) for a in (data, sizes, offsets)))
+    for k in range(local):
+        d = world.rank * local + k
+        want = np.concatenate([data[s, d : d + s + 1] for s in range(total)])
+        np.testing.assert_array_equal(got[k], want)
