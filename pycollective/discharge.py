@@ -193,7 +193,7 @@ def _custom_jvp(eqn: JaxprEqn, mesh: Mesh) -> Callable[..., Any]:
         def both(*leaves: Any) -> list[Any]:
             operands, directions = leaves[: len(primals)], leaves[len(primals) :]
             function = _original(eqn, operands)
-            _, derivatives, results = jax.jvp(function, [operands[i] for i in places], directions, has_aux=True)
+            _, derivatives, results = jax.jvp(function, tuple(operands[i] for i in places), directions, has_aux=True)
             return [*results, *derivatives]
 
         out = jaxpr_as_fun(trace(both, mesh, *leaves))(*leaves)

@@ -75,8 +75,8 @@ class Mesh:
 
     @cached_property
     def local_mesh(self) -> jax.sharding.Mesh:
-        """This rank's devices, by the local names of the axes that have more than one of them."""
-        axes = [axis for axis in self.axes if axis.local > 1]
+        """This rank's devices, by the local names of the axes that have more than one of them (or of the last)."""
+        axes = [axis for axis in self.axes if axis.local > 1] or self.axes[-1:]
         grid = np.array(self.devices, dtype=object).reshape([axis.local for axis in axes])
         return jax.sharding.Mesh(grid, tuple(axis.local_name for axis in axes))
 

@@ -214,7 +214,7 @@ def _on_devices(
 
     closed = discharge.trace(whole, mesh, *map(block, arrays, local_in))
     body = jaxpr_as_fun(closed)
-    if len(mesh.devices) == 1:
+    if mesh.devices == (jax.local_devices()[0],):  # where JAX runs a program by default
         return list(body(*arrays))
     local_out = tuple(_local_spec(mesh, spec) for spec in out_specs())
     on_all = jax.shard_map(
