@@ -72,6 +72,11 @@ PYCOLLECTIVE_EXPORT int64_t pycollective_group_add(const char* name, int64_t bas
     }
     group->lanes.push_back(std::move(lane));
   }
+  for (const auto& lane : group->lanes) {
+    for (const auto& other : group->lanes) {
+      if (other->team == lane->team && other->member == 0) lane->first = other.get();
+    }
+  }
   return pycollective::AddCommunicator(std::move(group));
 }
 

@@ -53,6 +53,7 @@ struct Lane {
   int index = 0;         // in the communicator
   Team* team = nullptr;  // the local devices that take part in one collective with this one; null for it alone
   int member = 0;        // in the team
+  const Lane* first = nullptr;  // member 0's lane, on which one member speaks for all
 
   // Signatures on which the ranks have already agreed here. Guarded by `mutex`.
   std::mutex mutex;

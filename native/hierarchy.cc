@@ -11,7 +11,8 @@
 namespace pycollective {
 namespace {
 
-// Up to this size one member does all the work: the wake-ups of the others cost more than their help saves.
+// Up to this size of one member's array one member does all the work: two more meetings would cost more than the
+// others' help saves (docs/performance.md).
 constexpr int64_t kSmallBytes = 32 << 10;
 
 size_t Bytes(int64_t count, Type type) { return static_cast<size_t>(count * kTypeBytes[int(type)]); }
@@ -105,126 +106,196 @@ void Hierarchy::Combine(int64_t first, int64_t count, void* y, Type type, Op op)
   }
 }
 
-Hierarchy::Slice Hierarchy::SliceOf(int member, int64_t count) const {
-  const int64_t each = (count + team_.size() - 1) / team_.size();
-  const int64_t first = std::min(count, each * member);
-  return {first, std::min(each, count - first)};
+template <typename Work>
+Outcome Hierarchy::Alone(Work work) {
+  team_.Meet([&] { team_.outcome = work(); });
+  return team_.outcome;
 }
 
-Hierarchy::Slice Hierarchy::ShareOf(int64_t count, Type type) const {
-  if (!IsSmall(count, type)) return SliceOf(member_, count);
-  return {0, member_ == 0 ? count : 0};
-}
-
-void Hierarchy::CollectShares(void* y, int64_t count, Type type) const {
-  if (IsSmall(count, type)) return Copy(y, team_.PostOf(0).out, count, type);
-  for (int member = 0; member < team_.size(); ++member) {
-    const Slice slice = SliceOf(member, count);
-    Copy(At(y, slice.first, type), At(team_.PostOf(member).out, slice.first, type), slice.count, type);
-  }
-}
-
-Outcome Hierarchy::Allreduce(const void* x, void* y, int64_t count, Type type, Op op) {
+template <typename Work>
+Outcome Hierarchy::InSlices(void* y, int64_t count, Type type, bool wants, Work work) {
+  const int64_t each = (count + members_ - 1) / members_;
+  const auto first = [&](int64_t member) { return std::min(count, each * member); };
+  team_.Meet();
   Outcome outcome;
-  team_.SetPost(member_, {x, y});
+  const int64_t own = first(member_);
+  if (first(member_ + 1) > own) outcome = work(own, first(member_ + 1) - own, At(y, own, type));
   team_.Meet();
-  const Slice share = ShareOf(count, type);
-  if (share.count > 0) {
-    void* part = At(y, share.first, type);
-    Combine(share.first, share.count, part, type, op);
-    if (channel_.size > 1) outcome = mpi_.Allreduce(channel_, part, part, share.count, type, op);
+  for (int member = 0; wants && member < members_; ++member) {
+    const int64_t start = first(member);
+    Copy(At(y, start, type), At(Out(member), start, type), first(member + 1) - start, type);
   }
-  team_.Meet();
-  CollectShares(y, count, type);
   team_.Meet();
   return outcome;
 }
 
-Outcome Hierarchy::Reduce(const void* x, void* y, int64_t count, Type type, Op op, int root) {
-  const int root_rank = root / team_.size();
-  const bool is_root = channel_.rank == root_rank && member_ == root % team_.size();
-  Outcome outcome;
+Outcome Hierarchy::Allreduce(const void* x, void* y, int64_t count, Type type, Op op) {
   team_.SetPost(member_, {x, y});
-  team_.Meet();
-  const Slice share = ShareOf(count, type);
-  if (share.count > 0) {
-    void* part = At(y, share.first, type);
-    Combine(share.first, share.count, part, type, op);
-    if (channel_.size > 1) outcome = mpi_.Reduce(channel_, part, part, share.count, type, op, root_rank);
+  if (IsSmall(count, type)) {
+    return Alone([&]() -> Outcome {
+      Combine(0, count, y, type, op);
+      const Outcome outcome = ranks_ > 1 ? mpi_.Allreduce(first_lane_, y, y, count, type, op) : Outcome{};
+      for (int member = 0; member < members_; ++member) Copy(Out(member), y, count, type);
+      return outcome;
+    });
   }
-  team_.Meet();
-  if (is_root) CollectShares(y, count, type);
-  team_.Meet();
+  return InSlices(y, count, type, true, [&](int64_t first, int64_t n, void* slice) -> Outcome {
+    Combine(first, n, slice, type, op);
+    return ranks_ > 1 ? mpi_.Allreduce(lane_, slice, slice, n, type, op) : Outcome{};
+  });
+}
+
+Outcome Hierarchy::Reduce(const void* x, void* y, int64_t count, Type type, Op op, int root) {
+  const int root_rank = static_cast<int>(root / members_);
+  const bool is_root = lane_.rank == root_rank && member_ == root % members_;
+  team_.SetPost(member_, {x, y});
+  Outcome outcome;
+  if (IsSmall(count, type)) {
+    outcome = Alone([&]() -> Outcome {
+      const auto sum = Scratch(count, type);
+      Combine(0, count, sum.get(), type, op);
+      const Outcome reduced =
+          ranks_ > 1 ? mpi_.Reduce(first_lane_, sum.get(), sum.get(), count, type, op, root_rank) : Outcome{};
+      if (lane_.rank == root_rank) Copy(Out(static_cast<int>(root % members_)), sum.get(), count, type);
+      return reduced;
+    });
+  } else {
+    outcome = InSlices(y, count, type, is_root, [&](int64_t first, int64_t n, void* slice) -> Outcome {
+      Combine(first, n, slice, type, op);
+      return ranks_ > 1 ? mpi_.Reduce(lane_, slice, slice, n, type, op, root_rank) : Outcome{};
+    });
+  }
   if (!is_root && count > 0) std::memset(y, 0, Bytes(count, type));
   return outcome;
 }
 
-Outcome Hierarchy::ReduceScatter(const void* x, void* y, int64_t count, Type type, Op op) {
-  const auto scratch = Scratch(count * channel_.size, type);
-  void* sums = channel_.size > 1 ? static_cast<void*>(scratch.get()) : y;
+Outcome Hierarchy::Bcast(const void* x, void* y, int64_t count, Type type, int root) {
+  const int root_rank = static_cast<int>(root / members_);
+  const int root_member = static_cast<int>(root % members_);
   team_.SetPost(member_, {x, y});
-  team_.Meet();
-  for (int rank = 0; rank < channel_.size; ++rank) {
-    Combine((int64_t{rank} * team_.size() + member_) * count, count, At(sums, rank * count, type), type, op);
+  if (IsSmall(count, type)) {
+    return Alone([&]() -> Outcome {
+      if (lane_.rank == root_rank) Copy(y, In(root_member), count, type);
+      const Outcome outcome = ranks_ > 1 ? mpi_.Bcast(first_lane_, y, y, count, type, root_rank) : Outcome{};
+      for (int member = 0; member < members_; ++member) Copy(Out(member), y, count, type);
+      return outcome;
+    });
   }
-  team_.Meet();
-  if (channel_.size == 1) return {};
-  return mpi_.ReduceScatter(channel_, sums, y, count, type, op);
+  return InSlices(y, count, type, true, [&](int64_t first, int64_t n, void* slice) -> Outcome {
+    if (lane_.rank == root_rank) Copy(slice, At(In(root_member), first, type), n, type);
+    return ranks_ > 1 ? mpi_.Bcast(lane_, slice, slice, n, type, root_rank) : Outcome{};
+  });
 }
 
 Outcome Hierarchy::Allgather(const void* x, void* y, int64_t count, Type type) {
-  const auto scratch = Scratch(count * channel_.size, type);
+  if (IsSmall(count * members_ * ranks_, type)) {
+    team_.SetPost(member_, {x, y});
+    return Alone([&]() -> Outcome {
+      const auto own = Scratch(count * members_, type);
+      for (int member = 0; member < members_; ++member) {
+        Copy(At(own.get(), member * count, type), In(member), count, type);
+      }
+      Outcome outcome;
+      if (ranks_ > 1) {
+        outcome = mpi_.Allgather(first_lane_, own.get(), y, count * members_, type);
+      } else {
+        Copy(y, own.get(), count * members_, type);
+      }
+      for (int member = 0; member < members_; ++member) Copy(Out(member), y, count * members_ * ranks_, type);
+      return outcome;
+    });
+  }
+  const auto scratch = Scratch(ranks_ > 1 ? count * ranks_ : 0, type);
   Outcome outcome;
   const void* gathered = x;
-  if (channel_.size > 1) {
+  if (ranks_ > 1) {
     gathered = scratch.get();
-    outcome = mpi_.Allgather(channel_, x, scratch.get(), count, type);
+    outcome = mpi_.Allgather(lane_, x, scratch.get(), count, type);
   }
   team_.SetPost(member_, {gathered, y});
   team_.Meet();
-  for (int rank = 0; rank < channel_.size; ++rank) {
-    for (int member = 0; member < team_.size(); ++member) {
-      Copy(At(y, (int64_t{rank} * team_.size() + member) * count, type),
-           At(team_.PostOf(member).in, rank * count, type), count, type);
+  for (int64_t rank = 0; rank < ranks_; ++rank) {
+    for (int member = 0; member < members_; ++member) {
+      Copy(At(y, (rank * members_ + member) * count, type), At(In(member), rank * count, type), count, type);
     }
   }
   team_.Meet();
   return outcome;
+}
+
+Outcome Hierarchy::ReduceScatter(const void* x, void* y, int64_t count, Type type, Op op) {
+  team_.SetPost(member_, {x, y});
+  if (IsSmall(count * members_ * ranks_, type)) {
+    return Alone([&]() -> Outcome {
+      const auto sums = Scratch(count * members_ * ranks_, type);
+      Combine(0, count * members_ * ranks_, sums.get(), type, op);
+      const auto own = Scratch(count * members_, type);
+      const char* blocks = sums.get();
+      Outcome outcome;
+      if (ranks_ > 1) {
+        outcome = mpi_.ReduceScatter(first_lane_, sums.get(), own.get(), count * members_, type, op);
+        blocks = own.get();
+      }
+      for (int member = 0; member < members_; ++member) {
+        Copy(Out(member), At(blocks, member * count, type), count, type);
+      }
+      return outcome;
+    });
+  }
+  const auto scratch = Scratch(ranks_ > 1 ? count * ranks_ : 0, type);
+  void* sums = ranks_ > 1 ? static_cast<void*>(scratch.get()) : y;
+  team_.Meet();
+  for (int64_t rank = 0; rank < ranks_; ++rank) {
+    Combine((rank * members_ + member_) * count, count, At(sums, rank * count, type), type, op);
+  }
+  team_.Meet();
+  return ranks_ > 1 ? mpi_.ReduceScatter(lane_, sums, y, count, type, op) : Outcome{};
 }
 
 Outcome Hierarchy::Alltoall(const void* x, void* y, int64_t count, Type type) {
-  const auto scratch = Scratch(channel_.size > 1 ? count * team_.size() * channel_.size : 0, type);
-  void* blocks = channel_.size > 1 ? static_cast<void*>(scratch.get()) : y;
+  const auto number = [&](int64_t rank, int64_t member) { return rank * members_ + member; };
   team_.SetPost(member_, {x, y});
+  if (IsSmall(count * members_ * ranks_, type)) {
+    return Alone([&]() -> Outcome {
+      // For each rank what its members get from each of ours: [rank][to][from].
+      const int64_t total = count * members_ * members_ * ranks_;
+      const auto sent = Scratch(total, type);
+      const auto received = Scratch(total, type);
+      const auto at = [&](int64_t rank, int64_t to, int64_t from) {
+        return (number(rank, to) * members_ + from) * count;
+      };
+      for (int64_t rank = 0; rank < ranks_; ++rank) {
+        for (int to = 0; to < members_; ++to) {
+          for (int from = 0; from < members_; ++from) {
+            Copy(At(sent.get(), at(rank, to, from), type), At(In(from), number(rank, to) * count, type), count, type);
+          }
+        }
+      }
+      const char* blocks = sent.get();
+      Outcome outcome;
+      if (ranks_ > 1) {
+        outcome = mpi_.Alltoall(first_lane_, sent.get(), received.get(), count * members_ * members_, type);
+        blocks = received.get();
+      }
+      for (int64_t rank = 0; rank < ranks_; ++rank) {
+        for (int to = 0; to < members_; ++to) {
+          Copy(At(Out(to), number(rank, 0) * count, type), At(blocks, at(rank, to, 0), type), count * members_, type);
+        }
+      }
+      return outcome;
+    });
+  }
+  const auto scratch = Scratch(ranks_ > 1 ? count * members_ * ranks_ : 0, type);
+  void* blocks = ranks_ > 1 ? static_cast<void*>(scratch.get()) : y;
   team_.Meet();
-  for (int rank = 0; rank < channel_.size; ++rank) {
-    for (int member = 0; member < team_.size(); ++member) {
-      Copy(At(blocks, (int64_t{rank} * team_.size() + member) * count, type),
-           At(team_.PostOf(member).in, (int64_t{rank} * team_.size() + member_) * count, type), count, type);
+  for (int64_t rank = 0; rank < ranks_; ++rank) {
+    for (int member = 0; member < members_; ++member) {
+      Copy(At(blocks, number(rank, member) * count, type), At(In(member), number(rank, member_) * count, type), count,
+           type);
     }
   }
   team_.Meet();
-  if (channel_.size == 1) return {};
-  return mpi_.Alltoall(channel_, blocks, y, count * team_.size(), type);
-}
-
-Outcome Hierarchy::Bcast(const void* x, void* y, int64_t count, Type type, int root) {
-  const int root_rank = root / team_.size();
-  Outcome outcome;
-  team_.SetPost(member_, {x, y});
-  team_.Meet();
-  const Slice share = ShareOf(count, type);
-  if (share.count > 0) {
-    void* part = At(y, share.first, type);
-    if (channel_.rank == root_rank) {
-      Copy(part, At(team_.PostOf(root % team_.size()).in, share.first, type), share.count, type);
-    }
-    if (channel_.size > 1) outcome = mpi_.Bcast(channel_, part, part, share.count, type, root_rank);
-  }
-  team_.Meet();
-  CollectShares(y, count, type);
-  team_.Meet();
-  return outcome;
+  return ranks_ > 1 ? mpi_.Alltoall(lane_, blocks, y, count * members_, type) : Outcome{};
 }
 
 }  // namespace pycollective

@@ -1,5 +1,5 @@
-// Team::Meet: a barrier that spins briefly, since members arrive together, and then sleeps, since there may be more
-// of them than cores.
+// Waiting in Team::Meet: spins briefly, since members arrive together, and then sleeps, since there may be more of them
+// than cores.
 
 #include "team.h"
 
@@ -18,24 +18,21 @@ void Relax() {
 
 }  // namespace
 
-void Team::Meet() {
-  if (size() == 1) return;
-  const uint32_t phase = phase_.load(std::memory_order_acquire);
-  if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size()) {
-    arrived_.store(0, std::memory_order_relaxed);
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      phase_.store(phase + 1, std::memory_order_release);
-    }
-    met_.notify_all();
-    return;
+void Team::Release(uint32_t phase) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    phase_.store(phase, std::memory_order_release);
   }
+  met_.notify_all();
+}
+
+void Team::WaitFor(uint32_t phase) {
   for (int spin = 0; spin < kSpins; ++spin) {
-    if (phase_.load(std::memory_order_acquire) != phase) return;
+    if (phase_.load(std::memory_order_acquire) == phase) return;
     Relax();
   }
   std::unique_lock<std::mutex> lock(mutex_);
-  met_.wait(lock, [&] { return phase_.load(std::memory_order_acquire) != phase; });
+  met_.wait(lock, [&] { return phase_.load(std::memory_order_acquire) == phase; });
 }
 
 }  // namespace pycollective

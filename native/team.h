@@ -9,6 +9,8 @@
 #include <mutex>
 #include <vector>
 
+#include "collectives.h"
+
 namespace pycollective {
 
 // Members share an address space, so they read each other's buffers instead of sending them.
@@ -24,14 +26,35 @@ class Team {
 
   int size() const { return static_cast<int>(posts_.size()); }
 
+  // Of what one member did for all: written in Meet(work), read after it.
+  Outcome outcome;
+
   // Posts are valid from the next Meet() to the one after the last read.
   void SetPost(int member, Post post) { posts_[static_cast<size_t>(member)] = post; }
   const Post& PostOf(int member) const { return posts_[static_cast<size_t>(member)]; }
 
   // Returns when every member has called it; what they wrote before is then visible to all.
-  void Meet();
+  void Meet() {
+    Meet([] {});
+  }
+  // The same; the last to come runs `work` before anybody returns: for small work, which would end before another
+  // member woke up.
+  template <typename Work>
+  void Meet(Work work) {
+    const uint32_t phase = phase_.load(std::memory_order_acquire);
+    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size()) {
+      work();
+      arrived_.store(0, std::memory_order_relaxed);
+      Release(phase + 1);
+    } else {
+      WaitFor(phase + 1);
+    }
+  }
 
  private:
+  void Release(uint32_t phase);
+  void WaitFor(uint32_t phase);
+
   std::vector<Post> posts_;
   std::atomic<int> arrived_{0};
   std::atomic<uint32_t> phase_{0};  // counts completed meetings

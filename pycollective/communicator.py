@@ -246,7 +246,7 @@ class Communicator:
         """
         if self._freed:
             return
-        _flush()
+        ordering.flush()
         for part in self._groups.values():
             part.free()
         native.free_communicator(self._number)
@@ -322,10 +322,6 @@ def _choose_devices(devices: Sequence[jax.Device] | int | None) -> tuple[jax.Dev
     return chosen
 
 
-def _flush() -> None:
-    ordering.flush(_state.devices)
-
-
 def start(devices: Sequence[jax.Device] | int | None, timeout: float | None, transport: str | None) -> None:
     """Everything of :func:`init` but the communicator; the first call decides."""
     if transport is not None and transport not in TRANSPORTS:
@@ -356,7 +352,7 @@ def start(devices: Sequence[jax.Device] | int | None, timeout: float | None, tra
     _check_launcher()
     native.start()  # before JAX's backend and its threads: it tunes malloc
     _state.devices = _choose_devices(devices)
-    lifecycle.install(_flush)
+    lifecycle.install(ordering.flush)
     limit = timeout if timeout is not None else config.timeout
     if limit is not None:
         Watchdog(limit, MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size).start()
@@ -421,7 +417,7 @@ def init(
     known = mpi.Get_attr(_keyval())
     if not isinstance(known, Communicator):
         known = Communicator._make(mpi, name, owned=False)
-    lifecycle.meet_at_exit(mpi, _flush)
+    lifecycle.meet_at_exit(mpi, ordering.flush)
     _state.world = known
     return known
 

@@ -7,8 +7,9 @@ JAX itself threads the token through scan, while, cond and nested jit.
 A program with an ordered effect leaves JAX's fast dispatch. Hence the *region*: one primitive without effects
 whose body is lowered with a token of its own. Inside, the order is that token's. Between two programs it is the
 order of dispatch: XLA's CPU client makes each program wait for the one that the same thread enqueued before it on
-the same device (``PjRtCpuClient``, "last enqueue event"). A region must therefore be a whole program: inside
-another program two regions would have no order between them.
+the same device (``PjRtCpuClient``, "last enqueue event"), and a program on several devices wait for the last one on
+several ("last collective launch event"). The one kind does not wait for the other: :func:`take_turn` sees to that. A
+region must be a whole program: inside another program two regions would have no order between them.
 
 This is the only file that uses JAX beyond its public API:
 
@@ -31,7 +32,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Primitive, Var
+from jax.extend.core import Jaxpr, Primitive, Var
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir
 
@@ -182,45 +183,69 @@ def split_arrays(args: Any, kwargs: Any) -> tuple[list[Any], Callable[[Sequence[
     return [leaves[place] for place in places], with_arrays
 
 
-def as_region(fun: Callable[..., Any], *, donates: bool = False) -> Callable[..., tuple[Any, tuple[jax.Array, ...]]]:
-    """Makes a function whose trace is one region.
+class Region:
+    """A function whose trace is one region, for :func:`jax.jit` as a whole program (see the head of this file).
 
-    The result is for :func:`jax.jit`, as a whole program (see the head of this file).
+    Called with the arguments of ``fun`` it returns ``(fun(...), witness)``. ``witness`` is empty, or holds one empty
+    array where no result of ``fun`` is computed in the region: JAX drops equations without effects that nothing uses,
+    and a region that only sends has no other result to hold it.
 
-    Args:
-        fun: any function that JAX can trace; arguments that are not tracers stay as they are.
-        donates: whether the program may overwrite its inputs.
-
-    Returns:
-        A function of the same arguments that returns ``(fun(...), witness)``. ``witness`` is empty, or holds one
-        empty array where no result of ``fun`` is computed in the region: JAX drops equations without effects that
-        nothing uses, and a region that only sends has no other result to hold it.
+    Attributes:
+        devices: of its programs, if they run on several; empty for one; None if that differs, or before any trace.
     """
 
-    @functools.wraps(fun)
-    def program(*args: Any, **kwargs: Any) -> tuple[Any, tuple[jax.Array, ...]]:
+    def __init__(self, fun: Callable[..., Any], *, donates: bool = False) -> None:
+        """``fun``: any function that JAX can trace. ``donates``: whether the program may overwrite its inputs."""
+        functools.update_wrapper(self, fun)
+        self._fun = fun
+        self._donates = donates
+        self._devices: set[tuple[jax.Device, ...]] = set()
+
+    @property
+    def devices(self) -> tuple[jax.Device, ...] | None:
+        return next(iter(self._devices)) if len(self._devices) == 1 else None
+
+    @property
+    def traced(self) -> bool:
+        """Whether there is a program."""
+        return bool(self._devices)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, tuple[jax.Array, ...]]:
+        """One trace."""
         arrays, with_arrays = split_arrays(args, kwargs)
         out_tree = None
 
         def flat(*arrays: Any) -> list[Any]:
             nonlocal out_tree
             args, kwargs = with_arrays(arrays)
-            outs, out_tree = jax.tree.flatten(fun(*args, **kwargs))
+            outs, out_tree = jax.tree.flatten(self._fun(*args, **kwargs))
             return [*outs, jnp.zeros(0, bool)]
 
         closed = jax.make_jaxpr(flat)(*arrays)
-        jaxpr = closed.jaxpr if donates else _without_copies(closed.jaxpr)
+        self._devices.add(_devices_of(closed.jaxpr))
+        jaxpr = closed.jaxpr if self._donates else _without_copies(closed.jaxpr)
         *outs, witness = region_p.bind(*closed.consts, *arrays, jaxpr=jaxpr)
         given = {*jaxpr.invars, *jaxpr.constvars}
         held = any(isinstance(var, Var) and var not in given for var in jaxpr.outvars[:-1])
         return jax.tree.unflatten(out_tree, outs), () if held else (witness,)
 
-    return program
+
+def _devices_of(jaxpr: Any) -> tuple[jax.Device, ...]:
+    """The devices of a program that holds a :func:`jax.shard_map`; empty if it holds none."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "shard_map":
+            return tuple(eqn.params["mesh"].devices.flat)
+        for value in eqn.params.values():
+            for part in value if isinstance(value, (tuple, list)) else (value,):
+                inner = getattr(part, "jaxpr", part)
+                if isinstance(inner, Jaxpr) and (devices := _devices_of(inner)):
+                    return devices
+    return ()
 
 
 @functools.lru_cache(maxsize=4096)
 def _eager_program(primitive: Primitive, params: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
-    return jax.jit(as_region(lambda *operands: primitive.bind(*operands, **dict(params))))
+    return jax.jit(Region(lambda *operands: primitive.bind(*operands, **dict(params))))
 
 
 def apply(primitive: Primitive, *operands: Any, **params: Any) -> Any:
@@ -229,6 +254,7 @@ def apply(primitive: Primitive, *operands: Any, **params: Any) -> Any:
     Compiled once per shape, dtype and parameters, all of which are hashable.
     """
     program = _eager_program(primitive, tuple(sorted(params.items())))
+    take_turn(())
     if jax.config.jax_disable_jit:  # as JAX's own primitives, compiled even then
         with jax.disable_jit(False):
             out, witness = program(*operands)
@@ -243,12 +269,45 @@ def may_be_region() -> bool:
     return trace_state_clean() and not jax.config.jax_disable_jit
 
 
-def flush(devices: Sequence[jax.Device]) -> None:
-    """Waits until all programs that this thread has dispatched to ``devices`` have run."""
+# Between programs ------------------------------------------------------------------------------------------
+
+
+class _Turn:
+    """Whose turn it is: XLA orders programs on one device among each other, and programs on several, but not both."""
+
+    devices: tuple[jax.Device, ...] | None = ()  # of the last program that was dispatched, as Region.devices
+
+
+def take_turn(devices: tuple[jax.Device, ...] | None) -> None:
+    """Comes before the dispatch of a program, with its ``Region.devices``: waits for those that XLA will not order.
+
+    A program on one device waits for the last one on several, and the other way round; None waits for both.
+    """
+    if devices is None or devices != _Turn.devices:
+        _wait(_Turn.devices)
+        _Turn.devices = devices
+
+
+def flush() -> None:
+    """Waits until all programs that this thread has dispatched have run."""
     jax.effects_barrier()
-    for device in devices:
-        # Ordered behind everything enqueued before it; an identity function would not be dispatched at all.
-        _marker(jax.device_put(np.int32(0), device)).block_until_ready()
+    _wait(None)
+
+
+def _wait(devices: tuple[jax.Device, ...] | None) -> None:
+    """Until the programs on several devices have run, or for () those on one, or for None all."""
+    local = jax.local_devices()
+    if devices != () and len(local) > 1:
+        _wait_for_several(devices or tuple(local))
+    if not devices:
+        for device in local:
+            # Ordered behind everything enqueued before it; an identity function would not be dispatched at all.
+            _marker(jax.device_put(np.int32(0), device)).block_until_ready()
+
+
+def _wait_for_several(devices: tuple[jax.Device, ...]) -> None:
+    sharding = jax.sharding.NamedSharding(jax.sharding.Mesh(np.array(devices), "d"), jax.sharding.PartitionSpec("d"))
+    _marker(jax.device_put(np.zeros(len(devices), np.int32), sharding)).block_until_ready()
 
 
 _marker = jax.jit(lambda x: x + 1)

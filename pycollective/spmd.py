@@ -33,11 +33,15 @@ class Jitted(Generic[P, R]):
         # At top level: one region, dispatched by JAX's fast path. Inside a trace the calls must keep their order
         # with those around them: there it is plain jax.jit, whose effect JAX orders, differentiates and batches.
         donates = any(options.get(name) not in (None, ()) for name in ("donate_argnums", "donate_argnames"))
-        self._region = jax.jit(ordering.as_region(fun, donates=donates), **options)
+        self._program = ordering.Region(fun, donates=donates)
+        self._region = jax.jit(self._program, **options)
         self._nested = jax.jit(fun, **options)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         if ordering.may_be_region():
+            if not self._program.traced:
+                self._region.trace(*args, **kwargs)  # kept by JAX: the call below does not trace again
+            ordering.take_turn(self._program.devices)
             return self._region(*args, **kwargs)[0]
         return self._nested(*args, **kwargs)
 
@@ -254,7 +258,7 @@ def pmap(
     ``rank * local devices + local index``.
 
     Args:
-        fun: maps arrays of one device to arrays of one device. In place of ``fun`` may stand the axis name alone.
+        fun: maps arrays of one device to arrays of one device.
         axis_name: name of the axis.
         in_axes: for each positional argument the axis to map over, or None for a value that all devices of all ranks
             share; an int, or a prefix of the tree of arguments. Keyword arguments are mapped over axis 0.

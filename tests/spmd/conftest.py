@@ -9,8 +9,11 @@ import pycollective as pc
 from tests.under_mpirun import *  # noqa: F403
 from tests.under_mpirun import SIZE
 
-LOCAL = {1: (1, 4), 2: (1, 2, 4), 3: (2,), 4: (2,)}.get(SIZE, (1,))
+LOCAL = {1: (1, 4), 2: (1, 2, 4), 4: (2,)}.get(SIZE, (1,))
 """Local devices by the number of ranks; the oracle needs ranks x devices in one process."""
+
+FEW = LOCAL[-2:-1] or LOCAL
+"""For what is slow to compile: 1x1, 2x2, 4x2."""
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -22,5 +25,12 @@ def world() -> pc.Communicator:
 @pytest.fixture(params=LOCAL)
 def local(request: pytest.FixtureRequest) -> int:
     """How many devices of each rank take part."""
+    count: int = request.param
+    return count
+
+
+@pytest.fixture(params=FEW)
+def few(request: pytest.FixtureRequest) -> int:
+    """As ``local``, for what is slow to compile."""
     count: int = request.param
     return count

@@ -99,8 +99,8 @@ def table_for(place: Callable[[Function], Function]) -> dict[str, Function]:
 
 
 @pytest.mark.parametrize("place", [*VALUES, in_checkpoint, in_named_vmap], ids=lambda place: place.__name__)
-def test_value_in(place: Callable[[Function], Function], world: pc.Communicator, local: int) -> None:
-    compare(world, local, each(table_for(place), place), stacked(world, local), tolerance=1e-4)
+def test_value_in(place: Callable[[Function], Function], world: pc.Communicator, few: int) -> None:
+    compare(world, few, each(table_for(place), place), stacked(world, few), tolerance=1e-4)
 
 
 def ramp(y: Array) -> Array:
@@ -115,11 +115,11 @@ PLACES = (in_scan, in_cond, in_switch, in_checkpoint, in_jit, in_custom_jvp, in_
 
 
 @pytest.mark.parametrize("place", [lambda f: f, *PLACES], ids=["itself", *(place.__name__ for place in PLACES)])
-def test_gradient_inside(place: Callable[[Function], Function], world: pc.Communicator, local: int) -> None:
-    compare(world, local, each(table_for(place), lambda f: gradient(place(f))), stacked(world, local), tolerance=1e-3)
+def test_gradient_inside(place: Callable[[Function], Function], world: pc.Communicator, few: int) -> None:
+    compare(world, few, each(table_for(place), lambda f: gradient(place(f))), stacked(world, few), tolerance=1e-3)
 
 
-def test_jvp_linearize_and_second_order_inside(world: pc.Communicator, local: int) -> None:
+def test_jvp_linearize_and_second_order_inside(world: pc.Communicator, few: int) -> None:
     def jvp(f: Function) -> Callable[..., Any]:
         return lambda x: jax.jvp(lambda x: f(jnp.sin(x)), (x,), (jnp.cos(x),))
 
@@ -133,7 +133,7 @@ def test_jvp_linearize_and_second_order_inside(world: pc.Communicator, local: in
         return lambda x: jax.grad(lambda x: jnp.vdot(gradient(f)(x), x))(x)
 
     for transform in (jvp, linear, second, reverse_twice):
-        compare(world, local, each(LINEAR, transform), stacked(world, local), tolerance=1e-3)
+        compare(world, few, each(LINEAR, transform), stacked(world, few), tolerance=1e-3)
 
 
 # From outside ---------------------------------------------------------------------------------------------
@@ -149,9 +149,9 @@ def loss_of(mapped: Callable[..., Any]) -> Callable[..., Array]:
     [lambda f: f, in_scan, in_checkpoint, in_custom_jvp, in_custom_vjp],
     ids=["itself", "scan", "checkpoint", "jvp", "vjp"],
 )
-def test_gradient_outside(place: Callable[[Function], Function], world: pc.Communicator, local: int) -> None:
+def test_gradient_outside(place: Callable[[Function], Function], world: pc.Communicator, few: int) -> None:
     around = lambda mapped: jax.grad(loss_of(mapped))
-    compare(world, local, each(LINEAR, place), stacked(world, local), around=around, tolerance=1e-3)
+    compare(world, few, each(LINEAR, place), stacked(world, few), around=around, tolerance=1e-3)
 
 
 def test_gradient_outside_of_shared_values(world: pc.Communicator, local: int) -> None:

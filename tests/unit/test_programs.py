@@ -35,7 +35,7 @@ def test_effect_is_in_the_jaxpr(world: pc.Communicator) -> None:
 
 
 def test_a_region_has_no_effect(world: pc.Communicator) -> None:
-    jaxpr = jax.make_jaxpr(ordering.as_region(lambda x: pc.psum(x, world)))(X)
+    jaxpr = jax.make_jaxpr(ordering.Region(lambda x: pc.psum(x, world)))(X)
     assert not jaxpr.effects
     assert [eqn.primitive for eqn in jaxpr.eqns] == [ordering.region_p]
 

@@ -1,0 +1,135 @@
+"""Trains a Flax network with batch normalisation on handwritten digits, data-parallel over ranks x local devices.
+
+    mpirun -n 2 python examples/train_flax.py
+    JAX_NUM_CPU_DEVICES=4 mpirun -n 2 python examples/train_flax.py --devices 2
+
+It is a ``jax.pmap`` program that says ``pc.pmap``. One line of it communicates, the ``lax.pmean`` in ``train_step``;
+``nn.BatchNorm(axis_name="batch")`` takes its statistics over the whole batch. The losses are the same on any number of
+ranks and devices, up to rounding.
+"""
+
+import argparse
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import linen as nn
+from flax.training import train_state
+from jax import lax
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from tqdm import tqdm
+
+import pycollective as pc
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--epochs", type=int, default=12, help="passes over the training set (default %(default)s)")
+    parser.add_argument("--batch-size", type=int, default=128, help="rows of all ranks together (default %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the parameters and the order (default %(default)s)")
+    parser.add_argument("--devices", type=int, help="local devices of each rank (default all)")
+    parser.add_argument("--steps", type=int, default=sys.maxsize, help="stop after so many")
+    parser.add_argument("--losses", type=Path, help="write the loss of every step to this JSON file")
+    return parser.parse_args()
+
+
+# The network: nothing in it knows of MPI ---------------------------------------------------------------------
+
+
+class Network(nn.Module):
+    @nn.compact
+    def __call__(self, images, train):
+        """Maps images (rows, 8, 8, 1) to logits (rows, 10)."""
+        x = images
+        for features, stride in ((32, 1), (64, 2)):
+            x = nn.Conv(features, (3, 3), stride, use_bias=False)(x)
+            x = nn.BatchNorm(use_running_average=not train, momentum=0.9, axis_name="batch")(x)
+            x = nn.gelu(x)  # smooth, unlike relu, at whose kink a rounding error could choose the gradient
+        return nn.Dense(10)(x.reshape(len(x), -1))
+
+
+class TrainState(train_state.TrainState):
+    batch_stats: Any
+
+
+def train_step(state, images, labels):
+    def mean_loss(params):
+        variables = {"params": params, "batch_stats": state.batch_stats}
+        logits, updates = state.apply_fn(variables, images, train=True, mutable=["batch_stats"])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean(), updates["batch_stats"]
+
+    (loss, batch_stats), grads = jax.value_and_grad(mean_loss, has_aux=True)(state.params)
+    # The devices have equally many rows, so the mean of their means is the mean over the batch.
+    loss, grads = lax.pmean((loss, grads), "batch")
+    return state.apply_gradients(grads=grads, batch_stats=batch_stats), loss
+
+
+@jax.jit
+def count_correct(state, images, labels):
+    logits = state.apply_fn({"params": state.params, "batch_stats": state.batch_stats}, images, train=False)
+    return jnp.sum(logits.argmax(-1) == labels)
+
+
+# Training ----------------------------------------------------------------------------------------------------
+
+
+def train(state, images, labels, args, comm, devices):
+    """Returns the trained state and the loss of every step."""
+    # The state is one for all devices, before and after; rows have a leading axis over this rank's devices.
+    step = pc.pmap(train_step, "batch", in_axes=(None, 0, 0), out_axes=None, donate_argnums=0)
+    rng = np.random.default_rng(args.seed)  # the same order on all ranks: they agree without a word
+    steps_per_epoch = len(images) // args.batch_size
+    total = min(args.epochs * steps_per_epoch, args.steps)
+
+    losses = []
+    with tqdm(total=total, unit="step", disable=comm.rank != 0) as bar:
+        for epoch in range(math.ceil(total / steps_per_epoch)):
+            order = rng.permutation(len(images))[: steps_per_epoch * args.batch_size]
+            for batch in order.reshape(steps_per_epoch, comm.size, devices, -1)[: total - len(losses)]:
+                rows = batch[comm.rank]  # this rank's share: (devices, rows of a device)
+                state, loss = step(state, images[rows], labels[rows])
+                losses.append(loss)
+                bar.update()
+            if comm.rank == 0:  # reading the loss waits for it: once per epoch, not at every step
+                bar.write(f"epoch {epoch + 1}: loss {loss:.4f}")
+    return state, [float(loss) for loss in losses]
+
+
+def main():
+    args = parse_arguments()
+    comm = pc.init(devices=args.devices)
+    devices = args.devices or jax.local_device_count()
+    digits = load_digits()
+    images = (digits.images[..., None] / 16).astype(np.float32)
+    labels = digits.target.astype(np.int32)
+    images, test_images, labels, test_labels = train_test_split(
+        images, labels, test_size=0.2, stratify=labels, random_state=0
+    )
+    if args.batch_size % (comm.size * devices) or not 0 < args.batch_size <= len(images):
+        error = (
+            f"train_flax: expected --batch-size to divide by ranks x devices, {comm.size} x {devices}, and to be from "
+            f"1 to {len(images)}, got {args.batch_size}. Choose {32 * comm.size * devices}, say."
+        )
+        sys.exit(error if comm.rank == 0 else 1)
+
+    network = Network()
+    variables = network.init(jax.random.key(args.seed), images[:1], train=False)
+    optimizer = optax.sgd(0.05, momentum=0.9, nesterov=True)
+    state = TrainState.create(apply_fn=network.apply, tx=optimizer, **variables)
+    state, losses = train(state, images, labels, args, comm, devices)
+
+    if comm.rank == 0:  # all ranks have the trained network; its running averages need nothing from the others
+        if args.losses:
+            args.losses.write_text(json.dumps(losses))
+        print(f"test accuracy {count_correct(state, test_images, test_labels) / len(test_labels):.4f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,211 @@
+"""Trains a small GPT on the source text of Python's standard library: data-parallel, or tensor-parallel as well.
+
+    mpirun -n 2 python examples/train_gpt.py
+    mpirun -n 2 python examples/train_gpt.py --model-parallel 2
+    JAX_NUM_CPU_DEVICES=4 mpirun -n 2 python examples/train_gpt.py --model-parallel 2 --sample 400
+
+The devices of all ranks form a mesh of axes "data" and "model". Along "data" each device sees its own rows of a batch;
+along "model" each holds its own attention heads and hidden units, as ``SPECS`` says. In the network ``enter`` and
+``leave`` do it all (f and g of Megatron-LM, arXiv:1909.08053). The losses are the same on any mesh, up to rounding.
+"""
+
+import argparse
+import json
+import sys
+import sysconfig
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from tqdm import tqdm
+
+import pycollective as pc
+
+CONTEXT, WIDTH, LAYERS, HEADS = 64, 64, 3, 4
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=600, help="(default %(default)s)")
+    parser.add_argument("--batch-size", type=int, default=16, help="rows of all ranks together (default %(default)s)")
+    parser.add_argument("--model-parallel", type=int, default=1, help="devices along 'model' (default %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of parameters, batches, sample (default %(default)s)")
+    parser.add_argument("--devices", type=int, help="local devices of each rank (default all)")
+    parser.add_argument("--losses", type=Path, help="write the loss of every step to this JSON file")
+    parser.add_argument("--sample", type=int, default=0, help="characters to print at the end (default %(default)s)")
+    return parser.parse_args()
+
+
+# The network, as one device sees it --------------------------------------------------------------------------
+
+# Which axis of each parameter is cut along "model". Those of the layers are stacked, for lax.scan.
+SPECS = {
+    "embed": P(),
+    "position": P(),
+    "layers": {
+        "norm1": P(),
+        "qkv": P(None, None, None, "model"),
+        "out": P(None, "model"),
+        "norm2": P(),
+        "up": P(None, None, "model"),
+        "down": P(None, "model"),
+    },
+    "norm": P(),
+}
+
+
+def init_params(rng, vocabulary):
+    def normal(*shape, scale):
+        return rng.normal(scale=scale, size=shape).astype(np.float32)
+
+    head, hidden = WIDTH // HEADS, 4 * WIDTH
+    into, back = WIDTH**-0.5, (2 * LAYERS * WIDTH) ** -0.5  # so that the sum of all blocks' results stays near 1
+    return {
+        "embed": normal(vocabulary, WIDTH, scale=0.05),
+        "position": normal(CONTEXT, WIDTH, scale=0.05),
+        "layers": {
+            "norm1": np.ones((LAYERS, WIDTH), np.float32),
+            "qkv": normal(LAYERS, 3, WIDTH, HEADS, head, scale=into),
+            "out": normal(LAYERS, HEADS, head, WIDTH, scale=back),
+            "norm2": np.ones((LAYERS, WIDTH), np.float32),
+            "up": normal(LAYERS, WIDTH, hidden, scale=into),
+            "down": normal(LAYERS, hidden, WIDTH, scale=back),
+        },
+        "norm": np.ones(WIDTH, np.float32),
+    }
+
+
+@jax.custom_vjp
+def enter(x):
+    """Into a block of which each device along "model" computes a part: its derivatives are summed."""
+    return x
+
+
+@jax.custom_vjp
+def leave(x):
+    """Out of it: the parts are summed. All devices go on with the sum, each with the whole derivative."""
+    return lax.psum(x, "model")
+
+
+enter.defvjp(lambda x: (x, None), lambda _, ct: (lax.psum(ct, "model"),))
+leave.defvjp(lambda x: (lax.psum(x, "model"), None), lambda _, ct: (ct,))
+
+
+def predict(params, tokens):
+    """Maps tokens (rows, CONTEXT) to the logits of the next ones (rows, CONTEXT, vocabulary)."""
+
+    def layer(x, p):
+        q, k, v = jnp.einsum("rtw,cwhd->crthd", enter(jax.nn.standardize(x) * p["norm1"]), p["qkv"])
+        x += leave(jnp.einsum("rthd,hdw->rtw", jax.nn.dot_product_attention(q, k, v, is_causal=True), p["out"]))
+        hidden = jax.nn.gelu(enter(jax.nn.standardize(x) * p["norm2"]) @ p["up"])
+        return x + leave(hidden @ p["down"]), None
+
+    x, _ = lax.scan(layer, params["embed"][tokens] + params["position"], params["layers"])
+    return (jax.nn.standardize(x) * params["norm"]) @ params["embed"].T
+
+
+def mean_loss(params, rows):
+    return optax.softmax_cross_entropy_with_integer_labels(predict(params, rows[:, :-1]), rows[:, 1:]).mean()
+
+
+def make_step(optimizer):
+    def step(params, opt_state, rows):
+        # The devices have equally many rows, so the mean of their means is the mean over the batch.
+        loss, grads = lax.pmean(jax.value_and_grad(mean_loss)(params, rows), "data")
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    return step
+
+
+def sample(params, prompt, keys):
+    """As many tokens as there are keys, each drawn from what the network expects after the last CONTEXT ones."""
+
+    def append(tokens, key):
+        token = jax.random.categorical(key, predict(params, tokens[None])[0, -1])
+        return jnp.append(tokens[1:], token), token
+
+    return lax.scan(append, prompt, keys)[1]
+
+
+# Training ----------------------------------------------------------------------------------------------------
+
+
+def own_block(x, spec, mesh):
+    """The part of a global array that lies on this rank's devices."""
+    places = np.unravel_index(mesh.comm.rank, [axis.ranks for axis in mesh.axes])
+    for axis, place in zip(mesh.axes, places, strict=True):
+        if axis.name in tuple(spec):
+            x = np.split(x, axis.ranks, tuple(spec).index(axis.name))[place]
+    return x
+
+
+def train(params, text, rng, args, mesh):
+    """Returns this rank's block of the trained parameters, and the loss of every step."""
+    optimizer = optax.adamw(optax.cosine_onecycle_schedule(args.steps, 5e-3))
+    params = jax.tree.map(lambda x, spec: own_block(x, spec, mesh), params, SPECS)
+    opt_state = optimizer.init(params)
+    # Adam's moments lie as the parameters do.
+    opt_specs = optax.tree.map_params(
+        optimizer, lambda _, spec: spec, opt_state, SPECS, transform_non_params=lambda _: P()
+    )
+    step = pc.shard_map(
+        make_step(optimizer),
+        mesh=mesh,
+        in_specs=(SPECS, opt_specs, P("data")),
+        out_specs=(SPECS, opt_specs, P()),
+        donate_argnums=(0, 1),
+    )
+
+    losses = []
+    with tqdm(total=args.steps, unit="step", disable=mesh.comm.rank != 0) as bar:
+        for i in range(args.steps):
+            starts = rng.integers(len(text) - CONTEXT, size=(args.batch_size, 1))
+            rows = own_block(text[starts + np.arange(CONTEXT + 1)], P("data"), mesh)
+            params, opt_state, loss = step(params, opt_state, rows)
+            losses.append(loss)
+            bar.update()
+            if i % 20 == 19:  # reading the loss waits for it
+                bar.set_postfix(loss=f"{loss:.4f}")
+    return params, [float(loss) for loss in losses]
+
+
+def read_text(limit=1_000_000):
+    """The characters of the standard library's modules, as numbers, and the vocabulary that they count."""
+    modules = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    text = "".join(module.read_text(encoding="utf-8") for module in modules)[:limit]
+    vocabulary, numbers = np.unique(list(text), return_inverse=True)
+    return numbers.astype(np.int32), vocabulary
+
+
+def main():
+    args = parse_arguments()
+    comm = pc.init(devices=args.devices)
+    mesh = pc.make_mesh((-1, args.model_parallel), ("data", "model"))
+    if args.batch_size % mesh.shape["data"] or HEADS % mesh.shape["model"]:
+        error = (
+            f"train_gpt: expected --batch-size to divide by {mesh.shape['data']} and {HEADS} heads to divide by "
+            f"--model-parallel, got {args.batch_size} and {args.model_parallel}. Choose powers of two."
+        )
+        sys.exit(error if comm.rank == 0 else 1)
+
+    text, vocabulary = read_text()
+    rng = np.random.default_rng(args.seed)  # gives the same numbers on all ranks: they agree without a word
+    params, losses = train(init_params(rng, len(vocabulary)), text, rng, args, mesh)
+    if comm.rank == 0:
+        if args.losses:
+            args.losses.write_text(json.dumps(losses))
+        print(f"loss {losses[0]:.4f} -> {np.mean(losses[-20:]):.4f}, in nats per character")
+    if args.sample:  # on all ranks, since each may hold a part of the model
+        draw = pc.shard_map(sample, mesh=mesh, in_specs=(SPECS, P(), P()), out_specs=P())
+        tokens = draw(params, text[:CONTEXT], jax.random.split(jax.random.key(args.seed), args.sample))
+        if comm.rank == 0:
+            print("".join(vocabulary[np.asarray(tokens)]))
+
+
+if __name__ == "__main__":
+    main()
