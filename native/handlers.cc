@@ -1,6 +1,6 @@
 // XLA FFI handlers on CPU buffers: decode, check, call collectives.h, turn failures into errors.
 //
-// Every handler takes XLA's token last and returns one last: the token orders the calls of one program.
+// Every handler takes XLA's token first and returns one first: the token orders the calls of one program.
 // Attributes are int64 and named as in transport/native.py.
 
 #include <algorithm>
@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "buckets.h"
 #include "collectives.h"
 #include "communicators.h"
 #include "handlers.h"
@@ -115,6 +116,7 @@ std::string Describe(const Signature& s) {
   text += std::string("(") + std::to_string(s.count) + " x " + DtypeName(s.dtype);
   if (s.reduce_op >= 0) text += std::string(", op=") + OpName(s.reduce_op);
   if (s.root >= 0) text += ", root=" + std::to_string(s.root);
+  if (s.operation == kAllreduce && s.pattern != 0) text += ", several arrays #" + std::to_string(s.pattern);
   if (s.operation == kPpermute) text += ", perm #" + std::to_string(s.pattern);
   return text + ")";
 }
@@ -241,9 +243,43 @@ using Out = ffi::Result<ffi::AnyBuffer>;
 using InToken = ffi::Token;
 using OutToken = ffi::Result<ffi::Token>;
 
-// allreduce, scan, exscan, reduce_scatter: one array, one reduction. kTogether: Hierarchy's method for a lane with a team.
+// allreduce: any number of arrays in one call. Small ones of a type travel together in buffers of at most
+// `bucket_bytes`; from half that size on, an array goes by itself, since copying it would cost more than a call.
+ffi::Error Allreduce(int32_t device, InToken, ffi::RemainingArgs operands, OutToken, ffi::RemainingRets results,
+                     int64_t comm, int64_t op, int64_t bucket_bytes) {
+  Call call(kAllreduce, comm, device);
+  std::vector<Part> parts;
+  Signature signature{kAllreduce, 0, 0, static_cast<int32_t>(op), -1, 0};
+  int64_t nbytes = 0;
+  for (size_t i = 0; i < operands.size(); ++i) {
+    const auto x = operands.get<ffi::AnyBuffer>(i);
+    auto y = results.get<ffi::AnyBuffer>(i);
+    if (x.has_error()) return x.error();
+    if (y.has_error()) return y.error();
+    Part part{x->untyped_data(), (*y)->untyped_data(), Count(*x), Type::kUint8};
+    if (!ReduceType(x->element_type(), op, &part.type)) return call.Unsupported(x->element_type());
+    parts.push_back(part);
+    nbytes += NBytes(*x);
+    signature.count += part.count;
+    if (i == 0) {
+      signature.dtype = static_cast<int32_t>(x->element_type());
+    } else {
+      // Unsigned, since it wraps around.
+      const uint64_t one = static_cast<uint64_t>(part.count * kTypeCount + static_cast<int64_t>(part.type) + 1);
+      signature.pattern = static_cast<int64_t>(static_cast<uint64_t>(signature.pattern) * 1000003u + one);
+    }
+  }
+  return call.Run(signature, nbytes, [&](const Library& mpi, const Lane& lane) {
+    return InBuckets(parts, bucket_bytes, [&](const void* x, void* y, int64_t count, Type type) {
+      if (lane.team != nullptr) return Hierarchy(mpi, lane).Allreduce(x, y, count, type, static_cast<Op>(op));
+      return mpi.Allreduce(lane.channel, x, y, count, type, static_cast<Op>(op));
+    });
+  });
+}
+
+// scan, exscan, reduce_scatter: one array, one reduction. kTogether: Hierarchy's method for a lane with a team.
 template <Operation kOperation, auto kMethod, auto kTogether = nullptr>
-ffi::Error Reduction(int32_t device, In x, InToken, Out y, OutToken, int64_t comm, int64_t op) {
+ffi::Error Reduction(int32_t device, InToken, In x, OutToken, Out y, int64_t comm, int64_t op) {
   Call call(kOperation, comm, device);
   Type type;
   if (!ReduceType(x.element_type(), op, &type)) return call.Unsupported(x.element_type());
@@ -258,7 +294,7 @@ ffi::Error Reduction(int32_t device, In x, InToken, Out y, OutToken, int64_t com
   });
 }
 
-ffi::Error Reduce(int32_t device, In x, InToken, Out y, OutToken, int64_t comm, int64_t op, int64_t root) {
+ffi::Error Reduce(int32_t device, InToken, In x, OutToken, Out y, int64_t comm, int64_t op, int64_t root) {
   Call call(kReduce, comm, device);
   Type type;
   if (!ReduceType(x.element_type(), op, &type)) return call.Unsupported(x.element_type());
@@ -274,7 +310,7 @@ ffi::Error Reduce(int32_t device, In x, InToken, Out y, OutToken, int64_t comm, 
 
 // allgather, alltoall: blocks of equal size, no root.
 template <Operation kOperation, auto kMethod, auto kTogether>
-ffi::Error Blocks(int32_t device, In x, InToken, Out y, OutToken, int64_t comm) {
+ffi::Error Blocks(int32_t device, InToken, In x, OutToken, Out y, int64_t comm) {
   Call call(kOperation, comm, device);
   Type type;
   if (!MoveType(x.element_type(), &type)) return call.Unsupported(x.element_type());
@@ -289,7 +325,7 @@ ffi::Error Blocks(int32_t device, In x, InToken, Out y, OutToken, int64_t comm) 
 
 // bcast, gather, scatter: a root, and a block that is the smaller of operand and result.
 template <Operation kOperation, auto kMethod, auto kTogether = nullptr>
-ffi::Error Rooted(int32_t device, In x, InToken, Out y, OutToken, int64_t comm, int64_t root) {
+ffi::Error Rooted(int32_t device, InToken, In x, OutToken, Out y, int64_t comm, int64_t root) {
   Call call(kOperation, comm, device);
   Type type;
   if (!MoveType(x.element_type(), &type)) return call.Unsupported(x.element_type());
@@ -309,7 +345,7 @@ ffi::Error Rooted(int32_t device, In x, InToken, Out y, OutToken, int64_t comm, 
 
 // dest, source: for each lane the number of a device, rank * lanes + lane, or -1 for none. Devices exchange directly,
 // whatever their lanes: on the first lane's communicator, with a tag for each pair of lanes.
-ffi::Error Ppermute(int32_t device, In x, InToken, Out y, OutToken, int64_t comm, ffi::Span<const int64_t> dest,
+ffi::Error Ppermute(int32_t device, InToken, In x, OutToken, Out y, int64_t comm, ffi::Span<const int64_t> dest,
                     ffi::Span<const int64_t> source, int64_t pattern) {
   Call call(kPpermute, comm, device);
   Type type;
@@ -326,7 +362,7 @@ ffi::Error Ppermute(int32_t device, In x, InToken, Out y, OutToken, int64_t comm
   });
 }
 
-ffi::Error Send(int32_t device, In x, InToken, OutToken, int64_t comm, int64_t dest, int64_t tag) {
+ffi::Error Send(int32_t device, InToken, In x, OutToken, int64_t comm, int64_t dest, int64_t tag) {
   Call call(kSend, comm, device);
   Type type;
   if (!MoveType(x.element_type(), &type)) return call.Unsupported(x.element_type());
@@ -335,7 +371,7 @@ ffi::Error Send(int32_t device, In x, InToken, OutToken, int64_t comm, int64_t d
   });
 }
 
-ffi::Error Recv(int32_t device, In, InToken, Out y, OutToken, int64_t comm, int64_t source, int64_t tag) {
+ffi::Error Recv(int32_t device, InToken, In, OutToken, Out y, int64_t comm, int64_t source, int64_t tag) {
   Call call(kRecv, comm, device);
   Type type;
   if (!MoveType(y->element_type(), &type)) return call.Unsupported(y->element_type());
@@ -345,7 +381,7 @@ ffi::Error Recv(int32_t device, In, InToken, Out y, OutToken, int64_t comm, int6
   });
 }
 
-ffi::Error Sendrecv(int32_t device, In x, InToken, Out y, OutToken, int64_t comm, int64_t dest,
+ffi::Error Sendrecv(int32_t device, InToken, In x, OutToken, Out y, int64_t comm, int64_t dest,
                     int64_t send_tag, int64_t source, int64_t recv_tag) {
   Call call(kSendrecv, comm, device);
   Type send_type, recv_type;
@@ -365,8 +401,8 @@ ffi::Error Barrier(int32_t device, InToken, OutToken, int64_t comm) {
 }
 
 auto BindCall() { return ffi::Ffi::Bind().Ctx<ffi::DeviceOrdinal>(); }
-// x, token -> y, token
-auto BindArray() { return BindCall().Arg<In>().Arg<InToken>().Ret<ffi::AnyBuffer>().Ret<ffi::Token>(); }
+// token, x -> token, y
+auto BindArray() { return BindCall().Arg<InToken>().Arg<In>().Ret<ffi::Token>().Ret<ffi::AnyBuffer>(); }
 
 }  // namespace
 }  // namespace pycollective
@@ -378,8 +414,9 @@ namespace pc = pycollective;
     return handler->Call(call_frame);                                                          \
   }
 
-PYCOLLECTIVE_HANDLER(allreduce, (pc::Reduction<pc::kAllreduce, &pc::Library::Allreduce, &pc::Hierarchy::Allreduce>),
-                     pc::BindArray().Attr<int64_t>("comm").Attr<int64_t>("op"))
+PYCOLLECTIVE_HANDLER(allreduce, pc::Allreduce,
+                     pc::BindCall().Arg<pc::InToken>().RemainingArgs().Ret<ffi::Token>().RemainingRets()
+                         .Attr<int64_t>("comm").Attr<int64_t>("op").Attr<int64_t>("bucket_bytes"))
 PYCOLLECTIVE_HANDLER(scan, (pc::Reduction<pc::kScan, &pc::Library::Scan>),
                      pc::BindArray().Attr<int64_t>("comm").Attr<int64_t>("op"))
 PYCOLLECTIVE_HANDLER(exscan, (pc::Reduction<pc::kExscan, &pc::Library::Exscan>),
@@ -406,7 +443,7 @@ PYCOLLECTIVE_HANDLER(sendrecv, pc::Sendrecv,
                      pc::BindArray().Attr<int64_t>("comm").Attr<int64_t>("dest").Attr<int64_t>("send_tag")
                          .Attr<int64_t>("source").Attr<int64_t>("recv_tag"))
 PYCOLLECTIVE_HANDLER(send, pc::Send,
-                     pc::BindCall().Arg<pc::In>().Arg<pc::InToken>().Ret<ffi::Token>().Attr<int64_t>("comm")
+                     pc::BindCall().Arg<pc::InToken>().Arg<pc::In>().Ret<ffi::Token>().Attr<int64_t>("comm")
                          .Attr<int64_t>("dest").Attr<int64_t>("tag"))
 PYCOLLECTIVE_HANDLER(recv, pc::Recv,
                      pc::BindArray().Attr<int64_t>("comm").Attr<int64_t>("source").Attr<int64_t>("tag"))

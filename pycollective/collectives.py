@@ -45,9 +45,10 @@ def psum(x: PyTree, axis_name: AxisName | Communicator | None = None, *, axis_in
 
 def _allreduce(where: str, x: PyTree, axis_name: Any, op: str, groups: Groups) -> PyTree:
     comm = checks.group(where, checks.communicator(where, axis_name), groups, equal=False)
-    return checks.map_arrays(
-        where, comm, lambda leaf: primitives.allreduce(checks.reducible(where, comm, leaf, op), comm=comm, op=op), x
+    leaves, tree = jax.tree.flatten(
+        checks.map_arrays(where, comm, lambda leaf: checks.reducible(where, comm, leaf, op), x)
     )
+    return jax.tree.unflatten(tree, primitives.allreduce_all(leaves, comm=comm, op=op))
 
 
 def pmean(x: PyTree, axis_name: AxisName | Communicator | None = None, *, axis_index_groups: Groups = None) -> PyTree:

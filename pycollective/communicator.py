@@ -36,6 +36,7 @@ class Communicator:
         host_index: of this host, hosts being numbered in the order of their lowest rank.
         host_count: number of hosts.
         mpi: the mpi4py communicator, free for the program's own traffic.
+        control: a duplicate for what ranks tell each other outside programs.
 
     Raises:
         TypeError: ``mpi`` is not an mpi4py intracommunicator.
@@ -54,6 +55,7 @@ class Communicator:
         "_name",
         "_number",
         "_owned",
+        "control",
         "host_count",
         "host_index",
         "local_rank",
@@ -70,6 +72,7 @@ class Communicator:
     local_size: int
     host_index: int
     host_count: int
+    control: MPI.Intracomm  # for what ranks tell each other outside programs
     _name: str
     _number: int  # by which compiled programs name it
     _duplicates: tuple[MPI.Intracomm, ...]  # two for each local device: for collectives, for messages
@@ -109,6 +112,7 @@ class Communicator:
         set_(self, "host_count", len(leaders))
 
         devices = _state.devices
+        set_(self, "control", mpi.Dup())
         duplicates = tuple(_duplicate(mpi) for _ in range(2 * len(devices)))
         lanes = [(d.id, duplicates[2 * i], duplicates[2 * i + 1]) for i, d in enumerate(devices)]
         set_(self, "_duplicates", duplicates)
@@ -252,7 +256,7 @@ class Communicator:
         native.free_communicator(self._number)
         object.__setattr__(self, "_freed", True)
         self.mpi.Delete_attr(_keyval())
-        for duplicate in self._duplicates:
+        for duplicate in (self.control, *self._duplicates):
             duplicate.Free()
         if self._owned:
             self.mpi.Free()

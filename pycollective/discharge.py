@@ -23,22 +23,42 @@ from pycollective.errors import message
 from pycollective.mesh import Mesh
 
 
-def trace(fun: Callable[..., Any], mesh: Mesh, *args: Any) -> ClosedJaxpr:
-    """The discharged jaxpr of ``fun``, a function of arrays to a flat list of arrays.
+def bind_axes(fun: Callable[..., Any], mesh: Mesh, *args: Any) -> ClosedJaxpr:
+    """The jaxpr of ``fun``, a function of arrays to a flat list of arrays, with the axes of ``mesh`` bound.
 
     Args:
-        fun: may use the axes of ``mesh`` by name.
+        fun: may use the axes by name.
         mesh: binds them.
         args: anything with a shape and a dtype: one device's operands.
+    """
+    return jax.make_jaxpr(fun, axis_env=list(mesh.shape.items()))(*args)
+
+
+def trace(fun: Callable[..., Any], mesh: Mesh, *args: Any) -> ClosedJaxpr:
+    """:func:`bind_axes`, discharged."""
+    return discharge(bind_axes(fun, mesh, *args), mesh)
+
+
+def collectives(jaxpr: Any, mesh: Mesh) -> list[str]:
+    """One line for each collective over the axes of ``mesh``, which all ranks must have in common."""
+    lines = []
+    for eqn in jaxpr.eqns:
+        if _is_ours(eqn, mesh):
+            operands = ", ".join(str(var.aval) for var in eqn.invars)
+            params = ", ".join(f"{name}={value}" for name, value in sorted(eqn.params.items()) if value is not None)
+            lines.append(f"{eqn.primitive.name}({operands}; {params})")
+        for value in eqn.params.values():
+            for inner in _jaxprs_in(value):
+                lines += collectives(inner, mesh)
+    return lines
+
+
+def discharge(closed: ClosedJaxpr, mesh: Mesh) -> ClosedJaxpr:
+    """Replaces every collective over the axes of ``mesh``.
 
     Raises:
         NotImplementedError: a collective that has no rule, or one over our axes and others at once.
     """
-    return discharge(jax.make_jaxpr(fun, axis_env=list(mesh.shape.items()))(*args), mesh)
-
-
-def discharge(closed: ClosedJaxpr, mesh: Mesh) -> ClosedJaxpr:
-    """Replaces every collective over the axes of ``mesh``. Raises as :func:`trace`."""
     if not _mentions(closed.jaxpr, mesh):
         return closed
     local = [(axis.local_name, axis.local) for axis in mesh.axes if axis.local > 1]

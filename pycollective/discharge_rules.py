@@ -66,25 +66,29 @@ def _to_mesh(group: Group, blocks: Array) -> Array:
 
 
 def _reduction(op: str, reduce: Callable[..., Array]) -> Rule:
-    def one(group: Group, x: Array, groups: Groups) -> Array:
-        if groups is None:
-            return primitives.allreduce(x, comm=group, op=op)
+    def over_groups(group: Group, xs: Sequence[Array], groups: tuple[tuple[int, ...], ...]) -> list[Array]:
         if group.local == 1:
-            return primitives.allreduce(x, comm=group.comm.groups(groups), op=op)
+            return primitives.allreduce_all(xs, comm=group.comm.groups(groups), op=op)
         table = np.zeros((group.size, group.size), bool)
         for members in groups:
             table[np.ix_(members, members)] = True
-        taken = jnp.asarray(table)[group.index()].reshape(-1, *[1] * x.ndim)
-        own = lax.broadcast(x, (group.size,))
-        neutral = jnp.zeros_like(own) if op == "sum" else own  # once more itself: no other extreme
-        return reduce(jnp.where(taken, _gathered(group, x), neutral), axis=0, dtype=x.dtype)
+
+        def one(x: Array) -> Array:
+            taken = jnp.asarray(table)[group.index()].reshape(-1, *[1] * x.ndim)
+            own = lax.broadcast(x, (group.size,))
+            neutral = jnp.zeros_like(own) if op == "sum" else own  # once more itself: no other extreme
+            return reduce(jnp.where(taken, _gathered(group, x), neutral), axis=0, dtype=x.dtype)
+
+        return list(map(one, xs))
 
     def rule(
         group: Group, *operands: Array, axis_index_groups: Groups = None, positional: tuple[int, ...] = ()
     ) -> list[Array]:
         if positional:
             operands = tuple(reduce(x, axis=positional, dtype=x.dtype) for x in operands)
-        return [one(group, x, axis_index_groups) for x in operands]
+        if axis_index_groups is not None:
+            return over_groups(group, operands, axis_index_groups)
+        return primitives.allreduce_all(operands, comm=group, op=op)
 
     return rule
 

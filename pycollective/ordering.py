@@ -88,14 +88,14 @@ def lower(primitive: Primitive, rule: Callable[[dict[str, Any]], tuple[Callable[
 
     Args:
         primitive: its abstract evaluation must report :data:`effect`.
-        rule: maps the primitive's parameters to an FFI lowering whose last operand and last result are tokens, and
+        rule: maps the primitive's parameters to an FFI lowering whose first operand and first result are tokens, and
             to the handler's attributes (see ``transport``).
     """
 
     def lowering(ctx: Any, *operands: Any, **params: Any) -> Sequence[Any]:
-        inner = ctx.replace(avals_in=(*ctx.avals_in, abstract_token), avals_out=(*ctx.avals_out, abstract_token))
+        inner = ctx.replace(avals_in=(abstract_token, *ctx.avals_in), avals_out=(abstract_token, *ctx.avals_out))
         call, attributes = rule(params)
-        *results, token = call(inner, *operands, ctx.tokens_in.get(effect), **attributes)
+        token, *results = call(inner, ctx.tokens_in.get(effect), *operands, **attributes)
         ctx.set_tokens_out(ctx.tokens_in.update_tokens(mlir.TokenSet({effect: token})))
         return results
 
@@ -155,8 +155,10 @@ def _without_copies(jaxpr: Any) -> Any:
     eqns = []
     for eqn in reversed(jaxpr.eqns):
         reads = {var for var in eqn.invars if isinstance(var, Var)}
-        if eqn.params.get("in_place") and not kept.isdisjoint(reads):
-            eqn = eqn.replace(params={**eqn.params, "in_place": False})
+        if hints := eqn.params.get("in_place"):
+            arrays = zip(hints, eqn.invars, strict=True)
+            free = tuple(hint and isinstance(var, Var) and var not in kept for hint, var in arrays)
+            eqn = eqn.replace(params={**eqn.params, "in_place": free})
         inner = eqn.params.get("jaxpr")
         if eqn.primitive.name == "shard_map":  # the same program on each device
             eqn = eqn.replace(params={**eqn.params, "jaxpr": _without_copies(inner)})
@@ -194,9 +196,18 @@ class Region:
         devices: of its programs, if they run on several; empty for one; None if that differs, or before any trace.
     """
 
-    def __init__(self, fun: Callable[..., Any], *, donates: bool = False) -> None:
-        """``fun``: any function that JAX can trace. ``donates``: whether the program may overwrite its inputs."""
+    def __init__(
+        self, fun: Callable[..., Any], *, donates: bool = False, rewrite: Callable[[Any], Any] = lambda jaxpr: jaxpr
+    ) -> None:
+        """Keeps ``fun``.
+
+        Args:
+            fun: any function that JAX can trace.
+            donates: whether the program may overwrite its inputs.
+            rewrite: from the jaxpr of the program to another of the same meaning.
+        """
         functools.update_wrapper(self, fun)
+        self._rewrite = rewrite
         self._fun = fun
         self._donates = donates
         self._devices: set[tuple[jax.Device, ...]] = set()
@@ -223,7 +234,8 @@ class Region:
 
         closed = jax.make_jaxpr(flat)(*arrays)
         self._devices.add(_devices_of(closed.jaxpr))
-        jaxpr = closed.jaxpr if self._donates else _without_copies(closed.jaxpr)
+        jaxpr = self._rewrite(closed.jaxpr)
+        jaxpr = jaxpr if self._donates else _without_copies(jaxpr)
         *outs, witness = region_p.bind(*closed.consts, *arrays, jaxpr=jaxpr)
         given = {*jaxpr.invars, *jaxpr.constvars}
         held = any(isinstance(var, Var) and var not in given for var in jaxpr.outvars[:-1])

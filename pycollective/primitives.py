@@ -8,6 +8,7 @@ can, and every rule goes through them, so that cotangents of bfloat16 are summed
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -20,6 +21,7 @@ from jax.interpreters import ad, batching, mlir
 
 from pycollective import ordering
 from pycollective.communicator import Communicator
+from pycollective.config import config
 from pycollective.errors import message
 from pycollective.mpi import MPI
 from pycollective.transport import native
@@ -59,12 +61,12 @@ def _abstract(primitive: Primitive, shape: Callable[..., tuple[int, ...]]) -> No
     primitive.def_effectful_abstract_eval(rule)
 
 
-def _lower(primitive: Primitive, attributes: Callable[..., dict[str, int]]) -> None:
-    """The CPU lowering. A primitive with a parameter ``in_place`` lets XLA give its result the operand's buffer."""
-    rules = {in_place: native.ffi_lowering(primitive.name, in_place=in_place) for in_place in (False, True)}
+def _lower(primitive: Primitive, attributes: Callable[..., dict[str, Any]]) -> None:
+    """The CPU lowering. A primitive with a parameter ``in_place`` lets XLA give its results the operands' buffers."""
+    lowering = functools.cache(partial(native.ffi_lowering, primitive.name))
 
-    def rule(params: dict[str, Any]) -> tuple[Callable[..., Any], dict[str, int]]:
-        return rules[params.pop("in_place", False)], attributes(**params)
+    def rule(params: dict[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
+        return lowering(params.pop("in_place", ())), attributes(**params)
 
     ordering.lower(primitive, rule)
 
@@ -136,16 +138,16 @@ def _linear(
     The tangent takes the same way as the value, ``bind``; the cotangent takes ``transpose(ct, **params)``.
     """
 
-    def jvp(primals: Sequence[Array], tangents: Sequence[Any], *, in_place: bool = False, **params: Any) -> Any:
+    def jvp(
+        primals: Sequence[Array], tangents: Sequence[Any], *, in_place: tuple[bool, ...] = (), **params: Any
+    ) -> Any:
         (x,), (t,) = primals, tangents
         y = bind(x, **params)
-        if type(t) is ad.Zero:
-            return y, ad.Zero.from_primal_value(y)
         if only_sum and params["op"] != "sum":
             _not_linear(primitive.name, "op='sum'", "Use op='sum', or lax.stop_gradient.")(primals, tangents, **params)
         return y, bind(t, **params)
 
-    def transpose_rule(ct: Any, x: Any, *, in_place: bool = False, **params: Any) -> list[Any]:
+    def transpose_rule(ct: Any, x: Any, *, in_place: tuple[bool, ...] = (), **params: Any) -> list[Any]:
         if type(ct) is ad.Zero:
             return [ad.Zero(x.aval.to_tangent_aval())]
         return [transpose(ct, **params)]
@@ -157,21 +159,30 @@ def _linear(
 # Dtypes of reductions --------------------------------------------------------------------------------------
 
 
-def _reduced(bind: Callable[..., Array], x: Array, op: str, **params: Any) -> Array:
-    """Binds a reduction of ``x`` in a dtype whose arithmetic MPI has, and returns to the dtype of ``x``.
+def _wide(x: Array, op: str) -> Array:
+    """``x`` in a dtype whose arithmetic MPI has.
 
     Floats of 16 and 8 bits are reduced in float32 and rounded once; integers below a byte in int8; sums and products
-    of bool in int32, as :func:`jax.lax.psum` does (there the result stays int32).
+    of bool in int32, as :func:`jax.lax.psum` does.
     """
     dtype = x.dtype
     if dtype == jnp.bool_:
-        return bind(x.astype(jnp.int32) if op in ("sum", "prod") else x, op=op, **params)
-    wide = dtype
+        return x.astype(jnp.int32) if op in ("sum", "prod") else x
     if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32:
-        wide = jnp.dtype(jnp.float32)
-    elif jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < 8:
-        wide = jnp.dtype(jnp.int8 if jnp.issubdtype(dtype, jnp.signedinteger) else jnp.uint8)
-    return bind(x.astype(wide), op=op, **params).astype(dtype)
+        return x.astype(jnp.float32)
+    if jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < 8:
+        return x.astype(jnp.int8 if jnp.issubdtype(dtype, jnp.signedinteger) else jnp.uint8)
+    return x
+
+
+def _narrow(y: Array, like: Array) -> Array:
+    """The inverse of :func:`_wide`; sums of bool stay int32."""
+    return y if like.dtype == jnp.bool_ else y.astype(like.dtype)
+
+
+def _reduced(bind: Callable[..., Array], x: Array, op: str, **params: Any) -> Array:
+    """Binds a reduction of ``x`` in a dtype whose arithmetic MPI has, and returns to the dtype of ``x``."""
+    return _narrow(bind(_wide(x, op), op=op, **params), x)
 
 
 def _to_wire(x: Array) -> Array:
@@ -198,41 +209,81 @@ def _moved(bind: Callable[..., Array], x: Array, **params: Any) -> Array:
     return _from_wire(bind(_to_wire(x), **params), x)
 
 
-# allreduce: y = op over ranks s of x_s ---------------------------------------------------------------------
+# allreduce: y = op over ranks s of x_s, for any number of arrays in one call ---------------------------------
 
-allreduce_p = _primitive("allreduce")
-_abstract(allreduce_p, _same_shape)
-_lower(allreduce_p, _comm_op)
+allreduce_p = _primitive("allreduce", multiple_results=True)
+
+
+@allreduce_p.def_effectful_abstract_eval
+def _allreduce_abstract_eval(*xs: Any, **_: Any) -> Any:
+    return [jax.core.ShapedArray(x.shape, x.dtype) for x in xs], {ordering.effect}
+
+
+def _allreduce_attributes(comm: Members, op: str) -> dict[str, int]:
+    return {**_comm_op(comm, op), "bucket_bytes": config.bucket_bytes}
+
+
+_lower(allreduce_p, _allreduce_attributes)
+
+
+def allreduce_all(xs: Sequence[Array], *, comm: Members, op: str) -> list[Array]:
+    """``y = op_s x_s`` for each of ``xs``, on every rank."""
+    if not xs:
+        return []
+    ys = allreduce_p.bind(*(_wide(x, op) for x in xs), comm=comm, op=op, in_place=(True,) * len(xs))
+    return [_narrow(y, x) for y, x in zip(ys, xs, strict=True)]
 
 
 def allreduce(x: Array, *, comm: Members, op: str) -> Array:
     """``y = op_s x_s`` on every rank."""
-    return _reduced(partial(allreduce_p.bind, in_place=True), x, op, comm=comm)
+    return allreduce_all([x], comm=comm, op=op)[0]
+
+
+def _for_nonzero(function: Callable[[list[Any]], list[Any]], values: Sequence[Any], zeros: list[Any]) -> list[Any]:
+    """``function`` of those values that are not symbolic zeros; ``zeros`` for the others."""
+    places = [i for i, value in enumerate(values) if type(value) is not ad.Zero]
+    for place, result in zip(places, function([values[i] for i in places]), strict=True):
+        zeros[place] = result
+    return zeros
 
 
 def _allreduce_jvp_rule(
-    primals: Sequence[Array], tangents: Sequence[Any], *, comm: Members, op: str, in_place: bool
+    primals: Sequence[Array], tangents: Sequence[Any], *, comm: Members, op: str, in_place: tuple[bool, ...]
 ) -> Any:
-    (x,), (t,) = primals, tangents
-    y = allreduce(x, comm=comm, op=op)
-    if type(t) is ad.Zero:
-        return y, ad.Zero.from_primal_value(y)
+    ys = allreduce_all(primals, comm=comm, op=op)
+    zeros = [ad.Zero(jax.typeof(y).to_tangent_aval()) for y in ys]
     if op == "sum":
-        return y, allreduce(t, comm=comm, op="sum")
+        return ys, _for_nonzero(lambda ts: allreduce_all(ts, comm=comm, op="sum"), tangents, zeros)
     if op in ("min", "max"):
         # dy = sum_s m_s dx_s / sum_s m_s with m_s = [x_s == y]: the mean over the ranks that hold the extreme, as
         # jax's reduce_max does over elements.
-        mask = (x == y).astype(t.dtype)
-        holders = allreduce(mask, comm=comm, op="sum")
-        return y, allreduce(t * mask, comm=comm, op="sum") / holders
+        for i, (x, y, t) in enumerate(zip(primals, ys, tangents, strict=True)):
+            if type(t) is not ad.Zero:
+                mask = (x == y).astype(t.dtype)
+                # In two calls: the tangent's must be linear, and the other not depend on it.
+                holders = allreduce(mask, comm=comm, op="sum")
+                zeros[i] = allreduce(t * mask, comm=comm, op="sum") / holders
+        return ys, zeros
     return _not_linear("allreduce", "op='sum', 'min' or 'max'", "Use exp(psum(log(x))) where x > 0.")(
         primals, tangents, op=op
     )
 
 
-_linear(allreduce_p, allreduce, allreduce)  # its own transpose
-ad.primitive_jvps[allreduce_p] = _allreduce_jvp_rule  # which knows min and max too
-batching.primitive_batchers[allreduce_p] = partial(_batch_in_place, allreduce_p.bind)
+def _allreduce_transpose_rule(
+    cts: Sequence[Any], *xs: Any, comm: Members, op: str, in_place: tuple[bool, ...]
+) -> list[Any]:
+    # y_r = sum_s x_s  =>  ct_s = sum_r ct_r
+    zeros = [ad.Zero(x.aval.to_tangent_aval()) for x in xs]
+    return _for_nonzero(lambda cts: allreduce_all(cts, comm=comm, op=op), cts, zeros)
+
+
+def _allreduce_batching_rule(args: Sequence[Array], dims: Sequence[Any], **params: Any) -> Any:
+    return allreduce_p.bind(*args, **params), dims
+
+
+ad.primitive_jvps[allreduce_p] = _allreduce_jvp_rule
+ad.primitive_transposes[allreduce_p] = _allreduce_transpose_rule
+batching.primitive_batchers[allreduce_p] = _allreduce_batching_rule
 
 
 # reduce: y = op over ranks of x_s at the root, zeros elsewhere ----------------------------------------------
@@ -244,7 +295,7 @@ _lower(reduce_p, _comm_op_root)
 
 def reduce(x: Array, *, comm: Members, op: str, root: int) -> Array:
     """``y_root = op_s x_s``; zeros on the other ranks."""
-    return _reduced(partial(reduce_p.bind, in_place=True), x, op, comm=comm, root=root)
+    return _reduced(partial(reduce_p.bind, in_place=(True,)), x, op, comm=comm, root=root)
 
 
 def _reduce_transpose(ct: Array, *, comm: Members, op: str, root: int) -> Array:
@@ -264,7 +315,7 @@ _lower(bcast_p, _comm_root)
 
 def bcast(x: Array, *, comm: Members, root: int) -> Array:
     """``y = x_root`` on every rank."""
-    return _moved(partial(bcast_p.bind, in_place=True), x, comm=comm, root=root)
+    return _moved(partial(bcast_p.bind, in_place=(True,)), x, comm=comm, root=root)
 
 
 def _bcast_transpose(ct: Array, *, comm: Members, root: int) -> Array:
@@ -370,7 +421,7 @@ def _prefix(name: str) -> tuple[Primitive, Callable[..., Array]]:
     _lower(primitive, _comm_op)
 
     def prefix(x: Array, *, comm: Communicator, op: str) -> Array:
-        return _reduced(partial(primitive.bind, in_place=True), x, op, comm=comm)
+        return _reduced(partial(primitive.bind, in_place=(True,)), x, op, comm=comm)
 
     def transpose(ct: Array, *, comm: Communicator, op: str) -> Array:
         # y_r = sum_{s <= r} x_s  =>  ct_s = sum_{r >= s} ct_r: the same with the ranks in opposite order.
@@ -465,7 +516,7 @@ def _sendrecv_jvp_rule(primals: Sequence[Array], tangents: Sequence[Any], **para
     (x,), (t,) = primals, tangents
     y = sendrecv_p.bind(x, **params)
     if type(t) is ad.Zero or not jnp.issubdtype(params["dtype"], jnp.inexact):
-        return y, ad.Zero.from_primal_value(y)
+        return y, ad.Zero(jax.typeof(y).to_tangent_aval())
     return y, sendrecv_p.bind(t, **params)
 
 
@@ -566,7 +617,7 @@ batching.primitive_batchers[send_p] = _send_batching_rule
 def _recv_jvp_rule(primals: Sequence[Array], tangents: Sequence[Any], **params: Any) -> Any:
     if all(type(t) is ad.Zero for t in tangents):
         y = recv_p.bind(*primals, **params)
-        return y, ad.Zero.from_primal_value(y)
+        return y, ad.Zero(jax.typeof(y).to_tangent_aval())
     return _not_linear("recv", "one with an operand", "Use sendrecv or ppermute, whose cotangents have a way back.")(
         primals, tangents, **params
     )

@@ -7,16 +7,19 @@ the rest on this rank's devices: by :func:`jax.shard_map` where there are severa
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any, Generic, NoReturn, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
-from pycollective import discharge, ordering, primitives
+from pycollective import buckets, discharge, ordering, primitives
+from pycollective.agreement import agreed
 from pycollective.communicator import Communicator, devices_of_this_rank, world
 from pycollective.errors import message
 from pycollective.mesh import AxisName, Mesh, line
@@ -33,7 +36,7 @@ class Jitted(Generic[P, R]):
         # At top level: one region, dispatched by JAX's fast path. Inside a trace the calls must keep their order
         # with those around them: there it is plain jax.jit, whose effect JAX orders, differentiates and batches.
         donates = any(options.get(name) not in (None, ()) for name in ("donate_argnums", "donate_argnames"))
-        self._program = ordering.Region(fun, donates=donates)
+        self._program = ordering.Region(fun, donates=donates, rewrite=buckets.join_reductions)
         self._region = jax.jit(self._program, **options)
         self._nested = jax.jit(fun, **options)
 
@@ -72,7 +75,11 @@ def _named(fun: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
             outs, out_tree = jax.tree.flatten(fun(*args, **kwargs))
             return outs
 
-        closed = discharge.trace(flat, mesh, *arrays)
+        def trace() -> tuple[ClosedJaxpr, list[str]]:
+            closed = discharge.bind_axes(flat, mesh, *arrays)
+            return closed, [repr(mesh), *discharge.collectives(closed.jaxpr, mesh)]
+
+        closed = discharge.discharge(agreed(mesh.comm, "jit", _name(fun), trace), mesh)
         return jax.tree.unflatten(out_tree, jaxpr_as_fun(closed)(*arrays))
 
     return bound
@@ -179,60 +186,74 @@ def _same_on(mesh: Mesh, spec: PartitionSpec) -> Communicator | None:
     return mesh.over(rest).comm if rest else None
 
 
-def _on_devices(
-    fun: Callable[..., list[Any]],
-    mesh: Mesh,
-    arrays: Sequence[Any],
-    in_specs: Sequence[PartitionSpec],
-    out_specs: Callable[[], Sequence[PartitionSpec]],
-) -> list[Any]:
-    """Runs ``fun``, from one device's blocks to one device's blocks, on this rank's devices.
+@dataclass
+class _Plan:
+    """One device's part of a program on this rank's devices.
 
-    Args:
-        fun: may name the axes of ``mesh``.
-        mesh: binds them.
+    Attributes:
+        mesh: ranks x devices.
+        fun: from one device's blocks to one device's blocks; may name the axes of ``mesh``.
         arrays: this rank's own blocks.
-        in_specs: how they lie on the devices of the mesh.
-        out_specs: the same of the results; called after ``fun`` was traced.
+        in_specs: how they lie on the mesh.
+        out_specs: the same of the results; set when ``fun`` is traced.
     """
-    local_in = [_local_spec(mesh, spec) for spec in in_specs]
-    parts = mesh.local_mesh.shape
 
-    def block(x: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+    mesh: Mesh
+    fun: Callable[..., list[Any]]
+    arrays: Sequence[Any]
+    in_specs: Sequence[PartitionSpec]
+    out_specs: Sequence[PartitionSpec] = ()
+
+    def block(self, x: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+        """What one device has of this rank's block."""
         shape = list(x.shape)
-        for i, part in enumerate(spec):
+        for i, part in enumerate(_local_spec(self.mesh, spec)):
             for name in part if isinstance(part, tuple) else (part,) if part is not None else ():
-                shape[i] //= parts[name]
+                shape[i] //= self.mesh.local_mesh.shape[name]
         return jax.ShapeDtypeStruct(tuple(shape), x.dtype, weak_type=getattr(x, "weak_type", False))
 
-    def whole(*blocks: Any) -> list[Any]:
-        shared = [
-            primitives.fan_out(x, comm=comm) if (comm := _same_on(mesh, spec)) and _has_tangent(x) else x
-            for x, spec in zip(blocks, in_specs, strict=True)
-        ]
-        results = fun(*shared)
-        return [
-            primitives.replicated(y, comm=comm) if (comm := _same_on(mesh, spec)) and _has_tangent(y) else y
-            for y, spec in zip(map(jnp.asarray, results), out_specs(), strict=True)
-        ]
 
-    closed = discharge.trace(whole, mesh, *map(block, arrays, local_in))
-    body = jaxpr_as_fun(closed)
+def _on_devices(where: str, name: str, comm: Communicator, plan: Callable[[], _Plan]) -> list[Any]:
+    """Traces a program, compares it with the other ranks', and runs it on this rank's devices.
+
+    ``plan`` may raise for arguments that do not fit; it makes no call that other ranks take part in.
+    """
+
+    def trace() -> tuple[tuple[_Plan, ClosedJaxpr], list[str]]:
+        planned = plan()
+        mesh = planned.mesh
+        closed = discharge.bind_axes(planned.fun, mesh, *map(planned.block, planned.arrays, planned.in_specs))
+        return (planned, closed), [repr(mesh), *discharge.collectives(closed.jaxpr, mesh)]
+
+    planned, closed = agreed(comm, where, name, trace)
+    mesh = planned.mesh
+    body = jaxpr_as_fun(discharge.discharge(closed, mesh))
+
+    def one_device(*blocks: Any) -> tuple[Any, ...]:
+        shared = [_shared(primitives.fan_out, mesh, *pair) for pair in zip(blocks, planned.in_specs, strict=True)]
+        results = zip(body(*shared), planned.out_specs, strict=True)
+        return tuple(_shared(primitives.replicated, mesh, *pair) for pair in results)
+
     if mesh.devices == (jax.local_devices()[0],):  # where JAX runs a program by default
-        return list(body(*arrays))
-    local_out = tuple(_local_spec(mesh, spec) for spec in out_specs())
+        return list(one_device(*planned.arrays))
     on_all = jax.shard_map(
-        lambda *blocks: tuple(body(*blocks)),
+        one_device,
         mesh=mesh.local_mesh,
-        in_specs=tuple(local_in),
-        out_specs=local_out,
+        in_specs=tuple(_local_spec(mesh, spec) for spec in planned.in_specs),
+        out_specs=tuple(_local_spec(mesh, spec) for spec in planned.out_specs),
         check_vma=False,
     )
-    return list(on_all(*arrays))
+    return list(on_all(*planned.arrays))
 
 
-def _has_tangent(x: Any) -> bool:
-    return bool(jnp.issubdtype(x.dtype, jnp.inexact))
+def _shared(identity: Callable[..., Any], mesh: Mesh, x: Any, spec: PartitionSpec) -> Any:
+    """``identity(x)`` over the ranks that have the same block under ``spec``, for what can have a cotangent."""
+    comm = _same_on(mesh, spec)
+    return identity(x, comm=comm) if comm is not None and jnp.issubdtype(x.dtype, jnp.inexact) else x
+
+
+def _name(fun: Callable[..., Any]) -> str:
+    return getattr(fun, "__name__", repr(fun))
 
 
 def _indices(numbers: int | Iterable[int]) -> tuple[int, ...]:
@@ -328,39 +349,44 @@ def pmap(
 
     @functools.wraps(fun)
     def mapped(*args: Any, **kwargs: Any) -> Any:
-        dynamic = [i for i in range(len(args)) if i not in statics]
-        given = tuple(args[i] for i in dynamic)
-        chosen = tuple(in_axes[i] for i in dynamic) if isinstance(in_axes, (tuple, list)) and statics else in_axes
-        chosen = tuple(chosen) if isinstance(chosen, list) else chosen
-        arrays, in_tree = jax.tree.flatten((given, kwargs))
-        arrays = [jnp.asarray(x) if not hasattr(x, "ndim") else x for x in arrays]
-        axes = _broadcast_prefix("pmap", "in_axes", chosen, given) + [0] * len(jax.tree.leaves(kwargs))
-        mesh = mesh_for(arrays, axes)
-        places = [None if axis is None else axis % x.ndim for x, axis in zip(arrays, axes, strict=True)]
         out_tree: Any = None
-        out_specs: list[PartitionSpec] = []
 
         def spec(axis: int | None) -> PartitionSpec:
             return PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, name)
 
-        def one_device(*blocks: Any) -> list[Any]:
-            nonlocal out_tree, out_specs
-            own = [x if at is None else jnp.squeeze(x, at) for x, at in zip(blocks, places, strict=True)]
-            positional, keywords = jax.tree.unflatten(in_tree, own)
-            filled = list(args)
-            for i, value in zip(dynamic, positional, strict=True):
-                filled[i] = value
-            results = fun(*filled, **keywords)
-            outs, out_tree = jax.tree.flatten(results)
-            outs = [jnp.asarray(y) for y in outs]
-            out_places = [
-                None if axis is None else axis % (y.ndim + 1)
-                for y, axis in zip(outs, _broadcast_prefix("pmap", "out_axes", out_axes, results), strict=True)
-            ]
-            out_specs = [spec(at) for at in out_places]
-            return [y if at is None else jnp.expand_dims(y, at) for y, at in zip(outs, out_places, strict=True)]
+        def plan() -> _Plan:
+            dynamic = [i for i in range(len(args)) if i not in statics]
+            given = tuple(args[i] for i in dynamic)
+            axes = in_axes
+            if isinstance(in_axes, (tuple, list)):
+                axes = tuple(in_axes[i] for i in dynamic) if len(in_axes) == len(args) else tuple(in_axes)
+            leaves, in_tree = jax.tree.flatten((given, kwargs))
+            arrays = [x if hasattr(x, "ndim") else jnp.asarray(x) for x in leaves]
+            flat_axes = _broadcast_prefix("pmap", "in_axes", axes, given) + [0] * len(jax.tree.leaves(kwargs))
+            mesh = mesh_for(arrays, flat_axes)
+            places = [None if axis is None else axis % x.ndim for x, axis in zip(arrays, flat_axes, strict=True)]
 
-        results = _on_devices(one_device, mesh, arrays, [spec(at) for at in places], lambda: out_specs)
+            def one_device(*blocks: Any) -> list[Any]:
+                nonlocal out_tree
+                own = [x if at is None else jnp.squeeze(x, at) for x, at in zip(blocks, places, strict=True)]
+                positional, keywords = jax.tree.unflatten(in_tree, own)
+                filled = list(args)
+                for i, value in zip(dynamic, positional, strict=True):
+                    filled[i] = value
+                results = fun(*filled, **keywords)
+                outs, out_tree = jax.tree.flatten(results)
+                outs = [jnp.asarray(y) for y in outs]
+                out_places = [
+                    None if axis is None else axis % (y.ndim + 1)
+                    for y, axis in zip(outs, _broadcast_prefix("pmap", "out_axes", out_axes, results), strict=True)
+                ]
+                planned.out_specs = [spec(at) for at in out_places]
+                return [y if at is None else jnp.expand_dims(y, at) for y, at in zip(outs, out_places, strict=True)]
+
+            planned = _Plan(mesh, one_device, arrays, [spec(at) for at in places])
+            return planned
+
+        results = _on_devices("pmap", _name(fun), ranks, plan)
         return jax.tree.unflatten(out_tree, results)
 
     return Jitted(mapped, {"static_argnums": statics, "donate_argnums": _indices(donate_argnums)})
@@ -424,27 +450,32 @@ def shard_map(
 
     @functools.wraps(fun)
     def mapped(*args: Any) -> Any:
-        arrays, in_tree = jax.tree.flatten(args)
-        arrays = [jnp.asarray(x) if not hasattr(x, "ndim") else x for x in arrays]
-        specs = list(map(check, arrays, _broadcast_prefix("shard_map", "in_specs", in_specs, args)))
-        for x, spec in zip(arrays, specs, strict=True):
-            for length, part in zip(x.shape, spec, strict=False):
-                names = part if isinstance(part, tuple) else (part,)
-                local = [axis.local for axis in mesh.axes if axis.name in names]
-                if any(length % n for n in local):
-                    fail(f"axes that divide by the local devices {local} along {part!r}", tuple(x.shape), "Pad it.")
         out_tree: Any = None
-        flat_specs: list[PartitionSpec] = []
 
-        def one_device(*blocks: Any) -> list[Any]:
-            nonlocal out_tree, flat_specs
-            results = fun(*jax.tree.unflatten(in_tree, blocks))
-            outs, out_tree = jax.tree.flatten(results)
-            outs = [jnp.asarray(y) for y in outs]
-            flat_specs = list(map(check, outs, _broadcast_prefix("shard_map", "out_specs", out_specs, results)))
-            return outs
+        def plan() -> _Plan:
+            leaves, in_tree = jax.tree.flatten(args)
+            arrays = [x if hasattr(x, "ndim") else jnp.asarray(x) for x in leaves]
+            specs = list(map(check, arrays, _broadcast_prefix("shard_map", "in_specs", in_specs, args)))
+            for x, spec in zip(arrays, specs, strict=True):
+                for length, part in zip(x.shape, spec, strict=False):
+                    names = part if isinstance(part, tuple) else (part,)
+                    local = math.prod(axis.local for axis in mesh.axes if axis.name in names)
+                    if length % local:
+                        fail(f"an axis that divides by the {local} local devices along {part!r}", x.shape, "Pad it.")
 
-        results = _on_devices(one_device, mesh, arrays, specs, lambda: flat_specs)
+            def one_device(*blocks: Any) -> list[Any]:
+                nonlocal out_tree
+                results = fun(*jax.tree.unflatten(in_tree, blocks))
+                outs, out_tree = jax.tree.flatten(results)
+                outs = [jnp.asarray(y) for y in outs]
+                prefix = _broadcast_prefix("shard_map", "out_specs", out_specs, results)
+                planned.out_specs = list(map(check, outs, prefix))
+                return outs
+
+            planned = _Plan(mesh, one_device, arrays, specs)
+            return planned
+
+        results = _on_devices("shard_map", _name(fun), mesh.comm, plan)
         return jax.tree.unflatten(out_tree, results)
 
     return Jitted(mapped, {"donate_argnums": _indices(donate_argnums)})

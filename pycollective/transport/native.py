@@ -236,15 +236,16 @@ def longest_wait() -> Waiting | None:
     return waiting if library().pycollective_longest_wait(ctypes.byref(waiting)) else None
 
 
-def ffi_lowering(target: str, *, in_place: bool = False) -> Any:
-    """JAX's lowering rule for a handler whose last operand and last result are tokens.
+def ffi_lowering(target: str, in_place: tuple[bool, ...] = ()) -> Any:
+    """JAX's lowering rule for a handler whose first operand and first result are tokens.
 
     Args:
         target: one of ``TARGETS``.
-        in_place: the first result takes the first operand's buffer (XLA copies where it may not).
+        in_place: for each array among the operands, whether the result of the same number takes its buffer (XLA
+            copies where it may not).
     """
-    aliases = {"operand_output_aliases": {0: 0}} if in_place else {}
-    rule = jax.ffi.ffi_lowering(f"pycollective_{target}", has_side_effect=True, **aliases)
+    aliases = {i: i for i, takes in enumerate(in_place, start=1) if takes}  # 0 is the token
+    rule = jax.ffi.ffi_lowering(f"pycollective_{target}", has_side_effect=True, operand_output_aliases=aliases)
 
     def lowering(ctx: Any, *operands: Any, **attributes: int | tuple[int, ...]) -> Any:
         as_int64 = {

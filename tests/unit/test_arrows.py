@@ -13,6 +13,8 @@ PACKAGE = Path(__file__).parents[2] / "pycollective"
 FLOORS = (
     "__init__",
     "spmd",
+    "agreement",
+    "buckets",
     "discharge",
     "discharge_rules",
     "mpi_collectives",
