@@ -1,0 +1,89 @@
+"""The examples with named axes: the same losses on any number of ranks and devices; and the bytes between ranks."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.e2e.launch import is_open_mpi, mpirun
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+DEVICES = {"JAX_NUM_CPU_DEVICES": "4"}
+
+
+def losses(tmp_path: Path, name: str, ranks: int, devices: int, *options: str) -> np.ndarray:
+    file = tmp_path / "losses.json"
+    args = (str(EXAMPLES / name), "--devices", str(devices), "--steps", "10", "--losses", str(file), *options)
+    done = mpirun(ranks, *args, timeout=240, cwd=tmp_path, env=DEVICES)
+    assert done.returncode == 0, done.stderr
+    return np.array(json.loads(file.read_text()))
+
+
+def test_flax_with_batch_norm(tmp_path: Path) -> None:
+    one = losses(tmp_path, "train_flax.py", 1, 1)
+    assert len(one) == 10
+    assert one[-1] < 0.5 * one[0]
+    for ranks, devices in ((1, 4), (2, 2)):
+        np.testing.assert_allclose(losses(tmp_path, "train_flax.py", ranks, devices), one, rtol=1e-4)
+
+
+def test_flax_learns(tmp_path: Path) -> None:
+    done = mpirun(2, str(EXAMPLES / "train_flax.py"), timeout=240, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (accuracy,) = re.findall(r"accuracy\D*(\d\.\d+)", done.stdout)
+    assert float(accuracy) >= 0.97
+
+
+@pytest.fixture(scope="module")
+def gpt_on_one_device(tmp_path_factory: pytest.TempPathFactory) -> np.ndarray:
+    return losses(tmp_path_factory.mktemp("gpt"), "train_gpt.py", 1, 1)
+
+
+# Ranks, devices of each, model parallel: data parallel; the model axis inside each rank; across ranks.
+@pytest.mark.parametrize(("ranks", "devices", "model"), [(2, 2, 1), (2, 2, 2), (2, 1, 2)])
+def test_gpt(ranks: int, devices: int, model: int, tmp_path: Path, gpt_on_one_device: np.ndarray) -> None:
+    one = gpt_on_one_device
+    assert one[-1] < one[0]
+    many = losses(tmp_path, "train_gpt.py", ranks, devices, "--model-parallel", str(model))
+    np.testing.assert_allclose(many, one, rtol=1e-4)
+
+
+COUNT_BYTES = """
+import jax, numpy as np, pycollective as pc
+from jax import lax
+
+comm = pc.init()
+
+def sent():  # bytes over the loopback interface, by all ranks together
+    (line,) = (line for line in open("/proc/net/dev") if line.strip().startswith("lo:"))
+    return int(line.split(":")[1].split()[8])
+
+for local in (1, 2, 4):
+    x = np.ones((local, 1 << 22), np.float32)
+    total = pc.pmap(lambda x: lax.psum(x, "i"), "i")
+    jax.block_until_ready(total(x))
+    comm.mpi.Barrier()
+    before = sent()
+    jax.block_until_ready(total(x))
+    comm.mpi.Barrier()
+    if comm.rank == 0:
+        print("sent", local, (sent() - before) / x[0].nbytes, flush=True)
+"""
+
+
+def test_bytes_between_ranks_do_not_grow_with_the_devices() -> None:
+    if is_open_mpi():
+        pytest.skip("LOUD: only MPICH's settings for TCP within one host are known here")
+    # As between hosts: no shared memory, so what ranks send each other is counted by the kernel.
+    tcp = {"MPIR_CVAR_NOLOCAL": "1", "MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp", "FI_TCP_IFACE": "lo"}
+    done = mpirun(2, "-c", COUNT_BYTES, timeout=120, env={**DEVICES, **tcp})
+    assert done.returncode == 0, done.stderr
+    sent = dict(re.findall(r"^sent (\d) (\S+)$", done.stdout, re.MULTILINE))
+    assert set(sent) == {"1", "2", "4"}
+    for copies in map(float, sent.values()):
+        # Each of R = 2 ranks sends at most 2 (R - 1) / R arrays.
+        assert 1.0 < copies < 2.1
