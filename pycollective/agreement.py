@@ -27,8 +27,10 @@ def agreed(comm: Communicator, where: str, name: str, trace: Callable[[], tuple[
         trace: returns the program, and what the ranks must have in common, a line for each step of it.
 
     Raises:
+        ValueError: ``comm`` was freed.
         RuntimeError: another rank's trace failed, differs, or does not come within ``PYCOLLECTIVE_TIMEOUT``.
     """
+    comm.check_live(where)
     failure: Exception | None = None
     program, lines = None, None
     try:

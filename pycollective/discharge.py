@@ -18,7 +18,7 @@ from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 from jax.extend.core import primitives as jax_primitives
 
-from pycollective.discharge_rules import RULES
+from pycollective.discharge_rules import RULES, bad_params
 from pycollective.errors import message
 from pycollective.mesh import Mesh
 
@@ -58,6 +58,7 @@ def discharge(closed: ClosedJaxpr, mesh: Mesh) -> ClosedJaxpr:
 
     Raises:
         NotImplementedError: a collective that has no rule, or one over our axes and others at once.
+        ValueError: parameters that JAX leaves for XLA to refuse.
     """
     if not _mentions(closed.jaxpr, mesh):
         return closed
@@ -147,10 +148,11 @@ def _map_jaxprs(value: Any, mesh: Mesh, consts: list[Any]) -> Any:
 
 
 def _collective(eqn: JaxprEqn, operands: list[Any], mesh: Mesh) -> Sequence[Any]:
-    def fail(expected: str, got: str, remedy: str) -> NoReturn:
+    def fail(expected: str, got: str, remedy: str, kind: type[Exception] = NotImplementedError) -> NoReturn:
         where = source_info_util.summarize(eqn.source_info)
-        text = message("discharge", expected, f"{got} at {where}", remedy, rank=mesh.comm.rank, size=mesh.comm.size)
-        raise NotImplementedError(text)
+        rank, size = mesh.comm.rank, mesh.comm.size
+        text = message(eqn.primitive.name, expected, f"{got} at {where}", remedy, rank=rank, size=size)
+        raise kind(text)
 
     rule = RULES.get(eqn.primitive.name)
     if rule is None:
@@ -165,9 +167,12 @@ def _collective(eqn: JaxprEqn, operands: list[Any], mesh: Mesh) -> Sequence[Any]
             "Use one call for these axes and another for the others.",
         )
     params = {name: value for name, value in eqn.params.items() if name not in ("axes", "axis_name", "axis_size")}
+    group = mesh.over(ours)
+    if (problem := bad_params(group.size, eqn.primitive.name, params)) is not None:
+        fail(*problem, kind=ValueError)
     if positional:
         params["positional"] = positional
-    return rule(mesh.over(ours), *operands, **params)
+    return rule(group, *operands, **params)
 
 
 # Custom derivatives ---------------------------------------------------------------------------------------

@@ -25,6 +25,28 @@ Rule = Callable[..., Sequence[Any]]
 Groups = tuple[tuple[int, ...], ...] | None
 
 
+def bad_params(size: int, name: str, params: dict[str, Any]) -> tuple[str, str, str] | None:
+    """What is wrong with the parameters of a collective over ``size`` devices: expected, got, remedy.
+
+    Only what JAX's tracing lets through, since XLA would refuse it.
+    """
+    groups = params.get("axis_index_groups")
+    if groups is not None and sorted(i for members in groups for i in members) != list(range(size)):
+        return f"axis_index_groups with each of {size} devices once", f"{name} with {groups}", "List every device once."
+    if groups is not None and name not in ("psum", "pmax", "pmin") and len({len(members) for members in groups}) > 1:
+        return "axis_index_groups of one size", f"{name} with {groups}", "The shape of the result depends on it."
+    ends = list(zip(*params.get("perm", ()), strict=True))
+    if any(len({number % size for number in side}) < len(side) for side in ends):
+        return (
+            "each device once as source and once as destination",
+            f"{name} with perm={params['perm']}",
+            "Use two calls.",
+        )
+    if name == "pbroadcast" and not 0 <= params["source"] < size:
+        return f"source from 0 to {size - 1}", f"{name} with source={params['source']}", "Name a device of the axis."
+    return None
+
+
 def _members(group: Group, groups: Sequence[Sequence[int]]) -> Array:
     """The devices of this one's group among groups of equal sizes; shape (size of a group,)."""
     table = np.zeros((group.size, len(groups[0])), np.int32)
@@ -144,7 +166,8 @@ def _all_to_all(
 
 
 def _ppermute(group: Group, x: Array, *, perm: Sequence[tuple[int, int]]) -> list[Array]:
-    pairs = tuple((group.numbers[source], group.numbers[dest]) for source, dest in perm)
+    size = group.size  # numbers wrap around, as in JAX
+    pairs = tuple((group.numbers[source % size], group.numbers[dest % size]) for source, dest in perm)
     return [primitives.ppermute(x, comm=group, perm=pairs)]
 
 

@@ -12,14 +12,14 @@ import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
 from jax import lax
 
-from pycollective.communicator import Communicator, devices_of_this_rank, world
-from pycollective.errors import message
+from pycollective import checks
+from pycollective.communicator import Communicator, devices_of_this_rank
 from pycollective.transport import native
 
 AxisName = Hashable
@@ -238,17 +238,19 @@ def make_mesh(
         >>> mesh.shape["data"] >= pc.world().size and mesh.shape["model"] == 1
         True
     """
-    comm = world() if comm is None else comm
+    comm = checks.communicator("make_mesh", comm)
     own = devices_of_this_rank() if devices is None else tuple(devices)
     names = tuple(axis_names)
     total = comm.size * len(own)
 
-    def fail(expected: str, got: Any, remedy: str) -> None:
-        raise ValueError(message("make_mesh", expected, got, remedy, rank=comm.rank, size=comm.size))
+    def fail(expected: str, got: Any, remedy: str) -> NoReturn:
+        checks.fail(ValueError, "make_mesh", comm, expected, got, remedy)
 
+    if len(set(own)) < len(own):
+        fail("each device once", own, "Name each device of this rank once.")
     if len(names) != len(axis_shapes) or len(set(names)) != len(names):
         fail("a name of its own for each axis", f"shapes {tuple(axis_shapes)}, names {names}", "Name each axis once.")
-    sizes = [int(size) for size in axis_shapes]
+    sizes = [checks.integer("make_mesh", comm, "each size", size) for size in axis_shapes]
     if sizes.count(-1) == 1:
         rest = math.prod(size for size in sizes if size != -1)
         sizes[sizes.index(-1)] = total // rest if rest else 0

@@ -212,6 +212,9 @@ class Region:
         self._donates = donates
         self._devices: set[tuple[jax.Device, ...]] = set()
 
+    def __repr__(self) -> str:  # JAX's messages name the function so
+        return repr(self._fun)
+
     @property
     def devices(self) -> tuple[jax.Device, ...] | None:
         return next(iter(self._devices)) if len(self._devices) == 1 else None

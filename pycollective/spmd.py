@@ -18,9 +18,9 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
-from pycollective import buckets, discharge, ordering, primitives
+from pycollective import buckets, checks, discharge, ordering, primitives
 from pycollective.agreement import agreed
-from pycollective.communicator import Communicator, devices_of_this_rank, world
+from pycollective.communicator import Communicator, devices_of_this_rank
 from pycollective.errors import message
 from pycollective.mesh import AxisName, Mesh, line
 
@@ -136,7 +136,7 @@ def jit(
     """
     if fun is None:
         return functools.partial(jit, axis_name=axis_name, comm=comm, **options)
-    ranks = world() if comm is None else comm  # MPI and the transport start before anything is compiled
+    ranks = checks.communicator("jit", comm)  # MPI and the transport start before anything is compiled
     if axis_name is None:
         return Jitted(fun, options)
     return Jitted(_named(fun, line(axis_name, ranks, devices_of_this_rank()[:1])), options)
@@ -318,12 +318,17 @@ def pmap(
     }
     if fun is None:
         return functools.partial(pmap, axis_name=axis_name, **options)
-    ranks = world() if comm is None else comm
+    ranks = checks.communicator("pmap", comm)
     name = "mapped axis" if axis_name is None else axis_name
     statics = _indices(static_broadcasted_argnums)
 
     def fail(expected: str, got: Any, remedy: str) -> NoReturn:
-        raise ValueError(message("pmap", expected, got, remedy, rank=ranks.rank, size=ranks.size))
+        checks.fail(ValueError, "pmap", ranks, expected, got, remedy)
+
+    for which, tree in (("in_axes", in_axes), ("out_axes", out_axes)):
+        for axis in jax.tree.leaves(tree):
+            if not isinstance(axis, int):
+                fail(f"{which} to be ints, None, or trees of them", repr(axis), "Write 0 for the leading axis.")
 
     def mesh_for(arrays: Sequence[Any], axes: Sequence[int | None]) -> Mesh:
         own = devices_of_this_rank() if devices is None else tuple(devices)
@@ -334,7 +339,13 @@ def pmap(
             lengths += [x.shape[axis]] if axis is not None else []
         if not lengths and axis_size is None and devices is None:
             fail("an argument with a mapped axis", f"in_axes={in_axes}", "Map one, or pass axis_size.")
-        local = lengths[0] if lengths else len(own) if axis_size is None else axis_size // ranks.size
+        if axis_size is not None and not lengths:
+            local = axis_size // ranks.size
+            if local * ranks.size != axis_size or not 1 <= local <= len(own):
+                most = ranks.size * len(own)
+                fail(f"axis_size to be a multiple of {ranks.size} ranks, at most {most}", axis_size, "See jax.pmap.")
+        else:
+            local = lengths[0] if lengths else len(own)
         if len(set(lengths)) > 1:
             fail("mapped axes of one length", f"lengths {lengths}", "Each has one entry for each local device.")
         if not 1 <= local <= len(own) or (devices is not None and local != len(own)):
@@ -376,10 +387,11 @@ def pmap(
                 results = fun(*filled, **keywords)
                 outs, out_tree = jax.tree.flatten(results)
                 outs = [jnp.asarray(y) for y in outs]
-                out_places = [
-                    None if axis is None else axis % (y.ndim + 1)
-                    for y, axis in zip(outs, _broadcast_prefix("pmap", "out_axes", out_axes, results), strict=True)
-                ]
+                out_places = []
+                for y, axis in zip(outs, _broadcast_prefix("pmap", "out_axes", out_axes, results), strict=True):
+                    if axis is not None and not -y.ndim - 1 <= axis <= y.ndim:
+                        fail(f"out_axes from {-y.ndim - 1} to {y.ndim} for shape {y.shape}", axis, "Check out_axes.")
+                    out_places.append(None if axis is None else axis % (y.ndim + 1))
                 planned.out_specs = [spec(at) for at in out_places]
                 return [y if at is None else jnp.expand_dims(y, at) for y, at in zip(outs, out_places, strict=True)]
 
@@ -435,8 +447,11 @@ def shard_map(
             shard_map, mesh=mesh, in_specs=in_specs, out_specs=out_specs, donate_argnums=donate_argnums
         )
 
+    if not isinstance(mesh, Mesh):
+        checks.fail(TypeError, "shard_map", None, "a pycollective.Mesh", repr(mesh), "Make it with pc.make_mesh.")
+
     def fail(expected: str, got: Any, remedy: str) -> NoReturn:
-        raise ValueError(message("shard_map", expected, got, remedy, rank=mesh.comm.rank, size=mesh.comm.size))
+        checks.fail(ValueError, "shard_map", mesh.comm, expected, got, remedy)
 
     def check(x: Any, spec: Any) -> PartitionSpec:
         if not isinstance(spec, PartitionSpec):

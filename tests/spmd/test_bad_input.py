@@ -29,10 +29,6 @@ needs_two = pytest.mark.skipif(SIZE < 2, reason="LOUD: needs two ranks (run unde
 needs_several = pytest.mark.skipif(TOTAL < 2, reason="LOUD: needs two devices")
 
 
-def poor(reason: str) -> Any:
-    return pytest.mark.xfail(strict=True, reason=reason)
-
-
 def total(*args: Any) -> Any:
     return lax.psum(args[0], "i")
 
@@ -90,8 +86,8 @@ def test_wrong_axis_size(wrong: Any) -> None:
     "wrong",
     [
         pytest.param(SIZE + 1, marks=needs_two),
-        pytest.param(100 * SIZE, marks=poor("speaks of a mapped axis of length 100 where nothing is mapped")),
-        pytest.param(0, marks=poor("speaks of a mapped axis of length 0 where nothing is mapped")),
+        100 * SIZE,
+        0,
     ],
     ids=["does not divide", "too many", "none"],
 )
@@ -118,7 +114,6 @@ def test_in_axes_out_of_range(axis: int, x: Any) -> None:
         pc.pmap(total, "i", in_axes=axis)(x)
 
 
-@poor("a raw TypeError: '<=' not supported between instances of 'int' and 'str'; not all arguments converted ...")
 @pytest.mark.parametrize("name", ["in_axes", "out_axes"])
 def test_axes_that_are_no_numbers(name: str) -> None:
     with pytest.raises((TypeError, ValueError), match=rf"pmap: expected {name} .*got '?a'?"):
@@ -137,7 +132,6 @@ def test_out_axes_that_are_no_prefix(fun: Any, out_axes: Any) -> None:
         pc.pmap(fun, "i", out_axes=out_axes)(X)
 
 
-@poor("taken modulo the number of axes: out_axes=5 puts the mapped axis at 1")
 @pytest.mark.parametrize("axis", [2, 5, -3])
 def test_out_axes_out_of_range(axis: int) -> None:
     with pytest.raises(ValueError, match=rf"pmap: expected out_axes .*got {axis} "):
@@ -239,14 +233,12 @@ def test_specs_that_are_no_prefix(in_specs: Any, out_specs: Any, name: str) -> N
 @pytest.mark.skipif(D < 2, reason="LOUD: needs two local devices")
 @pytest.mark.parametrize(("spec", "shape"), [(P("i"), (D + 1, 3)), (P(None, "i"), (3, D + 1)), (P(("i",)), (D - 1,))])
 def test_block_that_does_not_divide(spec: Any, shape: tuple[int, ...]) -> None:
-    text = (
-        rf"shard_map: expected axes that divide by the local devices \[{D}\] along .*'i'.*, got \({shape[0]}.*\) {HERE}"
-    )
+    block = rf"\({shape[0]}.*\)"
+    text = rf"shard_map: expected an axis that divides by the {D} local devices along .*'i'.*, got {block} {HERE}"
     with pytest.raises(ValueError, match=text):
         call(total, spec, spec, np.ones(shape))
 
 
-@poor("AttributeError: 'Mesh' object has no attribute 'axes' or 'comm'")
 def test_a_mesh_of_jax() -> None:
     theirs = jax.make_mesh((1,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
     with pytest.raises(TypeError, match=r"shard_map: expected a .*Mesh"):
@@ -272,7 +264,6 @@ def test_names_of_a_mesh(names: tuple[str, ...]) -> None:
         pc.make_mesh((TOTAL, 1), names)
 
 
-@poor("the fraction is dropped: a mesh of one device fewer would be made, or none is missed")
 def test_sizes_that_are_no_integers() -> None:
     with pytest.raises((TypeError, ValueError), match="make_mesh: expected"):
         pc.make_mesh((TOTAL + 0.5,), ("i",))  # type: ignore[list-item]
@@ -317,7 +308,6 @@ def test_groups_with_a_device_twice(name: str) -> None:
 
 @needs_several
 @pytest.mark.parametrize("name", sorted(GROUPED))
-@poor("a device in no group gets zeros, or another's: nobody checks, since JAX leaves it to XLA")
 def test_groups_that_leave_a_device_out(name: str) -> None:
     with pytest.raises(ValueError, match="axis_index_groups"):
         pc.pmap(lambda x: GROUPED[name](x, [[0]]), "i")(X)
@@ -325,26 +315,19 @@ def test_groups_that_leave_a_device_out(name: str) -> None:
 
 @pytest.mark.skipif(TOTAL < 3, reason="LOUD: needs three devices")
 @pytest.mark.parametrize("name", ["all_gather", "psum_scatter", "all_to_all"])
-@poor("NumPy's: shape mismatch: value array of shape (7,) ...; psum_scatter gives a result")
 def test_groups_of_different_sizes(name: str) -> None:
     with pytest.raises(ValueError, match="axis_index_groups"):
         pc.pmap(lambda x: GROUPED[name](x, [[0], list(range(1, TOTAL))]), "i")(X)
 
 
 @pytest.mark.parametrize(
-    "perm",
-    [
-        pytest.param([(0, 99)], marks=poor("IndexError: tuple index out of range; JAX takes it modulo the size")),
-        pytest.param([(0, 0), (0, 0)], marks=poor("gives zeros; JAX: sources and destinations ... unique")),
-    ],
-    ids=["out of range", "twice"],
+    "perm", [[(0, 0), (0, 0)], [(0, 0), (TOTAL, TOTAL)]], ids=["twice", "twice, by another number"]
 )
 def test_perm(perm: Any) -> None:
     with pytest.raises(ValueError, match="ppermute"):
         pc.pmap(lambda x: lax.ppermute(x, "i", perm), "i")(X)
 
 
-@poor("IndexError: tuple index out of range")
 def test_pbroadcast_source() -> None:
     with pytest.raises(ValueError, match="pbroadcast: expected"):
         pc.pmap(lambda x: lax.pbroadcast(x, "i", 99), "i")(X)
@@ -470,7 +453,6 @@ def test_freed_communicator(world: pc.Communicator) -> None:
         pc.jit(total, axis_name="i", comm=freed(world))(X)
 
 
-@poor("no error before the first collective")
 def test_mesh_over_a_freed_communicator(world: pc.Communicator) -> None:
     comm = freed(world)
     with pytest.raises(ValueError, match=FREED):
@@ -492,7 +474,6 @@ def test_communicator_freed_before_a_call(world: pc.Communicator) -> None:
 
 
 @pytest.mark.parametrize("wrong", [MPI.COMM_WORLD, "world"], ids=["mpi4py", "str"])
-@poor("TypeError: unhashable type: 'mpi4py.MPI.Intracomm'; AttributeError; or none until the first call")
 def test_not_a_communicator(wrong: Any) -> None:
     for program in (
         lambda: pc.make_mesh((-1,), ("i",), comm=wrong),
@@ -512,16 +493,19 @@ def test_ranks_that_disagree(kind: str, world: pc.Communicator) -> None:
     odd = world.rank == world.size - 1
     x = np.ones((D, 4 if odd and kind == "shape" else 3), np.int32 if odd and kind == "dtype" else np.float32)
     fun = (lambda x: lax.pmax(x, "i")) if odd and kind == "operation" else total
-    with pytest.raises(RUNTIME_ERRORS, match=r"expected the same call on every rank, got .* here and .* on rank \d"):
+    with pytest.raises(
+        RuntimeError, match=rf"pmap: expected the same program on every rank, here with .*, got .* {HERE}"
+    ):
         pc.pmap(fun, "i", comm=comm)(x).block_until_ready()
 
 
-@pytest.mark.skip(reason="LOUD: hangs, each rank inside its own call (xfail would end the job)")
 @pytest.mark.skipif(SIZE < 2 or D < 2, reason="LOUD: needs two ranks of two devices")
 @pytest.mark.parametrize("name", ["psum", "all_gather"])
 def test_ranks_that_map_different_numbers_of_devices(name: str, world: pc.Communicator) -> None:
     comm = world.split(color=0)
     assert comm is not None
     count = 1 if world.rank == world.size - 1 else 2
-    with pytest.raises(RUNTIME_ERRORS, match=r"expected .* on every rank"):
+    with pytest.raises(
+        RuntimeError, match=rf"pmap: expected the same program on every rank, here with .*, got .* {HERE}"
+    ):
         pc.pmap(lambda x: getattr(lax, name)(x, "i"), "i", comm=comm)(X[:count]).block_until_ready()
