@@ -36,9 +36,9 @@ def bad_params(size: int, name: str, params: dict[str, Any]) -> tuple[str, str, 
     if groups is not None and name not in ("psum", "pmax", "pmin") and len({len(members) for members in groups}) > 1:
         return "axis_index_groups of one size", f"{name} with {groups}", "The shape of the result depends on it."
     ends = list(zip(*params.get("perm", ()), strict=True))
-    if any(len({number % size for number in side}) < len(side) for side in ends):
+    if any(len({i % size for i in side}) < len(side) or not set(side) <= set(range(-size, size)) for side in ends):
         return (
-            "each device once as source and once as destination",
+            f"numbers from 0 to {size - 1}, each once as source and once as destination",
             f"{name} with perm={params['perm']}",
             "Use two calls.",
         )
@@ -166,8 +166,8 @@ def _all_to_all(
 
 
 def _ppermute(group: Group, x: Array, *, perm: Sequence[tuple[int, int]]) -> list[Array]:
-    size = group.size  # numbers wrap around, as in JAX
-    pairs = tuple((group.numbers[source % size], group.numbers[dest % size]) for source, dest in perm)
+    # A negative number counts from the end, as in JAX.
+    pairs = tuple((group.numbers[source % group.size], group.numbers[dest % group.size]) for source, dest in perm)
     return [primitives.ppermute(x, comm=group, perm=pairs)]
 
 

@@ -54,7 +54,7 @@ LINEAR: dict[str, Function] = {
     "ppermute": lambda x: lax.ppermute(x, "i", _ring(1)),
     "ppermute backwards": lambda x: lax.ppermute(x, "i", _ring(-2)),
     "ppermute partial": lambda x: lax.ppermute(x, "i", _ring(1)[:-1]),
-    "ppermute past the end": lambda x: lax.ppermute(x, "i", [(k, k + 1) for k in range(lax.axis_size("i"))]),
+    "ppermute from the end": lambda x: lax.ppermute(x, "i", [(k, k - 1) for k in range(lax.axis_size("i"))]),
     "pshuffle": lambda x: lax.pshuffle(x, "i", list(range(lax.axis_size("i")))[::-1]),
     "pswapaxes": lambda x: lax.pswapaxes(_blocks(x), "i", 0),
     "two after each other": lambda x: lax.psum(

@@ -321,7 +321,9 @@ def test_groups_of_different_sizes(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "perm", [[(0, 0), (0, 0)], [(0, 0), (TOTAL, TOTAL)]], ids=["twice", "twice, by another number"]
+    "perm",
+    [[(0, 0), (0, 0)], [(0, 0), (-TOTAL, 1)], [(0, 99)], [(-99, 0)]],
+    ids=["twice", "twice again", "past the end", "too low"],
 )
 def test_perm(perm: Any) -> None:
     with pytest.raises(ValueError, match="ppermute"):
