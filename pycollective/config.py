@@ -25,14 +25,14 @@ class Config:
         allow_singleton: accept a world of one process under a launcher that started several
             (``PYCOLLECTIVE_ALLOW_SINGLETON``, default off).
         bucket_bytes: psums that do not depend on each other travel together in buffers of this many bytes; 0: each by
-            itself (``PYCOLLECTIVE_BUCKET_BYTES``, default 4 MiB). The same on all ranks.
+            itself (``PYCOLLECTIVE_BUCKET_BYTES``, default 1 MiB). The same on all ranks.
     """
 
     check: int = 1
     malloc: bool = True
     timeout: float | None = None
     allow_singleton: bool = False
-    bucket_bytes: int = 4 << 20
+    bucket_bytes: int = 1 << 20
 
 
 def _choice(environ: Mapping[str, str], name: str, values: Mapping[str, object], default: object) -> object:
@@ -85,7 +85,7 @@ def read(environ: Mapping[str, str]) -> Config:
         malloc=_choice(environ, "PYCOLLECTIVE_MALLOC", _BOOLEANS, True),  # type: ignore[arg-type]
         timeout=_seconds(environ, "PYCOLLECTIVE_TIMEOUT"),
         allow_singleton=_choice(environ, "PYCOLLECTIVE_ALLOW_SINGLETON", _BOOLEANS, False),  # type: ignore[arg-type]
-        bucket_bytes=_bytes(environ, "PYCOLLECTIVE_BUCKET_BYTES", 4 << 20),
+        bucket_bytes=_bytes(environ, "PYCOLLECTIVE_BUCKET_BYTES", 1 << 20),
     )
 
 
