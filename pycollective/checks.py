@@ -59,7 +59,7 @@ def by_name(where: str, axis_name: Any, function: Callable[..., Any], *args: Any
                 where,
                 "an axis name bound by a transform around this call, or a Communicator",
                 str(error),
-                "Bind it with jax.vmap(axis_name=...) or jax.shard_map, or pass pycollective.world().",
+                "Bind it with pycollective.pmap, jit(axis_name=...) or shard_map, or pass pycollective.world().",
             )
         ) from None
     return function(*args, **kwargs)

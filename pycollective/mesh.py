@@ -64,6 +64,19 @@ class Mesh:
     devices: tuple[jax.Device, ...]
     axes: tuple[Axis, ...]
 
+    def __post_init__(self) -> None:
+        # Found here, while all ranks trace: at run time the others of its team would wait for such a device.
+        unknown = [device for device in self.devices if device not in devices_of_this_rank()]
+        if unknown:
+            checks.fail(
+                ValueError,
+                "Mesh",
+                self.comm,
+                "a device of pycollective.init(devices=...)",
+                unknown,
+                "Name it in init, before anything else uses the package.",
+            )
+
     def __repr__(self) -> str:
         shape = ", ".join(f"{axis.name!r}: {axis.size}" for axis in self.axes)
         return f"Mesh({{{shape}}}, {len(self.devices)} device(s) on each of {self.comm.size} rank(s))"

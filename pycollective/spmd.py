@@ -76,6 +76,7 @@ def _named(fun: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
             return outs
 
         def trace() -> tuple[ClosedJaxpr, list[str]]:
+            _check_unbound("jit", mesh)
             closed = discharge.bind_axes(flat, mesh, *arrays)
             return closed, [repr(mesh), *discharge.collectives(closed.jaxpr, mesh)]
 
@@ -222,6 +223,7 @@ def _on_devices(where: str, name: str, comm: Communicator, plan: Callable[[], _P
     def trace() -> tuple[tuple[_Plan, ClosedJaxpr], list[str]]:
         planned = plan()
         mesh = planned.mesh
+        _check_unbound(where, mesh)
         closed = discharge.bind_axes(planned.fun, mesh, *map(planned.block, planned.arrays, planned.in_specs))
         return (planned, closed), [repr(mesh), *discharge.collectives(closed.jaxpr, mesh)]
 
@@ -250,6 +252,22 @@ def _shared(identity: Callable[..., Any], mesh: Mesh, x: Any, spec: PartitionSpe
     """``identity(x)`` over the ranks that have the same block under ``spec``, for what can have a cotangent."""
     comm = _same_on(mesh, spec)
     return identity(x, comm=comm) if comm is not None and jnp.issubdtype(x.dtype, jnp.inexact) else x
+
+
+def _check_unbound(where: str, mesh: Mesh) -> None:
+    for axis in mesh.axes:
+        try:
+            jax.lax.axis_size(axis.name)
+        except NameError:
+            continue
+        checks.fail(
+            ValueError,
+            where,
+            mesh.comm,
+            f"an axis name that nothing around binds, for {mesh!r}",
+            repr(axis.name),
+            "Give each of nested axes a name of its own.",
+        )
 
 
 def _name(fun: Callable[..., Any]) -> str:

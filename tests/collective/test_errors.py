@@ -242,7 +242,7 @@ def test_frozen(world: pc.Communicator) -> None:
     [
         ({"transport": "pigeon"}, ValueError, r"init: expected transport to be one of \['native'\], got 'pigeon'"),
         ({"timeout": 0}, ValueError, "init: expected timeout to be a positive number of seconds, got 0"),
-        ({"devices": 99}, ValueError, "init: expected devices from 1 to 4, got 99"),
+        ({"devices": 99}, ValueError, r"init: expected devices from 1 to \d+, got 99"),
         ({"devices": "cpu"}, TypeError, "init: expected devices: a number or a sequence of jax.Device, got 'cpu'"),
         ({"devices": 2}, ValueError, "init: expected the devices of the first call"),
         ({"comm": MPI.COMM_SELF}, ValueError, "init: expected the world of the first call"),

@@ -163,18 +163,26 @@ def test_not_an_array(function: Any, wrong: Any) -> None:
 
 
 @pytest.mark.skipif(jax.local_device_count() == D, reason="LOUD: pc.init took all local devices")
-def test_devices_that_init_does_not_know() -> None:
-    devices = jax.local_devices()[-1:]
-    with pytest.raises(
-        RUNTIME_ERRORS, match=r"expected a device of pycollective.init\(devices=...\), got CPU device \d"
-    ):
-        pc.pmap(total, "i", devices=devices)(X[:1]).block_until_ready()
-    spec = P("i")
-    with pytest.raises(
-        RUNTIME_ERRORS, match=r"expected a device of pycollective.init\(devices=...\), got CPU device \d"
-    ):
-        mapped = pc.shard_map(total, mesh=mesh(devices=devices), in_specs=spec, out_specs=spec)
-        mapped(X[:1]).block_until_ready()
+def test_devices_that_init_does_not_know(world: pc.Communicator) -> None:
+    devices = [*pc.communicator.devices_of_this_rank(), jax.local_devices()[-1]]
+    text = rf"Mesh: expected a device of pycollective.init\(devices=...\), got \[CpuDevice\(id=\d\)\] {HERE}"
+    with pytest.raises(ValueError, match=text):
+        pc.pmap(total, "i", devices=devices)(np.ones((D + 1, 3)))
+    with pytest.raises(ValueError, match=text):
+        mesh(devices=devices)
+
+
+@pytest.mark.parametrize("where", ["pmap", "jit", "shard_map"])
+def test_axis_name_bound_twice(where: str) -> None:
+    inner = {
+        "pmap": lambda x: pc.pmap(total, "i")(x[None]),
+        "jit": pc.jit(total, axis_name="i"),
+        "shard_map": pc.shard_map(total, mesh=mesh(), in_specs=P(), out_specs=P()),
+    }[where]
+    text = rf"{where}: expected an axis name that nothing around binds, for Mesh.*, got 'i' {HERE}"
+    for program in (lambda: pc.pmap(inner, "i")(X), lambda: jax.vmap(inner, axis_name="i")(X)):
+        with pytest.raises(ValueError, match=text):
+            program()
 
 
 # shard_map and meshes -------------------------------------------------------------------------------------
