@@ -1,7 +1,7 @@
 """jaxpr -> jaxpr: jax.lax's collectives over the axes of a mesh become primitives over its groups of devices.
 
 :func:`jax.make_jaxpr` traces a function whose axes are bound to their full sizes; JAX's own rules have then
-differentiated and batched its collectives. :func:`discharge` evaluates that jaxpr once more under a trace: equations
+differentiated and batched its collectives. :func:`evaluate` goes through that jaxpr once more under a trace: equations
 without our axes are bound again as they are, those that hold jaxprs with ours get them discharged, and a collective
 over our axes is replaced as ``discharge_rules`` says. Collectives over other axes are left alone.
 """
@@ -53,8 +53,16 @@ def collectives(jaxpr: Any, mesh: Mesh) -> list[str]:
     return lines
 
 
+def evaluate(closed: ClosedJaxpr, mesh: Mesh, *args: Any) -> list[Any]:
+    """``closed`` on ``args`` with every collective over the axes of ``mesh`` replaced, under the caller's trace.
+
+    The caller binds the local names of axes with several local devices. Raises as :func:`discharge`.
+    """
+    return _evaluate(closed.jaxpr, closed.consts, args, mesh)
+
+
 def discharge(closed: ClosedJaxpr, mesh: Mesh) -> ClosedJaxpr:
-    """Replaces every collective over the axes of ``mesh``.
+    """The same as a jaxpr.
 
     Raises:
         NotImplementedError: a collective that has no rule, or one over our axes and others at once.

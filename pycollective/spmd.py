@@ -15,7 +15,7 @@ from typing import Any, Generic, NoReturn, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import PartitionSpec
 
 from pycollective import buckets, checks, discharge, ordering, primitives
@@ -80,8 +80,8 @@ def _named(fun: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
             closed = discharge.bind_axes(flat, mesh, *arrays)
             return closed, [repr(mesh), *discharge.collectives(closed.jaxpr, mesh)]
 
-        closed = discharge.discharge(agreed(mesh.comm, "jit", _name(fun), trace), mesh)
-        return jax.tree.unflatten(out_tree, jaxpr_as_fun(closed)(*arrays))
+        closed = agreed(mesh.comm, "jit", _name(fun), trace)
+        return jax.tree.unflatten(out_tree, discharge.evaluate(closed, mesh, *arrays))
 
     return bound
 
@@ -229,11 +229,10 @@ def _on_devices(where: str, name: str, comm: Communicator, plan: Callable[[], _P
 
     planned, closed = agreed(comm, where, name, trace)
     mesh = planned.mesh
-    body = jaxpr_as_fun(discharge.discharge(closed, mesh))
 
     def one_device(*blocks: Any) -> tuple[Any, ...]:
         shared = [_shared(primitives.fan_out, mesh, *pair) for pair in zip(blocks, planned.in_specs, strict=True)]
-        results = zip(body(*shared), planned.out_specs, strict=True)
+        results = zip(discharge.evaluate(closed, mesh, *shared), planned.out_specs, strict=True)
         return tuple(_shared(primitives.replicated, mesh, *pair) for pair in results)
 
     if mesh.devices == (jax.local_devices()[0],):  # where JAX runs a program by default
