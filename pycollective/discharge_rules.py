@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from pycollective import primitives
@@ -47,20 +46,30 @@ def bad_params(size: int, name: str, params: dict[str, Any]) -> tuple[str, str, 
     return None
 
 
+def _numbers(values: Sequence[int]) -> Array:
+    """A small vector of scalars, which need no constant of a jaxpr: not every equation's jaxpr may have any."""
+    return lax.concatenate([lax.full((1,), value, jnp.int32) for value in values], 0)
+
+
+def _own_group(group: Group, groups: Sequence[Sequence[int]]) -> tuple[Array, Array]:
+    """For each device: whether it is in this one's group, and its place in its own; shapes (size,)."""
+    group_of = {member: i for i, members in enumerate(groups) for member in members}
+    place_of = {member: place for members in groups for place, member in enumerate(members)}
+    ids = _numbers([group_of[device] for device in range(group.size)])
+    places = _numbers([place_of[device] for device in range(group.size)])
+    return ids == ids[group.index()], places
+
+
 def _members(group: Group, groups: Sequence[Sequence[int]]) -> Array:
-    """The devices of this one's group among groups of equal sizes; shape (size of a group,)."""
-    table = np.zeros((group.size, len(groups[0])), np.int32)
-    for members in groups:
-        table[list(members)] = members
-    return jnp.asarray(table)[group.index()]
+    """The devices of this one's group, for groups of equal sizes, in its order; shape (size of a group,)."""
+    taken, places = _own_group(group, groups)
+    at = taken[None, :] & (places[None, :] == lax.iota(jnp.int32, len(groups[0]))[:, None])
+    return jnp.sum(jnp.where(at, lax.iota(jnp.int32, group.size)[None, :], 0), axis=1, dtype=jnp.int32)
 
 
 def _place(group: Group, groups: Sequence[Sequence[int]]) -> Array:
     """This device's place in its group."""
-    table = np.zeros(group.size, np.int32)
-    for members in groups:
-        table[list(members)] = range(len(members))
-    return jnp.asarray(table)[group.index()]
+    return _own_group(group, groups)[1][group.index()]
 
 
 def _gathered(group: Group, x: Array) -> Array:
@@ -91,12 +100,9 @@ def _reduction(op: str, reduce: Callable[..., Array]) -> Rule:
     def over_groups(group: Group, xs: Sequence[Array], groups: tuple[tuple[int, ...], ...]) -> list[Array]:
         if group.local == 1:
             return primitives.allreduce_all(xs, comm=group.comm.groups(groups), op=op)
-        table = np.zeros((group.size, group.size), bool)
-        for members in groups:
-            table[np.ix_(members, members)] = True
 
         def one(x: Array) -> Array:
-            taken = jnp.asarray(table)[group.index()].reshape(-1, *[1] * x.ndim)
+            taken = _own_group(group, groups)[0].reshape(-1, *[1] * x.ndim)
             own = lax.broadcast(x, (group.size,))
             neutral = jnp.zeros_like(own) if op == "sum" else own  # once more itself: no other extreme
             return reduce(jnp.where(taken, _gathered(group, x), neutral), axis=0, dtype=x.dtype)

@@ -354,7 +354,7 @@ def mixed(*args: Array) -> Array:
     """Something that depends on each argument, alike on all devices."""
     total: Array = jnp.float32(0)
     for k, (x, axes) in enumerate(zip(args, (NAMES, "data", "model", NAMES[::-1], NAMES), strict=True)):
-        y = lax.psum(jnp.sin(x), axes) * lax.ppermute(x, axes, [(0, lax.axis_size(axes) - 1)])
+        y = lax.psum(jnp.sin(x), axes) * lax.ppermute(x, NAMES, [(0, lax.axis_size(NAMES) - 1)])
         z = lax.psum_scatter(jnp.ravel(lax.all_gather(x, axes)) ** 2, axes, tiled=True)
         total = total + (k + 1) * jnp.sum(y) + jnp.sum(jnp.cos(z))
     return lax.pmean(total, NAMES)
