@@ -9,7 +9,10 @@ import pycollective as pc
 from tests.under_mpirun import *  # noqa: F403
 from tests.under_mpirun import SIZE
 
-LOCAL = {1: (1, 4), 2: (1, 2, 4), 4: (2,)}.get(SIZE, (1,))
+_LOCAL = {1: (1, 4), 2: (1, 2, 4), 4: (2,)}
+if SIZE not in _LOCAL:
+    raise pytest.UsageError(f"tests/spmd: expected {sorted(_LOCAL)} ranks, whose products divide 8, got {SIZE}")
+LOCAL = _LOCAL[SIZE]
 """Local devices by the number of ranks; the oracle needs ranks x devices in one process."""
 
 FEW = {2: (2,)}.get(SIZE, LOCAL[-1:])
