@@ -116,7 +116,7 @@ PLACES = (in_scan, in_cond, in_switch, in_checkpoint, in_jit, in_custom_jvp, in_
 
 @pytest.mark.parametrize("place", [lambda f: f, *PLACES], ids=["itself", *(place.__name__ for place in PLACES)])
 def test_gradient_inside(place: Callable[[Function], Function], world: pc.Communicator, few: int) -> None:
-    compare(world, few, each(table_for(place), lambda f: gradient(place(f))), stacked(world, few), tolerance=1e-3)
+    compare(world, few, each(table_for(place), lambda f: gradient(place(f))), stacked(world, few), tolerance=1e-4)
 
 
 def test_jvp_linearize_and_second_order_inside(world: pc.Communicator, few: int) -> None:
@@ -133,7 +133,7 @@ def test_jvp_linearize_and_second_order_inside(world: pc.Communicator, few: int)
         return lambda x: jax.grad(lambda x: jnp.vdot(gradient(f)(x), x))(x)
 
     for transform in (jvp, linear, second, reverse_twice):
-        compare(world, few, each(LINEAR, transform), stacked(world, few), tolerance=1e-3)
+        compare(world, few, each(LINEAR, transform), stacked(world, few), tolerance=1e-4)
 
 
 # From outside ---------------------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ def loss_of(mapped: Callable[..., Any]) -> Callable[..., Array]:
 )
 def test_gradient_outside(place: Callable[[Function], Function], world: pc.Communicator, few: int) -> None:
     around = lambda mapped: jax.grad(loss_of(mapped))
-    compare(world, few, each(LINEAR, place), stacked(world, few), around=around, tolerance=1e-3)
+    compare(world, few, each(LINEAR, place), stacked(world, few), around=around, tolerance=1e-4)
 
 
 def test_gradient_outside_of_shared_values(world: pc.Communicator, local: int) -> None:
