@@ -32,7 +32,7 @@ def test_flax_with_batch_norm(tmp_path: Path) -> None:
 
 
 def test_flax_learns(tmp_path: Path) -> None:
-    done = mpirun(2, str(EXAMPLES / "train_flax.py"), timeout=240, cwd=tmp_path)
+    done = mpirun(2, str(EXAMPLES / "train_flax.py"), timeout=240, cwd=tmp_path, env={"JAX_NUM_CPU_DEVICES": "1"})
     assert done.returncode == 0, done.stderr
     (accuracy,) = re.findall(r"accuracy\D*(\d\.\d+)", done.stdout)
     assert float(accuracy) >= 0.97
