@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
+from pycollective import lifecycle
 from pycollective.communicator import Communicator
 from pycollective.config import config
 from pycollective.errors import message
@@ -17,14 +16,14 @@ _NOTICE_S = 30.0
 """How long a rank waits for the others' traces before it says so."""
 
 
-def agreed(comm: Communicator, where: str, name: str, trace: Callable[[], tuple[T, Sequence[str]]]) -> T:
-    """``trace()[0]``, if it succeeds on all ranks and its second part is the same there. All must make this call.
+def agreed(comm: Communicator, where: str, name: str, trace: Callable[[], tuple[T, Callable[[], list[str]]]]) -> T:
+    """``trace()[0]``, if it succeeds on all ranks and its second part says the same there. All must make this call.
 
     Args:
         comm: the ranks.
         where: for messages.
         name: of the program, for messages.
-        trace: returns the program, and what the ranks must have in common, a line for each step of it.
+        trace: returns the program, and a function that says what the ranks must have in common, line by line.
 
     Raises:
         ValueError: ``comm`` was freed.
@@ -32,15 +31,17 @@ def agreed(comm: Communicator, where: str, name: str, trace: Callable[[], tuple[
     """
     comm.check_live(where)
     failure: Exception | None = None
-    program, lines = None, None
+    own: str | list[str] = []
+    others: list[Any] = []
+    compares = comm.size > 1 and config.check != 0
     try:
         program, lines = trace()
+        if compares:
+            own = [f"program {name}", *lines()]
     except Exception as error:  # raised below, when the others know
         failure = error
-    if comm.size == 1 or config.check == 0:
-        others: list[Any] = []
-    else:
-        own = f"{type(failure).__name__}: {failure}" if failure else [f"program {name}", *(lines or ())]
+        own = f"{type(error).__name__}: {error}"
+    if compares:
         others = _exchanged(comm, where, name, own)
     if failure is not None:
         raise failure
@@ -57,7 +58,7 @@ def agreed(comm: Communicator, where: str, name: str, trace: Callable[[], tuple[
                     size=comm.size,
                 )
             )
-    return program  # type: ignore[return-value]
+    return program
 
 
 def _difference(mine: list[str], other: list[str] | str) -> tuple[str, str]:
@@ -73,18 +74,11 @@ def _difference(mine: list[str], other: list[str] | str) -> tuple[str, str]:
 
 def _exchanged(comm: Communicator, where: str, name: str, own: Any) -> list[Any]:
     """``own`` of every rank. Sleeps meanwhile: tracing takes ranks different times."""
-    request = comm.control.Ibarrier()
-    started = time.monotonic()
-    told = False
-    while not request.Test():
-        waited = time.monotonic() - started
-        text = f"the other ranks to call {name} too, got no sign of some for {waited:.0f} s"
-        remedy = "Look for a rank that calls something else, or has ended."
+    missing = f"the other ranks to call {name} too"
+    remedy = "Look for a rank that calls something else, or has ended."
+    notice = f"rank {comm.rank} of {comm.size} waits for {missing}. {remedy}"
+    for waited in lifecycle.waits(comm.control.Ibarrier(), 0.01, _NOTICE_S, notice):
         if config.timeout is not None and waited > config.timeout:
-            raise RuntimeError(message(where, text[4:], "silence", remedy, rank=comm.rank, size=comm.size))
-        if waited > _NOTICE_S and not told:
-            told = True
-            sys.stderr.write(f"pycollective: rank {comm.rank} of {comm.size} waits for {text}. {remedy}\n")
-            sys.stderr.flush()
-        time.sleep(min(0.01, waited / 10))
+            got = f"no sign of some for {waited:.0f} s"
+            raise RuntimeError(message(where, missing, got, remedy, rank=comm.rank, size=comm.size))
     return comm.control.allgather(own)

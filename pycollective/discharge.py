@@ -9,18 +9,20 @@ over our axes is replaced as ``discharge_rules`` says. Collectives over other ax
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import source_info_util
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.extend.core import primitives as jax_primitives
 
 from pycollective.discharge_rules import RULES, bad_params
 from pycollective.errors import message
 from pycollective.mesh import Mesh
+from pycollective.ordering import inner_jaxprs, replaced
 
 
 def bind_axes(fun: Callable[..., Any], mesh: Mesh, *args: Any) -> ClosedJaxpr:
@@ -34,11 +36,6 @@ def bind_axes(fun: Callable[..., Any], mesh: Mesh, *args: Any) -> ClosedJaxpr:
     return jax.make_jaxpr(fun, axis_env=list(mesh.shape.items()))(*args)
 
 
-def trace(fun: Callable[..., Any], mesh: Mesh, *args: Any) -> ClosedJaxpr:
-    """:func:`bind_axes`, discharged."""
-    return discharge(bind_axes(fun, mesh, *args), mesh)
-
-
 def collectives(jaxpr: Any, mesh: Mesh) -> list[str]:
     """One line for each collective over the axes of ``mesh``, which all ranks must have in common."""
     lines = []
@@ -47,9 +44,8 @@ def collectives(jaxpr: Any, mesh: Mesh) -> list[str]:
             operands = ", ".join(str(var.aval) for var in eqn.invars)
             params = ", ".join(f"{name}={value}" for name, value in sorted(eqn.params.items()) if value is not None)
             lines.append(f"{eqn.primitive.name}({operands}; {params})")
-        for value in eqn.params.values():
-            for inner in _jaxprs_in(value):
-                lines += collectives(inner, mesh)
+        for inner in inner_jaxprs(eqn):
+            lines += collectives(inner, mesh)
     return lines
 
 
@@ -58,7 +54,19 @@ def evaluate(closed: ClosedJaxpr, mesh: Mesh, *args: Any) -> list[Any]:
 
     The caller binds the local names of axes with several local devices. Raises as :func:`discharge`.
     """
-    return _evaluate(closed.jaxpr, closed.consts, args, mesh)
+    jaxpr = closed.jaxpr
+    values: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *args], strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, Literal) else values[atom]
+
+    for eqn in jaxpr.eqns:
+        # What replaces an equation keeps the user's line and scopes.
+        stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+        with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
+            results = _equation(eqn, list(map(read, eqn.invars)), mesh)
+        values.update(zip(eqn.outvars, results, strict=True))
+    return list(map(read, jaxpr.outvars))
 
 
 def discharge(closed: ClosedJaxpr, mesh: Mesh) -> ClosedJaxpr:
@@ -71,22 +79,13 @@ def discharge(closed: ClosedJaxpr, mesh: Mesh) -> ClosedJaxpr:
     if not _mentions(closed.jaxpr, mesh):
         return closed
     local = [(axis.local_name, axis.local) for axis in mesh.axes if axis.local > 1]
-
-    def run(*args: Any) -> list[Any]:
-        return _evaluate(closed.jaxpr, closed.consts, args, mesh)
-
-    return jax.make_jaxpr(run, axis_env=local)(*(_like(var.aval) for var in closed.jaxpr.invars))
+    return jax.make_jaxpr(partial(evaluate, closed, mesh), axis_env=local)(
+        *(_like(var.aval) for var in closed.jaxpr.invars)
+    )
 
 
 def _like(aval: Any) -> Any:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
-
-
-def _jaxprs_in(value: Any) -> list[Any]:
-    """The jaxprs in a parameter of an equation."""
-    if isinstance(value, (Jaxpr, ClosedJaxpr)):
-        return [value.jaxpr if isinstance(value, ClosedJaxpr) else value]
-    return [jaxpr for part in value for jaxpr in _jaxprs_in(part)] if isinstance(value, (tuple, list)) else []
 
 
 def _axes(eqn: JaxprEqn) -> tuple[Any, ...]:
@@ -104,22 +103,7 @@ def _mentions(jaxpr: Any, mesh: Mesh) -> bool:
 
 
 def _holds(eqn: JaxprEqn, mesh: Mesh) -> bool:
-    return any(_mentions(jaxpr, mesh) for value in eqn.params.values() for jaxpr in _jaxprs_in(value))
-
-
-def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], mesh: Mesh) -> list[Any]:
-    values: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
-
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, Literal) else values[atom]
-
-    for eqn in jaxpr.eqns:
-        # What replaces an equation keeps the user's line and scopes.
-        stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
-        with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
-            results = _equation(eqn, list(map(read, eqn.invars)), mesh)
-        values.update(zip(eqn.outvars, results, strict=True))
-    return list(map(read, jaxpr.outvars))
+    return any(_mentions(jaxpr, mesh) for jaxpr in inner_jaxprs(eqn))
 
 
 def _equation(eqn: JaxprEqn, operands: list[Any], mesh: Mesh) -> Sequence[Any]:
@@ -193,11 +177,18 @@ def _differentiable(operands: Sequence[Any]) -> list[int]:
     return [i for i, x in enumerate(operands) if jnp.issubdtype(x.dtype, jnp.inexact)]
 
 
-def _merge(operands: Sequence[Any], places: Sequence[int], values: Sequence[Any]) -> list[Any]:
-    merged = list(operands)
-    for place, value in zip(places, values, strict=True):
-        merged[place] = value
-    return merged
+def _run(fun: Callable[..., Any], mesh: Mesh, *args: Any) -> list[Any]:
+    """``fun(*args)`` with the axes bound and their collectives replaced, under the caller's trace."""
+    return evaluate(bind_axes(fun, mesh, *args), mesh, *args)
+
+
+def _primal(eqn: JaxprEqn, mesh: Mesh) -> Callable[..., list[Any]]:
+    """The function that has a rule of its own."""
+
+    def function(*operands: Any) -> list[Any]:
+        return evaluate(eqn.params["call_jaxpr"], mesh, *operands)
+
+    return function
 
 
 def _original(eqn: JaxprEqn, operands: Sequence[Any]) -> Callable[..., tuple[list[Any], list[Any]]]:
@@ -205,18 +196,14 @@ def _original(eqn: JaxprEqn, operands: Sequence[Any]) -> Callable[..., tuple[lis
     places = _differentiable(operands)
 
     def function(*values: Any) -> tuple[list[Any], list[Any]]:
-        results = _bind(eqn.primitive, _merge(operands, places, values), eqn.params)
+        results = _bind(eqn.primitive, replaced(operands, places, values), eqn.params)
         return [results[i] for i in _differentiable(results)], list(results)
 
     return function
 
 
 def _custom_jvp(eqn: JaxprEqn, mesh: Mesh) -> Callable[..., Any]:
-    discharged = jaxpr_as_fun(discharge(eqn.params["call_jaxpr"], mesh))
-
-    @jax.custom_jvp
-    def function(*operands: Any) -> list[Any]:
-        return list(discharged(*operands))
+    function = jax.custom_jvp(_primal(eqn, mesh))
 
     @function.defjvp
     def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -229,20 +216,16 @@ def _custom_jvp(eqn: JaxprEqn, mesh: Mesh) -> Callable[..., Any]:
             _, derivatives, results = jax.jvp(function, tuple(operands[i] for i in places), directions, has_aux=True)
             return [*results, *derivatives]
 
-        out = jaxpr_as_fun(trace(both, mesh, *leaves))(*leaves)
-        results, derivatives = list(out[: len(eqn.outvars)]), out[len(eqn.outvars) :]
+        out = _run(both, mesh, *leaves)
+        results, derivatives = out[: len(eqn.outvars)], out[len(eqn.outvars) :]
         none = [np.zeros(x.shape, jax.dtypes.float0) for x in results]
-        return results, _merge(none, _differentiable(results), derivatives)
+        return results, replaced(none, _differentiable(results), derivatives)
 
     return function
 
 
 def _custom_vjp(eqn: JaxprEqn, mesh: Mesh) -> Callable[..., Any]:
-    discharged = jaxpr_as_fun(discharge(eqn.params["call_jaxpr"], mesh))
-
-    @jax.custom_vjp
-    def function(*operands: Any) -> list[Any]:
-        return list(discharged(*operands))
+    function = jax.custom_vjp(_primal(eqn, mesh))
 
     def forward(*operands: Any) -> tuple[list[Any], tuple[Any, ...]]:
         tree: Any = None
@@ -254,9 +237,9 @@ def _custom_vjp(eqn: JaxprEqn, mesh: Mesh) -> Callable[..., Any]:
             leaves, tree = jax.tree.flatten(back)
             return [*results, *leaves]
 
-        out = jaxpr_as_fun(trace(run, mesh, *operands))(*operands)
+        out = _run(run, mesh, *operands)
         back = jax.tree.unflatten(tree, out[len(eqn.outvars) :])
-        return list(out[: len(eqn.outvars)]), (back, operands)
+        return out[: len(eqn.outvars)], (back, operands)
 
     def backward(residuals: tuple[Any, ...], cotangents: Sequence[Any]) -> tuple[Any, ...]:
         back, operands = residuals
@@ -266,8 +249,8 @@ def _custom_vjp(eqn: JaxprEqn, mesh: Mesh) -> Callable[..., Any]:
             back, cotangents = jax.tree.unflatten(tree, leaves)
             return list(back(cotangents))
 
-        out = jaxpr_as_fun(trace(run, mesh, *leaves))(*leaves)
-        return tuple(_merge([None] * len(operands), _differentiable(operands), out))
+        out = _run(run, mesh, *leaves)
+        return tuple(replaced([None] * len(operands), _differentiable(operands), out))
 
     function.defvjp(forward, backward)
     return function

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 
 from pycollective.mpi import MPI
@@ -56,16 +56,26 @@ def _meet(world: MPI.Intracomm, flush: Callable[[], None]) -> None:
     if MPI.Is_finalized():
         return
     flush()
-    request = world.Ibarrier()
+    notice = (
+        f"rank {world.rank} of {world.size} has ended and waits for the other ranks to end. "
+        "If they do not, look for a collective that this rank did not reach."
+    )
+    for _ in waits(world.Ibarrier(), 0.05, _NOTICE_S, notice):
+        pass
+
+
+def waits(request: MPI.Request, longest_s: float, notice_s: float, notice: str) -> Iterator[float]:
+    """Sleeps until ``request`` is complete, ``longest_s`` at a time at most, and yields the seconds waited so far.
+
+    After ``notice_s`` it says ``notice`` once.
+    """
     started = time.monotonic()
     told = False
     while not request.Test():
         waited = time.monotonic() - started
-        if waited > _NOTICE_S and not told:
+        if waited > notice_s and not told:
             told = True
-            sys.stderr.write(
-                f"pycollective: rank {world.rank} of {world.size} has ended and waits for the other ranks to end. "
-                "If they do not, look for a collective that this rank did not reach.\n"
-            )
+            sys.stderr.write(f"pycollective: {notice}\n")
             sys.stderr.flush()
-        time.sleep(min(0.05, waited / 10))
+        yield waited
+        time.sleep(min(longest_s, waited / 10))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NoReturn
@@ -19,10 +19,9 @@ import numpy as np
 from jax import lax
 
 from pycollective import checks
+from pycollective.checks import AxisName
 from pycollective.communicator import Communicator, devices_of_this_rank
 from pycollective.transport import native
-
-AxisName = Hashable
 
 
 @dataclass(frozen=True)

@@ -26,13 +26,14 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr, Primitive, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive, Var
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir
 
@@ -159,12 +160,19 @@ def _without_copies(jaxpr: Any) -> Any:
             arrays = zip(hints, eqn.invars, strict=True)
             free = tuple(hint and isinstance(var, Var) and var not in kept for hint, var in arrays)
             eqn = eqn.replace(params={**eqn.params, "in_place": free})
-        inner = eqn.params.get("jaxpr")
         if eqn.primitive.name == "shard_map":  # the same program on each device
-            eqn = eqn.replace(params={**eqn.params, "jaxpr": _without_copies(inner)})
+            eqn = eqn.replace(params={**eqn.params, "jaxpr": _without_copies(eqn.params["jaxpr"])})
         eqns.append(eqn)
         kept |= reads
     return jaxpr.replace(eqns=eqns[::-1])
+
+
+def replaced(items: Sequence[Any], places: Sequence[int], values: Sequence[Any]) -> list[Any]:
+    """``items`` with ``values`` in ``places``."""
+    filled = list(items)
+    for place, value in zip(places, values, strict=True):
+        filled[place] = value
+    return filled
 
 
 def split_arrays(args: Any, kwargs: Any) -> tuple[list[Any], Callable[[Sequence[Any]], tuple[Any, Any]]]:
@@ -176,10 +184,7 @@ def split_arrays(args: Any, kwargs: Any) -> tuple[list[Any], Callable[[Sequence[
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, (jax.Array, np.ndarray))]
 
     def with_arrays(arrays: Sequence[Any]) -> tuple[Any, Any]:
-        filled = list(leaves)
-        for place, array in zip(places, arrays, strict=True):
-            filled[place] = array
-        args, kwargs = jax.tree.unflatten(tree, filled)
+        args, kwargs = jax.tree.unflatten(tree, replaced(leaves, places, arrays))
         return args, kwargs
 
     return [leaves[place] for place in places], with_arrays
@@ -189,8 +194,8 @@ class Region:
     """A function whose trace is one region, for :func:`jax.jit` as a whole program (see the head of this file).
 
     Called with the arguments of ``fun`` it returns ``(fun(...), witness)``. ``witness`` is empty, or holds one empty
-    array where no result of ``fun`` is computed in the region: JAX drops equations without effects that nothing uses,
-    and a region that only sends has no other result to hold it.
+    array: where no result of ``fun`` is computed in the region, since JAX drops equations without effects that nothing
+    uses, and a region that only sends has no other result to hold it; and on several devices, for :func:`keep_few`.
 
     Attributes:
         devices: of its programs, if they run on several; empty for one; None if that differs, or before any trace.
@@ -236,13 +241,23 @@ class Region:
             return [*outs, jnp.zeros(0, bool)]
 
         closed = jax.make_jaxpr(flat)(*arrays)
-        self._devices.add(_devices_of(closed.jaxpr))
+        devices = _devices_of(closed.jaxpr)
+        self._devices.add(devices)
         jaxpr = self._rewrite(closed.jaxpr)
         jaxpr = jaxpr if self._donates else _without_copies(jaxpr)
         *outs, witness = region_p.bind(*closed.consts, *arrays, jaxpr=jaxpr)
         given = {*jaxpr.invars, *jaxpr.constvars}
         held = any(isinstance(var, Var) and var not in given for var in jaxpr.outvars[:-1])
-        return jax.tree.unflatten(out_tree, outs), () if held else (witness,)
+        return jax.tree.unflatten(out_tree, outs), () if held and not devices else (witness,)
+
+
+def inner_jaxprs(eqn: Any) -> list[Any]:
+    """The jaxprs in the parameters of an equation, without their constants."""
+    parts = [
+        part for value in eqn.params.values() for part in (value if isinstance(value, (tuple, list)) else (value,))
+    ]
+    opened = [part.jaxpr if isinstance(part, ClosedJaxpr) else part for part in parts]
+    return [part for part in opened if isinstance(part, Jaxpr)]
 
 
 def _devices_of(jaxpr: Any) -> tuple[jax.Device, ...]:
@@ -250,11 +265,9 @@ def _devices_of(jaxpr: Any) -> tuple[jax.Device, ...]:
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "shard_map":
             return tuple(eqn.params["mesh"].devices.flat)
-        for value in eqn.params.values():
-            for part in value if isinstance(value, (tuple, list)) else (value,):
-                inner = getattr(part, "jaxpr", part)
-                if isinstance(inner, Jaxpr) and (devices := _devices_of(inner)):
-                    return devices
+        for inner in inner_jaxprs(eqn):
+            if devices := _devices_of(inner):
+                return devices
     return ()
 
 
@@ -287,10 +300,18 @@ def may_be_region() -> bool:
 # Between programs ------------------------------------------------------------------------------------------
 
 
+_MOST_AHEAD = 4
+"""Programs on several devices that may wait to run. XLA's CPU client has as many threads as devices, and from the 33rd
+program on a device the dispatch itself keeps one of them until another program ends; if that one needs all threads, to
+meet in a collective, both wait for ever (so do ``jax.pmap`` and XLA's own collectives). This leaves room for what else
+the user dispatches between ours."""
+
+
 class _Turn:
     """Whose turn it is: XLA orders programs on one device among each other, and programs on several, but not both."""
 
     devices: tuple[jax.Device, ...] | None = ()  # of the last program that was dispatched, as Region.devices
+    ahead: ClassVar[deque[tuple[jax.Array, ...]]] = deque()  # witnesses of programs on several devices
 
 
 def take_turn(devices: tuple[jax.Device, ...] | None) -> None:
@@ -301,6 +322,13 @@ def take_turn(devices: tuple[jax.Device, ...] | None) -> None:
     if devices is None or devices != _Turn.devices:
         _wait(_Turn.devices)
         _Turn.devices = devices
+
+
+def keep_few(witness: tuple[jax.Array, ...]) -> None:
+    """Comes after the dispatch of a program on several devices: waits while too many have not run."""
+    _Turn.ahead.append(witness)
+    if len(_Turn.ahead) > _MOST_AHEAD:
+        jax.block_until_ready(_Turn.ahead.popleft())
 
 
 def flush() -> None:

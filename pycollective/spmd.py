@@ -20,9 +20,10 @@ from jax.sharding import PartitionSpec
 
 from pycollective import buckets, checks, discharge, ordering, primitives
 from pycollective.agreement import agreed
+from pycollective.checks import AxisName
 from pycollective.communicator import Communicator, devices_of_this_rank
 from pycollective.errors import message
-from pycollective.mesh import AxisName, Mesh, line
+from pycollective.mesh import Mesh, line
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -45,7 +46,10 @@ class Jitted(Generic[P, R]):
             if not self._program.traced:
                 self._region.trace(*args, **kwargs)  # kept by JAX: the call below does not trace again
             ordering.take_turn(self._program.devices)
-            return self._region(*args, **kwargs)[0]
+            outs, witness = self._region(*args, **kwargs)
+            if self._program.devices != ():
+                ordering.keep_few(witness)
+            return outs
         return self._nested(*args, **kwargs)
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
@@ -75,10 +79,10 @@ def _named(fun: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
             outs, out_tree = jax.tree.flatten(fun(*args, **kwargs))
             return outs
 
-        def trace() -> tuple[ClosedJaxpr, list[str]]:
+        def trace() -> tuple[ClosedJaxpr, Callable[[], list[str]]]:
             _check_unbound("jit", mesh)
             closed = discharge.bind_axes(flat, mesh, *arrays)
-            return closed, [repr(mesh), *discharge.collectives(closed.jaxpr, mesh)]
+            return closed, lambda: [repr(mesh), *discharge.collectives(closed.jaxpr, mesh)]
 
         closed = agreed(mesh.comm, "jit", _name(fun), trace)
         return jax.tree.unflatten(out_tree, discharge.evaluate(closed, mesh, *arrays))
@@ -220,12 +224,12 @@ def _on_devices(where: str, name: str, comm: Communicator, plan: Callable[[], _P
     ``plan`` may raise for arguments that do not fit; it makes no call that other ranks take part in.
     """
 
-    def trace() -> tuple[tuple[_Plan, ClosedJaxpr], list[str]]:
+    def trace() -> tuple[tuple[_Plan, ClosedJaxpr], Callable[[], list[str]]]:
         planned = plan()
         mesh = planned.mesh
         _check_unbound(where, mesh)
         closed = discharge.bind_axes(planned.fun, mesh, *map(planned.block, planned.arrays, planned.in_specs))
-        return (planned, closed), [repr(mesh), *discharge.collectives(closed.jaxpr, mesh)]
+        return (planned, closed), lambda: [repr(mesh), *discharge.collectives(closed.jaxpr, mesh)]
 
     planned, closed = agreed(comm, where, name, trace)
     mesh = planned.mesh
@@ -398,10 +402,7 @@ def pmap(
                 nonlocal out_tree
                 own = [x if at is None else jnp.squeeze(x, at) for x, at in zip(blocks, places, strict=True)]
                 positional, keywords = jax.tree.unflatten(in_tree, own)
-                filled = list(args)
-                for i, value in zip(dynamic, positional, strict=True):
-                    filled[i] = value
-                results = fun(*filled, **keywords)
+                results = fun(*ordering.replaced(args, dynamic, positional), **keywords)
                 outs, out_tree = jax.tree.flatten(results)
                 outs = [jnp.asarray(y) for y in outs]
                 out_places = []

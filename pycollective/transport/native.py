@@ -125,8 +125,8 @@ def _bind(library: ctypes.CDLL) -> None:
         MPI._sizeof(MPI.Comm),
         int(MPI.IN_PLACE),
         MPI.PROC_NULL,
-        (ctypes.c_int64 * len(_TYPES))(*map(_handle, _TYPES)),
-        (ctypes.c_int64 * len(_MPI_OPS))(*map(_handle, _MPI_OPS)),
+        _int64s([_handle(type_) for type_ in _TYPES]),
+        _int64s([_handle(op) for op in _MPI_OPS]),
     )
     error = library.pycollective_bind(ctypes.byref(binding), (ctypes.c_void_p * len(addresses))(*addresses))
     if error:
@@ -138,6 +138,10 @@ def _bind(library: ctypes.CDLL) -> None:
 def _handle(obj: Any) -> int:
     """An MPI handle as a signed 64-bit integer."""
     return ctypes.c_int64(MPI._handleof(obj)).value
+
+
+def _int64s(values: Sequence[int]) -> Any:
+    return (ctypes.c_int64 * len(values))(*values)
 
 
 _library: ctypes.CDLL | None = None
@@ -180,19 +184,15 @@ def add_communicator(name: str, lanes: Sequence[tuple[int, MPI.Comm, MPI.Comm]])
     Returns:
         Its number, by which compiled programs name it.
     """
-
-    def array(values: Sequence[int]) -> Any:
-        return (ctypes.c_int64 * len(values))(*values)
-
     collective = lanes[0][1]
     number = library().pycollective_communicator_add(
         name.encode(),
         collective.rank,
         collective.size,
         ctypes.c_int64(len(lanes)),
-        array([device_id for device_id, _, _ in lanes]),
-        array([_handle(comm) for _, comm, _ in lanes]),
-        array([_handle(comm) for _, _, comm in lanes]),
+        _int64s([device_id for device_id, _, _ in lanes]),
+        _int64s([_handle(comm) for _, comm, _ in lanes]),
+        _int64s([_handle(comm) for _, _, comm in lanes]),
     )
     return _number(number)
 
@@ -209,10 +209,12 @@ def add_group(name: str, base: int, seats: Sequence[tuple[int, int]], team_size:
     Returns:
         Its number, by which compiled programs name it.
     """
-    teams = (ctypes.c_int64 * len(seats))(*(team for team, _ in seats))
-    members = (ctypes.c_int64 * len(seats))(*(member for _, member in seats))
     number = library().pycollective_group_add(
-        name.encode(), ctypes.c_int64(base), teams, members, ctypes.c_int64(team_size)
+        name.encode(),
+        ctypes.c_int64(base),
+        _int64s([team for team, _ in seats]),
+        _int64s([member for _, member in seats]),
+        ctypes.c_int64(team_size),
     )
     return _number(number)
 

@@ -32,7 +32,8 @@ def test_flax_with_batch_norm(tmp_path: Path) -> None:
 
 
 def test_flax_learns(tmp_path: Path) -> None:
-    done = mpirun(2, str(EXAMPLES / "train_flax.py"), timeout=240, cwd=tmp_path, env={"JAX_NUM_CPU_DEVICES": "1"})
+    # More devices than the cores of most machines, and more steps than XLA keeps in flight.
+    done = mpirun(2, str(EXAMPLES / "train_flax.py"), timeout=240, cwd=tmp_path, env={"JAX_NUM_CPU_DEVICES": "8"})
     assert done.returncode == 0, done.stderr
     (accuracy,) = re.findall(r"accuracy\D*(\d\.\d+)", done.stdout)
     assert float(accuracy) >= 0.97
@@ -53,14 +54,23 @@ def test_gpt(ranks: int, devices: int, model: int, tmp_path: Path, gpt_on_one_de
 
 
 COUNT_BYTES = """
+import os, socket, struct
 import jax, numpy as np, pycollective as pc
 from jax import lax
 
 comm = pc.init()
 
-def sent():  # bytes over the loopback interface, by all ranks together
-    (line,) = (line for line in open("/proc/net/dev") if line.strip().startswith("lo:"))
-    return int(line.split(":")[1].split()[8])
+def sent():  # bytes that this process has sent over TCP: tcpi_bytes_sent of linux/tcp.h
+    info, total = (socket.IPPROTO_TCP, socket.TCP_INFO, 256), 0
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            connection = socket.socket(fileno=os.dup(int(name)))
+        except OSError:  # not a socket, or the one of listdir
+            continue
+        with connection:
+            if connection.type == socket.SOCK_STREAM and connection.family in (socket.AF_INET, socket.AF_INET6):
+                total += struct.unpack_from("Q", connection.getsockopt(*info), 200)[0]
+    return total
 
 for local in (1, 2, 4):
     x = np.ones((local, 1 << 22), np.float32)
@@ -70,20 +80,21 @@ for local in (1, 2, 4):
     before = sent()
     jax.block_until_ready(total(x))
     comm.mpi.Barrier()
+    copies = comm.mpi.gather((sent() - before) / x[0].nbytes)
     if comm.rank == 0:
-        print("sent", local, (sent() - before) / x[0].nbytes, flush=True)
+        print("sent", local, *copies, flush=True)
 """
 
 
 def test_bytes_between_ranks_do_not_grow_with_the_devices() -> None:
     if is_open_mpi():
         pytest.skip("LOUD: only MPICH's settings for TCP within one host are known here")
-    # As between hosts: no shared memory, so what ranks send each other is counted by the kernel.
+    # As between hosts: no shared memory, so the kernel counts what ranks send each other.
     tcp = {"MPIR_CVAR_NOLOCAL": "1", "MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp", "FI_TCP_IFACE": "lo"}
     done = mpirun(2, "-c", COUNT_BYTES, timeout=120, env={**DEVICES, **tcp})
     assert done.returncode == 0, done.stderr
-    sent = dict(re.findall(r"^sent (\d) (\S+)$", done.stdout, re.MULTILINE))
-    assert set(sent) == {"1", "2", "4"}
-    for copies in map(float, sent.values()):
-        # Each of R = 2 ranks sends at most 2 (R - 1) / R arrays.
-        assert 1.0 < copies < 2.1
+    sent = re.findall(r"^sent (\d) (\S+) (\S+)$", done.stdout, re.MULTILINE)
+    assert [devices for devices, *_ in sent] == ["1", "2", "4"]
+    for _, *copies in sent:
+        # Each of R = 2 ranks sends at most 2 (R - 1) / R arrays, beside some messages of a few bytes.
+        assert all(0.5 < float(copy) < 1.02 for copy in copies), sent

@@ -93,10 +93,7 @@ def own(world: pc.Communicator, local: int, xs: Array) -> Array:
 def assert_close(world: pc.Communicator, local: int, got: Any, want: Any, tolerance: float = 1e-5) -> None:
     """``got`` on this rank's devices against ``want`` on all."""
     assert jax.tree.structure(got) == jax.tree.structure(want)
-    paths = jax.tree_util.tree_leaves_with_path(want)
-    for path, all_, mine in (
-        (path, all_, mine) for (path, all_), mine in zip(paths, jax.tree.leaves(got), strict=True)
-    ):
+    for (path, all_), mine in zip(jax.tree_util.tree_leaves_with_path(want), jax.tree.leaves(got), strict=True):
         expected = own(world, local, all_)
         assert mine.dtype == expected.dtype, path
         assert mine.shape == expected.shape, path
