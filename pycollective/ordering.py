@@ -24,6 +24,7 @@ This is the only file that uses JAX beyond its public API:
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections import deque
@@ -328,7 +329,9 @@ def keep_few(witness: tuple[jax.Array, ...]) -> None:
     """Comes after the dispatch of a program on several devices: waits while too many have not run."""
     _Turn.ahead.append(witness)
     if len(_Turn.ahead) > _MOST_AHEAD:
-        jax.block_until_ready(_Turn.ahead.popleft())
+        # An error of that program is raised where its results are used, not in a call that has nothing to do with it.
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            jax.block_until_ready(_Turn.ahead.popleft())
 
 
 def flush() -> None:
