@@ -13,7 +13,7 @@ namespace {
 
 // Up to this size of one member's array one member does all the work: two more meetings would cost more than the
 // others' help saves (docs/performance.md).
-constexpr int64_t kSmallBytes = 32 << 10;
+constexpr int64_t kSmallBytes = 256 << 10;
 
 size_t Bytes(int64_t count, Type type) { return static_cast<size_t>(count * kTypeBytes[int(type)]); }
 bool IsSmall(int64_t count, Type type) { return count * kTypeBytes[int(type)] <= kSmallBytes; }

@@ -6,7 +6,7 @@
 namespace pycollective {
 namespace {
 
-constexpr int kSpins = 2000;  // some microseconds: about what a wake-up costs
+constexpr int kSpins = 100;  // 1-5 us; more keeps cores from the members that are awaited, where these are fewer
 
 void Relax() {
 #if defined(__x86_64__) || defined(__i386__)
