@@ -6,6 +6,8 @@
 #include <cstring>
 #include <initializer_list>
 
+#include "reduction.h"
+
 namespace pycollective {
 namespace {
 
@@ -27,17 +29,12 @@ struct alignas(16) Status {
   char bytes[256] = {};
 };
 
-// Comparison that keeps NaN, as XLA's min and max do. MPI_MIN and MPI_MAX are compiled as `a < b ? a : b`,
-// which loses it on one side, so that ranks could even disagree.
-template <typename T, bool kIsMax, typename H>
-void NanExtremum(void* in, void* in_out, int* count, H*) {
+// An operation of MPI's, as XLA defines it.
+template <Op kOp, typename T, typename H>
+void Combine(void* in, void* in_out, int* count, H*) {
   const T* a = static_cast<const T*>(in);
   T* b = static_cast<T*>(in_out);
-  for (int i = 0; i < *count; ++i) {
-    const bool keep_b = kIsMax ? b[i] >= a[i] : b[i] <= a[i];
-    // NaN in b fails both tests; NaN in a fails the first and is taken.
-    b[i] = (keep_b || b[i] != b[i]) ? b[i] : a[i];
-  }
+  for (int i = 0; i < *count; ++i) b[i] = Apply<kOp>(a[i], b[i]);
 }
 
 template <typename H>
@@ -48,15 +45,30 @@ class LibraryOf final : public Library {
         in_place_(reinterpret_cast<const void*>(static_cast<intptr_t>(binding.in_place))),
         proc_null_(static_cast<int>(binding.proc_null)) {
     for (int i = 0; i < kTypeCount; ++i) types_[i] = Handle(binding.types[i]);
-    for (int i = 0; i < kOpCount; ++i) ops_[i] = Handle(binding.ops[i]);
+    for (int op = 0; op < kOpCount; ++op) std::fill_n(ops_[op], kTypeCount, Handle(binding.ops[op]));
   }
 
-  Outcome MakeNanOps() {
-    constexpr int kCommutes = 1;
-    PYCOLLECTIVE_CALL(Op_create, NanExtremum<float, false, H>, kCommutes, &nan_min_[0]);
-    PYCOLLECTIVE_CALL(Op_create, NanExtremum<double, false, H>, kCommutes, &nan_min_[1]);
-    PYCOLLECTIVE_CALL(Op_create, NanExtremum<float, true, H>, kCommutes, &nan_max_[0]);
-    PYCOLLECTIVE_CALL(Op_create, NanExtremum<double, true, H>, kCommutes, &nan_max_[1]);
+  // Puts our own operations where MPI's differ from XLA's: MPI_MIN and MPI_MAX are compiled as `a < b ? a : b`, which
+  // loses NaN on one side, so that ranks could even disagree; and Open MPI adds short integers with saturation
+  // (open-mpi/ompi#8045).
+  Outcome MakeOps() {
+    const auto make = [&](Op op, Type type, auto* function) -> Outcome {
+      constexpr int kCommutes = 1;
+      PYCOLLECTIVE_CALL(Op_create, function, kCommutes, &ops_[int(op)][int(type)]);
+      return {};
+    };
+    for (const Outcome& outcome : {
+             make(Op::kMin, Type::kFloat32, Combine<Op::kMin, float, H>),
+             make(Op::kMin, Type::kFloat64, Combine<Op::kMin, double, H>),
+             make(Op::kMax, Type::kFloat32, Combine<Op::kMax, float, H>),
+             make(Op::kMax, Type::kFloat64, Combine<Op::kMax, double, H>),
+             make(Op::kSum, Type::kInt8, Combine<Op::kSum, int8_t, H>),
+             make(Op::kSum, Type::kInt16, Combine<Op::kSum, int16_t, H>),
+             make(Op::kSum, Type::kUint8, Combine<Op::kSum, uint8_t, H>),
+             make(Op::kSum, Type::kUint16, Combine<Op::kSum, uint16_t, H>),
+         }) {
+      if (!outcome.ok()) return outcome;
+    }
     return {};
   }
 
@@ -241,12 +253,7 @@ class LibraryOf final : public Library {
     return send == recv ? in_place_ : At(send, first, type);
   }
 
-  H ReduceOp(Op op, Type type) const {
-    const bool is_float = type == Type::kFloat32 || type == Type::kFloat64;
-    if (is_float && op == Op::kMin) return nan_min_[type == Type::kFloat64];
-    if (is_float && op == Op::kMax) return nan_max_[type == Type::kFloat64];
-    return ops_[int(op)];
-  }
+  H ReduceOp(Op op, Type type) const { return ops_[int(op)][int(type)]; }
 
   // Elementwise operations: call(first, n) for consecutive pieces of at most max_count. Nothing for an
   // empty array: every rank sees the same count, so none of them waits.
@@ -346,9 +353,7 @@ class LibraryOf final : public Library {
   const void* in_place_;
   int proc_null_;
   H types_[kTypeCount];
-  H ops_[kOpCount];
-  H nan_min_[2]{};  // float32, float64
-  H nan_max_[2]{};
+  H ops_[kOpCount][kTypeCount];
 };
 
 template <typename H>
@@ -357,7 +362,7 @@ std::unique_ptr<Library> Make(const Binding& binding, void* const* addresses, st
   static_assert(sizeof(functions) == kFunctionCount * sizeof(void*), "the table holds pointers alone");
   std::memcpy(&functions, addresses, sizeof(functions));
   auto library = std::make_unique<LibraryOf<H>>(binding, functions);
-  const Outcome outcome = library->MakeNanOps();
+  const Outcome outcome = library->MakeOps();
   if (!outcome.ok()) {
     *error = std::string(outcome.call) + ": " + library->ErrorString(outcome.code);
     return nullptr;

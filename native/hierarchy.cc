@@ -8,6 +8,8 @@
 #include <cstring>
 #include <memory>
 
+#include "reduction.h"
+
 namespace pycollective {
 namespace {
 
@@ -35,24 +37,6 @@ template <typename T>
 struct IsComplex : std::false_type {};
 template <typename T>
 struct IsComplex<std::complex<T>> : std::true_type {};
-
-// Integer sums and products wrap around, as in XLA.
-template <Op kOp, typename T>
-T Apply(T a, T b) {
-  if constexpr (std::is_integral_v<T> && (kOp == Op::kSum || kOp == Op::kProd)) {
-    using U = std::make_unsigned_t<T>;
-    using Wide = std::common_type_t<U, unsigned>;  // smaller types would be promoted to a signed int
-    const Wide wide = kOp == Op::kSum ? Wide(U(a)) + Wide(U(b)) : Wide(U(a)) * Wide(U(b));
-    return static_cast<T>(static_cast<U>(wide));
-  } else if constexpr (kOp == Op::kSum) {
-    return a + b;
-  } else if constexpr (kOp == Op::kProd) {
-    return a * b;
-  } else {
-    const bool keep_b = kOp == Op::kMax ? b >= a : b <= a;
-    return (keep_b || b != b) ? b : a;  // NaN wins, as in collectives.cc
-  }
-}
 
 template <Op kOp, typename T>
 void CombineTyped(const Team& team, int64_t first, int64_t count, T* y) {

@@ -124,6 +124,22 @@ def test_every_dtype_sums(dtype: str, world: pc.Communicator) -> None:
             np.testing.assert_allclose(np.asarray(got).astype(wide), want.astype(wide), rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("dtype", [f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)])
+def test_integer_sums_wrap(dtype: str, world: pc.Communicator) -> None:
+    # Long enough for vector instructions, with which Open MPI saturates.
+    limits = np.iinfo(dtype)
+    xs = np.random.default_rng(0).integers(limits.min, limits.max, (world.size, world.size, 40), dtype, endpoint=True)
+    with jax.enable_x64(True):
+
+        def sums(x: jax.Array) -> list[jax.Array]:
+            return [pc.psum(x, world), pc.psum_scatter(x, world), pc.scan(x, world)]
+
+        got = run(pc.jit, sums, jnp.asarray(xs[world.rank]))
+    total = xs.sum(axis=0, dtype=dtype)
+    for y, want in zip(got, [total, total[world.rank], xs[: world.rank + 1].sum(axis=0, dtype=dtype)], strict=True):
+        np.testing.assert_array_equal(y, want)
+
+
 @pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if not dtype.startswith("complex")])
 def test_every_ordered_dtype_has_extremes(dtype: str, world: pc.Communicator) -> None:
     with jax.enable_x64(True):
