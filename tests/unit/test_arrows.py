@@ -11,6 +11,19 @@ PACKAGE = Path(__file__).parents[2] / "pycollective"
 
 # From the top down. A module may import those that stand after it.
 FLOORS = (
+    "__main__",
+    "bench.main",
+    "bench.plot",
+    "bench.report",
+    "bench.options",
+    "bench.measure",
+    "bench.light",
+    "bench.jax_gloo",
+    "bench.torch_gloo",
+    "bench.rendezvous",
+    "bench.contenders",
+    "bench.works",
+    "bench.__init__",
     "__init__",
     "spmd",
     "agreement",

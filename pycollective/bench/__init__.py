@@ -1,0 +1,1 @@
+"""``pycollective bench``: collectives measured beside raw MPI and other libraries, in one run."""

@@ -1,0 +1,204 @@
+"""Who is measured in this process: this library, raw MPI, and mpi4jax where it is installed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from jax import lax
+
+import pycollective as pc
+from pycollective.bench.works import AXIS, OPERATIONS, Work, step
+from pycollective.mpi import MPI
+
+try:
+    import mpi4jax
+except ImportError:
+    mpi4jax = None
+
+
+@dataclass(frozen=True)
+class Program:
+    """A work as a contender runs it.
+
+    Attributes:
+        put: from the NumPy operands of this process's participants, one list for each, to its own.
+        run: one call on them, which returns when the results are there.
+        get: from the results to a list of NumPy arrays for each participant of this process.
+        feeds: the results are the operands of the next call.
+        chains: in a loop, each call takes the results of the one before.
+    """
+
+    put: Callable[[list[list[Any]]], Any]
+    run: Callable[[Any], Any]
+    get: Callable[[Any], list[list[Any]]]
+    feeds: bool = False
+    chains: bool = True
+
+
+class Contender(Protocol):
+    """A way to do a work.
+
+    Attributes:
+        name: in the table.
+    """
+
+    name: str
+
+    def program(self, work: Work) -> Program | None:
+        """None where this contender has no such work."""
+
+
+def looped(function: Callable[..., Any], work: Work) -> Callable[..., Any]:
+    """``function`` as often in one program as ``work`` says."""
+    if work.mode != "loop":
+        return function
+    return lambda *xs: lax.fori_loop(0, work.loop, lambda _, xs: tuple(function(*xs)), xs)
+
+
+def _ready(compiled: Callable[..., Any]) -> Callable[[Any], Any]:
+    return lambda xs: jax.block_until_ready(compiled(*xs))
+
+
+class Pycollective:
+    """This library, on one or more local devices of each rank."""
+
+    name = "pycollective"
+
+    def __init__(self, comm: pc.Communicator, devices: int) -> None:
+        self._comm = comm
+        self._devices = devices
+
+    def program(self, work: Work) -> Program | None:
+        donate = tuple(range(len(work.sizes))) if work.donated else ()
+        if work.mode == "eager":
+            return self._eager(work) if self._devices == 1 and work.op in OPERATIONS else None
+        function = looped(work.function(), work)
+        if self._devices > 1:
+            mapped = pc.pmap(function, AXIS, donate_argnums=donate, devices=jax.local_devices()[: self._devices])
+            sharding = jax.sharding.NamedSharding(
+                jax.sharding.Mesh(np.array(jax.local_devices()[: self._devices]), "d"), jax.sharding.PartitionSpec("d")
+            )
+            return Program(
+                lambda rows: [jax.device_put(np.stack(leaves), sharding) for leaves in zip(*rows, strict=True)],
+                _ready(mapped),
+                lambda ys: [[np.asarray(y)[i] for y in ys] for i in range(self._devices)],
+                work.donated,
+            )
+        compiled = pc.jit(function, axis_name=AXIS, comm=self._comm, donate_argnums=donate)
+        return Program(_put, _ready(compiled), _get, work.donated)
+
+    def _eager(self, work: Work) -> Program:
+        comm = self._comm
+        ring = [(i, (i + 1) % comm.size) for i in range(comm.size)]
+        calls: dict[str, Callable[[Any], Any]] = {
+            "psum": lambda x: pc.psum(x, comm),
+            "all_gather": lambda x: pc.all_gather(x, comm),
+            "psum_scatter": lambda x: pc.psum_scatter(x, comm),
+            "all_to_all": lambda x: pc.all_to_all(x, comm, 0, 0),
+            "broadcast": lambda x: pc.broadcast(x, comm),
+            "ppermute": lambda x: pc.ppermute(x, comm, ring),
+        }
+        call = calls[work.op]
+        return Program(_put, lambda xs: [call(xs[0]).block_until_ready()], _get)
+
+
+def _put(rows: list[list[Any]]) -> list[jax.Array]:
+    return [jax.device_put(x, jax.local_devices()[0]) for x in rows[0]]
+
+
+def _get(ys: Sequence[Any]) -> list[list[Any]]:
+    return [[np.asarray(y) for y in ys]]
+
+
+class RawMpi:
+    """mpi4py on NumPy arrays that exist already: what the library itself needs. Trees as one array."""
+
+    name = "raw MPI"
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self._comm = comm
+
+    def program(self, work: Work) -> Program | None:
+        comm = self._comm
+        if work.op == "step" or work.dtype.kind not in "iufc" or work.dtype.itemsize * (work.dtype.kind == "f") == 2:
+            return None
+        flat = work.op == "tree"
+        right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+        calls: dict[str, Callable[[Any, Any], Any]] = {
+            "psum": comm.Allreduce,
+            "tree": comm.Allreduce,
+            "all_gather": comm.Allgather,
+            "psum_scatter": comm.Reduce_scatter_block,
+            "all_to_all": comm.Alltoall,
+            "broadcast": lambda x, _: comm.Bcast(x, 0),
+            "ppermute": lambda x, y: comm.Sendrecv(x, right, recvbuf=y, source=left),
+        }
+        call = calls[work.op]
+
+        def put(rows: list[list[Any]]) -> tuple[Any, Any]:
+            x = np.concatenate(rows[0]) if flat else rows[0][0].copy()
+            shape = {"all_gather": (comm.size, *x.shape), "psum_scatter": x.shape[1:]}.get(work.op, x.shape)
+            return x, x if work.op == "broadcast" else np.zeros(shape, x.dtype)
+
+        def run(pair: tuple[Any, Any]) -> tuple[Any, Any]:
+            for _ in range(work.loop):
+                call(*pair)
+            return pair
+
+        def get(pair: tuple[Any, Any]) -> list[list[Any]]:
+            return [np.split(pair[1], np.cumsum(work.sizes)[:-1]) if flat else [pair[1]]]
+
+        return Program(put, run, get, chains=False)
+
+
+class Mpi4jax:
+    """mpi4jax in jax.jit, leaf by leaf: its newest interface has neither trees nor axes."""
+
+    name = "mpi4jax"
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        if mpi4jax is None:
+            raise ImportError("mpi4jax is not installed")
+        self._comm = comm
+
+    def program(self, work: Work) -> Program | None:
+        comm = self._comm
+        if work.mode == "eager" or work.op == "psum_scatter":  # it has no reduce_scatter
+            return None
+        right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+
+        def total(x: Any) -> Any:
+            return mpi4jax.allreduce(x, op=MPI.SUM, comm=comm)
+
+        def mean(grads: list[Any]) -> list[Any]:
+            return [total(g) / comm.size for g in grads]
+
+        functions: dict[str, Callable[..., Any]] = {
+            "psum": lambda x: (total(x),),
+            "tree": lambda *xs: tuple(map(total, xs)),
+            "step": lambda *xs: step(xs, mean),
+            "all_gather": lambda x: (mpi4jax.allgather(x, comm=comm),),
+            "all_to_all": lambda x: (mpi4jax.alltoall(x, comm=comm),),
+            "broadcast": lambda x: (mpi4jax.bcast(x, 0, comm=comm),),
+            "ppermute": lambda x: (mpi4jax.sendrecv(x, x, left, right, comm=comm),),
+        }
+        donate = tuple(range(len(work.sizes))) if work.donated else ()
+        compiled = jax.jit(looped(functions[work.op], work), donate_argnums=donate)
+        return Program(_put, _ready(compiled), _get, work.donated)
+
+
+class NoCommunication:
+    """The same training step on each participant alone: what is left for the others to lose."""
+
+    name = "no communication"
+
+    def program(self, work: Work) -> Program | None:
+        if work.op != "step":
+            return None
+        donate = tuple(range(len(work.sizes))) if work.donated else ()
+        compiled = jax.jit(looped(lambda *xs: step(xs, lambda g: g), work), donate_argnums=donate)
+        return Program(_put, _ready(compiled), _get, work.donated)

@@ -1,0 +1,166 @@
+"""A run of ``pycollective bench``: every work of the command line, all contenders in turns."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import platform
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
+from typing import Any
+
+import jax
+import numpy as np
+
+import pycollective as pc
+from pycollective.bench.contenders import Contender, Mpi4jax, NoCommunication, Pycollective, RawMpi
+from pycollective.bench.light import Light, measure_light
+from pycollective.bench.measure import Timing, measure
+from pycollective.bench.options import OPS
+from pycollective.bench.report import COLUMNS, UNITS, Row
+from pycollective.bench.works import Work, make_tree, make_work
+from pycollective.errors import message
+from pycollective.mpi import MPI
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measures, prints and writes on rank 0. All ranks must make this call.
+
+    Returns:
+        The exit status: 1 if a result was wrong.
+
+    Raises:
+        ValueError: an unknown operation or dtype, or one that cannot do what is asked.
+        ImportError: a library that was asked for is not installed.
+    """
+    world = MPI.COMM_WORLD
+    with suppress(RuntimeError):  # devices are in use already: then init says whether there are enough
+        jax.config.update("jax_num_cpu_devices", options.devices)
+    peers = {name: _peer(name) for name in options.against if name != "mpi4jax"}
+    for module in peers.values():
+        module.start(world)
+    plot = importlib.import_module("pycollective.bench.plot") if options.plot and world.rank == 0 else None
+    comm = pc.init(devices=jax.local_devices()[: options.devices])
+    n = comm.size * options.devices
+    works = list(_works(options, n))
+    contenders: dict[str, Contender] = {"pycollective": Pycollective(comm, options.devices), "raw MPI": RawMpi(world)}
+    contenders["no communication"] = NoCommunication()
+    if "mpi4jax" in options.against:
+        contenders["mpi4jax"] = Mpi4jax(world)
+    if "jax-gloo" in peers:
+        contenders["jax gloo"] = peers["jax-gloo"].JaxGloo(options.devices)
+    if "torch-gloo" in peers:
+        contenders["torch gloo"] = peers["torch-gloo"].TorchGloo(world)
+    participants = {name: options.devices if name in ("pycollective", "jax gloo") else 1 for name in contenders}
+    partner = max(comm.mpi.allgather((comm.host_index > 0, -comm.rank)))  # the first rank of another host, if any
+    partner_rank = -partner[1] if partner[0] else comm.size - 1
+    light = measure_light(world, comm.host_count, partner_rank, options.link_gbps)
+    title = _title(comm, options.devices, light)
+    rows: list[Row] = []
+    say = print if comm.rank == 0 else (lambda *_, **__: None)
+    say("\n".join(f"# {line}" for line in title))
+    with _progress(len(works) * len(contenders) * 5, comm.rank) as tick:
+        heading = ""
+        for name, work in works:
+            if heading != (heading := f"\n# {name}, {work.mode}{', donated' if work.donated else ''}"):
+                say(heading, f"#{COLUMNS[1:]}", f"#{UNITS[1:]}", sep="\n", flush=True)
+            timings = measure(
+                world,
+                work,
+                contenders,
+                participants=participants,
+                calls=options.iters,
+                warmup=options.warmup,
+                tick=tick,
+            )
+            least = light.least_s(work, options.devices)
+            new = list(_rows(name, work, timings, n, least))
+            say(*(row.line() for row in new), sep="\n", flush=True)
+            rows += new
+    if comm.rank == 0:
+        if options.json:
+            about = {"title": title, "arguments": {key: str(value) for key, value in vars(options).items()}}
+            options.json.write_text(json.dumps({**about, "rows": [row.as_json() for row in rows]}, indent=1) + "\n")
+        if plot:
+            plot.plot(rows, title[0], options.plot)
+    wrong = sum(row.wrong for row in rows)
+    say(f"\n# wrong results: {wrong}")
+    return 1 if wrong else 0
+
+
+def _peer(name: str) -> Any:
+    return importlib.import_module(f"pycollective.bench.{name.replace('-', '_')}")
+
+
+def _works(options: argparse.Namespace, n: int) -> Iterator[tuple[str, Work]]:
+    """Every line of the table, with the name of its operation."""
+    for op in options.ops:
+        if op not in OPS:
+            raise ValueError(message("bench", f"one of {', '.join(OPS)}", repr(op), "See pycollective bench --help."))
+    donations = {"no": (False,), "yes": (True,), "both": (False, True)}[options.donate]
+    for op in options.ops:
+        for mode in options.modes:
+            for donated in donations if mode != "eager" else (False,):
+                for dtype in options.datatypes.split(","):
+                    how = {"mode": mode, "donated": donated, "loop": options.loop if mode == "loop" else 1}
+                    if op == "tree":
+                        yield f"tree:{options.model}", make_tree(options.model, _dtype(dtype), **how)
+                        continue
+                    nbytes = options.minbytes
+                    while nbytes <= options.maxbytes:
+                        yield op, make_work(op, nbytes, _dtype(dtype), n, **how)
+                        nbytes *= options.stepfactor
+
+
+def _dtype(name: str) -> np.dtype[Any]:
+    try:
+        dtype = np.dtype(jax.numpy.dtype(name))
+    except TypeError:
+        dtype = np.dtype(object)
+    if dtype.kind in "OSU" or (dtype.itemsize == 8 and not jax.config.jax_enable_x64 and dtype.kind != "c"):
+        raise ValueError(message("bench", "a dtype of JAX", repr(name), "Say float32; JAX_ENABLE_X64=1 for 64 bits."))
+    return dtype
+
+
+def _rows(op: str, work: Work, timings: dict[str, Timing], n: int, least_s: float) -> Iterator[Row]:
+    raw = timings.get("raw MPI")
+    for name, timing in timings.items():
+        rate = work.nbytes / timing.median_us * 1e-3
+        yield Row(
+            op,
+            work.mode + (", donated" if work.donated else ""),
+            work.nbytes,
+            work.count,
+            work.dtype.name,
+            name,
+            timing.median_us,
+            timing.min_us,
+            timing.p99_us,
+            rate,
+            rate * work.traffic(n) / work.nbytes,
+            timing.wrong,
+            timing.median_us / raw.median_us if raw else None,
+            least_s * 1e6 / timing.median_us,
+        )
+
+
+def _title(comm: pc.Communicator, devices: int, light: Light) -> list[str]:
+    library = MPI.Get_library_version().splitlines()[0].strip(" \x00")
+    return [
+        f"pycollective {pc.__version__}: {comm.size} rank(s) x {devices} device(s) on {comm.host_count} host(s)",
+        f"{library}, JAX {jax.__version__}, Python {platform.python_version()}, {platform.machine()}",
+        f"light: {light.name}; raw MPI: one array of each rank; trees: as one array",
+    ]
+
+
+@contextmanager
+def _progress(total: int, rank: int) -> Iterator[Callable[[], Any]]:
+    """A progress bar on rank 0's terminal; elsewhere its function does nothing."""
+    if rank > 0 or not sys.stderr.isatty() or find_spec("tqdm") is None:
+        yield lambda: None
+    else:
+        with importlib.import_module("tqdm").tqdm(total=total, unit="turn", leave=False) as bar:
+            yield bar.update

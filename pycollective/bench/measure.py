@@ -1,0 +1,110 @@
+"""Times of contenders that take turns, so that a busy minute of the machine meets all of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from pycollective.bench.contenders import Contender, Program
+from pycollective.bench.works import Work, count_wrong, expected, operands
+from pycollective.mpi import MPI
+
+ROUNDS = 5
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Of one contender at one work.
+
+    Attributes:
+        median_us: of all calls, each as its slowest rank saw it, in microseconds.
+        min_us: the fastest call.
+        p99_us: 99 of 100 calls were faster.
+        wrong: results that differed, over all participants.
+    """
+
+    median_us: float
+    min_us: float
+    p99_us: float
+    wrong: int
+
+
+def measure(
+    comm: MPI.Intracomm,
+    work: Work,
+    contenders: Mapping[str, Contender],
+    *,
+    participants: Mapping[str, int],
+    calls: int,
+    warmup: int,
+    tick: Callable[[], None] = lambda: None,
+) -> dict[str, Timing]:
+    """Checks and times all contenders that have such a work.
+
+    Args:
+        comm: the ranks.
+        work: what to do.
+        contenders: by name; the same on all ranks.
+        participants: of each contender, on this rank: 1, or its local devices.
+        calls: timed calls of each.
+        warmup: calls before, not timed.
+        tick: called after each round of each contender.
+    """
+    programs = {name: program for name, one in contenders.items() if (program := one.program(work)) is not None}
+    wrong = {name: _wrong(comm, work, contenders[name], participants[name]) for name in programs}
+    runs = {name: _runner(comm, work, program, participants[name]) for name, program in programs.items()}
+    for run in runs.values():
+        for _ in range(warmup):
+            run()
+    rounds = min(ROUNDS, calls)
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(rounds):
+        for name, run in runs.items():
+            run()  # another contender's arrays were in the caches
+            for _ in range(turn, calls, rounds):
+                comm.Barrier()
+                started = time.perf_counter()
+                run()
+                seconds[name].append(time.perf_counter() - started)
+            tick()
+    return {name: _timing(comm, seconds[name], work.loop, wrong[name]) for name in runs}
+
+
+def _rows(comm: MPI.Intracomm, work: Work, participants: int, *, zeros: bool) -> list[list[np.ndarray]]:
+    n = comm.size * participants
+    return [operands(work, comm.rank * participants + i, n, zeros=zeros) for i in range(participants)]
+
+
+def _wrong(comm: MPI.Intracomm, work: Work, contender: Contender, participants: int) -> int:
+    """Of a loop, the same program with two turns is checked: the values of many would overflow."""
+    work = replace(work, loop=min(work.loop, 2))
+    program = contender.program(work)
+    assert program is not None
+    n = comm.size * participants
+    times = work.loop if program.chains else 1
+    wrong = 0
+    for i, got in enumerate(program.get(program.run(program.put(_rows(comm, work, participants, zeros=False))))):
+        wrong += count_wrong(work, got, expected(work, comm.rank * participants + i, n, times))
+    return int(comm.allreduce(wrong))
+
+
+def _runner(comm: MPI.Intracomm, work: Work, program: Program, participants: int) -> Callable[[], None]:
+    operand = program.put(_rows(comm, work, participants, zeros=True))
+
+    def run() -> None:
+        nonlocal operand
+        result = program.run(operand)
+        if program.feeds:
+            operand = result
+
+    return run
+
+
+def _timing(comm: MPI.Intracomm, seconds: list[float], loop: int, wrong: int) -> Timing:
+    slowest = np.empty(len(seconds))
+    comm.Allreduce(np.array(seconds), slowest, MPI.MAX)
+    us = slowest / loop * 1e6
+    return Timing(float(np.median(us)), float(us.min()), float(np.percentile(us, 99)), wrong)

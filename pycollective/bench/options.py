@@ -1,0 +1,95 @@
+"""The command line of ``pycollective bench``, its letters those of nccl-tests."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+
+from pycollective.bench.works import MODES, OPERATIONS, TREES
+
+PEERS = ("mpi4jax", "jax-gloo", "torch-gloo")
+OPS = (*OPERATIONS, "tree", "step")
+
+_EXAMPLES = """examples:
+  pycollective bench                                  psum of 8 B to 64 MiB on 2 ranks
+  pycollective bench psum all_gather -e 1G --ranks 4  two operations on 4 ranks
+  mpirun -n 8 pycollective bench tree --model gpt2-small --donate yes
+  srun -n 64 pycollective bench --json psum.json --link-gbps 100
+"""
+
+
+def size(text: str) -> int:
+    """Bytes from ``4``, ``64K``, ``1M`` or ``2G``.
+
+    Example:
+        >>> size("64K")
+        65536
+    """
+    match = re.fullmatch(r"(\d+)([KMG]?)(i?B)?", text.strip(), re.IGNORECASE)
+    if match is None or int(match[1]) == 0:
+        raise argparse.ArgumentTypeError(f"expected a size as 4, 64K, 1M or 2G, got {text!r}")
+    return int(match[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[match[2].upper()]
+
+
+def positive(text: str) -> int:
+    """A whole number from 1."""
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"expected a whole number from 1, got {text!r}")
+    return int(text)
+
+
+def factor(text: str) -> int:
+    """A whole number from 2."""
+    if positive(text) < 2:
+        raise argparse.ArgumentTypeError(f"expected a whole number from 2, got {text!r}")
+    return int(text)
+
+
+def rate(text: str) -> float:
+    """A positive number."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a positive number, got {text!r}")
+    return value
+
+
+def several(known: tuple[str, ...]) -> type:
+    """A type for argparse: names from ``known``, between commas."""
+
+    def parse(text: str) -> tuple[str, ...]:
+        names = tuple(name for name in text.split(",") if name)
+        for name in names:
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"expected some of {', '.join(known)}, got {name!r}")
+        return names
+
+    return parse  # type: ignore[return-value]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds all options of the command."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = _EXAMPLES
+    parser.add_argument("ops", nargs="*", metavar="OP", default=["psum"], help=f"of {', '.join(OPS)} (default psum)")
+    parser.add_argument("-b", "--minbytes", type=size, default=8, help="smallest size (default 8)")
+    parser.add_argument("-e", "--maxbytes", type=size, default=64 << 20, help="largest size (default 64M)")
+    parser.add_argument("-f", "--stepfactor", type=factor, default=8, help="between sizes (default %(default)s)")
+    parser.add_argument("-n", "--iters", type=positive, default=50, help="timed calls of each (default %(default)s)")
+    parser.add_argument("-w", "--warmup", type=positive, default=5, help="calls before (default %(default)s)")
+    parser.add_argument("-d", "--datatypes", default="float32", help="names of NumPy, between commas (default float32)")
+    parser.add_argument("--modes", type=several(MODES), default=("jit",), help=f"of {', '.join(MODES)} (default jit)")
+    parser.add_argument("--loop", type=positive, default=100, help="calls in one program of mode loop (%(default)s)")
+    parser.add_argument("--donate", choices=("no", "yes", "both"), default="no", help="the operand (default no)")
+    parser.add_argument("--model", choices=tuple(TREES), default="gpt2-small", help="of op tree (%(default)s)")
+    parser.add_argument("--devices", type=positive, default=1, help="local devices of each rank (default 1)")
+    parser.add_argument("--ranks", type=positive, default=2, help="to start, where no launcher did (default 2)")
+    parser.add_argument(
+        "--against", type=several(PEERS), default=(), help=f"peers that take turns with us: {', '.join(PEERS)}"
+    )
+    parser.add_argument("--link-gbps", type=rate, help="rate of the network, for the column light (default measured)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them: .png, .pdf, .svg or .html")

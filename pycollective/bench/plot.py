@@ -1,0 +1,40 @@
+"""The table as a picture: median time and bus bandwidth over size, a line for each contender."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+
+from pycollective.bench.report import COLUMNS, UNITS, Row
+
+_QUANTITIES = (("median_us", "median time of a call (us)"), ("busbw", "bus bandwidth (GB/s)"))
+
+
+def plot(rows: Sequence[Row], title: str, file: Path) -> None:
+    """Writes a picture to ``file``; an ``.html`` holds the table as well."""
+    kinds = sorted({(row.op, row.mode) for row in rows})
+    figure, panels = plt.subplots(len(kinds), 2, figsize=(12, 4.2 * len(kinds)), squeeze=False, layout="constrained")
+    for (op, mode), pair in zip(kinds, panels, strict=True):
+        chosen = [row for row in rows if (row.op, row.mode) == (op, mode)]
+        for axes, (name, label) in zip(pair, _QUANTITIES, strict=True):
+            for contender in dict.fromkeys(row.contender for row in chosen):
+                own = [row for row in chosen if row.contender == contender]
+                axes.plot([row.size for row in own], [getattr(row, name) for row in own], marker="o", label=contender)
+            axes.set(xscale="log", yscale="log", xlabel="size (B)", ylabel=label, title=f"{op}, {mode}")
+            axes.grid(which="both", alpha=0.3)
+        pair[0].legend(fontsize="small")
+    figure.suptitle(title)
+    if file.suffix == ".html":
+        picture = io.StringIO()
+        figure.savefig(picture, format="svg")
+        table = "\n".join([COLUMNS, UNITS, *(row.line() for row in rows)])
+        svg = picture.getvalue()
+        file.write_text(
+            f"<!doctype html><meta charset=utf-8><title>{title}</title>{svg[svg.index('<svg') :]}<pre>{table}</pre>\n"
+        )
+    else:
+        figure.savefig(file)
+    plt.close(figure)

@@ -1,0 +1,71 @@
+"""``pycollective bench`` as users run it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.launch import mpirun
+
+EVERY = ["psum", "all_gather", "psum_scatter", "all_to_all", "broadcast", "ppermute", "step", "tree"]
+
+
+def test_every_operation(tmp_path: Path) -> None:
+    data, page = tmp_path / "bench.json", tmp_path / "bench.html"
+    options = ["-b", "64", "-e", "4K", "-f", "64", "-n", "5", "--model", "many-small"]
+    done = mpirun(
+        2, "-m", "pycollective", "bench", *EVERY, *options, "--json", str(data), "--plot", str(page), timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(data.read_text())["rows"]
+    assert {row["op"] for row in rows} == {*EVERY[:-1], "tree:many-small"}
+    assert {row["wrong"] for row in rows} == {0}
+    for row in rows:
+        assert 0 < row["min_us"] <= row["median_us"] <= row["p99_us"]
+        assert row["algbw"] == pytest.approx(row["size"] / row["median_us"] / 1e3)
+        if row["contender"] == "raw MPI":
+            assert row["over_raw"] == 1
+        if row["op"] == "psum":  # of two ranks
+            assert row["busbw"] == pytest.approx(row["algbw"])
+        elif row["op"] == "all_gather":
+            assert row["busbw"] == pytest.approx(row["algbw"] / 2)
+    for op in EVERY[:-2]:
+        assert [r["size"] for r in rows if (r["op"], r["contender"]) == (op, "pycollective")] == [64, 4096]
+    assert "wrong results: 0" in done.stdout
+    assert "<svg" in page.read_text()
+
+
+MODES = ["--modes", "jit,eager,loop", "--loop", "3"]
+DEVICES = ["--donate", "both", "--devices", "2"]
+
+
+@pytest.mark.parametrize("options", [MODES, DEVICES], ids=["modes", "devices"])
+def test_modes_and_devices(options: list[str], tmp_path: Path) -> None:
+    data = tmp_path / "bench.json"
+    sizes = ["-b", "1K", "-e", "1M", "-f", "1024", "-n", "3"]
+    done = mpirun(
+        2, "-m", "pycollective", "bench", "psum", "ppermute", *sizes, *options, "--json", str(data), timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [row for row in json.loads(data.read_text())["rows"] if row["contender"] == "pycollective"]
+    modes = {"jit", "eager", "loop"} if options == MODES else {"jit", "jit, donated"}
+    assert {(row["op"], row["mode"]) for row in rows} == {(op, mode) for op in ("psum", "ppermute") for mode in modes}
+    assert {row["wrong"] for row in rows} == {0}
+
+
+def test_starts_its_own_ranks() -> None:
+    command = [sys.executable, "-m", "pycollective", "bench", "-e", "8", "-n", "3", "--ranks", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "2 rank(s) x 1 device(s)" in done.stdout
+
+
+def test_an_unknown_operation() -> None:
+    done = mpirun(2, "-m", "pycollective", "bench", "psum", "pusm", timeout=60)
+    assert done.returncode != 0
+    assert "expected one of psum" in done.stderr
+    assert "'pusm'" in done.stderr

@@ -1,0 +1,111 @@
+"""What ``pycollective bench`` computes by itself: works, their expected results, sizes, traffic; not times."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from pycollective.bench.options import add_options, size
+from pycollective.bench.works import (
+    AXIS,
+    OPERATIONS,
+    TREES,
+    Work,
+    count_wrong,
+    expected,
+    make_tree,
+    make_work,
+    operands,
+)
+
+
+def on_all(work: Work, n: int) -> list[list[np.ndarray]]:
+    """The results of all participants, by JAX."""
+    rows = [operands(work, i, n) for i in range(n)]
+    stacked = [np.stack(leaves) for leaves in zip(*rows, strict=True)]
+    out = jax.vmap(work.function(), axis_name=AXIS, axis_size=n)(*stacked)
+    return [[np.asarray(y)[i] for y in out] for i in range(n)]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("op", [*OPERATIONS, "tree", "step"])
+def test_expected_is_what_jax_gives(op: str, n: int) -> None:
+    work = Work("tree", (5, 3), np.dtype(np.float32)) if op == "tree" else make_work(op, 240, "float32", n)
+    for i, got in enumerate(on_all(work, n)):
+        assert count_wrong(work, got, expected(work, i, n, 1)) == 0
+
+
+@pytest.mark.parametrize("op", [op for op, one in OPERATIONS.items() if one.keeps_shape])
+def test_expected_of_a_chain(op: str) -> None:
+    n, work = 3, make_work(op, 240, "float32", 3)
+    again = jax.vmap(work.function(), axis_name=AXIS, axis_size=n)(np.stack([row[0] for row in on_all(work, n)]))
+    for i in range(n):
+        assert count_wrong(work, [again[0][i]], expected(work, i, n, 2)) == 0
+
+
+def test_wrong_elements_are_counted() -> None:
+    work = make_work("psum", 40, "float32", 2)
+    (want,) = expected(work, 0, 2, 1)
+    bad = want.copy()
+    bad[[2, 7]] += 1
+    assert count_wrong(work, [bad], [want]) == 2
+    assert count_wrong(work, [want[:5]], [want]) == 10
+    assert count_wrong(work, [np.where(want > 0, np.nan, want)], [want]) == int((want > 0).sum())
+    assert count_wrong(work, [], [want]) == 10
+
+
+def test_operands_tell_participants_and_places_apart() -> None:
+    work = make_work("all_to_all", 96, "float32", 4)
+    rows = [operands(work, i, 4)[0] for i in range(3)]
+    assert len({row.tobytes() for row in rows}) == 3
+    assert len({block.tobytes() for block in rows[0]}) > 1
+
+
+def test_models_have_their_sizes() -> None:
+    assert (len(TREES["resnet50"]), sum(TREES["resnet50"])) == (161, 25_557_032)  # torchvision's resnet50
+    assert (len(TREES["gpt2-small"]), sum(TREES["gpt2-small"])) == (148, 124_439_808)
+    assert make_tree("many-small", "float32").nbytes == 148 << 10
+
+
+def test_traffic_is_that_of_the_bus_bandwidth() -> None:
+    # nccl-tests, PERFORMANCE.md: of n ranks.
+    factors = {"psum": 2 * 3 / 4, "all_gather": 3 / 4, "psum_scatter": 3 / 4, "all_to_all": 3 / 4}
+    for op in OPERATIONS:
+        work = make_work(op, 4096, "float32", 4)
+        assert work.nbytes == 4096
+        assert work.traffic(4) == 4096 * factors.get(op, 1.0)
+
+
+def test_no_loop_and_no_donation_where_shapes_change() -> None:
+    for bad in ({"mode": "loop", "loop": 3}, {"donated": True}):
+        with pytest.raises(ValueError, match="all_gather"):
+            make_work("all_gather", 64, "float32", 2, **bad)
+
+
+def test_sizes() -> None:
+    assert [size(text) for text in ("4", "64K", "1M", "2G", "3KiB", "5kB")] == [4, 65536, 1 << 20, 2 << 30, 3072, 5120]
+    for text in ("", "0", "-4", "1.5M", "4T"):
+        with pytest.raises(argparse.ArgumentTypeError, match="expected a size"):
+            size(text)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--modes", "jit,fast"], "expected some of jit, eager, loop"),
+        (["-n", "0"], "whole number from 1"),
+        (["-f", "1"], "whole number from 2"),
+        (["--link-gbps", "0"], "positive number"),
+        (["--against", "nccl"], "expected some of mpi4jax, jax-gloo, torch-gloo"),
+    ],
+)
+def test_bad_options(arguments: list[str], complaint: str, capsys: Any) -> None:
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+    with pytest.raises(SystemExit):
+        parser.parse_args(arguments)
+    assert complaint in capsys.readouterr().err
