@@ -31,6 +31,7 @@ def parse_arguments():
     parser.add_argument("--batch-size", type=int, default=128, help="rows of all ranks together (default %(default)s)")
     parser.add_argument("--learning-rate", type=float, default=0.2, help="its peak (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the parameters and the order (default %(default)s)")
+    parser.add_argument("--wire-dtype", choices=["bfloat16"], help="gradients between ranks (default as they are)")
     parser.add_argument("--plot", type=Path, default="digits_loss.png", help="loss curve (default %(default)s)")
     parser.add_argument("--losses", type=Path, help="also write the loss of every step to this JSON file")
     return parser.parse_args()
@@ -67,12 +68,13 @@ def mean_loss(params, images, labels):
 # What the ranks do together ---------------------------------------------------------------------------------
 
 
-def make_step(optimizer):
+def make_step(optimizer, wire_dtype=None):
     # The old parameters are not needed again: donated, their memory takes the new ones.
     @partial(pc.jit, donate_argnums=(0, 1))
     def step(params, opt_state, images, labels):
         # The ranks have equally many rows, so the mean of their means is the mean over the batch.
-        loss, grads = pc.pmean(jax.value_and_grad(mean_loss)(params, images, labels))
+        loss, grads = jax.value_and_grad(mean_loss)(params, images, labels)
+        loss, grads = pc.pmean(loss), pc.pmean(grads, wire_dtype=wire_dtype)
         updates, opt_state = optimizer.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss
 
@@ -96,7 +98,7 @@ def train(params, images, labels, rng, args, comm):
     total = args.epochs * steps_per_epoch
     optimizer = optax.sgd(optax.cosine_onecycle_schedule(total, args.learning_rate), momentum=0.9, nesterov=True)
     opt_state = optimizer.init(params)
-    step = make_step(optimizer)
+    step = make_step(optimizer, args.wire_dtype)
     # Every image as it is and moved by a pixel in eight directions. Each epoch takes one of the nine.
     shifted = np.stack([np.roll(images, (down, right), axis=(1, 2)) for down in (-1, 0, 1) for right in (-1, 0, 1)])
 

@@ -33,6 +33,7 @@ def parse_arguments():
     parser.add_argument("--steps", type=int, default=600, help="(default %(default)s)")
     parser.add_argument("--batch-size", type=int, default=16, help="rows of all ranks together (default %(default)s)")
     parser.add_argument("--model-parallel", type=int, default=1, help="devices along 'model' (default %(default)s)")
+    parser.add_argument("--wire-dtype", choices=["bfloat16"], help="gradients between ranks (default as they are)")
     parser.add_argument("--seed", type=int, default=0, help="of parameters, batches, sample (default %(default)s)")
     parser.add_argument("--devices", type=int, help="local devices of each rank (default all)")
     parser.add_argument("--losses", type=Path, help="write the loss of every step to this JSON file")
@@ -112,10 +113,14 @@ def mean_loss(params, rows):
     return optax.softmax_cross_entropy_with_integer_labels(predict(params, rows[:, :-1]), rows[:, 1:]).mean()
 
 
-def make_step(optimizer):
+def make_step(optimizer, wire_dtype=None):
     def step(params, opt_state, rows):
         # The devices have equally many rows, so the mean of their means is the mean over the batch.
-        loss, grads = lax.pmean(jax.value_and_grad(mean_loss)(params, rows), "data")
+        loss, grads = jax.value_and_grad(mean_loss)(params, rows)
+        if wire_dtype is None:
+            loss, grads = lax.pmean((loss, grads), "data")
+        else:
+            loss, grads = lax.pmean(loss, "data"), pc.pmean(grads, "data", wire_dtype=wire_dtype)
         updates, opt_state = optimizer.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss
 
@@ -154,7 +159,7 @@ def train(params, text, rng, args, mesh):
         optimizer, lambda _, spec: spec, opt_state, SPECS, transform_non_params=lambda _: P()
     )
     step = pc.shard_map(
-        make_step(optimizer),
+        make_step(optimizer, args.wire_dtype),
         mesh=mesh,
         in_specs=(SPECS, opt_specs, P("data")),
         out_specs=(SPECS, opt_specs, P()),

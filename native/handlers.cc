@@ -35,8 +35,8 @@ enum Operation : int32_t {
 constexpr bool IsCollective(Operation operation) { return operation < kSendrecv; }
 
 const char* OpName(int32_t op) {
-  constexpr const char* kNames[] = {"sum", "prod", "min", "max"};
-  return op >= 0 && op < kOpCount ? kNames[op] : "?";
+  constexpr const char* kNames[] = {"sum", "prod", "min", "max", "sum_bfloat16"};
+  return op >= 0 && op <= int32_t(Op::kSumBfloat16) ? kNames[op] : "?";
 }
 
 const char* DtypeName(int32_t dtype) {
@@ -92,6 +92,7 @@ bool MoveType(ffi::DataType dtype, Type* type) {
 
 // The type that MPI reduces `dtype` as. False where MPI's arithmetic would not be the dtype's.
 bool ReduceType(ffi::DataType dtype, int64_t op, Type* type) {
+  if (op == int64_t(Op::kSumBfloat16)) return dtype == ffi::F32 && MoveType(dtype, type);
   if (dtype == ffi::PRED) {  // bytes 0 and 1: min is "and", max is "or"
     *type = Type::kUint8;
     return op == int64_t(Op::kMin) || op == int64_t(Op::kMax);

@@ -60,7 +60,8 @@ template <typename T>
 void CombineOp(const Team& team, int64_t first, int64_t count, void* y, Op op) {
   T* out = static_cast<T*>(y);
   switch (op) {
-    case Op::kSum: return CombineTyped<Op::kSum>(team, first, count, out);
+    case Op::kSum:
+    case Op::kSumBfloat16: return CombineTyped<Op::kSum>(team, first, count, out);
     case Op::kProd: return CombineTyped<Op::kProd>(team, first, count, out);
     case Op::kMin:
       if constexpr (!IsComplex<T>::value) return CombineTyped<Op::kMin>(team, first, count, out);

@@ -62,8 +62,9 @@ enum class Type : int {
 inline constexpr int kTypeCount = 12;
 inline constexpr int64_t kTypeBytes[kTypeCount] = {1, 2, 4, 8, 1, 2, 4, 8, 4, 8, 8, 16};
 
-enum class Op : int { kSum, kProd, kMin, kMax };
-inline constexpr int kOpCount = 4;
+// The last is a sum of float32 that goes between ranks as bfloat16; the others are MPI's.
+enum class Op : int { kSum, kProd, kMin, kMax, kSumBfloat16 };
+inline constexpr int kOpCount = 4;  // of MPI's
 
 // What mpi4py knows of the library, handles widened to 64 bits. Filled by transport/native.py;
 // the field order is part of the binding.

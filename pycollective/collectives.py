@@ -9,23 +9,38 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pycollective import checks, primitives
+from pycollective import checks, primitives, wire
 from pycollective.blocks import join
 from pycollective.checks import Array, AxisName, Groups, PyTree
 from pycollective.communicator import Communicator
 
 
-def psum(x: PyTree, axis_name: AxisName | Communicator | None = None, *, axis_index_groups: Groups = None) -> PyTree:
+def psum(
+    x: PyTree,
+    axis_name: AxisName | Communicator | None = None,
+    *,
+    axis_index_groups: Groups = None,
+    wire_dtype: Any = None,
+    residual: PyTree = None,
+) -> PyTree:
     """Sums over ranks: ``y_r = sum_s x_s``.
 
     Args:
         x: array or pytree of arrays, of equal shapes and dtypes on all ranks.
         axis_name: a communicator; default the world. A name bound by a JAX transform gives :func:`jax.lax.psum`.
         axis_index_groups: ranks to sum among, each rank in one group; default all.
+        wire_dtype: ``jnp.bfloat16``: floats of at most 32 bits go between ranks in 16 bits, half of float32's bytes.
+            Each operand is rounded once, they are added in float32, and the sum is rounded once; the ranks get the
+            same bits. Local devices add up in float32 first. Other leaves, and ranks alone, are summed as ever.
+            Cotangents take the same way. Default: all bits.
+        residual: with ``wire_dtype``, what rounding ``x`` left the last time, float32 arrays of the structure of
+            ``x``, zeros at first: it is added to ``x`` before (error feedback), and a new one is returned. What the
+            rounding of the sum loses is not in it.
 
     Returns:
         As ``x``; bool becomes int32. float16, bfloat16 and the 8-bit floats are summed in float32 and rounded once.
         Unlike under :func:`jax.lax.psum`, a Python number is this rank's own, as any other value.
+        With ``residual``: the sum, and the new residual.
 
     Raises:
         TypeError, ValueError: at trace time, for arguments that do not fit.
@@ -37,10 +52,30 @@ def psum(x: PyTree, axis_name: AxisName | Communicator | None = None, *, axis_in
         >>> import jax.numpy as jnp, pycollective as pc
         >>> bool((pc.psum(jnp.ones(3)) == pc.world().size).all())
         True
+        >>> y, left = pc.psum(jnp.full(3, 1.001), wire_dtype=jnp.bfloat16, residual=jnp.zeros(3))
+        >>> float(y[0]) == pc.world().size, bool(abs(left[0] - 0.001) < 1e-6)
+        (True, True)
     """
+    if residual is not None:
+        x, left = wire.with_residual("psum", x, residual, wire_dtype)
+        return psum(x, axis_name, axis_index_groups=axis_index_groups, wire_dtype=wire_dtype), left
     if checks.is_name(axis_name):
-        return checks.by_name("psum", axis_name, lax.psum, x, axis_name, axis_index_groups=axis_index_groups)
-    return _allreduce("psum", x, axis_name, "sum", axis_index_groups)
+
+        def total(x: PyTree) -> PyTree:
+            return lax.psum(x, axis_name, axis_index_groups=axis_index_groups)
+
+        if wire_dtype is None:
+            return checks.by_name("psum", axis_name, total, x)
+        checks.by_name("psum", axis_name, lambda: None)
+        if axis_index_groups is not None:
+            remedy = "Name an axis for each group, or pass a communicator."
+            checks.fail(ValueError, "psum", None, "no axis_index_groups with wire_dtype", axis_index_groups, remedy)
+        return wire.psum("psum", x, axis_name, wire_dtype, total)
+    comm = checks.group("psum", checks.communicator("psum", axis_name), axis_index_groups, equal=False)
+    if wire_dtype is not None:
+        x = checks.map_arrays("psum", comm, lambda leaf: checks.reducible("psum", comm, leaf, "sum"), x)
+        return wire.psum("psum", x, comm, wire_dtype, lambda x: _allreduce("psum", x, comm, "sum", None))
+    return _allreduce("psum", x, comm, "sum", None)
 
 
 def _allreduce(where: str, x: PyTree, axis_name: Any, op: str, groups: Groups) -> PyTree:
@@ -51,7 +86,14 @@ def _allreduce(where: str, x: PyTree, axis_name: Any, op: str, groups: Groups) -
     return jax.tree.unflatten(tree, primitives.allreduce_all(leaves, comm=comm, op=op))
 
 
-def pmean(x: PyTree, axis_name: AxisName | Communicator | None = None, *, axis_index_groups: Groups = None) -> PyTree:
+def pmean(
+    x: PyTree,
+    axis_name: AxisName | Communicator | None = None,
+    *,
+    axis_index_groups: Groups = None,
+    wire_dtype: Any = None,
+    residual: PyTree = None,
+) -> PyTree:
     """Averages over ranks: ``y_r = sum_s x_s / size``. Integers become floats.
 
     Arguments, errors and order are those of :func:`psum`. Differentiation: its own transpose.
@@ -63,10 +105,16 @@ def pmean(x: PyTree, axis_name: AxisName | Communicator | None = None, *, axis_i
         3.0
     """
     if checks.is_name(axis_name):
-        return checks.by_name("pmean", axis_name, lax.pmean, x, axis_name, axis_index_groups=axis_index_groups)
-    comm = checks.communicator("pmean", axis_name)
-    size = checks.group("pmean", comm, axis_index_groups, equal=False).size
-    return jax.tree.map(lambda y: y / size, _allreduce("pmean", x, comm, "sum", axis_index_groups))
+        if wire_dtype is None and residual is None:
+            return checks.by_name("pmean", axis_name, lax.pmean, x, axis_name, axis_index_groups=axis_index_groups)
+        size = checks.by_name("pmean", axis_name, lax.axis_size, axis_name)
+    else:
+        axis_name = checks.communicator("pmean", axis_name)
+        size = checks.group("pmean", axis_name, axis_index_groups, equal=False).size
+    out = psum(x, axis_name, axis_index_groups=axis_index_groups, wire_dtype=wire_dtype, residual=residual)
+    y, *left = (out,) if residual is None else out
+    mean = jax.tree.map(lambda y: y / size, y)
+    return (mean, *left) if left else mean
 
 
 def pmax(x: PyTree, axis_name: AxisName | Communicator | None = None, *, axis_index_groups: Groups = None) -> PyTree:

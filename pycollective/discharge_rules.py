@@ -129,6 +129,10 @@ def _min(x: Array, axis: Any, dtype: Any) -> Array:
     return jnp.min(x, axis=axis).astype(dtype)
 
 
+def _wire_sum(group: Group, *operands: Array, op: str) -> list[Array]:
+    return primitives.allreduce_all(operands, comm=group, op=op)
+
+
 _psum, _pmax, _pmin = _reduction("sum", jnp.sum), _reduction("max", _max), _reduction("min", _min)
 
 
@@ -233,5 +237,6 @@ RULES: dict[str, Rule] = {
     "pbroadcast": _pbroadcast,
     "ragged_all_to_all": _ragged_all_to_all,
     "axis_index": _axis_index,
+    "wire_sum": _wire_sum,
 }
-"""By the name of JAX's primitive."""
+"""By the name of JAX's primitive; the last is that of :mod:`pycollective.wire`."""

@@ -27,7 +27,10 @@ from pycollective.mpi import MPI
 from pycollective.transport import native
 
 Array = jax.Array
-OPS = tuple(native.OPS)
+OPS = ("sum", "prod", "min", "max")
+"""Those of MPI."""
+SUMS = ("sum", "sum_bfloat16")
+"""What is linear. "sum_bfloat16" adds float32 that goes between ranks as bfloat16, for ``allreduce`` alone."""
 
 
 class Members(Protocol):
@@ -167,7 +170,7 @@ def _wide(x: Array, op: str) -> Array:
     """
     dtype = x.dtype
     if dtype == jnp.bool_:
-        return x.astype(jnp.int32) if op in ("sum", "prod") else x
+        return x.astype(jnp.int32) if op in (*SUMS, "prod") else x
     if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32:
         return x.astype(jnp.float32)
     if jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < 8:
@@ -252,8 +255,8 @@ def _allreduce_jvp_rule(
 ) -> Any:
     ys = allreduce_all(primals, comm=comm, op=op)
     zeros = [ad.Zero(jax.typeof(y).to_tangent_aval()) for y in ys]
-    if op == "sum":
-        return ys, _for_nonzero(lambda ts: allreduce_all(ts, comm=comm, op="sum"), tangents, zeros)
+    if op in SUMS:
+        return ys, _for_nonzero(lambda ts: allreduce_all(ts, comm=comm, op=op), tangents, zeros)
     if op in ("min", "max"):
         # dy = sum_s m_s dx_s / sum_s m_s with m_s = [x_s == y]: the mean over the ranks that hold the extreme, as
         # jax's reduce_max does over elements.

@@ -30,6 +30,7 @@ class Program:
         get: from the results to a list of NumPy arrays for each participant of this process.
         feeds: the results are the operands of the next call.
         chains: in a loop, each call takes the results of the one before.
+        participants: of this process: 1, or its local devices.
     """
 
     put: Callable[[list[list[Any]]], Any]
@@ -37,6 +38,7 @@ class Program:
     get: Callable[[Any], list[list[Any]]]
     feeds: bool = False
     chains: bool = True
+    participants: int = 1
 
 
 class Contender(Protocol):
@@ -64,19 +66,21 @@ def _ready(compiled: Callable[..., Any]) -> Callable[[Any], Any]:
 
 
 class Pycollective:
-    """This library, on one or more local devices of each rank."""
+    """This library, on one or more local devices of each rank; with ``wire_dtype`` sums alone."""
 
-    name = "pycollective"
-
-    def __init__(self, comm: pc.Communicator, devices: int) -> None:
+    def __init__(self, comm: pc.Communicator, devices: int, wire_dtype: str | None = None) -> None:
+        self.name = "pycollective" if wire_dtype is None else f"pycollective, {wire_dtype}"
         self._comm = comm
         self._devices = devices
+        self._wire_dtype = wire_dtype
 
     def program(self, work: Work) -> Program | None:
         donate = tuple(range(len(work.sizes))) if work.donated else ()
+        if self._wire_dtype is not None and work.op not in ("psum", "tree"):
+            return None
         if work.mode == "eager":
             return self._eager(work) if self._devices == 1 and work.op in OPERATIONS else None
-        function = looped(work.function(), work)
+        function = looped(work.function() if self._wire_dtype is None else self._narrow, work)
         if self._devices > 1:
             mapped = pc.pmap(function, AXIS, donate_argnums=donate, devices=jax.local_devices()[: self._devices])
             sharding = jax.sharding.NamedSharding(
@@ -87,15 +91,19 @@ class Pycollective:
                 _ready(mapped),
                 lambda ys: [[np.asarray(y)[i] for y in ys] for i in range(self._devices)],
                 work.donated,
+                participants=self._devices,
             )
         compiled = pc.jit(function, axis_name=AXIS, comm=self._comm, donate_argnums=donate)
         return Program(_put, _ready(compiled), _get, work.donated)
+
+    def _narrow(self, *xs: Any) -> tuple[Any, ...]:
+        return tuple(pc.psum(xs, AXIS, wire_dtype=self._wire_dtype))
 
     def _eager(self, work: Work) -> Program:
         comm = self._comm
         ring = [(i, (i + 1) % comm.size) for i in range(comm.size)]
         calls: dict[str, Callable[[Any], Any]] = {
-            "psum": lambda x: pc.psum(x, comm),
+            "psum": lambda x: pc.psum(x, comm, wire_dtype=self._wire_dtype),
             "all_gather": lambda x: pc.all_gather(x, comm),
             "psum_scatter": lambda x: pc.psum_scatter(x, comm),
             "all_to_all": lambda x: pc.all_to_all(x, comm, 0, 0),

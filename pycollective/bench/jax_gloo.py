@@ -56,4 +56,10 @@ class JaxGloo:
             shards = [sorted(y.addressable_shards, key=lambda shard: shard.device.id) for y in ys]
             return [[np.asarray(shard.data)[0] for shard in row] for row in zip(*shards, strict=True)]
 
-        return Program(put, lambda xs: jax.block_until_ready(compiled(*xs)), get, work.donated)
+        return Program(
+            put,
+            lambda xs: jax.block_until_ready(compiled(*xs)),
+            get,
+            work.donated,
+            participants=len(self._mesh.local_devices),
+        )

@@ -46,15 +46,15 @@ def run(options: argparse.Namespace) -> int:
     comm = pc.init(devices=jax.local_devices()[: options.devices])
     n = comm.size * options.devices
     works = list(_works(options, n))
-    contenders: dict[str, Contender] = {"pycollective": Pycollective(comm, options.devices), "raw MPI": RawMpi(world)}
-    contenders["no communication"] = NoCommunication()
+    contenders: list[Contender] = [Pycollective(comm, options.devices), RawMpi(world), NoCommunication()]
+    if options.wire_dtype:
+        contenders.append(Pycollective(comm, options.devices, options.wire_dtype))
     if "mpi4jax" in options.against:
-        contenders["mpi4jax"] = Mpi4jax(world)
+        contenders.append(Mpi4jax(world))
     if "jax-gloo" in peers:
-        contenders["jax gloo"] = peers["jax-gloo"].JaxGloo(options.devices)
+        contenders.append(peers["jax-gloo"].JaxGloo(options.devices))
     if "torch-gloo" in peers:
-        contenders["torch gloo"] = peers["torch-gloo"].TorchGloo(world)
-    participants = {name: options.devices if name in ("pycollective", "jax gloo") else 1 for name in contenders}
+        contenders.append(peers["torch-gloo"].TorchGloo(world))
     partner = max(comm.mpi.allgather((comm.host_index > 0, -comm.rank)))  # the first rank of another host, if any
     partner_rank = -partner[1] if partner[0] else comm.size - 1
     light = measure_light(world, comm.host_count, partner_rank, options.link_gbps)
@@ -71,7 +71,6 @@ def run(options: argparse.Namespace) -> int:
                 world,
                 work,
                 contenders,
-                participants=participants,
                 calls=options.iters,
                 warmup=options.warmup,
                 tick=tick,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -35,9 +35,8 @@ class Timing:
 def measure(
     comm: MPI.Intracomm,
     work: Work,
-    contenders: Mapping[str, Contender],
+    contenders: Sequence[Contender],
     *,
-    participants: Mapping[str, int],
     calls: int,
     warmup: int,
     tick: Callable[[], None] = lambda: None,
@@ -47,15 +46,14 @@ def measure(
     Args:
         comm: the ranks.
         work: what to do.
-        contenders: by name; the same on all ranks.
-        participants: of each contender, on this rank: 1, or its local devices.
+        contenders: the same on all ranks.
         calls: timed calls of each.
         warmup: calls before, not timed.
         tick: called after each round of each contender.
     """
-    programs = {name: program for name, one in contenders.items() if (program := one.program(work)) is not None}
-    wrong = {name: _wrong(comm, work, contenders[name], participants[name]) for name in programs}
-    runs = {name: _runner(comm, work, program, participants[name]) for name, program in programs.items()}
+    able = {one.name: (one, program) for one in contenders if (program := one.program(work)) is not None}
+    wrong = {name: _wrong(comm, work, one) for name, (one, _) in able.items()}
+    runs = {name: _runner(comm, work, program) for name, (_, program) in able.items()}
     for run in runs.values():
         for _ in range(warmup):
             run()
@@ -73,26 +71,26 @@ def measure(
     return {name: _timing(comm, seconds[name], work.loop, wrong[name]) for name in runs}
 
 
-def _rows(comm: MPI.Intracomm, work: Work, participants: int, *, zeros: bool) -> list[list[np.ndarray]]:
+def _rows(comm: MPI.Intracomm, work: Work, participants: int, *, zeros: bool = False) -> list[list[np.ndarray]]:
     n = comm.size * participants
     return [operands(work, comm.rank * participants + i, n, zeros=zeros) for i in range(participants)]
 
 
-def _wrong(comm: MPI.Intracomm, work: Work, contender: Contender, participants: int) -> int:
+def _wrong(comm: MPI.Intracomm, work: Work, contender: Contender) -> int:
     """Of a loop, the same program with two turns is checked: the values of many would overflow."""
     work = replace(work, loop=min(work.loop, 2))
     program = contender.program(work)
     assert program is not None
-    n = comm.size * participants
+    own = program.participants
     times = work.loop if program.chains else 1
     wrong = 0
-    for i, got in enumerate(program.get(program.run(program.put(_rows(comm, work, participants, zeros=False))))):
-        wrong += count_wrong(work, got, expected(work, comm.rank * participants + i, n, times))
+    for i, got in enumerate(program.get(program.run(program.put(_rows(comm, work, own))))):
+        wrong += count_wrong(work, got, expected(work, comm.rank * own + i, comm.size * own, times))
     return int(comm.allreduce(wrong))
 
 
-def _runner(comm: MPI.Intracomm, work: Work, program: Program, participants: int) -> Callable[[], None]:
-    operand = program.put(_rows(comm, work, participants, zeros=True))
+def _runner(comm: MPI.Intracomm, work: Work, program: Program) -> Callable[[], None]:
+    operand = program.put(_rows(comm, work, program.participants, zeros=True))
 
     def run() -> None:
         nonlocal operand

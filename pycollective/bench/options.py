@@ -90,6 +90,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--against", type=several(PEERS), default=(), help=f"peers that take turns with us: {', '.join(PEERS)}"
     )
+    parser.add_argument("--wire-dtype", choices=("bfloat16",), help="sums that travel so take turns too")
     parser.add_argument("--link-gbps", type=rate, help="rate of the network, for the column light (default measured)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them: .png, .pdf, .svg or .html")

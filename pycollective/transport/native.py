@@ -18,7 +18,7 @@ from pycollective.config import config
 from pycollective.errors import message
 from pycollective.mpi import MPI
 
-OPS = {"sum": 0, "prod": 1, "min": 2, "max": 3}
+OPS = {"sum": 0, "prod": 1, "min": 2, "max": 3, "sum_bfloat16": 4}
 """The reductions, numbered as ``Op`` in native/mpi.h."""
 
 # In the order of ``Type`` in native/mpi.h.

@@ -44,8 +44,9 @@ def test_seeds_differ(tmp_path: Path) -> None:
     assert curves[0] != curves[1]
 
 
-def test_full_run_on_two_ranks(tmp_path: Path) -> None:
-    done = train(tmp_path, 2)
+@pytest.mark.parametrize("options", [(), ("--wire-dtype", "bfloat16")], ids=["float32", "bfloat16"])
+def test_full_run_on_two_ranks(options: tuple[str, ...], tmp_path: Path) -> None:
+    done = train(tmp_path, 2, *options)
     assert done.returncode == 0, done.stderr
     (accuracy,) = re.findall(r"^test accuracy (\d\.\d+)$", done.stdout, re.MULTILINE)  # from one rank
     assert float(accuracy) >= 0.97

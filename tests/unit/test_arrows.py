@@ -32,6 +32,7 @@ FLOORS = (
     "discharge_rules",
     "mpi_collectives",
     "collectives",
+    "wire",
     "mesh",
     "checks",
     "primitives",

@@ -1,0 +1,149 @@
+"""Sums that go between ranks as bfloat16: the bits, the derivative, trees, error feedback, bad input."""
+
+from __future__ import annotations
+
+from functools import reduce
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pycollective as pc
+
+
+def rounded(x: np.ndarray) -> np.ndarray:
+    return np.asarray(jnp.asarray(x).astype(jnp.bfloat16).astype(jnp.float32))
+
+
+def expected(xs: np.ndarray) -> np.ndarray:
+    """Rounded, added in float32 in the order of the ranks, rounded."""
+    return xs[0] if len(xs) == 1 else rounded(reduce(np.add, map(rounded, xs)))
+
+
+def operands(comm: pc.Communicator, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=(comm.size, *shape)).astype(np.float32)
+
+
+def wire_sum(comm: pc.Communicator) -> Any:
+    return lambda x: pc.psum(x, comm, wire_dtype=jnp.bfloat16)
+
+
+@pytest.mark.parametrize("compiler", [lambda f: f, jax.jit, pc.jit], ids=["eager", "jax.jit", "pc.jit"])
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (0, 3), (5, 11), (1 << 20,), ((1 << 20) + 3,)])
+def test_bits(shape: tuple[int, ...], compiler: Any, comm: pc.Communicator) -> None:
+    xs = operands(comm, shape)
+    got = np.asarray(compiler(wire_sum(comm))(jnp.asarray(xs[comm.rank])))
+    assert got.dtype == np.float32
+    assert got.tobytes() == expected(xs).tobytes()
+
+
+def test_special_values(world: pc.Communicator) -> None:
+    x = np.array([np.nan, np.inf, -np.inf, 3.4e38, -0.0], np.float32)  # no denormals: XLA flushes them
+    got = np.asarray(wire_sum(world)(jnp.asarray(x)))
+    want = expected(np.stack([x] * world.size))
+    np.testing.assert_array_equal(got, want)
+    assert np.isnan(got[0])
+
+
+def test_named_axis(world: pc.Communicator) -> None:
+    xs = operands(world, (13,))
+    f = pc.jit(
+        lambda x: (pc.psum(x, "i", wire_dtype=jnp.bfloat16), pc.pmean(x, "i", wire_dtype=jnp.bfloat16)), axis_name="i"
+    )
+    total, mean = f(xs[world.rank])
+    assert np.asarray(total).tobytes() == expected(xs).tobytes()
+    np.testing.assert_allclose(mean, expected(xs) / world.size, rtol=1e-6)
+
+
+@pytest.mark.parametrize("bind", ["communicator", "name"])
+def test_tree(bind: str, world: pc.Communicator) -> None:
+    # Integers and wide floats keep all their bits; 16-bit floats are rounded as those of 32.
+    xs = operands(world, (9,))
+    tree = {
+        "float": xs[world.rank],
+        "half": xs[world.rank].astype(jnp.bfloat16),
+        "int": np.full(3, 1_000_001 + world.rank, np.int32),
+        "complex": np.full(2, 1.0001 + 1j, np.complex64),
+    }
+    axis = world if bind == "communicator" else "i"
+    program = pc.jit(
+        lambda t: pc.psum(t, axis, wire_dtype=jnp.bfloat16), **({"axis_name": "i"} if bind == "name" else {})
+    )
+    got = program(tree)
+    assert np.asarray(got["float"]).tobytes() == expected(xs).tobytes()
+    assert got["half"].dtype == jnp.bfloat16
+    assert np.asarray(got["half"], np.float32).tobytes() == rounded(expected(rounded(xs))).tobytes()
+    np.testing.assert_array_equal(got["int"], sum(1_000_001 + rank for rank in range(world.size)))
+    np.testing.assert_allclose(got["complex"], world.size * (1.0001 + 1j), rtol=1e-6)
+
+
+@pytest.mark.parametrize("bind", ["communicator", "name"])
+def test_derivatives_and_batches(bind: str, world: pc.Communicator) -> None:
+    xs, ts = operands(world, (4, 3)), operands(world, (4, 3), seed=1)
+    axis = world if bind == "communicator" else "i"
+    options = {"axis_name": "i"} if bind == "name" else {}
+
+    def f(x: jax.Array) -> jax.Array:
+        return pc.psum(x, axis, wire_dtype=jnp.bfloat16)
+
+    def both(x: jax.Array, t: jax.Array) -> Any:
+        y, dy = jax.jvp(f, (x,), (t,))
+        (back,) = jax.vjp(f, x)[1](t)
+        return y, dy, back, jax.vmap(f)(x), jax.vmap(f, in_axes=1, out_axes=1)(x)
+
+    y, dy, back, rows, columns = pc.jit(both, **options)(xs[world.rank], ts[world.rank])
+    for got, want in ((y, xs), (dy, ts), (back, ts), (rows, xs), (columns, xs)):
+        assert np.asarray(got).tobytes() == expected(want).tobytes()
+
+
+def test_many_leaves_share_a_bucket(world: pc.Communicator) -> None:
+    xs = [operands(world, (k + 1,), seed=k) for k in range(40)]
+    own = [x[world.rank] for x in xs]
+    for program, axis in ((pc.jit, world), (lambda f: pc.jit(f, axis_name="i"), "i")):
+        got = program(lambda t, axis=axis: pc.psum(t, axis, wire_dtype=jnp.bfloat16))(own)
+        for y, x in zip(got, xs, strict=True):
+            assert np.asarray(y).tobytes() == expected(x).tobytes()
+
+
+def test_error_feedback(world: pc.Communicator) -> None:
+    # What each call rounds away comes with the next: what was sent adds up to what should have been.
+    x = jnp.full(8, 1.003, jnp.float32) * (1 + world.rank)  # bfloat16 has 1.0 and 1.0078125
+    alone = world.split(world.rank)
+
+    @pc.jit
+    def step(left: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        y, after = pc.psum(x, world, wire_dtype=jnp.bfloat16, residual=left)
+        sent, same = pc.psum(x, alone, wire_dtype=jnp.bfloat16, residual=left)
+        return y, sent, (after + same) / 2
+
+    left, total = jnp.zeros_like(x), np.zeros(8)
+    for _ in range(100):
+        y, sent, left = step(left)
+        every = np.stack(world.mpi.allgather(np.asarray(sent)))
+        assert every.tobytes() == rounded(every).tobytes()
+        assert np.asarray(y).tobytes() == expected(every).tobytes()
+        total += np.asarray(sent, np.float64)
+    exact = np.asarray(x, np.float64)
+    assert np.abs(total / 100 - exact).max() < 1e-4 * (1 + world.rank)
+    assert np.abs(rounded(np.asarray(x)) - exact).max() > 2e-3
+    alone.free()
+
+
+def test_bad_input(world: pc.Communicator) -> None:
+    x = jnp.ones(3)
+    for bad in (jnp.float32, jnp.float16, "bfloat17", 3):
+        with pytest.raises(TypeError, match="wire_dtype=bfloat16"):
+            pc.psum(x, world, wire_dtype=bad)
+    with pytest.raises(TypeError, match="wire_dtype=bfloat16"):
+        pc.psum(x, world, residual=x)
+    with pytest.raises(ValueError, match="structure"):
+        pc.psum(x, world, wire_dtype=jnp.bfloat16, residual=[x])
+    for wrong in (jnp.ones(4), jnp.ones(3, jnp.bfloat16)):
+        with pytest.raises(ValueError, match="both float32"):
+            pc.psum(x, world, wire_dtype=jnp.bfloat16, residual=wrong)
+    with pytest.raises(NotImplementedError, match="axes that JAX bound"):
+        jax.jit(jax.vmap(lambda x: pc.psum(x, "v", wire_dtype=jnp.bfloat16), axis_name="v"))(x)
+    with pytest.raises(NameError, match="bound by a transform"):
+        pc.psum(x, "nowhere", wire_dtype=jnp.bfloat16)
