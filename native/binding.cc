@@ -12,6 +12,7 @@
 #include "collectives.h"
 #include "communicators.h"
 #include "handlers.h"
+#include "hierarchy.h"
 
 using pycollective::CommunicatorCount;
 using pycollective::FindCommunicator;
@@ -111,6 +112,8 @@ PYCOLLECTIVE_EXPORT bool pycollective_longest_wait(pycollective_Waiting* longest
 }
 
 // 0: never compare what the ranks call; 1: the first time a lane meets a call; 2: every time.
+PYCOLLECTIVE_EXPORT void pycollective_set_all_lanes(int32_t all) { pycollective::all_lanes = all != 0; }
+
 PYCOLLECTIVE_EXPORT void pycollective_set_check(int32_t when) {
   pycollective::check = static_cast<pycollective::Check>(when);
 }

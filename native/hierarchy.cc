@@ -11,11 +11,24 @@
 #include "reduction.h"
 
 namespace pycollective {
+
+bool all_lanes = false;
+
 namespace {
 
 // Up to this size of one member's array one member does all the work: two more meetings would cost more than the
 // others' help saves (docs/performance.md).
 constexpr int64_t kSmallBytes = 256 << 10;
+
+// Of a large array on one lane: while one piece is between ranks the next is combined and the last copied.
+constexpr int64_t kAtOnceBytes = 2 << 20;
+
+// Equal parts of an array, the last ones perhaps shorter.
+struct Slices {
+  int64_t count;
+  int64_t parts;
+  int64_t First(int64_t part) const { return std::min(count, (count + parts - 1) / parts * part); }
+};
 
 size_t Bytes(int64_t count, Type type) { return static_cast<size_t>(count * kTypeBytes[int(type)]); }
 bool IsSmall(int64_t count, Type type) { return count * kTypeBytes[int(type)] <= kSmallBytes; }
@@ -97,21 +110,60 @@ Outcome Hierarchy::Alone(Work work) {
   return team_.outcome;
 }
 
-template <typename Work>
-Outcome Hierarchy::InSlices(void* y, int64_t count, Type type, bool wants, Work work) {
-  const int64_t each = (count + members_ - 1) / members_;
-  const auto first = [&](int64_t member) { return std::min(count, each * member); };
+template <typename Local, typename Between>
+Outcome Hierarchy::InSlices(void* y, int64_t count, Type type, bool wants, Local local, Between between) {
+  return all_lanes || ranks_ == 1 ? OnAllLanes(y, count, type, wants, local, between)
+                                  : OnOneLane(y, count, type, wants, local, between);
+}
+
+template <typename Local, typename Between>
+Outcome Hierarchy::OnAllLanes(void* y, int64_t count, Type type, bool wants, Local local, Between between) {
+  const Slices slices{count, members_};
+  const int64_t own = slices.First(member_);
+  const int64_t n = slices.First(member_ + 1) - own;
   team_.Meet();
-  Outcome outcome;
-  const int64_t own = first(member_);
-  if (first(member_ + 1) > own) outcome = work(own, first(member_ + 1) - own, At(y, own, type));
+  local(own, n, At(y, own, type));
+  const Outcome outcome = n > 0 && ranks_ > 1 ? between(lane_, At(y, own, type), n) : Outcome{};
   team_.Meet();
   for (int member = 0; wants && member < members_; ++member) {
-    const int64_t start = first(member);
-    Copy(At(y, start, type), At(Out(member), start, type), first(member + 1) - start, type);
+    const int64_t start = slices.First(member);
+    Copy(At(y, start, type), At(Out(member), start, type), slices.First(member + 1) - start, type);
   }
   team_.Meet();
   return outcome;
+}
+
+template <typename Local, typename Between>
+Outcome Hierarchy::OnOneLane(void* y, int64_t count, Type type, bool wants, Local local, Between between) {
+  const int64_t at_once = kAtOnceBytes / kTypeBytes[int(type)];
+  const int64_t pieces = (count + at_once - 1) / at_once;
+  const auto first = [&](int64_t piece) { return std::min(count, piece * at_once); };
+  const auto size = [&](int64_t piece) { return first(piece + 1) - first(piece); };
+  Outcome outcome;
+  team_.Meet();
+  void* const whole = Out(0);
+  for (int64_t piece = 0; piece < pieces + 2; ++piece) {
+    if (member_ == 0) {
+      // After an error the other ranks' calls would find no partner here either way; the team goes on to its end.
+      if (outcome.ok() && piece >= 1 && piece <= pieces) {
+        outcome = between(first_lane_, At(whole, first(piece - 1), type), size(piece - 1));
+      }
+    } else {
+      if (piece < pieces) {
+        const Slices slices{size(piece), members_ - 1};
+        const int64_t own = slices.First(member_ - 1);
+        const int64_t start = first(piece) + own;
+        local(start, slices.First(member_) - own, At(whole, start, type));
+      }
+      if (wants && piece >= 2) {
+        const int64_t start = first(piece - 2);
+        Copy(At(y, start, type), At(whole, start, type), size(piece - 2), type);
+      }
+    }
+    if (member_ == 0 && piece == pieces + 1) team_.outcome = outcome;
+    team_.Meet();
+  }
+  return team_.outcome;
 }
 
 Outcome Hierarchy::Allreduce(const void* x, void* y, int64_t count, Type type, Op op) {
@@ -124,10 +176,9 @@ Outcome Hierarchy::Allreduce(const void* x, void* y, int64_t count, Type type, O
       return outcome;
     });
   }
-  return InSlices(y, count, type, true, [&](int64_t first, int64_t n, void* slice) -> Outcome {
-    Combine(first, n, slice, type, op);
-    return ranks_ > 1 ? mpi_.Allreduce(lane_, slice, slice, n, type, op) : Outcome{};
-  });
+  return InSlices(
+      y, count, type, true, [&](int64_t first, int64_t n, void* slice) { Combine(first, n, slice, type, op); },
+      [&](const Channel& lane, void* part, int64_t n) { return mpi_.Allreduce(lane, part, part, n, type, op); });
 }
 
 Outcome Hierarchy::Reduce(const void* x, void* y, int64_t count, Type type, Op op, int root) {
@@ -145,10 +196,11 @@ Outcome Hierarchy::Reduce(const void* x, void* y, int64_t count, Type type, Op o
       return reduced;
     });
   } else {
-    outcome = InSlices(y, count, type, is_root, [&](int64_t first, int64_t n, void* slice) -> Outcome {
-      Combine(first, n, slice, type, op);
-      return ranks_ > 1 ? mpi_.Reduce(lane_, slice, slice, n, type, op, root_rank) : Outcome{};
-    });
+    outcome = InSlices(
+        y, count, type, is_root, [&](int64_t first, int64_t n, void* slice) { Combine(first, n, slice, type, op); },
+        [&](const Channel& lane, void* part, int64_t n) {
+          return mpi_.Reduce(lane, part, part, n, type, op, root_rank);
+        });
   }
   if (!is_root && count > 0) std::memset(y, 0, Bytes(count, type));
   return outcome;
@@ -166,10 +218,12 @@ Outcome Hierarchy::Bcast(const void* x, void* y, int64_t count, Type type, int r
       return outcome;
     });
   }
-  return InSlices(y, count, type, true, [&](int64_t first, int64_t n, void* slice) -> Outcome {
-    if (lane_.rank == root_rank) Copy(slice, At(In(root_member), first, type), n, type);
-    return ranks_ > 1 ? mpi_.Bcast(lane_, slice, slice, n, type, root_rank) : Outcome{};
-  });
+  return InSlices(
+      y, count, type, true,
+      [&](int64_t first, int64_t n, void* slice) {
+        if (lane_.rank == root_rank) Copy(slice, At(In(root_member), first, type), n, type);
+      },
+      [&](const Channel& lane, void* part, int64_t n) { return mpi_.Bcast(lane, part, part, n, type, root_rank); });
 }
 
 Outcome Hierarchy::Allgather(const void* x, void* y, int64_t count, Type type) {

@@ -1,5 +1,6 @@
-// Collectives over local devices x ranks: the devices of one process work through shared memory, and for large arrays
-// each drives a lane of its own between processes, all lanes at once (Traeff's multi-lane decomposition).
+// Collectives over local devices x ranks: the devices of one process work through shared memory, and one of them calls
+// MPI for all, or each drives a lane of its own between processes, all lanes at once (Traeff's multi-lane
+// decomposition).
 //
 // Between processes a reduction moves 2 (R - 1) / R of the array, whatever the number of local devices is. Device
 // `member` of a team of D on rank r has number r D + member; blocks lie in that order.
@@ -13,6 +14,9 @@
 #include "communicators.h"
 
 namespace pycollective {
+
+// Whether reductions and broadcasts of large arrays use all lanes at once. Set before the first program runs.
+extern bool all_lanes;
 
 // One device's part of a collective on a lane that has a team. Every member makes the same calls; each of them
 // returns when no other member reads its buffers any more. Counts are those of collectives.h, with
@@ -39,10 +43,15 @@ class Hierarchy {
   // A small array: the last member to come runs work(), which serves all of them.
   template <typename Work>
   Outcome Alone(Work work);
-  // A large one: work(first, count) on each member's slice, the result of which it leaves in its own y; then members
-  // for which `wants` holds collect all slices.
-  template <typename Work>
-  Outcome InSlices(void* y, int64_t count, Type type, bool wants, Work work);
+  // A large one: local(first, count, to) on each slice, between(lane, part, count) in place between ranks; then members
+  // for which `wants` holds collect the whole. On all lanes each member sends its slice; on one, member 0 sends piece
+  // by piece, while the others work on the next and the last piece.
+  template <typename Local, typename Between>
+  Outcome InSlices(void* y, int64_t count, Type type, bool wants, Local local, Between between);
+  template <typename Local, typename Between>
+  Outcome OnAllLanes(void* y, int64_t count, Type type, bool wants, Local local, Between between);
+  template <typename Local, typename Between>
+  Outcome OnOneLane(void* y, int64_t count, Type type, bool wants, Local local, Between between);
 
   const void* In(int member) const { return team_.PostOf(member).in; }
   void* Out(int member) const { return team_.PostOf(member).out; }

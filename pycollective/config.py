@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pycollective.errors import message
 
 _BOOLEANS = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
+_LANES = {"one": False, "all": True}
 _CHECKS = {"never": 0, "first": 1, "always": 2}
 
 
@@ -26,6 +27,8 @@ class Config:
             (``PYCOLLECTIVE_ALLOW_SINGLETON``, default off).
         bucket_bytes: psums that do not depend on each other travel together in buffers of this many bytes; 0: each by
             itself (``PYCOLLECTIVE_BUCKET_BYTES``, default 1 MiB). The same on all ranks.
+        all_lanes: of several local devices each calls MPI for its slice of a large array, instead of one for all
+            (``PYCOLLECTIVE_LANES=one|all``, default ``one``). The same on all ranks.
     """
 
     check: int = 1
@@ -33,6 +36,7 @@ class Config:
     timeout: float | None = None
     allow_singleton: bool = False
     bucket_bytes: int = 1 << 20
+    all_lanes: bool = False
 
 
 def _choice(environ: Mapping[str, str], name: str, values: Mapping[str, object], default: object) -> object:
@@ -86,6 +90,7 @@ def read(environ: Mapping[str, str]) -> Config:
         timeout=_seconds(environ, "PYCOLLECTIVE_TIMEOUT"),
         allow_singleton=_choice(environ, "PYCOLLECTIVE_ALLOW_SINGLETON", _BOOLEANS, False),  # type: ignore[arg-type]
         bucket_bytes=_bytes(environ, "PYCOLLECTIVE_BUCKET_BYTES", 1 << 20),
+        all_lanes=_choice(environ, "PYCOLLECTIVE_LANES", _LANES, False),  # type: ignore[arg-type]
     )
 
 

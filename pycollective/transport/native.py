@@ -155,6 +155,7 @@ def start() -> None:
     library = _load()
     _bind(library)
     library.pycollective_set_check(config.check)
+    library.pycollective_set_all_lanes(int(config.all_lanes))
     if config.malloc:
         library.pycollective_tune_malloc()
     for target in TARGETS:

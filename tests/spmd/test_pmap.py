@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import jax
@@ -301,7 +302,7 @@ def test_a_communicator_inside(world: pc.Communicator, local: int) -> None:
 
 
 def test_sums_are_the_same_bit_by_bit(world: pc.Communicator, local: int) -> None:
-    for length in (1, 7, 1000, 30_000):  # small and large ways, sizes that do not divide
+    for length in (1, 7, 1000, 70_000, 1_200_001):  # small and large ways, sizes that do not divide
         xs = stacked(world, local, shape=(length,))
         sums = np.asarray(pc.pmap(lambda x: lax.psum(x, "i"), "i")(own(world, local, xs)))
         everywhere = np.asarray(pc.all_gather(sums, world))
@@ -309,7 +310,7 @@ def test_sums_are_the_same_bit_by_bit(world: pc.Communicator, local: int) -> Non
         np.testing.assert_allclose(sums[0], xs.sum(axis=0), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("length", [0, 1, 5, 8191, 8193, 70_001])
+@pytest.mark.parametrize("length", [0, 1, 5, 8191, 65_536, 65_537])  # 256 KiB is the largest of the small
 def test_lengths(length: int, world: pc.Communicator, local: int) -> None:
     def fun(x: Array) -> Any:
         n = lax.axis_size("i")
@@ -324,6 +325,33 @@ def test_lengths(length: int, world: pc.Communicator, local: int) -> None:
         }
 
     compare(world, local, fun, stacked(world, local, shape=(length,)), tolerance=1e-4)
+
+
+def test_several_pieces(world: pc.Communicator, local: int) -> None:
+    # More than 4 MiB: pieces are between ranks, combined and copied at the same time; the last one is shorter.
+    def fun(x: Array) -> Any:
+        return lax.psum(x, "i"), lax.pmax(x + 1, "i")
+
+    xs = stacked(world, local, shape=(1_200_001,))
+    compare(world, local, fun, xs, tolerance=1e-4)
+    # Which JAX does not have on CPUs.
+    last = pc.pmap(lambda x: lax.pbroadcast(x, "i", lax.axis_size("i") - 1), "i")(own(world, local, xs))
+    for y in np.asarray(last):
+        np.testing.assert_array_equal(y, xs[-1])
+
+
+@pytest.mark.parametrize("length", [5, 70_001, 1_200_001])
+def test_sums_as_bfloat16(length: int, world: pc.Communicator, local: int) -> None:
+    # The local devices add up in float32; what each rank sends, and the sum, are rounded.
+    def rounded(x: Any) -> np.ndarray[Any, Any]:
+        return np.asarray(jnp.asarray(x).astype(jnp.bfloat16).astype(jnp.float32))
+
+    xs = stacked(world, local, shape=(length,))
+    ranks = [reduce(np.add, rows) for rows in xs.reshape(world.size, local, length)]
+    want = ranks[0] if world.size == 1 else rounded(reduce(np.add, map(rounded, ranks)))
+    got = pc.pmap(lambda x: pc.psum(x, "i", wire_dtype=jnp.bfloat16), "i")(own(world, local, xs))
+    for y in np.asarray(got):
+        assert y.tobytes() == want.tobytes()
 
 
 @pytest.mark.parametrize(

@@ -220,7 +220,7 @@ class Call:
 
     def __init__(self, choose: random.Random, n: int) -> None:
         # Small calls mostly, as in programs; every way of sending has its own range of sizes.
-        limit = choose.choice([0, 1, 7, 100, 1000, 5000, 40_000])
+        limit = choose.choice([0, 1, 7, 100, 1000, 5000, 40_000, 150_000])
         length = choose.randint(0, limit)
         dtype = choose.choice(DTYPES)
         self.kind = kind = choose.choice(sorted(KINDS))
