@@ -112,11 +112,12 @@ PYCOLLECTIVE_EXPORT bool pycollective_longest_wait(pycollective_Waiting* longest
 }
 
 // 0: never compare what the ranks call; 1: the first time a lane meets a call; 2: every time.
-PYCOLLECTIVE_EXPORT void pycollective_set_all_lanes(int32_t all) { pycollective::all_lanes = all != 0; }
-
 PYCOLLECTIVE_EXPORT void pycollective_set_check(int32_t when) {
   pycollective::check = static_cast<pycollective::Check>(when);
 }
+
+// See hierarchy.h.
+PYCOLLECTIVE_EXPORT void pycollective_set_all_lanes(int32_t all) { pycollective::all_lanes = all != 0; }
 
 // For tests: counts above this take the path of arrays beyond MPI's int.
 PYCOLLECTIVE_EXPORT void pycollective_set_max_count(int64_t max_count) {

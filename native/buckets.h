@@ -24,17 +24,21 @@ struct Part {
 };
 
 // Calls call(x, y, count, type) so that every part is served: an array of half a bucket or more by itself, the others
-// packed by type, in their order. What is packed together depends on the sizes alone, so ranks agree on it.
+// packed by type, in their order. What is packed together depends on the sizes alone, so ranks agree on it. After an error
+// the other calls are made all the same, since others wait in them; the first error is returned.
 template <typename Call>
 Outcome InBuckets(const std::vector<Part>& parts, int64_t bucket_bytes, Call call) {
   std::unique_ptr<char[]> buffer;
   std::vector<const Part*> bucket;
+  Outcome first;
+  const auto note = [&](const Outcome& outcome) {
+    if (first.ok()) first = outcome;
+  };
   for (int type = 0; type < kTypeCount; ++type) {
     int64_t filled = 0;
-    const auto flush = [&]() -> Outcome {
-      Outcome outcome;
+    const auto flush = [&] {
       if (bucket.size() == 1) {
-        outcome = call(bucket[0]->x, bucket[0]->y, bucket[0]->count, bucket[0]->type);
+        note(call(bucket[0]->x, bucket[0]->y, bucket[0]->count, bucket[0]->type));
       } else if (!bucket.empty()) {
         if (buffer == nullptr) buffer.reset(new char[static_cast<size_t>(bucket_bytes)]);
         char* to = buffer.get();
@@ -42,7 +46,7 @@ Outcome InBuckets(const std::vector<Part>& parts, int64_t bucket_bytes, Call cal
           std::memcpy(to, part->x, static_cast<size_t>(part->nbytes()));
           to += part->nbytes();
         }
-        outcome = call(buffer.get(), buffer.get(), filled / kTypeBytes[type], static_cast<Type>(type));
+        note(call(buffer.get(), buffer.get(), filled / kTypeBytes[type], static_cast<Type>(type)));
         const char* from = buffer.get();
         for (const Part* part : bucket) {
           std::memcpy(part->y, from, static_cast<size_t>(part->nbytes()));
@@ -51,26 +55,20 @@ Outcome InBuckets(const std::vector<Part>& parts, int64_t bucket_bytes, Call cal
       }
       bucket.clear();
       filled = 0;
-      return outcome;
     };
     for (const Part& part : parts) {
       if (static_cast<int>(part.type) != type || part.count == 0) continue;
       if (2 * part.nbytes() >= bucket_bytes) {
-        const Outcome outcome = call(part.x, part.y, part.count, part.type);
-        if (!outcome.ok()) return outcome;
+        note(call(part.x, part.y, part.count, part.type));
         continue;
       }
-      if (filled + part.nbytes() > bucket_bytes) {
-        const Outcome outcome = flush();
-        if (!outcome.ok()) return outcome;
-      }
+      if (filled + part.nbytes() > bucket_bytes) flush();
       bucket.push_back(&part);
       filled += part.nbytes();
     }
-    const Outcome outcome = flush();
-    if (!outcome.ok()) return outcome;
+    flush();
   }
-  return {};
+  return first;
 }
 
 }  // namespace pycollective

@@ -12,6 +12,7 @@ from pathlib import Path
 import pycollective
 from pycollective.bench import options as bench_options
 from pycollective.bench.main import run as run_bench
+from pycollective.launchers import launched_size
 from pycollective.mpi import MPI
 
 
@@ -23,7 +24,9 @@ def main() -> int:
     bench = commands.add_parser("bench", help="measure collectives beside raw MPI and other libraries")
     bench_options.add_options(bench)
     options = parser.parse_args()
-    if MPI.COMM_WORLD.size == 1 and options.ranks > 1:
+    bench_options.check(bench, options)
+    # With --ranks 1, as in the command below, nothing is started: what a launcher did wrong is for init to say.
+    if MPI.COMM_WORLD.size == 1 and options.ranks > 1 and launched_size(os.environ) is None:
         return _launch(options.ranks)
     return run_bench(options)
 
@@ -35,7 +38,8 @@ def _launch(ranks: int) -> int:
     if mpirun is None:
         sys.exit("pycollective: expected an mpirun on PATH, got none. Start this command with your launcher.")
     oversubscribe = ["--oversubscribe"] if "Open MPI" in MPI.Get_library_version() else []
-    command = [mpirun, *oversubscribe, "-n", str(ranks), sys.executable, "-m", "pycollective", *sys.argv[1:]]
+    again = [sys.executable, "-m", "pycollective", *sys.argv[1:], "--ranks", "1"]
+    command = [mpirun, *oversubscribe, "-n", str(ranks), *again]
     # What MPI has put into the environment of this process is not for its children.
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("PMI_", "PMIX_", "OMPI_COMM_WORLD", "PRTE_"))}
     return subprocess.run(command, env=environ, check=False).returncode

@@ -18,6 +18,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
 from pycollective.config import config
 from pycollective.mesh import Group
+from pycollective.ordering import like
 from pycollective.primitives import allreduce_p
 
 
@@ -49,8 +50,8 @@ def _map(value: Any, done: dict[int, Any]) -> Any:
     if isinstance(value, Jaxpr):
         return _join(value, done)
     if isinstance(value, tuple) and any(isinstance(part, (Jaxpr, ClosedJaxpr)) for part in value):
-        parts = tuple(_map(part, done) for part in value)
-        return value if all(map(operator.is_, parts, value)) else parts
+        parts = [_map(part, done) for part in value]
+        return value if all(map(operator.is_, parts, value)) else like(value, parts)
     return value
 
 

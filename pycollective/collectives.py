@@ -31,11 +31,11 @@ def psum(
         axis_index_groups: ranks to sum among, each rank in one group; default all.
         wire_dtype: ``jnp.bfloat16``: floats of at most 32 bits go between ranks in 16 bits, half of float32's bytes.
             Each operand is rounded once, they are added in float32, and the sum is rounded once; the ranks get the
-            same bits. Local devices add up in float32 first. Other leaves, and ranks alone, are summed as ever.
-            Cotangents take the same way. Default: all bits.
+            same bits. Of several local devices each rank's sum is rounded instead. Other leaves, and ranks alone, are
+            summed as ever. Cotangents take the same way. Default: all bits.
         residual: with ``wire_dtype``, what rounding ``x`` left the last time, float32 arrays of the structure of
             ``x``, zeros at first: it is added to ``x`` before (error feedback), and a new one is returned. What the
-            rounding of the sum loses is not in it.
+            rounding of sums loses is not in it.
 
     Returns:
         As ``x``; bool becomes int32. float16, bfloat16 and the 8-bit floats are summed in float32 and rounded once.

@@ -22,7 +22,7 @@ from jax.extend.core import primitives as jax_primitives
 from pycollective.discharge_rules import RULES, bad_params
 from pycollective.errors import message
 from pycollective.mesh import Mesh
-from pycollective.ordering import inner_jaxprs, replaced
+from pycollective.ordering import inner_jaxprs, like, replaced
 
 
 def bind_axes(fun: Callable[..., Any], mesh: Mesh, *args: Any) -> ClosedJaxpr:
@@ -135,7 +135,7 @@ def _map_jaxprs(value: Any, mesh: Mesh, consts: list[Any]) -> Any:
         jaxpr = closed.jaxpr
         return jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
     if isinstance(value, (tuple, list)):
-        return type(value)(_map_jaxprs(part, mesh, consts) for part in value)
+        return like(value, [_map_jaxprs(part, mesh, consts) for part in value])
     return value
 
 

@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+import fcntl
+import os
 import sys
+import termios
 import time
 from collections.abc import Callable, Iterator
 from types import TracebackType
+from typing import NoReturn
 
 from pycollective.mpi import MPI
 
-_HEAD_START_S = 0.05
-"""How much earlier rank r speaks than rank r + 1 when all of them raise: its Abort then silences the others."""
+_HEAD_START_S, _STEP_S = 0.5, 0.05
+"""How much earlier rank 0 speaks than rank 1, and rank r than rank r + 1, when all of them raise: Abort then silences
+the others."""
+
+
+_LONGEST_READ_S = 2.0
+"""How long a rank that ends all others waits for its launcher to read what it wrote."""
+
+
+_PASSING_ON_S = 0.1
+"""And for the launcher's part on this host to pass it on."""
 
 
 _NOTICE_S = 10.0
@@ -29,17 +43,32 @@ def install(flush: Callable[[], None]) -> None:
 
     def end_all_ranks(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if world.size > 1:
-            time.sleep(_HEAD_START_S * min(world.rank, 20))
+            if world.rank > 0:
+                time.sleep(_HEAD_START_S + _STEP_S * min(world.rank, 20))
             sys.stdout.flush()
             sys.stderr.write(f"pycollective: rank {world.rank} of {world.size} raised; ending all ranks.\n")
         previous(kind, error, trace)
         if world.size > 1:
-            sys.stderr.flush()
-            world.Abort(1)
+            abort(world)
 
     sys.excepthook = end_all_ranks
     # Exit handlers run in the opposite order of their registration: this before JAX's and mpi4py's own.
     atexit.register(flush)
+
+
+def abort(world: MPI.Intracomm) -> NoReturn:
+    """Ends all ranks, once the launcher has read what this one wrote: it may throw away what it has not."""
+    deadline = time.monotonic() + _LONGEST_READ_S
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # closed, or nothing that can be asked
+            stream.flush()
+            while int.from_bytes(fcntl.ioctl(stream.fileno(), termios.FIONREAD, bytes(4)), sys.byteorder) > 0:
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(0.01)
+    time.sleep(_PASSING_ON_S)
+    world.Abort(1)
+    os._exit(1)  # MPICH's returns when the launcher is slow to end this process
 
 
 def meet_at_exit(world: MPI.Intracomm, flush: Callable[[], None]) -> None:

@@ -252,6 +252,11 @@ class Region:
         return jax.tree.unflatten(out_tree, outs), () if held and not devices else (witness,)
 
 
+def like(value: Any, parts: Sequence[Any]) -> Any:
+    """A tuple or list of ``parts`` of the type of ``value``, which may be a named tuple."""
+    return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+
+
 def inner_jaxprs(eqn: Any) -> list[Any]:
     """The jaxprs in the parameters of an equation, without their constants."""
     parts = [

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 
+from pycollective import lifecycle
 from pycollective.mpi import MPI
 from pycollective.transport import native
 
@@ -37,7 +38,7 @@ class Watchdog(threading.Thread):
             if waiting is not None and waiting.waited_ns > self._timeout * 1e9:
                 self._report(waiting)
                 time.sleep(_GRACE_S)
-                MPI.COMM_WORLD.Abort(1)
+                lifecycle.abort(MPI.COMM_WORLD)
 
     def _report(self, waiting: native.Waiting) -> None:
         sys.stderr.write(

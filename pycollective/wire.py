@@ -46,6 +46,8 @@ def with_residual(where: str, x: PyTree, residual: PyTree, wire_dtype: Any) -> t
         TypeError: a ``wire_dtype`` that there is not.
         ValueError: the two do not have the same structure and shapes, or are not float32.
     """
+    if wire_dtype is None:
+        raise TypeError(message(where, "wire_dtype with residual", "none", "Pass wire_dtype=jnp.bfloat16."))
     operation(where, wire_dtype)
     if jax.tree.structure(x) != jax.tree.structure(residual):
         got = f"{jax.tree.structure(residual)} and {jax.tree.structure(x)}"
@@ -61,7 +63,7 @@ def with_residual(where: str, x: PyTree, residual: PyTree, wire_dtype: Any) -> t
         wanted = x + left
         # Not two conversions, which XLA may take for nothing.
         sent = jax.lax.reduce_precision(wanted, jnp.finfo(wire_dtype).nexp, jnp.finfo(wire_dtype).nmant)
-        return sent, wanted - sent
+        return sent, jnp.where(jnp.isfinite(sent), wanted - sent, 0)  # an overflow is not for the next time
 
     pairs = list(map(one, jax.tree.leaves(x), jax.tree.leaves(residual)))
     tree = jax.tree.structure(x)

@@ -31,6 +31,7 @@ class Program:
         feeds: the results are the operands of the next call.
         chains: in a loop, each call takes the results of the one before.
         participants: of this process: 1, or its local devices.
+        tolerance: relative error that its rounding may make.
     """
 
     put: Callable[[list[list[Any]]], Any]
@@ -39,6 +40,7 @@ class Program:
     feeds: bool = False
     chains: bool = True
     participants: int = 1
+    tolerance: float = 0.0
 
 
 class Contender(Protocol):
@@ -76,10 +78,11 @@ class Pycollective:
 
     def program(self, work: Work) -> Program | None:
         donate = tuple(range(len(work.sizes))) if work.donated else ()
+        tolerance = 0.0 if self._wire_dtype is None else 2**-7  # two roundings of 8 bits
         if self._wire_dtype is not None and work.op not in ("psum", "tree"):
             return None
         if work.mode == "eager":
-            return self._eager(work) if self._devices == 1 and work.op in OPERATIONS else None
+            return self._eager(work, tolerance) if self._devices == 1 and work.op in OPERATIONS else None
         function = looped(work.function() if self._wire_dtype is None else self._narrow, work)
         if self._devices > 1:
             mapped = pc.pmap(function, AXIS, donate_argnums=donate, devices=jax.local_devices()[: self._devices])
@@ -92,14 +95,15 @@ class Pycollective:
                 lambda ys: [[np.asarray(y)[i] for y in ys] for i in range(self._devices)],
                 work.donated,
                 participants=self._devices,
+                tolerance=tolerance,
             )
         compiled = pc.jit(function, axis_name=AXIS, comm=self._comm, donate_argnums=donate)
-        return Program(_put, _ready(compiled), _get, work.donated)
+        return Program(_put, _ready(compiled), _get, work.donated, tolerance=tolerance)
 
     def _narrow(self, *xs: Any) -> tuple[Any, ...]:
         return tuple(pc.psum(xs, AXIS, wire_dtype=self._wire_dtype))
 
-    def _eager(self, work: Work) -> Program:
+    def _eager(self, work: Work, tolerance: float) -> Program:
         comm = self._comm
         ring = [(i, (i + 1) % comm.size) for i in range(comm.size)]
         calls: dict[str, Callable[[Any], Any]] = {
@@ -111,7 +115,7 @@ class Pycollective:
             "ppermute": lambda x: pc.ppermute(x, comm, ring),
         }
         call = calls[work.op]
-        return Program(_put, lambda xs: [call(xs[0]).block_until_ready()], _get)
+        return Program(_put, lambda xs: [call(xs[0]).block_until_ready()], _get, tolerance=tolerance)
 
 
 def _put(rows: list[list[Any]]) -> list[jax.Array]:
@@ -120,6 +124,11 @@ def _put(rows: list[list[Any]]) -> list[jax.Array]:
 
 def _get(ys: Sequence[Any]) -> list[list[Any]]:
     return [[np.asarray(y) for y in ys]]
+
+
+def _is_mpi(dtype: Any) -> bool:
+    """Whether MPI has such numbers; float16 and bfloat16 it has not."""
+    return dtype.kind in "iuc" or (dtype.kind == "f" and dtype.itemsize > 2)
 
 
 class RawMpi:
@@ -132,7 +141,7 @@ class RawMpi:
 
     def program(self, work: Work) -> Program | None:
         comm = self._comm
-        if work.op == "step" or work.dtype.kind not in "iufc" or work.dtype.itemsize * (work.dtype.kind == "f") == 2:
+        if work.op == "step" or not _is_mpi(work.dtype):
             return None
         flat = work.op == "tree"
         right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
@@ -175,7 +184,7 @@ class Mpi4jax:
 
     def program(self, work: Work) -> Program | None:
         comm = self._comm
-        if work.mode == "eager" or work.op == "psum_scatter":  # it has no reduce_scatter
+        if work.mode == "eager" or work.op == "psum_scatter" or not _is_mpi(work.dtype):  # it has no reduce_scatter
             return None
         right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pycollective.bench.works import OPERATIONS, Work
+from pycollective.bench.works import Work
 from pycollective.mpi import MPI
 
 _PING_BYTES, _STREAM_BYTES = 8, 4 << 20
@@ -42,9 +42,8 @@ class Light:
         """
         n = self.hosts if self.hosts > 1 else self.ranks * devices
         traffic = work.traffic(n)
-        if self.hosts > 1 and work.op in OPERATIONS and work.op in ("all_gather", "psum_scatter", "all_to_all"):
-            inside = self.ranks * devices // self.hosts
-            traffic *= inside if work.op == "all_to_all" else 1
+        if self.hosts > 1 and work.op == "all_to_all":  # nothing is shared: each device's array crosses the link
+            traffic *= self.ranks * devices // self.hosts
         steps = math.ceil(math.log2(max(n, 2)))
         return (steps * self.alpha_s if n > 1 else 0.0) + self.transfer_s(traffic)
 
@@ -67,17 +66,19 @@ def measure_light(comm: MPI.Intracomm, hosts: int, partner: int, gbps: float | N
     else:
         beta = 8e-9 / gbps
         name = f"network of {gbps:g} Gbit/s, {alpha * 1e6:.1f} us measured"
-    return Light(alpha, lambda nbytes: beta * nbytes, max(hosts, 2) if gbps else hosts, comm.size, name)
+    return Light(alpha, lambda nbytes: beta * nbytes, hosts, comm.size, name)
 
 
 def _one_way_s(comm: MPI.Intracomm, partner: int, nbytes: int) -> float:
     """Half of the median round trip between rank 0 and ``partner``."""
+    if comm.size == 1:
+        return 0.0
     buffer = np.zeros(nbytes, np.uint8)
     times = []
     for _ in range(_REPEATS + 3):
         comm.Barrier()
         started = time.perf_counter()
-        if comm.rank == 0 and comm.size > 1:
+        if comm.rank == 0:
             comm.Send(buffer, partner)
             comm.Recv(buffer, partner)
         elif comm.rank == partner:

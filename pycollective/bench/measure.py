@@ -24,12 +24,14 @@ class Timing:
         min_us: the fastest call.
         p99_us: 99 of 100 calls were faster.
         wrong: results that differed, over all participants.
+        participants: of each rank.
     """
 
     median_us: float
     min_us: float
     p99_us: float
     wrong: int
+    participants: int
 
 
 def measure(
@@ -68,7 +70,10 @@ def measure(
                 run()
                 seconds[name].append(time.perf_counter() - started)
             tick()
-    return {name: _timing(comm, seconds[name], work.loop, wrong[name]) for name in runs}
+    return {
+        name: _timing(comm, seconds[name], work.loop, wrong[name], program.participants)
+        for name, (_, program) in able.items()
+    }
 
 
 def _rows(comm: MPI.Intracomm, work: Work, participants: int, *, zeros: bool = False) -> list[list[np.ndarray]]:
@@ -85,7 +90,7 @@ def _wrong(comm: MPI.Intracomm, work: Work, contender: Contender) -> int:
     times = work.loop if program.chains else 1
     wrong = 0
     for i, got in enumerate(program.get(program.run(program.put(_rows(comm, work, own))))):
-        wrong += count_wrong(work, got, expected(work, comm.rank * own + i, comm.size * own, times))
+        wrong += count_wrong(work, got, expected(work, comm.rank * own + i, comm.size * own, times), program.tolerance)
     return int(comm.allreduce(wrong))
 
 
@@ -101,8 +106,8 @@ def _runner(comm: MPI.Intracomm, work: Work, program: Program) -> Callable[[], N
     return run
 
 
-def _timing(comm: MPI.Intracomm, seconds: list[float], loop: int, wrong: int) -> Timing:
+def _timing(comm: MPI.Intracomm, seconds: list[float], loop: int, wrong: int, participants: int) -> Timing:
     slowest = np.empty(len(seconds))
     comm.Allreduce(np.array(seconds), slowest, MPI.MAX)
     us = slowest / loop * 1e6
-    return Timing(float(np.median(us)), float(us.min()), float(np.percentile(us, 99)), wrong)
+    return Timing(float(np.median(us)), float(us.min()), float(np.percentile(us, 99)), wrong, participants)

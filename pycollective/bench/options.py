@@ -32,6 +32,13 @@ def size(text: str) -> int:
     return int(match[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[match[2].upper()]
 
 
+def op(text: str) -> str:
+    """The name of an operation."""
+    if text not in OPS:
+        raise argparse.ArgumentTypeError(f"expected one of {', '.join(OPS)}, got {text!r}")
+    return text
+
+
 def positive(text: str) -> int:
     """A whole number from 1."""
     if not text.isdecimal() or int(text) == 0:
@@ -74,7 +81,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds all options of the command."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EXAMPLES
-    parser.add_argument("ops", nargs="*", metavar="OP", default=["psum"], help=f"of {', '.join(OPS)} (default psum)")
+    names = f"of {', '.join(OPS)} (default psum)"
+    parser.add_argument("ops", nargs="*", metavar="OP", type=op, default=["psum"], help=names)
     parser.add_argument("-b", "--minbytes", type=size, default=8, help="smallest size (default 8)")
     parser.add_argument("-e", "--maxbytes", type=size, default=64 << 20, help="largest size (default 64M)")
     parser.add_argument("-f", "--stepfactor", type=factor, default=8, help="between sizes (default %(default)s)")
@@ -94,3 +102,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--link-gbps", type=rate, help="rate of the network, for the column light (default measured)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them: .png, .pdf, .svg or .html")
+
+
+def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Ends the program with a message where options do not fit each other."""
+    if options.minbytes > options.maxbytes:
+        parser.error(f"expected -b to be at most -e, got {options.minbytes} and {options.maxbytes}")

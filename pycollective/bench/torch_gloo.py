@@ -32,7 +32,7 @@ class TorchGloo:
 
     def program(self, work: Work) -> Program | None:
         comm = self._comm
-        if work.mode == "eager" or work.op == "step" or not hasattr(torch, work.dtype.name):
+        if work.mode == "eager" or work.op == "step" or work.dtype.kind not in "iuf":
             return None
         if work.op == "tree":
             return self._tree(work)

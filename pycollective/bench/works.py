@@ -52,7 +52,12 @@ class Operation:
 
 
 def _total(rows: Iterable[Array]) -> Array:
-    return functools.reduce(np.add, rows)
+    """In float32 where the dtype is narrower."""
+    return functools.reduce(np.add, (row.astype(np.float32) if _narrow(row.dtype) else row for row in rows))
+
+
+def _narrow(dtype: Any) -> bool:
+    return bool(jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32)
 
 
 def _share(n: int) -> float:
@@ -228,7 +233,9 @@ def operand(work: Work, leaf: int, participant: int, n: int, *, zeros: bool = Fa
     shape = (n, size // n) if work.op in OPERATIONS and OPERATIONS[work.op].blocks else (size,)
     if zeros:
         return np.zeros(shape, work.dtype)
-    return ((np.arange(size) + leaf) % 5 + participant % 3).astype(work.dtype).reshape(shape)
+    values = (np.arange(size) + leaf) % 5 + participant % 3
+    values[participant % size] += 1  # tells those apart whose numbers differ by 3
+    return values.astype(work.dtype).reshape(shape)
 
 
 def expected(work: Work, participant: int, n: int, times: int) -> list[Array]:
@@ -248,12 +255,17 @@ def expected(work: Work, participant: int, n: int, times: int) -> list[Array]:
 
 def _chain(call: Callable[[Row, int, int], Array], row: Row, n: int, times: int) -> Row:
     for _ in range(times):
-        row = functools.partial(lambda row, i: call(row, i, n), row)
+        row = functools.cache(functools.partial(lambda row, i: call(row, i, n), row))
     return row
 
 
-def count_wrong(work: Work, got: Sequence[Any], want: Sequence[Array]) -> int:
-    """How many elements differ; those of a training step by more than rounding."""
+def count_wrong(work: Work, got: Sequence[Any], want: Sequence[Array], tolerance: float = 0.0) -> int:
+    """How many elements differ; those of a training step, and of narrow floats, by more than rounding.
+
+    ``tolerance`` is relative: of what is sent in fewer bits than it has.
+    """
+    if _narrow(work.dtype):
+        tolerance = max(tolerance, float(jnp.finfo(work.dtype).eps))
     if len(got) != len(want):
         return work.count
     wrong = 0
@@ -264,5 +276,5 @@ def count_wrong(work: Work, got: Sequence[Any], want: Sequence[Array]) -> int:
         elif work.op == "step":
             wrong += int(np.sum(~np.isclose(y, right, rtol=1e-3, atol=1e-5)))
         else:
-            wrong += int(np.sum(y.astype(right.dtype) != right))
+            wrong += int(np.sum(~np.isclose(y.astype(right.dtype), right, rtol=tolerance, atol=0)))
     return wrong

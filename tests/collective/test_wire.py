@@ -129,6 +129,11 @@ def test_error_feedback(world: pc.Communicator) -> None:
     assert np.abs(total / 100 - exact).max() < 1e-4 * (1 + world.rank)
     assert np.abs(rounded(np.asarray(x)) - exact).max() > 2e-3
     alone.free()
+    # An overflow does not stay.
+    _, after = pc.psum(
+        jnp.array([3.4e38, jnp.inf, jnp.nan, 1.0]), world, wire_dtype=jnp.bfloat16, residual=jnp.zeros(4)
+    )
+    np.testing.assert_array_equal(after, np.zeros(4))
 
 
 def test_bad_input(world: pc.Communicator) -> None:
@@ -136,7 +141,7 @@ def test_bad_input(world: pc.Communicator) -> None:
     for bad in (jnp.float32, jnp.float16, "bfloat17", 3):
         with pytest.raises(TypeError, match="wire_dtype=bfloat16"):
             pc.psum(x, world, wire_dtype=bad)
-    with pytest.raises(TypeError, match="wire_dtype=bfloat16"):
+    with pytest.raises(TypeError, match="wire_dtype with residual"):
         pc.psum(x, world, residual=x)
     with pytest.raises(ValueError, match="structure"):
         pc.psum(x, world, wire_dtype=jnp.bfloat16, residual=[x])

@@ -69,3 +69,23 @@ def test_an_unknown_operation() -> None:
     assert done.returncode != 0
     assert "expected one of psum" in done.stderr
     assert "'pusm'" in done.stderr
+
+
+def test_one_rank(tmp_path: Path) -> None:
+    options = ["-e", "8", "-n", "3", "--ranks", "1"]
+    done = mpirun(1, "-m", "pycollective", "bench", "psum", "all_to_all", *options, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "1 rank(s)" in done.stdout
+
+
+def test_narrow_numbers(tmp_path: Path) -> None:
+    data = tmp_path / "bench.json"
+    options = ["-b", "4K", "-e", "4K", "-n", "3", "-d", "bfloat16,float16,int8", "--wire-dtype", "bfloat16"]
+    done = mpirun(2, "-m", "pycollective", "bench", "psum", *options, "--json", str(data), timeout=100)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(data.read_text())["rows"]
+    assert {(row["type"], row["contender"]) for row in rows if row["type"] == "bfloat16"} == {
+        ("bfloat16", "pycollective"),
+        ("bfloat16", "pycollective, bfloat16"),
+    }
+    assert {row["wrong"] for row in rows} == {0}

@@ -327,6 +327,22 @@ def test_lengths(length: int, world: pc.Communicator, local: int) -> None:
     compare(world, local, fun, stacked(world, local, shape=(length,)), tolerance=1e-4)
 
 
+def test_linear_solvers(world: pc.Communicator, local: int) -> None:
+    # Their jaxprs stand in a named tuple.
+    n = world.size * local
+    rows = np.random.default_rng(0).normal(size=(n, 2, 2 * n)).astype(np.float32)
+
+    def fun(a: Array) -> Any:
+        def apply(v: Array) -> Array:  # sum over devices of a^T a, positive definite, plus the identity
+            return v + lax.psum(a.T @ (a @ v), "i")
+
+        b = jnp.arange(2.0 * n, dtype=jnp.float32)
+        x = jax.scipy.sparse.linalg.cg(apply, b, tol=1e-6)[0]
+        return x, jax.grad(lambda s: jax.scipy.sparse.linalg.cg(apply, s * b, tol=1e-6)[0].sum())(1.0)
+
+    compare(world, local, fun, rows, tolerance=2e-3)
+
+
 def test_several_pieces(world: pc.Communicator, local: int) -> None:
     # More than 4 MiB: pieces are between ranks, combined and copied at the same time; the last one is shorter.
     def fun(x: Array) -> Any:

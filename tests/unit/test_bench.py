@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from pycollective.bench.options import add_options, size
+from pycollective.bench.options import add_options, check, size
 from pycollective.bench.works import (
     AXIS,
     OPERATIONS,
@@ -60,9 +60,26 @@ def test_wrong_elements_are_counted() -> None:
 
 def test_operands_tell_participants_and_places_apart() -> None:
     work = make_work("all_to_all", 96, "float32", 4)
-    rows = [operands(work, i, 4)[0] for i in range(3)]
-    assert len({row.tobytes() for row in rows}) == 3
+    rows = [operands(work, i, 4)[0] for i in range(4)]
+    assert len({row.tobytes() for row in rows}) == 4
     assert len({block.tobytes() for block in rows[0]}) > 1
+
+
+def test_sums_of_many_stay_exact() -> None:
+    # Up to thousands of participants, so that an element is wrong or right, whatever the order of the sum.
+    work = make_work("psum", 64, "float32", 4096)
+    largest = max(expected(work, 0, 4096, 1)[0])
+    assert largest < 2**24
+
+
+def test_narrow_floats_may_round() -> None:
+    work = make_work("psum", 40, "bfloat16", 101)
+    (want,) = expected(work, 0, 101, 1)
+    assert want.dtype == np.float32
+    once = want.astype(jax.numpy.bfloat16)
+    assert 0 < np.abs(once.astype(np.float32) - want).max() <= 2
+    assert count_wrong(work, [once], [want]) == 0
+    assert count_wrong(work, [once * np.float32(1.02)], [want]) == want.size
 
 
 def test_models_have_their_sizes() -> None:
@@ -97,6 +114,8 @@ def test_sizes() -> None:
     ("arguments", "complaint"),
     [
         (["--modes", "jit,fast"], "expected some of jit, eager, loop"),
+        (["psum", "pusm"], "expected one of psum"),
+        (["-b", "1M", "-e", "1K"], "expected -b to be at most -e"),
         (["-n", "0"], "whole number from 1"),
         (["-f", "1"], "whole number from 2"),
         (["--link-gbps", "0"], "positive number"),
@@ -107,5 +126,5 @@ def test_bad_options(arguments: list[str], complaint: str, capsys: Any) -> None:
     parser = argparse.ArgumentParser()
     add_options(parser)
     with pytest.raises(SystemExit):
-        parser.parse_args(arguments)
+        check(parser, parser.parse_args(arguments))
     assert complaint in capsys.readouterr().err
