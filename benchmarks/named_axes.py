@@ -19,6 +19,7 @@ import numpy as np
 from jax import lax
 
 import pycollective as pc
+from pycollective.bench.works import TREES as MODELS
 from pycollective.config import config
 from pycollective.mpi import MPI
 
@@ -28,7 +29,7 @@ except ImportError:
     mpi4jax = None
 
 TREES = {
-    "148 x 1 KiB": [256] * 148,
+    "148 x 1 KiB": MODELS["many-small"],
     "148 x 64 KiB": [16384] * 148,
     "10 x 144 KiB, 8 x 576 KiB, 80 small, 2 x 9 MiB": [36864] * 10
     + [147456] * 8
@@ -36,8 +37,6 @@ TREES = {
     + [128] * 40
     + [2359296] * 2,
 }
-GPT2_LAYER = [768, 768, 768 * 2304, 2304, 768 * 768, 768, 768, 768, 768 * 3072, 3072, 3072 * 768, 768]
-GPT2 = [50257 * 768, 1024 * 768, *GPT2_LAYER * 12, 768, 768]  # GPT-2 small: 148 leaves, 124 M numbers
 LOOP = 20
 
 
@@ -87,7 +86,7 @@ def main() -> None:
         say("  pc.pmap over the sum of the two", f"{us['pc.pmap over all ranks'] / theirs:.2f}x")
     trees = {name: (sizes, LOOP, options.repeats) for name, sizes in TREES.items()}
     if options.gpt2:
-        trees["GPT-2 small"] = (GPT2, 2, 5)
+        trees["GPT-2 small"] = (MODELS["gpt2-small"], 2, 5)
     for name, (sizes, loop, repeats) in trees.items():
         tree = [np.zeros((local, size), np.float32) for size in sizes]
         total = pc.pmap(repeated(lambda t: lax.psum(t, "i"), loop), "i", donate_argnums=0)

@@ -117,10 +117,7 @@ def make_step(optimizer, wire_dtype=None):
     def step(params, opt_state, rows):
         # The devices have equally many rows, so the mean of their means is the mean over the batch.
         loss, grads = jax.value_and_grad(mean_loss)(params, rows)
-        if wire_dtype is None:
-            loss, grads = lax.pmean((loss, grads), "data")
-        else:
-            loss, grads = lax.pmean(loss, "data"), pc.pmean(grads, "data", wire_dtype=wire_dtype)
+        loss, grads = lax.pmean(loss, "data"), pc.pmean(grads, "data", wire_dtype=wire_dtype)
         updates, opt_state = optimizer.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss
 

@@ -71,11 +71,11 @@ def psum(
             remedy = "Name an axis for each group, or pass a communicator."
             checks.fail(ValueError, "psum", None, "no axis_index_groups with wire_dtype", axis_index_groups, remedy)
         return wire.psum("psum", x, axis_name, wire_dtype, total)
+    if wire_dtype is None:
+        return _allreduce("psum", x, axis_name, "sum", axis_index_groups)
     comm = checks.group("psum", checks.communicator("psum", axis_name), axis_index_groups, equal=False)
-    if wire_dtype is not None:
-        x = checks.map_arrays("psum", comm, lambda leaf: checks.reducible("psum", comm, leaf, "sum"), x)
-        return wire.psum("psum", x, comm, wire_dtype, lambda x: _allreduce("psum", x, comm, "sum", None))
-    return _allreduce("psum", x, comm, "sum", None)
+    x = checks.map_arrays("psum", comm, lambda leaf: checks.reducible("psum", comm, leaf, "sum"), x)
+    return wire.psum("psum", x, comm, wire_dtype, lambda xs: primitives.allreduce_all(xs, comm=comm, op="sum"))
 
 
 def _allreduce(where: str, x: PyTree, axis_name: Any, op: str, groups: Groups) -> PyTree:

@@ -51,9 +51,7 @@ def with_residual(where: str, x: PyTree, residual: PyTree, wire_dtype: Any) -> t
     operation(where, wire_dtype)
     if jax.tree.structure(x) != jax.tree.structure(residual):
         got = f"{jax.tree.structure(residual)} and {jax.tree.structure(x)}"
-        raise ValueError(
-            message(where, "a residual of the structure of x", got, "Start with jax.tree.map(zeros_like, x).")
-        )
+        raise ValueError(message(where, "a residual of the structure of x", got, _START))
 
     def one(x: Any, left: Any) -> tuple[Array, Array]:
         x, left = jnp.asarray(x), jnp.asarray(left)

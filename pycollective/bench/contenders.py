@@ -77,7 +77,6 @@ class Pycollective:
         self._wire_dtype = wire_dtype
 
     def program(self, work: Work) -> Program | None:
-        donate = tuple(range(len(work.sizes))) if work.donated else ()
         tolerance = 0.0 if self._wire_dtype is None else 2**-7  # two roundings of 8 bits
         if self._wire_dtype is not None and work.op not in ("psum", "tree"):
             return None
@@ -85,9 +84,10 @@ class Pycollective:
             return self._eager(work, tolerance) if self._devices == 1 and work.op in OPERATIONS else None
         function = looped(work.function() if self._wire_dtype is None else self._narrow, work)
         if self._devices > 1:
-            mapped = pc.pmap(function, AXIS, donate_argnums=donate, devices=jax.local_devices()[: self._devices])
+            devices = jax.local_devices()[: self._devices]
+            mapped = pc.pmap(function, AXIS, donate_argnums=work.donate_argnums, devices=devices)
             sharding = jax.sharding.NamedSharding(
-                jax.sharding.Mesh(np.array(jax.local_devices()[: self._devices]), "d"), jax.sharding.PartitionSpec("d")
+                jax.sharding.Mesh(np.array(devices), "d"), jax.sharding.PartitionSpec("d")
             )
             return Program(
                 lambda rows: [jax.device_put(np.stack(leaves), sharding) for leaves in zip(*rows, strict=True)],
@@ -97,7 +97,7 @@ class Pycollective:
                 participants=self._devices,
                 tolerance=tolerance,
             )
-        compiled = pc.jit(function, axis_name=AXIS, comm=self._comm, donate_argnums=donate)
+        compiled = pc.jit(function, axis_name=AXIS, comm=self._comm, donate_argnums=work.donate_argnums)
         return Program(_put, _ready(compiled), _get, work.donated, tolerance=tolerance)
 
     def _narrow(self, *xs: Any) -> tuple[Any, ...]:
@@ -124,6 +124,12 @@ def _put(rows: list[list[Any]]) -> list[jax.Array]:
 
 def _get(ys: Sequence[Any]) -> list[list[Any]]:
     return [[np.asarray(y) for y in ys]]
+
+
+def _jitted(function: Callable[..., Any], work: Work) -> Program:
+    """``function`` under plain :func:`jax.jit`."""
+    compiled = jax.jit(looped(function, work), donate_argnums=work.donate_argnums)
+    return Program(_put, _ready(compiled), _get, work.donated)
 
 
 def _is_mpi(dtype: Any) -> bool:
@@ -167,7 +173,7 @@ class RawMpi:
             return pair
 
         def get(pair: tuple[Any, Any]) -> list[list[Any]]:
-            return [np.split(pair[1], np.cumsum(work.sizes)[:-1]) if flat else [pair[1]]]
+            return [work.split(pair[1]) if flat else [pair[1]]]
 
         return Program(put, run, get, chains=False)
 
@@ -203,9 +209,7 @@ class Mpi4jax:
             "broadcast": lambda x: (mpi4jax.bcast(x, 0, comm=comm),),
             "ppermute": lambda x: (mpi4jax.sendrecv(x, x, left, right, comm=comm),),
         }
-        donate = tuple(range(len(work.sizes))) if work.donated else ()
-        compiled = jax.jit(looped(functions[work.op], work), donate_argnums=donate)
-        return Program(_put, _ready(compiled), _get, work.donated)
+        return _jitted(functions[work.op], work)
 
 
 class NoCommunication:
@@ -216,6 +220,4 @@ class NoCommunication:
     def program(self, work: Work) -> Program | None:
         if work.op != "step":
             return None
-        donate = tuple(range(len(work.sizes))) if work.donated else ()
-        compiled = jax.jit(looped(lambda *xs: step(xs, lambda g: g), work), donate_argnums=donate)
-        return Program(_put, _ready(compiled), _get, work.donated)
+        return _jitted(lambda *xs: step(xs, lambda g: g), work)

@@ -43,7 +43,7 @@ class JaxGloo:
         spec = PartitionSpec(AXIS)
         compiled = jax.jit(
             jax.shard_map(local, mesh=self._mesh, in_specs=spec, out_specs=spec, check_vma=False),
-            donate_argnums=tuple(range(len(work.sizes))) if work.donated else (),
+            donate_argnums=work.donate_argnums,
         )
 
         def put(rows: list[list[Any]]) -> list[jax.Array]:

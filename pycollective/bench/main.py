@@ -18,7 +18,7 @@ import numpy as np
 import pycollective as pc
 from pycollective.bench.contenders import Contender, Mpi4jax, NoCommunication, Pycollective, RawMpi
 from pycollective.bench.light import Light, measure_light
-from pycollective.bench.measure import Timing, measure
+from pycollective.bench.measure import ROUNDS, Timing, measure
 from pycollective.bench.report import COLUMNS, UNITS, Row
 from pycollective.bench.works import Work, make_tree, make_work
 from pycollective.errors import message
@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
     rows: list[Row] = []
     say = print if comm.rank == 0 else (lambda *_, **__: None)
     say("\n".join(f"# {line}" for line in title))
-    with _progress(len(works) * len(contenders) * 5, comm.rank) as tick:
+    with _progress(len(works) * len(contenders) * ROUNDS, comm.rank) as tick:
         heading = ""
         for name, work in works:
             if heading != (heading := f"\n# {name}, {work.mode}{', donated' if work.donated else ''}"):

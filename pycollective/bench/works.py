@@ -159,6 +159,15 @@ class Work:
         return self.count * self.dtype.itemsize
 
     @property
+    def donate_argnums(self) -> tuple[int, ...]:
+        """Of :meth:`function`, as :func:`jax.jit` takes them."""
+        return tuple(range(len(self.sizes))) if self.donated else ()
+
+    def split(self, flat: Array) -> list[Array]:
+        """The arrays of a tree that was one."""
+        return np.split(flat, np.cumsum(self.sizes)[:-1])
+
+    @property
     def keeps_shape(self) -> bool:
         return self.op not in OPERATIONS or OPERATIONS[self.op].keeps_shape
 
