@@ -5,27 +5,32 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 
 import matplotlib.image
 import numpy as np
 import pytest
 
+from tests import unoptimised
 from tests.e2e.launch import mpirun
 
 EXAMPLE = str(Path(__file__).parents[2] / "examples/train_digits.py")
 SHORT = ("--epochs", "4")  # 44 steps
+QUICK = {"XLA_FLAGS": unoptimised.flags()}
 
 
-def train(tmp_path: Path, ranks: int, *options: str) -> subprocess.CompletedProcess[str]:
-    plot, losses = tmp_path / f"loss{ranks}.png", tmp_path / f"losses{ranks}.json"
-    return mpirun(ranks, EXAMPLE, "--plot", str(plot), "--losses", str(losses), *options, timeout=240, cwd=tmp_path)
+def train(
+    tmp_path: Path, ranks: int, *options: str, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    args = ("--plot", str(tmp_path / f"loss{ranks}.png"), "--losses", str(tmp_path / f"losses{ranks}.json"), *options)
+    return mpirun(ranks, EXAMPLE, *args, timeout=240, cwd=tmp_path, env=env)
 
 
 def test_losses_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
     curves = []
     for ranks in (1, 2, 4):
-        done = train(tmp_path, ranks, *SHORT)
+        done = train(tmp_path, ranks, *SHORT, env=QUICK)
         assert done.returncode == 0, done.stderr
         curves.append(np.array(json.loads((tmp_path / f"losses{ranks}.json").read_text())))
     assert len(curves[0]) == 44
@@ -39,7 +44,7 @@ def test_losses_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
 def test_seeds_differ(tmp_path: Path) -> None:
     curves = []
     for seed in ("0", "1"):
-        assert train(tmp_path, 1, "--epochs", "1", "--seed", seed).returncode == 0
+        assert train(tmp_path, 1, "--epochs", "1", "--seed", seed, env=QUICK).returncode == 0
         curves.append(json.loads((tmp_path / "losses1.json").read_text()))
     assert curves[0] != curves[1]
 

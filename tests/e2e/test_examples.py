@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests import unoptimised
 from tests.e2e.launch import is_open_mpi, mpirun
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -18,7 +19,7 @@ DEVICES = {"JAX_NUM_CPU_DEVICES": "4"}
 def losses(tmp_path: Path, name: str, ranks: int, devices: int, *options: str) -> np.ndarray:
     file = tmp_path / "losses.json"
     args = (str(EXAMPLES / name), "--devices", str(devices), "--steps", "10", "--losses", str(file), *options)
-    done = mpirun(ranks, *args, timeout=240, cwd=tmp_path, env=DEVICES)
+    done = mpirun(ranks, *args, timeout=240, cwd=tmp_path, env={**DEVICES, "XLA_FLAGS": unoptimised.flags()})
     assert done.returncode == 0, done.stderr
     return np.array(json.loads(file.read_text()))
 

@@ -21,6 +21,7 @@ def test_programs_on_one_device_and_on_several(world: pc.Communicator, local: in
 
     fast = pc.pmap(lambda x: lax.psum(x, "i"), "i")
     on_one = pc.jit(lambda x: lax.psum(x, "r"), axis_name="r")
+    named = pc.pmap(lambda x: pc.psum(x, world))
     n = world.size * local
     x = jnp.asarray(own(world, local, np.ones((n, 4), np.float32)))
     m = jnp.ones((local, 150, 150))
@@ -39,19 +40,20 @@ def test_programs_on_one_device_and_on_several(world: pc.Communicator, local: in
         elif kind == "eager":
             results.append((k * world.size, pc.psum(k * one, world)))
         else:
-            results.append((k * world.size, pc.pmap(lambda x: pc.psum(x, world))(k * x)))
+            results.append((k * world.size, named(k * x)))
     for want, got in results:
         np.testing.assert_allclose(got, np.full(got.shape, want), rtol=1e-6)
 
 
 def test_independent_calls_of_one_program(world: pc.Communicator, local: int) -> None:
     # XLA may run independent calls of a program at once, in another order on each device.
+    @pc.pmap(axis_name="i")
     def fun(x: jax.Array) -> list[jax.Array]:
         return [lax.psum((k + 1) * x[: k % 5 + 1], "i") for k in range(60)]
 
     xs = stacked(world, local, shape=(5,))
     for _ in range(20):
-        got = pc.pmap(fun, "i")(own(world, local, xs))
+        got = fun(own(world, local, xs))
     for k, y in enumerate(got):
         want = (k + 1) * xs.sum(axis=0)[: k % 5 + 1]
         np.testing.assert_allclose(y, np.broadcast_to(want, y.shape), rtol=1e-4, atol=1e-4)
