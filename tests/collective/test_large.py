@@ -78,10 +78,11 @@ def marked(rank: int, count: int) -> jax.Array:
 def test_more_than_2_31_bytes(world: pc.Communicator) -> None:
     count = 2**29 + 12_345  # float32
     x = jnp.full(count, world.rank + 1.0, jnp.float32)
-    y = pc.jit(lambda x: pc.psum(x, world), donate_argnums=0)(x)
+    y = np.asarray(pc.jit(lambda x: pc.psum(x, world), donate_argnums=0)(x))
     del x
     assert y.nbytes > 2**31
-    assert float(y.min()) == float(y.max()) == 3.0
+    assert y[-1] == 3.0
+    assert (y[::1021] == 3.0).all()  # one of each page
 
 
 @needs(11 * GIB)
