@@ -20,7 +20,7 @@ from pycollective.bench.contenders import Contender, Mpi4jax, NoCommunication, P
 from pycollective.bench.light import Light, measure_light
 from pycollective.bench.measure import ROUNDS, Timing, measure
 from pycollective.bench.report import COLUMNS, UNITS, Row
-from pycollective.bench.works import Work, make_tree, make_work
+from pycollective.bench.works import RESHAPING, Work, make_tree, make_work
 from pycollective.errors import message
 from pycollective.mpi import MPI
 
@@ -97,8 +97,10 @@ def _works(options: argparse.Namespace, n: int) -> Iterator[tuple[str, Work]]:
     """Every line of the table, with the name of its operation."""
     donations = {"no": (False,), "yes": (True,), "both": (False, True)}[options.donate]
     for op in options.ops:
+        # "both" asks for what there is; "yes" of an operation that cannot is an error.
+        possible = (False,) if options.donate == "both" and op in RESHAPING else donations
         for mode in options.modes:
-            for donated in donations if mode != "eager" else (False,):
+            for donated in possible if mode != "eager" else (False,):
                 for dtype in options.datatypes.split(","):
                     how = {"mode": mode, "donated": donated, "loop": options.loop if mode == "loop" else 1}
                     if op == "tree":

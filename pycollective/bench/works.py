@@ -95,6 +95,9 @@ OPERATIONS = {
     ),
 }
 
+RESHAPING = {name for name, operation in OPERATIONS.items() if not operation.keeps_shape}
+"""Their operand cannot be donated, nor their result be the next call's operand."""
+
 GPT2_LAYER = [768, 768, 768 * 2304, 2304, 768 * 768, 768, 768, 768, 768 * 3072, 3072, 3072 * 768, 768]
 
 
@@ -169,7 +172,7 @@ class Work:
 
     @property
     def keeps_shape(self) -> bool:
-        return self.op not in OPERATIONS or OPERATIONS[self.op].keeps_shape
+        return self.op not in RESHAPING
 
     def traffic(self, n: int) -> float:
         """The bytes that each of ``n`` participants moves at least: those of the bus bandwidth."""

@@ -57,6 +57,15 @@ def test_modes_and_devices(options: list[str], tmp_path: Path) -> None:
     assert {row["wrong"] for row in rows} == {0}
 
 
+def test_both_where_an_operand_cannot_be_donated(tmp_path: Path) -> None:
+    data = tmp_path / "bench.json"
+    options = ["-b", "1K", "-e", "1K", "-n", "3", "--donate", "both", "--json", str(data)]
+    done = mpirun(2, "-m", "pycollective", "bench", "psum", "all_gather", *options, timeout=100)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(data.read_text())["rows"]
+    assert {(r["op"], r["mode"]) for r in rows} == {("psum", "jit"), ("psum", "jit, donated"), ("all_gather", "jit")}
+
+
 def test_starts_its_own_ranks() -> None:
     command = [sys.executable, "-m", "pycollective", "bench", "-e", "8", "-n", "3", "--ranks", "2"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
