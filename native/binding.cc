@@ -127,6 +127,8 @@ PYCOLLECTIVE_EXPORT void pycollective_set_max_count(int64_t max_count) {
 // Keeps freed memory in the process and asks for huge pages under it, so that a large result does not fault in
 // page by page each time it is made:
 // - no mmap for a large allocation, and no trimming: the heap keeps what it has had;
+// - no fast bins: what lies in them is merged only when a heap is used up or a large block is asked for, which this one
+//   is not; a loop of small calls would walk through all of the reserve (a quarter of memory in 25 s);
 // - one arena, since glibc gives other threads' arenas at most 64 MiB at a time (small allocations stay in each
 //   thread's own cache);
 // - a quarter of the machine's memory is taken as address space, advised and given back: allocations to come lie
@@ -139,7 +141,7 @@ PYCOLLECTIVE_EXPORT bool pycollective_tune_malloc() {
   constexpr int kOne = 1;
   constexpr int kNever = -1;
   if (mallopt(M_ARENA_MAX, kOne) != 1 || mallopt(M_MMAP_MAX, kNone) != 1 ||
-      mallopt(M_TRIM_THRESHOLD, kNever) != 1) {
+      mallopt(M_TRIM_THRESHOLD, kNever) != 1 || mallopt(M_MXFAST, kNone) != 1) {
     return false;
   }
   const long pages = sysconf(_SC_PHYS_PAGES);

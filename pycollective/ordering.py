@@ -29,7 +29,7 @@ import functools
 import inspect
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -191,14 +191,28 @@ def split_arrays(args: Any, kwargs: Any) -> tuple[list[Any], Callable[[Sequence[
     return [leaves[place] for place in places], with_arrays
 
 
+class Witnessed(NamedTuple):
+    """What a program returns whose own results say nothing of its end.
+
+    Either none of them is computed in the region: JAX drops equations without effects that nothing uses, and a region
+    that only sends has no other result to hold it. Or it runs on several devices, for :func:`keep_few`.
+
+    Attributes:
+        outs: of the function.
+        witness: an empty array, there when the program has run.
+    """
+
+    outs: Any
+    witness: jax.Array
+
+
 class Region:
     """A function whose trace is one region, for :func:`jax.jit` as a whole program (see the head of this file).
 
-    Called with the arguments of ``fun`` it returns ``(fun(...), witness)``. ``witness`` is empty, or holds one empty
-    array: where no result of ``fun`` is computed in the region, since JAX drops equations without effects that nothing
-    uses, and a region that only sends has no other result to hold it; and on several devices, for :func:`keep_few`.
+    Called with the arguments of ``fun`` it returns what ``fun`` does, or that :class:`Witnessed`.
 
     Attributes:
+        traced: whether there is a program.
         devices: of its programs, if they run on several; empty for one; None if that differs, or before any trace.
     """
 
@@ -216,22 +230,16 @@ class Region:
         self._rewrite = rewrite
         self._fun = fun
         self._donates = donates
-        self._devices: set[tuple[jax.Device, ...]] = set()
+        self.traced = False
+        self.devices: tuple[jax.Device, ...] | None = None
 
     def __repr__(self) -> str:  # JAX's messages name the function so
         return repr(self._fun)
 
-    @property
-    def devices(self) -> tuple[jax.Device, ...] | None:
-        return next(iter(self._devices)) if len(self._devices) == 1 else None
-
-    @property
-    def traced(self) -> bool:
-        """Whether there is a program."""
-        return bool(self._devices)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, tuple[jax.Array, ...]]:
-        """One trace."""
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """One trace; or under ``JAX_DISABLE_JIT`` one call of ``fun``, whose collectives then run one by one."""
+        if jax.config.jax_disable_jit:
+            return self._fun(*args, **kwargs)
         arrays, with_arrays = split_arrays(args, kwargs)
         out_tree = None
 
@@ -243,13 +251,15 @@ class Region:
 
         closed = jax.make_jaxpr(flat)(*arrays)
         devices = _devices_of(closed.jaxpr)
-        self._devices.add(devices)
+        self.devices = devices if not self.traced or devices == self.devices else None
+        self.traced = True
         jaxpr = self._rewrite(closed.jaxpr)
         jaxpr = jaxpr if self._donates else _without_copies(jaxpr)
         *outs, witness = region_p.bind(*closed.consts, *arrays, jaxpr=jaxpr)
         given = {*jaxpr.invars, *jaxpr.constvars}
         held = any(isinstance(var, Var) and var not in given for var in jaxpr.outvars[:-1])
-        return jax.tree.unflatten(out_tree, outs), () if held and not devices else (witness,)
+        results = jax.tree.unflatten(out_tree, outs)
+        return results if held and not devices else Witnessed(results, witness)
 
 
 def like(value: Any, parts: Sequence[Any]) -> Any:
@@ -291,16 +301,13 @@ def apply(primitive: Primitive, *operands: Any, **params: Any) -> Any:
     take_turn(())
     if jax.config.jax_disable_jit:  # as JAX's own primitives, compiled even then
         with jax.disable_jit(False):
-            out, witness = program(*operands)
+            outs = program(*operands)
     else:
-        out, witness = program(*operands)
-    jax.block_until_ready(witness)  # no result to wait on, so errors must show here
-    return out
-
-
-def may_be_region() -> bool:
-    """Whether a call made now would be a whole program: outside every JAX trace, and compiled."""
-    return trace_state_clean() and not jax.config.jax_disable_jit
+        outs = program(*operands)
+    if type(outs) is not Witnessed:
+        return outs
+    outs.witness.block_until_ready()  # no result to wait on, so errors must show here
+    return outs.outs
 
 
 # Between programs ------------------------------------------------------------------------------------------
@@ -317,7 +324,7 @@ class _Turn:
     """Whose turn it is: XLA orders programs on one device among each other, and programs on several, but not both."""
 
     devices: tuple[jax.Device, ...] | None = ()  # of the last program that was dispatched, as Region.devices
-    ahead: ClassVar[deque[tuple[jax.Array, ...]]] = deque()  # witnesses of programs on several devices
+    ahead: ClassVar[deque[jax.Array]] = deque()  # witnesses of programs on several devices
 
 
 def take_turn(devices: tuple[jax.Device, ...] | None) -> None:
@@ -330,13 +337,13 @@ def take_turn(devices: tuple[jax.Device, ...] | None) -> None:
         _Turn.devices = devices
 
 
-def keep_few(witness: tuple[jax.Array, ...]) -> None:
+def keep_few(witness: jax.Array) -> None:
     """Comes after the dispatch of a program on several devices: waits while too many have not run."""
     _Turn.ahead.append(witness)
     if len(_Turn.ahead) > _MOST_AHEAD:
         # An error of that program is raised where its results are used, not in a call that has nothing to do with it.
         with contextlib.suppress(jax.errors.JaxRuntimeError):
-            jax.block_until_ready(_Turn.ahead.popleft())
+            _Turn.ahead.popleft().block_until_ready()
 
 
 def flush() -> None:
