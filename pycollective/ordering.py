@@ -310,6 +310,10 @@ def apply(primitive: Primitive, *operands: Any, **params: Any) -> Any:
     return outs.outs
 
 
+at_top_level = trace_state_clean
+"""Whether a call made now is outside every JAX trace."""
+
+
 # Between programs ------------------------------------------------------------------------------------------
 
 

@@ -43,7 +43,7 @@ class Jitted(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         # Every look-up here is paid by every call: a call of 4 B takes 7 us in all.
-        if not ordering.trace_state_clean():
+        if not ordering.at_top_level():
             return self._nested(*args, **kwargs)
         program = self._program
         if not program.traced:

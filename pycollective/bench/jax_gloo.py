@@ -1,4 +1,4 @@
-"""The peer that JAX brings: ``jax.distributed`` with gloo, in this process. Imported before any device is used."""
+"""The peer that JAX brings: ``jax.distributed`` with gloo."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from pycollective.bench.contenders import Program, looped
-from pycollective.bench.rendezvous import free_port
+from pycollective.bench.contenders import Program, looped, ready
 from pycollective.bench.works import AXIS, Work
-from pycollective.mpi import MPI
 
 _BROADCASTS = ("broadcast",)  # XLA's CPU collectives have none
 
 
-def start(comm: MPI.Intracomm) -> None:
-    """Joins the ranks to one JAX cluster. Comes before the first use of JAX's devices."""
+def join(address: str, rank: int, size: int, devices: int) -> JaxGloo:
+    """Makes this process one of a JAX cluster. Comes before the first use of JAX's devices."""
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(free_port(comm), comm.size, comm.rank)
+    jax.config.update("jax_num_cpu_devices", devices)
+    jax.distributed.initialize(address, size, rank)
+    return JaxGloo()
 
 
 class JaxGloo:
@@ -27,10 +28,22 @@ class JaxGloo:
 
     name = "jax gloo"
 
-    def __init__(self, devices: int) -> None:
-        by_process = [jax.local_devices(process)[:devices] for process in range(jax.process_count())]
-        self._mesh = Mesh(np.array(by_process).flatten(), AXIS)
+    def __init__(self) -> None:
+        in_order = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+        self._mesh = Mesh(np.array(in_order), AXIS)
         self._sharding = NamedSharding(self._mesh, PartitionSpec(AXIS))
+        self._one = jax.make_array_from_process_local_data(
+            self._sharding, np.zeros(jax.local_device_count(), np.float32)
+        )
+        self._meet = jax.jit(self._mapped(lambda x: lax.psum(x, AXIS)))
+
+    def _mapped(self, function: Any) -> Any:
+        spec = PartitionSpec(AXIS)
+        return jax.shard_map(function, mesh=self._mesh, in_specs=spec, out_specs=spec, check_vma=False)
+
+    def barrier(self) -> None:
+        """Waits for the other processes."""
+        self._meet(self._one).block_until_ready()
 
     def program(self, work: Work) -> Program | None:
         if work.mode == "eager" or work.op in _BROADCASTS:
@@ -40,11 +53,7 @@ class JaxGloo:
         def local(*blocks: Any) -> Any:
             return tuple(y[None] for y in function(*(x[0] for x in blocks)))
 
-        spec = PartitionSpec(AXIS)
-        compiled = jax.jit(
-            jax.shard_map(local, mesh=self._mesh, in_specs=spec, out_specs=spec, check_vma=False),
-            donate_argnums=work.donate_argnums,
-        )
+        compiled = jax.jit(self._mapped(local), donate_argnums=work.donate_argnums)
 
         def put(rows: list[list[Any]]) -> list[jax.Array]:
             return [
@@ -58,7 +67,7 @@ class JaxGloo:
 
         return Program(
             put,
-            lambda xs: jax.block_until_ready(compiled(*xs)),
+            ready(compiled),
             get,
             work.donated,
             participants=len(self._mesh.local_devices),

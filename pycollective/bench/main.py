@@ -18,7 +18,8 @@ import numpy as np
 import pycollective as pc
 from pycollective.bench.contenders import Contender, Mpi4jax, NoCommunication, Pycollective, RawMpi
 from pycollective.bench.light import Light, measure_light
-from pycollective.bench.measure import ROUNDS, Timing, measure
+from pycollective.bench.measure import ROUNDS, Here, Runner, Timing, measure
+from pycollective.bench.peers import Beside
 from pycollective.bench.report import COLUMNS, UNITS, Row
 from pycollective.bench.works import RESHAPING, Work, make_tree, make_work
 from pycollective.errors import message
@@ -38,9 +39,6 @@ def run(options: argparse.Namespace) -> int:
     world = MPI.COMM_WORLD
     with suppress(RuntimeError):  # devices are in use already: then init says whether there are enough
         jax.config.update("jax_num_cpu_devices", options.devices)
-    peers = {name: _peer(name) for name in options.against if name != "mpi4jax"}
-    for module in peers.values():
-        module.start(world)
     comm = pc.init(devices=options.devices)  # before anything else uses JAX's devices, as in a user's program
     plot = importlib.import_module("pycollective.bench.plot") if options.plot else None
     n = comm.size * options.devices
@@ -50,10 +48,8 @@ def run(options: argparse.Namespace) -> int:
         contenders.append(Pycollective(comm, options.devices, options.wire_dtype))
     if "mpi4jax" in options.against:
         contenders.append(Mpi4jax(world))
-    if "jax-gloo" in peers:
-        contenders.append(peers["jax-gloo"].JaxGloo(options.devices))
-    if "torch-gloo" in peers:
-        contenders.append(peers["torch-gloo"].TorchGloo(world))
+    runners: list[Runner] = [Here(one, world.rank, world.size, world.Barrier) for one in contenders]
+    runners += [Beside(world, peer, options.devices) for peer in options.against if peer != "mpi4jax"]
     partner = max(comm.mpi.allgather((comm.host_index > 0, -comm.rank)))  # the first rank of another host, if any
     partner_rank = -partner[1] if partner[0] else comm.size - 1
     light = measure_light(world, comm.host_count, partner_rank, options.link_gbps)
@@ -61,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
     rows: list[Row] = []
     say = print if comm.rank == 0 else (lambda *_, **__: None)
     say("\n".join(f"# {line}" for line in title))
-    with _progress(len(works) * len(contenders) * ROUNDS, comm.rank) as tick:
+    with _progress(len(works) * len(runners) * ROUNDS, comm.rank) as tick:
         heading = ""
         for name, work in works:
             if heading != (heading := f"\n# {name}, {work.mode}{', donated' if work.donated else ''}"):
@@ -69,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
             timings = measure(
                 world,
                 work,
-                contenders,
+                runners,
                 calls=options.iters,
                 warmup=options.warmup,
                 tick=tick,
@@ -87,10 +83,6 @@ def run(options: argparse.Namespace) -> int:
     wrong = sum(row.wrong for row in rows)
     say(f"\n# wrong results: {wrong}")
     return 1 if wrong else 0
-
-
-def _peer(name: str) -> Any:
-    return importlib.import_module(f"pycollective.bench.{name.replace('-', '_')}")
 
 
 def _works(options: argparse.Namespace, n: int) -> Iterator[tuple[str, Work]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -34,10 +35,108 @@ class Timing:
     participants: int
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """What a runner says of a work before it takes times.
+
+    Attributes:
+        wrong: results of this process that differed.
+        participants: of this process.
+    """
+
+    wrong: int
+    participants: int
+
+
+class Runner(Protocol):
+    """Runs a contender: in this process, or in one beside it.
+
+    Attributes:
+        name: of the contender.
+    """
+
+    name: str
+
+    def prepare(self, work: Work, warmup: int) -> Prepared | None:
+        """Checks what a call gives and makes ``warmup`` more; None where the contender has no such work."""
+
+    def turn(self, calls: int) -> list[float]:
+        """The seconds that each of ``calls`` calls takes here."""
+
+
+class Here:
+    """Runs a contender in this process."""
+
+    def __init__(self, contender: Contender, rank: int, size: int, barrier: Callable[[], Any]) -> None:
+        """Keeps a contender.
+
+        Args:
+            contender: the same on all ranks.
+            rank: of this process, among those that run it.
+            size: their number.
+            barrier: comes before each call; in which they wait for each other as the contender itself does.
+        """
+        self.name = contender.name
+        self._contender = contender
+        self._rank = rank
+        self._size = size
+        self._barrier = barrier
+        self._run: Callable[[], None] = lambda: None
+
+    def prepare(self, work: Work, warmup: int) -> Prepared | None:
+        self._run = lambda: None  # the arrays of the last work may go
+        program = self._contender.program(work)
+        if program is None:
+            return None
+        wrong = self._wrong(work)
+        self._run = self._runner(work, program)
+        for _ in range(warmup):
+            self._run()
+        return Prepared(wrong, program.participants)
+
+    def turn(self, calls: int) -> list[float]:
+        self._run()  # another contender's arrays were in the caches
+        seconds = []
+        for _ in range(calls):
+            self._barrier()
+            started = time.perf_counter()
+            self._run()
+            seconds.append(time.perf_counter() - started)
+        return seconds
+
+    def _rows(self, work: Work, participants: int, *, zeros: bool = False) -> list[list[np.ndarray]]:
+        n, first = self._size * participants, self._rank * participants
+        return [operands(work, first + i, n, zeros=zeros) for i in range(participants)]
+
+    def _wrong(self, work: Work) -> int:
+        """Of a loop, the same program with two turns is checked: the values of many would overflow."""
+        work = replace(work, loop=min(work.loop, 2))
+        program = self._contender.program(work)
+        assert program is not None
+        own = program.participants
+        times = work.loop if program.chains else 1
+        wrong = 0
+        for i, got in enumerate(program.get(program.run(program.put(self._rows(work, own))))):
+            want = expected(work, self._rank * own + i, self._size * own, times)
+            wrong += count_wrong(work, got, want, program.tolerance)
+        return wrong
+
+    def _runner(self, work: Work, program: Program) -> Callable[[], None]:
+        operand = program.put(self._rows(work, program.participants, zeros=True))
+
+        def run() -> None:
+            nonlocal operand
+            result = program.run(operand)
+            if program.feeds:
+                operand = result
+
+        return run
+
+
 def measure(
     comm: MPI.Intracomm,
     work: Work,
-    contenders: Sequence[Contender],
+    runners: Sequence[Runner],
     *,
     calls: int,
     warmup: int,
@@ -48,66 +147,24 @@ def measure(
     Args:
         comm: the ranks.
         work: what to do.
-        contenders: the same on all ranks.
+        runners: of the same contenders on all ranks.
         calls: timed calls of each.
         warmup: calls before, not timed.
-        tick: called after each round of each contender.
+        tick: called after each turn.
     """
-    able = {one.name: (one, program) for one in contenders if (program := one.program(work)) is not None}
-    wrong = {name: _wrong(comm, work, one) for name, (one, _) in able.items()}
-    runs = {name: _runner(comm, work, program) for name, (_, program) in able.items()}
-    for run in runs.values():
-        for _ in range(warmup):
-            run()
+    able = {one.name: (one, prepared) for one in runners if (prepared := one.prepare(work, warmup)) is not None}
     rounds = min(ROUNDS, calls)
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    seconds: dict[str, list[float]] = {name: [] for name in able}
     for turn in range(rounds):
-        for name, run in runs.items():
-            run()  # another contender's arrays were in the caches
-            for _ in range(turn, calls, rounds):
-                comm.Barrier()
-                started = time.perf_counter()
-                run()
-                seconds[name].append(time.perf_counter() - started)
+        for name, (one, _) in able.items():
+            seconds[name] += one.turn(len(range(turn, calls, rounds)))
             tick()
-    return {
-        name: _timing(comm, seconds[name], work.loop, wrong[name], program.participants)
-        for name, (_, program) in able.items()
-    }
+    return {name: _timing(comm, seconds[name], work.loop, prepared) for name, (_, prepared) in able.items()}
 
 
-def _rows(comm: MPI.Intracomm, work: Work, participants: int, *, zeros: bool = False) -> list[list[np.ndarray]]:
-    n = comm.size * participants
-    return [operands(work, comm.rank * participants + i, n, zeros=zeros) for i in range(participants)]
-
-
-def _wrong(comm: MPI.Intracomm, work: Work, contender: Contender) -> int:
-    """Of a loop, the same program with two turns is checked: the values of many would overflow."""
-    work = replace(work, loop=min(work.loop, 2))
-    program = contender.program(work)
-    assert program is not None
-    own = program.participants
-    times = work.loop if program.chains else 1
-    wrong = 0
-    for i, got in enumerate(program.get(program.run(program.put(_rows(comm, work, own))))):
-        wrong += count_wrong(work, got, expected(work, comm.rank * own + i, comm.size * own, times), program.tolerance)
-    return int(comm.allreduce(wrong))
-
-
-def _runner(comm: MPI.Intracomm, work: Work, program: Program) -> Callable[[], None]:
-    operand = program.put(_rows(comm, work, program.participants, zeros=True))
-
-    def run() -> None:
-        nonlocal operand
-        result = program.run(operand)
-        if program.feeds:
-            operand = result
-
-    return run
-
-
-def _timing(comm: MPI.Intracomm, seconds: list[float], loop: int, wrong: int, participants: int) -> Timing:
+def _timing(comm: MPI.Intracomm, seconds: list[float], loop: int, prepared: Prepared) -> Timing:
     slowest = np.empty(len(seconds))
     comm.Allreduce(np.array(seconds), slowest, MPI.MAX)
     us = slowest / loop * 1e6
-    return Timing(float(np.median(us)), float(us.min()), float(np.percentile(us, 99)), wrong, participants)
+    wrong = int(comm.allreduce(prepared.wrong))
+    return Timing(float(np.median(us)), float(us.min()), float(np.percentile(us, 99)), wrong, prepared.participants)

@@ -1,4 +1,4 @@
-"""The peer from PyTorch: ``torch.distributed`` with gloo, in this process."""
+"""The peer from PyTorch: ``torch.distributed`` with gloo."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ import torch
 import torch.distributed as dist
 
 from pycollective.bench.contenders import Program
-from pycollective.bench.rendezvous import free_port
 from pycollective.bench.works import Work
-from pycollective.mpi import MPI
 
 FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # of DistributedDataParallel, in bytes
 
 
-def start(comm: MPI.Intracomm) -> None:
-    """Joins the ranks to one process group."""
-    dist.init_process_group("gloo", init_method=f"tcp://{free_port(comm)}", world_size=comm.size, rank=comm.rank)
+def join(address: str, rank: int, size: int, _devices: int) -> TorchGloo:
+    """Makes this process one of a process group. A torch process has one CPU device."""
+    dist.init_process_group("gloo", init_method=f"tcp://{address}", world_size=size, rank=rank)
+    return TorchGloo(rank, size)
 
 
 class TorchGloo:
@@ -27,16 +26,20 @@ class TorchGloo:
 
     name = "torch gloo"
 
-    def __init__(self, comm: MPI.Intracomm) -> None:
-        self._comm = comm
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank = rank
+        self._size = size
+
+    def barrier(self) -> None:
+        """Waits for the other processes."""
+        dist.barrier()
 
     def program(self, work: Work) -> Program | None:
-        comm = self._comm
         if work.mode == "eager" or work.op == "step" or work.dtype.kind not in "iuf":
             return None
         if work.op == "tree":
             return self._tree(work)
-        right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+        right, left = (self._rank + 1) % self._size, (self._rank - 1) % self._size
 
         def ring(x: Any, y: Any) -> None:
             request = dist.isend(x, right)
@@ -57,7 +60,7 @@ class TorchGloo:
 
         def put(rows: list[list[Any]]) -> tuple[Any, Any]:
             x = torch.from_numpy(rows[0][0].copy())
-            return x, x if in_place else x.new_zeros((comm.size, *x.shape) if work.op == "all_gather" else x.shape)
+            return x, x if in_place else x.new_zeros((self._size, *x.shape) if work.op == "all_gather" else x.shape)
 
         def run(pair: tuple[Any, Any]) -> tuple[Any, Any]:
             for _ in range(work.loop):

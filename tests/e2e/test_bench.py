@@ -66,6 +66,23 @@ def test_both_where_an_operand_cannot_be_donated(tmp_path: Path) -> None:
     assert {(r["op"], r["mode"]) for r in rows} == {("psum", "jit"), ("psum", "jit, donated"), ("all_gather", "jit")}
 
 
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_peer_in_processes_of_its_own(devices: int, tmp_path: Path) -> None:
+    data = tmp_path / "bench.json"
+    options = ["-b", "4K", "-e", "4K", "-n", "5", "--model", "many-small", "--devices", str(devices)]
+    against = ["--against", "jax-gloo", "--json", str(data)]
+    done = mpirun(2, "-m", "pycollective", "bench", *EVERY, *options, *against, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert "connected to" not in done.stdout  # gloo says so, but not in the table
+    rows = [row for row in json.loads(data.read_text())["rows"] if row["contender"] == "jax gloo"]
+    assert {row["op"] for row in rows} == {*EVERY[:-1], "tree:many-small"} - {"broadcast"}  # which XLA has not
+    assert {row["wrong"] for row in rows} == {0}
+    for row in rows:
+        assert 0 < row["min_us"] <= row["median_us"]
+        if row["op"] == "psum":
+            assert row["busbw"] == pytest.approx(row["algbw"] * 2 * (2 * devices - 1) / (2 * devices))
+
+
 def test_starts_its_own_ranks() -> None:
     command = [sys.executable, "-m", "pycollective", "bench", "-e", "8", "-n", "3", "--ranks", "2"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
