@@ -60,7 +60,7 @@ def looped(function: Callable[..., Any], work: Work) -> Callable[..., Any]:
     """``function`` as often in one program as ``work`` says."""
     if work.mode != "loop":
         return function
-    return lambda *xs: lax.fori_loop(0, work.loop, lambda _, xs: tuple(function(*xs)), xs)
+    return lambda *xs: lax.fori_loop(0, work.loop, lambda _, xs: tuple(function(*xs)), xs, unroll=work.unroll)
 
 
 def ready(compiled: Callable[..., Any]) -> Callable[[Any], Any]:

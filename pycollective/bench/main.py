@@ -94,7 +94,9 @@ def _works(options: argparse.Namespace, n: int) -> Iterator[tuple[str, Work]]:
         for mode in options.modes:
             for donated in possible if mode != "eager" else (False,):
                 for dtype in options.datatypes.split(","):
-                    how = {"mode": mode, "donated": donated, "loop": options.loop if mode == "loop" else 1}
+                    how = {"mode": mode, "donated": donated}
+                    if mode == "loop":
+                        how |= {"loop": options.loop, "unroll": options.unroll}
                     if op == "tree":
                         yield f"tree:{options.model}", make_tree(options.model, _dtype(dtype), **how)
                         continue

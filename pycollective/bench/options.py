@@ -91,6 +91,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-d", "--datatypes", default="float32", help="names of NumPy, between commas (default float32)")
     parser.add_argument("--modes", type=several(MODES), default=("jit",), help=f"of {', '.join(MODES)} (default jit)")
     parser.add_argument("--loop", type=positive, default=100, help="calls in one program of mode loop (%(default)s)")
+    parser.add_argument("--unroll", type=positive, default=1, help="of that loop, as lax.fori_loop's (%(default)s)")
     parser.add_argument("--donate", choices=("no", "yes", "both"), default="no", help="the operand (default no)")
     parser.add_argument("--model", choices=tuple(TREES), default="gpt2-small", help="of op tree (%(default)s)")
     parser.add_argument("--devices", type=positive, default=1, help="local devices of each rank (default 1)")

@@ -144,6 +144,7 @@ class Work:
         mode: one of :data:`MODES`.
         donated: the program may overwrite its operand.
         loop: calls in one program, in mode "loop".
+        unroll: of them in one turn of the loop.
     """
 
     op: str
@@ -152,6 +153,7 @@ class Work:
     mode: str = "jit"
     donated: bool = False
     loop: int = 1
+    unroll: int = 1
 
     @property
     def count(self) -> int:
