@@ -130,18 +130,20 @@ PYCOLLECTIVE_EXPORT void pycollective_set_max_count(int64_t max_count) {
 // - no fast bins: what lies in them is merged only when a heap is used up or a large block is asked for, which this one
 //   is not; a loop of small calls would walk through all of the reserve (a quarter of memory in 25 s);
 // - one arena, since glibc gives other threads' arenas at most 64 MiB at a time (small allocations stay in each
-//   thread's own cache);
+//   thread's own cache). Arenas that threads of NumPy's BLAS, say, have made before stay, and glibc gives them to later
+//   threads too, XLA's among them: a pad of 64 MiB keeps such an arena from giving its memory back whenever it is empty;
 // - a quarter of the machine's memory is taken as address space, advised and given back: allocations to come lie
 //   there. Nothing of it is touched, so nothing is used up.
-// Threads that already have an arena keep it, so call this before XLA starts its own. Returns whether glibc took
-// the settings; huge pages are a hope.
+// Call this before XLA starts its threads. Returns whether glibc took the settings; huge pages are a hope.
 PYCOLLECTIVE_EXPORT bool pycollective_tune_malloc() {
 #ifdef __GLIBC__
   constexpr int kNone = 0;
   constexpr int kOne = 1;
   constexpr int kNever = -1;
+  constexpr int kArenaBytes = 64 << 20;  // HEAP_MAX_SIZE of glibc's arena.c
   if (mallopt(M_ARENA_MAX, kOne) != 1 || mallopt(M_MMAP_MAX, kNone) != 1 ||
-      mallopt(M_TRIM_THRESHOLD, kNever) != 1 || mallopt(M_MXFAST, kNone) != 1) {
+      mallopt(M_TRIM_THRESHOLD, kNever) != 1 || mallopt(M_MXFAST, kNone) != 1 ||
+      mallopt(M_TOP_PAD, kArenaBytes) != 1) {
     return false;
   }
   const long pages = sysconf(_SC_PHYS_PAGES);

@@ -12,6 +12,7 @@ from pycollective import launchers, lifecycle, ordering
 from pycollective.config import config
 from pycollective.errors import message
 from pycollective.mpi import MPI
+from pycollective.threads import shared_cores
 from pycollective.transport import native
 from pycollective.watchdog import Watchdog
 
@@ -85,7 +86,7 @@ class Communicator:
             raise TypeError(
                 message("Communicator", "an mpi4py intracommunicator", repr(mpi), "Pass mpi4py.MPI.COMM_WORLD, say.")
             )
-        start(None, None, None)
+        start(mpi, None, None, None)
         known = mpi.Get_attr(_keyval())
         if isinstance(known, Communicator):
             return known
@@ -326,8 +327,10 @@ def _choose_devices(devices: Sequence[jax.Device] | int | None) -> tuple[jax.Dev
     return chosen
 
 
-def start(devices: Sequence[jax.Device] | int | None, timeout: float | None, transport: str | None) -> None:
-    """Everything of :func:`init` but the communicator; the first call decides."""
+def start(
+    mpi: MPI.Intracomm, devices: Sequence[jax.Device] | int | None, timeout: float | None, transport: str | None
+) -> None:
+    """Everything of :func:`init` but the communicator; the first call decides. ``mpi``: the ranks that make it."""
     if transport is not None and transport not in TRANSPORTS:
         raise ValueError(
             message("init", f"transport to be one of {list(TRANSPORTS)}", repr(transport), "Leave it out.")
@@ -355,7 +358,8 @@ def start(devices: Sequence[jax.Device] | int | None, timeout: float | None, tra
         )
     _check_launcher()
     native.start()  # before JAX's backend and its threads: it tunes malloc
-    _state.devices = _choose_devices(devices)
+    with shared_cores(mpi):
+        _state.devices = _choose_devices(devices)
     lifecycle.install(ordering.flush)
     limit = timeout if timeout is not None else config.timeout
     if limit is not None:
@@ -373,7 +377,9 @@ def init(
     """Sets this process up and returns the world. All ranks must make this call; a second one changes nothing.
 
     The first use of the package calls it, so it is needed only for its options. It also installs the hook that
-    ends all ranks when an exception escapes on one of them.
+    ends all ranks when an exception escapes on one of them. It comes before the first use of JAX's devices: XLA then
+    computes with this rank's share of the host's cores, where the launcher did not bind ranks to cores (``NPROC``
+    says another number of threads).
 
     Args:
         comm: the world, an mpi4py communicator; default ``COMM_WORLD``.
@@ -393,17 +399,17 @@ def init(
         >>> pc.init() is pc.world()
         True
     """
-    start(devices, timeout, transport)
     given = comm.mpi if isinstance(comm, Communicator) else comm
+    mpi = MPI.COMM_WORLD if given is None else given
+    if not isinstance(mpi, MPI.Intracomm):
+        raise TypeError(message("init", "an mpi4py intracommunicator", repr(comm), "Pass mpi4py.MPI.COMM_WORLD, say."))
+    start(mpi, devices, timeout, transport)
     if _state.world is not None:
         if given is not None and given != _state.world.mpi:
             raise ValueError(
                 message("init", f"the world of the first call, {_state.world!r}", repr(comm), "Call init once, first.")
             )
         return _state.world
-    mpi = MPI.COMM_WORLD if given is None else given
-    if not isinstance(mpi, MPI.Intracomm):
-        raise TypeError(message("init", "an mpi4py intracommunicator", repr(comm), "Pass mpi4py.MPI.COMM_WORLD, say."))
     counts = mpi.allgather(len(_state.devices))
     if len(set(counts)) > 1:
         by_count = {n: [rank for rank, count in enumerate(counts) if count == n] for n in sorted(set(counts))}

@@ -38,6 +38,7 @@ FLOORS = (
     "primitives",
     "blocks",
     "communicator",
+    "threads",
     "watchdog",
     "lifecycle",
     "ordering",
