@@ -1,0 +1,36 @@
+"""How many threads XLA computes with."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.e2e.launch import mpirun
+
+PROGRAM = """
+import os
+import jax.numpy as jnp
+import pycollective as pc
+
+comm = pc.init()
+jnp.dot(jnp.ones((256, 256)), jnp.ones((256, 256))).block_until_ready()
+names = [open(f"/proc/self/task/{task}/comm").read().strip() for task in os.listdir("/proc/self/task")]
+threads = comm.mpi.allgather(names.count("tf_XLAEigen"))
+cores = set().union(*comm.mpi.allgather(os.sched_getaffinity(0)))
+if comm.rank == 0:
+    print(len(cores), os.environ.get("NPROC"), *threads)
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_ranks_share_the_cores(ranks: int) -> None:
+    done = mpirun(ranks, "-c", PROGRAM, timeout=60, env={"JAX_NUM_CPU_DEVICES": "1"})
+    assert done.returncode == 0, done.stderr
+    cores, variable, *threads = done.stdout.split()
+    assert len(threads) == ranks
+    assert variable == "None"  # programs that this one starts are not concerned
+    assert set(threads) == {str(max(1, int(cores) // ranks))}
+
+
+def test_the_users_number_stands() -> None:
+    done = mpirun(2, "-c", PROGRAM, timeout=60, env={"JAX_NUM_CPU_DEVICES": "1", "NPROC": "3"})
+    assert done.stdout.split()[1:] == ["3", "3", "3"], done.stderr
