@@ -16,9 +16,10 @@ import jax
 import numpy as np
 
 import pycollective as pc
-from pycollective.bench.contenders import Contender, Mpi4jax, NoCommunication, Pycollective, RawMpi
+from pycollective.bench.contenders import Contender, Floor, Mpi4jax, NoCommunication, Pycollective, RawMpi
 from pycollective.bench.light import Light, measure_light
 from pycollective.bench.measure import ROUNDS, Here, Runner, Timing, measure
+from pycollective.bench.options import BESIDE
 from pycollective.bench.peers import Beside
 from pycollective.bench.report import COLUMNS, UNITS, Row
 from pycollective.bench.works import RESHAPING, Work, make_tree, make_work
@@ -46,10 +47,12 @@ def run(options: argparse.Namespace) -> int:
     contenders: list[Contender] = [Pycollective(comm, options.devices), RawMpi(world), NoCommunication()]
     if options.wire_dtype:
         contenders.append(Pycollective(comm, options.devices, options.wire_dtype))
+    if "floor" in options.against:
+        contenders.append(Floor(world))
     if "mpi4jax" in options.against:
         contenders.append(Mpi4jax(world))
     runners: list[Runner] = [Here(one, world.rank, world.size, world.Barrier) for one in contenders]
-    runners += [Beside(world, peer, options.devices) for peer in options.against if peer != "mpi4jax"]
+    runners += [Beside(world, peer, options.devices) for peer in options.against if peer in BESIDE]
     partner = max(comm.mpi.allgather((comm.host_index > 0, -comm.rank)))  # the first rank of another host, if any
     partner_rank = -partner[1] if partner[0] else comm.size - 1
     light = measure_light(world, comm.host_count, partner_rank, options.link_gbps)

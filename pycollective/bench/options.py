@@ -8,7 +8,8 @@ from pathlib import Path
 
 from pycollective.bench.works import MODES, OPERATIONS, TREES
 
-PEERS = ("mpi4jax", "jax-gloo", "torch-gloo")
+BESIDE = ("jax-gloo", "torch-gloo")
+PEERS = ("floor", "mpi4jax", *BESIDE)
 OPS = (*OPERATIONS, "tree", "step")
 
 _EXAMPLES = """examples:
@@ -97,7 +98,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--devices", type=positive, default=1, help="local devices of each rank (default 1)")
     parser.add_argument("--ranks", type=positive, default=2, help="to start, where no launcher did (default 2)")
     parser.add_argument(
-        "--against", type=several(PEERS), default=(), help=f"peers that take turns with us: {', '.join(PEERS)}"
+        "--against",
+        type=several(PEERS),
+        default=(),
+        help=f"what takes turns with us, of {', '.join(PEERS)}; floor: a jitted function of nothing, then raw MPI",
     )
     parser.add_argument("--wire-dtype", choices=("bfloat16",), help="sums that travel so take turns too")
     parser.add_argument("--link-gbps", type=rate, help="rate of the network, for the column light (default measured)")
