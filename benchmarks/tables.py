@@ -1,0 +1,56 @@
+"""Markdown from what ``scripts/performance`` measured: a table for each command, contenders beside each other.
+
+    python benchmarks/tables.py docs/performance > docs/performance/tables.md
+
+Reads NAME.json, from ``pycollective bench --json``, and the command from the first line of NAME.txt.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20}
+
+
+def size(nbytes: int) -> str:
+    """``65536`` as 64 KiB."""
+    unit, factor = next((u, f) for u, f in reversed(UNITS.items()) if nbytes >= f)
+    return f"{nbytes / factor:.4g} {unit}"
+
+
+def cell(row: dict[str, Any] | None) -> str:
+    """Median, and how many times that of raw MPI."""
+    if row is None:
+        return "-"
+    time = f"{row['median_us']:.1f}" if row["median_us"] < 1000 else f"{row['median_us']:.0f}"
+    ratio = "" if row["contender"] == "raw MPI" or row["over_raw"] is None else f" ({row['over_raw']:.2f})"
+    return time + ratio
+
+
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    """A line for each operation, mode, type and size; a column for each contender."""
+    contenders = list(dict.fromkeys(row["contender"] for row in rows))
+    lines = ["| work | size | " + " | ".join(contenders) + " |", "|---|---" * 1 + "|---" * len(contenders) + "|"]
+    for key in dict.fromkeys((row["op"], row["mode"], row["type"], row["size"]) for row in rows):
+        found = {r["contender"]: r for r in rows if (r["op"], r["mode"], r["type"], r["size"]) == key}
+        op, mode, _, nbytes = key
+        lines.append(f"| {op}, {mode} | {size(nbytes)} | " + " | ".join(cell(found.get(c)) for c in contenders) + " |")
+    return lines
+
+
+def main(folder: Path) -> None:
+    """Writes all tables to standard output."""
+    files = sorted(folder.glob("*.json"), key=lambda file: file.stat().st_mtime)
+    print("# Tables\n\nMade by `scripts/performance`: medians in microseconds, in brackets times raw MPI.")
+    for file in files:
+        data = json.loads(file.read_text())
+        command = file.with_suffix(".txt").read_text().splitlines()[0].removeprefix("$ ")
+        print(f"\n## {file.stem}\n\n    {command}\n\n{data['title'][0]}; {data['title'][1]}; light: {data['title'][2]}\n")
+        print("\n".join(table(data["rows"])))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
