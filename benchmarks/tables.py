@@ -33,7 +33,7 @@ def cell(row: dict[str, Any] | None) -> str:
 def table(rows: list[dict[str, Any]]) -> list[str]:
     """A line for each operation, mode, type and size; a column for each contender."""
     contenders = list(dict.fromkeys(row["contender"] for row in rows))
-    lines = ["| work | size | " + " | ".join(contenders) + " |", "|---|---" * 1 + "|---" * len(contenders) + "|"]
+    lines = ["| work | size | " + " | ".join(contenders) + " |", "|---|---" + "|---" * len(contenders) + "|"]
     for key in dict.fromkeys((row["op"], row["mode"], row["type"], row["size"]) for row in rows):
         found = {r["contender"]: r for r in rows if (r["op"], r["mode"], r["type"], r["size"]) == key}
         op, mode, _, nbytes = key
@@ -48,8 +48,7 @@ def main(folder: Path) -> None:
     for file in files:
         data = json.loads(file.read_text())
         command = file.with_suffix(".txt").read_text().splitlines()[0].removeprefix("$ ")
-        print(f"\n## {file.stem}\n\n    {command}\n\n{data['title'][0]}; {data['title'][1]}; light: {data['title'][2]}\n")
-        print("\n".join(table(data["rows"])))
+        print(f"\n## {file.stem}\n\n    {command}\n", "; ".join(data["title"]), *table(data["rows"]), sep="\n")
 
 
 if __name__ == "__main__":

@@ -16,13 +16,15 @@ _QUANTITIES = (("median_us", "median time of a call (us)"), ("busbw", "bus bandw
 def plot(rows: Sequence[Row], title: str, file: Path) -> None:
     """Writes a picture to ``file``; an ``.html`` holds the table as well."""
     kinds = sorted({(row.op, row.mode, row.type) for row in rows})
+    colours = {contender: f"C{i}" for i, contender in enumerate(dict.fromkeys(row.contender for row in rows))}
     figure, panels = plt.subplots(len(kinds), 2, figsize=(12, 4.2 * len(kinds)), squeeze=False, layout="constrained")
     for kind, pair in zip(kinds, panels, strict=True):
         chosen = [row for row in rows if (row.op, row.mode, row.type) == kind]
         for axes, (name, label) in zip(pair, _QUANTITIES, strict=True):
             for contender in dict.fromkeys(row.contender for row in chosen):
                 own = [row for row in chosen if row.contender == contender]
-                axes.plot([row.size for row in own], [getattr(row, name) for row in own], marker="o", label=contender)
+                sizes, values = [row.size for row in own], [getattr(row, name) for row in own]
+                axes.plot(sizes, values, marker="o", label=contender, color=colours[contender])
             axes.set(xscale="log", yscale="log", xlabel="size (B)", ylabel=label, title=", ".join(kind))
             axes.grid(which="both", alpha=0.3)
         pair[0].legend(fontsize="small")
