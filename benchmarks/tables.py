@@ -48,7 +48,7 @@ def main(folder: Path) -> None:
     for file in files:
         data = json.loads(file.read_text())
         command = file.with_suffix(".txt").read_text().splitlines()[0].removeprefix("$ ")
-        print(f"\n## {file.stem}\n\n    {command}\n", "; ".join(data["title"]), *table(data["rows"]), sep="\n")
+        print(f"\n## {file.stem}\n\n    {command}\n", "; ".join(data["title"]), "", *table(data["rows"]), sep="\n")
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ def plot(rows: Sequence[Row], title: str, file: Path) -> None:
                 sizes, values = [row.size for row in own], [getattr(row, name) for row in own]
                 axes.plot(sizes, values, marker="o", label=contender, color=colours[contender])
             axes.set(xscale="log", yscale="log", xlabel="size (B)", ylabel=label, title=", ".join(kind))
-            axes.grid(which="both", alpha=0.3)
+            axes.grid(alpha=0.3)
         pair[0].legend(fontsize="small")
     figure.suptitle(title)
     if file.suffix == ".html":
