@@ -62,7 +62,10 @@ class Jitted(Generic[P, R]):
         return self if instance is None else MethodType(self, instance)  # a method, as jax.jit's
 
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Lowered:
-        """The program of a top-level call, as :meth:`jax.stages.Wrapped.lower`. Its result has an extra last part."""
+        """The program of a top-level call, as :meth:`jax.stages.Wrapped.lower`.
+
+        It returns what the function does, in an :class:`ordering.Witnessed` where nothing of that needs the region.
+        """
         return self._region.lower(*args, **kwargs)
 
     def clear_cache(self) -> None:
