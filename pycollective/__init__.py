@@ -1,68 +1,11 @@
-"""Write jax.lax, run on MPI: collectives inside jax.jit through the MPI library of the machine."""
+"""Write jax.lax, run on MPI: collectives inside jax.jit through the MPI library of the machine.
 
-from pycollective.collectives import (
-    all_gather,
-    all_to_all,
-    axis_index,
-    axis_size,
-    pbroadcast,
-    pmax,
-    pmean,
-    pmin,
-    ppermute,
-    pshuffle,
-    psum,
-    psum_scatter,
-    pswapaxes,
-)
-from pycollective.communicator import Communicator, init, world
-from pycollective.mesh import Mesh, make_mesh
-from pycollective.mpi_collectives import (
-    barrier,
-    broadcast,
-    exscan,
-    gather,
-    recv,
-    reduce,
-    scan,
-    scatter,
-    send,
-    sendrecv,
-)
-from pycollective.spmd import jit, pmap, shard_map
+What stands in ``__init__.pyi`` is imported when it is first used. So ``import pycollective`` alone starts neither MPI
+nor JAX: ``pycollective run`` starts ranks without being one, also where only a launcher may start processes with MPI.
+"""
+
+import lazy_loader
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "Communicator",
-    "Mesh",
-    "all_gather",
-    "all_to_all",
-    "axis_index",
-    "axis_size",
-    "barrier",
-    "broadcast",
-    "exscan",
-    "gather",
-    "init",
-    "jit",
-    "make_mesh",
-    "pbroadcast",
-    "pmap",
-    "pmax",
-    "pmean",
-    "pmin",
-    "ppermute",
-    "pshuffle",
-    "psum",
-    "psum_scatter",
-    "pswapaxes",
-    "recv",
-    "reduce",
-    "scan",
-    "scatter",
-    "send",
-    "sendrecv",
-    "shard_map",
-    "world",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

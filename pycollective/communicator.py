@@ -330,7 +330,7 @@ def _choose_devices(devices: Sequence[jax.Device] | int | None) -> tuple[jax.Dev
 def start(
     mpi: MPI.Intracomm, devices: Sequence[jax.Device] | int | None, timeout: float | None, transport: str | None
 ) -> None:
-    """Everything of :func:`init` but the communicator; the first call decides. ``mpi``: the ranks that make it."""
+    """Everything of :func:`init` but the communicator; the first call decides. All ranks of ``mpi`` must make it."""
     if transport is not None and transport not in TRANSPORTS:
         raise ValueError(
             message("init", f"transport to be one of {list(TRANSPORTS)}", repr(transport), "Leave it out.")
@@ -377,9 +377,9 @@ def init(
     """Sets this process up and returns the world. All ranks must make this call; a second one changes nothing.
 
     The first use of the package calls it, so it is needed only for its options. It also installs the hook that
-    ends all ranks when an exception escapes on one of them. It comes before the first use of JAX's devices: XLA then
-    computes with this rank's share of the host's cores, where the launcher did not bind ranks to cores (``NPROC``
-    says another number of threads).
+    ends all ranks when an exception escapes on one of them. Call it before the first use of JAX's devices: XLA then
+    computes with this rank's share of the host's cores, also where the launcher did not bind ranks to cores (``NPROC``
+    says another number of threads); later it has a thread for each core already.
 
     Args:
         comm: the world, an mpi4py communicator; default ``COMM_WORLD``.

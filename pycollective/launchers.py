@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -55,4 +56,40 @@ def launched_size(environ: Mapping[str, str]) -> tuple[Launcher, int] | None:
         text = environ.get(launcher.size_variable, "")
         if text.isdigit() and int(text) > 1:
             return launcher, int(text)
+    return None
+
+
+class Place(NamedTuple):
+    """Of a rank among those of its host.
+
+    Attributes:
+        rank: from 0.
+        size: their number.
+    """
+
+    rank: int
+    size: int
+
+
+# Under an mpiexec inside sbatch srun's own variables speak of mpiexec's proxies, so they come last.
+_PLACES = (("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"), ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"))
+
+
+def local_place(environ: Mapping[str, str]) -> Place | None:
+    """This rank's place on its host; None under a launcher that does not say it.
+
+    Example:
+        >>> local_place({"MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"})
+        Place(rank=1, size=4)
+        >>> local_place({"SLURM_LOCALID": "0", "SLURM_NODEID": "2", "SLURM_STEP_TASKS_PER_NODE": "4(x2),3"})
+        Place(rank=0, size=3)
+    """
+    for rank, size in _PLACES:
+        if environ.get(rank, "").isdigit() and environ.get(size, "").isdigit():
+            return Place(int(environ[rank]), int(environ[size]))
+    if all(name in environ for name in ("SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_TASKS_PER_NODE")):
+        tasks: list[int] = []
+        for number, _, times in re.findall(r"(\d+)(\(x(\d+)\))?", environ["SLURM_STEP_TASKS_PER_NODE"]):
+            tasks += [int(number)] * int(times or 1)
+        return Place(int(environ["SLURM_LOCALID"]), tasks[int(environ["SLURM_NODEID"])])
     return None

@@ -251,7 +251,13 @@ class Region:
 
         closed = jax.make_jaxpr(flat)(*arrays)
         devices = _devices_of(closed.jaxpr)
-        self.devices = devices if not self.traced or devices == self.devices else None
+        if not self.traced:
+            self.devices = devices
+        elif devices != self.devices:
+            # The dispatch that this trace belongs to has taken its turn for other devices: now it takes all turns.
+            with jax.ensure_compile_time_eval():
+                take_turn(None)
+            self.devices = None
         self.traced = True
         jaxpr = self._rewrite(closed.jaxpr)
         jaxpr = jaxpr if self._donates else _without_copies(jaxpr)
@@ -318,10 +324,10 @@ at_top_level = trace_state_clean
 
 
 _MOST_AHEAD = 4
-"""Programs on several devices that may wait to run. XLA's CPU client has as many threads as devices, and from the 33rd
-program on a device the dispatch itself keeps one of them until another program ends; if that one needs all threads, to
-meet in a collective, both wait for ever (so do ``jax.pmap`` and XLA's own collectives). This leaves room for what else
-the user dispatches between ours."""
+"""Programs on several devices that may wait to run. XLA's CPU client may have just one thread a device, and from the
+33rd program on a device the dispatch itself keeps one of them until another program ends; if that one needs all
+threads, to meet in a collective, both wait for ever (so do ``jax.pmap`` and XLA's own collectives). This leaves room
+for what else the user dispatches between ours."""
 
 
 class _Turn:

@@ -1,8 +1,8 @@
 """How many threads XLA computes with: this rank's share of its host's cores.
 
-XLA's CPU client starts a thread for each core that the process may use. Ranks that their launcher did not bind all see
-all cores of the host, and start so many threads together that those which compute keep others, which poll inside MPI or
-are waited for, from the cores.
+XLA's CPU client starts a thread for each core that the process may use, or for each of its devices if those are more.
+Ranks that their launcher did not bind all see all cores of the host: their threads together are many times as many, and
+compete for the cores with each other and with those that poll inside MPI.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ def share(own: frozenset[int], on_host: Sequence[frozenset[int]]) -> int:
         >>> share(frozenset({0, 1}), [frozenset({0, 1}), frozenset({2, 3})])  # bound
         2
     """
-    sharers = sum(not own.isdisjoint(cores) for cores in on_host)
-    return max(1, len(own) // max(1, sharers))
+    return max(1, len(own) // sum(not own.isdisjoint(cores) for cores in on_host))
 
 
 @contextmanager

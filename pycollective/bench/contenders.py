@@ -64,7 +64,7 @@ def looped(function: Callable[..., Any], work: Work) -> Callable[..., Any]:
 
 
 def ready(compiled: Callable[..., Any]) -> Callable[[Any], Any]:
-    """``compiled`` as :attr:`Program.run` of a list of arrays."""
+    """``compiled``, of a tuple of arrays, as a function of their list that waits for the results."""
 
     def run(xs: Any) -> Any:
         ys = compiled(*xs)
@@ -188,7 +188,7 @@ class RawMpi:
 
 
 class Floor:
-    """A jitted function that does nothing, then raw MPI: what one call from JAX takes at least."""
+    """A jitted function that does nothing, then raw MPI: about what one call from JAX takes at least."""
 
     name = "dispatch, raw MPI"
 
@@ -199,11 +199,14 @@ class Floor:
         raw = self._raw.program(work)
         if work.mode != "jit" or raw is None:
             return None
-        dispatch = ready(jax.jit(lambda *xs: tuple(x + 1 for x in xs)))
-        nothing = [jax.device_put(np.zeros(1, np.int32), jax.local_devices()[0])] * len(work.sizes)
+        dispatch = ready(jax.jit(lambda *xs: tuple(x + 1 for x in xs), donate_argnums=work.donate_argnums))
+        nothing = [jax.device_put(np.zeros(1, np.int32), jax.local_devices()[0]) for _ in work.sizes]
 
         def run(pair: Any) -> Any:
-            dispatch(nothing)
+            nonlocal nothing
+            results = dispatch(nothing)
+            if work.donated:
+                nothing = list(results)
             return raw.run(pair)
 
         return replace(raw, run=run)

@@ -18,6 +18,7 @@ _BROADCASTS = ("broadcast",)  # XLA's CPU collectives have none
 def join(address: str, rank: int, size: int, devices: int) -> JaxGloo:
     """Makes this process one of a JAX cluster. Comes before the first use of JAX's devices."""
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.config.update("jax_enable_preemption_service", False)  # which would keep SIGTERM from ending this process
     jax.config.update("jax_num_cpu_devices", devices)
     jax.distributed.initialize(address, size, rank)
     return JaxGloo()

@@ -18,9 +18,9 @@ import numpy as np
 import pycollective as pc
 from pycollective.bench.contenders import Contender, Floor, Mpi4jax, NoCommunication, Pycollective, RawMpi
 from pycollective.bench.light import Light, measure_light
-from pycollective.bench.measure import ROUNDS, Here, Runner, Timing, measure
+from pycollective.bench.measure import ROUNDS, InProcess, Runner, Timing, measure
 from pycollective.bench.options import BESIDE
-from pycollective.bench.peers import Beside
+from pycollective.bench.peers import OwnProcess
 from pycollective.bench.report import COLUMNS, UNITS, Row
 from pycollective.bench.works import RESHAPING, Work, make_tree, make_work
 from pycollective.errors import message
@@ -51,8 +51,8 @@ def run(options: argparse.Namespace) -> int:
         contenders.append(Floor(world))
     if "mpi4jax" in options.against:
         contenders.append(Mpi4jax(world))
-    runners: list[Runner] = [Here(one, world.rank, world.size, world.Barrier) for one in contenders]
-    runners += [Beside(world, peer, options.devices) for peer in options.against if peer in BESIDE]
+    runners: list[Runner] = [InProcess(one, world.rank, world.size, world.Barrier) for one in contenders]
+    runners += [OwnProcess(world, peer, options.devices) for peer in options.against if peer in BESIDE]
     partner = max(comm.mpi.allgather((comm.host_index > 0, -comm.rank)))  # the first rank of another host, if any
     partner_rank = -partner[1] if partner[0] else comm.size - 1
     light = measure_light(world, comm.host_count, partner_rank, options.link_gbps)
@@ -83,7 +83,7 @@ def run(options: argparse.Namespace) -> int:
             options.json.write_text(json.dumps({**about, "rows": [row.as_json() for row in rows]}, indent=1) + "\n")
         if plot is not None:
             plot.plot(rows, title[0], options.plot)
-    beside = {one.name for one in runners if isinstance(one, Beside)}
+    beside = {one.name for one in runners if isinstance(one, OwnProcess)}
     wrong = sum(row.wrong for row in rows if row.contender not in beside)
     theirs = sum(row.wrong for row in rows if row.contender in beside)
     say(f"\n# wrong results: {wrong}", f"; of peers: {theirs}" if beside else "", sep="")

@@ -64,7 +64,7 @@ class Runner(Protocol):
         """The seconds that each of ``calls`` calls takes here."""
 
 
-class Here:
+class InProcess:
     """Runs a contender in this process."""
 
     def __init__(self, contender: Contender, rank: int, size: int, barrier: Callable[[], Any]) -> None:
@@ -74,7 +74,7 @@ class Here:
             contender: the same on all ranks.
             rank: of this process, among those that run it.
             size: their number.
-            barrier: comes before each call; in which they wait for each other as the contender itself does.
+            barrier: lets them wait for each other, by the contender's own means; comes before each call.
         """
         self.name = contender.name
         self._contender = contender
@@ -102,6 +102,7 @@ class Here:
             started = time.perf_counter()
             self._run()
             seconds.append(time.perf_counter() - started)
+        self._barrier()  # no rank goes on, and polls, while another still measures
         return seconds
 
     def _rows(self, work: Work, participants: int, *, zeros: bool = False) -> list[list[np.ndarray]]:
@@ -157,7 +158,7 @@ def measure(
     seconds: dict[str, list[float]] = {name: [] for name in able}
     for turn in range(rounds):
         for name, (one, _) in able.items():
-            seconds[name] += one.turn(len(range(turn, calls, rounds)))
+            seconds[name] += one.turn(calls // rounds + (turn < calls % rounds))
             tick()
     return {name: _timing(comm, seconds[name], work.loop, prepared) for name, (_, prepared) in able.items()}
 

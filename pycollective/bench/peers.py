@@ -18,16 +18,20 @@ from importlib.util import find_spec
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from pycollective.bench.measure import Here, Prepared
+from pycollective.bench.measure import InProcess, Prepared
 from pycollective.bench.works import Work
 from pycollective.errors import message
 from pycollective.mpi import MPI
+from pycollective.threads import shared_cores
 
-_PACKAGES = {"jax-gloo": "jax", "torch-gloo": "torch"}
 
+class OwnProcess:
+    """Runs a peer in a process of its own. All ranks must make each call.
 
-class Beside:
-    """Runs a peer in a process of its own. All ranks must make each call."""
+    Attributes:
+        name: of the peer.
+        process: where it runs.
+    """
 
     def __init__(self, comm: MPI.Intracomm, peer: str, devices: int) -> None:
         """Starts it and waits until it has met those of the other ranks.
@@ -40,17 +44,18 @@ class Beside:
         Raises:
             ImportError: it is not installed.
         """
-        if find_spec(_PACKAGES[peer]) is None:
-            raise ImportError(message("bench", f"{peer} to be installed", "none", f"pip install {_PACKAGES[peer]}"))
+        package = peer.partition("-")[0]
+        if find_spec(package) is None:
+            raise ImportError(message("bench", f"{peer} to be installed", "none", f"pip install {package}"))
         self.name = peer.replace("-", " ")
         context = multiprocessing.get_context("spawn")
         self._link, theirs = context.Pipe()
         place = (free_port(comm), comm.rank, comm.size, devices)
-        process = context.Process(target=_serve, args=(theirs, peer, place), daemon=True)
-        with _mpi_asleep():
-            process.start()
+        self.process = context.Process(target=_serve, args=(theirs, peer, place), daemon=True)
+        with _mpi_asleep(), shared_cores(comm):
+            self.process.start()
         theirs.close()
-        self._ask()  # until it has joined
+        self._answer()  # it has joined the others
 
     def prepare(self, work: Work, warmup: int) -> Prepared | None:
         return self._ask("prepare", work, warmup)
@@ -59,11 +64,14 @@ class Beside:
         return self._ask("turn", calls)
 
     def _ask(self, *question: Any) -> Any:
+        with suppress(ConnectionError):  # its process has ended, as the answer will say
+            self._link.send(question)
+        return self._answer()
+
+    def _answer(self) -> Any:
         try:
-            if question:
-                self._link.send(question)
             return self._link.recv()
-        except (EOFError, BrokenPipeError):
+        except (EOFError, ConnectionError):
             expected = f"an answer of {self.name}'s process"
             raise RuntimeError(message("bench", expected, "its end", "What it wrote is above.")) from None
 
@@ -97,15 +105,14 @@ def _serve(link: Connection, peer: str, place: tuple[str, int, int, int]) -> Non
     os.dup2(2, 1)  # gloo talks; standard output is the table's
     threading.Thread(target=_end_with_rank, daemon=True).start()
     address, rank, size, devices = place
-    contender = importlib.import_module(f"pycollective.bench.{peer.replace('-', '_')}").join(
-        address, rank, size, devices
-    )
-    here = Here(contender, rank, size, contender.barrier)
-    link.send(None)
-    with suppress(EOFError):  # the rank has closed its end
+    module = importlib.import_module(f"pycollective.bench.{peer.replace('-', '_')}")
+    with link, suppress(EOFError):  # closed when this one fails; EOFError: the rank has closed its end
+        contender = module.join(address, rank, size, devices)
+        runner = InProcess(contender, rank, size, contender.barrier)
+        link.send(None)
         while True:
             method, *args = link.recv()
-            link.send(getattr(here, method)(*args))
+            link.send(getattr(runner, method)(*args))
 
 
 def _end_with_rank() -> None:

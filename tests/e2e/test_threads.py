@@ -22,7 +22,8 @@ if comm.rank == 0:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_ranks_share_the_cores(ranks: int) -> None:
+def test_ranks_share_the_cores(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NPROC", raising=False)
     done = mpirun(ranks, "-c", PROGRAM, timeout=60, env={"JAX_NUM_CPU_DEVICES": "1"})
     assert done.returncode == 0, done.stderr
     cores, variable, *threads = done.stdout.split()

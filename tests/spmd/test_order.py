@@ -45,6 +45,23 @@ def test_programs_on_one_device_and_on_several(world: pc.Communicator, local: in
         np.testing.assert_allclose(got, np.full(got.shape, want), rtol=1e-6)
 
 
+def test_one_function_on_several_devices_and_on_one(world: pc.Communicator, local: int) -> None:
+    # It is traced for one device while programs on several wait to run.
+    @pc.pmap(axis_name="i")
+    def slow(x: jax.Array, m: jax.Array) -> jax.Array:
+        return lax.psum(lax.psum(x, "i") + 0 * (m @ m).sum(), "i")
+
+    results = []
+    choose = random.Random(1)  # the same on all ranks
+    for step in range(60):
+        devices = local if step < 10 else choose.choice([1, local])
+        n, k = world.size * devices, step % 7 + 1
+        m = jnp.ones((devices, 150, 150))
+        results.append((k * n * n, slow(jnp.full((devices, 4), k, jnp.float32), m)))
+    for want, got in results:
+        np.testing.assert_allclose(got, np.full(got.shape, want), rtol=1e-6)
+
+
 def test_independent_calls_of_one_program(world: pc.Communicator, local: int) -> None:
     # XLA may run independent calls of a program at once, in another order on each device.
     @pc.pmap(axis_name="i")

@@ -12,6 +12,12 @@ PACKAGE = Path(__file__).parents[2] / "pycollective"
 # From the top down. A module may import those that stand after it.
 FLOORS = (
     "__main__",
+    "launch.run",
+    "launch.dialects",
+    "launch.libraries",
+    "launch.rank",
+    "launch.__init__",
+    "bench.command",
     "bench.main",
     "bench.plot",
     "bench.report",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-
 import pytest
 
 from pycollective.bench import peers
@@ -14,15 +12,22 @@ WORLD = MPI.COMM_WORLD
 
 
 def test_one_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(peers._PACKAGES, "torch-gloo", "no_such_package")
-    with pytest.raises(ImportError, match="pip install no_such_package"):
-        peers.Beside(WORLD, "torch-gloo", 1)
+    monkeypatch.setattr(peers, "find_spec", lambda _: None)
+    with pytest.raises(ImportError, match="pip install torch"):
+        peers.OwnProcess(WORLD, "torch-gloo", 1)
 
 
 def test_one_whose_process_ends() -> None:
-    beside = peers.Beside(WORLD, "jax-gloo", 1)
-    (process,) = multiprocessing.active_children()
-    process.kill()
-    process.join(10)
+    peer = peers.OwnProcess(WORLD, "jax-gloo", 1)
+    peer.process.kill()
+    peer.process.join(10)
     with pytest.raises(RuntimeError, match="an answer of jax gloo's process"):
-        beside.prepare(make_work("psum", 64, "float32", 1), 1)
+        peer.prepare(make_work("psum", 64, "float32", 1), 1)
+
+
+def test_one_that_fails() -> None:
+    peer = peers.OwnProcess(WORLD, "jax-gloo", 1)
+    with pytest.raises(RuntimeError, match="an answer of jax gloo's process"):
+        peer.turn("many")  # type: ignore[arg-type]
+    peer.process.join(10)
+    assert peer.process.exitcode == 1

@@ -1,0 +1,68 @@
+"""What the package offers, and where it is: lazy_loader reads this at run time, type checkers anyway."""
+
+from .collectives import (
+    all_gather,
+    all_to_all,
+    axis_index,
+    axis_size,
+    pbroadcast,
+    pmax,
+    pmean,
+    pmin,
+    ppermute,
+    pshuffle,
+    psum,
+    psum_scatter,
+    pswapaxes,
+)
+from .communicator import Communicator, init, world
+from .mesh import Mesh, make_mesh
+from .mpi_collectives import (
+    barrier,
+    broadcast,
+    exscan,
+    gather,
+    recv,
+    reduce,
+    scan,
+    scatter,
+    send,
+    sendrecv,
+)
+from .spmd import jit, pmap, shard_map
+
+__version__: str
+
+__all__ = [
+    "Communicator",
+    "Mesh",
+    "all_gather",
+    "all_to_all",
+    "axis_index",
+    "axis_size",
+    "barrier",
+    "broadcast",
+    "exscan",
+    "gather",
+    "init",
+    "jit",
+    "make_mesh",
+    "pbroadcast",
+    "pmap",
+    "pmax",
+    "pmean",
+    "pmin",
+    "ppermute",
+    "pshuffle",
+    "psum",
+    "psum_scatter",
+    "pswapaxes",
+    "recv",
+    "reduce",
+    "scan",
+    "scatter",
+    "send",
+    "sendrecv",
+    "shard_map",
+    "world",
+]

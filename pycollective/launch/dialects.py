@@ -1,0 +1,83 @@
+"""How each launcher wants to be asked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from pycollective.launch.libraries import Library
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to start, whoever starts it.
+
+    Attributes:
+        ranks: how many.
+        command: of each.
+        hosts: names, each with its number of ranks or None; empty: this one, or those of the allocation.
+        hostfile: a file of hosts instead, in the launcher's own form.
+        label: each line of output says its rank.
+        oversubscribe: more ranks than cores are meant.
+        variables: of the environment, for the ranks on all hosts.
+    """
+
+    ranks: int
+    command: Sequence[str]
+    hosts: Sequence[tuple[str, int | None]] = ()
+    hostfile: str | None = None
+    label: bool = False
+    oversubscribe: bool = False
+    variables: dict[str, str] = field(default_factory=dict)
+
+
+def shares(job: Job) -> list[tuple[str, int]]:
+    """The hosts of a job, each with its ranks: what it says, or as equal as can be.
+
+    Example:
+        >>> shares(Job(5, (), [("a", None), ("b", None)]))
+        [('a', 3), ('b', 2)]
+    """
+    left, unsaid = job.ranks, sum(slots is None for _, slots in job.hosts)
+    left -= sum(slots or 0 for _, slots in job.hosts)
+    parts = []
+    for name, slots in job.hosts:
+        share = slots
+        if share is None:
+            share = math.ceil(max(left, 0) / unsaid)
+            left, unsaid = left - share, unsaid - 1
+        parts.append((name, share))
+    return parts
+
+
+def mpiexec(launcher: Library, job: Job) -> list[str]:
+    """The command line for an mpiexec. Ranks bind themselves (``rank.py``), alike under all of them."""
+    line = [launcher.path, "-n", str(job.ranks)]
+    spread = ",".join(f"{name}:{slots}" for name, slots in shares(job))
+    if launcher.family == "Open MPI":
+        line += ["--bind-to", "none"]
+        line += ["--host", spread] if spread else ["--hostfile", job.hostfile] if job.hostfile else []
+        if job.label:
+            line += ["--output", "tag"] if launcher.major >= 5 else ["--tag-output"]
+        if job.oversubscribe:
+            line += ["--oversubscribe"]
+        for name in job.variables:  # others stay on this host
+            line += ["-x", name]
+    else:
+        if launcher.family == "Intel MPI" and spread:
+            line += ["-hosts", ",".join(name for name, _ in job.hosts), "-ppn", str(max(n for _, n in shares(job)))]
+        elif spread:
+            line += ["-hosts", spread]
+        line += ["-f", job.hostfile] if job.hostfile else []
+        line += ["-prepend-rank"] if job.label else []
+    return [*line, *job.command]
+
+
+def srun(pmi: str, job: Job) -> list[str]:
+    """The command line for srun inside an allocation, with the process management interface ``pmi``."""
+    line = ["srun", f"--mpi={pmi}", "-n", str(job.ranks), "--cpu-bind=none", "--kill-on-bad-exit=1"]
+    line += ["-w", ",".join(name for name, _ in job.hosts)] if job.hosts else []
+    line += ["--label"] if job.label else []
+    line += ["--oversubscribe", "--overcommit"] if job.oversubscribe else []
+    return [*line, *job.command]

@@ -1,0 +1,151 @@
+"""Which MPI library mpi4py loads, and the mpiexec that belongs to it.
+
+MPI does not start in a process that imports this.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import mpi4py
+
+from pycollective.errors import message
+
+mpi4py.rc.initialize = False
+from pycollective.mpi import MPI  # noqa: E402, after the line above
+
+
+class Library(NamedTuple):
+    """An MPI library, or the launcher of one.
+
+    Attributes:
+        family: "MPICH" (and what descends from it), "Open MPI" or "Intel MPI".
+        version: its number.
+        path: its file.
+    """
+
+    family: str
+    version: str
+    path: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.family} {self.version}"
+
+    @property
+    def major(self) -> int:
+        return int(self.version.split(".")[0])
+
+
+# What libraries and launchers call themselves. Intel MPI and MVAPICH name MPICH as well, so they come first.
+_NAMES = (
+    ("Intel MPI", r"Intel\(R\) MPI Library(?: for Linux\* OS, Version)? (\d[\w.]*)"),
+    ("Open MPI", r"(?:Open MPI v|\(Open(?:RTE| MPI)\) |PRRTE[^\d]*)(\d[\w.]*)"),
+    ("MPICH", r"MVAPICH2?(?: Version)?[\s:]*(\d[\w.]*)"),
+    ("MPICH", r"(?:MPICH Version|HYDRA build details:\s*Version)[\s:]*(\d[\w.]*)"),
+)
+
+_MPIEXECS = (
+    "mpiexec",
+    "mpirun",
+    "mpiexec.hydra",
+    "mpiexec.mpich",
+    "mpiexec.openmpi",
+    "mpirun.openmpi",
+    "orterun",
+)
+
+
+def identify(text: str) -> tuple[str, str] | None:
+    r"""Family and version from what a library or a launcher says of itself.
+
+    Example:
+        >>> identify("Open MPI v5.0.11, package: ...")
+        ('Open MPI', '5.0.11')
+        >>> identify("HYDRA build details:\n    Version:                                 5.0.2")
+        ('MPICH', '5.0.2')
+    """
+    for family, pattern in _NAMES:
+        if match := re.search(pattern, text):
+            return family, match[1]
+    return None
+
+
+def loaded() -> Library:
+    """The MPI library that mpi4py loads in this environment.
+
+    Raises:
+        RuntimeError: it is of no family known here.
+    """
+    text = MPI.Get_library_version().strip(" \x00\n")
+    known = identify(text)
+    if known is None:
+        raise RuntimeError(
+            message("run", "MPICH, Open MPI or Intel MPI", text.splitlines()[0], "Start programs with its own mpiexec.")
+        )
+    return Library(*known, _mapped_file())
+
+
+def _mapped_file() -> str:
+    """The file of libmpi in this process; empty if it is linked in."""
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    files = (line.split(maxsplit=5)[5] for line in maps if "/" in line)
+    return next((file for file in files if re.match(r"libmpi(ch)?\.so", Path(file).name)), "")
+
+
+def mpiexec_of(library: Library, environ: Mapping[str, str]) -> Library:
+    """The launcher that belongs to ``library``: beside this Python, beside the library, or on PATH.
+
+    Raises:
+        FileNotFoundError: there is none; the message names those of other libraries.
+    """
+    others = []
+    for path in _candidates(library, environ):
+        known = identify_mpiexec(path)
+        if known is not None and belongs(known, library):
+            return known
+        others.append(f"{path} of {known.name if known else 'an unknown library'}")
+    got = ", ".join(dict.fromkeys(others)) or "none"
+    remedy = "Put its bin directory first on PATH, or say --mpi PATH."
+    raise FileNotFoundError(message("run", f"an mpiexec of {library.name} ({library.path})", got, remedy))
+
+
+def belongs(mpiexec: Library, library: Library) -> bool:
+    """Whether ``mpiexec`` can start programs of ``library``.
+
+    Example:
+        >>> belongs(Library("Open MPI", "4.1.4", "/usr/bin/mpiexec"), Library("Open MPI", "5.0.11", "libmpi.so.40"))
+        False
+    """
+    same = mpiexec.family == library.family
+    return same and (library.family != "Open MPI" or mpiexec.major == library.major)
+
+
+def identify_mpiexec(path: str) -> Library | None:
+    """What ``path --version`` says of itself; None if that is nothing known."""
+    try:
+        done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    known = identify(done.stdout + done.stderr)
+    return None if known is None else Library(*known, path)
+
+
+def _candidates(library: Library, environ: Mapping[str, str]) -> Iterator[str]:
+    beside = [Path(sys.executable).parent]
+    if library.path:
+        beside += [parent / "bin" for parent in Path(library.path).parents[1:3]]
+    seen = set()
+    for folder in (*map(str, beside), *environ.get("PATH", os.defpath).split(os.pathsep)):
+        for name in _MPIEXECS:
+            found = shutil.which(name, path=folder)
+            if found is not None and found not in seen:
+                seen.add(found)
+                yield found

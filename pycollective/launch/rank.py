@@ -1,0 +1,85 @@
+"""What ``pycollective run`` starts as each rank: binds itself to its cores, then becomes the program.
+
+Ranks do so themselves because each launcher has its own way to bind, and its own idea of a core. The launcher's
+variables tell them apart; MPI has not started yet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import MutableMapping, Sequence
+from pathlib import Path
+
+from pycollective.launchers import Place, local_place
+
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+def physical_cores(cpus: set[int], sys_cpu: Path = Path("/sys/devices/system/cpu")) -> list[set[int]]:
+    """``cpus`` by the core that they share; in order of their numbers."""
+    cores: dict[str, set[int]] = {}
+    for cpu in sorted(cpus):
+        file = sys_cpu / f"cpu{cpu}" / "topology" / "thread_siblings_list"
+        cores.setdefault(file.read_text() if file.exists() else str(cpu), set()).add(cpu)
+    return list(cores.values())
+
+
+def own_cpus(cores: Sequence[set[int]], place: Place) -> set[int]:
+    """The part of a host's cores for one of its ranks; all of them where ranks are more than cores.
+
+    Example:
+        >>> sorted(own_cpus([{0, 4}, {1, 5}, {2, 6}, {3, 7}], Place(rank=1, size=2)))
+        [2, 3, 6, 7]
+    """
+    each = len(cores) // place.size
+    mine = cores[place.rank * each : (place.rank + 1) * each] if each else cores
+    return set().union(*mine)
+
+
+def own_gpus(visible: Sequence[str], place: Place) -> Sequence[str]:
+    """The part of a host's visible GPUs for one of its ranks; shared where ranks are more than GPUs.
+
+    Example:
+        >>> own_gpus(["0", "1", "2", "3"], Place(rank=1, size=2))
+        ['2', '3']
+        >>> own_gpus(["0"], Place(rank=1, size=2))  # as under --gpus-per-task
+        ['0']
+    """
+    each = len(visible) // place.size
+    return visible[place.rank * each : (place.rank + 1) * each] if each else [visible[place.rank % len(visible)]]
+
+
+def visible_gpus(environ: MutableMapping[str, str], dev: Path = Path("/dev")) -> list[str]:
+    """What CUDA_VISIBLE_DEVICES says, else the NVIDIA devices of this host."""
+    said = environ.get("CUDA_VISIBLE_DEVICES")
+    if said is not None:
+        return [gpu for gpu in said.split(",") if gpu]
+    return [str(i) for i in range(sum(file.name[6:].isdigit() for file in dev.glob("nvidia[0-9]*")))]
+
+
+def main() -> None:
+    """Takes this rank's place and becomes the command."""
+    parser = argparse.ArgumentParser(prog="python -m pycollective.launch.rank", description=__doc__)
+    parser.add_argument("--bind", choices=("core", "none"), default="core")
+    parser.add_argument("command", nargs=argparse.REMAINDER)
+    options = parser.parse_args()
+    place = local_place(os.environ)
+    if place is not None:
+        if options.bind == "core":
+            cpus = own_cpus(physical_cores(os.sched_getaffinity(0)), place)
+            os.sched_setaffinity(0, cpus)
+            for name in THREAD_VARIABLES:
+                os.environ.setdefault(name, str(len(cpus)))
+        if gpus := visible_gpus(os.environ):
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(own_gpus(gpus, place))
+    command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        sys.exit(f"pycollective.run: expected a program, got {command[0]}: {error.strerror}. Is it on this host too?")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,206 @@
+"""``pycollective run``: starts a program as ranks, through the launcher of the MPI library that mpi4py loads."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from pycollective.errors import message
+from pycollective.launch import dialects
+from pycollective.launch.dialects import Job
+from pycollective.launch.libraries import Library, belongs, identify_mpiexec, loaded, mpiexec_of
+from pycollective.launchers import launched_size
+
+_EXAMPLES = """examples:
+  pycollective run -n 4 train.py --epochs 3
+  pycollective run -n 4 --hosts alpha,beta --devices-per-rank 2 train.py
+  pycollective run -n 2 --dry-run python -m pytest tests
+
+Each rank is bound to its share of its host's cores and sees its share of its GPUs; OMP_NUM_THREADS,
+OPENBLAS_NUM_THREADS and MKL_NUM_THREADS say how many cores those are, unless you set them. What pycollective.init
+sets by itself (memory, XLA's threads) works without this command too.
+"""
+
+# What the library's srun plugin must speak. Open MPI's mpiexec finds an allocation by itself.
+_PMI = {"MPICH": "pmi2", "Intel MPI": "pmi2"}
+_SRUN_PMI = {**_PMI, "Open MPI": "pmix"}
+
+_ANSWER_S = 10
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds all options of the command."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = _EXAMPLES
+    parser.add_argument("-n", "--ranks", type=_positive, required=True, help="how many")
+    parser.add_argument("--devices-per-rank", type=_positive, metavar="D", help="local CPU devices of JAX")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument(
+        "--hosts", type=hosts, default=(), metavar="A,B:2", help="where, with ranks of each if not equal"
+    )
+    where.add_argument("--hostfile", metavar="FILE", help="where, in the form of the MPI library's mpiexec")
+    parser.add_argument(
+        "--mpi", metavar="PATH|srun", help="the launcher (default: srun inside an allocation, else mpiexec)"
+    )
+    parser.add_argument(
+        "--bind", choices=("core", "none"), default="core", help="each rank to its cores (default core)"
+    )
+    parser.add_argument("--oversubscribe", action="store_true", help="more ranks than cores are meant")
+    parser.add_argument("--label", action="store_true", help="each line of output says its rank")
+    parser.add_argument("--dry-run", action="store_true", help="print the command and its environment, start nothing")
+    parser.add_argument("program", help="a Python file, or any program")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its own")
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"expected a whole number from 1, got {text!r}")
+    return int(text)
+
+
+def hosts(text: str) -> tuple[tuple[str, int | None], ...]:
+    """Names between commas, each with its number of ranks or without.
+
+    Example:
+        >>> hosts("alpha,beta:2")
+        (('alpha', None), ('beta', 2))
+    """
+    parts = [part.partition(":") for part in text.split(",")]
+    for name, _, ranks in parts:
+        if not name or (ranks and (not ranks.isdecimal() or int(ranks) == 0)):
+            raise argparse.ArgumentTypeError(f"expected hosts as alpha,beta:2, got {text!r}")
+    return tuple((name, int(ranks) if ranks else None) for name, _, ranks in parts)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Becomes the launcher, so that signals reach it and its exit status is this one's."""
+    parser = argparse.ArgumentParser(prog="pycollective run", description="Starts a program as ranks.")
+    add_options(parser)
+    options = parser.parse_args(arguments)
+    try:
+        command, variables = plan(options, os.environ)
+        if not options.dry_run:
+            check_hosts(host_names(options), os.environ)
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
+        parser.exit(2, f"{error}\n")
+    if not options.dry_run:
+        os.execvpe(command[0], command, {**os.environ, **variables})
+    settings = "".join(f"{name}={shlex.quote(value)} " for name, value in variables.items())
+    sys.stdout.write(f"{settings}{shlex.join(command)}\n")
+    return 0
+
+
+def plan(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
+    """The command line to start, and what to add to its environment.
+
+    Raises:
+        FileNotFoundError: no such program, hostfile or launcher.
+        RuntimeError: inside a rank of another run.
+        ValueError: the launcher belongs to another MPI library; more ranks than cores.
+    """
+    if (launched := launched_size(environ)) is not None:
+        got = f"one of {launched[1]} ranks of {launched[0].name}"
+        raise RuntimeError(message("run", "a process that no launcher started", got, "Call it outside of the ranks."))
+    program = words([options.program, *options.arguments])
+    if options.hostfile and not Path(options.hostfile).is_file():
+        raise FileNotFoundError(message("run", "a hostfile", f"{options.hostfile!r}", "Check its path."))
+    variables = {}
+    if options.devices_per_rank is not None:
+        variables["JAX_NUM_CPU_DEVICES"] = str(options.devices_per_rank)
+    rank = [sys.executable, "-m", "pycollective.launch.rank", "--bind", options.bind, "--", *program]
+    job = Job(options.ranks, rank, options.hosts, options.hostfile, options.label, options.oversubscribe, variables)
+    allocated = "SLURM_JOB_ID" in environ
+    if not (options.hosts or options.hostfile or allocated or options.oversubscribe):
+        cores = len(os.sched_getaffinity(0))
+        if options.ranks > cores:
+            remedy = "Start fewer, on more --hosts, or say --oversubscribe: ranks that share a core are slow."
+            raise ValueError(message("run", f"at most {cores} ranks for {cores} cores", options.ranks, remedy))
+    return _with_launcher(options.mpi, job, loaded(), environ, allocated=allocated), variables
+
+
+def _with_launcher(
+    wish: str | None, job: Job, library: Library, environ: Mapping[str, str], *, allocated: bool
+) -> list[str]:
+    pmi = _SRUN_PMI[library.family] if wish == "srun" else _PMI.get(library.family)
+    if wish == "srun" or (wish is None and allocated and pmi is not None and pmi in _plugins()):
+        if job.hostfile:
+            raise ValueError(message("run", "no hostfile with srun", job.hostfile, "Name --hosts of the allocation."))
+        return dialects.srun(pmi or "none", job)
+    if wish is None:
+        return dialects.mpiexec(mpiexec_of(library, environ), job)
+    named = identify_mpiexec(wish)
+    if named is None or not belongs(named, library):
+        got = f"{wish} of {named.name}" if named else f"{wish}, which does not say what it is"
+        remedy = f"mpi4py loads {library.path or library.name}: name its mpiexec, or leave --mpi out."
+        raise ValueError(message("run", f"an mpiexec of {library.name}", got, remedy))
+    return dialects.mpiexec(named, job)
+
+
+def _plugins() -> set[str]:
+    """Process management interfaces that this srun offers."""
+    if shutil.which("srun") is None:
+        return set()
+    done = subprocess.run(["srun", "--mpi=list"], capture_output=True, text=True, timeout=20, check=False)
+    return set(re.findall(r"[a-z0-9_]+", done.stdout + done.stderr))
+
+
+def words(command: Sequence[str]) -> list[str]:
+    """The command of a program: Python in front of a file that cannot be executed.
+
+    Raises:
+        FileNotFoundError: there is no such program.
+    """
+    name = command[0]
+    if Path(name).is_file() and (name.endswith(".py") or not os.access(name, os.X_OK)):
+        return [sys.executable, *command]
+    if shutil.which(name) is None:
+        raise FileNotFoundError(message("run", "a program", f"{name!r}, which does not exist", "Check its path."))
+    return list(command)
+
+
+def host_names(options: argparse.Namespace) -> list[str]:
+    """The hosts that a run names, of its option or its file."""
+    if not options.hostfile:
+        return [name for name, _ in options.hosts]
+    lines = (line.split("#")[0].split() for line in Path(options.hostfile).read_text().splitlines())
+    return [line[0].split(":")[0] for line in lines if line]
+
+
+def check_hosts(names: Sequence[str], environ: Mapping[str, str]) -> None:
+    """Asks every other host for a sign of life, as the launcher will.
+
+    Raises:
+        ConnectionError: one does not answer.
+    """
+    agent = environ.get("HYDRA_LAUNCHER_EXEC") or environ.get("PRTE_MCA_plm_ssh_agent") or "ssh"
+    options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={_ANSWER_S}"] if Path(agent).name == "ssh" else []
+    here = {"localhost", "127.0.0.1", os.uname().nodename, os.uname().nodename.split(".")[0]}
+
+    def complaint(name: str) -> str | None:
+        try:
+            done = subprocess.run(
+                [agent, *options, name, "true"],
+                capture_output=True,
+                text=True,
+                timeout=2 * _ANSWER_S,
+                check=False,
+                stdin=subprocess.DEVNULL,
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return str(error)
+        return None if done.returncode == 0 else done.stderr.strip() or f"exit status {done.returncode}"
+
+    others = [name for name in dict.fromkeys(names) if name not in here]
+    with ThreadPoolExecutor(max(1, min(32, len(others)))) as pool:
+        for name, wrong in zip(others, pool.map(complaint, others), strict=True):
+            if wrong is not None:
+                expected = f"host {name} to answer '{agent} {name} true'"
+                raise ConnectionError(message("run", expected, repr(wrong), "Mend that, or leave the host out."))
