@@ -1,6 +1,6 @@
 """Markdown from what ``scripts/performance`` measured: a table for each command, contenders beside each other.
 
-    python benchmarks/tables.py docs/performance > docs/performance/tables.md
+    python benchmarks/tables.py build/performance > build/performance/tables.md
 
 Reads NAME.json, from ``pycollective bench --json``, and the command from the first line of NAME.txt.
 """
@@ -22,12 +22,13 @@ def size(nbytes: int) -> str:
 
 
 def cell(row: dict[str, Any] | None) -> str:
-    """Median, and how many times that of raw MPI."""
+    """Median, and how many times that of raw MPI; an exclamation mark where results were wrong."""
     if row is None:
         return "-"
+    wrong = " !" if row["wrong"] else ""
     time = f"{row['median_us']:.1f}" if row["median_us"] < 1000 else f"{row['median_us']:.0f}"
     ratio = "" if row["contender"] == "raw MPI" or row["over_raw"] is None else f" ({row['over_raw']:.2f})"
-    return time + ratio
+    return time + ratio + wrong
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
@@ -36,16 +37,20 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
     lines = ["| work | size | " + " | ".join(contenders) + " |", "|---|---" + "|---" * len(contenders) + "|"]
     for key in dict.fromkeys((row["op"], row["mode"], row["type"], row["size"]) for row in rows):
         found = {r["contender"]: r for r in rows if (r["op"], r["mode"], r["type"], r["size"]) == key}
-        op, mode, _, nbytes = key
-        lines.append(f"| {op}, {mode} | {size(nbytes)} | " + " | ".join(cell(found.get(c)) for c in contenders) + " |")
+        op, mode, dtype, nbytes = key
+        lines.append(
+            f"| {op}, {mode}, {dtype} | {size(nbytes)} | " + " | ".join(cell(found.get(c)) for c in contenders) + " |"
+        )
     return lines
 
 
 def main(folder: Path) -> None:
     """Writes all tables to standard output."""
-    files = sorted(folder.glob("*.json"), key=lambda file: file.stat().st_mtime)
-    print("# Tables\n\nMade by `scripts/performance`: medians in microseconds, in brackets times raw MPI.")
-    for file in files:
+    print(
+        "# Tables\n\nMade by `scripts/performance`: medians in microseconds, in brackets times raw MPI; ! where results"
+    )
+    print("were wrong.")
+    for file in sorted(folder.glob("*.json")):
         data = json.loads(file.read_text())
         command = file.with_suffix(".txt").read_text().splitlines()[0].removeprefix("$ ")
         print(f"\n## {file.stem}\n\n    {command}\n", "; ".join(data["title"]), "", *table(data["rows"]), sep="\n")

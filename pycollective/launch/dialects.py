@@ -48,7 +48,7 @@ def shares(job: Job) -> list[tuple[str, int]]:
             share = math.ceil(max(left, 0) / unsaid)
             left, unsaid = left - share, unsaid - 1
         parts.append((name, share))
-    return parts
+    return [(name, share) for name, share in parts if share > 0]
 
 
 def mpiexec(launcher: Library, job: Job) -> list[str]:

@@ -1,7 +1,4 @@
-"""Which MPI library mpi4py loads, and the mpiexec that belongs to it.
-
-MPI does not start in a process that imports this.
-"""
+"""Which MPI library mpi4py loads, and the mpiexec that belongs to it. MPI does not start here."""
 
 from __future__ import annotations
 
@@ -14,12 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-import mpi4py
-
 from pycollective.errors import message
-
-mpi4py.rc.initialize = False
-from pycollective.mpi import MPI  # noqa: E402, after the line above
 
 
 class Library(NamedTuple):
@@ -49,7 +41,7 @@ _NAMES = (
     ("Intel MPI", r"Intel\(R\) MPI Library(?: for Linux\* OS, Version)? (\d[\w.]*)"),
     ("Open MPI", r"(?:Open MPI v|\(Open(?:RTE| MPI)\) |PRRTE[^\d]*)(\d[\w.]*)"),
     ("MPICH", r"MVAPICH2?(?: Version)?[\s:]*(\d[\w.]*)"),
-    ("MPICH", r"(?:MPICH Version|HYDRA build details:\s*Version)[\s:]*(\d[\w.]*)"),
+    ("MPICH", r"(?:MPICH [Vv]ersion|HYDRA build details:\s*Version)[\s:]*(\d[\w.]*)"),
 )
 
 _MPIEXECS = (
@@ -78,26 +70,37 @@ def identify(text: str) -> tuple[str, str] | None:
     return None
 
 
+# In a process of its own: what cannot be loaded may end it, and MPI must not start in this one.
+_PROBE = """
+import mpi4py
+mpi4py.rc.initialize = False
+from mpi4py import MPI
+with open("/proc/self/maps") as maps:
+    files = [line.split(maxsplit=5)[5].strip() for line in maps if "/libmpi" in line]
+print(files[0] if files else "")
+print(MPI.Get_library_version().strip(" \\0\\n"))
+"""
+
+
 def loaded() -> Library:
     """The MPI library that mpi4py loads in this environment.
 
     Raises:
+        ImportError: none can be loaded.
         RuntimeError: it is of no family known here.
     """
-    text = MPI.Get_library_version().strip(" \x00\n")
+    done = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True, timeout=60, check=False)
+    if done.returncode != 0:
+        got = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        remedy = "Load your cluster's MPI module, or install one: pip install 'pycollective[mpich]'."
+        raise ImportError(message("run", "an MPI library that mpi4py can load", got, remedy))
+    path, _, text = done.stdout.partition("\n")
     known = identify(text)
     if known is None:
         raise RuntimeError(
             message("run", "MPICH, Open MPI or Intel MPI", text.splitlines()[0], "Start programs with its own mpiexec.")
         )
-    return Library(*known, _mapped_file())
-
-
-def _mapped_file() -> str:
-    """The file of libmpi in this process; empty if it is linked in."""
-    maps = Path("/proc/self/maps").read_text().splitlines()
-    files = (line.split(maxsplit=5)[5] for line in maps if "/" in line)
-    return next((file for file in files if re.match(r"libmpi(ch)?\.so", Path(file).name)), "")
+    return Library(*known, path)
 
 
 def mpiexec_of(library: Library, environ: Mapping[str, str]) -> Library:

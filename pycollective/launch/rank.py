@@ -11,8 +11,11 @@ import os
 import sys
 from collections.abc import MutableMapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from pycollective.launchers import Place, local_place
+
+T = TypeVar("T")
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
@@ -26,29 +29,17 @@ def physical_cores(cpus: set[int], sys_cpu: Path = Path("/sys/devices/system/cpu
     return list(cores.values())
 
 
-def own_cpus(cores: Sequence[set[int]], place: Place) -> set[int]:
-    """The part of a host's cores for one of its ranks; all of them where ranks are more than cores.
+def own_part(things: Sequence[T], place: Place) -> Sequence[T]:
+    """The part of a host's cores or GPUs for one of its ranks: as many for each; one, shared, where ranks are more.
 
     Example:
-        >>> sorted(own_cpus([{0, 4}, {1, 5}, {2, 6}, {3, 7}], Place(rank=1, size=2)))
-        [2, 3, 6, 7]
-    """
-    each = len(cores) // place.size
-    mine = cores[place.rank * each : (place.rank + 1) * each] if each else cores
-    return set().union(*mine)
-
-
-def own_gpus(visible: Sequence[str], place: Place) -> Sequence[str]:
-    """The part of a host's visible GPUs for one of its ranks; shared where ranks are more than GPUs.
-
-    Example:
-        >>> own_gpus(["0", "1", "2", "3"], Place(rank=1, size=2))
+        >>> own_part(["0", "1", "2", "3", "4"], Place(rank=1, size=2))
         ['2', '3']
-        >>> own_gpus(["0"], Place(rank=1, size=2))  # as under --gpus-per-task
+        >>> own_part(["0", "1"], Place(rank=2, size=3))
         ['0']
     """
-    each = len(visible) // place.size
-    return visible[place.rank * each : (place.rank + 1) * each] if each else [visible[place.rank % len(visible)]]
+    each = len(things) // place.size
+    return things[place.rank * each : (place.rank + 1) * each] if each else [things[place.rank % len(things)]]
 
 
 def visible_gpus(environ: MutableMapping[str, str], dev: Path = Path("/dev")) -> list[str]:
@@ -68,12 +59,12 @@ def main() -> None:
     place = local_place(os.environ)
     if place is not None:
         if options.bind == "core":
-            cpus = own_cpus(physical_cores(os.sched_getaffinity(0)), place)
-            os.sched_setaffinity(0, cpus)
+            cores = own_part(physical_cores(os.sched_getaffinity(0)), place)
+            os.sched_setaffinity(0, set().union(*cores))
             for name in THREAD_VARIABLES:
-                os.environ.setdefault(name, str(len(cpus)))
+                os.environ.setdefault(name, str(len(cores)))
         if gpus := visible_gpus(os.environ):
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(own_gpus(gpus, place))
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(own_part(gpus, place))
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     try:
         os.execvp(command[0], command)

@@ -33,6 +33,9 @@ sets by itself (memory, XLA's threads) works without this command too.
 _PMI = {"MPICH": "pmi2", "Intel MPI": "pmi2"}
 _SRUN_PMI = {**_PMI, "Open MPI": "pmix"}
 
+# Variables of MPICH and Open MPI 5 and 4 that name what they call in the place of ssh.
+_AGENTS = ("HYDRA_LAUNCHER_EXEC", "PRTE_MCA_plm_ssh_agent", "OMPI_MCA_plm_rsh_agent")
+
 _ANSWER_S = 10
 
 
@@ -118,6 +121,10 @@ def plan(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[list[
     rank = [sys.executable, "-m", "pycollective.launch.rank", "--bind", options.bind, "--", *program]
     job = Job(options.ranks, rank, options.hosts, options.hostfile, options.label, options.oversubscribe, variables)
     allocated = "SLURM_JOB_ID" in environ
+    slots = [ranks for _, ranks in options.hosts]
+    if None not in slots and 0 < sum(slots) < options.ranks:
+        remedy = "Start fewer, or let --hosts say more."
+        raise ValueError(message("run", f"at most {sum(slots)} ranks on {len(slots)} hosts", options.ranks, remedy))
     if not (options.hosts or options.hostfile or allocated or options.oversubscribe):
         cores = len(os.sched_getaffinity(0))
         if options.ranks > cores:
@@ -180,7 +187,7 @@ def check_hosts(names: Sequence[str], environ: Mapping[str, str]) -> None:
     Raises:
         ConnectionError: one does not answer.
     """
-    agent = environ.get("HYDRA_LAUNCHER_EXEC") or environ.get("PRTE_MCA_plm_ssh_agent") or "ssh"
+    agent = next((environ[name] for name in _AGENTS if environ.get(name)), "ssh")
     options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={_ANSWER_S}"] if Path(agent).name == "ssh" else []
     here = {"localhost", "127.0.0.1", os.uname().nodename, os.uname().nodename.split(".")[0]}
 

@@ -1,0 +1,145 @@
+"""``pycollective run`` as users type it, with the MPI library of this environment."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+ENVIRON = {k: v for k, v in {**os.environ, **AS_ROOT}.items() if k not in ("OMP_NUM_THREADS", "JAX_NUM_CPU_DEVICES")}
+
+PROGRAM = """
+import os, sys, time
+import jax
+import pycollective as pc
+
+comm = pc.init()
+cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+threads = os.environ.get("OMP_NUM_THREADS")
+said = f"RANK {comm.rank} of {comm.size}: {cores} {threads} {jax.local_device_count()} {sys.argv[1:]}"
+sys.stdout.write(said + "\\n")
+sys.stdout.flush()
+if "fail" in sys.argv and comm.rank == 1:
+    os._exit(7)
+if "wait" in sys.argv:
+    time.sleep(100)
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> str:
+    path = tmp_path / "prog.py"
+    path.write_text(PROGRAM)
+    return str(path)
+
+
+def command(*arguments: str) -> list[str]:
+    return ["timeout", "-k", "5", "60", sys.executable, "-m", "pycollective", "run", *arguments]
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(*arguments), capture_output=True, text=True, env=ENVIRON, check=False)
+
+
+def said(output: str) -> list[list[str]]:
+    """What each rank said, by rank."""
+    lines = sorted(line[line.index("RANK") :] for line in output.splitlines() if "RANK" in line)
+    return [line.split(maxsplit=6) for line in lines]
+
+
+def test_ranks_and_their_cores(program: str) -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    ranks = min(2, len(cores))
+    done = run("-n", str(ranks), "--devices-per-rank", "3", program, "--epochs", "2")
+    assert done.returncode == 0, done.stderr
+    lines = said(done.stdout)
+    assert [line[1] for line in lines] == [str(rank) for rank in range(ranks)]
+    bound = [set(line[4].split(",")) for line in lines]
+    assert all(bound[a].isdisjoint(bound[b]) for a in range(ranks) for b in range(a))
+    assert len(set().union(*bound)) >= len(cores) // ranks * ranks
+    for line in lines:
+        assert line[2:4] == ["of", f"{ranks}:"]
+        rest = line[6].split(maxsplit=1)
+        assert rest == ["3", "['--epochs', '2']"]
+        assert 1 <= int(line[5]) <= len(line[4].split(","))
+
+
+def test_unbound_and_labelled(program: str) -> None:
+    done = run("-n", "2", "--oversubscribe", "--bind", "none", "--label", program)
+    assert done.returncode == 0, done.stderr
+    everything = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+    assert [line[4:6] for line in said(done.stdout)] == [[everything, "None"]] * 2
+    for line in done.stdout.splitlines():
+        if "RANK" in line:
+            label, _, text = line.partition("RANK")
+            assert text.split()[0] in label
+
+
+def test_the_exit_status_is_the_programs(program: str) -> None:
+    assert run("-n", "2", "--oversubscribe", program, "fail").returncode == 7
+
+
+def test_any_program() -> None:
+    done = run("-n", "2", "--oversubscribe", "echo", "hello")
+    assert done.stdout.split() == ["hello", "hello"], done.stderr
+
+
+def test_more_ranks_than_cores(program: str) -> None:
+    done = run("-n", "1000", program)
+    assert done.returncode == 2
+    assert "got 1000. Start fewer, on more --hosts, or say --oversubscribe" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_program_that_does_not_exist() -> None:
+    done = run("-n", "1", "/no/such.py")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "expected a program, got '/no/such.py', which does not exist" in done.stderr
+
+
+def test_no_mpi_library(program: str, tmp_path: Path) -> None:
+    # As where no MPI is installed: mpi4py's loader finds none.
+    done = subprocess.run(
+        command("-n", "1", program),
+        capture_output=True,
+        text=True,
+        env={**ENVIRON, "MPI4PY_LIBMPI": str(tmp_path / "none.so")},
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "expected an MPI library that mpi4py can load" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_end_all_ranks(number: int, program: str) -> None:
+    # Without timeout(1), which would take the signal itself.
+    process = subprocess.Popen(
+        command("-n", "2", "--oversubscribe", program, "wait")[4:], stdout=subprocess.PIPE, env=ENVIRON, text=True
+    )
+    assert process.stdout is not None
+    try:
+        lines = [process.stdout.readline() for _ in range(2)]
+        assert all("RANK" in line for line in lines)
+        process.send_signal(number)
+        assert process.wait(30) != 0
+    finally:
+        process.kill()
+        process.stdout.close()
+    deadline = time.monotonic() + 10
+    while left := [pid for pid in Path("/proc").glob("[0-9]*") if runs(pid, program)]:
+        assert time.monotonic() < deadline, f"still running: {left}"
+        time.sleep(0.1)
+
+
+def runs(pid: Path, program: str) -> bool:
+    try:
+        return program.encode() in (pid / "cmdline").read_bytes()
+    except OSError:  # it has ended meanwhile
+        return False
