@@ -57,11 +57,11 @@ def measure_light(comm: MPI.Intracomm, hosts: int, partner: int, gbps: float | N
         partner: a rank on another host than rank 0, or on one host any other.
         gbps: the rate of the network, if known, in Gbit/s; by default that of a stream between the two ranks.
     """
-    alpha = _one_way_s(comm, partner, _PING_BYTES)
+    alpha = one_way_s(comm, partner, _PING_BYTES)
     if hosts == 1 and gbps is None:
         return Light(alpha, lambda nbytes: _copy_s(comm, int(nbytes)), 1, comm.size, "memory copies, measured")
     if gbps is None:
-        beta = (_one_way_s(comm, partner, _STREAM_BYTES) - alpha) / _STREAM_BYTES
+        beta = (one_way_s(comm, partner, _STREAM_BYTES) - alpha) / _STREAM_BYTES
         name = f"network, measured: {alpha * 1e6:.1f} us, {8e-9 / beta:.2f} Gbit/s"
     else:
         beta = 8e-9 / gbps
@@ -69,8 +69,8 @@ def measure_light(comm: MPI.Intracomm, hosts: int, partner: int, gbps: float | N
     return Light(alpha, lambda nbytes: beta * nbytes, hosts, comm.size, name)
 
 
-def _one_way_s(comm: MPI.Intracomm, partner: int, nbytes: int) -> float:
-    """Half of the median round trip between rank 0 and ``partner``."""
+def one_way_s(comm: MPI.Intracomm, partner: int, nbytes: int) -> float:
+    """Seconds, half of the median round trip of a message between rank 0 and ``partner``. All ranks make this call."""
     if comm.size == 1:
         return 0.0
     buffer = np.zeros(nbytes, np.uint8)

@@ -12,6 +12,9 @@ PACKAGE = Path(__file__).parents[2] / "pycollective"
 # From the top down. A module may import those that stand after it.
 FLOORS = (
     "__main__",
+    "launch.examine",
+    "launch.doctor",
+    "launch.findings",
     "launch.run",
     "launch.dialects",
     "launch.libraries",

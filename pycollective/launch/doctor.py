@@ -1,0 +1,101 @@
+"""``pycollective doctor``: what this machine and job have, and what is wrong with it.
+
+Without a launcher it checks the installation, and starts two ranks of itself. As ranks of a job it speaks of the job.
+What needs MPI is in ``examine.py``: here nothing is imported that a broken installation could end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from pycollective.launch.findings import OK, WARNING, WRONG, Finding, show
+from pycollective.launch.libraries import Library, belongs, identify_mpiexec, loaded, mpiexec_of
+from pycollective.launchers import LAUNCHERS
+
+PACKAGES = ("pycollective", "jax", "jaxlib", "mpi4py", "numpy")
+_TRIAL_S = 120
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Prints what it finds; returns 1 if something is wrong."""
+    parser = argparse.ArgumentParser(prog="pycollective doctor", description="Says what this machine and job have.")
+    parser.add_argument("--json", action="store_true", help="for programs: a list of findings")
+    options = parser.parse_args(arguments)
+    try:
+        library = loaded()
+    except (ImportError, RuntimeError) as error:
+        return show([versions(), Finding("MPI library", WRONG, str(error), "")], as_json=options.json)
+    if any(launcher.size_variable in os.environ for launcher in LAUNCHERS):
+        return int(importlib.import_module("pycollective.launch.examine").main(as_json=options.json))
+    found = [versions(), Finding("MPI library", OK, f"{library.name} ({library.path})"), mpiexec(library), native()]
+    if all(finding.status != WRONG for finding in found):
+        found += trial()
+    return show(found, as_json=options.json)
+
+
+def installed(package: str) -> str:
+    """The version of an installed package, or "none"."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
+
+
+def versions() -> Finding:
+    """Of Python and the packages that take part."""
+    found = {package: installed(package) for package in PACKAGES}
+    lacking = [package for package, number in found.items() if number == "none" and package != "pycollective"]
+    text = ", ".join([f"Python {platform.python_version()}", *(f"{name} {number}" for name, number in found.items())])
+    return Finding("versions", WRONG if lacking else OK, text, f"pip install {' '.join(lacking)}" if lacking else "")
+
+
+def mpiexec(library: Library) -> Finding:
+    """The launcher of the library, and whether the one that users find first is another's."""
+    try:
+        right = mpiexec_of(library, os.environ)
+    except FileNotFoundError as error:
+        srun = shutil.which("srun")
+        return Finding("launcher", WARNING if srun else WRONG, str(error), "Start with srun." if srun else "")
+    first = next(filter(None, map(shutil.which, ("mpirun", "mpiexec"))), None)
+    named = identify_mpiexec(first) if first else None
+    if first is not None and (named is None or not belongs(named, library)):
+        text = f"{first} comes first on PATH and is of {named.name if named else 'an unknown library'}"
+        return Finding("launcher", WARNING, text, f"Start with pycollective run, or {right.path}.")
+    return Finding("launcher", OK, f"{right.path} of {right.name}")
+
+
+def native() -> Finding:
+    """The compiled part."""
+    file = Path(__file__).parents[1] / "_native.so"
+    if not file.exists():
+        return Finding(
+            "native library", WRONG, f"no {file}", "Install the package with pip; it needs a C++17 compiler."
+        )
+    return Finding("native library", OK, str(file))
+
+
+def trial() -> list[Finding]:
+    """What two ranks say of themselves."""
+    python = [sys.executable, "-m", "pycollective"]
+    command = [*python, "run", "-n", "2", "--oversubscribe", *python, "doctor", "--json"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TRIAL_S, check=False)
+    except subprocess.TimeoutExpired:
+        remedy = "See where it waits: PYCOLLECTIVE_TIMEOUT=20 pycollective run -n 2 --oversubscribe pycollective doctor"
+        return [Finding("two ranks", WRONG, f"no answer within {_TRIAL_S} s", remedy)]
+    text = done.stdout[done.stdout.find("[{") :] if "[{" in done.stdout else ""
+    try:
+        return [Finding(**{**item, "name": f"2 ranks: {item['name']}"}) for item in json.loads(text)]
+    except ValueError:
+        got = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        return [Finding("two ranks", WRONG, got, "Try: pycollective run -n 2 --oversubscribe pycollective doctor")]

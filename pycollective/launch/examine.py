@@ -1,0 +1,191 @@
+"""What the ranks of a job say of themselves, put together: ``pycollective doctor`` under a launcher."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import platform
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+import pycollective as pc
+from pycollective.bench.light import one_way_s
+from pycollective.launch.doctor import PACKAGES, installed
+from pycollective.launch.findings import OK, WARNING, WRONG, Finding, show
+from pycollective.launch.libraries import identify
+from pycollective.launchers import launched_size
+from pycollective.mpi import MPI
+
+_PING_BYTES, _STREAM_BYTES = 8, 4 << 20
+_LEVELS = {
+    MPI.THREAD_SINGLE: "single",
+    MPI.THREAD_FUNNELED: "funneled",
+    MPI.THREAD_SERIALIZED: "serialized",
+    MPI.THREAD_MULTIPLE: "multiple",
+}
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Of one rank.
+
+    Attributes:
+        host: its name.
+        versions: of Python and packages.
+        library: family and version of MPI.
+        cores: that it may use.
+        host_cores: that its host has.
+        platform: of its devices; why there are none, where there are none.
+        devices: their number.
+    """
+
+    host: str
+    versions: tuple[str, ...]
+    library: str
+    cores: frozenset[int]
+    host_cores: int
+    platform: str
+    devices: int
+
+
+def main(*, as_json: bool) -> int:
+    """Prints on rank 0; returns 1 on all ranks if something is wrong."""
+    launched = launched_size(os.environ)
+    world = MPI.COMM_WORLD
+    if launched is not None and world.size == 1:
+        launcher, size = launched
+        got = f"{launcher.name} started {size} processes, and each is alone"
+        return show([Finding("world", WRONG, got, launcher.remedy)], as_json=as_json)
+    level = MPI.Query_thread()
+    if level < MPI.THREAD_MULTIPLE:
+        remedy = "Leave mpi4py.rc.thread_level at 'multiple', and use an MPI built with threads."
+        return show([Finding("threads", WRONG, f"MPI's thread level is {_LEVELS[level]}", remedy)], as_json=as_json)
+    own = facts()
+    everybody = world.allgather(own)
+    found = [Finding("world", OK, f"{world.size} ranks, MPI's thread level {_LEVELS[level]}"), *compare(everybody)]
+    if all(finding.status != WRONG for finding in found):
+        comm = pc.init()
+        found += [sums(comm), *speeds(comm)]
+    return int(world.bcast(show(found, as_json=as_json) if world.rank == 0 else 0))
+
+
+def facts() -> Facts:
+    """Of this rank. Starts JAX's devices."""
+    text = MPI.Get_library_version().strip(" \x00\n")
+    try:
+        kinds = [device.platform for device in jax.local_devices()]
+    except RuntimeError as error:  # told with the others' facts, which wait for this one's
+        kinds = []
+        kind = str(error).splitlines()[0]
+    else:
+        kind = kinds[0]
+    return Facts(
+        host=socket.gethostname(),
+        versions=(f"Python {platform.python_version()}", *(f"{name} {installed(name)}" for name in PACKAGES)),
+        library=" ".join(identify(text) or (text.splitlines()[0],)),
+        cores=frozenset(os.sched_getaffinity(0)),
+        host_cores=os.cpu_count() or 1,
+        platform=kind,
+        devices=len(kinds),
+    )
+
+
+def compare(ranks: Sequence[Facts]) -> list[Finding]:
+    """What the facts of all ranks say together."""
+    return [
+        same("versions", ranks, lambda rank: ", ".join(rank.versions), "Use one environment on all hosts.", WARNING),
+        same("MPI library", ranks, lambda rank: rank.library, "Load the same MPI module on all hosts.", WRONG),
+        hosts(ranks),
+        cores(ranks),
+        devices(ranks),
+    ]
+
+
+def same(name: str, ranks: Sequence[Facts], value: Callable[[Facts], str], remedy: str, otherwise: str) -> Finding:
+    """A fact that should be one for all ranks."""
+    groups: dict[str, list[int]] = {}
+    for rank, fact in enumerate(ranks):
+        groups.setdefault(value(fact), []).append(rank)
+    if len(groups) == 1:
+        return Finding(name, OK, next(iter(groups)))
+    text = "; ".join(f"{what} on rank {', '.join(map(str, who))}" for what, who in groups.items())
+    return Finding(name, otherwise, text, remedy)
+
+
+def devices(ranks: Sequence[Facts]) -> Finding:
+    """Whether all ranks have as many, and any."""
+    without = [rank for rank, fact in enumerate(ranks) if fact.devices == 0]
+    if without:
+        text = f"none on rank {', '.join(map(str, without))}: {ranks[without[0]].platform}"
+        return Finding("devices", WRONG, text, "Set JAX_PLATFORMS=cpu, or install the jax that belongs to the device.")
+    remedy = "Say --devices-per-rank, or set JAX_NUM_CPU_DEVICES, alike."
+    return same("devices", ranks, lambda rank: f"{rank.devices} of {rank.platform} on each rank", remedy, WRONG)
+
+
+def by_host(ranks: Sequence[Facts]) -> dict[str, list[Facts]]:
+    """The facts of each host's ranks."""
+    found: dict[str, list[Facts]] = {}
+    for fact in ranks:
+        found.setdefault(fact.host, []).append(fact)
+    return found
+
+
+def hosts(ranks: Sequence[Facts]) -> Finding:
+    """How many ranks are where."""
+    counts = {host: len(own) for host, own in by_host(ranks).items()}
+    text = ", ".join(f"{count} rank(s) on {host}" for host, count in counts.items())
+    if len(set(counts.values())) > 1:
+        return Finding("hosts", WARNING, text, "Hosts with fewer ranks wait for the others: start as many on each.")
+    return Finding("hosts", OK, text)
+
+
+def cores(ranks: Sequence[Facts]) -> Finding:
+    """Whether ranks have cores to themselves."""
+    for host, own in by_host(ranks).items():
+        union = frozenset().union(*(rank.cores for rank in own))
+        if len(own) > len(union):
+            text = f"{len(own)} ranks share {len(union)} core(s) on {host}"
+            more = own[0].host_cores > len(union)
+            remedy = "Bind less: pycollective run, or --bind-to none." if more else "Ranks that wait poll: start fewer."
+            return Finding("cores", WARNING, text, remedy)
+    neighbours = (pair for own in by_host(ranks).values() for pair in itertools.combinations(own, 2))
+    bound = all(a.cores.isdisjoint(b.cores) for a, b in neighbours)
+    each = sorted({len(rank.cores) for rank in ranks})
+    text = f"{' or '.join(map(str, each))} for each rank"
+    if not bound:
+        return Finding("cores", OK, f"{text}, the same for several: not bound; XLA takes a share of them as threads")
+    return Finding("cores", OK, text + (", bound" if len(ranks) > 1 else ""))
+
+
+def sums(comm: pc.Communicator) -> Finding:
+    """One sum through the whole path."""
+    total = pc.jit(lambda x: lax.psum(x, "ranks"), axis_name="ranks")(jnp.full(1000, comm.rank + 1.0))
+    want = comm.size * (comm.size + 1) / 2
+    wrong = int(comm.mpi.allreduce(int((total != want).sum())))
+    if wrong:
+        return Finding(
+            "psum", WRONG, f"{wrong} of {1000 * comm.size} numbers are wrong", "Report that, with this page."
+        )
+    return Finding("psum", OK, f"right on {comm.size} rank(s)")
+
+
+def speeds(comm: pc.Communicator) -> list[Finding]:
+    """Latency and bandwidth from rank 0 to one of its host, and to one of another."""
+    places = comm.mpi.allgather(comm.host_index)
+    others = range(1, comm.size)
+    partners = {
+        "within a host": next((rank for rank in others if places[rank] == places[0]), None),
+        "between hosts": next((rank for rank in others if places[rank] != places[0]), None),
+    }
+    found = []
+    for name, partner in partners.items():
+        if partner is not None:
+            ping, stream = (one_way_s(comm.mpi, partner, nbytes) for nbytes in (_PING_BYTES, _STREAM_BYTES))
+            rate = _STREAM_BYTES / max(stream - ping, 1e-9) * 1e-9
+            found.append(Finding(name, OK, f"{ping * 1e6:.1f} us, {rate:.2f} GB/s (ranks 0 and {partner})"))
+    return found

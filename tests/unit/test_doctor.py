@@ -1,0 +1,84 @@
+"""What ``pycollective doctor`` concludes from what the ranks say. What they say is tested end to end."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pycollective.launch import doctor, examine
+from pycollective.launch.examine import Facts
+from pycollective.launch.findings import Finding, show
+from pycollective.launch.libraries import Library
+
+RANK = Facts("alpha", ("Python 3.12.1", "jax 0.11.0"), "MPICH 5.0.2", frozenset({0, 1}), 4, "cpu", 2)
+BOUND = [replace(RANK, cores=frozenset({i})) for i in range(4)]
+
+
+def test_a_good_job() -> None:
+    ranks = BOUND + [replace(rank, host="beta") for rank in BOUND]
+    assert {finding.status for finding in examine.compare(ranks)} == {"ok"}
+    assert "1 for each rank, bound" in examine.cores(ranks).text
+    assert examine.hosts(ranks).text == "4 rank(s) on alpha, 4 rank(s) on beta"
+
+
+def test_unbound_ranks_are_no_fault() -> None:
+    finding = examine.cores([RANK, RANK])
+    assert (finding.status, "not bound" in finding.text) == ("ok", True)
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "status", "text"),
+    [
+        ({"versions": ("Python 3.12.1", "jax 0.10.2")}, "versions", "warning", "jax 0.10.2 on rank 3"),
+        ({"library": "Open MPI 5"}, "MPI library", "wrong", "MPICH 5.0.2 on rank 0, 1, 2; Open MPI 5 on rank 3"),
+        ({"devices": 1}, "devices", "wrong", "1 of cpu on each rank on rank 3"),
+        ({"devices": 0, "platform": "no CUDA"}, "devices", "wrong", "none on rank 3: no CUDA"),
+        ({"host": "beta"}, "hosts", "warning", "3 rank(s) on alpha, 1 rank(s) on beta"),
+    ],
+)
+def test_one_rank_that_differs(change: dict[str, object], name: str, status: str, text: str) -> None:
+    other = replace(BOUND[3], **change)  # type: ignore[arg-type]
+    found = {finding.name: finding for finding in examine.compare([*BOUND[:3], other])}
+    assert found[name].status == status
+    assert text in found[name].text
+    assert found[name].remedy
+
+
+def test_ranks_bound_to_one_core() -> None:
+    finding = examine.cores([BOUND[0], BOUND[0]])
+    assert (finding.status, finding.text) == ("warning", "2 ranks share 1 core(s) on alpha")
+    assert "Bind less" in finding.remedy
+    everything = replace(RANK, cores=frozenset(range(4)))
+    assert "start fewer" in examine.cores([everything] * 5).remedy
+
+
+def test_another_mpirun_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def launcher(folder: str, says: str) -> Path:
+        path = tmp_path / folder / "mpirun"
+        path.parent.mkdir()
+        path.write_text(f"#!/bin/sh\necho '{says}'\n")
+        path.chmod(0o755)
+        return path
+
+    mpich = Library("MPICH", "5.0.2", "libmpi.so.12")
+    monkeypatch.setattr("sys.executable", str(tmp_path / "nowhere" / "python"))
+    other, right = launcher("one", "mpirun (Open MPI) 5.0.11"), launcher("two", "HYDRA build details: Version: 5.0.2")
+    monkeypatch.setenv("PATH", f"{other.parent}:{right.parent}")
+    finding = doctor.mpiexec(mpich)
+    assert finding.status == "warning"
+    assert finding.text == f"{other} comes first on PATH and is of Open MPI 5.0.11"
+    assert finding.remedy == f"Start with pycollective run, or {right}."
+    monkeypatch.setenv("PATH", str(right.parent))
+    assert doctor.mpiexec(mpich).status == "ok"
+    monkeypatch.setenv("PATH", str(other.parent))
+    assert doctor.mpiexec(mpich).status == "wrong"
+
+
+def test_the_exit_status(capsys: pytest.CaptureFixture[str]) -> None:
+    good, odd, bad = Finding("a", "ok", "1"), Finding("bb", "warning", "2", "Do."), Finding("c", "wrong", "3", "Mend.")
+    assert show([good, odd], as_json=False) == 0
+    assert capsys.readouterr().out == "ok      a   1\nwarning bb  2 Do.\n"
+    assert show([good, bad], as_json=True) == 1
+    assert capsys.readouterr().out.startswith('[{"name": "a", "status": "ok"')
