@@ -36,6 +36,8 @@ _SRUN_PMI = {**_PMI, "Open MPI": "pmix"}
 # Variables of MPICH and Open MPI 5 and 4 that name what they call in the place of ssh.
 _AGENTS = ("HYDRA_LAUNCHER_EXEC", "PRTE_MCA_plm_ssh_agent", "OMPI_MCA_plm_rsh_agent")
 
+_ALLOCATION = "SLURM_JOB_ID"
+
 _ANSWER_S = 10
 
 
@@ -90,7 +92,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     try:
         command, variables = plan(options, os.environ)
-        if not options.dry_run:
+        if not options.dry_run and _ALLOCATION not in os.environ:  # inside one, Slurm starts what runs elsewhere
             check_hosts(host_names(options), os.environ)
     except (ImportError, OSError, RuntimeError, ValueError) as error:
         parser.exit(2, f"{error}\n")
@@ -120,7 +122,7 @@ def plan(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[list[
         variables["JAX_NUM_CPU_DEVICES"] = str(options.devices_per_rank)
     rank = [sys.executable, "-m", "pycollective.launch.rank", "--bind", options.bind, "--", *program]
     job = Job(options.ranks, rank, options.hosts, options.hostfile, options.label, options.oversubscribe, variables)
-    allocated = "SLURM_JOB_ID" in environ
+    allocated = _ALLOCATION in environ
     slots = [ranks for _, ranks in options.hosts]
     if None not in slots and 0 < sum(slots) < options.ranks:
         remedy = "Start fewer, or let --hosts say more."

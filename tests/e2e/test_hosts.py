@@ -1,0 +1,119 @@
+"""Several hosts: namespaces of this machine, real TCP between them (``scripts/hosts``)."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[2]
+HOSTS = str(ROOT / "scripts" / "hosts")
+
+CAN = os.geteuid() == 0 and all(shutil.which(tool) for tool in ("ip", "unshare", "nsenter", "pgrep"))
+pytestmark = pytest.mark.skipif(not CAN, reason="SEVERAL HOSTS NOT TESTED: that needs root, iproute2 and util-linux")
+
+# What one host with as many ranks and devices gives, by JAX.
+PROGRAM = """
+import sys
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+import pycollective as pc
+
+comm = pc.init()
+local = jax.local_device_count()
+n = comm.size * local
+hosts = int(sys.argv[1])
+each = comm.size // hosts
+assert (comm.host_count, comm.host_index) == (hosts, comm.rank // each), (comm.host_count, comm.host_index)
+here = comm.split_by_host()
+assert (here.size, here.rank) == (each, comm.rank % each)
+assert pc.psum(jnp.ones(3), here)[0] == each
+
+
+def f(w, x):
+    loss, grad = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+    ring = [(i, (i + 1) % n) for i in range(n)]
+    return lax.pmean(loss, "i"), lax.pmean(grad, "i"), lax.all_gather(x, "i"), lax.ppermute(x, "i", ring)
+
+
+xs = np.random.default_rng(0).normal(size=(n, 4, 8)).astype(np.float32)
+w = np.linspace(-1, 1, 8, dtype=np.float32)
+own = slice(comm.rank * local, (comm.rank + 1) * local)
+got = pc.pmap(f, "i", in_axes=(None, 0))(w, xs[own])
+want = jax.vmap(f, axis_name="i", in_axes=(None, 0))(w, xs)
+for a, b in zip(got, want, strict=True):
+    np.testing.assert_allclose(a, b[own], rtol=1e-5, atol=1e-6)
+sys.stdout.write(f"rank {comm.rank} on {comm.host_index} agrees\\n")
+"""
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """The environment of calls of ``scripts/hosts``; four hosts are up."""
+    # Short, since Open MPI makes sockets in it.
+    environ = {**os.environ, "TMPDIR": str(tmp_path_factory.mktemp("h")), "PYTHONPATH": str(ROOT)}
+    environ.pop("JAX_NUM_CPU_DEVICES", None)
+    subprocess.run([HOSTS, "up", "--hosts", "4"], env=environ, check=True, timeout=60)
+    bridge = (Path(environ["TMPDIR"]) / "pycollective-hosts" / "bridge").read_text().split()[0]
+    yield environ
+    subprocess.run([HOSTS, "down"], env=environ, check=True, timeout=60)
+    assert subprocess.run(["ip", "link", "show", bridge], capture_output=True, check=False).returncode != 0
+
+
+def run(environ: dict[str, str], *arguments: str, timeout: int = 120) -> subprocess.CompletedProcess[str]:
+    python = [sys.executable, "-m", "pycollective", "run"]
+    return subprocess.run(
+        [HOSTS, "exec", "timeout", "-k", "5", str(timeout), *python, *arguments],
+        capture_output=True,
+        text=True,
+        env=environ,
+        check=False,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+@pytest.mark.parametrize("names", [["h0", "h1"], ["h0", "h1", "h2", "h3"]], ids=len)
+def test_four_ranks_of_two_devices(names: list[str], hosts: dict[str, str], tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    where = ["-n", "4", "--hosts", ",".join(names), "--devices-per-rank", "2", "--bind", "none"]
+    done = run(hosts, *where, str(program), str(len(names)))
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = sorted(re.findall(r"rank (\d) on (\d) agrees", done.stdout))
+    assert said == [(str(rank), str(rank * len(names) // 4)) for rank in range(4)]
+
+
+def test_training_across_hosts_is_training(hosts: dict[str, str], tmp_path: Path) -> None:
+    example = [str(ROOT / "examples" / "train_digits.py"), "--epochs", "2", "--plot", str(tmp_path / "loss.png")]
+    losses = []
+    for name, where in (("there", ["--hosts", "h0,h1"]), ("here", ["--oversubscribe"])):
+        file = tmp_path / f"{name}.json"
+        done = run(hosts, "-n", "2", *where, *example, "--losses", str(file))
+        assert done.returncode == 0, done.stdout + done.stderr
+        losses.append(json.loads(file.read_text()))
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-4)
+    assert losses[0][-1] < losses[0][0] / 2
+
+
+def test_the_doctor_sees_both(hosts: dict[str, str]) -> None:
+    done = run(hosts, "-n", "2", "--hosts", "h0,h1", sys.executable, "-m", "pycollective", "doctor")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 rank(s) on h0, 1 rank(s) on h1" in done.stdout
+    assert re.search(r"ok +between hosts +\d+\.\d us, \d+\.\d\d GB/s", done.stdout)
+
+
+def test_a_host_that_is_not_there(hosts: dict[str, str]) -> None:
+    done = run(hosts, "-n", "2", "--hosts", "h0,h9", "true")
+    assert done.returncode == 2
+    assert "expected host h9 to answer" in done.stderr
+    assert "no host h9" in done.stderr
