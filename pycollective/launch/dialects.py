@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from pycollective.errors import message
 from pycollective.launch.libraries import Library
 
 
@@ -51,6 +52,20 @@ def shares(job: Job) -> list[tuple[str, int]]:
     return [(name, share) for name, share in parts if share > 0]
 
 
+def each_host(job: Job) -> int:
+    """The ranks of each host, for launchers that know one number alone.
+
+    Raises:
+        ValueError: they differ.
+    """
+    numbers = {number for _, number in shares(job)}
+    if len(numbers) > 1:
+        got = ", ".join(f"{number} on {name}" for name, number in shares(job))
+        remedy = "Choose other --ranks or --hosts, or another launcher with --mpi."
+        raise ValueError(message("run", "as many ranks on each host for this launcher", got, remedy))
+    return numbers.pop()
+
+
 def mpiexec(launcher: Library, job: Job) -> list[str]:
     """The command line for an mpiexec. Ranks bind themselves (``rank.py``), alike under all of them."""
     line = [launcher.path, "-n", str(job.ranks)]
@@ -65,8 +80,9 @@ def mpiexec(launcher: Library, job: Job) -> list[str]:
         for name in job.variables:  # others stay on this host
             line += ["-x", name]
     else:
+        line += ["-genv", "I_MPI_PIN", "off"] if launcher.family == "Intel MPI" else ["-bind-to", "none"]
         if launcher.family == "Intel MPI" and spread:
-            line += ["-hosts", ",".join(name for name, _ in job.hosts), "-ppn", str(max(n for _, n in shares(job)))]
+            line += ["-hosts", ",".join(name for name, _ in shares(job)), "-ppn", str(each_host(job))]
         elif spread:
             line += ["-hosts", spread]
         line += ["-f", job.hostfile] if job.hostfile else []
@@ -77,7 +93,9 @@ def mpiexec(launcher: Library, job: Job) -> list[str]:
 def srun(pmi: str, job: Job) -> list[str]:
     """The command line for srun inside an allocation, with the process management interface ``pmi``."""
     line = ["srun", f"--mpi={pmi}", "-n", str(job.ranks), "--cpu-bind=none", "--kill-on-bad-exit=1"]
-    line += ["-w", ",".join(name for name, _ in job.hosts)] if job.hosts else []
+    if job.hosts:
+        names = [name for name, _ in shares(job)]
+        line += ["-w", ",".join(names), "-N", str(len(names)), f"--ntasks-per-node={each_host(job)}"]
     line += ["--label"] if job.label else []
     line += ["--oversubscribe", "--overcommit"] if job.oversubscribe else []
     return [*line, *job.command]

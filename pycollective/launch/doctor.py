@@ -12,9 +12,11 @@ import json
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -66,11 +68,11 @@ def mpiexec(library: Library) -> Finding:
     except FileNotFoundError as error:
         srun = shutil.which("srun")
         return Finding("launcher", WARNING if srun else WRONG, str(error), "Start with srun." if srun else "")
-    first = next(filter(None, map(shutil.which, ("mpirun", "mpiexec"))), None)
-    named = identify_mpiexec(first) if first else None
-    if first is not None and (named is None or not belongs(named, library)):
-        text = f"{first} comes first on PATH and is of {named.name if named else 'an unknown library'}"
-        return Finding("launcher", WARNING, text, f"Start with pycollective run, or {right.path}.")
+    for first in filter(None, map(shutil.which, ("mpirun", "mpiexec"))):
+        named = identify_mpiexec(first)
+        if named is None or not belongs(named, library):
+            text = f"{first} comes first on PATH and is of {named.name if named else 'an unknown library'}"
+            return Finding("launcher", WARNING, text, f"Start with pycollective run, or {right.path}.")
     return Finding("launcher", OK, f"{right.path} of {right.name}")
 
 
@@ -88,14 +90,23 @@ def trial() -> list[Finding]:
     """What two ranks say of themselves."""
     python = [sys.executable, "-m", "pycollective"]
     command = [*python, "run", "-n", "2", "--oversubscribe", *python, "doctor", "--json"]
+    # In a session of its own, so that nothing of it is left when it does not end.
+    started = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TRIAL_S, check=False)
+        out, errors = started.communicate(timeout=_TRIAL_S)
     except subprocess.TimeoutExpired:
+        os.killpg(started.pid, signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            started.wait(10)
+        with suppress(ProcessLookupError):
+            os.killpg(started.pid, signal.SIGKILL)
         remedy = "See where it waits: PYCOLLECTIVE_TIMEOUT=20 pycollective run -n 2 --oversubscribe pycollective doctor"
         return [Finding("two ranks", WRONG, f"no answer within {_TRIAL_S} s", remedy)]
-    text = done.stdout[done.stdout.find("[{") :] if "[{" in done.stdout else ""
     try:
-        return [Finding(**{**item, "name": f"2 ranks: {item['name']}"}) for item in json.loads(text)]
+        items, _ = json.JSONDecoder().raw_decode(out, max(out.find("[{"), 0))
     except ValueError:
-        got = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        got = (errors.strip().splitlines() or [f"exit status {started.returncode}"])[-1]
         return [Finding("two ranks", WRONG, got, "Try: pycollective run -n 2 --oversubscribe pycollective doctor")]
+    return [Finding(**{**item, "name": f"2 ranks: {item['name']}"}) for item in items]

@@ -18,6 +18,7 @@ from pycollective.bench.light import one_way_s
 from pycollective.launch.doctor import PACKAGES, installed
 from pycollective.launch.findings import OK, WARNING, WRONG, Finding, show
 from pycollective.launch.libraries import identify
+from pycollective.launch.rank import physical_cores
 from pycollective.launchers import launched_size
 from pycollective.mpi import MPI
 
@@ -38,8 +39,8 @@ class Facts:
         host: its name.
         versions: of Python and packages.
         library: family and version of MPI.
-        cores: that it may use.
-        host_cores: that its host has.
+        cores: that it may use, each by the first of its hardware threads.
+        host_cores: how many its host has.
         platform: of its devices; why there are none, where there are none.
         devices: their number.
     """
@@ -64,7 +65,8 @@ def main(*, as_json: bool) -> int:
     level = MPI.Query_thread()
     if level < MPI.THREAD_MULTIPLE:
         remedy = "Leave mpi4py.rc.thread_level at 'multiple', and use an MPI built with threads."
-        return show([Finding("threads", WRONG, f"MPI's thread level is {_LEVELS[level]}", remedy)], as_json=as_json)
+        finding = Finding("threads", WRONG, f"MPI's thread level is {_LEVELS[level]}", remedy)
+        return show([finding], as_json=as_json) if world.rank == 0 else 1
     own = facts()
     everybody = world.allgather(own)
     found = [Finding("world", OK, f"{world.size} ranks, MPI's thread level {_LEVELS[level]}"), *compare(everybody)]
@@ -79,17 +81,17 @@ def facts() -> Facts:
     text = MPI.Get_library_version().strip(" \x00\n")
     try:
         kinds = [device.platform for device in jax.local_devices()]
-    except RuntimeError as error:  # told with the others' facts, which wait for this one's
+    except Exception as error:  # whatever it is: told with the facts of the others, who wait for these
         kinds = []
-        kind = str(error).splitlines()[0]
+        kind = f"{type(error).__name__}: {error}".splitlines()[0]
     else:
         kind = kinds[0]
     return Facts(
         host=socket.gethostname(),
         versions=(f"Python {platform.python_version()}", *(f"{name} {installed(name)}" for name in PACKAGES)),
         library=" ".join(identify(text) or (text.splitlines()[0],)),
-        cores=frozenset(os.sched_getaffinity(0)),
-        host_cores=os.cpu_count() or 1,
+        cores=frozenset(map(min, physical_cores(os.sched_getaffinity(0)))),
+        host_cores=len(physical_cores(set(range(os.cpu_count() or 1)))),
         platform=kind,
         devices=len(kinds),
     )

@@ -87,9 +87,13 @@ def loaded() -> Library:
 
     Raises:
         ImportError: none can be loaded.
-        RuntimeError: it is of no family known here.
+        RuntimeError: it is of no family known here, or its loading does not end.
     """
-    done = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True, timeout=60, check=False)
+    try:
+        done = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True, timeout=60, check=False)
+    except subprocess.TimeoutExpired:
+        remedy = "Try: python -c 'from mpi4py import MPI'."
+        raise RuntimeError(message("run", "mpi4py to load its MPI library", "no end within 60 s", remedy)) from None
     if done.returncode != 0:
         got = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
         remedy = "Load your cluster's MPI module, or install one: pip install 'pycollective[mpich]'."

@@ -63,7 +63,8 @@ def main() -> None:
             os.sched_setaffinity(0, set().union(*cores))
             for name in THREAD_VARIABLES:
                 os.environ.setdefault(name, str(len(cores)))
-        if gpus := visible_gpus(os.environ):
+        # Under --gpus-per-task those that are visible are the rank's own already.
+        if "SLURM_GPUS_PER_TASK" not in os.environ and (gpus := visible_gpus(os.environ)):
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(own_part(gpus, place))
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     try:

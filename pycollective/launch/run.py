@@ -17,6 +17,7 @@ from pycollective.errors import message
 from pycollective.launch import dialects
 from pycollective.launch.dialects import Job
 from pycollective.launch.libraries import Library, belongs, identify_mpiexec, loaded, mpiexec_of
+from pycollective.launch.rank import physical_cores
 from pycollective.launchers import launched_size
 
 _EXAMPLES = """examples:
@@ -37,6 +38,9 @@ _SRUN_PMI = {**_PMI, "Open MPI": "pmix"}
 _AGENTS = ("HYDRA_LAUNCHER_EXEC", "PRTE_MCA_plm_ssh_agent", "OMPI_MCA_plm_rsh_agent")
 
 _ALLOCATION = "SLURM_JOB_ID"
+
+# Settings that the ranks of other hosts need as well, where the launcher does not carry all.
+_CARRIED = ("PYCOLLECTIVE_", "JAX_", "XLA_", "MPI4PY_", "OMP_", "NPROC")
 
 _ANSWER_S = 10
 
@@ -121,14 +125,15 @@ def plan(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[list[
     if options.devices_per_rank is not None:
         variables["JAX_NUM_CPU_DEVICES"] = str(options.devices_per_rank)
     rank = [sys.executable, "-m", "pycollective.launch.rank", "--bind", options.bind, "--", *program]
-    job = Job(options.ranks, rank, options.hosts, options.hostfile, options.label, options.oversubscribe, variables)
+    carried = {name: value for name, value in environ.items() if name.startswith(_CARRIED)} | variables
+    job = Job(options.ranks, rank, options.hosts, options.hostfile, options.label, options.oversubscribe, carried)
     allocated = _ALLOCATION in environ
     slots = [ranks for _, ranks in options.hosts]
     if None not in slots and 0 < sum(slots) < options.ranks:
         remedy = "Start fewer, or let --hosts say more."
         raise ValueError(message("run", f"at most {sum(slots)} ranks on {len(slots)} hosts", options.ranks, remedy))
     if not (options.hosts or options.hostfile or allocated or options.oversubscribe):
-        cores = len(os.sched_getaffinity(0))
+        cores = len(physical_cores(os.sched_getaffinity(0)))
         if options.ranks > cores:
             remedy = "Start fewer, on more --hosts, or say --oversubscribe: ranks that share a core are slow."
             raise ValueError(message("run", f"at most {cores} ranks for {cores} cores", options.ranks, remedy))
@@ -157,7 +162,11 @@ def _plugins() -> set[str]:
     """Process management interfaces that this srun offers."""
     if shutil.which("srun") is None:
         return set()
-    done = subprocess.run(["srun", "--mpi=list"], capture_output=True, text=True, timeout=20, check=False)
+    try:
+        done = subprocess.run(["srun", "--mpi=list"], capture_output=True, text=True, timeout=20, check=False)
+    except subprocess.TimeoutExpired:
+        got = "no answer within 20 s"
+        raise RuntimeError(message("run", "srun --mpi=list to answer", got, "Say --mpi PATH of an mpiexec.")) from None
     return set(re.findall(r"[a-z0-9_]+", done.stdout + done.stderr))
 
 
@@ -168,8 +177,9 @@ def words(command: Sequence[str]) -> list[str]:
         FileNotFoundError: there is no such program.
     """
     name = command[0]
-    if Path(name).is_file() and (name.endswith(".py") or not os.access(name, os.X_OK)):
-        return [sys.executable, *command]
+    if Path(name).is_file():
+        runs = os.access(name, os.X_OK) and not name.endswith(".py")
+        return [str(Path(name).absolute()), *command[1:]] if runs else [sys.executable, *command]
     if shutil.which(name) is None:
         raise FileNotFoundError(message("run", "a program", f"{name!r}, which does not exist", "Check its path."))
     return list(command)
@@ -189,14 +199,16 @@ def check_hosts(names: Sequence[str], environ: Mapping[str, str]) -> None:
     Raises:
         ConnectionError: one does not answer.
     """
-    agent = next((environ[name] for name in _AGENTS if environ.get(name)), "ssh")
-    options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={_ANSWER_S}"] if Path(agent).name == "ssh" else []
+    agent = next((environ[name] for name in _AGENTS if environ.get(name)), "ssh").split(":")[0].strip()
+    call = shlex.split(agent)
+    if Path(call[0]).name == "ssh":
+        call += ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={_ANSWER_S}"]
     here = {"localhost", "127.0.0.1", os.uname().nodename, os.uname().nodename.split(".")[0]}
 
     def complaint(name: str) -> str | None:
         try:
             done = subprocess.run(
-                [agent, *options, name, "true"],
+                [*call, name, "true"],
                 capture_output=True,
                 text=True,
                 timeout=2 * _ANSWER_S,

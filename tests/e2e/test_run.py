@@ -6,13 +6,22 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from pycollective.launch.rank import physical_cores
+
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-ENVIRON = {k: v for k, v in {**os.environ, **AS_ROOT}.items() if k not in ("OMP_NUM_THREADS", "JAX_NUM_CPU_DEVICES")}
+OTHERS = ("SLURM_", "OMP_", "OPENBLAS_", "MKL_", "JAX_NUM_")
+ENVIRON = {
+    **{name: value for name, value in os.environ.items() if not name.startswith(OTHERS)},
+    **AS_ROOT,
+    "JAX_PLATFORMS": "cpu",
+}
 
 PROGRAM = """
 import os, sys, time
@@ -44,7 +53,9 @@ def command(*arguments: str) -> list[str]:
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(*arguments), capture_output=True, text=True, env=ENVIRON, check=False)
+    return subprocess.run(
+        command(*arguments), capture_output=True, text=True, env=ENVIRON, check=False, stdin=subprocess.DEVNULL
+    )
 
 
 def said(output: str) -> list[list[str]]:
@@ -54,7 +65,7 @@ def said(output: str) -> list[list[str]]:
 
 
 def test_ranks_and_their_cores(program: str) -> None:
-    cores = sorted(os.sched_getaffinity(0))
+    cores = physical_cores(os.sched_getaffinity(0))
     ranks = min(2, len(cores))
     done = run("-n", str(ranks), "--devices-per-rank", "3", program, "--epochs", "2")
     assert done.returncode == 0, done.stderr
@@ -62,7 +73,7 @@ def test_ranks_and_their_cores(program: str) -> None:
     assert [line[1] for line in lines] == [str(rank) for rank in range(ranks)]
     bound = [set(line[4].split(",")) for line in lines]
     assert all(bound[a].isdisjoint(bound[b]) for a in range(ranks) for b in range(a))
-    assert len(set().union(*bound)) >= len(cores) // ranks * ranks
+    assert sum(any(str(cpu) in own for cpu in core) for core in cores for own in bound) == len(cores) // ranks * ranks
     for line in lines:
         assert line[2:4] == ["of", f"{ranks}:"]
         rest = line[6].split(maxsplit=1)
@@ -121,16 +132,25 @@ def test_no_mpi_library(program: str, tmp_path: Path) -> None:
 def test_signals_end_all_ranks(number: int, program: str) -> None:
     # Without timeout(1), which would take the signal itself.
     process = subprocess.Popen(
-        command("-n", "2", "--oversubscribe", program, "wait")[4:], stdout=subprocess.PIPE, env=ENVIRON, text=True
+        command("-n", "2", "--oversubscribe", program, "wait")[4:],
+        stdout=subprocess.PIPE,
+        env=ENVIRON,
+        text=True,
+        start_new_session=True,
     )
     assert process.stdout is not None
+    end = threading.Timer(60, os.killpg, (process.pid, signal.SIGKILL))
+    end.start()
     try:
         lines = [process.stdout.readline() for _ in range(2)]
         assert all("RANK" in line for line in lines)
         process.send_signal(number)
         assert process.wait(30) != 0
     finally:
-        process.kill()
+        end.cancel()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
         process.stdout.close()
     deadline = time.monotonic() + 10
     while left := [pid for pid in Path("/proc").glob("[0-9]*") if runs(pid, program)]:

@@ -6,6 +6,7 @@ import argparse
 import os
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from pycollective.launch.libraries import Library, identify, mpiexec_of
 from pycollective.launch.rank import physical_cores, visible_gpus
 from pycollective.launchers import local_place
 
-MPICH = Library("MPICH", "5.0.2", "/opt/mpich/lib/libmpi.so.12")
+MPICH = Library("MPICH", "5.0.2", "")
 
 
 # First lines of what each says, from its own sources and installations.
@@ -46,8 +47,7 @@ JOB = Job(3, ["prog"], [("a", 1), ("b", None)], label=True, oversubscribe=True, 
 @pytest.mark.parametrize(
     ("launcher", "line"),
     [
-        (("MPICH", "5.0.2"), "L -n 3 -hosts a:1,b:2 -prepend-rank prog"),
-        (("Intel MPI", "2021.18"), "L -n 3 -hosts a,b -ppn 2 -prepend-rank prog"),
+        (("MPICH", "5.0.2"), "L -n 3 -bind-to none -hosts a:1,b:2 -prepend-rank prog"),
         (
             ("Open MPI", "5.0.11"),
             "L -n 3 --bind-to none --host a:1,b:2 --output tag --oversubscribe -x JAX_NUM_CPU_DEVICES prog",
@@ -62,9 +62,14 @@ def test_dialects(launcher: tuple[str, str], line: str) -> None:
     assert shlex.join(mpiexec(Library(*launcher, "L"), JOB)) == line
 
 
-def test_srun() -> None:
-    line = "srun --mpi=pmi2 -n 3 --cpu-bind=none --kill-on-bad-exit=1 -w a,b --label --oversubscribe --overcommit prog"
-    assert shlex.join(srun("pmi2", JOB)) == line
+def test_launchers_that_know_one_number_for_all_hosts() -> None:
+    intel, even = Library("Intel MPI", "2021.18", "L"), replace(JOB, ranks=4, hosts=[("a", 2), ("b", None)])
+    assert shlex.join(mpiexec(intel, even)) == "L -n 4 -genv I_MPI_PIN off -hosts a,b -ppn 2 -prepend-rank prog"
+    line = "srun --mpi=pmi2 -n 4 --cpu-bind=none --kill-on-bad-exit=1 -w a,b -N 2 --ntasks-per-node=2"
+    assert shlex.join(srun("pmi2", even)) == f"{line} --label --oversubscribe --overcommit prog"
+    for make in (lambda: srun("pmi2", JOB), lambda: mpiexec(intel, JOB)):
+        with pytest.raises(ValueError, match="as many ranks on each host for this launcher, got 1 on a, 2 on b"):
+            make()
 
 
 def launcher(folder: Path, name: str, says: str) -> str:
