@@ -46,10 +46,8 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
 
 def main(folder: Path) -> None:
     """Writes all tables to standard output."""
-    print(
-        "# Tables\n\nMade by `scripts/performance`: medians in microseconds, in brackets times raw MPI; ! where results"
-    )
-    print("were wrong.")
+    print("# Tables\n\nMade by `scripts/performance`: medians in microseconds, in brackets times raw MPI; ! where")
+    print("results were wrong.")
     for file in sorted(folder.glob("*.json")):
         data = json.loads(file.read_text())
         command = file.with_suffix(".txt").read_text().splitlines()[0].removeprefix("$ ")

@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from pycollective.environment import variable
 from pycollective.mpi import MPI
 
 _VARIABLE = "NPROC"
@@ -39,8 +40,5 @@ def shared_cores(comm: MPI.Intracomm) -> Iterator[None]:
     if _VARIABLE in os.environ or threads == len(own):
         yield
         return
-    os.environ[_VARIABLE] = str(threads)
-    try:
+    with variable(_VARIABLE, str(threads)):
         yield
-    finally:
-        del os.environ[_VARIABLE]

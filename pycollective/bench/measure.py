@@ -88,7 +88,7 @@ class InProcess:
         program = self._contender.program(work)
         if program is None:
             return None
-        wrong = self._wrong(work)
+        wrong = self._wrong(work, program)
         self._run = self._runner(work, program)
         for _ in range(warmup):
             self._run()
@@ -109,11 +109,13 @@ class InProcess:
         n, first = self._size * participants, self._rank * participants
         return [operands(work, first + i, n, zeros=zeros) for i in range(participants)]
 
-    def _wrong(self, work: Work) -> int:
-        """Of a loop, the same program with two turns is checked: the values of many would overflow."""
-        work = replace(work, loop=min(work.loop, 2))
-        program = self._contender.program(work)
-        assert program is not None
+    def _wrong(self, work: Work, program: Program) -> int:
+        """Of a longer loop, the same program with two turns is checked: the values of many would overflow."""
+        if work.loop > 2:
+            work = replace(work, loop=2)
+            shorter = self._contender.program(work)
+            assert shorter is not None
+            program = shorter
         own = program.participants
         times = work.loop if program.chains else 1
         wrong = 0

@@ -6,6 +6,7 @@ import argparse
 import re
 from pathlib import Path
 
+from pycollective.arguments import positive
 from pycollective.bench.works import MODES, OPERATIONS, TREES
 
 BESIDE = ("jax-gloo", "torch-gloo")
@@ -38,13 +39,6 @@ def op(text: str) -> str:
     if text not in OPS:
         raise argparse.ArgumentTypeError(f"expected one of {', '.join(OPS)}, got {text!r}")
     return text
-
-
-def positive(text: str) -> int:
-    """A whole number from 1."""
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"expected a whole number from 1, got {text!r}")
-    return int(text)
 
 
 def factor(text: str) -> int:

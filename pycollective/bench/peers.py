@@ -12,14 +12,14 @@ import multiprocessing
 import os
 import socket
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from importlib.util import find_spec
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from pycollective.bench.measure import InProcess, Prepared
 from pycollective.bench.works import Work
+from pycollective.environment import variable
 from pycollective.errors import message
 from pycollective.mpi import MPI
 from pycollective.threads import shared_cores
@@ -52,7 +52,8 @@ class OwnProcess:
         self._link, theirs = context.Pipe()
         place = (free_port(comm), comm.rank, comm.size, devices)
         self.process = context.Process(target=_serve, args=(theirs, peer, place), daemon=True)
-        with _mpi_asleep(), shared_cores(comm):
+        # The process imports this package, but its MPI must not start: it is no rank.
+        with variable("MPI4PY_RC_INITIALIZE", "0"), shared_cores(comm):
             self.process.start()
         theirs.close()
         self._answer()  # it has joined the others
@@ -84,20 +85,6 @@ def free_port(comm: MPI.Intracomm) -> str:
         free.bind((host, 0))
         address = f"{host}:{free.getsockname()[1]}"
     return str(comm.bcast(address))
-
-
-@contextmanager
-def _mpi_asleep() -> Iterator[None]:
-    """A process started herein imports this package, but its MPI does not start: it is no rank."""
-    name = "MPI4PY_RC_INITIALIZE"
-    before = os.environ.get(name)
-    os.environ[name] = "0"
-    try:
-        yield
-    finally:
-        del os.environ[name]
-        if before is not None:
-            os.environ[name] = before
 
 
 def _serve(link: Connection, peer: str, place: tuple[str, int, int, int]) -> None:

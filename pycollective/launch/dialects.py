@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from pycollective.errors import message
 from pycollective.launch.libraries import Library
@@ -21,7 +21,7 @@ class Job:
         hostfile: a file of hosts instead, in the launcher's own form.
         label: each line of output says its rank.
         oversubscribe: more ranks than cores are meant.
-        variables: of the environment, for the ranks on all hosts.
+        carried: names of variables that the ranks on all hosts need.
     """
 
     ranks: int
@@ -30,7 +30,7 @@ class Job:
     hostfile: str | None = None
     label: bool = False
     oversubscribe: bool = False
-    variables: dict[str, str] = field(default_factory=dict)
+    carried: Sequence[str] = ()
 
 
 def shares(job: Job) -> list[tuple[str, int]]:
@@ -77,7 +77,7 @@ def mpiexec(launcher: Library, job: Job) -> list[str]:
             line += ["--output", "tag"] if launcher.major >= 5 else ["--tag-output"]
         if job.oversubscribe:
             line += ["--oversubscribe"]
-        for name in job.variables:  # others stay on this host
+        for name in job.carried:  # others stay on this host
             line += ["-x", name]
     else:
         line += ["-genv", "I_MPI_PIN", "off"] if launcher.family == "Intel MPI" else ["-bind-to", "none"]

@@ -53,11 +53,16 @@ def installed(package: str) -> str:
         return "none"
 
 
+def numbers() -> dict[str, str]:
+    """The versions of Python and of the packages that take part."""
+    return {"Python": platform.python_version(), **{package: installed(package) for package in PACKAGES}}
+
+
 def versions() -> Finding:
-    """Of Python and the packages that take part."""
-    found = {package: installed(package) for package in PACKAGES}
+    """Whether all packages are there."""
+    found = numbers()
     lacking = [package for package, number in found.items() if number == "none" and package != "pycollective"]
-    text = ", ".join([f"Python {platform.python_version()}", *(f"{name} {number}" for name, number in found.items())])
+    text = ", ".join(f"{name} {number}" for name, number in found.items())
     return Finding("versions", WRONG if lacking else OK, text, f"pip install {' '.join(lacking)}" if lacking else "")
 
 

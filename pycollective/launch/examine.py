@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import platform
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from jax import lax
 
 import pycollective as pc
 from pycollective.bench.light import one_way_s
-from pycollective.launch.doctor import PACKAGES, installed
+from pycollective.launch.doctor import numbers
 from pycollective.launch.findings import OK, WARNING, WRONG, Finding, show
 from pycollective.launch.libraries import identify
 from pycollective.launch.rank import physical_cores
@@ -88,7 +87,7 @@ def facts() -> Facts:
         kind = kinds[0]
     return Facts(
         host=socket.gethostname(),
-        versions=(f"Python {platform.python_version()}", *(f"{name} {installed(name)}" for name in PACKAGES)),
+        versions=tuple(f"{name} {number}" for name, number in numbers().items()),
         library=" ".join(identify(text) or (text.splitlines()[0],)),
         cores=frozenset(map(min, physical_cores(os.sched_getaffinity(0)))),
         host_cores=len(physical_cores(set(range(os.cpu_count() or 1)))),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -42,7 +42,7 @@ def own_part(things: Sequence[T], place: Place) -> Sequence[T]:
     return things[place.rank * each : (place.rank + 1) * each] if each else [things[place.rank % len(things)]]
 
 
-def visible_gpus(environ: MutableMapping[str, str], dev: Path = Path("/dev")) -> list[str]:
+def visible_gpus(environ: Mapping[str, str], dev: Path = Path("/dev")) -> list[str]:
     """What CUDA_VISIBLE_DEVICES says, else the NVIDIA devices of this host."""
     said = environ.get("CUDA_VISIBLE_DEVICES")
     if said is not None:

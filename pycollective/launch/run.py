@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from pycollective.arguments import positive
 from pycollective.errors import message
 from pycollective.launch import dialects
 from pycollective.launch.dialects import Job
@@ -30,9 +31,8 @@ OPENBLAS_NUM_THREADS and MKL_NUM_THREADS say how many cores those are, unless yo
 sets by itself (memory, XLA's threads) works without this command too.
 """
 
-# What the library's srun plugin must speak. Open MPI's mpiexec finds an allocation by itself.
-_PMI = {"MPICH": "pmi2", "Intel MPI": "pmi2"}
-_SRUN_PMI = {**_PMI, "Open MPI": "pmix"}
+# What the library speaks with srun.
+_PMI = {"MPICH": "pmi2", "Intel MPI": "pmi2", "Open MPI": "pmix"}
 
 # Variables of MPICH and Open MPI 5 and 4 that name what they call in the place of ssh.
 _AGENTS = ("HYDRA_LAUNCHER_EXEC", "PRTE_MCA_plm_ssh_agent", "OMPI_MCA_plm_rsh_agent")
@@ -49,8 +49,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds all options of the command."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EXAMPLES
-    parser.add_argument("-n", "--ranks", type=_positive, required=True, help="how many")
-    parser.add_argument("--devices-per-rank", type=_positive, metavar="D", help="local CPU devices of JAX")
+    parser.add_argument("-n", "--ranks", type=positive, required=True, help="how many")
+    parser.add_argument("--devices-per-rank", type=positive, metavar="D", help="local CPU devices of JAX")
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
         "--hosts", type=hosts, default=(), metavar="A,B:2", help="where, with ranks of each if not equal"
@@ -67,12 +67,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="print the command and its environment, start nothing")
     parser.add_argument("program", help="a Python file, or any program")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its own")
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"expected a whole number from 1, got {text!r}")
-    return int(text)
 
 
 def hosts(text: str) -> tuple[tuple[str, int | None], ...]:
@@ -125,7 +119,7 @@ def plan(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[list[
     if options.devices_per_rank is not None:
         variables["JAX_NUM_CPU_DEVICES"] = str(options.devices_per_rank)
     rank = [sys.executable, "-m", "pycollective.launch.rank", "--bind", options.bind, "--", *program]
-    carried = {name: value for name, value in environ.items() if name.startswith(_CARRIED)} | variables
+    carried = [*(name for name in environ if name.startswith(_CARRIED) and name not in variables), *variables]
     job = Job(options.ranks, rank, options.hosts, options.hostfile, options.label, options.oversubscribe, carried)
     allocated = _ALLOCATION in environ
     slots = [ranks for _, ranks in options.hosts]
@@ -143,11 +137,13 @@ def plan(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[list[
 def _with_launcher(
     wish: str | None, job: Job, library: Library, environ: Mapping[str, str], *, allocated: bool
 ) -> list[str]:
-    pmi = _SRUN_PMI[library.family] if wish == "srun" else _PMI.get(library.family)
-    if wish == "srun" or (wish is None and allocated and pmi is not None and pmi in _plugins()):
+    pmi = _PMI[library.family]
+    # Open MPI's mpiexec finds an allocation by itself.
+    by_default = wish is None and allocated and library.family != "Open MPI" and pmi in _plugins()
+    if wish == "srun" or by_default:
         if job.hostfile:
             raise ValueError(message("run", "no hostfile with srun", job.hostfile, "Name --hosts of the allocation."))
-        return dialects.srun(pmi or "none", job)
+        return dialects.srun(pmi, job)
     if wish is None:
         return dialects.mpiexec(mpiexec_of(library, environ), job)
     named = identify_mpiexec(wish)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 _MPIEXEC = str(Path(sys.executable).parent / "mpiexec")
+AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 _KILL_AFTER_S = 5  # a launcher may ignore SIGTERM while its ranks hang
 
 
@@ -34,7 +35,6 @@ def mpirun(
     options = ["--oversubscribe"] if is_open_mpi() else []
     # A rank writes its lines whole; unbuffered, the launcher would mix the pieces of two ranks.
     buffered = {"PYTHONUNBUFFERED": ""}
-    as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     return subprocess.run(
         [
             "timeout",
@@ -50,7 +50,7 @@ def mpirun(
         ],
         capture_output=True,
         text=True,
-        env={**os.environ, **as_root, **buffered, **(env or {})},
+        env={**os.environ, **AS_ROOT, **buffered, **(env or {})},
         cwd=cwd,
         stdin=subprocess.DEVNULL,
     )

@@ -8,10 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.e2e.launch import mpirun
+from tests.e2e.launch import AS_ROOT, mpirun
 
 DOCTOR = ["-m", "pycollective", "doctor"]
-AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
 def alone(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:

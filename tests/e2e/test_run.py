@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from pycollective.launch.rank import physical_cores
+from tests.e2e.launch import AS_ROOT
 
-AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 OTHERS = ("SLURM_", "OMP_", "OPENBLAS_", "MKL_", "JAX_NUM_")
 ENVIRON = {
     **{name: value for name, value in os.environ.items() if not name.startswith(OTHERS)},

@@ -55,6 +55,8 @@ FLOORS = (
     "transport.__init__",
     "launchers",
     "config",
+    "arguments",
+    "environment",
     "mpi",
     "errors",
 )

@@ -11,6 +11,7 @@ from pycollective.launch import doctor, examine
 from pycollective.launch.examine import Facts
 from pycollective.launch.findings import Finding, show
 from pycollective.launch.libraries import Library
+from tests.unit.fakes import launcher
 
 RANK = Facts("alpha", ("Python 3.12.1", "jax 0.11.0"), "MPICH 5.0.2", frozenset({0, 1}), 4, "cpu", 2)
 BOUND = [replace(RANK, cores=frozenset({i})) for i in range(4)]
@@ -55,16 +56,10 @@ def test_ranks_bound_to_one_core() -> None:
 
 
 def test_another_mpirun_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def launcher(folder: str, says: str) -> Path:
-        path = tmp_path / folder / "mpirun"
-        path.parent.mkdir()
-        path.write_text(f"#!/bin/sh\necho '{says}'\n")
-        path.chmod(0o755)
-        return path
-
     mpich = Library("MPICH", "5.0.2", "libmpi.so.12")
     monkeypatch.setattr("sys.executable", str(tmp_path / "nowhere" / "python"))
-    other, right = launcher("one", "mpirun (Open MPI) 5.0.11"), launcher("two", "HYDRA build details: Version: 5.0.2")
+    other = launcher(tmp_path / "one" / "mpirun", "mpirun (Open MPI) 5.0.11")
+    right = launcher(tmp_path / "two" / "mpirun", "HYDRA build details: Version: 5.0.2")
     monkeypatch.setenv("PATH", f"{other.parent}:{right.parent}")
     finding = doctor.mpiexec(mpich)
     assert finding.status == "warning"

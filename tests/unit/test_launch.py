@@ -17,6 +17,7 @@ from pycollective.launch.dialects import Job, mpiexec, srun
 from pycollective.launch.libraries import Library, identify, mpiexec_of
 from pycollective.launch.rank import physical_cores, visible_gpus
 from pycollective.launchers import local_place
+from tests.unit.fakes import launcher
 
 MPICH = Library("MPICH", "5.0.2", "")
 
@@ -41,7 +42,7 @@ def test_what_libraries_call_themselves(text: str, known: tuple[str, str] | None
     assert identify(text) == known
 
 
-JOB = Job(3, ["prog"], [("a", 1), ("b", None)], label=True, oversubscribe=True, variables={"JAX_NUM_CPU_DEVICES": "2"})
+JOB = Job(3, ["prog"], [("a", 1), ("b", None)], label=True, oversubscribe=True, carried=["JAX_NUM_CPU_DEVICES"])
 
 
 @pytest.mark.parametrize(
@@ -72,20 +73,12 @@ def test_launchers_that_know_one_number_for_all_hosts() -> None:
             make()
 
 
-def launcher(folder: Path, name: str, says: str) -> str:
-    folder.mkdir(exist_ok=True)
-    path = folder / name
-    path.write_text(f"#!/bin/sh\necho '{says}'\n")
-    path.chmod(0o755)
-    return str(path)
-
-
 def test_the_mpiexec_of_the_library_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "nowhere" / "python"))
-    other = launcher(tmp_path / "one", "mpiexec", "mpirun (Open MPI) 5.0.11")
-    right = launcher(tmp_path / "two", "mpiexec.hydra", "HYDRA build details:\n    Version: 5.0.1")
+    other = launcher(tmp_path / "one" / "mpiexec", "mpirun (Open MPI) 5.0.11")
+    right = launcher(tmp_path / "two" / "mpiexec.hydra", "HYDRA build details:\n    Version: 5.0.1")
     found = mpiexec_of(MPICH, {"PATH": f"{tmp_path / 'one'}:{tmp_path / 'two'}"})
-    assert found == Library("MPICH", "5.0.1", right)
+    assert found == Library("MPICH", "5.0.1", str(right))
     with pytest.raises(FileNotFoundError, match=rf"expected an mpiexec of MPICH 5.0.2.*got {other} of Open MPI 5.0.11"):
         mpiexec_of(MPICH, {"PATH": str(tmp_path / "one")})
     with pytest.raises(FileNotFoundError, match="got none"):
