@@ -1,6 +1,7 @@
 """Trains a small convolutional network on handwritten digits, data-parallel over MPI ranks.
 
     mpirun -n 2 python examples/train_digits.py
+    mpirun -n 2 python examples/train_digits.py --checkpoints build/digits    # goes on from there when started again
 
 Every rank holds the same parameters and sees its own rows of each batch. Two lines make it parallel: the averages in
 ``step`` and the sums in ``count_correct``. The losses are the same on any number of ranks, up to rounding.
@@ -23,6 +24,7 @@ from sklearn.model_selection import train_test_split
 from tqdm import tqdm
 
 import pycollective as pc
+from checkpoints import Checkpoints
 
 
 def parse_arguments():
@@ -32,6 +34,7 @@ def parse_arguments():
     parser.add_argument("--learning-rate", type=float, default=0.2, help="its peak (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the parameters and the order (default %(default)s)")
     parser.add_argument("--wire-dtype", choices=["bfloat16"], help="gradients between ranks (default as they are)")
+    parser.add_argument("--checkpoints", type=Path, help="directory to save to after each epoch, and to go on from")
     parser.add_argument("--plot", type=Path, default="digits_loss.png", help="loss curve (default %(default)s)")
     parser.add_argument("--losses", type=Path, help="also write the loss of every step to this JSON file")
     return parser.parse_args()
@@ -92,19 +95,26 @@ def rows_of_rank(rows, comm):
     return rows[comm.rank * share : (comm.rank + 1) * share]
 
 
-def train(params, images, labels, rng, args, comm):
-    """Returns the trained parameters and the loss of every step."""
+def train(params, images, labels, args, comm):
+    """Returns the trained parameters and the loss of every step; fewer steps, where a signal asked for the end."""
     steps_per_epoch = len(images) // args.batch_size
     total = args.epochs * steps_per_epoch
     optimizer = optax.sgd(optax.cosine_onecycle_schedule(total, args.learning_rate), momentum=0.9, nesterov=True)
-    opt_state = optimizer.init(params)
     step = make_step(optimizer, args.wire_dtype)
     # Every image as it is and moved by a pixel in eight directions. Each epoch takes one of the nine.
     shifted = np.stack([np.roll(images, (down, right), axis=(1, 2)) for down in (-1, 0, 1) for right in (-1, 0, 1)])
 
-    losses = []
-    with tqdm(total=total, unit="step", disable=comm.rank != 0) as bar:
-        for _ in range(args.epochs):
+    # On what the curve depends; not on the number of ranks.
+    settings = {name: getattr(args, name) for name in ("epochs", "batch_size", "learning_rate", "seed", "wire_dtype")}
+    checkpoints = Checkpoints(args.checkpoints, settings, comm)
+    start = {"params": params, "opt_state": optimizer.init(params), "losses": np.zeros(total, np.float32)}
+    epoch, state = checkpoints.restore(start)
+    params, opt_state = state["params"], state["opt_state"]
+    losses = list(state["losses"][: epoch * steps_per_epoch])
+    with tqdm(total=total, initial=len(losses), unit="step", disable=comm.rank != 0) as bar:
+        while epoch < args.epochs:
+            # Every rank draws the same numbers, and the same again when it starts from a checkpoint.
+            rng = np.random.default_rng((args.seed, epoch))
             order, which = rng.permutation(len(images)), rng.integers(9, size=len(images))
             for batch in range(steps_per_epoch):
                 rows = rows_of_rank(order[batch * args.batch_size : (batch + 1) * args.batch_size], comm)
@@ -112,6 +122,12 @@ def train(params, images, labels, rng, args, comm):
                 losses.append(loss)
                 bar.update()
             bar.set_postfix(loss=f"{loss:.4f}")  # waits for the loss: once per epoch, not at every step
+            epoch += 1
+            if checkpoints.enabled:
+                padded = np.pad(np.array(losses), (0, total - len(losses)))
+                checkpoints.save(epoch, {"params": params, "opt_state": opt_state, "losses": padded})
+                if checkpoints.asked():
+                    break
     return params, np.array(losses)
 
 
@@ -156,13 +172,15 @@ def main():
     rng = np.random.default_rng(args.seed)  # gives the same numbers on all ranks: they agree without a word
     # So the ranks already start alike; the broadcast is what a start from elsewhere needs, say rank 0's checkpoint.
     params = pc.broadcast(init_params(rng))
-    params, losses = train(params, images, labels, rng, args, comm)
+    params, losses = train(params, images, labels, args, comm)
     accuracy = test_accuracy(params, test_images, test_labels, comm)
 
     if comm.rank == 0:
         plot(losses, len(images) // args.batch_size, args.plot)
         if args.losses:
             args.losses.write_text(json.dumps(losses.tolist()))
+        if len(losses) < args.epochs * (len(images) // args.batch_size):
+            print(f"asked to stop after step {len(losses)}: the same command goes on from there")
         print(f"test accuracy {accuracy:.4f}")
         print(f"loss curve in {args.plot.resolve()}")
 

@@ -3,6 +3,7 @@
     mpirun -n 2 python examples/train_gpt.py
     mpirun -n 2 python examples/train_gpt.py --model-parallel 2
     JAX_NUM_CPU_DEVICES=4 mpirun -n 2 python examples/train_gpt.py --model-parallel 2 --sample 400
+    mpirun -n 2 python examples/train_gpt.py --checkpoints build/gpt    # goes on from there, on any mesh
 
 The devices of all ranks form a mesh of axes "data" and "model". Along "data" each device sees its own rows of a batch;
 along "model" each holds its own attention heads and hidden units, as ``SPECS`` says. In the network ``enter`` and
@@ -24,6 +25,7 @@ from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
 import pycollective as pc
+from checkpoints import Checkpoints
 
 CONTEXT, WIDTH, LAYERS, HEADS = 64, 64, 3, 4
 
@@ -37,6 +39,8 @@ def parse_arguments():
     parser.add_argument("--seed", type=int, default=0, help="of parameters, batches, sample (default %(default)s)")
     parser.add_argument("--devices", type=int, help="local devices of each rank (default all)")
     parser.add_argument("--losses", type=Path, help="write the loss of every step to this JSON file")
+    parser.add_argument("--checkpoints", type=Path, help="directory to save to, and to go on from")
+    parser.add_argument("--save-every", type=int, default=100, help="steps (default %(default)s)")
     parser.add_argument("--sample", type=int, default=0, help="characters to print at the end (default %(default)s)")
     return parser.parse_args()
 
@@ -137,6 +141,12 @@ def sample(params, prompt, keys):
 # Training ----------------------------------------------------------------------------------------------------
 
 
+def whole(x, spec):
+    """All of an array of which each device along "model" holds a part."""
+    cut = tuple(spec)
+    return lax.all_gather(x, "model", axis=cut.index("model"), tiled=True) if "model" in cut else x
+
+
 def own_block(x, spec, mesh):
     """The part of a global array that lies on this rank's devices."""
     places = np.unravel_index(mesh.comm.rank, [axis.ranks for axis in mesh.axes])
@@ -146,10 +156,9 @@ def own_block(x, spec, mesh):
     return x
 
 
-def train(params, text, rng, args, mesh):
-    """Returns this rank's block of the trained parameters, and the loss of every step."""
+def train(params, text, args, mesh):
+    """Returns this rank's block of the trained parameters, and the loss of every step; fewer after a signal."""
     optimizer = optax.adamw(optax.cosine_onecycle_schedule(args.steps, 5e-3))
-    params = jax.tree.map(lambda x, spec: own_block(x, spec, mesh), params, SPECS)
     opt_state = optimizer.init(params)
     # Adam's moments lie as the parameters do.
     opt_specs = optax.tree.map_params(
@@ -162,17 +171,35 @@ def train(params, text, rng, args, mesh):
         out_specs=(SPECS, opt_specs, P()),
         donate_argnums=(0, 1),
     )
+    # Checkpoints hold whole arrays, so that any other mesh can go on from them.
+    specs = {"params": SPECS, "opt_state": opt_specs}
+    gather = pc.shard_map(lambda state: jax.tree.map(whole, state, specs), mesh=mesh, in_specs=(specs,), out_specs=P())
 
-    losses = []
-    with tqdm(total=args.steps, unit="step", disable=mesh.comm.rank != 0) as bar:
-        for i in range(args.steps):
-            starts = rng.integers(len(text) - CONTEXT, size=(args.batch_size, 1))
+    # On what the curve depends; not on the mesh.
+    settings = {name: getattr(args, name) for name in ("steps", "batch_size", "seed", "wire_dtype")}
+    checkpoints = Checkpoints(args.checkpoints, settings, mesh.comm)
+    start = {"params": params, "opt_state": opt_state, "losses": np.zeros(args.steps, np.float32)}
+    done, start = checkpoints.restore(start)
+    losses = list(start.pop("losses")[:done])
+    state = jax.tree.map(lambda x, spec: own_block(x, spec, mesh), start, specs)
+    params, opt_state = state["params"], state["opt_state"]
+
+    with tqdm(total=args.steps, initial=done, unit="step", disable=mesh.comm.rank != 0) as bar:
+        for i in range(done, args.steps):
+            # Every rank draws the same numbers, and the same again when it starts from a checkpoint.
+            starts = np.random.default_rng((args.seed, i)).integers(len(text) - CONTEXT, size=(args.batch_size, 1))
             rows = own_block(text[starts + np.arange(CONTEXT + 1)], P("data"), mesh)
             params, opt_state, loss = step(params, opt_state, rows)
             losses.append(loss)
             bar.update()
             if i % 20 == 19:  # reading the loss waits for it
                 bar.set_postfix(loss=f"{loss:.4f}")
+            asked = checkpoints.enabled and i % 20 == 19 and checkpoints.asked()
+            if checkpoints.enabled and (asked or len(losses) % args.save_every == 0 or len(losses) == args.steps):
+                padded = np.pad(np.array(losses), (0, args.steps - len(losses)))
+                checkpoints.save(i + 1, {**gather({"params": params, "opt_state": opt_state}), "losses": padded})
+            if asked:
+                break
     return params, [float(loss) for loss in losses]
 
 
@@ -197,10 +224,12 @@ def main():
 
     text, vocabulary = read_text()
     rng = np.random.default_rng(args.seed)  # gives the same numbers on all ranks: they agree without a word
-    params, losses = train(init_params(rng, len(vocabulary)), text, rng, args, mesh)
+    params, losses = train(init_params(rng, len(vocabulary)), text, args, mesh)
     if comm.rank == 0:
         if args.losses:
             args.losses.write_text(json.dumps(losses))
+        if len(losses) < args.steps:
+            print(f"asked to stop after step {len(losses)}: the same command goes on from there")
         print(f"loss {losses[0]:.4f} -> {np.mean(losses[-20:]):.4f}, in nats per character")
     if args.sample:  # on all ranks, since each may hold a part of the model
         draw = pc.shard_map(sample, mesh=mesh, in_specs=(SPECS, P(), P()), out_specs=P())

@@ -88,8 +88,24 @@ def local_place(environ: Mapping[str, str]) -> Place | None:
         if environ.get(rank, "").isdigit() and environ.get(size, "").isdigit():
             return Place(int(environ[rank]), int(environ[size]))
     if all(name in environ for name in ("SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_TASKS_PER_NODE")):
-        tasks: list[int] = []
-        for number, _, times in re.findall(r"(\d+)(\(x(\d+)\))?", environ["SLURM_STEP_TASKS_PER_NODE"]):
-            tasks += [int(number)] * int(times or 1)
+        tasks = _numbers(environ["SLURM_STEP_TASKS_PER_NODE"])
         return Place(int(environ["SLURM_LOCALID"]), tasks[int(environ["SLURM_NODEID"])])
     return None
+
+
+def slurm_tasks(environ: Mapping[str, str]) -> list[int]:
+    """The tasks that a Slurm allocation has room for, host by host; empty outside of one.
+
+    Example:
+        >>> slurm_tasks({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a[1-3]", "SLURM_TASKS_PER_NODE": "4(x2),3"})
+        [4, 4, 3]
+    """
+    if any(name not in environ for name in ("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_TASKS_PER_NODE")):
+        return []
+    return _numbers(environ["SLURM_TASKS_PER_NODE"])
+
+
+def _numbers(text: str) -> list[int]:
+    """What Slurm writes as "4(x2),3"."""
+    parts = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+    return [int(number) for number, times in parts for _ in range(int(times or 1))]

@@ -90,12 +90,15 @@ def mpiexec(launcher: Library, job: Job) -> list[str]:
     return [*line, *job.command]
 
 
-def srun(pmi: str, job: Job) -> list[str]:
-    """The command line for srun inside an allocation, with the process management interface ``pmi``."""
+def srun(pmi: str, job: Job, *, nodes: int = 0, overlap: bool = False) -> list[str]:
+    """The command line for srun inside an allocation of ``nodes``, with the process management interface ``pmi``."""
     line = ["srun", f"--mpi={pmi}", "-n", str(job.ranks), "--cpu-bind=none", "--kill-on-bad-exit=1"]
     if job.hosts:
         names = [name for name, _ in shares(job)]
         line += ["-w", ",".join(names), "-N", str(len(names)), f"--ntasks-per-node={each_host(job)}"]
+    elif nodes > 1 and job.ranks % nodes == 0:  # else Slurm fills the first nodes
+        line += ["-N", str(nodes), f"--ntasks-per-node={job.ranks // nodes}"]
     line += ["--label"] if job.label else []
+    line += ["--overlap"] if overlap else []
     line += ["--oversubscribe", "--overcommit"] if job.oversubscribe else []
     return [*line, *job.command]

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from pycollective.launch.findings import OK, WARNING, WRONG, Finding, show
 from pycollective.launch.libraries import Library, belongs, identify_mpiexec, loaded, mpiexec_of
-from pycollective.launchers import LAUNCHERS
+from pycollective.launchers import LAUNCHERS, launched_size
 
 PACKAGES = ("pycollective", "jax", "jaxlib", "mpi4py", "numpy")
 _TRIAL_S = 120
@@ -37,7 +37,9 @@ def main(arguments: Sequence[str]) -> int:
         library = loaded()
     except (ImportError, RuntimeError) as error:
         return show([versions(), Finding("MPI library", WRONG, str(error), "")], as_json=options.json)
-    if any(launcher.size_variable in os.environ for launcher in LAUNCHERS):
+    # A shell that srun has started is no job of one rank; nor is a lone rank that another launcher has started a shell.
+    alone = "SLURM_STEP_NUM_TASKS" in os.environ and "PMI_FD" not in os.environ and launched_size(os.environ) is None
+    if not alone and any(launcher.size_variable in os.environ for launcher in LAUNCHERS):
         return int(importlib.import_module("pycollective.launch.examine").main(as_json=options.json))
     found = [versions(), Finding("MPI library", OK, f"{library.name} ({library.path})"), mpiexec(library), native()]
     if all(finding.status != WRONG for finding in found):
@@ -112,6 +114,8 @@ def trial() -> list[Finding]:
     try:
         items, _ = json.JSONDecoder().raw_decode(out, max(out.find("[{"), 0))
     except ValueError:
-        got = (errors.strip().splitlines() or [f"exit status {started.returncode}"])[-1]
+        lines = [line for line in errors.splitlines() if any(map(str.isalpha, line))]
+        # A program says at the end what went wrong, a launcher at the beginning.
+        got = (lines or [f"exit status {started.returncode}"])[-1 if "Traceback" in errors else 0]
         return [Finding("two ranks", WRONG, got, "Try: pycollective run -n 2 --oversubscribe pycollective doctor")]
     return [Finding(**{**item, "name": f"2 ranks: {item['name']}"}) for item in items]

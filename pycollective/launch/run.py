@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 from pycollective.arguments import positive
@@ -19,7 +20,7 @@ from pycollective.launch import dialects
 from pycollective.launch.dialects import Job
 from pycollective.launch.libraries import Library, belongs, identify_mpiexec, loaded, mpiexec_of
 from pycollective.launch.rank import physical_cores
-from pycollective.launchers import launched_size
+from pycollective.launchers import launched_size, slurm_tasks
 
 _EXAMPLES = """examples:
   pycollective run -n 4 train.py --epochs 3
@@ -37,7 +38,8 @@ _PMI = {"MPICH": "pmi2", "Intel MPI": "pmi2", "Open MPI": "pmix"}
 # Variables of MPICH and Open MPI 5 and 4 that name what they call in the place of ssh.
 _AGENTS = ("HYDRA_LAUNCHER_EXEC", "PRTE_MCA_plm_ssh_agent", "OMPI_MCA_plm_rsh_agent")
 
-_ALLOCATION = "SLURM_JOB_ID"
+# Set inside an allocation of Slurm, PBS, LSF, Grid Engine, Flux: launchers find its hosts, and reach them without ssh.
+_ALLOCATIONS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "PE_HOSTFILE", "FLUX_URI")
 
 # Settings that the ranks of other hosts need as well, where the launcher does not carry all.
 _CARRIED = ("PYCOLLECTIVE_", "JAX_", "XLA_", "MPI4PY_", "OMP_", "NPROC")
@@ -57,7 +59,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     where.add_argument("--hostfile", metavar="FILE", help="where, in the form of the MPI library's mpiexec")
     parser.add_argument(
-        "--mpi", metavar="PATH|srun", help="the launcher (default: srun inside an allocation, else mpiexec)"
+        "--mpi", metavar="PATH|srun", help="the launcher (default: the mpiexec of the library that mpi4py loads)"
     )
     parser.add_argument(
         "--bind", choices=("core", "none"), default="core", help="each rank to its cores (default core)"
@@ -90,7 +92,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     try:
         command, variables = plan(options, os.environ)
-        if not options.dry_run and _ALLOCATION not in os.environ:  # inside one, Slurm starts what runs elsewhere
+        if not (options.dry_run or allocated(os.environ)):
             check_hosts(host_names(options), os.environ)
     except (ImportError, OSError, RuntimeError, ValueError) as error:
         parser.exit(2, f"{error}\n")
@@ -107,7 +109,7 @@ def plan(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[list[
     Raises:
         FileNotFoundError: no such program, hostfile or launcher.
         RuntimeError: inside a rank of another run.
-        ValueError: the launcher belongs to another MPI library; more ranks than cores.
+        ValueError: the launcher belongs to another MPI library; more ranks than cores, or than an allocation has.
     """
     if (launched := launched_size(environ)) is not None:
         got = f"one of {launched[1]} ranks of {launched[0].name}"
@@ -121,37 +123,74 @@ def plan(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[list[
     rank = [sys.executable, "-m", "pycollective.launch.rank", "--bind", options.bind, "--", *program]
     carried = [*(name for name in environ if name.startswith(_CARRIED) and name not in variables), *variables]
     job = Job(options.ranks, rank, options.hosts, options.hostfile, options.label, options.oversubscribe, carried)
-    allocated = _ALLOCATION in environ
-    slots = [ranks for _, ranks in options.hosts]
-    if None not in slots and 0 < sum(slots) < options.ranks:
-        remedy = "Start fewer, or let --hosts say more."
-        raise ValueError(message("run", f"at most {sum(slots)} ranks on {len(slots)} hosts", options.ranks, remedy))
-    if not (options.hosts or options.hostfile or allocated or options.oversubscribe):
-        cores = len(physical_cores(os.sched_getaffinity(0)))
-        if options.ranks > cores:
-            remedy = "Start fewer, on more --hosts, or say --oversubscribe: ranks that share a core are slow."
-            raise ValueError(message("run", f"at most {cores} ranks for {cores} cores", options.ranks, remedy))
-    return _with_launcher(options.mpi, job, loaded(), environ, allocated=allocated), variables
+    if not options.oversubscribe:
+        _check_room(job, environ)
+    return _with_launcher(options.mpi, job, loaded(), environ), variables
 
 
-def _with_launcher(
-    wish: str | None, job: Job, library: Library, environ: Mapping[str, str], *, allocated: bool
-) -> list[str]:
-    pmi = _PMI[library.family]
-    # Open MPI's mpiexec finds an allocation by itself.
-    by_default = wish is None and allocated and library.family != "Open MPI" and pmi in _plugins()
-    if wish == "srun" or by_default:
+def allocated(environ: Mapping[str, str]) -> bool:
+    """Whether a batch system has given this process hosts."""
+    return any(name in environ for name in _ALLOCATIONS)
+
+
+def _check_room(job: Job, environ: Mapping[str, str]) -> None:
+    given = slurm_tasks(environ)
+    slots = [ranks for _, ranks in job.hosts]
+    share = "or say --oversubscribe: ranks that share a core are slow."
+    if slots and None not in slots:
+        room = sum(filter(None, slots))
+        expected, remedy = f"{room} ranks on {len(slots)} hosts", "Start fewer, or let --hosts say more."
+    elif given and not job.hosts:
+        room = sum(given)
+        expected, remedy = f"{room} ranks in this allocation", f"Start fewer, ask Slurm for more --ntasks, {share}"
+    elif not (job.hosts or job.hostfile or allocated(environ)):
+        room = len(physical_cores(os.sched_getaffinity(0)))
+        expected, remedy = f"{room} ranks for {room} cores", f"Start fewer, on more --hosts, {share}"
+    else:
+        return
+    if job.ranks > room:
+        raise ValueError(message("run", f"at most {expected}", job.ranks, remedy))
+
+
+def _with_launcher(wish: str | None, job: Job, library: Library, environ: Mapping[str, str]) -> list[str]:
+    if wish is None:
+        try:
+            return dialects.mpiexec(mpiexec_of(library, environ), _spread(job, environ))
+        except FileNotFoundError:
+            # Some clusters have none, and their srun instead.
+            if "SLURM_JOB_ID" not in environ or _PMI[library.family] not in _plugins():
+                raise
+            wish = "srun"
+    if wish == "srun":
         if job.hostfile:
             raise ValueError(message("run", "no hostfile with srun", job.hostfile, "Name --hosts of the allocation."))
-        return dialects.srun(pmi, job)
-    if wish is None:
-        return dialects.mpiexec(mpiexec_of(library, environ), job)
+        # Inside a step, a shell's say, which holds the cores that this one needs.
+        return dialects.srun(
+            _PMI[library.family], job, nodes=len(slurm_tasks(environ)), overlap="SLURM_STEP_ID" in environ
+        )
     named = identify_mpiexec(wish)
     if named is None or not belongs(named, library):
         got = f"{wish} of {named.name}" if named else f"{wish}, which does not say what it is"
         remedy = f"mpi4py loads {library.path or library.name}: name its mpiexec, or leave --mpi out."
         raise ValueError(message("run", f"an mpiexec of {library.name}", got, remedy))
-    return dialects.mpiexec(named, job)
+    return dialects.mpiexec(named, _spread(job, environ))
+
+
+def _spread(job: Job, environ: Mapping[str, str]) -> Job:
+    """On all hosts of a Slurm allocation, as Slurm says or else evenly; mpiexecs would fill the first ones."""
+    tasks = slurm_tasks(environ)
+    if job.hosts or job.hostfile or len(tasks) < 2:
+        return job
+    done = subprocess.run(
+        ["scontrol", "show", "hostnames", environ["SLURM_JOB_NODELIST"]],
+        capture_output=True,
+        text=True,
+        timeout=_ANSWER_S,
+        check=True,
+    )
+    as_slurm = sum(tasks) == job.ranks
+    names = done.stdout.split()
+    return replace(job, hosts=[(name, n if as_slurm else None) for name, n in zip(names, tasks, strict=True)])
 
 
 def _plugins() -> set[str]:

@@ -1,0 +1,237 @@
+"""A real Slurm of two nodes, hosts of their own (``scripts/slurm``): the job scripts, srun, ``pycollective run``."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.e2e.launch import AS_ROOT
+from tests.e2e.test_hosts import PROGRAM
+
+ROOT = Path(__file__).parents[2]
+SLURM = str(ROOT / "scripts" / "slurm")
+OPEN_MPI = shutil.which("ompi_info", path=str(Path(sys.executable).parent)) is not None
+PMI = "pmix" if OPEN_MPI else "pmi2"
+
+TOOLS = ("ip", "unshare", "nsenter", "pgrep", "munged", "slurmctld", "slurmd")
+LACKING = [tool for tool in TOOLS if shutil.which(tool, path=f"{os.environ['PATH']}:/usr/sbin:/sbin") is None]
+if os.geteuid() != 0:
+    LACKING.append("root")
+pytestmark = pytest.mark.skipif(bool(LACKING), reason=f"SLURM NOT TESTED: there is no {', '.join(LACKING)}")
+
+EPOCHS = 30
+DIGITS = ["examples/train_digits.py", "--epochs"]
+
+WHERE = """
+import os
+import sys
+import pycollective as pc
+
+comm = pc.init()
+gpus = os.environ.get("CUDA_VISIBLE_DEVICES")
+sys.stdout.write(f"RANK {comm.rank} of {comm.size} on {os.uname().nodename}: GPUs {gpus}\\n")
+"""
+
+
+class Cluster:
+    """The Slurm that is up, and a directory to submit from, as a clone in which ``scripts/setup`` was called."""
+
+    def __init__(self, state: Path, home: Path) -> None:
+        self.home = home
+        environ = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "JAX_NUM_"))}
+        self.environ = {**environ, **AS_ROOT, "PYCOLLECTIVE_SLURM": str(state), "JAX_PLATFORMS": "cpu"}
+        self.environ["PYTHONPATH"] = str(ROOT)
+
+    def call(self, *command: str) -> list[str]:
+        return ["timeout", "-k", "5", "200", SLURM, "exec", *command]
+
+    def run(self, *command: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            self.call(*command),
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=self.home,
+            env=self.environ,
+            stdin=subprocess.DEVNULL,
+        )
+
+    def printed(self, pattern: str) -> str:
+        return "".join(path.read_text() for path in sorted(self.home.glob(pattern)))
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    if subprocess.run(["unshare", "--net", "--mount", "true"], capture_output=True, check=False).returncode != 0:
+        pytest.skip("SLURM NOT TESTED: this root may not make namespaces")
+    home = tmp_path_factory.mktemp("clone")
+    (home / ".venv").symlink_to(sys.prefix)
+    (home / "examples").symlink_to(ROOT / "examples")
+    (home / "where.py").write_text(WHERE)
+    (home / "program.py").write_text(PROGRAM)
+    shutil.copytree(ROOT / "slurm", home / "slurm")
+    if OPEN_MPI:  # what docs/slurm.md says to change
+        for script in (home / "slurm").iterdir():
+            script.write_text(script.read_text().replace("--mpi=pmi2", "--mpi=pmix"))
+    state = tmp_path_factory.mktemp("slurm") / "state"
+    found = Cluster(state, home)
+    subprocess.run([SLURM, "up", "--cpus", "8"], env=found.environ, check=True, timeout=60)
+    pids = [int(path.read_text()) for path in (state / "munged.pid", state / "slurmctld.pid")]
+    pids += [int((state / "hosts" / f"h{i}").read_text()) for i in range(2)]
+    yield found
+    subprocess.run([SLURM, "down"], env=found.environ, check=True, timeout=60)
+    assert not state.exists()
+    assert not any(Path(f"/proc/{pid}/exe").exists() for pid in pids)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def jobs(cluster: Cluster) -> Callable[[str], int]:
+    """Exit statuses of ``sbatch -W``, by job. It looks after a job at 2, 10, 42 s only, so they wait side by side."""
+    submissions = {
+        "train": ["slurm/train.sbatch", *DIGITS, str(EPOCHS), "--losses", "train.json"],
+        "train_mpiexec": ["slurm/train_mpiexec.sbatch", *DIGITS, "2", "--losses", "train_mpiexec.json"],
+        "multi_node_gpu": ["slurm/multi_node_gpu.sbatch", "where.py"],
+        "one_per_node": ["-J", "one_per_node", "--ntasks-per-node=1", "slurm/multi_node_gpu.sbatch", "where.py"],
+        "array": ["slurm/array.sbatch", "--epochs", "1"],
+        "fails": ["-J", "fails", "slurm/train.sbatch", "-c", "raise SystemExit(5)"],
+    }
+    waiting = {
+        name: subprocess.Popen(
+            cluster.call("sbatch", "-W", *arguments),
+            cwd=cluster.home,
+            env=cluster.environ,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+        )
+        for name, arguments in submissions.items()
+    }
+    return lambda name: waiting[name].wait()
+
+
+def places(text: str) -> list[tuple[str, ...]]:
+    return sorted(re.findall(r"RANK (\d) of (\d) on (\w+): GPUs (\S+)", text))
+
+
+# Those that look after themselves come first, while the jobs run -------------------------------------------
+
+
+def test_srun_over_two_hosts(cluster: Cluster) -> None:
+    python = str(cluster.home / ".venv" / "bin" / "python")
+    done = cluster.run("srun", f"--mpi={PMI}", "-N2", "--ntasks-per-node=2", python, "program.py", "2")
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall(r"rank \d on \d agrees", done.stdout)) == 4
+
+
+def test_srun_without_mpi_is_refused(cluster: Cluster) -> None:
+    done = cluster.run("srun", "-K1", "-N2", "--ntasks-per-node=2", sys.executable, "where.py")
+    assert done.returncode != 0
+    assert "RANK" not in done.stdout
+    assert "expected a world of 4 ranks, as srun started, got one rank that sees no other" in done.stderr
+    assert f"'srun --mpi={PMI}'" in done.stderr
+
+
+def allocated(cluster: Cluster, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return cluster.run("salloc", "-Q", "-N2", "--ntasks-per-node=2", sys.executable, "-m", "pycollective", *arguments)
+
+
+@pytest.mark.parametrize("how", [[], ["--mpi", "srun"]], ids=["mpiexec", "srun"])
+def test_run_inside_an_allocation(how: list[str], cluster: Cluster) -> None:
+    for ranks, hosts in (("4", ["h0", "h0", "h1", "h1"]), ("2", ["h0", "h1"])):
+        done = allocated(cluster, "run", "-n", ranks, *how, "where.py")
+        assert done.returncode == 0, done.stderr
+        assert places(done.stdout) == [(str(i), ranks, host, "None") for i, host in enumerate(hosts)]
+    done = allocated(cluster, "run", "-n", "2", *how, "--hosts", "h1", "where.py")
+    assert [place[2] for place in places(done.stdout)] == ["h1", "h1"], done.stderr
+
+
+def test_more_ranks_than_an_allocation_has(cluster: Cluster) -> None:
+    done = allocated(cluster, "run", "-n", "5", "where.py")
+    assert done.returncode == 2
+    assert "expected at most 4 ranks in this allocation, got 5. Start fewer, ask Slurm for more --ntasks" in done.stderr
+
+
+def test_the_doctor_in_an_allocation(cluster: Cluster) -> None:
+    done = allocated(cluster, "doctor")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 rank(s) on h0, 1 rank(s) on h1" in done.stdout
+    assert re.search(r"ok +2 ranks: between hosts +\d+\.\d us", done.stdout)
+
+
+# The job scripts ------------------------------------------------------------------------------------------
+
+
+def test_requeue_goes_on_where_it_was(cluster: Cluster, jobs: Callable[[str], int]) -> None:
+    # The signal comes from here: before a time limit Slurm sends it to the minute only.
+    done = cluster.run("sbatch", "--parsable", "slurm/requeue.sbatch", *DIGITS, str(EPOCHS), "--losses", "requeue.json")
+    assert done.returncode == 0, done.stderr
+    job = done.stdout.strip()
+    wait_for(lambda: any(cluster.home.glob(f"checkpoints/{job}/[0-9]*")), lambda: cluster.printed("requeue-*"))
+    cluster.run("scancel", "--batch", "--signal=USR1", job)
+    wait_for(lambda: "start 1 of job" in cluster.printed("requeue-*"), lambda: cluster.printed("requeue-*"))
+    wait_for(lambda: not cluster.run("squeue", "-h", "-j", job).stdout, lambda: cluster.printed("requeue-*"))
+    printed = cluster.printed("requeue-*")
+    stopped = re.search(r"asked to stop after step (\d+)", printed)
+    assert stopped is not None, printed
+    assert 0 < int(stopped[1]) < EPOCHS * 11
+    assert jobs("train") == 0, cluster.printed("train-*")  # the same without a break
+    np.testing.assert_allclose(
+        json.loads((cluster.home / "requeue.json").read_text()),
+        json.loads((cluster.home / "train.json").read_text()),
+        rtol=1e-3,
+    )
+
+
+def wait_for(condition: Callable[[], bool], printed: Callable[[], str]) -> None:
+    deadline = time.monotonic() + 90
+    while not condition():
+        assert time.monotonic() < deadline, printed()
+        time.sleep(0.2)
+
+
+def test_train(cluster: Cluster, jobs: Callable[[str], int]) -> None:
+    assert jobs("train") == 0, cluster.printed("train-*")
+    losses = json.loads((cluster.home / "train.json").read_text())
+    assert len(losses) == EPOCHS * 11
+    assert losses[-1] < losses[0] / 10
+
+
+def test_train_mpiexec_gives_the_same(cluster: Cluster, jobs: Callable[[str], int]) -> None:
+    assert jobs("train_mpiexec") == 0, cluster.printed("train_mpiexec-*")
+    assert len(json.loads((cluster.home / "train_mpiexec.json").read_text())) == 22
+
+
+def test_a_rank_for_each_gpu(cluster: Cluster, jobs: Callable[[str], int]) -> None:
+    assert jobs("multi_node_gpu") == 0, cluster.printed("multi_node_gpu-*")
+    assert places(cluster.printed("multi_node_gpu-*")) == [
+        ("0", "4", "h0", "0"),
+        ("1", "4", "h0", "1"),
+        ("2", "4", "h1", "0"),
+        ("3", "4", "h1", "1"),
+    ]
+
+
+def test_a_rank_for_each_node_with_all_its_gpus(cluster: Cluster, jobs: Callable[[str], int]) -> None:
+    assert jobs("one_per_node") == 0, cluster.printed("one_per_node-*")
+    assert places(cluster.printed("one_per_node-*")) == [("0", "2", "h0", "0,1"), ("1", "2", "h1", "0,1")]
+
+
+def test_an_array_of_trainings(cluster: Cluster, jobs: Callable[[str], int]) -> None:
+    assert jobs("array") == 0, cluster.printed("array-*")
+    losses = [json.loads(path.read_text()) for path in sorted(cluster.home.glob("results/*/[0-2].json"))]
+    assert [len(curve) for curve in losses] == [11] * 3
+    assert losses[0][0] == losses[1][0] == losses[2][0]  # they begin alike
+    assert len({curve[-1] for curve in losses}) == 3
+
+
+def test_the_exit_status_of_a_job_is_the_programs(cluster: Cluster, jobs: Callable[[str], int]) -> None:
+    assert jobs("fails") == 5, cluster.printed("fails-*")
