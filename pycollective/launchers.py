@@ -59,6 +59,19 @@ def launched_size(environ: Mapping[str, str]) -> tuple[Launcher, int] | None:
     return None
 
 
+def is_rank(environ: Mapping[str, str]) -> bool:
+    """Whether a launcher has started this process as a rank, be it the only one.
+
+    A shell that ``srun`` has started in an allocation is none, although srun says that it has one task.
+
+    Example:
+        >>> is_rank({"PMI_SIZE": "1"}), is_rank({"SLURM_STEP_NUM_TASKS": "1"})
+        (True, False)
+    """
+    names = {launcher.size_variable for launcher in LAUNCHERS} - {"SLURM_STEP_NUM_TASKS"}
+    return launched_size(environ) is not None or not names.isdisjoint(environ)
+
+
 class Place(NamedTuple):
     """Of a rank among those of its host.
 

@@ -8,10 +8,14 @@ compete for the cores with each other and with those that poll inside MPI.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import jax
+
 from pycollective.environment import variable
+from pycollective.errors import message
 from pycollective.mpi import MPI
 
 _VARIABLE = "NPROC"
@@ -30,9 +34,33 @@ def share(own: frozenset[int], on_host: Sequence[frozenset[int]]) -> int:
     return max(1, len(own) // sum(not own.isdisjoint(cores) for cores in on_host))
 
 
+def devices_have_started() -> bool:
+    """Whether JAX has its devices already, and with them XLA's threads.
+
+    JAX tells it in public by one complaint only: about another number of devices when it is too late for that.
+
+    Example:
+        >>> _ = jax.devices()
+        >>> devices_have_started()
+        True
+    """
+    name = "jax_num_cpu_devices"
+    number = getattr(jax.config, name)
+    try:
+        jax.config.update(name, number + 2)  # a valid one, also where none is set (-1)
+    except RuntimeError:
+        return True
+    jax.config.update(name, number)
+    return False
+
+
 @contextmanager
 def shared_cores(comm: MPI.Intracomm) -> Iterator[None]:
-    """A CPU client that JAX starts herein takes this rank's share. All ranks of ``comm`` must make this call."""
+    """A CPU client that JAX starts herein takes this rank's share. All ranks of ``comm`` must make this call.
+
+    Warns:
+        RuntimeWarning: JAX has started it before, with a thread for each core that several ranks share.
+    """
     own = frozenset(os.sched_getaffinity(0))
     neighbours = comm.Split_type(MPI.COMM_TYPE_SHARED)
     threads = share(own, neighbours.allgather(own))
@@ -40,5 +68,12 @@ def shared_cores(comm: MPI.Intracomm) -> Iterator[None]:
     if _VARIABLE in os.environ or threads == len(own):
         yield
         return
+    if devices_have_started() and comm.rank == 0:
+        expected = f"{_VARIABLE}={threads} or JAX's devices not in use yet, for {threads} thread(s) of XLA in each rank"
+        got = f"devices with {len(own)}, on cores that several ranks share"
+        remedy = "Call pycollective.init before JAX computes, or start with pycollective run, which binds the ranks."
+        warnings.warn(
+            message("init", expected, got, remedy), RuntimeWarning, stacklevel=5
+        )  # past contextlib, start and init
     with variable(_VARIABLE, str(threads)):
         yield

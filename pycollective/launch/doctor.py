@@ -22,7 +22,7 @@ from pathlib import Path
 
 from pycollective.launch.findings import OK, WARNING, WRONG, Finding, show
 from pycollective.launch.libraries import Library, belongs, identify_mpiexec, loaded, mpiexec_of
-from pycollective.launchers import LAUNCHERS, launched_size
+from pycollective.launchers import is_rank
 
 PACKAGES = ("pycollective", "jax", "jaxlib", "mpi4py", "numpy")
 _TRIAL_S = 120
@@ -37,9 +37,7 @@ def main(arguments: Sequence[str]) -> int:
         library = loaded()
     except (ImportError, RuntimeError) as error:
         return show([versions(), Finding("MPI library", WRONG, str(error), "")], as_json=options.json)
-    # A shell that srun has started is no job of one rank; nor is a lone rank that another launcher has started a shell.
-    alone = "SLURM_STEP_NUM_TASKS" in os.environ and "PMI_FD" not in os.environ and launched_size(os.environ) is None
-    if not alone and any(launcher.size_variable in os.environ for launcher in LAUNCHERS):
+    if is_rank(os.environ):
         return int(importlib.import_module("pycollective.launch.examine").main(as_json=options.json))
     found = [versions(), Finding("MPI library", OK, f"{library.name} ({library.path})"), mpiexec(library), native()]
     if all(finding.status != WRONG for finding in found):

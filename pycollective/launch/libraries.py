@@ -153,6 +153,6 @@ def _candidates(library: Library, environ: Mapping[str, str]) -> Iterator[str]:
     for folder in (*map(str, beside), *environ.get("PATH", os.defpath).split(os.pathsep)):
         for name in _MPIEXECS:
             found = shutil.which(name, path=folder)
-            if found is not None and found not in seen:
-                seen.add(found)
+            if found is not None and (file := Path(found).resolve()) not in seen:  # which often has several names
+                seen.add(file)
                 yield found

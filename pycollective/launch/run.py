@@ -42,7 +42,7 @@ _AGENTS = ("HYDRA_LAUNCHER_EXEC", "PRTE_MCA_plm_ssh_agent", "OMPI_MCA_plm_rsh_ag
 _ALLOCATIONS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "PE_HOSTFILE", "FLUX_URI")
 
 # Settings that the ranks of other hosts need as well, where the launcher does not carry all.
-_CARRIED = ("PYCOLLECTIVE_", "JAX_", "XLA_", "MPI4PY_", "OMP_", "NPROC")
+_CARRIED = ("PYCOLLECTIVE_", "JAX_", "XLA_", "MPI4PY_", "OMP_", "NPROC", "PATH", "LD_LIBRARY_PATH", "PYTHONPATH")
 
 _ANSWER_S = 10
 
@@ -215,9 +215,10 @@ def words(command: Sequence[str]) -> list[str]:
     if Path(name).is_file():
         runs = os.access(name, os.X_OK) and not name.endswith(".py")
         return [str(Path(name).absolute()), *command[1:]] if runs else [sys.executable, *command]
-    if shutil.which(name) is None:
+    found = shutil.which(name)
+    if found is None:
         raise FileNotFoundError(message("run", "a program", f"{name!r}, which does not exist", "Check its path."))
-    return list(command)
+    return [found, *command[1:]]
 
 
 def host_names(options: argparse.Namespace) -> list[str]:

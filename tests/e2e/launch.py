@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
+
+import numpy as np
+
+from tests import unoptimised
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 _MPIEXEC = str(Path(sys.executable).parent / "mpiexec")
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -54,3 +62,28 @@ def mpirun(
         cwd=cwd,
         stdin=subprocess.DEVNULL,
     )
+
+
+def losses(where: Path, ranks: int, example: str, *options: str, devices: int = 1) -> np.ndarray:
+    """The losses of an example that runs in the directory ``where``, compiled fast."""
+    file = where / "losses.json"
+    env = {"JAX_NUM_CPU_DEVICES": str(devices), "XLA_FLAGS": unoptimised.flags()}
+    arguments = (str(EXAMPLES / example), "--losses", str(file), *options)
+    done = mpirun(ranks, *arguments, timeout=240, cwd=where, env=env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return np.array(json.loads(file.read_text()))
+
+
+def wait_until_gone(program: str, seconds: float = 10) -> None:
+    """Returns when no process of this machine has ``program`` in its command line."""
+    deadline = time.monotonic() + seconds
+    while left := [pid for pid in Path("/proc").glob("[0-9]*") if _runs(pid, program)]:
+        assert time.monotonic() < deadline, f"still running: {left}"
+        time.sleep(0.1)
+
+
+def _runs(pid: Path, program: str) -> bool:
+    try:
+        return program.encode() in (pid / "cmdline").read_bytes()
+    except OSError:  # it has ended meanwhile
+        return False

@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests import unoptimised
-from tests.e2e.launch import is_open_mpi, mpirun
+from tests.e2e.launch import EXAMPLES, is_open_mpi, losses, mpirun
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-DEVICES = {"JAX_NUM_CPU_DEVICES": "4"}
-
-
-def losses(tmp_path: Path, name: str, ranks: int, devices: int, *options: str) -> np.ndarray:
-    file = tmp_path / "losses.json"
-    args = (str(EXAMPLES / name), "--devices", str(devices), "--steps", "10", "--losses", str(file), *options)
-    done = mpirun(ranks, *args, timeout=240, cwd=tmp_path, env={**DEVICES, "XLA_FLAGS": unoptimised.flags()})
-    assert done.returncode == 0, done.stderr
-    return np.array(json.loads(file.read_text()))
+TEN = ("--steps", "10")
 
 
 def test_flax_with_batch_norm(tmp_path: Path) -> None:
-    one = losses(tmp_path, "train_flax.py", 1, 1)
+    one = losses(tmp_path, 1, "train_flax.py", *TEN)
     assert len(one) == 10
     assert one[-1] < 0.5 * one[0]
     for ranks, devices in ((1, 4), (2, 2)):
-        np.testing.assert_allclose(losses(tmp_path, "train_flax.py", ranks, devices), one, rtol=1e-4)
+        np.testing.assert_allclose(losses(tmp_path, ranks, "train_flax.py", *TEN, devices=devices), one, rtol=1e-4)
 
 
 def test_flax_learns(tmp_path: Path) -> None:
@@ -42,7 +31,7 @@ def test_flax_learns(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def gpt_on_one_device(tmp_path_factory: pytest.TempPathFactory) -> np.ndarray:
-    return losses(tmp_path_factory.mktemp("gpt"), "train_gpt.py", 1, 1)
+    return losses(tmp_path_factory.mktemp("gpt"), 1, "train_gpt.py", *TEN)
 
 
 # Ranks, devices of each, model parallel: data parallel; the model axis inside each rank; across ranks.
@@ -50,12 +39,12 @@ def gpt_on_one_device(tmp_path_factory: pytest.TempPathFactory) -> np.ndarray:
 def test_gpt(ranks: int, devices: int, model: int, tmp_path: Path, gpt_on_one_device: np.ndarray) -> None:
     one = gpt_on_one_device
     assert one[-1] < one[0]
-    many = losses(tmp_path, "train_gpt.py", ranks, devices, "--model-parallel", str(model))
+    many = losses(tmp_path, ranks, "train_gpt.py", *TEN, "--model-parallel", str(model), devices=devices)
     np.testing.assert_allclose(many, one, rtol=1e-4)
 
 
 def test_gpt_learns_as_well_with_gradients_of_16_bits(tmp_path: Path, gpt_on_one_device: np.ndarray) -> None:
-    narrow = losses(tmp_path, "train_gpt.py", 2, 2, "--wire-dtype", "bfloat16")
+    narrow = losses(tmp_path, 2, "train_gpt.py", *TEN, "--wire-dtype", "bfloat16", devices=2)
     assert (narrow != gpt_on_one_device).any()
     np.testing.assert_allclose(narrow, gpt_on_one_device, rtol=5e-3)
 
@@ -98,7 +87,7 @@ def test_bytes_between_ranks_do_not_grow_with_the_devices() -> None:
         pytest.skip("LOUD: only MPICH's settings for TCP within one host are known here")
     # As between hosts: no shared memory, so the kernel counts what ranks send each other.
     tcp = {"MPIR_CVAR_NOLOCAL": "1", "MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp", "FI_TCP_IFACE": "lo"}
-    done = mpirun(2, "-c", COUNT_BYTES, timeout=120, env={**DEVICES, **tcp})
+    done = mpirun(2, "-c", COUNT_BYTES, timeout=120, env={"JAX_NUM_CPU_DEVICES": "4", **tcp})
     assert done.returncode == 0, done.stderr
     sent = re.findall(r"^sent (\d) (\S+) (\S+)$", done.stdout, re.MULTILINE)
     assert [devices for devices, *_ in sent] == ["1", "2", "4", "2"]

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
+from tests.e2e.launch import wait_until_gone
 
 ROOT = Path(__file__).parents[2]
 HOSTS = str(ROOT / "scripts" / "hosts")
@@ -121,3 +124,31 @@ def test_a_host_that_is_not_there(hosts: dict[str, str]) -> None:
     assert done.returncode == 2
     assert "expected host h9 to answer" in done.stderr
     assert "no host h9" in done.stderr
+
+
+def test_a_host_that_goes_away_ends_the_run(hosts: dict[str, str], tmp_path: Path) -> None:
+    program = tmp_path / "endless.py"
+    program.write_text(
+        "import sys\nimport jax.numpy as jnp\nimport pycollective as pc\n\n"
+        "comm = pc.init()\n"
+        "while True:\n"
+        "    pc.psum(jnp.ones(3), comm).block_until_ready()\n"
+        "    sys.stdout.write('RANK\\n')\n    sys.stdout.flush()\n"
+    )
+    state = Path(hosts["PYCOLLECTIVE_HOSTS"])
+    python = [sys.executable, "-m", "pycollective", "run", "-n", "2", "--hosts", "h2,h3"]
+    run = subprocess.Popen(
+        [HOSTS, "exec", "timeout", "-k", "5", "60", *python, str(program)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=hosts,
+        text=True,
+        stdin=subprocess.DEVNULL,
+    )
+    assert run.stdout is not None
+    with run.stdout:
+        assert "RANK" in run.stdout.readline()
+        os.kill(int((state / "h3").read_text()), signal.SIGKILL)
+        run.stdout.read()  # else it may wait for a reader
+    assert run.wait(60) not in (0, 124, 137)
+    wait_until_gone(str(program))  # on the host that is left, too

@@ -7,14 +7,13 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from pycollective.launch.rank import physical_cores
-from tests.e2e.launch import AS_ROOT
+from tests.e2e.launch import AS_ROOT, wait_until_gone
 
 OTHERS = ("SLURM_", "OMP_", "OPENBLAS_", "MKL_", "JAX_NUM_")
 ENVIRON = {
@@ -152,14 +151,4 @@ def test_signals_end_all_ranks(number: int, program: str) -> None:
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         process.stdout.close()
-    deadline = time.monotonic() + 10
-    while left := [pid for pid in Path("/proc").glob("[0-9]*") if runs(pid, program)]:
-        assert time.monotonic() < deadline, f"still running: {left}"
-        time.sleep(0.1)
-
-
-def runs(pid: Path, program: str) -> bool:
-    try:
-        return program.encode() in (pid / "cmdline").read_bytes()
-    except OSError:  # it has ended meanwhile
-        return False
+    wait_until_gone(program)

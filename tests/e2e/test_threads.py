@@ -35,3 +35,14 @@ def test_ranks_share_the_cores(ranks: int, monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_users_number_stands() -> None:
     done = mpirun(2, "-c", PROGRAM, timeout=60, env={"JAX_NUM_CPU_DEVICES": "1", "NPROC": "3"})
     assert done.stdout.split()[1:] == ["3", "3", "3"], done.stderr
+
+
+def test_devices_that_are_there_before_init_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NPROC", raising=False)
+    early = "import jax\njax.devices()\n" + PROGRAM
+    done = mpirun(2, "-c", early, timeout=60, env={"JAX_NUM_CPU_DEVICES": "1"})
+    assert done.returncode == 0, done.stderr
+    cores = int(done.stdout.split()[0])
+    warned = "Call pycollective.init before JAX computes" in done.stderr
+    assert warned == (cores > 1)
+    assert done.stderr.count("RuntimeWarning") == int(warned)  # of one rank

@@ -12,6 +12,7 @@ PACKAGE = Path(__file__).parents[2] / "pycollective"
 # From the top down. A module may import those that stand after it.
 FLOORS = (
     "__main__",
+    "bench.command",
     "launch.examine",
     "launch.doctor",
     "launch.findings",
@@ -20,7 +21,6 @@ FLOORS = (
     "launch.libraries",
     "launch.rank",
     "launch.__init__",
-    "bench.command",
     "bench.main",
     "bench.plot",
     "bench.report",

@@ -73,6 +73,15 @@ def test_launchers_that_know_one_number_for_all_hosts() -> None:
             make()
 
 
+def test_srun_spreads_over_an_allocation() -> None:
+    job = Job(4, ["prog"])
+    assert shlex.join(srun("pmi2", job, nodes=2, overlap=True)) == (
+        "srun --mpi=pmi2 -n 4 --cpu-bind=none --kill-on-bad-exit=1 -N 2 --ntasks-per-node=2 --overlap prog"
+    )
+    assert "-N" not in srun("pmi2", job, nodes=3)  # not evenly: as Slurm does
+    assert "-N" not in srun("pmi2", job, nodes=1)
+
+
 def test_the_mpiexec_of_the_library_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "nowhere" / "python"))
     other = launcher(tmp_path / "one" / "mpiexec", "mpirun (Open MPI) 5.0.11")
@@ -134,6 +143,66 @@ def test_a_plan(program: str) -> None:
     assert command[-5:] == [program, "--epochs", "3", "-n", "5"]
     assert command[-6] == sys.executable
     assert variables == {"JAX_NUM_CPU_DEVICES": "4"}
+
+
+@pytest.fixture
+def allocation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Variables inside a Slurm allocation of a with 3 and b with 1 task, where an MPICH is."""
+    monkeypatch.setattr(run, "loaded", lambda: MPICH)
+    monkeypatch.setattr(run, "mpiexec_of", lambda *_: MPICH._replace(path="L"))
+    scontrol = tmp_path / "bin" / "scontrol"
+    scontrol.parent.mkdir()
+    scontrol.write_text("#!/bin/sh\n[ \"$*\" = 'show hostnames a,b' ] && printf 'a\\nb\\n'\n")
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{scontrol.parent}:{os.environ['PATH']}")
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a,b", "SLURM_TASKS_PER_NODE": "3,1"}
+    return {"PATH": os.environ["PATH"], **slurm}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["-n", "4"], "L -n 4 -bind-to none -hosts a:3,b:1"),  # as Slurm says
+        (["-n", "2"], "L -n 2 -bind-to none -hosts a:1,b:1"),  # evenly
+        (["-n", "9", "--oversubscribe"], "L -n 9 -bind-to none -hosts a:5,b:4"),
+        (["-n", "2", "--hosts", "b"], "L -n 2 -bind-to none -hosts b:2"),
+        (["-n", "2", "--mpi", "srun"], "srun --mpi=pmi2 -n 2 --cpu-bind=none --kill-on-bad-exit=1 -N 2"),
+    ],
+)
+def test_inside_an_allocation(arguments: list[str], line: str, allocation: dict[str, str], program: str) -> None:
+    command, _ = planned(*arguments, program, environ=allocation)
+    assert shlex.join(command).startswith(f"{line} ")
+
+
+def test_what_an_allocation_has_no_room_for(allocation: dict[str, str], program: str) -> None:
+    with pytest.raises(ValueError, match="expected at most 4 ranks in this allocation, got 5. Start fewer, ask Slurm"):
+        planned("-n", "5", program, environ=allocation)
+    with pytest.raises(ValueError, match="as many ranks on each host for this launcher"):
+        planned("-n", "4", "--mpi", "srun", "--hosts", "a:3,b:1", program, environ=allocation)
+
+
+def test_srun_where_there_is_no_mpiexec(
+    allocation: dict[str, str], program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(*_: object) -> Library:
+        raise FileNotFoundError("no mpiexec")
+
+    monkeypatch.setattr(run, "mpiexec_of", none)
+    launcher(tmp_path / "bin" / "srun", "MPI plugin types are...\n\tnone\n\tpmi2")
+    assert planned("-n", "4", program, environ=allocation)[0][:2] == ["srun", "--mpi=pmi2"]
+    inside = {**allocation, "SLURM_STEP_ID": "0"}
+    assert "--overlap" in planned("-n", "4", program, environ=inside)[0]
+    launcher(tmp_path / "bin" / "srun", "MPI plugin types are...\n\tnone")
+    with pytest.raises(FileNotFoundError, match="no mpiexec"):
+        planned("-n", "4", program, environ=allocation)
+
+
+def test_other_batch_systems_are_left_to_mpiexec(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "loaded", lambda: MPICH)
+    monkeypatch.setattr(run, "mpiexec_of", lambda *_: MPICH._replace(path="L"))
+    command, _ = planned("-n", "1000", program, environ={"PBS_JOBID": "1", "PATH": os.environ["PATH"]})
+    assert command[:5] == ["L", "-n", "1000", "-bind-to", "none"]
+    assert run.allocated({"LSB_JOBID": "1"})
 
 
 @pytest.mark.parametrize(
