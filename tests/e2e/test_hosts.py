@@ -20,7 +20,7 @@ from tests.e2e.launch import wait_until_gone
 ROOT = Path(__file__).parents[2]
 HOSTS = str(ROOT / "scripts" / "hosts")
 
-CAN = os.geteuid() == 0 and all(shutil.which(tool) for tool in ("ip", "unshare", "nsenter", "pgrep"))
+CAN = os.geteuid() == 0 and all(shutil.which(tool) for tool in ("ip", "unshare", "nsenter"))
 pytestmark = pytest.mark.skipif(not CAN, reason="SEVERAL HOSTS NOT TESTED: that needs root, iproute2 and util-linux")
 
 # What one host with as many ranks and devices gives, by JAX.

@@ -23,7 +23,7 @@ SLURM = str(ROOT / "scripts" / "slurm")
 OPEN_MPI = shutil.which("ompi_info", path=str(Path(sys.executable).parent)) is not None
 PMI = "pmix" if OPEN_MPI else "pmi2"
 
-TOOLS = ("ip", "unshare", "nsenter", "pgrep", "munged", "slurmctld", "slurmd")
+TOOLS = ("ip", "unshare", "nsenter", "munged", "slurmctld", "slurmd")
 LACKING = [tool for tool in TOOLS if shutil.which(tool, path=f"{os.environ['PATH']}:/usr/sbin:/sbin") is None]
 if os.geteuid() != 0:
     LACKING.append("root")
