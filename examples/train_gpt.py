@@ -14,6 +14,7 @@ import argparse
 import json
 import sys
 import sysconfig
+import zlib
 from pathlib import Path
 
 import jax
@@ -175,8 +176,9 @@ def train(params, text, args, mesh):
     specs = {"params": SPECS, "opt_state": opt_specs}
     gather = pc.shard_map(lambda state: jax.tree.map(whole, state, specs), mesh=mesh, in_specs=(specs,), out_specs=P())
 
-    # On what the curve depends; not on the mesh.
+    # On what the curve depends; not on the mesh. Another Python has another library, and so another text.
     settings = {name: getattr(args, name) for name in ("steps", "batch_size", "seed", "wire_dtype")}
+    settings["text"] = zlib.crc32(text.tobytes())
     checkpoints = Checkpoints(args.checkpoints, settings, mesh.comm)
     start = {"params": params, "opt_state": opt_state, "losses": np.zeros(args.steps, np.float32)}
     done, start = checkpoints.restore(start)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from itertools import zip_longest
 from typing import NamedTuple
 
 
@@ -62,14 +63,17 @@ def launched_size(environ: Mapping[str, str]) -> tuple[Launcher, int] | None:
 def is_rank(environ: Mapping[str, str]) -> bool:
     """Whether a launcher has started this process as a rank, be it the only one.
 
-    A shell that ``srun`` has started in an allocation is none, although srun says that it has one task.
+    The only task of a ``srun`` is none: most often it is a shell in an allocation.
 
     Example:
-        >>> is_rank({"PMI_SIZE": "1"}), is_rank({"SLURM_STEP_NUM_TASKS": "1"})
+        >>> is_rank({"PMI_SIZE": "1"}), is_rank({"SLURM_STEP_NUM_TASKS": "1", "PMI_SIZE": "1"})
         (True, False)
     """
-    names = {launcher.size_variable for launcher in LAUNCHERS} - {"SLURM_STEP_NUM_TASKS"}
-    return launched_size(environ) is not None or not names.isdisjoint(environ)
+    if launched_size(environ) is not None:
+        return True
+    if "SLURM_STEP_NUM_TASKS" in environ and not any(size in environ for _, size in _PLACES):
+        return False
+    return any(launcher.size_variable in environ for launcher in LAUNCHERS)
 
 
 class Place(NamedTuple):
@@ -107,15 +111,29 @@ def local_place(environ: Mapping[str, str]) -> Place | None:
 
 
 def slurm_tasks(environ: Mapping[str, str]) -> list[int]:
-    """The tasks that a Slurm allocation has room for, host by host; empty outside of one.
+    """The tasks that somebody asked a Slurm allocation for, host by host; empty where that is not known.
 
     Example:
-        >>> slurm_tasks({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a[1-3]", "SLURM_TASKS_PER_NODE": "4(x2),3"})
+        >>> slurm_tasks({"SLURM_JOB_NODELIST": "a[1-3]", "SLURM_TASKS_PER_NODE": "4(x2),3"})
         [4, 4, 3]
     """
-    if any(name not in environ for name in ("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_TASKS_PER_NODE")):
+    # Inside a step, a shell of srun's say, it is the step's.
+    if "SLURM_JOB_NODELIST" not in environ or "SLURM_STEP_ID" in environ:
         return []
-    return _numbers(environ["SLURM_TASKS_PER_NODE"])
+    return _numbers(environ.get("SLURM_TASKS_PER_NODE", ""))
+
+
+def slurm_room(environ: Mapping[str, str]) -> list[int]:
+    """How many ranks a Slurm allocation has room for, host by host: its tasks or CPUs; empty outside of one.
+
+    Example:
+        >>> slurm_room({"SLURM_JOB_NODELIST": "a[1-3]", "SLURM_JOB_CPUS_PER_NODE": "4(x2),3", "SLURM_STEP_ID": "0"})
+        [4, 4, 3]
+    """
+    if "SLURM_JOB_NODELIST" not in environ:
+        return []
+    cpus, tasks = _numbers(environ.get("SLURM_JOB_CPUS_PER_NODE", "")), slurm_tasks(environ)
+    return [max(pair) for pair in zip_longest(cpus, tasks, fillvalue=0)]
 
 
 def _numbers(text: str) -> list[int]:

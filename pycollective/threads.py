@@ -54,26 +54,35 @@ def devices_have_started() -> bool:
     return False
 
 
+_shared = False
+"""Whether this module has had its say about the threads of this process."""
+
+
 @contextmanager
 def shared_cores(comm: MPI.Intracomm) -> Iterator[None]:
     """A CPU client that JAX starts herein takes this rank's share. All ranks of ``comm`` must make this call.
 
     Warns:
-        RuntimeWarning: JAX has started it before, with a thread for each core that several ranks share.
+        RuntimeWarning: JAX has started it before, with a thread for each core that several ranks share; on one of a
+            host's ranks.
     """
+    global _shared
     own = frozenset(os.sched_getaffinity(0))
+    late = not _shared and devices_have_started()
+    _shared = True
     neighbours = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    threads = share(own, neighbours.allgather(own))
+    told = neighbours.allgather((own, late))
+    first_late = [is_late for _, is_late in told].index(True) == neighbours.rank if late else False
+    threads = share(own, [cores for cores, _ in told])
     neighbours.Free()
     if _VARIABLE in os.environ or threads == len(own):
         yield
         return
-    if devices_have_started() and comm.rank == 0:
+    if first_late:
         expected = f"{_VARIABLE}={threads} or JAX's devices not in use yet, for {threads} thread(s) of XLA in each rank"
         got = f"devices with {len(own)}, on cores that several ranks share"
         remedy = "Call pycollective.init before JAX computes, or start with pycollective run, which binds the ranks."
-        warnings.warn(
-            message("init", expected, got, remedy), RuntimeWarning, stacklevel=5
-        )  # past contextlib, start and init
+        # Of the caller of init, past contextlib's own and ours.
+        warnings.warn(message("init", expected, got, remedy), RuntimeWarning, stacklevel=5)
     with variable(_VARIABLE, str(threads)):
         yield

@@ -52,6 +52,20 @@ def shares(job: Job) -> list[tuple[str, int]]:
     return [(name, share) for name, share in parts if share > 0]
 
 
+def spread(ranks: int, room: Sequence[int]) -> list[int]:
+    """As equal a number on each host as its room allows; beyond all room, as equal as can be.
+
+    Example:
+        >>> spread(5, [4, 1, 1]), spread(3, [4, 4]), spread(5, [1, 1])
+        ([3, 1, 1], [2, 1], [3, 2])
+    """
+    numbers = [0] * len(room)
+    for _ in range(ranks):
+        free = [i for i, number in enumerate(numbers) if number < room[i]]
+        numbers[min(free or range(len(room)), key=numbers.__getitem__)] += 1
+    return numbers
+
+
 def each_host(job: Job) -> int:
     """The ranks of each host, for launchers that know one number alone.
 
@@ -90,7 +104,7 @@ def mpiexec(launcher: Library, job: Job) -> list[str]:
     return [*line, *job.command]
 
 
-def srun(pmi: str, job: Job, *, nodes: int = 0, overlap: bool = False) -> list[str]:
+def srun(pmi: str, job: Job, *, nodes: int = 0) -> list[str]:
     """The command line for srun inside an allocation of ``nodes``, with the process management interface ``pmi``."""
     line = ["srun", f"--mpi={pmi}", "-n", str(job.ranks), "--cpu-bind=none", "--kill-on-bad-exit=1"]
     if job.hosts:
@@ -99,6 +113,5 @@ def srun(pmi: str, job: Job, *, nodes: int = 0, overlap: bool = False) -> list[s
     elif nodes > 1 and job.ranks % nodes == 0:  # else Slurm fills the first nodes
         line += ["-N", str(nodes), f"--ntasks-per-node={job.ranks // nodes}"]
     line += ["--label"] if job.label else []
-    line += ["--overlap"] if overlap else []
     line += ["--oversubscribe", "--overcommit"] if job.oversubscribe else []
     return [*line, *job.command]

@@ -20,6 +20,7 @@ from pycollective.launch.libraries import identify
 from pycollective.launch.rank import physical_cores
 from pycollective.launchers import launched_size
 from pycollective.mpi import MPI
+from pycollective.threads import shared_cores
 
 _PING_BYTES, _STREAM_BYTES = 8, 4 << 20
 _LEVELS = {
@@ -76,10 +77,11 @@ def main(*, as_json: bool) -> int:
 
 
 def facts() -> Facts:
-    """Of this rank. Starts JAX's devices."""
+    """Of this rank; all make this call. Starts JAX's devices."""
     text = MPI.Get_library_version().strip(" \x00\n")
     try:
-        kinds = [device.platform for device in jax.local_devices()]
+        with shared_cores(MPI.COMM_WORLD):
+            kinds = [device.platform for device in jax.local_devices()]
     except Exception as error:  # whatever it is: told with the facts of the others, who wait for these
         kinds = []
         kind = f"{type(error).__name__}: {error}".splitlines()[0]

@@ -20,7 +20,7 @@ from pycollective.launch import dialects
 from pycollective.launch.dialects import Job
 from pycollective.launch.libraries import Library, belongs, identify_mpiexec, loaded, mpiexec_of
 from pycollective.launch.rank import physical_cores
-from pycollective.launchers import launched_size, slurm_tasks
+from pycollective.launchers import launched_size, slurm_room, slurm_tasks
 
 _EXAMPLES = """examples:
   pycollective run -n 4 train.py --epochs 3
@@ -117,9 +117,14 @@ def plan(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[list[
     program = words([options.program, *options.arguments])
     if options.hostfile and not Path(options.hostfile).is_file():
         raise FileNotFoundError(message("run", "a hostfile", f"{options.hostfile!r}", "Check its path."))
+    if "SLURM_HET_SIZE" in environ and not options.hosts:
+        remedy = "Name them, or use srun itself."
+        raise ValueError(message("run", "--hosts in a heterogeneous Slurm job", "none", remedy))
     variables = {}
     if options.devices_per_rank is not None:
         variables["JAX_NUM_CPU_DEVICES"] = str(options.devices_per_rank)
+    if "SLURM_STEP_ID" in environ:  # a shell of srun's, which holds cores that the ranks need
+        variables["SLURM_OVERLAP"] = "1"
     rank = [sys.executable, "-m", "pycollective.launch.rank", "--bind", options.bind, "--", *program]
     carried = [*(name for name in environ if name.startswith(_CARRIED) and name not in variables), *variables]
     job = Job(options.ranks, rank, options.hosts, options.hostfile, options.label, options.oversubscribe, carried)
@@ -134,7 +139,7 @@ def allocated(environ: Mapping[str, str]) -> bool:
 
 
 def _check_room(job: Job, environ: Mapping[str, str]) -> None:
-    given = slurm_tasks(environ)
+    given = slurm_room(environ)
     slots = [ranks for _, ranks in job.hosts]
     share = "or say --oversubscribe: ranks that share a core are slow."
     if slots and None not in slots:
@@ -153,44 +158,57 @@ def _check_room(job: Job, environ: Mapping[str, str]) -> None:
 
 
 def _with_launcher(wish: str | None, job: Job, library: Library, environ: Mapping[str, str]) -> list[str]:
+    pmi = _PMI[library.family]
+    if wish is None and "SLURM_GPUS_PER_TASK" in environ:
+        if pmi not in _plugins():
+            got = f"--gpus-per-task, which mpiexec would not keep, and no srun --mpi={pmi}"
+            raise ValueError(message("run", "--gres=gpu:N, GPUs of each node", got, "Ask Slurm for them so."))
+        wish = "srun"
     if wish is None:
         try:
-            return dialects.mpiexec(mpiexec_of(library, environ), _spread(job, environ))
+            named = mpiexec_of(library, environ)
         except FileNotFoundError:
             # Some clusters have none, and their srun instead.
-            if "SLURM_JOB_ID" not in environ or _PMI[library.family] not in _plugins():
+            if "SLURM_JOB_ID" not in environ or pmi not in _plugins():
                 raise
             wish = "srun"
+        else:
+            return dialects.mpiexec(named, _over_allocation(job, library, environ))
     if wish == "srun":
         if job.hostfile:
             raise ValueError(message("run", "no hostfile with srun", job.hostfile, "Name --hosts of the allocation."))
-        # Inside a step, a shell's say, which holds the cores that this one needs.
-        return dialects.srun(
-            _PMI[library.family], job, nodes=len(slurm_tasks(environ)), overlap="SLURM_STEP_ID" in environ
-        )
-    named = identify_mpiexec(wish)
-    if named is None or not belongs(named, library):
-        got = f"{wish} of {named.name}" if named else f"{wish}, which does not say what it is"
+        return dialects.srun(pmi, job, nodes=len(slurm_room(environ)))
+    wanted = identify_mpiexec(wish)
+    if wanted is None or not belongs(wanted, library):
+        got = f"{wish} of {wanted.name}" if wanted else f"{wish}, which does not say what it is"
         remedy = f"mpi4py loads {library.path or library.name}: name its mpiexec, or leave --mpi out."
         raise ValueError(message("run", f"an mpiexec of {library.name}", got, remedy))
-    return dialects.mpiexec(named, _spread(job, environ))
+    return dialects.mpiexec(wanted, _over_allocation(job, library, environ))
 
 
-def _spread(job: Job, environ: Mapping[str, str]) -> Job:
+def _over_allocation(job: Job, library: Library, environ: Mapping[str, str]) -> Job:
     """On all hosts of a Slurm allocation, as Slurm says or else evenly; mpiexecs would fill the first ones."""
-    tasks = slurm_tasks(environ)
-    if job.hosts or job.hostfile or len(tasks) < 2:
+    room, tasks = slurm_room(environ), slurm_tasks(environ)
+    if job.hosts or job.hostfile or not room:
         return job
-    done = subprocess.run(
-        ["scontrol", "show", "hostnames", environ["SLURM_JOB_NODELIST"]],
-        capture_output=True,
-        text=True,
-        timeout=_ANSWER_S,
-        check=True,
-    )
-    as_slurm = sum(tasks) == job.ranks
-    names = done.stdout.split()
-    return replace(job, hosts=[(name, n if as_slurm else None) for name, n in zip(names, tasks, strict=True)])
+    if library.family == "Open MPI" and job.ranks > sum(tasks):  # tasks are slots to it, whatever CPUs there are
+        job = replace(job, oversubscribe=True)
+    numbers = tasks if sum(tasks) == job.ranks else dialects.spread(job.ranks, room)
+    if len(room) < 2 or (library.family == "Intel MPI" and len(set(numbers)) > 1):  # it takes one number for all
+        return job
+    names = _host_names(environ["SLURM_JOB_NODELIST"])
+    return replace(job, hosts=list(zip(names, numbers, strict=False)))
+
+
+def _host_names(nodes: str) -> list[str]:
+    """Slurm's "alpha[1-2]" as names."""
+    command = ["scontrol", "show", "hostnames", nodes]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_ANSWER_S, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        expected = f"scontrol to name the hosts {nodes}"
+        raise RuntimeError(message("run", expected, repr(error), "Say --hosts.")) from error
+    return done.stdout.split()
 
 
 def _plugins() -> set[str]:

@@ -95,7 +95,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def jobs(cluster: Cluster) -> Callable[[str], int]:
+def jobs(cluster: Cluster) -> Iterator[Callable[[str], int]]:
     """Exit statuses of ``sbatch -W``, by job. It looks after a job at 2, 10, 42 s only, so they wait side by side."""
     submissions = {
         "train": ["slurm/train.sbatch", *DIGITS, str(EPOCHS), "--losses", "train.json"],
@@ -115,7 +115,10 @@ def jobs(cluster: Cluster) -> Callable[[str], int]:
         )
         for name, arguments in submissions.items()
     }
-    return lambda name: waiting[name].wait()
+    yield lambda name: waiting[name].wait()
+    for process in waiting.values():
+        process.terminate()
+        process.wait()
 
 
 def places(text: str) -> list[tuple[str, ...]]:
@@ -140,8 +143,12 @@ def test_srun_without_mpi_is_refused(cluster: Cluster) -> None:
     assert f"'srun --mpi={PMI}'" in done.stderr
 
 
+ALLOCATION = ("salloc", "-Q", "-N2", "--ntasks-per-node=2")
+COMMAND = (sys.executable, "-m", "pycollective")
+
+
 def allocated(cluster: Cluster, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return cluster.run("salloc", "-Q", "-N2", "--ntasks-per-node=2", sys.executable, "-m", "pycollective", *arguments)
+    return cluster.run(*ALLOCATION, *COMMAND, *arguments)
 
 
 @pytest.mark.parametrize("how", [[], ["--mpi", "srun"]], ids=["mpiexec", "srun"])
@@ -152,6 +159,20 @@ def test_run_inside_an_allocation(how: list[str], cluster: Cluster) -> None:
         assert places(done.stdout) == [(str(i), ranks, host, "None") for i, host in enumerate(hosts)]
     done = allocated(cluster, "run", "-n", "2", *how, "--hosts", "h1", "where.py")
     assert [place[2] for place in places(done.stdout)] == ["h1", "h1"], done.stderr
+
+
+@pytest.mark.parametrize("gpus", ["--gres=gpu:2", "--gpus-per-task=1"])
+def test_run_gives_each_rank_its_gpu(gpus: str, cluster: Cluster) -> None:
+    done = cluster.run(*ALLOCATION, gpus, *COMMAND, "run", "-n", "4", "where.py")
+    assert done.returncode == 0, done.stderr
+    assert [place[3] for place in places(done.stdout)] == ["0", "1", "0", "1"]
+
+
+def test_run_from_a_shell_of_srun(cluster: Cluster) -> None:
+    # It has one task and holds cores that the ranks get none the less.
+    done = cluster.run(*ALLOCATION, "srun", "-N1", "-n1", *COMMAND, "run", "-n", "4", "where.py")
+    assert done.returncode == 0, done.stderr
+    assert [place[2] for place in places(done.stdout)] == ["h0", "h0", "h1", "h1"]
 
 
 def test_more_ranks_than_an_allocation_has(cluster: Cluster) -> None:
@@ -178,7 +199,7 @@ def test_requeue_goes_on_where_it_was(cluster: Cluster, jobs: Callable[[str], in
     wait_for(lambda: any(cluster.home.glob(f"checkpoints/{job}/[0-9]*")), lambda: cluster.printed("requeue-*"))
     cluster.run("scancel", "--batch", "--signal=USR1", job)
     wait_for(lambda: "start 1 of job" in cluster.printed("requeue-*"), lambda: cluster.printed("requeue-*"))
-    wait_for(lambda: not cluster.run("squeue", "-h", "-j", job).stdout, lambda: cluster.printed("requeue-*"))
+    wait_for(lambda: job not in queue(cluster), lambda: cluster.printed("requeue-*"))
     printed = cluster.printed("requeue-*")
     stopped = re.search(r"asked to stop after step (\d+)", printed)
     assert stopped is not None, printed
@@ -189,6 +210,12 @@ def test_requeue_goes_on_where_it_was(cluster: Cluster, jobs: Callable[[str], in
         json.loads((cluster.home / "train.json").read_text()),
         rtol=1e-3,
     )
+
+
+def queue(cluster: Cluster) -> list[str]:
+    done = cluster.run("squeue", "-h", "-o", "%i")
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
 
 
 def wait_for(condition: Callable[[], bool], printed: Callable[[], str]) -> None:

@@ -75,8 +75,8 @@ def test_launchers_that_know_one_number_for_all_hosts() -> None:
 
 def test_srun_spreads_over_an_allocation() -> None:
     job = Job(4, ["prog"])
-    assert shlex.join(srun("pmi2", job, nodes=2, overlap=True)) == (
-        "srun --mpi=pmi2 -n 4 --cpu-bind=none --kill-on-bad-exit=1 -N 2 --ntasks-per-node=2 --overlap prog"
+    assert shlex.join(srun("pmi2", job, nodes=2)) == (
+        "srun --mpi=pmi2 -n 4 --cpu-bind=none --kill-on-bad-exit=1 -N 2 --ntasks-per-node=2 prog"
     )
     assert "-N" not in srun("pmi2", job, nodes=3)  # not evenly: as Slurm does
     assert "-N" not in srun("pmi2", job, nodes=1)
@@ -164,6 +164,7 @@ def allocation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str
     [
         (["-n", "4"], "L -n 4 -bind-to none -hosts a:3,b:1"),  # as Slurm says
         (["-n", "2"], "L -n 2 -bind-to none -hosts a:1,b:1"),  # evenly
+        (["-n", "3"], "L -n 3 -bind-to none -hosts a:2,b:1"),
         (["-n", "9", "--oversubscribe"], "L -n 9 -bind-to none -hosts a:5,b:4"),
         (["-n", "2", "--hosts", "b"], "L -n 2 -bind-to none -hosts b:2"),
         (["-n", "2", "--mpi", "srun"], "srun --mpi=pmi2 -n 2 --cpu-bind=none --kill-on-bad-exit=1 -N 2"),
@@ -172,6 +173,36 @@ def allocation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str
 def test_inside_an_allocation(arguments: list[str], line: str, allocation: dict[str, str], program: str) -> None:
     command, _ = planned(*arguments, program, environ=allocation)
     assert shlex.join(command).startswith(f"{line} ")
+
+
+def test_cores_of_an_allocation_are_room_whatever_its_tasks(allocation: dict[str, str], program: str) -> None:
+    environ = {**allocation, "SLURM_TASKS_PER_NODE": "1(x2)", "SLURM_JOB_CPUS_PER_NODE": "4(x2)"}
+    command, _ = planned("-n", "8", program, environ=environ)
+    assert shlex.join(command).startswith("L -n 8 -bind-to none -hosts a:4,b:4 ")
+    # The shell of srun --pty: its step's one task says nothing of the job.
+    shell = {**environ, "SLURM_TASKS_PER_NODE": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"}
+    command, variables = planned("-n", "8", program, environ=shell)
+    assert shlex.join(command).startswith("L -n 8 -bind-to none -hosts a:4,b:4 ")
+    assert variables == {"SLURM_OVERLAP": "1"}
+
+
+def test_a_gpu_for_each_task_needs_srun(allocation: dict[str, str], program: str, tmp_path: Path) -> None:
+    environ = {**allocation, "SLURM_GPUS_PER_TASK": "1"}
+    launcher(tmp_path / "bin" / "srun", "MPI plugin types are...\n\tnone\n\tpmi2")
+    assert planned("-n", "4", program, environ=environ)[0][0] == "srun"
+    launcher(tmp_path / "bin" / "srun", "MPI plugin types are...\n\tnone")
+    with pytest.raises(ValueError, match=r"expected --gres=gpu:N.* no srun --mpi=pmi2"):
+        planned("-n", "4", program, environ=environ)
+
+
+def test_a_heterogeneous_job(program: str) -> None:
+    with pytest.raises(ValueError, match="expected --hosts in a heterogeneous Slurm job, got none"):
+        planned("-n", "3", program, environ={"SLURM_JOB_ID": "7", "SLURM_HET_SIZE": "2", "PATH": os.environ["PATH"]})
+
+
+def test_scontrol_that_fails(allocation: dict[str, str], program: str) -> None:
+    with pytest.raises(RuntimeError, match=r"scontrol to name the hosts c,d, got CalledProcessError\(1.* Say --hosts"):
+        planned("-n", "4", program, environ={**allocation, "SLURM_JOB_NODELIST": "c,d"})
 
 
 def test_what_an_allocation_has_no_room_for(allocation: dict[str, str], program: str) -> None:
@@ -191,7 +222,7 @@ def test_srun_where_there_is_no_mpiexec(
     launcher(tmp_path / "bin" / "srun", "MPI plugin types are...\n\tnone\n\tpmi2")
     assert planned("-n", "4", program, environ=allocation)[0][:2] == ["srun", "--mpi=pmi2"]
     inside = {**allocation, "SLURM_STEP_ID": "0"}
-    assert "--overlap" in planned("-n", "4", program, environ=inside)[0]
+    assert planned("-n", "4", program, environ=inside)[1] == {"SLURM_OVERLAP": "1"}
     launcher(tmp_path / "bin" / "srun", "MPI plugin types are...\n\tnone")
     with pytest.raises(FileNotFoundError, match="no mpiexec"):
         planned("-n", "4", program, environ=allocation)
