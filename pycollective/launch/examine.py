@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import os
+import re
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -18,11 +20,13 @@ from pycollective.launch.doctor import numbers
 from pycollective.launch.findings import OK, WARNING, WRONG, Finding, show
 from pycollective.launch.libraries import identify
 from pycollective.launch.rank import physical_cores
-from pycollective.launchers import launched_size
+from pycollective.launchers import LAUNCHERS
 from pycollective.mpi import MPI
 from pycollective.threads import shared_cores
 
 _PING_BYTES, _STREAM_BYTES = 8, 4 << 20
+# Of MPI's ways between ranks: UCX, libfabric, MPICH, Open MPI, Intel MPI.
+_SETTINGS = ("UCX_TLS", "UCX_NET", "FI_PROVIDER", "FI_TCP_IFACE", "MPIR_CVAR_", "OMPI_MCA_", "I_MPI_")
 _LEVELS = {
     MPI.THREAD_SINGLE: "single",
     MPI.THREAD_FUNNELED: "funneled",
@@ -43,6 +47,7 @@ class Facts:
         host_cores: how many its host has.
         platform: of its devices; why there are none, where there are none.
         devices: their number.
+        gpu_aware: whether its MPI takes pointers to a GPU's memory; None where it does not say.
     """
 
     host: str
@@ -52,16 +57,15 @@ class Facts:
     host_cores: int
     platform: str
     devices: int
+    gpu_aware: bool | None = None
 
 
 def main(*, as_json: bool) -> int:
     """Prints on rank 0; returns 1 on all ranks if something is wrong."""
-    launched = launched_size(os.environ)
     world = MPI.COMM_WORLD
-    if launched is not None and world.size == 1:
-        launcher, size = launched
-        got = f"{launcher.name} started {size} processes, and each is alone"
-        return show([Finding("world", WRONG, got, launcher.remedy)], as_json=as_json)
+    agreed = launchers_agree(world.size, os.environ)
+    if agreed.status == WRONG:
+        return show([agreed], as_json=as_json) if world.rank == 0 else 1
     level = MPI.Query_thread()
     if level < MPI.THREAD_MULTIPLE:
         remedy = "Leave mpi4py.rc.thread_level at 'multiple', and use an MPI built with threads."
@@ -69,11 +73,38 @@ def main(*, as_json: bool) -> int:
         return show([finding], as_json=as_json) if world.rank == 0 else 1
     own = facts()
     everybody = world.allgather(own)
-    found = [Finding("world", OK, f"{world.size} ranks, MPI's thread level {_LEVELS[level]}"), *compare(everybody)]
+    found = [agreed, Finding("threads", OK, f"MPI's level is {_LEVELS[level]}"), transport(), *compare(everybody)]
     if all(finding.status != WRONG for finding in found):
         comm = pc.init()
         found += [sums(comm), *speeds(comm)]
     return int(world.bcast(show(found, as_json=as_json) if world.rank == 0 else 0))
+
+
+def launchers_agree(size: int, environ: Mapping[str, str]) -> Finding:
+    """Whether MPI sees as many ranks as a launcher has started; for an mpiexec in sbatch, srun has started proxies."""
+    said = [(launcher, environ[launcher.size_variable]) for launcher in LAUNCHERS if launcher.size_variable in environ]
+    for launcher, number in said:
+        if number == str(size):
+            return Finding("world", OK, f"{size} rank(s), as {launcher.name} says")
+    if not said:
+        return Finding("world", OK, f"{size} rank(s); no launcher's variables")
+    launcher, number = said[-1]
+    return Finding("world", WRONG, f"{launcher.name} started {number} rank(s), MPI sees {size}", launcher.remedy)
+
+
+def transport() -> Finding:
+    """What carries messages: ours, MPI's device, and the user's settings of it."""
+    device = re.search(r"Device:\s*(.+)", MPI.Get_library_version())
+    settings = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(_SETTINGS)]
+    parts = ["native", f"MPI's device {device[1].strip()}" if device else "", ", ".join(settings)]
+    return Finding("transport", OK, "; ".join(filter(None, parts)))
+
+
+def takes_gpu_memory() -> bool | None:
+    """Whether this MPI takes pointers to a GPU's memory; None where it does not say."""
+    # Through mpi4py's own extension, as the transport does: it knows the right library.
+    query = getattr(ctypes.CDLL(MPI.__file__), "MPIX_Query_cuda_support", None)
+    return None if query is None else bool(query())
 
 
 def facts() -> Facts:
@@ -95,6 +126,7 @@ def facts() -> Facts:
         host_cores=len(physical_cores(set(range(os.cpu_count() or 1)))),
         platform=kind,
         devices=len(kinds),
+        gpu_aware=takes_gpu_memory(),
     )
 
 
@@ -106,6 +138,7 @@ def compare(ranks: Sequence[Facts]) -> list[Finding]:
         hosts(ranks),
         cores(ranks),
         devices(ranks),
+        gpu_awareness(ranks),
     ]
 
 
@@ -128,6 +161,17 @@ def devices(ranks: Sequence[Facts]) -> Finding:
         return Finding("devices", WRONG, text, "Set JAX_PLATFORMS=cpu, or install the jax that belongs to the device.")
     remedy = "Say --devices-per-rank, or set JAX_NUM_CPU_DEVICES, alike."
     return same("devices", ranks, lambda rank: f"{rank.devices} of {rank.platform} on each rank", remedy, WRONG)
+
+
+def gpu_awareness(ranks: Sequence[Facts]) -> Finding:
+    """Whether MPI can send from where the arrays are."""
+    said = {True: "MPI takes pointers to GPU memory", False: "MPI takes none to GPU memory", None: "MPI does not say"}
+    text = "; ".join(sorted({said[rank.gpu_aware] for rank in ranks}))
+    if all(rank.platform == "cpu" for rank in ranks):
+        return Finding("GPU awareness", OK, f"not needed on CPU devices ({text})")
+    if all(rank.gpu_aware for rank in ranks):
+        return Finding("GPU awareness", OK, text)
+    return Finding("GPU awareness", WARNING, text, "Use an MPI library built for these GPUs, on all hosts.")
 
 
 def by_host(ranks: Sequence[Facts]) -> dict[str, list[Facts]]:

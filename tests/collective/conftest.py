@@ -10,16 +10,19 @@ from mpi4py import MPI
 import pycollective as pc
 from tests.under_mpirun import *  # noqa: F403
 
+# One device takes part; the others are for the oracle, jax.pmap. Called before a test module makes an array: with that
+# JAX would start its devices, and a thread for each core on every rank.
+pc.init(devices=1)
+
 
 @pytest.fixture(scope="session")
 def world() -> pc.Communicator:
-    # One device takes part; the others are for the oracle, jax.pmap.
-    return pc.init(devices=1)
+    return pc.world()
 
 
 def make_communicator(kind: str) -> pc.Communicator:
     """A communicator of the kind that tests are parametrised over."""
-    world = pc.init(devices=1)
+    world = pc.world()
     if kind == "world":
         return world
     if kind == "self":

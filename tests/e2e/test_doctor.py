@@ -41,7 +41,7 @@ def test_a_job() -> None:
     lines = done.stdout.splitlines()
     assert sum("psum" in line for line in lines) == 1  # rank 0 speaks for all
     assert all(line.startswith(("ok ", "warning ")) for line in lines)
-    assert "2 ranks" in lines[0]
+    assert "2 rank(s), as " in lines[0]
 
 
 def test_no_mpi() -> None:
@@ -56,5 +56,5 @@ def test_ranks_that_are_alone() -> None:
     # What a plain srun starts where MPI needs --mpi=pmi2.
     done = alone(SLURM_STEP_NUM_TASKS="4")
     assert done.returncode == 1
-    assert "srun started 4 processes, and each is alone" in done.stdout
+    assert "srun started 4 rank(s), MPI sees 1" in done.stdout
     assert "--mpi=pmi2" in done.stdout

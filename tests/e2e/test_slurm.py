@@ -192,14 +192,23 @@ def test_the_doctor_in_an_allocation(cluster: Cluster) -> None:
 
 
 def test_requeue_goes_on_where_it_was(cluster: Cluster, jobs: Callable[[str], int]) -> None:
-    # The signal comes from here: before a time limit Slurm sends it to the minute only.
-    done = cluster.run("sbatch", "--parsable", "slurm/requeue.sbatch", *DIGITS, str(EPOCHS), "--losses", "requeue.json")
-    assert done.returncode == 0, done.stderr
-    job = done.stdout.strip()
+    script = ["slurm/requeue.sbatch", *DIGITS, str(EPOCHS), "--losses", "requeue.json"]
+    submitted = subprocess.Popen(
+        cluster.call("sbatch", "-W", *script),
+        cwd=cluster.home,
+        env=cluster.environ,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert submitted.stdout is not None
+    with submitted.stdout:
+        job = submitted.stdout.readline().split()[-1]
     wait_for(lambda: any(cluster.home.glob(f"checkpoints/{job}/[0-9]*")), lambda: cluster.printed("requeue-*"))
+    # The signal comes from here: before a time limit Slurm sends it to the minute only.
     cluster.run("scancel", "--batch", "--signal=USR1", job)
     wait_for(lambda: "start 1 of job" in cluster.printed("requeue-*"), lambda: cluster.printed("requeue-*"))
-    wait_for(lambda: job not in queue(cluster), lambda: cluster.printed("requeue-*"))
+    assert submitted.wait() == 0, cluster.printed("requeue-*")
     printed = cluster.printed("requeue-*")
     stopped = re.search(r"asked to stop after step (\d+)", printed)
     assert stopped is not None, printed
@@ -210,12 +219,6 @@ def test_requeue_goes_on_where_it_was(cluster: Cluster, jobs: Callable[[str], in
         json.loads((cluster.home / "train.json").read_text()),
         rtol=1e-3,
     )
-
-
-def queue(cluster: Cluster) -> list[str]:
-    done = cluster.run("squeue", "-h", "-o", "%i")
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split()
 
 
 def wait_for(condition: Callable[[], bool], printed: Callable[[], str]) -> None:

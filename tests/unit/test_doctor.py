@@ -47,6 +47,40 @@ def test_one_rank_that_differs(change: dict[str, object], name: str, status: str
     assert found[name].remedy
 
 
+@pytest.mark.parametrize(
+    ("size", "environ", "status", "text"),
+    [
+        (4, {"SLURM_STEP_NUM_TASKS": "4"}, "ok", "4 rank(s), as srun says"),
+        (4, {"SLURM_STEP_NUM_TASKS": "2", "PMI_SIZE": "4"}, "ok", "as an MPICH or Intel MPI mpiexec says"),
+        (1, {"SLURM_STEP_NUM_TASKS": "4"}, "wrong", "srun started 4 rank(s), MPI sees 1"),
+        (2, {"OMPI_COMM_WORLD_SIZE": "4"}, "wrong", "an Open MPI mpirun started 4 rank(s), MPI sees 2"),
+        (1, {}, "ok", "1 rank(s); no launcher's variables"),
+    ],
+)
+def test_launcher_and_mpi(size: int, environ: dict[str, str], status: str, text: str) -> None:
+    finding = examine.launchers_agree(size, environ)
+    assert finding.status == status
+    assert text in finding.text
+    assert bool(finding.remedy) == (status == "wrong")
+
+
+def test_gpu_awareness() -> None:
+    cpu = examine.gpu_awareness([replace(RANK, gpu_aware=False)] * 2)
+    assert (cpu.status, cpu.text) == ("ok", "not needed on CPU devices (MPI takes none to GPU memory)")
+    gpu = replace(RANK, platform="gpu")
+    assert examine.gpu_awareness([replace(gpu, gpu_aware=True)]).status == "ok"
+    for aware in (False, None):
+        finding = examine.gpu_awareness([replace(gpu, gpu_aware=True), replace(gpu, gpu_aware=aware)])
+        assert finding.status == "warning"
+        assert "built for these GPUs" in finding.remedy
+
+
+def test_settings_of_the_transport_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp,self")
+    assert examine.transport().text.startswith("native")
+    assert "UCX_TLS=tcp,self" in examine.transport().text
+
+
 def test_ranks_bound_to_one_core() -> None:
     finding = examine.cores([BOUND[0], BOUND[0]])
     assert (finding.status, finding.text) == ("warning", "2 ranks share 1 core(s) on alpha")
