@@ -19,10 +19,14 @@ FEW = {2: (2,)}.get(SIZE, LOCAL[-1:])
 """For what is slow to compile: 1x4, 2x2, 4x2."""
 
 
+# Before a test module makes an array: with that JAX would start its devices, and a thread for each core on every rank.
+pc.init(devices=max(LOCAL))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def world() -> pc.Communicator:
     assert jax.local_device_count() >= SIZE * max(LOCAL), "the oracle needs JAX_NUM_CPU_DEVICES=8"
-    return pc.init(devices=max(LOCAL))
+    return pc.world()
 
 
 @pytest.fixture(params=LOCAL)
