@@ -26,8 +26,10 @@ from pycollective.threads import shared_cores
 
 _PING_BYTES, _STREAM_BYTES = 8, 4 << 20
 # Of MPI's ways between ranks: UCX, libfabric, MPICH, Open MPI (which sets others for itself), Intel MPI.
-_SETTINGS = ("UCX_TLS", "UCX_NET", "FI_PROVIDER", "FI_TCP_IFACE", "MPIR_CVAR_", "I_MPI_FABRICS", "I_MPI_OFI")
-_SETTINGS += tuple(f"OMPI_MCA_{framework}" for framework in ("pml", "mtl", "btl", "coll"))
+_SETTINGS = (
+    *("UCX_TLS", "UCX_NET", "FI_PROVIDER", "FI_TCP_IFACE", "MPIR_CVAR_", "I_MPI_FABRICS", "I_MPI_OFI"),
+    *(f"OMPI_MCA_{framework}" for framework in ("pml", "mtl", "btl", "coll")),
+)
 _LEVELS = {
     MPI.THREAD_SINGLE: "single",
     MPI.THREAD_FUNNELED: "funneled",
