@@ -130,7 +130,13 @@ def plan(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[list[
     job = Job(options.ranks, rank, options.hosts, options.hostfile, options.label, options.oversubscribe, carried)
     if not options.oversubscribe:
         _check_room(job, environ)
-    return _with_launcher(options.mpi, job, loaded(), environ), variables
+    library = loaded()
+    mpiexec = _mpiexec(options.mpi, library, environ)
+    if mpiexec is not None:
+        return dialects.mpiexec(mpiexec, _over_allocation(job, library, environ)), variables
+    if job.hostfile:
+        raise ValueError(message("run", "no hostfile with srun", job.hostfile, "Name --hosts of the allocation."))
+    return dialects.srun(_PMI[library.family], job, nodes=len(slurm_room(environ))), variables
 
 
 def allocated(environ: Mapping[str, str]) -> bool:
@@ -157,33 +163,30 @@ def _check_room(job: Job, environ: Mapping[str, str]) -> None:
         raise ValueError(message("run", f"at most {expected}", job.ranks, remedy))
 
 
-def _with_launcher(wish: str | None, job: Job, library: Library, environ: Mapping[str, str]) -> list[str]:
+def _mpiexec(wish: str | None, library: Library, environ: Mapping[str, str]) -> Library | None:
+    """The one that is asked for, or that belongs to the library; None: srun."""
     pmi = _PMI[library.family]
-    if wish is None and "SLURM_GPUS_PER_TASK" in environ:
+    if wish == "srun":
+        return None
+    if wish is not None:
+        named = identify_mpiexec(wish)
+        if named is None or not belongs(named, library):
+            got = f"{wish} of {named.name}" if named else f"{wish}, which does not say what it is"
+            remedy = f"mpi4py loads {library.path or library.name}: name its mpiexec, or leave --mpi out."
+            raise ValueError(message("run", f"an mpiexec of {library.name}", got, remedy))
+        return named
+    if "SLURM_GPUS_PER_TASK" in environ:
         if pmi not in _plugins():
             got = f"--gpus-per-task, which mpiexec would not keep, and no srun --mpi={pmi}"
             raise ValueError(message("run", "--gres=gpu:N, GPUs of each node", got, "Ask Slurm for them so."))
-        wish = "srun"
-    if wish is None:
-        try:
-            named = mpiexec_of(library, environ)
-        except FileNotFoundError:
-            # Some clusters have none, and their srun instead.
-            if "SLURM_JOB_ID" not in environ or pmi not in _plugins():
-                raise
-            wish = "srun"
-        else:
-            return dialects.mpiexec(named, _over_allocation(job, library, environ))
-    if wish == "srun":
-        if job.hostfile:
-            raise ValueError(message("run", "no hostfile with srun", job.hostfile, "Name --hosts of the allocation."))
-        return dialects.srun(pmi, job, nodes=len(slurm_room(environ)))
-    wanted = identify_mpiexec(wish)
-    if wanted is None or not belongs(wanted, library):
-        got = f"{wish} of {wanted.name}" if wanted else f"{wish}, which does not say what it is"
-        remedy = f"mpi4py loads {library.path or library.name}: name its mpiexec, or leave --mpi out."
-        raise ValueError(message("run", f"an mpiexec of {library.name}", got, remedy))
-    return dialects.mpiexec(wanted, _over_allocation(job, library, environ))
+        return None
+    try:
+        return mpiexec_of(library, environ)
+    except FileNotFoundError:
+        # Some clusters have none, and their srun instead.
+        if "SLURM_JOB_ID" not in environ or pmi not in _plugins():
+            raise
+        return None
 
 
 def _over_allocation(job: Job, library: Library, environ: Mapping[str, str]) -> Job:
