@@ -107,6 +107,7 @@ def mpiexec(launcher: Library, job: Job) -> list[str]:
 def srun(pmi: str, job: Job, *, nodes: int = 0) -> list[str]:
     """The command line for srun inside an allocation of ``nodes``, with the process management interface ``pmi``."""
     line = ["srun", f"--mpi={pmi}", "-n", str(job.ranks), "--cpu-bind=none", "--kill-on-bad-exit=1"]
+    line += ["--distribution=block"]  # else what a shell of srun's has inherited
     if job.hosts:
         names = [name for name, _ in shares(job)]
         line += ["-w", ",".join(names), "-N", str(len(names)), f"--ntasks-per-node={each_host(job)}"]

@@ -125,8 +125,11 @@ def plan(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[list[
         variables["JAX_NUM_CPU_DEVICES"] = str(options.devices_per_rank)
     if "SLURM_STEP_ID" in environ:  # a shell of srun's, which holds cores that the ranks need
         variables["SLURM_OVERLAP"] = "1"
+        variables["SLURM_NODELIST"] = environ.get("SLURM_JOB_NODELIST", "")
+    if room := slurm_room(environ):  # Open MPI's slots, which would be a shell's one task, or tasks of many cores
+        variables["SLURM_TASKS_PER_NODE"] = ",".join(map(str, room))
     rank = [sys.executable, "-m", "pycollective.launch.rank", "--bind", options.bind, "--", *program]
-    carried = [*(name for name in environ if name.startswith(_CARRIED) and name not in variables), *variables]
+    carried = [name for name in {**environ, **variables} if name.startswith(_CARRIED)]
     job = Job(options.ranks, rank, options.hosts, options.hostfile, options.label, options.oversubscribe, carried)
     if not options.oversubscribe:
         _check_room(job, environ)
@@ -194,8 +197,6 @@ def _over_allocation(job: Job, library: Library, environ: Mapping[str, str]) -> 
     room, tasks = slurm_room(environ), slurm_tasks(environ)
     if job.hosts or job.hostfile or not room:
         return job
-    if library.family == "Open MPI" and job.ranks > sum(tasks):  # tasks are slots to it, whatever CPUs there are
-        job = replace(job, oversubscribe=True)
     numbers = tasks if sum(tasks) == job.ranks else dialects.spread(job.ranks, room)
     if len(room) < 2 or (library.family == "Intel MPI" and len(set(numbers)) > 1):  # it takes one number for all
         return job

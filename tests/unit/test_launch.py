@@ -66,7 +66,9 @@ def test_dialects(launcher: tuple[str, str], line: str) -> None:
 def test_launchers_that_know_one_number_for_all_hosts() -> None:
     intel, even = Library("Intel MPI", "2021.18", "L"), replace(JOB, ranks=4, hosts=[("a", 2), ("b", None)])
     assert shlex.join(mpiexec(intel, even)) == "L -n 4 -genv I_MPI_PIN off -hosts a,b -ppn 2 -prepend-rank prog"
-    line = "srun --mpi=pmi2 -n 4 --cpu-bind=none --kill-on-bad-exit=1 -w a,b -N 2 --ntasks-per-node=2"
+    line = (
+        "srun --mpi=pmi2 -n 4 --cpu-bind=none --kill-on-bad-exit=1 --distribution=block -w a,b -N 2 --ntasks-per-node=2"
+    )
     assert shlex.join(srun("pmi2", even)) == f"{line} --label --oversubscribe --overcommit prog"
     for make in (lambda: srun("pmi2", JOB), lambda: mpiexec(intel, JOB)):
         with pytest.raises(ValueError, match="as many ranks on each host for this launcher, got 1 on a, 2 on b"):
@@ -76,7 +78,7 @@ def test_launchers_that_know_one_number_for_all_hosts() -> None:
 def test_srun_spreads_over_an_allocation() -> None:
     job = Job(4, ["prog"])
     assert shlex.join(srun("pmi2", job, nodes=2)) == (
-        "srun --mpi=pmi2 -n 4 --cpu-bind=none --kill-on-bad-exit=1 -N 2 --ntasks-per-node=2 prog"
+        "srun --mpi=pmi2 -n 4 --cpu-bind=none --kill-on-bad-exit=1 --distribution=block -N 2 --ntasks-per-node=2 prog"
     )
     assert "-N" not in srun("pmi2", job, nodes=3)  # not evenly: as Slurm does
     assert "-N" not in srun("pmi2", job, nodes=1)
@@ -167,7 +169,10 @@ def allocation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str
         (["-n", "3"], "L -n 3 -bind-to none -hosts a:2,b:1"),
         (["-n", "9", "--oversubscribe"], "L -n 9 -bind-to none -hosts a:5,b:4"),
         (["-n", "2", "--hosts", "b"], "L -n 2 -bind-to none -hosts b:2"),
-        (["-n", "2", "--mpi", "srun"], "srun --mpi=pmi2 -n 2 --cpu-bind=none --kill-on-bad-exit=1 -N 2"),
+        (
+            ["-n", "2", "--mpi", "srun"],
+            "srun --mpi=pmi2 -n 2 --cpu-bind=none --kill-on-bad-exit=1 --distribution=block -N 2",
+        ),
     ],
 )
 def test_inside_an_allocation(arguments: list[str], line: str, allocation: dict[str, str], program: str) -> None:
@@ -183,7 +188,8 @@ def test_cores_of_an_allocation_are_room_whatever_its_tasks(allocation: dict[str
     shell = {**environ, "SLURM_TASKS_PER_NODE": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"}
     command, variables = planned("-n", "8", program, environ=shell)
     assert shlex.join(command).startswith("L -n 8 -bind-to none -hosts a:4,b:4 ")
-    assert variables == {"SLURM_OVERLAP": "1"}
+    # Of the job again, for the mpiexec.
+    assert variables == {"SLURM_OVERLAP": "1", "SLURM_NODELIST": "a,b", "SLURM_TASKS_PER_NODE": "4,4"}
 
 
 def test_a_gpu_for_each_task_needs_srun(allocation: dict[str, str], program: str, tmp_path: Path) -> None:
@@ -222,7 +228,7 @@ def test_srun_where_there_is_no_mpiexec(
     launcher(tmp_path / "bin" / "srun", "MPI plugin types are...\n\tnone\n\tpmi2")
     assert planned("-n", "4", program, environ=allocation)[0][:2] == ["srun", "--mpi=pmi2"]
     inside = {**allocation, "SLURM_STEP_ID": "0"}
-    assert planned("-n", "4", program, environ=inside)[1] == {"SLURM_OVERLAP": "1"}
+    assert planned("-n", "4", program, environ=inside)[1]["SLURM_OVERLAP"] == "1"
     launcher(tmp_path / "bin" / "srun", "MPI plugin types are...\n\tnone")
     with pytest.raises(FileNotFoundError, match="no mpiexec"):
         planned("-n", "4", program, environ=allocation)
