@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.e2e.launch import wait_until_gone
+from tests.e2e.launch import is_open_mpi, wait_until_gone
 
 ROOT = Path(__file__).parents[2]
 HOSTS = str(ROOT / "scripts" / "hosts")
@@ -137,18 +137,24 @@ def test_a_host_that_goes_away_ends_the_run(hosts: dict[str, str], tmp_path: Pat
     )
     state = Path(hosts["PYCOLLECTIVE_HOSTS"])
     python = [sys.executable, "-m", "pycollective", "run", "-n", "2", "--hosts", "h2,h3"]
-    run = subprocess.Popen(
-        [HOSTS, "exec", "timeout", "-k", "5", "60", *python, str(program)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env=hosts,
-        text=True,
-        stdin=subprocess.DEVNULL,
-    )
+    errors = tmp_path / "stderr"
+    with errors.open("w") as stderr:
+        run = subprocess.Popen(
+            [HOSTS, "exec", "timeout", "-k", "5", "60", *python, str(program)],
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            env=hosts,
+            text=True,
+            stdin=subprocess.DEVNULL,
+        )
     assert run.stdout is not None
     with run.stdout:
         assert "RANK" in run.stdout.readline()
         os.kill(int((state / "h3").read_text()), signal.SIGKILL)
         run.stdout.read()  # else it may wait for a reader
-    assert run.wait(60) not in (0, 124, 137)
+    status = run.wait(60)
+    said = errors.read_text()
+    assert status not in (124, 137), said
+    # Open MPI 5 says that it has lost the host, ends the ranks, and exits with 0 now and then (docs/launch.md).
+    assert status != 0 or (is_open_mpi() and "lost communication with a remote daemon" in said), said
     wait_until_gone(str(program))  # on the host that is left, too
