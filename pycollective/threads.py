@@ -72,7 +72,7 @@ def shared_cores(comm: MPI.Intracomm) -> Iterator[None]:
     _shared = True
     neighbours = comm.Split_type(MPI.COMM_TYPE_SHARED)
     told = neighbours.allgather((own, late))
-    first_late = [is_late for _, is_late in told].index(True) == neighbours.rank if late else False
+    first_late = late and [is_late for _, is_late in told].index(True) == neighbours.rank
     threads = share(own, [cores for cores, _ in told])
     neighbours.Free()
     if _VARIABLE in os.environ or threads == len(own):

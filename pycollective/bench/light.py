@@ -13,7 +13,7 @@ import numpy as np
 from pycollective.bench.works import Work
 from pycollective.mpi import MPI
 
-_PING_BYTES, _STREAM_BYTES = 8, 4 << 20
+PING_BYTES, STREAM_BYTES = 8, 4 << 20
 _REPEATS = 30
 
 
@@ -57,11 +57,11 @@ def measure_light(comm: MPI.Intracomm, hosts: int, partner: int, gbps: float | N
         partner: a rank on another host than rank 0, or on one host any other.
         gbps: the rate of the network, if known, in Gbit/s; by default that of a stream between the two ranks.
     """
-    alpha = one_way_s(comm, partner, _PING_BYTES)
+    alpha = one_way_s(comm, partner, PING_BYTES)
     if hosts == 1 and gbps is None:
         return Light(alpha, lambda nbytes: _copy_s(comm, int(nbytes)), 1, comm.size, "memory copies, measured")
     if gbps is None:
-        beta = (one_way_s(comm, partner, _STREAM_BYTES) - alpha) / _STREAM_BYTES
+        beta = (one_way_s(comm, partner, STREAM_BYTES) - alpha) / STREAM_BYTES
         name = f"network, measured: {alpha * 1e6:.1f} us, {8e-9 / beta:.2f} Gbit/s"
     else:
         beta = 8e-9 / gbps

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -40,15 +40,10 @@ def shares(job: Job) -> list[tuple[str, int]]:
         >>> shares(Job(5, (), [("a", None), ("b", None)]))
         [('a', 3), ('b', 2)]
     """
-    left, unsaid = job.ranks, sum(slots is None for _, slots in job.hosts)
-    left -= sum(slots or 0 for _, slots in job.hosts)
-    parts = []
-    for name, slots in job.hosts:
-        share = slots
-        if share is None:
-            share = math.ceil(max(left, 0) / unsaid)
-            left, unsaid = left - share, unsaid - 1
-        parts.append((name, share))
+    unsaid = sum(slots is None for _, slots in job.hosts)
+    left = max(job.ranks - sum(slots or 0 for _, slots in job.hosts), 0)
+    rest = iter(spread(left, [left] * unsaid))
+    parts = [(name, next(rest) if slots is None else slots) for name, slots in job.hosts]
     return [(name, share) for name, share in parts if share > 0]
 
 
@@ -59,11 +54,12 @@ def spread(ranks: int, room: Sequence[int]) -> list[int]:
         >>> spread(5, [4, 1, 1]), spread(3, [4, 4]), spread(5, [1, 1])
         ([3, 1, 1], [2, 1], [3, 2])
     """
-    numbers = [0] * len(room)
-    for _ in range(ranks):
-        free = [i for i, number in enumerate(numbers) if number < room[i]]
-        numbers[min(free or range(len(room)), key=numbers.__getitem__)] += 1
-    return numbers
+    hosts = [(has <= 0, 0, i) for i, has in enumerate(room)]  # full ones last, then those with the fewest ranks first
+    heapq.heapify(hosts)
+    for _ in range(ranks if hosts else 0):
+        _, number, i = hosts[0]
+        heapq.heapreplace(hosts, (number + 1 >= room[i], number + 1, i))
+    return [number for _, number, _ in sorted(hosts, key=lambda host: host[2])]
 
 
 def each_host(job: Job) -> int:
@@ -83,10 +79,10 @@ def each_host(job: Job) -> int:
 def mpiexec(launcher: Library, job: Job) -> list[str]:
     """The command line for an mpiexec. Ranks bind themselves (``rank.py``), alike under all of them."""
     line = [launcher.path, "-n", str(job.ranks)]
-    spread = ",".join(f"{name}:{slots}" for name, slots in shares(job))
+    where = ",".join(f"{name}:{slots}" for name, slots in shares(job))
     if launcher.family == "Open MPI":
         line += ["--bind-to", "none"]
-        line += ["--host", spread] if spread else ["--hostfile", job.hostfile] if job.hostfile else []
+        line += ["--host", where] if where else ["--hostfile", job.hostfile] if job.hostfile else []
         if job.label:
             line += ["--output", "tag"] if launcher.major >= 5 else ["--tag-output"]
         if job.oversubscribe:
@@ -95,10 +91,10 @@ def mpiexec(launcher: Library, job: Job) -> list[str]:
             line += ["-x", name]
     else:
         line += ["-genv", "I_MPI_PIN", "off"] if launcher.family == "Intel MPI" else ["-bind-to", "none"]
-        if launcher.family == "Intel MPI" and spread:
+        if launcher.family == "Intel MPI" and where:
             line += ["-hosts", ",".join(name for name, _ in shares(job)), "-ppn", str(each_host(job))]
-        elif spread:
-            line += ["-hosts", spread]
+        elif where:
+            line += ["-hosts", where]
         line += ["-f", job.hostfile] if job.hostfile else []
         line += ["-prepend-rank"] if job.label else []
     return [*line, *job.command]

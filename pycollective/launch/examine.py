@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 import pycollective as pc
-from pycollective.bench.light import one_way_s
+from pycollective.bench.light import PING_BYTES, STREAM_BYTES, one_way_s
 from pycollective.launch.doctor import numbers
 from pycollective.launch.findings import OK, WARNING, WRONG, Finding, show
 from pycollective.launch.libraries import identify
@@ -24,7 +24,6 @@ from pycollective.launchers import LAUNCHERS
 from pycollective.mpi import MPI
 from pycollective.threads import shared_cores
 
-_PING_BYTES, _STREAM_BYTES = 8, 4 << 20
 # Of MPI's ways between ranks: UCX, libfabric, MPICH, Open MPI (which sets others for itself), Intel MPI.
 _SETTINGS = (
     *("UCX_TLS", "UCX_NET", "FI_PROVIDER", "FI_TCP_IFACE", "MPIR_CVAR_", "I_MPI_FABRICS", "I_MPI_OFI"),
@@ -235,7 +234,7 @@ def speeds(comm: pc.Communicator) -> list[Finding]:
     found = []
     for name, partner in partners.items():
         if partner is not None:
-            ping, stream = (one_way_s(comm.mpi, partner, nbytes) for nbytes in (_PING_BYTES, _STREAM_BYTES))
-            rate = _STREAM_BYTES / stream * 1e-9
+            ping, stream = (one_way_s(comm.mpi, partner, nbytes) for nbytes in (PING_BYTES, STREAM_BYTES))
+            rate = STREAM_BYTES / stream * 1e-9
             found.append(Finding(name, OK, f"{ping * 1e6:.1f} us, {rate:.2f} GB/s (ranks 0 and {partner})"))
     return found

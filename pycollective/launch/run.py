@@ -200,11 +200,11 @@ def _over_allocation(job: Job, library: Library, environ: Mapping[str, str]) -> 
     numbers = tasks if sum(tasks) == job.ranks else dialects.spread(job.ranks, room)
     if len(room) < 2 or (library.family == "Intel MPI" and len(set(numbers)) > 1):  # it takes one number for all
         return job
-    names = _host_names(environ["SLURM_JOB_NODELIST"])
+    names = _node_names(environ["SLURM_JOB_NODELIST"])
     return replace(job, hosts=list(zip(names, numbers, strict=False)))
 
 
-def _host_names(nodes: str) -> list[str]:
+def _node_names(nodes: str) -> list[str]:
     """Slurm's "alpha[1-2]" as names."""
     command = ["scontrol", "show", "hostnames", nodes]
     try:

@@ -15,13 +15,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.e2e.launch import AS_ROOT
+from tests.e2e.launch import AS_ROOT, is_open_mpi
 from tests.e2e.test_hosts import PROGRAM
 
 ROOT = Path(__file__).parents[2]
 SLURM = str(ROOT / "scripts" / "slurm")
-OPEN_MPI = shutil.which("ompi_info", path=str(Path(sys.executable).parent)) is not None
-PMI = "pmix" if OPEN_MPI else "pmi2"
 
 TOOLS = ("ip", "unshare", "nsenter", "munged", "slurmctld", "slurmd")
 LACKING = [tool for tool in TOOLS if shutil.which(tool, path=f"{os.environ['PATH']}:/usr/sbin:/sbin") is None]
@@ -48,6 +46,7 @@ class Cluster:
 
     def __init__(self, state: Path, home: Path) -> None:
         self.home = home
+        self.pmi = "pmix" if is_open_mpi() else "pmi2"
         environ = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "JAX_NUM_"))}
         self.environ = {**environ, **AS_ROOT, "PYCOLLECTIVE_SLURM": str(state), "JAX_PLATFORMS": "cpu"}
         self.environ["PYTHONPATH"] = str(ROOT)
@@ -66,6 +65,17 @@ class Cluster:
             stdin=subprocess.DEVNULL,
         )
 
+    def submit(self, *arguments: str) -> subprocess.Popen[str]:
+        """``sbatch -W``, which ends with the job; it prints the job's number at once."""
+        return subprocess.Popen(
+            self.call("sbatch", "-W", *arguments),
+            cwd=self.home,
+            env=self.environ,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
     def printed(self, pattern: str) -> str:
         return "".join(path.read_text() for path in sorted(self.home.glob(pattern)))
 
@@ -80,11 +90,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     (home / "where.py").write_text(WHERE)
     (home / "program.py").write_text(PROGRAM)
     shutil.copytree(ROOT / "slurm", home / "slurm")
-    if OPEN_MPI:  # what docs/slurm.md says to change
-        for script in (home / "slurm").iterdir():
-            script.write_text(script.read_text().replace("--mpi=pmi2", "--mpi=pmix"))
     state = tmp_path_factory.mktemp("slurm") / "state"
     found = Cluster(state, home)
+    for script in (home / "slurm").iterdir():  # what docs/slurm.md says to change for Open MPI
+        script.write_text(script.read_text().replace("--mpi=pmi2", f"--mpi={found.pmi}"))
     subprocess.run([SLURM, "up", "--cpus", "8"], env=found.environ, check=True, timeout=60)
     pids = [int(path.read_text()) for path in (state / "munged.pid", state / "slurmctld.pid")]
     pids += [int((state / "hosts" / f"h{i}").read_text()) for i in range(2)]
@@ -105,20 +114,11 @@ def jobs(cluster: Cluster) -> Iterator[Callable[[str], int]]:
         "array": ["slurm/array.sbatch", "--epochs", "1"],
         "fails": ["-J", "fails", "slurm/train.sbatch", "-c", "raise SystemExit(5)"],
     }
-    waiting = {
-        name: subprocess.Popen(
-            cluster.call("sbatch", "-W", *arguments),
-            cwd=cluster.home,
-            env=cluster.environ,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-        )
-        for name, arguments in submissions.items()
-    }
+    waiting = {name: cluster.submit(*arguments) for name, arguments in submissions.items()}
     yield lambda name: waiting[name].wait()
     for process in waiting.values():
         process.terminate()
-        process.wait()
+        process.communicate()
 
 
 def places(text: str) -> list[tuple[str, ...]]:
@@ -130,7 +130,7 @@ def places(text: str) -> list[tuple[str, ...]]:
 
 def test_srun_over_two_hosts(cluster: Cluster) -> None:
     python = str(cluster.home / ".venv" / "bin" / "python")
-    done = cluster.run("srun", f"--mpi={PMI}", "-N2", "--ntasks-per-node=2", python, "program.py", "2")
+    done = cluster.run("srun", f"--mpi={cluster.pmi}", "-N2", "--ntasks-per-node=2", python, "program.py", "2")
     assert done.returncode == 0, done.stderr
     assert len(re.findall(r"rank \d on \d agrees", done.stdout)) == 4
 
@@ -140,7 +140,7 @@ def test_srun_without_mpi_is_refused(cluster: Cluster) -> None:
     assert done.returncode != 0
     assert "RANK" not in done.stdout
     assert "expected a world of 4 ranks, as srun started, got one rank that sees no other" in done.stderr
-    assert f"'srun --mpi={PMI}'" in done.stderr
+    assert f"'srun --mpi={cluster.pmi}'" in done.stderr
 
 
 ALLOCATION = ("salloc", "-Q", "-N2", "--ntasks-per-node=2")
@@ -193,14 +193,7 @@ def test_the_doctor_in_an_allocation(cluster: Cluster) -> None:
 
 def test_requeue_goes_on_where_it_was(cluster: Cluster, jobs: Callable[[str], int]) -> None:
     script = ["slurm/requeue.sbatch", *DIGITS, str(EPOCHS), "--losses", "requeue.json"]
-    submitted = subprocess.Popen(
-        cluster.call("sbatch", "-W", *script),
-        cwd=cluster.home,
-        env=cluster.environ,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    submitted = cluster.submit(*script)
     assert submitted.stdout is not None
     with submitted.stdout:
         job = submitted.stdout.readline().split()[-1]
