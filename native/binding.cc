@@ -6,11 +6,13 @@
 
 #include <cstdint>
 #include <cstdlib>
+#include <cstring>
 #include <memory>
 #include <string>
 
 #include "collectives.h"
 #include "communicators.h"
+#include "device.h"
 #include "handlers.h"
 #include "hierarchy.h"
 
@@ -32,6 +34,21 @@ PYCOLLECTIVE_EXPORT const char* pycollective_bind(const pycollective::Binding* b
   if (made == nullptr) return error.c_str();
   pycollective::library = std::move(made);
   return nullptr;
+}
+
+// The functions of an accelerator's runtime to look up, CUDA's or HIP's names; null ends the list.
+PYCOLLECTIVE_EXPORT const char* pycollective_runtime_name(int64_t index, int32_t hip) {
+  if (index < 0 || index >= static_cast<int64_t>(pycollective::kRuntimeCount)) return nullptr;
+  return pycollective::kRuntimeNames[index][hip != 0];
+}
+
+// Binds the handlers for accelerators to their runtime. `addresses` in the order of pycollective_runtime_name.
+// `direct`: whether MPI reads and writes their memory; else it gets pieces of at most `stage_bytes`.
+PYCOLLECTIVE_EXPORT void pycollective_bind_runtime(void* const* addresses, int32_t direct, int64_t stage_bytes) {
+  static_assert(sizeof(pycollective::runtime) == pycollective::kRuntimeCount * sizeof(void*), "pointers alone");
+  std::memcpy(&pycollective::runtime, addresses, sizeof(pycollective::runtime));
+  pycollective::direct = direct != 0;
+  pycollective::stage_bytes = stage_bytes;
 }
 
 // Returns the communicator's number, or -1 when there are too many.

@@ -55,6 +55,7 @@ class LibraryOf final : public Library {
   Outcome MakeOps() {
     const auto make = [&](Op op, Type type, auto* function) -> Outcome {
       constexpr int kCommutes = 1;
+      own_[int(op)][int(type)] = true;
       PYCOLLECTIVE_CALL(Op_create, function, kCommutes, &ops_[int(op)][int(type)]);
       return {};
     };
@@ -93,8 +94,7 @@ class LibraryOf final : public Library {
                         ReduceOp(op, type), root, Handle(channel.collective));
       return {};
     }));
-    if (!is_root) Clear(recv, count, type);
-    return {};
+    return is_root ? Outcome{} : Clear(channel, recv, count, type);
   }
 
   Outcome Scan(const Channel& channel, const void* send, void* recv, int64_t count, Type type,
@@ -113,14 +113,13 @@ class LibraryOf final : public Library {
                         types_[int(type)], ReduceOp(op, type), Handle(channel.collective));
       return {};
     }));
-    if (channel.rank == 0) Clear(recv, count, type);  // undefined in MPI
-    return {};
+    return channel.rank == 0 ? Clear(channel, recv, count, type) : Outcome{};  // undefined in MPI
   }
 
   Outcome Bcast(const Channel& channel, const void* send, void* recv, int64_t count, Type type,
                 int root) const override {
     if (channel.rank == root && send != recv && count > 0) {
-      std::memcpy(recv, send, Bytes(count, type));
+      PYCOLLECTIVE_RETURN_IF_FAILED(MemoryOf(channel).Copy(recv, send, Bytes(count, type)));
     }
     return InChunks(count, [&](int64_t first, int n) -> Outcome {
       PYCOLLECTIVE_CALL(Bcast, At(recv, first, type), n, types_[int(type)], root,
@@ -171,8 +170,7 @@ class LibraryOf final : public Library {
       PYCOLLECTIVE_CALL(Gather, send, n, block, recv, n, block, root, Handle(channel.collective));
       return {};
     }));
-    if (channel.rank != root) Clear(recv, count * channel.size, type);
-    return {};
+    return channel.rank == root ? Outcome{} : Clear(channel, recv, count * channel.size, type);
   }
 
   Outcome Scatter(const Channel& channel, const void* send, void* recv, int64_t count, Type type,
@@ -198,26 +196,30 @@ class LibraryOf final : public Library {
     Status status;
     PYCOLLECTIVE_CALL(Recv, recv, block.count(), block.type(), source, tag,
                       Handle(channel.point_to_point), &status);
-    return CheckReceived("MPI_Recv", recv, count, type, source, block, status);
+    return CheckReceived("MPI_Recv", channel, recv, count, type, source, block, status);
   }
 
   Outcome Sendrecv(const Channel& channel, const void* send, int64_t send_count, Type send_type, int dest,
                    int send_tag, void* recv, int64_t recv_count, Type recv_type, int source,
                    int recv_tag) const override {
-    return Exchange(Handle(channel.point_to_point), send, send_count, send_type, dest, send_tag, recv,
+    return Exchange(channel, Handle(channel.point_to_point), send, send_count, send_type, dest, send_tag, recv,
                     recv_count, recv_type, source, recv_tag);
   }
 
   Outcome Permute(const Channel& channel, const void* send, void* recv, int64_t count, Type type, int dest,
                   int send_tag, int source, int recv_tag) const override {
     if (count == 0) return {};
-    return Exchange(Handle(channel.collective), send, count, type, dest, send_tag, recv, count, type, source,
-                    recv_tag);
+    return Exchange(channel, Handle(channel.collective), send, count, type, dest, send_tag, recv, count, type,
+                    source, recv_tag);
   }
 
   Outcome Barrier(const Channel& channel) const override {
     PYCOLLECTIVE_CALL(Barrier, Handle(channel.collective));
     return {};
+  }
+
+  bool IsOwn(Op op, Type type) const override {
+    return op == Op::kSumBfloat16 || own_[int(op)][int(type)];
   }
 
   int proc_null() const override { return proc_null_; }
@@ -247,8 +249,12 @@ class LibraryOf final : public Library {
   static const void* At(const void* base, int64_t index, Type type) {
     return static_cast<const char*>(base) + Bytes(index, type);
   }
-  static void Clear(void* base, int64_t count, Type type) {
-    if (count > 0) std::memset(base, 0, Bytes(count, type));
+  static const Memory& MemoryOf(const Channel& channel) {
+    static const Memory plain;
+    return channel.memory != nullptr ? *channel.memory : plain;
+  }
+  static Outcome Clear(const Channel& channel, void* base, int64_t count, Type type) {
+    return count > 0 ? MemoryOf(channel).Clear(base, Bytes(count, type)) : Outcome{};
   }
 
   const void* SendOrInPlace(const void* send, const void* recv, int64_t first, Type type) const {
@@ -354,7 +360,7 @@ class LibraryOf final : public Library {
     return call(block.count(), block.type());
   }
 
-  Outcome Exchange(H comm, const void* send, int64_t send_count, Type send_type, int dest, int send_tag,
+  Outcome Exchange(const Channel& channel, H comm, const void* send, int64_t send_count, Type send_type, int dest, int send_tag,
                    void* recv, int64_t recv_count, Type recv_type, int source, int recv_tag) const {
     const Block out(*this, send_count, send_type);
     PYCOLLECTIVE_RETURN_IF_FAILED(out.made());
@@ -363,22 +369,20 @@ class LibraryOf final : public Library {
     Status status;
     PYCOLLECTIVE_CALL(Sendrecv, send, out.count(), out.type(), dest, send_tag, recv, in.count(), in.type(),
                       source, recv_tag, comm, &status);
-    return CheckReceived("MPI_Sendrecv", recv, recv_count, recv_type, source, in, status);
+    return CheckReceived("MPI_Sendrecv", channel, recv, recv_count, recv_type, source, in, status);
   }
 
   // A longer message is MPI's own error (truncation); a shorter one would leave the tail unwritten.
-  Outcome CheckReceived(const char* call, void* recv, int64_t count, Type type, int source,
+  Outcome CheckReceived(const char* call, const Channel& channel, void* recv, int64_t count, Type type, int source,
                         const Block& block, const Status& status) const {
-    if (source == proc_null_) {
-      Clear(recv, count, type);
-      return {};
-    }
+    if (source == proc_null_) return Clear(channel, recv, count, type);
     int received = 0;
     PYCOLLECTIVE_CALL(Get_count, &status, block.type(), &received);
     if (received != block.count()) {
-      return Outcome{call, 0,
-                     "expected " + std::to_string(count) + " elements, got a shorter message" +
-                         (received >= 0 ? " of " + std::to_string(received) : std::string())};
+      Outcome outcome{call, 0, {}};
+      outcome.detail = "expected " + std::to_string(count) + " elements, got a shorter message" +
+                       (received >= 0 ? " of " + std::to_string(received) : std::string());
+      return outcome;
     }
     return {};
   }
@@ -388,6 +392,7 @@ class LibraryOf final : public Library {
   int proc_null_;
   H types_[kTypeCount];
   H ops_[kOpCount][kTypeCount];
+  bool own_[kOpCount][kTypeCount] = {};
 };
 
 template <typename H>
@@ -405,6 +410,16 @@ std::unique_ptr<Library> Make(const Binding& binding, void* const* addresses, st
 }
 
 }  // namespace
+
+Outcome Memory::Clear(void* to, size_t nbytes) const {
+  std::memset(to, 0, nbytes);
+  return {};
+}
+
+Outcome Memory::Copy(void* to, const void* from, size_t nbytes) const {
+  std::memcpy(to, from, nbytes);
+  return {};
+}
 
 std::unique_ptr<Library> MakeLibrary(const Binding& binding, void* const* addresses, std::string* error) {
   if (binding.handle_bytes == sizeof(int)) return Make<int>(binding, addresses, error);

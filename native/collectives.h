@@ -20,7 +20,16 @@ struct Outcome {
   const char* call = nullptr;
   int code = 0;
   std::string detail;  // set instead of `code` when MPI succeeded but the result cannot be used
+  bool of_runtime = false;  // `call` is one of an accelerator's runtime (runtime.h) and `detail` what it says of it
   bool ok() const { return call == nullptr; }
+};
+
+// What a library itself does to the memory that it is handed. Plain memory; others override it.
+class Memory {
+ public:
+  virtual ~Memory() = default;
+  virtual Outcome Clear(void* to, size_t nbytes) const;
+  virtual Outcome Copy(void* to, const void* from, size_t nbytes) const;
 };
 
 // A communicator as seen from this process. Handles are widened; both are private duplicates, so
@@ -30,6 +39,7 @@ struct Channel {
   int64_t point_to_point;
   int rank;
   int size;
+  const Memory* memory = nullptr;  // null: plain
 };
 
 class Library {
@@ -59,6 +69,9 @@ class Library {
   virtual Outcome Permute(const Channel&, const void* send, void* recv, int64_t count, Type, int dest,
                           int send_tag, int source, int recv_tag) const = 0;
   virtual Outcome Barrier(const Channel&) const = 0;
+
+  // Whether a reduction is one of our own, which works on plain memory alone.
+  virtual bool IsOwn(Op, Type) const = 0;
 
   virtual std::string ErrorString(int code) const = 0;
   virtual int proc_null() const = 0;

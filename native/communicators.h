@@ -27,13 +27,14 @@ struct Signature {
   int32_t reduce_op;  // Op, or -1
   int32_t root;       // or -1
   int64_t pattern;    // a hash of a permutation, or 0
+  int64_t staging;    // how arrays get to MPI: 0 they are in plain memory; else in pieces of so many bytes, < 0: directly
 
   bool operator==(const Signature& other) const {
     return operation == other.operation && dtype == other.dtype && count == other.count &&
-           reduce_op == other.reduce_op && root == other.root && pattern == other.pattern;
+           reduce_op == other.reduce_op && root == other.root && pattern == other.pattern && staging == other.staging;
   }
 };
-static_assert(sizeof(Signature) == 32, "sent as bytes, so without padding");
+static_assert(sizeof(Signature) == 40, "sent as bytes, so without padding");
 
 struct SignatureHash {
   size_t operator()(const Signature& s) const {

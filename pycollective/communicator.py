@@ -8,12 +8,12 @@ from typing import Any
 
 import jax
 
-from pycollective import launchers, lifecycle, ordering
+from pycollective import accelerators, launchers, lifecycle, ordering
 from pycollective.config import config
 from pycollective.errors import message
 from pycollective.mpi import MPI
 from pycollective.threads import shared_cores
-from pycollective.transport import native
+from pycollective.transport import native, runtime
 from pycollective.watchdog import Watchdog
 
 TRANSPORTS = ("native",)
@@ -115,7 +115,9 @@ class Communicator:
         devices = _state.devices
         set_(self, "control", mpi.Dup())
         duplicates = tuple(_duplicate(mpi) for _ in range(2 * len(devices)))
-        lanes = [(d.id, duplicates[2 * i], duplicates[2 * i + 1]) for i, d in enumerate(devices)]
+        lanes = [
+            (accelerators.lane_id(d), duplicates[2 * i], duplicates[2 * i + 1]) for i, d in enumerate(devices)
+        ]
         set_(self, "_duplicates", duplicates)
         set_(self, "_number", native.add_communicator(name, lanes))
         set_(self, "_name", name)
@@ -160,6 +162,16 @@ class Communicator:
         """
         self.check_live("Communicator")
         return self._number
+
+    @property
+    def local_axes(self) -> tuple[tuple[str, int], ...]:
+        """Empty: of several local devices each has its own lane, and none works with another."""
+        return ()
+
+    @property
+    def comm(self) -> Communicator:
+        """Itself: the ranks of a ``mesh.Group`` have the same name there."""
+        return self
 
     def check_live(self, where: str) -> None:
         """Raises ValueError, speaking for ``where``, if the communicator was freed."""
@@ -358,8 +370,15 @@ def start(
         )
     _check_launcher()
     native.start()  # before JAX's backend and its threads: it tunes malloc
+    accelerators.take_own(mpi)
     with shared_cores(mpi):
         _state.devices = _choose_devices(devices)
+    kind = accelerators.check(mpi, _state.devices, may_share=config.allow_shared_gpu)
+    if kind in runtime.KINDS:
+        takes = config.gpu_direct
+        if takes is None:
+            takes = bool(runtime.takes_device_memory(runtime.KINDS[kind]))
+        native.start_accelerators(kind, direct=mpi.allreduce(takes, op=MPI.LAND))
     lifecycle.install(ordering.flush)
     limit = timeout if timeout is not None else config.timeout
     if limit is not None:

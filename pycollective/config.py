@@ -27,6 +27,10 @@ class Config:
             (``PYCOLLECTIVE_ALLOW_SINGLETON``, default off).
         bucket_bytes: psums that do not depend on each other travel together in buffers of this many bytes; 0: each by
             itself (``PYCOLLECTIVE_BUCKET_BYTES``, default 1 MiB). The same on all ranks.
+        gpu_direct: MPI reads and writes the memory of GPUs; None: ask it (``PYCOLLECTIVE_GPU_DIRECT``).
+        stage_bytes: where it does not, arrays go through page-locked buffers in pieces of so many bytes
+            (``PYCOLLECTIVE_STAGE_BYTES``, default 4 MiB). The same on all ranks.
+        allow_shared_gpu: ranks may drive one GPU together (``PYCOLLECTIVE_ALLOW_SHARED_GPU``, default off).
         all_lanes: of several local devices each calls MPI for its slice of a large array, instead of one for all
             (``PYCOLLECTIVE_LANES=one|all``, default ``one``). The same on all ranks.
     """
@@ -36,6 +40,9 @@ class Config:
     timeout: float | None = None
     allow_singleton: bool = False
     bucket_bytes: int = 1 << 20
+    gpu_direct: bool | None = None
+    stage_bytes: int = 4 << 20
+    allow_shared_gpu: bool = False
     all_lanes: bool = False
 
 
@@ -90,6 +97,9 @@ def read(environ: Mapping[str, str]) -> Config:
         timeout=_seconds(environ, "PYCOLLECTIVE_TIMEOUT"),
         allow_singleton=_choice(environ, "PYCOLLECTIVE_ALLOW_SINGLETON", _BOOLEANS, False),  # type: ignore[arg-type]
         bucket_bytes=_bytes(environ, "PYCOLLECTIVE_BUCKET_BYTES", 1 << 20),
+        gpu_direct=_choice(environ, "PYCOLLECTIVE_GPU_DIRECT", _BOOLEANS, None),  # type: ignore[arg-type]
+        stage_bytes=_bytes(environ, "PYCOLLECTIVE_STAGE_BYTES", 4 << 20),
+        allow_shared_gpu=_choice(environ, "PYCOLLECTIVE_ALLOW_SHARED_GPU", _BOOLEANS, False),  # type: ignore[arg-type]
         all_lanes=_choice(environ, "PYCOLLECTIVE_LANES", _LANES, False),  # type: ignore[arg-type]
     )
 

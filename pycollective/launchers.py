@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
-from typing import NamedTuple
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+T = TypeVar("T")
 
 
 class Launcher(NamedTuple):
@@ -108,6 +111,27 @@ def local_place(environ: Mapping[str, str]) -> Place | None:
         tasks = _numbers(environ["SLURM_STEP_TASKS_PER_NODE"])
         return Place(int(environ["SLURM_LOCALID"]), tasks[int(environ["SLURM_NODEID"])])
     return None
+
+
+def own_part(things: Sequence[T], place: Place) -> Sequence[T]:
+    """The part of a host's cores or GPUs for one of its ranks: as many for each; one, shared, where ranks are more.
+
+    Example:
+        >>> own_part(["0", "1", "2", "3", "4"], Place(rank=1, size=2))
+        ['2', '3']
+        >>> own_part(["0", "1"], Place(rank=2, size=3))
+        ['0']
+    """
+    each = len(things) // place.size
+    return things[place.rank * each : (place.rank + 1) * each] if each else [things[place.rank % len(things)]]
+
+
+def visible_gpus(environ: Mapping[str, str], dev: Path = Path("/dev")) -> list[str]:
+    """What CUDA_VISIBLE_DEVICES says, else the NVIDIA devices of this host."""
+    said = environ.get("CUDA_VISIBLE_DEVICES")
+    if said is not None:
+        return [gpu for gpu in said.split(",") if gpu]
+    return [str(i) for i in range(sum(file.name[6:].isdigit() for file in dev.glob("nvidia[0-9]*")))]
 
 
 def slurm_tasks(environ: Mapping[str, str]) -> list[int]:

@@ -152,6 +152,11 @@ class Group:
         self.mesh.comm.check_live("Mesh")
         return self._number
 
+    @cached_property
+    def local_axes(self) -> tuple[tuple[str, int], ...]:
+        """Names and sizes of the axes along which several devices of one rank lie; empty for one device."""
+        return tuple((axis.local_name, axis.local) for axis in self._axes if axis.local > 1)
+
     def _register(self) -> int:
         idle = len(self._teams)  # lanes of devices that are not in the mesh sit in a team of their own
         lanes = [self._device_of_lane(lane) for lane in devices_of_this_rank()]

@@ -85,18 +85,45 @@ for _types in _TYPE_SETS:
 effect = OrderedCollective()
 
 
-def lower(primitive: Primitive, rule: Callable[[dict[str, Any]], tuple[Callable[..., Any], dict[str, int]]]) -> None:
-    """Registers the CPU lowering of an ordered primitive.
+HOSTS: tuple[str, ...] = ("cpu",)
+ACCELERATORS: tuple[str, ...] = ("cuda", "rocm")
+"""JAX's names of the platforms that we lower for; MPI reads and writes the memory of a host's devices."""
+
+Call = tuple[Callable[..., Any], dict[str, Any]]
+"""An FFI lowering whose first operand and first result are tokens (see ``transport``), and the handler's attributes."""
+
+
+class Steps(NamedTuple):
+    """A primitive as a program of others.
+
+    Attributes:
+        fun: of the operands' values, to a value or a sequence of them; traced, so it may use the primitives here.
+        axes: names and sizes of the axes that it uses, bound by the program around it.
+    """
+
+    fun: Callable[..., Any]
+    axes: tuple[tuple[str, int], ...]
+
+
+def lower(
+    primitive: Primitive,
+    on_host: Callable[[dict[str, Any]], Call],
+    on_device: Callable[[dict[str, Any]], Call | Steps],
+) -> None:
+    """Registers the lowerings of an ordered primitive.
 
     Args:
         primitive: its abstract evaluation must report :data:`effect`.
-        rule: maps the primitive's parameters to an FFI lowering whose first operand and first result are tokens, and
-            to the handler's attributes (see ``transport``).
+        on_host: maps the primitive's parameters to what a device of ``HOSTS`` does.
+        on_device: the same for one of ``ACCELERATORS``.
     """
 
-    def lowering(ctx: Any, *operands: Any, **params: Any) -> Sequence[Any]:
+    def lowering(how: Callable[[dict[str, Any]], Call | Steps], ctx: Any, *operands: Any, **params: Any) -> Any:
+        chosen = how(params)
+        if isinstance(chosen, Steps):
+            return _lower_steps(ctx, chosen, operands)
+        call, attributes = chosen
         inner = ctx.replace(avals_in=(abstract_token, *ctx.avals_in), avals_out=(abstract_token, *ctx.avals_out))
-        call, attributes = rule(params)
         token, *results = call(inner, ctx.tokens_in.get(effect), *operands, **attributes)
         ctx.set_tokens_out(ctx.tokens_in.update_tokens(mlir.TokenSet({effect: token})))
         return results
@@ -105,14 +132,42 @@ def lower(primitive: Primitive, rule: Callable[[dict[str, Any]], tuple[Callable[
         raise NotImplementedError(
             message(
                 primitive.name,
-                "a program on CPU devices",
+                "a program on CPU devices or GPUs",
                 f"one for {', '.join(ctx.module_context.platforms)}",
                 "Move the arrays to jax.devices('cpu')[0], or set JAX_PLATFORMS=cpu.",
             )
         )
 
-    mlir.register_lowering(primitive, lowering, platform="cpu")
+    for platforms, how in ((HOSTS, on_host), (ACCELERATORS, on_device)):
+        for platform in platforms:
+            mlir.register_lowering(primitive, functools.partial(lowering, how), platform=platform)
     mlir.register_lowering(primitive, elsewhere)
+
+
+def _lower_steps(ctx: Any, steps: Steps, operands: Sequence[Any]) -> Sequence[Any]:
+    like = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in ctx.avals_in]
+    closed = jax.make_jaxpr(steps.fun, axis_env=list(steps.axes))(*like)
+    assert not closed.consts, "constants would have to become operands"
+    outs, tokens_out = _lower_jaxpr(ctx, closed.jaxpr, ctx.tokens_in, operands)
+    ctx.set_tokens_out(tokens_out)
+    return outs
+
+
+def _lower_jaxpr(ctx: Any, jaxpr: Any, tokens: Any, args: Sequence[Any]) -> tuple[Sequence[Any], Any]:
+    """``jaxpr`` with ``args`` for its constants and inputs, in the place that ``ctx`` says."""
+    optional = {"const_lowering": getattr(ctx, "const_lowering", None), "outer_traceback": None}
+    constants = len(jaxpr.constvars)
+    outs, tokens_out = mlir.jaxpr_subcomp(
+        ctx.module_context,
+        jaxpr,
+        ctx.name_stack,
+        tokens,
+        args[:constants],
+        *args[constants:],
+        dim_var_values=ctx.dim_var_values,
+        **{name: value for name, value in optional.items() if name in _SUBCOMP_PARAMETERS},
+    )
+    return outs, tokens_out
 
 
 # The region -----------------------------------------------------------------------------------------------
@@ -128,18 +183,7 @@ def _region_abstract_eval(*_: Any, jaxpr: Any) -> Any:
 
 def _region_lowering(ctx: Any, *args: Any, jaxpr: Any) -> Sequence[Any]:
     tokens = mlir.TokenSet({**dict(ctx.tokens_in.items()), effect: stablehlo.create_token()})
-    optional = {"const_lowering": getattr(ctx, "const_lowering", None), "outer_traceback": None}
-    constants = len(jaxpr.constvars)
-    outs, tokens_out = mlir.jaxpr_subcomp(
-        ctx.module_context,
-        jaxpr,
-        ctx.name_stack,
-        tokens,
-        args[:constants],
-        *args[constants:],
-        dim_var_values=ctx.dim_var_values,
-        **{name: value for name, value in optional.items() if name in _SUBCOMP_PARAMETERS},
-    )
+    outs, tokens_out = _lower_jaxpr(ctx, jaxpr, tokens, args)
     if len(ctx.tokens_in):  # the body has ordered effects of others, such as jax.debug.print(ordered=True)
         ctx.set_tokens_out(tokens_out.subset([kind for kind, _ in ctx.tokens_in.items()]))
     return outs

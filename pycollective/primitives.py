@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from pycollective import ordering
+from pycollective import hierarchy, ordering
 from pycollective.communicator import Communicator
 from pycollective.config import config
 from pycollective.errors import message
@@ -44,6 +44,14 @@ class Members(Protocol):
     def size(self) -> int:
         """How many take part."""
 
+    @property
+    def local_axes(self) -> tuple[tuple[str, int], ...]:
+        """Names and sizes of the axes along which several devices of one rank lie; empty for one device."""
+
+    @property
+    def comm(self) -> Communicator:
+        """The ranks."""
+
     def routes(self, perm: tuple[tuple[int, int], ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """For each lane of this rank, where a permutation sends to and receives from."""
 
@@ -65,13 +73,25 @@ def _abstract(primitive: Primitive, shape: Callable[..., tuple[int, ...]]) -> No
 
 
 def _lower(primitive: Primitive, attributes: Callable[..., dict[str, Any]]) -> None:
-    """The CPU lowering. A primitive with a parameter ``in_place`` lets XLA give its results the operands' buffers."""
-    lowering = functools.cache(partial(native.ffi_lowering, primitive.name))
+    """The lowerings. A primitive with a parameter ``in_place`` lets XLA give its results the operands' buffers.
 
-    def rule(params: dict[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
+    Over several accelerators of each rank it becomes the local steps of its name around itself on the ranks.
+    """
+    lowering = functools.cache(partial(native.ffi_lowering, primitive.name))
+    device_lowering = functools.cache(partial(native.device_lowering, primitive.name))
+    steps = hierarchy.STEPS.get(primitive.name)
+
+    def on_host(params: dict[str, Any]) -> ordering.Call:
         return lowering(params.pop("in_place", ())), attributes(**params)
 
-    ordering.lower(primitive, rule)
+    def on_device(params: dict[str, Any]) -> ordering.Call | ordering.Steps:
+        axes = params["comm"].local_axes
+        if axes and steps is not None:
+            on_ranks = partial(primitive.bind, comm=params.pop("comm").comm)
+            return ordering.Steps(partial(steps, on_ranks, hierarchy.Local(axes), **params), axes)
+        return device_lowering(params.pop("in_place", ())), attributes(**params)
+
+    ordering.lower(primitive, on_host, on_device)
 
 
 def _same_shape(x: Any, **_: Any) -> tuple[int, ...]:

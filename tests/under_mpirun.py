@@ -11,7 +11,12 @@ from collections.abc import Iterator
 import pytest
 from mpi4py import MPI
 
-from tests.collective.programs import meet
+from tests import standin
+
+if mode := os.environ.get("PYCOLLECTIVE_TEST_STANDIN"):
+    standin.install(mode)
+
+from tests.collective.programs import meet  # noqa: E402
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 

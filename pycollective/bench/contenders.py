@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 import pycollective as pc
-from pycollective.bench.works import AXIS, OPERATIONS, Work, step
+from pycollective.bench.works import AXIS, OPERATIONS, Work, operands, step
 from pycollective.mpi import MPI
 
 try:
@@ -32,6 +32,7 @@ class Program:
         chains: in a loop, each call takes the results of the one before.
         participants: of this process: 1, or its local devices.
         tolerance: relative error that its rounding may make.
+        checked: the results are those of the work.
     """
 
     put: Callable[[list[list[Any]]], Any]
@@ -41,6 +42,7 @@ class Program:
     chains: bool = True
     participants: int = 1
     tolerance: float = 0.0
+    checked: bool = True
 
 
 class Contender(Protocol):
@@ -210,6 +212,47 @@ class Floor:
             return raw.run(pair)
 
         return replace(raw, run=run)
+
+
+class ThroughNumPy:
+    """To a NumPy array, raw MPI, and back, one after the other: what a program on a GPU does without us."""
+
+    name = "through NumPy"
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self._comm = comm
+
+    def program(self, work: Work) -> Program | None:
+        raw = RawMpi(self._comm).program(work)
+        # What a JAX array gives NumPy cannot be written, as a broadcast would.
+        if work.mode != "jit" or work.op in ("tree", "broadcast") or raw is None:
+            return None
+        _, out = raw.put([operands(work, self._comm.rank, self._comm.size, zeros=True)])
+
+        def run(xs: list[jax.Array]) -> list[jax.Array]:
+            fresh = xs[0] + 0  # an array keeps what it once gave NumPy
+            _, result = raw.run((np.asarray(fresh), out))
+            return [jax.device_put(result, xs[0].sharding).block_until_ready()]
+
+        return Program(_put, run, _get, chains=False)
+
+
+class Copies:
+    """To page-locked memory of the host and back, without MPI: what the copy engines of a GPU give."""
+
+    name = "copies alone"
+
+    def program(self, work: Work) -> Program | None:
+        if work.mode != "jit" or work.op not in ("psum", "ppermute", "broadcast"):
+            return None
+        device = jax.local_devices()[0]
+        here = jax.sharding.SingleDeviceSharding(device)
+        host = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
+
+        def run(xs: list[jax.Array]) -> list[jax.Array]:
+            return [jax.block_until_ready(jax.device_put(jax.device_put(xs[0], host), here))]
+
+        return Program(_put, run, _get, checked=False)
 
 
 class Mpi4jax:

@@ -16,7 +16,16 @@ import jax
 import numpy as np
 
 import pycollective as pc
-from pycollective.bench.contenders import Contender, Floor, Mpi4jax, NoCommunication, Pycollective, RawMpi
+from pycollective.bench.contenders import (
+    Contender,
+    Copies,
+    Floor,
+    Mpi4jax,
+    NoCommunication,
+    Pycollective,
+    RawMpi,
+    ThroughNumPy,
+)
 from pycollective.bench.light import Light, measure_light
 from pycollective.bench.measure import ROUNDS, InProcess, Runner, Timing, measure
 from pycollective.bench.options import BESIDE
@@ -25,6 +34,7 @@ from pycollective.bench.report import COLUMNS, UNITS, Row
 from pycollective.bench.works import RESHAPING, Work, make_tree, make_work
 from pycollective.errors import message
 from pycollective.mpi import MPI
+from pycollective.transport import native
 
 
 def run(options: argparse.Namespace) -> int:
@@ -47,10 +57,13 @@ def run(options: argparse.Namespace) -> int:
     contenders: list[Contender] = [Pycollective(comm, options.devices), RawMpi(world), NoCommunication()]
     if options.wire_dtype:
         contenders.append(Pycollective(comm, options.devices, options.wire_dtype))
-    if "floor" in options.against:
-        contenders.append(Floor(world))
-    if "mpi4jax" in options.against:
-        contenders.append(Mpi4jax(world))
+    others: dict[str, Callable[[], Contender]] = {
+        "floor": lambda: Floor(world),
+        "numpy": lambda: ThroughNumPy(world),
+        "copies": Copies,
+        "mpi4jax": lambda: Mpi4jax(world),
+    }
+    contenders += [make() for name, make in others.items() if name in options.against]
     runners: list[Runner] = [InProcess(one, world.rank, world.size, world.Barrier) for one in contenders]
     runners += [OwnProcess(world, peer, options.devices) for peer in options.against if peer in BESIDE]
     partner = max(comm.mpi.allgather((comm.host_index > 0, -comm.rank)))  # the first rank of another host, if any
@@ -145,8 +158,10 @@ def _rows(op: str, work: Work, timings: dict[str, Timing], ranks: int, least_s: 
 
 def _title(comm: pc.Communicator, devices: int, light: Light) -> list[str]:
     library = MPI.Get_library_version().splitlines()[0].strip(" \x00")
+    first = jax.local_devices()[0]
+    kind = first.device_kind + (", whose memory MPI takes" if native.is_direct() else "")
     return [
-        f"pycollective {pc.__version__}: {comm.size} rank(s) x {devices} device(s) on {comm.host_count} host(s)",
+        f"pycollective {pc.__version__}: {comm.size} rank(s) x {devices} device(s) on {comm.host_count} host(s), {kind}",
         f"{library}, JAX {jax.__version__}, Python {platform.python_version()}, {platform.machine()}",
         f"light: {light.name}; raw MPI: one array of each rank; trees: as one array",
     ]

@@ -111,6 +111,8 @@ class InProcess:
 
     def _wrong(self, work: Work, program: Program) -> int:
         """Of a longer loop, the same program with two turns is checked: the values of many would overflow."""
+        if not program.checked:
+            return 0
         if work.loop > 2:
             work = replace(work, loop=2)
             shorter = self._contender.program(work)

@@ -10,7 +10,7 @@ from pycollective.arguments import positive
 from pycollective.bench.works import MODES, OPERATIONS, TREES
 
 BESIDE = ("jax-gloo", "torch-gloo")
-PEERS = ("floor", "mpi4jax", *BESIDE)
+PEERS = ("floor", "numpy", "copies", "mpi4jax", *BESIDE)
 OPS = (*OPERATIONS, "tree", "step")
 
 _EXAMPLES = """examples:
@@ -95,7 +95,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--against",
         type=several(PEERS),
         default=(),
-        help=f"what takes turns with us, of {', '.join(PEERS)}; floor: a jitted function of nothing, then raw MPI",
+        help=f"what takes turns with us, of {', '.join(PEERS)}; floor: a jitted function of nothing, then raw MPI; "
+        "numpy: to NumPy, raw MPI, and back; copies: of a GPU, to the host and back, without MPI",
     )
     parser.add_argument("--wire-dtype", choices=("bfloat16",), help="sums that travel so take turns too")
     parser.add_argument("--link-gbps", type=rate, help="rate of the network, for the column light (default measured)")

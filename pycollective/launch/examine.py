@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import os
 import re
@@ -15,7 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 
 import pycollective as pc
+from pycollective import accelerators
 from pycollective.bench.light import PING_BYTES, STREAM_BYTES, one_way_s
+from pycollective.config import config
 from pycollective.launch.doctor import numbers
 from pycollective.launch.findings import OK, WARNING, WRONG, Finding, show
 from pycollective.launch.libraries import identify
@@ -23,6 +24,7 @@ from pycollective.launch.rank import physical_cores
 from pycollective.launchers import LAUNCHERS
 from pycollective.mpi import MPI
 from pycollective.threads import shared_cores
+from pycollective.transport import runtime
 
 # Of MPI's ways between ranks: UCX, libfabric, MPICH, Open MPI (which sets others for itself), Intel MPI.
 _SETTINGS = (
@@ -50,6 +52,7 @@ class Facts:
         platform: of its devices; why there are none, where there are none.
         devices: their number.
         gpu_aware: whether its MPI takes pointers to a GPU's memory; None where it does not say.
+        gpus: what tells its GPUs from all others; None for each that does not say.
     """
 
     host: str
@@ -60,6 +63,7 @@ class Facts:
     platform: str
     devices: int
     gpu_aware: bool | None = None
+    gpus: tuple[str | None, ...] = ()
 
 
 def main(*, as_json: bool) -> int:
@@ -102,24 +106,19 @@ def transport() -> Finding:
     return Finding("transport", OK, "; ".join(filter(None, parts)))
 
 
-def takes_gpu_memory() -> bool | None:
-    """Whether this MPI takes pointers to a GPU's memory; None where it does not say."""
-    # Through mpi4py's own extension, as the transport does: it knows the right library.
-    query = getattr(ctypes.CDLL(MPI.__file__), "MPIX_Query_cuda_support", None)
-    return None if query is None else bool(query())
-
-
 def facts() -> Facts:
     """Of this rank; all make this call. Starts JAX's devices."""
     text = MPI.Get_library_version().strip(" \x00\n")
+    accelerators.take_own(MPI.COMM_WORLD)
+    found: list[jax.Device] = []
     try:
         with shared_cores(MPI.COMM_WORLD):
-            kinds = [device.platform for device in jax.local_devices()]
+            found = jax.local_devices()
     except Exception as error:  # whatever it is: told with the facts of the others, who wait for these
-        kinds = []
         kind = f"{type(error).__name__}: {error}".splitlines()[0]
     else:
-        kind = kinds[0]
+        kind = accelerators.kind_of(found[0])
+    known = runtime.KINDS.get(kind)
     return Facts(
         host=socket.gethostname(),
         versions=tuple(f"{name} {number}" for name, number in numbers().items()),
@@ -127,8 +126,9 @@ def facts() -> Facts:
         cores=frozenset(map(min, physical_cores(os.sched_getaffinity(0)))),
         host_cores=len(physical_cores(set(range(os.cpu_count() or 1)))),
         platform=kind,
-        devices=len(kinds),
-        gpu_aware=takes_gpu_memory(),
+        devices=len(found),
+        gpu_aware=runtime.takes_device_memory(known or runtime.KINDS["cuda"]),
+        gpus=tuple(runtime.identity(known, device.local_hardware_id) for device in found) if known else (),
     )
 
 
@@ -140,6 +140,7 @@ def compare(ranks: Sequence[Facts]) -> list[Finding]:
         hosts(ranks),
         cores(ranks),
         devices(ranks),
+        gpus(ranks),
         gpu_awareness(ranks),
     ]
 
@@ -165,14 +166,35 @@ def devices(ranks: Sequence[Facts]) -> Finding:
     return same("devices", ranks, lambda rank: f"{rank.devices} of {rank.platform} on each rank", remedy, WRONG)
 
 
+def gpus(ranks: Sequence[Facts]) -> Finding:
+    """Whether every GPU has one rank."""
+    drivers: dict[str, list[int]] = {}
+    for rank, fact in enumerate(ranks):
+        for name in filter(None, fact.gpus):
+            drivers.setdefault(name, []).append(rank)
+    for name, together in drivers.items():
+        if len(together) > 1:
+            text = f"ranks {', '.join(map(str, together))} drive the same one, {name[:8]}"
+            remedy = "Start no more ranks than there are, with pycollective run or srun --gpus-per-task=1."
+            accepted = WARNING if config.allow_shared_gpu else WRONG
+            return Finding("GPUs", accepted, text, remedy)
+    if all(rank.platform == "cpu" for rank in ranks):
+        return Finding("GPUs", OK, "none in use")
+    unknown = sum(name is None for rank in ranks for name in rank.gpus)
+    return Finding("GPUs", OK, f"{unknown} do not say which they are" if unknown else "each has one rank")
+
+
 def gpu_awareness(ranks: Sequence[Facts]) -> Finding:
     """Whether MPI can send from where the arrays are."""
     said = {True: "MPI takes pointers to GPU memory", False: "MPI takes none to GPU memory", None: "MPI does not say"}
     text = "; ".join(sorted({said[rank.gpu_aware] for rank in ranks}))
     if all(rank.platform == "cpu" for rank in ranks):
         return Finding("GPU awareness", OK, f"not needed on CPU devices ({text})")
-    if all(rank.gpu_aware for rank in ranks):
+    if config.gpu_direct is not None:
+        text += f"; PYCOLLECTIVE_GPU_DIRECT={'on' if config.gpu_direct else 'off'} decides"
+    if all(rank.gpu_aware for rank in ranks) or config.gpu_direct is not None:
         return Finding("GPU awareness", OK, text)
+    text += f": arrays go through page-locked buffers, in pieces of {config.stage_bytes} B"
     return Finding("GPU awareness", WARNING, text, "Use an MPI library built for these GPUs, on all hosts.")
 
 

@@ -9,13 +9,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
 
-from pycollective.launchers import Place, local_place
-
-T = TypeVar("T")
+from pycollective.launchers import local_place, own_part, visible_gpus
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
@@ -27,27 +23,6 @@ def physical_cores(cpus: set[int], sys_cpu: Path = Path("/sys/devices/system/cpu
         file = sys_cpu / f"cpu{cpu}" / "topology" / "thread_siblings_list"
         cores.setdefault(file.read_text() if file.exists() else str(cpu), set()).add(cpu)
     return list(cores.values())
-
-
-def own_part(things: Sequence[T], place: Place) -> Sequence[T]:
-    """The part of a host's cores or GPUs for one of its ranks: as many for each; one, shared, where ranks are more.
-
-    Example:
-        >>> own_part(["0", "1", "2", "3", "4"], Place(rank=1, size=2))
-        ['2', '3']
-        >>> own_part(["0", "1"], Place(rank=2, size=3))
-        ['0']
-    """
-    each = len(things) // place.size
-    return things[place.rank * each : (place.rank + 1) * each] if each else [things[place.rank % len(things)]]
-
-
-def visible_gpus(environ: Mapping[str, str], dev: Path = Path("/dev")) -> list[str]:
-    """What CUDA_VISIBLE_DEVICES says, else the NVIDIA devices of this host."""
-    said = environ.get("CUDA_VISIBLE_DEVICES")
-    if said is not None:
-        return [gpu for gpu in said.split(",") if gpu]
-    return [str(i) for i in range(sum(file.name[6:].isdigit() for file in dev.glob("nvidia[0-9]*")))]
 
 
 def main() -> None:

@@ -17,6 +17,7 @@ import numpy as np
 from pycollective.config import config
 from pycollective.errors import message
 from pycollective.mpi import MPI
+from pycollective.transport import runtime
 
 OPS = {"sum": 0, "prod": 1, "min": 2, "max": 3, "sum_bfloat16": 4}
 """The reductions, numbered as ``Op`` in native/mpi.h."""
@@ -55,6 +56,8 @@ TARGETS = (
     "recv",
     "barrier",
 )
+DEVICE_TARGETS = (*TARGETS, "allreduce_done")
+"""For accelerators, each under the name ``device_...``."""
 
 
 class _Binding(ctypes.Structure):
@@ -99,6 +102,7 @@ def _bind(library: ctypes.CDLL) -> None:
     library.pycollective_function_name.restype = ctypes.c_char_p
     library.pycollective_function_name.argtypes = [ctypes.c_int64]
     library.pycollective_bind.restype = ctypes.c_char_p
+    library.pycollective_runtime_name.restype = ctypes.c_char_p
     library.pycollective_communicator_add.restype = ctypes.c_int64
     library.pycollective_group_add.restype = ctypes.c_int64
     library.pycollective_longest_wait.restype = ctypes.c_bool
@@ -145,6 +149,7 @@ def _int64s(values: Sequence[int]) -> Any:
 
 
 _library: ctypes.CDLL | None = None
+_direct = False
 
 
 def start() -> None:
@@ -158,10 +163,51 @@ def start() -> None:
     library.pycollective_set_all_lanes(int(config.all_lanes))
     if config.malloc:
         library.pycollective_tune_malloc()
-    for target in TARGETS:
-        capsule = jax.ffi.pycapsule(getattr(library, f"pycollective_{target}"))
-        jax.ffi.register_ffi_target(f"pycollective_{target}", capsule, platform="cpu")
+    _register(library, TARGETS, "cpu")
     _library = library
+
+
+def _register(library: ctypes.CDLL, targets: Sequence[str], platform: str) -> None:
+    for target in targets:
+        capsule = jax.ffi.pycapsule(getattr(library, f"pycollective_{target}"))
+        jax.ffi.register_ffi_target(f"pycollective_{target}", capsule, platform=platform)
+
+
+def start_accelerators(kind: str, *, direct: bool) -> None:
+    """Binds the runtime of this rank's accelerators and registers their handlers. JAX's devices must have started.
+
+    Args:
+        kind: one of ``runtime.KINDS``.
+        direct: whether MPI reads and writes their memory; the same on all ranks.
+    """
+    known = runtime.KINDS[kind]
+    bind_runtime(runtime.load(known), hip=known.hip, direct=direct)
+    _register(library(), [f"device_{target}" for target in DEVICE_TARGETS], known.platform)
+
+
+def bind_runtime(found: ctypes.CDLL, *, hip: bool, direct: bool) -> None:
+    """Gives the library the functions of a runtime.
+
+    Raises:
+        ImportError: the runtime lacks one of them.
+    """
+    addresses: list[int | None] = []
+    while name := library().pycollective_runtime_name(len(addresses), int(hip)):
+        try:
+            addresses.append(ctypes.cast(getattr(found, name.decode()), ctypes.c_void_p).value)
+        except AttributeError:
+            raise ImportError(
+                message("transport", f"a runtime with {name.decode()}", found._name, "Install a newer one.")
+            ) from None
+    array = (ctypes.c_void_p * len(addresses))(*addresses)
+    library().pycollective_bind_runtime(array, int(direct), ctypes.c_int64(config.stage_bytes))
+    global _direct
+    _direct = direct
+
+
+def is_direct() -> bool:
+    """Whether MPI is handed the memory of this rank's accelerators."""
+    return _direct
 
 
 def library() -> ctypes.CDLL:
@@ -243,7 +289,7 @@ def ffi_lowering(target: str, in_place: tuple[bool, ...] = ()) -> Any:
     """JAX's lowering rule for a handler whose first operand and first result are tokens.
 
     Args:
-        target: one of ``TARGETS``.
+        target: one of ``TARGETS``, or of ``DEVICE_TARGETS`` with ``device_`` before it.
         in_place: for each array among the operands, whether the result of the same number takes its buffer (XLA
             copies where it may not).
     """
@@ -256,5 +302,31 @@ def ffi_lowering(target: str, in_place: tuple[bool, ...] = ()) -> Any:
             for name, value in attributes.items()
         }
         return rule(ctx, *operands, **as_int64)
+
+    return lowering
+
+
+def device_lowering(target: str, in_place: tuple[bool, ...] = ()) -> Any:
+    """The same for an accelerator.
+
+    An ``allreduce`` comes in two calls, of which the second returns what the first has begun: what needs no result may
+    run between them. The second keeps the operands alive where results have buffers of their own, and has no part in
+    the order: the next call may begin before it.
+    """
+    if target != "allreduce":
+        return ffi_lowering(f"device_{target}", in_place)
+    start = ffi_lowering(f"device_{target}", in_place)
+    kept = [i for i, takes in enumerate(in_place) if not takes]
+    aliases = {1 + len(kept) + i: 1 + i for i in range(len(in_place))}
+    done = jax.ffi.ffi_lowering(
+        f"pycollective_device_{target}_done", has_side_effect=True, operand_output_aliases=aliases
+    )
+
+    def lowering(ctx: Any, token: Any, *operands: Any, comm: int, **attributes: int) -> Any:
+        token, *begun = start(ctx, token, *operands, comm=comm, **attributes)
+        avals_in = [ctx.avals_in[0], *(ctx.avals_in[1 + i] for i in kept), *ctx.avals_out[1:]]
+        inner = ctx.replace(avals_in=avals_in)
+        _, *results = done(inner, token, *(operands[i] for i in kept), *begun, comm=np.int64(comm))
+        return token, *results
 
     return lowering

@@ -262,7 +262,8 @@ def test_only_intracommunicators(world: pc.Communicator) -> None:
 def test_programs_elsewhere_than_on_the_devices_of_init(world: pc.Communicator) -> None:
     x = jax.device_put(jnp.ones(3), jax.devices()[1])
     with pytest.raises(
-        RUNTIME_ERRORS, match=r"allreduce: expected a device of pycollective.init\(devices=...\), got CPU device 1"
+        RUNTIME_ERRORS,
+        match=r"allreduce: expected a device of pycollective.init\(devices=...\), got (CPU device|accelerator) 1",
     ):
         pc.psum(x, world).block_until_ready()
 

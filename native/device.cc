@@ -1,0 +1,275 @@
+// Implementation of device.h.
+
+#include "device.h"
+
+#include <algorithm>
+
+namespace pycollective {
+
+Runtime runtime;
+bool direct = false;
+int64_t stage_bytes = 4 << 20;
+
+namespace {
+
+Outcome FailedIn(const char* call, int code) {
+  return {call, code, runtime.GetErrorString(code), true};
+}
+
+// Returns from the enclosing function if a call of the runtime fails.
+#define PYCOLLECTIVE_RUNTIME(name, ...)                            \
+  do {                                                             \
+    const int code_ = runtime.name(__VA_ARGS__);                   \
+    if (code_ != 0) return FailedIn(#name, code_);                 \
+  } while (false)
+
+#define PYCOLLECTIVE_RETURN_IF_FAILED(expression) \
+  do {                                            \
+    Outcome outcome_ = (expression);              \
+    if (!outcome_.ok()) return outcome_;          \
+  } while (false)
+
+}  // namespace
+
+Device& Device::Of(int ordinal) {
+  static std::mutex making;
+  static auto* devices = new std::unordered_map<int, Device*>;  // never destroyed: threads may outlive main
+  const std::lock_guard<std::mutex> lock(making);
+  Device*& device = (*devices)[ordinal];
+  if (device == nullptr) device = new Device(ordinal);
+  return *device;
+}
+
+Device::Device(int ordinal) : ordinal_(ordinal) {}
+
+// The order of calls -----------------------------------------------------------------------------------------------
+
+void Device::Run(const std::function<void()>& work) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (completed_ < posted_) {  // others come first: behind them, in their thread
+    lock.unlock();
+    Wait(Post(work));
+    return;
+  }
+  const uint64_t ticket = ++posted_;
+  lock.unlock();
+  work();
+  lock.lock();
+  completed_ = ticket;
+  changed_.notify_all();
+}
+
+uint64_t Device::Post(std::function<void()> work) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (!worker_.joinable()) worker_ = std::thread([this] { Work(); });
+  waiting_.push_back({++posted_, std::move(work)});
+  changed_.notify_all();
+  return posted_;
+}
+
+void Device::Wait(uint64_t ticket) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  changed_.wait(lock, [&] { return completed_ >= ticket; });
+}
+
+void Device::Work() {
+  runtime.SetDevice(ordinal_);
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (true) {
+    // One that runs in a thread of its own may still be before the first that waits.
+    changed_.wait(lock, [&] { return !waiting_.empty() && completed_ + 1 == waiting_.front().ticket; });
+    const Task task = std::move(waiting_.front());
+    waiting_.pop_front();
+    lock.unlock();
+    task.work();
+    lock.lock();
+    completed_ = task.ticket;
+    changed_.notify_all();
+  }
+}
+
+// Events -----------------------------------------------------------------------------------------------------------
+
+Outcome Device::TakeEvent(void** event) {
+  const std::lock_guard<std::mutex> lock(events_mutex_);
+  if (events_.empty()) {
+    PYCOLLECTIVE_RUNTIME(EventCreate, event, kEventDisableTiming);
+  } else {
+    *event = events_.back();
+    events_.pop_back();
+  }
+  return {};
+}
+
+void Device::GiveEvent(void* event) {
+  const std::lock_guard<std::mutex> lock(events_mutex_);
+  events_.push_back(event);
+}
+
+Outcome Device::Record(void* event, void* stream) {
+  PYCOLLECTIVE_RUNTIME(EventRecord, event, stream);
+  return {};
+}
+
+Outcome Device::Follow(void* stream, void* event) {
+  PYCOLLECTIVE_RUNTIME(StreamWaitEvent, stream, event, 0);
+  return {};
+}
+
+// Arrays -----------------------------------------------------------------------------------------------------------
+
+Outcome Device::Grow(char** buffer, int64_t* held, int64_t wanted) {
+  if (wanted <= *held) return {};
+  if (*buffer != nullptr) {
+    PYCOLLECTIVE_RUNTIME(StreamSynchronize, to_device_);  // it may still be read
+    PYCOLLECTIVE_RUNTIME(HostFree, *buffer);
+    *buffer = nullptr;
+    *held = 0;
+  }
+  void* made = nullptr;
+  PYCOLLECTIVE_RUNTIME(HostAlloc, &made, static_cast<size_t>(wanted), kHostPortable);
+  *buffer = static_cast<char*>(made);
+  *held = wanted;
+  return {};
+}
+
+Outcome Device::Prepare(int64_t in_bytes, int64_t out_bytes) {
+  if (from_device_ == nullptr) PYCOLLECTIVE_RUNTIME(StreamCreate, &from_device_, kStreamNonBlocking);
+  if (to_device_ == nullptr) PYCOLLECTIVE_RUNTIME(StreamCreate, &to_device_, kStreamNonBlocking);
+  for (Slot& slot : slots_) {
+    if (slot.came == nullptr) PYCOLLECTIVE_RUNTIME(EventCreate, &slot.came, kEventDisableTiming);
+    if (slot.gone == nullptr) PYCOLLECTIVE_RUNTIME(EventCreate, &slot.gone, kEventDisableTiming);
+    PYCOLLECTIVE_RETURN_IF_FAILED(Grow(&slot.in, &slot.in_bytes, in_bytes));
+    PYCOLLECTIVE_RETURN_IF_FAILED(Grow(&slot.out, &slot.out_bytes, out_bytes));
+  }
+  return {};
+}
+
+namespace {
+
+// Calls copy(data, offset, nbytes) for each part of elements first to first + count of a side of one block.
+template <typename Copy>
+Outcome ForParts(const Side& side, int64_t first, int64_t count, Copy copy) {
+  int64_t start = 0;  // of an array
+  for (const Side::Array& array : side.arrays) {
+    const int64_t from = std::max(first, start);
+    const int64_t to = std::min(first + count, start + array.count);
+    if (from < to) {
+      PYCOLLECTIVE_RETURN_IF_FAILED(copy(static_cast<char*>(array.data) + (from - start) * side.unit,
+                                         (from - first) * side.unit, static_cast<size_t>((to - from) * side.unit)));
+    }
+    start += array.count;
+  }
+  return {};
+}
+
+}  // namespace
+
+Outcome Device::Fetch(const Side& side, int64_t first, int64_t count, char* host) {
+  if (side.blocks == 1) {
+    return ForParts(side, first, count, [&](const char* data, int64_t offset, size_t nbytes) -> Outcome {
+      PYCOLLECTIVE_RUNTIME(MemcpyAsync, host + offset, data, nbytes, kDeviceToHost, from_device_);
+      return {};
+    });
+  }
+  const char* data = static_cast<const char*>(side.arrays[0].data) + first * side.unit;
+  const auto width = static_cast<size_t>(count * side.unit);
+  PYCOLLECTIVE_RUNTIME(Memcpy2DAsync, host, width, data, static_cast<size_t>(side.count * side.unit), width,
+                       static_cast<size_t>(side.blocks), kDeviceToHost, from_device_);
+  return {};
+}
+
+Outcome Device::Store(const Side& side, int64_t first, int64_t count, char* host) {
+  if (side.blocks == 1) {
+    return ForParts(side, first, count, [&](char* data, int64_t offset, size_t nbytes) -> Outcome {
+      PYCOLLECTIVE_RUNTIME(MemcpyAsync, data, host + offset, nbytes, kHostToDevice, to_device_);
+      return {};
+    });
+  }
+  char* data = static_cast<char*>(side.arrays[0].data) + first * side.unit;
+  const auto width = static_cast<size_t>(count * side.unit);
+  PYCOLLECTIVE_RUNTIME(Memcpy2DAsync, data, static_cast<size_t>(side.count * side.unit), host, width, width,
+                       static_cast<size_t>(side.blocks), kHostToDevice, to_device_);
+  return {};
+}
+
+Outcome Device::Stage(const Exchange& exchange, int64_t most_bytes, void* ready, void* done, const Move& move) {
+  const Side& in = exchange.in;
+  const Side& out = exchange.out;
+  const bool reads = in.nbytes() > 0;
+  const bool writes = out.nbytes() > 0;
+  const int64_t count = std::max(in.count, out.count);
+  // The ranks make the same pieces: these depend on what they have in common alone.
+  const int64_t all = std::max(in.unit * in.blocks, out.unit * out.blocks);
+  const int64_t piece = exchange.in_pieces ? std::max<int64_t>(1, most_bytes / all) : count;
+  const auto bytes_of = [&](const Side& side) {
+    return exchange.in_pieces ? std::min(piece, side.count) * side.unit * side.blocks : side.nbytes();
+  };
+  PYCOLLECTIVE_RETURN_IF_FAILED(Prepare(bytes_of(in), exchange.in_place ? 0 : bytes_of(out)));
+  PYCOLLECTIVE_RUNTIME(StreamWaitEvent, from_device_, ready, 0);
+  PYCOLLECTIVE_RUNTIME(StreamWaitEvent, to_device_, ready, 0);
+
+  const int64_t pieces = piece > 0 ? (count + piece - 1) / piece : 0;
+  const auto size = [&](const Side& side, int64_t i) {
+    return exchange.in_pieces ? std::min(piece, side.count - i * piece) : side.count;
+  };
+  const auto fetch = [&](int64_t i) -> Outcome {
+    Slot& slot = slots_[i % kSlots];
+    PYCOLLECTIVE_RUNTIME(StreamWaitEvent, from_device_, slot.gone, 0);  // of an earlier call, perhaps in place
+    PYCOLLECTIVE_RETURN_IF_FAILED(Fetch(in, i * piece, size(in, i), slot.in));
+    PYCOLLECTIVE_RUNTIME(EventRecord, slot.came, from_device_);
+    return {};
+  };
+  const auto store = [&](int64_t i) -> Outcome {
+    Slot& slot = slots_[i % kSlots];
+    PYCOLLECTIVE_RETURN_IF_FAILED(Store(out, i * piece, size(out, i), exchange.in_place ? slot.in : slot.out));
+    PYCOLLECTIVE_RUNTIME(EventRecord, slot.gone, to_device_);
+    return {};
+  };
+  const auto arrived = [&](const Slot& slot) -> Outcome {
+    if (reads) PYCOLLECTIVE_RUNTIME(EventSynchronize, slot.came);
+    if (!exchange.in_place) PYCOLLECTIVE_RUNTIME(EventSynchronize, slot.gone);
+    return {};
+  };
+
+  Outcome first;
+  const auto note = [&](const Outcome& outcome) {
+    if (first.ok()) first = outcome;
+  };
+  if (!reads && !writes) PYCOLLECTIVE_RUNTIME(EventSynchronize, ready);
+  int64_t fetched = 0;
+  for (int64_t i = 0; i < pieces; ++i) {
+    while (reads && fetched < std::min(pieces, i + kSlots)) note(fetch(fetched++));
+    Slot& slot = slots_[i % kSlots];
+    note(arrived(slot));
+    // After an error the other calls are made all the same, since other ranks wait in them.
+    note(move(slot.in, exchange.in_place ? slot.in : slot.out, size(reads ? in : out, i)));
+    if (writes) note(store(i));
+  }
+  if (pieces == 0) note(move(nullptr, nullptr, 0));
+  PYCOLLECTIVE_RUNTIME(EventRecord, done, to_device_);
+  return first;
+}
+
+Outcome Device::Direct(const Exchange& exchange, void* ready, void* done, const Move& move) {
+  PYCOLLECTIVE_RETURN_IF_FAILED(Prepare(0, 0));
+  PYCOLLECTIVE_RUNTIME(EventSynchronize, ready);
+  const auto data = [](const Side& side) { return side.arrays.empty() ? nullptr : side.arrays[0].data; };
+  const Outcome outcome = move(data(exchange.in), data(exchange.out), std::max(exchange.in.count, exchange.out.count));
+  PYCOLLECTIVE_RUNTIME(EventRecord, done, to_device_);
+  return outcome;
+}
+
+Outcome Device::DeviceMemory::Clear(void* to, size_t nbytes) const {
+  PYCOLLECTIVE_RUNTIME(MemsetAsync, to, 0, nbytes, device_.to_device_);
+  PYCOLLECTIVE_RUNTIME(StreamSynchronize, device_.to_device_);
+  return {};
+}
+
+Outcome Device::DeviceMemory::Copy(void* to, const void* from, size_t nbytes) const {
+  PYCOLLECTIVE_RUNTIME(MemcpyAsync, to, from, nbytes, kDeviceToDevice, device_.to_device_);
+  PYCOLLECTIVE_RUNTIME(StreamSynchronize, device_.to_device_);
+  return {};
+}
+
+}  // namespace pycollective

@@ -1,0 +1,42 @@
+// What the stand-in for CUDA's runtime has beyond CUDA's own functions: for tests.
+
+#ifndef PYCOLLECTIVE_TESTS_STANDIN_CUDART_H_
+#define PYCOLLECTIVE_TESTS_STANDIN_CUDART_H_
+
+#include <cstddef>
+#include <cstdint>
+
+extern "C" {
+
+// CUDA's, as native/runtime.h has them.
+int cudaGetDevice(int* device);
+int cudaSetDevice(int device);
+int cudaStreamCreateWithFlags(void** stream, unsigned flags);
+int cudaStreamSynchronize(void* stream);
+int cudaStreamWaitEvent(void* stream, void* event, unsigned flags);
+int cudaEventCreateWithFlags(void** event, unsigned flags);
+int cudaEventRecord(void* event, void* stream);
+int cudaEventSynchronize(void* event);
+int cudaHostAlloc(void** memory, size_t nbytes, unsigned flags);
+int cudaFreeHost(void* memory);
+int cudaMemcpyAsync(void* to, const void* from, size_t nbytes, int kind, void* stream);
+int cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width, size_t height,
+                      int kind, void* stream);
+int cudaMemsetAsync(void* to, int value, size_t nbytes, void* stream);
+const char* cudaGetErrorString(int code);
+
+// A kernel: function(argument) in the order of the stream.
+void standin_launch(void* stream, void (*function)(void*), void* argument);
+// Every copy takes at least so long.
+void standin_set_delay_us(int64_t delay);
+// Page-locked allocations that were made so far, and that are held.
+int64_t standin_allocations();
+int64_t standin_held();
+// The copy or set that is number `nth` from now on fails when it is asked for; 0: none.
+void standin_fail_copy(int64_t nth);
+// The most copies, from the device and to it, that were under way at one time; and those that have ended so far.
+int64_t standin_most_at_once();
+int64_t standin_copied();
+}
+
+#endif  // PYCOLLECTIVE_TESTS_STANDIN_CUDART_H_

@@ -1,0 +1,190 @@
+// Lets XLA's CPU runtime call the handlers for accelerators, with the stand-in for CUDA's runtime (cudart.h) behind them.
+//
+// A handler sees what it would see on a GPU: a stream, operands that are there only when earlier work of that stream is
+// done, and results that later work of the stream reads. So each call gets copies of XLA's operands, made late by the
+// stream, and its results are copied to XLA's by the stream behind it.
+
+#include <dlfcn.h>
+
+#include <cstring>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "cudart.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace {
+
+void* native = nullptr;
+
+size_t BytesOf(const XLA_FFI_Buffer& buffer) {
+  size_t nbytes = xla::ffi::ByteWidth(static_cast<xla::ffi::DataType>(buffer.dtype));
+  for (int64_t i = 0; i < buffer.rank; ++i) nbytes *= static_cast<size_t>(buffer.dims[i]);
+  return nbytes;
+}
+
+// One stream for each device.
+void* StreamOf(int device) {
+  static std::mutex mutex;
+  static auto* streams = new std::map<int, void*>;
+  const std::lock_guard<std::mutex> lock(mutex);
+  void*& stream = (*streams)[device];
+  if (stream == nullptr) cudaStreamCreateWithFlags(&stream, 0);
+  return stream;
+}
+
+thread_local void* current_stream = nullptr;
+
+XLA_FFI_Error* GetStream(XLA_FFI_Stream_Get_Args* args) {
+  args->stream = current_stream;
+  return nullptr;
+}
+
+// XLA's functions, with a stream.
+const XLA_FFI_Api* WithStream(const XLA_FFI_Api* api) {
+  static std::vector<char>* made = [api] {
+    auto* bytes = new std::vector<char>(reinterpret_cast<const char*>(api),
+                                        reinterpret_cast<const char*>(api) + api->struct_size);
+    reinterpret_cast<XLA_FFI_Api*>(bytes->data())->XLA_FFI_Stream_Get = GetStream;
+    return bytes;
+  }();
+  return reinterpret_cast<const XLA_FFI_Api*>(made->data());
+}
+
+// Memory of the device in the place of XLA's, by XLA's address: an operand and a result in one buffer stay in one.
+class Buffers {
+ public:
+  void* For(void* address, size_t nbytes) {
+    std::unique_ptr<char[]>& memory = by_address_[address];
+    if (memory == nullptr) {
+      memory.reset(new char[nbytes + 1]);
+      std::memset(memory.get(), 0x5A, nbytes);
+    }
+    return memory.get();
+  }
+  bool Has(void* address) const { return by_address_.count(address) != 0; }
+
+ private:
+  std::unordered_map<void*, std::unique_ptr<char[]>> by_address_;
+};
+
+struct Copy {
+  void* to;
+  std::vector<char> snapshot;
+  const void* from;
+  size_t nbytes;
+};
+
+// By the stream, some time from now.
+void CopyLater(void* stream, void* to, const void* from, size_t nbytes, bool of_now) {
+  auto* copy = new Copy{to, {}, from, nbytes};
+  if (of_now) {
+    copy->snapshot.assign(static_cast<const char*>(from), static_cast<const char*>(from) + nbytes);
+    copy->from = copy->snapshot.data();
+  }
+  standin_launch(
+      stream,
+      [](void* argument) {
+        const std::unique_ptr<Copy> copy(static_cast<Copy*>(argument));
+        std::memcpy(copy->to, copy->from, copy->nbytes);
+      },
+      copy);
+}
+
+// Calls that have begun and not ended, by XLA's address of their first result.
+std::mutex begun_mutex;
+std::unordered_map<void*, std::shared_ptr<Buffers>>* begun = new std::unordered_map<void*, std::shared_ptr<Buffers>>;
+
+enum class Part { kWhole, kStart, kDone };
+
+XLA_FFI_Error* Call(const char* name, Part part, XLA_FFI_CallFrame* frame) {
+  auto* handler = reinterpret_cast<XLA_FFI_Handler*>(dlsym(native, name));
+  if (frame->extension_start != nullptr || frame->stage != XLA_FFI_ExecutionStage_EXECUTE) return handler(frame);
+  XLA_FFI_DeviceOrdinal_Get_Args ordinal{XLA_FFI_DeviceOrdinal_Get_Args_STRUCT_SIZE, nullptr, frame->ctx, 0};
+  if (XLA_FFI_Error* error = frame->api->XLA_FFI_DeviceOrdinal_Get(&ordinal)) return error;
+  cudaSetDevice(ordinal.device_ordinal);
+  void* const stream = current_stream = StreamOf(ordinal.device_ordinal);
+
+  const auto buffer_of = [](void* buffer) -> XLA_FFI_Buffer& { return *static_cast<XLA_FFI_Buffer*>(buffer); };
+  void* first = nullptr;
+  for (int64_t i = 0; i < frame->rets.size; ++i) {
+    const XLA_FFI_Buffer& result = buffer_of(frame->rets.rets[i]);
+    if (first == nullptr && BytesOf(result) > 0) first = result.data;
+  }
+  auto buffers = std::make_shared<Buffers>();
+  if (part == Part::kDone) {
+    const std::lock_guard<std::mutex> lock(begun_mutex);
+    if (begun->count(first) != 0) {
+      buffers = (*begun)[first];
+      begun->erase(first);
+    }
+  }
+
+  std::vector<XLA_FFI_Buffer> args(static_cast<size_t>(frame->args.size)), rets(static_cast<size_t>(frame->rets.size));
+  std::vector<void*> arg_pointers, ret_pointers;
+  for (size_t i = 0; i < args.size(); ++i) {
+    args[i] = buffer_of(frame->args.args[i]);
+    if (const size_t nbytes = BytesOf(args[i])) {
+      const bool known = buffers->Has(args[i].data);
+      void* own = buffers->For(args[i].data, nbytes);
+      if (!known) CopyLater(stream, own, args[i].data, nbytes, true);
+      args[i].data = own;
+    }
+    arg_pointers.push_back(&args[i]);
+  }
+  std::vector<XLA_FFI_Buffer> results;  // XLA's
+  for (size_t i = 0; i < rets.size(); ++i) {
+    rets[i] = buffer_of(frame->rets.rets[i]);
+    results.push_back(rets[i]);
+    if (const size_t nbytes = BytesOf(rets[i])) rets[i].data = buffers->For(rets[i].data, nbytes);
+    ret_pointers.push_back(&rets[i]);
+  }
+  XLA_FFI_CallFrame own = *frame;
+  own.api = WithStream(frame->api);
+  own.args.args = arg_pointers.data();
+  own.rets.rets = ret_pointers.data();
+  XLA_FFI_Error* error = handler(&own);
+  if (part == Part::kStart && error == nullptr && first != nullptr) {
+    const std::lock_guard<std::mutex> lock(begun_mutex);
+    (*begun)[first] = buffers;
+    return nullptr;
+  }
+  for (size_t i = 0; i < rets.size(); ++i) {
+    if (const size_t nbytes = BytesOf(rets[i])) CopyLater(stream, results[i].data, rets[i].data, nbytes, false);
+  }
+  cudaStreamSynchronize(stream);
+  return error;
+}
+
+}  // namespace
+
+// The compiled library of the package. Returns whether it is there.
+extern "C" bool standin_use(const char* path) {
+  native = dlopen(path, RTLD_NOW | RTLD_NOLOAD);
+  return native != nullptr;
+}
+
+#define STANDIN(name, part)                                                                 \
+  extern "C" XLA_FFI_Error* pycollective_device_##name(XLA_FFI_CallFrame* call_frame) {     \
+    return Call("pycollective_device_" #name, Part::part, call_frame);                      \
+  }
+STANDIN(allgather, kWhole)
+STANDIN(allreduce, kStart)
+STANDIN(allreduce_done, kDone)
+STANDIN(alltoall, kWhole)
+STANDIN(barrier, kWhole)
+STANDIN(bcast, kWhole)
+STANDIN(exscan, kWhole)
+STANDIN(gather, kWhole)
+STANDIN(ppermute, kWhole)
+STANDIN(recv, kWhole)
+STANDIN(reduce, kWhole)
+STANDIN(reduce_scatter, kWhole)
+STANDIN(scan, kWhole)
+STANDIN(scatter, kWhole)
+STANDIN(send, kWhole)
+STANDIN(sendrecv, kWhole)

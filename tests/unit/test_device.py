@@ -1,0 +1,33 @@
+"""The C++ of accelerators, on the stand-in for CUDA's runtime: ``tests/native/device_test.cc``."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.standin import compile_cpp
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "tests" / "native" / "device_test.cc"
+NAMES = re.findall(r'\{"(\w+)", Test\w+\}', SOURCE.read_text())
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sources = [ROOT / "native" / "device.cc", ROOT / "native" / "collectives.cc"]
+    sources += [ROOT / "tests" / "standin" / "cudart.cc", SOURCE]
+    return compile_cpp(sources, tmp_path_factory.mktemp("native") / "device_test")
+
+
+def test_every_test_is_run(program: Path) -> None:
+    out = subprocess.run([program], capture_output=True, text=True, check=True, timeout=60).stdout
+    assert out.split() == sorted(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_device(program: Path, name: str) -> None:
+    run = subprocess.run([program, name], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
