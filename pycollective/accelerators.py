@@ -18,7 +18,7 @@ after MPI has started CUDA, and leaves the other GPUs of the host in MPI's reach
 
 
 def kind_of(device: jax.Device) -> str:
-    """ "cpu", "cuda" or "rocm"; as JAX says it for others.
+    """The platform of a device: "cpu", "cuda" or "rocm"; as JAX says it for others.
 
     Example:
         >>> kind_of(jax.devices("cpu")[0])

@@ -115,9 +115,7 @@ class Communicator:
         devices = _state.devices
         set_(self, "control", mpi.Dup())
         duplicates = tuple(_duplicate(mpi) for _ in range(2 * len(devices)))
-        lanes = [
-            (accelerators.lane_id(d), duplicates[2 * i], duplicates[2 * i + 1]) for i, d in enumerate(devices)
-        ]
+        lanes = [(accelerators.lane_id(d), duplicates[2 * i], duplicates[2 * i + 1]) for i, d in enumerate(devices)]
         set_(self, "_duplicates", duplicates)
         set_(self, "_number", native.add_communicator(name, lanes))
         set_(self, "_name", name)

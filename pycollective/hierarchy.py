@@ -1,8 +1,8 @@
 """A collective over local accelerators x ranks: local steps by XLA, with the vendor's library, around one on the lanes.
 
 Each device calls MPI on its own lane, all at once, for its part of the array alone where it can: so a reduction moves
-``2 (R - 1) / R`` of the array between ranks, whatever the number of local devices is (Traeff's multi-lane decomposition).
-CPU devices do the same through shared memory instead (``native/hierarchy.h``).
+``2 (R - 1) / R`` of the array between ranks, whatever the number of local devices is (Traeff's multi-lane
+decomposition). CPU devices do the same through shared memory instead (``native/hierarchy.h``).
 
 Each function has the meaning of the primitive of its name over ranks x devices in row-major order. ``bind`` is that
 primitive over the ranks, from each device to its like. They are traced when a program is lowered, after differentiation
@@ -43,7 +43,7 @@ class Local(NamedTuple):
         """Their number."""
         return math.prod(size for _, size in self.axes)
 
-    def index(self) -> Array:
+    def member(self) -> Array:
         """Which of them this one is; a scalar."""
         index = jnp.int32(0)
         for name, size in self.axes:
@@ -64,10 +64,8 @@ def _total(local: Local, x: Array, op: str) -> Array:
 def _in_slices(local: Local, x: Array, op: str, between: Callable[[Array], Array]) -> Array:
     """``op`` over the local devices of the vector ``x``, then ``between`` ranks, each device for its slice."""
     padded = jnp.pad(x, (0, -x.size % local.size)).reshape(local.size, -1)
-    if op in ("min", "max"):
-        own = _total(local, padded, op)[local.index()]
-    else:
-        own = lax.psum_scatter(padded, local.names)
+    scatters = op not in ("min", "max")  # XLA's reduce-scatter of other reductions is not in jax.lax
+    own = lax.psum_scatter(padded, local.names) if scatters else _total(local, padded, op)[local.member()]
     return lax.all_gather(between(own), local.names).reshape(-1)[: x.size]
 
 
@@ -99,13 +97,13 @@ def reduce(bind: Callable[..., Array], local: Local, x: Array, *, op: str, root:
         return bind(part, op=op, root=root // local.size, in_place=(True,))
 
     total = _in_slices(local, x.reshape(-1), op, between).reshape(x.shape)
-    return jnp.where(local.index() == root % local.size, total, jnp.zeros_like(total))
+    return jnp.where(local.member() == root % local.size, total, jnp.zeros_like(total))
 
 
 def bcast(bind: Callable[..., Array], local: Local, x: Array, *, root: int, **_: Any) -> Array:
     """The root's ``x``: a sum of its bits and of zeros, exact for every value."""
     bits = _bits(x)
-    own = jnp.where(local.index() == root % local.size, bits, jnp.zeros_like(bits))
+    own = jnp.where(local.member() == root % local.size, bits, jnp.zeros_like(bits))
 
     def between(part: Array) -> Array:
         return bind(part, root=root // local.size, in_place=(True,))
@@ -116,19 +114,22 @@ def bcast(bind: Callable[..., Array], local: Local, x: Array, *, root: int, **_:
 def allgather(bind: Callable[..., Array], local: Local, x: Array, **_: Any) -> Array:
     """All devices' ``x``; shape ``(ranks * devices, *x.shape)``."""
     blocks = lax.all_gather(bind(x), local.names, axis=1)  # (ranks, devices, ...)
-    return blocks.reshape(-1, *x.shape)
+    return blocks.reshape(blocks.shape[0] * local.size, *x.shape)
 
 
 def reduce_scatter(bind: Callable[..., Array], local: Local, x: Array, *, op: str, **_: Any) -> Array:
     """This device's block of the sum of ``x``, of shape ``(ranks * devices, ...)``."""
-    blocks = x.reshape(-1, local.size, *x.shape[1:])
-    return bind(lax.psum_scatter(blocks, local.names, scatter_dimension=1), op=op)
+    return bind(lax.psum_scatter(_by_rank(local, x), local.names, scatter_dimension=1), op=op)
 
 
 def alltoall(bind: Callable[..., Array], local: Local, x: Array, **_: Any) -> Array:
     """Block ``d`` of ``x``, of shape ``(ranks * devices, ...)``, to device ``d``."""
-    blocks = x.reshape(-1, local.size, *x.shape[1:])
-    return bind(lax.all_to_all(blocks, local.names, 1, 1, tiled=True)).reshape(x.shape)
+    return bind(lax.all_to_all(_by_rank(local, x), local.names, 1, 1, tiled=True)).reshape(x.shape)
+
+
+def _by_rank(local: Local, x: Array) -> Array:
+    """Blocks of all devices as ``(ranks, devices, ...)``."""
+    return x.reshape(x.shape[0] // local.size, local.size, *x.shape[1:])
 
 
 def _bits(x: Array) -> Array:

@@ -16,7 +16,7 @@ from tests import standin
 if mode := os.environ.get("PYCOLLECTIVE_TEST_STANDIN"):
     standin.install(mode)
 
-from tests.collective.programs import meet  # noqa: E402
+from tests.collective.programs import meet
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 

@@ -160,8 +160,9 @@ def _title(comm: pc.Communicator, devices: int, light: Light) -> list[str]:
     library = MPI.Get_library_version().splitlines()[0].strip(" \x00")
     first = jax.local_devices()[0]
     kind = first.device_kind + (", whose memory MPI takes" if native.is_direct() else "")
+    size = f"{comm.size} rank(s) x {devices} device(s) on {comm.host_count} host(s)"
     return [
-        f"pycollective {pc.__version__}: {comm.size} rank(s) x {devices} device(s) on {comm.host_count} host(s), {kind}",
+        f"pycollective {pc.__version__}: {size}, {kind}",
         f"{library}, JAX {jax.__version__}, Python {platform.python_version()}, {platform.machine()}",
         f"light: {light.name}; raw MPI: one array of each rank; trees: as one array",
     ]

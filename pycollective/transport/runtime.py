@@ -22,17 +22,37 @@ class Kind(NamedTuple):
         library: how the file of its runtime begins.
         hip: whether functions have HIP's names.
         queries: by which an MPI library says whether it reads and writes the memory of such devices.
+        driver: the library whose functions ``get_device`` and, the first that it has, ``get_uuid`` identify a device.
     """
 
     platform: str
     library: str
     hip: bool
     queries: tuple[str, ...]
+    driver: str
+    get_device: str
+    get_uuid: tuple[str, ...]
 
 
 KINDS = {
-    "cuda": Kind("CUDA", "libcudart.so", False, ("MPIX_Query_cuda_support",)),
-    "rocm": Kind("ROCM", "libamdhip64.so", True, ("MPIX_Query_rocm_support", "MPIX_Query_hip_support")),
+    "cuda": Kind(
+        platform="CUDA",
+        library="libcudart.so",
+        hip=False,
+        queries=("MPIX_Query_cuda_support",),
+        driver="libcuda.so.1",
+        get_device="cuDeviceGet",
+        get_uuid=("cuDeviceGetUuid_v2", "cuDeviceGetUuid"),  # the newer one tells parts of one GPU apart
+    ),
+    "rocm": Kind(
+        platform="ROCM",
+        library="libamdhip64.so",
+        hip=True,
+        queries=("MPIX_Query_rocm_support", "MPIX_Query_hip_support"),
+        driver="libamdhip64.so",
+        get_device="hipDeviceGet",
+        get_uuid=("hipDeviceGetUuid",),
+    ),
 }
 """By the name of JAX's platform."""
 
@@ -90,13 +110,13 @@ def identity(kind: Kind, ordinal: int) -> str | None:
     uuid = (ctypes.c_ubyte * 16)()
     handle = ctypes.c_int()
     try:
-        if kind.hip:
-            driver, get, names = load(kind), "hipDeviceGet", ("hipDeviceGetUuid",)
-        else:
-            driver, get, names = ctypes.CDLL("libcuda.so.1"), "cuDeviceGet", ("cuDeviceGetUuid_v2", "cuDeviceGetUuid")
-        ask = next(getattr(driver, name) for name in names if hasattr(driver, name))
-        if getattr(driver, get)(ctypes.byref(handle), ordinal) == 0 and ask(uuid, handle) == 0:
-            return bytes(uuid).hex()
-    except (AttributeError, OSError, StopIteration):
-        pass  # an old driver: nothing is known
-    return None
+        driver = ctypes.CDLL(kind.driver)
+    except OSError:
+        return None
+    get_device = getattr(driver, kind.get_device, None)
+    get_uuid = next((getattr(driver, name) for name in kind.get_uuid if hasattr(driver, name)), None)
+    if get_device is None or get_uuid is None:
+        return None
+    if get_device(ctypes.byref(handle), ordinal) != 0 or get_uuid(uuid, handle) != 0:
+        return None
+    return bytes(uuid).hex()
