@@ -2,7 +2,7 @@
 //
 // Every handler takes XLA's token first and returns one first: the token orders the calls of one program. Attributes are
 // int64 and named as in transport/native.py. There are two of each: pycollective_NAME for CPU devices, and
-// pycollective_device_NAME for accelerators, whose allreduce comes in two parts.
+// pycollective_device_NAME for accelerators, which have an allreduce in two parts as well.
 
 #include <algorithm>
 #include <memory>
@@ -123,6 +123,17 @@ Outcome AllreduceParts(DevicePlace& place, const Library& mpi, const Lane& lane,
   return first;
 }
 
+ffi::Error DeviceAllreduce(DevicePlace place, InToken, ffi::RemainingArgs operands, OutToken,
+                           ffi::RemainingRets results, int64_t comm, int64_t op, int64_t bucket_bytes) {
+  Call call = CallIn(place, kAllreduce, comm);
+  Reductions all;
+  const ffi::Error bad = all.Decode(call, operands, results, op);
+  if (bad.failure()) return bad;
+  return call.Run(place, all.signature, all.nbytes, [&](const Library& mpi, const Lane& lane) {
+    return AllreduceParts(place, mpi, lane, all.parts, static_cast<Op>(op), bucket_bytes);
+  });
+}
+
 // An allreduce between its start and its end.
 struct Started {
   Started(DevicePlace place, Call call) : place(place), call(call) {}
@@ -131,7 +142,6 @@ struct Started {
   Call call;
   Reductions all;
   ffi::Error error;
-  bool posted = false;
 };
 
 // By the results' first byte, which is theirs alone until the end.
@@ -145,40 +155,30 @@ const void* KeyOf(const std::vector<Part>& parts) {
   return nullptr;
 }
 
-// Up to this size, of one piece, XLA's thread makes the call itself: another thread's waking up would take longer.
-constexpr int64_t kAloneBytes = 64 << 10;
-
-// The first part: returns when the call is under way. XLA must keep operands and results until the second, which gets
-// both, and may run what does not depend on the second meanwhile.
+// Returns when the call is under way. XLA must keep operands and results until its end, AllreduceDone, and may run
+// meanwhile what does not depend on that.
 ffi::Error AllreduceStart(DevicePlace place, InToken, ffi::RemainingArgs operands, OutToken, ffi::RemainingRets results,
                           int64_t comm, int64_t op, int64_t bucket_bytes) {
   const auto started = std::make_shared<Started>(place, CallIn(place, kAllreduce, comm));
   Reductions& all = started->all;
   const ffi::Error bad = all.Decode(started->call, operands, results, op);
   if (bad.failure()) return bad;
-  const auto body = [started = started.get(), op, bucket_bytes](const Library& mpi, const Lane& lane) {
-    return AllreduceParts(started->place, mpi, lane, started->all.parts, static_cast<Op>(op), bucket_bytes);
-  };
-  if (all.nbytes <= std::min(kAloneBytes, stage_bytes)) {
-    const ffi::Error error = started->call.Run(started->place, all.signature, all.nbytes, body);
-    if (error.failure()) return error;
-  } else {
-    const Outcome begun = started->place.Start(
-        [started, body] { started->error = started->call.RunNow(started->all.signature, started->all.nbytes, body); });
-    if (!begun.ok()) return started->call.Failed(begun);
-    started->posted = true;
-  }
-  if (const void* key = KeyOf(all.parts)) {
-    const std::lock_guard<std::mutex> lock(started_mutex);
-    started_calls[key] = started;
-  }
+  const void* const key = KeyOf(all.parts);
+  if (key == nullptr) return ffi::Error::Success();  // nothing but empty arrays: no rank makes a call
+  const Outcome begun = started->place.Start([started, op, bucket_bytes] {
+    const auto body = [&](const Library& mpi, const Lane& lane) {
+      return AllreduceParts(started->place, mpi, lane, started->all.parts, static_cast<Op>(op), bucket_bytes);
+    };
+    started->error = started->call.RunNow(started->all.signature, started->all.nbytes, body);
+  });
+  if (!begun.ok()) return started->call.Failed(begun);
+  const std::lock_guard<std::mutex> lock(started_mutex);
+  started_calls[key] = started;
   return ffi::Error::Success();
 }
 
-// The second part: the last operands are the results of the first, which are the results here; those before them are
-// kept alive.
-ffi::Error AllreduceDone(DevicePlace place, InToken, ffi::RemainingArgs operands, OutToken, ffi::RemainingRets results,
-                         int64_t comm) {
+// The last operands are the results of the start, which are the results here; those before them are kept alive.
+ffi::Error AllreduceDone(DevicePlace place, ffi::RemainingArgs operands, ffi::RemainingRets results, int64_t comm) {
   const Call call = CallIn(place, kAllreduce, comm);
   std::vector<Part> parts;
   for (size_t i = 0; i < results.size(); ++i) {
@@ -188,8 +188,8 @@ ffi::Error AllreduceDone(DevicePlace place, InToken, ffi::RemainingArgs operands
     if (y.has_error()) return y.error();
     parts.push_back({x->untyped_data(), (*y)->untyped_data(), Count(*x), Type::kUint8});
   }
-  const void* key = KeyOf(parts);
-  if (key == nullptr) return ffi::Error::Success();  // nothing but empty arrays
+  const void* const key = KeyOf(parts);
+  if (key == nullptr) return ffi::Error::Success();
   std::shared_ptr<Started> started;
   {
     const std::lock_guard<std::mutex> lock(started_mutex);
@@ -204,10 +204,8 @@ ffi::Error AllreduceDone(DevicePlace place, InToken, ffi::RemainingArgs operands
     return call.Error(ffi::ErrorCode::kInternal, "expected the results of a call that was started, got others",
                       "XLA has moved them in between. Please report this.");
   }
-  if (!started->posted) return ffi::Error::Success();
   const Outcome finished = started->place.Finish();
-  if (started->error.failure() || finished.ok()) return started->error;
-  return call.Failed(finished);
+  return started->error.failure() || finished.ok() ? started->error : call.Failed(finished);
 }
 
 // scan, exscan, reduce_scatter: one array, one reduction. kTogether: Hierarchy's method for a lane with a team.
@@ -422,10 +420,12 @@ namespace pc = pycollective;
 
 PYCOLLECTIVE_HANDLER_IN(pycollective_allreduce, pc::HostPlace, pc::Allreduce,
                         pc::BindArrays<Place>().Attr<int64_t>("comm").Attr<int64_t>("op").Attr<int64_t>("bucket_bytes"))
-PYCOLLECTIVE_HANDLER_IN(pycollective_device_allreduce, pc::DevicePlace, pc::AllreduceStart,
+PYCOLLECTIVE_HANDLER_IN(pycollective_device_allreduce, pc::DevicePlace, pc::DeviceAllreduce,
+                        pc::BindArrays<Place>().Attr<int64_t>("comm").Attr<int64_t>("op").Attr<int64_t>("bucket_bytes"))
+PYCOLLECTIVE_HANDLER_IN(pycollective_device_allreduce_start, pc::DevicePlace, pc::AllreduceStart,
                         pc::BindArrays<Place>().Attr<int64_t>("comm").Attr<int64_t>("op").Attr<int64_t>("bucket_bytes"))
 PYCOLLECTIVE_HANDLER_IN(pycollective_device_allreduce_done, pc::DevicePlace, pc::AllreduceDone,
-                        pc::BindArrays<Place>().Attr<int64_t>("comm"))
+                        pc::BindCall<Place>().RemainingArgs().RemainingRets().Attr<int64_t>("comm"))
 PYCOLLECTIVE_HANDLER(scan, (pc::Reduction<Place, pc::kScan, &pc::Library::Scan>),
                      pc::BindArray<Place>().Attr<int64_t>("comm").Attr<int64_t>("op"))
 PYCOLLECTIVE_HANDLER(exscan, (pc::Reduction<Place, pc::kExscan, &pc::Library::Exscan>),

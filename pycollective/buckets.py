@@ -14,45 +14,26 @@ import math
 import operator
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+from jax.extend.core import JaxprEqn, Var
 
 from pycollective.config import config
 from pycollective.mesh import Group
-from pycollective.ordering import like
+from pycollective.ordering import map_jaxprs
 from pycollective.primitives import allreduce_p
 
 
 def join_reductions(jaxpr: Any) -> Any:
     """The same program with fewer, larger calls."""
-    return jaxpr if config.bucket_bytes == 0 else _join(jaxpr, {})
+    return jaxpr if config.bucket_bytes == 0 else map_jaxprs(jaxpr, _join)
 
 
-def _join(jaxpr: Any, done: dict[int, Any]) -> Any:
-    # One result for each jaxpr, itself where nothing changes: JAX compiles a function that is called twice once.
-    if id(jaxpr) not in done:
-        joined = _Joined()
-        for eqn in jaxpr.eqns:
-            params = {name: _map(value, done) for name, value in eqn.params.items()}
-            changed = any(params[name] is not value for name, value in eqn.params.items())
-            joined.add(eqn.replace(params=params) if changed else eqn)
-        joined.flush()
-        same = len(joined.eqns) == len(jaxpr.eqns) and all(map(operator.is_, joined.eqns, jaxpr.eqns))
-        done[id(jaxpr)] = jaxpr if same else jaxpr.replace(eqns=joined.eqns)
-    return done[id(jaxpr)]
-
-
-def _map(value: Any, done: dict[int, Any]) -> Any:
-    if isinstance(value, ClosedJaxpr):
-        inner = _join(value.jaxpr, done)
-        if inner is value.jaxpr:
-            return value
-        return done.setdefault(id(value), ClosedJaxpr(inner, value.consts))
-    if isinstance(value, Jaxpr):
-        return _join(value, done)
-    if isinstance(value, tuple) and any(isinstance(part, (Jaxpr, ClosedJaxpr)) for part in value):
-        parts = [_map(part, done) for part in value]
-        return value if all(map(operator.is_, parts, value)) else like(value, parts)
-    return value
+def _join(jaxpr: Any) -> Any:
+    joined = _Joined()
+    for eqn in jaxpr.eqns:
+        joined.add(eqn)
+    joined.flush()
+    same = len(joined.eqns) == len(jaxpr.eqns) and all(map(operator.is_, joined.eqns, jaxpr.eqns))
+    return jaxpr if same else jaxpr.replace(eqns=joined.eqns)
 
 
 class _Joined:

@@ -27,6 +27,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import operator
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -303,8 +304,7 @@ class Region:
                 take_turn(None)
             self.devices = None
         self.traced = True
-        jaxpr = self._rewrite(closed.jaxpr)
-        jaxpr = jaxpr if self._donates else _without_copies(jaxpr)
+        jaxpr = self._rewrite(closed.jaxpr if self._donates else _without_copies(closed.jaxpr))
         *outs, witness = region_p.bind(*closed.consts, *arrays, jaxpr=jaxpr)
         given = {*jaxpr.invars, *jaxpr.constvars}
         held = any(isinstance(var, Var) and var not in given for var in jaxpr.outvars[:-1])
@@ -324,6 +324,40 @@ def inner_jaxprs(eqn: Any) -> list[Any]:
     ]
     opened = [part.jaxpr if isinstance(part, ClosedJaxpr) else part for part in parts]
     return [part for part in opened if isinstance(part, Jaxpr)]
+
+
+def map_jaxprs(jaxpr: Any, change: Callable[[Any], Any]) -> Any:
+    """``jaxpr`` with all jaxprs that its equations hold, and then itself, replaced by what ``change`` makes of them.
+
+    One result for each, itself where nothing changes: JAX compiles a function that is called twice once.
+    """
+    changed: dict[int, Any] = {}
+
+    def whole(jaxpr: Any) -> Any:
+        if id(jaxpr) not in changed:
+            eqns = []
+            for eqn in jaxpr.eqns:
+                params = {name: inner(value) for name, value in eqn.params.items()}
+                same = all(params[name] is value for name, value in eqn.params.items())
+                eqns.append(eqn if same else eqn.replace(params=params))
+            same = all(map(operator.is_, eqns, jaxpr.eqns))
+            changed[id(jaxpr)] = change(jaxpr if same else jaxpr.replace(eqns=eqns))
+        return changed[id(jaxpr)]
+
+    def inner(value: Any) -> Any:
+        if isinstance(value, ClosedJaxpr):
+            new = whole(value.jaxpr)
+            if new is value.jaxpr:
+                return value
+            return changed.setdefault(id(value), ClosedJaxpr(new, value.consts))
+        if isinstance(value, Jaxpr):
+            return whole(value)
+        if isinstance(value, tuple) and any(isinstance(part, (Jaxpr, ClosedJaxpr)) for part in value):
+            parts = [inner(part) for part in value]
+            return value if all(map(operator.is_, parts, value)) else like(value, parts)
+        return value
+
+    return whole(jaxpr)
 
 
 def _devices_of(jaxpr: Any) -> tuple[jax.Device, ...]:

@@ -12,7 +12,7 @@ import functools
 import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from pycollective import hierarchy, ordering
 from pycollective.communicator import Communicator
 from pycollective.config import config
 from pycollective.errors import message
+from pycollective.members import Members
 from pycollective.mpi import MPI
 from pycollective.transport import native
 
@@ -31,29 +32,6 @@ OPS = ("sum", "prod", "min", "max")
 """Those of MPI."""
 SUMS = ("sum", "sum_bfloat16")
 """What is linear. "sum_bfloat16" adds float32 that goes between ranks as bfloat16, for ``allreduce`` alone."""
-
-
-class Members(Protocol):
-    """What a collective goes over: the ranks of a Communicator, or the devices of a ``mesh.Group``. Hashable."""
-
-    @property
-    def number(self) -> int:
-        """By which the transport knows it."""
-
-    @property
-    def size(self) -> int:
-        """How many take part."""
-
-    @property
-    def local_axes(self) -> tuple[tuple[str, int], ...]:
-        """Names and sizes of the axes along which several devices of one rank lie; empty for one device."""
-
-    @property
-    def comm(self) -> Communicator:
-        """The ranks."""
-
-    def routes(self, perm: tuple[tuple[int, int], ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """For each lane of this rank, where a permutation sends to and receives from."""
 
 
 def _primitive(name: str, *, multiple_results: bool = False) -> Primitive:
@@ -78,7 +56,7 @@ def _lower(primitive: Primitive, attributes: Callable[..., dict[str, Any]]) -> N
     Over several accelerators of each rank it becomes the local steps of its name around itself on the ranks.
     """
     lowering = functools.cache(partial(native.ffi_lowering, primitive.name))
-    device_lowering = functools.cache(partial(native.device_lowering, primitive.name))
+    device_lowering = functools.cache(partial(native.ffi_lowering, f"device_{primitive.name}"))
     steps = hierarchy.STEPS.get(primitive.name)
 
     def on_host(params: dict[str, Any]) -> ordering.Call:
@@ -242,11 +220,12 @@ def _allreduce_abstract_eval(*xs: Any, **_: Any) -> Any:
     return [jax.core.ShapedArray(x.shape, x.dtype) for x in xs], {ordering.effect}
 
 
-def _allreduce_attributes(comm: Members, op: str) -> dict[str, int]:
+def allreduce_attributes(comm: Members, op: str) -> dict[str, int]:
+    """Of the handler."""
     return {**_comm_op(comm, op), "bucket_bytes": config.bucket_bytes}
 
 
-_lower(allreduce_p, _allreduce_attributes)
+_lower(allreduce_p, allreduce_attributes)
 
 
 def allreduce_all(xs: Sequence[Array], *, comm: Members, op: str) -> list[Array]:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import PartitionSpec
 
-from pycollective import buckets, checks, discharge, ordering, primitives
+from pycollective import buckets, checks, discharge, ordering, overlap, primitives
 from pycollective.agreement import agreed
 from pycollective.checks import AxisName
 from pycollective.communicator import Communicator, devices_of_this_rank
@@ -29,6 +29,10 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+def _rewrite(jaxpr: Any) -> Any:
+    return overlap.overlap(buckets.join_reductions(jaxpr))
+
+
 class Jitted(Generic[P, R]):
     """A compiled function; what :func:`jit` returns."""
 
@@ -37,7 +41,7 @@ class Jitted(Generic[P, R]):
         # At top level: one region, dispatched by JAX's fast path. Inside a trace the calls must keep their order
         # with those around them: there it is plain jax.jit, whose effect JAX orders, differentiates and batches.
         donates = any(options.get(name) not in (None, ()) for name in ("donate_argnums", "donate_argnames"))
-        self._program = ordering.Region(fun, donates=donates, rewrite=buckets.join_reductions)
+        self._program = ordering.Region(fun, donates=donates, rewrite=_rewrite)
         self._region = jax.jit(self._program, **options)
         self._nested = jax.jit(fun, **options)
 

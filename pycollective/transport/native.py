@@ -56,8 +56,8 @@ TARGETS = (
     "recv",
     "barrier",
 )
-DEVICE_TARGETS = (*TARGETS, "allreduce_done")
-"""For accelerators, each under the name ``device_...``."""
+DEVICE_TARGETS = tuple(f"device_{name}" for name in (*TARGETS, "allreduce_start", "allreduce_done"))
+"""For accelerators."""
 
 
 class _Binding(ctypes.Structure):
@@ -182,7 +182,7 @@ def start_accelerators(kind: str, *, direct: bool) -> None:
     """
     known = runtime.KINDS[kind]
     bind_runtime(runtime.load(known), hip=known.hip, direct=direct)
-    _register(library(), [f"device_{target}" for target in DEVICE_TARGETS], known.platform)
+    _register(library(), DEVICE_TARGETS, known.platform)
 
 
 def bind_runtime(found: ctypes.CDLL, *, hip: bool, direct: bool) -> None:
@@ -289,7 +289,7 @@ def ffi_lowering(target: str, in_place: tuple[bool, ...] = ()) -> Any:
     """JAX's lowering rule for a handler whose first operand and first result are tokens.
 
     Args:
-        target: one of ``TARGETS``, or of ``DEVICE_TARGETS`` with ``device_`` before it.
+        target: one of ``TARGETS`` or ``DEVICE_TARGETS``.
         in_place: for each array among the operands, whether the result of the same number takes its buffer (XLA
             copies where it may not).
     """
@@ -306,27 +306,10 @@ def ffi_lowering(target: str, in_place: tuple[bool, ...] = ()) -> Any:
     return lowering
 
 
-def device_lowering(target: str, in_place: tuple[bool, ...] = ()) -> Any:
-    """The same for an accelerator.
-
-    An ``allreduce`` comes in two calls, of which the second returns what the first has begun: what needs no result may
-    run between them. The second keeps the operands alive where results have buffers of their own, and has no part in
-    the order: the next call may begin before it.
-    """
-    if target != "allreduce":
-        return ffi_lowering(f"device_{target}", in_place)
-    start = ffi_lowering(f"device_{target}", in_place)
-    kept = [i for i, takes in enumerate(in_place) if not takes]
-    aliases = {1 + len(kept) + i: 1 + i for i in range(len(in_place))}
-    done = jax.ffi.ffi_lowering(
-        f"pycollective_device_{target}_done", has_side_effect=True, operand_output_aliases=aliases
+def done_lowering(kept: int, results: int) -> Any:
+    """The rule for ``device_allreduce_done``: no tokens, ``kept`` operands and then the results in their buffers."""
+    aliases = {kept + i: i for i in range(results)}
+    rule = jax.ffi.ffi_lowering(
+        "pycollective_device_allreduce_done", has_side_effect=True, operand_output_aliases=aliases
     )
-
-    def lowering(ctx: Any, token: Any, *operands: Any, comm: int, **attributes: int) -> Any:
-        token, *begun = start(ctx, token, *operands, comm=comm, **attributes)
-        avals_in = [ctx.avals_in[0], *(ctx.avals_in[1 + i] for i in kept), *ctx.avals_out[1:]]
-        inner = ctx.replace(avals_in=avals_in)
-        _, *results = done(inner, token, *(operands[i] for i in kept), *begun, comm=np.int64(comm))
-        return token, *results
-
-    return lowering
+    return lambda ctx, *operands, comm: rule(ctx, *operands, comm=np.int64(comm))

@@ -32,7 +32,9 @@ def compiler() -> str:
 
 def compile_cpp(sources: list[Path], out: Path, *flags: str) -> Path:
     """Compiles C++ as the package does; into a file of its own first, since several ranks may do so at once."""
-    made = Path(tempfile.mkstemp(dir=out.parent)[1])
+    descriptor, name = tempfile.mkstemp(dir=out.parent)
+    os.close(descriptor)
+    made = Path(name)
     include = ["-isystem", include_dir(), "-I", str(_NATIVE), "-I", str(_HERE)]
     command = [compiler(), "-std=c++17", "-O1", "-g", "-fPIC", "-pthread", "-Wall", "-Wextra", *include, *flags]
     subprocess.run([*command, *map(str, sources), "-ldl", "-o", str(made)], check=True, timeout=300)
@@ -70,5 +72,5 @@ def install(mode: str) -> None:
     assert standin.standin_use(native.library()._name.encode())
     standin.standin_set_delay_us(ctypes.c_int64(_DELAY_US))
     native.bind_runtime(standin, hip=False, direct=mode == "direct")
-    native._register(standin, [f"device_{target}" for target in native.DEVICE_TARGETS], "cpu")
+    native._register(standin, native.DEVICE_TARGETS, "cpu")
     accelerators.lane_id = lambda device: (1 << 32) + device.id

@@ -173,8 +173,9 @@ extern "C" bool standin_use(const char* path) {
     return Call("pycollective_device_" #name, Part::part, call_frame);                      \
   }
 STANDIN(allgather, kWhole)
-STANDIN(allreduce, kStart)
+STANDIN(allreduce, kWhole)
 STANDIN(allreduce_done, kDone)
+STANDIN(allreduce_start, kStart)
 STANDIN(alltoall, kWhole)
 STANDIN(barrier, kWhole)
 STANDIN(bcast, kWhole)

@@ -1,0 +1,104 @@
+"""On accelerators sums begin early and end late; lowered here for CUDA, and compiled nowhere."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import pycollective as pc
+from pycollective import accelerators
+
+CALLS = {
+    "@pycollective_device_allreduce(": "A",
+    "@pycollective_device_allreduce_start(": "S",
+    "@pycollective_device_allreduce_done(": "D",
+    "@pycollective_device_allgather(": "G",
+    "dot_general": "m",
+}
+
+
+@pytest.fixture(autouse=True)
+def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    pc.init()
+    monkeypatch.setattr(accelerators, "kind_of", lambda device: "cuda")
+
+
+def lowered(fun: Callable[..., Any], *args: Any, **options: Any) -> str:
+    """The text of the whole program of ``pc.jit(fun, axis_name="i")`` for a GPU."""
+    program = pc.jit(fun, axis_name="i", **options)._program
+    donated = options.get("donate_argnums", ())
+    return jax.jit(program, donate_argnums=donated).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def order(text: str) -> str:
+    """Products and calls, as letters."""
+    return "".join(CALLS[found] for found in re.findall("|".join(map(re.escape, CALLS)), text))
+
+
+def loss(params: list[jax.Array], x: jax.Array) -> jax.Array:
+    for w in params:
+        x = jnp.tanh(x @ w)
+    return jnp.mean(x**2)
+
+
+def train(params: list[jax.Array], x: jax.Array) -> tuple[list[jax.Array], jax.Array]:
+    value, grads = jax.value_and_grad(loss)(params, x)
+    value, grads = lax.pmean((value, grads), "i")
+    return [p - 0.1 * g for p, g in zip(params, grads, strict=True)], value
+
+
+@pytest.mark.parametrize("options", [{}, {"donate_argnums": 0}])
+def test_gradients_travel_while_others_are_computed(options: dict[str, Any]) -> None:
+    w = jax.ShapeDtypeStruct((512, 512), jnp.float32)  # 1 MiB: a bucket each
+    text = lowered(train, [w] * 3, w, **options)
+    # Three products forward. Backward the gradient of a layer's weights begins to travel before the next layer's two
+    # products; no end comes before the last beginning.
+    assert order(text) == "mmm" + "mS" + "mmS" + "mmS" + "DDD"
+    # Nothing may move what is on its way: the results of a start go through barriers to its end alone.
+    for results in re.findall(r"%(\d+):\d+ = stablehlo.custom_call @pycollective_device_allreduce_start", text):
+        readers = re.findall(rf"stablehlo\.(\w+) [^\n]*%{results}#[1-9]", text)
+        assert readers == ["optimization_barrier"]
+
+
+def test_the_order_of_other_collectives_stays() -> None:
+    def f(x: jax.Array) -> jax.Array:
+        a = x @ x
+        s = lax.psum(a, "i")
+        g = lax.all_gather(a @ a, "i")  # not over it
+        return s + g.sum(axis=0) + a @ x @ x
+
+    x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    text = order(lowered(f, x))
+    assert re.sub("m", "", text) == "SDG"
+    assert text.index("S") < text.rindex("m", 0, text.index("D"))
+
+
+def test_a_sum_that_all_wait_for_is_one_call() -> None:
+    x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    assert order(lowered(lambda x: lax.psum(x @ x, "i") @ x, x)) == "mAm"
+
+
+def test_in_a_loop() -> None:
+    def f(x: jax.Array) -> jax.Array:
+        def body(x: jax.Array, _: None) -> tuple[jax.Array, None]:
+            a = x @ x
+            return lax.psum(a, "i") + a @ a, None
+
+        return lax.scan(body, x, None, length=3)[0]
+
+    x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    assert order(lowered(f, x)) == "mSmD"
+
+
+def test_not_on_cpu_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accelerators, "kind_of", lambda device: "cpu")
+    w = jnp.ones((512, 512))
+    text = pc.jit(train, axis_name="i").lower([w] * 3, w).as_text()
+    assert "start" not in text
+    assert "optimization_barrier" not in text
