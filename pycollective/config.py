@@ -72,12 +72,13 @@ def _seconds(environ: Mapping[str, str], name: str) -> float | None:
     return value
 
 
-def _bytes(environ: Mapping[str, str], name: str, default: int) -> int:
+def _bytes(environ: Mapping[str, str], name: str, default: int, least: int = 0) -> int:
     text = environ.get(name)
     if text is None or text == "":
         return default
-    if not text.isdecimal():
-        raise ValueError(message("config", f"{name} to be a number of bytes", repr(text), f"Set or unset {name}."))
+    if not text.isdecimal() or int(text) < least:
+        expected = f"{name} to be a {'positive ' if least else ''}number of bytes"
+        raise ValueError(message("config", expected, repr(text), f"Set or unset {name}."))
     return int(text)
 
 
@@ -98,7 +99,7 @@ def read(environ: Mapping[str, str]) -> Config:
         allow_singleton=_choice(environ, "PYCOLLECTIVE_ALLOW_SINGLETON", _BOOLEANS, False),  # type: ignore[arg-type]
         bucket_bytes=_bytes(environ, "PYCOLLECTIVE_BUCKET_BYTES", 1 << 20),
         gpu_direct=_choice(environ, "PYCOLLECTIVE_GPU_DIRECT", _BOOLEANS, None),  # type: ignore[arg-type]
-        stage_bytes=_bytes(environ, "PYCOLLECTIVE_STAGE_BYTES", 4 << 20),
+        stage_bytes=_bytes(environ, "PYCOLLECTIVE_STAGE_BYTES", 4 << 20, least=1),
         allow_shared_gpu=_choice(environ, "PYCOLLECTIVE_ALLOW_SHARED_GPU", _BOOLEANS, False),  # type: ignore[arg-type]
         all_lanes=_choice(environ, "PYCOLLECTIVE_LANES", _LANES, False),  # type: ignore[arg-type]
     )

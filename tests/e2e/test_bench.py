@@ -16,7 +16,7 @@ EVERY = ["psum", "all_gather", "psum_scatter", "all_to_all", "broadcast", "pperm
 
 def test_every_operation(tmp_path: Path) -> None:
     data, page = tmp_path / "bench.json", tmp_path / "bench.html"
-    options = ["-b", "64", "-e", "4K", "-f", "64", "-n", "5", "--model", "many-small"]
+    options = ["-b", "64", "-e", "4K", "-f", "64", "-n", "5", "--model", "many-small", "--against", "numpy,copies"]
     done = mpirun(
         2, "-m", "pycollective", "bench", *EVERY, *options, "--json", str(data), "--plot", str(page), timeout=200
     )
@@ -33,6 +33,9 @@ def test_every_operation(tmp_path: Path) -> None:
             assert row["busbw"] == pytest.approx(row["algbw"])
         elif row["op"] == "all_gather":
             assert row["busbw"] == pytest.approx(row["algbw"] / 2)
+    contenders = {op: {row["contender"] for row in rows if row["op"] == op} for op in EVERY[:-1]}
+    assert contenders["psum"] == {"pycollective", "raw MPI", "through NumPy", "copies alone"}
+    assert contenders["all_gather"] == {"pycollective", "raw MPI", "through NumPy"}  # of another size than its operand
     for op in EVERY[:-2]:
         assert [r["size"] for r in rows if (r["op"], r["contender"]) == (op, "pycollective")] == [64, 4096]
     assert "wrong results: 0" in done.stdout

@@ -25,6 +25,10 @@ int cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_p
 int cudaMemsetAsync(void* to, int value, size_t nbytes, void* stream);
 const char* cudaGetErrorString(int code);
 
+// Of the driver: a device by its number, and what tells it from others.
+int cuDeviceGet(int* device, int ordinal);
+int cuDeviceGetUuid_v2(char* uuid, int device);
+
 // A kernel: function(argument) in the order of the stream.
 void standin_launch(void* stream, void (*function)(void*), void* argument);
 // Every copy takes at least so long.

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from pycollective.config import Config
 from pycollective.launch import doctor, examine
 from pycollective.launch.examine import Facts
 from pycollective.launch.findings import Finding, show
@@ -73,6 +74,28 @@ def test_gpu_awareness() -> None:
         finding = examine.gpu_awareness([replace(gpu, gpu_aware=True), replace(gpu, gpu_aware=aware)])
         assert finding.status == "warning"
         assert "built for these GPUs" in finding.remedy
+
+
+def test_the_users_word_on_gpu_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = replace(RANK, platform="cuda", gpu_aware=False)
+    assert "pieces of 4194304 B" in examine.gpu_awareness([gpu]).text
+    monkeypatch.setattr(examine, "config", Config(gpu_direct=True))
+    finding = examine.gpu_awareness([gpu])
+    assert finding.status == "ok"
+    assert finding.text.endswith("PYCOLLECTIVE_GPU_DIRECT=on decides")
+
+
+def test_one_gpu_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert examine.gpus([RANK] * 2).text == "none in use"
+    first, second = (replace(RANK, platform="cuda", gpus=(name,)) for name in ("aaaaaaaaaa", "bbbbbbbbbb"))
+    assert (examine.gpus([first, second]).status, examine.gpus([first, second]).text) == ("ok", "each has one rank")
+    finding = examine.gpus([first, second, first])
+    assert (finding.status, finding.text) == ("wrong", "ranks 0, 2 drive the same one, aaaaaaaa")
+    assert "--gpus-per-task=1" in finding.remedy
+    monkeypatch.setattr(examine, "config", Config(allow_shared_gpu=True))
+    assert examine.gpus([first, second, first]).status == "warning"
+    silent = replace(first, gpus=(None,))
+    assert examine.gpus([silent, silent]).text == "2 do not say which they are"
 
 
 def test_settings_of_the_transport_are_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,9 +52,13 @@ def test_values() -> None:
             "PYCOLLECTIVE_MALLOC": "off",
             "PYCOLLECTIVE_TIMEOUT": "2.5",
             "PYCOLLECTIVE_ALLOW_SINGLETON": "1",
+            "PYCOLLECTIVE_GPU_DIRECT": "off",
+            "PYCOLLECTIVE_STAGE_BYTES": "4096",
+            "PYCOLLECTIVE_ALLOW_SHARED_GPU": "on",
         }
     )
-    assert read == config.Config(check=2, malloc=False, timeout=2.5, allow_singleton=True)
+    gpus = {"gpu_direct": False, "stage_bytes": 4096, "allow_shared_gpu": True}
+    assert read == config.Config(check=2, malloc=False, timeout=2.5, allow_singleton=True, **gpus)
 
 
 @pytest.mark.parametrize(
@@ -65,6 +69,9 @@ def test_values() -> None:
         ("PYCOLLECTIVE_TIMEOUT", "soon", "a positive number of seconds"),
         ("PYCOLLECTIVE_TIMEOUT", "-1", "a positive number of seconds"),
         ("PYCOLLECTIVE_TIMEOUT", "nan", "a positive number of seconds"),
+        ("PYCOLLECTIVE_GPU_DIRECT", "maybe", "'0', '1', 'false'"),
+        ("PYCOLLECTIVE_STAGE_BYTES", "0", "a positive number of bytes"),
+        ("PYCOLLECTIVE_STAGE_BYTES", "4M", "a positive number of bytes"),
     ],
 )
 def test_bad_values_list_the_good_ones(name: str, value: str, valid: str) -> None:

@@ -1,0 +1,176 @@
+"""Which GPUs a rank takes, and what it refuses; with made-up devices."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import pytest
+from mpi4py import MPI
+
+import pycollective as pc
+from pycollective import accelerators
+from pycollective.transport import native, runtime
+from tests.standin import compile_cpp
+
+STANDIN = Path(__file__).parents[1] / "standin" / "cudart.cc"
+
+
+class Client(NamedTuple):
+    platform_version: str
+
+
+class Gpu(NamedTuple):
+    local_hardware_id: int
+    client: Client = Client("PJRT C API\ncuda 13000")
+    platform: str = "gpu"
+    id: int = 0
+
+
+class Ranks:
+    """An MPI communicator whose other ranks say what they are told to."""
+
+    def __init__(self, rank: int, told: list[Any]) -> None:
+        self.rank, self.size, self.told = rank, len(told), told
+
+    def allgather(self, own: Any) -> list[Any]:
+        return [own if rank == self.rank else told for rank, told in enumerate(self.told)]
+
+    def Split_type(self, kind: int) -> Ranks:  # noqa: N802
+        assert kind == MPI.COMM_TYPE_SHARED
+        return self
+
+    def Free(self) -> None:  # noqa: N802
+        pass
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(compile_cpp([STANDIN], tmp_path_factory.mktemp("driver") / "libcuda.so", "-shared"))
+
+
+@pytest.fixture
+def cuda(driver: str, monkeypatch: pytest.MonkeyPatch) -> runtime.Kind:
+    kind = runtime.KINDS["cuda"]._replace(driver=driver)
+    monkeypatch.setitem(runtime.KINDS, "cuda", kind)
+    return kind
+
+
+def test_kinds() -> None:
+    assert accelerators.kind_of(Gpu(0)) == "cuda"  # type: ignore[arg-type]
+    assert accelerators.kind_of(Gpu(0, Client("PJRT C API\nrocm 70000"))) == "rocm"  # type: ignore[arg-type]
+    ids = {accelerators.lane_id(device) for device in (*jax.devices("cpu")[:1], Gpu(0), Gpu(3))}  # type: ignore[arg-type]
+    assert len(ids) == 3
+
+
+@pytest.mark.parametrize(
+    ("lists", "own"),
+    [
+        ([["0", "1", "2", "3"]] * 4, [[0], [1], [2], [3]]),
+        ([["4", "5", "6", "7"]] * 2, [[0, 1], [2, 3]]),  # places in what CUDA shows
+        ([["0", "1", "2"]] * 2, [[0], [1]]),  # as many for each
+        ([["0", "1"]] * 3, [[0], [1], [0]]),  # refused later: one is shared
+        ([["0", "1"]], [None]),  # one rank: all of them
+        ([["0"]] * 2, [None, None]),
+        ([[], []], [None, None]),
+        ([["0", "1"], ["2", "3"]], [None, None]),  # the launcher has done it
+    ],
+)
+def test_shares(lists: list[list[str]], own: list[list[int] | None]) -> None:
+    assert [accelerators.share(lists, rank) for rank in range(len(lists))] == own
+
+
+@pytest.mark.parametrize(
+    ("environ", "chosen"),
+    [
+        ({"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, "2,3"),
+        ({"CUDA_VISIBLE_DEVICES": "0,1,2,3", "SLURM_GPUS_PER_TASK": "2"}, None),
+        ({"CUDA_VISIBLE_DEVICES": "3"}, None),
+    ],
+)
+def test_a_rank_takes_its_share(environ: dict[str, str], chosen: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    updates: dict[str, Any] = {}
+    monkeypatch.setattr(jax.config, "update", updates.__setitem__)
+    seen = environ["CUDA_VISIBLE_DEVICES"].split(",")
+    accelerators.take_own(Ranks(1, [seen, seen]), environ)  # type: ignore[arg-type]
+    assert updates == ({} if chosen is None else {"jax_cuda_visible_devices": chosen})
+
+
+def test_what_the_user_has_chosen_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax.config, "read", lambda _: "1")
+    updates: dict[str, Any] = {}
+    monkeypatch.setattr(jax.config, "update", updates.__setitem__)
+    accelerators.take_own(Ranks(1, [[], []]), {"CUDA_VISIBLE_DEVICES": "0,1"})  # type: ignore[arg-type]
+    assert updates == {}
+
+
+def test_ranks_on_one_gpu_are_refused(cuda: runtime.Kind) -> None:
+    name = runtime.identity(cuda, 1)
+    assert name == "11" * 16
+    ranks: Any = Ranks(0, [None, ("cuda", [runtime.identity(cuda, 0)]), ("cuda", [name])])
+    gpus: Any = [Gpu(1)]
+    with pytest.raises(
+        RuntimeError,
+        match=r"init: expected an accelerator of its own for each rank, got cuda device 11111111 on ranks 0, 2",
+    ):
+        accelerators.check(ranks, gpus, may_share=False)
+    assert accelerators.check(ranks, gpus, may_share=True) == "cuda"
+    others: Any = Ranks(0, [None, ("cuda", ["another"])])
+    assert accelerators.check(others, gpus, may_share=False) == "cuda"
+
+
+def test_several_gpus_of_a_rank_are_its_own(cuda: runtime.Kind) -> None:
+    ranks: Any = Ranks(1, [("cuda", [runtime.identity(cuda, i) for i in (0, 1)]), None])
+    both: Any = [Gpu(2), Gpu(3)]
+    assert accelerators.check(ranks, both, may_share=False) == "cuda"
+
+
+def test_devices_that_do_not_say_who_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(runtime.KINDS, "cuda", runtime.KINDS["cuda"]._replace(driver="libno-such-driver.so"))
+    ranks: Any = Ranks(0, [None, ("cuda", [None])])
+    gpus: Any = [Gpu(0)]
+    assert accelerators.check(ranks, gpus, may_share=False) == "cuda"
+
+
+def test_ranks_with_devices_of_two_kinds_are_refused() -> None:
+    ranks: Any = Ranks(0, [None, ("cpu", []), ("cuda", ["x"])])
+    with pytest.raises(RuntimeError, match="devices of one kind on all ranks, got cpu on rank 0, cuda on rank 2"):
+        accelerators.check(ranks, jax.devices("cpu")[:1], may_share=False)
+
+
+def test_a_number_that_no_device_has(cuda: runtime.Kind) -> None:
+    assert runtime.identity(cuda, 8) is None
+
+
+def test_libraries_of_this_process(tmp_path: Path) -> None:
+    maps = tmp_path / "maps"
+    maps.write_text(
+        "7f00-7f01 r-xp 00000000 00:00 0 \n"
+        "7f01-7f02 r-xp 00000000 fe:00 42    /opt/with blank/libcudart.so.13\n"
+        "7f02-7f03 r-xp 00000000 00:00 0     [stack]\n"
+    )
+    assert runtime.loaded("libcudart.so", maps) == "/opt/with blank/libcudart.so.13"
+    assert runtime.loaded("libamdhip64.so", maps) is None
+
+
+def test_no_runtime() -> None:
+    kind = runtime.KINDS["cuda"]._replace(library="libno-such-runtime.so")
+    with pytest.raises(ImportError, match=r"transport: expected libno-such-runtime.so in this process, or"):
+        runtime.load(kind)
+
+
+def test_a_runtime_that_lacks_a_function() -> None:
+    pc.init()
+    with pytest.raises(ImportError, match="transport: expected a runtime with cudaGetDevice, got"):
+        native.bind_runtime(ctypes.CDLL("libm.so.6"), hip=False, direct=False)
+    with pytest.raises(ImportError, match="transport: expected a runtime with hipGetDevice, got"):
+        native.bind_runtime(ctypes.CDLL("libm.so.6"), hip=True, direct=False)
+
+
+def test_whether_mpi_takes_device_memory() -> None:
+    kind = runtime.KINDS["cuda"]
+    assert runtime.takes_device_memory(kind._replace(queries=("MPIX_No_such_query",))) is None
+    # Functions that every MPI has and that return 0, MPI_SUCCESS.
+    assert runtime.takes_device_memory(kind._replace(queries=("MPIX_No_such_query", "MPI_Pcontrol"))) is False
