@@ -42,7 +42,7 @@ def agreed(comm: Communicator, where: str, name: str, trace: Callable[[], tuple[
         failure = error
         own = f"{type(error).__name__}: {error}"
     if compares:
-        others = _exchanged(comm, where, name, own)
+        others = exchanged(comm, where, name, own)
     if failure is not None:
         raise failure
     for rank, other in enumerate(others):
@@ -72,8 +72,8 @@ def _difference(mine: list[str], other: list[str] | str) -> tuple[str, str]:
     raise AssertionError("called for programs that differ")
 
 
-def _exchanged(comm: Communicator, where: str, name: str, own: Any) -> list[Any]:
-    """``own`` of every rank. Sleeps meanwhile: tracing takes ranks different times."""
+def exchanged(comm: Communicator, where: str, name: str, own: Any) -> list[Any]:
+    """``own`` of every rank; all must make this call. Sleeps meanwhile: tracing takes ranks different times."""
     missing = f"the other ranks to call {name} too"
     remedy = "Look for a rank that calls something else, or has ended."
     notice = f"rank {comm.rank} of {comm.size} waits for {missing}. {remedy}"

@@ -15,8 +15,8 @@ results are needed, and ties what lies between to both:
                                      t = done(t')
                                      c = a' / s + b' / t
 
-Only sums over named axes, of one device of each rank: such a program is the same on all ranks, so their calls keep one
-order. Nothing moves past another collective.
+Only sums over named axes, of one device of each rank, and only where all ranks find the same order: where they compute
+in different ones, the program stays as it was. Nothing moves past another collective.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from jax.extend.core import Jaxpr, JaxprEqn, Primitive, Var
 from jax.interpreters import mlir
 
 from pycollective import accelerators, ordering
+from pycollective.agreement import exchanged
 from pycollective.communicator import devices_of_this_rank
-from pycollective.mesh import Group
+from pycollective.mesh import Group, Mesh
 from pycollective.ordering import map_jaxprs
 from pycollective.primitives import allreduce_attributes, allreduce_p
 from pycollective.transport import native
@@ -67,25 +68,41 @@ mlir.register_lowering(done_p, _done_lowering)
 
 
 def overlap(jaxpr: Any) -> Any:
-    """The same program, in that order; itself where sums stand alone, and on CPU devices."""
-    kind = accelerators.kind_of(devices_of_this_rank()[0])
-    return map_jaxprs(jaxpr, _overlap) if kind in ordering.ACCELERATORS else jaxpr
+    """The same program, in that order; itself where sums stand alone, and on CPU devices.
 
-
-def _overlap(jaxpr: Any) -> Any:
-    if not any(map(_splits, jaxpr.eqns)):
+    All ranks must make this call for a program with sums over named axes.
+    """
+    devices = devices_of_this_rank()
+    if not devices or accelerators.kind_of(devices[0]) not in ordering.ACCELERATORS:
         return jaxpr
+    meshes: list[Mesh] = []
+    orders: list[list[int]] = []
+    arranged = map_jaxprs(jaxpr, functools.partial(_overlap, meshes=meshes, orders=orders))
+    if not orders or any(mesh.comm is not meshes[0].comm for mesh in meshes):
+        return jaxpr
+    return arranged if len(set(map(repr, exchanged(meshes[0].comm, "jit", "this program", orders)))) == 1 else jaxpr
+
+
+def _overlap(jaxpr: Any, meshes: list[Mesh], orders: list[list[int]]) -> Any:
+    """``jaxpr`` without those that it holds; adds the meshes of its sums, and for each sum its old place."""
+    sums = [eqn for eqn in jaxpr.eqns if _splits(eqn)]
+    if not sums:
+        return jaxpr
+    meshes += [eqn.params["comm"].mesh for eqn in sums]
+    places = {id(eqn): place for place, eqn in enumerate(sums)}
     eqns: list[JaxprEqn] = []
     segment: list[JaxprEqn] = []
     renamed: dict[Var, Var] = {}
+    order: list[JaxprEqn] = []
     for eqn in jaxpr.eqns:
         if eqn.effects and not _splits(eqn):
-            eqns += _arranged(segment, jaxpr, renamed)
+            eqns += _arranged(segment, jaxpr, renamed, order)
             eqns.append(_renamed(eqn, renamed))
             segment = []
         else:
             segment.append(eqn)
-    eqns += _arranged(segment, jaxpr, renamed)
+    eqns += _arranged(segment, jaxpr, renamed, order)
+    orders.append([places[id(eqn)] for eqn in order])
     outvars = [renamed.get(var, var) if isinstance(var, Var) else var for var in jaxpr.outvars]
     return jaxpr.replace(eqns=eqns, outvars=outvars)
 
@@ -117,8 +134,8 @@ def _barrier(*values: Any) -> Any:
     return lax.optimization_barrier(values)
 
 
-def _arranged(segment: list[JaxprEqn], jaxpr: Jaxpr, renamed: dict[Var, Var]) -> list[JaxprEqn]:
-    """A part of a program without other collectives, in its new order; adds to ``renamed``."""
+def _arranged(segment: list[JaxprEqn], jaxpr: Jaxpr, renamed: dict[Var, Var], order: list[JaxprEqn]) -> list[JaxprEqn]:
+    """A part of a program without other collectives, in its new order; adds to ``renamed``, its sums to ``order``."""
     given: list[JaxprEqn] = []  # constants, which take no time
     early: list[JaxprEqn] = []  # needs no sum
     late: list[JaxprEqn] = []
@@ -137,13 +154,14 @@ def _arranged(segment: list[JaxprEqn], jaxpr: Jaxpr, renamed: dict[Var, Var]) ->
         else:
             early.append(eqn)
             made.update((var, len(early)) for var in eqn.outvars)
+    waiting = sorted(sums, key=lambda pair: pair[0])
+    order += [*(eqn for _, eqn in waiting), *filter(_splits, late)]
     if all(needed == len(early) for needed, _ in sums):  # nothing to compute meanwhile
         return [_renamed(eqn, renamed) for eqn in segment]
 
     read = {var for reader in (*segment, jaxpr) for var in _reads(reader)}
     eqns: list[JaxprEqn] = given
     begun: list[tuple[JaxprEqn, list[Var], list[Any]]] = []  # the sum, what keeps its operands, its results so far
-    waiting = sorted(sums, key=lambda pair: pair[0])
 
     def tie(var: Var, results: list[Any], like: JaxprEqn) -> list[Any]:
         """A barrier through which both go, and what they are behind it."""

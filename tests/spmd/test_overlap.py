@@ -1,0 +1,81 @@
+"""Sums and other work at the same time, on accelerators; the same programs on CPU devices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import pycollective as pc
+from pycollective import buckets
+from pycollective.config import Config
+from tests.cases import values
+from tests.spmd.cases import compare
+
+Array = Any
+
+
+@pytest.fixture(autouse=True)
+def each_sum_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buckets, "config", Config(bucket_bytes=0))
+
+
+def network(params: list[Array], x: Array) -> Array:
+    for w in params:
+        x = jnp.tanh(x @ w)
+    return jnp.mean(x**2)
+
+
+def train(params: list[Array], x: Array) -> tuple[Array, list[Array]]:
+    loss, grads = jax.value_and_grad(network)(params, x)
+    return lax.pmean(loss, "i"), jax.tree.map(lambda p, g: p - 0.1 * g, params, lax.pmean(grads, "i"))
+
+
+def test_training(world: pc.Communicator, local: int) -> None:
+    params = [np.asarray(values((16, 16), seed=k)) for k in range(6)]
+    xs = np.asarray(values((world.size * local, 8, 16)))
+    compare(world, local, train, params, xs, in_axes=(None, 0))
+
+
+def mixed(x: Array) -> tuple[Array, ...]:
+    """Sums in every place, results and operands that are read again, and other collectives between."""
+    a = jnp.sin(x @ x)
+    s, again = lax.psum(a, "i"), lax.psum((a, 2.0), "i")
+    b = a @ a
+    t = lax.pmax(b, "i")
+    everything = lax.all_gather(b @ b, "i").sum(axis=0)
+    c = lax.psum(jnp.cos(s @ x), "i")
+    d = a @ b
+    looped, _ = lax.scan(lambda y, _: (lax.psum(jnp.tanh(y), "i") / 8 + jnp.tanh(y @ d / 100), None), x, None, length=3)
+    return a, s, again, b, t, everything, c, d, looped
+
+
+def test_mixed(world: pc.Communicator, local: int) -> None:
+    xs = np.asarray(values((world.size * local, 8, 8)))
+    compare(world, local, mixed, xs)
+
+
+def test_ranks_that_compute_in_different_orders(world: pc.Communicator) -> None:
+    """Their sums must meet all the same: of equal shapes, so that nothing but wrong numbers would tell."""
+
+    @pc.jit(axis_name="i")
+    def f(x: Array) -> tuple[Array, ...]:
+        if world.rank % 2:
+            b = x @ x
+            a = b @ x
+        else:
+            a = x @ x @ x
+            b = x @ x
+        s, t = lax.psum(a, "i"), lax.psum(b, "i")
+        return s, t, a @ b @ a
+
+    x = jnp.eye(128) * (1.0 + world.rank)
+    for _ in range(3):
+        s, t, _ = f(x)
+        scale = 1.0 + np.arange(world.size)
+        np.testing.assert_allclose(s, np.eye(128) * (scale**3).sum())
+        np.testing.assert_allclose(t, np.eye(128) * (scale**2).sum())
