@@ -19,12 +19,6 @@ namespace {
     if (code_ != 0) return Outcome{"MPI_" #name, code_, {}};           \
   } while (false)
 
-#define PYCOLLECTIVE_RETURN_IF_FAILED(expression)      \
-  do {                                                 \
-    Outcome outcome_ = (expression);                   \
-    if (!outcome_.ok()) return outcome_;               \
-  } while (false)
-
 // MPI_Status is opaque here: at most 40 bytes in any known implementation.
 struct alignas(16) Status {
   char bytes[256] = {};

@@ -24,6 +24,13 @@ struct Outcome {
   bool ok() const { return call == nullptr; }
 };
 
+// Returns from the enclosing function if a call has failed.
+#define PYCOLLECTIVE_RETURN_IF_FAILED(expression)      \
+  do {                                                 \
+    ::pycollective::Outcome outcome_ = (expression);   \
+    if (!outcome_.ok()) return outcome_;               \
+  } while (false)
+
 // What a library itself does to the memory that it is handed. Plain memory; others override it.
 class Memory {
  public:

@@ -21,7 +21,7 @@ namespace pycollective {
 
 // What every rank must agree on for one collective call.
 struct Signature {
-  int32_t operation;  // index in kOperations (handlers.cc)
+  int32_t operation;  // index in kOperations (names.h)
   int32_t dtype;      // XLA's number
   int64_t count;      // elements of the operand
   int32_t reduce_op;  // Op, or -1

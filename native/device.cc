@@ -9,6 +9,7 @@ namespace pycollective {
 Runtime runtime;
 bool direct = false;
 int64_t stage_bytes = 4 << 20;
+int64_t max_pitch = INT32_MAX;
 
 namespace {
 
@@ -23,12 +24,6 @@ Outcome FailedIn(const char* call, int code) {
     if (code_ != 0) return FailedIn(#name, code_);                 \
   } while (false)
 
-#define PYCOLLECTIVE_RETURN_IF_FAILED(expression) \
-  do {                                            \
-    Outcome outcome_ = (expression);              \
-    if (!outcome_.ok()) return outcome_;          \
-  } while (false)
-
 }  // namespace
 
 Device& Device::Of(int ordinal) {
@@ -38,6 +33,11 @@ Device& Device::Of(int ordinal) {
   Device*& device = (*devices)[ordinal];
   if (device == nullptr) device = new Device(ordinal);
   return *device;
+}
+
+Outcome Device::Current(int* ordinal) {
+  PYCOLLECTIVE_RUNTIME(GetDevice, ordinal);
+  return {};
 }
 
 Device::Device(int ordinal) : ordinal_(ordinal) {}
@@ -133,12 +133,13 @@ Outcome Device::Grow(char** buffer, int64_t* held, int64_t wanted) {
   return {};
 }
 
-Outcome Device::Prepare(int64_t in_bytes, int64_t out_bytes) {
+Outcome Device::Prepare(int64_t pieces, int64_t in_bytes, int64_t out_bytes) {
   if (from_device_ == nullptr) PYCOLLECTIVE_RUNTIME(StreamCreate, &from_device_, kStreamNonBlocking);
   if (to_device_ == nullptr) PYCOLLECTIVE_RUNTIME(StreamCreate, &to_device_, kStreamNonBlocking);
   for (Slot& slot : slots_) {
     if (slot.came == nullptr) PYCOLLECTIVE_RUNTIME(EventCreate, &slot.came, kEventDisableTiming);
     if (slot.gone == nullptr) PYCOLLECTIVE_RUNTIME(EventCreate, &slot.gone, kEventDisableTiming);
+    if (pieces-- <= 0) continue;
     PYCOLLECTIVE_RETURN_IF_FAILED(Grow(&slot.in, &slot.in_bytes, in_bytes));
     PYCOLLECTIVE_RETURN_IF_FAILED(Grow(&slot.out, &slot.out_bytes, out_bytes));
   }
@@ -147,16 +148,28 @@ Outcome Device::Prepare(int64_t in_bytes, int64_t out_bytes) {
 
 namespace {
 
-// Calls copy(data, offset, nbytes) for each part of elements first to first + count of a side of one block.
+// Calls copy(data, offset, pitch, width, height) so that elements first to first + count of each block of a side are
+// copied, to or from where they lie without gaps.
 template <typename Copy>
 Outcome ForParts(const Side& side, int64_t first, int64_t count, Copy copy) {
+  if (side.blocks > 1) {
+    char* const data = static_cast<char*>(side.arrays[0].data) + first * side.unit;
+    const int64_t pitch = side.count * side.unit;
+    const int64_t width = count * side.unit;
+    if (pitch <= max_pitch) return copy(data, int64_t{0}, pitch, width, side.blocks);
+    for (int64_t block = 0; block < side.blocks; ++block) {
+      PYCOLLECTIVE_RETURN_IF_FAILED(copy(data + block * pitch, block * width, width, width, int64_t{1}));
+    }
+    return {};
+  }
   int64_t start = 0;  // of an array
   for (const Side::Array& array : side.arrays) {
     const int64_t from = std::max(first, start);
     const int64_t to = std::min(first + count, start + array.count);
     if (from < to) {
-      PYCOLLECTIVE_RETURN_IF_FAILED(copy(static_cast<char*>(array.data) + (from - start) * side.unit,
-                                         (from - first) * side.unit, static_cast<size_t>((to - from) * side.unit)));
+      char* const data = static_cast<char*>(array.data) + (from - start) * side.unit;
+      const int64_t width = (to - from) * side.unit;
+      PYCOLLECTIVE_RETURN_IF_FAILED(copy(data, (from - first) * side.unit, width, width, int64_t{1}));
     }
     start += array.count;
   }
@@ -166,30 +179,26 @@ Outcome ForParts(const Side& side, int64_t first, int64_t count, Copy copy) {
 }  // namespace
 
 Outcome Device::Fetch(const Side& side, int64_t first, int64_t count, char* host) {
-  if (side.blocks == 1) {
-    return ForParts(side, first, count, [&](const char* data, int64_t offset, size_t nbytes) -> Outcome {
-      PYCOLLECTIVE_RUNTIME(MemcpyAsync, host + offset, data, nbytes, kDeviceToHost, from_device_);
-      return {};
-    });
-  }
-  const char* data = static_cast<const char*>(side.arrays[0].data) + first * side.unit;
-  const auto width = static_cast<size_t>(count * side.unit);
-  PYCOLLECTIVE_RUNTIME(Memcpy2DAsync, host, width, data, static_cast<size_t>(side.count * side.unit), width,
-                       static_cast<size_t>(side.blocks), kDeviceToHost, from_device_);
-  return {};
+  return ForParts(side, first, count, [&](const char* data, int64_t offset, auto pitch, auto width, auto height) {
+    return Copy2D(host + offset, width, data, pitch, width, height, kDeviceToHost, from_device_);
+  });
 }
 
 Outcome Device::Store(const Side& side, int64_t first, int64_t count, char* host) {
-  if (side.blocks == 1) {
-    return ForParts(side, first, count, [&](char* data, int64_t offset, size_t nbytes) -> Outcome {
-      PYCOLLECTIVE_RUNTIME(MemcpyAsync, data, host + offset, nbytes, kHostToDevice, to_device_);
-      return {};
-    });
+  return ForParts(side, first, count, [&](char* data, int64_t offset, auto pitch, auto width, auto height) {
+    return Copy2D(data, pitch, host + offset, width, width, height, kHostToDevice, to_device_);
+  });
+}
+
+Outcome Device::Copy2D(void* to, int64_t to_pitch, const void* from, int64_t from_pitch, int64_t width, int64_t height,
+                       int kind, void* stream) {
+  const auto bytes = [](int64_t n) { return static_cast<size_t>(n); };
+  if (height == 1) {
+    PYCOLLECTIVE_RUNTIME(MemcpyAsync, to, from, bytes(width), kind, stream);
+  } else {
+    PYCOLLECTIVE_RUNTIME(Memcpy2DAsync, to, bytes(to_pitch), from, bytes(from_pitch), bytes(width), bytes(height), kind,
+                         stream);
   }
-  char* data = static_cast<char*>(side.arrays[0].data) + first * side.unit;
-  const auto width = static_cast<size_t>(count * side.unit);
-  PYCOLLECTIVE_RUNTIME(Memcpy2DAsync, data, static_cast<size_t>(side.count * side.unit), host, width, width,
-                       static_cast<size_t>(side.blocks), kHostToDevice, to_device_);
   return {};
 }
 
@@ -205,11 +214,13 @@ Outcome Device::Stage(const Exchange& exchange, int64_t most_bytes, void* ready,
   const auto bytes_of = [&](const Side& side) {
     return exchange.in_pieces ? std::min(piece, side.count) * side.unit * side.blocks : side.nbytes();
   };
-  PYCOLLECTIVE_RETURN_IF_FAILED(Prepare(bytes_of(in), exchange.in_place ? 0 : bytes_of(out)));
-  PYCOLLECTIVE_RUNTIME(StreamWaitEvent, from_device_, ready, 0);
-  PYCOLLECTIVE_RUNTIME(StreamWaitEvent, to_device_, ready, 0);
-
   const int64_t pieces = piece > 0 ? (count + piece - 1) / piece : 0;
+  const auto prepare = [&]() -> Outcome {
+    PYCOLLECTIVE_RETURN_IF_FAILED(Prepare(pieces, bytes_of(in), exchange.in_place ? 0 : bytes_of(out)));
+    PYCOLLECTIVE_RUNTIME(StreamWaitEvent, from_device_, ready, 0);
+    PYCOLLECTIVE_RUNTIME(StreamWaitEvent, to_device_, ready, 0);
+    return {};
+  };
   const auto size = [&](const Side& side, int64_t i) {
     return exchange.in_pieces ? std::min(piece, side.count - i * piece) : side.count;
   };
@@ -232,7 +243,16 @@ Outcome Device::Stage(const Exchange& exchange, int64_t most_bytes, void* ready,
     return {};
   };
 
-  Outcome first;
+  Outcome first = prepare();
+  if (!first.ok()) {
+    // Other ranks wait in the calls, which are made all the same: with memory of no meaning.
+    const std::unique_ptr<char[]> from(new char[static_cast<size_t>(bytes_of(in))]());
+    const std::unique_ptr<char[]> to(new char[static_cast<size_t>(bytes_of(out))]());
+    for (int64_t i = 0; i < std::max<int64_t>(pieces, 1); ++i) {
+      move(from.get(), exchange.in_place ? from.get() : to.get(), pieces > 0 ? size(reads ? in : out, i) : 0);
+    }
+    return first;
+  }
   const auto note = [&](const Outcome& outcome) {
     if (first.ok()) first = outcome;
   };
@@ -252,7 +272,8 @@ Outcome Device::Stage(const Exchange& exchange, int64_t most_bytes, void* ready,
 }
 
 Outcome Device::Direct(const Exchange& exchange, void* ready, void* done, const Move& move) {
-  PYCOLLECTIVE_RETURN_IF_FAILED(Prepare(0, 0));
+  // MPI needs the memory of a device that works: here is nothing to take part with.
+  PYCOLLECTIVE_RETURN_IF_FAILED(Prepare(0, 0, 0));
   PYCOLLECTIVE_RUNTIME(EventSynchronize, ready);
   const auto data = [](const Side& side) { return side.arrays.empty() ? nullptr : side.arrays[0].data; };
   const Outcome outcome = move(data(exchange.in), data(exchange.out), std::max(exchange.in.count, exchange.out.count));

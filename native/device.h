@@ -53,6 +53,8 @@ class Device {
  public:
   // Made at the first call, kept until the process ends.
   static Device& Of(int ordinal);
+  // That of this thread: XLA makes it so before it calls a handler.
+  static Outcome Current(int* ordinal);
 
   // Runs `work` behind all that was posted before, and returns when it is done; here if there is nothing before it.
   void Run(const std::function<void()>& work);
@@ -101,11 +103,13 @@ class Device {
 
   explicit Device(int ordinal);
   void Work();
-  Outcome Prepare(int64_t in_bytes, int64_t out_bytes);
+  Outcome Prepare(int64_t pieces, int64_t in_bytes, int64_t out_bytes);
   Outcome Grow(char** buffer, int64_t* held, int64_t wanted);
   // Elements first to first + count of each block of a side, to or from `host`, where they lie without gaps.
   Outcome Fetch(const Side& side, int64_t first, int64_t count, char* host);
   Outcome Store(const Side& side, int64_t first, int64_t count, char* host);
+  Outcome Copy2D(void* to, int64_t to_pitch, const void* from, int64_t from_pitch, int64_t width, int64_t height,
+                 int kind, void* stream);
 
   const int ordinal_;
   DeviceMemory memory_{*this};
@@ -136,6 +140,9 @@ extern Runtime runtime;
 // Whether MPI reads and writes device memory, and the size of pieces where it does not. The same on all ranks.
 extern bool direct;
 extern int64_t stage_bytes;
+
+// Blocks further apart are copied one by one: what CUDA allows. Tests lower it.
+extern int64_t max_pitch;
 
 }  // namespace pycollective
 

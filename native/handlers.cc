@@ -155,8 +155,8 @@ const void* KeyOf(const std::vector<Part>& parts) {
   return nullptr;
 }
 
-// Returns when the call is under way. XLA must keep operands and results until its end, AllreduceDone, and may run
-// meanwhile what does not depend on that.
+// Returns when the call is under way. Operands lie where results are, in buffers that XLA keeps until the end,
+// AllreduceDone, and it may run meanwhile what does not depend on that.
 ffi::Error AllreduceStart(DevicePlace place, InToken, ffi::RemainingArgs operands, OutToken, ffi::RemainingRets results,
                           int64_t comm, int64_t op, int64_t bucket_bytes) {
   const auto started = std::make_shared<Started>(place, CallIn(place, kAllreduce, comm));
@@ -165,6 +165,11 @@ ffi::Error AllreduceStart(DevicePlace place, InToken, ffi::RemainingArgs operand
   if (bad.failure()) return bad;
   const void* const key = KeyOf(all.parts);
   if (key == nullptr) return ffi::Error::Success();  // nothing but empty arrays: no rank makes a call
+  const bool in_place = std::all_of(all.parts.begin(), all.parts.end(), [](const Part& p) { return p.x == p.y; });
+  if (!in_place) {
+    return started->call.Error(ffi::ErrorCode::kInternal, "expected operands in the results' buffers, got others",
+                               "Please report this.");
+  }
   const Outcome begun = started->place.Start([started, op, bucket_bytes] {
     const auto body = [&](const Library& mpi, const Lane& lane) {
       return AllreduceParts(started->place, mpi, lane, started->all.parts, static_cast<Op>(op), bucket_bytes);
@@ -177,12 +182,12 @@ ffi::Error AllreduceStart(DevicePlace place, InToken, ffi::RemainingArgs operand
   return ffi::Error::Success();
 }
 
-// The last operands are the results of the start, which are the results here; those before them are kept alive.
+// Operands are the results of the start, and results here.
 ffi::Error AllreduceDone(DevicePlace place, ffi::RemainingArgs operands, ffi::RemainingRets results, int64_t comm) {
   const Call call = CallIn(place, kAllreduce, comm);
   std::vector<Part> parts;
   for (size_t i = 0; i < results.size(); ++i) {
-    const auto x = operands.get<ffi::AnyBuffer>(operands.size() - results.size() + i);
+    const auto x = operands.get<ffi::AnyBuffer>(i);
     auto y = results.get<ffi::AnyBuffer>(i);
     if (x.has_error()) return x.error();
     if (y.has_error()) return y.error();
@@ -201,6 +206,7 @@ ffi::Error AllreduceDone(DevicePlace place, ffi::RemainingArgs operands, ffi::Re
   }
   const bool same = std::all_of(parts.begin(), parts.end(), [](const Part& p) { return p.count == 0 || p.x == p.y; });
   if (started == nullptr || !same) {
+    place.Drain();  // it still reads and writes the memory
     return call.Error(ffi::ErrorCode::kInternal, "expected the results of a call that was started, got others",
                       "XLA has moved them in between. Please report this.");
   }

@@ -66,10 +66,8 @@ class DevicePlace {
   static constexpr bool kPlain = false;
 
   explicit DevicePlace(void* stream) : stream_(stream) {
-    int ordinal = 0;
-    runtime.GetDevice(&ordinal);
-    ordinal_ = ordinal;
-    device_ = &Device::Of(ordinal);
+    found_ = Device::Current(&ordinal_);
+    device_ = &Device::Of(ordinal_);
   }
 
   // Apart from the numbers of CPU devices.
@@ -95,6 +93,10 @@ class DevicePlace {
   Outcome Finish() {
     device_->Wait(ticket_);
     return End();
+  }
+  // Until nothing that was started is under way.
+  void Drain() {
+    device_->Run([] {});
   }
 
   template <typename MoveOn>
@@ -150,7 +152,8 @@ class DevicePlace {
   }
 
   Outcome Begin() {
-    Outcome outcome = device_->TakeEvent(&ready_);
+    Outcome outcome = found_;
+    if (outcome.ok()) outcome = device_->TakeEvent(&ready_);
     if (outcome.ok()) outcome = device_->TakeEvent(&done_);
     if (outcome.ok()) outcome = device_->Record(ready_, stream_);
     return outcome;
@@ -164,6 +167,7 @@ class DevicePlace {
 
   void* stream_;
   int ordinal_ = 0;
+  Outcome found_;
   Device* device_;
   void* ready_ = nullptr;
   void* done_ = nullptr;

@@ -80,7 +80,7 @@ def check(mpi: MPI.Intracomm, devices: Sequence[jax.Device], *, may_share: bool)
         RuntimeError: on all ranks, if their devices are of different kinds, or if two ranks of a host drive one
             accelerator and ``may_share`` is False.
     """
-    kind = kind_of(devices[0])
+    kind = " and ".join(sorted({kind_of(device) for device in devices}))
     known = runtime.KINDS.get(kind)
     own = [runtime.identity(known, int(device.local_hardware_id)) for device in devices] if known else []
     told = mpi.allgather((kind, own))
@@ -89,23 +89,36 @@ def check(mpi: MPI.Intracomm, devices: Sequence[jax.Device], *, may_share: bool)
         raise RuntimeError(message("init", expected, got, remedy, rank=mpi.rank, size=mpi.size))
 
     kinds = [kind for kind, _ in told]
-    if len(set(kinds)) > 1:
-        other = next(rank for rank, kind in enumerate(kinds) if kind != kinds[0])
+    other = next((rank for rank, other in enumerate(kinds) if other != kinds[0] or " and " in other), None)
+    if other is not None:
         fail(
             "devices of one kind on all ranks",
             f"{kinds[0]} on rank 0, {kinds[other]} on rank {other}",
             "See what JAX says on that rank, pycollective doctor too; or set JAX_PLATFORMS alike on all.",
         )
-    drivers: dict[str, list[int]] = {}
-    for rank, (_, identities) in enumerate(told):
-        for name in filter(None, identities):
-            drivers.setdefault(name, []).append(rank)
-    for name, ranks in drivers.items():
-        if len(ranks) > 1 and not may_share:
-            fail(
-                "an accelerator of its own for each rank",
-                f"{kind} device {name[:8]} on ranks {', '.join(map(str, ranks))}",
-                "Call pycollective.init before JAX's devices are in use, or start with pycollective run or with srun "
-                "--gpus-per-task=1; start no more ranks than there are. PYCOLLECTIVE_ALLOW_SHARED_GPU=1 accepts it.",
-            )
+    if not may_share and (both := shared([identities for _, identities in told])) is not None:
+        name, ranks = both
+        fail(
+            "an accelerator of its own for each rank",
+            f"{kind} device {name[:8]} on ranks {', '.join(map(str, ranks))}",
+            "Call pycollective.init before JAX's devices are in use, or start with pycollective run or with srun "
+            "--gpus-per-task=1; start no more ranks than there are. PYCOLLECTIVE_ALLOW_SHARED_GPU=1 accepts it.",
+        )
     return kind
+
+
+def shared(identities: Sequence[Sequence[str | None]]) -> tuple[str, list[int]] | None:
+    """A device that several ranks drive, and those ranks; None if there is none.
+
+    Args:
+        identities: of each rank's devices, as ``runtime.identity`` gives them.
+
+    Example:
+        >>> shared([["a"], ["b", "c"], ["b"]])
+        ('b', [1, 2])
+    """
+    drivers: dict[str, list[int]] = {}
+    for rank, own in enumerate(identities):
+        for name in filter(None, own):
+            drivers.setdefault(name, []).append(rank)
+    return next(((name, ranks) for name, ranks in drivers.items() if len(ranks) > 1), None)

@@ -367,6 +367,7 @@ def start(
             )
         )
     _check_launcher()
+    lifecycle.end_all_on_error()  # from here on ranks wait for each other
     native.start()  # before JAX's backend and its threads: it tunes malloc
     accelerators.take_own(mpi)
     with shared_cores(mpi):
@@ -377,7 +378,7 @@ def start(
         if takes is None:
             takes = bool(runtime.takes_device_memory(runtime.KINDS[kind]))
         native.start_accelerators(kind, direct=mpi.allreduce(takes, op=MPI.LAND))
-    lifecycle.install(ordering.flush)
+    lifecycle.flush_at_exit(ordering.flush)
     limit = timeout if timeout is not None else config.timeout
     if limit is not None:
         Watchdog(limit, MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size).start()

@@ -53,6 +53,7 @@ class Local(NamedTuple):
 
 def _total(local: Local, x: Array, op: str) -> Array:
     """``op`` over the local devices."""
+    assert op in ("sum", "sum_bfloat16", "min", "max"), op
     if op in ("min", "max"):
         reduce = lax.pmin if op == "min" else lax.pmax
         if x.dtype == jnp.bool_:  # bytes 0 and 1

@@ -32,12 +32,8 @@ _NOTICE_S = 10.0
 """How long a rank that has ended waits for the others before it says so."""
 
 
-def install(flush: Callable[[], None]) -> None:
-    """Installs the exception hook and the flush at exit.
-
-    Args:
-        flush: waits until the dispatched programs have run.
-    """
+def end_all_on_error() -> None:
+    """Installs the exception hook."""
     previous = sys.excepthook
     world = MPI.COMM_WORLD
 
@@ -52,7 +48,14 @@ def install(flush: Callable[[], None]) -> None:
             abort(world)
 
     sys.excepthook = end_all_ranks
-    # Exit handlers run in the opposite order of their registration: this before JAX's and mpi4py's own.
+
+
+def flush_at_exit(flush: Callable[[], None]) -> None:
+    """Installs an exit handler, behind JAX's and mpi4py's own: these run in the opposite order.
+
+    Args:
+        flush: waits until the dispatched programs have run.
+    """
     atexit.register(flush)
 
 

@@ -108,14 +108,14 @@ class Steps(NamedTuple):
 
 def lower(
     primitive: Primitive,
-    on_host: Callable[[dict[str, Any]], Call],
+    on_host: Callable[[dict[str, Any]], Call] | None,
     on_device: Callable[[dict[str, Any]], Call | Steps],
 ) -> None:
     """Registers the lowerings of an ordered primitive.
 
     Args:
         primitive: its abstract evaluation must report :data:`effect`.
-        on_host: maps the primitive's parameters to what a device of ``HOSTS`` does.
+        on_host: maps the primitive's parameters to what a device of ``HOSTS`` does; None: it cannot.
         on_device: the same for one of ``ACCELERATORS``.
     """
 
@@ -133,15 +133,17 @@ def lower(
         raise NotImplementedError(
             message(
                 primitive.name,
-                "a program on CPU devices or GPUs",
+                "a program on CPU devices or GPUs, as pycollective.init's devices are",
                 f"one for {', '.join(ctx.module_context.platforms)}",
-                "Move the arrays to jax.devices('cpu')[0], or set JAX_PLATFORMS=cpu.",
+                "Move the arrays to one of jax.local_devices(), or set JAX_PLATFORMS.",
             )
         )
 
-    for platforms, how in ((HOSTS, on_host), (ACCELERATORS, on_device)):
-        for platform in platforms:
-            mlir.register_lowering(primitive, functools.partial(lowering, how), platform=platform)
+    hows = dict.fromkeys(ACCELERATORS, on_device)
+    if on_host is not None:
+        hows |= dict.fromkeys(HOSTS, on_host)
+    for platform, how in hows.items():
+        mlir.register_lowering(primitive, functools.partial(lowering, how), platform=platform)
     mlir.register_lowering(primitive, elsewhere)
 
 

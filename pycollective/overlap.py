@@ -15,8 +15,8 @@ results are needed, and ties what lies between to both:
                                      t = done(t')
                                      c = a' / s + b' / t
 
-Only sums over named axes, of one device of each rank, and only where all ranks find the same order: where they compute
-in different ones, the program stays as it was. Nothing moves past another collective.
+Only sums over named axes, from each device to its like on other ranks, and only where all ranks find the same order:
+where they compute in different ones, the program stays as it was. Nothing moves past another collective.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from jax.interpreters import mlir
 
 from pycollective import accelerators, ordering
 from pycollective.agreement import exchanged
-from pycollective.communicator import devices_of_this_rank
-from pycollective.mesh import Group, Mesh
+from pycollective.communicator import Communicator, devices_of_this_rank
+from pycollective.mesh import Group
 from pycollective.ordering import map_jaxprs
 from pycollective.primitives import allreduce_attributes, allreduce_p
 from pycollective.transport import native
 
 start_p = Primitive("allreduce_start")
 start_p.multiple_results = True
-done_p = Primitive("allreduce_done")  # operands: what must be kept until then, and then what the start returned
+done_p = Primitive("allreduce_done")
 done_p.multiple_results = True
 
 
@@ -50,20 +50,21 @@ def _start_abstract_eval(*xs: Any, **_: Any) -> Any:
 
 
 @done_p.def_abstract_eval
-def _done_abstract_eval(*operands: Any, kept: int, **_: Any) -> Any:
-    return [jax.core.ShapedArray(y.shape, y.dtype) for y in operands[kept:]]
+def _done_abstract_eval(*ys: Any, **_: Any) -> Any:
+    return [jax.core.ShapedArray(y.shape, y.dtype) for y in ys]
 
 
 def _start(params: dict[str, Any]) -> ordering.Call:
-    in_place = params.pop("in_place")
+    # Always in place, so that XLA keeps the operands as long as the results; it copies those that are read again.
+    in_place = (True,) * params.pop("number")
     return native.ffi_lowering("device_allreduce_start", in_place), allreduce_attributes(**params)
 
 
-def _done_lowering(ctx: Any, *operands: Any, kept: int, comm: Group) -> Any:
-    return native.done_lowering(kept, len(operands) - kept)(ctx, *operands, comm=comm.number)
+def _done_lowering(ctx: Any, *ys: Any, comm: Group) -> Any:
+    return native.done_lowering(len(ys))(ctx, *ys, comm=comm.number)
 
 
-ordering.lower(start_p, _start, _start)
+ordering.lower(start_p, None, _start)
 mlir.register_lowering(done_p, _done_lowering)
 
 
@@ -75,20 +76,20 @@ def overlap(jaxpr: Any) -> Any:
     devices = devices_of_this_rank()
     if not devices or accelerators.kind_of(devices[0]) not in ordering.ACCELERATORS:
         return jaxpr
-    meshes: list[Mesh] = []
+    comms: dict[Communicator, None] = {}  # a set that keeps its order
     orders: list[list[int]] = []
-    arranged = map_jaxprs(jaxpr, functools.partial(_overlap, meshes=meshes, orders=orders))
-    if not orders or any(mesh.comm is not meshes[0].comm for mesh in meshes):
-        return jaxpr
-    return arranged if len(set(map(repr, exchanged(meshes[0].comm, "jit", "this program", orders)))) == 1 else jaxpr
+    arranged = map_jaxprs(jaxpr, functools.partial(_overlap, comms=comms, orders=orders))
+    # Also where it is known already: other ranks may have fewer communicators, and wait.
+    found = [exchanged(comm, "jit", "this program", orders if len(comms) == 1 else None) for comm in comms]
+    return arranged if len(found) == 1 and all(other == orders for other in found[0]) else jaxpr
 
 
-def _overlap(jaxpr: Any, meshes: list[Mesh], orders: list[list[int]]) -> Any:
-    """``jaxpr`` without those that it holds; adds the meshes of its sums, and for each sum its old place."""
+def _overlap(jaxpr: Any, comms: dict[Communicator, None], orders: list[list[int]]) -> Any:
+    """``jaxpr`` without those that it holds; adds the ranks of its sums, and for each sum its old place."""
     sums = [eqn for eqn in jaxpr.eqns if _splits(eqn)]
     if not sums:
         return jaxpr
-    meshes += [eqn.params["comm"].mesh for eqn in sums]
+    comms.update((eqn.params["comm"].mesh.comm, None) for eqn in sums)
     places = {id(eqn): place for place, eqn in enumerate(sums)}
     eqns: list[JaxprEqn] = []
     segment: list[JaxprEqn] = []
@@ -136,72 +137,79 @@ def _barrier(*values: Any) -> Any:
 
 def _arranged(segment: list[JaxprEqn], jaxpr: Jaxpr, renamed: dict[Var, Var], order: list[JaxprEqn]) -> list[JaxprEqn]:
     """A part of a program without other collectives, in its new order; adds to ``renamed``, its sums to ``order``."""
-    given: list[JaxprEqn] = []  # constants, which take no time
-    early: list[JaxprEqn] = []  # needs no sum
-    late: list[JaxprEqn] = []
-    sums: list[tuple[int, JaxprEqn]] = []  # how much of `early` each needs
-    of_sums: set[Var] = set()
-    made: dict[Var, int] = {}
-    for eqn in segment:
-        if any(var in of_sums for var in _reads(eqn)):
-            late.append(eqn)
-            of_sums.update(eqn.outvars)
-        elif _splits(eqn):
-            sums.append((max((made.get(var, 0) for var in _reads(eqn)), default=0), eqn))
-            of_sums.update(eqn.outvars)
-        elif not _reads(eqn):
-            given.append(eqn)
-        else:
-            early.append(eqn)
-            made.update((var, len(early)) for var in eqn.outvars)
-    waiting = sorted(sums, key=lambda pair: pair[0])
-    order += [*(eqn for _, eqn in waiting), *filter(_splits, late)]
-    if all(needed == len(early) for needed, _ in sums):  # nothing to compute meanwhile
-        return [_renamed(eqn, renamed) for eqn in segment]
+    eqns: list[JaxprEqn] = []
+    read = {var for reader in (*jaxpr.eqns, jaxpr) for var in _reads(reader)}
 
-    read = {var for reader in (*segment, jaxpr) for var in _reads(reader)}
-    eqns: list[JaxprEqn] = given
-    begun: list[tuple[JaxprEqn, list[Var], list[Any]]] = []  # the sum, what keeps its operands, its results so far
-
-    def tie(var: Var, results: list[Any], like: JaxprEqn) -> list[Any]:
-        """A barrier through which both go, and what they are behind it."""
+    def tie(var: Var, results: list[Var], like: JaxprEqn) -> list[Var]:
+        """A barrier through which both go, and what the results are behind it."""
         barrier = _new(like, _barrier, [renamed.get(var, var), *results])
         eqns.append(barrier)
         renamed[var] = barrier.outvars[0]
         return list(barrier.outvars[1:])
 
-    def begin(eqn: JaxprEqn, before: JaxprEqn | None) -> None:
-        eqns.append(start := _start_of(_renamed(eqn, renamed)))
-        results = list(start.outvars)
-        hints = zip(eqn.invars, eqn.params["in_place"], strict=True)
-        kept = [var for var, takes in hints if isinstance(var, Var) and not takes]
-        begun.append((eqn, kept, results if before is None else tie(_reads(before)[0], results, eqn)))
+    while segment:
+        early, sums, late = _needs(segment)
+        order += [eqn for _, eqn in sums]
+        if all(needed == len(early) for needed, _ in sums):  # nothing to compute meanwhile
+            eqns += [_renamed(eqn, renamed) for eqn in (*early, *(eqn for _, eqn in sums))]
+            segment = late
+            continue
+        begun: list[tuple[JaxprEqn, list[Var]]] = []  # the sum, and its results so far
+        for place, eqn in enumerate((*early, None)):
+            while sums and sums[0][0] <= place:
+                _, one = sums.pop(0)
+                eqns.append(_start_of(_renamed(one, renamed)))
+                results = list(eqns[-1].outvars)
+                following = (var for later in early[place:] for var in _reads(later))
+                if (var := next(following, None)) is not None:
+                    results = tie(var, results, one)
+                begun.append((one, results))
+            if eqn is not None:
+                eqns.append(_renamed(eqn, renamed))
+        # No end comes before all of that: nor before the last beginning, nor before what came last.
+        results = [var for _, results in begun for var in results]
+        last = next((var for eqn in reversed(early) for var in eqn.outvars if var in read), None)
+        if last is None or any(last in _reads(one) for one, _ in begun):  # a beginning has waited for it
+            eqns.append(_new(begun[0][0], _barrier, results))
+            behind = iter(eqns[-1].outvars)
+        else:
+            behind = iter(tie(last, results, begun[0][0]))
+        for one, results in begun:
+            done = functools.partial(_done, comm=one.params["comm"])
+            ended = _new(one, done, [next(behind) for _ in results])
+            eqns.append(ended.replace(outvars=one.outvars))
+        segment = late
+    return eqns
 
-    for place, eqn in enumerate(early):
-        while waiting and waiting[0][0] <= place:
-            begin(waiting.pop(0)[1], eqn)
-        eqns.append(_renamed(eqn, renamed))
-    for _, eqn in waiting:
-        begin(eqn, None)
-    # No end comes before all of that: before the last beginning, where that has waited for all, or what came last.
-    last = next((var for eqn in reversed(early) for var in eqn.outvars if var in read), None)
-    results = [var for _, _, results in begun for var in results]
-    if waiting or last is None:
-        eqns.append(barrier := _new(begun[0][0], _barrier, results))
-        behind = iter(barrier.outvars)
-    else:
-        behind = iter(tie(last, results, begun[0][0]))
-    begun = [(one, kept, [next(behind) for _ in results]) for one, kept, results in begun]
-    for one, kept, results in begun:
-        done = functools.partial(_done, kept=len(kept), comm=one.params["comm"])
-        operands = [*(renamed.get(var, var) for var in kept), *results]
-        eqns.append(_new(one, done, operands).replace(outvars=one.outvars))
-    return eqns + [_renamed(eqn, renamed) for eqn in late]
+
+def _needs(segment: list[JaxprEqn]) -> tuple[list[JaxprEqn], list[tuple[int, JaxprEqn]], list[JaxprEqn]]:
+    """What needs no sum; the sums, each with how much of that it needs, in that order; what needs a sum."""
+    constants: list[JaxprEqn] = []
+    early: list[JaxprEqn] = []
+    late: list[JaxprEqn] = []
+    sums: list[JaxprEqn] = []
+    of_sums: set[Var] = set()
+    for eqn in segment:
+        if any(var in of_sums for var in _reads(eqn)):
+            late.append(eqn)
+            of_sums.update(eqn.outvars)
+        elif _splits(eqn):
+            sums.append(eqn)
+            of_sums.update(eqn.outvars)
+        elif eqn.primitive.name in ("broadcast_in_dim", "iota") and not _reads(eqn):
+            constants.append(eqn)  # first: they take no time
+        else:
+            early.append(eqn)
+    early = constants + early
+    made = {var: place for place, eqn in enumerate(early, start=1) for var in eqn.outvars}
+    needed = [max((made.get(var, 0) for var in _reads(eqn)), default=0) for eqn in sums]
+    return early, sorted(zip(needed, sums, strict=True), key=lambda pair: pair[0]), late
 
 
 def _start_of(eqn: JaxprEqn) -> JaxprEqn:
-    return _new(eqn, lambda *xs: start_p.bind(*xs, **eqn.params), eqn.invars)
+    params = {"comm": eqn.params["comm"], "op": eqn.params["op"], "number": len(eqn.invars)}
+    return _new(eqn, lambda *xs: start_p.bind(*xs, **params), eqn.invars)
 
 
-def _done(*operands: Any, **params: Any) -> Any:
-    return done_p.bind(*operands, **params)
+def _done(*ys: Any, **params: Any) -> Any:
+    return done_p.bind(*ys, **params)

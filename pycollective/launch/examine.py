@@ -168,16 +168,11 @@ def devices(ranks: Sequence[Facts]) -> Finding:
 
 def gpus(ranks: Sequence[Facts]) -> Finding:
     """Whether every GPU has one rank."""
-    drivers: dict[str, list[int]] = {}
-    for rank, fact in enumerate(ranks):
-        for name in filter(None, fact.gpus):
-            drivers.setdefault(name, []).append(rank)
-    for name, together in drivers.items():
-        if len(together) > 1:
-            text = f"ranks {', '.join(map(str, together))} drive the same one, {name[:8]}"
-            remedy = "Start no more ranks than there are, with pycollective run or srun --gpus-per-task=1."
-            accepted = WARNING if config.allow_shared_gpu else WRONG
-            return Finding("GPUs", accepted, text, remedy)
+    if (both := accelerators.shared([rank.gpus for rank in ranks])) is not None:
+        name, together = both
+        text = f"ranks {', '.join(map(str, together))} drive the same one, {name[:8]}"
+        remedy = "Start no more ranks than there are, with pycollective run or srun --gpus-per-task=1."
+        return Finding("GPUs", WARNING if config.allow_shared_gpu else WRONG, text, remedy)
     if all(rank.platform == "cpu" for rank in ranks):
         return Finding("GPUs", OK, "none in use")
     unknown = sum(name is None for rank in ranks for name in rank.gpus)

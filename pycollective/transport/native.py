@@ -306,9 +306,9 @@ def ffi_lowering(target: str, in_place: tuple[bool, ...] = ()) -> Any:
     return lowering
 
 
-def done_lowering(kept: int, results: int) -> Any:
-    """The rule for ``device_allreduce_done``: no tokens, ``kept`` operands and then the results in their buffers."""
-    aliases = {kept + i: i for i in range(results)}
+def done_lowering(number: int) -> Any:
+    """The rule for ``device_allreduce_done`` of so many arrays: without tokens, results in the operands' buffers."""
+    aliases = {i: i for i in range(number)}
     rule = jax.ffi.ffi_lowering(
         "pycollective_device_allreduce_done", has_side_effect=True, operand_output_aliases=aliases
     )

@@ -258,6 +258,46 @@ void TestCallsFollowEachOther() {
   }
 }
 
+// Blocks further apart than one copy may reach, from there and to there.
+void TestBlocksFarApart() {
+  standin_set_max_pitch(100);
+  pc::max_pitch = 100;
+  TestBlocks();
+}
+
+// A message takes the memory of one piece, not of three.
+void TestMemoryOfAMessage() {
+  void* stream = NewStream();
+  Inputs x(stream, {Counting(1000)});
+  Events events(stream);
+  CHECK(events.device
+            .Stage({SideOf(x.arrays), {}, false, false}, 64, events.ready, events.done,
+                   [&](const void* in, void*, int64_t) -> pc::Outcome {
+                     CHECK(std::memcmp(in, Counting(1000).data(), 4000) == 0);
+                     return {};
+                   })
+            .ok());
+  CHECK(standin_held() == 1);
+}
+
+// Without page-locked memory there is an error, and MPI's calls are made all the same.
+void TestNoMemory() {
+  standin_refuse_memory();
+  void* stream = NewStream();
+  Inputs x(stream, {Counting(80)});
+  std::vector<Ints> y{Ints(160)};
+  Events events(stream);
+  int64_t calls = 0;
+  const pc::Outcome outcome = events.device.Stage({SideOf(x.arrays), SideOf(y, 2)}, 64, events.ready, events.done,
+                                                  [&](const void* in, void* out, int64_t count) -> pc::Outcome {
+                                                    ++calls;
+                                                    std::memcpy(out, in, static_cast<size_t>(4 * count));
+                                                    return {};
+                                                  });
+  CHECK(!outcome.ok() && outcome.of_runtime && outcome.detail == "out of memory");
+  CHECK(calls == 10);
+}
+
 // Nothing to move, as a barrier: one call, when the stream's earlier work has been done.
 void TestNothing() {
   void* stream = NewStream();
@@ -409,6 +449,9 @@ const std::map<std::string, void (*)()> kTests = {
     {"blocks", TestBlocks},
     {"sides_of_different_shapes", TestSidesOfDifferentShapes},
     {"calls_follow_each_other", TestCallsFollowEachOther},
+    {"blocks_far_apart", TestBlocksFarApart},
+    {"memory_of_a_message", TestMemoryOfAMessage},
+    {"no_memory", TestNoMemory},
     {"nothing", TestNothing},
     {"no_allocation_in_steady_state", TestNoAllocationInSteadyState},
     {"pieces_overlap", TestPiecesOverlap},

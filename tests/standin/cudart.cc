@@ -21,7 +21,8 @@
 
 namespace {
 
-constexpr int kInvalidValue = 1;  // cudaErrorInvalidValue
+constexpr int kInvalidValue = 1;      // cudaErrorInvalidValue
+constexpr int kMemoryAllocation = 2;  // cudaErrorMemoryAllocation
 constexpr int kHostToDevice = 1;
 constexpr int kDeviceToHost = 2;
 constexpr int kSpoilt = 0xA5;
@@ -92,6 +93,8 @@ std::atomic<int64_t> until_failure{0};
 std::atomic<int64_t> at_once{0};
 std::atomic<int64_t> most_at_once{0};
 std::atomic<int64_t> copied{0};
+std::atomic<size_t> max_pitch{INT32_MAX};  // CUDA's cudaDevAttrMaxPitch
+std::atomic<bool> no_memory{false};
 
 bool IsPageLocked(const void* memory, size_t nbytes) {
   const auto* first = static_cast<const char*>(memory);
@@ -161,6 +164,7 @@ int cudaEventSynchronize(void* event) {
 }
 
 int cudaHostAlloc(void** memory, size_t nbytes, unsigned) {
+  if (no_memory.load()) return kMemoryAllocation;
   *memory = std::malloc(nbytes);
   std::memset(*memory, kSpoilt, nbytes);
   const std::lock_guard<std::mutex> lock(memory_mutex);
@@ -180,6 +184,7 @@ int cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_p
                       int kind, void* stream) {
   if (Fails()) return kInvalidValue;
   if (width > to_pitch || width > from_pitch) return kInvalidValue;
+  if (height > 1 && std::max(to_pitch, from_pitch) > max_pitch.load()) return kInvalidValue;
   if (kind == kDeviceToHost && !IsPageLocked(to, to_pitch * (height - 1) + width)) return kInvalidValue;
   if (kind == kHostToDevice && !IsPageLocked(from, from_pitch * (height - 1) + width)) return kInvalidValue;
   Of(stream).Enqueue([=] {
@@ -208,7 +213,9 @@ int cudaMemsetAsync(void* to, int value, size_t nbytes, void* stream) {
   return 0;
 }
 
-const char* cudaGetErrorString(int code) { return code == kInvalidValue ? "invalid argument" : "no error"; }
+const char* cudaGetErrorString(int code) {
+  return code == kInvalidValue ? "invalid argument" : code == kMemoryAllocation ? "out of memory" : "no error";
+}
 
 int cuDeviceGet(int* device, int ordinal) {
   if (ordinal > 7) return kInvalidValue;
@@ -233,6 +240,10 @@ int64_t standin_held() {
   const std::lock_guard<std::mutex> lock(memory_mutex);
   return static_cast<int64_t>(page_locked.size());
 }
+
+void standin_set_max_pitch(int64_t nbytes) { max_pitch.store(static_cast<size_t>(nbytes)); }
+
+void standin_refuse_memory() { no_memory.store(true); }
 
 void standin_fail_copy(int64_t nth) { until_failure.store(nth); }
 

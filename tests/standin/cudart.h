@@ -36,6 +36,10 @@ void standin_set_delay_us(int64_t delay);
 // Page-locked allocations that were made so far, and that are held.
 int64_t standin_allocations();
 int64_t standin_held();
+// Copies of rows further apart than this are refused.
+void standin_set_max_pitch(int64_t nbytes);
+// From now on there is no page-locked memory.
+void standin_refuse_memory();
 // The copy or set that is number `nth` from now on fails when it is asked for; 0: none.
 void standin_fail_copy(int64_t nth);
 // The most copies, from the device and to it, that were under way at one time; and those that have ended so far.

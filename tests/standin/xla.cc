@@ -6,6 +6,7 @@
 
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <cstring>
 #include <map>
 #include <memory>
@@ -79,13 +80,7 @@ struct Copy {
   size_t nbytes;
 };
 
-// By the stream, some time from now.
-void CopyLater(void* stream, void* to, const void* from, size_t nbytes, bool of_now) {
-  auto* copy = new Copy{to, {}, from, nbytes};
-  if (of_now) {
-    copy->snapshot.assign(static_cast<const char*>(from), static_cast<const char*>(from) + nbytes);
-    copy->from = copy->snapshot.data();
-  }
+void Enqueue(void* stream, Copy* copy) {
   standin_launch(
       stream,
       [](void* argument) {
@@ -93,6 +88,23 @@ void CopyLater(void* stream, void* to, const void* from, size_t nbytes, bool of_
         std::memcpy(copy->to, copy->from, copy->nbytes);
       },
       copy);
+}
+
+// By the stream, some time from now.
+void CopyLater(void* stream, void* to, const void* from, size_t nbytes, bool of_now) {
+  auto* copy = new Copy{to, {}, from, nbytes};
+  if (of_now) {
+    copy->snapshot.assign(static_cast<const char*>(from), static_cast<const char*>(from) + nbytes);
+    copy->from = copy->snapshot.data();
+  }
+  Enqueue(stream, copy);
+}
+
+// As a later kernel may, to which XLA has given the memory of what nothing reads any more.
+void SpoilLater(void* stream, void* memory, size_t nbytes) {
+  auto* copy = new Copy{memory, std::vector<char>(nbytes, 0x69), nullptr, nbytes};
+  copy->from = copy->snapshot.data();
+  Enqueue(stream, copy);
 }
 
 // Calls that have begun and not ended, by XLA's address of their first result.
@@ -148,6 +160,11 @@ XLA_FFI_Error* Call(const char* name, Part part, XLA_FFI_CallFrame* frame) {
   own.args.args = arg_pointers.data();
   own.rets.rets = ret_pointers.data();
   XLA_FFI_Error* error = handler(&own);
+  for (const XLA_FFI_Buffer& arg : args) {
+    const bool is_result =
+        std::any_of(rets.begin(), rets.end(), [&](const XLA_FFI_Buffer& ret) { return ret.data == arg.data; });
+    if (const size_t nbytes = BytesOf(arg); nbytes > 0 && !is_result) SpoilLater(stream, arg.data, nbytes);
+  }
   if (part == Part::kStart && error == nullptr && first != nullptr) {
     const std::lock_guard<std::mutex> lock(begun_mutex);
     (*begun)[first] = buffers;

@@ -79,6 +79,29 @@ def test_the_order_of_other_collectives_stays() -> None:
     assert text.index("S") < text.rindex("m", 0, text.index("D"))
 
 
+def test_a_sum_of_the_forward_pass_hides_no_other() -> None:
+    def normalised(params: list[jax.Array], x: jax.Array, weight: jax.Array) -> list[jax.Array]:
+        grads = jax.grad(lambda params: loss(params, x) / lax.psum(weight.sum(), "i"))(params)
+        return list(lax.psum(grads, "i"))
+
+    w = jax.ShapeDtypeStruct((512, 512), jnp.float32)
+    text = order(lowered(normalised, [w] * 3, w, jax.ShapeDtypeStruct((64,), jnp.float32)))
+    assert text == "mmm" + "A" + "mS" + "mmS" + "mmS" + "DDD"
+
+
+def test_an_operand_that_is_read_again_stays() -> None:
+    def f(x: jax.Array) -> tuple[jax.Array, ...]:
+        a = x @ x
+        return lax.psum(a, "i"), a, a @ a
+
+    x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    text = lowered(f, x)
+    assert order(text) == "mSmD"
+    # In the result's buffer, which XLA keeps until the end: where the operand is read again it gets a copy first.
+    (start,) = re.findall(r"custom_call @pycollective_device_allreduce_start[^\n]*", text)
+    assert "output_operand_alias<output_tuple_indices = [1], operand_index = 1" in start
+
+
 def test_a_sum_that_all_wait_for_is_one_call() -> None:
     x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
     assert order(lowered(lambda x: lax.psum(x @ x, "i") @ x, x)) == "mAm"
