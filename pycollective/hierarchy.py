@@ -6,7 +6,7 @@ decomposition). CPU devices do the same through shared memory instead (``native/
 
 Each function has the meaning of the primitive of its name over ranks x devices in row-major order. ``bind`` is that
 primitive over the ranks, from each device to its like. They are traced when a program is lowered, after differentiation
-and batching, so they need no rules of their own.
+and batching, so they need no rules of their own. For empty arrays there is nothing to do.
 """
 
 from __future__ import annotations
@@ -30,9 +30,11 @@ class Local(NamedTuple):
 
     Attributes:
         axes: names and sizes of the axes along which they lie, in the program that XLA runs on them.
+        ranks: how many ranks take part, each with as many.
     """
 
     axes: tuple[tuple[str, int], ...]
+    ranks: int
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -73,7 +75,7 @@ def _in_slices(local: Local, x: Array, op: str, between: Callable[[Array], Array
 def allreduce(bind: Callable[..., list[Array]], local: Local, *xs: Array, op: str, **_: Any) -> list[Array]:
     """``op`` over all devices of each of ``xs``: those of a dtype as one array."""
     ys = list(xs)
-    for dtype in dict.fromkeys(x.dtype for x in xs):
+    for dtype in dict.fromkeys(x.dtype for x in xs if x.size > 0):
         places = [i for i, x in enumerate(xs) if x.dtype == dtype]
         flat = jnp.concatenate([xs[i].reshape(-1) for i in places])
 
@@ -94,6 +96,9 @@ def allreduce(bind: Callable[..., list[Array]], local: Local, *xs: Array, op: st
 def reduce(bind: Callable[..., Array], local: Local, x: Array, *, op: str, root: int, **_: Any) -> Array:
     """``op`` over all devices at the root, zeros on the others."""
 
+    if x.size == 0:
+        return x
+
     def between(part: Array) -> Array:
         return bind(part, op=op, root=root // local.size, in_place=(True,))
 
@@ -103,6 +108,8 @@ def reduce(bind: Callable[..., Array], local: Local, x: Array, *, op: str, root:
 
 def bcast(bind: Callable[..., Array], local: Local, x: Array, *, root: int, **_: Any) -> Array:
     """The root's ``x``: a sum of its bits and of zeros, exact for every value."""
+    if x.size == 0:
+        return x
     bits = _bits(x)
     own = jnp.where(local.member() == root % local.size, bits, jnp.zeros_like(bits))
 
@@ -114,23 +121,29 @@ def bcast(bind: Callable[..., Array], local: Local, x: Array, *, root: int, **_:
 
 def allgather(bind: Callable[..., Array], local: Local, x: Array, **_: Any) -> Array:
     """All devices' ``x``; shape ``(ranks * devices, *x.shape)``."""
-    blocks = lax.all_gather(bind(x), local.names, axis=1)  # (ranks, devices, ...)
-    return blocks.reshape(blocks.shape[0] * local.size, *x.shape)
+    result = (local.ranks * local.size, *x.shape)
+    if x.size == 0:
+        return jnp.zeros(result, x.dtype)
+    return lax.all_gather(bind(x), local.names, axis=1).reshape(result)  # (ranks, devices, ...)
 
 
 def reduce_scatter(bind: Callable[..., Array], local: Local, x: Array, *, op: str, **_: Any) -> Array:
     """This device's block of the sum of ``x``, of shape ``(ranks * devices, ...)``."""
+    if x.size == 0:
+        return x[0]
     return bind(lax.psum_scatter(_by_rank(local, x), local.names, scatter_dimension=1), op=op)
 
 
 def alltoall(bind: Callable[..., Array], local: Local, x: Array, **_: Any) -> Array:
     """Block ``d`` of ``x``, of shape ``(ranks * devices, ...)``, to device ``d``."""
+    if x.size == 0:
+        return x
     return bind(lax.all_to_all(_by_rank(local, x), local.names, 1, 1, tiled=True)).reshape(x.shape)
 
 
 def _by_rank(local: Local, x: Array) -> Array:
     """Blocks of all devices as ``(ranks, devices, ...)``."""
-    return x.reshape(x.shape[0] // local.size, local.size, *x.shape[1:])
+    return x.reshape(local.ranks, local.size, *x.shape[1:])
 
 
 def _bits(x: Array) -> Array:

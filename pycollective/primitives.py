@@ -65,8 +65,9 @@ def _lower(primitive: Primitive, attributes: Callable[..., dict[str, Any]]) -> N
     def on_device(params: dict[str, Any]) -> ordering.Call | ordering.Steps:
         axes = params["comm"].local_axes
         if axes and steps is not None:
-            on_ranks = partial(primitive.bind, comm=params.pop("comm").comm)
-            return ordering.Steps(partial(steps, on_ranks, hierarchy.Local(axes), **params), axes)
+            ranks = params.pop("comm").comm
+            local = hierarchy.Local(axes, ranks.size)
+            return ordering.Steps(partial(steps, partial(primitive.bind, comm=ranks), local, **params), axes)
         return device_lowering(params.pop("in_place", ())), attributes(**params)
 
     ordering.lower(primitive, on_host, on_device)
