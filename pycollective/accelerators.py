@@ -21,6 +21,8 @@ def kind_of(device: jax.Device) -> str:
     """The platform of a device: "cpu", "cuda" or "rocm"; as JAX says it for others.
 
     Example:
+        >>> import pycollective as pc
+        >>> comm = pc.init()  # before JAX's devices are in use
         >>> kind_of(jax.devices("cpu")[0])
         'cpu'
     """

@@ -160,7 +160,8 @@ def _arranged(segment: list[JaxprEqn], jaxpr: Jaxpr, renamed: dict[Var, Var], or
                 _, one = sums.pop(0)
                 eqns.append(_start_of(_renamed(one, renamed)))
                 results = list(eqns[-1].outvars)
-                following = (var for later in early[place:] for var in _reads(later))
+                ahead = {var for later in early[place:] for var in later.outvars}
+                following = (var for later in early[place:] for var in _reads(later) if var not in ahead)
                 if (var := next(following, None)) is not None:
                     results = tie(var, results, one)
                 begun.append((one, results))

@@ -89,6 +89,17 @@ def test_a_sum_of_the_forward_pass_hides_no_other() -> None:
     assert text == "mmm" + "A" + "mS" + "mmS" + "mmS" + "DDD"
 
 
+def test_what_follows_a_sum_may_need_nothing() -> None:
+    def f(x: jax.Array) -> tuple[jax.Array, ...]:
+        a = x @ x
+        s = lax.psum(a, "i")
+        half = lax.div(1.0, 2.0)  # reads no variable; what reads its result comes after it
+        return s, half * a @ a
+
+    x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    assert order(lowered(f, x)) == "mSmD"
+
+
 def test_an_operand_that_is_read_again_stays() -> None:
     def f(x: jax.Array) -> tuple[jax.Array, ...]:
         a = x @ x

@@ -72,10 +72,17 @@ def test_gradient_of_a_gather_is_a_scatter(world: pc.Communicator) -> None:
 
 
 def test_other_platforms_are_refused(world: pc.Communicator) -> None:
-    with pytest.raises(
-        NotImplementedError, match=r"allreduce: expected a program on CPU devices, got one for cuda\. Move"
-    ):
-        jax.jit(lambda x: pc.psum(x, world)).trace(X).lower(lowering_platforms=("cuda",))
+    refusal = (
+        r"allreduce: expected a program on CPU devices or GPUs, as pycollective.init's devices are, got one for tpu\."
+    )
+    with pytest.raises(NotImplementedError, match=refusal):
+        jax.jit(lambda x: pc.psum(x, world)).trace(X).lower(lowering_platforms=("tpu",))
+
+
+@pytest.mark.parametrize("platform", ["cuda", "rocm"])
+def test_gpus_have_handlers_of_their_own(platform: str, world: pc.Communicator) -> None:
+    program = jax.jit(lambda x: pc.psum(x, world)).trace(X)
+    assert "@pycollective_device_allreduce(" in program.lower(lowering_platforms=(platform,)).as_text()
 
 
 def test_unused_results_keep_their_calls(world: pc.Communicator) -> None:
