@@ -80,6 +80,18 @@ OTHERS: dict[str, Function] = {
 ALL = {**LINEAR, **OTHERS}
 
 
+def _loss(params: list[Array], x: Array) -> Array:
+    for w in params:
+        x = jnp.tanh(x @ w)
+    return jnp.sum(x**2)
+
+
+def step(params: list[Array], x: Array) -> tuple[Array, list[Array]]:
+    """One of gradient descent: the loss, and new weights."""
+    loss, grads = jax.value_and_grad(_loss)(params, x)
+    return lax.pmean(loss, "i"), jax.tree.map(lambda p, g: p - 0.1 * g, params, lax.pmean(grads, "i"))
+
+
 def stacked(world: pc.Communicator, local: int, seed: int = 0, shape: tuple[int, ...] = SHAPE) -> np.ndarray:
     """One array for each device of all ranks."""
     return np.asarray(values((world.size * local, *shape), seed=seed))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ import pycollective as pc
 from pycollective import buckets
 from pycollective.config import Config
 from tests.cases import values
-from tests.spmd.cases import compare
+from tests.spmd.cases import compare, step
 
 Array = Any
 
@@ -24,21 +23,10 @@ def each_sum_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(buckets, "config", Config(bucket_bytes=0))
 
 
-def network(params: list[Array], x: Array) -> Array:
-    for w in params:
-        x = jnp.tanh(x @ w)
-    return jnp.mean(x**2)
-
-
-def train(params: list[Array], x: Array) -> tuple[Array, list[Array]]:
-    loss, grads = jax.value_and_grad(network)(params, x)
-    return lax.pmean(loss, "i"), jax.tree.map(lambda p, g: p - 0.1 * g, params, lax.pmean(grads, "i"))
-
-
 def test_training(world: pc.Communicator, local: int) -> None:
     params = [np.asarray(values((16, 16), seed=k)) for k in range(6)]
     xs = np.asarray(values((world.size * local, 8, 16)))
-    compare(world, local, train, params, xs, in_axes=(None, 0))
+    compare(world, local, step, params, xs, in_axes=(None, 0))
 
 
 def mixed(x: Array) -> tuple[Array, ...]:

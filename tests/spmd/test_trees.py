@@ -16,7 +16,7 @@ import pycollective as pc
 from pycollective import buckets
 from pycollective.config import Config
 from tests.cases import values
-from tests.spmd.cases import compare, own
+from tests.spmd.cases import compare, own, step
 
 Array = Any
 
@@ -48,17 +48,6 @@ def test_any_bucket(bucket_bytes: int, monkeypatch: pytest.MonkeyPatch, world: p
         for part in np.asarray(got[name]):
             assert part.dtype == xs.dtype
             np.testing.assert_allclose(part.astype(wide), want, rtol=tolerance, atol=tolerance, err_msg=name)
-
-
-def network(params: list[Array], x: Array) -> Array:
-    for w in params:
-        x = jnp.tanh(x @ w)
-    return jnp.sum(x**2)
-
-
-def step(params: list[Array], x: Array) -> tuple[Array, list[Array]]:
-    loss, grads = jax.value_and_grad(network)(params, x)
-    return lax.pmean(loss, "i"), jax.tree.map(lambda p, g: p - 0.1 * g, params, lax.pmean(grads, "i"))
 
 
 def test_a_training_step_is_one_call(world: pc.Communicator, few: int) -> None:
