@@ -121,7 +121,8 @@ Outcome Device::Follow(void* stream, void* event) {
 Outcome Device::Grow(char** buffer, int64_t* held, int64_t wanted) {
   if (wanted <= *held) return {};
   if (*buffer != nullptr) {
-    PYCOLLECTIVE_RUNTIME(StreamSynchronize, to_device_);  // it may still be read
+    PYCOLLECTIVE_RUNTIME(StreamSynchronize, to_device_);  // it may still be read; after an error, also written
+    PYCOLLECTIVE_RUNTIME(StreamSynchronize, from_device_);
     PYCOLLECTIVE_RUNTIME(HostFree, *buffer);
     *buffer = nullptr;
     *held = 0;
@@ -256,7 +257,11 @@ Outcome Device::Stage(const Exchange& exchange, int64_t most_bytes, void* ready,
   const auto note = [&](const Outcome& outcome) {
     if (first.ok()) first = outcome;
   };
-  if (!reads && !writes) PYCOLLECTIVE_RUNTIME(EventSynchronize, ready);
+  const auto turn_has_come = [&]() -> Outcome {
+    PYCOLLECTIVE_RUNTIME(EventSynchronize, ready);
+    return {};
+  };
+  if (!reads && !writes) note(turn_has_come());
   int64_t fetched = 0;
   for (int64_t i = 0; i < pieces; ++i) {
     while (reads && fetched < std::min(pieces, i + kSlots)) note(fetch(fetched++));
