@@ -26,6 +26,7 @@ from jax.experimental import topologies
 
 import pycollective as pc
 from pycollective import accelerators, overlap
+from pycollective.bench.works import AXIS, step
 from pycollective.transport import native
 
 # XLA's GpuTargetConfigProto; the keys of the rates are XLA's numbers of element types.
@@ -57,16 +58,8 @@ _CALLS = {
 }
 
 
-def loss(params: list[jax.Array], x: jax.Array) -> jax.Array:
-    for w in params:
-        x = jnp.tanh(x @ w)
-    return jnp.mean(x**2)
-
-
-def train(params: list[jax.Array], x: jax.Array) -> tuple[list[jax.Array], jax.Array]:
-    value, grads = jax.value_and_grad(loss)(params, x)
-    value, grads = lax.pmean((value, grads), "batch")
-    return [p - 0.1 * g for p, g in zip(params, grads, strict=True)], value
+def train(*params: jax.Array) -> tuple[jax.Array, ...]:
+    return step(params, lambda grads: lax.pmean(grads, AXIS))
 
 
 def letters(hlo: str, width: int) -> str:
@@ -97,7 +90,7 @@ def main() -> None:
     options = parser.parse_args()
     pc.init()
     accelerators.kind_of = lambda _: "cuda"
-    native._register(native.library(), native.DEVICE_TARGETS, "CUDA")
+    native.register(native.library(), native.DEVICE_TARGETS, "CUDA")
     topology = topologies.get_topology_desc("h100", "cuda", target_config=_H100, topology="1x1x1")
     mesh = jax.sharding.Mesh(np.array(topology.devices), "x")
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
@@ -105,8 +98,8 @@ def main() -> None:
     ordered = overlap.overlap
     for name, arrange in (("as written", lambda jaxpr: jaxpr), ("overlap.py", ordered)):
         overlap.overlap = arrange
-        program = pc.jit(train, axis_name="batch")._program
-        compiled = jax.jit(program, in_shardings=sharding).trace([w] * options.layers, w)
+        program = pc.jit(train, axis_name=AXIS)._program
+        compiled = jax.jit(program, in_shardings=sharding).trace(*[w] * options.layers)
         text = compiled.lower(lowering_platforms=("cuda",)).compile().as_text()
         sys.stdout.write(f"{name:12} {letters(text, options.width)}\n")
 

@@ -87,17 +87,11 @@ struct Reductions {
 
 // Small arrays of a type travel together in buffers of at most `bucket_bytes`; from half that size on, an array goes by
 // itself, since copying it would cost more than a call.
-ffi::Error Allreduce(HostPlace place, InToken, ffi::RemainingArgs operands, OutToken, ffi::RemainingRets results,
-                     int64_t comm, int64_t op, int64_t bucket_bytes) {
-  Call call = CallIn(place, kAllreduce, comm);
-  Reductions all;
-  const ffi::Error bad = all.Decode(call, operands, results, op);
-  if (bad.failure()) return bad;
-  return call.Run(place, all.signature, all.nbytes, [&](const Library& mpi, const Lane& lane) {
-    return InBuckets(all.parts, bucket_bytes, [&](const void* x, void* y, int64_t count, Type type) {
-      if (lane.team != nullptr) return Hierarchy(mpi, lane).Allreduce(x, y, count, type, static_cast<Op>(op));
-      return mpi.Allreduce(lane.channel, x, y, count, type, static_cast<Op>(op));
-    });
+Outcome AllreduceParts(HostPlace&, const Library& mpi, const Lane& lane, const std::vector<Part>& parts, Op op,
+                       int64_t bucket_bytes) {
+  return InBuckets(parts, bucket_bytes, [&](const void* x, void* y, int64_t count, Type type) {
+    if (lane.team != nullptr) return Hierarchy(mpi, lane).Allreduce(x, y, count, type, op);
+    return mpi.Allreduce(lane.channel, x, y, count, type, op);
   });
 }
 
@@ -123,8 +117,9 @@ Outcome AllreduceParts(DevicePlace& place, const Library& mpi, const Lane& lane,
   return first;
 }
 
-ffi::Error DeviceAllreduce(DevicePlace place, InToken, ffi::RemainingArgs operands, OutToken,
-                           ffi::RemainingRets results, int64_t comm, int64_t op, int64_t bucket_bytes) {
+template <typename Place>
+ffi::Error Allreduce(Place place, InToken, ffi::RemainingArgs operands, OutToken, ffi::RemainingRets results,
+                     int64_t comm, int64_t op, int64_t bucket_bytes) {
   Call call = CallIn(place, kAllreduce, comm);
   Reductions all;
   const ffi::Error bad = all.Decode(call, operands, results, op);
@@ -155,6 +150,11 @@ const void* KeyOf(const std::vector<Part>& parts) {
   return nullptr;
 }
 
+// Whether results lie where operands do.
+bool InPlace(const std::vector<Part>& parts) {
+  return std::all_of(parts.begin(), parts.end(), [](const Part& p) { return p.count == 0 || p.x == p.y; });
+}
+
 // Returns when the call is under way. Operands lie where results are, in buffers that XLA keeps until the end,
 // AllreduceDone, and it may run meanwhile what does not depend on that.
 ffi::Error AllreduceStart(DevicePlace place, InToken, ffi::RemainingArgs operands, OutToken, ffi::RemainingRets results,
@@ -165,8 +165,7 @@ ffi::Error AllreduceStart(DevicePlace place, InToken, ffi::RemainingArgs operand
   if (bad.failure()) return bad;
   const void* const key = KeyOf(all.parts);
   if (key == nullptr) return ffi::Error::Success();  // nothing but empty arrays: no rank makes a call
-  const bool in_place = std::all_of(all.parts.begin(), all.parts.end(), [](const Part& p) { return p.x == p.y; });
-  if (!in_place) {
+  if (!InPlace(all.parts)) {
     return started->call.Error(ffi::ErrorCode::kInternal, "expected operands in the results' buffers, got others",
                                "Please report this.");
   }
@@ -204,8 +203,7 @@ ffi::Error AllreduceDone(DevicePlace place, ffi::RemainingArgs operands, ffi::Re
       started_calls.erase(found);
     }
   }
-  const bool same = std::all_of(parts.begin(), parts.end(), [](const Part& p) { return p.count == 0 || p.x == p.y; });
-  if (started == nullptr || !same) {
+  if (started == nullptr || !InPlace(parts)) {
     place.Drain();  // it still reads and writes the memory
     return call.Error(ffi::ErrorCode::kInternal, "expected the results of a call that was started, got others",
                       "XLA has moved them in between. Please report this.");
@@ -424,10 +422,8 @@ namespace pc = pycollective;
   PYCOLLECTIVE_HANDLER_IN(pycollective_##name, pc::HostPlace, function, binding)       \
   PYCOLLECTIVE_HANDLER_IN(pycollective_device_##name, pc::DevicePlace, function, binding)
 
-PYCOLLECTIVE_HANDLER_IN(pycollective_allreduce, pc::HostPlace, pc::Allreduce,
-                        pc::BindArrays<Place>().Attr<int64_t>("comm").Attr<int64_t>("op").Attr<int64_t>("bucket_bytes"))
-PYCOLLECTIVE_HANDLER_IN(pycollective_device_allreduce, pc::DevicePlace, pc::DeviceAllreduce,
-                        pc::BindArrays<Place>().Attr<int64_t>("comm").Attr<int64_t>("op").Attr<int64_t>("bucket_bytes"))
+PYCOLLECTIVE_HANDLER(allreduce, pc::Allreduce<Place>,
+                     pc::BindArrays<Place>().Attr<int64_t>("comm").Attr<int64_t>("op").Attr<int64_t>("bucket_bytes"))
 PYCOLLECTIVE_HANDLER_IN(pycollective_device_allreduce_start, pc::DevicePlace, pc::AllreduceStart,
                         pc::BindArrays<Place>().Attr<int64_t>("comm").Attr<int64_t>("op").Attr<int64_t>("bucket_bytes"))
 PYCOLLECTIVE_HANDLER_IN(pycollective_device_allreduce_done, pc::DevicePlace, pc::AllreduceDone,

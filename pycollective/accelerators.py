@@ -16,6 +16,9 @@ _OPTION = "jax_cuda_visible_devices"
 """Which of the GPUs that CUDA shows JAX takes; read once, when its devices start. Unlike CUDA_VISIBLE_DEVICES it works
 after MPI has started CUDA, and leaves the other GPUs of the host in MPI's reach."""
 
+LANES = 1 << 32
+"""Where the numbers of accelerators' lanes begin, beyond those of CPU devices; as in native/place.h."""
+
 
 def kind_of(device: jax.Device) -> str:
     """The platform of a device: "cpu", "cuda" or "rocm"; as JAX says it for others.
@@ -35,7 +38,7 @@ def lane_id(device: jax.Device) -> int:
     """By which the handlers know a device: CPU devices by XLA's number, accelerators by their runtime's, apart."""
     if device.platform == "cpu":
         return int(device.id)
-    return (1 << 32) + int(device.local_hardware_id)
+    return LANES + int(device.local_hardware_id)
 
 
 def share(lists: Sequence[Sequence[str]], rank: int) -> list[int] | None:
@@ -61,16 +64,18 @@ def share(lists: Sequence[Sequence[str]], rank: int) -> list[int] | None:
     return list(own_part(range(len(own)), Place(rank, len(lists))))
 
 
-def take_own(mpi: MPI.Intracomm, environ: Mapping[str, str] = os.environ) -> None:
-    """Lets JAX start this rank's share of its host's GPUs alone. All ranks of ``mpi`` must make this call.
+def take_own(neighbours: MPI.Intracomm, environ: Mapping[str, str] = os.environ) -> None:
+    """Lets JAX start this rank's share of its host's GPUs alone. All ranks of the host must make this call.
 
     Where devices have started, or the user or the launcher has chosen some, nothing changes.
+
+    Args:
+        neighbours: those ranks, as ``mpi.host_of`` gives them.
+        environ: the variables of this process.
     """
     chosen = jax.config.read(_OPTION) != "all" or "SLURM_GPUS_PER_TASK" in environ
-    neighbours = mpi.Split_type(MPI.COMM_TYPE_SHARED)
     lists = neighbours.allgather([] if chosen else visible_gpus(environ))
     own = share(lists, neighbours.rank)
-    neighbours.Free()
     if own is not None:
         jax.config.update(_OPTION, ",".join(map(str, own)))
 

@@ -11,7 +11,7 @@ import jax
 from pycollective import accelerators, launchers, lifecycle, ordering
 from pycollective.config import config
 from pycollective.errors import message
-from pycollective.mpi import MPI
+from pycollective.mpi import MPI, host_of
 from pycollective.threads import shared_cores
 from pycollective.transport import native, runtime
 from pycollective.watchdog import Watchdog
@@ -102,9 +102,8 @@ class Communicator:
         set_(self, "rank", mpi.rank)
         set_(self, "size", mpi.size)
         # Not by host name: containers may share one, and one host may have several.
-        shared = mpi.Split_type(MPI.COMM_TYPE_SHARED)
-        hosts = mpi.allgather(shared.bcast(mpi.rank))
-        shared.Free()
+        with host_of(mpi) as shared:
+            hosts = mpi.allgather(shared.bcast(mpi.rank))
         local = [rank for rank in range(mpi.size) if hosts[rank] == hosts[mpi.rank]]
         leaders = sorted(set(hosts))
         set_(self, "local_rank", local.index(mpi.rank))
@@ -369,9 +368,10 @@ def start(
     _check_launcher()
     lifecycle.end_all_on_error()  # from here on ranks wait for each other
     native.start()  # before JAX's backend and its threads: it tunes malloc
-    accelerators.take_own(mpi)
-    with shared_cores(mpi):
-        _state.devices = _choose_devices(devices)
+    with host_of(mpi) as neighbours:
+        accelerators.take_own(neighbours)
+        with shared_cores(neighbours):
+            _state.devices = _choose_devices(devices)
     kind = accelerators.check(mpi, _state.devices, may_share=config.allow_shared_gpu)
     if kind in runtime.KINDS:
         takes = config.gpu_direct

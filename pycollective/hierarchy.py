@@ -11,6 +11,7 @@ and batching, so they need no rules of their own. For empty arrays there is noth
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -86,16 +87,14 @@ def allreduce(bind: Callable[..., list[Array]], local: Local, *xs: Array, op: st
             total = between(_total(local, flat, op))
         else:
             total = _in_slices(local, flat, op, between)
-        ends = [0]
-        for i in places:
-            ends.append(ends[-1] + xs[i].size)
-            ys[i] = total[ends[-2] : ends[-1]].reshape(xs[i].shape)
+        ends = list(itertools.accumulate(xs[i].size for i in places))
+        for i, part in zip(places, jnp.split(total, ends[:-1]), strict=True):
+            ys[i] = part.reshape(xs[i].shape)
     return ys
 
 
 def reduce(bind: Callable[..., Array], local: Local, x: Array, *, op: str, root: int, **_: Any) -> Array:
     """``op`` over all devices at the root, zeros on the others."""
-
     if x.size == 0:
         return x
 

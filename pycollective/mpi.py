@@ -57,4 +57,13 @@ except (ImportError, RuntimeError) as error:
         )
     ) from error
 
-__all__ = ["MPI"]
+__all__ = ["MPI", "host_of"]
+
+
+@contextmanager
+def host_of(comm: MPI.Intracomm) -> Iterator[MPI.Intracomm]:
+    """The ranks of ``comm`` on this rank's host, in their order. All ranks must make this call."""
+    neighbours = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    assert isinstance(neighbours, MPI.Intracomm)
+    yield neighbours
+    neighbours.Free()  # not after an error, which may be this rank's alone

@@ -91,18 +91,19 @@ def _overlap(jaxpr: Any, comms: dict[Communicator, None], orders: list[list[int]
         return jaxpr
     comms.update((eqn.params["comm"].mesh.comm, None) for eqn in sums)
     places = {id(eqn): place for place, eqn in enumerate(sums)}
+    read = {var for reader in (*jaxpr.eqns, jaxpr) for var in _reads(reader)}
     eqns: list[JaxprEqn] = []
     segment: list[JaxprEqn] = []
     renamed: dict[Var, Var] = {}
     order: list[JaxprEqn] = []
     for eqn in jaxpr.eqns:
         if eqn.effects and not _splits(eqn):
-            eqns += _arranged(segment, jaxpr, renamed, order)
+            eqns += _arranged(segment, read, renamed, order)
             eqns.append(_renamed(eqn, renamed))
             segment = []
         else:
             segment.append(eqn)
-    eqns += _arranged(segment, jaxpr, renamed, order)
+    eqns += _arranged(segment, read, renamed, order)
     orders.append([places[id(eqn)] for eqn in order])
     outvars = [renamed.get(var, var) if isinstance(var, Var) else var for var in jaxpr.outvars]
     return jaxpr.replace(eqns=eqns, outvars=outvars)
@@ -131,19 +132,22 @@ def _new(like: JaxprEqn, fun: Callable[..., Any], operands: Sequence[Var]) -> Ja
     return eqn.replace(invars=list(operands), source_info=like.source_info)
 
 
-def _barrier(*values: Any) -> Any:
-    return lax.optimization_barrier(values)
+def _barrier(values: Sequence[Var], like: JaxprEqn) -> JaxprEqn:
+    return _new(like, lambda *values: lax.optimization_barrier(values), values)
 
 
-def _arranged(segment: list[JaxprEqn], jaxpr: Jaxpr, renamed: dict[Var, Var], order: list[JaxprEqn]) -> list[JaxprEqn]:
-    """A part of a program without other collectives, in its new order; adds to ``renamed``, its sums to ``order``."""
+def _arranged(
+    segment: list[JaxprEqn], read: set[Var], renamed: dict[Var, Var], order: list[JaxprEqn]
+) -> list[JaxprEqn]:
+    """A part of a program without other collectives, in its new order; adds to ``renamed``, its sums to ``order``.
+
+    ``read``: what the whole program reads.
+    """
     eqns: list[JaxprEqn] = []
-    read = {var for reader in (*jaxpr.eqns, jaxpr) for var in _reads(reader)}
 
     def tie(var: Var, results: list[Var], like: JaxprEqn) -> list[Var]:
         """A barrier through which both go, and what the results are behind it."""
-        barrier = _new(like, _barrier, [renamed.get(var, var), *results])
-        eqns.append(barrier)
+        eqns.append(barrier := _barrier([renamed.get(var, var), *results], like))
         renamed[var] = barrier.outvars[0]
         return list(barrier.outvars[1:])
 
@@ -158,8 +162,8 @@ def _arranged(segment: list[JaxprEqn], jaxpr: Jaxpr, renamed: dict[Var, Var], or
         for place, eqn in enumerate((*early, None)):
             while sums and sums[0][0] <= place:
                 _, one = sums.pop(0)
-                eqns.append(_start_of(_renamed(one, renamed)))
-                results = list(eqns[-1].outvars)
+                eqns.append(start := _start_of(_renamed(one, renamed)))
+                results = list(start.outvars)
                 ahead = {var for later in early[place:] for var in later.outvars}
                 following = (var for later in early[place:] for var in _reads(later) if var not in ahead)
                 if (var := next(following, None)) is not None:
@@ -171,14 +175,13 @@ def _arranged(segment: list[JaxprEqn], jaxpr: Jaxpr, renamed: dict[Var, Var], or
         results = [var for _, results in begun for var in results]
         last = next((var for eqn in reversed(early) for var in eqn.outvars if var in read), None)
         if last is None or any(last in _reads(one) for one, _ in begun):  # a beginning has waited for it
-            eqns.append(_new(begun[0][0], _barrier, results))
-            behind = iter(eqns[-1].outvars)
+            eqns.append(barrier := _barrier(results, begun[0][0]))
+            behind = iter(barrier.outvars)
         else:
             behind = iter(tie(last, results, begun[0][0]))
         for one, results in begun:
-            done = functools.partial(_done, comm=one.params["comm"])
-            ended = _new(one, done, [next(behind) for _ in results])
-            eqns.append(ended.replace(outvars=one.outvars))
+            done = functools.partial(done_p.bind, comm=one.params["comm"])
+            eqns.append(_new(one, done, [next(behind) for _ in results]).replace(outvars=one.outvars))
         segment = late
     return eqns
 
@@ -209,8 +212,4 @@ def _needs(segment: list[JaxprEqn]) -> tuple[list[JaxprEqn], list[tuple[int, Jax
 
 def _start_of(eqn: JaxprEqn) -> JaxprEqn:
     params = {"comm": eqn.params["comm"], "op": eqn.params["op"], "number": len(eqn.invars)}
-    return _new(eqn, lambda *xs: start_p.bind(*xs, **params), eqn.invars)
-
-
-def _done(*ys: Any, **params: Any) -> Any:
-    return done_p.bind(*ys, **params)
+    return _new(eqn, functools.partial(start_p.bind, **params), eqn.invars)

@@ -59,8 +59,11 @@ _shared = False
 
 
 @contextmanager
-def shared_cores(comm: MPI.Intracomm) -> Iterator[None]:
-    """A CPU client that JAX starts herein takes this rank's share. All ranks of ``comm`` must make this call.
+def shared_cores(neighbours: MPI.Intracomm) -> Iterator[None]:
+    """A CPU client that JAX starts herein takes this rank's share. All ranks of its host must make this call.
+
+    Args:
+        neighbours: those ranks, as ``mpi.host_of`` gives them.
 
     Warns:
         RuntimeWarning: JAX has started it before, with a thread for each core that several ranks share; on one of a
@@ -70,11 +73,9 @@ def shared_cores(comm: MPI.Intracomm) -> Iterator[None]:
     own = frozenset(os.sched_getaffinity(0))
     late = not _shared and devices_have_started()
     _shared = True
-    neighbours = comm.Split_type(MPI.COMM_TYPE_SHARED)
     told = neighbours.allgather((own, late))
     first_late = late and [is_late for _, is_late in told].index(True) == neighbours.rank
     threads = share(own, [cores for cores, _ in told])
-    neighbours.Free()
     if _VARIABLE in os.environ or threads == len(own):
         yield
         return

@@ -21,7 +21,7 @@ from pycollective.bench.measure import InProcess, Prepared
 from pycollective.bench.works import Work
 from pycollective.environment import variable
 from pycollective.errors import message
-from pycollective.mpi import MPI
+from pycollective.mpi import MPI, host_of
 from pycollective.threads import shared_cores
 
 
@@ -53,7 +53,7 @@ class OwnProcess:
         place = (free_port(comm), comm.rank, comm.size, devices)
         self.process = context.Process(target=_serve, args=(theirs, peer, place), daemon=True)
         # The process imports this package, but its MPI must not start: it is no rank.
-        with variable("MPI4PY_RC_INITIALIZE", "0"), shared_cores(comm):
+        with variable("MPI4PY_RC_INITIALIZE", "0"), host_of(comm) as neighbours, shared_cores(neighbours):
             self.process.start()
         theirs.close()
         self._answer()  # it has joined the others

@@ -22,7 +22,7 @@ from pycollective.launch.findings import OK, WARNING, WRONG, Finding, show
 from pycollective.launch.libraries import identify
 from pycollective.launch.rank import physical_cores
 from pycollective.launchers import LAUNCHERS
-from pycollective.mpi import MPI
+from pycollective.mpi import MPI, host_of
 from pycollective.threads import shared_cores
 from pycollective.transport import runtime
 
@@ -109,11 +109,12 @@ def transport() -> Finding:
 def facts() -> Facts:
     """Of this rank; all make this call. Starts JAX's devices."""
     text = MPI.Get_library_version().strip(" \x00\n")
-    accelerators.take_own(MPI.COMM_WORLD)
     found: list[jax.Device] = []
     try:
-        with shared_cores(MPI.COMM_WORLD):
-            found = jax.local_devices()
+        with host_of(MPI.COMM_WORLD) as neighbours:
+            accelerators.take_own(neighbours)
+            with shared_cores(neighbours):
+                found = jax.local_devices()
     except Exception as error:  # whatever it is: told with the facts of the others, who wait for these
         kind = f"{type(error).__name__}: {error}".splitlines()[0]
     else:

@@ -7,7 +7,7 @@ attributes and aliases, and hands communicators to the library.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -111,20 +111,13 @@ def _bind(library: ctypes.CDLL) -> None:
     # Symbols are looked up through mpi4py's own extension: that searches just the libraries it was
     # linked to, so it finds the right MPI even when another one is loaded too.
     mpi = ctypes.CDLL(MPI.__file__)
-    addresses: list[int | None] = []
-    while name := library.pycollective_function_name(len(addresses)):
-        try:
-            function = getattr(mpi, name.decode())
-        except AttributeError:
-            raise ImportError(
-                message(
-                    "transport",
-                    f"an MPI library with {name.decode()} (MPI 3.0)",
-                    MPI.Get_library_version().splitlines()[0],
-                    "Install a newer MPI, for example pip install 'pycollective[mpich]'.",
-                )
-            ) from None
-        addresses.append(ctypes.cast(function, ctypes.c_void_p).value)
+    addresses = _addresses(
+        mpi,
+        library.pycollective_function_name,
+        "an MPI library with {} (MPI 3.0)",
+        MPI.Get_library_version().splitlines()[0],
+        "Install a newer MPI, for example pip install 'pycollective[mpich]'.",
+    )
     binding = _Binding(
         MPI._sizeof(MPI.Comm),
         int(MPI.IN_PLACE),
@@ -132,11 +125,25 @@ def _bind(library: ctypes.CDLL) -> None:
         _int64s([_handle(type_) for type_ in _TYPES]),
         _int64s([_handle(op) for op in _MPI_OPS]),
     )
-    error = library.pycollective_bind(ctypes.byref(binding), (ctypes.c_void_p * len(addresses))(*addresses))
+    error = library.pycollective_bind(ctypes.byref(binding), addresses)
     if error:
         raise ImportError(
             message("transport", "a usable MPI library", error.decode(), "Check that mpi4py itself works with it.")
         )
+
+
+def _addresses(
+    found: ctypes.CDLL, name_of: Callable[[int], bytes | None], expected: str, got: str, remedy: str
+) -> ctypes.Array[ctypes.c_void_p]:
+    """The addresses of functions of a library, by their names in order; an ImportError for one that it lacks."""
+    addresses: list[int | None] = []
+    while name := name_of(len(addresses)):
+        try:
+            function = getattr(found, name.decode())
+        except AttributeError:
+            raise ImportError(message("transport", expected.format(name.decode()), got, remedy)) from None
+        addresses.append(ctypes.cast(function, ctypes.c_void_p).value)
+    return (ctypes.c_void_p * len(addresses))(*addresses)
 
 
 def _handle(obj: Any) -> int:
@@ -163,11 +170,12 @@ def start() -> None:
     library.pycollective_set_all_lanes(int(config.all_lanes))
     if config.malloc:
         library.pycollective_tune_malloc()
-    _register(library, TARGETS, "cpu")
+    register(library, TARGETS, "cpu")
     _library = library
 
 
-def _register(library: ctypes.CDLL, targets: Sequence[str], platform: str) -> None:
+def register(library: ctypes.CDLL, targets: Sequence[str], platform: str) -> None:
+    """Makes the functions of ``library`` XLA's handlers for one of its platforms."""
     for target in targets:
         capsule = jax.ffi.pycapsule(getattr(library, f"pycollective_{target}"))
         jax.ffi.register_ffi_target(f"pycollective_{target}", capsule, platform=platform)
@@ -182,7 +190,7 @@ def start_accelerators(kind: str, *, direct: bool) -> None:
     """
     known = runtime.KINDS[kind]
     bind_runtime(runtime.load(known), hip=known.hip, direct=direct)
-    _register(library(), DEVICE_TARGETS, known.platform)
+    register(library(), DEVICE_TARGETS, known.platform)
 
 
 def bind_runtime(found: ctypes.CDLL, *, hip: bool, direct: bool) -> None:
@@ -191,16 +199,14 @@ def bind_runtime(found: ctypes.CDLL, *, hip: bool, direct: bool) -> None:
     Raises:
         ImportError: the runtime lacks one of them.
     """
-    addresses: list[int | None] = []
-    while name := library().pycollective_runtime_name(len(addresses), int(hip)):
-        try:
-            addresses.append(ctypes.cast(getattr(found, name.decode()), ctypes.c_void_p).value)
-        except AttributeError:
-            raise ImportError(
-                message("transport", f"a runtime with {name.decode()}", found._name, "Install a newer one.")
-            ) from None
-    array = (ctypes.c_void_p * len(addresses))(*addresses)
-    library().pycollective_bind_runtime(array, int(direct), ctypes.c_int64(config.stage_bytes))
+    addresses = _addresses(
+        found,
+        lambda index: library().pycollective_runtime_name(index, int(hip)),
+        "a runtime with {}",
+        found._name,
+        "Install a newer one.",
+    )
+    library().pycollective_bind_runtime(addresses, int(direct), ctypes.c_int64(config.stage_bytes))
     global _direct
     _direct = direct
 

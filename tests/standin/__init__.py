@@ -72,5 +72,5 @@ def install(mode: str) -> None:
     assert standin.standin_use(native.library()._name.encode())
     standin.standin_set_delay_us(ctypes.c_int64(_DELAY_US))
     native.bind_runtime(standin, hip=False, direct=mode == "direct")
-    native._register(standin, native.DEVICE_TARGETS, "cpu")
-    accelerators.lane_id = lambda device: (1 << 32) + device.id
+    native.register(standin, native.DEVICE_TARGETS, "cpu")
+    accelerators.lane_id = lambda device: accelerators.LANES + device.id

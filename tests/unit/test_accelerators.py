@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import jax
 import pytest
-from mpi4py import MPI
 
 import pycollective as pc
 from pycollective import accelerators
@@ -37,13 +36,6 @@ class Ranks:
 
     def allgather(self, own: Any) -> list[Any]:
         return [own if rank == self.rank else told for rank, told in enumerate(self.told)]
-
-    def Split_type(self, kind: int) -> Ranks:  # noqa: N802
-        assert kind == MPI.COMM_TYPE_SHARED
-        return self
-
-    def Free(self) -> None:  # noqa: N802
-        pass
 
 
 @pytest.fixture(scope="module")
