@@ -1,9 +1,15 @@
-"""Before ranks run one program they compare what they traced: a difference is an error on all of them, not a hang."""
+"""At a function's first call ranks compare what they traced: a difference is an error on all of them, not a hang.
+
+Only calls speak with other ranks. Tracing, lowering and compiling never do, since a rank may trace alone: for an uneven
+batch, after ``jax.clear_caches()``, for ``jax.eval_shape`` or ``lower``. So a trace writes down what it found,
+:func:`noted`, and the call that caused it compares that, :func:`agree`: once, when all ranks make the first call.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeVar
 
 from pycollective import lifecycle
 from pycollective.communicator import Communicator
@@ -13,57 +19,97 @@ from pycollective.errors import message
 T = TypeVar("T")
 
 _NOTICE_S = 30.0
-"""How long a rank waits for the others' traces before it says so."""
+"""How long a rank waits for the others' first calls before it says so."""
 
 
-def agreed(comm: Communicator, where: str, name: str, trace: Callable[[], tuple[T, Callable[[], list[str]]]]) -> T:
-    """``trace()[0]``, if it succeeds on all ranks and its second part says the same there. All must make this call.
+class Note(NamedTuple):
+    """What one rank found when it traced a function over named axes.
+
+    Attributes:
+        comm: the ranks of the axes.
+        where: for messages.
+        name: of the function, for messages. Ranks may call it differently.
+        found: what the ranks must have in common, line by line; or the error that ended the trace.
+    """
+
+    comm: Communicator
+    where: str
+    name: str
+    found: list[str] | str
+
+
+_notes: list[list[Note]] = []
+"""Of the first calls under way, the innermost last."""
+
+
+@contextlib.contextmanager
+def collected() -> Iterator[list[Note]]:
+    """Collects the notes of the traces inside."""
+    notes: list[Note] = []
+    _notes.append(notes)
+    try:
+        yield notes
+    finally:
+        _notes.pop()
+
+
+def noted(comm: Communicator, where: str, name: str, trace: Callable[[], tuple[T, Callable[[], list[str]]]]) -> T:
+    """``trace()[0]``. Whoever collects gets a note of it, also where it fails.
 
     Args:
         comm: the ranks.
         where: for messages.
-        name: of the program, for messages.
+        name: of the function, for messages.
         trace: returns the program, and a function that says what the ranks must have in common, line by line.
 
     Raises:
         ValueError: ``comm`` was freed.
-        RuntimeError: another rank's trace failed, differs, or does not come within ``PYCOLLECTIVE_TIMEOUT``.
     """
     comm.check_live(where)
-    failure: Exception | None = None
-    own: str | list[str] = []
-    others: list[Any] = []
-    compares = comm.size > 1 and config.check != 0
     try:
         program, lines = trace()
-        if compares:
-            own = [f"program {name}", *lines()]
-    except Exception as error:  # raised below, when the others know
-        failure = error
-        own = f"{type(error).__name__}: {error}"
-    if compares:
-        others = exchanged(comm, where, name, own)
-    if failure is not None:
-        raise failure
+    except Exception as error:
+        if _notes:
+            _notes[-1].append(Note(comm, where, name, f"{type(error).__name__}: {error}"))
+        raise
+    if _notes:
+        _notes[-1].append(Note(comm, where, name, lines()))
+    return program
+
+
+def agree(notes: list[Note]) -> None:
+    """Compares each note with those of the other ranks of its communicator, which must make this call as well.
+
+    Raises:
+        RuntimeError: another rank's trace failed, differs, or does not come within ``PYCOLLECTIVE_TIMEOUT``.
+    """
+    for note in notes:
+        if note.comm.size > 1 and config.check != 0:
+            others = exchanged(note.comm, note.where, note.name, note.found)
+            # Whose own trace failed raises that error itself.
+            if isinstance(note.found, list):
+                _compare(note, note.found, others)
+
+
+def _compare(note: Note, found: list[str], others: list[Any]) -> None:
     for rank, other in enumerate(others):
-        if other != others[comm.rank]:
-            here, there = _difference(others[comm.rank], other)
+        if other != found:
+            here, there = _difference(found, other)
             raise RuntimeError(
                 message(
-                    where,
+                    note.where,
                     f"the same program on every rank, here with {here}",
                     f"{there} on rank {rank}",
                     "All ranks must call the same functions in the same order, with the same shapes and dtypes.",
-                    rank=comm.rank,
-                    size=comm.size,
+                    rank=note.comm.rank,
+                    size=note.comm.size,
                 )
             )
-    return program
 
 
 def _difference(mine: list[str], other: list[str] | str) -> tuple[str, str]:
     if isinstance(other, str):
-        return mine[0], other
+        return "no error", other
     end = "no further collective"
     for i in range(max(len(mine), len(other))):
         here, there = (lines[i] if i < len(lines) else end for lines in (mine, other))

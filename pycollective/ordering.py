@@ -19,6 +19,8 @@ This is the only file that uses JAX beyond its public API:
 ``jax._src.effects`` (its type sets)   to register an ordered effect; mpi4jax and jax's own debug_print
                                        do the same
 ``mlir.jaxpr_subcomp``, ``TokenSet``   exported, but their signature has changed before
+``jax._src.dispatch.RuntimeTokenSet``  to see each dispatch of a program with our effect (two methods wrapped)
+``linear_call_p`` (custom_derivatives) its abstract evaluation forgets the effects of what it calls
 =====================================  ==============================================================
 """
 
@@ -28,14 +30,16 @@ import contextlib
 import functools
 import inspect
 import operator
+import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive, Var
+from jax.extend import source_info_util
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive, Var
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir
 
@@ -46,6 +50,8 @@ SUPPORTED_JAX = ">= 0.9, < 0.13"
 try:
     from jax._src import effects as jax_effects
     from jax._src.core import abstract_token, trace_state_clean
+    from jax._src.custom_derivatives import linear_call_p
+    from jax._src.dispatch import RuntimeTokenSet
 
     _TYPE_SETS = (
         jax_effects.ordered_effects,
@@ -59,6 +65,9 @@ try:
     _LACKING = {"tokens", "dim_var_values"} - _SUBCOMP_PARAMETERS
     if _LACKING:
         raise ImportError(f"jaxpr_subcomp has no parameter {sorted(_LACKING)}")
+    for _method, _expected in (("get_token_input", ["eff", "devices"]), ("set_token_result", ["eff", "token"])):
+        if list(inspect.signature(getattr(RuntimeTokenSet, _method)).parameters) != ["self", *_expected]:
+            raise ImportError(f"RuntimeTokenSet.{_method} has other parameters than {_expected}")
 except (ImportError, AttributeError) as error:
     raise ImportError(
         message("ordering", f"jax {SUPPORTED_JAX}", f"jax {jax.__version__}: {error}", "Install a supported jax.")
@@ -84,6 +93,11 @@ for _types in _TYPE_SETS:
     _types.add_type(OrderedCollective)
 
 effect = OrderedCollective()
+
+
+@linear_call_p.def_effectful_abstract_eval
+def _linear_call_abstract_eval(*_: Any, callee: Any, **__: Any) -> Any:
+    return callee.out_avals, callee.effects
 
 
 HOSTS: tuple[str, ...] = ("cpu",)
@@ -195,24 +209,68 @@ def _region_lowering(ctx: Any, *args: Any, jaxpr: Any) -> Sequence[Any]:
 mlir.register_lowering(region_p, _region_lowering)
 
 
-def _without_copies(jaxpr: Any) -> Any:
+@region_p.def_impl
+def _region_impl(*args: Any, jaxpr: Any) -> list[Any]:
+    """Op by op: what JAX does under ``jax_debug_nans`` with a program whose results have NaNs, to find their origin.
+
+    It goes as far as the first collective. This rank does that for itself, so no other would answer.
+    """
+    constants = len(jaxpr.constvars)
+    values: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], args, strict=True))
+    assert constants <= len(args)
+    for eqn in jaxpr.eqns:
+        if effect in eqn.effects:
+            raise FloatingPointError(
+                message(
+                    "jit",
+                    "no NaN or infinity in the results",
+                    f"one, that no operation makes before the first collective, {eqn.primitive.name} at "
+                    f"{source_info_util.summarize(eqn.source_info)}",
+                    "What lies behind it one rank cannot run again. An operand of another rank may have been NaN: "
+                    "run all ranks with JAX_DISABLE_JIT=1, which checks each operation.",
+                )
+            )
+        operands = [atom.val if isinstance(atom, Literal) else values[atom] for atom in eqn.invars]
+        results = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
+        values.update(zip(eqn.outvars, results if eqn.primitive.multiple_results else [results], strict=True))
+    return [atom.val if isinstance(atom, Literal) else values[atom] for atom in jaxpr.outvars]
+
+
+def _without_copies(jaxpr: Any, free: frozenset[Var] = frozenset()) -> Any:
     """Drops the hint ``in_place`` where the operand must survive: an input of the program, or read again later.
 
     XLA would copy such an operand in order to overwrite the copy, which costs more than MPI's own two-buffer form.
+
+    Args:
+        jaxpr: the program.
+        free: inputs that it may overwrite.
     """
-    kept = {*jaxpr.invars, *jaxpr.constvars, *(var for var in jaxpr.outvars if isinstance(var, Var))}
+    kept = {*jaxpr.invars, *jaxpr.constvars} - free
+    kept |= {var for var in jaxpr.outvars if isinstance(var, Var)}
     eqns = []
     for eqn in reversed(jaxpr.eqns):
         reads = {var for var in eqn.invars if isinstance(var, Var)}
         if hints := eqn.params.get("in_place"):
             arrays = zip(hints, eqn.invars, strict=True)
-            free = tuple(hint and isinstance(var, Var) and var not in kept for hint, var in arrays)
-            eqn = eqn.replace(params={**eqn.params, "in_place": free})
-        if eqn.primitive.name == "shard_map":  # the same program on each device
-            eqn = eqn.replace(params={**eqn.params, "jaxpr": _without_copies(eqn.params["jaxpr"])})
+            ours = tuple(hint and isinstance(var, Var) and var not in kept for hint, var in arrays)
+            eqn = eqn.replace(params={**eqn.params, "in_place": ours})
+        if eqn.primitive.name in ("jit", "pjit"):  # JAX inlines it
+            closed = eqn.params["jaxpr"]
+            inner = _without_copies(closed.jaxpr, _free_inside(eqn, closed.jaxpr, kept))
+            eqn = eqn.replace(params={**eqn.params, "jaxpr": ClosedJaxpr(inner, closed.consts)})
+        elif eqn.primitive.name == "shard_map":  # the same program on each device
+            inner = eqn.params["jaxpr"]
+            inner = _without_copies(inner, _free_inside(eqn, inner, kept))
+            eqn = eqn.replace(params={**eqn.params, "jaxpr": inner})
         eqns.append(eqn)
         kept |= reads
     return jaxpr.replace(eqns=eqns[::-1])
+
+
+def _free_inside(eqn: Any, inner: Any, kept: set[Var]) -> frozenset[Var]:
+    """The inputs of a program that an equation holds which nobody reads behind it."""
+    pairs = zip(eqn.invars, inner.invars, strict=True)
+    return frozenset(var for outer, var in pairs if isinstance(outer, Var) and outer not in kept)
 
 
 def replaced(items: Sequence[Any], places: Sequence[int], values: Sequence[Any]) -> list[Any]:
@@ -239,10 +297,10 @@ def split_arrays(args: Any, kwargs: Any) -> tuple[list[Any], Callable[[Sequence[
 
 
 class Witnessed(NamedTuple):
-    """What a program returns whose own results say nothing of its end.
+    """What a program returns whose own results do not say when it has ended, or not which devices run it.
 
     Either none of them is computed in the region: JAX drops equations without effects that nothing uses, and a region
-    that only sends has no other result to hold it. Or it runs on several devices, for :func:`keep_few`.
+    that only sends has no other result to hold it. Or this rank has several devices (see :func:`take_turn`).
 
     Attributes:
         outs: of the function.
@@ -253,6 +311,39 @@ class Witnessed(NamedTuple):
     witness: jax.Array
 
 
+class Donated(NamedTuple):
+    """Which arguments of a function its program may overwrite: JAX's ``donate_argnums`` and ``donate_argnames``."""
+
+    numbers: frozenset[int]
+    names: frozenset[str]
+
+    @classmethod
+    def of(cls, fun: Callable[..., Any], options: dict[str, Any]) -> Donated:
+        """Those that the options of :func:`jax.jit` name, in both ways where the signature tells."""
+        numbers, names = options.get("donate_argnums"), options.get("donate_argnames")
+        numbers = () if numbers is None else (numbers,) if isinstance(numbers, int) else tuple(numbers)
+        names = () if names is None else (names,) if isinstance(names, str) else tuple(names)
+        try:
+            known = list(inspect.signature(fun).parameters)
+        except (TypeError, ValueError):  # JAX infers nothing either
+            known = []
+        places = {known[i]: i for i in range(len(known))}
+        return cls(
+            frozenset(
+                [
+                    *(i % len(known) if known and i < 0 else i for i in numbers),
+                    *(places[n] for n in names if n in places),
+                ]
+            ),
+            frozenset([*names, *(known[i] for i in numbers if -len(known) <= i < len(known))]),
+        )
+
+    def arrays(self, args: Any, kwargs: Any) -> set[int]:
+        """The ids of the arrays in those arguments."""
+        chosen = [args[i] for i in self.numbers if i < len(args)], [kwargs[n] for n in self.names if n in kwargs]
+        return {id(leaf) for leaf in jax.tree.leaves(chosen)}
+
+
 class Region:
     """A function whose trace is one region, for :func:`jax.jit` as a whole program (see the head of this file).
 
@@ -260,25 +351,30 @@ class Region:
 
     Attributes:
         traced: whether there is a program.
-        devices: of its programs, if they run on several; empty for one; None if that differs, or before any trace.
+        devices: of its programs: those over which a shard_map inside lies, or :data:`ALONE` on a rank with one device,
+            or :data:`OF_ARGUMENTS`; None if that differs, or before any trace.
     """
 
     def __init__(
-        self, fun: Callable[..., Any], *, donates: bool = False, rewrite: Callable[[Any], Any] = lambda jaxpr: jaxpr
+        self,
+        fun: Callable[..., Any],
+        *,
+        donated: Donated | None = None,
+        rewrite: Callable[[Any], Any] = lambda jaxpr: jaxpr,
     ) -> None:
         """Keeps ``fun``.
 
         Args:
             fun: any function that JAX can trace.
-            donates: whether the program may overwrite its inputs.
+            donated: which inputs the program may overwrite.
             rewrite: from the jaxpr of the program to another of the same meaning.
         """
         functools.update_wrapper(self, fun)
         self._rewrite = rewrite
         self._fun = fun
-        self._donates = donates
+        self._donated = donated
         self.traced = False
-        self.devices: tuple[jax.Device, ...] | None = None
+        self.devices: Devices | str | None = None
 
     def __repr__(self) -> str:  # JAX's messages name the function so
         return repr(self._fun)
@@ -297,21 +393,27 @@ class Region:
             return [*outs, jnp.zeros(0, bool)]
 
         closed = jax.make_jaxpr(flat)(*arrays)
-        devices = _devices_of(closed.jaxpr)
-        if not self.traced:
-            self.devices = devices
-        elif devices != self.devices:
-            # The dispatch that this trace belongs to has taken its turn for other devices: now it takes all turns.
-            with jax.ensure_compile_time_eval():
-                take_turn(None)
-            self.devices = None
-        self.traced = True
-        jaxpr = self._rewrite(closed.jaxpr if self._donates else _without_copies(closed.jaxpr))
+        several = jax.local_device_count() > 1
+        self._find_devices(closed.jaxpr, several)
+        donated = self._donated.arrays(args, kwargs) if self._donated is not None else ()
+        free = frozenset(var for var, x in zip(closed.jaxpr.invars, arrays, strict=True) if id(x) in donated)
+        jaxpr = self._rewrite(_without_copies(closed.jaxpr, free))
         *outs, witness = region_p.bind(*closed.consts, *arrays, jaxpr=jaxpr)
         given = {*jaxpr.invars, *jaxpr.constvars}
         held = any(isinstance(var, Var) and var not in given for var in jaxpr.outvars[:-1])
         results = jax.tree.unflatten(out_tree, outs)
-        return results if held and not devices else Witnessed(results, witness)
+        return results if held and not several else Witnessed(results, witness)
+
+    def _find_devices(self, jaxpr: Any, several: bool) -> None:
+        devices = _devices_of(jaxpr) or OF_ARGUMENTS if several else ALONE
+        if self.traced and devices != self.devices:
+            # The dispatch that this trace belongs to has taken its turn for other devices: now it takes all turns.
+            with jax.ensure_compile_time_eval():
+                take_turn(None)
+            self.devices = None
+        else:
+            self.devices = devices
+        self.traced = True
 
 
 def like(value: Any, parts: Sequence[Any]) -> Any:
@@ -362,15 +464,15 @@ def map_jaxprs(jaxpr: Any, change: Callable[[Any], Any]) -> Any:
     return whole(jaxpr)
 
 
-def _devices_of(jaxpr: Any) -> tuple[jax.Device, ...]:
-    """The devices of a program that holds a :func:`jax.shard_map`; empty if it holds none."""
+def _devices_of(jaxpr: Any) -> Devices | None:
+    """The devices of a program that holds a :func:`jax.shard_map` over some; None if it holds none."""
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "shard_map":
-            return tuple(eqn.params["mesh"].devices.flat)
+        if eqn.primitive.name == "shard_map" and isinstance(eqn.params["mesh"], jax.sharding.Mesh):
+            return _ordered(eqn.params["mesh"].devices.flat)
         for inner in inner_jaxprs(eqn):
             if devices := _devices_of(inner):
                 return devices
-    return ()
+    return None
 
 
 @functools.lru_cache(maxsize=4096)
@@ -384,16 +486,15 @@ def apply(primitive: Primitive, *operands: Any, **params: Any) -> Any:
     Compiled once per shape, dtype and parameters, all of which are hashable.
     """
     program = _eager_program(primitive, tuple(sorted(params.items())))
-    take_turn(())
+    take_turn(ALONE if jax.local_device_count() == 1 else devices_for(operands))
     if jax.config.jax_disable_jit:  # as JAX's own primitives, compiled even then
         with jax.disable_jit(False):
             outs = program(*operands)
     else:
         outs = program(*operands)
-    if type(outs) is not Witnessed:
-        return outs
-    outs.witness.block_until_ready()  # no result to wait on, so errors must show here
-    return outs.outs
+    if type(outs) is Witnessed and not jax.tree.leaves(outs.outs):
+        outs.witness.block_until_ready()  # no result to wait on, so errors must show here
+    return keep(outs)
 
 
 at_top_level = trace_state_clean
@@ -402,6 +503,14 @@ at_top_level = trace_state_clean
 
 # Between programs ------------------------------------------------------------------------------------------
 
+Devices = tuple[jax.Device, ...]
+"""Those that run a program, in the order of their ids."""
+
+ALONE: Devices = ()
+"""Stands for the one device of a rank that has no other."""
+
+OF_ARGUMENTS = "of the arguments"
+"""Stands for the devices on which the arguments of a call lie."""
 
 _MOST_AHEAD = 4
 """Programs on several devices that may wait to run. XLA's CPU client may have just one thread a device, and from the
@@ -411,29 +520,109 @@ for what else the user dispatches between ours."""
 
 
 class _Turn:
-    """Whose turn it is: XLA orders programs on one device among each other, and programs on several, but not both."""
+    """Whose turn it is: the devices of the last program, and the Python thread that dispatches."""
 
-    devices: tuple[jax.Device, ...] | None = ()  # of the last program that was dispatched, as Region.devices
-    ahead: ClassVar[deque[jax.Array]] = deque()  # witnesses of programs on several devices
+    devices: Devices | None = ALONE
+    thread: threading.Thread | None = None
+    ident = 0  # of the thread
+    waits = False  # for each program, since the thread is not the main one
+    ahead: ClassVar[deque[Any]] = deque()  # witnesses of programs on several devices
 
 
-def take_turn(devices: tuple[jax.Device, ...] | None) -> None:
-    """Comes before the dispatch of a program, with its ``Region.devices``: waits for those that XLA will not order.
+def take_turn(devices: Devices | None) -> None:
+    """Comes before the dispatch of each program with our effect: waits for those that XLA will not order before it.
 
-    A program on one device waits for the last one on several, and the other way round; None waits for both.
+    XLA orders programs of one thread on one device, and programs on several devices; it orders neither a program on
+    one device behind one on another, nor either kind behind the other. None waits for all.
+
+    Raises:
+        RuntimeError: another Python thread dispatches such programs, and has not ended.
     """
+    if threading.get_ident() != _Turn.ident:
+        _admit_this_thread()
     if devices is None or devices != _Turn.devices:
         _wait(_Turn.devices)
         _Turn.devices = devices
 
 
-def keep_few(witness: jax.Array) -> None:
-    """Comes after the dispatch of a program on several devices: waits while too many have not run."""
-    _Turn.ahead.append(witness)
-    if len(_Turn.ahead) > _MOST_AHEAD:
-        # An error of that program is raised where its results are used, not in a call that has nothing to do with it.
-        with contextlib.suppress(jax.errors.JaxRuntimeError):
-            _Turn.ahead.popleft().block_until_ready()
+def _admit_this_thread() -> None:
+    """Ranks meet in the order in which they dispatch, and two threads of one have none."""
+    this, last = threading.current_thread(), _Turn.thread
+    if last is not None and last is not this and last.is_alive():
+        raise RuntimeError(
+            message(
+                "jit",
+                f"programs with collectives from one Python thread, {last.name!r}, which has dispatched some",
+                f"one from {this.name!r}",
+                "Call them all from one thread; another may take over when that has ended.",
+            )
+        )
+    _Turn.thread, _Turn.ident = this, threading.get_ident()
+    _Turn.waits = this is not threading.main_thread()
+
+
+def keep(outs: Any) -> Any:
+    """Comes after the dispatch: what a program returned, without the witness that may be there.
+
+    At most some programs on several devices wait to run. In another thread than the main one it waits for each program:
+    whoever comes later, at the exit for instance, has no way to wait for what an ended thread has dispatched.
+    """
+    if type(outs) is not Witnessed:
+        if _Turn.waits:
+            _finish(outs)
+        return outs
+    if _Turn.waits:
+        _finish(outs.witness)
+    elif _Turn.devices is None or len(_Turn.devices) > 1:
+        _Turn.ahead.append(outs.witness)
+        if len(_Turn.ahead) > _MOST_AHEAD:
+            _finish(_Turn.ahead.popleft())
+    return outs.outs
+
+
+def _finish(results: Any) -> None:
+    # An error of the program is raised where its results are used, not in a call that has nothing to do with it.
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+        jax.block_until_ready(results)
+
+
+def _see_each_dispatch() -> None:
+    """Lets programs that JAX itself dispatches take their turn too.
+
+    These are the programs of plain :func:`jax.jit`, and those of ours inside a transform. JAX hands each a token of our
+    effect, which puts it behind the last of their kind.
+    """
+    token_input, token_result = RuntimeTokenSet.get_token_input, RuntimeTokenSet.set_token_result
+
+    @functools.wraps(token_input)
+    def get_token_input(self: Any, eff: Any, devices: Any) -> Any:
+        if type(eff) is OrderedCollective:
+            take_turn(ALONE if jax.local_device_count() == 1 else _ordered(devices))
+        return token_input(self, eff, devices)
+
+    @functools.wraps(token_result)
+    def set_token_result(self: Any, eff: Any, token: Any) -> None:
+        token_result(self, eff, token)
+        if type(eff) is OrderedCollective:
+            keep(Witnessed(None, token))
+
+    RuntimeTokenSet.get_token_input, RuntimeTokenSet.set_token_result = get_token_input, set_token_result
+
+
+_see_each_dispatch()
+
+
+def _ordered(devices: Iterable[jax.Device]) -> Devices:
+    return tuple(sorted(devices, key=lambda device: device.id))
+
+
+def devices_for(arguments: Any) -> Devices:
+    """The devices on which :func:`jax.jit` runs a program with these arguments that names none itself."""
+    for leaf in jax.tree.leaves(arguments):
+        if isinstance(leaf, jax.Array) and leaf.committed:
+            return _ordered(leaf.devices())
+    default = jax.config.jax_default_device
+    return (default if isinstance(default, jax.Device) else jax.local_devices()[0],)
 
 
 def flush() -> None:
@@ -442,20 +631,19 @@ def flush() -> None:
     _wait(None)
 
 
-def _wait(devices: tuple[jax.Device, ...] | None) -> None:
-    """Until the programs on several devices have run, or for () those on one, or for None all."""
+def _wait(devices: Devices | None) -> None:
+    """Until the programs on these devices have run; None: those on any."""
     local = jax.local_devices()
-    if devices != () and len(local) > 1:
-        _wait_for_several(devices or tuple(local))
-    if not devices:
-        for device in local:
+    several = tuple(local) if devices is None else devices
+    if len(several) > 1:
+        sharding = jax.sharding.NamedSharding(
+            jax.sharding.Mesh(np.array(several), "d"), jax.sharding.PartitionSpec("d")
+        )
+        _marker(jax.device_put(np.zeros(len(several), np.int32), sharding)).block_until_ready()
+    if devices is None or len(devices) < 2:
+        for device in devices or local:
             # Ordered behind everything enqueued before it; an identity function would not be dispatched at all.
             _marker(jax.device_put(np.int32(0), device)).block_until_ready()
-
-
-def _wait_for_several(devices: tuple[jax.Device, ...]) -> None:
-    sharding = jax.sharding.NamedSharding(jax.sharding.Mesh(np.array(devices), "d"), jax.sharding.PartitionSpec("d"))
-    _marker(jax.device_put(np.zeros(len(devices), np.int32), sharding)).block_until_ready()
 
 
 _marker = jax.jit(lambda x: x + 1)

@@ -10,70 +10,30 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from types import MethodType
-from typing import Any, Generic, NoReturn, ParamSpec, TypeVar, overload
+from typing import Any, NoReturn, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
-from pycollective import buckets, checks, discharge, ordering, overlap, primitives
-from pycollective.agreement import agreed
+from pycollective import buckets, checks, discharge, ordering, primitives
+from pycollective.agreement import noted
 from pycollective.checks import AxisName
 from pycollective.communicator import Communicator, devices_of_this_rank
 from pycollective.errors import message
+from pycollective.jitted import Jitted
 from pycollective.mesh import Mesh, line
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def _rewrite(jaxpr: Any) -> Any:
-    return overlap.overlap(buckets.join_reductions(jaxpr))
-
-
-class Jitted(Generic[P, R]):
-    """A compiled function; what :func:`jit` returns."""
-
-    def __init__(self, fun: Callable[P, R], options: dict[str, Any]) -> None:
-        functools.update_wrapper(self, fun)
-        # At top level: one region, dispatched by JAX's fast path. Inside a trace the calls must keep their order
-        # with those around them: there it is plain jax.jit, whose effect JAX orders, differentiates and batches.
-        donates = any(options.get(name) not in (None, ()) for name in ("donate_argnums", "donate_argnames"))
-        self._program = ordering.Region(fun, donates=donates, rewrite=_rewrite)
-        self._region = jax.jit(self._program, **options)
-        self._nested = jax.jit(fun, **options)
-
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        # Every look-up here is paid by every call: one of 4 B takes 8 us in all.
-        if not ordering.at_top_level():
-            return self._nested(*args, **kwargs)
-        program = self._program
-        if not program.traced and not jax.config.jax_disable_jit:
-            self._region.trace(*args, **kwargs)  # kept by JAX: the call below does not trace again
-        ordering.take_turn(program.devices)
-        outs = self._region(*args, **kwargs)
-        if type(outs) is not ordering.Witnessed:
-            return outs
-        if program.devices != ():
-            ordering.keep_few(outs.witness)
-        return outs.outs
-
-    def __get__(self, instance: object, owner: type | None = None) -> Any:
-        return self if instance is None else MethodType(self, instance)  # a method, as jax.jit's
-
-    def lower(self, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Lowered:
-        """The program of a top-level call, as :meth:`jax.stages.Wrapped.lower`.
-
-        It returns what the function does, in an :class:`ordering.Witnessed` where nothing of that needs the region.
-        """
-        return self._region.lower(*args, **kwargs)
-
-    def clear_cache(self) -> None:
-        """Forgets the compiled programs."""
-        self._region.clear_cache()
-        self._nested.clear_cache()
+def _run(closed: ClosedJaxpr, mesh: Mesh, *args: Any) -> list[Any]:
+    """``closed`` on ``args`` with the collectives over ``mesh`` replaced, and sums joined."""
+    program = discharge.discharge(closed, mesh)
+    joined = buckets.join_reductions(program.jaxpr)
+    return jaxpr_as_fun(ClosedJaxpr(joined, program.consts))(*args)
 
 
 def _named(fun: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
@@ -95,8 +55,8 @@ def _named(fun: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
             closed = discharge.bind_axes(flat, mesh, *arrays)
             return closed, lambda: [repr(mesh), *discharge.collectives(closed.jaxpr, mesh)]
 
-        closed = agreed(mesh.comm, "jit", _name(fun), trace)
-        return jax.tree.unflatten(out_tree, discharge.evaluate(closed, mesh, *arrays))
+        closed = noted(mesh.comm, "jit", _name(fun), trace)
+        return jax.tree.unflatten(out_tree, _run(closed, mesh, *arrays))
 
     return bound
 
@@ -230,10 +190,7 @@ class _Plan:
 
 
 def _on_devices(where: str, name: str, comm: Communicator, plan: Callable[[], _Plan]) -> list[Any]:
-    """Traces a program, compares it with the other ranks', and runs it on this rank's devices.
-
-    ``plan`` may raise for arguments that do not fit; it makes no call that other ranks take part in.
-    """
+    """Traces a program and runs it on this rank's devices. ``plan`` may raise for arguments that do not fit."""
 
     def trace() -> tuple[tuple[_Plan, ClosedJaxpr], Callable[[], list[str]]]:
         planned = plan()
@@ -242,12 +199,12 @@ def _on_devices(where: str, name: str, comm: Communicator, plan: Callable[[], _P
         closed = discharge.bind_axes(planned.fun, mesh, *map(planned.block, planned.arrays, planned.in_specs))
         return (planned, closed), lambda: [repr(mesh), *discharge.collectives(closed.jaxpr, mesh)]
 
-    planned, closed = agreed(comm, where, name, trace)
+    planned, closed = noted(comm, where, name, trace)
     mesh = planned.mesh
 
     def one_device(*blocks: Any) -> tuple[Any, ...]:
         shared = [_shared(primitives.fan_out, mesh, *pair) for pair in zip(blocks, planned.in_specs, strict=True)]
-        results = zip(discharge.evaluate(closed, mesh, *shared), planned.out_specs, strict=True)
+        results = zip(_run(closed, mesh, *shared), planned.out_specs, strict=True)
         return tuple(_shared(primitives.replicated, mesh, *pair) for pair in results)
 
     if mesh.devices == (jax.local_devices()[0],):  # where JAX runs a program by default

@@ -35,6 +35,7 @@ FLOORS = (
     "bench.__init__",
     "__init__",
     "spmd",
+    "jitted",
     "buckets",
     "overlap",
     "agreement",

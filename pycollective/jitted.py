@@ -1,0 +1,159 @@
+"""A compiled function whose body may speak with other ranks: how a call of it reaches XLA, in its turn."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from types import MethodType
+from typing import Any, Generic, ParamSpec, TypeVar
+
+import jax
+
+from pycollective import agreement, buckets, ordering, overlap
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _rewrite(jaxpr: Any) -> Any:
+    return overlap.overlap(buckets.join_reductions(jaxpr))
+
+
+class Jitted(Generic[P, R]):
+    """A compiled function; what :func:`pycollective.jit`, ``pmap`` and ``shard_map`` return.
+
+    At top level it is one region (see ``ordering``), dispatched by JAX's fast path. Inside a trace its calls must keep
+    their order with those around them: there it is plain :func:`jax.jit`, whose effect JAX orders, differentiates and
+    batches.
+    """
+
+    def __init__(self, fun: Callable[P, R], options: dict[str, Any]) -> None:
+        functools.update_wrapper(self, fun)
+        self._fun = fun
+        self._program = ordering.Region(fun, donated=ordering.Donated.of(fun, options), rewrite=_rewrite)
+        self._region = jax.jit(self._program, **options)
+        self._nested = jax.jit(fun, **options)
+        self._agreed = False  # whether all ranks have made the first call
+
+    def __repr__(self) -> str:
+        return f"<pycollective function {self._fun!r}>"
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        # Every look-up here is paid by every call: one of 4 B takes 8 us in all.
+        if not ordering.at_top_level():
+            return self._nested(*args, **kwargs)
+        if not self._agreed:
+            self._call_first(args, kwargs)
+        return self._dispatch(self._region, args, kwargs)
+
+    def _dispatch(self, program: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Calls a compiled program of the region."""
+        devices = self._program.devices
+        if isinstance(devices, str):
+            devices = ordering.devices_for((args, kwargs))
+        ordering.take_turn(devices)
+        return ordering.keep(program(*args, **kwargs))
+
+    def _call_first(self, args: Any, kwargs: Any) -> None:
+        """What comes before the first call: all ranks trace, and compare what they found."""
+        if jax.config.jax_disable_jit:
+            return
+        with self._noting() as notes:
+            try:
+                self._region.trace(*args, **kwargs)  # kept by JAX: the call does not trace again
+            finally:
+                agreement.agree(notes)
+        self._agreed = True
+
+    @contextlib.contextmanager
+    def _noting(self) -> Iterator[list[agreement.Note]]:
+        if self._program.traced:  # by `lower`: what JAX keeps of that makes no notes
+            self._region.clear_cache()
+        with agreement.collected() as notes:
+            yield notes
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        return self if instance is None else MethodType(self, instance)  # a method, as jax.jit's
+
+    def trace(self, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Traced:
+        """As :meth:`jax.stages.Wrapped.trace`. Compiled from here, the program takes JAX's slower dispatch."""
+        return self._nested.trace(*args, **kwargs)
+
+    def eval_shape(self, *args: P.args, **kwargs: P.kwargs) -> Any:
+        """The shapes and dtypes of the results, as that of :func:`jax.jit`. No other rank needs to make this call."""
+        return self._nested.eval_shape(*args, **kwargs)
+
+    def lower(self, *args: P.args, **kwargs: P.kwargs) -> Lowered:
+        """The program of a top-level call, as :meth:`jax.stages.Wrapped.lower`, for which no other rank is needed."""
+        if self._agreed:
+            return Lowered(self._region.lower(*args, **kwargs), self, [])
+        with self._noting() as notes:
+            return Lowered(self._region.lower(*args, **kwargs), self, notes)
+
+    def clear_cache(self) -> None:
+        """Forgets the compiled programs."""
+        self._region.clear_cache()
+        self._nested.clear_cache()
+
+
+class _Stage:
+    """A stage of JAX's, but for its results: those of the region, without the witness that may be among them."""
+
+    def __init__(self, stage: Any, jitted: Jitted[..., Any], notes: list[agreement.Note]) -> None:
+        self._stage = stage
+        self._jitted = jitted
+        self._notes = notes
+
+    def __repr__(self) -> str:
+        return f"<pycollective {type(self).__name__} of {self._jitted._fun!r}>"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # serialization reads those: a compiled program belongs to the process that made it
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return getattr(self._stage, name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *(name for name in dir(self._stage) if not name.startswith("_"))})
+
+    @property
+    def out_tree(self) -> Any:
+        """The structure of the results."""
+        return jax.tree.structure(self.out_info)
+
+    @property
+    def out_info(self) -> Any:
+        """As :attr:`jax.stages.Lowered.out_info`."""
+        return _results(self._stage.out_info)
+
+
+class Lowered(_Stage):
+    """What :meth:`Jitted.lower` returns: a :class:`jax.stages.Lowered` in all but its class."""
+
+    def compile(self, *args: Any, **kwargs: Any) -> Compiled:
+        """As :meth:`jax.stages.Lowered.compile`."""
+        return Compiled(self._stage.compile(*args, **kwargs), self._jitted, self._notes)
+
+
+class Compiled(_Stage):
+    """A compiled program: a :class:`jax.stages.Compiled` in all but its class. Its calls take their turn."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._jitted._agreed:
+            agreement.agree(self._notes)
+            self._jitted._agreed = True
+        return self._jitted._dispatch(self._stage, args, kwargs)
+
+    @property
+    def output_shardings(self) -> Any:
+        """As :attr:`jax.stages.Compiled.output_shardings`."""
+        return _results(self._stage.output_shardings)
+
+    @property
+    def output_formats(self) -> Any:
+        """As :attr:`jax.stages.Compiled.output_formats`."""
+        return _results(self._stage.output_formats)
+
+
+def _results(outs: Any) -> Any:
+    return outs.outs if type(outs) is ordering.Witnessed else outs
