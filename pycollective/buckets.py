@@ -17,8 +17,8 @@ from typing import Any
 from jax.extend.core import JaxprEqn, Var
 
 from pycollective.config import config
+from pycollective.jaxprs import map_jaxprs
 from pycollective.mesh import Group
-from pycollective.ordering import map_jaxprs
 from pycollective.primitives import allreduce_p
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from pycollective import accelerators, launchers, lifecycle, ordering
+from pycollective import accelerators, launchers, lifecycle, turns
 from pycollective.config import config
 from pycollective.errors import message
 from pycollective.mpi import MPI, host_of
@@ -260,7 +260,7 @@ class Communicator:
         """
         if self._freed:
             return
-        ordering.flush()
+        turns.flush()
         for part in self._groups.values():
             part.free()
         native.free_communicator(self._number)
@@ -378,7 +378,7 @@ def start(
         if takes is None:
             takes = bool(runtime.takes_device_memory(runtime.KINDS[kind]))
         native.start_accelerators(kind, direct=mpi.allreduce(takes, op=MPI.LAND))
-    lifecycle.flush_at_exit(ordering.flush)
+    lifecycle.flush_at_exit(turns.flush)
     limit = timeout if timeout is not None else config.timeout
     if limit is not None:
         Watchdog(limit, MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size).start()
@@ -445,7 +445,7 @@ def init(
     known = mpi.Get_attr(_keyval())
     if not isinstance(known, Communicator):
         known = Communicator._make(mpi, name, owned=False)
-    lifecycle.meet_at_exit(mpi, ordering.flush)
+    lifecycle.meet_at_exit(mpi, turns.flush)
     _state.world = known
     return known
 

@@ -21,8 +21,8 @@ from jax.extend.core import primitives as jax_primitives
 
 from pycollective.discharge_rules import RULES, bad_params
 from pycollective.errors import message
+from pycollective.jaxprs import inner_jaxprs, like, replaced
 from pycollective.mesh import Mesh
-from pycollective.ordering import inner_jaxprs, like, replaced
 
 
 def bind_axes(fun: Callable[..., Any], mesh: Mesh, *args: Any) -> ClosedJaxpr:

@@ -10,7 +10,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 import jax
 
-from pycollective import agreement, buckets, ordering, overlap
+from pycollective import agreement, buckets, ordering, overlap, turns
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -51,9 +51,9 @@ class Jitted(Generic[P, R]):
         """Calls a compiled program of the region."""
         devices = self._program.devices
         if isinstance(devices, str):
-            devices = ordering.devices_for((args, kwargs))
-        ordering.take_turn(devices)
-        return ordering.keep(program(*args, **kwargs))
+            devices = turns.devices_for((args, kwargs))
+        turns.take_turn(devices)
+        return turns.keep(program(*args, **kwargs))
 
     def _call_first(self, args: Any, kwargs: Any) -> None:
         """What comes before the first call: all ranks trace, and compare what they found."""
@@ -156,4 +156,4 @@ class Compiled(_Stage):
 
 
 def _results(outs: Any) -> Any:
-    return outs.outs if type(outs) is ordering.Witnessed else outs
+    return outs.outs if type(outs) is turns.Witnessed else outs

@@ -5,11 +5,8 @@ concurrently. So each of our primitives carries an ordered effect, and its lower
 JAX itself threads the token through scan, while, cond and nested jit.
 
 A program with an ordered effect leaves JAX's fast dispatch. Hence the *region*: one primitive without effects
-whose body is lowered with a token of its own. Inside, the order is that token's. Between two programs it is the
-order of dispatch: XLA's CPU client makes each program wait for the one that the same thread enqueued before it on
-the same device (``PjRtCpuClient``, "last enqueue event"), and a program on several devices wait for the last one on
-several ("last collective launch event"). The one kind does not wait for the other: :func:`take_turn` sees to that. A
-region must be a whole program: inside another program two regions would have no order between them.
+whose body is lowered with a token of its own. Inside, the order is that token's; between programs it is that of their
+turns (``turns``). A region must be a whole program: inside another one two regions would have no order between them.
 
 This is the only file that uses JAX beyond its public API:
 
@@ -26,24 +23,21 @@ This is the only file that uses JAX beyond its public API:
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
-import operator
-import threading
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend import source_info_util
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive, Var
+from jax.extend.core import ClosedJaxpr, Literal, Primitive, Var
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir
 
+from pycollective import turns
 from pycollective.errors import message
+from pycollective.jaxprs import inner_jaxprs, split_arrays
 
 SUPPORTED_JAX = ">= 0.9, < 0.13"
 
@@ -273,44 +267,6 @@ def _free_inside(eqn: Any, inner: Any, kept: set[Var]) -> frozenset[Var]:
     return frozenset(var for outer, var in pairs if isinstance(outer, Var) and outer not in kept)
 
 
-def replaced(items: Sequence[Any], places: Sequence[int], values: Sequence[Any]) -> list[Any]:
-    """``items`` with ``values`` in ``places``."""
-    filled = list(items)
-    for place, value in zip(places, values, strict=True):
-        filled[place] = value
-    return filled
-
-
-def split_arrays(args: Any, kwargs: Any) -> tuple[list[Any], Callable[[Sequence[Any]], tuple[Any, Any]]]:
-    """The arrays among the arguments of a traced function, and a way to put others in their places.
-
-    The rest is static: what :func:`jax.jit` does not trace.
-    """
-    leaves, tree = jax.tree.flatten((args, kwargs))
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, (jax.Array, np.ndarray))]
-
-    def with_arrays(arrays: Sequence[Any]) -> tuple[Any, Any]:
-        args, kwargs = jax.tree.unflatten(tree, replaced(leaves, places, arrays))
-        return args, kwargs
-
-    return [leaves[place] for place in places], with_arrays
-
-
-class Witnessed(NamedTuple):
-    """What a program returns whose own results do not say when it has ended, or not which devices run it.
-
-    Either none of them is computed in the region: JAX drops equations without effects that nothing uses, and a region
-    that only sends has no other result to hold it. Or this rank has several devices (see :func:`take_turn`).
-
-    Attributes:
-        outs: of the function.
-        witness: an empty array, there when the program has run.
-    """
-
-    outs: Any
-    witness: jax.Array
-
-
 class Donated(NamedTuple):
     """Which arguments of a function its program may overwrite: JAX's ``donate_argnums`` and ``donate_argnames``."""
 
@@ -347,12 +303,12 @@ class Donated(NamedTuple):
 class Region:
     """A function whose trace is one region, for :func:`jax.jit` as a whole program (see the head of this file).
 
-    Called with the arguments of ``fun`` it returns what ``fun`` does, or that :class:`Witnessed`.
+    Called with the arguments of ``fun`` it returns what ``fun`` does, or that :class:`turns.Witnessed`.
 
     Attributes:
         traced: whether there is a program.
-        devices: of its programs: those over which a shard_map inside lies, or :data:`ALONE` on a rank with one device,
-            or :data:`OF_ARGUMENTS`; None if that differs, or before any trace.
+        devices: of its programs: those over which a shard_map inside lies, or :data:`turns.ALONE` on a rank with one
+            device, or :data:`turns.OF_ARGUMENTS`; None if that differs, or before any trace.
     """
 
     def __init__(
@@ -374,7 +330,7 @@ class Region:
         self._fun = fun
         self._donated = donated
         self.traced = False
-        self.devices: Devices | str | None = None
+        self.devices: turns.Devices | str | None = None
 
     def __repr__(self) -> str:  # JAX's messages name the function so
         return repr(self._fun)
@@ -402,73 +358,25 @@ class Region:
         given = {*jaxpr.invars, *jaxpr.constvars}
         held = any(isinstance(var, Var) and var not in given for var in jaxpr.outvars[:-1])
         results = jax.tree.unflatten(out_tree, outs)
-        return results if held and not several else Witnessed(results, witness)
+        return results if held and not several else turns.Witnessed(results, witness)
 
     def _find_devices(self, jaxpr: Any, several: bool) -> None:
-        devices = _devices_of(jaxpr) or OF_ARGUMENTS if several else ALONE
+        devices = _devices_of(jaxpr) or turns.OF_ARGUMENTS if several else turns.ALONE
         if self.traced and devices != self.devices:
             # The dispatch that this trace belongs to has taken its turn for other devices: now it takes all turns.
             with jax.ensure_compile_time_eval():
-                take_turn(None)
+                turns.take_turn(None)
             self.devices = None
         else:
             self.devices = devices
         self.traced = True
 
 
-def like(value: Any, parts: Sequence[Any]) -> Any:
-    """A tuple or list of ``parts`` of the type of ``value``, which may be a named tuple."""
-    return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-
-
-def inner_jaxprs(eqn: Any) -> list[Any]:
-    """The jaxprs in the parameters of an equation, without their constants."""
-    parts = [
-        part for value in eqn.params.values() for part in (value if isinstance(value, (tuple, list)) else (value,))
-    ]
-    opened = [part.jaxpr if isinstance(part, ClosedJaxpr) else part for part in parts]
-    return [part for part in opened if isinstance(part, Jaxpr)]
-
-
-def map_jaxprs(jaxpr: Any, change: Callable[[Any], Any]) -> Any:
-    """``jaxpr`` with all jaxprs that its equations hold, and then itself, replaced by what ``change`` makes of them.
-
-    One result for each, itself where nothing changes: JAX compiles a function that is called twice once.
-    """
-    changed: dict[int, Any] = {}
-
-    def whole(jaxpr: Any) -> Any:
-        if id(jaxpr) not in changed:
-            eqns = []
-            for eqn in jaxpr.eqns:
-                params = {name: inner(value) for name, value in eqn.params.items()}
-                same = all(params[name] is value for name, value in eqn.params.items())
-                eqns.append(eqn if same else eqn.replace(params=params))
-            same = all(map(operator.is_, eqns, jaxpr.eqns))
-            changed[id(jaxpr)] = change(jaxpr if same else jaxpr.replace(eqns=eqns))
-        return changed[id(jaxpr)]
-
-    def inner(value: Any) -> Any:
-        if isinstance(value, ClosedJaxpr):
-            new = whole(value.jaxpr)
-            if new is value.jaxpr:
-                return value
-            return changed.setdefault(id(value), ClosedJaxpr(new, value.consts))
-        if isinstance(value, Jaxpr):
-            return whole(value)
-        if isinstance(value, tuple) and any(isinstance(part, (Jaxpr, ClosedJaxpr)) for part in value):
-            parts = [inner(part) for part in value]
-            return value if all(map(operator.is_, parts, value)) else like(value, parts)
-        return value
-
-    return whole(jaxpr)
-
-
-def _devices_of(jaxpr: Any) -> Devices | None:
+def _devices_of(jaxpr: Any) -> turns.Devices | None:
     """The devices of a program that holds a :func:`jax.shard_map` over some; None if it holds none."""
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "shard_map" and isinstance(eqn.params["mesh"], jax.sharding.Mesh):
-            return _ordered(eqn.params["mesh"].devices.flat)
+            return turns.in_order(eqn.params["mesh"].devices.flat)
         for inner in inner_jaxprs(eqn):
             if devices := _devices_of(inner):
                 return devices
@@ -486,104 +394,19 @@ def apply(primitive: Primitive, *operands: Any, **params: Any) -> Any:
     Compiled once per shape, dtype and parameters, all of which are hashable.
     """
     program = _eager_program(primitive, tuple(sorted(params.items())))
-    take_turn(ALONE if jax.local_device_count() == 1 else devices_for(operands))
+    turns.take_turn(turns.ALONE if jax.local_device_count() == 1 else turns.devices_for(operands))
     if jax.config.jax_disable_jit:  # as JAX's own primitives, compiled even then
         with jax.disable_jit(False):
             outs = program(*operands)
     else:
         outs = program(*operands)
-    if type(outs) is Witnessed and not jax.tree.leaves(outs.outs):
+    if type(outs) is turns.Witnessed and not jax.tree.leaves(outs.outs):
         outs.witness.block_until_ready()  # no result to wait on, so errors must show here
-    return keep(outs)
+    return turns.keep(outs)
 
 
 at_top_level = trace_state_clean
 """Whether a call made now is outside every JAX trace."""
-
-
-# Between programs ------------------------------------------------------------------------------------------
-
-Devices = tuple[jax.Device, ...]
-"""Those that run a program, in the order of their ids."""
-
-ALONE: Devices = ()
-"""Stands for the one device of a rank that has no other."""
-
-OF_ARGUMENTS = "of the arguments"
-"""Stands for the devices on which the arguments of a call lie."""
-
-_MOST_AHEAD = 4
-"""Programs on several devices that may wait to run. XLA's CPU client may have just one thread a device, and from the
-33rd program on a device the dispatch itself keeps one of them until another program ends; if that one needs all
-threads, to meet in a collective, both wait for ever (so do ``jax.pmap`` and XLA's own collectives). This leaves room
-for what else the user dispatches between ours."""
-
-
-class _Turn:
-    """Whose turn it is: the devices of the last program, and the Python thread that dispatches."""
-
-    devices: Devices | None = ALONE
-    thread: threading.Thread | None = None
-    ident = 0  # of the thread
-    waits = False  # for each program, since the thread is not the main one
-    ahead: ClassVar[deque[Any]] = deque()  # witnesses of programs on several devices
-
-
-def take_turn(devices: Devices | None) -> None:
-    """Comes before the dispatch of each program with our effect: waits for those that XLA will not order before it.
-
-    XLA orders programs of one thread on one device, and programs on several devices; it orders neither a program on
-    one device behind one on another, nor either kind behind the other. None waits for all.
-
-    Raises:
-        RuntimeError: another Python thread dispatches such programs, and has not ended.
-    """
-    if threading.get_ident() != _Turn.ident:
-        _admit_this_thread()
-    if devices is None or devices != _Turn.devices:
-        _wait(_Turn.devices)
-        _Turn.devices = devices
-
-
-def _admit_this_thread() -> None:
-    """Ranks meet in the order in which they dispatch, and two threads of one have none."""
-    this, last = threading.current_thread(), _Turn.thread
-    if last is not None and last is not this and last.is_alive():
-        raise RuntimeError(
-            message(
-                "jit",
-                f"programs with collectives from one Python thread, {last.name!r}, which has dispatched some",
-                f"one from {this.name!r}",
-                "Call them all from one thread; another may take over when that has ended.",
-            )
-        )
-    _Turn.thread, _Turn.ident = this, threading.get_ident()
-    _Turn.waits = this is not threading.main_thread()
-
-
-def keep(outs: Any) -> Any:
-    """Comes after the dispatch: what a program returned, without the witness that may be there.
-
-    At most some programs on several devices wait to run. In another thread than the main one it waits for each program:
-    whoever comes later, at the exit for instance, has no way to wait for what an ended thread has dispatched.
-    """
-    if type(outs) is not Witnessed:
-        if _Turn.waits:
-            _finish(outs)
-        return outs
-    if _Turn.waits:
-        _finish(outs.witness)
-    elif _Turn.devices is None or len(_Turn.devices) > 1:
-        _Turn.ahead.append(outs.witness)
-        if len(_Turn.ahead) > _MOST_AHEAD:
-            _finish(_Turn.ahead.popleft())
-    return outs.outs
-
-
-def _finish(results: Any) -> None:
-    # An error of the program is raised where its results are used, not in a call that has nothing to do with it.
-    with contextlib.suppress(jax.errors.JaxRuntimeError):
-        jax.block_until_ready(results)
 
 
 def _see_each_dispatch() -> None:
@@ -597,53 +420,16 @@ def _see_each_dispatch() -> None:
     @functools.wraps(token_input)
     def get_token_input(self: Any, eff: Any, devices: Any) -> Any:
         if type(eff) is OrderedCollective:
-            take_turn(ALONE if jax.local_device_count() == 1 else _ordered(devices))
+            turns.take_turn(turns.ALONE if jax.local_device_count() == 1 else turns.in_order(devices))
         return token_input(self, eff, devices)
 
     @functools.wraps(token_result)
     def set_token_result(self: Any, eff: Any, token: Any) -> None:
         token_result(self, eff, token)
         if type(eff) is OrderedCollective:
-            keep(Witnessed(None, token))
+            turns.keep(turns.Witnessed(None, token))
 
     RuntimeTokenSet.get_token_input, RuntimeTokenSet.set_token_result = get_token_input, set_token_result
 
 
 _see_each_dispatch()
-
-
-def _ordered(devices: Iterable[jax.Device]) -> Devices:
-    return tuple(sorted(devices, key=lambda device: device.id))
-
-
-def devices_for(arguments: Any) -> Devices:
-    """The devices on which :func:`jax.jit` runs a program with these arguments that names none itself."""
-    for leaf in jax.tree.leaves(arguments):
-        if isinstance(leaf, jax.Array) and leaf.committed:
-            return _ordered(leaf.devices())
-    default = jax.config.jax_default_device
-    return (default if isinstance(default, jax.Device) else jax.local_devices()[0],)
-
-
-def flush() -> None:
-    """Waits until all programs that this thread has dispatched have run."""
-    jax.effects_barrier()
-    _wait(None)
-
-
-def _wait(devices: Devices | None) -> None:
-    """Until the programs on these devices have run; None: those on any."""
-    local = jax.local_devices()
-    several = tuple(local) if devices is None else devices
-    if len(several) > 1:
-        sharding = jax.sharding.NamedSharding(
-            jax.sharding.Mesh(np.array(several), "d"), jax.sharding.PartitionSpec("d")
-        )
-        _marker(jax.device_put(np.zeros(len(several), np.int32), sharding)).block_until_ready()
-    if devices is None or len(devices) < 2:
-        for device in devices or local:
-            # Ordered behind everything enqueued before it; an identity function would not be dispatched at all.
-            _marker(jax.device_put(np.int32(0), device)).block_until_ready()
-
-
-_marker = jax.jit(lambda x: x + 1)

@@ -33,8 +33,8 @@ from jax.interpreters import mlir
 from pycollective import accelerators, ordering
 from pycollective.agreement import exchanged
 from pycollective.communicator import Communicator, devices_of_this_rank
+from pycollective.jaxprs import map_jaxprs
 from pycollective.mesh import Group
-from pycollective.ordering import map_jaxprs
 from pycollective.primitives import allreduce_attributes, allreduce_p
 from pycollective.transport import native
 

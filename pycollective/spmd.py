@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
-from pycollective import buckets, checks, discharge, ordering, primitives
+from pycollective import buckets, checks, discharge, jaxprs, primitives
 from pycollective.agreement import noted
 from pycollective.checks import AxisName
 from pycollective.communicator import Communicator, devices_of_this_rank
@@ -41,7 +41,7 @@ def _named(fun: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
 
     @functools.wraps(fun)
     def bound(*args: Any, **kwargs: Any) -> Any:
-        arrays, with_arrays = ordering.split_arrays(args, kwargs)
+        arrays, with_arrays = jaxprs.split_arrays(args, kwargs)
         out_tree: Any = None
 
         def flat(*arrays: Any) -> list[Any]:
@@ -370,7 +370,7 @@ def pmap(
                 nonlocal out_tree
                 own = [x if at is None else jnp.squeeze(x, at) for x, at in zip(blocks, places, strict=True)]
                 positional, keywords = jax.tree.unflatten(in_tree, own)
-                results = fun(*ordering.replaced(args, dynamic, positional), **keywords)
+                results = fun(*jaxprs.replaced(args, dynamic, positional), **keywords)
                 outs, out_tree = jax.tree.flatten(results)
                 outs = [jnp.asarray(y) for y in outs]
                 out_places = []

@@ -13,7 +13,7 @@ from jax.interpreters import ad, batching, mlir
 from pycollective import checks, primitives
 from pycollective.checks import Array, PyTree
 from pycollective.errors import message
-from pycollective.ordering import replaced
+from pycollective.jaxprs import replaced
 
 _START = "Start with jax.tree.map(jnp.zeros_like, x); sum what is not float32 by itself."
 _OPS = {jnp.dtype(jnp.bfloat16): "sum_bfloat16"}

@@ -56,6 +56,8 @@ FLOORS = (
     "watchdog",
     "lifecycle",
     "ordering",
+    "turns",
+    "jaxprs",
     "transport.native",
     "transport.runtime",
     "transport.__init__",

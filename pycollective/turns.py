@@ -1,0 +1,154 @@
+"""The order between programs: each dispatch of one that speaks with other ranks takes its turn.
+
+XLA's CPU client makes a program on one device wait for the last one that the same thread enqueued there
+(``PjRtCpuClient``, "last enqueue event"), and a program on several devices for the last one on several ("last
+collective launch event"). It orders no other pair. So a program on other devices than the last one waits for that, here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Iterable
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import numpy as np
+
+from pycollective.errors import message
+
+Devices = tuple[jax.Device, ...]
+"""Those that run a program, in the order of their ids."""
+
+ALONE: Devices = ()
+"""Stands for the one device of a rank that has no other."""
+
+OF_ARGUMENTS = "of the arguments"
+"""Stands for the devices on which the arguments of a call lie."""
+
+_MOST_AHEAD = 4
+"""Programs on several devices that may wait to run. XLA's CPU client may have just one thread a device, and from the
+33rd program on a device the dispatch itself keeps one of them until another program ends; if that one needs all
+threads, to meet in a collective, both wait for ever (so do ``jax.pmap`` and XLA's own collectives). This leaves room
+for what else the user dispatches between ours."""
+
+
+class Witnessed(NamedTuple):
+    """What a program returns whose own results do not say when it has ended, or not which devices run it.
+
+    Either none of them is computed in the region: JAX drops equations without effects that nothing uses, and a region
+    that only sends has no other result to hold it. Or this rank has several devices (see :func:`take_turn`).
+
+    Attributes:
+        outs: of the function.
+        witness: an empty array, there when the program has run.
+    """
+
+    outs: Any
+    witness: jax.Array
+
+
+class _Turn:
+    """Whose turn it is: the devices of the last program, and the Python thread that dispatches."""
+
+    devices: Devices | None = ALONE
+    thread: threading.Thread | None = None
+    ident = 0  # of the thread
+    waits = False  # for each program, since the thread is not the main one
+    ahead: ClassVar[deque[Any]] = deque()  # witnesses of programs on several devices
+
+
+def take_turn(devices: Devices | None) -> None:
+    """Comes before the dispatch of each program with our effect: waits for those that XLA will not order before it.
+
+    XLA orders programs of one thread on one device, and programs on several devices; it orders neither a program on
+    one device behind one on another, nor either kind behind the other. None waits for all.
+
+    Raises:
+        RuntimeError: another Python thread dispatches such programs, and has not ended.
+    """
+    if threading.get_ident() != _Turn.ident:
+        _admit_this_thread()
+    if devices is None or devices != _Turn.devices:
+        _wait(_Turn.devices)
+        _Turn.devices = devices
+
+
+def _admit_this_thread() -> None:
+    """Ranks meet in the order in which they dispatch, and two threads of one have none."""
+    this, last = threading.current_thread(), _Turn.thread
+    if last is not None and last is not this and last.is_alive():
+        raise RuntimeError(
+            message(
+                "jit",
+                f"programs with collectives from one Python thread, {last.name!r}, which has dispatched some",
+                f"one from {this.name!r}",
+                "Call them all from one thread; another may take over when that has ended.",
+            )
+        )
+    _Turn.thread, _Turn.ident = this, threading.get_ident()
+    _Turn.waits = this is not threading.main_thread()
+
+
+def keep(outs: Any) -> Any:
+    """Comes after the dispatch: what a program returned, without the witness that may be there.
+
+    At most some programs on several devices wait to run. In another thread than the main one it waits for each program:
+    whoever comes later, at the exit for instance, has no way to wait for what an ended thread has dispatched.
+    """
+    if type(outs) is not Witnessed:
+        if _Turn.waits:
+            _finish(outs)
+        return outs
+    if _Turn.waits:
+        _finish(outs.witness)
+    elif _Turn.devices is None or len(_Turn.devices) > 1:
+        _Turn.ahead.append(outs.witness)
+        if len(_Turn.ahead) > _MOST_AHEAD:
+            _finish(_Turn.ahead.popleft())
+    return outs.outs
+
+
+def _finish(results: Any) -> None:
+    # An error of the program is raised where its results are used, not in a call that has nothing to do with it.
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+        jax.block_until_ready(results)
+
+
+def in_order(devices: Iterable[jax.Device]) -> Devices:
+    """The devices by their ids."""
+    return tuple(sorted(devices, key=lambda device: device.id))
+
+
+def devices_for(arguments: Any) -> Devices:
+    """The devices on which :func:`jax.jit` runs a program with these arguments that names none itself."""
+    for leaf in jax.tree.leaves(arguments):
+        if isinstance(leaf, jax.Array) and leaf.committed:
+            return in_order(leaf.devices())
+    default = jax.config.jax_default_device
+    return (default if isinstance(default, jax.Device) else jax.local_devices()[0],)
+
+
+def flush() -> None:
+    """Waits until all programs that this thread has dispatched have run."""
+    jax.effects_barrier()
+    _wait(None)
+
+
+def _wait(devices: Devices | None) -> None:
+    """Until the programs on these devices have run; None: those on any."""
+    local = jax.local_devices()
+    several = tuple(local) if devices is None else devices
+    if len(several) > 1:
+        sharding = jax.sharding.NamedSharding(
+            jax.sharding.Mesh(np.array(several), "d"), jax.sharding.PartitionSpec("d")
+        )
+        _marker(jax.device_put(np.zeros(len(several), np.int32), sharding)).block_until_ready()
+    if devices is None or len(devices) < 2:
+        for device in devices or local:
+            # Ordered behind everything enqueued before it; an identity function would not be dispatched at all.
+            _marker(jax.device_put(np.int32(0), device)).block_until_ready()
+
+
+_marker = jax.jit(lambda x: x + 1)
