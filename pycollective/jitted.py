@@ -50,9 +50,7 @@ class Jitted(Generic[P, R]):
     def _dispatch(self, program: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Calls a compiled program of the region."""
         devices = self._program.devices
-        if isinstance(devices, str):
-            devices = turns.devices_for((args, kwargs))
-        turns.take_turn(devices)
+        turns.take_turn(turns.devices_for(args, kwargs) if isinstance(devices, str) else devices)
         return turns.keep(program(*args, **kwargs))
 
     def _call_first(self, args: Any, kwargs: Any) -> None:

@@ -349,8 +349,8 @@ class Region:
             return [*outs, jnp.zeros(0, bool)]
 
         closed = jax.make_jaxpr(flat)(*arrays)
-        several = jax.local_device_count() > 1
-        self._find_devices(closed.jaxpr, several)
+        devices = _devices_of(closed.jaxpr)
+        self._note_devices(devices)
         donated = self._donated.arrays(args, kwargs) if self._donated is not None else ()
         free = frozenset(var for var, x in zip(closed.jaxpr.invars, arrays, strict=True) if id(x) in donated)
         jaxpr = self._rewrite(_without_copies(closed.jaxpr, free))
@@ -358,10 +358,10 @@ class Region:
         given = {*jaxpr.invars, *jaxpr.constvars}
         held = any(isinstance(var, Var) and var not in given for var in jaxpr.outvars[:-1])
         results = jax.tree.unflatten(out_tree, outs)
-        return results if held and not several else turns.Witnessed(results, witness)
+        return results if held and devices is None else turns.Witnessed(results, witness)
 
-    def _find_devices(self, jaxpr: Any, several: bool) -> None:
-        devices = _devices_of(jaxpr) or turns.OF_ARGUMENTS if several else turns.ALONE
+    def _note_devices(self, found: turns.Devices | None) -> None:
+        devices = turns.ALONE if turns.local_devices() is turns.ALONE else found or turns.OF_ARGUMENTS
         if self.traced and devices != self.devices:
             # The dispatch that this trace belongs to has taken its turn for other devices: now it takes all turns.
             with jax.ensure_compile_time_eval():
@@ -394,7 +394,7 @@ def apply(primitive: Primitive, *operands: Any, **params: Any) -> Any:
     Compiled once per shape, dtype and parameters, all of which are hashable.
     """
     program = _eager_program(primitive, tuple(sorted(params.items())))
-    turns.take_turn(turns.ALONE if jax.local_device_count() == 1 else turns.devices_for(operands))
+    turns.take_turn(turns.devices_for(operands, {}))
     if jax.config.jax_disable_jit:  # as JAX's own primitives, compiled even then
         with jax.disable_jit(False):
             outs = program(*operands)
@@ -420,7 +420,9 @@ def _see_each_dispatch() -> None:
     @functools.wraps(token_input)
     def get_token_input(self: Any, eff: Any, devices: Any) -> Any:
         if type(eff) is OrderedCollective:
-            turns.take_turn(turns.ALONE if jax.local_device_count() == 1 else turns.in_order(devices))
+            turns.take_turn(
+                turns.ALONE if len(devices) == 1 and turns.local_devices() is turns.ALONE else turns.in_order(devices)
+            )
         return token_input(self, eff, devices)
 
     @functools.wraps(token_result)

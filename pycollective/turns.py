@@ -2,15 +2,16 @@
 
 XLA's CPU client makes a program on one device wait for the last one that the same thread enqueued there
 (``PjRtCpuClient``, "last enqueue event"), and a program on several devices for the last one on several ("last
-collective launch event"). It orders no other pair. So a program on other devices than the last one waits for that, here.
+collective launch event"). It orders no other pair. So here a program on other devices than the last one waits for that.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -35,10 +36,10 @@ for what else the user dispatches between ours."""
 
 
 class Witnessed(NamedTuple):
-    """What a program returns whose own results do not say when it has ended, or not which devices run it.
+    """What a program returns whose own results say nothing of its end.
 
     Either none of them is computed in the region: JAX drops equations without effects that nothing uses, and a region
-    that only sends has no other result to hold it. Or this rank has several devices (see :func:`take_turn`).
+    that only sends has no other result to hold it. Or it runs on several devices, for :func:`keep`.
 
     Attributes:
         outs: of the function.
@@ -97,23 +98,22 @@ def keep(outs: Any) -> Any:
     At most some programs on several devices wait to run. In another thread than the main one it waits for each program:
     whoever comes later, at the exit for instance, has no way to wait for what an ended thread has dispatched.
     """
-    if type(outs) is not Witnessed:
-        if _Turn.waits:
-            _finish(outs)
-        return outs
+    results, witness = outs if type(outs) is Witnessed else (outs, outs)
     if _Turn.waits:
-        _finish(outs.witness)
+        _finish(witness)
     elif _Turn.devices is None or len(_Turn.devices) > 1:
-        _Turn.ahead.append(outs.witness)
+        _Turn.ahead.append(witness)
         if len(_Turn.ahead) > _MOST_AHEAD:
             _finish(_Turn.ahead.popleft())
-    return outs.outs
+    return results
 
 
-def _finish(results: Any) -> None:
+def _finish(witness: Any) -> None:
     # An error of the program is raised where its results are used, not in a call that has nothing to do with it.
     with contextlib.suppress(jax.errors.JaxRuntimeError):
-        jax.block_until_ready(results)
+        jax.block_until_ready(
+            [x for x in jax.tree.leaves(witness) if not isinstance(x, jax.Array) or not x.is_deleted()]
+        )
 
 
 def in_order(devices: Iterable[jax.Device]) -> Devices:
@@ -121,13 +121,28 @@ def in_order(devices: Iterable[jax.Device]) -> Devices:
     return tuple(sorted(devices, key=lambda device: device.id))
 
 
-def devices_for(arguments: Any) -> Devices:
+@functools.cache
+def local_devices() -> Devices:
+    """The devices of this process; :data:`ALONE` for one."""
+    devices = tuple(jax.local_devices())
+    return devices if len(devices) > 1 else ALONE
+
+
+def devices_for(args: Sequence[Any], kwargs: dict[str, Any]) -> Devices:
     """The devices on which :func:`jax.jit` runs a program with these arguments that names none itself."""
-    for leaf in jax.tree.leaves(arguments):
-        if isinstance(leaf, jax.Array) and leaf.committed:
-            return in_order(leaf.devices())
+    local = local_devices()
+    if local is ALONE:
+        return ALONE
+    arrays: Iterable[Any] = args
+    for argument in args if not kwargs else (args,):
+        if not hasattr(argument, "committed"):  # not an array of JAX's: perhaps a tree of them
+            arrays = [leaf for leaf in jax.tree.leaves((args, kwargs)) if hasattr(leaf, "committed")]
+            break
+    for array in arrays:
+        if array.committed:
+            return in_order(array.devices())
     default = jax.config.jax_default_device
-    return (default if isinstance(default, jax.Device) else jax.local_devices()[0],)
+    return (default,) if isinstance(default, jax.Device) else local[:1]
 
 
 def flush() -> None:
