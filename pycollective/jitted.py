@@ -16,10 +16,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def _rewrite(jaxpr: Any) -> Any:
-    return overlap.overlap(buckets.join_reductions(jaxpr))
-
-
 class Jitted(Generic[P, R]):
     """A compiled function; what :func:`pycollective.jit`, ``pmap`` and ``shard_map`` return.
 
@@ -31,7 +27,8 @@ class Jitted(Generic[P, R]):
     def __init__(self, fun: Callable[P, R], options: dict[str, Any]) -> None:
         functools.update_wrapper(self, fun)
         self._fun = fun
-        self._program = ordering.Region(fun, donated=ordering.Donated.of(fun, options), rewrite=_rewrite)
+        self._overlap = overlap.Overlap()
+        self._program = ordering.Region(fun, donated=ordering.Donated.of(fun, options), rewrite=self._rewrite)
         self._region = jax.jit(self._program, **options)
         self._nested = jax.jit(fun, **options)
         self._agreed = False  # whether all ranks have made the first call
@@ -57,12 +54,17 @@ class Jitted(Generic[P, R]):
         """What comes before the first call: all ranks trace, and compare what they found."""
         if jax.config.jax_disable_jit:
             return
-        with self._noting() as notes:
+        with self._noting() as notes, self._overlap.first_call():
             try:
                 self._region.trace(*args, **kwargs)  # kept by JAX: the call does not trace again
             finally:
                 agreement.agree(notes)
+        if not self._overlap.settle():
+            self._region.clear_cache()
         self._agreed = True
+
+    def _rewrite(self, jaxpr: Any) -> Any:
+        return self._overlap(buckets.join_reductions(jaxpr))
 
     @contextlib.contextmanager
     def _noting(self) -> Iterator[list[agreement.Note]]:

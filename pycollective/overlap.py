@@ -15,15 +15,17 @@ results are needed, and ties what lies between to both:
                                      t = done(t')
                                      c = a' / s + b' / t
 
-Only sums over named axes, from each device to its like on other ranks, and only where all ranks find the same order:
-where they compute in different ones, the program stays as it was. Nothing moves past another collective.
+Only sums over named axes, from each device to its like on other ranks, and only in an order that all ranks have: where
+they compute in different ones, the sums keep their order. Nothing moves past another collective.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
 
 import jax
 from jax import lax
@@ -33,7 +35,8 @@ from jax.interpreters import mlir
 from pycollective import accelerators, ordering
 from pycollective.agreement import exchanged
 from pycollective.communicator import Communicator, devices_of_this_rank
-from pycollective.jaxprs import map_jaxprs
+from pycollective.errors import message
+from pycollective.jaxprs import inner_jaxprs, map_jaxprs
 from pycollective.mesh import Group
 from pycollective.primitives import allreduce_attributes, allreduce_p
 from pycollective.transport import native
@@ -68,29 +71,97 @@ ordering.lower(start_p, None, _start)
 mlir.register_lowering(done_p, _done_lowering)
 
 
-def overlap(jaxpr: Any) -> Any:
-    """The same program, in that order; itself where sums stand alone, and on CPU devices.
+Order = list[int]
+"""Of the sums in one jaxpr: their old places, in the order in which they begin."""
 
-    All ranks must make this call for a program with sums over named axes.
+Sums = tuple[str, ...]
+"""What ranks have in common of a program, whatever they compute between: its sums."""
+
+
+class Overlap:
+    """The pass for the programs of one function: which orders of its sums all ranks have.
+
+    Ranks compare what they find when all of them make the function's first call, :meth:`settle`. A program that is
+    traced later, by this rank alone perhaps, takes the order that was agreed on for such sums, or leaves their own.
     """
-    devices = devices_of_this_rank()
-    if not devices or accelerators.kind_of(devices[0]) not in ordering.ACCELERATORS:
-        return jaxpr
-    comms: dict[Communicator, None] = {}  # a set that keeps its order
-    orders: list[list[int]] = []
-    arranged = map_jaxprs(jaxpr, functools.partial(_overlap, comms=comms, orders=orders))
-    # Also where it is known already: other ranks may have fewer communicators, and wait.
-    found = [exchanged(comm, "jit", "this program", orders if len(comms) == 1 else None) for comm in comms]
-    return arranged if len(found) == 1 and all(other == orders for other in found[0]) else jaxpr
+
+    def __init__(self) -> None:
+        self._agreed: dict[Sums, list[Order]] = {}
+        self._found: dict[Sums, list[Order]] = {}
+        self._comms: dict[Communicator, None] = {}  # a set that keeps its order
+        self._first = False
+
+    @contextlib.contextmanager
+    def first_call(self) -> Iterator[None]:
+        """Programs that are traced inside have the order that this rank finds, for :meth:`settle` to compare."""
+        self._first = True
+        try:
+            yield
+        finally:
+            self._first = False
+
+    def settle(self) -> bool:
+        """Compares what was found. All ranks must make this call. False: what was traced must be traced again."""
+        found, comms = self._found, self._comms
+        self._found, self._comms = {}, {}
+        # Also where it is known already: other ranks may have fewer communicators, and wait.
+        others = [exchanged(comm, "jit", "this program", found if len(comms) == 1 else None) for comm in comms]
+        same = len(others) == 1 and all(other == found for other in others[0])
+        if same:
+            self._agreed |= found
+        return same or not comms
+
+    def __call__(self, jaxpr: Any) -> Any:
+        """The same program, in that order; itself where sums stand alone, and on CPU devices."""
+        devices = devices_of_this_rank()
+        if not devices or accelerators.kind_of(devices[0]) not in ordering.ACCELERATORS:
+            return jaxpr
+        sums = tuple(_sums(jaxpr))
+        comms = _ranks_of(jaxpr)
+        free = self._first or all(comm.size == 1 for comm in comms)
+        orders: list[Order] = []
+        wanted = None if free else iter(self._agreed.get(sums, ()))
+        arranged = map_jaxprs(jaxpr, functools.partial(_overlap, orders=orders, wanted=wanted))
+        if self._first and not all(comm.size == 1 for comm in comms):
+            self._found[sums] = orders
+            self._comms |= comms
+        return arranged
 
 
-def _overlap(jaxpr: Any, comms: dict[Communicator, None], orders: list[list[int]]) -> Any:
-    """``jaxpr`` without those that it holds; adds the ranks of its sums, and for each sum its old place."""
-    sums = [eqn for eqn in jaxpr.eqns if _splits(eqn)]
+def _own_sums(jaxpr: Any) -> list[JaxprEqn]:
+    return [eqn for eqn in jaxpr.eqns if _splits(eqn)]
+
+
+def _sums(jaxpr: Any) -> Iterator[str]:
+    """A line for each sum."""
+    for eqn in jaxpr.eqns:
+        if _splits(eqn):
+            yield f"{eqn.params['comm']!r} {eqn.params['op']} {[str(var.aval) for var in eqn.invars]}"
+        for inner in inner_jaxprs(eqn):
+            yield from _sums(inner)
+
+
+def _ranks_of(jaxpr: Any) -> dict[Communicator, None]:
+    """The ranks of all sums, each once."""
+    comms = dict.fromkeys(eqn.params["comm"].mesh.comm for eqn in _own_sums(jaxpr))
+    for eqn in jaxpr.eqns:
+        for inner in inner_jaxprs(eqn):
+            comms |= _ranks_of(inner)
+    return comms
+
+
+def _overlap(jaxpr: Any, orders: list[Order], wanted: Iterator[Order] | None) -> Any:
+    """``jaxpr`` without those that it holds; adds the order of its sums.
+
+    ``wanted``: None for any order; else the next of them is that of these sums, or where there is none, the old one.
+    """
+    sums = _own_sums(jaxpr)
     if not sums:
         return jaxpr
-    comms.update((eqn.params["comm"].mesh.comm, None) for eqn in sums)
+    old = list(range(len(sums)))
     places = {id(eqn): place for place, eqn in enumerate(sums)}
+    agreed = None if wanted is None else next(wanted, old)
+    turns = None if agreed is None else {id(sums[place]): turn for turn, place in enumerate(agreed)}
     read = {var for reader in (*jaxpr.eqns, jaxpr) for var in _reads(reader)}
     eqns: list[JaxprEqn] = []
     segment: list[JaxprEqn] = []
@@ -98,15 +169,31 @@ def _overlap(jaxpr: Any, comms: dict[Communicator, None], orders: list[list[int]
     order: list[JaxprEqn] = []
     for eqn in jaxpr.eqns:
         if eqn.effects and not _splits(eqn):
-            eqns += _arranged(segment, read, renamed, order)
+            eqns += _arranged(segment, read, renamed, order, turns)
             eqns.append(_renamed(eqn, renamed))
             segment = []
         else:
             segment.append(eqn)
-    eqns += _arranged(segment, read, renamed, order)
+    eqns += _arranged(segment, read, renamed, order, turns)
     orders.append([places[id(eqn)] for eqn in order])
+    if agreed is not None and orders[-1] != agreed:
+        return jaxpr if agreed == old else _refuse(sums[0])
     outvars = [renamed.get(var, var) if isinstance(var, Var) else var for var in jaxpr.outvars]
     return jaxpr.replace(eqns=eqns, outvars=outvars)
+
+
+def _refuse(eqn: JaxprEqn) -> NoReturn:
+    comm = eqn.params["comm"].mesh.comm
+    raise RuntimeError(
+        message(
+            "jit",
+            "sums that need each other as those did that the ranks agreed on at the first call",
+            "others of the same shapes",
+            "Make it a function of its own.",
+            rank=comm.rank,
+            size=comm.size,
+        )
+    )
 
 
 def _splits(eqn: JaxprEqn) -> bool:
@@ -137,11 +224,15 @@ def _barrier(values: Sequence[Var], like: JaxprEqn) -> JaxprEqn:
 
 
 def _arranged(
-    segment: list[JaxprEqn], read: set[Var], renamed: dict[Var, Var], order: list[JaxprEqn]
+    segment: list[JaxprEqn],
+    read: set[Var],
+    renamed: dict[Var, Var],
+    order: list[JaxprEqn],
+    turns: dict[int, int] | None,
 ) -> list[JaxprEqn]:
     """A part of a program without other collectives, in its new order; adds to ``renamed``, its sums to ``order``.
 
-    ``read``: what the whole program reads.
+    ``read``: what the whole program reads. ``turns``: of the sums by their ids, if not as their operands come.
     """
     eqns: list[JaxprEqn] = []
 
@@ -152,7 +243,7 @@ def _arranged(
         return list(barrier.outvars[1:])
 
     while segment:
-        early, sums, late = _needs(segment)
+        early, sums, late = _needs(segment, turns)
         order += [eqn for _, eqn in sums]
         if all(needed == len(early) for needed, _ in sums):  # nothing to compute meanwhile
             eqns += [_renamed(eqn, renamed) for eqn in (*early, *(eqn for _, eqn in sums))]
@@ -186,8 +277,10 @@ def _arranged(
     return eqns
 
 
-def _needs(segment: list[JaxprEqn]) -> tuple[list[JaxprEqn], list[tuple[int, JaxprEqn]], list[JaxprEqn]]:
-    """What needs no sum; the sums, each with how much of that it needs, in that order; what needs a sum."""
+def _needs(
+    segment: list[JaxprEqn], turns: dict[int, int] | None
+) -> tuple[list[JaxprEqn], list[tuple[int, JaxprEqn]], list[JaxprEqn]]:
+    """What needs no sum; the sums in their order, each with how much of that it waits for; what needs a sum."""
     constants: list[JaxprEqn] = []
     early: list[JaxprEqn] = []
     late: list[JaxprEqn] = []
@@ -207,7 +300,9 @@ def _needs(segment: list[JaxprEqn]) -> tuple[list[JaxprEqn], list[tuple[int, Jax
     early = constants + early
     made = {var: place for place, eqn in enumerate(early, start=1) for var in eqn.outvars}
     needed = [max((made.get(var, 0) for var in _reads(eqn)), default=0) for eqn in sums]
-    return early, sorted(zip(needed, sums, strict=True), key=lambda pair: pair[0]), late
+    pairs = sorted(zip(needed, sums, strict=True), key=lambda pair: pair[0] if turns is None else turns[id(pair[1])])
+    waits = itertools.accumulate((needs for needs, _ in pairs), max)  # for the operands of those before it too
+    return early, list(zip(waits, (eqn for _, eqn in pairs), strict=True)), late
 
 
 def _start_of(eqn: JaxprEqn) -> JaxprEqn:

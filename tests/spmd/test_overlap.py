@@ -67,3 +67,25 @@ def test_ranks_that_compute_in_different_orders(world: pc.Communicator) -> None:
         scale = 1.0 + np.arange(world.size)
         np.testing.assert_allclose(s, np.eye(128) * (scale**3).sum())
         np.testing.assert_allclose(t, np.eye(128) * (scale**2).sum())
+
+
+def test_a_rank_that_traces_once_more_alone(world: pc.Communicator) -> None:
+    """It takes the order that all agreed on, whatever it computes between the sums now."""
+
+    @pc.jit(axis_name="i", static_argnums=1)
+    def f(x: Array, swap: bool) -> tuple[Array, ...]:
+        if swap:
+            b = x @ x
+            a = b @ x
+        else:
+            a = x @ x @ x
+            b = x @ x
+        s, t = lax.psum(a, "i"), lax.psum(b, "i")
+        return s, t, a @ b @ a
+
+    x = jnp.eye(128) * (1.0 + world.rank)
+    scale = 1.0 + np.arange(world.size)
+    for call in range(3):
+        s, t, _ = f(x, call > 0 and world.rank % 2 == 1)
+        np.testing.assert_allclose(s, np.eye(128) * (scale**3).sum())
+        np.testing.assert_allclose(t, np.eye(128) * (scale**2).sum())
