@@ -16,9 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import source_info_util
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.extend.core import primitives as jax_primitives
 
+from pycollective import jaxprs
 from pycollective.discharge_rules import RULES, bad_params
 from pycollective.errors import message
 from pycollective.jaxprs import inner_jaxprs, like, replaced
@@ -54,19 +55,7 @@ def evaluate(closed: ClosedJaxpr, mesh: Mesh, *args: Any) -> list[Any]:
 
     The caller binds the local names of axes with several local devices. Raises as :func:`discharge`.
     """
-    jaxpr = closed.jaxpr
-    values: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *args], strict=True))
-
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, Literal) else values[atom]
-
-    for eqn in jaxpr.eqns:
-        # What replaces an equation keeps the user's line and scopes.
-        stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
-        with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
-            results = _equation(eqn, list(map(read, eqn.invars)), mesh)
-        values.update(zip(eqn.outvars, results, strict=True))
-    return list(map(read, jaxpr.outvars))
+    return jaxprs.evaluate(closed, *args, equation=partial(_equation, mesh))
 
 
 def discharge(closed: ClosedJaxpr, mesh: Mesh) -> ClosedJaxpr:
@@ -106,11 +95,11 @@ def _holds(eqn: JaxprEqn, mesh: Mesh) -> bool:
     return any(_mentions(jaxpr, mesh) for jaxpr in inner_jaxprs(eqn))
 
 
-def _equation(eqn: JaxprEqn, operands: list[Any], mesh: Mesh) -> Sequence[Any]:
+def _equation(mesh: Mesh, eqn: JaxprEqn, operands: list[Any]) -> Sequence[Any]:
     if _is_ours(eqn, mesh):
         return _collective(eqn, operands, mesh)
     if not _holds(eqn, mesh):
-        return _bind(eqn.primitive, operands, eqn.params)
+        return jaxprs.bind(eqn, operands)
     if eqn.primitive is jax_primitives.custom_jvp_call_p:
         return _custom_jvp(eqn, mesh)(*operands)
     if eqn.primitive is jax_primitives.custom_vjp_call_p:

@@ -8,7 +8,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend import source_info_util
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 
 def replaced(items: Sequence[Any], places: Sequence[int], values: Sequence[Any]) -> list[Any]:
@@ -32,6 +33,34 @@ def split_arrays(args: Any, kwargs: Any) -> tuple[list[Any], Callable[[Sequence[
         return args, kwargs
 
     return [leaves[place] for place in places], with_arrays
+
+
+Equation = Callable[[JaxprEqn, list[Any]], Sequence[Any]]
+
+
+def bind(eqn: JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]:
+    """The results of an equation of those operands, under the caller's trace."""
+    results = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
+    return results if eqn.primitive.multiple_results else [results]
+
+
+def evaluate(closed: ClosedJaxpr, *args: Any, equation: Equation = bind) -> list[Any]:
+    """``closed`` on ``args`` under the caller's trace; what replaces an equation keeps the user's line and scopes.
+
+    Not :func:`jax.extend.core.jaxpr_as_fun`: that switches ``jax_debug_nans`` off, for good.
+    """
+    jaxpr = closed.jaxpr
+    values: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *args], strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, Literal) else values[atom]
+
+    for eqn in jaxpr.eqns:
+        stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+        with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
+            results = equation(eqn, list(map(read, eqn.invars)))
+        values.update(zip(eqn.outvars, results, strict=True))
+    return list(map(read, jaxpr.outvars))
 
 
 def like(value: Any, parts: Sequence[Any]) -> Any:

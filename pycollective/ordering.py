@@ -31,13 +31,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.extend import source_info_util
-from jax.extend.core import ClosedJaxpr, Literal, Primitive, Var
+from jax.extend.core import ClosedJaxpr, Primitive, Var
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir
 
 from pycollective import turns
 from pycollective.errors import message
-from pycollective.jaxprs import inner_jaxprs, split_arrays
+from pycollective.jaxprs import bind, evaluate, inner_jaxprs, split_arrays
 
 SUPPORTED_JAX = ">= 0.9, < 0.13"
 
@@ -209,10 +209,8 @@ def _region_impl(*args: Any, jaxpr: Any) -> list[Any]:
 
     It goes as far as the first collective. This rank does that for itself, so no other would answer.
     """
-    constants = len(jaxpr.constvars)
-    values: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], args, strict=True))
-    assert constants <= len(args)
-    for eqn in jaxpr.eqns:
+
+    def equation(eqn: Any, operands: list[Any]) -> Sequence[Any]:
         if effect in eqn.effects:
             raise FloatingPointError(
                 message(
@@ -224,10 +222,11 @@ def _region_impl(*args: Any, jaxpr: Any) -> list[Any]:
                     "run all ranks with JAX_DISABLE_JIT=1, which checks each operation.",
                 )
             )
-        operands = [atom.val if isinstance(atom, Literal) else values[atom] for atom in eqn.invars]
-        results = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
-        values.update(zip(eqn.outvars, results if eqn.primitive.multiple_results else [results], strict=True))
-    return [atom.val if isinstance(atom, Literal) else values[atom] for atom in jaxpr.outvars]
+        return bind(eqn, operands)
+
+    constants = len(jaxpr.constvars)
+    closed = ClosedJaxpr(jaxpr, args[:constants])
+    return evaluate(closed, *args[constants:], equation=equation)
 
 
 def _without_copies(jaxpr: Any, free: frozenset[Var] = frozenset()) -> Any:

@@ -14,7 +14,7 @@ from typing import Any, NoReturn, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import PartitionSpec
 
 from pycollective import buckets, checks, discharge, jaxprs, primitives
@@ -33,7 +33,7 @@ def _run(closed: ClosedJaxpr, mesh: Mesh, *args: Any) -> list[Any]:
     """``closed`` on ``args`` with the collectives over ``mesh`` replaced, and sums joined."""
     program = discharge.discharge(closed, mesh)
     joined = buckets.join_reductions(program.jaxpr)
-    return jaxpr_as_fun(ClosedJaxpr(joined, program.consts))(*args)
+    return jaxprs.evaluate(ClosedJaxpr(joined, program.consts), *args)
 
 
 def _named(fun: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
