@@ -41,6 +41,9 @@ class Jitted(Generic[P, R]):
         if not ordering.at_top_level():
             return self._nested(*args, **kwargs)
         if not self._agreed:
+            if jax.config.jax_disable_jit:  # each operation is a program of its own
+                turns.rest()
+                return self._fun(*args, **kwargs)
             self._call_first(args, kwargs)
         return self._dispatch(self._region, args, kwargs)
 
@@ -52,8 +55,6 @@ class Jitted(Generic[P, R]):
 
     def _call_first(self, args: Any, kwargs: Any) -> None:
         """What comes before the first call: all ranks trace, and compare what they found."""
-        if jax.config.jax_disable_jit:
-            return
         with self._noting() as notes, self._overlap.first_call():
             try:
                 self._region.trace(*args, **kwargs)  # kept by JAX: the call does not trace again

@@ -28,6 +28,9 @@ ALONE: Devices = ()
 OF_ARGUMENTS = "of the arguments"
 """Stands for the devices on which the arguments of a call lie."""
 
+_NONE = ("none",)
+"""In the place of devices: no program is under way."""
+
 _MOST_AHEAD = 4
 """Programs on several devices that may wait to run. XLA's CPU client may have just one thread a device, and from the
 33rd program on a device the dispatch itself keeps one of them until another program ends; if that one needs all
@@ -53,7 +56,7 @@ class Witnessed(NamedTuple):
 class _Turn:
     """Whose turn it is: the devices of the last program, and the Python thread that dispatches."""
 
-    devices: Devices | None = ALONE
+    devices: Devices | tuple[str] | None = ALONE
     thread: threading.Thread | None = None
     ident = 0  # of the thread
     waits = False  # for each program, since the thread is not the main one
@@ -74,6 +77,12 @@ def take_turn(devices: Devices | None) -> None:
     if devices is None or devices != _Turn.devices:
         _wait(_Turn.devices)
         _Turn.devices = devices
+
+
+def rest() -> None:
+    """Waits for all programs; whatever comes next need not wait."""
+    take_turn(None)
+    _Turn.devices = _NONE
 
 
 def _admit_this_thread() -> None:
@@ -151,19 +160,23 @@ def flush() -> None:
     _wait(None)
 
 
-def _wait(devices: Devices | None) -> None:
+def _wait(devices: Any) -> None:
     """Until the programs on these devices have run; None: those on any."""
+    if devices is _NONE:
+        return
     local = jax.local_devices()
     several = tuple(local) if devices is None else devices
     if len(several) > 1:
-        sharding = jax.sharding.NamedSharding(
-            jax.sharding.Mesh(np.array(several), "d"), jax.sharding.PartitionSpec("d")
-        )
-        _marker(jax.device_put(np.zeros(len(several), np.int32), sharding)).block_until_ready()
+        _mark(several)
     if devices is None or len(devices) < 2:
         for device in devices or local:
-            # Ordered behind everything enqueued before it; an identity function would not be dispatched at all.
-            _marker(jax.device_put(np.int32(0), device)).block_until_ready()
+            _mark((device,))
 
 
-_marker = jax.jit(lambda x: x + 1)
+def _mark(devices: Devices) -> None:
+    """Runs a small program on the devices, which XLA orders behind everything of its kind before it."""
+    sharding = jax.sharding.NamedSharding(jax.sharding.Mesh(np.array(devices), "d"), jax.sharding.PartitionSpec("d"))
+    _marker(jax.device_put(np.zeros(len(devices), np.int32), sharding)).block_until_ready()
+
+
+_marker = jax.jit(lambda x: x + 1)  # an identity function would not be dispatched at all
