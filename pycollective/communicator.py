@@ -24,8 +24,9 @@ class Communicator:
     """A group of ranks that call collectives together.
 
     Its traffic goes over private duplicates of :attr:`mpi`, so nothing the program sends on :attr:`mpi` itself can mix
-    with it: two that are made with it, and others where calls need them. There is one object per MPI communicator, so communicators are
-    equal when their MPI handles are; they are hashable and may be static arguments of :func:`jax.jit`.
+    with it: two that are made with it, and others where calls need them. There is one object per MPI communicator, so
+    communicators are equal when their MPI handles are; they are hashable and may be static arguments of
+    :func:`jax.jit`.
 
     Args:
         mpi: an intracommunicator of mpi4py. All its ranks must make this call.
@@ -53,11 +54,10 @@ class Communicator:
     __slots__ = (
         "_calls",
         "_control",
-        "_fingerprint",
         "_freed",
+        "_key",
         "_keys",
         "_name",
-        "_number",
         "_owned",
         "_parts",
         "_rest",
@@ -80,8 +80,7 @@ class Communicator:
     host_count: int
     _name: str
     _world_ranks: tuple[int, ...]  # of its ranks, in order
-    _number: int  # by which compiled programs name it
-    _fingerprint: int
+    _key: Key
     _calls: MPI.Intracomm  # for collectives, and messages under the program's own tags
     _rest: MPI.Intracomm  # for the making of other channels, ppermute, and messages between devices
     _control: MPI.Intracomm | None
@@ -94,6 +93,17 @@ class Communicator:
         if not isinstance(mpi, MPI.Intracomm) or mpi == MPI.COMM_NULL:
             raise TypeError(
                 message("Communicator", "an mpi4py intracommunicator", repr(mpi), "Pass mpi4py.MPI.COMM_WORLD, say.")
+            )
+        if not _state.started and MPI.Comm.Compare(mpi, MPI.COMM_WORLD) not in (MPI.IDENT, MPI.CONGRUENT):
+            raise RuntimeError(
+                message(
+                    "Communicator",
+                    "a package that has started, which all ranks do together",
+                    f"a communicator of {mpi.size} ranks before that",
+                    "Call pycollective.init() on all ranks first, or pycollective.init(comm) for these alone.",
+                    rank=MPI.COMM_WORLD.rank,
+                    size=MPI.COMM_WORLD.size,
+                )
             )
         start(mpi, None, None, None)
         known = mpi.Get_attr(_keyval())
@@ -123,13 +133,12 @@ class Communicator:
         lanes = tuple(map(accelerators.lane_id, _state.devices))
         world_ranks = tuple(MPI.Group.Translate_ranks(mpi.Get_group(), None, MPI.COMM_WORLD.Get_group()))
         calls, rest = _duplicate(mpi), _duplicate(mpi)
-        own_fingerprint = fingerprint(world_ranks, mpi.rank, lanes)
+        mark = fingerprint(world_ranks, mpi.rank, lanes)
         set_(self, "_calls", calls)
         set_(self, "_rest", rest)
         set_(self, "_control", None)
         set_(self, "_world_ranks", world_ranks)
-        set_(self, "_number", native.add_communicator(name, own_fingerprint, lanes, calls, rest))
-        set_(self, "_fingerprint", own_fingerprint)
+        set_(self, "_key", (native.add_communicator(name, mark, lanes, calls, rest), mark))
         set_(self, "_name", name)
         set_(self, "_parts", {})
         set_(self, "_keys", {})
@@ -155,6 +164,9 @@ class Communicator:
             message("Communicator", "an object that other processes can use", repr(self), "Make one on each rank.")
         )
 
+    def __dir__(self) -> list[str]:
+        return [name for name in super().__dir__() if not name.startswith("_") or name.startswith("__")]
+
     def __repr__(self) -> str:
         freed = ", freed" if self._freed else ""
         return f"Communicator({self._name}, rank {self.rank} of {self.size}{freed})"
@@ -172,7 +184,7 @@ class Communicator:
             ValueError: it was freed.
         """
         self.check_live("Communicator")
-        return self._number, self._fingerprint
+        return self._key
 
     @property
     def control(self) -> MPI.Intracomm:
@@ -284,7 +296,7 @@ class Communicator:
             shown = [*map(str, members[:4]), *(["..."] if len(members) > 4 else [])]
             name = self._name if all_in_order else f"{self._name}[{', '.join(shown)}]"
             given = () if all_in_order else members
-            number = native.add_part(name, mark, self._number, given, rank, len(members), seats, team_size)
+            number = native.add_part(name, mark, self._key[0], given, rank, len(members), seats, team_size)
             self._keys[members, seats, team_size] = (number, mark)
         return self._keys[members, seats, team_size]
 
@@ -301,7 +313,7 @@ class Communicator:
         if self._freed:
             return
         ordering.flush()
-        native.free_communicator(self._number)
+        native.free_communicator(self._key[0])
         object.__setattr__(self, "_freed", True)
         self.mpi.Delete_attr(_keyval())
         for duplicate in (self._calls, self._rest, self._control):
@@ -323,6 +335,8 @@ class _State:
     """What :func:`init` has set up in this process."""
 
     started = False
+    timeout: float | None = None  # in seconds
+    transport = TRANSPORTS[0]
     devices: tuple[jax.Device, ...] = ()
     keyval: int | None = None  # of the attribute that leads from an MPI communicator to its Communicator
     world: Communicator | None = None
@@ -335,6 +349,11 @@ def _keyval() -> int:
     if _state.keyval is None:
         _state.keyval = MPI.Comm.Create_keyval(nopython=False)
     return _state.keyval
+
+
+def timeout() -> float | None:
+    """Seconds that a rank may wait for others, from :func:`init` or ``PYCOLLECTIVE_TIMEOUT``; None for no limit."""
+    return _state.timeout if _state.started else config.timeout
 
 
 def devices_of_this_rank() -> tuple[jax.Device, ...]:
@@ -376,22 +395,27 @@ def _choose_devices(devices: Sequence[jax.Device] | int | None) -> tuple[jax.Dev
 
 
 def start(
-    mpi: MPI.Intracomm, devices: Sequence[jax.Device] | int | None, timeout: float | None, transport: str | None
+    mpi: MPI.Intracomm, devices: Sequence[jax.Device] | int | None, limit: float | None, transport: str | None
 ) -> None:
     """Everything of :func:`init` but the communicator; the first call decides. All ranks of ``mpi`` must make it."""
     if transport is not None and transport not in TRANSPORTS:
         raise ValueError(
             message("init", f"transport to be one of {list(TRANSPORTS)}", repr(transport), "Leave it out.")
         )
-    if timeout is not None and not timeout > 0:
-        raise ValueError(
-            message("init", "timeout to be a positive number of seconds", timeout, "Leave it out for none.")
-        )
+    if limit is not None and not limit > 0:
+        raise ValueError(message("init", "timeout to be a positive number of seconds", limit, "Leave it out for none."))
     if _state.started:
-        if devices is not None and _choose_devices(devices) != _state.devices:
-            raise ValueError(
-                message("init", f"the devices of the first call, {_state.devices}", devices, "Call init once, first.")
-            )
+        chosen = None if devices is None else _choose_devices(devices)
+        for name, first, later in (
+            ("devices", _state.devices, chosen),
+            ("timeout", _state.timeout, limit),
+            ("transport", _state.transport, transport),
+        ):
+            if later is not None and later != first:
+                expected = f"the {name} of the first call, {first}"
+                raise ValueError(
+                    message("init", expected, later, "Call init once, before anything else uses the package.")
+                )
         return
     if not MPI.Is_initialized():
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
@@ -418,9 +442,9 @@ def start(
             takes = bool(runtime.takes_device_memory(runtime.KINDS[kind]))
         native.start_accelerators(kind, direct=mpi.allreduce(takes, op=MPI.LAND))
     lifecycle.flush_at_exit(ordering.flush)
-    limit = timeout if timeout is not None else config.timeout
-    if limit is not None:
-        Watchdog(limit, MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size).start()
+    _state.timeout = limit if limit is not None else config.timeout
+    if _state.timeout is not None:
+        Watchdog(_state.timeout, MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size).start()
     _state.started = True
 
 

@@ -120,7 +120,7 @@ class Group:
 
     Attributes:
         mesh: the mesh.
-        comm: the ranks along the axes, in row-major order; a device there pairs with that of the same place in the mesh.
+        comm: the ranks along the axes, in row-major order; a device pairs with that of the same place in the mesh.
         local: number of local devices along the axes.
         size: number of devices along the axes.
     """

@@ -423,10 +423,10 @@ def _prefix(name: str) -> tuple[Primitive, Callable[..., Array]]:
     _abstract(primitive, _same_shape)
     _lower(primitive, _comm_op)
 
-    def prefix(x: Array, *, comm: Communicator, op: str) -> Array:
+    def prefix(x: Array, *, comm: Members, op: str) -> Array:
         return _reduced(partial(primitive.bind, in_place=(True,)), x, op, comm=comm)
 
-    def transpose(ct: Array, *, comm: Communicator, op: str) -> Array:
+    def transpose(ct: Array, *, comm: Members, op: str) -> Array:
         # y_r = sum_{s <= r} x_s  =>  ct_s = sum_{r >= s} ct_r: the same with the ranks in opposite order.
         return prefix(ct, comm=comm.reversed(), op=op)
 
