@@ -16,8 +16,8 @@
 #include "handlers.h"
 #include "hierarchy.h"
 
-using pycollective::CommunicatorCount;
 using pycollective::FindCommunicator;
+using pycollective::Lane;
 
 // The MPI functions to look up, "MPI_Allgather" first; null ends the list.
 PYCOLLECTIVE_EXPORT const char* pycollective_function_name(int64_t index) {
@@ -51,58 +51,64 @@ PYCOLLECTIVE_EXPORT void pycollective_bind_runtime(void* const* addresses, int32
   pycollective::stage_bytes = stage_bytes;
 }
 
-// Returns the communicator's number, or -1 when there are too many.
-PYCOLLECTIVE_EXPORT int64_t pycollective_communicator_add(const char* name, int32_t rank, int32_t size,
-                                                          int64_t lane_count, const int64_t* device_ids,
-                                                          const int64_t* collective,
-                                                          const int64_t* point_to_point) {
-  auto communicator = std::make_unique<pycollective::Communicator>();
-  communicator->name = name;
-  for (int64_t i = 0; i < lane_count; ++i) {
-    auto lane = std::make_unique<pycollective::Lane>();
-    lane->device_id = device_ids[i];
-    lane->channel = {collective[i], point_to_point[i], rank, size};
-    lane->index = static_cast<int>(i);
-    communicator->lanes.push_back(std::move(lane));
+// A communicator on `lane_count` devices of each rank, by their ids. `calls`, `rest`: as Ranks has them. Returns its number.
+PYCOLLECTIVE_EXPORT int64_t pycollective_communicator_add(const char* name, int64_t fingerprint, int32_t rank,
+                                                          int32_t size, int32_t lane_count, const int64_t* device_ids,
+                                                          int64_t calls, int64_t rest) {
+  const auto ranks = std::make_shared<pycollective::Ranks>(rank, size, lane_count, calls, rest);
+  auto communicator = std::make_shared<pycollective::Communicator>(name, fingerprint, ranks);
+  for (int i = 0; i < lane_count; ++i) {
+    communicator->lanes.push_back(std::make_unique<Lane>(device_ids[i], i, ranks->channel(i), i));
   }
   return pycollective::AddCommunicator(std::move(communicator));
 }
 
-// A group of local devices x the ranks of communicator `base`, whose channels it uses: the device that calls on lane
-// i is number members[i] of team teams[i], teams being of equal size. Returns as pycollective_communicator_add.
-PYCOLLECTIVE_EXPORT int64_t pycollective_group_add(const char* name, int64_t base, const int64_t* teams,
-                                                   const int64_t* members, int64_t team_size) {
-  auto group = std::make_unique<pycollective::Communicator>();
-  group->name = name;
-  group->base = FindCommunicator(base);
-  for (const auto& from : group->base->lanes) {
-    auto lane = std::make_unique<pycollective::Lane>();
-    lane->device_id = from->device_id;
-    lane->channel = from->channel;
-    lane->index = from->index;
-    if (team_size > 1) {
-      const auto team = static_cast<size_t>(teams[from->index]);
-      while (group->teams.size() <= team) {
-        group->teams.push_back(std::make_unique<pycollective::Team>(static_cast<int>(team_size)));
-      }
-      lane->team = group->teams[team].get();
-      lane->member = static_cast<int>(members[from->index]);
+// A part of communicator `whole`: `size` of its ranks, in the order of `members` (null: all of them), of which this is
+// `rank`. Its devices: those of the whole (`lane_count` < 0); or those of a mesh, in its order, the i-th being number
+// seats[i] of team teams[i], teams being of equal size. Returns its number.
+PYCOLLECTIVE_EXPORT int64_t pycollective_part_add(const char* name, int64_t fingerprint, int64_t whole, int32_t rank,
+                                                  int32_t size, const int32_t* members, int32_t lane_count,
+                                                  const int64_t* device_ids, const int32_t* teams,
+                                                  const int32_t* seats, int32_t team_size) {
+  const auto of = FindCommunicator(whole);
+  const auto ranks = members == nullptr ? of->ranks : pycollective::PartOf(*of, {members, members + size}, rank);
+  auto part = std::make_shared<pycollective::Communicator>(name, fingerprint, ranks);
+  part->whole = of;
+  part->by_position = lane_count >= 0;
+  if (!part->by_position) {
+    for (const auto& lane : of->lanes) {
+      part->lanes.push_back(
+          std::make_unique<Lane>(lane->device_id, lane->index, ranks->channel(lane->index), lane->index));
     }
-    group->lanes.push_back(std::move(lane));
   }
-  for (const auto& lane : group->lanes) {
-    for (const auto& other : group->lanes) {
+  for (int i = 0; i < lane_count; ++i) {
+    const int number = ranks->devices() + i;
+    part->lanes.push_back(std::make_unique<Lane>(device_ids[i], i, ranks->channel(number), number));
+    if (team_size > 1) {
+      const auto team = static_cast<size_t>(teams[i]);
+      while (part->teams.size() <= team) part->teams.push_back(std::make_unique<pycollective::Team>(team_size));
+      part->lanes.back()->team = part->teams[team].get();
+      part->lanes.back()->member = seats[i];
+    }
+  }
+  for (const auto& lane : part->lanes) {
+    for (const auto& other : part->lanes) {
       if (other->team == lane->team && other->member == 0) lane->first = other.get();
     }
   }
-  return pycollective::AddCommunicator(std::move(group));
+  return pycollective::AddCommunicator(std::move(part));
 }
 
-PYCOLLECTIVE_EXPORT void pycollective_communicator_free(int64_t number) {
-  if (auto* communicator = FindCommunicator(number)) communicator->freed.store(true);
+// See FreeCommunicator. Returns null, or a message that stays valid until the next call.
+PYCOLLECTIVE_EXPORT const char* pycollective_communicator_free(int64_t number) {
+  static std::string error;
+  const pycollective::Outcome outcome = pycollective::FreeCommunicator(*pycollective::library, number);
+  if (outcome.ok()) return nullptr;
+  error = std::string(outcome.call) + ": " + pycollective::library->ErrorString(outcome.code);
+  return error.c_str();
 }
 
-// The call that has waited inside MPI for longest.
+// The call that has waited inside MPI for longest. The communicator's name is valid until the next call.
 struct pycollective_Waiting {
   const char* operation;
   const char* communicator;
@@ -112,18 +118,20 @@ struct pycollective_Waiting {
 
 // Returns whether any call is under way.
 PYCOLLECTIVE_EXPORT bool pycollective_longest_wait(pycollective_Waiting* longest) {
+  static std::string name;
   const int64_t now = pycollective::NowNs();
   longest->waited_ns = -1;
-  for (int64_t number = 0; number < CommunicatorCount(); ++number) {
-    auto* communicator = FindCommunicator(number);
-    for (const auto& lane : communicator->lanes) {
-      const char* operation = lane->operation.load(std::memory_order_acquire);
-      if (operation == nullptr) continue;
-      const int64_t waited_ns = now - lane->started_ns.load(std::memory_order_relaxed);
-      if (waited_ns <= longest->waited_ns) continue;
-      *longest = {operation, communicator->name.c_str(), lane->nbytes.load(std::memory_order_relaxed),
-                  waited_ns};
-    }
+  for (const auto& communicator : pycollective::LiveCommunicators()) {
+    const auto look = [&, &of = communicator->name](const Lane& lane) {
+      const char* operation = lane.operation.load(std::memory_order_acquire);
+      if (operation == nullptr) return;
+      const int64_t waited_ns = now - lane.started_ns.load(std::memory_order_relaxed);
+      if (waited_ns <= longest->waited_ns) return;
+      name = of;
+      *longest = {operation, name.c_str(), lane.nbytes.load(std::memory_order_relaxed), waited_ns};
+    };
+    look(communicator->alone);
+    for (const auto& lane : communicator->lanes) look(*lane);
   }
   return longest->waited_ns >= 0;
 }

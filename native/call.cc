@@ -6,13 +6,56 @@ namespace ffi = xla::ffi;
 
 namespace pycollective {
 
-// The first time this lane meets a signature, the ranks compare theirs: a wrong order, shape or dtype then ends in an
+Call::Call(Operation operation, const Members& members, int64_t lane_id, int64_t staging)
+    : operation_(operation),
+      members_(members),
+      lane_id_(lane_id),
+      staging_(staging),
+      communicator_(FindCommunicator(members.number())) {
+  if (communicator_ == nullptr) return;
+  if (members.spread < -1) copies_ = &communicator_->CopiesOf(static_cast<int>(-members.spread));
+  lane_ = members.spread > 1 ? communicator_->LaneOf(lane_id) : &communicator_->alone;
+}
+
+ffi::Error Call::Find() {
+  if (library == nullptr || (communicator_ == nullptr && !WasCommunicator(members_.number()))) {
+    return Error(ffi::ErrorCode::kInternal, "expected a communicator of this process, got an unknown one",
+                 "Call pycollective.init() before running a compiled program, and compile it in this process.");
+  }
+  if (communicator_ == nullptr || communicator_->freed) {
+    return Error(ffi::ErrorCode::kFailedPrecondition, "expected a live communicator, got a freed one",
+                 "Do not run programs that name a communicator after its free().");
+  }
+  if (communicator_->fingerprint != members_.fingerprint()) {
+    return Error(ffi::ErrorCode::kFailedPrecondition,
+                 "expected the communicator that this program was compiled for, got one of other ranks or devices",
+                 "Compile it again in this process.");
+  }
+  if (lane_ == nullptr) {
+    return Error(ffi::ErrorCode::kFailedPrecondition,
+                 std::string("expected a device of pycollective.init(devices=...), got ") +
+                     (staging_ == 0 ? "CPU device " : "accelerator ") + std::to_string(lane_id_ & 0xFFFFFFFF),
+                 "Name that device in init, or run the program on one of its devices.");
+  }
+  if (members_.spread <= 1 && !communicator_->teams.empty()) {
+    return Error(ffi::ErrorCode::kFailedPrecondition,
+                 "expected a program on the devices of its mesh, got one on a single device", "Please report this.");
+  }
+  return ffi::Error::Success();
+}
+
+void Call::Break() const {
+  if (copies_ != nullptr) copies_->Break();
+  if (lane_ != nullptr && lane_->team != nullptr) lane_->team->Break();
+}
+
+// The first time this channel meets a signature, the ranks compare theirs: a wrong order, shape or dtype then ends in an
 // error on every rank instead of a hang or a wrong sum.
 ffi::Error Call::Agree(const Signature& mine) {
   if (check == Check::kNever) return ffi::Error::Success();
-  const std::lock_guard<std::mutex> lock(lane_->mutex);
-  if (check == Check::kFirst && lane_->agreed.count(mine) != 0) return ffi::Error::Success();
-  const Channel& channel = lane_->channel;
+  OwnChannel& channel = lane_->channel;
+  const std::lock_guard<std::mutex> lock(channel.mutex);
+  if (check == Check::kFirst && channel.agreed.count(mine) != 0) return ffi::Error::Success();
   std::vector<Signature> all(static_cast<size_t>(channel.size));
   const Outcome outcome = library->Allgather(channel, &mine, all.data(), sizeof(Signature), Type::kUint8);
   if (!outcome.ok()) return Failed(outcome);
@@ -29,7 +72,7 @@ ffi::Error Call::Agree(const Signature& mine) {
                          : "All ranks must run the same collectives in the same order, with the same shapes, dtypes "
                            "and pytrees.");
   }
-  lane_->agreed.insert(mine);
+  channel.agreed.insert(mine);
   return ffi::Error::Success();
 }
 
@@ -39,6 +82,9 @@ ffi::Error Call::Failed(const Outcome& outcome) const {
                  std::string("expected ") + outcome.call + " of the accelerator's runtime to succeed, got \"" +
                      outcome.detail + "\"",
                  "The cause may be an earlier error of this program on the device.");
+  }
+  if (outcome.remedy != nullptr) {
+    return Error(ffi::ErrorCode::kInvalidArgument, outcome.detail, outcome.remedy);
   }
   if (!outcome.detail.empty()) {
     return Error(ffi::ErrorCode::kDataLoss, std::string(outcome.call) + ": " + outcome.detail,
@@ -52,10 +98,9 @@ ffi::Error Call::Failed(const Outcome& outcome) const {
 
 ffi::Error Call::Error(ffi::ErrorCode code, const std::string& what, const std::string& remedy) const {
   std::string where;
-  if (communicator_ != nullptr && !communicator_->lanes.empty()) {
-    const Channel& channel = communicator_->lanes[0]->channel;
-    where = " (rank " + std::to_string(channel.rank) + " of " + std::to_string(channel.size) + ", communicator " +
-            communicator_->name + ")";
+  if (communicator_ != nullptr) {
+    where = " (rank " + std::to_string(communicator_->ranks->rank()) + " of " +
+            std::to_string(communicator_->ranks->size()) + ", communicator " + communicator_->name + ")";
   }
   return ffi::Error(code,
                     std::string("pycollective.") + kOperations[operation_] + ": " + what + where + ". " + remedy);

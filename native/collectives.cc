@@ -38,7 +38,10 @@ class LibraryOf final : public Library {
   LibraryOf(const Binding& binding, const Functions<H>& functions)
       : functions_(functions),
         in_place_(reinterpret_cast<const void*>(static_cast<intptr_t>(binding.in_place))),
-        proc_null_(static_cast<int>(binding.proc_null)) {
+        errors_return_(Handle(binding.errors_return)),
+        proc_null_(static_cast<int>(binding.proc_null)),
+        any_tag_(static_cast<int>(binding.any_tag)),
+        largest_tag_(binding.largest_tag) {
     for (int i = 0; i < kTypeCount; ++i) types_[i] = Handle(binding.types[i]);
     for (int op = 0; op < kOpCount; ++op) std::fill_n(ops_[op], kTypeCount, Handle(binding.ops[op]));
   }
@@ -177,38 +180,64 @@ class LibraryOf final : public Library {
 
   Outcome Send(const Channel& channel, const void* send, int64_t count, Type type, int dest,
                int tag) const override {
+    PYCOLLECTIVE_RETURN_IF_FAILED(Travels(channel, &tag));
     const Block block(*this, count, type);
     PYCOLLECTIVE_RETURN_IF_FAILED(block.made());
-    PYCOLLECTIVE_CALL(Send, send, block.count(), block.type(), dest, tag, Handle(channel.point_to_point));
+    PYCOLLECTIVE_CALL(Send, send, block.count(), block.type(), dest, tag, Handle(channel.messages));
     return {};
   }
 
   Outcome Recv(const Channel& channel, void* recv, int64_t count, Type type, int source,
                int tag) const override {
+    PYCOLLECTIVE_RETURN_IF_FAILED(Travels(channel, &tag));
     const Block block(*this, count, type);
     PYCOLLECTIVE_RETURN_IF_FAILED(block.made());
     Status status;
-    PYCOLLECTIVE_CALL(Recv, recv, block.count(), block.type(), source, tag,
-                      Handle(channel.point_to_point), &status);
+    PYCOLLECTIVE_CALL(Recv, recv, block.count(), block.type(), source, tag, Handle(channel.messages), &status);
     return CheckReceived("MPI_Recv", channel, recv, count, type, source, block, status);
   }
 
   Outcome Sendrecv(const Channel& channel, const void* send, int64_t send_count, Type send_type, int dest,
                    int send_tag, void* recv, int64_t recv_count, Type recv_type, int source,
                    int recv_tag) const override {
-    return Exchange(channel, Handle(channel.point_to_point), send, send_count, send_type, dest, send_tag, recv,
-                    recv_count, recv_type, source, recv_tag);
+    PYCOLLECTIVE_RETURN_IF_FAILED(Travels(channel, &send_tag));
+    PYCOLLECTIVE_RETURN_IF_FAILED(Travels(channel, &recv_tag));
+    return Exchange(channel, Handle(channel.messages), send, send_count, send_type, dest, send_tag, recv, recv_count,
+                    recv_type, source, recv_tag);
   }
 
   Outcome Permute(const Channel& channel, const void* send, void* recv, int64_t count, Type type, int dest,
                   int send_tag, int source, int recv_tag) const override {
     if (count == 0) return {};
-    return Exchange(channel, Handle(channel.collective), send, count, type, dest, send_tag, recv, count, type,
+    return Exchange(channel, Handle(channel.permute), send, count, type, dest, send_tag, recv, count, type,
                     source, recv_tag);
   }
 
   Outcome Barrier(const Channel& channel) const override {
     PYCOLLECTIVE_CALL(Barrier, Handle(channel.collective));
+    return {};
+  }
+
+  Outcome MakeChannel(int64_t from, const std::vector<int>& ranks, int tag, int64_t* made) const override {
+    H all{}, group{}, channel{};
+    PYCOLLECTIVE_CALL(Comm_group, Handle(from), &all);
+    if (!ranks.empty()) {
+      const int code = functions_.Group_incl(all, static_cast<int>(ranks.size()), ranks.data(), &group);
+      functions_.Group_free(&all);
+      if (code != 0) return Outcome{"MPI_Group_incl", code, {}};
+    }
+    H& members = ranks.empty() ? all : group;
+    const int code = functions_.Comm_create_group(Handle(from), members, tag, &channel);
+    functions_.Group_free(&members);
+    if (code != 0) return Outcome{"MPI_Comm_create_group", code, {}};
+    PYCOLLECTIVE_CALL(Comm_set_errhandler, channel, errors_return_);
+    *made = Wide(channel);
+    return {};
+  }
+
+  Outcome FreeChannel(int64_t channel) const override {
+    H handle = Handle(channel);
+    PYCOLLECTIVE_CALL(Comm_free, &handle);
     return {};
   }
 
@@ -232,6 +261,29 @@ class LibraryOf final : public Library {
     } else {
       return static_cast<H>(wide);
     }
+  }
+
+  static int64_t Wide(H handle) {
+    if constexpr (std::is_pointer_v<H>) {
+      return static_cast<int64_t>(reinterpret_cast<intptr_t>(handle));
+    } else {
+      return static_cast<int64_t>(handle);
+    }
+  }
+
+  // A message's tag, as it travels between those devices.
+  Outcome Travels(const Channel& channel, int* tag) const {
+    if (channel.tag_step == 1) return {};
+    const int64_t largest = (largest_tag_ - channel.first_tag) / channel.tag_step;
+    if (*tag == any_tag_ || *tag > largest) {
+      Outcome outcome{"MPI_Recv", 0, {}};
+      outcome.detail = "expected a tag from 0 to " + std::to_string(largest) + " in a program on several devices, got " +
+                       (*tag == any_tag_ ? std::string("any") : std::to_string(*tag));
+      outcome.remedy = "Name the tag of the message: each device receives those of its like.";
+      return outcome;
+    }
+    *tag = channel.first_tag + *tag * channel.tag_step;
+    return {};
   }
 
   static size_t Bytes(int64_t count, Type type) {
@@ -383,7 +435,10 @@ class LibraryOf final : public Library {
 
   const Functions<H> functions_;
   const void* in_place_;
+  const H errors_return_;
   int proc_null_;
+  int any_tag_;
+  int64_t largest_tag_;
   H types_[kTypeCount];
   H ops_[kOpCount][kTypeCount];
   bool own_[kOpCount][kTypeCount] = {};

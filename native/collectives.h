@@ -8,8 +8,10 @@
 #define PYCOLLECTIVE_NATIVE_COLLECTIVES_H_
 
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "mpi.h"
 
@@ -21,8 +23,16 @@ struct Outcome {
   int code = 0;
   std::string detail;  // set instead of `code` when MPI succeeded but the result cannot be used
   bool of_runtime = false;  // `call` is one of an accelerator's runtime (runtime.h) and `detail` what it says of it
+  const char* remedy = nullptr;  // set: `detail` is the whole of what is wrong, and this is what to do
   bool ok() const { return call == nullptr; }
 };
+
+// Of an exception in the midst of a call.
+inline Outcome Thrown(const std::exception& error) {
+  Outcome outcome{"C++", 0, std::string("expected memory for the call, got the exception ") + error.what()};
+  outcome.remedy = "Use smaller arrays, or fewer ranks on this host.";
+  return outcome;
+}
 
 // Returns from the enclosing function if a call has failed.
 #define PYCOLLECTIVE_RETURN_IF_FAILED(expression)      \
@@ -39,13 +49,16 @@ class Memory {
   virtual Outcome Copy(void* to, const void* from, size_t nbytes) const;
 };
 
-// A communicator as seen from this process. Handles are widened; both are private duplicates, so
-// wildcard receives can match neither user traffic nor a collective.
+// A communicator as seen from this process, and as one device uses it. Handles are widened; they are private ones, so
+// wildcard receives can match neither user traffic nor ppermute's.
 struct Channel {
-  int64_t collective;
-  int64_t point_to_point;
-  int rank;
-  int size;
+  int64_t collective = 0;
+  int64_t messages = 0;
+  int64_t permute = 0;  // of the whole communicator, whose ranks it counts
+  int rank = 0;
+  int size = 1;
+  int first_tag = 0;  // a message's tag t travels as first_tag + t * tag_step
+  int tag_step = 1;
   const Memory* memory = nullptr;  // null: plain
 };
 
@@ -72,10 +85,15 @@ class Library {
   virtual Outcome Sendrecv(const Channel&, const void* send, int64_t send_count, Type send_type, int dest,
                            int send_tag, void* recv, int64_t recv_count, Type recv_type, int source,
                            int recv_tag) const = 0;
-  // As Sendrecv of equal arrays, on the collective communicator, where no program's own receive can match.
+  // As Sendrecv of equal arrays, where no program's own receive can match.
   virtual Outcome Permute(const Channel&, const void* send, void* recv, int64_t count, Type, int dest,
                           int send_tag, int source, int recv_tag) const = 0;
   virtual Outcome Barrier(const Channel&) const = 0;
+
+  // A communicator of those ranks of `from` (all of them if empty), in their order. They alone must make this call; the
+  // tag keeps apart what several threads make at once.
+  virtual Outcome MakeChannel(int64_t from, const std::vector<int>& ranks, int tag, int64_t* made) const = 0;
+  virtual Outcome FreeChannel(int64_t channel) const = 0;
 
   // Whether a reduction is one of our own, which works on plain memory alone.
   virtual bool IsOwn(Op, Type) const = 0;

@@ -43,21 +43,23 @@ View ViewOf(const ffi::AnyBuffer& buffer, Type type, int64_t blocks = 1) {
   return {buffer.untyped_data(), Count(buffer) / blocks, kTypeBytes[int(type)], blocks};
 }
 
+Written WrittenTo(const ffi::AnyBuffer& y) { return {y.untyped_data(), y.size_bytes()}; }
+
 Signature Sign(Operation operation, const ffi::AnyBuffer& x, int64_t reduce_op = -1, int64_t root = -1,
                int64_t pattern = 0) {
   return {operation, static_cast<int32_t>(x.element_type()), Count(x), static_cast<int32_t>(reduce_op),
-          static_cast<int32_t>(root), pattern, 0};
+          static_cast<int32_t>(root), pattern};
 }
 
 template <typename Place>
-Call CallIn(const Place& place, Operation operation, int64_t comm) {
-  return Call(operation, comm, place.lane_id(), place.staging());
+Call CallIn(const Place& place, Operation operation, const Members& members) {
+  return Call(operation, members, place.lane_id(), place.staging());
 }
 
 // allreduce: any number of arrays in one call.
 struct Reductions {
   std::vector<Part> parts;
-  Signature signature{kAllreduce, 0, 0, -1, -1, 0, 0};
+  Signature signature{kAllreduce};
   int64_t nbytes = 0;
 
   // Error, if an operand cannot be reduced.
@@ -118,15 +120,20 @@ Outcome AllreduceParts(DevicePlace& place, const Library& mpi, const Lane& lane,
 }
 
 template <typename Place>
-ffi::Error Allreduce(Place place, InToken, ffi::RemainingArgs operands, OutToken, ffi::RemainingRets results,
-                     int64_t comm, int64_t op, int64_t bucket_bytes) {
-  Call call = CallIn(place, kAllreduce, comm);
+ffi::Error Allreduce(Place place, const Members& members, InToken, ffi::RemainingArgs operands, OutToken, ffi::RemainingRets results,
+                     int64_t op, int64_t bucket_bytes) {
+  Call call = CallIn(place, kAllreduce, members);
   Reductions all;
   const ffi::Error bad = all.Decode(call, operands, results, op);
   if (bad.failure()) return bad;
-  return call.Run(place, all.signature, all.nbytes, [&](const Library& mpi, const Lane& lane) {
-    return AllreduceParts(place, mpi, lane, all.parts, static_cast<Op>(op), bucket_bytes);
-  });
+  std::vector<Written> written;
+  if (members.spread < 0) {
+    for (const Part& part : all.parts) written.push_back({part.y, static_cast<size_t>(part.nbytes())});
+  }
+  return call.Run(place, all.signature, all.nbytes, {written.data(), written.size()},
+                  [&](const Library& mpi, const Lane& lane) {
+                    return AllreduceParts(place, mpi, lane, all.parts, static_cast<Op>(op), bucket_bytes);
+                  });
 }
 
 // An allreduce between its start and its end.
@@ -157,9 +164,9 @@ bool InPlace(const std::vector<Part>& parts) {
 
 // Returns when the call is under way. Operands lie where results are, in buffers that XLA keeps until the end,
 // AllreduceDone, and it may run meanwhile what does not depend on that.
-ffi::Error AllreduceStart(DevicePlace place, InToken, ffi::RemainingArgs operands, OutToken, ffi::RemainingRets results,
-                          int64_t comm, int64_t op, int64_t bucket_bytes) {
-  const auto started = std::make_shared<Started>(place, CallIn(place, kAllreduce, comm));
+ffi::Error AllreduceStart(DevicePlace place, const Members& members, InToken, ffi::RemainingArgs operands, OutToken,
+                          ffi::RemainingRets results, int64_t op, int64_t bucket_bytes) {
+  const auto started = std::make_shared<Started>(place, CallIn(place, kAllreduce, members));
   Reductions& all = started->all;
   const ffi::Error bad = all.Decode(started->call, operands, results, op);
   if (bad.failure()) return bad;
@@ -173,7 +180,9 @@ ffi::Error AllreduceStart(DevicePlace place, InToken, ffi::RemainingArgs operand
     const auto body = [&](const Library& mpi, const Lane& lane) {
       return AllreduceParts(started->place, mpi, lane, started->all.parts, static_cast<Op>(op), bucket_bytes);
     };
-    started->error = started->call.RunNow(started->all.signature, started->all.nbytes, body);
+    started->error = Caught(kAllreduce, [&] {
+      return started->call.RunNow(started->all.signature, started->all.nbytes, {}, body);
+    });
   });
   if (!begun.ok()) return started->call.Failed(begun);
   const std::lock_guard<std::mutex> lock(started_mutex);
@@ -182,8 +191,9 @@ ffi::Error AllreduceStart(DevicePlace place, InToken, ffi::RemainingArgs operand
 }
 
 // Operands are the results of the start, and results here.
-ffi::Error AllreduceDone(DevicePlace place, ffi::RemainingArgs operands, ffi::RemainingRets results, int64_t comm) {
-  const Call call = CallIn(place, kAllreduce, comm);
+ffi::Error AllreduceDone(DevicePlace place, const Members& members, ffi::RemainingArgs operands,
+                         ffi::RemainingRets results) {
+  const Call call = CallIn(place, kAllreduce, members);
   std::vector<Part> parts;
   for (size_t i = 0; i < results.size(); ++i) {
     const auto x = operands.get<ffi::AnyBuffer>(i);
@@ -214,11 +224,12 @@ ffi::Error AllreduceDone(DevicePlace place, ffi::RemainingArgs operands, ffi::Re
 
 // scan, exscan, reduce_scatter: one array, one reduction. kTogether: Hierarchy's method for a lane with a team.
 template <typename Place, Operation kOperation, auto kMethod, auto kTogether = nullptr>
-ffi::Error Reduction(Place place, InToken, In x, OutToken, Out y, int64_t comm, int64_t op) {
-  Call call = CallIn(place, kOperation, comm);
+ffi::Error Reduction(Place place, const Members& members, InToken, In x, OutToken, Out y, int64_t op) {
+  Call call = CallIn(place, kOperation, members);
   Type type;
   if (!ReduceType(x.element_type(), op, &type)) return call.Unsupported(x.element_type());
-  return call.Run(place, Sign(kOperation, x, op), NBytes(x), [&](const Library& mpi, const Lane& lane) {
+  const Written written = WrittenTo(*y);
+  return call.Run(place, Sign(kOperation, x, op), NBytes(x), {&written, 1}, [&](const Library& mpi, const Lane& lane) {
     if constexpr (Place::kPlain && kTogether != nullptr) {
       if (lane.team != nullptr) {
         return (Hierarchy(mpi, lane).*kTogether)(x.untyped_data(), y->untyped_data(), Count(*y), type,
@@ -235,11 +246,12 @@ ffi::Error Reduction(Place place, InToken, In x, OutToken, Out y, int64_t comm, 
 }
 
 template <typename Place>
-ffi::Error Reduce(Place place, InToken, In x, OutToken, Out y, int64_t comm, int64_t op, int64_t root) {
-  Call call = CallIn(place, kReduce, comm);
+ffi::Error Reduce(Place place, const Members& members, InToken, In x, OutToken, Out y, int64_t op, int64_t root) {
+  Call call = CallIn(place, kReduce, members);
   Type type;
   if (!ReduceType(x.element_type(), op, &type)) return call.Unsupported(x.element_type());
-  return call.Run(place, Sign(kReduce, x, op, root), NBytes(x), [&](const Library& mpi, const Lane& lane) {
+  const Written written = WrittenTo(*y);
+  return call.Run(place, Sign(kReduce, x, op, root), NBytes(x), {&written, 1}, [&](const Library& mpi, const Lane& lane) {
     if constexpr (Place::kPlain) {
       if (lane.team != nullptr) {
         return Hierarchy(mpi, lane).Reduce(x.untyped_data(), y->untyped_data(), Count(x), type, static_cast<Op>(op),
@@ -257,11 +269,12 @@ ffi::Error Reduce(Place place, InToken, In x, OutToken, Out y, int64_t comm, int
 
 // allgather, alltoall: blocks of equal size, no root.
 template <typename Place, Operation kOperation, auto kMethod, auto kTogether>
-ffi::Error Blocks(Place place, InToken, In x, OutToken, Out y, int64_t comm) {
-  Call call = CallIn(place, kOperation, comm);
+ffi::Error Blocks(Place place, const Members& members, InToken, In x, OutToken, Out y) {
+  Call call = CallIn(place, kOperation, members);
   Type type;
   if (!MoveType(x.element_type(), &type)) return call.Unsupported(x.element_type());
-  return call.Run(place, Sign(kOperation, x), NBytes(*y), [&](const Library& mpi, const Lane& lane) {
+  const Written written = WrittenTo(*y);
+  return call.Run(place, Sign(kOperation, x), NBytes(*y), {&written, 1}, [&](const Library& mpi, const Lane& lane) {
     if constexpr (Place::kPlain) {
       if (lane.team != nullptr) {
         const int64_t block = Count(*y) / (int64_t{lane.channel.size} * lane.team->size());
@@ -279,12 +292,13 @@ ffi::Error Blocks(Place place, InToken, In x, OutToken, Out y, int64_t comm) {
 
 // bcast, gather, scatter: a root, and a block that is the smaller of operand and result.
 template <typename Place, Operation kOperation, auto kMethod, auto kTogether = nullptr>
-ffi::Error Rooted(Place place, InToken, In x, OutToken, Out y, int64_t comm, int64_t root) {
-  Call call = CallIn(place, kOperation, comm);
+ffi::Error Rooted(Place place, const Members& members, InToken, In x, OutToken, Out y, int64_t root) {
+  Call call = CallIn(place, kOperation, members);
   Type type;
   if (!MoveType(x.element_type(), &type)) return call.Unsupported(x.element_type());
   const int64_t block = std::max<int64_t>(1, std::min(Count(x), Count(*y)));
-  return call.Run(place, Sign(kOperation, x, -1, root), std::max(NBytes(x), NBytes(*y)),
+  const Written written = WrittenTo(*y);
+  return call.Run(place, Sign(kOperation, x, -1, root), std::max(NBytes(x), NBytes(*y)), {&written, 1},
                   [&](const Library& mpi, const Lane& lane) {
                     if constexpr (Place::kPlain && kTogether != nullptr) {
                       if (lane.team != nullptr) {
@@ -304,37 +318,45 @@ ffi::Error Rooted(Place place, InToken, In x, OutToken, Out y, int64_t comm, int
 }
 
 // dest, source: for each lane the number of a device, rank * lanes + lane, or -1 for none. Devices exchange directly,
-// whatever their lanes: on the first lane's communicator, with a tag for each pair of lanes.
+// whatever their lanes: with a tag for each pair of them. A mesh's lanes have tags of their own, as they have channels.
 template <typename Place>
-ffi::Error Ppermute(Place place, InToken, In x, OutToken, Out y, int64_t comm, ffi::Span<const int64_t> dest,
-                    ffi::Span<const int64_t> source, int64_t pattern) {
-  Call call = CallIn(place, kPpermute, comm);
+ffi::Error Ppermute(Place place, const Members& members, InToken, In x, OutToken, Out y,
+                    ffi::Span<const int64_t> dest, ffi::Span<const int64_t> source, int64_t pattern) {
+  Call call = CallIn(place, kPpermute, members);
   Type type;
   if (!MoveType(x.element_type(), &type)) return call.Unsupported(x.element_type());
-  return call.Run(place, Sign(kPpermute, x, -1, -1, pattern), NBytes(x), [&](const Library& mpi, const Lane& lane) {
-    const auto lanes = static_cast<int64_t>(call.communicator().lanes.size());
-    const int64_t to = dest[static_cast<size_t>(lane.index)];
-    const int64_t from = source[static_cast<size_t>(lane.index)];
-    const auto rank_of = [&](int64_t number) { return number < 0 ? mpi.proc_null() : int(number / lanes); };
-    const auto tag = [&](int64_t sender, int64_t receiver) { return int(sender * lanes + receiver); };
-    return place.Exchange(*call.communicator().lanes[0], ViewOf(x, type), ViewOf(*y, type), {},
-                          [&](const Channel& channel, const void* in, void* out, int64_t count) {
-                            return mpi.Permute(channel, in, out, count, type, rank_of(to),
-                                               to < 0 ? 0 : tag(lane.index, to % lanes), rank_of(from),
-                                               from < 0 ? 0 : tag(from % lanes, lane.index));
-                          });
-  });
+  const Written written = WrittenTo(*y);
+  return call.Run(
+      place, Sign(kPpermute, x, -1, -1, pattern), NBytes(x), {&written, 1}, [&](const Library& mpi, const Lane& lane) {
+        const Communicator& communicator = call.communicator();
+        const auto lanes = static_cast<int64_t>(communicator.lanes.size());
+        const int64_t devices = communicator.ranks->devices();
+        const int64_t to = dest[static_cast<size_t>(lane.index)];
+        const int64_t from = source[static_cast<size_t>(lane.index)];
+        const auto rank_of = [&](int64_t number) {
+          return number < 0 ? mpi.proc_null() : communicator.ranks->InWhole(static_cast<int>(number / lanes));
+        };
+        const auto tag = [&](int64_t sender, int64_t receiver) {
+          return int((communicator.by_position ? devices : 0) * devices + sender * devices + receiver);
+        };
+        return place.Exchange(lane, ViewOf(x, type), ViewOf(*y, type), {},
+                              [&](const Channel& channel, const void* in, void* out, int64_t count) {
+                                return mpi.Permute(channel, in, out, count, type, rank_of(to),
+                                                   to < 0 ? 0 : tag(lane.index, to % lanes), rank_of(from),
+                                                   from < 0 ? 0 : tag(from % lanes, lane.index));
+                              });
+      });
 }
 
 // Messages go whole: the other end may have other pieces, or none.
 constexpr Liberties kWhole{false, false, true};
 
 template <typename Place>
-ffi::Error Send(Place place, InToken, In x, OutToken, int64_t comm, int64_t dest, int64_t tag) {
-  Call call = CallIn(place, kSend, comm);
+ffi::Error Send(Place place, const Members& members, InToken, In x, OutToken, int64_t dest, int64_t tag) {
+  Call call = CallIn(place, kSend, members);
   Type type;
   if (!MoveType(x.element_type(), &type)) return call.Unsupported(x.element_type());
-  return call.Run(place, {}, NBytes(x), [&](const Library& mpi, const Lane& lane) {
+  return call.Run(place, {}, NBytes(x), {}, [&](const Library& mpi, const Lane& lane) {
     return place.Exchange(lane, ViewOf(x, type), {}, kWhole,
                           [&](const Channel& channel, const void* in, void*, int64_t) {
                             return mpi.Send(channel, in, Count(x), type, static_cast<int>(dest),
@@ -344,11 +366,12 @@ ffi::Error Send(Place place, InToken, In x, OutToken, int64_t comm, int64_t dest
 }
 
 template <typename Place>
-ffi::Error Recv(Place place, InToken, In, OutToken, Out y, int64_t comm, int64_t source, int64_t tag) {
-  Call call = CallIn(place, kRecv, comm);
+ffi::Error Recv(Place place, const Members& members, InToken, In, OutToken, Out y, int64_t source, int64_t tag) {
+  Call call = CallIn(place, kRecv, members);
   Type type;
   if (!MoveType(y->element_type(), &type)) return call.Unsupported(y->element_type());
-  return call.Run(place, {}, NBytes(*y), [&](const Library& mpi, const Lane& lane) {
+  const Written written = WrittenTo(*y);
+  return call.Run(place, {}, NBytes(*y), {&written, 1}, [&](const Library& mpi, const Lane& lane) {
     return place.Exchange(lane, {}, ViewOf(*y, type), kWhole,
                           [&](const Channel& channel, const void*, void* out, int64_t) {
                             return mpi.Recv(channel, out, Count(*y), type, static_cast<int>(source),
@@ -358,13 +381,14 @@ ffi::Error Recv(Place place, InToken, In, OutToken, Out y, int64_t comm, int64_t
 }
 
 template <typename Place>
-ffi::Error Sendrecv(Place place, InToken, In x, OutToken, Out y, int64_t comm, int64_t dest, int64_t send_tag,
-                    int64_t source, int64_t recv_tag) {
-  Call call = CallIn(place, kSendrecv, comm);
+ffi::Error Sendrecv(Place place, const Members& members, InToken, In x, OutToken, Out y, int64_t dest,
+                    int64_t send_tag, int64_t source, int64_t recv_tag) {
+  Call call = CallIn(place, kSendrecv, members);
   Type send_type, recv_type;
   if (!MoveType(x.element_type(), &send_type)) return call.Unsupported(x.element_type());
   if (!MoveType(y->element_type(), &recv_type)) return call.Unsupported(y->element_type());
-  return call.Run(place, {}, NBytes(x) + NBytes(*y), [&](const Library& mpi, const Lane& lane) {
+  const Written written = WrittenTo(*y);
+  return call.Run(place, {}, NBytes(x) + NBytes(*y), {&written, 1}, [&](const Library& mpi, const Lane& lane) {
     return place.Exchange(lane, ViewOf(x, send_type), ViewOf(*y, recv_type), kWhole,
                           [&](const Channel& channel, const void* in, void* out, int64_t) {
                             return mpi.Sendrecv(channel, in, Count(x), send_type, static_cast<int>(dest),
@@ -375,21 +399,24 @@ ffi::Error Sendrecv(Place place, InToken, In x, OutToken, Out y, int64_t comm, i
 }
 
 template <typename Place>
-ffi::Error Barrier(Place place, InToken, OutToken, int64_t comm) {
-  Call call = CallIn(place, kBarrier, comm);
-  return call.Run(place, {kBarrier, 0, 0, -1, -1, 0, 0}, 0, [&](const Library& mpi, const Lane& lane) {
+ffi::Error Barrier(Place place, const Members& members, InToken, OutToken) {
+  Call call = CallIn(place, kBarrier, members);
+  return call.Run(place, {kBarrier}, 0, {}, [&](const Library& mpi, const Lane& lane) {
     return place.Exchange(lane, {}, {}, {},
                           [&](const Channel& channel, const void*, void*, int64_t) { return mpi.Barrier(channel); });
   });
 }
 
-// What XLA tells a handler of the place of its arrays.
+// What XLA tells a handler of the place of its arrays, and a program of those who take part.
 template <typename Place>
 auto BindCall() {
+  const auto with_members = [](auto binding) {
+    return std::move(binding).template Attr<ffi::Span<const int64_t>>("comm").template Attr<int64_t>("spread");
+  };
   if constexpr (Place::kPlain) {
-    return ffi::Ffi::Bind().Ctx<ffi::DeviceOrdinal>();
+    return with_members(ffi::Ffi::Bind().Ctx<ffi::DeviceOrdinal>());
   } else {
-    return ffi::Ffi::Bind().Ctx<ffi::PlatformStream<void*>>();
+    return with_members(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<void*>>());
   }
 }
 // token, x -> token, y
@@ -410,55 +437,60 @@ auto BindArrays() {
 namespace pc = pycollective;
 
 // `function` and `binding` for a Place.
-#define PYCOLLECTIVE_HANDLER_IN(name, PlaceType, function, binding)                                           \
-  PYCOLLECTIVE_EXPORT XLA_FFI_Error* name(XLA_FFI_CallFrame* call_frame) {                                    \
-    using Place = PlaceType;                                                                                  \
-    static auto* handler = (binding)                                                                          \
-                               .To([](auto where, auto... rest) { return function(Place(where), rest...); }) \
-                               .release();                                                                    \
-    return handler->Call(call_frame);                                                                         \
+#define PYCOLLECTIVE_HANDLER_IN(name, operation, PlaceType, function, binding)                              \
+  PYCOLLECTIVE_EXPORT XLA_FFI_Error* name(XLA_FFI_CallFrame* call_frame) {                                  \
+    using Place = PlaceType;                                                                                \
+    static auto* handler =                                                                                  \
+        (binding)                                                                                           \
+            .To([](auto where, ffi::Span<const int64_t> comm, int64_t spread, auto... rest) {               \
+              return pc::Caught(operation, [&] { return function(Place(where), {comm, spread}, rest...); }); \
+            })                                                                                              \
+            .release();                                                                                     \
+    return handler->Call(call_frame);                                                                       \
   }
-#define PYCOLLECTIVE_HANDLER(name, function, binding)                                  \
-  PYCOLLECTIVE_HANDLER_IN(pycollective_##name, pc::HostPlace, function, binding)       \
-  PYCOLLECTIVE_HANDLER_IN(pycollective_device_##name, pc::DevicePlace, function, binding)
+#define PYCOLLECTIVE_HANDLER(name, operation, function, binding)                                \
+  PYCOLLECTIVE_HANDLER_IN(pycollective_##name, operation, pc::HostPlace, function, binding)     \
+  PYCOLLECTIVE_HANDLER_IN(pycollective_device_##name, operation, pc::DevicePlace, function, binding)
 
-PYCOLLECTIVE_HANDLER(allreduce, pc::Allreduce<Place>,
-                     pc::BindArrays<Place>().Attr<int64_t>("comm").Attr<int64_t>("op").Attr<int64_t>("bucket_bytes"))
-PYCOLLECTIVE_HANDLER_IN(pycollective_device_allreduce_start, pc::DevicePlace, pc::AllreduceStart,
-                        pc::BindArrays<Place>().Attr<int64_t>("comm").Attr<int64_t>("op").Attr<int64_t>("bucket_bytes"))
-PYCOLLECTIVE_HANDLER_IN(pycollective_device_allreduce_done, pc::DevicePlace, pc::AllreduceDone,
-                        pc::BindCall<Place>().RemainingArgs().RemainingRets().Attr<int64_t>("comm"))
-PYCOLLECTIVE_HANDLER(scan, (pc::Reduction<Place, pc::kScan, &pc::Library::Scan>),
-                     pc::BindArray<Place>().Attr<int64_t>("comm").Attr<int64_t>("op"))
-PYCOLLECTIVE_HANDLER(exscan, (pc::Reduction<Place, pc::kExscan, &pc::Library::Exscan>),
-                     pc::BindArray<Place>().Attr<int64_t>("comm").Attr<int64_t>("op"))
-PYCOLLECTIVE_HANDLER(reduce_scatter,
+PYCOLLECTIVE_HANDLER(allreduce, pc::kAllreduce, pc::Allreduce<Place>,
+                     pc::BindArrays<Place>().Attr<int64_t>("op").Attr<int64_t>("bucket_bytes"))
+PYCOLLECTIVE_HANDLER_IN(pycollective_device_allreduce_start, pc::kAllreduce, pc::DevicePlace, pc::AllreduceStart,
+                        pc::BindArrays<Place>().Attr<int64_t>("op").Attr<int64_t>("bucket_bytes"))
+PYCOLLECTIVE_HANDLER_IN(pycollective_device_allreduce_done, pc::kAllreduce, pc::DevicePlace, pc::AllreduceDone,
+                        pc::BindCall<Place>().RemainingArgs().RemainingRets())
+PYCOLLECTIVE_HANDLER(scan, pc::kScan, (pc::Reduction<Place, pc::kScan, &pc::Library::Scan>),
+                     pc::BindArray<Place>().Attr<int64_t>("op"))
+PYCOLLECTIVE_HANDLER(exscan, pc::kExscan, (pc::Reduction<Place, pc::kExscan, &pc::Library::Exscan>),
+                     pc::BindArray<Place>().Attr<int64_t>("op"))
+PYCOLLECTIVE_HANDLER(reduce_scatter, pc::kReduceScatter,
                      (pc::Reduction<Place, pc::kReduceScatter, &pc::Library::ReduceScatter,
                                     &pc::Hierarchy::ReduceScatter>),
-                     pc::BindArray<Place>().Attr<int64_t>("comm").Attr<int64_t>("op"))
-PYCOLLECTIVE_HANDLER(reduce, pc::Reduce<Place>,
-                     pc::BindArray<Place>().Attr<int64_t>("comm").Attr<int64_t>("op").Attr<int64_t>("root"))
-PYCOLLECTIVE_HANDLER(allgather,
+                     pc::BindArray<Place>().Attr<int64_t>("op"))
+PYCOLLECTIVE_HANDLER(reduce, pc::kReduce, pc::Reduce<Place>,
+                     pc::BindArray<Place>().Attr<int64_t>("op").Attr<int64_t>("root"))
+PYCOLLECTIVE_HANDLER(allgather, pc::kAllgather,
                      (pc::Blocks<Place, pc::kAllgather, &pc::Library::Allgather, &pc::Hierarchy::Allgather>),
-                     pc::BindArray<Place>().Attr<int64_t>("comm"))
-PYCOLLECTIVE_HANDLER(alltoall, (pc::Blocks<Place, pc::kAlltoall, &pc::Library::Alltoall, &pc::Hierarchy::Alltoall>),
-                     pc::BindArray<Place>().Attr<int64_t>("comm"))
-PYCOLLECTIVE_HANDLER(bcast, (pc::Rooted<Place, pc::kBcast, &pc::Library::Bcast, &pc::Hierarchy::Bcast>),
-                     pc::BindArray<Place>().Attr<int64_t>("comm").Attr<int64_t>("root"))
-PYCOLLECTIVE_HANDLER(gather, (pc::Rooted<Place, pc::kGather, &pc::Library::Gather>),
-                     pc::BindArray<Place>().Attr<int64_t>("comm").Attr<int64_t>("root"))
-PYCOLLECTIVE_HANDLER(scatter, (pc::Rooted<Place, pc::kScatter, &pc::Library::Scatter>),
-                     pc::BindArray<Place>().Attr<int64_t>("comm").Attr<int64_t>("root"))
-PYCOLLECTIVE_HANDLER(ppermute, pc::Ppermute<Place>,
-                     pc::BindArray<Place>().Attr<int64_t>("comm").Attr<ffi::Span<const int64_t>>("dest")
+                     pc::BindArray<Place>())
+PYCOLLECTIVE_HANDLER(alltoall, pc::kAlltoall,
+                     (pc::Blocks<Place, pc::kAlltoall, &pc::Library::Alltoall, &pc::Hierarchy::Alltoall>),
+                     pc::BindArray<Place>())
+PYCOLLECTIVE_HANDLER(bcast, pc::kBcast,
+                     (pc::Rooted<Place, pc::kBcast, &pc::Library::Bcast, &pc::Hierarchy::Bcast>),
+                     pc::BindArray<Place>().Attr<int64_t>("root"))
+PYCOLLECTIVE_HANDLER(gather, pc::kGather, (pc::Rooted<Place, pc::kGather, &pc::Library::Gather>),
+                     pc::BindArray<Place>().Attr<int64_t>("root"))
+PYCOLLECTIVE_HANDLER(scatter, pc::kScatter, (pc::Rooted<Place, pc::kScatter, &pc::Library::Scatter>),
+                     pc::BindArray<Place>().Attr<int64_t>("root"))
+PYCOLLECTIVE_HANDLER(ppermute, pc::kPpermute, pc::Ppermute<Place>,
+                     pc::BindArray<Place>().Attr<ffi::Span<const int64_t>>("dest")
                          .Attr<ffi::Span<const int64_t>>("source").Attr<int64_t>("pattern"))
-PYCOLLECTIVE_HANDLER(sendrecv, pc::Sendrecv<Place>,
-                     pc::BindArray<Place>().Attr<int64_t>("comm").Attr<int64_t>("dest").Attr<int64_t>("send_tag")
-                         .Attr<int64_t>("source").Attr<int64_t>("recv_tag"))
-PYCOLLECTIVE_HANDLER(send, pc::Send<Place>,
-                     pc::BindCall<Place>().Arg<pc::InToken>().Arg<pc::In>().Ret<ffi::Token>().Attr<int64_t>("comm")
-                         .Attr<int64_t>("dest").Attr<int64_t>("tag"))
-PYCOLLECTIVE_HANDLER(recv, pc::Recv<Place>,
-                     pc::BindArray<Place>().Attr<int64_t>("comm").Attr<int64_t>("source").Attr<int64_t>("tag"))
-PYCOLLECTIVE_HANDLER(barrier, pc::Barrier<Place>,
-                     pc::BindCall<Place>().Arg<pc::InToken>().Ret<ffi::Token>().Attr<int64_t>("comm"))
+PYCOLLECTIVE_HANDLER(sendrecv, pc::kSendrecv, pc::Sendrecv<Place>,
+                     pc::BindArray<Place>().Attr<int64_t>("dest").Attr<int64_t>("send_tag").Attr<int64_t>("source")
+                         .Attr<int64_t>("recv_tag"))
+PYCOLLECTIVE_HANDLER(send, pc::kSend, pc::Send<Place>,
+                     pc::BindCall<Place>().Arg<pc::InToken>().Arg<pc::In>().Ret<ffi::Token>().Attr<int64_t>("dest")
+                         .Attr<int64_t>("tag"))
+PYCOLLECTIVE_HANDLER(recv, pc::kRecv, pc::Recv<Place>,
+                     pc::BindArray<Place>().Attr<int64_t>("source").Attr<int64_t>("tag"))
+PYCOLLECTIVE_HANDLER(barrier, pc::kBarrier, pc::Barrier<Place>,
+                     pc::BindCall<Place>().Arg<pc::InToken>().Ret<ffi::Token>())

@@ -106,7 +106,7 @@ void Hierarchy::Combine(int64_t first, int64_t count, void* y, Type type, Op op)
 
 template <typename Work>
 Outcome Hierarchy::Alone(Work work) {
-  team_.Meet([&] { team_.outcome = work(); });
+  team_.Meet([&] { team_.outcome = Tried(work); });
   return team_.outcome;
 }
 
@@ -123,7 +123,8 @@ Outcome Hierarchy::OnAllLanes(void* y, int64_t count, Type type, bool wants, Loc
   const int64_t n = slices.First(member_ + 1) - own;
   team_.Meet();
   local(own, n, At(y, own, type));
-  const Outcome outcome = n > 0 && ranks_ > 1 ? between(lane_, At(y, own, type), n) : Outcome{};
+  const Outcome outcome =
+      n > 0 && ranks_ > 1 ? Tried([&] { return between(lane_, At(y, own, type), n); }) : Outcome{};
   team_.Meet();
   for (int member = 0; wants && member < members_; ++member) {
     const int64_t start = slices.First(member);
@@ -146,7 +147,7 @@ Outcome Hierarchy::OnOneLane(void* y, int64_t count, Type type, bool wants, Loca
     if (member_ == 0) {
       // After an error the other ranks' calls would find no partner here either way; the team goes on to its end.
       if (outcome.ok() && piece >= 1 && piece <= pieces) {
-        outcome = between(first_lane_, At(whole, first(piece - 1), type), size(piece - 1));
+        outcome = Tried([&] { return between(first_lane_, At(whole, first(piece - 1), type), size(piece - 1)); });
       }
     } else {
       if (piece < pieces) {

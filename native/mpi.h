@@ -21,10 +21,16 @@ namespace pycollective {
   X(Alltoall, const void*, int, H, void*, int, H, H)                                          \
   X(Barrier, H)                                                                               \
   X(Bcast, void*, int, H, int, H)                                                             \
+  X(Comm_create_group, H, H, int, H*)                                                         \
+  X(Comm_free, H*)                                                                            \
+  X(Comm_group, H, H*)                                                                        \
+  X(Comm_set_errhandler, H, H)                                                                \
   X(Error_string, int, char*, int*)                                                           \
   X(Exscan, const void*, void*, int, H, H, H)                                                 \
   X(Gather, const void*, int, H, void*, int, H, int, H)                                       \
   X(Get_count, const void*, H, int*)                                                          \
+  X(Group_free, H*)                                                                           \
+  X(Group_incl, H, int, const int*, H*)                                                       \
   X(Op_create, void (*)(void*, void*, int*, H*), int, H*)                                     \
   X(Recv, void*, int, H, int, int, H, void*)                                                  \
   X(Reduce, const void*, void*, int, H, H, int, H)                                            \
@@ -71,7 +77,10 @@ inline constexpr int kOpCount = 4;  // of MPI's
 struct Binding {
   int64_t handle_bytes;
   int64_t in_place;       // the address MPI_IN_PLACE
+  int64_t errors_return;  // the handler MPI_ERRORS_RETURN
   int64_t proc_null;
+  int64_t any_tag;
+  int64_t largest_tag;
   int64_t types[kTypeCount];
   int64_t ops[kOpCount];
 };

@@ -83,12 +83,14 @@ bool ReduceType(ffi::DataType dtype, int64_t op, Type* type) {
 
 std::string Describe(const Signature& s, bool staging) {
   std::string text = kOperations[s.operation];
-  if (s.operation == kBarrier) return text;
+  if (s.operation == kBarrier) return s.devices > 1 ? text + "(on " + std::to_string(s.devices) + " devices)" : text;
   text += std::string("(") + std::to_string(s.count) + " x " + DtypeName(s.dtype);
   if (s.reduce_op >= 0) text += std::string(", op=") + OpName(s.reduce_op);
   if (s.root >= 0) text += ", root=" + std::to_string(s.root);
   if (s.operation == kAllreduce && s.pattern != 0) text += ", several arrays #" + std::to_string(s.pattern);
   if (s.operation == kPpermute) text += ", perm #" + std::to_string(s.pattern);
+  if (s.devices > 1) text += ", on " + std::to_string(s.devices) + " devices";
+  if (s.team > 1) text += ", of which " + std::to_string(s.team) + " work together";
   if (staging) {
     const int64_t bytes = s.staging < 0 ? -s.staging : s.staging;
     text += s.staging == 0 ? ", host memory" : s.staging < 0 ? ", device memory that MPI reads" : ", device memory";

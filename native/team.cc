@@ -32,7 +32,17 @@ void Team::WaitFor(uint32_t phase) {
     Relax();
   }
   std::unique_lock<std::mutex> lock(mutex_);
-  met_.wait(lock, [&] { return phase_.load(std::memory_order_acquire) == phase; });
+  const auto complete = [&] { return phase_.load(std::memory_order_acquire) == phase; };
+  met_.wait(lock, [&] { return broken_ || complete(); });
+  if (!complete()) throw Broken();
+}
+
+void Team::Break() {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    broken_ = true;
+  }
+  met_.notify_all();
 }
 
 }  // namespace pycollective

@@ -14,8 +14,14 @@
 namespace pycollective {
 
 // Members share an address space, so they read each other's buffers instead of sending them.
+//
+// A member that cannot come, since memory has run out, breaks the team: whoever waits for it, or comes later, gets the
+// exception Broken out of Meet(). That is safe before a call's first meeting, for nobody reads the others' buffers then; so
+// behind it members must not fail but in an Outcome, as Tried() makes one of an exception.
 class Team {
  public:
+  struct Broken {};
+
   // What a member brings to a collective.
   struct Post {
     const void* in = nullptr;
@@ -31,6 +37,8 @@ class Team {
 
   // Posts are valid from the next Meet() to the one after the last read.
   void SetPost(int member, Post post) { posts_[static_cast<size_t>(member)] = post; }
+  // The same for members that are all alike: the next free place.
+  void AddPost(Post post) { SetPost(posted_.fetch_add(1, std::memory_order_acq_rel), post); }
   const Post& PostOf(int member) const { return posts_[static_cast<size_t>(member)]; }
 
   // Returns when every member has called it; what they wrote before is then visible to all.
@@ -44,6 +52,7 @@ class Team {
     const uint32_t phase = phase_.load(std::memory_order_acquire);
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size()) {
       work();
+      posted_.store(0, std::memory_order_relaxed);
       arrived_.store(0, std::memory_order_relaxed);
       Release(phase + 1);
     } else {
@@ -51,16 +60,30 @@ class Team {
     }
   }
 
+  void Break();
+
  private:
   void Release(uint32_t phase);
   void WaitFor(uint32_t phase);
 
   std::vector<Post> posts_;
+  std::atomic<int> posted_{0};
   std::atomic<int> arrived_{0};
   std::atomic<uint32_t> phase_{0};  // counts completed meetings
+  bool broken_ = false;  // guarded by `mutex_`
   std::mutex mutex_;
   std::condition_variable met_;
 };
+
+// work(), or the exception that it ends with.
+template <typename Work>
+Outcome Tried(Work work) {
+  try {
+    return work();
+  } catch (const std::exception& error) {
+    return Thrown(error);
+  }
+}
 
 }  // namespace pycollective
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 from pycollective import lifecycle
-from pycollective.communicator import Communicator
+from pycollective.communicator import Communicator, timeout
 from pycollective.config import config
 from pycollective.errors import message
 
@@ -81,7 +81,7 @@ def agree(notes: list[Note]) -> None:
     """Compares each note with those of the other ranks of its communicator, which must make this call as well.
 
     Raises:
-        RuntimeError: another rank's trace failed, differs, or does not come within ``PYCOLLECTIVE_TIMEOUT``.
+        RuntimeError: another rank's trace failed, differs, or does not come within the timeout of ``init``.
     """
     for note in notes:
         if note.comm.size > 1 and config.check != 0:
@@ -122,9 +122,10 @@ def exchanged(comm: Communicator, where: str, name: str, own: Any) -> list[Any]:
     """``own`` of every rank; all must make this call. Sleeps meanwhile: tracing takes ranks different times."""
     missing = f"the other ranks to call {name} too"
     remedy = "Look for a rank that calls something else, or has ended."
+    limit = timeout()
     notice = f"rank {comm.rank} of {comm.size} waits for {missing}. {remedy}"
     for waited in lifecycle.waits(comm.control.Ibarrier(), 0.01, _NOTICE_S, notice):
-        if config.timeout is not None and waited > config.timeout:
+        if limit is not None and waited > limit:
             got = f"no sign of some for {waited:.0f} s"
             raise RuntimeError(message(where, missing, got, remedy, rank=comm.rank, size=comm.size))
     return comm.control.allgather(own)

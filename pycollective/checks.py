@@ -14,6 +14,7 @@ from pycollective import primitives
 from pycollective.blocks import cut
 from pycollective.communicator import Communicator, world
 from pycollective.errors import message
+from pycollective.members import Members
 from pycollective.mpi import MPI
 
 Array = jax.Array
@@ -22,9 +23,7 @@ AxisName = Hashable
 Groups = Sequence[Sequence[int]] | None
 
 
-def fail(
-    kind: type[Exception], where: str, comm: Communicator | None, expected: Any, got: Any, remedy: str
-) -> NoReturn:
+def fail(kind: type[Exception], where: str, comm: Members | None, expected: Any, got: Any, remedy: str) -> NoReturn:
     """Raises ``kind`` with a message in the form of :mod:`pycollective.errors`."""
     rank, size = (comm.rank, comm.size) if comm is not None else (None, None)
     raise kind(message(where, expected, got, remedy, rank=rank, size=size))
@@ -65,7 +64,7 @@ def by_name(where: str, axis_name: Any, function: Callable[..., Any], *args: Any
     return function(*args, **kwargs)
 
 
-def array(where: str, comm: Communicator, leaf: Any) -> Array:
+def array(where: str, comm: Members, leaf: Any) -> Array:
     """A leaf as an array. Python scalars take JAX's default dtypes."""
     if isinstance(leaf, jax.core.Tracer):
         return leaf
@@ -82,12 +81,12 @@ def array(where: str, comm: Communicator, leaf: Any) -> Array:
         )
 
 
-def map_arrays(where: str, comm: Communicator, function: Callable[[Array], Any], tree: PyTree) -> PyTree:
+def map_arrays(where: str, comm: Members, function: Callable[[Array], Any], tree: PyTree) -> PyTree:
     """Maps ``function`` over the leaves of ``tree`` as arrays."""
     return jax.tree.map(lambda leaf: function(array(where, comm, leaf)), tree)
 
 
-def integer(where: str, comm: Communicator, name: str, value: Any) -> int:
+def integer(where: str, comm: Members, name: str, value: Any) -> int:
     """A Python integer, known while tracing."""
     try:
         return operator.index(value)
@@ -95,7 +94,7 @@ def integer(where: str, comm: Communicator, name: str, value: Any) -> int:
         fail(TypeError, where, comm, f"{name} to be an integer", repr(value), "It is fixed when the program is traced.")
 
 
-def rank(where: str, comm: Communicator, name: str, value: Any) -> int:
+def rank(where: str, comm: Members, name: str, value: Any) -> int:
     """A rank of ``comm``."""
     rank = integer(where, comm, name, value)
     if not 0 <= rank < comm.size:
@@ -110,7 +109,7 @@ def rank(where: str, comm: Communicator, name: str, value: Any) -> int:
     return rank
 
 
-def axis(where: str, comm: Communicator, name: str, value: Any, ndim: int) -> int:
+def axis(where: str, comm: Members, name: str, value: Any, ndim: int) -> int:
     """An axis of an array of ``ndim`` axes, counted from the front."""
     axis = integer(where, comm, name, value)
     if not -ndim <= axis < ndim:
@@ -118,14 +117,14 @@ def axis(where: str, comm: Communicator, name: str, value: Any, ndim: int) -> in
     return axis % ndim
 
 
-def op(where: str, comm: Communicator, op: Any) -> str:
+def op(where: str, comm: Members, op: Any) -> str:
     """The name of a reduction."""
     if op not in primitives.OPS:
         fail(ValueError, where, comm, f"op to be one of {list(primitives.OPS)}", repr(op), "Choose one of them.")
     return str(op)
 
 
-def reducible(where: str, comm: Communicator, x: Array, op: str) -> Array:
+def reducible(where: str, comm: Members, x: Array, op: str) -> Array:
     """``x``, whose dtype has the reduction ``op``."""
     if not (jnp.issubdtype(x.dtype, jnp.number) or x.dtype == jnp.bool_):
         fail(TypeError, where, comm, f"a dtype that {op} is defined for", x.dtype, "Reduce numbers or bools.")
@@ -141,8 +140,8 @@ def reducible(where: str, comm: Communicator, x: Array, op: str) -> Array:
     return x
 
 
-def group(where: str, comm: Communicator, groups: Groups, *, equal: bool) -> Communicator:
-    """The communicator of this rank's group."""
+def group(where: str, comm: Members, groups: Groups, *, equal: bool) -> Members:
+    """This rank's group."""
     if groups is None:
         return comm
     canonical = tuple(tuple(integer(where, comm, "axis_index_groups", rank) for rank in group) for group in groups)
@@ -162,7 +161,7 @@ def group(where: str, comm: Communicator, groups: Groups, *, equal: bool) -> Com
     return comm.groups(canonical)
 
 
-def divide(where: str, comm: Communicator, x: Array, axis: int) -> Array:
+def divide(where: str, comm: Members, x: Array, axis: int) -> Array:
     """Cuts ``axis`` into (size, rest) and moves the first of them to the front."""
     if x.shape[axis] % comm.size:
         fail(
@@ -176,7 +175,7 @@ def divide(where: str, comm: Communicator, x: Array, axis: int) -> Array:
     return cut(x, axis, comm.size)
 
 
-def counts_ranks(where: str, comm: Communicator, x: Array, axis: int, name: str) -> Array:
+def counts_ranks(where: str, comm: Members, x: Array, axis: int, name: str) -> Array:
     """Checks that ``axis`` has one entry for each rank and moves it to the front."""
     if x.shape[axis] != comm.size:
         fail(
@@ -190,7 +189,7 @@ def counts_ranks(where: str, comm: Communicator, x: Array, axis: int, name: str)
     return jnp.moveaxis(x, axis, 0)
 
 
-def tag(where: str, comm: Communicator, name: str, value: int | None, wildcard: int | None) -> int:
+def tag(where: str, comm: Members, name: str, value: int | None, wildcard: int | None) -> int:
     """A message tag. ``wildcard``: what None stands for, or None if a tag must be given."""
     if value is None and wildcard is not None:
         return wildcard
@@ -201,6 +200,6 @@ def tag(where: str, comm: Communicator, name: str, value: int | None, wildcard: 
     return tag
 
 
-def peer(where: str, comm: Communicator, name: str, value: int | None, wildcard: int) -> int:
+def peer(where: str, comm: Members, name: str, value: int | None, wildcard: int) -> int:
     """A rank of ``comm``, or ``wildcard`` for None."""
     return wildcard if value is None else rank(where, comm, name, value)

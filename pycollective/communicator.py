@@ -11,6 +11,7 @@ import jax
 from pycollective import accelerators, launchers, lifecycle, turns
 from pycollective.config import config
 from pycollective.errors import message
+from pycollective.members import Key, Members, Part, Perm, Routes, Seat, fingerprint, own_group, routes
 from pycollective.mpi import MPI, host_of
 from pycollective.threads import shared_cores
 from pycollective.transport import native, runtime
@@ -22,9 +23,10 @@ TRANSPORTS = ("native",)
 class Communicator:
     """A group of ranks that call collectives together.
 
-    Its traffic goes over private duplicates of :attr:`mpi`, one pair per local device, so nothing the program
-    sends on :attr:`mpi` itself can mix with it. There is one object per MPI communicator, so communicators are
-    equal when their MPI handles are; they are hashable and may be static arguments of :func:`jax.jit`.
+    Its traffic goes over private duplicates of :attr:`mpi`, so nothing the program sends on :attr:`mpi` itself can mix
+    with it: two that are made with it, and others where calls need them. There is one object per MPI communicator, so
+    communicators are equal when their MPI handles are; they are hashable and may be static arguments of
+    :func:`jax.jit`.
 
     Args:
         mpi: an intracommunicator of mpi4py. All its ranks must make this call.
@@ -37,10 +39,10 @@ class Communicator:
         host_index: of this host, hosts being numbered in the order of their lowest rank.
         host_count: number of hosts.
         mpi: the mpi4py communicator, free for the program's own traffic.
-        control: a duplicate for what ranks tell each other outside programs.
 
     Raises:
         TypeError: ``mpi`` is not an mpi4py intracommunicator.
+        RuntimeError: the package has not started, and ``mpi`` does not have all ranks.
 
     Example:
         >>> import pycollective as pc
@@ -50,13 +52,16 @@ class Communicator:
     """
 
     __slots__ = (
-        "_duplicates",
+        "_calls",
+        "_control",
         "_freed",
-        "_groups",
+        "_key",
+        "_keys",
         "_name",
-        "_number",
         "_owned",
-        "control",
+        "_parts",
+        "_rest",
+        "_world_ranks",
         "host_count",
         "host_index",
         "local_rank",
@@ -73,11 +78,14 @@ class Communicator:
     local_size: int
     host_index: int
     host_count: int
-    control: MPI.Intracomm  # for what ranks tell each other outside programs
     _name: str
-    _number: int  # by which compiled programs name it
-    _duplicates: tuple[MPI.Intracomm, ...]  # two for each local device: for collectives, for messages
-    _groups: dict[tuple[tuple[int, ...], ...], Communicator]
+    _world_ranks: tuple[int, ...]  # of its ranks, in order
+    _key: Key
+    _calls: MPI.Intracomm  # for collectives, and messages under the program's own tags
+    _rest: MPI.Intracomm  # for the making of other channels, ppermute, and messages between devices
+    _control: MPI.Intracomm | None
+    _parts: dict[Any, Part]
+    _keys: dict[Any, Key]  # of its parts and of groups of devices
     _owned: bool  # free() frees mpi too
     _freed: bool
 
@@ -85,6 +93,17 @@ class Communicator:
         if not isinstance(mpi, MPI.Intracomm) or mpi == MPI.COMM_NULL:
             raise TypeError(
                 message("Communicator", "an mpi4py intracommunicator", repr(mpi), "Pass mpi4py.MPI.COMM_WORLD, say.")
+            )
+        if not _state.started and MPI.Comm.Compare(mpi, MPI.COMM_WORLD) not in (MPI.IDENT, MPI.CONGRUENT):
+            raise RuntimeError(
+                message(
+                    "Communicator",
+                    "a package that has started, which all ranks do together",
+                    f"a communicator of {mpi.size} ranks before that",
+                    "Call pycollective.init() on all ranks first, or pycollective.init(comm) for these alone.",
+                    rank=MPI.COMM_WORLD.rank,
+                    size=MPI.COMM_WORLD.size,
+                )
             )
         start(mpi, None, None, None)
         known = mpi.Get_attr(_keyval())
@@ -111,14 +130,18 @@ class Communicator:
         set_(self, "host_index", leaders.index(hosts[mpi.rank]))
         set_(self, "host_count", len(leaders))
 
-        devices = _state.devices
-        set_(self, "control", mpi.Dup())
-        duplicates = tuple(_duplicate(mpi) for _ in range(2 * len(devices)))
-        lanes = [(accelerators.lane_id(d), duplicates[2 * i], duplicates[2 * i + 1]) for i, d in enumerate(devices)]
-        set_(self, "_duplicates", duplicates)
-        set_(self, "_number", native.add_communicator(name, lanes))
+        lanes = tuple(map(accelerators.lane_id, _state.devices))
+        world_ranks = tuple(MPI.Group.Translate_ranks(mpi.Get_group(), None, MPI.COMM_WORLD.Get_group()))
+        calls, rest = _duplicate(mpi), _duplicate(mpi)
+        mark = fingerprint(world_ranks, mpi.rank, lanes)
+        set_(self, "_calls", calls)
+        set_(self, "_rest", rest)
+        set_(self, "_control", None)
+        set_(self, "_world_ranks", world_ranks)
+        set_(self, "_key", (native.add_communicator(name, mark, lanes, calls, rest), mark))
         set_(self, "_name", name)
-        set_(self, "_groups", {})
+        set_(self, "_parts", {})
+        set_(self, "_keys", {})
         set_(self, "_owned", owned)
         set_(self, "_freed", False)
         mpi.Set_attr(_keyval(), self)
@@ -141,6 +164,9 @@ class Communicator:
             message("Communicator", "an object that other processes can use", repr(self), "Make one on each rank.")
         )
 
+    def __dir__(self) -> list[str]:
+        return [name for name in super().__dir__() if not name.startswith("_") or name.startswith("__")]
+
     def __repr__(self) -> str:
         freed = ", freed" if self._freed else ""
         return f"Communicator({self._name}, rank {self.rank} of {self.size}{freed})"
@@ -151,14 +177,23 @@ class Communicator:
         return self._name
 
     @property
-    def number(self) -> int:
+    def key(self) -> Key:
         """By which compiled programs name it.
 
         Raises:
             ValueError: it was freed.
         """
         self.check_live("Communicator")
-        return self._number
+        return self._key
+
+    @property
+    def control(self) -> MPI.Intracomm:
+        """A duplicate for what ranks tell each other outside programs. All ranks must make the first such request."""
+        self.check_live("Communicator.control")
+        if self._control is None:
+            object.__setattr__(self, "_control", self.mpi.Dup())
+        assert self._control is not None
+        return self._control
 
     @property
     def local_axes(self) -> tuple[tuple[str, int], ...]:
@@ -220,37 +255,54 @@ class Communicator:
         part = self.mpi.Split(self.host_index, self.rank)
         return Communicator._make(part, f"{self._name}/host{self.host_index}", owned=True)
 
-    def groups(self, groups: tuple[tuple[int, ...], ...]) -> Communicator:
-        """The communicator of this rank's group, ranks in the group's order; made once and kept.
+    def groups(self, groups: Sequence[Sequence[int]]) -> Members:
+        """This rank's group, ranks in the group's order; each rank is in exactly one."""
+        return self.part(own_group(groups, self.rank))
+
+    def reversed(self) -> Members:
+        """The same ranks in the opposite order."""
+        return self.part(tuple(range(self.size))[::-1])
+
+    def part(self, members: tuple[int, ...], devices: tuple[jax.Device, ...] | None = None) -> Members:
+        """Some of the ranks, this one among them: the same object each time. No rank speaks with others for it.
 
         Args:
-            groups: rank numbers; each rank in exactly one. All ranks must make this call with the same groups.
+            members: ranks, in the order of the part.
+            devices: of this rank, which pair with those of other ranks by their place herein; default those of
+                :func:`init`, by their index. Of as many on each rank.
         """
-        if groups not in self._groups:
-            (color,) = (i for i, group in enumerate(groups) if self.rank in group)
-            part = self.split(color, groups[color].index(self.rank))
-            assert part is not None
-            self._groups[groups] = part
-        return self._groups[groups]
+        if devices is None and members == tuple(range(self.size)):
+            return self
+        if (members, devices) not in self._parts:
+            seats = devices and tuple((accelerators.lane_id(device), i, 0) for i, device in enumerate(devices))
+            lanes = len(devices or _state.devices)
+            self._parts[members, devices] = Part(self, members, devices, seats, lanes)
+        return self._parts[members, devices]
 
-    def reversed(self) -> Communicator:
-        """The same ranks in the opposite order; made once and kept. All ranks must make the first call."""
-        return self.groups((tuple(range(self.size))[::-1],))
-
-    def routes(self, perm: Sequence[tuple[int, int]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """For each lane of this rank where it sends and from where it receives: ``rank * lanes + lane``, -1 for none.
+    def key_of(self, members: tuple[int, ...], seats: tuple[Seat, ...] | None, team_size: int) -> Key:
+        """How programs name a part, or a group of devices: the same each time.
 
         Args:
-            perm: (source, destination) ranks; each lane exchanges with the same lane there.
+            members: ranks, in the order of the part.
+            seats: of the devices of a mesh; None for those of :func:`init`, each for itself.
+            team_size: how many of them work together.
         """
-        lanes = len(_state.devices)
-        dest = dict(perm).get(self.rank)
-        source = {dest: source for source, dest in perm}.get(self.rank)
+        if (members, seats, team_size) not in self._keys:
+            rank = members.index(self.rank)
+            lanes = tuple(map(accelerators.lane_id, _state.devices)) if seats is None else seats
+            world_ranks = tuple(self._world_ranks[member] for member in members)
+            mark = fingerprint(world_ranks, rank, lanes, team_size)
+            all_in_order = members == tuple(range(self.size))
+            shown = [*map(str, members[:4]), *(["..."] if len(members) > 4 else [])]
+            name = self._name if all_in_order else f"{self._name}[{', '.join(shown)}]"
+            given = () if all_in_order else members
+            number = native.add_part(name, mark, self._key[0], given, rank, len(members), seats, team_size)
+            self._keys[members, seats, team_size] = (number, mark)
+        return self._keys[members, seats, team_size]
 
-        def on_each_lane(rank: int | None) -> tuple[int, ...]:
-            return tuple(-1 if rank is None else rank * lanes + lane for lane in range(lanes))
-
-        return on_each_lane(dest), on_each_lane(source)
+    def routes(self, perm: Perm) -> Routes:
+        """For each lane of this rank where it sends and from where it receives; see ``members.routes``."""
+        return routes(self.rank, len(_state.devices), perm)
 
     def free(self) -> None:
         """Gives the communicator's MPI resources back. All its ranks must make this call.
@@ -261,13 +313,12 @@ class Communicator:
         if self._freed:
             return
         turns.flush()
-        for part in self._groups.values():
-            part.free()
-        native.free_communicator(self._number)
+        native.free_communicator(self._key[0])
         object.__setattr__(self, "_freed", True)
         self.mpi.Delete_attr(_keyval())
-        for duplicate in (self.control, *self._duplicates):
-            duplicate.Free()
+        for duplicate in (self._calls, self._rest, self._control):
+            if duplicate is not None:
+                duplicate.Free()
         if self._owned:
             self.mpi.Free()
         if _state.world is self:
@@ -284,6 +335,8 @@ class _State:
     """What :func:`init` has set up in this process."""
 
     started = False
+    timeout: float | None = None  # in seconds
+    transport = TRANSPORTS[0]
     devices: tuple[jax.Device, ...] = ()
     keyval: int | None = None  # of the attribute that leads from an MPI communicator to its Communicator
     world: Communicator | None = None
@@ -296,6 +349,11 @@ def _keyval() -> int:
     if _state.keyval is None:
         _state.keyval = MPI.Comm.Create_keyval(nopython=False)
     return _state.keyval
+
+
+def timeout() -> float | None:
+    """Seconds that a rank may wait for others, from :func:`init` or ``PYCOLLECTIVE_TIMEOUT``; None for no limit."""
+    return _state.timeout if _state.started else config.timeout
 
 
 def devices_of_this_rank() -> tuple[jax.Device, ...]:
@@ -337,22 +395,27 @@ def _choose_devices(devices: Sequence[jax.Device] | int | None) -> tuple[jax.Dev
 
 
 def start(
-    mpi: MPI.Intracomm, devices: Sequence[jax.Device] | int | None, timeout: float | None, transport: str | None
+    mpi: MPI.Intracomm, devices: Sequence[jax.Device] | int | None, limit: float | None, transport: str | None
 ) -> None:
     """Everything of :func:`init` but the communicator; the first call decides. All ranks of ``mpi`` must make it."""
     if transport is not None and transport not in TRANSPORTS:
         raise ValueError(
             message("init", f"transport to be one of {list(TRANSPORTS)}", repr(transport), "Leave it out.")
         )
-    if timeout is not None and not timeout > 0:
-        raise ValueError(
-            message("init", "timeout to be a positive number of seconds", timeout, "Leave it out for none.")
-        )
+    if limit is not None and not limit > 0:
+        raise ValueError(message("init", "timeout to be a positive number of seconds", limit, "Leave it out for none."))
     if _state.started:
-        if devices is not None and _choose_devices(devices) != _state.devices:
-            raise ValueError(
-                message("init", f"the devices of the first call, {_state.devices}", devices, "Call init once, first.")
-            )
+        chosen = None if devices is None else _choose_devices(devices)
+        for name, first, later in (
+            ("devices", _state.devices, chosen),
+            ("timeout", _state.timeout, limit),
+            ("transport", _state.transport, transport),
+        ):
+            if later is not None and later != first:
+                expected = f"the {name} of the first call, {first}"
+                raise ValueError(
+                    message("init", expected, later, "Call init once, before anything else uses the package.")
+                )
         return
     if not MPI.Is_initialized():
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
@@ -379,9 +442,9 @@ def start(
             takes = bool(runtime.takes_device_memory(runtime.KINDS[kind]))
         native.start_accelerators(kind, direct=mpi.allreduce(takes, op=MPI.LAND))
     lifecycle.flush_at_exit(turns.flush)
-    limit = timeout if timeout is not None else config.timeout
-    if limit is not None:
-        Watchdog(limit, MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size).start()
+    _state.timeout = limit if limit is not None else config.timeout
+    if _state.timeout is not None:
+        Watchdog(_state.timeout, MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size).start()
     _state.started = True
 
 

@@ -7,7 +7,6 @@ ways; the axes before it lie across ranks, those after it inside each rank.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,10 +17,10 @@ import jax
 import numpy as np
 from jax import lax
 
-from pycollective import checks
+from pycollective import accelerators, checks
 from pycollective.checks import AxisName
 from pycollective.communicator import Communicator, devices_of_this_rank
-from pycollective.transport import native
+from pycollective.members import Key, Members, Perm, Routes, own_group
 
 
 @dataclass(frozen=True)
@@ -102,8 +101,8 @@ class Mesh:
         raise KeyError(name)
 
     def over(self, names: Sequence[AxisName]) -> Group:
-        """The devices that differ from a device along ``names`` alone. All ranks must make the first such call."""
-        return _group(self, tuple(names))
+        """The devices that differ from a device along ``names`` alone."""
+        return Group(self, tuple(names))
 
 
 def _rows(sizes: Sequence[int], along: Sequence[int]) -> Any:
@@ -116,11 +115,12 @@ def _rows(sizes: Sequence[int], along: Sequence[int]) -> Any:
 class Group:
     """The devices along some axes of a mesh, over which one collective goes; for primitives, as a communicator.
 
-    Its devices are numbered in the order of the mesh: ``rank of comm * local devices + member``.
+    Its devices are numbered in the order of the mesh: ``rank of comm * local devices + member``. Groups along the same
+    axes of equal meshes are equal. Making one speaks with nobody.
 
     Attributes:
         mesh: the mesh.
-        comm: the ranks along the axes, in row-major order.
+        comm: the ranks along the axes, in row-major order; a device pairs with that of the same place in the mesh.
         local: number of local devices along the axes.
         size: number of devices along the axes.
     """
@@ -131,66 +131,74 @@ class Group:
         along = [i for i, axis in enumerate(mesh.axes) if axis.name in names]
         self._axes = tuple(mesh.axes[i] for i in along)
         ranks = _rows([axis.ranks for axis in mesh.axes], along)
-        self.comm = mesh.comm if len(ranks) == 1 else mesh.comm.groups(tuple(map(tuple, ranks.tolist())))
+        self._members = own_group(ranks.tolist(), mesh.comm.rank)
         # Each row is a team: its devices meet in shared memory; each is a member, and calls on its own lane.
         self._teams = _rows([axis.local for axis in mesh.axes], along).tolist()
         self.local = len(self._teams[0])
+        # A program on one device of each rank needs no place for it.
+        self.comm = mesh.comm.part(self._members, mesh.devices if len(mesh.devices) > 1 else None)
+        self.rank = self.comm.rank
         self.size = self.comm.size * self.local
         self._seats = {device: (t, m) for t, team in enumerate(self._teams) for m, device in enumerate(team)}
-        self._number = self._register()
 
     def __repr__(self) -> str:
         return f"Group({', '.join(map(repr, self._names))} of {self.mesh!r})"
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Group) and (self.mesh, self._names) == (other.mesh, other._names)
+
+    def __hash__(self) -> int:
+        return hash((self.mesh, self._names))
+
     @property
-    def number(self) -> int:
+    def key(self) -> Key:
         """By which compiled programs name it.
 
         Raises:
             ValueError: the communicator of the mesh was freed.
         """
         self.mesh.comm.check_live("Mesh")
-        return self._number
+        if self.local == 1:
+            return self.comm.key
+        seats = [(accelerators.lane_id(device), *self._seats[i]) for i, device in enumerate(self.mesh.devices)]
+        return self.mesh.comm.key_of(self._members, tuple(seats), self.local)
 
     @cached_property
     def local_axes(self) -> tuple[tuple[str, int], ...]:
         """Names and sizes of the axes along which several devices of one rank lie; empty for one device."""
         return tuple((axis.local_name, axis.local) for axis in self._axes if axis.local > 1)
 
-    def _register(self) -> int:
-        idle = len(self._teams)  # lanes of devices that are not in the mesh sit in a team of their own
-        lanes = [self._device_of_lane(lane) for lane in devices_of_this_rank()]
-        seats = [self._seats[device] if device is not None else (idle, 0) for device in lanes]
-        return native.add_group(
-            f"{self.comm.name}[{', '.join(map(str, self._names))}]", self.comm.number, seats, self.local
-        )
-
-    def _device_of_lane(self, device: jax.Device) -> int | None:
-        return self.mesh.devices.index(device) if device in self.mesh.devices else None
-
-    def routes(self, perm: Sequence[tuple[int, int]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """For each lane of this rank where it sends and from where it receives: ``rank * lanes + lane``, -1 for none.
+    def routes(self, perm: Perm) -> Routes:
+        """For each device of the mesh on this rank where it sends and from where: ``rank * devices + place``, or -1.
 
         Args:
             perm: (source, destination) numbers of devices, in the order of the mesh.
         """
-        lanes = devices_of_this_rank()
+        if self.local == 1:
+            return self.comm.routes(perm)
         to, back = dict(perm), {dest: source for source, dest in perm}
 
-        def lane_of(number: int | None, team: int) -> int:
+        def at(number: int | None, team: int) -> int:
             if number is None:
                 return -1
             rank, member = divmod(number, self.local)
-            return rank * len(lanes) + lanes.index(self.mesh.devices[self._teams[team][member]])
+            return int(rank * len(self.mesh.devices) + self._teams[team][member])
 
-        sends, receives = [], []
-        for lane in lanes:
-            device = self._device_of_lane(lane)
-            team, member = self._seats[device] if device is not None else (0, -1)
-            own = self.comm.rank * self.local + member if device is not None else None
-            sends.append(lane_of(to.get(own) if own is not None else None, team))
-            receives.append(lane_of(back.get(own) if own is not None else None, team))
-        return tuple(sends), tuple(receives)
+        seats = [self._seats[i] for i in range(len(self.mesh.devices))]
+        numbers = [(self.comm.rank * self.local + member, team) for team, member in seats]
+        return tuple(at(to.get(own), team) for own, team in numbers), tuple(
+            at(back.get(own), team) for own, team in numbers
+        )
+
+    def groups(self, groups: Sequence[Sequence[int]]) -> Members:
+        """The ranks of this rank's group; for one device of each rank alone."""
+        assert self.local == 1, "groups of devices need not be alike on all lanes"
+        return self.comm.groups(groups)
+
+    def reversed(self) -> Members:
+        """The ranks in the opposite order; for one device of each rank alone."""
+        assert self.local == 1, "prefixes go over ranks"
+        return self.comm.reversed()
 
     def index(self) -> Any:
         """The calling device's number in the program's order: a Python number if the rank decides it, else traced."""
@@ -218,11 +226,6 @@ class Group:
     def numbers(self) -> tuple[int, ...]:
         """``numbers[i]``: the device that is the program's ``i``-th, the last of the names counting fastest."""
         return tuple(np.arange(self.size).reshape(self.shape).transpose(self.program_axes).reshape(-1).tolist())
-
-
-@functools.cache
-def _group(mesh: Mesh, names: tuple[AxisName, ...]) -> Group:
-    return Group(mesh, names)
 
 
 def make_mesh(

@@ -18,6 +18,8 @@ This is the only file that uses JAX beyond its public API:
 ``mlir.jaxpr_subcomp``, ``TokenSet``   exported, but their signature has changed before
 ``jax._src.dispatch.RuntimeTokenSet``  to see each dispatch of a program with our effect (two methods wrapped)
 ``linear_call_p`` (custom_derivatives) its abstract evaluation forgets the effects of what it calls
+``module_context.axis_context``        of a lowering: ``num_devices``, ``device_assignment``, or ``mesh``,
+                                       ``manual_axes``: on which devices the program will run, and how
 =====================================  ==============================================================
 """
 
@@ -26,7 +28,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -128,11 +130,18 @@ def lower(
     """
 
     def lowering(how: Callable[[dict[str, Any]], Call | Steps], ctx: Any, *operands: Any, **params: Any) -> Any:
+        devices, manual = _devices_of_program(primitive.name, ctx.module_context.axis_context)
+        if devices > 1 and not manual:
+            return _lower_steps(ctx, _on_copies(primitive, params, devices), operands)
         chosen = how(params)
         if isinstance(chosen, Steps):
             return _lower_steps(ctx, chosen, operands)
         call, attributes = chosen
         inner = ctx.replace(avals_in=(abstract_token, *ctx.avals_in), avals_out=(abstract_token, *ctx.avals_out))
+        # On accelerators each device that has a copy makes the call for itself, with its like on the other ranks: these
+        # must then have as many. To meet, as on the host, they would have to copy from one device to another.
+        copies = manual == (_COPIES,) and how is on_host
+        attributes = {**attributes, "spread": -devices if copies else devices}
         token, *results = call(inner, ctx.tokens_in.get(effect), *operands, **attributes)
         ctx.set_tokens_out(ctx.tokens_in.update_tokens(mlir.TokenSet({effect: token})))
         return results
@@ -153,6 +162,49 @@ def lower(
     for platform, how in hows.items():
         mlir.register_lowering(primitive, functools.partial(lowering, how), platform=platform)
     mlir.register_lowering(primitive, elsewhere)
+
+
+_COPIES = "pycollective copies"
+"""The axis of the devices that have copies of one call's operands."""
+
+
+def _devices_of_program(name: str, context: Any) -> tuple[int, tuple[Any, ...]]:
+    """On how many devices the program that is lowered runs, and which axes of them it has taken into its own hands.
+
+    Inside :func:`jax.shard_map` and :func:`jax.pmap` each device makes the calls of its own program; these axes are
+    all there are. A program that XLA cuts up has none.
+    """
+
+    def refuse(got: str, remedy: str) -> NoReturn:
+        raise NotImplementedError(
+            message(name, "a program on devices of this process, or manual over all axes of its mesh", got, remedy)
+        )
+
+    mesh = getattr(context, "mesh", None)
+    if mesh is None:
+        devices = context.num_devices or 1
+        assigned = getattr(context, "device_assignment", None) or ()
+        if devices > max(1, jax.local_device_count()) or any(d.process_index != jax.process_index() for d in assigned):
+            refuse(f"one on {devices} devices of several processes", "Give each rank devices and arrays of its own.")
+        return devices, ()
+    others = [axis for axis, size in mesh.shape.items() if size > 1 and axis not in context.manual_axes]
+    if mesh.size > 1 and others:
+        refuse(
+            f"axes {others} that are left to XLA",
+            "Call it outside jax.shard_map, or with all axes in shard_map's axis_names (that is its default).",
+        )
+    return mesh.size, tuple(mesh.axis_names)
+
+
+def _on_copies(primitive: Primitive, params: dict[str, Any], devices: int) -> Steps:
+    """A call in a program that XLA cuts up, where each of its devices gets all of the operands.
+
+    XLA takes no call with an order there but on one device or, as here, in the hands of each.
+    """
+    mesh = jax.sharding.AbstractMesh((devices,), (_COPIES,))
+    whole = jax.sharding.PartitionSpec()
+    one_device = functools.partial(primitive.bind, **params)
+    return Steps(jax.shard_map(one_device, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False), ())
 
 
 def _lower_steps(ctx: Any, steps: Steps, operands: Sequence[Any]) -> Sequence[Any]:

@@ -64,7 +64,7 @@ def _start(params: dict[str, Any]) -> ordering.Call:
 
 
 def _done_lowering(ctx: Any, *ys: Any, comm: Group) -> Any:
-    return native.done_lowering(len(ys))(ctx, *ys, comm=comm.number)
+    return native.done_lowering(len(ys))(ctx, *ys, comm=comm.key)
 
 
 ordering.lower(start_p, None, _start)

@@ -85,20 +85,20 @@ def _block_shape(x: Any, **_: Any) -> tuple[int, ...]:
     return tuple(x.shape[1:])
 
 
-def _comm(comm: Members) -> dict[str, int]:
-    return {"comm": comm.number}
+def _comm(comm: Members) -> dict[str, Any]:
+    return {"comm": comm.key}
 
 
-def _comm_op(comm: Members, op: str) -> dict[str, int]:
-    return {"comm": comm.number, "op": native.OPS[op]}
+def _comm_op(comm: Members, op: str) -> dict[str, Any]:
+    return {"comm": comm.key, "op": native.OPS[op]}
 
 
-def _comm_root(comm: Members, root: int) -> dict[str, int]:
-    return {"comm": comm.number, "root": root}
+def _comm_root(comm: Members, root: int) -> dict[str, Any]:
+    return {"comm": comm.key, "root": root}
 
 
-def _comm_op_root(comm: Members, op: str, root: int) -> dict[str, int]:
-    return {"comm": comm.number, "op": native.OPS[op], "root": root}
+def _comm_op_root(comm: Members, op: str, root: int) -> dict[str, Any]:
+    return {"comm": comm.key, "op": native.OPS[op], "root": root}
 
 
 def _batch_in_place(bind: Callable[..., Array], args: Sequence[Array], dims: Sequence[int], **params: Any) -> Any:
@@ -221,7 +221,7 @@ def _allreduce_abstract_eval(*xs: Any, **_: Any) -> Any:
     return [jax.core.ShapedArray(x.shape, x.dtype) for x in xs], {ordering.effect}
 
 
-def allreduce_attributes(comm: Members, op: str) -> dict[str, int]:
+def allreduce_attributes(comm: Members, op: str) -> dict[str, Any]:
     """Of the handler."""
     return {**_comm_op(comm, op), "bucket_bytes": config.bucket_bytes}
 
@@ -423,10 +423,10 @@ def _prefix(name: str) -> tuple[Primitive, Callable[..., Array]]:
     _abstract(primitive, _same_shape)
     _lower(primitive, _comm_op)
 
-    def prefix(x: Array, *, comm: Communicator, op: str) -> Array:
+    def prefix(x: Array, *, comm: Members, op: str) -> Array:
         return _reduced(partial(primitive.bind, in_place=(True,)), x, op, comm=comm)
 
-    def transpose(ct: Array, *, comm: Communicator, op: str) -> Array:
+    def transpose(ct: Array, *, comm: Members, op: str) -> Array:
         # y_r = sum_{s <= r} x_s  =>  ct_s = sum_{r >= s} ct_r: the same with the ranks in opposite order.
         return prefix(ct, comm=comm.reversed(), op=op)
 
@@ -447,7 +447,7 @@ _abstract(ppermute_p, _same_shape)
 
 def _ppermute_attributes(comm: Members, perm: tuple[tuple[int, int], ...]) -> dict[str, Any]:
     dest, source = comm.routes(perm)
-    return {"comm": comm.number, "dest": dest, "source": source, "pattern": zlib.crc32(repr(sorted(perm)).encode())}
+    return {"comm": comm.key, "dest": dest, "source": source, "pattern": zlib.crc32(repr(sorted(perm)).encode())}
 
 
 _lower(ppermute_p, _ppermute_attributes)
@@ -477,8 +477,8 @@ def _sendrecv_abstract_eval(x: Any, *, shape: tuple[int, ...], dtype: Any, **_: 
 
 def _sendrecv_attributes(
     comm: Communicator, source: int, dest: int, send_tag: int, recv_tag: int, **_: Any
-) -> dict[str, int]:
-    return {"comm": comm.number, "source": source, "dest": dest, "send_tag": send_tag, "recv_tag": recv_tag}
+) -> dict[str, Any]:
+    return {"comm": comm.key, "source": source, "dest": dest, "send_tag": send_tag, "recv_tag": recv_tag}
 
 
 sendrecv_p.def_effectful_abstract_eval(_sendrecv_abstract_eval)
@@ -577,12 +577,12 @@ def _recv_abstract_eval(batch: Any, *, shape: tuple[int, ...], dtype: Any, **_: 
     return jax.core.ShapedArray((*batch.shape[:-1], *shape), dtype), {ordering.effect}
 
 
-def _recv_attributes(comm: Communicator, source: int, tag: int, **_: Any) -> dict[str, int]:
-    return {"comm": comm.number, "source": source, "tag": tag}
+def _recv_attributes(comm: Communicator, source: int, tag: int, **_: Any) -> dict[str, Any]:
+    return {"comm": comm.key, "source": source, "tag": tag}
 
 
-def _send_attributes(comm: Communicator, dest: int, tag: int) -> dict[str, int]:
-    return {"comm": comm.number, "dest": dest, "tag": tag}
+def _send_attributes(comm: Communicator, dest: int, tag: int) -> dict[str, Any]:
+    return {"comm": comm.key, "dest": dest, "tag": tag}
 
 
 def _send_jvp_rule(primals: Sequence[Array], tangents: Sequence[Any], **params: Any) -> Any:

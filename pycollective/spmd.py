@@ -23,6 +23,7 @@ from pycollective.checks import AxisName
 from pycollective.communicator import Communicator, devices_of_this_rank
 from pycollective.errors import message
 from pycollective.jitted import Jitted
+from pycollective.members import Members
 from pycollective.mesh import Mesh, line
 
 P = ParamSpec("P")
@@ -156,7 +157,7 @@ def _local_spec(mesh: Mesh, spec: PartitionSpec) -> PartitionSpec:
     return PartitionSpec(*map(of, spec))
 
 
-def _same_on(mesh: Mesh, spec: PartitionSpec) -> Communicator | None:
+def _same_on(mesh: Mesh, spec: PartitionSpec) -> Members | None:
     """The ranks that have the same block under ``spec``; None if no other has."""
     rest = tuple(axis.name for axis in mesh.axes if axis.ranks > 1 and axis.name not in _names_of(spec))
     return mesh.over(rest).comm if rest else None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -66,7 +66,10 @@ class _Binding(ctypes.Structure):
     _fields_ = [
         ("handle_bytes", ctypes.c_int64),
         ("in_place", ctypes.c_int64),
+        ("errors_return", ctypes.c_int64),
         ("proc_null", ctypes.c_int64),
+        ("any_tag", ctypes.c_int64),
+        ("largest_tag", ctypes.c_int64),
         ("types", ctypes.c_int64 * len(_TYPES)),
         ("ops", ctypes.c_int64 * len(_MPI_OPS)),
     ]
@@ -104,7 +107,8 @@ def _bind(library: ctypes.CDLL) -> None:
     library.pycollective_bind.restype = ctypes.c_char_p
     library.pycollective_runtime_name.restype = ctypes.c_char_p
     library.pycollective_communicator_add.restype = ctypes.c_int64
-    library.pycollective_group_add.restype = ctypes.c_int64
+    library.pycollective_part_add.restype = ctypes.c_int64
+    library.pycollective_communicator_free.restype = ctypes.c_char_p
     library.pycollective_longest_wait.restype = ctypes.c_bool
     library.pycollective_tune_malloc.restype = ctypes.c_bool
 
@@ -121,7 +125,10 @@ def _bind(library: ctypes.CDLL) -> None:
     binding = _Binding(
         MPI._sizeof(MPI.Comm),
         int(MPI.IN_PLACE),
+        _handle(MPI.ERRORS_RETURN),
         MPI.PROC_NULL,
+        MPI.ANY_TAG,
+        cast("int", MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)),
         _int64s([_handle(type_) for type_ in _TYPES]),
         _int64s([_handle(op) for op in _MPI_OPS]),
     )
@@ -153,6 +160,10 @@ def _handle(obj: Any) -> int:
 
 def _int64s(values: Sequence[int]) -> Any:
     return (ctypes.c_int64 * len(values))(*values)
+
+
+def _int32s(values: Sequence[int]) -> Any:
+    return (ctypes.c_int32 * len(values))(*values)
 
 
 _library: ctypes.CDLL | None = None
@@ -227,62 +238,87 @@ def library() -> ctypes.CDLL:
     return _library
 
 
-def add_communicator(name: str, lanes: Sequence[tuple[int, MPI.Comm, MPI.Comm]]) -> int:
+def add_communicator(
+    name: str, fingerprint: int, devices: Sequence[int], calls: MPI.Intracomm, rest: MPI.Intracomm
+) -> int:
     """Makes a communicator known to the handlers.
 
     Args:
         name: how error messages call it.
-        lanes: for each local device its id, the communicator for collectives and the one for messages.
+        fingerprint: what programs that name it must carry.
+        devices: their ids, on this rank; as many on each.
+        calls: a duplicate for the collectives and messages of a rank's one device, or its first.
+        rest: another, for all else.
 
     Returns:
         Its number, by which compiled programs name it.
     """
-    collective = lanes[0][1]
     number = library().pycollective_communicator_add(
         name.encode(),
-        collective.rank,
-        collective.size,
-        ctypes.c_int64(len(lanes)),
-        _int64s([device_id for device_id, _, _ in lanes]),
-        _int64s([_handle(comm) for _, comm, _ in lanes]),
-        _int64s([_handle(comm) for _, _, comm in lanes]),
+        ctypes.c_int64(fingerprint),
+        calls.rank,
+        calls.size,
+        len(devices),
+        _int64s(devices),
+        ctypes.c_int64(_handle(calls)),
+        ctypes.c_int64(_handle(rest)),
     )
-    return _number(number)
+    return int(number)
 
 
-def add_group(name: str, base: int, seats: Sequence[tuple[int, int]], team_size: int) -> int:
-    """Makes a group of local devices x ranks known to the handlers.
+def add_part(
+    name: str,
+    fingerprint: int,
+    whole: int,
+    members: Sequence[int],
+    rank: int,
+    size: int,
+    seats: Sequence[tuple[int, int, int]] | None,
+    team_size: int,
+) -> int:
+    """Makes a part of a communicator known to the handlers. It goes with the whole.
 
     Args:
         name: how error messages call it.
-        base: number of the communicator of the ranks.
-        seats: for each of its lanes (team, member): the devices of a team work together.
+        fingerprint: what programs that name it must carry.
+        whole: number of the communicator.
+        members: ranks of it, in the order of the part; empty for all.
+        rank: this one's place among them.
+        size: how many they are.
+        seats: the devices of a mesh on this rank, in its order: id, team, number in the team; None for those of the
+            whole.
         team_size: members of each team.
 
     Returns:
         Its number, by which compiled programs name it.
     """
-    number = library().pycollective_group_add(
+    own = seats or ()
+    number = library().pycollective_part_add(
         name.encode(),
-        ctypes.c_int64(base),
-        _int64s([team for team, _ in seats]),
-        _int64s([member for _, member in seats]),
-        ctypes.c_int64(team_size),
+        ctypes.c_int64(fingerprint),
+        ctypes.c_int64(whole),
+        rank,
+        size,
+        _int32s(members) if members else None,
+        -1 if seats is None else len(own),
+        _int64s([device for device, _, _ in own]),
+        _int32s([team for _, team, _ in own]),
+        _int32s([member for _, _, member in own]),
+        team_size,
     )
-    return _number(number)
-
-
-def _number(number: int) -> int:
-    if number < 0:
-        raise RuntimeError(
-            message("Communicator", "fewer than 65536 communicators", "one more", "Free those that are not used.")
-        )
     return int(number)
 
 
 def free_communicator(number: int) -> None:
-    """From now on programs that name ``number`` end in an error."""
-    library().pycollective_communicator_free(ctypes.c_int64(number))
+    """Gives back what the handlers have made of a communicator and its parts; programs that name them end in an error.
+
+    All its ranks must make this call, and no call may be under way.
+    """
+    error = library().pycollective_communicator_free(ctypes.c_int64(number))
+    if error:
+        raise RuntimeError(
+            message("Communicator.free", "MPI to free its channels", error.decode(), "Flush programs on all ranks.")
+        )
 
 
 def longest_wait() -> Waiting | None:
@@ -318,4 +354,4 @@ def done_lowering(number: int) -> Any:
     rule = jax.ffi.ffi_lowering(
         "pycollective_device_allreduce_done", has_side_effect=True, operand_output_aliases=aliases
     )
-    return lambda ctx, *operands, comm: rule(ctx, *operands, comm=np.int64(comm))
+    return lambda ctx, *operands, comm: rule(ctx, *operands, comm=np.array(comm, np.int64), spread=np.int64(1))

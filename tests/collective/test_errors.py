@@ -245,6 +245,7 @@ def test_frozen(world: pc.Communicator) -> None:
         ({"devices": 99}, ValueError, r"init: expected devices from 1 to \d+, got 99"),
         ({"devices": "cpu"}, TypeError, "init: expected devices: a number or a sequence of jax.Device, got 'cpu'"),
         ({"devices": 2}, ValueError, "init: expected the devices of the first call"),
+        ({"timeout": 2}, ValueError, "init: expected the timeout of the first call, None, got 2"),
         ({"comm": MPI.COMM_SELF}, ValueError, "init: expected the world of the first call"),
     ],
 )
@@ -260,12 +261,21 @@ def test_only_intracommunicators(world: pc.Communicator) -> None:
 
 
 def test_programs_elsewhere_than_on_the_devices_of_init(world: pc.Communicator) -> None:
-    x = jax.device_put(jnp.ones(3), jax.devices()[1])
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), "i")
+    spec = jax.sharding.PartitionSpec("i")
+    each = pc.jit(jax.shard_map(lambda x: pc.psum(x, world), mesh=mesh, in_specs=spec, out_specs=spec))
     with pytest.raises(
         RUNTIME_ERRORS,
         match=r"allreduce: expected a device of pycollective.init\(devices=...\), got (CPU device|accelerator) 1",
     ):
-        pc.psum(x, world).block_until_ready()
+        each(jnp.ones(2)).block_until_ready()
+
+
+def test_one_device_may_be_any(world: pc.Communicator) -> None:
+    mine = jax.devices()[world.rank % 2]
+    got = pc.psum(jax.device_put(jnp.ones(3), mine), world)
+    assert got.tolist() == [world.size] * 3
+    assert got.devices() == {mine}
 
 
 def test_numpy_is_enough(world: pc.Communicator) -> None:
