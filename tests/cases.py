@@ -70,6 +70,11 @@ def _exclusive(xs: Array) -> Array:
     return jnp.stack([xs[:rank].sum(axis=0) for rank in range(len(xs))])
 
 
+def _turned(size: int) -> list[int]:
+    """A permutation that, from three on, is not its own inverse."""
+    return [(i + 1) % size for i in range(size)]
+
+
 def _shift(size: int) -> list[tuple[int, int]]:
     return [(rank, (rank + 1) % size) for rank in range(size)]
 
@@ -146,8 +151,8 @@ CASES = (
     Case("ppermute_partial", lambda x, comm: pc.ppermute(x, comm, _chain(comm.size)), _chained),
     Case(
         "pshuffle",
-        lambda x, comm: pc.pshuffle(x, comm, list(range(comm.size))[::-1]),
-        lambda xs: _lax(lambda x: lax.pshuffle(x, "ranks", list(range(len(xs)))[::-1]))(xs),
+        lambda x, comm: pc.pshuffle(x, comm, _turned(comm.size)),
+        lambda xs: _lax(lambda x: lax.pshuffle(x, "ranks", _turned(len(xs))))(xs),
     ),
     Case(
         "pbroadcast",

@@ -7,6 +7,7 @@ import copy
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from mpi4py import MPI
 
 import pycollective as pc
@@ -113,4 +114,24 @@ def test_many_communicators(world: pc.Communicator) -> None:
         assert part is not None
         if i % 100 == 0:
             assert pc.psum(i, part) == i * world.size
+        part.free()
+
+
+def test_a_function_over_the_ranks_of_a_split(world: pc.Communicator) -> None:
+    # As large as the world for one color, and in the opposite order; and pairs.
+    for part in (world.split(color=0, key=-world.rank), world.split(color=world.rank // 2)):
+        assert part is not None
+        members = [r + 1.0 for r in part.mpi.allgather(world.rank)]
+        x = jnp.float32(world.rank + 1)
+
+        def f(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+            return lax.psum(x, "i"), lax.axis_index("i"), lax.all_gather(x, "i")
+
+        for total, index, gathered in (
+            pc.jit(f, axis_name="i", comm=part)(x),
+            jax.tree.map(lambda y: y[0], pc.pmap(f, "i", comm=part)(x[None])),
+        ):
+            assert total == sum(members)
+            assert index == part.rank
+            assert gathered.tolist() == members
         part.free()

@@ -80,6 +80,18 @@ def test_sendrecv_of_other_shapes_has_a_gradient(world: pc.Communicator) -> None
     np.testing.assert_allclose(jax.grad(loss)(x), 2 * (right + 1.0) * x, rtol=1e-6)
 
 
+def test_the_gradient_goes_back_with_the_tags_exchanged(world: pc.Communicator) -> None:
+    # Each rank has a tag of its own, so a cotangent with the wrong one would find nobody.
+    left, right = (world.rank - 1) % world.size, (world.rank + 1) % world.size
+
+    def loss(x: jax.Array) -> jax.Array:
+        y = pc.sendrecv(x, world, source=left, dest=right, send_tag=10 + world.rank, recv_tag=10 + left)
+        return (world.rank + 1.0) * jnp.sum(y**2)
+
+    x = values((3,), seed=world.rank)
+    np.testing.assert_allclose(jax.grad(loss)(x), 2 * (right + 1.0) * x, rtol=1e-6)
+
+
 def test_sendrecv_without_a_peer(world: pc.Communicator) -> None:
     # An open chain: rank 0 receives from nobody.
     source = world.rank - 1 if world.rank > 0 else None

@@ -107,6 +107,18 @@ def test_many_leaves_share_a_bucket(world: pc.Communicator) -> None:
             assert np.asarray(y).tobytes() == expected(x).tobytes()
 
 
+@pytest.mark.parametrize("axis", ["communicator", "name"])
+def test_the_mean_with_error_feedback(axis: str, world: pc.Communicator) -> None:
+    x, left = jnp.full(4, 1.003 * (1 + world.rank)), jnp.zeros(4)
+    program = pc.jit if axis == "communicator" else lambda f: pc.jit(f, axis_name="i")
+    where = world if axis == "communicator" else "i"
+    total, after = program(lambda x, r: pc.psum(x, where, wire_dtype=jnp.bfloat16, residual=r))(x, left)
+    mean, same = program(lambda x, r: pc.pmean(x, where, wire_dtype=jnp.bfloat16, residual=r))(x, left)
+    np.testing.assert_allclose(mean, np.asarray(total) / world.size, rtol=1e-6)
+    np.testing.assert_allclose(mean, 1.003 * (1 + world.size) / 2, rtol=1e-2)
+    np.testing.assert_array_equal(same, after)
+
+
 def test_error_feedback(world: pc.Communicator) -> None:
     # What each call rounds away comes with the next: what was sent adds up to what should have been.
     x = jnp.full(8, 1.003, jnp.float32) * (1 + world.rank)  # bfloat16 has 1.0 and 1.0078125

@@ -57,6 +57,35 @@ def test_never_compares_nothing(tmp_path: Path) -> None:
     assert all(line.startswith("got ") for line in outcome(tmp_path, "never", FIRST))
 
 
+WAITS = """
+import sys
+import time
+import jax.numpy as jnp
+from jax import lax
+import pycollective as pc
+
+comm = pc.init(timeout=3)
+f = pc.jit(lambda x: lax.psum(x, "i"), axis_name="i")
+if comm.rank == 0:
+    try:
+        f(jnp.ones(1))
+    except RuntimeError as error:
+        sys.stdout.write("caught " + " ".join(str(error).split()) + "\\n")
+        sys.stdout.flush()
+    comm.mpi.Abort(5)
+time.sleep(60)
+"""
+
+
+def test_a_first_call_that_others_do_not_make_is_bounded(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(WAITS)
+    done = mpirun(2, str(tmp_path / "program.py"), timeout=40)
+    assert done.returncode not in (0, 124, 137), done.stderr
+    assert (
+        "caught pycollective.jit: expected the other ranks to call <lambda> too, got no sign of some for" in done.stdout
+    )
+
+
 NAMED = """
 import sys
 import jax.numpy as jnp

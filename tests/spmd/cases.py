@@ -55,12 +55,13 @@ LINEAR: dict[str, Function] = {
     "ppermute backwards": lambda x: lax.ppermute(x, "i", _ring(-2)),
     "ppermute partial": lambda x: lax.ppermute(x, "i", _ring(1)[:-1]),
     "ppermute from the end": lambda x: lax.ppermute(x, "i", [(k, k - 1) for k in range(lax.axis_size("i"))]),
-    "pshuffle": lambda x: lax.pshuffle(x, "i", list(range(lax.axis_size("i")))[::-1]),
+    "pshuffle": lambda x: lax.pshuffle(x, "i", [(k + 1) % lax.axis_size("i") for k in range(lax.axis_size("i"))]),
     "pswapaxes": lambda x: lax.pswapaxes(_blocks(x), "i", 0),
     "two after each other": lambda x: lax.psum(
         lax.ppermute(x, "i", _ring(1)) * lax.axis_index("i").astype(x.dtype), "i"
     ),
     "pc.psum": lambda x: pc.psum(x, "i"),
+    "pc.pshuffle": lambda x: pc.pshuffle(x, "i", [(k + 1) % lax.axis_size("i") for k in range(lax.axis_size("i"))]),
     "pc.all_gather": lambda x: pc.all_gather(x, "i"),
 }
 OTHERS: dict[str, Function] = {

@@ -63,6 +63,18 @@ def test_dialects(launcher: tuple[str, str], line: str) -> None:
     assert shlex.join(mpiexec(Library(*launcher, "L"), JOB)) == line
 
 
+@pytest.mark.parametrize(
+    ("launcher", "line"),
+    [
+        (("MPICH", "5.0.2"), "L -n 3 -bind-to none -f my.hosts prog"),
+        (("Intel MPI", "2021.18"), "L -n 3 -genv I_MPI_PIN off -f my.hosts prog"),
+        (("Open MPI", "5.0.11"), "L -n 3 --bind-to none --hostfile my.hosts prog"),
+    ],
+)
+def test_hostfiles(launcher: tuple[str, str], line: str) -> None:
+    assert shlex.join(mpiexec(Library(*launcher, "L"), Job(3, ["prog"], hostfile="my.hosts"))) == line
+
+
 def test_launchers_that_know_one_number_for_all_hosts() -> None:
     intel, even = Library("Intel MPI", "2021.18", "L"), replace(JOB, ranks=4, hosts=[("a", 2), ("b", None)])
     assert shlex.join(mpiexec(intel, even)) == "L -n 4 -genv I_MPI_PIN off -hosts a,b -ppn 2 -prepend-rank prog"
