@@ -15,6 +15,7 @@ from pycollective import lifecycle
 from pycollective.communicator import Communicator, timeout
 from pycollective.config import config
 from pycollective.errors import message
+from pycollective.mpi import MPI
 
 T = TypeVar("T")
 
@@ -124,8 +125,14 @@ def exchanged(comm: Communicator, where: str, name: str, own: Any) -> list[Any]:
     remedy = "Look for a rank that calls something else, or has ended."
     limit = timeout()
     notice = f"rank {comm.rank} of {comm.size} waits for {missing}. {remedy}"
-    for waited in lifecycle.waits(comm.control.Ibarrier(), 0.01, _NOTICE_S, notice):
-        if limit is not None and waited > limit:
-            got = f"no sign of some for {waited:.0f} s"
-            raise RuntimeError(message(where, missing, got, remedy, rank=comm.rank, size=comm.size))
-    return comm.control.allgather(own)
+    control, made = comm.control()
+
+    def wait_for(request: MPI.Request) -> None:
+        for waited in lifecycle.waits(request, 0.01, _NOTICE_S, notice):
+            if limit is not None and waited > limit:
+                got = f"no sign of some for {waited:.0f} s"
+                raise RuntimeError(message(where, missing, got, remedy, rank=comm.rank, size=comm.size))
+
+    wait_for(made)
+    wait_for(control.Ibarrier())
+    return control.allgather(own)

@@ -83,7 +83,7 @@ class Communicator:
     _key: Key
     _calls: MPI.Intracomm  # for collectives, and messages under the program's own tags
     _rest: MPI.Intracomm  # for the making of other channels, ppermute, and messages between devices
-    _control: MPI.Intracomm | None
+    _control: tuple[MPI.Intracomm, MPI.Request] | None
     _parts: dict[Any, Part]
     _keys: dict[Any, Key]  # of its parts and of groups of devices
     _owned: bool  # free() frees mpi too
@@ -186,12 +186,14 @@ class Communicator:
         self.check_live("Communicator")
         return self._key
 
-    @property
-    def control(self) -> MPI.Intracomm:
-        """A duplicate for what ranks tell each other outside programs. All ranks must make the first such request."""
+    def control(self) -> tuple[MPI.Intracomm, MPI.Request]:
+        """A duplicate for what ranks tell each other outside programs, and a request that completes when it is there.
+
+        It is there when all ranks have made the first such call.
+        """
         self.check_live("Communicator.control")
         if self._control is None:
-            object.__setattr__(self, "_control", self.mpi.Dup())
+            object.__setattr__(self, "_control", self.mpi.Idup())
         assert self._control is not None
         return self._control
 
@@ -316,9 +318,15 @@ class Communicator:
         native.free_communicator(self._key[0])
         object.__setattr__(self, "_freed", True)
         self.mpi.Delete_attr(_keyval())
-        for duplicate in (self._calls, self._rest, self._control):
-            if duplicate is not None:
-                duplicate.Free()
+        made = [self._calls, self._rest]
+        # Where a first call ended early, some ranks have asked for it and others never will: it stays as it is.
+        if self.mpi.allreduce(self._control is not None, op=MPI.LAND):
+            assert self._control is not None
+            control, request = self._control
+            request.Wait()
+            made.append(control)
+        for duplicate in made:
+            duplicate.Free()
         if self._owned:
             self.mpi.Free()
         if _state.world is self:
