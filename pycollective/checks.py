@@ -15,6 +15,7 @@ from pycollective.blocks import cut
 from pycollective.communicator import Communicator, world
 from pycollective.errors import message
 from pycollective.mpi import MPI
+from pycollective.processes import is_forked, refuse_child
 
 Array = jax.Array
 PyTree = Any
@@ -32,6 +33,8 @@ def fail(
 
 def communicator(where: str, axis_name: Any) -> Communicator:
     """The communicator that ``axis_name`` stands for."""
+    if is_forked():
+        refuse_child(where)
     comm = world() if axis_name is None else axis_name
     if not isinstance(comm, Communicator):
         remedy = "Pass pycollective.world(), a split of it, or pycollective.Communicator(mpi4py communicator)."

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from pycollective import accelerators, launchers, lifecycle, ordering
+from pycollective import accelerators, launchers, lifecycle, ordering, processes
 from pycollective.config import config
 from pycollective.errors import message
 from pycollective.mpi import MPI, host_of
@@ -340,6 +340,7 @@ def start(
     mpi: MPI.Intracomm, devices: Sequence[jax.Device] | int | None, timeout: float | None, transport: str | None
 ) -> None:
     """Everything of :func:`init` but the communicator; the first call decides. All ranks of ``mpi`` must make it."""
+    processes.refuse_child("init")
     if transport is not None and transport not in TRANSPORTS:
         raise ValueError(
             message("init", f"transport to be one of {list(TRANSPORTS)}", repr(transport), "Leave it out.")
@@ -366,6 +367,7 @@ def start(
             )
         )
     _check_launcher()
+    processes.mark_rank(MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)
     lifecycle.end_all_on_error()  # from here on ranks wait for each other
     native.start()  # before JAX's backend and its threads: it tunes malloc
     with host_of(mpi) as neighbours:
@@ -378,8 +380,8 @@ def start(
         if takes is None:
             takes = bool(runtime.takes_device_memory(runtime.KINDS[kind]))
         native.start_accelerators(kind, direct=mpi.allreduce(takes, op=MPI.LAND))
-    lifecycle.flush_at_exit(ordering.flush)
     limit = timeout if timeout is not None else config.timeout
+    lifecycle.end_in_order(ordering.flush, limit)
     if limit is not None:
         Watchdog(limit, MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size).start()
     _state.started = True
@@ -408,8 +410,8 @@ def init(
         transport: "native", the only one; default.
 
     Raises:
-        RuntimeError: MPI is not at ``THREAD_MULTIPLE``; this process sees no other rank although its launcher
-            started several; the ranks bring different numbers of devices.
+        RuntimeError: this process is a child of a rank; MPI is not at ``THREAD_MULTIPLE``; this process sees no other
+            rank although its launcher started several; the ranks bring different numbers of devices.
         ValueError: a bad ``timeout``, ``devices`` or ``transport``, or not those of the first call.
 
     Example:
@@ -445,7 +447,7 @@ def init(
     known = mpi.Get_attr(_keyval())
     if not isinstance(known, Communicator):
         known = Communicator._make(mpi, name, owned=False)
-    lifecycle.meet_at_exit(mpi, ordering.flush)
+    lifecycle.meet_at_exit(mpi)
     _state.world = known
     return known
 
@@ -458,4 +460,6 @@ def world() -> Communicator:
         >>> pc.world().size >= 1
         True
     """
+    if processes.is_forked():
+        processes.refuse_child("world")
     return _state.world if _state.world is not None else init()
