@@ -131,8 +131,9 @@ def _see_exit_codes() -> None:
     if sys.version_info < (3, 12):  # there sys.exit makes no exception but a pair of type and code, until one is needed
         original = sys.exit
         for module in list(sys.modules.values()):
-            if getattr(module, "__dict__", {}).get("exit") is original:
-                module.exit = _exit  # type: ignore[attr-defined]
+            for name, value in list(getattr(module, "__dict__", {}).items()):
+                if value is original:
+                    setattr(module, name, _exit)
 
 
 def _exit(status: Any = None, /) -> NoReturn:
