@@ -405,8 +405,8 @@ def init(
         comm: the world, an mpi4py communicator; default ``COMM_WORLD``.
         devices: the local devices that this rank drives, a sequence or a number; default all. Each rank must bring
             the same number.
-        timeout: seconds that a rank may wait inside one MPI call before it reports and ends all ranks; default
-            ``PYCOLLECTIVE_TIMEOUT``, else no limit.
+        timeout: seconds that a rank may wait inside one MPI call, or at its end for the others, before it reports and
+            ends all ranks; default ``PYCOLLECTIVE_TIMEOUT``, else no limit.
         transport: "native", the only one; default.
 
     Raises:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -94,6 +95,16 @@ def test_workers_of_a_program_without_a_launcher(loader: str) -> None:
     assert done.returncode != 0
     assert SENTENCE.format(0, 1) in done.stderr
     wait_until_gone(loader)
+
+
+def test_the_program_of_the_guide(tmp_path: Path) -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "guide.md").read_text()
+    (code,) = (code for code in re.findall(r"```python\n(.*?)```", guide, re.DOTALL) if "get_context" in code)
+    program = tmp_path / "loads.py"
+    program.write_text(code)
+    done = mpirun(2, str(program), timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    wait_until_gone(str(program))
 
 
 FORK = """
