@@ -4,8 +4,44 @@ What stands in ``__init__.pyi`` is imported when it is first used. So ``import p
 nor JAX: ``pycollective run`` starts ranks without being one, also where only a launcher may start processes with MPI.
 """
 
+import sys
+from typing import Any
+
 import lazy_loader
+
+from pycollective.errors import message
 
 __version__ = "0.1.0"
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+_lazy, _names, __all__ = lazy_loader.attach_stub(__name__, __file__)
+
+# What MPI and its other bindings call it, in small letters and without underscores.
+_ELSEWHERE = {
+    "allgather": "all_gather",
+    "allreduce": "psum, pmax or pmin",
+    "alltoall": "all_to_all",
+    "bcast": "broadcast",
+    "commworld": "world()",
+    "getrank": "world().rank",
+    "getsize": "world().size",
+    "irecv": "recv",
+    "isend": "send",
+    "rank": "world().rank",
+    "reducescatter": "psum_scatter",
+    "reducescatterblock": "psum_scatter",
+    "size": "world().size",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        return _lazy(name)
+    small = name.lower().replace("_", "")
+    known = _ELSEWHERE.get(small) or next((ours for ours in __all__ if ours.lower().replace("_", "") == small), None)
+    remedy = "dir(pycollective) lists them." if known is None else f"Here it is pycollective.{known}."
+    error = message(name, "a name that this package has", repr(name), remedy)
+    raise AttributeError(error, name=name, obj=sys.modules[__name__])
+
+
+def __dir__() -> list[str]:
+    return [*_names(), "__version__"]

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn, cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pycollective import primitives
+from pycollective import ordering, primitives
 from pycollective.blocks import cut
 from pycollective.communicator import Communicator, world
 from pycollective.errors import message
 from pycollective.members import Members
 from pycollective.mpi import MPI
+from pycollective.processes import is_forked, refuse_child
 
 Array = jax.Array
 PyTree = Any
@@ -31,6 +33,8 @@ def fail(kind: type[Exception], where: str, comm: Members | None, expected: Any,
 
 def communicator(where: str, axis_name: Any) -> Communicator:
     """The communicator that ``axis_name`` stands for."""
+    if is_forked():
+        refuse_child(where)
     comm = world() if axis_name is None else axis_name
     if not isinstance(comm, Communicator):
         remedy = "Pass pycollective.world(), a split of it, or pycollective.Communicator(mpi4py communicator)."
@@ -52,16 +56,49 @@ def by_name(where: str, axis_name: Any, function: Callable[..., Any], *args: Any
     """``function(*args)``, one of jax.lax's own, which know the named axes."""
     try:
         lax.axis_size(axis_name)
-    except NameError as error:
+    except NameError:
+        bound = ordering.bound_axes()
+        lacking = [name for name in (axis_name if isinstance(axis_name, tuple) else (axis_name,)) if name not in bound]
         raise NameError(
             message(
                 where,
-                "an axis name bound by a transform around this call, or a Communicator",
-                str(error),
-                "Bind it with pycollective.pmap, jit(axis_name=...) or shard_map, or pass pycollective.world().",
+                f"an axis name that a transform around this call binds ({_these(bound)}), or a Communicator",
+                _these(lacking),
+                f"Bind it with pycollective.jit(axis_name={lacking[0]!r}), pmap or shard_map, or pass "
+                "pycollective.world().",
             )
         ) from None
     return function(*args, **kwargs)
+
+
+def _these(names: Sequence[AxisName]) -> str:
+    return ", ".join(map(repr, names)) or "none here"
+
+
+@contextmanager
+def naming_axes(*names: AxisName) -> Iterator[None]:
+    """Adds to JAX's error about an unbound axis what is bound, and what binds: for a trace of a user's function herein.
+
+    Args:
+        names: of the axes that are bound during that trace alone.
+    """
+    try:
+        yield
+    except NameError as error:
+        if "unbound axis name" in str(error) and not any(map(_is_ours, getattr(error, "__notes__", ()))):
+            bound = _these([*names, *ordering.bound_axes()])
+            error.add_note(
+                f"{_NOTE} the axis names bound around this call: {bound}. pycollective.jit(axis_name=...), pmap and "
+                "shard_map bind one."
+            )
+        raise
+
+
+_NOTE = "pycollective:"
+
+
+def _is_ours(note: str) -> bool:
+    return note.startswith(_NOTE)
 
 
 def array(where: str, comm: Members, leaf: Any) -> Array:

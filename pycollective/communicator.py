@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from pycollective import accelerators, launchers, lifecycle, turns
+from pycollective import accelerators, launchers, lifecycle, processes, turns
 from pycollective.config import config
 from pycollective.errors import message
 from pycollective.members import Key, Members, Part, Perm, Routes, Seat, fingerprint, own_group, routes
@@ -406,6 +406,7 @@ def start(
     mpi: MPI.Intracomm, devices: Sequence[jax.Device] | int | None, limit: float | None, transport: str | None
 ) -> None:
     """Everything of :func:`init` but the communicator; the first call decides. All ranks of ``mpi`` must make it."""
+    processes.refuse_child("init")
     if transport is not None and transport not in TRANSPORTS:
         raise ValueError(
             message("init", f"transport to be one of {list(TRANSPORTS)}", repr(transport), "Leave it out.")
@@ -437,6 +438,7 @@ def start(
             )
         )
     _check_launcher()
+    processes.mark_rank(MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)
     lifecycle.end_all_on_error()  # from here on ranks wait for each other
     native.start()  # before JAX's backend and its threads: it tunes malloc
     with host_of(mpi) as neighbours:
@@ -449,8 +451,8 @@ def start(
         if takes is None:
             takes = bool(runtime.takes_device_memory(runtime.KINDS[kind]))
         native.start_accelerators(kind, direct=mpi.allreduce(takes, op=MPI.LAND))
-    lifecycle.flush_at_exit(turns.flush)
     _state.timeout = limit if limit is not None else config.timeout
+    lifecycle.end_in_order(turns.flush, _state.timeout)
     if _state.timeout is not None:
         Watchdog(_state.timeout, MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size).start()
     _state.started = True
@@ -474,13 +476,13 @@ def init(
         comm: the world, an mpi4py communicator; default ``COMM_WORLD``.
         devices: the local devices that this rank drives, a sequence or a number; default all. Each rank must bring
             the same number.
-        timeout: seconds that a rank may wait inside one MPI call before it reports and ends all ranks; default
-            ``PYCOLLECTIVE_TIMEOUT``, else no limit.
+        timeout: seconds that a rank may wait inside one MPI call, or at its end for the others, before it reports and
+            ends all ranks; default ``PYCOLLECTIVE_TIMEOUT``, else no limit.
         transport: "native", the only one; default.
 
     Raises:
-        RuntimeError: MPI is not at ``THREAD_MULTIPLE``; this process sees no other rank although its launcher
-            started several; the ranks bring different numbers of devices.
+        RuntimeError: this process is a child of a rank; MPI is not at ``THREAD_MULTIPLE``; this process sees no other
+            rank although its launcher started several; the ranks bring different numbers of devices.
         ValueError: a bad ``timeout``, ``devices`` or ``transport``, or not those of the first call.
 
     Example:
@@ -516,7 +518,7 @@ def init(
     known = mpi.Get_attr(_keyval())
     if not isinstance(known, Communicator):
         known = Communicator._make(mpi, name, owned=False)
-    lifecycle.meet_at_exit(mpi, turns.flush)
+    lifecycle.meet_at_exit(mpi)
     _state.world = known
     return known
 
@@ -529,4 +531,6 @@ def world() -> Communicator:
         >>> pc.world().size >= 1
         True
     """
+    if processes.is_forked():
+        processes.refuse_child("world")
     return _state.world if _state.world is not None else init()

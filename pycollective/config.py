@@ -21,8 +21,8 @@ class Config:
         check: when ranks compare what they call: 0 never, 1 the first time a communicator meets a call,
             2 every time (``PYCOLLECTIVE_CHECK=never|first|always``, default ``first``).
         malloc: keep freed memory in the process (``PYCOLLECTIVE_MALLOC``, default on).
-        timeout: seconds that a rank may wait inside one MPI call before the job is ended with a report, or
-            None for no limit (``PYCOLLECTIVE_TIMEOUT``).
+        timeout: seconds that a rank may wait inside one MPI call, or at its end for the others, before the job is
+            ended with a report, or None for no limit (``PYCOLLECTIVE_TIMEOUT``).
         allow_singleton: accept a world of one process under a launcher that started several
             (``PYCOLLECTIVE_ALLOW_SINGLETON``, default off).
         bucket_bytes: psums that do not depend on each other travel together in buffers of this many bytes; 0: each by

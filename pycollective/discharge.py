@@ -20,6 +20,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.extend.core import primitives as jax_primitives
 
 from pycollective import jaxprs
+from pycollective.checks import naming_axes
 from pycollective.discharge_rules import RULES, bad_params
 from pycollective.errors import message
 from pycollective.jaxprs import inner_jaxprs, like, replaced
@@ -34,7 +35,8 @@ def bind_axes(fun: Callable[..., Any], mesh: Mesh, *args: Any) -> ClosedJaxpr:
         mesh: binds them.
         args: anything with a shape and a dtype: one device's operands.
     """
-    return jax.make_jaxpr(fun, axis_env=list(mesh.shape.items()))(*args)
+    with naming_axes(*mesh.shape):
+        return jax.make_jaxpr(fun, axis_env=list(mesh.shape.items()))(*args)
 
 
 def collectives(jaxpr: Any, mesh: Mesh) -> list[str]:

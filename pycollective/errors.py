@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+FROM_A_CLONE = "pip install '.[mpich]' in a clone of the repository"
+"""How to get an MPI library together with this package, which is on no package index."""
+
 
 def message(
     where: str, expected: Any, got: Any, remedy: str, *, rank: int | None = None, size: int | None = None

@@ -1,6 +1,7 @@
 """mpi4py's ``MPI`` module, with a useful error where no MPI library can be loaded.
 
-Importing it starts MPI by mpi4py's own rules (``mpi4py.rc``), which ask for ``THREAD_MULTIPLE``.
+Importing it starts MPI by mpi4py's own rules (``mpi4py.rc``), which ask for ``THREAD_MULTIPLE``; but not in a
+child of a rank, whose main module may import this package.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from pycollective.errors import message
+from pycollective.errors import FROM_A_CLONE, message
+from pycollective.processes import parent_rank
 
 # Bytes. glibc keeps freed blocks of up to 1,032 B apart by their size, in steps of 16.
 _HOLES = (1 << 16, 1 << 12, *range(1032, 16, -16))
@@ -45,6 +47,10 @@ def _fresh_memory_under_srun() -> Iterator[None]:
 
 
 try:
+    import mpi4py
+
+    if parent_rank() is not None:
+        mpi4py.rc.initialize = False
     with _fresh_memory_under_srun():
         from mpi4py import MPI
 except (ImportError, RuntimeError) as error:
@@ -53,7 +59,7 @@ except (ImportError, RuntimeError) as error:
             "mpi",
             "an MPI library that mpi4py can load",
             f"{type(error).__name__}: {error}",
-            "Load your cluster's MPI module, or install one: pip install 'pycollective[mpich]'.",
+            f"Load your cluster's MPI module, or install one: {FROM_A_CLONE}.",
         )
     ) from error
 

@@ -13,6 +13,7 @@ This is the only file that uses JAX beyond its public API:
 =====================================  ==============================================================
 ``jax._src.core.abstract_token``       the aval of a token operand, which ``jax.ffi.ffi_lowering`` knows
 ``jax._src.core.trace_state_clean``    whether a call happens at top level or inside a trace
+``jax._src.core.get_axis_env``         the axes that transforms bind, for messages
 ``jax._src.effects`` (its type sets)   to register an ordered effect; mpi4jax and jax's own debug_print
                                        do the same
 ``mlir.jaxpr_subcomp``, ``TokenSet``   exported, but their signature has changed before
@@ -45,7 +46,7 @@ SUPPORTED_JAX = ">= 0.9, < 0.13"
 
 try:
     from jax._src import effects as jax_effects
-    from jax._src.core import abstract_token, trace_state_clean
+    from jax._src.core import abstract_token, get_axis_env, trace_state_clean
     from jax._src.custom_derivatives import linear_call_p
     from jax._src.dispatch import RuntimeTokenSet
 
@@ -458,6 +459,11 @@ def apply(primitive: Primitive, *operands: Any, **params: Any) -> Any:
 
 at_top_level = trace_state_clean
 """Whether a call made now is outside every JAX trace."""
+
+
+def bound_axes() -> tuple[Any, ...]:
+    """The names of the axes that transforms around this call bind."""
+    return tuple(get_axis_env().axis_sizes)
 
 
 def _see_each_dispatch() -> None:

@@ -8,11 +8,7 @@ import threading
 import time
 
 from pycollective import lifecycle
-from pycollective.mpi import MPI
 from pycollective.transport import native
-
-_GRACE_S = 2.0
-"""Between a rank's report and the end of the job, so that the other waiting ranks can report too."""
 
 
 class Watchdog(threading.Thread):
@@ -37,8 +33,8 @@ class Watchdog(threading.Thread):
             waiting = native.longest_wait()
             if waiting is not None and waiting.waited_ns > self._timeout * 1e9:
                 self._report(waiting)
-                time.sleep(_GRACE_S)
-                lifecycle.abort(MPI.COMM_WORLD)
+                time.sleep(lifecycle.GRACE_S)
+                lifecycle.abort()
 
     def _report(self, waiting: native.Waiting) -> None:
         sys.stderr.write(

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from pycollective.errors import message
+from pycollective.errors import FROM_A_CLONE, message
 
 
 class Library(NamedTuple):
@@ -96,7 +96,7 @@ def loaded() -> Library:
         raise RuntimeError(message("run", "mpi4py to load its MPI library", "no end within 60 s", remedy)) from None
     if done.returncode != 0:
         got = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-        remedy = "Load your cluster's MPI module, or install one: pip install 'pycollective[mpich]'."
+        remedy = f"Load your cluster's MPI module, or install one: {FROM_A_CLONE}."
         raise ImportError(message("run", "an MPI library that mpi4py can load", got, remedy))
     path, _, text = done.stdout.partition("\n")
     known = identify(text)

@@ -51,7 +51,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds all options of the command."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EXAMPLES
-    parser.add_argument("-n", "--ranks", type=positive, required=True, help="how many")
+    parser.add_argument("-n", "-np", "--ranks", type=positive, required=True, help="how many")
     parser.add_argument("--devices-per-rank", type=positive, metavar="D", help="local CPU devices of JAX")
     where = parser.add_mutually_exclusive_group()
     where.add_argument(

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from pycollective.config import config
-from pycollective.errors import message
+from pycollective.errors import FROM_A_CLONE, message
 from pycollective.mpi import MPI
 from pycollective.transport import runtime
 
@@ -120,7 +120,7 @@ def _bind(library: ctypes.CDLL) -> None:
         library.pycollective_function_name,
         "an MPI library with {} (MPI 3.0)",
         MPI.Get_library_version().splitlines()[0],
-        "Install a newer MPI, for example pip install 'pycollective[mpich]'.",
+        f"Install a newer MPI, for example by {FROM_A_CLONE}.",
     )
     binding = _Binding(
         MPI._sizeof(MPI.Comm),

@@ -41,9 +41,30 @@ def test_unbound_name(function: Callable[..., Any]) -> None:
     args = ("batch",) if function in (pc.axis_index, pc.axis_size) else (X, "batch")
     extra = (0,) if function is pc.pbroadcast else ()
     with pytest.raises(
-        NameError, match=r"pycollective\.\w+: expected an axis name bound by .*unbound axis name: batch.*\. Bind"
+        NameError,
+        match=r"pycollective\.\w+: expected an axis name that a transform around this call binds \(none here\), or a "
+        r"Communicator, got 'batch'\. Bind it with pycollective\.jit\(axis_name='batch'\)",
     ):
         function(*args, *extra)
+
+
+def test_unbound_name_among_others() -> None:
+    def f(x: Any) -> Any:
+        return jax.vmap(lambda x: pc.psum(x, ("ranks", "bach")), axis_name="rows")(x)
+
+    with pytest.raises(NameError, match=r"binds \('ranks', 'rows'\), or a Communicator, got 'bach'\. Bind"):
+        pc.jit(f, axis_name="ranks")(X)
+
+
+def test_a_name_that_jax_does_not_know() -> None:
+    f = pc.jit(lambda x: jax.lax.psum(x, "bach"), axis_name="batch")
+    with pytest.raises(NameError, match="unbound axis name: bach") as caught:
+        jax.vmap(f, axis_name="rows")(X)
+    (note,) = [note for note in caught.value.__notes__ if "pycollective" in note]
+    assert note == (
+        "pycollective: the axis names bound around this call: 'batch', 'rows'. pycollective.jit(axis_name=...), "
+        "pmap and shard_map bind one."
+    )
 
 
 @each(MPI_ONLY)

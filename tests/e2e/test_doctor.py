@@ -48,7 +48,7 @@ def test_no_mpi() -> None:
     done = alone(MPI4PY_LIBMPI="/no/libmpi.so")
     assert done.returncode == 1
     assert "wrong   MPI library" in done.stdout
-    assert "pip install 'pycollective[mpich]'" in done.stdout
+    assert "pip install '.[mpich]' in a clone" in done.stdout
     assert "Traceback" not in done.stdout + done.stderr
 
 

@@ -87,11 +87,17 @@ late(jnp.ones((300, 300)))
     assert sorted(re.findall(r"rank (\d) sums 2\.0", done.stdout)) == ["0", "1"]
 
 
-def test_a_wait_without_end_is_reported_by_every_rank_that_waits(tmp_path: Path) -> None:
-    text = (
-        "if comm.rank == 0: time.sleep(60)\ndef stuck_here(): pc.psum(jnp.ones(3)).block_until_ready()\nstuck_here()\n"
+@pytest.mark.parametrize("by", ["variable", "argument"])
+def test_a_wait_without_end_is_reported_by_every_rank_that_waits(by: str, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import time, jax.numpy as jnp\nimport pycollective as pc\n"
+        f"comm = pc.init({'timeout=3' if by == 'argument' else ''})\n"
+        "if comm.rank == 0: time.sleep(60)\n"
+        "def stuck_here(): pc.psum(jnp.ones(3)).block_until_ready()\n"
+        "stuck_here()\n"
     )
-    done = run(tmp_path, text, ranks=3, env={"PYCOLLECTIVE_TIMEOUT": "3"})
+    done = mpirun(3, str(program), timeout=SHORT, env={"PYCOLLECTIVE_TIMEOUT": "3" if by == "variable" else ""})
     assert done.returncode not in (0, 124, 137)
     for rank in (1, 2):
         report = (
@@ -104,11 +110,184 @@ def test_a_wait_without_end_is_reported_by_every_rank_that_waits(tmp_path: Path)
 
 
 def test_a_rank_that_leaves_says_that_it_waits(tmp_path: Path) -> None:
-    text = "if comm.rank == 1: sys.exit(3)\npc.psum(jnp.ones(3)).block_until_ready()\n"
+    text = "if comm.rank == 1: sys.exit(0)\npc.psum(jnp.ones(3)).block_until_ready()\n"
     done = run(tmp_path, text, env={"PYCOLLECTIVE_TIMEOUT": "12"})  # it says so after 10
     assert done.returncode not in (0, 124, 137)
     assert "pycollective: rank 1 of 2 has ended and waits for the other ranks to end." in done.stderr
     assert "pycollective.allreduce: expected an answer from the other ranks" in done.stderr
+
+
+def test_the_timeout_bounds_the_wait_of_a_rank_that_has_ended(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import time\nimport pycollective as pc\ncomm = pc.init(timeout=2)\nif comm.rank == 0: time.sleep(60)\n"
+    )
+    done = mpirun(2, str(program), timeout=40)
+    assert done.returncode not in (0, 124, 137)
+    assert re.search(
+        r"pycollective\.exit: expected the other ranks to end within 2 s, got no end of some for \d\.\d s "
+        r"\(rank 1 of 2\)\. Ending all ranks\. Look for a collective that this rank did not reach\.",
+        done.stderr,
+    ), done.stderr
+
+
+LATE = """
+from jax import lax
+@pc.jit
+def late(m):
+    m = lax.fori_loop(0, 40, lambda _, m: jnp.tanh(m @ m), m)
+    return pc.recv(jnp.zeros(3), comm, source=0) + m[0, :3]
+"""
+WAIT = "pc.psum(jnp.ones(3)).block_until_ready()\n"
+
+
+@pytest.mark.parametrize(
+    ("leave", "code"),
+    [
+        ("sys.exit(3)", 3),
+        ("raise SystemExit(4)", 4),
+        ("sys.exit('no luck')", 1),
+        ("exits(5)", 5),  # from sys import exit as exits, before init
+        # What it has dispatched, and others do not meet, does not keep it.
+        ("late(jnp.ones((300, 300))); raise SystemExit(6)", 6),
+        # A program for nice tracebacks in the place of the hook.
+        ("sys.excepthook = lambda *_: sys.stderr.write('pretty'); raise ValueError", 1),
+    ],
+)
+def test_an_exit_code_on_one_rank_ends_all_with_it(leave: str, code: int, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys\nfrom sys import exit as exits, exit\nimport jax.numpy as jnp\nimport pycollective as pc\n"
+        f"comm = pc.init()\n{LATE}if comm.rank == 1:\n    {leave}\n{WAIT}{WAIT}"
+    )
+    done = mpirun(2, str(program), timeout=60)
+    assert done.returncode == code, done.stderr
+    assert f"pycollective: rank 1 of 2 exited with code {code}, others did not; ending all ranks." in done.stderr
+    assert ("no luck" in done.stderr) == ("no luck" in leave)
+
+
+def test_an_exit_code_of_a_module(tmp_path: Path) -> None:
+    write(tmp_path, f"if comm.rank == 1: raise SystemExit(comm.rank + 8)\n{WAIT}")
+    done = mpirun(2, "-m", "program", timeout=60, cwd=tmp_path, env={"PYTHONPATH": _with(tmp_path)})
+    assert done.returncode == 9, done.stderr
+
+
+def _with(folder: Path) -> str:
+    return os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+
+
+def test_an_exit_code_of_all_ranks_is_theirs(tmp_path: Path) -> None:
+    done = run(tmp_path, "print('end')\nsys.exit(5)\n")
+    assert done.returncode == 5
+    assert done.stdout.split() == ["end"] * 2
+    assert "ending all ranks" not in done.stderr
+
+
+def test_an_exit_that_is_caught_is_none(tmp_path: Path) -> None:
+    text = """
+for code in (3, "text", None):
+    try:
+        sys.exit(code)
+    except SystemExit as error:
+        assert error.code == code, error.code
+        error.code = 7
+        assert error.code == 7 and SystemExit(8).code == 8 and SystemExit(1, 2).code == (1, 2)
+sys.exit(0 if comm.rank else None)
+"""
+    done = run(tmp_path, text)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_failing_test_of_pytest_on_one_rank_ends_all(tmp_path: Path) -> None:
+    test = tmp_path / "test_on_ranks.py"
+    test.write_text(
+        "import jax.numpy as jnp\nimport pycollective as pc\n\n\ndef test_it():\n    comm = pc.init()\n"
+        "    assert comm.rank == 0, 'no luck'\n    pc.psum(jnp.ones(3)).block_until_ready()\n"
+    )
+    done = mpirun(2, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(test), timeout=60, cwd=tmp_path)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "AssertionError: no luck" in done.stdout
+    assert "rank 1 of 2 exited with code 1, others did not; ending all ranks." in done.stderr
+
+
+def test_an_exception_in_a_thread_ends_all_ranks(tmp_path: Path) -> None:
+    text = f"""
+import threading
+def loads():
+    raise ValueError("no luck")
+def leaves():
+    sys.exit(3)
+threading.Thread(target=leaves).start()  # ends itself alone
+pc.barrier()
+if comm.rank == 1: threading.Thread(target=loads, name="loader").start()
+{WAIT}{WAIT}if comm.rank == 1: time.sleep(30)
+"""
+    done = run(tmp_path, text)
+    assert done.returncode not in (0, 124, 137)
+    assert done.stderr.count("pycollective: rank 1 of 2 raised in a thread, 'loader'; ending all ranks.") == 1
+    assert "ValueError: no luck" in done.stderr
+
+
+def test_an_exception_that_python_ignores_is_told_with_its_rank(tmp_path: Path) -> None:
+    text = """
+def numbers():
+    try:
+        yield 1
+    finally:
+        raise ValueError("no luck")
+if comm.rank == 1:
+    left = numbers()
+    next(left)
+    del left
+print(pc.psum(1))
+"""
+    done = run(tmp_path, text)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["2", "2"]
+    assert done.stderr.count("pycollective: rank 1 of 2 goes on after this exception, which Python ignores:") == 1
+    assert done.stderr.count("ValueError: no luck") == 1
+
+
+def test_an_error_that_nobody_read_ends_all_ranks(tmp_path: Path) -> None:
+    text = """
+@jax.jit
+def late(m):
+    m = jax.lax.fori_loop(0, 40, lambda _, m: jnp.tanh(m @ m), m)
+    pc.send(jnp.zeros(5 if comm.rank == 0 else 3) + m[0, 0], comm, dest=1 - comm.rank)
+    return pc.recv(jnp.zeros(3), comm, source=1 - comm.rank)  # too short on rank 1
+late(jnp.ones((300, 300)))
+print("end")
+"""
+    done = run(tmp_path, text)
+    assert done.returncode not in (0, 124, 137), done.stderr
+    assert done.stdout.split() == ["end"] * 2
+    assert "pycollective: rank 1 of 2 ends with an error in a program; ending all ranks." in done.stderr
+    assert "pycollective.recv: expected MPI_Recv to succeed" in done.stderr
+
+
+@pytest.mark.parametrize("how", ["script", "command"])
+def test_an_exception_under_ipython_ends_all_ranks(how: str, tmp_path: Path) -> None:
+    program = write(tmp_path, f"if comm.rank == 1: raise ValueError('no luck')\n{WAIT}")
+    arguments = [program] if how == "script" else ["-c", Path(program).read_text()]
+    done = mpirun(2, "-m", "IPython", *arguments, timeout=60, env={"IPYTHONDIR": str(tmp_path)})
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "no luck" in done.stdout + done.stderr
+    assert "rank 1 of 2 exited with code 1, others did not; ending all ranks." in done.stderr
+
+
+def test_an_exception_in_a_session_of_ipython_does_not_end_it(tmp_path: Path) -> None:
+    cells = "import pycollective as pc\ncomm = pc.init()\n1 / 0\nprint('sum', pc.psum(5))\nexit\n"
+    done = subprocess.run(
+        [sys.executable, "-m", "IPython", "--simple-prompt", "--no-banner"],
+        input=cells,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "IPYTHONDIR": str(tmp_path)},
+    )
+    assert "ZeroDivisionError" in done.stdout
+    assert "sum 5" in done.stdout
+    assert done.returncode == 0
 
 
 def test_ranks_that_see_no_other_are_refused(tmp_path: Path) -> None:

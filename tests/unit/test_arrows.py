@@ -61,11 +61,12 @@ FLOORS = (
     "transport.native",
     "transport.runtime",
     "transport.__init__",
-    "launchers",
     "config",
     "arguments",
     "environment",
     "mpi",
+    "processes",
+    "launchers",
     "errors",
 )
 

@@ -268,6 +268,10 @@ def test_mistakes(arguments: list[str], kind: type[Exception], complaint: str, p
         planned(*arguments, program)
 
 
+def test_the_number_of_ranks_as_mpiexec_has_it(program: str) -> None:
+    assert planned("-np", "3", "--oversubscribe", program) == planned("-n", "3", "--oversubscribe", program)
+
+
 def test_no_such_program() -> None:
     with pytest.raises(FileNotFoundError, match=r"expected a program, got '/no/prog.py', which does not exist"):
         planned("-n", "1", "/no/prog.py")

@@ -1,0 +1,58 @@
+"""What the package is from outside: its names, and what is installed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import pycollective as pc
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_names() -> None:
+    assert "__version__" in dir(pc)
+    assert set(pc.__all__) < set(dir(pc))
+    assert pc.__version__
+    for name in pc.__all__:
+        getattr(pc, name)
+
+
+@pytest.mark.parametrize(
+    ("name", "here"),
+    [
+        ("allreduce", "psum, pmax or pmin"),
+        ("Allreduce", "psum, pmax or pmin"),
+        ("allgather", "all_gather"),
+        ("alltoall", "all_to_all"),
+        ("bcast", "broadcast"),
+        ("reduce_scatter", "psum_scatter"),
+        ("Reduce_scatter_block", "psum_scatter"),
+        ("Reduce", "reduce"),
+        ("Barrier", "barrier"),
+        ("Sendrecv", "sendrecv"),
+        ("COMM_WORLD", "world()"),
+        ("Get_rank", "world().rank"),
+    ],
+)
+def test_names_of_other_bindings(name: str, here: str) -> None:
+    expected = rf"pycollective\.{name}: expected a name that this package has, got '{name}'\. Here it is pycollective\."
+    with pytest.raises(AttributeError, match=expected) as caught:
+        getattr(pc, name)
+    assert str(caught.value).endswith(f"pycollective.{here}.")
+
+
+def test_names_of_nothing() -> None:
+    with pytest.raises(AttributeError, match=r"got 'broadcst'\. dir\(pycollective\) lists them\.") as caught:
+        pc.broadcst  # noqa: B018
+    assert (caught.value.name, caught.value.obj) == ("broadcst", pc)  # so Python says "Did you mean: 'broadcast'?"
+
+
+def test_its_types_are_installed(tmp_path: Path) -> None:
+    command = [sys.executable, "setup.py", "-q", "egg_info", "-e", str(tmp_path), "build_py", "--build-lib"]
+    subprocess.run([*command, str(tmp_path)], cwd=ROOT, check=True, capture_output=True, timeout=100)
+    installed = {path.name for path in (tmp_path / "pycollective").iterdir()}
+    assert {"py.typed", "__init__.pyi"} <= installed
