@@ -60,10 +60,8 @@ def test_a_communicator_of_all_starts_the_package(tmp_path: Path) -> None:
     assert run(tmp_path, "told(lambda: pc.psum(1, pc.Communicator(MPI.COMM_WORLD.Dup())))").stdout.split() == ["2", "2"]
 
 
-@pytest.mark.parametrize(
-    ("first", "later", "outcome"), [("2", "2", "2.0"), ("2.5", "3", "ValueError"), ("None", "2", "V")]
-)
-def test_a_later_timeout(first: str, later: str, outcome: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("first", "later"), [("2", "2.0"), ("2.5", "3"), ("None", "2")])
+def test_a_later_timeout(first: str, later: str, tmp_path: Path) -> None:
     text = f"""
 pc.init(timeout={first})
 told(lambda: (pc.init(timeout={later}), pc.communicator.timeout())[1])
