@@ -16,7 +16,7 @@ namespace pycollective {
 // Members share an address space, so they read each other's buffers instead of sending them.
 //
 // A member that cannot come, since memory has run out, breaks the team: whoever waits for it, or comes later, gets the
-// exception Broken out of Meet(). That is safe before a call's first meeting, for nobody reads the others' buffers then; so
+// exception Broken out of Meet(), from then on. That is safe before a call's first meeting, for nobody reads the others' buffers then; so
 // behind it members must not fail but in an Outcome, as Tried() makes one of an exception.
 class Team {
  public:
@@ -38,7 +38,10 @@ class Team {
   // Posts are valid from the next Meet() to the one after the last read.
   void SetPost(int member, Post post) { posts_[static_cast<size_t>(member)] = post; }
   // The same for members that are all alike: the next free place.
-  void AddPost(Post post) { SetPost(posted_.fetch_add(1, std::memory_order_acq_rel), post); }
+  void AddPost(Post post) {
+    if (broken_) throw Broken();
+    SetPost(posted_.fetch_add(1, std::memory_order_acq_rel), post);
+  }
   const Post& PostOf(int member) const { return posts_[static_cast<size_t>(member)]; }
 
   // Returns when every member has called it; what they wrote before is then visible to all.
@@ -49,6 +52,7 @@ class Team {
   // member woke up.
   template <typename Work>
   void Meet(Work work) {
+    if (broken_) throw Broken();  // so nobody is the last of those who came before
     const uint32_t phase = phase_.load(std::memory_order_acquire);
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size()) {
       work();
@@ -70,7 +74,7 @@ class Team {
   std::atomic<int> posted_{0};
   std::atomic<int> arrived_{0};
   std::atomic<uint32_t> phase_{0};  // counts completed meetings
-  bool broken_ = false;  // guarded by `mutex_`
+  std::atomic<bool> broken_{false};
   std::mutex mutex_;
   std::condition_variable met_;
 };

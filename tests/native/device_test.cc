@@ -17,6 +17,7 @@
 
 #include "cudart.h"
 #include "device.h"
+#include "team.h"
 
 namespace pc = pycollective;
 
@@ -443,6 +444,39 @@ void TestDirect() {
   CHECK(Read(stream, y)[0] == Counting(10));
 }
 
+// A team's ------------------------------------------------------------------------------------------------------------
+
+// Whoever waits for a member that does not come is told, and so is whoever comes later; nobody does the team's work.
+void TestBrokenTeam() {
+  pc::Team team(3);
+  std::atomic<int> told{0};
+  const auto meets = [&] {
+    try {
+      team.AddPost({});
+      team.Meet([] { CHECK(false); });
+      CHECK(false);
+    } catch (const pc::Team::Broken&) {
+      ++told;
+    }
+  };
+  std::thread first(meets), second(meets);
+  Sleep(20);
+  CHECK(told == 0);
+  team.Break();
+  first.join();
+  second.join();
+  CHECK(told == 2);
+  for (int i = 0; i < 5; ++i) meets();
+  CHECK(told == 7);
+
+  // A meeting that is complete stays so.
+  pc::Team pair(2);
+  std::thread waits([&] { pair.Meet(); });
+  pair.Meet();
+  pair.Break();
+  waits.join();
+}
+
 const std::map<std::string, void (*)()> kTests = {
     {"pieces", TestPieces},
     {"forgotten_waits", TestForgottenWaits},
@@ -459,6 +493,7 @@ const std::map<std::string, void (*)()> kTests = {
     {"order", TestOrder},
     {"errors", TestErrors},
     {"direct", TestDirect},
+    {"broken_team", TestBrokenTeam},
 };
 
 }  // namespace

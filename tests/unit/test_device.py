@@ -1,4 +1,4 @@
-"""The C++ of accelerators, on the stand-in for CUDA's runtime: ``tests/native/device_test.cc``."""
+"""C++ alone: accelerators, on the stand-in for CUDA's runtime, and teams: ``tests/native/device_test.cc``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NAMES = re.findall(r'\{"(\w+)", Test\w+\}', SOURCE.read_text())
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    sources = [ROOT / "native" / "device.cc", ROOT / "native" / "collectives.cc"]
+    sources = [ROOT / "native" / name for name in ("device.cc", "collectives.cc", "team.cc")]
     sources += [ROOT / "tests" / "standin" / "cudart.cc", SOURCE]
     return compile_cpp(sources, tmp_path_factory.mktemp("native") / "device_test")
 

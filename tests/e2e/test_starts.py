@@ -1,0 +1,97 @@
+"""What comes too early or too late, and what runs out of memory, is a sentence on every rank, and never a hang."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.launch import mpirun
+
+SHORT = 120  # seconds: none of these should take a tenth of it
+
+HEAD = """
+import sys
+import jax, jax.numpy as jnp
+import pycollective as pc
+from mpi4py import MPI
+
+rank = MPI.COMM_WORLD.rank
+
+
+def told(function):
+    try:
+        text = str(function())
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+    sys.stdout.write(" ".join(text.split()) + "\\n")
+"""
+
+
+def run(tmp_path: Path, text: str, ranks: int = 2, **env: str) -> subprocess.CompletedProcess[str]:
+    program = tmp_path / "program.py"
+    program.write_text(HEAD + text)
+    done = mpirun(ranks, str(program), timeout=SHORT, env={"JAX_NUM_CPU_DEVICES": "2", **env})
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def test_a_communicator_of_some_before_all_have_started(tmp_path: Path) -> None:
+    # It would start MPI and the devices among these ranks alone.
+    text = """
+alone = MPI.COMM_WORLD.Split(rank)
+told(lambda: pc.Communicator(alone))
+pc.init()
+told(lambda: pc.psum(1, pc.Communicator(alone)))
+told(lambda: pc.psum(1))
+"""
+    lines = run(tmp_path, text).stdout.splitlines()
+    refusal = (
+        r"RuntimeError: pycollective\.Communicator: expected a package that has started, which all ranks do together, "
+        r"got a communicator of 1 ranks before that \(rank \d of 2\)\. Call pycollective\.init\(\) on all ranks first"
+    )
+    assert sum(bool(re.match(refusal, line)) for line in lines) == 2
+    assert sorted(line for line in lines if "Error" not in line) == ["1", "1", "2", "2"]
+
+
+def test_a_communicator_of_all_starts_the_package(tmp_path: Path) -> None:
+    assert run(tmp_path, "told(lambda: pc.psum(1, pc.Communicator(MPI.COMM_WORLD.Dup())))").stdout.split() == ["2", "2"]
+
+
+@pytest.mark.parametrize(("first", "later"), [("2", "2.0"), ("2.5", "3"), ("None", "2")])
+def test_a_later_timeout(first: str, later: str, tmp_path: Path) -> None:
+    text = f"""
+pc.init(timeout={first})
+told(lambda: (pc.init(timeout={later}), pc.communicator.timeout())[1])
+told(lambda: pc.init(transport="native").size)
+"""
+    lines = run(tmp_path, text).stdout.splitlines()
+    if later == "2.0":
+        assert sorted(lines) == ["2"] * 4
+    else:
+        refusal = rf"init: expected the timeout of the first call, {first}, got {later}\. Call init once, before"
+        assert sum(bool(re.search(refusal, line)) for line in lines) == 2
+
+
+def test_no_memory(tmp_path: Path) -> None:
+    # A bucket larger than the address space: new[] throws in the midst of a call. On several devices too, where one of
+    # them works for all, and where one is told that another has failed.
+    text = """
+comm = pc.init()
+several = jax.sharding.NamedSharding(jax.make_mesh((2,), ("d",)), jax.sharding.PartitionSpec("d"))
+refused = pc.jit(lambda x, y: pc.psum((x, y)))
+told(lambda: jax.block_until_ready(refused(jnp.ones(2), jnp.ones(4))))
+x, y = jax.device_put((jnp.ones(2), jnp.ones(4)), several)
+told(lambda: jax.block_until_ready(refused(x, y)))
+each = pc.pmap(lambda x, y: jax.lax.psum((x, y), "i"), "i")
+told(lambda: jax.block_until_ready(each(jnp.ones(2), jnp.ones((2, 4)))))
+told(lambda: pc.psum(1))
+"""
+    lines = run(tmp_path, text, PYCOLLECTIVE_BUCKET_BYTES=str(1 << 50)).stdout.splitlines()
+    thrown = (
+        r"pycollective\.allreduce: expected memory for the call, got the exception std::bad_alloc\. Use smaller arrays"
+    )
+    assert sum(bool(re.search(thrown, line)) for line in lines) == 6
+    assert lines.count("2") == 2
