@@ -10,7 +10,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 import jax
 
-from pycollective import agreement, buckets, ordering, overlap, turns
+from pycollective import agreement, buckets, mapped, ordering, overlap, turns
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -28,10 +28,25 @@ class Jitted(Generic[P, R]):
     batches.
     """
 
-    def __init__(self, fun: Callable[P, R], options: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        fun: Callable[P, R],
+        options: dict[str, Any],
+        place: Callable[[Any, Any], tuple[Any, Any]] | None = None,
+    ) -> None:
+        """Compiles nothing yet.
+
+        Args:
+            fun: what runs on this rank.
+            options: those of :func:`jax.jit`.
+            place: moves arguments to the devices of the program; None: it has none of its own.
+        """
         functools.update_wrapper(self, fun)
         self._fun = fun
-        self._program = ordering.Region(fun, donated=ordering.Donated.of(fun, options), rewrite=_rewrite)
+        self._place = place
+        self._places = False  # whether a call had to move its arguments
+        donated = ordering.Donated.of(fun, options)
+        self._program = ordering.Region(fun, donated=donated, expand=mapped.expand, rewrite=_rewrite)
         self._region = jax.jit(self._program, **options)
         self._nested = jax.jit(fun, **options)
         self._agreed = False  # whether all ranks have made the first call

@@ -13,6 +13,7 @@ This is the only file that uses JAX beyond its public API:
 =====================================  ==============================================================
 ``jax._src.core.abstract_token``       the aval of a token operand, which ``jax.ffi.ffi_lowering`` knows
 ``jax._src.core.trace_state_clean``    whether a call happens at top level or inside a trace
+``InternalMutableArrayEffect``           of a jaxpr that makes references: its lowering takes them away
 ``jax._src.effects`` (its type sets)   to register an ordered effect; mpi4jax and jax's own debug_print
                                        do the same
 ``mlir.jaxpr_subcomp``, ``TokenSet``   exported, but their signature has changed before
@@ -25,7 +26,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -43,7 +44,7 @@ SUPPORTED_JAX = ">= 0.9, < 0.13"
 
 try:
     from jax._src import effects as jax_effects
-    from jax._src.core import abstract_token, trace_state_clean
+    from jax._src.core import InternalMutableArrayEffect, abstract_token, trace_state_clean
     from jax._src.custom_derivatives import linear_call_p
     from jax._src.dispatch import RuntimeTokenSet
 
@@ -87,6 +88,28 @@ for _types in _TYPE_SETS:
     _types.add_type(OrderedCollective)
 
 effect = OrderedCollective()
+
+
+def without_references(effects: Iterable[Any]) -> set[Any]:
+    """The effects, but for those of references that a program makes for itself."""
+    return {kind for kind in effects if not isinstance(kind, InternalMutableArrayEffect)}
+
+
+def result(shape: Sequence[int], dtype: Any, *operands: Any) -> Any:
+    """The type of a result: it varies along the axes of a :func:`jax.shard_map` around along which an operand does."""
+    varying = frozenset().union(*map(_varying, operands))
+    if not varying:
+        return jax.core.ShapedArray(tuple(shape), dtype)
+    like = next(x for x in operands if _varying(x))
+    spec = jax.sharding.PartitionSpec(*[None] * len(shape))
+    # JAX 0.10 has put the names into a type of their own.
+    kind = {"vma": varying} if hasattr(like, "vma") else {"manual_axis_type": type(like.manual_axis_type)(varying)}
+    return like.update(shape=tuple(shape), dtype=dtype, weak_type=False, sharding=like.sharding.update(spec=spec), **kind)
+
+
+def _varying(x: Any) -> frozenset[Any]:
+    names: frozenset[Any] = x.vma if hasattr(x, "vma") else x.manual_axis_type.varying
+    return names
 
 
 @linear_call_p.def_effectful_abstract_eval
@@ -316,6 +339,7 @@ class Region:
         fun: Callable[..., Any],
         *,
         donated: Donated | None = None,
+        expand: Callable[[ClosedJaxpr], ClosedJaxpr] = lambda closed: closed,
         rewrite: Callable[[Any], Any] = lambda jaxpr: jaxpr,
     ) -> None:
         """Keeps ``fun``.
@@ -323,9 +347,11 @@ class Region:
         Args:
             fun: any function that JAX can trace.
             donated: which inputs the program may overwrite.
+            expand: from the program, which nothing will transform any more, to another of the same meaning.
             rewrite: from the jaxpr of the program to another of the same meaning.
         """
         functools.update_wrapper(self, fun)
+        self._expand = expand
         self._rewrite = rewrite
         self._fun = fun
         self._donated = donated
@@ -348,7 +374,7 @@ class Region:
             outs, out_tree = jax.tree.flatten(self._fun(*args, **kwargs))
             return [*outs, jnp.zeros(0, bool)]
 
-        closed = jax.make_jaxpr(flat)(*arrays)
+        closed = self._expand(jax.make_jaxpr(flat)(*arrays))
         several = jax.local_device_count() > 1
         self._find_devices(closed.jaxpr, several)
         donated = self._donated.arrays(args, kwargs) if self._donated is not None else ()

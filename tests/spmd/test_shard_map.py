@@ -116,19 +116,22 @@ def compare(
     result_specs: Any = None,
     tolerance: float = 1e-5,
     lead: int = 0,
+    check_vma: Sequence[bool] = (True, False),
 ) -> None:
     """Ours on this rank's blocks of ``args`` against JAX's on all of them, inside ``around``.
 
     Args:
         result_specs: how the results of ``around`` lie; default ``out_specs``.
         lead: axes in front, in arguments and results, that the specs do not count.
+        check_vma: with which of the two.
     """
     mesh, theirs = meshes(world, local, sizes, names)
-    oracle = jax.shard_map(fun, mesh=theirs, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-    want = once(world.size * local, lambda: jax.jit(around(oracle))(*args))
-    mapped = pc.shard_map(fun, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
-    got = around(mapped)(*blocks(mesh, in_specs, args, lead))
-    assert_blocks(mesh, got, want, out_specs if result_specs is None else result_specs, tolerance, lead)
+    for check in check_vma:
+        options: dict[str, Any] = {"in_specs": in_specs, "out_specs": out_specs, "check_vma": check}
+        oracle = jax.shard_map(fun, mesh=theirs, **options)
+        want = once(world.size * local, lambda oracle=oracle: jax.jit(around(oracle))(*args))
+        got = around(pc.shard_map(fun, mesh=mesh, **options))(*blocks(mesh, in_specs, args, lead))
+        assert_blocks(mesh, got, want, out_specs if result_specs is None else result_specs, tolerance, lead)
 
 
 # Values ---------------------------------------------------------------------------------------------------
