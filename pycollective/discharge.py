@@ -118,6 +118,9 @@ class _Discharge:
         if eqn.primitive in PROGRAMS:
             return self._program(eqn, operands)
         if eqn.primitive.name == "shard_map":
+            if self._local:
+                remedy = "Bind all axes in one pycollective.shard_map."
+                self._fail(eqn, f"a program over {self._mesh!r} by itself", f"jax.shard_map over {eqn.params['mesh']}", remedy)
             inside = _Discharge(self._mesh, self._ours - _hidden(eqn))
             return jaxprs.rebuilt_shard_map(eqn, inside._equation)(*operands)
         if (inner := jaxprs.called(eqn)) is not None:  # nothing differentiates what is discharged
@@ -155,15 +158,17 @@ class _Discharge:
         )
         return self.evaluate(closed, *operands)
 
+    def _fail(
+        self, eqn: JaxprEqn, expected: str, got: str, remedy: str, kind: type[Exception] = NotImplementedError
+    ) -> NoReturn:
+        where = source_info_util.summarize(eqn.source_info)
+        rank, size = self._mesh.comm.rank, self._mesh.comm.size
+        raise kind(message(eqn.primitive.name, expected, f"{got} at {where}", remedy, rank=rank, size=size))
+
     def _collective(self, eqn: JaxprEqn, operands: list[Any]) -> Any:
         mesh = self._mesh
         name = eqn.primitive.name
-
-        def fail(expected: str, got: str, remedy: str, kind: type[Exception] = NotImplementedError) -> NoReturn:
-            where = source_info_util.summarize(eqn.source_info)
-            rank, size = mesh.comm.rank, mesh.comm.size
-            raise kind(message(name, expected, f"{got} at {where}", remedy, rank=rank, size=size))
-
+        fail = partial(self._fail, eqn)
         rule = RULES.get(name)
         if rule is None:
             fail(f"one of {sorted(RULES)} over axes of {mesh!r}", name, "Write it with those.")

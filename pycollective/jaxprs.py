@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.extend.core import primitives as jax_primitives
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 NO_MESH = jax.sharding.AbstractMesh((), ())
 """That of a trace which no :func:`jax.shard_map` surrounds."""
@@ -117,7 +121,24 @@ def rebuilt_shard_map(eqn: JaxprEqn, equation: Equation) -> Callable[..., Any]:
         out_specs=list(eqn.params["out_specs"]),
         check_vma=eqn.params["check_vma"],
     )
-    return program
+    return outside_meshes(program)
+
+
+def manual_sizes(mesh: jax.sharding.AbstractMesh) -> list[int]:
+    """The sizes of the axes over which a program around is one of several devices' own."""
+    kinds = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
+    return [size for size, kind in kinds if kind == jax.sharding.AxisType.Manual]
+
+
+def outside_meshes(fun: Callable[P, R]) -> Callable[P, R]:
+    """``fun`` in a trace under a mesh as if it were under none: it may use meshes of its own."""
+
+    @functools.wraps(fun)
+    def function(*args: P.args, **kwargs: P.kwargs) -> R:
+        with jax.sharding.use_abstract_mesh(NO_MESH):
+            return fun(*args, **kwargs)
+
+    return function
 
 
 def called(eqn: JaxprEqn) -> ClosedJaxpr | None:

@@ -22,7 +22,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Primitive, jaxpr_as_
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
 
-from pycollective import buckets, discharge, jaxprs, ordering
+from pycollective import buckets, checks, discharge, jaxprs, ordering
 from pycollective.checks import AxisName
 from pycollective.mesh import Mesh
 
@@ -167,7 +167,17 @@ def _devices(mesh: Mesh) -> Any:
 def run(
     *args: Any, body: Any, mesh: Mesh, in_specs: Sequence[PartitionSpec], out_specs: Sequence[PartitionSpec], **_: Any
 ) -> list[Any]:
-    """The program of this rank's devices, discharged, on its own blocks."""
+    """The program of this rank's devices, discharged, on its own blocks.
+
+    Raises:
+        NotImplementedError: something around runs this program on several devices.
+    """
+    around = jax.sharding.get_abstract_mesh()
+    if any(size > 1 for size in jaxprs.manual_sizes(around)):
+        remedy = "Bind all axes in one pycollective.shard_map, or name a communicator inside."
+        checks.fail(
+            NotImplementedError, "pmap", mesh.comm, f"a program over {mesh!r} by itself", f"one inside {around}", remedy
+        )
 
     def one_device(*blocks: Any) -> list[Any]:
         avals = [jaxprs.aval_like(var.aval) for var in body.invars]
@@ -178,15 +188,14 @@ def run(
 
     if _on_default_device(mesh):
         return one_device(*args)
-    return list(
-        jax.shard_map(
-            one_device,
-            mesh=mesh.local_mesh,
-            in_specs=tuple(local_spec(mesh, spec) for spec in in_specs),
-            out_specs=[local_spec(mesh, spec) for spec in out_specs],
-            check_vma=False,
-        )(*args)
+    on_all = jax.shard_map(
+        one_device,
+        mesh=mesh.local_mesh,
+        in_specs=tuple(local_spec(mesh, spec) for spec in in_specs),
+        out_specs=[local_spec(mesh, spec) for spec in out_specs],
+        check_vma=False,
     )
+    return list(jaxprs.outside_meshes(on_all)(*args))
 
 
 discharge.PROGRAMS[mapped_p] = run

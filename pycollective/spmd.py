@@ -66,21 +66,10 @@ def _results(where: str, fun: Any, comm: Communicator, trace: Callable[[], tuple
     return jax.tree.unflatten(structure, mapped.apply(closed, placed.mesh, placed.arrays))
 
 
-def _outside(fun: Callable[P, R]) -> Callable[P, R]:
-    """``fun`` in a trace under a mesh as if it were under none: it may use meshes of its own."""
-
-    @functools.wraps(fun)
-    def function(*args: P.args, **kwargs: P.kwargs) -> R:
-        with jax.sharding.use_abstract_mesh(jaxprs.NO_MESH):
-            return fun(*args, **kwargs)
-
-    return function
-
-
 def _named(fun: Callable[..., Any], mesh: Mesh, check_vma: bool) -> Callable[..., Any]:
     """``fun`` with the axis of ``mesh``, which has one device of this rank, bound: rank-local arrays in and out."""
     spec = PartitionSpec(mesh.axes[0].name)  # of an axis in front, along which the global arrays have one for each rank
-    body = fun if check_vma else _outside(fun)
+    body = fun if check_vma else jaxprs.outside_meshes(fun)
 
     @functools.wraps(fun)
     def bound(*args: Any, **kwargs: Any) -> Any:
@@ -351,7 +340,7 @@ def pmap(
 
         return _Placed(mesh, arrays, list(map(spec, mapped_axes)), put), mapped_axes
 
-    body = _outside(fun)
+    body = jaxprs.outside_meshes(fun)
     out_specs = jax.tree.map(lambda axis: spec(None if axis is None else max(axis, 0)), axes_out, is_leaf=_is_none)
 
     @functools.wraps(fun)
@@ -472,6 +461,8 @@ def shard_map(
         if len(spec) > x.ndim:
             expected = f"a spec of at most {x.ndim} entries in in_specs{place} for shape {tuple(x.shape)}"
             fail(expected, spec, "Drop the last entries.")
+
+    def check_division(place: str, x: Any, spec: PartitionSpec) -> None:
         for length, part in zip(x.shape, spec, strict=False):
             along = part if isinstance(part, tuple) else (part,)
             local = math.prod(axis.local for axis in mesh.axes if axis.name in along)
@@ -503,6 +494,9 @@ def shard_map(
             except (ValueError, TypeError):
                 mapped.trace(fun, mesh, args, **options)  # JAX's own words, where it has some
                 raise
+            entries = [entry for entry in _broadcast_prefix(in_specs, args) if entry[1] is not None]
+            for (entry, spec), x in zip(entries, placed.arrays, strict=True):
+                check_division(entry, x, spec)
 
             arguments = lambda arrays: placed.put(arrays)[0]
             return placed, *mapped.trace(fun, mesh, placed.wholes(), arguments=arguments, **options)
