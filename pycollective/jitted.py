@@ -20,6 +20,11 @@ def _rewrite(jaxpr: Any) -> Any:
     return overlap.overlap(buckets.join_reductions(jaxpr))
 
 
+def _elsewhere(error: ValueError) -> bool:
+    """Whether JAX refuses arguments since they lie on other devices than the program."""
+    return "incompatible devices" in str(error)
+
+
 class Jitted(Generic[P, R]):
     """A compiled function; what :func:`pycollective.jit`, ``pmap`` and ``shard_map`` return.
 
@@ -46,8 +51,12 @@ class Jitted(Generic[P, R]):
         self._place = place
         self._places = False  # whether a call had to move its arguments
         donated = ordering.Donated.of(fun, options)
-        self._program = ordering.Region(fun, donated=donated, expand=mapped.expand, rewrite=_rewrite)
-        self._region = jax.jit(self._program, **options)
+        shardings = options.get("out_shardings")
+        self._program = ordering.Region(
+            fun, donated=donated, expand=mapped.expand, rewrite=_rewrite, witnessed=shardings is not None
+        )
+        of_region = {} if shardings is None else {"out_shardings": turns.Witnessed(shardings, None)}
+        self._region = jax.jit(self._program, **{**options, **of_region})
         self._nested = jax.jit(fun, **options)
         self._agreed = False  # whether all ranks have made the first call
 
@@ -57,18 +66,39 @@ class Jitted(Generic[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         # Every look-up here is paid by every call: one of 4 B takes 8 us in all.
         if not ordering.at_top_level():
-            return self._nested(*args, **kwargs)
+            return self._call_nested(args, kwargs)
         if not self._agreed:
             self._call_first(args, kwargs)
         return self._dispatch(self._region, args, kwargs)
 
+    def _call_nested(self, args: Any, kwargs: Any) -> Any:
+        try:
+            return self._nested(*args, **kwargs)
+        except ValueError as error:
+            if self._place is None or not _elsewhere(error):
+                raise
+        args, kwargs = self._place(args, kwargs)
+        return self._nested(*args, **kwargs)
+
     def _dispatch(self, program: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Calls a compiled program of the region."""
+        if self._places and self._place is not None:
+            args, kwargs = self._place(args, kwargs)
         devices = self._program.devices
         if isinstance(devices, str):
             devices = turns.devices_for((args, kwargs))
+            if self._place is not None and devices != turns.devices_for(()):
+                args, kwargs = self._place(args, kwargs)
+                devices = turns.devices_for((args, kwargs))
         turns.take_turn(devices)
-        return turns.keep(program(*args, **kwargs))
+        try:
+            outs = program(*args, **kwargs)
+        except ValueError as error:
+            if self._place is None or self._places or not _elsewhere(error):
+                raise
+            self._places = True  # from now on, so that programs which never need it pay nothing
+            return self._dispatch(program, args, kwargs)
+        return turns.keep(outs)
 
     def _call_first(self, args: Any, kwargs: Any) -> None:
         """What comes before the first call: all ranks trace, and compare what they found."""

@@ -22,7 +22,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Primitive, jaxpr_as_
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
 
-from pycollective import buckets, checks, discharge, jaxprs, ordering
+from pycollective import buckets, checks, discharge, jaxprs, ordering, turns
 from pycollective.checks import AxisName
 from pycollective.mesh import Mesh
 
@@ -150,7 +150,7 @@ def _params(eqn: JaxprEqn, mesh: Mesh) -> dict[str, Any]:
 
 def _on_default_device(mesh: Mesh) -> bool:
     """Whether JAX runs a program there by default."""
-    return mesh.devices == (jax.local_devices()[0],)
+    return mesh.devices == turns.devices_for(())
 
 
 @functools.lru_cache(maxsize=256)

@@ -341,6 +341,7 @@ class Region:
         donated: Donated | None = None,
         expand: Callable[[ClosedJaxpr], ClosedJaxpr] = lambda closed: closed,
         rewrite: Callable[[Any], Any] = lambda jaxpr: jaxpr,
+        witnessed: bool = False,
     ) -> None:
         """Keeps ``fun``.
 
@@ -349,10 +350,12 @@ class Region:
             donated: which inputs the program may overwrite.
             expand: from the program, which nothing will transform any more, to another of the same meaning.
             rewrite: from the jaxpr of the program to another of the same meaning.
+            witnessed: whether every call returns a :class:`turns.Witnessed`.
         """
         functools.update_wrapper(self, fun)
         self._expand = expand
         self._rewrite = rewrite
+        self._witnessed = witnessed
         self._fun = fun
         self._donated = donated
         self.traced = False
@@ -384,7 +387,7 @@ class Region:
         given = {*jaxpr.invars, *jaxpr.constvars}
         held = any(isinstance(var, Var) and var not in given for var in jaxpr.outvars[:-1])
         results = jax.tree.unflatten(out_tree, outs)
-        return results if held and not several else turns.Witnessed(results, witness)
+        return results if held and not several and not self._witnessed else turns.Witnessed(results, witness)
 
     def _find_devices(self, jaxpr: Any, several: bool) -> None:
         devices = _devices_of(jaxpr) or turns.OF_ARGUMENTS if several else turns.ALONE

@@ -160,7 +160,13 @@ def jit(
     ranks = checks.communicator("jit", comm)  # MPI and the transport start before anything is compiled
     if axis_name is None:
         return Jitted(fun, options)
-    return Jitted(_named(fun, line(axis_name, ranks, devices_of_this_rank()[:1]), check_vma), options)
+    mesh = line(axis_name, ranks, devices_of_this_rank()[:1])
+
+    def place(args: Any, kwargs: Any) -> Any:
+        arrays, with_arrays = jaxprs.split_arrays(args, kwargs)
+        return _Placed(mesh, arrays, [PartitionSpec()] * len(arrays), with_arrays).on_devices()
+
+    return Jitted(_named(fun, mesh, check_vma), options, place)
 
 
 # Several devices of each rank -------------------------------------------------------------------------------

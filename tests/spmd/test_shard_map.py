@@ -534,3 +534,77 @@ def test_compiled_once(world: pc.Communicator, hard: Grid) -> None:
     for k in range(3):
         fun(np.full(local, k, np.float32))
     assert traces == [(1,)]
+
+
+# Derivatives inside, and types ------------------------------------------------------------------------------
+
+
+def test_gradient_inside_of_a_summed_loss(world: pc.Communicator, few: int) -> None:
+    # JAX counts the sum once where types tell, once for each device where they do not.
+    total = world.size * few
+    mesh, _ = meshes(world, few, (total,), ("i",))
+    xs = np.arange(1.0, total + 1, dtype=np.float32)
+
+    def fun(w: Array, x: Array) -> Array:
+        return jax.grad(lambda w: lax.psum(jnp.sum(w * x), "i"))(w)
+
+    specs = (P("i"), P("i"))
+    mine = blocks(mesh, specs, (np.ones(total, np.float32), xs))
+    own_values = own(mesh, xs, P("i"))
+    np.testing.assert_allclose(pc.shard_map(fun, mesh=mesh, in_specs=specs, out_specs=P("i"))(*mine), own_values)
+    untyped = pc.shard_map(fun, mesh=mesh, in_specs=specs, out_specs=P("i"), check_vma=False)
+    np.testing.assert_allclose(untyped(*mine), total * own_values)
+    shared = pc.shard_map(fun, mesh=mesh, in_specs=(P(), P("i")), out_specs=P())
+    np.testing.assert_allclose(shared(np.float32(1), own_values), xs.sum())
+
+
+def rule_with_a_sum(kind: str) -> Callable[[Array, Array], Array]:
+    """A function whose own rule names the axes, in ways that differ from its derivative by 3."""
+    if kind == "jvp":
+        jvp = jax.custom_jvp(lambda w, x: lax.psum(jnp.sum(w * x), NAMES))
+        jvp.defjvp(lambda p, t: (jvp(*p), 3 * lax.psum(jnp.sum(t[0] * p[1]), NAMES)))
+        return jvp
+    vjp = jax.custom_vjp(lambda w, x: jnp.sin(w) * x)
+    vjp.defvjp(
+        lambda w, x: (vjp(w, x), (w, x)),
+        lambda saved, ct: (3 * jnp.cos(saved[0]) * saved[1] * ct, lax.pmean(ct, NAMES) + 0 * ct),
+    )
+    return vjp
+
+
+INSIDE_PROGRAMS: dict[str, Callable[[Array, Array], Array]] = {
+    "sum": lambda w, x: lax.psum(jnp.sum(jnp.sin(w * x)), NAMES),
+    "sum of one axis": lambda w, x: lax.pmean(jnp.sum(jnp.sin(lax.psum(w * x, "model"))), "data"),
+    "gathered": lambda w, x: lax.psum(jnp.sum(lax.all_gather(w * x, "data", tiled=True) ** 2), NAMES),
+    "permuted": lambda w, x: lax.pmean(jnp.sum(jnp.cos(lax.ppermute(w * x, "data", [(0, 0)]))), NAMES),
+    "in a scan": lambda w, x: lax.scan(
+        lambda c, k: (c + lax.psum(jnp.sum(jnp.sin(k * w * x)), NAMES), None), jnp.float32(0), jnp.arange(1.0, 3.0)
+    )[0],
+    "checkpointed": jax.checkpoint(lambda w, x: lax.psum(jnp.sum(jnp.sin(lax.psum(w * x, "model"))), "data")),
+    "custom jvp": lambda w, x: lax.pmean(rule_with_a_sum("jvp")(w, x), NAMES),
+    "custom vjp": lambda w, x: lax.psum(jnp.sum(rule_with_a_sum("vjp")(w + 0 * x, x)), NAMES),
+}
+
+
+@pytest.mark.parametrize("check", [True, False], ids=["typed", "untyped"])
+@pytest.mark.parametrize("name", sorted(INSIDE_PROGRAMS))
+def test_gradients_inside_and_outside(name: str, check: bool, world: pc.Communicator) -> None:
+    local, sizes = BOTH_OUTER
+    fun = INSIDE_PROGRAMS[name]
+    w, x = values((1, 3), seed=4), values((math.prod(sizes), 3))
+    specs = (P(), P(NAMES))
+
+    def inside(w: Array, x: Array) -> tuple[Array, Array]:
+        return jax.grad(lambda w, x: jnp.sin(fun(w, x)), argnums=(0, 1))(w, x)
+
+    def outside(mapped: Callable[..., Any]) -> Callable[..., Any]:
+        loss = lambda *args: sum(jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(mapped(*args)))
+        return jax.grad(loss, argnums=(0, 1))
+
+    options: dict[str, Any] = {"tolerance": 1e-3, "check_vma": (check,)}
+    compare(world, local, sizes, fun, specs, P(), w, x, **options)
+    compare(world, local, sizes, fun, specs, P(), w, x, around=outside, result_specs=specs, **options)
+    # Untyped, the gradient with respect to what all share differs from device to device.
+    out_specs = specs if check else (P(NAMES), P(NAMES))
+    compare(world, local, sizes, inside, specs, out_specs, w, x, **options)
+    compare(world, local, sizes, inside, specs, out_specs, w, x, around=outside, result_specs=specs, **options)
