@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -262,32 +263,50 @@ def _without_copies(jaxpr: Any, free: frozenset[Var] = frozenset()) -> Any:
         jaxpr: the program.
         free: inputs that it may overwrite.
     """
+    buffers = _buffers(jaxpr)
+
+    def buffers_of(atoms: Iterable[Any]) -> set[Var]:
+        return {buffers.get(var, var) for var in atoms if isinstance(var, Var)}
+
     kept = {*jaxpr.invars, *jaxpr.constvars} - free
-    kept |= {var for var in jaxpr.outvars if isinstance(var, Var)}
+    kept |= buffers_of(jaxpr.outvars)
     eqns = []
     for eqn in reversed(jaxpr.eqns):
-        reads = {var for var in eqn.invars if isinstance(var, Var)}
+        reads = buffers_of(eqn.invars)
         if hints := eqn.params.get("in_place"):
             arrays = zip(hints, eqn.invars, strict=True)
-            ours = tuple(hint and isinstance(var, Var) and var not in kept for hint, var in arrays)
+            ours = tuple(hint and isinstance(var, Var) and buffers.get(var, var) not in kept for hint, var in arrays)
             eqn = eqn.replace(params={**eqn.params, "in_place": ours})
         if eqn.primitive.name in ("jit", "pjit"):  # JAX inlines it
             closed = eqn.params["jaxpr"]
-            inner = _without_copies(closed.jaxpr, _free_inside(eqn, closed.jaxpr, kept))
+            inner = _without_copies(closed.jaxpr, _free_inside(eqn, closed.jaxpr, kept, buffers))
             eqn = eqn.replace(params={**eqn.params, "jaxpr": ClosedJaxpr(inner, closed.consts)})
         elif eqn.primitive.name == "shard_map":  # the same program on each device
             inner = eqn.params["jaxpr"]
-            inner = _without_copies(inner, _free_inside(eqn, inner, kept))
+            inner = _without_copies(inner, _free_inside(eqn, inner, kept, buffers))
             eqn = eqn.replace(params={**eqn.params, "jaxpr": inner})
         eqns.append(eqn)
         kept |= reads
     return jaxpr.replace(eqns=eqns[::-1])
 
 
-def _free_inside(eqn: Any, inner: Any, kept: set[Var]) -> frozenset[Var]:
+def _free_inside(eqn: Any, inner: Any, kept: set[Var], buffers: dict[Var, Var]) -> frozenset[Var]:
     """The inputs of a program that an equation holds which nobody reads behind it."""
     pairs = zip(eqn.invars, inner.invars, strict=True)
-    return frozenset(var for outer, var in pairs if isinstance(outer, Var) and outer not in kept)
+    return frozenset(
+        var for outer, var in pairs if isinstance(outer, Var) and buffers.get(outer, outer) not in kept
+    )
+
+
+def _buffers(jaxpr: Any) -> dict[Var, Var]:
+    """For what only has another shape than an array before it, that array: XLA gives both one buffer."""
+    buffers: dict[Var, Var] = {}
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in ("reshape", "squeeze", "broadcast_in_dim", "expand_dims"):
+            source, result = eqn.invars[0], eqn.outvars[0]
+            if isinstance(source, Var) and math.prod(source.aval.shape) == math.prod(result.aval.shape):
+                buffers[result] = buffers.get(source, source)
+    return buffers
 
 
 class Donated(NamedTuple):
