@@ -220,6 +220,10 @@ def _ragged_all_to_all(
     return [output]
 
 
+def _unchanged(group: Group, *operands: Array, **_: Any) -> list[Array]:
+    return list(operands)
+
+
 def _axis_index(group: Group) -> list[Array]:
     return [jnp.asarray(group.index(), jnp.int32)]
 
@@ -237,6 +241,10 @@ RULES: dict[str, Rule] = {
     "pbroadcast": _pbroadcast,
     "ragged_all_to_all": _ragged_all_to_all,
     "axis_index": _axis_index,
+    "pvary": _unchanged,
     "wire_sum": _wire_sum,
 }
 """By the name of JAX's primitive; the last is that of :mod:`pycollective.wire`."""
+
+SILENT = ("axis_index", "pvary")
+"""Those that need no other device."""

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import primitives as jax_primitives
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+NO_MESH = jax.sharding.AbstractMesh((), ())
+"""That of a trace which no :func:`jax.shard_map` surrounds."""
+
+Equation = Callable[[JaxprEqn, list[Any]], Sequence[Any]]
+"""The results of an equation for these operands."""
 
 
 def replaced(items: Sequence[Any], places: Sequence[int], values: Sequence[Any]) -> list[Any]:
@@ -35,34 +46,6 @@ def split_arrays(args: Any, kwargs: Any) -> tuple[list[Any], Callable[[Sequence[
     return [leaves[place] for place in places], with_arrays
 
 
-Equation = Callable[[JaxprEqn, list[Any]], Sequence[Any]]
-
-
-def bind(eqn: JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]:
-    """The results of an equation of those operands, under the caller's trace."""
-    results = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
-    return results if eqn.primitive.multiple_results else [results]
-
-
-def evaluate(closed: ClosedJaxpr, *args: Any, equation: Equation = bind) -> list[Any]:
-    """``closed`` on ``args`` under the caller's trace; what replaces an equation keeps the user's line and scopes.
-
-    Not :func:`jax.extend.core.jaxpr_as_fun`: that switches ``jax_debug_nans`` off, for good.
-    """
-    jaxpr = closed.jaxpr
-    values: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *args], strict=True))
-
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, Literal) else values[atom]
-
-    for eqn in jaxpr.eqns:
-        stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
-        with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
-            results = equation(eqn, list(map(read, eqn.invars)))
-        values.update(zip(eqn.outvars, results, strict=True))
-    return list(map(read, jaxpr.outvars))
-
-
 def like(value: Any, parts: Sequence[Any]) -> Any:
     """A tuple or list of ``parts`` of the type of ``value``, which may be a named tuple."""
     return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
@@ -75,6 +58,111 @@ def inner_jaxprs(eqn: Any) -> list[Any]:
     ]
     opened = [part.jaxpr if isinstance(part, ClosedJaxpr) else part for part in parts]
     return [part for part in opened if isinstance(part, Jaxpr)]
+
+
+def evaluate(closed: ClosedJaxpr, equation: Equation, *args: Any) -> list[Any]:
+    """``closed`` on ``args`` under the caller's trace and mesh: each equation as ``equation`` says."""
+    jaxpr = closed.jaxpr
+    mesh = jax.sharding.get_abstract_mesh()
+    values: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *args], strict=True))
+
+    def read(atom: Any) -> Any:
+        # A literal may have a type with the mesh of its trace, which an array of NumPy has not.
+        if isinstance(atom, Literal):
+            return np.asarray(atom.val) if isinstance(atom.val, np.ndarray) else atom.val
+        return values[atom]
+
+    for eqn in jaxpr.eqns:
+        # What replaces an equation keeps the user's line and scopes, but not the mesh under which it was traced.
+        stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+        with (
+            source_info_util.user_context(eqn.source_info.traceback, name_stack=stack),
+            eqn.ctx.manager,
+            jax.sharding.use_abstract_mesh(NO_MESH),  # first, since JAX refuses one mesh inside another
+            jax.sharding.use_abstract_mesh(mesh),
+        ):
+            results = equation(eqn, list(map(read, eqn.invars)))
+        values.update(zip(eqn.outvars, results, strict=True))
+    return list(map(read, jaxpr.outvars))
+
+
+def bind(eqn: JaxprEqn, operands: Sequence[Any], params: dict[str, Any]) -> Sequence[Any]:
+    """The equation again, with other operands and parameters."""
+    results = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(params))
+    return results if eqn.primitive.multiple_results else [results]
+
+
+def function(jaxpr: Any) -> Callable[..., list[Any]]:
+    """A jaxpr without constants, as a function.
+
+    Not :func:`jax.extend.core.jaxpr_as_fun`: that switches ``jax_debug_nans`` off in this thread, for good.
+    """
+    closed = ClosedJaxpr(jaxpr, ())
+    return lambda *args: evaluate(closed, lambda eqn, operands: bind(eqn, operands, eqn.params), *args)
+
+
+def bind_mapped(eqn: JaxprEqn, operands: Sequence[Any], change: Callable[[ClosedJaxpr], ClosedJaxpr]) -> Sequence[Any]:
+    """The equation again, with the jaxprs in its parameters changed: new ones take and return what the old ones do."""
+    consts: list[Any] = []
+
+    def new(value: Any) -> Any:
+        if isinstance(value, ClosedJaxpr):
+            return change(value)
+        if isinstance(value, Jaxpr):  # open, as in checkpoint: what would be its constants become operands
+            closed = change(ClosedJaxpr(value, ()))
+            consts.extend(closed.consts)
+            return closed.jaxpr.replace(constvars=[], invars=[*closed.jaxpr.constvars, *closed.jaxpr.invars])
+        if isinstance(value, (tuple, list)):
+            return like(value, list(map(new, value)))
+        return value
+
+    params = {name: new(value) for name, value in eqn.params.items()}
+    return bind(eqn, [*consts, *operands], params)
+
+
+def rebuilt_shard_map(eqn: JaxprEqn, equation: Equation) -> Callable[..., Any]:
+    """The :func:`jax.shard_map` of an equation, with each equation inside as ``equation`` says."""
+    closed = ClosedJaxpr(eqn.params["jaxpr"], ())
+    program: Callable[..., Any] = jax.shard_map(
+        lambda *blocks: evaluate(closed, equation, *blocks),
+        mesh=eqn.params["mesh"],
+        in_specs=tuple(eqn.params["in_specs"]),
+        out_specs=list(eqn.params["out_specs"]),
+        check_vma=eqn.params["check_vma"],
+    )
+    return outside_meshes(program)
+
+
+def manual_sizes(mesh: jax.sharding.AbstractMesh) -> list[int]:
+    """The sizes of the axes over which a program around is one of several devices' own."""
+    kinds = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
+    return [size for size, kind in kinds if kind == jax.sharding.AxisType.Manual]
+
+
+def outside_meshes(fun: Callable[P, R]) -> Callable[P, R]:
+    """``fun`` in a trace under a mesh as if it were under none: it may use meshes of its own."""
+
+    @functools.wraps(fun)
+    def function(*args: P.args, **kwargs: P.kwargs) -> R:
+        with jax.sharding.use_abstract_mesh(NO_MESH):
+            return fun(*args, **kwargs)
+
+    return function
+
+
+def called(eqn: JaxprEqn) -> ClosedJaxpr | None:
+    """What an equation is that nothing but its derivative makes more than a call."""
+    if eqn.primitive in (jax_primitives.custom_jvp_call_p, jax_primitives.custom_vjp_call_p):
+        closed: ClosedJaxpr = eqn.params["call_jaxpr"]
+        return closed
+    return eqn.params["callee"] if eqn.primitive.name == "linear_call" else None
+
+
+def aval_like(aval: Any) -> Any:
+    """For :func:`jax.make_jaxpr`: of the shape and dtype of ``aval``, outside any mesh."""
+    if hasattr(aval, "inner_aval"):  # a reference
+        return jax.ShapeDtypeStruct(aval.inner_aval.shape, aval.inner_aval.dtype, is_ref=True)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
 
 
 def map_jaxprs(jaxpr: Any, change: Callable[[Any], Any]) -> Any:

@@ -10,10 +10,15 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 import jax
 
-from pycollective import agreement, buckets, ordering, overlap, turns
+from pycollective import agreement, buckets, checks, mapped, ordering, overlap, turns
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+def _elsewhere(error: ValueError) -> bool:
+    """Whether JAX refuses arguments since they lie on other devices than the program."""
+    return "incompatible devices" in str(error)
 
 
 class Jitted(Generic[P, R]):
@@ -24,12 +29,31 @@ class Jitted(Generic[P, R]):
     batches.
     """
 
-    def __init__(self, fun: Callable[P, R], options: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        fun: Callable[P, R],
+        options: dict[str, Any],
+        place: Callable[[Any, Any], tuple[Any, Any]] | None = None,
+    ) -> None:
+        """Compiles nothing yet.
+
+        Args:
+            fun: what runs on this rank.
+            options: those of :func:`jax.jit`.
+            place: moves arguments to the devices of the program; None: it has none of its own.
+        """
         functools.update_wrapper(self, fun)
         self._fun = fun
+        self._place = place
+        self._places = False  # whether a call had to move its arguments
         self._overlap = overlap.Overlap()
-        self._program = ordering.Region(fun, donated=ordering.Donated.of(fun, options), rewrite=self._rewrite)
-        self._region = jax.jit(self._program, **options)
+        donated = ordering.Donated.of(fun, options)
+        shardings = options.get("out_shardings")
+        self._program = ordering.Region(
+            fun, donated=donated, expand=mapped.expand, rewrite=self._rewrite, witnessed=shardings is not None
+        )
+        of_region = {} if shardings is None else {"out_shardings": turns.Witnessed(shardings, None)}
+        self._region = jax.jit(self._program, **{**options, **of_region})
         self._nested = jax.jit(fun, **options)
         self._agreed = False  # whether all ranks have made the first call
 
@@ -39,7 +63,7 @@ class Jitted(Generic[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         # Every look-up here is paid by every call: one of 4 B takes 8 us in all.
         if not ordering.at_top_level():
-            return self._nested(*args, **kwargs)
+            return self._call_nested(args, kwargs)
         if not self._agreed:
             if jax.config.jax_disable_jit:  # each operation is a program of its own
                 turns.rest()
@@ -47,15 +71,38 @@ class Jitted(Generic[P, R]):
             self._call_first(args, kwargs)
         return self._dispatch(self._region, args, kwargs)
 
+    def _call_nested(self, args: Any, kwargs: Any) -> Any:
+        try:
+            return self._nested(*args, **kwargs)
+        except ValueError as error:
+            if self._place is None or not _elsewhere(error):
+                raise
+        args, kwargs = self._place(args, kwargs)
+        return self._nested(*args, **kwargs)
+
     def _dispatch(self, program: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Calls a compiled program of the region."""
+        if self._places and self._place is not None:
+            args, kwargs = self._place(args, kwargs)
         devices = self._program.devices
-        turns.take_turn(turns.devices_for(args, kwargs) if isinstance(devices, str) else devices)
-        return turns.keep(program(*args, **kwargs))
+        if isinstance(devices, str):
+            devices = turns.devices_for(args, kwargs)
+            if self._place is not None and devices != turns.default_devices():
+                args, kwargs = self._place(args, kwargs)
+                devices = turns.devices_for(args, kwargs)
+        turns.take_turn(devices)
+        try:
+            outs = program(*args, **kwargs)
+        except ValueError as error:
+            if self._place is None or self._places or not _elsewhere(error):
+                raise
+            self._places = True  # from now on, so that programs which never need it pay nothing
+            return self._dispatch(program, args, kwargs)
+        return turns.keep(outs)
 
     def _call_first(self, args: Any, kwargs: Any) -> None:
         """What comes before the first call: all ranks trace, and compare what they found."""
-        with self._noting() as notes, self._overlap.first_call():
+        with checks.naming_axes(), self._noting() as notes, self._overlap.first_call():
             try:
                 self._region.trace(*args, **kwargs)  # kept by JAX: the call does not trace again
             finally:

@@ -44,8 +44,11 @@ class Axis:
 
     @property
     def local_name(self) -> str:
-        """The name of the local part in the program that XLA runs on this rank's devices."""
-        return f"{self.name} (local)"
+        """The name of the local part in the program that XLA runs on this rank's devices: the axis's own.
+
+        So results lie as the user's own meshes say. Only a discharged program means the local part by it.
+        """
+        return str(self.name)
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,11 @@ class Mesh:
         axes = [axis for axis in self.axes if axis.local > 1] or self.axes[-1:]
         grid = np.array(self.devices, dtype=object).reshape([axis.local for axis in axes])
         return jax.sharding.Mesh(grid, tuple(axis.local_name for axis in axes))
+
+    @cached_property
+    def abstract_mesh(self) -> jax.sharding.AbstractMesh:
+        """The axes at their full sizes, as a program sees them."""
+        return jax.sharding.AbstractMesh(tuple(self.shape.values()), tuple(self.shape))
 
     def index(self, name: AxisName) -> Any:
         """The calling device's index along an axis: a Python number where the rank alone decides it, else traced."""

@@ -14,6 +14,7 @@ This is the only file that uses JAX beyond its public API:
 ``jax._src.core.abstract_token``       the aval of a token operand, which ``jax.ffi.ffi_lowering`` knows
 ``jax._src.core.trace_state_clean``    whether a call happens at top level or inside a trace
 ``jax._src.core.get_axis_env``         the axes that transforms bind, for messages
+``InternalMutableArrayEffect``           of a jaxpr that makes references: its lowering takes them away
 ``jax._src.effects`` (its type sets)   to register an ordered effect; mpi4jax and jax's own debug_print
                                        do the same
 ``mlir.jaxpr_subcomp``, ``TokenSet``   exported, but their signature has changed before
@@ -28,7 +29,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import jax
@@ -46,7 +48,7 @@ SUPPORTED_JAX = ">= 0.9, < 0.13"
 
 try:
     from jax._src import effects as jax_effects
-    from jax._src.core import abstract_token, get_axis_env, trace_state_clean
+    from jax._src.core import InternalMutableArrayEffect, abstract_token, get_axis_env, trace_state_clean
     from jax._src.custom_derivatives import linear_call_p
     from jax._src.dispatch import RuntimeTokenSet
 
@@ -90,6 +92,30 @@ for _types in _TYPE_SETS:
     _types.add_type(OrderedCollective)
 
 effect = OrderedCollective()
+
+
+def without_references(effects: Iterable[Any]) -> set[Any]:
+    """The effects, but for those of references that a program makes for itself."""
+    return {kind for kind in effects if not isinstance(kind, InternalMutableArrayEffect)}
+
+
+def result(shape: Sequence[int], dtype: Any, *operands: Any) -> Any:
+    """The type of a result: it varies along the axes of a :func:`jax.shard_map` around along which an operand does."""
+    varying = frozenset().union(*map(_varying, operands))
+    if not varying:
+        return jax.core.ShapedArray(tuple(shape), dtype)
+    like = next(x for x in operands if _varying(x))
+    spec = jax.sharding.PartitionSpec(*[None] * len(shape))
+    # JAX 0.10 has put the names into a type of their own.
+    kind = {"vma": varying} if hasattr(like, "vma") else {"manual_axis_type": type(like.manual_axis_type)(varying)}
+    return like.update(
+        shape=tuple(shape), dtype=dtype, weak_type=False, sharding=like.sharding.update(spec=spec), **kind
+    )
+
+
+def _varying(x: Any) -> frozenset[Any]:
+    names: frozenset[Any] = x.vma if hasattr(x, "vma") else x.manual_axis_type.varying
+    return names
 
 
 @linear_call_p.def_effectful_abstract_eval
@@ -275,11 +301,11 @@ def _region_impl(*args: Any, jaxpr: Any) -> list[Any]:
                     "run all ranks with JAX_DISABLE_JIT=1, which checks each operation.",
                 )
             )
-        return bind(eqn, operands)
+        return bind(eqn, operands, eqn.params)
 
     constants = len(jaxpr.constvars)
     closed = ClosedJaxpr(jaxpr, args[:constants])
-    return evaluate(closed, *args[constants:], equation=equation)
+    return evaluate(closed, equation, *args[constants:])
 
 
 def _without_copies(jaxpr: Any, free: frozenset[Var] = frozenset()) -> Any:
@@ -291,32 +317,48 @@ def _without_copies(jaxpr: Any, free: frozenset[Var] = frozenset()) -> Any:
         jaxpr: the program.
         free: inputs that it may overwrite.
     """
+    buffers = _buffers(jaxpr)
+
+    def buffers_of(atoms: Iterable[Any]) -> set[Var]:
+        return {buffers.get(var, var) for var in atoms if isinstance(var, Var)}
+
     kept = {*jaxpr.invars, *jaxpr.constvars} - free
-    kept |= {var for var in jaxpr.outvars if isinstance(var, Var)}
+    kept |= buffers_of(jaxpr.outvars)
     eqns = []
     for eqn in reversed(jaxpr.eqns):
-        reads = {var for var in eqn.invars if isinstance(var, Var)}
+        reads = buffers_of(eqn.invars)
         if hints := eqn.params.get("in_place"):
             arrays = zip(hints, eqn.invars, strict=True)
-            ours = tuple(hint and isinstance(var, Var) and var not in kept for hint, var in arrays)
+            ours = tuple(hint and isinstance(var, Var) and buffers.get(var, var) not in kept for hint, var in arrays)
             eqn = eqn.replace(params={**eqn.params, "in_place": ours})
         if eqn.primitive.name in ("jit", "pjit"):  # JAX inlines it
             closed = eqn.params["jaxpr"]
-            inner = _without_copies(closed.jaxpr, _free_inside(eqn, closed.jaxpr, kept))
+            inner = _without_copies(closed.jaxpr, _free_inside(eqn, closed.jaxpr, kept, buffers))
             eqn = eqn.replace(params={**eqn.params, "jaxpr": ClosedJaxpr(inner, closed.consts)})
         elif eqn.primitive.name == "shard_map":  # the same program on each device
             inner = eqn.params["jaxpr"]
-            inner = _without_copies(inner, _free_inside(eqn, inner, kept))
+            inner = _without_copies(inner, _free_inside(eqn, inner, kept, buffers))
             eqn = eqn.replace(params={**eqn.params, "jaxpr": inner})
         eqns.append(eqn)
         kept |= reads
     return jaxpr.replace(eqns=eqns[::-1])
 
 
-def _free_inside(eqn: Any, inner: Any, kept: set[Var]) -> frozenset[Var]:
+def _free_inside(eqn: Any, inner: Any, kept: set[Var], buffers: dict[Var, Var]) -> frozenset[Var]:
     """The inputs of a program that an equation holds which nobody reads behind it."""
     pairs = zip(eqn.invars, inner.invars, strict=True)
-    return frozenset(var for outer, var in pairs if isinstance(outer, Var) and outer not in kept)
+    return frozenset(var for outer, var in pairs if isinstance(outer, Var) and buffers.get(outer, outer) not in kept)
+
+
+def _buffers(jaxpr: Any) -> dict[Var, Var]:
+    """For what only has another shape than an array before it, that array: XLA gives both one buffer."""
+    buffers: dict[Var, Var] = {}
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in ("reshape", "squeeze", "broadcast_in_dim", "expand_dims"):
+            source, result = eqn.invars[0], eqn.outvars[0]
+            if isinstance(source, Var) and math.prod(source.aval.shape) == math.prod(result.aval.shape):
+                buffers[result] = buffers.get(source, source)
+    return buffers
 
 
 class Donated(NamedTuple):
@@ -368,17 +410,23 @@ class Region:
         fun: Callable[..., Any],
         *,
         donated: Donated | None = None,
+        expand: Callable[[ClosedJaxpr], ClosedJaxpr] = lambda closed: closed,
         rewrite: Callable[[Any], Any] = lambda jaxpr: jaxpr,
+        witnessed: bool = False,
     ) -> None:
         """Keeps ``fun``.
 
         Args:
             fun: any function that JAX can trace.
             donated: which inputs the program may overwrite.
+            expand: from the program, which nothing will transform any more, to another of the same meaning.
             rewrite: from the jaxpr of the program to another of the same meaning.
+            witnessed: whether every call returns a :class:`turns.Witnessed`.
         """
         functools.update_wrapper(self, fun)
+        self._expand = expand
         self._rewrite = rewrite
+        self._witnessed = witnessed
         self._fun = fun
         self._donated = donated
         self.traced = False
@@ -400,7 +448,7 @@ class Region:
             outs, out_tree = jax.tree.flatten(self._fun(*args, **kwargs))
             return [*outs, jnp.zeros(0, bool)]
 
-        closed = jax.make_jaxpr(flat)(*arrays)
+        closed = self._expand(jax.make_jaxpr(flat)(*arrays))
         devices = _devices_of(closed.jaxpr)
         self._note_devices(devices)
         donated = self._donated.arrays(args, kwargs) if self._donated is not None else ()
@@ -410,7 +458,7 @@ class Region:
         given = {*jaxpr.invars, *jaxpr.constvars}
         held = any(isinstance(var, Var) and var not in given for var in jaxpr.outvars[:-1])
         results = jax.tree.unflatten(out_tree, outs)
-        return results if held and devices is None else turns.Witnessed(results, witness)
+        return results if held and devices is None and not self._witnessed else turns.Witnessed(results, witness)
 
     def _note_devices(self, found: turns.Devices | None) -> None:
         devices = turns.ALONE if turns.local_devices() is turns.ALONE else found or turns.OF_ARGUMENTS

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching
 
 from pycollective import hierarchy, ordering
 from pycollective.communicator import Communicator
@@ -646,31 +646,3 @@ def _barrier_abstract_eval(**_: Any) -> Any:
 
 
 _lower(barrier_p, _comm)
-
-
-# Values that are the same on several ranks ------------------------------------------------------------------
-
-
-def _identity(name: str, transpose: Callable[..., Array]) -> Primitive:
-    """A primitive that changes nothing but how a cotangent comes back. No effect: it does not speak with others."""
-    primitive = Primitive(name)
-    primitive.def_impl(lambda x, **_: x)
-    primitive.def_abstract_eval(lambda x, **_: x)
-    mlir.register_lowering(primitive, lambda _ctx, x, **_: [x])
-    _linear(primitive, primitive.bind, transpose)
-    batching.primitive_batchers[primitive] = partial(_batch_in_place, primitive.bind)
-    return primitive
-
-
-_fan_out_p = _identity("fan_out", lambda ct, *, comm: allreduce(ct, comm=comm, op="sum"))
-_replicated_p = _identity("replicated", lambda ct, *, comm: ct / comm.size)
-
-
-def fan_out(x: Array, *, comm: Members) -> Array:
-    """``x``, one value that every rank has: its cotangent is the sum of theirs."""
-    return _fan_out_p.bind(x, comm=comm) if comm.size > 1 else x
-
-
-def replicated(y: Array, *, comm: Members) -> Array:
-    """``y``, of which every rank has a copy that counts once in all: each takes its share of the cotangent."""
-    return _replicated_p.bind(y, comm=comm) if comm.size > 1 else y

@@ -1,76 +1,115 @@
 """``jit``, ``pmap``, ``shard_map``: :mod:`jax`'s, over local devices x ranks.
 
-Each traces its function once with the full sizes of the named axes, discharges the collectives over them, and runs
-the rest on this rank's devices: by :func:`jax.shard_map` where there are several.
+Each traces its function once with the full sizes of the named axes (``mapped``); what runs on this rank's devices is
+found when the program is lowered.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, NoReturn, ParamSpec, TypeVar, overload
+from typing import Any, NamedTuple, NoReturn, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
-from pycollective import buckets, checks, discharge, jaxprs, primitives
+from pycollective import checks, jaxprs, mapped
 from pycollective.agreement import noted
 from pycollective.checks import AxisName
 from pycollective.communicator import Communicator, devices_of_this_rank
-from pycollective.errors import message
 from pycollective.jitted import Jitted
-from pycollective.members import Members
+from pycollective.mapped import local_spec, names_of, whole
 from pycollective.mesh import Mesh, line
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def _run(closed: ClosedJaxpr, mesh: Mesh, *args: Any) -> list[Any]:
-    """``closed`` on ``args`` with the collectives over ``mesh`` replaced, and sums joined."""
-    program = discharge.discharge(closed, mesh)
-    joined = buckets.join_reductions(program.jaxpr)
-    return jaxprs.evaluate(ClosedJaxpr(joined, program.consts), *args)
+class _Placed(NamedTuple):
+    """The arrays among some arguments, and how they lie.
+
+    Attributes:
+        mesh: ranks x devices.
+        arrays: this rank's own blocks.
+        specs: one for each.
+        put: makes the arguments with other arrays in their places.
+    """
+
+    mesh: Mesh
+    arrays: Sequence[Any]
+    specs: Sequence[PartitionSpec]
+    put: Callable[[Sequence[Any]], tuple[Any, Any]]
+
+    def wholes(self) -> list[jax.ShapeDtypeStruct]:
+        """The global arrays."""
+        return [whole(self.mesh, *pair) for pair in zip(self.arrays, self.specs, strict=True)]
+
+    def on_devices(self) -> tuple[Any, Any]:
+        """The arguments, with every array on the devices of the mesh."""
+        local = self.mesh.local_mesh
+        targets = [NamedSharding(local, local_spec(self.mesh, spec)) for spec in self.specs]
+        return self.put([jax.device_put(*pair) for pair in zip(self.arrays, targets, strict=True)])
 
 
-def _named(fun: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
-    """``fun`` with the axes of ``mesh``, which has one device of this rank, bound: rank-local arrays in and out."""
+def _results(where: str, fun: Any, comm: Communicator, trace: Callable[[], tuple[_Placed, ClosedJaxpr, Any]]) -> Any:
+    """Traces a program, and runs it on this rank's own blocks. ``trace`` may raise for arguments that do not fit."""
+
+    def noting() -> tuple[tuple[_Placed, ClosedJaxpr, Any], Callable[[], list[str]]]:
+        traced = placed, closed, _ = trace()
+        return traced, lambda: [repr(placed.mesh), *mapped.collectives(closed, placed.mesh)]
+
+    placed, closed, structure = noted(comm, where, _name(fun), noting)
+    return jax.tree.unflatten(structure, mapped.apply(closed, placed.mesh, placed.arrays))
+
+
+def _named(fun: Callable[..., Any], mesh: Mesh, check_vma: bool) -> Callable[..., Any]:
+    """``fun`` with the axis of ``mesh``, which has one device of this rank, bound: rank-local arrays in and out."""
+    spec = PartitionSpec(mesh.axes[0].name)  # of an axis in front, along which the global arrays have one for each rank
+    body = fun if check_vma else jaxprs.outside_meshes(fun)
 
     @functools.wraps(fun)
     def bound(*args: Any, **kwargs: Any) -> Any:
         arrays, with_arrays = jaxprs.split_arrays(args, kwargs)
-        out_tree: Any = None
 
-        def flat(*arrays: Any) -> list[Any]:
-            nonlocal out_tree
-            args, kwargs = with_arrays(arrays)
-            outs, out_tree = jax.tree.flatten(fun(*args, **kwargs))
-            return outs
+        def one_device(*blocks: Any) -> Any:
+            args, kwargs = with_arrays([jnp.squeeze(x, 0) for x in blocks])
+            return jax.tree.map(lambda y: jnp.expand_dims(y, 0), body(*args, **kwargs))
 
-        def trace() -> tuple[ClosedJaxpr, Callable[[], list[str]]]:
-            _check_unbound("jit", mesh)
-            closed = discharge.bind_axes(flat, mesh, *arrays)
-            return closed, lambda: [repr(mesh), *discharge.collectives(closed.jaxpr, mesh)]
+        def trace() -> tuple[_Placed, ClosedJaxpr, Any]:
+            stacked = [jnp.expand_dims(x, 0) for x in arrays]
+            placed = _Placed(mesh, stacked, [spec] * len(arrays), with_arrays)
+            options = {"in_specs": spec, "out_specs": spec, "check_vma": check_vma}
+            return placed, *mapped.trace(one_device, mesh, placed.wholes(), **options)
 
-        closed = noted(mesh.comm, "jit", _name(fun), trace)
-        return jax.tree.unflatten(out_tree, _run(closed, mesh, *arrays))
+        results = _results("jit", fun, mesh.comm, trace)
+        return jax.tree.map(lambda y: jnp.squeeze(y, 0), results)
 
     return bound
 
 
 @overload
 def jit(
-    fun: Callable[P, R], *, axis_name: AxisName | None = None, comm: Communicator | None = None, **options: Any
+    fun: Callable[P, R],
+    *,
+    axis_name: AxisName | None = None,
+    comm: Communicator | None = None,
+    check_vma: bool = False,
+    **options: Any,
 ) -> Jitted[P, R]: ...
 
 
 @overload
 def jit(
-    fun: None = None, *, axis_name: AxisName | None = None, comm: Communicator | None = None, **options: Any
+    fun: None = None,
+    *,
+    axis_name: AxisName | None = None,
+    comm: Communicator | None = None,
+    check_vma: bool = False,
+    **options: Any,
 ) -> Callable[[Callable[P, R]], Jitted[P, R]]: ...
 
 
@@ -79,6 +118,7 @@ def jit(
     *,
     axis_name: AxisName | None = None,
     comm: Communicator | None = None,
+    check_vma: bool = False,
     **options: Any,
 ) -> Any:
     """Compiles a function whose body may call collectives; also a decorator, with or without options.
@@ -91,6 +131,10 @@ def jit(
         fun: a function that :func:`jax.jit` can compile.
         axis_name: name of the axis of ranks, for :mod:`jax.lax`'s collectives in ``fun`` and whatever it calls.
         comm: the ranks along that axis; default the world.
+        check_vma: False for the meaning of :func:`jax.pmap`, where the cotangent of a sum over the axis is the sum of
+            all ranks' cotangents; True for that of :func:`jax.shard_map`, whose types tell what varies along the axis:
+            the sum is one value that all ranks share, and the gradient of a summed loss counts it once. The arguments
+            vary along the axis.
         **options: those of :func:`jax.jit`: ``static_argnums``, ``static_argnames``, ``donate_argnums``, ... A donated
             array's buffer is reduced in place.
 
@@ -112,134 +156,35 @@ def jit(
         True
     """
     if fun is None:
-        return functools.partial(jit, axis_name=axis_name, comm=comm, **options)
+        return functools.partial(jit, axis_name=axis_name, comm=comm, check_vma=check_vma, **options)
     ranks = checks.communicator("jit", comm)  # MPI and the transport start before anything is compiled
     if axis_name is None:
         return Jitted(fun, options)
-    return Jitted(_named(fun, line(axis_name, ranks, devices_of_this_rank()[:1])), options)
+    mesh = line(axis_name, ranks, devices_of_this_rank()[:1])
+
+    def place(args: Any, kwargs: Any) -> Any:
+        arrays, with_arrays = jaxprs.split_arrays(args, kwargs)
+        return _Placed(mesh, arrays, [PartitionSpec()] * len(arrays), with_arrays).on_devices()
+
+    return Jitted(_named(fun, mesh, check_vma), options, place)
 
 
 # Several devices of each rank -------------------------------------------------------------------------------
 
 
-def _is_spec(x: Any) -> bool:
-    return x is None or isinstance(x, (int, PartitionSpec))
+def _broadcast_prefix(prefix: Any, tree: Any) -> list[tuple[str, Any]]:
+    """For each leaf of ``tree`` the entry of ``prefix`` that stands for it, and that one's place.
 
-
-def _broadcast_prefix(where: str, name: str, prefix: Any, tree: Any) -> list[Any]:
-    """One entry of ``prefix`` for each leaf of ``tree``."""
-    try:
-        spread = jax.tree.map(lambda spec, part: [spec] * len(jax.tree.leaves(part)), prefix, tree, is_leaf=_is_spec)
-    except ValueError as error:
-        raise ValueError(
-            message(
-                where,
-                f"{name} to be a prefix of the tree of arrays",
-                f"{prefix} for {jax.tree.structure(tree)} ({error})",
-                "Give one entry for each argument or result, or one for all.",
-            )
-        ) from None
-    return [spec for part in jax.tree.leaves(spread, is_leaf=lambda x: isinstance(x, list)) for spec in part]
-
-
-def _names_of(spec: PartitionSpec) -> list[AxisName]:
-    return [name for part in spec if part is not None for name in (part if isinstance(part, tuple) else (part,))]
-
-
-def _local_spec(mesh: Mesh, spec: PartitionSpec) -> PartitionSpec:
-    """How this rank's own block lies on its devices."""
-    local = {axis.name: axis.local_name for axis in mesh.axes if axis.local > 1}
-
-    def of(part: Any) -> Any:
-        names = tuple(local[name] for name in (part if isinstance(part, tuple) else (part,)) if name in local)
-        return names if len(names) > 1 else names[0] if names else None
-
-    return PartitionSpec(*map(of, spec))
-
-
-def _same_on(mesh: Mesh, spec: PartitionSpec) -> Members | None:
-    """The ranks that have the same block under ``spec``; None if no other has."""
-    rest = tuple(axis.name for axis in mesh.axes if axis.ranks > 1 and axis.name not in _names_of(spec))
-    return mesh.over(rest).comm if rest else None
-
-
-@dataclass
-class _Plan:
-    """One device's part of a program on this rank's devices.
-
-    Attributes:
-        mesh: ranks x devices.
-        fun: from one device's blocks to one device's blocks; may name the axes of ``mesh``.
-        arrays: this rank's own blocks.
-        in_specs: how they lie on the mesh.
-        out_specs: the same of the results; set when ``fun`` is traced.
+    Raises:
+        ValueError: it is no prefix.
     """
+    spread: list[tuple[str, Any]] = []
 
-    mesh: Mesh
-    fun: Callable[..., list[Any]]
-    arrays: Sequence[Any]
-    in_specs: Sequence[PartitionSpec]
-    out_specs: Sequence[PartitionSpec] = ()
+    def add(path: Any, entry: Any, part: Any) -> None:
+        spread.extend([(jax.tree_util.keystr(path), entry)] * len(jax.tree.leaves(part)))
 
-    def block(self, x: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
-        """What one device has of this rank's block."""
-        shape = list(x.shape)
-        for i, part in enumerate(_local_spec(self.mesh, spec)):
-            for name in part if isinstance(part, tuple) else (part,) if part is not None else ():
-                shape[i] //= self.mesh.local_mesh.shape[name]
-        return jax.ShapeDtypeStruct(tuple(shape), x.dtype, weak_type=getattr(x, "weak_type", False))
-
-
-def _on_devices(where: str, name: str, comm: Communicator, plan: Callable[[], _Plan]) -> list[Any]:
-    """Traces a program and runs it on this rank's devices. ``plan`` may raise for arguments that do not fit."""
-
-    def trace() -> tuple[tuple[_Plan, ClosedJaxpr], Callable[[], list[str]]]:
-        planned = plan()
-        mesh = planned.mesh
-        _check_unbound(where, mesh)
-        closed = discharge.bind_axes(planned.fun, mesh, *map(planned.block, planned.arrays, planned.in_specs))
-        return (planned, closed), lambda: [repr(mesh), *discharge.collectives(closed.jaxpr, mesh)]
-
-    planned, closed = noted(comm, where, name, trace)
-    mesh = planned.mesh
-
-    def one_device(*blocks: Any) -> tuple[Any, ...]:
-        shared = [_shared(primitives.fan_out, mesh, *pair) for pair in zip(blocks, planned.in_specs, strict=True)]
-        results = zip(_run(closed, mesh, *shared), planned.out_specs, strict=True)
-        return tuple(_shared(primitives.replicated, mesh, *pair) for pair in results)
-
-    if mesh.devices == (jax.local_devices()[0],):  # where JAX runs a program by default
-        return list(one_device(*planned.arrays))
-    on_all = jax.shard_map(
-        one_device,
-        mesh=mesh.local_mesh,
-        in_specs=tuple(_local_spec(mesh, spec) for spec in planned.in_specs),
-        out_specs=tuple(_local_spec(mesh, spec) for spec in planned.out_specs),
-        check_vma=False,
-    )
-    return list(on_all(*planned.arrays))
-
-
-def _shared(identity: Callable[..., Any], mesh: Mesh, x: Any, spec: PartitionSpec) -> Any:
-    """``identity(x)`` over the ranks that have the same block under ``spec``, for what can have a cotangent."""
-    comm = _same_on(mesh, spec)
-    return identity(x, comm=comm) if comm is not None and jnp.issubdtype(x.dtype, jnp.inexact) else x
-
-
-def _check_unbound(where: str, mesh: Mesh) -> None:
-    for axis in mesh.axes:
-        try:
-            jax.lax.axis_size(axis.name)
-        except NameError:
-            continue
-        checks.fail(
-            ValueError,
-            where,
-            mesh.comm,
-            f"an axis name that nothing around binds, for {mesh!r}",
-            repr(axis.name),
-            "Give each of nested axes a name of its own.",
-        )
+    jax.tree_util.tree_map_with_path(add, prefix, tree, is_leaf=lambda entry: entry is None)
+    return spread
 
 
 def _name(fun: Callable[..., Any]) -> str:
@@ -247,7 +192,11 @@ def _name(fun: Callable[..., Any]) -> str:
 
 
 def _indices(numbers: int | Iterable[int]) -> tuple[int, ...]:
-    return (numbers,) if isinstance(numbers, int) else tuple(numbers)
+    return (operator.index(numbers),) if hasattr(numbers, "__index__") else tuple(map(operator.index, numbers))
+
+
+def _arrays(leaves: Sequence[Any]) -> list[Any]:
+    return [x if hasattr(x, "ndim") else jnp.asarray(x) for x in leaves]
 
 
 def pmap(
@@ -258,6 +207,7 @@ def pmap(
     out_axes: Any = 0,
     static_broadcasted_argnums: int | Iterable[int] = (),
     devices: Sequence[jax.Device] | None = None,
+    backend: str | None = None,
     axis_size: int | None = None,
     donate_argnums: int | Iterable[int] = (),
     comm: Communicator | None = None,
@@ -276,6 +226,7 @@ def pmap(
         out_axes: where the mapped axis is in the results; None for a result that is the same on all devices.
         static_broadcasted_argnums: positional arguments that are compile-time constants.
         devices: this rank's devices; default the first of :func:`pycollective.init` as the mapped axis is long.
+        backend: None.
         axis_size: of the whole axis, ranks x devices; needed only where nothing is mapped.
         donate_argnums: positional arguments whose buffers the results may take.
         comm: the ranks; default the world.
@@ -302,6 +253,7 @@ def pmap(
         "out_axes": out_axes,
         "static_broadcasted_argnums": static_broadcasted_argnums,
         "devices": devices,
+        "backend": backend,
         "axis_size": axis_size,
         "donate_argnums": donate_argnums,
         "comm": comm,
@@ -315,18 +267,33 @@ def pmap(
     def fail(expected: str, got: Any, remedy: str) -> NoReturn:
         checks.fail(ValueError, "pmap", ranks, expected, got, remedy)
 
-    for which, tree in (("in_axes", in_axes), ("out_axes", out_axes)):
-        for axis in jax.tree.leaves(tree):
-            if not isinstance(axis, int):
-                fail(f"{which} to be ints, None, or trees of them", repr(axis), "Write 0 for the leading axis.")
+    if backend is not None:
+        fail("backend=None", repr(backend), "Choose devices with pycollective.init(devices=...).")
 
-    def mesh_for(arrays: Sequence[Any], axes: Sequence[int | None]) -> Mesh:
+    def numbers(which: str, tree: Any) -> Any:
+        def number(path: Any, axis: Any) -> int | None:
+            if axis is not None and (isinstance(axis, bool) or not hasattr(axis, "__index__")):
+                place = f"{which}{jax.tree_util.keystr(path)}"
+                fail(f"{place} to be an int or None", repr(axis), "Write 0 for the leading axis.")
+            return None if axis is None else operator.index(axis)
+
+        tree = tuple(tree) if isinstance(tree, list) and which == "in_axes" else tree  # as JAX does
+        return jax.tree_util.tree_map_with_path(number, tree, is_leaf=lambda axis: axis is None)
+
+    axes_in, axes_out = numbers("in_axes", in_axes), numbers("out_axes", out_axes)
+
+    def spread(which: str, axes: Any, tree: Any) -> list[tuple[str, int | None]]:
+        try:
+            return _broadcast_prefix(axes, tree)
+        except ValueError as error:
+            fail(
+                f"{which} to be a prefix of the tree of arrays",
+                f"{axes} for {jax.tree.structure(tree)} ({error})",
+                "Give one entry for each argument or result, or one for all.",
+            )
+
+    def mesh_for(lengths: list[int]) -> Mesh:
         own = devices_of_this_rank() if devices is None else tuple(devices)
-        lengths = []
-        for x, axis in zip(arrays, axes, strict=True):
-            if axis is not None and not -x.ndim <= axis < x.ndim:
-                fail("in_axes to be axes of the arguments", f"{axis} for shape {tuple(x.shape)}", "Check in_axes.")
-            lengths += [x.shape[axis]] if axis is not None else []
         if not lengths and axis_size is None and devices is None:
             fail("an argument with a mapped axis", f"in_axes={in_axes}", "Map one, or pass axis_size.")
         if axis_size is not None and not lengths:
@@ -348,55 +315,89 @@ def pmap(
             fail(f"axis_size {local * ranks.size}, {ranks.size} ranks x {local}", axis_size, "Leave it out.")
         return line(name, ranks, own[:local])
 
+    def spec(axis: int | None) -> PartitionSpec:
+        return PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, name)
+
+    def place(args: Any, kwargs: Any) -> tuple[_Placed, list[int | None]]:
+        """How the arrays among the arguments lie, and which axis of each is mapped."""
+        static = {i % len(args) for i in statics if -len(args) <= i < len(args)}
+        dynamic = [i for i in range(len(args)) if i not in static]
+        given = tuple(args[i] for i in dynamic)
+        axes = axes_in
+        if isinstance(axes, tuple) and len(axes) == len(args):
+            axes = tuple(axes[i] for i in dynamic)
+        leaves, tree = jax.tree.flatten((given, kwargs))
+        arrays = _arrays(leaves)
+        entries = spread("in_axes", axes, given) + [("", 0)] * len(jax.tree.leaves(kwargs))
+        where = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path((given, kwargs))]
+        mapped_axes: list[int | None] = []
+        for x, (entry, axis), at in zip(arrays, entries, where, strict=True):
+            if axis is not None and not -x.ndim <= axis < x.ndim:
+                which = f"args{at[3:]}" if at.startswith("[0]") else f"kwargs{at[3:]}"
+                expected = f"in_axes{entry} to be an axis of {which}"
+                fail(expected, f"{axis} for shape {tuple(x.shape)}", "Check in_axes.")
+            mapped_axes.append(None if axis is None else axis % x.ndim)
+        pairs = list(zip(arrays, mapped_axes, strict=True))
+        mesh = mesh_for([x.shape[axis] for x, axis in pairs if axis is not None])
+
+        def put(arrays: Sequence[Any]) -> tuple[Any, Any]:
+            positional, keywords = jax.tree.unflatten(tree, arrays)
+            return tuple(jaxprs.replaced(args, dynamic, positional)), keywords
+
+        return _Placed(mesh, arrays, list(map(spec, mapped_axes)), put), mapped_axes
+
+    body = jaxprs.outside_meshes(fun)
+    out_specs = jax.tree.map(lambda axis: spec(None if axis is None else max(axis, 0)), axes_out, is_leaf=_is_none)
+
     @functools.wraps(fun)
-    def mapped(*args: Any, **kwargs: Any) -> Any:
-        out_tree: Any = None
+    def bound(*args: Any, **kwargs: Any) -> Any:
+        last: list[int | None] = []  # for each result its mapped axis, where that is counted from the end
 
-        def spec(axis: int | None) -> PartitionSpec:
-            return PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, name)
+        def trace() -> tuple[_Placed, ClosedJaxpr, Any]:
+            placed, axes = place(args, kwargs)
 
-        def plan() -> _Plan:
-            dynamic = [i for i in range(len(args)) if i not in statics]
-            given = tuple(args[i] for i in dynamic)
-            axes = in_axes
-            if isinstance(in_axes, (tuple, list)):
-                axes = tuple(in_axes[i] for i in dynamic) if len(in_axes) == len(args) else tuple(in_axes)
-            leaves, in_tree = jax.tree.flatten((given, kwargs))
-            arrays = [x if hasattr(x, "ndim") else jnp.asarray(x) for x in leaves]
-            flat_axes = _broadcast_prefix("pmap", "in_axes", axes, given) + [0] * len(jax.tree.leaves(kwargs))
-            mesh = mesh_for(arrays, flat_axes)
-            places = [None if axis is None else axis % x.ndim for x, axis in zip(arrays, flat_axes, strict=True)]
-
-            def one_device(*blocks: Any) -> list[Any]:
-                nonlocal out_tree
-                own = [x if at is None else jnp.squeeze(x, at) for x, at in zip(blocks, places, strict=True)]
-                positional, keywords = jax.tree.unflatten(in_tree, own)
-                results = fun(*jaxprs.replaced(args, dynamic, positional), **keywords)
-                outs, out_tree = jax.tree.flatten(results)
-                outs = [jnp.asarray(y) for y in outs]
-                out_places = []
-                for y, axis in zip(outs, _broadcast_prefix("pmap", "out_axes", out_axes, results), strict=True):
+            def one_device(*blocks: Any) -> Any:
+                own = [x if at is None else jnp.squeeze(x, at) for x, at in zip(blocks, axes, strict=True)]
+                positional, keywords = placed.put(own)
+                results = body(*positional, **keywords)
+                outs, tree = jax.tree.flatten(results)
+                entries = spread("out_axes", axes_out, results)
+                expanded = []
+                for y, (entry, axis) in zip(map(jnp.asarray, outs), entries, strict=True):
                     if axis is not None and not -y.ndim - 1 <= axis <= y.ndim:
-                        fail(f"out_axes from {-y.ndim - 1} to {y.ndim} for shape {y.shape}", axis, "Check out_axes.")
-                    out_places.append(None if axis is None else axis % (y.ndim + 1))
-                planned.out_specs = [spec(at) for at in out_places]
-                return [y if at is None else jnp.expand_dims(y, at) for y, at in zip(outs, out_places, strict=True)]
+                        expected = f"out_axes{entry} from {-y.ndim - 1} to {y.ndim} for shape {y.shape}"
+                        fail(expected, axis, "Check out_axes.")
+                    last.append(axis if axis is not None and axis < 0 else None)
+                    expanded.append(y if axis is None else jnp.expand_dims(y, max(axis, 0)))
+                return jax.tree.unflatten(tree, expanded)
 
-            planned = _Plan(mesh, one_device, arrays, [spec(at) for at in places])
-            return planned
+            options = {"in_specs": tuple(placed.specs), "out_specs": out_specs, "check_vma": False}
+            return placed, *mapped.trace(one_device, placed.mesh, placed.wholes(), **options)
 
-        results = _on_devices("pmap", _name(fun), ranks, plan)
-        return jax.tree.unflatten(out_tree, results)
+        outs, tree = jax.tree.flatten(_results("pmap", fun, ranks, trace))
+        moved = [y if axis is None else jnp.moveaxis(y, 0, axis) for y, axis in zip(outs, last, strict=True)]
+        return jax.tree.unflatten(tree, moved)
 
-    return Jitted(mapped, {"static_argnums": statics, "donate_argnums": _indices(donate_argnums)})
+    options = {"static_argnums": statics, "donate_argnums": _indices(donate_argnums)}
+    return Jitted(bound, options, lambda args, kwargs: place(args, kwargs)[0].on_devices())
+
+
+def _is_none(x: Any) -> bool:
+    return x is None
+
+
+_INFERRED = object()
 
 
 def shard_map(
     fun: Callable[..., Any] | None = None,
+    /,
     *,
     mesh: Mesh,
-    in_specs: Any,
+    in_specs: Any = _INFERRED,
     out_specs: Any,
+    axis_names: Iterable[AxisName] = frozenset(),
+    check_vma: bool = True,
     donate_argnums: int | Iterable[int] = (),
 ) -> Any:
     """:func:`jax.shard_map` over the devices of all ranks; also a decorator.
@@ -410,6 +411,10 @@ def shard_map(
         in_specs: for each argument a :class:`jax.sharding.PartitionSpec` of mesh axes, or a prefix of the tree of
             arguments. What a spec does not name is the same on all devices along that axis.
         out_specs: the same of the results.
+        axis_names: those of the mesh, or empty: JAX's functions of some axes alone have no counterpart here.
+        check_vma: as :func:`jax.shard_map`'s: whether types tell along which axes a value varies. Then a result that a
+            spec of ``out_specs`` calls the same everywhere must be so by its type, and derivatives that are taken
+            inside follow the types: the gradient of a summed loss counts the sum once.
         donate_argnums: arguments whose buffers the results may take.
 
     Returns:
@@ -431,53 +436,77 @@ def shard_map(
     """
     if fun is None:
         return functools.partial(
-            shard_map, mesh=mesh, in_specs=in_specs, out_specs=out_specs, donate_argnums=donate_argnums
+            shard_map,
+            mesh=mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            axis_names=axis_names,
+            check_vma=check_vma,
+            donate_argnums=donate_argnums,
         )
 
     if not isinstance(mesh, Mesh):
         checks.fail(TypeError, "shard_map", None, "a pycollective.Mesh", repr(mesh), "Make it with pc.make_mesh.")
+    if in_specs is _INFERRED:
+        remedy = "A mesh of pycollective has no explicit axes, from which JAX could tell them: write them down."
+        checks.fail(TypeError, "shard_map", mesh.comm, "in_specs", "none", remedy)
+    if axis_names and set(axis_names) != set(mesh.shape):
+        remedy = "Leave axis_names out, and name in the specs what is cut."
+        expected = f"a function of all axes of {mesh!r}"
+        checks.fail(NotImplementedError, "shard_map", mesh.comm, expected, f"axis_names={axis_names}", remedy)
 
     def fail(expected: str, got: Any, remedy: str) -> NoReturn:
         checks.fail(ValueError, "shard_map", mesh.comm, expected, got, remedy)
 
-    def check(x: Any, spec: Any) -> PartitionSpec:
+    def check(place: str, x: Any, spec: Any) -> None:
         if not isinstance(spec, PartitionSpec):
-            fail("a PartitionSpec for each array", repr(spec), "Write P() for one that all devices share.")
-        names = _names_of(spec)
+            fail(f"a PartitionSpec in in_specs{place}", repr(spec), "Write P() for one that all devices share.")
+        names = names_of(spec)
         if len(set(names)) < len(names) or any(name not in mesh.shape for name in names):
-            fail(f"axes of {mesh!r}, each once", spec, "Name axes of the mesh.")
+            fail(f"axes of {mesh!r} in in_specs{place}, each once", spec, "Name axes of the mesh.")
         if len(spec) > x.ndim:
-            fail(f"a spec of at most {x.ndim} entries for shape {tuple(x.shape)}", spec, "Drop the last entries.")
-        return spec
+            expected = f"a spec of at most {x.ndim} entries in in_specs{place} for shape {tuple(x.shape)}"
+            fail(expected, spec, "Drop the last entries.")
+
+    def check_division(place: str, x: Any, spec: PartitionSpec) -> None:
+        for length, part in zip(x.shape, spec, strict=False):
+            along = part if isinstance(part, tuple) else (part,)
+            local = math.prod(axis.local for axis in mesh.axes if axis.name in along)
+            if length % local:
+                expected = f"an axis that divides by the {local} local devices along {part!r} of in_specs{place}"
+                fail(expected, x.shape, "Pad it.")
+
+    def place(args: Any, kwargs: Any) -> _Placed:
+        leaves, tree = jax.tree.flatten(args)
+        entries = _broadcast_prefix(in_specs, args)
+        # A spec of None is for what is no operand.
+        places = [i for i, (_, spec) in enumerate(entries) if spec is not None]
+        arrays = _arrays([leaves[i] for i in places])
+        for x, i in zip(arrays, places, strict=True):
+            check(entries[i][0], x, entries[i][1])
+
+        def put(arrays: Sequence[Any]) -> tuple[Any, Any]:
+            return jax.tree.unflatten(tree, jaxprs.replaced(leaves, places, arrays)), {}
+
+        return _Placed(mesh, arrays, [entries[i][1] for i in places], put)
 
     @functools.wraps(fun)
-    def mapped(*args: Any) -> Any:
-        out_tree: Any = None
+    def bound(*args: Any) -> Any:
+        options = {"in_specs": in_specs, "out_specs": out_specs, "check_vma": check_vma}
 
-        def plan() -> _Plan:
-            leaves, in_tree = jax.tree.flatten(args)
-            arrays = [x if hasattr(x, "ndim") else jnp.asarray(x) for x in leaves]
-            specs = list(map(check, arrays, _broadcast_prefix("shard_map", "in_specs", in_specs, args)))
-            for x, spec in zip(arrays, specs, strict=True):
-                for length, part in zip(x.shape, spec, strict=False):
-                    names = part if isinstance(part, tuple) else (part,)
-                    local = math.prod(axis.local for axis in mesh.axes if axis.name in names)
-                    if length % local:
-                        fail(f"an axis that divides by the {local} local devices along {part!r}", x.shape, "Pad it.")
+        def trace() -> tuple[_Placed, ClosedJaxpr, Any]:
+            try:
+                placed = place(args, {})
+            except (ValueError, TypeError):
+                mapped.trace(fun, mesh, args, **options)  # JAX's own words, where it has some
+                raise
+            entries = [entry for entry in _broadcast_prefix(in_specs, args) if entry[1] is not None]
+            for (entry, spec), x in zip(entries, placed.arrays, strict=True):
+                check_division(entry, x, spec)
 
-            def one_device(*blocks: Any) -> list[Any]:
-                nonlocal out_tree
-                results = fun(*jax.tree.unflatten(in_tree, blocks))
-                outs, out_tree = jax.tree.flatten(results)
-                outs = [jnp.asarray(y) for y in outs]
-                prefix = _broadcast_prefix("shard_map", "out_specs", out_specs, results)
-                planned.out_specs = list(map(check, outs, prefix))
-                return outs
+            arguments = lambda arrays: placed.put(arrays)[0]
+            return placed, *mapped.trace(fun, mesh, placed.wholes(), arguments=arguments, **options)
 
-            planned = _Plan(mesh, one_device, arrays, specs)
-            return planned
+        return _results("shard_map", fun, mesh.comm, trace)
 
-        results = _on_devices("shard_map", _name(fun), mesh.comm, plan)
-        return jax.tree.unflatten(out_tree, results)
-
-    return Jitted(mapped, {"donate_argnums": _indices(donate_argnums)})
+    return Jitted(bound, {"donate_argnums": _indices(donate_argnums)}, lambda *given: place(*given).on_devices())

@@ -150,8 +150,13 @@ def devices_for(args: Sequence[Any], kwargs: dict[str, Any]) -> Devices:
     for array in arrays:
         if array.committed:
             return in_order(array.devices())
+    return default_devices()
+
+
+def default_devices() -> Devices:
+    """The device on which :func:`jax.jit` runs a program whose arguments name none."""
     default = jax.config.jax_default_device
-    return (default,) if isinstance(default, jax.Device) else local[:1]
+    return (default,) if isinstance(default, jax.Device) else tuple(jax.local_devices()[:1])
 
 
 def flush() -> None:

@@ -110,14 +110,25 @@ def test_in_axes_that_are_no_prefix(in_axes: Any, args: Any) -> None:
 
 @pytest.mark.parametrize(("axis", "x"), [(2, X), (-3, X), (0, 1.0)])
 def test_in_axes_out_of_range(axis: int, x: Any) -> None:
-    with pytest.raises(ValueError, match=rf"pmap: expected in_axes to be axes .*got {axis} for shape \(.*\) {HERE}"):
+    text = rf"pmap: expected in_axes{{}} to be an axis of args\[0\]{{}}, got {axis} for shape \(.*\) {HERE}"
+    with pytest.raises(ValueError, match=text.format("", "")):
         pc.pmap(total, "i", in_axes=axis)(x)
+    with pytest.raises(ValueError, match=text.format(r"\[0\]\['a'\]\[1\]", r"\['a'\]\[1\]")):
+        pc.pmap(total, "i", in_axes=({"a": [0, axis]}, None))({"a": [X, x]}, 1.0)
+
+
+def test_keyword_that_has_no_axis() -> None:
+    with pytest.raises(
+        ValueError, match=rf"expected in_axes to be an axis of kwargs\['k'\], got 0 for shape \(\) {HERE}"
+    ):
+        pc.pmap(lambda x, k: total(x), "i")(X, k=1.0)
 
 
 @pytest.mark.parametrize("name", ["in_axes", "out_axes"])
 def test_axes_that_are_no_numbers(name: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=rf"pmap: expected {name} .*got '?a'?"):
-        pc.pmap(total, "i", **{name: "a"})(X)
+    for wrong, place in (("a", ""), ([0, "a"], r"\[1\]"), (({"k": 0.5},), r"\[0\]\['k'\]"), ((None, True), r"\[1\]")):
+        with pytest.raises(ValueError, match=rf"pmap: expected {name}{place} to be an int or None, got .* {HERE}"):
+            pc.pmap(total, "i", **{name: wrong})(X)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +157,7 @@ def test_unknown_axis_name(fun: Any) -> None:
         lambda: pc.jit(fun, axis_name="i")(X),
         lambda: pc.pmap(fun)(X),
     ):
-        with pytest.raises(NameError, match="unbound axis name: [ij]"):
+        with pytest.raises((NameError, AssertionError), match=r"unbound axis name: [ij]|^\s"):  # as JAX's own
             program()
     with pytest.raises(NameError, match=r"pycollective\.psum: expected an axis name .* binds \('i'\), .*got 'j'"):
         pc.pmap(lambda x: pc.psum(x, "j"), "i")(X)
@@ -172,77 +183,84 @@ def test_devices_that_init_does_not_know(world: pc.Communicator) -> None:
         mesh(devices=devices)
 
 
-@pytest.mark.parametrize("where", ["pmap", "jit", "shard_map"])
-def test_axis_name_bound_twice(where: str) -> None:
-    inner = {
-        "pmap": lambda x: pc.pmap(total, "i")(x[None]),
-        "jit": pc.jit(total, axis_name="i"),
-        "shard_map": pc.shard_map(total, mesh=mesh(), in_specs=P(), out_specs=P()),
-    }[where]
-    text = rf"{where}: expected an axis name that nothing around binds, for Mesh.*, got 'i' {HERE}"
-    for program in (lambda: pc.pmap(inner, "i")(X), lambda: jax.vmap(inner, axis_name="i")(X)):
-        with pytest.raises(ValueError, match=text):
-            program()
+@pytest.mark.skipif(D < 2, reason="LOUD: needs two local devices")
+def test_a_program_inside_one_of_several_devices() -> None:
+    inners = (
+        lambda x: pc.pmap(total, "j")(x[None])[0],
+        pc.jit(total, axis_name="j"),
+        pc.shard_map(total, mesh=mesh(), in_specs=P(), out_specs=P(), check_vma=False),
+        jax.shard_map(
+            total,
+            mesh=jax.sharding.Mesh(np.array(jax.devices()[:1]), ("j",)),
+            in_specs=P(),
+            out_specs=P(),
+            check_vma=False,
+        ),
+    )
+    for inner in inners:
+        with pytest.raises(NotImplementedError, match=rf"expected a program over Mesh.* by itself, got .*{HERE}"):
+            pc.pmap(inner, "i")(X)
 
 
 # shard_map and meshes -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("in_specs", "out_specs", "got"),
-    [
-        (P("j"), P("i"), r"P\('j',\)"),
-        (P("i"), P("j"), r"P\('j',\)"),
-        (P(("i", "j")), P("i"), r"P\(\('i', 'j'\),\)"),
-        (P("i", "i"), P("i"), r"P\('i', 'i'\)"),
-    ],
-    ids=["in", "out", "one of two", "twice"],
-)
-def test_spec_of_unknown_axes(in_specs: Any, out_specs: Any, got: str) -> None:
+def test_specs_that_jax_refuses() -> None:
+    # In JAX's own words, which name the place.
+    tree = {"a": [X, X]}
+    both = lambda tree: (total(tree["a"][0]), tree["a"][1])
+    cases: list[tuple[Any, Any, type[Exception], str]] = [
+        (({"a": [P("i"), P("j")]},), P("i"), ValueError, r"in_specs\[0\]\['a'\]\[1\] refers to 'j'"),
+        (P(("i", "j")), P("i"), ValueError, "in_specs refers to 'j'"),
+        (P("i"), (P(), P("j")), ValueError, r"out_specs\[1\] refers to 'j'"),
+        (({"a": [P("i"), "i"]},), P("i"), TypeError, r"in_specs\[0\]\['a'\]\[1\] is i of type str"),
+        (P("i"), (P(), 3), TypeError, r"out_specs\[1\] is 3 of type int"),
+        (P("i"), None, ValueError, r"(?s)shard_map out_specs.*NoneType"),
+        (P(None, None, "i"), P("i"), ValueError, r"in_specs is P\(None, None, 'i'\) which has length 3.*args\[0\]"),
+        (P("i"), P(None, None, "i"), ValueError, "out_specs is .*which has length 3"),
+        ((P("i"), P("i")), P("i"), ValueError, "(?s)different lengths of tuple at key path.*shard_map in_specs"),
+        (({"b": P("i")},), P("i"), ValueError, r"(?s)at key path\n *shard_map in_specs\[0\]"),
+        (P("i"), (P("i"),), ValueError, "(?s)different lengths of tuple at key path.*shard_map out_specs"),
+    ]
+    for in_specs, out_specs, kind, text in cases:
+        with pytest.raises(kind, match=text):
+            call(both, in_specs, out_specs, tree)
+
+
+@needs_several
+def test_result_that_is_not_shared() -> None:
+    for fun in (lambda x: x.sum(), lambda x: lax.axis_index("i")):
+        with pytest.raises(ValueError, match=r"out_specs is P\(\) which implies .* replicated across mesh axis 'i'"):
+            call(fun, P("i"), P(), X)
+
+
+def test_spec_that_names_an_axis_twice() -> None:
+    with pytest.raises(ValueError, match=rf"expected axes of Mesh.* in in_specs, each once, got P\('i', 'i'\) {HERE}"):
+        call(total, P("i", "i"), P("i"), np.ones((D, TOTAL)))
+
+
+def test_without_in_specs_or_with_few_axes() -> None:
+    with pytest.raises(TypeError, match=rf"shard_map: expected in_specs, got none {HERE}"):
+        pc.shard_map(total, mesh=mesh(), out_specs=P())
+    two = pc.make_mesh((-1, 1), ("i", "j"))
     with pytest.raises(
-        ValueError, match=rf"shard_map: expected axes of Mesh.*'i': {TOTAL}.*each once, got {got} {HERE}"
+        NotImplementedError, match=rf"expected a function of all axes .*got axis_names=\{{'i'\}} {HERE}"
     ):
-        call(total, in_specs, out_specs, X)
+        pc.shard_map(total, mesh=two, in_specs=P("i"), out_specs=P(), axis_names={"i"})
+    every = pc.shard_map(total, mesh=two, in_specs=P("i"), out_specs=P(), axis_names={"i", "j"})
+    assert (np.asarray(every(X)) == TOTAL).all()
 
 
-@pytest.mark.parametrize("wrong", ["i", None, 3], ids=repr)
-@pytest.mark.parametrize("side", [0, 1], ids=["in", "out"])
-def test_not_a_spec(wrong: Any, side: int) -> None:
-    specs = [P("i"), P("i")]
-    specs[side] = wrong
-    with pytest.raises(ValueError, match=rf"shard_map: expected a PartitionSpec for each array, got {wrong!r} {HERE}"):
-        call(total, *specs, X)
-
-
-def test_specs_that_are_too_long() -> None:
-    text = r"shard_map: expected a spec of at most {} entries for shape {}, got P\(.*\) " + HERE
-    with pytest.raises(ValueError, match=text.format(2, rf"\({D}, 3\)")):
-        call(total, P(None, None, "i"), P("i"), X)
-    with pytest.raises(ValueError, match=text.format(0, r"\(\)")):
-        call(lambda x: total(x.sum()), P("i"), P("i"), X)
-
-
-@pytest.mark.parametrize(
-    ("in_specs", "out_specs", "name"),
-    [
-        ((P("i"), P("i")), P("i"), "in_specs"),
-        (({"a": P("i")},), P("i"), "in_specs"),
-        (P("i"), (P("i"), P("i")), "out_specs"),
-        (P("i"), {"a": P("i")}, "out_specs"),
-    ],
-)
-def test_specs_that_are_no_prefix(in_specs: Any, out_specs: Any, name: str) -> None:
-    with pytest.raises(
-        ValueError, match=rf"(?s)shard_map: expected {name} to be a prefix .*got .* for PyTreeDef.*Give one"
-    ):
-        call(total, in_specs, out_specs, X)
+def test_backend_of_pmap() -> None:
+    with pytest.raises(ValueError, match=rf"pmap: expected backend=None, got 'cpu' {HERE}"):
+        pc.pmap(total, "i", backend="cpu")
 
 
 @pytest.mark.skipif(D < 2, reason="LOUD: needs two local devices")
 @pytest.mark.parametrize(("spec", "shape"), [(P("i"), (D + 1, 3)), (P(None, "i"), (3, D + 1)), (P(("i",)), (D - 1,))])
 def test_block_that_does_not_divide(spec: Any, shape: tuple[int, ...]) -> None:
     block = rf"\({shape[0]}.*\)"
-    text = rf"shard_map: expected an axis that divides by the {D} local devices along .*'i'.*, got {block} {HERE}"
+    text = rf"shard_map: expected an axis that divides by the {D} local devices along .*'i'.* of in_specs, got {block} {HERE}"
     with pytest.raises(ValueError, match=text):
         call(total, spec, spec, np.ones(shape))
 
@@ -366,15 +384,19 @@ def test_over_an_axis_of_ours_and_another_at_once() -> None:
     theirs = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("j",))
 
     def inner(x: Any) -> Any:
-        return lax.psum(x, ("i", "j"))
+        return lax.all_gather(x, ("i", "j"))
 
     nested = jax.shard_map(inner, mesh=theirs, in_specs=P("j"), out_specs=P("j"), check_vma=False)
-    where = rf"test_bad_input\.py:{line_of(inner, 'psum')}"
+    where = rf"test_bad_input\.py:{line_of(inner, 'all_gather')}"
     with pytest.raises(
         NotImplementedError,
-        match=rf"expected axes of Mesh.* alone, got psum over \('i', 'j'\) at .*{where}.*{HERE}",
+        match=rf"expected axes of Mesh.* alone, got all_gather over \('i', 'j'\) at .*{where}.*{HERE}",
     ):
-        pc.pmap(nested, "i")(X)
+        pc.jit(nested, axis_name="i")(X)
+    total = jax.shard_map(
+        lambda x: lax.psum(x, ("i", "j")), mesh=theirs, in_specs=P("j"), out_specs=P(), check_vma=False
+    )
+    assert (np.asarray(pc.jit(total, axis_name="i")(X)) == SIZE).all()
 
 
 unknown_p = Primitive("an_unknown_collective")

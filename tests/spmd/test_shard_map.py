@@ -116,19 +116,26 @@ def compare(
     result_specs: Any = None,
     tolerance: float = 1e-5,
     lead: int = 0,
+    check_vma: Sequence[bool] = (True, False),
 ) -> None:
     """Ours on this rank's blocks of ``args`` against JAX's on all of them, inside ``around``.
 
     Args:
         result_specs: how the results of ``around`` lie; default ``out_specs``.
         lead: axes in front, in arguments and results, that the specs do not count.
+        check_vma: with which of the two.
     """
     mesh, theirs = meshes(world, local, sizes, names)
-    oracle = jax.shard_map(fun, mesh=theirs, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-    want = once(world.size * local, lambda: jax.jit(around(oracle))(*args))
-    mapped = pc.shard_map(fun, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
-    got = around(mapped)(*blocks(mesh, in_specs, args, lead))
-    assert_blocks(mesh, got, want, out_specs if result_specs is None else result_specs, tolerance, lead)
+    for check in check_vma:
+        options: dict[str, Any] = {"in_specs": in_specs, "out_specs": out_specs, "check_vma": check}
+        oracle = jax.shard_map(fun, mesh=theirs, **options)
+        want = once(world.size * local, lambda oracle=oracle: jax.jit(around(oracle))(*args))
+        got = around(pc.shard_map(fun, mesh=mesh, **options))(*blocks(mesh, in_specs, args, lead))
+        assert_blocks(mesh, got, want, out_specs if result_specs is None else result_specs, tolerance, lead)
+
+
+NOT_TYPED = [name for name in ALL if "groups" in name]
+"""JAX has no types for what groups share."""
 
 
 # Values ---------------------------------------------------------------------------------------------------
@@ -141,7 +148,10 @@ def test_one_axis(world: pc.Communicator, few: int) -> None:
     def fun(x: Array) -> dict[str, Array]:
         return {name: f(x)[None] for name, f in ALL.items()}
 
-    compare(world, few, (total,), fun, (P("i"),), P("i"), xs, names=("i",))
+    compare(world, few, (total,), fun, (P("i"),), P("i"), xs, names=("i",), check_vma=(False,))
+    without = {name: f for name, f in ALL.items() if name not in NOT_TYPED}
+    fun = lambda x: {name: f(x)[None] for name, f in without.items()}
+    compare(world, few, (total,), fun, (P("i"),), P("i"), xs, names=("i",), check_vma=(True,))
 
 
 def collectives(axes: Any) -> Callable[[Array], dict[str, Array]]:
@@ -243,7 +253,8 @@ def test_specs_of_trees(world: pc.Communicator, hard: Grid) -> None:
         return {**results, "both": (one, two)}
 
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        compare(world, local, sizes, with_float, in_specs, out_specs, tree, np.float32(5))
+        # JAX's types do not tell that what was gathered is the same everywhere.
+        compare(world, local, sizes, with_float, in_specs, out_specs, tree, np.float32(5), check_vma=(False,))
 
 
 def test_one_spec_for_all(world: pc.Communicator, hard: Grid) -> None:
@@ -321,7 +332,7 @@ def test_on_some_ranks(world: pc.Communicator, few: int) -> None:
     mesh = pc.make_mesh((-1, 1), NAMES, comm=part, devices=devices)
     xs = values((world.size, few, 3))
     x = xs[world.rank]
-    got = pc.shard_map(lambda x: lax.psum(x, NAMES), mesh=mesh, in_specs=P("data"), out_specs=P("data"))(x)
+    got = pc.shard_map(lambda x: lax.psum(x, NAMES), mesh=mesh, in_specs=P(NAMES), out_specs=P(NAMES))(x)
     want = xs[world.rank % 2 :: 2].sum(axis=(0, 1))
     np.testing.assert_allclose(got, np.broadcast_to(want, got.shape), rtol=1e-5, atol=1e-5)
 
@@ -373,13 +384,16 @@ def test_gradient_of_every_collective(world: pc.Communicator, few: int) -> None:
     total = world.size * few
     xs = values((total * SHAPE[0], *SHAPE[1:]))
 
-    def fun(x: Array) -> Array:
-        return lax.psum(sum(jnp.sum(jnp.sin(f(x))) / (k + 1) for k, f in enumerate(LINEAR.values())), "i")
+    for check in (True, False):
+        table = [f for name, f in LINEAR.items() if not (check and name in NOT_TYPED)]
 
-    compare(
-        world, few, (total,), fun, (P("i"),), P(), xs,
-        names=("i",), around=jax.grad, result_specs=P("i"), tolerance=1e-3,
-    )  # fmt: skip
+        def fun(x: Array, table: Sequence[Callable[[Array], Array]] = table) -> Array:
+            return lax.psum(sum(jnp.sum(jnp.sin(f(x))) / (k + 1) for k, f in enumerate(table)), "i")
+
+        compare(
+            world, few, (total,), fun, (P("i"),), P(), xs,
+            names=("i",), around=jax.grad, result_specs=P("i"), tolerance=1e-3, check_vma=(check,),
+        )  # fmt: skip
 
 
 def test_gradient_of_a_loss_of_sharded_results(world: pc.Communicator, hard: Grid) -> None:
@@ -520,3 +534,77 @@ def test_compiled_once(world: pc.Communicator, hard: Grid) -> None:
     for k in range(3):
         fun(np.full(local, k, np.float32))
     assert traces == [(1,)]
+
+
+# Derivatives inside, and types ------------------------------------------------------------------------------
+
+
+def test_gradient_inside_of_a_summed_loss(world: pc.Communicator, few: int) -> None:
+    # JAX counts the sum once where types tell, once for each device where they do not.
+    total = world.size * few
+    mesh, _ = meshes(world, few, (total,), ("i",))
+    xs = np.arange(1.0, total + 1, dtype=np.float32)
+
+    def fun(w: Array, x: Array) -> Array:
+        return jax.grad(lambda w: lax.psum(jnp.sum(w * x), "i"))(w)
+
+    specs = (P("i"), P("i"))
+    mine = blocks(mesh, specs, (np.ones(total, np.float32), xs))
+    own_values = own(mesh, xs, P("i"))
+    np.testing.assert_allclose(pc.shard_map(fun, mesh=mesh, in_specs=specs, out_specs=P("i"))(*mine), own_values)
+    untyped = pc.shard_map(fun, mesh=mesh, in_specs=specs, out_specs=P("i"), check_vma=False)
+    np.testing.assert_allclose(untyped(*mine), total * own_values)
+    shared = pc.shard_map(fun, mesh=mesh, in_specs=(P(), P("i")), out_specs=P())
+    np.testing.assert_allclose(shared(np.float32(1), own_values), xs.sum())
+
+
+def rule_with_a_sum(kind: str) -> Callable[[Array, Array], Array]:
+    """A function whose own rule names the axes, in ways that differ from its derivative by 3."""
+    if kind == "jvp":
+        jvp = jax.custom_jvp(lambda w, x: lax.psum(jnp.sum(w * x), NAMES))
+        jvp.defjvp(lambda p, t: (jvp(*p), 3 * lax.psum(jnp.sum(t[0] * p[1]), NAMES)))
+        return jvp
+    vjp = jax.custom_vjp(lambda w, x: jnp.sin(w) * x)
+    vjp.defvjp(
+        lambda w, x: (vjp(w, x), (w, x)),
+        lambda saved, ct: (3 * jnp.cos(saved[0]) * saved[1] * ct, lax.pmean(ct, NAMES) + 0 * ct),
+    )
+    return vjp
+
+
+INSIDE_PROGRAMS: dict[str, Callable[[Array, Array], Array]] = {
+    "sum": lambda w, x: lax.psum(jnp.sum(jnp.sin(w * x)), NAMES),
+    "sum of one axis": lambda w, x: lax.pmean(jnp.sum(jnp.sin(lax.psum(w * x, "model"))), "data"),
+    "gathered": lambda w, x: lax.psum(jnp.sum(lax.all_gather(w * x, "data", tiled=True) ** 2), NAMES),
+    "permuted": lambda w, x: lax.pmean(jnp.sum(jnp.cos(lax.ppermute(w * x, "data", [(0, 0)]))), NAMES),
+    "in a scan": lambda w, x: lax.scan(
+        lambda c, k: (c + lax.psum(jnp.sum(jnp.sin(k * w * x)), NAMES), None), jnp.float32(0), jnp.arange(1.0, 3.0)
+    )[0],
+    "checkpointed": jax.checkpoint(lambda w, x: lax.psum(jnp.sum(jnp.sin(lax.psum(w * x, "model"))), "data")),
+    "custom jvp": lambda w, x: lax.pmean(rule_with_a_sum("jvp")(w, x), NAMES),
+    "custom vjp": lambda w, x: lax.psum(jnp.sum(rule_with_a_sum("vjp")(w + 0 * x, x)), NAMES),
+}
+
+
+@pytest.mark.parametrize("check", [True, False], ids=["typed", "untyped"])
+@pytest.mark.parametrize("name", sorted(INSIDE_PROGRAMS))
+def test_gradients_inside_and_outside(name: str, check: bool, world: pc.Communicator) -> None:
+    local, sizes = BOTH_OUTER
+    fun = INSIDE_PROGRAMS[name]
+    w, x = values((1, 3), seed=4), values((math.prod(sizes), 3))
+    specs = (P(), P(NAMES))
+
+    def inside(w: Array, x: Array) -> tuple[Array, Array]:
+        return jax.grad(lambda w, x: jnp.sin(fun(w, x)), argnums=(0, 1))(w, x)
+
+    def outside(mapped: Callable[..., Any]) -> Callable[..., Any]:
+        loss = lambda *args: sum(jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(mapped(*args)))
+        return jax.grad(loss, argnums=(0, 1))
+
+    options: dict[str, Any] = {"tolerance": 1e-3, "check_vma": (check,)}
+    compare(world, local, sizes, fun, specs, P(), w, x, **options)
+    compare(world, local, sizes, fun, specs, P(), w, x, around=outside, result_specs=specs, **options)
+    # Untyped, the gradient with respect to what all share differs from device to device.
+    out_specs = specs if check else (P(NAMES), P(NAMES))
+    compare(world, local, sizes, inside, specs, out_specs, w, x, **options)
+    compare(world, local, sizes, inside, specs, out_specs, w, x, around=outside, result_specs=specs, **options)

@@ -36,6 +36,7 @@ FLOORS = (
     "__init__",
     "spmd",
     "jitted",
+    "mapped",
     "buckets",
     "overlap",
     "agreement",
