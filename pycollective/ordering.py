@@ -19,6 +19,8 @@ This is the only file that uses JAX beyond its public API:
                                        do the same
 ``mlir.jaxpr_subcomp``, ``TokenSet``   exported, but their signature has changed before
 ``jax._src.dispatch.RuntimeTokenSet``  to see each dispatch of a program with our effect (two methods wrapped)
+``traceback_util.register_exclusion``  to leave our frames out of tracebacks and of ``jax.debug.breakpoint``,
+                                       which makes constants of what it finds in them
 ``linear_call_p`` (custom_derivatives) its abstract evaluation forgets the effects of what it calls
 ``module_context.axis_context``        of a lowering: ``num_devices``, ``device_assignment``, or ``mesh``,
                                        ``manual_axes``: on which devices the program will run, and how
@@ -31,6 +33,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import jax
@@ -51,6 +54,7 @@ try:
     from jax._src.core import InternalMutableArrayEffect, abstract_token, get_axis_env, trace_state_clean
     from jax._src.custom_derivatives import linear_call_p
     from jax._src.dispatch import RuntimeTokenSet
+    from jax._src.traceback_util import register_exclusion as hide_frames
 
     _TYPE_SETS = (
         jax_effects.ordered_effects,
@@ -71,6 +75,11 @@ except (ImportError, AttributeError) as error:
     raise ImportError(
         message("ordering", f"jax {SUPPORTED_JAX}", f"jax {jax.__version__}: {error}", "Install a supported jax.")
     ) from error
+
+
+_PACKAGE = str(Path(__file__).parent)
+hide_frames(_PACKAGE)
+source_info_util.register_exclusion(_PACKAGE)  # an operation's line is that of the user's call
 
 
 class OrderedCollective(jax_effects.Effect):  # type: ignore[misc]
