@@ -69,6 +69,34 @@ def discharge(jaxpr: Any, mesh: Mesh) -> Callable[..., list[Any]]:
     return partial(_Discharge(mesh, frozenset(mesh.shape)).evaluate, ClosedJaxpr(jaxpr, ()))
 
 
+def refuse_mixed(jaxpr: Any, mesh: Mesh, other: AxisName) -> None:
+    """Refuses collectives over axes of the mesh and ``other`` at once that JAX cannot batch along that.
+
+    Raises:
+        NotImplementedError: there is one.
+    """
+
+    def mixed(eqn: JaxprEqn, names: Names) -> bool:
+        if not (_names(eqn, names) and _names(eqn, frozenset([other]))) or eqn.primitive.name in _OVER_THE_REST:
+            return False
+        return _refuse(eqn, mesh)
+
+    _any(mixed, jaxpr, frozenset(mesh.shape))
+
+
+def _refuse(eqn: JaxprEqn, mesh: Mesh) -> NoReturn:
+    remedy = "Use one call for these axes and another for the others."
+    _fail(mesh, eqn, f"axes of {mesh!r} alone", f"{eqn.primitive.name} over {_axes(eqn)}", remedy)
+
+
+def _fail(
+    mesh: Mesh, eqn: JaxprEqn, expected: str, got: str, remedy: str, kind: type[Exception] = NotImplementedError
+) -> NoReturn:
+    where = source_info_util.summarize(eqn.source_info)
+    text = message(eqn.primitive.name, expected, f"{got} at {where}", remedy, rank=mesh.comm.rank, size=mesh.comm.size)
+    raise kind(text)
+
+
 def _axes(eqn: JaxprEqn) -> tuple[Any, ...]:
     """The axes that a collective names; an int is a positional axis."""
     axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
@@ -120,8 +148,12 @@ class _Discharge:
         if eqn.primitive.name == "shard_map":
             if self._local:
                 remedy = "Bind all axes in one pycollective.shard_map."
-                self._fail(
-                    eqn, f"a program over {self._mesh!r} by itself", f"jax.shard_map over {eqn.params['mesh']}", remedy
+                _fail(
+                    self._mesh,
+                    eqn,
+                    f"a program over {self._mesh!r} by itself",
+                    f"jax.shard_map over {eqn.params['mesh']}",
+                    remedy,
                 )
             inside = _Discharge(self._mesh, self._ours - _hidden(eqn))
             return jaxprs.rebuilt_shard_map(eqn, inside._equation)(*operands)
@@ -160,17 +192,10 @@ class _Discharge:
         )
         return self.evaluate(closed, *operands)
 
-    def _fail(
-        self, eqn: JaxprEqn, expected: str, got: str, remedy: str, kind: type[Exception] = NotImplementedError
-    ) -> NoReturn:
-        where = source_info_util.summarize(eqn.source_info)
-        rank, size = self._mesh.comm.rank, self._mesh.comm.size
-        raise kind(message(eqn.primitive.name, expected, f"{got} at {where}", remedy, rank=rank, size=size))
-
     def _collective(self, eqn: JaxprEqn, operands: list[Any]) -> Any:
         mesh = self._mesh
         name = eqn.primitive.name
-        fail = partial(self._fail, eqn)
+        fail = partial(_fail, mesh, eqn)
         rule = RULES.get(name)
         if rule is None:
             fail(f"one of {sorted(RULES)} over axes of {mesh!r}", name, "Write it with those.")
@@ -179,11 +204,7 @@ class _Discharge:
         ours = tuple(axis for axis in names if not isinstance(axis, int) and axis in self._ours)
         others = tuple(axis for axis in names if not isinstance(axis, int) and axis not in self._ours)
         if others and name not in _OVER_THE_REST and name not in SILENT:
-            fail(
-                f"axes of {mesh!r} alone",
-                f"{name} over {names}",
-                "Use one call for these axes and another for the others.",
-            )
+            _refuse(eqn, mesh)
         params = {key: value for key, value in eqn.params.items() if key not in ("axes", "axis_name", "axis_size")}
         group = mesh.over(ours)
         if (problem := bad_params(group.size, name, params)) is not None:

@@ -367,6 +367,8 @@ def _batching_rule(
 ) -> Any:
     # Inside, each device has the whole batch. A name that the mesh hides is not that of the batch there.
     named = {} if axis_data.name in mesh.shape else {"axis_name": axis_data.name}
+    if named:
+        discharge.refuse_mixed(body, mesh, axis_data.name)
     axes = [None if dim is None else 0 for dim in dims]
     operands = [x if dim is None else jnp.moveaxis(x, dim, 0) for x, dim in zip(args, dims, strict=True)]
     specs = [spec if axis is None else _behind(spec) for spec, axis in zip(in_specs, axes, strict=True)]

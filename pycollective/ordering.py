@@ -45,7 +45,7 @@ from jax.interpreters import mlir
 
 from pycollective import turns
 from pycollective.errors import message
-from pycollective.jaxprs import bind, evaluate, inner_jaxprs, split_arrays
+from pycollective.jaxprs import bind, evaluate, function, inner_jaxprs, split_arrays
 
 SUPPORTED_JAX = ">= 0.9, < 0.13"
 
@@ -116,7 +116,9 @@ def result(shape: Sequence[int], dtype: Any, *operands: Any) -> Any:
     like = next(x for x in operands if _varying(x))
     spec = jax.sharding.PartitionSpec(*[None] * len(shape))
     # JAX 0.10 has put the names into a type of their own.
-    kind = {"vma": varying} if hasattr(like, "vma") else {"manual_axis_type": type(like.manual_axis_type)(varying)}
+    kind = (
+        {"vma": varying} if hasattr(like, "vma") else {"manual_axis_type": type(like.manual_axis_type)(varying=varying)}
+    )
     return like.update(
         shape=tuple(shape), dtype=dtype, weak_type=False, sharding=like.sharding.update(spec=spec), **kind
     )
@@ -277,12 +279,17 @@ region_p.multiple_results = True
 
 @region_p.def_effectful_abstract_eval
 def _region_abstract_eval(*_: Any, jaxpr: Any) -> Any:
-    return [var.aval for var in jaxpr.outvars], jaxpr.effects - {effect}
+    return [var.aval for var in jaxpr.outvars], without_references(jaxpr.effects) - {effect}
 
 
 def _region_lowering(ctx: Any, *args: Any, jaxpr: Any) -> Sequence[Any]:
     tokens = mlir.TokenSet({**dict(ctx.tokens_in.items()), effect: stablehlo.create_token()})
-    outs, tokens_out = _lower_jaxpr(ctx, jaxpr, tokens, args)
+    if without_references(jaxpr.effects) == jaxpr.effects:
+        outs, tokens_out = _lower_jaxpr(ctx, jaxpr, tokens, args)
+    else:  # JAX turns references into values where it lowers a function
+        inner = ctx.replace(tokens_in=tokens)
+        body = function(jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars]))
+        outs, tokens_out = mlir.lower_fun(body)(inner, *args), inner.tokens_out
     if len(ctx.tokens_in):  # the body has ordered effects of others, such as jax.debug.print(ordered=True)
         ctx.set_tokens_out(tokens_out.subset([kind for kind, _ in ctx.tokens_in.items()]))
     return outs

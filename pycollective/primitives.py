@@ -45,7 +45,7 @@ def _abstract(primitive: Primitive, shape: Callable[..., tuple[int, ...]]) -> No
     """Abstract evaluation: the operand's dtype, the shape that ``shape(x, **params)`` says, the ordered effect."""
 
     def rule(x: Any, **params: Any) -> Any:
-        return jax.core.ShapedArray(shape(x, **params), x.dtype), {ordering.effect}
+        return ordering.result(shape(x, **params), x.dtype, x), {ordering.effect}
 
     primitive.def_effectful_abstract_eval(rule)
 
@@ -218,7 +218,7 @@ allreduce_p = _primitive("allreduce", multiple_results=True)
 
 @allreduce_p.def_effectful_abstract_eval
 def _allreduce_abstract_eval(*xs: Any, **_: Any) -> Any:
-    return [jax.core.ShapedArray(x.shape, x.dtype) for x in xs], {ordering.effect}
+    return [ordering.result(x.shape, x.dtype, x) for x in xs], {ordering.effect}
 
 
 def allreduce_attributes(comm: Members, op: str) -> dict[str, Any]:
@@ -472,7 +472,7 @@ sendrecv_p = _primitive("sendrecv")
 
 
 def _sendrecv_abstract_eval(x: Any, *, shape: tuple[int, ...], dtype: Any, **_: Any) -> Any:
-    return jax.core.ShapedArray(shape, dtype), {ordering.effect}
+    return ordering.result(shape, dtype, x), {ordering.effect}
 
 
 def _sendrecv_attributes(
@@ -574,7 +574,7 @@ def _send_abstract_eval(x: Any, **_: Any) -> Any:
 
 @recv_p.def_effectful_abstract_eval
 def _recv_abstract_eval(batch: Any, *, shape: tuple[int, ...], dtype: Any, **_: Any) -> Any:
-    return jax.core.ShapedArray((*batch.shape[:-1], *shape), dtype), {ordering.effect}
+    return ordering.result((*batch.shape[:-1], *shape), dtype, batch), {ordering.effect}
 
 
 def _recv_attributes(comm: Communicator, source: int, tag: int, **_: Any) -> dict[str, Any]:

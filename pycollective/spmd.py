@@ -69,7 +69,7 @@ def _results(where: str, fun: Any, comm: Communicator, trace: Callable[[], tuple
 def _named(fun: Callable[..., Any], mesh: Mesh, check_vma: bool) -> Callable[..., Any]:
     """``fun`` with the axis of ``mesh``, which has one device of this rank, bound: rank-local arrays in and out."""
     spec = PartitionSpec(mesh.axes[0].name)  # of an axis in front, along which the global arrays have one for each rank
-    body = fun if check_vma else jaxprs.outside_meshes(fun)
+    body = fun if check_vma else jaxprs.outside_meshes(fun)  # which may use this rank's devices by meshes of its own
 
     @functools.wraps(fun)
     def bound(*args: Any, **kwargs: Any) -> Any:
@@ -346,7 +346,6 @@ def pmap(
 
         return _Placed(mesh, arrays, list(map(spec, mapped_axes)), put), mapped_axes
 
-    body = jaxprs.outside_meshes(fun)
     out_specs = jax.tree.map(lambda axis: spec(None if axis is None else max(axis, 0)), axes_out, is_leaf=_is_none)
 
     @functools.wraps(fun)
@@ -359,7 +358,7 @@ def pmap(
             def one_device(*blocks: Any) -> Any:
                 own = [x if at is None else jnp.squeeze(x, at) for x, at in zip(blocks, axes, strict=True)]
                 positional, keywords = placed.put(own)
-                results = body(*positional, **keywords)
+                results = fun(*positional, **keywords)
                 outs, tree = jax.tree.flatten(results)
                 entries = spread("out_axes", axes_out, results)
                 expanded = []

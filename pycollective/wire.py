@@ -72,7 +72,12 @@ def with_residual(where: str, x: PyTree, residual: PyTree, wire_dtype: Any) -> t
 
 _wire_sum_p = Primitive("wire_sum")
 _wire_sum_p.multiple_results = True
-_wire_sum_p.def_abstract_eval(lambda *xs, **_: [jax.core.ShapedArray(x.shape, x.dtype) for x in xs])
+
+
+@_wire_sum_p.def_abstract_eval
+def _abstract_eval(*xs: Any, axes: tuple[Any, ...], **_: Any) -> list[Any]:
+    # The types of JAX's own sum.
+    return list(jax.make_jaxpr(lambda *xs: jax.lax.psum(xs, axes))(*xs).out_avals)
 
 
 def _not_ours(*_: Any, axes: Any, **__: Any) -> NoReturn:
@@ -85,8 +90,12 @@ def _jvp(primals: Sequence[Array], tangents: Sequence[Any], **params: Any) -> An
     return _wire_sum_p.bind(*primals, **params), _wire_sum_p.bind(*tangents, **params)
 
 
-def _transpose(cts: Sequence[Any], *_: Any, **params: Any) -> list[Array]:
-    return _wire_sum_p.bind(*map(ad.instantiate_zeros, cts), **params)
+def _transpose(cts: Sequence[Any], *xs: Any, axes: tuple[Any, ...], **params: Any) -> list[Array]:
+    cts = list(map(ad.instantiate_zeros, cts))
+    if any(jax.typeof(ct) != x.aval.to_tangent_aval() for ct, x in zip(cts, xs, strict=True)):
+        # Typed: the sum is one value that all devices share, and so is its cotangent.
+        return list(jax.lax.pcast(cts, axes, to="varying"))
+    return _wire_sum_p.bind(*cts, axes=axes, **params)
 
 
 _wire_sum_p.def_impl(_not_ours)
