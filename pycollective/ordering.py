@@ -168,9 +168,9 @@ def lower(
     """
 
     def lowering(how: Callable[[dict[str, Any]], Call | Steps], ctx: Any, *operands: Any, **params: Any) -> Any:
+        if (outs := on_copies(primitive, ctx, operands, params)) is not None:
+            return outs
         devices, manual = _devices_of_program(primitive.name, ctx.module_context.axis_context)
-        if devices > 1 and not manual:
-            return _lower_steps(ctx, _on_copies(primitive, params, devices), operands)
         chosen = how(params)
         if isinstance(chosen, Steps):
             return _lower_steps(ctx, chosen, operands)
@@ -234,15 +234,19 @@ def _devices_of_program(name: str, context: Any) -> tuple[int, tuple[Any, ...]]:
     return mesh.size, tuple(mesh.axis_names)
 
 
-def _on_copies(primitive: Primitive, params: dict[str, Any], devices: int) -> Steps:
-    """A call in a program that XLA cuts up, where each of its devices gets all of the operands.
+def on_copies(primitive: Primitive, ctx: Any, operands: Sequence[Any], params: dict[str, Any]) -> Sequence[Any] | None:
+    """Lowers a call in a program that XLA cuts up: each of its devices gets all of the operands. None for others.
 
-    XLA takes no call with an order there but on one device or, as here, in the hands of each.
+    XLA takes no call with a side effect there but on one device or, as here, in the hands of each.
     """
+    devices, manual = _devices_of_program(primitive.name, ctx.module_context.axis_context)
+    if devices == 1 or manual:
+        return None
     mesh = jax.sharding.AbstractMesh((devices,), (_COPIES,))
     whole = jax.sharding.PartitionSpec()
     one_device = functools.partial(primitive.bind, **params)
-    return Steps(jax.shard_map(one_device, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False), ())
+    all_devices = jax.shard_map(one_device, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
+    return _lower_steps(ctx, Steps(all_devices, ()), operands)
 
 
 def _lower_steps(ctx: Any, steps: Steps, operands: Sequence[Any]) -> Sequence[Any]:
