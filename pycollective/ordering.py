@@ -22,6 +22,7 @@ This is the only file that uses JAX beyond its public API:
 ``traceback_util.register_exclusion``  to leave our frames out of tracebacks and of ``jax.debug.breakpoint``,
                                        which makes constants of what it finds in them
 ``linear_call_p`` (custom_derivatives) its abstract evaluation forgets the effects of what it calls
+``DynamicJaxprTrace.make_eqn``         to see that of the primitives that other libraries define (wrapped)
 ``module_context.axis_context``        of a lowering: ``num_devices``, ``device_assignment``, or ``mesh``,
                                        ``manual_axes``: on which devices the program will run, and how
 =====================================  ==============================================================
@@ -29,6 +30,7 @@ This is the only file that uses JAX beyond its public API:
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import math
@@ -54,6 +56,7 @@ try:
     from jax._src.core import InternalMutableArrayEffect, abstract_token, get_axis_env, trace_state_clean
     from jax._src.custom_derivatives import linear_call_p
     from jax._src.dispatch import RuntimeTokenSet
+    from jax._src.interpreters.partial_eval import DynamicJaxprTrace
     from jax._src.traceback_util import register_exclusion as hide_frames
 
     _TYPE_SETS = (
@@ -68,6 +71,8 @@ try:
     _LACKING = {"tokens", "dim_var_values"} - _SUBCOMP_PARAMETERS
     if _LACKING:
         raise ImportError(f"jaxpr_subcomp has no parameter {sorted(_LACKING)}")
+    if "effects" not in inspect.signature(DynamicJaxprTrace.make_eqn).parameters:
+        raise ImportError("DynamicJaxprTrace.make_eqn has no parameter effects")
     for _method, _expected in (("get_token_input", ["eff", "devices"]), ("set_token_result", ["eff", "token"])):
         if list(inspect.signature(getattr(RuntimeTokenSet, _method)).parameters) != ["self", *_expected]:
             raise ImportError(f"RuntimeTokenSet.{_method} has other parameters than {_expected}")
@@ -133,6 +138,43 @@ def _varying(x: Any) -> frozenset[Any]:
 def _linear_call_abstract_eval(*_: Any, callee: Any, **__: Any) -> Any:
     return callee.out_avals, callee.effects
 
+
+@functools.lru_cache(maxsize=4096)
+def _is_program(primitive: Primitive) -> bool:
+    """Whether another library than JAX has defined the primitive, by a function that JAX can trace.
+
+    Equinox defines such primitives, for lineax, say. Their abstract evaluation has no way to report effects.
+    """
+    module = getattr(primitive.impl, "__module__", None) or "functools"  # functools.partial: JAX's eager dispatch
+    return module.partition(".")[0] not in ("jax", "functools", __name__.partition(".")[0])
+
+
+@functools.lru_cache(maxsize=4096)
+def _effects_of_program(primitive: Primitive, avals: tuple[Any, ...], params: tuple[tuple[str, Any], ...]) -> Any:
+    structs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type) for aval in avals]
+    closed = jax.make_jaxpr(lambda *operands: primitive.impl(*operands, **dict(params)))(*structs)
+    return frozenset({effect} & closed.jaxpr.effects)
+
+
+def _report_effects_of_programs() -> None:
+    """Lets the equations of other libraries' primitives have our effect where their programs have it."""
+    make_eqn = DynamicJaxprTrace.make_eqn
+
+    @functools.wraps(make_eqn)
+    def reporting(
+        self: Any, in_tracers: Any, out_avals: Any, primitive: Any, params: Any, effects: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if not effects and _is_program(primitive):
+            avals = tuple(tracer.aval for tracer in in_tracers)
+            # One that JAX cannot trace, or whose parameters it could not compare, holds no collective of ours.
+            with contextlib.suppress(TypeError, ValueError, NotImplementedError):
+                effects = _effects_of_program(primitive, avals, tuple(sorted(params.items())))
+        return make_eqn(self, in_tracers, out_avals, primitive, params, effects, *args, **kwargs)
+
+    DynamicJaxprTrace.make_eqn = reporting
+
+
+_report_effects_of_programs()
 
 HOSTS: tuple[str, ...] = ("cpu",)
 ACCELERATORS: tuple[str, ...] = ("cuda", "rocm")

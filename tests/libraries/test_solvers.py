@@ -1,0 +1,126 @@
+"""Linear systems, roots, fixed points, minima and differential equations whose functions sum over all devices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import diffrax
+import jax
+import jax.numpy as jnp
+import lineax
+import optimistix
+import pytest
+
+import pycollective as pc
+from tests.libraries.programs import SOME, Program, Way, compare
+
+Array = Any
+
+
+def matvec(m: Array, v: Array, axis: Any) -> Array:
+    """``(1 + sum_k m_k m_k^T) v``: each device has one ``m_k``, all have ``v``."""
+    return v + pc.psum(m * jnp.vdot(m, shared(v, axis)), axis)
+
+
+def shared(v: Array, axis: Any) -> Array:
+    """``v``, the same on all devices; what each does with its copy adds to the cotangent that all get."""
+    return pc.pmean(v, axis)
+
+
+def conjugate_gradients(m: Array, axis: Any) -> Array:
+    right = jnp.arange(1.0, 4.0)
+    operator = lineax.FunctionLinearOperator(
+        lambda v: matvec(m, v, axis), jax.eval_shape(lambda: right), lineax.positive_semidefinite_tag
+    )
+    return lineax.linear_solve(operator, right, lineax.CG(rtol=1e-6, atol=1e-6)).value
+
+
+def jax_cg(m: Array, axis: Any) -> Array:
+    return jax.scipy.sparse.linalg.cg(lambda v: matvec(m, v, axis), jnp.arange(1.0, 4.0), tol=1e-6)[0]
+
+
+def newton(m: Array, axis: Any) -> Array:
+    """The root ``y`` of ``y + sum_k tanh(m_k y) = 1``."""
+
+    def function(y: Array, m: Array) -> Array:
+        return y + pc.psum(jnp.tanh(0.5 * m * m * shared(y, axis)), axis) - 1
+
+    return optimistix.root_find(function, optimistix.Newton(rtol=1e-6, atol=1e-6), jnp.zeros(3), m).value
+
+
+def fixed_point(m: Array, axis: Any) -> Array:
+    def function(y: Array, m: Array) -> Array:
+        return pc.pmean(jnp.cos(0.1 * m * shared(y, axis)), axis)
+
+    return optimistix.fixed_point(function, optimistix.FixedPointIteration(1e-6, 1e-6), jnp.zeros(3), m).value
+
+
+def least_squares(m: Array, axis: Any) -> Array:
+    """Residuals on each device, and their normal equations over all."""
+
+    def residuals(y: Array, m: Array) -> Array:
+        return pc.psum(jnp.tanh(m + shared(y, axis)) * jnp.arange(1.0, 4.0), axis)
+
+    return optimistix.least_squares(residuals, optimistix.LevenbergMarquardt(1e-6, 1e-6), jnp.zeros(3), m).value
+
+
+def bfgs(m: Array, axis: Any) -> Array:
+    def loss(y: Array, m: Array) -> Array:
+        away = shared(y, axis) - m
+        return pc.pmean(jnp.sum(away**2 + 0.1 * away**4), axis)
+
+    return optimistix.minimise(loss, optimistix.BFGS(1e-5, 1e-5), jnp.zeros(3), m, max_steps=100).value
+
+
+def ode(m: Array, axis: Any) -> Array:
+    def field(t: Array, y: Array, m: Array) -> Array:
+        return -0.1 * pc.psum(m * m * shared(y, axis), axis)
+
+    steps = diffrax.PIDController(rtol=1e-4, atol=1e-4)
+    solution = diffrax.diffeqsolve(
+        diffrax.ODETerm(field), diffrax.Tsit5(), 0.0, 1.0, 0.1, jnp.ones(3), m, stepsize_controller=steps, max_steps=64
+    )
+    return solution.ys[-1]
+
+
+def stiff_ode(m: Array, axis: Any) -> Array:
+    def field(t: Array, y: Array, m: Array) -> Array:
+        return -0.1 * pc.psum(m * m * shared(y, axis), axis)
+
+    steps = diffrax.PIDController(rtol=1e-3, atol=1e-3)
+    solution = diffrax.diffeqsolve(
+        diffrax.ODETerm(field),
+        diffrax.Kvaerno3(),
+        0.0,
+        1.0,
+        0.1,
+        jnp.ones(3),
+        m,
+        stepsize_controller=steps,
+        max_steps=64,
+    )
+    return solution.ys[-1]
+
+
+def with_gradient(program: Program) -> Program:
+    """The solution, and the derivative of its square."""
+
+    def both(m: Array, axis: Any) -> tuple[Array, Array]:
+        solution, back = jax.vjp(lambda m: program(m, axis), m)
+        return solution, back(2 * solution)[0]
+
+    return both
+
+
+FORMS = {program: with_gradient(program) for program in (conjugate_gradients, newton, fixed_point, jax_cg, ode)}
+
+
+@pytest.mark.parametrize("program", FORMS, ids=lambda program: program.__name__)
+def test_solution_and_gradient(program: Program, way: Way, world: pc.Communicator) -> None:
+    compare(world, way, FORMS[program], tolerance=1e-3)
+
+
+@pytest.mark.parametrize("program", [least_squares, bfgs, stiff_ode], ids=lambda program: program.__name__)
+@pytest.mark.parametrize("way", SOME, ids=lambda way: way.id)
+def test_solution(program: Program, way: Way, world: pc.Communicator) -> None:
+    compare(world, way, program, tolerance=1e-3)
