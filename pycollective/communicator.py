@@ -430,8 +430,8 @@ def start(
         )
     _check_launcher()
     lifecycle.end_all_on_error()  # from here on ranks wait for each other
-    native.start()  # before JAX's backend and its threads: it tunes malloc
     with host_of(mpi) as neighbours:
+        native.start(neighbours.size)  # before JAX's backend and its threads: it tunes malloc
         accelerators.take_own(neighbours)
         with shared_cores(neighbours):
             _state.devices = _choose_devices(devices)
