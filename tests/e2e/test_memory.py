@@ -72,7 +72,7 @@ def test_large_arrays_do_not_fault_in_again() -> None:
     assert printed(LARGE) < 500  # page faults of 20 times; it was 500 each time
 
 
-# For one of 200 ranks of a host: the quarter of its memory that they share is little for each.
+# For one of 2000 ranks of a host: the quarter of its memory that they share is little for each.
 FREED = """
 import numpy as np
 
@@ -84,7 +84,7 @@ def resident_mib():
         return next(int(line.split()[1]) for line in status if line.startswith("VmRSS")) / 1024
 
 
-native.start(200)
+native.start(2000)
 before = resident_mib()
 arrays = [np.ones(1 << 20, np.uint8) for _ in range(1500)]
 assert resident_mib() - before > 1400
