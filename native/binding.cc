@@ -4,6 +4,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -149,39 +150,44 @@ PYCOLLECTIVE_EXPORT void pycollective_set_max_count(int64_t max_count) {
   pycollective::library->max_count = max_count;
 }
 
-// Keeps freed memory in the process and asks for huge pages under it, so that a large result does not fault in
-// page by page each time it is made:
-// - no mmap for a large allocation, and no trimming: the heap keeps what it has had;
+// Keeps some of the freed memory in the process and asks for huge pages under it, so that a large result does not fault
+// in page by page each time it is made:
+// - no mmap for a large allocation: it comes from the heap;
+// - the heap keeps `kept` bytes when what lies at its end is freed, and gives back the rest;
 // - no fast bins: what lies in them is merged only when a heap is used up or a large block is asked for, which this one
 //   is not; a loop of small calls would walk through all of the reserve (a quarter of memory in 25 s);
 // - one arena, since glibc gives other threads' arenas at most 64 MiB at a time (small allocations stay in each
 //   thread's own cache). Arenas that threads of NumPy's BLAS, say, have made before stay, and glibc gives them to later
-//   threads too, XLA's among them: a pad of 64 MiB keeps such an arena from giving its memory back whenever it is empty;
-// - a quarter of the machine's memory is taken as address space, advised and given back: allocations to come lie
-//   there. Nothing of it is touched, so nothing is used up.
-// Call this before XLA starts its threads. Returns whether glibc took the settings; huge pages are a hope.
-PYCOLLECTIVE_EXPORT bool pycollective_tune_malloc() {
+//   threads too, XLA's among them; what a heap keeps keeps such an arena, too, from giving its memory back whenever it is
+//   empty;
+// - what will be kept is taken as address space, advised and freed: allocations to come lie there. Nothing of it is
+//   touched, so nothing is used up.
+// `ranks` of this host each keep their share of a quarter of its memory, and at most as much as glibc's settings, which
+// are ints, can say. Call this before XLA starts its threads. Returns whether glibc took the settings; huge pages are a
+// hope.
+PYCOLLECTIVE_EXPORT bool pycollective_tune_malloc(int32_t ranks) {
 #ifdef __GLIBC__
   constexpr int kNone = 0;
   constexpr int kOne = 1;
-  constexpr int kNever = -1;
-  constexpr int kArenaBytes = 64 << 20;  // HEAP_MAX_SIZE of glibc's arena.c
-  if (mallopt(M_ARENA_MAX, kOne) != 1 || mallopt(M_MMAP_MAX, kNone) != 1 ||
-      mallopt(M_TRIM_THRESHOLD, kNever) != 1 || mallopt(M_MXFAST, kNone) != 1 ||
-      mallopt(M_TOP_PAD, kArenaBytes) != 1) {
-    return false;
-  }
+  constexpr int kMost = 7 << 28;       // 1.75 GiB
+  constexpr int kLeast = 64 << 20;     // HEAP_MAX_SIZE of glibc's arena.c
+  constexpr int kAboveKept = 64 << 20;  // freed at the end of the heap, before it is given back
   const long pages = sysconf(_SC_PHYS_PAGES);
   const long page_bytes = sysconf(_SC_PAGESIZE);
-  if (pages > 0 && page_bytes > 0) {
-    const size_t nbytes = static_cast<size_t>(pages) / 4 * static_cast<size_t>(page_bytes);
-    if (void* block = std::malloc(nbytes)) {
-      const uintptr_t page = static_cast<uintptr_t>(page_bytes);
-      const uintptr_t first = (reinterpret_cast<uintptr_t>(block) + page - 1) / page * page;
-      const uintptr_t end = (reinterpret_cast<uintptr_t>(block) + nbytes) / page * page;
-      madvise(reinterpret_cast<void*>(first), end - first, MADV_HUGEPAGE);
-      std::free(block);
-    }
+  if (pages <= 0 || page_bytes <= 0) return false;
+  const int64_t share = int64_t{pages} / 4 * page_bytes / std::max(1, ranks);
+  const int kept = static_cast<int>(std::min<int64_t>(std::max<int64_t>(share, kLeast), kMost));
+  if (mallopt(M_ARENA_MAX, kOne) != 1 || mallopt(M_MMAP_MAX, kNone) != 1 ||
+      mallopt(M_TRIM_THRESHOLD, kept + kAboveKept) != 1 || mallopt(M_MXFAST, kNone) != 1 ||
+      mallopt(M_TOP_PAD, kept) != 1) {
+    return false;
+  }
+  if (void* block = std::malloc(static_cast<size_t>(kLeast))) {  // comes with what the heap keeps behind it
+    const uintptr_t page = static_cast<uintptr_t>(page_bytes);
+    const uintptr_t first = (reinterpret_cast<uintptr_t>(block) + page - 1) / page * page;
+    const uintptr_t end = (reinterpret_cast<uintptr_t>(block) + static_cast<size_t>(kept)) / page * page;
+    madvise(reinterpret_cast<void*>(first), end - first, MADV_HUGEPAGE);
+    std::free(block);
   }
   return true;
 #else

@@ -10,6 +10,7 @@ import jax
 
 from pycollective import accelerators, launchers, lifecycle, processes, turns
 from pycollective.config import config
+from pycollective.devices import local_devices
 from pycollective.errors import message
 from pycollective.members import Key, Members, Part, Perm, Routes, Seat, fingerprint, own_group, routes
 from pycollective.mpi import MPI, host_of
@@ -369,39 +370,6 @@ def devices_of_this_rank() -> tuple[jax.Device, ...]:
     return _state.devices
 
 
-def _check_launcher() -> None:
-    launched = launchers.launched_size(os.environ)
-    if launched is None or MPI.COMM_WORLD.size > 1 or config.allow_singleton:
-        return
-    launcher, size = launched
-    raise RuntimeError(
-        message(
-            "init",
-            f"a world of {size} ranks, as {launcher.name} started",
-            f"one rank that sees no other ({MPI.Get_library_version().splitlines()[0].strip()})",
-            f"{launcher.remedy} PYCOLLECTIVE_ALLOW_SINGLETON=1 accepts it.",
-        )
-    )
-
-
-def _choose_devices(devices: Sequence[jax.Device] | int | None) -> tuple[jax.Device, ...]:
-    local = tuple(jax.local_devices())
-    if devices is None:
-        return local
-    if isinstance(devices, int):
-        if not 0 < devices <= len(local):
-            raise ValueError(
-                message("init", f"devices from 1 to {len(local)}", devices, "This process has no more local devices.")
-            )
-        return local[:devices]
-    chosen = tuple(devices)
-    if not chosen or any(not isinstance(device, jax.Device) for device in chosen):
-        raise TypeError(
-            message("init", "devices: a number or a sequence of jax.Device", repr(devices), "See jax.local_devices().")
-        )
-    return chosen
-
-
 def start(
     mpi: MPI.Intracomm, devices: Sequence[jax.Device] | int | None, limit: float | None, transport: str | None
 ) -> None:
@@ -414,7 +382,7 @@ def start(
     if limit is not None and not limit > 0:
         raise ValueError(message("init", "timeout to be a positive number of seconds", limit, "Leave it out for none."))
     if _state.started:
-        chosen = None if devices is None else _choose_devices(devices)
+        chosen = None if devices is None else local_devices(devices)
         for name, first, later in (
             ("devices", _state.devices, chosen),
             ("timeout", _state.timeout, limit),
@@ -437,14 +405,15 @@ def start(
                 "Leave mpi4py.rc.thread_level at 'multiple', and use an MPI built with threads.",
             )
         )
-    _check_launcher()
+    if not config.allow_singleton:
+        launchers.check_world(os.environ, MPI.COMM_WORLD.size, MPI.Get_library_version())
     processes.mark_rank(MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)
     lifecycle.end_all_on_error()  # from here on ranks wait for each other
-    native.start()  # before JAX's backend and its threads: it tunes malloc
     with host_of(mpi) as neighbours:
+        native.start(neighbours.size)  # before JAX's backend and its threads: it tunes malloc
         accelerators.take_own(neighbours)
         with shared_cores(neighbours):
-            _state.devices = _choose_devices(devices)
+            _state.devices = local_devices(devices)
     kind = accelerators.check(mpi, _state.devices, may_share=config.allow_shared_gpu)
     if kind in runtime.KINDS:
         takes = config.gpu_direct

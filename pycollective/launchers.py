@@ -8,6 +8,8 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from pycollective.errors import message
+
 T = TypeVar("T")
 
 
@@ -164,3 +166,25 @@ def _numbers(text: str) -> list[int]:
     """What Slurm writes as "4(x2),3"."""
     parts = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
     return [int(number) for number, times in parts for _ in range(int(times or 1))]
+
+
+def check_world(environ: Mapping[str, str], size: int, library: str) -> None:
+    """Raises RuntimeError for a world of one rank where a launcher has started several.
+
+    Args:
+        environ: variables of this process.
+        size: of MPI's world.
+        library: MPI's own description of itself.
+    """
+    launched = launched_size(environ)
+    if launched is None or size > 1:
+        return
+    launcher, number = launched
+    raise RuntimeError(
+        message(
+            "init",
+            f"a world of {number} ranks, as {launcher.name} started",
+            f"one rank that sees no other ({library.splitlines()[0].strip()})",
+            f"{launcher.remedy} PYCOLLECTIVE_ALLOW_SINGLETON=1 accepts it.",
+        )
+    )

@@ -170,8 +170,12 @@ _library: ctypes.CDLL | None = None
 _direct = False
 
 
-def start() -> None:
-    """Loads, binds and registers. MPI must be initialised. Does nothing the second time."""
+def start(ranks: int = 1) -> None:
+    """Loads, binds and registers. MPI must be initialised. Does nothing the second time.
+
+    Args:
+        ranks: on this host, which share its memory.
+    """
     global _library
     if _library is not None:
         return
@@ -180,7 +184,7 @@ def start() -> None:
     library.pycollective_set_check(config.check)
     library.pycollective_set_all_lanes(int(config.all_lanes))
     if config.malloc:
-        library.pycollective_tune_malloc()
+        library.pycollective_tune_malloc(ranks)
     register(library, TARGETS, "cpu")
     _library = library
 

@@ -70,3 +70,28 @@ def test_calls_of_small_programs_take_no_more_memory() -> None:
 
 def test_large_arrays_do_not_fault_in_again() -> None:
     assert printed(LARGE) < 500  # page faults of 20 times; it was 500 each time
+
+
+# For one of 2000 ranks of a host: the quarter of its memory that they share is little for each.
+FREED = """
+import numpy as np
+
+from pycollective.transport import native
+
+
+def resident_mib():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("VmRSS")) / 1024
+
+
+native.start(2000)
+before = resident_mib()
+arrays = [np.ones(1 << 20, np.uint8) for _ in range(1500)]
+assert resident_mib() - before > 1400
+del arrays
+print(resident_mib() - before)
+"""
+
+
+def test_freed_memory_goes_back() -> None:
+    assert printed(FREED) < 700  # MiB; it was 1500

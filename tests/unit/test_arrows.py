@@ -51,6 +51,7 @@ FLOORS = (
     "hierarchy",
     "blocks",
     "communicator",
+    "devices",
     "members",
     "accelerators",
     "threads",
