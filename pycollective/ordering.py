@@ -14,6 +14,7 @@ This is the only file that uses JAX beyond its public API:
 ``jax._src.core.abstract_token``       the aval of a token operand, which ``jax.ffi.ffi_lowering`` knows
 ``jax._src.core.trace_state_clean``    whether a call happens at top level or inside a trace
 ``InternalMutableArrayEffect``           of a jaxpr that makes references: its lowering takes them away
+``NamedAxisEffect``                     of a jaxpr that names an axis: who binds the axis takes it away
 ``jax._src.effects`` (its type sets)   to register an ordered effect; mpi4jax and jax's own debug_print
                                        do the same
 ``mlir.jaxpr_subcomp``, ``TokenSet``   exported, but their signature has changed before
@@ -27,7 +28,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -45,7 +46,7 @@ SUPPORTED_JAX = ">= 0.9, < 0.13"
 
 try:
     from jax._src import effects as jax_effects
-    from jax._src.core import InternalMutableArrayEffect, abstract_token, trace_state_clean
+    from jax._src.core import InternalMutableArrayEffect, NamedAxisEffect, abstract_token, trace_state_clean
     from jax._src.custom_derivatives import linear_call_p
     from jax._src.dispatch import RuntimeTokenSet
 
@@ -94,6 +95,11 @@ effect = OrderedCollective()
 def without_references(effects: Iterable[Any]) -> set[Any]:
     """The effects, but for those of references that a program makes for itself."""
     return {kind for kind in effects if not isinstance(kind, InternalMutableArrayEffect)}
+
+
+def without_names(effects: Iterable[Any], names: Container[Any]) -> set[Any]:
+    """The effects, but for those that say that a program names one of these axes."""
+    return {kind for kind in effects if not (isinstance(kind, NamedAxisEffect) and kind.name in names)}
 
 
 def result(shape: Sequence[int], dtype: Any, *operands: Any) -> Any:

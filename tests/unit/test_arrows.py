@@ -35,6 +35,8 @@ FLOORS = (
     "bench.__init__",
     "__init__",
     "spmd",
+    "named",
+    "sharded",
     "jitted",
     "mapped",
     "buckets",
