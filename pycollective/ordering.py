@@ -15,6 +15,7 @@ This is the only file that uses JAX beyond its public API:
 ``jax._src.core.trace_state_clean``    whether a call happens at top level or inside a trace
 ``jax._src.core.get_axis_env``         the axes that transforms bind, for messages
 ``InternalMutableArrayEffect``           of a jaxpr that makes references: its lowering takes them away
+``NamedAxisEffect``                     of a jaxpr that names an axis: who binds the axis takes it away
 ``jax._src.effects`` (its type sets)   to register an ordered effect; mpi4jax and jax's own debug_print
                                        do the same
 ``mlir.jaxpr_subcomp``, ``TokenSet``   exported, but their signature has changed before
@@ -23,8 +24,6 @@ This is the only file that uses JAX beyond its public API:
                                        which makes constants of what it finds in them
 ``linear_call_p`` (custom_derivatives) its abstract evaluation forgets the effects of what it calls
 ``DynamicJaxprTrace.make_eqn``         to see that of the primitives that other libraries define (wrapped)
-``module_context.axis_context``        of a lowering: ``num_devices``, ``device_assignment``, or ``mesh``,
-                                       ``manual_axes``: on which devices the program will run, and how
 =====================================  ==============================================================
 """
 
@@ -34,9 +33,9 @@ import contextlib
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -53,7 +52,13 @@ SUPPORTED_JAX = ">= 0.9, < 0.13"
 
 try:
     from jax._src import effects as jax_effects
-    from jax._src.core import InternalMutableArrayEffect, abstract_token, get_axis_env, trace_state_clean
+    from jax._src.core import (
+        InternalMutableArrayEffect,
+        NamedAxisEffect,
+        abstract_token,
+        get_axis_env,
+        trace_state_clean,
+    )
     from jax._src.custom_derivatives import linear_call_p
     from jax._src.dispatch import RuntimeTokenSet
     from jax._src.interpreters.partial_eval import DynamicJaxprTrace
@@ -107,10 +112,18 @@ for _types in _TYPE_SETS:
 
 effect = OrderedCollective()
 
+token_aval = abstract_token
+"""The type of a token."""
+
 
 def without_references(effects: Iterable[Any]) -> set[Any]:
     """The effects, but for those of references that a program makes for itself."""
     return {kind for kind in effects if not isinstance(kind, InternalMutableArrayEffect)}
+
+
+def without_names(effects: Iterable[Any], names: Container[Any]) -> set[Any]:
+    """The effects, but for those that say that a program names one of these axes."""
+    return {kind for kind in effects if not (isinstance(kind, NamedAxisEffect) and kind.name in names)}
 
 
 def result(shape: Sequence[int], dtype: Any, *operands: Any) -> Any:
@@ -176,131 +189,8 @@ def _report_effects_of_programs() -> None:
 
 _report_effects_of_programs()
 
-HOSTS: tuple[str, ...] = ("cpu",)
-ACCELERATORS: tuple[str, ...] = ("cuda", "rocm")
-"""JAX's names of the platforms that we lower for; MPI reads and writes the memory of a host's devices."""
 
-Call = tuple[Callable[..., Any], dict[str, Any]]
-"""An FFI lowering whose first operand and first result are tokens (see ``transport``), and the handler's attributes."""
-
-
-class Steps(NamedTuple):
-    """A primitive as a program of others.
-
-    Attributes:
-        fun: of the operands' values, to a value or a sequence of them; traced, so it may use the primitives here.
-        axes: names and sizes of the axes that it uses, bound by the program around it.
-    """
-
-    fun: Callable[..., Any]
-    axes: tuple[tuple[str, int], ...]
-
-
-def lower(
-    primitive: Primitive,
-    on_host: Callable[[dict[str, Any]], Call] | None,
-    on_device: Callable[[dict[str, Any]], Call | Steps],
-) -> None:
-    """Registers the lowerings of an ordered primitive.
-
-    Args:
-        primitive: its abstract evaluation must report :data:`effect`.
-        on_host: maps the primitive's parameters to what a device of ``HOSTS`` does; None: it cannot.
-        on_device: the same for one of ``ACCELERATORS``.
-    """
-
-    def lowering(how: Callable[[dict[str, Any]], Call | Steps], ctx: Any, *operands: Any, **params: Any) -> Any:
-        if (outs := on_copies(primitive, ctx, operands, params)) is not None:
-            return outs
-        devices, manual = _devices_of_program(primitive.name, ctx.module_context.axis_context)
-        chosen = how(params)
-        if isinstance(chosen, Steps):
-            return _lower_steps(ctx, chosen, operands)
-        call, attributes = chosen
-        inner = ctx.replace(avals_in=(abstract_token, *ctx.avals_in), avals_out=(abstract_token, *ctx.avals_out))
-        # On accelerators each device that has a copy makes the call for itself, with its like on the other ranks: these
-        # must then have as many. To meet, as on the host, they would have to copy from one device to another.
-        copies = manual == (_COPIES,) and how is on_host
-        attributes = {**attributes, "spread": -devices if copies else devices}
-        token, *results = call(inner, ctx.tokens_in.get(effect), *operands, **attributes)
-        ctx.set_tokens_out(ctx.tokens_in.update_tokens(mlir.TokenSet({effect: token})))
-        return results
-
-    def elsewhere(ctx: Any, *operands: Any, **params: Any) -> Sequence[Any]:
-        raise NotImplementedError(
-            message(
-                primitive.name,
-                "a program on CPU devices or GPUs, as pycollective.init's devices are",
-                f"one for {', '.join(ctx.module_context.platforms)}",
-                "Move the arrays to one of jax.local_devices(), or set JAX_PLATFORMS.",
-            )
-        )
-
-    hows = dict.fromkeys(ACCELERATORS, on_device)
-    if on_host is not None:
-        hows |= dict.fromkeys(HOSTS, on_host)
-    for platform, how in hows.items():
-        mlir.register_lowering(primitive, functools.partial(lowering, how), platform=platform)
-    mlir.register_lowering(primitive, elsewhere)
-
-
-_COPIES = "pycollective copies"
-"""The axis of the devices that have copies of one call's operands."""
-
-
-def _devices_of_program(name: str, context: Any) -> tuple[int, tuple[Any, ...]]:
-    """On how many devices the program that is lowered runs, and which axes of them it has taken into its own hands.
-
-    Inside :func:`jax.shard_map` and :func:`jax.pmap` each device makes the calls of its own program; these axes are
-    all there are. A program that XLA cuts up has none.
-    """
-
-    def refuse(got: str, remedy: str) -> NoReturn:
-        raise NotImplementedError(
-            message(name, "a program on devices of this process, or manual over all axes of its mesh", got, remedy)
-        )
-
-    mesh = getattr(context, "mesh", None)
-    if mesh is None:
-        devices = context.num_devices or 1
-        assigned = getattr(context, "device_assignment", None) or ()
-        if devices > max(1, jax.local_device_count()) or any(d.process_index != jax.process_index() for d in assigned):
-            refuse(f"one on {devices} devices of several processes", "Give each rank devices and arrays of its own.")
-        return devices, ()
-    others = [axis for axis, size in mesh.shape.items() if size > 1 and axis not in context.manual_axes]
-    if mesh.size > 1 and others:
-        refuse(
-            f"axes {others} that are left to XLA",
-            "Call it outside jax.shard_map, or with all axes in shard_map's axis_names (that is its default).",
-        )
-    return mesh.size, tuple(mesh.axis_names)
-
-
-def on_copies(primitive: Primitive, ctx: Any, operands: Sequence[Any], params: dict[str, Any]) -> Sequence[Any] | None:
-    """Lowers a call in a program that XLA cuts up: each of its devices gets all of the operands. None for others.
-
-    XLA takes no call with a side effect there but on one device or, as here, in the hands of each.
-    """
-    devices, manual = _devices_of_program(primitive.name, ctx.module_context.axis_context)
-    if devices == 1 or manual:
-        return None
-    mesh = jax.sharding.AbstractMesh((devices,), (_COPIES,))
-    whole = jax.sharding.PartitionSpec()
-    one_device = functools.partial(primitive.bind, **params)
-    all_devices = jax.shard_map(one_device, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
-    return _lower_steps(ctx, Steps(all_devices, ()), operands)
-
-
-def _lower_steps(ctx: Any, steps: Steps, operands: Sequence[Any]) -> Sequence[Any]:
-    like = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in ctx.avals_in]
-    closed = jax.make_jaxpr(steps.fun, axis_env=list(steps.axes))(*like)
-    assert not closed.consts, "constants would have to become operands"
-    outs, tokens_out = _lower_jaxpr(ctx, closed.jaxpr, ctx.tokens_in, operands)
-    ctx.set_tokens_out(tokens_out)
-    return outs
-
-
-def _lower_jaxpr(ctx: Any, jaxpr: Any, tokens: Any, args: Sequence[Any]) -> tuple[Sequence[Any], Any]:
+def lower_jaxpr(ctx: Any, jaxpr: Any, tokens: Any, args: Sequence[Any]) -> tuple[Sequence[Any], Any]:
     """``jaxpr`` with ``args`` for its constants and inputs, in the place that ``ctx`` says."""
     optional = {"const_lowering": getattr(ctx, "const_lowering", None), "outer_traceback": None}
     constants = len(jaxpr.constvars)
@@ -331,7 +221,7 @@ def _region_abstract_eval(*_: Any, jaxpr: Any) -> Any:
 def _region_lowering(ctx: Any, *args: Any, jaxpr: Any) -> Sequence[Any]:
     tokens = mlir.TokenSet({**dict(ctx.tokens_in.items()), effect: stablehlo.create_token()})
     if without_references(jaxpr.effects) == jaxpr.effects:
-        outs, tokens_out = _lower_jaxpr(ctx, jaxpr, tokens, args)
+        outs, tokens_out = lower_jaxpr(ctx, jaxpr, tokens, args)
     else:  # JAX turns references into values where it lowers a function
         inner = ctx.replace(tokens_in=tokens)
         body = function(jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars]))

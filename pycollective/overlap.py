@@ -32,7 +32,7 @@ from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Primitive, Var
 from jax.interpreters import mlir
 
-from pycollective import accelerators, ordering
+from pycollective import accelerators, lowering, ordering
 from pycollective.agreement import exchanged
 from pycollective.communicator import Communicator, devices_of_this_rank
 from pycollective.errors import message
@@ -57,19 +57,19 @@ def _done_abstract_eval(*ys: Any, **_: Any) -> Any:
     return [jax.core.ShapedArray(y.shape, y.dtype) for y in ys]
 
 
-def _start(params: dict[str, Any]) -> ordering.Call:
+def _start(params: dict[str, Any]) -> lowering.Call:
     # Always in place, so that XLA keeps the operands as long as the results; it copies those that are read again.
     in_place = (True,) * params.pop("number")
     return native.ffi_lowering("device_allreduce_start", in_place), allreduce_attributes(**params)
 
 
 def _done_lowering(ctx: Any, *ys: Any, comm: Group) -> Any:
-    if (outs := ordering.on_copies(done_p, ctx, ys, {"comm": comm})) is not None:
+    if (outs := lowering.on_copies(done_p, ctx, ys, {"comm": comm})) is not None:
         return outs
     return native.done_lowering(len(ys))(ctx, *ys, comm=comm.key)
 
 
-ordering.lower(start_p, None, _start)
+lowering.lower(start_p, None, _start)
 mlir.register_lowering(done_p, _done_lowering)
 
 
@@ -116,7 +116,7 @@ class Overlap:
     def __call__(self, jaxpr: Any) -> Any:
         """The same program, in that order; itself where sums stand alone, and on CPU devices."""
         devices = devices_of_this_rank()
-        if not devices or accelerators.kind_of(devices[0]) not in ordering.ACCELERATORS:
+        if not devices or accelerators.kind_of(devices[0]) not in lowering.ACCELERATORS:
             return jaxpr
         sums = tuple(_sums(jaxpr))
         comms = _ranks_of(jaxpr)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 
-from pycollective import hierarchy, ordering
+from pycollective import hierarchy, lowering, ordering
 from pycollective.communicator import Communicator
 from pycollective.config import config
 from pycollective.errors import message
@@ -55,22 +55,22 @@ def _lower(primitive: Primitive, attributes: Callable[..., dict[str, Any]]) -> N
 
     Over several accelerators of each rank it becomes the local steps of its name around itself on the ranks.
     """
-    lowering = functools.cache(partial(native.ffi_lowering, primitive.name))
+    host_lowering = functools.cache(partial(native.ffi_lowering, primitive.name))
     device_lowering = functools.cache(partial(native.ffi_lowering, f"device_{primitive.name}"))
     steps = hierarchy.STEPS.get(primitive.name)
 
-    def on_host(params: dict[str, Any]) -> ordering.Call:
-        return lowering(params.pop("in_place", ())), attributes(**params)
+    def on_host(params: dict[str, Any]) -> lowering.Call:
+        return host_lowering(params.pop("in_place", ())), attributes(**params)
 
-    def on_device(params: dict[str, Any]) -> ordering.Call | ordering.Steps:
+    def on_device(params: dict[str, Any]) -> lowering.Call | lowering.Steps:
         axes = params["comm"].local_axes
         if axes and steps is not None:
             ranks = params.pop("comm").comm
             local = hierarchy.Local(axes, ranks.size)
-            return ordering.Steps(partial(steps, partial(primitive.bind, comm=ranks), local, **params), axes)
+            return lowering.Steps(partial(steps, partial(primitive.bind, comm=ranks), local, **params), axes)
         return device_lowering(params.pop("in_place", ())), attributes(**params)
 
-    ordering.lower(primitive, on_host, on_device)
+    lowering.lower(primitive, on_host, on_device)
 
 
 def _same_shape(x: Any, **_: Any) -> tuple[int, ...]:

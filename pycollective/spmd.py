@@ -10,14 +10,13 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, NoReturn, ParamSpec, TypeVar, overload
+from typing import Any, NamedTuple, NoReturn, ParamSpec, SupportsIndex, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr
 from jax.sharding import NamedSharding, PartitionSpec
 
-from pycollective import checks, jaxprs, mapped
+from pycollective import checks, discharge, jaxprs, named, sharded
 from pycollective.agreement import noted
 from pycollective.checks import AxisName
 from pycollective.communicator import Communicator, devices_of_this_rank
@@ -55,21 +54,68 @@ class _Placed(NamedTuple):
         return self.put([jax.device_put(*pair) for pair in zip(self.arrays, targets, strict=True)])
 
 
-def _results(where: str, fun: Any, comm: Communicator, trace: Callable[[], tuple[_Placed, ClosedJaxpr, Any]]) -> Any:
+class _Program(NamedTuple):
+    """A traced function of one device's arrays.
+
+    Attributes:
+        collectives: one line for each.
+        structure: of its results.
+        run: on this rank's own blocks.
+    """
+
+    collectives: Callable[[], list[str]]
+    structure: Any
+    run: Callable[[Sequence[Any]], list[Any]]
+
+
+def _sharded(fun: Callable[..., Any], placed: _Placed, **options: Any) -> _Program:
+    """``fun`` with the meaning of :func:`jax.shard_map`."""
+    mesh = placed.mesh
+    closed, structure = sharded.trace(fun, mesh, placed.wholes(), **options)
+    bodies = [eqn.params["jaxpr"] for eqn in closed.jaxpr.eqns if eqn.primitive.name == "shard_map"]
+
+    def lines() -> list[str]:
+        return [line for body in bodies for line in discharge.collectives(body, frozenset(mesh.shape))]
+
+    return _Program(lines, structure, lambda arrays: sharded.apply(closed, mesh, arrays))
+
+
+def _pmapped(fun: Callable[..., Any], placed: _Placed, out_specs: Any) -> _Program:
+    """``fun`` with the meaning of :func:`jax.pmap`; ``out_specs`` is a prefix of the tree of its results."""
+    mesh = placed.mesh
+    untyped = {"in_specs": tuple(placed.specs), "out_specs": out_specs, "check_vma": False}
+    if jaxprs.manual_sizes(jax.sharding.get_abstract_mesh()):  # inside another, whose types JAX would take for ours
+        return _sharded(fun, placed, **untyped)
+    try:
+        closed, structure = named.trace(fun, mesh, placed.arrays, placed.specs)
+    except AssertionError as error:
+        # lax.pcast, which says something about types where there are none, looks for a mesh around.
+        if not any(isinstance(arg, jax.sharding.ManualAxisType) for arg in error.args):
+            raise
+        return _sharded(fun, placed, **untyped)
+    results = jax.tree.unflatten(structure, range(structure.num_leaves))
+    specs = [spec for _, spec in _broadcast_prefix(out_specs, results)]
+
+    def lines() -> list[str]:
+        return discharge.collectives(closed.jaxpr, frozenset(mesh.shape))
+
+    return _Program(lines, structure, lambda arrays: named.apply(closed, mesh, arrays, placed.specs, specs))
+
+
+def _results(where: str, fun: Any, comm: Communicator, trace: Callable[[], tuple[_Placed, _Program]]) -> Any:
     """Traces a program, and runs it on this rank's own blocks. ``trace`` may raise for arguments that do not fit."""
 
-    def noting() -> tuple[tuple[_Placed, ClosedJaxpr, Any], Callable[[], list[str]]]:
-        traced = placed, closed, _ = trace()
-        return traced, lambda: [repr(placed.mesh), *mapped.collectives(closed, placed.mesh)]
+    def noting() -> tuple[tuple[_Placed, _Program], Callable[[], list[str]]]:
+        placed, program = trace()
+        return (placed, program), lambda: [repr(placed.mesh), *program.collectives()]
 
-    placed, closed, structure = noted(comm, where, _name(fun), noting)
-    return jax.tree.unflatten(structure, mapped.apply(closed, placed.mesh, placed.arrays))
+    placed, program = noted(comm, where, _name(fun), noting)
+    return jax.tree.unflatten(program.structure, program.run(placed.arrays))
 
 
 def _named(fun: Callable[..., Any], mesh: Mesh, check_vma: bool) -> Callable[..., Any]:
     """``fun`` with the axis of ``mesh``, which has one device of this rank, bound: rank-local arrays in and out."""
     spec = PartitionSpec(mesh.axes[0].name)  # of an axis in front, along which the global arrays have one for each rank
-    body = fun if check_vma else jaxprs.outside_meshes(fun)  # which may use this rank's devices by meshes of its own
 
     @functools.wraps(fun)
     def bound(*args: Any, **kwargs: Any) -> Any:
@@ -77,13 +123,14 @@ def _named(fun: Callable[..., Any], mesh: Mesh, check_vma: bool) -> Callable[...
 
         def one_device(*blocks: Any) -> Any:
             args, kwargs = with_arrays([jnp.squeeze(x, 0) for x in blocks])
-            return jax.tree.map(lambda y: jnp.expand_dims(y, 0), body(*args, **kwargs))
+            return jax.tree.map(lambda y: jnp.expand_dims(y, 0), fun(*args, **kwargs))
 
-        def trace() -> tuple[_Placed, ClosedJaxpr, Any]:
+        def trace() -> tuple[_Placed, _Program]:
             stacked = [jnp.expand_dims(x, 0) for x in arrays]
             placed = _Placed(mesh, stacked, [spec] * len(arrays), with_arrays)
-            options = {"in_specs": spec, "out_specs": spec, "check_vma": check_vma}
-            return placed, *mapped.trace(one_device, mesh, placed.wholes(), **options)
+            if check_vma:
+                return placed, _sharded(one_device, placed, in_specs=spec, out_specs=spec, check_vma=True)
+            return placed, _pmapped(one_device, placed, spec)
 
         results = _results("jit", fun, mesh.comm, trace)
         return jax.tree.map(lambda y: jnp.squeeze(y, 0), results)
@@ -191,8 +238,8 @@ def _name(fun: Callable[..., Any]) -> str:
     return getattr(fun, "__name__", repr(fun))
 
 
-def _indices(numbers: int | Iterable[int]) -> tuple[int, ...]:
-    return (operator.index(numbers),) if hasattr(numbers, "__index__") else tuple(map(operator.index, numbers))
+def _indices(numbers: SupportsIndex | Iterable[SupportsIndex]) -> tuple[int, ...]:
+    return tuple(map(operator.index, numbers if isinstance(numbers, Iterable) else (numbers,)))
 
 
 def _arrays(leaves: Sequence[Any]) -> list[Any]:
@@ -352,7 +399,7 @@ def pmap(
     def bound(*args: Any, **kwargs: Any) -> Any:
         last: list[int | None] = []  # for each result its mapped axis, where that is counted from the end
 
-        def trace() -> tuple[_Placed, ClosedJaxpr, Any]:
+        def trace() -> tuple[_Placed, _Program]:
             placed, axes = place(args, kwargs)
 
             def one_device(*blocks: Any) -> Any:
@@ -370,8 +417,7 @@ def pmap(
                     expanded.append(y if axis is None else jnp.expand_dims(y, max(axis, 0)))
                 return jax.tree.unflatten(tree, expanded)
 
-            options = {"in_specs": tuple(placed.specs), "out_specs": out_specs, "check_vma": False}
-            return placed, *mapped.trace(one_device, placed.mesh, placed.wholes(), **options)
+            return placed, _pmapped(one_device, placed, out_specs)
 
         outs, tree = jax.tree.flatten(_results("pmap", fun, ranks, trace))
         moved = [y if axis is None else jnp.moveaxis(y, 0, axis) for y, axis in zip(outs, last, strict=True)]
@@ -475,7 +521,7 @@ def shard_map(
                 expected = f"an axis that divides by the {local} local devices along {part!r} of in_specs{place}"
                 fail(expected, x.shape, "Pad it.")
 
-    def place(args: Any, kwargs: Any) -> _Placed:
+    def place(args: Any, _: Any) -> _Placed:
         leaves, tree = jax.tree.flatten(args)
         entries = _broadcast_prefix(in_specs, args)
         # A spec of None is for what is no operand.
@@ -493,18 +539,20 @@ def shard_map(
     def bound(*args: Any) -> Any:
         options = {"in_specs": in_specs, "out_specs": out_specs, "check_vma": check_vma}
 
-        def trace() -> tuple[_Placed, ClosedJaxpr, Any]:
+        def trace() -> tuple[_Placed, _Program]:
             try:
                 placed = place(args, {})
             except (ValueError, TypeError):
-                mapped.trace(fun, mesh, args, **options)  # JAX's own words, where it has some
+                sharded.trace(fun, mesh, args, **options)  # JAX's own words, where it has some
                 raise
             entries = [entry for entry in _broadcast_prefix(in_specs, args) if entry[1] is not None]
             for (entry, spec), x in zip(entries, placed.arrays, strict=True):
                 check_division(entry, x, spec)
 
-            arguments = lambda arrays: placed.put(arrays)[0]
-            return placed, *mapped.trace(fun, mesh, placed.wholes(), arguments=arguments, **options)
+            def arguments(arrays: Sequence[Any]) -> tuple[Any, ...]:
+                return tuple(placed.put(arrays)[0])
+
+            return placed, _sharded(fun, placed, arguments=arguments, **options)
 
         return _results("shard_map", fun, mesh.comm, trace)
 

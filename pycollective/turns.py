@@ -50,7 +50,7 @@ class Witnessed(NamedTuple):
     """
 
     outs: Any
-    witness: jax.Array
+    witness: Any
 
 
 class _Turn:

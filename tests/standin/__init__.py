@@ -61,9 +61,9 @@ def install(mode: str) -> None:
     """
     if mode not in ("staged", "direct"):
         raise ValueError(f"PYCOLLECTIVE_TEST_STANDIN: expected staged or direct, got {mode!r}")
-    ordering = importlib.import_module("pycollective.ordering")
+    lowering = importlib.import_module("pycollective.lowering")
     assert "pycollective.primitives" not in sys.modules, "the lowerings are registered already"
-    ordering.HOSTS, ordering.ACCELERATORS = (), ("cpu",)
+    lowering.HOSTS, lowering.ACCELERATORS = (), ("cpu",)
     native = importlib.import_module("pycollective.transport.native")
     accelerators = importlib.import_module("pycollective.accelerators")
     standin = library(Path(tempfile.gettempdir()))
