@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NoReturn, cast
 
 import jax
@@ -43,6 +44,16 @@ def communicator(where: str, axis_name: Any) -> Communicator:
         fail(TypeError, where, None, "a Communicator", repr(axis_name), remedy)
     comm.check_live(where)
     return comm
+
+
+def later(where: str, comm: Any) -> Callable[[], Communicator]:
+    """What gives the communicator ``comm``, or the world for None, when it is needed.
+
+    Decorating a function must not start MPI: a module that one rank alone imports may do that.
+    """
+    if comm is not None:
+        communicator(where, comm)
+    return partial(communicator, where, comm)
 
 
 def is_name(axis_name: Any) -> bool:

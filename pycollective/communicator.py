@@ -492,6 +492,11 @@ def init(
     return known
 
 
+def world_if_known() -> Communicator | None:
+    """The communicator of :func:`init`, where it was called."""
+    return _state.world
+
+
 def world() -> Communicator:
     """The communicator of :func:`init`, which is called if it was not.
 

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from pycollective import checks, discharge, jaxprs, named, sharded
 from pycollective.agreement import noted
 from pycollective.checks import AxisName
-from pycollective.communicator import Communicator, devices_of_this_rank
+from pycollective.communicator import Communicator, devices_of_this_rank, world_if_known
 from pycollective.jitted import Jitted
 from pycollective.mapped import local_spec, names_of, whole
 from pycollective.mesh import Mesh, line
@@ -113,9 +113,11 @@ def _results(where: str, fun: Any, comm: Communicator, trace: Callable[[], tuple
     return jax.tree.unflatten(program.structure, program.run(placed.arrays))
 
 
-def _named(fun: Callable[..., Any], mesh: Mesh, check_vma: bool) -> Callable[..., Any]:
-    """``fun`` with the axis of ``mesh``, which has one device of this rank, bound: rank-local arrays in and out."""
-    spec = PartitionSpec(mesh.axes[0].name)  # of an axis in front, along which the global arrays have one for each rank
+def _named(
+    fun: Callable[..., Any], axis_name: AxisName, mesh: Callable[[], Mesh], check_vma: bool
+) -> Callable[..., Any]:
+    """``fun`` with the axis of ``mesh()``, which has one device of this rank, bound: rank-local arrays in and out."""
+    spec = PartitionSpec(axis_name)  # of an axis in front, along which the global arrays have one for each rank
 
     @functools.wraps(fun)
     def bound(*args: Any, **kwargs: Any) -> Any:
@@ -127,12 +129,12 @@ def _named(fun: Callable[..., Any], mesh: Mesh, check_vma: bool) -> Callable[...
 
         def trace() -> tuple[_Placed, _Program]:
             stacked = [jnp.expand_dims(x, 0) for x in arrays]
-            placed = _Placed(mesh, stacked, [spec] * len(arrays), with_arrays)
+            placed = _Placed(mesh(), stacked, [spec] * len(arrays), with_arrays)
             if check_vma:
                 return placed, _sharded(one_device, placed, in_specs=spec, out_specs=spec, check_vma=True)
             return placed, _pmapped(one_device, placed, spec)
 
-        results = _results("jit", fun, mesh.comm, trace)
+        results = _results("jit", fun, mesh().comm, trace)
         return jax.tree.map(lambda y: jnp.squeeze(y, 0), results)
 
     return bound
@@ -204,16 +206,20 @@ def jit(
     """
     if fun is None:
         return functools.partial(jit, axis_name=axis_name, comm=comm, check_vma=check_vma, **options)
-    ranks = checks.communicator("jit", comm)  # MPI and the transport start before anything is compiled
+    ranks = checks.later("jit", comm)
     if axis_name is None:
         return Jitted(fun, options)
-    mesh = line(axis_name, ranks, devices_of_this_rank()[:1])
+
+    @functools.cache
+    def mesh() -> Mesh:
+        comm = ranks()  # before devices are asked for: MPI and the transport start with it
+        return line(axis_name, comm, devices_of_this_rank()[:1])
 
     def place(args: Any, kwargs: Any) -> Any:
         arrays, with_arrays = jaxprs.split_arrays(args, kwargs)
-        return _Placed(mesh, arrays, [PartitionSpec()] * len(arrays), with_arrays).on_devices()
+        return _Placed(mesh(), arrays, [PartitionSpec()] * len(arrays), with_arrays).on_devices()
 
-    return Jitted(_named(fun, mesh, check_vma), options, place)
+    return Jitted(_named(fun, axis_name, mesh, check_vma), options, place)
 
 
 # Several devices of each rank -------------------------------------------------------------------------------
@@ -307,12 +313,12 @@ def pmap(
     }
     if fun is None:
         return functools.partial(pmap, axis_name=axis_name, **options)
-    ranks = checks.communicator("pmap", comm)
+    ranks = checks.later("pmap", comm)
     name = "mapped axis" if axis_name is None else axis_name
     statics = _indices(static_broadcasted_argnums)
 
     def fail(expected: str, got: Any, remedy: str) -> NoReturn:
-        checks.fail(ValueError, "pmap", ranks, expected, got, remedy)
+        checks.fail(ValueError, "pmap", comm or world_if_known(), expected, got, remedy)
 
     if backend is not None:
         fail("backend=None", repr(backend), "Choose devices with pycollective.init(devices=...).")
@@ -340,14 +346,15 @@ def pmap(
             )
 
     def mesh_for(lengths: list[int]) -> Mesh:
+        size = ranks().size  # before devices are asked for: MPI and the transport start with it
         own = devices_of_this_rank() if devices is None else tuple(devices)
         if not lengths and axis_size is None and devices is None:
             fail("an argument with a mapped axis", f"in_axes={in_axes}", "Map one, or pass axis_size.")
         if axis_size is not None and not lengths:
-            local = axis_size // ranks.size
-            if local * ranks.size != axis_size or not 1 <= local <= len(own):
-                most = ranks.size * len(own)
-                fail(f"axis_size to be a multiple of {ranks.size} ranks, at most {most}", axis_size, "See jax.pmap.")
+            local = axis_size // size
+            if local * size != axis_size or not 1 <= local <= len(own):
+                most = size * len(own)
+                fail(f"axis_size to be a multiple of {size} ranks, at most {most}", axis_size, "See jax.pmap.")
         else:
             local = lengths[0] if lengths else len(own)
         if len(set(lengths)) > 1:
@@ -358,9 +365,9 @@ def pmap(
                 f"length {local}",
                 "Reshape the arguments to (devices, ...), or set JAX_NUM_CPU_DEVICES.",
             )
-        if axis_size is not None and axis_size != local * ranks.size:
-            fail(f"axis_size {local * ranks.size}, {ranks.size} ranks x {local}", axis_size, "Leave it out.")
-        return line(name, ranks, own[:local])
+        if axis_size is not None and axis_size != local * size:
+            fail(f"axis_size {local * size}, {size} ranks x {local}", axis_size, "Leave it out.")
+        return line(name, ranks(), own[:local])
 
     def spec(axis: int | None) -> PartitionSpec:
         return PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, name)
@@ -419,7 +426,7 @@ def pmap(
 
             return placed, _pmapped(one_device, placed, out_specs)
 
-        outs, tree = jax.tree.flatten(_results("pmap", fun, ranks, trace))
+        outs, tree = jax.tree.flatten(_results("pmap", fun, ranks(), trace))
         moved = [y if axis is None else jnp.moveaxis(y, 0, axis) for y, axis in zip(outs, last, strict=True)]
         return jax.tree.unflatten(tree, moved)
 

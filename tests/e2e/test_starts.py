@@ -95,3 +95,20 @@ told(lambda: pc.psum(1))
     )
     assert sum(bool(re.search(thrown, line)) for line in lines) == 6
     assert lines.count("2") == 2
+
+
+def test_decorating_starts_nothing(tmp_path: Path) -> None:
+    # In a module that one rank alone imports, say.
+    text = """
+if rank == 0:
+    total = pc.jit(lambda x: jax.lax.psum(x, "i"), axis_name="i")
+    mapped = pc.pmap(lambda x: jax.lax.psum(x, "i"), axis_name="i")
+    plain = pc.jit(lambda x: pc.psum(x))
+MPI.COMM_WORLD.barrier()
+if rank == 1:
+    total = pc.jit(lambda x: jax.lax.psum(x, "i"), axis_name="i")
+    mapped = pc.pmap(lambda x: jax.lax.psum(x, "i"), axis_name="i")
+    plain = pc.jit(lambda x: pc.psum(x))
+told(lambda: (float(total(1.0)), mapped(jnp.ones(2)).tolist(), float(plain(1.0))))
+"""
+    assert run(tmp_path, text).stdout.splitlines() == ["(2.0, [4.0, 4.0], 2.0)"] * 2
