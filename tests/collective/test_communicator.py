@@ -22,6 +22,12 @@ def test_world(world: pc.Communicator) -> None:
     assert repr(world) == f"Communicator(world, rank {world.rank} of {world.size})"
 
 
+def test_completion_shows_what_is_public(world: pc.Communicator) -> None:
+    shown = [name for name in dir(world) if not name.startswith("__")]
+    assert {"rank", "size", "split", "free", "mpi"} <= set(shown)
+    assert not [name for name in shown if name.startswith("_")]
+
+
 def test_hosts(world: pc.Communicator) -> None:
     # The tests run on one host.
     assert (world.local_rank, world.local_size) == (world.rank, world.size)

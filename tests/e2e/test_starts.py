@@ -75,6 +75,16 @@ told(lambda: pc.init(transport="native").size)
         assert sum(bool(re.search(refusal, line)) for line in lines) == 2
 
 
+def test_the_making_of_a_channel_is_watched(tmp_path: Path) -> None:
+    # The first call on a part of the ranks makes its channel; the other rank never comes.
+    program = tmp_path / "program.py"
+    program.write_text(HEAD + "pc.init(timeout=2)\nif rank == 0: pc.psum(1, axis_index_groups=[[1, 0]])\n")
+    done = mpirun(2, str(program), timeout=SHORT)
+    assert done.returncode not in (0, 124, 137)
+    assert "pycollective.allreduce: expected an answer from the other ranks within 2 s, got none" in done.stderr
+    assert "communicator world[1, 0], 4 bytes" in done.stderr
+
+
 def test_no_memory(tmp_path: Path) -> None:
     # A bucket larger than the address space: new[] throws in the midst of a call. On several devices too, where one of
     # them works for all, and where one is told that another has failed.
