@@ -126,6 +126,7 @@ class _Discharge:
     def __init__(self, mesh: Mesh, names: Names) -> None:
         self._mesh = mesh
         self._ours = names  # axes of the mesh that nothing hides here
+        self._full = [(axis.name, axis.size) for axis in mesh.axes if axis.name in names]
         self._local = [(axis.local_name, axis.local) for axis in mesh.axes if axis.local > 1 and axis.name in names]
         self._known: dict[int, tuple[Any, ClosedJaxpr]] = {}  # with the old jaxpr, whose id must stay its own
 
@@ -160,6 +161,8 @@ class _Discharge:
         if (inner := jaxprs.called(eqn)) is not None:  # nothing differentiates what is discharged
             return self.evaluate(inner, *operands)
         if any(map(self._concerns, inner_jaxprs(eqn))):
+            if (inner := jaxprs.implementation(eqn, self._full)) is not None:
+                return self.evaluate(inner, *operands)
             return jaxprs.bind_mapped(eqn, operands, self._jaxpr)
         return jaxprs.bind(eqn, operands, {name: self._outside(value) for name, value in eqn.params.items()})
 
@@ -186,8 +189,7 @@ class _Discharge:
         """One over another mesh, inside; its collectives over axes of ours are replaced once it is discharged."""
         if not _any(_names, eqn.params["body"], self._ours - _hidden(eqn)):
             return jaxprs.bind(eqn, operands, eqn.params)
-        full = [(axis.name, axis.size) for axis in self._mesh.axes if axis.name in self._ours]
-        closed = jax.make_jaxpr(partial(PROGRAMS[eqn.primitive], **eqn.params), axis_env=full)(
+        closed = jax.make_jaxpr(partial(PROGRAMS[eqn.primitive], **eqn.params), axis_env=self._full)(
             *(jaxprs.aval_like(var.aval) for var in eqn.invars)
         )
         return self.evaluate(closed, *operands)

@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 import numpy as np
 from jax.extend import source_info_util
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive
 from jax.extend.core import primitives as jax_primitives
 
 P = ParamSpec("P")
@@ -118,6 +118,19 @@ def bind_mapped(eqn: JaxprEqn, operands: Sequence[Any], change: Callable[[Closed
 
     params = {name: new(value) for name, value in eqn.params.items()}
     return bind(eqn, [*consts, *operands], params)
+
+
+_JAXS_OWN = frozenset(value for value in vars(jax_primitives).values() if isinstance(value, Primitive))
+
+
+def implementation(eqn: JaxprEqn, axis_env: Sequence[tuple[Any, int]]) -> ClosedJaxpr | None:
+    """What an equation does whose primitive is not JAX's, so that nobody knows how it uses the jaxprs in its parameters."""
+    if eqn.primitive in _JAXS_OWN:
+        return None
+    avals = [aval_like(var.aval) for var in eqn.invars]
+    function = lambda *operands: eqn.primitive.impl(*operands, **eqn.params)
+    with jax.sharding.use_abstract_mesh(NO_MESH):
+        return jax.make_jaxpr(function, axis_env=list(axis_env))(*avals)
 
 
 def rebuilt_shard_map(eqn: JaxprEqn, equation: Equation) -> Callable[..., Any]:

@@ -198,7 +198,10 @@ def run(
 
 
 def expand(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """A program that nothing transforms any more, with each such primitive in it replaced."""
+    """A program that nothing transforms any more, with each such primitive in it replaced.
+
+    And each of a library that holds calls without saying so.
+    """
     if not _holds(closed.jaxpr):
         return closed
     known: dict[int, tuple[Any, ClosedJaxpr]] = {}
@@ -215,11 +218,13 @@ def expand(closed: ClosedJaxpr) -> ClosedJaxpr:
     def equation(eqn: JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]:
         if eqn.primitive in discharge.PROGRAMS:
             return run(*operands, **eqn.params)
-        if not any(map(_holds, jaxprs.inner_jaxprs(eqn))):
+        if not _concerns(eqn):
             return jaxprs.bind(eqn, operands, eqn.params)
         if eqn.primitive.name == "shard_map":
             return jaxprs.rebuilt_shard_map(eqn, equation)(*operands)
         if (inner := jaxprs.called(eqn)) is not None:
+            return jaxprs.evaluate(inner, equation, *operands)
+        if (inner := jaxprs.implementation(eqn, ())) is not None:
             return jaxprs.evaluate(inner, equation, *operands)
         return jaxprs.bind_mapped(eqn, operands, changed)
 
@@ -227,4 +232,11 @@ def expand(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def _holds(jaxpr: Any) -> bool:
-    return any(eqn.primitive in discharge.PROGRAMS or any(map(_holds, jaxprs.inner_jaxprs(eqn))) for eqn in jaxpr.eqns)
+    return any(map(_concerns, jaxpr.eqns))
+
+
+def _concerns(eqn: JaxprEqn) -> bool:
+    inner = jaxprs.inner_jaxprs(eqn)
+    # A primitive of some library may not say that what it holds speaks with other ranks.
+    hides = ordering.effect not in eqn.effects and any(ordering.effect in jaxpr.effects for jaxpr in inner)
+    return hides or eqn.primitive in discharge.PROGRAMS or any(map(_holds, inner))
