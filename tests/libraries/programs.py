@@ -65,10 +65,15 @@ def _oracle(program: Program, total: int, shape: tuple[int, ...]) -> Any:
 
 
 def compare(
-    world: pc.Communicator, way: Way, program: Program, shape: tuple[int, ...] = (3,), tolerance: float = 1e-4
+    world: pc.Communicator,
+    way: Way,
+    program: Program,
+    shape: tuple[int, ...] = (3,),
+    tolerance: float = 1e-4,
+    reference: Program | None = None,
 ) -> None:
-    """``program`` in that way against :func:`jax.vmap` of it, on arrays of that shape of each device."""
+    """``program`` in that way against :func:`jax.vmap` of it, or of ``reference``, on arrays of ``shape``."""
     total = world.size * way.local
-    want = _oracle(program, total, shape)
+    want = _oracle(program if reference is None else reference, total, shape)
     got = way.run(program, world)(jax.numpy.asarray(own(world, way.local, np.asarray(values((total, *shape))))))
     assert_close(world, way.local, got, want, tolerance)

@@ -1,0 +1,38 @@
+"""Primitives as libraries define them: by a function that JAX traces when it lowers them, and that may sum."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+import pycollective as pc
+from tests.libraries.programs import Way, compare
+
+Array = Any
+
+scaled_p = Primitive("scaled_sum")
+
+
+def scaled(x: Array, *, axis: Any) -> Array:
+    return jax.lax.fori_loop(0, 2, lambda _, y: pc.pmean(jnp.sin(y), axis), 2 * x)
+
+
+scaled_p.def_impl(scaled)
+scaled_p.def_abstract_eval(lambda x, *, axis: x)  # it has no way to report an effect
+mlir.register_lowering(scaled_p, mlir.lower_fun(scaled, multiple_results=False))
+
+
+def program(x: Array, axis: Any) -> Array:
+    return pc.psum(x, axis) + jax.jit(lambda x: scaled_p.bind(x, axis=axis))(x) + scaled_p.bind(-3 * x, axis=axis)
+
+
+def plain(x: Array, axis: Any) -> Array:
+    return pc.psum(x, axis) + scaled(x, axis=axis) + scaled(-3 * x, axis=axis)
+
+
+def test_a_primitive_whose_program_sums(way: Way, world: pc.Communicator) -> None:
+    compare(world, way, program, reference=plain)
