@@ -55,7 +55,7 @@ def collectives(jaxpr: Any, names: Names) -> list[str]:
 def speaks(jaxpr: Any, names: Names) -> bool:
     """Whether the program speaks with other devices along these axes, or with other ranks."""
     return ordering.effect in jaxpr.effects or _any(
-        lambda eqn, left: _names(eqn, left) and eqn.primitive.name not in SILENT, jaxpr, names
+        lambda eqn, left: _may_name(eqn, left) and eqn.primitive.name not in SILENT, jaxpr, names
     )
 
 
@@ -105,6 +105,11 @@ def _axes(eqn: JaxprEqn) -> tuple[Any, ...]:
 
 def _names(eqn: JaxprEqn, names: Names) -> bool:
     return any(not isinstance(name, int) and name in names for name in _axes(eqn))
+
+
+def _may_name(eqn: JaxprEqn, names: Names) -> bool:
+    """Whether it names one of them, or stands for a function that may do so when JAX traces it."""
+    return _names(eqn, names) or jaxprs.is_foreign(eqn.primitive)
 
 
 def _hidden(eqn: JaxprEqn) -> Names:
@@ -160,9 +165,10 @@ class _Discharge:
             return jaxprs.rebuilt_shard_map(eqn, inside._equation)(*operands)
         if (inner := jaxprs.called(eqn)) is not None:  # nothing differentiates what is discharged
             return self.evaluate(inner, *operands)
-        if any(map(self._concerns, inner_jaxprs(eqn))):
-            if (inner := jaxprs.implementation(eqn, self._full)) is not None:
+        if (inner := jaxprs.implementation(eqn, self._full)) is not None:
+            if any(map(self._concerns, [inner.jaxpr, *inner_jaxprs(eqn)])):
                 return self.evaluate(inner, *operands)
+        elif any(map(self._concerns, inner_jaxprs(eqn))):
             return jaxprs.bind_mapped(eqn, operands, self._jaxpr)
         return jaxprs.bind(eqn, operands, {name: self._outside(value) for name, value in eqn.params.items()})
 
@@ -172,7 +178,7 @@ class _Discharge:
         def wanted(eqn: JaxprEqn, names: Names) -> bool:
             typed = (getattr(var.aval, "sharding", None) for var in (*eqn.invars, *eqn.outvars))
             return (
-                _names(eqn, names)
+                _may_name(eqn, names)
                 or eqn.primitive in PROGRAMS
                 or any(not sharding.mesh.empty for sharding in typed if sharding is not None)
             )
@@ -187,7 +193,7 @@ class _Discharge:
 
     def _program(self, eqn: JaxprEqn, operands: list[Any]) -> Any:
         """One over another mesh, inside; its collectives over axes of ours are replaced once it is discharged."""
-        if not _any(_names, eqn.params["body"], self._ours - _hidden(eqn)):
+        if not _any(_may_name, eqn.params["body"], self._ours - _hidden(eqn)):
             return jaxprs.bind(eqn, operands, eqn.params)
         closed = jax.make_jaxpr(partial(PROGRAMS[eqn.primitive], **eqn.params), axis_env=self._full)(
             *(jaxprs.aval_like(var.aval) for var in eqn.invars)

@@ -123,9 +123,15 @@ def bind_mapped(eqn: JaxprEqn, operands: Sequence[Any], change: Callable[[Closed
 _JAXS_OWN = frozenset(value for value in vars(jax_primitives).values() if isinstance(value, Primitive))
 
 
+def is_foreign(primitive: Primitive) -> bool:
+    """Whether another library has defined the primitive, by a function that JAX can trace: Equinox does, for lineax."""
+    module = getattr(primitive.impl, "__module__", None) or "functools"  # functools.partial: JAX's eager dispatch
+    return primitive not in _JAXS_OWN and module.partition(".")[0] not in ("jax", "functools", "pycollective")
+
+
 def implementation(eqn: JaxprEqn, axis_env: Sequence[tuple[Any, int]]) -> ClosedJaxpr | None:
-    """What an equation does whose primitive is not JAX's: nobody knows how it uses the jaxprs in its parameters."""
-    if eqn.primitive in _JAXS_OWN:
+    """What an equation does whose primitive is not JAX's: nobody knows what it does with its parameters."""
+    if not is_foreign(eqn.primitive):
         return None
     avals = [aval_like(var.aval) for var in eqn.invars]
     program = functools.partial(eqn.primitive.impl, **eqn.params)

@@ -46,7 +46,7 @@ from jax.interpreters import mlir
 
 from pycollective import turns
 from pycollective.errors import message
-from pycollective.jaxprs import bind, evaluate, function, inner_jaxprs, split_arrays
+from pycollective.jaxprs import bind, evaluate, function, inner_jaxprs, is_foreign, split_arrays
 
 SUPPORTED_JAX = ">= 0.9, < 0.13"
 
@@ -153,16 +153,6 @@ def _linear_call_abstract_eval(*_: Any, callee: Any, **__: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=4096)
-def _is_program(primitive: Primitive) -> bool:
-    """Whether another library than JAX has defined the primitive, by a function that JAX can trace.
-
-    Equinox defines such primitives, for lineax, say. Their abstract evaluation has no way to report effects.
-    """
-    module = getattr(primitive.impl, "__module__", None) or "functools"  # functools.partial: JAX's eager dispatch
-    return module.partition(".")[0] not in ("jax", "functools", __name__.partition(".")[0])
-
-
-@functools.lru_cache(maxsize=4096)
 def _effects_of_program(primitive: Primitive, avals: tuple[Any, ...], params: tuple[tuple[str, Any], ...]) -> Any:
     structs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type) for aval in avals]
     closed = jax.make_jaxpr(lambda *operands: primitive.impl(*operands, **dict(params)))(*structs)
@@ -177,7 +167,7 @@ def _report_effects_of_programs() -> None:
     def reporting(
         self: Any, in_tracers: Any, out_avals: Any, primitive: Any, params: Any, effects: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        if not effects and _is_program(primitive):
+        if not effects and is_foreign(primitive):
             avals = tuple(tracer.aval for tracer in in_tracers)
             # One that JAX cannot trace, or whose parameters it could not compare, holds no collective of ours.
             with contextlib.suppress(TypeError, ValueError, NotImplementedError):
