@@ -162,5 +162,5 @@ def test_bad_input(world: pc.Communicator) -> None:
             pc.psum(x, world, wire_dtype=jnp.bfloat16, residual=wrong)
     with pytest.raises(NotImplementedError, match="axes that JAX bound"):
         jax.jit(jax.vmap(lambda x: pc.psum(x, "v", wire_dtype=jnp.bfloat16), axis_name="v"))(x)
-    with pytest.raises(NameError, match="bound by a transform"):
+    with pytest.raises(NameError, match="an axis name that a transform around this call binds"):
         pc.psum(x, "nowhere", wire_dtype=jnp.bfloat16)
