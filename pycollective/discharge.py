@@ -149,7 +149,13 @@ class _Discharge:
         if eqn.primitive.name == "shard_map":
             if self._local:
                 remedy = "Bind all axes in one pycollective.shard_map."
-                _fail(self._mesh, eqn, f"a program over {self._mesh!r} by itself", f"jax.shard_map over {eqn.params['mesh']}", remedy)
+                _fail(
+                    self._mesh,
+                    eqn,
+                    f"a program over {self._mesh!r} by itself",
+                    f"jax.shard_map over {eqn.params['mesh']}",
+                    remedy,
+                )
             inside = _Discharge(self._mesh, self._ours - _hidden(eqn))
             return jaxprs.rebuilt_shard_map(eqn, inside._equation)(*operands)
         if (inner := jaxprs.called(eqn)) is not None:  # nothing differentiates what is discharged

@@ -220,7 +220,7 @@ def _ragged_all_to_all(
     return [output]
 
 
-def _unchanged(group: Group, *operands: Array, **_: Any) -> list[Array]:
+def _unchanged(_: Group, *operands: Array) -> list[Array]:
     return list(operands)
 
 

@@ -115,13 +115,12 @@ _JAXS_OWN = frozenset(value for value in vars(jax_primitives).values() if isinst
 
 
 def implementation(eqn: JaxprEqn, axis_env: Sequence[tuple[Any, int]]) -> ClosedJaxpr | None:
-    """What an equation does whose primitive is not JAX's, so that nobody knows how it uses the jaxprs in its parameters."""
+    """What an equation does whose primitive is not JAX's: nobody knows how that uses the jaxprs in its parameters."""
     if eqn.primitive in _JAXS_OWN:
         return None
     avals = [aval_like(var.aval) for var in eqn.invars]
-    function = lambda *operands: eqn.primitive.impl(*operands, **eqn.params)
     with jax.sharding.use_abstract_mesh(NO_MESH):
-        return jax.make_jaxpr(function, axis_env=list(axis_env))(*avals)
+        return jax.make_jaxpr(functools.partial(eqn.primitive.impl, **eqn.params), axis_env=list(axis_env))(*avals)
 
 
 def rebuilt_shard_map(eqn: JaxprEqn, equation: Equation) -> Callable[..., Any]:

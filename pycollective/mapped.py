@@ -24,8 +24,8 @@ from pycollective import buckets, checks, discharge, jaxprs, ordering, turns
 from pycollective.checks import AxisName
 from pycollective.mesh import Mesh
 
-
 # How arrays lie -------------------------------------------------------------------------------------------------
+
 
 def names_of(spec: PartitionSpec) -> list[AxisName]:
     """The axes that a spec names."""

@@ -121,7 +121,11 @@ def _with_residuals(
     reduced = ClosedJaxpr(jaxpr.replace(outvars=[*results, *new]), closed.consts)
     specs = [*out_specs, *[own] * len(new)]
     values = apply(reduced, mesh, args, in_specs, specs)
-    known.update((var, pair) for var, pair in zip([*results, *new], zip(values, specs, strict=True), strict=True) if isinstance(var, Var))
+    known.update(
+        (var, pair)
+        for var, pair in zip([*results, *new], zip(values, specs, strict=True), strict=True)
+        if isinstance(var, Var)
+    )
     pairs = [(var.val, PartitionSpec()) if isinstance(var, Literal) else known[var] for var in jaxpr.outvars[count:]]
     return values[:count], [x for x, _ in pairs], [spec for _, spec in pairs]
 

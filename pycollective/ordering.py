@@ -110,8 +110,12 @@ def result(shape: Sequence[int], dtype: Any, *operands: Any) -> Any:
     like = next(x for x in operands if _varying(x))
     spec = jax.sharding.PartitionSpec(*[None] * len(shape))
     # JAX 0.10 has put the names into a type of their own.
-    kind = {"vma": varying} if hasattr(like, "vma") else {"manual_axis_type": type(like.manual_axis_type)(varying=varying)}
-    return like.update(shape=tuple(shape), dtype=dtype, weak_type=False, sharding=like.sharding.update(spec=spec), **kind)
+    kind = (
+        {"vma": varying} if hasattr(like, "vma") else {"manual_axis_type": type(like.manual_axis_type)(varying=varying)}
+    )
+    return like.update(
+        shape=tuple(shape), dtype=dtype, weak_type=False, sharding=like.sharding.update(spec=spec), **kind
+    )
 
 
 def _varying(x: Any) -> frozenset[Any]:
@@ -304,9 +308,7 @@ def _without_copies(jaxpr: Any, free: frozenset[Var] = frozenset()) -> Any:
 def _free_inside(eqn: Any, inner: Any, kept: set[Var], buffers: dict[Var, Var]) -> frozenset[Var]:
     """The inputs of a program that an equation holds which nobody reads behind it."""
     pairs = zip(eqn.invars, inner.invars, strict=True)
-    return frozenset(
-        var for outer, var in pairs if isinstance(outer, Var) and buffers.get(outer, outer) not in kept
-    )
+    return frozenset(var for outer, var in pairs if isinstance(outer, Var) and buffers.get(outer, outer) not in kept)
 
 
 def _buffers(jaxpr: Any) -> dict[Var, Var]:

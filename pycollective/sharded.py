@@ -18,7 +18,7 @@ from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 from jax.interpreters import ad, batching
 from jax.sharding import PartitionSpec
 
-from pycollective import discharge, jaxprs, mapped
+from pycollective import jaxprs, mapped
 from pycollective.mapped import behind, or_zero, whole
 from pycollective.mesh import Mesh
 
@@ -53,15 +53,12 @@ def trace(
 
 
 def _shard_map(fun: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any, check_vma: bool) -> Any:
-    return jax.shard_map(
-        fun, mesh=mesh.abstract_mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma
-    )
+    return jax.shard_map(fun, mesh=mesh.abstract_mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
 
 
-def collectives(closed: ClosedJaxpr, mesh: Mesh) -> list[str]:
-    """One line for each collective over the axes in a jaxpr of :func:`trace`."""
-    bodies = [eqn.params["jaxpr"] for eqn in closed.jaxpr.eqns if eqn.primitive.name == "shard_map"]
-    return [line for body in bodies for line in discharge.collectives(body, frozenset(mesh.shape))]
+def bodies(closed: ClosedJaxpr) -> list[Any]:
+    """The jaxprs of one device in one of :func:`trace`."""
+    return [eqn.params["jaxpr"] for eqn in closed.jaxpr.eqns if eqn.primitive.name == "shard_map"]
 
 
 def apply(closed: ClosedJaxpr, mesh: Mesh, args: Sequence[Any]) -> list[Any]:
@@ -70,7 +67,9 @@ def apply(closed: ClosedJaxpr, mesh: Mesh, args: Sequence[Any]) -> list[Any]:
     Returns:
         The results; None for what depends on no argument: zeros, where JAX made the jaxpr.
     """
-    values: dict[Any, Any] = dict(zip([*closed.jaxpr.constvars, *closed.jaxpr.invars], [*closed.consts, *args], strict=True))
+    values: dict[Any, Any] = dict(
+        zip([*closed.jaxpr.constvars, *closed.jaxpr.invars], [*closed.consts, *args], strict=True)
+    )
     used = {var for eqn in closed.jaxpr.eqns for var in eqn.invars if not isinstance(var, Literal)}
     used |= {var for var in closed.jaxpr.outvars if not isinstance(var, Literal)}
     for eqn in closed.jaxpr.eqns:
@@ -86,7 +85,9 @@ def apply(closed: ClosedJaxpr, mesh: Mesh, args: Sequence[Any]) -> list[Any]:
             continue
         else:  # such as the division of a cotangent by the number of devices that share it
             results = jaxprs.bind(eqn, operands, eqn.params)
-            assert all(y.shape in {jnp.shape(x) for x in operands} for y in results), f"{eqn.primitive} is not elementwise"
+            assert all(y.shape in {jnp.shape(x) for x in operands} for y in results), (
+                f"{eqn.primitive} is not elementwise"
+            )
         values.update(zip(eqn.outvars, results, strict=True))
     return [None if isinstance(var, Literal) else values.get(var) for var in closed.jaxpr.outvars]
 
@@ -135,8 +136,7 @@ def _jvp_rule(
     results = apply(first, mesh, primals)
     outs = results[: len(out_specs)]
     residuals = [
-        var.val if isinstance(var, Literal) else x
-        for var, x in zip(first.jaxpr.outvars, results, strict=True)
+        var.val if isinstance(var, Literal) else x for var, x in zip(first.jaxpr.outvars, results, strict=True)
     ][len(out_specs) :]
 
     def linear(*args: Any) -> list[Any]:
@@ -179,9 +179,7 @@ def _transpose_rule(
 
         return jax.linear_transpose(of_linear, *(wholes[i] for i in linear))(list(given))
 
-    closed = _jaxpr(
-        transposed, *(wholes[i] for i in known), *(whole(mesh, cts[i], out_specs[i]) for i in wanted)
-    )
+    closed = _jaxpr(transposed, *(wholes[i] for i in known), *(whole(mesh, cts[i], out_specs[i]) for i in wanted))
     results = apply(closed, mesh, [*(args[i] for i in known), *(cts[i] for i in wanted)])
     given = [or_zero(ct, args[i].aval) for i, ct in zip(linear, results, strict=True)]
     return jaxprs.replaced([None] * len(args), linear, given)

@@ -58,12 +58,12 @@ class _Program(NamedTuple):
     """A traced function of one device's arrays.
 
     Attributes:
-        collectives: one line for each.
+        bodies: the jaxprs of one device in it.
         structure: of its results.
         run: on this rank's own blocks.
     """
 
-    collectives: Callable[[], list[str]]
+    bodies: Sequence[Any]
     structure: Any
     run: Callable[[Sequence[Any]], list[Any]]
 
@@ -72,9 +72,7 @@ def _sharded(fun: Callable[..., Any], placed: _Placed, **options: Any) -> _Progr
     """``fun`` with the meaning of :func:`jax.shard_map`."""
     mesh = placed.mesh
     closed, structure = sharded.trace(fun, mesh, placed.wholes(), **options)
-    bodies = [eqn.params["jaxpr"] for eqn in closed.jaxpr.eqns if eqn.primitive.name == "shard_map"]
-    lines = lambda: [line for body in bodies for line in discharge.collectives(body, frozenset(mesh.shape))]
-    return _Program(lines, structure, lambda arrays: sharded.apply(closed, mesh, arrays))
+    return _Program(sharded.bodies(closed), structure, functools.partial(sharded.apply, closed, mesh))
 
 
 def _pmapped(fun: Callable[..., Any], placed: _Placed, out_specs: Any) -> _Program:
@@ -92,8 +90,8 @@ def _pmapped(fun: Callable[..., Any], placed: _Placed, out_specs: Any) -> _Progr
         return _sharded(fun, placed, **untyped)
     results = jax.tree.unflatten(structure, range(structure.num_leaves))
     specs = [spec for _, spec in _broadcast_prefix(out_specs, results)]
-    lines = lambda: discharge.collectives(closed.jaxpr, frozenset(mesh.shape))
-    return _Program(lines, structure, lambda arrays: named.apply(closed, mesh, arrays, placed.specs, specs))
+    run = functools.partial(named.apply, closed, mesh, in_specs=placed.specs, out_specs=specs)
+    return _Program([closed.jaxpr], structure, run)
 
 
 def _results(where: str, fun: Any, comm: Communicator, trace: Callable[[], tuple[_Placed, _Program]]) -> Any:
@@ -101,7 +99,11 @@ def _results(where: str, fun: Any, comm: Communicator, trace: Callable[[], tuple
 
     def noting() -> tuple[tuple[_Placed, _Program], Callable[[], list[str]]]:
         placed, program = trace()
-        return (placed, program), lambda: [repr(placed.mesh), *program.collectives()]
+        names = frozenset(placed.mesh.shape)
+        return (placed, program), lambda: [
+            repr(placed.mesh),
+            *(line for body in program.bodies for line in discharge.collectives(body, names)),
+        ]
 
     placed, program = noted(comm, where, _name(fun), noting)
     return jax.tree.unflatten(program.structure, program.run(placed.arrays))
@@ -233,7 +235,7 @@ def _name(fun: Callable[..., Any]) -> str:
 
 
 def _indices(numbers: int | Iterable[int]) -> tuple[int, ...]:
-    return (operator.index(numbers),) if hasattr(numbers, "__index__") else tuple(map(operator.index, numbers))
+    return tuple(map(operator.index, numbers if isinstance(numbers, Iterable) else (numbers,)))
 
 
 def _arrays(leaves: Sequence[Any]) -> list[Any]:
@@ -515,7 +517,7 @@ def shard_map(
                 expected = f"an axis that divides by the {local} local devices along {part!r} of in_specs{place}"
                 fail(expected, x.shape, "Pad it.")
 
-    def place(args: Any, kwargs: Any) -> _Placed:
+    def place(args: Any) -> _Placed:
         leaves, tree = jax.tree.flatten(args)
         entries = _broadcast_prefix(in_specs, args)
         # A spec of None is for what is no operand.
@@ -535,7 +537,7 @@ def shard_map(
 
         def trace() -> tuple[_Placed, _Program]:
             try:
-                placed = place(args, {})
+                placed = place(args)
             except (ValueError, TypeError):
                 sharded.trace(fun, mesh, args, **options)  # JAX's own words, where it has some
                 raise
@@ -543,9 +545,8 @@ def shard_map(
             for (entry, spec), x in zip(entries, placed.arrays, strict=True):
                 check_division(entry, x, spec)
 
-            arguments = lambda arrays: placed.put(arrays)[0]
-            return placed, _sharded(fun, placed, arguments=arguments, **options)
+            return placed, _sharded(fun, placed, arguments=lambda arrays: placed.put(arrays)[0], **options)
 
         return _results("shard_map", fun, mesh.comm, trace)
 
-    return Jitted(bound, {"donate_argnums": _indices(donate_argnums)}, lambda *given: place(*given).on_devices())
+    return Jitted(bound, {"donate_argnums": _indices(donate_argnums)}, lambda args, _: place(args).on_devices())

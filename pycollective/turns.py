@@ -2,7 +2,8 @@
 
 XLA's CPU client makes a program on one device wait for the last one that the same thread enqueued there
 (``PjRtCpuClient``, "last enqueue event"), and a program on several devices for the last one on several ("last
-collective launch event"). It orders no other pair. So a program on other devices than the last one waits for that, here.
+collective launch event"). It orders no other pair. So a program on other devices than the last one waits for that,
+here.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Witnessed(NamedTuple):
     """
 
     outs: Any
-    witness: jax.Array
+    witness: Any
 
 
 class _Turn:

@@ -24,7 +24,9 @@ from tests.spmd.cases import assert_close, own, stacked
 Array = Any
 
 
-def compare(world: pc.Communicator, local: int, fun: Callable[[Array], Any], xs: Array, tolerance: float = 1e-4) -> None:
+def compare(
+    world: pc.Communicator, local: int, fun: Callable[[Array], Any], xs: Array, tolerance: float = 1e-4
+) -> None:
     """``fun`` of one device's array, its gradient inside, and that from outside, against :func:`jax.vmap`."""
 
     def inside(x: Array) -> Array:
@@ -41,7 +43,9 @@ def compare(world: pc.Communicator, local: int, fun: Callable[[Array], Any], xs:
             assert_close(world, local, outside(mapped)(mine), outside(oracle)(xs), tolerance)
     if local == 1:
         named = pc.jit(fun, axis_name="i")
-        assert_close(world, 1, jax.tree.map(lambda y: y[None], named(mine[0])), jax.vmap(fun, axis_name="i")(xs), tolerance)
+        assert_close(
+            world, 1, jax.tree.map(lambda y: y[None], named(mine[0])), jax.vmap(fun, axis_name="i")(xs), tolerance
+        )
 
 
 # Axes of ours and of others -------------------------------------------------------------------------------
@@ -89,7 +93,9 @@ def test_other_collectives_over_both(name: str, world: pc.Communicator, local: i
     n = 3 * world.size * local
     arguments = {"ppermute": ([(0, 1)],), "all_gather": (), "psum_scatter": ()}[name]
     fun = lambda x: getattr(lax, name)(x, ("j", "i"), *arguments)
-    with pytest.raises(NotImplementedError, match=r"expected axes of Mesh.* alone, got \w+ over \('j', 'i'\) at .*test_named"):
+    with pytest.raises(
+        NotImplementedError, match=r"expected axes of Mesh.* alone, got \w+ over \('j', 'i'\) at .*test_named"
+    ):
         jax.vmap(pc.pmap(fun, "i"), axis_name="j")(np.ones((3, local, n), np.float32))
 
 

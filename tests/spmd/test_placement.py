@@ -1,4 +1,4 @@
-"""Where arrays lie: arguments from other devices are moved as jax.pmap moves them, results fit the user's own meshes."""
+"""Where arrays lie: arguments from other devices are moved, as jax.pmap moves them; results fit the user's meshes."""
 
 from __future__ import annotations
 
@@ -97,7 +97,10 @@ def test_each_others_results(world: pc.Communicator, local: int) -> None:
     mesh = pc.make_mesh((-1, 1), ("data", "model"), devices=devices(local))
     mapped = pc.pmap(lambda x: x + lax.psum(x, "i"), "i")
     shared = pc.shard_map(
-        lambda x: x + lax.psum(x, ("data", "model")), mesh=mesh, in_specs=P("data", "model"), out_specs=P("data", "model")
+        lambda x: x + lax.psum(x, ("data", "model")),
+        mesh=mesh,
+        in_specs=P("data", "model"),
+        out_specs=P("data", "model"),
     )
     named = pc.jit(lambda x: x + lax.pmean(x, "ranks"), axis_name="ranks")
     x: Array = own(world, local, xs)
@@ -116,7 +119,9 @@ def test_shardings_of_jit(world: pc.Communicator, local: int) -> None:
     mesh = jax.sharding.Mesh(np.array(devices(local)), ("d",))
     cut, whole = NamedSharding(mesh, P("d")), NamedSharding(mesh, P())
     x = own(world, local, stacked(world, local))
-    double = pc.jit(lambda x, k: {"y": 2 * x, "k": k + 1}, in_shardings=(cut, whole), out_shardings={"y": cut, "k": whole})
+    double = pc.jit(
+        lambda x, k: {"y": 2 * x, "k": k + 1}, in_shardings=(cut, whole), out_shardings={"y": cut, "k": whole}
+    )
     for _ in range(2):
         got = double(x, np.float32(1))
         np.testing.assert_array_equal(got["y"], 2 * x)
