@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import jax
 import numpy as np
 from jax.extend import source_info_util
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var
 from jax.extend.core import primitives as jax_primitives
 
 P = ParamSpec("P")
@@ -151,6 +151,16 @@ def outside_meshes(fun: Callable[P, R]) -> Callable[P, R]:
             return fun(*args, **kwargs)
 
     return function
+
+
+def reached(jaxpr: Any, sources: Iterable[Var], always: Callable[[JaxprEqn], bool] = lambda _: False) -> set[Var]:
+    """What depends on ``sources``, or on equations that ``always`` names; everything where there are references."""
+    found = set(sources)
+    references = any(hasattr(var.aval, "inner_aval") for eqn in jaxpr.eqns for var in eqn.outvars)
+    for eqn in jaxpr.eqns:
+        if references or always(eqn) or not found.isdisjoint(var for var in eqn.invars if isinstance(var, Var)):
+            found.update(eqn.outvars)
+    return found
 
 
 def called(eqn: JaxprEqn) -> ClosedJaxpr | None:

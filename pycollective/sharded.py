@@ -19,7 +19,7 @@ from jax.interpreters import ad, batching
 from jax.sharding import PartitionSpec
 
 from pycollective import jaxprs, mapped
-from pycollective.mapped import behind, or_zero, whole
+from pycollective.mapped import or_zero, whole
 from pycollective.mesh import Mesh
 
 sharded_p = mapped.primitive("pycollective_shard_map")
@@ -197,10 +197,10 @@ def _batching_rule(
     check_vma: bool,
     **_: Any,
 ) -> Any:
-    operands, specs, batched = mapped.batched(axis_data, args, dims, body, mesh, in_specs)
-    function = _shard_map(batched, mesh, tuple(specs), list(map(behind, out_specs)), check_vma)
-    closed = _jaxpr(function, *map(partial(whole, mesh), operands, specs))
-    return apply(closed, mesh, operands), [0] * len(out_specs)
+    batch = mapped.batched(axis_data, args, dims, body=body, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    function = _shard_map(batch.function, mesh, tuple(batch.in_specs), batch.out_specs, check_vma)
+    closed = _jaxpr(function, *map(partial(whole, mesh), batch.operands, batch.in_specs))
+    return apply(closed, mesh, batch.operands), batch.out_dims
 
 
 ad.primitive_jvps[sharded_p] = _jvp_rule

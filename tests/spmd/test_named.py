@@ -124,6 +124,38 @@ def test_an_inner_axis_hides_an_outer_one(world: pc.Communicator, local: int) ->
     np.testing.assert_allclose(through(mine[:1])[0], world.size * total, rtol=1e-4, atol=1e-5)
 
 
+def test_transforms_of_transforms(world: pc.Communicator, local: int) -> None:
+    # Results that do not depend on the batch stay without one: jacfwd and hessian ask for that.
+    xs = stacked(world, local, shape=(3,))
+    mine = own(world, local, xs)
+    mesh = pc.make_mesh((-1,), ("i",), devices=pc.communicator.devices_of_this_rank()[:local])
+    fun = lambda w, x: lax.pmean(jnp.sum(jnp.tanh(w * x)), "i")
+    oracle = jax.vmap(fun, in_axes=(None, 0), out_axes=None, axis_name="i")
+    ours = (
+        pc.pmap(fun, "i", in_axes=(None, 0), out_axes=None),
+        pc.shard_map(fun, mesh=mesh, in_specs=(P(), P("i")), out_specs=P()),
+        pc.shard_map(fun, mesh=mesh, in_specs=(P(), P("i")), out_specs=P(), check_vma=False),
+    )
+    loop = lambda f: lambda w, x: lax.scan(lambda c, _: (f(c, x), c), w, None, length=3)[0]
+    transforms: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+        "hessian": jax.hessian,
+        "jacfwd": jax.jacfwd,
+        "forward over forward": lambda f: jax.jacfwd(jax.jacfwd(f)),
+        "batched gradient": lambda f: lambda w, x: jax.vmap(jax.grad(f), in_axes=(0, None))(jnp.stack([w, 2 * w]), x),
+        "checkpoint": lambda f: jax.grad(jax.checkpoint(f)),
+        "scan": lambda f: jax.grad(loop(f)),
+        "value and gradient": jax.value_and_grad,
+    }
+    w = np.float32(0.3)
+    for name, transform in transforms.items():
+        want = transform(oracle)(w, xs)
+        for mapped in ours:
+            for compiler in (lambda f: f, jax.jit):
+                got = compiler(transform(mapped))(w, mine)
+                for y, z in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+                    np.testing.assert_allclose(y, z, rtol=1e-3, atol=1e-4, err_msg=name)
+
+
 # Closures, references, casts ------------------------------------------------------------------------------
 
 
