@@ -52,6 +52,11 @@ def collectives(jaxpr: Any, names: Names) -> list[str]:
     return lines
 
 
+def mentions(eqn: JaxprEqn, names: Names) -> bool:
+    """Whether an equation, or what it holds, names one of these axes."""
+    return _names(eqn, names) or any(_any(_names, inner, names - _hidden(eqn)) for inner in inner_jaxprs(eqn))
+
+
 def speaks(jaxpr: Any, names: Names) -> bool:
     """Whether the program speaks with other devices along these axes, or with other ranks."""
     return ordering.effect in jaxpr.effects or _any(

@@ -1,4 +1,4 @@
-"""Where arrays lie: arguments from other devices are moved as jax.pmap moves them; results fit the user's meshes."""
+"""Where arrays lie: arguments from other devices are moved, as jax.pmap moves them; results fit the user's meshes."""
 
 from __future__ import annotations
 
