@@ -90,7 +90,7 @@ def _pmapped(fun: Callable[..., Any], placed: _Placed, out_specs: Any) -> _Progr
         closed, structure = named.trace(fun, mesh, placed.arrays, placed.specs)
     except AssertionError as error:
         # lax.pcast, which says something about types where there are none, looks for a mesh around.
-        if not any(isinstance(arg, jax.sharding.ManualAxisType) for arg in error.args):
+        if not any(isinstance(arg, frozenset) or hasattr(arg, "varying") for arg in error.args):
             raise
         return _sharded(fun, placed, **untyped)
     results = jax.tree.unflatten(structure, range(structure.num_leaves))

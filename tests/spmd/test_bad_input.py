@@ -236,7 +236,7 @@ def test_result_that_is_not_shared() -> None:
 
 def test_spec_that_names_an_axis_twice() -> None:
     with pytest.raises(ValueError, match=rf"expected axes of Mesh.* in in_specs, each once, got P\('i', 'i'\) {HERE}"):
-        call(total, P("i", "i"), P("i"), np.ones((D, TOTAL)))
+        call(total, P("i", "i"), P("i"), np.ones((TOTAL, TOTAL)))
 
 
 def test_without_in_specs_or_with_few_axes() -> None:
