@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import jax
 import numpy as np
 from jax.extend import source_info_util
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var
 from jax.extend.core import primitives as jax_primitives
 
 P = ParamSpec("P")
@@ -130,13 +130,12 @@ def is_foreign(primitive: Primitive) -> bool:
 
 
 def implementation(eqn: JaxprEqn, axis_env: Sequence[tuple[Any, int]]) -> ClosedJaxpr | None:
-    """What an equation does whose primitive is not JAX's: nobody knows what it does with its parameters."""
+    """What an equation does whose primitive is not JAX's: nobody knows how that uses the jaxprs in its parameters."""
     if not is_foreign(eqn.primitive):
         return None
     avals = [aval_like(var.aval) for var in eqn.invars]
-    program = functools.partial(eqn.primitive.impl, **eqn.params)
     with jax.sharding.use_abstract_mesh(NO_MESH):
-        return jax.make_jaxpr(program, axis_env=list(axis_env))(*avals)
+        return jax.make_jaxpr(functools.partial(eqn.primitive.impl, **eqn.params), axis_env=list(axis_env))(*avals)
 
 
 def rebuilt_shard_map(eqn: JaxprEqn, equation: Equation) -> Callable[..., Any]:
@@ -167,6 +166,16 @@ def outside_meshes(fun: Callable[P, R]) -> Callable[P, R]:
             return fun(*args, **kwargs)
 
     return function
+
+
+def reached(jaxpr: Any, sources: Iterable[Var], always: Callable[[JaxprEqn], bool] = lambda _: False) -> set[Var]:
+    """What depends on ``sources``, or on equations that ``always`` names; everything where there are references."""
+    found = set(sources)
+    references = any(hasattr(var.aval, "inner_aval") for eqn in jaxpr.eqns for var in eqn.outvars)
+    for eqn in jaxpr.eqns:
+        if references or always(eqn) or not found.isdisjoint(var for var in eqn.invars if isinstance(var, Var)):
+            found.update(eqn.outvars)
+    return found
 
 
 def called(eqn: JaxprEqn) -> ClosedJaxpr | None:

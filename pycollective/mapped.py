@@ -12,11 +12,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive, Var
 from jax.interpreters import ad, mlir
 from jax.sharding import PartitionSpec
 
@@ -67,11 +67,6 @@ def block(mesh: Mesh, x: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
         for name in part if isinstance(part, tuple) else () if part is None else (part,):
             shape[i] //= sizes[name]
     return jax.ShapeDtypeStruct(tuple(shape), x.dtype, weak_type=getattr(x, "weak_type", False))
-
-
-def behind(spec: PartitionSpec) -> PartitionSpec:
-    """The same with one more axis in front of the array, which is not cut."""
-    return PartitionSpec(None, *spec)
 
 
 # The primitive --------------------------------------------------------------------------------------------------
@@ -126,20 +121,45 @@ def _abstract_eval(
     return results, set(kinds)
 
 
+class Batch(NamedTuple):
+    """A program under :func:`jax.vmap`.
+
+    Attributes:
+        operands: with the batch in front.
+        in_specs: how they lie.
+        function: of blocks that have the batch in front where the operands do.
+        out_specs: how the results lie.
+        out_dims: for each result where its batch is: in front, or nowhere.
+    """
+
+    operands: list[Any]
+    in_specs: list[PartitionSpec]
+    function: Callable[..., list[Any]]
+    out_specs: list[PartitionSpec]
+    out_dims: list[int | None]
+
+
 def batched(
-    axis_data: Any, args: Sequence[Any], dims: Sequence[Any], body: Any, mesh: Mesh, in_specs: Sequence[PartitionSpec]
-) -> tuple[list[Any], list[PartitionSpec], Callable[..., list[Any]]]:
-    """The operands with their batch in front, their specs, and the function of blocks that have it there."""
+    axis_data: Any, args: Sequence[Any], dims: Sequence[Any], *, body: Any, mesh: Mesh, in_specs: Any, out_specs: Any
+) -> Batch:
+    """The program with these arguments batched along ``dims``, on an axis that may have a name."""
     # A name that the mesh hides is not that of the batch inside.
     named = {} if axis_data.name in mesh.shape else {"axis_name": axis_data.name}
     if named:
         discharge.refuse_mixed(body, mesh, axis_data.name)
+    uses = functools.partial(discharge.mentions, names=frozenset(named.values()))
+    reached = jaxprs.reached(body, [var for var, dim in zip(body.invars, dims, strict=True) if dim is not None], uses)
+    out_dims = [0 if isinstance(var, Var) and var in reached else None for var in body.outvars]
+    axes = [None if dim is None else 0 for dim in dims]
     pairs = list(zip(args, dims, strict=True))
     operands = [x if dim is None else jnp.moveaxis(x, dim, 0) for x, dim in pairs]
-    specs = [spec if dim is None else behind(spec) for spec, dim in zip(in_specs, dims, strict=True)]
-    axes = [None if dim is None else 0 for dim in dims]
-    function = jax.vmap(jaxprs.function(body), in_axes=axes, axis_size=axis_data.size, **named)
-    return operands, specs, lambda *blocks: function(*blocks)
+    options = {"in_axes": axes, "out_axes": out_dims, "axis_size": axis_data.size, **named}
+    function = jax.vmap(jaxprs.function(body), **options)
+
+    def lie(specs: Sequence[PartitionSpec], dims: Sequence[int | None]) -> list[PartitionSpec]:
+        return [spec if dim is None else PartitionSpec(None, *spec) for spec, dim in zip(specs, dims, strict=True)]
+
+    return Batch(operands, lie(in_specs, axes), lambda *blocks: function(*blocks), lie(out_specs, out_dims), out_dims)
 
 
 def or_zero(ct: Any, aval: Any) -> Any:

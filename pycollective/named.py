@@ -20,7 +20,7 @@ from jax.interpreters import ad, batching
 from jax.sharding import PartitionSpec
 
 from pycollective import checks, jaxprs, mapped, ordering
-from pycollective.mapped import behind, block, names_of, or_zero
+from pycollective.mapped import block, names_of, or_zero
 from pycollective.mesh import Mesh
 
 named_p = mapped.primitive("pycollective_named")
@@ -134,11 +134,7 @@ def _apply_where_dependent(
     closed: ClosedJaxpr, mesh: Mesh, args: Sequence[Any], in_specs: Specs, out_specs: Specs
 ) -> list[Any]:
     """As :func:`apply`, but None for results that depend on no operand: the zeros of derivatives."""
-    reached = set(closed.jaxpr.invars)
-    through_references = ordering.without_references(closed.jaxpr.effects) != closed.jaxpr.effects
-    for eqn in closed.jaxpr.eqns:
-        if through_references or not reached.isdisjoint(var for var in eqn.invars if isinstance(var, Var)):
-            reached.update(eqn.outvars)
+    reached = jaxprs.reached(closed.jaxpr, closed.jaxpr.invars)
     outvars = closed.jaxpr.outvars
     places = [i for i, var in enumerate(outvars) if isinstance(var, Var) and var in reached]
     reduced = ClosedJaxpr(closed.jaxpr.replace(outvars=[outvars[i] for i in places]), closed.consts)
@@ -196,9 +192,10 @@ def _batching_rule(
     out_specs: Specs,
     **_: Any,
 ) -> Any:
-    operands, specs, batched = mapped.batched(axis_data, args, dims, body, mesh, in_specs)
-    closed = _traced(batched, mesh, [block(mesh, *pair) for pair in zip(operands, specs, strict=True)])
-    return apply(closed, mesh, operands, specs, list(map(behind, out_specs))), [0] * len(out_specs)
+    batch = mapped.batched(axis_data, args, dims, body=body, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    blocks = [block(mesh, *pair) for pair in zip(batch.operands, batch.in_specs, strict=True)]
+    closed = _traced(batch.function, mesh, blocks)
+    return apply(closed, mesh, batch.operands, batch.in_specs, batch.out_specs), batch.out_dims
 
 
 ad.primitive_jvps[named_p] = _jvp_rule

@@ -18,8 +18,8 @@ from jax.extend.core import ClosedJaxpr, Literal
 from jax.interpreters import ad, batching
 from jax.sharding import PartitionSpec
 
-from pycollective import checks, discharge, jaxprs, mapped
-from pycollective.mapped import behind, or_zero, whole
+from pycollective import checks, jaxprs, mapped
+from pycollective.mapped import or_zero, whole
 from pycollective.mesh import Mesh
 
 sharded_p = mapped.primitive("pycollective_shard_map")
@@ -56,10 +56,9 @@ def _shard_map(fun: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: An
     return jax.shard_map(fun, mesh=mesh.abstract_mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
 
 
-def collectives(closed: ClosedJaxpr, mesh: Mesh) -> list[str]:
-    """One line for each collective over the axes in a jaxpr of :func:`trace`."""
-    bodies = [eqn.params["jaxpr"] for eqn in closed.jaxpr.eqns if eqn.primitive.name == "shard_map"]
-    return [line for body in bodies for line in discharge.collectives(body, frozenset(mesh.shape))]
+def bodies(closed: ClosedJaxpr) -> list[Any]:
+    """The jaxprs of one device in one of :func:`trace`."""
+    return [eqn.params["jaxpr"] for eqn in closed.jaxpr.eqns if eqn.primitive.name == "shard_map"]
 
 
 def apply(closed: ClosedJaxpr, mesh: Mesh, args: Sequence[Any]) -> list[Any]:
@@ -198,10 +197,10 @@ def _batching_rule(
     check_vma: bool,
     **_: Any,
 ) -> Any:
-    operands, specs, batched = mapped.batched(axis_data, args, dims, body, mesh, in_specs)
-    function = _shard_map(batched, mesh, tuple(specs), list(map(behind, out_specs)), check_vma)
-    closed = _jaxpr(function, *map(partial(whole, mesh), operands, specs))
-    return apply(closed, mesh, operands), [0] * len(out_specs)
+    batch = mapped.batched(axis_data, args, dims, body=body, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    function = _shard_map(batch.function, mesh, tuple(batch.in_specs), batch.out_specs, check_vma)
+    closed = _jaxpr(function, *map(partial(whole, mesh), batch.operands, batch.in_specs))
+    return apply(closed, mesh, batch.operands), batch.out_dims
 
 
 ad.primitive_jvps[sharded_p] = _jvp_rule

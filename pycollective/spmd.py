@@ -72,10 +72,9 @@ def _sharded(fun: Callable[..., Any], placed: _Placed, **options: Any) -> _Progr
     """``fun`` with the meaning of :func:`jax.shard_map`."""
     mesh = placed.mesh
     closed, structure = sharded.trace(fun, mesh, placed.wholes(), **options)
-    bodies = [eqn.params["jaxpr"] for eqn in closed.jaxpr.eqns if eqn.primitive.name == "shard_map"]
 
     def lines() -> list[str]:
-        return [line for body in bodies for line in discharge.collectives(body, frozenset(mesh.shape))]
+        return [line for body in sharded.bodies(closed) for line in discharge.collectives(body, frozenset(mesh.shape))]
 
     return _Program(lines, structure, lambda arrays: sharded.apply(closed, mesh, arrays))
 

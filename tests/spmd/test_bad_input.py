@@ -159,7 +159,7 @@ def test_unknown_axis_name(fun: Any) -> None:
     ):
         with pytest.raises((NameError, AssertionError), match=r"unbound axis name: [ij]|^\s"):  # as JAX's own
             program()
-    with pytest.raises(NameError, match=r"pycollective\.psum: expected an axis name bound by .*unbound axis name: j"):
+    with pytest.raises(NameError, match=r"psum: expected an axis name that a transform .* binds \('i'\), .*got 'j'"):
         pc.pmap(lambda x: pc.psum(x, "j"), "i")(X)
 
 
