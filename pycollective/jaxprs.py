@@ -92,13 +92,18 @@ def bind(eqn: JaxprEqn, operands: Sequence[Any], params: dict[str, Any]) -> Sequ
     return results if eqn.primitive.multiple_results else [results]
 
 
+def again(eqn: JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]:
+    """The equation as it is, with other operands."""
+    return bind(eqn, operands, eqn.params)
+
+
 def function(jaxpr: Any) -> Callable[..., list[Any]]:
     """A jaxpr without constants, as a function.
 
     Not :func:`jax.extend.core.jaxpr_as_fun`: that switches ``jax_debug_nans`` off in this thread, for good.
     """
     closed = ClosedJaxpr(jaxpr, ())
-    return lambda *args: evaluate(closed, lambda eqn, operands: bind(eqn, operands, eqn.params), *args)
+    return lambda *args: evaluate(closed, again, *args)
 
 
 def bind_mapped(eqn: JaxprEqn, operands: Sequence[Any], change: Callable[[ClosedJaxpr], ClosedJaxpr]) -> Sequence[Any]:
@@ -123,6 +128,7 @@ def bind_mapped(eqn: JaxprEqn, operands: Sequence[Any], change: Callable[[Closed
 _JAXS_OWN = frozenset(value for value in vars(jax_primitives).values() if isinstance(value, Primitive))
 
 
+@functools.lru_cache(maxsize=4096)  # asked for each equation that JAX traces
 def is_foreign(primitive: Primitive) -> bool:
     """Whether another library has defined the primitive, by a function that JAX can trace: Equinox does, for lineax."""
     module = getattr(primitive.impl, "__module__", None) or "functools"  # functools.partial: JAX's eager dispatch

@@ -203,7 +203,7 @@ def run(
         local = [(axis.local_name, axis.local) for axis in mesh.axes if axis.local > 1]
         program = jax.make_jaxpr(discharge.discharge(body, mesh), axis_env=local)(*avals)
         joined = ClosedJaxpr(buckets.join_reductions(program.jaxpr), program.consts)
-        return jaxprs.evaluate(joined, lambda eqn, operands: jaxprs.bind(eqn, operands, eqn.params), *blocks)
+        return jaxprs.evaluate(joined, jaxprs.again, *blocks)
 
     if _on_default_device(mesh):
         return one_device(*args)
@@ -239,7 +239,7 @@ def expand(closed: ClosedJaxpr) -> ClosedJaxpr:
         if eqn.primitive in discharge.PROGRAMS:
             return run(*operands, **eqn.params)
         if not _concerns(eqn):
-            return jaxprs.bind(eqn, operands, eqn.params)
+            return jaxprs.again(eqn, operands)
         if eqn.primitive.name == "shard_map":
             return jaxprs.rebuilt_shard_map(eqn, equation)(*operands)
         if (inner := jaxprs.called(eqn)) is not None:

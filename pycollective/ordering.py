@@ -46,7 +46,7 @@ from jax.interpreters import mlir
 
 from pycollective import turns
 from pycollective.errors import message
-from pycollective.jaxprs import bind, evaluate, function, inner_jaxprs, is_foreign, split_arrays
+from pycollective.jaxprs import again, evaluate, function, inner_jaxprs, is_foreign, split_arrays
 
 SUPPORTED_JAX = ">= 0.9, < 0.13"
 
@@ -243,7 +243,7 @@ def _region_impl(*args: Any, jaxpr: Any) -> list[Any]:
                     "run all ranks with JAX_DISABLE_JIT=1, which checks each operation.",
                 )
             )
-        return bind(eqn, operands, eqn.params)
+        return again(eqn, operands)
 
     constants = len(jaxpr.constvars)
     closed = ClosedJaxpr(jaxpr, args[:constants])
@@ -467,9 +467,7 @@ def _see_each_dispatch() -> None:
     @functools.wraps(token_input)
     def get_token_input(self: Any, eff: Any, devices: Any) -> Any:
         if type(eff) is OrderedCollective:
-            turns.take_turn(
-                turns.ALONE if len(devices) == 1 and turns.local_devices() is turns.ALONE else turns.in_order(devices)
-            )
+            turns.take_turn(turns.ALONE if turns.local_devices() is turns.ALONE else turns.in_order(devices))
         return token_input(self, eff, devices)
 
     @functools.wraps(token_result)

@@ -120,11 +120,11 @@ class Overlap:
             return jaxpr
         sums = tuple(_sums(jaxpr))
         comms = _ranks_of(jaxpr)
-        free = self._first or all(comm.size == 1 for comm in comms)
+        alone = all(comm.size == 1 for comm in comms)
         orders: list[Order] = []
-        wanted = None if free else iter(self._agreed.get(sums, ()))
+        wanted = None if self._first or alone else iter(self._agreed.get(sums, ()))
         arranged = map_jaxprs(jaxpr, functools.partial(_overlap, orders=orders, wanted=wanted))
-        if self._first and not all(comm.size == 1 for comm in comms):
+        if self._first and not alone:
             self._found[sums] = orders
             self._comms |= comms
         return arranged

@@ -84,7 +84,7 @@ def apply(closed: ClosedJaxpr, mesh: Mesh, args: Sequence[Any]) -> list[Any]:
         elif any(x is None for x in operands) or all(isinstance(var, Literal) for var in eqn.invars):
             continue
         else:  # such as the division of a cotangent by the number of devices that share it
-            results = jaxprs.bind(eqn, operands, eqn.params)
+            results = jaxprs.again(eqn, operands)
             assert all(y.shape in {jnp.shape(x) for x in operands} for y in results), (
                 f"{eqn.primitive} is not elementwise"
             )

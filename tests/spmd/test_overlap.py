@@ -47,45 +47,33 @@ def test_mixed(world: pc.Communicator, local: int) -> None:
     compare(world, local, mixed, xs)
 
 
-def test_ranks_that_compute_in_different_orders(world: pc.Communicator) -> None:
-    """Their sums must meet all the same: of equal shapes, so that nothing but wrong numbers would tell."""
+def two_sums(x: Array, swap: bool) -> tuple[Array, ...]:
+    """Of the third and the second power, which are computed in one order or the other."""
+    if swap:
+        b = x @ x
+        a = b @ x
+    else:
+        a = x @ x @ x
+        b = x @ x
+    s, t = lax.psum(a, "i"), lax.psum(b, "i")
+    return s, t, a @ b @ a
 
-    @pc.jit(axis_name="i")
-    def f(x: Array) -> tuple[Array, ...]:
-        if world.rank % 2:
-            b = x @ x
-            a = b @ x
-        else:
-            a = x @ x @ x
-            b = x @ x
-        s, t = lax.psum(a, "i"), lax.psum(b, "i")
-        return s, t, a @ b @ a
 
+def assert_they_meet(world: pc.Communicator, swaps: list[bool]) -> None:
+    """A call of one function for each: of equal shapes, so that nothing but wrong numbers would tell."""
+    f = pc.jit(two_sums, axis_name="i", static_argnums=1)
     x = jnp.eye(128) * (1.0 + world.rank)
-    for _ in range(3):
-        s, t, _ = f(x)
-        scale = 1.0 + np.arange(world.size)
+    scale = 1.0 + np.arange(world.size)
+    for swap in swaps:
+        s, t, _ = f(x, swap)
         np.testing.assert_allclose(s, np.eye(128) * (scale**3).sum())
         np.testing.assert_allclose(t, np.eye(128) * (scale**2).sum())
+
+
+def test_ranks_that_compute_in_different_orders(world: pc.Communicator) -> None:
+    assert_they_meet(world, [world.rank % 2 == 1] * 3)
 
 
 def test_a_rank_that_traces_once_more_alone(world: pc.Communicator) -> None:
     """It takes the order that all agreed on, whatever it computes between the sums now."""
-
-    @pc.jit(axis_name="i", static_argnums=1)
-    def f(x: Array, swap: bool) -> tuple[Array, ...]:
-        if swap:
-            b = x @ x
-            a = b @ x
-        else:
-            a = x @ x @ x
-            b = x @ x
-        s, t = lax.psum(a, "i"), lax.psum(b, "i")
-        return s, t, a @ b @ a
-
-    x = jnp.eye(128) * (1.0 + world.rank)
-    scale = 1.0 + np.arange(world.size)
-    for call in range(3):
-        s, t, _ = f(x, call > 0 and world.rank % 2 == 1)
-        np.testing.assert_allclose(s, np.eye(128) * (scale**3).sum())
-        np.testing.assert_allclose(t, np.eye(128) * (scale**2).sum())
+    assert_they_meet(world, [call > 0 and world.rank % 2 == 1 for call in range(3)])
