@@ -108,7 +108,7 @@ def _results(where: str, fun: Any, comm: Communicator, trace: Callable[[], tuple
         placed, program = trace()
         return (placed, program), lambda: [repr(placed.mesh), *program.collectives()]
 
-    placed, program = noted(comm, where, _name(fun), noting)
+    placed, program = noted(comm, where, getattr(fun, "__name__", repr(fun)), noting)
     return jax.tree.unflatten(program.structure, program.run(placed.arrays))
 
 
@@ -237,10 +237,6 @@ def _broadcast_prefix(prefix: Any, tree: Any) -> list[tuple[str, Any]]:
 
     jax.tree_util.tree_map_with_path(add, prefix, tree, is_leaf=lambda entry: entry is None)
     return spread
-
-
-def _name(fun: Callable[..., Any]) -> str:
-    return getattr(fun, "__name__", repr(fun))
 
 
 def _indices(numbers: SupportsIndex | Iterable[SupportsIndex]) -> tuple[int, ...]:
