@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -58,8 +59,9 @@ with ThreadPoolExecutor(1) as pool:
 """
 
 
-def printed(program: str) -> float:
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False)
+def printed(program: str, **env: str) -> float:
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     return float(done.stdout)
 
@@ -70,6 +72,10 @@ def test_calls_of_small_programs_take_no_more_memory() -> None:
 
 def test_large_arrays_do_not_fault_in_again() -> None:
     assert printed(LARGE) < 500  # page faults of 20 times; it was 500 each time
+
+
+def test_malloc_is_left_alone_where_that_is_asked_for() -> None:
+    assert printed(LARGE, PYCOLLECTIVE_MALLOC="off") > 20 * 500  # glibc gives arrays of this size back at once
 
 
 # For one of 2000 ranks of a host: the quarter of its memory that they share is little for each.

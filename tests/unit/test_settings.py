@@ -55,10 +55,13 @@ def test_values() -> None:
             "PYCOLLECTIVE_GPU_DIRECT": "off",
             "PYCOLLECTIVE_STAGE_BYTES": "4096",
             "PYCOLLECTIVE_ALLOW_SHARED_GPU": "on",
+            "PYCOLLECTIVE_BUCKET_BYTES": "0",
+            "PYCOLLECTIVE_LANES": "all",
         }
     )
     gpus = {"gpu_direct": False, "stage_bytes": 4096, "allow_shared_gpu": True}
-    assert read == config.Config(check=2, malloc=False, timeout=2.5, allow_singleton=True, **gpus)
+    hosts = {"bucket_bytes": 0, "all_lanes": True}
+    assert read == config.Config(check=2, malloc=False, timeout=2.5, allow_singleton=True, **hosts, **gpus)
 
 
 @pytest.mark.parametrize(
