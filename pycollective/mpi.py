@@ -6,44 +6,32 @@ child of a rank, whose main module may import this package.
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from importlib.metadata import PackageNotFoundError, version
 
+from pycollective.environment import variable
 from pycollective.errors import FROM_A_CLONE, message
 from pycollective.processes import parent_rank
 
-# Bytes. glibc keeps freed blocks of up to 1,032 B apart by their size, in steps of 16.
-_HOLES = (1 << 16, 1 << 12, *range(1032, 16, -16))
+_NETWORK = "MPIR_CVAR_CH4_NETMOD"
 
 
-@contextmanager
-def _fresh_memory_under_srun() -> Iterator[None]:
-    """Lets MPICH start reliably under ``srun --mpi=pmi2``: MPI gets memory that nobody has used before.
+def _network() -> AbstractContextManager[None]:
+    """Lets MPICH's wheel start reliably under ``srun --mpi=pmi2``: its ranks find each other by libfabric, not by UCX.
 
-    Over UCX it publishes 4 KiB from the place where its address lies, of about 300 B, so what happens to lie behind
-    that as well; runs of zeros are said in short. Slurm reads lines of 1 KiB. What a long import leaves on the heap may
-    make a line longer ("value not properly terminated in client request": 11 of 90 starts, MPICH 5.0.2, Slurm 22.05).
-    So blocks fill the holes of the heap, of each size until one comes from beyond its end.
+    Over UCX it publishes 4 KiB of its heap from the place where an address of about 300 B lies. Slurm reads lines of 1
+    KiB, and what happens to lie behind the address may make a line longer: "value not properly terminated in client
+    request" (8 of 8 starts of 2 ranks on 2 hosts, none of 8 by libfabric; MPICH 5.0.2, Slurm 22.05).
     """
-    libc = ctypes.CDLL(None)
-    blocks: list[int] = []
-    if "PMI_FD" in os.environ and "SLURM_STEP_ID" in os.environ and hasattr(libc, "sbrk"):
-        libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
-        libc.sbrk.restype, libc.sbrk.argtypes = ctypes.c_void_p, [ctypes.c_ssize_t]
-        libc.free.argtypes = [ctypes.c_void_p]
-        end = libc.sbrk(0)
-        for size in _HOLES:
-            while len(blocks) < 1 << 16 and (block := libc.malloc(size)):
-                blocks.append(block)
-                if block >= end:
-                    break
+    if not {"PMI_FD", "SLURM_STEP_ID"} <= os.environ.keys() or _NETWORK in os.environ:
+        return nullcontext()
     try:
-        yield
-    finally:
-        for block in blocks:
-            libc.free(block)
+        version("mpich")
+    except PackageNotFoundError:
+        return nullcontext()
+    return variable(_NETWORK, "ofi")
 
 
 try:
@@ -51,7 +39,7 @@ try:
 
     if parent_rank() is not None:
         mpi4py.rc.initialize = False
-    with _fresh_memory_under_srun():
+    with _network():
         from mpi4py import MPI
 except (ImportError, RuntimeError) as error:
     raise ImportError(

@@ -6,7 +6,7 @@ import pytest
 
 from tests.e2e.launch import mpirun
 
-# A rank whose devices call MPI by one lane does not meet one whose devices call it by all: the same is asked of all ranks.
+# A rank whose devices call MPI by one lane does not meet one whose devices call it by all.
 LANES = """
 import os
 import sys
