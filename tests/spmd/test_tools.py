@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,16 @@ def test_disable_jit(world: pc.Communicator, local: int) -> None:
     assert len(seen) == 2
 
 
+@pytest.fixture
+def few_objects() -> Iterator[None]:
+    """JAX looks for leaks through all objects that Python's collector knows, at each trace: not those of other tests."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("few_objects")
 def test_checking_leaks(world: pc.Communicator, local: int) -> None:
     leaked: list[Any] = []
     with jax.checking_leaks():
