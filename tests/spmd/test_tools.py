@@ -44,7 +44,7 @@ def test_disable_jit(world: pc.Communicator, local: int) -> None:
 
 @pytest.fixture
 def few_objects() -> Iterator[None]:
-    """JAX looks for leaks through all objects that Python's collector knows, at each trace: not those of other tests."""
+    """JAX looks for leaks through all objects that Python's collector knows, at each trace: not other tests'."""
     gc.collect()
     gc.freeze()
     yield
