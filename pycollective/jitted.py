@@ -11,6 +11,8 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import jax
 
 from pycollective import agreement, buckets, checks, mapped, ordering, overlap, turns
+from pycollective.ordering import at_top_level
+from pycollective.turns import Witnessed, committed, default_devices, keep, take_turn
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -45,7 +47,7 @@ class Jitted(Generic[P, R]):
         functools.update_wrapper(self, fun)
         self._fun = fun
         self._place = place
-        self._places = False  # whether a call had to move its arguments
+        self._moves: Callable[[Any, Any], tuple[Any, Any]] | None = None  # what `place` is, once a call had to
         self._overlap = overlap.Overlap()
         donated = ordering.Donated.of(fun, options)
         shardings = options.get("out_shardings")
@@ -62,7 +64,7 @@ class Jitted(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         # Every look-up here is paid by every call: one of 4 B takes 8 us in all.
-        if not ordering.at_top_level():
+        if not at_top_level():
             return self._call_nested(args, kwargs)
         if not self._agreed:
             if jax.config.jax_disable_jit:  # each operation is a program of its own
@@ -82,23 +84,25 @@ class Jitted(Generic[P, R]):
 
     def _dispatch(self, program: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Calls a compiled program of the region."""
-        if self._places and self._place is not None:
-            args, kwargs = self._place(args, kwargs)
+        if self._moves is not None:
+            args, kwargs = self._moves(args, kwargs)
         devices = self._program.devices
-        if isinstance(devices, str):
-            devices = turns.devices_for(args, kwargs)
-            if self._place is not None and devices != turns.default_devices():
+        if isinstance(devices, str):  # those of the arguments
+            devices = committed(args, kwargs)
+            if devices is None:
+                devices = default_devices()
+            elif self._place is not None and devices != default_devices():
                 args, kwargs = self._place(args, kwargs)
-                devices = turns.devices_for(args, kwargs)
-        turns.take_turn(devices)
+                devices = committed(args, kwargs) or default_devices()
+        keeps = take_turn(devices)
         try:
             outs = program(*args, **kwargs)
         except ValueError as error:
-            if self._place is None or self._places or not _elsewhere(error):
+            if self._place is None or self._moves is not None or not _elsewhere(error):
                 raise
-            self._places = True  # from now on, so that programs which never need it pay nothing
+            self._moves = self._place  # from now on, so that programs which never need it pay nothing
             return self._dispatch(program, args, kwargs)
-        return turns.keep(outs)
+        return keep(outs) if keeps or type(outs) is Witnessed else outs
 
     def _call_first(self, args: Any, kwargs: Any) -> None:
         """What comes before the first call: all ranks trace, and compare what they found."""

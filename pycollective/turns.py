@@ -12,6 +12,7 @@ import functools
 import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
+from threading import get_ident
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -60,23 +61,29 @@ class _Turn:
     thread: threading.Thread | None = None
     ident = 0  # of the thread
     waits = False  # for each program, since the thread is not the main one
+    keeps = False  # whether the results of the program go to `keep`
     ahead: ClassVar[deque[Any]] = deque()  # witnesses of programs on several devices
 
 
-def take_turn(devices: Devices | None) -> None:
+def take_turn(devices: Devices | None) -> bool:
     """Comes before the dispatch of each program with our effect: waits for those that XLA will not order before it.
 
     XLA orders programs of one thread on one device, and programs on several devices; it orders neither a program on
     one device behind one on another, nor either kind behind the other. None waits for all.
 
+    Returns:
+        Whether what the program returns must go to :func:`keep`, :class:`Witnessed` or not.
+
     Raises:
         RuntimeError: another Python thread dispatches such programs, and has not ended.
     """
-    if threading.get_ident() != _Turn.ident:
+    if get_ident() != _Turn.ident:
         _admit_this_thread()
     if devices is None or devices != _Turn.devices:
         _wait(_Turn.devices)
         _Turn.devices = devices
+        _Turn.keeps = _Turn.waits or devices is None or len(devices) > 1
+    return _Turn.keeps
 
 
 def rest() -> None:
@@ -97,8 +104,9 @@ def _admit_this_thread() -> None:
                 "Call them all from one thread; another may take over when that has ended.",
             )
         )
-    _Turn.thread, _Turn.ident = this, threading.get_ident()
+    _Turn.thread, _Turn.ident = this, get_ident()
     _Turn.waits = this is not threading.main_thread()
+    _Turn.devices = _NONE  # an ended thread has waited for all of its programs
 
 
 def keep(outs: Any) -> Any:
@@ -139,24 +147,35 @@ def local_devices() -> Devices:
 
 def devices_for(args: Sequence[Any], kwargs: dict[str, Any]) -> Devices:
     """The devices on which :func:`jax.jit` runs a program with these arguments that names none itself."""
-    local = local_devices()
-    if local is ALONE:
-        return ALONE
-    arrays: Iterable[Any] = args
-    for argument in args if not kwargs else (args,):
-        if not hasattr(argument, "committed"):  # not an array of JAX's: perhaps a tree of them
-            arrays = [leaf for leaf in jax.tree.leaves((args, kwargs)) if hasattr(leaf, "committed")]
-            break
-    for array in arrays:
-        if array.committed:
-            return in_order(array.devices())
-    return default_devices()
+    return ALONE if local_devices() is ALONE else committed(args, kwargs) or default_devices()
+
+
+def committed(args: Sequence[Any], kwargs: dict[str, Any]) -> Devices | None:
+    """The devices to which the arguments are committed; None for none."""
+    if not kwargs:
+        for argument in args:
+            try:
+                if argument.committed:
+                    return in_order(argument.devices())
+            except AttributeError:  # not an array of JAX's: perhaps a tree of them
+                break
+        else:
+            return None
+    for leaf in jax.tree.leaves((args, kwargs)):
+        if getattr(leaf, "committed", False):
+            return in_order(leaf.devices())
+    return None
 
 
 def default_devices() -> Devices:
     """The device on which :func:`jax.jit` runs a program whose arguments name none."""
     default = jax.config.jax_default_device
-    return (default,) if isinstance(default, jax.Device) else tuple(jax.local_devices()[:1])
+    return (default,) if default is not None and isinstance(default, jax.Device) else _first_device()
+
+
+@functools.cache
+def _first_device() -> Devices:
+    return tuple(jax.local_devices()[:1])
 
 
 def flush() -> None:
