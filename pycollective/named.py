@@ -142,6 +142,13 @@ def _apply_where_dependent(
     return jaxprs.replaced([None] * len(outvars), places, results)
 
 
+def _transposed(fun: Callable[..., Any], operands: Sequence[Any], references: bool) -> Callable[..., Any]:
+    """The transpose of a linear function. :func:`jax.linear_transpose` knows no references, :func:`jax.vjp` does."""
+    if not references:
+        return jax.linear_transpose(fun, *operands)
+    return jax.vjp(fun, *(jnp.zeros(x.shape, x.dtype) for x in operands))[1]
+
+
 def _transpose_rule(
     cts: Sequence[Any], *args: Any, body: Any, mesh: Mesh, in_specs: Specs, out_specs: Specs, **_: Any
 ) -> list[Any]:
@@ -150,6 +157,7 @@ def _transpose_rule(
     known = [i for i in range(len(args)) if i not in linear]
     wanted = [i for i, ct in enumerate(cts) if type(ct) is not ad.Zero]
     blocks = _blocks(body)
+    references = ordering.without_references(body.effects) != body.effects
 
     def sharing(spec: PartitionSpec) -> tuple[Any, ...]:
         return tuple(name for name in mesh.shape if name not in names_of(spec))
@@ -163,7 +171,7 @@ def _transpose_rule(
 
         counts = [math.prod(mesh.shape[name] for name in sharing(out_specs[i])) for i in wanted]
         parts = [ct / count if count > 1 else ct for ct, count in zip(given, counts, strict=True)]
-        results = list(jax.linear_transpose(of_linear, *(blocks[i] for i in linear))(parts))
+        results = list(_transposed(of_linear, [blocks[i] for i in linear], references)(parts))
         # One sum for all that the same devices share.
         for names in dict.fromkeys(sharing(in_specs[i]) for i in linear):
             places = [k for k, i in enumerate(linear) if sharing(in_specs[i]) == names]

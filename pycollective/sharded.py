@@ -46,10 +46,20 @@ def trace(
         check_vma: the same.
         arguments: makes those of ``fun`` from arrays.
     """
-    program = _shard_map(fun, mesh, in_specs, out_specs, check_vma)
-    with checks.naming_axes(*mesh.shape), jax.sharding.use_abstract_mesh(jaxprs.NO_MESH):
+
+    def traced(check_vma: bool) -> tuple[ClosedJaxpr, Any]:
+        program = _shard_map(fun, mesh, in_specs, out_specs, check_vma)
         closed, results = jax.make_jaxpr(lambda *xs: program(*arguments(xs)), return_shape=True)(*arrays)
-    return closed, jax.tree.structure(results)
+        return closed, jax.tree.structure(results)
+
+    with checks.naming_axes(*mesh.shape), jax.sharding.use_abstract_mesh(jaxprs.NO_MESH):
+        try:
+            return traced(check_vma)
+        except AssertionError as error:
+            if error.args or not check_vma:
+                raise
+        traced(check_vma=False)  # JAX's types say nothing of an axis that is not bound; without them it names it
+        return traced(check_vma)
 
 
 def _shard_map(fun: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any, check_vma: bool) -> Any:

@@ -201,6 +201,10 @@ def test_references(world: pc.Communicator, local: int) -> None:
     squares = lambda x: jnp.sum(count_in_a_reference(x) ** 2)
     got = pc.pmap(jax.grad(squares), "i")(mine)
     assert_close(world, local, got, jax.vmap(jax.grad(squares), axis_name="i")(xs))
+    for fun in (count_in_a_reference, lambda x: jax.jit(count_in_a_reference)(jnp.sin(x))):
+        outside = lambda mapped: jax.grad(lambda x: jnp.sum(jnp.sin(mapped(x))))
+        got = outside(pc.pmap(fun, "i"))(mine)
+        assert_close(world, local, got, outside(jax.vmap(fun, axis_name="i"))(xs))
 
 
 def test_casts_of_types(world: pc.Communicator, local: int) -> None:
