@@ -236,6 +236,19 @@ def test_narrow_sums_have_types(world: pc.Communicator, local: int) -> None:
     assert (float(value), float(gradient)) == (2 * xs.sum(), xs.sum())
 
 
+def test_around_a_shard_map_of_jax(world: pc.Communicator) -> None:
+    # The outer axis has one device of each rank, the inner one two of each.
+    theirs = jax.sharding.Mesh(np.array(pc.communicator.devices_of_this_rank()[:2]), ("d",))
+    inner = jax.shard_map(lambda x: lax.psum(jnp.sin(x), "d"), mesh=theirs, in_specs=P("d"), out_specs=P())
+    fun = lambda x: jnp.sum(lax.psum(inner(x), "i") ** 2)
+    xs = stacked(world, 1, shape=(4,))
+    halves = np.sin(xs).sum(axis=0).reshape(2, 2).sum(axis=0)
+    gradient = 2 * world.size * np.tile(halves, 2) * np.cos(xs[world.rank])
+    for program in (pc.jit(fun, axis_name="i"), lambda x: pc.pmap(fun, "i")(x[None])[0]):
+        np.testing.assert_allclose(program(xs[world.rank]), np.sum(halves**2), rtol=1e-4)
+        np.testing.assert_allclose(jax.grad(program)(xs[world.rank]), gradient, rtol=1e-4)
+
+
 def test_sums_of_ranks_inside_have_types(world: pc.Communicator, local: int) -> None:
     # What ranks reduce varies along the local axis as its operand does, for JAX's own shard_map too.
     theirs = jax.sharding.Mesh(np.array(pc.communicator.devices_of_this_rank()[:local]), ("d",))
