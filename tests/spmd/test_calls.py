@@ -14,6 +14,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import pycollective as pc
+from pycollective import buckets
+from pycollective.config import Config
 
 Array = Any
 X = np.ones((3,), np.float32)
@@ -55,6 +57,13 @@ def test_six_sums(name: str, world: pc.Communicator, local: int) -> None:
         assert calls(compiler(lambda x: fun(2 * x)), x) == 1
         assert calls(compiler(gradient), x) == 1 + backwards
         assert calls(compiler(jax.vmap(fun)), np.stack([x, x])) == 1
+
+
+@pytest.mark.parametrize(("bucket_bytes", "count"), [(0, 6), (2 * X.nbytes, 3), (1 << 20, 1)])
+def test_buckets(bucket_bytes: int, count: int, local: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buckets, "config", Config(bucket_bytes=bucket_bytes))
+    for fun, x in programs(local).values():
+        assert calls(fun, x) == count
 
 
 def test_gradients_of_shared_arguments(world: pc.Communicator, local: int) -> None:
