@@ -24,7 +24,7 @@ from pycollective.primitives import allreduce_p
 
 def join_reductions(jaxpr: Any) -> Any:
     """The same program with fewer, larger calls."""
-    return jaxpr if config.bucket_bytes == 0 else map_jaxprs(jaxpr, _join)
+    return map_jaxprs(jaxpr, _join)
 
 
 def _join(jaxpr: Any) -> Any:

@@ -202,8 +202,10 @@ def run(
         avals = [jaxprs.aval_like(var.aval) for var in body.invars]
         local = [(axis.local_name, axis.local) for axis in mesh.axes if axis.local > 1]
         program = jax.make_jaxpr(discharge.discharge(body, mesh), axis_env=local)(*avals)
-        joined = ClosedJaxpr(buckets.join_reductions(program.jaxpr), program.consts)
-        return jaxprs.evaluate(joined, jaxprs.again, *blocks)
+        joined = buckets.join_reductions(program.jaxpr)
+        # Only the program around knows what becomes of the operands.
+        frugal = ordering.without_copies(joined, frozenset(joined.invars))
+        return jaxprs.evaluate(ClosedJaxpr(frugal, program.consts), jaxprs.again, *blocks)
 
     if _on_default_device(mesh):
         return one_device(*args)

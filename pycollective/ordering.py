@@ -250,7 +250,7 @@ def _region_impl(*args: Any, jaxpr: Any) -> list[Any]:
     return evaluate(closed, equation, *args[constants:])
 
 
-def _without_copies(jaxpr: Any, free: frozenset[Var] = frozenset()) -> Any:
+def without_copies(jaxpr: Any, free: frozenset[Var] = frozenset()) -> Any:
     """Drops the hint ``in_place`` where the operand must survive: an input of the program, or read again later.
 
     XLA would copy such an operand in order to overwrite the copy, which costs more than MPI's own two-buffer form.
@@ -275,11 +275,11 @@ def _without_copies(jaxpr: Any, free: frozenset[Var] = frozenset()) -> Any:
             eqn = eqn.replace(params={**eqn.params, "in_place": ours})
         if eqn.primitive.name in ("jit", "pjit"):  # JAX inlines it
             closed = eqn.params["jaxpr"]
-            inner = _without_copies(closed.jaxpr, _free_inside(eqn, closed.jaxpr, kept, buffers))
+            inner = without_copies(closed.jaxpr, _free_inside(eqn, closed.jaxpr, kept, buffers))
             eqn = eqn.replace(params={**eqn.params, "jaxpr": ClosedJaxpr(inner, closed.consts)})
         elif eqn.primitive.name == "shard_map":  # the same program on each device
             inner = eqn.params["jaxpr"]
-            inner = _without_copies(inner, _free_inside(eqn, inner, kept, buffers))
+            inner = without_copies(inner, _free_inside(eqn, inner, kept, buffers))
             eqn = eqn.replace(params={**eqn.params, "jaxpr": inner})
         eqns.append(eqn)
         kept |= reads
@@ -395,7 +395,7 @@ class Region:
         self._note_devices(devices)
         donated = self._donated.arrays(args, kwargs) if self._donated is not None else ()
         free = frozenset(var for var, x in zip(closed.jaxpr.invars, arrays, strict=True) if id(x) in donated)
-        jaxpr = self._rewrite(_without_copies(closed.jaxpr, free))
+        jaxpr = self._rewrite(without_copies(closed.jaxpr, free))
         *outs, witness = region_p.bind(*closed.consts, *arrays, jaxpr=jaxpr)
         given = {*jaxpr.invars, *jaxpr.constvars}
         held = any(isinstance(var, Var) and var not in given for var in jaxpr.outvars[:-1])

@@ -86,12 +86,18 @@ def test_nothing_is_copied(donated: bool, world: pc.Communicator) -> None:
     # A sum takes the buffer of its operand unless somebody reads that, or it is an input that is not donated.
     options: dict[str, Any] = {"donate_argnums": 0} if donated else {}
 
-    def aliased(fun: Callable[..., Any], x: Array) -> int:
-        return str(fun.lower(x).as_text()).count("output_operand_alias<")  # type: ignore[attr-defined]
+    def aliased(fun: Callable[..., Any], *args: Array) -> int:
+        return str(fun.lower(*args).as_text()).count("output_operand_alias<")  # type: ignore[attr-defined]
 
     x = np.ones((1, 3), np.float32)
     total = lambda x: lax.psum(x, "i")
     assert aliased(pc.jit(total, axis_name="i", **options), x) == donated
     assert aliased(pc.pmap(total, "i", **options), x) == donated
     assert aliased(pc.jit(lambda x: lax.psum(x + 1, "i"), axis_name="i", **options), x) == 1
-    assert aliased(pc.pmap(lambda x: lax.psum((y := x + 1)[None], "i")[0] + y, "i", **options), x) == 0
+    read_later = pc.pmap(lambda x: lax.psum((y := x + 1)[None], "i")[0] + y, "i", **options)
+    for fun in (read_later, jax.jit(read_later), pc.jit(read_later)):
+        assert aliased(fun, x) == 0
+    none: dict[str, Any] = {"donate_argnums": []}
+    assert aliased(pc.jit(total, axis_name="i", **none), x) == 0
+    assert aliased(pc.jit(lambda x, y: (lax.psum(x, "i"), y), axis_name="i", **options), x, x) == donated
+    assert aliased(pc.jit(lambda y, x: (lax.psum(x, "i"), y), axis_name="i", **options), x, x) == 0
