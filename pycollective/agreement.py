@@ -1,14 +1,15 @@
 """At a function's first call ranks compare what they traced: a difference is an error on all of them, not a hang.
 
 Only calls speak with other ranks. Tracing, lowering and compiling never do, since a rank may trace alone: for an uneven
-batch, after ``jax.clear_caches()``, for ``jax.eval_shape`` or ``lower``. So a trace writes down what it found,
-:func:`noted`, and the call that caused it compares that, :func:`agree`: once, when all ranks make the first call.
+batch, after ``jax.clear_caches()``, for ``jax.eval_shape`` or ``lower``. So a trace writes down what it found, and the
+call that caused it compares that, :func:`agree`: once, when all ranks make the first call. What it found stands in the
+program, :func:`found`, and not in the traces of the functions inside: JAX may know those already, on some ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from pycollective import lifecycle
@@ -54,28 +55,31 @@ def collected() -> Iterator[list[Note]]:
         _notes.pop()
 
 
-def noted(comm: Communicator, where: str, name: str, trace: Callable[[], tuple[T, Callable[[], list[str]]]]) -> T:
-    """``trace()[0]``. Whoever collects gets a note of it, also where it fails.
+def noted(comm: Communicator, where: str, name: str, trace: Callable[[], T]) -> T:
+    """``trace()``. Whoever collects gets a note of its error.
 
     Args:
         comm: the ranks.
         where: for messages.
         name: of the function, for messages.
-        trace: returns the program, and a function that says what the ranks must have in common, line by line.
+        trace: of the function.
 
     Raises:
         ValueError: ``comm`` was freed.
     """
     comm.check_live(where)
     try:
-        program, lines = trace()
+        return trace()
     except Exception as error:
         if _notes:
             _notes[-1].append(Note(comm, where, name, f"{type(error).__name__}: {error}"))
         raise
+
+
+def found(where: str, name: str, lines: Mapping[Communicator, list[str]]) -> None:
+    """Notes what the ranks of each communicator must have in common of a program, line by line."""
     if _notes:
-        _notes[-1].append(Note(comm, where, name, lines()))
-    return program
+        _notes[-1].extend(Note(comm, where, name, own) for comm, own in lines.items())
 
 
 def agree(notes: list[Note]) -> None:

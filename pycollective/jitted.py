@@ -9,6 +9,7 @@ from types import MethodType
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import jax
+from jax.extend.core import ClosedJaxpr
 
 from pycollective import agreement, buckets, checks, mapped, ordering, overlap, turns
 from pycollective.ordering import at_top_level
@@ -36,6 +37,7 @@ class Jitted(Generic[P, R]):
         fun: Callable[P, R],
         options: dict[str, Any],
         place: Callable[[Any, Any], tuple[Any, Any]] | None = None,
+        where: str = "jit",
     ) -> None:
         """Compiles nothing yet.
 
@@ -43,16 +45,18 @@ class Jitted(Generic[P, R]):
             fun: what runs on this rank.
             options: those of :func:`jax.jit`.
             place: moves arguments to the devices of the program; None: it has none of its own.
+            where: for messages.
         """
         functools.update_wrapper(self, fun)
         self._fun = fun
+        self._where = where
         self._place = place
         self._moves: Callable[[Any, Any], tuple[Any, Any]] | None = None  # what `place` is, once a call had to
         self._overlap = overlap.Overlap()
         donated = ordering.Donated.of(fun, options)
         shardings = options.get("out_shardings")
         self._program = ordering.Region(
-            fun, donated=donated, expand=mapped.expand, rewrite=self._rewrite, witnessed=shardings is not None
+            fun, donated=donated, expand=self._expand, rewrite=self._rewrite, witnessed=shardings is not None
         )
         of_region = {} if shardings is None else {"out_shardings": turns.Witnessed(shardings, None)}
         self._region = jax.jit(self._program, **{**options, **of_region})
@@ -114,6 +118,10 @@ class Jitted(Generic[P, R]):
         if not self._overlap.settle():
             self._region.clear_cache()
         self._agreed = True
+
+    def _expand(self, closed: ClosedJaxpr) -> ClosedJaxpr:
+        agreement.found(self._where, getattr(self._fun, "__name__", repr(self._fun)), mapped.collectives(closed.jaxpr))
+        return mapped.expand(closed)
 
     def _rewrite(self, jaxpr: Any) -> Any:
         return self._overlap(buckets.join_reductions(jaxpr))

@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec
 
 from pycollective import buckets, checks, discharge, jaxprs, ordering, turns
 from pycollective.checks import AxisName
+from pycollective.communicator import Communicator
 from pycollective.mesh import Mesh
 
 # How arrays lie -------------------------------------------------------------------------------------------------
@@ -217,6 +218,19 @@ def run(
         check_vma=False,
     )
     return list(jaxprs.outside_meshes(on_all)(*args))
+
+
+def collectives(jaxpr: Any) -> dict[Communicator, list[str]]:
+    """What the ranks of each communicator must have in common of a program: its collectives over axes of ours."""
+    lines: dict[Communicator, list[str]] = {}
+    for eqn in jaxpr.eqns:
+        if eqn.primitive in discharge.PROGRAMS:
+            mesh, body = eqn.params["mesh"], eqn.params["body"]
+            lines.setdefault(mesh.comm, []).extend([repr(mesh), *discharge.collectives(body, frozenset(mesh.shape))])
+        for inner in jaxprs.inner_jaxprs(eqn):
+            for comm, more in collectives(inner).items():
+                lines.setdefault(comm, []).extend(more)
+    return lines
 
 
 def expand(closed: ClosedJaxpr) -> ClosedJaxpr:

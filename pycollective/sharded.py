@@ -66,11 +66,6 @@ def _shard_map(fun: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: An
     return jax.shard_map(fun, mesh=mesh.abstract_mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
 
 
-def bodies(closed: ClosedJaxpr) -> list[Any]:
-    """The jaxprs of one device in one of :func:`trace`."""
-    return [eqn.params["jaxpr"] for eqn in closed.jaxpr.eqns if eqn.primitive.name == "shard_map"]
-
-
 def apply(closed: ClosedJaxpr, mesh: Mesh, args: Sequence[Any]) -> list[Any]:
     """A jaxpr of :func:`trace`, or one that JAX made of such, on this rank's own blocks.
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from pycollective import checks, discharge, jaxprs, named, sharded
+from pycollective import checks, jaxprs, named, sharded
 from pycollective.agreement import noted
 from pycollective.checks import AxisName
 from pycollective.communicator import Communicator, devices_of_this_rank, world_if_known
@@ -58,12 +58,10 @@ class _Program(NamedTuple):
     """A traced function of one device's arrays.
 
     Attributes:
-        collectives: one line for each.
         structure: of its results.
         run: on this rank's own blocks.
     """
 
-    collectives: Callable[[], list[str]]
     structure: Any
     run: Callable[[Sequence[Any]], list[Any]]
 
@@ -72,11 +70,7 @@ def _sharded(fun: Callable[..., Any], placed: _Placed, **options: Any) -> _Progr
     """``fun`` with the meaning of :func:`jax.shard_map`."""
     mesh = placed.mesh
     closed, structure = sharded.trace(fun, mesh, placed.wholes(), **options)
-
-    def lines() -> list[str]:
-        return [line for body in sharded.bodies(closed) for line in discharge.collectives(body, frozenset(mesh.shape))]
-
-    return _Program(lines, structure, lambda arrays: sharded.apply(closed, mesh, arrays))
+    return _Program(structure, lambda arrays: sharded.apply(closed, mesh, arrays))
 
 
 def _pmapped(fun: Callable[..., Any], placed: _Placed, out_specs: Any) -> _Program:
@@ -94,21 +88,12 @@ def _pmapped(fun: Callable[..., Any], placed: _Placed, out_specs: Any) -> _Progr
         return _sharded(fun, placed, **untyped)
     results = jax.tree.unflatten(structure, range(structure.num_leaves))
     specs = [spec for _, spec in _broadcast_prefix(out_specs, results)]
-
-    def lines() -> list[str]:
-        return discharge.collectives(closed.jaxpr, frozenset(mesh.shape))
-
-    return _Program(lines, structure, lambda arrays: named.apply(closed, mesh, arrays, placed.specs, specs))
+    return _Program(structure, lambda arrays: named.apply(closed, mesh, arrays, placed.specs, specs))
 
 
 def _results(where: str, fun: Any, comm: Communicator, trace: Callable[[], tuple[_Placed, _Program]]) -> Any:
     """Traces a program, and runs it on this rank's own blocks. ``trace`` may raise for arguments that do not fit."""
-
-    def noting() -> tuple[tuple[_Placed, _Program], Callable[[], list[str]]]:
-        placed, program = trace()
-        return (placed, program), lambda: [repr(placed.mesh), *program.collectives()]
-
-    placed, program = noted(comm, where, getattr(fun, "__name__", repr(fun)), noting)
+    placed, program = noted(comm, where, getattr(fun, "__name__", repr(fun)), trace)
     return jax.tree.unflatten(program.structure, program.run(placed.arrays))
 
 
@@ -426,7 +411,7 @@ def pmap(
         return jax.tree.unflatten(tree, moved)
 
     options = {"static_argnums": statics, "donate_argnums": _indices(donate_argnums)}
-    return Jitted(bound, options, lambda args, kwargs: place(args, kwargs)[0].on_devices())
+    return Jitted(bound, options, lambda args, kwargs: place(args, kwargs)[0].on_devices(), "pmap")
 
 
 def _is_none(x: Any) -> bool:
@@ -558,4 +543,5 @@ def shard_map(
 
         return _results("shard_map", fun, mesh.comm, trace)
 
-    return Jitted(bound, {"donate_argnums": _indices(donate_argnums)}, lambda *given: place(*given).on_devices())
+    options = {"donate_argnums": _indices(donate_argnums)}
+    return Jitted(bound, options, lambda *given: place(*given).on_devices(), "shard_map")

@@ -77,6 +77,23 @@ def test_what_does_not_run(world: pc.Communicator, odd: bool, groups: bool) -> N
         np.testing.assert_allclose(f(jnp.ones(3)), size)
 
 
+def test_functions_inside_that_one_rank_knows(world: pc.Communicator, odd: bool) -> None:
+    # JAX keeps their traces, so nothing of a function's first call may hang on them.
+    inner = pc.pmap(lambda x: lax.psum(x, "i"), "i")
+    named = pc.jit(lambda x: lax.pmax(x, "i"), axis_name="i")
+    known = jax.jit(lambda x: inner(x) + named(x))
+    x = jnp.ones((1, 3))
+    functions = [pc.jit(lambda x, k=k: k * known(x)) for k in range(4)]
+    if odd:
+        jax.eval_shape(known, x)
+        functions[0].lower(x)
+    for k, f in enumerate(functions):
+        for _ in range(2):
+            np.testing.assert_allclose(f(x), k * (world.size + 1))
+        if odd and k == 1:
+            jax.clear_caches()
+
+
 @pytest.fixture
 def debug_nans() -> Iterator[None]:
     with jax.debug_nans(True):
