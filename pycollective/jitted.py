@@ -13,7 +13,7 @@ from jax.extend.core import ClosedJaxpr
 
 from pycollective import agreement, buckets, checks, mapped, ordering, overlap, turns
 from pycollective.ordering import at_top_level
-from pycollective.turns import Witnessed, committed, default_devices, keep, take_turn
+from pycollective.turns import Witnessed, committed_devices, default_devices, keep, take_turn
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -22,6 +22,12 @@ R = TypeVar("R")
 def _elsewhere(error: ValueError) -> bool:
     """Whether JAX refuses arguments since they lie on other devices than the program."""
     return "incompatible devices" in str(error)
+
+
+def _devices_named(shardings: Any) -> frozenset[jax.Device]:
+    """Those over which shardings, or what holds some, lie."""
+    found = [getattr(leaf, "sharding", leaf) for leaf in jax.tree.leaves(shardings)]
+    return frozenset(device for leaf in found for device in ordering.devices_of_sharding(leaf))
 
 
 class Jitted(Generic[P, R]):
@@ -51,12 +57,18 @@ class Jitted(Generic[P, R]):
         self._fun = fun
         self._where = where
         self._place = place
-        self._moves: Callable[[Any, Any], tuple[Any, Any]] | None = None  # what `place` is, once a call had to
+        self._moves: Callable[[Any, Any], tuple[Any, Any]] | None = None  # `place`, once a call needed it
         self._overlap = overlap.Overlap()
         donated = ordering.Donated.of(fun, options)
         shardings = options.get("out_shardings")
+        named = _devices_named((options.get("in_shardings"), shardings))
         self._program = ordering.Region(
-            fun, donated=donated, expand=self._expand, rewrite=self._rewrite, witnessed=shardings is not None
+            fun,
+            donated=donated,
+            expand=self._expand,
+            rewrite=self._rewrite,
+            witnessed=shardings is not None,
+            devices=named,
         )
         of_region = {} if shardings is None else {"out_shardings": turns.Witnessed(shardings, None)}
         self._region = jax.jit(self._program, **{**options, **of_region})
@@ -92,12 +104,12 @@ class Jitted(Generic[P, R]):
             args, kwargs = self._moves(args, kwargs)
         devices = self._program.devices
         if isinstance(devices, str):  # those of the arguments
-            devices = committed(args, kwargs)
+            devices = committed_devices(args, kwargs)
             if devices is None:
                 devices = default_devices()
             elif self._place is not None and devices != default_devices():
                 args, kwargs = self._place(args, kwargs)
-                devices = committed(args, kwargs) or default_devices()
+                devices = committed_devices(args, kwargs) or default_devices()
         keeps = take_turn(devices)
         try:
             outs = program(*args, **kwargs)

@@ -14,7 +14,7 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from pycollective import ordering
+from pycollective import jaxprs, ordering
 from pycollective.errors import message
 
 HOSTS: tuple[str, ...] = ("cpu",)
@@ -114,7 +114,7 @@ def _devices_of_program(name: str, context: Any) -> tuple[int, tuple[Any, ...]]:
     if mesh.size > 1 and others:
         refuse(
             f"axes {others} that are left to XLA",
-            "Call it outside jax.shard_map, or with all axes in shard_map's axis_names (that is its default).",
+            "Call it outside jax.shard_map and jax.set_mesh, or with all axes in shard_map's axis_names, the default.",
         )
     return mesh.size, tuple(mesh.axis_names)
 
@@ -131,7 +131,7 @@ def on_copies(primitive: Primitive, ctx: Any, operands: Sequence[Any], params: d
     whole = jax.sharding.PartitionSpec()
     one_device = functools.partial(primitive.bind, **params)
     all_devices = jax.shard_map(one_device, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
-    return _lower_steps(ctx, Steps(all_devices, ()), operands)
+    return _lower_steps(ctx, Steps(jaxprs.outside_meshes(all_devices), ()), operands)
 
 
 def _lower_steps(ctx: Any, steps: Steps, operands: Sequence[Any]) -> Sequence[Any]:

@@ -170,7 +170,9 @@ def _report_effects_of_programs() -> None:
         if not effects and is_foreign(primitive):
             avals = tuple(tracer.aval for tracer in in_tracers)
             # One that JAX cannot trace, or whose parameters it could not compare, holds no collective of ours.
-            with contextlib.suppress(TypeError, ValueError, NotImplementedError):
+            with contextlib.suppress(
+                AssertionError, AttributeError, LookupError, NameError, NotImplementedError, TypeError, ValueError
+            ):
                 effects = _effects_of_program(primitive, avals, tuple(sorted(params.items())))
         return make_eqn(self, in_tracers, out_avals, primitive, params, effects, *args, **kwargs)
 
@@ -343,8 +345,9 @@ class Region:
 
     Attributes:
         traced: whether there is a program.
-        devices: of its programs: those over which a shard_map inside lies, or :data:`turns.ALONE` on a rank with one
-            device, or :data:`turns.OF_ARGUMENTS`; None if that differs, or before any trace.
+        devices: of its programs: those that a shard_map or a sharding names, or :data:`turns.ALONE` on a rank with one
+            device, or :data:`turns.OF_ARGUMENTS`; None if that differs, or before any trace, or if a mesh around
+            (:func:`jax.set_mesh`) says it.
     """
 
     def __init__(
@@ -355,6 +358,7 @@ class Region:
         expand: Callable[[ClosedJaxpr], ClosedJaxpr] = lambda closed: closed,
         rewrite: Callable[[Any], Any] = lambda jaxpr: jaxpr,
         witnessed: bool = False,
+        devices: frozenset[jax.Device] = frozenset(),
     ) -> None:
         """Keeps ``fun``.
 
@@ -364,6 +368,7 @@ class Region:
             expand: from the program, which nothing will transform any more, to another of the same meaning.
             rewrite: from the jaxpr of the program to another of the same meaning.
             witnessed: whether every call returns a :class:`turns.Witnessed`.
+            devices: over which the shardings lie that :func:`jax.jit` has for its arguments and results.
         """
         functools.update_wrapper(self, fun)
         self._expand = expand
@@ -371,6 +376,7 @@ class Region:
         self._witnessed = witnessed
         self._fun = fun
         self._donated = donated
+        self._named = devices
         self.traced = False
         self.devices: turns.Devices | str | None = None
 
@@ -391,8 +397,9 @@ class Region:
             return [*outs, jnp.zeros(0, bool)]
 
         closed = self._expand(jax.make_jaxpr(flat)(*arrays))
-        devices = _devices_of(closed.jaxpr)
-        self._note_devices(devices)
+        devices = turns.in_order(self._named | _devices_of(closed.jaxpr))
+        under_mesh = not jax.sharding.get_abstract_mesh().empty
+        self._note_devices(None if under_mesh else devices or turns.OF_ARGUMENTS)
         donated = self._donated.arrays(args, kwargs) if self._donated is not None else ()
         free = frozenset(var for var, x in zip(closed.jaxpr.invars, arrays, strict=True) if id(x) in donated)
         jaxpr = self._rewrite(without_copies(closed.jaxpr, free))
@@ -400,10 +407,11 @@ class Region:
         given = {*jaxpr.invars, *jaxpr.constvars}
         held = any(isinstance(var, Var) and var not in given for var in jaxpr.outvars[:-1])
         results = jax.tree.unflatten(out_tree, outs)
-        return results if held and devices is None and not self._witnessed else turns.Witnessed(results, witness)
+        return results if held and not devices and not self._witnessed else turns.Witnessed(results, witness)
 
-    def _note_devices(self, found: turns.Devices | None) -> None:
-        devices = turns.ALONE if turns.local_devices() is turns.ALONE else found or turns.OF_ARGUMENTS
+    def _note_devices(self, devices: turns.Devices | str | None) -> None:
+        if turns.local_devices() is turns.ALONE:
+            devices = turns.ALONE
         if self.traced and devices != self.devices:
             # The dispatch that this trace belongs to has taken its turn for other devices: now it takes all turns.
             with jax.ensure_compile_time_eval():
@@ -414,20 +422,33 @@ class Region:
         self.traced = True
 
 
-def _devices_of(jaxpr: Any) -> turns.Devices | None:
-    """The devices of a program that holds a :func:`jax.shard_map` over some; None if it holds none."""
+def devices_of_sharding(sharding: Any) -> frozenset[jax.Device]:
+    """Over which it lies; none for what is no sharding, or names no devices."""
+    if not isinstance(sharding, jax.sharding.Sharding) or isinstance(
+        getattr(sharding, "mesh", None), jax.sharding.AbstractMesh
+    ):
+        return frozenset()
+    return frozenset(sharding.device_set)
+
+
+def _devices_of(jaxpr: Any) -> frozenset[jax.Device]:
+    """The devices that a program names by a :func:`jax.shard_map`, or by a sharding."""
+    found: frozenset[jax.Device] = frozenset()
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "shard_map" and isinstance(eqn.params["mesh"], jax.sharding.Mesh):
-            return turns.in_order(eqn.params["mesh"].devices.flat)
+        if isinstance(mesh := eqn.params.get("mesh"), jax.sharding.Mesh):
+            found |= frozenset(mesh.devices.flat)
+        placed = eqn.params["devices"] if eqn.primitive.name == "device_put" else ()
+        for sharding in (eqn.params.get("sharding"), *placed):
+            found |= devices_of_sharding(sharding)
         for inner in inner_jaxprs(eqn):
-            if devices := _devices_of(inner):
-                return devices
-    return None
+            found |= _devices_of(inner)
+    return found
 
 
 @functools.lru_cache(maxsize=4096)
-def _eager_program(primitive: Primitive, params: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
-    return jax.jit(Region(lambda *operands: primitive.bind(*operands, **dict(params))))
+def _eager_program(primitive: Primitive, params: tuple[tuple[str, Any], ...]) -> tuple[Callable[..., Any], Region]:
+    region = Region(lambda *operands: primitive.bind(*operands, **dict(params)))
+    return jax.jit(region), region
 
 
 def apply(primitive: Primitive, *operands: Any, **params: Any) -> Any:
@@ -435,8 +456,9 @@ def apply(primitive: Primitive, *operands: Any, **params: Any) -> Any:
 
     Compiled once per shape, dtype and parameters, all of which are hashable.
     """
-    program = _eager_program(primitive, tuple(sorted(params.items())))
-    turns.take_turn(turns.devices_for(operands, {}))
+    program, region = _eager_program(primitive, tuple(sorted(params.items())))
+    devices = region.devices if region.traced else turns.OF_ARGUMENTS
+    turns.take_turn(turns.devices_for(operands, {}) if isinstance(devices, str) else devices)
     if jax.config.jax_disable_jit:  # as JAX's own primitives, compiled even then
         with jax.disable_jit(False):
             outs = program(*operands)

@@ -97,6 +97,7 @@ class Overlap:
     def first_call(self) -> Iterator[None]:
         """Programs that are traced inside have the order that this rank finds, for :meth:`settle` to compare."""
         self._first = True
+        self._found, self._comms = {}, {}  # without those of a call that failed
         try:
             yield
         finally:

@@ -58,8 +58,14 @@ def trace(
         except AssertionError as error:
             if error.args or not check_vma:
                 raise
-        traced(check_vma=False)  # JAX's types say nothing of an axis that is not bound; without them it names it
-        return traced(check_vma)
+            failed = error
+        try:
+            traced(check_vma=False)
+        except NameError:  # of an axis that is not bound: with types JAX has no words for it
+            raise
+        except Exception as other:
+            raise failed from other
+        raise failed
 
 
 def _shard_map(fun: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any, check_vma: bool) -> Any:

@@ -12,7 +12,7 @@ import functools
 import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
-from threading import get_ident
+from threading import current_thread
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -59,7 +59,6 @@ class _Turn:
 
     devices: Devices | tuple[str] | None = ALONE
     thread: threading.Thread | None = None
-    ident = 0  # of the thread
     waits = False  # for each program, since the thread is not the main one
     keeps = False  # whether the results of the program go to `keep`
     ahead: ClassVar[deque[Any]] = deque()  # witnesses of programs on several devices
@@ -77,7 +76,7 @@ def take_turn(devices: Devices | None) -> bool:
     Raises:
         RuntimeError: another Python thread dispatches such programs, and has not ended.
     """
-    if get_ident() != _Turn.ident:
+    if current_thread() is not _Turn.thread:
         _admit_this_thread()
     if devices is None or devices != _Turn.devices:
         _wait(_Turn.devices)
@@ -94,8 +93,8 @@ def rest() -> None:
 
 def _admit_this_thread() -> None:
     """Ranks meet in the order in which they dispatch, and two threads of one have none."""
-    this, last = threading.current_thread(), _Turn.thread
-    if last is not None and last is not this and last.is_alive():
+    this, last = current_thread(), _Turn.thread
+    if last is not None and last.is_alive():
         raise RuntimeError(
             message(
                 "jit",
@@ -104,9 +103,11 @@ def _admit_this_thread() -> None:
                 "Call them all from one thread; another may take over when that has ended.",
             )
         )
-    _Turn.thread, _Turn.ident = this, get_ident()
+    if last is threading.main_thread():
+        _finish(jax.live_arrays())  # it has not waited for its programs, and XLA orders those of one thread alone
+    _Turn.thread = this
     _Turn.waits = this is not threading.main_thread()
-    _Turn.devices = _NONE  # an ended thread has waited for all of its programs
+    _Turn.devices = _NONE  # any other thread has waited for each of its programs
 
 
 def keep(outs: Any) -> Any:
@@ -115,7 +116,10 @@ def keep(outs: Any) -> Any:
     At most some programs on several devices wait to run. In another thread than the main one it waits for each program:
     whoever comes later, at the exit for instance, has no way to wait for what an ended thread has dispatched.
     """
-    results, witness = outs if type(outs) is Witnessed else (outs, outs)
+    if type(outs) is Witnessed:
+        results, witness = outs
+    else:  # all of a program's results are there at once, and who drops the large ones wants their memory
+        results, witness = outs, min(jax.tree.leaves(outs), key=lambda x: x.size, default=None)
     if _Turn.waits:
         _finish(witness)
     elif _Turn.devices is None or len(_Turn.devices) > 1:
@@ -147,10 +151,10 @@ def local_devices() -> Devices:
 
 def devices_for(args: Sequence[Any], kwargs: dict[str, Any]) -> Devices:
     """The devices on which :func:`jax.jit` runs a program with these arguments that names none itself."""
-    return ALONE if local_devices() is ALONE else committed(args, kwargs) or default_devices()
+    return ALONE if local_devices() is ALONE else committed_devices(args, kwargs) or default_devices()
 
 
-def committed(args: Sequence[Any], kwargs: dict[str, Any]) -> Devices | None:
+def committed_devices(args: Sequence[Any], kwargs: dict[str, Any]) -> Devices | None:
     """The devices to which the arguments are committed; None for none."""
     if not kwargs:
         for argument in args:
@@ -199,8 +203,14 @@ def _wait(devices: Any) -> None:
 
 def _mark(devices: Devices) -> None:
     """Runs a small program on the devices, which XLA orders behind everything of its kind before it."""
-    sharding = jax.sharding.NamedSharding(jax.sharding.Mesh(np.array(devices), "d"), jax.sharding.PartitionSpec("d"))
-    _marker(jax.device_put(np.zeros(len(devices), np.int32), sharding)).block_until_ready()
+    marker, x = _marker(devices)
+    marker(x).block_until_ready()
 
 
-_marker = jax.jit(lambda x: x + 1)  # an identity function would not be dispatched at all
+@functools.cache
+def _marker(devices: Devices) -> tuple[Any, jax.Array]:
+    """A program on these devices, whatever mesh the user has set, and its argument."""
+    with jax.set_mesh(jax.sharding.Mesh(np.empty((), object), ())):
+        own = jax.sharding.NamedSharding(jax.sharding.Mesh(np.array(devices), "d"), jax.sharding.PartitionSpec("d"))
+        x = jax.device_put(np.zeros(len(devices), np.int32), own)
+        return jax.jit(lambda x: x + 1).lower(x).compile(), x  # an identity function would not be dispatched at all

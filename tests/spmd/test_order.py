@@ -175,3 +175,36 @@ def test_two_python_threads(world: pc.Communicator, local: int) -> None:
                 pool.submit(call).result()
     for want, got in zip(wants, all_of_them(), strict=True):
         np.testing.assert_allclose(got, np.full(np.shape(got), want))
+
+
+@pytest.mark.parametrize("how", ["in_shardings", "out_shardings", "constraint", "device_put"])
+def test_devices_that_a_sharding_names(how: str, world: pc.Communicator) -> None:
+    # The argument lies nowhere yet; what runs between is on one device.
+    devices = pc.communicator.devices_of_this_rank()[:4]
+    mesh = jax.sharding.Mesh(np.array(devices), ("d",))
+    cut = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("d"))
+    inside = {"constraint": lax.with_sharding_constraint, "device_put": jax.device_put}.get(how, lambda x, _: x)
+    options = {how: cut} if how.endswith("shardings") else {}
+    several = pc.jit(lambda x: pc.psum(inside(x @ x.T, cut), world), **options)
+    x = np.ones((200, 200), np.float32)
+    results = [(several(k * x), pc.psum(jnp.float32(k), world)) for k in range(1, 16)]
+    for k, (y, z) in enumerate(results, start=1):
+        np.testing.assert_array_equal(y, np.full_like(x, 200 * k * k * world.size))
+        assert z == k * world.size
+
+
+def test_under_a_mesh_that_is_set(world: pc.Communicator) -> None:
+    # jax.set_mesh gives all programs its devices: of ours those may run there that have a mesh of their own.
+    devices = pc.communicator.devices_of_this_rank()[:4]
+    one = pc.jit(lambda x: pc.psum(x, world))
+    mapped = pc.pmap(lambda x: lax.psum(x, "i"), "i", devices=devices)
+    total = np.full((2,), world.size, np.float32)
+    x = np.ones((len(devices), 2), np.float32)
+    np.testing.assert_array_equal(one(np.ones(2, np.float32)), total)
+    with jax.set_mesh(jax.sharding.Mesh(np.array(devices), ("d",))):
+        for _ in range(3):
+            np.testing.assert_array_equal(mapped(x)[0], len(devices) * total)
+        with pytest.raises(NotImplementedError, match="left to XLA. Call it outside jax.shard_map and jax.set_mesh"):
+            pc.psum(jnp.ones(3), world)
+    np.testing.assert_array_equal(one(np.ones(2, np.float32)), total)
+    np.testing.assert_array_equal(mapped(x)[0], len(devices) * total)
