@@ -182,7 +182,9 @@ class _Stage:
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # serialization reads those: a compiled program belongs to the process that made it
-            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+            raise AttributeError(
+                f"{self!r} has no attribute {name!r}: it cannot be serialized, and runs in this process alone"
+            )
         return getattr(self._stage, name)
 
     def __dir__(self) -> list[str]:

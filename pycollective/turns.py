@@ -203,8 +203,9 @@ def _wait(devices: Any) -> None:
 
 def _mark(devices: Devices) -> None:
     """Runs a small program on the devices, which XLA orders behind everything of its kind before it."""
-    marker, x = _marker(devices)
-    marker(x).block_until_ready()
+    with jax.disable_jit(False):  # the user may have switched it off
+        marker, x = _marker(devices)
+        marker(x).block_until_ready()
 
 
 @functools.cache

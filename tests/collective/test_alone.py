@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import serialize_executable
 
 import pycollective as pc
 from tests.collective.programs import meet
@@ -125,6 +128,23 @@ def test_a_nan_before_the_first_collective(world: pc.Communicator, debug_nans: N
     with pytest.raises(FloatingPointError, match="invalid value .*log"):
         f(-jnp.ones(3))
     np.testing.assert_allclose(f(jnp.ones(3)), 0)
+
+
+def test_the_line_of_a_nan(world: pc.Communicator, debug_nans: None) -> None:
+    # What the error above says: each operation by itself, on all ranks.
+    with jax.disable_jit(), pytest.raises(FloatingPointError, match="invalid value .*log"):
+        pc.jit(lambda x: jnp.log(-lax.psum(x, "i")), axis_name="i")(jnp.ones(3))
+
+
+def test_programs_that_would_leave_the_process(world: pc.Communicator) -> None:
+    f = pc.jit(lambda x: pc.psum(x, world))
+    assert re.fullmatch(r"<pycollective function <function .*<lambda> at .*>>", repr(f))
+    x = jnp.ones(3)
+    for fun in (f, jax.jit(f), jax.jit(lambda x: pc.psum(x, world))):
+        with pytest.raises(ValueError, match=r"(?s)no compatibility guarantees.*pycollective_allreduce"):
+            jax.export.export(fun)(x)
+    with pytest.raises(AttributeError, match="cannot be serialized, and runs in this process alone"):
+        serialize_executable.serialize(f.lower(x).compile())
 
 
 def test_functions_that_have_no_name(world: pc.Communicator) -> None:

@@ -46,6 +46,18 @@ def test_otherwise_a_known_call_is_not_compared(check: str, tmp_path: Path) -> N
     assert all(line.startswith("got ") for line in outcome(tmp_path, check))
 
 
+SWAPPED = PROGRAM.replace("for f in (pc.psum, pc.pmax):", "for f in ():").replace(
+    "y = (pc.psum if comm.rank == 0 else pc.pmax)(x, comm)",
+    "y, _ = [pc.psum(k * x, comm) for k in ((1, 4) if comm.rank == 0 else (4, 1))]",
+)
+
+
+@pytest.mark.parametrize("check", ["always", "first"])
+def test_calls_that_look_alike_are_not_told_apart(check: str, tmp_path: Path) -> None:
+    # The README says so: nothing that travels tells one sum from another of its shape.
+    assert outcome(tmp_path, check, SWAPPED) == ["got 5", "got 5"]
+
+
 FIRST = PROGRAM.replace("for f in (pc.psum, pc.pmax):", "for f in ():")
 
 
