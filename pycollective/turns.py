@@ -12,6 +12,7 @@ import functools
 import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from threading import current_thread
 from typing import Any, ClassVar, NamedTuple
 
@@ -211,7 +212,17 @@ def _mark(devices: Devices) -> None:
 @functools.cache
 def _marker(devices: Devices) -> tuple[Any, jax.Array]:
     """A program on these devices, whatever mesh the user has set, and its argument."""
-    with jax.set_mesh(jax.sharding.Mesh(np.empty((), object), ())):
+
+    def compiled() -> tuple[Any, jax.Array]:
         own = jax.sharding.NamedSharding(jax.sharding.Mesh(np.array(devices), "d"), jax.sharding.PartitionSpec("d"))
-        x = jax.device_put(np.zeros(len(devices), np.int32), own)
-        return jax.jit(lambda x: x + 1).lower(x).compile(), x  # an identity function would not be dispatched at all
+        with jax.disable_jit(False):
+            x = jax.device_put(np.zeros(len(devices), np.int32), own)
+            return jax.jit(lambda x: x + 1).lower(x).compile(), x  # an identity function would not be dispatched at all
+
+    try:
+        no_mesh = jax.set_mesh(jax.sharding.Mesh(np.empty((), object), ()))
+    except ValueError:  # inside a trace; a thread of its own has neither that nor the mesh
+        with ThreadPoolExecutor(1) as apart:
+            return apart.submit(compiled).result()
+    with no_mesh:
+        return compiled()
