@@ -55,13 +55,13 @@ def collected() -> Iterator[list[Note]]:
         _notes.pop()
 
 
-def noted(comm: Communicator, where: str, name: str, trace: Callable[[], T]) -> T:
+def noted(comm: Communicator, where: str, fun: Callable[..., Any], trace: Callable[[], T]) -> T:
     """``trace()``. Whoever collects gets a note of its error.
 
     Args:
         comm: the ranks.
         where: for messages.
-        name: of the function, for messages.
+        fun: the function, whose name stands in messages.
         trace: of the function.
 
     Raises:
@@ -72,14 +72,18 @@ def noted(comm: Communicator, where: str, name: str, trace: Callable[[], T]) -> 
         return trace()
     except Exception as error:
         if _notes:
-            _notes[-1].append(Note(comm, where, name, f"{type(error).__name__}: {error}"))
+            _notes[-1].append(Note(comm, where, _name(fun), f"{type(error).__name__}: {error}"))
         raise
 
 
-def found(where: str, name: str, lines: Mapping[Communicator, list[str]]) -> None:
-    """Notes what the ranks of each communicator must have in common of a program, line by line."""
+def found(where: str, fun: Callable[..., Any], lines: Callable[[], Mapping[Communicator, list[str]]]) -> None:
+    """Notes for whoever collects what the ranks of each communicator must have in common of a program, line by line."""
     if _notes:
-        _notes[-1].extend(Note(comm, where, name, own) for comm, own in lines.items())
+        _notes[-1].extend(Note(comm, where, _name(fun), own) for comm, own in lines().items())
+
+
+def _name(fun: Callable[..., Any]) -> str:
+    return getattr(fun, "__name__", repr(fun))
 
 
 def agree(notes: list[Note]) -> None:

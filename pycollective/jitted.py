@@ -132,7 +132,7 @@ class Jitted(Generic[P, R]):
         self._agreed = True
 
     def _expand(self, closed: ClosedJaxpr) -> ClosedJaxpr:
-        agreement.found(self._where, getattr(self._fun, "__name__", repr(self._fun)), mapped.collectives(closed.jaxpr))
+        agreement.found(self._where, self._fun, lambda: mapped.collectives(closed.jaxpr))
         return mapped.expand(closed)
 
     def _rewrite(self, jaxpr: Any) -> Any:

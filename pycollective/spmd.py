@@ -93,7 +93,7 @@ def _pmapped(fun: Callable[..., Any], placed: _Placed, out_specs: Any) -> _Progr
 
 def _results(where: str, fun: Any, comm: Communicator, trace: Callable[[], tuple[_Placed, _Program]]) -> Any:
     """Traces a program, and runs it on this rank's own blocks. ``trace`` may raise for arguments that do not fit."""
-    placed, program = noted(comm, where, getattr(fun, "__name__", repr(fun)), trace)
+    placed, program = noted(comm, where, fun, trace)
     return jax.tree.unflatten(program.structure, program.run(placed.arrays))
 
 

@@ -117,17 +117,17 @@ def keep(outs: Any) -> Any:
     At most some programs on several devices wait to run. In another thread than the main one it waits for each program:
     whoever comes later, at the exit for instance, has no way to wait for what an ended thread has dispatched.
     """
-    if type(outs) is Witnessed:
-        results, witness = outs
-    else:  # all of a program's results are there at once, and who drops the large ones wants their memory
-        results, witness = outs, min(jax.tree.leaves(outs), key=lambda x: x.size, default=None)
-    if _Turn.waits:
-        _finish(witness)
-    elif _Turn.devices is None or len(_Turn.devices) > 1:
-        _Turn.ahead.append(witness)
-        if len(_Turn.ahead) > _MOST_AHEAD:
-            _finish(_Turn.ahead.popleft())
-    return results
+    witnessed = type(outs) is Witnessed
+    if _Turn.keeps:
+        # All of a program's results are there at once, and who drops the large ones wants their memory.
+        witness = outs.witness if witnessed else min(jax.tree.leaves(outs), key=lambda x: x.size, default=None)
+        if _Turn.waits:
+            _finish(witness)
+        else:
+            _Turn.ahead.append(witness)
+            if len(_Turn.ahead) > _MOST_AHEAD:
+                _finish(_Turn.ahead.popleft())
+    return outs.outs if witnessed else outs
 
 
 def _finish(witness: Any) -> None:

@@ -1,4 +1,4 @@
-"""Settings that change how, not what: each seen by what only it does."""
+"""``PYCOLLECTIVE_LANES`` changes how a sum travels, not what it is."""
 
 from __future__ import annotations
 
