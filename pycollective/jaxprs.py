@@ -60,6 +60,14 @@ def inner_jaxprs(eqn: Any) -> list[Any]:
     return [part for part in opened if isinstance(part, Jaxpr)]
 
 
+def is_reshape(eqn: JaxprEqn) -> bool:
+    """Whether it gives an array another shape and no more, for which XLA does nothing."""
+    if eqn.primitive.name not in ("reshape", "squeeze", "broadcast_in_dim", "expand_dims"):
+        return False
+    source, (result,) = eqn.invars[0], eqn.outvars
+    return isinstance(source, Var) and source.aval.size == result.aval.size
+
+
 def evaluate(closed: ClosedJaxpr, equation: Equation, *args: Any) -> list[Any]:
     """``closed`` on ``args`` under the caller's trace and mesh: each equation as ``equation`` says."""
     jaxpr = closed.jaxpr

@@ -32,7 +32,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import math
 from collections.abc import Callable, Container, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,7 +45,7 @@ from jax.interpreters import mlir
 
 from pycollective import turns
 from pycollective.errors import message
-from pycollective.jaxprs import again, evaluate, function, inner_jaxprs, is_foreign, split_arrays
+from pycollective.jaxprs import again, evaluate, function, inner_jaxprs, is_foreign, is_reshape, split_arrays
 
 SUPPORTED_JAX = ">= 0.9, < 0.13"
 
@@ -298,10 +297,9 @@ def _buffers(jaxpr: Any) -> dict[Var, Var]:
     """For what only has another shape than an array before it, that array: XLA gives both one buffer."""
     buffers: dict[Var, Var] = {}
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name in ("reshape", "squeeze", "broadcast_in_dim", "expand_dims"):
-            source, result = eqn.invars[0], eqn.outvars[0]
-            if isinstance(source, Var) and math.prod(source.aval.shape) == math.prod(result.aval.shape):
-                buffers[result] = buffers.get(source, source)
+        if is_reshape(eqn):
+            source = eqn.invars[0]
+            buffers[eqn.outvars[0]] = buffers.get(source, source)
     return buffers
 
 

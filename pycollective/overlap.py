@@ -36,7 +36,7 @@ from pycollective import accelerators, lowering, ordering
 from pycollective.agreement import exchanged
 from pycollective.communicator import Communicator, devices_of_this_rank
 from pycollective.errors import message
-from pycollective.jaxprs import inner_jaxprs, map_jaxprs
+from pycollective.jaxprs import inner_jaxprs, is_reshape, map_jaxprs
 from pycollective.mesh import Group
 from pycollective.primitives import allreduce_attributes, allreduce_p
 from pycollective.transport import native
@@ -248,7 +248,7 @@ def _arranged(
     while segment:
         early, sums, late = _needs(segment, turns)
         order += [eqn for _, eqn in sums]
-        if all(needed == len(early) for needed, _ in sums):  # nothing to compute meanwhile
+        if not sums or all(is_reshape(eqn) for eqn in early[sums[0][0] :]):  # nothing to compute meanwhile
             eqns += [_renamed(eqn, renamed) for eqn in (*early, *(eqn for _, eqn in sums))]
             segment = late
             continue
