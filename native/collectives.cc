@@ -276,7 +276,7 @@ class LibraryOf final : public Library {
     if (channel.tag_step == 1) return {};
     const int64_t largest = (largest_tag_ - channel.first_tag) / channel.tag_step;
     if (*tag == any_tag_ || *tag > largest) {
-      Outcome outcome{"MPI_Recv", 0, {}};
+      Outcome outcome{"MPI_Send or MPI_Recv", 0, {}};
       outcome.detail = "expected a tag from 0 to " + std::to_string(largest) + " in a program on several devices, got " +
                        (*tag == any_tag_ ? std::string("any") : std::to_string(*tag));
       outcome.remedy = "Name the tag of the message: each device receives those of its like.";

@@ -24,7 +24,8 @@ Ranks::Ranks(int rank, int size, int devices, int64_t calls, int64_t rest)
     channel.rank = rank;
     channel.size = size;
     channel.permute = rest;
-    // Messages between other devices than the first go with those of ppermute, behind the tags of both its kinds.
+    // Messages between other devices than the first go with those of ppermute, behind the tags of both its kinds and one
+    // more, 2 * devices * devices, by which ranks speak outside programs (control.py).
     channel.messages = number == 0 ? calls : rest;
     channel.first_tag = number == 0 ? 0 : 2 * devices * devices + number;
     channel.tag_step = number == 0 ? 1 : devices;

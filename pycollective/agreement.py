@@ -16,7 +16,6 @@ from pycollective import lifecycle
 from pycollective.communicator import Communicator, timeout
 from pycollective.config import config
 from pycollective.errors import message
-from pycollective.mpi import MPI
 
 T = TypeVar("T")
 
@@ -133,14 +132,12 @@ def exchanged(comm: Communicator, where: str, name: str, own: Any) -> list[Any]:
     remedy = "Look for a rank that calls something else, or has ended."
     limit = timeout()
     notice = f"rank {comm.rank} of {comm.size} waits for {missing}. {remedy}"
-    control, made = comm.control()
 
-    def wait_for(request: MPI.Request) -> None:
-        for waited in lifecycle.waits(request, 0.01, _NOTICE_S, notice):
+    def wait(has_come: Callable[[], bool]) -> None:
+        for waited in lifecycle.waits(has_come, 0.01, _NOTICE_S, notice):
             if limit is not None and waited > limit:
                 got = f"no sign of some for {waited:.0f} s"
                 raise RuntimeError(message(where, missing, got, remedy, rank=comm.rank, size=comm.size))
 
-    wait_for(made)
-    wait_for(control.Ibarrier())
-    return control.allgather(own)
+    comm.check_live(where)
+    return comm.control.allgather(own, wait)

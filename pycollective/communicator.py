@@ -10,6 +10,7 @@ import jax
 
 from pycollective import accelerators, launchers, lifecycle, processes, turns
 from pycollective.config import config
+from pycollective.control import Control
 from pycollective.devices import local_devices
 from pycollective.errors import message
 from pycollective.members import Key, Members, Part, Perm, Routes, Seat, fingerprint, own_group, routes
@@ -25,9 +26,9 @@ class Communicator:
     """A group of ranks that call collectives together.
 
     Its traffic goes over private duplicates of :attr:`mpi`, so nothing the program sends on :attr:`mpi` itself can mix
-    with it: two that are made with it, and others where calls need them. There is one object per MPI communicator, so
-    communicators are equal when their MPI handles are; they are hashable and may be static arguments of
-    :func:`jax.jit`.
+    with it: two that are made with it, and others where programs on several devices need them. There is one object per
+    MPI communicator, so communicators are equal when their MPI handles are; they are hashable and may be static
+    arguments of :func:`jax.jit`.
 
     Args:
         mpi: an intracommunicator of mpi4py. All its ranks must make this call.
@@ -39,6 +40,7 @@ class Communicator:
         local_size: number of ranks on this host.
         host_index: of this host, hosts being numbered in the order of their lowest rank.
         host_count: number of hosts.
+        control: what its ranks tell each other outside programs.
         mpi: the mpi4py communicator, free for the program's own traffic.
 
     Raises:
@@ -54,7 +56,6 @@ class Communicator:
 
     __slots__ = (
         "_calls",
-        "_control",
         "_freed",
         "_key",
         "_keys",
@@ -63,6 +64,7 @@ class Communicator:
         "_parts",
         "_rest",
         "_world_ranks",
+        "control",
         "host_count",
         "host_index",
         "local_rank",
@@ -79,12 +81,12 @@ class Communicator:
     local_size: int
     host_index: int
     host_count: int
+    control: Control
     _name: str
     _world_ranks: tuple[int, ...]  # of its ranks, in order
     _key: Key
     _calls: MPI.Intracomm  # for collectives, and messages under the program's own tags
-    _rest: MPI.Intracomm  # for the making of other channels, ppermute, and messages between devices
-    _control: tuple[MPI.Intracomm, MPI.Request] | None
+    _rest: MPI.Intracomm  # for the making of other channels, ppermute, messages between devices, and `control`
     _parts: dict[Any, Part]
     _keys: dict[Any, Key]  # of its parts and of groups of devices
     _owned: bool  # free() frees mpi too
@@ -137,7 +139,7 @@ class Communicator:
         mark = fingerprint(world_ranks, mpi.rank, lanes)
         set_(self, "_calls", calls)
         set_(self, "_rest", rest)
-        set_(self, "_control", None)
+        set_(self, "control", Control(rest, 2 * len(lanes) ** 2))  # a tag that native/communicators.cc leaves free
         set_(self, "_world_ranks", world_ranks)
         set_(self, "_key", (native.add_communicator(name, mark, lanes, calls, rest), mark))
         set_(self, "_name", name)
@@ -186,17 +188,6 @@ class Communicator:
         """
         self.check_live("Communicator")
         return self._key
-
-    def control(self) -> tuple[MPI.Intracomm, MPI.Request]:
-        """A duplicate for what ranks tell each other outside programs, and a request that completes when it is there.
-
-        It is there when all ranks have made the first such call.
-        """
-        self.check_live("Communicator.control")
-        if self._control is None:
-            object.__setattr__(self, "_control", self.mpi.Idup())
-        assert self._control is not None
-        return self._control
 
     @property
     def local_axes(self) -> tuple[tuple[str, int], ...]:
@@ -319,15 +310,8 @@ class Communicator:
         native.free_communicator(self._key[0])
         object.__setattr__(self, "_freed", True)
         self.mpi.Delete_attr(_keyval())
-        made = [self._calls, self._rest]
-        # Where a first call ended early, some ranks have asked for it and others never will: it stays as it is.
-        if self.mpi.allreduce(self._control is not None, op=MPI.LAND):
-            assert self._control is not None
-            control, request = self._control
-            request.Wait()
-            made.append(control)
-        for duplicate in made:
-            duplicate.Free()
+        self._calls.Free()
+        self._rest.Free()
         if self._owned:
             self.mpi.Free()
         if _state.world is self:

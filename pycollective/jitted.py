@@ -6,12 +6,13 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from types import MethodType
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import jax
 from jax.extend.core import ClosedJaxpr
 
 from pycollective import agreement, buckets, checks, mapped, ordering, overlap, turns
+from pycollective.errors import message
 from pycollective.ordering import at_top_level
 from pycollective.turns import Witnessed, committed_devices, default_devices, keep, take_turn
 
@@ -28,6 +29,13 @@ def _devices_named(shardings: Any) -> frozenset[jax.Device]:
     """Those over which shardings, or what holds some, lie."""
     found = [getattr(leaf, "sharding", leaf) for leaf in jax.tree.leaves(shardings)]
     return frozenset(device for leaf in found for device in ordering.devices_of_sharding(leaf))
+
+
+class _Found(NamedTuple):
+    """What ranks compare of a program at a function's first call."""
+
+    notes: list[agreement.Note]
+    sums: overlap.Found
 
 
 class Jitted(Generic[P, R]):
@@ -122,12 +130,12 @@ class Jitted(Generic[P, R]):
 
     def _call_first(self, args: Any, kwargs: Any) -> None:
         """What comes before the first call: all ranks trace, and compare what they found."""
-        with checks.naming_axes(), self._noting() as notes, self._overlap.first_call():
+        with checks.naming_axes(), self._finding(free=True) as (notes, sums):
             try:
                 self._region.trace(*args, **kwargs)  # kept by JAX: the call does not trace again
             finally:
                 agreement.agree(notes)
-        if not self._overlap.settle():
+        if not self._overlap.settle(sums):
             self._region.clear_cache()
         self._agreed = True
 
@@ -139,11 +147,28 @@ class Jitted(Generic[P, R]):
         return self._overlap(buckets.join_reductions(jaxpr))
 
     @contextlib.contextmanager
-    def _noting(self) -> Iterator[list[agreement.Note]]:
-        if self._program.traced:  # by `lower`: what JAX keeps of that makes no notes
+    def _finding(self, *, free: bool) -> Iterator[_Found]:
+        """What is found while the program is traced inside; ``free`` as :meth:`overlap.Overlap.finding` has it."""
+        if self._program.traced:  # by `lower`: in what JAX keeps of that nothing is found
             self._region.clear_cache()
-        with agreement.collected() as notes:
-            yield notes
+        with agreement.collected() as notes, self._overlap.finding(free=free) as sums:
+            yield _Found(notes, sums)
+
+    def _meet(self, found: _Found) -> None:
+        """What comes before the first call of a program that was traced when ranks had not agreed."""
+        if not self._agreed:
+            agreement.agree(found.notes)
+            self._overlap.settle(found.sums)
+            self._agreed = True
+        elif not self._overlap.admits(found.sums):
+            raise RuntimeError(
+                message(
+                    self._where,
+                    "a program that was lowered after the first call, where ranks agreed on the order of its sums",
+                    "one that was lowered before, with another order",
+                    "Lower and compile it again.",
+                )
+            )
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         return self if instance is None else MethodType(self, instance)  # a method, as jax.jit's
@@ -159,9 +184,9 @@ class Jitted(Generic[P, R]):
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> Lowered:
         """The program of a top-level call, as :meth:`jax.stages.Wrapped.lower`, for which no other rank is needed."""
         if self._agreed:
-            return Lowered(self._region.lower(*args, **kwargs), self, [])
-        with self._noting() as notes:
-            return Lowered(self._region.lower(*args, **kwargs), self, notes)
+            return Lowered(self._region.lower(*args, **kwargs), self, None)
+        with self._finding(free=False) as found:
+            return Lowered(self._region.lower(*args, **kwargs), self, found)
 
     def clear_cache(self) -> None:
         """Forgets the compiled programs."""
@@ -172,10 +197,10 @@ class Jitted(Generic[P, R]):
 class _Stage:
     """A stage of JAX's, but for its results: those of the region, without the witness that may be among them."""
 
-    def __init__(self, stage: Any, jitted: Jitted[..., Any], notes: list[agreement.Note]) -> None:
+    def __init__(self, stage: Any, jitted: Jitted[..., Any], found: _Found | None) -> None:
         self._stage = stage
         self._jitted = jitted
-        self._notes = notes
+        self._found = found  # what no call has compared yet
 
     def __repr__(self) -> str:
         return f"<pycollective {type(self).__name__} of {self._jitted._fun!r}>"
@@ -206,16 +231,16 @@ class Lowered(_Stage):
 
     def compile(self, *args: Any, **kwargs: Any) -> Compiled:
         """As :meth:`jax.stages.Lowered.compile`."""
-        return Compiled(self._stage.compile(*args, **kwargs), self._jitted, self._notes)
+        return Compiled(self._stage.compile(*args, **kwargs), self._jitted, self._found)
 
 
 class Compiled(_Stage):
     """A compiled program: a :class:`jax.stages.Compiled` in all but its class. Its calls take their turn."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._jitted._agreed:
-            agreement.agree(self._notes)
-            self._jitted._agreed = True
+        if self._found is not None:
+            self._jitted._meet(self._found)
+            self._found = None
         return self._jitted._dispatch(self._stage, args, kwargs)
 
     @property

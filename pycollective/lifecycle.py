@@ -225,7 +225,7 @@ def _give_time(status: int) -> None:
     if _Own.meeting is None:
         time.sleep(_PATIENCE_S)
     else:
-        for waited in waits(_Own.meeting.Ibarrier(), 0.05):
+        for waited in waits(_Own.meeting.Ibarrier().Test, 0.05):
             if waited > _PATIENCE_S:
                 break
         else:
@@ -240,7 +240,7 @@ def _meet(limit_s: float | None) -> None:
         return
     missing, remedy = "the other ranks to end", "Look for a collective that this rank did not reach."
     notice = f"{_place()} has ended and waits for {missing}. If they do not, {remedy[0].lower()}{remedy[1:]}"
-    for waited in waits(_Own.meeting.Ibarrier(), 0.05, _NOTICE_S, notice):
+    for waited in waits(_Own.meeting.Ibarrier().Test, 0.05, _NOTICE_S, notice):
         if limit_s is not None and waited > limit_s:
             expected, got = f"{missing} within {limit_s:g} s", f"no end of some for {waited:.1f} s"
             rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
@@ -250,14 +250,16 @@ def _meet(limit_s: float | None) -> None:
             abort()
 
 
-def waits(request: MPI.Request, longest_s: float, notice_s: float | None = None, notice: str = "") -> Iterator[float]:
-    """Sleeps until ``request`` is complete, ``longest_s`` at a time at most, and yields the seconds waited so far.
+def waits(
+    is_over: Callable[[], bool], longest_s: float, notice_s: float | None = None, notice: str = ""
+) -> Iterator[float]:
+    """Sleeps until ``is_over()``, ``longest_s`` at a time at most, and yields the seconds waited so far.
 
     After ``notice_s`` it says ``notice`` once.
     """
     started = time.monotonic()
     told = notice_s is None
-    while not request.Test():
+    while not is_over():
         waited = time.monotonic() - started
         if not told and notice_s is not None and waited > notice_s:
             told = True

@@ -344,7 +344,7 @@ class Region:
     Attributes:
         traced: whether there is a program.
         devices: of its programs: those that a shard_map or a sharding names, or :data:`turns.ALONE` on a rank with one
-            device, or :data:`turns.OF_ARGUMENTS`; None if that differs, or before any trace, or if a mesh around
+            device, or :data:`turns.OF_ARGUMENTS`, as before any trace; None if that differs, or if a mesh around
             (:func:`jax.set_mesh`) says it.
     """
 
@@ -376,7 +376,7 @@ class Region:
         self._donated = donated
         self._named = devices
         self.traced = False
-        self.devices: turns.Devices | str | None = None
+        self.devices: turns.Devices | str | None = turns.OF_ARGUMENTS
 
     def __repr__(self) -> str:  # JAX's messages name the function so
         return repr(self._fun)
@@ -455,7 +455,7 @@ def apply(primitive: Primitive, *operands: Any, **params: Any) -> Any:
     Compiled once per shape, dtype and parameters, all of which are hashable.
     """
     program, region = _eager_program(primitive, tuple(sorted(params.items())))
-    devices = region.devices if region.traced else turns.OF_ARGUMENTS
+    devices = region.devices
     turns.take_turn(turns.devices_for(operands, {}) if isinstance(devices, str) else devices)
     if jax.config.jax_disable_jit:  # as JAX's own primitives, compiled even then
         with jax.disable_jit(False):

@@ -25,7 +25,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 from jax import lax
@@ -80,6 +80,20 @@ Sums = tuple[str, ...]
 """What ranks have in common of a program, whatever they compute between: its sums."""
 
 
+class Found(NamedTuple):
+    """What the pass finds while one program is traced, before all ranks have made the function's first call.
+
+    Attributes:
+        free: whether sums take the order that this rank finds; else they keep their own.
+        orders: of the sums.
+        comms: their ranks; a set that keeps its order.
+    """
+
+    free: bool
+    orders: dict[Sums, list[Order]]
+    comms: dict[Communicator, None]
+
+
 class Overlap:
     """The pass for the programs of one function: which orders of its sums all ranks have.
 
@@ -89,30 +103,34 @@ class Overlap:
 
     def __init__(self) -> None:
         self._agreed: dict[Sums, list[Order]] = {}
-        self._found: dict[Sums, list[Order]] = {}
-        self._comms: dict[Communicator, None] = {}  # a set that keeps its order
-        self._first = False
+        self._found: Found | None = None
 
     @contextlib.contextmanager
-    def first_call(self) -> Iterator[None]:
-        """Programs that are traced inside have the order that this rank finds, for :meth:`settle` to compare."""
-        self._first = True
-        self._found, self._comms = {}, {}  # without those of a call that failed
-        try:
-            yield
-        finally:
-            self._first = False
+    def finding(self, *, free: bool) -> Iterator[Found]:
+        """What is found while the program inside is traced, for :meth:`settle` to compare.
 
-    def settle(self) -> bool:
+        Args:
+            free: whether that program may be traced again; then its sums take the order that this rank finds.
+        """
+        self._found = found = Found(free, {}, {})
+        try:
+            yield found
+        finally:
+            self._found = None
+
+    def settle(self, found: Found) -> bool:
         """Compares what was found. All ranks must make this call. False: what was traced must be traced again."""
-        found, comms = self._found, self._comms
-        self._found, self._comms = {}, {}
         # Also where it is known already: other ranks may have fewer communicators, and wait.
-        others = [exchanged(comm, "jit", "this program", found if len(comms) == 1 else None) for comm in comms]
-        same = len(others) == 1 and all(other == found for other in others[0])
+        own = found.orders if len(found.comms) == 1 else None
+        others = [exchanged(comm, "jit", "this program", own) for comm in found.comms]
+        same = len(others) == 1 and all(other == own for other in others[0])
         if same:
-            self._agreed |= found
-        return same or not comms
+            self._agreed |= found.orders
+        return same or not found.comms
+
+    def admits(self, found: Found) -> bool:
+        """Whether a program that was traced before ranks agreed has the order that they agreed on."""
+        return all(self._agreed.get(sums, orders) == orders for sums, orders in found.orders.items())
 
     def __call__(self, jaxpr: Any) -> Any:
         """The same program, in that order; itself where sums stand alone, and on CPU devices."""
@@ -122,12 +140,13 @@ class Overlap:
         sums = tuple(_sums(jaxpr))
         comms = _ranks_of(jaxpr)
         alone = all(comm.size == 1 for comm in comms)
+        free = alone or (self._found is not None and self._found.free)
         orders: list[Order] = []
-        wanted = None if self._first or alone else iter(self._agreed.get(sums, ()))
+        wanted = None if free else iter(self._agreed.get(sums, ()))
         arranged = map_jaxprs(jaxpr, functools.partial(_overlap, orders=orders, wanted=wanted))
-        if self._first and not alone:
-            self._found[sums] = orders
-            self._comms |= comms
+        if self._found is not None and not alone:
+            self._found.orders[sums] = orders
+            self._found.comms.update(comms)
         return arranged
 
 
@@ -154,7 +173,7 @@ def _ranks_of(jaxpr: Any) -> dict[Communicator, None]:
 
 
 def _overlap(jaxpr: Any, orders: list[Order], wanted: Iterator[Order] | None) -> Any:
-    """``jaxpr`` without those that it holds; adds the order of its sums.
+    """``jaxpr`` without those that it holds; adds the order that its sums have then.
 
     ``wanted``: None for any order; else the next of them is that of these sums, or where there is none, the old one.
     """
@@ -164,7 +183,7 @@ def _overlap(jaxpr: Any, orders: list[Order], wanted: Iterator[Order] | None) ->
     old = list(range(len(sums)))
     places = {id(eqn): place for place, eqn in enumerate(sums)}
     agreed = None if wanted is None else next(wanted, old)
-    turns = None if agreed is None else {id(sums[place]): turn for turn, place in enumerate(agreed)}
+    slots = None if agreed is None else {id(sums[place]): slot for slot, place in enumerate(agreed)}
     read = {var for reader in (*jaxpr.eqns, jaxpr) for var in _reads(reader)}
     eqns: list[JaxprEqn] = []
     segment: list[JaxprEqn] = []
@@ -172,14 +191,15 @@ def _overlap(jaxpr: Any, orders: list[Order], wanted: Iterator[Order] | None) ->
     order: list[JaxprEqn] = []
     for eqn in jaxpr.eqns:
         if eqn.effects and not _splits(eqn):
-            eqns += _arranged(segment, read, renamed, order, turns)
+            eqns += _arranged(segment, read, renamed, order, slots)
             eqns.append(_renamed(eqn, renamed))
             segment = []
         else:
             segment.append(eqn)
-    eqns += _arranged(segment, read, renamed, order, turns)
-    orders.append([places[id(eqn)] for eqn in order])
-    if agreed is not None and orders[-1] != agreed:
+    eqns += _arranged(segment, read, renamed, order, slots)
+    begun = [places[id(eqn)] for eqn in order]
+    orders.append(begun if agreed is None else agreed)
+    if orders[-1] != begun:
         return jaxpr if agreed == old else _refuse(sums[0])
     outvars = [renamed.get(var, var) if isinstance(var, Var) else var for var in jaxpr.outvars]
     return jaxpr.replace(eqns=eqns, outvars=outvars)
@@ -231,11 +251,11 @@ def _arranged(
     read: set[Var],
     renamed: dict[Var, Var],
     order: list[JaxprEqn],
-    turns: dict[int, int] | None,
+    slots: dict[int, int] | None,
 ) -> list[JaxprEqn]:
     """A part of a program without other collectives, in its new order; adds to ``renamed``, its sums to ``order``.
 
-    ``read``: what the whole program reads. ``turns``: of the sums by their ids, if not as their operands come.
+    ``read``: what the whole program reads. ``slots``: of the sums by their ids, if not as their operands come.
     """
     eqns: list[JaxprEqn] = []
 
@@ -246,7 +266,7 @@ def _arranged(
         return list(barrier.outvars[1:])
 
     while segment:
-        early, sums, late = _needs(segment, turns)
+        early, sums, late = _needs(segment, slots)
         order += [eqn for _, eqn in sums]
         if not sums or all(is_reshape(eqn) for eqn in early[sums[0][0] :]):  # nothing to compute meanwhile
             eqns += [_renamed(eqn, renamed) for eqn in (*early, *(eqn for _, eqn in sums))]
@@ -281,7 +301,7 @@ def _arranged(
 
 
 def _needs(
-    segment: list[JaxprEqn], turns: dict[int, int] | None
+    segment: list[JaxprEqn], slots: dict[int, int] | None
 ) -> tuple[list[JaxprEqn], list[tuple[int, JaxprEqn]], list[JaxprEqn]]:
     """What needs no sum; the sums in their order, each with how much of that it waits for; what needs a sum."""
     constants: list[JaxprEqn] = []
@@ -303,7 +323,7 @@ def _needs(
     early = constants + early
     made = {var: place for place, eqn in enumerate(early, start=1) for var in eqn.outvars}
     needed = [max((made.get(var, 0) for var in _reads(eqn)), default=0) for eqn in sums]
-    pairs = sorted(zip(needed, sums, strict=True), key=lambda pair: pair[0] if turns is None else turns[id(pair[1])])
+    pairs = sorted(zip(needed, sums, strict=True), key=lambda pair: pair[0] if slots is None else slots[id(pair[1])])
     waits = itertools.accumulate((needs for needs, _ in pairs), max)  # for the operands of those before it too
     return early, list(zip(waits, (eqn for _, eqn in pairs), strict=True)), late
 

@@ -17,6 +17,7 @@ from threading import current_thread
 from typing import Any, ClassVar, NamedTuple
 
 import jax
+import jax.extend.backend
 import numpy as np
 
 from pycollective.errors import message
@@ -144,9 +145,15 @@ def in_order(devices: Iterable[jax.Device]) -> Devices:
 
 
 @functools.cache
+def _kinds() -> tuple[Devices, ...]:
+    """The devices of this process, those of each kind together: a rank with accelerators has CPU devices as well."""
+    return tuple(tuple(client.local_devices()) for client in jax.extend.backend.backends().values())
+
+
+@functools.cache
 def local_devices() -> Devices:
     """The devices of this process; :data:`ALONE` for one."""
-    devices = tuple(jax.local_devices())
+    devices = tuple(device for kind in _kinds() for device in kind)
     return devices if len(devices) > 1 else ALONE
 
 
@@ -193,13 +200,11 @@ def _wait(devices: Any) -> None:
     """Until the programs on these devices have run; None: those on any."""
     if devices is _NONE:
         return
-    local = jax.local_devices()
-    several = tuple(local) if devices is None else devices
-    if len(several) > 1:
-        _mark(several)
-    if devices is None or len(devices) < 2:
-        for device in devices or local:
-            _mark((device,))
+    for together in _kinds() if devices is None else (devices or _first_device(),):
+        _mark(together)
+        if devices is None and len(together) > 1:
+            for device in together:
+                _mark((device,))
 
 
 def _mark(devices: Devices) -> None:

@@ -118,7 +118,6 @@ def test_many_communicators(world: pc.Communicator) -> None:
     for i in range(2500 if world.size <= 2 else 600):
         part = world.split(color=0)
         assert part is not None
-        part.control()[1].Wait()
         if i % 100 == 0:
             assert pc.psum(i, part) == i * world.size
         part.free()

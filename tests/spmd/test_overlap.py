@@ -10,7 +10,8 @@ import pytest
 from jax import lax
 
 import pycollective as pc
-from pycollective import buckets
+from pycollective import accelerators, buckets, lowering
+from pycollective.communicator import devices_of_this_rank
 from pycollective.config import Config
 from tests.cases import values
 from tests.spmd.cases import compare, step
@@ -59,15 +60,22 @@ def two_sums(x: Array, swap: bool) -> tuple[Array, ...]:
     return s, t, a @ b @ a
 
 
+def assert_sums(world: pc.Communicator, results: tuple[Array, ...]) -> None:
+    """Those of ``two_sums`` of :func:`own`."""
+    scale = 1.0 + np.arange(world.size)
+    np.testing.assert_allclose(results[0], np.eye(128) * (scale**3).sum())
+    np.testing.assert_allclose(results[1], np.eye(128) * (scale**2).sum())
+
+
+def own(world: pc.Communicator) -> Array:
+    return jnp.eye(128) * (1.0 + world.rank)
+
+
 def assert_they_meet(world: pc.Communicator, swaps: list[bool]) -> None:
     """A call of one function for each: of equal shapes, so that nothing but wrong numbers would tell."""
     f = pc.jit(two_sums, axis_name="i", static_argnums=1)
-    x = jnp.eye(128) * (1.0 + world.rank)
-    scale = 1.0 + np.arange(world.size)
     for swap in swaps:
-        s, t, _ = f(x, swap)
-        np.testing.assert_allclose(s, np.eye(128) * (scale**3).sum())
-        np.testing.assert_allclose(t, np.eye(128) * (scale**2).sum())
+        assert_sums(world, f(own(world), swap))
 
 
 def test_ranks_that_compute_in_different_orders(world: pc.Communicator) -> None:
@@ -77,3 +85,25 @@ def test_ranks_that_compute_in_different_orders(world: pc.Communicator) -> None:
 def test_a_rank_that_traces_once_more_alone(world: pc.Communicator) -> None:
     """It takes the order that all agreed on, whatever it computes between the sums now."""
     assert_they_meet(world, [call > 0 and world.rank % 2 == 1 for call in range(3)])
+
+
+@pytest.mark.parametrize("swap", [False, True])
+def test_a_rank_that_has_compiled_ahead(world: pc.Communicator, swap: bool) -> None:
+    """Its program cannot be traced again where ranks do not agree."""
+    f = pc.jit(two_sums, axis_name="i", static_argnums=1)
+    x = own(world)
+    assert_sums(world, f.lower(x, swap).compile()(x) if world.rank % 2 else f(x, swap))
+    assert_sums(world, f(x, swap))
+
+
+def test_a_program_from_before_the_ranks_agreed(world: pc.Communicator) -> None:
+    f = pc.jit(two_sums, axis_name="i", static_argnums=1)
+    x = own(world)
+    early = f.lower(x, True).compile()
+    assert_sums(world, f(x, True))
+    assert_sums(world, f.lower(x, True).compile()(x))
+    if world.size > 1 and accelerators.kind_of(devices_of_this_rank()[0]) in lowering.ACCELERATORS:
+        with pytest.raises(RuntimeError, match="expected a program that was lowered after the first call"):
+            early(x)
+    else:
+        assert_sums(world, early(x))

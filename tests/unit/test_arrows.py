@@ -53,6 +53,7 @@ FLOORS = (
     "hierarchy",
     "blocks",
     "communicator",
+    "control",
     "devices",
     "members",
     "accelerators",

@@ -1,0 +1,52 @@
+"""What ranks tell each other outside programs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+import pycollective as pc
+
+
+def poll(has_come: Callable[[], bool]) -> None:
+    while not has_come():
+        time.sleep(0.001)
+
+
+def give_up(has_come: Callable[[], bool]) -> None:
+    raise TimeoutError
+
+
+def test_all_ranks_in_their_order(world: pc.Communicator) -> None:
+    for part in (world.split(color=0, key=-world.rank), world.split(color=world.rank // 3)):
+        assert part is not None
+        for size in (1, 100_000):  # beyond what an MPI library sends before somebody receives
+            assert part.control.allgather([part.rank] * size, poll) == [[rank] * size for rank in range(part.size)]
+        part.free()
+
+
+def test_a_call_that_is_made_again(world: pc.Communicator) -> None:
+    part = world.split(color=0)
+    assert part is not None
+    if world.size > 1 and world.rank % 2:
+        for _ in range(2):
+            with pytest.raises(TimeoutError):
+                part.control.allgather(("first", part.rank), give_up)
+    for word in ("first", "second", "third"):
+        assert part.control.allgather((word, part.rank), poll) == [(word, rank) for rank in range(part.size)]
+    part.free()
+
+
+def test_a_call_that_others_never_make(world: pc.Communicator) -> None:
+    # Nobody waits for what was sent, nor do calls of the program behind it meet it.
+    part = world.split(color=0)
+    assert part is not None
+    if world.size > 1 and world.rank % 2:
+        with pytest.raises(TimeoutError):
+            part.control.allgather(part.rank, give_up)
+    perm = [(rank, (rank + 1) % part.size) for rank in range(part.size)]
+    assert pc.ppermute(part.rank, part, perm) == (part.rank - 1) % part.size
+    assert part.mpi.allreduce(1) == part.size
+    part.free()
