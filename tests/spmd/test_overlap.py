@@ -96,6 +96,22 @@ def test_a_rank_that_has_compiled_ahead(world: pc.Communicator, swap: bool) -> N
     assert_sums(world, f(x, swap))
 
 
+def test_a_sum_that_could_overtake(world: pc.Communicator) -> None:
+    """The third could begin before the second, which needs the first; compiled ahead it does not."""
+
+    @pc.jit(axis_name="i")
+    def f(x: Array) -> tuple[Array, ...]:
+        s = lax.psum(x @ x, "i")
+        return lax.psum(s @ x, "i"), lax.psum(x @ x @ x, "i")
+
+    x = own(world)
+    scale = 1.0 + np.arange(world.size)
+    totals = (scale**2).sum() * scale.sum(), (scale**3).sum()
+    results = f.lower(x).compile()(x) if world.rank % 2 else f(x)
+    for y, total in zip(results, totals, strict=True):
+        np.testing.assert_allclose(y, np.eye(128) * total)
+
+
 def test_a_program_from_before_the_ranks_agreed(world: pc.Communicator) -> None:
     f = pc.jit(two_sums, axis_name="i", static_argnums=1)
     x = own(world)
