@@ -134,8 +134,8 @@ def with_gradient(program: Program) -> Program:
 
 EVERYWHERE = {program: with_gradient(program) for program in (conjugate_gradients, newton, fixed_point, jax_cg)}
 SLOW = {
-    **{program.__name__: program for program in (least_squares, bfgs, jaxopt_lbfgs, stiff_ode)},
-    **{program.__name__: with_gradient(program) for program in (ode, jaxopt_fixed_point)},
+    program.__name__: with_gradient(program)
+    for program in (least_squares, bfgs, jaxopt_lbfgs, stiff_ode, ode, jaxopt_fixed_point)
 }
 
 
