@@ -6,6 +6,7 @@ What Python lets a process see of its end, and what a rank does then:
 - an exit with a code other than 0 (``sys.exit(3)``, ``raise SystemExit``): it ends all ranks with that code, unless
   they end by themselves within :data:`_PATIENCE_S`;
 - a normal end: it finishes its work, and waits for the other ranks;
+- an exception in a cell of IPython, or of a notebook: it says which rank that was; the session goes on;
 - an exception that Python ignores, in a finalizer, ``__del__`` or an exit handler: it says which rank goes on, as a
   program of one process does.
 
@@ -87,6 +88,7 @@ def end_all_on_error() -> None:
 
     sys.excepthook, threading.excepthook, sys.unraisablehook = raised, raised_in_thread, ignored
     _see_exit_codes()
+    _see_cells()
 
 
 def _is_one_of_several() -> bool:
@@ -109,6 +111,19 @@ def _end_all(show: Callable[[], object], what: str) -> None:
     sys.stderr.write(f"pycollective: {_place()} {what}; ending all ranks.\n")
     show()
     abort()
+
+
+def _see_cells() -> None:
+    """Lets a session of IPython, or a notebook, say on which rank a cell raised. The session shows it on no other."""
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+
+    def ran(result: Any) -> None:
+        if not result.success and _is_one_of_several():
+            sys.stderr.write(f"pycollective: {_place()}: a cell has raised; ranks that wait for this one wait on.\n")
+
+    if shell is not None:
+        shell.events.register("post_run_cell", ran)
 
 
 def _see_exit_codes() -> None:

@@ -290,6 +290,21 @@ def test_an_exception_in_a_session_of_ipython_does_not_end_it(tmp_path: Path) ->
     assert done.returncode == 0
 
 
+def test_an_exception_in_a_cell_names_its_rank(tmp_path: Path) -> None:
+    program = tmp_path / "session.py"
+    program.write_text("""
+from IPython.core.interactiveshell import InteractiveShell
+shell = InteractiveShell.instance()
+for cell in "import pycollective as pc", "comm = pc.init()", "assert comm.rank == 0, 'no luck'", "print(pc.psum(5))":
+    shell.run_cell(cell)
+""")
+    done = mpirun(2, str(program), timeout=60, env={"IPYTHONDIR": str(tmp_path)})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split().count("10") == 2
+    assert done.stderr.count("a cell has raised") == 1
+    assert "rank 1 of 2: a cell has raised; ranks that wait for this one wait on." in done.stderr
+
+
 def test_ranks_that_see_no_other_are_refused(tmp_path: Path) -> None:
     # What plain srun, or the mpiexec of another MPI, does: several processes, each a world of its own.
     program = write(tmp_path, "print('never')\n")
