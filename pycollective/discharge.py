@@ -9,7 +9,7 @@ along which axes a value varies have done their work, and end here. Collectives 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NoReturn
 
@@ -39,16 +39,18 @@ _OVER_THE_REST: dict[str, Callable[..., Any]] = {
 """What may go over our axes first and over others afterwards."""
 
 
-def collectives(jaxpr: Any, names: Names) -> list[str]:
+def collectives(jaxpr: Any, sizes: Mapping[AxisName, int]) -> list[str]:
     """One line for each collective over these axes, which all ranks must have in common."""
     lines = []
     for eqn in jaxpr.eqns:
-        if _names(eqn, names):
+        if _names(eqn, frozenset(sizes)):
             operands = ", ".join(str(var.aval) for var in eqn.invars)
             params = ", ".join(f"{name}={value}" for name, value in sorted(eqn.params.items()) if value is not None)
             lines.append(f"{eqn.primitive.name}({operands}; {params})")
-        for inner in inner_jaxprs(eqn):
-            lines += collectives(inner, names - _hidden(eqn))
+        hidden = jaxprs.implementation(eqn, list(sizes.items()))
+        left = {name: size for name, size in sizes.items() if name not in _hidden(eqn)}
+        for inner in inner_jaxprs(eqn) if hidden is None else [hidden.jaxpr]:
+            lines += collectives(inner, left)
     return lines
 
 
@@ -114,7 +116,7 @@ def _names(eqn: JaxprEqn, names: Names) -> bool:
 
 def _may_name(eqn: JaxprEqn, names: Names) -> bool:
     """Whether it names one of them, or stands for a function that may do so when JAX traces it."""
-    return _names(eqn, names) or jaxprs.is_foreign(eqn.primitive)
+    return _names(eqn, names) or jaxprs.hides_program(eqn)
 
 
 def _hidden(eqn: JaxprEqn) -> Names:

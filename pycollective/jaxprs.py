@@ -23,6 +23,11 @@ Equation = Callable[[JaxprEqn, list[Any]], Sequence[Any]]
 """The results of an equation for these operands."""
 
 
+def abstract_mesh(sizes: Sequence[int], names: Sequence[Any]) -> jax.sharding.AbstractMesh:
+    """One whose axes no type of an array names, whatever JAX's default is."""
+    return jax.sharding.AbstractMesh(tuple(sizes), tuple(names), axis_types=(jax.sharding.AxisType.Auto,) * len(names))
+
+
 def replaced(items: Sequence[Any], places: Sequence[int], values: Sequence[Any]) -> list[Any]:
     """``items`` with ``values`` in ``places``."""
     filled = list(items)
@@ -143,13 +148,25 @@ def is_foreign(primitive: Primitive) -> bool:
     return primitive not in _JAXS_OWN and module.partition(".")[0] not in ("jax", "functools", "pycollective")
 
 
+def is_high(eqn: JaxprEqn) -> bool:
+    """Whether JAX itself, from 0.12 on, replaces the equation by others before it lowers a program: lax.custom_root."""
+    held = any(jaxpr.is_high for jaxpr in inner_jaxprs(eqn))
+    return not held and bool(eqn.primitive.is_high(*(var.aval for var in eqn.invars), **eqn.params))
+
+
+def hides_program(eqn: JaxprEqn) -> bool:
+    """Whether it stands for a function that JAX has yet to trace, so that its parameters do not tell what it does."""
+    return is_foreign(eqn.primitive) or is_high(eqn)
+
+
 def implementation(eqn: JaxprEqn, axis_env: Sequence[tuple[Any, int]]) -> ClosedJaxpr | None:
-    """What an equation does whose primitive is not JAX's: nobody knows how that uses the jaxprs in its parameters."""
-    if not is_foreign(eqn.primitive):
+    """The program that an equation hides, if it does; nobody knows how that uses the jaxprs in its parameters."""
+    if not hides_program(eqn):
         return None
+    function = eqn.primitive.to_lojax if is_high(eqn) else eqn.primitive.impl
     avals = [aval_like(var.aval) for var in eqn.invars]
     with jax.sharding.use_abstract_mesh(NO_MESH):
-        return jax.make_jaxpr(functools.partial(eqn.primitive.impl, **eqn.params), axis_env=list(axis_env))(*avals)
+        return jax.make_jaxpr(functools.partial(function, **eqn.params), axis_env=list(axis_env))(*avals)
 
 
 def rebuilt_shard_map(eqn: JaxprEqn, equation: Equation) -> Callable[..., Any]:

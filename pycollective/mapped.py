@@ -79,6 +79,7 @@ def primitive(name: str) -> Primitive:
     new.multiple_results = True
     new.def_effectful_abstract_eval(_abstract_eval)
     new.def_impl(run)
+    new.is_high = lambda *_, **__: False  # whatever its body is: `run` has it replaced
     mlir.register_lowering(new, mlir.lower_fun(run, multiple_results=True))
     discharge.PROGRAMS[new] = run
     return new
@@ -226,8 +227,9 @@ def collectives(jaxpr: Any) -> dict[Communicator, list[str]]:
     for eqn in jaxpr.eqns:
         if eqn.primitive in discharge.PROGRAMS:
             mesh, body = eqn.params["mesh"], eqn.params["body"]
-            lines.setdefault(mesh.comm, []).extend([repr(mesh), *discharge.collectives(body, frozenset(mesh.shape))])
-        for inner in jaxprs.inner_jaxprs(eqn):
+            lines.setdefault(mesh.comm, []).extend([repr(mesh), *discharge.collectives(body, mesh.shape)])
+        hidden = jaxprs.implementation(eqn, ()) if ordering.effect in eqn.effects else None
+        for inner in jaxprs.inner_jaxprs(eqn) if hidden is None else [hidden.jaxpr]:
             for comm, more in collectives(inner).items():
                 lines.setdefault(comm, []).extend(more)
     return lines
@@ -236,7 +238,7 @@ def collectives(jaxpr: Any) -> dict[Communicator, list[str]]:
 def expand(closed: ClosedJaxpr) -> ClosedJaxpr:
     """A program that nothing transforms any more, with each such primitive in it replaced.
 
-    And each of a library that holds calls without saying so.
+    And each of a library that holds calls without saying so, and what JAX would replace where it lowers a program.
     """
     if not _holds(closed.jaxpr):
         return closed
@@ -275,4 +277,4 @@ def _concerns(eqn: JaxprEqn) -> bool:
     inner = jaxprs.inner_jaxprs(eqn)
     # A primitive of some library may not say that what it holds speaks with other ranks.
     hides = ordering.effect not in eqn.effects and any(ordering.effect in jaxpr.effects for jaxpr in inner)
-    return hides or eqn.primitive in discharge.PROGRAMS or any(map(_holds, inner))
+    return hides or eqn.primitive in discharge.PROGRAMS or jaxprs.is_high(eqn) or any(map(_holds, inner))

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax import lax
 
-from pycollective import accelerators, checks
+from pycollective import accelerators, checks, jaxprs
 from pycollective.checks import AxisName
 from pycollective.communicator import Communicator, devices_of_this_rank
 from pycollective.members import Key, Members, Perm, Routes, own_group
@@ -97,7 +97,7 @@ class Mesh:
     @cached_property
     def abstract_mesh(self) -> jax.sharding.AbstractMesh:
         """The axes at their full sizes, as a program sees them."""
-        return jax.sharding.AbstractMesh(tuple(self.shape.values()), tuple(self.shape))
+        return jaxprs.abstract_mesh(list(self.shape.values()), list(self.shape))
 
     def index(self, name: AxisName) -> Any:
         """The calling device's index along an axis: a Python number where the rank alone decides it, else traced."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import pytest
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
@@ -36,3 +37,20 @@ def plain(x: Array, axis: Any) -> Array:
 
 def test_a_primitive_whose_program_sums(way: Way, world: pc.Communicator) -> None:
     compare(world, way, program, reference=plain)
+
+
+def test_what_it_hides_is_compared(world: pc.Communicator) -> None:
+    differing_p = Primitive("differing")
+
+    def differing(x: Array) -> Array:
+        return (jax.lax.psum if world.rank == 0 else jax.lax.pmax)(x, "i")
+
+    differing_p.def_impl(differing)
+    differing_p.def_abstract_eval(lambda x: x)
+    mlir.register_lowering(differing_p, mlir.lower_fun(differing, multiple_results=False))
+    f = pc.jit(differing_p.bind, axis_name="i")
+    if world.size == 1:
+        assert f(jnp.ones(())) == 1
+    else:
+        with pytest.raises(RuntimeError, match="expected the same program on every rank"):
+            f(jnp.ones(()))
