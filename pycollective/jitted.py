@@ -88,13 +88,22 @@ class Jitted(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         # Every look-up here is paid by every call: one of 4 B takes 8 us in all.
+        if not (self._agreed and at_top_level()):
+            return self._call_slowly(args, kwargs)
+        if self._program.devices is not turns.ALONE:
+            return self._dispatch(self._region, args, kwargs)
+        keeps = take_turn(turns.ALONE)
+        outs = self._region(*args, **kwargs)
+        return keep(outs) if keeps or type(outs) is Witnessed else outs
+
+    def _call_slowly(self, args: Any, kwargs: Any) -> Any:
+        """A call inside a trace, or the first one."""
         if not at_top_level():
             return self._call_nested(args, kwargs)
-        if not self._agreed:
-            if jax.config.jax_disable_jit:  # each operation is a program of its own
-                turns.rest()
-                return self._fun(*args, **kwargs)
-            self._call_first(args, kwargs)
+        if jax.config.jax_disable_jit:  # each operation is a program of its own
+            turns.rest()
+            return self._fun(*args, **kwargs)
+        self._call_first(args, kwargs)
         return self._dispatch(self._region, args, kwargs)
 
     def _call_nested(self, args: Any, kwargs: Any) -> Any:
