@@ -21,6 +21,11 @@ from pycollective.watchdog import Watchdog
 
 TRANSPORTS = ("native",)
 
+_FOR_OTHER_MODULES = frozenset(
+    ("check_live", "comm", "control", "groups", "key", "key_of", "local_axes", "part", "reversed", "routes")
+)
+"""What a communicator has that is not for users; completion does not show it."""
+
 
 class Communicator:
     """A group of ranks that call collectives together.
@@ -40,7 +45,6 @@ class Communicator:
         local_size: number of ranks on this host.
         host_index: of this host, hosts being numbered in the order of their lowest rank.
         host_count: number of hosts.
-        control: what its ranks tell each other outside programs.
         mpi: the mpi4py communicator, free for the program's own traffic.
 
     Raises:
@@ -81,7 +85,7 @@ class Communicator:
     local_size: int
     host_index: int
     host_count: int
-    control: Control
+    control: Control  # what its ranks tell each other outside programs
     _name: str
     _world_ranks: tuple[int, ...]  # of its ranks, in order
     _key: Key
@@ -168,7 +172,8 @@ class Communicator:
         )
 
     def __dir__(self) -> list[str]:
-        return [name for name in super().__dir__() if not name.startswith("_") or name.startswith("__")]
+        shown = [name for name in super().__dir__() if not name.startswith("_") or name.startswith("__")]
+        return [name for name in shown if name not in _FOR_OTHER_MODULES]
 
     def __repr__(self) -> str:
         freed = ", freed" if self._freed else ""
