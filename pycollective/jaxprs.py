@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import jax
@@ -23,9 +23,10 @@ Equation = Callable[[JaxprEqn, list[Any]], Sequence[Any]]
 """The results of an equation for these operands."""
 
 
-def abstract_mesh(sizes: Sequence[int], names: Sequence[Any]) -> jax.sharding.AbstractMesh:
-    """One whose axes no type of an array names, whatever JAX's default is."""
-    return jax.sharding.AbstractMesh(tuple(sizes), tuple(names), axis_types=(jax.sharding.AxisType.Auto,) * len(names))
+def abstract_mesh(sizes: Mapping[Any, int]) -> jax.sharding.AbstractMesh:
+    """One with axes of these sizes, by their names, which no type of an array names, whatever JAX's default is."""
+    types = (jax.sharding.AxisType.Auto,) * len(sizes)
+    return jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types)
 
 
 def replaced(items: Sequence[Any], places: Sequence[int], values: Sequence[Any]) -> list[Any]:
@@ -63,6 +64,17 @@ def inner_jaxprs(eqn: Any) -> list[Any]:
     ]
     opened = [part.jaxpr if isinstance(part, ClosedJaxpr) else part for part in parts]
     return [part for part in opened if isinstance(part, Jaxpr)]
+
+
+def reads(reader: JaxprEqn | Jaxpr) -> list[Var]:
+    """The variables that an equation reads, or that a program returns."""
+    atoms = reader.outvars if isinstance(reader, Jaxpr) else reader.invars
+    return [atom for atom in atoms if isinstance(atom, Var)]
+
+
+def all_reads(jaxpr: Any) -> set[Var]:
+    """The variables that some equation of a program reads, or that it returns."""
+    return {var for reader in (*jaxpr.eqns, jaxpr) for var in reads(reader)}
 
 
 def is_reshape(eqn: JaxprEqn) -> bool:
@@ -161,9 +173,12 @@ def hides_program(eqn: JaxprEqn) -> bool:
 
 def implementation(eqn: JaxprEqn, axis_env: Sequence[tuple[Any, int]]) -> ClosedJaxpr | None:
     """The program that an equation hides, if it does; nobody knows how that uses the jaxprs in its parameters."""
-    if not hides_program(eqn):
+    if is_high(eqn):
+        function = eqn.primitive.to_lojax
+    elif is_foreign(eqn.primitive):
+        function = eqn.primitive.impl
+    else:
         return None
-    function = eqn.primitive.to_lojax if is_high(eqn) else eqn.primitive.impl
     avals = [aval_like(var.aval) for var in eqn.invars]
     with jax.sharding.use_abstract_mesh(NO_MESH):
         return jax.make_jaxpr(functools.partial(function, **eqn.params), axis_env=list(axis_env))(*avals)

@@ -92,7 +92,7 @@ class Jitted(Generic[P, R]):
             return self._call_slowly(args, kwargs)
         if self._program.devices is not turns.ALONE:
             return self._dispatch(self._region, args, kwargs)
-        keeps = take_turn(turns.ALONE)
+        keeps = take_turn(turns.ALONE)  # as `_dispatch`, where there is nothing to move and nothing to look up
         outs = self._region(*args, **kwargs)
         return keep(outs) if keeps or type(outs) is Witnessed else outs
 

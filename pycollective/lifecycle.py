@@ -116,14 +116,14 @@ def _end_all(show: Callable[[], object], what: str) -> None:
 def _see_cells() -> None:
     """Lets a session of IPython, or a notebook, say on which rank a cell raised. The session shows it on no other."""
     ipython = sys.modules.get("IPython")
-    shell = None if ipython is None else ipython.get_ipython()
+    if ipython is None or (shell := ipython.get_ipython()) is None:
+        return
 
     def ran(result: Any) -> None:
         if not result.success and _is_one_of_several():
             sys.stderr.write(f"pycollective: {_place()}: a cell has raised; ranks that wait for this one wait on.\n")
 
-    if shell is not None:
-        shell.events.register("post_run_cell", ran)
+    shell.events.register("post_run_cell", ran)
 
 
 def _see_exit_codes() -> None:

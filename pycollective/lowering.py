@@ -127,7 +127,7 @@ def on_copies(primitive: Primitive, ctx: Any, operands: Sequence[Any], params: d
     devices, manual = _devices_of_program(primitive.name, ctx.module_context.axis_context)
     if devices == 1 or manual:
         return None
-    mesh = jaxprs.abstract_mesh((devices,), (_COPIES,))
+    mesh = jaxprs.abstract_mesh({_COPIES: devices})
     whole = jax.sharding.PartitionSpec()
     one_device = functools.partial(primitive.bind, **params)
     all_devices = jax.shard_map(one_device, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)

@@ -97,7 +97,7 @@ class Mesh:
     @cached_property
     def abstract_mesh(self) -> jax.sharding.AbstractMesh:
         """The axes at their full sizes, as a program sees them."""
-        return jaxprs.abstract_mesh(list(self.shape.values()), list(self.shape))
+        return jaxprs.abstract_mesh(self.shape)
 
     def index(self, name: AxisName) -> Any:
         """The calling device's index along an axis: a Python number where the rank alone decides it, else traced."""

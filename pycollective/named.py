@@ -137,12 +137,11 @@ def _apply_where_dependent(
     reached = jaxprs.reached(closed.jaxpr, closed.jaxpr.invars)
     outvars = closed.jaxpr.outvars
     places = [i for i, var in enumerate(outvars) if isinstance(var, Var) and var in reached]
-    outvars = [outvars[i] for i in places]
     # Before 0.10.1 jax.linearize kept other results as constants, of a trace that has ended.
-    used = {*outvars, *(var for eqn in closed.jaxpr.eqns for var in eqn.invars if isinstance(var, Var))}
-    pairs = [pair for pair in zip(closed.jaxpr.constvars, closed.consts, strict=True) if pair[0] in used]
-    jaxpr = closed.jaxpr.replace(constvars=[var for var, _ in pairs], outvars=outvars)
-    reduced = ClosedJaxpr(jaxpr, [const for _, const in pairs])
+    jaxpr = closed.jaxpr.replace(outvars=[outvars[i] for i in places])
+    used = jaxprs.all_reads(jaxpr)
+    pairs = [pair for pair in zip(jaxpr.constvars, closed.consts, strict=True) if pair[0] in used]
+    reduced = ClosedJaxpr(jaxpr.replace(constvars=[var for var, _ in pairs]), [const for _, const in pairs])
     results = apply(reduced, mesh, args, in_specs, [out_specs[i] for i in places])
     return jaxprs.replaced([None] * len(out_specs), places, results)
 

@@ -29,14 +29,14 @@ from typing import Any, NamedTuple, NoReturn
 
 import jax
 from jax import lax
-from jax.extend.core import Jaxpr, JaxprEqn, Primitive, Var
+from jax.extend.core import JaxprEqn, Primitive, Var
 from jax.interpreters import mlir
 
 from pycollective import accelerators, lowering, ordering
 from pycollective.agreement import exchanged
 from pycollective.communicator import Communicator, devices_of_this_rank
 from pycollective.errors import message
-from pycollective.jaxprs import inner_jaxprs, is_reshape, map_jaxprs
+from pycollective.jaxprs import all_reads, inner_jaxprs, is_reshape, map_jaxprs, reads
 from pycollective.mesh import Group
 from pycollective.primitives import allreduce_attributes, allreduce_p
 from pycollective.transport import native
@@ -184,7 +184,7 @@ def _overlap(jaxpr: Any, orders: list[Order], wanted: Iterator[Order] | None) ->
     places = {id(eqn): place for place, eqn in enumerate(sums)}
     agreed = None if wanted is None else next(wanted, old)
     slots = None if agreed is None else {id(sums[place]): slot for slot, place in enumerate(agreed)}
-    read = {var for reader in (*jaxpr.eqns, jaxpr) for var in _reads(reader)}
+    read = all_reads(jaxpr)
     eqns: list[JaxprEqn] = []
     segment: list[JaxprEqn] = []
     renamed: dict[Var, Var] = {}
@@ -222,12 +222,6 @@ def _refuse(eqn: JaxprEqn) -> NoReturn:
 def _splits(eqn: JaxprEqn) -> bool:
     comm = eqn.params.get("comm")
     return eqn.primitive is allreduce_p and isinstance(comm, Group) and not comm.local_axes
-
-
-def _reads(reader: JaxprEqn | Jaxpr) -> list[Var]:
-    """The variables that an equation reads, or that a program returns."""
-    atoms = reader.outvars if isinstance(reader, Jaxpr) else reader.invars
-    return [atom for atom in atoms if isinstance(atom, Var)]
 
 
 def _renamed(eqn: JaxprEqn, renamed: dict[Var, Var]) -> JaxprEqn:
@@ -279,7 +273,7 @@ def _arranged(
                 eqns.append(start := _start_of(_renamed(one, renamed)))
                 results = list(start.outvars)
                 ahead = {var for later in early[place:] for var in later.outvars}
-                following = (var for later in early[place:] for var in _reads(later) if var not in ahead)
+                following = (var for later in early[place:] for var in reads(later) if var not in ahead)
                 if (var := next(following, None)) is not None:
                     results = tie(var, results, one)
                 begun.append((one, results))
@@ -288,7 +282,7 @@ def _arranged(
         # No end comes before all of that: nor before the last beginning, nor before what came last.
         results = [var for _, results in begun for var in results]
         last = next((var for eqn in reversed(early) for var in eqn.outvars if var in read), None)
-        if last is None or any(last in _reads(one) for one, _ in begun):  # a beginning has waited for it
+        if last is None or any(last in reads(one) for one, _ in begun):  # a beginning has waited for it
             eqns.append(barrier := _barrier(results, begun[0][0]))
             behind = iter(barrier.outvars)
         else:
@@ -310,19 +304,19 @@ def _needs(
     sums: list[JaxprEqn] = []
     of_sums: set[Var] = set()
     for eqn in segment:
-        if any(var in of_sums for var in _reads(eqn)):
+        if any(var in of_sums for var in reads(eqn)):
             late.append(eqn)
             of_sums.update(eqn.outvars)
         elif _splits(eqn):
             sums.append(eqn)
             of_sums.update(eqn.outvars)
-        elif eqn.primitive.name in ("broadcast_in_dim", "iota") and not _reads(eqn):
+        elif eqn.primitive.name in ("broadcast_in_dim", "iota") and not reads(eqn):
             constants.append(eqn)  # first: they take no time
         else:
             early.append(eqn)
     early = constants + early
     made = {var: place for place, eqn in enumerate(early, start=1) for var in eqn.outvars}
-    needed = [max((made.get(var, 0) for var in _reads(eqn)), default=0) for eqn in sums]
+    needed = [max((made.get(var, 0) for var in reads(eqn)), default=0) for eqn in sums]
     pairs = sorted(zip(needed, sums, strict=True), key=lambda pair: pair[0] if slots is None else slots[id(pair[1])])
     waits = itertools.accumulate((needs for needs, _ in pairs), max)  # for the operands of those before it too
     return early, list(zip(waits, (eqn for _, eqn in pairs), strict=True)), late

@@ -81,8 +81,7 @@ def apply(closed: ClosedJaxpr, mesh: Mesh, args: Sequence[Any]) -> list[Any]:
     values: dict[Any, Any] = dict(
         zip([*closed.jaxpr.constvars, *closed.jaxpr.invars], [*closed.consts, *args], strict=True)
     )
-    used = {var for eqn in closed.jaxpr.eqns for var in eqn.invars if not isinstance(var, Literal)}
-    used |= {var for var in closed.jaxpr.outvars if not isinstance(var, Literal)}
+    used = jaxprs.all_reads(closed.jaxpr)
     for eqn in closed.jaxpr.eqns:
         operands = [var.val if isinstance(var, Literal) else values.get(var) for var in eqn.invars]
         if eqn.primitive.name == "shard_map":

@@ -208,11 +208,12 @@ def _wait(devices: Any) -> None:
     """Until the programs on these devices have run; None: those on any."""
     if devices is _NONE:
         return
-    for together in _kinds() if devices is None else (devices or _first_device(),):
-        _mark(together)
-        if devices is None and len(together) > 1:
-            for device in together:
-                _mark((device,))
+    if devices is None:  # those on several devices, and those on each
+        groups = list(dict.fromkeys(group for kind in _kinds() for group in (kind, *((device,) for device in kind))))
+    else:
+        groups = [devices or _first_device()]
+    for group in groups:
+        _mark(group)
 
 
 def _mark(devices: Devices) -> None:
