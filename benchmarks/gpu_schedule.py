@@ -5,7 +5,7 @@
 
 prints the scheduled program as letters: m a product, f other work, C a copy of a whole matrix, A a sum between ranks,
 S and D the start and the end of one. Products between S and D are computed while the sum is under way
-(``pycollective/overlap.py``). The GPU is an H100, as its maker describes it.
+(``pycollective/named_axes/overlap.py``). The GPU is an H100, as its maker describes it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from jax import lax
 from jax.experimental import topologies
 
 import pycollective as pc
-from pycollective import accelerators, overlap
-from pycollective.bench.works import AXIS, step
+from pycollective.bench.workloads import AXIS, step
+from pycollective.named_axes import overlap
+from pycollective.ranks import accelerators
 from pycollective.transport import native
 
 # XLA's GpuTargetConfigProto; the keys of the rates are XLA's numbers of element types.

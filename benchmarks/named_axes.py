@@ -19,9 +19,9 @@ import numpy as np
 from jax import lax
 
 import pycollective as pc
-from pycollective.bench.works import TREES as MODELS
+from pycollective.bench.workloads import TREES as MODELS
 from pycollective.config import config
-from pycollective.mpi import MPI
+from pycollective.transport.mpi import MPI
 
 try:
     import mpi4jax

@@ -1,6 +1,6 @@
 """What the package offers, and where it is: lazy_loader reads this at run time, type checkers anyway."""
 
-from .collectives import (
+from .collectives.jax_collectives import (
     all_gather,
     all_to_all,
     axis_index,
@@ -15,9 +15,7 @@ from .collectives import (
     psum_scatter,
     pswapaxes,
 )
-from .communicator import Communicator, init, world
-from .mesh import Mesh, make_mesh
-from .mpi_collectives import (
+from .collectives.mpi_collectives import (
     barrier,
     broadcast,
     exscan,
@@ -29,7 +27,12 @@ from .mpi_collectives import (
     send,
     sendrecv,
 )
-from .spmd import jit, pmap, shard_map
+from .named_axes.mesh import Mesh, make_mesh
+from .ranks.communicator import Communicator
+from .ranks.world import init, world
+from .spmd.jit import jit
+from .spmd.pmap import pmap
+from .spmd.shard_map import shard_map
 
 __version__: str
 

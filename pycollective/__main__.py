@@ -11,7 +11,7 @@ import pycollective
 # The module of each, imported when it is asked for: ``run`` must not start MPI, and needs no JAX.
 COMMANDS = {
     "run": ("pycollective.launch.run", "start a program as ranks, by the launcher of the MPI library"),
-    "doctor": ("pycollective.launch.doctor", "say what this machine and job have, and what is wrong"),
+    "doctor": ("pycollective.doctor.command", "say what this machine and job have, and what is wrong"),
     "bench": ("pycollective.bench.command", "measure collectives beside raw MPI and other libraries"),
 }
 

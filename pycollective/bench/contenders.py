@@ -11,8 +11,8 @@ import numpy as np
 from jax import lax
 
 import pycollective as pc
-from pycollective.bench.works import AXIS, OPERATIONS, Work, operands, step
-from pycollective.mpi import MPI
+from pycollective.bench.workloads import AXIS, OPERATIONS, Workload, operands, step
+from pycollective.transport.mpi import MPI
 
 try:
     import mpi4jax
@@ -54,11 +54,11 @@ class Contender(Protocol):
 
     name: str
 
-    def program(self, work: Work) -> Program | None:
+    def program(self, work: Workload) -> Program | None:
         """None where this contender has no such work."""
 
 
-def looped(function: Callable[..., Any], work: Work) -> Callable[..., Any]:
+def looped(function: Callable[..., Any], work: Workload) -> Callable[..., Any]:
     """``function`` as often in one program as ``work`` says."""
     if work.mode != "loop":
         return function
@@ -87,7 +87,7 @@ class Pycollective:
         self._devices = devices
         self._wire_dtype = wire_dtype
 
-    def program(self, work: Work) -> Program | None:
+    def program(self, work: Workload) -> Program | None:
         tolerance = 0.0 if self._wire_dtype is None else 2**-7  # two roundings of 8 bits
         if self._wire_dtype is not None and work.op not in ("psum", "tree"):
             return None
@@ -114,7 +114,7 @@ class Pycollective:
     def _narrow(self, *xs: Any) -> tuple[Any, ...]:
         return tuple(pc.psum(xs, AXIS, wire_dtype=self._wire_dtype))
 
-    def _eager(self, work: Work, tolerance: float) -> Program:
+    def _eager(self, work: Workload, tolerance: float) -> Program:
         comm = self._comm
         ring = [(i, (i + 1) % comm.size) for i in range(comm.size)]
         calls: dict[str, Callable[[Any], Any]] = {
@@ -137,7 +137,7 @@ def _get(ys: Sequence[Any]) -> list[list[Any]]:
     return [[np.asarray(y) for y in ys]]
 
 
-def _jitted(function: Callable[..., Any], work: Work) -> Program:
+def _jitted(function: Callable[..., Any], work: Workload) -> Program:
     """``function`` under plain :func:`jax.jit`."""
     compiled = jax.jit(looped(function, work), donate_argnums=work.donate_argnums)
     return Program(_put, ready(compiled), _get, work.donated)
@@ -156,7 +156,7 @@ class RawMpi:
     def __init__(self, comm: MPI.Intracomm) -> None:
         self._comm = comm
 
-    def program(self, work: Work) -> Program | None:
+    def program(self, work: Workload) -> Program | None:
         comm = self._comm
         if work.op == "step" or not _is_mpi(work.dtype):
             return None
@@ -197,7 +197,7 @@ class Floor:
     def __init__(self, comm: MPI.Intracomm) -> None:
         self._raw = RawMpi(comm)
 
-    def program(self, work: Work) -> Program | None:
+    def program(self, work: Workload) -> Program | None:
         raw = self._raw.program(work)
         if work.mode != "jit" or raw is None:
             return None
@@ -222,7 +222,7 @@ class ThroughNumPy:
     def __init__(self, comm: MPI.Intracomm) -> None:
         self._comm = comm
 
-    def program(self, work: Work) -> Program | None:
+    def program(self, work: Workload) -> Program | None:
         raw = RawMpi(self._comm).program(work)
         # What a JAX array gives NumPy cannot be written, as a broadcast would.
         if work.mode != "jit" or work.op in ("tree", "broadcast") or raw is None:
@@ -242,7 +242,7 @@ class Copies:
 
     name = "copies alone"
 
-    def program(self, work: Work) -> Program | None:
+    def program(self, work: Workload) -> Program | None:
         if work.mode != "jit" or work.op not in ("psum", "ppermute", "broadcast"):
             return None
         device = jax.local_devices()[0]
@@ -265,7 +265,7 @@ class Mpi4jax:
             raise ImportError("mpi4jax is not installed")
         self._comm = comm
 
-    def program(self, work: Work) -> Program | None:
+    def program(self, work: Workload) -> Program | None:
         comm = self._comm
         if work.mode == "eager" or work.op == "psum_scatter" or not _is_mpi(work.dtype):  # it has no reduce_scatter
             return None
@@ -294,7 +294,7 @@ class NoCommunication:
 
     name = "no communication"
 
-    def program(self, work: Work) -> Program | None:
+    def program(self, work: Workload) -> Program | None:
         if work.op != "step":
             return None
         return _jitted(lambda *xs: step(xs, lambda g: g), work)

@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pycollective.bench.contenders import Program, looped, ready
-from pycollective.bench.works import AXIS, Work
+from pycollective.bench.workloads import AXIS, Workload
 
 _BROADCASTS = ("broadcast",)  # XLA's CPU collectives have none
 
@@ -46,7 +46,7 @@ class JaxGloo:
         """Waits for the other processes."""
         self._meet(self._one).block_until_ready()
 
-    def program(self, work: Work) -> Program | None:
+    def program(self, work: Workload) -> Program | None:
         if work.mode == "eager" or work.op in _BROADCASTS:
             return None
         function = looped(work.function(), work)

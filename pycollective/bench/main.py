@@ -26,15 +26,15 @@ from pycollective.bench.contenders import (
     RawMpi,
     ThroughNumPy,
 )
-from pycollective.bench.light import Light, measure_light
 from pycollective.bench.measure import ROUNDS, InProcess, Runner, Timing, measure
 from pycollective.bench.options import BESIDE
-from pycollective.bench.peers import OwnProcess
 from pycollective.bench.report import COLUMNS, UNITS, Row
-from pycollective.bench.works import RESHAPING, Work, make_tree, make_work
+from pycollective.bench.roofline import Roofline, measure_roofline
+from pycollective.bench.subprocesses import OwnProcess
+from pycollective.bench.workloads import RESHAPING, Workload, make_tree, make_workload
 from pycollective.errors import message
-from pycollective.mpi import MPI
 from pycollective.transport import native
+from pycollective.transport.mpi import MPI
 
 
 def run(options: argparse.Namespace) -> int:
@@ -68,8 +68,8 @@ def run(options: argparse.Namespace) -> int:
     runners += [OwnProcess(world, peer, options.devices) for peer in options.against if peer in BESIDE]
     partner = max(comm.mpi.allgather((comm.host_index > 0, -comm.rank)))  # the first rank of another host, if any
     partner_rank = -partner[1] if partner[0] else comm.size - 1
-    light = measure_light(world, comm.host_count, partner_rank, options.link_gbps)
-    title = _title(comm, options.devices, light)
+    roofline = measure_roofline(world, comm.host_count, partner_rank, options.link_gbps)
+    title = _title(comm, options.devices, roofline)
     rows: list[Row] = []
     say = print if comm.rank == 0 else (lambda *_, **__: None)
     say("\n".join(f"# {line}" for line in title))
@@ -86,7 +86,7 @@ def run(options: argparse.Namespace) -> int:
                 warmup=options.warmup,
                 tick=tick,
             )
-            least = light.least_s(work, options.devices)
+            least = roofline.least_s(work, options.devices)
             new = list(_rows(name, work, timings, comm.size, least))
             say(*(row.line() for row in new), sep="\n", flush=True)
             rows += new
@@ -103,7 +103,7 @@ def run(options: argparse.Namespace) -> int:
     return 1 if wrong else 0
 
 
-def _works(options: argparse.Namespace, n: int) -> Iterator[tuple[str, Work]]:
+def _works(options: argparse.Namespace, n: int) -> Iterator[tuple[str, Workload]]:
     """Every line of the table, with the name of its operation."""
     donations = {"no": (False,), "yes": (True,), "both": (False, True)}[options.donate]
     for op in options.ops:
@@ -120,7 +120,7 @@ def _works(options: argparse.Namespace, n: int) -> Iterator[tuple[str, Work]]:
                         continue
                     nbytes = options.minbytes
                     while nbytes <= options.maxbytes:
-                        yield op, make_work(op, nbytes, _dtype(dtype), n, **how)
+                        yield op, make_workload(op, nbytes, _dtype(dtype), n, **how)
                         nbytes *= options.stepfactor
 
 
@@ -134,7 +134,7 @@ def _dtype(name: str) -> np.dtype[Any]:
     return dtype
 
 
-def _rows(op: str, work: Work, timings: dict[str, Timing], ranks: int, least_s: float) -> Iterator[Row]:
+def _rows(op: str, work: Workload, timings: dict[str, Timing], ranks: int, least_s: float) -> Iterator[Row]:
     raw = timings.get("raw MPI")
     for name, timing in timings.items():
         rate = work.nbytes / timing.median_us * 1e-3
@@ -156,7 +156,7 @@ def _rows(op: str, work: Work, timings: dict[str, Timing], ranks: int, least_s: 
         )
 
 
-def _title(comm: pc.Communicator, devices: int, light: Light) -> list[str]:
+def _title(comm: pc.Communicator, devices: int, roofline: Roofline) -> list[str]:
     library = MPI.Get_library_version().splitlines()[0].strip(" \x00")
     first = jax.local_devices()[0]
     kind = first.device_kind + (", whose memory MPI takes" if native.is_direct() else "")
@@ -164,7 +164,7 @@ def _title(comm: pc.Communicator, devices: int, light: Light) -> list[str]:
     return [
         f"pycollective {pc.__version__}: {size}, {kind}",
         f"{library}, JAX {jax.__version__}, Python {platform.python_version()}, {platform.machine()}",
-        f"light: {light.name}; raw MPI: one array of each rank; trees: as one array",
+        f"roofline: {roofline.name}; raw MPI: one array of each rank; trees: as one array",
     ]
 
 

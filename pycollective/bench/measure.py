@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from pycollective.bench.contenders import Contender, Program
-from pycollective.bench.works import Work, count_wrong, expected, operands
-from pycollective.mpi import MPI
+from pycollective.bench.workloads import Workload, count_wrong, expected, operands
+from pycollective.transport.mpi import MPI
 
 ROUNDS = 5
 
@@ -57,7 +57,7 @@ class Runner(Protocol):
 
     name: str
 
-    def prepare(self, work: Work, warmup: int) -> Prepared | None:
+    def prepare(self, work: Workload, warmup: int) -> Prepared | None:
         """Checks what a call gives and makes ``warmup`` more; None where the contender has no such work."""
 
     def turn(self, calls: int) -> list[float]:
@@ -83,7 +83,7 @@ class InProcess:
         self._barrier = barrier
         self._run: Callable[[], None] = lambda: None
 
-    def prepare(self, work: Work, warmup: int) -> Prepared | None:
+    def prepare(self, work: Workload, warmup: int) -> Prepared | None:
         self._run = lambda: None  # the arrays of the last work may go
         program = self._contender.program(work)
         if program is None:
@@ -105,11 +105,11 @@ class InProcess:
         self._barrier()  # no rank goes on, and polls, while another still measures
         return seconds
 
-    def _rows(self, work: Work, participants: int, *, zeros: bool = False) -> list[list[np.ndarray]]:
+    def _rows(self, work: Workload, participants: int, *, zeros: bool = False) -> list[list[np.ndarray]]:
         n, first = self._size * participants, self._rank * participants
         return [operands(work, first + i, n, zeros=zeros) for i in range(participants)]
 
-    def _wrong(self, work: Work, program: Program) -> int:
+    def _wrong(self, work: Workload, program: Program) -> int:
         """Of a longer loop, the same program with two turns is checked: the values of many would overflow."""
         if not program.checked:
             return 0
@@ -126,7 +126,7 @@ class InProcess:
             wrong += count_wrong(work, got, want, program.tolerance)
         return wrong
 
-    def _runner(self, work: Work, program: Program) -> Callable[[], None]:
+    def _runner(self, work: Workload, program: Program) -> Callable[[], None]:
         operand = program.put(self._rows(work, program.participants, zeros=True))
 
         def run() -> None:
@@ -140,7 +140,7 @@ class InProcess:
 
 def measure(
     comm: MPI.Intracomm,
-    work: Work,
+    work: Workload,
     runners: Sequence[Runner],
     *,
     calls: int,

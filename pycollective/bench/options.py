@@ -6,8 +6,8 @@ import argparse
 import re
 from pathlib import Path
 
-from pycollective.arguments import positive
-from pycollective.bench.works import MODES, OPERATIONS, TREES
+from pycollective.bench.workloads import MODES, OPERATIONS, TREES
+from pycollective.launch.arguments import positive
 
 BESIDE = ("jax-gloo", "torch-gloo")
 PEERS = ("floor", "numpy", "copies", "mpi4jax", *BESIDE)
@@ -99,7 +99,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "numpy: to NumPy, raw MPI, and back; copies: of a GPU, to the host and back, without MPI",
     )
     parser.add_argument("--wire-dtype", choices=("bfloat16",), help="sums that travel so take turns too")
-    parser.add_argument("--link-gbps", type=rate, help="rate of the network, for the column light (default measured)")
+    parser.add_argument("--link-gbps", type=rate, help="rate of the network, for the roofline (default measured)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them: .png, .pdf, .svg or .html")
 

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 
 COLUMNS = (
     f"{'size':>11} {'count':>11} {'type':>9}  {'contender':<26} {'median':>10} {'min':>10} {'p99':>10} "
-    f"{'algbw':>8} {'busbw':>8} {'#wrong':>6} {'/raw':>7} {'light':>6}"
+    f"{'algbw':>8} {'busbw':>8} {'#wrong':>6} {'/raw':>7} {'roofline':>6}"
 )
 UNITS = (
     f"{'(B)':>11} {'(elements)':>11} {'':>9}  {'':<26} {'(us)':>10} {'(us)':>10} {'(us)':>10} "
@@ -32,7 +32,7 @@ class Row:
         busbw: times nccl-tests' factor, GB/s.
         wrong: elements that were not what they must be.
         over_raw: the median over raw MPI's; None without.
-        light: the least time on this hardware over the median.
+        roofline: the least time on this hardware over the median.
     """
 
     op: str
@@ -48,7 +48,7 @@ class Row:
     busbw: float
     wrong: int
     over_raw: float | None
-    light: float
+    roofline: float
 
     def line(self) -> str:
         """As in the table."""
@@ -56,7 +56,7 @@ class Row:
         return (
             f"{self.size:>11} {self.count:>11} {self.type:>9}  {self.contender:<26} {self.median_us:>10.1f} "
             f"{self.min_us:>10.1f} {self.p99_us:>10.1f} {self.algbw:>8.3f} {self.busbw:>8.3f} {self.wrong:>6} {raw:>7} "
-            f"{self.light:>6.0%}"
+            f"{self.roofline:>6.0%}"
         )
 
     def as_json(self) -> dict[str, object]:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from pycollective.bench.contenders import Program
-from pycollective.bench.works import Work
+from pycollective.bench.workloads import Workload
 
 FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # of DistributedDataParallel, in bytes
 
@@ -34,7 +34,7 @@ class TorchGloo:
         """Waits for the other processes."""
         dist.barrier()
 
-    def program(self, work: Work) -> Program | None:
+    def program(self, work: Workload) -> Program | None:
         if work.mode == "eager" or work.op == "step" or work.dtype.kind not in "iuf":
             return None
         if work.op == "tree":
@@ -69,7 +69,7 @@ class TorchGloo:
 
         return Program(put, run, lambda pair: [[pair[1].numpy()]], chains=in_place)
 
-    def _tree(self, work: Work) -> Program:
+    def _tree(self, work: Workload) -> Program:
         """Gradients are views of their buckets, as with ``gradient_as_bucket_view``: nothing is copied."""
         limit, buckets = FIRST_BUCKET, [[0, 0]]
         for size in work.sizes:

@@ -14,13 +14,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-from pycollective.arguments import positive
 from pycollective.errors import message
-from pycollective.launch import dialects
-from pycollective.launch.dialects import Job
+from pycollective.launch import command_lines
+from pycollective.launch.arguments import positive
+from pycollective.launch.command_lines import Job
+from pycollective.launch.launchers import launched_size, slurm_room, slurm_tasks
 from pycollective.launch.libraries import Library, belongs, identify_mpiexec, loaded, mpiexec_of
-from pycollective.launch.rank import physical_cores
-from pycollective.launchers import launched_size, slurm_room, slurm_tasks
+from pycollective.launch.rank_wrapper import physical_cores
 
 _EXAMPLES = """examples:
   pycollective run -n 4 train.py --epochs 3
@@ -128,7 +128,7 @@ def plan(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[list[
         variables["SLURM_NODELIST"] = environ.get("SLURM_JOB_NODELIST", "")
     if room := slurm_room(environ):  # Open MPI's slots, which would be a shell's one task, or tasks of many cores
         variables["SLURM_TASKS_PER_NODE"] = ",".join(map(str, room))
-    rank = [sys.executable, "-m", "pycollective.launch.rank", "--bind", options.bind, "--", *program]
+    rank = [sys.executable, "-m", "pycollective.launch.rank_wrapper", "--bind", options.bind, "--", *program]
     carried = [name for name in {**environ, **variables} if name.startswith(_CARRIED)]
     job = Job(options.ranks, rank, options.hosts, options.hostfile, options.label, options.oversubscribe, carried)
     if not options.oversubscribe:
@@ -136,10 +136,10 @@ def plan(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[list[
     library = loaded()
     mpiexec = _mpiexec(options.mpi, library, environ)
     if mpiexec is not None:
-        return dialects.mpiexec(mpiexec, _over_allocation(job, library, environ)), variables
+        return command_lines.mpiexec(mpiexec, _over_allocation(job, library, environ)), variables
     if job.hostfile:
         raise ValueError(message("run", "no hostfile with srun", job.hostfile, "Name --hosts of the allocation."))
-    return dialects.srun(_PMI[library.family], job, nodes=len(slurm_room(environ))), variables
+    return command_lines.srun(_PMI[library.family], job, nodes=len(slurm_room(environ))), variables
 
 
 def allocated(environ: Mapping[str, str]) -> bool:
@@ -197,7 +197,7 @@ def _over_allocation(job: Job, library: Library, environ: Mapping[str, str]) -> 
     room, tasks = slurm_room(environ), slurm_tasks(environ)
     if job.hosts or job.hostfile or not room:
         return job
-    numbers = tasks if sum(tasks) == job.ranks else dialects.spread(job.ranks, room)
+    numbers = tasks if sum(tasks) == job.ranks else command_lines.spread(job.ranks, room)
     if len(room) < 2 or (library.family == "Intel MPI" and len(set(numbers)) > 1):  # it takes one number for all
         return job
     names = _node_names(environ["SLURM_JOB_NODELIST"])

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pycollective.errors import message
-from pycollective.mpi import MPI
+from pycollective.transport.mpi import MPI
 
 
 class Kind(NamedTuple):

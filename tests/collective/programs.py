@@ -11,7 +11,7 @@ import numpy as np
 from mpi4py import MPI
 
 import pycollective as pc
-from pycollective import turns
+from pycollective.ordering import dispatch
 from tests.cases import Case
 
 Array = Any
@@ -49,7 +49,7 @@ def run(compiler: Callable[..., Any], program: Callable[..., Any], *args: Any) -
     compiled = compiler(program).lower(*args).compile()
     meet()
     result = compiled(*args)
-    return result.outs if isinstance(result, turns.Witnessed) else result
+    return result.outs if isinstance(result, dispatch.WithCompletion) else result
 
 
 def compare(

@@ -28,7 +28,7 @@ def test_value(compiler: Any, comm: pc.Communicator) -> None:
 
 
 def test_call(comm: pc.Communicator) -> None:
-    # Through Jitted.__call__, as users do; compare() compiles beforehand.
+    # Through CompiledFunction.__call__, as users do; compare() compiles beforehand.
     xs = {case.id: operands(case, comm) for case in CASES}
     f = pc.jit(lambda own: {case.id: case.call(own[case.id], comm) for case in CASES})
     for _ in range(2):

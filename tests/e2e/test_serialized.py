@@ -14,7 +14,8 @@ import pickle, sys
 import jax, jax.numpy as jnp
 from jax.experimental import serialize_executable
 import pycollective as pc
-from pycollective import ordering
+from pycollective.ordering import region
+from pycollective.ordering import region
 
 world = pc.init()
 file = f"{sys.argv[1]}/{world.rank}"
@@ -22,7 +23,7 @@ x = jnp.ones(3)
 
 
 def written(comm):
-    program = jax.jit(ordering.Region(lambda x: pc.psum(x, comm))).lower(x).compile()
+    program = jax.jit(region.Region(lambda x: pc.psum(x, comm))).lower(x).compile()
     with open(file, "wb") as out:
         pickle.dump(serialize_executable.serialize(program), out)
 

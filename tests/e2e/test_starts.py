@@ -64,7 +64,7 @@ def test_a_communicator_of_all_starts_the_package(tmp_path: Path) -> None:
 def test_a_later_timeout(first: str, later: str, tmp_path: Path) -> None:
     text = f"""
 pc.init(timeout={first})
-told(lambda: (pc.init(timeout={later}), pc.communicator.timeout())[1])
+told(lambda: (pc.init(timeout={later}), pc.ranks.setup.timeout())[1])
 told(lambda: pc.init(transport="native").size)
 """
     lines = run(tmp_path, text).stdout.splitlines()

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from mpi4py import MPI
 
 import pycollective as pc
+from pycollective.ranks.setup import devices_of_this_rank
 from tests.spmd.conftest import LOCAL
 from tests.under_mpirun import RANK, SIZE
 
@@ -53,7 +54,7 @@ def test_mapped_axis_of_a_wrong_length(length: int) -> None:
 
 
 def test_mapped_axis_that_is_not_as_long_as_devices() -> None:
-    devices = pc.communicator.devices_of_this_rank()[:1]
+    devices = devices_of_this_rank()[:1]
     with pytest.raises(ValueError, match=rf"pmap: expected a mapped axis of this rank's 1 device.*got length 2 {HERE}"):
         pc.pmap(total, "i", devices=devices)(np.ones((2, 3)))
 
@@ -176,7 +177,7 @@ def test_not_an_array(function: Any, wrong: Any) -> None:
 
 @pytest.mark.skipif(jax.local_device_count() == D, reason="LOUD: pc.init took all local devices")
 def test_devices_that_init_does_not_know(world: pc.Communicator) -> None:
-    devices = [*pc.communicator.devices_of_this_rank(), jax.local_devices()[-1]]
+    devices = [*devices_of_this_rank(), jax.local_devices()[-1]]
     text = rf"Mesh: expected a device of pycollective.init\(devices=...\), got \[CpuDevice\(id=\d\)\] {HERE}"
     with pytest.raises(ValueError, match=text):
         pc.pmap(total, "i", devices=devices)(np.ones((D + 1, 3)))
@@ -304,7 +305,7 @@ def test_axis_that_cuts_a_rank_into_no_box(world: pc.Communicator) -> None:
     comm = world.split(color=0 if world.rank < ranks else None)
     if comm is None:
         return
-    devices = pc.communicator.devices_of_this_rank()[:local]
+    devices = devices_of_this_rank()[:local]
     text = rf"make_mesh: expected each rank's {local} devices to fill whole axes .*got shape \({local}, {ranks}\)"
     if (ranks, local) == (2, 3):
         with pytest.raises(ValueError, match=rf"{text} of .*\(rank {comm.rank} of {ranks}\)\. Choose"):

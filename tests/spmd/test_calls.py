@@ -14,8 +14,9 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import pycollective as pc
-from pycollective import buckets
 from pycollective.config import Config
+from pycollective.named_axes import fusion
+from pycollective.ranks.setup import devices_of_this_rank
 
 Array = Any
 X = np.ones((3,), np.float32)
@@ -27,7 +28,7 @@ def sums(x: Array) -> list[Array]:
 
 def programs(local: int) -> dict[str, tuple[Callable[..., Any], Array]]:
     """Six sums, each with what it takes."""
-    mesh = pc.make_mesh((-1,), ("i",), devices=pc.communicator.devices_of_this_rank()[:local])
+    mesh = pc.make_mesh((-1,), ("i",), devices=devices_of_this_rank()[:local])
     return {
         "pmap": (pc.pmap(sums, "i"), np.stack([X] * local)),
         "jit": (pc.jit(sums, axis_name="i"), X),
@@ -61,7 +62,7 @@ def test_six_sums(name: str, world: pc.Communicator, local: int) -> None:
 
 @pytest.mark.parametrize(("bucket_bytes", "count"), [(0, 6), (2 * X.nbytes, 3), (1 << 20, 1)])
 def test_buckets(bucket_bytes: int, count: int, local: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buckets, "config", Config(bucket_bytes=bucket_bytes))
+    monkeypatch.setattr(fusion, "config", Config(bucket_bytes=bucket_bytes))
     for fun, x in programs(local).values():
         assert calls(fun, x) == count
 
@@ -73,7 +74,7 @@ def test_gradients_of_shared_arguments(world: pc.Communicator, local: int) -> No
     fun = pc.pmap(loss, "i", in_axes=(None, 0), out_axes=None)
     x = np.stack([X] * local)
     assert calls(jax.jit(jax.grad(fun)), shared, x) == 3  # the loss, its cotangent, the gradients
-    mesh = pc.make_mesh((-1,), ("i",), devices=pc.communicator.devices_of_this_rank()[:local])
+    mesh = pc.make_mesh((-1,), ("i",), devices=devices_of_this_rank()[:local])
     typed = pc.shard_map(
         lambda weights, x: lax.pmean(sum(jnp.sum(jnp.sin(w * x[None])) for w in weights), "i"),
         mesh=mesh, in_specs=(P(), P("i")), out_specs=P(),

@@ -18,6 +18,7 @@ from jax.interpreters import mlir
 from jax.sharding import PartitionSpec as P
 
 import pycollective as pc
+from pycollective.ranks.setup import devices_of_this_rank
 from tests.cases import values
 from tests.spmd.cases import assert_close, own, stacked
 
@@ -128,7 +129,7 @@ def test_transforms_of_transforms(world: pc.Communicator, local: int) -> None:
     # Results that do not depend on the batch stay without one: jacfwd and hessian ask for that.
     xs = stacked(world, local, shape=(3,))
     mine = own(world, local, xs)
-    mesh = pc.make_mesh((-1,), ("i",), devices=pc.communicator.devices_of_this_rank()[:local])
+    mesh = pc.make_mesh((-1,), ("i",), devices=devices_of_this_rank()[:local])
     fun = lambda w, x: lax.pmean(jnp.sum(jnp.tanh(w * x)), "i")
     oracle = jax.vmap(fun, in_axes=(None, 0), out_axes=None, axis_name="i")
     ours = (
@@ -161,7 +162,7 @@ def test_transforms_of_transforms(world: pc.Communicator, local: int) -> None:
 
 def test_gradient_of_what_a_function_closes_over(world: pc.Communicator, local: int) -> None:
     xs = stacked(world, local, shape=(3,))
-    mesh = pc.make_mesh((-1,), ("i",), devices=pc.communicator.devices_of_this_rank()[:local])
+    mesh = pc.make_mesh((-1,), ("i",), devices=devices_of_this_rank()[:local])
     fun = lambda w, x: jnp.tanh(w * x) + lax.pmean(w * x, "i")
 
     def loss(around: Callable[..., Any]) -> Callable[[Array, Array], Array]:
@@ -195,7 +196,7 @@ def test_references(world: pc.Communicator, local: int) -> None:
         np.testing.assert_allclose(compiler(pc.pmap(count_in_a_reference, "i"))(mine), want, rtol=1e-5, atol=1e-5)
     ranks = 6 * xs.reshape(world.size, local, 3).sum(axis=0)
     np.testing.assert_allclose(pc.jit(count_in_a_reference, axis_name="i")(mine), ranks, rtol=1e-5, atol=1e-5)
-    mesh = pc.make_mesh((-1,), ("i",), devices=pc.communicator.devices_of_this_rank()[:local])
+    mesh = pc.make_mesh((-1,), ("i",), devices=devices_of_this_rank()[:local])
     sharded = pc.shard_map(count_in_a_reference, mesh=mesh, in_specs=P("i"), out_specs=P("i"))
     np.testing.assert_allclose(sharded(mine), want, rtol=1e-5, atol=1e-5)
     squares = lambda x: jnp.sum(count_in_a_reference(x) ** 2)
@@ -213,7 +214,7 @@ def test_casts_of_types(world: pc.Communicator, local: int) -> None:
     fun = lambda x: lax.psum(lax.pcast(x, "i", to="varying") * 2, "i")
     want = 2 * xs.sum(axis=0)
     np.testing.assert_allclose(pc.pmap(fun, "i")(mine)[0], want, rtol=1e-5, atol=1e-5)
-    mesh = pc.make_mesh((-1,), ("i",), devices=pc.communicator.devices_of_this_rank()[:local])
+    mesh = pc.make_mesh((-1,), ("i",), devices=devices_of_this_rank()[:local])
     shared = lambda w, x: lax.psum(lax.pcast(w, "i", to="varying") * x, "i")
     got = pc.shard_map(shared, mesh=mesh, in_specs=(P(), P("i")), out_specs=P())(np.full((1, 3), 2, np.float32), mine)
     np.testing.assert_allclose(got[0], want, rtol=1e-5, atol=1e-5)
@@ -228,7 +229,7 @@ def test_types_of_jit(world: pc.Communicator) -> None:
 
 
 def test_narrow_sums_have_types(world: pc.Communicator, local: int) -> None:
-    mesh = pc.make_mesh((-1,), ("i",), devices=pc.communicator.devices_of_this_rank()[:local])
+    mesh = pc.make_mesh((-1,), ("i",), devices=devices_of_this_rank()[:local])
     xs = np.arange(1.0, world.size * local + 1, dtype=np.float32)
     loss = lambda w, x: pc.psum(jnp.sum(w * x), "i", wire_dtype=jnp.bfloat16)
     fun = pc.shard_map(jax.value_and_grad(loss), mesh=mesh, in_specs=(P(), P("i")), out_specs=P())
@@ -238,7 +239,7 @@ def test_narrow_sums_have_types(world: pc.Communicator, local: int) -> None:
 
 def test_around_a_shard_map_of_jax(world: pc.Communicator) -> None:
     # The outer axis has one device of each rank, the inner one two of each.
-    theirs = jax.sharding.Mesh(np.array(pc.communicator.devices_of_this_rank()[:2]), ("d",))
+    theirs = jax.sharding.Mesh(np.array(devices_of_this_rank()[:2]), ("d",))
     inner = jax.shard_map(lambda x: lax.psum(jnp.sin(x), "d"), mesh=theirs, in_specs=P("d"), out_specs=P())
     fun = lambda x: jnp.sum(lax.psum(inner(x), "i") ** 2)
     xs = stacked(world, 1, shape=(4,))
@@ -251,8 +252,8 @@ def test_around_a_shard_map_of_jax(world: pc.Communicator) -> None:
 
 def test_sums_of_ranks_inside_have_types(world: pc.Communicator, local: int) -> None:
     # What ranks reduce varies along the local axis as its operand does, for JAX's own shard_map too.
-    theirs = jax.sharding.Mesh(np.array(pc.communicator.devices_of_this_rank()[:local]), ("d",))
-    ours = pc.make_mesh((-1,), ("d",), devices=pc.communicator.devices_of_this_rank()[:local])
+    theirs = jax.sharding.Mesh(np.array(devices_of_this_rank()[:local]), ("d",))
+    ours = pc.make_mesh((-1,), ("d",), devices=devices_of_this_rank()[:local])
     xs = stacked(world, local, shape=(3,))
     mine = own(world, local, xs)
     fun = lambda x: lax.psum(jnp.sum(pc.psum(x, world)) ** 2, "d")
@@ -381,7 +382,7 @@ def test_lists_and_numbers_of_numpy(world: pc.Communicator, local: int) -> None:
     np.testing.assert_allclose(static(mine, 2)[0], (xs**2).sum(axis=0), rtol=1e-5)
     back = pc.pmap(lambda x: lax.psum(x, "i"), "i", out_axes=-1)(mine)
     np.testing.assert_allclose(back, np.stack([total] * local, axis=-1), rtol=1e-5, atol=1e-5)
-    mesh = pc.make_mesh((-1,), ("i",), devices=pc.communicator.devices_of_this_rank()[:local])
+    mesh = pc.make_mesh((-1,), ("i",), devices=devices_of_this_rank()[:local])
     both = pc.shard_map(
         lambda a, k: [lax.psum(a[0], "i"), {"k": a[1]}],
         mesh=mesh, in_specs=([P("i"), P()], None), out_specs=[P(), {"k": P()}],

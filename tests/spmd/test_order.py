@@ -13,6 +13,7 @@ import pytest
 from jax import lax
 
 import pycollective as pc
+from pycollective.ranks.setup import devices_of_this_rank
 from tests.spmd.cases import own, stacked
 
 
@@ -180,7 +181,7 @@ def test_two_python_threads(world: pc.Communicator, local: int) -> None:
 @pytest.mark.parametrize("how", ["in_shardings", "out_shardings", "constraint", "device_put"])
 def test_devices_that_a_sharding_names(how: str, world: pc.Communicator) -> None:
     # The argument lies nowhere yet; what runs between is on one device.
-    devices = pc.communicator.devices_of_this_rank()[:4]
+    devices = devices_of_this_rank()[:4]
     mesh = jax.sharding.Mesh(np.array(devices), ("d",))
     cut = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("d"))
     inside = {"constraint": lax.with_sharding_constraint, "device_put": jax.device_put}.get(how, lambda x, _: x)
@@ -195,7 +196,7 @@ def test_devices_that_a_sharding_names(how: str, world: pc.Communicator) -> None
 
 def test_under_a_mesh_that_is_set(world: pc.Communicator) -> None:
     # jax.set_mesh gives all programs its devices: of ours those may run there that have a mesh of their own.
-    devices = pc.communicator.devices_of_this_rank()[:4]
+    devices = devices_of_this_rank()[:4]
     one = pc.jit(lambda x: pc.psum(x, world))
     mapped = pc.pmap(lambda x: lax.psum(x, "i"), "i", devices=devices)
     total = np.full((2,), world.size, np.float32)

@@ -10,9 +10,11 @@ import pytest
 from jax import lax
 
 import pycollective as pc
-from pycollective import accelerators, buckets, lowering
-from pycollective.communicator import devices_of_this_rank
 from pycollective.config import Config
+from pycollective.named_axes import fusion
+from pycollective.primitives import lowering
+from pycollective.ranks import accelerators
+from pycollective.ranks.setup import devices_of_this_rank
 from tests.cases import values
 from tests.spmd.cases import compare, step
 
@@ -21,7 +23,7 @@ Array = Any
 
 @pytest.fixture(autouse=True)
 def each_sum_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buckets, "config", Config(bucket_bytes=0))
+    monkeypatch.setattr(fusion, "config", Config(bucket_bytes=0))
 
 
 def test_training(world: pc.Communicator, local: int) -> None:

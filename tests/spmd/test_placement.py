@@ -14,19 +14,20 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pycollective as pc
+from pycollective.ranks.setup import devices_of_this_rank
 from tests.spmd.cases import own, stacked
 
 Array = Any
 
 
 def devices(count: int) -> tuple[jax.Device, ...]:
-    return pc.communicator.devices_of_this_rank()[:count]
+    return devices_of_this_rank()[:count]
 
 
 def elsewhere(local: int) -> dict[str, Callable[[Array], Array]]:
     """Ways to put an array with a leading axis of the local devices where pc.pmap does not want it."""
     theirs = jax.sharding.Mesh(np.array(devices(local)[::-1]), ("other",))
-    last = pc.communicator.devices_of_this_rank()[-1]
+    last = devices_of_this_rank()[-1]
     return {
         "other order": lambda x: jax.device_put(x, NamedSharding(theirs, P("other"))),
         "other axis": lambda x: jax.device_put(x, NamedSharding(theirs, P())),

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pycollective as pc
+from pycollective.ranks.setup import devices_of_this_rank
 from tests.collective.programs import meet
 from tests.spmd.conftest import LOCAL, SIZE
 
@@ -104,7 +105,7 @@ def test_results_of_pmap_are_as_good_as_any(world: pc.Communicator, local: int) 
 @pytest.mark.parametrize("count", [6, 1 << 19])
 def test_a_mesh_pairs_by_place(count: int, world: pc.Communicator) -> None:
     # Rank 1 has the devices in the opposite order: what counts is the place in the mesh.
-    devices = pc.communicator.devices_of_this_rank()[:D][:: -1 if world.rank == 1 else 1]
+    devices = devices_of_this_rank()[:D][:: -1 if world.rank == 1 else 1]
     mesh = pc.make_mesh((SIZE, D), ("rank", "device"), devices=devices)
     numbers = world.rank * D + np.arange(D, dtype=np.float32)
     x = np.repeat(numbers[None, :, None], count, axis=2)
@@ -127,7 +128,7 @@ def test_a_mesh_pairs_by_place(count: int, world: pc.Communicator) -> None:
 @pytest.mark.skipif(D < 2, reason="LOUD: needs two local devices")
 def test_a_mesh_and_a_communicator_in_one_program(world: pc.Communicator) -> None:
     # Device 0 is the mesh's last: by its axes it speaks on another channel than by the communicator.
-    devices = pc.communicator.devices_of_this_rank()[:D][::-1]
+    devices = devices_of_this_rank()[:D][::-1]
     mesh = pc.make_mesh((SIZE, D), ("rank", "device"), devices=devices)
     comm = pc.world()
 
@@ -144,7 +145,7 @@ def test_a_mesh_and_a_communicator_in_one_program(world: pc.Communicator) -> Non
 
 def on_each(function: Callable[..., Any]) -> Any:
     """A program on all of this rank's devices, of which each makes the calls of its own."""
-    mesh = Mesh(np.array(pc.communicator.devices_of_this_rank()), "d")
+    mesh = Mesh(np.array(devices_of_this_rank()), "d")
     return pc.jit(jax.shard_map(function, mesh=mesh, in_specs=P("d"), out_specs=P("d"), check_vma=False))
 
 

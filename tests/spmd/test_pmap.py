@@ -14,6 +14,7 @@ import pytest
 from jax import lax
 
 import pycollective as pc
+from pycollective.ranks.setup import devices_of_this_rank
 from tests.spmd.cases import ALL, LINEAR, Function, compare, own, stacked
 
 Array = Any
@@ -269,7 +270,7 @@ def test_without_a_name(world: pc.Communicator, local: int) -> None:
 
 
 def test_devices_and_axis_size(world: pc.Communicator, local: int) -> None:
-    devices = pc.communicator.devices_of_this_rank()[::-1][:local]
+    devices = devices_of_this_rank()[::-1][:local]
     mapped = pc.pmap(lambda x: lax.psum(x, "i") + lax.axis_index("i").astype(x.dtype), "i", devices=devices)
     total = world.size * local
     got = mapped(jnp.ones(local))

@@ -14,6 +14,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import pycollective as pc
+from pycollective.ranks.setup import devices_of_this_rank
 from tests.cases import values
 from tests.collective.programs import once
 from tests.spmd.cases import ALL, LINEAR, SHAPE
@@ -56,7 +57,7 @@ def meshes(
     """Ours over all ranks, and the oracle's over as many devices of this one."""
     devices = np.array(jax.devices()[: world.size * local], dtype=object)
     theirs = jax.sharding.Mesh(devices.reshape(sizes), tuple(names))
-    return pc.make_mesh(sizes, names, devices=pc.communicator.devices_of_this_rank()[:local]), theirs
+    return pc.make_mesh(sizes, names, devices=devices_of_this_rank()[:local]), theirs
 
 
 def own(mesh: pc.Mesh, x: Array, spec: P, lead: int = 0) -> Array:
@@ -301,12 +302,12 @@ def test_matrix_product(world: pc.Communicator, grid: Grid) -> None:
 def test_what_is_left(world: pc.Communicator, grid: Grid) -> None:
     local, sizes = grid
     mesh, _ = meshes(world, local, sizes)
-    devices = pc.communicator.devices_of_this_rank()[:local]
+    devices = devices_of_this_rank()[:local]
     for shape in ((-1, sizes[1]), (sizes[0], -1)):
         assert pc.make_mesh(shape, NAMES, devices=devices) == mesh
     assert mesh.shape == dict(zip(NAMES, sizes, strict=True))
     whole = pc.make_mesh((-1,), ("all",))
-    assert whole.shape == {"all": world.size * len(pc.communicator.devices_of_this_rank())}
+    assert whole.shape == {"all": world.size * len(devices_of_this_rank())}
 
 
 def test_ranks_and_local_devices_of_each_axis(world: pc.Communicator) -> None:
@@ -328,7 +329,7 @@ def test_on_some_ranks(world: pc.Communicator, few: int) -> None:
     # A communicator of its own: half of the ranks each.
     part = world.split(color=world.rank % 2)
     assert part is not None
-    devices = pc.communicator.devices_of_this_rank()[:few]
+    devices = devices_of_this_rank()[:few]
     mesh = pc.make_mesh((-1, 1), NAMES, comm=part, devices=devices)
     xs = values((world.size, few, 3))
     x = xs[world.rank]
@@ -338,7 +339,7 @@ def test_on_some_ranks(world: pc.Communicator, few: int) -> None:
 
 
 def test_devices_in_another_order(world: pc.Communicator, local: int) -> None:
-    devices = pc.communicator.devices_of_this_rank()[:local][::-1]
+    devices = devices_of_this_rank()[:local][::-1]
     mesh = pc.make_mesh((-1,), ("i",), devices=devices)
     fun = pc.shard_map(
         lambda x: lax.all_gather(x, "i", tiled=True) * (1 + lax.axis_index("i")).astype(x.dtype),

@@ -13,8 +13,9 @@ import pytest
 from jax import lax
 
 import pycollective as pc
-from pycollective import buckets
 from pycollective.config import Config
+from pycollective.named_axes import fusion
+from pycollective.primitives import reductions
 from tests.cases import values
 from tests.spmd.cases import compare, own, step
 
@@ -37,8 +38,8 @@ def calls(text: str) -> int:
 @pytest.mark.parametrize("bucket_bytes", [0, 64, 20_000, 4 << 20])
 def test_any_bucket(bucket_bytes: int, monkeypatch: pytest.MonkeyPatch, world: pc.Communicator, local: int) -> None:
     chosen = Config(bucket_bytes=bucket_bytes)
-    monkeypatch.setattr(buckets, "config", chosen)
-    monkeypatch.setattr(pc.primitives, "config", chosen)
+    monkeypatch.setattr(fusion, "config", chosen)
+    monkeypatch.setattr(reductions, "config", chosen)
     leaves = tree(world, local)
     got = pc.pmap(lambda t: lax.psum(t, "i"), "i")({name: own(world, local, x) for name, x in leaves.items()})
     for name, xs in leaves.items():

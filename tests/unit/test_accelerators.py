@@ -10,7 +10,7 @@ import jax
 import pytest
 
 import pycollective as pc
-from pycollective import accelerators
+from pycollective.ranks import accelerators
 from pycollective.transport import native, runtime
 from tests.standin import compile_cpp
 

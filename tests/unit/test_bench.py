@@ -10,20 +10,20 @@ import numpy as np
 import pytest
 
 from pycollective.bench.options import add_options, check, size
-from pycollective.bench.works import (
+from pycollective.bench.workloads import (
     AXIS,
     OPERATIONS,
     TREES,
-    Work,
+    Workload,
     count_wrong,
     expected,
     make_tree,
-    make_work,
+    make_workload,
     operands,
 )
 
 
-def on_all(work: Work, n: int) -> list[list[np.ndarray]]:
+def on_all(work: Workload, n: int) -> list[list[np.ndarray]]:
     """The results of all participants, by JAX."""
     rows = [operands(work, i, n) for i in range(n)]
     stacked = [np.stack(leaves) for leaves in zip(*rows, strict=True)]
@@ -34,21 +34,21 @@ def on_all(work: Work, n: int) -> list[list[np.ndarray]]:
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 @pytest.mark.parametrize("op", [*OPERATIONS, "tree", "step"])
 def test_expected_is_what_jax_gives(op: str, n: int) -> None:
-    work = Work("tree", (5, 3), np.dtype(np.float32)) if op == "tree" else make_work(op, 240, "float32", n)
+    work = Workload("tree", (5, 3), np.dtype(np.float32)) if op == "tree" else make_workload(op, 240, "float32", n)
     for i, got in enumerate(on_all(work, n)):
         assert count_wrong(work, got, expected(work, i, n, 1)) == 0
 
 
 @pytest.mark.parametrize("op", [op for op, one in OPERATIONS.items() if one.keeps_shape])
 def test_expected_of_a_chain(op: str) -> None:
-    n, work = 3, make_work(op, 240, "float32", 3)
+    n, work = 3, make_workload(op, 240, "float32", 3)
     again = jax.vmap(work.function(), axis_name=AXIS, axis_size=n)(np.stack([row[0] for row in on_all(work, n)]))
     for i in range(n):
         assert count_wrong(work, [again[0][i]], expected(work, i, n, 2)) == 0
 
 
 def test_wrong_elements_are_counted() -> None:
-    work = make_work("psum", 40, "float32", 2)
+    work = make_workload("psum", 40, "float32", 2)
     (want,) = expected(work, 0, 2, 1)
     bad = want.copy()
     bad[[2, 7]] += 1
@@ -59,7 +59,7 @@ def test_wrong_elements_are_counted() -> None:
 
 
 def test_operands_tell_participants_and_places_apart() -> None:
-    work = make_work("all_to_all", 96, "float32", 4)
+    work = make_workload("all_to_all", 96, "float32", 4)
     rows = [operands(work, i, 4)[0] for i in range(4)]
     assert len({row.tobytes() for row in rows}) == 4
     assert len({block.tobytes() for block in rows[0]}) > 1
@@ -67,13 +67,13 @@ def test_operands_tell_participants_and_places_apart() -> None:
 
 def test_sums_of_many_stay_exact() -> None:
     # Up to thousands of participants, so that an element is wrong or right, whatever the order of the sum.
-    work = make_work("psum", 64, "float32", 4096)
+    work = make_workload("psum", 64, "float32", 4096)
     largest = max(expected(work, 0, 4096, 1)[0])
     assert largest < 2**24
 
 
 def test_narrow_floats_may_round() -> None:
-    work = make_work("psum", 40, "bfloat16", 101)
+    work = make_workload("psum", 40, "bfloat16", 101)
     (want,) = expected(work, 0, 101, 1)
     assert want.dtype == np.float32
     once = want.astype(jax.numpy.bfloat16)
@@ -92,7 +92,7 @@ def test_traffic_is_that_of_the_bus_bandwidth() -> None:
     # nccl-tests, PERFORMANCE.md: of n ranks.
     factors = {"psum": 2 * 3 / 4, "all_gather": 3 / 4, "psum_scatter": 3 / 4, "all_to_all": 3 / 4}
     for op in OPERATIONS:
-        work = make_work(op, 4096, "float32", 4)
+        work = make_workload(op, 4096, "float32", 4)
         assert work.nbytes == 4096
         assert work.traffic(4) == 4096 * factors.get(op, 1.0)
 
@@ -100,7 +100,7 @@ def test_traffic_is_that_of_the_bus_bandwidth() -> None:
 def test_no_loop_and_no_donation_where_shapes_change() -> None:
     for bad in ({"mode": "loop", "loop": 3}, {"donated": True}):
         with pytest.raises(ValueError, match="all_gather"):
-            make_work("all_gather", 64, "float32", 2, **bad)
+            make_workload("all_gather", 64, "float32", 2, **bad)
 
 
 def test_sizes() -> None:

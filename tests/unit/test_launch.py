@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from pycollective.launch import libraries, run
-from pycollective.launch.dialects import Job, mpiexec, srun
+from pycollective.launch.command_lines import Job, mpiexec, srun
+from pycollective.launch.launchers import local_place
 from pycollective.launch.libraries import Library, identify, mpiexec_of
-from pycollective.launch.rank import physical_cores, visible_gpus
-from pycollective.launchers import local_place
+from pycollective.launch.rank_wrapper import physical_cores, visible_gpus
 from tests.unit.fakes import launcher
 
 MPICH = Library("MPICH", "5.0.2", "")

@@ -12,7 +12,7 @@ import pytest
 from jax import lax
 
 import pycollective as pc
-from pycollective import accelerators
+from pycollective.ranks import accelerators
 
 CALLS = {
     "@pycollective_device_allreduce(": "A",

@@ -4,29 +4,29 @@ from __future__ import annotations
 
 import pytest
 
-from pycollective.bench import peers
-from pycollective.bench.works import make_work
-from pycollective.mpi import MPI
+from pycollective.bench import subprocesses
+from pycollective.bench.workloads import make_workload
+from pycollective.transport.mpi import MPI
 
 WORLD = MPI.COMM_WORLD
 
 
 def test_one_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "find_spec", lambda _: None)
+    monkeypatch.setattr(subprocesses, "find_spec", lambda _: None)
     with pytest.raises(ImportError, match="pip install torch"):
-        peers.OwnProcess(WORLD, "torch-gloo", 1)
+        subprocesses.OwnProcess(WORLD, "torch-gloo", 1)
 
 
 def test_one_whose_process_ends() -> None:
-    peer = peers.OwnProcess(WORLD, "jax-gloo", 1)
+    peer = subprocesses.OwnProcess(WORLD, "jax-gloo", 1)
     peer.process.kill()
     peer.process.join(10)
     with pytest.raises(RuntimeError, match="an answer of jax gloo's process"):
-        peer.prepare(make_work("psum", 64, "float32", 1), 1)
+        peer.prepare(make_workload("psum", 64, "float32", 1), 1)
 
 
 def test_one_that_fails() -> None:
-    peer = peers.OwnProcess(WORLD, "jax-gloo", 1)
+    peer = subprocesses.OwnProcess(WORLD, "jax-gloo", 1)
     with pytest.raises(RuntimeError, match="an answer of jax gloo's process"):
         peer.turn("many")  # type: ignore[arg-type]
     peer.process.join(10)

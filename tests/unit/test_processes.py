@@ -8,8 +8,8 @@ import os
 import pytest
 
 import pycollective as pc
-from pycollective import processes
-from pycollective.processes import Parent, parent_rank, refuse_child
+from pycollective.launch import processes
+from pycollective.launch.processes import Parent, parent_rank, refuse_child
 
 
 def mark(**launched_as: str) -> dict[str, str]:

@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import pytest
 
 import pycollective as pc
-from pycollective import ordering, primitives
+from pycollective.ordering import region
+from pycollective.ordering.effect import effect
+from pycollective.primitives import reductions
 
 X = jax.ShapeDtypeStruct((4, 2), jnp.float32)
 
@@ -30,14 +32,14 @@ def aliased(text: str) -> int:
 
 def test_effect_is_in_the_jaxpr(world: pc.Communicator) -> None:
     jaxpr = jax.make_jaxpr(lambda x: pc.psum(x, world))(X)
-    assert ordering.effect in jaxpr.effects
-    assert [eqn.primitive for eqn in jaxpr.eqns] == [primitives.allreduce_p]
+    assert effect in jaxpr.effects
+    assert [eqn.primitive for eqn in jaxpr.eqns] == [reductions.allreduce_p]
 
 
 def test_a_region_has_no_effect(world: pc.Communicator) -> None:
-    jaxpr = jax.make_jaxpr(ordering.Region(lambda x: pc.psum(x, world)))(X)
+    jaxpr = jax.make_jaxpr(region.Region(lambda x: pc.psum(x, world)))(X)
     assert not jaxpr.effects
-    assert [eqn.primitive for eqn in jaxpr.eqns] == [ordering.region_p]
+    assert [eqn.primitive for eqn in jaxpr.eqns] == [region.region_p]
 
 
 def test_calls_are_chained_by_tokens(world: pc.Communicator) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from pycollective import config
 from pycollective.errors import message
-from pycollective.launchers import launched_size
+from pycollective.launch.launchers import launched_size
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,474 @@
+"""jax.lax's collectives, by its names, on a communicator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pycollective import errors
+from pycollective.collectives import checks
+from pycollective.collectives.checks import Array, Groups, PyTree
+from pycollective.named_axes.names import AxisName, by_name, is_name
+from pycollective.primitives import exchanges, reductions
+from pycollective.primitives.blocks import join
+from pycollective.ranks.communicator import Communicator
+from pycollective.ranks.world import given_or_world
+
+
+def psum(
+    x: PyTree,
+    axis_name: AxisName | Communicator | None = None,
+    *,
+    axis_index_groups: Groups = None,
+    wire_dtype: Any = None,
+    residual: PyTree = None,
+) -> PyTree:
+    """Sums over ranks: ``y_r = sum_s x_s``.
+
+    Args:
+        x: array or pytree of arrays, of equal shapes and dtypes on all ranks.
+        axis_name: a communicator; default the world. A name bound by a JAX transform gives :func:`jax.lax.psum`.
+        axis_index_groups: ranks to sum among, each rank in one group; default all.
+        wire_dtype: ``jnp.bfloat16``: floats of at most 32 bits go between ranks in 16 bits, half of float32's bytes.
+            Each operand is rounded once, they are added in float32, and the sum is rounded once; the ranks get the
+            same bits. Of several local devices each rank's sum is rounded instead. Other leaves, and ranks alone, are
+            summed as ever. Cotangents take the same way. Default: all bits.
+        residual: with ``wire_dtype``, what rounding ``x`` left the last time, float32 arrays of the structure of
+            ``x``, zeros at first: it is added to ``x`` before (error feedback), and a new one is returned. What the
+            rounding of sums loses is not in it.
+
+    Returns:
+        As ``x``; bool becomes int32. float16, bfloat16 and the 8-bit floats are summed in float32 and rounded once.
+        Unlike under :func:`jax.lax.psum`, a Python number is this rank's own, as any other value.
+        With ``residual``: the sum, and the new residual.
+
+    Raises:
+        TypeError, ValueError: at trace time, for arguments that do not fit.
+
+    Differentiation: its own transpose. Order: as in the program.
+    Source: :func:`jax.lax.psum`; MPI_Allreduce (MPI standard, 6.9.6).
+
+    Example:
+        >>> import jax.numpy as jnp, pycollective as pc
+        >>> bool((pc.psum(jnp.ones(3)) == pc.world().size).all())
+        True
+        >>> y, left = pc.psum(jnp.full(3, 1.001), wire_dtype=jnp.bfloat16, residual=jnp.zeros(3))
+        >>> float(y[0]) == pc.world().size, bool(abs(left[0] - 0.001) < 1e-6)
+        (True, True)
+    """
+    if residual is not None:
+        x, left = wire_dtype.with_residual("psum", x, residual, wire_dtype)
+        return psum(x, axis_name, axis_index_groups=axis_index_groups, wire_dtype=wire_dtype), left
+    if is_name(axis_name):
+
+        def total(x: PyTree) -> PyTree:
+            return lax.psum(x, axis_name, axis_index_groups=axis_index_groups)
+
+        if wire_dtype is None:
+            return by_name("psum", axis_name, total, x)
+        by_name("psum", axis_name, lambda: None)
+        if axis_index_groups is not None:
+            remedy = "Name an axis for each group, or pass a communicator."
+            errors.fail(ValueError, "psum", None, "no axis_index_groups with wire_dtype", axis_index_groups, remedy)
+        return wire_dtype.psum("psum", x, axis_name, wire_dtype, total)
+    if wire_dtype is None:
+        return _allreduce("psum", x, axis_name, "sum", axis_index_groups)
+    comm = checks.group("psum", given_or_world("psum", axis_name), axis_index_groups, equal=False)
+    x = checks.map_arrays("psum", comm, lambda leaf: checks.reducible("psum", comm, leaf, "sum"), x)
+    return wire_dtype.psum("psum", x, comm, wire_dtype, lambda xs: reductions.allreduce_all(xs, comm=comm, op="sum"))
+
+
+def _allreduce(where: str, x: PyTree, axis_name: Any, op: str, groups: Groups) -> PyTree:
+    comm = checks.group(where, given_or_world(where, axis_name), groups, equal=False)
+    leaves, tree = jax.tree.flatten(
+        checks.map_arrays(where, comm, lambda leaf: checks.reducible(where, comm, leaf, op), x)
+    )
+    return jax.tree.unflatten(tree, reductions.allreduce_all(leaves, comm=comm, op=op))
+
+
+def pmean(
+    x: PyTree,
+    axis_name: AxisName | Communicator | None = None,
+    *,
+    axis_index_groups: Groups = None,
+    wire_dtype: Any = None,
+    residual: PyTree = None,
+) -> PyTree:
+    """Averages over ranks: ``y_r = sum_s x_s / size``. Integers become floats.
+
+    Arguments, errors and order are those of :func:`psum`. Differentiation: its own transpose.
+    Source: :func:`jax.lax.pmean`.
+
+    Example:
+        >>> import pycollective as pc
+        >>> float(pc.pmean(3.0))
+        3.0
+    """
+    if is_name(axis_name):
+        if wire_dtype is None and residual is None:
+            return by_name("pmean", axis_name, lax.pmean, x, axis_name, axis_index_groups=axis_index_groups)
+        size = by_name("pmean", axis_name, lax.axis_size, axis_name)
+    else:
+        axis_name = given_or_world("pmean", axis_name)
+        size = checks.group("pmean", axis_name, axis_index_groups, equal=False).size
+    out = psum(x, axis_name, axis_index_groups=axis_index_groups, wire_dtype=wire_dtype, residual=residual)
+    y, *left = (out,) if residual is None else out
+    mean = jax.tree.map(lambda y: y / size, y)
+    return (mean, *left) if left else mean
+
+
+def pmax(x: PyTree, axis_name: AxisName | Communicator | None = None, *, axis_index_groups: Groups = None) -> PyTree:
+    """Takes the maximum over ranks: ``y_r = max_s x_s``. NaN wins, as in JAX; bool is "or".
+
+    Arguments, errors and order are those of :func:`psum`; complex numbers raise TypeError.
+    Differentiation (beyond :func:`jax.lax.pmax`): the mean of the derivatives at the ranks that hold the maximum.
+    Source: :func:`jax.lax.pmax`; MPI_Allreduce.
+
+    Example:
+        >>> import pycollective as pc
+        >>> int(pc.pmax(pc.axis_index())) == pc.axis_size() - 1
+        True
+    """
+    if is_name(axis_name):
+        return by_name("pmax", axis_name, lax.pmax, x, axis_name, axis_index_groups=axis_index_groups)
+    return _allreduce("pmax", x, axis_name, "max", axis_index_groups)
+
+
+def pmin(x: PyTree, axis_name: AxisName | Communicator | None = None, *, axis_index_groups: Groups = None) -> PyTree:
+    """Takes the minimum over ranks: ``y_r = min_s x_s``. NaN wins, as in JAX; bool is "and".
+
+    Otherwise as :func:`pmax`. Source: :func:`jax.lax.pmin`.
+
+    Example:
+        >>> import pycollective as pc
+        >>> int(pc.pmin(pc.axis_index()))
+        0
+    """
+    if is_name(axis_name):
+        return by_name("pmin", axis_name, lax.pmin, x, axis_name, axis_index_groups=axis_index_groups)
+    return _allreduce("pmin", x, axis_name, "min", axis_index_groups)
+
+
+def all_gather(
+    x: PyTree,
+    axis_name: AxisName | Communicator | None = None,
+    *,
+    axis_index_groups: Groups = None,
+    axis: int = 0,
+    tiled: bool = False,
+) -> PyTree:
+    """Gathers the ranks' arrays on all ranks: ``y[s] = x_s`` along ``axis``.
+
+    Args:
+        x: array or pytree of arrays, of equal shapes and dtypes on all ranks.
+        axis_name: a communicator; default the world. A name gives :func:`jax.lax.all_gather`.
+        axis_index_groups: ranks to gather among, in groups of equal size; default all.
+        axis: of the result, along which the ranks lie.
+        tiled: concatenate along an existing axis instead of stacking along a new one.
+
+    Returns:
+        - ``tiled=False``: shape of ``x`` with a new axis of length ``size`` at ``axis``;
+        - ``tiled=True``: shape of ``x`` with ``axis`` ``size`` times as long.
+
+    Raises:
+        TypeError, ValueError: at trace time, for arguments that do not fit.
+
+    Differentiation: the transpose is :func:`psum_scatter`. Order: as in the program.
+    Source: :func:`jax.lax.all_gather`; MPI_Allgather (MPI standard, 6.7).
+
+    Example:
+        >>> import pycollective as pc
+        >>> pc.all_gather(pc.axis_index()).tolist() == list(range(pc.axis_size()))
+        True
+    """
+    if is_name(axis_name):
+        return by_name(
+            "all_gather",
+            axis_name,
+            lax.all_gather,
+            x,
+            axis_name,
+            axis_index_groups=axis_index_groups,
+            axis=axis,
+            tiled=tiled,
+        )
+    comm = checks.group("all_gather", given_or_world("all_gather", axis_name), axis_index_groups, equal=True)
+
+    def gather_leaf(leaf: Array) -> Array:
+        at = checks.axis("all_gather", comm, "axis", axis, leaf.ndim if tiled else leaf.ndim + 1)
+        blocks = reductions.allgather(leaf, comm=comm)
+        return join(blocks, at) if tiled else jnp.moveaxis(blocks, 0, at)
+
+    return checks.map_arrays("all_gather", comm, gather_leaf, x)
+
+
+def psum_scatter(
+    x: PyTree,
+    axis_name: AxisName | Communicator | None = None,
+    *,
+    scatter_dimension: int = 0,
+    axis_index_groups: Groups = None,
+    tiled: bool = False,
+) -> PyTree:
+    """Sums over ranks and leaves each rank its block: ``y_r = sum_s x_s[r]`` along ``scatter_dimension``.
+
+    Args:
+        x: array or pytree of arrays, of equal shapes and dtypes on all ranks.
+        axis_name: a communicator; default the world. A name gives :func:`jax.lax.psum_scatter`.
+        scatter_dimension: the axis that is cut.
+        axis_index_groups: ranks to sum among, in groups of equal size; default all.
+        tiled: keep the axis, ``1 / size`` as long, instead of removing it.
+
+    Returns:
+        - ``tiled=False``: shape of ``x`` without ``scatter_dimension``, whose length must be ``size``;
+        - ``tiled=True``: shape of ``x`` with ``scatter_dimension`` divided by ``size``.
+
+        bool becomes int32; small floats are summed in float32, as in :func:`psum`.
+
+    Raises:
+        TypeError, ValueError: at trace time, for arguments that do not fit.
+
+    Differentiation: the transpose is :func:`all_gather`. Order: as in the program.
+    Source: :func:`jax.lax.psum_scatter`; MPI_Reduce_scatter_block (MPI standard, 6.10.1).
+
+    Example:
+        >>> import jax.numpy as jnp, pycollective as pc
+        >>> float(pc.psum_scatter(jnp.ones(pc.axis_size()))) == pc.axis_size()
+        True
+    """
+    where = "psum_scatter"
+    if is_name(axis_name):
+        return by_name(
+            where,
+            axis_name,
+            lax.psum_scatter,
+            x,
+            axis_name,
+            scatter_dimension=scatter_dimension,
+            axis_index_groups=axis_index_groups,
+            tiled=tiled,
+        )
+    comm = checks.group(where, given_or_world(where, axis_name), axis_index_groups, equal=True)
+
+    def scatter_leaf(leaf: Array) -> Array:
+        at = checks.axis(where, comm, "scatter_dimension", scatter_dimension, leaf.ndim)
+        checks.reducible(where, comm, leaf, "sum")
+        blocks = (
+            checks.divide(where, comm, leaf, at)
+            if tiled
+            else checks.counts_ranks(where, comm, leaf, at, "scatter_dimension")
+        )
+        return reductions.reduce_scatter(blocks, comm=comm, op="sum")
+
+    return checks.map_arrays(where, comm, scatter_leaf, x)
+
+
+def all_to_all(
+    x: PyTree,
+    axis_name: AxisName | Communicator | None = None,
+    split_axis: int = 0,
+    concat_axis: int = 0,
+    *,
+    axis_index_groups: Groups = None,
+    tiled: bool = False,
+) -> PyTree:
+    """Exchanges blocks among all ranks: ``y_r[s] = x_s[r]``.
+
+    Args:
+        x: array or pytree of arrays, of equal shapes and dtypes on all ranks.
+        axis_name: a communicator; default the world. A name gives :func:`jax.lax.all_to_all`.
+        split_axis: the axis of ``x`` that is cut into one block for each rank.
+        concat_axis: the axis of the result along which the blocks lie.
+        axis_index_groups: ranks to exchange among, in groups of equal size; default all.
+        tiled: keep both axes, the one divided and the other multiplied by ``size``.
+
+    Returns:
+        - ``tiled=False``: shape of ``x`` without ``split_axis``, whose length must be ``size``, and with a new axis of
+          that length at ``concat_axis``;
+        - ``tiled=True``: shape of ``x`` with ``split_axis`` divided and ``concat_axis`` multiplied by ``size``.
+
+    Raises:
+        TypeError, ValueError: at trace time, for arguments that do not fit.
+
+    Differentiation: the transpose exchanges back. Order: as in the program.
+    Source: :func:`jax.lax.all_to_all`; MPI_Alltoall (MPI standard, 6.8).
+
+    Example:
+        >>> import jax.numpy as jnp, pycollective as pc
+        >>> pc.all_to_all(jnp.full(pc.axis_size(), pc.axis_index())).tolist() == list(range(pc.axis_size()))
+        True
+    """
+    where = "all_to_all"
+    if is_name(axis_name):
+        return by_name(
+            where,
+            axis_name,
+            lax.all_to_all,
+            x,
+            axis_name,
+            split_axis,
+            concat_axis,
+            axis_index_groups=axis_index_groups,
+            tiled=tiled,
+        )
+    comm = checks.group(where, given_or_world(where, axis_name), axis_index_groups, equal=True)
+
+    def exchange_leaf(leaf: Array) -> Array:
+        split = checks.axis(where, comm, "split_axis", split_axis, leaf.ndim)
+        concat = checks.axis(where, comm, "concat_axis", concat_axis, leaf.ndim)
+        if tiled:
+            return join(exchanges.alltoall(checks.divide(where, comm, leaf, split), comm=comm), concat)
+        blocks = checks.counts_ranks(where, comm, leaf, split, "split_axis")
+        return jnp.moveaxis(exchanges.alltoall(blocks, comm=comm), 0, concat)
+
+    return checks.map_arrays(where, comm, exchange_leaf, x)
+
+
+def ppermute(
+    x: PyTree, axis_name: AxisName | Communicator | None = None, perm: Sequence[tuple[int, int]] | None = None
+) -> PyTree:
+    """Sends along pairs of ranks: ``y_d = x_s`` for each ``(s, d)`` in ``perm``, zeros elsewhere.
+
+    Args:
+        x: array or pytree of arrays, of equal shapes and dtypes on all ranks.
+        axis_name: a communicator; default the world. A name gives :func:`jax.lax.ppermute`.
+        perm: (source, destination) pairs, the same on all ranks; no rank twice as source or as destination.
+
+    Returns:
+        As ``x``.
+
+    Raises:
+        TypeError, ValueError: at trace time, for arguments that do not fit.
+
+    Differentiation: the transpose is the inverse permutation. Order: as in the program.
+    Source: :func:`jax.lax.ppermute`; MPI_Sendrecv (MPI standard, 3.10).
+
+    Example:
+        >>> import pycollective as pc
+        >>> n = pc.axis_size()
+        >>> shifted = pc.ppermute(pc.axis_index(), perm=[(r, (r + 1) % n) for r in range(n)])
+        >>> int(shifted) == (pc.world().rank - 1) % n
+        True
+    """
+    if perm is None:
+        errors.fail(
+            TypeError, "ppermute", None, "perm: (source, destination) pairs", "none", "Pass perm=[(0, 1), (1, 0)], say."
+        )
+    if is_name(axis_name):
+        return by_name("ppermute", axis_name, lax.ppermute, x, axis_name, perm)
+    comm = given_or_world("ppermute", axis_name)
+    pairs = tuple(_pair(comm, pair) for pair in perm)
+    for side, ranks in (("source", [s for s, _ in pairs]), ("destination", [d for _, d in pairs])):
+        twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
+        if twice:
+            errors.fail(
+                ValueError,
+                "ppermute",
+                comm,
+                f"each rank once as {side}",
+                f"{twice} more than once in {list(pairs)}",
+                "Use two calls.",
+            )
+    return checks.map_arrays("ppermute", comm, lambda leaf: exchanges.ppermute(leaf, comm=comm, perm=pairs), x)
+
+
+def _pair(comm: Communicator, pair: Any) -> tuple[int, int]:
+    if not isinstance(pair, Sequence) or len(pair) != 2:
+        errors.fail(
+            TypeError, "ppermute", comm, "(source, destination) pairs in perm", repr(pair), "Pass perm=[(0, 1)], say."
+        )
+    return checks.rank("ppermute", comm, "a source", pair[0]), checks.rank("ppermute", comm, "a destination", pair[1])
+
+
+def pshuffle(x: PyTree, axis_name: AxisName | Communicator | None = None, perm: Sequence[int] | None = None) -> PyTree:
+    """Permutes the ranks' arrays: ``y_r = x_perm[r]``.
+
+    Args:
+        x: array or pytree of arrays, of equal shapes and dtypes on all ranks.
+        axis_name: a communicator; default the world. A name gives :func:`jax.lax.pshuffle`.
+        perm: a permutation of the ranks, the same on all.
+
+    Otherwise as :func:`ppermute`. Source: :func:`jax.lax.pshuffle`.
+
+    Example:
+        >>> import pycollective as pc
+        >>> n = pc.axis_size()
+        >>> int(pc.pshuffle(pc.axis_index(), perm=list(range(n))[::-1])) == n - 1 - pc.world().rank
+        True
+    """
+    if perm is None:
+        errors.fail(TypeError, "pshuffle", None, "perm: a permutation of the ranks", "none", "Pass perm=[1, 0], say.")
+    if is_name(axis_name):
+        return by_name("pshuffle", axis_name, lax.pshuffle, x, axis_name, perm)
+    comm = given_or_world("pshuffle", axis_name)
+    if sorted(perm) != list(range(comm.size)):
+        errors.fail(
+            ValueError, "pshuffle", comm, f"a permutation of 0 to {comm.size - 1}", list(perm), "Name each rank once."
+        )
+    return ppermute(x, comm, list(zip(perm, range(comm.size), strict=True)))
+
+
+def pswapaxes(
+    x: PyTree,
+    axis_name: AxisName | Communicator | None = None,
+    axis: int = 0,
+    *,
+    axis_index_groups: Groups = None,
+) -> PyTree:
+    """Swaps the ranks with an axis of length ``size``: ``y_r[..., s, ...] = x_s[..., r, ...]``.
+
+    The same as :func:`all_to_all` with both axes ``axis``. Source: :func:`jax.lax.pswapaxes`.
+
+    Example:
+        >>> import jax.numpy as jnp, pycollective as pc
+        >>> pc.pswapaxes(jnp.full(pc.axis_size(), pc.axis_index())).tolist() == list(range(pc.axis_size()))
+        True
+    """
+    return all_to_all(x, axis_name, axis, axis, axis_index_groups=axis_index_groups)
+
+
+def pbroadcast(x: PyTree, axis_name: AxisName | Communicator | None = None, source: int = 0) -> PyTree:
+    """Copies one rank's arrays to all: ``y_r = x_source``. JAX's name for :func:`broadcast`.
+
+    Source: :func:`jax.lax.pbroadcast`.
+
+    Example:
+        >>> import pycollective as pc
+        >>> int(pc.pbroadcast(pc.axis_index(), source=pc.axis_size() - 1)) == pc.axis_size() - 1
+        True
+    """
+    if is_name(axis_name):
+        return by_name("pbroadcast", axis_name, lax.pbroadcast, x, axis_name, source)
+    comm = given_or_world("pbroadcast", axis_name)
+    root = checks.rank("pbroadcast", comm, "source", source)
+    return checks.map_arrays("pbroadcast", comm, lambda leaf: reductions.bcast(leaf, comm=comm, root=root), x)
+
+
+def axis_index(axis_name: AxisName | Communicator | None = None) -> Array:
+    """This rank's number, an int32 scalar. Source: :func:`jax.lax.axis_index`.
+
+    Example:
+        >>> import pycollective as pc
+        >>> int(pc.axis_index()) == pc.world().rank
+        True
+    """
+    if is_name(axis_name):
+        return by_name("axis_index", axis_name, lax.axis_index, axis_name)
+    return jnp.int32(given_or_world("axis_index", axis_name).rank)
+
+
+def axis_size(axis_name: AxisName | Communicator | None = None) -> int:
+    """The number of ranks, a Python int. Source: :func:`jax.lax.axis_size`.
+
+    Example:
+        >>> import pycollective as pc
+        >>> pc.axis_size() == pc.world().size
+        True
+    """
+    if is_name(axis_name):
+        return int(by_name("axis_size", axis_name, lax.axis_size, axis_name))
+    return given_or_world("axis_size", axis_name).size

@@ -1,0 +1,1 @@
+"""How a rank ends, and when it ends the others."""

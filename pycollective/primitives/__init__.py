@@ -1,0 +1,1 @@
+"""The primitives: each collective over a communicator, as JAX differentiates, batches and lowers it."""

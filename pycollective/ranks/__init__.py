@@ -1,0 +1,1 @@
+"""The ranks: communicators, and which devices and cores each rank has."""

@@ -1,0 +1,125 @@
+"""The world: the communicator that :func:`init` makes, and that functions take where none is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+
+from pycollective.errors import fail, message
+from pycollective.faults import rank_exit
+from pycollective.launch.processes import is_forked, refuse_child
+from pycollective.ranks import setup
+from pycollective.ranks.communicator import Communicator, known
+from pycollective.transport.mpi import MPI
+
+
+class _State:
+    world: Communicator | None = None
+
+
+def init(
+    comm: MPI.Intracomm | Communicator | None = None,
+    *,
+    devices: Sequence[jax.Device] | int | None = None,
+    timeout: float | None = None,
+    transport: str | None = None,
+) -> Communicator:
+    """Sets this process up and returns the world. All ranks must make this call; a second one changes nothing.
+
+    The first use of the package calls it, so it is needed only for its options. It also installs the hook that
+    ends all ranks when an exception escapes on one of them. Call it before the first use of JAX's devices: XLA then
+    computes with this rank's share of the host's cores, also where the launcher did not bind ranks to cores (``NPROC``
+    says another number of threads); later it has a thread for each core already.
+
+    Args:
+        comm: the world, an mpi4py communicator; default ``COMM_WORLD``.
+        devices: the local devices that this rank drives, a sequence or a number; default all. Each rank must bring
+            the same number.
+        timeout: seconds that a rank may wait inside one MPI call, or at its end for the others, before it reports and
+            ends all ranks; default ``PYCOLLECTIVE_TIMEOUT``, else no limit.
+        transport: "native", the only one; default.
+
+    Raises:
+        RuntimeError: this process is a child of a rank; MPI is not at ``THREAD_MULTIPLE``; this process sees no other
+            rank although its launcher started several; the ranks bring different numbers of devices.
+        ValueError: a bad ``timeout``, ``devices`` or ``transport``, or not those of the first call.
+
+    Example:
+        >>> import pycollective as pc
+        >>> pc.init() is pc.world()
+        True
+    """
+    given = comm.mpi if isinstance(comm, Communicator) else comm
+    mpi = MPI.COMM_WORLD if given is None else given
+    if not isinstance(mpi, MPI.Intracomm):
+        raise TypeError(message("init", "an mpi4py intracommunicator", repr(comm), "Pass mpi4py.MPI.COMM_WORLD, say."))
+    setup.start(mpi, devices, timeout, transport)
+    if (first := world_if_known()) is not None:
+        if given is not None and given != first.mpi:
+            raise ValueError(
+                message("init", f"the world of the first call, {first!r}", repr(comm), "Call init once, first.")
+            )
+        return first
+    counts = mpi.allgather(len(setup.devices_of_this_rank()))
+    if len(set(counts)) > 1:
+        by_count = {n: [rank for rank, count in enumerate(counts) if count == n] for n in sorted(set(counts))}
+        raise RuntimeError(
+            message(
+                "init",
+                "the same number of local devices on every rank",
+                ", ".join(f"{n} on ranks {ranks}" for n, ranks in by_count.items()),
+                "Pass devices=, or set JAX_NUM_CPU_DEVICES alike.",
+                rank=mpi.rank,
+                size=mpi.size,
+            )
+        )
+    name = "world" if mpi == MPI.COMM_WORLD else mpi.Get_name() or "unnamed"
+    world = known(mpi) or Communicator._make(mpi, name, owned=False)
+    rank_exit.meet_at_exit(mpi)
+    _State.world = world
+    return world
+
+
+def world_if_known() -> Communicator | None:
+    """The communicator of :func:`init`, where it was called and the communicator was not freed."""
+    return None if _State.world is None or _State.world.is_freed else _State.world
+
+
+def world() -> Communicator:
+    """The communicator of :func:`init`, which is called if it was not.
+
+    Example:
+        >>> import pycollective as pc
+        >>> pc.world().size >= 1
+        True
+    """
+    if is_forked():
+        refuse_child("world")
+    return world_if_known() or init()
+
+
+def given_or_world(where: str, axis_name: Any) -> Communicator:
+    """The communicator that ``axis_name`` stands for."""
+    if is_forked():
+        refuse_child(where)
+    comm = world() if axis_name is None else axis_name
+    if not isinstance(comm, Communicator):
+        remedy = "Pass pycollective.world(), a split of it, or pycollective.Communicator(mpi4py communicator)."
+        if isinstance(comm, (str, tuple, list)):
+            remedy = "This operation has no form over axis names. " + remedy
+        fail(TypeError, where, None, "a Communicator", repr(axis_name), remedy)
+    comm.check_live(where)
+    return comm
+
+
+def when_needed(where: str, comm: Any) -> Callable[[], Communicator]:
+    """What gives the communicator ``comm``, or the world for None, when it is needed.
+
+    Decorating a function must not start MPI: a module that one rank alone imports may do that.
+    """
+    if comm is not None:
+        given_or_world(where, comm)
+    return partial(given_or_world, where, comm)

@@ -1,0 +1,1 @@
+"""``jit``, ``pmap`` and ``shard_map`` over ranks x local devices."""
