@@ -171,6 +171,8 @@ def all_gather(
         tiled: concatenate along an existing axis instead of stacking along a new one.
 
     Returns:
+        As ``x``, with another shape.
+
         - ``tiled=False``: shape of ``x`` with a new axis of length ``size`` at ``axis``;
         - ``tiled=True``: shape of ``x`` with ``axis`` ``size`` times as long.
 
@@ -224,6 +226,8 @@ def psum_scatter(
         tiled: keep the axis, ``1 / size`` as long, instead of removing it.
 
     Returns:
+        As ``x``, with another shape.
+
         - ``tiled=False``: shape of ``x`` without ``scatter_dimension``, whose length must be ``size``;
         - ``tiled=True``: shape of ``x`` with ``scatter_dimension`` divided by ``size``.
 
@@ -287,6 +291,8 @@ def all_to_all(
         tiled: keep both axes, the one divided and the other multiplied by ``size``.
 
     Returns:
+        As ``x``, with another shape.
+
         - ``tiled=False``: shape of ``x`` without ``split_axis``, whose length must be ``size``, and with a new axis of
           that length at ``concat_axis``;
         - ``tiled=True``: shape of ``x`` with ``split_axis`` divided and ``concat_axis`` multiplied by ``size``.
