@@ -1,4 +1,4 @@
-"""The Python in the pages runs, on 2 ranks. The cells of docs/first_steps.md run in scripts/docs, which builds the site."""
+"""The Python in the pages runs, on 2 ranks. scripts/docs, which builds the site, runs the cells of first_steps.md."""
 
 from __future__ import annotations
 
