@@ -1,4 +1,4 @@
-"""The Python in the pages runs, on 2 ranks. The cells of docs/first_steps.md run in scripts/docs, which builds the site."""
+"""The Python in the pages runs, on 2 ranks. Cells of docs/first_steps.md run in scripts/docs, which builds the site."""
 
 from __future__ import annotations
 
