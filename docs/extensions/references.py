@@ -8,8 +8,10 @@
 from __future__ import annotations
 
 import functools
+import operator
 import pydoc
 import sys
+from types import ModuleType
 from typing import Any
 
 from sphinx.util import logging
@@ -30,14 +32,21 @@ def resolve(app: Any, env: Any, node: Any, contnode: Any) -> Any:
         return domain.resolve_xref(
             env, node["refdoc"], app.builder, node["reftype"], f"pycollective.{last}", node, contnode
         )
-    return contnode if pydoc.locate(target) is not None or target.split(".")[0] in _names_of_signatures() else None
+    return contnode if pydoc.locate(target) is not None or any(_has(file, target) for file in _files()) else None
+
+
+def _has(file: ModuleType, name: str) -> bool:
+    try:
+        operator.attrgetter(name)(file)
+    except AttributeError:
+        return False
+    return True
 
 
 @functools.cache
-def _names_of_signatures() -> frozenset[str]:
-    """What the modules know that define the public functions: their signatures use it."""
-    files = [sys.modules[getattr(pycollective, name).__module__] for name in pycollective.__all__]
-    return frozenset(name for file in files for name in vars(file) if not name.startswith("_"))
+def _files() -> list[ModuleType]:
+    """The modules that define the public functions: their signatures use names of theirs, such as ``MPI.Intracomm``."""
+    return [sys.modules[getattr(pycollective, name).__module__] for name in pycollective.__all__]
 
 
 def check_complete(app: Any, env: Any) -> None:  # noqa: ARG001

@@ -1,4 +1,4 @@
-"""The Python in the pages runs, on 2 ranks. scripts/docs, which builds the site, runs the cells of first_steps.md."""
+"""The Python in the pages runs, on 2 ranks. Cells of docs/first_steps.md run in scripts/docs, which builds the site."""
 
 from __future__ import annotations
 
