@@ -83,8 +83,8 @@ class CompiledFunction(Generic[P, R]):
         self._program = region.Region(
             fun,
             donated=donated,
-            expand=self._expand,
-            rewrite=self._rewrite,
+            resolve_axes=self._resolve_axes,
+            rearrange_sums=self._rearrange_sums,
             with_completion=shardings is not None,
             devices=named,
         )
@@ -159,11 +159,11 @@ class CompiledFunction(Generic[P, R]):
             self._region.clear_cache()
         self._agreed = True
 
-    def _expand(self, closed: ClosedJaxpr) -> ClosedJaxpr:
+    def _resolve_axes(self, closed: ClosedJaxpr) -> ClosedJaxpr:
         agreement.note_program(self._where, self._fun, lambda: device_program.collectives(closed.jaxpr))
         return device_program.expand(closed)
 
-    def _rewrite(self, jaxpr: Any) -> Any:
+    def _rearrange_sums(self, jaxpr: Any) -> Any:
         return self._overlap(fusion.join_reductions(jaxpr))
 
     @contextlib.contextmanager
