@@ -1,4 +1,4 @@
-"""Settings from the environment, read once at import. A bad value is an error that lists the good ones."""
+"""Settings from the environment, read once at import. An invalid value is an error that lists the valid ones."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ _CHECKS = {"never": 0, "first": 1, "always": 2}
 
 @dataclass(frozen=True)
 class Config:
-    """What the environment asks for.
+    """The settings.
 
     Attributes:
-        check: when ranks compare what they call: 0 never, 1 the first time a communicator meets a call,
-            2 every time (``PYCOLLECTIVE_CHECK=never|first|always``, default ``first``).
-        malloc: keep freed memory in the process (``PYCOLLECTIVE_MALLOC``, default on).
-        timeout: seconds that a rank may wait inside one MPI call, or at its end for the others, before the job is
-            ended with a report, or None for no limit (``PYCOLLECTIVE_TIMEOUT``).
-        allow_singleton: accept a world of one process under a launcher that started several
+        check: when ranks compare their calls: 0 never, 1 when a communicator first makes a call, 2 at each call
+            (``PYCOLLECTIVE_CHECK=never|first|always``, default ``first``).
+        malloc: whether the process keeps freed memory (``PYCOLLECTIVE_MALLOC``, default on).
+        timeout: the seconds that a rank may wait inside one MPI call, or at its end for the others, before it reports
+            and ends the job; None for no limit (``PYCOLLECTIVE_TIMEOUT``).
+        allow_singleton: whether a world of one process is accepted under a launcher that started several
             (``PYCOLLECTIVE_ALLOW_SINGLETON``, default off).
-        bucket_bytes: psums that do not depend on each other travel together in buffers of this many bytes; 0: each by
-            itself (``PYCOLLECTIVE_BUCKET_BYTES``, default 1 MiB). The same on all ranks.
-        gpu_direct: MPI reads and writes the memory of GPUs; None: ask it (``PYCOLLECTIVE_GPU_DIRECT``).
-        stage_bytes: where it does not, arrays go through page-locked buffers in pieces of so many bytes
+        bucket_bytes: the size of the buffers in which psums that do not depend on each other travel together; 0: each
+            psum travels by itself (``PYCOLLECTIVE_BUCKET_BYTES``, default 1 MiB). The same on all ranks.
+        gpu_direct: whether MPI reads and writes the memory of GPUs; None: MPI is asked (``PYCOLLECTIVE_GPU_DIRECT``).
+        stage_bytes: the size of the pieces in which arrays of GPUs go through page-locked buffers if MPI does not
             (``PYCOLLECTIVE_STAGE_BYTES``, default 4 MiB). The same on all ranks.
-        allow_shared_gpu: ranks may drive one GPU together (``PYCOLLECTIVE_ALLOW_SHARED_GPU``, default off).
-        all_lanes: of several local devices each calls MPI for its slice of a large array, instead of one for all
+        allow_shared_gpu: whether several ranks may drive one GPU (``PYCOLLECTIVE_ALLOW_SHARED_GPU``, default off).
+        all_lanes: whether each local device calls MPI for its slice of a large array, instead of one device for all
             (``PYCOLLECTIVE_LANES=one|all``, default ``one``). The same on all ranks.
     """
 
@@ -86,7 +86,7 @@ def read(environ: Mapping[str, str]) -> Config:
     """Reads the settings.
 
     Raises:
-        ValueError: a variable has a value that is not one of those listed.
+        ValueError: a variable has a value that is not valid.
 
     Example:
         >>> read({"PYCOLLECTIVE_CHECK": "always"}).check

@@ -16,7 +16,7 @@
                                          reports them
 ``DynamicJaxprTrace.make_eqn``           wrapped, to add the effects of primitives that other libraries define
 ``Primitive.is_high``, ``to_lojax``      from 0.12 on JAX replaces some primitives before it lowers a program
-``aval.vma``, ``aval.manual_axis_type``  the axes along which a value varies; JAX 0.10 and later have the second
+``aval.vma``, ``aval.manual_axis_type``  the axes along which a value varies: the first in JAX 0.9, the second later
 =======================================  ==============================================================
 
 If JAX lacks one of them, the import of this file fails with a message.
