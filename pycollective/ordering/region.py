@@ -86,7 +86,7 @@ class Region:
         fun: Callable[..., Any],
         *,
         donated: Donated | None = None,
-        resolve_axes: Callable[[ClosedJaxpr], ClosedJaxpr] = lambda closed: closed,
+        replace_device_programs: Callable[[ClosedJaxpr], ClosedJaxpr] = lambda closed: closed,
         rearrange_sums: Callable[[Any], Any] = lambda jaxpr: jaxpr,
         with_completion: bool = False,
         devices: frozenset[jax.Device] = frozenset(),
@@ -96,14 +96,14 @@ class Region:
         Args:
             fun: any function that JAX can trace.
             donated: the inputs that the program may overwrite.
-            resolve_axes: maps the program, which no transform will see any more, to the program of this rank's devices,
+            replace_device_programs: maps the program, which no transform will see any more, to the program of this rank's devices,
                 where primitives of this package stand in the place of JAX's collectives.
             rearrange_sums: maps the jaxpr of that program to one with its sums joined or moved.
             with_completion: whether every call returns a :class:`dispatch.WithCompletion`.
             devices: the devices of the shardings that :func:`jax.jit` has for arguments and results.
         """
         functools.update_wrapper(self, fun)
-        self._resolve_axes = resolve_axes
+        self._replace_device_programs = replace_device_programs
         self._rearrange_sums = rearrange_sums
         self._with_completion = with_completion
         self._fun = fun
@@ -128,7 +128,7 @@ class Region:
             outs, out_tree = jax.tree.flatten(self._fun(*args, **kwargs))
             return [*outs, jnp.zeros(0, bool)]
 
-        closed = self._resolve_axes(jax.make_jaxpr(flat)(*arrays))
+        closed = self._replace_device_programs(jax.make_jaxpr(flat)(*arrays))
         devices = dispatch.by_id(self._devices_of_options | _devices_of(closed.jaxpr))
         under_mesh = not jax.sharding.get_abstract_mesh().empty
         self._note_devices(None if under_mesh else devices or dispatch.DEVICES_OF_ARGUMENTS)

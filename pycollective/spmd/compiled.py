@@ -83,8 +83,8 @@ class CompiledFunction(Generic[P, R]):
         self._program = region.Region(
             fun,
             donated=donated,
-            resolve_axes=self._resolve_axes,
-            rearrange_sums=self._rearrange_sums,
+            replace_device_programs=self._expand,
+            rearrange_sums=self._rewrite,
             with_completion=shardings is not None,
             devices=named,
         )
@@ -159,11 +159,11 @@ class CompiledFunction(Generic[P, R]):
             self._region.clear_cache()
         self._agreed = True
 
-    def _resolve_axes(self, closed: ClosedJaxpr) -> ClosedJaxpr:
+    def _expand(self, closed: ClosedJaxpr) -> ClosedJaxpr:
         agreement.report_program(self._where, self._fun, lambda: device_program.collectives(closed.jaxpr))
         return device_program.expand(closed)
 
-    def _rearrange_sums(self, jaxpr: Any) -> Any:
+    def _rewrite(self, jaxpr: Any) -> Any:
         return self._overlap(fusion.join_reductions(jaxpr))
 
     @contextlib.contextmanager
