@@ -96,8 +96,8 @@ class Region:
         Args:
             fun: any function that JAX can trace.
             donated: the inputs that the program may overwrite.
-            replace_device_programs: maps the program, which no transform will see any more, to the program of this rank's devices,
-                where primitives of this package stand in the place of JAX's collectives.
+            replace_device_programs: maps the program, which no transform will see any more, to the same program with
+                primitives of this package in the place of JAX's collectives over named axes.
             rearrange_sums: maps the jaxpr of that program to one with its sums joined or moved.
             with_completion: whether every call returns a :class:`dispatch.WithCompletion`.
             devices: the devices of the shardings that :func:`jax.jit` has for arguments and results.
