@@ -1,4 +1,4 @@
-"""Settings from the environment, read once at import. A bad value is an error that lists the good ones."""
+"""Settings from the environment, read once at import. An invalid value is an error that lists the valid ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CHECKS = {"never": 0, "first": 1, "always": 2}
 
 @dataclass(frozen=True)
 class Config:
-    """What the environment asks for.
+    """The settings.
 
     Each attribute names its variable; the documentation's page of settings is made from these lines.
 
@@ -89,7 +89,7 @@ def read(environ: Mapping[str, str]) -> Config:
     """Reads the settings.
 
     Raises:
-        ValueError: a variable has a value that is not one of those listed.
+        ValueError: a variable has a value that is not valid.
 
     Example:
         >>> read({"PYCOLLECTIVE_CHECK": "always"}).check

@@ -48,7 +48,7 @@ def collectives(jaxpr: Any, sizes: Mapping[AxisName, int]) -> list[str]:
             operands = ", ".join(str(var.aval) for var in eqn.invars)
             params = ", ".join(f"{name}={value}" for name, value in sorted(eqn.params.items()) if value is not None)
             lines.append(f"{eqn.primitive.name}({operands}; {params})")
-        hidden = jaxprs.implementation(eqn, list(sizes.items()))
+        hidden = jaxprs.hidden_program(eqn, list(sizes.items()))
         left = {name: size for name, size in sizes.items() if name not in _hidden(eqn)}
         for inner in inner_jaxprs(eqn) if hidden is None else [hidden.jaxpr]:
             lines += collectives(inner, left)
@@ -171,13 +171,13 @@ class _Discharge:
                 )
             inside = _Discharge(self._mesh, self._ours - _hidden(eqn))
             return jaxprs.rebuilt_shard_map(eqn, inside._equation)(*operands)
-        if (inner := jaxprs.called(eqn)) is not None:  # nothing differentiates what is discharged
+        if (inner := jaxprs.called_jaxpr(eqn)) is not None:  # nothing differentiates what is discharged
             return self.evaluate(inner, *operands)
-        if (inner := jaxprs.implementation(eqn, self._full)) is not None:
+        if (inner := jaxprs.hidden_program(eqn, self._full)) is not None:
             if any(map(self._concerns, [inner.jaxpr, *inner_jaxprs(eqn)])):
                 return self.evaluate(inner, *operands)
         elif any(map(self._concerns, inner_jaxprs(eqn))):
-            return jaxprs.bind_mapped(eqn, operands, self._jaxpr)
+            return jaxprs.bind_with_jaxprs(eqn, operands, self._jaxpr)
         return jaxprs.bind(eqn, operands, {name: self._outside(value) for name, value in eqn.params.items()})
 
     def _concerns(self, jaxpr: Any) -> bool:

@@ -22,7 +22,7 @@ from pycollective.named_axes.names import AxisName
 from pycollective.ordering import jaxprs
 from pycollective.ranks import accelerators
 from pycollective.ranks.communicator import Communicator
-from pycollective.ranks.participants import Key, Participants, Perm, Routes, own_group
+from pycollective.ranks.participants import LaneRoutes, Participants, Perm, PlaceInTeam, ProgramKey, group_of
 from pycollective.ranks.setup import devices_of_this_rank
 from pycollective.ranks.world import given_or_world
 
@@ -143,7 +143,7 @@ class DeviceGroup:
         along = [i for i, axis in enumerate(mesh.axes) if axis.name in names]
         self._axes = tuple(mesh.axes[i] for i in along)
         ranks = _rows([axis.ranks for axis in mesh.axes], along)
-        self._members = own_group(ranks.tolist(), mesh.comm.rank)
+        self._members = group_of(mesh.comm.rank, ranks.tolist())
         # Each row is a team: its devices meet in shared memory; each is a member, and calls on its own lane.
         self._teams = _rows([axis.local for axis in mesh.axes], along).tolist()
         self.local = len(self._teams[0])
@@ -151,7 +151,7 @@ class DeviceGroup:
         self.comm = mesh.comm.part(self._members, mesh.devices if len(mesh.devices) > 1 else None)
         self.rank = self.comm.rank
         self.size = self.comm.size * self.local
-        self._seats = {device: (t, m) for t, team in enumerate(self._teams) for m, device in enumerate(team)}
+        self._places = {device: (t, m) for t, team in enumerate(self._teams) for m, device in enumerate(team)}
 
     def __repr__(self) -> str:
         return f"Group({', '.join(map(repr, self._names))} of {self.mesh!r})"
@@ -163,7 +163,7 @@ class DeviceGroup:
         return hash((self.mesh, self._names))
 
     @property
-    def key(self) -> Key:
+    def key(self) -> ProgramKey:
         """By which compiled programs name it.
 
         Raises:
@@ -172,22 +172,24 @@ class DeviceGroup:
         self.mesh.comm.check_live("Mesh")
         if self.local == 1:
             return self.comm.key
-        seats = [(accelerators.lane_id(device), *self._seats[i]) for i, device in enumerate(self.mesh.devices)]
-        return self.mesh.comm.key_of(self._members, tuple(seats), self.local)
+        places = [
+            PlaceInTeam(accelerators.lane_id(device), *self._places[i]) for i, device in enumerate(self.mesh.devices)
+        ]
+        return self.mesh.comm.key_of(self._members, tuple(places), self.local)
 
     @cached_property
     def local_axes(self) -> tuple[tuple[str, int], ...]:
         """Names and sizes of the axes along which several devices of one rank lie; empty for one device."""
         return tuple((axis.local_name, axis.local) for axis in self._axes if axis.local > 1)
 
-    def routes(self, perm: Perm) -> Routes:
+    def lane_routes(self, perm: Perm) -> LaneRoutes:
         """For each device of the mesh on this rank where it sends and from where: ``rank * devices + place``, or -1.
 
         Args:
             perm: (source, destination) numbers of devices, in the order of the mesh.
         """
         if self.local == 1:
-            return self.comm.routes(perm)
+            return self.comm.lane_routes(perm)
         to, back = dict(perm), {dest: source for source, dest in perm}
 
         def at(number: int | None, team: int) -> int:
@@ -196,8 +198,8 @@ class DeviceGroup:
             rank, member = divmod(number, self.local)
             return int(rank * len(self.mesh.devices) + self._teams[team][member])
 
-        seats = [self._seats[i] for i in range(len(self.mesh.devices))]
-        numbers = [(self.comm.rank * self.local + member, team) for team, member in seats]
+        places = [self._places[i] for i in range(len(self.mesh.devices))]
+        numbers = [(self.comm.rank * self.local + member, team) for team, member in places]
         return tuple(at(to.get(own), team) for own, team in numbers), tuple(
             at(back.get(own), team) for own, team in numbers
         )

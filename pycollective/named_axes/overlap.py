@@ -39,7 +39,7 @@ from pycollective.ordering.jaxprs import all_reads, inner_jaxprs, is_reshape, ma
 from pycollective.primitives import lowering
 from pycollective.primitives.reductions import allreduce_attributes, allreduce_p
 from pycollective.ranks import accelerators
-from pycollective.ranks.agreement import exchange
+from pycollective.ranks.agreement import gather_from_all
 from pycollective.ranks.communicator import Communicator
 from pycollective.ranks.setup import devices_of_this_rank
 from pycollective.transport import native
@@ -60,14 +60,15 @@ def _done_abstract_eval(*ys: Any, **_: Any) -> Any:
     return [jax.core.ShapedArray(y.shape, y.dtype) for y in ys]
 
 
-def _start(params: dict[str, Any]) -> lowering.Call:
+def _start(params: dict[str, Any]) -> lowering.HandlerCall:
     # Always in place, so that XLA keeps the operands as long as the results; it copies those that are read again.
     in_place = (True,) * params.pop("number")
-    return native.ffi_lowering("device_allreduce_start", in_place), allreduce_attributes(**params)
+    rule = native.ffi_lowering("device_allreduce_start", in_place)
+    return lowering.HandlerCall(rule, allreduce_attributes(**params))
 
 
 def _done_lowering(ctx: Any, *ys: Any, comm: DeviceGroup) -> Any:
-    if (outs := lowering.on_copies(done_p, ctx, ys, {"comm": comm})) is not None:
+    if (outs := lowering.lower_on_all_copies(done_p, ctx, ys, {"comm": comm})) is not None:
         return outs
     return native.done_lowering(len(ys))(ctx, *ys, comm=comm.key)
 
@@ -125,7 +126,7 @@ class Overlap:
         """Compares what was found. All ranks must make this call. False: what was traced must be traced again."""
         # Also where it is known already: other ranks may have fewer communicators, and wait.
         own = found.orders if len(found.comms) == 1 else None
-        others = [exchange(comm, "jit", "this program", own) for comm in found.comms]
+        others = [gather_from_all(comm, "jit", "this program", own) for comm in found.comms]
         same = len(others) == 1 and all(other == own for other in others[0])
         if same:
             self._agreed |= found.orders

@@ -44,7 +44,7 @@ def _devices_named(shardings: Any) -> frozenset[jax.Device]:
 class _Found(NamedTuple):
     """What ranks compare of a program at a function's first call."""
 
-    notes: list[agreement.Note]
+    notes: list[agreement.TraceReport]
     sums: overlap.Found
 
 
@@ -83,8 +83,8 @@ class CompiledFunction(Generic[P, R]):
         self._program = region.Region(
             fun,
             donated=donated,
-            expand=self._expand,
-            rewrite=self._rewrite,
+            replace_device_programs=self._expand,
+            rearrange_sums=self._rewrite,
             with_completion=shardings is not None,
             devices=named,
         )
@@ -154,13 +154,13 @@ class CompiledFunction(Generic[P, R]):
             try:
                 self._region.trace(*args, **kwargs)  # kept by JAX: the call does not trace again
             finally:
-                agreement.compare_notes(notes)
+                agreement.compare_reports(notes)
         if not self._overlap.settle(sums):
             self._region.clear_cache()
         self._agreed = True
 
     def _expand(self, closed: ClosedJaxpr) -> ClosedJaxpr:
-        agreement.note_program(self._where, self._fun, lambda: device_program.collectives(closed.jaxpr))
+        agreement.report_program(self._where, self._fun, lambda: device_program.collectives(closed.jaxpr))
         return device_program.expand(closed)
 
     def _rewrite(self, jaxpr: Any) -> Any:
@@ -171,13 +171,13 @@ class CompiledFunction(Generic[P, R]):
         """What is found while the program is traced inside; ``free`` as :meth:`overlap.Overlap.finding` has it."""
         if self._program.traced:  # by `lower`: in what JAX keeps of that nothing is found
             self._region.clear_cache()
-        with agreement.collect_notes() as notes, self._overlap.finding(free=free) as sums:
+        with agreement.collect_reports() as notes, self._overlap.finding(free=free) as sums:
             yield _Found(notes, sums)
 
     def _meet(self, found: _Found) -> None:
         """What comes before the first call of a program that was traced when ranks had not agreed."""
         if not self._agreed:
-            agreement.compare_notes(found.notes)
+            agreement.compare_reports(found.notes)
             self._overlap.settle(found.sums)
             self._agreed = True
         elif not self._overlap.admits(found.sums):

@@ -160,7 +160,7 @@ def batched(
     pairs = list(zip(args, dims, strict=True))
     operands = [x if dim is None else jnp.moveaxis(x, dim, 0) for x, dim in pairs]
     options = {"in_axes": axes, "out_axes": out_dims, "axis_size": axis_data.size, **named}
-    function = jax.vmap(jaxprs.function(body), **options)
+    function = jax.vmap(jaxprs.as_function(body), **options)
 
     def lie(specs: Sequence[PartitionSpec], dims: Sequence[int | None]) -> list[PartitionSpec]:
         return [spec if dim is None else PartitionSpec(None, *spec) for spec, dim in zip(specs, dims, strict=True)]
@@ -232,7 +232,7 @@ def collectives(jaxpr: Any) -> dict[Communicator, list[str]]:
         if eqn.primitive in discharge.PROGRAMS:
             mesh, body = eqn.params["mesh"], eqn.params["body"]
             lines.setdefault(mesh.comm, []).extend([repr(mesh), *discharge.collectives(body, mesh.shape)])
-        hidden = jaxprs.implementation(eqn, ()) if effect in eqn.effects else None
+        hidden = jaxprs.hidden_program(eqn, ()) if effect in eqn.effects else None
         for inner in jaxprs.inner_jaxprs(eqn) if hidden is None else [hidden.jaxpr]:
             for comm, more in collectives(inner).items():
                 lines.setdefault(comm, []).extend(more)
@@ -264,11 +264,11 @@ def expand(closed: ClosedJaxpr) -> ClosedJaxpr:
             return jaxprs.rebind(eqn, operands)
         if eqn.primitive.name == "shard_map":
             return jaxprs.rebuilt_shard_map(eqn, equation)(*operands)
-        if (inner := jaxprs.called(eqn)) is not None:
+        if (inner := jaxprs.called_jaxpr(eqn)) is not None:
             return jaxprs.evaluate(inner, equation, *operands)
-        if (inner := jaxprs.implementation(eqn, ())) is not None:
+        if (inner := jaxprs.hidden_program(eqn, ())) is not None:
             return jaxprs.evaluate(inner, equation, *operands)
-        return jaxprs.bind_mapped(eqn, operands, changed)
+        return jaxprs.bind_with_jaxprs(eqn, operands, changed)
 
     return changed(closed)
 

@@ -78,7 +78,7 @@ def _jvp_rule(
     out_specs: Specs,
     **_: Any,
 ) -> Any:
-    function = jaxprs.function(body)
+    function = jaxprs.as_function(body)
     places = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
     tree: Any = None
 
@@ -160,7 +160,7 @@ def _transposed(fun: Callable[..., Any], operands: Sequence[Any], references: bo
 def _transpose_rule(
     cts: Sequence[Any], *args: Any, body: Any, mesh: Mesh, in_specs: Specs, out_specs: Specs, **_: Any
 ) -> list[Any]:
-    function = jaxprs.function(body)
+    function = jaxprs.as_function(body)
     linear = [i for i, x in enumerate(args) if ad.is_undefined_primal(x)]
     known = [i for i in range(len(args)) if i not in linear]
     wanted = [i for i, ct in enumerate(cts) if type(ct) is not ad.Zero]

@@ -111,7 +111,7 @@ def _function(
     body: Any, mesh: Mesh, in_specs: Sequence[PartitionSpec], out_specs: Sequence[PartitionSpec], check_vma: bool
 ) -> Callable[..., list[Any]]:
     function: Callable[..., list[Any]] = _shard_map(
-        jaxprs.function(body), mesh, tuple(in_specs), list(out_specs), check_vma
+        jaxprs.as_function(body), mesh, tuple(in_specs), list(out_specs), check_vma
     )
     return function
 

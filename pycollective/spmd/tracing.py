@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from pycollective.named_axes.mesh import Mesh
 from pycollective.ordering import jaxprs
-from pycollective.ranks.agreement import note_errors_of
+from pycollective.ranks.agreement import report_errors
 from pycollective.ranks.communicator import Communicator
 from pycollective.spmd import pmap_semantics, shard_map_semantics
 from pycollective.spmd.device_program import global_aval, local_spec
@@ -87,7 +87,7 @@ def pmapped(fun: Callable[..., Any], placed: PlacedArguments, out_specs: Any) ->
 
 def run(where: str, fun: Any, comm: Communicator, trace: Callable[[], tuple[PlacedArguments, Program]]) -> Any:
     """Traces a program, and runs it on this rank's own blocks. ``trace`` may raise for arguments that do not fit."""
-    placed, program = note_errors_of(comm, where, fun, trace)
+    placed, program = report_errors(comm, where, fun, trace)
     return jax.tree.unflatten(program.structure, program.run(placed.arrays))
 
 
