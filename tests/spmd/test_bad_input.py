@@ -262,7 +262,7 @@ def test_backend_of_pmap() -> None:
 @pytest.mark.parametrize(("spec", "shape"), [(P("i"), (D + 1, 3)), (P(None, "i"), (3, D + 1)), (P(("i",)), (D - 1,))])
 def test_block_that_does_not_divide(spec: Any, shape: tuple[int, ...]) -> None:
     block = rf"\({shape[0]}.*\)"
-    along = rf"an axis that divides by the {D} local devices along .*'i'.* of in_specs"
+    along = rf"a length that is a multiple of the {D} devices along .*'i'.* of in_specs"
     text = rf"shard_map: expected {along}, got {block} {HERE}"
     with pytest.raises(ValueError, match=text):
         call(total, spec, spec, np.ones(shape))
