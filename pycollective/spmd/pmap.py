@@ -140,7 +140,7 @@ def pmap(
         else:
             local = lengths[0] if lengths else len(own)
         if len(set(lengths)) > 1:
-            fail("mapped axes of one length", f"lengths {lengths}", "A mapped axis has one entry for each local device.")
+            fail("mapped axes of one length", f"lengths {lengths}", "Each has one entry for each local device.")
         if not 1 <= local <= len(own) or (devices is not None and local != len(own)):
             fail(
                 f"a mapped axis of this rank's {len(own)} device(s)",
