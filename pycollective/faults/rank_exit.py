@@ -39,7 +39,7 @@ rank calls Abort, and the others print nothing."""
 
 
 _PATIENCE_S = 5.0
-"""How long a rank that exits with a code waits for the others to end by themselves, as they do when all tests fail."""
+"""How long a rank that exits with a code waits for the others to end by themselves, as when tests fail on all ranks."""
 
 
 _NOTICE_S = 10.0
@@ -149,9 +149,8 @@ def _record_exit_codes() -> None:
         return value
 
     attributes["code"] = property(code, member.__set__, doc=member.__doc__)
-    ctypes.pythonapi.PyType_Modified(
-        ctypes.py_object(SystemExit)
-    )  # code in C must call it after a change of attributes
+    # Code in C must call this after a change of a type's attributes.
+    ctypes.pythonapi.PyType_Modified(ctypes.py_object(SystemExit))
     if sys.version_info < (3, 12):  # before 3.12 sys.exit makes no exception object, so Python would not read `code`
         original = sys.exit
         for module in list(sys.modules.values()):
@@ -266,7 +265,7 @@ def _wait_for_all(limit_s: float | None) -> None:
     notice = f"{_place()} has ended and waits for {missing}. If they do not, {remedy[0].lower()}{remedy[1:]}"
     for waited in poll_until(_State.exit_comm.Ibarrier().Test, 0.05, _NOTICE_S, notice):
         if limit_s is not None and waited > limit_s:
-            expected, got = f"{missing} within {limit_s:g} s", f"no end of some for {waited:.1f} s"
+            expected, got = f"{missing} within {limit_s:g} s", f"some that have not ended after {waited:.1f} s"
             rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
             sys.stderr.write(message("exit", expected, got, f"Ending all ranks. {remedy}\n", rank=rank, size=size))
             sys.stderr.flush()

@@ -125,7 +125,7 @@ def _admit_this_thread() -> None:
                 "jit",
                 f"programs with collectives from one Python thread, {last.name!r}, which has dispatched some",
                 f"one from {this.name!r}",
-                "Call them all from one thread; another may take over when that has ended.",
+                "Call them all from one thread; another thread may take over when that one has ended.",
             )
         )
     if last is threading.main_thread():
@@ -237,18 +237,18 @@ def _wait_for_programs_on(devices: Any) -> None:
     else:
         groups = [devices or _first_device()]
     for group in groups:
-        _run_last_program(group)
+        _run_probe(group)
 
 
-def _run_last_program(devices: Devices) -> None:
-    """Runs a small program on the devices. XLA runs it after all earlier programs on them."""
+def _run_probe(devices: Devices) -> None:
+    """Runs a small program on the devices and waits for it. XLA runs it after all earlier programs on them."""
     with jax.disable_jit(False):  # the user may have switched jit off
-        program, x = _last_program(devices)
+        program, x = _probe(devices)
         program(x).block_until_ready()
 
 
 @functools.cache
-def _last_program(devices: Devices) -> tuple[Any, jax.Array]:
+def _probe(devices: Devices) -> tuple[Any, jax.Array]:
     """A compiled program on these devices, under no mesh of the user's, and its argument."""
 
     def compiled() -> tuple[Any, jax.Array]:

@@ -131,7 +131,7 @@ class Region:
         closed = self._replace_device_programs(jax.make_jaxpr(flat)(*arrays))
         devices = dispatch.by_id(self._devices_of_options | _devices_of(closed.jaxpr))
         under_mesh = not jax.sharding.get_abstract_mesh().empty
-        self._note_devices(None if under_mesh else devices or dispatch.DEVICES_OF_ARGUMENTS)
+        self._record_devices(None if under_mesh else devices or dispatch.DEVICES_OF_ARGUMENTS)
         donated = self._donated.arrays(args, kwargs) if self._donated is not None else ()
         free = frozenset(var for var, x in zip(closed.jaxpr.invars, arrays, strict=True) if id(x) in donated)
         jaxpr = self._rearrange_sums(without_copies(closed.jaxpr, free))
@@ -143,7 +143,7 @@ class Region:
             return results
         return dispatch.WithCompletion(results, completion)
 
-    def _note_devices(self, devices: dispatch.Devices | str | None) -> None:
+    def _record_devices(self, devices: dispatch.Devices | str | None) -> None:
         if dispatch.local_devices() is dispatch.ONLY_DEVICE:
             devices = dispatch.ONLY_DEVICE
         if self.traced and devices != self.devices:

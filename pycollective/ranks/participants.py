@@ -11,9 +11,9 @@ import jax
 ProgramKey = tuple[int, int]
 """The name of participants in compiled programs: a number of this process, and a fingerprint of the participants.
 
-By the number the handler finds the participants at once. The fingerprint serves for a program that comes from another
-process (by ``jax.experimental.serialize_executable``, say): its number may stand for other participants here, and the
-fingerprint shows that.
+The handler finds the participants by the number. The fingerprint is for a program that comes from another process (by
+``jax.experimental.serialize_executable``, say): its number may stand for other participants here, and the fingerprint
+shows that.
 """
 
 Perm = Sequence[tuple[int, int]]

@@ -1,4 +1,4 @@
-"""Sets a process up for collectives: MPI, the transport, the devices, and the handlers of errors and exit."""
+"""Sets a process up for collectives: MPI, the transport, the devices, and the hooks for errors and exit."""
 
 from __future__ import annotations
 

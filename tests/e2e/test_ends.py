@@ -125,7 +125,7 @@ def test_the_timeout_bounds_the_wait_of_a_rank_that_has_ended(tmp_path: Path) ->
     done = mpirun(2, str(program), timeout=40)
     assert done.returncode not in (0, 124, 137)
     assert re.search(
-        r"pycollective\.exit: expected the other ranks to end within 2 s, got no end of some for \d\.\d s "
+        r"pycollective\.exit: expected the other ranks to end within 2 s, got some that have not ended after \d\.\d s "
         r"\(rank 1 of 2\)\. Ending all ranks\. Look for a collective that this rank did not reach\.",
         done.stderr,
     ), done.stderr
