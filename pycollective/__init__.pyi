@@ -1,4 +1,4 @@
-"""What the package offers, and where it is: lazy_loader reads this at run time, type checkers anyway."""
+"""The public names and the files that define them, for lazy_loader at run time and for type checkers."""
 
 from .collectives.jax_collectives import (
     all_gather,
