@@ -165,12 +165,12 @@ def main():
     if args.batch_size % comm.size or not 0 < args.batch_size <= len(images):
         error = (
             f"train_digits: expected --batch-size to be a multiple of the number of ranks, {comm.size}, from 1 to "
-            f"{len(images)}, got {args.batch_size}. Choose {64 * comm.size}, say."
+            f"{len(images)}, got {args.batch_size}. Choose {64 * comm.size}, for example."
         )
         sys.exit(error if comm.rank == 0 else 1)
 
     rng = np.random.default_rng(args.seed)  # gives the same numbers on all ranks
-    # So the ranks have the same parameters already. Parameters from elsewhere, a file say, would need the broadcast.
+    # So the ranks have the same parameters already. Parameters from a file, for example, would need the broadcast.
     params = pc.broadcast(init_params(rng))
     params, losses = train(params, images, labels, args, comm)
     accuracy = test_accuracy(params, test_images, test_labels, comm)

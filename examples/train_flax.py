@@ -115,7 +115,7 @@ def main():
     if args.batch_size % (comm.size * devices) or not 0 < args.batch_size <= len(images):
         error = (
             f"train_flax: expected --batch-size to be a multiple of ranks x devices, {comm.size} x {devices}, from 1 "
-            f"to {len(images)}, got {args.batch_size}. Choose {32 * comm.size * devices}, say."
+            f"to {len(images)}, got {args.batch_size}. Choose {32 * comm.size * devices}, for example."
         )
         sys.exit(error if comm.rank == 0 else 1)
 
