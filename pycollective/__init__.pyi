@@ -1,4 +1,4 @@
-"""What the package offers, and where it is: a line for each name. lazy_loader reads this file, as type checkers do."""
+"""The public names, a line for each, and the files that define them; lazy_loader reads this, as type checkers do."""
 
 from .collectives.jax_collectives import all_gather as all_gather
 from .collectives.jax_collectives import all_to_all as all_to_all

@@ -77,7 +77,7 @@ def psum(
 
         if wire_dtype is None:
             return by_name("psum", axis_name, total, x)
-        by_name("psum", axis_name, lambda: None)
+        by_name("psum", axis_name, lambda: None)  # the name must be bound
         if axis_index_groups is not None:
             remedy = "Name an axis for each group, or pass a communicator."
             errors.fail(ValueError, "psum", None, "no axis_index_groups with wire_dtype", axis_index_groups, remedy)
@@ -354,7 +354,7 @@ def ppermute(
     """
     if perm is None:
         errors.fail(
-            TypeError, "ppermute", None, "perm: (source, destination) pairs", "none", "Pass perm=[(0, 1), (1, 0)], say."
+            TypeError, "ppermute", None, "perm: (source, destination) pairs", "none", "Pass e.g. perm=[(0, 1), (1, 0)]."
         )
     if is_name(axis_name):
         return by_name("ppermute", axis_name, lax.ppermute, x, axis_name, perm)
@@ -377,7 +377,7 @@ def ppermute(
 def _pair(comm: Communicator, pair: Any) -> tuple[int, int]:
     if not isinstance(pair, Sequence) or len(pair) != 2:
         errors.fail(
-            TypeError, "ppermute", comm, "(source, destination) pairs in perm", repr(pair), "Pass perm=[(0, 1)], say."
+            TypeError, "ppermute", comm, "(source, destination) pairs in perm", repr(pair), "Pass e.g. perm=[(0, 1)]."
         )
     return checks.rank("ppermute", comm, "a source", pair[0]), checks.rank("ppermute", comm, "a destination", pair[1])
 
@@ -399,7 +399,7 @@ def pshuffle(x: PyTree, axis_name: AxisName | Communicator | None = None, perm: 
         True
     """
     if perm is None:
-        errors.fail(TypeError, "pshuffle", None, "perm: a permutation of the ranks", "none", "Pass perm=[1, 0], say.")
+        errors.fail(TypeError, "pshuffle", None, "perm: a permutation of the ranks", "none", "Pass e.g. perm=[1, 0].")
     if is_name(axis_name):
         return by_name("pshuffle", axis_name, lax.pshuffle, x, axis_name, perm)
     comm = given_or_world("pshuffle", axis_name)

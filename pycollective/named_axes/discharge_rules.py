@@ -79,12 +79,12 @@ def _own_place(group: DeviceGroup, groups: Sequence[Sequence[int]]) -> Array:
 
 
 def _gathered(group: DeviceGroup, x: Array) -> Array:
-    """Returns the arrays of all devices, in the order of the program; shape (size, ...)."""
-    return _to_program_order(group, reductions.allgather(x, comm=group))
+    """Returns the arrays of all devices, in the axis order of the program; shape (size, ...)."""
+    return _to_program_axes(group, reductions.allgather(x, comm=group))
 
 
-def _to_program_order(group: DeviceGroup, blocks: Array) -> Array:
-    """Puts blocks from the order of the mesh into the order of the program."""
+def _to_program_axes(group: DeviceGroup, blocks: Array) -> Array:
+    """Puts blocks from the axis order of the mesh into the axis order of the program."""
     if group.is_in_mesh_order:
         return blocks
     grid = blocks.reshape(*group.shape, *blocks.shape[1:])
@@ -92,8 +92,8 @@ def _to_program_order(group: DeviceGroup, blocks: Array) -> Array:
     return grid.transpose(*axes, *range(len(axes), grid.ndim)).reshape(blocks.shape)
 
 
-def _to_mesh_order(group: DeviceGroup, blocks: Array) -> Array:
-    """Puts blocks from the order of the program into the order of the mesh."""
+def _to_mesh_axes(group: DeviceGroup, blocks: Array) -> Array:
+    """Puts blocks from the axis order of the program into the axis order of the mesh."""
     if group.is_in_mesh_order:
         return blocks
     axes = group.program_axes
@@ -162,7 +162,7 @@ def _reduce_scatter(
     size = group.size if axis_index_groups is None else len(axis_index_groups[0])
     blocks = cut(x, scatter_dimension, size) if tiled else jnp.moveaxis(x, scatter_dimension, 0)
     if axis_index_groups is None:
-        return [reductions.reduce_scatter(_to_mesh_order(group, blocks), comm=group, op="sum")]
+        return [reductions.reduce_scatter(_to_mesh_axes(group, blocks), comm=group, op="sum")]
     if group.local == 1:
         return [reductions.reduce_scatter(blocks, comm=group.comm.groups(axis_index_groups), op="sum")]
     (total,) = _psum(group, blocks, axis_index_groups=axis_index_groups)
@@ -175,7 +175,7 @@ def _all_to_all(
     del tiled  # jax.lax reshapes around the equation, so both forms are the same here
     blocks = cut(x, split_axis, group.size if axis_index_groups is None else len(axis_index_groups[0]))
     if axis_index_groups is None:
-        received = _to_program_order(group, exchanges.alltoall(_to_mesh_order(group, blocks), comm=group))
+        received = _to_program_axes(group, exchanges.alltoall(_to_mesh_axes(group, blocks), comm=group))
     elif group.local == 1:
         received = exchanges.alltoall(blocks, comm=group.comm.groups(axis_index_groups))
     else:
@@ -186,13 +186,13 @@ def _all_to_all(
 
 def _ppermute(group: DeviceGroup, x: Array, *, perm: Sequence[tuple[int, int]]) -> list[Array]:
     # A negative number counts from the end, as in JAX.
-    devices = group.in_program_order
+    devices = group.by_program_axes
     pairs = tuple((devices[source % group.size], devices[dest % group.size]) for source, dest in perm)
     return [exchanges.ppermute(x, comm=group, perm=pairs)]
 
 
 def _pbroadcast(group: DeviceGroup, x: Array, *, source: int) -> list[Array]:
-    return [reductions.bcast(x, comm=group, root=group.in_program_order[source])]
+    return [reductions.bcast(x, comm=group, root=group.by_program_axes[source])]
 
 
 def _ragged_all_to_all(

@@ -73,7 +73,7 @@ class Mesh:
     axes: tuple[Axis, ...]
 
     def __post_init__(self) -> None:
-        # All ranks make a mesh, so all can raise here. At run time the device's team would wait for it for ever.
+        # At run time the other devices of its team would wait for such a device for ever.
         unknown = [device for device in self.devices if device not in devices_of_this_rank()]
         if unknown:
             errors.fail(
@@ -178,7 +178,7 @@ class DeviceGroup:
 
     @property
     def key(self) -> ProgramKey:
-        """What names the group in compiled programs.
+        """The key that stands for the group in compiled programs.
 
         Raises:
             ValueError: the communicator of the mesh was freed.
@@ -231,7 +231,10 @@ class DeviceGroup:
         return self.comm.reversed()
 
     def index(self) -> Any:
-        """Returns the calling device's number in program order: an int if the rank decides it, else a traced number."""
+        """Returns the calling device's index along the axes as the program orders them: an int if the rank decides it.
+
+        Else it is a traced number.
+        """
         index: Any = 0
         for name in self._names:
             index = index * self.mesh.shape[name] + self.mesh.index(name)
@@ -253,8 +256,8 @@ class DeviceGroup:
         return self.program_axes == tuple(range(len(self.shape)))
 
     @cached_property
-    def in_program_order(self) -> tuple[int, ...]:
-        """The numbers of the group's devices in program order: the last axis that the program names counts fastest."""
+    def by_program_axes(self) -> tuple[int, ...]:
+        """The numbers of the group's devices, in the order of :meth:`index`: the program's last axis counts fastest."""
         return tuple(np.arange(self.size).reshape(self.shape).transpose(self.program_axes).reshape(-1).tolist())
 
 

@@ -86,7 +86,7 @@ Sums = tuple[str, ...]
 
 
 class FoundOrders(NamedTuple):
-    """What the pass finds while one program is traced, before all ranks have made the function's first call.
+    """The orders that the pass finds while one program is traced, before all ranks have made the function's first call.
 
     Attributes:
         may_reorder: whether sums take the order that this rank finds; else they keep the order of the program.

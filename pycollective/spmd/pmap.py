@@ -60,7 +60,7 @@ def pmap(
         static_broadcasted_argnums: the positional arguments that are compile-time constants. Default none.
         devices: this rank's devices. Default: as many devices of :func:`pycollective.init`, from the first on, as the
             mapped axis has entries.
-        backend: only None; the devices say it.
+        backend: None. ``devices`` and :func:`pycollective.init` choose the devices.
         axis_size: the size of the whole axis, ranks x devices. It is needed only where no argument is mapped.
         donate_argnums: the positional arguments whose buffers the results may take. Default none.
         comm: the ranks; by default the world.

@@ -67,5 +67,5 @@ def test_full_run_on_two_ranks(options: tuple[str, ...], tmp_path: Path) -> None
 def test_a_batch_that_does_not_divide(batch: str, tmp_path: Path) -> None:
     done = train(tmp_path, 2, "--batch-size", batch)
     assert done.returncode not in (0, 124, 137)
-    assert done.stderr.count("train_digits: expected --batch-size to divide by the number of ranks, 2") == 1
+    assert done.stderr.count("train_digits: expected --batch-size to be a multiple of the number of ranks, 2") == 1
     assert f"got {batch}" in done.stderr
