@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from pycollective.bench.options import add_options, check
 from pycollective.launch import run
-from pycollective.launch.launchers import is_rank
+from pycollective.launch.started_by import is_rank
 
 
 def main(arguments: Sequence[str]) -> int:
