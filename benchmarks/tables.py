@@ -1,4 +1,4 @@
-"""Writes what ``scripts/performance`` measured as Markdown: a table for each command, a column for each contender.
+"""Markdown from what ``scripts/performance`` measured: a table for each command, implementations beside each other.
 
     python benchmarks/tables.py build/performance > build/performance/tables.md
 
@@ -27,19 +27,24 @@ def cell(row: dict[str, Any] | None) -> str:
         return "-"
     wrong = " !" if row["wrong"] else ""
     time = f"{row['median_us']:.1f}" if row["median_us"] < 1000 else f"{row['median_us']:.0f}"
-    ratio = "" if row["contender"] == "raw MPI" or row["over_raw"] is None else f" ({row['over_raw']:.2f})"
+    ratio = "" if row["implementation"] == "raw MPI" or row["over_raw"] is None else f" ({row['over_raw']:.2f})"
     return time + ratio + wrong
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
-    """Returns the lines of a table: a row for each operation, mode, type and size, a column for each contender."""
-    contenders = list(dict.fromkeys(row["contender"] for row in rows))
-    lines = ["| work | size | " + " | ".join(contenders) + " |", "|---|---" + "|---" * len(contenders) + "|"]
+    """Returns the lines of a table: a row for each operation, mode, type and size, a column for each implementation."""
+    implementations = list(dict.fromkeys(row["implementation"] for row in rows))
+    lines = [
+        "| workload | size | " + " | ".join(implementations) + " |",
+        "|---|---" + "|---" * len(implementations) + "|",
+    ]
     for key in dict.fromkeys((row["op"], row["mode"], row["type"], row["size"]) for row in rows):
-        found = {r["contender"]: r for r in rows if (r["op"], r["mode"], r["type"], r["size"]) == key}
+        found = {r["implementation"]: r for r in rows if (r["op"], r["mode"], r["type"], r["size"]) == key}
         op, mode, dtype, nbytes = key
         lines.append(
-            f"| {op}, {mode}, {dtype} | {size(nbytes)} | " + " | ".join(cell(found.get(c)) for c in contenders) + " |"
+            f"| {op}, {mode}, {dtype} | {size(nbytes)} | "
+            + " | ".join(cell(found.get(c)) for c in implementations)
+            + " |"
         )
     return lines
 

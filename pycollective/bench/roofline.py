@@ -1,4 +1,4 @@
-"""Speed of roofline: the least time that the same bytes take on this hardware, from what it was measured to give."""
+"""The roofline: the least time in which this hardware can move the bytes of a workload, from its measured speed."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _REPEATS = 30
 
 @dataclass(frozen=True)
 class Roofline:
-    """What limits a collective here.
+    """What limits a collective here: the latency and the bandwidth of the link.
 
     Attributes:
-        alpha_s: seconds that the smallest message takes, one way.
-        transfer_s: seconds that a number of bytes takes, from or to each host (or, on one host, each rank).
-        hosts: how many there are; 1: memory is the link.
-        ranks: of the communicator.
-        name: of the link, for the table.
+        alpha_s: the seconds that the smallest message takes, one way.
+        transfer_s: from a number of bytes to the seconds they take, from or to each host; on one host, each rank.
+        hosts: the number of hosts; with one host, memory is the link.
+        ranks: the number of ranks.
+        name: the name of the link, for the table.
     """
 
     alpha_s: float
@@ -35,14 +35,16 @@ class Roofline:
     ranks: int
     name: str
 
-    def least_s(self, work: Workload, devices: int) -> float:
-        """Seconds for ``work`` on ``devices`` local devices of each rank: latency of a tree, plus bytes over the link.
+    def least_s(self, workload: Workload, devices: int) -> float:
+        """The seconds that ``workload`` takes at least on ``devices`` local devices of each rank.
 
-        Between hosts the devices of one host may work together: a sum crosses the link once for all of them.
+        They are the latency of a tree of messages and the time of the bytes on the link. Between hosts the devices of
+        one host may work together: the link then carries one array for all of them.
         """
         n = self.hosts if self.hosts > 1 else self.ranks * devices
-        traffic = work.traffic(n)
-        if self.hosts > 1 and work.op == "all_to_all":  # nothing is shared: each device's array crosses the link
+        traffic = workload.traffic(n)
+        operation = workload.operation
+        if self.hosts > 1 and operation is not None and not operation.devices_share_the_link:
             traffic *= self.ranks * devices // self.hosts
         steps = math.ceil(math.log2(max(n, 2)))
         return (steps * self.alpha_s if n > 1 else 0.0) + self.transfer_s(traffic)
@@ -53,9 +55,9 @@ def measure_roofline(comm: MPI.Intracomm, hosts: int, partner: int, gbps: float 
 
     Args:
         comm: the ranks.
-        hosts: on how many hosts they are.
-        partner: a rank on another host than rank 0, or on one host any other.
-        gbps: the rate of the network, if known, in Gbit/s; by default that of a stream between the two ranks.
+        hosts: the number of their hosts.
+        partner: a rank on another host than rank 0; with one host, any other rank.
+        gbps: the rate of the network in Gbit/s; None to measure it between rank 0 and ``partner``.
     """
     alpha = one_way_s(comm, partner, PING_BYTES)
     if hosts == 1 and gbps is None:
@@ -70,7 +72,7 @@ def measure_roofline(comm: MPI.Intracomm, hosts: int, partner: int, gbps: float 
 
 
 def one_way_s(comm: MPI.Intracomm, partner: int, nbytes: int) -> float:
-    """Seconds, half of the median round trip of a message between rank 0 and ``partner``. All ranks make this call."""
+    """Half of the median round trip of a message between rank 0 and ``partner``. All ranks must make this call."""
     if comm.size == 1:
         return 0.0
     buffer = np.zeros(nbytes, np.uint8)
@@ -89,7 +91,7 @@ def one_way_s(comm: MPI.Intracomm, partner: int, nbytes: int) -> float:
 
 
 def _copy_s(comm: MPI.Intracomm, nbytes: int) -> float:
-    """The median time to copy so many bytes within memory, all ranks at once, on the slowest."""
+    """The median time of a copy within memory on the slowest rank, while all ranks copy."""
     source = np.ones(max(nbytes, 1), np.uint8)
     target = np.zeros_like(source)
     times = []

@@ -1,8 +1,8 @@
-"""Peers that do not speak MPI, in processes of their own beside the ranks.
+"""Implementations without MPI, which run in subprocesses of the ranks.
 
-Each rank starts one process of each peer. While it works, its rank sleeps, and while the others work, it does: in one
-process their threads would keep each other from the cores. A rank that waits in MPI polls, so it would keep the peers'
-threads from theirs.
+Each rank starts one subprocess for each of them. A rank sleeps while its subprocess works: a rank that waited in MPI
+would poll, and take a core from the subprocess. A subprocess sleeps while its rank works. In one process the threads of
+both would compete for the cores.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from pycollective.bench.measure import InProcess, Prepared
+from pycollective.bench.measure import InProcess, Validation
 from pycollective.bench.workloads import Workload
 from pycollective.environment import variable
 from pycollective.errors import message
@@ -25,47 +25,47 @@ from pycollective.ranks.xla_threads import shared_cores
 from pycollective.transport.mpi import MPI, host_of
 
 
-class OwnProcess:
-    """Runs a peer in a process of its own. All ranks must make each call.
+class InSubprocess:
+    """Runs an implementation in a subprocess. All ranks must make each call.
 
     Attributes:
-        name: of the peer.
-        process: where it runs.
+        name: the implementation's name.
+        process: the subprocess.
     """
 
-    def __init__(self, comm: MPI.Intracomm, peer: str, devices: int) -> None:
-        """Starts it and waits until it has met those of the other ranks.
+    def __init__(self, comm: MPI.Intracomm, option: str, devices: int) -> None:
+        """Starts the subprocess and waits until it has met those of the other ranks.
 
         Args:
             comm: the ranks.
-            peer: "jax-gloo" or "torch-gloo".
-            devices: local devices of each rank.
+            option: the implementation, "jax-gloo" or "torch-gloo".
+            devices: the number of local devices of each rank.
 
         Raises:
-            ImportError: it is not installed.
+            ImportError: the implementation is not installed.
         """
-        package = peer.partition("-")[0]
+        package = option.partition("-")[0]
         if find_spec(package) is None:
-            raise ImportError(message("bench", f"{peer} to be installed", "none", f"pip install {package}"))
-        self.name = peer.replace("-", " ")
+            raise ImportError(message("bench", f"{option} to be installed", "none", f"pip install {package}"))
+        self.name = option.replace("-", " ")
         context = multiprocessing.get_context("spawn")
-        self._link, theirs = context.Pipe()
+        self._link, other_end = context.Pipe()
         place = (free_port(comm), comm.rank, comm.size, devices)
-        self.process = context.Process(target=_serve, args=(theirs, peer, place), daemon=True)
-        # The process imports this package, but its MPI must not start: it is no rank.
+        self.process = context.Process(target=_serve, args=(other_end, option, place), daemon=True)
+        # The subprocess imports this package, but it is no rank, so MPI must not start in it.
         with variable("MPI4PY_RC_INITIALIZE", "0"), host_of(comm) as neighbours, shared_cores(neighbours):
             self.process.start()
-        theirs.close()
-        self._answer()  # it has joined the others
+        other_end.close()
+        self._answer()
 
-    def prepare(self, work: Workload, warmup: int) -> Prepared | None:
-        return self._ask("prepare", work, warmup)
+    def prepare(self, workload: Workload, warmup: int) -> Validation | None:
+        return self._ask("prepare", workload, warmup)
 
-    def turn(self, calls: int) -> list[float]:
-        return self._ask("turn", calls)
+    def time_calls(self, calls: int) -> list[float]:
+        return self._ask("time_calls", calls)
 
     def _ask(self, *question: Any) -> Any:
-        with suppress(ConnectionError):  # its process has ended, as the answer will say
+        with suppress(ConnectionError):  # the subprocess has ended; _answer raises
             self._link.send(question)
         return self._answer()
 
@@ -78,7 +78,7 @@ class OwnProcess:
 
 
 def free_port(comm: MPI.Intracomm) -> str:
-    """``host:port`` on rank 0's host, the same on all ranks. Bound to the loopback interface on one host."""
+    """``host:port`` on rank 0's host, the same on all ranks; on the loopback interface where there is one host."""
     one_host = len(set(comm.allgather(MPI.Get_processor_name()))) == 1
     with socket.socket() as free:
         host = "127.0.0.1" if one_host else socket.gethostbyname(socket.gethostname())
@@ -87,23 +87,23 @@ def free_port(comm: MPI.Intracomm) -> str:
     return str(comm.bcast(address))
 
 
-def _serve(link: Connection, peer: str, place: tuple[str, int, int, int]) -> None:
-    """The process of a peer: runs what comes through ``link``."""
-    os.dup2(2, 1)  # gloo talks; standard output is the table's
+def _serve(link: Connection, option: str, place: tuple[str, int, int, int]) -> None:
+    """The main function of the subprocess: makes the calls that come through ``link``."""
+    os.dup2(2, 1)  # gloo writes to standard output, which belongs to the table
     threading.Thread(target=_end_with_rank, daemon=True).start()
     address, rank, size, devices = place
-    module = importlib.import_module(f"pycollective.bench.{peer.replace('-', '_')}")
-    with link, suppress(EOFError):  # closed when this one fails; EOFError: the rank has closed its end
-        contender = module.join(address, rank, size, devices)
-        runner = InProcess(contender, rank, size, contender.barrier)
-        link.send(None)
+    module = importlib.import_module(f"pycollective.bench.{option.replace('-', '_')}")
+    with link, suppress(EOFError):  # EOFError: the rank has closed its end
+        implementation = module.join(address, rank, size, devices)
+        runner = InProcess(implementation, rank, size, implementation.barrier)
+        link.send(None)  # tells the rank that this subprocess has met the others
         while True:
             method, *args = link.recv()
             link.send(getattr(runner, method)(*args))
 
 
 def _end_with_rank() -> None:
-    """Ends this process when its rank has ended, whatever the peer waits for."""
+    """Ends this process when its rank has ended, whatever this process waits for."""
     rank = multiprocessing.parent_process()
     assert rank is not None
     wait([rank.sentinel])

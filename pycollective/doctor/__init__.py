@@ -1,1 +1,1 @@
-"""``pycollective doctor`` says what a machine and a job have, and what is wrong with them."""
+"""``pycollective doctor`` reports what an installation and a job have, and what is wrong with them."""

@@ -1,7 +1,7 @@
-"""``pycollective doctor``: what this machine and job have, and what is wrong with it.
+"""``pycollective doctor`` reports what this installation and job have, and what is wrong with them.
 
-Without a launcher it checks the installation, and starts two ranks of itself. As ranks of a job it speaks of the job.
-What needs MPI is in ``job.py``: here nothing is imported that a broken installation could end.
+Without a launcher it checks the installation, and starts two ranks of itself. Under a launcher it checks the job.
+``job.py`` has what needs MPI: this file imports nothing that could end the process in a broken installation.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ from collections.abc import Sequence
 
 from pycollective.doctor import installation
 from pycollective.doctor.findings import OK, WRONG, Finding, show
-from pycollective.launch.launchers import is_rank
-from pycollective.launch.libraries import loaded
+from pycollective.launch.find_mpi import loaded_library
+from pycollective.launch.started_by import is_rank
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Prints what it finds; returns 1 if something is wrong."""
-    parser = argparse.ArgumentParser(prog="pycollective doctor", description="Says what this machine and job have.")
-    parser.add_argument("--json", action="store_true", help="for programs: a list of findings")
+    """Prints the findings; returns 1 if something is wrong."""
+    description = "Reports what this installation and job have, and what is wrong with them."
+    parser = argparse.ArgumentParser(prog="pycollective doctor", description=description)
+    parser.add_argument("--json", action="store_true", help="print a list of findings, for programs")
     options = parser.parse_args(arguments)
     try:
-        library = loaded()
+        library = loaded_library()
     except (ImportError, RuntimeError) as error:
         return show([installation.versions(), Finding("MPI library", WRONG, str(error), "")], as_json=options.json)
     if is_rank(os.environ):

@@ -1,4 +1,4 @@
-"""What the doctor found, a line each."""
+"""What the doctor has found: a line for each finding."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ OK, WARNING, WRONG = "ok", "warning", "wrong"
 
 @dataclass(frozen=True)
 class Finding:
-    """One line.
+    """One line of the report.
 
     Attributes:
-        name: of what was looked at.
+        name: what was checked.
         status: :data:`OK`, :data:`WARNING` or :data:`WRONG`.
-        text: what there is.
-        remedy: what to do, where it is not ok.
+        text: what was found.
+        remedy: what to do where the status is not ok.
     """
 
     name: str
@@ -28,7 +28,7 @@ class Finding:
 
 
 def show(findings: Sequence[Finding], *, as_json: bool) -> int:
-    """Prints them; returns 1 if one is wrong."""
+    """Prints the findings; returns 1 if one is wrong."""
     if as_json:
         sys.stdout.write(json.dumps([asdict(finding) for finding in findings]) + "\n")
     else:

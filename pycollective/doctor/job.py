@@ -1,4 +1,4 @@
-"""What the ranks of a job say of themselves, put together: ``pycollective doctor`` under a launcher."""
+"""``pycollective doctor`` under a launcher: what the ranks of a job report about themselves, and what follows."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ import pycollective as pc
 from pycollective.bench.roofline import PING_BYTES, STREAM_BYTES, one_way_s
 from pycollective.config import config
 from pycollective.doctor.findings import OK, WARNING, WRONG, Finding, show
-from pycollective.doctor.installation import numbers
-from pycollective.launch.launchers import LAUNCHERS
-from pycollective.launch.libraries import identify
-from pycollective.launch.rank_wrapper import physical_cores
+from pycollective.doctor.installation import version_numbers
+from pycollective.launch.find_mpi import identify
+from pycollective.launch.host_share import physical_cores
+from pycollective.launch.started_by import launched_sizes
 from pycollective.ranks import accelerators
 from pycollective.ranks.xla_threads import shared_cores
 from pycollective.transport import runtime
 from pycollective.transport.mpi import MPI, host_of
 
-# Of MPI's ways between ranks: UCX, libfabric, MPICH, Open MPI (which sets others for itself), Intel MPI.
+# How the names of settings for MPI's messages begin: UCX, libfabric, MPICH, Intel MPI, Open MPI. Open MPI itself sets
+# variables of other frameworks than these.
 _SETTINGS = (
     *("UCX_TLS", "UCX_NET", "FI_PROVIDER", "FI_TCP_IFACE", "MPIR_CVAR_", "I_MPI_FABRICS", "I_MPI_OFI"),
     *(f"OMPI_MCA_{framework}" for framework in ("pml", "mtl", "btl", "coll")),
@@ -41,18 +42,18 @@ _LEVELS = {
 
 @dataclass(frozen=True)
 class Facts:
-    """Of one rank.
+    """What one rank reports about itself.
 
     Attributes:
-        host: its name.
-        versions: of Python and packages.
-        library: family and version of MPI.
-        cores: that it may use, each by the first of its hardware threads.
-        host_cores: how many its host has.
-        platform: of its devices; why there are none, where there are none.
-        devices: their number.
-        gpu_aware: whether its MPI takes pointers to a GPU's memory; None where it does not say.
-        gpus: what tells its GPUs from all others; None for each that does not say.
+        host: the name of its host.
+        versions: the versions of Python and of the packages.
+        library: the MPI library's name and version.
+        cores: the cores that the rank may use, each by the number of its first hardware thread.
+        host_cores: the number of cores of its host.
+        platform: the platform of its devices; the reason why it has none, where it has none.
+        devices: the number of its devices.
+        gpu_aware: whether its MPI takes pointers to a GPU's memory; None where MPI does not say.
+        gpus: an identity of each of its GPUs; None for a GPU that has none.
     """
 
     host: str
@@ -67,7 +68,7 @@ class Facts:
 
 
 def main(*, as_json: bool) -> int:
-    """Prints on rank 0; returns 1 on all ranks if something is wrong."""
+    """Prints the findings on rank 0; returns 1 on all ranks if something is wrong."""
     world = MPI.COMM_WORLD
     agreed = launchers_agree(world.size, os.environ)
     if agreed.status == WRONG:
@@ -87,19 +88,22 @@ def main(*, as_json: bool) -> int:
 
 
 def launchers_agree(size: int, environ: Mapping[str, str]) -> Finding:
-    """Whether MPI sees as many ranks as a launcher has started; for an mpiexec in sbatch, srun has started proxies."""
-    said = [(launcher, environ[launcher.size_variable]) for launcher in LAUNCHERS if launcher.size_variable in environ]
-    for launcher, number in said:
-        if number == str(size):
+    """Whether MPI sees as many ranks as a launcher has started.
+
+    The variables of several launchers may be set: under an mpiexec inside ``sbatch``, srun has started its proxies.
+    """
+    started = launched_sizes(environ)
+    for launcher, number in started:
+        if number == size:
             return Finding("world", OK, f"{size} rank(s), as {launcher.name} says")
-    if not said:
+    if not started:
         return Finding("world", OK, f"{size} rank(s); no launcher's variables")
-    launcher, number = said[-1]
+    launcher, number = started[-1]
     return Finding("world", WRONG, f"{launcher.name} started {number} rank(s), MPI sees {size}", launcher.remedy)
 
 
 def transport() -> Finding:
-    """What carries messages: ours, MPI's device, and the user's settings of it."""
+    """What carries messages: this package's library, MPI's device, and the user's settings for it."""
     device = re.search(r"Device:\s*(.+)", MPI.Get_library_version())
     settings = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(_SETTINGS)]
     parts = ["native", f"MPI's device {device[1].strip()}" if device else "", ", ".join(settings)]
@@ -107,23 +111,24 @@ def transport() -> Finding:
 
 
 def facts() -> Facts:
-    """Of this rank; all make this call. Starts JAX's devices."""
+    """The facts of this rank. Starts JAX's devices. All ranks must make this call."""
     text = MPI.Get_library_version().strip(" \x00\n")
+    library = identify(text)
     found: list[jax.Device] = []
     try:
         with host_of(MPI.COMM_WORLD) as neighbours:
             accelerators.take_own(neighbours)
             with shared_cores(neighbours):
                 found = jax.local_devices()
-    except Exception as error:  # whatever it is: told with the facts of the others, who wait for these
+    except Exception as error:  # of any kind: the other ranks wait for these facts, which then hold the reason
         kind = f"{type(error).__name__}: {error}".splitlines()[0]
     else:
         kind = accelerators.kind_of(found[0])
     known = runtime.KINDS.get(kind)
     return Facts(
         host=socket.gethostname(),
-        versions=tuple(f"{name} {number}" for name, number in numbers().items()),
-        library=" ".join(identify(text) or (text.splitlines()[0],)),
+        versions=tuple(f"{name} {number}" for name, number in version_numbers().items()),
+        library=library.name if library else text.splitlines()[0],
         cores=frozenset(map(min, physical_cores(os.sched_getaffinity(0)))),
         host_cores=len(physical_cores(set(range(os.cpu_count() or 1)))),
         platform=kind,
@@ -134,7 +139,7 @@ def facts() -> Facts:
 
 
 def compare(ranks: Sequence[Facts]) -> list[Finding]:
-    """What the facts of all ranks say together."""
+    """The findings that need the facts of all ranks."""
     return [
         same("versions", ranks, lambda rank: ", ".join(rank.versions), "Use one environment on all hosts.", WARNING),
         same("MPI library", ranks, lambda rank: rank.library, "Load the same MPI module on all hosts.", WRONG),
@@ -147,10 +152,10 @@ def compare(ranks: Sequence[Facts]) -> list[Finding]:
 
 
 def same(name: str, ranks: Sequence[Facts], value: Callable[[Facts], str], remedy: str, otherwise: str) -> Finding:
-    """A fact that should be one for all ranks."""
+    """Whether a fact is the same on all ranks; ``otherwise`` is the status where it is not."""
     groups: dict[str, list[int]] = {}
-    for rank, fact in enumerate(ranks):
-        groups.setdefault(value(fact), []).append(rank)
+    for rank, facts_of_rank in enumerate(ranks):
+        groups.setdefault(value(facts_of_rank), []).append(rank)
     if len(groups) == 1:
         return Finding(name, OK, next(iter(groups)))
     text = "; ".join(f"{what} on rank {', '.join(map(str, who))}" for what, who in groups.items())
@@ -158,8 +163,8 @@ def same(name: str, ranks: Sequence[Facts], value: Callable[[Facts], str], remed
 
 
 def devices(ranks: Sequence[Facts]) -> Finding:
-    """Whether all ranks have as many, and any."""
-    without = [rank for rank, fact in enumerate(ranks) if fact.devices == 0]
+    """Whether all ranks have devices, and the same number of them."""
+    without = [rank for rank, facts_of_rank in enumerate(ranks) if facts_of_rank.devices == 0]
     if without:
         text = f"none on rank {', '.join(map(str, without))}: {ranks[without[0]].platform}"
         return Finding("devices", WRONG, text, "Set JAX_PLATFORMS=cpu, or install the jax that belongs to the device.")
@@ -168,7 +173,7 @@ def devices(ranks: Sequence[Facts]) -> Finding:
 
 
 def gpus(ranks: Sequence[Facts]) -> Finding:
-    """Whether every GPU has one rank."""
+    """Whether every GPU belongs to one rank."""
     if (both := accelerators.shared([rank.gpus for rank in ranks])) is not None:
         name, together = both
         text = f"ranks {', '.join(map(str, together))} drive the same one, {name[:8]}"
@@ -181,8 +186,12 @@ def gpus(ranks: Sequence[Facts]) -> Finding:
 
 
 def gpu_awareness(ranks: Sequence[Facts]) -> Finding:
-    """Whether MPI can send from where the arrays are."""
-    said = {True: "MPI takes pointers to GPU memory", False: "MPI takes none to GPU memory", None: "MPI does not say"}
+    """Whether MPI can send arrays from the devices' own memory."""
+    said = {
+        True: "MPI takes pointers to GPU memory",
+        False: "MPI takes no pointers to GPU memory",
+        None: "MPI does not say",
+    }
     text = "; ".join(sorted({said[rank.gpu_aware] for rank in ranks}))
     if all(rank.platform == "cpu" for rank in ranks):
         return Finding("GPU awareness", OK, f"not needed on CPU devices ({text})")
@@ -195,15 +204,15 @@ def gpu_awareness(ranks: Sequence[Facts]) -> Finding:
 
 
 def by_host(ranks: Sequence[Facts]) -> dict[str, list[Facts]]:
-    """The facts of each host's ranks."""
+    """The facts of the ranks, by host."""
     found: dict[str, list[Facts]] = {}
-    for fact in ranks:
-        found.setdefault(fact.host, []).append(fact)
+    for facts_of_rank in ranks:
+        found.setdefault(facts_of_rank.host, []).append(facts_of_rank)
     return found
 
 
 def hosts(ranks: Sequence[Facts]) -> Finding:
-    """How many ranks are where."""
+    """How many ranks each host has."""
     counts = {host: len(own) for host, own in by_host(ranks).items()}
     text = ", ".join(f"{count} rank(s) on {host}" for host, count in counts.items())
     if len(set(counts.values())) > 1:
@@ -212,7 +221,7 @@ def hosts(ranks: Sequence[Facts]) -> Finding:
 
 
 def cores(ranks: Sequence[Facts]) -> Finding:
-    """Whether ranks have cores to themselves."""
+    """Whether each rank has cores that it does not share."""
     for host, own in by_host(ranks).items():
         union = frozenset().union(*(rank.cores for rank in own))
         if len(own) > len(union):
@@ -230,7 +239,7 @@ def cores(ranks: Sequence[Facts]) -> Finding:
 
 
 def sums(comm: pc.Communicator) -> Finding:
-    """One sum through the whole path."""
+    """Whether one sum through the whole package is right."""
     total = pc.jit(lambda x: lax.psum(x, "ranks"), axis_name="ranks")(jnp.full(1000, comm.rank + 1.0))
     want = comm.size * (comm.size + 1) / 2
     wrong = int(comm.mpi.allreduce(int((total != want).sum())))
@@ -242,7 +251,7 @@ def sums(comm: pc.Communicator) -> Finding:
 
 
 def speeds(comm: pc.Communicator) -> list[Finding]:
-    """Latency and bandwidth from rank 0 to one of its host, and to one of another."""
+    """Latency and bandwidth from rank 0 to a rank on its host, and to a rank on another host."""
     places = comm.mpi.allgather(comm.host_index)
     others = range(1, comm.size)
     partners = {

@@ -30,7 +30,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from pycollective.errors import message
-from pycollective.launch.processes import is_forked, wait_until_read
+from pycollective.launch.child_processes import is_forked, wait_until_read
 from pycollective.transport.mpi import MPI
 
 _HEAD_START_S, _STEP_S = 0.5, 0.05

@@ -1,4 +1,4 @@
-"""Types for argparse that several commands use."""
+"""A type for argparse that several commands use."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What ``pycollective run`` starts as each rank: binds itself to its cores, then becomes the program.
+"""What ``pycollective run`` starts as each rank: it binds itself to its cores, then becomes the program.
 
-Ranks do so themselves because each launcher has its own way to bind, and its own idea of a core. The launcher's
-variables tell them apart; MPI has not started yet.
+Each launcher has its own way to bind ranks, and its own idea of a core; so ranks bind themselves. They know their place
+on their host from the launcher's variables, since MPI has not started yet.
 """
 
 from __future__ import annotations
@@ -9,24 +9,15 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from pathlib import Path
 
-from pycollective.launch.launchers import local_place, own_part, visible_gpus
+from pycollective.launch.host_share import physical_cores, share_of, visible_gpus
+from pycollective.launch.started_by import launcher_gives_gpus, local_place
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
-def physical_cores(cpus: set[int], sys_cpu: Path = Path("/sys/devices/system/cpu")) -> list[set[int]]:
-    """``cpus`` by the core that they share; in order of their numbers."""
-    cores: dict[str, set[int]] = {}
-    for cpu in sorted(cpus):
-        file = sys_cpu / f"cpu{cpu}" / "topology" / "thread_siblings_list"
-        cores.setdefault(file.read_text() if file.exists() else str(cpu), set()).add(cpu)
-    return list(cores.values())
-
-
 def main() -> None:
-    """Takes this rank's place and becomes the command."""
+    """Takes this rank's share of its host, then becomes the program."""
     parser = argparse.ArgumentParser(prog="python -m pycollective.launch.rank_wrapper", description=__doc__)
     parser.add_argument("--bind", choices=("core", "none"), default="core")
     parser.add_argument("command", nargs=argparse.REMAINDER)
@@ -34,13 +25,12 @@ def main() -> None:
     place = local_place(os.environ)
     if place is not None:
         if options.bind == "core":
-            cores = own_part(physical_cores(os.sched_getaffinity(0)), place)
+            cores = share_of(physical_cores(os.sched_getaffinity(0)), place)
             os.sched_setaffinity(0, set().union(*cores))
             for name in THREAD_VARIABLES:
                 os.environ.setdefault(name, str(len(cores)))
-        # Under --gpus-per-task those that are visible are the rank's own already.
-        if "SLURM_GPUS_PER_TASK" not in os.environ and (gpus := visible_gpus(os.environ)):
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(own_part(gpus, place))
+        if not launcher_gives_gpus(os.environ) and (gpus := visible_gpus(os.environ)):
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(share_of(gpus, place))
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     try:
         os.execvp(command[0], command)

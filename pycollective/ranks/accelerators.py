@@ -8,7 +8,9 @@ from collections.abc import Mapping, Sequence
 import jax
 
 from pycollective.errors import message
-from pycollective.launch.launchers import Place, own_part, visible_gpus
+from pycollective.launch.host_share import share_of, visible_gpus
+from pycollective.launch.launchers.launcher import Place
+from pycollective.launch.started_by import launcher_gives_gpus
 from pycollective.transport import runtime
 from pycollective.transport.mpi import MPI
 
@@ -61,7 +63,7 @@ def share(lists: Sequence[Sequence[str]], rank: int) -> list[int] | None:
     own = lists[rank]
     if len(lists) == 1 or len(own) < 2 or any(list(other) != list(own) for other in lists):
         return None
-    return list(own_part(range(len(own)), Place(rank, len(lists))))
+    return list(share_of(range(len(own)), Place(rank, len(lists))))
 
 
 def take_own(neighbours: MPI.Intracomm, environ: Mapping[str, str] = os.environ) -> None:
@@ -73,7 +75,7 @@ def take_own(neighbours: MPI.Intracomm, environ: Mapping[str, str] = os.environ)
         neighbours: the ranks of the host, as ``mpi.host_of`` gives them.
         environ: the variables of this process.
     """
-    chosen = jax.config.read(_OPTION) != "all" or "SLURM_GPUS_PER_TASK" in environ
+    chosen = jax.config.read(_OPTION) != "all" or launcher_gives_gpus(environ)
     lists = neighbours.allgather([] if chosen else visible_gpus(environ))
     own = share(lists, neighbours.rank)
     if own is not None:

@@ -11,7 +11,7 @@ from pycollective.config import config
 from pycollective.errors import message
 from pycollective.faults import rank_exit
 from pycollective.faults.watchdog import Watchdog
-from pycollective.launch import launchers, processes
+from pycollective.launch import child_processes, started_by
 from pycollective.ordering import dispatch
 from pycollective.ranks import accelerators
 from pycollective.ranks.devices import local_devices
@@ -63,7 +63,7 @@ def start(
 
     A later call changes nothing, and raises if its options are not those of the first.
     """
-    processes.refuse_child("init")
+    child_processes.refuse_child("init")
     if transport is not None and transport not in TRANSPORTS:
         raise ValueError(
             message("init", f"transport to be one of {list(TRANSPORTS)}", repr(transport), "Leave it out.")
@@ -95,8 +95,8 @@ def start(
             )
         )
     if not config.allow_singleton:
-        launchers.check_world(os.environ, MPI.COMM_WORLD.size, MPI.Get_library_version())
-    processes.mark_rank(MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)
+        started_by.check_world(os.environ, MPI.COMM_WORLD.size, MPI.Get_library_version())
+    child_processes.mark_rank(MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)
     rank_exit.end_all_on_error()  # from here on ranks wait for each other
     with host_of(mpi) as neighbours:
         native.start(neighbours.size)  # it tunes malloc, so it comes before JAX's backend starts threads

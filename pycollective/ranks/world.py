@@ -10,7 +10,7 @@ import jax
 
 from pycollective.errors import fail, message
 from pycollective.faults import rank_exit
-from pycollective.launch.processes import is_forked, refuse_child
+from pycollective.launch.child_processes import is_forked, refuse_child
 from pycollective.ranks import setup
 from pycollective.ranks.communicator import Communicator, made_for
 from pycollective.transport.mpi import MPI

@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from pycollective.environment import variable
 from pycollective.errors import FROM_A_CLONE, message
-from pycollective.launch.processes import parent_rank
+from pycollective.launch.child_processes import parent_rank
 
 _NETWORK = "MPIR_CVAR_CH4_NETMOD"
 

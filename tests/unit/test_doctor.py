@@ -11,7 +11,7 @@ from pycollective.config import Config
 from pycollective.doctor import installation, job
 from pycollective.doctor.findings import Finding, show
 from pycollective.doctor.job import Facts
-from pycollective.launch.libraries import Library
+from pycollective.launch.libraries.mpich import Mpich
 from tests.unit.fakes import launcher
 
 RANK = Facts("alpha", ("Python 3.12.1", "jax 0.11.0"), "MPICH 5.0.2", frozenset({0, 1}), 4, "cpu", 2)
@@ -67,7 +67,7 @@ def test_launcher_and_mpi(size: int, environ: dict[str, str], status: str, text:
 
 def test_gpu_awareness() -> None:
     cpu = job.gpu_awareness([replace(RANK, gpu_aware=False)] * 2)
-    assert (cpu.status, cpu.text) == ("ok", "not needed on CPU devices (MPI takes none to GPU memory)")
+    assert (cpu.status, cpu.text) == ("ok", "not needed on CPU devices (MPI takes no pointers to GPU memory)")
     gpu = replace(RANK, platform="gpu")
     assert job.gpu_awareness([replace(gpu, gpu_aware=True)]).status == "ok"
     for aware in (False, None):
@@ -113,7 +113,7 @@ def test_ranks_bound_to_one_core() -> None:
 
 
 def test_another_mpirun_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mpich = Library("MPICH", "5.0.2", "libmpi.so.12")
+    mpich = Mpich("5.0.2", "libmpi.so.12")
     monkeypatch.setattr("sys.executable", str(tmp_path / "nowhere" / "python"))
     other = launcher(tmp_path / "one" / "mpirun", "mpirun (Open MPI) 5.0.11")
     right = launcher(tmp_path / "two" / "mpirun", "HYDRA build details: Version: 5.0.2")

@@ -1,4 +1,4 @@
-"""Peers of the benchmark in processes of their own: their ends. What they measure is tested end to end."""
+"""How implementations in subprocesses end. What they measure is tested end to end."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ WORLD = MPI.COMM_WORLD
 def test_one_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocesses, "find_spec", lambda _: None)
     with pytest.raises(ImportError, match="pip install torch"):
-        subprocesses.OwnProcess(WORLD, "torch-gloo", 1)
+        subprocesses.InSubprocess(WORLD, "torch-gloo", 1)
 
 
 def test_one_whose_process_ends() -> None:
-    peer = subprocesses.OwnProcess(WORLD, "jax-gloo", 1)
-    peer.process.kill()
-    peer.process.join(10)
+    runner = subprocesses.InSubprocess(WORLD, "jax-gloo", 1)
+    runner.process.kill()
+    runner.process.join(10)
     with pytest.raises(RuntimeError, match="an answer of jax gloo's process"):
-        peer.prepare(make_workload("psum", 64, "float32", 1), 1)
+        runner.prepare(make_workload("psum", 64, "float32", 1), 1)
 
 
 def test_one_that_fails() -> None:
-    peer = subprocesses.OwnProcess(WORLD, "jax-gloo", 1)
+    runner = subprocesses.InSubprocess(WORLD, "jax-gloo", 1)
     with pytest.raises(RuntimeError, match="an answer of jax gloo's process"):
-        peer.turn("many")  # type: ignore[arg-type]
-    peer.process.join(10)
-    assert peer.process.exitcode == 1
+        runner.time_calls("many")  # type: ignore[arg-type]
+    runner.process.join(10)
+    assert runner.process.exitcode == 1

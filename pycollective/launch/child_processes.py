@@ -1,7 +1,7 @@
-"""Which process is a rank, and which a child of one: a worker of a data loader, say.
+"""Which process is a rank, and which is a child of a rank, such as a worker of a data loader.
 
-A rank leaves a variable in its environment, and its children inherit it. MPI belongs to the rank: a child that started
-it again would be another rank 0 of 1, or would speak to the launcher in the rank's name.
+A rank sets a variable in its environment, which its children inherit. MPI belongs to the rank: a child that started MPI
+again would be another rank 0 of 1, or would speak to the launcher in the rank's name.
 """
 
 from __future__ import annotations
@@ -20,75 +20,64 @@ from multiprocessing import parent_process
 from typing import NamedTuple
 
 from pycollective.errors import message
-from pycollective.launch.launchers import is_rank
+from pycollective.launch.started_by import is_rank, rank_variables
 
 _VARIABLE = "PYCOLLECTIVE_RANK"
 
-# They differ between two ranks, of one job or of two.
-_NAMES_OF_A_RANK = (
-    "PMI_RANK",
-    "PMI_FD",
-    "PMI_PORT",
-    "PMIX_NAMESPACE",
-    "PMIX_RANK",
-    "OMPI_COMM_WORLD_RANK",
-    "SLURM_STEP_ID",
-    "SLURM_PROCID",
-    "FLUX_JOB_ID",
-    "FLUX_TASK_RANK",
-)
-
 _LONGEST_READ_S = 2.0
-"""How long a process waits for its launcher to read what it wrote."""
+"""How long a process waits until its launcher has read what it wrote."""
 
 _PASSING_ON_S = 0.1
-"""And for the launcher's part on this host to pass it on."""
+"""How long it waits afterwards, until the launcher's part on this host has passed this on."""
 
 
 class Parent(NamedTuple):
-    """The rank that made this process.
+    """The rank whose child this process is.
 
     Attributes:
-        pid: its process.
-        name: "rank r of n", or "a rank" before it has started MPI.
+        pid: the rank's process number.
+        name: "rank r of n", or "a rank" before the rank has started MPI.
     """
 
     pid: int
     name: str
 
 
-class _Own:
-    forked = False  # from a rank
-    rank: int | None = None  # the process that called mark_rank, this one or the one that it was forked from
+class _State:
+    """What this process knows about itself.
 
+    Attributes:
+        forked: whether it was forked from a rank.
+        marked: the process that called mark_rank: this one, or the one from which this one was forked.
+    """
 
-def _launched_as(environ: Mapping[str, str]) -> dict[str, str]:
-    return {name: environ[name] for name in _NAMES_OF_A_RANK if name in environ}
+    forked = False
+    marked: int | None = None
 
 
 def mark_rank(rank: int, size: int) -> None:
-    """Makes this process known as a rank to its children."""
-    if _Own.rank is None:
+    """Tells the children of this process that it is a rank."""
+    if _State.marked is None:
         os.register_at_fork(after_in_child=_mark_forked)
-    _Own.rank = os.getpid()
-    mark = {"pid": os.getpid(), "name": f"rank {rank} of {size}", "launched_as": _launched_as(os.environ)}
+    _State.marked = os.getpid()
+    mark = {"pid": os.getpid(), "name": f"rank {rank} of {size}", "launched_as": rank_variables(os.environ)}
     os.environ[_VARIABLE] = json.dumps(mark)
 
 
 def _mark_forked() -> None:
-    _Own.forked = True
+    _State.forked = True
 
 
 def is_forked() -> bool:
-    """Whether this process was forked from a rank: MPI has started here, and is another's."""
-    return _Own.forked
+    """Whether this process was forked from a rank. MPI has started in it, but belongs to the rank."""
+    return _State.forked
 
 
 def parent_rank(environ: Mapping[str, str] = os.environ) -> Parent | None:
     """The rank whose child this process is; None for a process that may be a rank.
 
-    A program that a rank starts is its child if it has the rank's place at the launcher. Without a launcher, or under
-    one of its own, it is none.
+    A program that a rank starts is the rank's child if it has the rank's own variables of the launcher. Without a
+    launcher, or when another launcher has started the program, it is no child.
 
     Example:
         >>> parent_rank({}) is None
@@ -105,20 +94,20 @@ def parent_rank(environ: Mapping[str, str] = os.environ) -> Parent | None:
     mark = json.loads(environ[_VARIABLE])
     if mark["pid"] == os.getpid():
         return None
-    is_same_place = mark["launched_as"] and mark["launched_as"] == _launched_as(environ)
-    if is_worker or mark["pid"] == _Own.rank or is_same_place:
+    has_its_variables = mark["launched_as"] and mark["launched_as"] == rank_variables(environ)
+    if is_worker or mark["pid"] == _State.marked or has_its_variables:
         return Parent(mark["pid"], mark["name"])
     return None
 
 
 def refuse_child(where: str) -> None:
-    """Raises, speaking for ``where``, if this process is a child of a rank.
+    """Raises an error of the function ``where`` if this process is a child of a rank.
 
-    A worker that ends while it imports the program's main module is replaced by the next one, for ever
-    (:class:`multiprocessing.pool.Pool`). So it ends the rank that made it too, whose launcher ends the others.
+    When a worker ends while it imports the program's main module, :class:`multiprocessing.pool.Pool` starts the next
+    worker, for ever. So such a worker also ends the rank that started it; the launcher then ends the other ranks.
 
     Raises:
-        RuntimeError: it is.
+        RuntimeError: this process is a child of a rank.
     """
     parent = parent_rank()
     if parent is None:
@@ -133,13 +122,13 @@ def refuse_child(where: str) -> None:
     if _is_importing_main():
         sys.stderr.write(f"{error} Ending {parent.name}.\n")
         wait_until_read()
-        with suppress(ProcessLookupError):  # another worker was first
+        with suppress(ProcessLookupError):  # another worker has ended it already
             os.kill(parent.pid, signal.SIGTERM)
     raise RuntimeError(error)
 
 
 def _is_importing_main() -> bool:
-    """Whether multiprocessing runs the main module in a process that it spawned: it has this name there."""
+    """Whether multiprocessing is importing the main module, which it calls ``__mp_main__``, into a spawned process."""
     frame = inspect.currentframe()
     while frame is not None:
         if frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == "__mp_main__":
@@ -149,10 +138,10 @@ def _is_importing_main() -> bool:
 
 
 def wait_until_read() -> None:
-    """Returns when the launcher has read what this process wrote: it may throw away what it has not."""
+    """Waits until the launcher has read what this process wrote. It may throw away what it has not read."""
     deadline = time.monotonic() + _LONGEST_READ_S
     for stream in (sys.stdout, sys.stderr):
-        with suppress(AttributeError, OSError, ValueError):  # none, closed, or nothing that can be asked
+        with suppress(AttributeError, OSError, ValueError):  # no stream, a closed one, or one without a file
             stream.flush()
             while int.from_bytes(fcntl.ioctl(stream.fileno(), termios.FIONREAD, bytes(4)), sys.byteorder) > 0:
                 if time.monotonic() > deadline:
