@@ -1,7 +1,7 @@
 """How docstrings and signatures become pages.
 
-Docstrings end with lines like ``Differentiation: ... Order: ... Source: ...``. They become fields: Sphinx then sets
-them beside Parameters, Returns and Raises, which napoleon makes from the other sections.
+Docstrings end with lines like ``Shape: ... Dtypes: ... Differentiation: ... Order: ... Source: ...``. They become fields:
+Sphinx then sets them beside Parameters, Returns and Raises, which napoleon makes from the other sections.
 
 Signatures show types as the source writes them (``PyTree``, not what it stands for), without the overloads that are for
 type checkers.
@@ -19,7 +19,9 @@ from sphinx.util.inspect import stringify_signature
 
 import pycollective
 
-_FIELD = re.compile(r"(?:^|(?<=[.;)] ))(Differentiation|Order|Source)( \([^:]*(?::func:`[^`]*`[^:]*)?\))?: ")
+_FIELD = re.compile(
+    r"(?:^|(?<=[.;)] ))(Shape|Dtypes|Differentiation|Order|Source)( \([^:]*(?::func:`[^`]*`[^:]*)?\))?: "
+)
 
 
 def paragraphs(lines: list[str]) -> Iterator[list[str]]:

@@ -8,157 +8,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pycollective import errors
 from pycollective.collectives import checks
 from pycollective.collectives.checks import Array, Groups, PyTree
-from pycollective.collectives.wire_dtype import round_with_residual, sum_on_wire
 from pycollective.named_axes.names import AxisName, by_name, is_name
 from pycollective.primitives import exchanges, reductions
 from pycollective.primitives.blocks import join
 from pycollective.ranks.communicator import Communicator
 from pycollective.ranks.world import given_or_world
-
-
-def psum(
-    x: PyTree,
-    axis_name: AxisName | Communicator | None = None,
-    *,
-    axis_index_groups: Groups = None,
-    wire_dtype: Any = None,
-    residual: PyTree = None,
-) -> PyTree:
-    """Sums over ranks: ``y_r = sum_s x_s``.
-
-    Args:
-        x: an array or a pytree of arrays, with the same shapes and dtypes on all ranks. A Python number is this
-            rank's own value, as an array is; :func:`jax.lax.psum` takes it as a constant of all devices.
-        axis_name: a communicator, the world by default; or the name of an axis that a JAX transform binds, or a tuple
-            of such names. A name gives :func:`jax.lax.psum`.
-        axis_index_groups: lists of ranks, each rank in exactly one list. A rank gets the sum over its own list.
-            Default: one list of all ranks.
-        wire_dtype: ``jnp.bfloat16`` sends each float of at most 32 bits in 16 bits, half the bytes of float32. Each
-            rank rounds its operand once; where it has several local devices, it rounds the sum of their operands. The
-            rounded operands are added in float32, the total is rounded once, and all ranks get the same bits.
-            Cotangents are sent in the same way. Leaves of other dtypes, and sums over one rank, are not rounded.
-            Default: None, which sends all bits.
-        residual: what the rounding of ``x`` lost in the last call, for error feedback: float32 arrays of the structure
-            and the shapes of ``x``, zeros for the first call. It is added to ``x`` before the rounding. It does not
-            hold what the rounding of the total loses. It needs ``wire_dtype``. Default: None.
-
-    Returns:
-        The sum, of the structure, shapes and dtypes of ``x``; sums of bool are int32. float16, bfloat16 and 8-bit
-        floats are added in float32, and the sum is rounded once. With ``residual``: the sum and the new residual.
-
-    Raises:
-        TypeError, ValueError: while tracing, for an argument of a wrong type, shape or value.
-
-    Differentiation: the transpose is :func:`psum`. Order: program order.
-    Source: :func:`jax.lax.psum`; MPI_Allreduce (MPI standard, 6.9.6).
-
-    Example:
-        >>> import jax.numpy as jnp, pycollective as pc
-        >>> bool((pc.psum(jnp.ones(3)) == pc.world().size).all())
-        True
-        >>> y, left = pc.psum(jnp.full(3, 1.001), wire_dtype=jnp.bfloat16, residual=jnp.zeros(3))
-        >>> float(y[0]) == pc.world().size, bool(abs(left[0] - 0.001) < 1e-6)
-        (True, True)
-    """
-    if residual is not None:
-        x, left = round_with_residual("psum", x, residual, wire_dtype)
-        return psum(x, axis_name, axis_index_groups=axis_index_groups, wire_dtype=wire_dtype), left
-    if is_name(axis_name):
-
-        def total(x: PyTree) -> PyTree:
-            return lax.psum(x, axis_name, axis_index_groups=axis_index_groups)
-
-        if wire_dtype is None:
-            return by_name("psum", axis_name, total, x)
-        by_name("psum", axis_name, lambda: None)  # the name must be bound
-        if axis_index_groups is not None:
-            remedy = "Name an axis for each group, or pass a communicator."
-            errors.fail(ValueError, "psum", None, "no axis_index_groups with wire_dtype", axis_index_groups, remedy)
-        return sum_on_wire("psum", x, axis_name, wire_dtype, total)
-    if wire_dtype is None:
-        return _allreduce("psum", x, axis_name, "sum", axis_index_groups)
-    comm = checks.group("psum", given_or_world("psum", axis_name), axis_index_groups, equal=False)
-    x = checks.map_arrays("psum", comm, lambda leaf: checks.reducible("psum", comm, leaf, "sum"), x)
-    return sum_on_wire("psum", x, comm, wire_dtype, lambda xs: reductions.allreduce_all(xs, comm=comm, op="sum"))
-
-
-def _allreduce(where: str, x: PyTree, axis_name: Any, op: str, groups: Groups) -> PyTree:
-    comm = checks.group(where, given_or_world(where, axis_name), groups, equal=False)
-    leaves, tree = jax.tree.flatten(
-        checks.map_arrays(where, comm, lambda leaf: checks.reducible(where, comm, leaf, op), x)
-    )
-    return jax.tree.unflatten(tree, reductions.allreduce_all(leaves, comm=comm, op=op))
-
-
-def pmean(
-    x: PyTree,
-    axis_name: AxisName | Communicator | None = None,
-    *,
-    axis_index_groups: Groups = None,
-    wire_dtype: Any = None,
-    residual: PyTree = None,
-) -> PyTree:
-    """Averages over ranks: ``y_r = sum_s x_s / size``. Integers become floats.
-
-    Arguments, errors and order are those of :func:`psum`. Differentiation: the transpose is :func:`pmean`.
-    Source: :func:`jax.lax.pmean`.
-
-    Example:
-        >>> import pycollective as pc
-        >>> float(pc.pmean(3.0))
-        3.0
-    """
-    if is_name(axis_name):
-        if wire_dtype is None and residual is None:
-            return by_name("pmean", axis_name, lax.pmean, x, axis_name, axis_index_groups=axis_index_groups)
-        size = by_name("pmean", axis_name, lax.axis_size, axis_name)
-    else:
-        axis_name = given_or_world("pmean", axis_name)
-        size = checks.group("pmean", axis_name, axis_index_groups, equal=False).size
-    out = psum(x, axis_name, axis_index_groups=axis_index_groups, wire_dtype=wire_dtype, residual=residual)
-    y, *left = (out,) if residual is None else out
-    mean = jax.tree.map(lambda y: y / size, y)
-    return (mean, *left) if left else mean
-
-
-def pmax(x: PyTree, axis_name: AxisName | Communicator | None = None, *, axis_index_groups: Groups = None) -> PyTree:
-    """Takes the maximum over ranks: ``y_r = max_s x_s``. A NaN on any rank gives NaN, as in JAX. Of bools it is "or".
-
-    Arguments, errors and order are those of :func:`psum`; complex numbers raise TypeError.
-    Differentiation: the derivative is the mean of the derivatives on the ranks that hold the maximum.
-    :func:`jax.lax.pmax` has none.
-    Source: :func:`jax.lax.pmax`; MPI_Allreduce.
-
-    Example:
-        >>> import pycollective as pc
-        >>> int(pc.pmax(pc.axis_index())) == pc.axis_size() - 1
-        True
-    """
-    if is_name(axis_name):
-        return by_name("pmax", axis_name, lax.pmax, x, axis_name, axis_index_groups=axis_index_groups)
-    return _allreduce("pmax", x, axis_name, "max", axis_index_groups)
-
-
-def pmin(x: PyTree, axis_name: AxisName | Communicator | None = None, *, axis_index_groups: Groups = None) -> PyTree:
-    """Takes the minimum over ranks: ``y_r = min_s x_s``. A NaN on any rank gives NaN, as in JAX. Of bools it is "and".
-
-    All else is as for :func:`pmax`. Source: :func:`jax.lax.pmin`.
-
-    Example:
-        >>> import pycollective as pc
-        >>> int(pc.pmin(pc.axis_index()))
-        0
-    """
-    if is_name(axis_name):
-        return by_name("pmin", axis_name, lax.pmin, x, axis_name, axis_index_groups=axis_index_groups)
-    return _allreduce("pmin", x, axis_name, "min", axis_index_groups)
 
 
 def all_gather(
@@ -181,14 +41,13 @@ def all_gather(
             new one.
 
     Returns:
-        The arrays of all ranks, of the dtype of ``x``:
-
-        - ``tiled=False``: the shape of ``x`` with a new axis of length ``size`` at ``axis``;
-        - ``tiled=True``: the shape of ``x`` with ``axis`` ``size`` times as long.
+        The arrays of all ranks, of the dtype of ``x``.
 
     Raises:
         TypeError, ValueError: while tracing, for an argument of a wrong type, shape or value.
 
+    Shape: that of ``x`` with a new axis of length ``size`` at ``axis``; ``tiled``: with ``axis`` ``size`` times as
+    long. Dtypes: all.
     Differentiation: the transpose is :func:`psum_scatter`. Order: program order.
     Source: :func:`jax.lax.all_gather`; MPI_Allgather (MPI standard, 6.7).
 
@@ -230,16 +89,13 @@ def psum_scatter(
             length must be ``size``, is removed.
 
     Returns:
-        This rank's block of the sum:
-
-        - ``tiled=False``: the shape of ``x`` without ``scatter_dimension``;
-        - ``tiled=True``: the shape of ``x`` with the length of ``scatter_dimension`` divided by ``size``.
-
-        Dtypes and rounding are those of :func:`psum`.
+        This rank's block of the sum, rounded as that of :func:`psum`.
 
     Raises:
         TypeError, ValueError: while tracing, for an argument of a wrong type, shape or value.
 
+    Shape: that of ``x`` without ``scatter_dimension``, whose length is ``size``; ``tiled``: with its length divided
+    by ``size``. Dtypes: as for :func:`psum`.
     Differentiation: the transpose is :func:`all_gather`. Order: program order.
     Source: :func:`jax.lax.psum_scatter`; MPI_Reduce_scatter_block (MPI standard, 6.10.1).
 
@@ -289,16 +145,14 @@ def all_to_all(
             axis comes at ``concat_axis``.
 
     Returns:
-        The blocks from all ranks, in the order of the ranks, of the dtype of ``x``:
-
-        - ``tiled=False``: the shape of ``x`` without ``split_axis`` and with a new axis of length ``size`` at
-          ``concat_axis``;
-        - ``tiled=True``: the shape of ``x`` with the length of ``split_axis`` divided by ``size`` and the length of
-          ``concat_axis`` multiplied by it.
+        The blocks from all ranks, in the order of the ranks, of the dtype of ``x``.
 
     Raises:
         TypeError, ValueError: while tracing, for an argument of a wrong type, shape or value.
 
+    Shape: that of ``x`` without ``split_axis``, whose length is ``size``, and with a new axis of that length at
+    ``concat_axis``; ``tiled``: with the length of ``split_axis`` divided and that of ``concat_axis`` multiplied by
+    ``size``. Dtypes: all.
     Differentiation: the transpose is the exchange back: :func:`all_to_all` with the two axes swapped.
     Order: program order.
     Source: :func:`jax.lax.all_to_all`; MPI_Alltoall (MPI standard, 6.8).
@@ -342,6 +196,7 @@ def ppermute(
     Raises:
         TypeError, ValueError: while tracing, for an argument of a wrong type, shape or value.
 
+    Shape: that of ``x``. Dtypes: all.
     Differentiation: the transpose is :func:`ppermute` with each pair turned round. Order: program order.
     Source: :func:`jax.lax.ppermute`; MPI_Sendrecv (MPI standard, 3.10).
 
@@ -390,7 +245,11 @@ def pshuffle(x: PyTree, axis_name: AxisName | Communicator | None = None, perm: 
         axis_name: a communicator, the world by default. A name gives :func:`jax.lax.pshuffle`.
         perm: for each rank the rank whose arrays it gets; a permutation, the same on all ranks. It must be given.
 
-    All else is as for :func:`ppermute`. Source: :func:`jax.lax.pshuffle`.
+    All else is as for :func:`ppermute`.
+
+    Shape: that of ``x``. Dtypes: all.
+    Differentiation: the transpose is :func:`pshuffle` with the inverse permutation.
+    Source: :func:`jax.lax.pshuffle`.
 
     Example:
         >>> import pycollective as pc
@@ -420,6 +279,8 @@ def pswapaxes(
     """Swaps the ranks with an axis of length ``size``: ``y_r[..., s, ...] = x_s[..., r, ...]``.
 
     It is :func:`all_to_all` with ``split_axis`` and ``concat_axis`` both ``axis``, by default 0.
+    Shape: that of ``x``. Dtypes: all.
+    Differentiation: the transpose is :func:`pswapaxes`.
     Source: :func:`jax.lax.pswapaxes`.
 
     Example:
@@ -434,6 +295,8 @@ def pbroadcast(x: PyTree, axis_name: AxisName | Communicator | None = None, sour
     """Copies one rank's arrays to all ranks: ``y_r = x_source``.
 
     It is JAX's name for :func:`broadcast`; ``source``, by default 0, is the ``root`` there.
+    Shape: that of ``x``. Dtypes: all, and keys of :mod:`jax.random`.
+    Differentiation: as for :func:`broadcast`.
     Source: :func:`jax.lax.pbroadcast`.
 
     Example:
@@ -449,7 +312,10 @@ def pbroadcast(x: PyTree, axis_name: AxisName | Communicator | None = None, sour
 
 
 def axis_index(axis_name: AxisName | Communicator | None = None) -> Array:
-    """Returns this rank's number in the communicator, an int32 scalar. Source: :func:`jax.lax.axis_index`.
+    """Returns this rank's number in the communicator, an int32 scalar.
+
+    Shape: ``()``. Dtypes: int32.
+    Source: :func:`jax.lax.axis_index`.
 
     Example:
         >>> import pycollective as pc

@@ -40,6 +40,7 @@ def broadcast(x: PyTree, axis_name: Communicator | None = None, *, root: int = 0
     Raises:
         TypeError, ValueError: while tracing, for an argument of a wrong type, shape or value.
 
+    Shape: that of ``x``. Dtypes: all, and keys of :mod:`jax.random`.
     Differentiation: the transpose sums the cotangents at the root; other ranks get zeros. Order: program order.
     Source: MPI_Bcast (MPI standard, 6.4).
 
@@ -66,6 +67,7 @@ def reduce(x: PyTree, axis_name: Communicator | None = None, *, op: str = "sum",
     Raises:
         TypeError, ValueError: while tracing, for an argument of a wrong type, shape or value.
 
+    Shape: that of ``x``, on every rank. Dtypes: as for :func:`psum`; for "min" and "max" as for :func:`pmax`.
     Differentiation: for "sum", the transpose is :func:`broadcast` of the root's cotangent. Other operations raise
     NotImplementedError. Order: program order. Source: MPI_Reduce (MPI standard, 6.9.1).
 
@@ -97,6 +99,7 @@ def gather(x: PyTree, axis_name: Communicator | None = None, *, root: int = 0) -
     Raises:
         TypeError, ValueError: while tracing, for an argument of a wrong type, shape or value.
 
+    Shape: ``(size, *x.shape)``, on every rank. Dtypes: all.
     Differentiation: the transpose is :func:`scatter`. Order: program order.
     Source: MPI_Gather (MPI standard, 6.5).
 
@@ -122,6 +125,7 @@ def scatter(x: PyTree, axis_name: Communicator | None = None, *, root: int = 0) 
     Raises:
         TypeError, ValueError: while tracing, for an argument of a wrong type, shape or value.
 
+    Shape: that of ``x`` without its first axis, whose length is ``size``. Dtypes: all.
     Differentiation: the transpose is :func:`gather`. Order: program order.
     Source: MPI_Scatter (MPI standard, 6.6).
 
@@ -172,6 +176,7 @@ def scan(x: PyTree, axis_name: Communicator | None = None, *, op: str = "sum") -
     Raises:
         TypeError, ValueError: while tracing, for an argument of a wrong type, shape or value.
 
+    Shape: that of ``x``. Dtypes: as for :func:`reduce`.
     Differentiation: for "sum", the transpose is the scan over the ranks in opposite order. Other operations raise
     NotImplementedError. Order: program order. Source: MPI_Scan (MPI standard, 6.11.1).
 
@@ -186,7 +191,11 @@ def scan(x: PyTree, axis_name: Communicator | None = None, *, op: str = "sum") -
 def exscan(x: PyTree, axis_name: Communicator | None = None, *, op: str = "sum") -> PyTree:
     """Reduces over the ranks before this one: ``y_r = op_{s < r} x_s``. Rank 0 gets zeros.
 
-    All else is as for :func:`scan`. Source: MPI_Exscan (MPI standard, 6.11.2).
+    All else is as for :func:`scan`.
+
+    Shape: that of ``x``. Dtypes: as for :func:`reduce`.
+    Differentiation: as for :func:`scan`.
+    Source: MPI_Exscan (MPI standard, 6.11.2).
 
     Example:
         >>> import pycollective as pc
@@ -210,6 +219,8 @@ def send(x: PyTree, axis_name: Communicator | None = None, *, dest: int, tag: in
         NotImplementedError: while tracing, for a derivative with respect to ``x``. :func:`sendrecv` and
             :func:`ppermute` have derivatives.
 
+    Dtypes: all.
+    Differentiation: none: raises NotImplementedError.
     Order: program order. The call may wait for the receiver. Source: MPI_Send (MPI standard, 3.2.1).
 
     Example:
@@ -242,6 +253,8 @@ def recv(
         NotImplementedError: while tracing, for a derivative with respect to ``like``.
         jax.errors.JaxRuntimeError: at run time, when the message has another length.
 
+    Shape: that of ``like``. Dtypes: all.
+    Differentiation: none: raises NotImplementedError.
     Order: program order. Source: MPI_Recv (MPI standard, 3.2.4).
 
     Example:
@@ -288,6 +301,7 @@ def sendrecv(
         TypeError, ValueError: while tracing, for an argument of a wrong type, shape or value.
         jax.errors.JaxRuntimeError: at run time, when the message has another length.
 
+    Shape: that of ``like``, by default of ``x``. Dtypes: all.
     Differentiation: the transpose is :func:`sendrecv` with ``source`` and ``dest`` swapped. Order: program order.
     Source: MPI_Sendrecv (MPI standard, 3.10).
 
