@@ -1,7 +1,7 @@
 """How docstrings and signatures become pages.
 
-Docstrings end with lines like ``Shape: ... Dtypes: ... Differentiation: ... Order: ... Source: ...``. They become fields:
-Sphinx then sets them beside Parameters, Returns and Raises, which napoleon makes from the other sections.
+Docstrings end with lines like ``Shape: ... Dtypes: ... Differentiation: ... Order: ... Source: ...``. They become
+fields: Sphinx then sets them beside Parameters, Returns and Raises, which napoleon makes from the other sections.
 
 Signatures show types as the source writes them (``PyTree``, not what it stands for), without the overloads that are for
 type checkers.
