@@ -1,4 +1,4 @@
-"""Variables of this process for what reads them while it starts: XLA's client, a process that comes."""
+"""Environment variables that are set for a moment, for what reads them when it starts: XLA's client, a subprocess."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def variable(name: str, value: str) -> Iterator[None]:
-    """``name`` is ``value`` herein, and afterwards what it was.
+    """Sets the variable ``name`` to ``value`` within the ``with`` block, and restores it afterwards.
 
     Example:
         >>> with variable("PYCOLLECTIVE_EXAMPLE", "1"):
