@@ -1,4 +1,4 @@
-"""Environment variables that are set for a moment, for what reads them when it starts: XLA's client, a subprocess."""
+"""Environment variables of this process, set for a short time, in which a library or a child process starts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def variable(name: str, value: str) -> Iterator[None]:
-    """Sets the variable ``name`` to ``value`` within the ``with`` block, and restores it afterwards.
+    """Sets the variable ``name`` to ``value`` inside, and restores it afterwards.
 
     Example:
         >>> with variable("PYCOLLECTIVE_EXAMPLE", "1"):

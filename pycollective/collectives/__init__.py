@@ -1,1 +1,1 @@
-"""The public functions over communicators and axis names: jax.lax's and MPI's."""
+"""The public collectives: functions with jax.lax's names, and functions with MPI's names."""

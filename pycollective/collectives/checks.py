@@ -1,4 +1,7 @@
-"""Checks of arguments when a program is traced, and what the public functions share besides."""
+"""Checks of the public functions' arguments, made when a program is traced.
+
+Each check returns the argument in one form, or raises an error that names the public function ``where``.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ Groups = Sequence[Sequence[int]] | None
 
 
 def array(where: str, comm: Participants, leaf: Any) -> Array:
-    """A leaf as an array. Python scalars take JAX's default dtypes."""
+    """Returns a leaf as an array. Python scalars take JAX's default dtypes."""
     if isinstance(leaf, jax.core.Tracer):
         return leaf
     try:
@@ -37,12 +40,12 @@ def array(where: str, comm: Participants, leaf: Any) -> Array:
 
 
 def map_arrays(where: str, comm: Participants, function: Callable[[Array], Any], tree: PyTree) -> PyTree:
-    """Maps ``function`` over the leaves of ``tree`` as arrays."""
+    """Applies ``function`` to each leaf of ``tree`` as an array."""
     return jax.tree.map(lambda leaf: function(array(where, comm, leaf)), tree)
 
 
 def rank(where: str, comm: Participants, name: str, value: Any) -> int:
-    """A rank of ``comm``."""
+    """Returns ``value``, which must be a rank of ``comm``."""
     rank = integer(where, comm, name, value)
     if not 0 <= rank < comm.size:
         fail(
@@ -57,7 +60,7 @@ def rank(where: str, comm: Participants, name: str, value: Any) -> int:
 
 
 def axis(where: str, comm: Participants, name: str, value: Any, ndim: int) -> int:
-    """An axis of an array of ``ndim`` axes, counted from the front."""
+    """Returns ``value``, which must be an axis of an array of ``ndim`` axes, as a number from 0 to ``ndim - 1``."""
     axis = integer(where, comm, name, value)
     if not -ndim <= axis < ndim:
         fail(ValueError, where, comm, f"{name} from {-ndim} to {ndim - 1}", axis, "Choose an axis of the array.")
@@ -65,14 +68,14 @@ def axis(where: str, comm: Participants, name: str, value: Any, ndim: int) -> in
 
 
 def op(where: str, comm: Participants, op: Any) -> str:
-    """The name of a reduction."""
+    """Returns ``op``, which must be the name of a reduction."""
     if op not in dtypes.OPS:
         fail(ValueError, where, comm, f"op to be one of {list(dtypes.OPS)}", repr(op), "Choose one of them.")
     return str(op)
 
 
 def reducible(where: str, comm: Participants, x: Array, op: str) -> Array:
-    """``x``, whose dtype has the reduction ``op``."""
+    """Returns ``x``, whose dtype must have the reduction ``op``."""
     if not (jnp.issubdtype(x.dtype, jnp.number) or x.dtype == jnp.bool_):
         fail(TypeError, where, comm, f"a dtype that {op} is defined for", x.dtype, "Reduce numbers or bools.")
     if op in ("min", "max") and jnp.issubdtype(x.dtype, jnp.complexfloating):
@@ -88,7 +91,7 @@ def reducible(where: str, comm: Participants, x: Array, op: str) -> Array:
 
 
 def group(where: str, comm: Participants, groups: Groups, *, equal: bool) -> Participants:
-    """This rank's group."""
+    """Returns the group of ``groups`` that this rank is in; ``comm`` itself for ``groups=None``."""
     if groups is None:
         return comm
     canonical = tuple(tuple(integer(where, comm, "axis_index_groups", rank) for rank in group) for group in groups)
@@ -108,22 +111,22 @@ def group(where: str, comm: Participants, groups: Groups, *, equal: bool) -> Par
     return comm.groups(canonical)
 
 
-def divide(where: str, comm: Participants, x: Array, axis: int) -> Array:
-    """Cuts ``axis`` into (size, rest) and moves the first of them to the front."""
+def one_block_per_rank(where: str, comm: Participants, x: Array, axis: int) -> Array:
+    """Cuts ``axis`` into one block for each rank; the blocks lie along a new first axis."""
     if x.shape[axis] % comm.size:
         fail(
             ValueError,
             where,
             comm,
-            f"axis {axis} to divide by the {comm.size} ranks",
+            f"the length of axis {axis} to be a multiple of the {comm.size} ranks",
             f"shape {tuple(x.shape)}",
             "Pad it, or use a communicator whose size divides it.",
         )
     return cut(x, axis, comm.size)
 
 
-def counts_ranks(where: str, comm: Participants, x: Array, axis: int, name: str) -> Array:
-    """Checks that ``axis`` has one entry for each rank and moves it to the front."""
+def one_entry_per_rank(where: str, comm: Participants, x: Array, axis: int, name: str) -> Array:
+    """Moves ``axis``, which must have one entry for each rank, to the front."""
     if x.shape[axis] != comm.size:
         fail(
             ValueError,
@@ -137,16 +140,19 @@ def counts_ranks(where: str, comm: Participants, x: Array, axis: int, name: str)
 
 
 def tag(where: str, comm: Participants, name: str, value: int | None, wildcard: int | None) -> int:
-    """A message tag. ``wildcard``: what None stands for, or None if a tag must be given."""
+    """Returns ``value``, which must be the tag of a message; ``wildcard`` for None.
+
+    A ``wildcard`` of None says that a tag must be given.
+    """
     if value is None and wildcard is not None:
         return wildcard
     tag = integer(where, comm, name, value)
-    largest = cast("int", MPI.COMM_WORLD.Get_attr(MPI.TAG_UB))  # MPI attaches it to the world alone
+    largest = cast("int", MPI.COMM_WORLD.Get_attr(MPI.TAG_UB))  # MPI attaches it to COMM_WORLD alone
     if not 0 <= tag <= largest:
         fail(ValueError, where, comm, f"{name} from 0 to {largest}", tag, "MPI has no other tags.")
     return tag
 
 
-def peer(where: str, comm: Participants, name: str, value: int | None, wildcard: int) -> int:
-    """A rank of ``comm``, or ``wildcard`` for None."""
+def rank_or_wildcard(where: str, comm: Participants, name: str, value: int | None, wildcard: int) -> int:
+    """Returns ``value``, which must be a rank of ``comm``; ``wildcard`` for None."""
     return wildcard if value is None else rank(where, comm, name, value)

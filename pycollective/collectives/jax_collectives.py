@@ -1,4 +1,7 @@
-"""jax.lax's collectives, by its names, on a communicator."""
+"""The public collectives that have jax.lax's names.
+
+Each takes a communicator, the world by default, or the name of an axis. For a name it calls jax.lax's own function.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from jax import lax
 from pycollective import errors
 from pycollective.collectives import checks
 from pycollective.collectives.checks import Array, Groups, PyTree
+from pycollective.collectives.wire_dtype import round_with_residual, sum_on_wire
 from pycollective.named_axes.names import AxisName, by_name, is_name
 from pycollective.primitives import exchanges, reductions
 from pycollective.primitives.blocks import join
@@ -30,26 +34,29 @@ def psum(
     """Sums over ranks: ``y_r = sum_s x_s``.
 
     Args:
-        x: array or pytree of arrays, of equal shapes and dtypes on all ranks.
-        axis_name: a communicator; default the world. A name bound by a JAX transform gives :func:`jax.lax.psum`.
-        axis_index_groups: ranks to sum among, each rank in one group; default all.
-        wire_dtype: ``jnp.bfloat16``: floats of at most 32 bits go between ranks in 16 bits, half of float32's bytes.
-            Each operand is rounded once, they are added in float32, and the sum is rounded once; the ranks get the
-            same bits. Of several local devices each rank's sum is rounded instead. Other leaves, and ranks alone, are
-            summed as ever. Cotangents take the same way. Default: all bits.
-        residual: with ``wire_dtype``, what rounding ``x`` left the last time, float32 arrays of the structure of
-            ``x``, zeros at first: it is added to ``x`` before (error feedback), and a new one is returned. What the
-            rounding of sums loses is not in it.
+        x: an array or a pytree of arrays, with the same shapes and dtypes on all ranks. A Python number is this
+            rank's own value, as an array is; :func:`jax.lax.psum` takes it as a constant of all devices.
+        axis_name: a communicator, the world by default; or the name of an axis that a JAX transform binds, or a tuple
+            of such names. A name gives :func:`jax.lax.psum`.
+        axis_index_groups: lists of ranks, each rank in exactly one list. A rank gets the sum over its own list.
+            Default: one list of all ranks.
+        wire_dtype: ``jnp.bfloat16`` sends each float of at most 32 bits in 16 bits, half the bytes of float32. Each
+            rank rounds its operand once; where it has several local devices, it rounds the sum of their operands. The
+            rounded operands are added in float32, the total is rounded once, and all ranks get the same bits.
+            Cotangents are sent in the same way. Leaves of other dtypes, and sums over one rank, are not rounded.
+            Default: None, which sends all bits.
+        residual: what the rounding of ``x`` lost in the last call, for error feedback: float32 arrays of the structure
+            and the shapes of ``x``, zeros for the first call. It is added to ``x`` before the rounding. It does not
+            hold what the rounding of the total loses. It needs ``wire_dtype``. Default: None.
 
     Returns:
-        As ``x``; bool becomes int32. float16, bfloat16 and the 8-bit floats are summed in float32 and rounded once.
-        Unlike under :func:`jax.lax.psum`, a Python number is this rank's own, as any other value.
-        With ``residual``: the sum, and the new residual.
+        The sum, of the structure, shapes and dtypes of ``x``; sums of bool are int32. float16, bfloat16 and 8-bit
+        floats are added in float32, and the sum is rounded once. With ``residual``: the sum and the new residual.
 
     Raises:
-        TypeError, ValueError: at trace time, for arguments that do not fit.
+        TypeError, ValueError: while tracing, for an argument of a wrong type, shape or value.
 
-    Differentiation: its own transpose. Order: as in the program.
+    Differentiation: the transpose is :func:`psum`. Order: program order.
     Source: :func:`jax.lax.psum`; MPI_Allreduce (MPI standard, 6.9.6).
 
     Example:
@@ -61,7 +68,7 @@ def psum(
         (True, True)
     """
     if residual is not None:
-        x, left = wire_dtype.with_residual("psum", x, residual, wire_dtype)
+        x, left = round_with_residual("psum", x, residual, wire_dtype)
         return psum(x, axis_name, axis_index_groups=axis_index_groups, wire_dtype=wire_dtype), left
     if is_name(axis_name):
 
@@ -70,16 +77,16 @@ def psum(
 
         if wire_dtype is None:
             return by_name("psum", axis_name, total, x)
-        by_name("psum", axis_name, lambda: None)
+        by_name("psum", axis_name, lambda: None)  # the name must be bound
         if axis_index_groups is not None:
             remedy = "Name an axis for each group, or pass a communicator."
             errors.fail(ValueError, "psum", None, "no axis_index_groups with wire_dtype", axis_index_groups, remedy)
-        return wire_dtype.psum("psum", x, axis_name, wire_dtype, total)
+        return sum_on_wire("psum", x, axis_name, wire_dtype, total)
     if wire_dtype is None:
         return _allreduce("psum", x, axis_name, "sum", axis_index_groups)
     comm = checks.group("psum", given_or_world("psum", axis_name), axis_index_groups, equal=False)
     x = checks.map_arrays("psum", comm, lambda leaf: checks.reducible("psum", comm, leaf, "sum"), x)
-    return wire_dtype.psum("psum", x, comm, wire_dtype, lambda xs: reductions.allreduce_all(xs, comm=comm, op="sum"))
+    return sum_on_wire("psum", x, comm, wire_dtype, lambda xs: reductions.allreduce_all(xs, comm=comm, op="sum"))
 
 
 def _allreduce(where: str, x: PyTree, axis_name: Any, op: str, groups: Groups) -> PyTree:
@@ -100,7 +107,7 @@ def pmean(
 ) -> PyTree:
     """Averages over ranks: ``y_r = sum_s x_s / size``. Integers become floats.
 
-    Arguments, errors and order are those of :func:`psum`. Differentiation: its own transpose.
+    Arguments, errors and order are those of :func:`psum`. Differentiation: the transpose is :func:`pmean`.
     Source: :func:`jax.lax.pmean`.
 
     Example:
@@ -122,10 +129,11 @@ def pmean(
 
 
 def pmax(x: PyTree, axis_name: AxisName | Communicator | None = None, *, axis_index_groups: Groups = None) -> PyTree:
-    """Takes the maximum over ranks: ``y_r = max_s x_s``. NaN wins, as in JAX; bool is "or".
+    """Takes the maximum over ranks: ``y_r = max_s x_s``. A NaN on any rank gives NaN, as in JAX. Of bools it is "or".
 
     Arguments, errors and order are those of :func:`psum`; complex numbers raise TypeError.
-    Differentiation (beyond :func:`jax.lax.pmax`): the mean of the derivatives at the ranks that hold the maximum.
+    Differentiation: the derivative is the mean of the derivatives on the ranks that hold the maximum.
+    :func:`jax.lax.pmax` has none.
     Source: :func:`jax.lax.pmax`; MPI_Allreduce.
 
     Example:
@@ -139,9 +147,9 @@ def pmax(x: PyTree, axis_name: AxisName | Communicator | None = None, *, axis_in
 
 
 def pmin(x: PyTree, axis_name: AxisName | Communicator | None = None, *, axis_index_groups: Groups = None) -> PyTree:
-    """Takes the minimum over ranks: ``y_r = min_s x_s``. NaN wins, as in JAX; bool is "and".
+    """Takes the minimum over ranks: ``y_r = min_s x_s``. A NaN on any rank gives NaN, as in JAX. Of bools it is "and".
 
-    Otherwise as :func:`pmax`. Source: :func:`jax.lax.pmin`.
+    All else is as for :func:`pmax`. Source: :func:`jax.lax.pmin`.
 
     Example:
         >>> import pycollective as pc
@@ -164,20 +172,24 @@ def all_gather(
     """Gathers the ranks' arrays on all ranks: ``y[s] = x_s`` along ``axis``.
 
     Args:
-        x: array or pytree of arrays, of equal shapes and dtypes on all ranks.
-        axis_name: a communicator; default the world. A name gives :func:`jax.lax.all_gather`.
-        axis_index_groups: ranks to gather among, in groups of equal size; default all.
-        axis: of the result, along which the ranks lie.
-        tiled: concatenate along an existing axis instead of stacking along a new one.
+        x: an array or a pytree of arrays, with the same shapes and dtypes on all ranks.
+        axis_name: a communicator, the world by default. A name gives :func:`jax.lax.all_gather`.
+        axis_index_groups: lists of ranks of equal lengths, each rank in exactly one list. A rank gets the arrays of
+            its own list, in the order of that list. Default: one list of all ranks.
+        axis: the axis of the result along which the ranks' arrays lie. Default 0.
+        tiled: whether the arrays are concatenated along the existing ``axis``. Default False: they are stacked along a
+            new one.
 
     Returns:
-        - ``tiled=False``: shape of ``x`` with a new axis of length ``size`` at ``axis``;
-        - ``tiled=True``: shape of ``x`` with ``axis`` ``size`` times as long.
+        The arrays of all ranks, of the dtype of ``x``:
+
+        - ``tiled=False``: the shape of ``x`` with a new axis of length ``size`` at ``axis``;
+        - ``tiled=True``: the shape of ``x`` with ``axis`` ``size`` times as long.
 
     Raises:
-        TypeError, ValueError: at trace time, for arguments that do not fit.
+        TypeError, ValueError: while tracing, for an argument of a wrong type, shape or value.
 
-    Differentiation: the transpose is :func:`psum_scatter`. Order: as in the program.
+    Differentiation: the transpose is :func:`psum_scatter`. Order: program order.
     Source: :func:`jax.lax.all_gather`; MPI_Allgather (MPI standard, 6.7).
 
     Example:
@@ -186,16 +198,8 @@ def all_gather(
         True
     """
     if is_name(axis_name):
-        return by_name(
-            "all_gather",
-            axis_name,
-            lax.all_gather,
-            x,
-            axis_name,
-            axis_index_groups=axis_index_groups,
-            axis=axis,
-            tiled=tiled,
-        )
+        options = {"axis_index_groups": axis_index_groups, "axis": axis, "tiled": tiled}
+        return by_name("all_gather", axis_name, lax.all_gather, x, axis_name, **options)
     comm = checks.group("all_gather", given_or_world("all_gather", axis_name), axis_index_groups, equal=True)
 
     def gather_leaf(leaf: Array) -> Array:
@@ -214,25 +218,29 @@ def psum_scatter(
     axis_index_groups: Groups = None,
     tiled: bool = False,
 ) -> PyTree:
-    """Sums over ranks and leaves each rank its block: ``y_r = sum_s x_s[r]`` along ``scatter_dimension``.
+    """Sums over ranks and gives each rank one block of the sum: ``y_r = sum_s x_s[r]`` along ``scatter_dimension``.
 
     Args:
-        x: array or pytree of arrays, of equal shapes and dtypes on all ranks.
-        axis_name: a communicator; default the world. A name gives :func:`jax.lax.psum_scatter`.
-        scatter_dimension: the axis that is cut.
-        axis_index_groups: ranks to sum among, in groups of equal size; default all.
-        tiled: keep the axis, ``1 / size`` as long, instead of removing it.
+        x: an array or a pytree of arrays, with the same shapes and dtypes on all ranks.
+        axis_name: a communicator, the world by default. A name gives :func:`jax.lax.psum_scatter`.
+        scatter_dimension: the axis that is cut into blocks, one for each rank. Default 0.
+        axis_index_groups: lists of ranks of equal lengths, each rank in exactly one list. A rank gets its block of the
+            sum over its own list. Default: one list of all ranks.
+        tiled: whether the result keeps the axis, with ``1 / size`` of its length. Default False: the axis, whose
+            length must be ``size``, is removed.
 
     Returns:
-        - ``tiled=False``: shape of ``x`` without ``scatter_dimension``, whose length must be ``size``;
-        - ``tiled=True``: shape of ``x`` with ``scatter_dimension`` divided by ``size``.
+        This rank's block of the sum:
 
-        bool becomes int32; small floats are summed in float32, as in :func:`psum`.
+        - ``tiled=False``: the shape of ``x`` without ``scatter_dimension``;
+        - ``tiled=True``: the shape of ``x`` with the length of ``scatter_dimension`` divided by ``size``.
+
+        Dtypes and rounding are those of :func:`psum`.
 
     Raises:
-        TypeError, ValueError: at trace time, for arguments that do not fit.
+        TypeError, ValueError: while tracing, for an argument of a wrong type, shape or value.
 
-    Differentiation: the transpose is :func:`all_gather`. Order: as in the program.
+    Differentiation: the transpose is :func:`all_gather`. Order: program order.
     Source: :func:`jax.lax.psum_scatter`; MPI_Reduce_scatter_block (MPI standard, 6.10.1).
 
     Example:
@@ -242,25 +250,17 @@ def psum_scatter(
     """
     where = "psum_scatter"
     if is_name(axis_name):
-        return by_name(
-            where,
-            axis_name,
-            lax.psum_scatter,
-            x,
-            axis_name,
-            scatter_dimension=scatter_dimension,
-            axis_index_groups=axis_index_groups,
-            tiled=tiled,
-        )
+        options = {"scatter_dimension": scatter_dimension, "axis_index_groups": axis_index_groups, "tiled": tiled}
+        return by_name(where, axis_name, lax.psum_scatter, x, axis_name, **options)
     comm = checks.group(where, given_or_world(where, axis_name), axis_index_groups, equal=True)
 
     def scatter_leaf(leaf: Array) -> Array:
         at = checks.axis(where, comm, "scatter_dimension", scatter_dimension, leaf.ndim)
         checks.reducible(where, comm, leaf, "sum")
         blocks = (
-            checks.divide(where, comm, leaf, at)
+            checks.one_block_per_rank(where, comm, leaf, at)
             if tiled
-            else checks.counts_ranks(where, comm, leaf, at, "scatter_dimension")
+            else checks.one_entry_per_rank(where, comm, leaf, at, "scatter_dimension")
         )
         return reductions.reduce_scatter(blocks, comm=comm, op="sum")
 
@@ -279,22 +279,28 @@ def all_to_all(
     """Exchanges blocks among all ranks: ``y_r[s] = x_s[r]``.
 
     Args:
-        x: array or pytree of arrays, of equal shapes and dtypes on all ranks.
-        axis_name: a communicator; default the world. A name gives :func:`jax.lax.all_to_all`.
-        split_axis: the axis of ``x`` that is cut into one block for each rank.
-        concat_axis: the axis of the result along which the blocks lie.
-        axis_index_groups: ranks to exchange among, in groups of equal size; default all.
-        tiled: keep both axes, the one divided and the other multiplied by ``size``.
+        x: an array or a pytree of arrays, with the same shapes and dtypes on all ranks.
+        axis_name: a communicator, the world by default. A name gives :func:`jax.lax.all_to_all`.
+        split_axis: the axis of ``x`` that is cut into blocks, one for each rank. Default 0.
+        concat_axis: the axis of the result along which the received blocks lie. Default 0.
+        axis_index_groups: lists of ranks of equal lengths, each rank in exactly one list. The ranks of a list exchange
+            blocks with each other. Default: one list of all ranks.
+        tiled: whether both axes stay. Default False: ``split_axis``, whose length must be ``size``, goes, and a new
+            axis comes at ``concat_axis``.
 
     Returns:
-        - ``tiled=False``: shape of ``x`` without ``split_axis``, whose length must be ``size``, and with a new axis of
-          that length at ``concat_axis``;
-        - ``tiled=True``: shape of ``x`` with ``split_axis`` divided and ``concat_axis`` multiplied by ``size``.
+        The blocks from all ranks, in the order of the ranks, of the dtype of ``x``:
+
+        - ``tiled=False``: the shape of ``x`` without ``split_axis`` and with a new axis of length ``size`` at
+          ``concat_axis``;
+        - ``tiled=True``: the shape of ``x`` with the length of ``split_axis`` divided by ``size`` and the length of
+          ``concat_axis`` multiplied by it.
 
     Raises:
-        TypeError, ValueError: at trace time, for arguments that do not fit.
+        TypeError, ValueError: while tracing, for an argument of a wrong type, shape or value.
 
-    Differentiation: the transpose exchanges back. Order: as in the program.
+    Differentiation: the transpose is the exchange back: :func:`all_to_all` with the two axes swapped.
+    Order: program order.
     Source: :func:`jax.lax.all_to_all`; MPI_Alltoall (MPI standard, 6.8).
 
     Example:
@@ -304,25 +310,16 @@ def all_to_all(
     """
     where = "all_to_all"
     if is_name(axis_name):
-        return by_name(
-            where,
-            axis_name,
-            lax.all_to_all,
-            x,
-            axis_name,
-            split_axis,
-            concat_axis,
-            axis_index_groups=axis_index_groups,
-            tiled=tiled,
-        )
+        options = {"axis_index_groups": axis_index_groups, "tiled": tiled}
+        return by_name(where, axis_name, lax.all_to_all, x, axis_name, split_axis, concat_axis, **options)
     comm = checks.group(where, given_or_world(where, axis_name), axis_index_groups, equal=True)
 
     def exchange_leaf(leaf: Array) -> Array:
         split = checks.axis(where, comm, "split_axis", split_axis, leaf.ndim)
         concat = checks.axis(where, comm, "concat_axis", concat_axis, leaf.ndim)
         if tiled:
-            return join(exchanges.alltoall(checks.divide(where, comm, leaf, split), comm=comm), concat)
-        blocks = checks.counts_ranks(where, comm, leaf, split, "split_axis")
+            return join(exchanges.alltoall(checks.one_block_per_rank(where, comm, leaf, split), comm=comm), concat)
+        blocks = checks.one_entry_per_rank(where, comm, leaf, split, "split_axis")
         return jnp.moveaxis(exchanges.alltoall(blocks, comm=comm), 0, concat)
 
     return checks.map_arrays(where, comm, exchange_leaf, x)
@@ -331,20 +328,21 @@ def all_to_all(
 def ppermute(
     x: PyTree, axis_name: AxisName | Communicator | None = None, perm: Sequence[tuple[int, int]] | None = None
 ) -> PyTree:
-    """Sends along pairs of ranks: ``y_d = x_s`` for each ``(s, d)`` in ``perm``, zeros elsewhere.
+    """Sends along pairs of ranks: ``y_d = x_s`` for each ``(s, d)`` in ``perm``. Other ranks get zeros.
 
     Args:
-        x: array or pytree of arrays, of equal shapes and dtypes on all ranks.
-        axis_name: a communicator; default the world. A name gives :func:`jax.lax.ppermute`.
-        perm: (source, destination) pairs, the same on all ranks; no rank twice as source or as destination.
+        x: an array or a pytree of arrays, with the same shapes and dtypes on all ranks.
+        axis_name: a communicator, the world by default. A name gives :func:`jax.lax.ppermute`.
+        perm: pairs of ranks ``(source, destination)``, the same on all ranks. No rank is twice a source, or twice a
+            destination. It must be given.
 
     Returns:
-        As ``x``.
+        The arrays of the source that sends to this rank, of the shapes and dtypes of ``x``.
 
     Raises:
-        TypeError, ValueError: at trace time, for arguments that do not fit.
+        TypeError, ValueError: while tracing, for an argument of a wrong type, shape or value.
 
-    Differentiation: the transpose is the inverse permutation. Order: as in the program.
+    Differentiation: the transpose is :func:`ppermute` with each pair turned round. Order: program order.
     Source: :func:`jax.lax.ppermute`; MPI_Sendrecv (MPI standard, 3.10).
 
     Example:
@@ -356,7 +354,7 @@ def ppermute(
     """
     if perm is None:
         errors.fail(
-            TypeError, "ppermute", None, "perm: (source, destination) pairs", "none", "Pass perm=[(0, 1), (1, 0)], say."
+            TypeError, "ppermute", None, "perm: (source, destination) pairs", "none", "Pass e.g. perm=[(0, 1), (1, 0)]."
         )
     if is_name(axis_name):
         return by_name("ppermute", axis_name, lax.ppermute, x, axis_name, perm)
@@ -379,7 +377,7 @@ def ppermute(
 def _pair(comm: Communicator, pair: Any) -> tuple[int, int]:
     if not isinstance(pair, Sequence) or len(pair) != 2:
         errors.fail(
-            TypeError, "ppermute", comm, "(source, destination) pairs in perm", repr(pair), "Pass perm=[(0, 1)], say."
+            TypeError, "ppermute", comm, "(source, destination) pairs in perm", repr(pair), "Pass e.g. perm=[(0, 1)]."
         )
     return checks.rank("ppermute", comm, "a source", pair[0]), checks.rank("ppermute", comm, "a destination", pair[1])
 
@@ -388,11 +386,11 @@ def pshuffle(x: PyTree, axis_name: AxisName | Communicator | None = None, perm: 
     """Permutes the ranks' arrays: ``y_r = x_perm[r]``.
 
     Args:
-        x: array or pytree of arrays, of equal shapes and dtypes on all ranks.
-        axis_name: a communicator; default the world. A name gives :func:`jax.lax.pshuffle`.
-        perm: a permutation of the ranks, the same on all.
+        x: an array or a pytree of arrays, with the same shapes and dtypes on all ranks.
+        axis_name: a communicator, the world by default. A name gives :func:`jax.lax.pshuffle`.
+        perm: for each rank the rank whose arrays it gets; a permutation, the same on all ranks. It must be given.
 
-    Otherwise as :func:`ppermute`. Source: :func:`jax.lax.pshuffle`.
+    All else is as for :func:`ppermute`. Source: :func:`jax.lax.pshuffle`.
 
     Example:
         >>> import pycollective as pc
@@ -401,7 +399,7 @@ def pshuffle(x: PyTree, axis_name: AxisName | Communicator | None = None, perm: 
         True
     """
     if perm is None:
-        errors.fail(TypeError, "pshuffle", None, "perm: a permutation of the ranks", "none", "Pass perm=[1, 0], say.")
+        errors.fail(TypeError, "pshuffle", None, "perm: a permutation of the ranks", "none", "Pass e.g. perm=[1, 0].")
     if is_name(axis_name):
         return by_name("pshuffle", axis_name, lax.pshuffle, x, axis_name, perm)
     comm = given_or_world("pshuffle", axis_name)
@@ -421,7 +419,8 @@ def pswapaxes(
 ) -> PyTree:
     """Swaps the ranks with an axis of length ``size``: ``y_r[..., s, ...] = x_s[..., r, ...]``.
 
-    The same as :func:`all_to_all` with both axes ``axis``. Source: :func:`jax.lax.pswapaxes`.
+    It is :func:`all_to_all` with ``split_axis`` and ``concat_axis`` both ``axis``, by default 0.
+    Source: :func:`jax.lax.pswapaxes`.
 
     Example:
         >>> import jax.numpy as jnp, pycollective as pc
@@ -432,8 +431,9 @@ def pswapaxes(
 
 
 def pbroadcast(x: PyTree, axis_name: AxisName | Communicator | None = None, source: int = 0) -> PyTree:
-    """Copies one rank's arrays to all: ``y_r = x_source``. JAX's name for :func:`broadcast`.
+    """Copies one rank's arrays to all ranks: ``y_r = x_source``.
 
+    It is JAX's name for :func:`broadcast`; ``source``, by default 0, is the ``root`` there.
     Source: :func:`jax.lax.pbroadcast`.
 
     Example:
@@ -449,7 +449,7 @@ def pbroadcast(x: PyTree, axis_name: AxisName | Communicator | None = None, sour
 
 
 def axis_index(axis_name: AxisName | Communicator | None = None) -> Array:
-    """This rank's number, an int32 scalar. Source: :func:`jax.lax.axis_index`.
+    """Returns this rank's number in the communicator, an int32 scalar. Source: :func:`jax.lax.axis_index`.
 
     Example:
         >>> import pycollective as pc
@@ -462,7 +462,7 @@ def axis_index(axis_name: AxisName | Communicator | None = None) -> Array:
 
 
 def axis_size(axis_name: AxisName | Communicator | None = None) -> int:
-    """The number of ranks, a Python int. Source: :func:`jax.lax.axis_size`.
+    """Returns the number of ranks of the communicator, a Python int. Source: :func:`jax.lax.axis_size`.
 
     Example:
         >>> import pycollective as pc

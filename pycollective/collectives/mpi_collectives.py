@@ -1,4 +1,7 @@
-"""MPI's own operations, by its names, on a communicator."""
+"""The public collectives that have MPI's names, and messages between two ranks.
+
+They take a communicator, the world by default. They have no form over the names of axes.
+"""
 
 from __future__ import annotations
 
@@ -26,17 +29,18 @@ def broadcast(x: PyTree, axis_name: Communicator | None = None, *, root: int = 0
     """Copies the root's arrays to all ranks: ``y_r = x_root``.
 
     Args:
-        x: array or pytree of arrays, of equal shapes and dtypes on all ranks; also keys of :mod:`jax.random`.
-        axis_name: a communicator; default the world.
-        root: the rank whose values are taken.
+        x: an array or a pytree of arrays, with the same shapes and dtypes on all ranks. Keys of :mod:`jax.random` are
+            arrays too.
+        axis_name: a communicator, the world by default.
+        root: the rank whose values all ranks get. Default 0.
 
     Returns:
-        As ``x``.
+        The root's arrays, of the shapes and dtypes of ``x``.
 
     Raises:
-        TypeError, ValueError: at trace time, for arguments that do not fit.
+        TypeError, ValueError: while tracing, for an argument of a wrong type, shape or value.
 
-    Differentiation: the transpose sums the cotangents at the root and gives zeros elsewhere. Order: as in the program.
+    Differentiation: the transpose sums the cotangents at the root; other ranks get zeros. Order: program order.
     Source: MPI_Bcast (MPI standard, 6.4).
 
     Example:
@@ -48,22 +52,22 @@ def broadcast(x: PyTree, axis_name: Communicator | None = None, *, root: int = 0
 
 
 def reduce(x: PyTree, axis_name: Communicator | None = None, *, op: str = "sum", root: int = 0) -> PyTree:
-    """Reduces over ranks to one: ``y_root = op_s x_s``, zeros on the other ranks.
+    """Reduces over ranks and gives the root the result: ``y_root = op_s x_s``. Other ranks get zeros.
 
     Args:
-        x: array or pytree of arrays, of equal shapes and dtypes on all ranks.
-        axis_name: a communicator; default the world.
-        op: "sum", "prod", "min" or "max".
-        root: the rank that gets the result.
+        x: an array or a pytree of arrays, with the same shapes and dtypes on all ranks.
+        axis_name: a communicator, the world by default.
+        op: the reduction: "sum", the default, "prod", "min" or "max".
+        root: the rank that gets the result. Default 0.
 
     Returns:
-        As ``x`` on every rank; sums and products of bool become int32.
+        The result, or zeros, of the shapes and dtypes of ``x`` on every rank; sums and products of bool are int32.
 
     Raises:
-        TypeError, ValueError: at trace time, for arguments that do not fit.
+        TypeError, ValueError: while tracing, for an argument of a wrong type, shape or value.
 
-    Differentiation: for "sum", the transpose broadcasts the root's cotangent; others raise NotImplementedError.
-    Order: as in the program. Source: MPI_Reduce (MPI standard, 6.9.1).
+    Differentiation: for "sum", the transpose is :func:`broadcast` of the root's cotangent. Other operations raise
+    NotImplementedError. Order: program order. Source: MPI_Reduce (MPI standard, 6.9.1).
 
     Example:
         >>> import pycollective as pc
@@ -80,20 +84,20 @@ def reduce(x: PyTree, axis_name: Communicator | None = None, *, op: str = "sum",
 
 
 def gather(x: PyTree, axis_name: Communicator | None = None, *, root: int = 0) -> PyTree:
-    """Gathers the ranks' arrays on one: ``y_root[s] = x_s``, zeros on the other ranks.
+    """Gathers the ranks' arrays on the root: ``y_root[s] = x_s``. Other ranks get zeros.
 
     Args:
-        x: array or pytree of arrays, of equal shapes and dtypes on all ranks.
-        axis_name: a communicator; default the world.
-        root: the rank that gets the result.
+        x: an array or a pytree of arrays, with the same shapes and dtypes on all ranks.
+        axis_name: a communicator, the world by default.
+        root: the rank that gets the result. Default 0.
 
     Returns:
-        Shape ``(size, *x.shape)`` on every rank.
+        The ranks' arrays, or zeros, of shape ``(size, *x.shape)`` and the dtype of ``x`` on every rank.
 
     Raises:
-        TypeError, ValueError: at trace time, for arguments that do not fit.
+        TypeError, ValueError: while tracing, for an argument of a wrong type, shape or value.
 
-    Differentiation: the transpose is :func:`scatter`. Order: as in the program.
+    Differentiation: the transpose is :func:`scatter`. Order: program order.
     Source: MPI_Gather (MPI standard, 6.5).
 
     Example:
@@ -108,17 +112,17 @@ def scatter(x: PyTree, axis_name: Communicator | None = None, *, root: int = 0) 
     """Gives each rank its entry of the root's array: ``y_r = x_root[r]``.
 
     Args:
-        x: array or pytree of arrays of shape ``(size, ...)`` on every rank; only the root's values are read.
-        axis_name: a communicator; default the world.
-        root: the rank whose values are taken.
+        x: an array or a pytree of arrays, of shape ``(size, ...)`` on every rank. Only the root's values are read.
+        axis_name: a communicator, the world by default.
+        root: the rank whose array is cut. Default 0.
 
     Returns:
-        Shape of ``x`` without its first axis.
+        This rank's entry, of the shape of ``x`` without its first axis and the dtype of ``x``.
 
     Raises:
-        TypeError, ValueError: at trace time, for arguments that do not fit.
+        TypeError, ValueError: while tracing, for an argument of a wrong type, shape or value.
 
-    Differentiation: the transpose is :func:`gather`. Order: as in the program.
+    Differentiation: the transpose is :func:`gather`. Order: program order.
     Source: MPI_Scatter (MPI standard, 6.6).
 
     Example:
@@ -139,7 +143,7 @@ def scatter(x: PyTree, axis_name: Communicator | None = None, *, root: int = 0) 
                 "a scalar",
                 "Stack one entry for each rank.",
             )
-        return exchanges.scatter(checks.counts_ranks("scatter", comm, leaf, 0, "axis"), comm=comm, root=rank)
+        return exchanges.scatter(checks.one_entry_per_rank("scatter", comm, leaf, 0, "axis"), comm=comm, root=rank)
 
     return checks.map_arrays("scatter", comm, scatter_leaf, x)
 
@@ -155,21 +159,21 @@ def _prefix(where: str, function: Callable[..., Array], x: PyTree, axis_name: An
 
 
 def scan(x: PyTree, axis_name: Communicator | None = None, *, op: str = "sum") -> PyTree:
-    """Reduces over this rank and those before it: ``y_r = op_{s <= r} x_s``.
+    """Reduces over this rank and the ranks before it: ``y_r = op_{s <= r} x_s``.
 
     Args:
-        x: array or pytree of arrays, of equal shapes and dtypes on all ranks.
-        axis_name: a communicator; default the world.
-        op: "sum", "prod", "min" or "max".
+        x: an array or a pytree of arrays, with the same shapes and dtypes on all ranks.
+        axis_name: a communicator, the world by default.
+        op: the reduction: "sum", the default, "prod", "min" or "max".
 
     Returns:
-        As ``x``; sums and products of bool become int32.
+        The reduction up to this rank, of the shapes and dtypes of ``x``; sums and products of bool are int32.
 
     Raises:
-        TypeError, ValueError: at trace time, for arguments that do not fit.
+        TypeError, ValueError: while tracing, for an argument of a wrong type, shape or value.
 
-    Differentiation: for "sum", the transpose is the scan over the ranks in opposite order; others raise
-    NotImplementedError. Order: as in the program. Source: MPI_Scan (MPI standard, 6.11.1).
+    Differentiation: for "sum", the transpose is the scan over the ranks in opposite order. Other operations raise
+    NotImplementedError. Order: program order. Source: MPI_Scan (MPI standard, 6.11.1).
 
     Example:
         >>> import pycollective as pc
@@ -180,9 +184,9 @@ def scan(x: PyTree, axis_name: Communicator | None = None, *, op: str = "sum") -
 
 
 def exscan(x: PyTree, axis_name: Communicator | None = None, *, op: str = "sum") -> PyTree:
-    """Reduces over the ranks before this one: ``y_r = op_{s < r} x_s``, zeros on rank 0.
+    """Reduces over the ranks before this one: ``y_r = op_{s < r} x_s``. Rank 0 gets zeros.
 
-    Otherwise as :func:`scan`. Source: MPI_Exscan (MPI standard, 6.11.2).
+    All else is as for :func:`scan`. Source: MPI_Exscan (MPI standard, 6.11.2).
 
     Example:
         >>> import pycollective as pc
@@ -196,16 +200,17 @@ def send(x: PyTree, axis_name: Communicator | None = None, *, dest: int, tag: in
     """Sends the arrays to one rank, which must call :func:`recv` (or :func:`sendrecv`).
 
     Args:
-        x: array or pytree of arrays.
-        axis_name: a communicator; default the world.
+        x: an array or a pytree of arrays.
+        axis_name: a communicator, the world by default.
         dest: the rank that receives.
-        tag: a number that the receiver can ask for.
+        tag: a number from 0 on that the receiver can ask for. Default 0.
 
     Raises:
-        TypeError, ValueError: at trace time, for arguments that do not fit.
-        NotImplementedError: differentiated with respect to ``x``; :func:`sendrecv` and :func:`ppermute` can be.
+        TypeError, ValueError: while tracing, for an argument of a wrong type, shape or value.
+        NotImplementedError: while tracing, for a derivative with respect to ``x``. :func:`sendrecv` and
+            :func:`ppermute` have derivatives.
 
-    Order: as in the program. May wait for the receiver. Source: MPI_Send (MPI standard, 3.2.1).
+    Order: program order. The call may wait for the receiver. Source: MPI_Send (MPI standard, 3.2.1).
 
     Example:
         >>> import jax.numpy as jnp, pycollective as pc
@@ -223,28 +228,28 @@ def recv(
     """Receives arrays from one rank, which must call :func:`send` (or :func:`sendrecv`).
 
     Args:
-        like: pytree of arrays or :class:`jax.ShapeDtypeStruct` with the shapes and dtypes of what arrives; values
-            are not read.
-        axis_name: a communicator; default the world.
-        source: the rank that sends; None: any.
-        tag: that of the sender; None: any.
+        like: an array, a :class:`jax.ShapeDtypeStruct`, or a pytree of them: the shapes and dtypes of what arrives.
+            Its values are not read.
+        axis_name: a communicator, the world by default.
+        source: the rank that sends. Default None: any rank.
+        tag: the tag that the sender gave. Default None: any tag.
 
     Returns:
-        As ``like``.
+        The arrays that arrived, of the shapes and dtypes of ``like``.
 
     Raises:
-        TypeError, ValueError: at trace time, for arguments that do not fit.
-        NotImplementedError: differentiated with respect to ``like``.
+        TypeError, ValueError: while tracing, for an argument of a wrong type, shape or value.
+        NotImplementedError: while tracing, for a derivative with respect to ``like``.
         jax.errors.JaxRuntimeError: at run time, when the message has another length.
 
-    Order: as in the program. Source: MPI_Recv (MPI standard, 3.2.4).
+    Order: program order. Source: MPI_Recv (MPI standard, 3.2.4).
 
     Example:
         See :func:`send`.
     """
     comm = given_or_world("recv", axis_name)
     params = {
-        "source": checks.peer("recv", comm, "source", source, MPI.ANY_SOURCE),
+        "source": checks.rank_or_wildcard("recv", comm, "source", source, MPI.ANY_SOURCE),
         "tag": checks.tag("recv", comm, "tag", tag, MPI.ANY_TAG),
     }
     return jax.tree.map(lambda leaf: messages.recv(_template("recv", comm, leaf), comm=comm, **params), like)
@@ -264,25 +269,26 @@ def sendrecv(
     send_tag: int = 0,
     recv_tag: int | None = 0,
 ) -> PyTree:
-    """Sends to one rank while receiving from another: no deadlock whatever the order of the ranks.
+    """Sends to one rank and receives from another at the same time, so ranks may do so in any pattern without deadlock.
 
     Args:
-        x: array or pytree of arrays to send.
-        axis_name: a communicator; default the world.
-        source: the rank to receive from; None: none, the result is zeros.
-        dest: the rank to send to; None: none.
-        like: pytree with the shapes and dtypes of what arrives, its structure that of ``x``; default ``x``.
-        send_tag: of the message that goes out.
-        recv_tag: of the message that comes in; None: any.
+        x: an array or a pytree of arrays to send.
+        axis_name: a communicator, the world by default.
+        source: the rank to receive from. None receives nothing; the result is zeros.
+        dest: the rank to send to. None sends nothing.
+        like: arrays or :class:`jax.ShapeDtypeStruct` with the structure of ``x`` and the shapes and dtypes of what
+            arrives. Default: ``x``.
+        send_tag: the tag of the message that is sent. Default 0.
+        recv_tag: the tag of the message that is received; None: any tag. Default 0.
 
     Returns:
-        As ``like``.
+        The arrays that arrived, of the shapes and dtypes of ``like``.
 
     Raises:
-        TypeError, ValueError: at trace time, for arguments that do not fit.
+        TypeError, ValueError: while tracing, for an argument of a wrong type, shape or value.
         jax.errors.JaxRuntimeError: at run time, when the message has another length.
 
-    Differentiation: the cotangent goes back from the source to the destination's place. Order: as in the program.
+    Differentiation: the transpose is :func:`sendrecv` with ``source`` and ``dest`` swapped. Order: program order.
     Source: MPI_Sendrecv (MPI standard, 3.10).
 
     Example:
@@ -293,8 +299,8 @@ def sendrecv(
     """
     comm = given_or_world("sendrecv", axis_name)
     params = {
-        "source": checks.peer("sendrecv", comm, "source", source, MPI.PROC_NULL),
-        "dest": checks.peer("sendrecv", comm, "dest", dest, MPI.PROC_NULL),
+        "source": checks.rank_or_wildcard("sendrecv", comm, "source", source, MPI.PROC_NULL),
+        "dest": checks.rank_or_wildcard("sendrecv", comm, "dest", dest, MPI.PROC_NULL),
         "send_tag": checks.tag("sendrecv", comm, "send_tag", send_tag, None),
         "recv_tag": checks.tag("sendrecv", comm, "recv_tag", recv_tag, MPI.ANY_TAG),
     }
@@ -317,9 +323,12 @@ def sendrecv(
 
 
 def barrier(axis_name: Communicator | None = None) -> None:
-    """Waits until every rank has come here. Outside :func:`jax.jit` the Python program waits, inside the compiled one.
+    """Waits until every rank has called it. Inside :func:`jax.jit` the compiled program waits, outside it Python.
 
-    Order: as in the program. Source: MPI_Barrier (MPI standard, 6.3).
+    Args:
+        axis_name: a communicator, the world by default.
+
+    Order: program order. Source: MPI_Barrier (MPI standard, 6.3).
 
     Example:
         >>> import pycollective as pc

@@ -1,1 +1,1 @@
-"""How a rank ends, and when it ends the others."""
+"""Faults: how a rank ends, when it ends the other ranks, and the watchdog of long waits."""

@@ -1,16 +1,16 @@
-"""The end of a rank: an error on one rank ends all; a clean end flushes pending work and waits for the others.
+"""The end of a rank: an error on one rank ends all ranks; a rank without an error finishes its work and waits for all.
 
-What Python lets a process see of its end, and what a rank does then:
+What a rank does at each kind of end that Python shows to a process:
 
-- an exception that nothing catches, in the main thread or another: it ends all ranks;
-- an exit with a code other than 0 (``sys.exit(3)``, ``raise SystemExit``): it ends all ranks with that code, unless
-  they end by themselves within :data:`_PATIENCE_S`;
-- a normal end: it finishes its work, and waits for the other ranks;
-- an exception in a cell of IPython, or of a notebook: it says which rank that was; the session goes on;
-- an exception that Python ignores, in a finalizer, ``__del__`` or an exit handler: it says which rank goes on, as a
-  program of one process does.
+- an exception that nothing catches, in any thread: the rank ends all ranks;
+- an exit with a code other than 0 (``sys.exit(3)``, ``raise SystemExit``): the rank ends all ranks with that code,
+  unless they end by themselves within :data:`_PATIENCE_S`;
+- a normal end: the rank finishes its work, and waits for the other ranks;
+- an exception in a cell of IPython or of a notebook: the rank prints its number, and the session goes on;
+- an exception that Python ignores, in a finalizer, ``__del__`` or an exit handler: the rank prints its number and goes
+  on, as a program of one process does.
 
-All of it belongs to the process that has started MPI. In a forked child the hooks do nothing.
+This concerns the process that has started MPI. In a forked child the hooks do nothing.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from pycollective.launch.child_processes import is_forked, wait_until_read
 from pycollective.transport.mpi import MPI
 
 _HEAD_START_S, _STEP_S = 0.5, 0.05
-"""How much earlier rank 0 speaks than rank 1, and rank r than rank r + 1, when all of them raise: Abort then silences
-the others."""
+"""How much earlier rank 0 prints its error than rank 1, and rank r than rank r + 1, when all ranks raise. The first
+rank calls Abort, and the others print nothing."""
 
 
 _PATIENCE_S = 5.0
@@ -43,42 +43,49 @@ _PATIENCE_S = 5.0
 
 
 _NOTICE_S = 10.0
-"""How long a rank that has ended waits for the others before it says so."""
+"""How long a rank that has ended waits for the others before it prints a notice."""
 
 
 GRACE_S = 2.0
-"""Between a rank's report of a wait and the end of the job, so that the other waiting ranks can report too."""
+"""The time from a rank's report of a long wait to the end of the job, in which other waiting ranks can report, too."""
 
 
-class _Own:
-    """What this process knows of its end."""
+class _State:
+    """What this process knows of its end.
 
-    sees_errors = False
-    status: int | None = None  # that it will have, as far as Python has told
-    stale: object = None  # the last exception that was shown before there were hooks
-    meeting: MPI.Intracomm | None = None  # of the ranks that wait for each other
+    Attributes:
+        has_hooks: whether the hooks that see errors are installed.
+        status: the exit status, once Python has shown it.
+        old_error: the exception that Python showed last before the hooks were installed.
+        exit_comm: the communicator on which ranks wait for each other at exit.
+    """
+
+    has_hooks = False
+    status: int | None = None
+    old_error: object = None
+    exit_comm: MPI.Intracomm | None = None
 
 
 # Errors -----------------------------------------------------------------------------------------------------
 
 
 def end_all_on_error() -> None:
-    """Installs the hooks that see this process fail; once."""
-    if _Own.sees_errors:
+    """Installs the hooks that see an error of this process. A second call does nothing."""
+    if _State.has_hooks:
         return
-    _Own.sees_errors = True
+    _State.has_hooks = True
     previous, previous_in_thread, previous_ignored = sys.excepthook, threading.excepthook, sys.unraisablehook
-    _Own.stale = getattr(sys, "last_value", None)
+    _State.old_error = getattr(sys, "last_value", None)
 
     def raised(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        _Own.status = 1
+        _State.status = 1
         _end_all(functools.partial(previous, kind, error, trace), "raised")
 
     def raised_in_thread(args: threading.ExceptHookArgs) -> None:
-        if issubclass(args.exc_type, SystemExit):  # which ends that thread alone
+        if issubclass(args.exc_type, SystemExit):  # it ends only that thread
             previous_in_thread(args)
         else:
-            name = "one that is gone" if args.thread is None else repr(args.thread.name)
+            name = "which has ended" if args.thread is None else repr(args.thread.name)
             _end_all(functools.partial(previous_in_thread, args), f"raised in a thread, {name}")
 
     def ignored(unraisable: sys.UnraisableHookArgs) -> None:
@@ -87,8 +94,8 @@ def end_all_on_error() -> None:
         previous_ignored(unraisable)
 
     sys.excepthook, threading.excepthook, sys.unraisablehook = raised, raised_in_thread, ignored
-    _see_exit_codes()
-    _see_cells()
+    _record_exit_codes()
+    _report_errors_of_cells()
 
 
 def _is_one_of_several() -> bool:
@@ -100,7 +107,7 @@ def _place() -> str:
 
 
 def _end_all(show: Callable[[], object], what: str) -> None:
-    """Shows an error of this process; then ends all ranks if this is one of several."""
+    """Shows an error of this process by ``show``. If there are several ranks, it ends all of them then."""
     if not _is_one_of_several():
         show()
         return
@@ -113,8 +120,8 @@ def _end_all(show: Callable[[], object], what: str) -> None:
     abort()
 
 
-def _see_cells() -> None:
-    """Lets a session of IPython, or a notebook, say on which rank a cell raised. The session shows it on no other."""
+def _report_errors_of_cells() -> None:
+    """Lets a session of IPython or a notebook print which rank raised in a cell. The other ranks print nothing."""
     ipython = sys.modules.get("IPython")
     if ipython is None or (shell := ipython.get_ipython()) is None:
         return
@@ -126,24 +133,25 @@ def _see_cells() -> None:
     shell.events.register("post_run_cell", ran)
 
 
-def _see_exit_codes() -> None:
-    """Lets :class:`_Own` know the code of a ``SystemExit`` that ends this process.
+def _record_exit_codes() -> None:
+    """Lets a ``SystemExit`` that ends this process set the status of :class:`_State`.
 
-    Python calls no hook for one, and forgets it before exit handlers run. But it asks the exception for its ``code``,
-    while no Python function runs. So a property stands in the place of that attribute.
+    Python calls no hook for a ``SystemExit``, and forgets it before exit handlers run. But Python reads its attribute
+    ``code`` while no Python function runs. So a property takes the place of that attribute.
     """
     attributes: Any = next(part for part in gc.get_referents(SystemExit.__dict__) if isinstance(part, dict))
     member = attributes["code"]
 
     def code(self: SystemExit) -> object:
         value = member.__get__(self)
-        if sys._getframe().f_back is None:
-            _Own.status = _status(value)
+        if sys._getframe().f_back is None:  # Python itself reads the code
+            _State.status = _status(value)
         return value
 
     attributes["code"] = property(code, member.__set__, doc=member.__doc__)
-    ctypes.pythonapi.PyType_Modified(ctypes.py_object(SystemExit))  # what C calls after a change of attributes
-    if sys.version_info < (3, 12):  # there sys.exit makes no exception but a pair of type and code, until one is needed
+    # Code in C must call this after a change of a type's attributes.
+    ctypes.pythonapi.PyType_Modified(ctypes.py_object(SystemExit))
+    if sys.version_info < (3, 12):  # before 3.12 sys.exit makes no exception object, so Python would not read `code`
         original = sys.exit
         for module in list(sys.modules.values()):
             for name, value in list(getattr(module, "__dict__", {}).items()):
@@ -152,7 +160,7 @@ def _see_exit_codes() -> None:
 
 
 def _exit(status: Any = None, /) -> NoReturn:
-    """Exits the interpreter by raising ``SystemExit(status)``: what ``sys.exit`` says of itself."""
+    """Exits the interpreter by raising ``SystemExit(status)``, as ``sys.exit`` does."""
     raise SystemExit(status)
 
 
@@ -169,7 +177,7 @@ def _status(code: object) -> int:
 
 
 def abort(status: int = 1) -> NoReturn:
-    """Ends all ranks, once the launcher has read what this one wrote."""
+    """Ends all ranks after the launcher has read what this rank wrote."""
     wait_until_read()
     if MPI.COMM_WORLD.size > 1:
         MPI.COMM_WORLD.Abort(status)
@@ -180,37 +188,37 @@ def abort(status: int = 1) -> NoReturn:
 
 
 def end_in_order(flush: Callable[[], None], limit_s: float | None) -> None:
-    """Installs an exit handler, behind JAX's and mpi4py's own: these run in the opposite order.
+    """Installs an exit handler after JAX's and mpi4py's, so that it runs before them.
 
     Args:
         flush: waits until the dispatched programs have run, and raises their errors.
-        limit_s: how long a rank that has ended waits for the others; None for ever.
+        limit_s: the seconds that a rank that has ended waits for the others; None for no limit.
     """
     atexit.register(_end, flush, limit_s)
 
 
-def meet_at_exit(world: MPI.Intracomm) -> None:
-    """Lets this rank wait at exit until all have come there. All ranks must make this call."""
-    if _Own.meeting is None:
-        _Own.meeting = world.Dup()
+def wait_for_all_at_exit(world: MPI.Intracomm) -> None:
+    """Lets this rank wait at its exit until all ranks of ``world`` exit. All ranks must make this call."""
+    if _State.exit_comm is None:
+        _State.exit_comm = world.Dup()
 
 
 def _end(flush: Callable[[], None], limit_s: float | None) -> None:
-    """Ends this rank in order.
+    """Ends this rank in order: flushes programs, and waits for the other ranks.
 
-    MPI_Finalize would wait for the others as well, but in silence and at full speed: a rank that left early while
-    others still wait for it in a collective would look like any hang.
+    MPI_Finalize would wait for the others as well, but it polls at full speed and prints nothing: nobody would see that
+    one rank has ended while the others wait for it in a collective.
     """
-    status = _Own.status
-    if status is None:  # no SystemExit; a hook that somebody put in the place of ours may have shown an exception
+    status = _State.status
+    if status is None:  # no SystemExit; but a hook that has replaced ours may have shown an exception
         shown = getattr(sys, "last_value", None)
-        status = int(shown is not _Own.stale and not hasattr(sys, "ps1"))
+        status = int(shown is not _State.old_error and not hasattr(sys, "ps1"))
     if is_forked():
-        _leave(status)
+        _end_forked_child(status)
     if MPI.Is_finalized():
         return
     if status != 0:
-        _give_time(status)
+        _end_all_unless_they_end(status)
     try:
         flush()
     except Exception:
@@ -218,29 +226,29 @@ def _end(flush: Callable[[], None], limit_s: float | None) -> None:
         traceback.print_exc()
         abort(status or 1)
     if status == 0:
-        _meet(limit_s)
+        _wait_for_all(limit_s)
 
 
-def _leave(status: int) -> NoReturn:
-    """Ends a forked child. The exit handlers that are left belong to its rank.
+def _end_forked_child(status: int) -> NoReturn:
+    """Ends a forked child without the other exit handlers, which are those of its rank.
 
-    JAX's would wait for threads that only the rank has. mpi4py's would finalize the rank's MPI: under MPICH that ends
-    the job, under Open MPI it does not return.
+    JAX's handler would wait for threads that only the rank has. mpi4py's would finalize the rank's MPI: under MPICH
+    that ends the job, under Open MPI it does not return.
     """
     for stream in (sys.stdout, sys.stderr):
-        with suppress(AttributeError, OSError, ValueError):  # none, closed, or nobody reads it
+        with suppress(AttributeError, OSError, ValueError):  # there is no stream, it is closed, or nobody reads it
             stream.flush()
     os._exit(status)
 
 
-def _give_time(status: int) -> None:
-    """Ends all ranks with this one's status, unless all end within a short time."""
+def _end_all_unless_they_end(status: int) -> None:
+    """Ends all ranks with this rank's status, unless all end by themselves within :data:`_PATIENCE_S`."""
     if MPI.COMM_WORLD.size == 1:
         return
-    if _Own.meeting is None:
+    if _State.exit_comm is None:
         time.sleep(_PATIENCE_S)
     else:
-        for waited in waits(_Own.meeting.Ibarrier().Test, 0.05):
+        for waited in poll_until(_State.exit_comm.Ibarrier().Test, 0.05):
             if waited > _PATIENCE_S:
                 break
         else:
@@ -249,15 +257,15 @@ def _give_time(status: int) -> None:
     abort(status)
 
 
-def _meet(limit_s: float | None) -> None:
-    """Waits until every rank is here, and says so when that takes long."""
-    if _Own.meeting is None:
+def _wait_for_all(limit_s: float | None) -> None:
+    """Waits until every rank has ended. Prints a notice if that takes long, and ends all ranks after ``limit_s``."""
+    if _State.exit_comm is None:
         return
     missing, remedy = "the other ranks to end", "Look for a collective that this rank did not reach."
     notice = f"{_place()} has ended and waits for {missing}. If they do not, {remedy[0].lower()}{remedy[1:]}"
-    for waited in waits(_Own.meeting.Ibarrier().Test, 0.05, _NOTICE_S, notice):
+    for waited in poll_until(_State.exit_comm.Ibarrier().Test, 0.05, _NOTICE_S, notice):
         if limit_s is not None and waited > limit_s:
-            expected, got = f"{missing} within {limit_s:g} s", f"no end of some for {waited:.1f} s"
+            expected, got = f"{missing} within {limit_s:g} s", f"some that have not ended after {waited:.1f} s"
             rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
             sys.stderr.write(message("exit", expected, got, f"Ending all ranks. {remedy}\n", rank=rank, size=size))
             sys.stderr.flush()
@@ -265,12 +273,16 @@ def _meet(limit_s: float | None) -> None:
             abort()
 
 
-def waits(
+def poll_until(
     is_over: Callable[[], bool], longest_s: float, notice_s: float | None = None, notice: str = ""
 ) -> Iterator[float]:
-    """Sleeps until ``is_over()``, ``longest_s`` at a time at most, and yields the seconds waited so far.
+    """Calls ``is_over`` until it returns True, sleeps in between, and yields the seconds waited so far.
 
-    After ``notice_s`` it says ``notice`` once.
+    Args:
+        is_over: whether the wait is over.
+        longest_s: the longest sleep, in seconds.
+        notice_s: the seconds after which it prints ``notice`` once; None for never.
+        notice: a sentence.
     """
     started = time.monotonic()
     told = notice_s is None

@@ -12,14 +12,14 @@ from pycollective.transport import native
 
 
 class Watchdog(threading.Thread):
-    """Looks at the longest wait from time to time.
+    """A thread that looks at the longest wait inside MPI from time to time.
 
-    The handlers run without the interpreter's lock, so this thread runs while the main one is inside MPI.
+    The handlers run without the interpreter's lock, so this thread runs while the main thread is inside MPI.
 
     Args:
-        timeout: seconds that one MPI call may last.
-        rank: of this process in the world.
-        size: of the world.
+        timeout: the seconds that one MPI call may last.
+        rank: the rank of this process in MPI_COMM_WORLD.
+        size: the size of MPI_COMM_WORLD.
     """
 
     def __init__(self, timeout: float, rank: int, size: int) -> None:

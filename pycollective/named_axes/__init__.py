@@ -1,1 +1,1 @@
-"""Named axes over ranks x local devices, and what collectives over them become."""
+"""Named axes over ranks x local devices, and how collectives over them become primitives."""

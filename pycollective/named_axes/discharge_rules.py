@@ -1,9 +1,9 @@
-"""What each of jax.lax's collectives is over a group of devices, in terms of the primitives.
+"""The rule for each of jax.lax's collectives: how the primitives compute it over a group of devices.
 
-A rule takes the group, the operands and the parameters of the equation but its axes; it returns the results. Blocks
-of a primitive lie in the order of the mesh, those of jax.lax in the order in which the program names the axes.
-``axis_index_groups`` over one device of each rank become communicators; over several they need not be alike on all
-lanes, so there every device gets everything and takes its part.
+A rule takes the group of devices, the operands, and the parameters of the equation without its axes; it returns the
+results. The blocks of a primitive lie in the order of the mesh, and the blocks of jax.lax in the order in which the
+program names the axes. Where a rank has one device, ``axis_index_groups`` become communicators. Where it has several,
+the groups may differ from lane to lane, so there every device gets the arrays of all devices and takes its part.
 """
 
 from __future__ import annotations
@@ -24,10 +24,13 @@ Rule = Callable[..., Sequence[Any]]
 Groups = tuple[tuple[int, ...], ...] | None
 
 
-def bad_params(size: int, name: str, params: dict[str, Any]) -> tuple[str, str, str] | None:
-    """What is wrong with the parameters of a collective over ``size`` devices: expected, got, remedy.
+def wrong_parameters(size: int, name: str, params: dict[str, Any]) -> tuple[str, str, str] | None:
+    """Returns what is wrong with the parameters of a collective over ``size`` devices; None if nothing is.
 
-    Only what JAX's tracing lets through, since XLA would refuse it.
+    It checks what JAX does not check while tracing, because XLA would do so later.
+
+    Returns:
+        The parts of a message: what was expected, what came, what to do.
     """
     groups = params.get("axis_index_groups")
     if groups is not None and sorted(i for members in groups for i in members) != list(range(size)):
@@ -46,49 +49,52 @@ def bad_params(size: int, name: str, params: dict[str, Any]) -> tuple[str, str, 
     return None
 
 
-def _numbers(values: Sequence[int]) -> Array:
-    """A small vector of scalars, which need no constant of a jaxpr: not every equation's jaxpr may have any."""
+def _int_vector(values: Sequence[int]) -> Array:
+    """Returns a small vector, made of scalars: the jaxprs of some equations may not have an array as a constant."""
     return lax.concatenate([lax.full((1,), value, jnp.int32) for value in values], 0)
 
 
 def _own_group(group: DeviceGroup, groups: Sequence[Sequence[int]]) -> tuple[Array, Array]:
-    """For each device: whether it is in this one's group, and its place in its own; shapes (size,)."""
+    """Returns, for each device, whether it is in this device's group, and its place in its own group.
+
+    Both have shape (size,).
+    """
     group_of = {member: i for i, members in enumerate(groups) for member in members}
     place_of = {member: place for members in groups for place, member in enumerate(members)}
-    ids = _numbers([group_of[device] for device in range(group.size)])
-    places = _numbers([place_of[device] for device in range(group.size)])
+    ids = _int_vector([group_of[device] for device in range(group.size)])
+    places = _int_vector([place_of[device] for device in range(group.size)])
     return ids == ids[group.index()], places
 
 
-def _members(group: DeviceGroup, groups: Sequence[Sequence[int]]) -> Array:
-    """The devices of this one's group, for groups of equal sizes, in its order; shape (size of a group,)."""
+def _own_members(group: DeviceGroup, groups: Sequence[Sequence[int]]) -> Array:
+    """Returns the devices of this device's group, in its order; shape (size of a group,). Groups have equal sizes."""
     taken, places = _own_group(group, groups)
     at = taken[None, :] & (places[None, :] == lax.iota(jnp.int32, len(groups[0]))[:, None])
     return jnp.sum(jnp.where(at, lax.iota(jnp.int32, group.size)[None, :], 0), axis=1, dtype=jnp.int32)
 
 
-def _place(group: DeviceGroup, groups: Sequence[Sequence[int]]) -> Array:
-    """This device's place in its group."""
+def _own_place(group: DeviceGroup, groups: Sequence[Sequence[int]]) -> Array:
+    """Returns this device's place in its group."""
     return _own_group(group, groups)[1][group.index()]
 
 
 def _gathered(group: DeviceGroup, x: Array) -> Array:
-    """What each device has, in the order of the program; shape (size, ...)."""
-    return _to_program(group, reductions.allgather(x, comm=group))
+    """Returns the arrays of all devices, in the axis order of the program; shape (size, ...)."""
+    return _to_program_axes(group, reductions.allgather(x, comm=group))
 
 
-def _to_program(group: DeviceGroup, blocks: Array) -> Array:
-    """Blocks in the order of the mesh, put into that of the program."""
-    if group.in_order:
+def _to_program_axes(group: DeviceGroup, blocks: Array) -> Array:
+    """Puts blocks from the axis order of the mesh into the axis order of the program."""
+    if group.is_in_mesh_order:
         return blocks
     grid = blocks.reshape(*group.shape, *blocks.shape[1:])
     axes = group.program_axes
     return grid.transpose(*axes, *range(len(axes), grid.ndim)).reshape(blocks.shape)
 
 
-def _to_mesh(group: DeviceGroup, blocks: Array) -> Array:
-    """The inverse of :func:`_to_program`."""
-    if group.in_order:
+def _to_mesh_axes(group: DeviceGroup, blocks: Array) -> Array:
+    """Puts blocks from the axis order of the program into the axis order of the mesh."""
+    if group.is_in_mesh_order:
         return blocks
     axes = group.program_axes
     grid = blocks.reshape(*(group.shape[axis] for axis in axes), *blocks.shape[1:])
@@ -97,6 +103,8 @@ def _to_mesh(group: DeviceGroup, blocks: Array) -> Array:
 
 
 def _reduction(op: str, reduce: Callable[..., Array]) -> Rule:
+    """Makes the rule of a reduction; ``reduce`` is the same reduction over axes of one array."""
+
     def over_groups(group: DeviceGroup, xs: Sequence[Array], groups: tuple[tuple[int, ...], ...]) -> list[Array]:
         if group.local == 1:
             return reductions.allreduce_all(xs, comm=group.comm.groups(groups), op=op)
@@ -104,7 +112,7 @@ def _reduction(op: str, reduce: Callable[..., Array]) -> Rule:
         def one(x: Array) -> Array:
             taken = _own_group(group, groups)[0].reshape(-1, *[1] * x.ndim)
             own = lax.broadcast(x, (group.size,))
-            neutral = jnp.zeros_like(own) if op == "sum" else own  # once more itself: no other extreme
+            neutral = jnp.zeros_like(own) if op == "sum" else own  # itself changes no extreme
             return reduce(jnp.where(taken, _gathered(group, x), neutral), axis=0, dtype=x.dtype)
 
         return list(map(one, xs))
@@ -144,7 +152,7 @@ def _all_gather(
     elif group.local == 1:
         blocks = reductions.allgather(x, comm=group.comm.groups(axis_index_groups))
     else:
-        blocks = _gathered(group, x)[_members(group, axis_index_groups)]
+        blocks = _gathered(group, x)[_own_members(group, axis_index_groups)]
     return [join(blocks, all_gather_dimension) if tiled else jnp.moveaxis(blocks, 0, all_gather_dimension)]
 
 
@@ -154,35 +162,37 @@ def _reduce_scatter(
     size = group.size if axis_index_groups is None else len(axis_index_groups[0])
     blocks = cut(x, scatter_dimension, size) if tiled else jnp.moveaxis(x, scatter_dimension, 0)
     if axis_index_groups is None:
-        return [reductions.reduce_scatter(_to_mesh(group, blocks), comm=group, op="sum")]
+        return [reductions.reduce_scatter(_to_mesh_axes(group, blocks), comm=group, op="sum")]
     if group.local == 1:
         return [reductions.reduce_scatter(blocks, comm=group.comm.groups(axis_index_groups), op="sum")]
     (total,) = _psum(group, blocks, axis_index_groups=axis_index_groups)
-    return [total[_place(group, axis_index_groups)]]
+    return [total[_own_place(group, axis_index_groups)]]
 
 
 def _all_to_all(
     group: DeviceGroup, x: Array, *, split_axis: int, concat_axis: int, tiled: bool, axis_index_groups: Groups = None
 ) -> list[Array]:
-    del tiled  # jax.lax has made the shapes alike
+    del tiled  # jax.lax reshapes around the equation, so both forms are the same here
     blocks = cut(x, split_axis, group.size if axis_index_groups is None else len(axis_index_groups[0]))
     if axis_index_groups is None:
-        received = _to_program(group, exchanges.alltoall(_to_mesh(group, blocks), comm=group))
+        received = _to_program_axes(group, exchanges.alltoall(_to_mesh_axes(group, blocks), comm=group))
     elif group.local == 1:
         received = exchanges.alltoall(blocks, comm=group.comm.groups(axis_index_groups))
     else:
-        received = _gathered(group, blocks)[_members(group, axis_index_groups), _place(group, axis_index_groups)]
+        members, place = _own_members(group, axis_index_groups), _own_place(group, axis_index_groups)
+        received = _gathered(group, blocks)[members, place]
     return [join(received, concat_axis)]
 
 
 def _ppermute(group: DeviceGroup, x: Array, *, perm: Sequence[tuple[int, int]]) -> list[Array]:
     # A negative number counts from the end, as in JAX.
-    pairs = tuple((group.numbers[source % group.size], group.numbers[dest % group.size]) for source, dest in perm)
+    devices = group.by_program_axes
+    pairs = tuple((devices[source % group.size], devices[dest % group.size]) for source, dest in perm)
     return [exchanges.ppermute(x, comm=group, perm=pairs)]
 
 
 def _pbroadcast(group: DeviceGroup, x: Array, *, source: int) -> list[Array]:
-    return [reductions.bcast(x, comm=group, root=group.numbers[source])]
+    return [reductions.bcast(x, comm=group, root=group.by_program_axes[source])]
 
 
 def _ragged_all_to_all(
@@ -196,11 +206,11 @@ def _ragged_all_to_all(
     *,
     axis_index_groups: Groups = None,
 ) -> list[Array]:
-    # The sizes are known at run time alone, so every operand travels to every device: right, not fast.
-    del recv_sizes  # equal to the senders' send_sizes
+    # The sizes are known at run time alone, so every device gets all operands. This is right, but not fast.
+    del recv_sizes  # they equal the senders' send_sizes
     groups = axis_index_groups or (tuple(range(group.size)),)
-    members, place = _members(group, groups), _place(group, groups)
-    each = input_offsets.shape[0] // members.shape[0]  # slices from each device to each
+    members, place = _own_members(group, groups), _own_place(group, groups)
+    each = input_offsets.shape[0] // members.shape[0]  # the number of slices from one device to another
 
     def of_senders(x: Array) -> Array:
         return _gathered(group, x)[members]
@@ -244,7 +254,7 @@ RULES: dict[str, Rule] = {
     "pvary": _unchanged,
     "wire_sum": _wire_sum,
 }
-"""By the name of JAX's primitive; the last is that of :mod:`pycollective.collectives.wire_dtype`."""
+"""The rules, by the name of JAX's primitive; ``wire_sum`` is the primitive of ``collectives/wire_dtype.py``."""
 
-SILENT = ("axis_index", "pvary")
-"""Those that need no other device."""
+WITHOUT_COMMUNICATION = ("axis_index", "pvary")
+"""The primitives that name an axis and need no other device."""

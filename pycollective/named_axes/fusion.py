@@ -1,11 +1,13 @@
-"""Sums over an axis that do not depend on each other, joined into one call: a whole gradient tree at the price of one.
+"""Joins sums over an axis that do not depend on each other into one call: a whole gradient tree travels together.
 
-:func:`jax.lax.psum` makes one equation for each leaf of a tree, :func:`jax.lax.pmean` divides behind each, and a
-program may write several in a row. The transport packs what one call carries; here such equations become one call. A
-sum moves back to the last of its bucket, and what reads it with it; nothing moves past another collective.
+:func:`jax.lax.psum` makes one equation for each leaf of a tree, :func:`jax.lax.pmean` divides after each of them, and a
+program may have several sums in a row. One call of the transport carries any number of arrays. So this pass collects
+such equations in a *bucket* and makes one equation of them, in the place of the last. What reads a result of the
+bucket moves behind it. Nothing moves past another collective. Maxima and minima are joined in the same way.
 
-Only named axes: a program that names them is the same on all ranks. One that names a communicator may differ from rank
-to rank in what depends on what, so there only the leaves of one tree travel together.
+The pass joins sums over named axes alone. A program that names axes has the same sums, in the same order, on all ranks.
+In a program that names a communicator, which sum depends on which may differ from rank to rank, so there only the
+leaves of one tree travel together.
 """
 
 from __future__ import annotations
@@ -18,55 +20,61 @@ from jax.extend.core import JaxprEqn, Var
 
 from pycollective.config import config
 from pycollective.named_axes.mesh import DeviceGroup
-from pycollective.ordering.jaxprs import map_jaxprs
+from pycollective.ordering.jaxprs import map_jaxprs, reads
 from pycollective.primitives.reductions import allreduce_p
 
 
 def join_reductions(jaxpr: Any) -> Any:
-    """The same program with fewer, larger calls."""
+    """Returns a program of the same meaning with fewer, larger calls; ``jaxpr`` itself if no calls can be joined."""
     return map_jaxprs(jaxpr, _join)
 
 
 def _join(jaxpr: Any) -> Any:
-    joined = _Joined()
+    joiner = _Joiner()
     for eqn in jaxpr.eqns:
-        joined.add(eqn)
-    joined.flush()
-    same = len(joined.eqns) == len(jaxpr.eqns) and all(map(operator.is_, joined.eqns, jaxpr.eqns))
-    return jaxpr if same else jaxpr.replace(eqns=joined.eqns)
+        joiner.add(eqn)
+    joiner.flush()
+    same = len(joiner.eqns) == len(jaxpr.eqns) and all(map(operator.is_, joiner.eqns, jaxpr.eqns))
+    return jaxpr if same else jaxpr.replace(eqns=joiner.eqns)
 
 
-class _Joined:
-    """Equations in their new order, and those that wait for their bucket."""
+class _Joiner:
+    """Collects sums in a bucket, while it takes the equations of a jaxpr one by one.
+
+    Attributes:
+        eqns: the equations so far, in their new order.
+    """
 
     def __init__(self) -> None:
         self.eqns: list[JaxprEqn] = []
-        self._bucket: list[JaxprEqn] = []  # alike but for their operands
-        self._waiting: list[JaxprEqn] = []  # read results of the bucket
-        self._late: set[Var] = set()  # results of both
-        self._nbytes = 0
+        self._bucket: list[JaxprEqn] = []  # sums that differ in their operands alone
+        self._readers: list[JaxprEqn] = []  # equations that need a result of the bucket, so they must follow it
+        self._pending: set[Var] = set()  # results of the bucket and of its readers
+        self._nbytes = 0  # of the bucket's operands
 
     def add(self, eqn: JaxprEqn) -> None:
-        joins = eqn.primitive is allreduce_p and isinstance(eqn.params["comm"], DeviceGroup)
-        reads_late = any(isinstance(var, Var) and var in self._late for var in eqn.invars)
-        if joins:
-            if self._bucket and (reads_late or not _alike(eqn, self._bucket[0])):
+        """Takes the next equation."""
+        is_sum = eqn.primitive is allreduce_p and isinstance(eqn.params["comm"], DeviceGroup)
+        reads_pending = not self._pending.isdisjoint(reads(eqn))
+        if is_sum:
+            if self._bucket and (reads_pending or not _alike(eqn, self._bucket[0])):
                 self.flush()
             self._bucket.append(eqn)
-            self._late.update(eqn.outvars)
+            self._pending.update(eqn.outvars)
             self._nbytes += sum(math.prod(var.aval.shape) * var.aval.dtype.itemsize for var in eqn.invars)
             if self._nbytes >= config.bucket_bytes:
                 self.flush()
-        elif eqn.effects:  # another collective, or something else whose place matters
+        elif eqn.effects:  # another collective, or an equation whose place in the order matters for another reason
             self.flush()
             self.eqns.append(eqn)
-        elif reads_late:
-            self._waiting.append(eqn)
-            self._late.update(eqn.outvars)
+        elif reads_pending:
+            self._readers.append(eqn)
+            self._pending.update(eqn.outvars)
         else:
             self.eqns.append(eqn)
 
     def flush(self) -> None:
+        """Ends the bucket: appends one equation for all its sums, and then the readers."""
         if len(self._bucket) > 1:
             first = self._bucket[0]
             in_place = tuple(hint for eqn in self._bucket for hint in eqn.params["in_place"])
@@ -79,8 +87,8 @@ class _Joined:
             )
         else:
             self.eqns += self._bucket
-        self.eqns += self._waiting
-        self._bucket, self._waiting, self._late, self._nbytes = [], [], set(), 0
+        self.eqns += self._readers
+        self._bucket, self._readers, self._pending, self._nbytes = [], [], set(), 0
 
 
 def _alike(a: JaxprEqn, b: JaxprEqn) -> bool:

@@ -1,8 +1,8 @@
-"""Named axes cut from ranks x local devices.
+"""Meshes: the devices of all ranks laid out along named axes, and groups of devices along some of the axes.
 
-Devices are numbered ``rank * local devices + local index``. A mesh lays that row of numbers out in row-major order,
-as :class:`jax.sharding.Mesh` does, so each rank's devices must form a box in it. At most one axis is then cut both
-ways; the axes before it lie across ranks, those after it inside each rank.
+A device's number is ``rank * local devices + local index``. A mesh lays the numbers out in row-major order, as
+:class:`jax.sharding.Mesh` does with its devices, and each rank's devices must form a box in it. So at most one axis
+lies across ranks and inside ranks at once; the axes before it lie across ranks, the axes after it inside each rank.
 """
 
 from __future__ import annotations
@@ -22,19 +22,21 @@ from pycollective.named_axes.names import AxisName
 from pycollective.ordering import jaxprs
 from pycollective.ranks import accelerators
 from pycollective.ranks.communicator import Communicator
-from pycollective.ranks.participants import Key, Participants, Perm, Routes, own_group
+from pycollective.ranks.participants import LaneRoutes, Participants, Perm, PlaceInTeam, ProgramKey, group_of
 from pycollective.ranks.setup import devices_of_this_rank
 from pycollective.ranks.world import given_or_world
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One named axis: ``size = ranks * local``; the index is ``rank part * local + local part``.
+    """One named axis: ``size = ranks * local``.
+
+    A device's index along it is ``rank part * local + local part``.
 
     Attributes:
-        name: as programs call it.
-        ranks: how many parts of it lie on different ranks.
-        local: how many devices of one rank lie along it.
+        name: the name that programs use.
+        ranks: the number of parts of the axis that lie on different ranks.
+        local: the number of devices of one rank along the axis.
     """
 
     name: AxisName
@@ -43,14 +45,15 @@ class Axis:
 
     @property
     def size(self) -> int:
-        """Number of devices along the axis."""
+        """The number of devices along the axis."""
         return self.ranks * self.local
 
     @property
     def local_name(self) -> str:
-        """The name of the local part in the program that XLA runs on this rank's devices: the axis's own.
+        """The name of the axis in the program of this rank's devices, where its size is ``local``.
 
-        So results lie as the user's own meshes say. Only a discharged program means the local part by it.
+        It is the axis's own name, so that results lie on a mesh with the names that the user's own meshes have. Only a
+        discharged program means the local part by it.
         """
         return str(self.name)
 
@@ -61,8 +64,8 @@ class Mesh:
 
     Attributes:
         comm: the ranks.
-        devices: of this rank, in order.
-        axes: outermost first.
+        devices: this rank's devices, in the order of the mesh.
+        axes: the axes, outermost first.
     """
 
     comm: Communicator
@@ -70,7 +73,7 @@ class Mesh:
     axes: tuple[Axis, ...]
 
     def __post_init__(self) -> None:
-        # Found here, while all ranks trace: at run time the others of its team would wait for such a device.
+        # At run time the other devices of its team would wait for such a device for ever.
         unknown = [device for device in self.devices if device not in devices_of_this_rank()]
         if unknown:
             errors.fail(
@@ -88,23 +91,23 @@ class Mesh:
 
     @cached_property
     def shape(self) -> dict[AxisName, int]:
-        """Size by axis name."""
+        """The size of each axis, by its name."""
         return {axis.name: axis.size for axis in self.axes}
 
     @cached_property
     def local_mesh(self) -> jax.sharding.Mesh:
-        """This rank's devices, by the local names of the axes that have more than one of them (or of the last)."""
+        """This rank's devices as a mesh of JAX's, whose axes are those with several local devices, or else the last."""
         axes = [axis for axis in self.axes if axis.local > 1] or self.axes[-1:]
         grid = np.array(self.devices, dtype=object).reshape([axis.local for axis in axes])
         return jax.sharding.Mesh(grid, tuple(axis.local_name for axis in axes))
 
     @cached_property
     def abstract_mesh(self) -> jax.sharding.AbstractMesh:
-        """The axes at their full sizes, as a program sees them."""
+        """The axes at their full sizes, as a program sees them, without devices."""
         return jaxprs.abstract_mesh(self.shape)
 
     def index(self, name: AxisName) -> Any:
-        """The calling device's index along an axis: a Python number where the rank alone decides it, else traced."""
+        """Returns the calling device's index along an axis: an int if the rank decides it, else a traced number."""
         parts = np.unravel_index(self.comm.rank, [axis.ranks for axis in self.axes])
         for axis, part in zip(self.axes, parts, strict=True):
             if axis.name == name:
@@ -112,29 +115,40 @@ class Mesh:
                 return index + lax.axis_index(axis.local_name) if axis.local > 1 else index
         raise KeyError(name)
 
-    def over(self, names: Sequence[AxisName]) -> DeviceGroup:
-        """The devices that differ from a device along ``names`` alone."""
+    def group_along(self, names: Sequence[AxisName]) -> DeviceGroup:
+        """Returns, for each device, the group of devices that differ from it along ``names`` alone."""
         return DeviceGroup(self, tuple(names))
 
 
-def _rows(sizes: Sequence[int], along: Sequence[int]) -> Any:
-    """Numbers of a grid of ``sizes`` in row-major order: one row for each line along the axes ``along``."""
+def _lines_of_grid(sizes: Sequence[int], along: Sequence[int]) -> Any:
+    """Numbers the places of a grid in row-major order, and returns one row for each of its lines.
+
+    Args:
+        sizes: the lengths of the grid's axes.
+        along: the axes along which a line runs; several axes make a line of all their places.
+
+    Example:
+        >>> _lines_of_grid([2, 3], [0]).tolist()
+        [[0, 3], [1, 4], [2, 5]]
+    """
     grid = np.arange(math.prod(sizes)).reshape(sizes)
     others = [i for i in range(len(sizes)) if i not in along]
     return grid.transpose([*others, *along]).reshape(-1, math.prod(sizes[i] for i in along))
 
 
 class DeviceGroup:
-    """The devices along some axes of a mesh, over which one collective goes; for primitives, as a communicator.
+    """The devices along some axes of a mesh, which take part in one collective. Primitives take it as a communicator.
 
-    Its devices are numbered in the order of the mesh: ``rank of comm * local devices + member``. Groups along the same
-    axes of equal meshes are equal. Making one speaks with nobody.
+    A device's number in the group is ``rank in comm * local + member``, where ``member`` counts the group's devices of
+    one rank in the order of the mesh; the numbers follow the order of the mesh. Groups along the same axes of equal
+    meshes are equal. A rank makes a group without the other ranks.
 
     Attributes:
         mesh: the mesh.
-        comm: the ranks along the axes, in row-major order; a device pairs with that of the same place in the mesh.
-        local: number of local devices along the axes.
-        size: number of devices along the axes.
+        comm: the ranks along the axes, in row-major order. A device works with the devices of the same place in the
+            mesh on these ranks.
+        local: the number of local devices along the axes.
+        size: the number of devices along the axes.
     """
 
     def __init__(self, mesh: Mesh, names: tuple[AxisName, ...]) -> None:
@@ -142,19 +156,19 @@ class DeviceGroup:
         self._names = names
         along = [i for i, axis in enumerate(mesh.axes) if axis.name in names]
         self._axes = tuple(mesh.axes[i] for i in along)
-        ranks = _rows([axis.ranks for axis in mesh.axes], along)
-        self._members = own_group(ranks.tolist(), mesh.comm.rank)
-        # Each row is a team: its devices meet in shared memory; each is a member, and calls on its own lane.
-        self._teams = _rows([axis.local for axis in mesh.axes], along).tolist()
+        ranks = _lines_of_grid([axis.ranks for axis in mesh.axes], along)
+        self._ranks = group_of(mesh.comm.rank, ranks.tolist())
+        # A team is this rank's part of one group. Its members, the devices, meet in shared memory.
+        self._teams = _lines_of_grid([axis.local for axis in mesh.axes], along).tolist()
         self.local = len(self._teams[0])
-        # A program on one device of each rank needs no place for it.
-        self.comm = mesh.comm.part(self._members, mesh.devices if len(mesh.devices) > 1 else None)
+        # In a program on one device of each rank that device may be any, so the communicator need not know it.
+        self.comm = mesh.comm.part(self._ranks, mesh.devices if len(mesh.devices) > 1 else None)
         self.rank = self.comm.rank
         self.size = self.comm.size * self.local
-        self._seats = {device: (t, m) for t, team in enumerate(self._teams) for m, device in enumerate(team)}
+        self._team_and_member = {i: (t, m) for t, team in enumerate(self._teams) for m, i in enumerate(team)}
 
     def __repr__(self) -> str:
-        return f"Group({', '.join(map(repr, self._names))} of {self.mesh!r})"
+        return f"DeviceGroup({', '.join(map(repr, self._names))} of {self.mesh!r})"
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, DeviceGroup) and (self.mesh, self._names) == (other.mesh, other._names)
@@ -163,8 +177,8 @@ class DeviceGroup:
         return hash((self.mesh, self._names))
 
     @property
-    def key(self) -> Key:
-        """By which compiled programs name it.
+    def key(self) -> ProgramKey:
+        """The key that stands for the group in compiled programs.
 
         Raises:
             ValueError: the communicator of the mesh was freed.
@@ -172,22 +186,26 @@ class DeviceGroup:
         self.mesh.comm.check_live("Mesh")
         if self.local == 1:
             return self.comm.key
-        seats = [(accelerators.lane_id(device), *self._seats[i]) for i, device in enumerate(self.mesh.devices)]
-        return self.mesh.comm.key_of(self._members, tuple(seats), self.local)
+        devices = enumerate(self.mesh.devices)
+        places = (PlaceInTeam(accelerators.lane_id(device), *self._team_and_member[i]) for i, device in devices)
+        return self.mesh.comm.key_of(self._ranks, tuple(places), self.local)
 
     @cached_property
     def local_axes(self) -> tuple[tuple[str, int], ...]:
         """Names and sizes of the axes along which several devices of one rank lie; empty for one device."""
         return tuple((axis.local_name, axis.local) for axis in self._axes if axis.local > 1)
 
-    def routes(self, perm: Perm) -> Routes:
-        """For each device of the mesh on this rank where it sends and from where: ``rank * devices + place``, or -1.
+    def lane_routes(self, perm: Perm) -> LaneRoutes:
+        """Returns for each of this rank's devices where it sends to, and where it receives from.
 
         Args:
-            perm: (source, destination) numbers of devices, in the order of the mesh.
+            perm: pairs of numbers of devices in this group, (source, destination).
+
+        Returns:
+            Two tuples of ``rank * devices of a rank + place among them``; -1 for none.
         """
         if self.local == 1:
-            return self.comm.routes(perm)
+            return self.comm.lane_routes(perm)
         to, back = dict(perm), {dest: source for source, dest in perm}
 
         def at(number: int | None, team: int) -> int:
@@ -196,24 +214,27 @@ class DeviceGroup:
             rank, member = divmod(number, self.local)
             return int(rank * len(self.mesh.devices) + self._teams[team][member])
 
-        seats = [self._seats[i] for i in range(len(self.mesh.devices))]
-        numbers = [(self.comm.rank * self.local + member, team) for team, member in seats]
+        places = [self._team_and_member[i] for i in range(len(self.mesh.devices))]
+        numbers = [(self.comm.rank * self.local + member, team) for team, member in places]
         return tuple(at(to.get(own), team) for own, team in numbers), tuple(
             at(back.get(own), team) for own, team in numbers
         )
 
     def groups(self, groups: Sequence[Sequence[int]]) -> Participants:
-        """The ranks of this rank's group; for one device of each rank alone."""
-        assert self.local == 1, "groups of devices need not be alike on all lanes"
+        """Returns the ranks of this rank's group. Only for groups with one device of each rank."""
+        assert self.local == 1, "the devices of one rank may be in different groups"
         return self.comm.groups(groups)
 
     def reversed(self) -> Participants:
-        """The ranks in the opposite order; for one device of each rank alone."""
-        assert self.local == 1, "prefixes go over ranks"
+        """Returns the ranks in the opposite order. Only for groups with one device of each rank."""
+        assert self.local == 1, "scan and exscan go over ranks"
         return self.comm.reversed()
 
     def index(self) -> Any:
-        """The calling device's number in the program's order: a Python number if the rank decides it, else traced."""
+        """Returns the calling device's index along the axes as the program orders them: an int if the rank decides it.
+
+        Else it is a traced number.
+        """
         index: Any = 0
         for name in self._names:
             index = index * self.mesh.shape[name] + self.mesh.index(name)
@@ -221,22 +242,22 @@ class DeviceGroup:
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
-        """Sizes of the axes, in the order of the mesh."""
+        """The sizes of the axes, in the order of the mesh."""
         return tuple(axis.size for axis in self._axes)
 
     @cached_property
     def program_axes(self) -> tuple[int, ...]:
-        """For each name of the program its place among :attr:`shape`."""
+        """For each axis that the program names, in its order, the place of that axis in :attr:`shape`."""
         return tuple([axis.name for axis in self._axes].index(name) for name in self._names)
 
     @property
-    def in_order(self) -> bool:
+    def is_in_mesh_order(self) -> bool:
         """Whether the program names the axes in the order of the mesh."""
         return self.program_axes == tuple(range(len(self.shape)))
 
     @cached_property
-    def numbers(self) -> tuple[int, ...]:
-        """``numbers[i]``: the device that is the program's ``i``-th, the last of the names counting fastest."""
+    def by_program_axes(self) -> tuple[int, ...]:
+        """The numbers of the group's devices, in the order of :meth:`index`: the program's last axis counts fastest."""
         return tuple(np.arange(self.size).reshape(self.shape).transpose(self.program_axes).reshape(-1).tolist())
 
 
@@ -247,20 +268,23 @@ def make_mesh(
     comm: Communicator | None = None,
     devices: Sequence[jax.Device] | None = None,
 ) -> Mesh:
-    """Cuts the devices of all ranks into named axes, in row-major order. All ranks must make this call.
+    """Lays the devices of all ranks out along named axes, in row-major order. All ranks must make this call.
+
+    A device's number is ``rank * local devices + local index``; the last axis counts fastest.
 
     Args:
-        axis_shapes: number of devices along each axis; one may be -1 for what is left.
-        axis_names: names of the axes.
-        comm: the ranks; default the world.
-        devices: of this rank, as many on each; default all of :func:`pycollective.init`.
+        axis_shapes: the number of devices along each axis. One of them may be -1: it takes all devices that are left.
+        axis_names: the name of each axis.
+        comm: the ranks; by default the world.
+        devices: this rank's devices, as many as every other rank's; by default all devices of
+            :func:`pycollective.init`.
 
     Returns:
         A mesh for :func:`pycollective.shard_map`.
 
     Raises:
-        ValueError: the shapes do not multiply to ``ranks * local devices``; a name comes twice; an axis would cut a
-            rank's devices so that they form no box.
+        ValueError: the product of the shapes is not ``ranks * local devices``; a name or a device comes twice; or the
+            devices of a rank would not form a box in the mesh.
 
     Source: :func:`jax.make_mesh`.
 
@@ -293,20 +317,20 @@ def make_mesh(
             "Change the shape, the number of ranks, or JAX_NUM_CPU_DEVICES.",
         )
     axes: list[Axis] = []
-    left = len(own)  # of this rank's devices, still to be laid out; innermost axis first
+    left = len(own)  # of this rank's devices, those that no axis has yet; the axes come innermost first
     for name, size in zip(reversed(names), reversed(sizes), strict=True):
         local = math.gcd(size, left) if left < size else size
         if left % local or (local < size and local != left):
             fail(
                 f"each rank's {len(own)} devices to fill whole axes from the innermost, and a divisor of the next",
                 f"shape {tuple(sizes)} of {names}",
-                "Choose inner sizes whose product divides the number of local devices, or is divided by it.",
+                "Choose inner sizes whose product is a divisor or a multiple of the number of local devices.",
             )
         axes.append(Axis(name, size // local, local))
         left //= local
     return Mesh(comm, own, tuple(reversed(axes)))
 
 
-def line(name: AxisName, comm: Communicator, devices: Sequence[jax.Device]) -> Mesh:
-    """One axis over all ranks and ``devices`` of each."""
+def one_axis_mesh(name: AxisName, comm: Communicator, devices: Sequence[jax.Device]) -> Mesh:
+    """Returns a mesh of one axis over ``devices`` of each rank."""
     return Mesh(comm, tuple(devices), (Axis(name, comm.size, len(devices)),))

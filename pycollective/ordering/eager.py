@@ -1,4 +1,4 @@
-"""Collectives outside of any trace: each is a compiled program of its own."""
+"""Collectives outside any trace: each call is a compiled program of its own."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ def _compiled(primitive: Primitive, params: tuple[tuple[str, Any], ...]) -> tupl
 
 
 def apply(primitive: Primitive, *operands: Any, **params: Any) -> Any:
-    """Runs an ordered primitive outside any trace: the implementation rule of every primitive here.
+    """Runs a primitive with our effect outside any trace. It is the implementation rule of our primitives.
 
-    Compiled once per shape, dtype and parameters, all of which are hashable.
+    JAX compiles a program once for each combination of shapes, dtypes and parameters; all parameters are hashable.
     """
     program, region = _compiled(primitive, tuple(sorted(params.items())))
     devices = region.devices
     dispatch.wait_for_earlier_programs(dispatch.devices_for(operands, {}) if isinstance(devices, str) else devices)
-    if jax.config.jax_disable_jit:  # as JAX's own primitives, compiled even then
+    if jax.config.jax_disable_jit:  # JAX compiles its own primitives even then, so we do too
         with jax.disable_jit(False):
             outs = program(*operands)
     else:
         outs = program(*operands)
     if type(outs) is dispatch.WithCompletion and not jax.tree.leaves(outs.outs):
-        outs.completion.block_until_ready()  # no result to wait on, so errors must show here
+        outs.completion.block_until_ready()  # there is no result to wait for, so errors must show here
     return dispatch.limit_programs_in_flight(outs)

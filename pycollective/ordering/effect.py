@@ -1,7 +1,7 @@
 """The order of MPI calls inside a program: JAX's ordered effect.
 
-MPI needs every rank to make the same calls in the same order, while XLA's CPU runtime runs independent calls
-concurrently. So each of our primitives has an ordered effect, and its lowering takes and returns XLA's token;
+MPI needs every rank to make the same calls in the same order, but XLA's CPU runtime runs independent calls at the same
+time. So each of our primitives has an ordered effect, and its lowering takes a token of XLA's and returns a new one.
 JAX itself passes the token through scan, while, cond and nested jit.
 """
 
@@ -20,10 +20,10 @@ from pycollective.ordering.jaxprs import is_foreign
 
 
 class OrderedCollective(jax_internals.OrderedEffect):
-    """The effect of every primitive here: it speaks with other ranks, so its place in the program matters.
+    """The effect of every primitive of this package: it communicates with other ranks, so its order matters.
 
-    One effect serves all communicators: calls on two of them must keep one order too, or ranks that meet on both could
-    wait for each other.
+    All communicators share one effect. Calls on two communicators must keep one order as well, or ranks that belong to
+    both could wait for each other.
     """
 
 
@@ -38,10 +38,10 @@ def _effects_of_program(primitive: Primitive, avals: tuple[Any, ...], params: tu
 
 
 def _effects_of_foreign(primitive: Primitive, operands: Sequence[Any], params: dict[str, Any]) -> Iterable[Any]:
-    """Our effect, where another library's primitive hides a program that has it."""
+    """Our effect, if the primitive is another library's and its implementation has our effect; else nothing."""
     if is_foreign(primitive):
         avals = tuple(x.aval for x in operands)
-        # One that JAX cannot trace, or whose parameters it could not compare, holds no collective of ours.
+        # A primitive that JAX cannot trace, or whose parameters have no order or hash, holds no collective of ours.
         with contextlib.suppress(
             AssertionError, AttributeError, LookupError, NameError, NotImplementedError, TypeError, ValueError
         ):
@@ -52,7 +52,7 @@ def _effects_of_foreign(primitive: Primitive, operands: Sequence[Any], params: d
 jax_internals.report_effects(_effects_of_foreign)
 
 
-# Programs that JAX itself dispatches wait for earlier ones too: those of plain jax.jit, and ours inside a transform.
+# JAX itself dispatches the programs of plain jax.jit, and ours inside a transform. They wait for earlier programs too.
 def _before_dispatch(devices: Sequence[jax.Device]) -> None:
     dispatch.wait_for_earlier_programs(
         dispatch.ONLY_DEVICE if dispatch.local_devices() is dispatch.ONLY_DEVICE else dispatch.by_id(devices)

@@ -1,24 +1,25 @@
-"""Each use of JAX beyond its public API, and of what its public API does not promise. No other file has any.
+"""All uses of JAX's private parts, and of public parts that JAX does not promise to keep. No other file has any.
 
 =======================================  ==============================================================
-``jax._src.core.abstract_token``         the type of a token operand, which ``jax.ffi.ffi_lowering`` knows
+``jax._src.core.abstract_token``         the type of a token operand for ``jax.ffi.ffi_lowering``
 ``jax._src.core.trace_state_clean``      tells whether a call happens at top level or inside a trace
-``jax._src.core.get_axis_env``           has the axes that transforms bind, for messages
-``jax._src.core.InternalMutableArrayEffect``  a jaxpr that makes references has it; its lowering removes it
-``jax._src.core.NamedAxisEffect``        a jaxpr that names an axis has it; who binds the axis removes it
+``jax._src.core.get_axis_env``           lists the axes that transforms bind, for messages
+``jax._src.core.InternalMutableArrayEffect``  the effect of a jaxpr that makes references; its lowering removes it
+``jax._src.core.NamedAxisEffect``        the effect of a jaxpr that names an axis; the binding of the axis removes it
 ``jax._src.effects`` (its type sets)     register an ordered effect; mpi4jax and JAX's own debug_print do the same
-``mlir.jaxpr_subcomp``, ``TokenSet``     exported, but their signature has changed before
+``mlir.jaxpr_subcomp``, ``TokenSet``     are exported, but their signature has changed before
 ``jax._src.dispatch.RuntimeTokenSet``    two of its methods are wrapped, to see each dispatch of a program with our
                                          effect
 ``traceback_util.register_exclusion``    removes our frames from tracebacks and from ``jax.debug.breakpoint``, which
-                                         makes constants of what it finds in them
-``linear_call_p`` (custom_derivatives)   its abstract evaluation forgets the effects of the function that it calls
-``DynamicJaxprTrace.make_eqn``           wrapped, to see the effects of primitives that other libraries define
-``Primitive.is_high``, ``to_lojax``      from 0.12 on JAX replaces some primitives by others before it lowers a program
-``aval.vma``, ``aval.manual_axis_type``  the axes along which a value varies; the second from 0.10 on
+                                         makes constants of the values in them
+``linear_call_p`` (custom_derivatives)   its abstract evaluation omits the effects of the function that it calls; ours
+                                         reports them
+``DynamicJaxprTrace.make_eqn``           wrapped, to add the effects of primitives that other libraries define
+``Primitive.is_high``, ``to_lojax``      from 0.12 on JAX replaces some primitives before it lowers a program
+``aval.vma``, ``aval.manual_axis_type``  the axes along which a value varies: the first in JAX 0.9, the second later
 =======================================  ==============================================================
 
-A JAX that lacks one of them is refused when this file is imported.
+If JAX lacks one of them, the import of this file fails with a message.
 """
 
 from __future__ import annotations
@@ -78,20 +79,20 @@ except (ImportError, AttributeError) as error:
 
 _PACKAGE = str(Path(__file__).parents[1])
 hide_frames(_PACKAGE)
-source_info_util.register_exclusion(_PACKAGE)  # the line of an operation is that of the user's call
+source_info_util.register_exclusion(_PACKAGE)  # the line of an operation is the line of the user's call
 
 
 at_top_level = trace_state_clean
-"""Whether a call made now is outside every JAX trace."""
+"""Returns whether the call is outside all of JAX's traces."""
 
 
 def bound_axes() -> tuple[Any, ...]:
-    """The names of the axes that transforms around this call bind."""
+    """The names of the axes that the transforms around this call bind."""
     return tuple(get_axis_env().axis_sizes)
 
 
 class OrderedEffect(jax_effects.Effect):  # type: ignore[misc]
-    """Base class of an ordered effect: a subclass names it. All objects of a subclass are one effect."""
+    """Base class of ordered effects. Each subclass is one effect: all its objects are equal."""
 
     def __init_subclass__(cls) -> None:
         for types in _TYPE_SETS:
@@ -100,7 +101,7 @@ class OrderedEffect(jax_effects.Effect):  # type: ignore[misc]
     def __repr__(self) -> str:
         return type(self).__name__
 
-    # Equal by type, so that copies of a jaxpr agree.
+    # Copies of a jaxpr hold copies of the effect: these must be equal.
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other)
 
@@ -109,23 +110,23 @@ class OrderedEffect(jax_effects.Effect):  # type: ignore[misc]
 
 
 def without_references(effects: Iterable[Any]) -> set[Any]:
-    """The effects, but for those of references that a program makes for itself."""
+    """The effects without those of references that the program itself makes."""
     return {kind for kind in effects if not isinstance(kind, InternalMutableArrayEffect)}
 
 
 def without_names(effects: Iterable[Any], names: Container[Any]) -> set[Any]:
-    """The effects, but for those that say that a program names one of these axes."""
+    """The effects without those that say that the program names one of these axes."""
     return {kind for kind in effects if not (isinstance(kind, NamedAxisEffect) and kind.name in names)}
 
 
 def result(shape: Sequence[int], dtype: Any, *operands: Any) -> Any:
-    """The type of a result: it varies along the axes of a :func:`jax.shard_map` around along which an operand does."""
+    """The type of a result: it varies along the axes of the mesh along which any operand varies."""
     varying = frozenset().union(*map(_varying, operands))
     if not varying:
         return jax.core.ShapedArray(tuple(shape), dtype)
     like = next(x for x in operands if _varying(x))
     spec = jax.sharding.PartitionSpec(*[None] * len(shape))
-    # JAX 0.10 has put the names into a type of their own.
+    # Since JAX 0.10 the names are part of a type of their own.
     kind = (
         {"vma": varying} if hasattr(like, "vma") else {"manual_axis_type": type(like.manual_axis_type)(varying=varying)}
     )
@@ -145,10 +146,10 @@ def _linear_call_abstract_eval(*_: Any, callee: Any, **__: Any) -> Any:
 
 
 def report_effects(of: Callable[[Primitive, Sequence[Any], dict[str, Any]], Iterable[Any]]) -> None:
-    """Lets JAX record the effects that ``of`` reports in equations whose primitives say that they have none.
+    """Lets JAX record the effects that ``of`` reports, for equations whose primitives declare no effects.
 
     Args:
-        of: gets the primitive, the types of the operands and the parameters, and returns effects.
+        of: a function from the primitive, its operands and its parameters to effects.
     """
     make_eqn = DynamicJaxprTrace.make_eqn
 
@@ -167,12 +168,12 @@ def see_each_dispatch(
 ) -> None:
     """Calls functions around each program with ``effect`` that JAX itself dispatches.
 
-    JAX hands such a program a token, which puts it behind the last program with the same effect.
+    JAX gives such a program a token as an operand, which orders it after the last program with the same effect.
 
     Args:
-        effect: of the programs.
-        before: gets the devices of a program before its dispatch.
-        after: gets the token that the program returns, after its dispatch.
+        effect: the effect.
+        before: called with the devices of a program before its dispatch.
+        after: called with the token that the program returns after its dispatch.
     """
     token_input, token_result = RuntimeTokenSet.get_token_input, RuntimeTokenSet.set_token_result
 
@@ -192,29 +193,29 @@ def see_each_dispatch(
 
 
 def is_high(eqn: Any, inner: Sequence[Any]) -> bool:
-    """Whether JAX itself, from 0.12 on, replaces the equation by others before it lowers a program: lax.custom_root.
+    """Whether JAX 0.12 and later replaces the equation by others before it lowers a program, as for lax.custom_root.
 
     Args:
         eqn: an equation.
         inner: the jaxprs in its parameters.
     """
-    held = any(jaxpr.is_high for jaxpr in inner)
-    return not held and bool(eqn.primitive.is_high(*(var.aval for var in eqn.invars), **eqn.params))
+    only_inside = any(jaxpr.is_high for jaxpr in inner)
+    return not only_inside and bool(eqn.primitive.is_high(*(var.aval for var in eqn.invars), **eqn.params))
 
 
 def low_level(primitive: Primitive) -> Callable[..., Any]:
-    """By which JAX replaces a primitive that :func:`is_high`."""
+    """The function by which JAX replaces a primitive that :func:`is_high`."""
     function: Callable[..., Any] = primitive.to_lojax
     return function
 
 
 def never_high(primitive: Primitive) -> None:
-    """Tells JAX that nothing replaces this primitive, whatever jaxprs its parameters hold."""
+    """Tells JAX not to replace this primitive, whatever jaxprs its parameters hold."""
     primitive.is_high = lambda *_, **__: False
 
 
 def _subcomp(ctx: Any, jaxpr: Any, tokens: Any, args: Sequence[Any]) -> tuple[Sequence[Any], Any]:
-    """Lowers ``jaxpr`` with ``args`` for its constants and inputs, in the place that ``ctx`` says."""
+    """Lowers ``jaxpr`` in the place of the equation of ``ctx``; ``args`` are its constants and inputs."""
     optional = {"const_lowering": getattr(ctx, "const_lowering", None), "outer_traceback": None}
     constants = len(jaxpr.constvars)
     outs, tokens_out = mlir.jaxpr_subcomp(
@@ -233,7 +234,7 @@ def _subcomp(ctx: Any, jaxpr: Any, tokens: Any, args: Sequence[Any]) -> tuple[Se
 def lower_call(
     ctx: Any, effect: OrderedEffect, call: Callable[..., Any], operands: Sequence[Any], attributes: dict[str, Any]
 ) -> Sequence[Any]:
-    """Lowers a call whose first operand and first result are tokens: it takes and leaves the token of ``effect``."""
+    """Lowers a call whose first operand and first result are tokens of ``effect``."""
     inner = ctx.replace(avals_in=(abstract_token, *ctx.avals_in), avals_out=(abstract_token, *ctx.avals_out))
     token, *results = call(inner, ctx.tokens_in.get(effect), *operands, **attributes)
     ctx.set_tokens_out(ctx.tokens_in.update_tokens(mlir.TokenSet({effect: token})))
@@ -241,7 +242,7 @@ def lower_call(
 
 
 def lower_inline(ctx: Any, jaxpr: Any, operands: Sequence[Any]) -> Sequence[Any]:
-    """Lowers a jaxpr in the place of an equation: its tokens are those of the program around."""
+    """Lowers a jaxpr in the place of an equation, with the tokens of the program around."""
     outs, tokens_out = _subcomp(ctx, jaxpr, ctx.tokens_in, operands)
     ctx.set_tokens_out(tokens_out)
     return outs
@@ -250,22 +251,22 @@ def lower_inline(ctx: Any, jaxpr: Any, operands: Sequence[Any]) -> Sequence[Any]
 def lower_with_new_token(
     ctx: Any, effect: OrderedEffect, jaxpr: Any, operands: Sequence[Any], as_function: Callable[[Any], Any]
 ) -> Sequence[Any]:
-    """Lowers a jaxpr with a token of its own for ``effect``; those of other effects come from the program around.
+    """Lowers a jaxpr with a new token for ``effect``; the tokens of other effects come from the program around.
 
     Args:
-        ctx: of the lowering.
-        effect: has a token that begins here.
-        jaxpr: what to lower.
-        operands: values of its constants and inputs.
+        ctx: the context of the lowering.
+        effect: the effect with a new token.
+        jaxpr: the jaxpr.
+        operands: the values of its constants and inputs.
         as_function: makes a function from a jaxpr without constants.
     """
     tokens = mlir.TokenSet({**dict(ctx.tokens_in.items()), effect: stablehlo.create_token()})
     if without_references(jaxpr.effects) == jaxpr.effects:
         outs, tokens_out = _subcomp(ctx, jaxpr, tokens, operands)
-    else:  # JAX turns references into values where it lowers a function
+    else:  # JAX turns references into values only when it lowers a function
         inner = ctx.replace(tokens_in=tokens)
         body = as_function(jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars]))
         outs, tokens_out = mlir.lower_fun(body)(inner, *operands), inner.tokens_out
-    if len(ctx.tokens_in):  # the body has ordered effects of others, such as jax.debug.print(ordered=True)
+    if len(ctx.tokens_in):  # the body has other ordered effects, such as jax.debug.print(ordered=True)
         ctx.set_tokens_out(tokens_out.subset([kind for kind, _ in ctx.tokens_in.items()]))
     return outs

@@ -1,4 +1,4 @@
-"""Walks through jaxprs, and what lies in their parameters."""
+"""Jaxprs: what an equation reads and holds, evaluation with some equations changed, and the replacement of jaxprs."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 NO_MESH = jax.sharding.AbstractMesh((), ())
-"""That of a trace which no :func:`jax.shard_map` surrounds."""
+"""The mesh of a trace that is inside no :func:`jax.shard_map`."""
 
 Equation = Callable[[JaxprEqn, list[Any]], Sequence[Any]]
-"""The results of an equation for these operands."""
+"""A function from an equation and its operands to its results."""
 
 
 def abstract_mesh(sizes: Mapping[Any, int]) -> jax.sharding.AbstractMesh:
-    """One with axes of these sizes, by their names, which no type of an array names, whatever JAX's default is."""
+    """A mesh with axes of these names and sizes, of the type ``Auto``, so that types of arrays do not name them."""
     types = (jax.sharding.AxisType.Auto,) * len(sizes)
     return jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types)
 
 
 def replaced(items: Sequence[Any], places: Sequence[int], values: Sequence[Any]) -> list[Any]:
-    """``items`` with ``values`` in ``places``."""
+    """``items``, where the items in ``places`` are replaced by ``values``."""
     filled = list(items)
     for place, value in zip(places, values, strict=True):
         filled[place] = value
@@ -40,9 +40,9 @@ def replaced(items: Sequence[Any], places: Sequence[int], values: Sequence[Any])
 
 
 def split_arrays(args: Any, kwargs: Any) -> tuple[list[Any], Callable[[Sequence[Any]], tuple[Any, Any]]]:
-    """The arrays among the arguments of a traced function, and a way to put others in their places.
+    """The arrays among the arguments of a traced function, and a function that puts other arrays in their places.
 
-    The rest is static: what :func:`jax.jit` does not trace.
+    The other arguments are static: :func:`jax.jit` does not trace them.
     """
     leaves, tree = jax.tree.flatten((args, kwargs))
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, (jax.Array, np.ndarray))]
@@ -54,8 +54,8 @@ def split_arrays(args: Any, kwargs: Any) -> tuple[list[Any], Callable[[Sequence[
     return [leaves[place] for place in places], with_arrays
 
 
-def like(value: Any, parts: Sequence[Any]) -> Any:
-    """A tuple or list of ``parts`` of the type of ``value``, which may be a named tuple."""
+def _sequence_like(value: Any, parts: Sequence[Any]) -> Any:
+    """``parts`` as a sequence of the type of ``value``: a tuple, a named tuple or a list."""
     return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
 
 
@@ -80,7 +80,7 @@ def all_reads(jaxpr: Any) -> set[Var]:
 
 
 def is_reshape(eqn: JaxprEqn) -> bool:
-    """Whether it gives an array another shape and no more, for which XLA does nothing."""
+    """Whether an equation only gives an array another shape, for which XLA does nothing."""
     if eqn.primitive.name not in ("reshape", "squeeze", "broadcast_in_dim", "expand_dims"):
         return False
     source, (result,) = eqn.invars[0], eqn.outvars
@@ -88,24 +88,24 @@ def is_reshape(eqn: JaxprEqn) -> bool:
 
 
 def evaluate(closed: ClosedJaxpr, equation: Equation, *args: Any) -> list[Any]:
-    """``closed`` on ``args`` under the caller's trace and mesh: each equation as ``equation`` says."""
+    """Evaluates ``closed`` for ``args`` under the caller's trace and mesh; ``equation`` evaluates each equation."""
     jaxpr = closed.jaxpr
     mesh = jax.sharding.get_abstract_mesh()
     values: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *args], strict=True))
 
     def read(atom: Any) -> Any:
-        # A literal may have a type with the mesh of its trace, which an array of NumPy has not.
+        # The type of a literal may name the mesh of its trace; an array of NumPy names none.
         if isinstance(atom, Literal):
             return np.asarray(atom.val) if isinstance(atom.val, np.ndarray) else atom.val
         return values[atom]
 
     for eqn in jaxpr.eqns:
-        # What replaces an equation keeps the user's line and scopes, but not the mesh under which it was traced.
+        # The new equations keep the user's line and scopes, but not the mesh under which the old one was traced.
         stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
         with (
             source_info_util.user_context(eqn.source_info.traceback, name_stack=stack),
             eqn.ctx.manager,
-            jax.sharding.use_abstract_mesh(NO_MESH),  # first, since JAX refuses one mesh inside another
+            jax.sharding.use_abstract_mesh(NO_MESH),  # JAX refuses one mesh inside another, so leave it first
             jax.sharding.use_abstract_mesh(mesh),
         ):
             results = equation(eqn, list(map(read, eqn.invars)))
@@ -114,66 +114,79 @@ def evaluate(closed: ClosedJaxpr, equation: Equation, *args: Any) -> list[Any]:
 
 
 def bind(eqn: JaxprEqn, operands: Sequence[Any], params: dict[str, Any]) -> Sequence[Any]:
-    """The equation again, with other operands and parameters."""
+    """Binds the primitive of an equation to other operands and parameters."""
     results = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(params))
     return results if eqn.primitive.multiple_results else [results]
 
 
 def rebind(eqn: JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]:
-    """The equation as it is, with other operands."""
+    """Binds the primitive of an equation to other operands, with the parameters that the equation has."""
     return bind(eqn, operands, eqn.params)
 
 
-def function(jaxpr: Any) -> Callable[..., list[Any]]:
+def as_function(jaxpr: Any) -> Callable[..., list[Any]]:
     """A jaxpr without constants, as a function.
 
-    Not :func:`jax.extend.core.jaxpr_as_fun`: that switches ``jax_debug_nans`` off in this thread, for good.
+    :func:`jax.extend.core.jaxpr_as_fun` would do the same, but it switches ``jax_debug_nans`` off in this thread.
     """
     closed = ClosedJaxpr(jaxpr, ())
     return lambda *args: evaluate(closed, rebind, *args)
 
 
-def bind_mapped(eqn: JaxprEqn, operands: Sequence[Any], change: Callable[[ClosedJaxpr], ClosedJaxpr]) -> Sequence[Any]:
-    """The equation again, with the jaxprs in its parameters changed: new ones take and return what the old ones do."""
+def bind_with_jaxprs(
+    eqn: JaxprEqn, operands: Sequence[Any], change: Callable[[ClosedJaxpr], ClosedJaxpr]
+) -> Sequence[Any]:
+    """Binds the primitive of an equation with ``change`` applied to the jaxprs in its parameters.
+
+    Args:
+        eqn: the equation.
+        operands: its new operands.
+        change: maps a jaxpr to one with the same inputs and outputs.
+    """
     consts: list[Any] = []
 
     def new(value: Any) -> Any:
         if isinstance(value, ClosedJaxpr):
             return change(value)
-        if isinstance(value, Jaxpr):  # open, as in checkpoint: what would be its constants become operands
+        if isinstance(value, Jaxpr):  # without constants, as in checkpoint: new constants become operands
             closed = change(ClosedJaxpr(value, ()))
             consts.extend(closed.consts)
             return closed.jaxpr.replace(constvars=[], invars=[*closed.jaxpr.constvars, *closed.jaxpr.invars])
         if isinstance(value, (tuple, list)):
-            return like(value, list(map(new, value)))
+            return _sequence_like(value, list(map(new, value)))
         return value
 
     params = {name: new(value) for name, value in eqn.params.items()}
     return bind(eqn, [*consts, *operands], params)
 
 
-_JAXS_OWN = frozenset(value for value in vars(jax_primitives).values() if isinstance(value, Primitive))
+_PRIMITIVES_OF_JAX = frozenset(value for value in vars(jax_primitives).values() if isinstance(value, Primitive))
 
 
-@functools.lru_cache(maxsize=4096)  # asked for each equation that JAX traces
+@functools.lru_cache(maxsize=4096)  # called for each equation that JAX traces
 def is_foreign(primitive: Primitive) -> bool:
-    """Whether another library has defined the primitive, by a function that JAX can trace: Equinox does, for lineax."""
-    module = getattr(primitive.impl, "__module__", None) or "functools"  # functools.partial: JAX's eager dispatch
-    return primitive not in _JAXS_OWN and module.partition(".")[0] not in ("jax", "functools", "pycollective")
+    """Whether another library defines the primitive by a function that JAX can trace, as Equinox does for lineax."""
+    module = getattr(primitive.impl, "__module__", None) or "functools"  # JAX's eager dispatch is a functools.partial
+    return primitive not in _PRIMITIVES_OF_JAX and module.partition(".")[0] not in ("jax", "functools", "pycollective")
 
 
 def is_high(eqn: JaxprEqn) -> bool:
-    """See :func:`jax_internals.is_high`."""
+    """Whether JAX replaces the equation before it lowers a program; see :func:`jax_internals.is_high`."""
     return jax_internals.is_high(eqn, inner_jaxprs(eqn))
 
 
 def hides_program(eqn: JaxprEqn) -> bool:
-    """Whether it stands for a function that JAX has yet to trace, so that its parameters do not tell what it does."""
+    """Whether an equation stands for a function that JAX has not traced yet: its parameters do not show the program."""
     return is_foreign(eqn.primitive) or is_high(eqn)
 
 
-def implementation(eqn: JaxprEqn, axis_env: Sequence[tuple[Any, int]]) -> ClosedJaxpr | None:
-    """The program that an equation hides, if it does; nobody knows how that uses the jaxprs in its parameters."""
+def hidden_program(eqn: JaxprEqn, axis_env: Sequence[tuple[Any, int]]) -> ClosedJaxpr | None:
+    """The program that an equation hides, traced now; None if it hides none.
+
+    Args:
+        eqn: an equation. How a hidden program uses the jaxprs in the parameters of ``eqn`` is not known.
+        axis_env: names and sizes of the axes around the equation.
+    """
     if is_high(eqn):
         function = jax_internals.low_level(eqn.primitive)
     elif is_foreign(eqn.primitive):
@@ -186,7 +199,7 @@ def implementation(eqn: JaxprEqn, axis_env: Sequence[tuple[Any, int]]) -> Closed
 
 
 def rebuilt_shard_map(eqn: JaxprEqn, equation: Equation) -> Callable[..., Any]:
-    """The :func:`jax.shard_map` of an equation, with each equation inside as ``equation`` says."""
+    """The :func:`jax.shard_map` of an equation as a function; ``equation`` evaluates each equation inside."""
     closed = ClosedJaxpr(eqn.params["jaxpr"], ())
     program: Callable[..., Any] = jax.shard_map(
         lambda *blocks: evaluate(closed, equation, *blocks),
@@ -199,13 +212,13 @@ def rebuilt_shard_map(eqn: JaxprEqn, equation: Equation) -> Callable[..., Any]:
 
 
 def manual_sizes(mesh: jax.sharding.AbstractMesh) -> list[int]:
-    """The sizes of the axes over which a program around is one of several devices' own."""
+    """The sizes of the axes along which each device runs the program around on its own (JAX's type ``Manual``)."""
     kinds = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
     return [size for size, kind in kinds if kind == jax.sharding.AxisType.Manual]
 
 
 def outside_meshes(fun: Callable[P, R]) -> Callable[P, R]:
-    """``fun`` in a trace under a mesh as if it were under none: it may use meshes of its own."""
+    """``fun``, called as if no mesh were set around the call, so that it may use meshes of its own."""
 
     @functools.wraps(fun)
     def function(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -216,7 +229,10 @@ def outside_meshes(fun: Callable[P, R]) -> Callable[P, R]:
 
 
 def dependents(jaxpr: Any, sources: Iterable[Var], always: Callable[[JaxprEqn], bool] = lambda _: False) -> set[Var]:
-    """What depends on ``sources``, or on equations that ``always`` names; everything where there are references."""
+    """The variables that depend on ``sources``, or on an equation for which ``always`` is true.
+
+    In a jaxpr with references these are all variables: a reference carries values past the operands.
+    """
     found = set(sources)
     references = any(hasattr(var.aval, "inner_aval") for eqn in jaxpr.eqns for var in eqn.outvars)
     for eqn in jaxpr.eqns:
@@ -225,8 +241,8 @@ def dependents(jaxpr: Any, sources: Iterable[Var], always: Callable[[JaxprEqn], 
     return found
 
 
-def called(eqn: JaxprEqn) -> ClosedJaxpr | None:
-    """What an equation is that nothing but its derivative makes more than a call."""
+def called_jaxpr(eqn: JaxprEqn) -> ClosedJaxpr | None:
+    """The jaxpr that an equation calls, if it is a mere call with a derivative rule of its own; else None."""
     if eqn.primitive in (jax_primitives.custom_jvp_call_p, jax_primitives.custom_vjp_call_p):
         closed: ClosedJaxpr = eqn.params["call_jaxpr"]
         return closed
@@ -234,41 +250,41 @@ def called(eqn: JaxprEqn) -> ClosedJaxpr | None:
 
 
 def aval_like(aval: Any) -> Any:
-    """For :func:`jax.make_jaxpr`: of the shape and dtype of ``aval``, outside any mesh."""
+    """An argument of :func:`jax.make_jaxpr` with the shape and dtype of ``aval``, outside any mesh."""
     if hasattr(aval, "inner_aval"):  # a reference
         return jax.ShapeDtypeStruct(aval.inner_aval.shape, aval.inner_aval.dtype, is_ref=True)
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
 
 
 def map_jaxprs(jaxpr: Any, change: Callable[[Any], Any]) -> Any:
-    """``jaxpr`` with all jaxprs that its equations hold, and then itself, replaced by what ``change`` makes of them.
+    """Applies ``change`` to all jaxprs that the equations of ``jaxpr`` hold, from the inside out, and then to it.
 
-    One result for each, itself where nothing changes: JAX compiles a function that is called twice once.
+    One jaxpr gives one result, itself if nothing changes: so JAX compiles a function once that is called twice.
     """
     changed: dict[int, Any] = {}
 
-    def whole(jaxpr: Any) -> Any:
+    def with_inner_changed(jaxpr: Any) -> Any:
         if id(jaxpr) not in changed:
             eqns = []
             for eqn in jaxpr.eqns:
-                params = {name: inner(value) for name, value in eqn.params.items()}
+                params = {name: new_value(value) for name, value in eqn.params.items()}
                 same = all(params[name] is value for name, value in eqn.params.items())
                 eqns.append(eqn if same else eqn.replace(params=params))
             same = all(map(operator.is_, eqns, jaxpr.eqns))
             changed[id(jaxpr)] = change(jaxpr if same else jaxpr.replace(eqns=eqns))
         return changed[id(jaxpr)]
 
-    def inner(value: Any) -> Any:
+    def new_value(value: Any) -> Any:
         if isinstance(value, ClosedJaxpr):
-            new = whole(value.jaxpr)
+            new = with_inner_changed(value.jaxpr)
             if new is value.jaxpr:
                 return value
             return changed.setdefault(id(value), ClosedJaxpr(new, value.consts))
         if isinstance(value, Jaxpr):
-            return whole(value)
+            return with_inner_changed(value)
         if isinstance(value, tuple) and any(isinstance(part, (Jaxpr, ClosedJaxpr)) for part in value):
-            parts = [inner(part) for part in value]
-            return value if all(map(operator.is_, parts, value)) else like(value, parts)
+            parts = [new_value(part) for part in value]
+            return value if all(map(operator.is_, parts, value)) else _sequence_like(value, parts)
         return value
 
-    return whole(jaxpr)
+    return with_inner_changed(jaxpr)

@@ -1,8 +1,8 @@
 """The region: a whole program as one primitive without effects, so that JAX dispatches it at full speed.
 
-A program with an ordered effect leaves JAX's fast dispatch. A region has none: its body is lowered with a token of its
-own. That token orders the calls inside; between programs their dispatch does (``dispatch``). A region must be a whole
-program: inside another one two regions would have no order between them.
+JAX dispatches a program with an ordered effect slowly. A region has no effect: its body is lowered with a token of its
+own. That token orders the calls inside the program; ``dispatch`` orders programs. A region must be a whole program: two
+regions inside one program would have no order between them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pycollective.ordering import dispatch, jax_internals
 from pycollective.ordering.donation import Donated, without_copies
 from pycollective.ordering.effect import effect
 from pycollective.ordering.jax_internals import without_references
-from pycollective.ordering.jaxprs import evaluate, function, inner_jaxprs, rebind, split_arrays
+from pycollective.ordering.jaxprs import as_function, evaluate, inner_jaxprs, rebind, split_arrays
 
 region_p = Primitive("pycollective_region")
 region_p.multiple_results = True
@@ -34,7 +34,7 @@ def _region_abstract_eval(*_: Any, jaxpr: Any) -> Any:
 
 
 def _region_lowering(ctx: Any, *args: Any, jaxpr: Any) -> Sequence[Any]:
-    return jax_internals.lower_with_new_token(ctx, effect, jaxpr, args, function)
+    return jax_internals.lower_with_new_token(ctx, effect, jaxpr, args, as_function)
 
 
 mlir.register_lowering(region_p, _region_lowering)
@@ -42,9 +42,10 @@ mlir.register_lowering(region_p, _region_lowering)
 
 @region_p.def_impl
 def _region_impl(*args: Any, jaxpr: Any) -> list[Any]:
-    """Op by op: what JAX does under ``jax_debug_nans`` with a program whose results have NaNs, to find their origin.
+    """Runs the program operation by operation, as far as the first collective.
 
-    It goes as far as the first collective. This rank does that for itself, so no other would answer.
+    JAX does so under ``jax_debug_nans`` to find the origin of a NaN in the results. Only this rank does it now, so no
+    other rank would answer a collective.
     """
 
     def equation(eqn: Any, operands: list[Any]) -> Sequence[Any]:
@@ -53,9 +54,9 @@ def _region_impl(*args: Any, jaxpr: Any) -> list[Any]:
                 message(
                     "jit",
                     "no NaN or infinity in the results",
-                    f"one, that no operation makes before the first collective, {eqn.primitive.name} at "
+                    f"one, but none from the operations before the first collective, {eqn.primitive.name} at "
                     f"{source_info_util.summarize(eqn.source_info)}",
-                    "What lies behind it one rank cannot run again. An operand of another rank may have been NaN: "
+                    "One rank cannot run a collective again, nor what follows it. The NaN may come from another rank: "
                     "run all ranks with JAX_DISABLE_JIT=1, which checks each operation.",
                 )
             )
@@ -67,15 +68,17 @@ def _region_impl(*args: Any, jaxpr: Any) -> list[Any]:
 
 
 class Region:
-    """A function whose trace is one region, for :func:`jax.jit` as a whole program (see the head of this file).
+    """A function whose trace is one region, to be compiled by :func:`jax.jit` as a whole program.
 
-    Called with the arguments of ``fun`` it returns what ``fun`` does, or that :class:`dispatch.WithCompletion`.
+    A call takes the arguments of ``fun`` and returns the results of ``fun``, or a :class:`dispatch.WithCompletion` of
+    them.
 
     Attributes:
-        traced: whether there is a program.
-        devices: on which its programs run: those that a shard_map or a sharding names; or
-            :data:`dispatch.ONLY_DEVICE` on a rank with one device; or :data:`dispatch.DEVICES_OF_ARGUMENTS`, as before
-            any trace; None if they differ, or if a mesh around (:func:`jax.set_mesh`) names them.
+        traced: whether the function was traced.
+        devices: the devices on which its programs run, if a shard_map or a sharding names them;
+            :data:`dispatch.ONLY_DEVICE` on a rank with one device; :data:`dispatch.DEVICES_OF_ARGUMENTS` if the
+            program names none, and before any trace; None if the programs have different devices, or if a mesh around
+            the call (:func:`jax.set_mesh`) names them.
     """
 
     def __init__(
@@ -83,8 +86,8 @@ class Region:
         fun: Callable[..., Any],
         *,
         donated: Donated | None = None,
-        expand: Callable[[ClosedJaxpr], ClosedJaxpr] = lambda closed: closed,
-        rewrite: Callable[[Any], Any] = lambda jaxpr: jaxpr,
+        replace_device_programs: Callable[[ClosedJaxpr], ClosedJaxpr] = lambda closed: closed,
+        rearrange_sums: Callable[[Any], Any] = lambda jaxpr: jaxpr,
         with_completion: bool = False,
         devices: frozenset[jax.Device] = frozenset(),
     ) -> None:
@@ -92,27 +95,28 @@ class Region:
 
         Args:
             fun: any function that JAX can trace.
-            donated: which inputs the program may overwrite.
-            expand: from the program, which nothing will transform any more, to another of the same meaning.
-            rewrite: from the jaxpr of the program to another of the same meaning.
+            donated: the inputs that the program may overwrite.
+            replace_device_programs: maps the program, which no transform will see any more, to the same program with
+                primitives of this package in the place of JAX's collectives over named axes.
+            rearrange_sums: maps the jaxpr of that program to one with its sums joined or moved.
             with_completion: whether every call returns a :class:`dispatch.WithCompletion`.
-            devices: over which the shardings lie that :func:`jax.jit` has for its arguments and results.
+            devices: the devices of the shardings that :func:`jax.jit` has for arguments and results.
         """
         functools.update_wrapper(self, fun)
-        self._expand = expand
-        self._rewrite = rewrite
+        self._replace_device_programs = replace_device_programs
+        self._rearrange_sums = rearrange_sums
         self._with_completion = with_completion
         self._fun = fun
         self._donated = donated
-        self._named = devices
+        self._devices_of_options = devices
         self.traced = False
         self.devices: dispatch.Devices | str | None = dispatch.DEVICES_OF_ARGUMENTS
 
-    def __repr__(self) -> str:  # JAX's messages name the function so
+    def __repr__(self) -> str:  # JAX shows it in its messages
         return repr(self._fun)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """One trace; or under ``JAX_DISABLE_JIT`` one call of ``fun``, whose collectives then run one by one."""
+        """Traces ``fun``. Under ``JAX_DISABLE_JIT`` it calls ``fun``, and each collective runs by itself."""
         if jax.config.jax_disable_jit:
             return self._fun(*args, **kwargs)
         arrays, with_arrays = split_arrays(args, kwargs)
@@ -124,26 +128,26 @@ class Region:
             outs, out_tree = jax.tree.flatten(self._fun(*args, **kwargs))
             return [*outs, jnp.zeros(0, bool)]
 
-        closed = self._expand(jax.make_jaxpr(flat)(*arrays))
-        devices = dispatch.by_id(self._named | _devices_of(closed.jaxpr))
+        closed = self._replace_device_programs(jax.make_jaxpr(flat)(*arrays))
+        devices = dispatch.by_id(self._devices_of_options | _devices_of(closed.jaxpr))
         under_mesh = not jax.sharding.get_abstract_mesh().empty
-        self._note_devices(None if under_mesh else devices or dispatch.DEVICES_OF_ARGUMENTS)
+        self._record_devices(None if under_mesh else devices or dispatch.DEVICES_OF_ARGUMENTS)
         donated = self._donated.arrays(args, kwargs) if self._donated is not None else ()
         free = frozenset(var for var, x in zip(closed.jaxpr.invars, arrays, strict=True) if id(x) in donated)
-        jaxpr = self._rewrite(without_copies(closed.jaxpr, free))
+        jaxpr = self._rearrange_sums(without_copies(closed.jaxpr, free))
         *outs, completion = region_p.bind(*closed.consts, *arrays, jaxpr=jaxpr)
-        given = {*jaxpr.invars, *jaxpr.constvars}
-        held = any(isinstance(var, Var) and var not in given for var in jaxpr.outvars[:-1])
+        inputs = {*jaxpr.invars, *jaxpr.constvars}
+        computes_a_result = any(isinstance(var, Var) and var not in inputs for var in jaxpr.outvars[:-1])
         results = jax.tree.unflatten(out_tree, outs)
-        if held and not devices and not self._with_completion:
+        if computes_a_result and not devices and not self._with_completion:
             return results
         return dispatch.WithCompletion(results, completion)
 
-    def _note_devices(self, devices: dispatch.Devices | str | None) -> None:
+    def _record_devices(self, devices: dispatch.Devices | str | None) -> None:
         if dispatch.local_devices() is dispatch.ONLY_DEVICE:
             devices = dispatch.ONLY_DEVICE
         if self.traced and devices != self.devices:
-            # The dispatch that this trace belongs to has taken its turn for other devices: now it takes all turns.
+            # This trace is part of a dispatch that has waited for the programs on other devices. Wait for all now.
             with jax.ensure_compile_time_eval():
                 dispatch.wait_for_earlier_programs(None)
             self.devices = None
@@ -153,7 +157,7 @@ class Region:
 
 
 def devices_of_sharding(sharding: Any) -> frozenset[jax.Device]:
-    """Over which it lies; none for what is no sharding, or names no devices."""
+    """The devices of a sharding; none if it is no sharding, or names no devices."""
     if not isinstance(sharding, jax.sharding.Sharding) or isinstance(
         getattr(sharding, "mesh", None), jax.sharding.AbstractMesh
     ):

@@ -1,1 +1,1 @@
-"""The primitives: each collective over a communicator, as JAX differentiates, batches and lowers it."""
+"""The primitives: one for each collective over a communicator, with the rules by which JAX transforms and lowers it."""

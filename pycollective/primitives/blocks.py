@@ -1,4 +1,4 @@
-"""Arrays cut into blocks along an axis, one for each member of a collective, and joined again."""
+"""Cuts an array into blocks along an axis, one for each participant of a collective, and joins blocks again."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ def cut(x: jax.Array, axis: int, size: int) -> jax.Array:
 
 
 def join(blocks: jax.Array, axis: int) -> jax.Array:
-    """The inverse of :func:`cut`: concatenates the blocks ``(size, ...)`` along ``axis`` of a block."""
+    """Joins the blocks ``(size, ...)`` along ``axis`` of a block; the inverse of :func:`cut`."""
     shape = (*blocks.shape[1 : axis + 1], blocks.shape[0] * blocks.shape[axis + 1], *blocks.shape[axis + 2 :])
     return jnp.moveaxis(blocks, 0, axis).reshape(shape)

@@ -1,8 +1,8 @@
 """How a collective becomes a primitive of JAX.
 
-:class:`Collective` defines one whole from what is different about it: where its arrays have a block for each rank, how
-its cotangents travel, and the attributes of its handler. Its abstract evaluation, lowering, differentiation and
-batching follow from that. Operations that do not fit define those rules themselves, with the functions here.
+:class:`Collective` defines a collective by what is special about it: which of its arrays have a block for each rank,
+the collective of its cotangents, and the attributes of its handler. Abstract evaluation, lowering, differentiation and
+batching follow from these. An operation that does not fit defines its rules itself, with the functions of this file.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Attributes = dict[str, Any]
 
 
 def primitive(name: str, *, multiple_results: bool = False) -> Primitive:
-    """A primitive without rules, which runs as a program of its own where nothing traces it."""
+    """Returns a primitive without rules. A call outside any trace runs as a program of its own."""
     new = Primitive(name)
     new.multiple_results = multiple_results
     new.def_impl(partial(eager.apply, new))
@@ -37,7 +37,7 @@ def primitive(name: str, *, multiple_results: bool = False) -> Primitive:
 
 
 def attributes(*, comm: Participants, **params: Any) -> Attributes:
-    """The attributes of a handler that are the parameters of the primitive: the communicator, an op, a root."""
+    """The attributes of a handler that takes the parameters of its primitive as they are: comm, op, root."""
     return {
         "comm": comm.key,
         **{name: native.OPS[value] if name == "op" else value for name, value in params.items()},
@@ -45,46 +45,47 @@ def attributes(*, comm: Participants, **params: Any) -> Attributes:
 
 
 def lower(primitive: Primitive, attributes: Callable[..., Attributes] = attributes) -> None:
-    """Registers the lowerings of a primitive: to the handlers of its name, for CPU devices and for accelerators.
+    """Registers the lowerings of a primitive to the handlers of its name, for CPU devices and for accelerators.
 
-    A primitive with a parameter ``in_place`` lets XLA give its results the buffers of its operands. Over several
-    accelerators of each rank it becomes the local steps of its name around itself between ranks.
+    A primitive with a parameter ``in_place`` lets XLA give its results the buffers of its operands. If each rank has
+    several accelerators, the primitive becomes the local steps of its name with the primitive between ranks inside.
 
     Args:
-        primitive: its abstract evaluation must report our effect.
-        attributes: from the other parameters of the primitive to the attributes of its handler.
+        primitive: a primitive whose abstract evaluation reports our effect.
+        attributes: a function from the other parameters of the primitive to the attributes of its handler.
     """
     host_lowering = functools.cache(partial(native.ffi_lowering, primitive.name))
     device_lowering = functools.cache(partial(native.ffi_lowering, f"device_{primitive.name}"))
     steps = local_steps.STEPS.get(primitive.name)
 
-    def on_host(params: dict[str, Any]) -> lowering.Call:
-        return host_lowering(params.pop("in_place", ())), attributes(**params)
+    def for_host(params: dict[str, Any]) -> lowering.HandlerCall:
+        return lowering.HandlerCall(host_lowering(params.pop("in_place", ())), attributes(**params))
 
-    def on_device(params: dict[str, Any]) -> lowering.Call | lowering.Steps:
+    def for_accelerator(params: dict[str, Any]) -> lowering.HandlerCall | lowering.Decomposition:
         axes = params["comm"].local_axes
         if axes and steps is not None:
             ranks = params.pop("comm").comm
             local = local_steps.LocalDevices(axes, ranks.size)
-            return lowering.Steps(partial(steps, partial(primitive.bind, comm=ranks), local, **params), axes)
-        return device_lowering(params.pop("in_place", ())), attributes(**params)
+            return lowering.Decomposition(partial(steps, partial(primitive.bind, comm=ranks), local, **params), axes)
+        return lowering.HandlerCall(device_lowering(params.pop("in_place", ())), attributes(**params))
 
-    lowering.lower(primitive, on_host, on_device)
+    lowering.lower(primitive, for_host, for_accelerator)
 
 
 class Collective:
-    """A collective with one operand and one result, as a function over its primitive.
+    """A collective with one operand and one result: its primitive, and a function that binds it.
 
-    With a parameter ``op`` it is a reduction: of dtypes that MPI can reduce, linear where ``op`` is "sum". Otherwise it
-    moves arrays of any dtype.
+    A collective with a parameter ``op`` is a reduction. It needs dtypes that MPI can reduce, and is linear if ``op`` is
+    "sum". A collective without ``op`` moves arrays of any dtype.
 
     Args:
-        name: of the primitive and of its handlers.
-        transpose: ``transpose(ct, comm=comm, **params)`` is the cotangent of the operand. None: the collective itself.
+        name: the name of the primitive and of its handlers.
+        transpose: a function; ``transpose(ct, comm=comm, **params)`` is the cotangent of the operand. None: the
+            collective itself.
         operand_blocks: whether the operand has a leading axis with a block for each rank, in MPI's rank order.
-        result_blocks: whether the result has one.
+        result_blocks: whether the result has such an axis.
         in_place: whether the result may take the buffer of the operand.
-        attributes: from the parameters to the attributes of the handler.
+        attributes: a function from the parameters to the attributes of the handler.
 
     Attributes:
         primitive: the primitive.
@@ -121,7 +122,7 @@ class Collective:
         shape = (comm.size, *block) if self._result_blocks else block
         return jax_internals.result(shape, x.dtype, x), {effect}
 
-    # The tangent takes the same way as the value; so do both in the dtype that MPI knows, by __call__.
+    # The tangent goes through the same collective. Both are bound by __call__, in a dtype that MPI knows.
     def _jvp_rule(
         self, primals: Sequence[Array], tangents: Sequence[Any], *, in_place: tuple[bool, ...] = (), **params: Any
     ) -> Any:
@@ -137,7 +138,7 @@ class Collective:
         return [self._transpose(ct, **params)]
 
     def _batching_rule(self, args: Sequence[Array], dims: Sequence[int], **params: Any) -> Any:
-        # The axis that counts ranks stays in front, and the batch axis goes behind it.
+        # The axis of the ranks' blocks stays first; the batch axis comes second.
         if self._operand_blocks:
             return self.primitive.bind(jnp.moveaxis(args[0], dims[0], 1), **params), int(self._result_blocks)
         return self.primitive.bind(*args, **params), dims[0] + int(self._result_blocks)
@@ -147,10 +148,10 @@ def refuse_derivative(name: str, what: str, remedy: str, params: dict[str, Any])
     """Raises NotImplementedError for an operation that has no derivative.
 
     Args:
-        name: of the operation.
-        what: would have one.
+        name: the operation.
+        what: a form of it that has a derivative.
         remedy: what to do instead.
-        params: of the operation.
+        params: the parameters of the operation.
     """
     got = f"{name} with op={params['op']!r}" if "op" in params else name
     raise NotImplementedError(message(name, f"a differentiable operation, {what}", got, remedy))

@@ -1,4 +1,4 @@
-"""Which dtype an array has on its way through MPI: one whose arithmetic MPI has, or one of whole bytes."""
+"""The dtype of an array inside MPI: for a reduction one that MPI computes with, for a move one of whole bytes."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ Array = jax.Array
 OPS = ("sum", "prod", "min", "max")
 """The reductions of MPI."""
 SUMS = ("sum", "sum_bfloat16")
-"""The linear reductions. "sum_bfloat16", of ``allreduce`` alone, adds float32 that goes between ranks as bfloat16."""
+"""The linear reductions. "sum_bfloat16" adds float32 numbers that go between ranks as bfloat16; only ``allreduce`` has
+it."""
 
 
 def wide(x: Array, op: str) -> Array:
-    """``x`` in a dtype whose arithmetic MPI has.
+    """``x`` in a dtype that MPI computes with.
 
-    Floats of 16 and 8 bits are reduced in float32 and rounded once; integers below a byte in int8; sums and products
-    of bool in int32, as :func:`jax.lax.psum` does.
+    Floats of 16 and 8 bits are reduced in float32 and rounded once, integers of less than a byte in int8 or uint8, sums
+    and products of bool in int32, as :func:`jax.lax.psum` does.
     """
     dtype = x.dtype
     if dtype == jnp.bool_:
@@ -33,17 +34,17 @@ def wide(x: Array, op: str) -> Array:
 
 
 def narrow(y: Array, like: Array) -> Array:
-    """The inverse of :func:`wide`; sums of bool stay int32."""
+    """The inverse of :func:`wide`, for a result of the dtype of ``like``; sums of bool stay int32."""
     return y if like.dtype == jnp.bool_ else y.astype(like.dtype)
 
 
 def reduced(bind: Callable[..., Array], x: Array, op: str, **params: Any) -> Array:
-    """Binds a reduction of ``x`` in a dtype whose arithmetic MPI has, and returns to the dtype of ``x``."""
+    """Binds a reduction of ``x`` in a dtype that MPI computes with; the result has the dtype of ``x``."""
     return narrow(bind(wide(x, op), op=op, **params), x)
 
 
 def to_wire(x: Array) -> Array:
-    """``x`` as an array of whole bytes, which MPI can move: keys as their data, smaller numbers widened."""
+    """``x`` in a dtype of whole bytes, which MPI can move: keys as their data, numbers of less than a byte widened."""
     dtype = x.dtype
     if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
         return jax.random.key_data(x)
@@ -55,12 +56,12 @@ def to_wire(x: Array) -> Array:
 
 
 def from_wire(y: Array, like: Array | jax.ShapeDtypeStruct) -> Array:
-    """The inverse of :func:`to_wire` for what arrived in the place of ``like``."""
+    """The inverse of :func:`to_wire`, for an array of the dtype of ``like``."""
     if jax.dtypes.issubdtype(like.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(y, impl=jax.random.key_impl(like))
     return y.astype(like.dtype)
 
 
 def moved(bind: Callable[..., Array], x: Array, **params: Any) -> Array:
-    """Binds an operation that moves ``x`` unchanged."""
+    """Binds an operation that moves ``x``, in a dtype of whole bytes; the result has the dtype of ``x``."""
     return from_wire(bind(to_wire(x), **params), x)

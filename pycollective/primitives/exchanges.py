@@ -19,7 +19,7 @@ scatter: Collective = Collective("scatter", transpose=lambda ct, **params: gathe
 
 
 def _ppermute_attributes(comm: Participants, perm: tuple[tuple[int, int], ...]) -> dict[str, Any]:
-    dest, source = comm.routes(perm)
+    dest, source = comm.lane_routes(perm)
     return {"comm": comm.key, "dest": dest, "source": source, "pattern": zlib.crc32(repr(sorted(perm)).encode())}
 
 
@@ -28,4 +28,4 @@ ppermute: Collective = Collective(
     transpose=lambda ct, *, comm, perm: ppermute(ct, comm=comm, perm=tuple((dest, source) for source, dest in perm)),
     attributes=_ppermute_attributes,
 )
-"""``y_d = x_s`` for each pair ``(s, d)`` of ``perm``; zeros on ranks that are nobody's destination."""
+"""``y_d = x_s`` for each pair ``(s, d)`` of ``perm``; zeros on ranks that are the destination of no pair."""

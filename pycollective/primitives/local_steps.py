@@ -1,12 +1,12 @@
-"""A collective over local accelerators x ranks: local steps by XLA, with the vendor's library, around one on the lanes.
+"""Collectives over several accelerators of each rank: XLA's collectives between local devices, MPI's on each lane.
 
-Each device calls MPI on its own lane, all at once, for its part of the array alone where it can: so a reduction moves
-``2 (R - 1) / R`` of the array between ranks, whatever the number of local devices is (Traeff's multi-lane
-decomposition). CPU devices do the same through shared memory instead (``native/hierarchy.h``).
+All local devices call MPI at once, each on its own lane. Where possible a device sends only its part of the array: so a
+reduction moves ``2 (R - 1) / R`` of the array between ranks, for any number of local devices (Traeff's multi-lane
+decomposition). CPU devices use shared memory instead (``native/hierarchy.h``).
 
-Each function has the meaning of the primitive of its name over ranks x devices in row-major order. ``bind`` is that
-primitive over the ranks, from each device to its like. They are traced when a program is lowered, after differentiation
-and batching, so they need no rules of their own. For empty arrays there is nothing to do.
+Each function computes what the primitive of its name means over ranks x devices in row-major order. Its argument
+``bind`` is that primitive over the ranks of one lane. The functions are traced when a program is lowered, after
+differentiation and batching, so they need no rules of their own. Empty arrays need no communication.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from jax import lax
 Array = jax.Array
 
 _SMALL_BYTES = 64 << 10
-"""Up to this size cutting an array up and putting it together again costs more than moving it whole on every lane."""
+"""Up to this size it costs less to move a whole array on each lane than to cut it into parts and join them again."""
 
 
 class LocalDevices(NamedTuple):
     """The local devices that take part.
 
     Attributes:
-        axes: names and sizes of the axes along which they lie, in the program that XLA runs on them.
-        ranks: how many ranks take part, each with as many.
+        axes: names and sizes of the axes along which they lie in the program that XLA runs on them.
+        ranks: the number of ranks that take part; each has the same number of devices.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -43,19 +43,19 @@ class LocalDevices(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Their number."""
+        """The number of these devices."""
         return math.prod(size for _, size in self.axes)
 
-    def member(self) -> Array:
-        """Which of them this one is; a scalar."""
+    def local_index(self) -> Array:
+        """The number of the calling device among them; a scalar."""
         index = jnp.int32(0)
         for name, size in self.axes:
             index = index * size + lax.axis_index(name)
         return index
 
 
-def _total(local: LocalDevices, x: Array, op: str) -> Array:
-    """``op`` over the local devices."""
+def _reduced_locally(local: LocalDevices, x: Array, op: str) -> Array:
+    """Reduces ``x`` over the local devices."""
     assert op in ("sum", "sum_bfloat16", "min", "max"), op
     if op in ("min", "max"):
         reduce = lax.pmin if op == "min" else lax.pmax
@@ -65,28 +65,30 @@ def _total(local: LocalDevices, x: Array, op: str) -> Array:
     return lax.psum(x, local.names)
 
 
-def _in_slices(local: LocalDevices, x: Array, op: str, between: Callable[[Array], Array]) -> Array:
-    """``op`` over the local devices of the vector ``x``, then ``between`` ranks, each device for its slice."""
+def _in_slices(local: LocalDevices, x: Array, op: str, over_ranks: Callable[[Array], Array]) -> Array:
+    """Reduces the vector ``x`` over the local devices, then each device its slice over ranks, and joins the slices."""
     padded = jnp.pad(x, (0, -x.size % local.size)).reshape(local.size, -1)
-    scatters = op not in ("min", "max")  # XLA's reduce-scatter of other reductions is not in jax.lax
-    own = lax.psum_scatter(padded, local.names) if scatters else _total(local, padded, op)[local.member()]
-    return lax.all_gather(between(own), local.names).reshape(-1)[: x.size]
+    scatters = op not in ("min", "max")  # jax.lax has no reduce-scatter of other reductions
+    own = (
+        lax.psum_scatter(padded, local.names) if scatters else _reduced_locally(local, padded, op)[local.local_index()]
+    )
+    return lax.all_gather(over_ranks(own), local.names).reshape(-1)[: x.size]
 
 
 def allreduce(bind: Callable[..., list[Array]], local: LocalDevices, *xs: Array, op: str, **_: Any) -> list[Array]:
-    """``op`` over all devices of each of ``xs``: those of a dtype as one array."""
+    """Reduces each of ``xs`` over all devices; the arrays of one dtype travel as one array."""
     ys = list(xs)
     for dtype in dict.fromkeys(x.dtype for x in xs if x.size > 0):
         places = [i for i, x in enumerate(xs) if x.dtype == dtype]
         flat = jnp.concatenate([xs[i].reshape(-1) for i in places])
 
-        def between(part: Array) -> Array:
+        def over_ranks(part: Array) -> Array:
             return bind(part, op=op, in_place=(True,))[0]
 
         if flat.nbytes <= _SMALL_BYTES:
-            total = between(_total(local, flat, op))
+            total = over_ranks(_reduced_locally(local, flat, op))
         else:
-            total = _in_slices(local, flat, op, between)
+            total = _in_slices(local, flat, op, over_ranks)
         ends = list(itertools.accumulate(xs[i].size for i in places))
         for i, part in zip(places, jnp.split(total, ends[:-1]), strict=True):
             ys[i] = part.reshape(xs[i].shape)
@@ -94,32 +96,32 @@ def allreduce(bind: Callable[..., list[Array]], local: LocalDevices, *xs: Array,
 
 
 def reduce(bind: Callable[..., Array], local: LocalDevices, x: Array, *, op: str, root: int, **_: Any) -> Array:
-    """``op`` over all devices at the root, zeros on the others."""
+    """Reduces ``x`` over all devices to the root; zeros on the other devices."""
     if x.size == 0:
         return x
 
-    def between(part: Array) -> Array:
+    def over_ranks(part: Array) -> Array:
         return bind(part, op=op, root=root // local.size, in_place=(True,))
 
-    total = _in_slices(local, x.reshape(-1), op, between).reshape(x.shape)
-    return jnp.where(local.member() == root % local.size, total, jnp.zeros_like(total))
+    total = _in_slices(local, x.reshape(-1), op, over_ranks).reshape(x.shape)
+    return jnp.where(local.local_index() == root % local.size, total, jnp.zeros_like(total))
 
 
 def bcast(bind: Callable[..., Array], local: LocalDevices, x: Array, *, root: int, **_: Any) -> Array:
-    """The root's ``x``: a sum of its bits and of zeros, exact for every value."""
+    """The root's ``x`` on all devices: the sum of its bits and of zeros, which is exact for every value."""
     if x.size == 0:
         return x
     bits = _bits(x)
-    own = jnp.where(local.member() == root % local.size, bits, jnp.zeros_like(bits))
+    own = jnp.where(local.local_index() == root % local.size, bits, jnp.zeros_like(bits))
 
-    def between(part: Array) -> Array:
+    def over_ranks(part: Array) -> Array:
         return bind(part, root=root // local.size, in_place=(True,))
 
-    return _from_bits(_in_slices(local, own.reshape(-1), "sum", between).reshape(bits.shape), x)
+    return _from_bits(_in_slices(local, own.reshape(-1), "sum", over_ranks).reshape(bits.shape), x)
 
 
 def allgather(bind: Callable[..., Array], local: LocalDevices, x: Array, **_: Any) -> Array:
-    """All devices' ``x``; shape ``(ranks * devices, *x.shape)``."""
+    """The ``x`` of all devices; shape ``(ranks * devices, *x.shape)``."""
     result = (local.ranks * local.size, *x.shape)
     if x.size == 0:
         return jnp.zeros(result, x.dtype)
@@ -127,28 +129,28 @@ def allgather(bind: Callable[..., Array], local: LocalDevices, x: Array, **_: An
 
 
 def reduce_scatter(bind: Callable[..., Array], local: LocalDevices, x: Array, *, op: str, **_: Any) -> Array:
-    """This device's block of the sum of ``x``, of shape ``(ranks * devices, ...)``."""
+    """This device's block of the reduction of ``x``, which has the shape ``(ranks * devices, ...)``."""
     if x.size == 0:
         return x[0]
     return bind(lax.psum_scatter(_by_rank(local, x), local.names, scatter_dimension=1), op=op)
 
 
 def alltoall(bind: Callable[..., Array], local: LocalDevices, x: Array, **_: Any) -> Array:
-    """Block ``d`` of ``x``, of shape ``(ranks * devices, ...)``, to device ``d``."""
+    """Sends block ``d`` of ``x``, which has the shape ``(ranks * devices, ...)``, to device ``d``."""
     if x.size == 0:
         return x
     return bind(lax.all_to_all(_by_rank(local, x), local.names, 1, 1, tiled=True)).reshape(x.shape)
 
 
 def _by_rank(local: LocalDevices, x: Array) -> Array:
-    """Blocks of all devices as ``(ranks, devices, ...)``."""
+    """Reshapes ``(ranks * devices, ...)`` to ``(ranks, devices, ...)``."""
     return x.reshape(local.ranks, local.size, *x.shape[1:])
 
 
 def _bits(x: Array) -> Array:
-    """``x`` as unsigned integers, which XLA moves and adds to zeros unchanged: values like -0.0 and NaN too.
+    """The bits of ``x`` as unsigned integers. XLA adds zeros to them without change, also for -0.0 and NaN.
 
-    Complex numbers have two, along a new last axis.
+    A complex number becomes two integers along a new last axis.
     """
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return _bits(jnp.stack([x.real, x.imag], axis=-1))
@@ -158,7 +160,7 @@ def _bits(x: Array) -> Array:
 
 
 def _from_bits(bits: Array, like: Any) -> Array:
-    """The inverse of :func:`_bits`, for what is of the dtype of ``like``."""
+    """The inverse of :func:`_bits`, for an array of the dtype of ``like``."""
     if jnp.issubdtype(like.dtype, jnp.complexfloating):
         parts = lax.bitcast_convert_type(bits, jnp.finfo(like.dtype).dtype)
         return lax.complex(parts[..., 0], parts[..., 1])
@@ -170,4 +172,4 @@ def _from_bits(bits: Array, like: Any) -> Array:
 STEPS: dict[str, Callable[..., Array | Sequence[Array]]] = {
     function.__name__: function for function in (allreduce, reduce, bcast, allgather, reduce_scatter, alltoall)
 }
-"""By the name of the primitive. ``ppermute`` is not among them: devices exchange directly, whatever their lanes."""
+"""The functions by the names of their primitives. ``ppermute`` needs none: devices exchange directly across lanes."""

@@ -1,7 +1,7 @@
-"""How an ordered primitive becomes a call of the transport: which handler, on which devices, behind which token.
+"""How a primitive with our effect becomes a call of a handler: which handler, on which devices, after which token.
 
-A lowering reads what JAX hands it of the program around, ``module_context.axis_context``: ``num_devices`` and
-``device_assignment``, or ``mesh`` and ``manual_axes``: on which devices the program will run, and how.
+A lowering reads on which devices the program around will run, and how: JAX's ``module_context.axis_context`` has
+either ``num_devices`` and ``device_assignment``, or ``mesh`` and ``manual_axes``.
 """
 
 from __future__ import annotations
@@ -20,18 +20,28 @@ from pycollective.ordering.effect import effect
 
 HOSTS: tuple[str, ...] = ("cpu",)
 ACCELERATORS: tuple[str, ...] = ("cuda", "rocm")
-"""JAX's names of the platforms that we lower for; MPI reads and writes the memory of a host's devices."""
-
-Call = tuple[Callable[..., Any], dict[str, Any]]
-"""An FFI lowering whose first operand and first result are tokens (see ``transport``), and the handler's attributes."""
+"""JAX's names of the platforms that we lower for. MPI can read and write the memory of the devices of ``HOSTS``."""
 
 
-class Steps(NamedTuple):
-    """A primitive as a program of others.
+class HandlerCall(NamedTuple):
+    """A call of one handler of the transport.
 
     Attributes:
-        fun: of the operands' values, to a value or a sequence of them; traced, so it may use the primitives here.
-        axes: names and sizes of the axes that it uses, bound by the program around it.
+        rule: a lowering rule of JAX's FFI, whose first operand and first result are tokens.
+        attributes: the attributes of the handler.
+    """
+
+    rule: Callable[..., Any]
+    attributes: dict[str, Any]
+
+
+class Decomposition(NamedTuple):
+    """A primitive in terms of other primitives.
+
+    Attributes:
+        fun: a function from the operands to one result or a sequence of results. It is traced, so it may use our
+            primitives.
+        axes: names and sizes of the axes that it uses; the program around it binds them.
     """
 
     fun: Callable[..., Any]
@@ -40,32 +50,33 @@ class Steps(NamedTuple):
 
 def lower(
     primitive: Primitive,
-    on_host: Callable[[dict[str, Any]], Call] | None,
-    on_device: Callable[[dict[str, Any]], Call | Steps],
+    for_host: Callable[[dict[str, Any]], HandlerCall] | None,
+    for_accelerator: Callable[[dict[str, Any]], HandlerCall | Decomposition],
 ) -> None:
-    """Registers the lowerings of an ordered primitive.
+    """Registers the lowerings of a primitive with our effect.
 
     Args:
-        primitive: its abstract evaluation must report :data:`effect`.
-        on_host: maps the primitive's parameters to what a device of ``HOSTS`` does; None: it cannot.
-        on_device: the same for one of ``ACCELERATORS``.
+        primitive: a primitive whose abstract evaluation reports :data:`effect`.
+        for_host: maps the parameters of the primitive to its form on a device of ``HOSTS``; None: it has none there.
+        for_accelerator: maps them to its form on a device of ``ACCELERATORS``.
     """
 
-    def lowering(how: Callable[[dict[str, Any]], Call | Steps], ctx: Any, *operands: Any, **params: Any) -> Any:
-        if (outs := on_copies(primitive, ctx, operands, params)) is not None:
+    def lowering(
+        form_of: Callable[[dict[str, Any]], HandlerCall | Decomposition], ctx: Any, *operands: Any, **params: Any
+    ) -> Any:
+        if (outs := lower_on_all_copies(primitive, ctx, operands, params)) is not None:
             return outs
         devices, manual = _devices_of_program(primitive.name, ctx.module_context.axis_context)
-        chosen = how(params)
-        if isinstance(chosen, Steps):
-            return _lower_steps(ctx, chosen, operands)
-        call, attributes = chosen
-        # On accelerators each device that has a copy makes the call for itself, with its like on the other ranks: these
-        # must then have as many. To meet, as on the host, they would have to copy from one device to another.
-        copies = manual == (_COPIES,) and how is on_host
-        attributes = {**attributes, "spread": -devices if copies else devices}
-        return jax_internals.lower_call(ctx, effect, call, operands, attributes)
+        form = form_of(params)
+        if isinstance(form, Decomposition):
+            return _lower_decomposition(ctx, form, operands)
+        # On accelerators each device that has a copy makes the call itself, together with its partners on the other
+        # ranks: these need as many copies. One call for all, as on the host, would copy from device to device.
+        one_call_for_all = manual == (_COPIES,) and form_of is for_host
+        attributes = {**form.attributes, "spread": -devices if one_call_for_all else devices}
+        return jax_internals.lower_call(ctx, effect, form.rule, operands, attributes)
 
-    def elsewhere(ctx: Any, *operands: Any, **params: Any) -> Sequence[Any]:
+    def other_platform(ctx: Any, *operands: Any, **params: Any) -> Sequence[Any]:
         raise NotImplementedError(
             message(
                 primitive.name,
@@ -75,23 +86,22 @@ def lower(
             )
         )
 
-    hows = dict.fromkeys(ACCELERATORS, on_device)
-    if on_host is not None:
-        hows |= dict.fromkeys(HOSTS, on_host)
-    for platform, how in hows.items():
-        mlir.register_lowering(primitive, functools.partial(lowering, how), platform=platform)
-    mlir.register_lowering(primitive, elsewhere)
+    forms = dict.fromkeys(ACCELERATORS, for_accelerator)
+    if for_host is not None:
+        forms |= dict.fromkeys(HOSTS, for_host)
+    for platform, form_of in forms.items():
+        mlir.register_lowering(primitive, functools.partial(lowering, form_of), platform=platform)
+    mlir.register_lowering(primitive, other_platform)
 
 
 _COPIES = "pycollective copies"
-"""The axis of the devices that have copies of one call's operands."""
+"""The axis along which each device has a copy of the operands of one call."""
 
 
 def _devices_of_program(name: str, context: Any) -> tuple[int, tuple[Any, ...]]:
-    """On how many devices the program that is lowered runs, and which axes of them it has taken into its own hands.
+    """The number of devices of the program that is lowered, and the axes along which each device makes its own calls.
 
-    Inside :func:`jax.shard_map` and :func:`jax.pmap` each device makes the calls of its own program; these axes are
-    all there are. A program that XLA cuts up has none.
+    Inside :func:`jax.shard_map` and :func:`jax.pmap` these are all axes. A program that XLA partitions has none.
     """
 
     def refuse(got: str, remedy: str) -> NoReturn:
@@ -115,10 +125,12 @@ def _devices_of_program(name: str, context: Any) -> tuple[int, tuple[Any, ...]]:
     return mesh.size, tuple(mesh.axis_names)
 
 
-def on_copies(primitive: Primitive, ctx: Any, operands: Sequence[Any], params: dict[str, Any]) -> Sequence[Any] | None:
-    """Lowers a call in a program that XLA cuts up: each of its devices gets all of the operands. None for others.
+def lower_on_all_copies(
+    primitive: Primitive, ctx: Any, operands: Sequence[Any], params: dict[str, Any]
+) -> Sequence[Any] | None:
+    """Lowers a call in a program that XLA partitions: each device gets a copy of all operands. None for other programs.
 
-    XLA takes no call with a side effect there but on one device or, as here, in the hands of each.
+    In such a program XLA accepts a call with a side effect only if each device makes it, inside a ``shard_map``.
     """
     devices, manual = _devices_of_program(primitive.name, ctx.module_context.axis_context)
     if devices == 1 or manual:
@@ -127,11 +139,11 @@ def on_copies(primitive: Primitive, ctx: Any, operands: Sequence[Any], params: d
     whole = jax.sharding.PartitionSpec()
     one_device = functools.partial(primitive.bind, **params)
     all_devices = jax.shard_map(one_device, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
-    return _lower_steps(ctx, Steps(jaxprs.outside_meshes(all_devices), ()), operands)
+    return _lower_decomposition(ctx, Decomposition(jaxprs.outside_meshes(all_devices), ()), operands)
 
 
-def _lower_steps(ctx: Any, steps: Steps, operands: Sequence[Any]) -> Sequence[Any]:
-    like = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in ctx.avals_in]
-    closed = jax.make_jaxpr(steps.fun, axis_env=list(steps.axes))(*like)
+def _lower_decomposition(ctx: Any, form: Decomposition, operands: Sequence[Any]) -> Sequence[Any]:
+    structs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in ctx.avals_in]
+    closed = jax.make_jaxpr(form.fun, axis_env=list(form.axes))(*structs)
     assert not closed.consts, "constants would have to become operands"
     return jax_internals.lower_inline(ctx, closed.jaxpr, operands)

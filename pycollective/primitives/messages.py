@@ -1,4 +1,4 @@
-"""Messages between two ranks, and the barrier: operations with an operand or a result less."""
+"""Messages between two ranks, and the barrier. Most of these operations lack an operand or a result."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Array = jax.Array
 
 _REMEDY = "Use sendrecv or ppermute, whose cotangents have a way back."
 
-# sendrecv: sends x to dest, returns what source sent, of the given shape and dtype.
+# sendrecv sends x to dest and returns what source sent, an array of the given shape and dtype.
 sendrecv_p = define.primitive("sendrecv")
 
 
@@ -42,7 +42,7 @@ define.lower(sendrecv_p, _sendrecv_attributes)
 def _sendrecv_transpose_rule(
     ct: Any, x: Any, *, source: int, dest: int, send_tag: int, recv_tag: int, comm: Communicator, **_: Any
 ) -> list[Any]:
-    # What came from source goes back to it, and what went to dest comes back.
+    # The cotangent of what source sent goes back to source; the cotangent of x comes back from dest.
     aval = x.aval.to_tangent_aval()
     if type(ct) is ad.Zero:
         return [ad.Zero(aval)]
@@ -52,7 +52,7 @@ def _sendrecv_transpose_rule(
                 "sendrecv",
                 "a source and a tag under reverse-mode differentiation",
                 "any source or any tag",
-                "The cotangent goes back to the source: name it.",
+                "Name the source and the tag: the cotangent goes back to that source.",
             )
         )
 
@@ -80,7 +80,7 @@ def _sendrecv_jvp_rule(primals: Sequence[Array], tangents: Sequence[Any], **para
 def _sendrecv_batching_rule(
     args: Sequence[Array], dims: Sequence[int], *, shape: tuple[int, ...], **params: Any
 ) -> Any:
-    # All ranks are taken to run under the same vmap, so what arrives has the batch axis too; in front.
+    # All ranks must run under the same vmap: then the array that arrives has the batch axis as well, in front.
     x = jnp.moveaxis(args[0], dims[0], 0)
     return sendrecv_p.bind(x, shape=(x.shape[0], *shape), **params), 0
 
@@ -95,7 +95,7 @@ def sendrecv(
     send_tag: int,
     recv_tag: int,
 ) -> Array:
-    """Sends ``x`` to ``dest``; what ``source`` sent, of the shape and dtype of ``like``."""
+    """Sends ``x`` to ``dest`` and returns what ``source`` sent, an array of the shape and dtype of ``like``."""
     wire = jax.eval_shape(dtypes.to_wire, like)
     y = sendrecv_p.bind(
         dtypes.to_wire(x),
@@ -118,7 +118,7 @@ batching.primitive_batchers[sendrecv_p] = _sendrecv_batching_rule
 # send and recv ---------------------------------------------------------------------------------------------
 
 send_p = define.primitive("send", multiple_results=True)
-recv_p = define.primitive("recv")  # its operand has shape (*batch, 0): no data, but a batch axis where vmap gives one
+recv_p = define.primitive("recv")  # its operand, of shape (*batch, 0), has no data; it carries the axes of vmap
 
 
 @send_p.def_effectful_abstract_eval
@@ -146,7 +146,7 @@ def _send_jvp_rule(primals: Sequence[Array], tangents: Sequence[Any], **params: 
 
 
 def _send_batching_rule(args: Sequence[Array], dims: Sequence[int], **params: Any) -> Any:
-    # One message with the batch axis in front, as sendrecv's.
+    # As in sendrecv: one message with the batch axis in front.
     return send_p.bind(jnp.moveaxis(args[0], dims[0], 0), **params), []
 
 
@@ -156,9 +156,9 @@ def send(x: Array, *, comm: Communicator, dest: int, tag: int) -> None:
 
 
 def recv(like: Array | jax.ShapeDtypeStruct, *, comm: Communicator, source: int, tag: int) -> Array:
-    """What ``source`` sent, of the shape and dtype of ``like``."""
+    """Returns what ``source`` sent, an array of the shape and dtype of ``like``."""
     wire = jax.eval_shape(dtypes.to_wire, like)
-    # Under vmap `like` has a batch axis that its shape does not show; an empty part of it has that axis too.
+    # Under vmap `like` has a batch axis that its shape does not show. An empty slice of it has that axis, too.
     batch = jnp.zeros(0) if isinstance(like, jax.ShapeDtypeStruct) else jnp.ravel(dtypes.to_wire(like))[:0]
     y = recv_p.bind(batch, shape=wire.shape, dtype=wire.dtype, comm=comm, source=source, tag=tag)
     return dtypes.from_wire(y, like)

@@ -1,7 +1,7 @@
 """Reductions over ranks, and the collectives that are their transposes.
 
-Each rule of differentiation goes through the functions here, so that cotangents of bfloat16 are summed as carefully as
-values.
+The rules of differentiation use the functions of this file, so that cotangents of bfloat16 are summed in float32 as
+values are.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pycollective.ranks.participants import Participants
 
 Array = jax.Array
 
-# y = op over ranks s of x_s, for any number of arrays in one call.
+# y = op_s x_s over the ranks s, for any number of arrays in one call.
 allreduce_p = define.primitive("allreduce", multiple_results=True)
 
 
@@ -31,7 +31,7 @@ def _allreduce_abstract_eval(*xs: Any, **_: Any) -> Any:
 
 
 def allreduce_attributes(comm: Participants, op: str) -> dict[str, Any]:
-    """The attributes of its handler."""
+    """The attributes of allreduce's handler."""
     return {**define.attributes(comm=comm, op=op), "bucket_bytes": config.bucket_bytes}
 
 
@@ -52,7 +52,7 @@ def allreduce(x: Array, *, comm: Participants, op: str) -> Array:
 
 
 def _for_nonzero(function: Callable[[list[Any]], list[Any]], values: Sequence[Any], zeros: list[Any]) -> list[Any]:
-    """``function`` of those values that are not symbolic zeros; ``zeros`` for the others."""
+    """Applies ``function`` to the values that are not symbolic zeros; the other results are those of ``zeros``."""
     places = [i for i, value in enumerate(values) if type(value) is not ad.Zero]
     for place, result in zip(places, function([values[i] for i in places]), strict=True):
         zeros[place] = result
@@ -67,12 +67,12 @@ def _allreduce_jvp_rule(
     if op in dtypes.SUMS:
         return ys, _for_nonzero(lambda ts: allreduce_all(ts, comm=comm, op=op), tangents, zeros)
     if op in ("min", "max"):
-        # dy = sum_s m_s dx_s / sum_s m_s with m_s = [x_s == y]: the mean over the ranks that hold the extreme, as
-        # jax's reduce_max does over elements.
+        # dy = sum_s m_s dx_s / sum_s m_s with m_s = [x_s == y]: the mean over the ranks that hold the extreme. JAX's
+        # reduce_max takes the same mean over elements.
         for i, (x, y, t) in enumerate(zip(primals, ys, tangents, strict=True)):
             if type(t) is not ad.Zero:
                 mask = (x == y).astype(t.dtype)
-                # In two calls: the tangent's must be linear, and the other not depend on it.
+                # These are two calls: the first must not depend on the tangent, the second must be linear in it.
                 holders = allreduce(mask, comm=comm, op="sum")
                 zeros[i] = allreduce(t * mask, comm=comm, op="sum") / holders
         return ys, zeros
@@ -119,7 +119,7 @@ allgather: Collective = Collective(
 )
 """``y[s] = x_s`` on every rank."""
 
-# y_r = sum_{s <= r} x_s  =>  ct_s = sum_{r >= s} ct_r: the same with the ranks in opposite order.
+# y_r = sum_{s <= r} x_s  =>  ct_s = sum_{r >= s} ct_r, which is a scan with the ranks in opposite order.
 scan: Collective = Collective(
     "scan", transpose=lambda ct, *, comm, op: scan(ct, comm=comm.reversed(), op=op), in_place=True
 )

@@ -1,1 +1,1 @@
-"""The ranks: communicators, and which devices and cores each rank has."""
+"""The ranks: communicators, the devices and cores of each rank, and what ranks compare outside programs."""

@@ -1,4 +1,4 @@
-"""Which of a host's accelerators a rank drives: its share of them, and no other rank's."""
+"""Which accelerators of a host a rank drives: each rank takes its share, and no accelerator has two ranks."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from pycollective.transport import runtime
 from pycollective.transport.mpi import MPI
 
 _OPTION = "jax_cuda_visible_devices"
-"""Which of the GPUs that CUDA shows JAX takes; read once, when its devices start. Unlike CUDA_VISIBLE_DEVICES it works
-after MPI has started CUDA, and leaves the other GPUs of the host in MPI's reach."""
+"""JAX's option for the GPUs that it takes, of those that CUDA shows; JAX reads it once, when its devices start. Unlike
+CUDA_VISIBLE_DEVICES it works after MPI has started CUDA, and MPI can still reach the other GPUs of the host."""
 
 LANES = 1 << 32
-"""Where the numbers of accelerators' lanes begin, beyond those of CPU devices; as in native/place.h."""
+"""The first lane id of accelerators, larger than those of CPU devices. native/place.h has the same number."""
 
 
 def kind_of(device: jax.Device) -> str:
-    """The platform of a device: "cpu", "cuda" or "rocm"; as JAX says it for others.
+    """The platform of a device: "cpu", "cuda" or "rocm"; for other devices the name that JAX gives.
 
     Example:
         >>> import pycollective as pc
@@ -37,22 +37,22 @@ def kind_of(device: jax.Device) -> str:
 
 
 def lane_id(device: jax.Device) -> int:
-    """By which the handlers know a device: CPU devices by XLA's number, accelerators by their runtime's, apart."""
+    """The number of a device for the handlers: XLA's for a CPU device, the runtime's plus :data:`LANES` for others."""
     if device.platform == "cpu":
         return int(device.id)
     return LANES + int(device.local_hardware_id)
 
 
 def share(lists: Sequence[Sequence[str]], rank: int) -> list[int] | None:
-    """The places, in the list of GPUs that the ranks of a host see, of those that one of them should take.
+    """The GPUs that a rank should take, as places in the list of the GPUs that it sees.
 
     Args:
-        lists: what each of the host's ranks sees.
-        rank: among them.
+        lists: the GPUs that each rank of the host sees.
+        rank: the place of the rank among them.
 
     Returns:
-        Places in its list; None where nothing is to be done: there is one rank, or GPU, or the launcher has already
-        given the ranks different ones.
+        The places; None if the rank should take all that it sees: it is the only rank, it sees one GPU or none, or the
+        launcher has given the ranks different GPUs.
 
     Example:
         >>> share([["0", "1", "2", "3"]] * 2, 1)
@@ -67,12 +67,12 @@ def share(lists: Sequence[Sequence[str]], rank: int) -> list[int] | None:
 
 
 def take_own(neighbours: MPI.Intracomm, environ: Mapping[str, str] = os.environ) -> None:
-    """Lets JAX start this rank's share of its host's GPUs alone. All ranks of the host must make this call.
+    """Lets JAX start only this rank's share of its host's GPUs. All ranks of the host must make this call.
 
-    Where devices have started, or the user or the launcher has chosen some, nothing changes.
+    Nothing changes if JAX's devices have started, or if the user or the launcher has chosen GPUs.
 
     Args:
-        neighbours: those ranks, as ``mpi.host_of`` gives them.
+        neighbours: the ranks of the host, as ``mpi.host_of`` gives them.
         environ: the variables of this process.
     """
     chosen = jax.config.read(_OPTION) != "all" or launcher_gives_gpus(environ)
@@ -83,10 +83,10 @@ def take_own(neighbours: MPI.Intracomm, environ: Mapping[str, str] = os.environ)
 
 
 def check(mpi: MPI.Intracomm, devices: Sequence[jax.Device], *, may_share: bool) -> str:
-    """The kind of all ranks' devices. All ranks of ``mpi`` must make this call.
+    """Returns the kind of devices that all ranks have. All ranks of ``mpi`` must make this call.
 
     Raises:
-        RuntimeError: on all ranks, if their devices are of different kinds, or if two ranks of a host drive one
+        RuntimeError: on all ranks, if ranks have devices of different kinds, or if two ranks of a host drive one
             accelerator and ``may_share`` is False.
     """
     kind = " and ".join(sorted({kind_of(device) for device in devices}))
@@ -103,7 +103,7 @@ def check(mpi: MPI.Intracomm, devices: Sequence[jax.Device], *, may_share: bool)
         fail(
             "devices of one kind on all ranks",
             f"{kinds[0]} on rank 0, {kinds[other]} on rank {other}",
-            "See what JAX says on that rank, pycollective doctor too; or set JAX_PLATFORMS alike on all.",
+            "Look at what JAX and pycollective doctor say on that rank, or set JAX_PLATFORMS alike on all ranks.",
         )
     if not may_share and (both := shared([identities for _, identities in told])) is not None:
         name, ranks = both
@@ -111,16 +111,16 @@ def check(mpi: MPI.Intracomm, devices: Sequence[jax.Device], *, may_share: bool)
             "an accelerator of its own for each rank",
             f"{kind} device {name[:8]} on ranks {', '.join(map(str, ranks))}",
             "Call pycollective.init before JAX's devices are in use, or start with pycollective run or with srun "
-            "--gpus-per-task=1; start no more ranks than there are. PYCOLLECTIVE_ALLOW_SHARED_GPU=1 accepts it.",
+            "--gpus-per-task=1, and no more ranks than there are GPUs. PYCOLLECTIVE_ALLOW_SHARED_GPU=1 accepts this.",
         )
     return kind
 
 
 def shared(identities: Sequence[Sequence[str | None]]) -> tuple[str, list[int]] | None:
-    """A device that several ranks drive, and those ranks; None if there is none.
+    """A device that several ranks drive, and these ranks; None if there is none.
 
     Args:
-        identities: of each rank's devices, as ``runtime.identity`` gives them.
+        identities: for each rank the identities of its devices, as ``runtime.identity`` gives them.
 
     Example:
         >>> shared([["a"], ["b", "c"], ["b"]])

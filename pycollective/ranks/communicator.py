@@ -13,15 +13,15 @@ from pycollective.ordering import dispatch
 from pycollective.ranks import accelerators, setup
 from pycollective.ranks.out_of_band import OutOfBand
 from pycollective.ranks.participants import (
-    Key,
+    LaneRoutes,
     Participants,
     Perm,
-    Routes,
-    Seat,
+    PlaceInTeam,
+    ProgramKey,
     SubCommunicator,
     fingerprint,
-    own_group,
-    routes,
+    group_of,
+    lane_routes,
 )
 from pycollective.transport import native
 from pycollective.transport.mpi import MPI, host_of
@@ -34,39 +34,39 @@ _FOR_OTHER_MODULES = frozenset(
         "is_freed",
         "key",
         "key_of",
+        "lane_routes",
         "local_axes",
         "out_of_band",
         "part",
         "reversed",
-        "routes",
     ]
 )
-"""What a communicator has that is not for users; completion does not show it."""
+"""Public names of a communicator that are not for users. ``dir()``, and so completion, does not show them."""
 
 
 class Communicator:
     """A group of ranks that call collectives together.
 
-    Its traffic goes over private duplicates of :attr:`mpi`, so nothing the program sends on :attr:`mpi` itself can mix
-    with it: two that are made with it, and others where programs on several devices need them. There is one object per
-    MPI communicator, so communicators are equal when their MPI handles are; they are hashable and may be static
-    arguments of :func:`jax.jit`.
+    Its messages go over private duplicates of :attr:`mpi`, so they cannot mix with those that the program itself sends
+    on :attr:`mpi`. Two duplicates are made at once, and others when a program on several devices needs them. There is
+    one object for each MPI communicator, so two are equal if their MPI handles are equal. Communicators are hashable,
+    and may be static arguments of :func:`jax.jit`.
 
     Args:
-        mpi: an intracommunicator of mpi4py. All its ranks must make this call.
+        mpi: an mpi4py intracommunicator. All its ranks must make this call.
 
     Attributes:
-        rank: of this process, from 0.
-        size: number of ranks.
-        local_rank: rank among those on this host.
-        local_size: number of ranks on this host.
-        host_index: of this host, hosts being numbered in the order of their lowest rank.
-        host_count: number of hosts.
-        mpi: the mpi4py communicator, free for the program's own traffic.
+        rank: the rank of this process, from 0.
+        size: the number of ranks.
+        local_rank: the place of this rank among the ranks on this host.
+        local_size: the number of ranks on this host.
+        host_index: the number of this host; hosts are numbered in the order of their lowest ranks.
+        host_count: the number of hosts.
+        mpi: the mpi4py communicator, which the program may use for its own messages.
 
     Raises:
         TypeError: ``mpi`` is not an mpi4py intracommunicator.
-        RuntimeError: the package has not started, and ``mpi`` does not have all ranks.
+        RuntimeError: the package has not started, and ``mpi`` lacks some ranks.
 
     Example:
         >>> import pycollective as pc
@@ -102,15 +102,15 @@ class Communicator:
     local_size: int
     host_index: int
     host_count: int
-    out_of_band: OutOfBand  # what its ranks tell each other outside programs
+    out_of_band: OutOfBand  # messages between its ranks that are not part of programs
     _name: str
-    _world_ranks: tuple[int, ...]  # of its ranks, in order
-    _key: Key
-    _calls: MPI.Intracomm  # for collectives, and messages under the program's own tags
-    _rest: MPI.Intracomm  # for the making of other channels, ppermute, messages between devices, and `control`
+    _world_ranks: tuple[int, ...]  # the place of each of its ranks in MPI_COMM_WORLD
+    _key: ProgramKey
+    _calls: MPI.Intracomm  # the duplicate for collectives, and for messages under the program's own tags
+    _rest: MPI.Intracomm  # the duplicate for making channels, ppermute, messages between devices, out-of-band messages
     _parts: dict[Any, SubCommunicator]
-    _keys: dict[Any, Key]  # of its parts and of groups of devices
-    _owned: bool  # free() frees mpi too
+    _keys: dict[Any, ProgramKey]  # the keys of its parts and of groups of devices
+    _owned: bool  # whether free() frees mpi as well
     _freed: bool
 
     def __new__(cls, mpi: MPI.Intracomm) -> Communicator:
@@ -137,14 +137,14 @@ class Communicator:
 
     @classmethod
     def _make(cls, mpi: MPI.Comm, name: str, *, owned: bool) -> Communicator:
-        """The collective part of the constructor. ``owned``: :meth:`free` frees ``mpi`` too."""
+        """Makes the object; all ranks must make this call. ``owned``: :meth:`free` frees ``mpi`` as well."""
         assert isinstance(mpi, MPI.Intracomm)
         self = object.__new__(cls)
         set_ = object.__setattr__  # the class is frozen
         set_(self, "mpi", mpi)
         set_(self, "rank", mpi.rank)
         set_(self, "size", mpi.size)
-        # Not by host name: containers may share one, and one host may have several.
+        # A host name would not do: containers may share one, and a host may have several.
         with host_of(mpi) as shared:
             hosts = mpi.allgather(shared.bcast(mpi.rank))
         local = [rank for rank in range(mpi.size) if hosts[rank] == hosts[mpi.rank]]
@@ -157,13 +157,14 @@ class Communicator:
         lanes = tuple(map(accelerators.lane_id, setup.devices_of_this_rank()))
         world_ranks = tuple(MPI.Group.Translate_ranks(mpi.Get_group(), None, MPI.COMM_WORLD.Get_group()))
         calls, rest = _duplicate(mpi), _duplicate(mpi)
-        mark = fingerprint(world_ranks, mpi.rank, lanes)
+        own_fingerprint = fingerprint(world_ranks, mpi.rank, lanes)
         set_(self, "_calls", calls)
         set_(self, "_rest", rest)
-        free_tag = 2 * len(lanes) ** 2  # native/communicators.cc uses the tags below and above
+        free_tag = 2 * len(lanes) ** 2  # native/communicators.cc uses the smaller and the larger tags
         set_(self, "out_of_band", OutOfBand(rest, free_tag))
         set_(self, "_world_ranks", world_ranks)
-        set_(self, "_key", (native.add_communicator(name, mark, lanes, calls, rest), mark))
+        number = native.add_communicator(name, own_fingerprint, lanes, calls, rest)
+        set_(self, "_key", (number, own_fingerprint))
         set_(self, "_name", name)
         set_(self, "_parts", {})
         set_(self, "_keys", {})
@@ -199,7 +200,7 @@ class Communicator:
 
     @property
     def name(self) -> str:
-        """How error messages call it."""
+        """The name of the communicator in error messages."""
         return self._name
 
     @property
@@ -208,27 +209,27 @@ class Communicator:
         return self._freed
 
     @property
-    def key(self) -> Key:
-        """By which compiled programs name it.
+    def key(self) -> ProgramKey:
+        """The name of the communicator in compiled programs.
 
         Raises:
-            ValueError: it was freed.
+            ValueError: the communicator was freed.
         """
         self.check_live("Communicator")
         return self._key
 
     @property
     def local_axes(self) -> tuple[tuple[str, int], ...]:
-        """Empty: of several local devices each has its own lane, and none works with another."""
+        """Empty: each local device takes part on its own lane, and none together with another."""
         return ()
 
     @property
     def comm(self) -> Communicator:
-        """Itself: the ranks of a ``mesh.DeviceGroup`` have the same name there."""
+        """The communicator itself; a ``mesh.DeviceGroup`` has its ranks under the same name."""
         return self
 
     def check_live(self, where: str) -> None:
-        """Raises ValueError, speaking for ``where``, if the communicator was freed."""
+        """Raises ValueError in the name of the operation ``where`` if the communicator was freed."""
         if self._freed:
             raise ValueError(
                 message(
@@ -242,14 +243,14 @@ class Communicator:
             )
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
-        """Cuts the communicator into one for each color. All its ranks must make this call.
+        """Splits the communicator into one for each color. All its ranks must make this call.
 
         Args:
-            color: ranks with the same one end up together; None: this rank in none.
-            key: order of the ranks in the new communicator; ties in the order of the old.
+            color: the ranks of one color form a new communicator; None: this rank is in none.
+            key: ranks are ordered by it in the new communicator, and by their old order where it is equal.
 
         Returns:
-            The new communicator, or None for ``color=None``.
+            The new communicator; None for ``color=None``.
 
         Source: MPI_Comm_split (MPI standard, 7.4.2).
 
@@ -278,59 +279,63 @@ class Communicator:
         return Communicator._make(part, f"{self._name}/host{self.host_index}", owned=True)
 
     def groups(self, groups: Sequence[Sequence[int]]) -> Participants:
-        """This rank's group, ranks in the group's order; each rank is in exactly one."""
-        return self.part(own_group(groups, self.rank))
+        """This rank's group, with ranks in the order of the group; each rank is in exactly one group."""
+        return self.part(group_of(self.rank, groups))
 
     def reversed(self) -> Participants:
         """The same ranks in the opposite order."""
         return self.part(tuple(range(self.size))[::-1])
 
     def part(self, members: tuple[int, ...], devices: tuple[jax.Device, ...] | None = None) -> Participants:
-        """Some of the ranks, this one among them: the same object each time. No rank speaks with others for it.
+        """A part of the ranks, this one among them. Making it sends no message; each call returns the same object.
 
         Args:
-            members: ranks, in the order of the part.
-            devices: of this rank, which pair with those of other ranks by their place herein; default those of
-                :func:`init`, by their index. Of as many on each rank.
+            members: the ranks, in the order of the part.
+            devices: this rank's devices, which pair with those of other ranks by their place here; default those of
+                :func:`init`, which pair by their index. Each rank has the same number of them.
         """
         if devices is None and members == tuple(range(self.size)):
             return self
         if (members, devices) not in self._parts:
-            seats = devices and tuple((accelerators.lane_id(device), i, 0) for i, device in enumerate(devices))
+            places = devices and tuple(
+                PlaceInTeam(accelerators.lane_id(device), team=i, member=0) for i, device in enumerate(devices)
+            )
             lanes = len(devices or setup.devices_of_this_rank())
-            self._parts[members, devices] = SubCommunicator(self, members, devices, seats, lanes)
+            self._parts[members, devices] = SubCommunicator(self, members, devices, places, lanes)
         return self._parts[members, devices]
 
-    def key_of(self, members: tuple[int, ...], seats: tuple[Seat, ...] | None, team_size: int) -> Key:
-        """How programs name a part, or a group of devices: the same each time.
+    def key_of(self, members: tuple[int, ...], places: tuple[PlaceInTeam, ...] | None, team_size: int) -> ProgramKey:
+        """The name of a part, or of a group of devices, in compiled programs; each call returns the same.
 
         Args:
-            members: ranks, in the order of the part.
-            seats: of the devices of a mesh; None for those of :func:`init`, each for itself.
-            team_size: how many of them work together.
+            members: the ranks, in the order of the part.
+            places: the places of the devices of a mesh in their teams; None: the devices of :func:`init`, each in a
+                team of its own.
+            team_size: the number of devices in a team.
         """
-        if (members, seats, team_size) not in self._keys:
+        if (members, places, team_size) not in self._keys:
             rank = members.index(self.rank)
-            lanes = tuple(map(accelerators.lane_id, setup.devices_of_this_rank())) if seats is None else seats
+            lanes = tuple(map(accelerators.lane_id, setup.devices_of_this_rank())) if places is None else places
             world_ranks = tuple(self._world_ranks[member] for member in members)
-            mark = fingerprint(world_ranks, rank, lanes, team_size)
+            own_fingerprint = fingerprint(world_ranks, rank, lanes, team_size)
             all_in_order = members == tuple(range(self.size))
             shown = [*map(str, members[:4]), *(["..."] if len(members) > 4 else [])]
             name = self._name if all_in_order else f"{self._name}[{', '.join(shown)}]"
             given = () if all_in_order else members
-            number = native.add_part(name, mark, self._key[0], given, rank, len(members), seats, team_size)
-            self._keys[members, seats, team_size] = (number, mark)
-        return self._keys[members, seats, team_size]
+            number = native.add_part(name, own_fingerprint, self._key[0], given, rank, len(members), places, team_size)
+            self._keys[members, places, team_size] = (number, own_fingerprint)
+        return self._keys[members, places, team_size]
 
-    def routes(self, perm: Perm) -> Routes:
-        """For each lane of this rank where it sends and from where it receives; see ``members.routes``."""
-        return routes(self.rank, len(setup.devices_of_this_rank()), perm)
+    def lane_routes(self, perm: Perm) -> LaneRoutes:
+        """The destination and the source of each lane of this rank in a permutation of the ranks."""
+        return lane_routes(self.rank, len(setup.devices_of_this_rank()), perm)
 
     def free(self) -> None:
-        """Gives the communicator's MPI resources back. All its ranks must make this call.
+        """Frees the communicator's MPI resources. All its ranks must make this call.
 
-        Programs that name it end in an error from now on. Waits for those already dispatched. The MPI communicator
-        goes too if :meth:`split` made it.
+        It waits for programs that were dispatched before. A later call of a program that names the communicator is an
+        error.
+        If :meth:`split` made the communicator, its :attr:`mpi` is freed as well.
         """
         if self._freed:
             return
@@ -352,11 +357,11 @@ def _duplicate(mpi: MPI.Intracomm) -> MPI.Intracomm:
 
 @functools.cache
 def _keyval() -> int:
-    """The attribute that leads from an MPI communicator to its :class:`Communicator`."""
+    """The key of the attribute of an MPI communicator that holds its :class:`Communicator`."""
     return MPI.Comm.Create_keyval(nopython=False)
 
 
-def known(mpi: MPI.Intracomm) -> Communicator | None:
-    """The :class:`Communicator` that was made for an MPI communicator, if one was."""
+def made_for(mpi: MPI.Intracomm) -> Communicator | None:
+    """The :class:`Communicator` that was made for an MPI communicator; None if none was."""
     found = mpi.Get_attr(_keyval())
     return found if isinstance(found, Communicator) else None

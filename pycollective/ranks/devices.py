@@ -1,4 +1,4 @@
-"""Which of this process's devices a rank drives."""
+"""The devices of this process that a rank drives."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pycollective.errors import message
 
 
 def local_devices(devices: Sequence[jax.Device] | int | None) -> tuple[jax.Device, ...]:
-    """Those that ``devices`` of ``init`` asks for: a number of them, some, or None for all."""
+    """The devices that the argument ``devices`` of ``init`` means: a number of them, some of them, or None for all."""
     local = tuple(jax.local_devices())
     if devices is None:
         return local

@@ -1,30 +1,34 @@
-"""What a collective goes over, as primitives see it; and parts of communicators, which nobody makes together."""
+"""The participants of a collective, as primitives see them; and parts of communicators, which a rank makes alone."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 
-Key = tuple[int, int]
-"""How compiled programs name those who take part: a number of this process, and a fingerprint of what it stands for.
+ProgramKey = tuple[int, int]
+"""The name of participants in compiled programs: a number of this process, and a fingerprint of the participants.
 
-The number leads the handler to them at once. The fingerprint keeps a program that comes from another process (from
-``jax.experimental.serialize_executable``, say) off others that have the number here.
+The handler finds the participants by the number. The fingerprint is for a program that comes from another process (by
+``jax.experimental.serialize_executable``, say): its number may stand for other participants here, and the fingerprint
+shows that.
 """
 
 Perm = Sequence[tuple[int, int]]
-Routes = tuple[tuple[int, ...], tuple[int, ...]]
+"""A permutation: pairs of a source and a destination."""
+
+LaneRoutes = tuple[tuple[int, ...], tuple[int, ...]]
+"""For each lane of a rank its destination, and for each lane its source: ``rank * lanes + lane``, or -1 for none."""
 
 
 class Participants(Protocol):
-    """What a collective goes over: ranks of a communicator, or the devices of a ``mesh.DeviceGroup``. Hashable."""
+    """The participants of a collective: ranks of a communicator, or devices of a ``mesh.DeviceGroup``. Hashable."""
 
     @property
-    def key(self) -> Key:
-        """By which the transport knows it."""
+    def key(self) -> ProgramKey:
+        """The name of the participants in compiled programs."""
 
     @property
     def rank(self) -> int:
@@ -32,45 +36,55 @@ class Participants(Protocol):
 
     @property
     def size(self) -> int:
-        """How many take part."""
+        """The number of participants."""
 
     @property
     def local_axes(self) -> tuple[tuple[str, int], ...]:
-        """Names and sizes of the axes along which several devices of one rank lie; empty for one device."""
+        """Names and sizes of the axes along which several devices of one rank take part together; empty for one."""
 
     @property
     def comm(self) -> Participants:
-        """The ranks, of which each device takes part on its own."""
+        """The ranks, as participants that each device calls on its own."""
 
-    def routes(self, perm: Perm) -> Routes:
-        """For each lane of this rank, where a permutation sends to and receives from."""
+    def lane_routes(self, perm: Perm) -> LaneRoutes:
+        """The destination and the source of each lane of this rank in a permutation."""
 
     def groups(self, groups: Sequence[Sequence[int]]) -> Participants:
-        """Those of this rank's group; each rank is in exactly one."""
+        """The participants of this rank's group; each rank is in exactly one group."""
 
     def reversed(self) -> Participants:
-        """The same in the opposite order."""
+        """The same participants in the opposite order."""
 
 
 class ParentCommunicator(Participants, Protocol):
     """A communicator, as its parts see it."""
 
     def check_live(self, where: str) -> None:
-        """Raises ValueError, speaking for ``where``, if it was freed."""
+        """Raises ValueError in the name of the operation ``where`` if the communicator was freed."""
 
     def part(self, members: tuple[int, ...], devices: tuple[jax.Device, ...] | None = None) -> Participants:
         """See ``Communicator``."""
 
-    def key_of(self, members: tuple[int, ...], seats: tuple[Seat, ...] | None, team_size: int) -> Key:
+    def key_of(self, members: tuple[int, ...], places: tuple[PlaceInTeam, ...] | None, team_size: int) -> ProgramKey:
         """See ``Communicator``."""
 
 
-Seat = tuple[int, int, int]
-"""A device of a mesh on this rank: the id of its lane, its team, its number in the team."""
+class PlaceInTeam(NamedTuple):
+    """The place of a device in a team, the local devices that make a call together.
+
+    Attributes:
+        lane_id: the device, as ``accelerators.lane_id`` names it.
+        team: the number of the team on this rank.
+        member: the number of the device in the team.
+    """
+
+    lane_id: int
+    team: int
+    member: int
 
 
 def fingerprint(*facts: Any) -> int:
-    """A hash of 64 bits, the same in each run.
+    """Returns a hash of 64 bits, which is the same in each run.
 
     Example:
         >>> fingerprint((0, 1), 1) == fingerprint((0, 1), 1) != fingerprint((0, 1), 0)
@@ -79,13 +93,17 @@ def fingerprint(*facts: Any) -> int:
     return int.from_bytes(hashlib.sha256(repr(facts).encode()).digest()[:8], "little", signed=True)
 
 
-def routes(rank: int, lanes: int, perm: Perm) -> Routes:
-    """For each of a rank's lanes where it sends and from where it receives: ``rank * lanes + lane``, -1 for none.
+def lane_routes(rank: int, lanes: int, perm: Perm) -> LaneRoutes:
+    """The destination and the source of each lane of a rank, if lanes exchange with the same lane of other ranks.
 
     Args:
-        rank: this one.
-        lanes: devices of each rank.
-        perm: (source, destination) ranks; each lane exchanges with the same lane there.
+        rank: the rank.
+        lanes: the number of lanes of each rank.
+        perm: pairs of ranks.
+
+    Example:
+        >>> lane_routes(0, 2, [(0, 1)])
+        ((2, 3), (-1, -1))
     """
 
     def on_each_lane(other: int | None) -> tuple[int, ...]:
@@ -94,75 +112,76 @@ def routes(rank: int, lanes: int, perm: Perm) -> Routes:
     return on_each_lane(dict(perm).get(rank)), on_each_lane({dest: source for source, dest in perm}.get(rank))
 
 
-def own_group(groups: Sequence[Sequence[int]], rank: int) -> tuple[int, ...]:
-    """That with ``rank`` in it."""
+def group_of(rank: int, groups: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """The group that ``rank`` is in."""
     (group,) = (group for group in groups if rank in group)
     return tuple(group)
 
 
 class SubCommunicator:
-    """Some ranks of a communicator, in an order of their own: for primitives, as a communicator.
+    """Some ranks of a communicator, in an order of their own. Primitives use it as they use a communicator.
 
-    It is made without a word to other ranks, for programs are traced by each rank on its own; its MPI communicators are
-    made by the first call on it (``native/communicators.h``). It goes with the whole.
+    Making one sends no message to other ranks, since each rank traces programs on its own. The first call on it makes
+    its MPI communicators (``native/communicators.h``). Freeing the parent frees it.
 
     Attributes:
-        rank: this one's place among them.
-        size: their number.
+        rank: the place of this rank in the part.
+        size: the number of ranks in the part.
     """
 
     def __init__(
         self,
-        whole: ParentCommunicator,
+        parent: ParentCommunicator,
         members: tuple[int, ...],
         devices: tuple[jax.Device, ...] | None,
-        seats: tuple[Seat, ...] | None,
+        places: tuple[PlaceInTeam, ...] | None,
         lanes: int,
     ) -> None:
-        """Keeps what it is.
+        """Keeps the arguments.
 
         Args:
-            whole: the communicator.
-            members: ranks of it.
-            devices: those of a mesh, which pair with the others' by their number in it; None: all, by their index.
-            seats: of these devices, each in a team of its own.
-            lanes: their number.
+            parent: the communicator.
+            members: ranks of the communicator, in the order of the part.
+            devices: this rank's devices of a mesh, which pair with those of other ranks by their place in the mesh;
+                None: all devices of ``init``, which pair by their index.
+            places: the places of ``devices``, each in a team of its own.
+            lanes: the number of devices.
         """
-        self._whole, self._members, self._devices, self._seats, self._lanes = whole, members, devices, seats, lanes
-        self.rank = members.index(whole.rank)
+        self._parent, self._members, self._devices, self._places, self._lanes = parent, members, devices, places, lanes
+        self.rank = members.index(parent.rank)
         self.size = len(members)
 
     def __repr__(self) -> str:
-        return f"SubCommunicator({self._members} of {self._whole!r})"
+        return f"SubCommunicator({self._members} of {self._parent!r})"
 
     @property
-    def key(self) -> Key:
-        """By which the transport knows it.
+    def key(self) -> ProgramKey:
+        """The name of the part in compiled programs.
 
         Raises:
             ValueError: the communicator was freed.
         """
-        self._whole.check_live("Communicator")
-        return self._whole.key_of(self._members, self._seats, 1)
+        self._parent.check_live("Communicator")
+        return self._parent.key_of(self._members, self._places, 1)
 
     @property
     def local_axes(self) -> tuple[tuple[str, int], ...]:
-        """Empty, as a communicator's."""
+        """Empty: each device takes part on its own, as in a communicator."""
         return ()
 
     @property
     def comm(self) -> SubCommunicator:
-        """Itself."""
+        """The part itself."""
         return self
 
-    def routes(self, perm: Perm) -> Routes:
-        """See ``routes``."""
-        return routes(self.rank, self._lanes, perm)
+    def lane_routes(self, perm: Perm) -> LaneRoutes:
+        """The destination and the source of each lane of this rank in a permutation of the part's ranks."""
+        return lane_routes(self.rank, self._lanes, perm)
 
     def groups(self, groups: Sequence[Sequence[int]]) -> Participants:
         """This rank's group, for groups of ranks of this part."""
-        return self._whole.part(tuple(self._members[rank] for rank in own_group(groups, self.rank)), self._devices)
+        return self._parent.part(tuple(self._members[rank] for rank in group_of(self.rank, groups)), self._devices)
 
     def reversed(self) -> Participants:
         """The same ranks in the opposite order."""
-        return self._whole.part(self._members[::-1], self._devices)
+        return self._parent.part(self._members[::-1], self._devices)

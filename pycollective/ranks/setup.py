@@ -1,4 +1,4 @@
-"""What a process sets up before it can call collectives: MPI, the transport, its devices, and its end."""
+"""Sets a process up for collectives: MPI, the transport, the devices, and the hooks for errors and exit."""
 
 from __future__ import annotations
 
@@ -23,10 +23,17 @@ TRANSPORTS = ("native",)
 
 
 class _State:
-    """What :func:`start` has set up in this process."""
+    """What :func:`start` has set up in this process.
+
+    Attributes:
+        started: whether it has.
+        timeout: the seconds that a rank may wait for others; None for no limit.
+        transport: the transport.
+        devices: the devices that this rank drives.
+    """
 
     started = False
-    timeout: float | None = None  # in seconds
+    timeout: float | None = None
     transport = TRANSPORTS[0]
     devices: tuple[jax.Device, ...] = ()
 
@@ -40,19 +47,22 @@ def has_started() -> bool:
 
 
 def timeout() -> float | None:
-    """Seconds that a rank may wait for others, from :func:`init` or ``PYCOLLECTIVE_TIMEOUT``; None for no limit."""
+    """The seconds that a rank may wait for others, by :func:`init` or ``PYCOLLECTIVE_TIMEOUT``; None for no limit."""
     return _state.timeout if _state.started else config.timeout
 
 
 def devices_of_this_rank() -> tuple[jax.Device, ...]:
-    """The devices of :func:`init`, each with a lane in every communicator."""
+    """The devices of :func:`init`; each has a lane in every communicator."""
     return _state.devices
 
 
 def start(
     mpi: MPI.Intracomm, devices: Sequence[jax.Device] | int | None, limit: float | None, transport: str | None
 ) -> None:
-    """Everything of :func:`init` but the communicator; the first call decides. All ranks of ``mpi`` must make it."""
+    """Does all of :func:`init` but make the communicator. All ranks of ``mpi`` must make this call.
+
+    A later call changes nothing, and raises if its options are not those of the first.
+    """
     child_processes.refuse_child("init")
     if transport is not None and transport not in TRANSPORTS:
         raise ValueError(
@@ -89,16 +99,16 @@ def start(
     child_processes.mark_rank(MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)
     rank_exit.end_all_on_error()  # from here on ranks wait for each other
     with host_of(mpi) as neighbours:
-        native.start(neighbours.size)  # before JAX's backend and its threads: it tunes malloc
+        native.start(neighbours.size)  # it tunes malloc, so it comes before JAX's backend starts threads
         accelerators.take_own(neighbours)
         with shared_cores(neighbours):
             _state.devices = local_devices(devices)
     kind = accelerators.check(mpi, _state.devices, may_share=config.allow_shared_gpu)
     if kind in runtime.KINDS:
-        takes = config.gpu_direct
-        if takes is None:
-            takes = bool(runtime.takes_device_memory(runtime.KINDS[kind]))
-        native.start_accelerators(kind, direct=mpi.allreduce(takes, op=MPI.LAND))
+        direct = config.gpu_direct
+        if direct is None:
+            direct = bool(runtime.takes_device_memory(runtime.KINDS[kind]))
+        native.start_accelerators(kind, direct=mpi.allreduce(direct, op=MPI.LAND))
     _state.timeout = limit if limit is not None else config.timeout
     rank_exit.end_in_order(dispatch.flush, _state.timeout)
     if _state.timeout is not None:

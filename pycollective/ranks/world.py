@@ -1,4 +1,4 @@
-"""The world: the communicator that :func:`init` makes, and that functions take where none is named."""
+"""The world: the communicator that :func:`init` makes, and that functions use if the caller names none."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pycollective.errors import fail, message
 from pycollective.faults import rank_exit
 from pycollective.launch.child_processes import is_forked, refuse_child
 from pycollective.ranks import setup
-from pycollective.ranks.communicator import Communicator, known
+from pycollective.ranks.communicator import Communicator, made_for
 from pycollective.transport.mpi import MPI
 
 
@@ -27,25 +27,25 @@ def init(
     timeout: float | None = None,
     transport: str | None = None,
 ) -> Communicator:
-    """Sets this process up and returns the world. All ranks must make this call; a second one changes nothing.
+    """Sets this process up and returns the world. All ranks must make this call; a second call changes nothing.
 
-    The first use of the package calls it, so it is needed only for its options. It also installs the hook that
-    ends all ranks when an exception escapes on one of them. Call it before the first use of JAX's devices: XLA then
-    computes with this rank's share of the host's cores, also where the launcher did not bind ranks to cores (``NPROC``
-    says another number of threads); later it has a thread for each core already.
+    The first use of the package calls it, so you need it only for its options. It also installs the hook that ends all
+    ranks when an exception ends one of them. Call it before the first use of JAX's devices: then XLA computes with this
+    rank's share of the host's cores, even if the launcher did not bind ranks to cores (the variable ``NPROC`` sets
+    another number of threads). After that XLA has a thread for each core.
 
     Args:
         comm: the world, an mpi4py communicator; default ``COMM_WORLD``.
-        devices: the local devices that this rank drives, a sequence or a number; default all. Each rank must bring
-            the same number.
-        timeout: seconds that a rank may wait inside one MPI call, or at its end for the others, before it reports and
-            ends all ranks; default ``PYCOLLECTIVE_TIMEOUT``, else no limit.
-        transport: "native", the only one; default.
+        devices: the local devices that this rank drives, a sequence or a number; default all. All ranks must have the
+            same number.
+        timeout: the seconds that a rank may wait inside one MPI call, or at its end for the others, before it reports
+            and ends all ranks; default ``PYCOLLECTIVE_TIMEOUT``, else no limit.
+        transport: "native", which is the default and the only one.
 
     Raises:
         RuntimeError: this process is a child of a rank; MPI is not at ``THREAD_MULTIPLE``; this process sees no other
-            rank although its launcher started several; the ranks bring different numbers of devices.
-        ValueError: a bad ``timeout``, ``devices`` or ``transport``, or not those of the first call.
+            rank although its launcher started several; the ranks have different numbers of devices.
+        ValueError: ``timeout``, ``devices`` or ``transport`` is not valid, or differs from the first call.
 
     Example:
         >>> import pycollective as pc
@@ -60,7 +60,7 @@ def init(
     if (first := world_if_known()) is not None:
         if given is not None and given != first.mpi:
             raise ValueError(
-                message("init", f"the world of the first call, {first!r}", repr(comm), "Call init once, first.")
+                message("init", f"the world of the first call, {first!r}", repr(comm), "Call init only once.")
             )
         return first
     counts = mpi.allgather(len(setup.devices_of_this_rank()))
@@ -77,19 +77,19 @@ def init(
             )
         )
     name = "world" if mpi == MPI.COMM_WORLD else mpi.Get_name() or "unnamed"
-    world = known(mpi) or Communicator._make(mpi, name, owned=False)
-    rank_exit.meet_at_exit(mpi)
+    world = made_for(mpi) or Communicator._make(mpi, name, owned=False)
+    rank_exit.wait_for_all_at_exit(mpi)
     _State.world = world
     return world
 
 
 def world_if_known() -> Communicator | None:
-    """The communicator of :func:`init`, where it was called and the communicator was not freed."""
+    """The communicator of :func:`init`; None if it was not called, or if the communicator was freed."""
     return None if _State.world is None or _State.world.is_freed else _State.world
 
 
 def world() -> Communicator:
-    """The communicator of :func:`init`, which is called if it was not.
+    """Returns the communicator of :func:`init`, and calls :func:`init` if nobody has.
 
     Example:
         >>> import pycollective as pc
@@ -102,7 +102,7 @@ def world() -> Communicator:
 
 
 def given_or_world(where: str, axis_name: Any) -> Communicator:
-    """The communicator that ``axis_name`` stands for."""
+    """The communicator ``axis_name``, or the world for None; ``where`` names the operation in errors."""
     if is_forked():
         refuse_child(where)
     comm = world() if axis_name is None else axis_name
@@ -116,9 +116,10 @@ def given_or_world(where: str, axis_name: Any) -> Communicator:
 
 
 def when_needed(where: str, comm: Any) -> Callable[[], Communicator]:
-    """What gives the communicator ``comm``, or the world for None, when it is needed.
+    """A function that returns the communicator ``comm``, or the world for None.
 
-    Decorating a function must not start MPI: a module that one rank alone imports may do that.
+    A decorator uses it, since a decorator must not start MPI: one rank alone may import a module with decorated
+    functions.
     """
     if comm is not None:
         given_or_world(where, comm)

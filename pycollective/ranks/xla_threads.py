@@ -1,8 +1,8 @@
-"""How many threads XLA computes with: this rank's share of its host's cores.
+"""The number of threads that XLA computes with: this rank's share of its host's cores.
 
-XLA's CPU client starts a thread for each core that the process may use, or for each of its devices if those are more.
-Ranks that their launcher did not bind all see all cores of the host: their threads together are many times as many, and
-compete for the cores with each other and with those that poll inside MPI.
+XLA's CPU client starts a thread for each core that the process may use, or for each of its devices if they are more.
+If the launcher did not bind ranks to cores, each rank starts a thread for each core of the host. These threads then
+compete for the cores with each other, and with the threads that poll inside MPI.
 """
 
 from __future__ import annotations
@@ -19,11 +19,16 @@ from pycollective.errors import message
 from pycollective.transport.mpi import MPI
 
 _VARIABLE = "NPROC"
-"""Where XLA's CPU client looks for the number of its threads, once, when it starts. The user's own value stands."""
+"""The variable from which XLA's CPU client reads the number of its threads, once, when it starts. A value that the user
+has set is left as it is."""
 
 
 def share(own: frozenset[int], on_host: Sequence[frozenset[int]]) -> int:
-    """The threads of a rank that may use the cores ``own``, where the ranks of its host may use ``on_host``.
+    """The number of threads for a rank that may use the cores ``own``.
+
+    Args:
+        own: the cores.
+        on_host: for each rank of the host the cores that it may use.
 
     Example:
         >>> share(frozenset({0, 1, 2, 3}), [frozenset({0, 1, 2, 3})] * 2)  # not bound
@@ -35,9 +40,9 @@ def share(own: frozenset[int], on_host: Sequence[frozenset[int]]) -> int:
 
 
 def devices_have_started() -> bool:
-    """Whether JAX has its devices already, and with them XLA's threads.
+    """Whether JAX's devices, and with them XLA's threads, have started.
 
-    JAX tells it in public by one complaint only: about another number of devices when it is too late for that.
+    JAX's public API shows it in one way only: then it refuses another number of devices.
 
     Example:
         >>> _ = jax.devices()
@@ -47,32 +52,32 @@ def devices_have_started() -> bool:
     name = "jax_num_cpu_devices"
     number = getattr(jax.config, name)
     try:
-        jax.config.update(name, number + 2)  # a valid one, also where none is set (-1)
+        jax.config.update(name, number + 2)  # a valid number, even if none is set (-1)
     except RuntimeError:
         return True
     jax.config.update(name, number)
     return False
 
 
-_shared = False
-"""Whether this module has had its say about the threads of this process."""
+_has_run = False
+"""Whether :func:`shared_cores` was called before; it warns only once."""
 
 
 @contextmanager
 def shared_cores(neighbours: MPI.Intracomm) -> Iterator[None]:
-    """A CPU client that JAX starts herein takes this rank's share. All ranks of its host must make this call.
+    """Gives a CPU client that JAX starts inside this rank's share of cores. All ranks of its host must make this call.
 
     Args:
-        neighbours: those ranks, as ``mpi.host_of`` gives them.
+        neighbours: the ranks of the host, as ``mpi.host_of`` gives them.
 
     Warns:
-        RuntimeWarning: JAX has started it before, with a thread for each core that several ranks share; on one of a
-            host's ranks.
+        RuntimeWarning: JAX has started the client before, with a thread for each core, and ranks share cores. One rank
+            of each host warns.
     """
-    global _shared
+    global _has_run
     own = frozenset(os.sched_getaffinity(0))
-    late = not _shared and devices_have_started()
-    _shared = True
+    late = not _has_run and devices_have_started()
+    _has_run = True
     told = neighbours.allgather((own, late))
     first_late = late and [is_late for _, is_late in told].index(True) == neighbours.rank
     threads = share(own, [cores for cores, _ in told])
@@ -83,7 +88,7 @@ def shared_cores(neighbours: MPI.Intracomm) -> Iterator[None]:
         expected = f"{_VARIABLE}={threads} or JAX's devices not in use yet, for {threads} thread(s) of XLA in each rank"
         got = f"devices with {len(own)}, on cores that several ranks share"
         remedy = "Call pycollective.init before JAX computes, or start with pycollective run, which binds the ranks."
-        # Of the caller of init, past contextlib's own and ours.
+        # The warning names the line of the caller of init: past the frames of contextlib and of this package.
         warnings.warn(message("init", expected, got, remedy), RuntimeWarning, stacklevel=5)
     with variable(_VARIABLE, str(threads)):
         yield

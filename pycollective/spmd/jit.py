@@ -10,24 +10,30 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from pycollective.named_axes.mesh import Mesh, line
+from pycollective.named_axes.mesh import Mesh, one_axis_mesh
 from pycollective.named_axes.names import AxisName
 from pycollective.ordering import jaxprs
 from pycollective.ranks.communicator import Communicator
 from pycollective.ranks.setup import devices_of_this_rank
 from pycollective.ranks.world import when_needed
 from pycollective.spmd.compiled import CompiledFunction
-from pycollective.spmd.tracing import PlacedArguments, Program, pmapped, run, sharded
+from pycollective.spmd.tracing import (
+    PlacedArguments,
+    TracedFunction,
+    trace_and_apply,
+    trace_as_pmap,
+    trace_as_shard_map,
+)
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def _named(
+def _bind_axis(
     fun: Callable[..., Any], axis_name: AxisName, mesh: Callable[[], Mesh], check_vma: bool
 ) -> Callable[..., Any]:
-    """``fun`` with the axis of ``mesh()``, which has one device of this rank, bound: rank-local arrays in and out."""
-    spec = PartitionSpec(axis_name)  # of an axis in front, along which the global arrays have one for each rank
+    """Binds the axis of ranks, the one axis of ``mesh()``. Arguments and results are the rank's own arrays."""
+    spec = PartitionSpec(axis_name)  # the global arrays have a first axis with one entry for each rank
 
     @functools.wraps(fun)
     def bound(*args: Any, **kwargs: Any) -> Any:
@@ -37,14 +43,14 @@ def _named(
             args, kwargs = with_arrays([jnp.squeeze(x, 0) for x in blocks])
             return jax.tree.map(lambda y: jnp.expand_dims(y, 0), fun(*args, **kwargs))
 
-        def trace() -> tuple[PlacedArguments, Program]:
+        def trace() -> tuple[PlacedArguments, TracedFunction]:
             stacked = [jnp.expand_dims(x, 0) for x in arrays]
             placed = PlacedArguments(mesh(), stacked, [spec] * len(arrays), with_arrays)
             if check_vma:
-                return placed, sharded(one_device, placed, in_specs=spec, out_specs=spec, check_vma=True)
-            return placed, pmapped(one_device, placed, spec)
+                return placed, trace_as_shard_map(one_device, placed, in_specs=spec, out_specs=spec, check_vma=True)
+            return placed, trace_as_pmap(one_device, placed, spec)
 
-        results = run("jit", fun, mesh().comm, trace)
+        results = trace_and_apply("jit", fun, mesh().comm, trace)
         return jax.tree.map(lambda y: jnp.squeeze(y, 0), results)
 
     return bound
@@ -80,31 +86,33 @@ def jit(
     check_vma: bool = False,
     **options: Any,
 ) -> Any:
-    """Compiles a function whose body may call collectives; also a decorator, with or without options.
+    """Compiles a function whose body may call collectives. It is also a decorator, with or without options.
 
-    The function runs on one device of each rank and its arrays are the rank's own. All ranks must call it in the
-    same order. A call costs about as much as one of :func:`jax.jit` without collectives; plain ``jax.jit`` works too,
-    but its programs with ordered effects take JAX's slow dispatch.
+    The function runs on one device of each rank, and its arrays are the rank's own. All ranks must call their compiled
+    functions in the same order. A call costs about as much as a call of :func:`jax.jit` without collectives. Plain
+    ``jax.jit`` works too, but JAX dispatches a program with ordered effects more slowly.
 
     Args:
         fun: a function that :func:`jax.jit` can compile.
-        axis_name: name of the axis of ranks, for :mod:`jax.lax`'s collectives in ``fun`` and whatever it calls.
-        comm: the ranks along that axis; default the world.
-        check_vma: False for the meaning of :func:`jax.pmap`, where the cotangent of a sum over the axis is the sum of
-            all ranks' cotangents; True for that of :func:`jax.shard_map`, whose types tell what varies along the axis:
-            the sum is one value that all ranks share, and the gradient of a summed loss counts it once. The arguments
-            vary along the axis.
-        **options: those of :func:`jax.jit`: ``static_argnums``, ``static_argnames``, ``donate_argnums``, ... A donated
-            array's buffer is reduced in place.
+        axis_name: the name of the axis of ranks, for :mod:`jax.lax`'s collectives in ``fun`` and in what it calls.
+            Default None: no axis is bound.
+        comm: the ranks along the axis; by default the world.
+        check_vma: whether JAX's types say which values vary along the axis, as in :func:`jax.shard_map`. Then a sum
+            over the axis is one value that all ranks share, the gradient of a summed loss counts it once, and the
+            arguments vary along the axis. Default False, which is the meaning of :func:`jax.pmap`: the cotangent of a
+            sum over the axis is the sum of all ranks' cotangents.
+        **options: the options of :func:`jax.jit`: ``static_argnums``, ``static_argnames``, ``donate_argnums``, ... The
+            buffer of a donated array can be reduced in place.
 
     Returns:
-        The compiled function. It can be differentiated, batched and called inside other JAX functions.
+        The compiled function. It can be differentiated, batched, and called inside other JAX functions.
 
     Raises:
-        NotImplementedError: at trace time, for a collective over ``axis_name`` that this package does not know.
+        NotImplementedError: while tracing, for a collective over ``axis_name`` that this package does not know.
+        RuntimeError: at the first call, if the ranks' collectives over ``axis_name`` differ.
 
-    Order: calls happen in the order of the program, and programs in the order in which one Python thread calls them.
-    Source: :func:`jax.jit`.
+    Order: the collectives of a program run in program order; programs run in the order in which one Python thread calls
+    them. Source: :func:`jax.jit`.
 
     Example:
         >>> import jax, jax.numpy as jnp, pycollective as pc
@@ -122,11 +130,11 @@ def jit(
 
     @functools.cache
     def mesh() -> Mesh:
-        comm = ranks()  # before devices are asked for: MPI and the transport start with it
-        return line(axis_name, comm, devices_of_this_rank()[:1])
+        comm = ranks()  # first, since it starts MPI and the transport, which must come before JAX's devices
+        return one_axis_mesh(axis_name, comm, devices_of_this_rank()[:1])
 
     def place(args: Any, kwargs: Any) -> Any:
         arrays, with_arrays = jaxprs.split_arrays(args, kwargs)
-        return PlacedArguments(mesh(), arrays, [PartitionSpec()] * len(arrays), with_arrays).on_devices()
+        return PlacedArguments(mesh(), arrays, [PartitionSpec()] * len(arrays), with_arrays).on_mesh_devices()
 
-    return CompiledFunction(_named(fun, axis_name, mesh, check_vma), options, place)
+    return CompiledFunction(_bind_axis(fun, axis_name, mesh, check_vma), options, place)

@@ -12,14 +12,22 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from pycollective import errors
-from pycollective.named_axes.mesh import Mesh, line
+from pycollective.named_axes.mesh import Mesh, one_axis_mesh
 from pycollective.named_axes.names import AxisName
 from pycollective.ordering import jaxprs
 from pycollective.ranks.communicator import Communicator
 from pycollective.ranks.setup import devices_of_this_rank
 from pycollective.ranks.world import when_needed, world_if_known
 from pycollective.spmd.compiled import CompiledFunction
-from pycollective.spmd.tracing import PlacedArguments, Program, as_arrays, broadcast_prefix, indices, pmapped, run
+from pycollective.spmd.tracing import (
+    PlacedArguments,
+    TracedFunction,
+    as_arrays,
+    as_indices,
+    broadcast_prefix,
+    trace_and_apply,
+    trace_as_pmap,
+)
 
 
 def pmap(
@@ -35,34 +43,38 @@ def pmap(
     donate_argnums: int | Iterable[int] = (),
     comm: Communicator | None = None,
 ) -> Any:
-    """:func:`jax.pmap` whose axis spans the local devices of all ranks; also a decorator with options.
+    """Maps a function over the local devices of all ranks, as :func:`jax.pmap` does over the devices of one process.
 
-    Arrays have a leading axis (``in_axes``, ``out_axes``) over this rank's own devices. Collectives over
-    ``axis_name``, in ``fun`` and whatever it calls, go over all ranks x devices; the index of a device is
-    ``rank * local devices + local index``.
+    It is also a decorator, with options. Each array has a *mapped axis* (``in_axes``, ``out_axes``) with one entry for
+    each of this rank's own devices. Collectives over ``axis_name``, in ``fun`` and in what it calls, go over all
+    devices of all ranks; the index of a device is ``rank * local devices + local index``.
 
     Args:
-        fun: maps arrays of one device to arrays of one device.
-        axis_name: name of the axis.
-        in_axes: for each positional argument the axis to map over, or None for a value that all devices of all ranks
-            share; an int, or a prefix of the tree of arguments. Keyword arguments are mapped over axis 0.
-        out_axes: where the mapped axis is in the results; None for a result that is the same on all devices.
-        static_broadcasted_argnums: positional arguments that are compile-time constants.
-        devices: this rank's devices; default the first of :func:`pycollective.init` as the mapped axis is long.
-        backend: None.
-        axis_size: of the whole axis, ranks x devices; needed only where nothing is mapped.
-        donate_argnums: positional arguments whose buffers the results may take.
-        comm: the ranks; default the world.
+        fun: maps the arrays of one device to the arrays of one device.
+        axis_name: the name of the axis. Default None: the axis has no name.
+        in_axes: the mapped axis of each positional argument: an int, None for a value that all devices of all ranks
+            share, or a prefix of the tree of arguments with these as leaves. Default 0. Keyword arguments are mapped
+            over axis 0.
+        out_axes: the place of the mapped axis in each result, in the same form; None for a result that is the same on
+            all devices of all ranks. Default 0.
+        static_broadcasted_argnums: the positional arguments that are compile-time constants. Default none.
+        devices: this rank's devices. Default: as many devices of :func:`pycollective.init`, from the first on, as the
+            mapped axis has entries.
+        backend: None. ``devices`` and :func:`pycollective.init` choose the devices.
+        axis_size: the size of the whole axis, ranks x devices. It is needed only where no argument is mapped.
+        donate_argnums: the positional arguments whose buffers the results may take. Default none.
+        comm: the ranks; by default the world.
 
     Returns:
-        The compiled function. It can be differentiated, batched and called inside other JAX functions; an argument
-        with ``in_axes=None`` gets the sum of all devices' cotangents, as on one process with as many devices.
+        The compiled function. It can be differentiated, batched, and called inside other JAX functions.
 
     Raises:
-        ValueError: at trace time, for an axis of the wrong length or a bad ``in_axes`` or ``out_axes``.
-        NotImplementedError: at trace time, for a collective that this package does not know.
+        ValueError: while tracing, for a mapped axis of a wrong length, or a bad ``in_axes`` or ``out_axes``.
+        NotImplementedError: while tracing, for a collective that this package does not know.
+        RuntimeError: at the first call, if the ranks' collectives over ``axis_name`` differ.
 
-    Source: :func:`jax.pmap`.
+    Differentiation: an argument with ``in_axes=None`` gets the sum of all devices' cotangents, as in :func:`jax.pmap`
+    on one process with as many devices. Order: as for :func:`pycollective.jit`. Source: :func:`jax.pmap`.
 
     Example:
         >>> import jax, jax.numpy as jnp, pycollective as pc
@@ -85,7 +97,7 @@ def pmap(
         return functools.partial(pmap, axis_name=axis_name, **options)
     ranks = when_needed("pmap", comm)
     name = "mapped axis" if axis_name is None else axis_name
-    statics = indices(static_broadcasted_argnums)
+    statics = as_indices(static_broadcasted_argnums)
 
     def fail(expected: str, got: Any, remedy: str) -> NoReturn:
         errors.fail(ValueError, "pmap", comm or world_if_known(), expected, got, remedy)
@@ -93,19 +105,19 @@ def pmap(
     if backend is not None:
         fail("backend=None", repr(backend), "Choose devices with pycollective.init(devices=...).")
 
-    def numbers(which: str, tree: Any) -> Any:
-        def number(path: Any, axis: Any) -> int | None:
+    def checked_axes(which: str, tree: Any) -> Any:
+        def checked(path: Any, axis: Any) -> int | None:
             if axis is not None and (isinstance(axis, bool) or not hasattr(axis, "__index__")):
                 place = f"{which}{jax.tree_util.keystr(path)}"
                 fail(f"{place} to be an int or None", repr(axis), "Write 0 for the leading axis.")
             return None if axis is None else operator.index(axis)
 
         tree = tuple(tree) if isinstance(tree, list) and which == "in_axes" else tree  # as JAX does
-        return jax.tree_util.tree_map_with_path(number, tree, is_leaf=lambda axis: axis is None)
+        return jax.tree_util.tree_map_with_path(checked, tree, is_leaf=lambda axis: axis is None)
 
-    axes_in, axes_out = numbers("in_axes", in_axes), numbers("out_axes", out_axes)
+    axes_in, axes_out = checked_axes("in_axes", in_axes), checked_axes("out_axes", out_axes)
 
-    def spread(which: str, axes: Any, tree: Any) -> list[tuple[str, int | None]]:
+    def for_each_leaf(which: str, axes: Any, tree: Any) -> list[tuple[str, int | None]]:
         try:
             return broadcast_prefix(axes, tree)
         except ValueError as error:
@@ -116,7 +128,7 @@ def pmap(
             )
 
     def mesh_for(lengths: list[int]) -> Mesh:
-        size = ranks().size  # before devices are asked for: MPI and the transport start with it
+        size = ranks().size  # first, since it starts MPI and the transport, which must come before JAX's devices
         own = devices_of_this_rank() if devices is None else tuple(devices)
         if not lengths and axis_size is None and devices is None:
             fail("an argument with a mapped axis", f"in_axes={in_axes}", "Map one, or pass axis_size.")
@@ -124,7 +136,7 @@ def pmap(
             local = axis_size // size
             if local * size != axis_size or not 1 <= local <= len(own):
                 most = size * len(own)
-                fail(f"axis_size to be a multiple of {size} ranks, at most {most}", axis_size, "See jax.pmap.")
+                fail(f"axis_size to be a multiple of {size} ranks, at most {most}", axis_size, "Pass ranks x devices.")
         else:
             local = lengths[0] if lengths else len(own)
         if len(set(lengths)) > 1:
@@ -137,13 +149,13 @@ def pmap(
             )
         if axis_size is not None and axis_size != local * size:
             fail(f"axis_size {local * size}, {size} ranks x {local}", axis_size, "Leave it out.")
-        return line(name, ranks(), own[:local])
+        return one_axis_mesh(name, ranks(), own[:local])
 
     def spec(axis: int | None) -> PartitionSpec:
         return PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, name)
 
     def place(args: Any, kwargs: Any) -> tuple[PlacedArguments, list[int | None]]:
-        """How the arrays among the arguments lie, and which axis of each is mapped."""
+        """Finds how the arrays among the arguments lie, and which axis of each is mapped."""
         static = {i % len(args) for i in statics if -len(args) <= i < len(args)}
         dynamic = [i for i in range(len(args)) if i not in static]
         given = tuple(args[i] for i in dynamic)
@@ -152,7 +164,7 @@ def pmap(
             axes = tuple(axes[i] for i in dynamic)
         leaves, tree = jax.tree.flatten((given, kwargs))
         arrays = as_arrays(leaves)
-        entries = spread("in_axes", axes, given) + [("", 0)] * len(jax.tree.leaves(kwargs))
+        entries = for_each_leaf("in_axes", axes, given) + [("", 0)] * len(jax.tree.leaves(kwargs))
         where = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path((given, kwargs))]
         mapped_axes: list[int | None] = []
         for x, (entry, axis), at in zip(arrays, entries, where, strict=True):
@@ -164,11 +176,11 @@ def pmap(
         pairs = list(zip(arrays, mapped_axes, strict=True))
         mesh = mesh_for([x.shape[axis] for x, axis in pairs if axis is not None])
 
-        def put(arrays: Sequence[Any]) -> tuple[Any, Any]:
+        def with_arrays(arrays: Sequence[Any]) -> tuple[Any, Any]:
             positional, keywords = jax.tree.unflatten(tree, arrays)
             return tuple(jaxprs.replaced(args, dynamic, positional)), keywords
 
-        return PlacedArguments(mesh, arrays, list(map(spec, mapped_axes)), put), mapped_axes
+        return PlacedArguments(mesh, arrays, list(map(spec, mapped_axes)), with_arrays), mapped_axes
 
     out_specs = jax.tree.map(
         lambda axis: spec(None if axis is None else max(axis, 0)), axes_out, is_leaf=lambda axis: axis is None
@@ -176,31 +188,32 @@ def pmap(
 
     @functools.wraps(fun)
     def bound(*args: Any, **kwargs: Any) -> Any:
-        last: list[int | None] = []  # for each result its mapped axis, where that is counted from the end
+        # For each result its mapped axis if that is negative, else None. The trace puts such an axis first.
+        from_end: list[int | None] = []
 
-        def trace() -> tuple[PlacedArguments, Program]:
+        def trace() -> tuple[PlacedArguments, TracedFunction]:
             placed, axes = place(args, kwargs)
 
             def one_device(*blocks: Any) -> Any:
                 own = [x if at is None else jnp.squeeze(x, at) for x, at in zip(blocks, axes, strict=True)]
-                positional, keywords = placed.put(own)
+                positional, keywords = placed.with_arrays(own)
                 results = fun(*positional, **keywords)
                 outs, tree = jax.tree.flatten(results)
-                entries = spread("out_axes", axes_out, results)
+                entries = for_each_leaf("out_axes", axes_out, results)
                 expanded = []
                 for y, (entry, axis) in zip(map(jnp.asarray, outs), entries, strict=True):
                     if axis is not None and not -y.ndim - 1 <= axis <= y.ndim:
                         expected = f"out_axes{entry} from {-y.ndim - 1} to {y.ndim} for shape {y.shape}"
                         fail(expected, axis, "Check out_axes.")
-                    last.append(axis if axis is not None and axis < 0 else None)
+                    from_end.append(axis if axis is not None and axis < 0 else None)
                     expanded.append(y if axis is None else jnp.expand_dims(y, max(axis, 0)))
                 return jax.tree.unflatten(tree, expanded)
 
-            return placed, pmapped(one_device, placed, out_specs)
+            return placed, trace_as_pmap(one_device, placed, out_specs)
 
-        outs, tree = jax.tree.flatten(run("pmap", fun, ranks(), trace))
-        moved = [y if axis is None else jnp.moveaxis(y, 0, axis) for y, axis in zip(outs, last, strict=True)]
+        outs, tree = jax.tree.flatten(trace_and_apply("pmap", fun, ranks(), trace))
+        moved = [y if axis is None else jnp.moveaxis(y, 0, axis) for y, axis in zip(outs, from_end, strict=True)]
         return jax.tree.unflatten(tree, moved)
 
-    options = {"static_argnums": statics, "donate_argnums": indices(donate_argnums)}
-    return CompiledFunction(bound, options, lambda args, kwargs: place(args, kwargs)[0].on_devices(), "pmap")
+    options = {"static_argnums": statics, "donate_argnums": as_indices(donate_argnums)}
+    return CompiledFunction(bound, options, lambda args, kwargs: place(args, kwargs)[0].on_mesh_devices(), "pmap")

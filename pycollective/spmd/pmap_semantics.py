@@ -1,9 +1,9 @@
-"""Programs with the meaning of :func:`jax.pmap`: a collective's cotangent is a collective, whatever varies.
+"""Device programs with the meaning of :func:`jax.pmap`: the cotangent of a collective is always a collective.
 
-They are traced with the axes bound and nothing else around, so what a function sees has no types of a mesh, and it may
-use meshes of its own. The rules for differentiation and batching transform that function. Residuals are each device's
-own; an operand that devices share gets the sum of their cotangents, and of a shared result each device has its part
-of the cotangent, as :func:`jax.shard_map` has it without types.
+A function is traced with the axes bound and no mesh around, so its values have no types of a mesh, and it may use
+meshes of its own. The rules for differentiation and batching transform that function. Each device keeps its own
+residuals. An operand that several devices share gets the sum of their cotangents, and each of these devices takes an
+equal part of the cotangent of a shared result, as :func:`jax.shard_map` with ``check_vma=False`` does.
 """
 
 from __future__ import annotations
@@ -20,40 +20,40 @@ from jax.interpreters import ad, batching
 from jax.sharding import PartitionSpec
 
 from pycollective.named_axes.mesh import Mesh
-from pycollective.named_axes.names import naming_axes
+from pycollective.named_axes.names import explain_unbound_names
 from pycollective.ordering import jax_internals, jaxprs
 from pycollective.spmd import device_program
-from pycollective.spmd.device_program import device_aval, names_of, or_zero
+from pycollective.spmd.device_program import device_aval, names_of, zero_if_none
 
-named_p = device_program.primitive("pycollective_named")
+pmap_p = device_program.new_primitive("pycollective_pmap")
 
 Specs = Sequence[PartitionSpec]
 
 
 def trace(fun: Callable[..., Any], mesh: Mesh, arrays: Sequence[Any], specs: Specs) -> tuple[ClosedJaxpr, Any]:
-    """The jaxpr of a function of one device's blocks, and the structure of its results.
+    """Traces a function of one device's blocks. Returns its jaxpr, and the tree structure of its results.
 
     Args:
-        fun: may name the axes of ``mesh``.
-        mesh: binds them.
-        arrays: this rank's own blocks.
-        specs: how they lie.
+        fun: the function; it may name the axes of ``mesh``.
+        mesh: the mesh, whose axes are bound.
+        arrays: this rank's own blocks of the arguments.
+        specs: the spec of each argument.
     """
     blocks = [device_aval(mesh, *pair) for pair in zip(arrays, specs, strict=True)]
-    with naming_axes(*mesh.shape), jax.sharding.use_abstract_mesh(jaxprs.NO_MESH):
+    with explain_unbound_names(*mesh.shape), jax.sharding.use_abstract_mesh(jaxprs.NO_MESH):
         traced = jax.make_jaxpr(fun, axis_env=list(mesh.shape.items()), return_shape=True)
         closed, results = traced(*blocks)
     return closed, jax.tree.structure(results)
 
 
 def apply(closed: ClosedJaxpr, mesh: Mesh, args: Sequence[Any], in_specs: Specs, out_specs: Specs) -> list[Any]:
-    """A jaxpr of :func:`trace` on this rank's own blocks. What it closes over is the same for all devices."""
+    """Applies a jaxpr of :func:`trace` to this rank's own blocks. All devices share the arrays that it closes over."""
     jaxpr = closed.jaxpr
     body = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
     shared = [PartitionSpec()] * len(closed.consts)
     effects = jax_internals.without_names(jaxpr.effects, mesh.shape)
     return list(
-        named_p.bind(
+        pmap_p.bind(
             *closed.consts, *args, **device_program.parameters(mesh, body, [*shared, *in_specs], out_specs, effects)
         )
     )
@@ -64,7 +64,7 @@ def _traced(fun: Callable[..., Any], mesh: Mesh, blocks: Sequence[Any]) -> Close
         return jax.make_jaxpr(fun, axis_env=list(mesh.shape.items()))(*blocks)
 
 
-def _blocks(body: Any) -> list[Any]:
+def _block_avals(body: Any) -> list[Any]:
     return [jaxprs.aval_like(var.aval) for var in body.invars]
 
 
@@ -78,7 +78,7 @@ def _jvp_rule(
     out_specs: Specs,
     **_: Any,
 ) -> Any:
-    function = jaxprs.function(body)
+    function = jaxprs.as_function(body)
     places = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
     tree: Any = None
 
@@ -90,9 +90,10 @@ def _jvp_rule(
         scalars.extend(jnp.ndim(x) == 0 for x in leaves)
         return [*outs, *(jnp.expand_dims(x, 0) if jnp.ndim(x) == 0 else x for x in leaves)]
 
-    # First what the tangents do not take part in: reverse mode keeps its results, and runs the rest backwards.
-    scalars: list[bool] = []
-    first = _traced(forward, mesh, _blocks(body))
+    # Two programs: the first needs no tangents, the second is linear in them. Reverse mode keeps the results of the
+    # first, and transposes the second.
+    scalars: list[bool] = []  # of the residuals; a scalar gets an axis, along which the devices' own ones lie
+    first = _traced(forward, mesh, _block_avals(body))
     outs, residuals, specs = _with_residuals(first, mesh, primals, in_specs, out_specs)
 
     def linear(*args: Any) -> list[Any]:
@@ -103,15 +104,18 @@ def _jvp_rule(
     second = _traced(linear, mesh, [*blocks, *(device_aval(mesh, tangents[i], in_specs[i]) for i in places)])
     args = [*residuals, *(tangents[i] for i in places)]
     derivatives = _apply_where_dependent(second, mesh, args, [*specs, *(in_specs[i] for i in places)], out_specs)
-    return outs, [or_zero(t, jax.typeof(y)) for t, y in zip(derivatives, outs, strict=True)]
+    return outs, [zero_if_none(t, jax.typeof(y)) for t, y in zip(derivatives, outs, strict=True)]
 
 
 def _with_residuals(
     closed: ClosedJaxpr, mesh: Mesh, args: Sequence[Any], in_specs: Specs, out_specs: Specs
 ) -> tuple[list[Any], list[Any], list[PartitionSpec]]:
-    """Runs a jaxpr that returns residuals behind its results: the results, and the residuals with their specs.
+    """Applies a jaxpr that returns results, and then residuals for its derivative.
 
-    What is an operand or a result already is not returned once more.
+    The program does not return a residual that is also an operand or a result.
+
+    Returns:
+        The results, the residuals, and the specs of the residuals.
     """
     jaxpr, count = closed.jaxpr, len(out_specs)
     known: dict[Any, tuple[Any, PartitionSpec]] = {
@@ -121,7 +125,7 @@ def _with_residuals(
     results = list(jaxpr.outvars[:count])
     new = [var for var in jaxpr.outvars[count:] if isinstance(var, Var) and var not in known and var not in results]
     new = list(dict.fromkeys(new))
-    own = PartitionSpec(tuple(mesh.shape))  # each device's own, one behind the other
+    own = PartitionSpec(tuple(mesh.shape))  # each device has its own; they lie one after the other along the first axis
     reduced = ClosedJaxpr(jaxpr.replace(outvars=[*results, *new]), closed.consts)
     specs = [*out_specs, *[own] * len(new)]
     values = apply(reduced, mesh, args, in_specs, specs)
@@ -137,11 +141,11 @@ def _with_residuals(
 def _apply_where_dependent(
     closed: ClosedJaxpr, mesh: Mesh, args: Sequence[Any], in_specs: Specs, out_specs: Specs
 ) -> list[Any]:
-    """As :func:`apply`, but None for results that depend on no operand: the zeros of derivatives."""
+    """Does what :func:`apply` does, but returns None for a result that depends on no operand: a derivative of zero."""
     reached = jaxprs.dependents(closed.jaxpr, closed.jaxpr.invars)
     outvars = closed.jaxpr.outvars
     places = [i for i, var in enumerate(outvars) if isinstance(var, Var) and var in reached]
-    # Before 0.10.1 jax.linearize kept other results as constants, of a trace that has ended.
+    # Before JAX 0.10.1 jax.linearize keeps such results as constants of a trace that has ended, so they are left out.
     jaxpr = closed.jaxpr.replace(outvars=[outvars[i] for i in places])
     used = jaxprs.all_reads(jaxpr)
     pairs = [pair for pair in zip(jaxpr.constvars, closed.consts, strict=True) if pair[0] in used]
@@ -151,7 +155,10 @@ def _apply_where_dependent(
 
 
 def _transposed(fun: Callable[..., Any], operands: Sequence[Any], references: bool) -> Callable[..., Any]:
-    """The transpose of a linear function. :func:`jax.linear_transpose` knows no references, :func:`jax.vjp` does."""
+    """Returns the transpose of a linear function.
+
+    :func:`jax.linear_transpose` cannot take functions with references; :func:`jax.vjp` can.
+    """
     if not references:
         return jax.linear_transpose(fun, *operands)
     return jax.vjp(fun, *(jnp.zeros(x.shape, x.dtype) for x in operands))[1]
@@ -160,14 +167,15 @@ def _transposed(fun: Callable[..., Any], operands: Sequence[Any], references: bo
 def _transpose_rule(
     cts: Sequence[Any], *args: Any, body: Any, mesh: Mesh, in_specs: Specs, out_specs: Specs, **_: Any
 ) -> list[Any]:
-    function = jaxprs.function(body)
+    function = jaxprs.as_function(body)
+    # Places: of the operands that get cotangents, of the other operands, and of the results that have cotangents.
     linear = [i for i, x in enumerate(args) if ad.is_undefined_primal(x)]
     known = [i for i in range(len(args)) if i not in linear]
     wanted = [i for i, ct in enumerate(cts) if type(ct) is not ad.Zero]
-    blocks = _blocks(body)
+    blocks = _block_avals(body)
     references = jax_internals.without_references(body.effects) != body.effects
 
-    def sharing(spec: PartitionSpec) -> tuple[Any, ...]:
+    def shared_along(spec: PartitionSpec) -> tuple[Any, ...]:
         return tuple(name for name in mesh.shape if name not in names_of(spec))
 
     def transposed(*values: Any) -> list[Any]:
@@ -177,12 +185,12 @@ def _transpose_rule(
             results = function(*jaxprs.replaced(jaxprs.replaced(blocks, known, constants), linear, operands))
             return [results[i] for i in wanted]
 
-        counts = [math.prod(mesh.shape[name] for name in sharing(out_specs[i])) for i in wanted]
+        counts = [math.prod(mesh.shape[name] for name in shared_along(out_specs[i])) for i in wanted]
         parts = [ct / count if count > 1 else ct for ct, count in zip(given, counts, strict=True)]
         results = list(_transposed(of_linear, [blocks[i] for i in linear], references)(parts))
-        # One sum for all that the same devices share.
-        for names in dict.fromkeys(sharing(in_specs[i]) for i in linear):
-            places = [k for k, i in enumerate(linear) if sharing(in_specs[i]) == names]
+        # One sum for all operands that the same devices share.
+        for names in dict.fromkeys(shared_along(in_specs[i]) for i in linear):
+            places = [k for k, i in enumerate(linear) if shared_along(in_specs[i]) == names]
             if names:
                 results = jaxprs.replaced(results, places, lax.psum([results[k] for k in places], names))
         return results
@@ -193,7 +201,7 @@ def _transpose_rule(
     values = [*(args[i] for i in known), *(cts[i] for i in wanted)]
     specs = [*(in_specs[i] for i in known), *(out_specs[i] for i in wanted)]
     results = _apply_where_dependent(closed, mesh, values, specs, [in_specs[i] for i in linear])
-    given = [or_zero(ct, args[i].aval) for i, ct in zip(linear, results, strict=True)]
+    given = [zero_if_none(ct, args[i].aval) for i, ct in zip(linear, results, strict=True)]
     return jaxprs.replaced([None] * len(args), linear, given)
 
 
@@ -208,12 +216,12 @@ def _batching_rule(
     out_specs: Specs,
     **_: Any,
 ) -> Any:
-    batch = device_program.batched(axis_data, args, dims, body=body, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    batch = device_program.batch(axis_data, args, dims, body=body, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
     blocks = [device_aval(mesh, *pair) for pair in zip(batch.operands, batch.in_specs, strict=True)]
     closed = _traced(batch.function, mesh, blocks)
     return apply(closed, mesh, batch.operands, batch.in_specs, batch.out_specs), batch.out_dims
 
 
-ad.primitive_jvps[named_p] = _jvp_rule
-ad.primitive_transposes[named_p] = _transpose_rule
-batching.fancy_primitive_batchers[named_p] = _batching_rule
+ad.primitive_jvps[pmap_p] = _jvp_rule
+ad.primitive_transposes[pmap_p] = _transpose_rule
+batching.fancy_primitive_batchers[pmap_p] = _batching_rule

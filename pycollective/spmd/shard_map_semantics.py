@@ -1,9 +1,9 @@
-"""Programs with the meaning of :func:`jax.shard_map`.
+"""Device programs with the meaning of :func:`jax.shard_map`.
 
-That over an abstract mesh of the full sizes needs no devices: traced on the shapes of the global arrays it gives one
-equation, with JAX's checks, JAX's types and the derivatives inside taken. The primitive holds that equation's parts.
-Its rules for differentiation and batching transform JAX's equation, on global shapes, so they are JAX's own; what
-comes out are equations of that kind again.
+:func:`jax.shard_map` over an abstract mesh of the full sizes needs no devices. Traced on the shapes of the global
+arrays, it gives one equation: JAX has made its checks, found its types, and taken the derivatives inside. The primitive
+here holds the parts of that equation. Its rules for differentiation and batching rebuild JAX's equation on the global
+shapes and let JAX transform it, which gives equations of the same kind.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from jax.interpreters import ad, batching
 from jax.sharding import PartitionSpec
 
 from pycollective.named_axes.mesh import Mesh
-from pycollective.named_axes.names import naming_axes
+from pycollective.named_axes.names import explain_unbound_names
 from pycollective.ordering import jaxprs
 from pycollective.spmd import device_program
-from pycollective.spmd.device_program import global_aval, or_zero
+from pycollective.spmd.device_program import global_aval, zero_if_none
 
-sharded_p = device_program.primitive("pycollective_shard_map")
+shard_map_p = device_program.new_primitive("pycollective_shard_map")
 
 
 def trace(
@@ -37,16 +37,16 @@ def trace(
     check_vma: bool,
     arguments: Callable[[Sequence[Any]], Sequence[Any]] = tuple,
 ) -> tuple[ClosedJaxpr, Any]:
-    """The jaxpr of :func:`jax.shard_map` of ``fun`` on global arrays, and the structure of its results.
+    """Traces :func:`jax.shard_map` of ``fun``. Returns its jaxpr, and the tree structure of its results.
 
     Args:
-        fun: from one device's blocks to one device's blocks; may name the axes of ``mesh``.
-        mesh: binds them.
-        arrays: of the shapes of the global arrays.
-        in_specs: as that of :func:`jax.shard_map`.
-        out_specs: the same.
-        check_vma: the same.
-        arguments: makes those of ``fun`` from arrays.
+        fun: maps one device's blocks to one device's blocks; it may name the axes of ``mesh``.
+        mesh: the mesh, whose axes are bound.
+        arrays: arrays, or shapes and dtypes, of the global arguments.
+        in_specs: the option of :func:`jax.shard_map`.
+        out_specs: the option of :func:`jax.shard_map`.
+        check_vma: the option of :func:`jax.shard_map`.
+        arguments: makes the arguments of ``fun`` from ``arrays``.
     """
 
     def traced(check_vma: bool) -> tuple[ClosedJaxpr, Any]:
@@ -54,16 +54,17 @@ def trace(
         closed, results = jax.make_jaxpr(lambda *xs: program(*arguments(xs)), return_shape=True)(*arrays)
         return closed, jax.tree.structure(results)
 
-    with naming_axes(*mesh.shape), jax.sharding.use_abstract_mesh(jaxprs.NO_MESH):
+    with explain_unbound_names(*mesh.shape), jax.sharding.use_abstract_mesh(jaxprs.NO_MESH):
         try:
             return traced(check_vma)
         except AssertionError as error:
             if error.args or not check_vma:
                 raise
             failed = error
+        # With types JAX fails so, without a message, where an axis is not bound. Without types it names the axis.
         try:
             traced(check_vma=False)
-        except NameError:  # of an axis that is not bound: with types JAX has no words for it
+        except NameError:
             raise
         except Exception as other:
             raise failed from other
@@ -75,10 +76,10 @@ def _shard_map(fun: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: An
 
 
 def apply(closed: ClosedJaxpr, mesh: Mesh, args: Sequence[Any]) -> list[Any]:
-    """A jaxpr of :func:`trace`, or one that JAX made of such, on this rank's own blocks.
+    """Applies a jaxpr of :func:`trace`, or one that JAX has made from such a jaxpr, to this rank's own blocks.
 
     Returns:
-        The results; None for what depends on no argument: zeros, where JAX made the jaxpr.
+        The results; None for a result that depends on no argument, which is a derivative of zero.
     """
     values: dict[Any, Any] = dict(
         zip([*closed.jaxpr.constvars, *closed.jaxpr.invars], [*closed.consts, *args], strict=True)
@@ -92,10 +93,10 @@ def apply(closed: ClosedJaxpr, mesh: Mesh, args: Sequence[Any]) -> list[Any]:
             assert all(x is not None for x in operands), "a constant of global shape"
             specs = eqn.params["in_specs"], eqn.params["out_specs"]
             params = device_program.parameters(mesh, eqn.params["jaxpr"], *specs, eqn.effects)
-            results: Sequence[Any] = sharded_p.bind(*operands, **params, check_vma=eqn.params["check_vma"])
+            results: Sequence[Any] = shard_map_p.bind(*operands, **params, check_vma=eqn.params["check_vma"])
         elif any(x is None for x in operands) or all(isinstance(var, Literal) for var in eqn.invars):
             continue
-        else:  # such as the division of a cotangent by the number of devices that share it
+        else:  # an elementwise operation, such as the division of a cotangent by the number of devices that share it
             results = jaxprs.rebind(eqn, operands)
             assert all(y.shape in {jnp.shape(x) for x in operands} for y in results), (
                 f"{eqn.primitive} is not elementwise"
@@ -104,14 +105,14 @@ def apply(closed: ClosedJaxpr, mesh: Mesh, args: Sequence[Any]) -> list[Any]:
     return [None if isinstance(var, Literal) else values.get(var) for var in closed.jaxpr.outvars]
 
 
-# Derivatives and batches: JAX's own, of the equation on global arrays ---------------------------------------------
+# Derivatives and batches: JAX transforms the equation on global arrays -------------------------------------------
 
 
 def _function(
     body: Any, mesh: Mesh, in_specs: Sequence[PartitionSpec], out_specs: Sequence[PartitionSpec], check_vma: bool
 ) -> Callable[..., list[Any]]:
     function: Callable[..., list[Any]] = _shard_map(
-        jaxprs.function(body), mesh, tuple(in_specs), list(out_specs), check_vma
+        jaxprs.as_function(body), mesh, tuple(in_specs), list(out_specs), check_vma
     )
     return function
 
@@ -162,7 +163,7 @@ def _jvp_rule(
         *(global_aval(mesh, t, in_specs[i]) for t, i in zip(directions, places, strict=True)),
     )
     derivatives = apply(second, mesh, [*residuals, *directions])
-    return outs, [or_zero(t, jax.typeof(y)) for t, y in zip(derivatives, outs, strict=True)]
+    return outs, [zero_if_none(t, jax.typeof(y)) for t, y in zip(derivatives, outs, strict=True)]
 
 
 def _transpose_rule(
@@ -176,24 +177,25 @@ def _transpose_rule(
     **_: Any,
 ) -> list[Any]:
     function = _function(body, mesh, in_specs, out_specs, check_vma)
+    # Places: of the operands that get cotangents, of the other operands, and of the results that have cotangents.
     linear = [i for i, x in enumerate(args) if ad.is_undefined_primal(x)]
     known = [i for i in range(len(args)) if i not in linear]
     wanted = [i for i, ct in enumerate(cts) if type(ct) is not ad.Zero]
-    wholes = [global_aval(mesh, x.aval if i in linear else x, in_specs[i]) for i, x in enumerate(args)]
+    avals = [global_aval(mesh, x.aval if i in linear else x, in_specs[i]) for i, x in enumerate(args)]
 
     def transposed(*values: Any) -> Any:
         constants, given = values[: len(known)], values[len(known) :]
 
         def of_linear(*operands: Any) -> list[Any]:
-            everything = jaxprs.replaced(jaxprs.replaced(wholes, known, constants), linear, operands)
+            everything = jaxprs.replaced(jaxprs.replaced(avals, known, constants), linear, operands)
             results = function(*everything)
             return [results[i] for i in wanted]
 
-        return jax.linear_transpose(of_linear, *(wholes[i] for i in linear))(list(given))
+        return jax.linear_transpose(of_linear, *(avals[i] for i in linear))(list(given))
 
-    closed = _jaxpr(transposed, *(wholes[i] for i in known), *(global_aval(mesh, cts[i], out_specs[i]) for i in wanted))
+    closed = _jaxpr(transposed, *(avals[i] for i in known), *(global_aval(mesh, cts[i], out_specs[i]) for i in wanted))
     results = apply(closed, mesh, [*(args[i] for i in known), *(cts[i] for i in wanted)])
-    given = [or_zero(ct, args[i].aval) for i, ct in zip(linear, results, strict=True)]
+    given = [zero_if_none(ct, args[i].aval) for i, ct in zip(linear, results, strict=True)]
     return jaxprs.replaced([None] * len(args), linear, given)
 
 
@@ -209,12 +211,12 @@ def _batching_rule(
     check_vma: bool,
     **_: Any,
 ) -> Any:
-    batch = device_program.batched(axis_data, args, dims, body=body, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    batch = device_program.batch(axis_data, args, dims, body=body, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
     function = _shard_map(batch.function, mesh, tuple(batch.in_specs), batch.out_specs, check_vma)
     closed = _jaxpr(function, *map(partial(global_aval, mesh), batch.operands, batch.in_specs))
     return apply(closed, mesh, batch.operands), batch.out_dims
 
 
-ad.primitive_jvps[sharded_p] = _jvp_rule
-ad.primitive_transposes[sharded_p] = _transpose_rule
-batching.fancy_primitive_batchers[sharded_p] = _batching_rule
+ad.primitive_jvps[shard_map_p] = _jvp_rule
+ad.primitive_transposes[shard_map_p] = _transpose_rule
+batching.fancy_primitive_batchers[shard_map_p] = _batching_rule

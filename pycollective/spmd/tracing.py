@@ -1,7 +1,7 @@
 """What ``jit``, ``pmap`` and ``shard_map`` share: how arguments lie on a mesh, and how a function is traced.
 
-Each traces its function once with the full sizes of the named axes (``device_program``); what runs on this rank's
-devices is found when the program is lowered.
+Each of them traces its function once with the full sizes of the named axes, as a device program (``device_program``).
+What this rank's devices run follows from it when the program is lowered.
 """
 
 from __future__ import annotations
@@ -16,86 +16,90 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from pycollective.named_axes.mesh import Mesh
 from pycollective.ordering import jaxprs
-from pycollective.ranks.agreement import note_errors_of
+from pycollective.ranks.agreement import report_errors
 from pycollective.ranks.communicator import Communicator
 from pycollective.spmd import pmap_semantics, shard_map_semantics
 from pycollective.spmd.device_program import global_aval, local_spec
 
 
 class PlacedArguments(NamedTuple):
-    """The arrays among some arguments, and how they lie.
+    """The arrays among the arguments of a call, and how they lie.
 
     Attributes:
-        mesh: ranks x devices.
+        mesh: the mesh over ranks x devices.
         arrays: this rank's own blocks.
-        specs: one for each.
-        put: makes the arguments with other arrays in their places.
+        specs: the spec of each array.
+        with_arrays: makes the arguments, positional and by keyword, with other arrays in the places of these.
     """
 
     mesh: Mesh
     arrays: Sequence[Any]
     specs: Sequence[PartitionSpec]
-    put: Callable[[Sequence[Any]], tuple[Any, Any]]
+    with_arrays: Callable[[Sequence[Any]], tuple[Any, Any]]
 
-    def wholes(self) -> list[jax.ShapeDtypeStruct]:
-        """The global arrays."""
+    def global_avals(self) -> list[jax.ShapeDtypeStruct]:
+        """Returns shape and dtype of each global array."""
         return [global_aval(self.mesh, *pair) for pair in zip(self.arrays, self.specs, strict=True)]
 
-    def on_devices(self) -> tuple[Any, Any]:
-        """The arguments, with every array on the devices of the mesh."""
+    def on_mesh_devices(self) -> tuple[Any, Any]:
+        """Returns the arguments, with each array moved to this rank's devices of the mesh."""
         local = self.mesh.local_mesh
         targets = [NamedSharding(local, local_spec(self.mesh, spec)) for spec in self.specs]
-        return self.put([jax.device_put(*pair) for pair in zip(self.arrays, targets, strict=True)])
+        return self.with_arrays([jax.device_put(*pair) for pair in zip(self.arrays, targets, strict=True)])
 
 
-class Program(NamedTuple):
+class TracedFunction(NamedTuple):
     """A traced function of one device's arrays.
 
     Attributes:
-        structure: of its results.
-        run: on this rank's own blocks.
+        out_tree: the tree structure of its results.
+        apply: maps this rank's own blocks of the arguments to those of the results.
     """
 
-    structure: Any
-    run: Callable[[Sequence[Any]], list[Any]]
+    out_tree: Any
+    apply: Callable[[Sequence[Any]], list[Any]]
 
 
-def sharded(fun: Callable[..., Any], placed: PlacedArguments, **options: Any) -> Program:
-    """``fun`` with the meaning of :func:`jax.shard_map`."""
+Trace = Callable[[], tuple[PlacedArguments, TracedFunction]]
+
+
+def trace_as_shard_map(fun: Callable[..., Any], placed: PlacedArguments, **options: Any) -> TracedFunction:
+    """Traces ``fun`` with the meaning of :func:`jax.shard_map`, whose options it takes."""
     mesh = placed.mesh
-    closed, structure = shard_map_semantics.trace(fun, mesh, placed.wholes(), **options)
-    return Program(structure, lambda arrays: shard_map_semantics.apply(closed, mesh, arrays))
+    closed, out_tree = shard_map_semantics.trace(fun, mesh, placed.global_avals(), **options)
+    return TracedFunction(out_tree, lambda arrays: shard_map_semantics.apply(closed, mesh, arrays))
 
 
-def pmapped(fun: Callable[..., Any], placed: PlacedArguments, out_specs: Any) -> Program:
-    """``fun`` with the meaning of :func:`jax.pmap`; ``out_specs`` is a prefix of the tree of its results."""
+def trace_as_pmap(fun: Callable[..., Any], placed: PlacedArguments, out_specs: Any) -> TracedFunction:
+    """Traces ``fun`` with the meaning of :func:`jax.pmap`. ``out_specs`` is a prefix of the tree of its results."""
     mesh = placed.mesh
+    # jax.shard_map without types has the same meaning. It serves in the two cases where a trace without a mesh fails:
+    # in another shard_map, whose types JAX would take for ours, and where `fun` calls lax.pcast, which needs a mesh.
     untyped = {"in_specs": tuple(placed.specs), "out_specs": out_specs, "check_vma": False}
-    if jaxprs.manual_sizes(jax.sharding.get_abstract_mesh()):  # inside another, whose types JAX would take for ours
-        return sharded(fun, placed, **untyped)
+    if jaxprs.manual_sizes(jax.sharding.get_abstract_mesh()):
+        return trace_as_shard_map(fun, placed, **untyped)
     try:
-        closed, structure = pmap_semantics.trace(fun, mesh, placed.arrays, placed.specs)
+        closed, out_tree = pmap_semantics.trace(fun, mesh, placed.arrays, placed.specs)
     except AssertionError as error:
-        # lax.pcast, which says something about types where there are none, looks for a mesh around.
         if not any(isinstance(arg, frozenset) or hasattr(arg, "varying") for arg in error.args):
             raise
-        return sharded(fun, placed, **untyped)
-    numbers = jax.tree.unflatten(structure, range(structure.num_leaves))
-    specs = [spec for _, spec in broadcast_prefix(out_specs, numbers)]
-    return Program(structure, lambda arrays: pmap_semantics.apply(closed, mesh, arrays, placed.specs, specs))
+        return trace_as_shard_map(fun, placed, **untyped)
+    leaf_numbers = jax.tree.unflatten(out_tree, range(out_tree.num_leaves))
+    specs = [spec for _, spec in broadcast_prefix(out_specs, leaf_numbers)]
+    return TracedFunction(out_tree, lambda arrays: pmap_semantics.apply(closed, mesh, arrays, placed.specs, specs))
 
 
-def run(where: str, fun: Any, comm: Communicator, trace: Callable[[], tuple[PlacedArguments, Program]]) -> Any:
-    """Traces a program, and runs it on this rank's own blocks. ``trace`` may raise for arguments that do not fit."""
-    placed, program = note_errors_of(comm, where, fun, trace)
-    return jax.tree.unflatten(program.structure, program.run(placed.arrays))
+def trace_and_apply(where: str, fun: Any, comm: Communicator, trace: Trace) -> Any:
+    """Traces a function and applies it to this rank's own blocks. ``trace`` may raise an error for bad arguments."""
+    placed, traced = report_errors(comm, where, fun, trace)
+    return jax.tree.unflatten(traced.out_tree, traced.apply(placed.arrays))
 
 
 def broadcast_prefix(prefix: Any, tree: Any) -> list[tuple[str, Any]]:
-    """For each leaf of ``tree`` the entry of ``prefix`` that stands for it, and that one's place.
+    """Returns, for each leaf of ``tree``, the path and the value of the entry of ``prefix`` that stands for it.
 
     Raises:
-        ValueError: it is no prefix.
+        ValueError: ``prefix`` is no prefix of ``tree``.
     """
     spread: list[tuple[str, Any]] = []
 
@@ -106,11 +110,11 @@ def broadcast_prefix(prefix: Any, tree: Any) -> list[tuple[str, Any]]:
     return spread
 
 
-def indices(numbers: SupportsIndex | Iterable[SupportsIndex]) -> tuple[int, ...]:
-    """One number or several, as a tuple."""
+def as_indices(numbers: SupportsIndex | Iterable[SupportsIndex]) -> tuple[int, ...]:
+    """Returns one number or several numbers as a tuple of Python ints."""
     return tuple(map(operator.index, numbers if isinstance(numbers, Iterable) else (numbers,)))
 
 
 def as_arrays(leaves: Sequence[Any]) -> list[Any]:
-    """The leaves, with Python numbers as arrays."""
+    """Returns the leaves, with Python numbers as arrays."""
     return [x if hasattr(x, "ndim") else jnp.asarray(x) for x in leaves]

@@ -1,7 +1,7 @@
-"""mpi4py's ``MPI`` module, with a useful error where no MPI library can be loaded.
+"""mpi4py's ``MPI`` module, with an error that tells what to do if no MPI library can be loaded.
 
-Importing it starts MPI by mpi4py's own rules (``mpi4py.rc``), which ask for ``THREAD_MULTIPLE``; but not in a
-child of a rank, whose main module may import this package.
+The import starts MPI by mpi4py's rules (``mpi4py.rc``), which ask for ``THREAD_MULTIPLE``. In a child of a rank it does
+not start MPI: the child may import this package only because its main module does.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from pycollective.launch.child_processes import parent_rank
 _NETWORK = "MPIR_CVAR_CH4_NETMOD"
 
 
-def _network() -> AbstractContextManager[None]:
-    """Lets MPICH's wheel start reliably under ``srun --mpi=pmi2``: its ranks find each other by libfabric, not by UCX.
+def _reliable_network() -> AbstractContextManager[None]:
+    """Lets MPICH's wheel use libfabric instead of UCX under ``srun --mpi=pmi2``, where only libfabric starts reliably.
 
-    Over UCX it publishes 4 KiB of its heap from the place where an address of about 300 B lies. Slurm reads lines of 1
-    KiB, and what happens to lie behind the address may make a line longer: "value not properly terminated in client
-    request" (8 of 8 starts of 2 ranks on 2 hosts, none of 8 by libfabric; MPICH 5.0.2, Slurm 22.05).
+    With UCX, MPICH publishes 4 KiB of its heap that begin with an address of about 300 B. Slurm reads lines of 1 KiB,
+    and the bytes after the address may make a longer line: "value not properly terminated in client request" (in 8 of 8
+    starts of 2 ranks on 2 hosts, and in none of 8 with libfabric; MPICH 5.0.2, Slurm 22.05).
     """
     if not {"PMI_FD", "SLURM_STEP_ID"} <= os.environ.keys() or _NETWORK in os.environ:
         return nullcontext()
@@ -39,7 +39,7 @@ try:
 
     if parent_rank() is not None:
         mpi4py.rc.initialize = False
-    with _network():
+    with _reliable_network():
         from mpi4py import MPI
 except (ImportError, RuntimeError) as error:
     raise ImportError(
@@ -60,4 +60,4 @@ def host_of(comm: MPI.Intracomm) -> Iterator[MPI.Intracomm]:
     neighbours = comm.Split_type(MPI.COMM_TYPE_SHARED)
     assert isinstance(neighbours, MPI.Intracomm)
     yield neighbours
-    neighbours.Free()  # not after an error, which may be this rank's alone
+    neighbours.Free()  # skipped after an error: it needs all ranks, and the error may be on this rank only

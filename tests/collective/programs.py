@@ -1,4 +1,4 @@
-"""Many operations in one compiled program: as thorough as one program each, and much faster to compile."""
+"""Tests many operations in one compiled program. It compiles much faster than one program for each operation."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ _MEETING = MPI.COMM_WORLD.Dup()
 
 
 def meet() -> None:
-    """A barrier that sleeps: MPI's own waits at full speed, and takes the cores from ranks that still compile."""
+    """A barrier that sleeps. MPI's barrier polls at full speed, and takes cores from ranks that still compile."""
     request = _MEETING.Ibarrier()
     while not request.Test():
         time.sleep(0.002)
 
 
 def once(size: int, compute: Callable[[], Any]) -> Any:
-    """``compute()`` of the first rank that passes this ``size``: oracles are slow to compile, and often the same."""
+    """``compute()``, done by one rank for all that pass this ``size``: an oracle is slow to compile."""
     sizes = _MEETING.allgather(size)
     value: Any = None
     if sizes.index(size) == _MEETING.rank:
         try:
             value = jax.tree.map(np.asarray, compute())
-        except Exception as error:  # for the others too, which would wait
+        except Exception as error:  # the other ranks get it as well; they would wait for ever
             value = error
     meet()
     value = _MEETING.allgather(value)[sizes.index(size)]
@@ -66,10 +66,15 @@ def compare(
     """Checks one transform of every case on one communicator.
 
     Args:
-        inputs: ``inputs(case)``: arrays stacked over the ranks of ``comm``.
-        on_rank: ``on_rank(call, *inputs)``: this rank's result, from this rank's inputs; ``call(x)`` is the operation.
-        on_all: ``on_all(reference, *inputs)``: all ranks' results, stacked, from all ranks' inputs.
-        compiler: wraps the program that holds all of ``on_rank``; the identity for eager calls.
+        comm: the communicator.
+        cases: the operations.
+        inputs: ``inputs(case)`` returns arrays stacked over the ranks of ``comm``.
+        on_rank: ``on_rank(call, *inputs)`` returns this rank's result for this rank's inputs; ``call(x)`` is the
+            operation.
+        on_all: ``on_all(reference, *inputs)`` returns the stacked results of all ranks for the inputs of all ranks.
+        compiler: wraps the program with all calls of ``on_rank``; the identity for eager calls.
+        rtol: the relative tolerance.
+        atol: the absolute tolerance.
     """
     table = {case.id: case for case in cases}
     stacked = {id_: [np.asarray(x) for x in inputs(case)] for id_, case in table.items()}

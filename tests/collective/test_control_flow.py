@@ -42,7 +42,7 @@ def in_while_loop(f: Function) -> Function:
 
 
 def in_cond(f: Function) -> Function:
-    # The predicate is the same on all ranks, as it must be, but known at run time alone.
+    # The predicate is the same on all ranks, as it must be, but it is known only at run time.
     return lambda x: lax.cond(x.size >= jnp.int32(0), lambda x: 6 * f(x), lambda x: 0 * f(x), x)
 
 
@@ -77,10 +77,10 @@ def in_jit(f: Function) -> Function:
     return jax.jit(lambda x: 6 * jax.jit(f)(x))
 
 
-# All of them compute 6 f(x) for functions that are homogeneous of degree 1 with positive factors.
+# All of them compute 6 f(x) if f(k x) = k f(x) for k > 0.
 PLACES: tuple[Callable[[Function], Function], ...]
 PLACES = (in_scan, in_fori_loop, in_cond, in_switch, in_checkpoint, in_custom_vjp, in_custom_jvp, in_jit)
-if MPI.COMM_WORLD.size > 2:  # the tracing does not depend on the number of ranks; 1 and 2 run all of them
+if MPI.COMM_WORLD.size > 2:  # tracing does not depend on the number of ranks; runs with 1 and 2 ranks have all
     PLACES = (in_scan, in_cond)
 
 
@@ -122,7 +122,7 @@ def test_checkpoint_policies(policy: str, world: pc.Communicator) -> None:
 
 
 def test_a_batched_predicate_runs_both_branches(world: pc.Communicator) -> None:
-    # JAX turns the cond into a select, so the call happens once, on every rank.
+    # JAX turns the cond into a select, so the call happens once on every rank.
     def f(p: jax.Array) -> jax.Array:
         return lax.cond(p, lambda: pc.psum(1.0, world), lambda: 0.0)
 

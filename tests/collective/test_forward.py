@@ -1,4 +1,4 @@
-"""Every operation, eager and compiled, against its reference; all dtypes."""
+"""Every operation, eager and compiled, against its reference, in all dtypes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_value(compiler: Any, comm: pc.Communicator) -> None:
 
 
 def test_call(comm: pc.Communicator) -> None:
-    # Through CompiledFunction.__call__, as users do; compare() compiles beforehand.
+    # The call goes through CompiledFunction.__call__, as a user's does; compare() compiles beforehand.
     xs = {case.id: operands(case, comm) for case in CASES}
     f = pc.jit(lambda own: {case.id: case.call(own[case.id], comm) for case in CASES})
     for _ in range(2):
@@ -69,7 +69,7 @@ DTYPES = (
     *("float8_e4m3fn", "float8_e4m3b11fnuz", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e3m4"),
     "float8_e4m3",
 )
-WIDE = {"bool": "int32"}  # what sums of it become, as in jax.lax.psum
+WIDE = {"bool": "int32"}  # the dtype of its sums, as in jax.lax.psum
 
 
 def expected_sum(xs: np.ndarray, dtype: str) -> np.ndarray:
@@ -93,7 +93,7 @@ def test_every_dtype_moves_unchanged(dtype: str, world: pc.Communicator) -> None
         own = {id_: jnp.asarray(xs[id_][world.rank]) for id_ in MOVES}
         ys = run(pc.jit, lambda own: {id_: by_id[id_].call(own[id_], world) for id_ in MOVES}, own)
         for id_, y in ys.items():
-            # What moves does not depend on the dtype: the reference moves the bits, compiled once for each item size.
+            # A move does not depend on the dtype. So the reference moves bits, and is compiled once for each item size.
             bits = xs[id_] if dtype == "complex128" else xs[id_].view(f"uint{8 * xs[id_].itemsize}")
             want = by_id[id_].reference(jnp.asarray(bits))[world.rank]
             assert y.dtype == jnp.dtype(dtype)
@@ -126,7 +126,7 @@ def test_every_dtype_sums(dtype: str, world: pc.Communicator) -> None:
 
 @pytest.mark.parametrize("dtype", [f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)])
 def test_integer_sums_wrap(dtype: str, world: pc.Communicator) -> None:
-    # Long enough for vector instructions, with which Open MPI saturates.
+    # The arrays are long enough for the vector instructions by which Open MPI saturates.
     limits = np.iinfo(dtype)
     xs = np.random.default_rng(0).integers(limits.min, limits.max, (world.size, world.size, 40), dtype, endpoint=True)
     with jax.enable_x64(True):
@@ -164,7 +164,7 @@ def test_products(dtype: str, world: pc.Communicator) -> None:
 
 
 def test_small_floats_are_rounded_once(world: pc.Communicator) -> None:
-    # 256 + 1 + 1 + ... in bfloat16 (8 bits) stays 256 if rounded at each step.
+    # In bfloat16 (8 bits) 256 + 1 + 1 + ... stays 256 if each step is rounded.
     x = jnp.asarray(256.0 if world.rank == 0 else 1.0, jnp.bfloat16)
     want = np.float32(256 + world.size - 1).astype(jnp.bfloat16)
     assert pc.psum(x, world) == want

@@ -1,4 +1,4 @@
-"""``pycollective bench`` as users run it."""
+"""``pycollective bench``, run as users run it."""
 
 from __future__ import annotations
 
@@ -30,17 +30,13 @@ def test_every_operation(tmp_path: Path) -> None:
         assert row["algbw"] == pytest.approx(row["size"] / row["median_us"] / 1e3)
         if row["implementation"] == "raw MPI":
             assert row["over_raw"] == 1
-        if row["op"] == "psum":  # of two ranks
+        if row["op"] == "psum":  # busbw = algbw * 2 (n - 1) / n, and n = 2
             assert row["busbw"] == pytest.approx(row["algbw"])
         elif row["op"] == "all_gather":
             assert row["busbw"] == pytest.approx(row["algbw"] / 2)
     implementations = {op: {row["implementation"] for row in rows if row["op"] == op} for op in EVERY[:-1]}
     assert implementations["psum"] == {"pycollective", "raw MPI", "through NumPy", "copies alone"}
-    assert implementations["all_gather"] == {
-        "pycollective",
-        "raw MPI",
-        "through NumPy",
-    }  # of another size than its operand
+    assert implementations["all_gather"] == {"pycollective", "raw MPI", "through NumPy"}  # no copies
     for op in EVERY[:-2]:
         assert [r["size"] for r in rows if (r["op"], r["implementation"]) == (op, "pycollective")] == [64, 4096]
     assert "wrong results: 0" in done.stdout
@@ -81,12 +77,12 @@ def test_a_peer_in_processes_of_its_own(devices: int, tmp_path: Path) -> None:
     against = ["--against", "floor,jax-gloo", "--json", str(data)]
     done = mpirun(2, "-m", "pycollective", "bench", *EVERY, *options, *against, timeout=200)
     assert done.returncode == 0, done.stderr
-    assert "connected to" not in done.stdout  # gloo says so, but not in the table
+    assert "connected to" not in done.stdout  # gloo prints this, but it must not get into the table
     assert "Warning" not in done.stderr  # it shares the cores with our ranks, which have their devices already
     every = json.loads(data.read_text())["rows"]
     assert {row["implementation"] for row in every if row["op"] == "psum"} >= {"raw MPI", "dispatch, raw MPI"}
     rows = [row for row in every if row["implementation"] == "jax gloo"]
-    assert {row["op"] for row in rows} == {*EVERY[:-1], "tree:many-small"} - {"broadcast"}  # which XLA has not
+    assert {row["op"] for row in rows} == {*EVERY[:-1], "tree:many-small"} - {"broadcast"}  # XLA has no broadcast
     assert {row["wrong"] for row in rows} == {0}
     for row in rows:
         assert 0 < row["min_us"] <= row["median_us"]

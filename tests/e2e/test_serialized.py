@@ -1,4 +1,4 @@
-"""Programs from another process: they run where they mean the same, and nowhere else."""
+"""Programs from another process run only if their communicator has the same ranks and devices here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import pickle, sys
 import jax, jax.numpy as jnp
 from jax.experimental import serialize_executable
 import pycollective as pc
-from pycollective.ordering import region
 from pycollective.ordering import region
 
 world = pc.init()
@@ -100,7 +99,8 @@ sys.stdout.write(f"{{[int(y) for y in got]}} {{comm.size}}\\n")
 
 
 def test_the_compilation_cache(tmp_path: Path) -> None:
-    # Programs of earlier runs lie in it: of the same communicators, of others of the same number, with others before.
+    # The cache has programs of earlier runs: of the same communicators, of others with the same number, and of runs
+    # that made another communicator before.
     cache = tmp_path / "cache"
     runs = [("", "world"), ("", "world"), ("", SPLIT), ("", "world.split(0)"), ("pc.psum(1, world.split(0))", SPLIT)]
     for first, comm in [*runs, runs[0], runs[2]]:

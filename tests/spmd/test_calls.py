@@ -1,4 +1,4 @@
-"""How many calls a program makes: sums that do not depend on each other are one, wherever the program is."""
+"""The number of calls that a program makes: sums that do not depend on each other are one call, in any program."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def sums(x: Array) -> list[Array]:
 
 
 def programs(local: int) -> dict[str, tuple[Callable[..., Any], Array]]:
-    """Six sums, each with what it takes."""
+    """Returns programs with six sums each, and an argument for each program."""
     mesh = pc.make_mesh((-1,), ("i",), devices=devices_of_this_rank()[:local])
     return {
         "pmap": (pc.pmap(sums, "i"), np.stack([X] * local)),
@@ -43,14 +43,14 @@ def programs(local: int) -> dict[str, tuple[Callable[..., Any], Array]]:
 
 def calls(fun: Callable[..., Any], *args: Any) -> int:
     text = fun.lower(*args).as_text()  # type: ignore[attr-defined]
-    return len(re.findall(r"custom_call @pycollective_(?:device_)?allreduce(?!_done)\w*\(", text))  # begun, or whole
+    return len(re.findall(r"custom_call @pycollective_(?:device_)?allreduce(?!_done)\w*\(", text))  # or a start
 
 
 @pytest.mark.parametrize("name", ["pmap", "jit", "jit typed", "shard_map", "shard_map untyped"])
 def test_six_sums(name: str, world: pc.Communicator, local: int) -> None:
     fun, x = programs(local)[name]
     gradient = jax.grad(lambda x: sum(jnp.sum(jnp.sin(y)) for y in fun(x)))
-    # A result that a spec calls shared has one cotangent: nothing is summed backwards.
+    # With types a shared result has a shared cotangent, so the backward pass has no sum.
     backwards = 0 if name == "shard_map" else 1
     assert calls(fun, x) == 1
     for compiler in (jax.jit, pc.jit):
@@ -68,7 +68,7 @@ def test_buckets(bucket_bytes: int, count: int, local: int, monkeypatch: pytest.
 
 
 def test_gradients_of_shared_arguments(world: pc.Communicator, local: int) -> None:
-    # Taken from outside: JAX sums those of all devices.
+    # The gradient is taken outside, so JAX sums the gradients of all devices.
     shared = [np.full((k + 1, 3), k, np.float32) for k in range(6)]
     loss = lambda weights, x: lax.pmean(sum(jnp.sum(jnp.sin(w * x[None])) for w in weights), "i")
     fun = pc.pmap(loss, "i", in_axes=(None, 0), out_axes=None)
@@ -84,7 +84,7 @@ def test_gradients_of_shared_arguments(world: pc.Communicator, local: int) -> No
 
 @pytest.mark.parametrize("donated", [False, True])
 def test_nothing_is_copied(donated: bool, world: pc.Communicator) -> None:
-    # A sum takes the buffer of its operand unless somebody reads that, or it is an input that is not donated.
+    # A sum overwrites its operand unless the program reads it again, or it is an input that is not donated.
     options: dict[str, Any] = {"donate_argnums": 0} if donated else {}
 
     def aliased(fun: Callable[..., Any], *args: Array) -> int:

@@ -1,4 +1,4 @@
-"""Where arrays lie: arguments from other devices are moved, as jax.pmap moves them; results fit the user's meshes."""
+"""Arguments on other devices are moved, as jax.pmap moves them, and results fit the user's meshes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def devices(count: int) -> tuple[jax.Device, ...]:
 
 
 def elsewhere(local: int) -> dict[str, Callable[[Array], Array]]:
-    """Ways to put an array with a leading axis of the local devices where pc.pmap does not want it."""
+    """Returns ways to put an array, whose first axis counts the local devices, on other devices than pc.pmap's."""
     theirs = jax.sharding.Mesh(np.array(devices(local)[::-1]), ("other",))
     last = devices_of_this_rank()[-1]
     return {
@@ -45,7 +45,7 @@ def test_arguments_are_moved(where: str, world: pc.Communicator, local: int) -> 
     x = elsewhere(local)[where](own(world, local, xs))
     mapped = pc.pmap(lambda x: lax.psum(x, "i") + lax.axis_index("i").astype(x.dtype), "i")
     want = xs.sum(axis=0) + np.arange(world.size * local, dtype=np.float32)[:, None, None]
-    for _ in range(3):  # the first call compiles, the second knows that it has to move
+    for _ in range(3):  # the first call finds out that it must move the argument, the next ones know it
         np.testing.assert_allclose(mapped(x), own(world, local, want), rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(mapped(np.asarray(x)), own(world, local, want), rtol=1e-5, atol=1e-5)
     mesh = pc.make_mesh((-1,), ("i",), devices=devices(local))
@@ -64,13 +64,13 @@ def test_arguments_under_a_transform_are_moved(where: str, world: pc.Communicato
     mapped = pc.pmap(lambda x: jnp.sin(lax.psum(x, "i")), "i")
     loss = lambda x: jnp.sum(jnp.cos(mapped(x)))
     np.testing.assert_allclose(jax.grad(loss)(x), jax.grad(loss)(mine), rtol=1e-5, atol=1e-5)
-    # Batched along the second axis, which is as long on all ranks.
+    # The batch is the second axis, which has the same length on all ranks.
     got = jax.vmap(mapped, in_axes=1)(x)
     np.testing.assert_allclose(got, jax.vmap(mapped, in_axes=1)(mine), rtol=1e-5, atol=1e-5)
 
 
 def test_shared_parameters_committed_to_one_device(world: pc.Communicator, local: int) -> None:
-    # As orbax restores them, or pc.broadcast returns them.
+    # orbax and pc.broadcast return such arrays.
     xs = stacked(world, local)
     for device in {devices(local)[0], devices(local)[-1]}:
         w = jax.device_put(np.full((), 3, np.float32), device)
@@ -92,7 +92,7 @@ def test_results_fit_meshes_of_the_user(world: pc.Communicator, local: int) -> N
 
 
 def test_each_others_results(world: pc.Communicator, local: int) -> None:
-    # pc.pmap, pc.shard_map over two axes, pc.jit over a name, and again.
+    # The result of pc.pmap goes to pc.shard_map over two axes, to pc.jit over a name, and round again.
     n = world.size * local
     xs = stacked(world, local)
     mesh = pc.make_mesh((-1, 1), ("data", "model"), devices=devices(local))

@@ -1,4 +1,4 @@
-"""pc.shard_map against jax.shard_map: axes across ranks, inside each, and cut both ways; every spec; derivatives."""
+"""pc.shard_map against jax.shard_map: axes across ranks, inside ranks and both, all kinds of specs, derivatives."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from tests.under_mpirun import SIZE
 
 Array = Any
 Grid = tuple[int, tuple[int, int]]
-"""Local devices, and the sizes of the axes "data" and "model"."""
+"""The number of local devices, and the sizes of the axes "data" and "model"."""
 
 INSIDE, ACROSS, BOTH, BOTH_OUTER = {
     1: ((4, (2, 2)), (1, (1, 1)), (4, (1, 4)), (4, (4, 1))),
     2: ((2, (2, 2)), (1, (1, 2)), (2, (1, 4)), (4, (4, 2))),
     4: ((2, (4, 2)), (1, (2, 2)), (2, (2, 4)), (2, (2, 4))),
 }.get(SIZE, ((1, (SIZE, 1)), (1, (1, SIZE)), (1, (1, SIZE)), (1, (SIZE, 1))))
-"""Where the axis "model" lies: inside each rank, across ranks, both; on 2 ranks also inside, with "data" both ways."""
+"""Grids where "model" lies inside each rank, across ranks, or both; on 2 ranks also one where "data" lies both ways."""
 
 GRIDS = tuple(dict.fromkeys((INSIDE, ACROSS, BOTH, BOTH_OUTER)))
 NAMES = ("data", "model")
@@ -46,7 +46,7 @@ def grid(request: pytest.FixtureRequest) -> Grid:
     params=tuple(dict.fromkeys((ACROSS, BOTH_OUTER))), ids=lambda grid: f"{grid[0]} local, {grid[1][0]}x{grid[1][1]}"
 )
 def hard(request: pytest.FixtureRequest) -> Grid:
-    """As ``grid``, for what is slow to compile."""
+    """A grid for a test that is slow to compile."""
     chosen: Grid = request.param
     return chosen
 
@@ -54,20 +54,20 @@ def hard(request: pytest.FixtureRequest) -> Grid:
 def meshes(
     world: pc.Communicator, local: int, sizes: Sequence[int], names: Sequence[str] = NAMES
 ) -> tuple[pc.Mesh, jax.sharding.Mesh]:
-    """Ours over all ranks, and the oracle's over as many devices of this one."""
+    """Returns our mesh over all ranks, and the oracle's over as many devices of this process."""
     devices = np.array(jax.devices()[: world.size * local], dtype=object)
     theirs = jax.sharding.Mesh(devices.reshape(sizes), tuple(names))
     return pc.make_mesh(sizes, names, devices=devices_of_this_rank()[:local]), theirs
 
 
 def own(mesh: pc.Mesh, x: Array, spec: P, lead: int = 0) -> Array:
-    """This rank's block of a global array, after ``lead`` axes that the spec does not count."""
+    """Returns this rank's own block of a global array, which has ``lead`` axes before those that the spec counts."""
     parts = np.unravel_index(mesh.comm.rank, [axis.ranks for axis in mesh.axes])
     place = {axis.name: (axis, int(part)) for axis, part in zip(mesh.axes, parts, strict=True)}
     x = np.asarray(x)
     for i, part in enumerate(spec, lead):
         names = part if isinstance(part, tuple) else () if part is None else (part,)
-        # The devices' parts of one axis of the array: (ranks, local) of each name in turn, outermost first.
+        # One axis of the array is cut into (ranks, local) parts for each name, outermost first.
         cuts = [size for name in names for size in (place[name][0].ranks, place[name][0].local)]
         taken = [where for name in names for where in (place[name][1], slice(None))]
         y = x.reshape(*x.shape[:i], *cuts, x.shape[i] // math.prod(cuts), *x.shape[i + 1 :])
@@ -81,19 +81,19 @@ def _is_spec(x: Any) -> bool:
 
 
 def spread(specs: Any, tree: Any) -> list[P]:
-    """One spec for each leaf."""
+    """Returns one spec for each leaf."""
     parts = jax.tree.map(lambda spec, part: [spec] * len(jax.tree.leaves(part)), specs, tree, is_leaf=_is_spec)
     return [spec for part in jax.tree.leaves(parts, is_leaf=lambda x: isinstance(x, list)) for spec in part]
 
 
 def blocks(mesh: pc.Mesh, specs: Any, tree: Any, lead: int = 0) -> Any:
-    """This rank's block of each array of a tree."""
+    """Returns this rank's own block of each array of a tree."""
     leaves = [own(mesh, x, spec, lead) for x, spec in zip(jax.tree.leaves(tree), spread(specs, tree), strict=True)]
     return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
 
 def assert_blocks(mesh: pc.Mesh, got: Any, want: Any, specs: Any, tolerance: float = 1e-5, lead: int = 0) -> None:
-    """``got`` on this rank against its part of ``want``."""
+    """Compares ``got``, of this rank, with its part of ``want``."""
     assert jax.tree.structure(got) == jax.tree.structure(want)
     expected = jax.tree_util.tree_leaves_with_path(blocks(mesh, specs, want, lead))
     for y, (path, part) in zip(jax.tree.leaves(got), expected, strict=True):
@@ -119,12 +119,12 @@ def compare(
     lead: int = 0,
     check_vma: Sequence[bool] = (True, False),
 ) -> None:
-    """Ours on this rank's blocks of ``args`` against JAX's on all of them, inside ``around``.
+    """Compares ``around`` of our shard_map on this rank's own blocks with ``around`` of JAX's on the global ``args``.
 
     Args:
-        result_specs: how the results of ``around`` lie; default ``out_specs``.
-        lead: axes in front, in arguments and results, that the specs do not count.
-        check_vma: with which of the two.
+        result_specs: the specs of the results of ``around``; default ``out_specs``.
+        lead: the number of axes of arguments and results before those that the specs count.
+        check_vma: the values of the option to test.
     """
     mesh, theirs = meshes(world, local, sizes, names)
     for check in check_vma:
@@ -136,7 +136,7 @@ def compare(
 
 
 NOT_TYPED = [name for name in ALL if "groups" in name]
-"""JAX has no types for what groups share."""
+"""Collectives in groups, which JAX refuses with types."""
 
 
 # Values ---------------------------------------------------------------------------------------------------
@@ -156,7 +156,7 @@ def test_one_axis(world: pc.Communicator, few: int) -> None:
 
 
 def collectives(axes: Any) -> Callable[[Array], dict[str, Array]]:
-    """All of them over one choice of axes; each result has a leading axis of the device's own."""
+    """Returns a function with all collectives over ``axes``; each result has two axes in front, to be cut."""
 
     def fun(x: Array) -> dict[str, Array]:
         n = lax.axis_size(axes)
@@ -190,7 +190,7 @@ def test_collectives_over_one_axis_and_over_both(world: pc.Communicator, grid: G
     compare(world, local, sizes, fun, (P("data", "model"),), P("data", "model"), xs)
 
 
-# Not against JAX, which sorts the devices in ppermute alone, against its own axis_index and all_gather.
+# JAX is no oracle here: it sorts the devices in ppermute, but not in axis_index and all_gather.
 @pytest.mark.parametrize("axes", [NAMES, NAMES[::-1]], ids=["in order", "in another order"])
 def test_ppermute_moves_along_axis_index(axes: tuple[str, ...], world: pc.Communicator, grid: Grid) -> None:
     local, sizes = grid
@@ -254,7 +254,7 @@ def test_specs_of_trees(world: pc.Communicator, hard: Grid) -> None:
         return {**results, "both": (one, two)}
 
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        # JAX's types do not tell that what was gathered is the same everywhere.
+        # By JAX's types a gathered array still varies along the axis.
         compare(world, local, sizes, with_float, in_specs, out_specs, tree, np.float32(5), check_vma=(False,))
 
 
@@ -287,7 +287,7 @@ def test_three_axes(world: pc.Communicator, few: int) -> None:
 
 
 def test_matrix_product(world: pc.Communicator, grid: Grid) -> None:
-    # Tensor parallel: the contracted axis is cut along "model", the batch along "data".
+    # The layer is tensor-parallel: the contracted axis is cut along "model", the batch along "data".
     local, sizes = grid
     mesh, _ = meshes(world, local, sizes)
     x, w = values((2 * sizes[0], 3 * sizes[1])), values((3 * sizes[1], 5), seed=1)
@@ -326,7 +326,7 @@ def test_ranks_and_local_devices_of_each_axis(world: pc.Communicator) -> None:
 
 
 def test_on_some_ranks(world: pc.Communicator, few: int) -> None:
-    # A communicator of its own: half of the ranks each.
+    # Each half of the ranks has its own communicator.
     part = world.split(color=world.rank % 2)
     assert part is not None
     devices = devices_of_this_rank()[:few]
@@ -354,7 +354,7 @@ def test_devices_in_another_order(world: pc.Communicator, local: int) -> None:
 # Derivatives and batches, from outside --------------------------------------------------------------------
 
 ARGUMENTS = (P(), P("data"), P(None, "model"), P("data", "model"), P(NAMES[::-1]))
-"""Of arrays of shape (n, n)."""
+"""The specs of arrays of shape (n, n)."""
 
 
 def arguments(sizes: Sequence[int]) -> list[np.ndarray]:
@@ -363,7 +363,7 @@ def arguments(sizes: Sequence[int]) -> list[np.ndarray]:
 
 
 def mixed(*args: Array) -> Array:
-    """Something that depends on each argument, alike on all devices."""
+    """Depends on each argument, and is the same on all devices."""
     total: Array = jnp.float32(0)
     for k, (x, axes) in enumerate(zip(args, (NAMES, "data", "model", NAMES[::-1], NAMES), strict=True)):
         y = lax.psum(jnp.sin(x), axes) * lax.ppermute(x, NAMES, [(0, lax.axis_size(NAMES) - 1)])
@@ -398,7 +398,7 @@ def test_gradient_of_every_collective(world: pc.Communicator, few: int) -> None:
 
 
 def test_gradient_of_a_loss_of_sharded_results(world: pc.Communicator, hard: Grid) -> None:
-    # Each process sums what it sees; the sum over ranks is the loss of one process, so the gradients agree.
+    # Each rank's loss is a sum over its own blocks. The sum of these over ranks is the loss of one process.
     local, sizes = hard
 
     def fun(w: Array, x: Array) -> Array:
@@ -415,7 +415,7 @@ def test_gradient_of_a_loss_of_sharded_results(world: pc.Communicator, hard: Gri
 
 
 def test_gradient_of_what_some_axes_share(world: pc.Communicator, grid: Grid) -> None:
-    # A result that is the same along "model": the gradient does not count it once for each device there.
+    # The result is the same along "model", so the gradient counts it once, not once for each device.
     local, sizes = grid
     x = values((2 * sizes[0], sizes[1]))
 
@@ -541,7 +541,7 @@ def test_compiled_once(world: pc.Communicator, hard: Grid) -> None:
 
 
 def test_gradient_inside_of_a_summed_loss(world: pc.Communicator, few: int) -> None:
-    # JAX counts the sum once where types tell, once for each device where they do not.
+    # With types JAX counts the sum once, without types once for each device.
     total = world.size * few
     mesh, _ = meshes(world, few, (total,), ("i",))
     xs = np.arange(1.0, total + 1, dtype=np.float32)
@@ -560,7 +560,7 @@ def test_gradient_inside_of_a_summed_loss(world: pc.Communicator, few: int) -> N
 
 
 def rule_with_a_sum(kind: str) -> Callable[[Array, Array], Array]:
-    """A function whose own rule names the axes, in ways that differ from its derivative by 3."""
+    """Returns a function with its own derivative, which names the axes; its factor of 3 shows that JAX has used it."""
     if kind == "jvp":
         jvp = jax.custom_jvp(lambda w, x: lax.psum(jnp.sum(w * x), NAMES))
         jvp.defjvp(lambda p, t: (jvp(*p), 3 * lax.psum(jnp.sum(t[0] * p[1]), NAMES)))
@@ -605,7 +605,7 @@ def test_gradients_inside_and_outside(name: str, check: bool, world: pc.Communic
     options: dict[str, Any] = {"tolerance": 1e-3, "check_vma": (check,)}
     compare(world, local, sizes, fun, specs, P(), w, x, **options)
     compare(world, local, sizes, fun, specs, P(), w, x, around=outside, result_specs=specs, **options)
-    # Untyped, the gradient with respect to what all share differs from device to device.
+    # Without types the gradient with respect to a shared argument differs from device to device.
     out_specs = specs if check else (P(NAMES), P(NAMES))
     compare(world, local, sizes, inside, specs, out_specs, w, x, **options)
     compare(world, local, sizes, inside, specs, out_specs, w, x, around=outside, result_specs=specs, **options)

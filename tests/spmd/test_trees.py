@@ -1,4 +1,4 @@
-"""Many sums in few calls, with the same results whatever the bucket is."""
+"""Many sums travel in few calls, with the same results for each size of the buckets."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Array = Any
 
 
 def tree(world: pc.Communicator, local: int) -> dict[str, Array]:
-    """Leaves of many sizes and dtypes, stacked over all devices."""
+    """Returns leaves of many sizes and dtypes, stacked over all devices."""
     n = world.size * local
     sizes = [0, 1, 3, 100, 5000, 40_000, 7]
     leaves = {f"f{k}": values((n, size), seed=k) for k, size in enumerate(sizes)}
@@ -72,7 +72,7 @@ def test_a_step_in_a_scan(world: pc.Communicator, few: int) -> None:
 
 def one_after_another(x: Array) -> Array:
     y = lax.psum(x, "i")
-    z = lax.psum(jnp.sin(y), "i")  # depends on the first
+    z = lax.psum(jnp.sin(y), "i")  # this sum depends on the first
     return z + lax.psum(x * z, "i")
 
 

@@ -1,4 +1,4 @@
-"""The house has rooms, and the arrows between them point one way: a room imports only rooms below it."""
+"""The package is a house of rooms: folders, and the files beside them. A room imports only rooms below it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def room_of(module: str) -> str:
 
 
 def modules_in(text: str) -> list[str]:
-    """The module of the package that a dotted name leads to; the package itself is ``__init__``."""
+    """The module of the package that a dotted name means; the package itself is ``__init__``."""
     parts = text.split(".")
     if parts[0] != "pycollective":
         return []
@@ -48,7 +48,7 @@ def modules_in(text: str) -> list[str]:
 
 
 def imported(path: Path) -> list[str]:
-    """The package's own modules that a file imports: wherever in it, and by their names in strings, too."""
+    """The package's modules that a file imports, at its top, in functions, or by their names in strings."""
     found: list[str] = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
@@ -59,7 +59,7 @@ def imported(path: Path) -> list[str]:
             for alias in node.names:
                 found += modules_in(alias.name)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("pycollective."):
-            # For importlib, or for `python -m`; an f-string ends with a dot.
+            # The string may be for importlib or for `python -m`. A part of an f-string ends with a dot.
             found += [name for name in modules_in(node.value) if name != "__init__"]
     return found
 
@@ -96,7 +96,7 @@ def test_imports_stand_at_the_top(name: str) -> None:
     assert not late, f"{name} imports inside functions at lines {late}"
 
 
-# What JAX's public API does not have, or does not promise.
+# Names that JAX's public API does not have, or does not promise to keep.
 FRAGILE = {"_src", "jaxpr_subcomp", "is_high", "to_lojax", "vma", "manual_axis_type"}
 
 

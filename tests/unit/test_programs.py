@@ -1,4 +1,4 @@
-"""What programs are made of: the traced jaxpr and the lowered text, without running anything."""
+"""The contents of programs: the traced jaxpr and the lowered text. No program runs."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_unused_results_keep_their_calls(world: pc.Communicator) -> None:
 
 
 def test_numbers_not_handles_are_compiled_in(world: pc.Communicator) -> None:
-    # A handle may be an address, different in every process: programs could not be cached on disk.
+    # A handle may be an address, which differs in every process: then programs could not be cached on disk.
     number, fingerprint = world.key
     text = pc.jit(lambda x: pc.psum(x, world)).lower(X).as_text()
     assert re.search(rf"comm = (array<i64: |dense<\[){number}, {fingerprint}", text)
