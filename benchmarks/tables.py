@@ -1,4 +1,4 @@
-"""Markdown from what ``scripts/performance`` measured: a table for each command, implementations beside each other.
+"""Writes what ``scripts/performance`` measured as Markdown: a table for each command, a column for each implementation.
 
     python benchmarks/tables.py build/performance > build/performance/tables.md
 

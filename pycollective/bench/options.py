@@ -83,8 +83,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-e", "--maxbytes", type=size, default=64 << 20, help="largest size (default 64M)")
     parser.add_argument("-f", "--stepfactor", type=factor, default=8, help="factor between sizes (default %(default)s)")
     parser.add_argument("-n", "--iters", type=positive, default=50, help="number of timed calls (default %(default)s)")
-    parser.add_argument("-w", "--warmup", type=positive, default=5, help="number of calls before (default %(default)s)")
-    parser.add_argument("-d", "--datatypes", default="float32", help="NumPy's names, between commas (default float32)")
+    parser.add_argument(
+        "-w", "--warmup", type=positive, default=5, help="number of calls before them (default %(default)s)"
+    )
+    parser.add_argument(
+        "-d", "--datatypes", default="float32", help="dtypes by NumPy's names, between commas (default float32)"
+    )
     modes = f"modes between commas: {', '.join(MODES)} (default jit)"
     parser.add_argument("--modes", type=several(MODES), default=("jit",), help=modes)
     parser.add_argument(

@@ -69,9 +69,8 @@ def loaded_library() -> Library:
     path, _, text = done.stdout.partition("\n")
     library = identify(text, path)
     if library is None:
-        raise RuntimeError(
-            message("run", "MPICH, Open MPI or Intel MPI", text.splitlines()[0], "Start programs with its own mpiexec.")
-        )
+        expected = f"one of {', '.join(known.family for known in LIBRARIES)}"
+        raise RuntimeError(message("run", expected, text.splitlines()[0], "Start programs with its own mpiexec."))
     return library
 
 

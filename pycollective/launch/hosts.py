@@ -68,4 +68,6 @@ def check_hosts(names: Sequence[str], environ: Mapping[str, str]) -> None:
         for name, wrong in zip(others, pool.map(complaint, others), strict=True):
             if wrong is not None:
                 expected = f"host {name} to answer '{agent} {name} true'"
-                raise ConnectionError(message("run", expected, repr(wrong), "Mend that, or leave the host out."))
+                raise ConnectionError(
+                    message("run", expected, repr(wrong), "Repair the connection, or leave the host out.")
+                )

@@ -55,21 +55,22 @@ class Job:
         if len(numbers) > 1:
             got = ", ".join(f"{number} on {name}" for name, number in self.shares())
             remedy = "Choose other --ranks or --hosts, or another launcher with --mpi."
-            raise ValueError(message("run", "as many ranks on each host for this launcher", got, remedy))
+            raise ValueError(message("run", "the same number of ranks on each host for this launcher", got, remedy))
         return numbers.pop()
 
 
-def spread(ranks: int, room: Sequence[int]) -> list[int]:
-    """The number of ranks on each host: as equal as the hosts' room allows; when all are full, as equal as can be.
+def spread(ranks: int, capacity: Sequence[int]) -> list[int]:
+    """The number of ranks on each host: as equal as their capacity allows; when all are full, as equal as can be.
 
     Example:
         >>> spread(5, [4, 1, 1]), spread(3, [4, 4]), spread(5, [1, 1])
         ([3, 1, 1], [2, 1], [3, 2])
     """
-    # The next rank goes to the first of these: hosts with room come first, and among them those with the fewest ranks.
-    hosts = [(has <= 0, 0, i) for i, has in enumerate(room)]
+    # The next rank goes to the smallest of (is full, ranks, host): hosts that are not full come first, and among these
+    # the host with the fewest ranks.
+    hosts = [(limit <= 0, 0, i) for i, limit in enumerate(capacity)]
     heapq.heapify(hosts)
     for _ in range(ranks if hosts else 0):
         _, number, i = hosts[0]
-        heapq.heapreplace(hosts, (number + 1 >= room[i], number + 1, i))
+        heapq.heapreplace(hosts, (number + 1 >= capacity[i], number + 1, i))
     return [number for _, number, _ in sorted(hosts, key=lambda host: host[2])]

@@ -33,8 +33,8 @@ OPENBLAS_NUM_THREADS and MKL_NUM_THREADS become its number of cores, unless you 
 itself (memory, XLA's threads) works without this command too.
 """
 
-_CARRIED = ("PYCOLLECTIVE_", "JAX_", "XLA_", "MPI4PY_", "OMP_", "NPROC", "PATH", "LD_LIBRARY_PATH", "PYTHONPATH")
-"""How the names of settings begin that the ranks of other hosts need too, where the launcher does not carry all."""
+_PASSED_ON = ("PYCOLLECTIVE_", "JAX_", "XLA_", "MPI4PY_", "OMP_", "NPROC", "PATH", "LD_LIBRARY_PATH", "PYTHONPATH")
+"""The beginnings of the names of variables that ranks on other hosts need. Some launchers pass on only named ones."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -71,7 +71,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Becomes the launcher, so that signals reach it and its exit status is this one's."""
+    """Replaces this process by the launcher, which then gets its signals and gives its exit status."""
     parser = argparse.ArgumentParser(prog="pycollective run", description="Starts a program as ranks.")
     add_options(parser)
     options = parser.parse_args(arguments)
@@ -95,11 +95,13 @@ def plan(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[list[
         FileNotFoundError: there is no such program, hostfile or launcher.
         RuntimeError: this process is a rank of another run.
         ValueError: the launcher belongs to another MPI library, or there are more ranks than cores or than an
-            allocation has room for.
+            allocation can take.
     """
     if (launched := started_by.launched_size(environ)) is not None:
         got = f"one of {launched[1]} ranks of {launched[0].name}"
-        raise RuntimeError(message("run", "a process that no launcher started", got, "Call it outside of the ranks."))
+        raise RuntimeError(
+            message("run", "a process that no launcher started", got, "Call pycollective run outside of the ranks.")
+        )
     program = words([options.program, *options.arguments])
     if options.hostfile and not Path(options.hostfile).is_file():
         raise FileNotFoundError(message("run", "a hostfile", f"{options.hostfile!r}", "Check its path."))
@@ -111,10 +113,10 @@ def plan(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[list[
         system.check(environ, names_hosts=bool(options.hosts))
         variables |= system.launcher_variables(environ)
     rank = [sys.executable, "-m", "pycollective.launch.rank_wrapper", "--bind", options.bind, "--", *program]
-    carried = [name for name in {**environ, **variables} if name.startswith(_CARRIED)]
+    carried = [name for name in {**environ, **variables} if name.startswith(_PASSED_ON)]
     job = Job(options.ranks, rank, options.hosts, options.hostfile, options.label, options.oversubscribe, carried)
     if not options.oversubscribe:
-        _check_room(job, system, environ)
+        _check_capacity(job, system, environ)
     library = loaded_library()
     launcher = _choose_launcher(options.mpi, library, environ)
     if isinstance(launcher, Library):
@@ -122,23 +124,23 @@ def plan(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[list[
     return launcher.command_line(job, library, environ), variables
 
 
-def _check_room(job: Job, system: type[BatchSystem] | None, environ: Mapping[str, str]) -> None:
-    """Refuses more ranks than --hosts, the allocation or this host has room for, where that is known."""
+def _check_capacity(job: Job, system: type[BatchSystem] | None, environ: Mapping[str, str]) -> None:
+    """Refuses more ranks than --hosts, the allocation or this host can take, where that is known."""
     numbers = [ranks for _, ranks in job.hosts]
-    allocated = [] if system is None else system.room(environ)
+    capacity = [] if system is None else system.capacity(environ)
     share = "or say --oversubscribe: ranks that share a core are slow."
     if numbers and None not in numbers:
-        room = sum(filter(None, numbers))
-        expected, remedy = f"{room} ranks on {len(numbers)} hosts", "Start fewer, or let --hosts say more."
-    elif system is not None and allocated and not job.hosts:
-        room = sum(allocated)
-        expected, remedy = f"{room} ranks in this allocation", f"Start fewer, {system.how_to_get_more}, {share}"
+        limit = sum(filter(None, numbers))
+        expected, remedy = f"{limit} ranks on {len(numbers)} hosts", "Start fewer, or give more in --hosts."
+    elif system is not None and capacity and not job.hosts:
+        limit = sum(capacity)
+        expected, remedy = f"{limit} ranks in this allocation", f"Start fewer, {system.how_to_get_more}, {share}"
     elif system is None and not (job.hosts or job.hostfile):
-        room = len(physical_cores(os.sched_getaffinity(0)))
-        expected, remedy = f"{room} ranks for {room} cores", f"Start fewer, on more --hosts, {share}"
+        limit = len(physical_cores(os.sched_getaffinity(0)))
+        expected, remedy = f"{limit} ranks for {limit} cores", f"Start fewer, on more --hosts, {share}"
     else:
         return
-    if job.ranks > room:
+    if job.ranks > limit:
         raise ValueError(message("run", f"at most {expected}", job.ranks, remedy))
 
 
@@ -178,11 +180,11 @@ def _over_allocation(job: Job, library: Library, system: type[BatchSystem] | Non
     Each host gets the tasks that the user has asked for, or where ``--ranks`` is another number as equal a number as
     can be.
     """
-    room = [] if system is None else system.room(environ)
-    if system is None or job.hosts or job.hostfile or len(room) < 2:
+    capacity = [] if system is None else system.capacity(environ)
+    if system is None or job.hosts or job.hostfile or len(capacity) < 2:
         return job
     tasks = system.tasks(environ)
-    numbers = tasks if sum(tasks) == job.ranks else spread(job.ranks, room)
+    numbers = tasks if sum(tasks) == job.ranks else spread(job.ranks, capacity)
     if len(set(numbers)) > 1 and not library.takes_unequal_hosts:
         return job
     return replace(job, hosts=list(zip(system.host_names(environ), numbers, strict=False)))

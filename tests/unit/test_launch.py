@@ -108,7 +108,9 @@ def test_launchers_that_know_one_number_for_all_hosts() -> None:
     )
     assert shlex.join(Srun.command_line(even, INTEL, {})) == f"{line} --label --oversubscribe --overcommit prog"
     for make in (lambda: Srun.command_line(JOB, INTEL, {}), lambda: INTEL.command_line(JOB)):
-        with pytest.raises(ValueError, match="as many ranks on each host for this launcher, got 1 on a, 2 on b"):
+        with pytest.raises(
+            ValueError, match="the same number of ranks on each host for this launcher, got 1 on a, 2 on b"
+        ):
             make()
 
 
@@ -228,7 +230,7 @@ def test_a_gpu_for_each_task_needs_srun(in_slurm: dict[str, str], program: str, 
     launcher(tmp_path / "bin" / "srun", "MPI plugin types are...\n\tnone\n\tpmi2")
     assert planned("-n", "4", program, environ=environ)[0][0] == "srun"
     launcher(tmp_path / "bin" / "srun", "MPI plugin types are...\n\tnone")
-    with pytest.raises(ValueError, match=r"expected --gres=gpu:N.* no srun --mpi=pmi2"):
+    with pytest.raises(ValueError, match=r"expected srun --mpi=pmi2 for --gpus-per-task.*--gres=gpu:N"):
         planned("-n", "4", program, environ=environ)
 
 
@@ -245,7 +247,7 @@ def test_scontrol_that_fails(in_slurm: dict[str, str], program: str) -> None:
 def test_what_an_allocation_has_no_room_for(in_slurm: dict[str, str], program: str) -> None:
     with pytest.raises(ValueError, match="expected at most 4 ranks in this allocation, got 5. Start fewer, ask Slurm"):
         planned("-n", "5", program, environ=in_slurm)
-    with pytest.raises(ValueError, match="as many ranks on each host for this launcher"):
+    with pytest.raises(ValueError, match="the same number of ranks on each host for this launcher"):
         planned("-n", "4", "--mpi", "srun", "--hosts", "a:3,b:1", program, environ=in_slurm)
 
 
@@ -340,7 +342,7 @@ class Alps(BatchSystem):
     how_to_get_more = "ask for a larger -n"
 
     @classmethod
-    def room(cls, environ: Mapping[str, str]) -> list[int]:
+    def capacity(cls, environ: Mapping[str, str]) -> list[int]:
         return [2, 4]
 
     @classmethod

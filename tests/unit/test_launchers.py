@@ -185,5 +185,5 @@ def test_batch_systems(monkeypatch: pytest.MonkeyPatch) -> None:
         assert batch_system({system.job_variable: "7"}) is system
     # One of which nothing more is known is left to the mpiexec.
     pbs, environ = allocation.Pbs, {"PBS_JOBID": "7"}
-    assert (pbs.room(environ), pbs.tasks(environ), pbs.host_names(environ)) == ([], [], [])
+    assert (pbs.capacity(environ), pbs.tasks(environ), pbs.host_names(environ)) == ([], [], [])
     assert pbs.launcher_variables(environ) == {}

@@ -13,15 +13,15 @@ class BatchSystem:
 
     Attributes:
         job_variable: a variable that is set inside an allocation.
-        how_to_get_more: what a user does to get room for more ranks.
+        how_to_get_more: what a user does to start more ranks.
     """
 
     job_variable: ClassVar[str]
     how_to_get_more: ClassVar[str] = "ask for more"
 
     @classmethod
-    def room(cls, environ: Mapping[str, str]) -> list[int]:
-        """How many ranks each host of the allocation has room for; empty where that is unknown."""
+    def capacity(cls, environ: Mapping[str, str]) -> list[int]:
+        """How many ranks each host of the allocation can take; empty where that is unknown."""
         return []
 
     @classmethod
@@ -31,7 +31,7 @@ class BatchSystem:
 
     @classmethod
     def host_names(cls, environ: Mapping[str, str]) -> list[str]:
-        """The names of the hosts, in the order of :meth:`room`."""
+        """The names of the hosts, in the order of :meth:`capacity`."""
         return []
 
     @classmethod

@@ -25,11 +25,11 @@ class Slurm(BatchSystem):
     how_to_get_more = "ask Slurm for more --ntasks"
 
     @classmethod
-    def room(cls, environ: Mapping[str, str]) -> list[int]:
+    def capacity(cls, environ: Mapping[str, str]) -> list[int]:
         """The larger of a host's tasks and its CPUs.
 
         Example:
-            >>> Slurm.room({"SLURM_JOB_NODELIST": "a[1-3]", "SLURM_JOB_CPUS_PER_NODE": "4(x2),3", "SLURM_STEP_ID": "0"})
+            >>> Slurm.capacity({"SLURM_JOB_NODELIST": "a[1-3]", "SLURM_JOB_CPUS_PER_NODE": "4(x2),3"})
             [4, 4, 3]
         """
         if "SLURM_JOB_NODELIST" not in environ:
@@ -63,13 +63,14 @@ class Slurm(BatchSystem):
 
     @classmethod
     def launcher_variables(cls, environ: Mapping[str, str]) -> dict[str, str]:
-        """The variables of the job, where a shell that srun has started sees those of its step."""
+        """Makes the launcher see the whole job, also from a shell that srun has started, which sees its step alone."""
         variables = {}
         if "SLURM_STEP_ID" in environ:
             variables["SLURM_OVERLAP"] = "1"  # the shell's step holds cores that the ranks need
             variables["SLURM_NODELIST"] = environ.get("SLURM_JOB_NODELIST", "")
-        if room := cls.room(environ):  # Open MPI takes this for its slots: one of a shell, or few tasks of many cores
-            variables["SLURM_TASKS_PER_NODE"] = ",".join(map(str, room))
+        # Open MPI takes these for its slots; but a shell's step has one task, and a task may have many cores.
+        if capacity := cls.capacity(environ):
+            variables["SLURM_TASKS_PER_NODE"] = ",".join(map(str, capacity))
         return variables
 
     @classmethod
@@ -113,8 +114,8 @@ class Srun(BatchLauncher):
         if job.hostfile:
             raise ValueError(message("run", "no hostfile with srun", job.hostfile, "Name --hosts of the allocation."))
         line = ["srun", f"--mpi={library.pmi}", "-n", str(job.ranks), "--cpu-bind=none", "--kill-on-bad-exit=1"]
-        line += ["--distribution=block"]  # a shell that srun has started would pass its own on
-        hosts = len(Slurm.room(environ))
+        line += ["--distribution=block"]  # otherwise srun takes that of the shell that calls it
+        hosts = len(Slurm.capacity(environ))
         if job.hosts:
             names = [name for name, _ in job.shares()]
             line += ["-w", ",".join(names), "-N", str(len(names)), f"--ntasks-per-node={job.ranks_of_each_host()}"]
@@ -133,8 +134,9 @@ class Srun(BatchLauncher):
         if not cls.gives_gpus(environ):
             return False
         if library.pmi not in _plugins():
-            got = f"--gpus-per-task, which mpiexec would not keep, and no srun --mpi={library.pmi}"
-            raise ValueError(message("run", "--gres=gpu:N, GPUs of each node", got, "Ask Slurm for them so."))
+            expected = f"srun --mpi={library.pmi} for --gpus-per-task"
+            remedy = "Ask Slurm for --gres=gpu:N instead: pycollective run gives each rank its part of these GPUs."
+            raise ValueError(message("run", expected, "none", remedy))
         return True
 
 
