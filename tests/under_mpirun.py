@@ -1,4 +1,4 @@
-"""Tests that every rank runs under mpirun: one report, and a failure with all stacks instead of a hang."""
+"""For tests that every rank runs under mpirun: one report for all ranks; a hang becomes a failure with all stacks."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from tests.collective.programs import meet
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 
 _EXIT_AFTER_S = 5.0
-"""From the dump of a stuck rank's stacks (pytest's faulthandler_timeout) to its exit, so that all ranks dump."""
+"""The time from the dump of a stuck rank's stacks (pytest's faulthandler_timeout) to its exit, so that all can dump."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Rank 0 speaks; another rank only when something failed there."""
+    """Only rank 0 writes a report. Another rank writes one at the end, if a test failed there."""
     if RANK != 0:
         reporter = session.config.pluginmanager.get_plugin("terminalreporter")
         assert reporter is not None
@@ -42,14 +42,14 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Every test runs on the number of ranks that there are (mpi-pytest's mark, which ends each with a barrier)."""
+    """Marks every test to run on all ranks; mpi-pytest ends a test with this mark with a barrier."""
     for item in items:
         item.add_marker(pytest.mark.parallel(SIZE))
 
 
 @pytest.fixture(autouse=True)
 def no_hang(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Ends this rank, and so the job, when a test takes too long. All ranks end each test together."""
+    """Ends this rank, and so the job, if a test takes too long. All ranks end each test together."""
     limit = float(request.config.getini("faulthandler_timeout")) + _EXIT_AFTER_S
     timer = threading.Timer(limit, os._exit, args=(70,))
     timer.daemon = True

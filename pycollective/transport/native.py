@@ -16,8 +16,8 @@ import numpy as np
 
 from pycollective.config import config
 from pycollective.errors import FROM_A_CLONE, message
-from pycollective.mpi import MPI
 from pycollective.transport import runtime
+from pycollective.transport.mpi import MPI
 
 OPS = {"sum": 0, "prod": 1, "min": 2, "max": 3, "sum_bfloat16": 4}
 """The reductions, numbered as ``Op`` in native/mpi.h."""

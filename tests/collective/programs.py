@@ -1,4 +1,4 @@
-"""Many operations in one compiled program: as thorough as one program each, and much faster to compile."""
+"""Tests many operations in one compiled program. It compiles much faster than one program for each operation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from mpi4py import MPI
 
 import pycollective as pc
-from pycollective import turns
+from pycollective.ordering import dispatch
 from tests.cases import Case
 
 Array = Any
@@ -20,7 +20,7 @@ _MEETING = MPI.COMM_WORLD.Dup()
 
 
 def meet() -> None:
-    """A barrier that sleeps: MPI's own waits at full speed, and takes the cores from ranks that still compile."""
+    """A barrier that sleeps. MPI's barrier polls at full speed, and takes cores from ranks that still compile."""
     request = _MEETING.Ibarrier()
     while not request.Test():
         time.sleep(0.002)
@@ -60,7 +60,7 @@ def run(compiler: Callable[..., Any], program: Callable[..., Any], *args: Any) -
     compiled = compiler(program).lower(*args).compile()
     meet()
     result = compiled(*args)
-    return result.outs if isinstance(result, turns.Witnessed) else result
+    return result.outs if isinstance(result, dispatch.WithCompletion) else result
 
 
 def compare(
@@ -77,10 +77,15 @@ def compare(
     """Checks one transform of every case on one communicator.
 
     Args:
-        inputs: ``inputs(case)``: arrays stacked over the ranks of ``comm``.
-        on_rank: ``on_rank(call, *inputs)``: this rank's result, from this rank's inputs; ``call(x)`` is the operation.
-        on_all: ``on_all(reference, *inputs)``: all ranks' results, stacked, from all ranks' inputs.
-        compiler: wraps the program that holds all of ``on_rank``; the identity for eager calls.
+        comm: the communicator.
+        cases: the operations.
+        inputs: ``inputs(case)`` returns arrays stacked over the ranks of ``comm``.
+        on_rank: ``on_rank(call, *inputs)`` returns this rank's result for this rank's inputs; ``call(x)`` is the
+            operation.
+        on_all: ``on_all(reference, *inputs)`` returns the stacked results of all ranks for the inputs of all ranks.
+        compiler: wraps the program with all calls of ``on_rank``; the identity for eager calls.
+        rtol: the relative tolerance.
+        atol: the absolute tolerance.
     """
     table = {case.id: case for case in cases}
     stacked = {id_: [np.asarray(x) for x in inputs(case)] for id_, case in table.items()}

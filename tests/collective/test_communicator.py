@@ -90,7 +90,7 @@ def test_static_argument(world: pc.Communicator) -> None:
 
 
 def test_user_traffic_does_not_mix(world: pc.Communicator) -> None:
-    # The program has a receive from anywhere pending on the communicator that it gave to init.
+    # The program waits for a message from any rank, with any tag, on the communicator that it gave to init.
     if world.size == 1:
         return
     buffer = np.zeros(1)
@@ -130,7 +130,7 @@ def test_many_communicators(world: pc.Communicator) -> None:
 
 
 def test_a_function_over_the_ranks_of_a_split(world: pc.Communicator) -> None:
-    # As large as the world for one color, and in the opposite order; and pairs.
+    # All ranks in the opposite order, and pairs of ranks.
     for part in (world.split(color=0, key=-world.rank), world.split(color=world.rank // 2)):
         assert part is not None
         members = [r + 1.0 for r in part.mpi.allgather(world.rank)]

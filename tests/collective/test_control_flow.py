@@ -41,7 +41,7 @@ def in_while_loop(f: Function) -> Function:
 
 
 def in_cond(f: Function) -> Function:
-    # The predicate is the same on all ranks, as it must be, but known at run time alone.
+    # The predicate is the same on all ranks, as it must be, but it is known only at run time.
     return lambda x: lax.cond(x.size >= jnp.int32(0), lambda x: 6 * f(x), lambda x: 0 * f(x), x)
 
 
@@ -119,7 +119,7 @@ def test_checkpoint_policies(policy: str, world: pc.Communicator) -> None:
 
 
 def test_a_batched_predicate_runs_both_branches(world: pc.Communicator) -> None:
-    # JAX turns the cond into a select, so the call happens once, on every rank.
+    # JAX turns the cond into a select, so the call happens once on every rank.
     def f(p: jax.Array) -> jax.Array:
         return lax.cond(p, lambda: pc.psum(1.0, world), lambda: 0.0)
 

@@ -1,4 +1,4 @@
-"""Derivatives of every operation, forward and reverse, first and second order, against those of its reference."""
+"""Derivatives of every operation, forward and reverse, of first and second order, against those of its reference."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Array = Any
 
 
 def weights(case: Case, comm: pc.Communicator, seed: int) -> Array:
-    """Stacked cotangents of the results: they differ on every rank, as in no loss that is summed."""
+    """Stacked cotangents of the results, which differ between ranks; those of a summed loss would not."""
     xs = operands(case, comm)
     return values(jax.eval_shape(case.reference, xs).shape, seed=seed)
 
@@ -112,7 +112,8 @@ def test_grad_of_a_compiled_function(world: pc.Communicator) -> None:
 
 def test_a_tie_of_extremes_is_shared(world: pc.Communicator) -> None:
     got = jax.grad(lambda x: pc.pmax(x, world))(1.0)
-    np.testing.assert_allclose(got, 1.0)  # sum over ranks of the cotangents, over the number of holders
+    # The sum of all ranks' cotangents, divided by the number of ranks that hold the maximum.
+    np.testing.assert_allclose(got, 1.0)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

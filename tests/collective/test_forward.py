@@ -1,4 +1,4 @@
-"""Every operation, eager and compiled, against its reference; all dtypes."""
+"""Every operation, eager and compiled, against its reference, in all dtypes."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ DTYPES = (
     *("float8_e4m3fn", "float8_e4m3b11fnuz", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e3m4"),
     "float8_e4m3",
 )
-WIDE = {"bool": "int32"}  # what sums of it become, as in jax.lax.psum
+WIDE = {"bool": "int32"}  # the dtype of its sums, as in jax.lax.psum
 
 
 def expected_sum(xs: np.ndarray, dtype: str) -> np.ndarray:
@@ -188,7 +188,7 @@ def test_products(dtype: str, world: pc.Communicator) -> None:
 
 
 def test_small_floats_are_rounded_once(world: pc.Communicator) -> None:
-    # 256 + 1 + 1 + ... in bfloat16 (8 bits) stays 256 if rounded at each step.
+    # In bfloat16 (8 bits) 256 + 1 + 1 + ... stays 256 if each step is rounded.
     x = jnp.asarray(256.0 if world.rank == 0 else 1.0, jnp.bfloat16)
     want = np.float32(256 + world.size - 1).astype(jnp.bfloat16)
     assert pc.psum(x, world) == want

@@ -1,4 +1,4 @@
-"""Arrays beyond MPI's int: in earnest where memory allows, and by a lowered limit for every operation."""
+"""Arrays longer than MPI's int: real ones if there is memory, and a lowered limit for every operation."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tests.cases import CASES, operands
 from tests.collective.programs import compare
 
 GIB = 2**30
-TWO = MPI.COMM_WORLD.size == 2  # more ranks would only need more memory
+TWO = MPI.COMM_WORLD.size == 2  # more ranks would need more memory and show nothing new
 
 
 def free_memory() -> int:
-    """Bytes that can be used without swapping."""
+    """The bytes of memory that can be used without swapping."""
     with open("/proc/meminfo") as lines:
         table = dict(line.split(":") for line in lines)
     return int(table["MemAvailable"].split()[0]) * 1024
@@ -69,7 +69,7 @@ def test_messages_in_pieces(world: pc.Communicator) -> None:
 
 
 def marked(rank: int, count: int) -> jax.Array:
-    """``rank + 1`` in every byte but the last, which is ``rank + 5``."""
+    """An array with ``rank + 1`` in every byte but the last, which has ``rank + 5``."""
     parts = [jnp.full(count - 1, rank + 1, jnp.int8), jnp.full(1, rank + 5, jnp.int8)]
     return jax.block_until_ready(jax.jit(jnp.concatenate)(parts))
 
@@ -98,7 +98,7 @@ def test_more_than_2_31_elements(world: pc.Communicator) -> None:
 
 @needs(13 * GIB)
 def test_more_than_2_31_elements_in_a_block(world: pc.Communicator) -> None:
-    # One element of a derived datatype: what MPI 3 needs for the operations on blocks.
+    # MPI 3 needs one element of a derived datatype for operations on blocks.
     count = 2**31 + 4_321
     other = 1 - world.rank
     y = np.asarray(pc.ppermute(marked(world.rank, count), world, [(0, 1), (1, 0)]))

@@ -1,4 +1,4 @@
-"""Random shapes, dtypes, options and programs; the same on every rank, since every rank draws from one seed."""
+"""Random shapes, dtypes, options and programs. All ranks draw the same ones, from one seed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mpi4py import MPI
 import pycollective as pc
 from tests.cases import values
 
-# No database and no deadline: both would let one rank draw or stop otherwise than another.
+# With a database or a deadline one rank could draw other examples than another, or stop earlier.
 agreed = settings(
     max_examples=8 if MPI.COMM_WORLD.size <= 2 else 4,  # each compiles; more ranks than cores: slow
     deadline=None,

@@ -26,7 +26,7 @@ def every_batch_axis(f: Any, xs: Array) -> Any:
 
 
 def every_batch_axis_of_all(reference: Any, xs: Array) -> Any:
-    # (size, BATCH, ...): the result is the same for every axis
+    # of shape (size, BATCH, ...); the result is the same for every axis
     return [jnp.stack([reference(xs[:, b]) for b in range(BATCH)], axis=1)] * (xs.ndim - 1)
 
 

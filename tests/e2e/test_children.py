@@ -75,7 +75,7 @@ def test_workers_that_would_start_mpi_end_the_job(ranks: int, way: str, loader: 
     assert done.returncode not in (0, 124, 137)
     assert "pycollective.init: expected a rank, got process " in done.stderr
     assert any(SENTENCE.format(rank, ranks) in done.stderr for rank in range(ranks)), done.stderr
-    assert 2 <= done.stdout.count("process ") <= 5 * ranks  # each rank, its two workers, and perhaps their successors
+    assert 2 <= done.stdout.count("process ") <= 5 * ranks  # each rank has two workers, and perhaps their successors
     wait_until_gone(loader)
 
 

@@ -1,4 +1,4 @@
-"""The demo: the same losses on any number of ranks, a picture, one progress bar, and a network that has learnt."""
+"""The demo makes a picture and one progress bar, has the same losses on any number of ranks, and learns."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_losses_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
     assert len(curves[0]) == 44
     assert curves[0][-1] < 0.5 * curves[0][0]
     for curve in curves[1:]:
-        # float32 sums in another order differ by about 1e-7 each; training amplifies that from step to step.
+        # float32 sums in another order differ by about 1e-7, and each step of the training amplifies the difference.
         np.testing.assert_allclose(curve, curves[0], rtol=1e-3)
         np.testing.assert_allclose(curve[:10], curves[0][:10], rtol=1e-5)
 
@@ -50,16 +50,16 @@ def test_seeds_differ(tmp_path: Path) -> None:
 def test_full_run_on_two_ranks(options: tuple[str, ...], tmp_path: Path) -> None:
     done = train(tmp_path, 2, *options)
     assert done.returncode == 0, done.stderr
-    (accuracy,) = re.findall(r"^test accuracy (\d\.\d+)$", done.stdout, re.MULTILINE)  # from one rank
+    (accuracy,) = re.findall(r"^test accuracy (\d\.\d+)$", done.stdout, re.MULTILINE)  # one rank prints it
     assert float(accuracy) >= 0.97
-    # One bar, drawn to its end. A bar is drawn once at step 0: a second time would be another rank's.
+    # There is one bar, drawn to its end. Each rank with a bar would draw it at step 0.
     assert done.stderr.count("| 0/330 [") == 1
     assert re.match(r"100%\|[^|]*\| 330/330 ", done.stderr.replace("\r", "\n").splitlines()[-1])
     assert "rank" not in done.stderr
     picture = matplotlib.image.imread(tmp_path / "loss2.png")
     assert picture.shape[0] > 200
     assert picture.shape[1] > 300
-    assert picture[..., :3].std() > 0.02  # not an empty page
+    assert picture[..., :3].std() > 0.02  # the page is not empty
     assert "loss2.png" in done.stdout
 
 
@@ -67,5 +67,5 @@ def test_full_run_on_two_ranks(options: tuple[str, ...], tmp_path: Path) -> None
 def test_a_batch_that_does_not_divide(batch: str, tmp_path: Path) -> None:
     done = train(tmp_path, 2, "--batch-size", batch)
     assert done.returncode not in (0, 124, 137)
-    assert done.stderr.count("train_digits: expected --batch-size to divide by the number of ranks, 2") == 1
+    assert done.stderr.count("train_digits: expected --batch-size to be a multiple of the number of ranks, 2") == 1
     assert f"got {batch}" in done.stderr

@@ -1,4 +1,4 @@
-"""How programs end: in order, by an exception on one rank, by a rank that never comes, under the wrong launcher."""
+"""How programs end: in order, by an exception on one rank, by a call that one rank never makes, by a wrong launcher."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def test_an_exception_ends_all_ranks(tmp_path: Path) -> None:
 
 
 def test_an_exception_on_all_ranks_is_told_once(tmp_path: Path) -> None:
-    # The other ranks wait a moment before they speak; the launcher has ended them by then.
+    # The other ranks wait a moment before they print; the launcher has ended them by then.
     done = run(tmp_path, "pc.barrier()\nraise ValueError('no luck')\n")
     assert done.returncode not in (0, 124, 137)
     assert "pycollective: rank 0 of 2 raised; ending all ranks." in done.stderr
-    assert 1 <= done.stderr.count("ValueError: no luck") <= 2  # a slow launcher may let the second speak
+    assert 1 <= done.stderr.count("ValueError: no luck") <= 2  # a slow launcher may let the second rank print
 
 
 def test_an_error_of_mpi_is_an_exception_with_all_names(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_a_program_of_one_process_needs_no_launcher(tmp_path: Path) -> None:
 
 
 def test_work_under_way_is_finished_at_exit(tmp_path: Path) -> None:
-    # Dispatched and never waited for: rank 0's last message must arrive before MPI is finalised.
+    # The program is dispatched and never waited for: its sum must be computed before MPI is finalised.
     text = """
 from jax import lax
 @pc.jit
@@ -110,7 +110,7 @@ def test_a_wait_without_end_is_reported_by_every_rank_that_waits(tmp_path: Path)
 
 def test_a_rank_that_leaves_says_that_it_waits(tmp_path: Path) -> None:
     text = "if comm.rank == 1: sys.exit(0)\npc.psum(jnp.ones(3)).block_until_ready()\n"
-    done = run(tmp_path, text, env={"PYCOLLECTIVE_TIMEOUT": "12"})  # it says so after 10
+    done = run(tmp_path, text, env={"PYCOLLECTIVE_TIMEOUT": "12"})  # the rank prints its notice after 10 s
     assert done.returncode not in (0, 124, 137)
     assert "pycollective: rank 1 of 2 has ended and waits for the other ranks to end." in done.stderr
     assert "pycollective.allreduce: expected an answer from the other ranks" in done.stderr
@@ -124,7 +124,7 @@ def test_the_timeout_bounds_the_wait_of_a_rank_that_has_ended(tmp_path: Path) ->
     done = mpirun(2, str(program), timeout=40)
     assert done.returncode not in (0, 124, 137)
     assert re.search(
-        r"pycollective\.exit: expected the other ranks to end within 2 s, got no end of some for \d\.\d s "
+        r"pycollective\.exit: expected the other ranks to end within 2 s, got some that have not ended after \d\.\d s "
         r"\(rank 1 of 2\)\. Ending all ranks\. Look for a collective that this rank did not reach\.",
         done.stderr,
     ), done.stderr
@@ -147,9 +147,9 @@ WAIT = "pc.psum(jnp.ones(3)).block_until_ready()\n"
         ("raise SystemExit(4)", 4),
         ("sys.exit('no luck')", 1),
         ("exits(5)", 5),  # from sys import exit as exits, before init
-        # What it has dispatched, and others do not meet, does not keep it.
+        # The rank has dispatched a call that the others do not make; that must not delay its end.
         ("late(jnp.ones((300, 300))); raise SystemExit(6)", 6),
-        # A program for nice tracebacks in the place of the hook.
+        # A library for tracebacks has replaced the hook.
         ("sys.excepthook = lambda *_: sys.stderr.write('pretty'); raise ValueError", 1),
     ],
 )
@@ -216,7 +216,7 @@ def loads():
     raise ValueError("no luck")
 def leaves():
     sys.exit(3)
-threading.Thread(target=leaves).start()  # ends itself alone
+threading.Thread(target=leaves).start()  # it ends only that thread
 pc.barrier()
 if comm.rank == 1: threading.Thread(target=loads, name="loader").start()
 {WAIT}{WAIT}if comm.rank == 1: time.sleep(30)
@@ -253,7 +253,7 @@ def test_an_error_that_nobody_read_ends_all_ranks(tmp_path: Path) -> None:
 def late(m):
     m = jax.lax.fori_loop(0, 40, lambda _, m: jnp.tanh(m @ m), m)
     pc.send(jnp.zeros(5 if comm.rank == 0 else 3) + m[0, 0], comm, dest=1 - comm.rank)
-    return pc.recv(jnp.zeros(3), comm, source=1 - comm.rank)  # too short on rank 1
+    return pc.recv(jnp.zeros(3), comm, source=1 - comm.rank)  # rank 0 sends more to rank 1 than this
 late(jnp.ones((300, 300)))
 print("end")
 """
@@ -305,7 +305,7 @@ for cell in "import pycollective as pc", "comm = pc.init()", "assert comm.rank =
 
 
 def test_ranks_that_see_no_other_are_refused(tmp_path: Path) -> None:
-    # What plain srun, or the mpiexec of another MPI, does: several processes, each a world of its own.
+    # Plain srun, or the mpiexec of another MPI, starts several processes that are a world of their own each.
     program = write(tmp_path, "print('never')\n")
     for variables, advice in (
         ({"SLURM_STEP_NUM_TASKS": "4"}, "srun --mpi=pmi2"),
@@ -349,7 +349,7 @@ def test_unequal_devices_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_hang_in_a_test_is_a_failure_with_all_stacks(tmp_path: Path) -> None:
-    """The tests' own guard: what tests/collective/conftest.py promises."""
+    """Checks the guard of the tests themselves, ``no_hang`` in tests/under_mpirun.py."""
     test = Path(__file__).parents[1] / "collective" / "test_hang_for_the_guard_alone.py"
     test.write_text(
         "import jax.numpy as jnp\nimport pycollective as pc\n\n\n"

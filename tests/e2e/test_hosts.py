@@ -1,4 +1,4 @@
-"""Several hosts: namespaces of this machine, real TCP between them (``scripts/hosts``)."""
+"""Several hosts: network namespaces of this machine, with real TCP between them (``scripts/hosts``)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HOSTS = str(ROOT / "scripts" / "hosts")
 CAN = os.geteuid() == 0 and all(shutil.which(tool) for tool in ("ip", "unshare", "nsenter"))
 pytestmark = pytest.mark.skipif(not CAN, reason="SEVERAL HOSTS NOT TESTED: that needs root, iproute2 and util-linux")
 
-# What one host with as many ranks and devices gives, by JAX.
+# Compares a program on several hosts with jax.vmap in each rank.
 PROGRAM = """
 import sys
 import jax
@@ -62,7 +62,7 @@ sys.stdout.write(f"rank {comm.rank} on {comm.host_index} agrees\\n")
 
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """The environment of calls of ``scripts/hosts``; four hosts are up."""
+    """The environment for calls of ``scripts/hosts``, which has started four hosts."""
     if subprocess.run(["unshare", "--net", "--mount", "true"], capture_output=True, check=False).returncode != 0:
         pytest.skip("SEVERAL HOSTS NOT TESTED: this root may not make namespaces")
     state = tmp_path_factory.mktemp("hosts")
@@ -151,10 +151,10 @@ def test_a_host_that_goes_away_ends_the_run(hosts: dict[str, str], tmp_path: Pat
     with run.stdout:
         assert "RANK" in run.stdout.readline()
         os.kill(int((state / "h3").read_text()), signal.SIGKILL)
-        run.stdout.read()  # else it may wait for a reader
+        run.stdout.read()  # without a reader the run may wait
     status = run.wait(60)
     said = errors.read_text()
     assert status not in (124, 137), said
-    # Open MPI 5 says that it has lost the host, ends the ranks, and exits with 0 now and then (docs/launch.md).
+    # Open MPI 5 prints that it has lost the host, ends the ranks, and sometimes exits with 0 (docs/launch.md).
     assert status != 0 or (is_open_mpi() and "lost communication with a remote daemon" in said), said
-    wait_until_gone(str(program))  # on the host that is left, too
+    wait_until_gone(str(program))  # it must end on the host that is left, too

@@ -1,4 +1,4 @@
-"""``PYCOLLECTIVE_LANES`` changes how a sum travels, not what it is."""
+"""``PYCOLLECTIVE_LANES`` changes how a sum travels, but not its result."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from tests.e2e.launch import mpirun
 
-# A rank whose devices call MPI by one lane does not meet one whose devices call it by all.
+# The third run has a rank that calls MPI on one lane, and a rank that calls it on all: each waits for the other.
 LANES = """
 import os
 import sys

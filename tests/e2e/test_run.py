@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pycollective.launch.rank import physical_cores
+from pycollective.launch.host_share import physical_cores
 from tests.e2e.launch import AS_ROOT, wait_until_gone
 
 OTHERS = ("SLURM_", "OMP_", "OPENBLAS_", "MKL_", "JAX_NUM_")

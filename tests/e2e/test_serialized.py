@@ -1,4 +1,4 @@
-"""Programs from another process: they run where they mean the same, and nowhere else."""
+"""Programs from another process run only if their communicator has the same ranks and devices here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pickle, sys
 import jax, jax.numpy as jnp
 from jax.experimental import serialize_executable
 import pycollective as pc
-from pycollective import ordering
+from pycollective.ordering import region
 
 world = pc.init()
 file = f"{sys.argv[1]}/{world.rank}"
@@ -22,7 +22,7 @@ x = jnp.ones(3)
 
 
 def written(comm):
-    program = jax.jit(ordering.Region(lambda x: pc.psum(x, comm))).lower(x).compile()
+    program = jax.jit(region.Region(lambda x: pc.psum(x, comm))).lower(x).compile()
     with open(file, "wb") as out:
         pickle.dump(serialize_executable.serialize(program), out)
 
@@ -99,7 +99,8 @@ sys.stdout.write(f"{{[int(y) for y in got]}} {{comm.size}}\\n")
 
 
 def test_the_compilation_cache(tmp_path: Path) -> None:
-    # Programs of earlier runs lie in it: of the same communicators, of others of the same number, with others before.
+    # The cache has programs of earlier runs: of the same communicators, of others with the same number, and of runs
+    # that made another communicator before.
     cache = tmp_path / "cache"
     runs = [("", "world"), ("", "world"), ("", SPLIT), ("", "world.split(0)"), ("pc.psum(1, world.split(0))", SPLIT)]
     for first, comm in [*runs, runs[0], runs[2]]:

@@ -1,4 +1,4 @@
-"""A real Slurm of two nodes, hosts of their own (``scripts/slurm``): the job scripts, srun, ``pycollective run``."""
+"""A real Slurm of two nodes, each a host of its own (``scripts/slurm``): job scripts, srun, ``pycollective run``."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ sys.stdout.write(f"RANK {comm.rank} of {comm.size} on {os.uname().nodename}: GPU
 
 
 class Cluster:
-    """The Slurm that is up, and a directory to submit from, as a clone in which ``scripts/setup`` was called."""
+    """A running Slurm, and a directory to submit from, which looks like a clone after ``scripts/setup``."""
 
     def __init__(self, state: Path, home: Path) -> None:
         self.home = home
@@ -66,7 +66,7 @@ class Cluster:
         )
 
     def submit(self, *arguments: str) -> subprocess.Popen[str]:
-        """``sbatch -W``, which ends with the job; it prints the job's number at once."""
+        """Starts ``sbatch -W``, which prints the job's number at once and ends with the job."""
         return subprocess.Popen(
             self.call("sbatch", "-W", *arguments),
             cwd=self.home,
@@ -92,7 +92,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     shutil.copytree(ROOT / "slurm", home / "slurm")
     state = tmp_path_factory.mktemp("slurm") / "state"
     found = Cluster(state, home)
-    for script in (home / "slurm").iterdir():  # what docs/slurm.md says to change for Open MPI
+    for script in (home / "slurm").iterdir():  # docs/slurm.md says to change this for Open MPI
         script.write_text(script.read_text().replace("--mpi=pmi2", f"--mpi={found.pmi}"))
     subprocess.run([SLURM, "up", "--cpus", "8"], env=found.environ, check=True, timeout=60)
     pids = [int(path.read_text()) for path in (state / "munged.pid", state / "slurmctld.pid")]
@@ -105,7 +105,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module", autouse=True)
 def jobs(cluster: Cluster) -> Iterator[Callable[[str], int]]:
-    """Exit statuses of ``sbatch -W``, by job. It looks after a job at 2, 10, 42 s only, so they wait side by side."""
+    """The exit status of each job. ``sbatch -W`` looks at a job after 2, 10 and 42 s only, so all jobs run at once."""
     submissions = {
         "train": ["slurm/train.sbatch", *DIGITS, str(EPOCHS), "--losses", "train.json"],
         "train_mpiexec": ["slurm/train_mpiexec.sbatch", *DIGITS, "2", "--losses", "train_mpiexec.json"],
@@ -125,7 +125,7 @@ def places(text: str) -> list[tuple[str, ...]]:
     return sorted(re.findall(r"RANK (\d) of (\d) on (\w+): GPUs (\S+)", text))
 
 
-# Those that look after themselves come first, while the jobs run -------------------------------------------
+# Tests that need no job script; they come first, while the jobs run ---------------------------------------
 
 
 def test_srun_over_two_hosts(cluster: Cluster) -> None:
@@ -169,7 +169,7 @@ def test_run_gives_each_rank_its_gpu(gpus: str, cluster: Cluster) -> None:
 
 
 def test_run_from_a_shell_of_srun(cluster: Cluster) -> None:
-    # It has one task and holds cores that the ranks get none the less.
+    # The shell is a step with one task, which holds cores. The ranks must get these cores nevertheless.
     done = cluster.run(*ALLOCATION, "srun", "-N1", "-n1", *COMMAND, "run", "-n", "4", "where.py")
     assert done.returncode == 0, done.stderr
     assert [place[2] for place in places(done.stdout)] == ["h0", "h0", "h1", "h1"]
@@ -198,7 +198,7 @@ def test_requeue_goes_on_where_it_was(cluster: Cluster, jobs: Callable[[str], in
     with submitted.stdout:
         job = submitted.stdout.readline().split()[-1]
     wait_for(lambda: any(cluster.home.glob(f"checkpoints/{job}/[0-9]*")), lambda: cluster.printed("requeue-*"))
-    # The signal comes from here: before a time limit Slurm sends it to the minute only.
+    # The test sends the signal itself: Slurm times the signal before a time limit only to the minute.
     cluster.run("scancel", "--batch", "--signal=USR1", job)
     wait_for(lambda: "start 1 of job" in cluster.printed("requeue-*"), lambda: cluster.printed("requeue-*"))
     assert submitted.wait() == 0, cluster.printed("requeue-*")
@@ -206,7 +206,7 @@ def test_requeue_goes_on_where_it_was(cluster: Cluster, jobs: Callable[[str], in
     stopped = re.search(r"asked to stop after step (\d+)", printed)
     assert stopped is not None, printed
     assert 0 < int(stopped[1]) < EPOCHS * 11
-    assert jobs("train") == 0, cluster.printed("train-*")  # the same without a break
+    assert jobs("train") == 0, cluster.printed("train-*")  # the same training without a break
     np.testing.assert_allclose(
         json.loads((cluster.home / "requeue.json").read_text()),
         json.loads((cluster.home / "train.json").read_text()),
@@ -252,7 +252,7 @@ def test_an_array_of_trainings(cluster: Cluster, jobs: Callable[[str], int]) -> 
     assert jobs("array") == 0, cluster.printed("array-*")
     losses = [json.loads(path.read_text()) for path in sorted(cluster.home.glob("results/*/[0-2].json"))]
     assert [len(curve) for curve in losses] == [11] * 3
-    assert losses[0][0] == losses[1][0] == losses[2][0]  # they begin alike
+    assert losses[0][0] == losses[1][0] == losses[2][0]  # the trainings begin alike
     assert len({curve[-1] for curve in losses}) == 3
 
 

@@ -1,4 +1,4 @@
-"""Programs on stand-ins for GPUs compute what they compute on CPUs."""
+"""Programs on stand-ins for GPUs compute the same as on CPUs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def losses_on_standins(
 def test_digits(mode: str, tmp_path: Path) -> None:
     on_cpus = losses(tmp_path, 2, "train_digits.py", "--epochs", "2")
     on_standins = losses_on_standins(tmp_path, 2, "train_digits.py", "--epochs", "2", mode=mode)
-    # To the bit: a sum of two numbers is the same in either order.
+    # All bits are equal: a sum of two numbers does not depend on their order.
     np.testing.assert_array_equal(on_standins, on_cpus)
 
 

@@ -1,4 +1,4 @@
-"""What comes too early or too late, and what runs out of memory, is a sentence on every rank, and never a hang."""
+"""A call that comes too early or too late, and a lack of memory, are an error on every rank, and never a hang."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def run(tmp_path: Path, text: str, ranks: int = 2, **env: str) -> subprocess.Com
 
 
 def test_a_communicator_of_some_before_all_have_started(tmp_path: Path) -> None:
-    # It would start MPI and the devices among these ranks alone.
+    # The package would start among these ranks only.
     text = """
 alone = MPI.COMM_WORLD.Split(rank)
 told(lambda: pc.Communicator(alone))
@@ -64,7 +64,7 @@ def test_a_communicator_of_all_starts_the_package(tmp_path: Path) -> None:
 def test_a_later_timeout(first: str, later: str, tmp_path: Path) -> None:
     text = f"""
 pc.init(timeout={first})
-told(lambda: (pc.init(timeout={later}), pc.communicator.timeout())[1])
+told(lambda: (pc.init(timeout={later}), pc.ranks.setup.timeout())[1])
 told(lambda: pc.init(transport="native").size)
 """
     lines = run(tmp_path, text).stdout.splitlines()
@@ -76,7 +76,7 @@ told(lambda: pc.init(transport="native").size)
 
 
 def test_the_making_of_a_channel_is_watched(tmp_path: Path) -> None:
-    # The first call on a part of the ranks makes its channel; the other rank never comes.
+    # The first call on a part of the ranks makes its channel. The other rank never calls.
     program = tmp_path / "program.py"
     program.write_text(HEAD + "pc.init(timeout=2)\nif rank == 0: pc.psum(1, axis_index_groups=[[1, 0]])\n")
     done = mpirun(2, str(program), timeout=SHORT)
@@ -86,8 +86,8 @@ def test_the_making_of_a_channel_is_watched(tmp_path: Path) -> None:
 
 
 def test_no_memory(tmp_path: Path) -> None:
-    # A bucket larger than the address space: new[] throws in the midst of a call. On several devices too, where one of
-    # them works for all, and where one is told that another has failed.
+    # The bucket is larger than the address space, so new[] throws in the middle of a call. This is tested on several
+    # devices as well, where one of them makes the call for all, and where one is told that another has failed.
     text = """
 comm = pc.init()
 several = jax.sharding.NamedSharding(jax.make_mesh((2,), ("d",)), jax.sharding.PartitionSpec("d"))
@@ -108,7 +108,7 @@ told(lambda: pc.psum(1))
 
 
 def test_decorating_starts_nothing(tmp_path: Path) -> None:
-    # In a module that one rank alone imports, say.
+    # One rank alone may import a module with decorated functions.
     text = """
 if rank == 0:
     total = pc.jit(lambda x: jax.lax.psum(x, "i"), axis_name="i")

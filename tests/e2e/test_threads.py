@@ -1,4 +1,4 @@
-"""How many threads XLA computes with."""
+"""The number of threads with which XLA computes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_ranks_share_the_cores(ranks: int, monkeypatch: pytest.MonkeyPatch) -> N
     assert done.returncode == 0, done.stderr
     cores, variable, *threads = done.stdout.split()
     assert len(threads) == ranks
-    assert variable == "None"  # programs that this one starts are not concerned
+    assert variable == "None"  # programs that this one starts must not inherit it
     assert set(threads) == {str(max(1, int(cores) // ranks))}
 
 
@@ -45,4 +45,4 @@ def test_devices_that_are_there_before_init_are_told(monkeypatch: pytest.MonkeyP
     cores = int(done.stdout.split()[0])
     warned = "Call pycollective.init before JAX computes" in done.stderr
     assert warned == (cores > 1)
-    assert done.stderr.count("RuntimeWarning") == int(warned)  # of one rank
+    assert done.stderr.count("RuntimeWarning") == int(warned)  # one rank warns

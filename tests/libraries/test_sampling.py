@@ -1,4 +1,4 @@
-"""numpyro and blackjax: one posterior whose data lie on all devices, and a chain on each."""
+"""numpyro and blackjax: one posterior with its data on all devices, and one chain on each device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Array = Any
 
 
 def potential(x: Array, axis: Any) -> Any:
-    """Minus the logarithm of the posterior of a mean, given all devices' data; the same derivative on all."""
+    """Returns minus the log posterior of a mean, given the data of all devices; its derivative is the same on all."""
 
     def function(position: Array) -> Array:
         position = pc.psum(position, axis) / pc.psum(1, axis)
@@ -52,7 +52,7 @@ def blackjax_nuts(x: Array, axis: Any) -> Array:
 
 
 def numpyro_density(x: Array, axis: Any) -> tuple[Array, Array]:
-    """A model whose likelihood is a factor summed over devices, and its gradient."""
+    """Returns the log density of a model whose likelihood is summed over all devices, and its gradient."""
 
     def model() -> None:
         mean = numpyro.sample("mean", dist.Normal(0.0, 1.0))
@@ -72,7 +72,7 @@ def test_posterior_of_all_data(program: Program, way: Way, world: pc.Communicato
 
 
 def chain(x: Array, axis: Any) -> tuple[Array, Array]:
-    """Each device's own chain, with as many steps as it needs, and the mean over all."""
+    """Runs one chain on each device, with as many steps as it needs. Returns the mean over all devices as well."""
     key = jax.random.fold_in(jax.random.PRNGKey(0), lax.axis_index(axis).astype(jnp.uint32))
     kernel = NUTS(potential_fn=lambda z: jnp.sum((z - x) ** 2), max_tree_depth=3)
     state = kernel.init(key, 4, init_params=jnp.zeros(2), model_args=(), model_kwargs={})

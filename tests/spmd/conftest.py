@@ -1,4 +1,4 @@
-"""Ranks x local devices: every rank drives all its devices, and each test says how many take part."""
+"""Settings for tests on ranks x local devices. A rank drives all its devices; a test says how many take part."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _LOCAL = {1: (1, 4), 2: (1, 4), 4: (2,)}
 if SIZE not in _LOCAL:
     raise pytest.UsageError(f"tests/spmd: expected {sorted(_LOCAL)} ranks, whose products divide 8, got {SIZE}")
 LOCAL = _LOCAL[SIZE]
-"""Local devices by the number of ranks; the oracle needs ranks x devices in one process."""
+"""The numbers of local devices to test. The oracle needs ranks x local devices in one process, which has 8."""
 
 FEW = {2: (2,)}.get(SIZE, LOCAL[-1:])
-"""For what is slow to compile: 1x4, 2x2, 4x2."""
+"""The same for tests that are slow to compile: 1x4, 2x2, 4x2 (ranks x local devices)."""
 
 
-# Before a test module makes an array: with that JAX would start its devices, and a thread for each core on every rank.
+# This must come before a test module makes an array, which would start JAX's devices with a thread for each core.
 pc.init(devices=max(LOCAL))
 
 
@@ -31,13 +31,13 @@ def world() -> pc.Communicator:
 
 @pytest.fixture(params=LOCAL)
 def local(request: pytest.FixtureRequest) -> int:
-    """How many devices of each rank take part."""
+    """The number of devices of each rank that take part."""
     count: int = request.param
     return count
 
 
 @pytest.fixture(params=FEW)
 def few(request: pytest.FixtureRequest) -> int:
-    """As ``local``, for what is slow to compile."""
+    """The number of devices of each rank that take part in a test that is slow to compile."""
     count: int = request.param
     return count

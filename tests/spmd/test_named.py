@@ -1,4 +1,4 @@
-"""Named axes with what else JAX has: other axes, hidden names, closures, references, solvers, primitives of libraries.
+"""Named axes together with other axes, hidden names, closures, references, solvers, and primitives of other libraries.
 
 The oracle is ``jax.vmap(axis_name=)`` on one process.
 """
@@ -18,6 +18,7 @@ from jax.interpreters import mlir
 from jax.sharding import PartitionSpec as P
 
 import pycollective as pc
+from pycollective.ranks.setup import devices_of_this_rank
 from tests.cases import values
 from tests.collective.programs import divided
 from tests.spmd.cases import assert_close, own, stacked
@@ -28,7 +29,7 @@ Array = Any
 def compare(
     world: pc.Communicator, local: int, fun: Callable[[Array], Any], xs: Array, tolerance: float = 1e-4
 ) -> None:
-    """``fun`` of one device's array, its gradient inside, and that from outside, against :func:`jax.vmap`."""
+    """Compares ``fun`` of one device's array, its gradient inside and its gradient outside with :func:`jax.vmap`."""
 
     def inside(x: Array) -> Array:
         return jax.grad(lambda x: sum(jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(fun(x))))(x)
@@ -117,7 +118,7 @@ def test_an_inner_axis_hides_an_outer_one(world: pc.Communicator, local: int) ->
         jax.vmap(pc.jit(fun, axis_name="i"), axis_name="i")(batch),
         world.size * np.stack([ranks, 2 * ranks]), rtol=1e-4, atol=1e-5,
     )  # fmt: skip
-    # Inside a program of one device of each rank: the outer axis is there again behind the inner program.
+    # In a program of one device of each rank, the outer axis is visible again after the inner program.
     inner = pc.pmap(lambda x: lax.psum(2 * x, "i"), "i")
     nested = pc.pmap(lambda x: inner(x[None])[0] + lax.psum(x, "i"), "i")
     total = xs.reshape(world.size, local, 3)[:, 0].sum(axis=0)
@@ -221,14 +222,14 @@ def test_casts_of_types(world: pc.Communicator, local: int) -> None:
     fun = lambda x: lax.psum(lax.pcast(x, "i", to="varying") * 2, "i")
     want = 2 * xs.sum(axis=0)
     np.testing.assert_allclose(pc.pmap(fun, "i")(mine)[0], want, rtol=1e-5, atol=1e-5)
-    mesh = pc.make_mesh((-1,), ("i",), devices=pc.communicator.devices_of_this_rank()[:local])
+    mesh = pc.make_mesh((-1,), ("i",), devices=devices_of_this_rank()[:local])
     shared = lambda w, x: lax.psum(lax.pcast(w, "i", to="varying") * x, "i")
     got = pc.shard_map(shared, mesh=mesh, in_specs=(P(), P("i")), out_specs=P())(np.full((1, 3), 2, np.float32), mine)
     np.testing.assert_allclose(got[0], want, rtol=1e-5, atol=1e-5)
 
 
 def test_types_of_jit(world: pc.Communicator) -> None:
-    # The gradient of a summed loss, taken inside: with types it counts the sum once.
+    # With types, the gradient of a summed loss, taken inside, counts the sum once.
     x = np.float32(world.rank + 1)
     fun = jax.grad(lambda w, x: lax.psum(w * x, "i"))
     assert float(pc.jit(fun, axis_name="i", check_vma=True)(np.float32(1), x)) == x
@@ -236,7 +237,7 @@ def test_types_of_jit(world: pc.Communicator) -> None:
 
 
 def test_narrow_sums_have_types(world: pc.Communicator, local: int) -> None:
-    mesh = pc.make_mesh((-1,), ("i",), devices=pc.communicator.devices_of_this_rank()[:local])
+    mesh = pc.make_mesh((-1,), ("i",), devices=devices_of_this_rank()[:local])
     xs = np.arange(1.0, world.size * local + 1, dtype=np.float32)
     loss = lambda w, x: pc.psum(jnp.sum(w * x), "i", wire_dtype=jnp.bfloat16)
     fun = pc.shard_map(jax.value_and_grad(loss), mesh=mesh, in_specs=(P(), P("i")), out_specs=P())
@@ -246,7 +247,7 @@ def test_narrow_sums_have_types(world: pc.Communicator, local: int) -> None:
 
 def test_around_a_shard_map_of_jax(world: pc.Communicator) -> None:
     # The outer axis has one device of each rank, the inner one two of each.
-    theirs = jax.sharding.Mesh(np.array(pc.communicator.devices_of_this_rank()[:2]), ("d",))
+    theirs = jax.sharding.Mesh(np.array(devices_of_this_rank()[:2]), ("d",))
     inner = jax.shard_map(lambda x: lax.psum(jnp.sin(x), "d"), mesh=theirs, in_specs=P("d"), out_specs=P())
     fun = lambda x: jnp.sum(lax.psum(inner(x), "i") ** 2)
     xs = stacked(world, 1, shape=(4,))
@@ -258,9 +259,9 @@ def test_around_a_shard_map_of_jax(world: pc.Communicator) -> None:
 
 
 def test_sums_of_ranks_inside_have_types(world: pc.Communicator, local: int) -> None:
-    # What ranks reduce varies along the local axis as its operand does, for JAX's own shard_map too.
-    theirs = jax.sharding.Mesh(np.array(pc.communicator.devices_of_this_rank()[:local]), ("d",))
-    ours = pc.make_mesh((-1,), ("d",), devices=pc.communicator.devices_of_this_rank()[:local])
+    # A sum over ranks varies along the local axis as its operand does, also for JAX's own shard_map.
+    theirs = jax.sharding.Mesh(np.array(devices_of_this_rank()[:local]), ("d",))
+    ours = pc.make_mesh((-1,), ("d",), devices=devices_of_this_rank()[:local])
     xs = stacked(world, local, shape=(3,))
     mine = own(world, local, xs)
     fun = lambda x: lax.psum(jnp.sum(pc.psum(x, world)) ** 2, "d")
@@ -312,7 +313,7 @@ def test_solvers(solver: Callable[[Array], Array], world: pc.Communicator, few: 
 
 
 def test_linear_call(world: pc.Communicator, few: int) -> None:
-    # vmap has no rule for it; the transpose counts twice, to see that it was asked.
+    # vmap has no rule for it. The transpose has a factor of 2, which shows that JAX has used it.
     def fun(a: Array, x: Array) -> Array:
         forward = lambda a, x: lax.psum(a * x, "i")
         backward = lambda a, ct: 2 * a * lax.psum(ct, "i")
@@ -328,8 +329,8 @@ def test_linear_call(world: pc.Communicator, few: int) -> None:
     np.testing.assert_allclose(outside, 2 * n * mine[0], rtol=1e-5)
 
 
-# A primitive as libraries make them: its parameters hold an open jaxpr, whose constants come among the operands; it
-# does not say which effects that has.
+# A primitive as other libraries make them: its parameters hold an open jaxpr, the constants of that jaxpr are operands,
+# and it does not report the effects of that jaxpr.
 library_p = Primitive("of_a_library")
 library_p.multiple_results = True
 
@@ -364,7 +365,7 @@ def test_primitive_of_a_library(constant: bool, world: pc.Communicator, local: i
     np.testing.assert_allclose(pc.pmap(named, "i")(mine)[0], k * xs.sum(axis=0), rtol=1e-4, atol=1e-5)
     ranks = xs.reshape(world.size, local, 3).sum(axis=0)
     np.testing.assert_allclose(pc.jit(named, axis_name="i")(mine), k * ranks, rtol=1e-4, atol=1e-5)
-    # Over a communicator, in a loop: twice the sum of sums.
+    # A sum over a communicator, in a loop of two rounds, is a sum of sums.
     over = lambda x: lax.fori_loop(0, 2, lambda _, c: through_a_library(lambda y: pc.psum(factor() * y, world), c), x)
     np.testing.assert_allclose(pc.jit(over)(mine), k * k * world.size * ranks, rtol=1e-4, atol=1e-5)
 
@@ -388,7 +389,7 @@ def test_lists_and_numbers_of_numpy(world: pc.Communicator, local: int) -> None:
     np.testing.assert_allclose(static(mine, 2)[0], (xs**2).sum(axis=0), rtol=1e-5)
     back = pc.pmap(lambda x: lax.psum(x, "i"), "i", out_axes=-1)(mine)
     np.testing.assert_allclose(back, np.stack([total] * local, axis=-1), rtol=1e-5, atol=1e-5)
-    mesh = pc.make_mesh((-1,), ("i",), devices=pc.communicator.devices_of_this_rank()[:local])
+    mesh = pc.make_mesh((-1,), ("i",), devices=devices_of_this_rank()[:local])
     both = pc.shard_map(
         lambda a, k: [lax.psum(a[0], "i"), {"k": a[1]}],
         mesh=mesh, in_specs=([P("i"), P()], None), out_specs=[P(), {"k": P()}],

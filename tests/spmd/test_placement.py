@@ -1,4 +1,4 @@
-"""Where arrays lie: arguments from other devices are moved, as jax.pmap moves them; results fit the user's meshes."""
+"""Arguments on other devices are moved, as jax.pmap moves them, and results fit the user's meshes."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pycollective as pc
+from pycollective.ranks.setup import devices_of_this_rank
 from tests.spmd.cases import own, stacked
 
 Array = Any
 
 
 def devices(count: int) -> tuple[jax.Device, ...]:
-    return pc.communicator.devices_of_this_rank()[:count]
+    return devices_of_this_rank()[:count]
 
 
 def elsewhere(local: int) -> dict[str, Callable[[Array], Array]]:
-    """Ways to put an array with a leading axis of the local devices where pc.pmap does not want it."""
+    """Returns ways to put an array, whose first axis counts the local devices, on other devices than pc.pmap's."""
     theirs = jax.sharding.Mesh(np.array(devices(local)[::-1]), ("other",))
-    last = pc.communicator.devices_of_this_rank()[-1]
+    last = devices_of_this_rank()[-1]
     return {
         "other order": lambda x: jax.device_put(x, NamedSharding(theirs, P("other"))),
         "other axis": lambda x: jax.device_put(x, NamedSharding(theirs, P())),
@@ -65,7 +66,7 @@ def test_arguments_under_a_transform_are_moved(world: pc.Communicator, local: in
 
 
 def test_shared_parameters_committed_to_one_device(world: pc.Communicator, local: int) -> None:
-    # As orbax restores them, or pc.broadcast returns them.
+    # orbax and pc.broadcast return such arrays.
     xs = stacked(world, local)
     for device in {devices(local)[0], devices(local)[-1]}:
         w = jax.device_put(np.full((), 3, np.float32), device)
@@ -87,7 +88,7 @@ def test_results_fit_meshes_of_the_user(world: pc.Communicator, local: int) -> N
 
 
 def test_each_others_results(world: pc.Communicator, local: int) -> None:
-    # pc.pmap, pc.shard_map over two axes, pc.jit over a name, and again.
+    # The result of pc.pmap goes to pc.shard_map over two axes, to pc.jit over a name, and round again.
     n = world.size * local
     xs = stacked(world, local)
     mesh = pc.make_mesh((-1, 1), ("data", "model"), devices=devices(local))

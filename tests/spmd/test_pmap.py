@@ -1,4 +1,4 @@
-"""pc.pmap against jax.pmap: every collective, everywhere in a program, differentiated and batched, in and out."""
+"""pc.pmap against jax.pmap: each collective in all places of a program, and its derivatives and batches."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def in_fori_loop(f: Function) -> Function:
 
 
 def in_while_loop(f: Function) -> Function:
-    # A collective in the condition too.
+    # The condition has a collective too.
     def loop(x: Array) -> Array:
         start = (0, jnp.zeros_like(f(x)))
         return lax.while_loop(lambda c: lax.pmax(c[0], "i") < 2, lambda c: (c[0] + 1, c[1] + f(x)), start)[1]
@@ -75,7 +75,7 @@ def in_custom_jvp(f: Function) -> Function:
     def g(x: Array) -> Array:
         return f(x)
 
-    g.defjvp(lambda primals, tangents: (f(*primals), 3 * f(*tangents)))  # 3: to see that it was asked
+    g.defjvp(lambda primals, tangents: (f(*primals), 3 * f(*tangents)))  # the 3 shows that JAX has used this rule
     return g
 
 
@@ -149,7 +149,7 @@ def test_jvp_linearize_and_second_order_inside(world: pc.Communicator, few: int)
 
 
 def loss_of(mapped: Callable[..., Any]) -> Callable[..., Array]:
-    """Of the parts that this process sees; their sum over ranks is that of one process."""
+    """Returns the loss of this rank's results. The sum of these over ranks is the loss of one process."""
     return lambda *args: sum(jnp.sum(jnp.sin(y) * ramp(y[0])[None]) for y in jax.tree.leaves(mapped(*args)))
 
 
@@ -276,7 +276,7 @@ def test_without_a_name(world: pc.Communicator, local: int) -> None:
 
 
 def test_devices_and_axis_size(world: pc.Communicator, local: int) -> None:
-    devices = pc.communicator.devices_of_this_rank()[::-1][:local]
+    devices = devices_of_this_rank()[::-1][:local]
     mapped = pc.pmap(lambda x: lax.psum(x, "i") + lax.axis_index("i").astype(x.dtype), "i", devices=devices)
     total = world.size * local
     got = mapped(jnp.ones(local))
@@ -302,7 +302,7 @@ def test_compiled_once(world: pc.Communicator, local: int) -> None:
 
 
 def test_a_communicator_inside(world: pc.Communicator, local: int) -> None:
-    # An axis of ranks: each local device takes part on its own lane.
+    # A communicator is an axis of ranks: each local device takes part on its own lane.
     xs = stacked(world, local)
     got = pc.pmap(lambda x: pc.psum(x, world) * lax.axis_size("i"), "i")(own(world, local, xs))
     want = world.size * local * xs.reshape(world.size, local, *xs.shape[1:]).sum(axis=0)
@@ -310,7 +310,7 @@ def test_a_communicator_inside(world: pc.Communicator, local: int) -> None:
 
 
 def test_sums_are_the_same_bit_by_bit(world: pc.Communicator, local: int) -> None:
-    for length in (1, 7, 1000, 70_000, 1_200_001):  # small and large ways, sizes that do not divide
+    for length in (1, 7, 1000, 70_000, 1_200_001):  # both ways of the transport, with lengths that cannot be cut evenly
         xs = stacked(world, local, shape=(length,))
         sums = np.asarray(pc.pmap(lambda x: lax.psum(x, "i"), "i")(own(world, local, xs)))
         everywhere = np.asarray(pc.all_gather(sums, world))
@@ -350,13 +350,13 @@ def test_linear_solvers(world: pc.Communicator, few: int) -> None:
 
 
 def test_several_pieces(world: pc.Communicator, local: int) -> None:
-    # More than 4 MiB: pieces are between ranks, combined and copied at the same time; the last one is shorter.
+    # Above 4 MiB one piece is sent while another is combined and a third is copied. The last piece is shorter.
     def fun(x: Array) -> Any:
         return lax.psum(x, "i"), lax.pmax(x + 1, "i")
 
     xs = stacked(world, local, shape=(1_200_001,))
     compare(world, local, fun, xs, tolerance=1e-4)
-    # Which JAX does not have on CPUs.
+    # JAX has no pbroadcast on CPUs.
     last = pc.pmap(lambda x: lax.pbroadcast(x, "i", lax.axis_size("i") - 1), "i")(own(world, local, xs))
     for y in np.asarray(last):
         np.testing.assert_array_equal(y, xs[-1])
@@ -396,7 +396,7 @@ def test_dtypes(world: pc.Communicator, local: int) -> None:
 
 
 def test_pbroadcast_and_ragged_all_to_all(world: pc.Communicator, local: int) -> None:
-    # JAX has neither on CPU: against their definitions.
+    # JAX has neither of them on CPUs, so the reference is their definition.
     total = world.size * local
     xs = stacked(world, local, shape=(3,))
     for source in {0, total - 1, total // 2}:

@@ -1,4 +1,4 @@
-"""pc.shard_map against jax.shard_map: axes across ranks, inside each, and cut both ways; every spec; derivatives."""
+"""pc.shard_map against jax.shard_map: axes across ranks, inside ranks and both, all kinds of specs, derivatives."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import pycollective as pc
+from pycollective.ranks.setup import devices_of_this_rank
 from tests.cases import values
 from tests.collective.programs import divided
 from tests.spmd.cases import ALL, LINEAR, SHAPE
@@ -21,14 +22,14 @@ from tests.under_mpirun import SIZE
 
 Array = Any
 Grid = tuple[int, tuple[int, int]]
-"""Local devices, and the sizes of the axes "data" and "model"."""
+"""The number of local devices, and the sizes of the axes "data" and "model"."""
 
 INSIDE, ACROSS, BOTH, BOTH_OUTER = {
     1: ((4, (2, 2)), (1, (1, 1)), (4, (1, 4)), (4, (4, 1))),
     2: ((2, (2, 2)), (1, (1, 2)), (2, (1, 4)), (4, (4, 2))),
     4: ((2, (4, 2)), (1, (2, 2)), (2, (2, 4)), (2, (2, 4))),
 }.get(SIZE, ((1, (SIZE, 1)), (1, (1, SIZE)), (1, (1, SIZE)), (1, (SIZE, 1))))
-"""Where the axis "model" lies: inside each rank, across ranks, both; on 2 ranks also inside, with "data" both ways."""
+"""Grids where "model" lies inside each rank, across ranks, or both; on 2 ranks also one where "data" lies both ways."""
 
 GRIDS = tuple(dict.fromkeys((INSIDE, ACROSS, BOTH, BOTH_OUTER)))
 NAMES = ("data", "model")
@@ -45,7 +46,7 @@ def grid(request: pytest.FixtureRequest) -> Grid:
     params=tuple(dict.fromkeys((ACROSS, BOTH_OUTER))), ids=lambda grid: f"{grid[0]} local, {grid[1][0]}x{grid[1][1]}"
 )
 def hard(request: pytest.FixtureRequest) -> Grid:
-    """As ``grid``, for what is slow to compile."""
+    """A grid for a test that is slow to compile."""
     chosen: Grid = request.param
     return chosen
 
@@ -53,20 +54,20 @@ def hard(request: pytest.FixtureRequest) -> Grid:
 def meshes(
     world: pc.Communicator, local: int, sizes: Sequence[int], names: Sequence[str] = NAMES
 ) -> tuple[pc.Mesh, jax.sharding.Mesh]:
-    """Ours over all ranks, and the oracle's over as many devices of this one."""
+    """Returns our mesh over all ranks, and the oracle's over as many devices of this process."""
     devices = np.array(jax.devices()[: world.size * local], dtype=object)
     theirs = jax.sharding.Mesh(devices.reshape(sizes), tuple(names))
-    return pc.make_mesh(sizes, names, devices=pc.communicator.devices_of_this_rank()[:local]), theirs
+    return pc.make_mesh(sizes, names, devices=devices_of_this_rank()[:local]), theirs
 
 
 def own(mesh: pc.Mesh, x: Array, spec: P, lead: int = 0) -> Array:
-    """This rank's block of a global array, after ``lead`` axes that the spec does not count."""
+    """Returns this rank's own block of a global array, which has ``lead`` axes before those that the spec counts."""
     parts = np.unravel_index(mesh.comm.rank, [axis.ranks for axis in mesh.axes])
     place = {axis.name: (axis, int(part)) for axis, part in zip(mesh.axes, parts, strict=True)}
     x = np.asarray(x)
     for i, part in enumerate(spec, lead):
         names = part if isinstance(part, tuple) else () if part is None else (part,)
-        # The devices' parts of one axis of the array: (ranks, local) of each name in turn, outermost first.
+        # One axis of the array is cut into (ranks, local) parts for each name, outermost first.
         cuts = [size for name in names for size in (place[name][0].ranks, place[name][0].local)]
         taken = [where for name in names for where in (place[name][1], slice(None))]
         y = x.reshape(*x.shape[:i], *cuts, x.shape[i] // math.prod(cuts), *x.shape[i + 1 :])
@@ -80,19 +81,19 @@ def _is_spec(x: Any) -> bool:
 
 
 def spread(specs: Any, tree: Any) -> list[P]:
-    """One spec for each leaf."""
+    """Returns one spec for each leaf."""
     parts = jax.tree.map(lambda spec, part: [spec] * len(jax.tree.leaves(part)), specs, tree, is_leaf=_is_spec)
     return [spec for part in jax.tree.leaves(parts, is_leaf=lambda x: isinstance(x, list)) for spec in part]
 
 
 def blocks(mesh: pc.Mesh, specs: Any, tree: Any, lead: int = 0) -> Any:
-    """This rank's block of each array of a tree."""
+    """Returns this rank's own block of each array of a tree."""
     leaves = [own(mesh, x, spec, lead) for x, spec in zip(jax.tree.leaves(tree), spread(specs, tree), strict=True)]
     return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
 
 def assert_blocks(mesh: pc.Mesh, got: Any, want: Any, specs: Any, tolerance: float = 1e-5, lead: int = 0) -> None:
-    """``got`` on this rank against its part of ``want``."""
+    """Compares ``got``, of this rank, with its part of ``want``."""
     assert jax.tree.structure(got) == jax.tree.structure(want)
     expected = jax.tree_util.tree_leaves_with_path(blocks(mesh, specs, want, lead))
     for y, (path, part) in zip(jax.tree.leaves(got), expected, strict=True):
@@ -118,12 +119,12 @@ def compare(
     lead: int = 0,
     check_vma: Sequence[bool] = (True, False),
 ) -> None:
-    """Ours on this rank's blocks of ``args`` against JAX's on all of them, inside ``around``.
+    """Compares ``around`` of our shard_map on this rank's own blocks with ``around`` of JAX's on the global ``args``.
 
     Args:
-        result_specs: how the results of ``around`` lie; default ``out_specs``.
-        lead: axes in front, in arguments and results, that the specs do not count.
-        check_vma: with which of the two.
+        result_specs: the specs of the results of ``around``; default ``out_specs``.
+        lead: the number of axes of arguments and results before those that the specs count.
+        check_vma: the values of the option to test.
     """
     mesh, theirs = meshes(world, local, sizes, names)
     options: dict[str, Any] = {"in_specs": in_specs, "out_specs": out_specs}
@@ -138,7 +139,7 @@ def compare(
 
 
 NOT_TYPED = [name for name in ALL if "groups" in name]
-"""JAX has no types for what groups share."""
+"""Collectives in groups, which JAX refuses with types."""
 
 
 # Values ---------------------------------------------------------------------------------------------------
@@ -158,7 +159,7 @@ def test_one_axis(world: pc.Communicator, few: int) -> None:
 
 
 def collectives(axes: Any) -> Callable[[Array], dict[str, Array]]:
-    """All of them over one choice of axes; each result has a leading axis of the device's own."""
+    """Returns a function with all collectives over ``axes``; each result has two axes in front, to be cut."""
 
     def fun(x: Array) -> dict[str, Array]:
         n = lax.axis_size(axes)
@@ -192,7 +193,7 @@ def test_collectives_over_one_axis_and_over_both(world: pc.Communicator, grid: G
     compare(world, local, sizes, fun, (P("data", "model"),), P("data", "model"), xs)
 
 
-# Not against JAX, which sorts the devices in ppermute alone, against its own axis_index and all_gather.
+# JAX is no oracle here: it sorts the devices in ppermute, but not in axis_index and all_gather.
 @pytest.mark.parametrize("axes", [NAMES, NAMES[::-1]], ids=["in order", "in another order"])
 def test_ppermute_moves_along_axis_index(axes: tuple[str, ...], world: pc.Communicator, grid: Grid) -> None:
     local, sizes = grid
@@ -256,7 +257,7 @@ def test_specs_of_trees(world: pc.Communicator, hard: Grid) -> None:
         return {**results, "both": (one, two)}
 
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        # JAX's types do not tell that what was gathered is the same everywhere.
+        # By JAX's types a gathered array still varies along the axis.
         compare(world, local, sizes, with_float, in_specs, out_specs, tree, np.float32(5), check_vma=(False,))
 
 
@@ -289,7 +290,7 @@ def test_three_axes(world: pc.Communicator, few: int) -> None:
 
 
 def test_matrix_product(world: pc.Communicator, grid: Grid) -> None:
-    # Tensor parallel: the contracted axis is cut along "model", the batch along "data".
+    # The layer is tensor-parallel: the contracted axis is cut along "model", the batch along "data".
     local, sizes = grid
     mesh, _ = meshes(world, local, sizes)
     x, w = values((2 * sizes[0], 3 * sizes[1])), values((3 * sizes[1], 5), seed=1)
@@ -304,12 +305,12 @@ def test_matrix_product(world: pc.Communicator, grid: Grid) -> None:
 def test_what_is_left(world: pc.Communicator, grid: Grid) -> None:
     local, sizes = grid
     mesh, _ = meshes(world, local, sizes)
-    devices = pc.communicator.devices_of_this_rank()[:local]
+    devices = devices_of_this_rank()[:local]
     for shape in ((-1, sizes[1]), (sizes[0], -1)):
         assert pc.make_mesh(shape, NAMES, devices=devices) == mesh
     assert mesh.shape == dict(zip(NAMES, sizes, strict=True))
     whole = pc.make_mesh((-1,), ("all",))
-    assert whole.shape == {"all": world.size * len(pc.communicator.devices_of_this_rank())}
+    assert whole.shape == {"all": world.size * len(devices_of_this_rank())}
 
 
 def test_ranks_and_local_devices_of_each_axis(world: pc.Communicator) -> None:
@@ -328,10 +329,10 @@ def test_ranks_and_local_devices_of_each_axis(world: pc.Communicator) -> None:
 
 
 def test_on_some_ranks(world: pc.Communicator, few: int) -> None:
-    # A communicator of its own: half of the ranks each.
+    # Each half of the ranks has its own communicator.
     part = world.split(color=world.rank % 2)
     assert part is not None
-    devices = pc.communicator.devices_of_this_rank()[:few]
+    devices = devices_of_this_rank()[:few]
     mesh = pc.make_mesh((-1, 1), NAMES, comm=part, devices=devices)
     xs = values((world.size, few, 3))
     x = xs[world.rank]
@@ -341,7 +342,7 @@ def test_on_some_ranks(world: pc.Communicator, few: int) -> None:
 
 
 def test_devices_in_another_order(world: pc.Communicator, local: int) -> None:
-    devices = pc.communicator.devices_of_this_rank()[:local][::-1]
+    devices = devices_of_this_rank()[:local][::-1]
     mesh = pc.make_mesh((-1,), ("i",), devices=devices)
     fun = pc.shard_map(
         lambda x: lax.all_gather(x, "i", tiled=True) * (1 + lax.axis_index("i")).astype(x.dtype),
@@ -356,7 +357,7 @@ def test_devices_in_another_order(world: pc.Communicator, local: int) -> None:
 # Derivatives and batches, from outside --------------------------------------------------------------------
 
 ARGUMENTS = (P(), P("data"), P(None, "model"), P("data", "model"), P(NAMES[::-1]))
-"""Of arrays of shape (n, n)."""
+"""The specs of arrays of shape (n, n)."""
 
 
 def arguments(sizes: Sequence[int]) -> list[np.ndarray]:
@@ -365,7 +366,7 @@ def arguments(sizes: Sequence[int]) -> list[np.ndarray]:
 
 
 def mixed(*args: Array) -> Array:
-    """Something that depends on each argument, alike on all devices."""
+    """Depends on each argument, and is the same on all devices."""
     total: Array = jnp.float32(0)
     for k, (x, axes) in enumerate(zip(args, (NAMES, "data", "model", NAMES[::-1], NAMES), strict=True)):
         y = lax.psum(jnp.sin(x), axes) * lax.ppermute(x, NAMES, [(0, lax.axis_size(NAMES) - 1)])
@@ -400,7 +401,7 @@ def test_gradient_of_every_collective(world: pc.Communicator, few: int) -> None:
 
 
 def test_gradient_of_a_loss_of_sharded_results(world: pc.Communicator, hard: Grid) -> None:
-    # Each process sums what it sees; the sum over ranks is the loss of one process, so the gradients agree.
+    # Each rank's loss is a sum over its own blocks. The sum of these over ranks is the loss of one process.
     local, sizes = hard
 
     def fun(w: Array, x: Array) -> Array:
@@ -417,7 +418,7 @@ def test_gradient_of_a_loss_of_sharded_results(world: pc.Communicator, hard: Gri
 
 
 def test_gradient_of_what_some_axes_share(world: pc.Communicator, grid: Grid) -> None:
-    # A result that is the same along "model": the gradient does not count it once for each device there.
+    # The result is the same along "model", so the gradient counts it once, not once for each device.
     local, sizes = grid
     x = values((2 * sizes[0], sizes[1]))
 
@@ -543,7 +544,7 @@ def test_compiled_once(world: pc.Communicator, hard: Grid) -> None:
 
 
 def test_gradient_inside_of_a_summed_loss(world: pc.Communicator, few: int) -> None:
-    # JAX counts the sum once where types tell, once for each device where they do not.
+    # With types JAX counts the sum once, without types once for each device.
     total = world.size * few
     mesh, _ = meshes(world, few, (total,), ("i",))
     xs = np.arange(1.0, total + 1, dtype=np.float32)
@@ -562,7 +563,7 @@ def test_gradient_inside_of_a_summed_loss(world: pc.Communicator, few: int) -> N
 
 
 def rule_with_a_sum(kind: str) -> Callable[[Array, Array], Array]:
-    """A function whose own rule names the axes, in ways that differ from its derivative by 3."""
+    """Returns a function with its own derivative, which names the axes; its factor of 3 shows that JAX has used it."""
     if kind == "jvp":
         jvp = jax.custom_jvp(lambda w, x: lax.psum(jnp.sum(w * x), NAMES))
         jvp.defjvp(lambda p, t: (jvp(*p), 3 * lax.psum(jnp.sum(t[0] * p[1]), NAMES)))

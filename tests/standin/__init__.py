@@ -61,11 +61,11 @@ def install(mode: str) -> None:
     """
     if mode not in ("staged", "direct"):
         raise ValueError(f"PYCOLLECTIVE_TEST_STANDIN: expected staged or direct, got {mode!r}")
-    lowering = importlib.import_module("pycollective.lowering")
-    assert "pycollective.primitives" not in sys.modules, "the lowerings are registered already"
+    lowering = importlib.import_module("pycollective.primitives.lowering")
+    assert "pycollective.primitives.define" not in sys.modules, "the lowerings are registered already"
     lowering.HOSTS, lowering.ACCELERATORS = (), ("cpu",)
     native = importlib.import_module("pycollective.transport.native")
-    accelerators = importlib.import_module("pycollective.accelerators")
+    accelerators = importlib.import_module("pycollective.ranks.accelerators")
     standin = library(Path(tempfile.gettempdir()))
     standin.standin_use.restype = ctypes.c_bool
     native.start()
