@@ -27,19 +27,30 @@ def meet() -> None:
 
 
 def once(size: int, compute: Callable[[], Any]) -> Any:
-    """``compute()``, done by one rank for all that pass this ``size``: an oracle is slow to compile."""
+    """``compute()`` of the first rank that passes this ``size``: oracles are slow to compile, and often the same."""
+    return divided(size, [None], lambda _: {None: compute()})[None]
+
+
+def divided(size: int, names: Iterable[Any], compute: Callable[[list[Any]], dict[Any, Any]]) -> dict[Any, Any]:
+    """``compute(names)``, of which each rank that passes this ``size`` computes a part."""
     sizes = _MEETING.allgather(size)
-    value: Any = None
-    if sizes.index(size) == _MEETING.rank:
+    peers = [rank for rank, other in enumerate(sizes) if other == size]
+    names = list(names)
+    own = names[peers.index(_MEETING.rank) :: len(peers)]
+    part: Any = {}
+    if own:
         try:
-            value = jax.tree.map(np.asarray, compute())
-        except Exception as error:  # the other ranks get it as well; they would wait for ever
-            value = error
+            part = jax.tree.map(np.asarray, compute(own))
+        except Exception as error:  # for the others too, which would wait
+            part = error
     meet()
-    value = _MEETING.allgather(value)[sizes.index(size)]
-    if isinstance(value, Exception):
-        raise value
-    return value
+    parts = _MEETING.allgather(part)
+    whole = {}
+    for rank in peers:
+        if isinstance(parts[rank], Exception):
+            raise parts[rank]
+        whole.update(parts[rank])
+    return {name: whole[name] for name in names}
 
 
 def run(compiler: Callable[..., Any], program: Callable[..., Any], *args: Any) -> Any:
@@ -86,10 +97,11 @@ def compare(
             for id_, case in table.items()
         }
 
-    def oracle(stacked: dict[str, list[Array]]) -> dict[str, Any]:
-        return {id_: on_all(case.reference, *stacked[id_]) for id_, case in table.items()}
+    def oracle(ids: list[str]) -> dict[str, Any]:
+        program = lambda xs: {id_: on_all(table[id_].reference, *xs[id_]) for id_ in ids}
+        return jax.jit(program)({id_: stacked[id_] for id_ in ids})  # type: ignore[no-any-return]
 
-    want = once(comm.size, lambda: jax.jit(oracle)(stacked))
+    want = divided(comm.size, table, oracle)
     got = run(compiler, program, jax.tree.map(jax.numpy.asarray, own))
     for id_ in table:
         for y, ys in zip(jax.tree.leaves(got[id_]), jax.tree.leaves(want[id_]), strict=True):

@@ -7,6 +7,7 @@ import copy
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax import lax
 from mpi4py import MPI
 
@@ -114,13 +115,18 @@ def test_groups_are_made_once(world: pc.Communicator) -> None:
 
 
 def test_many_communicators(world: pc.Communicator) -> None:
-    # An MPI library has a few thousand communicators, MPICH 2048. Freeing one must free its duplicates, too.
-    for i in range(2500 if world.size <= 2 else 600):
+    # MPI libraries have a few thousand, MPICH 2048; freed ones must come back, with what ranks compare programs on.
+    if world.size > 2:
+        pytest.skip("LOUD: takes minutes where more ranks than cores poll")
+    taken = [world.mpi.Dup() for _ in range(1650)]  # few are left: one lost in each round would be too many
+    for i in range(420):
         part = world.split(color=0)
         assert part is not None
         if i % 100 == 0:
             assert pc.psum(i, part) == i * world.size
         part.free()
+    for mpi in taken:
+        mpi.Free()
 
 
 def test_a_function_over_the_ranks_of_a_split(world: pc.Communicator) -> None:

@@ -12,7 +12,7 @@ from jax import lax
 
 import pycollective as pc
 from tests.cases import values
-from tests.collective.programs import once
+from tests.collective.programs import divided, once
 
 Array = Any
 Function = Callable[[Any], Any]
@@ -80,6 +80,10 @@ OTHERS: dict[str, Function] = {
 }
 ALL = {**LINEAR, **OTHERS}
 
+_EACH = ("psum", "pmean", "psum in groups", "all_gather", "psum_scatter tiled", "all_to_all tiled", "ppermute partial")
+EACH = {name: LINEAR[name] for name in (*_EACH, "two after each other")}
+"""One of each primitive: enough where a test is about what is around a call, not about its options."""
+
 
 def _loss(params: list[Array], x: Array) -> Array:
     for w in params:
@@ -116,20 +120,36 @@ def assert_close(world: pc.Communicator, local: int, got: Any, want: Any, tolera
         np.testing.assert_allclose(np.asarray(mine, np.float64), wide, tolerance, tolerance * size, err_msg=str(path))
 
 
+def each(table: dict[str, Callable[..., Any]]) -> Callable[..., dict[str, Any]]:
+    """All of a table in one program."""
+    return lambda *args: {name: fun(*args) for name, fun in table.items()}
+
+
 def compare(
     world: pc.Communicator,
     local: int,
-    fun: Callable[..., Any],
+    fun: Callable[..., Any] | dict[str, Callable[..., Any]],
     *args: Any,
     in_axes: Any = 0,
     around: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda f: f,
     tolerance: float = 1e-5,
     **options: Any,
 ) -> None:
-    """``pc.pmap(fun)`` on this rank's part of ``args`` against ``jax.pmap(fun)`` on all, inside ``around``."""
+    """``pc.pmap(fun)`` on this rank's part of ``args`` against ``jax.pmap(fun)`` on all, inside ``around``.
+
+    Of a table of functions the ranks compute the oracle together, each a part; ``around`` cannot be told apart so.
+    """
     total = world.size * local
-    oracle = jax.pmap(fun, "i", in_axes=in_axes, devices=jax.devices()[:total], **options)
-    want = once(total, lambda: around(oracle)(*args))
+
+    def oracle(fun: Callable[..., Any]) -> Any:
+        mapped = jax.pmap(fun, "i", in_axes=in_axes, devices=jax.devices()[:total], **options)
+        return jax.jit(around(mapped))(*args)
+
+    if isinstance(fun, dict):
+        table, fun = fun, each(fun)
+        want = divided(total, table, lambda names: oracle(each({name: table[name] for name in names})))
+    else:
+        want = once(total, lambda: oracle(fun))
     axes = in_axes if isinstance(in_axes, tuple) else (in_axes,) * len(args)
     mine = [
         x if axis is None else jax.tree.map(lambda x: own(world, local, x), x)

@@ -9,7 +9,7 @@ import pycollective as pc
 from tests.under_mpirun import *  # noqa: F403
 from tests.under_mpirun import SIZE
 
-_LOCAL = {1: (1, 4), 2: (1, 2, 4), 4: (2,)}
+_LOCAL = {1: (1, 4), 2: (1, 4), 4: (2,)}
 if SIZE not in _LOCAL:
     raise pytest.UsageError(f"tests/spmd: expected {sorted(_LOCAL)} ranks, whose products divide 8, got {SIZE}")
 LOCAL = _LOCAL[SIZE]

@@ -47,8 +47,8 @@ def calls(fun: Callable[..., Any], *args: Any) -> int:
 
 
 @pytest.mark.parametrize("name", ["pmap", "jit", "jit typed", "shard_map", "shard_map untyped"])
-def test_six_sums(name: str, world: pc.Communicator, local: int) -> None:
-    fun, x = programs(local)[name]
+def test_six_sums(name: str, world: pc.Communicator, few: int) -> None:
+    fun, x = programs(few)[name]
     gradient = jax.grad(lambda x: sum(jnp.sum(jnp.sin(y)) for y in fun(x)))
     # With types a shared result has a shared cotangent, so the backward pass has no sum.
     backwards = 0 if name == "shard_map" else 1

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 import pycollective as pc
 from pycollective.ranks.setup import devices_of_this_rank
 from tests.cases import values
+from tests.collective.programs import divided
 from tests.spmd.cases import assert_close, own, stacked
 
 Array = Any
@@ -36,17 +37,20 @@ def compare(
     def outside(mapped: Callable[[Array], Any]) -> Callable[[Array], Array]:
         return jax.grad(lambda x: sum(jnp.sum(jnp.cos(y)) for y in jax.tree.leaves(mapped(x))))
 
-    mine = own(world, local, xs)
-    for body in (fun, inside):
-        mapped, oracle = pc.pmap(body, "i"), jax.vmap(body, axis_name="i")
-        assert_close(world, local, mapped(mine), oracle(xs), tolerance)
-        if body is fun:
-            assert_close(world, local, outside(mapped)(mine), outside(oracle)(xs), tolerance)
-    if local == 1:
-        named = pc.jit(fun, axis_name="i")
-        assert_close(
-            world, 1, jax.tree.map(lambda y: y[None], named(mine[0])), jax.vmap(fun, axis_name="i")(xs), tolerance
-        )
+    mine, first = own(world, local, xs), xs[: world.size]
+    ours, theirs = pc.pmap(fun, "i"), jax.vmap(fun, axis_name="i")
+    oracles: dict[str, Callable[[], Any]] = {
+        "value": lambda: jax.jit(theirs)(xs),
+        "inside": lambda: jax.jit(jax.vmap(inside, axis_name="i"))(xs),
+        "outside": lambda: jax.jit(outside(theirs))(xs),
+        "named": lambda: jax.jit(theirs)(first),
+    }
+    want = divided(world.size, oracles, lambda names: {name: oracles[name]() for name in names})
+    assert_close(world, local, ours(mine), want["value"], tolerance)
+    assert_close(world, local, pc.pmap(inside, "i")(mine), want["inside"], tolerance)
+    assert_close(world, local, outside(ours)(mine), want["outside"], tolerance)
+    named = jax.tree.map(lambda y: y[None], pc.jit(fun, axis_name="i")(first[world.rank]))
+    assert_close(world, 1, named, want["named"], tolerance)
 
 
 # Axes of ours and of others -------------------------------------------------------------------------------
@@ -68,7 +72,7 @@ def test_over_axes_of_ours_and_of_vmap(names: tuple[str, str], world: pc.Communi
     n = world.size * local
     xs = values((3, n, 2, 2))
     mine = xs[:, world.rank * local : (world.rank + 1) * local]
-    want = jax.vmap(jax.vmap(fun, axis_name="i"), axis_name="j")(xs)
+    want = jax.jit(jax.vmap(jax.vmap(fun, axis_name="i"), axis_name="j"))(xs)
     got = jax.vmap(pc.pmap(fun, "i"), axis_name="j")(mine)
     first = lambda tree: jax.tree.map(lambda y: jnp.moveaxis(jnp.asarray(y), 1, 0), tree)
     assert_close(world, local, first(got), first(want))
@@ -77,7 +81,7 @@ def test_over_axes_of_ours_and_of_vmap(names: tuple[str, str], world: pc.Communi
         return lambda x: jnp.sum(jnp.sin(jax.vmap(mapped, axis_name="j")(x)))
 
     total = lambda x: lax.psum(jnp.sin(x), names)
-    want = jax.grad(loss(jax.vmap(total, axis_name="i")))(xs)
+    want = jax.jit(jax.grad(loss(jax.vmap(total, axis_name="i"))))(xs)
     assert_close(world, local, first(jax.grad(loss(pc.pmap(total, "i")))(mine)), first(want))
 
 
@@ -125,11 +129,11 @@ def test_an_inner_axis_hides_an_outer_one(world: pc.Communicator, local: int) ->
     np.testing.assert_allclose(through(mine[:1])[0], world.size * total, rtol=1e-4, atol=1e-5)
 
 
-def test_transforms_of_transforms(world: pc.Communicator, local: int) -> None:
-    # Results that do not depend on the batch must stay without one; jacfwd and hessian need that.
-    xs = stacked(world, local, shape=(3,))
-    mine = own(world, local, xs)
-    mesh = pc.make_mesh((-1,), ("i",), devices=devices_of_this_rank()[:local])
+def test_transforms_of_transforms(world: pc.Communicator, few: int) -> None:
+    # Results that do not depend on the batch stay without one: jacfwd and hessian ask for that.
+    xs = stacked(world, few, shape=(3,))
+    mine = own(world, few, xs)
+    mesh = pc.make_mesh((-1,), ("i",), devices=pc.communicator.devices_of_this_rank()[:few])
     fun = lambda w, x: lax.pmean(jnp.sum(jnp.tanh(w * x)), "i")
     oracle = jax.vmap(fun, in_axes=(None, 0), out_axes=None, axis_name="i")
     ours = (
@@ -148,32 +152,36 @@ def test_transforms_of_transforms(world: pc.Communicator, local: int) -> None:
         "value and gradient": jax.value_and_grad,
     }
     w = np.float32(0.3)
-    for name, transform in transforms.items():
-        want = transform(oracle)(w, xs)
-        for mapped in ours:
-            for compiler in (lambda f: f, jax.jit):
-                got = compiler(transform(mapped))(w, mine)
-                for y, z in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+
+    def every(f: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: {name: transform(f)(*args) for name, transform in transforms.items()}
+
+    want = jax.jit(every(oracle))(w, xs)
+    for mapped in ours:
+        for compiler in (lambda f: f, jax.jit):
+            got = compiler(every(mapped))(w, mine)
+            for name in transforms:
+                for y, z in zip(jax.tree.leaves(got[name]), jax.tree.leaves(want[name]), strict=True):
                     np.testing.assert_allclose(y, z, rtol=1e-3, atol=1e-4, err_msg=name)
 
 
 # Closures, references, casts ------------------------------------------------------------------------------
 
 
-def test_gradient_of_what_a_function_closes_over(world: pc.Communicator, local: int) -> None:
-    xs = stacked(world, local, shape=(3,))
-    mesh = pc.make_mesh((-1,), ("i",), devices=devices_of_this_rank()[:local])
+def test_gradient_of_what_a_function_closes_over(world: pc.Communicator, few: int) -> None:
+    xs = stacked(world, few, shape=(3,))
+    mesh = pc.make_mesh((-1,), ("i",), devices=pc.communicator.devices_of_this_rank()[:few])
     fun = lambda w, x: jnp.tanh(w * x) + lax.pmean(w * x, "i")
 
     def loss(around: Callable[..., Any]) -> Callable[[Array, Array], Array]:
         return lambda w, x: jnp.sum(jnp.sin(around(lambda x: fun(w, x))(x)))
 
     want = jax.grad(loss(lambda f: jax.vmap(f, axis_name="i")))(np.float32(2), xs)
-    got = jax.grad(loss(lambda f: pc.pmap(f, "i")))(np.float32(2), own(world, local, xs))
+    got = jax.grad(loss(lambda f: pc.pmap(f, "i")))(np.float32(2), own(world, few, xs))
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
     for check in (True, False):
         map_ = lambda f, check=check: pc.shard_map(f, mesh=mesh, in_specs=P("i"), out_specs=P("i"), check_vma=check)
-        got = jax.grad(loss(map_))(np.float32(2), own(world, local, xs))
+        got = jax.grad(loss(map_))(np.float32(2), own(world, few, xs))
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
@@ -188,24 +196,24 @@ def count_in_a_reference(x: Array) -> Array:
     return total[...]
 
 
-def test_references(world: pc.Communicator, local: int) -> None:
-    xs = stacked(world, local, shape=(3,))
-    mine = own(world, local, xs)
-    want = own(world, local, np.broadcast_to(6 * xs.sum(axis=0), xs.shape))
+def test_references(world: pc.Communicator, few: int) -> None:
+    xs = stacked(world, few, shape=(3,))
+    mine = own(world, few, xs)
+    want = own(world, few, np.broadcast_to(6 * xs.sum(axis=0), xs.shape))
     for compiler in (lambda f: f, jax.jit, pc.jit):
         np.testing.assert_allclose(compiler(pc.pmap(count_in_a_reference, "i"))(mine), want, rtol=1e-5, atol=1e-5)
-    ranks = 6 * xs.reshape(world.size, local, 3).sum(axis=0)
+    ranks = 6 * xs.reshape(world.size, few, 3).sum(axis=0)
     np.testing.assert_allclose(pc.jit(count_in_a_reference, axis_name="i")(mine), ranks, rtol=1e-5, atol=1e-5)
-    mesh = pc.make_mesh((-1,), ("i",), devices=devices_of_this_rank()[:local])
+    mesh = pc.make_mesh((-1,), ("i",), devices=pc.communicator.devices_of_this_rank()[:few])
     sharded = pc.shard_map(count_in_a_reference, mesh=mesh, in_specs=P("i"), out_specs=P("i"))
     np.testing.assert_allclose(sharded(mine), want, rtol=1e-5, atol=1e-5)
     squares = lambda x: jnp.sum(count_in_a_reference(x) ** 2)
     got = pc.pmap(jax.grad(squares), "i")(mine)
-    assert_close(world, local, got, jax.vmap(jax.grad(squares), axis_name="i")(xs))
+    assert_close(world, few, got, jax.vmap(jax.grad(squares), axis_name="i")(xs))
     for fun in (count_in_a_reference, lambda x: jax.jit(count_in_a_reference)(jnp.sin(x))):
         outside = lambda mapped: jax.grad(lambda x: jnp.sum(jnp.sin(mapped(x))))
         got = outside(pc.pmap(fun, "i"))(mine)
-        assert_close(world, local, got, outside(jax.vmap(fun, axis_name="i"))(xs))
+        assert_close(world, few, got, outside(jax.vmap(fun, axis_name="i"))(xs))
 
 
 def test_casts_of_types(world: pc.Communicator, local: int) -> None:
@@ -302,7 +310,6 @@ def converted(x: Array) -> Array:
 @pytest.mark.parametrize("solver", [conjugate_gradients, linear_solve, root, converted], ids=lambda f: f.__name__)
 def test_solvers(solver: Callable[[Array], Array], world: pc.Communicator, few: int) -> None:
     compare(world, few, solver, stacked(world, few, shape=(9,)), tolerance=5e-3)
-    compare(world, 1, solver, stacked(world, 1, shape=(9,)), tolerance=5e-3)
 
 
 def test_linear_call(world: pc.Communicator, few: int) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -36,37 +35,34 @@ def elsewhere(local: int) -> dict[str, Callable[[Array], Array]]:
     }
 
 
-PLACES = ("other order", "other axis", "one device", "results")
-
-
-@pytest.mark.parametrize("where", PLACES)
-def test_arguments_are_moved(where: str, world: pc.Communicator, local: int) -> None:
-    xs = stacked(world, local)
-    x = elsewhere(local)[where](own(world, local, xs))
-    mapped = pc.pmap(lambda x: lax.psum(x, "i") + lax.axis_index("i").astype(x.dtype), "i")
-    want = xs.sum(axis=0) + np.arange(world.size * local, dtype=np.float32)[:, None, None]
-    for _ in range(3):  # the first call finds out that it must move the argument, the next ones know it
-        np.testing.assert_allclose(mapped(x), own(world, local, want), rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(mapped(np.asarray(x)), own(world, local, want), rtol=1e-5, atol=1e-5)
-    mesh = pc.make_mesh((-1,), ("i",), devices=devices(local))
-    total = pc.shard_map(lambda x: lax.psum(x, "i"), mesh=mesh, in_specs=P("i"), out_specs=P())
-    np.testing.assert_allclose(total(x)[0], xs.sum(axis=0), rtol=1e-5, atol=1e-5)
-    summed = pc.jit(lambda x: lax.psum(x, "i"), axis_name="i")(x)
-    ranks = xs.reshape(world.size, local, *xs.shape[1:]).sum(axis=0)
-    np.testing.assert_allclose(summed, ranks, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("where", PLACES)
-def test_arguments_under_a_transform_are_moved(where: str, world: pc.Communicator, local: int) -> None:
+def test_arguments_are_moved(world: pc.Communicator, local: int) -> None:
     xs = stacked(world, local)
     mine = own(world, local, xs)
-    x = elsewhere(local)[where](mine)
+    mesh = pc.make_mesh((-1,), ("i",), devices=devices(local))
+    mapped = pc.pmap(lambda x: lax.psum(x, "i") + lax.axis_index("i").astype(x.dtype), "i")
+    total = pc.shard_map(lambda x: lax.psum(x, "i"), mesh=mesh, in_specs=P("i"), out_specs=P())
+    named = pc.jit(lambda x: lax.psum(x, "i"), axis_name="i")
+    want = own(world, local, xs.sum(axis=0) + np.arange(world.size * local, dtype=np.float32)[:, None, None])
+    ranks = xs.reshape(world.size, local, *xs.shape[1:]).sum(axis=0)
+    for where, put in elsewhere(local).items():
+        x = put(mine)
+        for _ in range(3):  # the first call may compile, the second knows that it has to move
+            np.testing.assert_allclose(mapped(x), want, rtol=1e-5, atol=1e-5, err_msg=where)
+        np.testing.assert_allclose(mapped(np.asarray(x)), want, rtol=1e-5, atol=1e-5, err_msg=where)
+        np.testing.assert_allclose(total(x)[0], xs.sum(axis=0), rtol=1e-5, atol=1e-5, err_msg=where)
+        np.testing.assert_allclose(named(x), ranks, rtol=1e-5, atol=1e-5, err_msg=where)
+
+
+def test_arguments_under_a_transform_are_moved(world: pc.Communicator, local: int) -> None:
+    mine = own(world, local, stacked(world, local))
     mapped = pc.pmap(lambda x: jnp.sin(lax.psum(x, "i")), "i")
-    loss = lambda x: jnp.sum(jnp.cos(mapped(x)))
-    np.testing.assert_allclose(jax.grad(loss)(x), jax.grad(loss)(mine), rtol=1e-5, atol=1e-5)
-    # The batch is the second axis, which has the same length on all ranks.
-    got = jax.vmap(mapped, in_axes=1)(x)
-    np.testing.assert_allclose(got, jax.vmap(mapped, in_axes=1)(mine), rtol=1e-5, atol=1e-5)
+    gradient = jax.grad(lambda x: jnp.sum(jnp.cos(mapped(x))))
+    batched = jax.vmap(mapped, in_axes=1)  # along the second axis, which is as long on all ranks
+    gradients, batches = gradient(mine), batched(mine)
+    for where, put in elsewhere(local).items():
+        x = put(mine)
+        np.testing.assert_allclose(gradient(x), gradients, rtol=1e-5, atol=1e-5, err_msg=where)
+        np.testing.assert_allclose(batched(x), batches, rtol=1e-5, atol=1e-5, err_msg=where)
 
 
 def test_shared_parameters_committed_to_one_device(world: pc.Communicator, local: int) -> None:
