@@ -2,7 +2,7 @@
 
 Each device calls MPI on its own lane, all at once, for its part of the array alone where it can: so a reduction moves
 ``2 (R - 1) / R`` of the array between ranks, whatever the number of local devices is (Traeff's multi-lane
-decomposition). CPU devices do the same through shared memory instead (``native/hierarchy.h``).
+decomposition). CPU devices do the same through shared memory instead (``native/team_collectives.h``).
 
 Each function has the meaning of the primitive of its name over ranks x devices in row-major order. ``bind`` is that
 primitive over the ranks, from each device to its like. They are traced when a program is lowered, after differentiation
