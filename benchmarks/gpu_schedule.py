@@ -91,7 +91,7 @@ def main() -> None:
     options = parser.parse_args()
     pc.init()
     accelerators.kind_of = lambda _: "cuda"
-    native.register(native.library(), native.DEVICE_TARGETS, "CUDA")
+    native.register(native.library(), native.device_targets(), "CUDA")
     topology = topologies.get_topology_desc("h100", "cuda", target_config=_H100, topology="1x1x1")
     mesh = jax.sharding.Mesh(np.array(topology.devices), "x")
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())

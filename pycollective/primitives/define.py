@@ -40,7 +40,7 @@ def attributes(*, comm: Participants, **params: Any) -> Attributes:
     """The attributes of a handler that takes the parameters of its primitive as they are: comm, op, root."""
     return {
         "comm": comm.key,
-        **{name: native.OPS[value] if name == "op" else value for name, value in params.items()},
+        **{name: native.op_number(value) if name == "op" else value for name, value in params.items()},
     }
 
 

@@ -1,144 +1,34 @@
-// native/device.cc on the stand-in for CUDA's runtime. `device_test NAME` runs one test, `device_test` lists them.
-//
-// Operands are written by late work of a stream and results are read by later work of it, as XLA's kernels would.
+// Tests native/device.cc on the stand-in for CUDA's runtime.
 
 #include <algorithm>
 #include <atomic>
-#include <chrono>
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <functional>
-#include <map>
 #include <numeric>
-#include <string>
-#include <thread>
 #include <vector>
 
 #include "cudart.h"
 #include "device.h"
-#include "team.h"
-
-namespace pc = pycollective;
+#include "harness.h"
+#include "on_device.h"
 
 namespace {
 
-#define CHECK(condition)                                                            \
-  do {                                                                              \
-    if (!(condition)) {                                                             \
-      std::fprintf(stderr, "%s:%d: not so: %s\n", __FILE__, __LINE__, #condition);  \
-      std::exit(1);                                                                 \
-    }                                                                               \
-  } while (false)
-
-pc::Runtime StandIn() {
-  return {cudaGetDevice,       cudaSetDevice,   cudaStreamCreateWithFlags, cudaStreamSynchronize, cudaStreamWaitEvent,
-          cudaEventCreateWithFlags, cudaEventRecord, cudaEventSynchronize, cudaHostAlloc,         cudaFreeHost,
-          cudaMemcpyAsync,     cudaMemcpy2DAsync, cudaMemsetAsync,         cudaGetErrorString};
-}
-
-void* NewStream() {
-  void* stream = nullptr;
-  cudaStreamCreateWithFlags(&stream, 0);
-  return stream;
-}
-
-void Launch(void* stream, std::function<void()> kernel) {
-  standin_launch(
-      stream,
-      [](void* argument) {
-        auto* kernel = static_cast<std::function<void()>*>(argument);
-        (*kernel)();
-        delete kernel;
-      },
-      new std::function<void()>(std::move(kernel)));
-}
-
-void Sleep(int ms) { std::this_thread::sleep_for(std::chrono::milliseconds(ms)); }
-
-// For what must happen; the limit is for a test that fails.
-bool Comes(const std::function<bool()>& condition) {
-  for (int i = 0; i < 20000; ++i) {
-    if (condition()) return true;
-    Sleep(1);
-  }
-  return false;
-}
-
-using Ints = std::vector<int32_t>;
-
-Ints Counting(size_t count) {
-  Ints values(count);
-  std::iota(values.begin(), values.end(), 1);
-  return values;
-}
-
-pc::Side SideOf(std::vector<Ints>& arrays, int64_t blocks = 1) {
-  pc::Side side;
-  side.unit = 4;
-  side.blocks = blocks;
-  for (Ints& array : arrays) {
-    const auto count = static_cast<int64_t>(array.size()) / blocks;
-    side.arrays.push_back({array.data(), count});
-    side.count += count;
-  }
-  return side;
-}
-
-// `arrays` in the device's memory, as results of a kernel that ends late.
-struct Inputs {
-  Inputs(void* stream, std::vector<Ints> values) : arrays(values) {
-    for (Ints& array : arrays) std::fill(array.begin(), array.end(), -1);
-    Launch(stream, [this, values] {
-      Sleep(3);
-      for (size_t i = 0; i < values.size(); ++i) std::copy(values[i].begin(), values[i].end(), arrays[i].begin());
-    });
-  }
-  std::vector<Ints> arrays;
-};
-
-// What a kernel of `stream` reads from `arrays` when its turn comes.
-template <typename Arrays>
-Arrays Read(void* stream, const Arrays& arrays) {
-  Arrays read;
-  Launch(stream, [&] { read = arrays; });
-  cudaStreamSynchronize(stream);
-  return read;
-}
-
-struct Events {
-  explicit Events(void* stream) : stream(stream) {
-    device.TakeEvent(&ready);
-    device.TakeEvent(&done);
-    device.Record(ready, stream);
-  }
-  void End() { device.Follow(stream, done); }
-
-  pc::Device& device = pc::Device::Of(0);
-  void* stream;
-  void* ready = nullptr;
-  void* done = nullptr;
-};
-
-void Double(const void* in, void* out, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) static_cast<int32_t*>(out)[i] = 2 * static_cast<const int32_t*>(in)[i];
-}
-
-// Doubles three arrays as one, in pieces of 16 elements; whether the results are right.
+// Doubles three arrays as one, in pieces of 16 elements. Returns whether the results are right.
 bool DoublesInPieces() {
   void* stream = NewStream();
   const std::vector<Ints> values{Counting(5), Counting(100), Counting(33)};
   Inputs x(stream, values);
   std::vector<Ints> y{Ints(5), Ints(100), Ints(33)};
-  Launch(stream, [&] {  // reads the results' memory before them: it was another array's
+  Launch(stream, [&] {  // reads the memory of the results before they are there: it was another array's
     Sleep(3);
     if (y[1][0] != 0) std::memset(&x.arrays[1][0], 0, 4);
   });
   Events events(stream);
-  const pc::Exchange exchange{SideOf(x.arrays), SideOf(y), true, true};
+  const pc::Transfer transfer{SideOf(x.arrays), SideOf(y), true, true};
   int64_t calls = 0;
   const pc::Outcome outcome = events.device.Stage(
-      exchange, 64, events.ready, events.done, [&](const void* in, void* out, int64_t count) -> pc::Outcome {
+      transfer, 64, events.ready, events.done, [&](const void* in, void* out, int64_t count) -> pc::Outcome {
         ++calls;
         if (in != out || count > 16) return {"move", 1, "not in place"};
         Double(in, out, count);
@@ -155,7 +45,7 @@ bool DoublesInPieces() {
 
 void TestPieces() { CHECK(DoublesInPieces()); }
 
-// The same with a runtime that forgets to wait: that the other tests would show it.
+// A runtime that does not wait makes the results wrong: so the other tests would see it.
 void TestForgottenWaits() {
   standin_set_delay_us(2000);
   pc::runtime.EventSynchronize = [](void*) { return 0; };
@@ -166,7 +56,7 @@ void TestForgottenWaits() {
   CHECK(!DoublesInPieces());
 }
 
-// Every rank's blocks in reverse, whatever the pieces are.
+// A call that reverses the order of the blocks is right for pieces of any size.
 void TestBlocks() {
   for (const int64_t stage_bytes : {12, 60, 1000, 1 << 20}) {
     for (const int64_t count : {1, 7, 64}) {
@@ -176,9 +66,9 @@ void TestBlocks() {
       Inputs x(stream, {values});
       std::vector<Ints> y{Ints(values.size())};
       Events events(stream);
-      const pc::Exchange exchange{SideOf(x.arrays, kBlocks), SideOf(y, kBlocks), true, false};
+      const pc::Transfer transfer{SideOf(x.arrays, kBlocks), SideOf(y, kBlocks), true, false};
       const pc::Outcome outcome = events.device.Stage(
-          exchange, stage_bytes, events.ready, events.done,
+          transfer, stage_bytes, events.ready, events.done,
           [&](const void* in, void* out, int64_t n) -> pc::Outcome {
             for (int64_t block = 0; block < kBlocks; ++block) {
               std::memcpy(static_cast<int32_t*>(out) + block * n,
@@ -197,7 +87,7 @@ void TestBlocks() {
   }
 }
 
-// One block to several, as an allgather; and an array that nothing is read from, as a receive.
+// An allgather makes several blocks of one; a receive reads nothing.
 void TestSidesOfDifferentShapes() {
   void* stream = NewStream();
   const Ints values = Counting(50);
@@ -230,7 +120,8 @@ void TestSidesOfDifferentShapes() {
   CHECK(Read(stream, received)[0] == Counting(7));
 }
 
-// Calls of all kinds, begun one right behind the other, with the same buffers: none spoils what another has still to copy.
+// Calls of all kinds follow each other at once and use the same buffers: none writes over what another has still to
+// copy.
 void TestCallsFollowEachOther() {
   standin_set_delay_us(1000);
   void* stream = NewStream();
@@ -241,10 +132,10 @@ void TestCallsFollowEachOther() {
   uint64_t last = 0;
   for (size_t i = 0; i < results.size(); ++i) {
     last = events[i].device.Post([&, i] {
-      const pc::Exchange exchange{SideOf(x.arrays), SideOf(results[i]), true, i % 3 == 0};
+      const pc::Transfer transfer{SideOf(x.arrays), SideOf(results[i]), true, i % 3 == 0};
       CHECK(events[i]
                 .device
-                .Stage(exchange, i % 4 == 1 ? 128 : 512, events[i].ready, events[i].done,
+                .Stage(transfer, i % 4 == 1 ? 128 : 512, events[i].ready, events[i].done,
                        [](const void* in, void* out, int64_t count) -> pc::Outcome {
                          Double(in, out, count);
                          return {};
@@ -259,7 +150,7 @@ void TestCallsFollowEachOther() {
   }
 }
 
-// Blocks further apart than one copy may reach, from there and to there.
+// Blocks that are further apart than one copy may reach are copied one by one.
 void TestBlocksFarApart() {
   standin_set_max_pitch(100);
   pc::max_pitch = 100;
@@ -281,7 +172,7 @@ void TestMemoryOfAMessage() {
   CHECK(standin_held() == 1);
 }
 
-// Without page-locked memory there is an error, and MPI's calls are made all the same.
+// Without page-locked memory there is an error, and the calls of MPI are made all the same.
 void TestNoMemory() {
   standin_refuse_memory();
   void* stream = NewStream();
@@ -299,7 +190,7 @@ void TestNoMemory() {
   CHECK(calls == 10);
 }
 
-// Nothing to move, as a barrier: one call, when the stream's earlier work has been done.
+// A barrier moves nothing: it is one call, made when the stream's earlier work is done.
 void TestNothing() {
   void* stream = NewStream();
   std::atomic<bool> ran{false};
@@ -320,7 +211,7 @@ void TestNothing() {
   CHECK(calls == 1);
 }
 
-// The buffers are made once, and once more for what is larger.
+// Buffers are made once, and again only for larger pieces.
 void TestNoAllocationInSteadyState() {
   CHECK(DoublesInPieces());
   const int64_t before = standin_allocations();
@@ -334,7 +225,7 @@ void TestNoAllocationInSteadyState() {
   CHECK(standin_allocations() == grown);
 }
 
-// While one piece is with MPI, others come from the device and go back to it.
+// While one piece is with MPI, other pieces come from the device and go back to it.
 void TestPiecesOverlap() {
   standin_set_delay_us(2000);
   void* stream = NewStream();
@@ -345,7 +236,7 @@ void TestPiecesOverlap() {
   CHECK(events.device
             .Stage({SideOf(x.arrays), SideOf(y), true, true}, 64, events.ready, events.done,
                    [&](const void* in, void* out, int64_t count) -> pc::Outcome {
-                     // Some copy ends during each call but the last ones'.
+                     // During each call but the last ones some copy ends.
                      const int64_t before = standin_copied();
                      if (++calls < 8) CHECK(Comes([&] { return standin_copied() > before; }));
                      Double(in, out, count);
@@ -357,8 +248,8 @@ void TestPiecesOverlap() {
   CHECK(standin_most_at_once() >= 2);
 }
 
-// What the device does otherwise goes on while MPI has the arrays: on other streams in any case, and on the same one
-// between the two parts of a call.
+// Other work of the device goes on while MPI has the arrays: on other streams in any case, and on the same stream
+// between the start and the end of a call.
 void TestOtherWorkGoesOn() {
   void* stream = NewStream();
   void* other = NewStream();
@@ -382,9 +273,9 @@ void TestOtherWorkGoesOn() {
   CHECK(outcome.ok() && Read(stream, y)[0][39] == 80);
 }
 
-// Calls of a device have their turns one after the other, in whatever thread.
+// The calls of a device run one after the other, in whichever thread.
 void TestOrder() {
-  pc::Device& device = pc::Device::Of(0);
+  pc::Device& device = pc::Device::Get(0);
   std::vector<int> order;
   uint64_t last = 0;
   for (int i = 0; i < 20; ++i) {
@@ -401,7 +292,7 @@ void TestOrder() {
   CHECK(order == want);
 }
 
-// An error of the runtime is returned, and MPI's calls are made all the same: other ranks wait in them.
+// An error of the runtime is returned, and the calls of MPI are made all the same: other ranks wait in them.
 void TestErrors() {
   for (const int64_t nth : {1, 2, 5, 9}) {
     void* stream = NewStream();
@@ -424,7 +315,7 @@ void TestErrors() {
   CHECK(DoublesInPieces());
 }
 
-// A library that reads the device's memory is handed it when the operands are there.
+// A library that reads the device's memory gets it when the operands are there.
 void TestDirect() {
   void* stream = NewStream();
   Inputs x(stream, {Counting(10)});
@@ -444,40 +335,7 @@ void TestDirect() {
   CHECK(Read(stream, y)[0] == Counting(10));
 }
 
-// A team's ------------------------------------------------------------------------------------------------------------
-
-// Whoever waits for a member that does not come is told, and so is whoever comes later; nobody does the team's work.
-void TestBrokenTeam() {
-  pc::Team team(3);
-  std::atomic<int> told{0};
-  const auto meets = [&] {
-    try {
-      team.AddPost({});
-      team.Meet([] { CHECK(false); });
-      CHECK(false);
-    } catch (const pc::Team::Broken&) {
-      ++told;
-    }
-  };
-  std::thread first(meets), second(meets);
-  Sleep(20);
-  CHECK(told == 0);
-  team.Break();
-  first.join();
-  second.join();
-  CHECK(told == 2);
-  for (int i = 0; i < 5; ++i) meets();
-  CHECK(told == 7);
-
-  // A meeting that is complete stays so.
-  pc::Team pair(2);
-  std::thread waits([&] { pair.Meet(); });
-  pair.Meet();
-  pair.Break();
-  waits.join();
-}
-
-const std::map<std::string, void (*)()> kTests = {
+const Tests kTests = {
     {"pieces", TestPieces},
     {"forgotten_waits", TestForgottenWaits},
     {"blocks", TestBlocks},
@@ -493,19 +351,12 @@ const std::map<std::string, void (*)()> kTests = {
     {"order", TestOrder},
     {"errors", TestErrors},
     {"direct", TestDirect},
-    {"broken_team", TestBrokenTeam},
 };
 
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc < 2) {
-    for (const auto& [name, test] : kTests) std::printf("%s\n", name.c_str());
-    return 0;
-  }
   pc::runtime = StandIn();
   standin_set_delay_us(200);
-  kTests.at(argv[1])();
-  std::fflush(nullptr);
-  std::_Exit(0);  // streams are threads that never end
+  return RunOne(kTests, argc, argv);
 }

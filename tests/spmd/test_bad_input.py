@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from mpi4py import MPI
 
 import pycollective as pc
+from pycollective.primitives import exchanges, lowering
 from pycollective.ranks.setup import devices_of_this_rank
 from tests.spmd.conftest import LOCAL
 from tests.under_mpirun import RANK, SIZE
@@ -544,3 +545,19 @@ def test_ranks_that_map_different_numbers_of_devices(name: str, world: pc.Commun
         RuntimeError, match=rf"pmap: expected the same program on every rank, here with .*, got .* {HERE}"
     ):
         pc.pmap(lambda x: getattr(lax, name)(x, "i"), "i", comm=comm)(X[:count]).block_until_ready()
+
+
+@pytest.mark.skipif(not lowering.HOSTS, reason="LOUD: accelerators make no collective as a team")
+def test_a_collective_that_local_devices_cannot_make_together(world: pc.Communicator) -> None:
+    group = mesh().over(("i",))
+    each = jax.shard_map(
+        lambda x: exchanges.gather(x, comm=group, root=0),
+        mesh=group.mesh.local_mesh,
+        in_specs=P("i"),
+        out_specs=P("i"),
+        check_vma=False,
+    )
+    with pytest.raises(
+        RUNTIME_ERRORS, match="gather: expected a collective over ranks, got one over the devices of each rank"
+    ):
+        jax.block_until_ready(pc.jit(each)(X))

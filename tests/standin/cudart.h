@@ -1,4 +1,4 @@
-// What the stand-in for CUDA's runtime has beyond CUDA's own functions: for tests.
+// The stand-in for CUDA's runtime: CUDA's functions, and functions for tests.
 
 #ifndef PYCOLLECTIVE_TESTS_STANDIN_CUDART_H_
 #define PYCOLLECTIVE_TESTS_STANDIN_CUDART_H_
@@ -8,7 +8,7 @@
 
 extern "C" {
 
-// CUDA's, as native/runtime.h has them.
+// The functions of CUDA that native/runtime.h names.
 int cudaGetDevice(int* device);
 int cudaSetDevice(int device);
 int cudaStreamCreateWithFlags(void** stream, unsigned flags);
@@ -25,24 +25,25 @@ int cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_p
 int cudaMemsetAsync(void* to, int value, size_t nbytes, void* stream);
 const char* cudaGetErrorString(int code);
 
-// Of the driver: a device by its number, and what tells it from others.
+// Functions of CUDA's driver: they find a device by its number, and its identity.
 int cuDeviceGet(int* device, int ordinal);
 int cuDeviceGetUuid_v2(char* uuid, int device);
 
-// A kernel: function(argument) in the order of the stream.
+// Launches a kernel: the stream calls function(argument) in its order.
 void standin_launch(void* stream, void (*function)(void*), void* argument);
-// Every copy takes at least so long.
+// Makes every copy take at least so long.
 void standin_set_delay_us(int64_t delay);
-// Page-locked allocations that were made so far, and that are held.
+// The number of page-locked allocations that were made so far, and the number that are held.
 int64_t standin_allocations();
 int64_t standin_held();
-// Copies of rows further apart than this are refused.
+// Refuses copies of rows that are further apart than this.
 void standin_set_max_pitch(int64_t nbytes);
-// From now on there is no page-locked memory.
+// Refuses page-locked memory from now on.
 void standin_refuse_memory();
-// The copy or set that is number `nth` from now on fails when it is asked for; 0: none.
+// Makes the call of a copy or set fail that is number `nth` from now on; 0: none.
 void standin_fail_copy(int64_t nth);
-// The most copies, from the device and to it, that were under way at one time; and those that have ended so far.
+// The largest number of copies, from and to the device, that were under way at one time; and the number that have
+// ended.
 int64_t standin_most_at_once();
 int64_t standin_copied();
 }
