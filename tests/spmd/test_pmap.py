@@ -14,6 +14,7 @@ import pytest
 from jax import lax
 
 import pycollective as pc
+from pycollective.ranks.setup import devices_of_this_rank
 from tests.cases import values
 from tests.spmd.cases import ALL, EACH, LINEAR, Function, compare, each, own, stacked
 
