@@ -12,6 +12,7 @@ import pytest
 from pycollective.bench.operations import OPERATIONS
 from tests.e2e.launch import mpirun
 
+pytestmark = pytest.mark.whole
 EVERY = [*OPERATIONS, "step", "tree"]
 
 

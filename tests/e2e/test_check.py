@@ -58,10 +58,10 @@ AT_ITS_FIRST_CALL = r"caught pycollective.jit: expected the same program on ever
 @pytest.mark.parametrize(
     ("check", "known", "new", "named"),
     [
-        ("always", COMPARED, COMPARED, AT_ITS_FIRST_CALL),
+        pytest.param("always", COMPARED, COMPARED, AT_ITS_FIRST_CALL, marks=pytest.mark.whole),
         # As the README says, the numbers are wrong where a known call is not compared.
         ("first", "got .*", COMPARED, AT_ITS_FIRST_CALL),
-        ("never", "got .*", "got .*", "got .*"),
+        pytest.param("never", "got .*", "got .*", "got .*", marks=pytest.mark.whole),
     ],
     ids=["always", "first", "never"],
 )
@@ -100,6 +100,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.whole
 def test_a_first_call_that_others_do_not_make_is_bounded(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(WAITS)
     done = mpirun(2, str(tmp_path / "program.py"), timeout=40)
