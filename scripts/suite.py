@@ -212,8 +212,8 @@ def steps(*, everything: bool, install: bool) -> list[Step]:
         on_ranks(2, "tests/spmd", "tests/spmd", "-k", "soak or test_order", mpi="openmpi", **whole),
         *first_use("openmpi", **whole),
         by_itself(
-            "end-to-end tests", "-n", "3", "--dist", "loadgroup", *files("e2e", "ends run doctor hosts slurm"),
-            "-k", "not leaves and not hang", mpi="openmpi", kind="e2e", limit=900, **whole,
+            "end-to-end tests", "-m", "library", "-n", "3", "--dist", "loadgroup", "tests/e2e",
+            mpi="openmpi", kind="e2e", limit=900, **whole,
         ),
         #
         *first_use("system", **whole),

@@ -176,10 +176,14 @@ CASES = (
 
 by_id = {case.id: case for case in CASES}
 
-_EACH = ("psum", "pmax", "all_gather", "psum_scatter", "all_to_all_tiled", "ppermute_partial", "broadcast")
-_EACH += ("reduce_last", "gather", "scatter", "scan", "exscan", "sendrecv")  # type: ignore[assignment]
-EACH_PRIMITIVE = tuple(by_id[id_] for id_ in _EACH)
-"""One operation of each primitive: enough where a test is about what is around a call, not about its options."""
+EACH_PRIMITIVE = tuple(
+    by_id[id_]
+    for id_ in (
+        *("psum", "pmax", "all_gather", "psum_scatter", "all_to_all_tiled", "ppermute_partial", "broadcast"),
+        *("reduce_last", "gather", "scatter", "scan", "exscan", "sendrecv"),
+    )
+)
+"""One operation of each primitive, for tests of what is around a call. The others differ in the call's options."""
 
 
 def operands(

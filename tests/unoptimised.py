@@ -13,7 +13,7 @@ import sys
 _FLAGS = (
     "--xla_backend_optimization_level=0",
     "--xla_llvm_disable_expensive_passes=true",
-    "--xla_cpu_use_fusion_emitters=false",  # halves the time: they lower each fusion through MLIR
+    "--xla_cpu_use_fusion_emitters=false",  # halves the time, since the emitters lower each fusion through MLIR
     "--xla_cpu_parallel_codegen_split_count=1",  # what compiles in parts costs more where all cores have work
 )
 

@@ -227,7 +227,7 @@ class DeviceGroup:
 
     def reversed(self) -> Participants:
         """Returns the ranks in the opposite order. Only for groups with one device of each rank."""
-        assert self.local == 1, "scan and exscan go over ranks"
+        assert self.local == 1, "prefix reductions go over ranks"
         return self.comm.reversed()
 
     def index(self) -> Any:

@@ -27,12 +27,12 @@ def meet() -> None:
 
 
 def once(size: int, compute: Callable[[], Any]) -> Any:
-    """``compute()`` of the first rank that passes this ``size``: oracles are slow to compile, and often the same."""
+    """``compute()``, done by one rank for all that pass this ``size``: an oracle is slow to compile."""
     return divided(size, [None], lambda _: {None: compute()})[None]
 
 
 def divided(size: int, names: Iterable[Any], compute: Callable[[list[Any]], dict[Any, Any]]) -> dict[Any, Any]:
-    """``compute(names)``, of which each rank that passes this ``size`` computes a part."""
+    """``compute(names)``: each of the ranks that pass this ``size`` computes a part of it for all of them."""
     sizes = _MEETING.allgather(size)
     peers = [rank for rank, other in enumerate(sizes) if other == size]
     names = list(names)
@@ -41,7 +41,7 @@ def divided(size: int, names: Iterable[Any], compute: Callable[[list[Any]], dict
     if own:
         try:
             part = jax.tree.map(np.asarray, compute(own))
-        except Exception as error:  # for the others too, which would wait
+        except Exception as error:  # the other ranks get it as well; they would wait for ever
             part = error
     meet()
     parts = _MEETING.allgather(part)

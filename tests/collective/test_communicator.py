@@ -115,10 +115,10 @@ def test_groups_are_made_once(world: pc.Communicator) -> None:
 
 
 def test_many_communicators(world: pc.Communicator) -> None:
-    # MPI libraries have a few thousand, MPICH 2048; freed ones must come back, with what ranks compare programs on.
+    # An MPI library has a few thousand communicators, MPICH 2048. Freeing one must free its duplicates, too.
     if world.size > 2:
         pytest.skip("LOUD: takes minutes where more ranks than cores poll")
-    taken = [world.mpi.Dup() for _ in range(1650)]  # few are left: one lost in each round would be too many
+    taken = [world.mpi.Dup() for _ in range(1650)]  # few are left, so to lose one in each round is an error
     for i in range(420):
         part = world.split(color=0)
         assert part is not None

@@ -76,7 +76,7 @@ def in_jit(f: Function) -> Function:
     return jax.jit(lambda x: 6 * jax.jit(f)(x))
 
 
-# All of them compute 6 f(x) for functions that are homogeneous of degree 1 with positive factors.
+# All of them compute 6 f(x) if f(k x) = k f(x) for k > 0.
 PLACES = (in_scan, in_fori_loop, in_cond, in_switch, in_checkpoint, in_custom_vjp, in_custom_jvp, in_jit)
 
 

@@ -37,7 +37,7 @@ def called_twice(f: Any) -> Any:
 
 
 def test_call(world: pc.Communicator) -> None:
-    # Through Jitted.__call__, as users do; compare() compiles beforehand.
+    # The call goes through CompiledFunction.__call__, as a user's does; compare() compiles beforehand.
     compare(world, CASES, lambda case: [operands(case, world, seed=2)], apply, apply, compiler=called_twice)
 
 
@@ -90,7 +90,8 @@ MOVES = ("all_gather", "all_to_all", "ppermute_partial", "broadcast", "gather", 
 
 
 def test_every_dtype_moves_unchanged(world: pc.Communicator) -> None:
-    # From where each number comes; 0 is for the zeros that a rank gets which receives nothing.
+    # A move does not depend on the dtype. The reference moves the places of numbers; place 0 has the zero that stands
+    # where a rank receives nothing.
     sources = {}
     for id_ in MOVES:
         shape = operands(by_id[id_], world).shape
@@ -143,7 +144,7 @@ def test_every_dtype_sums(world: pc.Communicator) -> None:
 
 
 def test_integer_sums_wrap(world: pc.Communicator) -> None:
-    # Long enough for vector instructions, with which Open MPI saturates.
+    # The arrays are long enough for the vector instructions by which Open MPI saturates.
     xs = {}
     for dtype in (f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)):
         low, high, shape = np.iinfo(dtype).min, np.iinfo(dtype).max, (world.size, world.size, 40)

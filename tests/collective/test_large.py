@@ -74,6 +74,7 @@ def marked(rank: int, count: int) -> jax.Array:
     return jax.block_until_ready(jax.jit(jnp.concatenate)(parts))
 
 
+@pytest.mark.whole
 @needs(6 * GIB)
 def test_more_than_2_31_bytes(world: pc.Communicator) -> None:
     count = 2**29 + 12_345  # float32
@@ -84,6 +85,7 @@ def test_more_than_2_31_bytes(world: pc.Communicator) -> None:
     assert y.min() == y.max() == 3.0
 
 
+@pytest.mark.whole
 @needs(11 * GIB)
 def test_more_than_2_31_elements(world: pc.Communicator) -> None:
     count = 2**31 + 12_345  # int8
@@ -96,6 +98,7 @@ def test_more_than_2_31_elements(world: pc.Communicator) -> None:
     assert (y[0], y[count // 2], y[-1]) == (2, 2, 6)
 
 
+@pytest.mark.whole
 @needs(13 * GIB)
 def test_more_than_2_31_elements_in_a_block(world: pc.Communicator) -> None:
     # MPI 3 needs one element of a derived datatype for operations on blocks.

@@ -59,7 +59,7 @@ def test_a_program_that_only_sends_is_not_removed(world: pc.Communicator) -> Non
 
 
 def test_slow_and_fast_programs_interleaved(world: pc.Communicator) -> None:
-    """1,200 dispatches without waiting: a fast program must not overtake the slow one before it."""
+    """Dispatches 1,200 programs without waiting: a fast program must not overtake the slow one before it."""
 
     def slow(x: jax.Array, m: jax.Array) -> jax.Array:
         m = lax.fori_loop(0, 3, lambda _, m: jnp.tanh(m @ m), m)

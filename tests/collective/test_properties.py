@@ -16,7 +16,7 @@ from tests.cases import values
 
 # With a database or a deadline one rank could draw other examples than another, or stop earlier.
 agreed = settings(
-    max_examples=8 if MPI.COMM_WORLD.size <= 2 else 4,  # each compiles; more ranks than cores: slow
+    max_examples=8 if MPI.COMM_WORLD.size <= 2 else 4,  # each compiles; more ranks than cores are slow
     deadline=None,
     database=None,
     derandomize=False,

@@ -12,6 +12,7 @@ import pytest
 from pycollective.bench.operations import OPERATIONS
 from tests.e2e.launch import mpirun
 
+pytestmark = pytest.mark.whole
 EVERY = [*OPERATIONS, "step", "tree"]
 
 
@@ -81,8 +82,8 @@ def test_a_peer_in_processes_of_its_own(devices: int, tmp_path: Path) -> None:
     assert "connected to" not in done.stdout  # gloo prints this, but it must not get into the table
     assert "Warning" not in done.stderr  # it shares the cores with our ranks, which have their devices already
     every = json.loads(data.read_text())["rows"]
-    assert {row["contender"] for row in every if row["op"] == "psum"} >= {"raw MPI", "dispatch, raw MPI"}
-    rows = [row for row in every if row["contender"] == "jax gloo"]
+    assert {row["implementation"] for row in every if row["op"] == "psum"} >= {"raw MPI", "dispatch, raw MPI"}
+    rows = [row for row in every if row["implementation"] == "jax gloo"]
     measured = {*EVERY[:-1], "tree:many-small"} - {"broadcast"} if devices > 1 else {"psum"}  # XLA has no broadcast
     assert {row["op"] for row in rows} == measured
     assert {row["wrong"] for row in rows} == {0}

@@ -10,8 +10,9 @@ import pytest
 
 from tests.e2e.launch import EXAMPLES, losses, mpirun
 
-DIGITS = ["train_digits.py", "--epochs", "3", "--checkpoints", "saved"]
-GPT = ["train_gpt.py", "--steps", "40", "--save-every", "20", "--checkpoints", "saved"]
+DIGITS = ["train_digits.py", "--epochs", "2", "--checkpoints", "saved"]
+GPT = ["train_gpt.py", "--steps", "20", "--save-every", "10", "--checkpoints", "saved"]
+pytestmark = pytest.mark.whole
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,7 @@ def test_workers_of_a_guarded_program(loader: str) -> None:
     wait_until_gone(loader)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(("ranks", "way"), [(1, "spawn-Pool"), (2, "spawn-ProcessPoolExecutor")])
 def test_workers_that_would_start_mpi_end_the_job(ranks: int, way: str, loader: str) -> None:
     done = mpirun(ranks, loader, "unguarded", way, timeout=60)
@@ -79,6 +80,7 @@ def test_workers_that_would_start_mpi_end_the_job(ranks: int, way: str, loader: 
     wait_until_gone(loader)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("start", ["spawn", "fork", "forkserver"])
 def test_workers_that_call_a_collective(start: str, loader: str) -> None:
     done = mpirun(2, loader, "collective", f"{start}-Pool", timeout=60)
@@ -87,6 +89,7 @@ def test_workers_that_call_a_collective(start: str, loader: str) -> None:
     wait_until_gone(loader)
 
 
+@pytest.mark.whole
 def test_workers_of_a_program_without_a_launcher(loader: str) -> None:
     done = subprocess.run(
         [sys.executable, loader, "unguarded", "spawn-Pool"], capture_output=True, text=True, timeout=60
@@ -96,6 +99,7 @@ def test_workers_of_a_program_without_a_launcher(loader: str) -> None:
     wait_until_gone(loader)
 
 
+@pytest.mark.whole
 def test_the_program_of_the_guide(tmp_path: Path) -> None:
     guide = (Path(__file__).parents[2] / "docs" / "guide.md").read_text()
     (code,) = (code for code in re.findall(r"```python\n(.*?)```", guide, re.DOTALL) if "get_context" in code)
@@ -164,6 +168,7 @@ sys.stdout.write(f"child {done.returncode}: {done.stdout} {done.stderr}")
 """
 
 
+@pytest.mark.whole
 def test_a_program_that_a_rank_starts_is_no_rank(tmp_path: Path) -> None:
     program = tmp_path / "starts.py"
     program.write_text(STARTS)
@@ -174,6 +179,7 @@ def test_a_program_that_a_rank_starts_is_no_rank(tmp_path: Path) -> None:
     assert done.stdout.count("child 1") == 2
 
 
+@pytest.mark.whole
 def test_a_program_of_one_process_starts_others_and_jobs(tmp_path: Path) -> None:
     program = tmp_path / "starts.py"
     program.write_text(STARTS)

@@ -21,7 +21,11 @@ ROOT = Path(__file__).parents[2]
 HOSTS = str(ROOT / "scripts" / "hosts")
 
 CAN = os.geteuid() == 0 and all(shutil.which(tool) for tool in ("ip", "unshare", "nsenter"))
-pytestmark = pytest.mark.skipif(not CAN, reason="SEVERAL HOSTS NOT TESTED: that needs root, iproute2 and util-linux")
+pytestmark = [
+    pytest.mark.whole,
+    pytest.mark.xdist_group("hosts"),  # the machine has one bridge for them
+    pytest.mark.skipif(not CAN, reason="SEVERAL HOSTS NOT TESTED: that needs root, iproute2 and util-linux"),
+]
 
 # Compares a program on several hosts with jax.vmap in each rank.
 PROGRAM = """
@@ -89,7 +93,9 @@ def run(environ: dict[str, str], *arguments: str, timeout: int = 120) -> subproc
     )
 
 
-@pytest.mark.parametrize("names", [["h0", "h1"], ["h0", "h1", "h2", "h3"]], ids=len)
+@pytest.mark.parametrize(
+    "names", [pytest.param(["h0", "h1"], marks=pytest.mark.library), ["h0", "h1", "h2", "h3"]], ids=len
+)
 def test_four_ranks_of_two_devices(names: list[str], hosts: dict[str, str], tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
@@ -112,6 +118,7 @@ def test_training_across_hosts_is_training(hosts: dict[str, str], tmp_path: Path
     assert losses[0][-1] < losses[0][0] / 2
 
 
+@pytest.mark.library
 def test_the_doctor_sees_both(hosts: dict[str, str]) -> None:
     done = run(hosts, "-n", "2", "--hosts", "h0,h1", sys.executable, "-m", "pycollective", "doctor")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -126,6 +133,7 @@ def test_a_host_that_is_not_there(hosts: dict[str, str]) -> None:
     assert "no host h9" in done.stderr
 
 
+@pytest.mark.library
 def test_a_host_that_goes_away_ends_the_run(hosts: dict[str, str], tmp_path: Path) -> None:
     program = tmp_path / "endless.py"
     program.write_text(

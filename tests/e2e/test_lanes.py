@@ -25,7 +25,9 @@ sys.stdout.write(f"{total.min()} {total.max()}\\n")
 """
 
 
-@pytest.mark.parametrize("lanes", [("one", "one"), ("all", "all"), ("one", "all")])
+@pytest.mark.parametrize(
+    "lanes", [("one", "one"), pytest.param(("all", "all"), marks=pytest.mark.whole), ("one", "all")]
+)
 def test_lanes(lanes: tuple[str, str]) -> None:
     done = mpirun(2, "-c", LANES, *lanes, timeout=60, env={"JAX_NUM_CPU_DEVICES": "2"})
     if len(set(lanes)) == 1:

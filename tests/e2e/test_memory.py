@@ -6,6 +6,9 @@ import os
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.whole
 CALLS = 100_000
 
 # The loop makes only the calls: other requests would let the allocator merge free memory.

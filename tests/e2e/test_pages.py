@@ -10,6 +10,7 @@ import pytest
 
 from tests.e2e.launch import mpirun
 
+pytestmark = pytest.mark.whole
 ROOT = Path(__file__).parents[2]
 _BLOCK = re.compile(r"(<!-- not run: .+ -->\n+)?^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +26,11 @@ TOOLS = ("ip", "unshare", "nsenter", "munged", "slurmctld", "slurmd")
 LACKING = [tool for tool in TOOLS if shutil.which(tool, path=f"{os.environ['PATH']}:/usr/sbin:/sbin") is None]
 if os.geteuid() != 0:
     LACKING.append("root")
-pytestmark = pytest.mark.skipif(bool(LACKING), reason=f"SLURM NOT TESTED: there is no {', '.join(LACKING)}")
+pytestmark = [
+    pytest.mark.whole,
+    pytest.mark.xdist_group("hosts"),  # as tests/e2e/test_hosts.py
+    pytest.mark.skipif(bool(LACKING), reason=f"SLURM NOT TESTED: there is no {', '.join(LACKING)}"),
+]
 
 EPOCHS = 30
 DIGITS = ["examples/train_digits.py", "--epochs"]
@@ -103,18 +108,32 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     assert not any(Path(f"/proc/{pid}/exe").exists() for pid in pids)
 
 
+JOBS = {
+    "train": ["slurm/train.sbatch", *DIGITS, str(EPOCHS), "--losses", "train.json"],
+    "train_mpiexec": ["slurm/train_mpiexec.sbatch", *DIGITS, "2", "--losses", "train_mpiexec.json"],
+    "multi_node_gpu": ["slurm/multi_node_gpu.sbatch", "where.py"],
+    "one_per_node": ["-J", "one_per_node", "--ntasks-per-node=1", "slurm/multi_node_gpu.sbatch", "where.py"],
+    "array": ["slurm/array.sbatch", "--epochs", "1"],
+    "fails": ["-J", "fails", "slurm/train.sbatch", "-c", "raise SystemExit(5)"],
+}
+
+
+def of_job(name: str) -> Callable[[Any], Any]:
+    """For a test that waits for a job: the job is submitted if the test was chosen."""
+
+    def decorate(test: Any) -> Any:
+        test.job = name
+        return test
+
+    return decorate
+
+
 @pytest.fixture(scope="module", autouse=True)
-def jobs(cluster: Cluster) -> Iterator[Callable[[str], int]]:
+def jobs(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[Callable[[str], int]]:
     """The exit status of each job. ``sbatch -W`` looks at a job after 2, 10 and 42 s only, so all jobs run at once."""
-    submissions = {
-        "train": ["slurm/train.sbatch", *DIGITS, str(EPOCHS), "--losses", "train.json"],
-        "train_mpiexec": ["slurm/train_mpiexec.sbatch", *DIGITS, "2", "--losses", "train_mpiexec.json"],
-        "multi_node_gpu": ["slurm/multi_node_gpu.sbatch", "where.py"],
-        "one_per_node": ["-J", "one_per_node", "--ntasks-per-node=1", "slurm/multi_node_gpu.sbatch", "where.py"],
-        "array": ["slurm/array.sbatch", "--epochs", "1"],
-        "fails": ["-J", "fails", "slurm/train.sbatch", "-c", "raise SystemExit(5)"],
-    }
-    waiting = {name: cluster.submit(*arguments) for name, arguments in submissions.items()}
+    chosen = {getattr(item, "function", None) for item in request.session.items}
+    names = {getattr(test, "job", None) for test in chosen}
+    waiting = {name: cluster.submit(*arguments) for name, arguments in JOBS.items() if name in names}
     yield lambda name: waiting[name].wait()
     for process in waiting.values():
         process.terminate()
@@ -128,6 +147,7 @@ def places(text: str) -> list[tuple[str, ...]]:
 # Tests that need no job script; they come first, while the jobs run ---------------------------------------
 
 
+@pytest.mark.library
 def test_srun_over_two_hosts(cluster: Cluster) -> None:
     python = str(cluster.home / ".venv" / "bin" / "python")
     done = cluster.run("srun", f"--mpi={cluster.pmi}", "-N2", "--ntasks-per-node=2", python, "program.py", "2")
@@ -135,6 +155,7 @@ def test_srun_over_two_hosts(cluster: Cluster) -> None:
     assert len(re.findall(r"rank \d on \d agrees", done.stdout)) == 4
 
 
+@pytest.mark.library
 def test_srun_without_mpi_is_refused(cluster: Cluster) -> None:
     done = cluster.run("srun", "-K1", "-N2", "--ntasks-per-node=2", sys.executable, "where.py")
     assert done.returncode != 0
@@ -151,6 +172,7 @@ def allocated(cluster: Cluster, *arguments: str) -> subprocess.CompletedProcess[
     return cluster.run(*ALLOCATION, *COMMAND, *arguments)
 
 
+@pytest.mark.library
 @pytest.mark.parametrize("how", [[], ["--mpi", "srun"]], ids=["mpiexec", "srun"])
 def test_run_inside_an_allocation(how: list[str], cluster: Cluster) -> None:
     for ranks, hosts in (("4", ["h0", "h0", "h1", "h1"]), ("2", ["h0", "h1"])):
@@ -191,6 +213,7 @@ def test_the_doctor_in_an_allocation(cluster: Cluster) -> None:
 # The job scripts ------------------------------------------------------------------------------------------
 
 
+@of_job("train")
 def test_requeue_goes_on_where_it_was(cluster: Cluster, jobs: Callable[[str], int]) -> None:
     script = ["slurm/requeue.sbatch", *DIGITS, str(EPOCHS), "--losses", "requeue.json"]
     submitted = cluster.submit(*script)
@@ -221,6 +244,7 @@ def wait_for(condition: Callable[[], bool], printed: Callable[[], str]) -> None:
         time.sleep(0.2)
 
 
+@of_job("train")
 def test_train(cluster: Cluster, jobs: Callable[[str], int]) -> None:
     assert jobs("train") == 0, cluster.printed("train-*")
     losses = json.loads((cluster.home / "train.json").read_text())
@@ -228,11 +252,14 @@ def test_train(cluster: Cluster, jobs: Callable[[str], int]) -> None:
     assert losses[-1] < losses[0] / 10
 
 
+@pytest.mark.library
+@of_job("train_mpiexec")
 def test_train_mpiexec_gives_the_same(cluster: Cluster, jobs: Callable[[str], int]) -> None:
     assert jobs("train_mpiexec") == 0, cluster.printed("train_mpiexec-*")
     assert len(json.loads((cluster.home / "train_mpiexec.json").read_text())) == 22
 
 
+@of_job("multi_node_gpu")
 def test_a_rank_for_each_gpu(cluster: Cluster, jobs: Callable[[str], int]) -> None:
     assert jobs("multi_node_gpu") == 0, cluster.printed("multi_node_gpu-*")
     assert places(cluster.printed("multi_node_gpu-*")) == [
@@ -243,11 +270,13 @@ def test_a_rank_for_each_gpu(cluster: Cluster, jobs: Callable[[str], int]) -> No
     ]
 
 
+@of_job("one_per_node")
 def test_a_rank_for_each_node_with_all_its_gpus(cluster: Cluster, jobs: Callable[[str], int]) -> None:
     assert jobs("one_per_node") == 0, cluster.printed("one_per_node-*")
     assert places(cluster.printed("one_per_node-*")) == [("0", "2", "h0", "0,1"), ("1", "2", "h1", "0,1")]
 
 
+@of_job("array")
 def test_an_array_of_trainings(cluster: Cluster, jobs: Callable[[str], int]) -> None:
     assert jobs("array") == 0, cluster.printed("array-*")
     losses = [json.loads(path.read_text()) for path in sorted(cluster.home.glob("results/*/[0-2].json"))]
@@ -256,5 +285,6 @@ def test_an_array_of_trainings(cluster: Cluster, jobs: Callable[[str], int]) -> 
     assert len({curve[-1] for curve in losses}) == 3
 
 
+@of_job("fails")
 def test_the_exit_status_of_a_job_is_the_programs(cluster: Cluster, jobs: Callable[[str], int]) -> None:
     assert jobs("fails") == 5, cluster.printed("fails-*")

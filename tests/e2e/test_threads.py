@@ -6,6 +6,8 @@ import pytest
 
 from tests.e2e.launch import mpirun
 
+pytestmark = pytest.mark.whole
+
 PROGRAM = """
 import os
 import jax.numpy as jnp
@@ -21,7 +23,7 @@ if comm.rank == 0:
 """
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 3])
 def test_ranks_share_the_cores(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NPROC", raising=False)
     done = mpirun(ranks, "-c", PROGRAM, timeout=60, env={"JAX_NUM_CPU_DEVICES": "1"})

@@ -80,9 +80,14 @@ OTHERS: dict[str, Function] = {
 }
 ALL = {**LINEAR, **OTHERS}
 
-_EACH = ("psum", "pmean", "psum in groups", "all_gather", "psum_scatter tiled", "all_to_all tiled", "ppermute partial")
-EACH = {name: LINEAR[name] for name in (*_EACH, "two after each other")}
-"""One of each primitive: enough where a test is about what is around a call, not about its options."""
+EACH = {
+    name: LINEAR[name]
+    for name in (
+        *("psum", "pmean", "psum in groups", "all_gather", "psum_scatter tiled", "all_to_all tiled"),
+        *("ppermute partial", "two after each other"),
+    )
+}
+"""One of each primitive, for tests of what is around a call. The others differ in the call's options."""
 
 
 def _loss(params: list[Array], x: Array) -> Array:

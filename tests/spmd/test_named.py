@@ -130,10 +130,10 @@ def test_an_inner_axis_hides_an_outer_one(world: pc.Communicator, local: int) ->
 
 
 def test_transforms_of_transforms(world: pc.Communicator, few: int) -> None:
-    # Results that do not depend on the batch stay without one: jacfwd and hessian ask for that.
+    # Results that do not depend on the batch must stay without one; jacfwd and hessian need that.
     xs = stacked(world, few, shape=(3,))
     mine = own(world, few, xs)
-    mesh = pc.make_mesh((-1,), ("i",), devices=pc.communicator.devices_of_this_rank()[:few])
+    mesh = pc.make_mesh((-1,), ("i",), devices=devices_of_this_rank()[:few])
     fun = lambda w, x: lax.pmean(jnp.sum(jnp.tanh(w * x)), "i")
     oracle = jax.vmap(fun, in_axes=(None, 0), out_axes=None, axis_name="i")
     ours = (
@@ -170,7 +170,7 @@ def test_transforms_of_transforms(world: pc.Communicator, few: int) -> None:
 
 def test_gradient_of_what_a_function_closes_over(world: pc.Communicator, few: int) -> None:
     xs = stacked(world, few, shape=(3,))
-    mesh = pc.make_mesh((-1,), ("i",), devices=pc.communicator.devices_of_this_rank()[:few])
+    mesh = pc.make_mesh((-1,), ("i",), devices=devices_of_this_rank()[:few])
     fun = lambda w, x: jnp.tanh(w * x) + lax.pmean(w * x, "i")
 
     def loss(around: Callable[..., Any]) -> Callable[[Array, Array], Array]:
@@ -204,7 +204,7 @@ def test_references(world: pc.Communicator, few: int) -> None:
         np.testing.assert_allclose(compiler(pc.pmap(count_in_a_reference, "i"))(mine), want, rtol=1e-5, atol=1e-5)
     ranks = 6 * xs.reshape(world.size, few, 3).sum(axis=0)
     np.testing.assert_allclose(pc.jit(count_in_a_reference, axis_name="i")(mine), ranks, rtol=1e-5, atol=1e-5)
-    mesh = pc.make_mesh((-1,), ("i",), devices=pc.communicator.devices_of_this_rank()[:few])
+    mesh = pc.make_mesh((-1,), ("i",), devices=devices_of_this_rank()[:few])
     sharded = pc.shard_map(count_in_a_reference, mesh=mesh, in_specs=P("i"), out_specs=P("i"))
     np.testing.assert_allclose(sharded(mine), want, rtol=1e-5, atol=1e-5)
     squares = lambda x: jnp.sum(count_in_a_reference(x) ** 2)

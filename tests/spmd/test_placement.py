@@ -46,7 +46,7 @@ def test_arguments_are_moved(world: pc.Communicator, local: int) -> None:
     ranks = xs.reshape(world.size, local, *xs.shape[1:]).sum(axis=0)
     for where, put in elsewhere(local).items():
         x = put(mine)
-        for _ in range(3):  # the first call may compile, the second knows that it has to move
+        for _ in range(3):  # the first call finds out that it must move the argument, the next ones know it
             np.testing.assert_allclose(mapped(x), want, rtol=1e-5, atol=1e-5, err_msg=where)
         np.testing.assert_allclose(mapped(np.asarray(x)), want, rtol=1e-5, atol=1e-5, err_msg=where)
         np.testing.assert_allclose(total(x)[0], xs.sum(axis=0), rtol=1e-5, atol=1e-5, err_msg=where)
@@ -57,7 +57,7 @@ def test_arguments_under_a_transform_are_moved(world: pc.Communicator, local: in
     mine = own(world, local, stacked(world, local))
     mapped = pc.pmap(lambda x: jnp.sin(lax.psum(x, "i")), "i")
     gradient = jax.grad(lambda x: jnp.sum(jnp.cos(mapped(x))))
-    batched = jax.vmap(mapped, in_axes=1)  # along the second axis, which is as long on all ranks
+    batched = jax.vmap(mapped, in_axes=1)  # the second axis has the same length on all ranks
     gradients, batches = gradient(mine), batched(mine)
     for where, put in elsewhere(local).items():
         x = put(mine)

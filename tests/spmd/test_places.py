@@ -73,7 +73,7 @@ ON_HOSTS = pytest.mark.skipif(
     ("compiler", "name"), [*((pc.jit, name) for name in OPERATIONS), (jax.jit, "psum"), (jax.jit, "loop")]
 )
 def test_copies(compiler: Any, name: str, world: pc.Communicator) -> None:
-    # Rank 0 has its operand on all its devices, rank 1 on two, rank 2 on one: another than the first.
+    # Rank 0 has its operand on all its devices, rank 1 on two, and rank 2 on one, which is not the first.
     x = np.arange(24.0, dtype=np.float32) + 100 * world.rank
     program = compiler(lambda x: OPERATIONS[name](x + 0, world))
     want = jax.block_until_ready(program(jnp.asarray(x)))

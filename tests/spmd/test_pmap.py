@@ -335,7 +335,7 @@ def test_lengths(length: int, world: pc.Communicator, local: int) -> None:
 
 
 def test_linear_solvers(world: pc.Communicator, few: int) -> None:
-    # Their jaxprs stand in a named tuple.
+    # The parameters of these equations have jaxprs in a named tuple.
     n = world.size * few
     rows = np.random.default_rng(0).normal(size=(n, 2, 2 * n)).astype(np.float32)
 
@@ -365,7 +365,7 @@ def test_several_pieces(world: pc.Communicator, local: int) -> None:
 
 @pytest.mark.parametrize("length", [5, 70_001, 1_200_001])
 def test_sums_as_bfloat16(length: int, world: pc.Communicator, local: int) -> None:
-    # The local devices add up in float32; what each rank sends, and the sum, are rounded.
+    # The local devices' operands are added in float32. The sum that a rank sends, and the total, are rounded.
     def rounded(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         return x.astype(jnp.bfloat16).astype(np.float32)
 

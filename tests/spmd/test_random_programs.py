@@ -27,7 +27,7 @@ Function = Callable[[Any], Any]
 
 # There is no database and no deadline: either could make one rank draw or stop differently from the others.
 agreed = settings(
-    max_examples=5 if SIZE <= 2 else 4,  # for each number of local devices; each compiles
+    max_examples=5 if SIZE <= 2 else 4,  # for each number of local devices; each compiles a program
     deadline=None,
     database=None,
     derandomize=False,

@@ -611,7 +611,7 @@ def test_gradients_inside_and_outside(check: bool, world: pc.Communicator) -> No
     options: dict[str, Any] = {"tolerance": 1e-3, "check_vma": (check,)}
     compare(world, local, sizes, every, specs, P(), w, x, **options)
     compare(world, local, sizes, every, specs, P(), w, x, around=outside, result_specs=specs, **options)
-    # Untyped, the gradient with respect to what all share differs from device to device.
+    # Without types the gradient with respect to a shared argument differs from device to device.
     out_specs = dict.fromkeys(INSIDE_PROGRAMS, specs if check else (P(NAMES), P(NAMES)))
     compare(world, local, sizes, inside, specs, out_specs, w, x, **options)
     compare(world, local, sizes, inside, specs, out_specs, w, x, around=outside, result_specs=specs, **options)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 import importlib
 import os
 import subprocess
@@ -17,6 +18,7 @@ import sysconfig
 import tempfile
 from pathlib import Path
 
+import jaxlib
 from jax.ffi import include_dir
 
 _DELAY_US = 30
@@ -44,13 +46,17 @@ def compile_cpp(sources: list[Path], out: Path, *flags: str) -> Path:
 
 
 @functools.cache
-def library(folder: Path) -> ctypes.CDLL:
-    """The stand-in, compiled into ``folder``."""
-    out = folder / f"standin-{os.getpid()}.so"
-    compile_cpp([_HERE / "cudart.cc", _HERE / "xla.cc"], out, "-shared")
-    loaded = ctypes.CDLL(str(out))
-    out.unlink()
-    return loaded
+def library() -> ctypes.CDLL:
+    """The stand-in, compiled once for all runs with these sources and this JAX."""
+    sources = [_HERE / "cudart.cc", _HERE / "xla.cc"]
+    made_from = hashlib.sha256(f"{compiler()} {include_dir()} {jaxlib.__version__}".encode())
+    for path in (Path(__file__), *sources, *sorted(_HERE.glob("*.h")), *sorted(_NATIVE.glob("*.h"))):
+        made_from.update(path.read_bytes())
+    out = _NATIVE.parent / "build" / f"standin-{made_from.hexdigest()[:16]}.so"
+    if not out.exists():
+        out.parent.mkdir(exist_ok=True)
+        compile_cpp(sources, out, "-shared")
+    return ctypes.CDLL(str(out))
 
 
 def install(mode: str) -> None:
@@ -66,7 +72,7 @@ def install(mode: str) -> None:
     lowering.HOSTS, lowering.ACCELERATORS = (), ("cpu",)
     native = importlib.import_module("pycollective.transport.native")
     accelerators = importlib.import_module("pycollective.ranks.accelerators")
-    standin = library(Path(tempfile.gettempdir()))
+    standin = library()
     standin.standin_use.restype = ctypes.c_bool
     native.start()
     assert standin.standin_use(native.library()._name.encode())
