@@ -549,7 +549,7 @@ def test_ranks_that_map_different_numbers_of_devices(name: str, world: pc.Commun
 
 @pytest.mark.skipif(not lowering.HOSTS, reason="LOUD: accelerators make no collective as a team")
 def test_a_collective_that_local_devices_cannot_make_together(world: pc.Communicator) -> None:
-    group = mesh().over(("i",))
+    group = mesh().group_along(("i",))
     each = jax.shard_map(
         lambda x: exchanges.gather(x, comm=group, root=0),
         mesh=group.mesh.local_mesh,
