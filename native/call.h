@@ -1,5 +1,5 @@
-// One call as the handlers see it: finds the lane, compares the call with the other ranks', runs it, and makes errors
-// of failures.
+// One call as the handlers see it: finds the lane, compares the call with those of the other ranks, runs it, and makes
+// an error of a failure.
 
 #ifndef PYCOLLECTIVE_NATIVE_CALL_H_
 #define PYCOLLECTIVE_NATIVE_CALL_H_
@@ -27,7 +27,7 @@ struct Participants {
   xla::ffi::Span<const int64_t> comm;
   // How the program lies on the devices of this process. 1: on one device. n > 1: on n devices, each of which makes the
   // call itself, on a channel of its own. -n: on n devices that have the same data; they meet, one makes the call as a
-  // single device would, and its results are copied to the others. So ranks match whose arrays lie on different numbers
+  // single device would, and its results are copied to the others. So ranks may have their arrays on different numbers
   // of devices.
   int64_t spread;
 
@@ -35,7 +35,7 @@ struct Participants {
   int64_t fingerprint() const { return comm.size() > 1 ? comm[1] : 0; }
 };
 
-// The results of a call, for devices that copy them from each other. The memory of the list is the caller's.
+// The results of a call. Devices with the same data copy them from each other. The caller keeps the list.
 struct ResultMemory {
   void* data;
   size_t nbytes;
@@ -45,8 +45,8 @@ struct Results {
   size_t count = 0;
 };
 
-// Returns the Error that work() returns, or one of the exception in which it ends: no exception may leave through XLA,
-// or end a thread of ours.
+// Returns what work() returns. If work() ends in an exception, returns an Error that says so: no exception may pass
+// through XLA, or end a thread of ours.
 template <typename Work>
 xla::ffi::Error CatchAsError(Operation operation, Work work) {
   const auto error = [&](xla::ffi::ErrorCode code, const std::string& what, const std::string& remedy) {

@@ -27,8 +27,8 @@ struct Row {
 
 Outcome NotOnTeams() {
   Outcome outcome{"TeamCollective", 0, {}};
-  outcome.detail = "expected a collective over ranks, got one over the devices of each rank, too";
-  outcome.remedy = "To make one of these, write its function of class TeamCollective (native/operations.h).";
+  outcome.detail = "expected a collective over ranks, got one over several devices of each rank";
+  outcome.remedy = "Write a function of class TeamCollective for it; native/operations.h says how.";
   return outcome;
 }
 

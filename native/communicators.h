@@ -2,7 +2,7 @@
 //
 // A program carries a communicator's number and fingerprint, not its MPI handle. Numbers count up and are never used
 // again: a program that outlives its communicator gets an error instead of somebody else's messages. The fingerprint
-// tells a program that comes from another process, where its number stood for other ranks.
+// shows that a program comes from another process, where its number stood for other ranks.
 
 #ifndef PYCOLLECTIVE_NATIVE_COMMUNICATORS_H_
 #define PYCOLLECTIVE_NATIVE_COMMUNICATORS_H_
@@ -65,7 +65,7 @@ class Ranks {
   int RankInWhole(int rank) const { return members_.empty() ? rank : members_[static_cast<size_t>(rank)]; }
   LazyChannel& channel(int number) { return channels_[static_cast<size_t>(number)]; }
 
-  // Makes a channel if it is not there yet. The like device of every rank must make this call.
+  // Makes a channel if it is not there yet. The devices on one lane of all ranks must make this call.
   Outcome MakeChannel(const Library& mpi, int number);
   // Frees the channels that MakeChannel has made. All ranks must make this call, and no other call may be under way.
   Outcome FreeChannels(const Library& mpi);

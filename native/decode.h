@@ -107,7 +107,7 @@ auto BindArrays(Names... names) {
   return WithAttributes(bind, names...);
 }
 
-// Makes a handler of a binding and function(place, participants, arguments of the binding...). It lives for ever.
+// Makes a handler of a binding and function(place, participants, arguments of the binding...). It is never deleted.
 template <typename Place, typename Binding, typename Function>
 ffi::Ffi* NewHandler(Operation operation, Binding binding, Function function) {
   return std::move(binding)

@@ -40,25 +40,25 @@ struct Side {
 // The arrays of one call of collectives.h.
 struct Transfer {
   Side in, out;
-  // Whether MPI may get pieces of the blocks one by one. Not for a message: the other end may cut it otherwise.
+  // Whether MPI may get pieces of the blocks one by one. False for a message: the other end may cut it differently.
   bool in_pieces = true;
   // Whether MPI may write over what it reads.
   bool in_place = false;
 };
 
-// The call itself, for `count` elements of each block, in memory that MPI can read and write. Blocks follow each other
-// without gaps.
+// Calls MPI for `count` elements of each block, in memory that MPI can read and write. Blocks follow each other without
+// gaps.
 using MpiCall = std::function<Outcome(const void* in, void* out, int64_t count)>;
 
 class Device {
  public:
-  // Returns the device with a number. It is made at the first call and stays until the process ends.
+  // Returns the device with a number. Makes it at the first call, and keeps it until the process ends.
   static Device& Get(int ordinal);
-  // Finds the number of this thread's device. XLA sets it before it calls a handler.
+  // Finds the number of this thread's device, which XLA makes current before it calls a handler.
   static Outcome FindCurrent(int* ordinal);
 
-  // Runs `work` after all that was posted before, and returns when it is done. It runs in this thread if it need not
-  // wait.
+  // Runs `work` after all that was posted before, and returns when it is done. If `work` need not wait, it runs in this
+  // thread.
   void Run(const std::function<void()>& work);
   // Runs `work` after all that was posted before, in a thread of the device. Wait(ticket) returns when it is done.
   uint64_t Post(std::function<void()> work);
@@ -74,7 +74,7 @@ class Device {
   // The two ways to MPI. Only work of Run and Post may call them: they use the device's buffers and streams. Event
   // `ready` says that operands may be read and results written; they record event `done` after the last result.
 
-  // Stages: pieces of at most `piece_bytes` go through page-locked buffers of the host. One piece comes from the
+  // Staged: pieces of at most `piece_bytes` go through page-locked buffers of the host. One piece comes from the
   // device, one is with MPI and one goes back at the same time.
   Outcome Stage(const Transfer& transfer, int64_t piece_bytes, void* ready, void* done, const MpiCall& call);
   // Direct: MPI reads and writes the device's memory. Each side must be one array.
@@ -107,8 +107,7 @@ class Device {
   explicit Device(int ordinal);
   // Runs what was posted, in the device's thread.
   void RunPosted();
-  // Makes what Stage and Direct use, if it is not there yet: streams, events, buffers of these sizes for so many
-  // pieces.
+  // Makes what Stage and Direct use and what is not there yet: streams, events, buffers of these sizes for `pieces`.
   Outcome Prepare(int64_t pieces, int64_t in_bytes, int64_t out_bytes);
   Outcome Grow(char** buffer, int64_t* held, int64_t wanted);
   // Copy elements first to first + count of each block of a side to or from `host`, where they lie without gaps.

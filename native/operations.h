@@ -69,7 +69,7 @@ inline constexpr const char* kDeviceOperationNames[] = {
 #undef PYCOLLECTIVE_NAME
 };
 
-// Whether all ranks call the operation. `operation` may come from another rank: any other number is not one.
+// Whether all ranks call the operation. `operation` may come from another rank: an unknown number is no collective.
 constexpr bool IsCollective(int32_t operation) {
   constexpr bool kAnswers[] = {
 #define PYCOLLECTIVE_YES(...) true,

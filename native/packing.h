@@ -23,10 +23,10 @@ struct ArrayPair {
   int64_t nbytes() const { return count * kTypeBytes[static_cast<int>(type)]; }
 };
 
-// Makes an elementwise operation on all `arrays`. A bucket is a buffer of at most `bucket_bytes` that packs several small
-// arrays of one type, in their order. Calls call(x, y, count, type) for each bucket, and for each array of half a bucket
-// or more. The sizes alone decide which arrays share a bucket, so ranks agree on it. After an error the other calls are
-// made all the same, since other ranks wait in them; the first error is returned.
+// Makes an elementwise operation on all `arrays`. A bucket is a buffer of at most `bucket_bytes` that packs several
+// small arrays of one type, in their order. Calls call(x, y, count, type) for each bucket, and for each array of half a
+// bucket or more. The sizes alone decide which arrays share a bucket, so ranks agree on it. After an error the other
+// calls are made all the same, since other ranks wait in them; the first error is returned.
 template <typename Call>
 Outcome CallPacked(const std::vector<ArrayPair>& arrays, int64_t bucket_bytes, Call call) {
   std::unique_ptr<char[]> buffer;

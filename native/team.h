@@ -81,7 +81,7 @@ class Team {
   std::condition_variable met_;
 };
 
-// Returns the outcome of work(), or of the exception in which it ends.
+// Returns what work() returns. If work() ends in an exception, returns an outcome that says so.
 template <typename Work>
 Outcome CatchAsOutcome(Work work) {
   try {

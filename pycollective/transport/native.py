@@ -271,7 +271,7 @@ def add_communicator(
 
     Args:
         name: its name in error messages.
-        fingerprint: the fingerprint that programs must carry which name it.
+        fingerprint: the fingerprint that a program must carry to use it.
         devices: ids of this rank's devices; each rank has as many.
         main: a duplicate of the communicator, for the collectives and messages of a rank's one device, or its first.
         auxiliary: another duplicate, for everything else.
@@ -306,7 +306,7 @@ def add_part(
 
     Args:
         name: its name in error messages.
-        fingerprint: the fingerprint that programs must carry which name it.
+        fingerprint: the fingerprint that a program must carry to use it.
         whole: number of the communicator.
         members: ranks of the communicator, in the order of the part; empty for all.
         rank: this rank's place among them.

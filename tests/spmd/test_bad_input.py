@@ -558,6 +558,6 @@ def test_a_collective_that_local_devices_cannot_make_together(world: pc.Communic
         check_vma=False,
     )
     with pytest.raises(
-        RUNTIME_ERRORS, match="gather: expected a collective over ranks, got one over the devices of each rank"
+        RUNTIME_ERRORS, match="gather: expected a collective over ranks, got one over several devices of each rank"
     ):
         jax.block_until_ready(pc.jit(each)(X))
