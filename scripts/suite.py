@@ -330,7 +330,7 @@ class Runner:
     def end(self) -> None:
         """Ends what runs, and shows what it has said."""
         for running in self.running:
-            running.process.terminate()
+            os.killpg(running.process.pid, signal.SIGTERM)  # timeout(1) leads a group of its own
             print(f"{running.log.read_text(errors='replace')}\n=== {running.step.name}: interrupted", flush=True)
 
 
@@ -344,6 +344,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--mpi", choices=["mpich", "openmpi", "system", "all"], help="with this MPI")
     parser.add_argument("--ranks", metavar='"N N"', help="of tests/collective, spmd and libraries, these numbers")
     parser.add_argument("--only", choices=["lint", "unit", "collective", "e2e"], help="one kind of tests")
+    parser.add_argument("--list", action="store_true", help="name the steps, run none")
     parser.add_argument("--install", action="store_true", help="let apt-get install what is not there")
     own = sys.argv[1:]
     pytest = own[own.index("--") + 1 :] if "--" in own else []
@@ -372,6 +373,9 @@ def main() -> int:
         dataclasses.replace(step, command=(*step.command, *options.pytest)) if "pytest" in step.command else step
         for step in chosen
     ]
+    if options.list:
+        print(*(f"{step.name}: {' '.join(step.command)}" for step in chosen), sep="\n")
+        return 0
     os.chdir(ROOT)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, interrupted)

@@ -54,6 +54,12 @@ WAYS = (
     Way("eager", 1, _over(lambda fun: fun)),
 )
 
+
+def name_of(part: Way | Program) -> str:
+    """Names it for pytest."""
+    return part.id if isinstance(part, Way) else part.__name__
+
+
 SOME = (WAYS[1], WAYS[3])
 """The ways for programs that are slow to compile."""
 

@@ -15,7 +15,7 @@ from numpyro.infer import NUTS
 from numpyro.infer.util import log_density
 
 import pycollective as pc
-from tests.libraries.programs import SOME, Program, Way, compare
+from tests.libraries.programs import SOME, Program, Way, compare, name_of
 
 Array = Any
 
@@ -69,7 +69,7 @@ def numpyro_density(x: Array, axis: Any) -> tuple[Array, Array]:
 @pytest.mark.parametrize(
     ("program", "way"),
     [(numpyro_nuts, SOME[1]), *((program, way) for program in (blackjax_nuts, numpyro_density) for way in SOME)],
-    ids=lambda part: part.id if isinstance(part, Way) else part.__name__,
+    ids=name_of,
 )
 def test_posterior_of_all_data(program: Program, way: Way, world: pc.Communicator) -> None:
     compare(world, way, program, (2,), tolerance=1e-3)

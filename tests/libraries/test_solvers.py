@@ -17,7 +17,7 @@ with warnings.catch_warnings():
     import jaxopt
 
 import pycollective as pc
-from tests.libraries.programs import SOME, Program, Way, compare
+from tests.libraries.programs import SOME, Program, Way, compare, name_of
 
 Array = Any
 
@@ -133,12 +133,7 @@ def with_gradient(program: Program) -> Program:
 
 
 EVERYWHERE = {program: with_gradient(program) for program in (conjugate_gradients, newton)}
-OTHERS = {
-    program.__name__: with_gradient(program)
-    for program in (fixed_point, jax_cg, least_squares, bfgs, jaxopt_lbfgs, jaxopt_fixed_point, stiff_ode, ode)
-}
-ONCE = {"stiff_ode": SOME[0], "ode": SOME[1]}
-"""The way of what is slowest to compile."""
+SLOW = (fixed_point, jax_cg, least_squares, bfgs, jaxopt_lbfgs, jaxopt_fixed_point, stiff_ode, ode)
 
 
 @pytest.mark.parametrize("program", EVERYWHERE, ids=lambda program: program.__name__)
@@ -146,10 +141,7 @@ def test_solution_and_gradient(program: Program, way: Way, world: pc.Communicato
     compare(world, way, EVERYWHERE[program], tolerance=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("name", "way"),
-    [(name, way) for name in OTHERS for way in SOME if ONCE.get(name, way) is way],
-    ids=lambda part: part.id if isinstance(part, Way) else part,
-)
-def test_solver(name: str, way: Way, world: pc.Communicator) -> None:
-    compare(world, way, OTHERS[name], tolerance=1e-3)
+# The two ways take turns: neighbours in the list are of one library, or solve alike.
+@pytest.mark.parametrize(("program", "way"), zip(SLOW, SOME * 4, strict=True), ids=name_of)
+def test_solver(program: Program, way: Way, world: pc.Communicator) -> None:
+    compare(world, way, with_gradient(program), tolerance=1e-3)

@@ -32,8 +32,9 @@ def on_all(workload: Workload, n: int) -> list[list[np.ndarray]]:
     return [[np.asarray(y)[i] for y in out] for i in range(n)]
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
-@pytest.mark.parametrize("op", [*OPERATIONS, *GRADIENTS])
+@pytest.mark.parametrize(
+    ("op", "n"), [(op, n) for op in (*OPERATIONS, *GRADIENTS) for n in ((3,) if op == "step" else (1, 2, 3, 4))]
+)
 def test_expected_is_what_jax_gives(op: str, n: int) -> None:
     workload = Workload("tree", (5, 3), np.dtype(np.float32)) if op == "tree" else make_workload(op, 240, "float32", n)
     for i, got in enumerate(on_all(workload, n)):
