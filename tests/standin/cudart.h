@@ -25,26 +25,20 @@ int cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_p
 int cudaMemsetAsync(void* to, int value, size_t nbytes, void* stream);
 const char* cudaGetErrorString(int code);
 
+// CUDA's, for tests. The host's function(argument) runs in the order of the stream.
+int cudaMalloc(void** memory, size_t nbytes);
+int cudaLaunchHostFunc(void* stream, void (*function)(void*), void* argument);
+
 // Of the driver: a device by its number, and what tells it from others.
 int cuDeviceGet(int* device, int ordinal);
 int cuDeviceGetUuid_v2(char* uuid, int device);
 
-// A kernel: function(argument) in the order of the stream.
-void standin_launch(void* stream, void (*function)(void*), void* argument);
 // Every copy takes at least so long.
 void standin_set_delay_us(int64_t delay);
-// Page-locked allocations that were made so far, and that are held.
-int64_t standin_allocations();
-int64_t standin_held();
 // Copies of rows further apart than this are refused.
 void standin_set_max_pitch(int64_t nbytes);
-// From now on there is no page-locked memory.
-void standin_refuse_memory();
-// The copy or set that is number `nth` from now on fails when it is asked for; 0: none.
-void standin_fail_copy(int64_t nth);
-// The most copies, from the device and to it, that were under way at one time; and those that have ended so far.
+// The most copies, from the device and to it, that were under way at one time.
 int64_t standin_most_at_once();
-int64_t standin_copied();
 }
 
 #endif  // PYCOLLECTIVE_TESTS_STANDIN_CUDART_H_

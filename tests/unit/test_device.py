@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.standin import compile_cpp
-
-ROOT = Path(__file__).parents[2]
-SOURCE = ROOT / "tests" / "native" / "device_test.cc"
-NAMES = re.findall(r'\{"(\w+)", Test\w+\}', SOURCE.read_text())
+from tests.native.build import NAMES, build
 
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    sources = [ROOT / "native" / name for name in ("device.cc", "collectives.cc", "team.cc")]
-    sources += [ROOT / "tests" / "standin" / "cudart.cc", SOURCE]
-    return compile_cpp(sources, tmp_path_factory.mktemp("native") / "device_test")
+    return build(tmp_path_factory.mktemp("native"))
 
 
 def test_every_test_is_run(program: Path) -> None:
