@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -26,13 +27,27 @@ def meet() -> None:
         time.sleep(0.002)
 
 
+def any_rank(condition: bool) -> bool:
+    """Whether it is true on some rank."""
+    return any(_MEETING.allgather(condition))
+
+
+def oracle_devices(count: int) -> list[jax.Device]:
+    """Devices of this process on which JAX computes what ranks must: of the host, whatever takes part."""
+    return jax.devices("cpu")[:count]
+
+
 def once(size: int, compute: Callable[[], Any]) -> Any:
-    """``compute()`` of the first rank that passes this ``size``: oracles are slow to compile, and often the same."""
+    """``compute()`` of the first rank that passes this ``size``: oracles are slow to compile, and often the same.
+
+    It runs on the host: its matrix products have all bits, and its programs are not compiled for GPUs.
+    """
     sizes = _MEETING.allgather(size)
     value: Any = None
     if sizes.index(size) == _MEETING.rank:
         try:
-            value = jax.tree.map(np.asarray, compute())
+            with jax.default_device(oracle_devices(1)[0]) if jax.default_backend() != "cpu" else nullcontext():
+                value = jax.tree.map(np.asarray, compute())
         except Exception as error:  # for the others too, which would wait
             value = error
     meet()

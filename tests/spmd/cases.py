@@ -12,7 +12,7 @@ from jax import lax
 
 import pycollective as pc
 from tests.cases import values
-from tests.collective.programs import once
+from tests.collective.programs import once, oracle_devices
 
 Array = Any
 Function = Callable[[Any], Any]
@@ -128,7 +128,7 @@ def compare(
 ) -> None:
     """``pc.pmap(fun)`` on this rank's part of ``args`` against ``jax.pmap(fun)`` on all, inside ``around``."""
     total = world.size * local
-    oracle = jax.pmap(fun, "i", in_axes=in_axes, devices=jax.devices()[:total], **options)
+    oracle = jax.pmap(fun, "i", in_axes=in_axes, devices=oracle_devices(total), **options)
     want = once(total, lambda: around(oracle)(*args))
     axes = in_axes if isinstance(in_axes, tuple) else (in_axes,) * len(args)
     mine = [

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from mpi4py import MPI
 
 import pycollective as pc
-from tests.spmd.conftest import LOCAL
+from tests.spmd.conftest import LOCAL, needs_local
 from tests.under_mpirun import RANK, SIZE
 
 D = max(LOCAL)  # of pc.init
@@ -298,6 +298,7 @@ def test_sizes_that_are_no_integers() -> None:
 
 
 @pytest.mark.skipif(SIZE not in (2, 4), reason="LOUD: needs 2 or 4 ranks")
+@needs_local(3 if SIZE == 2 else 2)
 def test_axis_that_cuts_a_rank_into_no_box(world: pc.Communicator) -> None:
     # 2 ranks of 3 devices as 3 x 2, 3 ranks of 2 as 2 x 3: the second rank starts, or the first ends, inside a row.
     ranks, local = (2, 3) if SIZE == 2 else (3, 2)

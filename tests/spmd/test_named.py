@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 import pycollective as pc
 from tests.cases import values
 from tests.spmd.cases import assert_close, own, stacked
+from tests.spmd.conftest import needs_local
 
 Array = Any
 
@@ -236,6 +237,7 @@ def test_narrow_sums_have_types(world: pc.Communicator, local: int) -> None:
     assert (float(value), float(gradient)) == (2 * xs.sum(), xs.sum())
 
 
+@needs_local(2)
 def test_around_a_shard_map_of_jax(world: pc.Communicator) -> None:
     # The outer axis has one device of each rank, the inner one two of each.
     theirs = jax.sharding.Mesh(np.array(pc.communicator.devices_of_this_rank()[:2]), ("d",))

@@ -14,6 +14,7 @@ import pytest
 from jax import lax
 
 import pycollective as pc
+from tests.collective.programs import oracle_devices
 from tests.spmd.cases import ALL, LINEAR, Function, compare, own, stacked
 
 Array = Any
@@ -167,7 +168,7 @@ def test_gradient_outside_of_shared_values(world: pc.Communicator, local: int) -
         return lambda w, x: jnp.sum(jnp.sin(mapped(w, x)))
 
     total = world.size * local
-    oracle = jax.pmap(fun, "i", in_axes=(None, 0), devices=jax.devices()[:total])
+    oracle = jax.pmap(fun, "i", in_axes=(None, 0), devices=oracle_devices(total))
     want = jax.grad(loss(oracle))(w, xs)
     got = jax.grad(loss(pc.pmap(fun, "i", in_axes=(None, 0))))(w, own(world, local, xs))
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
@@ -181,7 +182,7 @@ def test_gradient_outside_of_a_shared_loss(world: pc.Communicator, local: int) -
 
     total = world.size * local
     options: dict[str, Any] = {"in_axes": (None, 0), "out_axes": None}
-    want = jax.value_and_grad(jax.pmap(fun, "i", devices=jax.devices()[:total], **options))(w, xs)
+    want = jax.value_and_grad(jax.pmap(fun, "i", devices=oracle_devices(total), **options))(w, xs)
     got = jax.value_and_grad(pc.pmap(fun, "i", **options))(w, own(world, local, xs))
     for mine, expected in zip(got, want, strict=True):
         np.testing.assert_allclose(mine, expected, rtol=1e-4, atol=1e-5)
@@ -196,7 +197,7 @@ def test_vmap_outside(world: pc.Communicator, local: int) -> None:
     total = world.size * local
     xs = stacked(world, local)
     fun = each(SINGLE, lambda f: f)
-    want = jax.vmap(jax.pmap(fun, "i", devices=jax.devices()[:total]))(jnp.stack([xs, 2 * xs]))
+    want = jax.vmap(jax.pmap(fun, "i", devices=oracle_devices(total)))(jnp.stack([xs, 2 * xs]))
     mine = own(world, local, xs)
     got = jax.vmap(pc.pmap(fun, "i"))(jnp.stack([mine, 2 * mine]))
     for name, y in got.items():
@@ -226,7 +227,7 @@ def test_axes_of_trees(world: pc.Communicator, local: int) -> None:
 
     axes = ({"a": 0, "b": (2, None)}, None)
     out = {"sum": 1, "both": (2, None)}
-    want = jax.pmap(fun, "i", in_axes=axes, out_axes=out, devices=jax.devices()[:n])(tree, 5.0)
+    want = jax.pmap(fun, "i", in_axes=axes, out_axes=out, devices=oracle_devices(n))(tree, 5.0)
     part = slice(world.rank * local, (world.rank + 1) * local)
     mine = {"a": tree["a"][part], "b": (tree["b"][0][..., part], tree["b"][1])}
     got = pc.pmap(fun, "i", in_axes=axes, out_axes=out)(mine, 5.0)

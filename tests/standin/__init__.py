@@ -8,6 +8,7 @@ accelerator: lowering, handlers, streams, events, page-locked buffers and MPI ar
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import functools
 import importlib
 import os
@@ -45,9 +46,17 @@ def compile_cpp(sources: list[Path], out: Path, *flags: str) -> Path:
 
 @functools.cache
 def library(folder: Path) -> ctypes.CDLL:
-    """The stand-in, compiled into ``folder``."""
+    """The stand-in, compiled into ``folder``; or into ``PYCOLLECTIVE_TEST_STANDIN_FOLDER``, where it stays."""
+    sources = [_HERE / "cudart.cc", _HERE / "xla.cc"]
+    if keep := os.environ.get("PYCOLLECTIVE_TEST_STANDIN_FOLDER"):
+        out = Path(keep) / "standin.so"
+        with (Path(keep) / "standin.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # one of the ranks compiles
+            if not out.exists():
+                compile_cpp(sources, out, "-shared")
+        return ctypes.CDLL(str(out))
     out = folder / f"standin-{os.getpid()}.so"
-    compile_cpp([_HERE / "cudart.cc", _HERE / "xla.cc"], out, "-shared")
+    compile_cpp(sources, out, "-shared")
     loaded = ctypes.CDLL(str(out))
     out.unlink()
     return loaded
