@@ -1,13 +1,21 @@
-"""For tests that every rank runs under mpirun: one report for all ranks; a hang becomes a failure with all stacks."""
+"""For tests that every rank runs under mpirun: one report for all ranks; a hang becomes a failure with all stacks.
+
+``PYCOLLECTIVE_TEST_PLATFORM=cuda`` makes it an error if other devices than GPUs take part, and
+``PYCOLLECTIVE_TEST_SECONDS`` skips the tests that would begin so much later than the first.
+"""
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 
+import jax
 import pytest
 from mpi4py import MPI
 
@@ -16,17 +24,33 @@ from tests import standin
 if mode := os.environ.get("PYCOLLECTIVE_TEST_STANDIN"):
     standin.install(mode)
 
-from tests.collective.programs import meet
+from tests.collective.programs import any_rank, meet
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+
+PLATFORM = os.environ.get("PYCOLLECTIVE_TEST_PLATFORM")
+"""JAX's name of the platform whose devices must take part; None: its default is right."""
+
+_SECONDS = os.environ.get("PYCOLLECTIVE_TEST_SECONDS")
 
 _EXIT_AFTER_S = 5.0
 """The time from the dump of a stuck rank's stacks (pytest's faulthandler_timeout) to its exit, so that all can dump."""
 
 
+def check_platform(name: str) -> None:
+    """Ends the session where JAX's own devices, which take part, are of another platform."""
+    found = jax.local_devices()
+    with suppress(RuntimeError):  # there is no such platform
+        if set(found) <= set(jax.devices(name)):
+            return
+    raise pytest.UsageError(f"PYCOLLECTIVE_TEST_PLATFORM: expected devices of {name}, got {found}")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Only rank 0 writes a report. Another rank writes one at the end, if a test failed there."""
+    if PLATFORM is not None:
+        check_platform(PLATFORM)
     if RANK != 0:
         reporter = session.config.pluginmanager.get_plugin("terminalreporter")
         assert reporter is not None
@@ -47,9 +71,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.parallel(SIZE))
 
 
+@functools.cache
+def first_test() -> float:
+    """When this was called first."""
+    return time.monotonic()
+
+
 @pytest.fixture(autouse=True)
 def no_hang(request: pytest.FixtureRequest) -> Iterator[None]:
     """Ends this rank, and so the job, if a test takes too long. All ranks end each test together."""
+    if _SECONDS is not None and any_rank(time.monotonic() - first_test() > float(_SECONDS)):
+        pytest.skip(f"LOUD: out of time after {_SECONDS} s")
     limit = float(request.config.getini("faulthandler_timeout")) + _EXIT_AFTER_S
     timer = threading.Timer(limit, os._exit, args=(70,))
     timer.daemon = True

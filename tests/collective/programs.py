@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -26,13 +27,26 @@ def meet() -> None:
         time.sleep(0.002)
 
 
+def any_rank(condition: bool) -> bool:
+    """Whether it is true on some rank."""
+    return any(_MEETING.allgather(condition))
+
+
+def oracle_devices(count: int) -> list[jax.Device]:
+    """Devices of this process on which JAX computes what ranks must: of the host, whatever takes part."""
+    return jax.devices("cpu")[:count]
+
+
 def once(size: int, compute: Callable[[], Any]) -> Any:
     """``compute()``, done by one rank for all that pass this ``size``: an oracle is slow to compile."""
     return divided(size, [None], lambda _: {None: compute()})[None]
 
 
 def divided(size: int, names: Iterable[Any], compute: Callable[[list[Any]], dict[Any, Any]]) -> dict[Any, Any]:
-    """``compute(names)``: each of the ranks that pass this ``size`` computes a part of it for all of them."""
+    """``compute(names)``: each of the ranks that pass this ``size`` computes a part of it for all of them.
+
+    It runs on the host: there matrix products keep all bits, and programs are not compiled for GPUs.
+    """
     sizes = _MEETING.allgather(size)
     peers = [rank for rank, other in enumerate(sizes) if other == size]
     names = list(names)
@@ -40,7 +54,8 @@ def divided(size: int, names: Iterable[Any], compute: Callable[[list[Any]], dict
     part: Any = {}
     if own:
         try:
-            part = jax.tree.map(np.asarray, compute(own))
+            with jax.default_device(oracle_devices(1)[0]) if jax.default_backend() != "cpu" else nullcontext():
+                part = jax.tree.map(np.asarray, compute(own))
         except Exception as error:  # the other ranks get it as well; they would wait for ever
             part = error
     meet()

@@ -13,6 +13,7 @@ from mpi4py import MPI
 
 import pycollective as pc
 
+needs_two_devices = pytest.mark.skipif(jax.local_device_count() < 2, reason="LOUD: needs two local devices")
 needs_two = pytest.mark.skipif(MPI.COMM_WORLD.size < 2, reason="LOUD: needs two ranks (run under mpirun -n 2)")
 RUNTIME_ERRORS = (jax.errors.JaxRuntimeError, ValueError)  # XLA chooses one of them
 
@@ -265,7 +266,9 @@ def test_frozen(world: pc.Communicator) -> None:
         ({"timeout": 0}, ValueError, "init: expected timeout to be a positive number of seconds, got 0"),
         ({"devices": 99}, ValueError, r"init: expected devices from 1 to \d+, got 99"),
         ({"devices": "cpu"}, TypeError, "init: expected devices: a number or a sequence of jax.Device, got 'cpu'"),
-        ({"devices": 2}, ValueError, "init: expected the devices of the first call"),
+        pytest.param(
+            {"devices": 2}, ValueError, "init: expected the devices of the first call", marks=needs_two_devices
+        ),
         ({"timeout": 2}, ValueError, "init: expected the timeout of the first call, None, got 2"),
         ({"comm": MPI.COMM_SELF}, ValueError, "init: expected the world of the first call"),
     ],
@@ -281,6 +284,7 @@ def test_only_intracommunicators(world: pc.Communicator) -> None:
             pc.Communicator(wrong)  # type: ignore[arg-type]
 
 
+@needs_two_devices
 def test_programs_elsewhere_than_on_the_devices_of_init(world: pc.Communicator) -> None:
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), "i")
     spec = jax.sharding.PartitionSpec("i")
@@ -292,6 +296,7 @@ def test_programs_elsewhere_than_on_the_devices_of_init(world: pc.Communicator) 
         each(jnp.ones(2)).block_until_ready()
 
 
+@needs_two_devices
 def test_one_device_may_be_any(world: pc.Communicator) -> None:
     mine = jax.devices()[world.rank % 2]
     got = pc.psum(jax.device_put(jnp.ones(3), mine), world)

@@ -207,6 +207,12 @@ def test_nan_wins_as_in_jax(dtype: str, world: pc.Communicator) -> None:
                 assert not jnp.isnan(y[1])
 
 
+def test_results_are_where_operands_are(world: pc.Communicator) -> None:
+    x = jnp.ones(3)
+    for call in (lambda x: pc.psum(x, world), pc.jit(lambda x: pc.all_gather(x, world))):
+        assert call(x).devices() == x.devices() == {pc.communicator.devices_of_this_rank()[0]}
+
+
 def test_pytrees(world: pc.Communicator) -> None:
     tree = {"a": jnp.ones(3), "b": (jnp.arange(2), [jnp.asarray(True)]), "c": None}
     y = pc.psum(tree, world)

@@ -1,4 +1,4 @@
-// Tests native/device.cc on the stand-in for CUDA's runtime.
+// Tests native/device.cc on the stand-in for CUDA's runtime, or on CUDA's own (PYCOLLECTIVE_CUDART).
 
 #include <algorithm>
 #include <atomic>
@@ -18,14 +18,13 @@ namespace {
 bool DoublesInPieces() {
   void* stream = NewStream();
   const std::vector<Ints> values{Counting(5), Counting(100), Counting(33)};
-  Inputs x(stream, values);
-  std::vector<Ints> y{Ints(5), Ints(100), Ints(33)};
-  Launch(stream, [&] {  // reads the memory of the results before they are there: it was another array's
-    Sleep(3);
-    if (y[1][0] != 0) std::memset(&x.arrays[1][0], 0, 4);
-  });
+  const std::vector<Array> y{Array(5), Array(100), Array(33)};
+  const Array before(100);
+  const std::vector<Array> x = Late(stream, values);
+  Launch(stream, [] { Sleep(kLateMs); });
+  y[1].CopyTo(before, stream);  // reads the memory of the results before they are there: it was another array's
   Events events(stream);
-  const pc::Transfer transfer{SideOf(x.arrays), SideOf(y), true, true};
+  const pc::Transfer transfer{SideOf(x), SideOf(y), true, true};
   int64_t calls = 0;
   const pc::Outcome outcome = events.device.Stage(
       transfer, 64, events.ready, events.done, [&](const void* in, void* out, int64_t count) -> pc::Outcome {
@@ -35,22 +34,22 @@ bool DoublesInPieces() {
         return {};
       });
   events.End();
-  const std::vector<Ints> got = Read(stream, y);
   bool right = outcome.ok() && calls == (138 + 15) / 16;
   for (size_t i = 0; i < values.size(); ++i) {
-    for (size_t j = 0; j < values[i].size(); ++j) right = right && got[i][j] == 2 * values[i][j];
+    const Ints got = y[i].Read(stream);
+    for (size_t j = 0; j < values[i].size(); ++j) right = right && got[j] == 2 * values[i][j];
   }
-  return right;
+  return right && before.Read(stream) == Ints(100);
 }
 
 void TestPieces() { CHECK(DoublesInPieces()); }
 
 // A runtime that does not wait makes the results wrong: so the other tests would see it.
 void TestForgottenWaits() {
-  standin_set_delay_us(2000);
+  SlowCopies(2000);
   pc::runtime.EventSynchronize = [](void*) { return 0; };
   CHECK(!DoublesInPieces());
-  pc::runtime = StandIn();
+  pc::runtime = ObservedRuntime();
   CHECK(DoublesInPieces());
   pc::runtime.StreamWaitEvent = [](void*, void*, unsigned) { return 0; };
   CHECK(!DoublesInPieces());
@@ -63,10 +62,10 @@ void TestBlocks() {
       void* stream = NewStream();
       constexpr int64_t kBlocks = 3;
       const Ints values = Counting(static_cast<size_t>(kBlocks * count));
-      Inputs x(stream, {values});
-      std::vector<Ints> y{Ints(values.size())};
+      const std::vector<Array> y{Array(values.size())};
+      const std::vector<Array> x = Late(stream, {values});
       Events events(stream);
-      const pc::Transfer transfer{SideOf(x.arrays, kBlocks), SideOf(y, kBlocks), true, false};
+      const pc::Transfer transfer{SideOf(x, kBlocks), SideOf(y, kBlocks), true, false};
       const pc::Outcome outcome = events.device.Stage(
           transfer, stage_bytes, events.ready, events.done,
           [&](const void* in, void* out, int64_t n) -> pc::Outcome {
@@ -78,7 +77,7 @@ void TestBlocks() {
           });
       CHECK(outcome.ok());
       events.End();
-      const Ints got = Read(stream, y)[0];
+      const Ints got = y[0].Read(stream);
       for (int64_t i = 0; i < kBlocks * count; ++i) {
         const int64_t block = i / count;
         CHECK(got[static_cast<size_t>(i)] == values[static_cast<size_t>((kBlocks - 1 - block) * count + i % count)]);
@@ -91,11 +90,11 @@ void TestBlocks() {
 void TestSidesOfDifferentShapes() {
   void* stream = NewStream();
   const Ints values = Counting(50);
-  Inputs x(stream, {values});
-  std::vector<Ints> y{Ints(100)};
+  const std::vector<Array> y{Array(100)};
+  const std::vector<Array> x = Late(stream, {values});
   Events events(stream);
   CHECK(events.device
-            .Stage({SideOf(x.arrays), SideOf(y, 2)}, 64, events.ready, events.done,
+            .Stage({SideOf(x), SideOf(y, 2)}, 64, events.ready, events.done,
                    [&](const void* in, void* out, int64_t n) -> pc::Outcome {
                      std::memcpy(out, in, static_cast<size_t>(4 * n));
                      std::memcpy(static_cast<int32_t*>(out) + n, in, static_cast<size_t>(4 * n));
@@ -103,10 +102,13 @@ void TestSidesOfDifferentShapes() {
                    })
             .ok());
   events.End();
-  const Ints got = Read(stream, y)[0];
+  const Ints got = y[0].Read(stream);
   for (size_t i = 0; i < 100; ++i) CHECK(got[i] == values[i % 50]);
 
-  std::vector<Ints> received{Ints(7)};
+  const std::vector<Array> received{Array(7)};
+  const Array before(7);
+  Launch(stream, [] { Sleep(kLateMs); });
+  received[0].CopyTo(before, stream);
   Events receive(stream);
   CHECK(receive.device
             .Stage({{}, SideOf(received), false, false}, 8, receive.ready, receive.done,
@@ -117,22 +119,24 @@ void TestSidesOfDifferentShapes() {
                    })
             .ok());
   receive.End();
-  CHECK(Read(stream, received)[0] == Counting(7));
+  CHECK(received[0].Read(stream) == Counting(7));
+  CHECK(before.Read(stream) == Ints(7));
 }
 
 // Calls of all kinds follow each other at once and use the same buffers: none writes over what another has still to
 // copy.
 void TestCallsFollowEachOther() {
-  standin_set_delay_us(1000);
+  SlowCopies(1000);
   void* stream = NewStream();
-  Inputs x(stream, {Counting(90)});
-  std::vector<std::vector<Ints>> results(12, std::vector<Ints>{Ints(90)});
+  std::vector<std::vector<Array>> results;
+  for (int i = 0; i < 12; ++i) results.push_back({Array(90)});
+  const std::vector<Array> x = Late(stream, {Counting(90)});
   std::vector<Events> events;
   for (size_t i = 0; i < results.size(); ++i) events.emplace_back(stream);
   uint64_t last = 0;
   for (size_t i = 0; i < results.size(); ++i) {
     last = events[i].device.Post([&, i] {
-      const pc::Transfer transfer{SideOf(x.arrays), SideOf(results[i]), true, i % 3 == 0};
+      const pc::Transfer transfer{SideOf(x), SideOf(results[i]), true, i % 3 == 0};
       CHECK(events[i]
                 .device
                 .Stage(transfer, i % 4 == 1 ? 128 : 512, events[i].ready, events[i].done,
@@ -145,14 +149,17 @@ void TestCallsFollowEachOther() {
   }
   events.back().device.Wait(last);
   for (Events& of_call : events) of_call.End();
-  for (const std::vector<Ints>& result : Read(stream, results)) {
-    for (int32_t i = 0; i < 90; ++i) CHECK(result.at(0)[static_cast<size_t>(i)] == 2 * (i + 1));
+  for (const std::vector<Array>& result : results) {
+    const Ints got = result[0].Read(stream);
+    for (int32_t i = 0; i < 90; ++i) CHECK(got[static_cast<size_t>(i)] == 2 * (i + 1));
   }
 }
 
 // Blocks that are further apart than one copy may reach are copied one by one.
 void TestBlocksFarApart() {
+#ifndef PYCOLLECTIVE_CUDART
   standin_set_max_pitch(100);
+#endif
   pc::max_pitch = 100;
   TestBlocks();
 }
@@ -160,27 +167,27 @@ void TestBlocksFarApart() {
 // A message takes the memory of one piece, not of three.
 void TestMemoryOfAMessage() {
   void* stream = NewStream();
-  Inputs x(stream, {Counting(1000)});
+  const std::vector<Array> x = Late(stream, {Counting(1000)});
   Events events(stream);
   CHECK(events.device
-            .Stage({SideOf(x.arrays), {}, false, false}, 64, events.ready, events.done,
+            .Stage({SideOf(x), {}, false, false}, 64, events.ready, events.done,
                    [&](const void* in, void*, int64_t) -> pc::Outcome {
                      CHECK(std::memcmp(in, Counting(1000).data(), 4000) == 0);
                      return {};
                    })
             .ok());
-  CHECK(standin_held() == 1);
+  CHECK(held == 1);
 }
 
 // Without page-locked memory there is an error, and the calls of MPI are made all the same.
 void TestNoMemory() {
-  standin_refuse_memory();
+  no_memory = true;
   void* stream = NewStream();
-  Inputs x(stream, {Counting(80)});
-  std::vector<Ints> y{Ints(160)};
+  const std::vector<Array> y{Array(160)};
+  const std::vector<Array> x = Late(stream, {Counting(80)});
   Events events(stream);
   int64_t calls = 0;
-  const pc::Outcome outcome = events.device.Stage({SideOf(x.arrays), SideOf(y, 2)}, 64, events.ready, events.done,
+  const pc::Outcome outcome = events.device.Stage({SideOf(x), SideOf(y, 2)}, 64, events.ready, events.done,
                                                   [&](const void* in, void* out, int64_t count) -> pc::Outcome {
                                                     ++calls;
                                                     std::memcpy(out, in, static_cast<size_t>(4 * count));
@@ -214,38 +221,40 @@ void TestNothing() {
 // Buffers are made once, and again only for larger pieces.
 void TestNoAllocationInSteadyState() {
   CHECK(DoublesInPieces());
-  const int64_t before = standin_allocations();
+  const int64_t before = allocations.load();
   for (int i = 0; i < 5; ++i) CHECK(DoublesInPieces());
-  CHECK(standin_allocations() == before);
+  CHECK(allocations.load() == before);
   TestSidesOfDifferentShapes();
-  const int64_t grown = standin_allocations();
-  CHECK(grown > before && standin_held() <= 6);
+  const int64_t grown = allocations.load();
+  CHECK(grown > before && held <= 6);
   TestSidesOfDifferentShapes();
   CHECK(DoublesInPieces());
-  CHECK(standin_allocations() == grown);
+  CHECK(allocations.load() == grown);
 }
 
 // While one piece is with MPI, other pieces come from the device and go back to it.
 void TestPiecesOverlap() {
-  standin_set_delay_us(2000);
+  SlowCopies(2000);
   void* stream = NewStream();
-  Inputs x(stream, {Counting(160)});
-  std::vector<Ints> y{Ints(160)};
+  const std::vector<Array> y{Array(160)};
+  const std::vector<Array> x = Late(stream, {Counting(160)});
   Events events(stream);
   int64_t calls = 0;
   CHECK(events.device
-            .Stage({SideOf(x.arrays), SideOf(y), true, true}, 64, events.ready, events.done,
+            .Stage({SideOf(x), SideOf(y), true, true}, 64, events.ready, events.done,
                    [&](const void* in, void* out, int64_t count) -> pc::Outcome {
                      // During each call but the last ones some copy ends.
-                     const int64_t before = standin_copied();
-                     if (++calls < 8) CHECK(Comes([&] { return standin_copied() > before; }));
+                     const int64_t before = copied.load();
+                     if (++calls < 8) CHECK(Comes([&] { return copied.load() > before; }));
                      Double(in, out, count);
                      return {};
                    })
             .ok());
   events.End();
-  CHECK(Read(stream, y)[0][159] == 320);
+  CHECK(y[0].Read(stream)[159] == 320);
+#ifndef PYCOLLECTIVE_CUDART
   CHECK(standin_most_at_once() >= 2);
+#endif
 }
 
 // Other work of the device goes on while MPI has the arrays: on other streams in any case, and on the same stream
@@ -253,13 +262,13 @@ void TestPiecesOverlap() {
 void TestOtherWorkGoesOn() {
   void* stream = NewStream();
   void* other = NewStream();
-  Inputs x(stream, {Counting(40)});
-  std::vector<Ints> y{Ints(40)};
+  const std::vector<Array> y{Array(40)};
+  const std::vector<Array> x = Late(stream, {Counting(40)});
   Events events(stream);
   std::atomic<bool> on_other{false}, on_same{false};
   pc::Outcome outcome;
   const uint64_t ticket = events.device.Post([&] {
-    outcome = events.device.Stage({SideOf(x.arrays), SideOf(y), true, true}, 1 << 20, events.ready, events.done,
+    outcome = events.device.Stage({SideOf(x), SideOf(y), true, true}, 1 << 20, events.ready, events.done,
                                   [&](const void* in, void* out, int64_t count) -> pc::Outcome {
                                     Launch(other, [&] { on_other = true; });
                                     CHECK(Comes([&] { return on_other.load() && on_same.load(); }));
@@ -270,7 +279,7 @@ void TestOtherWorkGoesOn() {
   Launch(stream, [&] { on_same = true; });
   events.device.Wait(ticket);
   events.End();
-  CHECK(outcome.ok() && Read(stream, y)[0][39] == 80);
+  CHECK(outcome.ok() && y[0].Read(stream)[39] == 80);
 }
 
 // The calls of a device run one after the other, in whichever thread.
@@ -296,13 +305,13 @@ void TestOrder() {
 void TestErrors() {
   for (const int64_t nth : {1, 2, 5, 9}) {
     void* stream = NewStream();
-    Inputs x(stream, {Counting(80)});
-    std::vector<Ints> y{Ints(80)};
+    const std::vector<Array> y{Array(80)};
+    const std::vector<Array> x = Late(stream, {Counting(80)});
     Events events(stream);
     int64_t calls = 0;
-    standin_fail_copy(nth);
+    until_failure = nth;
     const pc::Outcome outcome =
-        events.device.Stage({SideOf(x.arrays), SideOf(y), true, true}, 64, events.ready, events.done,
+        events.device.Stage({SideOf(x), SideOf(y), true, true}, 64, events.ready, events.done,
                             [&](const void*, void*, int64_t) -> pc::Outcome {
                               ++calls;
                               return {};
@@ -318,21 +327,21 @@ void TestErrors() {
 // A library that reads the device's memory gets it when the operands are there.
 void TestDirect() {
   void* stream = NewStream();
-  Inputs x(stream, {Counting(10)});
-  std::vector<Ints> y{Ints(10, 7)};
+  const std::vector<Array> y{Array(10, 7)};
+  const std::vector<Array> x = Late(stream, {Counting(10)});
   Events events(stream);
   CHECK(events.device
-            .Direct({SideOf(x.arrays), SideOf(y)}, events.ready, events.done,
+            .Direct({SideOf(x), SideOf(y)}, events.ready, events.done,
                     [&](const void* in, void* out, int64_t count) -> pc::Outcome {
-                      CHECK(in == x.arrays[0].data() && out == y[0].data() && count == 10);
-                      CHECK(x.arrays[0] == Counting(10));
+                      CHECK(in == x[0].data() && out == y[0].data() && count == 10);
+                      CHECK(x[0].Now() == Counting(10));
                       pc::Outcome outcome = events.device.memory().Clear(out, 40);
-                      CHECK(outcome.ok() && y[0] == Ints(10, 0));
+                      CHECK(outcome.ok() && y[0].Now() == Ints(10, 0));
                       return events.device.memory().Copy(out, in, 40);
                     })
             .ok());
   events.End();
-  CHECK(Read(stream, y)[0] == Counting(10));
+  CHECK(y[0].Read(stream) == Counting(10));
 }
 
 const Tests kTests = {
@@ -356,7 +365,7 @@ const Tests kTests = {
 }  // namespace
 
 int main(int argc, char** argv) {
-  pc::runtime = StandIn();
-  standin_set_delay_us(200);
+  pc::runtime = ObservedRuntime();
+  SlowCopies(200);
   return RunOne(kTests, argc, argv);
 }

@@ -1,14 +1,17 @@
-// Arrays and calls on a device of the stand-in for CUDA's runtime.
+// Arrays and calls on a device of the stand-in for CUDA's runtime, or of CUDA's own (PYCOLLECTIVE_CUDART).
 //
 // Late work of a stream writes the operands, and later work of it reads the results, as XLA's kernels would.
 
 #ifndef PYCOLLECTIVE_TESTS_NATIVE_ON_DEVICE_H_
 #define PYCOLLECTIVE_TESTS_NATIVE_ON_DEVICE_H_
 
-#include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <cstdint>
+#include <cstring>
 #include <functional>
 #include <numeric>
+#include <thread>
 #include <vector>
 
 #include "cudart.h"
@@ -17,39 +20,102 @@
 
 namespace pc = pycollective;
 
-// In the order of the table in native/runtime.h.
-inline pc::Runtime StandIn() {
-  return {cudaGetDevice,
-          cudaSetDevice,
-          cudaStreamCreateWithFlags,
-          cudaStreamSynchronize,
-          cudaStreamWaitEvent,
-          cudaEventCreateWithFlags,
-          cudaEventRecord,
-          cudaEventSynchronize,
-          cudaHostAlloc,
-          cudaFreeHost,
-          cudaMemcpyAsync,
-          cudaMemcpy2DAsync,
-          cudaMemsetAsync,
-          cudaGetErrorString};
-}
+// Checks that a call of the tests to the runtime succeeds.
+#define CUDA(call) CHECK((call) == 0)
+
+#ifdef PYCOLLECTIVE_CUDART
+inline constexpr bool kStandIn = false;
+#else
+inline constexpr bool kStandIn = true;
+#endif
 
 inline void* NewStream() {
   void* stream = nullptr;
-  cudaStreamCreateWithFlags(&stream, 0);
+  CUDA(cudaStreamCreateWithFlags(&stream, 1));  // it waits for no other stream
   return stream;
 }
 
+// Launches a kernel: the stream calls a function of the host in its order. The function calls none of CUDA's.
 inline void Launch(void* stream, std::function<void()> kernel) {
-  standin_launch(
+  CUDA(cudaLaunchHostFunc(
       stream,
       [](void* argument) {
         auto* kernel = static_cast<std::function<void()>*>(argument);
         (*kernel)();
         delete kernel;
       },
-      new std::function<void()>(std::move(kernel)));
+      new std::function<void()>(std::move(kernel))));
+}
+
+// native/device.cc calls the runtime through ObservedRuntime, which counts the calls, and makes them slow or fail as
+// these variables say. The tests call the runtime itself.
+inline std::atomic<int> slow_us{0};           // each copy takes at least so long
+inline std::atomic<int64_t> until_failure{0};  // the copy or set with this number from now on fails; 0: none fails
+inline std::atomic<bool> no_memory{false};     // page-locked memory is refused
+inline std::atomic<int64_t> allocations{0};    // the number of page-locked allocations that were made so far
+inline std::atomic<int64_t> held{0};           // the number of them that are held
+inline std::atomic<int64_t> copied{0};         // the number of copies that have ended
+inline constexpr int kInvalidValue = 1;        // cudaErrorInvalidValue
+inline constexpr int kMemoryAllocation = 2;    // cudaErrorMemoryAllocation
+
+inline bool Fails() { return until_failure.load() > 0 && until_failure.fetch_sub(1) == 1; }
+
+template <typename Copy>
+int Observed(void* stream, Copy copy) {
+  if (Fails()) return kInvalidValue;
+  if (const int us = slow_us; us > 0 && !kStandIn) {  // the stand-in's own copies are slow
+    Launch(stream, [us] { std::this_thread::sleep_for(std::chrono::microseconds(us)); });
+  }
+  const int code = copy();
+  if (code == 0) Launch(stream, [] { ++copied; });
+  return code;
+}
+
+// Makes every copy take at least so long.
+inline void SlowCopies(int us) {
+  slow_us = us;
+#ifndef PYCOLLECTIVE_CUDART
+  standin_set_delay_us(us);
+#endif
+}
+
+inline pc::Runtime ObservedRuntime() {
+  pc::Runtime runtime{cudaGetDevice,  // in the order of the table in native/runtime.h
+                      cudaSetDevice,
+                      cudaStreamCreateWithFlags,
+                      cudaStreamSynchronize,
+                      cudaStreamWaitEvent,
+                      cudaEventCreateWithFlags,
+                      cudaEventRecord,
+                      cudaEventSynchronize,
+                      cudaHostAlloc,
+                      cudaFreeHost,
+                      cudaMemcpyAsync,
+                      cudaMemcpy2DAsync,
+                      cudaMemsetAsync,
+                      cudaGetErrorString};
+  runtime.HostAlloc = [](void** memory, size_t nbytes, unsigned flags) {
+    if (no_memory) return kMemoryAllocation;
+    ++allocations;
+    ++held;
+    return cudaHostAlloc(memory, nbytes, flags);
+  };
+  runtime.HostFree = [](void* memory) {
+    --held;
+    return cudaFreeHost(memory);
+  };
+  runtime.MemcpyAsync = [](void* to, const void* from, size_t nbytes, int kind, void* stream) {
+    return Observed(stream, [&] { return cudaMemcpyAsync(to, from, nbytes, kind, stream); });
+  };
+  runtime.Memcpy2DAsync = [](void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width,
+                             size_t height, int kind, void* stream) {
+    return Observed(stream,
+                    [&] { return cudaMemcpy2DAsync(to, to_pitch, from, from_pitch, width, height, kind, stream); });
+  };
+  runtime.MemsetAsync = [](void* to, int value, size_t nbytes, void* stream) {
+    return Fails() ? kInvalidValue : cudaMemsetAsync(to, value, nbytes, stream);
+  };
+  return runtime;
 }
 
 using Ints = std::vector<int32_t>;
@@ -60,11 +126,62 @@ inline Ints Counting(size_t count) {
   return values;
 }
 
-inline pc::Side SideOf(std::vector<Ints>& arrays, int64_t blocks = 1) {
+// Copies for the tests. On the stand-in a function of the host does it, since the stand-in's own copies are slow.
+inline void Copy(void* to, const void* from, size_t nbytes, int kind, void* stream) {
+#ifdef PYCOLLECTIVE_CUDART
+  CUDA(cudaMemcpyAsync(to, from, nbytes, kind, stream));
+#else
+  static_cast<void>(kind);
+  Launch(stream, [=] { std::memcpy(to, from, nbytes); });
+#endif
+}
+
+// An array in the device's memory. The memory is never freed: each test is a process of its own, and copies may still
+// be under way when a test fails.
+class Array {
+ public:
+  explicit Array(size_t count, int32_t value = 0) : count_(count) {
+    CUDA(cudaMalloc(&data_, nbytes()));
+    CUDA(cudaHostAlloc(&written_, nbytes(), 0));  // not later: then it would wait for the device
+    CUDA(cudaHostAlloc(&read_, nbytes(), 0));
+    void* const stream = NewStream();
+    Write(stream, Ints(count, value));
+    CUDA(cudaStreamSynchronize(stream));
+  }
+
+  void Write(void* stream, const Ints& values) {
+    std::memcpy(written_, values.data(), nbytes());
+    Copy(data_, written_, nbytes(), pc::kHostToDevice, stream);
+  }
+  // Returns what a kernel reads when the stream comes to it.
+  Ints Read(void* stream) const {
+    Copy(read_, data_, nbytes(), pc::kDeviceToHost, stream);
+    CUDA(cudaStreamSynchronize(stream));
+    const auto* const read = static_cast<const int32_t*>(read_);
+    return Ints(read, read + count_);
+  }
+  Ints Now() const { return Read(NewStream()); }
+  void CopyTo(const Array& other, void* stream) const {
+    Copy(other.data_, data_, nbytes(), pc::kDeviceToDevice, stream);
+  }
+
+  void* data() const { return data_; }
+  size_t size() const { return count_; }
+
+ private:
+  size_t nbytes() const { return 4 * count_; }
+
+  size_t count_;
+  void* data_ = nullptr;
+  void* written_ = nullptr;  // page-locked memory of the host, as is the next
+  void* read_ = nullptr;
+};
+
+inline pc::Side SideOf(const std::vector<Array>& arrays, int64_t blocks = 1) {
   pc::Side side;
   side.element_bytes = 4;
   side.blocks = blocks;
-  for (Ints& array : arrays) {
+  for (const Array& array : arrays) {
     const auto count = static_cast<int64_t>(array.size()) / blocks;
     side.arrays.push_back({array.data(), count});
     side.count += count;
@@ -72,25 +189,17 @@ inline pc::Side SideOf(std::vector<Ints>& arrays, int64_t blocks = 1) {
   return side;
 }
 
-// Arrays in the device's memory that a kernel writes late.
-struct Inputs {
-  Inputs(void* stream, std::vector<Ints> values) : arrays(values) {
-    for (Ints& array : arrays) std::fill(array.begin(), array.end(), -1);
-    Launch(stream, [this, values] {
-      Sleep(3);
-      for (size_t i = 0; i < values.size(); ++i) std::copy(values[i].begin(), values[i].end(), arrays[i].begin());
-    });
-  }
-  std::vector<Ints> arrays;
-};
+// How much later a late kernel ends: code that does not wait for it runs before.
+inline constexpr int kLateMs = 5;
 
-// Returns what a kernel reads from `arrays` when the stream comes to it.
-template <typename Arrays>
-Arrays Read(void* stream, const Arrays& arrays) {
-  Arrays read;
-  Launch(stream, [&] { read = arrays; });
-  cudaStreamSynchronize(stream);
-  return read;
+// Returns arrays in the device's memory that a kernel writes late. A test makes its other arrays before: an allocation
+// may wait for the device.
+inline std::vector<Array> Late(void* stream, const std::vector<Ints>& values) {
+  std::vector<Array> arrays;
+  for (const Ints& each : values) arrays.emplace_back(each.size(), -1);
+  Launch(stream, [] { Sleep(kLateMs); });
+  for (size_t i = 0; i < values.size(); ++i) arrays[i].Write(stream, values[i]);
+  return arrays;
 }
 
 // The events of one call, as DevicePlace (native/place.h) makes them.

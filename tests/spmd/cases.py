@@ -12,7 +12,7 @@ from jax import lax
 
 import pycollective as pc
 from tests.cases import values
-from tests.collective.programs import divided, once
+from tests.collective.programs import divided, once, oracle_devices
 
 Array = Any
 Function = Callable[[Any], Any]
@@ -147,7 +147,7 @@ def compare(
     total = world.size * local
 
     def oracle(fun: Callable[..., Any]) -> Any:
-        mapped = jax.pmap(fun, "i", in_axes=in_axes, devices=jax.devices()[:total], **options)
+        mapped = jax.pmap(fun, "i", in_axes=in_axes, devices=oracle_devices(total), **options)
         return jax.jit(around(mapped))(*args)
 
     if isinstance(fun, dict):

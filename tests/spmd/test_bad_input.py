@@ -18,7 +18,7 @@ from mpi4py import MPI
 import pycollective as pc
 from pycollective.primitives import exchanges, lowering
 from pycollective.ranks.setup import devices_of_this_rank
-from tests.spmd.conftest import LOCAL
+from tests.spmd.conftest import LOCAL, needs_local
 from tests.under_mpirun import RANK, SIZE
 
 D = max(LOCAL)  # the number of local devices that pc.init gets
@@ -300,6 +300,7 @@ def test_sizes_that_are_no_integers() -> None:
 
 
 @pytest.mark.skipif(SIZE not in (2, 4), reason="LOUD: needs 2 or 4 ranks")
+@needs_local(3 if SIZE == 2 else 2)
 def test_axis_that_cuts_a_rank_into_no_box(world: pc.Communicator) -> None:
     # 2 ranks of 3 devices as 3 x 2, or 3 ranks of 2 devices as 2 x 3: a rank starts or ends inside a row.
     ranks, local = (2, 3) if SIZE == 2 else (3, 2)

@@ -22,6 +22,7 @@ from pycollective.ranks.setup import devices_of_this_rank
 from tests.cases import values
 from tests.collective.programs import divided
 from tests.spmd.cases import assert_close, own, stacked
+from tests.spmd.conftest import needs_local
 
 Array = Any
 
@@ -245,6 +246,7 @@ def test_narrow_sums_have_types(world: pc.Communicator, local: int) -> None:
     assert (float(value), float(gradient)) == (2 * xs.sum(), xs.sum())
 
 
+@needs_local(2)
 def test_around_a_shard_map_of_jax(world: pc.Communicator) -> None:
     # The outer axis has one device of each rank, the inner one two of each.
     theirs = jax.sharding.Mesh(np.array(devices_of_this_rank()[:2]), ("d",))

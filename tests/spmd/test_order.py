@@ -15,6 +15,7 @@ from jax import lax
 import pycollective as pc
 from pycollective.ranks.setup import devices_of_this_rank
 from tests.spmd.cases import own, stacked
+from tests.spmd.conftest import needs_local
 
 
 def test_programs_on_one_device_and_on_several(world: pc.Communicator, local: int) -> None:
@@ -194,6 +195,7 @@ def test_devices_that_a_sharding_names(how: str, world: pc.Communicator) -> None
         assert z == k * world.size
 
 
+@needs_local(2)
 def test_under_a_mesh_that_is_set(world: pc.Communicator) -> None:
     # jax.set_mesh gives its devices to all programs. Our programs that have their own mesh may run under it.
     devices = devices_of_this_rank()[:4]

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 import pycollective as pc
 from pycollective.ranks.setup import devices_of_this_rank
 from tests.collective.programs import meet
-from tests.spmd.conftest import LOCAL, SIZE
+from tests.spmd.conftest import LOCAL, SIZE, needs_local
 
 D = max(LOCAL)
 RING = [(r, (r + 1) % SIZE) for r in range(SIZE)]
@@ -170,6 +170,7 @@ def test_messages_of_any_tag_between_devices(world: pc.Communicator) -> None:
         jax.block_until_ready(program(np.arange(D, dtype=np.float32)))
 
 
+@needs_local(4)
 def test_axes_that_are_left_to_xla(world: pc.Communicator) -> None:
     mesh = jax.make_mesh((2, 2), ("mine", "its"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     mapped = jax.shard_map(
@@ -229,6 +230,7 @@ def test_many_at_once(many: list[pc.Communicator]) -> None:
     assert pc.psum(1, many[0]) == SIZE
 
 
+@needs_local(2)
 def test_channels_are_given_back(world: pc.Communicator, many: list[pc.Communicator]) -> None:
     # One program with eight communicators compiles faster than eight programs. Each makes D - 1 channels more.
     for _ in range(248 // (8 * (D - 1)) + 1):

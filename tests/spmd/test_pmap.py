@@ -16,6 +16,7 @@ from jax import lax
 import pycollective as pc
 from pycollective.ranks.setup import devices_of_this_rank
 from tests.cases import values
+from tests.collective.programs import oracle_devices
 from tests.spmd.cases import ALL, EACH, LINEAR, Function, compare, each, own, stacked
 
 Array = Any
@@ -179,7 +180,7 @@ def test_gradient_outside_of_shared_values(world: pc.Communicator, local: int) -
         return lambda w, x: jnp.sum(jnp.sin(mapped(w, x)))
 
     total = world.size * local
-    oracle = jax.pmap(fun, "i", in_axes=(None, 0), devices=jax.devices()[:total])
+    oracle = jax.pmap(fun, "i", in_axes=(None, 0), devices=oracle_devices(total))
     want = jax.grad(loss(oracle))(w, xs)
     got = jax.grad(loss(pc.pmap(fun, "i", in_axes=(None, 0))))(w, own(world, local, xs))
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
@@ -193,7 +194,7 @@ def test_gradient_outside_of_a_shared_loss(world: pc.Communicator, local: int) -
 
     total = world.size * local
     options: dict[str, Any] = {"in_axes": (None, 0), "out_axes": None}
-    want = jax.value_and_grad(jax.pmap(fun, "i", devices=jax.devices()[:total], **options))(w, xs)
+    want = jax.value_and_grad(jax.pmap(fun, "i", devices=oracle_devices(total), **options))(w, xs)
     got = jax.value_and_grad(pc.pmap(fun, "i", **options))(w, own(world, local, xs))
     for mine, expected in zip(got, want, strict=True):
         np.testing.assert_allclose(mine, expected, rtol=1e-4, atol=1e-5)
@@ -234,7 +235,7 @@ def test_axes_of_trees(world: pc.Communicator, local: int) -> None:
 
     axes = ({"a": 0, "b": (2, None)}, None)
     out = {"sum": 1, "both": (2, None)}
-    want = jax.pmap(fun, "i", in_axes=axes, out_axes=out, devices=jax.devices()[:n])(tree, 5.0)
+    want = jax.pmap(fun, "i", in_axes=axes, out_axes=out, devices=oracle_devices(n))(tree, 5.0)
     part = slice(world.rank * local, (world.rank + 1) * local)
     mine = {"a": tree["a"][part], "b": (tree["b"][0][..., part], tree["b"][1])}
     got = pc.pmap(fun, "i", in_axes=axes, out_axes=out)(mine, 5.0)

@@ -17,7 +17,7 @@ from jax import lax
 
 import pycollective as pc
 from tests.cases import values
-from tests.collective.programs import once
+from tests.collective.programs import once, oracle_devices
 from tests.spmd.cases import assert_close, own
 from tests.spmd.conftest import LOCAL
 from tests.under_mpirun import SIZE
@@ -164,7 +164,7 @@ def test_random_programs(
 
         return results
 
-    oracle = jax.pmap(fun, "i", devices=jax.devices()[:total])
+    oracle = jax.pmap(fun, "i", devices=oracle_devices(total))
     want = once(total, lambda: jax.jit(both(oracle, ws))(xs))
     got = pc.jit(both(pc.pmap(fun, "i"), own(world, local, ws)))(own(world, local, xs))
     scale = max(1.0, *(float(np.abs(y).max(initial=0)) for y in jax.tree.leaves(want)))

@@ -16,20 +16,28 @@ from jax.sharding import PartitionSpec as P
 import pycollective as pc
 from pycollective.ranks.setup import devices_of_this_rank
 from tests.cases import values
-from tests.collective.programs import divided
+from tests.collective.programs import divided, oracle_devices
 from tests.spmd.cases import ALL, LINEAR, SHAPE
+from tests.spmd.conftest import LOCAL
 from tests.under_mpirun import SIZE
 
 Array = Any
 Grid = tuple[int, tuple[int, int]]
 """The number of local devices, and the sizes of the axes "data" and "model"."""
 
-INSIDE, ACROSS, BOTH, BOTH_OUTER = {
+ON_ONE_DEVICE: tuple[Grid, ...] = ((1, (SIZE, 1)), (1, (1, SIZE)), (1, (1, SIZE)), (1, (SIZE, 1)))
+WANTED: tuple[Grid, ...] = {
     1: ((4, (2, 2)), (1, (1, 1)), (4, (1, 4)), (4, (4, 1))),
     2: ((2, (2, 2)), (1, (1, 2)), (2, (1, 4)), (4, (4, 2))),
     4: ((2, (4, 2)), (1, (2, 2)), (2, (2, 4)), (2, (2, 4))),
-}.get(SIZE, ((1, (SIZE, 1)), (1, (1, SIZE)), (1, (1, SIZE)), (1, (SIZE, 1))))
-"""Grids where "model" lies inside each rank, across ranks, or both; on 2 ranks also one where "data" lies both ways."""
+}.get(SIZE, ON_ONE_DEVICE)
+INSIDE, ACROSS, BOTH, BOTH_OUTER = (
+    wanted if wanted[0] <= max(LOCAL) else instead for wanted, instead in zip(WANTED, ON_ONE_DEVICE, strict=True)
+)
+"""Grids where "model" lies inside each rank, across ranks, or both; on 2 ranks also one where "data" lies both ways.
+
+Ranks with fewer devices than a grid needs, GPUs, get one on a single device of each.
+"""
 
 GRIDS = tuple(dict.fromkeys((INSIDE, ACROSS, BOTH, BOTH_OUTER)))
 NAMES = ("data", "model")
@@ -55,7 +63,7 @@ def meshes(
     world: pc.Communicator, local: int, sizes: Sequence[int], names: Sequence[str] = NAMES
 ) -> tuple[pc.Mesh, jax.sharding.Mesh]:
     """Returns our mesh over all ranks, and the oracle's over as many devices of this process."""
-    devices = np.array(jax.devices()[: world.size * local], dtype=object)
+    devices = np.array(oracle_devices(world.size * local), dtype=object)
     theirs = jax.sharding.Mesh(devices.reshape(sizes), tuple(names))
     return pc.make_mesh(sizes, names, devices=devices_of_this_rank()[:local]), theirs
 
@@ -324,7 +332,7 @@ def test_ranks_and_local_devices_of_each_axis(world: pc.Communicator) -> None:
         assert cut(INSIDE)[1] == (1, INSIDE[1][1])
         assert cut(ACROSS)[1] == (ACROSS[1][1], 1)
         assert cut(BOTH)[1] == (BOTH[1][1] // BOTH[0], BOTH[0])
-    if world.size == 2:
+    if world.size == 2 and BOTH_OUTER[0] > 1:
         assert all(size > 1 for size in cut(BOTH_OUTER)[0])
 
 

@@ -1,4 +1,7 @@
-"""``python -m tests.standin staged|direct PROGRAM [ARGUMENTS...]``: a program whose devices are stand-ins for GPUs."""
+"""``python -m tests.standin staged|direct PROGRAM [ARGUMENTS...]``: a program whose devices are stand-ins for GPUs.
+
+``-m MODULE`` may stand in the place of the program.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,10 @@ from pathlib import Path
 from tests import standin
 
 mode, *sys.argv = sys.argv[1:]
-sys.path.insert(0, str(Path(sys.argv[0]).parent))  # as Python does for a program
 standin.install(mode)
-runpy.run_path(sys.argv[0], run_name="__main__")
+if sys.argv[0] == "-m":
+    del sys.argv[0]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+else:
+    sys.path.insert(0, str(Path(sys.argv[0]).parent))  # as Python does for a program
+    runpy.run_path(sys.argv[0], run_name="__main__")

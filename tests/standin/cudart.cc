@@ -87,14 +87,10 @@ thread_local int current_device = 0;
 
 std::mutex memory_mutex;
 std::map<const char*, size_t> page_locked;
-std::atomic<int64_t> allocations{0};
 std::atomic<int64_t> delay_us{0};
-std::atomic<int64_t> until_failure{0};
 std::atomic<int64_t> at_once{0};
 std::atomic<int64_t> most_at_once{0};
-std::atomic<int64_t> copied{0};
 std::atomic<size_t> max_pitch{INT32_MAX};  // CUDA's cudaDevAttrMaxPitch
-std::atomic<bool> no_memory{false};
 
 bool IsPageLocked(const void* memory, size_t nbytes) {
   const auto* first = static_cast<const char*>(memory);
@@ -104,8 +100,6 @@ bool IsPageLocked(const void* memory, size_t nbytes) {
   --after;
   return first + nbytes <= after->first + after->second;
 }
-
-bool Fails() { return until_failure.load() > 0 && until_failure.fetch_sub(1) == 1; }
 
 Stream& Of(void* stream) { return *static_cast<Stream*>(stream); }
 
@@ -164,12 +158,10 @@ int cudaEventSynchronize(void* event) {
 }
 
 int cudaHostAlloc(void** memory, size_t nbytes, unsigned) {
-  if (no_memory.load()) return kMemoryAllocation;
   *memory = std::malloc(nbytes);
   std::memset(*memory, kSpoilt, nbytes);
   const std::lock_guard<std::mutex> lock(memory_mutex);
   page_locked[static_cast<const char*>(*memory)] = nbytes;
-  ++allocations;
   return 0;
 }
 
@@ -182,7 +174,6 @@ int cudaFreeHost(void* memory) {
 
 int cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width, size_t height,
                       int kind, void* stream) {
-  if (Fails()) return kInvalidValue;
   if (width > to_pitch || width > from_pitch) return kInvalidValue;
   if (height > 1 && std::max(to_pitch, from_pitch) > max_pitch.load()) return kInvalidValue;
   if (kind == kDeviceToHost && !IsPageLocked(to, to_pitch * (height - 1) + width)) return kInvalidValue;
@@ -198,7 +189,6 @@ int cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_p
       std::memcpy(static_cast<char*>(to) + row * to_pitch, static_cast<const char*>(from) + row * from_pitch, width);
     }
     --at_once;
-    ++copied;
   });
   return 0;
 }
@@ -208,7 +198,6 @@ int cudaMemcpyAsync(void* to, const void* from, size_t nbytes, int kind, void* s
 }
 
 int cudaMemsetAsync(void* to, int value, size_t nbytes, void* stream) {
-  if (Fails()) return kInvalidValue;
   Of(stream).Enqueue([=] { std::memset(to, value, nbytes); });
   return 0;
 }
@@ -228,26 +217,19 @@ int cuDeviceGetUuid_v2(char* uuid, int device) {
   return 0;
 }
 
-void standin_launch(void* stream, void (*function)(void*), void* argument) {
+int cudaMalloc(void** memory, size_t nbytes) {
+  *memory = std::malloc(nbytes);
+  return 0;
+}
+
+int cudaLaunchHostFunc(void* stream, void (*function)(void*), void* argument) {
   Of(stream).Enqueue([=] { function(argument); });
+  return 0;
 }
 
 void standin_set_delay_us(int64_t delay) { delay_us.store(delay); }
 
-int64_t standin_allocations() { return allocations.load(); }
-
-int64_t standin_held() {
-  const std::lock_guard<std::mutex> lock(memory_mutex);
-  return static_cast<int64_t>(page_locked.size());
-}
-
 void standin_set_max_pitch(int64_t nbytes) { max_pitch.store(static_cast<size_t>(nbytes)); }
 
-void standin_refuse_memory() { no_memory.store(true); }
-
-void standin_fail_copy(int64_t nth) { until_failure.store(nth); }
-
 int64_t standin_most_at_once() { return most_at_once.load(); }
-
-int64_t standin_copied() { return copied.load(); }
 }

@@ -25,27 +25,21 @@ int cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_p
 int cudaMemsetAsync(void* to, int value, size_t nbytes, void* stream);
 const char* cudaGetErrorString(int code);
 
+// Functions of CUDA that the tests call: one that allocates memory of the device, and one that makes a stream call the
+// host's function(argument) in its order.
+int cudaMalloc(void** memory, size_t nbytes);
+int cudaLaunchHostFunc(void* stream, void (*function)(void*), void* argument);
+
 // Functions of CUDA's driver: they find a device by its number, and its identity.
 int cuDeviceGet(int* device, int ordinal);
 int cuDeviceGetUuid_v2(char* uuid, int device);
 
-// Launches a kernel: the stream calls function(argument) in its order.
-void standin_launch(void* stream, void (*function)(void*), void* argument);
 // Makes every copy take at least so long.
 void standin_set_delay_us(int64_t delay);
-// The number of page-locked allocations that were made so far, and the number that are held.
-int64_t standin_allocations();
-int64_t standin_held();
 // Refuses copies of rows that are further apart than this.
 void standin_set_max_pitch(int64_t nbytes);
-// Refuses page-locked memory from now on.
-void standin_refuse_memory();
-// Makes the call of a copy or set fail that is number `nth` from now on; 0: none.
-void standin_fail_copy(int64_t nth);
-// The largest number of copies, from and to the device, that were under way at one time; and the number that have
-// ended.
+// The largest number of copies, from and to the device, that were under way at one time.
 int64_t standin_most_at_once();
-int64_t standin_copied();
 }
 
 #endif  // PYCOLLECTIVE_TESTS_STANDIN_CUDART_H_

@@ -84,7 +84,7 @@ struct Copy {
 };
 
 void Enqueue(void* stream, Copy* copy) {
-  standin_launch(
+  cudaLaunchHostFunc(
       stream,
       [](void* argument) {
         const std::unique_ptr<Copy> copy(static_cast<Copy*>(argument));

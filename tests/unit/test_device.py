@@ -2,38 +2,22 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.standin import compile_cpp
-
-ROOT = Path(__file__).parents[2]
-NATIVE = ROOT / "native"
-TESTS = ROOT / "tests" / "native"
-
-SOURCES = {
-    "device_test": [
-        *(NATIVE / name for name in ("device.cc", "collectives.cc", "own_reductions.cc")),
-        ROOT / "tests" / "standin" / "cudart.cc",
-    ],
-    "team_test": [NATIVE / "team.cc"],
-}
-"""What each program is compiled with, besides its own file."""
-
-NAMES = {program: re.findall(r'\{"(\w+)", Test\w+\}', (TESTS / f"{program}.cc").read_text()) for program in SOURCES}
+from tests.native.build import FOLDER, NAMES, SOURCES, build
 
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("native")
-    return {name: compile_cpp([TESTS / f"{name}.cc", *sources], folder / name) for name, sources in SOURCES.items()}
+    return {program: build(program, folder) for program in SOURCES}
 
 
 def test_every_file_is_compiled() -> None:
-    assert {path.stem for path in TESTS.glob("*.cc")} == set(SOURCES)
+    assert {path.stem for path in FOLDER.glob("*.cc")} == set(SOURCES)
 
 
 @pytest.mark.parametrize("program", SOURCES)

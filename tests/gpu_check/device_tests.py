@@ -1,0 +1,44 @@
+"""Compiles ``tests/native/device_test.cc`` against CUDA's runtime and runs each of its tests.
+
+    python -m tests.gpu_check.device_tests FOLDER LIBRARY
+
+``LIBRARY`` is libcudart's file; "standin" for a library of its stand-in.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.native.build import NAMES, build
+from tests.standin import compile_cpp
+
+_SECONDS = 20
+
+
+def main() -> int:
+    """Prints a line for each test; returns 1 if one failed."""
+    folder, library = Path(sys.argv[1]), sys.argv[2]
+    if library == "standin":
+        sources = [Path(__file__).parents[1] / "standin" / "cudart.cc"]
+        library = str(compile_cpp(sources, folder / "libcudart.so.13", "-shared"))
+    program = build("device_test", folder, Path(library))
+    names, failed = NAMES["device_test"], []
+    for name in names:
+        try:
+            run = subprocess.run([program, name], capture_output=True, text=True, timeout=_SECONDS)
+            said = "ok" if run.returncode == 0 else f"FAILED ({run.returncode}): {run.stderr.strip()}"
+        except subprocess.TimeoutExpired:
+            said = f"FAILED: no end within {_SECONDS} s"
+        sys.stdout.write(f"{name}: {said}\n")
+        if said != "ok":
+            failed.append(name)
+    sys.stdout.write(f"device tests: {len(names) - len(failed)} of {len(names)} passed\n")
+    if failed:
+        sys.stdout.write(f"failed: {', '.join(failed)}\n")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,106 @@
+"""What there is, as its ranks see it: a line of JSON from rank 0.
+
+A program of ranks, started by ``steps.py``. It ends in an error where arrays do not take the way that they should.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import platform
+import shutil
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from mpi4py import MPI
+
+import pycollective as pc
+from pycollective.transport import native, runtime
+from tests.standin import compiler
+
+# What examples/train_digits.py imports.
+TRAINING = ("optax", "sklearn", "matplotlib", "tqdm", "orbax.checkpoint")
+
+
+def installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # the package around it
+        return False
+
+
+def version_of(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
+
+
+def number(library: str | None, function: str) -> str:
+    """A version that CUDA tells as 12090, say."""
+    value = ctypes.c_int()
+    if library is None or getattr(ctypes.CDLL(library), function)(ctypes.byref(value)) != 0:
+        return "unknown"
+    return f"{value.value // 1000}.{value.value % 1000 // 10}"
+
+
+def mpi4jax_stages() -> str:
+    """Why mpi4jax cannot be measured; empty where it can."""
+    if not installed("mpi4jax"):
+        return "mpi4jax is not installed"
+    try:
+        import mpi4jax
+    except (ImportError, OSError, RuntimeError) as error:
+        return f"mpi4jax does not start: {error}"
+    return "" if mpi4jax.has_cuda_support() else "mpi4jax is installed without CUDA"
+
+
+def main() -> None:
+    """Prints the facts, and then checks one sum."""
+    world = pc.init()
+    devices = world.mpi.gather([device.device_kind for device in jax.local_devices()])
+    if world.rank == 0:
+        sys.stdout.write(f"facts: {json.dumps(facts(devices))}\n")
+        sys.stdout.flush()
+    x = jnp.arange(1000, dtype=jnp.float32) + world.rank
+    total = jax.jit(lambda x: pc.psum(x, world))
+    text = total.lower(x).as_text()
+    if "pycollective_device_allreduce" not in text:
+        sys.exit(f"facts: expected a program that calls pycollective_device_allreduce, got {text}")
+    want = world.size * np.arange(1000) + sum(range(world.size))
+    np.testing.assert_array_equal(total(x), want.astype(np.float32))
+
+
+def facts(devices: list[list[str]] | None) -> dict[str, Any]:
+    """Of this rank.
+
+    Args:
+        devices: the kinds of all ranks' devices.
+    """
+    cudart, driver = runtime.loaded("libcudart.so"), runtime.loaded("libcuda.so")
+    return {
+        "devices": devices,
+        "jax": f"{jax.__version__} (jaxlib {version_of('jaxlib')})",
+        "python": platform.python_version(),
+        "mpi": MPI.Get_library_version().splitlines()[0].strip(" \x00"),
+        "pycollective": pc.__version__,
+        "cores": len(os.sched_getaffinity(0)),
+        "direct": native.is_direct(),
+        "takes_device_memory": runtime.takes_device_memory(runtime.KINDS["cuda"]),
+        "cudart": cudart,
+        "cuda": number(cudart, "cudaRuntimeGetVersion"),
+        "driver": number(driver, "cuDriverGetVersion"),
+        "compiler": shutil.which(compiler()),
+        "mpi4jax": mpi4jax_stages(),
+        "training": [module for module in TRAINING if not installed(module)],
+    }
+
+
+if __name__ == "__main__":
+    main()
