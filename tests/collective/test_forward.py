@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import pycollective as pc
+from pycollective.ranks.setup import devices_of_this_rank
 from tests.cases import CASES, by_id, operands, values
 from tests.collective.programs import compare, run
 
@@ -210,7 +211,7 @@ def test_nan_wins_as_in_jax(dtype: str, world: pc.Communicator) -> None:
 def test_results_are_where_operands_are(world: pc.Communicator) -> None:
     x = jnp.ones(3)
     for call in (lambda x: pc.psum(x, world), pc.jit(lambda x: pc.all_gather(x, world))):
-        assert call(x).devices() == x.devices() == {pc.communicator.devices_of_this_rank()[0]}
+        assert call(x).devices() == x.devices() == {devices_of_this_rank()[0]}
 
 
 def test_pytrees(world: pc.Communicator) -> None:
