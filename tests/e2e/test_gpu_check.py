@@ -44,7 +44,7 @@ def test_steps_on_standins(tmp_path: Path) -> None:
     assert steps["what is there"][0] == "ok"
     assert "arrays are staged" in steps["what is there"][1]
     assert steps["collective tests, 1 rank"][0] == "ok"
-    assert "not begun within 3 s" in steps["collective tests, 1 rank"][1]
+    assert "not begun within 0 s" in steps["collective tests, 1 rank"][1]
     assert steps["overlap, by the clock"][0] == "ok"
     assert steps["overlap, in a profile"][0] == "SKIPPED"
     assert "expected streams of a GPU, got" in steps["overlap, in a profile"][1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,6 +21,8 @@ _KILL_AFTER_S = 5.0
 _LEAST_S = 10.0
 """A step is not begun with less time than that."""
 _LAST_LINES = 4
+_OF_LAUNCHER = re.compile("=   |YOUR APPLICATION TERMINATED|This typically refers to|Please see the FAQ page")
+"""How MPICH's mpiexec says that a rank has ended; the rank has said why."""
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -127,7 +130,8 @@ class Step:
 def last_lines(output: str, number: int = _LAST_LINES) -> str:
     """The last lines that say something, in one."""
     lines = [line.strip() for line in output.splitlines() if any(map(str.isalnum, line))]
-    return " / ".join(lines[-number:]) or "it said nothing"
+    told = [line for line in lines if not _OF_LAUNCHER.match(line)]
+    return " / ".join(told[-number:]) or "it said nothing"
 
 
 class Runner:

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,17 +16,17 @@ from typing import Any
 from tests.gpu_check.running import AbsentError, Runner, Step, StepError, last_lines
 
 FILES = (
-    *("test_forward.py", "test_messages.py", "test_options.py", "test_order.py", "test_derivatives.py"),
+    *("test_messages.py", "test_forward.py", "test_order.py", "test_options.py", "test_derivatives.py"),
     *("test_vmap.py", "test_wire.py", "test_control_flow.py"),
 )
 """Of tests/collective, in this order: where time is short, the last ones are left out."""
 AXES = ("test_overlap.py", "test_trees.py", "test_calls.py", "test_pmap.py", "test_shard_map.py")
 """Of tests/spmd."""
+_WORLD = ("-k", "not self and not split")
+"""What GPUs change is the same on every communicator."""
 
 _WAIT_S = 40
 """A rank that waits for others longer ends all, with stacks in the log."""
-_STANDIN_S = 3
-"""For the tests on stand-ins: they have their own runs."""
 _TOLERANCE = 1e-3
 """Between the losses on GPUs and those on CPUs, relative."""
 
@@ -138,8 +139,11 @@ def look(place: Place, step: Step) -> str:
     program = place.program("-m", "tests.gpu_check.facts")
     try:
         step.run([*place.ranks(2), *program], environ=place.environ(), cwd=place.tree)
-    finally:  # it says what there is before it computes anything
-        place.facts.update(told("facts", step.log.read_text(errors="replace")))
+    except StepError:
+        with suppress(StepError):  # it says what there is before it computes anything
+            place.facts.update(told("facts", step.log.read_text(errors="replace")))
+        raise
+    place.facts.update(told("facts", step.log.read_text(errors="replace")))
     facts = place.facts
     kinds = [kind for devices in facts["devices"] for kind in devices]
     if not place.standin:
@@ -171,7 +175,9 @@ def doctor(place: Place, step: Step) -> str:
 
 def tests(place: Place, step: Step, folder: str, files: Sequence[str], ranks: int, seconds: float, direct: str) -> str:
     """Tests of a folder under mpirun, those that begin within so many seconds."""
-    seconds = _STANDIN_S if place.standin else min(seconds, max(step.left_s() - 30, 5))
+    seconds = min(seconds, max(step.left_s() - 30, 5))
+    if place.standin:  # which has runs of its own: one test
+        files, seconds = files[:1], 0
     environ = place.environ(
         JAX_NUM_CPU_DEVICES="8", PYCOLLECTIVE_GPU_DIRECT=direct, PYCOLLECTIVE_TEST_SECONDS=f"{seconds:.0f}"
     )
@@ -180,7 +186,12 @@ def tests(place: Place, step: Step, folder: str, files: Sequence[str], ranks: in
         environ |= {"PYCOLLECTIVE_TEST_PLATFORM": "cuda", "XLA_FLAGS": flags}
     options = ["-q", "-rsfE", "--color=no", "--tb=short"]
     command = [*place.ranks(ranks), str(place.python), "-m", "pytest", *options]
-    output = step.run([*command, *(f"tests/{folder}/{name}" for name in files)], environ=environ, cwd=place.tree)
+    command += [*(_WORLD if folder == "collective" else ()), *(f"tests/{folder}/{name}" for name in files)]
+    try:
+        output = step.run(command, environ=environ, cwd=place.tree)
+    except StepError as error:
+        passed = "".join(re.findall(r"^[.sFE]+(?= *\[|$)", step.log.read_text(), re.MULTILINE)).count(".")
+        raise StepError(f"{error}; {passed} had passed") from error
     return counted(output, seconds=seconds)
 
 

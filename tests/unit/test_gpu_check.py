@@ -118,6 +118,7 @@ def test_limits_leave_time_for_all() -> None:
 def test_last_lines() -> None:
     assert last_lines("a\n\n  b\n=====\nc\n", 2) == "b / c"
     assert last_lines("\n---\n") == "it said nothing"
+    assert last_lines("why\n=   EXIT CODE: 15\nYOUR APPLICATION TERMINATED WITH THE EXIT STRING: Terminated") == "why"
 
 
 # The report -----------------------------------------------------------------------------------------------------
