@@ -142,6 +142,6 @@ def test_solution_and_gradient(program: Program, way: Way, world: pc.Communicato
 
 
 # The two ways take turns: neighbours in the list are of one library, or solve alike.
-@pytest.mark.parametrize(("program", "way"), zip(SLOW, SOME * 4, strict=True), ids=name_of)
+@pytest.mark.parametrize(("program", "way"), list(zip(SLOW, SOME * 4, strict=True)), ids=name_of)
 def test_solver(program: Program, way: Way, world: pc.Communicator) -> None:
     compare(world, way, with_gradient(program), tolerance=1e-3)
