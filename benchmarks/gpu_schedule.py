@@ -1,11 +1,11 @@
-"""In which order XLA would run a training step on a GPU, compiled on a machine without one.
+"""Shows the order in which XLA would run a training step on a GPU. It compiles the step on a machine without one.
 
     pip install 'jax[cuda12]'
     python benchmarks/gpu_schedule.py --layers 6
 
-prints the scheduled program as letters: m a product, f other work, C a copy of a whole matrix, A a sum between ranks,
-S and D the start and the end of one. Products between S and D are computed while the sum is under way
-(``pycollective/overlap.py``). The GPU is an H100, as its maker describes it.
+It prints the scheduled program as letters: m is a product, f other work, C a copy of a whole matrix, A a sum between
+ranks, S and D are the start and the end of such a sum. Products between S and D are computed while the sum is under way
+(``pycollective/named_axes/overlap.py``). The GPU is an H100, from a description of it.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from jax import lax
 from jax.experimental import topologies
 
 import pycollective as pc
-from pycollective import accelerators, overlap
-from pycollective.bench.works import AXIS, step
+from pycollective.bench.workloads import AXIS, step
+from pycollective.named_axes import overlap
+from pycollective.ranks import accelerators
 from pycollective.transport import native
 
-# XLA's GpuTargetConfigProto; the keys of the rates are XLA's numbers of element types.
+# This is XLA's GpuTargetConfigProto. The keys of the rates are XLA's numbers for element types.
 _H100 = """
 gpu_device_info {
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
@@ -85,19 +86,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument(
-        "--width", type=int, default=2048, help="of the weights, float32; 512 and more are a bucket each"
+        "--width", type=int, default=2048, help="of the float32 weights; from 512 on each has a bucket of its own"
     )
     options = parser.parse_args()
     pc.init()
     accelerators.kind_of = lambda _: "cuda"
-    native.register(native.library(), native.DEVICE_TARGETS, "CUDA")
+    native.register(native.library(), native.device_targets(), "CUDA")
     topology = topologies.get_topology_desc("h100", "cuda", target_config=_H100, topology="1x1x1")
     mesh = jax.sharding.Mesh(np.array(topology.devices), "x")
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     w = jax.ShapeDtypeStruct((options.width, options.width), jnp.float32)
-    ordered = overlap.overlap
-    for name, arrange in (("as written", lambda jaxpr: jaxpr), ("overlap.py", ordered)):
-        overlap.overlap = arrange
+    overlapped = overlap.Overlap.__call__
+    for name, arrange in (("as written", lambda _, jaxpr: jaxpr), ("overlap.py", overlapped)):
+        overlap.Overlap.__call__ = arrange
         program = pc.jit(train, axis_name=AXIS)._program
         compiled = jax.jit(program, in_shardings=sharding).trace(*[w] * options.layers)
         text = compiled.lower(lowering_platforms=("cuda",)).compile().as_text()

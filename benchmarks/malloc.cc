@@ -1,5 +1,5 @@
-// What the settings of malloc that pycollective.init makes cost the rest of a process: memory that it keeps when 4 GiB have
-// been freed, and threads that allocate at once.
+// Measures what pycollective.init's settings of malloc cost the rest of a process: the memory that it keeps after 4 GiB have
+// been freed, and the time of threads that allocate at the same time.
 //
 //   g++ -O2 benchmarks/malloc.cc -o /tmp/malloc -ldl -pthread
 //   /tmp/malloc; /tmp/malloc pycollective/_native.so
@@ -40,7 +40,7 @@ void Hold(size_t nbytes) {
               ResidentMiB());
 }
 
-// Each thread keeps 16 blocks of size/2 to 3/2 size and exchanges one after the other.
+// Each thread keeps 16 blocks of size/2 to 3/2 size. Again and again it frees one of them and allocates another.
 void Exchange(size_t size, int threads) {
   const int pairs = size >= (1 << 20) ? 4000 : 200000;
   const auto work = [=](uint32_t random) {

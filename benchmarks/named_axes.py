@@ -1,8 +1,8 @@
-"""Sums over a named axis: calls on several local devices, trees of many leaves, tracing; beside jax.pmap and raw MPI.
+"""Times sums over a named axis, trees of many leaves, and tracing; beside jax.pmap and raw MPI.
 
     JAX_NUM_CPU_DEVICES=4 mpirun -n 2 python benchmarks/named_axes.py --devices 2
 
-Medians in microseconds, from rank 0. mpi4jax takes part where it is installed.
+It prints medians of rank 0, in microseconds. mpi4jax takes part if it is installed.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import numpy as np
 from jax import lax
 
 import pycollective as pc
-from pycollective.bench.works import TREES as MODELS
+from pycollective.bench.workloads import TREES as MODELS
 from pycollective.config import config
-from pycollective.mpi import MPI
+from pycollective.transport.mpi import MPI
 
 try:
     import mpi4jax
@@ -41,7 +41,7 @@ LOOP = 20
 
 
 def median_us(comm: pc.Communicator, call: Callable[[], Any], repeats: int) -> float:
-    """Of ``repeats`` calls that start together on all ranks."""
+    """Returns the median time of ``repeats`` calls that start together on all ranks."""
     times = []
     for repeat in range(repeats + 2):
         comm.mpi.Barrier()
@@ -70,7 +70,7 @@ def main() -> None:
     for elements in (4, 1 << 18, 1 << 22):
         x = np.ones((local, elements), np.float32)
         own = jax.devices()[:local]
-        alone = jax.pmap(lambda x: lax.psum(x, "i") / local, "i", devices=own)  # this rank's devices only
+        alone = jax.pmap(lambda x: lax.psum(x, "i") / local, "i", devices=own)  # over this rank's devices alone
         ours = pc.pmap(lambda x: lax.psum(x, "i") / n, "i")
         flat = np.zeros(elements, np.float32), np.zeros(elements, np.float32)
         calls = {
@@ -106,12 +106,12 @@ def main() -> None:
 
 
 def repeated(fun: Callable[[Any], Any], loop: int) -> Callable[[Any], Any]:
-    """``fun`` applied again and again in one program."""
+    """Returns a program that applies ``fun`` to its own result ``loop`` times."""
     return lambda x: lax.fori_loop(0, loop, lambda _, x: fun(x), x)
 
 
 def in_turn(fun: Callable[[Any], Any], x: Any) -> Callable[[], Any]:
-    """Calls ``fun`` on its own last result, so that the arrays are where they should be."""
+    """Returns a function that calls ``fun`` on its own last result, so that the arrays already lie on its devices."""
 
     def call() -> Any:
         nonlocal x
@@ -122,7 +122,7 @@ def in_turn(fun: Callable[[Any], Any], x: Any) -> Callable[[], Any]:
 
 
 def traced(mapped: Callable[..., Any], local: int) -> Any:
-    """A step that no cache knows."""
+    """Traces and lowers a training step that is new to all caches."""
 
     def loss(params: list[Any], x: Any) -> Any:
         for w in params:

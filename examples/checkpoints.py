@@ -1,6 +1,6 @@
-"""Checkpoints for the examples, by orbax: rank 0 writes and reads them, the others get them from it.
+"""Checkpoints for the examples, made with orbax. Rank 0 writes and reads them, and sends what it reads to the others.
 
-So only rank 0 must see the directory, and what is stored does not depend on the number of ranks.
+So only rank 0 must see the directory, and a checkpoint does not depend on the number of ranks.
 """
 
 import signal
@@ -16,13 +16,13 @@ KEPT = 2
 
 
 class Checkpoints:
-    """The checkpoints of one training, or none where there is no directory.
+    """The checkpoints of one training; without a directory it stores none.
 
-    SIGUSR1 asks for one: batch systems can send it before they end a job (``slurm/requeue.sbatch``).
+    The signal SIGUSR1 asks for one. Batch systems can send it before they end a job (``slurm/requeue.sbatch``).
     """
 
     def __init__(self, directory, settings, comm):
-        """``settings``: what the curve depends on, to be compared with those of a stored checkpoint."""
+        """``settings``: what the losses depend on. They must equal those of the checkpoint to go on from."""
         self.settings, self.comm = settings, comm
         self.enabled = directory is not None
         self._manager = None
@@ -38,11 +38,11 @@ class Checkpoints:
         self._asked = True
 
     def asked(self):
-        """Whether any rank was asked for a checkpoint; all ranks call it."""
+        """Returns whether any rank was asked for a checkpoint. All ranks must make this call."""
         return self.enabled and bool(pc.pmax(np.int32(self._asked), self.comm))
 
     def restore(self, state):
-        """The newest stored step and state, on all ranks; 0 and ``state`` itself where there is none."""
+        """Returns the newest stored step and state, on all ranks; 0 and ``state`` itself if nothing is stored."""
         step = self.comm.mpi.bcast(self._manager and self._manager.latest_step())
         if step is None:
             return 0, state
@@ -53,7 +53,7 @@ class Checkpoints:
             )
             sys.exit(f"{error} or another directory." if self.comm.rank == 0 else 1)
         if self._manager:
-            # As NumPy arrays: orbax's lie on the first device, and several may be to compute with them.
+            # orbax's arrays are committed to the first device. NumPy's can go to several devices.
             state = jax.tree.map(np.asarray, self._read(step, state=ocp.args.StandardRestore(state)).state)
         return step, pc.broadcast(state, self.comm)
 
@@ -61,7 +61,7 @@ class Checkpoints:
         return self._manager.restore(step, args=ocp.args.Composite(**items))
 
     def save(self, step, state):
-        """Stores ``state``, the same on all ranks, as that before ``step``. Returns when it is on disk."""
+        """Stores ``state``, the same on all ranks, as the state before ``step``. Returns when it is on disk."""
         if self._manager and self._manager.latest_step() != step:
             items = ocp.args.Composite(state=ocp.args.StandardSave(state), settings=ocp.args.JsonSave(self.settings))
             self._manager.save(step, args=items)

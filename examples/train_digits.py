@@ -1,10 +1,10 @@
 """Trains a small convolutional network on handwritten digits, data-parallel over MPI ranks.
 
     mpirun -n 2 python examples/train_digits.py
-    mpirun -n 2 python examples/train_digits.py --checkpoints build/digits    # goes on from there when started again
+    mpirun -n 2 python examples/train_digits.py --checkpoints build/digits    # started again, it goes on from there
 
-Every rank holds the same parameters and sees its own rows of each batch. Two lines make it parallel: the averages in
-``step`` and the sums in ``count_correct``. The losses are the same on any number of ranks, up to rounding.
+Every rank holds the same parameters and sees its own rows of each batch. Two lines communicate: the averages in
+``step`` and the sum in ``count_correct``. The losses are the same on any number of ranks, up to rounding.
 """
 
 import argparse
@@ -32,8 +32,8 @@ def parse_arguments():
     parser.add_argument("--epochs", type=int, default=30, help="passes over the training set (default %(default)s)")
     parser.add_argument("--batch-size", type=int, default=128, help="rows of all ranks together (default %(default)s)")
     parser.add_argument("--learning-rate", type=float, default=0.2, help="its peak (default %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the parameters and the order (default %(default)s)")
-    parser.add_argument("--wire-dtype", choices=["bfloat16"], help="gradients between ranks (default as they are)")
+    parser.add_argument("--seed", type=int, default=0, help="of parameters and order of rows (default %(default)s)")
+    parser.add_argument("--wire-dtype", choices=["bfloat16"], help="dtype in which gradients travel (default theirs)")
     parser.add_argument("--checkpoints", type=Path, help="directory to save to after each epoch, and to go on from")
     parser.add_argument("--plot", type=Path, default="digits_loss.png", help="loss curve (default %(default)s)")
     parser.add_argument("--losses", type=Path, help="also write the loss of every step to this JSON file")
@@ -58,8 +58,8 @@ def predict(params, images):
         x = lax.conv_general_dilated(
             x, params[name]["w"], (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
         )
-        # Smooth, unlike relu: at its kink the last bit of a sum, which depends on the number of ranks, could decide
-        # between two gradients, and the losses would part.
+        # gelu is smooth. At the kink of relu the last bit of a sum, which depends on the number of ranks, could decide
+        # between two gradients, and the losses would differ.
         x = jax.nn.gelu(x + params[name]["b"])
     return x.reshape(len(x), -1) @ params["dense"]["w"] + params["dense"]["b"]
 
@@ -72,10 +72,10 @@ def mean_loss(params, images, labels):
 
 
 def make_step(optimizer, wire_dtype=None):
-    # The old parameters are not needed again: donated, their memory takes the new ones.
+    # The step does not need the old parameters again. They are donated, so the new ones take their memory.
     @partial(pc.jit, donate_argnums=(0, 1))
     def step(params, opt_state, images, labels):
-        # The ranks have equally many rows, so the mean of their means is the mean over the batch.
+        # All ranks have the same number of rows, so the mean of their means is the mean over the batch.
         loss, grads = jax.value_and_grad(mean_loss)(params, images, labels)
         loss, grads = pc.pmean(loss), pc.pmean(grads, wire_dtype=wire_dtype)
         updates, opt_state = optimizer.update(grads, opt_state, params)
@@ -90,21 +90,21 @@ def count_correct(params, images, labels):
 
 
 def rows_of_rank(rows, comm):
-    """This rank's equal share of ``rows``."""
+    """Returns this rank's share of ``rows``, which is as large as every other rank's."""
     share = len(rows) // comm.size
     return rows[comm.rank * share : (comm.rank + 1) * share]
 
 
 def train(params, images, labels, args, comm):
-    """Returns the trained parameters and the loss of every step; fewer steps, where a signal asked for the end."""
+    """Returns the trained parameters and the loss of every step. After a signal there are fewer steps."""
     steps_per_epoch = len(images) // args.batch_size
     total = args.epochs * steps_per_epoch
     optimizer = optax.sgd(optax.cosine_onecycle_schedule(total, args.learning_rate), momentum=0.9, nesterov=True)
     step = make_step(optimizer, args.wire_dtype)
-    # Every image as it is and moved by a pixel in eight directions. Each epoch takes one of the nine.
+    # Each image comes in nine forms: as it is, and moved by a pixel in eight directions. Each epoch takes one of them.
     shifted = np.stack([np.roll(images, (down, right), axis=(1, 2)) for down in (-1, 0, 1) for right in (-1, 0, 1)])
 
-    # On what the curve depends; not on the number of ranks.
+    # The losses depend on these settings, and not on the number of ranks.
     settings = {name: getattr(args, name) for name in ("epochs", "batch_size", "learning_rate", "seed", "wire_dtype")}
     checkpoints = Checkpoints(args.checkpoints, settings, comm)
     start = {"params": params, "opt_state": optimizer.init(params), "losses": np.zeros(total, np.float32)}
@@ -113,7 +113,7 @@ def train(params, images, labels, args, comm):
     losses = list(state["losses"][: epoch * steps_per_epoch])
     with tqdm(total=total, initial=len(losses), unit="step", disable=comm.rank != 0) as bar:
         while epoch < args.epochs:
-            # Every rank draws the same numbers, and the same again when it starts from a checkpoint.
+            # Every rank draws the same numbers, and draws them again when it goes on from a checkpoint.
             rng = np.random.default_rng((args.seed, epoch))
             order, which = rng.permutation(len(images)), rng.integers(9, size=len(images))
             for batch in range(steps_per_epoch):
@@ -121,7 +121,7 @@ def train(params, images, labels, args, comm):
                 params, opt_state, loss = step(params, opt_state, shifted[which[rows], rows], labels[rows])
                 losses.append(loss)
                 bar.update()
-            bar.set_postfix(loss=f"{loss:.4f}")  # waits for the loss: once per epoch, not at every step
+            bar.set_postfix(loss=f"{loss:.4f}")  # this waits for the loss, so once an epoch
             epoch += 1
             if checkpoints.enabled:
                 padded = np.pad(np.array(losses), (0, total - len(losses)))
@@ -132,7 +132,7 @@ def train(params, images, labels, args, comm):
 
 
 def test_accuracy(params, images, labels, comm):
-    # Rows are added until the ranks have equally many; no digit is -1, so these never count as correct.
+    # Rows are added so that all ranks have the same number. No digit is -1, so these rows never count as correct.
     padding = -len(images) % comm.size
     images = np.pad(images, [(0, padding), (0, 0), (0, 0), (0, 0)])
     padded_labels = np.pad(labels, (0, padding), constant_values=-1)
@@ -141,7 +141,7 @@ def test_accuracy(params, images, labels, comm):
 
 
 def plot(losses, smooth_over, path):
-    figure = Figure(figsize=(7, 4), layout="constrained")  # without pyplot: no window, no display
+    figure = Figure(figsize=(7, 4), layout="constrained")  # without pyplot, which would look for a display
     axes = figure.subplots()
     axes.plot(np.arange(1, len(losses) + 1), losses, color="tab:blue", alpha=0.35, linewidth=1, label="each step")
     window = min(smooth_over, len(losses))
@@ -164,13 +164,13 @@ def main():
     )
     if args.batch_size % comm.size or not 0 < args.batch_size <= len(images):
         error = (
-            f"train_digits: expected --batch-size to divide by the number of ranks, {comm.size}, and to be from 1 to "
-            f"{len(images)}, got {args.batch_size}. Choose {64 * comm.size}, say."
+            f"train_digits: expected --batch-size to be a multiple of the number of ranks, {comm.size}, from 1 to "
+            f"{len(images)}, got {args.batch_size}. Choose {64 * comm.size}, for example."
         )
         sys.exit(error if comm.rank == 0 else 1)
 
-    rng = np.random.default_rng(args.seed)  # gives the same numbers on all ranks: they agree without a word
-    # So the ranks already start alike; the broadcast is what a start from elsewhere needs, say rank 0's checkpoint.
+    rng = np.random.default_rng(args.seed)  # gives the same numbers on all ranks
+    # So the ranks have the same parameters already. Parameters from a file, for example, would need the broadcast.
     params = pc.broadcast(init_params(rng))
     params, losses = train(params, images, labels, args, comm)
     accuracy = test_accuracy(params, test_images, test_labels, comm)

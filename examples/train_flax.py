@@ -3,9 +3,9 @@
     mpirun -n 2 python examples/train_flax.py
     JAX_NUM_CPU_DEVICES=4 mpirun -n 2 python examples/train_flax.py --devices 2
 
-It is a ``jax.pmap`` program that says ``pc.pmap``. One line of it communicates, the ``lax.pmean`` in ``train_step``;
-``nn.BatchNorm(axis_name="batch")`` takes its statistics over the whole batch. The losses are the same on any number of
-ranks and devices, up to rounding.
+It is a program for ``jax.pmap`` that calls ``pc.pmap`` instead. One of its lines communicates, the ``lax.pmean`` in
+``train_step``. ``nn.BatchNorm(axis_name="batch")`` takes its statistics over the whole batch. The losses are the same
+on any number of ranks and devices, up to rounding.
 """
 
 import argparse
@@ -33,14 +33,14 @@ def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=12, help="passes over the training set (default %(default)s)")
     parser.add_argument("--batch-size", type=int, default=128, help="rows of all ranks together (default %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the parameters and the order (default %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of parameters and order of rows (default %(default)s)")
     parser.add_argument("--devices", type=int, help="local devices of each rank (default all)")
-    parser.add_argument("--steps", type=int, default=sys.maxsize, help="stop after so many")
+    parser.add_argument("--steps", type=int, default=sys.maxsize, help="stop after this many steps")
     parser.add_argument("--losses", type=Path, help="write the loss of every step to this JSON file")
     return parser.parse_args()
 
 
-# The network: nothing in it knows of MPI ---------------------------------------------------------------------
+# The network, which knows nothing of MPI ---------------------------------------------------------------------
 
 
 class Network(nn.Module):
@@ -51,7 +51,7 @@ class Network(nn.Module):
         for features, stride in ((32, 1), (64, 2)):
             x = nn.Conv(features, (3, 3), stride, use_bias=False)(x)
             x = nn.BatchNorm(use_running_average=not train, momentum=0.9, axis_name="batch")(x)
-            x = nn.gelu(x)  # smooth, unlike relu, at whose kink a rounding error could choose the gradient
+            x = nn.gelu(x)  # smooth; at the kink of relu a rounding error could choose the gradient
         return nn.Dense(10)(x.reshape(len(x), -1))
 
 
@@ -66,7 +66,7 @@ def train_step(state, images, labels):
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean(), updates["batch_stats"]
 
     (loss, batch_stats), grads = jax.value_and_grad(mean_loss, has_aux=True)(state.params)
-    # The devices have equally many rows, so the mean of their means is the mean over the batch.
+    # All devices have the same number of rows, so the mean of their means is the mean over the batch.
     loss, grads = lax.pmean((loss, grads), "batch")
     return state.apply_gradients(grads=grads, batch_stats=batch_stats), loss
 
@@ -82,9 +82,9 @@ def count_correct(state, images, labels):
 
 def train(state, images, labels, args, comm, devices):
     """Returns the trained state and the loss of every step."""
-    # The state is one for all devices, before and after; rows have a leading axis over this rank's devices.
+    # All devices share one state, before and after a step. The rows have a first axis over this rank's devices.
     step = pc.pmap(train_step, "batch", in_axes=(None, 0, 0), out_axes=None, donate_argnums=0)
-    rng = np.random.default_rng(args.seed)  # the same order on all ranks: they agree without a word
+    rng = np.random.default_rng(args.seed)  # gives the same order on all ranks
     steps_per_epoch = len(images) // args.batch_size
     total = min(args.epochs * steps_per_epoch, args.steps)
 
@@ -97,7 +97,7 @@ def train(state, images, labels, args, comm, devices):
                 state, loss = step(state, images[rows], labels[rows])
                 losses.append(loss)
                 bar.update()
-            if comm.rank == 0:  # reading the loss waits for it: once per epoch, not at every step
+            if comm.rank == 0:  # reading the loss waits for it, so once an epoch
                 bar.write(f"epoch {epoch + 1}: loss {loss:.4f}")
     return state, [float(loss) for loss in losses]
 
@@ -114,8 +114,8 @@ def main():
     )
     if args.batch_size % (comm.size * devices) or not 0 < args.batch_size <= len(images):
         error = (
-            f"train_flax: expected --batch-size to divide by ranks x devices, {comm.size} x {devices}, and to be from "
-            f"1 to {len(images)}, got {args.batch_size}. Choose {32 * comm.size * devices}, say."
+            f"train_flax: expected --batch-size to be a multiple of ranks x devices, {comm.size} x {devices}, from 1 "
+            f"to {len(images)}, got {args.batch_size}. Choose {32 * comm.size * devices}, for example."
         )
         sys.exit(error if comm.rank == 0 else 1)
 
@@ -125,7 +125,7 @@ def main():
     state = TrainState.create(apply_fn=network.apply, tx=optimizer, **variables)
     state, losses = train(state, images, labels, args, comm, devices)
 
-    if comm.rank == 0:  # all ranks have the trained network; its running averages need nothing from the others
+    if comm.rank == 0:  # every rank has the whole trained network, so rank 0 can test it alone
         if args.losses:
             args.losses.write_text(json.dumps(losses))
         print(f"test accuracy {count_correct(state, test_images, test_labels) / len(test_labels):.4f}")

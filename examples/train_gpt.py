@@ -1,14 +1,14 @@
-"""Trains a small GPT on the source text of Python's standard library: data-parallel, or tensor-parallel as well.
+"""Trains a small GPT on the source text of Python's standard library, data-parallel and, if asked, tensor-parallel.
 
     mpirun -n 2 python examples/train_gpt.py
     mpirun -n 2 python examples/train_gpt.py --model-parallel 2
     JAX_NUM_CPU_DEVICES=4 mpirun -n 2 python examples/train_gpt.py --model-parallel 2 --sample 400
-    mpirun -n 2 python examples/train_gpt.py --checkpoints build/gpt    # goes on from there, on any mesh
+    mpirun -n 2 python examples/train_gpt.py --checkpoints build/gpt    # started again, it goes on, on any mesh
 
-The devices of all ranks form a mesh of axes "data" and "model". Along "data" each device sees its own rows of a batch;
-along "model" each has its own attention heads and hidden units, as ``SPECS`` says. Each block of the network ends with
-a sum over "model"; its derivative begins with one, which comes from JAX's types: they tell what varies along an axis (g
-and f of Megatron-LM, arXiv:1909.08053). The losses are the same on any mesh, up to rounding.
+The devices of all ranks form a mesh with the axes "data" and "model". Along "data" each device sees its own rows of a
+batch; along "model" each device has its own attention heads and hidden units, as ``SPECS`` says. Each block of the
+network ends with a sum over "model". Its derivative begins with a sum too (g and f of Megatron-LM, arXiv:1909.08053):
+JAX adds it, since its types say what varies along an axis. The losses are the same on any mesh, up to rounding.
 """
 
 import argparse
@@ -34,22 +34,22 @@ CONTEXT, WIDTH, LAYERS, HEADS = 64, 64, 3, 4
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=600, help="(default %(default)s)")
+    parser.add_argument("--steps", type=int, default=600, help="of the training (default %(default)s)")
     parser.add_argument("--batch-size", type=int, default=16, help="rows of all ranks together (default %(default)s)")
     parser.add_argument("--model-parallel", type=int, default=1, help="devices along 'model' (default %(default)s)")
-    parser.add_argument("--wire-dtype", choices=["bfloat16"], help="gradients between ranks (default as they are)")
+    parser.add_argument("--wire-dtype", choices=["bfloat16"], help="dtype in which gradients travel (default theirs)")
     parser.add_argument("--seed", type=int, default=0, help="of parameters, batches, sample (default %(default)s)")
     parser.add_argument("--devices", type=int, help="local devices of each rank (default all)")
     parser.add_argument("--losses", type=Path, help="write the loss of every step to this JSON file")
     parser.add_argument("--checkpoints", type=Path, help="directory to save to, and to go on from")
-    parser.add_argument("--save-every", type=int, default=100, help="steps (default %(default)s)")
+    parser.add_argument("--save-every", type=int, default=100, help="steps between checkpoints (default %(default)s)")
     parser.add_argument("--sample", type=int, default=0, help="characters to print at the end (default %(default)s)")
     return parser.parse_args()
 
 
 # The network, as one device sees it --------------------------------------------------------------------------
 
-# Which axis of each parameter is cut along "model". Those of the layers are stacked, for lax.scan.
+# The axis of each parameter that is cut along "model". The parameters of the layers are stacked, for lax.scan.
 SPECS = {
     "embed": P(),
     "position": P(),
@@ -70,7 +70,7 @@ def init_params(rng, vocabulary):
         return rng.normal(scale=scale, size=shape).astype(np.float32)
 
     head, hidden = WIDTH // HEADS, 4 * WIDTH
-    into, back = WIDTH**-0.5, (2 * LAYERS * WIDTH) ** -0.5  # so that the sum of all blocks' results stays near 1
+    into, back = WIDTH**-0.5, (2 * LAYERS * WIDTH) ** -0.5  # so the sum of all blocks' results stays near 1
     return {
         "embed": normal(vocabulary, WIDTH, scale=0.05),
         "position": normal(CONTEXT, WIDTH, scale=0.05),
@@ -87,7 +87,7 @@ def init_params(rng, vocabulary):
 
 
 def predict(params, tokens):
-    """Maps tokens (rows, CONTEXT) to the logits of the next ones (rows, CONTEXT, vocabulary)."""
+    """Maps tokens (rows, CONTEXT) to the logits of the next tokens (rows, CONTEXT, vocabulary)."""
 
     def layer(x, p):
         q, k, v = jnp.einsum("rtw,cwhd->crthd", jax.nn.standardize(x) * p["norm1"], p["qkv"])
@@ -106,8 +106,8 @@ def mean_loss(params, rows):
 
 def make_step(optimizer, wire_dtype=None):
     def step(params, opt_state, rows):
-        # Each device has parameters of its own along "data", or JAX would sum their derivatives by itself. The devices
-        # have equally many rows, so the mean of their means is the mean over the batch.
+        # The cast makes the parameters vary along "data"; else JAX would sum their derivatives by itself. All devices
+        # have the same number of rows, so the mean of their means is the mean over the batch.
         own = lax.pcast(params, "data", to="varying")
         loss, grads = jax.value_and_grad(mean_loss)(own, rows)
         loss, grads = lax.pmean(loss, "data"), pc.pmean(grads, "data", wire_dtype=wire_dtype)
@@ -118,7 +118,7 @@ def make_step(optimizer, wire_dtype=None):
 
 
 def sample(params, prompt, keys):
-    """As many tokens as there are keys, each drawn from what the network expects after the last CONTEXT ones."""
+    """Draws a token for each key, from what the network expects after the last CONTEXT tokens."""
 
     def append(tokens, key):
         token = jax.random.categorical(key, predict(params, tokens[None])[0, -1])
@@ -131,13 +131,13 @@ def sample(params, prompt, keys):
 
 
 def whole(x, spec):
-    """All of an array of which each device along "model" holds a part."""
+    """Gathers an array of which each device along "model" holds a part."""
     cut = tuple(spec)
     return lax.all_gather(x, "model", axis=cut.index("model"), tiled=True) if "model" in cut else x
 
 
 def own_block(x, spec, mesh):
-    """The part of a global array that lies on this rank's devices."""
+    """Returns the part of a global array that lies on this rank's devices."""
     places = np.unravel_index(mesh.comm.rank, [axis.ranks for axis in mesh.axes])
     for axis, place in zip(mesh.axes, places, strict=True):
         if axis.name in tuple(spec):
@@ -146,10 +146,13 @@ def own_block(x, spec, mesh):
 
 
 def train(params, text, args, mesh):
-    """Returns this rank's block of the trained parameters, and the loss of every step; fewer after a signal."""
+    """Returns this rank's own block of the trained parameters, and the loss of every step.
+
+    After a signal there are fewer steps.
+    """
     optimizer = optax.adamw(optax.cosine_onecycle_schedule(args.steps, 5e-3))
     opt_state = optimizer.init(params)
-    # Adam's moments lie as the parameters do.
+    # Adam's moments are cut as the parameters are.
     opt_specs = optax.tree.map_params(
         optimizer, lambda _, spec: spec, opt_state, SPECS, transform_non_params=lambda _: P()
     )
@@ -160,14 +163,14 @@ def train(params, text, args, mesh):
         out_specs=(SPECS, opt_specs, P()),
         donate_argnums=(0, 1),
     )
-    # Checkpoints hold whole arrays, so that any other mesh can go on from them.
+    # A checkpoint holds whole arrays, so that a training on another mesh can go on from it.
     specs = {"params": SPECS, "opt_state": opt_specs}
-    # JAX's types do not tell that what has been gathered is the same on all devices.
+    # By JAX's types a gathered array still varies along the axis, so this program has no types.
     gather = pc.shard_map(
         lambda state: jax.tree.map(whole, state, specs), mesh=mesh, in_specs=(specs,), out_specs=P(), check_vma=False
     )
 
-    # On what the curve depends; not on the mesh. Another Python has another library, and so another text.
+    # The losses depend on these settings, and not on the mesh. Another Python has another library, so another text.
     settings = {name: getattr(args, name) for name in ("steps", "batch_size", "seed", "wire_dtype")}
     settings["text"] = zlib.crc32(text.tobytes())
     checkpoints = Checkpoints(args.checkpoints, settings, mesh.comm)
@@ -179,7 +182,7 @@ def train(params, text, args, mesh):
 
     with tqdm(total=args.steps, initial=done, unit="step", disable=mesh.comm.rank != 0) as bar:
         for i in range(done, args.steps):
-            # Every rank draws the same numbers, and the same again when it starts from a checkpoint.
+            # Every rank draws the same numbers, and draws them again when it goes on from a checkpoint.
             starts = np.random.default_rng((args.seed, i)).integers(len(text) - CONTEXT, size=(args.batch_size, 1))
             rows = own_block(text[starts + np.arange(CONTEXT + 1)], P("data"), mesh)
             params, opt_state, loss = step(params, opt_state, rows)
@@ -197,7 +200,7 @@ def train(params, text, args, mesh):
 
 
 def read_text(limit=1_000_000):
-    """The characters of the standard library's modules, as numbers, and the vocabulary that they count."""
+    """Returns the text of the standard library's modules as numbers, and the character for each number."""
     modules = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     text = "".join(module.read_text(encoding="utf-8") for module in modules)[:limit]
     vocabulary, numbers = np.unique(list(text), return_inverse=True)
@@ -210,13 +213,13 @@ def main():
     mesh = pc.make_mesh((-1, args.model_parallel), ("data", "model"))
     if args.batch_size % mesh.shape["data"] or HEADS % mesh.shape["model"]:
         error = (
-            f"train_gpt: expected --batch-size to divide by {mesh.shape['data']} and {HEADS} heads to divide by "
-            f"--model-parallel, got {args.batch_size} and {args.model_parallel}. Choose powers of two."
+            f"train_gpt: expected --batch-size to be a multiple of {mesh.shape['data']}, and --model-parallel to be a "
+            f"divisor of {HEADS} heads, got {args.batch_size} and {args.model_parallel}. Choose powers of two."
         )
         sys.exit(error if comm.rank == 0 else 1)
 
     text, vocabulary = read_text()
-    rng = np.random.default_rng(args.seed)  # gives the same numbers on all ranks: they agree without a word
+    rng = np.random.default_rng(args.seed)  # gives the same numbers on all ranks
     params, losses = train(init_params(rng, len(vocabulary)), text, args, mesh)
     if comm.rank == 0:
         if args.losses:

@@ -14,20 +14,66 @@
 #include "collectives.h"
 #include "communicators.h"
 #include "device.h"
-#include "handlers.h"
-#include "hierarchy.h"
+#include "operations.h"
+#include "settings.h"
+#include "team_collectives.h"
 
 using pycollective::FindCommunicator;
 using pycollective::Lane;
 
-// The MPI functions to look up, "MPI_Allgather" first; null ends the list.
-PYCOLLECTIVE_EXPORT const char* pycollective_function_name(int64_t index) {
-  if (index < 0 || index >= static_cast<int64_t>(pycollective::kFunctionCount)) return nullptr;
-  return pycollective::kFunctionNames[index];
+// Names ----------------------------------------------------------------------------------------------------------
+//
+// Python reads each table of names from index 0 on; null ends it.
+
+namespace {
+
+template <size_t kCount>
+const char* NameAt(const char* const (&names)[kCount], int64_t index) {
+  return index >= 0 && index < static_cast<int64_t>(kCount) ? names[index] : nullptr;
 }
 
-// Binds the handlers to an MPI library. `addresses` in the order of pycollective_function_name.
-// Returns null, or a message that stays valid.
+}  // namespace
+
+// The MPI functions to look up: "MPI_Allgather", ...
+PYCOLLECTIVE_EXPORT const char* pycollective_function_name(int64_t index) {
+  return NameAt(pycollective::kFunctionNames, index);
+}
+
+// The element types, as mpi4py names them: "INT8_T", ...
+PYCOLLECTIVE_EXPORT const char* pycollective_type_name(int64_t index) {
+  return NameAt(pycollective::kTypeNames, index);
+}
+
+// The reductions that MPI has, as mpi4py names them: "SUM", ...
+PYCOLLECTIVE_EXPORT const char* pycollective_mpi_op_name(int64_t index) {
+  return NameAt(pycollective::kMpiOpNames, index);
+}
+
+// All reductions, as Python names them: "sum", ... The attribute op of a handler is the index.
+PYCOLLECTIVE_EXPORT const char* pycollective_op_name(int64_t index) {
+  return NameAt(pycollective::kOpNames, index);
+}
+
+// The operations: "allreduce", ... Each has the handlers pycollective_NAME and pycollective_device_NAME.
+PYCOLLECTIVE_EXPORT const char* pycollective_operation_name(int64_t index) {
+  return NameAt(pycollective::kOperationNames, index);
+}
+
+// The operations that have a handler for accelerators alone, pycollective_device_NAME.
+PYCOLLECTIVE_EXPORT const char* pycollective_device_operation_name(int64_t index) {
+  return NameAt(pycollective::kDeviceOperationNames, index);
+}
+
+// The functions of an accelerator's runtime to look up, by their names in CUDA or in HIP.
+PYCOLLECTIVE_EXPORT const char* pycollective_runtime_name(int64_t index, int32_t hip) {
+  if (index < 0 || index >= static_cast<int64_t>(pycollective::kRuntimeCount)) return nullptr;
+  return pycollective::kRuntimeNames[index][hip != 0];
+}
+
+// Libraries ------------------------------------------------------------------------------------------------------
+
+// Binds the handlers to an MPI library. `addresses`: those of its functions, in the order of
+// pycollective_function_name. Returns null, or a message that stays valid.
 PYCOLLECTIVE_EXPORT const char* pycollective_bind(const pycollective::Binding* binding,
                                                   void* const* addresses) {
   static std::string error;
@@ -37,14 +83,9 @@ PYCOLLECTIVE_EXPORT const char* pycollective_bind(const pycollective::Binding* b
   return nullptr;
 }
 
-// The functions of an accelerator's runtime to look up, CUDA's or HIP's names; null ends the list.
-PYCOLLECTIVE_EXPORT const char* pycollective_runtime_name(int64_t index, int32_t hip) {
-  if (index < 0 || index >= static_cast<int64_t>(pycollective::kRuntimeCount)) return nullptr;
-  return pycollective::kRuntimeNames[index][hip != 0];
-}
-
-// Binds the handlers for accelerators to their runtime. `addresses` in the order of pycollective_runtime_name.
-// `direct`: whether MPI reads and writes their memory; else it gets pieces of at most `stage_bytes`.
+// Binds the handlers for accelerators to their runtime. `addresses`: those of its functions, in the order of
+// pycollective_runtime_name. `direct`: whether MPI reads and writes the accelerators' memory; else it gets pieces of at
+// most `stage_bytes`.
 PYCOLLECTIVE_EXPORT void pycollective_bind_runtime(void* const* addresses, int32_t direct, int64_t stage_bytes) {
   static_assert(sizeof(pycollective::runtime) == pycollective::kRuntimeCount * sizeof(void*), "pointers alone");
   std::memcpy(&pycollective::runtime, addresses, sizeof(pycollective::runtime));
@@ -52,11 +93,14 @@ PYCOLLECTIVE_EXPORT void pycollective_bind_runtime(void* const* addresses, int32
   pycollective::stage_bytes = stage_bytes;
 }
 
-// A communicator on `lane_count` devices of each rank, by their ids. `calls`, `rest`: as Ranks has them. Returns its number.
+// Communicators --------------------------------------------------------------------------------------------------
+
+// Adds a communicator on `lane_count` devices of each rank, given by their ids. `main`, `auxiliary`: see Ranks. Returns
+// its number.
 PYCOLLECTIVE_EXPORT int64_t pycollective_communicator_add(const char* name, int64_t fingerprint, int32_t rank,
                                                           int32_t size, int32_t lane_count, const int64_t* device_ids,
-                                                          int64_t calls, int64_t rest) {
-  const auto ranks = std::make_shared<pycollective::Ranks>(rank, size, lane_count, calls, rest);
+                                                          int64_t main, int64_t auxiliary) {
+  const auto ranks = std::make_shared<pycollective::Ranks>(rank, size, lane_count, main, auxiliary);
   auto communicator = std::make_shared<pycollective::Communicator>(name, fingerprint, ranks);
   for (int i = 0; i < lane_count; ++i) {
     communicator->lanes.push_back(std::make_unique<Lane>(device_ids[i], i, ranks->channel(i), i));
@@ -64,19 +108,20 @@ PYCOLLECTIVE_EXPORT int64_t pycollective_communicator_add(const char* name, int6
   return pycollective::AddCommunicator(std::move(communicator));
 }
 
-// A part of communicator `whole`: `size` of its ranks, in the order of `members` (null: all of them), of which this is
-// `rank`. Its devices: those of the whole (`lane_count` < 0); or those of a mesh, in its order, the i-th being number
-// seats[i] of team teams[i], teams being of equal size. Returns its number.
+// Adds a part of communicator `whole`: `size` of its ranks, in the order of `members` (null: all of them); this process
+// is number `rank` among them. Its devices are those of the whole (`lane_count` < 0), or those of a mesh, in the mesh's
+// order: device i is number team_members[i] of team teams[i]. All teams have `team_size` devices. Returns the part's
+// number.
 PYCOLLECTIVE_EXPORT int64_t pycollective_part_add(const char* name, int64_t fingerprint, int64_t whole, int32_t rank,
                                                   int32_t size, const int32_t* members, int32_t lane_count,
                                                   const int64_t* device_ids, const int32_t* teams,
-                                                  const int32_t* seats, int32_t team_size) {
+                                                  const int32_t* team_members, int32_t team_size) {
   const auto of = FindCommunicator(whole);
   const auto ranks = members == nullptr ? of->ranks : pycollective::PartOf(*of, {members, members + size}, rank);
   auto part = std::make_shared<pycollective::Communicator>(name, fingerprint, ranks);
   part->whole = of;
-  part->by_position = lane_count >= 0;
-  if (!part->by_position) {
+  part->is_mesh = lane_count >= 0;
+  if (!part->is_mesh) {
     for (const auto& lane : of->lanes) {
       part->lanes.push_back(
           std::make_unique<Lane>(lane->device_id, lane->index, ranks->channel(lane->index), lane->index));
@@ -89,7 +134,7 @@ PYCOLLECTIVE_EXPORT int64_t pycollective_part_add(const char* name, int64_t fing
       const auto team = static_cast<size_t>(teams[i]);
       while (part->teams.size() <= team) part->teams.push_back(std::make_unique<pycollective::Team>(team_size));
       part->lanes.back()->team = part->teams[team].get();
-      part->lanes.back()->member = seats[i];
+      part->lanes.back()->member = team_members[i];
     }
   }
   for (const auto& lane : part->lanes) {
@@ -100,7 +145,7 @@ PYCOLLECTIVE_EXPORT int64_t pycollective_part_add(const char* name, int64_t fing
   return pycollective::AddCommunicator(std::move(part));
 }
 
-// See FreeCommunicator. Returns null, or a message that stays valid until the next call.
+// Frees a communicator: see FreeCommunicator. Returns null, or a message that stays valid until the next call.
 PYCOLLECTIVE_EXPORT const char* pycollective_communicator_free(int64_t number) {
   static std::string error;
   const pycollective::Outcome outcome = pycollective::FreeCommunicator(*pycollective::library, number);
@@ -117,7 +162,7 @@ struct pycollective_Waiting {
   int64_t waited_ns;
 };
 
-// Returns whether any call is under way.
+// Finds that call. Returns whether any call is under way.
 PYCOLLECTIVE_EXPORT bool pycollective_longest_wait(pycollective_Waiting* longest) {
   static std::string name;
   const int64_t now = pycollective::NowNs();
@@ -131,47 +176,50 @@ PYCOLLECTIVE_EXPORT bool pycollective_longest_wait(pycollective_Waiting* longest
       name = of;
       *longest = {operation, name.c_str(), lane.nbytes.load(std::memory_order_relaxed), waited_ns};
     };
-    look(communicator->alone);
+    look(communicator->single_lane);
     for (const auto& lane : communicator->lanes) look(*lane);
   }
   return longest->waited_ns >= 0;
 }
 
-// 0: never compare what the ranks call; 1: the first time a lane meets a call; 2: every time.
+// Settings -------------------------------------------------------------------------------------------------------
+
+// Sets when ranks compare what they call: a Check (settings.h).
 PYCOLLECTIVE_EXPORT void pycollective_set_check(int32_t when) {
   pycollective::check = static_cast<pycollective::Check>(when);
 }
 
-// See hierarchy.h.
+// Sets all_lanes (team_collectives.h).
 PYCOLLECTIVE_EXPORT void pycollective_set_all_lanes(int32_t all) { pycollective::all_lanes = all != 0; }
 
-// For tests: counts above this take the path of arrays beyond MPI's int.
+// For tests: counts above this take the way of counts beyond MPI's int.
 PYCOLLECTIVE_EXPORT void pycollective_set_max_count(int64_t max_count) {
   pycollective::library->max_count = max_count;
 }
 
 // Keeps some of the freed memory in the process and asks for huge pages under it, so that a large result does not fault
-// in page by page each time it is made:
-// - no mmap for a large allocation: it comes from the heap;
-// - the heap keeps `kept` bytes when what lies at its end is freed, and gives back the rest;
-// - no fast bins: what lies in them is merged only when a heap is used up or a large block is asked for, which this one
-//   is not; a loop of small calls would walk through all of the reserve (a quarter of memory in 25 s);
-// - one arena, since glibc gives other threads' arenas at most 64 MiB at a time (small allocations stay in each
-//   thread's own cache). Arenas that threads of NumPy's BLAS, say, have made before stay, and glibc gives them to later
-//   threads too, XLA's among them; what a heap keeps keeps such an arena, too, from giving its memory back whenever it is
-//   empty;
-// - what will be kept is taken as address space, advised and freed: allocations to come lie there. Nothing of it is
-//   touched, so nothing is used up.
-// `ranks` of this host each keep their share of a quarter of its memory, and at most as much as glibc's settings, which
-// are ints, can say. Call this before XLA starts its threads. Returns whether glibc took the settings; huge pages are a
-// hope.
+// in page by page each time it is made. `ranks` ranks of this host each keep their share of a quarter of its memory,
+// and at most as much as glibc's settings, which are ints, can say. Call this before XLA starts its threads. Returns
+// whether glibc took the settings; whether there are huge pages is up to the kernel.
+//
+// - Large allocations use no mmap: they come from the heap.
+// - The heap keeps `kept` bytes when the memory at its end is freed, and gives back the rest.
+// - There are no fast bins: glibc merges what lies in them only when a heap is used up or a large block is asked for,
+//   and this heap is never used up. A loop of small calls would walk through all of the reserve (a quarter of memory in
+//   25 s).
+// - There is one arena, since glibc gives the arenas of other threads at most 64 MiB at a time (small allocations stay
+//   in each thread's own cache). Arenas that threads have made before, NumPy's BLAS for example, stay, and glibc gives
+//   them to later threads too, XLA's among them; they, too, keep memory at their end instead of giving it back whenever
+//   they are empty.
+// - What will be kept is allocated as address space, advised and freed: later allocations lie there. It is not touched,
+//   so it uses no memory yet.
 PYCOLLECTIVE_EXPORT bool pycollective_tune_malloc(int32_t ranks) {
 #ifdef __GLIBC__
   constexpr int kNone = 0;
   constexpr int kOne = 1;
   constexpr int kMost = 7 << 28;       // 1.75 GiB
   constexpr int kLeast = 64 << 20;     // HEAP_MAX_SIZE of glibc's arena.c
-  constexpr int kAboveKept = 64 << 20;  // freed at the end of the heap, before it is given back
+  constexpr int kAboveKept = 64 << 20;  // freed memory at the end of the heap, before the heap gives it back
   const long pages = sysconf(_SC_PHYS_PAGES);
   const long page_bytes = sysconf(_SC_PAGESIZE);
   if (pages <= 0 || page_bytes <= 0) return false;
@@ -182,7 +230,7 @@ PYCOLLECTIVE_EXPORT bool pycollective_tune_malloc(int32_t ranks) {
       mallopt(M_TOP_PAD, kept) != 1) {
     return false;
   }
-  if (void* block = std::malloc(static_cast<size_t>(kLeast))) {  // comes with what the heap keeps behind it
+  if (void* block = std::malloc(static_cast<size_t>(kLeast))) {  // after it lies what the heap keeps
     const uintptr_t page = static_cast<uintptr_t>(page_bytes);
     const uintptr_t first = (reinterpret_cast<uintptr_t>(block) + page - 1) / page * page;
     const uintptr_t end = (reinterpret_cast<uintptr_t>(block) + static_cast<size_t>(kept)) / page * page;

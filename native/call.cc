@@ -6,19 +6,22 @@ namespace ffi = xla::ffi;
 
 namespace pycollective {
 
-Call::Call(Operation operation, const Members& members, int64_t lane_id, int64_t staging)
+std::unique_ptr<Library> library;
+Check check = Check::kFirst;
+
+Call::Call(Operation operation, const Participants& participants, int64_t lane_id, int64_t staging)
     : operation_(operation),
-      members_(members),
+      participants_(participants),
       lane_id_(lane_id),
       staging_(staging),
-      communicator_(FindCommunicator(members.number())) {
+      communicator_(FindCommunicator(participants.number())) {
   if (communicator_ == nullptr) return;
-  if (members.spread < -1) copies_ = &communicator_->CopiesOf(static_cast<int>(-members.spread));
-  lane_ = members.spread > 1 ? communicator_->LaneOf(lane_id) : &communicator_->alone;
+  if (participants.spread < -1) copies_ = &communicator_->TeamOfCopies(static_cast<int>(-participants.spread));
+  lane_ = participants.spread > 1 ? communicator_->LaneOf(lane_id) : &communicator_->single_lane;
 }
 
-ffi::Error Call::Find() {
-  if (library == nullptr || (communicator_ == nullptr && !WasCommunicator(members_.number()))) {
+ffi::Error Call::CheckParticipants() const {
+  if (library == nullptr || (communicator_ == nullptr && !WasCommunicator(participants_.number()))) {
     return Error(ffi::ErrorCode::kInternal, "expected a communicator of this process, got an unknown one",
                  "Call pycollective.init() before running a compiled program, and compile it in this process.");
   }
@@ -26,7 +29,7 @@ ffi::Error Call::Find() {
     return Error(ffi::ErrorCode::kFailedPrecondition, "expected a live communicator, got a freed one",
                  "Do not run programs that name a communicator after its free().");
   }
-  if (communicator_->fingerprint != members_.fingerprint()) {
+  if (communicator_->fingerprint != participants_.fingerprint()) {
     return Error(ffi::ErrorCode::kFailedPrecondition,
                  "expected the communicator that this program was compiled for, got one of other ranks or devices",
                  "Compile it again in this process.");
@@ -37,28 +40,26 @@ ffi::Error Call::Find() {
                      (staging_ == 0 ? "CPU device " : "accelerator ") + std::to_string(lane_id_ & 0xFFFFFFFF),
                  "Name that device in init, or run the program on one of its devices.");
   }
-  if (members_.spread <= 1 && !communicator_->teams.empty()) {
+  if (participants_.spread <= 1 && !communicator_->teams.empty()) {
     return Error(ffi::ErrorCode::kFailedPrecondition,
                  "expected a program on the devices of its mesh, got one on a single device", "Please report this.");
   }
   return ffi::Error::Success();
 }
 
-void Call::Break() const {
+void Call::BreakTeams() const {
   if (copies_ != nullptr) copies_->Break();
   if (lane_ != nullptr && lane_->team != nullptr) lane_->team->Break();
 }
 
-// The first time this channel meets a signature, the ranks compare theirs: a wrong order, shape or dtype then ends in an
-// error on every rank instead of a hang or a wrong sum.
-ffi::Error Call::Agree(const Signature& mine) {
+ffi::Error Call::CompareWithRanks(const Signature& mine) {
   if (check == Check::kNever) return ffi::Error::Success();
-  OwnChannel& channel = lane_->channel;
+  LazyChannel& channel = lane_->channel;
   const std::lock_guard<std::mutex> lock(channel.mutex);
   if (check == Check::kFirst && channel.agreed.count(mine) != 0) return ffi::Error::Success();
   std::vector<Signature> all(static_cast<size_t>(channel.size));
-  const Outcome outcome = library->Allgather(channel, &mine, all.data(), sizeof(Signature), Type::kUint8);
-  if (!outcome.ok()) return Failed(outcome);
+  const Outcome outcome = library->Allgather(channel, {&mine, all.data(), sizeof(Signature), Type::kUint8});
+  if (!outcome.ok()) return ErrorOf(outcome);
   for (size_t rank = 0; rank < all.size(); ++rank) {
     const Signature& theirs = all[rank];
     if (theirs == mine) continue;
@@ -76,7 +77,7 @@ ffi::Error Call::Agree(const Signature& mine) {
   return ffi::Error::Success();
 }
 
-ffi::Error Call::Failed(const Outcome& outcome) const {
+ffi::Error Call::ErrorOf(const Outcome& outcome) const {
   if (outcome.of_runtime) {
     return Error(ffi::ErrorCode::kInternal,
                  std::string("expected ") + outcome.call + " of the accelerator's runtime to succeed, got \"" +
@@ -103,7 +104,7 @@ ffi::Error Call::Error(ffi::ErrorCode code, const std::string& what, const std::
             std::to_string(communicator_->ranks->size()) + ", communicator " + communicator_->name + ")";
   }
   return ffi::Error(code,
-                    std::string("pycollective.") + kOperations[operation_] + ": " + what + where + ". " + remedy);
+                    std::string("pycollective.") + kOperationNames[operation_] + ": " + what + where + ". " + remedy);
 }
 
 }  // namespace pycollective

@@ -1,4 +1,5 @@
-// One call as the handlers see it: finds the lane, checks that the ranks agree, runs, turns failures into errors.
+// One call as the handlers see it: finds the lane, compares the call with those of the other ranks, runs it, and makes
+// an error of a failure.
 
 #ifndef PYCOLLECTIVE_NATIVE_CALL_H_
 #define PYCOLLECTIVE_NATIVE_CALL_H_
@@ -12,45 +13,50 @@
 
 #include "collectives.h"
 #include "communicators.h"
-#include "handlers.h"
-#include "names.h"
+#include "dtypes.h"
+#include "operations.h"
+#include "settings.h"
+#include "signature.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace pycollective {
 
-// What a program says of who takes part, in two attributes.
-struct Members {
-  // comm: the communicator's number and fingerprint.
+// Who takes part in a call, as two attributes of the program say it.
+struct Participants {
+  // The attribute comm: the communicator's number and its fingerprint.
   xla::ffi::Span<const int64_t> comm;
-  // How the program lies on the devices of this process. 1: on one. n: on n, each of which makes the call itself, on the
-  // channel of its number. -n: on n that have the same data; they meet, one makes the call as a single device would, and
-  // its results are copied to the others. So ranks whose arrays lie on different numbers of devices match.
+  // How the program lies on the devices of this process. 1: on one device. n > 1: on n devices, each of which makes the
+  // call itself, on a channel of its own. -n: on n devices that have the same data; they meet, one makes the call as a
+  // single device would, and its results are copied to the others. So ranks may have their arrays on different numbers
+  // of devices.
   int64_t spread;
 
   int64_t number() const { return comm.size() > 0 ? comm[0] : -1; }
   int64_t fingerprint() const { return comm.size() > 1 ? comm[1] : 0; }
 };
 
-// The results of a call, where devices with the same data take them from each other.
-struct Written {
+// The results of a call. Devices with the same data copy them from each other. The caller keeps the list.
+struct ResultMemory {
   void* data;
   size_t nbytes;
 };
 struct Results {
-  const Written* first = nullptr;
+  const ResultMemory* first = nullptr;
   size_t count = 0;
 };
 
-// Runs work(), which returns an Error. An exception becomes one here: it must not unwind through XLA, or a thread of ours.
+// Returns what work() returns. If work() ends in an exception, returns an Error that says so: no exception may pass
+// through XLA, or end a thread of ours.
 template <typename Work>
-xla::ffi::Error Caught(Operation operation, Work work) {
+xla::ffi::Error CatchAsError(Operation operation, Work work) {
   const auto error = [&](xla::ffi::ErrorCode code, const std::string& what, const std::string& remedy) {
-    return xla::ffi::Error(code, std::string("pycollective.") + kOperations[operation] + ": " + what + ". " + remedy);
+    const std::string where = std::string("pycollective.") + kOperationNames[operation];
+    return xla::ffi::Error(code, where + ": " + what + ". " + remedy);
   };
   try {
     return work();
   } catch (const std::exception& exception) {
-    const Outcome outcome = Thrown(exception);
+    const Outcome outcome = OutcomeOfException(exception);
     return error(xla::ffi::ErrorCode::kResourceExhausted, outcome.detail, outcome.remedy);
   } catch (const Team::Broken&) {
     return error(xla::ffi::ErrorCode::kFailedPrecondition,
@@ -59,17 +65,17 @@ xla::ffi::Error Caught(Operation operation, Work work) {
   }
 }
 
-// Marks the lane as waiting inside MPI for as long as it lives.
-class UnderWay {
+// Marks the lane as waiting inside MPI, as long as this object lives. The watchdog reads the mark.
+class WaitingInMpi {
  public:
-  UnderWay(Lane& lane, const char* operation, int64_t nbytes) : lane_(lane) {
+  WaitingInMpi(Lane& lane, const char* operation, int64_t nbytes) : lane_(lane) {
     lane_.nbytes.store(nbytes, std::memory_order_relaxed);
     lane_.started_ns.store(NowNs(), std::memory_order_relaxed);
     lane_.operation.store(operation, std::memory_order_release);
   }
-  ~UnderWay() { lane_.operation.store(nullptr, std::memory_order_release); }
-  UnderWay(const UnderWay&) = delete;
-  UnderWay& operator=(const UnderWay&) = delete;
+  ~WaitingInMpi() { lane_.operation.store(nullptr, std::memory_order_release); }
+  WaitingInMpi(const WaitingInMpi&) = delete;
+  WaitingInMpi& operator=(const WaitingInMpi&) = delete;
 
  private:
   Lane& lane_;
@@ -77,38 +83,39 @@ class UnderWay {
 
 class Call {
  public:
-  // `lane_id`: of the device that calls; `staging`: how its arrays get to MPI, as Signature says it.
-  Call(Operation operation, const Members& members, int64_t lane_id, int64_t staging);
-  // After an exception: other devices of the program must not wait for this one.
+  // `lane_id`: the device that calls, as lanes know it. `staging`: how its arrays reach MPI, as in Signature.
+  Call(Operation operation, const Participants& participants, int64_t lane_id, int64_t staging);
+  // If an exception ends the call, the other devices of the program must not wait for this one.
   ~Call() {
-    if (std::uncaught_exceptions() > exceptions_) Break();
+    if (std::uncaught_exceptions() > exceptions_) BreakTeams();
   }
   Call(const Call&) = default;
   Call& operator=(const Call&) = delete;
 
-  // Runs body(library, lane) in `place`, in its turn.
+  // Runs body(library, lane) in `place`, when the calls before it are done.
   template <typename Place, typename Body>
   xla::ffi::Error Run(Place& place, const Signature& signature, int64_t nbytes, const Results& results, Body body) {
-    if constexpr (Place::kPlain) {
+    if constexpr (Place::kInHostMemory) {
       return RunNow(signature, nbytes, results, body);
     } else {
       xla::ffi::Error error;
-      const Outcome turn = place.Run([&] {  // perhaps in the device's thread
-        error = Caught(operation_, [&] { return RunNow(signature, nbytes, results, body); });
+      const Outcome outcome = place.Run([&] {  // perhaps in the device's thread
+        error = CatchAsError(operation_, [&] { return RunNow(signature, nbytes, results, body); });
       });
-      return error.failure() || turn.ok() ? error : Failed(turn);
+      return error.failure() || outcome.ok() ? error : ErrorOf(outcome);
     }
   }
 
+  // The same at once, in this thread.
   template <typename Body>
   xla::ffi::Error RunNow(const Signature& signature, int64_t nbytes, const Results& results, Body body) {
-    xla::ffi::Error wrong = Find();
+    xla::ffi::Error wrong = CheckParticipants();
     if (wrong.failure()) return wrong;
-    const auto alone = [&] { return Alone(signature, nbytes, body); };
-    return copies_ == nullptr ? alone() : ForAll(results, alone);
+    const auto work = [&] { return RunOnLane(signature, nbytes, body); };
+    return copies_ == nullptr ? work() : RunForCopies(results, work);
   }
 
-  // Of the call under way.
+  // Valid while the call runs.
   const Communicator& communicator() const { return *communicator_; }
 
   xla::ffi::Error Unsupported(xla::ffi::DataType dtype) const {
@@ -118,48 +125,47 @@ class Call {
                  "Convert the array first.");
   }
 
-  xla::ffi::Error Failed(const Outcome& outcome) const;
+  xla::ffi::Error ErrorOf(const Outcome& outcome) const;
   xla::ffi::Error Error(xla::ffi::ErrorCode code, const std::string& what, const std::string& remedy) const;
 
  private:
-  // Finds the lane; or what keeps the program from running here at all, on any device of this rank.
-  xla::ffi::Error Find();
+  // Returns an error if the program cannot run here, on any device of this rank.
+  xla::ffi::Error CheckParticipants() const;
 
-  // The call of this device.
   template <typename Body>
-  xla::ffi::Error Alone(Signature signature, int64_t nbytes, Body body) {
-    const UnderWay under_way(*lane_, kOperations[operation_], nbytes);
-    if (IsCollective(operation_)) {  // a message needs no channel that others would have to make as well
-      const Outcome made = communicator_->ranks->Make(*library, lane_->number);
-      if (!made.ok()) return Failed(made);
+  xla::ffi::Error RunOnLane(Signature signature, int64_t nbytes, Body body) {
+    const WaitingInMpi waiting(*lane_, kOperationNames[operation_], nbytes);
+    if (IsCollective(operation_)) {  // for a message the other ranks would not make the channel
+      const Outcome made = communicator_->ranks->MakeChannel(*library, lane_->channel_number);
+      if (!made.ok()) return ErrorOf(made);
     }
     if (IsCollective(operation_) && lane_->channel.size > 1) {
       signature.staging = staging_;
-      signature.devices = static_cast<int32_t>(members_.spread > 0 ? members_.spread : 1);
+      signature.devices = static_cast<int32_t>(participants_.spread > 0 ? participants_.spread : 1);
       signature.team = lane_->team != nullptr ? lane_->team->size() : 1;
-      const xla::ffi::Error disagreement = Agree(signature);
-      if (disagreement.failure()) return disagreement;
+      const xla::ffi::Error difference = CompareWithRanks(signature);
+      if (difference.failure()) return difference;
     }
     const Outcome outcome = body(*library, *lane_);
-    return outcome.ok() ? xla::ffi::Error::Success() : Failed(outcome);
+    return outcome.ok() ? xla::ffi::Error::Success() : ErrorOf(outcome);
   }
 
-  // The last to come of the devices with the same data makes the call for all.
+  // Devices that have copies of the same data meet; the last to come runs work() and copies its results to the others.
   template <typename Work>
-  xla::ffi::Error ForAll(const Results& results, Work work) {
+  xla::ffi::Error RunForCopies(const Results& results, Work work) {
     struct Copy {
       const Results& results;
       xla::ffi::Error error;
     };
     Copy own{results, {}};
-    copies_->AddPost({nullptr, &own});
+    copies_->AddBuffers({nullptr, &own});
     copies_->Meet([&] {
-      const xla::ffi::Error error = Caught(operation_, work);
+      const xla::ffi::Error error = CatchAsError(operation_, work);
       for (int member = 0; member < copies_->size(); ++member) {
-        Copy& other = *static_cast<Copy*>(copies_->PostOf(member).out);
+        Copy& other = *static_cast<Copy*>(copies_->BuffersOf(member).out);
         other.error = error;
         for (size_t i = 0; i < results.count && &other != &own; ++i) {
-          const Written& from = results.first[i];
+          const ResultMemory& from = results.first[i];
           if (from.nbytes > 0) std::memcpy(other.results.first[i].data, from.data, from.nbytes);
         }
       }
@@ -167,16 +173,18 @@ class Call {
     return own.error;
   }
 
-  xla::ffi::Error Agree(const Signature& mine);
-  void Break() const;
+  // Returns an error if another rank makes another call on the channel. Each call is compared when the channel first
+  // meets it: a wrong order, shape or dtype then ends in an error on every rank instead of a hang or a wrong sum.
+  xla::ffi::Error CompareWithRanks(const Signature& mine);
+  void BreakTeams() const;
 
   Operation operation_;
-  Members members_;
+  Participants participants_;
   int64_t lane_id_;
   int64_t staging_;
   std::shared_ptr<Communicator> communicator_;
   Lane* lane_ = nullptr;
-  Team* copies_ = nullptr;
+  Team* copies_ = nullptr;  // the devices with copies of the same data
   int exceptions_ = std::uncaught_exceptions();
 };
 

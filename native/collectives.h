@@ -1,12 +1,12 @@
-// Collectives on plain memory: knows MPI, not XLA.
+// The plain collectives and messages: they know MPI, not XLA.
 //
-// Every function takes counts as int64. MPI 3's counts are int, so a longer array goes in chunks
-// (elementwise operations) or as one element of a derived datatype (block operations). `send == recv`
-// asks for the in-place form where MPI has one. Where MPI leaves a rank's result undefined, it is zeros.
+// Counts are int64. MPI 3's counts are int, so a longer array goes in chunks (elementwise operations) or as one element
+// of a derived datatype (blocks, messages). Where MPI leaves a rank's result undefined, it is zeros.
 
 #ifndef PYCOLLECTIVE_NATIVE_COLLECTIVES_H_
 #define PYCOLLECTIVE_NATIVE_COLLECTIVES_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <exception>
 #include <memory>
@@ -14,21 +14,22 @@
 #include <vector>
 
 #include "mpi.h"
+#include "operations.h"
 
 namespace pycollective {
 
-// The outcome of an MPI call. `call` names the function that failed; null on success.
+// The outcome of a call. `call` names the function that failed; null on success.
 struct Outcome {
   const char* call = nullptr;
   int code = 0;
-  std::string detail;  // set instead of `code` when MPI succeeded but the result cannot be used
-  bool of_runtime = false;  // `call` is one of an accelerator's runtime (runtime.h) and `detail` what it says of it
-  const char* remedy = nullptr;  // set: `detail` is the whole of what is wrong, and this is what to do
+  std::string detail;            // set instead of `code` if MPI succeeded but the result cannot be used
+  bool of_runtime = false;       // `call` is a function of an accelerator's runtime (runtime.h), `detail` its message
+  const char* remedy = nullptr;  // set if `detail` is the whole message; then this says what to do
   bool ok() const { return call == nullptr; }
 };
 
-// Of an exception in the midst of a call.
-inline Outcome Thrown(const std::exception& error) {
+// The outcome of a call that ended in an exception.
+inline Outcome OutcomeOfException(const std::exception& error) {
   Outcome outcome{"C++", 0, std::string("expected memory for the call, got the exception ") + error.what()};
   outcome.remedy = "Use smaller arrays, or fewer ranks on this host.";
   return outcome;
@@ -41,7 +42,7 @@ inline Outcome Thrown(const std::exception& error) {
     if (!outcome_.ok()) return outcome_;               \
   } while (false)
 
-// What a library itself does to the memory that it is handed. Plain memory; others override it.
+// Zeros and copies in the memory that a library is handed: here in host memory; DeviceMemory (device.h) overrides them.
 class Memory {
  public:
   virtual ~Memory() = default;
@@ -49,63 +50,96 @@ class Memory {
   virtual Outcome Copy(void* to, const void* from, size_t nbytes) const;
 };
 
-// A communicator as seen from this process, and as one device uses it. Handles are widened; they are private ones, so
-// wildcard receives can match neither user traffic nor ppermute's.
+// The MPI communicators on which one device of this process makes its calls; their handles are widened to 64 bits. They
+// are private: no receive of a user can match a message here, and no receive with wildcards a message of ppermute.
 struct Channel {
   int64_t collective = 0;
   int64_t messages = 0;
-  int64_t permute = 0;  // of the whole communicator, whose ranks it counts
+  int64_t permute = 0;  // the whole communicator: ranks of Permute are its ranks
   int rank = 0;
   int size = 1;
-  int first_tag = 0;  // a message's tag t travels as first_tag + t * tag_step
+  int first_tag = 0;  // a message with tag t travels under the tag first_tag + t * tag_step
   int tag_step = 1;
-  const Memory* memory = nullptr;  // null: plain
+  const Memory* memory = nullptr;  // null: host memory
 };
 
+// What a collective works on. For an array of blocks, `count` is the size of one block; `channel.size` blocks follow
+// each other in the order of the ranks. If `send` equals `recv`, the collective works in place, where MPI can.
+struct Arguments {
+  const void* send;
+  void* recv;
+  int64_t count;
+  Type type;
+  Op op = Op::kSum;  // of reductions
+  int root = 0;      // of collectives with a root
+
+  // The same call on other arrays.
+  Arguments On(const void* other_send, void* other_recv, int64_t other_count) const {
+    Arguments other = *this;
+    other.send = other_send;
+    other.recv = other_recv;
+    other.count = other_count;
+    return other;
+  }
+};
+
+// A message that this rank sends. `dest` may be MPI_PROC_NULL: then nothing is sent.
+struct Outgoing {
+  const void* data;
+  int64_t count;
+  Type type;
+  int dest;
+  int tag;
+};
+
+// A message that this rank receives. `source` may be MPI_PROC_NULL: then zeros are received.
+struct Incoming {
+  void* data;
+  int64_t count;
+  Type type;
+  int source;
+  int tag;
+};
+
+// The MPI library.
 class Library {
  public:
   virtual ~Library() = default;
 
   // recv[i] = op over ranks of send[i].
-  virtual Outcome Allreduce(const Channel&, const void* send, void* recv, int64_t count, Type, Op) const = 0;
-  virtual Outcome Reduce(const Channel&, const void* send, void* recv, int64_t count, Type, Op, int root) const = 0;
-  virtual Outcome Scan(const Channel&, const void* send, void* recv, int64_t count, Type, Op) const = 0;
-  virtual Outcome Exscan(const Channel&, const void* send, void* recv, int64_t count, Type, Op) const = 0;
-  virtual Outcome Bcast(const Channel&, const void* send, void* recv, int64_t count, Type, int root) const = 0;
-  // `count` is one rank's block; the other side holds `size` of them in rank order.
-  virtual Outcome ReduceScatter(const Channel&, const void* send, void* recv, int64_t count, Type, Op) const = 0;
-  virtual Outcome Allgather(const Channel&, const void* send, void* recv, int64_t count, Type) const = 0;
-  virtual Outcome Alltoall(const Channel&, const void* send, void* recv, int64_t count, Type) const = 0;
-  virtual Outcome Gather(const Channel&, const void* send, void* recv, int64_t count, Type, int root) const = 0;
-  virtual Outcome Scatter(const Channel&, const void* send, void* recv, int64_t count, Type, int root) const = 0;
-  // Ranks may be MPI_PROC_NULL: nothing is sent, zeros are received. A message whose length is not
-  // `count` is an error.
-  virtual Outcome Send(const Channel&, const void* send, int64_t count, Type, int dest, int tag) const = 0;
-  virtual Outcome Recv(const Channel&, void* recv, int64_t count, Type, int source, int tag) const = 0;
-  virtual Outcome Sendrecv(const Channel&, const void* send, int64_t send_count, Type send_type, int dest,
-                           int send_tag, void* recv, int64_t recv_count, Type recv_type, int source,
-                           int recv_tag) const = 0;
-  // As Sendrecv of equal arrays, where no program's own receive can match.
-  virtual Outcome Permute(const Channel&, const void* send, void* recv, int64_t count, Type, int dest,
-                          int send_tag, int source, int recv_tag) const = 0;
+  virtual Outcome Allreduce(const Channel&, const Arguments&) const = 0;
+  // The collectives of one array in the table: Outcome Allgather(const Channel&, const Arguments&) const, ...
+#define PYCOLLECTIVE_DECLARE(name, Name, ...) virtual Outcome Name(const Channel&, const Arguments&) const = 0;
+#define PYCOLLECTIVE_NOTHING(...)
+  PYCOLLECTIVE_OPERATIONS(PYCOLLECTIVE_DECLARE, PYCOLLECTIVE_NOTHING)
+#undef PYCOLLECTIVE_NOTHING
+#undef PYCOLLECTIVE_DECLARE
   virtual Outcome Barrier(const Channel&) const = 0;
 
-  // A communicator of those ranks of `from` (all of them if empty), in their order. They alone must make this call; the
-  // tag keeps apart what several threads make at once.
-  virtual Outcome MakeChannel(int64_t from, const std::vector<int>& ranks, int tag, int64_t* made) const = 0;
-  virtual Outcome FreeChannel(int64_t channel) const = 0;
+  // A message whose length is not `count` is an error.
+  virtual Outcome Send(const Channel&, const Outgoing&) const = 0;
+  virtual Outcome Recv(const Channel&, const Incoming&) const = 0;
+  virtual Outcome Sendrecv(const Channel&, const Outgoing&, const Incoming&) const = 0;
+  // Sendrecv of equal arrays on a communicator of its own, where no receive of a program can match.
+  virtual Outcome Permute(const Channel&, const Outgoing&, const Incoming&) const = 0;
 
-  // Whether a reduction is one of our own, which works on plain memory alone.
+  // Makes a communicator of those ranks of `from` (empty: all ranks), in their order. Only those ranks make this call;
+  // the tag keeps apart the communicators that several threads make at once.
+  virtual Outcome CreateComm(int64_t from, const std::vector<int>& ranks, int tag, int64_t* made) const = 0;
+  virtual Outcome FreeComm(int64_t comm) const = 0;
+
+  // Whether our own code makes the reduction (own_reductions.h). It needs host memory.
   virtual bool IsOwn(Op, Type) const = 0;
 
   virtual std::string ErrorString(int code) const = 0;
   virtual int proc_null() const = 0;
 
-  // Counts above this go in pieces. INT_MAX but in tests, which lower it to reach that code.
+  // Larger counts go in pieces. It is INT_MAX but in tests, which lower it to reach the code for larger counts.
   int64_t max_count = INT32_MAX;
 };
 
-// `addresses` are those of kFunctionNames, in order. Null, with `error` set, if the binding is unusable.
+// Binds to an MPI library. `addresses`: those of the functions in kFunctionNames, in that order. Returns null and sets
+// `error` if the library cannot be used.
 std::unique_ptr<Library> MakeLibrary(const Binding& binding, void* const* addresses, std::string* error);
 
 }  // namespace pycollective

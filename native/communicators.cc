@@ -13,85 +13,90 @@ namespace pycollective {
 
 namespace {
 
-constexpr int kTags = 1 << 15;  // that every MPI library has
+constexpr int kTags = 1 << 15;  // every MPI library has so many tags
 
 }  // namespace
 
-Ranks::Ranks(int rank, int size, int devices, int64_t calls, int64_t rest)
-    : devices_(devices), rest_(rest), first_tag_(0), channels_(static_cast<size_t>(2 * devices)) {
+Ranks::Ranks(int rank, int size, int devices, int64_t main, int64_t auxiliary)
+    : devices_(devices), auxiliary_(auxiliary), first_tag_(0), channels_(static_cast<size_t>(2 * devices)) {
   for (int number = 0; number < 2 * devices; ++number) {
-    OwnChannel& channel = channels_[static_cast<size_t>(number)];
+    LazyChannel& channel = channels_[static_cast<size_t>(number)];
     channel.rank = rank;
     channel.size = size;
-    channel.permute = rest;
-    // Messages between other devices than the first go with those of ppermute, behind the tags of both its kinds and one
-    // more, 2 * devices * devices, by which ranks speak outside programs (control.py).
-    channel.messages = number == 0 ? calls : rest;
+    channel.permute = auxiliary;
+    // Messages between other devices than the first travel on `auxiliary`, with ppermute's. Their tags come after both
+    // kinds of ppermute's tags and one more, 2 * devices * devices, which ranks use outside programs
+    // (ranks/out_of_band.py).
+    channel.messages = number == 0 ? main : auxiliary;
     channel.first_tag = number == 0 ? 0 : 2 * devices * devices + number;
     channel.tag_step = number == 0 ? 1 : devices;
   }
-  channels_[0].collective = calls;
+  channels_[0].collective = main;
   channels_[0].made = true;
 }
 
 Ranks::Ranks(const Ranks& whole, std::vector<int> members, int rank)
-    : devices_(whole.devices_), rest_(whole.rest_), members_(std::move(members)), channels_(whole.channels_.size()) {
-  for (OwnChannel& channel : channels_) {
-    channel.permute = rest_;
+    : devices_(whole.devices_),
+      auxiliary_(whole.auxiliary_),
+      members_(std::move(members)),
+      channels_(whole.channels_.size()) {
+  for (LazyChannel& channel : channels_) {
+    channel.permute = auxiliary_;
     channel.rank = rank;
     channel.size = static_cast<int>(members_.size());
   }
-  // Apart from other parts' tags if it can be. It need not: each device makes one channel at a time, in one order.
+  // Other tags than other parts have, if the hashes differ. Equal ones do no harm: each device makes one channel at a
+  // time, and all ranks make them in one order.
   uint32_t hash = 0;
   for (const int member : members_) hash = hash * 1000003u + static_cast<uint32_t>(member) + 1;
   const uint32_t blocks = static_cast<uint32_t>(std::max(1, kTags / (2 * devices_) - 1));
   first_tag_ = static_cast<int>(1 + hash % blocks) * 2 * devices_;
 }
 
-Outcome Ranks::Make(const Library& mpi, int number) {
-  OwnChannel& channel = this->channel(number);
+Outcome Ranks::MakeChannel(const Library& mpi, int number) {
+  LazyChannel& channel = this->channel(number);
   if (channel.made.load(std::memory_order_acquire)) return {};
   int64_t made = 0;
-  PYCOLLECTIVE_RETURN_IF_FAILED(mpi.MakeChannel(rest_, members_, first_tag_ + number, &made));
+  PYCOLLECTIVE_RETURN_IF_FAILED(mpi.CreateComm(auxiliary_, members_, first_tag_ + number, &made));
   channel.collective = made;
   channel.made.store(true, std::memory_order_release);
   return {};
 }
 
-Outcome Ranks::Free(const Library& mpi) {
+Outcome Ranks::FreeChannels(const Library& mpi) {
   Outcome first;
   for (size_t number = members_.empty() ? 1 : 0; number < channels_.size(); ++number) {
-    OwnChannel& channel = channels_[number];
+    LazyChannel& channel = channels_[number];
     if (!channel.made.exchange(false)) continue;
-    const Outcome outcome = mpi.FreeChannel(channel.collective);
+    const Outcome outcome = mpi.FreeComm(channel.collective);
     if (first.ok()) first = outcome;
   }
   return first;
 }
 
-Team& Communicator::CopiesOf(int size) {
+Team& Communicator::TeamOfCopies(int size) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return copies_.try_emplace(size, size).first->second;
+  return teams_of_copies_.try_emplace(size, size).first->second;
 }
 
 // The table ------------------------------------------------------------------------------------------------------
 
 namespace {
 
-// Freed ones are remembered for their names, the last of them.
+// So many of the freed communicators stay in the table, the latest ones, for their names in error messages.
 constexpr size_t kRemembered = 1000;
 
 std::mutex mutex;
 std::unordered_map<int64_t, std::shared_ptr<Communicator>> table;
-std::deque<int64_t> freed;
-int64_t used = 0;
+std::deque<int64_t> freed;  // the oldest first
+int64_t next_number = 0;
 
 }  // namespace
 
 int64_t AddCommunicator(std::shared_ptr<Communicator> communicator) {
   const std::lock_guard<std::mutex> lock(mutex);
-  table.emplace(used, std::move(communicator));
-  return used++;
+  table.emplace(next_number, std::move(communicator));
+  return next_number++;
 }
 
 std::shared_ptr<Communicator> FindCommunicator(int64_t number) {
@@ -102,7 +107,7 @@ std::shared_ptr<Communicator> FindCommunicator(int64_t number) {
 
 bool WasCommunicator(int64_t number) {
   const std::lock_guard<std::mutex> lock(mutex);
-  return 0 <= number && number < used;
+  return 0 <= number && number < next_number;
 }
 
 std::shared_ptr<Ranks> PartOf(Communicator& whole, const std::vector<int>& members, int rank) {
@@ -123,10 +128,10 @@ Outcome FreeCommunicator(const Library& mpi, int64_t number) {
     }
     for (; freed.size() > kRemembered; freed.pop_front()) table.erase(freed.front());
   }
-  Outcome first = whole->ranks->Free(mpi);
-  // In one order on all ranks: MPI may wait for the others.
+  Outcome first = whole->ranks->FreeChannels(mpi);
+  // All ranks have the parts in one order: MPI may wait for the other ranks.
   for (const auto& [members, ranks] : whole->parts) {
-    const Outcome outcome = ranks->Free(mpi);
+    const Outcome outcome = ranks->FreeChannels(mpi);
     if (first.ok()) first = outcome;
   }
   return first;

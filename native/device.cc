@@ -13,29 +13,27 @@ int64_t max_pitch = INT32_MAX;
 
 namespace {
 
-Outcome FailedIn(const char* call, int code) {
-  return {call, code, runtime.GetErrorString(code), true};
-}
+Outcome RuntimeError(const char* call, int code) { return {call, code, runtime.GetErrorString(code), true}; }
 
-// Returns from the enclosing function if a call of the runtime fails.
+// Calls a function of the runtime; returns from the enclosing function if the call fails.
 #define PYCOLLECTIVE_RUNTIME(name, ...)                            \
   do {                                                             \
     const int code_ = runtime.name(__VA_ARGS__);                   \
-    if (code_ != 0) return FailedIn(#name, code_);                 \
+    if (code_ != 0) return RuntimeError(#name, code_);             \
   } while (false)
 
 }  // namespace
 
-Device& Device::Of(int ordinal) {
+Device& Device::Get(int ordinal) {
   static std::mutex making;
-  static auto* devices = new std::unordered_map<int, Device*>;  // never destroyed: threads may outlive main
+  static auto* devices = new std::unordered_map<int, Device*>;  // never destroyed: its threads may outlive main
   const std::lock_guard<std::mutex> lock(making);
   Device*& device = (*devices)[ordinal];
   if (device == nullptr) device = new Device(ordinal);
   return *device;
 }
 
-Outcome Device::Current(int* ordinal) {
+Outcome Device::FindCurrent(int* ordinal) {
   PYCOLLECTIVE_RUNTIME(GetDevice, ordinal);
   return {};
 }
@@ -46,7 +44,7 @@ Device::Device(int ordinal) : ordinal_(ordinal) {}
 
 void Device::Run(const std::function<void()>& work) {
   std::unique_lock<std::mutex> lock(mutex_);
-  if (completed_ < posted_) {  // others come first: behind them, in their thread
+  if (completed_ < posted_) {  // earlier work is not done: wait for it, in the device's thread
     lock.unlock();
     Wait(Post(work));
     return;
@@ -61,7 +59,7 @@ void Device::Run(const std::function<void()>& work) {
 
 uint64_t Device::Post(std::function<void()> work) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (!worker_.joinable()) worker_ = std::thread([this] { Work(); });
+  if (!worker_.joinable()) worker_ = std::thread([this] { RunPosted(); });
   waiting_.push_back({++posted_, std::move(work)});
   changed_.notify_all();
   return posted_;
@@ -72,11 +70,11 @@ void Device::Wait(uint64_t ticket) {
   changed_.wait(lock, [&] { return completed_ >= ticket; });
 }
 
-void Device::Work() {
+void Device::RunPosted() {
   runtime.SetDevice(ordinal_);
   std::unique_lock<std::mutex> lock(mutex_);
   while (true) {
-    // One that runs in a thread of its own may still be before the first that waits.
+    // Work that Run has taken into another thread may still be before the first that waits here.
     changed_.wait(lock, [&] { return !waiting_.empty() && completed_ + 1 == waiting_.front().ticket; });
     const Task task = std::move(waiting_.front());
     waiting_.pop_front();
@@ -90,7 +88,7 @@ void Device::Work() {
 
 // Events -----------------------------------------------------------------------------------------------------------
 
-Outcome Device::TakeEvent(void** event) {
+Outcome Device::AcquireEvent(void** event) {
   const std::lock_guard<std::mutex> lock(events_mutex_);
   if (events_.empty()) {
     PYCOLLECTIVE_RUNTIME(EventCreate, event, kEventDisableTiming);
@@ -101,17 +99,17 @@ Outcome Device::TakeEvent(void** event) {
   return {};
 }
 
-void Device::GiveEvent(void* event) {
+void Device::ReleaseEvent(void* event) {
   const std::lock_guard<std::mutex> lock(events_mutex_);
   events_.push_back(event);
 }
 
-Outcome Device::Record(void* event, void* stream) {
+Outcome Device::RecordEvent(void* event, void* stream) {
   PYCOLLECTIVE_RUNTIME(EventRecord, event, stream);
   return {};
 }
 
-Outcome Device::Follow(void* stream, void* event) {
+Outcome Device::WaitForEvent(void* stream, void* event) {
   PYCOLLECTIVE_RUNTIME(StreamWaitEvent, stream, event, 0);
   return {};
 }
@@ -121,7 +119,7 @@ Outcome Device::Follow(void* stream, void* event) {
 Outcome Device::Grow(char** buffer, int64_t* held, int64_t wanted) {
   if (wanted <= *held) return {};
   if (*buffer != nullptr) {
-    PYCOLLECTIVE_RUNTIME(StreamSynchronize, to_device_);  // it may still be read; after an error, also written
+    PYCOLLECTIVE_RUNTIME(StreamSynchronize, to_device_);  // a copy may still read it; after an error also write it
     PYCOLLECTIVE_RUNTIME(StreamSynchronize, from_device_);
     PYCOLLECTIVE_RUNTIME(HostFree, *buffer);
     *buffer = nullptr;
@@ -138,8 +136,8 @@ Outcome Device::Prepare(int64_t pieces, int64_t in_bytes, int64_t out_bytes) {
   if (from_device_ == nullptr) PYCOLLECTIVE_RUNTIME(StreamCreate, &from_device_, kStreamNonBlocking);
   if (to_device_ == nullptr) PYCOLLECTIVE_RUNTIME(StreamCreate, &to_device_, kStreamNonBlocking);
   for (Slot& slot : slots_) {
-    if (slot.came == nullptr) PYCOLLECTIVE_RUNTIME(EventCreate, &slot.came, kEventDisableTiming);
-    if (slot.gone == nullptr) PYCOLLECTIVE_RUNTIME(EventCreate, &slot.gone, kEventDisableTiming);
+    if (slot.fetched == nullptr) PYCOLLECTIVE_RUNTIME(EventCreate, &slot.fetched, kEventDisableTiming);
+    if (slot.stored == nullptr) PYCOLLECTIVE_RUNTIME(EventCreate, &slot.stored, kEventDisableTiming);
     if (pieces-- <= 0) continue;
     PYCOLLECTIVE_RETURN_IF_FAILED(Grow(&slot.in, &slot.in_bytes, in_bytes));
     PYCOLLECTIVE_RETURN_IF_FAILED(Grow(&slot.out, &slot.out_bytes, out_bytes));
@@ -149,28 +147,29 @@ Outcome Device::Prepare(int64_t pieces, int64_t in_bytes, int64_t out_bytes) {
 
 namespace {
 
-// Calls copy(data, offset, pitch, width, height) so that elements first to first + count of each block of a side are
-// copied, to or from where they lie without gaps.
+// Calls copy(data, offset, pitch, width, height) for elements first to first + count of each block of a side: `height`
+// rows of `width` bytes, `pitch` bytes apart from `data` on, and without gaps from byte `offset` on where the blocks
+// are together.
 template <typename Copy>
-Outcome ForParts(const Side& side, int64_t first, int64_t count, Copy copy) {
+Outcome ForEachCopy(const Side& side, int64_t first, int64_t count, Copy copy) {
   if (side.blocks > 1) {
-    char* const data = static_cast<char*>(side.arrays[0].data) + first * side.unit;
-    const int64_t pitch = side.count * side.unit;
-    const int64_t width = count * side.unit;
+    char* const data = static_cast<char*>(side.arrays[0].data) + first * side.element_bytes;
+    const int64_t pitch = side.count * side.element_bytes;
+    const int64_t width = count * side.element_bytes;
     if (pitch <= max_pitch) return copy(data, int64_t{0}, pitch, width, side.blocks);
     for (int64_t block = 0; block < side.blocks; ++block) {
       PYCOLLECTIVE_RETURN_IF_FAILED(copy(data + block * pitch, block * width, width, width, int64_t{1}));
     }
     return {};
   }
-  int64_t start = 0;  // of an array
+  int64_t start = 0;  // where the array begins in the block
   for (const Side::Array& array : side.arrays) {
     const int64_t from = std::max(first, start);
     const int64_t to = std::min(first + count, start + array.count);
     if (from < to) {
-      char* const data = static_cast<char*>(array.data) + (from - start) * side.unit;
-      const int64_t width = (to - from) * side.unit;
-      PYCOLLECTIVE_RETURN_IF_FAILED(copy(data, (from - first) * side.unit, width, width, int64_t{1}));
+      char* const data = static_cast<char*>(array.data) + (from - start) * side.element_bytes;
+      const int64_t width = (to - from) * side.element_bytes;
+      PYCOLLECTIVE_RETURN_IF_FAILED(copy(data, (from - first) * side.element_bytes, width, width, int64_t{1}));
     }
     start += array.count;
   }
@@ -180,13 +179,13 @@ Outcome ForParts(const Side& side, int64_t first, int64_t count, Copy copy) {
 }  // namespace
 
 Outcome Device::Fetch(const Side& side, int64_t first, int64_t count, char* host) {
-  return ForParts(side, first, count, [&](const char* data, int64_t offset, auto pitch, auto width, auto height) {
+  return ForEachCopy(side, first, count, [&](const char* data, int64_t offset, auto pitch, auto width, auto height) {
     return Copy2D(host + offset, width, data, pitch, width, height, kDeviceToHost, from_device_);
   });
 }
 
 Outcome Device::Store(const Side& side, int64_t first, int64_t count, char* host) {
-  return ForParts(side, first, count, [&](char* data, int64_t offset, auto pitch, auto width, auto height) {
+  return ForEachCopy(side, first, count, [&](char* data, int64_t offset, auto pitch, auto width, auto height) {
     return Copy2D(data, pitch, host + offset, width, width, height, kHostToDevice, to_device_);
   });
 }
@@ -203,85 +202,87 @@ Outcome Device::Copy2D(void* to, int64_t to_pitch, const void* from, int64_t fro
   return {};
 }
 
-Outcome Device::Stage(const Exchange& exchange, int64_t most_bytes, void* ready, void* done, const Move& move) {
-  const Side& in = exchange.in;
-  const Side& out = exchange.out;
+Outcome Device::Stage(const Transfer& transfer, int64_t piece_bytes, void* ready, void* done, const MpiCall& call) {
+  const Side& in = transfer.in;
+  const Side& out = transfer.out;
   const bool reads = in.nbytes() > 0;
   const bool writes = out.nbytes() > 0;
   const int64_t count = std::max(in.count, out.count);
-  // The ranks make the same pieces: these depend on what they have in common alone.
-  const int64_t all = std::max(in.unit * in.blocks, out.unit * out.blocks);
-  const int64_t piece = exchange.in_pieces ? std::max<int64_t>(1, most_bytes / all) : count;
-  const auto bytes_of = [&](const Side& side) {
-    return exchange.in_pieces ? std::min(piece, side.count) * side.unit * side.blocks : side.nbytes();
+  // All ranks must make the same pieces, so these depend only on what the ranks have in common.
+  const int64_t bytes_of_one = std::max(in.element_bytes * in.blocks, out.element_bytes * out.blocks);
+  const int64_t piece = transfer.in_pieces ? std::max<int64_t>(1, piece_bytes / bytes_of_one) : count;
+  const auto buffer_bytes = [&](const Side& side) {
+    return transfer.in_pieces ? std::min(piece, side.count) * side.element_bytes * side.blocks : side.nbytes();
   };
   const int64_t pieces = piece > 0 ? (count + piece - 1) / piece : 0;
   const auto prepare = [&]() -> Outcome {
-    PYCOLLECTIVE_RETURN_IF_FAILED(Prepare(pieces, bytes_of(in), exchange.in_place ? 0 : bytes_of(out)));
+    PYCOLLECTIVE_RETURN_IF_FAILED(Prepare(pieces, buffer_bytes(in), transfer.in_place ? 0 : buffer_bytes(out)));
     PYCOLLECTIVE_RUNTIME(StreamWaitEvent, from_device_, ready, 0);
     PYCOLLECTIVE_RUNTIME(StreamWaitEvent, to_device_, ready, 0);
     return {};
   };
   const auto size = [&](const Side& side, int64_t i) {
-    return exchange.in_pieces ? std::min(piece, side.count - i * piece) : side.count;
+    return transfer.in_pieces ? std::min(piece, side.count - i * piece) : side.count;
   };
   const auto fetch = [&](int64_t i) -> Outcome {
     Slot& slot = slots_[i % kSlots];
-    PYCOLLECTIVE_RUNTIME(StreamWaitEvent, from_device_, slot.gone, 0);  // of an earlier call, perhaps in place
+    // The slot's last piece may still leave from the same buffer: of an earlier call, too.
+    PYCOLLECTIVE_RUNTIME(StreamWaitEvent, from_device_, slot.stored, 0);
     PYCOLLECTIVE_RETURN_IF_FAILED(Fetch(in, i * piece, size(in, i), slot.in));
-    PYCOLLECTIVE_RUNTIME(EventRecord, slot.came, from_device_);
+    PYCOLLECTIVE_RUNTIME(EventRecord, slot.fetched, from_device_);
     return {};
   };
   const auto store = [&](int64_t i) -> Outcome {
     Slot& slot = slots_[i % kSlots];
-    PYCOLLECTIVE_RETURN_IF_FAILED(Store(out, i * piece, size(out, i), exchange.in_place ? slot.in : slot.out));
-    PYCOLLECTIVE_RUNTIME(EventRecord, slot.gone, to_device_);
+    PYCOLLECTIVE_RETURN_IF_FAILED(Store(out, i * piece, size(out, i), transfer.in_place ? slot.in : slot.out));
+    PYCOLLECTIVE_RUNTIME(EventRecord, slot.stored, to_device_);
     return {};
   };
-  const auto arrived = [&](const Slot& slot) -> Outcome {
-    if (reads) PYCOLLECTIVE_RUNTIME(EventSynchronize, slot.came);
-    if (!exchange.in_place) PYCOLLECTIVE_RUNTIME(EventSynchronize, slot.gone);
+  const auto wait_for_buffers = [&](const Slot& slot) -> Outcome {
+    if (reads) PYCOLLECTIVE_RUNTIME(EventSynchronize, slot.fetched);
+    if (!transfer.in_place) PYCOLLECTIVE_RUNTIME(EventSynchronize, slot.stored);
     return {};
   };
 
   Outcome first = prepare();
   if (!first.ok()) {
-    // Other ranks wait in the calls, which are made all the same: with memory of no meaning.
-    const std::unique_ptr<char[]> from(new char[static_cast<size_t>(bytes_of(in))]());
-    const std::unique_ptr<char[]> to(new char[static_cast<size_t>(bytes_of(out))]());
+    // Other ranks wait in the calls, so they are made all the same: with memory whose contents mean nothing.
+    const std::unique_ptr<char[]> from(new char[static_cast<size_t>(buffer_bytes(in))]());
+    const std::unique_ptr<char[]> to(new char[static_cast<size_t>(buffer_bytes(out))]());
     for (int64_t i = 0; i < std::max<int64_t>(pieces, 1); ++i) {
-      move(from.get(), exchange.in_place ? from.get() : to.get(), pieces > 0 ? size(reads ? in : out, i) : 0);
+      call(from.get(), transfer.in_place ? from.get() : to.get(), pieces > 0 ? size(reads ? in : out, i) : 0);
     }
     return first;
   }
   const auto note = [&](const Outcome& outcome) {
     if (first.ok()) first = outcome;
   };
-  const auto turn_has_come = [&]() -> Outcome {
+  const auto wait_until_ready = [&]() -> Outcome {
     PYCOLLECTIVE_RUNTIME(EventSynchronize, ready);
     return {};
   };
-  if (!reads && !writes) note(turn_has_come());
+  if (!reads && !writes) note(wait_until_ready());
   int64_t fetched = 0;
   for (int64_t i = 0; i < pieces; ++i) {
     while (reads && fetched < std::min(pieces, i + kSlots)) note(fetch(fetched++));
     Slot& slot = slots_[i % kSlots];
-    note(arrived(slot));
+    note(wait_for_buffers(slot));
     // After an error the other calls are made all the same, since other ranks wait in them.
-    note(move(slot.in, exchange.in_place ? slot.in : slot.out, size(reads ? in : out, i)));
+    note(call(slot.in, transfer.in_place ? slot.in : slot.out, size(reads ? in : out, i)));
     if (writes) note(store(i));
   }
-  if (pieces == 0) note(move(nullptr, nullptr, 0));
+  if (pieces == 0) note(call(nullptr, nullptr, 0));
   PYCOLLECTIVE_RUNTIME(EventRecord, done, to_device_);
   return first;
 }
 
-Outcome Device::Direct(const Exchange& exchange, void* ready, void* done, const Move& move) {
-  // MPI needs the memory of a device that works: here is nothing to take part with.
+Outcome Device::Direct(const Transfer& transfer, void* ready, void* done, const MpiCall& call) {
+  // If this fails, there is no memory with which the call could be made for the other ranks.
   PYCOLLECTIVE_RETURN_IF_FAILED(Prepare(0, 0, 0));
   PYCOLLECTIVE_RUNTIME(EventSynchronize, ready);
   const auto data = [](const Side& side) { return side.arrays.empty() ? nullptr : side.arrays[0].data; };
-  const Outcome outcome = move(data(exchange.in), data(exchange.out), std::max(exchange.in.count, exchange.out.count));
+  const Outcome outcome =
+      call(data(transfer.in), data(transfer.out), std::max(transfer.in.count, transfer.out.count));
   PYCOLLECTIVE_RUNTIME(EventRecord, done, to_device_);
   return outcome;
 }

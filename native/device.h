@@ -1,8 +1,8 @@
 // One accelerator of this process: in which order its calls reach MPI, and how arrays in its memory get there.
 //
-// MPI knows nothing of streams. So a call waits for the event behind which its operands are ready, has its turn at MPI
-// behind all earlier calls of the device, and leaves an event behind which its results are. What XLA has put on its own
-// streams meanwhile goes on.
+// MPI knows nothing of streams. So a call waits for an event that says that its operands are ready, goes to MPI after
+// all earlier calls of the device, and records an event when its results are there. Meanwhile the work that XLA has put
+// on its own streams goes on.
 
 #ifndef PYCOLLECTIVE_NATIVE_DEVICE_H_
 #define PYCOLLECTIVE_NATIVE_DEVICE_H_
@@ -22,7 +22,8 @@
 
 namespace pycollective {
 
-// What a call reads, or what it writes: `blocks` blocks of `count` elements; or one block that lies in several arrays.
+// One side of a call, what it reads or what it writes: `blocks` blocks of `count` elements in one array; or one block
+// that lies in several arrays.
 struct Side {
   struct Array {
     void* data;
@@ -30,53 +31,55 @@ struct Side {
   };
   std::vector<Array> arrays;
   int64_t count = 0;
-  int64_t unit = 1;  // bytes of an element
+  int64_t element_bytes = 1;
   int64_t blocks = 1;
 
-  int64_t nbytes() const { return count * unit * blocks; }
+  int64_t nbytes() const { return count * element_bytes * blocks; }
 };
 
-// What one call of collectives.h is given.
-struct Exchange {
+// The arrays of one call of collectives.h.
+struct Transfer {
   Side in, out;
-  // Whether pieces of the blocks may be exchanged one by one: not those of a message, of which either end would make
-  // its own.
+  // Whether MPI may get pieces of the blocks one by one. False for a message: the other end may cut it differently.
   bool in_pieces = true;
   // Whether MPI may write over what it reads.
   bool in_place = false;
 };
 
-// The call itself, for `count` elements of each block: in memory that MPI can read and write, blocks one behind the other.
-using Move = std::function<Outcome(const void* in, void* out, int64_t count)>;
+// Calls MPI for `count` elements of each block, in memory that MPI can read and write. Blocks follow each other without
+// gaps.
+using MpiCall = std::function<Outcome(const void* in, void* out, int64_t count)>;
 
 class Device {
  public:
-  // Made at the first call, kept until the process ends.
-  static Device& Of(int ordinal);
-  // That of this thread: XLA makes it so before it calls a handler.
-  static Outcome Current(int* ordinal);
+  // Returns the device with a number. Makes it at the first call, and keeps it until the process ends.
+  static Device& Get(int ordinal);
+  // Finds the number of this thread's device, which XLA makes current before it calls a handler.
+  static Outcome FindCurrent(int* ordinal);
 
-  // Runs `work` behind all that was posted before, and returns when it is done; here if there is nothing before it.
+  // Runs `work` after all that was posted before, and returns when it is done. If `work` need not wait, it runs in this
+  // thread.
   void Run(const std::function<void()>& work);
-  // The same in a thread of the device; Wait(ticket) returns when it is done.
+  // Runs `work` after all that was posted before, in a thread of the device. Wait(ticket) returns when it is done.
   uint64_t Post(std::function<void()> work);
   void Wait(uint64_t ticket);
 
-  // Events, of which any number may be on their way.
-  Outcome TakeEvent(void** event);
-  void GiveEvent(void* event);
-  Outcome Record(void* event, void* stream);
-  Outcome Follow(void* stream, void* event);  // work that the stream gets from now on waits for the event
+  // Events for the caller: any number may be in use at once.
+  Outcome AcquireEvent(void** event);
+  void ReleaseEvent(void* event);
+  Outcome RecordEvent(void* event, void* stream);
+  // What the stream gets from now on waits for the event.
+  Outcome WaitForEvent(void* stream, void* event);
 
-  // Inside Run and Post alone: these use the device's buffers and its streams.
+  // The two ways to MPI. Only work of Run and Post may call them: they use the device's buffers and streams. Event
+  // `ready` says that operands may be read and results written; they record event `done` after the last result.
 
-  // Staged: pieces of at most `stage_bytes` go through page-locked buffers, so that a piece that comes from the device,
-  // one that is with MPI and one that goes back are under way at once. `ready`: when operands may be read and results
-  // written; `done` is recorded behind the last piece.
-  Outcome Stage(const Exchange& exchange, int64_t stage_bytes, void* ready, void* done, const Move& move);
-  // Direct: MPI reads and writes the device's memory itself, both sides being one array.
-  Outcome Direct(const Exchange& exchange, void* ready, void* done, const Move& move);
-  // Zeros and copies in this device's memory, for a library that is handed it.
+  // Staged: pieces of at most `piece_bytes` go through page-locked buffers of the host. One piece comes from the
+  // device, one is with MPI and one goes back at the same time.
+  Outcome Stage(const Transfer& transfer, int64_t piece_bytes, void* ready, void* done, const MpiCall& call);
+  // Direct: MPI reads and writes the device's memory. Each side must be one array.
+  Outcome Direct(const Transfer& transfer, void* ready, void* done, const MpiCall& call);
+  // Makes zeros and copies in this device's memory, for a library that is handed that memory.
   const Memory& memory() const { return memory_; }
 
  private:
@@ -90,22 +93,24 @@ class Device {
     Device& device_;
   };
 
-  // A place for one piece. Events: when its input has come, and its output has gone.
+  // Page-locked buffers for one piece, and events: its input has arrived from the device, its output has left for it.
   struct Slot {
     char* in = nullptr;
     char* out = nullptr;
     int64_t in_bytes = 0;
     int64_t out_bytes = 0;
-    void* came = nullptr;
-    void* gone = nullptr;
+    void* fetched = nullptr;
+    void* stored = nullptr;
   };
   static constexpr int64_t kSlots = 3;
 
   explicit Device(int ordinal);
-  void Work();
+  // Runs what was posted, in the device's thread.
+  void RunPosted();
+  // Makes what Stage and Direct use and what is not there yet: streams, events, buffers of these sizes for `pieces`.
   Outcome Prepare(int64_t pieces, int64_t in_bytes, int64_t out_bytes);
   Outcome Grow(char** buffer, int64_t* held, int64_t wanted);
-  // Elements first to first + count of each block of a side, to or from `host`, where they lie without gaps.
+  // Copy elements first to first + count of each block of a side to or from `host`, where they lie without gaps.
   Outcome Fetch(const Side& side, int64_t first, int64_t count, char* host);
   Outcome Store(const Side& side, int64_t first, int64_t count, char* host);
   Outcome Copy2D(void* to, int64_t to_pitch, const void* from, int64_t from_pitch, int64_t width, int64_t height,
@@ -123,25 +128,26 @@ class Device {
   std::deque<Task> waiting_;
   uint64_t posted_ = 0;
   uint64_t completed_ = 0;
-  std::thread worker_;  // from the first Post on
+  std::thread worker_;  // runs from the first Post on
 
   std::mutex events_mutex_;
   std::vector<void*> events_;
 
-  // Of Stage and Direct.
-  void* from_device_ = nullptr;  // streams
-  void* to_device_ = nullptr;
+  // For Stage and Direct.
+  void* from_device_ = nullptr;  // a stream
+  void* to_device_ = nullptr;    // a stream
   Slot slots_[kSlots];
 };
 
-// Set from Python before the first program runs.
+// Python sets these before the first program runs.
 extern Runtime runtime;
-
-// Whether MPI reads and writes device memory, and the size of pieces where it does not. The same on all ranks.
+// Whether MPI reads and writes device memory, and the size of the pieces if it does not. Both are the same on all
+// ranks.
 extern bool direct;
 extern int64_t stage_bytes;
 
-// Blocks further apart are copied one by one: what CUDA allows. Tests lower it.
+// The largest distance of blocks, in bytes, that one copy takes: CUDA's limit. Blocks further apart are copied one by
+// one. Tests lower it.
 extern int64_t max_pitch;
 
 }  // namespace pycollective

@@ -1,19 +1,22 @@
-// The part of MPI that the transport calls, bound at run time instead of by <mpi.h>.
+// The part of MPI that the transport uses: functions, element types and reductions, bound at run time instead of by
+// <mpi.h>.
 //
-// MPI's standard fixes the C signatures but not the type of a handle: an int in the MPICH family
-// (MPICH, Intel MPI, MVAPICH), a pointer in Open MPI. `Functions<H>` is the table of entry points for
-// either; its addresses come from the library that mpi4py has already loaded, so one build serves every
-// MPI and none is needed to compile.
+// MPI's standard fixes the C signatures but not the type of a handle: an int in the MPICH family (MPICH, Intel MPI,
+// MVAPICH), a pointer in Open MPI. `Functions<H>` holds the functions' addresses for either. They come from the library
+// that mpi4py has loaded, so one build serves every MPI, and no MPI is needed to compile.
+//
+// Each table here stands once: Python reads its names through binding.cc, in this order, and hands over what they name.
 
 #ifndef PYCOLLECTIVE_NATIVE_MPI_H_
 #define PYCOLLECTIVE_NATIVE_MPI_H_
 
+#include <complex>
 #include <cstddef>
 #include <cstdint>
 
 namespace pycollective {
 
-// One row per function: its name behind "MPI_" and its parameter types, H being any handle.
+// One row for each function: its name without "MPI_", and the types of its parameters, where H is any handle.
 // MPI_Aint is ptrdiff_t in every implementation; MPI_Status* is passed as void*.
 #define PYCOLLECTIVE_MPI_FUNCTIONS(X)                                                         \
   X(Allgather, const void*, int, H, void*, int, H, H)                                         \
@@ -51,7 +54,7 @@ struct Functions {
 #undef PYCOLLECTIVE_DECLARE
 };
 
-// The same rows as names: the order in which bind() takes their addresses.
+// The names of the same functions, in the order in which pycollective_bind takes their addresses.
 inline constexpr const char* kFunctionNames[] = {
 #define PYCOLLECTIVE_NAME(name, ...) "MPI_" #name,
     PYCOLLECTIVE_MPI_FUNCTIONS(PYCOLLECTIVE_NAME)
@@ -59,21 +62,68 @@ inline constexpr const char* kFunctionNames[] = {
 };
 inline constexpr size_t kFunctionCount = sizeof(kFunctionNames) / sizeof(kFunctionNames[0]);
 
-// Element types that MPI can reduce. Others of the same size travel as an unsigned integer.
+// Element types that MPI can reduce. One row for each: its constant, its C++ type, and mpi4py's name of its datatype.
+// Other dtypes travel as the unsigned integer of their size (dtypes.h).
+#define PYCOLLECTIVE_TYPES(X)                             \
+  X(kInt8, int8_t, "INT8_T")                              \
+  X(kInt16, int16_t, "INT16_T")                           \
+  X(kInt32, int32_t, "INT32_T")                           \
+  X(kInt64, int64_t, "INT64_T")                           \
+  X(kUint8, uint8_t, "UINT8_T")                           \
+  X(kUint16, uint16_t, "UINT16_T")                        \
+  X(kUint32, uint32_t, "UINT32_T")                        \
+  X(kUint64, uint64_t, "UINT64_T")                        \
+  X(kFloat32, float, "FLOAT")                             \
+  X(kFloat64, double, "DOUBLE")                           \
+  X(kComplex64, std::complex<float>, "C_FLOAT_COMPLEX")   \
+  X(kComplex128, std::complex<double>, "C_DOUBLE_COMPLEX")
+
 enum class Type : int {
-  kInt8, kInt16, kInt32, kInt64,
-  kUint8, kUint16, kUint32, kUint64,
-  kFloat32, kFloat64, kComplex64, kComplex128,
+#define PYCOLLECTIVE_CONSTANT(constant, cpp, mpi4py) constant,
+  PYCOLLECTIVE_TYPES(PYCOLLECTIVE_CONSTANT)
+#undef PYCOLLECTIVE_CONSTANT
 };
-inline constexpr int kTypeCount = 12;
-inline constexpr int64_t kTypeBytes[kTypeCount] = {1, 2, 4, 8, 1, 2, 4, 8, 4, 8, 8, 16};
+inline constexpr const char* kTypeNames[] = {
+#define PYCOLLECTIVE_NAME(constant, cpp, mpi4py) mpi4py,
+    PYCOLLECTIVE_TYPES(PYCOLLECTIVE_NAME)
+#undef PYCOLLECTIVE_NAME
+};
+inline constexpr int64_t kTypeBytes[] = {
+#define PYCOLLECTIVE_BYTES(constant, cpp, mpi4py) sizeof(cpp),
+    PYCOLLECTIVE_TYPES(PYCOLLECTIVE_BYTES)
+#undef PYCOLLECTIVE_BYTES
+};
+inline constexpr int kTypeCount = sizeof(kTypeBytes) / sizeof(kTypeBytes[0]);
 
-// The last is a sum of float32 that goes between ranks as bfloat16; the others are MPI's.
-enum class Op : int { kSum, kProd, kMin, kMax, kSumBfloat16 };
-inline constexpr int kOpCount = 4;  // of MPI's
+// Reductions. One row for each: its constant, our name, and mpi4py's name of MPI's operation.
+#define PYCOLLECTIVE_MPI_OPS(X) \
+  X(kSum, "sum", "SUM")         \
+  X(kProd, "prod", "PROD")      \
+  X(kMin, "min", "MIN")         \
+  X(kMax, "max", "MAX")
+// The last is not MPI's: a sum of float32 whose terms travel between ranks as bfloat16.
+#define PYCOLLECTIVE_OPS(X) PYCOLLECTIVE_MPI_OPS(X) X(kSumBfloat16, "sum_bfloat16", nullptr)
 
-// What mpi4py knows of the library, handles widened to 64 bits. Filled by transport/native.py;
-// the field order is part of the binding.
+enum class Op : int {
+#define PYCOLLECTIVE_CONSTANT(constant, name, mpi4py) constant,
+  PYCOLLECTIVE_OPS(PYCOLLECTIVE_CONSTANT)
+#undef PYCOLLECTIVE_CONSTANT
+};
+inline constexpr const char* kOpNames[] = {
+#define PYCOLLECTIVE_NAME(constant, name, mpi4py) name,
+    PYCOLLECTIVE_OPS(PYCOLLECTIVE_NAME)
+#undef PYCOLLECTIVE_NAME
+};
+inline constexpr const char* kMpiOpNames[] = {
+#define PYCOLLECTIVE_NAME(constant, name, mpi4py) mpi4py,
+    PYCOLLECTIVE_MPI_OPS(PYCOLLECTIVE_NAME)
+#undef PYCOLLECTIVE_NAME
+};
+inline constexpr int kOpCount = sizeof(kOpNames) / sizeof(kOpNames[0]);
+inline constexpr int kMpiOpCount = sizeof(kMpiOpNames) / sizeof(kMpiOpNames[0]);
+
+// Constants and handles of the MPI library, from mpi4py; handles are widened to 64 bits. transport/native.py fills it:
+// the order of the fields is part of the interface.
 struct Binding {
   int64_t handle_bytes;
   int64_t in_place;       // the address MPI_IN_PLACE
@@ -81,8 +131,8 @@ struct Binding {
   int64_t proc_null;
   int64_t any_tag;
   int64_t largest_tag;
-  int64_t types[kTypeCount];
-  int64_t ops[kOpCount];
+  const int64_t* types;  // datatypes, in the order of kTypeNames
+  const int64_t* ops;    // operations, in the order of kMpiOpNames
 };
 
 }  // namespace pycollective

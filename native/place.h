@@ -1,6 +1,7 @@
-// Where a call's arrays lie: in plain memory, or on an accelerator; and so how they get to MPI and when.
+// Where a call's arrays lie, in host memory or on an accelerator, and so how and when they get to MPI.
 //
-// Handlers are templates over these two. A place runs a call's work in its turn and exchanges arrays inside it.
+// Handlers are templates over these two classes. Exchange(...) gets the arrays of a call to MPI. On an accelerator that
+// happens inside Run(work), which runs a call's work when the earlier calls of the device are done.
 
 #ifndef PYCOLLECTIVE_NATIVE_PLACE_H_
 #define PYCOLLECTIVE_NATIVE_PLACE_H_
@@ -10,10 +11,10 @@
 #include <utility>
 #include <vector>
 
-#include "buckets.h"
 #include "collectives.h"
 #include "communicators.h"
 #include "device.h"
+#include "packing.h"
 
 namespace pycollective {
 
@@ -21,60 +22,54 @@ namespace pycollective {
 struct View {
   void* data = nullptr;
   int64_t count = 0;
-  int64_t unit = 1;  // bytes of an element
+  int64_t element_bytes = 1;
   int64_t blocks = 1;
 };
 
-// What may be done with an exchange; see device.h's Exchange.
-struct Liberties {
-  bool in_pieces = true;
-  bool in_place = false;
-  bool direct = true;  // MPI may be handed the accelerator's memory
+// How arrays may get to MPI.
+struct ExchangeOptions {
+  bool in_pieces = true;  // as in Transfer (device.h)
+  bool in_place = false;  // as in Transfer
+  bool direct = true;     // MPI may be handed the accelerator's memory
 };
 
-// Arrays that MPI reads and writes where they are.
+// Arrays in host memory: MPI reads and writes them where they are.
 class HostPlace {
  public:
-  static constexpr bool kPlain = true;
+  static constexpr bool kInHostMemory = true;
 
   explicit HostPlace(int32_t device) : lane_id_(device) {}
 
-  // By which lanes know the device.
+  // The number by which lanes know the device.
   int64_t lane_id() const { return lane_id_; }
-  // Of Signature.
+  // Signature::staging.
   int64_t staging() const { return 0; }
 
-  template <typename Work>
-  Outcome Run(Work work) {
-    work();
-    return {};
-  }
-
-  // Calls move(channel, in, out, count) until all elements of the blocks have been exchanged.
-  template <typename MoveOn>
-  Outcome Exchange(const Lane& lane, const View& in, const View& out, Liberties, MoveOn move) {
-    return move(lane.channel, in.data, out.data, std::max(in.count, out.count));
+  // Calls call(channel, in, out, count) until all elements of the blocks have been exchanged.
+  template <typename Call>
+  Outcome Exchange(const Lane& lane, const View& in, const View& out, ExchangeOptions, Call call) {
+    return call(lane.channel, in.data, out.data, std::max(in.count, out.count));
   }
 
  private:
   int64_t lane_id_;
 };
 
-// Arrays in the memory of the device that is current in this thread, written and read by work on `stream`.
+// Arrays in the memory of the accelerator that is current in this thread. Work on `stream` writes and reads them.
 class DevicePlace {
  public:
-  static constexpr bool kPlain = false;
+  static constexpr bool kInHostMemory = false;
 
   explicit DevicePlace(void* stream) : stream_(stream) {
-    found_ = Device::Current(&ordinal_);
-    device_ = &Device::Of(ordinal_);
+    found_ = Device::FindCurrent(&ordinal_);
+    device_ = &Device::Get(ordinal_);
   }
 
-  // Apart from the numbers of CPU devices.
+  // The numbers of accelerators begin above those of CPU devices.
   int64_t lane_id() const { return (int64_t{1} << 32) + ordinal_; }
   int64_t staging() const { return direct ? -stage_bytes : stage_bytes; }
 
-  // The stream's later work waits for `work`, this thread as well.
+  // Returns when `work` is done. The stream's later work waits for the results.
   template <typename Work>
   Outcome Run(Work work) {
     const Outcome begun = Begin();
@@ -83,7 +78,7 @@ class DevicePlace {
     return End();
   }
 
-  // The same in two steps. What the stream is given between them goes on meanwhile: it must leave the arrays alone.
+  // Run in two steps. What the stream gets between them runs meanwhile; it must leave the arrays alone.
   template <typename Work>
   Outcome Start(Work work) {
     const Outcome begun = Begin();
@@ -94,40 +89,42 @@ class DevicePlace {
     device_->Wait(ticket_);
     return End();
   }
-  // Until nothing that was started is under way.
+  // Waits until nothing that was started is under way.
   void Drain() {
     device_->Run([] {});
   }
 
-  template <typename MoveOn>
-  Outcome Exchange(const Lane& lane, const View& in, const View& out, Liberties may, MoveOn move) {
-    return Exchange(lane, pycollective::Exchange{SideOf(in), SideOf(out), may.in_pieces, may.in_place}, may.direct, move);
+  template <typename Call>
+  Outcome Exchange(const Lane& lane, const View& in, const View& out, ExchangeOptions options, Call call) {
+    const Transfer transfer{SideOf(in), SideOf(out), options.in_pieces, options.in_place};
+    return Exchange(lane, transfer, options.direct, call);
   }
 
-  // As Exchange for an elementwise operation on arrays of one type: as if they were one array. With a library that reads
-  // the device's memory, those from half of `bucket_bytes` on go by themselves.
-  template <typename MoveOn>
-  Outcome ExchangeParts(const Lane& lane, const std::vector<const Part*>& parts, int64_t bucket_bytes, bool may_direct,
-                        MoveOn move) {
+  // Exchange for an elementwise operation on arrays of one type, as if they were one array. If MPI reads the device's
+  // memory, arrays of half a bucket or more go by themselves.
+  template <typename Call>
+  Outcome ExchangeArrays(const Lane& lane, const std::vector<const ArrayPair*>& arrays, int64_t bucket_bytes,
+                         bool may_direct, Call call) {
     Outcome first;
-    pycollective::Exchange staged{{}, {}, true, true};
+    Transfer staged{{}, {}, true, true};
     const auto note = [&](const Outcome& outcome) {
       if (first.ok()) first = outcome;
     };
-    for (const Part* part : parts) {
-      void* x = const_cast<void*>(part->x);
-      const int64_t unit = kTypeBytes[int(part->type)];
-      staged.in.unit = staged.out.unit = unit;
-      if (direct && may_direct && 2 * part->nbytes() >= bucket_bytes) {
-        note(Exchange(lane, View{x, part->count, unit}, View{part->y, part->count, unit}, {}, move));
+    for (const ArrayPair* array : arrays) {
+      void* x = const_cast<void*>(array->x);
+      const int64_t element_bytes = kTypeBytes[int(array->type)];
+      staged.in.element_bytes = staged.out.element_bytes = element_bytes;
+      if (direct && may_direct && 2 * array->nbytes() >= bucket_bytes) {
+        const View in{x, array->count, element_bytes}, out{array->y, array->count, element_bytes};
+        note(Exchange(lane, in, out, {}, call));
       } else {
-        staged.in.arrays.push_back({x, part->count});
-        staged.in.count += part->count;
-        staged.out.arrays.push_back({part->y, part->count});
-        staged.out.count += part->count;
+        staged.in.arrays.push_back({x, array->count});
+        staged.in.count += array->count;
+        staged.out.arrays.push_back({array->y, array->count});
+        staged.out.count += array->count;
       }
     }
-    if (!staged.in.arrays.empty()) note(Exchange(lane, staged, false, move));
+    if (!staged.in.arrays.empty()) note(Exchange(lane, staged, false, call));
     return first;
   }
 
@@ -136,32 +133,34 @@ class DevicePlace {
     Side side;
     if (view.data != nullptr) side.arrays.push_back({view.data, view.count});
     side.count = view.count;
-    side.unit = view.unit;
+    side.element_bytes = view.element_bytes;
     side.blocks = view.blocks;
     return side;
   }
 
-  template <typename MoveOn>
-  Outcome Exchange(const Lane& lane, const pycollective::Exchange& exchange, bool may_direct, MoveOn move) {
+  template <typename Call>
+  Outcome Exchange(const Lane& lane, const Transfer& transfer, bool may_direct, Call call) {
     Channel channel = lane.channel;
     const bool directly = direct && may_direct;
     if (directly) channel.memory = &device_->memory();
-    const Move on_channel = [&](const void* in, void* out, int64_t count) { return move(channel, in, out, count); };
-    return directly ? device_->Direct(exchange, ready_, done_, on_channel)
-                    : device_->Stage(exchange, stage_bytes, ready_, done_, on_channel);
+    const MpiCall on_channel = [&](const void* in, void* out, int64_t count) {
+      return call(channel, in, out, count);
+    };
+    return directly ? device_->Direct(transfer, ready_, done_, on_channel)
+                    : device_->Stage(transfer, stage_bytes, ready_, done_, on_channel);
   }
 
   Outcome Begin() {
     Outcome outcome = found_;
-    if (outcome.ok()) outcome = device_->TakeEvent(&ready_);
-    if (outcome.ok()) outcome = device_->TakeEvent(&done_);
-    if (outcome.ok()) outcome = device_->Record(ready_, stream_);
+    if (outcome.ok()) outcome = device_->AcquireEvent(&ready_);
+    if (outcome.ok()) outcome = device_->AcquireEvent(&done_);
+    if (outcome.ok()) outcome = device_->RecordEvent(ready_, stream_);
     return outcome;
   }
   Outcome End() {
-    const Outcome outcome = device_->Follow(stream_, done_);
-    device_->GiveEvent(ready_);
-    device_->GiveEvent(done_);
+    const Outcome outcome = device_->WaitForEvent(stream_, done_);
+    device_->ReleaseEvent(ready_);
+    device_->ReleaseEvent(done_);
     return outcome;
   }
 

@@ -1,4 +1,4 @@
-// What a reduction does with two numbers, as XLA defines it.
+// How a reduction combines two numbers, as XLA defines it.
 
 #ifndef PYCOLLECTIVE_NATIVE_REDUCTION_H_
 #define PYCOLLECTIVE_NATIVE_REDUCTION_H_
@@ -14,7 +14,7 @@ template <Op kOp, typename T>
 T Apply(T a, T b) {
   if constexpr (std::is_integral_v<T> && (kOp == Op::kSum || kOp == Op::kProd)) {
     using U = std::make_unsigned_t<T>;
-    using Wide = std::common_type_t<U, unsigned>;  // smaller types would be promoted to a signed int
+    using Wide = std::common_type_t<U, unsigned>;  // C++ would promote smaller types to a signed int
     const Wide wide = kOp == Op::kSum ? Wide(U(a)) + Wide(U(b)) : Wide(U(a)) * Wide(U(b));
     return static_cast<T>(static_cast<U>(wide));
   } else if constexpr (kOp == Op::kSum) {

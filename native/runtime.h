@@ -1,6 +1,6 @@
-// The part of an accelerator's runtime library that the transport calls, bound at run time like MPI (mpi.h): CUDA's, or
-// HIP's under its own names. Its addresses come from the library that JAX has loaded, so one build serves machines with
-// and without GPUs. Streams and events are opaque pointers; 0 is success.
+// The part of an accelerator's runtime library that the transport calls: CUDA's functions, or HIP's under its own
+// names. They are bound at run time as MPI's are (mpi.h): their addresses come from the library that JAX has loaded, so
+// one build serves machines with and without GPUs. Streams and events are opaque pointers; 0 is success.
 
 #ifndef PYCOLLECTIVE_NATIVE_RUNTIME_H_
 #define PYCOLLECTIVE_NATIVE_RUNTIME_H_
@@ -9,7 +9,7 @@
 
 namespace pycollective {
 
-// One row per function: its name in CUDA and in HIP, and its type.
+// One row for each function: our name, its names in CUDA and HIP, the type of its result, the types of its parameters.
 #define PYCOLLECTIVE_RUNTIME_FUNCTIONS(X)                                                                            \
   X(GetDevice, "cudaGetDevice", "hipGetDevice", int, int*)                                                           \
   X(SetDevice, "cudaSetDevice", "hipSetDevice", int, int)                                                            \
@@ -33,7 +33,7 @@ struct Runtime {
 #undef PYCOLLECTIVE_DECLARE
 };
 
-// The same rows as names, CUDA's and HIP's: the order in which bind() takes their addresses.
+// The names of the same functions, in the order in which pycollective_bind_runtime takes their addresses.
 inline constexpr const char* kRuntimeNames[][2] = {
 #define PYCOLLECTIVE_NAME(name, cuda, hip, result, ...) {cuda, hip},
     PYCOLLECTIVE_RUNTIME_FUNCTIONS(PYCOLLECTIVE_NAME)
@@ -41,7 +41,7 @@ inline constexpr const char* kRuntimeNames[][2] = {
 };
 inline constexpr size_t kRuntimeCount = sizeof(kRuntimeNames) / sizeof(kRuntimeNames[0]);
 
-// Values of the runtime's enums and flags that are the same in CUDA and HIP.
+// Values of the runtime's enums and flags; they are the same in CUDA and HIP.
 inline constexpr int kHostToDevice = 1;
 inline constexpr int kDeviceToHost = 2;
 inline constexpr int kDeviceToDevice = 3;

@@ -1,12 +1,12 @@
-// Waiting in Team::Meet: spins briefly, since members arrive together, and then sleeps, since there may be more of them
-// than cores.
+// Implementation of team.h. A member that waits spins briefly, since members arrive together, and then sleeps, since a
+// team may have more members than there are cores.
 
 #include "team.h"
 
 namespace pycollective {
 namespace {
 
-constexpr int kSpins = 100;  // 1-5 us; more keeps cores from the members that are awaited, where these are fewer
+constexpr int kSpins = 100;  // 1-5 us; with few cores, more would keep them from the members that others wait for
 
 void Relax() {
 #if defined(__x86_64__) || defined(__i386__)

@@ -1,7 +1,7 @@
 """Write jax.lax, run on MPI: collectives inside jax.jit through the MPI library of the machine.
 
-What stands in ``__init__.pyi`` is imported when it is first used. So ``import pycollective`` alone starts neither MPI
-nor JAX: ``pycollective run`` starts ranks without being one, also where only a launcher may start processes with MPI.
+A name in ``__init__.pyi`` is imported when it is first used, so ``import pycollective`` alone starts neither MPI nor
+JAX. ``pycollective run`` needs this: it is no rank, and on some machines only a launcher may start processes with MPI.
 """
 
 import sys
@@ -15,8 +15,8 @@ __version__ = "0.1.0"
 
 _lazy, _names, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
-# What MPI and its other bindings call it, in small letters and without underscores.
-_ELSEWHERE = {
+# Names in MPI and in other packages, in lower case and without underscores, and what stands for them here.
+_OTHER_NAMES = {
     "allgather": "all_gather",
     "allreduce": "psum, pmax or pmin",
     "alltoall": "all_to_all",
@@ -37,7 +37,7 @@ def __getattr__(name: str) -> Any:
     if name in __all__:
         return _lazy(name)
     small = name.lower().replace("_", "")
-    known = _ELSEWHERE.get(small) or next((ours for ours in __all__ if ours.lower().replace("_", "") == small), None)
+    known = _OTHER_NAMES.get(small) or next((ours for ours in __all__ if ours.lower().replace("_", "") == small), None)
     remedy = "dir(pycollective) lists them." if known is None else f"Here it is pycollective.{known}."
     error = message(name, "a name that this package has", repr(name), remedy)
     raise AttributeError(error, name=name, obj=sys.modules[__name__])

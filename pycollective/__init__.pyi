@@ -1,68 +1,35 @@
-"""What the package offers, and where it is: lazy_loader reads this at run time, type checkers anyway."""
+"""The public names, a line for each, and the files that define them; lazy_loader reads this, as type checkers do."""
 
-from .collectives import (
-    all_gather,
-    all_to_all,
-    axis_index,
-    axis_size,
-    pbroadcast,
-    pmax,
-    pmean,
-    pmin,
-    ppermute,
-    pshuffle,
-    psum,
-    psum_scatter,
-    pswapaxes,
-)
-from .communicator import Communicator, init, world
-from .mesh import Mesh, make_mesh
-from .mpi_collectives import (
-    barrier,
-    broadcast,
-    exscan,
-    gather,
-    recv,
-    reduce,
-    scan,
-    scatter,
-    send,
-    sendrecv,
-)
-from .spmd import jit, pmap, shard_map
+from .collectives.jax_collectives import all_gather as all_gather
+from .collectives.jax_collectives import all_to_all as all_to_all
+from .collectives.jax_collectives import axis_index as axis_index
+from .collectives.jax_collectives import axis_size as axis_size
+from .collectives.jax_collectives import pbroadcast as pbroadcast
+from .collectives.jax_collectives import ppermute as ppermute
+from .collectives.jax_collectives import pshuffle as pshuffle
+from .collectives.jax_collectives import psum_scatter as psum_scatter
+from .collectives.jax_collectives import pswapaxes as pswapaxes
+from .collectives.jax_reductions import pmax as pmax
+from .collectives.jax_reductions import pmean as pmean
+from .collectives.jax_reductions import pmin as pmin
+from .collectives.jax_reductions import psum as psum
+from .collectives.mpi_collectives import barrier as barrier
+from .collectives.mpi_collectives import broadcast as broadcast
+from .collectives.mpi_collectives import exscan as exscan
+from .collectives.mpi_collectives import gather as gather
+from .collectives.mpi_collectives import recv as recv
+from .collectives.mpi_collectives import reduce as reduce
+from .collectives.mpi_collectives import scan as scan
+from .collectives.mpi_collectives import scatter as scatter
+from .collectives.mpi_collectives import send as send
+from .collectives.mpi_collectives import sendrecv as sendrecv
+from .named_axes.mesh import Mesh as Mesh
+from .named_axes.mesh import make_mesh as make_mesh
+from .ranks.communicator import Communicator as Communicator
+from .ranks.world import init as init
+from .ranks.world import world as world
+from .spmd.jit import jit as jit
+from .spmd.pmap import pmap as pmap
+from .spmd.shard_map import shard_map as shard_map
 
 __version__: str
-
-__all__ = [
-    "Communicator",
-    "Mesh",
-    "all_gather",
-    "all_to_all",
-    "axis_index",
-    "axis_size",
-    "barrier",
-    "broadcast",
-    "exscan",
-    "gather",
-    "init",
-    "jit",
-    "make_mesh",
-    "pbroadcast",
-    "pmap",
-    "pmax",
-    "pmean",
-    "pmin",
-    "ppermute",
-    "pshuffle",
-    "psum",
-    "psum_scatter",
-    "pswapaxes",
-    "recv",
-    "reduce",
-    "scan",
-    "scatter",
-    "send",
-    "sendrecv",
-    "shard_map",
-    "world",
-]

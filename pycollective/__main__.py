@@ -8,10 +8,10 @@ import sys
 
 import pycollective
 
-# The module of each, imported when it is asked for: ``run`` must not start MPI, and needs no JAX.
+# The module of each command, which is imported only for that command: ``run`` must not start MPI, and needs no JAX.
 COMMANDS = {
-    "run": ("pycollective.launch.run", "start a program as ranks, by the launcher of the MPI library"),
-    "doctor": ("pycollective.launch.doctor", "say what this machine and job have, and what is wrong"),
+    "run": ("pycollective.launch.run", "start a program as ranks, through the MPI library's launcher"),
+    "doctor": ("pycollective.doctor.command", "report what this installation and job have, and what is wrong"),
     "bench": ("pycollective.bench.command", "measure collectives beside raw MPI and other libraries"),
 }
 
@@ -25,8 +25,8 @@ def main() -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=pycollective.__version__)
-    parser.add_argument("command", choices=COMMANDS, help="see below; pycollective COMMAND --help says more")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the command")
+    parser.add_argument("command", choices=COMMANDS, help="see below, and pycollective COMMAND --help")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the command's arguments")
     options = parser.parse_args()
     module, _ = COMMANDS[options.command]
     return int(importlib.import_module(module).main(options.arguments))

@@ -1,4 +1,4 @@
-"""Settings from the environment, read once at import. A bad value is an error that lists the good ones."""
+"""Settings from the environment, read once at import. An invalid value is an error that lists the valid ones."""
 
 from __future__ import annotations
 
@@ -15,32 +15,35 @@ _CHECKS = {"never": 0, "first": 1, "always": 2}
 
 @dataclass(frozen=True)
 class Config:
-    """What the environment asks for.
+    """The settings.
+
+    Each attribute names its variable; the documentation's page of settings is made from these lines.
 
     Attributes:
-        check: when ranks compare what they call: 0 never, 1 the first time a communicator meets a call,
-            2 every time (``PYCOLLECTIVE_CHECK=never|first|always``, default ``first``).
-        malloc: keep freed memory in the process (``PYCOLLECTIVE_MALLOC``, default on).
-        timeout: seconds that a rank may wait inside one MPI call, or at its end for the others, before the job is
-            ended with a report, or None for no limit (``PYCOLLECTIVE_TIMEOUT``).
-        allow_singleton: accept a world of one process under a launcher that started several
-            (``PYCOLLECTIVE_ALLOW_SINGLETON``, default off).
-        bucket_bytes: psums that do not depend on each other travel together in buffers of this many bytes; 0: each by
+        check: when ranks compare what they call: never, the first time that a communicator meets a call, or every time
+            (``PYCOLLECTIVE_CHECK=never|first|always``, default ``first``).
+        malloc: the process keeps freed memory for later arrays (``PYCOLLECTIVE_MALLOC=on|off``, default ``on``).
+        timeout: how many seconds a rank may wait inside one MPI call, or at its end for the others, before the job is
+            ended with a report (``PYCOLLECTIVE_TIMEOUT``, default no limit).
+        allow_singleton: a world of one process is accepted under a launcher that started several
+            (``PYCOLLECTIVE_ALLOW_SINGLETON=on|off``, default ``off``).
+        bucket_bytes: sums that do not depend on each other travel together in buffers of this many bytes; 0: each by
             itself (``PYCOLLECTIVE_BUCKET_BYTES``, default 1 MiB). The same on all ranks.
-        gpu_direct: MPI reads and writes the memory of GPUs; None: ask it (``PYCOLLECTIVE_GPU_DIRECT``).
-        stage_bytes: where it does not, arrays go through page-locked buffers in pieces of so many bytes
+        gpu_direct: MPI reads and writes the memory of GPUs itself (``PYCOLLECTIVE_GPU_DIRECT=on|off``, default what MPI
+            says of itself).
+        stage_bytes: where MPI does not, arrays go through page-locked buffers in pieces of this many bytes
             (``PYCOLLECTIVE_STAGE_BYTES``, default 4 MiB). The same on all ranks.
-        allow_shared_gpu: ranks may drive one GPU together (``PYCOLLECTIVE_ALLOW_SHARED_GPU``, default off).
-        all_lanes: of several local devices each calls MPI for its slice of a large array, instead of one for all
+        allow_shared_gpu: several ranks may drive one GPU (``PYCOLLECTIVE_ALLOW_SHARED_GPU=on|off``, default ``off``).
+        all_lanes: for a large array one of several local devices calls MPI for all, or each calls it for its slice
             (``PYCOLLECTIVE_LANES=one|all``, default ``one``). The same on all ranks.
     """
 
-    check: int = 1
+    check: int = 1  # 0 never, 1 the first time, 2 every time
     malloc: bool = True
     timeout: float | None = None
     allow_singleton: bool = False
     bucket_bytes: int = 1 << 20
-    gpu_direct: bool | None = None
+    gpu_direct: bool | None = None  # None: ask MPI
     stage_bytes: int = 4 << 20
     allow_shared_gpu: bool = False
     all_lanes: bool = False
@@ -86,7 +89,7 @@ def read(environ: Mapping[str, str]) -> Config:
     """Reads the settings.
 
     Raises:
-        ValueError: a variable has a value that is not one of those listed.
+        ValueError: a variable has a value that is not valid.
 
     Example:
         >>> read({"PYCOLLECTIVE_CHECK": "always"}).check

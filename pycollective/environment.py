@@ -1,4 +1,4 @@
-"""Variables of this process for what reads them while it starts: XLA's client, a process that comes."""
+"""Environment variables of this process, set for a short time, in which a library or a child process starts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def variable(name: str, value: str) -> Iterator[None]:
-    """``name`` is ``value`` herein, and afterwards what it was.
+    """Sets the variable ``name`` to ``value`` inside, and restores it afterwards.
 
     Example:
         >>> with variable("PYCOLLECTIVE_EXAMPLE", "1"):

@@ -1,11 +1,12 @@
-"""The form of every message: what was expected, what came, on which rank, and what to do."""
+"""The form of every error message: what was expected, what was found, on which rank, and what to do."""
 
 from __future__ import annotations
 
-from typing import Any
+import operator
+from typing import Any, NoReturn, Protocol
 
 FROM_A_CLONE = "pip install '.[mpich]' in a clone of the repository"
-"""How to get an MPI library together with this package, which is on no package index."""
+"""The command that installs an MPI library together with this package, which is on no package index."""
 
 
 def message(
@@ -19,3 +20,36 @@ def message(
     """
     place = f" (rank {rank} of {size})" if rank is not None else ""
     return f"pycollective.{where}: expected {expected}, got {got}{place}. {remedy}"
+
+
+class Place(Protocol):
+    """An object with a rank and a size: a communicator, or a part of one."""
+
+    @property
+    def rank(self) -> int:
+        """This rank, from 0."""
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+
+
+def fail(kind: type[Exception], where: str, place: Place | None, expected: Any, got: Any, remedy: str) -> NoReturn:
+    """Raises ``kind`` with a message, which names the rank if ``place`` is given."""
+    rank, size = (place.rank, place.size) if place is not None else (None, None)
+    raise kind(message(where, expected, got, remedy, rank=rank, size=size))
+
+
+def integer(where: str, place: Place | None, name: str, value: Any) -> int:
+    """Returns ``value`` as a Python integer; raises TypeError if it is none, or not known while tracing."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        fail(
+            TypeError,
+            where,
+            place,
+            f"{name} to be an integer",
+            repr(value),
+            "Pass a Python integer; it is fixed when the program is traced.",
+        )

@@ -1,8 +1,8 @@
-"""One table of operations: how to call each, and what it means.
+"""One table of operations: how to call each operation, and what it means.
 
-A reference maps the ranks' operands, stacked along a new first axis, to their results, stacked likewise. It is
-``jax.vmap(axis_name=...)`` of :mod:`jax.lax`'s own function where JAX has one, else a definition in :mod:`jax.numpy`;
-either way JAX can differentiate and batch it, so one reference serves every transform.
+A reference maps the operands of all ranks, stacked along a new first axis, to the results of all ranks, stacked in the
+same way. It is ``jax.vmap(axis_name=...)`` of :mod:`jax.lax`'s own function where JAX has one, and a definition in
+:mod:`jax.numpy` where it has none. JAX can differentiate and batch both, so one reference serves every transform.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class Case:
     """One operation.
 
     Attributes:
-        id: for pytest.
-        call: ``call(x, comm)`` on one rank.
-        reference: stacked operands to stacked results.
-        shape: of one rank's operand, given the number of ranks.
-        linear: in the operand, so that it can be transposed.
-        kind: "move" takes every dtype and returns it bit by bit; otherwise the reduction, "sum" or "max", say.
+        id: its name in pytest's reports.
+        call: the call on one rank: ``call(x, comm)``.
+        reference: the function from stacked operands to stacked results.
+        shape: the shape of one rank's operand, as a function of the number of ranks.
+        linear: whether the operation is linear in its operand, so that it has a transpose.
+        kind: "move" if it takes every dtype and returns the bits as they are; else its reduction, such as "sum".
     """
 
     id: str
@@ -48,12 +48,12 @@ def _lax(function: Callable[[Array], Array]) -> Callable[[Array], Array]:
 
 
 def _everywhere(reduction: Callable[..., Array]) -> Callable[[Array], Array]:
-    """The reduction over ranks, on every rank."""
+    """Returns the reduction over ranks, with its result on every rank."""
     return lambda xs: jnp.broadcast_to(reduction(xs, axis=0), xs.shape)
 
 
 def _at(root: int, values: Callable[[Array], Array]) -> Callable[[Array], Array]:
-    """``values`` on the root, zeros elsewhere. A negative root counts from the last rank."""
+    """Returns ``values`` on the root, and zeros on the other ranks. A negative root counts from the last rank."""
 
     def reference(xs: Array) -> Array:
         result = values(xs)
@@ -71,7 +71,7 @@ def _exclusive(xs: Array) -> Array:
 
 
 def _turned(size: int) -> list[int]:
-    """A permutation that, from three on, is not its own inverse."""
+    """Returns a permutation that is not its own inverse, for three ranks or more."""
     return [(i + 1) % size for i in range(size)]
 
 
@@ -80,7 +80,7 @@ def _shift(size: int) -> list[tuple[int, int]]:
 
 
 def _chain(size: int) -> list[tuple[int, int]]:
-    """Nobody sends to rank 0."""
+    """Each rank sends to the next; no rank sends to rank 0."""
     return [(rank, rank + 1) for rank in range(size - 1)]
 
 
@@ -176,20 +176,29 @@ CASES = (
 
 by_id = {case.id: case for case in CASES}
 
+EACH_PRIMITIVE = tuple(
+    by_id[id_]
+    for id_ in (
+        *("psum", "pmax", "all_gather", "psum_scatter", "all_to_all_tiled", "ppermute_partial", "broadcast"),
+        *("reduce_last", "gather", "scatter", "scan", "exscan", "sendrecv"),
+    )
+)
+"""One operation of each primitive, for tests of what is around a call. The others differ in the call's options."""
+
 
 def operands(
     case: Case, comm: pc.Communicator, dtype: Any = np.float32, seed: int = 0, extra: tuple[int, ...] = ()
 ) -> Any:
-    """All ranks' operands, stacked: the same on every rank, distinct in every entry and rank.
+    """Returns the operands of all ranks, stacked. Every rank gets the same numbers; each operand has its own.
 
     Args:
-        extra: further leading axes of each operand.
+        extra: further axes in front of each operand's own.
     """
     return values((comm.size, *extra, *case.shape(comm.size)), dtype, seed)
 
 
 def values(shape: tuple[int, ...], dtype: Any = np.float32, seed: int = 0) -> Any:
-    """Numbers that ``dtype`` holds, from about -4 to 4, or from 0 for unsigned ones."""
+    """Returns random numbers of ``dtype``, from about -4 to 4; unsigned ones from 0."""
     generator = np.random.default_rng((seed, *shape))
     dtype = jnp.dtype(dtype)
     if dtype == jnp.bool_:

@@ -1,4 +1,4 @@
-"""Settings of all tests: strict JAX, and a report of what runs."""
+"""Settings for all tests: JAX is strict, and the report names the versions that run."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Tests that every rank runs under mpirun: one report, and a failure with all stacks instead of a hang.
+"""For tests that every rank runs under mpirun: one report for all ranks; a hang becomes a failure with all stacks.
 
-``PYCOLLECTIVE_TEST_PLATFORM=cuda`` makes it an error if other devices than GPUs take part, and
-``PYCOLLECTIVE_TEST_SECONDS`` skips the tests that would begin so much later than the first.
+With ``PYCOLLECTIVE_TEST_PLATFORM=cuda`` it is an error if other devices than GPUs take part. With
+``PYCOLLECTIVE_TEST_SECONDS`` the tests that would begin so much later than the first are skipped.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from tests.collective.programs import any_rank, meet
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 
 PLATFORM = os.environ.get("PYCOLLECTIVE_TEST_PLATFORM")
-"""JAX's name of the platform whose devices must take part; None: its default is right."""
+"""JAX's name of the platform whose devices must take part; None: JAX's default is right."""
 
 _SECONDS = os.environ.get("PYCOLLECTIVE_TEST_SECONDS")
 
 _EXIT_AFTER_S = 5.0
-"""From the dump of a stuck rank's stacks (pytest's faulthandler_timeout) to its exit, so that all ranks dump."""
+"""The time from the dump of a stuck rank's stacks (pytest's faulthandler_timeout) to its exit, so that all can dump."""
 
 
 def check_platform(name: str) -> None:
-    """Ends the session where JAX's own devices, which take part, are of another platform."""
+    """Ends the session if JAX's devices, which take part, are of another platform."""
     found = jax.local_devices()
     with suppress(RuntimeError):  # there is no such platform
         if set(found) <= set(jax.devices(name)):
@@ -48,7 +48,7 @@ def check_platform(name: str) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Rank 0 speaks; another rank only when something failed there."""
+    """Only rank 0 writes a report. Another rank writes one at the end, if a test failed there."""
     if PLATFORM is not None:
         check_platform(PLATFORM)
     if RANK != 0:
@@ -66,20 +66,20 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Every test runs on the number of ranks that there are (mpi-pytest's mark, which ends each with a barrier)."""
+    """Marks every test to run on all ranks; mpi-pytest ends a test with this mark with a barrier."""
     for item in items:
         item.add_marker(pytest.mark.parallel(SIZE))
 
 
 @functools.cache
 def first_test() -> float:
-    """When this was called first."""
+    """The time of the first call."""
     return time.monotonic()
 
 
 @pytest.fixture(autouse=True)
 def no_hang(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Ends this rank, and so the job, when a test takes too long. All ranks end each test together."""
+    """Ends this rank, and so the job, if a test takes too long. All ranks end each test together."""
     if _SECONDS is not None and any_rank(time.monotonic() - first_test() > float(_SECONDS)):
         pytest.skip(f"LOUD: out of time after {_SECONDS} s")
     limit = float(request.config.getini("faulthandler_timeout")) + _EXIT_AFTER_S

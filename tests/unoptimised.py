@@ -1,6 +1,6 @@
-"""XLA's flags for programs that run once: what counts is the time to compile them.
+"""XLA's flags for tests: most of their programs run once, so they should compile fast rather than run fast.
 
-``python -m tests.unoptimised`` prints them, for scripts.
+``python -m tests.unoptimised`` prints the flags, for scripts.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ import sys
 _FLAGS = (
     "--xla_backend_optimization_level=0",
     "--xla_llvm_disable_expensive_passes=true",
-    "--xla_cpu_use_fusion_emitters=false",  # halves the time: they lower each fusion through MLIR
+    "--xla_cpu_use_fusion_emitters=false",  # halves the time, since the emitters lower each fusion through MLIR
+    "--xla_cpu_parallel_codegen_split_count=1",  # what compiles in parts costs more where all cores have work
 )
 
 
 @functools.cache
 def flags() -> str:
-    """The value of XLA_FLAGS, with those flags alone that this XLA knows: it aborts at any other."""
+    """Returns the value for XLA_FLAGS. It leaves out flags that this XLA does not know, since XLA aborts at those."""
     flags = [*os.environ.get("XLA_FLAGS", "").split(), *_FLAGS]
     if not _accepted(flags):
         flags = [flag for flag in flags if flag not in _FLAGS or _accepted([flag])]

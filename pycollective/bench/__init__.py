@@ -1,1 +1,1 @@
-"""``pycollective bench``: collectives measured beside raw MPI and other libraries, in one run."""
+"""``pycollective bench`` measures collectives beside raw MPI and other libraries, in one run."""

@@ -1,6 +1,6 @@
-"""``pycollective bench``: measures as one of the ranks that a launcher started, or starts some.
+"""``pycollective bench`` measures as one of the ranks that a launcher has started, or starts ranks that measure.
 
-MPI must not start before that is decided: its variables would be inherited by the ranks.
+MPI must not start in a process that starts ranks: they would inherit MPI's variables.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from collections.abc import Sequence
 
 from pycollective.bench.options import add_options, check
 from pycollective.launch import run
-from pycollective.launchers import is_rank
+from pycollective.launch.started_by import is_rank
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns the exit status."""
+    """Measures, or starts ranks that measure. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="pycollective bench", description="Measures collectives.")
     add_options(parser)
     options = parser.parse_args(arguments)
     check(parser, options)
-    # With --ranks 1, as in the command below, nothing is started.
+    # The ranks that the command below starts get --ranks 1, so they start nothing.
     if options.ranks > 1 and not is_rank(os.environ):
         bench = [sys.executable, "-m", "pycollective", "bench", *arguments, "--ranks", "1"]
         return run.main(["-n", str(options.ranks), "--oversubscribe", "--bind", "none", *bench])

@@ -1,4 +1,4 @@
-"""The peer that JAX brings: ``jax.distributed`` with gloo."""
+"""JAX's own collectives between processes: ``jax.distributed`` with gloo."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from pycollective.bench.contenders import Program, looped, ready
-from pycollective.bench.works import AXIS, Work
+from pycollective.bench.implementations import Program, looped, ready
+from pycollective.bench.workloads import AXIS, Workload
 
-_BROADCASTS = ("broadcast",)  # XLA's CPU collectives have none
+_UNSUPPORTED = ("broadcast",)  # XLA's CPU collectives have none
 
 
 def join(address: str, rank: int, size: int, devices: int) -> JaxGloo:
-    """Makes this process one of a JAX cluster. Comes before the first use of JAX's devices."""
+    """Joins this process to a JAX cluster. This must come before the first use of JAX's devices."""
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.config.update("jax_enable_preemption_service", False)  # which would keep SIGTERM from ending this process
+    jax.config.update("jax_enable_preemption_service", False)  # it keeps SIGTERM from ending this process
     jax.config.update("jax_num_cpu_devices", devices)
     jax.distributed.initialize(address, size, rank)
     return JaxGloo()
 
 
 class JaxGloo:
-    """The same named-axis function under :func:`jax.shard_map`, over the devices of all processes."""
+    """The workload's own function under :func:`jax.shard_map`, over the devices of all processes."""
 
     name = "jax gloo"
 
@@ -46,20 +46,20 @@ class JaxGloo:
         """Waits for the other processes."""
         self._meet(self._one).block_until_ready()
 
-    def program(self, work: Work) -> Program | None:
-        if work.mode == "eager" or work.op in _BROADCASTS:
+    def program(self, workload: Workload) -> Program | None:
+        if workload.mode == "eager" or workload.op in _UNSUPPORTED:
             return None
-        function = looped(work.function(), work)
+        function = looped(workload.function(), workload)
 
         def local(*blocks: Any) -> Any:
             return tuple(y[None] for y in function(*(x[0] for x in blocks)))
 
-        compiled = jax.jit(self._mapped(local), donate_argnums=work.donate_argnums)
+        compiled = jax.jit(self._mapped(local), donate_argnums=workload.donate_argnums)
 
-        def put(rows: list[list[Any]]) -> list[jax.Array]:
+        def put(xs: list[list[Any]]) -> list[jax.Array]:
             return [
                 jax.make_array_from_process_local_data(self._sharding, np.stack(leaves))
-                for leaves in zip(*rows, strict=True)
+                for leaves in zip(*xs, strict=True)
             ]
 
         def get(ys: Any) -> list[list[Any]]:
@@ -70,6 +70,6 @@ class JaxGloo:
             put,
             ready(compiled),
             get,
-            work.donated,
+            workload.donated,
             participants=len(self._mesh.local_devices),
         )

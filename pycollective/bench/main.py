@@ -1,4 +1,4 @@
-"""A run of ``pycollective bench``: every work of the command line, all contenders in turns."""
+"""A run of ``pycollective bench``: measures every workload of the command line, on all implementations in turns."""
 
 from __future__ import annotations
 
@@ -16,78 +16,59 @@ import jax
 import numpy as np
 
 import pycollective as pc
-from pycollective.bench.contenders import (
-    Contender,
+from pycollective.bench.implementations import (
     Copies,
     Floor,
+    Implementation,
     Mpi4jax,
     NoCommunication,
     Pycollective,
     RawMpi,
     ThroughNumPy,
 )
-from pycollective.bench.light import Light, measure_light
 from pycollective.bench.measure import ROUNDS, InProcess, Runner, Timing, measure
-from pycollective.bench.options import BESIDE
-from pycollective.bench.peers import OwnProcess
+from pycollective.bench.options import IN_SUBPROCESSES
 from pycollective.bench.report import COLUMNS, UNITS, Row
-from pycollective.bench.works import RESHAPING, Work, make_tree, make_work
+from pycollective.bench.roofline import Roofline, measure_roofline
+from pycollective.bench.subprocesses import InSubprocess
+from pycollective.bench.workloads import Workload, keeps_shape, make_workload, tree_workload
 from pycollective.errors import message
-from pycollective.mpi import MPI
 from pycollective.transport import native
+from pycollective.transport.mpi import MPI
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measures, prints and writes on rank 0. All ranks must make this call.
+    """Measures; on rank 0 it prints and writes the results. All ranks must make this call.
 
     Returns:
-        The exit status: 1 if a result was wrong, other than of a peer in processes of its own.
+        The exit status: 1 if a result was wrong, except for implementations in subprocesses.
 
     Raises:
-        ValueError: an unknown operation or dtype, or one that cannot do what is asked.
+        ValueError: an operation or dtype is unknown, or it cannot do what is asked.
         ImportError: a library that was asked for is not installed.
     """
     world = MPI.COMM_WORLD
-    with suppress(RuntimeError):  # devices are in use already: then init says whether there are enough
+    with suppress(RuntimeError):  # devices are in use already; pc.init then checks their number
         jax.config.update("jax_num_cpu_devices", options.devices)
-    comm = pc.init(devices=options.devices)  # before anything else uses JAX's devices, as in a user's program
+    comm = pc.init(devices=options.devices)  # as in a user's program, before anything else uses JAX's devices
     plot = importlib.import_module("pycollective.bench.plot") if options.plot else None
-    n = comm.size * options.devices
-    works = list(_works(options, n))
-    contenders: list[Contender] = [Pycollective(comm, options.devices), RawMpi(world), NoCommunication()]
-    if options.wire_dtype:
-        contenders.append(Pycollective(comm, options.devices, options.wire_dtype))
-    others: dict[str, Callable[[], Contender]] = {
-        "floor": lambda: Floor(world),
-        "numpy": lambda: ThroughNumPy(world),
-        "copies": Copies,
-        "mpi4jax": lambda: Mpi4jax(world),
-    }
-    contenders += [make() for name, make in others.items() if name in options.against]
-    runners: list[Runner] = [InProcess(one, world.rank, world.size, world.Barrier) for one in contenders]
-    runners += [OwnProcess(world, peer, options.devices) for peer in options.against if peer in BESIDE]
-    partner = max(comm.mpi.allgather((comm.host_index > 0, -comm.rank)))  # the first rank of another host, if any
-    partner_rank = -partner[1] if partner[0] else comm.size - 1
-    light = measure_light(world, comm.host_count, partner_rank, options.link_gbps)
-    title = _title(comm, options.devices, light)
+    workloads = list(_workloads(options, comm.size * options.devices))
+    runners = _runners(options, comm, world)
+    other_hosts = max(comm.mpi.allgather((comm.host_index > 0, -comm.rank)))  # and the first rank there, if any
+    partner = -other_hosts[1] if other_hosts[0] else comm.size - 1
+    roofline = measure_roofline(world, comm.host_count, partner, options.link_gbps)
+    title = _title(comm, options.devices, roofline)
     rows: list[Row] = []
     say = print if comm.rank == 0 else (lambda *_, **__: None)
     say("\n".join(f"# {line}" for line in title))
-    with _progress(len(works) * len(runners) * ROUNDS, comm.rank) as tick:
+    with _progress(len(workloads) * len(runners) * ROUNDS, comm.rank) as tick:
         heading = ""
-        for name, work in works:
-            if heading != (heading := f"\n# {name}, {work.mode}{', donated' if work.donated else ''}"):
+        for name, workload in workloads:
+            if heading != (heading := f"\n# {name}, {_mode(workload)}"):
                 say(heading, f"#{COLUMNS[1:]}", f"#{UNITS[1:]}", sep="\n", flush=True)
-            timings = measure(
-                world,
-                work,
-                runners,
-                calls=options.iters,
-                warmup=options.warmup,
-                tick=tick,
-            )
-            least = light.least_s(work, options.devices)
-            new = list(_rows(name, work, timings, comm.size, least))
+            timings = measure(world, workload, runners, calls=options.iters, warmup=options.warmup, tick=tick)
+            least_s = roofline.least_s(workload, options.devices)
+            new = list(_rows(name, workload, timings, comm.size, least_s))
             say(*(row.line() for row in new), sep="\n", flush=True)
             rows += new
     if comm.rank == 0:
@@ -96,19 +77,35 @@ def run(options: argparse.Namespace) -> int:
             options.json.write_text(json.dumps({**about, "rows": [row.as_json() for row in rows]}, indent=1) + "\n")
         if plot is not None:
             plot.plot(rows, title[0], options.plot)
-    beside = {one.name for one in runners if isinstance(one, OwnProcess)}
-    wrong = sum(row.wrong for row in rows if row.contender not in beside)
-    theirs = sum(row.wrong for row in rows if row.contender in beside)
-    say(f"\n# wrong results: {wrong}", f"; of peers: {theirs}" if beside else "", sep="")
+    others = {runner.name for runner in runners if isinstance(runner, InSubprocess)}
+    wrong = sum(row.wrong for row in rows if row.implementation not in others)
+    wrong_in_others = sum(row.wrong for row in rows if row.implementation in others)
+    say(f"\n# wrong results: {wrong}", f"; in subprocesses: {wrong_in_others}" if others else "", sep="")
     return 1 if wrong else 0
 
 
-def _works(options: argparse.Namespace, n: int) -> Iterator[tuple[str, Work]]:
-    """Every line of the table, with the name of its operation."""
+def _runners(options: argparse.Namespace, comm: pc.Communicator, world: MPI.Intracomm) -> list[Runner]:
+    """The implementations that take turns."""
+    implementations: list[Implementation] = [Pycollective(comm, options.devices), RawMpi(world), NoCommunication()]
+    if options.wire_dtype:
+        implementations.append(Pycollective(comm, options.devices, options.wire_dtype))
+    others: dict[str, Callable[[], Implementation]] = {
+        "floor": lambda: Floor(world),
+        "numpy": lambda: ThroughNumPy(world),
+        "copies": Copies,
+        "mpi4jax": lambda: Mpi4jax(world),
+    }
+    implementations += [make() for name, make in others.items() if name in options.against]
+    runners: list[Runner] = [InProcess(one, world.rank, world.size, world.Barrier) for one in implementations]
+    return runners + [InSubprocess(world, name, options.devices) for name in options.against if name in IN_SUBPROCESSES]
+
+
+def _workloads(options: argparse.Namespace, n: int) -> Iterator[tuple[str, Workload]]:
+    """The workload of every line of the table, with the name of its operation."""
     donations = {"no": (False,), "yes": (True,), "both": (False, True)}[options.donate]
     for op in options.ops:
-        # "both" asks for what there is; "yes" of an operation that cannot is an error.
-        possible = (False,) if options.donate == "both" and op in RESHAPING else donations
+        # "both" asks for what is possible; "yes" is an error where an operand cannot be donated.
+        possible = (False,) if options.donate == "both" and not keeps_shape(op) else donations
         for mode in options.modes:
             for donated in possible if mode != "eager" else (False,):
                 for dtype in options.datatypes.split(","):
@@ -116,11 +113,11 @@ def _works(options: argparse.Namespace, n: int) -> Iterator[tuple[str, Work]]:
                     if mode == "loop":
                         how |= {"loop": options.loop, "unroll": options.unroll}
                     if op == "tree":
-                        yield f"tree:{options.model}", make_tree(options.model, _dtype(dtype), **how)
+                        yield f"tree:{options.model}", tree_workload(options.model, _dtype(dtype), **how)
                         continue
                     nbytes = options.minbytes
                     while nbytes <= options.maxbytes:
-                        yield op, make_work(op, nbytes, _dtype(dtype), n, **how)
+                        yield op, make_workload(op, nbytes, _dtype(dtype), n, **how)
                         nbytes *= options.stepfactor
 
 
@@ -134,29 +131,34 @@ def _dtype(name: str) -> np.dtype[Any]:
     return dtype
 
 
-def _rows(op: str, work: Work, timings: dict[str, Timing], ranks: int, least_s: float) -> Iterator[Row]:
-    raw = timings.get("raw MPI")
+def _mode(workload: Workload) -> str:
+    return workload.mode + (", donated" if workload.donated else "")
+
+
+def _rows(op: str, workload: Workload, timings: dict[str, Timing], ranks: int, least_s: float) -> Iterator[Row]:
+    """A line of the table for each implementation."""
+    raw = timings.get(RawMpi.name)
     for name, timing in timings.items():
-        rate = work.nbytes / timing.median_us * 1e-3
+        rate = workload.nbytes / timing.median_us * 1e-3
         yield Row(
-            op,
-            work.mode + (", donated" if work.donated else ""),
-            work.nbytes,
-            work.count,
-            work.dtype.name,
-            name,
-            timing.median_us,
-            timing.min_us,
-            timing.p99_us,
-            rate,
-            rate * work.traffic(ranks * timing.participants) / work.nbytes,
-            timing.wrong,
-            timing.median_us / raw.median_us if raw else None,
-            least_s * 1e6 / timing.median_us,
+            op=op,
+            mode=_mode(workload),
+            size=workload.nbytes,
+            count=workload.count,
+            type=workload.dtype.name,
+            implementation=name,
+            median_us=timing.median_us,
+            min_us=timing.min_us,
+            p99_us=timing.p99_us,
+            algbw=rate,
+            busbw=rate * workload.traffic(ranks * timing.participants) / workload.nbytes,
+            wrong=timing.wrong,
+            over_raw=timing.median_us / raw.median_us if raw else None,
+            roofline=least_s * 1e6 / timing.median_us,
         )
 
 
-def _title(comm: pc.Communicator, devices: int, light: Light) -> list[str]:
+def _title(comm: pc.Communicator, devices: int, roofline: Roofline) -> list[str]:
     library = MPI.Get_library_version().splitlines()[0].strip(" \x00")
     first = jax.local_devices()[0]
     kind = first.device_kind + (", whose memory MPI takes" if native.is_direct() else "")
@@ -164,13 +166,13 @@ def _title(comm: pc.Communicator, devices: int, light: Light) -> list[str]:
     return [
         f"pycollective {pc.__version__}: {size}, {kind}",
         f"{library}, JAX {jax.__version__}, Python {platform.python_version()}, {platform.machine()}",
-        f"light: {light.name}; raw MPI: one array of each rank; trees: as one array",
+        f"roofline: {roofline.name}; raw MPI: one array of each rank; trees: as one array",
     ]
 
 
 @contextmanager
 def _progress(total: int, rank: int) -> Iterator[Callable[[], Any]]:
-    """A progress bar on rank 0's terminal; elsewhere its function does nothing."""
+    """A progress bar on rank 0's terminal, and a function that advances it; elsewhere that function does nothing."""
     if rank > 0 or not sys.stderr.isatty() or find_spec("tqdm") is None:
         yield lambda: None
     else:

@@ -1,4 +1,4 @@
-"""Times of contenders that take turns, so that a busy minute of the machine meets all of them."""
+"""Measures implementations in turns, so that a busy minute of the machine meets all of them."""
 
 from __future__ import annotations
 
@@ -9,23 +9,24 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from pycollective.bench.contenders import Contender, Program
-from pycollective.bench.works import Work, count_wrong, expected, operands
-from pycollective.mpi import MPI
+from pycollective.bench.implementations import Implementation, Program
+from pycollective.bench.workloads import Workload, count_wrong, expected, operands
+from pycollective.transport.mpi import MPI
 
 ROUNDS = 5
+"""How many turns each implementation gets."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Of one contender at one work.
+    """The times of one implementation for one workload. The time of a call is that of its slowest rank.
 
     Attributes:
-        median_us: of all calls, each as its slowest rank saw it, in microseconds.
-        min_us: the fastest call.
-        p99_us: 99 of 100 calls were faster.
-        wrong: results that differed, over all participants.
-        participants: of each rank.
+        median_us: the median time of a call, in microseconds.
+        min_us: the time of the fastest call.
+        p99_us: the time that 99 of 100 calls did not exceed.
+        wrong: the number of wrong elements of all participants.
+        participants: the number of participants of each rank.
     """
 
     median_us: float
@@ -36,12 +37,12 @@ class Timing:
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """What a runner says of a work before it takes times.
+class Validation:
+    """What a runner finds when it checks the results of a workload.
 
     Attributes:
-        wrong: results of this process that differed.
-        participants: of this process.
+        wrong: the number of wrong elements in this process.
+        participants: the number of participants of this process.
     """
 
     wrong: int
@@ -49,90 +50,92 @@ class Prepared:
 
 
 class Runner(Protocol):
-    """Runs a contender: in this process, or in one beside it.
+    """Runs an implementation, in this process or in a subprocess.
 
     Attributes:
-        name: of the contender.
+        name: the implementation's name.
     """
 
     name: str
 
-    def prepare(self, work: Work, warmup: int) -> Prepared | None:
-        """Checks what a call gives and makes ``warmup`` more; None where the contender has no such work."""
+    def prepare(self, workload: Workload, warmup: int) -> Validation | None:
+        """Validates the results, and makes ``warmup`` calls; None where the implementation has no such program."""
 
-    def turn(self, calls: int) -> list[float]:
-        """The seconds that each of ``calls`` calls takes here."""
+    def time_calls(self, calls: int) -> list[float]:
+        """The time of each of ``calls`` calls in this process, in seconds."""
 
 
 class InProcess:
-    """Runs a contender in this process."""
+    """Runs an implementation in this process."""
 
-    def __init__(self, contender: Contender, rank: int, size: int, barrier: Callable[[], Any]) -> None:
-        """Keeps a contender.
+    def __init__(self, implementation: Implementation, rank: int, size: int, barrier: Callable[[], Any]) -> None:
+        """Takes an implementation.
 
         Args:
-            contender: the same on all ranks.
-            rank: of this process, among those that run it.
-            size: their number.
-            barrier: lets them wait for each other, by the contender's own means; comes before each call.
+            implementation: the implementation, the same on all ranks.
+            rank: the number of this process among those that run it.
+            size: the number of these processes.
+            barrier: makes these processes wait for each other, by the implementation's own means. It comes before each
+                timed call.
         """
-        self.name = contender.name
-        self._contender = contender
+        self.name = implementation.name
+        self._implementation = implementation
         self._rank = rank
         self._size = size
         self._barrier = barrier
         self._run: Callable[[], None] = lambda: None
 
-    def prepare(self, work: Work, warmup: int) -> Prepared | None:
-        self._run = lambda: None  # the arrays of the last work may go
-        program = self._contender.program(work)
+    def prepare(self, workload: Workload, warmup: int) -> Validation | None:
+        self._run = lambda: None  # frees the arrays of the last workload
+        program = self._implementation.program(workload)
         if program is None:
             return None
-        wrong = self._wrong(work, program)
-        self._run = self._runner(work, program)
+        wrong = self._count_wrong(workload, program)
+        self._run = self._runner(workload, program)
         for _ in range(warmup):
             self._run()
-        return Prepared(wrong, program.participants)
+        return Validation(wrong, program.participants)
 
-    def turn(self, calls: int) -> list[float]:
-        self._run()  # another contender's arrays were in the caches
+    def time_calls(self, calls: int) -> list[float]:
+        self._run()  # brings these arrays into the caches, where another implementation's were
         seconds = []
         for _ in range(calls):
             self._barrier()
             started = time.perf_counter()
             self._run()
             seconds.append(time.perf_counter() - started)
-        self._barrier()  # no rank goes on, and polls, while another still measures
+        self._barrier()  # a rank that went on would poll while another still measures
         return seconds
 
-    def _rows(self, work: Work, participants: int, *, zeros: bool = False) -> list[list[np.ndarray]]:
+    def _operands(self, workload: Workload, participants: int, *, zeros: bool = False) -> list[list[np.ndarray]]:
         n, first = self._size * participants, self._rank * participants
-        return [operands(work, first + i, n, zeros=zeros) for i in range(participants)]
+        return [operands(workload, first + i, n, zeros=zeros) for i in range(participants)]
 
-    def _wrong(self, work: Work, program: Program) -> int:
-        """Of a longer loop, the same program with two turns is checked: the values of many would overflow."""
+    def _count_wrong(self, workload: Workload, program: Program) -> int:
+        """The number of wrong elements. A longer loop is checked with two calls: many would overflow the values."""
         if not program.checked:
             return 0
-        if work.loop > 2:
-            work = replace(work, loop=2)
-            shorter = self._contender.program(work)
+        if workload.loop > 2:
+            workload = replace(workload, loop=2)
+            shorter = self._implementation.program(workload)
             assert shorter is not None
             program = shorter
         own = program.participants
-        times = work.loop if program.chains else 1
+        times = workload.loop if program.chained else 1
+        results = program.get(program.run(program.put(self._operands(workload, own))))
         wrong = 0
-        for i, got in enumerate(program.get(program.run(program.put(self._rows(work, own))))):
-            want = expected(work, self._rank * own + i, self._size * own, times)
-            wrong += count_wrong(work, got, want, program.tolerance)
+        for i, got in enumerate(results):
+            want = expected(workload, self._rank * own + i, self._size * own, times)
+            wrong += count_wrong(workload, got, want, program.tolerance)
         return wrong
 
-    def _runner(self, work: Work, program: Program) -> Callable[[], None]:
-        operand = program.put(self._rows(work, program.participants, zeros=True))
+    def _runner(self, workload: Workload, program: Program) -> Callable[[], None]:
+        operand = program.put(self._operands(workload, program.participants, zeros=True))
 
         def run() -> None:
             nonlocal operand
             result = program.run(operand)
-            if program.feeds:
+            if program.feeds_back:
                 operand = result
 
         return run
@@ -140,36 +143,37 @@ class InProcess:
 
 def measure(
     comm: MPI.Intracomm,
-    work: Work,
+    workload: Workload,
     runners: Sequence[Runner],
     *,
     calls: int,
     warmup: int,
     tick: Callable[[], None] = lambda: None,
 ) -> dict[str, Timing]:
-    """Checks and times all contenders that have such a work.
+    """Validates and times all implementations that have a program for a workload. All ranks must make this call.
 
     Args:
         comm: the ranks.
-        work: what to do.
-        runners: of the same contenders on all ranks.
-        calls: timed calls of each.
-        warmup: calls before, not timed.
-        tick: called after each turn.
+        workload: what to run.
+        runners: the runners of the same implementations on all ranks.
+        calls: the number of timed calls of each implementation.
+        warmup: the number of calls before them, which are not timed.
+        tick: a function to call after each turn.
     """
-    able = {one.name: (one, prepared) for one in runners if (prepared := one.prepare(work, warmup)) is not None}
+    prepared = ((runner, runner.prepare(workload, warmup)) for runner in runners)
+    able = {runner.name: (runner, validation) for runner, validation in prepared if validation is not None}
     rounds = min(ROUNDS, calls)
     seconds: dict[str, list[float]] = {name: [] for name in able}
-    for turn in range(rounds):
-        for name, (one, _) in able.items():
-            seconds[name] += one.turn(calls // rounds + (turn < calls % rounds))
+    for i in range(rounds):
+        for name, (runner, _) in able.items():
+            seconds[name] += runner.time_calls(calls // rounds + (i < calls % rounds))
             tick()
-    return {name: _timing(comm, seconds[name], work.loop, prepared) for name, (_, prepared) in able.items()}
+    return {name: _timing(comm, seconds[name], workload.loop, validation) for name, (_, validation) in able.items()}
 
 
-def _timing(comm: MPI.Intracomm, seconds: list[float], loop: int, prepared: Prepared) -> Timing:
+def _timing(comm: MPI.Intracomm, seconds: list[float], loop: int, validation: Validation) -> Timing:
     slowest = np.empty(len(seconds))
     comm.Allreduce(np.array(seconds), slowest, MPI.MAX)
     us = slowest / loop * 1e6
-    wrong = int(comm.allreduce(prepared.wrong))
-    return Timing(float(np.median(us)), float(us.min()), float(np.percentile(us, 99)), wrong, prepared.participants)
+    wrong = int(comm.allreduce(validation.wrong))
+    return Timing(float(np.median(us)), float(us.min()), float(np.percentile(us, 99)), wrong, validation.participants)

@@ -1,4 +1,4 @@
-"""The command line of ``pycollective bench``, its letters those of nccl-tests."""
+"""The command line of ``pycollective bench``. Its letters are those of nccl-tests."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import argparse
 import re
 from pathlib import Path
 
-from pycollective.arguments import positive
-from pycollective.bench.works import MODES, OPERATIONS, TREES
+from pycollective.bench.operations import OPERATIONS
+from pycollective.bench.workloads import GRADIENTS, MODES, TREES
+from pycollective.launch.arguments import positive
 
-BESIDE = ("jax-gloo", "torch-gloo")
-PEERS = ("floor", "numpy", "copies", "mpi4jax", *BESIDE)
-OPS = (*OPERATIONS, "tree", "step")
+IN_SUBPROCESSES = ("jax-gloo", "torch-gloo")
+AGAINST = ("floor", "numpy", "copies", "mpi4jax", *IN_SUBPROCESSES)
+OPS = (*OPERATIONS, *GRADIENTS)
 
 _EXAMPLES = """examples:
   pycollective bench                                  psum of 8 B to 64 MiB on 2 ranks
@@ -22,7 +23,7 @@ _EXAMPLES = """examples:
 
 
 def size(text: str) -> int:
-    """Bytes from ``4``, ``64K``, ``1M`` or ``2G``.
+    """A number of bytes, from ``4``, ``64K``, ``1M`` or ``2G``.
 
     Example:
         >>> size("64K")
@@ -76,32 +77,46 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds all options of the command."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EXAMPLES
-    names = f"of {', '.join(OPS)} (default psum)"
+    names = f"operations: {', '.join(OPS)} (default psum)"
     parser.add_argument("ops", nargs="*", metavar="OP", type=op, default=["psum"], help=names)
     parser.add_argument("-b", "--minbytes", type=size, default=8, help="smallest size (default 8)")
     parser.add_argument("-e", "--maxbytes", type=size, default=64 << 20, help="largest size (default 64M)")
-    parser.add_argument("-f", "--stepfactor", type=factor, default=8, help="between sizes (default %(default)s)")
-    parser.add_argument("-n", "--iters", type=positive, default=50, help="timed calls of each (default %(default)s)")
-    parser.add_argument("-w", "--warmup", type=positive, default=5, help="calls before (default %(default)s)")
-    parser.add_argument("-d", "--datatypes", default="float32", help="names of NumPy, between commas (default float32)")
-    parser.add_argument("--modes", type=several(MODES), default=("jit",), help=f"of {', '.join(MODES)} (default jit)")
-    parser.add_argument("--loop", type=positive, default=100, help="calls in one program of mode loop (%(default)s)")
-    parser.add_argument("--unroll", type=positive, default=1, help="of that loop, as lax.fori_loop's (%(default)s)")
-    parser.add_argument("--donate", choices=("no", "yes", "both"), default="no", help="the operand (default no)")
-    parser.add_argument("--model", choices=tuple(TREES), default="gpt2-small", help="of op tree (%(default)s)")
-    parser.add_argument("--devices", type=positive, default=1, help="local devices of each rank (default 1)")
-    parser.add_argument("--ranks", type=positive, default=2, help="to start, where no launcher did (default 2)")
+    parser.add_argument("-f", "--stepfactor", type=factor, default=8, help="factor between sizes (default %(default)s)")
+    parser.add_argument("-n", "--iters", type=positive, default=50, help="number of timed calls (default %(default)s)")
+    parser.add_argument(
+        "-w", "--warmup", type=positive, default=5, help="number of calls before them (default %(default)s)"
+    )
+    parser.add_argument(
+        "-d", "--datatypes", default="float32", help="dtypes by NumPy's names, between commas (default float32)"
+    )
+    modes = f"modes between commas: {', '.join(MODES)} (default jit)"
+    parser.add_argument("--modes", type=several(MODES), default=("jit",), help=modes)
+    parser.add_argument(
+        "--loop", type=positive, default=100, help="number of calls in a program of mode loop (default %(default)s)"
+    )
+    parser.add_argument(
+        "--unroll", type=positive, default=1, help="lax.fori_loop's unroll for that loop (default %(default)s)"
+    )
+    parser.add_argument("--donate", choices=("no", "yes", "both"), default="no", help="donate operands (default no)")
+    parser.add_argument(
+        "--model", choices=tuple(TREES), default="gpt2-small", help="model of op tree (default %(default)s)"
+    )
+    parser.add_argument("--devices", type=positive, default=1, help="number of local devices of each rank (default 1)")
+    parser.add_argument(
+        "--ranks", type=positive, default=2, help="number of ranks to start where no launcher has (default 2)"
+    )
     parser.add_argument(
         "--against",
-        type=several(PEERS),
+        type=several(AGAINST),
         default=(),
-        help=f"what takes turns with us, of {', '.join(PEERS)}; floor: a jitted function of nothing, then raw MPI; "
-        "numpy: to NumPy, raw MPI, and back; copies: of a GPU, to the host and back, without MPI",
+        help=f"what is measured too, between commas: {', '.join(AGAINST)}. floor: a jitted function that does nothing, "
+        "then raw MPI; numpy: a copy to NumPy, raw MPI, and a copy back; copies: copies from a GPU to the host and "
+        "back, without MPI",
     )
-    parser.add_argument("--wire-dtype", choices=("bfloat16",), help="sums that travel so take turns too")
-    parser.add_argument("--link-gbps", type=rate, help="rate of the network, for the column light (default measured)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them: .png, .pdf, .svg or .html")
+    parser.add_argument("--wire-dtype", choices=("bfloat16",), help="measure also sums that are sent in this dtype")
+    parser.add_argument("--link-gbps", type=rate, help="rate of the network, for the roofline (default: measured)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file for all figures")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="file for a picture: .png, .pdf, .svg or .html")
 
 
 def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""The table as a picture: median time and bus bandwidth over size, a line for each contender."""
+"""Draws the table: median time and bus bandwidth over size, with a curve for each implementation."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ _QUANTITIES = (("median_us", "median time of a call (us)"), ("busbw", "bus bandw
 
 
 def plot(rows: Sequence[Row], title: str, file: Path) -> None:
-    """Writes a picture to ``file``; an ``.html`` holds the table as well."""
+    """Writes a picture to ``file``; an ``.html`` file holds the table too."""
     kinds = sorted({(row.op, row.mode, row.type) for row in rows})
-    colours = {contender: f"C{i}" for i, contender in enumerate(dict.fromkeys(row.contender for row in rows))}
+    colours = {
+        implementation: f"C{i}" for i, implementation in enumerate(dict.fromkeys(row.implementation for row in rows))
+    }
     figure, panels = plt.subplots(len(kinds), 2, figsize=(12, 4.2 * len(kinds)), squeeze=False, layout="constrained")
     for kind, pair in zip(kinds, panels, strict=True):
         chosen = [row for row in rows if (row.op, row.mode, row.type) == kind]
         for axes, (name, label) in zip(pair, _QUANTITIES, strict=True):
-            for contender in dict.fromkeys(row.contender for row in chosen):
-                own = [row for row in chosen if row.contender == contender]
+            for implementation in dict.fromkeys(row.implementation for row in chosen):
+                own = [row for row in chosen if row.implementation == implementation]
                 sizes, values = [row.size for row in own], [getattr(row, name) for row in own]
-                axes.plot(sizes, values, marker="o", label=contender, color=colours[contender])
+                axes.plot(sizes, values, marker="o", label=implementation, color=colours[implementation])
             axes.set(xscale="log", yscale="log", xlabel="size (B)", ylabel=label, title=", ".join(kind))
             axes.grid(alpha=0.3)
         pair[0].legend(fontsize="small")

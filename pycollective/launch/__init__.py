@@ -1,1 +1,1 @@
-"""Starting ranks: the launcher that belongs to the MPI library, and what each rank needs around it."""
+"""Starting ranks: launchers, MPI libraries and batch systems, and what each rank needs around it."""

@@ -1,1 +1,1 @@
-"""Which FFI target and attributes carry a primitive."""
+"""The transport: MPI, the native library with XLA's handlers, and the runtime libraries of accelerators."""

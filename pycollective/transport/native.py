@@ -1,13 +1,14 @@
 """The native transport: loads the C++ library, binds it to the MPI that mpi4py loaded, registers its handlers.
 
-Nothing here knows JAX's tracing or the meaning of a collective: it turns a call into a target name,
-attributes and aliases, and hands communicators to the library.
+Nothing here knows JAX's tracing or the meaning of a collective. The names of operations, reductions and element types
+come from the library, where each stands once (``native/operations.h``, ``native/mpi.h``).
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,48 +17,10 @@ import numpy as np
 
 from pycollective.config import config
 from pycollective.errors import FROM_A_CLONE, message
-from pycollective.mpi import MPI
 from pycollective.transport import runtime
+from pycollective.transport.mpi import MPI
 
-OPS = {"sum": 0, "prod": 1, "min": 2, "max": 3, "sum_bfloat16": 4}
-"""The reductions, numbered as ``Op`` in native/mpi.h."""
-
-# In the order of ``Type`` in native/mpi.h.
-_TYPES = (
-    MPI.INT8_T,
-    MPI.INT16_T,
-    MPI.INT32_T,
-    MPI.INT64_T,
-    MPI.UINT8_T,
-    MPI.UINT16_T,
-    MPI.UINT32_T,
-    MPI.UINT64_T,
-    MPI.FLOAT,
-    MPI.DOUBLE,
-    MPI.C_FLOAT_COMPLEX,
-    MPI.C_DOUBLE_COMPLEX,
-)
-_MPI_OPS = (MPI.SUM, MPI.PROD, MPI.MIN, MPI.MAX)
-
-TARGETS = (
-    "allreduce",
-    "allgather",
-    "alltoall",
-    "reduce_scatter",
-    "bcast",
-    "reduce",
-    "gather",
-    "scatter",
-    "scan",
-    "exscan",
-    "ppermute",
-    "sendrecv",
-    "send",
-    "recv",
-    "barrier",
-)
-DEVICE_TARGETS = tuple(f"device_{name}" for name in (*TARGETS, "allreduce_start", "allreduce_done"))
-"""For accelerators."""
+_BUILD = "Build the library again: install the package with pip, or run python setup.py build_ext --inplace in a clone."
 
 
 class _Binding(ctypes.Structure):
@@ -70,8 +33,8 @@ class _Binding(ctypes.Structure):
         ("proc_null", ctypes.c_int64),
         ("any_tag", ctypes.c_int64),
         ("largest_tag", ctypes.c_int64),
-        ("types", ctypes.c_int64 * len(_TYPES)),
-        ("ops", ctypes.c_int64 * len(_MPI_OPS)),
+        ("types", ctypes.POINTER(ctypes.c_int64)),
+        ("ops", ctypes.POINTER(ctypes.c_int64)),
     ]
 
 
@@ -86,8 +49,34 @@ class Waiting(ctypes.Structure):
     ]
 
 
-def _load() -> ctypes.CDLL:
-    path = Path(__file__).parent.parent / "_native.so"
+_RESULTS = {
+    "function_name": ctypes.c_char_p,
+    "type_name": ctypes.c_char_p,
+    "mpi_op_name": ctypes.c_char_p,
+    "op_name": ctypes.c_char_p,
+    "operation_name": ctypes.c_char_p,
+    "device_operation_name": ctypes.c_char_p,
+    "runtime_name": ctypes.c_char_p,
+    "bind": ctypes.c_char_p,
+    "bind_runtime": None,
+    "communicator_add": ctypes.c_int64,
+    "part_add": ctypes.c_int64,
+    "communicator_free": ctypes.c_char_p,
+    "longest_wait": ctypes.c_bool,
+    "set_check": None,
+    "set_all_lanes": None,
+    "set_max_count": None,
+    "tune_malloc": ctypes.c_bool,
+}
+"""The functions of native/binding.cc without their prefix, and the types of their results."""
+
+
+def load(path: Path) -> ctypes.CDLL:
+    """Loads the compiled library, without binding it to MPI.
+
+    Raises:
+        ImportError: there is none, or it was built from other sources than this file.
+    """
     if not path.exists():
         raise ImportError(
             message(
@@ -97,27 +86,31 @@ def _load() -> ctypes.CDLL:
                 "Install the package with pip (it needs a C++17 compiler), not by copying its files.",
             )
         )
-    return ctypes.CDLL(str(path))
+    library = ctypes.CDLL(str(path))
+    for name, result in _RESULTS.items():
+        if not hasattr(library, f"pycollective_{name}"):
+            wanted = f"a compiled library of this version, with the function pycollective_{name}"
+            raise ImportError(message("transport", wanted, f"{path} without it", _BUILD))
+        getattr(library, f"pycollective_{name}").restype = result
+    return library
+
+
+def _names(name_at: Callable[[ctypes.c_int64], bytes | None]) -> tuple[str, ...]:
+    """The names of a table of the library, which ends with null."""
+    names: list[str] = []
+    while name := name_at(ctypes.c_int64(len(names))):
+        names.append(name.decode())
+    return tuple(names)
 
 
 def _bind(library: ctypes.CDLL) -> None:
     """Gives the library the addresses and handles of the MPI that mpi4py has loaded."""
-    library.pycollective_function_name.restype = ctypes.c_char_p
-    library.pycollective_function_name.argtypes = [ctypes.c_int64]
-    library.pycollective_bind.restype = ctypes.c_char_p
-    library.pycollective_runtime_name.restype = ctypes.c_char_p
-    library.pycollective_communicator_add.restype = ctypes.c_int64
-    library.pycollective_part_add.restype = ctypes.c_int64
-    library.pycollective_communicator_free.restype = ctypes.c_char_p
-    library.pycollective_longest_wait.restype = ctypes.c_bool
-    library.pycollective_tune_malloc.restype = ctypes.c_bool
-
     # Symbols are looked up through mpi4py's own extension: that searches just the libraries it was
     # linked to, so it finds the right MPI even when another one is loaded too.
     mpi = ctypes.CDLL(MPI.__file__)
     addresses = _addresses(
         mpi,
-        library.pycollective_function_name,
+        _names(library.pycollective_function_name),
         "an MPI library with {} (MPI 3.0)",
         MPI.Get_library_version().splitlines()[0],
         f"Install a newer MPI, for example by {FROM_A_CLONE}.",
@@ -129,8 +122,8 @@ def _bind(library: ctypes.CDLL) -> None:
         MPI.PROC_NULL,
         MPI.ANY_TAG,
         cast("int", MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)),
-        _int64s([_handle(type_) for type_ in _TYPES]),
-        _int64s([_handle(op) for op in _MPI_OPS]),
+        _int64s([_handle(getattr(MPI, name)) for name in _names(library.pycollective_type_name)]),
+        _int64s([_handle(getattr(MPI, name)) for name in _names(library.pycollective_mpi_op_name)]),
     )
     error = library.pycollective_bind(ctypes.byref(binding), addresses)
     if error:
@@ -140,15 +133,15 @@ def _bind(library: ctypes.CDLL) -> None:
 
 
 def _addresses(
-    found: ctypes.CDLL, name_of: Callable[[int], bytes | None], expected: str, got: str, remedy: str
+    found: ctypes.CDLL, names: Iterable[str], expected: str, got: str, remedy: str
 ) -> ctypes.Array[ctypes.c_void_p]:
-    """The addresses of functions of a library, by their names in order; an ImportError for one that it lacks."""
+    """The addresses of functions of a library; raises ImportError for one that it lacks."""
     addresses: list[int | None] = []
-    while name := name_of(len(addresses)):
+    for name in names:
         try:
-            function = getattr(found, name.decode())
+            function = getattr(found, name)
         except AttributeError:
-            raise ImportError(message("transport", expected.format(name.decode()), got, remedy)) from None
+            raise ImportError(message("transport", expected.format(name), got, remedy)) from None
         addresses.append(ctypes.cast(function, ctypes.c_void_p).value)
     return (ctypes.c_void_p * len(addresses))(*addresses)
 
@@ -171,21 +164,21 @@ _direct = False
 
 
 def start(ranks: int = 1) -> None:
-    """Loads, binds and registers. MPI must be initialised. Does nothing the second time.
+    """Loads, binds and registers the library. MPI must be initialised. Does nothing the second time.
 
     Args:
-        ranks: on this host, which share its memory.
+        ranks: number of ranks on this host, which share its memory.
     """
     global _library
     if _library is not None:
         return
-    library = _load()
+    library = load(Path(__file__).parent.parent / "_native.so")
     _bind(library)
     library.pycollective_set_check(config.check)
     library.pycollective_set_all_lanes(int(config.all_lanes))
     if config.malloc:
         library.pycollective_tune_malloc(ranks)
-    register(library, TARGETS, "cpu")
+    register(library, _names(library.pycollective_operation_name), "cpu")
     _library = library
 
 
@@ -194,6 +187,35 @@ def register(library: ctypes.CDLL, targets: Sequence[str], platform: str) -> Non
     for target in targets:
         capsule = jax.ffi.pycapsule(getattr(library, f"pycollective_{target}"))
         jax.ffi.register_ffi_target(f"pycollective_{target}", capsule, platform=platform)
+
+
+@functools.cache
+def host_targets() -> tuple[str, ...]:
+    """The handlers for CPU devices: the names of the operations."""
+    return _names(library().pycollective_operation_name)
+
+
+@functools.cache
+def device_targets() -> tuple[str, ...]:
+    """The handlers for accelerators."""
+    more = _names(library().pycollective_device_operation_name)
+    return tuple(f"device_{name}" for name in (*host_targets(), *more))
+
+
+@functools.cache
+def _op_names() -> tuple[str, ...]:
+    return _names(library().pycollective_op_name)
+
+
+def op_number(name: str) -> int:
+    """The number of a reduction, the attribute ``op`` of handlers.
+
+    Raises:
+        RuntimeError: the library does not have it.
+    """
+    if name not in _op_names():
+        raise RuntimeError(message("transport", f"a reduction of {', '.join(_op_names())}", repr(name), _BUILD))
+    return _op_names().index(name)
 
 
 def start_accelerators(kind: str, *, direct: bool) -> None:
@@ -205,7 +227,7 @@ def start_accelerators(kind: str, *, direct: bool) -> None:
     """
     known = runtime.KINDS[kind]
     bind_runtime(runtime.load(known), hip=known.hip, direct=direct)
-    register(library(), DEVICE_TARGETS, known.platform)
+    register(library(), device_targets(), known.platform)
 
 
 def bind_runtime(found: ctypes.CDLL, *, hip: bool, direct: bool) -> None:
@@ -216,7 +238,7 @@ def bind_runtime(found: ctypes.CDLL, *, hip: bool, direct: bool) -> None:
     """
     addresses = _addresses(
         found,
-        lambda index: library().pycollective_runtime_name(index, int(hip)),
+        _names(lambda index: library().pycollective_runtime_name(index, int(hip))),
         "a runtime with {}",
         found._name,
         "Install a newer one.",
@@ -243,29 +265,29 @@ def library() -> ctypes.CDLL:
 
 
 def add_communicator(
-    name: str, fingerprint: int, devices: Sequence[int], calls: MPI.Intracomm, rest: MPI.Intracomm
+    name: str, fingerprint: int, devices: Sequence[int], main: MPI.Intracomm, auxiliary: MPI.Intracomm
 ) -> int:
     """Makes a communicator known to the handlers.
 
     Args:
-        name: how error messages call it.
-        fingerprint: what programs that name it must carry.
-        devices: their ids, on this rank; as many on each.
-        calls: a duplicate for the collectives and messages of a rank's one device, or its first.
-        rest: another, for all else.
+        name: its name in error messages.
+        fingerprint: the fingerprint that a program must carry to use it.
+        devices: ids of this rank's devices; each rank has as many.
+        main: a duplicate of the communicator, for the collectives and messages of a rank's one device, or its first.
+        auxiliary: another duplicate, for everything else.
 
     Returns:
-        Its number, by which compiled programs name it.
+        The number by which compiled programs name it.
     """
     number = library().pycollective_communicator_add(
         name.encode(),
         ctypes.c_int64(fingerprint),
-        calls.rank,
-        calls.size,
+        main.rank,
+        main.size,
         len(devices),
         _int64s(devices),
-        ctypes.c_int64(_handle(calls)),
-        ctypes.c_int64(_handle(rest)),
+        ctypes.c_int64(_handle(main)),
+        ctypes.c_int64(_handle(auxiliary)),
     )
     return int(number)
 
@@ -277,26 +299,26 @@ def add_part(
     members: Sequence[int],
     rank: int,
     size: int,
-    seats: Sequence[tuple[int, int, int]] | None,
+    mesh_devices: Sequence[tuple[int, int, int]] | None,
     team_size: int,
 ) -> int:
-    """Makes a part of a communicator known to the handlers. It goes with the whole.
+    """Makes a part of a communicator known to the handlers. It is freed with the whole.
 
     Args:
-        name: how error messages call it.
-        fingerprint: what programs that name it must carry.
+        name: its name in error messages.
+        fingerprint: the fingerprint that a program must carry to use it.
         whole: number of the communicator.
-        members: ranks of it, in the order of the part; empty for all.
-        rank: this one's place among them.
-        size: how many they are.
-        seats: the devices of a mesh on this rank, in its order: id, team, number in the team; None for those of the
-            whole.
-        team_size: members of each team.
+        members: ranks of the communicator, in the order of the part; empty for all.
+        rank: this rank's place among them.
+        size: number of the members.
+        mesh_devices: the devices of a mesh on this rank, in its order: id, team, number in the team; None for the
+            devices of the whole.
+        team_size: number of devices in each team.
 
     Returns:
-        Its number, by which compiled programs name it.
+        The number by which compiled programs name it.
     """
-    own = seats or ()
+    own = mesh_devices or ()
     number = library().pycollective_part_add(
         name.encode(),
         ctypes.c_int64(fingerprint),
@@ -304,7 +326,7 @@ def add_part(
         rank,
         size,
         _int32s(members) if members else None,
-        -1 if seats is None else len(own),
+        -1 if mesh_devices is None else len(own),
         _int64s([device for device, _, _ in own]),
         _int32s([team for _, team, _ in own]),
         _int32s([member for _, _, member in own]),
@@ -314,9 +336,9 @@ def add_part(
 
 
 def free_communicator(number: int) -> None:
-    """Gives back what the handlers have made of a communicator and its parts; programs that name them end in an error.
+    """Frees what the handlers have made for a communicator and its parts. Programs that name them then end in an error.
 
-    All its ranks must make this call, and no call may be under way.
+    All its ranks must make this call, and no other call may be under way.
     """
     error = library().pycollective_communicator_free(ctypes.c_int64(number))
     if error:
@@ -326,7 +348,7 @@ def free_communicator(number: int) -> None:
 
 
 def longest_wait() -> Waiting | None:
-    """The call that has waited inside MPI for longest, or None when no call is under way."""
+    """The call that has waited inside MPI for longest; None if no call is under way."""
     waiting = Waiting()
     return waiting if library().pycollective_longest_wait(ctypes.byref(waiting)) else None
 
@@ -335,10 +357,16 @@ def ffi_lowering(target: str, in_place: tuple[bool, ...] = ()) -> Any:
     """JAX's lowering rule for a handler whose first operand and first result are tokens.
 
     Args:
-        target: one of ``TARGETS`` or ``DEVICE_TARGETS``.
+        target: one of :func:`host_targets` or :func:`device_targets`.
         in_place: for each array among the operands, whether the result of the same number takes its buffer (XLA
             copies where it may not).
+
+    Raises:
+        RuntimeError: the library has no such handler.
     """
+    if target not in (*host_targets(), *device_targets()):
+        known = f"one with {', '.join(host_targets())}"
+        raise RuntimeError(message(target, f"a compiled library with a handler for {target}", known, _BUILD))
     aliases = {i: i for i, takes in enumerate(in_place, start=1) if takes}  # 0 is the token
     rule = jax.ffi.ffi_lowering(f"pycollective_{target}", has_side_effect=True, operand_output_aliases=aliases)
 

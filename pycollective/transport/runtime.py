@@ -1,7 +1,7 @@
-"""The runtime library of an accelerator, CUDA's or HIP's: found among those that JAX has loaded, and asked.
+"""The runtime library of an accelerator, CUDA's or HIP's: where it is, and what it and its driver say of a device.
 
-The C++ library is compiled without either; it gets the addresses of the functions that it calls (``native/runtime.h``).
-HIP has the same functions under other names. That way is untested: no such device was at hand.
+The C++ library is compiled without them; it gets the addresses of the functions that it calls (``native/runtime.h``).
+HIP has the same functions under other names. HIP is untested: no such device was at hand.
 """
 
 from __future__ import annotations
@@ -11,18 +11,21 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pycollective.errors import message
-from pycollective.mpi import MPI
+from pycollective.transport.mpi import MPI
 
 
 class Kind(NamedTuple):
     """A kind of accelerator.
 
     Attributes:
-        platform: as XLA registers handlers for it.
-        library: how the file of its runtime begins.
-        hip: whether functions have HIP's names.
-        queries: by which an MPI library says whether it reads and writes the memory of such devices.
-        driver: the library whose functions ``get_device`` and, the first that it has, ``get_uuid`` identify a device.
+        platform: XLA's name of the platform, for the registration of handlers.
+        library: the beginning of the file name of its runtime.
+        hip: whether the functions have HIP's names.
+        queries: the functions by which an MPI library says whether it reads and writes the memory of such devices.
+        driver: the library that identifies a device.
+        get_device: the driver's function from a number to a handle.
+        get_uuid: the driver's functions from a handle to 16 bytes that identify the device; the first that exists is
+            used.
     """
 
     platform: str
@@ -42,7 +45,7 @@ KINDS = {
         queries=("MPIX_Query_cuda_support",),
         driver="libcuda.so.1",
         get_device="cuDeviceGet",
-        get_uuid=("cuDeviceGetUuid_v2", "cuDeviceGetUuid"),  # the newer one tells parts of one GPU apart
+        get_uuid=("cuDeviceGetUuid_v2", "cuDeviceGetUuid"),  # the first one distinguishes the parts of one GPU
     ),
     "rocm": Kind(
         platform="ROCM",
@@ -54,11 +57,11 @@ KINDS = {
         get_uuid=("hipDeviceGetUuid",),
     ),
 }
-"""By the name of JAX's platform."""
+"""The kinds by JAX's names of their platforms."""
 
 
 def loaded(prefix: str, maps: Path = Path("/proc/self/maps")) -> str | None:
-    """The file of a shared library of this process whose name begins with ``prefix``; None if there is none.
+    """The file of a loaded shared library whose name begins with ``prefix``; None if there is none.
 
     Example:
         >>> loaded("libmpi") is not None or loaded("libmpich") is not None
@@ -71,10 +74,10 @@ def loaded(prefix: str, maps: Path = Path("/proc/self/maps")) -> str | None:
 
 
 def load(kind: Kind) -> ctypes.CDLL:
-    """The runtime that JAX has loaded; else the one that the system finds, for XLA may have its own inside.
+    """The runtime that JAX has loaded. If there is none, since XLA may contain its own, the one that the system finds.
 
     Raises:
-        ImportError: there is none.
+        ImportError: the system finds none, either.
     """
     names = [loaded(kind.library), *(f"{kind.library}{suffix}" for suffix in ("", ".13", ".12", ".7", ".6"))]
     for name in filter(None, names):
@@ -93,19 +96,19 @@ def load(kind: Kind) -> ctypes.CDLL:
 
 
 def takes_device_memory(kind: Kind) -> bool | None:
-    """Whether this MPI reads and writes the memory of such devices; None where it does not say."""
-    # Through mpi4py's own extension: it knows the right library.
+    """Whether the MPI library reads and writes the memory of such devices; None if it does not say."""
+    # A look-up through mpi4py's own extension finds the MPI library that mpi4py uses.
     mpi = ctypes.CDLL(MPI.__file__)
     answers = [bool(query()) for name in kind.queries if (query := getattr(mpi, name, None)) is not None]
     return any(answers) if answers else None
 
 
 def identity(kind: Kind, ordinal: int) -> str | None:
-    """What tells a device apart from all others of its host, parts of one GPU too; None where that cannot be known.
+    """A string that no other device of the host has, nor another part of the same GPU; None if the driver gives none.
 
     Args:
-        kind: of accelerator.
-        ordinal: its number in this process, as the runtime counts.
+        kind: the kind of the device.
+        ordinal: the runtime's number of the device in this process.
     """
     uuid = (ctypes.c_ubyte * 16)()
     handle = ctypes.c_int()

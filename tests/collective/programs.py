@@ -1,4 +1,4 @@
-"""Many operations in one compiled program: as thorough as one program each, and much faster to compile."""
+"""Tests many operations in one compiled program. It compiles much faster than one program for each operation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from mpi4py import MPI
 
 import pycollective as pc
-from pycollective import turns
+from pycollective.ordering import dispatch
 from tests.cases import Case
 
 Array = Any
@@ -21,7 +21,7 @@ _MEETING = MPI.COMM_WORLD.Dup()
 
 
 def meet() -> None:
-    """A barrier that sleeps: MPI's own waits at full speed, and takes the cores from ranks that still compile."""
+    """A barrier that sleeps. MPI's barrier polls at full speed, and takes cores from ranks that still compile."""
     request = _MEETING.Ibarrier()
     while not request.Test():
         time.sleep(0.002)
@@ -33,28 +33,39 @@ def any_rank(condition: bool) -> bool:
 
 
 def oracle_devices(count: int) -> list[jax.Device]:
-    """Devices of this process on which JAX computes what ranks must: of the host, whatever takes part."""
+    """Devices of this process on which JAX computes what ranks must compute: the host's, whichever take part."""
     return jax.devices("cpu")[:count]
 
 
 def once(size: int, compute: Callable[[], Any]) -> Any:
-    """``compute()`` of the first rank that passes this ``size``: oracles are slow to compile, and often the same.
+    """``compute()``, done by one rank for all that pass this ``size``: an oracle is slow to compile."""
+    return divided(size, [None], lambda _: {None: compute()})[None]
 
-    It runs on the host: its matrix products have all bits, and its programs are not compiled for GPUs.
+
+def divided(size: int, names: Iterable[Any], compute: Callable[[list[Any]], dict[Any, Any]]) -> dict[Any, Any]:
+    """``compute(names)``: each of the ranks that pass this ``size`` computes a part of it for all of them.
+
+    It runs on the host: there a product of matrices keeps all bits, and nothing is compiled for GPUs.
     """
     sizes = _MEETING.allgather(size)
-    value: Any = None
-    if sizes.index(size) == _MEETING.rank:
+    peers = [rank for rank, other in enumerate(sizes) if other == size]
+    names = list(names)
+    own = names[peers.index(_MEETING.rank) :: len(peers)]
+    part: Any = {}
+    if own:
         try:
             with jax.default_device(oracle_devices(1)[0]) if jax.default_backend() != "cpu" else nullcontext():
-                value = jax.tree.map(np.asarray, compute())
-        except Exception as error:  # for the others too, which would wait
-            value = error
+                part = jax.tree.map(np.asarray, compute(own))
+        except Exception as error:  # the other ranks get it as well; they would wait for ever
+            part = error
     meet()
-    value = _MEETING.allgather(value)[sizes.index(size)]
-    if isinstance(value, Exception):
-        raise value
-    return value
+    parts = _MEETING.allgather(part)
+    whole = {}
+    for rank in peers:
+        if isinstance(parts[rank], Exception):
+            raise parts[rank]
+        whole.update(parts[rank])
+    return {name: whole[name] for name in names}
 
 
 def run(compiler: Callable[..., Any], program: Callable[..., Any], *args: Any) -> Any:
@@ -64,7 +75,7 @@ def run(compiler: Callable[..., Any], program: Callable[..., Any], *args: Any) -
     compiled = compiler(program).lower(*args).compile()
     meet()
     result = compiled(*args)
-    return result.outs if isinstance(result, turns.Witnessed) else result
+    return result.outs if isinstance(result, dispatch.WithCompletion) else result
 
 
 def compare(
@@ -81,10 +92,15 @@ def compare(
     """Checks one transform of every case on one communicator.
 
     Args:
-        inputs: ``inputs(case)``: arrays stacked over the ranks of ``comm``.
-        on_rank: ``on_rank(call, *inputs)``: this rank's result, from this rank's inputs; ``call(x)`` is the operation.
-        on_all: ``on_all(reference, *inputs)``: all ranks' results, stacked, from all ranks' inputs.
-        compiler: wraps the program that holds all of ``on_rank``; the identity for eager calls.
+        comm: the communicator.
+        cases: the operations.
+        inputs: ``inputs(case)`` returns arrays stacked over the ranks of ``comm``.
+        on_rank: ``on_rank(call, *inputs)`` returns this rank's result for this rank's inputs; ``call(x)`` is the
+            operation.
+        on_all: ``on_all(reference, *inputs)`` returns the stacked results of all ranks for the inputs of all ranks.
+        compiler: wraps the program with all calls of ``on_rank``; the identity for eager calls.
+        rtol: the relative tolerance.
+        atol: the absolute tolerance.
     """
     table = {case.id: case for case in cases}
     stacked = {id_: [np.asarray(x) for x in inputs(case)] for id_, case in table.items()}
@@ -96,10 +112,11 @@ def compare(
             for id_, case in table.items()
         }
 
-    def oracle(stacked: dict[str, list[Array]]) -> dict[str, Any]:
-        return {id_: on_all(case.reference, *stacked[id_]) for id_, case in table.items()}
+    def oracle(ids: list[str]) -> dict[str, Any]:
+        program = lambda xs: {id_: on_all(table[id_].reference, *xs[id_]) for id_ in ids}
+        return jax.jit(program)({id_: stacked[id_] for id_ in ids})  # type: ignore[no-any-return]
 
-    want = once(comm.size, lambda: jax.jit(oracle)(stacked))
+    want = divided(comm.size, table, oracle)
     got = run(compiler, program, jax.tree.map(jax.numpy.asarray, own))
     for id_ in table:
         for y, ys in zip(jax.tree.leaves(got[id_]), jax.tree.leaves(want[id_]), strict=True):

@@ -1,4 +1,4 @@
-"""Only calls speak with other ranks: what one rank traces, lowers or compiles alone keeps nobody waiting."""
+"""Only calls communicate with other ranks: one rank may trace, lower or compile alone, and no rank waits for it."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ Array = Any
 
 @pytest.fixture
 def odd(world: pc.Communicator) -> bool:
-    """Whether this is the rank that does something alone."""
+    """Whether this rank is the one that does something alone."""
     return world.rank == world.size - 1
 
 
 def mean(x: Array) -> Array:
-    """Of what all ranks have, however much that is of each."""
+    """The mean of the numbers of all ranks; ranks may have different numbers of them."""
     return lax.psum(x.sum(), "i") / lax.psum(jnp.float32(x.shape[0]), "i")
 
 
@@ -71,7 +71,7 @@ def test_what_does_not_run(world: pc.Communicator, odd: bool, groups: bool) -> N
         assert "psum" in str(f.trace(jnp.ones(3)).jaxpr) or "allreduce" in str(f.trace(jnp.ones(3)).jaxpr)
         compiled = f.lower(jnp.ones(3)).compile()
         assert compiled.cost_analysis() is not None
-        # Another communicator, of which no other rank has heard before.
+        # Groups that no other rank has used before.
         assert jax.eval_shape(lambda x: pc.psum(x, world, axis_index_groups=halves), jnp.ones(3)).shape == (3,)
         jax.make_jaxpr(jax.grad(lambda x: pc.scan(x, world).sum()))(jnp.ones(3))
     meet()
@@ -81,7 +81,7 @@ def test_what_does_not_run(world: pc.Communicator, odd: bool, groups: bool) -> N
 
 
 def test_functions_inside_that_one_rank_knows(world: pc.Communicator, odd: bool) -> None:
-    # JAX keeps their traces, so nothing of a function's first call may hang on them.
+    # JAX keeps the traces of inner functions, so the comparison at a function's first call must not depend on them.
     inner = pc.pmap(lambda x: lax.psum(x, "i"), "i")
     named = pc.jit(lambda x: lax.pmax(x, "i"), axis_name="i")
     known = jax.jit(lambda x: inner(x) + named(x))
@@ -104,7 +104,7 @@ def debug_nans() -> Iterator[None]:
 
 
 def test_a_nan_on_one_rank(world: pc.Communicator, odd: bool, debug_nans: None) -> None:
-    # Behind the last collective: only this rank sees it.
+    # The NaN arises after the last collective, so only one rank sees it.
     @pc.jit(axis_name="i")
     def f(x: Array, y: Array) -> Array:
         return jnp.log(lax.psum(x, "i") * y)
@@ -124,14 +124,14 @@ def test_a_nan_before_the_first_collective(world: pc.Communicator, debug_nans: N
     def f(x: Array) -> Array:
         return lax.psum(jnp.log(x) * 2, "i")
 
-    # JAX runs it again, op by op, and names the operation.
+    # JAX runs the program again, operation by operation, and names the one that makes the NaN.
     with pytest.raises(FloatingPointError, match="invalid value .*log"):
         f(-jnp.ones(3))
     np.testing.assert_allclose(f(jnp.ones(3)), 0)
 
 
 def test_the_line_of_a_nan(world: pc.Communicator, debug_nans: None) -> None:
-    # What the error above says: each operation by itself, on all ranks.
+    # The remedy of the error above: all ranks run each operation by itself.
     with jax.disable_jit(), pytest.raises(FloatingPointError, match="invalid value .*log"):
         pc.jit(lambda x: jnp.log(-lax.psum(x, "i")), axis_name="i")(jnp.ones(3))
 
@@ -183,7 +183,7 @@ def test_a_first_call_that_fails_on_one_rank_fails_on_all(world: pc.Communicator
             raise KeyError("mine")
         return lax.psum(x, "i")
 
-    for _ in range(2):  # not agreed on: compared again
+    for _ in range(2):  # the ranks did not agree, so they compare again
         with pytest.raises(KeyError if odd else RuntimeError, match="mine"):
             f(jnp.ones(2), odd)
     np.testing.assert_allclose(f(jnp.ones(2), False), world.size)

@@ -7,6 +7,7 @@ import copy
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax import lax
 from mpi4py import MPI
 
@@ -89,7 +90,7 @@ def test_static_argument(world: pc.Communicator) -> None:
 
 
 def test_user_traffic_does_not_mix(world: pc.Communicator) -> None:
-    # The program has a receive from anywhere pending on the communicator that it gave to init.
+    # The program waits for a message from any rank, with any tag, on the communicator that it gave to init.
     if world.size == 1:
         return
     buffer = np.zeros(1)
@@ -114,17 +115,22 @@ def test_groups_are_made_once(world: pc.Communicator) -> None:
 
 
 def test_many_communicators(world: pc.Communicator) -> None:
-    # MPI libraries have a few thousand, MPICH 2048; freed ones must come back, with what ranks compare programs on.
-    for i in range(2500 if world.size <= 2 else 600):
+    # An MPI library has a few thousand communicators, MPICH 2048. Freeing one must free its duplicates, too.
+    if world.size > 2:
+        pytest.skip("LOUD: takes minutes where more ranks than cores poll")
+    taken = [world.mpi.Dup() for _ in range(1650)]  # few are left, so to lose one in each round is an error
+    for i in range(420):
         part = world.split(color=0)
         assert part is not None
         if i % 100 == 0:
             assert pc.psum(i, part) == i * world.size
         part.free()
+    for mpi in taken:
+        mpi.Free()
 
 
 def test_a_function_over_the_ranks_of_a_split(world: pc.Communicator) -> None:
-    # As large as the world for one color, and in the opposite order; and pairs.
+    # All ranks in the opposite order, and pairs of ranks.
     for part in (world.split(color=0, key=-world.rank), world.split(color=world.rank // 2)):
         assert part is not None
         members = [r + 1.0 for r in part.mpi.allgather(world.rank)]

@@ -1,4 +1,4 @@
-"""What ranks tell each other outside programs."""
+"""Messages between ranks that are not part of programs (``ranks.out_of_band``)."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def give_up(has_come: Callable[[], bool]) -> None:
 def test_all_ranks_in_their_order(world: pc.Communicator) -> None:
     for part in (world.split(color=0, key=-world.rank), world.split(color=world.rank // 3)):
         assert part is not None
-        for size in (1, 100_000):  # beyond what an MPI library sends before somebody receives
-            assert part.control.allgather([part.rank] * size, poll) == [[rank] * size for rank in range(part.size)]
+        for size in (1, 100_000):  # the larger one is sent only when the other rank receives
+            assert part.out_of_band.allgather([part.rank] * size, poll) == [[rank] * size for rank in range(part.size)]
         part.free()
 
 
@@ -33,19 +33,19 @@ def test_a_call_that_is_made_again(world: pc.Communicator) -> None:
     if world.size > 1 and world.rank % 2:
         for _ in range(2):
             with pytest.raises(TimeoutError):
-                part.control.allgather(("first", part.rank), give_up)
+                part.out_of_band.allgather(("first", part.rank), give_up)
     for word in ("first", "second", "third"):
-        assert part.control.allgather((word, part.rank), poll) == [(word, rank) for rank in range(part.size)]
+        assert part.out_of_band.allgather((word, part.rank), poll) == [(word, rank) for rank in range(part.size)]
     part.free()
 
 
 def test_a_call_that_others_never_make(world: pc.Communicator) -> None:
-    # Nobody waits for what was sent, nor do calls of the program behind it meet it.
+    # Messages that nobody receives keep no rank waiting, and do not reach later calls of programs.
     part = world.split(color=0)
     assert part is not None
     if world.size > 1 and world.rank % 2:
         with pytest.raises(TimeoutError):
-            part.control.allgather(part.rank, give_up)
+            part.out_of_band.allgather(part.rank, give_up)
     perm = [(rank, (rank + 1) % part.size) for rank in range(part.size)]
     assert pc.ppermute(part.rank, part, perm) == (part.rank - 1) % part.size
     assert part.mpi.allreduce(1) == part.size

@@ -1,4 +1,4 @@
-"""Derivatives of every operation, forward and reverse, first and second order, against those of its reference."""
+"""Derivatives of every operation, forward and reverse, of first and second order, against those of its reference."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ import numpy as np
 import pytest
 
 import pycollective as pc
-from tests.cases import CASES, Case, by_id, operands, values
+from tests.cases import CASES, EACH_PRIMITIVE, Case, by_id, operands, values
 from tests.collective.programs import compare
 
-LINEAR = [case for case in CASES if case.linear]
 Array = Any
 
 
 def weights(case: Case, comm: pc.Communicator, seed: int) -> Array:
-    """Stacked cotangents of the results: they differ on every rank, as in no loss that is summed."""
+    """Stacked cotangents of the results, which differ between ranks; those of a summed loss would not."""
     xs = operands(case, comm)
     return values(jax.eval_shape(case.reference, xs).shape, seed=seed)
 
@@ -66,16 +65,21 @@ def cotangents(case: Case, comm: pc.Communicator) -> list[Array]:
 
 
 FIRST_ORDER = {
-    "jvp": (jvp, tangents, CASES),
-    "linearize": (through_linearize, tangents, CASES),
-    "grad": (grad, cotangents, CASES),
-    "transpose": (transpose, cotangents, LINEAR),
+    "jvp": (jvp, tangents),
+    "linearize": (through_linearize, tangents),
+    "grad": (grad, cotangents),
+    "transpose": (transpose, cotangents),
 }
+
+
+def those_of(transform: str, cases: tuple[Case, ...]) -> list[Case]:
+    return [case for case in cases if case.linear or transform != "transpose"]
 
 
 @pytest.mark.parametrize("transform", ["jvp", "grad", "transpose"])
 def test_first_order(transform: str, comm: pc.Communicator) -> None:
-    f, inputs, cases = FIRST_ORDER[transform]
+    f, inputs = FIRST_ORDER[transform]
+    cases = those_of(transform, CASES if comm is pc.world() else EACH_PRIMITIVE)
     compare(comm, cases, lambda case: inputs(case, comm), f, f, rtol=1e-4, atol=1e-5)
 
 
@@ -85,7 +89,8 @@ def test_first_order(transform: str, comm: pc.Communicator) -> None:
     ids=["jvp-eager", "grad-eager", "grad-jax.jit", "transpose-jax.jit", "linearize-pc.jit"],
 )
 def test_first_order_elsewhere(transform: str, compiler: Any, world: pc.Communicator) -> None:
-    f, inputs, cases = FIRST_ORDER[transform]
+    f, inputs = FIRST_ORDER[transform]
+    cases = those_of(transform, EACH_PRIMITIVE)
     compare(world, cases, lambda case: inputs(case, world), f, f, compiler=compiler, rtol=1e-4, atol=1e-5)
 
 
@@ -94,19 +99,21 @@ def test_second_order(second_order: Any, world: pc.Communicator) -> None:
     def inputs(case: Case) -> list[Array]:
         return [operands(case, world), operands(case, world, seed=5), weights(case, world, 4)]
 
-    compare(world, CASES, inputs, second_order, second_order, rtol=1e-3, atol=1e-3)
+    compare(world, EACH_PRIMITIVE, inputs, second_order, second_order, rtol=1e-3, atol=1e-3)
 
 
 def test_grad_of_a_compiled_function(world: pc.Communicator) -> None:
     def f(call: Any, x: Array, w: Array) -> Any:
         return grad(pc.jit(call), x, w)
 
-    compare(world, CASES, lambda case: cotangents(case, world), f, grad, compiler=identity, rtol=1e-4, atol=1e-5)
+    inputs = lambda case: cotangents(case, world)
+    compare(world, EACH_PRIMITIVE, inputs, f, grad, compiler=identity, rtol=1e-4, atol=1e-5)
 
 
 def test_a_tie_of_extremes_is_shared(world: pc.Communicator) -> None:
     got = jax.grad(lambda x: pc.pmax(x, world))(1.0)
-    np.testing.assert_allclose(got, 1.0)  # sum over ranks of the cotangents, over the number of holders
+    # The sum of all ranks' cotangents, divided by the number of ranks that hold the maximum.
+    np.testing.assert_allclose(got, 1.0)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

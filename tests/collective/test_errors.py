@@ -1,4 +1,4 @@
-"""Bad input: one clear error, at trace time wherever that can be."""
+"""Bad input gives one clear error, at trace time where possible."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pycollective as pc
 
 needs_two_devices = pytest.mark.skipif(jax.local_device_count() < 2, reason="LOUD: needs two local devices")
 needs_two = pytest.mark.skipif(MPI.COMM_WORLD.size < 2, reason="LOUD: needs two ranks (run under mpirun -n 2)")
-RUNTIME_ERRORS = (jax.errors.JaxRuntimeError, ValueError)  # which of them is XLA's choice
+RUNTIME_ERRORS = (jax.errors.JaxRuntimeError, ValueError)  # XLA chooses one of them
 
 X = jnp.ones((5, 7))
 BY_ROOT = [pc.broadcast, pc.reduce, pc.gather]
@@ -127,15 +127,15 @@ def test_pshuffle_perm(world: pc.Communicator) -> None:
         (lambda x, comm: pc.psum_scatter(x, comm), r"psum_scatter: expected scatter_dimension 0 of length \d"),
         (
             lambda x, comm: pc.psum_scatter(x, comm, tiled=True),
-            r"psum_scatter: expected axis 0 to divide by the \d ranks",
+            r"psum_scatter: expected the length of axis 0 to be a multiple of the \d ranks",
         ),
         (lambda x, comm: pc.all_to_all(x, comm, 1, 0), r"all_to_all: expected split_axis 1 of length \d"),
-        (lambda x, comm: pc.all_to_all(x, comm, 1, 0, tiled=True), r"all_to_all: expected axis 1 to divide by"),
+        (lambda x, comm: pc.all_to_all(x, comm, 1, 0, tiled=True), "all_to_all: expected the length of axis 1 to be a"),
         (lambda x, comm: pc.scatter(x, comm), r"scatter: expected axis 0 of length \d"),
     ],
 )
 def test_shape_does_not_divide(call: Any, text: str, world: pc.Communicator) -> None:
-    x = jnp.ones((11, 11))  # divides by none of 2, 3, 4
+    x = jnp.ones((11, 11))  # 11 is no multiple of 2, 3 or 4
     with pytest.raises(ValueError, match=rf"{text}.*got shape \(11, 11\) \(rank \d of \d\)\."):
         jax.jit(lambda x: call(x, world))(x)
 
@@ -198,7 +198,7 @@ def test_freed_communicator(world: pc.Communicator) -> None:
     compiled = pc.jit(lambda x: pc.psum(x, part))
     assert compiled(jnp.ones(2)).tolist() == [world.size] * 2
     part.free()
-    part.free()  # does nothing
+    part.free()  # a second call does nothing
     assert "freed" in repr(part)
     with pytest.raises(ValueError, match=r"psum: expected a live communicator, got world/0, which was freed \(rank"):
         pc.psum(X, part)
@@ -223,7 +223,7 @@ def test_tags(world: pc.Communicator) -> None:
 
 
 def on_this_rank(world: pc.Communicator, odd: Any, others: Any) -> Any:
-    """``odd`` on the last rank, ``others`` on the others."""
+    """``odd`` on the last rank, ``others`` on the other ranks."""
     return odd if world.rank == world.size - 1 else others
 
 
@@ -241,13 +241,13 @@ def on_this_rank(world: pc.Communicator, odd: Any, others: Any) -> Any:
     ids=["shape", "dtype", "op", "root", "operation", "pytree"],
 )
 def test_ranks_that_disagree(odd: Any, others: Any, world: pc.Communicator, request: pytest.FixtureRequest) -> None:
-    # On a communicator of its own, whose pending messages end with it.
+    # The test has a communicator of its own, so that pending messages do not reach other tests.
     comm = world.split(color=0)
     assert comm is not None
     call = on_this_rank(world, odd, others)
     with pytest.raises(RUNTIME_ERRORS, match=r"expected the same call on every rank, got .* here and .* on rank \d"):
         jax.block_until_ready(call(comm))
-        jax.block_until_ready(pc.all_gather(jnp.ones(9), comm))  # where trees differ, the next call shows it
+        jax.block_until_ready(pc.all_gather(jnp.ones(9), comm))  # where only the trees differ, the next call shows it
 
 
 def test_frozen(world: pc.Communicator) -> None:

@@ -1,4 +1,4 @@
-"""What docs/guide.md says of programs that come from mpi4jax, whose sum has the identity for its transpose."""
+"""The claims of docs/guide.md about programs that come from mpi4jax, where the transpose of a sum is the identity."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def piece(world: pc.Communicator) -> Any:
 
 
 def norm(total: Any) -> Any:
-    """Of what the ranks hold, from the sum of squares: the same on all."""
+    """The norm of the vector whose pieces the ranks hold; the same on all ranks."""
     return jnp.sqrt(total.sum())
 
 
@@ -48,7 +48,7 @@ def test_a_loss_that_is_the_same_on_all_ranks(allreduce: Any, world: pc.Communic
     there = jax.grad(lambda x: norm(allreduce(jnp.sin(x) ** 2)))(x)
     here = jax.grad(lambda x: norm(pc.psum(jnp.sin(x) ** 2, world)) / world.size)(x)
     np.testing.assert_allclose(here, there, rtol=1e-6)
-    # And both are right.
+    # Both are right.
     pieces = jnp.stack([X + rank for rank in range(world.size)])
     whole = jax.grad(lambda pieces: norm(jnp.sum(jnp.sin(pieces) ** 2, 0)))(pieces)
     np.testing.assert_allclose(here, whole[world.rank], rtol=1e-6)
@@ -57,9 +57,9 @@ def test_a_loss_that_is_the_same_on_all_ranks(allreduce: Any, world: pc.Communic
 def test_losses_of_their_own(allreduce: Any, world: pc.Communicator) -> None:
     x = piece(world)
     here = jax.grad(lambda x: (world.rank + 1) * pc.psum(x, world).sum())(x)
-    np.testing.assert_array_equal(here, jnp.full(3, world.size * (world.size + 1) / 2))  # all ranks' losses
+    np.testing.assert_array_equal(here, jnp.full(3, world.size * (world.size + 1) / 2))  # of all ranks' losses
     there = jax.grad(lambda x: (world.rank + 1) * allreduce(x).sum())(x)
-    np.testing.assert_array_equal(there, jnp.full(3, world.rank + 1.0))  # the rank's own alone
+    np.testing.assert_array_equal(there, jnp.full(3, world.rank + 1.0))  # of the rank's own loss
 
 
 def test_a_gradient_that_is_summed_afterwards(allreduce: Any, world: pc.Communicator) -> None:

@@ -1,4 +1,4 @@
-"""Arrays beyond MPI's int: in earnest where memory allows, and by a lowered limit for every operation."""
+"""Arrays longer than MPI's int: real ones if there is memory, and a lowered limit for every operation."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tests.cases import CASES, operands
 from tests.collective.programs import compare
 
 GIB = 2**30
-TWO = MPI.COMM_WORLD.size == 2  # more ranks would only need more memory
+TWO = MPI.COMM_WORLD.size == 2  # more ranks would need more memory and show nothing new
 
 
 def free_memory() -> int:
-    """Bytes that can be used without swapping."""
+    """The bytes of memory that can be used without swapping."""
     with open("/proc/meminfo") as lines:
         table = dict(line.split(":") for line in lines)
     return int(table["MemAvailable"].split()[0]) * 1024
@@ -69,11 +69,12 @@ def test_messages_in_pieces(world: pc.Communicator) -> None:
 
 
 def marked(rank: int, count: int) -> jax.Array:
-    """``rank + 1`` in every byte but the last, which is ``rank + 5``."""
+    """An array with ``rank + 1`` in every byte but the last, which has ``rank + 5``."""
     parts = [jnp.full(count - 1, rank + 1, jnp.int8), jnp.full(1, rank + 5, jnp.int8)]
     return jax.block_until_ready(jax.jit(jnp.concatenate)(parts))
 
 
+@pytest.mark.whole
 @needs(6 * GIB)
 def test_more_than_2_31_bytes(world: pc.Communicator) -> None:
     count = 2**29 + 12_345  # float32
@@ -84,6 +85,7 @@ def test_more_than_2_31_bytes(world: pc.Communicator) -> None:
     assert y.min() == y.max() == 3.0
 
 
+@pytest.mark.whole
 @needs(11 * GIB)
 def test_more_than_2_31_elements(world: pc.Communicator) -> None:
     count = 2**31 + 12_345  # int8
@@ -96,9 +98,10 @@ def test_more_than_2_31_elements(world: pc.Communicator) -> None:
     assert (y[0], y[count // 2], y[-1]) == (2, 2, 6)
 
 
+@pytest.mark.whole
 @needs(13 * GIB)
 def test_more_than_2_31_elements_in_a_block(world: pc.Communicator) -> None:
-    # One element of a derived datatype: what MPI 3 needs for the operations on blocks.
+    # MPI 3 needs one element of a derived datatype for operations on blocks.
     count = 2**31 + 4_321
     other = 1 - world.rank
     y = np.asarray(pc.ppermute(marked(world.rank, count), world, [(0, 1), (1, 0)]))

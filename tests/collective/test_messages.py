@@ -13,7 +13,7 @@ from mpi4py import MPI
 import pycollective as pc
 from tests.cases import values
 
-RUNTIME_ERRORS = (jax.errors.JaxRuntimeError, ValueError)  # which of them is XLA's choice
+RUNTIME_ERRORS = (jax.errors.JaxRuntimeError, ValueError)  # XLA chooses one of them
 needs_two = pytest.mark.skipif(MPI.COMM_WORLD.size < 2, reason="LOUD: needs two ranks (run under mpirun -n 2)")
 
 
@@ -50,7 +50,7 @@ def test_any_source_does_not_take_a_permutation(world: pc.Communicator) -> None:
     perm = [(0, 1)] if world.size > 1 else []
     if world.rank == 1:
         got = pc.recv(jnp.zeros(2, jnp.int32), world)
-        assert got.tolist() == [7, 8] if world.size > 2 else [7, 8]
+        assert got.tolist() == [7, 8]
     elif world.rank == world.size - 1 and world.size > 2:
         time.sleep(0.2)
         pc.send(jnp.asarray([7, 8], jnp.int32), world, dest=1)
@@ -61,7 +61,7 @@ def test_any_source_does_not_take_a_permutation(world: pc.Communicator) -> None:
 
 
 def test_sendrecv_of_other_shapes(world: pc.Communicator) -> None:
-    # Each rank sends as many numbers as its rank counts; the receiver knows from whom they come.
+    # Rank r sends r + 1 numbers; the receiver knows their number from the rank of the source.
     left, right = (world.rank - 1) % world.size, (world.rank + 1) % world.size
     x = values((world.rank + 1,), seed=world.rank)
     y = pc.sendrecv(jnp.asarray(x), world, source=left, dest=right, like=jax.ShapeDtypeStruct((left + 1,), jnp.float32))
@@ -81,7 +81,7 @@ def test_sendrecv_of_other_shapes_has_a_gradient(world: pc.Communicator) -> None
 
 
 def test_the_gradient_goes_back_with_the_tags_exchanged(world: pc.Communicator) -> None:
-    # Each rank has a tag of its own, so a cotangent with the wrong one would find nobody.
+    # Each rank has a tag of its own, so no rank would receive a cotangent with the wrong tag.
     left, right = (world.rank - 1) % world.size, (world.rank + 1) % world.size
 
     def loss(x: jax.Array) -> jax.Array:
@@ -93,7 +93,7 @@ def test_the_gradient_goes_back_with_the_tags_exchanged(world: pc.Communicator) 
 
 
 def test_sendrecv_without_a_peer(world: pc.Communicator) -> None:
-    # An open chain: rank 0 receives from nobody.
+    # In an open chain rank 0 has no source.
     source = world.rank - 1 if world.rank > 0 else None
     dest = world.rank + 1 if world.rank < world.size - 1 else None
     y = pc.jit(lambda x: pc.sendrecv(x, world, source=source, dest=dest))(jnp.full(3, world.rank + 1.0))
@@ -144,7 +144,7 @@ def test_barrier_waits_for_the_last_rank(world: pc.Communicator) -> None:
     came = time.monotonic()
     pc.barrier(world)
     left = time.monotonic()
-    # CLOCK_MONOTONIC is one for all processes of a host, which is where these tests run.
+    # The ranks run on one host, whose processes share CLOCK_MONOTONIC.
     arrivals = world.mpi.allgather(came)
     assert left >= max(arrivals)
 

@@ -1,4 +1,4 @@
-"""jax.lax's options on several ranks, against jax.pmap on as many local devices."""
+"""The options of jax.lax on several ranks, against jax.pmap on the same number of local devices."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from jax import lax
 
 import pycollective as pc
 from tests.cases import values
-from tests.collective.programs import once, oracle_devices
+from tests.collective.programs import once
 
 Groups = list[list[int]] | None
 
 
 def check_against_pmap(world: pc.Communicator, shape: tuple[int, ...], call: Callable[[Any, Any, Any], Any]) -> None:
-    """``call(library, x, axis)`` through this package and through JAX, forward and reverse."""
+    """Compares ``call(library, x, axis)`` of this package with that of JAX, forward and reverse."""
     xs = values((world.size, *shape))
 
     def of(library: Any, axis: Any) -> Callable[[Any], Any]:
@@ -29,7 +29,7 @@ def check_against_pmap(world: pc.Communicator, shape: tuple[int, ...], call: Cal
 
         return f
 
-    oracle = jax.pmap(of(lax, "ranks"), axis_name="ranks", devices=oracle_devices(world.size))
+    oracle = jax.pmap(of(lax, "ranks"), axis_name="ranks", devices=jax.devices()[: world.size])
     want = once(world.size, lambda: oracle(xs))
     got = pc.jit(of(pc, world))(xs[world.rank])
     for y, ys in zip(got, want, strict=True):
@@ -37,7 +37,7 @@ def check_against_pmap(world: pc.Communicator, shape: tuple[int, ...], call: Cal
 
 
 def equal_groups(size: int) -> Groups:
-    """Two groups, the second in opposite order; one group where that is impossible."""
+    """Two groups, the second in opposite order; one group if the number of ranks is odd."""
     if size % 2:
         return [list(range(size))[::-1]]
     return [list(range(size // 2)), list(range(size // 2, size))[::-1]]
@@ -77,7 +77,7 @@ def test_all_to_all_tiled(split: int, concat: int, world: pc.Communicator) -> No
 @pytest.mark.parametrize("split", [0, 1, 2])
 @pytest.mark.parametrize("concat", [0, 1, 2])
 def test_all_to_all(split: int, concat: int, world: pc.Communicator) -> None:
-    # Not against pmap: JAX 0.10 cannot differentiate all of these. y_r = stack over s of x_s[r], at concat.
+    # JAX 0.10 cannot differentiate all of these, so the definition is the oracle: y_r stacks x_s[r] over s at concat.
     xs = values((world.size, *(world.size,) * 3))
     got = pc.all_to_all(jnp.asarray(xs[world.rank]), world, split, concat)
     want = np.stack([np.take(x, world.rank, axis=split) for x in xs], axis=concat)

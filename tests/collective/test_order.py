@@ -1,4 +1,4 @@
-"""Calls keep the order of the program, and programs the order of the calls."""
+"""Collectives run in the order of the program, and programs run in the order in which they are called."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 from jax import lax
 
 import pycollective as pc
+from pycollective.ordering import eager
 from tests.cases import values
 
 
@@ -20,7 +21,7 @@ def distinct(world: pc.Communicator, length: int) -> jax.Array:
 
 @pytest.mark.parametrize("jit", [jax.jit, pc.jit])
 def test_independent_calls_of_one_program(jit: object, world: pc.Communicator) -> None:
-    # Nothing but the token orders these; sizes differ, so that a swap would be an MPI error or a wrong sum.
+    # Only the token orders these calls. Sizes differ, so that a swap would be an MPI error or a wrong sum.
     lengths = [1, 50_000, 3, 7, 20_000, 2] * 4
     f = jit(lambda xs: [pc.psum(jnp.sin(x) if i % 3 else x, world) for i, x in enumerate(xs)])  # type: ignore[operator]
     xs = [distinct(world, n) * (i + 1) for i, n in enumerate(lengths)]
@@ -32,7 +33,7 @@ def test_independent_calls_of_one_program(jit: object, world: pc.Communicator) -
 
 
 def test_unused_results_are_still_computed(world: pc.Communicator) -> None:
-    # Rank 0 ignores what the others use: without the effect its call would be removed, and the others wait.
+    # Rank 0 does not use the result. Without the effect JAX would remove its call, and the other ranks would wait.
     def f(x: jax.Array) -> jax.Array:
         y = pc.psum(x, world)
         return x if world.rank == 0 else y
@@ -58,7 +59,7 @@ def test_a_program_that_only_sends_is_not_removed(world: pc.Communicator) -> Non
 
 
 def test_slow_and_fast_programs_interleaved(world: pc.Communicator) -> None:
-    """2,400 dispatches without waiting: a fast program must not overtake the slow one before it."""
+    """Dispatches 1,200 programs without waiting: a fast program must not overtake the slow one before it."""
 
     def slow(x: jax.Array, m: jax.Array) -> jax.Array:
         m = lax.fori_loop(0, 3, lambda _, m: jnp.tanh(m @ m), m)
@@ -70,7 +71,7 @@ def test_slow_and_fast_programs_interleaved(world: pc.Communicator) -> None:
     total = world.size * (world.size + 1) / 2
     results = []
     x = distinct(world, 1)
-    for step in range(800):
+    for step in range(400):
         results += [(3 * total, slow_jit(x, m)), (total * (step % 7), fast_jit(x * (step % 7)))]
         results += [(world.size, plain_jit(x) if step % 50 == 0 else pc.pmax(x, world))]
     for want, got in results:
@@ -78,7 +79,7 @@ def test_slow_and_fast_programs_interleaved(world: pc.Communicator) -> None:
 
 
 def test_two_communicators_keep_one_order(world: pc.Communicator) -> None:
-    # Every rank meets others on two communicators; crossed orders would deadlock.
+    # Every rank calls on two communicators; if two ranks had different orders they would deadlock.
     pair = world.split(color=world.rank // 2)
     assert pair is not None
 
@@ -176,12 +177,10 @@ def test_compiled_once(world: pc.Communicator) -> None:
 
 
 def test_eager_calls_do_not_recompile(world: pc.Communicator) -> None:
-    from pycollective import ordering
-
     x = jnp.ones(3)
     pc.psum(x, world)
-    before = ordering._eager_program.cache_info()
+    before = eager._compiled.cache_info()
     for _ in range(5):
         pc.psum(x, world)
-    after = ordering._eager_program.cache_info()
+    after = eager._compiled.cache_info()
     assert (after.misses, after.hits) == (before.misses, before.hits + 5)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import pycollective as pc
-from tests.cases import CASES, Case, operands, values
+from tests.cases import CASES, EACH_PRIMITIVE, Case, operands, values
 from tests.collective.programs import compare
 
 BATCH = 3
@@ -26,13 +26,14 @@ def every_batch_axis(f: Any, xs: Array) -> Any:
 
 
 def every_batch_axis_of_all(reference: Any, xs: Array) -> Any:
-    # (size, BATCH, ...): the result is the same for every axis
+    # of shape (size, BATCH, ...); the result is the same for every axis
     return [jnp.stack([reference(xs[:, b]) for b in range(BATCH)], axis=1)] * (xs.ndim - 1)
 
 
 def test_every_batch_axis(comm: pc.Communicator) -> None:
     inputs = lambda case: [operands(case, comm, extra=(BATCH,))]
-    compare(comm, CASES, inputs, every_batch_axis, every_batch_axis_of_all)
+    cases = CASES if comm is pc.world() else EACH_PRIMITIVE
+    compare(comm, cases, inputs, every_batch_axis, every_batch_axis_of_all)
 
 
 @pytest.mark.parametrize("compiler", [identity, jax.jit], ids=["eager", "jax.jit"])
@@ -41,7 +42,7 @@ def test_vmap_elsewhere(compiler: Any, world: pc.Communicator) -> None:
         return every_batch_axis_of_all(reference, xs)[0]
 
     inputs = lambda case: [operands(case, world, extra=(BATCH,))]
-    compare(world, CASES, inputs, lambda f, x: jax.vmap(f)(x), of_all, compiler=compiler)
+    compare(world, EACH_PRIMITIVE, inputs, lambda f, x: jax.vmap(f)(x), of_all, compiler=compiler)
 
 
 def test_vmap_of_grad(world: pc.Communicator) -> None:
@@ -56,7 +57,7 @@ def test_vmap_of_grad(world: pc.Communicator) -> None:
         shape = jax.eval_shape(case.reference, operands(case, world)).shape
         return [operands(case, world, extra=(BATCH,)), values((shape[0], BATCH, *shape[1:]), seed=1)]
 
-    compare(world, CASES, inputs, grads, grads_of_all, rtol=1e-5, atol=1e-5)
+    compare(world, EACH_PRIMITIVE, inputs, grads, grads_of_all, rtol=1e-5, atol=1e-5)
 
 
 def test_grad_of_vmap(world: pc.Communicator) -> None:
@@ -68,7 +69,7 @@ def test_grad_of_vmap(world: pc.Communicator) -> None:
         return jnp.stack([one(xs[:, b]) for b in range(BATCH)], axis=1)
 
     inputs = lambda case: [operands(case, world, extra=(BATCH,))]
-    compare(world, CASES, inputs, grads, grads_of_all, rtol=1e-5, atol=1e-5)
+    compare(world, EACH_PRIMITIVE, inputs, grads, grads_of_all, rtol=1e-5, atol=1e-5)
 
 
 def test_nested(world: pc.Communicator) -> None:
@@ -77,7 +78,7 @@ def test_nested(world: pc.Communicator) -> None:
         return jnp.stack(rows, axis=1)
 
     inputs = lambda case: [operands(case, world, extra=(2, BATCH))]
-    compare(world, CASES, inputs, lambda f, x: jax.vmap(jax.vmap(f))(x), nested_of_all)
+    compare(world, EACH_PRIMITIVE, inputs, lambda f, x: jax.vmap(jax.vmap(f))(x), nested_of_all)
 
 
 def test_send_and_recv_carry_the_batch(world: pc.Communicator) -> None:

@@ -1,4 +1,4 @@
-"""A training that was interrupted goes on where it was, on the same or another number of ranks and devices."""
+"""An interrupted training goes on from its checkpoint, on the same or another number of ranks and devices."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import pytest
 
 from tests.e2e.launch import EXAMPLES, losses, mpirun
 
-DIGITS = ["train_digits.py", "--epochs", "3", "--checkpoints", "saved"]
-GPT = ["train_gpt.py", "--steps", "40", "--save-every", "20", "--checkpoints", "saved"]
+DIGITS = ["train_digits.py", "--epochs", "2", "--checkpoints", "saved"]
+GPT = ["train_gpt.py", "--steps", "20", "--save-every", "10", "--checkpoints", "saved"]
+pytestmark = pytest.mark.whole
 
 
 @pytest.mark.parametrize(
@@ -28,15 +29,15 @@ def test_another_number_of_ranks_goes_on(
     whole = losses(tmp_path, first[0], *arguments, *first[2], devices=first[1])
     steps = sorted(int(path.name) for path in (tmp_path / "saved").iterdir())
     assert len(steps) == 2
-    # As if it had been killed after the checkpoint before the last.
+    # The training looks as if it had been killed after the checkpoint before the last.
     shutil.rmtree(tmp_path / "saved" / str(steps[-1]))
     resumed = losses(tmp_path, then[0], *arguments, *then[2], devices=then[1])
     np.testing.assert_allclose(resumed, whole, rtol=1e-4)
     again = sorted(int(path.name) for path in (tmp_path / "saved").iterdir())
     assert again == steps
     kept = len(whole) * steps[0] // steps[1]
-    np.testing.assert_array_equal(resumed[:kept], whole[:kept])  # read, not trained again
-    assert (resumed[kept:] != whole[kept:]).any()  # trained again, by sums of another order
+    np.testing.assert_array_equal(resumed[:kept], whole[:kept])  # these losses were read
+    assert (resumed[kept:] != whole[kept:]).any()  # these steps were trained again, with sums in another order
 
 
 def test_a_checkpoint_of_other_settings_is_refused(tmp_path: Path) -> None:

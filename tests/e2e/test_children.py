@@ -23,7 +23,7 @@ import numpy as np
 import jax.numpy as jnp
 import pycollective as pc
 
-start, kind, mistake = sys.argv[1:]
+mistake, *ways = sys.argv[1:]
 sys.stdout.write(f"process {os.getpid()}\\n")
 sys.stdout.flush()
 if mistake == "unguarded":
@@ -36,20 +36,21 @@ def load(i):
 
 def main():
     comm = pc.init()
-    context = multiprocessing.get_context(start)
-    if kind == "Pool":
-        with context.Pool(2) as pool:
-            loaded = pool.map(load, range(4))
-    else:
-        with concurrent.futures.ProcessPoolExecutor(2, mp_context=context) as pool:
-            loaded = list(pool.map(load, range(4)))
-    sys.stdout.write(f"sum {pc.psum(jnp.int32(np.sum(loaded)), comm)}\\n")
+    for way in ways:
+        start, kind = way.split("-")
+        context = multiprocessing.get_context(start)
+        if kind == "Pool":
+            with context.Pool(2) as pool:
+                loaded = pool.map(load, range(4))
+        else:
+            with concurrent.futures.ProcessPoolExecutor(2, mp_context=context) as pool:
+                loaded = list(pool.map(load, range(4)))
+        sys.stdout.write(f"sum {pc.psum(jnp.int32(np.sum(loaded)), comm)}\\n")
 
 
 if __name__ == "__main__":
     main()
 """
-KINDS = ["Pool", "ProcessPoolExecutor"]
 SENTENCE = "a child of rank {} of {}. Leave collectives to the rank, and put what starts them under 'if __name__"
 
 
@@ -60,43 +61,45 @@ def loader(tmp_path: Path) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("start", ["spawn", "fork"])
-def test_workers_of_a_guarded_program(start: str, kind: str, loader: str) -> None:
-    done = mpirun(2, loader, start, kind, "none", timeout=60)
+def test_workers_of_a_guarded_program(loader: str) -> None:
+    ways = [f"{start}-{kind}" for start in ("spawn", "fork") for kind in ("Pool", "ProcessPoolExecutor")]
+    done = mpirun(2, loader, "none", *ways, timeout=100)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("sum 36") == 2
+    assert done.stdout.count("sum 36") == 2 * len(ways)
     wait_until_gone(loader)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_workers_that_would_start_mpi_end_the_job(ranks: int, kind: str, loader: str) -> None:
-    done = mpirun(ranks, loader, "spawn", kind, "unguarded", timeout=60)
+@pytest.mark.whole
+@pytest.mark.parametrize(("ranks", "way"), [(1, "spawn-Pool"), (2, "spawn-ProcessPoolExecutor")])
+def test_workers_that_would_start_mpi_end_the_job(ranks: int, way: str, loader: str) -> None:
+    done = mpirun(ranks, loader, "unguarded", way, timeout=60)
     assert done.returncode not in (0, 124, 137)
     assert "pycollective.init: expected a rank, got process " in done.stderr
     assert any(SENTENCE.format(rank, ranks) in done.stderr for rank in range(ranks)), done.stderr
-    assert 2 <= done.stdout.count("process ") <= 5 * ranks  # each rank, its two workers, and perhaps their successors
+    assert 2 <= done.stdout.count("process ") <= 5 * ranks  # each rank has two workers, and perhaps their successors
     wait_until_gone(loader)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("start", ["spawn", "fork", "forkserver"])
 def test_workers_that_call_a_collective(start: str, loader: str) -> None:
-    done = mpirun(2, loader, start, "Pool", "collective", timeout=60)
+    done = mpirun(2, loader, "collective", f"{start}-Pool", timeout=60)
     assert done.returncode not in (0, 124, 137)
     assert any(SENTENCE.format(rank, 2) in done.stderr for rank in range(2)), done.stderr
     wait_until_gone(loader)
 
 
+@pytest.mark.whole
 def test_workers_of_a_program_without_a_launcher(loader: str) -> None:
     done = subprocess.run(
-        [sys.executable, loader, "spawn", "Pool", "unguarded"], capture_output=True, text=True, timeout=60
+        [sys.executable, loader, "unguarded", "spawn-Pool"], capture_output=True, text=True, timeout=60
     )
     assert done.returncode != 0
     assert SENTENCE.format(0, 1) in done.stderr
     wait_until_gone(loader)
 
 
+@pytest.mark.whole
 def test_the_program_of_the_guide(tmp_path: Path) -> None:
     guide = (Path(__file__).parents[2] / "docs" / "guide.md").read_text()
     (code,) = (code for code in re.findall(r"```python\n(.*?)```", guide, re.DOTALL) if "get_context" in code)
@@ -107,7 +110,7 @@ def test_the_program_of_the_guide(tmp_path: Path) -> None:
     wait_until_gone(str(program))
 
 
-FORK = """
+FORKS = """
 import os
 import sys
 
@@ -116,37 +119,38 @@ import pycollective as pc
 
 comm = pc.init()
 pc.barrier()
-child = os.fork()
-if child == 0:
-    {}
-    sys.exit(0)
-status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-sys.stdout.write(f"child {{status}}, sum {{pc.psum(jnp.int32(1))}}\\n")
+for does in sys.argv[1:]:
+    child = os.fork()
+    if child == 0:
+        exec(does)
+        sys.exit(0)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    sys.stdout.write(f"{does}: {status}, sum {pc.psum(jnp.int32(1))}\\n")
+    sys.stdout.flush()  # else the next child writes it too
 """
 
+CHILDREN = {
+    "pass": 0,
+    "sys.exit(7)": 7,
+    "raise ValueError('no luck')": 1,
+    "import threading; threading.Thread(target=lambda: 1 / 0).start()": 0,
+    "pc.psum(1)": 1,
+    "pc.psum(1, comm)": 1,
+    "pc.init()": 1,
+    "pc.world()": 1,
+}
 
-@pytest.mark.parametrize(
-    ("does", "status"),
-    [
-        ("pass", 0),
-        ("sys.exit(7)", 7),
-        ("raise ValueError('no luck')", 1),
-        ("import threading; threading.Thread(target=lambda: 1 / 0).start()", 0),
-        ("pc.psum(1)", 1),
-        ("pc.psum(1, comm)", 1),
-        ("pc.init()", 1),
-        ("pc.world()", 1),
-    ],
-)
-def test_a_forked_child_ends_alone(does: str, status: int, tmp_path: Path) -> None:
+
+def test_a_forked_child_ends_alone(tmp_path: Path) -> None:
     program = tmp_path / "forks.py"
-    program.write_text(FORK.format(does))
-    done = mpirun(2, str(program), timeout=60)
+    program.write_text(FORKS)
+    done = mpirun(2, str(program), *CHILDREN, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count(f"child {status}, sum 2") == 2
+    for does, status in CHILDREN.items():
+        assert done.stdout.count(f"{does}: {status}, sum 2\n") == 2, done.stdout
     assert "ending all ranks" not in done.stderr
-    if "pc." in does:
-        assert all(SENTENCE.format(rank, 2) in done.stderr for rank in range(2)), done.stderr
+    refused = sum("pc." in does for does in CHILDREN)
+    assert all(done.stderr.count(SENTENCE.format(rank, 2)) == refused for rank in range(2)), done.stderr
     wait_until_gone(str(program))
 
 
@@ -164,6 +168,7 @@ sys.stdout.write(f"child {done.returncode}: {done.stdout} {done.stderr}")
 """
 
 
+@pytest.mark.whole
 def test_a_program_that_a_rank_starts_is_no_rank(tmp_path: Path) -> None:
     program = tmp_path / "starts.py"
     program.write_text(STARTS)
@@ -174,6 +179,7 @@ def test_a_program_that_a_rank_starts_is_no_rank(tmp_path: Path) -> None:
     assert done.stdout.count("child 1") == 2
 
 
+@pytest.mark.whole
 def test_a_program_of_one_process_starts_others_and_jobs(tmp_path: Path) -> None:
     program = tmp_path / "starts.py"
     program.write_text(STARTS)

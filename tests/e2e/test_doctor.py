@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.launch import AS_ROOT, mpirun
 
 DOCTOR = ["-m", "pycollective", "doctor"]
@@ -24,6 +26,7 @@ def alone(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.whole
 def test_the_installation() -> None:
     done = alone("--json", PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -35,6 +38,8 @@ def test_the_installation() -> None:
     assert "us, " in found["2 ranks: within a host"]["text"]
 
 
+@pytest.mark.whole
+@pytest.mark.library
 def test_a_job() -> None:
     done = mpirun(2, *DOCTOR, timeout=60)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""How programs end: in order, by an exception on one rank, by a rank that never comes, under the wrong launcher."""
+"""How programs end: in order, by an exception on one rank, by a call that one rank never makes, by a wrong launcher."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 
 from tests.e2e.launch import mpirun
 
+whole = pytest.mark.whole
 SHORT = 120  # seconds: none of these should take a tenth of it
 
 
@@ -25,6 +26,7 @@ def run(tmp_path: Path, text: str, ranks: int = 2, **options: object) -> subproc
     return mpirun(ranks, write(tmp_path, text), timeout=SHORT, **options)  # type: ignore[arg-type]
 
 
+@pytest.mark.library
 def test_an_exception_ends_all_ranks(tmp_path: Path) -> None:
     done = run(tmp_path, "if comm.rank == 1: raise ValueError('no luck')\npc.psum(1).block_until_ready()\n")
     assert done.returncode not in (0, 124, 137)
@@ -33,14 +35,17 @@ def test_an_exception_ends_all_ranks(tmp_path: Path) -> None:
     assert done.stderr.count("ValueError: no luck") == 1
 
 
+@whole
+@pytest.mark.library
 def test_an_exception_on_all_ranks_is_told_once(tmp_path: Path) -> None:
-    # The other ranks wait a moment before they speak; the launcher has ended them by then.
+    # The other ranks wait a moment before they print; the launcher has ended them by then.
     done = run(tmp_path, "pc.barrier()\nraise ValueError('no luck')\n")
     assert done.returncode not in (0, 124, 137)
     assert "pycollective: rank 0 of 2 raised; ending all ranks." in done.stderr
-    assert 1 <= done.stderr.count("ValueError: no luck") <= 2  # a slow launcher may let the second speak
+    assert 1 <= done.stderr.count("ValueError: no luck") <= 2  # a slow launcher may let the second rank print
 
 
+@pytest.mark.library
 def test_an_error_of_mpi_is_an_exception_with_all_names(tmp_path: Path) -> None:
     text = r"""
 try:
@@ -70,8 +75,9 @@ def test_a_program_of_one_process_needs_no_launcher(tmp_path: Path) -> None:
     assert done.returncode == 1
 
 
+@pytest.mark.library
 def test_work_under_way_is_finished_at_exit(tmp_path: Path) -> None:
-    # Dispatched and never waited for: rank 0's last message must arrive before MPI is finalised.
+    # The program is dispatched and never waited for: its sum must be computed before MPI is finalised.
     text = """
 from jax import lax
 @pc.jit
@@ -87,17 +93,17 @@ late(jnp.ones((300, 300)))
     assert sorted(re.findall(r"rank (\d) sums 2\.0", done.stdout)) == ["0", "1"]
 
 
-@pytest.mark.parametrize("by", ["variable", "argument"])
-def test_a_wait_without_end_is_reported_by_every_rank_that_waits(by: str, tmp_path: Path) -> None:
+@pytest.mark.library
+def test_a_wait_without_end_is_reported_by_every_rank_that_waits(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(
         "import time, jax.numpy as jnp\nimport pycollective as pc\n"
-        f"comm = pc.init({'timeout=3' if by == 'argument' else ''})\n"
+        "comm = pc.init(timeout=3)\n"
         "if comm.rank == 0: time.sleep(60)\n"
         "def stuck_here(): pc.psum(jnp.ones(3)).block_until_ready()\n"
         "stuck_here()\n"
     )
-    done = mpirun(3, str(program), timeout=SHORT, env={"PYCOLLECTIVE_TIMEOUT": "3" if by == "variable" else ""})
+    done = mpirun(3, str(program), timeout=SHORT)
     assert done.returncode not in (0, 124, 137)
     for rank in (1, 2):
         report = (
@@ -109,14 +115,17 @@ def test_a_wait_without_end_is_reported_by_every_rank_that_waits(by: str, tmp_pa
     assert "rank 0 of 3" not in done.stderr
 
 
+@whole
 def test_a_rank_that_leaves_says_that_it_waits(tmp_path: Path) -> None:
     text = "if comm.rank == 1: sys.exit(0)\npc.psum(jnp.ones(3)).block_until_ready()\n"
-    done = run(tmp_path, text, env={"PYCOLLECTIVE_TIMEOUT": "12"})  # it says so after 10
+    done = run(tmp_path, text, env={"PYCOLLECTIVE_TIMEOUT": "12"})  # the rank prints its notice after 10 s
     assert done.returncode not in (0, 124, 137)
     assert "pycollective: rank 1 of 2 has ended and waits for the other ranks to end." in done.stderr
     assert "pycollective.allreduce: expected an answer from the other ranks" in done.stderr
 
 
+@whole
+@pytest.mark.library
 def test_the_timeout_bounds_the_wait_of_a_rank_that_has_ended(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(
@@ -125,7 +134,7 @@ def test_the_timeout_bounds_the_wait_of_a_rank_that_has_ended(tmp_path: Path) ->
     done = mpirun(2, str(program), timeout=40)
     assert done.returncode not in (0, 124, 137)
     assert re.search(
-        r"pycollective\.exit: expected the other ranks to end within 2 s, got no end of some for \d\.\d s "
+        r"pycollective\.exit: expected the other ranks to end within 2 s, got some that have not ended after \d\.\d s "
         r"\(rank 1 of 2\)\. Ending all ranks\. Look for a collective that this rank did not reach\.",
         done.stderr,
     ), done.stderr
@@ -144,14 +153,13 @@ WAIT = "pc.psum(jnp.ones(3)).block_until_ready()\n"
 @pytest.mark.parametrize(
     ("leave", "code"),
     [
-        ("sys.exit(3)", 3),
-        ("raise SystemExit(4)", 4),
-        ("sys.exit('no luck')", 1),
-        ("exits(5)", 5),  # from sys import exit as exits, before init
-        # What it has dispatched, and others do not meet, does not keep it.
-        ("late(jnp.ones((300, 300))); raise SystemExit(6)", 6),
-        # A program for nice tracebacks in the place of the hook.
-        ("sys.excepthook = lambda *_: sys.stderr.write('pretty'); raise ValueError", 1),
+        pytest.param("sys.exit(3)", 3, marks=pytest.mark.library),
+        pytest.param("sys.exit('no luck')", 1, marks=whole),
+        pytest.param("exits(5)", 5, marks=whole),  # from sys import exit as exits, before init
+        # The rank has dispatched a call that the others do not make; that must not delay its end.
+        pytest.param("late(jnp.ones((300, 300))); raise SystemExit(6)", 6, marks=whole),
+        # A library for tracebacks has replaced the hook.
+        pytest.param("sys.excepthook = lambda *_: sys.stderr.write('pretty'); raise ValueError", 1, marks=whole),
     ],
 )
 def test_an_exit_code_on_one_rank_ends_all_with_it(leave: str, code: int, tmp_path: Path) -> None:
@@ -166,6 +174,7 @@ def test_an_exit_code_on_one_rank_ends_all_with_it(leave: str, code: int, tmp_pa
     assert ("no luck" in done.stderr) == ("no luck" in leave)
 
 
+@whole
 def test_an_exit_code_of_a_module(tmp_path: Path) -> None:
     write(tmp_path, f"if comm.rank == 1: raise SystemExit(comm.rank + 8)\n{WAIT}")
     done = mpirun(2, "-m", "program", timeout=60, cwd=tmp_path, env={"PYTHONPATH": _with(tmp_path)})
@@ -176,6 +185,8 @@ def _with(folder: Path) -> str:
     return os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
 
 
+@whole
+@pytest.mark.library
 def test_an_exit_code_of_all_ranks_is_theirs(tmp_path: Path) -> None:
     done = run(tmp_path, "print('end')\nsys.exit(5)\n")
     assert done.returncode == 5
@@ -183,6 +194,7 @@ def test_an_exit_code_of_all_ranks_is_theirs(tmp_path: Path) -> None:
     assert "ending all ranks" not in done.stderr
 
 
+@whole
 def test_an_exit_that_is_caught_is_none(tmp_path: Path) -> None:
     text = """
 for code in (3, "text", None):
@@ -198,6 +210,7 @@ sys.exit(0 if comm.rank else None)
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@whole
 def test_a_failing_test_of_pytest_on_one_rank_ends_all(tmp_path: Path) -> None:
     test = tmp_path / "test_on_ranks.py"
     test.write_text(
@@ -210,6 +223,7 @@ def test_a_failing_test_of_pytest_on_one_rank_ends_all(tmp_path: Path) -> None:
     assert "rank 1 of 2 exited with code 1, others did not; ending all ranks." in done.stderr
 
 
+@pytest.mark.library
 def test_an_exception_in_a_thread_ends_all_ranks(tmp_path: Path) -> None:
     text = f"""
 import threading
@@ -217,7 +231,7 @@ def loads():
     raise ValueError("no luck")
 def leaves():
     sys.exit(3)
-threading.Thread(target=leaves).start()  # ends itself alone
+threading.Thread(target=leaves).start()  # it ends only that thread
 pc.barrier()
 if comm.rank == 1: threading.Thread(target=loads, name="loader").start()
 {WAIT}{WAIT}if comm.rank == 1: time.sleep(30)
@@ -228,6 +242,7 @@ if comm.rank == 1: threading.Thread(target=loads, name="loader").start()
     assert "ValueError: no luck" in done.stderr
 
 
+@whole
 def test_an_exception_that_python_ignores_is_told_with_its_rank(tmp_path: Path) -> None:
     text = """
 def numbers():
@@ -248,13 +263,14 @@ print(pc.psum(1))
     assert done.stderr.count("ValueError: no luck") == 1
 
 
+@pytest.mark.library
 def test_an_error_that_nobody_read_ends_all_ranks(tmp_path: Path) -> None:
     text = """
 @jax.jit
 def late(m):
     m = jax.lax.fori_loop(0, 40, lambda _, m: jnp.tanh(m @ m), m)
     pc.send(jnp.zeros(5 if comm.rank == 0 else 3) + m[0, 0], comm, dest=1 - comm.rank)
-    return pc.recv(jnp.zeros(3), comm, source=1 - comm.rank)  # too short on rank 1
+    return pc.recv(jnp.zeros(3), comm, source=1 - comm.rank)  # rank 0 sends more to rank 1 than this
 late(jnp.ones((300, 300)))
 print("end")
 """
@@ -265,6 +281,7 @@ print("end")
     assert "pycollective.recv: expected MPI_Recv to succeed" in done.stderr
 
 
+@whole
 @pytest.mark.parametrize("how", ["script", "command"])
 def test_an_exception_under_ipython_ends_all_ranks(how: str, tmp_path: Path) -> None:
     program = write(tmp_path, f"if comm.rank == 1: raise ValueError('no luck')\n{WAIT}")
@@ -275,6 +292,7 @@ def test_an_exception_under_ipython_ends_all_ranks(how: str, tmp_path: Path) -> 
     assert "rank 1 of 2 exited with code 1, others did not; ending all ranks." in done.stderr
 
 
+@whole
 def test_an_exception_in_a_session_of_ipython_does_not_end_it(tmp_path: Path) -> None:
     cells = "import pycollective as pc\ncomm = pc.init()\n1 / 0\nprint('sum', pc.psum(5))\nexit\n"
     done = subprocess.run(
@@ -290,6 +308,7 @@ def test_an_exception_in_a_session_of_ipython_does_not_end_it(tmp_path: Path) ->
     assert done.returncode == 0
 
 
+@whole
 def test_an_exception_in_a_cell_names_its_rank(tmp_path: Path) -> None:
     program = tmp_path / "session.py"
     program.write_text("""
@@ -305,8 +324,10 @@ for cell in "import pycollective as pc", "comm = pc.init()", "assert comm.rank =
     assert "rank 1 of 2: a cell has raised; ranks that wait for this one wait on." in done.stderr
 
 
+@whole
+@pytest.mark.library
 def test_ranks_that_see_no_other_are_refused(tmp_path: Path) -> None:
-    # What plain srun, or the mpiexec of another MPI, does: several processes, each a world of its own.
+    # Plain srun, or the mpiexec of another MPI, starts several processes that are a world of their own each.
     program = write(tmp_path, "print('never')\n")
     for variables, advice in (
         ({"SLURM_STEP_NUM_TASKS": "4"}, "srun --mpi=pmi2"),
@@ -328,6 +349,8 @@ def test_ranks_that_see_no_other_are_refused(tmp_path: Path) -> None:
         assert allowed.stdout.strip() == "never"
 
 
+@whole
+@pytest.mark.library
 def test_mpi_without_threads_is_refused(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text("import mpi4py\nmpi4py.rc.thread_level = 'single'\nimport pycollective as pc\npc.init()\n")
@@ -337,6 +360,7 @@ def test_mpi_without_threads_is_refused(tmp_path: Path) -> None:
     assert "Leave mpi4py.rc.thread_level at 'multiple'" in done.stderr
 
 
+@whole
 def test_unequal_devices_are_refused(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(
@@ -349,8 +373,9 @@ def test_unequal_devices_are_refused(tmp_path: Path) -> None:
     assert re.search(text, done.stderr), done.stderr
 
 
+@whole
 def test_a_hang_in_a_test_is_a_failure_with_all_stacks(tmp_path: Path) -> None:
-    """The tests' own guard: what tests/collective/conftest.py promises."""
+    """Checks the guard of the tests themselves, ``no_hang`` in tests/under_mpirun.py."""
     test = Path(__file__).parents[1] / "collective" / "test_hang_for_the_guard_alone.py"
     test.write_text(
         "import jax.numpy as jnp\nimport pycollective as pc\n\n\n"
@@ -368,10 +393,3 @@ def test_a_hang_in_a_test_is_a_failure_with_all_stacks(tmp_path: Path) -> None:
     assert "in never_comes" in done.stderr  # rank 0's stack
     assert "in test_hang" in done.stderr
     assert done.stderr.count("Timeout (0:00:05)!") == 2
-
-
-@pytest.mark.parametrize("check", ["never", "always"])
-def test_settings_of_the_agreement_check(check: str, tmp_path: Path) -> None:
-    done = run(tmp_path, "for _ in range(3): sys.stdout.write(f'{pc.psum(1)}\\n')\n", env={"PYCOLLECTIVE_CHECK": check})
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["2"] * 6

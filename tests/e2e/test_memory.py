@@ -1,4 +1,4 @@
-"""What a long run costs in memory."""
+"""The memory that a long run needs."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import os
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.whole
 CALLS = 100_000
 
-# The loop makes nothing but the calls: other requests would let the allocator merge what is free.
+# The loop makes only the calls: other requests would let the allocator merge free memory.
 SMALL = f"""
 import jax.numpy as jnp
 from jax import lax
@@ -31,8 +34,8 @@ for _ in range({CALLS}):
 print(resident_mib() - before)
 """
 
-# A thread that has allocated before init keeps its own arena; glibc gives it to XLA's threads as well. An arena lies in
-# heaps of 64 MiB: the second array needs a second one.
+# A thread that has allocated memory before init keeps its own arena, which glibc may give to XLA's threads as well. An
+# arena consists of heaps of 64 MiB, so the second array needs a second heap.
 LARGE = """
 import resource
 from concurrent.futures import ThreadPoolExecutor
@@ -67,18 +70,19 @@ def printed(program: str, **env: str) -> float:
 
 
 def test_calls_of_small_programs_take_no_more_memory() -> None:
-    assert printed(SMALL) < 40  # MiB; it was 190, and went on
+    assert printed(SMALL) < 40  # MiB; it was 190 once, and went on growing
 
 
 def test_large_arrays_do_not_fault_in_again() -> None:
-    assert printed(LARGE) < 500  # page faults of 20 times; it was 500 each time
+    assert printed(LARGE) < 500  # page faults in 20 rounds; it was 500 in each round
 
 
 def test_malloc_is_left_alone_where_that_is_asked_for() -> None:
-    assert printed(LARGE, PYCOLLECTIVE_MALLOC="off") > 20 * 500  # glibc gives arrays of this size back at once
+    # glibc gives arrays of this size back at once. With huge pages, which NumPy asks for, there would be few faults.
+    assert printed(LARGE, PYCOLLECTIVE_MALLOC="off", NUMPY_MADVISE_HUGEPAGE="0") > 20 * 500
 
 
-# For one of 2000 ranks of a host: the quarter of its memory that they share is little for each.
+# As one of 2000 ranks of a host, which together may keep a quarter of its memory: each may keep little.
 FREED = """
 import numpy as np
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pycollective.launch.rank import physical_cores
+from pycollective.launch.host_share import physical_cores
 from tests.e2e.launch import AS_ROOT, wait_until_gone
 
 OTHERS = ("SLURM_", "OMP_", "OPENBLAS_", "MKL_", "JAX_NUM_")
@@ -63,6 +63,7 @@ def said(output: str) -> list[list[str]]:
     return [line.split(maxsplit=6) for line in lines]
 
 
+@pytest.mark.library
 def test_ranks_and_their_cores(program: str) -> None:
     cores = physical_cores(os.sched_getaffinity(0))
     ranks = min(2, len(cores))
@@ -80,6 +81,8 @@ def test_ranks_and_their_cores(program: str) -> None:
         assert 1 <= int(line[5]) <= len(line[4].split(","))
 
 
+@pytest.mark.whole
+@pytest.mark.library
 def test_unbound_and_labelled(program: str) -> None:
     done = run("-n", "2", "--oversubscribe", "--bind", "none", "--label", program)
     assert done.returncode == 0, done.stderr
@@ -91,10 +94,12 @@ def test_unbound_and_labelled(program: str) -> None:
             assert text.split()[0] in label
 
 
+@pytest.mark.library
 def test_the_exit_status_is_the_programs(program: str) -> None:
     assert run("-n", "2", "--oversubscribe", program, "fail").returncode == 7
 
 
+@pytest.mark.library
 def test_any_program() -> None:
     done = run("-n", "2", "--oversubscribe", "echo", "hello")
     assert done.stdout.split() == ["hello", "hello"], done.stderr
@@ -127,6 +132,7 @@ def test_no_mpi_library(program: str, tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.library
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signals_end_all_ranks(number: int, program: str) -> None:
     # Without timeout(1), which would take the signal itself.

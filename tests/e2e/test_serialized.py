@@ -1,4 +1,4 @@
-"""Programs from another process: they run where they mean the same, and nowhere else."""
+"""Programs from another process run only if their communicator has the same ranks and devices here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pickle, sys
 import jax, jax.numpy as jnp
 from jax.experimental import serialize_executable
 import pycollective as pc
-from pycollective import ordering
+from pycollective.ordering import region
 
 world = pc.init()
 file = f"{sys.argv[1]}/{world.rank}"
@@ -22,7 +22,7 @@ x = jnp.ones(3)
 
 
 def written(comm):
-    program = jax.jit(ordering.Region(lambda x: pc.psum(x, comm))).lower(x).compile()
+    program = jax.jit(region.Region(lambda x: pc.psum(x, comm))).lower(x).compile()
     with open(file, "wb") as out:
         pickle.dump(serialize_executable.serialize(program), out)
 
@@ -50,6 +50,9 @@ except Exception as error:
 )
 
 
+pytestmark = [pytest.mark.whole, pytest.mark.xdist_group("serialized")]
+
+
 def run(folder: Path, text: str, ranks: int = 2, cache: Path | None = None) -> str:
     program = folder / "program.py"
     program.write_text(text)
@@ -60,6 +63,15 @@ def run(folder: Path, text: str, ranks: int = 2, cache: Path | None = None) -> s
 
 
 SPLIT = "world.split(world.rank)"
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Where the programs lie that an earlier process compiled for a communicator."""
+    folders = {made_for: tmp_path_factory.mktemp("programs") for made_for in ("world", SPLIT)}
+    for made_for, folder in folders.items():
+        run(folder, WRITES.replace("COMM", made_for))
+    return folders
 
 
 @pytest.mark.parametrize(
@@ -76,9 +88,8 @@ SPLIT = "world.split(world.rank)"
         (SPLIT, "None", "allreduce: expected a communicator of this process, got an unknown one. Call pycollective"),
     ],
 )
-def test_another_process(made_for: str, other: str, outcome: str, tmp_path: Path) -> None:
-    run(tmp_path, WRITES.replace("COMM", made_for))
-    assert len(re.findall(outcome, run(tmp_path, LOADS.replace("COMM", other)))) == 2
+def test_another_process(made_for: str, other: str, outcome: str, programs: dict[str, Path]) -> None:
+    assert len(re.findall(outcome, run(programs[made_for], LOADS.replace("COMM", other)))) == 2
 
 
 CACHED = """
@@ -99,10 +110,11 @@ sys.stdout.write(f"{{[int(y) for y in got]}} {{comm.size}}\\n")
 
 
 def test_the_compilation_cache(tmp_path: Path) -> None:
-    # Programs of earlier runs lie in it: of the same communicators, of others of the same number, with others before.
+    # The cache has programs of earlier runs: of the same communicators, of others with the same number, and of runs
+    # that made another communicator before.
     cache = tmp_path / "cache"
-    runs = [("", "world"), ("", "world"), ("", SPLIT), ("", "world.split(0)"), ("pc.psum(1, world.split(0))", SPLIT)]
-    for first, comm in [*runs, runs[0], runs[2]]:
+    runs = [("", "world"), ("", SPLIT), ("", "world.split(0)"), ("pc.psum(1, world.split(0))", SPLIT), ("", "world")]
+    for first, comm in runs:
         told = run(tmp_path, CACHED.format(first=first, comm=comm), cache=cache)
         size = 1 if comm == SPLIT else 2
         assert told.splitlines() == [f"[{size}, 1, 2] {size}"] * 2

@@ -1,4 +1,4 @@
-"""A real Slurm of two nodes, hosts of their own (``scripts/slurm``): the job scripts, srun, ``pycollective run``."""
+"""A real Slurm of two nodes, each a host of its own (``scripts/slurm``): job scripts, srun, ``pycollective run``."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +26,11 @@ TOOLS = ("ip", "unshare", "nsenter", "munged", "slurmctld", "slurmd")
 LACKING = [tool for tool in TOOLS if shutil.which(tool, path=f"{os.environ['PATH']}:/usr/sbin:/sbin") is None]
 if os.geteuid() != 0:
     LACKING.append("root")
-pytestmark = pytest.mark.skipif(bool(LACKING), reason=f"SLURM NOT TESTED: there is no {', '.join(LACKING)}")
+pytestmark = [
+    pytest.mark.whole,
+    pytest.mark.xdist_group("hosts"),  # as tests/e2e/test_hosts.py
+    pytest.mark.skipif(bool(LACKING), reason=f"SLURM NOT TESTED: there is no {', '.join(LACKING)}"),
+]
 
 EPOCHS = 30
 DIGITS = ["examples/train_digits.py", "--epochs"]
@@ -42,7 +47,7 @@ sys.stdout.write(f"RANK {comm.rank} of {comm.size} on {os.uname().nodename}: GPU
 
 
 class Cluster:
-    """The Slurm that is up, and a directory to submit from, as a clone in which ``scripts/setup`` was called."""
+    """A running Slurm, and a directory to submit from, which looks like a clone after ``scripts/setup``."""
 
     def __init__(self, state: Path, home: Path) -> None:
         self.home = home
@@ -66,7 +71,7 @@ class Cluster:
         )
 
     def submit(self, *arguments: str) -> subprocess.Popen[str]:
-        """``sbatch -W``, which ends with the job; it prints the job's number at once."""
+        """Starts ``sbatch -W``, which prints the job's number at once and ends with the job."""
         return subprocess.Popen(
             self.call("sbatch", "-W", *arguments),
             cwd=self.home,
@@ -92,7 +97,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     shutil.copytree(ROOT / "slurm", home / "slurm")
     state = tmp_path_factory.mktemp("slurm") / "state"
     found = Cluster(state, home)
-    for script in (home / "slurm").iterdir():  # what docs/slurm.md says to change for Open MPI
+    for script in (home / "slurm").iterdir():  # docs/slurm.md says to change this for Open MPI
         script.write_text(script.read_text().replace("--mpi=pmi2", f"--mpi={found.pmi}"))
     subprocess.run([SLURM, "up", "--cpus", "8"], env=found.environ, check=True, timeout=60)
     pids = [int(path.read_text()) for path in (state / "munged.pid", state / "slurmctld.pid")]
@@ -103,18 +108,32 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     assert not any(Path(f"/proc/{pid}/exe").exists() for pid in pids)
 
 
+JOBS = {
+    "train": ["slurm/train.sbatch", *DIGITS, str(EPOCHS), "--losses", "train.json"],
+    "train_mpiexec": ["slurm/train_mpiexec.sbatch", *DIGITS, "2", "--losses", "train_mpiexec.json"],
+    "multi_node_gpu": ["slurm/multi_node_gpu.sbatch", "where.py"],
+    "one_per_node": ["-J", "one_per_node", "--ntasks-per-node=1", "slurm/multi_node_gpu.sbatch", "where.py"],
+    "array": ["slurm/array.sbatch", "--epochs", "1"],
+    "fails": ["-J", "fails", "slurm/train.sbatch", "-c", "raise SystemExit(5)"],
+}
+
+
+def of_job(name: str) -> Callable[[Any], Any]:
+    """For a test that waits for a job: the job is submitted if the test was chosen."""
+
+    def decorate(test: Any) -> Any:
+        test.job = name
+        return test
+
+    return decorate
+
+
 @pytest.fixture(scope="module", autouse=True)
-def jobs(cluster: Cluster) -> Iterator[Callable[[str], int]]:
-    """Exit statuses of ``sbatch -W``, by job. It looks after a job at 2, 10, 42 s only, so they wait side by side."""
-    submissions = {
-        "train": ["slurm/train.sbatch", *DIGITS, str(EPOCHS), "--losses", "train.json"],
-        "train_mpiexec": ["slurm/train_mpiexec.sbatch", *DIGITS, "2", "--losses", "train_mpiexec.json"],
-        "multi_node_gpu": ["slurm/multi_node_gpu.sbatch", "where.py"],
-        "one_per_node": ["-J", "one_per_node", "--ntasks-per-node=1", "slurm/multi_node_gpu.sbatch", "where.py"],
-        "array": ["slurm/array.sbatch", "--epochs", "1"],
-        "fails": ["-J", "fails", "slurm/train.sbatch", "-c", "raise SystemExit(5)"],
-    }
-    waiting = {name: cluster.submit(*arguments) for name, arguments in submissions.items()}
+def jobs(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[Callable[[str], int]]:
+    """The exit status of each job. ``sbatch -W`` looks at a job after 2, 10 and 42 s only, so all jobs run at once."""
+    chosen = {getattr(item, "function", None) for item in request.session.items}
+    names = {getattr(test, "job", None) for test in chosen}
+    waiting = {name: cluster.submit(*arguments) for name, arguments in JOBS.items() if name in names}
     yield lambda name: waiting[name].wait()
     for process in waiting.values():
         process.terminate()
@@ -125,9 +144,10 @@ def places(text: str) -> list[tuple[str, ...]]:
     return sorted(re.findall(r"RANK (\d) of (\d) on (\w+): GPUs (\S+)", text))
 
 
-# Those that look after themselves come first, while the jobs run -------------------------------------------
+# Tests that need no job script; they come first, while the jobs run ---------------------------------------
 
 
+@pytest.mark.library
 def test_srun_over_two_hosts(cluster: Cluster) -> None:
     python = str(cluster.home / ".venv" / "bin" / "python")
     done = cluster.run("srun", f"--mpi={cluster.pmi}", "-N2", "--ntasks-per-node=2", python, "program.py", "2")
@@ -135,6 +155,7 @@ def test_srun_over_two_hosts(cluster: Cluster) -> None:
     assert len(re.findall(r"rank \d on \d agrees", done.stdout)) == 4
 
 
+@pytest.mark.library
 def test_srun_without_mpi_is_refused(cluster: Cluster) -> None:
     done = cluster.run("srun", "-K1", "-N2", "--ntasks-per-node=2", sys.executable, "where.py")
     assert done.returncode != 0
@@ -151,6 +172,7 @@ def allocated(cluster: Cluster, *arguments: str) -> subprocess.CompletedProcess[
     return cluster.run(*ALLOCATION, *COMMAND, *arguments)
 
 
+@pytest.mark.library
 @pytest.mark.parametrize("how", [[], ["--mpi", "srun"]], ids=["mpiexec", "srun"])
 def test_run_inside_an_allocation(how: list[str], cluster: Cluster) -> None:
     for ranks, hosts in (("4", ["h0", "h0", "h1", "h1"]), ("2", ["h0", "h1"])):
@@ -169,7 +191,7 @@ def test_run_gives_each_rank_its_gpu(gpus: str, cluster: Cluster) -> None:
 
 
 def test_run_from_a_shell_of_srun(cluster: Cluster) -> None:
-    # It has one task and holds cores that the ranks get none the less.
+    # The shell is a step with one task, which holds cores. The ranks must get these cores nevertheless.
     done = cluster.run(*ALLOCATION, "srun", "-N1", "-n1", *COMMAND, "run", "-n", "4", "where.py")
     assert done.returncode == 0, done.stderr
     assert [place[2] for place in places(done.stdout)] == ["h0", "h0", "h1", "h1"]
@@ -191,6 +213,7 @@ def test_the_doctor_in_an_allocation(cluster: Cluster) -> None:
 # The job scripts ------------------------------------------------------------------------------------------
 
 
+@of_job("train")
 def test_requeue_goes_on_where_it_was(cluster: Cluster, jobs: Callable[[str], int]) -> None:
     script = ["slurm/requeue.sbatch", *DIGITS, str(EPOCHS), "--losses", "requeue.json"]
     submitted = cluster.submit(*script)
@@ -198,7 +221,7 @@ def test_requeue_goes_on_where_it_was(cluster: Cluster, jobs: Callable[[str], in
     with submitted.stdout:
         job = submitted.stdout.readline().split()[-1]
     wait_for(lambda: any(cluster.home.glob(f"checkpoints/{job}/[0-9]*")), lambda: cluster.printed("requeue-*"))
-    # The signal comes from here: before a time limit Slurm sends it to the minute only.
+    # The test sends the signal itself: Slurm times the signal before a time limit only to the minute.
     cluster.run("scancel", "--batch", "--signal=USR1", job)
     wait_for(lambda: "start 1 of job" in cluster.printed("requeue-*"), lambda: cluster.printed("requeue-*"))
     assert submitted.wait() == 0, cluster.printed("requeue-*")
@@ -206,7 +229,7 @@ def test_requeue_goes_on_where_it_was(cluster: Cluster, jobs: Callable[[str], in
     stopped = re.search(r"asked to stop after step (\d+)", printed)
     assert stopped is not None, printed
     assert 0 < int(stopped[1]) < EPOCHS * 11
-    assert jobs("train") == 0, cluster.printed("train-*")  # the same without a break
+    assert jobs("train") == 0, cluster.printed("train-*")  # the same training without a break
     np.testing.assert_allclose(
         json.loads((cluster.home / "requeue.json").read_text()),
         json.loads((cluster.home / "train.json").read_text()),
@@ -221,6 +244,7 @@ def wait_for(condition: Callable[[], bool], printed: Callable[[], str]) -> None:
         time.sleep(0.2)
 
 
+@of_job("train")
 def test_train(cluster: Cluster, jobs: Callable[[str], int]) -> None:
     assert jobs("train") == 0, cluster.printed("train-*")
     losses = json.loads((cluster.home / "train.json").read_text())
@@ -228,11 +252,14 @@ def test_train(cluster: Cluster, jobs: Callable[[str], int]) -> None:
     assert losses[-1] < losses[0] / 10
 
 
+@pytest.mark.library
+@of_job("train_mpiexec")
 def test_train_mpiexec_gives_the_same(cluster: Cluster, jobs: Callable[[str], int]) -> None:
     assert jobs("train_mpiexec") == 0, cluster.printed("train_mpiexec-*")
     assert len(json.loads((cluster.home / "train_mpiexec.json").read_text())) == 22
 
 
+@of_job("multi_node_gpu")
 def test_a_rank_for_each_gpu(cluster: Cluster, jobs: Callable[[str], int]) -> None:
     assert jobs("multi_node_gpu") == 0, cluster.printed("multi_node_gpu-*")
     assert places(cluster.printed("multi_node_gpu-*")) == [
@@ -243,18 +270,21 @@ def test_a_rank_for_each_gpu(cluster: Cluster, jobs: Callable[[str], int]) -> No
     ]
 
 
+@of_job("one_per_node")
 def test_a_rank_for_each_node_with_all_its_gpus(cluster: Cluster, jobs: Callable[[str], int]) -> None:
     assert jobs("one_per_node") == 0, cluster.printed("one_per_node-*")
     assert places(cluster.printed("one_per_node-*")) == [("0", "2", "h0", "0,1"), ("1", "2", "h1", "0,1")]
 
 
+@of_job("array")
 def test_an_array_of_trainings(cluster: Cluster, jobs: Callable[[str], int]) -> None:
     assert jobs("array") == 0, cluster.printed("array-*")
     losses = [json.loads(path.read_text()) for path in sorted(cluster.home.glob("results/*/[0-2].json"))]
     assert [len(curve) for curve in losses] == [11] * 3
-    assert losses[0][0] == losses[1][0] == losses[2][0]  # they begin alike
+    assert losses[0][0] == losses[1][0] == losses[2][0]  # the trainings begin alike
     assert len({curve[-1] for curve in losses}) == 3
 
 
+@of_job("fails")
 def test_the_exit_status_of_a_job_is_the_programs(cluster: Cluster, jobs: Callable[[str], int]) -> None:
     assert jobs("fails") == 5, cluster.printed("fails-*")

@@ -1,4 +1,4 @@
-"""Programs on stand-ins for GPUs compute what they compute on CPUs."""
+"""Programs on stand-ins for GPUs compute the same as on CPUs."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from tests import unoptimised
 from tests.e2e.launch import EXAMPLES, losses, mpirun
 
 ROOT = EXAMPLES.parent
+EPOCH = ("--epochs", "1")
+STEPS = ("--steps", "10")
+pytestmark = [pytest.mark.whole, pytest.mark.xdist_group("standin")]
 
 
 def losses_on_standins(
@@ -30,16 +33,19 @@ def losses_on_standins(
     return np.array(json.loads(file.read_text()))
 
 
+@pytest.fixture(scope="module")
+def digits_on_cpus(tmp_path_factory: pytest.TempPathFactory) -> np.ndarray:
+    return losses(tmp_path_factory.mktemp("digits"), 2, "train_digits.py", *EPOCH)
+
+
 @pytest.mark.parametrize("mode", ["staged", "direct"])
-def test_digits(mode: str, tmp_path: Path) -> None:
-    on_cpus = losses(tmp_path, 2, "train_digits.py", "--epochs", "2")
-    on_standins = losses_on_standins(tmp_path, 2, "train_digits.py", "--epochs", "2", mode=mode)
-    # To the bit: a sum of two numbers is the same in either order.
-    np.testing.assert_array_equal(on_standins, on_cpus)
+def test_digits(mode: str, digits_on_cpus: np.ndarray, tmp_path: Path) -> None:
+    on_standins = losses_on_standins(tmp_path, 2, "train_digits.py", *EPOCH, mode=mode)
+    # All bits are equal: a sum of two numbers does not depend on their order.
+    np.testing.assert_array_equal(on_standins, digits_on_cpus)
 
 
 def test_gpt_on_several_devices_of_each_rank(tmp_path: Path) -> None:
-    options = ("--steps", "20")
-    on_cpus = losses(tmp_path, 2, "train_gpt.py", *options, devices=2)
-    on_standins = losses_on_standins(tmp_path, 2, "train_gpt.py", *options, devices=2)
+    on_cpus = losses(tmp_path, 2, "train_gpt.py", *STEPS, devices=2)
+    on_standins = losses_on_standins(tmp_path, 2, "train_gpt.py", *STEPS, devices=2)
     np.testing.assert_allclose(on_standins, on_cpus, rtol=1e-4)

@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 
 import pycollective as pc
+from pycollective.ranks.setup import devices_of_this_rank
 
 _TURNS = 20
 _LOCAL = r"\b(all-reduce|reduce-scatter|all-gather|all-to-all|collective-permute)(-start)?\("
@@ -57,7 +58,7 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=10)
     options = parser.parse_args()
     world = pc.init()
-    devices = pc.communicator.devices_of_this_rank()
+    devices = devices_of_this_rank()
     if len(devices) < 2:
         sys.exit(f"several_gpus: expected two devices of each rank, got {devices}")
     n = world.size * len(devices)

@@ -1,4 +1,4 @@
-"""Real libraries over ranks x local devices, against one process with as many devices."""
+"""Settings for tests of other libraries over ranks x local devices. The oracle is one process with as many devices."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from tests.under_mpirun import SIZE
 
 LOCAL = (1, 2)
 
-# Before a test module makes an array: with that JAX would start its devices, and a thread for each core on every rank.
+# This must come before a test module makes an array, which would start JAX's devices with a thread for each core.
 pc.init(devices=max(LOCAL))
 
-# What the libraries do, and JAX lets them where nobody asks for more.
+# The libraries promote dtypes and ranks implicitly, which is JAX's default.
 jax.config.update("jax_numpy_dtype_promotion", "standard")
 jax.config.update("jax_numpy_rank_promotion", "allow")
 jax.config.update("jax_legacy_prng_key", "allow")
@@ -29,13 +29,13 @@ def world() -> pc.Communicator:
 
 @pytest.fixture(params=LOCAL)
 def local(request: pytest.FixtureRequest) -> int:
-    """How many devices of each rank take part."""
+    """The number of devices of each rank that take part."""
     count: int = request.param
     return count
 
 
 @pytest.fixture(params=WAYS, ids=lambda way: way.id)
 def way(request: pytest.FixtureRequest) -> Way:
-    """How a program is run."""
+    """A way to run a program."""
     chosen: Way = request.param
     return chosen

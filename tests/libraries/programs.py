@@ -1,4 +1,4 @@
-"""One device's program, which names its axis by an argument, in every way in which the package runs it."""
+"""Runs one device's program, which takes its axis as an argument, in every way that the package has."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from tests.spmd.cases import assert_close, own
 
 Array = Any
 Program = Callable[[Array, Any], Any]
-"""``program(x, axis)``: of one device's ``x``; ``axis`` goes to :func:`pc.psum`, a name or a communicator."""
+"""``program(x, axis)``, a function of one device's ``x``. The axis, a name or a communicator, is for pc.psum."""
 
 
 class Way(NamedTuple):
     """A way to run a program.
 
     Attributes:
-        id: for pytest.
-        local: devices of each rank that take part.
-        run: ``run(program, world)`` maps the stacked arrays of this rank's devices to their stacked results.
+        id: its name in pytest's reports.
+        local: the number of devices of each rank that take part.
+        run: ``run(program, world)`` is a function from the stacked arrays of this rank's devices to stacked results.
     """
 
     id: str
@@ -54,8 +54,14 @@ WAYS = (
     Way("eager", 1, _over(lambda fun: fun)),
 )
 
+
+def name_of(part: Way | Program) -> str:
+    """Names it for pytest."""
+    return part.id if isinstance(part, Way) else part.__name__
+
+
 SOME = (WAYS[1], WAYS[3])
-"""For what is slow to compile."""
+"""The ways for programs that are slow to compile."""
 
 
 @functools.cache
@@ -72,7 +78,7 @@ def compare(
     tolerance: float = 1e-4,
     reference: Program | None = None,
 ) -> None:
-    """``program`` in that way against :func:`jax.vmap` of it, or of ``reference``, on arrays of ``shape``."""
+    """Compares ``program``, run in a way, with :func:`jax.vmap` of it, or of ``reference``, on arrays of ``shape``."""
     total = world.size * way.local
     want = _oracle(program if reference is None else reference, total, shape)
     got = way.run(program, world)(jax.numpy.asarray(own(world, way.local, np.asarray(values((total, *shape))))))

@@ -1,4 +1,4 @@
-"""Networks of Equinox, Flax and Haiku, in training steps over all devices."""
+"""Training steps over all devices with networks of Equinox, Flax and Haiku, and parameters that Orbax restores."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def equinox_loss(model: eqx.nn.MLP, x: Array) -> Array:
 
 
 def equinox_step(x: Array, axis: Any) -> Any:
-    """The model is closed over: filters see its arrays and its functions."""
+    """Makes a training step of a model that is closed over, so that Equinox's filters see its arrays and functions."""
     model = mlp()
     loss, grads = eqx.filter_value_and_grad(equinox_loss)(model, x)
     grads = pc.pmean(eqx.filter(grads, eqx.is_inexact_array), axis)
@@ -66,7 +66,7 @@ def test_equinox_filter_jit_over_a_communicator(world: pc.Communicator) -> None:
         *(eqx.filter_value_and_grad(equinox_loss)(mlp(), x[r]) for r in range(world.size)), strict=True
     )
     np.testing.assert_allclose(loss, np.mean(losses), rtol=1e-5)
-    # Each rank's loss is the mean of all, and so is the gradient with respect to this rank's copy: its own, once.
+    # Each of n ranks has the mean as its loss, and this rank's copy is in one term of it: n / n times its own gradient.
     for got, want in zip(jax.tree.leaves(grads), jax.tree.leaves(all_grads[world.rank]), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
 
@@ -114,7 +114,7 @@ def linen_start() -> Any:
 
 
 def test_linen_with_replicate(world: pc.Communicator, local: int) -> None:
-    """Two steps, whose state goes from one into the next."""
+    """The state of the first step goes into the second."""
     x = inputs(world, local)
 
     def train(pmap: Any, devices: Any, x: Array) -> Any:
@@ -174,7 +174,7 @@ def test_nnx(world: pc.Communicator, local: int) -> None:
 
 
 def test_nnx_pmap(world: pc.Communicator, local: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``nnx.pmap`` itself, whose prefixes of states are objects of its own."""
+    """``nnx.pmap`` passes prefixes of states that are objects of its own."""
 
     def mapped(x: Array) -> Array:
         model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
@@ -203,7 +203,7 @@ def haiku_net(x: Array) -> Array:
 
 
 def haiku_step(variables: list[Any], x: Array) -> list[Any]:
-    """Parameters and state in a list of dicts."""
+    """Makes a training step; parameters and state are dicts in a list."""
     net = hk.transform_with_state(haiku_net)
     params, state = variables
 
@@ -238,7 +238,7 @@ def test_haiku(world: pc.Communicator, local: int) -> None:
 
 
 def test_restored_parameters(world: pc.Communicator, local: int, tmp_path: Path) -> None:
-    """What orbax restores is committed to one device; it goes to all with ``in_axes=None``."""
+    """Orbax restores arrays that are committed to one device; ``in_axes=None`` takes them to all."""
     saved = linen_start()["params"]
     with ocp.PyTreeCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / f"rank{world.rank}", saved)

@@ -18,7 +18,7 @@ Array = Any
 
 
 def loss_of(x: Array, axis: Any) -> Callable[[Array], Array]:
-    """The mean over all devices; the parameters' cotangent too."""
+    """Returns the mean loss over all devices, whose gradient is a mean over all devices as well."""
 
     def loss(params: Array) -> Array:
         away = pc.pmean(params, axis) - x

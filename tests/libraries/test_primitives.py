@@ -1,4 +1,4 @@
-"""Primitives as libraries define them: by a function that JAX traces when it lowers them, and that may sum."""
+"""Primitives of other libraries: JAX traces their function when it lowers them, and it may hold a sum."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def scaled(x: Array, *, axis: Any) -> Array:
 
 
 scaled_p.def_impl(scaled)
-scaled_p.def_abstract_eval(lambda x, *, axis: x)  # it has no way to report an effect
+scaled_p.def_abstract_eval(lambda x, *, axis: x)  # a rule of this kind cannot report an effect
 mlir.register_lowering(scaled_p, mlir.lower_fun(scaled, multiple_results=False))
 
 

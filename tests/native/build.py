@@ -1,4 +1,4 @@
-"""Compiles ``device_test.cc``."""
+"""Compiles the tests in C++: each file ``*_test.cc`` is a program."""
 
 from __future__ import annotations
 
@@ -7,22 +7,34 @@ from pathlib import Path
 
 from tests.standin import compile_cpp
 
-_ROOT = Path(__file__).parents[2]
-_SOURCE = Path(__file__).parent / "device_test.cc"
-NAMES = tuple(re.findall(r'\{"(\w+)", Test\w+\}', _SOURCE.read_text()))
-"""The tests, each an argument of the program."""
+_HERE = Path(__file__).parent
+_NATIVE = _HERE.parents[1] / "native"
+_STANDIN = _HERE.parent / "standin" / "cudart.cc"
+
+SOURCES = {
+    "device_test": [_NATIVE / name for name in ("device.cc", "collectives.cc", "own_reductions.cc")],
+    "team_test": [_NATIVE / "team.cc"],
+}
+"""What each program is compiled with, besides its own file and a runtime."""
+
+NAMES = {program: re.findall(r'\{"(\w+)", Test\w+\}', (_HERE / f"{program}.cc").read_text()) for program in SOURCES}
+"""The tests of each program, which are its arguments."""
 
 
-def build(folder: Path, cudart: Path | None = None) -> Path:
-    """The program, in ``folder``.
+def build(program: str, folder: Path, cudart: Path | None = None) -> Path:
+    """Compiles a program into ``folder``.
 
     Args:
+        program: a key of :data:`SOURCES`.
         folder: that exists.
         cudart: CUDA's runtime library; None: the stand-in for it.
     """
-    sources = [_ROOT / "native" / name for name in ("device.cc", "collectives.cc", "team.cc")]
+    sources = [_HERE / f"{program}.cc", *SOURCES[program]]
     if cudart is None:
-        sources.append(_ROOT / "tests" / "standin" / "cudart.cc")
-        return compile_cpp([*sources, _SOURCE], folder / "device_test")
-    flags = ("-DPYCOLLECTIVE_CUDART", f"-Wl,-rpath,{cudart.parent}")
-    return compile_cpp([*sources, _SOURCE, cudart], folder / "device_test", *flags)
+        return compile_cpp([*sources, _STANDIN], folder / program)
+    return compile_cpp([*sources, cudart], folder / program, "-DPYCOLLECTIVE_CUDART", f"-Wl,-rpath,{cudart.parent}")
+
+
+def build_standin(folder: Path) -> Path:
+    """Compiles the stand-in as a library that can take the place of CUDA's."""
+    return compile_cpp([_STANDIN], folder / "libcudart.so.13", "-shared")

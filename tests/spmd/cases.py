@@ -1,4 +1,4 @@
-"""Functions of one device's array that call jax.lax's collectives over the axis "i", for :func:`jax.pmap` and ours."""
+"""Functions of one device's array with collectives over the axis "i", to compare ``pc.pmap`` with :func:`jax.pmap`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from jax import lax
 
 import pycollective as pc
 from tests.cases import values
-from tests.collective.programs import once, oracle_devices
+from tests.collective.programs import divided, once, oracle_devices
 
 Array = Any
 Function = Callable[[Any], Any]
 
-SHAPE = (8, 3)  # 8 divides by every number of devices here
+SHAPE = (8, 3)  # 8 is a multiple of every number of devices in these tests
 
 
 def _ring(step: int) -> list[tuple[int, int]]:
@@ -26,13 +26,13 @@ def _ring(step: int) -> list[tuple[int, int]]:
 
 
 def _halves() -> list[list[int]]:
-    """Two groups that cut across ranks and local devices, the second in opposite order."""
+    """Returns two groups, each with devices of all ranks; the second has them in opposite order."""
     n = lax.axis_size("i")
     return [list(range(0, n, 2)), list(range(1, n, 2))[::-1]] if n % 2 == 0 else [list(range(n))]
 
 
 def _blocks(x: Array) -> Array:
-    """One row for each device."""
+    """Returns one row for each device."""
     return x[: lax.axis_size("i")]
 
 
@@ -80,6 +80,15 @@ OTHERS: dict[str, Function] = {
 }
 ALL = {**LINEAR, **OTHERS}
 
+EACH = {
+    name: LINEAR[name]
+    for name in (
+        *("psum", "pmean", "psum in groups", "all_gather", "psum_scatter tiled", "all_to_all tiled"),
+        *("ppermute partial", "two after each other"),
+    )
+}
+"""One of each primitive, for tests of what is around a call. The others differ in the call's options."""
+
 
 def _loss(params: list[Array], x: Array) -> Array:
     for w in params:
@@ -88,48 +97,64 @@ def _loss(params: list[Array], x: Array) -> Array:
 
 
 def step(params: list[Array], x: Array) -> tuple[Array, list[Array]]:
-    """One of gradient descent: the loss, and new weights."""
+    """Makes a step of gradient descent. Returns the loss and the new weights."""
     loss, grads = jax.value_and_grad(_loss)(params, x)
     return lax.pmean(loss, "i"), jax.tree.map(lambda p, g: p - 0.1 * g, params, lax.pmean(grads, "i"))
 
 
 def stacked(world: pc.Communicator, local: int, seed: int = 0, shape: tuple[int, ...] = SHAPE) -> np.ndarray:
-    """One array for each device of all ranks."""
+    """Returns one array for each device of all ranks, stacked."""
     return np.asarray(values((world.size * local, *shape), seed=seed))
 
 
 def own(world: pc.Communicator, local: int, xs: Array) -> Array:
-    """The part of this rank's devices."""
+    """Returns the part of this rank's devices."""
     return xs[world.rank * local : (world.rank + 1) * local]
 
 
 def assert_close(world: pc.Communicator, local: int, got: Any, want: Any, tolerance: float = 1e-5) -> None:
-    """``got`` on this rank's devices against ``want`` on all."""
+    """Compares ``got``, of this rank's devices, with their part of ``want``, of all devices."""
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for (path, all_), mine in zip(jax.tree_util.tree_leaves_with_path(want), jax.tree.leaves(got), strict=True):
         expected = own(world, local, all_)
         assert mine.dtype == expected.dtype, path
         assert mine.shape == expected.shape, path
         wide = np.asarray(expected, np.float64)
-        # Rounding goes with the size of what was summed, which may cancel.
+        # The terms of a sum may cancel, and its rounding error goes with their size: so does the tolerance.
         size = max(1.0, np.abs(wide).max(initial=0))
         np.testing.assert_allclose(np.asarray(mine, np.float64), wide, tolerance, tolerance * size, err_msg=str(path))
+
+
+def each(table: dict[str, Callable[..., Any]]) -> Callable[..., dict[str, Any]]:
+    """All of a table in one program."""
+    return lambda *args: {name: fun(*args) for name, fun in table.items()}
 
 
 def compare(
     world: pc.Communicator,
     local: int,
-    fun: Callable[..., Any],
+    fun: Callable[..., Any] | dict[str, Callable[..., Any]],
     *args: Any,
     in_axes: Any = 0,
     around: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda f: f,
     tolerance: float = 1e-5,
     **options: Any,
 ) -> None:
-    """``pc.pmap(fun)`` on this rank's part of ``args`` against ``jax.pmap(fun)`` on all, inside ``around``."""
+    """``pc.pmap(fun)`` on this rank's part of ``args`` against ``jax.pmap(fun)`` on all, inside ``around``.
+
+    Of a table of functions the ranks compute the oracle together, each a part; ``around`` cannot be told apart so.
+    """
     total = world.size * local
-    oracle = jax.pmap(fun, "i", in_axes=in_axes, devices=oracle_devices(total), **options)
-    want = once(total, lambda: around(oracle)(*args))
+
+    def oracle(fun: Callable[..., Any]) -> Any:
+        mapped = jax.pmap(fun, "i", in_axes=in_axes, devices=oracle_devices(total), **options)
+        return jax.jit(around(mapped))(*args)
+
+    if isinstance(fun, dict):
+        table, fun = fun, each(fun)
+        want = divided(total, table, lambda names: oracle(each({name: table[name] for name in names})))
+    else:
+        want = once(total, lambda: oracle(fun))
     axes = in_axes if isinstance(in_axes, tuple) else (in_axes,) * len(args)
     mine = [
         x if axis is None else jax.tree.map(lambda x: own(world, local, x), x)

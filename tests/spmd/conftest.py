@@ -1,4 +1,4 @@
-"""Ranks x local devices: every rank drives all its devices, and each test says how many take part."""
+"""Settings for tests on ranks x local devices. A rank drives all its devices; a test says how many take part."""
 
 from __future__ import annotations
 
@@ -6,26 +6,30 @@ import jax
 import pytest
 
 import pycollective as pc
+from pycollective.ranks.setup import devices_of_this_rank
 from tests.under_mpirun import *  # noqa: F403
 from tests.under_mpirun import PLATFORM, SIZE
 
-_LOCAL = {1: (1, 4), 2: (1, 2, 4), 4: (2,)}
+_LOCAL = {1: (1, 4), 2: (1, 4), 4: (2,)}
 if SIZE not in _LOCAL:
     raise pytest.UsageError(f"tests/spmd: expected {sorted(_LOCAL)} ranks, whose products divide 8, got {SIZE}")
 
-# Before a test module makes an array: with that JAX would start its devices, and a thread for each core on every rank.
-# Of a platform that somebody asks for, GPUs, there may be fewer.
+# This must come before a test module makes an array, which would start JAX's devices with a thread for each core.
+# On a platform that somebody asks for, such as GPUs, all devices take part, be they fewer.
 pc.init(devices=max(_LOCAL[SIZE]) if PLATFORM is None else None)
+_HERE = len(devices_of_this_rank())
+if _HERE not in (1, 2, 4, 8) or SIZE * _HERE > 8:
+    raise pytest.UsageError(f"tests/spmd: expected 1, 2, 4 or 8 devices of each rank, 8 together, got {_HERE}")
 
-LOCAL = tuple(n for n in _LOCAL[SIZE] if n <= len(pc.communicator.devices_of_this_rank())) or (1,)
-"""Local devices by the number of ranks; the oracle needs ranks x devices in one process."""
+LOCAL = _LOCAL[SIZE] if PLATFORM is None else tuple(sorted({1, _HERE}))
+"""The numbers of local devices to test. The oracle needs ranks x local devices in one process, which has 8."""
 
-FEW = (2,) if SIZE == 2 and 2 in LOCAL else LOCAL[-1:]
-"""For what is slow to compile: 1x4, 2x2, 4x2."""
+FEW = (2,) if SIZE == 2 and _HERE >= 2 else LOCAL[-1:]
+"""The same for tests that are slow to compile: 1x4, 2x2, 4x2 (ranks x local devices)."""
 
 
 def needs_local(count: int) -> pytest.MarkDecorator:
-    """For a test of so many devices of each rank: of GPUs there may be fewer."""
+    """Marks a test of so many devices of each rank: of GPUs there may be fewer."""
     return pytest.mark.skipif(max(LOCAL) < count, reason=f"LOUD: needs {count} local devices")
 
 
@@ -37,13 +41,13 @@ def world() -> pc.Communicator:
 
 @pytest.fixture(params=LOCAL)
 def local(request: pytest.FixtureRequest) -> int:
-    """How many devices of each rank take part."""
+    """The number of devices of each rank that take part."""
     count: int = request.param
     return count
 
 
 @pytest.fixture(params=FEW)
 def few(request: pytest.FixtureRequest) -> int:
-    """As ``local``, for what is slow to compile."""
+    """The number of devices of each rank that take part in a test that is slow to compile."""
     count: int = request.param
     return count

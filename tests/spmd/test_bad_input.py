@@ -1,4 +1,4 @@
-"""Bad input to pc.pmap, pc.shard_map, pc.make_mesh: one clear error on every rank, no hang and no wrong result."""
+"""Bad input to pc.pmap, pc.shard_map and pc.make_mesh gives one clear error on every rank, and no hang."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from jax.sharding import PartitionSpec as P
 from mpi4py import MPI
 
 import pycollective as pc
+from pycollective.primitives import exchanges, lowering
+from pycollective.ranks.setup import devices_of_this_rank
 from tests.spmd.conftest import LOCAL, needs_local
 from tests.under_mpirun import RANK, SIZE
 
-D = max(LOCAL)  # of pc.init
+D = max(LOCAL)  # the number of local devices that pc.init gets
 TOTAL = SIZE * D
 HERE = rf"\(rank {RANK} of {SIZE}\)\. [A-Z]"  # the end of a message, and the start of its remedy
 X = np.ones((D, 3), np.float32)
@@ -53,7 +55,7 @@ def test_mapped_axis_of_a_wrong_length(length: int) -> None:
 
 
 def test_mapped_axis_that_is_not_as_long_as_devices() -> None:
-    devices = pc.communicator.devices_of_this_rank()[:1]
+    devices = devices_of_this_rank()[:1]
     with pytest.raises(ValueError, match=rf"pmap: expected a mapped axis of this rank's 1 device.*got length 2 {HERE}"):
         pc.pmap(total, "i", devices=devices)(np.ones((2, 3)))
 
@@ -176,7 +178,7 @@ def test_not_an_array(function: Any, wrong: Any) -> None:
 
 @pytest.mark.skipif(jax.local_device_count() == D, reason="LOUD: pc.init took all local devices")
 def test_devices_that_init_does_not_know(world: pc.Communicator) -> None:
-    devices = [*pc.communicator.devices_of_this_rank(), jax.local_devices()[-1]]
+    devices = [*devices_of_this_rank(), jax.local_devices()[-1]]
     text = rf"Mesh: expected a device of pycollective.init\(devices=...\), got \[CpuDevice\(id=\d\)\] {HERE}"
     with pytest.raises(ValueError, match=text):
         pc.pmap(total, "i", devices=devices)(np.ones((D + 1, 3)))
@@ -207,7 +209,7 @@ def test_a_program_inside_one_of_several_devices() -> None:
 
 
 def test_specs_that_jax_refuses() -> None:
-    # In JAX's own words, which name the place.
+    # The errors are JAX's own, which name the place.
     tree = {"a": [X, X]}
     both = lambda tree: (total(tree["a"][0]), tree["a"][1])
     cases: list[tuple[Any, Any, type[Exception], str]] = [
@@ -261,7 +263,7 @@ def test_backend_of_pmap() -> None:
 @pytest.mark.parametrize(("spec", "shape"), [(P("i"), (D + 1, 3)), (P(None, "i"), (3, D + 1)), (P(("i",)), (D - 1,))])
 def test_block_that_does_not_divide(spec: Any, shape: tuple[int, ...]) -> None:
     block = rf"\({shape[0]}.*\)"
-    along = rf"an axis that divides by the {D} local devices along .*'i'.* of in_specs"
+    along = rf"a length that is a multiple of the {D} devices along .*'i'.* of in_specs"
     text = rf"shard_map: expected {along}, got {block} {HERE}"
     with pytest.raises(ValueError, match=text):
         call(total, spec, spec, np.ones(shape))
@@ -300,12 +302,12 @@ def test_sizes_that_are_no_integers() -> None:
 @pytest.mark.skipif(SIZE not in (2, 4), reason="LOUD: needs 2 or 4 ranks")
 @needs_local(3 if SIZE == 2 else 2)
 def test_axis_that_cuts_a_rank_into_no_box(world: pc.Communicator) -> None:
-    # 2 ranks of 3 devices as 3 x 2, 3 ranks of 2 as 2 x 3: the second rank starts, or the first ends, inside a row.
+    # 2 ranks of 3 devices as 3 x 2, or 3 ranks of 2 devices as 2 x 3: a rank starts or ends inside a row.
     ranks, local = (2, 3) if SIZE == 2 else (3, 2)
     comm = world.split(color=0 if world.rank < ranks else None)
     if comm is None:
         return
-    devices = pc.communicator.devices_of_this_rank()[:local]
+    devices = devices_of_this_rank()[:local]
     text = rf"make_mesh: expected each rank's {local} devices to fill whole axes .*got shape \({local}, {ranks}\)"
     if (ranks, local) == (2, 3):
         with pytest.raises(ValueError, match=rf"{text} of .*\(rank {comm.rank} of {ranks}\)\. Choose"):
@@ -373,12 +375,12 @@ def test_blocks_of_a_collective_that_do_not_divide() -> None:
         lambda x: lax.all_to_all(x, "i", 0, 0),
         lambda x: lax.all_to_all(x, "i", 0, 0, tiled=True),
     ):
-        with pytest.raises(ValueError, match=rf"(?=.*\b11\b).*\b{TOTAL}\b"):  # JAX's own
+        with pytest.raises(ValueError, match=rf"(?=.*\b11\b).*\b{TOTAL}\b"):  # the error is JAX's own
             pc.pmap(fun, "i")(x)
 
 
 def line_of(fun: Callable[..., Any], text: str) -> int:
-    """The number of the line of a function that contains a text."""
+    """Returns the number of the line of a function that contains a text."""
     lines, start = inspect.getsourcelines(fun)
     return start + next(i for i, line in enumerate(lines) if text in line)
 
@@ -522,7 +524,7 @@ def test_not_a_communicator(wrong: Any) -> None:
 @needs_two
 @pytest.mark.parametrize("kind", ["shape", "dtype", "operation"])
 def test_ranks_that_disagree(kind: str, world: pc.Communicator) -> None:
-    # On a communicator of its own, whose pending messages end with it.
+    # The test has its own communicator, so that messages still pending do not reach other tests.
     comm = world.split(color=0)
     assert comm is not None
     odd = world.rank == world.size - 1
@@ -544,3 +546,19 @@ def test_ranks_that_map_different_numbers_of_devices(name: str, world: pc.Commun
         RuntimeError, match=rf"pmap: expected the same program on every rank, here with .*, got .* {HERE}"
     ):
         pc.pmap(lambda x: getattr(lax, name)(x, "i"), "i", comm=comm)(X[:count]).block_until_ready()
+
+
+@pytest.mark.skipif(not lowering.HOSTS, reason="LOUD: accelerators make no collective as a team")
+def test_a_collective_that_local_devices_cannot_make_together(world: pc.Communicator) -> None:
+    group = mesh().group_along(("i",))
+    each = jax.shard_map(
+        lambda x: exchanges.gather(x, comm=group, root=0),
+        mesh=group.mesh.local_mesh,
+        in_specs=P("i"),
+        out_specs=P("i"),
+        check_vma=False,
+    )
+    with pytest.raises(
+        RUNTIME_ERRORS, match="gather: expected a collective over ranks, got one over several devices of each rank"
+    ):
+        jax.block_until_ready(pc.jit(each)(X))

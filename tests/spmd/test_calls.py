@@ -1,4 +1,4 @@
-"""How many calls a program makes: sums that do not depend on each other are one, wherever the program is."""
+"""The number of calls that a program makes: sums that do not depend on each other are one call, in any program."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import pycollective as pc
-from pycollective import buckets
 from pycollective.config import Config
+from pycollective.named_axes import fusion
+from pycollective.ranks.setup import devices_of_this_rank
 
 Array = Any
 X = np.ones((3,), np.float32)
@@ -26,8 +27,8 @@ def sums(x: Array) -> list[Array]:
 
 
 def programs(local: int) -> dict[str, tuple[Callable[..., Any], Array]]:
-    """Six sums, each with what it takes."""
-    mesh = pc.make_mesh((-1,), ("i",), devices=pc.communicator.devices_of_this_rank()[:local])
+    """Returns programs with six sums each, and an argument for each program."""
+    mesh = pc.make_mesh((-1,), ("i",), devices=devices_of_this_rank()[:local])
     return {
         "pmap": (pc.pmap(sums, "i"), np.stack([X] * local)),
         "jit": (pc.jit(sums, axis_name="i"), X),
@@ -42,14 +43,14 @@ def programs(local: int) -> dict[str, tuple[Callable[..., Any], Array]]:
 
 def calls(fun: Callable[..., Any], *args: Any) -> int:
     text = fun.lower(*args).as_text()  # type: ignore[attr-defined]
-    return len(re.findall(r"custom_call @pycollective_(?:device_)?allreduce(?!_done)\w*\(", text))  # begun, or whole
+    return len(re.findall(r"custom_call @pycollective_(?:device_)?allreduce(?!_done)\w*\(", text))  # or a start
 
 
 @pytest.mark.parametrize("name", ["pmap", "jit", "jit typed", "shard_map", "shard_map untyped"])
-def test_six_sums(name: str, world: pc.Communicator, local: int) -> None:
-    fun, x = programs(local)[name]
+def test_six_sums(name: str, world: pc.Communicator, few: int) -> None:
+    fun, x = programs(few)[name]
     gradient = jax.grad(lambda x: sum(jnp.sum(jnp.sin(y)) for y in fun(x)))
-    # A result that a spec calls shared has one cotangent: nothing is summed backwards.
+    # With types a shared result has a shared cotangent, so the backward pass has no sum.
     backwards = 0 if name == "shard_map" else 1
     assert calls(fun, x) == 1
     for compiler in (jax.jit, pc.jit):
@@ -61,19 +62,19 @@ def test_six_sums(name: str, world: pc.Communicator, local: int) -> None:
 
 @pytest.mark.parametrize(("bucket_bytes", "count"), [(0, 6), (2 * X.nbytes, 3), (1 << 20, 1)])
 def test_buckets(bucket_bytes: int, count: int, local: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buckets, "config", Config(bucket_bytes=bucket_bytes))
+    monkeypatch.setattr(fusion, "config", Config(bucket_bytes=bucket_bytes))
     for fun, x in programs(local).values():
         assert calls(fun, x) == count
 
 
 def test_gradients_of_shared_arguments(world: pc.Communicator, local: int) -> None:
-    # Taken from outside: JAX sums those of all devices.
+    # The gradient is taken outside, so JAX sums the gradients of all devices.
     shared = [np.full((k + 1, 3), k, np.float32) for k in range(6)]
     loss = lambda weights, x: lax.pmean(sum(jnp.sum(jnp.sin(w * x[None])) for w in weights), "i")
     fun = pc.pmap(loss, "i", in_axes=(None, 0), out_axes=None)
     x = np.stack([X] * local)
     assert calls(jax.jit(jax.grad(fun)), shared, x) == 3  # the loss, its cotangent, the gradients
-    mesh = pc.make_mesh((-1,), ("i",), devices=pc.communicator.devices_of_this_rank()[:local])
+    mesh = pc.make_mesh((-1,), ("i",), devices=devices_of_this_rank()[:local])
     typed = pc.shard_map(
         lambda weights, x: lax.pmean(sum(jnp.sum(jnp.sin(w * x[None])) for w in weights), "i"),
         mesh=mesh, in_specs=(P(), P("i")), out_specs=P(),
@@ -83,7 +84,7 @@ def test_gradients_of_shared_arguments(world: pc.Communicator, local: int) -> No
 
 @pytest.mark.parametrize("donated", [False, True])
 def test_nothing_is_copied(donated: bool, world: pc.Communicator) -> None:
-    # A sum takes the buffer of its operand unless somebody reads that, or it is an input that is not donated.
+    # A sum overwrites its operand unless the program reads it again, or it is an input that is not donated.
     options: dict[str, Any] = {"donate_argnums": 0} if donated else {}
 
     def aliased(fun: Callable[..., Any], *args: Array) -> int:

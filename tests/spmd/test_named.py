@@ -1,4 +1,4 @@
-"""Named axes with what else JAX has: other axes, hidden names, closures, references, solvers, primitives of libraries.
+"""Named axes together with other axes, hidden names, closures, references, solvers, and primitives of other libraries.
 
 The oracle is ``jax.vmap(axis_name=)`` on one process.
 """
@@ -18,7 +18,9 @@ from jax.interpreters import mlir
 from jax.sharding import PartitionSpec as P
 
 import pycollective as pc
+from pycollective.ranks.setup import devices_of_this_rank
 from tests.cases import values
+from tests.collective.programs import divided
 from tests.spmd.cases import assert_close, own, stacked
 from tests.spmd.conftest import needs_local
 
@@ -28,7 +30,7 @@ Array = Any
 def compare(
     world: pc.Communicator, local: int, fun: Callable[[Array], Any], xs: Array, tolerance: float = 1e-4
 ) -> None:
-    """``fun`` of one device's array, its gradient inside, and that from outside, against :func:`jax.vmap`."""
+    """Compares ``fun`` of one device's array, its gradient inside and its gradient outside with :func:`jax.vmap`."""
 
     def inside(x: Array) -> Array:
         return jax.grad(lambda x: sum(jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(fun(x))))(x)
@@ -36,17 +38,20 @@ def compare(
     def outside(mapped: Callable[[Array], Any]) -> Callable[[Array], Array]:
         return jax.grad(lambda x: sum(jnp.sum(jnp.cos(y)) for y in jax.tree.leaves(mapped(x))))
 
-    mine = own(world, local, xs)
-    for body in (fun, inside):
-        mapped, oracle = pc.pmap(body, "i"), jax.vmap(body, axis_name="i")
-        assert_close(world, local, mapped(mine), oracle(xs), tolerance)
-        if body is fun:
-            assert_close(world, local, outside(mapped)(mine), outside(oracle)(xs), tolerance)
-    if local == 1:
-        named = pc.jit(fun, axis_name="i")
-        assert_close(
-            world, 1, jax.tree.map(lambda y: y[None], named(mine[0])), jax.vmap(fun, axis_name="i")(xs), tolerance
-        )
+    mine, first = own(world, local, xs), xs[: world.size]
+    ours, theirs = pc.pmap(fun, "i"), jax.vmap(fun, axis_name="i")
+    oracles: dict[str, Callable[[], Any]] = {
+        "value": lambda: jax.jit(theirs)(xs),
+        "inside": lambda: jax.jit(jax.vmap(inside, axis_name="i"))(xs),
+        "outside": lambda: jax.jit(outside(theirs))(xs),
+        "named": lambda: jax.jit(theirs)(first),
+    }
+    want = divided(world.size, oracles, lambda names: {name: oracles[name]() for name in names})
+    assert_close(world, local, ours(mine), want["value"], tolerance)
+    assert_close(world, local, pc.pmap(inside, "i")(mine), want["inside"], tolerance)
+    assert_close(world, local, outside(ours)(mine), want["outside"], tolerance)
+    named = jax.tree.map(lambda y: y[None], pc.jit(fun, axis_name="i")(first[world.rank]))
+    assert_close(world, 1, named, want["named"], tolerance)
 
 
 # Axes of ours and of others -------------------------------------------------------------------------------
@@ -68,7 +73,7 @@ def test_over_axes_of_ours_and_of_vmap(names: tuple[str, str], world: pc.Communi
     n = world.size * local
     xs = values((3, n, 2, 2))
     mine = xs[:, world.rank * local : (world.rank + 1) * local]
-    want = jax.vmap(jax.vmap(fun, axis_name="i"), axis_name="j")(xs)
+    want = jax.jit(jax.vmap(jax.vmap(fun, axis_name="i"), axis_name="j"))(xs)
     got = jax.vmap(pc.pmap(fun, "i"), axis_name="j")(mine)
     first = lambda tree: jax.tree.map(lambda y: jnp.moveaxis(jnp.asarray(y), 1, 0), tree)
     assert_close(world, local, first(got), first(want))
@@ -77,7 +82,7 @@ def test_over_axes_of_ours_and_of_vmap(names: tuple[str, str], world: pc.Communi
         return lambda x: jnp.sum(jnp.sin(jax.vmap(mapped, axis_name="j")(x)))
 
     total = lambda x: lax.psum(jnp.sin(x), names)
-    want = jax.grad(loss(jax.vmap(total, axis_name="i")))(xs)
+    want = jax.jit(jax.grad(loss(jax.vmap(total, axis_name="i"))))(xs)
     assert_close(world, local, first(jax.grad(loss(pc.pmap(total, "i")))(mine)), first(want))
 
 
@@ -114,7 +119,7 @@ def test_an_inner_axis_hides_an_outer_one(world: pc.Communicator, local: int) ->
         jax.vmap(pc.jit(fun, axis_name="i"), axis_name="i")(batch),
         world.size * np.stack([ranks, 2 * ranks]), rtol=1e-4, atol=1e-5,
     )  # fmt: skip
-    # Inside a program of one device of each rank: the outer axis is there again behind the inner program.
+    # In a program of one device of each rank, the outer axis is visible again after the inner program.
     inner = pc.pmap(lambda x: lax.psum(2 * x, "i"), "i")
     nested = pc.pmap(lambda x: inner(x[None])[0] + lax.psum(x, "i"), "i")
     total = xs.reshape(world.size, local, 3)[:, 0].sum(axis=0)
@@ -125,11 +130,11 @@ def test_an_inner_axis_hides_an_outer_one(world: pc.Communicator, local: int) ->
     np.testing.assert_allclose(through(mine[:1])[0], world.size * total, rtol=1e-4, atol=1e-5)
 
 
-def test_transforms_of_transforms(world: pc.Communicator, local: int) -> None:
-    # Results that do not depend on the batch stay without one: jacfwd and hessian ask for that.
-    xs = stacked(world, local, shape=(3,))
-    mine = own(world, local, xs)
-    mesh = pc.make_mesh((-1,), ("i",), devices=pc.communicator.devices_of_this_rank()[:local])
+def test_transforms_of_transforms(world: pc.Communicator, few: int) -> None:
+    # Results that do not depend on the batch must stay without one; jacfwd and hessian need that.
+    xs = stacked(world, few, shape=(3,))
+    mine = own(world, few, xs)
+    mesh = pc.make_mesh((-1,), ("i",), devices=devices_of_this_rank()[:few])
     fun = lambda w, x: lax.pmean(jnp.sum(jnp.tanh(w * x)), "i")
     oracle = jax.vmap(fun, in_axes=(None, 0), out_axes=None, axis_name="i")
     ours = (
@@ -148,32 +153,36 @@ def test_transforms_of_transforms(world: pc.Communicator, local: int) -> None:
         "value and gradient": jax.value_and_grad,
     }
     w = np.float32(0.3)
-    for name, transform in transforms.items():
-        want = transform(oracle)(w, xs)
-        for mapped in ours:
-            for compiler in (lambda f: f, jax.jit):
-                got = compiler(transform(mapped))(w, mine)
-                for y, z in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+
+    def every(f: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: {name: transform(f)(*args) for name, transform in transforms.items()}
+
+    want = jax.jit(every(oracle))(w, xs)
+    for mapped in ours:
+        for compiler in (lambda f: f, jax.jit):
+            got = compiler(every(mapped))(w, mine)
+            for name in transforms:
+                for y, z in zip(jax.tree.leaves(got[name]), jax.tree.leaves(want[name]), strict=True):
                     np.testing.assert_allclose(y, z, rtol=1e-3, atol=1e-4, err_msg=name)
 
 
 # Closures, references, casts ------------------------------------------------------------------------------
 
 
-def test_gradient_of_what_a_function_closes_over(world: pc.Communicator, local: int) -> None:
-    xs = stacked(world, local, shape=(3,))
-    mesh = pc.make_mesh((-1,), ("i",), devices=pc.communicator.devices_of_this_rank()[:local])
+def test_gradient_of_what_a_function_closes_over(world: pc.Communicator, few: int) -> None:
+    xs = stacked(world, few, shape=(3,))
+    mesh = pc.make_mesh((-1,), ("i",), devices=devices_of_this_rank()[:few])
     fun = lambda w, x: jnp.tanh(w * x) + lax.pmean(w * x, "i")
 
     def loss(around: Callable[..., Any]) -> Callable[[Array, Array], Array]:
         return lambda w, x: jnp.sum(jnp.sin(around(lambda x: fun(w, x))(x)))
 
     want = jax.grad(loss(lambda f: jax.vmap(f, axis_name="i")))(np.float32(2), xs)
-    got = jax.grad(loss(lambda f: pc.pmap(f, "i")))(np.float32(2), own(world, local, xs))
+    got = jax.grad(loss(lambda f: pc.pmap(f, "i")))(np.float32(2), own(world, few, xs))
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
     for check in (True, False):
         map_ = lambda f, check=check: pc.shard_map(f, mesh=mesh, in_specs=P("i"), out_specs=P("i"), check_vma=check)
-        got = jax.grad(loss(map_))(np.float32(2), own(world, local, xs))
+        got = jax.grad(loss(map_))(np.float32(2), own(world, few, xs))
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
@@ -188,24 +197,24 @@ def count_in_a_reference(x: Array) -> Array:
     return total[...]
 
 
-def test_references(world: pc.Communicator, local: int) -> None:
-    xs = stacked(world, local, shape=(3,))
-    mine = own(world, local, xs)
-    want = own(world, local, np.broadcast_to(6 * xs.sum(axis=0), xs.shape))
+def test_references(world: pc.Communicator, few: int) -> None:
+    xs = stacked(world, few, shape=(3,))
+    mine = own(world, few, xs)
+    want = own(world, few, np.broadcast_to(6 * xs.sum(axis=0), xs.shape))
     for compiler in (lambda f: f, jax.jit, pc.jit):
         np.testing.assert_allclose(compiler(pc.pmap(count_in_a_reference, "i"))(mine), want, rtol=1e-5, atol=1e-5)
-    ranks = 6 * xs.reshape(world.size, local, 3).sum(axis=0)
+    ranks = 6 * xs.reshape(world.size, few, 3).sum(axis=0)
     np.testing.assert_allclose(pc.jit(count_in_a_reference, axis_name="i")(mine), ranks, rtol=1e-5, atol=1e-5)
-    mesh = pc.make_mesh((-1,), ("i",), devices=pc.communicator.devices_of_this_rank()[:local])
+    mesh = pc.make_mesh((-1,), ("i",), devices=devices_of_this_rank()[:few])
     sharded = pc.shard_map(count_in_a_reference, mesh=mesh, in_specs=P("i"), out_specs=P("i"))
     np.testing.assert_allclose(sharded(mine), want, rtol=1e-5, atol=1e-5)
     squares = lambda x: jnp.sum(count_in_a_reference(x) ** 2)
     got = pc.pmap(jax.grad(squares), "i")(mine)
-    assert_close(world, local, got, jax.vmap(jax.grad(squares), axis_name="i")(xs))
+    assert_close(world, few, got, jax.vmap(jax.grad(squares), axis_name="i")(xs))
     for fun in (count_in_a_reference, lambda x: jax.jit(count_in_a_reference)(jnp.sin(x))):
         outside = lambda mapped: jax.grad(lambda x: jnp.sum(jnp.sin(mapped(x))))
         got = outside(pc.pmap(fun, "i"))(mine)
-        assert_close(world, local, got, outside(jax.vmap(fun, axis_name="i"))(xs))
+        assert_close(world, few, got, outside(jax.vmap(fun, axis_name="i"))(xs))
 
 
 def test_casts_of_types(world: pc.Communicator, local: int) -> None:
@@ -214,14 +223,14 @@ def test_casts_of_types(world: pc.Communicator, local: int) -> None:
     fun = lambda x: lax.psum(lax.pcast(x, "i", to="varying") * 2, "i")
     want = 2 * xs.sum(axis=0)
     np.testing.assert_allclose(pc.pmap(fun, "i")(mine)[0], want, rtol=1e-5, atol=1e-5)
-    mesh = pc.make_mesh((-1,), ("i",), devices=pc.communicator.devices_of_this_rank()[:local])
+    mesh = pc.make_mesh((-1,), ("i",), devices=devices_of_this_rank()[:local])
     shared = lambda w, x: lax.psum(lax.pcast(w, "i", to="varying") * x, "i")
     got = pc.shard_map(shared, mesh=mesh, in_specs=(P(), P("i")), out_specs=P())(np.full((1, 3), 2, np.float32), mine)
     np.testing.assert_allclose(got[0], want, rtol=1e-5, atol=1e-5)
 
 
 def test_types_of_jit(world: pc.Communicator) -> None:
-    # The gradient of a summed loss, taken inside: with types it counts the sum once.
+    # With types, the gradient of a summed loss, taken inside, counts the sum once.
     x = np.float32(world.rank + 1)
     fun = jax.grad(lambda w, x: lax.psum(w * x, "i"))
     assert float(pc.jit(fun, axis_name="i", check_vma=True)(np.float32(1), x)) == x
@@ -229,7 +238,7 @@ def test_types_of_jit(world: pc.Communicator) -> None:
 
 
 def test_narrow_sums_have_types(world: pc.Communicator, local: int) -> None:
-    mesh = pc.make_mesh((-1,), ("i",), devices=pc.communicator.devices_of_this_rank()[:local])
+    mesh = pc.make_mesh((-1,), ("i",), devices=devices_of_this_rank()[:local])
     xs = np.arange(1.0, world.size * local + 1, dtype=np.float32)
     loss = lambda w, x: pc.psum(jnp.sum(w * x), "i", wire_dtype=jnp.bfloat16)
     fun = pc.shard_map(jax.value_and_grad(loss), mesh=mesh, in_specs=(P(), P("i")), out_specs=P())
@@ -240,7 +249,7 @@ def test_narrow_sums_have_types(world: pc.Communicator, local: int) -> None:
 @needs_local(2)
 def test_around_a_shard_map_of_jax(world: pc.Communicator) -> None:
     # The outer axis has one device of each rank, the inner one two of each.
-    theirs = jax.sharding.Mesh(np.array(pc.communicator.devices_of_this_rank()[:2]), ("d",))
+    theirs = jax.sharding.Mesh(np.array(devices_of_this_rank()[:2]), ("d",))
     inner = jax.shard_map(lambda x: lax.psum(jnp.sin(x), "d"), mesh=theirs, in_specs=P("d"), out_specs=P())
     fun = lambda x: jnp.sum(lax.psum(inner(x), "i") ** 2)
     xs = stacked(world, 1, shape=(4,))
@@ -252,9 +261,9 @@ def test_around_a_shard_map_of_jax(world: pc.Communicator) -> None:
 
 
 def test_sums_of_ranks_inside_have_types(world: pc.Communicator, local: int) -> None:
-    # What ranks reduce varies along the local axis as its operand does, for JAX's own shard_map too.
-    theirs = jax.sharding.Mesh(np.array(pc.communicator.devices_of_this_rank()[:local]), ("d",))
-    ours = pc.make_mesh((-1,), ("d",), devices=pc.communicator.devices_of_this_rank()[:local])
+    # A sum over ranks varies along the local axis as its operand does, also for JAX's own shard_map.
+    theirs = jax.sharding.Mesh(np.array(devices_of_this_rank()[:local]), ("d",))
+    ours = pc.make_mesh((-1,), ("d",), devices=devices_of_this_rank()[:local])
     xs = stacked(world, local, shape=(3,))
     mine = own(world, local, xs)
     fun = lambda x: lax.psum(jnp.sum(pc.psum(x, world)) ** 2, "d")
@@ -303,11 +312,10 @@ def converted(x: Array) -> Array:
 @pytest.mark.parametrize("solver", [conjugate_gradients, linear_solve, root, converted], ids=lambda f: f.__name__)
 def test_solvers(solver: Callable[[Array], Array], world: pc.Communicator, few: int) -> None:
     compare(world, few, solver, stacked(world, few, shape=(9,)), tolerance=5e-3)
-    compare(world, 1, solver, stacked(world, 1, shape=(9,)), tolerance=5e-3)
 
 
 def test_linear_call(world: pc.Communicator, few: int) -> None:
-    # vmap has no rule for it; the transpose counts twice, to see that it was asked.
+    # vmap has no rule for it. The transpose has a factor of 2, which shows that JAX has used it.
     def fun(a: Array, x: Array) -> Array:
         forward = lambda a, x: lax.psum(a * x, "i")
         backward = lambda a, ct: 2 * a * lax.psum(ct, "i")
@@ -323,8 +331,8 @@ def test_linear_call(world: pc.Communicator, few: int) -> None:
     np.testing.assert_allclose(outside, 2 * n * mine[0], rtol=1e-5)
 
 
-# A primitive as libraries make them: its parameters hold an open jaxpr, whose constants come among the operands; it
-# does not say which effects that has.
+# A primitive as other libraries make them: its parameters hold an open jaxpr, the constants of that jaxpr are operands,
+# and it does not report the effects of that jaxpr.
 library_p = Primitive("of_a_library")
 library_p.multiple_results = True
 
@@ -359,7 +367,7 @@ def test_primitive_of_a_library(constant: bool, world: pc.Communicator, local: i
     np.testing.assert_allclose(pc.pmap(named, "i")(mine)[0], k * xs.sum(axis=0), rtol=1e-4, atol=1e-5)
     ranks = xs.reshape(world.size, local, 3).sum(axis=0)
     np.testing.assert_allclose(pc.jit(named, axis_name="i")(mine), k * ranks, rtol=1e-4, atol=1e-5)
-    # Over a communicator, in a loop: twice the sum of sums.
+    # A sum over a communicator, in a loop of two rounds, is a sum of sums.
     over = lambda x: lax.fori_loop(0, 2, lambda _, c: through_a_library(lambda y: pc.psum(factor() * y, world), c), x)
     np.testing.assert_allclose(pc.jit(over)(mine), k * k * world.size * ranks, rtol=1e-4, atol=1e-5)
 
@@ -383,7 +391,7 @@ def test_lists_and_numbers_of_numpy(world: pc.Communicator, local: int) -> None:
     np.testing.assert_allclose(static(mine, 2)[0], (xs**2).sum(axis=0), rtol=1e-5)
     back = pc.pmap(lambda x: lax.psum(x, "i"), "i", out_axes=-1)(mine)
     np.testing.assert_allclose(back, np.stack([total] * local, axis=-1), rtol=1e-5, atol=1e-5)
-    mesh = pc.make_mesh((-1,), ("i",), devices=pc.communicator.devices_of_this_rank()[:local])
+    mesh = pc.make_mesh((-1,), ("i",), devices=devices_of_this_rank()[:local])
     both = pc.shard_map(
         lambda a, k: [lax.psum(a[0], "i"), {"k": a[1]}],
         mesh=mesh, in_specs=([P("i"), P()], None), out_specs=[P(), {"k": P()}],

@@ -1,4 +1,4 @@
-"""One order of calls, however many devices each program has and however long it takes."""
+"""Calls keep one order, whatever the number of devices and the duration of each program."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ import pytest
 from jax import lax
 
 import pycollective as pc
+from pycollective.ranks.setup import devices_of_this_rank
 from tests.spmd.cases import own, stacked
 from tests.spmd.conftest import needs_local
 
 
 def test_programs_on_one_device_and_on_several(world: pc.Communicator, local: int) -> None:
-    # No program uses another's result, and all ranks but the first are late by turns.
+    # No program uses the result of another, so only the package keeps their order.
     @pc.pmap(axis_name="i")
     def slow(x: jax.Array, m: jax.Array) -> jax.Array:
         return lax.psum(lax.psum(x, "i") + 0 * (m @ m).sum(), "i")
@@ -50,7 +51,7 @@ def test_programs_on_one_device_and_on_several(world: pc.Communicator, local: in
 
 
 def test_one_function_on_several_devices_and_on_one(world: pc.Communicator, local: int) -> None:
-    # It is traced for one device while programs on several wait to run.
+    # The function is traced for one device while programs on several devices wait to run.
     @pc.pmap(axis_name="i")
     def slow(x: jax.Array, m: jax.Array) -> jax.Array:
         return lax.psum(lax.psum(x, "i") + 0 * (m @ m).sum(), "i")
@@ -67,7 +68,7 @@ def test_one_function_on_several_devices_and_on_one(world: pc.Communicator, loca
 
 
 def test_independent_calls_of_one_program(world: pc.Communicator, local: int) -> None:
-    # XLA may run independent calls of a program at once, in another order on each device.
+    # XLA may run independent operations of a program at once, in another order on each device.
     @pc.pmap(axis_name="i")
     def fun(x: jax.Array) -> list[jax.Array]:
         return [lax.psum((k + 1) * x[: k % 5 + 1], "i") for k in range(60)]
@@ -81,7 +82,7 @@ def test_independent_calls_of_one_program(world: pc.Communicator, local: int) ->
 
 
 def test_programs_that_jax_dispatches_itself(world: pc.Communicator, local: int) -> None:
-    """Under a transform and in plain jax.jit, on several devices, between those on one device."""
+    """JAX dispatches programs under a transform and in plain jax.jit; here on several devices and on one."""
     n, devices = world.size * local, jax.local_devices()[:local]
     spec = jax.sharding.PartitionSpec("d")
 
@@ -113,7 +114,7 @@ def test_programs_that_jax_dispatches_itself(world: pc.Communicator, local: int)
 
 
 def test_programs_on_one_device_and_on_another(world: pc.Communicator, local: int) -> None:
-    """XLA orders neither behind the other, and each rank chooses its devices for itself."""
+    """XLA keeps no order between these programs, and each rank chooses its devices for itself."""
     heavy = pc.jit(lambda x, m: pc.psum(x + 0 * (m @ m).sum(), world))
     light = pc.jit(lambda x: pc.psum(x, world))
     choose = random.Random(world.rank)
@@ -142,7 +143,7 @@ def test_a_compiled_program_takes_its_turn(world: pc.Communicator, local: int) -
         results += [(k * n * n, compiled(k * x, m)["sum"]), (k * world.size, pc.psum(jnp.float32(k), world))]
     for want, got in results:
         np.testing.assert_allclose(got, np.full(got.shape, want), rtol=1e-6)
-    # Otherwise it is as one of JAX's.
+    # In all else it is like a compiled program of JAX.
     assert compiled.out_tree == lowered.out_tree == jax.tree.structure({"sum": 0})
     assert compiled.out_info["sum"].shape == (local, 4)
     assert set(compiled.output_shardings) == {"sum"}
@@ -180,8 +181,8 @@ def test_two_python_threads(world: pc.Communicator, local: int) -> None:
 
 @pytest.mark.parametrize("how", ["in_shardings", "out_shardings", "constraint", "device_put"])
 def test_devices_that_a_sharding_names(how: str, world: pc.Communicator) -> None:
-    # The argument lies nowhere yet; what runs between is on one device.
-    devices = pc.communicator.devices_of_this_rank()[:4]
+    # The argument has no device yet. The programs between run on one device.
+    devices = devices_of_this_rank()[:4]
     mesh = jax.sharding.Mesh(np.array(devices), ("d",))
     cut = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("d"))
     inside = {"constraint": lax.with_sharding_constraint, "device_put": jax.device_put}.get(how, lambda x, _: x)
@@ -196,8 +197,8 @@ def test_devices_that_a_sharding_names(how: str, world: pc.Communicator) -> None
 
 @needs_local(2)
 def test_under_a_mesh_that_is_set(world: pc.Communicator) -> None:
-    # jax.set_mesh gives all programs its devices: of ours those may run there that have a mesh of their own.
-    devices = pc.communicator.devices_of_this_rank()[:4]
+    # jax.set_mesh gives its devices to all programs. Our programs that have their own mesh may run under it.
+    devices = devices_of_this_rank()[:4]
     one = pc.jit(lambda x: pc.psum(x, world))
     mapped = pc.pmap(lambda x: lax.psum(x, "i"), "i", devices=devices)
     total = np.full((2,), world.size, np.float32)

@@ -1,4 +1,4 @@
-"""Sums and other work at the same time, on accelerators; the same programs on CPU devices."""
+"""Programs whose sums overlap with other work on accelerators. The same programs run on CPU devices."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import pytest
 from jax import lax
 
 import pycollective as pc
-from pycollective import accelerators, buckets, lowering
-from pycollective.communicator import devices_of_this_rank
 from pycollective.config import Config
+from pycollective.named_axes import fusion
+from pycollective.primitives import lowering
+from pycollective.ranks import accelerators
+from pycollective.ranks.setup import devices_of_this_rank
 from tests.cases import values
 from tests.spmd.cases import compare, step
 
@@ -21,7 +23,7 @@ Array = Any
 
 @pytest.fixture(autouse=True)
 def each_sum_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buckets, "config", Config(bucket_bytes=0))
+    monkeypatch.setattr(fusion, "config", Config(bucket_bytes=0))
 
 
 def test_training(world: pc.Communicator, local: int) -> None:
@@ -31,7 +33,7 @@ def test_training(world: pc.Communicator, local: int) -> None:
 
 
 def mixed(x: Array) -> tuple[Array, ...]:
-    """Sums in every place, results and operands that are read again, and other collectives between."""
+    """Has sums in every place, results and operands that are read again, and other collectives between."""
     a = jnp.sin(x @ x)
     s, again = lax.psum(a, "i"), lax.psum((a, 2.0), "i")
     b = a @ a
@@ -49,7 +51,7 @@ def test_mixed(world: pc.Communicator, local: int) -> None:
 
 
 def two_sums(x: Array, swap: bool) -> tuple[Array, ...]:
-    """Of the third and the second power, which are computed in one order or the other."""
+    """Sums the third and the second power of ``x``, which are computed in one order or the other."""
     if swap:
         b = x @ x
         a = b @ x
@@ -61,7 +63,7 @@ def two_sums(x: Array, swap: bool) -> tuple[Array, ...]:
 
 
 def assert_sums(world: pc.Communicator, results: tuple[Array, ...]) -> None:
-    """Those of ``two_sums`` of :func:`own`."""
+    """Checks the sums of ``two_sums`` of :func:`own`."""
     scale = 1.0 + np.arange(world.size)
     np.testing.assert_allclose(results[0], np.eye(128) * (scale**3).sum())
     np.testing.assert_allclose(results[1], np.eye(128) * (scale**2).sum())
@@ -72,7 +74,7 @@ def own(world: pc.Communicator) -> Array:
 
 
 def assert_they_meet(world: pc.Communicator, swaps: list[bool]) -> None:
-    """A call of one function for each: of equal shapes, so that nothing but wrong numbers would tell."""
+    """Calls one function for each of ``swaps``. The sums have equal shapes: only wrong numbers show a wrong order."""
     f = pc.jit(two_sums, axis_name="i", static_argnums=1)
     for swap in swaps:
         assert_sums(world, f(own(world), swap))
@@ -83,13 +85,13 @@ def test_ranks_that_compute_in_different_orders(world: pc.Communicator) -> None:
 
 
 def test_a_rank_that_traces_once_more_alone(world: pc.Communicator) -> None:
-    """It takes the order that all agreed on, whatever it computes between the sums now."""
+    """That rank keeps the order that all ranks have agreed on, although it now computes in another order."""
     assert_they_meet(world, [call > 0 and world.rank % 2 == 1 for call in range(3)])
 
 
 @pytest.mark.parametrize("swap", [False, True])
 def test_a_rank_that_has_compiled_ahead(world: pc.Communicator, swap: bool) -> None:
-    """Its program cannot be traced again where ranks do not agree."""
+    """Its program cannot be traced again if the ranks do not agree, so its sums keep the order of the program."""
     f = pc.jit(two_sums, axis_name="i", static_argnums=1)
     x = own(world)
     assert_sums(world, f.lower(x, swap).compile()(x) if world.rank % 2 else f(x, swap))
@@ -97,7 +99,7 @@ def test_a_rank_that_has_compiled_ahead(world: pc.Communicator, swap: bool) -> N
 
 
 def test_a_sum_that_could_overtake(world: pc.Communicator) -> None:
-    """The third could begin before the second, which needs the first; compiled ahead it does not."""
+    """The last sum could begin before the second, which needs the first. In a program compiled ahead it does not."""
 
     @pc.jit(axis_name="i")
     def f(x: Array) -> tuple[Array, ...]:

@@ -1,4 +1,4 @@
-"""Where arrays lie: arguments from other devices are moved, as jax.pmap moves them; results fit the user's meshes."""
+"""Arguments on other devices are moved, as jax.pmap moves them, and results fit the user's meshes."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pycollective as pc
+from pycollective.ranks.setup import devices_of_this_rank
 from tests.spmd.cases import own, stacked
 
 Array = Any
 
 
 def devices(count: int) -> tuple[jax.Device, ...]:
-    return pc.communicator.devices_of_this_rank()[:count]
+    return devices_of_this_rank()[:count]
 
 
 def elsewhere(local: int) -> dict[str, Callable[[Array], Array]]:
-    """Ways to put an array with a leading axis of the local devices where pc.pmap does not want it."""
+    """Returns ways to put an array, whose first axis counts the local devices, on other devices than pc.pmap's."""
     theirs = jax.sharding.Mesh(np.array(devices(local)[::-1]), ("other",))
-    last = pc.communicator.devices_of_this_rank()[-1]
+    last = devices_of_this_rank()[-1]
     return {
         "other order": lambda x: jax.device_put(x, NamedSharding(theirs, P("other"))),
         "other axis": lambda x: jax.device_put(x, NamedSharding(theirs, P())),
@@ -35,41 +35,38 @@ def elsewhere(local: int) -> dict[str, Callable[[Array], Array]]:
     }
 
 
-PLACES = ("other order", "other axis", "one device", "results")
-
-
-@pytest.mark.parametrize("where", PLACES)
-def test_arguments_are_moved(where: str, world: pc.Communicator, local: int) -> None:
-    xs = stacked(world, local)
-    x = elsewhere(local)[where](own(world, local, xs))
-    mapped = pc.pmap(lambda x: lax.psum(x, "i") + lax.axis_index("i").astype(x.dtype), "i")
-    want = xs.sum(axis=0) + np.arange(world.size * local, dtype=np.float32)[:, None, None]
-    for _ in range(3):  # the first call compiles, the second knows that it has to move
-        np.testing.assert_allclose(mapped(x), own(world, local, want), rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(mapped(np.asarray(x)), own(world, local, want), rtol=1e-5, atol=1e-5)
-    mesh = pc.make_mesh((-1,), ("i",), devices=devices(local))
-    total = pc.shard_map(lambda x: lax.psum(x, "i"), mesh=mesh, in_specs=P("i"), out_specs=P())
-    np.testing.assert_allclose(total(x)[0], xs.sum(axis=0), rtol=1e-5, atol=1e-5)
-    summed = pc.jit(lambda x: lax.psum(x, "i"), axis_name="i")(x)
-    ranks = xs.reshape(world.size, local, *xs.shape[1:]).sum(axis=0)
-    np.testing.assert_allclose(summed, ranks, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("where", PLACES)
-def test_arguments_under_a_transform_are_moved(where: str, world: pc.Communicator, local: int) -> None:
+def test_arguments_are_moved(world: pc.Communicator, local: int) -> None:
     xs = stacked(world, local)
     mine = own(world, local, xs)
-    x = elsewhere(local)[where](mine)
+    mesh = pc.make_mesh((-1,), ("i",), devices=devices(local))
+    mapped = pc.pmap(lambda x: lax.psum(x, "i") + lax.axis_index("i").astype(x.dtype), "i")
+    total = pc.shard_map(lambda x: lax.psum(x, "i"), mesh=mesh, in_specs=P("i"), out_specs=P())
+    named = pc.jit(lambda x: lax.psum(x, "i"), axis_name="i")
+    want = own(world, local, xs.sum(axis=0) + np.arange(world.size * local, dtype=np.float32)[:, None, None])
+    ranks = xs.reshape(world.size, local, *xs.shape[1:]).sum(axis=0)
+    for where, put in elsewhere(local).items():
+        x = put(mine)
+        for _ in range(3):  # the first call finds out that it must move the argument, the next ones know it
+            np.testing.assert_allclose(mapped(x), want, rtol=1e-5, atol=1e-5, err_msg=where)
+        np.testing.assert_allclose(mapped(np.asarray(x)), want, rtol=1e-5, atol=1e-5, err_msg=where)
+        np.testing.assert_allclose(total(x)[0], xs.sum(axis=0), rtol=1e-5, atol=1e-5, err_msg=where)
+        np.testing.assert_allclose(named(x), ranks, rtol=1e-5, atol=1e-5, err_msg=where)
+
+
+def test_arguments_under_a_transform_are_moved(world: pc.Communicator, local: int) -> None:
+    mine = own(world, local, stacked(world, local))
     mapped = pc.pmap(lambda x: jnp.sin(lax.psum(x, "i")), "i")
-    loss = lambda x: jnp.sum(jnp.cos(mapped(x)))
-    np.testing.assert_allclose(jax.grad(loss)(x), jax.grad(loss)(mine), rtol=1e-5, atol=1e-5)
-    # Batched along the second axis, which is as long on all ranks.
-    got = jax.vmap(mapped, in_axes=1)(x)
-    np.testing.assert_allclose(got, jax.vmap(mapped, in_axes=1)(mine), rtol=1e-5, atol=1e-5)
+    gradient = jax.grad(lambda x: jnp.sum(jnp.cos(mapped(x))))
+    batched = jax.vmap(mapped, in_axes=1)  # the second axis has the same length on all ranks
+    gradients, batches = gradient(mine), batched(mine)
+    for where, put in elsewhere(local).items():
+        x = put(mine)
+        np.testing.assert_allclose(gradient(x), gradients, rtol=1e-5, atol=1e-5, err_msg=where)
+        np.testing.assert_allclose(batched(x), batches, rtol=1e-5, atol=1e-5, err_msg=where)
 
 
 def test_shared_parameters_committed_to_one_device(world: pc.Communicator, local: int) -> None:
-    # As orbax restores them, or pc.broadcast returns them.
+    # orbax and pc.broadcast return such arrays.
     xs = stacked(world, local)
     for device in {devices(local)[0], devices(local)[-1]}:
         w = jax.device_put(np.full((), 3, np.float32), device)
@@ -91,7 +88,7 @@ def test_results_fit_meshes_of_the_user(world: pc.Communicator, local: int) -> N
 
 
 def test_each_others_results(world: pc.Communicator, local: int) -> None:
-    # pc.pmap, pc.shard_map over two axes, pc.jit over a name, and again.
+    # The result of pc.pmap goes to pc.shard_map over two axes, to pc.jit over a name, and round again.
     n = world.size * local
     xs = stacked(world, local)
     mesh = pc.make_mesh((-1, 1), ("data", "model"), devices=devices(local))

@@ -1,4 +1,4 @@
-"""Ranks may have their arrays on different devices, on different numbers of them, and in different orders."""
+"""Ranks may have their arrays on different devices, on different numbers of devices, and in different orders."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pycollective as pc
+from pycollective.ranks.setup import devices_of_this_rank
 from tests.collective.programs import meet
 from tests.spmd.conftest import LOCAL, SIZE, needs_local
 
@@ -25,7 +26,7 @@ RUNTIME_ERRORS = (jax.errors.JaxRuntimeError, ValueError)
 
 
 def spread(x: Any, devices: int, first: int = 0) -> jax.Array:
-    """``x`` cut into pieces on so many of this rank's devices."""
+    """Cuts ``x`` into pieces, one on each of ``devices`` local devices, from the device ``first`` on."""
     mesh = Mesh(np.array(jax.local_devices()[first : first + devices]), "d")
     return jax.device_put(x, NamedSharding(mesh, P("d")))
 
@@ -68,10 +69,11 @@ ON_HOSTS = pytest.mark.skipif(
 
 
 @ON_HOSTS
-@pytest.mark.parametrize("name", OPERATIONS)
-@pytest.mark.parametrize("compiler", [jax.jit, pc.jit])
-def test_copies(name: str, compiler: Any, world: pc.Communicator) -> None:
-    # Rank 0 has its operand on all its devices, rank 1 on two, rank 2 on one: another than the first.
+@pytest.mark.parametrize(
+    ("compiler", "name"), [*((pc.jit, name) for name in OPERATIONS), (jax.jit, "psum"), (jax.jit, "loop")]
+)
+def test_copies(compiler: Any, name: str, world: pc.Communicator) -> None:
+    # Rank 0 has its operand on all its devices, rank 1 on two, and rank 2 on one, which is not the first.
     x = np.arange(24.0, dtype=np.float32) + 100 * world.rank
     program = compiler(lambda x: OPERATIONS[name](x + 0, world))
     want = jax.block_until_ready(program(jnp.asarray(x)))
@@ -103,8 +105,8 @@ def test_results_of_pmap_are_as_good_as_any(world: pc.Communicator, local: int) 
 @pytest.mark.skipif(D < 2, reason="LOUD: needs two local devices")
 @pytest.mark.parametrize("count", [6, 1 << 19])
 def test_a_mesh_pairs_by_place(count: int, world: pc.Communicator) -> None:
-    # Rank 1 has the devices in the opposite order: what counts is the place in the mesh.
-    devices = pc.communicator.devices_of_this_rank()[:D][:: -1 if world.rank == 1 else 1]
+    # Rank 1 has the devices in the opposite order. Devices work together by their places in the mesh.
+    devices = devices_of_this_rank()[:D][:: -1 if world.rank == 1 else 1]
     mesh = pc.make_mesh((SIZE, D), ("rank", "device"), devices=devices)
     numbers = world.rank * D + np.arange(D, dtype=np.float32)
     x = np.repeat(numbers[None, :, None], count, axis=2)
@@ -126,8 +128,8 @@ def test_a_mesh_pairs_by_place(count: int, world: pc.Communicator) -> None:
 
 @pytest.mark.skipif(D < 2, reason="LOUD: needs two local devices")
 def test_a_mesh_and_a_communicator_in_one_program(world: pc.Communicator) -> None:
-    # Device 0 is the mesh's last: by its axes it speaks on another channel than by the communicator.
-    devices = pc.communicator.devices_of_this_rank()[:D][::-1]
+    # Device 0 is the last of the mesh, so it has one channel for the axes and another for the communicator.
+    devices = devices_of_this_rank()[:D][::-1]
     mesh = pc.make_mesh((SIZE, D), ("rank", "device"), devices=devices)
     comm = pc.world()
 
@@ -143,8 +145,8 @@ def test_a_mesh_and_a_communicator_in_one_program(world: pc.Communicator) -> Non
 
 
 def on_each(function: Callable[..., Any]) -> Any:
-    """A program on all of this rank's devices, of which each makes the calls of its own."""
-    mesh = Mesh(np.array(pc.communicator.devices_of_this_rank()), "d")
+    """Makes a program on all of this rank's devices, each of which makes its own calls."""
+    mesh = Mesh(np.array(devices_of_this_rank()), "d")
     return pc.jit(jax.shard_map(function, mesh=mesh, in_specs=P("d"), out_specs=P("d"), check_vma=False))
 
 
@@ -179,7 +181,7 @@ def test_axes_that_are_left_to_xla(world: pc.Communicator) -> None:
         jax.jit(mapped).lower(jnp.ones((4, 4)))
 
 
-# Nobody speaks while a program is traced, lowered or compiled ------------------------------------------------
+# Ranks do not communicate while a program is traced, lowered or compiled --------------------------------------
 
 
 def test_one_rank_compiles_alone(world: pc.Communicator) -> None:
@@ -189,13 +191,13 @@ def test_one_rank_compiles_alone(world: pc.Communicator) -> None:
         jax.jit(lambda x: pc.psum(x, world, axis_index_groups=groups)).lower(x).compile()
         jax.jit(jax.grad(lambda x: pc.scan(x, world).sum())).lower(x).compile()
         mesh = pc.make_mesh((SIZE, D), ("a", "b"))
-        assert mesh.over(("a",)).key != mesh.over(("b",)).key
+        assert mesh.group_along(("a",)).key != mesh.group_along(("b",)).key
     meet()
 
 
 @pytest.mark.skipif(SIZE < 4, reason="LOUD: needs 2 x 2 ranks")
 def test_a_part_is_made_by_its_ranks_alone(world: pc.Communicator) -> None:
-    # The rows are ranks 0, 1 and 2, 3. The first alone calls; then the second, of other programs of the same ranks.
+    # The rows are ranks 0, 1 and 2, 3. First only one row makes a call, and then only the other.
     mesh = pc.make_mesh((2, SIZE // 2 * D), ("row", "column"))
 
     @pc.shard_map(mesh=mesh, in_specs=P("row", "column"), out_specs=P("row", "column"), check_vma=False)
@@ -213,7 +215,7 @@ def test_a_part_is_made_by_its_ranks_alone(world: pc.Communicator) -> None:
 
 @pytest.fixture
 def many(world: pc.Communicator) -> Iterator[list[pc.Communicator]]:
-    """Communicators of all ranks. MPICH has 2048 context ids, of which each took 2 D + 2; and few are left."""
+    """Makes 600 communicators of all ranks, which leave few of MPICH's 2048 context ids."""
     if world.size > 2:
         pytest.skip("LOUD: takes minutes where more ranks than cores poll")
     parts = [world.split(0, world.rank) for _ in range(600)]
@@ -230,7 +232,7 @@ def test_many_at_once(many: list[pc.Communicator]) -> None:
 
 @needs_local(2)
 def test_channels_are_given_back(world: pc.Communicator, many: list[pc.Communicator]) -> None:
-    # Eight communicators in one program compile faster than eight programs; each has D - 1 channels more.
+    # One program with eight communicators compiles faster than eight programs. Each makes D - 1 channels more.
     for _ in range(248 // (8 * (D - 1)) + 1):
         parts = [world.split(0, world.rank) for _ in range(8)]
         program = on_each(lambda x, parts=parts: functools.reduce(lambda x, part: pc.pmax(x, part) + 1, parts, x))
@@ -244,5 +246,5 @@ def test_meshes_come_and_go(world: pc.Communicator) -> None:
     keys = set()
     for i in range(2000):
         mesh = pc.make_mesh((SIZE, D), (f"a{i}", f"b{i}"))
-        keys.update(mesh.over((name,)).key for name in (f"a{i}", f"b{i}"))
+        keys.update(mesh.group_along((name,)).key for name in (f"a{i}", f"b{i}"))
     assert len(keys) == 2

@@ -1,4 +1,4 @@
-"""pc.pmap against jax.pmap: every collective, everywhere in a program, differentiated and batched, in and out."""
+"""pc.pmap against jax.pmap: each collective in all places of a program, and its derivatives and batches."""
 
 from __future__ import annotations
 
@@ -14,15 +14,21 @@ import pytest
 from jax import lax
 
 import pycollective as pc
+from pycollective.ranks.setup import devices_of_this_rank
+from tests.cases import values
 from tests.collective.programs import oracle_devices
-from tests.spmd.cases import ALL, LINEAR, Function, compare, own, stacked
+from tests.spmd.cases import ALL, EACH, LINEAR, Function, compare, each, own, stacked
 
 Array = Any
+Place = Callable[[Function], Function]
 
 
-def each(table: dict[str, Function], transform: Callable[[Function], Callable[..., Any]]) -> Callable[..., Any]:
-    """All of a table in one program."""
-    return lambda *args: {name: transform(fun)(*args) for name, fun in table.items()}
+def with_all(transform: Place, table: dict[str, Function]) -> dict[str, Function]:
+    return {name: transform(fun) for name, fun in table.items()}
+
+
+def itself(f: Function) -> Function:
+    return f
 
 
 SINGLE = {name: fun for name, fun in LINEAR.items() if "groups" not in name}
@@ -30,7 +36,7 @@ SINGLE = {name: fun for name, fun in LINEAR.items() if "groups" not in name}
 
 
 def test_value(world: pc.Communicator, local: int) -> None:
-    compare(world, local, each(ALL, lambda f: f), stacked(world, local))
+    compare(world, local, ALL, stacked(world, local))
 
 
 def in_scan(f: Function) -> Function:
@@ -42,7 +48,7 @@ def in_fori_loop(f: Function) -> Function:
 
 
 def in_while_loop(f: Function) -> Function:
-    # A collective in the condition too.
+    # The condition has a collective too.
     def loop(x: Array) -> Array:
         start = (0, jnp.zeros_like(f(x)))
         return lax.while_loop(lambda c: lax.pmax(c[0], "i") < 2, lambda c: (c[0] + 1, c[1] + f(x)), start)[1]
@@ -71,7 +77,7 @@ def in_custom_jvp(f: Function) -> Function:
     def g(x: Array) -> Array:
         return f(x)
 
-    g.defjvp(lambda primals, tangents: (f(*primals), 3 * f(*tangents)))  # 3: to see that it was asked
+    g.defjvp(lambda primals, tangents: (f(*primals), 3 * f(*tangents)))  # the 3 shows that JAX has used this rule
     return g
 
 
@@ -97,13 +103,14 @@ def in_named_vmap(f: Function) -> Function:
 VALUES = (in_scan, in_fori_loop, in_while_loop, in_cond, in_switch, in_jit, in_custom_jvp, in_custom_vjp, in_vmap)
 
 
-def table_for(place: Callable[[Function], Function]) -> dict[str, Function]:
-    return SINGLE if place in (in_vmap, in_named_vmap) else LINEAR
+def table_for(place: Place) -> dict[str, Function]:
+    table = LINEAR if place is itself else EACH
+    return {name: f for name, f in table.items() if name in SINGLE or place not in (in_vmap, in_named_vmap)}
 
 
 @pytest.mark.parametrize("place", [*VALUES, in_checkpoint, in_named_vmap], ids=lambda place: place.__name__)
-def test_value_in(place: Callable[[Function], Function], world: pc.Communicator, few: int) -> None:
-    compare(world, few, each(table_for(place), place), stacked(world, few), tolerance=1e-4)
+def test_value_in(place: Place, world: pc.Communicator, few: int) -> None:
+    compare(world, few, with_all(place, table_for(place)), stacked(world, few), tolerance=1e-4)
 
 
 def ramp(y: Array) -> Array:
@@ -117,9 +124,10 @@ def gradient(f: Function) -> Function:
 PLACES = (in_scan, in_cond, in_switch, in_checkpoint, in_jit, in_custom_jvp, in_custom_vjp, in_vmap)
 
 
-@pytest.mark.parametrize("place", [lambda f: f, *PLACES], ids=["itself", *(place.__name__ for place in PLACES)])
-def test_gradient_inside(place: Callable[[Function], Function], world: pc.Communicator, few: int) -> None:
-    compare(world, few, each(table_for(place), lambda f: gradient(place(f))), stacked(world, few), tolerance=1e-4)
+@pytest.mark.parametrize("place", [itself, *PLACES], ids=lambda place: place.__name__)
+def test_gradient_inside(place: Place, world: pc.Communicator, few: int) -> None:
+    gradients = with_all(lambda f: gradient(place(f)), table_for(place))
+    compare(world, few, gradients, stacked(world, few), tolerance=1e-4)
 
 
 def test_jvp_linearize_and_second_order_inside(world: pc.Communicator, few: int) -> None:
@@ -136,25 +144,29 @@ def test_jvp_linearize_and_second_order_inside(world: pc.Communicator, few: int)
         return lambda x: jax.grad(lambda x: jnp.vdot(gradient(f)(x), x))(x)
 
     for transform in (jvp, linear, second, reverse_twice):
-        compare(world, few, each(LINEAR, transform), stacked(world, few), tolerance=1e-4)
+        compare(world, few, with_all(transform, EACH), stacked(world, few), tolerance=1e-4)
 
 
 # From outside ---------------------------------------------------------------------------------------------
 
 
 def loss_of(mapped: Callable[..., Any]) -> Callable[..., Array]:
-    """Of the parts that this process sees; their sum over ranks is that of one process."""
+    """Returns the loss of this rank's results. The sum of these over ranks is the loss of one process."""
     return lambda *args: sum(jnp.sum(jnp.sin(y) * ramp(y[0])[None]) for y in jax.tree.leaves(mapped(*args)))
 
 
 @pytest.mark.parametrize(
-    "place",
-    [lambda f: f, in_scan, in_checkpoint, in_custom_jvp, in_custom_vjp],
-    ids=["itself", "scan", "checkpoint", "jvp", "vjp"],
+    "place", [itself, in_scan, in_checkpoint, in_custom_jvp, in_custom_vjp], ids=lambda place: place.__name__
 )
-def test_gradient_outside(place: Callable[[Function], Function], world: pc.Communicator, few: int) -> None:
+def test_gradient_outside(place: Place, world: pc.Communicator, few: int) -> None:
+    around = lambda mapped: jax.jit(jax.grad(loss_of(mapped)))
+    fun = each(with_all(place, table_for(place)))
+    compare(world, few, fun, stacked(world, few), around=around, tolerance=1e-4)
+
+
+def test_gradient_outside_step_by_step(world: pc.Communicator, few: int) -> None:
     around = lambda mapped: jax.grad(loss_of(mapped))
-    compare(world, few, each(LINEAR, place), stacked(world, few), around=around, tolerance=1e-4)
+    compare(world, few, each(EACH), stacked(world, few), around=around, tolerance=1e-4)
 
 
 def test_gradient_outside_of_shared_values(world: pc.Communicator, local: int) -> None:
@@ -188,21 +200,17 @@ def test_gradient_outside_of_a_shared_loss(world: pc.Communicator, local: int) -
         np.testing.assert_allclose(mine, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_jvp_outside(world: pc.Communicator, local: int) -> None:
+def test_jvp_outside(world: pc.Communicator, few: int) -> None:
     around = lambda mapped: lambda x: jax.jvp(mapped, (x,), (jnp.sin(x),))
-    compare(world, local, each(LINEAR, in_custom_jvp), stacked(world, local), around=around, tolerance=1e-4)
+    compare(world, few, each(with_all(in_custom_jvp, LINEAR)), stacked(world, few), around=around, tolerance=1e-4)
 
 
-def test_vmap_outside(world: pc.Communicator, local: int) -> None:
-    total = world.size * local
-    xs = stacked(world, local)
-    fun = each(SINGLE, lambda f: f)
-    want = jax.vmap(jax.pmap(fun, "i", devices=oracle_devices(total)))(jnp.stack([xs, 2 * xs]))
-    mine = own(world, local, xs)
-    got = jax.vmap(pc.pmap(fun, "i"))(jnp.stack([mine, 2 * mine]))
-    for name, y in got.items():
-        part = want[name][:, world.rank * local : (world.rank + 1) * local]
-        np.testing.assert_allclose(y, part, rtol=1e-4, atol=1e-5, err_msg=name)
+def test_vmap_outside(world: pc.Communicator, few: int) -> None:
+    def around(mapped: Callable[..., Any]) -> Callable[..., Any]:
+        batched = lambda x: jax.vmap(mapped)(jnp.stack([x, 2 * x]))
+        return lambda x: jax.tree.map(lambda y: jnp.moveaxis(y, 0, 1), batched(x))
+
+    compare(world, few, SINGLE, stacked(world, few), around=around, tolerance=1e-4)
 
 
 @pytest.mark.parametrize("compiler", [jax.jit, pc.jit], ids=["jax.jit", "pc.jit"])
@@ -270,7 +278,7 @@ def test_without_a_name(world: pc.Communicator, local: int) -> None:
 
 
 def test_devices_and_axis_size(world: pc.Communicator, local: int) -> None:
-    devices = pc.communicator.devices_of_this_rank()[::-1][:local]
+    devices = devices_of_this_rank()[::-1][:local]
     mapped = pc.pmap(lambda x: lax.psum(x, "i") + lax.axis_index("i").astype(x.dtype), "i", devices=devices)
     total = world.size * local
     got = mapped(jnp.ones(local))
@@ -296,7 +304,7 @@ def test_compiled_once(world: pc.Communicator, local: int) -> None:
 
 
 def test_a_communicator_inside(world: pc.Communicator, local: int) -> None:
-    # An axis of ranks: each local device takes part on its own lane.
+    # A communicator is an axis of ranks: each local device takes part on its own lane.
     xs = stacked(world, local)
     got = pc.pmap(lambda x: pc.psum(x, world) * lax.axis_size("i"), "i")(own(world, local, xs))
     want = world.size * local * xs.reshape(world.size, local, *xs.shape[1:]).sum(axis=0)
@@ -304,7 +312,7 @@ def test_a_communicator_inside(world: pc.Communicator, local: int) -> None:
 
 
 def test_sums_are_the_same_bit_by_bit(world: pc.Communicator, local: int) -> None:
-    for length in (1, 7, 1000, 70_000, 1_200_001):  # small and large ways, sizes that do not divide
+    for length in (1, 7, 1000, 70_000, 1_200_001):  # both ways of the transport, with lengths that cannot be cut evenly
         xs = stacked(world, local, shape=(length,))
         sums = np.asarray(pc.pmap(lambda x: lax.psum(x, "i"), "i")(own(world, local, xs)))
         everywhere = np.asarray(pc.all_gather(sums, world))
@@ -314,24 +322,22 @@ def test_sums_are_the_same_bit_by_bit(world: pc.Communicator, local: int) -> Non
 
 @pytest.mark.parametrize("length", [0, 1, 5, 8191, 65_536, 65_537])  # 256 KiB is the largest of the small
 def test_lengths(length: int, world: pc.Communicator, local: int) -> None:
-    def fun(x: Array) -> Any:
-        n = lax.axis_size("i")
-        return {
-            "psum": lax.psum(x, "i"),
-            "psum after": lax.psum(2 * x, "i"),  # in place
-            "pmax": lax.pmax(x, "i"),
-            "all_gather": lax.all_gather(x, "i"),
-            "psum_scatter": lax.psum_scatter(jnp.stack([x] * n), "i"),
-            "all_to_all": lax.all_to_all(jnp.stack([x + k for k in range(n)]), "i", 0, 0),
-            "ppermute": lax.ppermute(x, "i", [(k, (k + 1) % n) for k in range(n)]),
-        }
-
-    compare(world, local, fun, stacked(world, local, shape=(length,)), tolerance=1e-4)
-
-
-def test_linear_solvers(world: pc.Communicator, local: int) -> None:
-    # Their jaxprs stand in a named tuple.
     n = world.size * local
+    table: dict[str, Function] = {
+        "psum": lambda x: lax.psum(x, "i"),
+        "psum after": lambda x: lax.psum(2 * x, "i"),  # in place
+        "pmax": lambda x: lax.pmax(x, "i"),
+        "all_gather": lambda x: lax.all_gather(x, "i"),
+        "psum_scatter": lambda x: lax.psum_scatter(jnp.stack([x] * n), "i"),
+        "all_to_all": lambda x: lax.all_to_all(jnp.stack([x + k for k in range(n)]), "i", 0, 0),
+        "ppermute": lambda x: lax.ppermute(x, "i", [(k, (k + 1) % n) for k in range(n)]),
+    }
+    compare(world, local, table, stacked(world, local, shape=(length,)), tolerance=1e-4)
+
+
+def test_linear_solvers(world: pc.Communicator, few: int) -> None:
+    # The parameters of these equations have jaxprs in a named tuple.
+    n = world.size * few
     rows = np.random.default_rng(0).normal(size=(n, 2, 2 * n)).astype(np.float32)
 
     def fun(a: Array) -> Any:
@@ -342,17 +348,17 @@ def test_linear_solvers(world: pc.Communicator, local: int) -> None:
         x = jax.scipy.sparse.linalg.cg(apply, b, tol=1e-6)[0]
         return x, jax.grad(lambda s: jax.scipy.sparse.linalg.cg(apply, s * b, tol=1e-6)[0].sum())(1.0)
 
-    compare(world, local, fun, rows, tolerance=2e-3)
+    compare(world, few, fun, rows, tolerance=2e-3)
 
 
 def test_several_pieces(world: pc.Communicator, local: int) -> None:
-    # More than 4 MiB: pieces are between ranks, combined and copied at the same time; the last one is shorter.
+    # Above 4 MiB one piece is sent while another is combined and a third is copied. The last piece is shorter.
     def fun(x: Array) -> Any:
         return lax.psum(x, "i"), lax.pmax(x + 1, "i")
 
     xs = stacked(world, local, shape=(1_200_001,))
     compare(world, local, fun, xs, tolerance=1e-4)
-    # Which JAX does not have on CPUs.
+    # JAX has no pbroadcast on CPUs.
     last = pc.pmap(lambda x: lax.pbroadcast(x, "i", lax.axis_size("i") - 1), "i")(own(world, local, xs))
     for y in np.asarray(last):
         np.testing.assert_array_equal(y, xs[-1])
@@ -360,9 +366,9 @@ def test_several_pieces(world: pc.Communicator, local: int) -> None:
 
 @pytest.mark.parametrize("length", [5, 70_001, 1_200_001])
 def test_sums_as_bfloat16(length: int, world: pc.Communicator, local: int) -> None:
-    # The local devices add up in float32; what each rank sends, and the sum, are rounded.
-    def rounded(x: Any) -> np.ndarray[Any, Any]:
-        return np.asarray(jnp.asarray(x).astype(jnp.bfloat16).astype(jnp.float32))
+    # The local devices' operands are added in float32. The sum that a rank sends, and the total, are rounded.
+    def rounded(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        return x.astype(jnp.bfloat16).astype(np.float32)
 
     xs = stacked(world, local, shape=(length,))
     ranks = [reduce(np.add, rows) for rows in xs.reshape(world.size, local, length)]
@@ -372,25 +378,27 @@ def test_sums_as_bfloat16(length: int, world: pc.Communicator, local: int) -> No
         assert y.tobytes() == want.tobytes()
 
 
-@pytest.mark.parametrize(
-    "dtype", ["bool", "int8", "uint16", "int64", "float16", "bfloat16", "float64", "complex64", "float8_e5m2"]
-)
-def test_dtypes(dtype: str, world: pc.Communicator, local: int) -> None:
-    from tests.cases import values
+DTYPES = ("bool", "int8", "uint16", "int64", "float16", "bfloat16", "float64", "complex64", "float8_e5m2")
+
+
+def test_dtypes(world: pc.Communicator, local: int) -> None:
+    def fun(xs: dict[str, Array]) -> dict[str, tuple[Array, Array]]:
+        return {dtype: (lax.psum(x, "i"), lax.all_gather(x, "i", tiled=True)) for dtype, x in xs.items()}
 
     with jax.enable_x64(True):
-        xs = values((world.size * local, 6), dtype)
-        mapped = pc.pmap(lambda x: (lax.psum(x, "i"), lax.all_gather(x, "i", tiled=True)), "i")
-        total, gathered = mapped(jnp.asarray(own(world, local, xs)))
-        wide = np.complex128 if dtype == "complex64" else np.float64 if "float" in dtype else np.int64
-        want = xs.astype(wide).sum(axis=0)
-        want = want if dtype == "bool" else want.astype(xs.dtype).astype(wide)
-        np.testing.assert_allclose(np.asarray(total).astype(wide)[0], want, rtol=1e-6)
-        assert np.asarray(gathered)[0].tobytes() == xs.tobytes()
+        every = {dtype: values((world.size * local, 6), dtype) for dtype in DTYPES}
+        got = pc.pmap(fun, "i")({dtype: jnp.asarray(own(world, local, xs)) for dtype, xs in every.items()})
+        for dtype, xs in every.items():
+            total, gathered = got[dtype]
+            wide = np.complex128 if dtype == "complex64" else np.float64 if "float" in dtype else np.int64
+            want = xs.astype(wide).sum(axis=0)
+            want = want if dtype == "bool" else want.astype(xs.dtype).astype(wide)
+            np.testing.assert_allclose(np.asarray(total).astype(wide)[0], want, rtol=1e-6, err_msg=dtype)
+            assert np.asarray(gathered)[0].tobytes() == xs.tobytes(), dtype
 
 
 def test_pbroadcast_and_ragged_all_to_all(world: pc.Communicator, local: int) -> None:
-    # JAX has neither on CPU: against their definitions.
+    # JAX has neither of them on CPUs, so the reference is their definition.
     total = world.size * local
     xs = stacked(world, local, shape=(3,))
     for source in {0, total - 1, total // 2}:

@@ -1,4 +1,4 @@
-"""JAX's own tools inside our programs do what they do in JAX's."""
+"""JAX's tools work with our programs as they work with JAX's."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_disable_jit(world: pc.Communicator, local: int) -> None:
 
 @pytest.fixture
 def few_objects() -> Iterator[None]:
-    """JAX looks for leaks through all objects that Python's collector knows, at each trace: not other tests'."""
+    """Hides the objects of other tests: JAX's check for leaks goes through all that Python's collector knows."""
     gc.collect()
     gc.freeze()
     yield
@@ -145,7 +145,7 @@ def test_profiler(world: pc.Communicator, local: int, tmp_path: Path) -> None:
 def test_transfer_guard(world: pc.Communicator, local: int) -> None:
     f, g, x = pc.pmap(total, "i"), pc.jit(total, axis_name="i"), ones(local)
     one = pc.psum(x[0], world)
-    x = f(x)  # lies where the program wants it
+    x = f(x)  # now x lies on the devices of the program
     want = world.size * local * world.size * local
     with jax.transfer_guard("disallow"):
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""Many sums in few calls, with the same results whatever the bucket is."""
+"""Many sums travel in few calls, with the same results for each size of the buckets."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ import pytest
 from jax import lax
 
 import pycollective as pc
-from pycollective import buckets
 from pycollective.config import Config
+from pycollective.named_axes import fusion
+from pycollective.primitives import reductions
 from tests.cases import values
 from tests.spmd.cases import compare, own, step
 
@@ -22,7 +23,7 @@ Array = Any
 
 
 def tree(world: pc.Communicator, local: int) -> dict[str, Array]:
-    """Leaves of many sizes and dtypes, stacked over all devices."""
+    """Returns leaves of many sizes and dtypes, stacked over all devices."""
     n = world.size * local
     sizes = [0, 1, 3, 100, 5000, 40_000, 7]
     leaves = {f"f{k}": values((n, size), seed=k) for k, size in enumerate(sizes)}
@@ -38,8 +39,8 @@ def calls(text: str) -> int:
 @pytest.mark.parametrize("bucket_bytes", [0, 64, 20_000, 4 << 20])
 def test_any_bucket(bucket_bytes: int, monkeypatch: pytest.MonkeyPatch, world: pc.Communicator, local: int) -> None:
     chosen = Config(bucket_bytes=bucket_bytes)
-    monkeypatch.setattr(buckets, "config", chosen)
-    monkeypatch.setattr(pc.primitives, "config", chosen)
+    monkeypatch.setattr(fusion, "config", chosen)
+    monkeypatch.setattr(reductions, "config", chosen)
     leaves = tree(world, local)
     got = pc.pmap(lambda t: lax.psum(t, "i"), "i")({name: own(world, local, x) for name, x in leaves.items()})
     for name, xs in leaves.items():
@@ -72,7 +73,7 @@ def test_a_step_in_a_scan(world: pc.Communicator, few: int) -> None:
 
 def one_after_another(x: Array) -> Array:
     y = lax.psum(x, "i")
-    z = lax.psum(jnp.sin(y), "i")  # depends on the first
+    z = lax.psum(jnp.sin(y), "i")  # this sum depends on the first
     return z + lax.psum(x * z, "i")
 
 

@@ -8,8 +8,8 @@ accelerator: lowering, handlers, streams, events, page-locked buffers and MPI ar
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import functools
+import hashlib
 import importlib
 import os
 import subprocess
@@ -18,6 +18,7 @@ import sysconfig
 import tempfile
 from pathlib import Path
 
+import jaxlib
 from jax.ffi import include_dir
 
 _DELAY_US = 30
@@ -45,21 +46,17 @@ def compile_cpp(sources: list[Path], out: Path, *flags: str) -> Path:
 
 
 @functools.cache
-def library(folder: Path) -> ctypes.CDLL:
-    """The stand-in, compiled into ``folder``; or into ``PYCOLLECTIVE_TEST_STANDIN_FOLDER``, where it stays."""
+def library() -> ctypes.CDLL:
+    """The stand-in, compiled once for all runs with these sources and this JAX."""
     sources = [_HERE / "cudart.cc", _HERE / "xla.cc"]
-    if keep := os.environ.get("PYCOLLECTIVE_TEST_STANDIN_FOLDER"):
-        out = Path(keep) / "standin.so"
-        with (Path(keep) / "standin.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # one of the ranks compiles
-            if not out.exists():
-                compile_cpp(sources, out, "-shared")
-        return ctypes.CDLL(str(out))
-    out = folder / f"standin-{os.getpid()}.so"
-    compile_cpp(sources, out, "-shared")
-    loaded = ctypes.CDLL(str(out))
-    out.unlink()
-    return loaded
+    made_from = hashlib.sha256(f"{compiler()} {include_dir()} {jaxlib.__version__}".encode())
+    for path in (Path(__file__), *sources, *sorted(_HERE.glob("*.h")), *sorted(_NATIVE.glob("*.h"))):
+        made_from.update(path.read_bytes())
+    out = _NATIVE.parent / "build" / f"standin-{made_from.hexdigest()[:16]}.so"
+    if not out.exists():
+        out.parent.mkdir(exist_ok=True)
+        compile_cpp(sources, out, "-shared")
+    return ctypes.CDLL(str(out))
 
 
 def install(mode: str) -> None:
@@ -70,16 +67,16 @@ def install(mode: str) -> None:
     """
     if mode not in ("staged", "direct"):
         raise ValueError(f"PYCOLLECTIVE_TEST_STANDIN: expected staged or direct, got {mode!r}")
-    lowering = importlib.import_module("pycollective.lowering")
-    assert "pycollective.primitives" not in sys.modules, "the lowerings are registered already"
+    lowering = importlib.import_module("pycollective.primitives.lowering")
+    assert "pycollective.primitives.define" not in sys.modules, "the lowerings are registered already"
     lowering.HOSTS, lowering.ACCELERATORS = (), ("cpu",)
     native = importlib.import_module("pycollective.transport.native")
-    accelerators = importlib.import_module("pycollective.accelerators")
-    standin = library(Path(tempfile.gettempdir()))
+    accelerators = importlib.import_module("pycollective.ranks.accelerators")
+    standin = library()
     standin.standin_use.restype = ctypes.c_bool
     native.start()
     assert standin.standin_use(native.library()._name.encode())
     standin.standin_set_delay_us(ctypes.c_int64(_DELAY_US))
     native.bind_runtime(standin, hip=False, direct=mode == "direct")
-    native.register(standin, native.DEVICE_TARGETS, "cpu")
+    native.register(standin, native.device_targets(), "cpu")
     accelerators.lane_id = lambda device: accelerators.LANES + device.id

@@ -1,8 +1,8 @@
-// A stand-in for CUDA's runtime on machines without a GPU: the functions of native/runtime.h over plain memory.
+// A stand-in for CUDA's runtime on machines without a GPU: the functions of native/runtime.h on host memory.
 //
-// A stream is a thread, so everything happens as late as CUDA may let it happen: a copy spoils its target, waits, and
-// only then copies. Who forgets to wait for an event reads, or sends, what is spoilt. Page-locked memory is known, and
-// other host memory is refused in asynchronous copies.
+// A stream is a thread, so everything happens as late as CUDA allows: a copy first overwrites its target with a
+// pattern, waits, and only then copies. Code that forgets to wait for an event reads or sends the pattern. The stand-in
+// knows which memory is page-locked, and refuses asynchronous copies to or from other host memory.
 
 #include "cudart.h"
 
@@ -25,9 +25,9 @@ constexpr int kInvalidValue = 1;      // cudaErrorInvalidValue
 constexpr int kMemoryAllocation = 2;  // cudaErrorMemoryAllocation
 constexpr int kHostToDevice = 1;
 constexpr int kDeviceToHost = 2;
-constexpr int kSpoilt = 0xA5;
+constexpr int kSpoilt = 0xA5;  // the pattern's bytes
 
-// What an event records: one moment of a stream.
+// What an event records: one moment in the work of a stream.
 struct Moment {
   std::mutex mutex;
   std::condition_variable changed;

@@ -1,4 +1,4 @@
-// What the stand-in for CUDA's runtime has beyond CUDA's own functions: for tests.
+// The stand-in for CUDA's runtime: CUDA's functions, and functions for tests.
 
 #ifndef PYCOLLECTIVE_TESTS_STANDIN_CUDART_H_
 #define PYCOLLECTIVE_TESTS_STANDIN_CUDART_H_
@@ -8,7 +8,7 @@
 
 extern "C" {
 
-// CUDA's, as native/runtime.h has them.
+// The functions of CUDA that native/runtime.h names.
 int cudaGetDevice(int* device);
 int cudaSetDevice(int device);
 int cudaStreamCreateWithFlags(void** stream, unsigned flags);
@@ -25,19 +25,19 @@ int cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_p
 int cudaMemsetAsync(void* to, int value, size_t nbytes, void* stream);
 const char* cudaGetErrorString(int code);
 
-// CUDA's, for tests. The host's function(argument) runs in the order of the stream.
+// Functions of CUDA that only tests call. The host runs function(argument) when the stream comes to it.
 int cudaMalloc(void** memory, size_t nbytes);
 int cudaLaunchHostFunc(void* stream, void (*function)(void*), void* argument);
 
-// Of the driver: a device by its number, and what tells it from others.
+// Functions of CUDA's driver: they find a device by its number, and its identity.
 int cuDeviceGet(int* device, int ordinal);
 int cuDeviceGetUuid_v2(char* uuid, int device);
 
-// Every copy takes at least so long.
+// Makes every copy take at least so long.
 void standin_set_delay_us(int64_t delay);
-// Copies of rows further apart than this are refused.
+// Refuses copies of rows that are further apart than this.
 void standin_set_max_pitch(int64_t nbytes);
-// The most copies, from the device and to it, that were under way at one time.
+// The largest number of copies, from and to the device, that were under way at one time.
 int64_t standin_most_at_once();
 }
 

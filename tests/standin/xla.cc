@@ -1,8 +1,9 @@
-// Lets XLA's CPU runtime call the handlers for accelerators, with the stand-in for CUDA's runtime (cudart.h) behind them.
+// Lets XLA's CPU runtime call the handlers for accelerators, with the stand-in for CUDA's runtime (cudart.h) behind
+// them.
 //
-// A handler sees what it would see on a GPU: a stream, operands that are there only when earlier work of that stream is
-// done, and results that later work of the stream reads. So each call gets copies of XLA's operands, made late by the
-// stream, and its results are copied to XLA's by the stream behind it.
+// A handler sees what it would see on a GPU: a stream, operands that are there only when earlier work of the stream is
+// done, and results that later work of the stream reads. So each call gets copies of XLA's operands, which the stream
+// makes late, and afterwards the stream copies the call's results to XLA's.
 
 #include <dlfcn.h>
 
@@ -16,11 +17,12 @@
 #include <vector>
 
 #include "cudart.h"
+#include "operations.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace {
 
-void* native = nullptr;
+void* native = nullptr;  // the package's compiled library, as dlopen returns it
 
 size_t BytesOf(const XLA_FFI_Buffer& buffer) {
   size_t nbytes = xla::ffi::ByteWidth(static_cast<xla::ffi::DataType>(buffer.dtype));
@@ -28,7 +30,7 @@ size_t BytesOf(const XLA_FFI_Buffer& buffer) {
   return nbytes;
 }
 
-// One stream for each device.
+// Returns the device's stream: it has one.
 void* StreamOf(int device) {
   static std::mutex mutex;
   static auto* streams = new std::map<int, void*>;
@@ -45,7 +47,7 @@ XLA_FFI_Error* GetStream(XLA_FFI_Stream_Get_Args* args) {
   return nullptr;
 }
 
-// XLA's functions, with a stream.
+// Returns XLA's functions with ours in the place of the one that returns the stream.
 const XLA_FFI_Api* WithStream(const XLA_FFI_Api* api) {
   static std::vector<char>* made = [api] {
     auto* bytes = new std::vector<char>(reinterpret_cast<const char*>(api),
@@ -56,7 +58,8 @@ const XLA_FFI_Api* WithStream(const XLA_FFI_Api* api) {
   return reinterpret_cast<const XLA_FFI_Api*>(made->data());
 }
 
-// Memory of the device in the place of XLA's, by XLA's address: an operand and a result in one buffer stay in one.
+// The device's memory in the place of XLA's buffers, by their addresses: an operand and a result that share a buffer of
+// XLA's share one here, too.
 class Buffers {
  public:
   void* For(void* address, size_t nbytes) {
@@ -75,7 +78,7 @@ class Buffers {
 
 struct Copy {
   void* to;
-  std::vector<char> snapshot;
+  std::vector<char> snapshot;  // `from` may lie in it
   const void* from;
   size_t nbytes;
 };
@@ -90,29 +93,32 @@ void Enqueue(void* stream, Copy* copy) {
       copy);
 }
 
-// By the stream, some time from now.
-void CopyLater(void* stream, void* to, const void* from, size_t nbytes, bool of_now) {
+// Copies when the stream comes to it. `as_it_is_now`: what `from` holds now, whatever happens to it until then.
+void CopyLater(void* stream, void* to, const void* from, size_t nbytes, bool as_it_is_now) {
   auto* copy = new Copy{to, {}, from, nbytes};
-  if (of_now) {
+  if (as_it_is_now) {
     copy->snapshot.assign(static_cast<const char*>(from), static_cast<const char*>(from) + nbytes);
     copy->from = copy->snapshot.data();
   }
   Enqueue(stream, copy);
 }
 
-// As a later kernel may, to which XLA has given the memory of what nothing reads any more.
+// Writes over an operand when the stream comes to it. So may a later kernel to which XLA gives the memory of an array
+// that nothing reads any more.
 void SpoilLater(void* stream, void* memory, size_t nbytes) {
   auto* copy = new Copy{memory, std::vector<char>(nbytes, 0x69), nullptr, nbytes};
   copy->from = copy->snapshot.data();
   Enqueue(stream, copy);
 }
 
-// Calls that have begun and not ended, by XLA's address of their first result.
+// Allreduces between their two halves, by the address of XLA's first result.
 std::mutex begun_mutex;
 std::unordered_map<void*, std::shared_ptr<Buffers>>* begun = new std::unordered_map<void*, std::shared_ptr<Buffers>>;
 
-enum class Part { kWhole, kStart, kDone };
+// What a handler does: a whole call, or a half of an allreduce.
+enum Part { kWhole, kAllreduceStart, kAllreduceDone };
 
+// Calls the package's handler of that name as described above.
 XLA_FFI_Error* Call(const char* name, Part part, XLA_FFI_CallFrame* frame) {
   auto* handler = reinterpret_cast<XLA_FFI_Handler*>(dlsym(native, name));
   if (frame->extension_start != nullptr || frame->stage != XLA_FFI_ExecutionStage_EXECUTE) return handler(frame);
@@ -128,7 +134,7 @@ XLA_FFI_Error* Call(const char* name, Part part, XLA_FFI_CallFrame* frame) {
     if (first == nullptr && BytesOf(result) > 0) first = result.data;
   }
   auto buffers = std::make_shared<Buffers>();
-  if (part == Part::kDone) {
+  if (part == kAllreduceDone) {
     const std::lock_guard<std::mutex> lock(begun_mutex);
     if (begun->count(first) != 0) {
       buffers = (*begun)[first];
@@ -148,7 +154,7 @@ XLA_FFI_Error* Call(const char* name, Part part, XLA_FFI_CallFrame* frame) {
     }
     arg_pointers.push_back(&args[i]);
   }
-  std::vector<XLA_FFI_Buffer> results;  // XLA's
+  std::vector<XLA_FFI_Buffer> results;  // as XLA handed them over
   for (size_t i = 0; i < rets.size(); ++i) {
     rets[i] = buffer_of(frame->rets.rets[i]);
     results.push_back(rets[i]);
@@ -165,7 +171,7 @@ XLA_FFI_Error* Call(const char* name, Part part, XLA_FFI_CallFrame* frame) {
         std::any_of(rets.begin(), rets.end(), [&](const XLA_FFI_Buffer& ret) { return ret.data == arg.data; });
     if (const size_t nbytes = BytesOf(arg); nbytes > 0 && !is_result) SpoilLater(stream, arg.data, nbytes);
   }
-  if (part == Part::kStart && error == nullptr && first != nullptr) {
+  if (part == kAllreduceStart && error == nullptr && first != nullptr) {
     const std::lock_guard<std::mutex> lock(begun_mutex);
     (*begun)[first] = buffers;
     return nullptr;
@@ -179,30 +185,18 @@ XLA_FFI_Error* Call(const char* name, Part part, XLA_FFI_CallFrame* frame) {
 
 }  // namespace
 
-// The compiled library of the package. Returns whether it is there.
+// Sets the package's compiled library. Returns whether this process has loaded it.
 extern "C" bool standin_use(const char* path) {
   native = dlopen(path, RTLD_NOW | RTLD_NOLOAD);
   return native != nullptr;
 }
 
-#define STANDIN(name, part)                                                                 \
-  extern "C" XLA_FFI_Error* pycollective_device_##name(XLA_FFI_CallFrame* call_frame) {     \
-    return Call("pycollective_device_" #name, Part::part, call_frame);                      \
+// A handler for each of the package's handlers for accelerators, with the same name.
+#define STANDIN(name, part)                                                               \
+  extern "C" XLA_FFI_Error* pycollective_device_##name(XLA_FFI_CallFrame* call_frame) {   \
+    return Call("pycollective_device_" #name, part, call_frame);                          \
   }
-STANDIN(allgather, kWhole)
-STANDIN(allreduce, kWhole)
-STANDIN(allreduce_done, kDone)
-STANDIN(allreduce_start, kStart)
-STANDIN(alltoall, kWhole)
-STANDIN(barrier, kWhole)
-STANDIN(bcast, kWhole)
-STANDIN(exscan, kWhole)
-STANDIN(gather, kWhole)
-STANDIN(ppermute, kWhole)
-STANDIN(recv, kWhole)
-STANDIN(reduce, kWhole)
-STANDIN(reduce_scatter, kWhole)
-STANDIN(scan, kWhole)
-STANDIN(scatter, kWhole)
-STANDIN(send, kWhole)
-STANDIN(sendrecv, kWhole)
+#define STANDIN_WHOLE(name, ...) STANDIN(name, kWhole)
+#define STANDIN_HALF(name, Name, ...) STANDIN(name, k##Name)
+PYCOLLECTIVE_OPERATIONS(STANDIN_WHOLE, STANDIN_WHOLE)
+PYCOLLECTIVE_DEVICE_OPERATIONS(STANDIN_HALF)

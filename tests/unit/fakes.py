@@ -1,4 +1,4 @@
-"""Stand-ins for what a machine may have."""
+"""Stand-ins for programs that a machine may have."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def launcher(path: Path, says: str) -> Path:
-    """A program that prints ``says``, as an mpiexec does its version. Returns ``path``."""
+    """Makes a program at ``path`` that prints ``says``, as an mpiexec prints its version. Returns ``path``."""
     path.parent.mkdir(exist_ok=True)
     path.write_text(f"#!/bin/sh\necho '{says}'\n")
     path.chmod(0o755)

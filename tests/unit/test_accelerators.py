@@ -1,4 +1,4 @@
-"""Which GPUs a rank takes, and what it refuses; with made-up devices."""
+"""The GPUs that a rank takes, and those that it refuses; with stand-ins for devices."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax
 import pytest
 
 import pycollective as pc
-from pycollective import accelerators
+from pycollective.ranks import accelerators
 from pycollective.transport import native, runtime
 from tests.standin import compile_cpp
 
@@ -29,7 +29,7 @@ class Gpu(NamedTuple):
 
 
 class Ranks:
-    """An MPI communicator whose other ranks say what they are told to."""
+    """An MPI communicator whose other ranks bring the values in ``told``."""
 
     def __init__(self, rank: int, told: list[Any]) -> None:
         self.rank, self.size, self.told = rank, len(told), told
@@ -61,13 +61,13 @@ def test_kinds() -> None:
     ("lists", "own"),
     [
         ([["0", "1", "2", "3"]] * 4, [[0], [1], [2], [3]]),
-        ([["4", "5", "6", "7"]] * 2, [[0, 1], [2, 3]]),  # places in what CUDA shows
-        ([["0", "1", "2"]] * 2, [[0], [1]]),  # as many for each
-        ([["0", "1"]] * 3, [[0], [1], [0]]),  # refused later: one is shared
-        ([["0", "1"]], [None]),  # one rank: all of them
+        ([["4", "5", "6", "7"]] * 2, [[0, 1], [2, 3]]),  # places in the list that CUDA shows
+        ([["0", "1", "2"]] * 2, [[0], [1]]),  # each rank gets the same number
+        ([["0", "1"]] * 3, [[0], [1], [0]]),  # two ranks share one: `check` refuses it
+        ([["0", "1"]], [None]),  # the only rank takes all
         ([["0"]] * 2, [None, None]),
         ([[], []], [None, None]),
-        ([["0", "1"], ["2", "3"]], [None, None]),  # the launcher has done it
+        ([["0", "1"], ["2", "3"]], [None, None]),  # the launcher has given the ranks different GPUs
     ],
 )
 def test_shares(lists: list[list[str]], own: list[list[int] | None]) -> None:
@@ -164,5 +164,5 @@ def test_a_runtime_that_lacks_a_function() -> None:
 def test_whether_mpi_takes_device_memory() -> None:
     kind = runtime.KINDS["cuda"]
     assert runtime.takes_device_memory(kind._replace(queries=("MPIX_No_such_query",))) is None
-    # Functions that every MPI has and that return 0, MPI_SUCCESS.
+    # MPI_Pcontrol stands for a query: every MPI has it, and it returns 0.
     assert runtime.takes_device_memory(kind._replace(queries=("MPIX_No_such_query", "MPI_Pcontrol"))) is False

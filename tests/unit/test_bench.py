@@ -1,4 +1,4 @@
-"""What ``pycollective bench`` computes by itself: works, their expected results, sizes, traffic; not times."""
+"""What ``pycollective bench`` computes: workloads, their expected results, sizes, traffic; but not times."""
 
 from __future__ import annotations
 
@@ -9,98 +9,102 @@ import jax
 import numpy as np
 import pytest
 
+from pycollective.bench.operations import OPERATIONS
 from pycollective.bench.options import add_options, check, size
-from pycollective.bench.works import (
+from pycollective.bench.workloads import (
     AXIS,
-    OPERATIONS,
+    GRADIENTS,
     TREES,
-    Work,
+    Workload,
     count_wrong,
     expected,
-    make_tree,
-    make_work,
+    make_workload,
     operands,
+    tree_workload,
 )
 
 
-def on_all(work: Work, n: int) -> list[list[np.ndarray]]:
+def on_all(workload: Workload, n: int) -> list[list[np.ndarray]]:
     """The results of all participants, by JAX."""
-    rows = [operands(work, i, n) for i in range(n)]
+    rows = [operands(workload, i, n) for i in range(n)]
     stacked = [np.stack(leaves) for leaves in zip(*rows, strict=True)]
-    out = jax.vmap(work.function(), axis_name=AXIS, axis_size=n)(*stacked)
+    out = jax.vmap(workload.function(), axis_name=AXIS, axis_size=n)(*stacked)
     return [[np.asarray(y)[i] for y in out] for i in range(n)]
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
-@pytest.mark.parametrize("op", [*OPERATIONS, "tree", "step"])
+@pytest.mark.parametrize(
+    ("op", "n"), [(op, n) for op in (*OPERATIONS, *GRADIENTS) for n in ((3,) if op == "step" else (1, 2, 3, 4))]
+)
 def test_expected_is_what_jax_gives(op: str, n: int) -> None:
-    work = Work("tree", (5, 3), np.dtype(np.float32)) if op == "tree" else make_work(op, 240, "float32", n)
-    for i, got in enumerate(on_all(work, n)):
-        assert count_wrong(work, got, expected(work, i, n, 1)) == 0
+    workload = Workload("tree", (5, 3), np.dtype(np.float32)) if op == "tree" else make_workload(op, 240, "float32", n)
+    for i, got in enumerate(on_all(workload, n)):
+        assert count_wrong(workload, got, expected(workload, i, n, 1)) == 0
 
 
 @pytest.mark.parametrize("op", [op for op, one in OPERATIONS.items() if one.keeps_shape])
 def test_expected_of_a_chain(op: str) -> None:
-    n, work = 3, make_work(op, 240, "float32", 3)
-    again = jax.vmap(work.function(), axis_name=AXIS, axis_size=n)(np.stack([row[0] for row in on_all(work, n)]))
+    n, workload = 3, make_workload(op, 240, "float32", 3)
+    again = jax.vmap(workload.function(), axis_name=AXIS, axis_size=n)(
+        np.stack([row[0] for row in on_all(workload, n)])
+    )
     for i in range(n):
-        assert count_wrong(work, [again[0][i]], expected(work, i, n, 2)) == 0
+        assert count_wrong(workload, [again[0][i]], expected(workload, i, n, 2)) == 0
 
 
 def test_wrong_elements_are_counted() -> None:
-    work = make_work("psum", 40, "float32", 2)
-    (want,) = expected(work, 0, 2, 1)
+    workload = make_workload("psum", 40, "float32", 2)
+    (want,) = expected(workload, 0, 2, 1)
     bad = want.copy()
     bad[[2, 7]] += 1
-    assert count_wrong(work, [bad], [want]) == 2
-    assert count_wrong(work, [want[:5]], [want]) == 10
-    assert count_wrong(work, [np.where(want > 0, np.nan, want)], [want]) == int((want > 0).sum())
-    assert count_wrong(work, [], [want]) == 10
+    assert count_wrong(workload, [bad], [want]) == 2
+    assert count_wrong(workload, [want[:5]], [want]) == 10
+    assert count_wrong(workload, [np.where(want > 0, np.nan, want)], [want]) == int((want > 0).sum())
+    assert count_wrong(workload, [], [want]) == 10
 
 
 def test_operands_tell_participants_and_places_apart() -> None:
-    work = make_work("all_to_all", 96, "float32", 4)
-    rows = [operands(work, i, 4)[0] for i in range(4)]
+    workload = make_workload("all_to_all", 96, "float32", 4)
+    rows = [operands(workload, i, 4)[0] for i in range(4)]
     assert len({row.tobytes() for row in rows}) == 4
     assert len({block.tobytes() for block in rows[0]}) > 1
 
 
 def test_sums_of_many_stay_exact() -> None:
     # Up to thousands of participants, so that an element is wrong or right, whatever the order of the sum.
-    work = make_work("psum", 64, "float32", 4096)
-    largest = max(expected(work, 0, 4096, 1)[0])
+    workload = make_workload("psum", 64, "float32", 4096)
+    largest = max(expected(workload, 0, 4096, 1)[0])
     assert largest < 2**24
 
 
 def test_narrow_floats_may_round() -> None:
-    work = make_work("psum", 40, "bfloat16", 101)
-    (want,) = expected(work, 0, 101, 1)
+    workload = make_workload("psum", 40, "bfloat16", 101)
+    (want,) = expected(workload, 0, 101, 1)
     assert want.dtype == np.float32
     once = want.astype(jax.numpy.bfloat16)
     assert 0 < np.abs(once.astype(np.float32) - want).max() <= 2
-    assert count_wrong(work, [once], [want]) == 0
-    assert count_wrong(work, [once * np.float32(1.02)], [want]) == want.size
+    assert count_wrong(workload, [once], [want]) == 0
+    assert count_wrong(workload, [once * np.float32(1.02)], [want]) == want.size
 
 
 def test_models_have_their_sizes() -> None:
     assert (len(TREES["resnet50"]), sum(TREES["resnet50"])) == (161, 25_557_032)  # torchvision's resnet50
     assert (len(TREES["gpt2-small"]), sum(TREES["gpt2-small"])) == (148, 124_439_808)
-    assert make_tree("many-small", "float32").nbytes == 148 << 10
+    assert tree_workload("many-small", "float32").nbytes == 148 << 10
 
 
 def test_traffic_is_that_of_the_bus_bandwidth() -> None:
-    # nccl-tests, PERFORMANCE.md: of n ranks.
+    # The factors for n ranks in nccl-tests, PERFORMANCE.md.
     factors = {"psum": 2 * 3 / 4, "all_gather": 3 / 4, "psum_scatter": 3 / 4, "all_to_all": 3 / 4}
     for op in OPERATIONS:
-        work = make_work(op, 4096, "float32", 4)
-        assert work.nbytes == 4096
-        assert work.traffic(4) == 4096 * factors.get(op, 1.0)
+        workload = make_workload(op, 4096, "float32", 4)
+        assert workload.nbytes == 4096
+        assert workload.traffic(4) == 4096 * factors.get(op, 1.0)
 
 
 def test_no_loop_and_no_donation_where_shapes_change() -> None:
     for bad in ({"mode": "loop", "loop": 3}, {"donated": True}):
         with pytest.raises(ValueError, match="all_gather"):
-            make_work("all_gather", 64, "float32", 2, **bad)
+            make_workload("all_gather", 64, "float32", 2, **bad)
 
 
 def test_sizes() -> None:

@@ -1,4 +1,4 @@
-"""C++ alone: accelerators, on the stand-in for CUDA's runtime, and teams: ``tests/native/device_test.cc``."""
+"""Compiles and runs the tests in C++, ``tests/native``: accelerators, on the stand-in for CUDA's runtime, and teams."""
 
 from __future__ import annotations
 
@@ -7,20 +7,28 @@ from pathlib import Path
 
 import pytest
 
-from tests.native.build import NAMES, build
+from tests.native.build import NAMES, SOURCES, build
+
+HERE = Path(__file__).parents[1] / "native"
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build(tmp_path_factory.mktemp("native"))
+def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("native")
+    return {name: build(name, folder) for name in SOURCES}
 
 
-def test_every_test_is_run(program: Path) -> None:
-    out = subprocess.run([program], capture_output=True, text=True, check=True, timeout=60).stdout
-    assert out.split() == sorted(NAMES)
+def test_every_file_is_compiled() -> None:
+    assert {path.stem for path in HERE.glob("*.cc")} == set(SOURCES)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_device(program: Path, name: str) -> None:
-    run = subprocess.run([program, name], capture_output=True, text=True, timeout=60)
+@pytest.mark.parametrize("program", SOURCES)
+def test_every_test_is_run(program: str, programs: dict[str, Path]) -> None:
+    out = subprocess.run([programs[program]], capture_output=True, text=True, check=True, timeout=60).stdout
+    assert out.split() == sorted(NAMES[program])
+
+
+@pytest.mark.parametrize(("program", "name"), [(program, name) for program in NAMES for name in NAMES[program]])
+def test_native(program: str, name: str, programs: dict[str, Path]) -> None:
+    run = subprocess.run([programs[program], name], capture_output=True, text=True, timeout=60)
     assert run.returncode == 0, run.stderr

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from pycollective.config import Config
-from pycollective.launch import doctor, examine
-from pycollective.launch.examine import Facts
-from pycollective.launch.findings import Finding, show
-from pycollective.launch.libraries import Library
+from pycollective.doctor import installation, job
+from pycollective.doctor.findings import Finding, show
+from pycollective.doctor.job import Facts
+from pycollective.launch.libraries.mpich import Mpich
 from tests.unit.fakes import launcher
 
 RANK = Facts("alpha", ("Python 3.12.1", "jax 0.11.0"), "MPICH 5.0.2", frozenset({0, 1}), 4, "cpu", 2)
@@ -20,13 +20,13 @@ BOUND = [replace(RANK, cores=frozenset({i})) for i in range(4)]
 
 def test_a_good_job() -> None:
     ranks = BOUND + [replace(rank, host="beta") for rank in BOUND]
-    assert {finding.status for finding in examine.compare(ranks)} == {"ok"}
-    assert "1 for each rank, bound" in examine.cores(ranks).text
-    assert examine.hosts(ranks).text == "4 rank(s) on alpha, 4 rank(s) on beta"
+    assert {finding.status for finding in job.compare(ranks)} == {"ok"}
+    assert "1 for each rank, bound" in job.cores(ranks).text
+    assert job.hosts(ranks).text == "4 rank(s) on alpha, 4 rank(s) on beta"
 
 
 def test_unbound_ranks_are_no_fault() -> None:
-    finding = examine.cores([RANK, RANK])
+    finding = job.cores([RANK, RANK])
     assert (finding.status, "not bound" in finding.text) == ("ok", True)
 
 
@@ -42,7 +42,7 @@ def test_unbound_ranks_are_no_fault() -> None:
 )
 def test_one_rank_that_differs(change: dict[str, object], name: str, status: str, text: str) -> None:
     other = replace(BOUND[3], **change)  # type: ignore[arg-type]
-    found = {finding.name: finding for finding in examine.compare([*BOUND[:3], other])}
+    found = {finding.name: finding for finding in job.compare([*BOUND[:3], other])}
     assert found[name].status == status
     assert text in found[name].text
     assert found[name].remedy
@@ -59,73 +59,73 @@ def test_one_rank_that_differs(change: dict[str, object], name: str, status: str
     ],
 )
 def test_launcher_and_mpi(size: int, environ: dict[str, str], status: str, text: str) -> None:
-    finding = examine.launchers_agree(size, environ)
+    finding = job.launchers_agree(size, environ)
     assert finding.status == status
     assert text in finding.text
     assert bool(finding.remedy) == (status == "wrong")
 
 
 def test_gpu_awareness() -> None:
-    cpu = examine.gpu_awareness([replace(RANK, gpu_aware=False)] * 2)
-    assert (cpu.status, cpu.text) == ("ok", "not needed on CPU devices (MPI takes none to GPU memory)")
+    cpu = job.gpu_awareness([replace(RANK, gpu_aware=False)] * 2)
+    assert (cpu.status, cpu.text) == ("ok", "not needed on CPU devices (MPI takes no pointers to GPU memory)")
     gpu = replace(RANK, platform="gpu")
-    assert examine.gpu_awareness([replace(gpu, gpu_aware=True)]).status == "ok"
+    assert job.gpu_awareness([replace(gpu, gpu_aware=True)]).status == "ok"
     for aware in (False, None):
-        finding = examine.gpu_awareness([replace(gpu, gpu_aware=True), replace(gpu, gpu_aware=aware)])
+        finding = job.gpu_awareness([replace(gpu, gpu_aware=True), replace(gpu, gpu_aware=aware)])
         assert finding.status == "warning"
         assert "built for these GPUs" in finding.remedy
 
 
 def test_the_users_word_on_gpu_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = replace(RANK, platform="cuda", gpu_aware=False)
-    assert "pieces of 4194304 B" in examine.gpu_awareness([gpu]).text
-    monkeypatch.setattr(examine, "config", Config(gpu_direct=True))
-    finding = examine.gpu_awareness([gpu])
+    assert "pieces of 4194304 B" in job.gpu_awareness([gpu]).text
+    monkeypatch.setattr(job, "config", Config(gpu_direct=True))
+    finding = job.gpu_awareness([gpu])
     assert finding.status == "ok"
     assert finding.text.endswith("PYCOLLECTIVE_GPU_DIRECT=on decides")
 
 
 def test_one_gpu_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert examine.gpus([RANK] * 2).text == "none in use"
+    assert job.gpus([RANK] * 2).text == "none in use"
     first, second = (replace(RANK, platform="cuda", gpus=(name,)) for name in ("aaaaaaaaaa", "bbbbbbbbbb"))
-    assert (examine.gpus([first, second]).status, examine.gpus([first, second]).text) == ("ok", "each has one rank")
-    finding = examine.gpus([first, second, first])
+    assert (job.gpus([first, second]).status, job.gpus([first, second]).text) == ("ok", "each has one rank")
+    finding = job.gpus([first, second, first])
     assert (finding.status, finding.text) == ("wrong", "ranks 0, 2 drive the same one, aaaaaaaa")
     assert "--gpus-per-task=1" in finding.remedy
-    monkeypatch.setattr(examine, "config", Config(allow_shared_gpu=True))
-    assert examine.gpus([first, second, first]).status == "warning"
+    monkeypatch.setattr(job, "config", Config(allow_shared_gpu=True))
+    assert job.gpus([first, second, first]).status == "warning"
     silent = replace(first, gpus=(None,))
-    assert examine.gpus([silent, silent]).text == "2 do not say which they are"
+    assert job.gpus([silent, silent]).text == "2 do not say which they are"
 
 
 def test_settings_of_the_transport_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_TLS", "tcp,self")
-    assert examine.transport().text.startswith("native")
-    assert "UCX_TLS=tcp,self" in examine.transport().text
+    assert job.transport().text.startswith("native")
+    assert "UCX_TLS=tcp,self" in job.transport().text
 
 
 def test_ranks_bound_to_one_core() -> None:
-    finding = examine.cores([BOUND[0], BOUND[0]])
+    finding = job.cores([BOUND[0], BOUND[0]])
     assert (finding.status, finding.text) == ("warning", "2 ranks share 1 core(s) on alpha")
     assert "Bind less" in finding.remedy
     everything = replace(RANK, cores=frozenset(range(4)))
-    assert "start fewer" in examine.cores([everything] * 5).remedy
+    assert "start fewer" in job.cores([everything] * 5).remedy
 
 
 def test_another_mpirun_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mpich = Library("MPICH", "5.0.2", "libmpi.so.12")
+    mpich = Mpich("5.0.2", "libmpi.so.12")
     monkeypatch.setattr("sys.executable", str(tmp_path / "nowhere" / "python"))
     other = launcher(tmp_path / "one" / "mpirun", "mpirun (Open MPI) 5.0.11")
     right = launcher(tmp_path / "two" / "mpirun", "HYDRA build details: Version: 5.0.2")
     monkeypatch.setenv("PATH", f"{other.parent}:{right.parent}")
-    finding = doctor.mpiexec(mpich)
+    finding = installation.mpiexec(mpich)
     assert finding.status == "warning"
     assert finding.text == f"{other} comes first on PATH and is of Open MPI 5.0.11"
     assert finding.remedy == f"Start with pycollective run, or {right}."
     monkeypatch.setenv("PATH", str(right.parent))
-    assert doctor.mpiexec(mpich).status == "ok"
+    assert installation.mpiexec(mpich).status == "ok"
     monkeypatch.setenv("PATH", str(other.parent))
-    assert doctor.mpiexec(mpich).status == "wrong"
+    assert installation.mpiexec(mpich).status == "wrong"
 
 
 def test_the_exit_status(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""``pycollective run`` without a launcher: what libraries and launchers say, command lines, cores, mistakes."""
+"""``pycollective run`` without a launcher: how MPI libraries name themselves, command lines, cores, mistakes."""
 
 from __future__ import annotations
 
@@ -6,94 +6,123 @@ import argparse
 import os
 import shlex
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pycollective.launch import libraries, run
-from pycollective.launch.dialects import Job, mpiexec, srun
-from pycollective.launch.libraries import Library, identify, mpiexec_of
-from pycollective.launch.rank import physical_cores, visible_gpus
-from pycollective.launchers import local_place
+from pycollective.launch import allocation, find_mpi, run, started_by
+from pycollective.launch.allocation import BATCH_SYSTEMS, batch_system
+from pycollective.launch.find_mpi import LIBRARIES, identify, mpiexec_of
+from pycollective.launch.host_share import physical_cores, visible_gpus
+from pycollective.launch.hosts import check_hosts
+from pycollective.launch.job import Job
+from pycollective.launch.launchers.batch_system import BatchSystem
+from pycollective.launch.launchers.launcher import BatchLauncher
+from pycollective.launch.launchers.slurm import Srun
+from pycollective.launch.libraries.intel_mpi import IntelMpi
+from pycollective.launch.libraries.library import Library
+from pycollective.launch.libraries.mpich import Mpich
+from pycollective.launch.libraries.openmpi import OpenMpi
+from pycollective.launch.started_by import LAUNCHERS
 from tests.unit.fakes import launcher
 
-MPICH = Library("MPICH", "5.0.2", "")
+MPICH = Mpich("5.0.2", "")
+INTEL = IntelMpi("2021.18", "L")
 
 
-# First lines of what each says, from its own sources and installations.
+# The first lines of what each says, from its own sources and installations.
 @pytest.mark.parametrize(
-    ("text", "known"),
+    ("text", "library"),
     [
-        ("MPICH Version:      5.0.2\nMPICH Release date: ...", ("MPICH", "5.0.2")),
-        ("MPI VERSION    : CRAY MPICH version 8.1.29.19 (ANL base 3.4a2)", ("MPICH", "8.1.29.19")),
-        ("MVAPICH2 Version      :\t2.3.7", ("MPICH", "2.3.7")),
-        ("HYDRA build details:\n    Version:                                 4.0.2", ("MPICH", "4.0.2")),
-        ("Open MPI v4.1.4, package: Debian OpenMPI, ident: 4.1.4", ("Open MPI", "4.1.4")),
-        ("mpiexec (OpenRTE) 4.1.4\n\nReport bugs to ...", ("Open MPI", "4.1.4")),
-        ("mpirun (Open MPI) 5.0.11\n", ("Open MPI", "5.0.11")),
-        ("Intel(R) MPI Library 2021.18 for Linux* OS", ("Intel MPI", "2021.18")),
-        ("Intel(R) MPI Library for Linux* OS, Version 2021.18 Build 20260101", ("Intel MPI", "2021.18")),
+        ("MPICH Version:      5.0.2\nMPICH Release date: ...", Mpich("5.0.2", "")),
+        ("MPI VERSION    : CRAY MPICH version 8.1.29.19 (ANL base 3.4a2)", Mpich("8.1.29.19", "")),
+        ("MVAPICH2 Version      :\t2.3.7", Mpich("2.3.7", "")),
+        ("HYDRA build details:\n    Version:                                 4.0.2", Mpich("4.0.2", "")),
+        ("Open MPI v4.1.4, package: Debian OpenMPI, ident: 4.1.4", OpenMpi("4.1.4", "")),
+        ("mpiexec (OpenRTE) 4.1.4\n\nReport bugs to ...", OpenMpi("4.1.4", "")),
+        ("mpirun (Open MPI) 5.0.11\n", OpenMpi("5.0.11", "")),
+        ("Intel(R) MPI Library 2021.18 for Linux* OS", IntelMpi("2021.18", "")),
+        ("Intel(R) MPI Library for Linux* OS, Version 2021.18 Build 20260101", IntelMpi("2021.18", "")),
         ("Another MPI 1.0", None),
     ],
 )
-def test_what_libraries_call_themselves(text: str, known: tuple[str, str] | None) -> None:
-    assert identify(text) == known
+def test_what_libraries_call_themselves(text: str, library: Library | None) -> None:
+    assert identify(text) == library
+
+
+def test_which_mpiexec_belongs_to_which_library() -> None:
+    five, four = OpenMpi("5.0.11", ""), OpenMpi("4.1.4", "")
+    assert [(a, b) for a in (MPICH, INTEL, five, four) for b in (MPICH, INTEL, five, four) if a.can_start(b)] == [
+        (one, one) for one in (MPICH, INTEL, five, four)
+    ]
+    assert OpenMpi("5.0.3", "").can_start(five)
+    assert Mpich("4.0.2", "").can_start(MPICH)
 
 
 JOB = Job(3, ["prog"], [("a", 1), ("b", None)], label=True, oversubscribe=True, carried=["JAX_NUM_CPU_DEVICES"])
 
 
 @pytest.mark.parametrize(
-    ("launcher", "line"),
+    ("mpiexec", "line"),
     [
-        (("MPICH", "5.0.2"), "L -n 3 -bind-to none -hosts a:1,b:2 -prepend-rank prog"),
+        (Mpich("5.0.2", "L"), "L -n 3 -bind-to none -hosts a:1,b:2 -prepend-rank prog"),
         (
-            ("Open MPI", "5.0.11"),
+            OpenMpi("5.0.11", "L"),
             "L -n 3 --bind-to none --host a:1,b:2 --output tag --oversubscribe -x JAX_NUM_CPU_DEVICES prog",
         ),
         (
-            ("Open MPI", "4.1.4"),
+            OpenMpi("4.1.4", "L"),
             "L -n 3 --bind-to none --host a:1,b:2 --tag-output --oversubscribe -x JAX_NUM_CPU_DEVICES prog",
         ),
     ],
 )
-def test_dialects(launcher: tuple[str, str], line: str) -> None:
-    assert shlex.join(mpiexec(Library(*launcher, "L"), JOB)) == line
+def test_options(mpiexec: Library, line: str) -> None:
+    assert shlex.join(mpiexec.command_line(JOB)) == line
 
 
 @pytest.mark.parametrize(
-    ("launcher", "line"),
+    ("mpiexec", "line"),
     [
-        (("MPICH", "5.0.2"), "L -n 3 -bind-to none -f my.hosts prog"),
-        (("Intel MPI", "2021.18"), "L -n 3 -genv I_MPI_PIN off -f my.hosts prog"),
-        (("Open MPI", "5.0.11"), "L -n 3 --bind-to none --hostfile my.hosts prog"),
+        (Mpich("5.0.2", "L"), "L -n 3 -bind-to none -f my.hosts prog"),
+        (INTEL, "L -n 3 -genv I_MPI_PIN off -f my.hosts prog"),
+        (OpenMpi("5.0.11", "L"), "L -n 3 --bind-to none --hostfile my.hosts prog"),
     ],
 )
-def test_hostfiles(launcher: tuple[str, str], line: str) -> None:
-    assert shlex.join(mpiexec(Library(*launcher, "L"), Job(3, ["prog"], hostfile="my.hosts"))) == line
+def test_hostfiles(mpiexec: Library, line: str) -> None:
+    assert shlex.join(mpiexec.command_line(Job(3, ["prog"], hostfile="my.hosts"))) == line
+
+
+def test_srun_takes_no_hostfile() -> None:
+    with pytest.raises(ValueError, match="expected no hostfile with srun, got my.hosts"):
+        Srun.command_line(Job(3, ["prog"], hostfile="my.hosts"), MPICH, {})
 
 
 def test_launchers_that_know_one_number_for_all_hosts() -> None:
-    intel, even = Library("Intel MPI", "2021.18", "L"), replace(JOB, ranks=4, hosts=[("a", 2), ("b", None)])
-    assert shlex.join(mpiexec(intel, even)) == "L -n 4 -genv I_MPI_PIN off -hosts a,b -ppn 2 -prepend-rank prog"
+    even = replace(JOB, ranks=4, hosts=[("a", 2), ("b", None)])
+    assert shlex.join(INTEL.command_line(even)) == "L -n 4 -genv I_MPI_PIN off -hosts a,b -ppn 2 -prepend-rank prog"
     line = (
         "srun --mpi=pmi2 -n 4 --cpu-bind=none --kill-on-bad-exit=1 --distribution=block -w a,b -N 2 --ntasks-per-node=2"
     )
-    assert shlex.join(srun("pmi2", even)) == f"{line} --label --oversubscribe --overcommit prog"
-    for make in (lambda: srun("pmi2", JOB), lambda: mpiexec(intel, JOB)):
-        with pytest.raises(ValueError, match="as many ranks on each host for this launcher, got 1 on a, 2 on b"):
+    assert shlex.join(Srun.command_line(even, INTEL, {})) == f"{line} --label --oversubscribe --overcommit prog"
+    for make in (lambda: Srun.command_line(JOB, INTEL, {}), lambda: INTEL.command_line(JOB)):
+        with pytest.raises(
+            ValueError, match="the same number of ranks on each host for this launcher, got 1 on a, 2 on b"
+        ):
             make()
 
 
 def test_srun_spreads_over_an_allocation() -> None:
-    job = Job(4, ["prog"])
-    assert shlex.join(srun("pmi2", job, nodes=2)) == (
-        "srun --mpi=pmi2 -n 4 --cpu-bind=none --kill-on-bad-exit=1 --distribution=block -N 2 --ntasks-per-node=2 prog"
-    )
-    assert "-N" not in srun("pmi2", job, nodes=3)  # not evenly: as Slurm does
-    assert "-N" not in srun("pmi2", job, nodes=1)
+    def line(hosts: int) -> str:
+        environ = {"SLURM_JOB_NODELIST": f"a[1-{hosts}]", "SLURM_TASKS_PER_NODE": f"4(x{hosts})"}
+        return shlex.join(Srun.command_line(Job(4, ["prog"]), OpenMpi("5.0.11", ""), environ))
+
+    one = "srun --mpi=pmix -n 4 --cpu-bind=none --kill-on-bad-exit=1 --distribution=block prog"
+    assert line(1) == one
+    assert line(2) == one.replace("prog", "-N 2 --ntasks-per-node=2 prog")
+    assert line(3) == one  # 4 ranks cannot be spread evenly over 3 hosts: Slurm decides
 
 
 def test_the_mpiexec_of_the_library_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +130,7 @@ def test_the_mpiexec_of_the_library_is_found(tmp_path: Path, monkeypatch: pytest
     other = launcher(tmp_path / "one" / "mpiexec", "mpirun (Open MPI) 5.0.11")
     right = launcher(tmp_path / "two" / "mpiexec.hydra", "HYDRA build details:\n    Version: 5.0.1")
     found = mpiexec_of(MPICH, {"PATH": f"{tmp_path / 'one'}:{tmp_path / 'two'}"})
-    assert found == Library("MPICH", "5.0.1", str(right))
+    assert found == Mpich("5.0.1", str(right))
     with pytest.raises(FileNotFoundError, match=rf"expected an mpiexec of MPICH 5.0.2.*got {other} of Open MPI 5.0.11"):
         mpiexec_of(MPICH, {"PATH": str(tmp_path / "one")})
     with pytest.raises(FileNotFoundError, match="got none"):
@@ -109,17 +138,9 @@ def test_the_mpiexec_of_the_library_is_found(tmp_path: Path, monkeypatch: pytest
 
 
 def test_no_mpi_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(libraries, "_PROBE", "raise RuntimeError('cannot load MPI library')")
+    monkeypatch.setattr(find_mpi, "_PROBE", "raise RuntimeError('cannot load MPI library')")
     with pytest.raises(ImportError, match=r"got RuntimeError: cannot load MPI library.*pip install"):
-        libraries.loaded()
-
-
-def test_places() -> None:
-    hydra = {"MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
-    proxies = {"SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
-    assert local_place({**hydra, **proxies}) == (1, 2)  # an mpiexec inside sbatch: srun's are its proxies
-    assert local_place({**proxies, "SLURM_NODEID": "2", "SLURM_STEP_TASKS_PER_NODE": "4(x2),3"}) == (0, 3)
-    assert local_place({}) is None
+        find_mpi.loaded_library()
 
 
 def test_threads_of_a_core_stay_together(tmp_path: Path) -> None:
@@ -160,10 +181,10 @@ def test_a_plan(program: str) -> None:
 
 
 @pytest.fixture
-def allocation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Variables inside a Slurm allocation of a with 3 and b with 1 task, where an MPICH is."""
-    monkeypatch.setattr(run, "loaded", lambda: MPICH)
-    monkeypatch.setattr(run, "mpiexec_of", lambda *_: MPICH._replace(path="L"))
+def in_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """The variables inside a Slurm allocation of 3 tasks on host a and 1 task on host b, where MPICH is installed."""
+    monkeypatch.setattr(run, "loaded_library", lambda: MPICH)
+    monkeypatch.setattr(run, "mpiexec_of", lambda *_: replace(MPICH, path="L"))
     scontrol = tmp_path / "bin" / "scontrol"
     scontrol.parent.mkdir()
     scontrol.write_text("#!/bin/sh\n[ \"$*\" = 'show hostnames a,b' ] && printf 'a\\nb\\n'\n")
@@ -176,7 +197,7 @@ def allocation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["-n", "4"], "L -n 4 -bind-to none -hosts a:3,b:1"),  # as Slurm says
+        (["-n", "4"], "L -n 4 -bind-to none -hosts a:3,b:1"),  # as many as Slurm has tasks
         (["-n", "2"], "L -n 2 -bind-to none -hosts a:1,b:1"),  # evenly
         (["-n", "3"], "L -n 3 -bind-to none -hosts a:2,b:1"),
         (["-n", "9", "--oversubscribe"], "L -n 9 -bind-to none -hosts a:5,b:4"),
@@ -187,29 +208,29 @@ def allocation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str
         ),
     ],
 )
-def test_inside_an_allocation(arguments: list[str], line: str, allocation: dict[str, str], program: str) -> None:
-    command, _ = planned(*arguments, program, environ=allocation)
+def test_inside_an_allocation(arguments: list[str], line: str, in_slurm: dict[str, str], program: str) -> None:
+    command, _ = planned(*arguments, program, environ=in_slurm)
     assert shlex.join(command).startswith(f"{line} ")
 
 
-def test_cores_of_an_allocation_are_room_whatever_its_tasks(allocation: dict[str, str], program: str) -> None:
-    environ = {**allocation, "SLURM_TASKS_PER_NODE": "1(x2)", "SLURM_JOB_CPUS_PER_NODE": "4(x2)"}
+def test_cores_of_an_allocation_are_room_whatever_its_tasks(in_slurm: dict[str, str], program: str) -> None:
+    environ = {**in_slurm, "SLURM_TASKS_PER_NODE": "1(x2)", "SLURM_JOB_CPUS_PER_NODE": "4(x2)"}
     command, _ = planned("-n", "8", program, environ=environ)
     assert shlex.join(command).startswith("L -n 8 -bind-to none -hosts a:4,b:4 ")
-    # The shell of srun --pty: its step's one task says nothing of the job.
+    # In the shell of srun --pty SLURM_TASKS_PER_NODE is the step's one task, not the job's tasks.
     shell = {**environ, "SLURM_TASKS_PER_NODE": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"}
     command, variables = planned("-n", "8", program, environ=shell)
     assert shlex.join(command).startswith("L -n 8 -bind-to none -hosts a:4,b:4 ")
-    # Of the job again, for the mpiexec.
+    # The mpiexec gets the job's variables again.
     assert variables == {"SLURM_OVERLAP": "1", "SLURM_NODELIST": "a,b", "SLURM_TASKS_PER_NODE": "4,4"}
 
 
-def test_a_gpu_for_each_task_needs_srun(allocation: dict[str, str], program: str, tmp_path: Path) -> None:
-    environ = {**allocation, "SLURM_GPUS_PER_TASK": "1"}
+def test_a_gpu_for_each_task_needs_srun(in_slurm: dict[str, str], program: str, tmp_path: Path) -> None:
+    environ = {**in_slurm, "SLURM_GPUS_PER_TASK": "1"}
     launcher(tmp_path / "bin" / "srun", "MPI plugin types are...\n\tnone\n\tpmi2")
     assert planned("-n", "4", program, environ=environ)[0][0] == "srun"
     launcher(tmp_path / "bin" / "srun", "MPI plugin types are...\n\tnone")
-    with pytest.raises(ValueError, match=r"expected --gres=gpu:N.* no srun --mpi=pmi2"):
+    with pytest.raises(ValueError, match=r"expected srun --mpi=pmi2 for --gpus-per-task.*--gres=gpu:N"):
         planned("-n", "4", program, environ=environ)
 
 
@@ -218,40 +239,40 @@ def test_a_heterogeneous_job(program: str) -> None:
         planned("-n", "3", program, environ={"SLURM_JOB_ID": "7", "SLURM_HET_SIZE": "2", "PATH": os.environ["PATH"]})
 
 
-def test_scontrol_that_fails(allocation: dict[str, str], program: str) -> None:
+def test_scontrol_that_fails(in_slurm: dict[str, str], program: str) -> None:
     with pytest.raises(RuntimeError, match=r"scontrol to name the hosts c,d, got CalledProcessError\(1.* Say --hosts"):
-        planned("-n", "4", program, environ={**allocation, "SLURM_JOB_NODELIST": "c,d"})
+        planned("-n", "4", program, environ={**in_slurm, "SLURM_JOB_NODELIST": "c,d"})
 
 
-def test_what_an_allocation_has_no_room_for(allocation: dict[str, str], program: str) -> None:
+def test_what_an_allocation_has_no_room_for(in_slurm: dict[str, str], program: str) -> None:
     with pytest.raises(ValueError, match="expected at most 4 ranks in this allocation, got 5. Start fewer, ask Slurm"):
-        planned("-n", "5", program, environ=allocation)
-    with pytest.raises(ValueError, match="as many ranks on each host for this launcher"):
-        planned("-n", "4", "--mpi", "srun", "--hosts", "a:3,b:1", program, environ=allocation)
+        planned("-n", "5", program, environ=in_slurm)
+    with pytest.raises(ValueError, match="the same number of ranks on each host for this launcher"):
+        planned("-n", "4", "--mpi", "srun", "--hosts", "a:3,b:1", program, environ=in_slurm)
 
 
 def test_srun_where_there_is_no_mpiexec(
-    allocation: dict[str, str], program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    in_slurm: dict[str, str], program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def none(*_: object) -> Library:
         raise FileNotFoundError("no mpiexec")
 
     monkeypatch.setattr(run, "mpiexec_of", none)
     launcher(tmp_path / "bin" / "srun", "MPI plugin types are...\n\tnone\n\tpmi2")
-    assert planned("-n", "4", program, environ=allocation)[0][:2] == ["srun", "--mpi=pmi2"]
-    inside = {**allocation, "SLURM_STEP_ID": "0"}
+    assert planned("-n", "4", program, environ=in_slurm)[0][:2] == ["srun", "--mpi=pmi2"]
+    inside = {**in_slurm, "SLURM_STEP_ID": "0"}
     assert planned("-n", "4", program, environ=inside)[1]["SLURM_OVERLAP"] == "1"
     launcher(tmp_path / "bin" / "srun", "MPI plugin types are...\n\tnone")
     with pytest.raises(FileNotFoundError, match="no mpiexec"):
-        planned("-n", "4", program, environ=allocation)
+        planned("-n", "4", program, environ=in_slurm)
 
 
 def test_other_batch_systems_are_left_to_mpiexec(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "loaded", lambda: MPICH)
-    monkeypatch.setattr(run, "mpiexec_of", lambda *_: MPICH._replace(path="L"))
+    monkeypatch.setattr(run, "loaded_library", lambda: MPICH)
+    monkeypatch.setattr(run, "mpiexec_of", lambda *_: replace(MPICH, path="L"))
     command, _ = planned("-n", "1000", program, environ={"PBS_JOBID": "1", "PATH": os.environ["PATH"]})
     assert command[:5] == ["L", "-n", "1000", "-bind-to", "none"]
-    assert run.allocated({"LSB_JOBID": "1"})
+    assert batch_system({"LSB_JOBID": "1"}) is not None
 
 
 @pytest.mark.parametrize(
@@ -287,9 +308,103 @@ def test_a_host_that_does_not_answer(tmp_path: Path) -> None:
     agent.write_text('#!/bin/sh\n[ "$1" = good ] || { echo no route to "$1" >&2; exit 255; }\n')
     agent.chmod(0o755)
     environ = {"HYDRA_LAUNCHER_EXEC": str(agent)}
-    run.check_hosts(["good", "localhost"], environ)
+    check_hosts(["good", "localhost"], environ)
     with pytest.raises(ConnectionError, match="expected host bad to answer .* got 'no route to bad'"):
-        run.check_hosts(["good", "bad"], environ)
+        check_hosts(["good", "bad"], environ)
+
+
+class Aprun(BatchLauncher):
+    """A batch system's launcher that the package does not know: all that a new one needs."""
+
+    name = "aprun"
+    option = "aprun"
+    size_variable = "ALPS_SIZE"
+    rank_variables = ("ALPS_APP_PE",)
+    remedy = "Launch with aprun."
+
+    @classmethod
+    def command_line(cls, job: Job, library: Library, environ: Mapping[str, str]) -> list[str]:
+        return ["aprun", "-n", str(job.ranks), f"--{library.pmi}", *job.command]
+
+    @classmethod
+    def can_start(cls, library: Library, environ: Mapping[str, str]) -> bool:
+        return "ALPS_CAN" in environ
+
+    @classmethod
+    def must_start(cls, library: Library, environ: Mapping[str, str]) -> bool:
+        return "ALPS_MUST" in environ
+
+
+class Alps(BatchSystem):
+    """A batch system that the package does not know."""
+
+    job_variable = "ALPS_JOB"
+    how_to_get_more = "ask for a larger -n"
+
+    @classmethod
+    def capacity(cls, environ: Mapping[str, str]) -> list[int]:
+        return [2, 4]
+
+    @classmethod
+    def host_names(cls, environ: Mapping[str, str]) -> list[str]:
+        return ["x", "y"]
+
+    @classmethod
+    def launcher_variables(cls, environ: Mapping[str, str]) -> dict[str, str]:
+        return {"ALPS_SHARED": "1"}
+
+
+def test_a_new_batch_system_and_its_launcher(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(started_by, "LAUNCHERS", (*LAUNCHERS, Aprun))
+    monkeypatch.setattr(allocation, "BATCH_SYSTEMS", (*BATCH_SYSTEMS, Alps))
+    monkeypatch.setattr(run, "loaded_library", lambda: MPICH)
+    monkeypatch.setattr(run, "mpiexec_of", lambda *_: replace(MPICH, path="L"))
+    environ = {"ALPS_JOB": "1", "PATH": os.environ["PATH"]}
+    command, variables = planned("-n", "5", program, environ=environ)
+    assert shlex.join(command).startswith("L -n 5 -bind-to none -hosts x:2,y:3 ")
+    assert variables == {"ALPS_SHARED": "1"}
+    for arguments, more in ((["--mpi", "aprun"], {}), ([], {"ALPS_MUST": "1"})):
+        command, _ = planned("-n", "5", *arguments, program, environ={**environ, **more})
+        assert shlex.join(command).startswith("aprun -n 5 --pmi2 ")
+    with pytest.raises(ValueError, match="at most 6 ranks in this allocation, got 7. Start fewer, ask for a larger -n"):
+        planned("-n", "7", program, environ=environ)
+    with pytest.raises(RuntimeError, match="got one of 3 ranks of aprun"):
+        planned("-n", "5", program, environ={"ALPS_SIZE": "3"})
+
+    def none(*_: object) -> Library:
+        raise FileNotFoundError("no mpiexec")
+
+    monkeypatch.setattr(run, "mpiexec_of", none)
+    with pytest.raises(FileNotFoundError, match="no mpiexec"):
+        planned("-n", "5", program, environ=environ)
+    assert planned("-n", "5", program, environ={**environ, "ALPS_CAN": "1"})[0][0] == "aprun"
+
+
+class Mpt(Library):
+    """An MPI library that the package does not know: all that a new one needs."""
+
+    family = "HPE MPT"
+    patterns = (r"HPE MPT (\d[\w.]*)",)
+    mpiexec_names = ("mpiexec_mpt",)
+    pmi = "pmi2"
+    agent_variables = ("MPT_AGENT",)
+
+    def options(self, job: Job) -> list[str]:
+        return ["--label"] if job.label else []
+
+
+def test_a_new_mpi_library(program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(find_mpi, "LIBRARIES", (*LIBRARIES, Mpt))
+    monkeypatch.setattr(find_mpi, "_PROBE", "print('/opt/libmpi.so'); print('HPE MPT 2.23  03/01/20')")
+    library = find_mpi.loaded_library()
+    assert library == Mpt("2.23", "/opt/libmpi.so")
+    monkeypatch.setattr(run, "loaded_library", lambda: library)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "nowhere" / "python"))
+    launcher(tmp_path / "bin" / "mpiexec", "mpirun (Open MPI) 5.0.11")
+    right = launcher(tmp_path / "bin" / "mpiexec_mpt", "HPE MPT 2.23")
+    environ = {"PATH": str(tmp_path / "bin")}
+    assert shlex.join(planned("-n", "1", "--label", program, environ=environ)[0]).startswith(f"{right} -n 1 --label ")
+    assert planned("-n", "1", "--mpi", "srun", program, environ=environ)[0][:2] == ["srun", "--mpi=pmi2"]
 
 
 @pytest.mark.parametrize("bad", ["a,,b", "a:0", "a:x", ""])

@@ -1,4 +1,4 @@
-"""On accelerators sums begin early and end late; lowered here for CUDA, and compiled nowhere."""
+"""On accelerators sums begin early and end late. The programs are lowered for CUDA here, but not compiled."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from jax import lax
 
 import pycollective as pc
-from pycollective import accelerators
+from pycollective.ranks import accelerators
 
 CALLS = {
     "@pycollective_device_allreduce(": "A",
@@ -37,7 +37,7 @@ def lowered(fun: Callable[..., Any], *args: Any, **options: Any) -> str:
 
 
 def order(text: str) -> str:
-    """Products and calls, as letters."""
+    """The products and calls of a program, a letter for each."""
     return "".join(CALLS[found] for found in re.findall("|".join(map(re.escape, CALLS)), text))
 
 
@@ -55,12 +55,12 @@ def train(params: list[jax.Array], x: jax.Array) -> tuple[list[jax.Array], jax.A
 
 @pytest.mark.parametrize("options", [{}, {"donate_argnums": 0}])
 def test_gradients_travel_while_others_are_computed(options: dict[str, Any]) -> None:
-    w = jax.ShapeDtypeStruct((512, 512), jnp.float32)  # 1 MiB: a bucket each
+    w = jax.ShapeDtypeStruct((512, 512), jnp.float32)  # 1 MiB, so each is a bucket
     text = lowered(train, [w] * 3, w, **options)
-    # Three products forward. Backward the gradient of a layer's weights begins to travel before the next layer's two
-    # products; no end comes before the last beginning.
+    # The forward pass has three products. In the backward pass the sum of a layer's gradient starts before the two
+    # products of the next layer. No sum is waited for before the last one has started.
     assert order(text) == "mmm" + "mS" + "mmS" + "mmS" + "DDD"
-    # Nothing may move what is on its way: the results of a start go through barriers to its end alone.
+    # XLA must not move an array while MPI uses it: the results of a start go only through barriers, to its end.
     for results in re.findall(r"%(\d+):\d+ = stablehlo.custom_call @pycollective_device_allreduce_start", text):
         readers = re.findall(rf"stablehlo\.(\w+) [^\n]*%{results}#[1-9]", text)
         assert readers == ["optimization_barrier"]
@@ -70,7 +70,7 @@ def test_the_order_of_other_collectives_stays() -> None:
     def f(x: jax.Array) -> jax.Array:
         a = x @ x
         s = lax.psum(a, "i")
-        g = lax.all_gather(a @ a, "i")  # not over it
+        g = lax.all_gather(a @ a, "i")  # the sum ends before it
         return s + g.sum(axis=0) + a @ x @ x
 
     x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
@@ -93,7 +93,7 @@ def test_what_follows_a_sum_may_need_nothing() -> None:
     def f(x: jax.Array) -> tuple[jax.Array, ...]:
         a = x @ x
         s = lax.psum(a, "i")
-        half = lax.div(1.0, 2.0)  # reads no variable; what reads its result comes after it
+        half = lax.div(1.0, 2.0)  # it reads no variable; the equation that reads its result comes after it
         return s, half * a @ a
 
     x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
@@ -108,7 +108,7 @@ def test_an_operand_that_is_read_again_stays() -> None:
     x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
     text = lowered(f, x)
     assert order(text) == "mSmD"
-    # In the result's buffer, which XLA keeps until the end: where the operand is read again it gets a copy first.
+    # The operand lies in the result's buffer, which XLA keeps until the end. If it is read again, XLA copies it first.
     (start,) = re.findall(r"custom_call @pycollective_device_allreduce_start[^\n]*", text)
     assert "output_operand_alias<output_tuple_indices = [1], operand_index = 1" in start
 

@@ -1,4 +1,4 @@
-"""What the package is from outside: its names, and what is installed."""
+"""The package from outside: its public names, and the files that are installed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ def test_names_of_other_bindings(name: str, here: str) -> None:
 def test_names_of_nothing() -> None:
     with pytest.raises(AttributeError, match=r"got 'broadcst'\. dir\(pycollective\) lists them\.") as caught:
         pc.broadcst  # noqa: B018
-    assert (caught.value.name, caught.value.obj) == ("broadcst", pc)  # so Python says "Did you mean: 'broadcast'?"
+    # From these attributes Python says "Did you mean: 'broadcast'?"
+    assert (caught.value.name, caught.value.obj) == ("broadcst", pc)
 
 
 def test_its_types_are_installed(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What programs are made of: the traced jaxpr and the lowered text, without running anything."""
+"""The contents of programs: the traced jaxpr and the lowered text. No program runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import pytest
 
 import pycollective as pc
-from pycollective import ordering, primitives
+from pycollective.ordering import region
+from pycollective.ordering.effect import effect
+from pycollective.primitives import reductions
 
 X = jax.ShapeDtypeStruct((4, 2), jnp.float32)
 
@@ -30,14 +32,14 @@ def aliased(text: str) -> int:
 
 def test_effect_is_in_the_jaxpr(world: pc.Communicator) -> None:
     jaxpr = jax.make_jaxpr(lambda x: pc.psum(x, world))(X)
-    assert ordering.effect in jaxpr.effects
-    assert [eqn.primitive for eqn in jaxpr.eqns] == [primitives.allreduce_p]
+    assert effect in jaxpr.effects
+    assert [eqn.primitive for eqn in jaxpr.eqns] == [reductions.allreduce_p]
 
 
 def test_a_region_has_no_effect(world: pc.Communicator) -> None:
-    jaxpr = jax.make_jaxpr(ordering.Region(lambda x: pc.psum(x, world)))(X)
+    jaxpr = jax.make_jaxpr(region.Region(lambda x: pc.psum(x, world)))(X)
     assert not jaxpr.effects
-    assert [eqn.primitive for eqn in jaxpr.eqns] == [ordering.region_p]
+    assert [eqn.primitive for eqn in jaxpr.eqns] == [region.region_p]
 
 
 def test_calls_are_chained_by_tokens(world: pc.Communicator) -> None:
@@ -91,7 +93,7 @@ def test_unused_results_keep_their_calls(world: pc.Communicator) -> None:
 
 
 def test_numbers_not_handles_are_compiled_in(world: pc.Communicator) -> None:
-    # A handle may be an address, different in every process: programs could not be cached on disk.
+    # A handle may be an address, which differs in every process: then programs could not be cached on disk.
     number, fingerprint = world.key
     text = pc.jit(lambda x: pc.psum(x, world)).lower(X).as_text()
     assert re.search(rf"comm = (array<i64: |dense<\[){number}, {fingerprint}", text)

@@ -1,4 +1,4 @@
-"""The environment: launchers, settings, and the form of messages."""
+"""Settings from environment variables, and the form of messages."""
 
 from __future__ import annotations
 
@@ -6,38 +6,6 @@ import pytest
 
 from pycollective import config
 from pycollective.errors import message
-from pycollective.launchers import launched_size
-
-
-@pytest.mark.parametrize(
-    ("environ", "name", "size"),
-    [
-        ({"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2"}, "srun", 4),
-        ({"OMPI_COMM_WORLD_SIZE": "2"}, "an Open MPI mpirun", 2),
-        ({"PMI_SIZE": "3", "PMI_RANK": "0"}, "an MPICH or Intel MPI mpiexec", 3),
-        ({"FLUX_JOB_SIZE": "8"}, "flux run", 8),
-    ],
-)
-def test_launchers(environ: dict[str, str], name: str, size: int) -> None:
-    found = launched_size(environ)
-    assert found is not None
-    launcher, count = found
-    assert (launcher.name, count) == (name, size)
-    assert launcher.remedy.endswith((".", "it."))
-
-
-@pytest.mark.parametrize(
-    "environ",
-    [
-        {},
-        {"SLURM_NTASKS": "4", "SLURM_PROCID": "0"},  # inside sbatch, not started by srun
-        {"SLURM_STEP_NUM_TASKS": "1"},
-        {"OMPI_COMM_WORLD_SIZE": "1"},
-        {"PMI_SIZE": "not a number"},
-    ],
-)
-def test_no_launcher(environ: dict[str, str]) -> None:
-    assert launched_size(environ) is None
 
 
 def test_defaults() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pycollective import threads
+from pycollective.ranks import xla_threads
 
 
 class Neighbours:
@@ -25,8 +25,8 @@ class Neighbours:
 @pytest.mark.parametrize(("cores", "ranks", "variable"), [(8, 2, "4"), (6, 4, "1"), (64, 4, "16"), (8, 1, None)])
 def test_what_xla_is_told(cores: int, ranks: int, variable: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NPROC", raising=False)
-    monkeypatch.setattr(threads, "devices_have_started", lambda: False)
+    monkeypatch.setattr(xla_threads, "devices_have_started", lambda: False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
-    with threads.shared_cores(Neighbours(ranks)):  # type: ignore[arg-type]
+    with xla_threads.shared_cores(Neighbours(ranks)):  # type: ignore[arg-type]
         assert os.environ.get("NPROC") == variable
     assert "NPROC" not in os.environ

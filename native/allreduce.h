@@ -1,0 +1,86 @@
+// An allreduce of any number of arrays in one call.
+
+#ifndef PYCOLLECTIVE_NATIVE_ALLREDUCE_H_
+#define PYCOLLECTIVE_NATIVE_ALLREDUCE_H_
+
+#include <cstdint>
+#include <vector>
+
+#include "call.h"
+#include "collectives.h"
+#include "decode.h"
+#include "dtypes.h"
+#include "packing.h"
+#include "place.h"
+#include "team_collectives.h"
+
+namespace pycollective {
+
+// The operands and results of an allreduce.
+struct AllreduceArrays {
+  std::vector<ArrayPair> arrays;
+  Signature signature{kAllreduce};
+  int64_t nbytes = 0;
+
+  // Reads what XLA hands over. Returns an error if an operand cannot be reduced.
+  ffi::Error Decode(const Call& call, const ffi::RemainingArgs& operands, const ffi::RemainingRets& results,
+                    int64_t op) {
+    signature.reduce_op = static_cast<int32_t>(op);
+    for (size_t i = 0; i < operands.size(); ++i) {
+      const auto x = operands.get<ffi::AnyBuffer>(i);
+      auto y = results.get<ffi::AnyBuffer>(i);
+      if (x.has_error()) return x.error();
+      if (y.has_error()) return y.error();
+      ArrayPair array{x->untyped_data(), (*y)->untyped_data(), Count(*x), Type::kUint8};
+      if (!ReduceType(x->element_type(), op, &array.type)) return call.Unsupported(x->element_type());
+      arrays.push_back(array);
+      nbytes += NBytes(*x);
+      signature.count += array.count;
+      if (i == 0) {
+        signature.dtype = static_cast<int32_t>(x->element_type());
+      } else {
+        // A hash; unsigned, since it wraps around.
+        const uint64_t one = static_cast<uint64_t>(array.count * kTypeCount + static_cast<int64_t>(array.type) + 1);
+        signature.pattern = static_cast<int64_t>(static_cast<uint64_t>(signature.pattern) * 1000003u + one);
+      }
+    }
+    return ffi::Error::Success();
+  }
+};
+
+// In host memory: small arrays of a type travel together in buckets of at most `bucket_bytes`. An array of half that
+// size or more goes by itself, since copying it would cost more than a call.
+inline Outcome AllreduceIn(HostPlace&, const Library& mpi, const Lane& lane, const std::vector<ArrayPair>& arrays,
+                           Op op, int64_t bucket_bytes) {
+  return CallPacked(arrays, bucket_bytes, [&](const void* x, void* y, int64_t count, Type type) {
+    const Arguments arguments{x, y, count, type, op};
+    if (lane.team != nullptr) return TeamCollective(mpi, lane).Allreduce(arguments);
+    return mpi.Allreduce(lane.channel, arguments);
+  });
+}
+
+// On an accelerator: all arrays of a type travel as one, in pieces.
+inline Outcome AllreduceIn(DevicePlace& place, const Library& mpi, const Lane& lane,
+                           const std::vector<ArrayPair>& arrays, Op op, int64_t bucket_bytes) {
+  Outcome first;
+  for (int number = 0; number < kTypeCount; ++number) {
+    const auto type = static_cast<Type>(number);
+    std::vector<const ArrayPair*> of_type;
+    for (const ArrayPair& array : arrays) {
+      if (array.type == type && array.count > 0) of_type.push_back(&array);
+    }
+    if (of_type.empty()) continue;
+    // After an error the other calls are made all the same, since other ranks wait in them.
+    const Outcome outcome = place.ExchangeArrays(
+        lane, of_type, bucket_bytes, !mpi.IsOwn(op, type),
+        [&](const Channel& channel, const void* x, void* y, int64_t count) {
+          return mpi.Allreduce(channel, {x, y, count, type, op});
+        });
+    if (first.ok()) first = outcome;
+  }
+  return first;
+}
+
+}  // namespace pycollective
+
+#endif  // PYCOLLECTIVE_NATIVE_ALLREDUCE_H_

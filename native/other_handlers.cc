@@ -1,0 +1,145 @@
+// XLA FFI handlers of the operations that are no collective of one array: the rows OTHER of operations.h.
+
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "allreduce.h"
+#include "call.h"
+#include "collectives.h"
+#include "communicators.h"
+#include "decode.h"
+#include "dtypes.h"
+#include "operations.h"
+#include "place.h"
+
+namespace pycollective {
+namespace {
+
+template <typename Place>
+ffi::Error Allreduce(Place place, const Participants& participants, InToken, ffi::RemainingArgs operands, OutToken,
+                     ffi::RemainingRets results, int64_t op, int64_t bucket_bytes) {
+  Call call = CallIn(place, kAllreduce, participants);
+  AllreduceArrays all;
+  const ffi::Error bad = all.Decode(call, operands, results, op);
+  if (bad.failure()) return bad;
+  std::vector<ResultMemory> written;
+  if (participants.spread < 0) {
+    for (const ArrayPair& array : all.arrays) written.push_back({array.y, static_cast<size_t>(array.nbytes())});
+  }
+  return call.Run(place, all.signature, all.nbytes, {written.data(), written.size()},
+                  [&](const Library& mpi, const Lane& lane) {
+                    return AllreduceIn(place, mpi, lane, all.arrays, static_cast<Op>(op), bucket_bytes);
+                  });
+}
+
+// dest, source: for each lane the number of a device, rank * lanes + lane, or -1 for none. Devices exchange their
+// arrays directly, whatever their lanes: there is a tag for each pair of devices. A mesh has tags of its own, as it has
+// channels.
+template <typename Place>
+ffi::Error Ppermute(Place place, const Participants& participants, InToken, In x, OutToken, Out y,
+                    ffi::Span<const int64_t> dest, ffi::Span<const int64_t> source, int64_t pattern) {
+  Call call = CallIn(place, kPpermute, participants);
+  Type type;
+  if (!MoveType(x.element_type(), &type)) return call.Unsupported(x.element_type());
+  const ResultMemory result = ResultOf(*y);
+  return call.Run(
+      place, SignatureOf(kPpermute, x, -1, -1, pattern), NBytes(x), {&result, 1},
+      [&](const Library& mpi, const Lane& lane) {
+        const Communicator& communicator = call.communicator();
+        const auto lanes = static_cast<int64_t>(communicator.lanes.size());
+        const int64_t devices = communicator.ranks->devices();
+        const int64_t to = dest[static_cast<size_t>(lane.index)];
+        const int64_t from = source[static_cast<size_t>(lane.index)];
+        const auto rank_of = [&](int64_t number) {
+          return number < 0 ? mpi.proc_null() : communicator.ranks->RankInWhole(static_cast<int>(number / lanes));
+        };
+        const auto tag_of = [&](int64_t sender, int64_t receiver) {
+          return int((communicator.is_mesh ? devices : 0) * devices + sender * devices + receiver);
+        };
+        const int to_rank = rank_of(to), from_rank = rank_of(from);
+        const int to_tag = to < 0 ? 0 : tag_of(lane.index, to % lanes);
+        const int from_tag = from < 0 ? 0 : tag_of(from % lanes, lane.index);
+        return place.Exchange(lane, ViewOf(x, type), ViewOf(*y, type), {},
+                              [&](const Channel& channel, const void* in, void* out, int64_t count) {
+                                return mpi.Permute(channel, {in, count, type, to_rank, to_tag},
+                                                   {out, count, type, from_rank, from_tag});
+                              });
+      });
+}
+
+template <typename Place>
+auto BindPpermute() {
+  using Routes = ffi::Span<const int64_t>;
+  auto binding = BindArray<Place>().template Attr<Routes>("dest").template Attr<Routes>("source");
+  return std::move(binding).template Attr<int64_t>("pattern");
+}
+
+template <typename Place>
+ffi::Error Barrier(Place place, const Participants& participants, InToken, OutToken) {
+  Call call = CallIn(place, kBarrier, participants);
+  return call.Run(place, {kBarrier}, 0, {}, [&](const Library& mpi, const Lane& lane) {
+    return place.Exchange(lane, {}, {}, {},
+                          [&](const Channel& channel, const void*, void*, int64_t) { return mpi.Barrier(channel); });
+  });
+}
+
+// Messages go whole: the other end may cut them into other pieces, or into none.
+constexpr ExchangeOptions kWholeMessage{false, false, true};
+
+template <typename Place>
+ffi::Error Send(Place place, const Participants& participants, InToken, In x, OutToken, int64_t dest, int64_t tag) {
+  Call call = CallIn(place, kSend, participants);
+  Type type;
+  if (!MoveType(x.element_type(), &type)) return call.Unsupported(x.element_type());
+  return call.Run(place, {}, NBytes(x), {}, [&](const Library& mpi, const Lane& lane) {
+    return place.Exchange(lane, ViewOf(x, type), {}, kWholeMessage,
+                          [&](const Channel& channel, const void* in, void*, int64_t) {
+                            return mpi.Send(channel,
+                                            {in, Count(x), type, static_cast<int>(dest), static_cast<int>(tag)});
+                          });
+  });
+}
+
+template <typename Place>
+ffi::Error Recv(Place place, const Participants& participants, InToken, In, OutToken, Out y, int64_t source,
+                int64_t tag) {
+  Call call = CallIn(place, kRecv, participants);
+  Type type;
+  if (!MoveType(y->element_type(), &type)) return call.Unsupported(y->element_type());
+  const ResultMemory result = ResultOf(*y);
+  return call.Run(place, {}, NBytes(*y), {&result, 1}, [&](const Library& mpi, const Lane& lane) {
+    return place.Exchange(lane, {}, ViewOf(*y, type), kWholeMessage,
+                          [&](const Channel& channel, const void*, void* out, int64_t) {
+                            return mpi.Recv(channel,
+                                            {out, Count(*y), type, static_cast<int>(source), static_cast<int>(tag)});
+                          });
+  });
+}
+
+template <typename Place>
+ffi::Error Sendrecv(Place place, const Participants& participants, InToken, In x, OutToken, Out y, int64_t dest,
+                    int64_t send_tag, int64_t source, int64_t recv_tag) {
+  Call call = CallIn(place, kSendrecv, participants);
+  Type send_type, recv_type;
+  if (!MoveType(x.element_type(), &send_type)) return call.Unsupported(x.element_type());
+  if (!MoveType(y->element_type(), &recv_type)) return call.Unsupported(y->element_type());
+  const ResultMemory result = ResultOf(*y);
+  return call.Run(place, {}, NBytes(x) + NBytes(*y), {&result, 1}, [&](const Library& mpi, const Lane& lane) {
+    return place.Exchange(
+        lane, ViewOf(x, send_type), ViewOf(*y, recv_type), kWholeMessage,
+        [&](const Channel& channel, const void* in, void* out, int64_t) {
+          return mpi.Sendrecv(channel, {in, Count(x), send_type, static_cast<int>(dest), static_cast<int>(send_tag)},
+                              {out, Count(*y), recv_type, static_cast<int>(source), static_cast<int>(recv_tag)});
+        });
+  });
+}
+
+}  // namespace
+
+#define PYCOLLECTIVE_NOTHING(...)
+#define PYCOLLECTIVE_OTHER(name, Name, is_collective, ...) \
+  PYCOLLECTIVE_EXPORT_HANDLERS(name, NewHandler<Place>(k##Name, __VA_ARGS__, Name<Place>))
+PYCOLLECTIVE_OPERATIONS(PYCOLLECTIVE_NOTHING, PYCOLLECTIVE_OTHER)
+
+}  // namespace pycollective

@@ -1,0 +1,24 @@
+// What binding.cc sets for the handlers.
+
+#ifndef PYCOLLECTIVE_NATIVE_SETTINGS_H_
+#define PYCOLLECTIVE_NATIVE_SETTINGS_H_
+
+#include <memory>
+
+#include "collectives.h"
+
+// Marks a C symbol that the shared library exports; all others are hidden.
+#define PYCOLLECTIVE_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace pycollective {
+
+// When ranks compare what they call: never, when a channel first meets a call, or every time.
+enum class Check : int { kNever, kFirst, kAlways };
+
+// Python sets both before the first program runs; they do not change while one runs.
+extern std::unique_ptr<Library> library;
+extern Check check;
+
+}  // namespace pycollective
+
+#endif  // PYCOLLECTIVE_NATIVE_SETTINGS_H_

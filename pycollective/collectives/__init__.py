@@ -1,0 +1,1 @@
+"""The public collectives: functions with jax.lax's names, and functions with MPI's names."""

@@ -1,0 +1,158 @@
+"""Checks of the public functions' arguments, made when a program is traced.
+
+Each check returns the argument in one form, or raises an error that names the public function ``where``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+
+from pycollective.errors import fail, integer
+from pycollective.primitives import dtypes
+from pycollective.primitives.blocks import cut
+from pycollective.ranks.participants import Participants
+from pycollective.transport.mpi import MPI
+
+Array = jax.Array
+PyTree = Any
+Groups = Sequence[Sequence[int]] | None
+
+
+def array(where: str, comm: Participants, leaf: Any) -> Array:
+    """Returns a leaf as an array. Python scalars take JAX's default dtypes."""
+    if isinstance(leaf, jax.core.Tracer):
+        return leaf
+    try:
+        return jnp.asarray(leaf)
+    except (TypeError, ValueError) as error:
+        fail(
+            TypeError,
+            where,
+            comm,
+            "arrays, or pytrees of them",
+            f"{type(leaf).__name__} ({str(error).splitlines()[0]})",
+            "Convert it to an array first.",
+        )
+
+
+def map_arrays(where: str, comm: Participants, function: Callable[[Array], Any], tree: PyTree) -> PyTree:
+    """Applies ``function`` to each leaf of ``tree`` as an array."""
+    return jax.tree.map(lambda leaf: function(array(where, comm, leaf)), tree)
+
+
+def rank(where: str, comm: Participants, name: str, value: Any) -> int:
+    """Returns ``value``, which must be a rank of ``comm``."""
+    rank = integer(where, comm, name, value)
+    if not 0 <= rank < comm.size:
+        fail(
+            ValueError,
+            where,
+            comm,
+            f"{name} from 0 to {comm.size - 1}",
+            rank,
+            "Ranks count from 0 in each communicator.",
+        )
+    return rank
+
+
+def axis(where: str, comm: Participants, name: str, value: Any, ndim: int) -> int:
+    """Returns ``value``, which must be an axis of an array of ``ndim`` axes, as a number from 0 to ``ndim - 1``."""
+    axis = integer(where, comm, name, value)
+    if not -ndim <= axis < ndim:
+        fail(ValueError, where, comm, f"{name} from {-ndim} to {ndim - 1}", axis, "Choose an axis of the array.")
+    return axis % ndim
+
+
+def op(where: str, comm: Participants, op: Any) -> str:
+    """Returns ``op``, which must be the name of a reduction."""
+    if op not in dtypes.OPS:
+        fail(ValueError, where, comm, f"op to be one of {list(dtypes.OPS)}", repr(op), "Choose one of them.")
+    return str(op)
+
+
+def reducible(where: str, comm: Participants, x: Array, op: str) -> Array:
+    """Returns ``x``, whose dtype must have the reduction ``op``."""
+    if not (jnp.issubdtype(x.dtype, jnp.number) or x.dtype == jnp.bool_):
+        fail(TypeError, where, comm, f"a dtype that {op} is defined for", x.dtype, "Reduce numbers or bools.")
+    if op in ("min", "max") and jnp.issubdtype(x.dtype, jnp.complexfloating):
+        fail(
+            TypeError,
+            where,
+            comm,
+            f"a dtype that {op} is defined for",
+            x.dtype,
+            "Complex numbers have no order: reduce abs(x), or the parts.",
+        )
+    return x
+
+
+def group(where: str, comm: Participants, groups: Groups, *, equal: bool) -> Participants:
+    """Returns the group of ``groups`` that this rank is in; ``comm`` itself for ``groups=None``."""
+    if groups is None:
+        return comm
+    canonical = tuple(tuple(integer(where, comm, "axis_index_groups", rank) for rank in group) for group in groups)
+    if sorted(rank for group in canonical for rank in group) != list(range(comm.size)):
+        fail(
+            ValueError,
+            where,
+            comm,
+            f"axis_index_groups with each rank from 0 to {comm.size - 1} once",
+            canonical,
+            "List every rank in exactly one group.",
+        )
+    if equal and len({len(group) for group in canonical}) > 1:
+        fail(
+            ValueError, where, comm, "axis_index_groups of equal sizes", canonical, "The result's shape depends on it."
+        )
+    return comm.groups(canonical)
+
+
+def one_block_per_rank(where: str, comm: Participants, x: Array, axis: int) -> Array:
+    """Cuts ``axis`` into one block for each rank; the blocks lie along a new first axis."""
+    if x.shape[axis] % comm.size:
+        fail(
+            ValueError,
+            where,
+            comm,
+            f"the length of axis {axis} to be a multiple of the {comm.size} ranks",
+            f"shape {tuple(x.shape)}",
+            "Pad it, or use a communicator whose size divides it.",
+        )
+    return cut(x, axis, comm.size)
+
+
+def one_entry_per_rank(where: str, comm: Participants, x: Array, axis: int, name: str) -> Array:
+    """Moves ``axis``, which must have one entry for each rank, to the front."""
+    if x.shape[axis] != comm.size:
+        fail(
+            ValueError,
+            where,
+            comm,
+            f"{name} {axis} of length {comm.size}, one entry for each rank",
+            f"shape {tuple(x.shape)}",
+            "Reshape the array, or pass tiled=True where the operation has it.",
+        )
+    return jnp.moveaxis(x, axis, 0)
+
+
+def tag(where: str, comm: Participants, name: str, value: int | None, wildcard: int | None) -> int:
+    """Returns ``value``, which must be the tag of a message; ``wildcard`` for None.
+
+    A ``wildcard`` of None says that a tag must be given.
+    """
+    if value is None and wildcard is not None:
+        return wildcard
+    tag = integer(where, comm, name, value)
+    largest = cast("int", MPI.COMM_WORLD.Get_attr(MPI.TAG_UB))  # MPI attaches it to COMM_WORLD alone
+    if not 0 <= tag <= largest:
+        fail(ValueError, where, comm, f"{name} from 0 to {largest}", tag, "MPI has no other tags.")
+    return tag
+
+
+def rank_or_wildcard(where: str, comm: Participants, name: str, value: int | None, wildcard: int) -> int:
+    """Returns ``value``, which must be a rank of ``comm``; ``wildcard`` for None."""
+    return wildcard if value is None else rank(where, comm, name, value)

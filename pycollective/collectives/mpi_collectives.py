@@ -1,0 +1,351 @@
+"""The public collectives that have MPI's names, and messages between two ranks.
+
+They take a communicator, the world by default. They have no form over the names of axes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from pycollective import errors
+from pycollective.collectives import checks
+from pycollective.collectives.checks import Array, PyTree
+from pycollective.primitives import exchanges, messages, reductions
+from pycollective.ranks.communicator import Communicator
+from pycollective.ranks.world import given_or_world
+from pycollective.transport.mpi import MPI
+
+
+def _rooted(where: str, function: Callable[..., Array], x: PyTree, axis_name: Any, root: Any) -> PyTree:
+    comm = given_or_world(where, axis_name)
+    rank = checks.rank(where, comm, "root", root)
+    return checks.map_arrays(where, comm, lambda leaf: function(leaf, comm=comm, root=rank), x)
+
+
+def broadcast(x: PyTree, axis_name: Communicator | None = None, *, root: int = 0) -> PyTree:
+    """Copies the root's arrays to all ranks: ``y_r = x_root``.
+
+    Args:
+        x: an array or a pytree of arrays, with the same shapes and dtypes on all ranks. Keys of :mod:`jax.random` are
+            arrays too.
+        axis_name: a communicator, the world by default.
+        root: the rank whose values all ranks get. Default 0.
+
+    Returns:
+        The root's arrays, of the shapes and dtypes of ``x``.
+
+    Raises:
+        TypeError, ValueError: while tracing, for an argument of a wrong type, shape or value.
+
+    Shape: that of ``x``. Dtypes: all, and keys of :mod:`jax.random`.
+    Differentiation: the transpose sums the cotangents at the root; other ranks get zeros. Order: program order.
+    Source: MPI_Bcast (MPI standard, 6.4).
+
+    Example:
+        >>> import jax.numpy as jnp, pycollective as pc
+        >>> pc.broadcast({"w": jnp.arange(3)})["w"].tolist()
+        [0, 1, 2]
+    """
+    return _rooted("broadcast", reductions.bcast, x, axis_name, root)
+
+
+def reduce(x: PyTree, axis_name: Communicator | None = None, *, op: str = "sum", root: int = 0) -> PyTree:
+    """Reduces over ranks and gives the root the result: ``y_root = op_s x_s``. Other ranks get zeros.
+
+    Args:
+        x: an array or a pytree of arrays, with the same shapes and dtypes on all ranks.
+        axis_name: a communicator, the world by default.
+        op: the reduction: "sum", the default, "prod", "min" or "max".
+        root: the rank that gets the result. Default 0.
+
+    Returns:
+        The result, or zeros, of the shapes and dtypes of ``x`` on every rank; sums and products of bool are int32.
+
+    Raises:
+        TypeError, ValueError: while tracing, for an argument of a wrong type, shape or value.
+
+    Shape: that of ``x``, on every rank. Dtypes: as for :func:`psum`; for "min" and "max" as for :func:`pmax`.
+    Differentiation: for "sum", the transpose is :func:`broadcast` of the root's cotangent. Other operations raise
+    NotImplementedError. Order: program order. Source: MPI_Reduce (MPI standard, 6.9.1).
+
+    Example:
+        >>> import pycollective as pc
+        >>> int(pc.reduce(1, op="sum")) == (pc.axis_size() if pc.world().rank == 0 else 0)
+        True
+    """
+    comm = given_or_world("reduce", axis_name)
+    name, rank = checks.op("reduce", comm, op), checks.rank("reduce", comm, "root", root)
+
+    def reduce_leaf(leaf: Array) -> Array:
+        return reductions.reduce(checks.reducible("reduce", comm, leaf, name), comm=comm, op=name, root=rank)
+
+    return checks.map_arrays("reduce", comm, reduce_leaf, x)
+
+
+def gather(x: PyTree, axis_name: Communicator | None = None, *, root: int = 0) -> PyTree:
+    """Gathers the ranks' arrays on the root: ``y_root[s] = x_s``. Other ranks get zeros.
+
+    Args:
+        x: an array or a pytree of arrays, with the same shapes and dtypes on all ranks.
+        axis_name: a communicator, the world by default.
+        root: the rank that gets the result. Default 0.
+
+    Returns:
+        The ranks' arrays, or zeros, of shape ``(size, *x.shape)`` and the dtype of ``x`` on every rank.
+
+    Raises:
+        TypeError, ValueError: while tracing, for an argument of a wrong type, shape or value.
+
+    Shape: ``(size, *x.shape)``, on every rank. Dtypes: all.
+    Differentiation: the transpose is :func:`scatter`. Order: program order.
+    Source: MPI_Gather (MPI standard, 6.5).
+
+    Example:
+        >>> import pycollective as pc
+        >>> pc.gather(pc.axis_index()).shape == (pc.axis_size(),)
+        True
+    """
+    return _rooted("gather", exchanges.gather, x, axis_name, root)
+
+
+def scatter(x: PyTree, axis_name: Communicator | None = None, *, root: int = 0) -> PyTree:
+    """Gives each rank its entry of the root's array: ``y_r = x_root[r]``.
+
+    Args:
+        x: an array or a pytree of arrays, of shape ``(size, ...)`` on every rank. Only the root's values are read.
+        axis_name: a communicator, the world by default.
+        root: the rank whose array is cut. Default 0.
+
+    Returns:
+        This rank's entry, of the shape of ``x`` without its first axis and the dtype of ``x``.
+
+    Raises:
+        TypeError, ValueError: while tracing, for an argument of a wrong type, shape or value.
+
+    Shape: that of ``x`` without its first axis, whose length is ``size``. Dtypes: all.
+    Differentiation: the transpose is :func:`gather`. Order: program order.
+    Source: MPI_Scatter (MPI standard, 6.6).
+
+    Example:
+        >>> import jax.numpy as jnp, pycollective as pc
+        >>> int(pc.scatter(jnp.arange(pc.axis_size()))) == pc.world().rank
+        True
+    """
+    comm = given_or_world("scatter", axis_name)
+    rank = checks.rank("scatter", comm, "root", root)
+
+    def scatter_leaf(leaf: Array) -> Array:
+        if leaf.ndim == 0:
+            errors.fail(
+                ValueError,
+                "scatter",
+                comm,
+                f"a leading axis of length {comm.size}",
+                "a scalar",
+                "Stack one entry for each rank.",
+            )
+        return exchanges.scatter(checks.one_entry_per_rank("scatter", comm, leaf, 0, "axis"), comm=comm, root=rank)
+
+    return checks.map_arrays("scatter", comm, scatter_leaf, x)
+
+
+def _prefix(where: str, function: Callable[..., Array], x: PyTree, axis_name: Any, op: str) -> PyTree:
+    comm = given_or_world(where, axis_name)
+    name = checks.op(where, comm, op)
+
+    def reduce_leaf(leaf: Array) -> Array:
+        return function(checks.reducible(where, comm, leaf, name), comm=comm, op=name)
+
+    return checks.map_arrays(where, comm, reduce_leaf, x)
+
+
+def scan(x: PyTree, axis_name: Communicator | None = None, *, op: str = "sum") -> PyTree:
+    """Reduces over this rank and the ranks before it: ``y_r = op_{s <= r} x_s``.
+
+    Args:
+        x: an array or a pytree of arrays, with the same shapes and dtypes on all ranks.
+        axis_name: a communicator, the world by default.
+        op: the reduction: "sum", the default, "prod", "min" or "max".
+
+    Returns:
+        The reduction up to this rank, of the shapes and dtypes of ``x``; sums and products of bool are int32.
+
+    Raises:
+        TypeError, ValueError: while tracing, for an argument of a wrong type, shape or value.
+
+    Shape: that of ``x``. Dtypes: as for :func:`reduce`.
+    Differentiation: for "sum", the transpose is the scan over the ranks in opposite order. Other operations raise
+    NotImplementedError. Order: program order. Source: MPI_Scan (MPI standard, 6.11.1).
+
+    Example:
+        >>> import pycollective as pc
+        >>> int(pc.scan(1)) == pc.world().rank + 1
+        True
+    """
+    return _prefix("scan", reductions.scan, x, axis_name, op)
+
+
+def exscan(x: PyTree, axis_name: Communicator | None = None, *, op: str = "sum") -> PyTree:
+    """Reduces over the ranks before this one: ``y_r = op_{s < r} x_s``. Rank 0 gets zeros.
+
+    All else is as for :func:`scan`.
+
+    Shape: that of ``x``. Dtypes: as for :func:`reduce`.
+    Differentiation: as for :func:`scan`.
+    Source: MPI_Exscan (MPI standard, 6.11.2).
+
+    Example:
+        >>> import pycollective as pc
+        >>> int(pc.exscan(1)) == pc.world().rank
+        True
+    """
+    return _prefix("exscan", reductions.exscan, x, axis_name, op)
+
+
+def send(x: PyTree, axis_name: Communicator | None = None, *, dest: int, tag: int = 0) -> None:
+    """Sends the arrays to one rank, which must call :func:`recv` (or :func:`sendrecv`).
+
+    Args:
+        x: an array or a pytree of arrays.
+        axis_name: a communicator, the world by default.
+        dest: the rank that receives.
+        tag: a number from 0 on that the receiver can ask for. Default 0.
+
+    Raises:
+        TypeError, ValueError: while tracing, for an argument of a wrong type, shape or value.
+        NotImplementedError: while tracing, for a derivative with respect to ``x``. :func:`sendrecv` and
+            :func:`ppermute` have derivatives.
+
+    Dtypes: all.
+    Differentiation: none: raises NotImplementedError.
+    Order: program order. The call may wait for the receiver. Source: MPI_Send (MPI standard, 3.2.1).
+
+    Example:
+        >>> import jax.numpy as jnp, pycollective as pc
+        >>> if pc.world().size > 1 and pc.world().rank == 0: pc.send(jnp.arange(3), dest=1)
+        >>> if pc.world().rank == 1: assert pc.recv(jnp.zeros(3, int), source=0).tolist() == [0, 1, 2]
+    """
+    comm = given_or_world("send", axis_name)
+    params = {"dest": checks.rank("send", comm, "dest", dest), "tag": checks.tag("send", comm, "tag", tag, None)}
+    checks.map_arrays("send", comm, lambda leaf: messages.send(leaf, comm=comm, **params), x)
+
+
+def recv(
+    like: PyTree, axis_name: Communicator | None = None, *, source: int | None = None, tag: int | None = None
+) -> PyTree:
+    """Receives arrays from one rank, which must call :func:`send` (or :func:`sendrecv`).
+
+    Args:
+        like: an array, a :class:`jax.ShapeDtypeStruct`, or a pytree of them: the shapes and dtypes of what arrives.
+            Its values are not read.
+        axis_name: a communicator, the world by default.
+        source: the rank that sends. Default None: any rank.
+        tag: the tag that the sender gave. Default None: any tag.
+
+    Returns:
+        The arrays that arrived, of the shapes and dtypes of ``like``.
+
+    Raises:
+        TypeError, ValueError: while tracing, for an argument of a wrong type, shape or value.
+        NotImplementedError: while tracing, for a derivative with respect to ``like``.
+        jax.errors.JaxRuntimeError: at run time, when the message has another length.
+
+    Shape: that of ``like``. Dtypes: all.
+    Differentiation: none: raises NotImplementedError.
+    Order: program order. Source: MPI_Recv (MPI standard, 3.2.4).
+
+    Example:
+        See :func:`send`.
+    """
+    comm = given_or_world("recv", axis_name)
+    params = {
+        "source": checks.rank_or_wildcard("recv", comm, "source", source, MPI.ANY_SOURCE),
+        "tag": checks.tag("recv", comm, "tag", tag, MPI.ANY_TAG),
+    }
+    return jax.tree.map(lambda leaf: messages.recv(_template("recv", comm, leaf), comm=comm, **params), like)
+
+
+def _template(where: str, comm: Communicator, leaf: Any) -> Array | jax.ShapeDtypeStruct:
+    return leaf if isinstance(leaf, jax.ShapeDtypeStruct) else checks.array(where, comm, leaf)
+
+
+def sendrecv(
+    x: PyTree,
+    axis_name: Communicator | None = None,
+    *,
+    source: int | None,
+    dest: int | None,
+    like: PyTree | None = None,
+    send_tag: int = 0,
+    recv_tag: int | None = 0,
+) -> PyTree:
+    """Sends to one rank and receives from another at the same time, so ranks may do so in any pattern without deadlock.
+
+    Args:
+        x: an array or a pytree of arrays to send.
+        axis_name: a communicator, the world by default.
+        source: the rank to receive from. None receives nothing; the result is zeros.
+        dest: the rank to send to. None sends nothing.
+        like: arrays or :class:`jax.ShapeDtypeStruct` with the structure of ``x`` and the shapes and dtypes of what
+            arrives. Default: ``x``.
+        send_tag: the tag of the message that is sent. Default 0.
+        recv_tag: the tag of the message that is received; None: any tag. Default 0.
+
+    Returns:
+        The arrays that arrived, of the shapes and dtypes of ``like``.
+
+    Raises:
+        TypeError, ValueError: while tracing, for an argument of a wrong type, shape or value.
+        jax.errors.JaxRuntimeError: at run time, when the message has another length.
+
+    Shape: that of ``like``, by default of ``x``. Dtypes: all.
+    Differentiation: the transpose is :func:`sendrecv` with ``source`` and ``dest`` swapped. Order: program order.
+    Source: MPI_Sendrecv (MPI standard, 3.10).
+
+    Example:
+        >>> import pycollective as pc
+        >>> n, r = pc.axis_size(), pc.world().rank
+        >>> int(pc.sendrecv(pc.axis_index(), source=(r - 1) % n, dest=(r + 1) % n)) == (r - 1) % n
+        True
+    """
+    comm = given_or_world("sendrecv", axis_name)
+    params = {
+        "source": checks.rank_or_wildcard("sendrecv", comm, "source", source, MPI.PROC_NULL),
+        "dest": checks.rank_or_wildcard("sendrecv", comm, "dest", dest, MPI.PROC_NULL),
+        "send_tag": checks.tag("sendrecv", comm, "send_tag", send_tag, None),
+        "recv_tag": checks.tag("sendrecv", comm, "recv_tag", recv_tag, MPI.ANY_TAG),
+    }
+    like = x if like is None else like
+    if jax.tree.structure(x) != jax.tree.structure(like):
+        errors.fail(
+            ValueError,
+            "sendrecv",
+            comm,
+            f"like of the structure of x, {jax.tree.structure(x)}",
+            jax.tree.structure(like),
+            "Send and receive the same number of arrays.",
+        )
+
+    def exchange_leaf(leaf: Any, template: Any) -> Array:
+        template = _template("sendrecv", comm, template)
+        return messages.sendrecv(checks.array("sendrecv", comm, leaf), template, comm=comm, **params)
+
+    return jax.tree.map(exchange_leaf, x, like)
+
+
+def barrier(axis_name: Communicator | None = None) -> None:
+    """Waits until every rank has called it. Inside :func:`jax.jit` the compiled program waits, outside it Python.
+
+    Args:
+        axis_name: a communicator, the world by default.
+
+    Order: program order. Source: MPI_Barrier (MPI standard, 6.3).
+
+    Example:
+        >>> import pycollective as pc
+        >>> pc.barrier()
+    """
+    messages.barrier(given_or_world("barrier", axis_name))

@@ -1,0 +1,1 @@
+"""``pycollective doctor`` reports what an installation and a job have, and what is wrong with them."""

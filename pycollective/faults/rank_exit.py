@@ -1,0 +1,296 @@
+"""The end of a rank: an error on one rank ends all ranks; a rank without an error finishes its work and waits for all.
+
+What a rank does at each kind of end that Python shows to a process:
+
+- an exception that nothing catches, in any thread: the rank ends all ranks;
+- an exit with a code other than 0 (``sys.exit(3)``, ``raise SystemExit``): the rank ends all ranks with that code,
+  unless they end by themselves within :data:`_PATIENCE_S`;
+- a normal end: the rank finishes its work, and waits for the other ranks;
+- an exception in a cell of IPython or of a notebook: the rank prints its number, and the session goes on;
+- an exception that Python ignores, in a finalizer, ``__del__`` or an exit handler: the rank prints its number and goes
+  on, as a program of one process does.
+
+This concerns the process that has started MPI. In a forked child the hooks do nothing.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import functools
+import gc
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, NoReturn
+
+from pycollective.errors import message
+from pycollective.launch.child_processes import is_forked, wait_until_read
+from pycollective.transport.mpi import MPI
+
+_HEAD_START_S, _STEP_S = 0.5, 0.05
+"""How much earlier rank 0 prints its error than rank 1, and rank r than rank r + 1, when all ranks raise. The first
+rank calls Abort, and the others print nothing."""
+
+
+_PATIENCE_S = 5.0
+"""How long a rank that exits with a code waits for the others to end by themselves, as when tests fail on all ranks."""
+
+
+_NOTICE_S = 10.0
+"""How long a rank that has ended waits for the others before it prints a notice."""
+
+
+GRACE_S = 2.0
+"""The time from a rank's report of a long wait to the end of the job, in which other waiting ranks can report, too."""
+
+
+class _State:
+    """What this process knows of its end.
+
+    Attributes:
+        has_hooks: whether the hooks that see errors are installed.
+        status: the exit status, once Python has shown it.
+        old_error: the exception that Python showed last before the hooks were installed.
+        exit_comm: the communicator on which ranks wait for each other at exit.
+    """
+
+    has_hooks = False
+    status: int | None = None
+    old_error: object = None
+    exit_comm: MPI.Intracomm | None = None
+
+
+# Errors -----------------------------------------------------------------------------------------------------
+
+
+def end_all_on_error() -> None:
+    """Installs the hooks that see an error of this process. A second call does nothing."""
+    if _State.has_hooks:
+        return
+    _State.has_hooks = True
+    previous, previous_in_thread, previous_ignored = sys.excepthook, threading.excepthook, sys.unraisablehook
+    _State.old_error = getattr(sys, "last_value", None)
+
+    def raised(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        _State.status = 1
+        _end_all(functools.partial(previous, kind, error, trace), "raised")
+
+    def raised_in_thread(args: threading.ExceptHookArgs) -> None:
+        if issubclass(args.exc_type, SystemExit):  # it ends only that thread
+            previous_in_thread(args)
+        else:
+            name = "which has ended" if args.thread is None else repr(args.thread.name)
+            _end_all(functools.partial(previous_in_thread, args), f"raised in a thread, {name}")
+
+    def ignored(unraisable: sys.UnraisableHookArgs) -> None:
+        if _is_one_of_several():
+            sys.stderr.write(f"pycollective: {_place()} goes on after this exception, which Python ignores:\n")
+        previous_ignored(unraisable)
+
+    sys.excepthook, threading.excepthook, sys.unraisablehook = raised, raised_in_thread, ignored
+    _record_exit_codes()
+    _report_errors_of_cells()
+
+
+def _is_one_of_several() -> bool:
+    return not is_forked() and not MPI.Is_finalized() and MPI.COMM_WORLD.size > 1
+
+
+def _place() -> str:
+    return f"rank {MPI.COMM_WORLD.rank} of {MPI.COMM_WORLD.size}"
+
+
+def _end_all(show: Callable[[], object], what: str) -> None:
+    """Shows an error of this process by ``show``. If there are several ranks, it ends all of them then."""
+    if not _is_one_of_several():
+        show()
+        return
+    rank = MPI.COMM_WORLD.rank
+    if rank > 0:
+        time.sleep(_HEAD_START_S + _STEP_S * min(rank, 20))
+    sys.stdout.flush()
+    sys.stderr.write(f"pycollective: {_place()} {what}; ending all ranks.\n")
+    show()
+    abort()
+
+
+def _report_errors_of_cells() -> None:
+    """Lets a session of IPython or a notebook print which rank raised in a cell. The other ranks print nothing."""
+    ipython = sys.modules.get("IPython")
+    if ipython is None or (shell := ipython.get_ipython()) is None:
+        return
+
+    def ran(result: Any) -> None:
+        if not result.success and _is_one_of_several():
+            sys.stderr.write(f"pycollective: {_place()}: a cell has raised; ranks that wait for this one wait on.\n")
+
+    shell.events.register("post_run_cell", ran)
+
+
+def _record_exit_codes() -> None:
+    """Lets a ``SystemExit`` that ends this process set the status of :class:`_State`.
+
+    Python calls no hook for a ``SystemExit``, and forgets it before exit handlers run. But Python reads its attribute
+    ``code`` while no Python function runs. So a property takes the place of that attribute.
+    """
+    attributes: Any = next(part for part in gc.get_referents(SystemExit.__dict__) if isinstance(part, dict))
+    member = attributes["code"]
+
+    def code(self: SystemExit) -> object:
+        value = member.__get__(self)
+        if sys._getframe().f_back is None:  # Python itself reads the code
+            _State.status = _status(value)
+        return value
+
+    attributes["code"] = property(code, member.__set__, doc=member.__doc__)
+    # Code in C must call this after a change of a type's attributes.
+    ctypes.pythonapi.PyType_Modified(ctypes.py_object(SystemExit))
+    if sys.version_info < (3, 12):  # before 3.12 sys.exit makes no exception object, so Python would not read `code`
+        original = sys.exit
+        for module in list(sys.modules.values()):
+            for name, value in list(getattr(module, "__dict__", {}).items()):
+                if value is original:
+                    setattr(module, name, _exit)
+
+
+def _exit(status: Any = None, /) -> NoReturn:
+    """Exits the interpreter by raising ``SystemExit(status)``, as ``sys.exit`` does."""
+    raise SystemExit(status)
+
+
+def _status(code: object) -> int:
+    """The exit status for an exit code.
+
+    Example:
+        >>> [_status(code) for code in (None, 0, 3, -1, "a message")]
+        [0, 0, 3, 255, 1]
+    """
+    if code is None:
+        return 0
+    return code & 0xFF if isinstance(code, int) else 1
+
+
+def abort(status: int = 1) -> NoReturn:
+    """Ends all ranks after the launcher has read what this rank wrote."""
+    wait_until_read()
+    if MPI.COMM_WORLD.size > 1:
+        MPI.COMM_WORLD.Abort(status)
+    os._exit(status)  # MPICH's Abort returns when the launcher is slow to end this process
+
+
+# The end ----------------------------------------------------------------------------------------------------
+
+
+def end_in_order(flush: Callable[[], None], limit_s: float | None) -> None:
+    """Installs an exit handler after JAX's and mpi4py's, so that it runs before them.
+
+    Args:
+        flush: waits until the dispatched programs have run, and raises their errors.
+        limit_s: the seconds that a rank that has ended waits for the others; None for no limit.
+    """
+    atexit.register(_end, flush, limit_s)
+
+
+def wait_for_all_at_exit(world: MPI.Intracomm) -> None:
+    """Lets this rank wait at its exit until all ranks of ``world`` exit. All ranks must make this call."""
+    if _State.exit_comm is None:
+        _State.exit_comm = world.Dup()
+
+
+def _end(flush: Callable[[], None], limit_s: float | None) -> None:
+    """Ends this rank in order: flushes programs, and waits for the other ranks.
+
+    MPI_Finalize would wait for the others as well, but it polls at full speed and prints nothing: nobody would see that
+    one rank has ended while the others wait for it in a collective.
+    """
+    status = _State.status
+    if status is None:  # no SystemExit; but a hook that has replaced ours may have shown an exception
+        shown = getattr(sys, "last_value", None)
+        status = int(shown is not _State.old_error and not hasattr(sys, "ps1"))
+    if is_forked():
+        _end_forked_child(status)
+    if MPI.Is_finalized():
+        return
+    if status != 0:
+        _end_all_unless_they_end(status)
+    try:
+        flush()
+    except Exception:
+        sys.stderr.write(f"pycollective: {_place()} ends with an error in a program; ending all ranks.\n")
+        traceback.print_exc()
+        abort(status or 1)
+    if status == 0:
+        _wait_for_all(limit_s)
+
+
+def _end_forked_child(status: int) -> NoReturn:
+    """Ends a forked child without the other exit handlers, which are those of its rank.
+
+    JAX's handler would wait for threads that only the rank has. mpi4py's would finalize the rank's MPI: under MPICH
+    that ends the job, under Open MPI it does not return.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError, OSError, ValueError):  # there is no stream, it is closed, or nobody reads it
+            stream.flush()
+    os._exit(status)
+
+
+def _end_all_unless_they_end(status: int) -> None:
+    """Ends all ranks with this rank's status, unless all end by themselves within :data:`_PATIENCE_S`."""
+    if MPI.COMM_WORLD.size == 1:
+        return
+    if _State.exit_comm is None:
+        time.sleep(_PATIENCE_S)
+    else:
+        for waited in poll_until(_State.exit_comm.Ibarrier().Test, 0.05):
+            if waited > _PATIENCE_S:
+                break
+        else:
+            return
+    sys.stderr.write(f"pycollective: {_place()} exited with code {status}, others did not; ending all ranks.\n")
+    abort(status)
+
+
+def _wait_for_all(limit_s: float | None) -> None:
+    """Waits until every rank has ended. Prints a notice if that takes long, and ends all ranks after ``limit_s``."""
+    if _State.exit_comm is None:
+        return
+    missing, remedy = "the other ranks to end", "Look for a collective that this rank did not reach."
+    notice = f"{_place()} has ended and waits for {missing}. If they do not, {remedy[0].lower()}{remedy[1:]}"
+    for waited in poll_until(_State.exit_comm.Ibarrier().Test, 0.05, _NOTICE_S, notice):
+        if limit_s is not None and waited > limit_s:
+            expected, got = f"{missing} within {limit_s:g} s", f"some that have not ended after {waited:.1f} s"
+            rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+            sys.stderr.write(message("exit", expected, got, f"Ending all ranks. {remedy}\n", rank=rank, size=size))
+            sys.stderr.flush()
+            time.sleep(GRACE_S)
+            abort()
+
+
+def poll_until(
+    is_over: Callable[[], bool], longest_s: float, notice_s: float | None = None, notice: str = ""
+) -> Iterator[float]:
+    """Calls ``is_over`` until it returns True, sleeps in between, and yields the seconds waited so far.
+
+    Args:
+        is_over: whether the wait is over.
+        longest_s: the longest sleep, in seconds.
+        notice_s: the seconds after which it prints ``notice`` once; None for never.
+        notice: a sentence.
+    """
+    started = time.monotonic()
+    told = notice_s is None
+    while not is_over():
+        waited = time.monotonic() - started
+        if not told and notice_s is not None and waited > notice_s:
+            told = True
+            sys.stderr.write(f"pycollective: {notice}\n")
+            sys.stderr.flush()
+        yield waited
+        time.sleep(min(longest_s, waited / 10))

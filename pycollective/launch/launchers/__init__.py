@@ -1,0 +1,1 @@
+"""A class for each launcher, and for the batch system that it belongs to."""

@@ -1,0 +1,67 @@
+"""What every MPI library answers."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+from pycollective.launch.job import Job
+
+
+@dataclass(frozen=True)
+class Library(ABC):
+    """An MPI library that was found, or an mpiexec of one.
+
+    A new library is a subclass in a file of its own, and an entry in ``find_mpi.LIBRARIES``.
+
+    Attributes:
+        version: its version number.
+        path: its file.
+        family: the library's name, which its later versions keep.
+        patterns: how the library and its mpiexec name themselves; the group is the version.
+        mpiexec_names: the names that its mpiexec may have.
+        pmi: the process management interface by which its ranks find each other under ``srun --mpi=...``.
+        agent_variables: the variables that name a program which its mpiexec calls instead of ssh.
+        takes_unequal_hosts: whether its mpiexec takes another number of ranks for each host.
+    """
+
+    version: str
+    path: str
+    family: ClassVar[str]
+    patterns: ClassVar[tuple[str, ...]]
+    mpiexec_names: ClassVar[tuple[str, ...]]
+    pmi: ClassVar[str]
+    agent_variables: ClassVar[tuple[str, ...]] = ()
+    takes_unequal_hosts: ClassVar[bool] = True
+
+    @property
+    def name(self) -> str:
+        return f"{self.family} {self.version}"
+
+    @property
+    def major(self) -> int:
+        return int(self.version.split(".")[0])
+
+    @classmethod
+    def version_in(cls, text: str) -> str | None:
+        """The version, if ``text`` is what this library or its mpiexec says about itself."""
+        found = (re.search(pattern, text) for pattern in cls.patterns)
+        return next((match[1] for match in found if match), None)
+
+    def can_start(self, library: Library) -> bool:
+        """Whether this mpiexec can start programs of ``library``."""
+        return type(self) is type(library)
+
+    def command_line(self, job: Job) -> list[str]:
+        """The command line that starts ``job`` by this mpiexec.
+
+        Raises:
+            ValueError: this mpiexec cannot start such a job.
+        """
+        return [self.path, "-n", str(job.ranks), *self.options(job), *job.command]
+
+    @abstractmethod
+    def options(self, job: Job) -> list[str]:
+        """The options of this mpiexec for ``job``. They switch binding off: ``rank_wrapper`` binds the ranks."""

@@ -1,0 +1,39 @@
+"""Open MPI."""
+
+from __future__ import annotations
+
+from pycollective.launch.job import Job
+from pycollective.launch.libraries.library import Library
+
+
+class OpenMpi(Library):
+    """Open MPI, whose mpiexec belongs to one major version."""
+
+    family = "Open MPI"
+    patterns = (r"(?:Open MPI v|\(Open(?:RTE| MPI)\) |PRRTE[^\d]*)(\d[\w.]*)",)
+    mpiexec_names = ("mpiexec", "mpirun", "mpiexec.openmpi", "mpirun.openmpi", "orterun")
+    pmi = "pmix"
+    agent_variables = ("PRTE_MCA_plm_ssh_agent", "OMPI_MCA_plm_rsh_agent")  # of version 5, and of version 4
+
+    def can_start(self, library: Library) -> bool:
+        """Whether the major versions are the same, too.
+
+        Example:
+            >>> OpenMpi("4.1.4", "/usr/bin/mpiexec").can_start(OpenMpi("5.0.11", "libmpi.so.40"))
+            False
+        """
+        return super().can_start(library) and self.major == library.major
+
+    def options(self, job: Job) -> list[str]:
+        options = ["--bind-to", "none"]
+        if job.hosts:
+            options += ["--host", ",".join(f"{name}:{number}" for name, number in job.shares())]
+        elif job.hostfile:
+            options += ["--hostfile", job.hostfile]
+        if job.label:
+            options += ["--output", "tag"] if self.major >= 5 else ["--tag-output"]
+        if job.oversubscribe:
+            options += ["--oversubscribe"]
+        for name in job.carried:  # Open MPI leaves all other variables on this host
+            options += ["-x", name]
+        return options

@@ -1,0 +1,42 @@
+"""What ``pycollective run`` starts as each rank: it binds itself to its cores, then becomes the program.
+
+Each launcher has its own way to bind ranks, and its own idea of a core; so ranks bind themselves. They know their place
+on their host from the launcher's variables, since MPI has not started yet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+from pycollective.launch.host_share import physical_cores, share_of, visible_gpus
+from pycollective.launch.started_by import launcher_gives_gpus, local_place
+
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+def main() -> None:
+    """Takes this rank's share of its host, then becomes the program."""
+    parser = argparse.ArgumentParser(prog="python -m pycollective.launch.rank_wrapper", description=__doc__)
+    parser.add_argument("--bind", choices=("core", "none"), default="core")
+    parser.add_argument("command", nargs=argparse.REMAINDER)
+    options = parser.parse_args()
+    place = local_place(os.environ)
+    if place is not None:
+        if options.bind == "core":
+            cores = share_of(physical_cores(os.sched_getaffinity(0)), place)
+            os.sched_setaffinity(0, set().union(*cores))
+            for name in THREAD_VARIABLES:
+                os.environ.setdefault(name, str(len(cores)))
+        if not launcher_gives_gpus(os.environ) and (gpus := visible_gpus(os.environ)):
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(share_of(gpus, place))
+    command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        sys.exit(f"pycollective.run: expected a program, got {command[0]}: {error.strerror}. Is it on this host too?")
+
+
+if __name__ == "__main__":
+    main()

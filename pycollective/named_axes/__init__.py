@@ -1,0 +1,1 @@
+"""Named axes over ranks x local devices, and how collectives over them become primitives."""

@@ -1,0 +1,95 @@
+"""Joins sums over an axis that do not depend on each other into one call: a whole gradient tree travels together.
+
+:func:`jax.lax.psum` makes one equation for each leaf of a tree, :func:`jax.lax.pmean` divides after each of them, and a
+program may have several sums in a row. One call of the transport carries any number of arrays. So this pass collects
+such equations in a *bucket* and makes one equation of them, in the place of the last. What reads a result of the
+bucket moves behind it. Nothing moves past another collective. Maxima and minima are joined in the same way.
+
+The pass joins sums over named axes alone. A program that names axes has the same sums, in the same order, on all ranks.
+In a program that names a communicator, which sum depends on which may differ from rank to rank, so there only the
+leaves of one tree travel together.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any
+
+from jax.extend.core import JaxprEqn, Var
+
+from pycollective.config import config
+from pycollective.named_axes.mesh import DeviceGroup
+from pycollective.ordering.jaxprs import map_jaxprs, reads
+from pycollective.primitives.reductions import allreduce_p
+
+
+def join_reductions(jaxpr: Any) -> Any:
+    """Returns a program of the same meaning with fewer, larger calls; ``jaxpr`` itself if no calls can be joined."""
+    return map_jaxprs(jaxpr, _join)
+
+
+def _join(jaxpr: Any) -> Any:
+    joiner = _Joiner()
+    for eqn in jaxpr.eqns:
+        joiner.add(eqn)
+    joiner.flush()
+    same = len(joiner.eqns) == len(jaxpr.eqns) and all(map(operator.is_, joiner.eqns, jaxpr.eqns))
+    return jaxpr if same else jaxpr.replace(eqns=joiner.eqns)
+
+
+class _Joiner:
+    """Collects sums in a bucket, while it takes the equations of a jaxpr one by one.
+
+    Attributes:
+        eqns: the equations so far, in their new order.
+    """
+
+    def __init__(self) -> None:
+        self.eqns: list[JaxprEqn] = []
+        self._bucket: list[JaxprEqn] = []  # sums that differ in their operands alone
+        self._readers: list[JaxprEqn] = []  # equations that need a result of the bucket, so they must follow it
+        self._pending: set[Var] = set()  # results of the bucket and of its readers
+        self._nbytes = 0  # of the bucket's operands
+
+    def add(self, eqn: JaxprEqn) -> None:
+        """Takes the next equation."""
+        is_sum = eqn.primitive is allreduce_p and isinstance(eqn.params["comm"], DeviceGroup)
+        reads_pending = not self._pending.isdisjoint(reads(eqn))
+        if is_sum:
+            if self._bucket and (reads_pending or not _alike(eqn, self._bucket[0])):
+                self.flush()
+            self._bucket.append(eqn)
+            self._pending.update(eqn.outvars)
+            self._nbytes += sum(math.prod(var.aval.shape) * var.aval.dtype.itemsize for var in eqn.invars)
+            if self._nbytes >= config.bucket_bytes:
+                self.flush()
+        elif eqn.effects:  # another collective, or an equation whose place in the order matters for another reason
+            self.flush()
+            self.eqns.append(eqn)
+        elif reads_pending:
+            self._readers.append(eqn)
+            self._pending.update(eqn.outvars)
+        else:
+            self.eqns.append(eqn)
+
+    def flush(self) -> None:
+        """Ends the bucket: appends one equation for all its sums, and then the readers."""
+        if len(self._bucket) > 1:
+            first = self._bucket[0]
+            in_place = tuple(hint for eqn in self._bucket for hint in eqn.params["in_place"])
+            self.eqns.append(
+                first.replace(
+                    invars=[var for eqn in self._bucket for var in eqn.invars],
+                    outvars=[var for eqn in self._bucket for var in eqn.outvars],
+                    params={**first.params, "in_place": in_place},
+                )
+            )
+        else:
+            self.eqns += self._bucket
+        self.eqns += self._readers
+        self._bucket, self._readers, self._pending, self._nbytes = [], [], set(), 0
+
+
+def _alike(a: JaxprEqn, b: JaxprEqn) -> bool:
+    return (a.params["comm"], a.params["op"]) == (b.params["comm"], b.params["op"])

@@ -1,0 +1,336 @@
+"""Meshes: the devices of all ranks laid out along named axes, and groups of devices along some of the axes.
+
+A device's number is ``rank * local devices + local index``. A mesh lays the numbers out in row-major order, as
+:class:`jax.sharding.Mesh` does with its devices, and each rank's devices must form a box in it. So at most one axis
+lies across ranks and inside ranks at once; the axes before it lie across ranks, the axes after it inside each rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NoReturn
+
+import jax
+import numpy as np
+from jax import lax
+
+from pycollective import errors
+from pycollective.named_axes.names import AxisName
+from pycollective.ordering import jaxprs
+from pycollective.ranks import accelerators
+from pycollective.ranks.communicator import Communicator
+from pycollective.ranks.participants import LaneRoutes, Participants, Perm, PlaceInTeam, ProgramKey, group_of
+from pycollective.ranks.setup import devices_of_this_rank
+from pycollective.ranks.world import given_or_world
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One named axis: ``size = ranks * local``.
+
+    A device's index along it is ``rank part * local + local part``.
+
+    Attributes:
+        name: the name that programs use.
+        ranks: the number of parts of the axis that lie on different ranks.
+        local: the number of devices of one rank along the axis.
+    """
+
+    name: AxisName
+    ranks: int
+    local: int
+
+    @property
+    def size(self) -> int:
+        """The number of devices along the axis."""
+        return self.ranks * self.local
+
+    @property
+    def local_name(self) -> str:
+        """The name of the axis in the program of this rank's devices, where its size is ``local``.
+
+        It is the axis's own name, so that results lie on a mesh with the names that the user's own meshes have. Only a
+        discharged program means the local part by it.
+        """
+        return str(self.name)
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Named axes over the devices of all ranks; see :func:`make_mesh`.
+
+    Attributes:
+        comm: the ranks.
+        devices: this rank's devices, in the order of the mesh.
+        axes: the axes, outermost first.
+    """
+
+    comm: Communicator
+    devices: tuple[jax.Device, ...]
+    axes: tuple[Axis, ...]
+
+    def __post_init__(self) -> None:
+        # At run time the other devices of its team would wait for such a device for ever.
+        unknown = [device for device in self.devices if device not in devices_of_this_rank()]
+        if unknown:
+            errors.fail(
+                ValueError,
+                "Mesh",
+                self.comm,
+                "a device of pycollective.init(devices=...)",
+                unknown,
+                "Name it in init, before anything else uses the package.",
+            )
+
+    def __repr__(self) -> str:
+        shape = ", ".join(f"{axis.name!r}: {axis.size}" for axis in self.axes)
+        return f"Mesh({{{shape}}}, {len(self.devices)} device(s) on each of {self.comm.size} rank(s))"
+
+    @cached_property
+    def shape(self) -> dict[AxisName, int]:
+        """The size of each axis, by its name."""
+        return {axis.name: axis.size for axis in self.axes}
+
+    @cached_property
+    def local_mesh(self) -> jax.sharding.Mesh:
+        """This rank's devices as a mesh of JAX's, whose axes are those with several local devices, or else the last."""
+        axes = [axis for axis in self.axes if axis.local > 1] or self.axes[-1:]
+        grid = np.array(self.devices, dtype=object).reshape([axis.local for axis in axes])
+        return jax.sharding.Mesh(grid, tuple(axis.local_name for axis in axes))
+
+    @cached_property
+    def abstract_mesh(self) -> jax.sharding.AbstractMesh:
+        """The axes at their full sizes, as a program sees them, without devices."""
+        return jaxprs.abstract_mesh(self.shape)
+
+    def index(self, name: AxisName) -> Any:
+        """Returns the calling device's index along an axis: an int if the rank decides it, else a traced number."""
+        parts = np.unravel_index(self.comm.rank, [axis.ranks for axis in self.axes])
+        for axis, part in zip(self.axes, parts, strict=True):
+            if axis.name == name:
+                index = int(part) * axis.local
+                return index + lax.axis_index(axis.local_name) if axis.local > 1 else index
+        raise KeyError(name)
+
+    def group_along(self, names: Sequence[AxisName]) -> DeviceGroup:
+        """Returns, for each device, the group of devices that differ from it along ``names`` alone."""
+        return DeviceGroup(self, tuple(names))
+
+
+def _lines_of_grid(sizes: Sequence[int], along: Sequence[int]) -> Any:
+    """Numbers the places of a grid in row-major order, and returns one row for each of its lines.
+
+    Args:
+        sizes: the lengths of the grid's axes.
+        along: the axes along which a line runs; several axes make a line of all their places.
+
+    Example:
+        >>> _lines_of_grid([2, 3], [0]).tolist()
+        [[0, 3], [1, 4], [2, 5]]
+    """
+    grid = np.arange(math.prod(sizes)).reshape(sizes)
+    others = [i for i in range(len(sizes)) if i not in along]
+    return grid.transpose([*others, *along]).reshape(-1, math.prod(sizes[i] for i in along))
+
+
+class DeviceGroup:
+    """The devices along some axes of a mesh, which take part in one collective. Primitives take it as a communicator.
+
+    A device's number in the group is ``rank in comm * local + member``, where ``member`` counts the group's devices of
+    one rank in the order of the mesh; the numbers follow the order of the mesh. Groups along the same axes of equal
+    meshes are equal. A rank makes a group without the other ranks.
+
+    Attributes:
+        mesh: the mesh.
+        comm: the ranks along the axes, in row-major order. A device works with the devices of the same place in the
+            mesh on these ranks.
+        local: the number of local devices along the axes.
+        size: the number of devices along the axes.
+    """
+
+    def __init__(self, mesh: Mesh, names: tuple[AxisName, ...]) -> None:
+        self.mesh = mesh
+        self._names = names
+        along = [i for i, axis in enumerate(mesh.axes) if axis.name in names]
+        self._axes = tuple(mesh.axes[i] for i in along)
+        ranks = _lines_of_grid([axis.ranks for axis in mesh.axes], along)
+        self._ranks = group_of(mesh.comm.rank, ranks.tolist())
+        # A team is this rank's part of one group. Its members, the devices, meet in shared memory.
+        self._teams = _lines_of_grid([axis.local for axis in mesh.axes], along).tolist()
+        self.local = len(self._teams[0])
+        # In a program on one device of each rank that device may be any, so the communicator need not know it.
+        self.comm = mesh.comm.part(self._ranks, mesh.devices if len(mesh.devices) > 1 else None)
+        self.rank = self.comm.rank
+        self.size = self.comm.size * self.local
+        self._team_and_member = {i: (t, m) for t, team in enumerate(self._teams) for m, i in enumerate(team)}
+
+    def __repr__(self) -> str:
+        return f"DeviceGroup({', '.join(map(repr, self._names))} of {self.mesh!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, DeviceGroup) and (self.mesh, self._names) == (other.mesh, other._names)
+
+    def __hash__(self) -> int:
+        return hash((self.mesh, self._names))
+
+    @property
+    def key(self) -> ProgramKey:
+        """The key that stands for the group in compiled programs.
+
+        Raises:
+            ValueError: the communicator of the mesh was freed.
+        """
+        self.mesh.comm.check_live("Mesh")
+        if self.local == 1:
+            return self.comm.key
+        devices = enumerate(self.mesh.devices)
+        places = (PlaceInTeam(accelerators.lane_id(device), *self._team_and_member[i]) for i, device in devices)
+        return self.mesh.comm.key_of(self._ranks, tuple(places), self.local)
+
+    @cached_property
+    def local_axes(self) -> tuple[tuple[str, int], ...]:
+        """Names and sizes of the axes along which several devices of one rank lie; empty for one device."""
+        return tuple((axis.local_name, axis.local) for axis in self._axes if axis.local > 1)
+
+    def lane_routes(self, perm: Perm) -> LaneRoutes:
+        """Returns for each of this rank's devices where it sends to, and where it receives from.
+
+        Args:
+            perm: pairs of numbers of devices in this group, (source, destination).
+
+        Returns:
+            Two tuples of ``rank * devices of a rank + place among them``; -1 for none.
+        """
+        if self.local == 1:
+            return self.comm.lane_routes(perm)
+        to, back = dict(perm), {dest: source for source, dest in perm}
+
+        def at(number: int | None, team: int) -> int:
+            if number is None:
+                return -1
+            rank, member = divmod(number, self.local)
+            return int(rank * len(self.mesh.devices) + self._teams[team][member])
+
+        places = [self._team_and_member[i] for i in range(len(self.mesh.devices))]
+        numbers = [(self.comm.rank * self.local + member, team) for team, member in places]
+        return tuple(at(to.get(own), team) for own, team in numbers), tuple(
+            at(back.get(own), team) for own, team in numbers
+        )
+
+    def groups(self, groups: Sequence[Sequence[int]]) -> Participants:
+        """Returns the ranks of this rank's group. Only for groups with one device of each rank."""
+        assert self.local == 1, "the devices of one rank may be in different groups"
+        return self.comm.groups(groups)
+
+    def reversed(self) -> Participants:
+        """Returns the ranks in the opposite order. Only for groups with one device of each rank."""
+        assert self.local == 1, "prefix reductions go over ranks"
+        return self.comm.reversed()
+
+    def index(self) -> Any:
+        """Returns the calling device's index along the axes as the program orders them: an int if the rank decides it.
+
+        Else it is a traced number.
+        """
+        index: Any = 0
+        for name in self._names:
+            index = index * self.mesh.shape[name] + self.mesh.index(name)
+        return index
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        """The sizes of the axes, in the order of the mesh."""
+        return tuple(axis.size for axis in self._axes)
+
+    @cached_property
+    def program_axes(self) -> tuple[int, ...]:
+        """For each axis that the program names, in its order, the place of that axis in :attr:`shape`."""
+        return tuple([axis.name for axis in self._axes].index(name) for name in self._names)
+
+    @property
+    def is_in_mesh_order(self) -> bool:
+        """Whether the program names the axes in the order of the mesh."""
+        return self.program_axes == tuple(range(len(self.shape)))
+
+    @cached_property
+    def by_program_axes(self) -> tuple[int, ...]:
+        """The numbers of the group's devices, in the order of :meth:`index`: the program's last axis counts fastest."""
+        return tuple(np.arange(self.size).reshape(self.shape).transpose(self.program_axes).reshape(-1).tolist())
+
+
+def make_mesh(
+    axis_shapes: Sequence[int],
+    axis_names: Sequence[AxisName],
+    *,
+    comm: Communicator | None = None,
+    devices: Sequence[jax.Device] | None = None,
+) -> Mesh:
+    """Lays the devices of all ranks out along named axes, in row-major order. All ranks must make this call.
+
+    A device's number is ``rank * local devices + local index``; the last axis counts fastest.
+
+    Args:
+        axis_shapes: the number of devices along each axis. One of them may be -1: it takes all devices that are left.
+        axis_names: the name of each axis.
+        comm: the ranks; by default the world.
+        devices: this rank's devices, as many as every other rank's; by default all devices of
+            :func:`pycollective.init`.
+
+    Returns:
+        A mesh for :func:`pycollective.shard_map`.
+
+    Raises:
+        ValueError: the product of the shapes is not ``ranks * local devices``; a name or a device comes twice; or the
+            devices of a rank would not form a box in the mesh.
+
+    Source: :func:`jax.make_mesh`.
+
+    Example:
+        >>> import pycollective as pc
+        >>> mesh = pc.make_mesh((-1, 1), ("data", "model"))
+        >>> mesh.shape["data"] >= pc.world().size and mesh.shape["model"] == 1
+        True
+    """
+    comm = given_or_world("make_mesh", comm)
+    own = devices_of_this_rank() if devices is None else tuple(devices)
+    names = tuple(axis_names)
+    total = comm.size * len(own)
+
+    def fail(expected: str, got: Any, remedy: str) -> NoReturn:
+        errors.fail(ValueError, "make_mesh", comm, expected, got, remedy)
+
+    if len(set(own)) < len(own):
+        fail("each device once", own, "Name each device of this rank once.")
+    if len(names) != len(axis_shapes) or len(set(names)) != len(names):
+        fail("a name of its own for each axis", f"shapes {tuple(axis_shapes)}, names {names}", "Name each axis once.")
+    sizes = [errors.integer("make_mesh", comm, "each size", size) for size in axis_shapes]
+    if sizes.count(-1) == 1:
+        rest = math.prod(size for size in sizes if size != -1)
+        sizes[sizes.index(-1)] = total // rest if rest else 0
+    if math.prod(sizes) != total or any(size < 1 for size in sizes):
+        fail(
+            f"axes of {total} devices ({comm.size} ranks x {len(own)} local)",
+            f"shape {tuple(axis_shapes)}",
+            "Change the shape, the number of ranks, or JAX_NUM_CPU_DEVICES.",
+        )
+    axes: list[Axis] = []
+    left = len(own)  # of this rank's devices, those that no axis has yet; the axes come innermost first
+    for name, size in zip(reversed(names), reversed(sizes), strict=True):
+        local = math.gcd(size, left) if left < size else size
+        if left % local or (local < size and local != left):
+            fail(
+                f"each rank's {len(own)} devices to fill whole axes from the innermost, and a divisor of the next",
+                f"shape {tuple(sizes)} of {names}",
+                "Choose inner sizes whose product is a divisor or a multiple of the number of local devices.",
+            )
+        axes.append(Axis(name, size // local, local))
+        left //= local
+    return Mesh(comm, own, tuple(reversed(axes)))
+
+
+def one_axis_mesh(name: AxisName, comm: Communicator, devices: Sequence[jax.Device]) -> Mesh:
+    """Returns a mesh of one axis over ``devices`` of each rank."""
+    return Mesh(comm, tuple(devices), (Axis(name, comm.size, len(devices)),))

@@ -1,0 +1,85 @@
+"""Names of axes: which names are bound around a call, and the errors for a name that is not bound."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from jax import lax
+
+from pycollective.errors import message
+from pycollective.ordering import jax_internals
+from pycollective.ranks.communicator import Communicator
+from pycollective.transport.mpi import MPI
+
+AxisName = Hashable
+
+
+def is_name(axis_name: Any) -> bool:
+    """Returns whether ``axis_name`` can be the name of an axis, or a tuple of names: no communicator, no number."""
+    if isinstance(axis_name, (tuple, list)):
+        return len(axis_name) > 0 and all(is_name(name) for name in axis_name)
+    return not (axis_name is None or isinstance(axis_name, (Communicator, MPI.Comm, bool, int, float)))
+
+
+def by_name(where: str, axis_name: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls one of jax.lax's own functions, which know the named axes.
+
+    Args:
+        where: the public function, for messages.
+        axis_name: the name of an axis, or a tuple of names.
+        function: the function of jax.lax.
+        *args: its arguments.
+        **kwargs: its keyword arguments.
+
+    Raises:
+        NameError: no transform around this call binds the name.
+    """
+    try:
+        lax.axis_size(axis_name)
+    except NameError:
+        bound = jax_internals.bound_axes()
+        lacking = [name for name in (axis_name if isinstance(axis_name, tuple) else (axis_name,)) if name not in bound]
+        raise NameError(
+            message(
+                where,
+                f"an axis name that a transform around this call binds ({_listed(bound)}), or a Communicator",
+                _listed(lacking),
+                f"Bind it with pycollective.jit(axis_name={lacking[0]!r}), pmap or shard_map, or pass "
+                "pycollective.world().",
+            )
+        ) from None
+    return function(*args, **kwargs)
+
+
+def _listed(names: Sequence[AxisName]) -> str:
+    return ", ".join(map(repr, names)) or "none here"
+
+
+@contextmanager
+def explain_unbound_names(*names: AxisName) -> Iterator[None]:
+    """Adds a note to JAX's error for an unbound axis name: which names are bound, and what binds one.
+
+    It goes around the trace of a user's function.
+
+    Args:
+        *names: the axes that are bound during that trace alone.
+    """
+    try:
+        yield
+    except NameError as error:
+        if "unbound axis name" in str(error) and not any(map(_is_ours, getattr(error, "__notes__", ()))):
+            bound = _listed([*names, *jax_internals.bound_axes()])
+            error.add_note(
+                f"{_NOTE} the axis names bound around this call: {bound}. pycollective.jit(axis_name=...), pmap and "
+                "shard_map bind one."
+            )
+        raise
+
+
+_NOTE = "pycollective:"
+
+
+def _is_ours(note: str) -> bool:
+    return note.startswith(_NOTE)

@@ -1,0 +1,266 @@
+"""The order between programs: before a dispatch, wait for the earlier programs that XLA would not run first.
+
+XLA's CPU client makes a program on one device wait for the last program that the same thread enqueued on that device
+(``PjRtCpuClient``, "last enqueue event"), and a program on several devices wait for the last program on several devices
+("last collective launch event"). It orders no other pair. So a program whose devices are not those of the last program
+waits here until that one has run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections import deque
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.extend.backend
+import numpy as np
+
+from pycollective.errors import message
+
+Devices = tuple[jax.Device, ...]
+"""The devices that run a program, in the order of their ids."""
+
+ONLY_DEVICE: Devices = ()
+"""The value of :data:`Devices` on a rank that has one device only."""
+
+DEVICES_OF_ARGUMENTS = "of the arguments"
+"""A value in the place of devices: those on which the arguments of the call lie."""
+
+_NO_PROGRAM = ("none",)
+"""A value in the place of devices: no program is in flight."""
+
+_MOST_IN_FLIGHT = 4
+"""How many programs on several devices may be dispatched before the oldest has run.
+
+XLA's CPU client may have only one thread for each device. The dispatch of the 33rd program on a device holds one of
+these threads until another program ends. If that other program needs all threads, since its devices meet in a
+collective, both wait for ever; ``jax.pmap`` with XLA's own collectives does so too. A limit far below 33 leaves room
+for the programs without our collectives that the user dispatches in between."""
+
+
+class WithCompletion(NamedTuple):
+    """The results of a program, with an array that is ready when the program has run.
+
+    There are two reasons to return it. No result may be computed in the region, as when the program only sends: JAX
+    drops an equation without effects whose results nothing uses. Or the program runs on several devices:
+    :func:`limit_programs_in_flight` waits for the array, which is empty and so keeps no memory.
+
+    Attributes:
+        outs: the results of the function.
+        completion: the array.
+    """
+
+    outs: Any
+    completion: Any
+
+
+class _State:
+    """What this process has dispatched.
+
+    Attributes:
+        last_devices: the devices of the last program; None: any.
+        thread: the Python thread that dispatches.
+        waits_for_each: whether each program is waited for at once, since the thread is not the main one.
+        limits: whether the results of the last program go to :func:`limit_programs_in_flight`.
+        in_flight: completions of the last programs on several devices, the oldest first.
+    """
+
+    last_devices: Devices | tuple[str] | None = ONLY_DEVICE
+    thread: threading.Thread | None = None
+    waits_for_each = False
+    limits = False
+    in_flight: ClassVar[deque[Any]] = deque()
+
+
+class _ThisThread(threading.local):
+    """The running thread, once it has dispatched; a look-up here is faster than ``threading.current_thread``."""
+
+    itself: object = _NO_PROGRAM  # not None, which `_State.thread` is at first
+
+
+_this_thread = _ThisThread()
+
+
+def wait_for_earlier_programs(devices: Devices | None) -> bool:
+    """Waits for the programs that XLA would not order before the next one.
+
+    Each dispatch of a program with our effect calls it first.
+
+    Args:
+        devices: the devices of the next program; None if they are not known: then all programs are waited for.
+
+    Returns:
+        Whether the results of the program must go to :func:`limit_programs_in_flight`, be they a
+        :class:`WithCompletion` or not.
+
+    Raises:
+        RuntimeError: another Python thread has dispatched programs with our effect, and has not ended.
+    """
+    if _this_thread.itself is not _State.thread:
+        _admit_this_thread()
+    if devices is None or devices != _State.last_devices:
+        _wait_for_programs_on(_State.last_devices)
+        _State.last_devices = devices
+        _State.limits = _State.waits_for_each or devices is None or len(devices) > 1
+    return _State.limits
+
+
+def wait_for_all_programs() -> None:
+    """Waits for all programs, so that the next program need not wait."""
+    wait_for_earlier_programs(None)
+    _State.last_devices = _NO_PROGRAM
+
+
+def _admit_this_thread() -> None:
+    """Makes this thread the one that dispatches: ranks need one order of programs, and two threads have none."""
+    this, last = threading.current_thread(), _State.thread
+    if last is not None and last.is_alive():
+        raise RuntimeError(
+            message(
+                "jit",
+                f"programs with collectives from one Python thread, {last.name!r}, which has dispatched some",
+                f"one from {this.name!r}",
+                "Call them all from one thread; another thread may take over when that one has ended.",
+            )
+        )
+    if last is threading.main_thread():
+        # The main thread has not waited for its programs, and XLA orders the programs of one thread only.
+        _wait_until_computed(jax.live_arrays())
+    _State.thread = _this_thread.itself = this
+    _State.waits_for_each = this is not threading.main_thread()
+    _State.last_devices = _NO_PROGRAM  # a thread other than the main one has waited for each of its programs
+
+
+def limit_programs_in_flight(outs: Any) -> Any:
+    """Waits while too many programs are in flight, and returns the results without their completion.
+
+    Each dispatch of a program with our effect calls it last. A thread other than the main one waits for each of its
+    programs here: when that thread has ended, neither a later thread nor the exit handler could wait for them.
+
+    Args:
+        outs: what the program returned, a :class:`WithCompletion` or the results.
+    """
+    with_completion = type(outs) is WithCompletion
+    if _State.limits:
+        # All results of a program are ready together. The smallest stands for them: to hold a large one would keep its
+        # memory when the user has dropped it.
+        completion = (
+            outs.completion if with_completion else min(jax.tree.leaves(outs), key=lambda x: x.size, default=None)
+        )
+        if _State.waits_for_each:
+            _wait_until_computed(completion)
+        else:
+            _State.in_flight.append(completion)
+            if len(_State.in_flight) > _MOST_IN_FLIGHT:
+                _wait_until_computed(_State.in_flight.popleft())
+    return outs.outs if with_completion else outs
+
+
+def _wait_until_computed(arrays: Any) -> None:
+    # JAX raises an error of the program where its results are used. It need not come here, in another program's call.
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+        jax.block_until_ready(
+            [x for x in jax.tree.leaves(arrays) if not isinstance(x, jax.Array) or not x.is_deleted()]
+        )
+
+
+def by_id(devices: Iterable[jax.Device]) -> Devices:
+    """The devices in the order of their ids."""
+    return tuple(sorted(devices, key=lambda device: device.id))
+
+
+@functools.cache
+def _devices_by_kind() -> tuple[Devices, ...]:
+    """The devices of this process, one tuple for each kind: a rank with accelerators has CPU devices as well."""
+    return tuple(tuple(client.local_devices()) for client in jax.extend.backend.backends().values())
+
+
+@functools.cache
+def local_devices() -> Devices:
+    """The devices of this process; :data:`ONLY_DEVICE` if there is one."""
+    devices = tuple(device for kind in _devices_by_kind() for device in kind)
+    return devices if len(devices) > 1 else ONLY_DEVICE
+
+
+def devices_for(args: Sequence[Any], kwargs: dict[str, Any]) -> Devices:
+    """The devices on which :func:`jax.jit` runs a program with these arguments, if the program names none itself."""
+    return ONLY_DEVICE if local_devices() is ONLY_DEVICE else committed_devices(args, kwargs) or default_devices()
+
+
+def committed_devices(args: Sequence[Any], kwargs: dict[str, Any]) -> Devices | None:
+    """The devices to which the arguments are committed; None if no argument is committed."""
+    if not kwargs:
+        for argument in args:
+            try:
+                if argument.committed:
+                    return by_id(argument.devices())
+            except AttributeError:  # the argument is no JAX array; it may be a tree of them
+                break
+        else:
+            return None
+    for leaf in jax.tree.leaves((args, kwargs)):
+        if getattr(leaf, "committed", False):
+            return by_id(leaf.devices())
+    return None
+
+
+def default_devices() -> Devices:
+    """The device on which :func:`jax.jit` runs a program whose arguments name none."""
+    default = jax.config.jax_default_device
+    return (default,) if default is not None and isinstance(default, jax.Device) else _first_device()
+
+
+@functools.cache
+def _first_device() -> Devices:
+    return tuple(jax.local_devices()[:1])
+
+
+def flush() -> None:
+    """Waits until all programs that this thread has dispatched have run."""
+    jax.effects_barrier()
+    _wait_for_programs_on(None)
+
+
+def _wait_for_programs_on(devices: Any) -> None:
+    """Waits until the programs on these devices have run; None: the programs on any devices."""
+    if devices is _NO_PROGRAM:
+        return
+    if devices is None:  # XLA orders programs on one device and programs on several apart, so wait for both
+        groups = list(
+            dict.fromkeys(group for kind in _devices_by_kind() for group in (kind, *((device,) for device in kind)))
+        )
+    else:
+        groups = [devices or _first_device()]
+    for group in groups:
+        _run_probe(group)
+
+
+def _run_probe(devices: Devices) -> None:
+    """Runs a small program on the devices and waits for it. XLA runs it after all earlier programs on them."""
+    with jax.disable_jit(False):  # the user may have switched jit off
+        program, x = _probe(devices)
+        program(x).block_until_ready()
+
+
+@functools.cache
+def _probe(devices: Devices) -> tuple[Any, jax.Array]:
+    """A compiled program on these devices, under no mesh of the user's, and its argument."""
+
+    def compiled() -> tuple[Any, jax.Array]:
+        own = jax.sharding.NamedSharding(jax.sharding.Mesh(np.array(devices), "d"), jax.sharding.PartitionSpec("d"))
+        with jax.disable_jit(False):
+            x = jax.device_put(np.zeros(len(devices), np.int32), own)
+            return jax.jit(lambda x: x + 1).lower(x).compile(), x  # JAX would not dispatch an identity function
+
+    try:
+        no_mesh = jax.set_mesh(jax.sharding.Mesh(np.empty((), object), ()))
+    except ValueError:  # inside a trace; a new thread has neither the trace nor the mesh
+        with ThreadPoolExecutor(1) as new_thread:
+            return new_thread.submit(compiled).result()
+    with no_mesh:
+        return compiled()

@@ -1,0 +1,37 @@
+"""Collectives outside any trace: each call is a compiled program of its own."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.extend.core import Primitive
+
+from pycollective.ordering import dispatch
+from pycollective.ordering.region import Region
+
+
+@functools.lru_cache(maxsize=4096)
+def _compiled(primitive: Primitive, params: tuple[tuple[str, Any], ...]) -> tuple[Callable[..., Any], Region]:
+    region = Region(lambda *operands: primitive.bind(*operands, **dict(params)))
+    return jax.jit(region), region
+
+
+def apply(primitive: Primitive, *operands: Any, **params: Any) -> Any:
+    """Runs a primitive with our effect outside any trace. It is the implementation rule of our primitives.
+
+    JAX compiles a program once for each combination of shapes, dtypes and parameters; all parameters are hashable.
+    """
+    program, region = _compiled(primitive, tuple(sorted(params.items())))
+    devices = region.devices
+    dispatch.wait_for_earlier_programs(dispatch.devices_for(operands, {}) if isinstance(devices, str) else devices)
+    if jax.config.jax_disable_jit:  # JAX compiles its own primitives even then, so we do too
+        with jax.disable_jit(False):
+            outs = program(*operands)
+    else:
+        outs = program(*operands)
+    if type(outs) is dispatch.WithCompletion and not jax.tree.leaves(outs.outs):
+        outs.completion.block_until_ready()  # there is no result to wait for, so errors must show here
+    return dispatch.limit_programs_in_flight(outs)

@@ -1,0 +1,272 @@
+"""All uses of JAX's private parts, and of public parts that JAX does not promise to keep. No other file has any.
+
+=======================================  ==============================================================
+``jax._src.core.abstract_token``         the type of a token operand for ``jax.ffi.ffi_lowering``
+``jax._src.core.trace_state_clean``      tells whether a call happens at top level or inside a trace
+``jax._src.core.get_axis_env``           lists the axes that transforms bind, for messages
+``jax._src.core.InternalMutableArrayEffect``  the effect of a jaxpr that makes references; its lowering removes it
+``jax._src.core.NamedAxisEffect``        the effect of a jaxpr that names an axis; the binding of the axis removes it
+``jax._src.effects`` (its type sets)     register an ordered effect; mpi4jax and JAX's own debug_print do the same
+``mlir.jaxpr_subcomp``, ``TokenSet``     are exported, but their signature has changed before
+``jax._src.dispatch.RuntimeTokenSet``    two of its methods are wrapped, to see each dispatch of a program with our
+                                         effect
+``traceback_util.register_exclusion``    removes our frames from tracebacks and from ``jax.debug.breakpoint``, which
+                                         makes constants of the values in them
+``linear_call_p`` (custom_derivatives)   its abstract evaluation omits the effects of the function that it calls; ours
+                                         reports them
+``DynamicJaxprTrace.make_eqn``           wrapped, to add the effects of primitives that other libraries define
+``Primitive.is_high``, ``to_lojax``      from 0.12 on JAX replaces some primitives before it lowers a program
+``aval.vma``, ``aval.manual_axis_type``  the axes along which a value varies: the first in JAX 0.9, the second later
+=======================================  ==============================================================
+
+If JAX lacks one of them, the import of this file fails with a message.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Container, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.extend import source_info_util
+from jax.extend.core import Primitive
+from jax.extend.mlir.dialects import stablehlo
+from jax.interpreters import mlir
+
+from pycollective.errors import message
+
+SUPPORTED_JAX = ">= 0.9, < 0.13"
+
+try:
+    from jax._src import effects as jax_effects
+    from jax._src.core import (
+        InternalMutableArrayEffect,
+        NamedAxisEffect,
+        abstract_token,
+        get_axis_env,
+        trace_state_clean,
+    )
+    from jax._src.custom_derivatives import linear_call_p
+    from jax._src.dispatch import RuntimeTokenSet
+    from jax._src.interpreters.partial_eval import DynamicJaxprTrace
+    from jax._src.traceback_util import register_exclusion as hide_frames
+
+    _TYPE_SETS = (
+        jax_effects.ordered_effects,
+        jax_effects.shardable_ordered_effects,
+        jax_effects.lowerable_effects,
+        jax_effects.control_flow_allowed_effects,
+        jax_effects.custom_derivatives_allowed_effects,
+        jax_effects.remat_allowed_effects,
+    )
+    _SUBCOMP_PARAMETERS = frozenset(inspect.signature(mlir.jaxpr_subcomp).parameters)
+    _LACKING = {"tokens", "dim_var_values"} - _SUBCOMP_PARAMETERS
+    if _LACKING:
+        raise ImportError(f"jaxpr_subcomp has no parameter {sorted(_LACKING)}")
+    if "effects" not in inspect.signature(DynamicJaxprTrace.make_eqn).parameters:
+        raise ImportError("DynamicJaxprTrace.make_eqn has no parameter effects")
+    for _method, _expected in (("get_token_input", ["eff", "devices"]), ("set_token_result", ["eff", "token"])):
+        if list(inspect.signature(getattr(RuntimeTokenSet, _method)).parameters) != ["self", *_expected]:
+            raise ImportError(f"RuntimeTokenSet.{_method} has other parameters than {_expected}")
+except (ImportError, AttributeError) as error:
+    raise ImportError(
+        message("ordering", f"jax {SUPPORTED_JAX}", f"jax {jax.__version__}: {error}", "Install a supported jax.")
+    ) from error
+
+
+_PACKAGE = str(Path(__file__).parents[1])
+hide_frames(_PACKAGE)
+source_info_util.register_exclusion(_PACKAGE)  # the line of an operation is the line of the user's call
+
+
+at_top_level = trace_state_clean
+"""Returns whether the call is outside all of JAX's traces."""
+
+
+def bound_axes() -> tuple[Any, ...]:
+    """The names of the axes that the transforms around this call bind."""
+    return tuple(get_axis_env().axis_sizes)
+
+
+class OrderedEffect(jax_effects.Effect):  # type: ignore[misc]
+    """Base class of ordered effects. Each subclass is one effect: all its objects are equal."""
+
+    def __init_subclass__(cls) -> None:
+        for types in _TYPE_SETS:
+            types.add_type(cls)
+
+    def __repr__(self) -> str:
+        return type(self).__name__
+
+    # Copies of a jaxpr hold copies of the effect: these must be equal.
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other)
+
+    def __hash__(self) -> int:
+        return hash(type(self))
+
+
+def without_references(effects: Iterable[Any]) -> set[Any]:
+    """The effects without those of references that the program itself makes."""
+    return {kind for kind in effects if not isinstance(kind, InternalMutableArrayEffect)}
+
+
+def without_names(effects: Iterable[Any], names: Container[Any]) -> set[Any]:
+    """The effects without those that say that the program names one of these axes."""
+    return {kind for kind in effects if not (isinstance(kind, NamedAxisEffect) and kind.name in names)}
+
+
+def result(shape: Sequence[int], dtype: Any, *operands: Any) -> Any:
+    """The type of a result: it varies along the axes of the mesh along which any operand varies."""
+    varying = frozenset().union(*map(_varying, operands))
+    if not varying:
+        return jax.core.ShapedArray(tuple(shape), dtype)
+    like = next(x for x in operands if _varying(x))
+    spec = jax.sharding.PartitionSpec(*[None] * len(shape))
+    # Since JAX 0.10 the names are part of a type of their own.
+    kind = (
+        {"vma": varying} if hasattr(like, "vma") else {"manual_axis_type": type(like.manual_axis_type)(varying=varying)}
+    )
+    return like.update(
+        shape=tuple(shape), dtype=dtype, weak_type=False, sharding=like.sharding.update(spec=spec), **kind
+    )
+
+
+def _varying(x: Any) -> frozenset[Any]:
+    names: frozenset[Any] = x.vma if hasattr(x, "vma") else x.manual_axis_type.varying
+    return names
+
+
+@linear_call_p.def_effectful_abstract_eval
+def _linear_call_abstract_eval(*_: Any, callee: Any, **__: Any) -> Any:
+    return callee.out_avals, callee.effects
+
+
+def report_effects(of: Callable[[Primitive, Sequence[Any], dict[str, Any]], Iterable[Any]]) -> None:
+    """Lets JAX record the effects that ``of`` reports, for equations whose primitives declare no effects.
+
+    Args:
+        of: a function from the primitive, its operands and its parameters to effects.
+    """
+    make_eqn = DynamicJaxprTrace.make_eqn
+
+    @functools.wraps(make_eqn)
+    def reporting(
+        self: Any, in_tracers: Any, out_avals: Any, primitive: Any, params: Any, effects: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        effects = effects or of(primitive, in_tracers, params)
+        return make_eqn(self, in_tracers, out_avals, primitive, params, effects, *args, **kwargs)
+
+    DynamicJaxprTrace.make_eqn = reporting
+
+
+def see_each_dispatch(
+    effect: OrderedEffect, before: Callable[[Sequence[jax.Device]], None], after: Callable[[Any], None]
+) -> None:
+    """Calls functions around each program with ``effect`` that JAX itself dispatches.
+
+    JAX gives such a program a token as an operand, which orders it after the last program with the same effect.
+
+    Args:
+        effect: the effect.
+        before: called with the devices of a program before its dispatch.
+        after: called with the token that the program returns after its dispatch.
+    """
+    token_input, token_result = RuntimeTokenSet.get_token_input, RuntimeTokenSet.set_token_result
+
+    @functools.wraps(token_input)
+    def get_token_input(self: Any, eff: Any, devices: Any) -> Any:
+        if eff == effect:
+            before(devices)
+        return token_input(self, eff, devices)
+
+    @functools.wraps(token_result)
+    def set_token_result(self: Any, eff: Any, token: Any) -> None:
+        token_result(self, eff, token)
+        if eff == effect:
+            after(token)
+
+    RuntimeTokenSet.get_token_input, RuntimeTokenSet.set_token_result = get_token_input, set_token_result
+
+
+def is_high(eqn: Any, inner: Sequence[Any]) -> bool:
+    """Whether JAX 0.12 and later replaces the equation by others before it lowers a program, as for lax.custom_root.
+
+    Args:
+        eqn: an equation.
+        inner: the jaxprs in its parameters.
+    """
+    only_inside = any(jaxpr.is_high for jaxpr in inner)
+    return not only_inside and bool(eqn.primitive.is_high(*(var.aval for var in eqn.invars), **eqn.params))
+
+
+def low_level(primitive: Primitive) -> Callable[..., Any]:
+    """The function by which JAX replaces a primitive that :func:`is_high`."""
+    function: Callable[..., Any] = primitive.to_lojax
+    return function
+
+
+def never_high(primitive: Primitive) -> None:
+    """Tells JAX not to replace this primitive, whatever jaxprs its parameters hold."""
+    primitive.is_high = lambda *_, **__: False
+
+
+def _subcomp(ctx: Any, jaxpr: Any, tokens: Any, args: Sequence[Any]) -> tuple[Sequence[Any], Any]:
+    """Lowers ``jaxpr`` in the place of the equation of ``ctx``; ``args`` are its constants and inputs."""
+    optional = {"const_lowering": getattr(ctx, "const_lowering", None), "outer_traceback": None}
+    constants = len(jaxpr.constvars)
+    outs, tokens_out = mlir.jaxpr_subcomp(
+        ctx.module_context,
+        jaxpr,
+        ctx.name_stack,
+        tokens,
+        args[:constants],
+        *args[constants:],
+        dim_var_values=ctx.dim_var_values,
+        **{name: value for name, value in optional.items() if name in _SUBCOMP_PARAMETERS},
+    )
+    return outs, tokens_out
+
+
+def lower_call(
+    ctx: Any, effect: OrderedEffect, call: Callable[..., Any], operands: Sequence[Any], attributes: dict[str, Any]
+) -> Sequence[Any]:
+    """Lowers a call whose first operand and first result are tokens of ``effect``."""
+    inner = ctx.replace(avals_in=(abstract_token, *ctx.avals_in), avals_out=(abstract_token, *ctx.avals_out))
+    token, *results = call(inner, ctx.tokens_in.get(effect), *operands, **attributes)
+    ctx.set_tokens_out(ctx.tokens_in.update_tokens(mlir.TokenSet({effect: token})))
+    return results
+
+
+def lower_inline(ctx: Any, jaxpr: Any, operands: Sequence[Any]) -> Sequence[Any]:
+    """Lowers a jaxpr in the place of an equation, with the tokens of the program around."""
+    outs, tokens_out = _subcomp(ctx, jaxpr, ctx.tokens_in, operands)
+    ctx.set_tokens_out(tokens_out)
+    return outs
+
+
+def lower_with_new_token(
+    ctx: Any, effect: OrderedEffect, jaxpr: Any, operands: Sequence[Any], as_function: Callable[[Any], Any]
+) -> Sequence[Any]:
+    """Lowers a jaxpr with a new token for ``effect``; the tokens of other effects come from the program around.
+
+    Args:
+        ctx: the context of the lowering.
+        effect: the effect with a new token.
+        jaxpr: the jaxpr.
+        operands: the values of its constants and inputs.
+        as_function: makes a function from a jaxpr without constants.
+    """
+    tokens = mlir.TokenSet({**dict(ctx.tokens_in.items()), effect: stablehlo.create_token()})
+    if without_references(jaxpr.effects) == jaxpr.effects:
+        outs, tokens_out = _subcomp(ctx, jaxpr, tokens, operands)
+    else:  # JAX turns references into values only when it lowers a function
+        inner = ctx.replace(tokens_in=tokens)
+        body = as_function(jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars]))
+        outs, tokens_out = mlir.lower_fun(body)(inner, *operands), inner.tokens_out
+    if len(ctx.tokens_in):  # the body has other ordered effects, such as jax.debug.print(ordered=True)
+        ctx.set_tokens_out(tokens_out.subset([kind for kind, _ in ctx.tokens_in.items()]))
+    return outs

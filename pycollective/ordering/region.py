@@ -1,0 +1,179 @@
+"""The region: a whole program as one primitive without effects, so that JAX dispatches it at full speed.
+
+JAX dispatches a program with an ordered effect slowly. A region has no effect: its body is lowered with a token of its
+own. That token orders the calls inside the program; ``dispatch`` orders programs. A region must be a whole program: two
+regions inside one program would have no order between them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import source_info_util
+from jax.extend.core import ClosedJaxpr, Primitive, Var
+from jax.interpreters import mlir
+
+from pycollective.errors import message
+from pycollective.ordering import dispatch, jax_internals
+from pycollective.ordering.donation import Donated, without_copies
+from pycollective.ordering.effect import effect
+from pycollective.ordering.jax_internals import without_references
+from pycollective.ordering.jaxprs import as_function, evaluate, inner_jaxprs, rebind, split_arrays
+
+region_p = Primitive("pycollective_region")
+region_p.multiple_results = True
+
+
+@region_p.def_effectful_abstract_eval
+def _region_abstract_eval(*_: Any, jaxpr: Any) -> Any:
+    return [var.aval for var in jaxpr.outvars], without_references(jaxpr.effects) - {effect}
+
+
+def _region_lowering(ctx: Any, *args: Any, jaxpr: Any) -> Sequence[Any]:
+    return jax_internals.lower_with_new_token(ctx, effect, jaxpr, args, as_function)
+
+
+mlir.register_lowering(region_p, _region_lowering)
+
+
+@region_p.def_impl
+def _region_impl(*args: Any, jaxpr: Any) -> list[Any]:
+    """Runs the program operation by operation, as far as the first collective.
+
+    JAX does so under ``jax_debug_nans`` to find the origin of a NaN in the results. Only this rank does it now, so no
+    other rank would answer a collective.
+    """
+
+    def equation(eqn: Any, operands: list[Any]) -> Sequence[Any]:
+        if effect in eqn.effects:
+            raise FloatingPointError(
+                message(
+                    "jit",
+                    "no NaN or infinity in the results",
+                    f"one, but none from the operations before the first collective, {eqn.primitive.name} at "
+                    f"{source_info_util.summarize(eqn.source_info)}",
+                    "One rank cannot run a collective again, nor what follows it. The NaN may come from another rank: "
+                    "run all ranks with JAX_DISABLE_JIT=1, which checks each operation.",
+                )
+            )
+        return rebind(eqn, operands)
+
+    constants = len(jaxpr.constvars)
+    closed = ClosedJaxpr(jaxpr, args[:constants])
+    return evaluate(closed, equation, *args[constants:])
+
+
+class Region:
+    """A function whose trace is one region, to be compiled by :func:`jax.jit` as a whole program.
+
+    A call takes the arguments of ``fun`` and returns the results of ``fun``, or a :class:`dispatch.WithCompletion` of
+    them.
+
+    Attributes:
+        traced: whether the function was traced.
+        devices: the devices on which its programs run, if a shard_map or a sharding names them;
+            :data:`dispatch.ONLY_DEVICE` on a rank with one device; :data:`dispatch.DEVICES_OF_ARGUMENTS` if the
+            program names none, and before any trace; None if the programs have different devices, or if a mesh around
+            the call (:func:`jax.set_mesh`) names them.
+    """
+
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        *,
+        donated: Donated | None = None,
+        replace_device_programs: Callable[[ClosedJaxpr], ClosedJaxpr] = lambda closed: closed,
+        rearrange_sums: Callable[[Any], Any] = lambda jaxpr: jaxpr,
+        with_completion: bool = False,
+        devices: frozenset[jax.Device] = frozenset(),
+    ) -> None:
+        """Keeps ``fun``.
+
+        Args:
+            fun: any function that JAX can trace.
+            donated: the inputs that the program may overwrite.
+            replace_device_programs: maps the program, which no transform will see any more, to the same program with
+                primitives of this package in the place of JAX's collectives over named axes.
+            rearrange_sums: maps the jaxpr of that program to one with its sums joined or moved.
+            with_completion: whether every call returns a :class:`dispatch.WithCompletion`.
+            devices: the devices of the shardings that :func:`jax.jit` has for arguments and results.
+        """
+        functools.update_wrapper(self, fun)
+        self._replace_device_programs = replace_device_programs
+        self._rearrange_sums = rearrange_sums
+        self._with_completion = with_completion
+        self._fun = fun
+        self._donated = donated
+        self._devices_of_options = devices
+        self.traced = False
+        self.devices: dispatch.Devices | str | None = dispatch.DEVICES_OF_ARGUMENTS
+
+    def __repr__(self) -> str:  # JAX shows it in its messages
+        return repr(self._fun)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Traces ``fun``. Under ``JAX_DISABLE_JIT`` it calls ``fun``, and each collective runs by itself."""
+        if jax.config.jax_disable_jit:
+            return self._fun(*args, **kwargs)
+        arrays, with_arrays = split_arrays(args, kwargs)
+        out_tree = None
+
+        def flat(*arrays: Any) -> list[Any]:
+            nonlocal out_tree
+            args, kwargs = with_arrays(arrays)
+            outs, out_tree = jax.tree.flatten(self._fun(*args, **kwargs))
+            return [*outs, jnp.zeros(0, bool)]
+
+        closed = self._replace_device_programs(jax.make_jaxpr(flat)(*arrays))
+        devices = dispatch.by_id(self._devices_of_options | _devices_of(closed.jaxpr))
+        under_mesh = not jax.sharding.get_abstract_mesh().empty
+        self._record_devices(None if under_mesh else devices or dispatch.DEVICES_OF_ARGUMENTS)
+        donated = self._donated.arrays(args, kwargs) if self._donated is not None else ()
+        free = frozenset(var for var, x in zip(closed.jaxpr.invars, arrays, strict=True) if id(x) in donated)
+        jaxpr = self._rearrange_sums(without_copies(closed.jaxpr, free))
+        *outs, completion = region_p.bind(*closed.consts, *arrays, jaxpr=jaxpr)
+        inputs = {*jaxpr.invars, *jaxpr.constvars}
+        computes_a_result = any(isinstance(var, Var) and var not in inputs for var in jaxpr.outvars[:-1])
+        results = jax.tree.unflatten(out_tree, outs)
+        if computes_a_result and not devices and not self._with_completion:
+            return results
+        return dispatch.WithCompletion(results, completion)
+
+    def _record_devices(self, devices: dispatch.Devices | str | None) -> None:
+        if dispatch.local_devices() is dispatch.ONLY_DEVICE:
+            devices = dispatch.ONLY_DEVICE
+        if self.traced and devices != self.devices:
+            # This trace is part of a dispatch that has waited for the programs on other devices. Wait for all now.
+            with jax.ensure_compile_time_eval():
+                dispatch.wait_for_earlier_programs(None)
+            self.devices = None
+        else:
+            self.devices = devices
+        self.traced = True
+
+
+def devices_of_sharding(sharding: Any) -> frozenset[jax.Device]:
+    """The devices of a sharding; none if it is no sharding, or names no devices."""
+    if not isinstance(sharding, jax.sharding.Sharding) or isinstance(
+        getattr(sharding, "mesh", None), jax.sharding.AbstractMesh
+    ):
+        return frozenset()
+    return frozenset(sharding.device_set)
+
+
+def _devices_of(jaxpr: Any) -> frozenset[jax.Device]:
+    """The devices that a program names by a :func:`jax.shard_map`, or by a sharding."""
+    found: frozenset[jax.Device] = frozenset()
+    for eqn in jaxpr.eqns:
+        if isinstance(mesh := eqn.params.get("mesh"), jax.sharding.Mesh):
+            found |= frozenset(mesh.devices.flat)
+        placed = eqn.params["devices"] if eqn.primitive.name == "device_put" else ()
+        for sharding in (eqn.params.get("sharding"), *placed):
+            found |= devices_of_sharding(sharding)
+        for inner in inner_jaxprs(eqn):
+            found |= _devices_of(inner)
+    return found

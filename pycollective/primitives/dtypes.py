@@ -1,0 +1,67 @@
+"""The dtype of an array inside MPI: for a reduction one that MPI computes with, for a move one of whole bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+Array = jax.Array
+
+OPS = ("sum", "prod", "min", "max")
+"""The reductions of MPI."""
+SUMS = ("sum", "sum_bfloat16")
+"""The linear reductions. "sum_bfloat16" adds float32 numbers that go between ranks as bfloat16; only ``allreduce`` has
+it."""
+
+
+def wide(x: Array, op: str) -> Array:
+    """``x`` in a dtype that MPI computes with.
+
+    Floats of 16 and 8 bits are reduced in float32 and rounded once, integers of less than a byte in int8 or uint8, sums
+    and products of bool in int32, as :func:`jax.lax.psum` does.
+    """
+    dtype = x.dtype
+    if dtype == jnp.bool_:
+        return x.astype(jnp.int32) if op in (*SUMS, "prod") else x
+    if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32:
+        return x.astype(jnp.float32)
+    if jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < 8:
+        return x.astype(jnp.int8 if jnp.issubdtype(dtype, jnp.signedinteger) else jnp.uint8)
+    return x
+
+
+def narrow(y: Array, like: Array) -> Array:
+    """The inverse of :func:`wide`, for a result of the dtype of ``like``; sums of bool stay int32."""
+    return y if like.dtype == jnp.bool_ else y.astype(like.dtype)
+
+
+def reduced(bind: Callable[..., Array], x: Array, op: str, **params: Any) -> Array:
+    """Binds a reduction of ``x`` in a dtype that MPI computes with; the result has the dtype of ``x``."""
+    return narrow(bind(wide(x, op), op=op, **params), x)
+
+
+def to_wire(x: Array) -> Array:
+    """``x`` in a dtype of whole bytes, which MPI can move: keys as their data, numbers of less than a byte widened."""
+    dtype = x.dtype
+    if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+        return jax.random.key_data(x)
+    if jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < 8:
+        return x.astype(jnp.int8 if jnp.issubdtype(dtype, jnp.signedinteger) else jnp.uint8)
+    if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 8:
+        return x.astype(jnp.float32)
+    return x
+
+
+def from_wire(y: Array, like: Array | jax.ShapeDtypeStruct) -> Array:
+    """The inverse of :func:`to_wire`, for an array of the dtype of ``like``."""
+    if jax.dtypes.issubdtype(like.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(y, impl=jax.random.key_impl(like))
+    return y.astype(like.dtype)
+
+
+def moved(bind: Callable[..., Array], x: Array, **params: Any) -> Array:
+    """Binds an operation that moves ``x``, in a dtype of whole bytes; the result has the dtype of ``x``."""
+    return from_wire(bind(to_wire(x), **params), x)

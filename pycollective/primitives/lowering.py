@@ -1,0 +1,149 @@
+"""How a primitive with our effect becomes a call of a handler: which handler, on which devices, after which token.
+
+A lowering reads on which devices the program around will run, and how: JAX's ``module_context.axis_context`` has
+either ``num_devices`` and ``device_assignment``, or ``mesh`` and ``manual_axes``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+from pycollective.errors import message
+from pycollective.ordering import jax_internals, jaxprs
+from pycollective.ordering.effect import effect
+
+HOSTS: tuple[str, ...] = ("cpu",)
+ACCELERATORS: tuple[str, ...] = ("cuda", "rocm")
+"""JAX's names of the platforms that we lower for. MPI can read and write the memory of the devices of ``HOSTS``."""
+
+
+class HandlerCall(NamedTuple):
+    """A call of one handler of the transport.
+
+    Attributes:
+        rule: a lowering rule of JAX's FFI, whose first operand and first result are tokens.
+        attributes: the attributes of the handler.
+    """
+
+    rule: Callable[..., Any]
+    attributes: dict[str, Any]
+
+
+class Decomposition(NamedTuple):
+    """A primitive in terms of other primitives.
+
+    Attributes:
+        fun: a function from the operands to one result or a sequence of results. It is traced, so it may use our
+            primitives.
+        axes: names and sizes of the axes that it uses; the program around it binds them.
+    """
+
+    fun: Callable[..., Any]
+    axes: tuple[tuple[str, int], ...]
+
+
+def lower(
+    primitive: Primitive,
+    for_host: Callable[[dict[str, Any]], HandlerCall] | None,
+    for_accelerator: Callable[[dict[str, Any]], HandlerCall | Decomposition],
+) -> None:
+    """Registers the lowerings of a primitive with our effect.
+
+    Args:
+        primitive: a primitive whose abstract evaluation reports :data:`effect`.
+        for_host: maps the parameters of the primitive to its form on a device of ``HOSTS``; None: it has none there.
+        for_accelerator: maps them to its form on a device of ``ACCELERATORS``.
+    """
+
+    def lowering(
+        form_of: Callable[[dict[str, Any]], HandlerCall | Decomposition], ctx: Any, *operands: Any, **params: Any
+    ) -> Any:
+        if (outs := lower_on_all_copies(primitive, ctx, operands, params)) is not None:
+            return outs
+        devices, manual = _devices_of_program(primitive.name, ctx.module_context.axis_context)
+        form = form_of(params)
+        if isinstance(form, Decomposition):
+            return _lower_decomposition(ctx, form, operands)
+        # On accelerators each device that has a copy makes the call itself, together with its partners on the other
+        # ranks: these need as many copies. One call for all, as on the host, would copy from device to device.
+        one_call_for_all = manual == (_COPIES,) and form_of is for_host
+        attributes = {**form.attributes, "spread": -devices if one_call_for_all else devices}
+        return jax_internals.lower_call(ctx, effect, form.rule, operands, attributes)
+
+    def other_platform(ctx: Any, *operands: Any, **params: Any) -> Sequence[Any]:
+        raise NotImplementedError(
+            message(
+                primitive.name,
+                "a program on CPU devices or GPUs, as pycollective.init's devices are",
+                f"one for {', '.join(ctx.module_context.platforms)}",
+                "Move the arrays to one of jax.local_devices(), or set JAX_PLATFORMS.",
+            )
+        )
+
+    forms = dict.fromkeys(ACCELERATORS, for_accelerator)
+    if for_host is not None:
+        forms |= dict.fromkeys(HOSTS, for_host)
+    for platform, form_of in forms.items():
+        mlir.register_lowering(primitive, functools.partial(lowering, form_of), platform=platform)
+    mlir.register_lowering(primitive, other_platform)
+
+
+_COPIES = "pycollective copies"
+"""The axis along which each device has a copy of the operands of one call."""
+
+
+def _devices_of_program(name: str, context: Any) -> tuple[int, tuple[Any, ...]]:
+    """The number of devices of the program that is lowered, and the axes along which each device makes its own calls.
+
+    Inside :func:`jax.shard_map` and :func:`jax.pmap` these are all axes. A program that XLA partitions has none.
+    """
+
+    def refuse(got: str, remedy: str) -> NoReturn:
+        raise NotImplementedError(
+            message(name, "a program on devices of this process, or manual over all axes of its mesh", got, remedy)
+        )
+
+    mesh = getattr(context, "mesh", None)
+    if mesh is None:
+        devices = context.num_devices or 1
+        assigned = getattr(context, "device_assignment", None) or ()
+        if devices > max(1, jax.local_device_count()) or any(d.process_index != jax.process_index() for d in assigned):
+            refuse(f"one on {devices} devices of several processes", "Give each rank devices and arrays of its own.")
+        return devices, ()
+    others = [axis for axis, size in mesh.shape.items() if size > 1 and axis not in context.manual_axes]
+    if mesh.size > 1 and others:
+        refuse(
+            f"axes {others} that are left to XLA",
+            "Call it outside jax.shard_map and jax.set_mesh, or with all axes in shard_map's axis_names, the default.",
+        )
+    return mesh.size, tuple(mesh.axis_names)
+
+
+def lower_on_all_copies(
+    primitive: Primitive, ctx: Any, operands: Sequence[Any], params: dict[str, Any]
+) -> Sequence[Any] | None:
+    """Lowers a call in a program that XLA partitions: each device gets a copy of all operands. None for other programs.
+
+    In such a program XLA accepts a call with a side effect only if each device makes it, inside a ``shard_map``.
+    """
+    devices, manual = _devices_of_program(primitive.name, ctx.module_context.axis_context)
+    if devices == 1 or manual:
+        return None
+    mesh = jaxprs.abstract_mesh({_COPIES: devices})
+    whole = jax.sharding.PartitionSpec()
+    one_device = functools.partial(primitive.bind, **params)
+    all_devices = jax.shard_map(one_device, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
+    return _lower_decomposition(ctx, Decomposition(jaxprs.outside_meshes(all_devices), ()), operands)
+
+
+def _lower_decomposition(ctx: Any, form: Decomposition, operands: Sequence[Any]) -> Sequence[Any]:
+    structs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in ctx.avals_in]
+    closed = jax.make_jaxpr(form.fun, axis_env=list(form.axes))(*structs)
+    assert not closed.consts, "constants would have to become operands"
+    return jax_internals.lower_inline(ctx, closed.jaxpr, operands)

@@ -1,0 +1,203 @@
+"""Messages between two ranks, and the barrier. Most of these operations lack an operand or a result."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.interpreters import ad, batching
+
+from pycollective.errors import message
+from pycollective.ordering import jax_internals
+from pycollective.ordering.effect import effect
+from pycollective.primitives import define, dtypes
+from pycollective.ranks.communicator import Communicator
+from pycollective.ranks.participants import Participants
+from pycollective.transport.mpi import MPI
+
+Array = jax.Array
+
+_REMEDY = "Use sendrecv or ppermute, whose cotangents have a way back."
+
+# sendrecv sends x to dest and returns what source sent, an array of the given shape and dtype.
+sendrecv_p = define.primitive("sendrecv")
+
+
+def _sendrecv_abstract_eval(x: Any, *, shape: tuple[int, ...], dtype: Any, **_: Any) -> Any:
+    return jax_internals.result(shape, dtype, x), {effect}
+
+
+def _sendrecv_attributes(
+    comm: Communicator, source: int, dest: int, send_tag: int, recv_tag: int, **_: Any
+) -> dict[str, Any]:
+    return {"comm": comm.key, "source": source, "dest": dest, "send_tag": send_tag, "recv_tag": recv_tag}
+
+
+sendrecv_p.def_effectful_abstract_eval(_sendrecv_abstract_eval)
+define.lower(sendrecv_p, _sendrecv_attributes)
+
+
+def _sendrecv_transpose_rule(
+    ct: Any, x: Any, *, source: int, dest: int, send_tag: int, recv_tag: int, comm: Communicator, **_: Any
+) -> list[Any]:
+    # The cotangent of what source sent goes back to source; the cotangent of x comes back from dest.
+    aval = x.aval.to_tangent_aval()
+    if type(ct) is ad.Zero:
+        return [ad.Zero(aval)]
+    if source == MPI.ANY_SOURCE or recv_tag == MPI.ANY_TAG:
+        raise NotImplementedError(
+            message(
+                "sendrecv",
+                "a source and a tag under reverse-mode differentiation",
+                "any source or any tag",
+                "Name the source and the tag: the cotangent goes back to that source.",
+            )
+        )
+
+    back = sendrecv_p.bind(
+        ct,
+        shape=aval.shape,
+        dtype=aval.dtype,
+        comm=comm,
+        source=dest,
+        dest=source,
+        send_tag=recv_tag,
+        recv_tag=send_tag,
+    )
+    return [back]
+
+
+def _sendrecv_jvp_rule(primals: Sequence[Array], tangents: Sequence[Any], **params: Any) -> Any:
+    (x,), (t,) = primals, tangents
+    y = sendrecv_p.bind(x, **params)
+    if type(t) is ad.Zero or not jnp.issubdtype(params["dtype"], jnp.inexact):
+        return y, ad.Zero(jax.typeof(y).to_tangent_aval())
+    return y, sendrecv_p.bind(t, **params)
+
+
+def _sendrecv_batching_rule(
+    args: Sequence[Array], dims: Sequence[int], *, shape: tuple[int, ...], **params: Any
+) -> Any:
+    # All ranks must run under the same vmap: then the array that arrives has the batch axis as well, in front.
+    x = jnp.moveaxis(args[0], dims[0], 0)
+    return sendrecv_p.bind(x, shape=(x.shape[0], *shape), **params), 0
+
+
+def sendrecv(
+    x: Array,
+    like: Array | jax.ShapeDtypeStruct,
+    *,
+    comm: Communicator,
+    source: int,
+    dest: int,
+    send_tag: int,
+    recv_tag: int,
+) -> Array:
+    """Sends ``x`` to ``dest`` and returns what ``source`` sent, an array of the shape and dtype of ``like``."""
+    wire = jax.eval_shape(dtypes.to_wire, like)
+    y = sendrecv_p.bind(
+        dtypes.to_wire(x),
+        shape=wire.shape,
+        dtype=wire.dtype,
+        comm=comm,
+        source=source,
+        dest=dest,
+        send_tag=send_tag,
+        recv_tag=recv_tag,
+    )
+    return dtypes.from_wire(y, like)
+
+
+ad.primitive_jvps[sendrecv_p] = _sendrecv_jvp_rule
+ad.primitive_transposes[sendrecv_p] = _sendrecv_transpose_rule
+batching.primitive_batchers[sendrecv_p] = _sendrecv_batching_rule
+
+
+# send and recv ---------------------------------------------------------------------------------------------
+
+send_p = define.primitive("send", multiple_results=True)
+recv_p = define.primitive("recv")  # its operand, of shape (*batch, 0), has no data; it carries the axes of vmap
+
+
+@send_p.def_effectful_abstract_eval
+def _send_abstract_eval(x: Any, **_: Any) -> Any:
+    return [], {effect}
+
+
+@recv_p.def_effectful_abstract_eval
+def _recv_abstract_eval(batch: Any, *, shape: tuple[int, ...], dtype: Any, **_: Any) -> Any:
+    return jax_internals.result((*batch.shape[:-1], *shape), dtype, batch), {effect}
+
+
+def _recv_attributes(comm: Communicator, source: int, tag: int, **_: Any) -> dict[str, Any]:
+    return {"comm": comm.key, "source": source, "tag": tag}
+
+
+def _send_attributes(comm: Communicator, dest: int, tag: int) -> dict[str, Any]:
+    return {"comm": comm.key, "dest": dest, "tag": tag}
+
+
+def _send_jvp_rule(primals: Sequence[Array], tangents: Sequence[Any], **params: Any) -> Any:
+    if all(type(t) is ad.Zero for t in tangents):
+        return send_p.bind(*primals, **params), []
+    return define.refuse_derivative("send", "one with a result", _REMEDY, params)
+
+
+def _send_batching_rule(args: Sequence[Array], dims: Sequence[int], **params: Any) -> Any:
+    # As in sendrecv: one message with the batch axis in front.
+    return send_p.bind(jnp.moveaxis(args[0], dims[0], 0), **params), []
+
+
+def send(x: Array, *, comm: Communicator, dest: int, tag: int) -> None:
+    """Sends ``x`` to ``dest``."""
+    send_p.bind(dtypes.to_wire(x), comm=comm, dest=dest, tag=tag)
+
+
+def recv(like: Array | jax.ShapeDtypeStruct, *, comm: Communicator, source: int, tag: int) -> Array:
+    """Returns what ``source`` sent, an array of the shape and dtype of ``like``."""
+    wire = jax.eval_shape(dtypes.to_wire, like)
+    # Under vmap `like` has a batch axis that its shape does not show. An empty slice of it has that axis, too.
+    batch = jnp.zeros(0) if isinstance(like, jax.ShapeDtypeStruct) else jnp.ravel(dtypes.to_wire(like))[:0]
+    y = recv_p.bind(batch, shape=wire.shape, dtype=wire.dtype, comm=comm, source=source, tag=tag)
+    return dtypes.from_wire(y, like)
+
+
+define.lower(send_p, _send_attributes)
+ad.primitive_jvps[send_p] = _send_jvp_rule
+batching.primitive_batchers[send_p] = _send_batching_rule
+
+
+def _recv_jvp_rule(primals: Sequence[Array], tangents: Sequence[Any], **params: Any) -> Any:
+    if all(type(t) is ad.Zero for t in tangents):
+        y = recv_p.bind(*primals, **params)
+        return y, ad.Zero(jax.typeof(y).to_tangent_aval())
+    return define.refuse_derivative("recv", "one with an operand", _REMEDY, params)
+
+
+def _recv_batching_rule(args: Sequence[Array], dims: Sequence[int], **params: Any) -> Any:
+    return recv_p.bind(jnp.moveaxis(args[0], dims[0], 0), **params), 0
+
+
+define.lower(recv_p, _recv_attributes)
+ad.primitive_jvps[recv_p] = _recv_jvp_rule
+batching.primitive_batchers[recv_p] = _recv_batching_rule
+
+
+# barrier ---------------------------------------------------------------------------------------------------
+
+barrier_p = define.primitive("barrier", multiple_results=True)
+
+
+@barrier_p.def_effectful_abstract_eval
+def _barrier_abstract_eval(**_: Any) -> Any:
+    return [], {effect}
+
+
+define.lower(barrier_p)
+
+
+def barrier(comm: Participants) -> None:
+    """Returns on each rank when all ranks have called it."""
+    barrier_p.bind(comm=comm)

@@ -1,0 +1,131 @@
+"""Reductions over ranks, and the collectives that are their transposes.
+
+The rules of differentiation use the functions of this file, so that cotangents of bfloat16 are summed in float32 as
+values are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.interpreters import ad, batching
+
+from pycollective.config import config
+from pycollective.ordering import jax_internals
+from pycollective.ordering.effect import effect
+from pycollective.primitives import define, dtypes
+from pycollective.primitives.define import Collective
+from pycollective.ranks.participants import Participants
+
+Array = jax.Array
+
+# y = op_s x_s over the ranks s, for any number of arrays in one call.
+allreduce_p = define.primitive("allreduce", multiple_results=True)
+
+
+@allreduce_p.def_effectful_abstract_eval
+def _allreduce_abstract_eval(*xs: Any, **_: Any) -> Any:
+    return [jax_internals.result(x.shape, x.dtype, x) for x in xs], {effect}
+
+
+def allreduce_attributes(comm: Participants, op: str) -> dict[str, Any]:
+    """The attributes of allreduce's handler."""
+    return {**define.attributes(comm=comm, op=op), "bucket_bytes": config.bucket_bytes}
+
+
+define.lower(allreduce_p, allreduce_attributes)
+
+
+def allreduce_all(xs: Sequence[Array], *, comm: Participants, op: str) -> list[Array]:
+    """``y = op_s x_s`` for each of ``xs``, on every rank."""
+    if not xs:
+        return []
+    ys = allreduce_p.bind(*(dtypes.wide(x, op) for x in xs), comm=comm, op=op, in_place=(True,) * len(xs))
+    return [dtypes.narrow(y, x) for y, x in zip(ys, xs, strict=True)]
+
+
+def allreduce(x: Array, *, comm: Participants, op: str) -> Array:
+    """``y = op_s x_s`` on every rank."""
+    return allreduce_all([x], comm=comm, op=op)[0]
+
+
+def _for_nonzero(function: Callable[[list[Any]], list[Any]], values: Sequence[Any], zeros: list[Any]) -> list[Any]:
+    """Applies ``function`` to the values that are not symbolic zeros; the other results are those of ``zeros``."""
+    places = [i for i, value in enumerate(values) if type(value) is not ad.Zero]
+    for place, result in zip(places, function([values[i] for i in places]), strict=True):
+        zeros[place] = result
+    return zeros
+
+
+def _allreduce_jvp_rule(
+    primals: Sequence[Array], tangents: Sequence[Any], *, comm: Participants, op: str, in_place: tuple[bool, ...]
+) -> Any:
+    ys = allreduce_all(primals, comm=comm, op=op)
+    zeros = [ad.Zero(jax.typeof(y).to_tangent_aval()) for y in ys]
+    if op in dtypes.SUMS:
+        return ys, _for_nonzero(lambda ts: allreduce_all(ts, comm=comm, op=op), tangents, zeros)
+    if op in ("min", "max"):
+        # dy = sum_s m_s dx_s / sum_s m_s with m_s = [x_s == y]: the mean over the ranks that hold the extreme. JAX's
+        # reduce_max takes the same mean over elements.
+        for i, (x, y, t) in enumerate(zip(primals, ys, tangents, strict=True)):
+            if type(t) is not ad.Zero:
+                mask = (x == y).astype(t.dtype)
+                # These are two calls: the first must not depend on the tangent, the second must be linear in it.
+                holders = allreduce(mask, comm=comm, op="sum")
+                zeros[i] = allreduce(t * mask, comm=comm, op="sum") / holders
+        return ys, zeros
+    remedy = "Use exp(psum(log(x))) where x > 0."
+    return define.refuse_derivative("allreduce", "op='sum', 'min' or 'max'", remedy, {"op": op})
+
+
+def _allreduce_transpose_rule(
+    cts: Sequence[Any], *xs: Any, comm: Participants, op: str, in_place: tuple[bool, ...]
+) -> list[Any]:
+    # y_r = sum_s x_s  =>  ct_s = sum_r ct_r
+    zeros = [ad.Zero(x.aval.to_tangent_aval()) for x in xs]
+    return _for_nonzero(lambda cts: allreduce_all(cts, comm=comm, op=op), cts, zeros)
+
+
+def _allreduce_batching_rule(args: Sequence[Array], dims: Sequence[Any], **params: Any) -> Any:
+    return allreduce_p.bind(*args, **params), dims
+
+
+ad.primitive_jvps[allreduce_p] = _allreduce_jvp_rule
+ad.primitive_transposes[allreduce_p] = _allreduce_transpose_rule
+batching.primitive_batchers[allreduce_p] = _allreduce_batching_rule
+
+
+reduce: Collective = Collective(
+    "reduce",
+    transpose=lambda ct, *, comm, op, root: bcast(ct, comm=comm, root=root),
+    in_place=True,
+)
+"""``y_root = op_s x_s``; zeros on the other ranks."""
+
+bcast: Collective = Collective("bcast", transpose=lambda ct, **params: reduce(ct, op="sum", **params), in_place=True)
+"""``y = x_root`` on every rank."""
+
+reduce_scatter: Collective = Collective(
+    "reduce_scatter",
+    transpose=lambda ct, *, comm, op: allgather(ct, comm=comm),
+    operand_blocks=True,
+)
+"""``y_r = op_s x_s[r]``."""
+
+allgather: Collective = Collective(
+    "allgather", transpose=lambda ct, *, comm: reduce_scatter(ct, comm=comm, op="sum"), result_blocks=True
+)
+"""``y[s] = x_s`` on every rank."""
+
+# y_r = sum_{s <= r} x_s  =>  ct_s = sum_{r >= s} ct_r, which is a scan with the ranks in opposite order.
+scan: Collective = Collective(
+    "scan", transpose=lambda ct, *, comm, op: scan(ct, comm=comm.reversed(), op=op), in_place=True
+)
+"""``y_r = op_{s <= r} x_s``."""
+
+exscan: Collective = Collective(
+    "exscan", transpose=lambda ct, *, comm, op: exscan(ct, comm=comm.reversed(), op=op), in_place=True
+)
+"""``y_r = op_{s < r} x_s``; zeros on rank 0."""

@@ -1,0 +1,1 @@
+"""The ranks: communicators, the devices and cores of each rank, and what ranks compare outside programs."""

@@ -1,0 +1,367 @@
+"""A communicator: a group of ranks that call collectives together."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from pycollective.errors import message
+from pycollective.ordering import dispatch
+from pycollective.ranks import accelerators, setup
+from pycollective.ranks.out_of_band import OutOfBand
+from pycollective.ranks.participants import (
+    LaneRoutes,
+    Participants,
+    Perm,
+    PlaceInTeam,
+    ProgramKey,
+    SubCommunicator,
+    fingerprint,
+    group_of,
+    lane_routes,
+)
+from pycollective.transport import native
+from pycollective.transport.mpi import MPI, host_of
+
+_FOR_OTHER_MODULES = frozenset(
+    [
+        "check_live",
+        "comm",
+        "groups",
+        "is_freed",
+        "key",
+        "key_of",
+        "lane_routes",
+        "local_axes",
+        "out_of_band",
+        "part",
+        "reversed",
+    ]
+)
+"""Public names of a communicator that are not for users. ``dir()``, and so completion, does not show them."""
+
+
+class Communicator:
+    """A group of ranks that call collectives together.
+
+    Its messages go over private duplicates of :attr:`mpi`, so they cannot mix with those that the program itself sends
+    on :attr:`mpi`. Two duplicates are made at once, and others when a program on several devices needs them. There is
+    one object for each MPI communicator, so two are equal if their MPI handles are equal. Communicators are hashable,
+    and may be static arguments of :func:`jax.jit`.
+
+    Args:
+        mpi: an mpi4py intracommunicator. All its ranks must make this call.
+
+    Attributes:
+        rank: the rank of this process, from 0.
+        size: the number of ranks.
+        local_rank: the place of this rank among the ranks on this host.
+        local_size: the number of ranks on this host.
+        host_index: the number of this host; hosts are numbered in the order of their lowest ranks.
+        host_count: the number of hosts.
+        mpi: the mpi4py communicator, which the program may use for its own messages.
+
+    Raises:
+        TypeError: ``mpi`` is not an mpi4py intracommunicator.
+        RuntimeError: the package has not started, and ``mpi`` lacks some ranks.
+
+    Example:
+        >>> import pycollective as pc
+        >>> comm = pc.world()
+        >>> 0 <= comm.rank < comm.size and comm.local_size <= comm.size
+        True
+    """
+
+    __slots__ = (
+        "_calls",
+        "_freed",
+        "_key",
+        "_keys",
+        "_name",
+        "_owned",
+        "_parts",
+        "_rest",
+        "_world_ranks",
+        "host_count",
+        "host_index",
+        "local_rank",
+        "local_size",
+        "mpi",
+        "out_of_band",
+        "rank",
+        "size",
+    )
+
+    mpi: MPI.Intracomm
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    host_index: int
+    host_count: int
+    out_of_band: OutOfBand  # messages between its ranks that are not part of programs
+    _name: str
+    _world_ranks: tuple[int, ...]  # the place of each of its ranks in MPI_COMM_WORLD
+    _key: ProgramKey
+    _calls: MPI.Intracomm  # the duplicate for collectives, and for messages under the program's own tags
+    _rest: MPI.Intracomm  # the duplicate for making channels, ppermute, messages between devices, out-of-band messages
+    _parts: dict[Any, SubCommunicator]
+    _keys: dict[Any, ProgramKey]  # the keys of its parts and of groups of devices
+    _owned: bool  # whether free() frees mpi as well
+    _freed: bool
+
+    def __new__(cls, mpi: MPI.Intracomm) -> Communicator:
+        if not isinstance(mpi, MPI.Intracomm) or mpi == MPI.COMM_NULL:
+            raise TypeError(
+                message("Communicator", "an mpi4py intracommunicator", repr(mpi), "Pass mpi4py.MPI.COMM_WORLD, say.")
+            )
+        if not setup.has_started() and MPI.Comm.Compare(mpi, MPI.COMM_WORLD) not in (MPI.IDENT, MPI.CONGRUENT):
+            raise RuntimeError(
+                message(
+                    "Communicator",
+                    "a package that has started, which all ranks do together",
+                    f"a communicator of {mpi.size} ranks before that",
+                    "Call pycollective.init() on all ranks first, or pycollective.init(comm) for these alone.",
+                    rank=MPI.COMM_WORLD.rank,
+                    size=MPI.COMM_WORLD.size,
+                )
+            )
+        setup.start(mpi, None, None, None)
+        known = mpi.Get_attr(_keyval())
+        if isinstance(known, Communicator):
+            return known
+        return cls._make(mpi, mpi.Get_name() or "unnamed", owned=False)
+
+    @classmethod
+    def _make(cls, mpi: MPI.Comm, name: str, *, owned: bool) -> Communicator:
+        """Makes the object; all ranks must make this call. ``owned``: :meth:`free` frees ``mpi`` as well."""
+        assert isinstance(mpi, MPI.Intracomm)
+        self = object.__new__(cls)
+        set_ = object.__setattr__  # the class is frozen
+        set_(self, "mpi", mpi)
+        set_(self, "rank", mpi.rank)
+        set_(self, "size", mpi.size)
+        # A host name would not do: containers may share one, and a host may have several.
+        with host_of(mpi) as shared:
+            hosts = mpi.allgather(shared.bcast(mpi.rank))
+        local = [rank for rank in range(mpi.size) if hosts[rank] == hosts[mpi.rank]]
+        leaders = sorted(set(hosts))
+        set_(self, "local_rank", local.index(mpi.rank))
+        set_(self, "local_size", len(local))
+        set_(self, "host_index", leaders.index(hosts[mpi.rank]))
+        set_(self, "host_count", len(leaders))
+
+        lanes = tuple(map(accelerators.lane_id, setup.devices_of_this_rank()))
+        world_ranks = tuple(MPI.Group.Translate_ranks(mpi.Get_group(), None, MPI.COMM_WORLD.Get_group()))
+        calls, rest = _duplicate(mpi), _duplicate(mpi)
+        own_fingerprint = fingerprint(world_ranks, mpi.rank, lanes)
+        set_(self, "_calls", calls)
+        set_(self, "_rest", rest)
+        free_tag = 2 * len(lanes) ** 2  # native/communicators.cc uses the smaller and the larger tags
+        set_(self, "out_of_band", OutOfBand(rest, free_tag))
+        set_(self, "_world_ranks", world_ranks)
+        number = native.add_communicator(name, own_fingerprint, lanes, calls, rest)
+        set_(self, "_key", (number, own_fingerprint))
+        set_(self, "_name", name)
+        set_(self, "_parts", {})
+        set_(self, "_keys", {})
+        set_(self, "_owned", owned)
+        set_(self, "_freed", False)
+        mpi.Set_attr(_keyval(), self)
+        return self
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(message("Communicator", "no change", f"{name} = {value!r}", "Communicators are frozen."))
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(message("Communicator", "no change", f"del {name}", "Communicators are frozen."))
+
+    def __copy__(self) -> Communicator:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Communicator:
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            message("Communicator", "an object that other processes can use", repr(self), "Make one on each rank.")
+        )
+
+    def __dir__(self) -> list[str]:
+        shown = [name for name in super().__dir__() if not name.startswith("_") or name.startswith("__")]
+        return [name for name in shown if name not in _FOR_OTHER_MODULES]
+
+    def __repr__(self) -> str:
+        freed = ", freed" if self._freed else ""
+        return f"Communicator({self._name}, rank {self.rank} of {self.size}{freed})"
+
+    @property
+    def name(self) -> str:
+        """The name of the communicator in error messages."""
+        return self._name
+
+    @property
+    def is_freed(self) -> bool:
+        """Whether :meth:`free` was called."""
+        return self._freed
+
+    @property
+    def key(self) -> ProgramKey:
+        """The name of the communicator in compiled programs.
+
+        Raises:
+            ValueError: the communicator was freed.
+        """
+        self.check_live("Communicator")
+        return self._key
+
+    @property
+    def local_axes(self) -> tuple[tuple[str, int], ...]:
+        """Empty: each local device takes part on its own lane, and none together with another."""
+        return ()
+
+    @property
+    def comm(self) -> Communicator:
+        """The communicator itself; a ``mesh.DeviceGroup`` has its ranks under the same name."""
+        return self
+
+    def check_live(self, where: str) -> None:
+        """Raises ValueError in the name of the operation ``where`` if the communicator was freed."""
+        if self._freed:
+            raise ValueError(
+                message(
+                    where,
+                    "a live communicator",
+                    f"{self._name}, which was freed",
+                    "Keep it until its last use.",
+                    rank=self.rank,
+                    size=self.size,
+                )
+            )
+
+    def split(self, color: int | None, key: int = 0) -> Communicator | None:
+        """Splits the communicator into one for each color. All its ranks must make this call.
+
+        Args:
+            color: the ranks of one color form a new communicator; None: this rank is in none.
+            key: ranks are ordered by it in the new communicator, and by their old order where it is equal.
+
+        Returns:
+            The new communicator; None for ``color=None``.
+
+        Source: MPI_Comm_split (MPI standard, 7.4.2).
+
+        Example:
+            >>> import pycollective as pc
+            >>> even_or_odd = pc.world().split(color=pc.world().rank % 2)
+            >>> even_or_odd.size <= pc.world().size
+            True
+        """
+        self.check_live("Communicator.split")
+        part = self.mpi.Split(MPI.UNDEFINED if color is None else color, key)
+        if color is None:
+            return None
+        return Communicator._make(part, f"{self._name}/{color}", owned=True)
+
+    def split_by_host(self) -> Communicator:
+        """The ranks on this rank's host, in the order of this communicator. All its ranks must make this call.
+
+        Example:
+            >>> import pycollective as pc
+            >>> pc.world().split_by_host().size == pc.world().local_size
+            True
+        """
+        self.check_live("Communicator.split_by_host")
+        part = self.mpi.Split(self.host_index, self.rank)
+        return Communicator._make(part, f"{self._name}/host{self.host_index}", owned=True)
+
+    def groups(self, groups: Sequence[Sequence[int]]) -> Participants:
+        """This rank's group, with ranks in the order of the group; each rank is in exactly one group."""
+        return self.part(group_of(self.rank, groups))
+
+    def reversed(self) -> Participants:
+        """The same ranks in the opposite order."""
+        return self.part(tuple(range(self.size))[::-1])
+
+    def part(self, members: tuple[int, ...], devices: tuple[jax.Device, ...] | None = None) -> Participants:
+        """A part of the ranks, this one among them. Making it sends no message; each call returns the same object.
+
+        Args:
+            members: the ranks, in the order of the part.
+            devices: this rank's devices, which pair with those of other ranks by their place here; default those of
+                :func:`init`, which pair by their index. Each rank has the same number of them.
+        """
+        if devices is None and members == tuple(range(self.size)):
+            return self
+        if (members, devices) not in self._parts:
+            places = devices and tuple(
+                PlaceInTeam(accelerators.lane_id(device), team=i, member=0) for i, device in enumerate(devices)
+            )
+            lanes = len(devices or setup.devices_of_this_rank())
+            self._parts[members, devices] = SubCommunicator(self, members, devices, places, lanes)
+        return self._parts[members, devices]
+
+    def key_of(self, members: tuple[int, ...], places: tuple[PlaceInTeam, ...] | None, team_size: int) -> ProgramKey:
+        """The name of a part, or of a group of devices, in compiled programs; each call returns the same.
+
+        Args:
+            members: the ranks, in the order of the part.
+            places: the places of the devices of a mesh in their teams; None: the devices of :func:`init`, each in a
+                team of its own.
+            team_size: the number of devices in a team.
+        """
+        if (members, places, team_size) not in self._keys:
+            rank = members.index(self.rank)
+            lanes = tuple(map(accelerators.lane_id, setup.devices_of_this_rank())) if places is None else places
+            world_ranks = tuple(self._world_ranks[member] for member in members)
+            own_fingerprint = fingerprint(world_ranks, rank, lanes, team_size)
+            all_in_order = members == tuple(range(self.size))
+            shown = [*map(str, members[:4]), *(["..."] if len(members) > 4 else [])]
+            name = self._name if all_in_order else f"{self._name}[{', '.join(shown)}]"
+            given = () if all_in_order else members
+            number = native.add_part(name, own_fingerprint, self._key[0], given, rank, len(members), places, team_size)
+            self._keys[members, places, team_size] = (number, own_fingerprint)
+        return self._keys[members, places, team_size]
+
+    def lane_routes(self, perm: Perm) -> LaneRoutes:
+        """The destination and the source of each lane of this rank in a permutation of the ranks."""
+        return lane_routes(self.rank, len(setup.devices_of_this_rank()), perm)
+
+    def free(self) -> None:
+        """Frees the communicator's MPI resources. All its ranks must make this call.
+
+        It waits for programs that were dispatched before. A later call of a program that names the communicator is an
+        error.
+        If :meth:`split` made the communicator, its :attr:`mpi` is freed as well.
+        """
+        if self._freed:
+            return
+        dispatch.flush()
+        native.free_communicator(self._key[0])
+        object.__setattr__(self, "_freed", True)
+        self.mpi.Delete_attr(_keyval())
+        self._calls.Free()
+        self._rest.Free()
+        if self._owned:
+            self.mpi.Free()
+
+
+def _duplicate(mpi: MPI.Intracomm) -> MPI.Intracomm:
+    duplicate = mpi.Dup()
+    duplicate.Set_errhandler(MPI.ERRORS_RETURN)
+    return duplicate
+
+
+@functools.cache
+def _keyval() -> int:
+    """The key of the attribute of an MPI communicator that holds its :class:`Communicator`."""
+    return MPI.Comm.Create_keyval(nopython=False)
+
+
+def made_for(mpi: MPI.Intracomm) -> Communicator | None:
+    """The :class:`Communicator` that was made for an MPI communicator; None if none was."""
+    found = mpi.Get_attr(_keyval())
+    return found if isinstance(found, Communicator) else None

@@ -1,0 +1,116 @@
+"""Sets a process up for collectives: MPI, the transport, the devices, and the hooks for errors and exit."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import jax
+
+from pycollective.config import config
+from pycollective.errors import message
+from pycollective.faults import rank_exit
+from pycollective.faults.watchdog import Watchdog
+from pycollective.launch import child_processes, started_by
+from pycollective.ordering import dispatch
+from pycollective.ranks import accelerators
+from pycollective.ranks.devices import local_devices
+from pycollective.ranks.xla_threads import shared_cores
+from pycollective.transport import native, runtime
+from pycollective.transport.mpi import MPI, host_of
+
+TRANSPORTS = ("native",)
+
+
+class _State:
+    """What :func:`start` has set up in this process.
+
+    Attributes:
+        started: whether it has.
+        timeout: the seconds that a rank may wait for others; None for no limit.
+        transport: the transport.
+        devices: the devices that this rank drives.
+    """
+
+    started = False
+    timeout: float | None = None
+    transport = TRANSPORTS[0]
+    devices: tuple[jax.Device, ...] = ()
+
+
+_state = _State()
+
+
+def has_started() -> bool:
+    """Whether :func:`start` has set this process up."""
+    return _state.started
+
+
+def timeout() -> float | None:
+    """The seconds that a rank may wait for others, by :func:`init` or ``PYCOLLECTIVE_TIMEOUT``; None for no limit."""
+    return _state.timeout if _state.started else config.timeout
+
+
+def devices_of_this_rank() -> tuple[jax.Device, ...]:
+    """The devices of :func:`init`; each has a lane in every communicator."""
+    return _state.devices
+
+
+def start(
+    mpi: MPI.Intracomm, devices: Sequence[jax.Device] | int | None, limit: float | None, transport: str | None
+) -> None:
+    """Does all of :func:`init` but make the communicator. All ranks of ``mpi`` must make this call.
+
+    A later call changes nothing, and raises if its options are not those of the first.
+    """
+    child_processes.refuse_child("init")
+    if transport is not None and transport not in TRANSPORTS:
+        raise ValueError(
+            message("init", f"transport to be one of {list(TRANSPORTS)}", repr(transport), "Leave it out.")
+        )
+    if limit is not None and not limit > 0:
+        raise ValueError(message("init", "timeout to be a positive number of seconds", limit, "Leave it out for none."))
+    if _state.started:
+        chosen = None if devices is None else local_devices(devices)
+        for name, first, later in (
+            ("devices", _state.devices, chosen),
+            ("timeout", _state.timeout, limit),
+            ("transport", _state.transport, transport),
+        ):
+            if later is not None and later != first:
+                expected = f"the {name} of the first call, {first}"
+                raise ValueError(
+                    message("init", expected, later, "Call init once, before anything else uses the package.")
+                )
+        return
+    if not MPI.Is_initialized():
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        raise RuntimeError(
+            message(
+                "init",
+                "MPI at THREAD_MULTIPLE, since XLA calls from its own threads",
+                f"thread level {MPI.Query_thread()}",
+                "Leave mpi4py.rc.thread_level at 'multiple', and use an MPI built with threads.",
+            )
+        )
+    if not config.allow_singleton:
+        started_by.check_world(os.environ, MPI.COMM_WORLD.size, MPI.Get_library_version())
+    child_processes.mark_rank(MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)
+    rank_exit.end_all_on_error()  # from here on ranks wait for each other
+    with host_of(mpi) as neighbours:
+        native.start(neighbours.size)  # it tunes malloc, so it comes before JAX's backend starts threads
+        accelerators.take_own(neighbours)
+        with shared_cores(neighbours):
+            _state.devices = local_devices(devices)
+    kind = accelerators.check(mpi, _state.devices, may_share=config.allow_shared_gpu)
+    if kind in runtime.KINDS:
+        direct = config.gpu_direct
+        if direct is None:
+            direct = bool(runtime.takes_device_memory(runtime.KINDS[kind]))
+        native.start_accelerators(kind, direct=mpi.allreduce(direct, op=MPI.LAND))
+    _state.timeout = limit if limit is not None else config.timeout
+    rank_exit.end_in_order(dispatch.flush, _state.timeout)
+    if _state.timeout is not None:
+        Watchdog(_state.timeout, MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size).start()
+    _state.started = True

@@ -1,0 +1,126 @@
+"""The world: the communicator that :func:`init` makes, and that functions use if the caller names none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+
+from pycollective.errors import fail, message
+from pycollective.faults import rank_exit
+from pycollective.launch.child_processes import is_forked, refuse_child
+from pycollective.ranks import setup
+from pycollective.ranks.communicator import Communicator, made_for
+from pycollective.transport.mpi import MPI
+
+
+class _State:
+    world: Communicator | None = None
+
+
+def init(
+    comm: MPI.Intracomm | Communicator | None = None,
+    *,
+    devices: Sequence[jax.Device] | int | None = None,
+    timeout: float | None = None,
+    transport: str | None = None,
+) -> Communicator:
+    """Sets this process up and returns the world. All ranks must make this call; a second call changes nothing.
+
+    The first use of the package calls it, so you need it only for its options. It also installs the hook that ends all
+    ranks when an exception ends one of them. Call it before the first use of JAX's devices: then XLA computes with this
+    rank's share of the host's cores, even if the launcher did not bind ranks to cores (the variable ``NPROC`` sets
+    another number of threads). After that XLA has a thread for each core.
+
+    Args:
+        comm: the world, an mpi4py communicator; default ``COMM_WORLD``.
+        devices: the local devices that this rank drives, a sequence or a number; default all. All ranks must have the
+            same number.
+        timeout: the seconds that a rank may wait inside one MPI call, or at its end for the others, before it reports
+            and ends all ranks; default ``PYCOLLECTIVE_TIMEOUT``, else no limit.
+        transport: "native", which is the default and the only one.
+
+    Raises:
+        RuntimeError: this process is a child of a rank; MPI is not at ``THREAD_MULTIPLE``; this process sees no other
+            rank although its launcher started several; the ranks have different numbers of devices.
+        ValueError: ``timeout``, ``devices`` or ``transport`` is not valid, or differs from the first call.
+
+    Example:
+        >>> import pycollective as pc
+        >>> pc.init() is pc.world()
+        True
+    """
+    given = comm.mpi if isinstance(comm, Communicator) else comm
+    mpi = MPI.COMM_WORLD if given is None else given
+    if not isinstance(mpi, MPI.Intracomm):
+        raise TypeError(message("init", "an mpi4py intracommunicator", repr(comm), "Pass mpi4py.MPI.COMM_WORLD, say."))
+    setup.start(mpi, devices, timeout, transport)
+    if (first := world_if_known()) is not None:
+        if given is not None and given != first.mpi:
+            raise ValueError(
+                message("init", f"the world of the first call, {first!r}", repr(comm), "Call init only once.")
+            )
+        return first
+    counts = mpi.allgather(len(setup.devices_of_this_rank()))
+    if len(set(counts)) > 1:
+        by_count = {n: [rank for rank, count in enumerate(counts) if count == n] for n in sorted(set(counts))}
+        raise RuntimeError(
+            message(
+                "init",
+                "the same number of local devices on every rank",
+                ", ".join(f"{n} on ranks {ranks}" for n, ranks in by_count.items()),
+                "Pass devices=, or set JAX_NUM_CPU_DEVICES alike.",
+                rank=mpi.rank,
+                size=mpi.size,
+            )
+        )
+    name = "world" if mpi == MPI.COMM_WORLD else mpi.Get_name() or "unnamed"
+    world = made_for(mpi) or Communicator._make(mpi, name, owned=False)
+    rank_exit.wait_for_all_at_exit(mpi)
+    _State.world = world
+    return world
+
+
+def world_if_known() -> Communicator | None:
+    """The communicator of :func:`init`; None if it was not called, or if the communicator was freed."""
+    return None if _State.world is None or _State.world.is_freed else _State.world
+
+
+def world() -> Communicator:
+    """Returns the communicator of :func:`init`, and calls :func:`init` if nobody has.
+
+    Example:
+        >>> import pycollective as pc
+        >>> pc.world().size >= 1
+        True
+    """
+    if is_forked():
+        refuse_child("world")
+    return world_if_known() or init()
+
+
+def given_or_world(where: str, axis_name: Any) -> Communicator:
+    """The communicator ``axis_name``, or the world for None; ``where`` names the operation in errors."""
+    if is_forked():
+        refuse_child(where)
+    comm = world() if axis_name is None else axis_name
+    if not isinstance(comm, Communicator):
+        remedy = "Pass pycollective.world(), a split of it, or pycollective.Communicator(mpi4py communicator)."
+        if isinstance(comm, (str, tuple, list)):
+            remedy = "This operation has no form over axis names. " + remedy
+        fail(TypeError, where, None, "a Communicator", repr(axis_name), remedy)
+    comm.check_live(where)
+    return comm
+
+
+def when_needed(where: str, comm: Any) -> Callable[[], Communicator]:
+    """A function that returns the communicator ``comm``, or the world for None.
+
+    A decorator uses it, since a decorator must not start MPI: one rank alone may import a module with decorated
+    functions.
+    """
+    if comm is not None:
+        given_or_world(where, comm)
+    return partial(given_or_world, where, comm)

@@ -1,0 +1,286 @@
+"""Compiled functions that may hold collectives: how a call is traced, agreed on by the ranks, and dispatched."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from types import MethodType
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
+
+import jax
+from jax.extend.core import ClosedJaxpr
+
+from pycollective.errors import message
+from pycollective.named_axes import fusion, overlap
+from pycollective.named_axes.names import explain_unbound_names
+from pycollective.ordering import dispatch, donation, region
+from pycollective.ordering.dispatch import (
+    WithCompletion,
+    committed_devices,
+    default_devices,
+    limit_programs_in_flight,
+    wait_for_earlier_programs,
+)
+from pycollective.ordering.jax_internals import at_top_level
+from pycollective.ranks import agreement
+from pycollective.spmd import device_program
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _is_about_devices(error: ValueError) -> bool:
+    """Returns whether JAX has refused the arguments because they lie on other devices than the program."""
+    return "incompatible devices" in str(error)
+
+
+def _devices_named(shardings: Any) -> frozenset[jax.Device]:
+    """Returns the devices of all shardings in a tree. A leaf may also be a layout or an array, which has a sharding."""
+    found = [getattr(leaf, "sharding", leaf) for leaf in jax.tree.leaves(shardings)]
+    return frozenset(device for leaf in found for device in region.devices_of_sharding(leaf))
+
+
+class _ToCompare(NamedTuple):
+    """What a trace has found that the ranks must compare at the function's first call.
+
+    Attributes:
+        notes: the collectives over named axes.
+        orders: the orders in which sums begin.
+    """
+
+    notes: list[agreement.TraceReport]
+    orders: overlap.FoundOrders
+
+
+class CompiledFunction(Generic[P, R]):
+    """A compiled function: what :func:`pycollective.jit`, ``pmap`` and ``shard_map`` return.
+
+    A call at top level runs one region (``ordering/region.py``), which JAX dispatches at full speed. A call inside
+    another trace must keep the order of its collectives with those around it. So it is a call of plain :func:`jax.jit`,
+    with an effect that JAX keeps in order, and JAX can differentiate and batch it.
+    """
+
+    def __init__(
+        self,
+        fun: Callable[P, R],
+        options: dict[str, Any],
+        place: Callable[[Any, Any], tuple[Any, Any]] | None = None,
+        where: str = "jit",
+    ) -> None:
+        """Keeps the function. The first call compiles it.
+
+        Args:
+            fun: the function of this rank's own arrays.
+            options: options of :func:`jax.jit`.
+            place: moves arguments, positional and by keyword, to the devices of the program; None if the program runs
+                where its arguments lie.
+            where: the name of the public function, for messages.
+        """
+        functools.update_wrapper(self, fun)
+        self._fun = fun
+        self._where = where
+        self._place = place
+        self._always_places = False  # set when a call has had arguments on other devices
+        self._overlap = overlap.Overlap()
+        donated = donation.Donated.of(fun, options)
+        shardings = options.get("out_shardings")
+        named = _devices_named((options.get("in_shardings"), shardings))
+        self._program = region.Region(
+            fun,
+            donated=donated,
+            replace_device_programs=self._replace_device_programs,
+            rearrange_sums=self._join_and_overlap_sums,
+            with_completion=shardings is not None,
+            devices=named,
+        )
+        of_region = {} if shardings is None else {"out_shardings": dispatch.WithCompletion(shardings, None)}
+        self._top_level = jax.jit(self._program, **{**options, **of_region})  # for calls at top level
+        self._nested = jax.jit(fun, **options)  # for calls inside a trace
+        self._agreed = False  # whether all ranks have made the first call, and agree
+
+    def __repr__(self) -> str:
+        return f"<pycollective function {self._fun!r}>"
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        # Every call pays for each look-up here; a call with 4 B takes 8 us in all.
+        if not (self._agreed and at_top_level()):
+            return self._call_slowly(args, kwargs)
+        if self._program.devices is not dispatch.ONLY_DEVICE:
+            return self._dispatch(self._top_level, args, kwargs)
+        # This is `_dispatch` for a rank with one device: there is nothing to move and nothing to look up.
+        must_limit = wait_for_earlier_programs(dispatch.ONLY_DEVICE)
+        outs = self._top_level(*args, **kwargs)
+        return limit_programs_in_flight(outs) if must_limit or type(outs) is WithCompletion else outs
+
+    def _call_slowly(self, args: Any, kwargs: Any) -> Any:
+        """Makes a call inside a trace, or the first call."""
+        if not at_top_level():
+            return self._call_nested(args, kwargs)
+        if jax.config.jax_disable_jit:  # each operation is a program of its own
+            dispatch.wait_for_all_programs()
+            return self._fun(*args, **kwargs)
+        self._prepare_first_call(args, kwargs)
+        return self._dispatch(self._top_level, args, kwargs)
+
+    def _call_nested(self, args: Any, kwargs: Any) -> Any:
+        try:
+            return self._nested(*args, **kwargs)
+        except ValueError as error:
+            if self._place is None or not _is_about_devices(error):
+                raise
+        args, kwargs = self._place(args, kwargs)
+        return self._nested(*args, **kwargs)
+
+    def _dispatch(self, program: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Dispatches a compiled program: waits for earlier programs, and moves the arguments if that is needed."""
+        if self._always_places and self._place is not None:
+            args, kwargs = self._place(args, kwargs)
+        devices = self._program.devices
+        if isinstance(devices, str):  # DEVICES_OF_ARGUMENTS
+            devices = committed_devices(args, kwargs)
+            if devices is None:
+                devices = default_devices()
+            elif self._place is not None and devices != default_devices():
+                args, kwargs = self._place(args, kwargs)
+                devices = committed_devices(args, kwargs) or default_devices()
+        must_limit = wait_for_earlier_programs(devices)
+        try:
+            outs = program(*args, **kwargs)
+        except ValueError as error:
+            if self._place is None or self._always_places or not _is_about_devices(error):
+                raise
+            self._always_places = True  # from now on; programs that never need it pay nothing
+            return self._dispatch(program, args, kwargs)
+        return limit_programs_in_flight(outs) if must_limit or type(outs) is WithCompletion else outs
+
+    def _prepare_first_call(self, args: Any, kwargs: Any) -> None:
+        """Prepares the first call: all ranks trace, and compare what they have found."""
+        with explain_unbound_names(), self._collect_for_comparison(may_reorder=True) as (notes, orders):
+            try:
+                self._top_level.trace(*args, **kwargs)  # JAX keeps the trace: the call does not trace again
+            finally:
+                agreement.compare_reports(notes)
+        if not self._overlap.agree_on(orders):
+            self._top_level.clear_cache()
+        self._agreed = True
+
+    def _replace_device_programs(self, closed: ClosedJaxpr) -> ClosedJaxpr:
+        agreement.report_program(self._where, self._fun, lambda: device_program.collective_lines(closed.jaxpr))
+        return device_program.replace_device_programs(closed)
+
+    def _join_and_overlap_sums(self, jaxpr: Any) -> Any:
+        return self._overlap(fusion.join_reductions(jaxpr))
+
+    @contextlib.contextmanager
+    def _collect_for_comparison(self, *, may_reorder: bool) -> Iterator[_ToCompare]:
+        """Collects what the trace inside finds. ``may_reorder``: see :meth:`overlap.Overlap.collect_orders`."""
+        if self._program.traced:  # by `lower`; JAX keeps that trace, and would not trace again
+            self._top_level.clear_cache()
+        collect_orders = self._overlap.collect_orders(may_reorder=may_reorder)
+        with agreement.collect_reports() as notes, collect_orders as orders:
+            yield _ToCompare(notes, orders)
+
+    def _agree_on_lowered(self, found: _ToCompare) -> None:
+        """Comes before the first call of a program that was lowered before the ranks agreed: compares what it found."""
+        if not self._agreed:
+            agreement.compare_reports(found.notes)
+            self._overlap.agree_on(found.orders)
+            self._agreed = True
+        elif not self._overlap.has_agreed_order(found.orders):
+            raise RuntimeError(
+                message(
+                    self._where,
+                    "a program that was lowered after the first call, where ranks agreed on the order of its sums",
+                    "one that was lowered before, with another order",
+                    "Lower and compile it again.",
+                )
+            )
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        return self if instance is None else MethodType(self, instance)  # in a class: a method, as with jax.jit
+
+    def trace(self, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Traced:
+        """Does what :meth:`jax.stages.Wrapped.trace` does. A program compiled from it takes JAX's slower dispatch."""
+        return self._nested.trace(*args, **kwargs)
+
+    def eval_shape(self, *args: P.args, **kwargs: P.kwargs) -> Any:
+        """Returns the shapes and dtypes of the results, as JAX's method does. No other rank needs to make this call."""
+        return self._nested.eval_shape(*args, **kwargs)
+
+    def lower(self, *args: P.args, **kwargs: P.kwargs) -> Lowered:
+        """Lowers the program of a call at top level, as JAX's method does. No other rank needs to make this call."""
+        if self._agreed:
+            return Lowered(self._top_level.lower(*args, **kwargs), self, None)
+        with self._collect_for_comparison(may_reorder=False) as found:
+            return Lowered(self._top_level.lower(*args, **kwargs), self, found)
+
+    def clear_cache(self) -> None:
+        """Forgets the compiled programs."""
+        self._top_level.clear_cache()
+        self._nested.clear_cache()
+
+
+class _Stage:
+    """A stage of JAX's for a region's program. It hides the completion that may be among the results."""
+
+    def __init__(self, stage: Any, function: CompiledFunction[..., Any], found: _ToCompare | None) -> None:
+        self._stage = stage
+        self._function = function
+        self._found = found  # what the ranks have not compared yet
+
+    def __repr__(self) -> str:
+        return f"<pycollective {type(self).__name__} of {self._function._fun!r}>"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # JAX's serialization reads such names
+            raise AttributeError(
+                f"{self!r} has no attribute {name!r}: it cannot be serialized, and runs in this process alone"
+            )
+        return getattr(self._stage, name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *(name for name in dir(self._stage) if not name.startswith("_"))})
+
+    @property
+    def out_tree(self) -> Any:
+        """The tree structure of the results."""
+        return jax.tree.structure(self.out_info)
+
+    @property
+    def out_info(self) -> Any:
+        """The shapes and dtypes of the results; see :attr:`jax.stages.Lowered.out_info`."""
+        return _results(self._stage.out_info)
+
+
+class Lowered(_Stage):
+    """What :meth:`CompiledFunction.lower` returns. It has all that :class:`jax.stages.Lowered` has."""
+
+    def compile(self, *args: Any, **kwargs: Any) -> Compiled:
+        """Compiles the program; see :meth:`jax.stages.Lowered.compile`."""
+        return Compiled(self._stage.compile(*args, **kwargs), self._function, self._found)
+
+
+class Compiled(_Stage):
+    """A compiled program, with all that :class:`jax.stages.Compiled` has. Its calls keep their order with others."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._found is not None:
+            self._function._agree_on_lowered(self._found)
+            self._found = None
+        return self._function._dispatch(self._stage, args, kwargs)
+
+    @property
+    def output_shardings(self) -> Any:
+        """The shardings of the results; see :attr:`jax.stages.Compiled.output_shardings`."""
+        return _results(self._stage.output_shardings)
+
+    @property
+    def output_formats(self) -> Any:
+        """The shardings and layouts of the results; see :attr:`jax.stages.Compiled.output_formats`."""
+        return _results(self._stage.output_formats)
+
+
+def _results(outs: Any) -> Any:
+    """Returns what a program returns, without the completion that may be there."""
+    return outs.outs if type(outs) is dispatch.WithCompletion else outs

@@ -1,0 +1,302 @@
+"""Device programs: functions of one device's arrays over the devices of all ranks, each one primitive until lowered.
+
+The operands and results of such a primitive are this rank's own blocks of global arrays. It holds the function's
+jaxpr, traced with the full sizes of the axes, so that JAX's rules can differentiate and batch it. There are two of
+them, with the meanings of :func:`jax.shard_map` (``shard_map_semantics``) and of :func:`jax.pmap` (``pmap_semantics``);
+each module has the rules of its primitive.
+
+In its lowering, or in a region, nothing transforms the primitive any more, and it becomes the program of this rank's
+devices: its collectives are discharged and its sums joined; where the rank has several devices, the program runs on
+them through :func:`jax.shard_map`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive, Var
+from jax.interpreters import ad, mlir
+from jax.sharding import PartitionSpec
+
+from pycollective import errors
+from pycollective.named_axes import discharge, fusion
+from pycollective.named_axes.mesh import Mesh
+from pycollective.named_axes.names import AxisName
+from pycollective.ordering import dispatch, donation, jax_internals, jaxprs
+from pycollective.ordering.effect import effect
+from pycollective.ranks.communicator import Communicator
+
+# How arrays lie -------------------------------------------------------------------------------------------------
+
+
+def names_of(spec: PartitionSpec) -> list[AxisName]:
+    """Returns the axes that a spec names."""
+    return [name for part in spec if part is not None for name in (part if isinstance(part, tuple) else (part,))]
+
+
+def local_spec(mesh: Mesh, spec: PartitionSpec) -> PartitionSpec:
+    """Returns the spec of this rank's own block over this rank's devices."""
+    local = {axis.name: axis.local_name for axis in mesh.axes if axis.local > 1}
+
+    def of(part: Any) -> Any:
+        names = tuple(local[name] for name in (part if isinstance(part, tuple) else (part,)) if name in local)
+        return names if len(names) > 1 else names[0] if names else None
+
+    return PartitionSpec(*map(of, spec))
+
+
+def _multiplied(mesh: Mesh, spec: PartitionSpec, shape: Sequence[int], attribute: str) -> tuple[int, ...]:
+    """Returns ``shape`` with each length times ``attribute`` of the axes that the spec names there.
+
+    Args:
+        mesh: the mesh of the axes.
+        spec: the axes of the mesh along which each axis of an array is cut.
+        shape: the shape of a part of the array.
+        attribute: "ranks" for the shape of the global array from that of a rank's block; "local" for the shape of a
+            rank's block from that of one device.
+    """
+    sizes = {axis.name: getattr(axis, attribute) for axis in mesh.axes}
+    lengths = list(shape)
+    for i, part in enumerate(spec):
+        for name in part if isinstance(part, tuple) else () if part is None else (part,):
+            lengths[i] *= sizes[name]
+    return tuple(lengths)
+
+
+def global_aval(mesh: Mesh, x: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+    """Returns shape and dtype of the global array of which ``x`` is this rank's own block."""
+    shape = _multiplied(mesh, spec, x.shape, "ranks")
+    return jax.ShapeDtypeStruct(shape, x.dtype, weak_type=getattr(x, "weak_type", False))
+
+
+def device_aval(mesh: Mesh, x: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+    """Returns shape and dtype of one device's part of ``x``, which is this rank's own block."""
+    sizes = {axis.name: axis.local for axis in mesh.axes}
+    shape = list(x.shape)
+    for i, part in enumerate(spec):
+        for name in part if isinstance(part, tuple) else () if part is None else (part,):
+            shape[i] //= sizes[name]
+    return jax.ShapeDtypeStruct(tuple(shape), x.dtype, weak_type=getattr(x, "weak_type", False))
+
+
+# The primitive --------------------------------------------------------------------------------------------------
+
+
+def new_primitive(name: str) -> Primitive:
+    """Makes a primitive with the parameters of :func:`parameters`, without rules for JAX's transforms."""
+    new = Primitive(name)
+    new.multiple_results = True
+    new.def_effectful_abstract_eval(_abstract_eval)
+    new.def_impl(run_on_this_rank)
+    jax_internals.never_high(new)  # even if its body holds high-level primitives: `run_on_this_rank` replaces them
+    mlir.register_lowering(new, mlir.lower_fun(run_on_this_rank, multiple_results=True))
+    discharge.DEVICE_PROGRAMS[new] = run_on_this_rank
+    return new
+
+
+def parameters(
+    mesh: Mesh, body: Any, in_specs: Sequence[PartitionSpec], out_specs: Sequence[PartitionSpec], effects: Any
+) -> dict[str, Any]:
+    """Returns the parameters of a primitive.
+
+    Args:
+        mesh: the mesh over ranks x devices.
+        body: the jaxpr from one device's blocks to one device's blocks. It names the axes at their full sizes.
+        in_specs: the spec of each operand.
+        out_specs: the spec of each result.
+        effects: the effects of the body, without those that say that it names the axes.
+    """
+    body_effects = frozenset(jax_internals.without_references(effects))
+    if discharge.communicates(body, frozenset(mesh.shape)):
+        body_effects |= {effect}
+    return {
+        "mesh": mesh,
+        "body": body,
+        "in_specs": tuple(in_specs),
+        "out_specs": tuple(out_specs),
+        "body_effects": body_effects,
+        "devices_jaxpr": None if _is_default_device(mesh) else _jaxpr_on_devices(mesh),
+    }
+
+
+def _abstract_eval(
+    *args: Any, body: Any, mesh: Mesh, in_specs: Any, out_specs: Any, body_effects: Any, **_: Any
+) -> tuple[list[Any], Any]:
+    for x, var, spec in zip(args, body.invars, in_specs, strict=True):
+        own = _multiplied(mesh, spec, var.aval.shape, "local")
+        assert x.shape == own, f"{x.shape} in the place of {own}"
+    results = [
+        jax_internals.result(_multiplied(mesh, spec, var.aval.shape, "local"), var.aval.dtype, *args)
+        for var, spec in zip(body.outvars, out_specs, strict=True)
+    ]
+    return results, set(body_effects)
+
+
+class Batch(NamedTuple):
+    """A device program under :func:`jax.vmap`.
+
+    Attributes:
+        operands: the operands. Those that are batched have the batch as their first axis.
+        in_specs: the spec of each operand.
+        function: the function of one device's blocks of these operands.
+        out_specs: the spec of each result.
+        out_dims: for each result the axis of its batch: 0, or None if it has none.
+    """
+
+    operands: list[Any]
+    in_specs: list[PartitionSpec]
+    function: Callable[..., list[Any]]
+    out_specs: list[PartitionSpec]
+    out_dims: list[int | None]
+
+
+def batch(
+    axis_data: Any, args: Sequence[Any], dims: Sequence[Any], *, body: Any, mesh: Mesh, in_specs: Any, out_specs: Any
+) -> Batch:
+    """Batches a device program: the batch of ``args`` lies along ``dims``, on an axis that may have a name."""
+    # If the mesh has an axis of the same name, the body means that one.
+    named = {} if axis_data.name in mesh.shape else {"axis_name": axis_data.name}
+    if named:
+        discharge.refuse_mixed(body, mesh, axis_data.name)
+    uses = functools.partial(discharge.mentions, names=frozenset(named.values()))
+    sources = [var for var, dim in zip(body.invars, dims, strict=True) if dim is not None]
+    reached = jaxprs.dependents(body, sources, uses)
+    out_dims = [0 if isinstance(var, Var) and var in reached else None for var in body.outvars]
+    axes = [None if dim is None else 0 for dim in dims]
+    pairs = list(zip(args, dims, strict=True))
+    operands = [x if dim is None else jnp.moveaxis(x, dim, 0) for x, dim in pairs]
+    options = {"in_axes": axes, "out_axes": out_dims, "axis_size": axis_data.size, **named}
+    function = jax.vmap(jaxprs.as_function(body), **options)
+
+    def with_batch(specs: Sequence[PartitionSpec], dims: Sequence[int | None]) -> list[PartitionSpec]:
+        return [spec if dim is None else PartitionSpec(None, *spec) for spec, dim in zip(specs, dims, strict=True)]
+
+    batched_specs = with_batch(in_specs, axes), with_batch(out_specs, out_dims)
+    return Batch(operands, batched_specs[0], lambda *blocks: function(*blocks), batched_specs[1], out_dims)
+
+
+def zero_if_none(ct: Any, aval: Any) -> Any:
+    """Returns a tangent or cotangent; for None a symbolic zero."""
+    return ad.Zero(aval.to_tangent_aval()) if ct is None else ct
+
+
+def _is_default_device(mesh: Mesh) -> bool:
+    """Returns whether the mesh has one device of this rank, on which JAX runs programs by default."""
+    return mesh.devices == dispatch.default_devices()
+
+
+@functools.lru_cache(maxsize=256)
+def _jaxpr_on_devices(mesh: Mesh) -> Any:
+    """Returns a jaxpr that names the devices of the mesh, as a parameter of the primitive.
+
+    JAX must know a program's devices before it lowers the program, and looks for them in the jaxprs of its equations.
+    """
+    somewhere = jax.shard_map(lambda: jnp.zeros(()), mesh=mesh.local_mesh, in_specs=(), out_specs=PartitionSpec())
+    with jax.sharding.use_abstract_mesh(jaxprs.NO_MESH):
+        return jax.make_jaxpr(somewhere)().jaxpr
+
+
+def run_on_this_rank(
+    *args: Any, body: Any, mesh: Mesh, in_specs: Sequence[PartitionSpec], out_specs: Sequence[PartitionSpec], **_: Any
+) -> list[Any]:
+    """Evaluates a device program on this rank's own blocks: discharges it, and runs it on this rank's devices.
+
+    Raises:
+        NotImplementedError: a program around runs this one on several devices.
+    """
+    around = jax.sharding.get_abstract_mesh()
+    if any(size > 1 for size in jaxprs.manual_sizes(around)):
+        remedy = "Bind all axes in one pycollective.shard_map, or name a communicator inside."
+        errors.fail(
+            NotImplementedError, "pmap", mesh.comm, f"a program over {mesh!r} by itself", f"one inside {around}", remedy
+        )
+
+    def one_device(*blocks: Any) -> list[Any]:
+        avals = [jaxprs.aval_like(var.aval) for var in body.invars]
+        local = [(axis.local_name, axis.local) for axis in mesh.axes if axis.local > 1]
+        program = jax.make_jaxpr(discharge.discharge(body, mesh), axis_env=local)(*avals)
+        joined = fusion.join_reductions(program.jaxpr)
+        # Here the operands may be overwritten. The program around knows whether it reads them again.
+        frugal = donation.without_copies(joined, frozenset(joined.invars))
+        return jaxprs.evaluate(ClosedJaxpr(frugal, program.consts), jaxprs.rebind, *blocks)
+
+    if _is_default_device(mesh):
+        return one_device(*args)
+    on_all = jax.shard_map(
+        one_device,
+        mesh=mesh.local_mesh,
+        in_specs=tuple(local_spec(mesh, spec) for spec in in_specs),
+        out_specs=[local_spec(mesh, spec) for spec in out_specs],
+        check_vma=False,
+    )
+    return list(jaxprs.outside_meshes(on_all)(*args))
+
+
+def collective_lines(jaxpr: Any) -> dict[Communicator, list[str]]:
+    """Returns for each communicator lines of text for the program's collectives over axes of its ranks.
+
+    The lines must be the same on all ranks of the communicator.
+    """
+    lines: dict[Communicator, list[str]] = {}
+    for eqn in jaxpr.eqns:
+        if eqn.primitive in discharge.DEVICE_PROGRAMS:
+            mesh, body = eqn.params["mesh"], eqn.params["body"]
+            lines.setdefault(mesh.comm, []).extend([repr(mesh), *discharge.collective_lines(body, mesh.shape)])
+        hidden = jaxprs.hidden_program(eqn, ()) if effect in eqn.effects else None
+        for inner in jaxprs.inner_jaxprs(eqn) if hidden is None else [hidden.jaxpr]:
+            for comm, more in collective_lines(inner).items():
+                lines.setdefault(comm, []).extend(more)
+    return lines
+
+
+def replace_device_programs(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """Replaces each device program in a program that nothing transforms any more by the program of this rank's devices.
+
+    It also replaces two kinds of primitives that hide functions: those of other libraries that hold collectives without
+    the effect that says so, and JAX's high-level primitives, which JAX would replace when it lowers the program.
+    """
+    if not _any_to_replace(closed.jaxpr):
+        return closed
+    known: dict[int, tuple[Any, ClosedJaxpr]] = {}  # by the id of the old jaxpr, which it keeps alive
+
+    def changed(closed: ClosedJaxpr) -> ClosedJaxpr:
+        if not _any_to_replace(closed.jaxpr):
+            return closed
+        if id(closed.jaxpr) not in known:
+            args = [jaxprs.aval_like(var.aval) for var in closed.jaxpr.invars]
+            new = jax.make_jaxpr(partial(jaxprs.evaluate, closed, equation))(*args)
+            known[id(closed.jaxpr)] = closed.jaxpr, new
+        return known[id(closed.jaxpr)][1]
+
+    def equation(eqn: JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]:
+        if eqn.primitive in discharge.DEVICE_PROGRAMS:
+            return run_on_this_rank(*operands, **eqn.params)
+        if not _is_to_replace(eqn):
+            return jaxprs.rebind(eqn, operands)
+        if eqn.primitive.name == "shard_map":
+            return jaxprs.rebuilt_shard_map(eqn, equation)(*operands)
+        if (inner := jaxprs.called_jaxpr(eqn)) is not None:
+            return jaxprs.evaluate(inner, equation, *operands)
+        if (inner := jaxprs.hidden_program(eqn, ())) is not None:
+            return jaxprs.evaluate(inner, equation, *operands)
+        return jaxprs.bind_with_jaxprs(eqn, operands, changed)
+
+    return changed(closed)
+
+
+def _any_to_replace(jaxpr: Any) -> bool:
+    return any(map(_is_to_replace, jaxpr.eqns))
+
+
+def _is_to_replace(eqn: JaxprEqn) -> bool:
+    """Returns whether ``replace_device_programs`` replaces an equation, or one in the jaxprs that it holds."""
+    inner = jaxprs.inner_jaxprs(eqn)
+    # A primitive of another library may lack the effect of the collectives that it holds.
+    hides = effect not in eqn.effects and any(effect in jaxpr.effects for jaxpr in inner)
+    is_program = eqn.primitive in discharge.DEVICE_PROGRAMS
+    return hides or is_program or jaxprs.is_high(eqn) or any(map(_any_to_replace, inner))

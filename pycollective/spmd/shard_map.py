@@ -1,0 +1,163 @@
+"""``shard_map``: :func:`jax.shard_map` over a mesh of ranks x local devices."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn
+
+import jax
+from jax.sharding import PartitionSpec
+
+from pycollective import errors
+from pycollective.named_axes.mesh import Mesh
+from pycollective.named_axes.names import AxisName
+from pycollective.ordering import jaxprs
+from pycollective.spmd import shard_map_semantics
+from pycollective.spmd.compiled import CompiledFunction
+from pycollective.spmd.device_program import names_of
+from pycollective.spmd.tracing import (
+    PlacedArguments,
+    TracedFunction,
+    as_arrays,
+    as_indices,
+    broadcast_prefix,
+    trace_and_apply,
+    trace_as_shard_map,
+)
+
+_NOT_GIVEN = object()
+
+
+def shard_map(
+    fun: Callable[..., Any] | None = None,
+    /,
+    *,
+    mesh: Mesh,
+    in_specs: Any = _NOT_GIVEN,
+    out_specs: Any,
+    axis_names: Iterable[AxisName] = frozenset(),
+    check_vma: bool = True,
+    donate_argnums: int | Iterable[int] = (),
+) -> Any:
+    """Maps a function over the blocks of global arrays on the devices of all ranks, as :func:`jax.shard_map` does.
+
+    It is also a decorator. Each rank passes and gets its *own block* of each global array: the part that its devices
+    hold. For example, where all devices of a rank lie along ``"model"``, the rank's own block of an array with the spec
+    ``P("data", "model")`` is cut along the first axis alone: its own devices hold all parts along the second one.
+
+    Args:
+        fun: maps one device's blocks to one device's blocks. It may name the axes of ``mesh``.
+        mesh: a mesh of :func:`pycollective.make_mesh`.
+        in_specs: a :class:`jax.sharding.PartitionSpec` for each argument, or a prefix of the tree of arguments with
+            these as leaves. It says along which axes of the mesh each axis of the array is cut. Along an axis that it
+            does not name, all devices have the same values. It must be given.
+        out_specs: the same for the results.
+        axis_names: all axes of the mesh, or empty, the default. A function of some axes alone, which JAX has, is
+            refused.
+        check_vma: whether JAX's types say along which axes a value varies, as in :func:`jax.shard_map`. Default True:
+            the types must show that a result is the same along each axis that its spec does not name, and the gradient
+            of a summed loss, taken inside, counts the sum once.
+        donate_argnums: the arguments whose buffers the results may take. Default none.
+
+    Returns:
+        The compiled function. It can be differentiated, batched, and called inside other JAX functions.
+
+    Raises:
+        ValueError: while tracing, for a block that cannot be cut into equal parts for this rank's devices, or a spec
+            with a name that is no axis of the mesh.
+        NotImplementedError: while tracing, for a collective that this package does not know.
+        RuntimeError: at the first call, if the ranks' collectives over the axes differ.
+
+    Differentiation: an argument gets the sum of the cotangents of all devices that share it, as in
+    :func:`jax.shard_map` on one process with as many devices. Order: as for :func:`pycollective.jit`.
+    Source: :func:`jax.shard_map`.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, pycollective as pc
+        >>> from jax.sharding import PartitionSpec as P
+        >>> mesh = pc.make_mesh((-1,), ("data",))
+        >>> total = pc.shard_map(lambda x: jax.lax.psum(x.sum(), "data"), mesh=mesh, in_specs=P("data"), out_specs=P())
+        >>> float(total(jnp.ones(jax.local_device_count()))) == mesh.shape["data"]
+        True
+    """
+    if fun is None:
+        return functools.partial(
+            shard_map,
+            mesh=mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            axis_names=axis_names,
+            check_vma=check_vma,
+            donate_argnums=donate_argnums,
+        )
+
+    if not isinstance(mesh, Mesh):
+        errors.fail(TypeError, "shard_map", None, "a pycollective.Mesh", repr(mesh), "Make it with pc.make_mesh.")
+    if in_specs is _NOT_GIVEN:
+        remedy = "Write them down. JAX infers them from explicit axes of a mesh, and meshes of pycollective have none."
+        errors.fail(TypeError, "shard_map", mesh.comm, "in_specs", "none", remedy)
+    if axis_names and set(axis_names) != set(mesh.shape):
+        remedy = "Leave axis_names out, and name in the specs the axes along which arrays are cut."
+        expected = f"a function of all axes of {mesh!r}"
+        errors.fail(NotImplementedError, "shard_map", mesh.comm, expected, f"axis_names={axis_names}", remedy)
+
+    def fail(expected: str, got: Any, remedy: str) -> NoReturn:
+        errors.fail(ValueError, "shard_map", mesh.comm, expected, got, remedy)
+
+    def check(place: str, x: Any, spec: Any) -> None:
+        if not isinstance(spec, PartitionSpec):
+            fail(f"a PartitionSpec in in_specs{place}", repr(spec), "Write P() for an array that all devices share.")
+        names = names_of(spec)
+        if len(set(names)) < len(names) or any(name not in mesh.shape for name in names):
+            fail(f"axes of {mesh!r} in in_specs{place}, each once", spec, "Name axes of the mesh.")
+        if len(spec) > x.ndim:
+            expected = f"a spec of at most {x.ndim} entries in in_specs{place} for shape {tuple(x.shape)}"
+            fail(expected, spec, "Drop the last entries.")
+
+    def check_division(place: str, x: Any, spec: PartitionSpec) -> None:
+        for length, part in zip(x.shape, spec, strict=False):
+            along = part if isinstance(part, tuple) else (part,)
+            local = math.prod(axis.local for axis in mesh.axes if axis.name in along)
+            if length % local:
+                expected = f"a length that is a multiple of the {local} devices along {part!r} of in_specs{place}"
+                fail(expected, x.shape, "Pad it.")
+
+    def place(args: Any, _: Any) -> PlacedArguments:
+        leaves, tree = jax.tree.flatten(args)
+        entries = broadcast_prefix(in_specs, args)
+        # An argument with the spec None is no operand.
+        places = [i for i, (_, spec) in enumerate(entries) if spec is not None]
+        arrays = as_arrays([leaves[i] for i in places])
+        for x, i in zip(arrays, places, strict=True):
+            check(entries[i][0], x, entries[i][1])
+
+        def with_arrays(arrays: Sequence[Any]) -> tuple[Any, Any]:
+            return jax.tree.unflatten(tree, jaxprs.replaced(leaves, places, arrays)), {}
+
+        return PlacedArguments(mesh, arrays, [entries[i][1] for i in places], with_arrays)
+
+    @functools.wraps(fun)
+    def bound(*args: Any) -> Any:
+        options = {"in_specs": in_specs, "out_specs": out_specs, "check_vma": check_vma}
+
+        def trace() -> tuple[PlacedArguments, TracedFunction]:
+            try:
+                placed = place(args, {})
+            except (ValueError, TypeError):
+                shard_map_semantics.trace(fun, mesh, args, **options)  # raises JAX's own error, if JAX finds one too
+                raise
+            entries = [entry for entry in broadcast_prefix(in_specs, args) if entry[1] is not None]
+            for (entry, spec), x in zip(entries, placed.arrays, strict=True):
+                check_division(entry, x, spec)
+
+            def arguments(arrays: Sequence[Any]) -> tuple[Any, ...]:
+                return tuple(placed.with_arrays(arrays)[0])
+
+            return placed, trace_as_shard_map(fun, placed, arguments=arguments, **options)
+
+        return trace_and_apply("shard_map", fun, mesh.comm, trace)
+
+    options = {"donate_argnums": as_indices(donate_argnums)}
+    return CompiledFunction(bound, options, lambda *given: place(*given).on_mesh_devices(), "shard_map")

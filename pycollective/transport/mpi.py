@@ -1,0 +1,63 @@
+"""mpi4py's ``MPI`` module, with an error that tells what to do if no MPI library can be loaded.
+
+The import starts MPI by mpi4py's rules (``mpi4py.rc``), which ask for ``THREAD_MULTIPLE``. In a child of a rank it does
+not start MPI: the child may import this package only because its main module does.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from importlib.metadata import PackageNotFoundError, version
+
+from pycollective.environment import variable
+from pycollective.errors import FROM_A_CLONE, message
+from pycollective.launch.child_processes import parent_rank
+
+_NETWORK = "MPIR_CVAR_CH4_NETMOD"
+
+
+def _reliable_network() -> AbstractContextManager[None]:
+    """Lets MPICH's wheel use libfabric instead of UCX under ``srun --mpi=pmi2``, where only libfabric starts reliably.
+
+    With UCX, MPICH publishes 4 KiB of its heap that begin with an address of about 300 B. Slurm reads lines of 1 KiB,
+    and the bytes after the address may make a longer line: "value not properly terminated in client request" (in 8 of 8
+    starts of 2 ranks on 2 hosts, and in none of 8 with libfabric; MPICH 5.0.2, Slurm 22.05).
+    """
+    if not {"PMI_FD", "SLURM_STEP_ID"} <= os.environ.keys() or _NETWORK in os.environ:
+        return nullcontext()
+    try:
+        version("mpich")
+    except PackageNotFoundError:
+        return nullcontext()
+    return variable(_NETWORK, "ofi")
+
+
+try:
+    import mpi4py
+
+    if parent_rank() is not None:
+        mpi4py.rc.initialize = False
+    with _reliable_network():
+        from mpi4py import MPI
+except (ImportError, RuntimeError) as error:
+    raise ImportError(
+        message(
+            "mpi",
+            "an MPI library that mpi4py can load",
+            f"{type(error).__name__}: {error}",
+            f"Load your cluster's MPI module, or install one: {FROM_A_CLONE}.",
+        )
+    ) from error
+
+__all__ = ["MPI", "host_of"]
+
+
+@contextmanager
+def host_of(comm: MPI.Intracomm) -> Iterator[MPI.Intracomm]:
+    """The ranks of ``comm`` on this rank's host, in their order. All ranks must make this call."""
+    neighbours = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    assert isinstance(neighbours, MPI.Intracomm)
+    yield neighbours
+    neighbours.Free()  # skipped after an error: it needs all ranks, and the error may be on this rank only

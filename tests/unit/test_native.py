@@ -1,0 +1,84 @@
+"""The compiled library: the names that Python reads from it, and what happens where the two do not match."""
+
+from __future__ import annotations
+
+import types
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.extend.core import Primitive
+from mpi4py import MPI
+
+import pycollective as pc
+from pycollective.primitives import define, dtypes, exchanges, messages, reductions
+from pycollective.transport import native
+
+X = jax.ShapeDtypeStruct((4, 2), jnp.float32)
+NATIVE = Path(__file__).parents[2] / "native"
+
+
+@pytest.fixture(scope="module")
+def world() -> pc.Communicator:
+    return pc.init()
+
+
+def primitives_of(module: types.ModuleType) -> set[str]:
+    primitives = {value.primitive for value in vars(module).values() if isinstance(value, define.Collective)}
+    primitives |= {value for value in vars(module).values() if isinstance(value, Primitive)}
+    return {primitive.name for primitive in primitives}
+
+
+def test_each_primitive_has_its_handlers(world: pc.Communicator) -> None:
+    modules = (reductions, exchanges, messages)
+    assert set(native.host_targets()) == set().union(*map(primitives_of, modules))
+    assert {f"device_{name}" for name in native.host_targets()} < set(native.device_targets())
+    for target in (*native.host_targets(), *native.device_targets()):
+        assert hasattr(native.library(), f"pycollective_{target}"), target
+
+
+def test_reductions_have_numbers(world: pc.Communicator) -> None:
+    numbers = [native.op_number(op) for op in (*dtypes.OPS, *dtypes.SUMS)]
+    assert len(set(numbers)) == len({*dtypes.OPS, *dtypes.SUMS})
+
+
+cube = define.Collective("cube")
+
+
+@pytest.mark.parametrize(("platform", "target"), [("cpu", "cube"), ("cuda", "device_cube")])
+def test_an_operation_that_the_library_lacks(platform: str, target: str, world: pc.Communicator) -> None:
+    traced = jax.jit(lambda x: cube(x, comm=world)).trace(X)
+    with pytest.raises(
+        RuntimeError,
+        match=rf"{target}: expected a compiled library with a handler for {target}, got one with .*allgather.*\. "
+        "Build the library again",
+    ):
+        traced.lower(lowering_platforms=(platform,))
+
+
+def test_a_reduction_that_the_library_lacks(world: pc.Communicator) -> None:
+    traced = jax.jit(lambda x: reductions.allreduce(x, comm=world, op="median")).trace(X)
+    with pytest.raises(
+        RuntimeError, match=r"transport: expected a reduction of sum, prod.*, got 'median'\. Build the library again"
+    ):
+        traced.lower()
+
+
+def test_a_library_of_another_version() -> None:
+    with pytest.raises(
+        ImportError,
+        match=r"transport: expected a compiled library of this version, with the function pycollective_\w+, got .* "
+        r"without it\. Build the library again",
+    ):
+        native.load(Path(MPI.__file__))
+
+
+def test_no_library(tmp_path: Path) -> None:
+    with pytest.raises(ImportError, match=r"transport: expected the compiled library .*_native.so, got no such file"):
+        native.load(tmp_path / "_native.so")
+
+
+@pytest.mark.parametrize("path", sorted(NATIVE.iterdir()), ids=lambda path: path.name)
+def test_files_are_small(path: Path) -> None:
+    assert len([line for line in path.read_text().splitlines() if line.strip()]) <= 400

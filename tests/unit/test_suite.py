@@ -1,0 +1,89 @@
+"""The runner of scripts/test, with steps that take no time."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "suite.py"
+
+
+@pytest.fixture(scope="module")
+def suite() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("suite", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules["suite"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def ran(suite: ModuleType, tmp_path: Path, *steps: Any) -> Any:
+    runner = suite.Runner(list(steps), tmp_path)
+    runner.run()
+    return runner
+
+
+def shell(suite: ModuleType, name: str, script: str = "true", **options: Any) -> Any:
+    return suite.Step(**{"name": name, "command": ("sh", "-c", script), "kind": "unit", "limit": 10, **options})
+
+
+def test_a_step_that_fails_is_shown(suite: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    summary = "echo '== 3 passed, 1 skipped in 0.1s =='; echo 'SKIPPED [2] tests/a.py:3: LOUD: needs two ranks'"
+    good, bad = shell(suite, "good", summary), shell(suite, "bad", "echo why; exit 3", ranks=2)
+    runner = ran(suite, tmp_path, good, bad)
+    lines = re.sub(r"\d+ s", "1 s", capfd.readouterr().out).splitlines()
+    assert lines[0] == "=== [1/2] good"
+    assert "=== [1/2] good: ok (1 s), 3 passed, 1 skipped" in lines
+    assert "why" in lines
+    assert "=== [2/2] bad: FAILED (1 s, exit 3)" in lines
+    assert (runner.passed, runner.failed) == (1, ["bad (exit 3)"])
+    assert runner.skipped == {"needs two ranks": ["2 in good"]}
+
+
+def test_a_step_that_takes_too_long_has_failed(suite: ModuleType, tmp_path: Path) -> None:
+    assert ran(suite, tmp_path, shell(suite, "slow", "sleep 60", limit=1)).failed == ["slow (exit 124)"]
+
+
+def test_steps_of_one_rank_run_side_by_side(suite: ModuleType, tmp_path: Path) -> None:
+    # Each waits for the other; behind them a step that needs both cores finds them gone.
+    meets = [shell(suite, a, f"touch {tmp_path}/{a}; until [ -e {tmp_path}/{b} ]; do :; done") for a, b in ("ab", "ba")]
+    leaves = f"rm {tmp_path}/a {tmp_path}/b"
+    alone = shell(suite, "alone", f"{leaves}; sleep 0.5; [ ! -e {tmp_path}/c ]", ranks=2)
+    assert ran(suite, tmp_path, *meets, alone, shell(suite, "c", f"touch {tmp_path}/c")).passed == 4
+
+
+def test_what_needs_an_environment_that_is_not_there_is_left_out(suite: ModuleType, tmp_path: Path) -> None:
+    steps = [
+        shell(suite, "packages", "sleep 0.5; exit 1", kind="setup", mpi="", optional="Slurm"),
+        shell(suite, "first", "exit 1", kind="setup"),
+        shell(suite, "second", kind="setup", mpi="system", lacks=lambda: "there is none", after="packages"),
+        shell(suite, "of the first", f"touch {tmp_path}/first"),
+        shell(suite, "of the second", f"touch {tmp_path}/second", mpi="system"),
+        shell(suite, "of a third", mpi="openmpi"),
+    ]
+    runner = ran(suite, tmp_path, *steps)
+    assert runner.failed == ["first (exit 1)"]
+    assert runner.omitted == [
+        "Slurm: packages failed",
+        "second: there is none",
+        "of the first: there is no environment for mpich",
+        "of the second: there is no environment for system",
+    ]
+    assert runner.passed == 1
+
+
+@pytest.mark.parametrize("everything", [False, True])
+def test_its_files_are_there(everything: bool, suite: ModuleType) -> None:
+    steps = suite.steps(everything=everything, install=True)
+    assert len({step.name for step in steps}) == len(steps)
+    for step in steps:
+        for word in step.command:
+            if word.startswith(("tests/", "scripts/")):
+                assert (SCRIPT.parents[1] / word.split("::")[0]).exists(), word
