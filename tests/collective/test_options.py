@@ -13,7 +13,7 @@ from jax import lax
 
 import pycollective as pc
 from tests.cases import values
-from tests.collective.programs import once
+from tests.collective.programs import once, oracle_devices
 
 Groups = list[list[int]] | None
 
@@ -29,7 +29,7 @@ def check_against_pmap(world: pc.Communicator, shape: tuple[int, ...], call: Cal
 
         return f
 
-    oracle = jax.pmap(of(lax, "ranks"), axis_name="ranks", devices=jax.devices()[: world.size])
+    oracle = jax.pmap(of(lax, "ranks"), axis_name="ranks", devices=oracle_devices(world.size))
     want = once(world.size, lambda: oracle(xs))
     got = pc.jit(of(pc, world))(xs[world.rank])
     for y, ys in zip(got, want, strict=True):

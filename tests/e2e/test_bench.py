@@ -72,7 +72,7 @@ def test_both_where_an_operand_cannot_be_donated(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("devices", [1, 2])
-def test_a_peer_in_processes_of_its_own(devices: int, tmp_path: Path) -> None:
+def test_an_implementation_in_subprocesses(devices: int, tmp_path: Path) -> None:
     data = tmp_path / "bench.json"
     operations = EVERY if devices > 1 else ["psum"]
     options = ["-b", "4K", "-e", "4K", "-n", "5", "--model", "many-small", "--devices", str(devices)]

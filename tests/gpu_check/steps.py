@@ -204,8 +204,10 @@ def direct_tests(place: Place, step: Step, seconds: float) -> str:
 
 
 def named_axes(place: Place, step: Step, seconds: float) -> str:
-    """With all GPUs, which the ranks share out; or with four, where these tests have no use for all."""
-    few = {} if len(gpus_of_host(place)) in (1, 2, 4, 8) else {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
+    """The ranks share out the GPUs: all, or the first four where these tests have no use for so many."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3").split(",")
+    useful = len(gpus_of_host(place)) // 2 in (0, 1, 2, 4)
+    few = {} if useful else {"CUDA_VISIBLE_DEVICES": ",".join(visible[:4])}
     return tests(place, step, "spmd", AXES, 2, seconds, "off", **few)
 
 

@@ -1,4 +1,4 @@
-// Tests native/device.cc on the stand-in for CUDA's runtime; tests/gpu_check runs the tests on CUDA's own.
+// Tests native/device.cc on the stand-in for CUDA's runtime, or on CUDA's own (PYCOLLECTIVE_CUDART).
 
 #include <algorithm>
 #include <atomic>
@@ -18,9 +18,9 @@ namespace {
 bool DoublesInPieces() {
   void* stream = NewStream();
   const std::vector<Ints> values{Counting(5), Counting(100), Counting(33)};
-  const Arrays y{Array(5), Array(100), Array(33)};
+  const std::vector<Array> y{Array(5), Array(100), Array(33)};
   const Array before(100);
-  const Arrays x = Late(stream, values);
+  const std::vector<Array> x = Late(stream, values);
   Launch(stream, [] { Sleep(kLateMs); });
   y[1].CopyTo(before, stream);  // reads the memory of the results before they are there: it was another array's
   Events events(stream);
@@ -62,8 +62,8 @@ void TestBlocks() {
       void* stream = NewStream();
       constexpr int64_t kBlocks = 3;
       const Ints values = Counting(static_cast<size_t>(kBlocks * count));
-      const Arrays y{Array(values.size())};
-      const Arrays x = Late(stream, {values});
+      const std::vector<Array> y{Array(values.size())};
+      const std::vector<Array> x = Late(stream, {values});
       Events events(stream);
       const pc::Transfer transfer{SideOf(x, kBlocks), SideOf(y, kBlocks), true, false};
       const pc::Outcome outcome = events.device.Stage(
@@ -90,8 +90,8 @@ void TestBlocks() {
 void TestSidesOfDifferentShapes() {
   void* stream = NewStream();
   const Ints values = Counting(50);
-  const Arrays y{Array(100)};
-  const Arrays x = Late(stream, {values});
+  const std::vector<Array> y{Array(100)};
+  const std::vector<Array> x = Late(stream, {values});
   Events events(stream);
   CHECK(events.device
             .Stage({SideOf(x), SideOf(y, 2)}, 64, events.ready, events.done,
@@ -105,10 +105,10 @@ void TestSidesOfDifferentShapes() {
   const Ints got = y[0].Read(stream);
   for (size_t i = 0; i < 100; ++i) CHECK(got[i] == values[i % 50]);
 
-  const Arrays received{Array(7)};
+  const std::vector<Array> received{Array(7)};
   const Array before(7);
   Launch(stream, [] { Sleep(kLateMs); });
-  received[0].CopyTo(before, stream);  // reads the memory before the message is there
+  received[0].CopyTo(before, stream);
   Events receive(stream);
   CHECK(receive.device
             .Stage({{}, SideOf(received), false, false}, 8, receive.ready, receive.done,
@@ -128,9 +128,9 @@ void TestSidesOfDifferentShapes() {
 void TestCallsFollowEachOther() {
   SlowCopies(1000);
   void* stream = NewStream();
-  std::vector<Arrays> results;
+  std::vector<std::vector<Array>> results;
   for (int i = 0; i < 12; ++i) results.push_back({Array(90)});
-  const Arrays x = Late(stream, {Counting(90)});
+  const std::vector<Array> x = Late(stream, {Counting(90)});
   std::vector<Events> events;
   for (size_t i = 0; i < results.size(); ++i) events.emplace_back(stream);
   uint64_t last = 0;
@@ -149,7 +149,7 @@ void TestCallsFollowEachOther() {
   }
   events.back().device.Wait(last);
   for (Events& of_call : events) of_call.End();
-  for (const Arrays& result : results) {
+  for (const std::vector<Array>& result : results) {
     const Ints got = result[0].Read(stream);
     for (int32_t i = 0; i < 90; ++i) CHECK(got[static_cast<size_t>(i)] == 2 * (i + 1));
   }
@@ -167,7 +167,7 @@ void TestBlocksFarApart() {
 // A message takes the memory of one piece, not of three.
 void TestMemoryOfAMessage() {
   void* stream = NewStream();
-  const Arrays x = Late(stream, {Counting(1000)});
+  const std::vector<Array> x = Late(stream, {Counting(1000)});
   Events events(stream);
   CHECK(events.device
             .Stage({SideOf(x), {}, false, false}, 64, events.ready, events.done,
@@ -183,8 +183,8 @@ void TestMemoryOfAMessage() {
 void TestNoMemory() {
   no_memory = true;
   void* stream = NewStream();
-  const Arrays y{Array(160)};
-  const Arrays x = Late(stream, {Counting(80)});
+  const std::vector<Array> y{Array(160)};
+  const std::vector<Array> x = Late(stream, {Counting(80)});
   Events events(stream);
   int64_t calls = 0;
   const pc::Outcome outcome = events.device.Stage({SideOf(x), SideOf(y, 2)}, 64, events.ready, events.done,
@@ -236,8 +236,8 @@ void TestNoAllocationInSteadyState() {
 void TestPiecesOverlap() {
   SlowCopies(2000);
   void* stream = NewStream();
-  const Arrays y{Array(160)};
-  const Arrays x = Late(stream, {Counting(160)});
+  const std::vector<Array> y{Array(160)};
+  const std::vector<Array> x = Late(stream, {Counting(160)});
   Events events(stream);
   int64_t calls = 0;
   CHECK(events.device
@@ -262,8 +262,8 @@ void TestPiecesOverlap() {
 void TestOtherWorkGoesOn() {
   void* stream = NewStream();
   void* other = NewStream();
-  const Arrays y{Array(40)};
-  const Arrays x = Late(stream, {Counting(40)});
+  const std::vector<Array> y{Array(40)};
+  const std::vector<Array> x = Late(stream, {Counting(40)});
   Events events(stream);
   std::atomic<bool> on_other{false}, on_same{false};
   pc::Outcome outcome;
@@ -305,8 +305,8 @@ void TestOrder() {
 void TestErrors() {
   for (const int64_t nth : {1, 2, 5, 9}) {
     void* stream = NewStream();
-    const Arrays y{Array(80)};
-    const Arrays x = Late(stream, {Counting(80)});
+    const std::vector<Array> y{Array(80)};
+    const std::vector<Array> x = Late(stream, {Counting(80)});
     Events events(stream);
     int64_t calls = 0;
     until_failure = nth;
@@ -327,16 +327,16 @@ void TestErrors() {
 // A library that reads the device's memory gets it when the operands are there.
 void TestDirect() {
   void* stream = NewStream();
-  const Arrays y{Array(10, 7)};
-  const Arrays x = Late(stream, {Counting(10)});
+  const std::vector<Array> y{Array(10, 7)};
+  const std::vector<Array> x = Late(stream, {Counting(10)});
   Events events(stream);
   CHECK(events.device
             .Direct({SideOf(x), SideOf(y)}, events.ready, events.done,
                     [&](const void* in, void* out, int64_t count) -> pc::Outcome {
                       CHECK(in == x[0].data() && out == y[0].data() && count == 10);
-                      CHECK(x[0].ReadNow() == Counting(10));
+                      CHECK(x[0].Now() == Counting(10));
                       pc::Outcome outcome = events.device.memory().Clear(out, 40);
-                      CHECK(outcome.ok() && y[0].ReadNow() == Ints(10, 0));
+                      CHECK(outcome.ok() && y[0].Now() == Ints(10, 0));
                       return events.device.memory().Copy(out, in, 40);
                     })
             .ok());

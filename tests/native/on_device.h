@@ -1,4 +1,4 @@
-// Arrays and calls on a device, with the stand-in for CUDA's runtime or, where PYCOLLECTIVE_CUDART is defined, CUDA's own.
+// Arrays and calls on a device of the stand-in for CUDA's runtime, or of CUDA's own (PYCOLLECTIVE_CUDART).
 //
 // Late work of a stream writes the operands, and later work of it reads the results, as XLA's kernels would.
 
@@ -20,16 +20,22 @@
 
 namespace pc = pycollective;
 
-// The tests' own calls of the runtime must succeed.
+// Checks that a call of the tests to the runtime succeeds.
 #define CUDA(call) CHECK((call) == 0)
+
+#ifdef PYCOLLECTIVE_CUDART
+inline constexpr bool kStandIn = false;
+#else
+inline constexpr bool kStandIn = true;
+#endif
 
 inline void* NewStream() {
   void* stream = nullptr;
-  CUDA(cudaStreamCreateWithFlags(&stream, pc::kStreamNonBlocking));
+  CUDA(cudaStreamCreateWithFlags(&stream, 1));  // it waits for no other stream
   return stream;
 }
 
-// Launches what stands for a kernel: a function that the host runs when the stream comes to it. It may not call CUDA.
+// Launches a kernel: the stream calls a function of the host in its order. The function calls none of CUDA's.
 inline void Launch(void* stream, std::function<void()> kernel) {
   CUDA(cudaLaunchHostFunc(
       stream,
@@ -41,32 +47,23 @@ inline void Launch(void* stream, std::function<void()> kernel) {
       new std::function<void()>(std::move(kernel))));
 }
 
-// The runtime that native/device.cc sees ---------------------------------------------------------------------------
-
-// How it behaves, and what it was asked. The tests' own calls go to the runtime itself.
-inline std::atomic<int> slow_us{0};                   // each copy takes at least so long
-inline std::atomic<int64_t> until_failure{0};         // the copy or set of this number from now on fails; 0: none
-inline std::atomic<bool> no_memory{false};            // there is no page-locked memory
-inline std::atomic<int64_t> allocations{0}, held{0};  // of page-locked memory: made so far, and not given back
-inline std::atomic<int64_t> copied{0};                // copies that have ended
-
-inline constexpr int kInvalidValue = 1;      // cudaErrorInvalidValue
-inline constexpr int kMemoryAllocation = 2;  // cudaErrorMemoryAllocation
-
-inline void SlowCopies(int us) {
-#ifdef PYCOLLECTIVE_CUDART
-  slow_us = us;
-#else
-  standin_set_delay_us(us);  // it also overwrites the target meanwhile
-#endif
-}
+// native/device.cc calls the runtime through ObservedRuntime, which counts the calls, and makes them slow or fail as
+// these variables say. The tests call the runtime itself.
+inline std::atomic<int> slow_us{0};           // each copy takes at least so long
+inline std::atomic<int64_t> until_failure{0};  // the copy or set with this number from now on fails; 0: none fails
+inline std::atomic<bool> no_memory{false};     // page-locked memory is refused
+inline std::atomic<int64_t> allocations{0};    // the number of page-locked allocations that were made so far
+inline std::atomic<int64_t> held{0};           // the number of them that are held
+inline std::atomic<int64_t> copied{0};         // the number of copies that have ended
+inline constexpr int kInvalidValue = 1;        // cudaErrorInvalidValue
+inline constexpr int kMemoryAllocation = 2;    // cudaErrorMemoryAllocation
 
 inline bool Fails() { return until_failure.load() > 0 && until_failure.fetch_sub(1) == 1; }
 
 template <typename Copy>
-int ObservedCopy(void* stream, Copy copy) {
+int Observed(void* stream, Copy copy) {
   if (Fails()) return kInvalidValue;
-  if (const int us = slow_us; us > 0) {
+  if (const int us = slow_us; us > 0 && !kStandIn) {  // the stand-in's own copies are slow
     Launch(stream, [us] { std::this_thread::sleep_for(std::chrono::microseconds(us)); });
   }
   const int code = copy();
@@ -74,9 +71,16 @@ int ObservedCopy(void* stream, Copy copy) {
   return code;
 }
 
-// In the order of the table in native/runtime.h.
+// Makes every copy take at least so long.
+inline void SlowCopies(int us) {
+  slow_us = us;
+#ifndef PYCOLLECTIVE_CUDART
+  standin_set_delay_us(us);
+#endif
+}
+
 inline pc::Runtime ObservedRuntime() {
-  pc::Runtime runtime{cudaGetDevice,
+  pc::Runtime runtime{cudaGetDevice,  // in the order of the table in native/runtime.h
                       cudaSetDevice,
                       cudaStreamCreateWithFlags,
                       cudaStreamSynchronize,
@@ -101,20 +105,18 @@ inline pc::Runtime ObservedRuntime() {
     return cudaFreeHost(memory);
   };
   runtime.MemcpyAsync = [](void* to, const void* from, size_t nbytes, int kind, void* stream) {
-    return ObservedCopy(stream, [&] { return cudaMemcpyAsync(to, from, nbytes, kind, stream); });
+    return Observed(stream, [&] { return cudaMemcpyAsync(to, from, nbytes, kind, stream); });
   };
   runtime.Memcpy2DAsync = [](void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width,
                              size_t height, int kind, void* stream) {
-    return ObservedCopy(
-        stream, [&] { return cudaMemcpy2DAsync(to, to_pitch, from, from_pitch, width, height, kind, stream); });
+    return Observed(stream,
+                    [&] { return cudaMemcpy2DAsync(to, to_pitch, from, from_pitch, width, height, kind, stream); });
   };
   runtime.MemsetAsync = [](void* to, int value, size_t nbytes, void* stream) {
     return Fails() ? kInvalidValue : cudaMemsetAsync(to, value, nbytes, stream);
   };
   return runtime;
 }
-
-// Arrays -----------------------------------------------------------------------------------------------------------
 
 using Ints = std::vector<int32_t>;
 
@@ -124,7 +126,7 @@ inline Ints Counting(size_t count) {
   return values;
 }
 
-// Copies when the stream comes to it: at once then, unlike the stand-in's copies, which are slow.
+// Copies for the tests. On the stand-in a function of the host does it, since the stand-in's own copies are slow.
 inline void Copy(void* to, const void* from, size_t nbytes, int kind, void* stream) {
 #ifdef PYCOLLECTIVE_CUDART
   CUDA(cudaMemcpyAsync(to, from, nbytes, kind, stream));
@@ -134,13 +136,13 @@ inline void Copy(void* to, const void* from, size_t nbytes, int kind, void* stre
 #endif
 }
 
-// An array in the device's memory. Its memory is never freed: each test is a process of its own, and where a test expects
-// wrong results, copies may still be under way.
+// An array in the device's memory. The memory is never freed: each test is a process of its own, and copies may still
+// be under way when a test fails.
 class Array {
  public:
   explicit Array(size_t count, int32_t value = 0) : count_(count) {
     CUDA(cudaMalloc(&data_, nbytes()));
-    CUDA(cudaHostAlloc(&written_, nbytes(), 0));  // now: later it would wait for the device
+    CUDA(cudaHostAlloc(&written_, nbytes(), 0));  // not later: then it would wait for the device
     CUDA(cudaHostAlloc(&read_, nbytes(), 0));
     void* const stream = NewStream();
     Write(stream, Ints(count, value));
@@ -158,7 +160,7 @@ class Array {
     const auto* const read = static_cast<const int32_t*>(read_);
     return Ints(read, read + count_);
   }
-  Ints ReadNow() const { return Read(NewStream()); }
+  Ints Now() const { return Read(NewStream()); }
   void CopyTo(const Array& other, void* stream) const {
     Copy(other.data_, data_, nbytes(), pc::kDeviceToDevice, stream);
   }
@@ -171,13 +173,11 @@ class Array {
 
   size_t count_;
   void* data_ = nullptr;
-  void* written_ = nullptr;  // page-locked memory of the host, as read_
+  void* written_ = nullptr;  // page-locked memory of the host, as is the next
   void* read_ = nullptr;
 };
 
-using Arrays = std::vector<Array>;
-
-inline pc::Side SideOf(const Arrays& arrays, int64_t blocks = 1) {
+inline pc::Side SideOf(const std::vector<Array>& arrays, int64_t blocks = 1) {
   pc::Side side;
   side.element_bytes = 4;
   side.blocks = blocks;
@@ -189,12 +189,13 @@ inline pc::Side SideOf(const Arrays& arrays, int64_t blocks = 1) {
   return side;
 }
 
-// How much later than everything that a test does meanwhile.
+// How much later a late kernel ends: code that does not wait for it runs before.
 inline constexpr int kLateMs = 5;
 
-// Returns arrays that a kernel writes late. A test makes its other arrays before them, since that takes time.
-inline Arrays Late(void* stream, const std::vector<Ints>& values) {
-  Arrays arrays;
+// Returns arrays in the device's memory that a kernel writes late. A test makes its other arrays before: an allocation
+// may wait for the device.
+inline std::vector<Array> Late(void* stream, const std::vector<Ints>& values) {
+  std::vector<Array> arrays;
   for (const Ints& each : values) arrays.emplace_back(each.size(), -1);
   Launch(stream, [] { Sleep(kLateMs); });
   for (size_t i = 0; i < values.size(); ++i) arrays[i].Write(stream, values[i]);

@@ -25,16 +25,19 @@ Array = Any
 Grid = tuple[int, tuple[int, int]]
 """The number of local devices, and the sizes of the axes "data" and "model"."""
 
-_ON_ONE_DEVICE: tuple[Grid, ...] = ((1, (SIZE, 1)), (1, (1, SIZE)), (1, (1, SIZE)), (1, (SIZE, 1)))
-_WANTED: tuple[Grid, ...] = {
+ON_ONE_DEVICE: tuple[Grid, ...] = ((1, (SIZE, 1)), (1, (1, SIZE)), (1, (1, SIZE)), (1, (SIZE, 1)))
+WANTED: tuple[Grid, ...] = {
     1: ((4, (2, 2)), (1, (1, 1)), (4, (1, 4)), (4, (4, 1))),
     2: ((2, (2, 2)), (1, (1, 2)), (2, (1, 4)), (4, (4, 2))),
     4: ((2, (4, 2)), (1, (2, 2)), (2, (2, 4)), (2, (2, 4))),
-}.get(SIZE, _ON_ONE_DEVICE)
+}.get(SIZE, ON_ONE_DEVICE)
 INSIDE, ACROSS, BOTH, BOTH_OUTER = (
-    wanted if wanted[0] <= max(LOCAL) else instead for wanted, instead in zip(_WANTED, _ON_ONE_DEVICE, strict=True)
+    wanted if wanted[0] <= max(LOCAL) else instead for wanted, instead in zip(WANTED, ON_ONE_DEVICE, strict=True)
 )
-"""Grids where "model" lies inside each rank, across ranks, or both; on 2 ranks also one where "data" lies both ways."""
+"""Grids where "model" lies inside each rank, across ranks, or both; on 2 ranks also one where "data" lies both ways.
+
+Ranks with fewer devices than a grid needs, GPUs, get one on a single device of each.
+"""
 
 GRIDS = tuple(dict.fromkeys((INSIDE, ACROSS, BOTH, BOTH_OUTER)))
 NAMES = ("data", "model")

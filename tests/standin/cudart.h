@@ -25,7 +25,8 @@ int cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_p
 int cudaMemsetAsync(void* to, int value, size_t nbytes, void* stream);
 const char* cudaGetErrorString(int code);
 
-// Functions of CUDA that only tests call. The host runs function(argument) when the stream comes to it.
+// Functions of CUDA that the tests call: one that allocates memory of the device, and one that makes a stream call the
+// host's function(argument) in its order.
 int cudaMalloc(void** memory, size_t nbytes);
 int cudaLaunchHostFunc(void* stream, void (*function)(void*), void* argument);
 

@@ -7,19 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.native.build import NAMES, SOURCES, build
-
-HERE = Path(__file__).parents[1] / "native"
+from tests.native.build import FOLDER, NAMES, SOURCES, build
 
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("native")
-    return {name: build(name, folder) for name in SOURCES}
+    return {program: build(program, folder) for program in SOURCES}
 
 
 def test_every_file_is_compiled() -> None:
-    assert {path.stem for path in HERE.glob("*.cc")} == set(SOURCES)
+    assert {path.stem for path in FOLDER.glob("*.cc")} == set(SOURCES)
 
 
 @pytest.mark.parametrize("program", SOURCES)
