@@ -85,11 +85,22 @@ def trial() -> list[Finding]:
             os.killpg(started.pid, signal.SIGKILL)
         remedy = "See where it waits: PYCOLLECTIVE_TIMEOUT=20 pycollective run -n 2 --oversubscribe pycollective doctor"
         return [Finding("two ranks", WRONG, f"no answer within {_TRIAL_S} s", remedy)]
+    return answer(out, errors, started.returncode)
+
+
+def answer(out: str, errors: str, status: int) -> list[Finding]:
+    """The findings in what the two ranks wrote, to which MPI may have added lines of its own.
+
+    Args:
+        out: their standard output.
+        errors: their standard error.
+        status: the exit status.
+    """
     try:
-        items, _ = json.JSONDecoder().raw_decode(out, max(out.find("[{"), 0))
+        items, _ = json.JSONDecoder().raw_decode(out, out.index("[{"))
     except ValueError:
         lines = [line for line in errors.splitlines() if any(map(str.isalpha, line))]
         # A program says at the end of its output what went wrong, a launcher at the beginning.
-        got = (lines or [f"exit status {started.returncode}"])[-1 if "Traceback" in errors else 0]
+        got = (lines or [f"exit status {status}"])[-1 if "Traceback" in errors else 0]
         return [Finding("two ranks", WRONG, got, "Try: pycollective run -n 2 --oversubscribe pycollective doctor")]
     return [Finding(**{**item, "name": f"2 ranks: {item['name']}"}) for item in items]

@@ -173,13 +173,15 @@ def doctor(place: Place, step: Step) -> str:
     return "; ".join(["nothing is wrong", *(f"warning: {text}" for text in found["warning"])])
 
 
-def tests(place: Place, step: Step, folder: str, files: Sequence[str], ranks: int, seconds: float, direct: str) -> str:
+def tests(
+    place: Place, step: Step, folder: str, files: Sequence[str], ranks: int, seconds: float, direct: str, **more: str
+) -> str:
     """Tests of a folder under mpirun, those that begin within so many seconds."""
     seconds = min(seconds, max(step.left_s() - 30, 5))
     if place.standin:  # which has runs of its own: one test
         files, seconds = files[:1], 0
     environ = place.environ(
-        JAX_NUM_CPU_DEVICES="8", PYCOLLECTIVE_GPU_DIRECT=direct, PYCOLLECTIVE_TEST_SECONDS=f"{seconds:.0f}"
+        JAX_NUM_CPU_DEVICES="8", PYCOLLECTIVE_GPU_DIRECT=direct, PYCOLLECTIVE_TEST_SECONDS=f"{seconds:.0f}", **more
     )
     if not place.standin:
         flags = f"{os.environ.get('XLA_FLAGS', '')} {place.facts.get('xla_flags', '')}".strip()
@@ -199,6 +201,14 @@ def direct_tests(place: Place, step: Step, seconds: float) -> str:
     if not place.facts["takes_device_memory"]:
         raise AbsentError(f"{place.facts['mpi']} does not say that it takes device memory (MPIX_Query_cuda_support)")
     return tests(place, step, "collective", FILES[:3], 2, seconds, "on")
+
+
+def named_axes(place: Place, step: Step, seconds: float) -> str:
+    """The ranks share out the GPUs: all, or the first four where these tests have no use for so many."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3").split(",")
+    useful = len(gpus_of_host(place)) // 2 in (0, 1, 2, 4)
+    few = {} if useful else {"CUDA_VISIBLE_DEVICES": ",".join(visible[:4])}
+    return tests(place, step, "spmd", AXES, 2, seconds, "off", **few)
 
 
 def device_tests(place: Place, step: Step) -> str:
@@ -355,7 +365,7 @@ def steps_of(place: Place) -> list[tuple[str, float, Callable[[Step], str]]]:
         ("NCCL beside MPI", 25, lambda step: several_gpus(place, step)),
         ("collective tests, 4 ranks", 60, collective(4, 30)),
         ("collective tests, 1 rank", 40, collective(1, 20)),
-        ("named axes, 2 ranks", 40, lambda step: tests(place, step, "spmd", AXES, 2, 20, "off")),
+        ("named axes, 2 ranks", 40, lambda step: named_axes(place, step, 20)),
         ("collective tests, 2 ranks, direct", 34, lambda step: direct_tests(place, step, 15)),
     ]
 

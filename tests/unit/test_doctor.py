@@ -128,6 +128,18 @@ def test_another_mpirun_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert installation.mpiexec(mpich).status == "wrong"
 
 
+def test_what_the_two_ranks_answer() -> None:
+    log = "[1795379277.839801] [alpha:27459:0]  address.c:985  UCX  ERROR failed to unpack address\n"
+    found = installation.answer(f'{log}[{{"name": "cores", "status": "ok", "text": "all"}}]\n', "", 0)
+    assert found == [Finding("2 ranks: cores", "ok", "all")]
+    (finding,) = installation.answer(log, "Abort(942818575) on node 1: Fatal error\n", 143)
+    assert (finding.name, finding.status, finding.text) == (
+        "two ranks",
+        "wrong",
+        "Abort(942818575) on node 1: Fatal error",
+    )
+
+
 def test_the_exit_status(capsys: pytest.CaptureFixture[str]) -> None:
     good, odd, bad = Finding("a", "ok", "1"), Finding("bb", "warning", "2", "Do."), Finding("c", "wrong", "3", "Mend.")
     assert show([good, odd], as_json=False) == 0
