@@ -1,9 +1,11 @@
 """Builds the native transport: one C++ library that needs neither MPI nor Python's headers at compile time."""
 
+import fcntl
 import hashlib
 import os
 import shutil
 import sysconfig
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 
@@ -20,7 +22,7 @@ class BuildLibrary(build_ext):
         return fullname.replace(".", "/") + ".so"
 
     def build_extension(self, ext):
-        """Compiles, which takes a minute, unless that was done here before: for another environment, say."""
+        """Compiles, which takes a minute of one core, unless that was done here before, for another environment say."""
         of = [sysconfig.get_platform(), version("jax"), version("jaxlib")]
         of += [os.environ.get(name, "") for name in ("CXX", "CC", "CFLAGS")]
         made_from = hashlib.sha256(repr(of).encode())
@@ -28,15 +30,27 @@ class BuildLibrary(build_ext):
             made_from.update(Path(path).read_bytes())
         kept = Path("build", f"native-{made_from.hexdigest()[:16]}.so")
         built = Path(self.get_ext_fullpath(ext.name))
-        if kept.exists():
-            built.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(kept, built)
-        else:
-            super().build_extension(ext)
-            kept.parent.mkdir(exist_ok=True)
-            whole = kept.with_suffix(f".{os.getpid()}")  # two environments may be made at once
-            shutil.copyfile(built, whole)
-            whole.replace(kept)
+        kept.parent.mkdir(exist_ok=True)
+        with Path("build", "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # two environments may be made at once
+            if not kept.exists():
+                self.force = True  # what lies there may be newer than the sources, and made with other flags
+                self._compile_in_parallel()
+                super().build_extension(ext)
+                whole = kept.with_suffix(".part")
+                shutil.copyfile(built, whole)
+                whole.replace(kept)
+        built.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(kept, built)
+
+    def _compile_in_parallel(self):
+        compile_some = self.compiler.compile
+
+        def compile_all(sources, **options):
+            with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+                return [made for some in pool.map(lambda one: compile_some([one], **options), sources) for made in some]
+
+        self.compiler.compile = compile_all
 
 
 class AnyPythonWheel(bdist_wheel):
