@@ -129,12 +129,14 @@ PACKAGES = ("iproute2", "slurm-wlm", "munge", "libpmix-dev", "openmpi-bin")
 APT = "apt-get install -qq -y --no-install-recommends " + " ".join(PACKAGES)
 
 # Files of tests/collective by what their tests depend on.
-PLACES_AND_ORDER = "forward options messages communicator order"  # ranks, roots, groups, neighbours
-EACH_RANKS_OWN = "alone control errors guide wire"  # one rank differs from the others, or the ranks from each other
+PLACES = "forward options messages communicator"  # ranks, roots, groups, neighbours
+EACH_RANKS_OWN = "alone out_of_band errors guide wire"  # one rank differs from the others, or the ranks from each other
 # Of tests/spmd; the others look at programs, in which more ranks and devices change nothing but numbers.
-DEVICES = "pmap shard_map order places placement random_programs bad_input"
+DEVICES = "pmap shard_map order places placement"
+VALUES = ("-k", "not gradient and not jvp and not linear_solvers and not soak")
+"""Another number of ranks, or another place of the arrays, changes nothing about what was differentiated before."""
 
-WHOLE_EXTRAS, EXTRAS = "bench,examples,flax,libraries,test", "examples,test"
+WHOLE_EXTRAS, EXTRAS = "bench,docs,examples,flax,libraries,test", "examples,test"
 
 
 def steps(*, everything: bool, install: bool) -> list[Step]:
@@ -175,27 +177,27 @@ def steps(*, everything: bool, install: bool) -> list[Step]:
             kind="unit", limit=300,
         ),
         on_ranks(2, "docstring examples", *DOCTESTS, kind="unit", fast=False),
+        Step(name="documentation", command=("scripts/docs",), kind="unit", limit=600, **whole),
         #
-        on_ranks(1, "tests/spmd", *files("spmd", DEVICES)),
-        on_ranks(1, "tests/collective", *files("collective", f"{PLACES_AND_ORDER} {EACH_RANKS_OWN}")),
+        on_ranks(1, "tests/spmd", *files("spmd", f"{DEVICES} bad_input"), *VALUES),
+        on_ranks(1, "tests/collective", *files("collective", f"{PLACES} order {EACH_RANKS_OWN}")),
         on_ranks(2, "tests/collective", *core, "tests/collective"),
         on_ranks(2, "tests/spmd", *core, "tests/spmd"),
         on_ranks(
-            3, "tests/collective",
-            *files("collective", f"{PLACES_AND_ORDER} {EACH_RANKS_OWN} derivatives properties"), **whole,
+            3, "tests/collective", *files("collective", f"{PLACES} order alone derivatives properties"), **whole,
         ),
-        on_ranks(4, "tests/collective", *files("collective", f"{PLACES_AND_ORDER} properties"), **whole),
-        on_ranks(4, "tests/spmd", *files("spmd", DEVICES), **whole),
+        on_ranks(4, "tests/collective", *files("collective", PLACES), **whole),
+        on_ranks(4, "tests/spmd", *files("spmd", f"{DEVICES} random_programs"), *VALUES, **whole),
         on_ranks(2, "tests/libraries", "tests/libraries", **whole),
         on_ranks(2, "compiled as users compile", *files("collective", "forward order"), fast=False, **whole),
-        on_ranks(2, "tests/spmd compiled so", *files("spmd", "random_programs overlap order"), fast=False, **whole),
+        on_ranks(2, "tests/spmd compiled so", *files("spmd", "random_programs overlap"), fast=False, **whole),
         on_ranks(
-            2, "stand-in for GPUs, staged", *files("collective", f"{PLACES_AND_ORDER} alone wire"),
-            "tests/collective/test_control_flow.py::test_value",
-            **standin("staged", PYCOLLECTIVE_STAGE_BYTES="256"),
+            2, "stand-in for GPUs, staged", *files("collective", f"{PLACES} order alone"),
+            "tests/collective/test_control_flow.py::test_value", "tests/collective/test_wire.py::test_bits[world]",
+            **standin("staged", PYCOLLECTIVE_STAGE_BYTES="1024"),
         ),
         on_ranks(
-            2, "tests/spmd on it", *files("spmd", f"{DEVICES} overlap trees calls"), "-k", "not gradient and not jvp",
+            2, "tests/spmd on it", *files("spmd", f"{DEVICES} random_programs bad_input overlap trees calls"), *VALUES,
             **standin("staged", PYCOLLECTIVE_STAGE_BYTES="4096"),
         ),
         on_ranks(2, "stand-in for GPUs, direct", *files("collective", "forward messages options"), **standin("direct")),
@@ -206,7 +208,7 @@ def steps(*, everything: bool, install: bool) -> list[Step]:
         ),
         #
         on_ranks(
-            2, "tests/collective", *files("collective", f"{PLACES_AND_ORDER} errors large control"),
+            2, "tests/collective", *files("collective", f"{PLACES} order errors large out_of_band"),
             mpi="openmpi", **whole,
         ),
         on_ranks(2, "tests/spmd", "tests/spmd", "-k", "soak or test_order", mpi="openmpi", **whole),

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests import unoptimised
 from tests.e2e.launch import EXAMPLES, is_open_mpi, losses, mpirun
 
 TEN = ("--steps", "10")
@@ -25,7 +26,8 @@ def test_flax_with_batch_norm(tmp_path: Path) -> None:
 
 def test_flax_learns(tmp_path: Path) -> None:
     # There are more devices than most machines have cores, and more steps than XLA keeps in flight.
-    done = mpirun(2, str(EXAMPLES / "train_flax.py"), timeout=240, cwd=tmp_path, env={"JAX_NUM_CPU_DEVICES": "8"})
+    env = {"JAX_NUM_CPU_DEVICES": "8", "XLA_FLAGS": unoptimised.flags()}
+    done = mpirun(2, str(EXAMPLES / "train_flax.py"), timeout=240, cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stderr
     (accuracy,) = re.findall(r"accuracy\D*(\d\.\d+)", done.stdout)
     assert float(accuracy) >= 0.97
@@ -36,13 +38,13 @@ def gpt_on_one_device(tmp_path_factory: pytest.TempPathFactory) -> np.ndarray:
     return losses(tmp_path_factory.mktemp("gpt"), 1, "train_gpt.py", *TEN)
 
 
-# (ranks, devices of each, model parallel): the model axis inside each rank; and across ranks.
+# The model axis lies inside each rank, or over both ranks.
 @gpt
-@pytest.mark.parametrize(("ranks", "devices", "model"), [(2, 2, 2), (2, 1, 2)])
-def test_gpt(ranks: int, devices: int, model: int, tmp_path: Path, gpt_on_one_device: np.ndarray) -> None:
+@pytest.mark.parametrize("model", [2, 4])
+def test_gpt(model: int, tmp_path: Path, gpt_on_one_device: np.ndarray) -> None:
     one = gpt_on_one_device
     assert one[-1] < one[0]
-    many = losses(tmp_path, ranks, "train_gpt.py", *TEN, "--model-parallel", str(model), devices=devices)
+    many = losses(tmp_path, 2, "train_gpt.py", *TEN, "--model-parallel", str(model), devices=2)
     np.testing.assert_allclose(many, one, rtol=1e-4)
 
 

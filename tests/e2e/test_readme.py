@@ -28,6 +28,14 @@ def test_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) < 120
 
 
+def headings(page: str) -> set[str]:
+    """Returns the names by which links call the headings of a page."""
+    titles = re.findall(r"^#+ (.*)$", page, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
 def test_its_links_lead_somewhere() -> None:
     for target in re.findall(r"\]\(([^)]+)\)", (ROOT / "README.md").read_text()):
-        assert (ROOT / target).exists(), target
+        path, _, heading = target.partition("#")
+        assert (ROOT / path).exists(), target
+        assert not heading or heading in headings((ROOT / path).read_text()), target
