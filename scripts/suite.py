@@ -204,7 +204,7 @@ def steps(*, everything: bool, install: bool) -> list[Step]:
         #
         *first_use("mpich"),
         by_itself(
-            "end-to-end tests", *core, "-n", "3", "--dist", "loadgroup", "tests/e2e", kind="e2e", limit=900,
+            "end-to-end tests", *core, "-n", "2", "--dist", "loadgroup", "tests/e2e", kind="e2e", limit=900,
         ),
         #
         on_ranks(
@@ -214,7 +214,7 @@ def steps(*, everything: bool, install: bool) -> list[Step]:
         on_ranks(2, "tests/spmd", "tests/spmd", "-k", "soak or test_order", mpi="openmpi", **whole),
         *first_use("openmpi", **whole),
         by_itself(
-            "end-to-end tests", "-m", "library", "-n", "3", "--dist", "loadgroup", "tests/e2e",
+            "end-to-end tests", "-m", "library", "-n", "2", "--dist", "loadgroup", "tests/e2e",
             mpi="openmpi", kind="e2e", limit=900, **whole,
         ),
         #
