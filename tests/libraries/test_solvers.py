@@ -133,7 +133,7 @@ def with_gradient(program: Program) -> Program:
 
 
 EVERYWHERE = {program: with_gradient(program) for program in (conjugate_gradients, newton)}
-SLOW = (fixed_point, jax_cg, least_squares, bfgs, jaxopt_lbfgs, jaxopt_fixed_point, stiff_ode, ode)
+SLOW = (fixed_point, jax_cg, least_squares, bfgs, jaxopt_lbfgs, jaxopt_fixed_point, ode, stiff_ode)
 
 
 @pytest.mark.parametrize("program", EVERYWHERE, ids=lambda program: program.__name__)
