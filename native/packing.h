@@ -29,6 +29,10 @@ struct ArrayPair {
 // calls are made all the same, since other ranks wait in them; the first error is returned.
 template <typename Call>
 Outcome CallPacked(const std::vector<ArrayPair>& arrays, int64_t bucket_bytes, Call call) {
+  if (arrays.size() == 1) {  // most calls: spare them the lists
+    const ArrayPair& array = arrays[0];
+    return array.count == 0 ? Outcome{} : call(array.x, array.y, array.count, array.type);
+  }
   std::unique_ptr<char[]> buffer;
   std::vector<const ArrayPair*> bucket;
   Outcome first;

@@ -78,12 +78,12 @@ def setup(mpi: str, extras: str, **options: Any) -> Step:
 
 
 def on_ranks(ranks: int, name: str, *arguments: str, mpi: str = "mpich", fast: bool = True, **options: Any) -> Step:
-    """A call of pytest on each rank."""
+    """A call of pytest on each rank. What C++ writes is not captured: it may be the last words of the process."""
     launch = (f"{bin_of(mpi)}/mpirun", *(["--oversubscribe"] if mpi == "openmpi" else []), "-n", str(ranks))
     fixed = {"kind": "collective", "limit": 600, "mpi": mpi, "ranks": ranks, "fast": fast}
     return Step(
         name=f"{LIBRARIES[mpi]}{name}, {ranks} rank{'s' * (ranks > 1)}",
-        command=(*launch, f"{bin_of(mpi)}/python", *PYTEST, *arguments),
+        command=(*launch, f"{bin_of(mpi)}/python", *PYTEST, "--capture=sys", *arguments),
         **{**fixed, **options},
     )
 

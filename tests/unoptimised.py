@@ -15,6 +15,9 @@ _FLAGS = (
     "--xla_llvm_disable_expensive_passes=true",
     "--xla_cpu_use_fusion_emitters=false",  # halves the time, since the emitters lower each fusion through MLIR
     "--xla_cpu_parallel_codegen_split_count=1",  # what compiles in parts costs more where all cores have work
+    # XLA ends a process in which a device comes 40 s late to one of XLA's own collectives. On a busy machine the other
+    # ranks may be so late; a test that hangs is ended by pytest, which shows all stacks.
+    "--xla_cpu_collective_call_terminate_timeout_seconds=600",
 )
 
 
