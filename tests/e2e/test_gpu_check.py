@@ -1,4 +1,4 @@
-"""``scripts/gpu-check`` without a GPU: it says so; and its steps on stand-ins for GPUs."""
+"""Runs ``scripts/gpu-check`` without a GPU, which it reports, and with stand-ins for GPUs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LEFT_OUT = ("JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES", "XLA_FLAGS", "PYTHONPATH")
 
 
 def gpu_check(where: Path, *options: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """In the environment of this Python, from another directory."""
+    """Runs the script in the environment of this Python, from the directory ``where``."""
     environ = {name: value for name, value in os.environ.items() if name not in LEFT_OUT} | variables
     start = [SCRIPT, "--here", "--python", sys.executable, "--out", "report.md", *options]
     return subprocess.run(
@@ -21,7 +21,7 @@ def gpu_check(where: Path, *options: str, **variables: str) -> subprocess.Comple
 
 
 def lines(report: str) -> dict[str, list[str]]:
-    """Result and text of each step."""
+    """Returns the result and the details of each step."""
     cells = [line.strip("| ").split(" | ") for line in report.splitlines()]
     return {line[0]: [line[1], line[3]] for line in cells if len(line) == 4 and line[0] not in ("step", "---")}
 
@@ -50,15 +50,15 @@ def test_steps_on_standins(tmp_path: Path) -> None:
     assert "expected streams of a GPU, got" in steps["overlap, in a profile"][1]
     assert steps["NCCL beside MPI"][0] == "ok"
     assert "2 ranks x 2 GPUs: exact" in steps["NCCL beside MPI"][1]
-    assert len(steps) == 5, "what was asked for, and what it needs"
+    assert len(steps) == 5, "the steps that were asked for, and those that they need"
 
 
 def test_what_fails_is_told(tmp_path: Path) -> None:
-    # There is no such stand-in, so no rank gets far.
+    # There is no stand-in of this mode, so every rank fails at its start.
     done = gpu_check(tmp_path, "--only", "training", PYCOLLECTIVE_TEST_STANDIN="broken")
     assert done.returncode == 1
     steps = lines(done.stdout)
     assert steps["what is there"][0] == "FAILED"
-    assert "(all of it: what-is-there.txt)" in steps["what is there"][1]
+    assert "(full output: what-is-there.txt)" in steps["what is there"][1]
     assert (tmp_path / "report-logs" / "what-is-there.txt").exists()
     assert steps["training, 2 ranks"][0] == "SKIPPED"

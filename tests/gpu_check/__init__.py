@@ -1,4 +1,4 @@
-"""What ``scripts/gpu-check`` runs: all that needs a GPU, as steps of which each may fail or lack something.
+"""The steps of ``scripts/gpu-check``: checks and measurements that need a GPU. If a step fails, the others still run.
 
-Modules that the runner imports need the standard library alone: it starts in a Python that has nothing else.
+The modules that the runner imports need only the standard library: it starts in a Python that may have nothing else.
 """

@@ -19,23 +19,23 @@ from tests.gpu_check.running import FAILED, AbsentError, Result, Runner, Step, a
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 470.0
-"""From start to end, whatever happens."""
+"""The time limit of the whole run."""
 
 _HELP = """\
-The Python that runs it (--python) needs nothing; where it has JAX for CUDA, that is the JAX that runs. What else is
-needed goes into an environment of its own (--venv): MPICH, mpi4py, pytest, and the package, which is compiled.
+The Python that runs it (--python) needs no packages; if it has JAX for CUDA, the steps use that JAX. Everything else is
+installed in an environment of its own (--venv): MPICH, mpi4py, pytest, and the package, which is compiled.
 
-Without a network, bring wheels along. On a machine that has one, with the same version of Python:
+For a GPU machine without a network, download wheels on another machine with the same version of Python:
 
     get="python3.12 -m pip download -d wheels"
     $get 'mpich>=5' 'mpi4py>=4.1' 'mpi-pytest>=2026.0' 'pytest>=8' hypothesis 'lazy_loader>=0.4' 'setuptools>=77'
-    $get optax scikit-learn matplotlib tqdm orbax-checkpoint    # for the training; or not
-    $get 'jax[cuda13]'                                          # if the Python there has none
-    python3.12 -m pip wheel --no-deps -w wheels .               # if there is no compiler there
+    $get optax scikit-learn matplotlib tqdm orbax-checkpoint    # optional: for the training step
+    $get 'jax[cuda13]'                                          # if the GPU machine has no JAX
+    python3.12 -m pip wheel --no-deps -w wheels .               # if the GPU machine has no compiler
 
-and then, there: scripts/gpu-check --wheels wheels
+Copy them to the GPU machine, and run there: scripts/gpu-check --wheels wheels
 
-Exit status 0: nothing has failed; 1: something has, or there is no GPU.
+Exit status 0: no step has failed; 1: a step has failed, or there is no GPU.
 """
 _FIND_GPUS = """
 import json, jax
@@ -55,50 +55,50 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         epilog=_HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--python", metavar="PYTHON", help="3.11 or newer (default the newest that is found)")
-    parser.add_argument("--wheels", type=_absolute, metavar="DIR", help="install from there alone: no network is used")
+    parser.add_argument("--python", metavar="PYTHON", help="3.11 or newer (default: the first that is found)")
+    parser.add_argument("--wheels", type=_absolute, metavar="DIR", help="install from it only, without a network")
     parser.add_argument("--venv", type=_absolute, default=ROOT / ".venv-gpu", metavar="DIR", help="default .venv-gpu")
-    parser.add_argument("--mpi", choices=tuple(environment.MPIS), default="mpich", help="system: the one of mpi4py")
-    parser.add_argument("--jax", default="jax[cuda13]", help="what pip installs if there is none (default %(default)s)")
-    parser.add_argument("--here", action="store_true", help="in this Python's own environment; installs nothing")
-    parser.add_argument("--quick", action="store_true", help="half of the time for tests, arrays of 16 MiB")
+    parser.add_argument("--mpi", choices=tuple(environment.MPIS), default="mpich", help="system: what mpi4py finds")
+    parser.add_argument("--jax", default="jax[cuda13]", help="to install if there is no JAX (default %(default)s)")
+    parser.add_argument("--here", action="store_true", help="run in this Python's environment; install nothing")
+    parser.add_argument("--quick", action="store_true", help="half of the time for tests, arrays of up to 16 MiB")
     out = "results/gpu-check.md"
     parser.add_argument("--out", type=_absolute, default=out, metavar="FILE", help="the report (default %(default)s)")
-    parser.add_argument("--only", default="", help="steps whose names have one of these words in them, between commas")
+    parser.add_argument("--only", default="", help="run the steps whose names contain one of these words, WORD,WORD")
     return parser.parse_args(arguments)
 
 
-def find_gpus(step: Step, python: Path | str, into: dict[str, Any]) -> str:
-    """Asks JAX for its GPUs.
+def find_gpus(step: Step, python: Path | str, facts: dict[str, Any]) -> str:
+    """Asks JAX for its GPUs, writes their kinds to ``facts["gpus"]`` and returns the text for the table.
 
     Raises:
-        AbsentError: it has none.
+        AbsentError: JAX has no GPU.
     """
     environ = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     environ.pop("JAX_PLATFORMS", None)
     output = step.run([python, "-c", _FIND_GPUS], environ=environ, partly=True)
     if "gpus: " not in output:
         raise AbsentError(f"JAX sees no GPU: {last_lines(output, 1)}")
-    into["gpus"] = kinds = steps.told("gpus", output)["kinds"]
+    facts["gpus"] = kinds = steps.told("gpus", output)["kinds"]
     return f"{len(kinds)} x {kinds[0]}"
 
 
 def commit() -> str:
-    """Of the tree, where git knows it."""
+    """Returns the commit of the tree, or "" where git does not know it."""
     try:
-        said = subprocess.run(
+        described = subprocess.run(
             ["git", "-C", str(ROOT), "describe", "--always", "--dirty"], capture_output=True, text=True, timeout=10
         )
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return said.stdout.strip() if said.returncode == 0 else ""
+    return described.stdout.strip() if described.returncode == 0 else ""
 
 
 def check(runner: Runner, options: argparse.Namespace, place: steps.Place) -> None:
-    """Runs everything that can be run."""
+    """Runs all steps that can run on this machine."""
 
     def gpus() -> bool:
-        """Whether there are some; if not, no other step is begun."""
+        """Returns whether there are GPUs; if there are none, notes that all other steps are skipped."""
         if place.standin:
             return True
         found = runner.step("GPUs", 60, lambda step: find_gpus(step, place.python, place.facts))
@@ -134,10 +134,10 @@ def main(arguments: Sequence[str]) -> int:
     adopt_orphans()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     only = [word for word in options.only.split(",") if word]
-    if only:  # and what all others need
+    if only:  # these steps find out what all others need
         only += ["GPUs", "environment", "what is there"]
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as work:
-        # Stand-ins are compiled first, and run where other tests run too.
+        # Limits are longer with stand-ins: they are compiled first, and other tests run on the machine meanwhile.
         runner = Runner(logs, SECONDS, patience=5 if standin else 1, only=only)
         place = steps.Place(Path(sys.executable), ROOT, Path(work), standin, options.quick)
         try:
@@ -146,22 +146,22 @@ def main(arguments: Sequence[str]) -> int:
             runner.note(Result("the rest", FAILED, "interrupted"))
     kinds = steps.gpus_of_host(place)
     title = f"{kinds[0] if kinds else 'no GPU'}, {time.strftime('%Y-%m-%d')}"
-    facts = {"commit": commit(), **steps.about(place), "took": f"{time.monotonic() - began:.0f} s"}
+    facts = {"commit": commit(), **steps.about(place), "duration": f"{time.monotonic() - began:.0f} s"}
     text = table.report(title, facts, runner.results, place.rows)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(text)
     sys.stdout.write(text)
-    sys.stderr.write(f"\nThis report is in {out}, what each step wrote in {logs}.\n")
+    sys.stderr.write(f"\nThis report is in {out}. The output of each step is in {logs}.\n")
     return status(runner.results, bool(kinds))
 
 
 def status(results: Sequence[Result], on_devices: bool) -> int:
-    """0 if something was checked and nothing has failed."""
+    """Returns the exit status: 0 if something was checked and nothing has failed."""
     failed = any(result.status == FAILED for result in results)
     if not on_devices and not failed:
         sys.stderr.write("gpu-check: expected a GPU that JAX can use, got none: nothing was checked.\n")
     else:
-        sys.stderr.write("Please report it: paste it into an issue, or below docs/gpu.md, be it good or bad.\n")
+        sys.stderr.write("Please report this table, good or bad: paste it into an issue, or into docs/gpu.md.\n")
     return 1 if failed or not on_devices else 0
 
 

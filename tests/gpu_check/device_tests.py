@@ -2,7 +2,7 @@
 
     python -m tests.gpu_check.device_tests FOLDER LIBRARY
 
-``LIBRARY`` is libcudart's file; "standin" for a library of its stand-in.
+``LIBRARY`` is the file of libcudart, or "standin" for the stand-in for it.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ def main() -> int:
     for name in names:
         try:
             run = subprocess.run([program, name], capture_output=True, text=True, timeout=_SECONDS)
-            said = "ok" if run.returncode == 0 else f"FAILED ({run.returncode}): {run.stderr.strip()}"
+            result = "ok" if run.returncode == 0 else f"FAILED ({run.returncode}): {run.stderr.strip()}"
         except subprocess.TimeoutExpired:
-            said = f"FAILED: no end within {_SECONDS} s"
-        sys.stdout.write(f"{name}: {said}\n")
-        if said != "ok":
+            result = f"FAILED: it did not end within {_SECONDS} s"
+        sys.stdout.write(f"{name}: {result}\n")
+        if result != "ok":
             failed.append(name)
     sys.stdout.write(f"device tests: {len(names) - len(failed)} of {len(names)} passed\n")
     if failed:

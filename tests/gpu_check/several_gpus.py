@@ -1,7 +1,7 @@
-"""XLA's own collectives between the GPUs of a rank and MPI between ranks, in one program, again and again.
+"""Runs XLA's own collectives between the GPUs of a rank and MPI between ranks in one program, again and again.
 
-A program of ranks, started by ``steps.py``, each with two GPUs or more. Numbers are small and whole, so results are
-exact.
+``steps.py`` starts this program on several ranks, each with two GPUs or more. All numbers are small and whole, so the
+results are exact.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LOCAL = r"\b(all-reduce|reduce-scatter|all-gather|all-to-all|collective-permute
 
 
 def program(x: jax.Array) -> tuple[jax.Array, ...]:
-    """Each collective in a loop, with operands of each turn's own."""
+    """Calls each collective in a loop; the operands differ in each turn."""
     n = lax.axis_size("i")
     ring = [(i, (i + 1) % n) for i in range(n)]
 
@@ -41,7 +41,7 @@ def program(x: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def expected(xs: np.ndarray) -> list[np.ndarray]:
-    """The same of all devices' operands, stacked."""
+    """Returns the results that ``program`` must have on all devices, stacked, for their stacked operands."""
     n = len(xs)
     totals, blocks = np.zeros_like(xs), np.zeros((n, xs.shape[1] // n), xs.dtype)
     for k in range(_TURNS):
@@ -52,15 +52,15 @@ def expected(xs: np.ndarray) -> list[np.ndarray]:
 
 
 def main() -> None:
-    """Prints how many devices took part, and in which local collectives."""
+    """Checks the results, and prints how many devices and which local collectives the program has."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--elements", type=int, default=1 << 20, help="of each device, times all devices")
+    parser.add_argument("--elements", type=int, default=1 << 20, help="of each device's array")
     parser.add_argument("--calls", type=int, default=10)
     options = parser.parse_args()
     world = pc.init()
     devices = devices_of_this_rank()
     if len(devices) < 2:
-        sys.exit(f"several_gpus: expected two devices of each rank, got {devices}")
+        sys.exit(f"several_gpus: expected two devices or more on each rank, got {devices}")
     n = world.size * len(devices)
     xs = np.random.default_rng(0).integers(0, 4, (n, n * (options.elements // n))).astype(np.float32)
     own = slice(world.rank * len(devices), (world.rank + 1) * len(devices))

@@ -1,4 +1,4 @@
-"""The steps, by the commands that they run and what the table says of the output."""
+"""The steps: each runs its commands, and returns what the table says about their output."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ FILES = (
     *("test_messages.py", "test_forward.py", "test_order.py", "test_options.py", "test_derivatives.py"),
     *("test_vmap.py", "test_wire.py", "test_control_flow.py"),
 )
-"""Of tests/collective, in this order: where time is short, the last ones are left out."""
+"""The files of tests/collective that run, in this order: if time is short, the last ones are left out."""
 AXES = ("test_overlap.py", "test_trees.py", "test_calls.py", "test_pmap.py", "test_shard_map.py")
-"""Of tests/spmd."""
+"""The files of tests/spmd that run."""
 _WORLD = ("-k", "not self and not split")
-"""What GPUs change is the same on every communicator."""
+"""Options that leave out two kinds of communicators: GPUs make the same difference on all kinds."""
 
 _WAIT_S = 40
-"""A rank that waits for others longer ends all, with stacks in the log."""
+"""The longest time that a rank waits for others; then it ends all ranks, and the log gets their stacks."""
 _TOLERANCE = 1e-3
-"""Between the losses on GPUs and those on CPUs, relative."""
+"""The largest relative difference between losses on GPUs and on CPUs."""
 
 
 @dataclass
@@ -36,13 +36,13 @@ class Place:
     """Where the steps run.
 
     Attributes:
-        python: that has the package, an MPI and what the tests need.
+        python: the Python that has the package, an MPI library and the packages that the tests need.
         tree: the directory of tests and examples.
-        work: for files.
-        standin: how MPI gets the arrays of CPUs that stand in for GPUs, for a test of this program; empty: on GPUs.
-        quick: fewer tests, smaller arrays.
-        facts: what the first step has found.
-        rows: of the bandwidths.
+        work: a directory for files.
+        standin: the mode of the stand-ins for GPUs (``tests.standin``), in tests of this program; empty: real GPUs.
+        quick: whether there are fewer tests and smaller arrays.
+        facts: what the steps have found so far.
+        rows: the lines of the table of bandwidths.
     """
 
     python: Path
@@ -54,7 +54,7 @@ class Place:
     rows: list[dict[str, object]] = field(default_factory=list)
 
     def environ(self, **more: str) -> dict[str, str]:
-        """The variables of all ranks."""
+        """Returns the environment variables of all ranks."""
         path = os.pathsep.join((str(self.python.parent), os.environ.get("PATH", "")))
         own = {
             "PATH": path,
@@ -62,46 +62,46 @@ class Place:
             "JAX_PLATFORMS": "cpu" if self.standin else "cuda,cpu",
             "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
             "PYCOLLECTIVE_ALLOW_SHARED_GPU": "1",
-            "JAX_DEFAULT_MATMUL_PRECISION": "highest",  # as on the CPUs that they are compared with
+            "JAX_DEFAULT_MATMUL_PRECISION": "highest",  # as precise as on the CPUs, which compute what is expected
             "OMPI_ALLOW_RUN_AS_ROOT": "1",
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
             "PYTHONUNBUFFERED": "",
             "PYCOLLECTIVE_TIMEOUT": str(_WAIT_S if not self.standin else 10 * _WAIT_S),
         }
         if self.standin:
-            own["PYCOLLECTIVE_BUCKET_BYTES"] = "4096"  # as small as its arrays
+            own["PYCOLLECTIVE_BUCKET_BYTES"] = "4096"  # buckets as small as the arrays of the tests
         return {**os.environ, **own, **more}
 
     def ranks(self, number: int) -> list[str]:
-        """The launcher with its options."""
+        """Returns the launcher and its options for this number of ranks."""
         beside = self.python.parent / "mpiexec"
         mpiexec = str(beside) if beside.exists() else shutil.which("mpiexec")
         if mpiexec is None:
             raise AbsentError("there is no mpiexec")
-        said = subprocess.run([mpiexec, "--version"], capture_output=True, text=True, timeout=20, env=self.environ())
-        open_mpi = any(name in said.stdout for name in ("Open MPI", "OpenRTE", "PRRTE", "prte"))
+        shown = subprocess.run([mpiexec, "--version"], capture_output=True, text=True, timeout=20, env=self.environ())
+        open_mpi = any(name in shown.stdout for name in ("Open MPI", "OpenRTE", "PRRTE", "prte"))
         return [mpiexec, *(["--oversubscribe"] if open_mpi else []), "-n", str(number)]
 
     def program(self, *words: str | Path) -> list[str]:
-        """A program of this Python on GPUs, or on what stands in for them."""
+        """Returns the command that runs a Python program on GPUs, or on their stand-ins."""
         mode = ["-m", "tests.standin", self.standin] if self.standin else []
         return [str(self.python), *mode, *map(str, words)]
 
 
 def told(name: str, output: str) -> dict[str, Any]:
-    """The line of JSON that a program of ranks has printed behind ``name:``."""
+    """Returns the JSON that a program has printed in a line after ``name:``."""
     lines = [line for line in output.splitlines() if line.startswith(f"{name}: {{")]
     if not lines:
-        raise StepError(f"it did not say what it found: {last_lines(output)}")
+        raise StepError(f"it printed no result: {last_lines(output)}")
     found: dict[str, Any] = json.loads(lines[-1].partition(": ")[2])
     return found
 
 
 def counted(output: str, *, seconds: float) -> str:
-    """How pytest's tests went, from its last lines.
+    """Returns how pytest's tests went, from pytest's last lines.
 
     Raises:
-        StepError: none has passed.
+        StepError: no test has passed.
     """
     ends = [line for line in output.splitlines() if re.search(r"\d+ \w+.* in [\d.]+s", line)]
     counts = {word: int(number) for number, word in re.findall(r"(\d+) (\w+)", ends[-1] if ends else "")}
@@ -118,7 +118,7 @@ def counted(output: str, *, seconds: float) -> str:
 
 
 def bandwidth_rows(output: str) -> list[dict[str, object]]:
-    """What ``pycollective bench`` has printed so far, a dictionary for each line of its tables."""
+    """Returns the tables that ``pycollective bench`` has printed so far, a dictionary for each line."""
     rows: list[dict[str, object]] = []
     op = ""
     for line in output.splitlines():
@@ -135,12 +135,12 @@ def bandwidth_rows(output: str) -> list[dict[str, object]]:
 
 
 def look(place: Place, step: Step) -> str:
-    """What is there; kept for the others."""
+    """Finds out what the machine has, and keeps it in ``place.facts`` for the other steps."""
     program = place.program("-m", "tests.gpu_check.facts")
     try:
         step.run([*place.ranks(2), *program], environ=place.environ(), cwd=place.tree)
     except StepError:
-        with suppress(StepError):  # it says what there is before it computes anything
+        with suppress(StepError):  # it prints the facts before it computes, so they may be there
             place.facts.update(told("facts", step.log.read_text(errors="replace")))
         raise
     place.facts.update(told("facts", step.log.read_text(errors="replace")))
@@ -148,14 +148,14 @@ def look(place: Place, step: Step) -> str:
     kinds = [kind for devices in facts["devices"] for kind in devices]
     if not place.standin:
         place.facts["xla_flags"] = _accepted_flags(place, step)
-    way = "MPI takes the device's memory" if facts["direct"] else "arrays are staged"
+    way = "MPI takes device memory" if facts["direct"] else "arrays are staged"
     return f"2 ranks on {', '.join(kinds)}; {facts['mpi']}; {way}"
 
 
 def _accepted_flags(place: Place, step: Step) -> str:
-    """XLA's flag for programs that run once: it chooses among no kernels. XLA aborts at one that it does not know."""
+    """Returns XLA's flag against autotuning, which is slow for programs that run once; "" if XLA does not know it."""
     flags = "--xla_gpu_autotune_level=0"
-    start = [place.python, "-c", "import jax; jax.devices()"]
+    start = [place.python, "-c", "import jax; jax.devices()"]  # it aborts if XLA does not know the flag
     try:
         step.run(start, environ=place.environ(JAX_PLATFORMS="cpu", XLA_FLAGS=flags))
     except StepError:
@@ -176,9 +176,9 @@ def doctor(place: Place, step: Step) -> str:
 def tests(
     place: Place, step: Step, folder: str, files: Sequence[str], ranks: int, seconds: float, direct: str, **more: str
 ) -> str:
-    """Tests of a folder under mpirun, those that begin within so many seconds."""
+    """Runs the tests of a folder under mpirun. Tests that do not begin within ``seconds`` are left out."""
     seconds = min(seconds, max(step.left_s() - 30, 5))
-    if place.standin:  # which has runs of its own: one test
+    if place.standin:  # one test is enough: the whole suite runs on stand-ins elsewhere
         files, seconds = files[:1], 0
     environ = place.environ(
         JAX_NUM_CPU_DEVICES="8", PYCOLLECTIVE_GPU_DIRECT=direct, PYCOLLECTIVE_TEST_SECONDS=f"{seconds:.0f}", **more
@@ -193,7 +193,7 @@ def tests(
         output = step.run(command, environ=environ, cwd=place.tree)
     except StepError as error:
         passed = "".join(re.findall(r"^[.sFE]+(?= *\[|$)", step.log.read_text(), re.MULTILINE)).count(".")
-        raise StepError(f"{error}; {passed} had passed") from error
+        raise StepError(f"{error}; {passed} tests had passed") from error
     return counted(output, seconds=seconds)
 
 
@@ -204,7 +204,7 @@ def direct_tests(place: Place, step: Step, seconds: float) -> str:
 
 
 def named_axes(place: Place, step: Step, seconds: float) -> str:
-    """The ranks share out the GPUs: all, or the first four where these tests have no use for so many."""
+    """Runs the tests of named axes on all GPUs, or on the first four if these tests cannot use all."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3").split(",")
     useful = len(gpus_of_host(place)) // 2 in (0, 1, 2, 4)
     few = {} if useful else {"CUDA_VISIBLE_DEVICES": ",".join(visible[:4])}
@@ -212,12 +212,12 @@ def named_axes(place: Place, step: Step, seconds: float) -> str:
 
 
 def device_tests(place: Place, step: Step) -> str:
-    """C++ on CUDA's own runtime."""
+    """Runs the tests in C++ on CUDA's own runtime."""
     if place.facts.get("compiler") is None:
         raise AbsentError("there is no C++ compiler")
     library = "standin" if place.standin else place.facts.get("cudart")
     if library is None:
-        raise AbsentError("JAX has loaded no libcudart.so: it has it inside")
+        raise AbsentError("JAX has loaded no libcudart.so: the runtime is linked into it")
     folder = place.work / "device_tests"
     folder.mkdir(exist_ok=True)
     command = [place.python, "-m", "tests.gpu_check.device_tests", folder, library]
@@ -225,7 +225,7 @@ def device_tests(place: Place, step: Step) -> str:
 
 
 def bandwidth(place: Place, step: Step, sizes: tuple[str, str]) -> str:
-    """Of staged arrays, beside what others do with them."""
+    """Measures the bandwidth of staged arrays, and that of other ways to move them."""
     against = ["numpy", "copies", *([] if place.facts.get("mpi4jax", "unknown") else ["mpi4jax"])]
     smallest, largest = sizes
     bench = ["psum", "all_gather", "--against", ",".join(against), "-b", smallest, "-e", largest]
@@ -233,7 +233,7 @@ def bandwidth(place: Place, step: Step, sizes: tuple[str, str]) -> str:
     environ = place.environ(PYCOLLECTIVE_GPU_DIRECT="off")
     try:
         output = step.run([*place.ranks(2), *program], environ=environ, cwd=place.tree)
-    finally:  # what was measured before it failed
+    finally:  # also if it fails: keep what was measured before
         place.rows += bandwidth_rows(step.log.read_text(errors="replace"))
     if not place.rows:
         raise StepError(f"no figures: {last_lines(output)}")
@@ -246,30 +246,31 @@ def bandwidth(place: Place, step: Step, sizes: tuple[str, str]) -> str:
 
 
 def several_gpus(place: Place, step: Step) -> str:
-    """NCCL beside MPI."""
+    """Runs NCCL beside MPI in one program."""
     gpus = len(gpus_of_host(place))
     if gpus < 2:
-        raise AbsentError(f"XLA's collectives between GPUs of one rank need two GPUs, and there is {gpus}")
+        raise AbsentError(f"expected two GPUs for XLA's collectives between the GPUs of one rank, got {gpus}")
     more = {"JAX_NUM_CPU_DEVICES": "2"} if place.standin else {}
     if not place.standin and gpus < 4:
-        more["JAX_CUDA_VISIBLE_DEVICES"] = "0,1"  # both ranks drive both
+        more["JAX_CUDA_VISIBLE_DEVICES"] = "0,1"  # both ranks use both GPUs
     program = place.program("-m", "tests.gpu_check.several_gpus")
     small = ["--elements", "4096", "--calls", "2"] if place.standin or place.quick else []
     output = step.run([*place.ranks(2), *program, *small], environ=place.environ(**more), cwd=place.tree)
     found = told("several", output)
     if not found["local"] or not found["mpi"]:
-        raise StepError(f"expected XLA's collectives and ours in one program, got {found}")
+        raise StepError(f"expected XLA's collectives and pycollective's in one program, got {found}")
     devices = f"{found['ranks']} ranks x {found['devices']} GPUs"
-    return f"{devices}: exact; XLA's {', '.join(found['local'])} and {found['mpi']} calls of ours in a program"
+    calls = f"XLA's {', '.join(found['local'])} and {found['mpi']} calls of pycollective"
+    return f"{devices}: exact results; the program has {calls}"
 
 
 def gpus_of_host(place: Place) -> list[str]:
-    """The kinds of the GPUs that JAX sees here; of stand-ins there are as many as are asked for."""
+    """Returns the kinds of the GPUs that JAX sees here; stand-ins count as two."""
     return ["stand-in"] * 2 if place.standin else list(place.facts.get("gpus", ()))
 
 
 def overlap(place: Place, step: Step) -> str:
-    """By the clock; the profile is kept for the next step."""
+    """Measures the overlap with a clock, and keeps the numbers of the profile for the next step."""
     folder = place.work / "profile"
     program = place.program("-m", "tests.gpu_check.overlap", "--folder", folder)
     small = ["--width", "64", "--layers", "3", "--calls", "2"] if place.standin else []
@@ -277,29 +278,30 @@ def overlap(place: Place, step: Step) -> str:
     found = told("overlap", output)
     place.facts["overlap"] = found
     if found["begun"] == 0:
-        raise StepError("expected sums that begin while the GPU computes, got none in the program")
+        raise StepError("expected sums that run while the GPU computes, got none in the program")
     ms = found["ms"]
     hidden = (ms["compute"] + ms["sums"] - ms["step"]) / min(ms["compute"], ms["sums"])
     network = f"{found['layers']} layers of {found['width']} x {found['width']}, {found['rows']} rows"
     each = f"{ms['step']:.1f} ms a step, {ms['compute']:.1f} computing alone, {ms['sums']:.1f} summing alone"
-    return f"{network}: {each}; {max(hidden, 0):.0%} of the lesser is hidden"
+    return f"{network}: {each}; {max(hidden, 0):.0%} of the shorter one is hidden"
 
 
 def overlap_in_profile(place: Place, _: Step) -> str:
+    """Returns the overlap that the profile shows. The step before has made it."""
     found = place.facts.get("overlap")
     if found is None:
-        raise AbsentError("the program that makes the profile has failed")
+        raise AbsentError("the step that makes the profile has failed")
     if "profile" not in found:
         raise AbsentError(f"no profile of the GPU: {found.get('no_profile')}")
     seen = found["profile"]
     return (
         f"sums are under way for {seen['sums']:.1f} ms a step, kernels run for {seen['kernels']:.1f} ms; "
-        f"they run during {seen['share']:.0%} of the sums' time"
+        f"kernels run during {seen['share']:.0%} of the sums' time"
     )
 
 
 def training(place: Place, step: Step) -> str:
-    """Handwritten digits on GPUs against the same on CPUs."""
+    """Trains on handwritten digits, on GPUs and on CPUs, and compares the losses."""
     if lacking := place.facts.get("training"):
         raise AbsentError(f"examples/train_digits.py needs {', '.join(lacking)}")
     losses: dict[str, list[float]] = {}
@@ -314,40 +316,40 @@ def training(place: Place, step: Step) -> str:
 
 
 def compared(got: Sequence[float], want: Sequence[float]) -> str:
-    """How far losses are from those on CPUs.
+    """Returns how far the losses on GPUs are from those on CPUs.
 
     Raises:
-        StepError: too far.
+        StepError: they are too far away.
     """
     if len(got) != len(want) or not want:
-        raise StepError(f"expected as many losses on both, got {len(got)} and {len(want)}")
+        raise StepError(f"expected as many losses on GPUs as on CPUs, got {len(got)} and {len(want)}")
     away = [abs(a - b) / abs(b) for a, b in zip(got, want, strict=True)]
-    worst = max(away, key=lambda x: (x != x, x))  # what is not a number is worst
+    worst = max(away, key=lambda x: (x != x, x))  # NaN is the worst
     text = f"{len(got)} steps, loss {got[0]:.3f} to {got[-1]:.3f}, at most {worst:.1e} away from that on CPUs"
-    if not worst <= _TOLERANCE:  # not a number either
+    if not worst <= _TOLERANCE:  # `not <=` also catches NaN
         raise StepError(text)
     return text
 
 
 def about(place: Place) -> Mapping[str, str]:
-    """Lines of the report on the machine."""
+    """Returns what the report says about the machine."""
     facts = place.facts
     if "jax" not in facts:
         return {}
-    says = {True: "says that it takes it", False: "says that it does not take it"}
+    takes = {True: "MPI says that it takes it", False: "MPI says that it does not take it"}
     return {
         "pycollective": facts["pycollective"],
         "GPU": f"{len(gpus_of_host(place))} x {gpus_of_host(place)[0]}",
         "driver, runtime": f"CUDA {facts['driver']}, {facts['cuda']}",
         "JAX": f"{facts['jax']}, Python {facts['python']}",
         "MPI": facts["mpi"],
-        "device memory": f"MPI {says.get(facts['takes_device_memory'], 'does not say whether it takes it')}",
+        "device memory": takes.get(facts["takes_device_memory"], "MPI does not say whether it takes it"),
         "cores": str(facts["cores"]),
     }
 
 
 def steps_of(place: Place) -> list[tuple[str, float, Callable[[Step], str]]]:
-    """Name, limit in seconds and work of each, the most telling first. The limits are 480 s together."""
+    """Returns the name, limit in seconds and work of each step, most important first. The limits add up to 480 s."""
     quick = place.quick
 
     def collective(ranks: int, seconds: float) -> Callable[[Step], str]:
@@ -371,12 +373,12 @@ def steps_of(place: Place) -> list[tuple[str, float, Callable[[Step], str]]]:
 
 
 def run_all(runner: Runner, place: Place) -> None:
-    """All steps. Without the first nothing is known of the machine, and the others are not begun."""
+    """Runs all steps. If the first finds out nothing about the machine, the others are not begun."""
     first, *others = steps_of(place)
     runner.step(*first)
     for name, limit_s, work in others:
         if "jax" not in place.facts:
-            runner.skip(name, f"nothing is known of this machine: {first[0]!r} has failed")
+            runner.skip(name, f"nothing is known about this machine: {first[0]!r} has failed")
             continue
         runner.step(name, limit_s, work)
         if name.startswith("bandwidth") and (why := place.facts["mpi4jax"]):

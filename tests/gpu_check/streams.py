@@ -1,7 +1,7 @@
-"""What a profile of JAX says of the time that sums between ranks take on a GPU: how much of it the GPU computes.
+"""Reads from a profile of JAX how long sums between ranks take, and for how much of this time the GPU computes.
 
-A staged sum copies each piece from the device and back to it, on two streams of its own (``native/device.cc``). So it
-is under way from the first copy from the device until as many have gone back.
+A staged sum copies each piece from the device and back to it, on two streams of its own (``native/device.cc``). So a
+sum is under way from its first copy from the device until as many copies to the device have ended.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _DEVICE, _STREAM = "/device:GPU", "Stream #"  # how XLA's profiler begins the na
 
 
 class Span(NamedTuple):
-    """From one moment to another, nanoseconds."""
+    """The time from one moment to another, in nanoseconds."""
 
     start: float
     end: float
@@ -32,12 +32,12 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Overlap:
-    """Attributes are nanoseconds.
+    """How long sums and kernels took, in nanoseconds.
 
     Attributes:
-        sums: during which a sum was under way.
-        kernels: during which a kernel ran.
-        both: at once.
+        sums: the time in which a sum was under way.
+        kernels: the time in which a kernel ran.
+        both: the time in which a sum was under way and a kernel ran.
     """
 
     sums: float
@@ -46,12 +46,12 @@ class Overlap:
 
     @property
     def share(self) -> float:
-        """Of the time of the sums, that in which the GPU computed."""
+        """The part of the sums' time in which a kernel ran."""
         return self.both / self.sums
 
 
 def union(spans: Iterable[Span]) -> list[Span]:
-    """The same moments as disjoint spans, in order."""
+    """Returns the same moments as disjoint spans, in order."""
     merged: list[Span] = []
     for span in sorted(spans):
         if merged and span.start <= merged[-1].end:
@@ -62,12 +62,12 @@ def union(spans: Iterable[Span]) -> list[Span]:
 
 
 def length(spans: Iterable[Span]) -> float:
-    """Of the moments in any of them."""
+    """Returns how long the spans are together; moments in several of them count once."""
     return sum(span.end - span.start for span in union(spans))
 
 
 def common(first: Iterable[Span], second: Iterable[Span]) -> list[Span]:
-    """The moments that are in both."""
+    """Returns the moments that are in both."""
     a, b = union(first), union(second)
     found, i, j = [], 0, 0
     while i < len(a) and j < len(b):
@@ -81,16 +81,18 @@ def common(first: Iterable[Span], second: Iterable[Span]) -> list[Span]:
     return found
 
 
-def under_way(come: Sequence[Span], gone: Sequence[Span]) -> list[Span]:
-    """When more copies had begun to come than had gone back.
+def under_way(from_device: Sequence[Span], to_device: Sequence[Span]) -> list[Span]:
+    """Returns when sums were under way: more copies from the device had begun than copies to it had ended.
 
     Raises:
-        ValueError: they are not as many.
+        ValueError: the numbers of the copies differ.
     """
-    if len(come) != len(gone):
-        raise ValueError(f"expected as many copies to the device as from it, got {len(gone)} and {len(come)}")
+    if len(from_device) != len(to_device):
+        counts = f"{len(to_device)} and {len(from_device)}"
+        raise ValueError(f"expected as many copies to the device as from it, got {counts}")
     spans, start, pieces = [], 0.0, 0
-    for moment, change in sorted([(span.start, 1) for span in come] + [(span.end, -1) for span in gone]):
+    changes = [(span.start, 1) for span in from_device] + [(span.end, -1) for span in to_device]
+    for moment, change in sorted(changes):
         if pieces == 0:
             start = moment
         pieces += change
@@ -100,22 +102,22 @@ def under_way(come: Sequence[Span], gone: Sequence[Span]) -> list[Span]:
 
 
 def overlap(events: Sequence[Event]) -> Overlap:
-    """Of the sums in a profile.
+    """Returns the overlap of sums and kernels in a profile.
 
     Raises:
-        ValueError: it has no copies, or such that do not belong to sums.
+        ValueError: the profile has no copies, or copies that do not belong to sums.
     """
-    come, gone = _busiest(events, FROM_DEVICE), _busiest(events, TO_DEVICE)
-    if not come or not gone:
+    from_device, to_device = _busiest(events, FROM_DEVICE), _busiest(events, TO_DEVICE)
+    if not from_device or not to_device:
         names = sorted({event.name for event in events if event.name.startswith("Memcpy")})
         raise ValueError(f"expected copies from the device and to it, got {names or 'none'}")
-    sums = under_way(come, gone)
+    sums = under_way(from_device, to_device)
     kernels = [event.span for event in events if not event.name.startswith(("Memcpy", "Memset"))]
     return Overlap(length(sums), length(kernels), length(common(sums, kernels)))
 
 
 def _busiest(events: Sequence[Event], name: str) -> list[Span]:
-    """The copies of that name on the stream that has most: XLA's own, of a scalar say, are on others."""
+    """Returns the copies of this name on the stream that has most of them. XLA's own copies are on other streams."""
     streams: dict[str, list[Span]] = {}
     for event in events:
         if event.name == name:
@@ -124,10 +126,10 @@ def _busiest(events: Sequence[Event], name: str) -> list[Span]:
 
 
 def read(folder: Path) -> list[Event]:
-    """What the streams of all GPUs did, from what ``jax.profiler.trace(folder)`` wrote.
+    """Reads what the streams of all GPUs did, from the files that ``jax.profiler.trace(folder)`` has written.
 
     Raises:
-        ValueError: there is no profile, or no stream in it.
+        ValueError: there is no profile, or it has no streams of a GPU.
     """
     from jax.profiler import ProfileData
 

@@ -1,4 +1,4 @@
-"""The runner of ``scripts/gpu-check``: limits, what is missing, the table, what it reads from the output of others."""
+"""Tests the runner of ``scripts/gpu-check``: limits, missing things, the report, and reading the output of programs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SLEEPS = "import time; print('on its way', flush=True); time.sleep(60)"
 
 
 def run(*words: str) -> object:
-    """The work of a step that runs this Python."""
+    """Returns the work of a step that runs this Python."""
     return lambda step: step.run([sys.executable, *words]).strip()
 
 
@@ -56,7 +56,7 @@ def test_every_step_has_its_line(tmp_path: Path) -> None:
         (OK, "figures"),
         (FAILED, "exit status 3: why"),
         (SKIPPED, "no GPU"),
-        (FAILED, "gpu-check itself: ZeroDivisionError: division by zero"),
+        (FAILED, "error in gpu-check itself: ZeroDivisionError: division by zero"),
         (FAILED, "/no/such/program did not start: No such file or directory"),
     ]
     log = runner.results[1].log
@@ -79,7 +79,7 @@ def test_a_step_ends_at_its_limit_with_all_that_it_started(tmp_path: Path, orpha
     began = time.monotonic()
     assert not runner.step("hangs", 2, run("-c", parent))  # type: ignore[arg-type]
     assert time.monotonic() - began < 15
-    assert runner.results[0].text.startswith("no end within its limit: on its way")
+    assert runner.results[0].text.startswith("it did not end within its limit: on its way")
     left = [pid for pid in Path("/proc").glob("[0-9]*") if b"gpu-check-child" in command_line(pid)]
     assert not left
 
@@ -117,7 +117,7 @@ def test_limits_leave_time_for_all() -> None:
 
 def test_last_lines() -> None:
     assert last_lines("a\n\n  b\n=====\nc\n", 2) == "b / c"
-    assert last_lines("\n---\n") == "it said nothing"
+    assert last_lines("\n---\n") == "it printed nothing"
     assert last_lines("why\n=   EXIT CODE: 15\nYOUR APPLICATION TERMINATED WITH THE EXIT STRING: Terminated") == "why"
 
 
@@ -138,14 +138,14 @@ def test_report(tmp_path: Path) -> None:
     assert table.report("H100, 2026-01-02", {"MPI": "MPICH"}, results, rows) == (
         "### H100, 2026-01-02\n\n"
         "|  |  |\n| --- | --- |\n| MPI | MPICH |\n\n"
-        "| step | result | s | what |\n| --- | --- | --- | --- |\n"
+        "| step | result | s | details |\n| --- | --- | --- | --- |\n"
         "| one | ok | 12 | 9.1 GB/s \\| 3 |\n"
-        "| two | FAILED | 3 | exit status 1: why (all of it: two.txt) |\n"
+        "| two | FAILED | 3 | exit status 1: why (full output: two.txt) |\n"
         "| three | SKIPPED |  | no compiler |\n\n"
         "| GB/s | pycollective | copies alone |\n| --- | --- | --- |\n"
         "| psum, 1 MiB | 3.14 | 10.00 |\n"
         "| all_gather, 16 MiB | 5.00 | - |\n\n"
-        "1 steps ok, 1 failed, 1 skipped.\n"
+        "Steps: 1 ok, 1 failed, 1 skipped.\n"
     )
     assert len(table.cell("x" * 1000)) < 500
 
@@ -188,7 +188,7 @@ def test_rows_of_the_benchmark() -> None:
 
 def test_what_a_program_of_ranks_tells() -> None:
     assert steps.told("facts", 'noise\nfacts: {"a": 1}\nmore') == {"a": 1}
-    with pytest.raises(StepError, match="it did not say what it found: noise"):
+    with pytest.raises(StepError, match="it printed no result: noise"):
         steps.told("facts", "noise\nother: {}")
 
 
@@ -211,7 +211,7 @@ def test_spans() -> None:
 
 
 def test_sums_are_under_way_from_the_first_copy_to_the_last() -> None:
-    # One of three pieces, of which the next comes before the last has gone; and one of one piece.
+    # A sum of three pieces, where each piece comes before the last one has gone; then a sum of one piece.
     come = [Span(0, 1), Span(1, 2), Span(4, 5), Span(20, 22)]
     gone = [Span(3, 4), Span(6, 7), Span(8, 9), Span(30, 31)]
     assert streams.under_way(come, gone) == [Span(0, 9), Span(20, 31)]
@@ -258,12 +258,12 @@ def test_a_wheel_of_this_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         return wheel
 
     monkeypatch.setattr(environment, "has_compiler", lambda: False)
-    with pytest.raises(StepError, match="no wheel of the package was brought along, and there is no C"):
+    with pytest.raises(StepError, match="there is no wheel of the package, and there is no C"):
         environment.wheel_of(tmp_path, ROOT)
     wheel = pack()
     assert environment.wheel_of(tmp_path, ROOT) == wheel
     pack(b"# older\n")
-    with pytest.raises(StepError, match=r"pycollective-.*\.whl is of another tree, and there is no C"):
+    with pytest.raises(StepError, match=r"pycollective-.*\.whl was made from another tree, and there is no C"):
         environment.wheel_of(tmp_path, ROOT)
     monkeypatch.setattr(environment, "has_compiler", lambda: True)
     assert environment.wheel_of(tmp_path, ROOT) is None
