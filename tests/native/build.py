@@ -15,19 +15,19 @@ SOURCES = {
     "device_test": [_NATIVE / name for name in ("device.cc", "collectives.cc", "own_reductions.cc")],
     "team_test": [_NATIVE / "team.cc"],
 }
-"""What each program is compiled with, besides its own file and CUDA's runtime or the stand-in for it."""
+"""The sources of each program, beside its own file and CUDA's runtime or the stand-in for it."""
 
 NAMES = {program: re.findall(r'\{"(\w+)", Test\w+\}', (FOLDER / f"{program}.cc").read_text()) for program in SOURCES}
-"""The tests of each program; a name is the program's argument."""
+"""The names of the tests of each program. The program runs the test that its argument names."""
 
 
 def build(program: str, folder: Path, cudart: Path | None = None) -> Path:
-    """Returns the program, compiled into ``folder``.
+    """Compiles a program into ``folder``, and returns its file.
 
     Args:
         program: a key of :data:`SOURCES`.
-        folder: a directory that exists.
-        cudart: the file of CUDA's runtime library; None: the stand-in takes its place.
+        folder: an existing directory.
+        cudart: the file of CUDA's runtime library; None: the stand-in is used.
     """
     sources = [FOLDER / f"{program}.cc", *SOURCES[program]]
     if cudart is None:

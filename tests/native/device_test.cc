@@ -22,7 +22,7 @@ bool DoublesInPieces() {
   const Array before(100);
   const std::vector<Array> x = Late(stream, values);
   Launch(stream, [] { Sleep(kLateMs); });
-  y[1].CopyTo(before, stream);  // reads the memory of the results before they are there: it was another array's
+  y[1].CopyTo(before, stream);  // an earlier reader of the results' memory: it must still see zeros
   Events events(stream);
   const pc::Transfer transfer{SideOf(x), SideOf(y), true, true};
   int64_t calls = 0;
@@ -44,7 +44,7 @@ bool DoublesInPieces() {
 
 void TestPieces() { CHECK(DoublesInPieces()); }
 
-// A runtime that does not wait makes the results wrong: so the other tests would see it.
+// If the runtime does not wait, results are wrong: so the other tests notice a forgotten wait.
 void TestForgottenWaits() {
   SlowCopies(2000);
   pc::runtime.EventSynchronize = [](void*) { return 0; };
@@ -55,7 +55,7 @@ void TestForgottenWaits() {
   CHECK(!DoublesInPieces());
 }
 
-// A call that reverses the order of the blocks is right for pieces of any size.
+// A call that reverses the order of the blocks has the right result for pieces of any size.
 void TestBlocks() {
   for (const int64_t stage_bytes : {12, 60, 1000, 1 << 20}) {
     for (const int64_t count : {1, 7, 64}) {
@@ -86,7 +86,7 @@ void TestBlocks() {
   }
 }
 
-// An allgather makes several blocks of one; a receive reads nothing.
+// An allgather turns one block into several blocks; a receive has no operands.
 void TestSidesOfDifferentShapes() {
   void* stream = NewStream();
   const Ints values = Counting(50);
@@ -113,7 +113,7 @@ void TestSidesOfDifferentShapes() {
   CHECK(receive.device
             .Stage({{}, SideOf(received), false, false}, 8, receive.ready, receive.done,
                    [&](const void*, void* out, int64_t n) -> pc::Outcome {
-                     CHECK(n == 7);  // a message goes whole
+                     CHECK(n == 7);  // a message is not cut into pieces
                      std::memcpy(out, values.data(), 28);
                      return {};
                    })
@@ -123,8 +123,8 @@ void TestSidesOfDifferentShapes() {
   CHECK(before.Read(stream) == Ints(7));
 }
 
-// Calls of all kinds follow each other at once and use the same buffers: none writes over what another has still to
-// copy.
+// Calls of different kinds follow each other without a pause and use the same buffers: no call writes over data that
+// another call must still copy.
 void TestCallsFollowEachOther() {
   SlowCopies(1000);
   void* stream = NewStream();
@@ -179,7 +179,7 @@ void TestMemoryOfAMessage() {
   CHECK(held == 1);
 }
 
-// Without page-locked memory there is an error, and the calls of MPI are made all the same.
+// Without page-locked memory the call returns an error, but it still calls MPI, since other ranks wait there.
 void TestNoMemory() {
   no_memory = true;
   void* stream = NewStream();
@@ -197,7 +197,7 @@ void TestNoMemory() {
   CHECK(calls == 10);
 }
 
-// A barrier moves nothing: it is one call, made when the stream's earlier work is done.
+// A barrier moves no data: MPI is called once, after the stream's earlier work.
 void TestNothing() {
   void* stream = NewStream();
   std::atomic<bool> ran{false};
@@ -218,7 +218,7 @@ void TestNothing() {
   CHECK(calls == 1);
 }
 
-// Buffers are made once, and again only for larger pieces.
+// Buffers are allocated once, and again only for larger pieces.
 void TestNoAllocationInSteadyState() {
   CHECK(DoublesInPieces());
   const int64_t before = allocations.load();
@@ -232,7 +232,7 @@ void TestNoAllocationInSteadyState() {
   CHECK(allocations.load() == grown);
 }
 
-// While one piece is with MPI, other pieces come from the device and go back to it.
+// While MPI works on one piece, other pieces are copied from the device and to it.
 void TestPiecesOverlap() {
   SlowCopies(2000);
   void* stream = NewStream();
@@ -243,9 +243,9 @@ void TestPiecesOverlap() {
   CHECK(events.device
             .Stage({SideOf(x), SideOf(y), true, true}, 64, events.ready, events.done,
                    [&](const void* in, void* out, int64_t count) -> pc::Outcome {
-                     // During each call but the last ones some copy ends.
+                     // During each call except the last ones, another copy ends.
                      const int64_t before = copied.load();
-                     if (++calls < 8) CHECK(Comes([&] { return copied.load() > before; }));
+                     if (++calls < 8) CHECK(BecomesTrue([&] { return copied.load() > before; }));
                      Double(in, out, count);
                      return {};
                    })
@@ -257,8 +257,8 @@ void TestPiecesOverlap() {
 #endif
 }
 
-// Other work of the device goes on while MPI has the arrays: on other streams in any case, and on the same stream
-// between the start and the end of a call.
+// The device does other work while MPI has the arrays: always on other streams, and on the same stream between the
+// start and the end of a call.
 void TestOtherWorkGoesOn() {
   void* stream = NewStream();
   void* other = NewStream();
@@ -271,7 +271,7 @@ void TestOtherWorkGoesOn() {
     outcome = events.device.Stage({SideOf(x), SideOf(y), true, true}, 1 << 20, events.ready, events.done,
                                   [&](const void* in, void* out, int64_t count) -> pc::Outcome {
                                     Launch(other, [&] { on_other = true; });
-                                    CHECK(Comes([&] { return on_other.load() && on_same.load(); }));
+                                    CHECK(BecomesTrue([&] { return on_other.load() && on_same.load(); }));
                                     Double(in, out, count);
                                     return {};
                                   });
@@ -282,7 +282,7 @@ void TestOtherWorkGoesOn() {
   CHECK(outcome.ok() && y[0].Read(stream)[39] == 80);
 }
 
-// The calls of a device run one after the other, in whichever thread.
+// The calls of a device run one after the other, in the order in which they were made.
 void TestOrder() {
   pc::Device& device = pc::Device::Get(0);
   std::vector<int> order;
@@ -301,7 +301,7 @@ void TestOrder() {
   CHECK(order == want);
 }
 
-// An error of the runtime is returned, and the calls of MPI are made all the same: other ranks wait in them.
+// A call returns an error of the runtime, but it still calls MPI, since other ranks wait there.
 void TestErrors() {
   for (const int64_t nth : {1, 2, 5, 9}) {
     void* stream = NewStream();
@@ -324,7 +324,7 @@ void TestErrors() {
   CHECK(DoublesInPieces());
 }
 
-// A library that reads the device's memory gets it when the operands are there.
+// An MPI library that takes the device's memory is called after the operands are written.
 void TestDirect() {
   void* stream = NewStream();
   const std::vector<Array> y{Array(10, 7)};

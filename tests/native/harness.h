@@ -1,4 +1,5 @@
-// What every test program has: checks, waiting, and a main function. `PROGRAM NAME` runs one test, `PROGRAM` lists them.
+// Functions of every test program: checks, waiting, and the main function. `PROGRAM NAME` runs a test, `PROGRAM` lists
+// all names.
 
 #ifndef PYCOLLECTIVE_TESTS_NATIVE_HARNESS_H_
 #define PYCOLLECTIVE_TESTS_NATIVE_HARNESS_H_
@@ -14,15 +15,15 @@
 #define CHECK(condition)                                                            \
   do {                                                                              \
     if (!(condition)) {                                                             \
-      std::fprintf(stderr, "%s:%d: not so: %s\n", __FILE__, __LINE__, #condition);  \
+      std::fprintf(stderr, "%s:%d: failed: %s\n", __FILE__, __LINE__, #condition);  \
       std::exit(1);                                                                 \
     }                                                                               \
   } while (false)
 
 inline void Sleep(int ms) { std::this_thread::sleep_for(std::chrono::milliseconds(ms)); }
 
-// Waits until a condition holds that must come true; the limit is for a test that fails.
-inline bool Comes(const std::function<bool()>& condition) {
+// Waits until a condition is true. Returns whether it became true within the limit of 20 seconds or more.
+inline bool BecomesTrue(const std::function<bool()>& condition) {
   for (int i = 0; i < 20000; ++i) {
     if (condition()) return true;
     Sleep(1);
@@ -39,7 +40,7 @@ inline int RunOne(const Tests& tests, int argc, char** argv) {
   }
   tests.at(argv[1])();
   std::fflush(nullptr);
-  std::_Exit(0);  // without waiting for threads that never end, as those of the stand-in's streams
+  std::_Exit(0);  // does not wait for threads: those of the stand-in's streams never end
 }
 
 #endif  // PYCOLLECTIVE_TESTS_NATIVE_HARNESS_H_

@@ -1,6 +1,6 @@
-// Arrays and calls on a device of the stand-in for CUDA's runtime, or of CUDA's own (PYCOLLECTIVE_CUDART).
+// Arrays and calls on a device, with the stand-in for CUDA's runtime or CUDA's own runtime (PYCOLLECTIVE_CUDART).
 //
-// Late work of a stream writes the operands, and later work of it reads the results, as XLA's kernels would.
+// Slow work of a stream writes the operands, and later work of the stream reads the results, as XLA's kernels would.
 
 #ifndef PYCOLLECTIVE_TESTS_NATIVE_ON_DEVICE_H_
 #define PYCOLLECTIVE_TESTS_NATIVE_ON_DEVICE_H_
@@ -31,11 +31,11 @@ inline constexpr bool kStandIn = true;
 
 inline void* NewStream() {
   void* stream = nullptr;
-  CUDA(cudaStreamCreateWithFlags(&stream, 1));  // it waits for no other stream
+  CUDA(cudaStreamCreateWithFlags(&stream, 1));  // the stream waits for no other stream
   return stream;
 }
 
-// Launches a kernel: the stream calls a function of the host in its order. The function calls none of CUDA's.
+// Launches a kernel: the stream calls a function of the host after its earlier work. The function must not call CUDA.
 inline void Launch(void* stream, std::function<void()> kernel) {
   CUDA(cudaLaunchHostFunc(
       stream,
@@ -49,11 +49,11 @@ inline void Launch(void* stream, std::function<void()> kernel) {
 
 // native/device.cc calls the runtime through ObservedRuntime, which counts the calls, and makes them slow or fail as
 // these variables say. The tests call the runtime itself.
-inline std::atomic<int> slow_us{0};           // each copy takes at least so long
-inline std::atomic<int64_t> until_failure{0};  // the copy or set with this number from now on fails; 0: none fails
-inline std::atomic<bool> no_memory{false};     // page-locked memory is refused
-inline std::atomic<int64_t> allocations{0};    // the number of page-locked allocations that were made so far
-inline std::atomic<int64_t> held{0};           // the number of them that are held
+inline std::atomic<int> slow_us{0};           // each copy takes at least this time
+inline std::atomic<int64_t> until_failure{0};  // which copy or set from now on fails, from 1; 0: none fails
+inline std::atomic<bool> no_memory{false};     // allocations of page-locked memory fail
+inline std::atomic<int64_t> allocations{0};    // the number of page-locked allocations so far
+inline std::atomic<int64_t> held{0};           // the number of them that are not freed
 inline std::atomic<int64_t> copied{0};         // the number of copies that have ended
 inline constexpr int kInvalidValue = 1;        // cudaErrorInvalidValue
 inline constexpr int kMemoryAllocation = 2;    // cudaErrorMemoryAllocation
@@ -71,7 +71,7 @@ int Observed(void* stream, Copy copy) {
   return code;
 }
 
-// Makes every copy take at least so long.
+// Makes every copy take at least this time.
 inline void SlowCopies(int us) {
   slow_us = us;
 #ifndef PYCOLLECTIVE_CUDART
@@ -126,7 +126,7 @@ inline Ints Counting(size_t count) {
   return values;
 }
 
-// Copies for the tests. On the stand-in a function of the host does it, since the stand-in's own copies are slow.
+// Copies for the tests. With the stand-in a function of the host copies, since the stand-in's own copies are slow.
 inline void Copy(void* to, const void* from, size_t nbytes, int kind, void* stream) {
 #ifdef PYCOLLECTIVE_CUDART
   CUDA(cudaMemcpyAsync(to, from, nbytes, kind, stream));
@@ -142,7 +142,7 @@ class Array {
  public:
   explicit Array(size_t count, int32_t value = 0) : count_(count) {
     CUDA(cudaMalloc(&data_, nbytes()));
-    CUDA(cudaHostAlloc(&written_, nbytes(), 0));  // not later: then it would wait for the device
+    CUDA(cudaHostAlloc(&written_, nbytes(), 0));  // now, since a later allocation might wait for the device
     CUDA(cudaHostAlloc(&read_, nbytes(), 0));
     void* const stream = NewStream();
     Write(stream, Ints(count, value));
@@ -153,7 +153,7 @@ class Array {
     std::memcpy(written_, values.data(), nbytes());
     Copy(data_, written_, nbytes(), pc::kHostToDevice, stream);
   }
-  // Returns what a kernel reads when the stream comes to it.
+  // Returns what a kernel reads after the stream's earlier work.
   Ints Read(void* stream) const {
     Copy(read_, data_, nbytes(), pc::kDeviceToHost, stream);
     CUDA(cudaStreamSynchronize(stream));
@@ -173,7 +173,7 @@ class Array {
 
   size_t count_;
   void* data_ = nullptr;
-  void* written_ = nullptr;  // page-locked memory of the host, as is the next
+  void* written_ = nullptr;  // page-locked memory of the host, like `read_`
   void* read_ = nullptr;
 };
 
@@ -189,11 +189,11 @@ inline pc::Side SideOf(const std::vector<Array>& arrays, int64_t blocks = 1) {
   return side;
 }
 
-// How much later a late kernel ends: code that does not wait for it runs before.
+// The time that a slow kernel takes: code that does not wait for it reads too early.
 inline constexpr int kLateMs = 5;
 
-// Returns arrays in the device's memory that a kernel writes late. A test makes its other arrays before: an allocation
-// may wait for the device.
+// Returns arrays in the device's memory that a slow kernel writes. A test makes its other arrays before, since an
+// allocation may wait for the device.
 inline std::vector<Array> Late(void* stream, const std::vector<Ints>& values) {
   std::vector<Array> arrays;
   for (const Ints& each : values) arrays.emplace_back(each.size(), -1);

@@ -1,8 +1,8 @@
-"""Accelerators of plain memory: the handlers for GPUs, without a GPU.
+"""Stand-ins for GPUs: they run the package's handlers for GPUs on CPU devices, in plain memory.
 
-``PYCOLLECTIVE_TEST_STANDIN=staged`` (or ``direct``) makes the suites under mpirun take every CPU device for such an
-accelerator: lowering, handlers, streams, events, page-locked buffers and MPI are those of a GPU; the runtime library is
-``cudart.cc``, and ``xla.cc`` makes XLA's CPU runtime call the handlers as its GPU runtime does.
+``PYCOLLECTIVE_TEST_STANDIN=staged`` (or ``direct``) makes the suites under mpirun use every CPU device as a stand-in.
+Lowering, handlers, streams, events, page-locked buffers and MPI work as on a GPU. ``cudart.cc`` replaces CUDA's
+runtime, and ``xla.cc`` makes XLA's CPU runtime call the handlers as XLA's GPU runtime does.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import jaxlib
 from jax.ffi import include_dir
 
 _DELAY_US = 30
-"""How long each copy takes."""
+"""The shortest time that a copy takes."""
 
 _HERE = Path(__file__).parent
 _NATIVE = _HERE.parents[1] / "native"
@@ -33,7 +33,7 @@ def compiler() -> str:
 
 
 def compile_cpp(sources: list[Path], out: Path, *flags: str) -> Path:
-    """Compiles C++ as the package does; into a file of its own first, since several ranks may do so at once."""
+    """Compiles C++ into ``out``, through a file of its own, since several ranks may compile at the same time."""
     descriptor, name = tempfile.mkstemp(dir=out.parent)
     os.close(descriptor)
     made = Path(name)
@@ -47,7 +47,7 @@ def compile_cpp(sources: list[Path], out: Path, *flags: str) -> Path:
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The stand-in, compiled once for all runs with these sources and this JAX."""
+    """Returns the stand-in's library. It is compiled once for all runs with the same sources and the same JAX."""
     sources = [_HERE / "cudart.cc", _HERE / "xla.cc"]
     made_from = hashlib.sha256(f"{compiler()} {include_dir()} {jaxlib.__version__}".encode())
     for path in (Path(__file__), *sources, *sorted(_HERE.glob("*.h")), *sorted(_NATIVE.glob("*.h"))):
@@ -60,10 +60,10 @@ def library() -> ctypes.CDLL:
 
 
 def install(mode: str) -> None:
-    """Makes every CPU device of this process such an accelerator. Before anything else imports the package's modules.
+    """Makes every CPU device of this process a stand-in. It must run before the package's modules are imported.
 
     Args:
-        mode: "staged", or "direct" for an MPI that reads and writes their memory.
+        mode: "staged", or "direct": MPI reads and writes the memory of the devices.
     """
     if mode not in ("staged", "direct"):
         raise ValueError(f"PYCOLLECTIVE_TEST_STANDIN: expected staged or direct, got {mode!r}")

@@ -1,7 +1,7 @@
 // A stand-in for CUDA's runtime on machines without a GPU: the functions of native/runtime.h on host memory.
 //
-// A stream is a thread, so everything happens as late as CUDA allows: a copy first overwrites its target with a
-// pattern, waits, and only then copies. Code that forgets to wait for an event reads or sends the pattern. The stand-in
+// A stream is a thread, so its work is done late, as CUDA allows: a copy first overwrites its target with a pattern,
+// waits, and only then copies. Code that forgets to wait for an event reads or sends the pattern. The stand-in
 // knows which memory is page-locked, and refuses asynchronous copies to or from other host memory.
 
 #include "cudart.h"
@@ -27,7 +27,7 @@ constexpr int kHostToDevice = 1;
 constexpr int kDeviceToHost = 2;
 constexpr int kSpoilt = 0xA5;  // the pattern's bytes
 
-// What an event records: one moment in the work of a stream.
+// One moment in the work of a stream, which an event records.
 struct Moment {
   std::mutex mutex;
   std::condition_variable changed;
@@ -46,7 +46,7 @@ struct Moment {
 
 struct Event {
   std::mutex mutex;
-  std::shared_ptr<Moment> moment;  // null: never recorded, which counts as reached
+  std::shared_ptr<Moment> moment;  // null: the event was never recorded, which counts as reached
 
   std::shared_ptr<Moment> Get() {
     const std::lock_guard<std::mutex> lock(mutex);
@@ -101,7 +101,7 @@ bool IsPageLocked(const void* memory, size_t nbytes) {
   return first + nbytes <= after->first + after->second;
 }
 
-Stream& Of(void* stream) { return *static_cast<Stream*>(stream); }
+Stream& AsStream(void* stream) { return *static_cast<Stream*>(stream); }
 
 }  // namespace
 
@@ -124,14 +124,14 @@ int cudaStreamCreateWithFlags(void** stream, unsigned) {
 
 int cudaStreamSynchronize(void* stream) {
   const auto moment = std::make_shared<Moment>();
-  Of(stream).Enqueue([moment] { moment->Reach(); });
+  AsStream(stream).Enqueue([moment] { moment->Reach(); });
   moment->Wait();
   return 0;
 }
 
 int cudaStreamWaitEvent(void* stream, void* event, unsigned) {
   const auto moment = static_cast<Event*>(event)->Get();
-  if (moment != nullptr) Of(stream).Enqueue([moment] { moment->Wait(); });
+  if (moment != nullptr) AsStream(stream).Enqueue([moment] { moment->Wait(); });
   return 0;
 }
 
@@ -147,7 +147,7 @@ int cudaEventRecord(void* event, void* stream) {
     const std::lock_guard<std::mutex> lock(recorded->mutex);
     recorded->moment = moment;
   }
-  Of(stream).Enqueue([moment] { moment->Reach(); });
+  AsStream(stream).Enqueue([moment] { moment->Reach(); });
   return 0;
 }
 
@@ -178,7 +178,7 @@ int cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_p
   if (height > 1 && std::max(to_pitch, from_pitch) > max_pitch.load()) return kInvalidValue;
   if (kind == kDeviceToHost && !IsPageLocked(to, to_pitch * (height - 1) + width)) return kInvalidValue;
   if (kind == kHostToDevice && !IsPageLocked(from, from_pitch * (height - 1) + width)) return kInvalidValue;
-  Of(stream).Enqueue([=] {
+  AsStream(stream).Enqueue([=] {
     const int64_t now = ++at_once;
     int64_t most = most_at_once.load();
     while (now > most && !most_at_once.compare_exchange_weak(most, now)) {
@@ -198,7 +198,7 @@ int cudaMemcpyAsync(void* to, const void* from, size_t nbytes, int kind, void* s
 }
 
 int cudaMemsetAsync(void* to, int value, size_t nbytes, void* stream) {
-  Of(stream).Enqueue([=] { std::memset(to, value, nbytes); });
+  AsStream(stream).Enqueue([=] { std::memset(to, value, nbytes); });
   return 0;
 }
 
@@ -223,7 +223,7 @@ int cudaMalloc(void** memory, size_t nbytes) {
 }
 
 int cudaLaunchHostFunc(void* stream, void (*function)(void*), void* argument) {
-  Of(stream).Enqueue([=] { function(argument); });
+  AsStream(stream).Enqueue([=] { function(argument); });
   return 0;
 }
 

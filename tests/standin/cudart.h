@@ -8,7 +8,7 @@
 
 extern "C" {
 
-// The functions of CUDA that native/runtime.h names.
+// The functions of CUDA that native/runtime.h lists.
 int cudaGetDevice(int* device);
 int cudaSetDevice(int device);
 int cudaStreamCreateWithFlags(void** stream, unsigned flags);
@@ -25,20 +25,20 @@ int cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_p
 int cudaMemsetAsync(void* to, int value, size_t nbytes, void* stream);
 const char* cudaGetErrorString(int code);
 
-// Functions of CUDA that the tests call: one that allocates memory of the device, and one that makes a stream call the
-// host's function(argument) in its order.
+// Functions of CUDA that the tests call: cudaMalloc allocates memory of the device, and cudaLaunchHostFunc makes a
+// stream call function(argument) on the host after its earlier work.
 int cudaMalloc(void** memory, size_t nbytes);
 int cudaLaunchHostFunc(void* stream, void (*function)(void*), void* argument);
 
-// Functions of CUDA's driver: they find a device by its number, and its identity.
+// Functions of CUDA's driver: they return the device with a number, and the identity of a device.
 int cuDeviceGet(int* device, int ordinal);
 int cuDeviceGetUuid_v2(char* uuid, int device);
 
-// Makes every copy take at least so long.
+// Makes every copy take at least this time.
 void standin_set_delay_us(int64_t delay);
-// Refuses copies of rows that are further apart than this.
+// Makes copies fail whose rows are further apart than this.
 void standin_set_max_pitch(int64_t nbytes);
-// The largest number of copies, from and to the device, that were under way at one time.
+// Returns the largest number of copies, from and to the device, that were under way at the same time.
 int64_t standin_most_at_once();
 }
 

@@ -1,9 +1,8 @@
-// Lets XLA's CPU runtime call the handlers for accelerators, with the stand-in for CUDA's runtime (cudart.h) behind
-// them.
+// Lets XLA's CPU runtime call the handlers for accelerators, which use the stand-in for CUDA's runtime (cudart.h).
 //
-// A handler sees what it would see on a GPU: a stream, operands that are there only when earlier work of the stream is
-// done, and results that later work of the stream reads. So each call gets copies of XLA's operands, which the stream
-// makes late, and afterwards the stream copies the call's results to XLA's.
+// A handler sees what it would see on a GPU: a stream, operands that earlier work of the stream writes, and results
+// that later work of the stream reads. So each call gets copies of XLA's operands, which the stream makes late, and
+// afterwards the stream copies the call's results to XLA's results.
 
 #include <dlfcn.h>
 
@@ -30,7 +29,7 @@ size_t BytesOf(const XLA_FFI_Buffer& buffer) {
   return nbytes;
 }
 
-// Returns the device's stream: it has one.
+// Returns the device's only stream.
 void* StreamOf(int device) {
   static std::mutex mutex;
   static auto* streams = new std::map<int, void*>;
@@ -47,7 +46,7 @@ XLA_FFI_Error* GetStream(XLA_FFI_Stream_Get_Args* args) {
   return nullptr;
 }
 
-// Returns XLA's functions with ours in the place of the one that returns the stream.
+// Returns XLA's functions, where GetStream replaces XLA's own function.
 const XLA_FFI_Api* WithStream(const XLA_FFI_Api* api) {
   static std::vector<char>* made = [api] {
     auto* bytes = new std::vector<char>(reinterpret_cast<const char*>(api),
@@ -58,8 +57,8 @@ const XLA_FFI_Api* WithStream(const XLA_FFI_Api* api) {
   return reinterpret_cast<const XLA_FFI_Api*>(made->data());
 }
 
-// The device's memory in the place of XLA's buffers, by their addresses: an operand and a result that share a buffer of
-// XLA's share one here, too.
+// The memory of the device that replaces XLA's buffers, by their addresses: an operand and a result that share a buffer
+// of XLA share one here, too.
 class Buffers {
  public:
   void* For(void* address, size_t nbytes) {
@@ -93,7 +92,8 @@ void Enqueue(void* stream, Copy* copy) {
       copy);
 }
 
-// Copies when the stream comes to it. `as_it_is_now`: what `from` holds now, whatever happens to it until then.
+// Copies when the stream has done its earlier work. `as_it_is_now`: copies what `from` holds now, even if it changes
+// until then.
 void CopyLater(void* stream, void* to, const void* from, size_t nbytes, bool as_it_is_now) {
   auto* copy = new Copy{to, {}, from, nbytes};
   if (as_it_is_now) {
@@ -103,22 +103,22 @@ void CopyLater(void* stream, void* to, const void* from, size_t nbytes, bool as_
   Enqueue(stream, copy);
 }
 
-// Writes over an operand when the stream comes to it. So may a later kernel to which XLA gives the memory of an array
-// that nothing reads any more.
+// Writes over an operand when the stream has done its earlier work. On a GPU a later kernel may do so, since XLA reuses
+// the memory of an array that nothing reads any more.
 void SpoilLater(void* stream, void* memory, size_t nbytes) {
   auto* copy = new Copy{memory, std::vector<char>(nbytes, 0x69), nullptr, nbytes};
   copy->from = copy->snapshot.data();
   Enqueue(stream, copy);
 }
 
-// Allreduces between their two halves, by the address of XLA's first result.
+// The buffers of allreduces that have started and not ended, by the address of XLA's first result.
 std::mutex begun_mutex;
 std::unordered_map<void*, std::shared_ptr<Buffers>>* begun = new std::unordered_map<void*, std::shared_ptr<Buffers>>;
 
-// What a handler does: a whole call, or a half of an allreduce.
+// What a handler does: a whole call, or one half of an allreduce.
 enum Part { kWhole, kAllreduceStart, kAllreduceDone };
 
-// Calls the package's handler of that name as described above.
+// Calls the package's handler of this name as described at the top.
 XLA_FFI_Error* Call(const char* name, Part part, XLA_FFI_CallFrame* frame) {
   auto* handler = reinterpret_cast<XLA_FFI_Handler*>(dlsym(native, name));
   if (frame->extension_start != nullptr || frame->stage != XLA_FFI_ExecutionStage_EXECUTE) return handler(frame);
@@ -191,7 +191,7 @@ extern "C" bool standin_use(const char* path) {
   return native != nullptr;
 }
 
-// A handler for each of the package's handlers for accelerators, with the same name.
+// Defines a handler for each of the package's handlers for accelerators, with the same name.
 #define STANDIN(name, part)                                                               \
   extern "C" XLA_FFI_Error* pycollective_device_##name(XLA_FFI_CallFrame* call_frame) {   \
     return Call("pycollective_device_" #name, part, call_frame);                          \
