@@ -15,6 +15,10 @@ from tests.e2e.launch import mpirun
 whole = pytest.mark.whole
 SHORT = 120  # seconds: none of these should take a tenth of it
 
+# A rank that exits with a code waits for the others for less time than it does for users.
+IMPATIENT = "from pycollective.faults import rank_exit\nrank_exit._PATIENCE_S = 1.0\n"
+WAIT = "pc.psum(jnp.ones(3)).block_until_ready()\n"
+
 
 def write(tmp_path: Path, text: str) -> str:
     path = tmp_path / "program.py"
@@ -36,7 +40,6 @@ def test_an_exception_ends_all_ranks(tmp_path: Path) -> None:
 
 
 @whole
-@pytest.mark.library
 def test_an_exception_on_all_ranks_is_told_once(tmp_path: Path) -> None:
     # The other ranks wait a moment before they print; the launcher has ended them by then.
     done = run(tmp_path, "pc.barrier()\nraise ValueError('no luck')\n")
@@ -45,9 +48,11 @@ def test_an_exception_on_all_ranks_is_told_once(tmp_path: Path) -> None:
     assert 1 <= done.stderr.count("ValueError: no luck") <= 2  # a slow launcher may let the second rank print
 
 
-@pytest.mark.library
-def test_an_error_of_mpi_is_an_exception_with_all_names(tmp_path: Path) -> None:
-    text = r"""
+# What does not end a rank, and then the end of all ranks with one code. The last program is dispatched and never waited
+# for: its sum must be computed before MPI is finalised.
+GOES_ON = r"""
+import threading
+
 try:
     if comm.rank == 0:
         pc.send(jnp.zeros(5), comm, dest=1)
@@ -56,14 +61,58 @@ try:
 except Exception as error:
     sys.stdout.write("caught " + " ".join(str(error).split()) + "\n")
 pc.barrier()
-sys.stdout.write(f"alive {comm.rank}\n")
+
+for code in (3, "text", None):
+    try:
+        sys.exit(code)
+    except SystemExit as error:
+        assert error.code == code, error.code
+        error.code = 7
+        assert error.code == 7 and SystemExit(8).code == 8 and SystemExit(1, 2).code == (1, 2)
+
+leaves = threading.Thread(target=lambda: sys.exit(3))
+leaves.start()
+leaves.join()
+
+
+def numbers():
+    try:
+        yield 1
+    finally:
+        raise ValueError("no luck")
+
+
+if comm.rank == 1:
+    left = numbers()
+    next(left)
+    del left
+
+
+@pc.jit
+def late(m):
+    m = jax.lax.fori_loop(0, 40, lambda _, m: jnp.tanh(m @ m), m)
+    y = pc.psum(m.sum() * 0 + 1)
+    jax.debug.print("rank {r} sums {y}", r=comm.rank, y=y, ordered=True)
+    return y
+
+
+late(jnp.ones((300, 300)))
+sys.exit(5)
 """
-    done = run(tmp_path, text)
-    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.library
+def test_what_does_not_end_a_rank_and_an_exit_code_of_all(tmp_path: Path) -> None:
+    done = run(tmp_path, GOES_ON)
+    assert done.returncode == 5, done.stderr
+    assert "ending all ranks" not in done.stderr
     assert re.search(
         r"caught .*pycollective\.recv: expected MPI_Recv .*runcat.*\(rank 1 of 2, communicator world\)", done.stdout
     )
-    assert sorted(re.findall(r"alive (\d)", done.stdout)) == ["0", "1"]
+    assert sorted(re.findall(r"rank (\d) sums 2\.0", done.stdout)) == ["0", "1"]
+    assert done.stderr.count("pycollective: rank 1 of 2 goes on after this exception, which Python ignores:") == 1
+    assert done.stderr.count("ValueError: no luck") == 1
+    assert done.stderr.count("Traceback") == 1
 
 
 def test_a_program_of_one_process_needs_no_launcher(tmp_path: Path) -> None:
@@ -75,164 +124,115 @@ def test_a_program_of_one_process_needs_no_launcher(tmp_path: Path) -> None:
     assert done.returncode == 1
 
 
-@pytest.mark.library
-def test_work_under_way_is_finished_at_exit(tmp_path: Path) -> None:
-    # The program is dispatched and never waited for: its sum must be computed before MPI is finalised.
-    text = """
+# First rank 0 makes the first call of a function, which rank 1 does not make. Then each rank waits in a call that the
+# other does not make; rank 1's is its first on a part of the ranks, so rank 1 waits while it makes the part's channel.
+WAITS = """
+import sys, jax.numpy as jnp
 from jax import lax
-@pc.jit
-def late(m):
-    m = lax.fori_loop(0, 40, lambda _, m: jnp.tanh(m @ m), m)
-    y = pc.psum(m.sum() * 0 + 1)
-    jax.debug.print("rank {r} sums {y}", r=comm.rank, y=y, ordered=True)
-    return y
-late(jnp.ones((300, 300)))
+import pycollective as pc
+
+comm = pc.init(timeout=1)
+x = jnp.ones(3)
+if comm.rank == 0:
+    try:
+        pc.jit(lambda x: lax.psum(x, "i"), axis_name="i")(x)
+    except RuntimeError as error:
+        sys.stdout.write("caught " + " ".join(str(error).split()) + "\\n")
+        sys.stdout.flush()
+comm.mpi.barrier()
+
+
+def stuck_here():
+    pc.psum(x, axis_index_groups=None if comm.rank == 0 else [[1, 0]]).block_until_ready()
+
+
+stuck_here()
 """
-    done = run(tmp_path, text)
-    assert done.returncode == 0, done.stderr
-    assert sorted(re.findall(r"rank (\d) sums 2\.0", done.stdout)) == ["0", "1"]
 
 
-@pytest.mark.library
 def test_a_wait_without_end_is_reported_by_every_rank_that_waits(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
-    program.write_text(
-        "import time, jax.numpy as jnp\nimport pycollective as pc\n"
-        "comm = pc.init(timeout=3)\n"
-        "if comm.rank == 0: time.sleep(60)\n"
-        "def stuck_here(): pc.psum(jnp.ones(3)).block_until_ready()\n"
-        "stuck_here()\n"
-    )
-    done = mpirun(3, str(program), timeout=SHORT)
+    program.write_text(WAITS)
+    done = mpirun(2, str(program), timeout=SHORT)
     assert done.returncode not in (0, 124, 137)
-    for rank in (1, 2):
+    caught = "caught pycollective.jit: expected the other ranks to call <lambda> too, got no call from some of them for"
+    assert caught in done.stdout
+    for place in (r"rank 0 of 2, communicator world", r"rank 1 of 2, communicator world\[1, 0\]"):
         report = (
-            r"pycollective\.allreduce: expected an answer from the other ranks within 3 s, got none for \d+\.\d s "
-            rf"\(rank {rank} of 3, communicator world, 12 bytes\)\. Ending all ranks"
+            r"pycollective\.allreduce: expected an answer from the other ranks within 1 s, got none for \d+\.\d s "
+            rf"\({place}, 12 bytes\)\. Ending all ranks"
         )
-        assert re.search(report, done.stderr), done.stderr
+        assert len(re.findall(report, done.stderr)) == 1, done.stderr
     assert done.stderr.count("in stuck_here") >= 2
-    assert "rank 0 of 3" not in done.stderr
 
 
 @whole
-def test_a_rank_that_leaves_says_that_it_waits(tmp_path: Path) -> None:
-    text = "if comm.rank == 1: sys.exit(0)\npc.psum(jnp.ones(3)).block_until_ready()\n"
-    done = run(tmp_path, text, env={"PYCOLLECTIVE_TIMEOUT": "12"})  # the rank prints its notice after 10 s
-    assert done.returncode not in (0, 124, 137)
-    assert "pycollective: rank 1 of 2 has ended and waits for the other ranks to end." in done.stderr
-    assert "pycollective.allreduce: expected an answer from the other ranks" in done.stderr
-
-
-@whole
-@pytest.mark.library
-def test_the_timeout_bounds_the_wait_of_a_rank_that_has_ended(tmp_path: Path) -> None:
+def test_a_rank_that_has_ended_says_that_it_waits_and_the_timeout_bounds_that(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(
-        "import time\nimport pycollective as pc\ncomm = pc.init(timeout=2)\nif comm.rank == 0: time.sleep(60)\n"
+        "import sys, time\nimport pycollective as pc\nfrom pycollective.faults import rank_exit\n"
+        "rank_exit._NOTICE_S = 0.2\n"
+        "comm = pc.init(timeout=1)\nif comm.rank == 0: time.sleep(60)\nsys.exit(0)\n"
     )
     done = mpirun(2, str(program), timeout=40)
     assert done.returncode not in (0, 124, 137)
+    assert done.stderr.count("pycollective: rank 1 of 2 has ended and waits for the other ranks to end.") == 1
     assert re.search(
-        r"pycollective\.exit: expected the other ranks to end within 2 s, got some that have not ended after \d\.\d s "
+        r"pycollective\.exit: expected the other ranks to end within 1 s, got some that have not ended after \d\.\d s "
         r"\(rank 1 of 2\)\. Ending all ranks\. Look for a collective that this rank did not reach\.",
         done.stderr,
     ), done.stderr
 
 
 LATE = """
-from jax import lax
 @pc.jit
 def late(m):
-    m = lax.fori_loop(0, 40, lambda _, m: jnp.tanh(m @ m), m)
+    m = jax.lax.fori_loop(0, 40, lambda _, m: jnp.tanh(m @ m), m)
     return pc.recv(jnp.zeros(3), comm, source=0) + m[0, :3]
 """
-WAIT = "pc.psum(jnp.ones(3)).block_until_ready()\n"
 
 
 @pytest.mark.parametrize(
     ("leave", "code"),
     [
-        pytest.param("sys.exit(3)", 3, marks=pytest.mark.library),
-        pytest.param("sys.exit('no luck')", 1, marks=whole),
-        pytest.param("exits(5)", 5, marks=whole),  # from sys import exit as exits, before init
-        # The rank has dispatched a call that the others do not make; that must not delay its end.
-        pytest.param("late(jnp.ones((300, 300))); raise SystemExit(6)", 6, marks=whole),
+        # `exits` is sys.exit, from before init. The rank has dispatched a call that the others do not make; that must
+        # not delay its end.
+        pytest.param("late(jnp.ones((300, 300))); exits(5)", 5, marks=pytest.mark.library, id="exit"),
         # A library for tracebacks has replaced the hook.
-        pytest.param("sys.excepthook = lambda *_: sys.stderr.write('pretty'); raise ValueError", 1, marks=whole),
+        pytest.param("sys.excepthook = lambda *_: print('pretty'); raise ValueError", 1, marks=whole, id="hook"),
     ],
 )
 def test_an_exit_code_on_one_rank_ends_all_with_it(leave: str, code: int, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(
-        "import sys\nfrom sys import exit as exits, exit\nimport jax.numpy as jnp\nimport pycollective as pc\n"
+        f"import sys\nfrom sys import exit as exits\nimport jax, jax.numpy as jnp\nimport pycollective as pc\n{IMPATIENT}"
         f"comm = pc.init()\n{LATE}if comm.rank == 1:\n    {leave}\n{WAIT}{WAIT}"
     )
     done = mpirun(2, str(program), timeout=60)
     assert done.returncode == code, done.stderr
     assert f"pycollective: rank 1 of 2 exited with code {code}, others did not; ending all ranks." in done.stderr
-    assert ("no luck" in done.stderr) == ("no luck" in leave)
-
-
-@whole
-def test_an_exit_code_of_a_module(tmp_path: Path) -> None:
-    write(tmp_path, f"if comm.rank == 1: raise SystemExit(comm.rank + 8)\n{WAIT}")
-    done = mpirun(2, "-m", "program", timeout=60, cwd=tmp_path, env={"PYTHONPATH": _with(tmp_path)})
-    assert done.returncode == 9, done.stderr
-
-
-def _with(folder: Path) -> str:
-    return os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
-
-
-@whole
-@pytest.mark.library
-def test_an_exit_code_of_all_ranks_is_theirs(tmp_path: Path) -> None:
-    done = run(tmp_path, "print('end')\nsys.exit(5)\n")
-    assert done.returncode == 5
-    assert done.stdout.split() == ["end"] * 2
-    assert "ending all ranks" not in done.stderr
-
-
-@whole
-def test_an_exit_that_is_caught_is_none(tmp_path: Path) -> None:
-    text = """
-for code in (3, "text", None):
-    try:
-        sys.exit(code)
-    except SystemExit as error:
-        assert error.code == code, error.code
-        error.code = 7
-        assert error.code == 7 and SystemExit(8).code == 8 and SystemExit(1, 2).code == (1, 2)
-sys.exit(0 if comm.rank else None)
-"""
-    done = run(tmp_path, text)
-    assert (done.returncode, done.stderr) == (0, "")
 
 
 @whole
 def test_a_failing_test_of_pytest_on_one_rank_ends_all(tmp_path: Path) -> None:
     test = tmp_path / "test_on_ranks.py"
     test.write_text(
-        "import jax.numpy as jnp\nimport pycollective as pc\n\n\ndef test_it():\n    comm = pc.init()\n"
-        "    assert comm.rank == 0, 'no luck'\n    pc.psum(jnp.ones(3)).block_until_ready()\n"
+        f"import jax.numpy as jnp\nimport pycollective as pc\n{IMPATIENT}\n\ndef test_it():\n    comm = pc.init()\n"
+        f"    assert comm.rank == 0, 'no luck'\n    {WAIT}"
     )
-    done = mpirun(2, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(test), timeout=60, cwd=tmp_path)
+    pytest_alone = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    arguments = ("-m", "pytest", "-q", "-p", "no:cacheprovider", str(test))
+    done = mpirun(2, *arguments, timeout=60, cwd=tmp_path, env=pytest_alone)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "AssertionError: no luck" in done.stdout
     assert "rank 1 of 2 exited with code 1, others did not; ending all ranks." in done.stderr
 
 
-@pytest.mark.library
 def test_an_exception_in_a_thread_ends_all_ranks(tmp_path: Path) -> None:
     text = f"""
 import threading
 def loads():
     raise ValueError("no luck")
-def leaves():
-    sys.exit(3)
-threading.Thread(target=leaves).start()  # it ends only that thread
-pc.barrier()
 if comm.rank == 1: threading.Thread(target=loads, name="loader").start()
 {WAIT}{WAIT}if comm.rank == 1: time.sleep(30)
 """
@@ -242,28 +242,6 @@ if comm.rank == 1: threading.Thread(target=loads, name="loader").start()
     assert "ValueError: no luck" in done.stderr
 
 
-@whole
-def test_an_exception_that_python_ignores_is_told_with_its_rank(tmp_path: Path) -> None:
-    text = """
-def numbers():
-    try:
-        yield 1
-    finally:
-        raise ValueError("no luck")
-if comm.rank == 1:
-    left = numbers()
-    next(left)
-    del left
-print(pc.psum(1))
-"""
-    done = run(tmp_path, text)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["2", "2"]
-    assert done.stderr.count("pycollective: rank 1 of 2 goes on after this exception, which Python ignores:") == 1
-    assert done.stderr.count("ValueError: no luck") == 1
-
-
-@pytest.mark.library
 def test_an_error_that_nobody_read_ends_all_ranks(tmp_path: Path) -> None:
     text = """
 @jax.jit
@@ -282,40 +260,17 @@ print("end")
 
 
 @whole
-@pytest.mark.parametrize("how", ["script", "command"])
-def test_an_exception_under_ipython_ends_all_ranks(how: str, tmp_path: Path) -> None:
-    program = write(tmp_path, f"if comm.rank == 1: raise ValueError('no luck')\n{WAIT}")
-    arguments = [program] if how == "script" else ["-c", Path(program).read_text()]
-    done = mpirun(2, "-m", "IPython", *arguments, timeout=60, env={"IPYTHONDIR": str(tmp_path)})
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "no luck" in done.stdout + done.stderr
-    assert "rank 1 of 2 exited with code 1, others did not; ending all ranks." in done.stderr
-
-
-@whole
-def test_an_exception_in_a_session_of_ipython_does_not_end_it(tmp_path: Path) -> None:
-    cells = "import pycollective as pc\ncomm = pc.init()\n1 / 0\nprint('sum', pc.psum(5))\nexit\n"
-    done = subprocess.run(
-        [sys.executable, "-m", "IPython", "--simple-prompt", "--no-banner"],
-        input=cells,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**os.environ, "IPYTHONDIR": str(tmp_path)},
-    )
-    assert "ZeroDivisionError" in done.stdout
-    assert "sum 5" in done.stdout
-    assert done.returncode == 0
-
-
-@whole
-def test_an_exception_in_a_cell_names_its_rank(tmp_path: Path) -> None:
+def test_an_exception_in_a_cell_names_its_rank_and_does_not_end_it(tmp_path: Path) -> None:
+    # Rank 0 ends later than a rank with an exit code would wait, so rank 1 must end without one.
     program = tmp_path / "session.py"
-    program.write_text("""
+    program.write_text(f"""
+import time
 from IPython.core.interactiveshell import InteractiveShell
+{IMPATIENT}
 shell = InteractiveShell.instance()
 for cell in "import pycollective as pc", "comm = pc.init()", "assert comm.rank == 0, 'no luck'", "print(pc.psum(5))":
     shell.run_cell(cell)
+if shell.user_ns["comm"].rank == 0: time.sleep(2)
 """)
     done = mpirun(2, str(program), timeout=60, env={"IPYTHONDIR": str(tmp_path)})
     assert done.returncode == 0, done.stderr
@@ -325,32 +280,36 @@ for cell in "import pycollective as pc", "comm = pc.init()", "assert comm.rank =
 
 
 @whole
-@pytest.mark.library
 def test_ranks_that_see_no_other_are_refused(tmp_path: Path) -> None:
     # Plain srun, or the mpiexec of another MPI, starts several processes that are a world of their own each.
-    program = write(tmp_path, "print('never')\n")
-    for variables, advice in (
-        ({"SLURM_STEP_NUM_TASKS": "4"}, "srun --mpi=pmi2"),
-        ({"OMPI_COMM_WORLD_SIZE": "2"}, "use that library's mpiexec"),
-    ):
-        environ = {name: value for name, value in os.environ.items() if not name.startswith(("PMI_", "OMPI_COMM"))}
-        done = subprocess.run(
-            [sys.executable, program], capture_output=True, text=True, timeout=SHORT, env={**environ, **variables}
-        )
-        assert done.returncode == 1
-        assert "never" not in done.stdout
-        assert "init: expected a world of" in done.stderr
-        assert "got one rank that sees no other" in done.stderr
-        assert advice in done.stderr
-        environ["PYCOLLECTIVE_ALLOW_SINGLETON"] = "1"
-        allowed = subprocess.run(
-            [sys.executable, program], capture_output=True, text=True, timeout=SHORT, env={**environ, **variables}
-        )
-        assert allowed.stdout.strip() == "never"
+    program = tmp_path / "program.py"
+    program.write_text("""
+import os
+import pycollective as pc
+from pycollective.config import config
+
+for name, number in ("SLURM_STEP_NUM_TASKS", "4"), ("OMPI_COMM_WORLD_SIZE", "2"):
+    os.environ[name] = number
+    try:
+        pc.init()
+    except RuntimeError as error:
+        print("refused", error)
+    del os.environ[name]
+os.environ["SLURM_STEP_NUM_TASKS"] = "4"
+object.__setattr__(config, "allow_singleton", True)
+print("allowed", pc.init())
+""")
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("PMI_", "OMPI_COMM"))}
+    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=SHORT, env=environ)
+    by_srun, by_mpiexec, allowed = done.stdout.splitlines()
+    for refused, size, advice in (by_srun, 4, "srun --mpi=pmi2"), (by_mpiexec, 2, "use that library's mpiexec"):
+        assert refused.startswith(f"refused pycollective.init: expected a world of {size} ranks")
+        assert "got one rank that sees no other" in refused
+        assert advice in refused
+    assert allowed == "allowed Communicator(world, rank 0 of 1)"
 
 
 @whole
-@pytest.mark.library
 def test_mpi_without_threads_is_refused(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text("import mpi4py\nmpi4py.rc.thread_level = 'single'\nimport pycollective as pc\npc.init()\n")
@@ -378,18 +337,19 @@ def test_a_hang_in_a_test_is_a_failure_with_all_stacks(tmp_path: Path) -> None:
     """Checks the guard of the tests themselves, ``no_hang`` in tests/under_mpirun.py."""
     test = Path(__file__).parents[1] / "collective" / "test_hang_for_the_guard_alone.py"
     test.write_text(
-        "import jax.numpy as jnp\nimport pycollective as pc\n\n\n"
+        "import jax.numpy as jnp\nimport pycollective as pc\nfrom tests import under_mpirun\n\n"
+        "under_mpirun._EXIT_AFTER_S = 2.0\n\n\n"
         "def test_hang(world):\n    if world.rank == 0:\n        never_comes()\n"
         "    pc.psum(jnp.ones(3), world).block_until_ready()\n\n\n"
         "def never_comes():\n    import time\n\n    time.sleep(100)\n"
     )
     try:
         done = mpirun(
-            2, "-m", "pytest", "-o", "faulthandler_timeout=5", str(test), timeout=SHORT, cwd=Path(__file__).parents[2]
+            2, "-m", "pytest", "-o", "faulthandler_timeout=2", str(test), timeout=SHORT, cwd=Path(__file__).parents[2]
         )
     finally:
         test.unlink()
     assert done.returncode not in (0, 124, 137)
     assert "in never_comes" in done.stderr  # rank 0's stack
     assert "in test_hang" in done.stderr
-    assert done.stderr.count("Timeout (0:00:05)!") == 2
+    assert done.stderr.count("Timeout (0:00:02)!") == 2
