@@ -205,8 +205,8 @@ def late(m):
 def test_an_exit_code_on_one_rank_ends_all_with_it(leave: str, code: int, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(
-        f"import sys\nfrom sys import exit as exits\nimport jax, jax.numpy as jnp\nimport pycollective as pc\n{IMPATIENT}"
-        f"comm = pc.init()\n{LATE}if comm.rank == 1:\n    {leave}\n{WAIT}{WAIT}"
+        "import sys\nfrom sys import exit as exits\nimport jax, jax.numpy as jnp\nimport pycollective as pc\n"
+        f"{IMPATIENT}comm = pc.init()\n{LATE}if comm.rank == 1:\n    {leave}\n{WAIT}{WAIT}"
     )
     done = mpirun(2, str(program), timeout=60)
     assert done.returncode == code, done.stderr
