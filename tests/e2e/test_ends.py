@@ -132,6 +132,7 @@ from jax import lax
 import pycollective as pc
 
 comm = pc.init(timeout=1)
+assert pc.init(timeout=1.0, transport="native") is comm  # the same options again
 x = jnp.ones(3)
 if comm.rank == 0:
     try:

@@ -30,22 +30,34 @@ def told(function):
 """
 
 
-def run(tmp_path: Path, text: str, ranks: int = 2, **env: str) -> subprocess.CompletedProcess[str]:
+def run(tmp_path: Path, text: str, **env: str) -> subprocess.CompletedProcess[str]:
     program = tmp_path / "program.py"
     program.write_text(HEAD + text)
-    done = mpirun(ranks, str(program), timeout=SHORT, env={"JAX_NUM_CPU_DEVICES": "2", **env})
+    done = mpirun(2, str(program), timeout=SHORT, env={"JAX_NUM_CPU_DEVICES": "2", **env})
     assert done.returncode == 0, done.stdout + done.stderr
     return done
 
 
-def test_a_communicator_of_some_before_all_have_started(tmp_path: Path) -> None:
-    # The package would start among these ranks only.
+def test_what_comes_before_all_have_started(tmp_path: Path) -> None:
+    # One rank alone may import a module with decorated functions. But by a communicator of some ranks the package would
+    # start among these ranks only.
     text = """
+def decorate():
+    total = pc.jit(lambda x: jax.lax.psum(x, "i"), axis_name="i")
+    mapped = pc.pmap(lambda x: jax.lax.psum(x, "i"), axis_name="i")
+    plain = pc.jit(lambda x: pc.psum(x))
+    return total, mapped, plain
+
+
+if rank == 0:
+    total, mapped, plain = decorate()
+MPI.COMM_WORLD.barrier()
+if rank == 1:
+    total, mapped, plain = decorate()
 alone = MPI.COMM_WORLD.Split(rank)
 told(lambda: pc.Communicator(alone))
-pc.init()
+told(lambda: (float(total(1.0)), mapped(jnp.ones(2)).tolist(), float(plain(1.0))))
 told(lambda: pc.psum(1, pc.Communicator(alone)))
-told(lambda: pc.psum(1))
 """
     lines = run(tmp_path, text).stdout.splitlines()
     refusal = (
@@ -53,47 +65,16 @@ told(lambda: pc.psum(1))
         r"got a communicator of 1 ranks before that \(rank \d of 2\)\. Call pycollective\.init\(\) on all ranks first"
     )
     assert sum(bool(re.match(refusal, line)) for line in lines) == 2
-    assert sorted(line for line in lines if "Error" not in line) == ["1", "1", "2", "2"]
+    assert sorted(line for line in lines if "Error" not in line) == ["(2.0, [4.0, 4.0], 2.0)"] * 2 + ["1"] * 2
 
 
 @pytest.mark.whole
-def test_a_communicator_of_all_starts_the_package(tmp_path: Path) -> None:
-    assert run(tmp_path, "told(lambda: pc.psum(1, pc.Communicator(MPI.COMM_WORLD.Dup())))").stdout.split() == ["2", "2"]
-
-
-@pytest.mark.whole
-@pytest.mark.parametrize(("first", "same", "other"), [("2", "2.0", "3"), ("None", "None", "2")])
-def test_a_later_timeout(first: str, same: str, other: str, tmp_path: Path) -> None:
-    text = f"""
-pc.init(timeout={first})
-for later in ({same}, {other}):
-    told(lambda: (pc.init(timeout=later), pc.ranks.setup.timeout())[1])
-told(lambda: pc.init(transport="native").size)
-"""
-    kept, refused, size = run(tmp_path, text, ranks=1).stdout.splitlines()
-    assert (kept, size) == (first, "1")
-    assert re.search(
-        rf"init: expected the timeout of the first call, {first}, got {other}\. Call init once, be", refused
-    )
-
-
-@pytest.mark.whole
-def test_the_making_of_a_channel_is_watched(tmp_path: Path) -> None:
-    # The first call on a part of the ranks makes its channel. The other rank never calls.
-    program = tmp_path / "program.py"
-    program.write_text(HEAD + "pc.init(timeout=2)\nif rank == 0: pc.psum(1, axis_index_groups=[[1, 0]])\n")
-    done = mpirun(2, str(program), timeout=SHORT)
-    assert done.returncode not in (0, 124, 137)
-    assert "pycollective.allreduce: expected an answer from the other ranks within 2 s, got none" in done.stderr
-    assert "communicator world[1, 0], 4 bytes" in done.stderr
-
-
-@pytest.mark.whole
-def test_no_memory(tmp_path: Path) -> None:
+def test_a_communicator_of_all_starts_the_package_and_no_memory(tmp_path: Path) -> None:
     # The bucket is larger than the address space, so new[] throws in the middle of a call. This is tested on several
     # devices as well, where one of them makes the call for all, and where one is told that another has failed.
     text = """
-comm = pc.init()
+comm = pc.Communicator(MPI.COMM_WORLD.Dup())
+told(lambda: pc.psum(jnp.ones(1), comm))
 several = jax.sharding.NamedSharding(jax.make_mesh((2,), ("d",)), jax.sharding.PartitionSpec("d"))
 refused = pc.jit(lambda x, y: pc.psum((x, y)))
 told(lambda: jax.block_until_ready(refused(jnp.ones(2), jnp.ones(4))))
@@ -108,21 +89,5 @@ told(lambda: pc.psum(1))
         r"pycollective\.allreduce: expected memory for the call, got the exception std::bad_alloc\. Use smaller arrays"
     )
     assert sum(bool(re.search(thrown, line)) for line in lines) == 6
+    assert lines.count("[2.]") == 2
     assert lines.count("2") == 2
-
-
-def test_decorating_starts_nothing(tmp_path: Path) -> None:
-    # One rank alone may import a module with decorated functions.
-    text = """
-if rank == 0:
-    total = pc.jit(lambda x: jax.lax.psum(x, "i"), axis_name="i")
-    mapped = pc.pmap(lambda x: jax.lax.psum(x, "i"), axis_name="i")
-    plain = pc.jit(lambda x: pc.psum(x))
-MPI.COMM_WORLD.barrier()
-if rank == 1:
-    total = pc.jit(lambda x: jax.lax.psum(x, "i"), axis_name="i")
-    mapped = pc.pmap(lambda x: jax.lax.psum(x, "i"), axis_name="i")
-    plain = pc.jit(lambda x: pc.psum(x))
-told(lambda: (float(total(1.0)), mapped(jnp.ones(2)).tolist(), float(plain(1.0))))
-"""
-    assert run(tmp_path, text).stdout.splitlines() == ["(2.0, [4.0, 4.0], 2.0)"] * 2
