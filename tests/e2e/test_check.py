@@ -78,34 +78,3 @@ def test_what_is_compared(check: str, known: str, new: str, named: str, tmp_path
         if outcome == COMPARED:
             for rank in range(2):
                 assert any(f"on rank {1 - rank} (rank {rank} of 2, communicator world/0)" in line for line in lines)
-
-
-WAITS = """
-import sys
-import time
-import jax.numpy as jnp
-from jax import lax
-import pycollective as pc
-
-comm = pc.init(timeout=3)
-f = pc.jit(lambda x: lax.psum(x, "i"), axis_name="i")
-if comm.rank == 0:
-    try:
-        f(jnp.ones(1))
-    except RuntimeError as error:
-        sys.stdout.write("caught " + " ".join(str(error).split()) + "\\n")
-        sys.stdout.flush()
-    comm.mpi.Abort(5)
-time.sleep(60)
-"""
-
-
-@pytest.mark.whole
-def test_a_first_call_that_others_do_not_make_is_bounded(tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(WAITS)
-    done = mpirun(2, str(tmp_path / "program.py"), timeout=40)
-    assert done.returncode not in (0, 124, 137), done.stderr
-    assert (
-        "caught pycollective.jit: expected the other ranks to call <lambda> too, got no call from some of them for"
-        in done.stdout
-    )
