@@ -30,3 +30,12 @@ def test_what_xla_is_told(cores: int, ranks: int, variable: str | None, monkeypa
     with xla_threads.shared_cores(Neighbours(ranks)):  # type: ignore[arg-type]
         assert os.environ.get("NPROC") == variable
     assert "NPROC" not in os.environ
+
+
+def test_the_users_number_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NPROC", "3")
+    monkeypatch.setattr(xla_threads, "devices_have_started", lambda: False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    with xla_threads.shared_cores(Neighbours(2)):  # type: ignore[arg-type]
+        assert os.environ["NPROC"] == "3"
+    assert os.environ["NPROC"] == "3"
