@@ -1,4 +1,7 @@
-"""Children of ranks: workers of data loaders, forked processes, programs that a rank starts."""
+"""Children of ranks: workers of data loaders, forked processes, programs that a rank starts.
+
+test_pages.py runs the program of the guide, which has workers of spawn in a Pool.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,7 @@ def told(command):
 def main():
     comm = pc.init()
     if not guarded:
-        with multiprocessing.get_context("spawn").Pool(2) as pool:
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
             pool.map(load, range(4))
     with concurrent.futures.ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         sys.stdout.write(f"sum {pc.psum(jnp.int32(np.sum(list(pool.map(load, range(4))))), comm)}\\n")
@@ -93,19 +96,8 @@ def test_workers_that_would_start_mpi_end_the_job(loader: str) -> None:
     assert done.returncode not in (0, 124, 137)
     assert "pycollective.init: expected a rank, got process " in done.stderr
     assert any(SENTENCE.format(rank, 2) in done.stderr for rank in range(2)), done.stderr
-    assert 2 <= done.stdout.count("process ") <= 10  # each rank has two workers, and perhaps their successors
+    assert 3 <= done.stdout.count("process ") <= 8  # each rank has a worker, and perhaps its successors
     wait_until_gone(loader)
-
-
-@pytest.mark.whole
-def test_the_program_of_the_guide(tmp_path: Path) -> None:
-    guide = (Path(__file__).parents[2] / "docs" / "guide.md").read_text()
-    (code,) = (code for code in re.findall(r"```python\n(.*?)```", guide, re.DOTALL) if "get_context" in code)
-    program = tmp_path / "loads.py"
-    program.write_text(code)
-    done = mpirun(2, str(program), timeout=60)
-    assert (done.returncode, done.stderr) == (0, "")
-    wait_until_gone(str(program))
 
 
 FORKS = """

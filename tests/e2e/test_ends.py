@@ -261,6 +261,15 @@ print("end")
 
 
 @whole
+def test_an_exception_in_a_script_of_ipython_ends_all_ranks(tmp_path: Path) -> None:
+    program = write(tmp_path, f"{IMPATIENT}if comm.rank == 1: raise ValueError('no luck')\n{WAIT}")
+    done = mpirun(2, "-m", "IPython", program, timeout=60, env={"IPYTHONDIR": str(tmp_path)})
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "no luck" in done.stdout + done.stderr
+    assert "rank 1 of 2 exited with code 1, others did not; ending all ranks." in done.stderr
+
+
+@whole
 def test_an_exception_in_a_cell_names_its_rank_and_does_not_end_it(tmp_path: Path) -> None:
     # Rank 0 ends later than a rank with an exit code would wait, so rank 1 must end without one.
     program = tmp_path / "session.py"
