@@ -162,6 +162,8 @@ def steps(*, everything: bool, install: bool) -> list[Step]:
     )
     apart = {"kind": "lint", "limit": 300}
     core = () if everything else ("-m", "not whole")
+    side_by_side = ("-n", str(CORES), "--dist", "loadfile")
+    hosts = files("e2e", "hosts slurm")  # the machine has one bridge for them
     whole: dict[str, Any] = {"whole": True}
     return [
         *([apt] if install else []),
@@ -173,7 +175,7 @@ def steps(*, everything: bool, install: bool) -> list[Step]:
         Step(name="ruff check", command=(f"{bin_of('mpich')}/ruff", "check", "."), **apart),
         Step(name="ruff format", command=(f"{bin_of('mpich')}/ruff", "format", "--check", "."), **apart),
         by_itself(
-            "unit tests, docstring examples", "-n", str(CORES), "--dist", "loadfile", "tests/unit", *DOCTESTS,
+            "unit tests, docstring examples", *side_by_side, "tests/unit", *DOCTESTS,
             kind="unit", limit=300,
         ),
         on_ranks(2, "docstring examples", *DOCTESTS, kind="unit", fast=False),
@@ -204,8 +206,10 @@ def steps(*, everything: bool, install: bool) -> list[Step]:
         #
         *first_use("mpich"),
         by_itself(
-            "end-to-end tests", *core, "-n", "2", "--dist", "loadgroup", "tests/e2e", kind="e2e", limit=900,
+            "end-to-end tests", *core, *side_by_side, "tests/e2e", *(f"--ignore={file}" for file in hosts), kind="e2e",
+            limit=600,
         ),
+        by_itself("several hosts, Slurm", *hosts, kind="e2e", limit=400, **whole),
         #
         on_ranks(
             2, "tests/collective", *files("collective", f"{PLACES} order errors large out_of_band"),
@@ -214,8 +218,7 @@ def steps(*, everything: bool, install: bool) -> list[Step]:
         on_ranks(2, "tests/spmd", "tests/spmd", "-k", "soak or test_order", mpi="openmpi", **whole),
         *first_use("openmpi", **whole),
         by_itself(
-            "end-to-end tests", "-m", "library", "-n", "2", "--dist", "loadgroup", "tests/e2e",
-            mpi="openmpi", kind="e2e", limit=900, **whole,
+            "end-to-end tests", "-m", "library", "tests/e2e", mpi="openmpi", kind="e2e", limit=600, **whole,
         ),
         #
         *first_use("system", **whole),

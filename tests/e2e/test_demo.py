@@ -14,7 +14,7 @@ import pytest
 from tests.e2e.launch import mpirun
 
 EXAMPLE = str(Path(__file__).parents[2] / "examples/train_digits.py")
-pytestmark = [pytest.mark.whole, pytest.mark.xdist_group("digits")]
+pytestmark = pytest.mark.whole
 
 
 def train(where: Path, ranks: int, *options: str) -> subprocess.CompletedProcess[str]:

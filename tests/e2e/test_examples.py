@@ -13,7 +13,6 @@ from tests.e2e.launch import EXAMPLES, is_open_mpi, losses, mpirun
 
 TEN = ("--steps", "10")
 pytestmark = pytest.mark.whole
-gpt = pytest.mark.xdist_group("gpt")
 
 
 def test_flax_with_batch_norm(tmp_path: Path) -> None:
@@ -39,7 +38,6 @@ def gpt_on_one_device(tmp_path_factory: pytest.TempPathFactory) -> np.ndarray:
 
 
 # The model axis lies inside each rank, or over both ranks.
-@gpt
 @pytest.mark.parametrize("model", [2, 4])
 def test_gpt(model: int, tmp_path: Path, gpt_on_one_device: np.ndarray) -> None:
     one = gpt_on_one_device
@@ -48,7 +46,7 @@ def test_gpt(model: int, tmp_path: Path, gpt_on_one_device: np.ndarray) -> None:
     np.testing.assert_allclose(many, one, rtol=1e-4)
 
 
-@gpt  # data parallel alone
+# The model is not split here.
 def test_gpt_learns_as_well_with_gradients_of_16_bits(tmp_path: Path, gpt_on_one_device: np.ndarray) -> None:
     narrow = losses(tmp_path, 2, "train_gpt.py", *TEN, "--wire-dtype", "bfloat16", devices=2)
     assert (narrow != gpt_on_one_device).any()

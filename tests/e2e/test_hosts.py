@@ -23,7 +23,6 @@ HOSTS = str(ROOT / "scripts" / "hosts")
 CAN = os.geteuid() == 0 and all(shutil.which(tool) for tool in ("ip", "unshare", "nsenter"))
 pytestmark = [
     pytest.mark.whole,
-    pytest.mark.xdist_group("hosts"),  # the machine has one bridge for them
     pytest.mark.skipif(not CAN, reason="SEVERAL HOSTS NOT TESTED: that needs root, iproute2 and util-linux"),
 ]
 

@@ -29,7 +29,6 @@ if os.geteuid() != 0:
     LACKING.append("root")
 pytestmark = [
     pytest.mark.whole,
-    pytest.mark.xdist_group("hosts"),  # as tests/e2e/test_hosts.py
     pytest.mark.skipif(bool(LACKING), reason=f"SLURM NOT TESTED: there is no {', '.join(LACKING)}"),
 ]
 

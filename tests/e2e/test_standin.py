@@ -14,7 +14,7 @@ from tests.e2e.launch import EXAMPLES, losses, mpirun
 ROOT = EXAMPLES.parent
 EPOCH = ("--epochs", "1")
 STEPS = ("--steps", "10")
-pytestmark = [pytest.mark.whole, pytest.mark.xdist_group("standin")]
+pytestmark = pytest.mark.whole
 
 
 def losses_on_standins(
