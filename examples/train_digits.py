@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from matplotlib.figure import Figure
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from tqdm import tqdm
@@ -141,6 +140,8 @@ def test_accuracy(params, images, labels, comm):
 
 
 def plot(losses, smooth_over, path):
+    from matplotlib.figure import Figure  # only rank 0 draws, so the other ranks need not import it
+
     figure = Figure(figsize=(7, 4), layout="constrained")  # without pyplot, which would look for a display
     axes = figure.subplots()
     axes.plot(np.arange(1, len(losses) + 1), losses, color="tab:blue", alpha=0.35, linewidth=1, label="each step")

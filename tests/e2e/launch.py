@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -64,12 +64,30 @@ def mpirun(
     )
 
 
-def losses(where: Path, ranks: int, example: str, *options: str, devices: int = 1) -> np.ndarray:
-    """The losses of an example that runs in the directory ``where``, compiled fast."""
+def losses(
+    where: Path,
+    ranks: int,
+    example: str,
+    *options: str,
+    devices: int = 1,
+    start: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+) -> np.ndarray:
+    """The losses of an example that runs in the directory ``where``, compiled fast.
+
+    Args:
+        where: its directory.
+        ranks: how many.
+        example: a file in ``examples``.
+        options: of the example.
+        devices: of each rank.
+        start: arguments of Python before the example's file: what runs it.
+        env: further variables.
+    """
     file = where / "losses.json"
-    env = {"JAX_NUM_CPU_DEVICES": str(devices), "XLA_FLAGS": unoptimised.flags()}
-    arguments = (str(EXAMPLES / example), "--losses", str(file), *options)
-    done = mpirun(ranks, *arguments, timeout=240, cwd=where, env=env)
+    fast = {"JAX_NUM_CPU_DEVICES": str(devices), "XLA_FLAGS": unoptimised.flags()}
+    arguments = (*start, str(EXAMPLES / example), "--losses", str(file), *options)
+    done = mpirun(ranks, *arguments, timeout=240, cwd=where, env={**fast, **(env or {})})
     assert done.returncode == 0, done.stdout + done.stderr
     return np.array(json.loads(file.read_text()))
 

@@ -1,24 +1,27 @@
-"""The demo makes a picture and one progress bar, has the same losses on one rank and on two, and learns."""
+"""The demo makes a picture and one progress bar, learns, and has the same losses on one rank, two, and stand-ins."""
 
 from __future__ import annotations
 
 import json
 import re
 import subprocess
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import matplotlib.image
 import numpy as np
 import pytest
 
-from tests.e2e.launch import mpirun
+from tests.e2e.launch import EXAMPLES, mpirun
 
-EXAMPLE = str(Path(__file__).parents[2] / "examples/train_digits.py")
+EXAMPLE = str(EXAMPLES / "train_digits.py")
 pytestmark = pytest.mark.whole
 
 
-def train(where: Path, ranks: int, *options: str) -> subprocess.CompletedProcess[str]:
-    return mpirun(ranks, EXAMPLE, *options, "--losses", "losses.json", timeout=240, cwd=where)
+def train(
+    where: Path, ranks: int, *options: str, start: Sequence[str] = (), env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    return mpirun(ranks, *start, EXAMPLE, *options, "--losses", "losses.json", timeout=240, cwd=where, env=env)
 
 
 def losses(where: Path) -> np.ndarray:
@@ -67,6 +70,14 @@ def test_gradients_of_16_bits(on_two_ranks: tuple[Path, subprocess.CompletedProc
     narrow, wide = losses(tmp_path), losses(on_two_ranks[0])
     assert (narrow != wide).any()
     np.testing.assert_allclose(narrow[:40], wide[:40], rtol=0.05)
+
+
+def test_standins_for_gpus(on_two_ranks: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path) -> None:
+    start, env = ("-m", "tests.standin", "direct"), {"PYTHONPATH": str(EXAMPLES.parent)}
+    done = train(tmp_path, 2, start=start, env=env)
+    assert done.returncode == 0, done.stderr
+    # All bits are equal: a sum of two numbers does not depend on their order.
+    np.testing.assert_array_equal(losses(tmp_path), losses(on_two_ranks[0]))
 
 
 def test_a_batch_that_does_not_divide(tmp_path: Path) -> None:

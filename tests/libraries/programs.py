@@ -46,8 +46,7 @@ def _over(compiler: Callable[[Any], Any]) -> Callable[[Program, pc.Communicator]
 
 
 WAYS = (
-    Way("pmap-1", 1, _by_name),
-    Way("pmap-2", 2, _by_name),
+    Way("pmap", 2, _by_name),
     Way("name", 1, lambda program, world: _on_one_device(pc.jit(lambda x: program(x, "i"), axis_name="i"))),
     Way("pc.jit", 1, _over(pc.jit)),
     Way("jax.jit", 1, _over(jax.jit)),
@@ -60,7 +59,7 @@ def name_of(part: Way | Program) -> str:
     return part.id if isinstance(part, Way) else part.__name__
 
 
-SOME = (WAYS[1], WAYS[3])
+SOME = (WAYS[0], WAYS[2])
 """The ways for programs that are slow to compile."""
 
 

@@ -40,10 +40,6 @@ def conjugate_gradients(m: Array, axis: Any) -> Array:
     return lineax.linear_solve(operator, right, lineax.CG(rtol=1e-6, atol=1e-6)).value
 
 
-def jax_cg(m: Array, axis: Any) -> Array:
-    return jax.scipy.sparse.linalg.cg(lambda v: matvec(m, v, axis), jnp.arange(1.0, 4.0), tol=1e-6)[0]
-
-
 def newton(m: Array, axis: Any) -> Array:
     """Returns the root ``y`` of ``y + sum_k tanh(m_k^2 y / 2) = 1``."""
 
@@ -96,9 +92,9 @@ def ode(m: Array, axis: Any) -> Array:
     def field(t: Array, y: Array, m: Array) -> Array:
         return -0.1 * pc.psum(m * m * shared(y, axis), axis)
 
-    steps = diffrax.PIDController(rtol=1e-4, atol=1e-4)
+    steps = diffrax.PIDController(rtol=1e-3, atol=1e-3)
     solution = diffrax.diffeqsolve(
-        diffrax.ODETerm(field), diffrax.Tsit5(), 0.0, 1.0, 0.1, jnp.ones(3), m, stepsize_controller=steps, max_steps=16
+        diffrax.ODETerm(field), diffrax.Bosh3(), 0.0, 1.0, 0.1, jnp.ones(3), m, stepsize_controller=steps, max_steps=16
     )
     return solution.ys[-1]
 
@@ -107,19 +103,8 @@ def stiff_ode(m: Array, axis: Any) -> Array:
     def field(t: Array, y: Array, m: Array) -> Array:
         return -0.1 * pc.psum(m * m * shared(y, axis), axis)
 
-    steps = diffrax.PIDController(rtol=1e-3, atol=1e-3)
-    solution = diffrax.diffeqsolve(
-        diffrax.ODETerm(field),
-        diffrax.Kvaerno3(),
-        0.0,
-        1.0,
-        0.1,
-        jnp.ones(3),
-        m,
-        stepsize_controller=steps,
-        max_steps=16,
-    )
-    return solution.ys[-1]
+    implicit = diffrax.ImplicitEuler(root_finder=optimistix.Newton(1e-6, 1e-6))
+    return diffrax.diffeqsolve(diffrax.ODETerm(field), implicit, 0.0, 1.0, 0.25, jnp.ones(3), m, max_steps=4).ys[-1]
 
 
 def with_gradient(program: Program) -> Program:
@@ -132,13 +117,12 @@ def with_gradient(program: Program) -> Program:
     return both
 
 
-EVERYWHERE = {program: with_gradient(program) for program in (conjugate_gradients, newton)}
-SLOW = (fixed_point, jax_cg, least_squares, bfgs, jaxopt_lbfgs, jaxopt_fixed_point, ode, stiff_ode)
+NEWTON = with_gradient(newton)
+SLOW = (fixed_point, conjugate_gradients, least_squares, bfgs, jaxopt_lbfgs, jaxopt_fixed_point, ode, stiff_ode)
 
 
-@pytest.mark.parametrize("program", EVERYWHERE, ids=lambda program: program.__name__)
-def test_solution_and_gradient(program: Program, way: Way, world: pc.Communicator) -> None:
-    compare(world, way, EVERYWHERE[program], tolerance=1e-3)
+def test_solution_and_gradient(way: Way, world: pc.Communicator) -> None:
+    compare(world, way, NEWTON, tolerance=1e-3)
 
 
 # The two ways take turns: neighbours in the list are of one library, or solve alike.

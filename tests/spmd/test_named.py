@@ -158,12 +158,16 @@ def test_transforms_of_transforms(world: pc.Communicator, few: int) -> None:
         return lambda *args: {name: transform(f)(*args) for name, transform in transforms.items()}
 
     want = jax.jit(every(oracle))(w, xs)
-    for mapped in ours:
-        for compiler in (lambda f: f, jax.jit):
-            got = compiler(every(mapped))(w, mine)
-            for name in transforms:
-                for y, z in zip(jax.tree.leaves(got[name]), jax.tree.leaves(want[name]), strict=True):
-                    np.testing.assert_allclose(y, z, rtol=1e-3, atol=1e-4, err_msg=name)
+    pmapped, typed, untyped = ours
+    for got in (
+        every(pmapped)(w, mine),
+        jax.jit(every(pmapped))(w, mine),
+        jax.jit(every(typed))(w, mine),
+        every(untyped)(w, mine),
+    ):
+        for name in transforms:
+            for y, z in zip(jax.tree.leaves(got[name]), jax.tree.leaves(want[name]), strict=True):
+                np.testing.assert_allclose(y, z, rtol=1e-3, atol=1e-4, err_msg=name)
 
 
 # Closures, references, casts ------------------------------------------------------------------------------
