@@ -13,6 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
+from pycollective.launch.find_mpi import identify_mpiexec
+from pycollective.launch.libraries.openmpi import OpenMpi
 from tests import unoptimised
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -24,8 +26,9 @@ _KILL_AFTER_S = 5  # a launcher may ignore SIGTERM while its ranks hang
 
 @functools.cache
 def is_open_mpi() -> bool:
-    version = subprocess.run([_MPIEXEC, "--version"], capture_output=True, text=True, timeout=60, check=True).stdout
-    return any(name in version for name in ("Open MPI", "OpenRTE", "PRRTE", "prte"))
+    library = identify_mpiexec(_MPIEXEC)
+    assert library is not None, f"{_MPIEXEC} --version names no library that is known"
+    return isinstance(library, OpenMpi)
 
 
 def mpirun(
