@@ -97,13 +97,16 @@ def by_itself(name: str, *arguments: str, kind: str, limit: int, mpi: str = "mpi
 
 
 def doctor(mpi: str, **options: Any) -> Step:
-    command = (f"{bin_of(mpi)}/pycollective", "doctor")
-    return Step(name=f"{LIBRARIES[mpi]}doctor", command=command, kind="e2e", limit=120, mpi=mpi, ranks=2, **options)
+    return _short("doctor", (f"{bin_of(mpi)}/pycollective", "doctor"), mpi, **options)
 
 
 def demo(mpi: str, **options: Any) -> Step:
-    command = ("scripts/demo", "--mpi", mpi, "--", "--epochs", "2", "--plot", f"{tempfile.gettempdir()}/loss.png")
-    return Step(name=f"{LIBRARIES[mpi]}demo", command=command, kind="e2e", limit=120, mpi=mpi, ranks=2, **options)
+    picture = f"{tempfile.gettempdir()}/loss.png"
+    return _short("demo", ("scripts/demo", "--mpi", mpi, "--", "--epochs", "2", "--plot", picture), mpi, **options)
+
+
+def _short(name: str, command: tuple[str, ...], mpi: str, **options: Any) -> Step:
+    return Step(name=LIBRARIES[mpi] + name, command=command, kind="e2e", limit=120, mpi=mpi, ranks=2, **options)
 
 
 def files(folder: str, names: str) -> list[str]:
@@ -131,9 +134,9 @@ PLACES = "forward options messages communicator"  # ranks, roots, groups, neighb
 EACH_RANKS_OWN = "alone out_of_band errors guide wire"  # one rank differs from the others, or the ranks from each other
 # Of tests/spmd; the others look at programs, in which more ranks and devices change nothing but numbers.
 DEVICES = "pmap shard_map order places placement"
-VALUES = ("-k", "not gradient and not jvp and not hessian and not linear_solvers and not soak")
+VALUES = "not gradient and not jvp and not hessian and not linear_solvers and not soak"
 """Another number of ranks, or another place of the arrays, changes nothing about what was differentiated before."""
-NUMBERS = ("-k", "not every_dtype and not every_ordered_dtype and not elsewhere and not intermediate")
+NUMBERS = "not every_dtype and not every_ordered_dtype and not elsewhere and not intermediate"
 """Dtypes and places of arrays change nothing about who sends what to whom."""
 
 WHOLE_EXTRAS, EXTRAS = "bench,docs,examples,flax,libraries,test", "examples,test"
@@ -182,15 +185,17 @@ def steps(*, everything: bool, install: bool) -> list[Step]:
         on_ranks(2, "docstring examples", *DOCTESTS, kind="unit", fast=False),
         Step(name="documentation", command=("scripts/docs",), kind="unit", limit=600, **whole),
         #
-        on_ranks(1, "tests/spmd", *files("spmd", f"{DEVICES} bad_input"), *VALUES),
+        on_ranks(1, "tests/spmd", *files("spmd", f"{DEVICES} bad_input"), "-k", VALUES),
         on_ranks(1, "tests/collective", *files("collective", f"{PLACES} order {EACH_RANKS_OWN}")),
         on_ranks(2, "tests/collective", *core, "tests/collective"),
         on_ranks(2, "tests/spmd", *core, "tests/spmd"),
-        on_ranks(3, "tests/collective", *files("collective", f"{PLACES} derivatives properties"), *NUMBERS, **whole),
-        on_ranks(4, "tests/collective", *files("collective", PLACES), *NUMBERS, **whole),
+        on_ranks(
+            3, "tests/collective", *files("collective", f"{PLACES} derivatives properties"), "-k", NUMBERS, **whole,
+        ),
+        on_ranks(4, "tests/collective", *files("collective", PLACES), "-k", NUMBERS, **whole),
         on_ranks(
             4, "tests/spmd", *files("spmd", "pmap shard_map order random_programs"), "-k",
-            f"{VALUES[1]} and not value_in", **whole,
+            f"{VALUES} and not value_in", **whole,
         ),
         on_ranks(2, "tests/libraries", "tests/libraries", **whole),
         on_ranks(2, "compiled as users compile", *files("spmd", "order random_programs overlap"), fast=False, **whole),
@@ -200,8 +205,8 @@ def steps(*, everything: bool, install: bool) -> list[Step]:
             **standin("staged", PYCOLLECTIVE_STAGE_BYTES="1024"),
         ),
         on_ranks(
-            2, "tests/spmd on it", *files("spmd", f"{DEVICES} random_programs bad_input overlap trees calls"), *VALUES,
-            **standin("staged", PYCOLLECTIVE_STAGE_BYTES="4096"),
+            2, "tests/spmd on it", *files("spmd", f"{DEVICES} random_programs bad_input overlap trees calls"),
+            "-k", VALUES, **standin("staged", PYCOLLECTIVE_STAGE_BYTES="4096"),
         ),
         on_ranks(2, "stand-in for GPUs, direct", *files("collective", "forward messages options"), **standin("direct")),
         #

@@ -88,23 +88,21 @@ def bfgs(m: Array, axis: Any) -> Array:
     return optimistix.minimise(loss, optimistix.BFGS(1e-5, 1e-5), jnp.zeros(3), m, max_steps=100).value
 
 
-def ode(m: Array, axis: Any) -> Array:
-    def field(t: Array, y: Array, m: Array) -> Array:
-        return -0.1 * pc.psum(m * m * shared(y, axis), axis)
+def decay(axis: Any) -> diffrax.ODETerm:
+    return diffrax.ODETerm(lambda t, y, m: -0.1 * pc.psum(m * m * shared(y, axis), axis))
 
+
+def ode(m: Array, axis: Any) -> Array:
     steps = diffrax.PIDController(rtol=1e-3, atol=1e-3)
     solution = diffrax.diffeqsolve(
-        diffrax.ODETerm(field), diffrax.Bosh3(), 0.0, 1.0, 0.1, jnp.ones(3), m, stepsize_controller=steps, max_steps=16
+        decay(axis), diffrax.Bosh3(), 0.0, 1.0, 0.1, jnp.ones(3), m, stepsize_controller=steps, max_steps=16
     )
     return solution.ys[-1]
 
 
 def stiff_ode(m: Array, axis: Any) -> Array:
-    def field(t: Array, y: Array, m: Array) -> Array:
-        return -0.1 * pc.psum(m * m * shared(y, axis), axis)
-
     implicit = diffrax.ImplicitEuler(root_finder=optimistix.Newton(1e-6, 1e-6))
-    return diffrax.diffeqsolve(diffrax.ODETerm(field), implicit, 0.0, 1.0, 0.25, jnp.ones(3), m, max_steps=4).ys[-1]
+    return diffrax.diffeqsolve(decay(axis), implicit, 0.0, 1.0, 0.25, jnp.ones(3), m, max_steps=4).ys[-1]
 
 
 def with_gradient(program: Program) -> Program:

@@ -137,11 +137,9 @@ def test_transforms_of_transforms(world: pc.Communicator, few: int) -> None:
     mesh = pc.make_mesh((-1,), ("i",), devices=devices_of_this_rank()[:few])
     fun = lambda w, x: lax.pmean(jnp.sum(jnp.tanh(w * x)), "i")
     oracle = jax.vmap(fun, in_axes=(None, 0), out_axes=None, axis_name="i")
-    ours = (
-        pc.pmap(fun, "i", in_axes=(None, 0), out_axes=None),
-        pc.shard_map(fun, mesh=mesh, in_specs=(P(), P("i")), out_specs=P()),
-        pc.shard_map(fun, mesh=mesh, in_specs=(P(), P("i")), out_specs=P(), check_vma=False),
-    )
+    pmapped = pc.pmap(fun, "i", in_axes=(None, 0), out_axes=None)
+    typed = pc.shard_map(fun, mesh=mesh, in_specs=(P(), P("i")), out_specs=P())
+    untyped = pc.shard_map(fun, mesh=mesh, in_specs=(P(), P("i")), out_specs=P(), check_vma=False)
     loop = lambda f: lambda w, x: lax.scan(lambda c, _: (f(c, x), c), w, None, length=3)[0]
     transforms: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
         "hessian": jax.hessian,
@@ -158,7 +156,6 @@ def test_transforms_of_transforms(world: pc.Communicator, few: int) -> None:
         return lambda *args: {name: transform(f)(*args) for name, transform in transforms.items()}
 
     want = jax.jit(every(oracle))(w, xs)
-    pmapped, typed, untyped = ours
     for got in (
         every(pmapped)(w, mine),
         jax.jit(every(pmapped))(w, mine),
