@@ -179,8 +179,9 @@ class LibraryOf final : public Library {
     PYCOLLECTIVE_RETURN_IF_FAILED(FindTag(channel, in.tag, &tag));
     const Block<H> block = BlockOf(in.count, in.type);
     PYCOLLECTIVE_RETURN_IF_FAILED(block.made());
-    Status status;
-    PYCOLLECTIVE_CALL(Recv, in.data, block.count(), block.type(), in.source, tag, Handle(channel.messages), &status);
+    Status own;
+    void* status = in.status == nullptr ? &own : in.status;
+    PYCOLLECTIVE_CALL(Recv, in.data, block.count(), block.type(), in.source, tag, Handle(channel.messages), status);
     return CheckReceived("MPI_Recv", channel, in, block, status);
   }
 
@@ -194,6 +195,34 @@ class LibraryOf final : public Library {
   Outcome Permute(const Channel& channel, const Outgoing& out, const Incoming& in) const override {
     if (out.count == 0) return {};
     return Exchange(channel, Handle(channel.permute), out, out.tag, in, in.tag);
+  }
+
+  Outcome Isend(const Channel& channel, const Outgoing& out, int64_t* handle) const override {
+    const Block<H> block = BlockOf(out.count, out.type);  // MPI keeps the datatype until the message has gone
+    PYCOLLECTIVE_RETURN_IF_FAILED(block.made());
+    H request{};
+    PYCOLLECTIVE_CALL(Isend, out.data, block.count(), block.type(), out.dest, out.tag, Handle(channel.messages),
+                      &request);
+    *handle = Wide(request);
+    return {};
+  }
+
+  Outcome Irecv(const Channel& channel, const Incoming& in, int64_t* handle) const override {
+    const Block<H> block = BlockOf(in.count, in.type);
+    PYCOLLECTIVE_RETURN_IF_FAILED(block.made());
+    H request{};
+    PYCOLLECTIVE_CALL(Irecv, in.data, block.count(), block.type(), in.source, in.tag, Handle(channel.messages),
+                      &request);
+    *handle = Wide(request);
+    return {};
+  }
+
+  Outcome WaitAll(std::vector<int64_t>* handles) const override {
+    std::vector<H> requests;
+    for (const int64_t handle : *handles) requests.push_back(Handle(handle));
+    std::vector<Status> statuses(requests.size());  // MPI's are smaller
+    PYCOLLECTIVE_CALL(Waitall, static_cast<int>(requests.size()), requests.data(), statuses.data());
+    return {};
   }
 
   // Communicators --------------------------------------------------------------------------------------------------
@@ -297,18 +326,19 @@ class LibraryOf final : public Library {
     PYCOLLECTIVE_RETURN_IF_FAILED(sent.made());
     const Block<H> received = BlockOf(in.count, in.type);
     PYCOLLECTIVE_RETURN_IF_FAILED(received.made());
-    Status status;
+    Status own;
+    void* status = in.status == nullptr ? &own : in.status;
     PYCOLLECTIVE_CALL(Sendrecv, out.data, sent.count(), sent.type(), out.dest, send_tag, in.data, received.count(),
-                      received.type(), in.source, recv_tag, comm, &status);
+                      received.type(), in.source, recv_tag, comm, status);
     return CheckReceived("MPI_Sendrecv", channel, in, received, status);
   }
 
   // MPI itself reports a longer message as an error (truncation); a shorter one would leave the end unwritten.
   Outcome CheckReceived(const char* call, const Channel& channel, const Incoming& in, const Block<H>& block,
-                        const Status& status) const {
+                        void* status) const {
     if (in.source == proc_null_) return Clear(channel, in.data, in.count, in.type);
     int received = 0;
-    PYCOLLECTIVE_CALL(Get_count, &status, block.type(), &received);
+    PYCOLLECTIVE_CALL(Get_count, status, block.type(), &received);
     if (received != block.count()) {
       Outcome outcome{call, 0, {}};
       outcome.detail = "expected " + std::to_string(in.count) + " elements, got a shorter message" +

@@ -92,13 +92,15 @@ struct Outgoing {
   int tag;
 };
 
-// A message that this rank receives. `source` may be MPI_PROC_NULL: then zeros are received.
+// A message that this rank receives. `source` may be MPI_PROC_NULL: then zeros are received. `status` is where MPI writes
+// the MPI_Status of the caller; null: there is none.
 struct Incoming {
   void* data;
   int64_t count;
   Type type;
   int source;
   int tag;
+  void* status = nullptr;
 };
 
 // The MPI library.
@@ -122,6 +124,11 @@ class Library {
   virtual Outcome Sendrecv(const Channel&, const Outgoing&, const Incoming&) const = 0;
   // Sendrecv of equal arrays on a communicator of its own, where no receive of a program can match.
   virtual Outcome Permute(const Channel&, const Outgoing&, const Incoming&) const = 0;
+
+  // Starts a message. WaitAll ends those that were started, by the handles that they set.
+  virtual Outcome Isend(const Channel&, const Outgoing&, int64_t* handle) const = 0;
+  virtual Outcome Irecv(const Channel&, const Incoming&, int64_t* handle) const = 0;
+  virtual Outcome WaitAll(std::vector<int64_t>* handles) const = 0;
 
   // Makes a communicator of those ranks of `from` (empty: all ranks), in their order. Only those ranks make this call;
   // the tag keeps apart the communicators that several threads make at once.

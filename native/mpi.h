@@ -34,6 +34,8 @@ namespace pycollective {
   X(Get_count, const void*, H, int*)                                                          \
   X(Group_free, H*)                                                                           \
   X(Group_incl, H, int, const int*, H*)                                                       \
+  X(Irecv, void*, int, H, int, int, H, H*)                                                    \
+  X(Isend, const void*, int, H, int, int, H, H*)                                              \
   X(Op_create, void (*)(void*, void*, int*, H*), int, H*)                                     \
   X(Recv, void*, int, H, int, int, H, void*)                                                  \
   X(Reduce, const void*, void*, int, H, H, int, H)                                            \
@@ -45,7 +47,8 @@ namespace pycollective {
   X(Type_commit, H*)                                                                          \
   X(Type_contiguous, int, H, H*)                                                              \
   X(Type_create_struct, int, const int*, const ptrdiff_t*, const H*, H*)                      \
-  X(Type_free, H*)
+  X(Type_free, H*)                                                                            \
+  X(Waitall, int, H*, void*)
 
 template <typename H>
 struct Functions {

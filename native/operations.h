@@ -39,9 +39,9 @@ namespace pycollective {
   OTHER(allreduce, Allreduce, true, BindArrays<Place>("op", "bucket_bytes"))                         \
   OTHER(ppermute, Ppermute, true, BindPpermute<Place>())                                             \
   OTHER(barrier, Barrier, true, BindTokens<Place>())                                                 \
-  OTHER(sendrecv, Sendrecv, false, BindArray<Place>("dest", "send_tag", "source", "recv_tag"))       \
+  OTHER(sendrecv, Sendrecv, false, BindArray<Place>("dest", "send_tag", "source", "recv_tag", "status")) \
   OTHER(send, Send, false, BindOperand<Place>("dest", "tag"))                                        \
-  OTHER(recv, Recv, false, BindArray<Place>("source", "tag"))
+  OTHER(recv, Recv, false, BindArray<Place>("source", "tag", "status"))
 
 // HALF(name, Name, binding): half of an allreduce, for accelerators alone. Its handler, the function Name, stands in
 // allreduce_halves.cc.

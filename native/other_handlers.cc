@@ -103,7 +103,7 @@ ffi::Error Send(Place place, const Participants& participants, InToken, In x, Ou
 
 template <typename Place>
 ffi::Error Recv(Place place, const Participants& participants, InToken, In, OutToken, Out y, int64_t source,
-                int64_t tag) {
+                int64_t tag, int64_t status) {
   Call call = CallIn(place, kRecv, participants);
   Type type;
   if (!MoveType(y->element_type(), &type)) return call.Unsupported(y->element_type());
@@ -112,14 +112,15 @@ ffi::Error Recv(Place place, const Participants& participants, InToken, In, OutT
     return place.Exchange(lane, {}, ViewOf(*y, type), kWholeMessage,
                           [&](const Channel& channel, const void*, void* out, int64_t) {
                             return mpi.Recv(channel,
-                                            {out, Count(*y), type, static_cast<int>(source), static_cast<int>(tag)});
+                                            {out, Count(*y), type, static_cast<int>(source), static_cast<int>(tag),
+                                             reinterpret_cast<void*>(status)});
                           });
   });
 }
 
 template <typename Place>
 ffi::Error Sendrecv(Place place, const Participants& participants, InToken, In x, OutToken, Out y, int64_t dest,
-                    int64_t send_tag, int64_t source, int64_t recv_tag) {
+                    int64_t send_tag, int64_t source, int64_t recv_tag, int64_t status) {
   Call call = CallIn(place, kSendrecv, participants);
   Type send_type, recv_type;
   if (!MoveType(x.element_type(), &send_type)) return call.Unsupported(x.element_type());
@@ -130,7 +131,8 @@ ffi::Error Sendrecv(Place place, const Participants& participants, InToken, In x
         lane, ViewOf(x, send_type), ViewOf(*y, recv_type), kWholeMessage,
         [&](const Channel& channel, const void* in, void* out, int64_t) {
           return mpi.Sendrecv(channel, {in, Count(x), send_type, static_cast<int>(dest), static_cast<int>(send_tag)},
-                              {out, Count(*y), recv_type, static_cast<int>(source), static_cast<int>(recv_tag)});
+                              {out, Count(*y), recv_type, static_cast<int>(source), static_cast<int>(recv_tag),
+                               reinterpret_cast<void*>(status)});
         });
   });
 }

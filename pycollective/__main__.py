@@ -10,7 +10,7 @@ import pycollective
 
 # The module of each command, which is imported only for that command: ``run`` must not start MPI, and needs no JAX.
 COMMANDS = {
-    "run": ("pycollective.launch.run", "start a program as ranks, through the MPI library's launcher"),
+    "run": ("pycollective.run.command", "start a program as ranks, through the MPI library's launcher"),
     "doctor": ("pycollective.doctor.command", "report what this installation and job have, and what is wrong"),
     "bench": ("pycollective.bench.command", "measure collectives beside raw MPI and other libraries"),
 }

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from pycollective.errors import fail, integer
 from pycollective.primitives import dtypes
 from pycollective.primitives.blocks import cut
+from pycollective.primitives.messages import StatusPlace
 from pycollective.ranks.participants import Participants
 from pycollective.transport.mpi import MPI
 
@@ -151,6 +152,13 @@ def tag(where: str, comm: Participants, name: str, value: int | None, wildcard: 
     if not 0 <= tag <= largest:
         fail(ValueError, where, comm, f"{name} from 0 to {largest}", tag, "MPI has no other tags.")
     return tag
+
+
+def status(where: str, comm: Participants, value: Any) -> StatusPlace | None:
+    """Returns the place of ``value``, which must be an mpi4py ``Status`` or None."""
+    if value is not None and not isinstance(value, MPI.Status):
+        fail(TypeError, where, comm, "status to be an mpi4py.MPI.Status, or None", repr(value), "Leave it out.")
+    return None if value is None else StatusPlace(value)
 
 
 def rank_or_wildcard(where: str, comm: Participants, name: str, value: int | None, wildcard: int) -> int:

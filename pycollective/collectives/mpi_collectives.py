@@ -234,7 +234,12 @@ def send(x: PyTree, axis_name: Communicator | None = None, *, dest: int, tag: in
 
 
 def recv(
-    like: PyTree, axis_name: Communicator | None = None, *, source: int | None = None, tag: int | None = None
+    like: PyTree,
+    axis_name: Communicator | None = None,
+    *,
+    source: int | None = None,
+    tag: int | None = None,
+    status: MPI.Status | None = None,
 ) -> PyTree:
     """Receives arrays from one rank, which must call :func:`send` (or :func:`sendrecv`).
 
@@ -244,6 +249,8 @@ def recv(
         axis_name: a communicator, the world by default.
         source: the rank that sends. Default None: any rank.
         tag: the tag that the sender gave. Default None: any tag.
+        status: an mpi4py ``Status`` that tells the source and the tag when the result is there. In a tree the last leaf
+            writes it. Default None.
 
     Returns:
         The arrays that arrived, of the shapes and dtypes of ``like``.
@@ -261,9 +268,10 @@ def recv(
         See :func:`send`.
     """
     comm = given_or_world("recv", axis_name)
-    params = {
+    params: dict[str, Any] = {
         "source": checks.rank_or_wildcard("recv", comm, "source", source, MPI.ANY_SOURCE),
         "tag": checks.tag("recv", comm, "tag", tag, MPI.ANY_TAG),
+        "status": checks.status("recv", comm, status),
     }
     return jax.tree.map(lambda leaf: messages.recv(_template("recv", comm, leaf), comm=comm, **params), like)
 
@@ -281,6 +289,7 @@ def sendrecv(
     like: PyTree | None = None,
     send_tag: int = 0,
     recv_tag: int | None = 0,
+    status: MPI.Status | None = None,
 ) -> PyTree:
     """Sends to one rank and receives from another at the same time, so ranks may do so in any pattern without deadlock.
 
@@ -293,6 +302,7 @@ def sendrecv(
             arrives. Default: ``x``.
         send_tag: the tag of the message that is sent. Default 0.
         recv_tag: the tag of the message that is received; None: any tag. Default 0.
+        status: as for :func:`recv`. Cotangents and tangents write none.
 
     Returns:
         The arrays that arrived, of the shapes and dtypes of ``like``.
@@ -312,11 +322,12 @@ def sendrecv(
         True
     """
     comm = given_or_world("sendrecv", axis_name)
-    params = {
+    params: dict[str, Any] = {
         "source": checks.rank_or_wildcard("sendrecv", comm, "source", source, MPI.PROC_NULL),
         "dest": checks.rank_or_wildcard("sendrecv", comm, "dest", dest, MPI.PROC_NULL),
         "send_tag": checks.tag("sendrecv", comm, "send_tag", send_tag, None),
         "recv_tag": checks.tag("sendrecv", comm, "recv_tag", recv_tag, MPI.ANY_TAG),
+        "status": checks.status("sendrecv", comm, status),
     }
     like = x if like is None else like
     if jax.tree.structure(x) != jax.tree.structure(like):

@@ -27,7 +27,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from pycollective.errors import message
 from pycollective.launch.child_processes import is_forked, wait_until_read
@@ -58,12 +58,14 @@ class _State:
         status: the exit status, once Python has shown it.
         old_error: the exception that Python showed last before the hooks were installed.
         exit_comm: the communicator on which ranks wait for each other at exit.
+        last: what this rank does when all ranks have ended.
     """
 
     has_hooks = False
     status: int | None = None
     old_error: object = None
     exit_comm: MPI.Intracomm | None = None
+    last: ClassVar[list[Callable[[], object]]] = []
 
 
 # Errors -----------------------------------------------------------------------------------------------------
@@ -203,6 +205,11 @@ def wait_for_all_at_exit(world: MPI.Intracomm) -> None:
         _State.exit_comm = world.Dup()
 
 
+def at_end(function: Callable[[], object]) -> None:
+    """Lets this rank call ``function`` when all ranks have ended, before other exit handlers; the last one first."""
+    _State.last.append(function)
+
+
 def _end(flush: Callable[[], None], limit_s: float | None) -> None:
     """Ends this rank in order: flushes programs, and waits for the other ranks.
 
@@ -227,6 +234,8 @@ def _end(flush: Callable[[], None], limit_s: float | None) -> None:
         abort(status or 1)
     if status == 0:
         _wait_for_all(limit_s)
+    for function in reversed(_State.last):
+        function()
 
 
 def _end_forked_child(status: int) -> NoReturn:

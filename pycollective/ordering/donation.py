@@ -11,6 +11,9 @@ from jax.extend.core import ClosedJaxpr, Var
 
 from pycollective.ordering.jaxprs import is_reshape
 
+_INLINED = {"jit": "jaxpr", "pjit": "jaxpr", "linear_call": "callee"}
+"""Calls that JAX inlines, and the parameter with the program that each calls."""
+
 
 def without_copies(jaxpr: Any, free: frozenset[Var] = frozenset()) -> Any:
     """The program with the hint ``in_place`` only where XLA need not copy the operand first.
@@ -37,10 +40,10 @@ def without_copies(jaxpr: Any, free: frozenset[Var] = frozenset()) -> Any:
             arrays = zip(hints, eqn.invars, strict=True)
             cheap = tuple(hint and isinstance(var, Var) and buffers.get(var, var) not in needed for hint, var in arrays)
             eqn = eqn.replace(params={**eqn.params, "in_place": cheap})
-        if eqn.primitive.name in ("jit", "pjit"):  # JAX inlines it
-            closed = eqn.params["jaxpr"]
+        if (name := _INLINED.get(eqn.primitive.name)) is not None:
+            closed = eqn.params[name]
             inner = without_copies(closed.jaxpr, _free_inside(eqn, closed.jaxpr, needed, buffers))
-            eqn = eqn.replace(params={**eqn.params, "jaxpr": ClosedJaxpr(inner, closed.consts)})
+            eqn = eqn.replace(params={**eqn.params, name: ClosedJaxpr(inner, closed.consts)})
         elif eqn.primitive.name == "shard_map":  # the same program on each device
             inner = eqn.params["jaxpr"]
             inner = without_copies(inner, _free_inside(eqn, inner, needed, buffers))

@@ -9,25 +9,71 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 from jax.extend.core import Primitive
 
+from pycollective.errors import message
 from pycollective.ordering import dispatch, jax_internals
-from pycollective.ordering.jaxprs import is_foreign
+from pycollective.ordering.jaxprs import is_foreign, manual_sizes
+
+_HASH_OF_MPI4JAX = hash(int(hashlib.md5(b"I love mpi4jax very much", usedforsecurity=False).hexdigest(), 16))
+"""The constant hash of mpi4jax's effect."""
+
+
+def _is_of_mpi4jax(kind: object) -> bool:
+    return type(kind).__module__.partition(".")[0] == "mpi4jax"
 
 
 class OrderedCollective(jax_internals.OrderedEffect):
     """The effect of every primitive of this package: it communicates with other ranks, so its order matters.
 
     All communicators share one effect. Calls on two communicators must keep one order as well, or ranks that belong to
-    both could wait for each other.
+    both could wait for each other. For the same reason it is equal to mpi4jax's effect, with the same hash: JAX keeps
+    effects in sets and tokens in dictionaries, so it takes the two for one, and passes one token through the calls of
+    both packages. That needs no import of mpi4jax, which may come before or after ours.
     """
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) or (_is_of_mpi4jax(other) and type(other).__name__ == "OrderedMPIEffect")
+
+    def __hash__(self) -> int:
+        return _HASH_OF_MPI4JAX
 
 
 effect = OrderedCollective()
+
+
+def _check_mpi4jax(kind: Any, primitive: Primitive) -> None:
+    """Refuses a call of mpi4jax that would have no order with ours, or that several devices would make.
+
+    Args:
+        kind: the effect of the call.
+        primitive: the primitive of the call, or one that holds it.
+    """
+    if kind != effect or hash(kind) != hash(effect):
+        raise RuntimeError(
+            message(
+                "ordering",
+                "mpi4jax 0.9, whose calls keep one order with ours",
+                f"one whose {primitive} has the effect {kind!r}",
+                "Install mpi4jax 0.9, or import pycollective.compat.mpi4jax in its place.",
+            )
+        )
+    if math.prod(manual_sizes(jax.sharding.get_abstract_mesh())) > 1:
+        raise NotImplementedError(
+            message(
+                "ordering",
+                "mpi4jax's calls in programs on one device of each rank",
+                f"{primitive} in a program on several",
+                "Import pycollective.compat.mpi4jax in its place.",
+            )
+        )
+    jax_internals.allow_in_checkpoint(kind)  # as ours; a program with both has one of the two objects
 
 
 @functools.lru_cache(maxsize=4096)
@@ -37,8 +83,17 @@ def _effects_of_program(primitive: Primitive, avals: tuple[Any, ...], params: tu
     return frozenset({effect} & closed.jaxpr.effects)
 
 
-def _effects_of_foreign(primitive: Primitive, operands: Sequence[Any], params: dict[str, Any]) -> Iterable[Any]:
-    """Our effect, if the primitive is another library's and its implementation has our effect; else nothing."""
+def _effects_of(
+    primitive: Primitive, operands: Sequence[Any], params: dict[str, Any], declared: Iterable[Any]
+) -> Iterable[Any]:
+    """The effects that the primitive declares. If there are none, if it is another library's, and if its implementation
+    has our effect: our effect.
+    """
+    if declared:
+        for kind in declared:
+            if _is_of_mpi4jax(kind):
+                _check_mpi4jax(kind, primitive)
+        return declared
     if is_foreign(primitive):
         avals = tuple(x.aval for x in operands)
         # A primitive that JAX cannot trace, or whose parameters have no order or hash, holds no collective of ours.
@@ -49,7 +104,7 @@ def _effects_of_foreign(primitive: Primitive, operands: Sequence[Any], params: d
     return frozenset()
 
 
-jax_internals.report_effects(_effects_of_foreign)
+jax_internals.report_effects(_effects_of)
 
 
 # JAX itself dispatches the programs of plain jax.jit, and ours inside a transform. They wait for earlier programs too.

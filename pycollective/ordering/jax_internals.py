@@ -13,8 +13,9 @@
 ``traceback_util.register_exclusion``    removes our frames from tracebacks and from ``jax.debug.breakpoint``, which
                                          makes constants of the values in them
 ``linear_call_p`` (custom_derivatives)   its abstract evaluation omits the effects of the function that it calls; ours
-                                         reports them
+                                         reports them; ``jaxprs`` adds the rule for vmap, which JAX lacks
 ``DynamicJaxprTrace.make_eqn``           wrapped, to add the effects of primitives that other libraries define
+``compiler.compile_or_get_cached``       wrapped where global arrays go over MPI, to read each compiled program
 ``Primitive.is_high``, ``to_lojax``      from 0.12 on JAX replaces some primitives before it lowers a program
 ``aval.vma``, ``aval.manual_axis_type``  the axes along which a value varies: the first in JAX 0.9, the second later
 =======================================  ==============================================================
@@ -41,6 +42,7 @@ from pycollective.errors import message
 SUPPORTED_JAX = ">= 0.9, < 0.13"
 
 try:
+    from jax._src import compiler
     from jax._src import effects as jax_effects
     from jax._src.core import (
         InternalMutableArrayEffect,
@@ -71,6 +73,8 @@ try:
     for _method, _expected in (("get_token_input", ["eff", "devices"]), ("set_token_result", ["eff", "token"])):
         if list(inspect.signature(getattr(RuntimeTokenSet, _method)).parameters) != ["self", *_expected]:
             raise ImportError(f"RuntimeTokenSet.{_method} has other parameters than {_expected}")
+    if list(inspect.signature(compiler.compile_or_get_cached).parameters)[:3] != ["backend", "computation", "devices"]:
+        raise ImportError("compile_or_get_cached has other parameters")
 except (ImportError, AttributeError) as error:
     raise ImportError(
         message("ordering", f"jax {SUPPORTED_JAX}", f"jax {jax.__version__}: {error}", "Install a supported jax.")
@@ -145,11 +149,11 @@ def _linear_call_abstract_eval(*_: Any, callee: Any, **__: Any) -> Any:
     return callee.out_avals, callee.effects
 
 
-def report_effects(of: Callable[[Primitive, Sequence[Any], dict[str, Any]], Iterable[Any]]) -> None:
-    """Lets JAX record the effects that ``of`` reports, for equations whose primitives declare no effects.
+def report_effects(of: Callable[[Primitive, Sequence[Any], dict[str, Any], Iterable[Any]], Iterable[Any]]) -> None:
+    """Lets JAX record the effects that ``of`` reports for each equation.
 
     Args:
-        of: a function from the primitive, its operands and its parameters to effects.
+        of: a function from the primitive, its operands, its parameters and the effects that it declares to effects.
     """
     make_eqn = DynamicJaxprTrace.make_eqn
 
@@ -157,10 +161,15 @@ def report_effects(of: Callable[[Primitive, Sequence[Any], dict[str, Any]], Iter
     def reporting(
         self: Any, in_tracers: Any, out_avals: Any, primitive: Any, params: Any, effects: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        effects = effects or of(primitive, in_tracers, params)
+        effects = of(primitive, in_tracers, params, effects)
         return make_eqn(self, in_tracers, out_avals, primitive, params, effects, *args, **kwargs)
 
     DynamicJaxprTrace.make_eqn = reporting
+
+
+def allow_in_checkpoint(effect: jax_effects.Effect) -> None:
+    """Lets :func:`jax.checkpoint` repeat operations with an effect of this type."""
+    jax_effects.remat_allowed_effects.add_type(type(effect))
 
 
 def see_each_dispatch(
@@ -190,6 +199,23 @@ def see_each_dispatch(
             after(token)
 
     RuntimeTokenSet.get_token_input, RuntimeTokenSet.set_token_result = get_token_input, set_token_result
+
+
+def see_each_compilation(after: Callable[[Any, Any], None]) -> None:
+    """Calls ``after`` with each program that JAX compiles or reads from its cache, and its devices, before it runs.
+
+    Args:
+        after: a function of XLA's executable and of the array of the program's devices, which may be other processes'.
+    """
+    compile_or_get_cached = compiler.compile_or_get_cached
+
+    @functools.wraps(compile_or_get_cached)
+    def seen(backend: Any, computation: Any, devices: Any, *args: Any, **kwargs: Any) -> Any:
+        executable = compile_or_get_cached(backend, computation, devices, *args, **kwargs)
+        after(executable, devices)
+        return executable
+
+    compiler.compile_or_get_cached = seen
 
 
 def is_high(eqn: Any, inner: Sequence[Any]) -> bool:

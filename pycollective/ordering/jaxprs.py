@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var
 from jax.extend.core import primitives as jax_primitives
+from jax.interpreters import batching
 
 from pycollective.ordering import jax_internals
 
@@ -196,6 +198,39 @@ def hidden_program(eqn: JaxprEqn, axis_env: Sequence[tuple[Any, int]]) -> Closed
     avals = [aval_like(var.aval) for var in eqn.invars]
     with jax.sharding.use_abstract_mesh(NO_MESH):
         return jax.make_jaxpr(functools.partial(function, **eqn.params), axis_env=list(axis_env))(*avals)
+
+
+def _batch_linear_call(
+    args: Sequence[Any], dims: Sequence[int | None], *, callee: ClosedJaxpr, transpose_thunk: Any, **counts: int
+) -> tuple[Any, Sequence[int]]:
+    """The batching rule of JAX's ``linear_call``, which has none: both functions of the call under :func:`jax.vmap`."""
+    first = counts["num_callee_consts"]
+    linear = first + counts["num_res"]
+    (size,) = {x.shape[dim] for x, dim in zip(args, dims, strict=True) if dim is not None}
+
+    def whole(x: Any, dim: int | None) -> Any:
+        return jnp.broadcast_to(x, (size, *x.shape)) if dim is None else jnp.moveaxis(x, dim, 0)
+
+    def forward(fixed: Sequence[Any], xs: Sequence[Any]) -> Any:
+        def one(fixed: Sequence[Any], xs: Sequence[Any]) -> list[Any]:
+            return evaluate(callee, rebind, *fixed, *xs)
+
+        return jax.vmap(one, in_axes=(list(dims[:linear]), 0))(fixed, xs)
+
+    def backward(fixed: Sequence[Any], cts: Sequence[Any]) -> Any:
+        transposed, consts = transpose_thunk()
+
+        def one(residuals: Sequence[Any], cts: Sequence[Any]) -> list[Any]:
+            return evaluate(transposed, rebind, *consts, *residuals, *cts)
+
+        return jax.vmap(one, in_axes=(list(dims[first:linear]), 0))(fixed[first:], cts)
+
+    xs = list(map(whole, args[linear:], dims[linear:]))
+    outs = jax.custom_derivatives.linear_call(forward, backward, list(args[:linear]), xs)
+    return outs, [0] * len(outs)
+
+
+batching.primitive_batchers[jax_internals.linear_call_p] = _batch_linear_call
 
 
 def rebuilt_shard_map(eqn: JaxprEqn, equation: Equation) -> Callable[..., Any]:

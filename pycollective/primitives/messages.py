@@ -21,6 +21,41 @@ Array = jax.Array
 
 _REMEDY = "Use sendrecv or ppermute, whose cotangents have a way back."
 
+
+class StatusPlace:
+    """Where MPI writes the status of a message, as a parameter of a primitive: hashable, and it keeps the status alive.
+
+    Args:
+        status: the status; two places are equal if they hold the same object.
+    """
+
+    def __init__(self, status: MPI.Status) -> None:
+        self._status = status
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, StatusPlace) and self._status is other._status
+
+    def __hash__(self) -> int:
+        return id(self._status)
+
+    @property
+    def address(self) -> int:
+        """The address of the ``MPI_Status``."""
+        return MPI._addressof(self._status)
+
+
+_in_programs: set[StatusPlace] = set()
+"""The places that lowered programs name by their addresses: a compiled program may outlive all else that names them."""
+
+
+def _address(status: StatusPlace | None) -> int:
+    """The address for a program that is lowered; 0 for None."""
+    if status is None:
+        return 0
+    _in_programs.add(status)
+    return status.address
+
+
 # sendrecv sends x to dest and returns what source sent, an array of the given shape and dtype.
 sendrecv_p = define.primitive("sendrecv")
 
@@ -30,9 +65,10 @@ def _sendrecv_abstract_eval(x: Any, *, shape: tuple[int, ...], dtype: Any, **_: 
 
 
 def _sendrecv_attributes(
-    comm: Communicator, source: int, dest: int, send_tag: int, recv_tag: int, **_: Any
+    comm: Communicator, source: int, dest: int, send_tag: int, recv_tag: int, status: StatusPlace | None, **_: Any
 ) -> dict[str, Any]:
-    return {"comm": comm.key, "source": source, "dest": dest, "send_tag": send_tag, "recv_tag": recv_tag}
+    tags = {"send_tag": send_tag, "recv_tag": recv_tag}
+    return {"comm": comm.key, "source": source, "dest": dest, **tags, "status": _address(status)}
 
 
 sendrecv_p.def_effectful_abstract_eval(_sendrecv_abstract_eval)
@@ -65,6 +101,7 @@ def _sendrecv_transpose_rule(
         dest=source,
         send_tag=recv_tag,
         recv_tag=send_tag,
+        status=None,
     )
     return [back]
 
@@ -74,7 +111,7 @@ def _sendrecv_jvp_rule(primals: Sequence[Array], tangents: Sequence[Any], **para
     y = sendrecv_p.bind(x, **params)
     if type(t) is ad.Zero or not jnp.issubdtype(params["dtype"], jnp.inexact):
         return y, ad.Zero(jax.typeof(y).to_tangent_aval())
-    return y, sendrecv_p.bind(t, **params)
+    return y, sendrecv_p.bind(t, **{**params, "status": None})
 
 
 def _sendrecv_batching_rule(
@@ -94,6 +131,7 @@ def sendrecv(
     dest: int,
     send_tag: int,
     recv_tag: int,
+    status: StatusPlace | None = None,
 ) -> Array:
     """Sends ``x`` to ``dest`` and returns what ``source`` sent, an array of the shape and dtype of ``like``."""
     wire = jax.eval_shape(dtypes.to_wire, like)
@@ -106,6 +144,7 @@ def sendrecv(
         dest=dest,
         send_tag=send_tag,
         recv_tag=recv_tag,
+        status=status,
     )
     return dtypes.from_wire(y, like)
 
@@ -131,8 +170,8 @@ def _recv_abstract_eval(batch: Any, *, shape: tuple[int, ...], dtype: Any, **_: 
     return jax_internals.result((*batch.shape[:-1], *shape), dtype, batch), {effect}
 
 
-def _recv_attributes(comm: Communicator, source: int, tag: int, **_: Any) -> dict[str, Any]:
-    return {"comm": comm.key, "source": source, "tag": tag}
+def _recv_attributes(comm: Communicator, source: int, tag: int, status: StatusPlace | None, **_: Any) -> dict[str, Any]:
+    return {"comm": comm.key, "source": source, "tag": tag, "status": _address(status)}
 
 
 def _send_attributes(comm: Communicator, dest: int, tag: int) -> dict[str, Any]:
@@ -155,12 +194,19 @@ def send(x: Array, *, comm: Communicator, dest: int, tag: int) -> None:
     send_p.bind(dtypes.to_wire(x), comm=comm, dest=dest, tag=tag)
 
 
-def recv(like: Array | jax.ShapeDtypeStruct, *, comm: Communicator, source: int, tag: int) -> Array:
+def recv(
+    like: Array | jax.ShapeDtypeStruct,
+    *,
+    comm: Communicator,
+    source: int,
+    tag: int,
+    status: StatusPlace | None = None,
+) -> Array:
     """Returns what ``source`` sent, an array of the shape and dtype of ``like``."""
     wire = jax.eval_shape(dtypes.to_wire, like)
     # Under vmap `like` has a batch axis that its shape does not show. An empty slice of it has that axis, too.
     batch = jnp.zeros(0) if isinstance(like, jax.ShapeDtypeStruct) else jnp.ravel(dtypes.to_wire(like))[:0]
-    y = recv_p.bind(batch, shape=wire.shape, dtype=wire.dtype, comm=comm, source=source, tag=tag)
+    y = recv_p.bind(batch, shape=wire.shape, dtype=wire.dtype, comm=comm, source=source, tag=tag, status=status)
     return dtypes.from_wire(y, like)
 
 

@@ -26,12 +26,14 @@ class _State:
     """What :func:`start` has set up in this process.
 
     Attributes:
+        mpi_started: whether :func:`start_mpi` has.
         started: whether it has.
         timeout: the seconds that a rank may wait for others; None for no limit.
         transport: the transport.
         devices: the devices that this rank drives.
     """
 
+    mpi_started = False
     started = False
     timeout: float | None = None
     transport = TRANSPORTS[0]
@@ -54,6 +56,35 @@ def timeout() -> float | None:
 def devices_of_this_rank() -> tuple[jax.Device, ...]:
     """The devices of :func:`init`; each has a lane in every communicator."""
     return _state.devices
+
+
+def start_mpi(mpi: MPI.Intracomm) -> None:
+    """Starts what comes before JAX's devices: MPI, the hooks for errors, and the transport.
+
+    All ranks of ``mpi`` must make this call; a second call changes nothing.
+    """
+    child_processes.refuse_child("init")
+    if _state.mpi_started:
+        return
+    if not MPI.Is_initialized():
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        raise RuntimeError(
+            message(
+                "init",
+                "MPI at THREAD_MULTIPLE, since XLA calls from its own threads",
+                f"thread level {MPI.Query_thread()}",
+                "Leave mpi4py.rc.thread_level at 'multiple', and use an MPI built with threads.",
+            )
+        )
+    if not config.allow_singleton:
+        started_by.check_world(os.environ, MPI.COMM_WORLD.size, MPI.Get_library_version())
+    child_processes.mark_rank(MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)
+    rank_exit.end_all_on_error()  # from here on ranks wait for each other
+    with host_of(mpi) as neighbours:
+        native.start(neighbours.size)  # it tunes malloc, so it comes before JAX's backend starts threads
+        accelerators.take_own(neighbours)
+    _state.mpi_started = True
 
 
 def start(
@@ -83,26 +114,9 @@ def start(
                     message("init", expected, later, "Call init once, before anything else uses the package.")
                 )
         return
-    if not MPI.Is_initialized():
-        MPI.Init_thread(MPI.THREAD_MULTIPLE)
-    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-        raise RuntimeError(
-            message(
-                "init",
-                "MPI at THREAD_MULTIPLE, since XLA calls from its own threads",
-                f"thread level {MPI.Query_thread()}",
-                "Leave mpi4py.rc.thread_level at 'multiple', and use an MPI built with threads.",
-            )
-        )
-    if not config.allow_singleton:
-        started_by.check_world(os.environ, MPI.COMM_WORLD.size, MPI.Get_library_version())
-    child_processes.mark_rank(MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)
-    rank_exit.end_all_on_error()  # from here on ranks wait for each other
-    with host_of(mpi) as neighbours:
-        native.start(neighbours.size)  # it tunes malloc, so it comes before JAX's backend starts threads
-        accelerators.take_own(neighbours)
-        with shared_cores(neighbours):
-            _state.devices = local_devices(devices)
+    start_mpi(mpi)
+    with host_of(mpi) as neighbours, shared_cores(neighbours):
+        _state.devices = local_devices(devices)
     kind = accelerators.check(mpi, _state.devices, may_share=config.allow_shared_gpu)
     if kind in runtime.KINDS:
         direct = config.gpu_direct

@@ -6,11 +6,13 @@ not start MPI: the child may import this package only because its main module do
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.metadata import PackageNotFoundError, version
 
+from pycollective.config import config
 from pycollective.environment import variable
 from pycollective.errors import FROM_A_CLONE, message
 from pycollective.launch.child_processes import parent_rank
@@ -33,6 +35,24 @@ def _reliable_network() -> AbstractContextManager[None]:
         return nullcontext()
     return variable(_NETWORK, "ofi")
 
+
+_M_ARENA_MAX = -8
+"""glibc's number of the option (malloc.h)."""
+
+
+def _share_one_arena() -> None:
+    """Lets all threads that start from now on allocate from one arena; other C libraries have no such function.
+
+    The threads of an MPI library would have an arena of their own, which glibc then gives to some of XLA's threads as
+    well. A large array from there is always new memory, whose pages fault one by one: an allreduce of 64 MiB took three
+    times as long. The other settings are in native/binding.cc (``pycollective_tune_malloc``).
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if config.malloc and mallopt is not None:
+        mallopt(_M_ARENA_MAX, 1)
+
+
+_share_one_arena()
 
 try:
     import mpi4py

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,11 +17,16 @@ import jax
 import numpy as np
 
 from pycollective.config import config
+from pycollective.environment import NATIVE_LIBRARY
 from pycollective.errors import FROM_A_CLONE, message
 from pycollective.transport import runtime
 from pycollective.transport.mpi import MPI
 
 _BUILD = "Build the library again: install the package with pip, or run python setup.py build_ext --inplace in a clone."
+
+
+XLA_MARK_COUNT = 4
+"""The number of integers by which the library tells a program of :func:`xla_learns` (native/xla_mpi.cc)."""
 
 
 class _Binding(ctypes.Structure):
@@ -67,8 +73,11 @@ _RESULTS = {
     "set_all_lanes": None,
     "set_max_count": None,
     "tune_malloc": ctypes.c_bool,
+    "xla_is_open": ctypes.c_bool,
+    "xla_start": None,
+    "xla_learn": None,
 }
-"""The functions of native/binding.cc without their prefix, and the types of their results."""
+"""The functions of native/binding.cc and xla_mpi.cc without their prefix, and the types of their results."""
 
 
 def load(path: Path) -> ctypes.CDLL:
@@ -172,7 +181,7 @@ def start(ranks: int = 1) -> None:
     global _library
     if _library is not None:
         return
-    library = load(Path(__file__).parent.parent / "_native.so")
+    library = load(NATIVE_LIBRARY)
     _bind(library)
     library.pycollective_set_check(config.check)
     library.pycollective_set_all_lanes(int(config.all_lanes))
@@ -345,6 +354,35 @@ def free_communicator(number: int) -> None:
         raise RuntimeError(
             message("Communicator.free", "MPI to free its channels", error.decode(), "Flush programs on all ranks.")
         )
+
+
+def xla_can_call() -> bool:
+    """Whether XLA has opened the library, so that its own collectives go through it."""
+    return bool(library().pycollective_xla_is_open())
+
+
+def xla_start(rank: int, size: int) -> None:
+    """Lets XLA make its CPU client: this process is ``rank`` of ``size``."""
+    library().pycollective_xla_start(rank, size)
+
+
+@contextmanager
+def xla_learns(number: int, fingerprint: int, operand: Any) -> Iterator[None]:
+    """Inside, XLA asks for the MPI communicator of one clique, in a program that gathers ``operand`` over the clique.
+
+    Nothing is gathered: the program only lets XLA ask.
+
+    Args:
+        number: the communicator's or part's number in compiled programs.
+        fingerprint: its fingerprint.
+        operand: this process's operand, :data:`XLA_MARK_COUNT` integers of type uint32 that no other program gathers.
+    """
+    mark = (ctypes.c_uint32 * XLA_MARK_COUNT)(*operand)
+    library().pycollective_xla_learn(ctypes.c_int64(number), ctypes.c_int64(fingerprint), mark)
+    try:
+        yield
+    finally:
+        library().pycollective_xla_learn(ctypes.c_int64(0), ctypes.c_int64(0), None)
 
 
 def longest_wait() -> Waiting | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -27,6 +28,7 @@ _EXAMPLES = """examples:
   pycollective run -n 4 train.py --epochs 3
   pycollective run -n 4 --hosts alpha,beta --devices-per-rank 2 train.py
   pycollective run -n 2 --dry-run python -m pytest tests
+  pycollective run -n 4 --distributed jax_program.py
 
 Each rank is bound to its share of its host's cores and sees its share of the host's GPUs. OMP_NUM_THREADS,
 OPENBLAS_NUM_THREADS and MKL_NUM_THREADS become its number of cores, unless you set them. What pycollective.init sets by
@@ -62,6 +64,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--bind", choices=("core", "none"), default="core", help="bind each rank to its cores (default core)"
+    )
+    parser.add_argument(
+        "--distributed",
+        action="store_true",
+        help="run a Python program with MPI where it calls jax.distributed.initialize()",
     )
     parser.add_argument("--oversubscribe", action="store_true", help="allow more ranks than cores")
     parser.add_argument("--label", action="store_true", help="begin each line of output with its rank")
@@ -103,6 +110,8 @@ def plan(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[list[
             message("run", "a process that no launcher started", got, "Call pycollective run outside of the ranks.")
         )
     program = words([options.program, *options.arguments])
+    if options.distributed:
+        program = with_global_arrays(program)
     if options.hostfile and not Path(options.hostfile).is_file():
         raise FileNotFoundError(message("run", "a hostfile", f"{options.hostfile!r}", "Check its path."))
     variables = {}
@@ -112,7 +121,7 @@ def plan(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[list[
     if system is not None:
         system.check(environ, names_hosts=bool(options.hosts))
         variables |= system.launcher_variables(environ)
-    rank = [sys.executable, "-m", "pycollective.launch.rank_wrapper", "--bind", options.bind, "--", *program]
+    rank = [sys.executable, "-m", "pycollective.run.rank_wrapper", "--bind", options.bind, "--", *program]
     carried = [name for name in {**environ, **variables} if name.startswith(_PASSED_ON)]
     job = Job(options.ranks, rank, options.hosts, options.hostfile, options.label, options.oversubscribe, carried)
     if not options.oversubscribe:
@@ -204,6 +213,29 @@ def words(command: Sequence[str]) -> list[str]:
     if found is None:
         raise FileNotFoundError(message("run", "a program", f"{name!r}, which does not exist", "Check its path."))
     return [found, *command[1:]]
+
+
+def with_global_arrays(program: Sequence[str]) -> list[str]:
+    """The command that runs a Python program with :func:`pycollective.distributed.initialize` for JAX's.
+
+    Raises:
+        ValueError: it is no Python program.
+
+    Example:
+        >>> with_global_arrays(["/usr/bin/python3", "-u", "train.py"])
+        ['/usr/bin/python3', '-u', '-m', 'pycollective.distributed', 'train.py']
+    """
+    runner = ["-m", "pycollective.distributed"]
+    if Path(program[0]).name.startswith("python"):
+        first = 1  # the first word that is no option of Python's own
+        while first < len(program) and program[first].startswith("-") and program[first] not in ("-m", "-c"):
+            first += 2 if program[first] in ("-W", "-X") else 1
+        return [*program[:first], *runner, *program[first:]]
+    with open(program[0], "rb") as file:
+        if not re.match(rb"#!.*python", file.readline()):
+            remedy = "Leave --distributed out, and let the program call pycollective.distributed.initialize()."
+            raise ValueError(message("run", "a Python program after --distributed", program[0], remedy))
+    return [sys.executable, *runner, *program]
 
 
 def _host_names(options: argparse.Namespace) -> list[str]:

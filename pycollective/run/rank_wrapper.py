@@ -10,15 +10,19 @@ import argparse
 import os
 import sys
 
+from pycollective.config import config
 from pycollective.launch.host_share import physical_cores, share_of, visible_gpus
 from pycollective.launch.started_by import launcher_gives_gpus, local_place
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
+ARENAS = "MALLOC_ARENA_MAX"
+"""glibc's variable for what transport/mpi.py sets, too late where a program imports mpi4py first."""
+
 
 def main() -> None:
     """Takes this rank's share of its host, then becomes the program."""
-    parser = argparse.ArgumentParser(prog="python -m pycollective.launch.rank_wrapper", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m pycollective.run.rank_wrapper", description=__doc__)
     parser.add_argument("--bind", choices=("core", "none"), default="core")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     options = parser.parse_args()
@@ -31,6 +35,8 @@ def main() -> None:
                 os.environ.setdefault(name, str(len(cores)))
         if not launcher_gives_gpus(os.environ) and (gpus := visible_gpus(os.environ)):
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(share_of(gpus, place))
+    if config.malloc:
+        os.environ.setdefault(ARENAS, "1")
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     try:
         os.execvp(command[0], command)

@@ -1,0 +1,1 @@
+from .start import initialize as initialize

@@ -1,0 +1,142 @@
+"""``pycollective.distributed.initialize``, the counterpart of ``jax.distributed.initialize``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from pycollective.distributed import coordinator
+from pycollective.distributed.cliques import Cliques, learn_from_each_compilation
+from pycollective.distributed.progress import Progress
+from pycollective.environment import XLA_MPI, without_proxies
+from pycollective.errors import fail
+from pycollective.faults import rank_exit
+from pycollective.ranks import setup
+from pycollective.ranks.communicator import Communicator
+from pycollective.ranks.world import init
+from pycollective.ranks.xla_threads import devices_have_started
+from pycollective.transport import native
+from pycollective.transport.mpi import MPI, host_of
+
+_WHERE = "distributed.initialize"
+_OPTION = "jax_cpu_collectives_implementation"
+_COLLECTIVES = ("mpi", "gloo")
+
+
+def initialize(
+    comm: MPI.Intracomm | None = None,
+    *,
+    collectives: str | None = None,
+    devices: Sequence[jax.Device] | int | None = None,
+    timeout: float | None = None,
+    **options: Any,
+) -> Communicator:
+    """Starts JAX on all ranks as one: ``jax.devices()`` are then the devices of all of them. All ranks must call it.
+
+    It is ``jax.distributed.initialize`` and :func:`pycollective.init` in one. MPI says which process this is, of how
+    many; rank 0 finds an address that the other hosts reach, and a free port. On CPUs XLA's own collectives, in
+    programs of global arrays, then go through MPI. On GPUs XLA has NCCL. Call it before the first use of JAX's devices,
+    and import pycollective before jax.
+
+    Args:
+        comm: the ranks, an mpi4py communicator; default ``COMM_WORLD``. The number of a process is its rank.
+        collectives: what carries XLA's collectives between CPU devices: "mpi", for one CPU device of each rank, or
+            "gloo"; default ``JAX_CPU_COLLECTIVES_IMPLEMENTATION``, else "mpi".
+        devices: as for :func:`pycollective.init`.
+        timeout: the seconds that a rank may wait for others, as for :func:`pycollective.init`; also here.
+        options: for ``jax.distributed.initialize``: ``local_device_ids``, ``heartbeat_timeout_seconds``, ...; with
+            ``coordinator_address`` JAX's service listens there.
+
+    Returns:
+        The world, as :func:`pycollective.init` returns it.
+
+    Raises:
+        RuntimeError: JAX or this package has started before; jax was imported before pycollective; a rank has several
+            CPU devices, which MPI cannot tell apart; the hosts do not reach each other.
+        ValueError: ``collectives`` is no name of an implementation.
+
+    Source: jax.distributed.initialize.
+
+    Example:
+        >>> import pycollective as pc
+        >>> pc.distributed.initialize()  # doctest: +SKIP
+        Communicator(world, rank 0 of 1)
+    """
+    kind = _chosen(collectives)
+    _check_that_nothing_has_started()
+    mpi = MPI.COMM_WORLD if comm is None else comm
+    setup.start_mpi(mpi)
+    if kind == "mpi":
+        _check_that_xla_calls_us()
+        native.xla_start(mpi.rank, mpi.size)
+    jax.config.update(_OPTION, kind)
+    if timeout is not None:
+        options.setdefault("initialization_timeout", max(1, round(timeout)))
+    _connect(mpi, options)
+    world = init(mpi, devices=devices, timeout=timeout)
+    if kind == "mpi" and jax.default_backend() == "cpu":
+        _check_that_each_rank_has_one_device(world)
+        learn_from_each_compilation(Cliques(Communicator._make(mpi.Dup(), "global arrays", owned=True)))
+    return world
+
+
+def _connect(mpi: MPI.Intracomm, options: dict[str, Any]) -> None:
+    """Lets JAX's processes meet in a service on rank 0. All ranks of ``mpi`` must make this call."""
+    with host_of(mpi) as neighbours:
+        one_host = mpi.allreduce(neighbours.size == mpi.size, op=MPI.LAND)
+        leads_host = neighbours.rank == 0
+    if not one_host:
+        progress = Progress(mpi)
+        progress.start()
+        rank_exit.at_end(progress.stop)
+    rank_exit.at_end(jax.distributed.shutdown)
+    with coordinator.chosen(mpi, one_host=one_host, leads_host=leads_host) as address, without_proxies():
+        own = {"coordinator_address": address, "coordinator_bind_address": address}
+        jax.distributed.initialize(
+            **{**({} if "coordinator_address" in options else own), **options},
+            num_processes=mpi.size,
+            process_id=mpi.rank,
+            cluster_detection_method="deactivate",
+        )
+
+
+def _chosen(collectives: str | None) -> str:
+    kind = collectives or os.environ.get(_OPTION.upper()) or _COLLECTIVES[0]
+    if kind not in _COLLECTIVES:
+        fail(ValueError, _WHERE, None, f"collectives to be one of {_COLLECTIVES}", repr(kind), "Leave it out.")
+    return kind
+
+
+def _check_that_nothing_has_started() -> None:
+    started = {
+        "jax.distributed.initialize()": jax.distributed.is_initialized(),
+        "pycollective.init()": setup.has_started(),
+        "a use of JAX's devices": devices_have_started(),
+    }
+    first = next((what for what, has in started.items() if has), None)
+    if first is not None:
+        remedy = "Call it once, before JAX's devices are in use. It does what the other two do."
+        fail(RuntimeError, _WHERE, None, "a process in which JAX has not started", first, remedy)
+
+
+def _check_that_xla_calls_us() -> None:
+    if native.xla_can_call():
+        return
+    other = os.environ.get(XLA_MPI)
+    if other is not None and other != str(native.NATIVE_LIBRARY):
+        got, remedy = f"{XLA_MPI}={other}", f"Unset {XLA_MPI}"
+    else:
+        got, remedy = "jax imported before pycollective", "Move 'import pycollective' before 'import jax'"
+    expected = "XLA to call MPI through this package"
+    fail(RuntimeError, _WHERE, None, expected, got, f'{remedy}, or choose collectives="gloo".')
+
+
+def _check_that_each_rank_has_one_device(world: Communicator) -> None:
+    own = jax.local_device_count()
+    if own > 1:
+        expected = "one CPU device for each rank, since XLA's MPI collectives tell processes apart, not devices"
+        remedy = 'Start more ranks with a device each (JAX_NUM_CPU_DEVICES=1), or choose collectives="gloo".'
+        fail(RuntimeError, _WHERE, world, expected, own, remedy)
