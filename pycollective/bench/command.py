@@ -12,8 +12,8 @@ import sys
 from collections.abc import Sequence
 
 from pycollective.bench.options import add_options, check
-from pycollective.launch import run
 from pycollective.launch.started_by import is_rank
+from pycollective.run import command
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -25,5 +25,5 @@ def main(arguments: Sequence[str]) -> int:
     # The ranks that the command below starts get --ranks 1, so they start nothing.
     if options.ranks > 1 and not is_rank(os.environ):
         bench = [sys.executable, "-m", "pycollective", "bench", *arguments, "--ranks", "1"]
-        return run.main(["-n", str(options.ranks), "--oversubscribe", "--bind", "none", *bench])
+        return command.main(["-n", str(options.ranks), "--oversubscribe", "--bind", "none", *bench])
     return int(importlib.import_module("pycollective.bench.main").run(options))

@@ -1,75 +1,16 @@
-"""JAX's own collectives between processes: ``jax.distributed`` with gloo."""
+"""JAX's own collectives between processes by gloo, in a JAX cluster without MPI."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
-import numpy as np
-from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from pycollective.bench.implementations import Program, looped, ready
-from pycollective.bench.workloads import AXIS, Workload
-
-_UNSUPPORTED = ("broadcast",)  # XLA's CPU collectives have none
+from pycollective.bench.global_arrays import GlobalArrays
 
 
-def join(address: str, rank: int, size: int, devices: int) -> JaxGloo:
+def join(address: str, rank: int, size: int, devices: int) -> GlobalArrays:
     """Joins this process to a JAX cluster. This must come before the first use of JAX's devices."""
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_preemption_service", False)  # it keeps SIGTERM from ending this process
     jax.config.update("jax_num_cpu_devices", devices)
     jax.distributed.initialize(address, size, rank)
-    return JaxGloo()
-
-
-class JaxGloo:
-    """The workload's own function under :func:`jax.shard_map`, over the devices of all processes."""
-
-    name = "jax gloo"
-
-    def __init__(self) -> None:
-        in_order = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
-        self._mesh = Mesh(np.array(in_order), AXIS)
-        self._sharding = NamedSharding(self._mesh, PartitionSpec(AXIS))
-        self._one = jax.make_array_from_process_local_data(
-            self._sharding, np.zeros(jax.local_device_count(), np.float32)
-        )
-        self._meet = jax.jit(self._mapped(lambda x: lax.psum(x, AXIS)))
-
-    def _mapped(self, function: Any) -> Any:
-        spec = PartitionSpec(AXIS)
-        return jax.shard_map(function, mesh=self._mesh, in_specs=spec, out_specs=spec, check_vma=False)
-
-    def barrier(self) -> None:
-        """Waits for the other processes."""
-        self._meet(self._one).block_until_ready()
-
-    def program(self, workload: Workload) -> Program | None:
-        if workload.mode == "eager" or workload.op in _UNSUPPORTED:
-            return None
-        function = looped(workload.function(), workload)
-
-        def local(*blocks: Any) -> Any:
-            return tuple(y[None] for y in function(*(x[0] for x in blocks)))
-
-        compiled = jax.jit(self._mapped(local), donate_argnums=workload.donate_argnums)
-
-        def put(xs: list[list[Any]]) -> list[jax.Array]:
-            return [
-                jax.make_array_from_process_local_data(self._sharding, np.stack(leaves))
-                for leaves in zip(*xs, strict=True)
-            ]
-
-        def get(ys: Any) -> list[list[Any]]:
-            shards = [sorted(y.addressable_shards, key=lambda shard: shard.device.id) for y in ys]
-            return [[np.asarray(shard.data)[0] for shard in row] for row in zip(*shards, strict=True)]
-
-        return Program(
-            put,
-            ready(compiled),
-            get,
-            workload.donated,
-            participants=len(self._mesh.local_devices),
-        )
+    return GlobalArrays("jax gloo")

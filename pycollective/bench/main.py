@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 import pycollective as pc
+from pycollective.bench.global_arrays import GlobalArrays
 from pycollective.bench.implementations import (
     Copies,
     Floor,
@@ -27,7 +28,7 @@ from pycollective.bench.implementations import (
     ThroughNumPy,
 )
 from pycollective.bench.measure import ROUNDS, InProcess, Runner, Timing, measure
-from pycollective.bench.options import IN_SUBPROCESSES
+from pycollective.bench.options import IN_SUBPROCESSES, JAX_MPI
 from pycollective.bench.report import COLUMNS, UNITS, Row
 from pycollective.bench.roofline import Roofline, measure_roofline
 from pycollective.bench.subprocesses import InSubprocess
@@ -50,7 +51,8 @@ def run(options: argparse.Namespace) -> int:
     world = MPI.COMM_WORLD
     with suppress(RuntimeError):  # devices are in use already; pc.init then checks their number
         jax.config.update("jax_num_cpu_devices", options.devices)
-    comm = pc.init(devices=options.devices)  # as in a user's program, before anything else uses JAX's devices
+    start = pc.distributed.initialize if JAX_MPI in options.against else pc.init
+    comm = start(devices=options.devices)  # as in a user's program, before anything else uses JAX's devices
     plot = importlib.import_module("pycollective.bench.plot") if options.plot else None
     workloads = list(_workloads(options, comm.size * options.devices))
     runners = _runners(options, comm, world)
@@ -94,6 +96,7 @@ def _runners(options: argparse.Namespace, comm: pc.Communicator, world: MPI.Intr
         "numpy": lambda: ThroughNumPy(world),
         "copies": Copies,
         "mpi4jax": lambda: Mpi4jax(world),
+        JAX_MPI: lambda: GlobalArrays("jax MPI"),
     }
     implementations += [make() for name, make in others.items() if name in options.against]
     runners: list[Runner] = [InProcess(one, world.rank, world.size, world.Barrier) for one in implementations]

@@ -11,7 +11,8 @@ from pycollective.bench.workloads import GRADIENTS, MODES, TREES
 from pycollective.launch.arguments import positive
 
 IN_SUBPROCESSES = ("jax-gloo", "torch-gloo")
-AGAINST = ("floor", "numpy", "copies", "mpi4jax", *IN_SUBPROCESSES)
+JAX_MPI = "jax-mpi"
+AGAINST = ("floor", "numpy", "copies", "mpi4jax", JAX_MPI, *IN_SUBPROCESSES)
 OPS = (*OPERATIONS, *GRADIENTS)
 
 _EXAMPLES = """examples:
@@ -111,7 +112,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default=(),
         help=f"what is measured too, between commas: {', '.join(AGAINST)}. floor: a jitted function that does nothing, "
         "then raw MPI; numpy: a copy to NumPy, raw MPI, and a copy back; copies: copies from a GPU to the host and "
-        "back, without MPI",
+        "back, without MPI; jax-mpi, jax-gloo: programs of global arrays, XLA's collectives by MPI or by gloo",
     )
     parser.add_argument("--wire-dtype", choices=("bfloat16",), help="measure also sums that are sent in this dtype")
     parser.add_argument("--link-gbps", type=rate, help="rate of the network, for the roofline (default: measured)")
@@ -123,3 +124,5 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Ends the program with a message where options do not fit each other."""
     if options.minbytes > options.maxbytes:
         parser.error(f"expected -b to be at most -e, got {options.minbytes} and {options.maxbytes}")
+    if JAX_MPI in options.against and options.devices > 1:
+        parser.error(f"expected --devices 1 with --against {JAX_MPI}, got {options.devices}: XLA's MPI has no more")
