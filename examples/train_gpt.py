@@ -14,7 +14,6 @@ JAX adds it, since its types say what varies along an axis. The losses are the s
 import argparse
 import json
 import sys
-import sysconfig
 import zlib
 from pathlib import Path
 
@@ -28,6 +27,7 @@ from tqdm import tqdm
 
 import pycollective as pc
 from checkpoints import Checkpoints
+from corpus import draw_starts, read_text
 
 CONTEXT, WIDTH, LAYERS, HEADS = 64, 64, 3, 4
 
@@ -183,8 +183,8 @@ def train(params, text, args, mesh):
     with tqdm(total=args.steps, initial=done, unit="step", disable=mesh.comm.rank != 0) as bar:
         for i in range(done, args.steps):
             # Every rank draws the same numbers, and draws them again when it goes on from a checkpoint.
-            starts = np.random.default_rng((args.seed, i)).integers(len(text) - CONTEXT, size=(args.batch_size, 1))
-            rows = own_block(text[starts + np.arange(CONTEXT + 1)], P("data"), mesh)
+            starts = draw_starts(text, CONTEXT, args.batch_size, (args.seed, i))
+            rows = own_block(text[starts[:, None] + np.arange(CONTEXT + 1)], P("data"), mesh)
             params, opt_state, loss = step(params, opt_state, rows)
             losses.append(loss)
             bar.update()
@@ -197,14 +197,6 @@ def train(params, text, args, mesh):
             if asked:
                 break
     return params, [float(loss) for loss in losses]
-
-
-def read_text(limit=1_000_000):
-    """Returns the text of the standard library's modules as numbers, and the character for each number."""
-    modules = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-    text = "".join(module.read_text(encoding="utf-8") for module in modules)[:limit]
-    vocabulary, numbers = np.unique(list(text), return_inverse=True)
-    return numbers.astype(np.int32), vocabulary
 
 
 def main():
