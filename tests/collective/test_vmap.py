@@ -99,6 +99,31 @@ def test_send_and_recv_carry_the_batch(world: pc.Communicator) -> None:
     np.testing.assert_array_equal(jnp.moveaxis(got, 1, 0), xs[left])
 
 
+@pytest.mark.parametrize("axes", [(0, 1), (None, 1), (1, None), (1, 0)])
+def test_linear_call(axes: tuple[int | None, int | None], world: pc.Communicator) -> None:
+    # JAX has no rule for it. The transpose has a factor of 3, which shows that it is used.
+    def fun(a: Array, x: Array) -> Array:
+        forward = lambda a, x: a * pc.psum(x, world)
+        backward = lambda a, ct: 3 * pc.psum(a * ct, world)
+        return jax.custom_derivatives.linear_call(forward, backward, a, x)
+
+    def operand(axis: int | None, seed: int) -> tuple[Array, Array]:
+        """An array with a batch axis or without, and its batch."""
+        x = jnp.asarray(values((BATCH, 2) if axis is not None else (2,), seed=seed))
+        return (jnp.moveaxis(x, 0, axis), x) if axis is not None else (x, jnp.broadcast_to(x, (BATCH, 2)))
+
+    (a, each_a), (x, each_x) = operand(axes[0], 1), operand(axes[1], 2)
+    batched = jax.vmap(fun, in_axes=axes)
+    np.testing.assert_allclose(pc.jit(batched)(a, x), world.size * each_a * each_x, rtol=1e-5)
+    y, tangent = jax.jvp(lambda x: batched(a, x), (x,), (2 * x,))
+    np.testing.assert_allclose(tangent, 2 * y, rtol=1e-5)
+    grad = pc.jit(jax.grad(lambda x: jnp.sum(batched(a, x))))(x)
+    each = 3 * world.size * each_a
+    np.testing.assert_allclose(grad, each.sum(0) if axes[1] is None else jnp.moveaxis(each, 0, axes[1]), rtol=1e-5)
+    twice = jax.linear_transpose(lambda ct: jax.linear_transpose(lambda x: batched(a, x), x)(ct)[0], y)(x)[0]
+    np.testing.assert_allclose(twice, y, rtol=1e-5)
+
+
 def test_names_of_other_axes_are_left_to_jax(world: pc.Communicator) -> None:
     x = jnp.arange(4.0)
     got = jax.vmap(lambda v: pc.psum(pc.psum(v, "batch"), world), axis_name="batch")(x)

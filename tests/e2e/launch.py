@@ -10,8 +10,10 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 
 from pycollective.launch.find_mpi import identify_mpiexec
 from pycollective.launch.libraries.openmpi import OpenMpi
@@ -65,6 +67,20 @@ def mpirun(
         cwd=cwd,
         stdin=subprocess.DEVNULL,
     )
+
+
+def of_processes(printed: str) -> list[dict[str, Any]]:
+    """What the processes of ``unmodified.py`` have printed, in the order of the processes."""
+    lines = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+    return sorted(lines, key=lambda line: line["process"])
+
+
+def check_same_numbers(by_mpi: list[dict[str, Any]], by_gloo: list[dict[str, Any]]) -> None:
+    """Compares what the processes of ``unmodified.py`` have printed, up to the order in which sums are added."""
+    for mine, theirs in zip(by_mpi, by_gloo, strict=True):
+        assert mine.keys() == theirs.keys()
+        for name in mine:
+            assert mine[name] == pytest.approx(theirs[name], rel=1e-5), name
 
 
 def losses(

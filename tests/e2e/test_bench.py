@@ -56,11 +56,13 @@ def test_every_operation(tmp_path: Path) -> None:
 
 def test_modes_and_donation(tmp_path: Path) -> None:
     options = ["-b", "1K", "-e", "1M", "-f", "1024", "-n", "3", "--modes", "jit,eager,loop", "--loop", "3"]
-    _, rows = bench(tmp_path, "psum", "ppermute", *options, "--donate", "both")
+    _, rows = bench(tmp_path, "psum", "ppermute", *options, "--donate", "both", "--against", "jax-mpi")
     own = [(row["op"], row["mode"], row["size"]) for row in rows if row["implementation"] == "pycollective"]
     modes = ("jit", "jit, donated", "eager", "loop", "loop, donated")
     sizes = (1 << 10, 1 << 20)
     assert own == [(op, mode, size) for op in ("psum", "ppermute") for mode in modes for size in sizes]
+    others = [(row["op"], row["mode"], row["size"]) for row in rows if row["implementation"] == "jax MPI"]
+    assert others == [call for call in own if call[1] != "eager"]
 
 
 def test_several_devices_and_an_implementation_in_subprocesses(tmp_path: Path) -> None:

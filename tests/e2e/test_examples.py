@@ -57,6 +57,48 @@ def test_gpt_learns_as_well_with_gradients_of_16_bits(tmp_path: Path, gpt_on_one
     np.testing.assert_allclose(narrow, gpt_on_one_device, rtol=5e-3)
 
 
+SHARDED = ("train_sharded.py", *TEN, "--layers", "2", "--width", "32", "--context", "32", "--batch-size", "8")
+
+
+@pytest.fixture(scope="module")
+def sharded_on_one_device(tmp_path_factory: pytest.TempPathFactory) -> np.ndarray:
+    return losses(tmp_path_factory.mktemp("sharded"), 1, *SHARDED)
+
+
+@pytest.mark.parametrize("model", [1, pytest.param(2, marks=pytest.mark.library), 4])
+def test_sharded_on_four_ranks(model: int, tmp_path: Path, sharded_on_one_device: np.ndarray) -> None:
+    four = losses(tmp_path, 4, *SHARDED, "--model", str(model))
+    np.testing.assert_allclose(four, sharded_on_one_device, rtol=1e-5)
+
+
+def test_sharded_on_two_ranks_and_what_it_prints(tmp_path: Path, sharded_on_one_device: np.ndarray) -> None:
+    file = tmp_path / "losses.json"
+    start = (str(EXAMPLES / SHARDED[0]), *SHARDED[1:], "--model", "2", "--report-every", "5", "--losses", str(file))
+    done = mpirun(2, *start, timeout=240, cwd=tmp_path, env={"XLA_FLAGS": unoptimised.flags()})
+    assert done.returncode == 0, done.stderr
+    two = json.loads(file.read_text())
+    assert two[-1] < 0.9 * two[0]
+    np.testing.assert_allclose(two, sharded_on_one_device, rtol=1e-5)
+
+    # Rank 0 alone prints, and JAX says nothing.
+    first, *steps, last = (line for line in done.stdout.splitlines() if line)
+    assert [step.split(":")[0] for step in steps] == ["step 5", "step 10"]
+    assert re.fullmatch(r"1 x 2 devices: loss 4\.\d+ -> \d\.\d+, [\d,]+ tokens/s", last), last
+    bar = re.compile(r"\d+/10 \[.*(step/s|s/step)\]")
+    assert [line for line in re.split(r"[\r\n]", done.stderr) if line.strip() and not bar.search(line)] == []
+
+    # Each device has half of the 12 width^2 numbers of each of 2 layers, and of their two moments.
+    whole, own = (int(number.replace(",", "")) for number in re.findall(r"([\d,]+)(?: numbers| of them)", first))
+    assert whole - own == 3 * 2 * 12 * 32**2 / 2
+
+
+def test_sharded_refuses_parts_that_are_not_equal() -> None:
+    done = mpirun(2, str(EXAMPLES / SHARDED[0]), "--model", "3", timeout=120)
+    assert done.returncode != 0
+    assert "expected --model to be a divisor of 2 devices" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 COUNT_BYTES = """
 import os, socket, struct
 import jax, numpy as np, pycollective as pc

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.e2e.launch import is_open_mpi, wait_until_gone
+from tests.e2e.launch import check_same_numbers, is_open_mpi, of_processes, wait_until_gone
 
 ROOT = Path(__file__).parents[2]
 HOSTS = str(ROOT / "scripts" / "hosts")
@@ -115,6 +115,19 @@ def test_training_across_hosts_is_training(hosts: dict[str, str], tmp_path: Path
         losses.append(json.loads(file.read_text()))
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-4)
     assert losses[0][-1] < losses[0][0] / 2
+
+
+@pytest.mark.library
+def test_global_arrays_of_a_program_that_knows_nothing_of_this_package(hosts: dict[str, str]) -> None:
+    program = str(Path(__file__).with_name("unmodified.py"))
+    numbers = []
+    for collectives in ("mpi", "gloo"):
+        environ = {**hosts, "JAX_CPU_COLLECTIVES_IMPLEMENTATION": collectives}
+        done = run(environ, "--distributed", "-n", "4", "--hosts", "h0,h1", program)
+        assert done.returncode == 0, done.stdout + done.stderr
+        numbers.append(of_processes(done.stdout))
+    assert [line["process"] for line in numbers[0]] == [0, 1, 2, 3]
+    check_same_numbers(*numbers)
 
 
 @pytest.mark.library

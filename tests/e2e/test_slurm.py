@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from tests import unoptimised
-from tests.e2e.launch import AS_ROOT, is_open_mpi
+from tests.e2e.launch import AS_ROOT, is_open_mpi, losses, of_processes
 from tests.e2e.test_hosts import PROGRAM
 
 ROOT = Path(__file__).parents[2]
@@ -35,6 +35,7 @@ pytestmark = [
 
 EPOCHS = 10
 DIGITS = ["examples/train_digits.py", "--epochs"]
+SHARDED = ["--steps", "4", "--layers", "2", "--width", "32", "--context", "32", "--batch-size", "8"]
 
 # It starts MPI, and not JAX, which takes longer to import than everything else that these jobs do.
 WHERE = """
@@ -110,6 +111,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     (home / "examples").symlink_to(ROOT / "examples")
     (home / "where.py").write_text(WHERE)
     (home / "program.py").write_text(PROGRAM)
+    shutil.copy(ROOT / "tests" / "e2e" / "unmodified.py", home)
     shutil.copytree(ROOT / "slurm", home / "slurm")
     state = tmp_path_factory.mktemp("slurm") / "state"
     found = Cluster(state, home)
@@ -128,6 +130,13 @@ JOBS = {
     "train": ["slurm/train.sbatch", *DIGITS, str(EPOCHS), "--losses", "train.json"],
     "requeue": ["slurm/requeue.sbatch", *DIGITS, str(EPOCHS), "--losses", "requeue.json"],
     "train_mpiexec": ["slurm/train_mpiexec.sbatch", "where.py"],
+    "train_sharded": [
+        "slurm/train_sharded.sbatch",
+        "examples/train_sharded.py",
+        *SHARDED,
+        *("--model", "2", "--losses", "sharded.json"),
+    ],
+    "unmodified": ["-J", "unmodified", "--ntasks-per-node=1", "slurm/train_sharded.sbatch", "unmodified.py"],
     "multi_node_gpu": ["slurm/multi_node_gpu.sbatch", "where.py"],
     "one_per_node": ["-J", "one_per_node", "--ntasks-per-node=1", "slurm/multi_node_gpu.sbatch", "where.py"],
     "array": ["slurm/array.sbatch", "--epochs", "1"],
@@ -258,6 +267,24 @@ def test_train_mpiexec(cluster: Cluster, jobs: Callable[[str], int]) -> None:
         ("2", "4", "h1"),
         ("3", "4", "h1"),
     ]
+
+
+@pytest.mark.library
+@of_job("train_sharded")
+def test_train_sharded(cluster: Cluster, jobs: Callable[[str], int]) -> None:
+    assert jobs("train_sharded") == 0, cluster.printed("train_sharded-*")
+    assert "2 x 2 devices: loss" in cluster.printed("train_sharded-*")
+    one = losses(cluster.home, 1, "train_sharded.py", *SHARDED)
+    np.testing.assert_allclose(json.loads((cluster.home / "sharded.json").read_text()), one, rtol=1e-5)
+
+
+@of_job("unmodified")
+def test_a_program_for_jax_distributed(cluster: Cluster, jobs: Callable[[str], int]) -> None:
+    assert jobs("unmodified") == 0, cluster.printed("unmodified-*")
+    found = of_processes(cluster.printed("unmodified-*"))
+    assert [(each["process"], each["processes"]) for each in found] == [(0, 2), (1, 2)]
+    assert all(each["sum"] == [15] and each["of each"] == [0, 0, 1, 1] for each in found)
+    assert [each["cumsum"] for each in found] == [[0, 1, 3], [6, 10, 15]]
 
 
 @of_job("multi_node_gpu")

@@ -316,7 +316,7 @@ def test_solvers(solver: Callable[[Array], Array], world: pc.Communicator, few: 
 
 
 def test_linear_call(world: pc.Communicator, few: int) -> None:
-    # vmap has no rule for it. The transpose has a factor of 2, which shows that JAX has used it.
+    # The transpose has a factor of 2, which shows that JAX has used it.
     def fun(a: Array, x: Array) -> Array:
         forward = lambda a, x: lax.psum(a * x, "i")
         backward = lambda a, ct: 2 * a * lax.psum(ct, "i")

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from pycollective.launch import allocation, find_mpi, run, started_by
+from pycollective.launch import allocation, find_mpi, started_by
 from pycollective.launch.allocation import BATCH_SYSTEMS, batch_system
 from pycollective.launch.find_mpi import LIBRARIES, identify, mpiexec_of
 from pycollective.launch.host_share import physical_cores, visible_gpus
@@ -27,6 +27,7 @@ from pycollective.launch.libraries.library import Library
 from pycollective.launch.libraries.mpich import Mpich
 from pycollective.launch.libraries.openmpi import OpenMpi
 from pycollective.launch.started_by import LAUNCHERS
+from pycollective.run import command as run
 from tests.unit.fakes import launcher
 
 MPICH = Mpich("5.0.2", "")
@@ -311,6 +312,27 @@ def test_a_host_that_does_not_answer(tmp_path: Path) -> None:
     check_hosts(["good", "localhost"], environ)
     with pytest.raises(ConnectionError, match="expected host bad to answer .* got 'no route to bad'"):
         check_hosts(["good", "bad"], environ)
+
+
+@pytest.mark.parametrize(
+    ("given", "becomes"),
+    [
+        (["/bin/python3", "train.py", "-m"], "/bin/python3 RUNNER train.py -m"),
+        (["/bin/python3", "-m", "train", "-x"], "/bin/python3 RUNNER -m train -x"),
+        (["/bin/python3", "-X", "dev", "-W", "error", "-u", "-c", "x"], "/bin/python3 -X dev -W error -u RUNNER -c x"),
+        (["SCRIPT", "-x"], f"{sys.executable} RUNNER SCRIPT -x"),
+    ],
+)
+def test_programs_of_global_arrays(given: list[str], becomes: str, tmp_path: Path) -> None:
+    script = tmp_path / "script"
+    script.write_text("#!/usr/bin/env python3\n")
+    command = run.with_global_arrays([word.replace("SCRIPT", str(script)) for word in given])
+    assert (
+        shlex.join(command).replace("-m pycollective.distributed", "RUNNER").replace(str(script), "SCRIPT") == becomes
+    )
+    script.write_text("#!/bin/sh\n")
+    with pytest.raises(ValueError, match=r"expected a Python program after --distributed, got .*/script\."):
+        run.with_global_arrays([str(script)])
 
 
 class Aprun(BatchLauncher):

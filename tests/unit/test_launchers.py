@@ -173,7 +173,7 @@ def test_launchers_that_give_each_rank_its_gpus() -> None:
 def test_a_rank_takes_its_share_of_the_gpus(name: str) -> None:
     environ = {**os.environ, **RANKS[name][0], "CUDA_VISIBLE_DEVICES": "0,1,2,3"}
     program = [sys.executable, "-c", "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"]
-    command = [sys.executable, "-m", "pycollective.launch.rank_wrapper", "--bind", "none", "--", *program]
+    command = [sys.executable, "-m", "pycollective.run.rank_wrapper", "--bind", "none", "--", *program]
     for more, gpus in (({}, "2,3"), ({"SLURM_GPUS_PER_TASK": "2"}, "0,1,2,3")):
         done = subprocess.run(command, env={**environ, **more}, capture_output=True, text=True, check=True, timeout=60)
         assert done.stdout.strip() == gpus

@@ -20,6 +20,7 @@ PLACES = {
 
 def test_a_collective_stands_in_few_files() -> None:
     files = [*ROOT.glob("native/*.*"), *ROOT.glob("pycollective/**/*.py*")]
+    files.remove(ROOT / "native" / "xla_mpi_names.h")  # all names that XLA looks up, of whatever we have
     texts = {file: file.read_text() for file in files if file.suffix in (".cc", ".h", ".py", ".pyi")}
     found = {str(file.relative_to(ROOT)) for file, text in texts.items() if re.search("exscan", text, re.IGNORECASE)}
     assert found == PLACES

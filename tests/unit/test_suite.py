@@ -79,6 +79,20 @@ def test_what_needs_an_environment_that_is_not_there_is_left_out(suite: ModuleTy
     assert runner.passed == 1
 
 
+def test_an_environment_may_lack_an_extra(suite: ModuleType, tmp_path: Path) -> None:
+    steps = [
+        shell(suite, "environment", kind="setup"),
+        shell(suite, "more", "exit 1", kind="setup", extra="mpi4jax", optional="mpi4jax", after="environment"),
+        shell(suite, "with it", f"touch {tmp_path}/with", extra="mpi4jax"),
+        shell(suite, "without it"),
+    ]
+    runner = ran(suite, tmp_path, *steps)
+    assert runner.failed == []
+    assert runner.omitted == ["mpi4jax: more failed", "with it: there is no environment for mpich with mpi4jax"]
+    assert runner.passed == 2
+    assert not (tmp_path / "with").exists()
+
+
 @pytest.mark.parametrize("everything", [False, True])
 def test_its_files_are_there(everything: bool, suite: ModuleType) -> None:
     steps = suite.steps(everything=everything, install=True)
