@@ -46,14 +46,22 @@ def _has(file: ModuleType, name: str) -> bool:
 @functools.cache
 def _files() -> list[ModuleType]:
     """The modules that define the public functions: their signatures use names of theirs, such as ``MPI.Intracomm``."""
-    return [sys.modules[getattr(pycollective, name).__module__] for name in pycollective.__all__]
+    return [sys.modules[operator.attrgetter(name)(pycollective).__module__] for name in _names()]
+
+
+def _names() -> list[str]:
+    """The public names: those of the package, with those of a public module in its place."""
+    members = {name: getattr(pycollective, name) for name in pycollective.__all__}
+    modules = {name: member.__all__ for name, member in members.items() if isinstance(member, ModuleType)}
+    inner = [f"{name}.{part}" for name, parts in modules.items() for part in parts]
+    return [*(name for name in members if name not in modules), *inner]
 
 
 def check_complete(app: Any, env: Any) -> None:  # noqa: ARG001
     """Warns of public names that no page documents."""
     documented = env.get_domain("py").objects
     comm = pycollective.world()
-    expected = {f"pycollective.{name}" for name in pycollective.__all__}
+    expected = {f"pycollective.{name}" for name in _names()}
     expected |= {f"pycollective.Communicator.{name}" for name in dir(comm) if not name.startswith("_")}
     for name in sorted(expected - set(documented)):
         _log.warning("%s is public, and no page of docs/reference documents it", name)
