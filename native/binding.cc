@@ -64,6 +64,11 @@ PYCOLLECTIVE_EXPORT const char* pycollective_device_operation_name(int64_t index
   return NameAt(pycollective::kDeviceOperationNames, index);
 }
 
+// The handlers around operations that another library carries out, pycollective_NAME.
+PYCOLLECTIVE_EXPORT const char* pycollective_guard_name(int64_t index) {
+  return NameAt(pycollective::kGuardNames, index);
+}
+
 // The functions of an accelerator's runtime to look up, by their names in CUDA or in HIP.
 PYCOLLECTIVE_EXPORT const char* pycollective_runtime_name(int64_t index, int32_t hip) {
   if (index < 0 || index >= static_cast<int64_t>(pycollective::kRuntimeCount)) return nullptr;

@@ -68,12 +68,8 @@ xla::ffi::Error CatchAsError(Operation operation, Work work) {
 // Marks the lane as waiting inside MPI, as long as this object lives. The watchdog reads the mark.
 class WaitingInMpi {
  public:
-  WaitingInMpi(Lane& lane, const char* operation, int64_t nbytes) : lane_(lane) {
-    lane_.nbytes.store(nbytes, std::memory_order_relaxed);
-    lane_.started_ns.store(NowNs(), std::memory_order_relaxed);
-    lane_.operation.store(operation, std::memory_order_release);
-  }
-  ~WaitingInMpi() { lane_.operation.store(nullptr, std::memory_order_release); }
+  WaitingInMpi(Lane& lane, const char* operation, int64_t nbytes) : lane_(lane) { lane_.BeginWait(operation, nbytes); }
+  ~WaitingInMpi() { lane_.EndWait(); }
   WaitingInMpi(const WaitingInMpi&) = delete;
   WaitingInMpi& operator=(const WaitingInMpi&) = delete;
 
@@ -113,6 +109,17 @@ class Call {
     if (wrong.failure()) return wrong;
     const auto work = [&] { return RunOnLane(signature, nbytes, body); };
     return copies_ == nullptr ? work() : RunForCopies(results, work);
+  }
+
+  // For a call that another library makes: checks and compares as Run does, then marks the lane as waiting until Leave.
+  xla::ffi::Error Enter(const Signature& signature, int64_t nbytes) {
+    xla::ffi::Error error = RunNow(signature, nbytes, {}, [](const Library&, const Lane&) { return Outcome(); });
+    if (!error.failure()) lane_->BeginWait(kOperationNames[operation_], nbytes);
+    return error;
+  }
+  // That call has returned.
+  void Leave() {
+    if (lane_ != nullptr) lane_->EndWait();
   }
 
   // Valid while the call runs.

@@ -182,7 +182,14 @@ class LibraryOf final : public Library {
     Status own;
     void* status = in.status == nullptr ? &own : in.status;
     PYCOLLECTIVE_CALL(Recv, in.data, block.count(), block.type(), in.source, tag, Handle(channel.messages), status);
-    return CheckReceived("MPI_Recv", channel, in, block, status);
+    if (in.source == proc_null_) return Clear(channel, in.data, in.count, in.type);
+    return CheckLength("MPI_Recv", in, block, status);
+  }
+
+  Outcome CheckReceived(const Incoming& in) const override {
+    const Block<H> block = BlockOf(in.count, in.type);
+    PYCOLLECTIVE_RETURN_IF_FAILED(block.made());
+    return CheckLength("MPI_Recv", in, block, in.status);
   }
 
   Outcome Sendrecv(const Channel& channel, const Outgoing& out, const Incoming& in) const override {
@@ -330,13 +337,12 @@ class LibraryOf final : public Library {
     void* status = in.status == nullptr ? &own : in.status;
     PYCOLLECTIVE_CALL(Sendrecv, out.data, sent.count(), sent.type(), out.dest, send_tag, in.data, received.count(),
                       received.type(), in.source, recv_tag, comm, status);
-    return CheckReceived("MPI_Sendrecv", channel, in, received, status);
+    if (in.source == proc_null_) return Clear(channel, in.data, in.count, in.type);
+    return CheckLength("MPI_Sendrecv", in, received, status);
   }
 
   // MPI itself reports a longer message as an error (truncation); a shorter one would leave the end unwritten.
-  Outcome CheckReceived(const char* call, const Channel& channel, const Incoming& in, const Block<H>& block,
-                        void* status) const {
-    if (in.source == proc_null_) return Clear(channel, in.data, in.count, in.type);
+  Outcome CheckLength(const char* call, const Incoming& in, const Block<H>& block, void* status) const {
     int received = 0;
     PYCOLLECTIVE_CALL(Get_count, status, block.type(), &received);
     if (received != block.count()) {

@@ -22,6 +22,9 @@
 
 namespace pycollective {
 
+// CLOCK_MONOTONIC in nanoseconds.
+int64_t NowNs();
+
 // A channel whose MPI communicator is made when it is first used, and the calls on which its ranks have agreed.
 struct LazyChannel : Channel {
   // Set by the one thread that makes the channel. Other threads read the channel after they have read this, or after a
@@ -92,6 +95,14 @@ struct Lane {
   int member = 0;               // number in the team
   const Lane* first = nullptr;  // member 0's lane, on which one member calls MPI for the team
 
+  // Marks the lane as waiting inside MPI.
+  void BeginWait(const char* name, int64_t bytes) {
+    nbytes.store(bytes, std::memory_order_relaxed);
+    started_ns.store(NowNs(), std::memory_order_relaxed);
+    operation.store(name, std::memory_order_release);
+  }
+  void EndWait() { operation.store(nullptr, std::memory_order_release); }
+
   // The call under way, for the watchdog: written by the thread that makes it, read by any.
   std::atomic<const char*> operation{nullptr};
   std::atomic<int64_t> started_ns{0};  // CLOCK_MONOTONIC
@@ -150,9 +161,6 @@ std::shared_ptr<Ranks> PartOf(Communicator& whole, const std::vector<int>& membe
 Outcome FreeCommunicator(const Library& mpi, int64_t number);
 // Returns the communicators that are not freed.
 std::vector<std::shared_ptr<Communicator>> LiveCommunicators();
-
-// CLOCK_MONOTONIC in nanoseconds.
-int64_t NowNs();
 
 }  // namespace pycollective
 

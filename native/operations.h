@@ -49,6 +49,12 @@ namespace pycollective {
   HALF(allreduce_start, AllreduceStart, BindArrays<Place>("op", "bucket_bytes"))    \
   HALF(allreduce_done, AllreduceDone, BindCall<Place>().RemainingArgs().RemainingRets())
 
+// GUARD(name, Name, binding): a handler that stands before or after an operation that another library carries out, on CPU
+// devices alone. Its handler, the function Name, stands in guards.cc.
+#define PYCOLLECTIVE_GUARDS(GUARD)                                                                 \
+  GUARD(enter, Enter, BindGuard<Place>("operation", "op", "root", "pattern"))                      \
+  GUARD(leave, Leave, BindGuard<Place>("operation", "check", "status", "copy_to", "status_bytes"))
+
 // The index of an operation in the table. Signature::operation holds it.
 enum Operation : int32_t {
 #define PYCOLLECTIVE_CONSTANT(name, Name, ...) k##Name,
@@ -66,6 +72,12 @@ inline constexpr int32_t kOperationCount = sizeof(kOperationNames) / sizeof(kOpe
 inline constexpr const char* kDeviceOperationNames[] = {
 #define PYCOLLECTIVE_NAME(name, ...) #name,
     PYCOLLECTIVE_DEVICE_OPERATIONS(PYCOLLECTIVE_NAME)
+#undef PYCOLLECTIVE_NAME
+};
+
+inline constexpr const char* kGuardNames[] = {
+#define PYCOLLECTIVE_NAME(name, ...) #name,
+    PYCOLLECTIVE_GUARDS(PYCOLLECTIVE_NAME)
 #undef PYCOLLECTIVE_NAME
 };
 

@@ -8,7 +8,8 @@ import threading
 import time
 
 from pycollective.faults import rank_exit
-from pycollective.transport import native
+from pycollective.transport.chosen import transport
+from pycollective.transport.native import Waiting
 
 
 class Watchdog(threading.Thread):
@@ -30,13 +31,13 @@ class Watchdog(threading.Thread):
     def run(self) -> None:
         while True:
             time.sleep(min(1.0, self._timeout / 4))
-            waiting = native.longest_wait()
+            waiting = transport().longest_wait()
             if waiting is not None and waiting.waited_ns > self._timeout * 1e9:
                 self._report(waiting)
                 time.sleep(rank_exit.GRACE_S)
                 rank_exit.abort()
 
-    def _report(self, waiting: native.Waiting) -> None:
+    def _report(self, waiting: Waiting) -> None:
         sys.stderr.write(
             f"pycollective.{waiting.operation.decode()}: expected an answer from the other ranks within "
             f"{self._timeout:g} s, got none for {waiting.waited_ns / 1e9:.1f} s ({self._place}, communicator "

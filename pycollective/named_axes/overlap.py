@@ -44,6 +44,7 @@ from pycollective.ranks.agreement import gather_from_all
 from pycollective.ranks.communicator import Communicator
 from pycollective.ranks.setup import devices_of_this_rank
 from pycollective.transport import native
+from pycollective.transport.protocol import HandlerCall, Structs
 
 start_p = Primitive("allreduce_start")
 start_p.multiple_results = True
@@ -61,11 +62,11 @@ def _done_abstract_eval(*ys: Any, **_: Any) -> Any:
     return [jax.core.ShapedArray(y.shape, y.dtype) for y in ys]
 
 
-def _start(params: dict[str, Any]) -> lowering.HandlerCall:
+def _start(params: dict[str, Any], *_: Structs) -> HandlerCall:
     # In place, so that XLA keeps the operands as long as the results. It copies an operand that is read again.
     in_place = (True,) * params.pop("number")
     rule = native.ffi_lowering("device_allreduce_start", in_place)
-    return lowering.HandlerCall(rule, allreduce_attributes(**params))
+    return HandlerCall(rule, allreduce_attributes(**params))
 
 
 def _done_lowering(ctx: Any, *ys: Any, comm: DeviceGroup) -> Any:

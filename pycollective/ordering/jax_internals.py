@@ -274,6 +274,28 @@ def lower_inline(ctx: Any, jaxpr: Any, operands: Sequence[Any]) -> Sequence[Any]
     return outs
 
 
+def lower_between(
+    ctx: Any,
+    effect: OrderedEffect,
+    before: tuple[Callable[..., Any], dict[str, Any]],
+    jaxpr: Any,
+    after: tuple[Callable[..., Any], dict[str, Any]],
+    operands: Sequence[Any],
+) -> Sequence[Any]:
+    """Lowers a jaxpr in the place of an equation, between two calls that have tokens and attributes but no results.
+
+    The first call gets the operands, the second one the results.
+    """
+    first = ctx.replace(avals_out=())
+    lower_call(first, effect, before[0], operands, before[1])
+    inside = ctx.replace(tokens_in=first.tokens_out)
+    results = lower_inline(inside, jaxpr, operands)
+    last = ctx.replace(avals_in=ctx.avals_out, avals_out=(), tokens_in=inside.tokens_out)
+    lower_call(last, effect, after[0], results, after[1])
+    ctx.set_tokens_out(last.tokens_out)
+    return results
+
+
 def lower_with_new_token(
     ctx: Any, effect: OrderedEffect, jaxpr: Any, operands: Sequence[Any], as_function: Callable[[Any], Any]
 ) -> Sequence[Any]:

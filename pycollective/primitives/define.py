@@ -23,6 +23,8 @@ from pycollective.ordering.effect import effect
 from pycollective.primitives import dtypes, local_steps, lowering
 from pycollective.ranks.participants import Participants
 from pycollective.transport import native
+from pycollective.transport.chosen import transport
+from pycollective.transport.protocol import HandlerCall, Structs
 
 Array = jax.Array
 Attributes = dict[str, Any]
@@ -54,20 +56,20 @@ def lower(primitive: Primitive, attributes: Callable[..., Attributes] = attribut
         primitive: a primitive whose abstract evaluation reports our effect.
         attributes: a function from the other parameters of the primitive to the attributes of its handler.
     """
-    host_lowering = functools.cache(partial(native.ffi_lowering, primitive.name))
     device_lowering = functools.cache(partial(native.ffi_lowering, f"device_{primitive.name}"))
     steps = local_steps.STEPS.get(primitive.name)
 
-    def for_host(params: dict[str, Any]) -> lowering.HandlerCall:
-        return lowering.HandlerCall(host_lowering(params.pop("in_place", ())), attributes(**params))
+    def for_host(params: dict[str, Any], operands: Structs, results: Structs) -> lowering.Form:
+        in_place = params.pop("in_place", ())
+        return transport().form(primitive.name, attributes(**params), in_place, operands, results)
 
-    def for_accelerator(params: dict[str, Any]) -> lowering.HandlerCall | lowering.Decomposition:
+    def for_accelerator(params: dict[str, Any], *_: Structs) -> lowering.Form:
         axes = params["comm"].local_axes
         if axes and steps is not None:
             ranks = params.pop("comm").comm
             local = local_steps.LocalDevices(axes, ranks.size)
             return lowering.Decomposition(partial(steps, partial(primitive.bind, comm=ranks), local, **params), axes)
-        return lowering.HandlerCall(device_lowering(params.pop("in_place", ())), attributes(**params))
+        return HandlerCall(device_lowering(params.pop("in_place", ())), attributes(**params))
 
     lowering.lower(primitive, for_host, for_accelerator)
 

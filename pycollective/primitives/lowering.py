@@ -17,22 +17,11 @@ from jax.interpreters import mlir
 from pycollective.errors import message
 from pycollective.ordering import jax_internals, jaxprs
 from pycollective.ordering.effect import effect
+from pycollective.transport.protocol import Composition, HandlerCall, Structs
 
 HOSTS: tuple[str, ...] = ("cpu",)
 ACCELERATORS: tuple[str, ...] = ("cuda", "rocm")
 """JAX's names of the platforms that we lower for. MPI can read and write the memory of the devices of ``HOSTS``."""
-
-
-class HandlerCall(NamedTuple):
-    """A call of one handler of the transport.
-
-    Attributes:
-        rule: a lowering rule of JAX's FFI, whose first operand and first result are tokens.
-        attributes: the attributes of the handler.
-    """
-
-    rule: Callable[..., Any]
-    attributes: dict[str, Any]
 
 
 class Decomposition(NamedTuple):
@@ -48,28 +37,44 @@ class Decomposition(NamedTuple):
     axes: tuple[tuple[str, int], ...]
 
 
+Form = HandlerCall | Composition | Decomposition
+"""What a primitive may become in a program."""
+
+
 def lower(
     primitive: Primitive,
-    for_host: Callable[[dict[str, Any]], HandlerCall] | None,
-    for_accelerator: Callable[[dict[str, Any]], HandlerCall | Decomposition],
+    for_host: Callable[[dict[str, Any], Structs, Structs], Form] | None,
+    for_accelerator: Callable[[dict[str, Any], Structs, Structs], Form],
 ) -> None:
     """Registers the lowerings of a primitive with our effect.
 
     Args:
         primitive: a primitive whose abstract evaluation reports :data:`effect`.
-        for_host: maps the parameters of the primitive to its form on a device of ``HOSTS``; None: it has none there.
+        for_host: maps the parameters, operands and results of the primitive to its form on a device of ``HOSTS``; None:
+            it has none there.
         for_accelerator: maps them to its form on a device of ``ACCELERATORS``.
     """
 
     def lowering(
-        form_of: Callable[[dict[str, Any]], HandlerCall | Decomposition], ctx: Any, *operands: Any, **params: Any
+        form_of: Callable[[dict[str, Any], Structs, Structs], Form], ctx: Any, *operands: Any, **params: Any
     ) -> Any:
         if (outs := lower_on_all_copies(primitive, ctx, operands, params)) is not None:
             return outs
         devices, manual = _devices_of_program(primitive.name, ctx.module_context.axis_context)
-        form = form_of(params)
+        form = form_of(params, _structs(ctx.avals_in), _structs(ctx.avals_out))
         if isinstance(form, Decomposition):
             return _lower_decomposition(ctx, form, operands)
+        if isinstance(form, Composition):
+            if devices > 1:
+                raise NotImplementedError(
+                    message(
+                        primitive.name,
+                        "a program on one device of each rank with transport='mpi4jax'",
+                        f"one on {devices}",
+                        "Leave the arrays on one device, or leave transport out.",
+                    )
+                )
+            return _lower_composition(ctx, form, operands)
         # On accelerators each device that has a copy makes the call itself, together with its partners on the other
         # ranks: these need as many copies. One call for all, as on the host, would copy from device to device.
         one_call_for_all = manual == (_COPIES,) and form_of is for_host
@@ -143,7 +148,22 @@ def lower_on_all_copies(
 
 
 def _lower_decomposition(ctx: Any, form: Decomposition, operands: Sequence[Any]) -> Sequence[Any]:
-    structs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in ctx.avals_in]
-    closed = jax.make_jaxpr(form.fun, axis_env=list(form.axes))(*structs)
+    return jax_internals.lower_inline(ctx, _traced(form.fun, form.axes, ctx), operands)
+
+
+def _lower_composition(ctx: Any, form: Composition, operands: Sequence[Any]) -> Sequence[Any]:
+    before, after = (
+        (call.rule, {**call.attributes, "spread": 1}) for call in (form.before, form.after)
+    )  # on one device
+    return jax_internals.lower_between(ctx, effect, before, _traced(form.fun, (), ctx), after, operands)
+
+
+def _traced(fun: Callable[..., Any], axes: Sequence[tuple[str, int]], ctx: Any) -> Any:
+    """The jaxpr of a function of the operands of the equation that is lowered."""
+    closed = jax.make_jaxpr(fun, axis_env=list(axes))(*_structs(ctx.avals_in))
     assert not closed.consts, "constants would have to become operands"
-    return jax_internals.lower_inline(ctx, closed.jaxpr, operands)
+    return closed.jaxpr
+
+
+def _structs(avals: Sequence[Any]) -> Structs:
+    return [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]

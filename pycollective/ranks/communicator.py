@@ -23,7 +23,7 @@ from pycollective.ranks.participants import (
     group_of,
     lane_routes,
 )
-from pycollective.transport import native
+from pycollective.transport.chosen import transport
 from pycollective.transport.mpi import MPI, host_of
 
 _FOR_OTHER_MODULES = frozenset(
@@ -77,6 +77,7 @@ class Communicator:
 
     __slots__ = (
         "_calls",
+        "_facts",
         "_freed",
         "_key",
         "_keys",
@@ -105,6 +106,7 @@ class Communicator:
     out_of_band: OutOfBand  # messages between its ranks that are not part of programs
     _name: str
     _world_ranks: tuple[int, ...]  # the place of each of its ranks in MPI_COMM_WORLD
+    _facts: tuple[int, ...]  # of the transport, see there
     _key: ProgramKey
     _calls: MPI.Intracomm  # the duplicate for collectives, and for messages under the program's own tags
     _rest: MPI.Intracomm  # the duplicate for making channels, ppermute, messages between devices, out-of-band messages
@@ -157,13 +159,15 @@ class Communicator:
         lanes = tuple(map(accelerators.lane_id, setup.devices_of_this_rank()))
         world_ranks = tuple(MPI.Group.Translate_ranks(mpi.Get_group(), None, MPI.COMM_WORLD.Get_group()))
         calls, rest = _duplicate(mpi), _duplicate(mpi)
-        own_fingerprint = fingerprint(world_ranks, mpi.rank, lanes)
+        facts = transport().facts(calls, rest)
+        own_fingerprint = fingerprint(world_ranks, mpi.rank, lanes, *facts)
         set_(self, "_calls", calls)
         set_(self, "_rest", rest)
         free_tag = 2 * len(lanes) ** 2  # native/communicators.cc uses the smaller and the larger tags
         set_(self, "out_of_band", OutOfBand(rest, free_tag))
         set_(self, "_world_ranks", world_ranks)
-        number = native.add_communicator(name, own_fingerprint, lanes, calls, rest)
+        set_(self, "_facts", facts)
+        number = transport().open(name, own_fingerprint, lanes, calls, rest)
         set_(self, "_key", (number, own_fingerprint))
         set_(self, "_name", name)
         set_(self, "_parts", {})
@@ -317,12 +321,14 @@ class Communicator:
             rank = members.index(self.rank)
             lanes = tuple(map(accelerators.lane_id, setup.devices_of_this_rank())) if places is None else places
             world_ranks = tuple(self._world_ranks[member] for member in members)
-            own_fingerprint = fingerprint(world_ranks, rank, lanes, team_size)
+            own_fingerprint = fingerprint(world_ranks, rank, lanes, team_size, *self._facts)
             all_in_order = members == tuple(range(self.size))
             shown = [*map(str, members[:4]), *(["..."] if len(members) > 4 else [])]
             name = self._name if all_in_order else f"{self._name}[{', '.join(shown)}]"
             given = () if all_in_order else members
-            number = native.add_part(name, own_fingerprint, self._key[0], given, rank, len(members), places, team_size)
+            number = transport().open_part(
+                name, own_fingerprint, self._key[0], given, rank, len(members), places, team_size
+            )
             self._keys[members, places, team_size] = (number, own_fingerprint)
         return self._keys[members, places, team_size]
 
@@ -340,7 +346,7 @@ class Communicator:
         if self._freed:
             return
         dispatch.flush()
-        native.free_communicator(self._key[0])
+        transport().free(self._key[0])
         object.__setattr__(self, "_freed", True)
         self.mpi.Delete_attr(_keyval())
         self._calls.Free()

@@ -16,10 +16,8 @@ from pycollective.ordering import dispatch
 from pycollective.ranks import accelerators
 from pycollective.ranks.devices import local_devices
 from pycollective.ranks.xla_threads import shared_cores
-from pycollective.transport import native, runtime
+from pycollective.transport import chosen, native, runtime
 from pycollective.transport.mpi import MPI, host_of
-
-TRANSPORTS = ("native",)
 
 
 class _State:
@@ -29,14 +27,12 @@ class _State:
         mpi_started: whether :func:`start_mpi` has.
         started: whether it has.
         timeout: the seconds that a rank may wait for others; None for no limit.
-        transport: the transport.
         devices: the devices that this rank drives.
     """
 
     mpi_started = False
     started = False
     timeout: float | None = None
-    transport = TRANSPORTS[0]
     devices: tuple[jax.Device, ...] = ()
 
 
@@ -95,18 +91,18 @@ def start(
     A later call changes nothing, and raises if its options are not those of the first.
     """
     child_processes.refuse_child("init")
-    if transport is not None and transport not in TRANSPORTS:
+    if transport is not None and transport not in chosen.TRANSPORTS:
         raise ValueError(
-            message("init", f"transport to be one of {list(TRANSPORTS)}", repr(transport), "Leave it out.")
+            message("init", f"transport to be one of {list(chosen.TRANSPORTS)}", repr(transport), "Leave it out.")
         )
     if limit is not None and not limit > 0:
         raise ValueError(message("init", "timeout to be a positive number of seconds", limit, "Leave it out for none."))
     if _state.started:
-        chosen = None if devices is None else local_devices(devices)
+        named = None if devices is None else local_devices(devices)
         for name, first, later in (
-            ("devices", _state.devices, chosen),
+            ("devices", _state.devices, named),
             ("timeout", _state.timeout, limit),
-            ("transport", _state.transport, transport),
+            ("transport", chosen.transport().name, transport),
         ):
             if later is not None and later != first:
                 expected = f"the {name} of the first call, {first}"
@@ -115,8 +111,10 @@ def start(
                 )
         return
     start_mpi(mpi)
+    chosen.choose(transport)
     with host_of(mpi) as neighbours, shared_cores(neighbours):
         _state.devices = local_devices(devices)
+    chosen.transport().check(_state.devices)
     kind = accelerators.check(mpi, _state.devices, may_share=config.allow_shared_gpu)
     if kind in runtime.KINDS:
         direct = config.gpu_direct

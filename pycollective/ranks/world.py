@@ -40,7 +40,8 @@ def init(
             same number.
         timeout: the seconds that a rank may wait inside one MPI call, or at its end for the others, before it reports
             and ends all ranks; default ``PYCOLLECTIVE_TIMEOUT``, else no limit.
-        transport: "native", which is the default and the only one.
+        transport: what carries the data of programs: "native", the default, is this package's own library; "mpi4jax" is
+            mpi4jax's functions, on one CPU device of each rank.
 
     Raises:
         RuntimeError: this process is a child of a rank; MPI is not at ``THREAD_MULTIPLE``; this process sees no other

@@ -62,6 +62,7 @@ _RESULTS = {
     "op_name": ctypes.c_char_p,
     "operation_name": ctypes.c_char_p,
     "device_operation_name": ctypes.c_char_p,
+    "guard_name": ctypes.c_char_p,
     "runtime_name": ctypes.c_char_p,
     "bind": ctypes.c_char_p,
     "bind_runtime": None,
@@ -187,7 +188,7 @@ def start(ranks: int = 1) -> None:
     library.pycollective_set_all_lanes(int(config.all_lanes))
     if config.malloc:
         library.pycollective_tune_malloc(ranks)
-    register(library, _names(library.pycollective_operation_name), "cpu")
+    register(library, [*_names(library.pycollective_operation_name), *_names(library.pycollective_guard_name)], "cpu")
     _library = library
 
 
@@ -212,7 +213,14 @@ def device_targets() -> tuple[str, ...]:
 
 
 @functools.cache
-def _op_names() -> tuple[str, ...]:
+def guard_targets() -> tuple[str, ...]:
+    """The handlers around an operation that another library carries out."""
+    return _names(library().pycollective_guard_name)
+
+
+@functools.cache
+def op_names() -> tuple[str, ...]:
+    """The reductions, by their numbers."""
     return _names(library().pycollective_op_name)
 
 
@@ -222,9 +230,9 @@ def op_number(name: str) -> int:
     Raises:
         RuntimeError: the library does not have it.
     """
-    if name not in _op_names():
-        raise RuntimeError(message("transport", f"a reduction of {', '.join(_op_names())}", repr(name), _BUILD))
-    return _op_names().index(name)
+    if name not in op_names():
+        raise RuntimeError(message("transport", f"a reduction of {', '.join(op_names())}", repr(name), _BUILD))
+    return op_names().index(name)
 
 
 def start_accelerators(kind: str, *, direct: bool) -> None:
@@ -395,14 +403,14 @@ def ffi_lowering(target: str, in_place: tuple[bool, ...] = ()) -> Any:
     """JAX's lowering rule for a handler whose first operand and first result are tokens.
 
     Args:
-        target: one of :func:`host_targets` or :func:`device_targets`.
+        target: one of :func:`host_targets`, :func:`device_targets` or :func:`guard_targets`.
         in_place: for each array among the operands, whether the result of the same number takes its buffer (XLA
             copies where it may not).
 
     Raises:
         RuntimeError: the library has no such handler.
     """
-    if target not in (*host_targets(), *device_targets()):
+    if target not in (*host_targets(), *device_targets(), *guard_targets()):
         known = f"one with {', '.join(host_targets())}"
         raise RuntimeError(message(target, f"a compiled library with a handler for {target}", known, _BUILD))
     aliases = {i: i for i, takes in enumerate(in_place, start=1) if takes}  # 0 is the token

@@ -1,7 +1,12 @@
-"""Communicators that tests are parametrised over."""
+"""Communicators that tests are parametrised over.
+
+``PYCOLLECTIVE_TEST_TRANSPORT=mpi4jax`` chooses that transport. Then test_by_mpi4jax.py runs too, but not what has
+the mark ``native``.
+"""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -13,7 +18,17 @@ from tests.under_mpirun import SIZE
 
 # One device takes part; the others are for the oracle, jax.pmap. The call comes before a test module makes an array:
 # an array would start JAX's devices, with a thread for each core on every rank.
-pc.init(devices=1)
+TRANSPORT = os.environ.get("PYCOLLECTIVE_TEST_TRANSPORT", "native")
+pc.init(devices=1, transport=TRANSPORT)
+
+collect_ignore = [] if TRANSPORT == "mpi4jax" else ["test_by_mpi4jax.py"]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what only the native transport does."""
+    others = [item for item in items if TRANSPORT != "native" and item.get_closest_marker("native")]
+    items[:] = [item for item in items if item not in others]
+    config.hook.pytest_deselected(items=others)
 
 
 @pytest.fixture(scope="session")

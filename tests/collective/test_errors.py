@@ -262,7 +262,11 @@ def test_frozen(world: pc.Communicator) -> None:
 @pytest.mark.parametrize(
     ("options", "kind", "text"),
     [
-        ({"transport": "pigeon"}, ValueError, r"init: expected transport to be one of \['native'\], got 'pigeon'"),
+        (
+            {"transport": "pigeon"},
+            ValueError,
+            r"init: expected transport to be one of \['native', 'mpi4jax'\], got 'pigeon'",
+        ),
         ({"timeout": 0}, ValueError, "init: expected timeout to be a positive number of seconds, got 0"),
         ({"devices": 99}, ValueError, r"init: expected devices from 1 to \d+, got 99"),
         ({"devices": "cpu"}, TypeError, "init: expected devices: a number or a sequence of jax.Device, got 'cpu'"),
@@ -285,6 +289,7 @@ def test_only_intracommunicators(world: pc.Communicator) -> None:
 
 
 @needs_two_devices
+@pytest.mark.native
 def test_programs_elsewhere_than_on_the_devices_of_init(world: pc.Communicator) -> None:
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), "i")
     spec = jax.sharding.PartitionSpec("i")

@@ -87,6 +87,7 @@ def test_more_than_2_31_bytes(world: pc.Communicator) -> None:
 
 @pytest.mark.whole
 @needs(11 * GIB)
+@pytest.mark.native
 def test_more_than_2_31_elements(world: pc.Communicator) -> None:
     count = 2**31 + 12_345  # int8
     f = pc.jit(lambda x: pc.psum(x, world), donate_argnums=0)
@@ -100,6 +101,7 @@ def test_more_than_2_31_elements(world: pc.Communicator) -> None:
 
 @pytest.mark.whole
 @needs(13 * GIB)
+@pytest.mark.native
 def test_more_than_2_31_elements_in_a_block(world: pc.Communicator) -> None:
     # MPI 3 needs one element of a derived datatype for operations on blocks.
     count = 2**31 + 4_321

@@ -158,6 +158,7 @@ def test_a_shorter_message_is_an_error(world: pc.Communicator) -> None:
 
 
 @needs_two
+@pytest.mark.native  # under mpi4jax it ends the job
 def test_a_longer_message_is_an_error(world: pc.Communicator) -> None:
     if world.rank == 0:
         pc.send(jnp.zeros(5), world, dest=1)

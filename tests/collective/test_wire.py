@@ -12,6 +12,8 @@ import pytest
 
 import pycollective as pc
 
+pytestmark = pytest.mark.native
+
 
 def rounded(x: np.ndarray) -> np.ndarray:
     return np.asarray(x).astype(jnp.bfloat16).astype(np.float32)

@@ -1,0 +1,152 @@
+"""The transport whose data mpi4jax carries, between two handlers of the native library.
+
+An operation becomes mpi4jax's function of that name, or is made of others (``mpi4jax_operations.py``). The native
+library still knows the communicators: before each operation one handler looks for the communicator, compares the call
+with the other ranks' and tells the watchdog; another one behind it tells that the operation has ended
+(``native/guards.cc``). So the order, the agreement and the reports are those of the native transport. An error inside
+MPI is mpi4jax's: it ends the job by ``MPI_Abort``, with its own message.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from pycollective.errors import message
+from pycollective.transport import mpi4jax_operations as operations
+from pycollective.transport import native
+from pycollective.transport.mpi import MPI
+from pycollective.transport.protocol import Composition, HandlerCall, Structs
+
+_INSTALL = "Install it (pip install mpi4jax; it needs the mpicc of the machine's MPI), or leave transport out."
+_MOST_ELEMENTS = 2**31 - 1
+"""mpi4jax hands MPI its counts as ints."""
+
+
+class ByMpi4jax:
+    """See ``protocol.Transport``.
+
+    Raises:
+        ImportError: mpi4jax cannot be imported.
+    """
+
+    name = "mpi4jax"
+
+    free = staticmethod(native.free_communicator)
+    longest_wait = staticmethod(native.longest_wait)
+
+    def __init__(self) -> None:
+        try:
+            self._mpi4jax = importlib.import_module("mpi4jax")
+        except ImportError as error:
+            raise ImportError(message("init", "mpi4jax for transport='mpi4jax'", str(error), _INSTALL)) from error
+        self._ranks: dict[int, operations.Ranks] = {}
+        self._statuses: list[MPI.Status] = []  # programs hold their addresses
+
+    def check(self, devices: Sequence[jax.Device]) -> None:
+        """Serves one CPU device of each rank."""
+        if len(devices) != 1 or devices[0].platform != "cpu":
+            raise ValueError(
+                message(
+                    "init",
+                    "one CPU device for each rank with transport='mpi4jax'",
+                    list(devices),
+                    "Give devices=1 and start more ranks, or leave transport out.",
+                )
+            )
+
+    def facts(self, main: MPI.Intracomm, auxiliary: MPI.Intracomm) -> tuple[int, ...]:
+        """The handles of the MPI communicators, which mpi4jax writes into programs."""
+        return (MPI._handleof(main), MPI._handleof(auxiliary))
+
+    def open(
+        self, name: str, fingerprint: int, devices: Sequence[int], main: MPI.Intracomm, auxiliary: MPI.Intracomm
+    ) -> int:
+        """Makes a communicator known to the handlers and to this object."""
+        number = native.add_communicator(name, fingerprint, devices, main, auxiliary)
+        self._ranks[number] = operations.Ranks(main, auxiliary, main.rank, tuple(range(main.size)), all_in_order=True)
+        return number
+
+    def open_part(
+        self,
+        name: str,
+        fingerprint: int,
+        whole: int,
+        members: Sequence[int],
+        rank: int,
+        size: int,
+        mesh_devices: Sequence[tuple[int, int, int]] | None,
+        team_size: int,
+    ) -> int:
+        """Makes a part of a communicator known to the handlers and to this object."""
+        number = native.add_part(name, fingerprint, whole, members, rank, size, mesh_devices, team_size)
+        of = self._ranks[whole]
+        self._ranks[number] = operations.Ranks(
+            of.main, of.auxiliary, rank, tuple(members) or of.members, all_in_order=not members
+        )
+        return number
+
+    def form(
+        self,
+        operation: str,
+        attributes: dict[str, Any],
+        _: tuple[bool, ...],
+        operands: Structs,
+        results: Structs,
+    ) -> HandlerCall | Composition:
+        """mpi4jax's function of the operation's name, or one made of others."""
+        _check_counts(operation, operands, results)
+        comm = attributes["comm"]
+        ranks = self._ranks[comm[0]]
+        op = attributes.get("op", -1)
+        if op >= 0 and native.op_names()[op] not in operations.MPI_OPS:
+            raise NotImplementedError(
+                message(
+                    operation,
+                    f"a reduction of {', '.join(operations.MPI_OPS)} with transport='mpi4jax'",
+                    native.op_names()[op],
+                    "Leave out wire_dtype, or transport.",
+                )
+            )
+        calls = (operations.OfAll if ranks.all_in_order else operations.OfSome)(self._mpi4jax, ranks, results)
+        own = {name: value for name, value in attributes.items() if name in operations.ATTRIBUTES[operation]}
+        guard = {"comm": comm, "operation": native.host_targets().index(operation)}
+        before = {**guard, "op": op, "root": attributes.get("root", -1), "pattern": _pattern(attributes, operands)}
+        after = {**guard, "check": 0, "status": 0, "copy_to": 0, "status_bytes": MPI._sizeof(MPI.Status)}
+        if "status" in attributes:
+            status = MPI.Status()
+            self._statuses.append(status)
+            own["status"] = status
+            check = int(attributes["source"] != MPI.PROC_NULL)
+            after |= {"check": check, "status": MPI._addressof(status), "copy_to": attributes["status"]}
+        return Composition(
+            HandlerCall(native.ffi_lowering("enter"), before),
+            functools.partial(getattr(calls, operation), **own),
+            HandlerCall(native.ffi_lowering("leave"), after),
+        )
+
+
+def _check_counts(operation: str, operands: Structs, results: Structs) -> None:
+    largest = max((struct.size for struct in (*operands, *results)), default=0)
+    if largest > _MOST_ELEMENTS:
+        raise NotImplementedError(
+            message(
+                operation,
+                f"arrays of at most {_MOST_ELEMENTS} elements with transport='mpi4jax'",
+                largest,
+                "Send them in parts, or leave transport out.",
+            )
+        )
+
+
+def _pattern(attributes: dict[str, Any], operands: Structs) -> int:
+    """What the ranks compare besides dtype, count, reduction and root."""
+    if len(operands) > 1:
+        return zlib.crc32(repr([(struct.shape, str(struct.dtype)) for struct in operands]).encode())
+    pattern: int = attributes.get("pattern", 0)
+    return pattern
