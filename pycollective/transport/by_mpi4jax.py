@@ -13,7 +13,7 @@ import functools
 import importlib
 import zlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 
@@ -100,19 +100,10 @@ class ByMpi4jax:
         results: Structs,
     ) -> HandlerCall | Composition:
         """mpi4jax's function of the operation's name, or one made of others."""
-        _check_counts(operation, operands, results)
         comm = attributes["comm"]
         ranks = self._ranks[comm[0]]
         op = attributes.get("op", -1)
-        if op >= 0 and native.op_names()[op] not in operations.MPI_OPS:
-            raise NotImplementedError(
-                message(
-                    operation,
-                    f"a reduction of {', '.join(operations.MPI_OPS)} with transport='mpi4jax'",
-                    native.op_names()[op],
-                    "Leave out wire_dtype, or transport.",
-                )
-            )
+        _check(operation, op, operands, results)
         calls = (operations.OfAll if ranks.all_in_order else operations.OfSome)(self._mpi4jax, ranks, results)
         own = {name: value for name, value in attributes.items() if name in operations.ATTRIBUTES[operation]}
         guard = {"comm": comm, "operation": native.host_targets().index(operation)}
@@ -131,17 +122,20 @@ class ByMpi4jax:
         )
 
 
-def _check_counts(operation: str, operands: Structs, results: Structs) -> None:
+def _check(operation: str, op: int, operands: Structs, results: Structs) -> None:
+    """Raises NotImplementedError for what mpi4jax cannot carry."""
+
+    def refuse(expected: str, got: object, remedy: str) -> NoReturn:
+        raise NotImplementedError(message(operation, f"{expected} with transport='mpi4jax'", got, remedy))
+
+    if operation not in operations.ATTRIBUTES:
+        refuse(f"one of {', '.join(operations.ATTRIBUTES)}", operation, "Leave transport out.")
+    if op >= 0 and native.op_names()[op] not in operations.MPI_OPS:
+        kinds = f"a reduction of {', '.join(operations.MPI_OPS)}"
+        refuse(kinds, native.op_names()[op], "Leave out wire_dtype, or transport.")
     largest = max((struct.size for struct in (*operands, *results)), default=0)
     if largest > _MOST_ELEMENTS:
-        raise NotImplementedError(
-            message(
-                operation,
-                f"arrays of at most {_MOST_ELEMENTS} elements with transport='mpi4jax'",
-                largest,
-                "Send them in parts, or leave transport out.",
-            )
-        )
+        refuse(f"arrays of at most {_MOST_ELEMENTS} elements", largest, "Send them in parts, or leave transport out.")
 
 
 def _pattern(attributes: dict[str, Any], operands: Structs) -> int:

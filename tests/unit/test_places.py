@@ -15,6 +15,7 @@ PLACES = {
     "pycollective/__init__.pyi",  # the public name
     "pycollective/collectives/mpi_collectives.py",  # the public function
     "pycollective/primitives/reductions.py",  # the registration
+    "pycollective/transport/mpi4jax_operations.py",  # the operation made of mpi4jax's
 }
 
 
