@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests import unoptimised
-from tests.e2e.launch import AS_ROOT, check_same_numbers, mpirun, of_processes
+from tests.e2e.launch import AS_ROOT, check_same_numbers, limited, mpirun, of_processes
 
 UNMODIFIED = Path(__file__).with_name("unmodified.py")
 SHORT = 60
@@ -31,13 +31,7 @@ def run(
     """``pycollective run --distributed`` of a program."""
     pycollective = str(Path(sys.executable).parent / "pycollective")
     command = [pycollective, "run", "--distributed", "-n", str(ranks), "--oversubscribe", *program]
-    return subprocess.run(
-        ["timeout", "-k", "5", str(timeout), *command],
-        capture_output=True,
-        text=True,
-        env={**ENVIRON, **(env or {})},
-        check=False,
-    )
+    return limited(command, timeout, env={**ENVIRON, **(env or {})})
 
 
 def printed(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
