@@ -126,3 +126,9 @@ def test_devices(world: pc.Communicator) -> None:
     assert jax.process_index() == world.rank
     assert [device.process_index for device in jax.devices()] == list(range(SIZE))
     assert pc.psum(jnp.ones(2), world).devices() == set(jax.local_devices())
+
+
+def test_a_second_initialize_is_refused() -> None:
+    refusal = r"expected a process in which JAX has not started, got jax\.distributed\.initialize\(\)"
+    with pytest.raises(RuntimeError, match=refusal):
+        pc.distributed.initialize()

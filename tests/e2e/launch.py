@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -33,6 +34,15 @@ def is_open_mpi() -> bool:
     return isinstance(library, OpenMpi)
 
 
+def limited(command: Sequence[str], seconds: float, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Runs a command and returns its output and exit code, which is 124 or 137 if it took longer and was killed."""
+    start = ["timeout", "-k", str(_KILL_AFTER_S), str(seconds)]
+    done = subprocess.run([*start, *command], capture_output=True, text=True, stdin=subprocess.DEVNULL, **options)
+    if done.returncode == -signal.SIGKILL:  # timeout(1) kills its process group, and so itself
+        done.returncode = 128 + signal.SIGKILL
+    return done
+
+
 def mpirun(
     ranks: int, *args: str, timeout: float, env: Mapping[str, str] | None = None, cwd: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
@@ -48,25 +58,8 @@ def mpirun(
     options = ["--oversubscribe"] if is_open_mpi() else []
     # A rank writes its lines whole; unbuffered, the launcher would mix the pieces of two ranks.
     buffered = {"PYTHONUNBUFFERED": ""}
-    return subprocess.run(
-        [
-            "timeout",
-            "-k",
-            str(_KILL_AFTER_S),
-            str(timeout),
-            _MPIEXEC,
-            *options,
-            "-n",
-            str(ranks),
-            sys.executable,
-            *args,
-        ],
-        capture_output=True,
-        text=True,
-        env={**os.environ, **AS_ROOT, **buffered, **(env or {})},
-        cwd=cwd,
-        stdin=subprocess.DEVNULL,
-    )
+    command = [_MPIEXEC, *options, "-n", str(ranks), sys.executable, *args]
+    return limited(command, timeout, env={**os.environ, **AS_ROOT, **buffered, **(env or {})}, cwd=cwd)
 
 
 def of_processes(printed: str) -> list[dict[str, Any]]:

@@ -21,7 +21,8 @@ pytestmark = pytest.mark.whole
 def train(
     where: Path, ranks: int, *options: str, start: Sequence[str] = (), env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    return mpirun(ranks, *start, EXAMPLE, *options, "--losses", "losses.json", timeout=240, cwd=where, env=env)
+    short = ("--epochs", "10", "--losses", "losses.json")
+    return mpirun(ranks, *start, EXAMPLE, *short, *options, timeout=240, cwd=where, env=env)
 
 
 def losses(where: Path) -> np.ndarray:
@@ -30,7 +31,7 @@ def losses(where: Path) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
-    """A whole training: its directory, and what it has printed."""
+    """A training: its directory, and what it has printed."""
     where = tmp_path_factory.mktemp("digits")
     done = train(where, 2)
     assert done.returncode == 0, done.stderr
@@ -40,10 +41,10 @@ def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subpro
 def test_training(on_two_ranks: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     where, done = on_two_ranks
     (accuracy,) = re.findall(r"^test accuracy (\d\.\d+)$", done.stdout, re.MULTILINE)  # one rank prints it
-    assert float(accuracy) >= 0.97
+    assert float(accuracy) >= 0.96
     # There is one bar, drawn to its end. Each rank with a bar would draw it at step 0.
-    assert done.stderr.count("| 0/330 [") == 1
-    assert re.match(r"100%\|[^|]*\| 330/330 ", done.stderr.replace("\r", "\n").splitlines()[-1])
+    assert done.stderr.count("| 0/110 [") == 1
+    assert re.match(r"100%\|[^|]*\| 110/110 ", done.stderr.replace("\r", "\n").splitlines()[-1])
     assert "rank" not in done.stderr
     picture = matplotlib.image.imread(where / "digits_loss.png")
     assert picture.shape[0] > 200
@@ -58,7 +59,7 @@ def test_losses_do_not_depend_on_the_number_of_ranks(
     done = train(tmp_path, 1)
     assert done.returncode == 0, done.stderr
     on_one, on_two = losses(tmp_path), losses(on_two_ranks[0])
-    assert len(on_one) == 330
+    assert len(on_one) == 110
     # float32 sums in another order differ by about 1e-7, and each step of the training amplifies the difference.
     np.testing.assert_allclose(on_two[:40], on_one[:40], rtol=1e-3)
     np.testing.assert_allclose(on_two[:10], on_one[:10], rtol=1e-5)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests import unoptimised
-from tests.e2e.launch import AS_ROOT, check_same_numbers, mpirun, of_processes
+from tests.e2e.launch import AS_ROOT, check_same_numbers, limited, mpirun, of_processes
 
 UNMODIFIED = Path(__file__).with_name("unmodified.py")
 SHORT = 60
@@ -31,13 +31,7 @@ def run(
     """``pycollective run --distributed`` of a program."""
     pycollective = str(Path(sys.executable).parent / "pycollective")
     command = [pycollective, "run", "--distributed", "-n", str(ranks), "--oversubscribe", *program]
-    return subprocess.run(
-        ["timeout", "-k", "5", str(timeout), *command],
-        capture_output=True,
-        text=True,
-        env={**ENVIRON, **(env or {})},
-        check=False,
-    )
+    return limited(command, timeout, env={**ENVIRON, **(env or {})})
 
 
 def printed(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
@@ -49,38 +43,39 @@ def printed(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
 @pytest.mark.library
 def test_a_program_that_knows_nothing_of_this_package() -> None:
     by_mpi = printed(run(2, str(UNMODIFIED)))
-    by_gloo = printed(run(2, str(UNMODIFIED), env={"JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo"}))
+    as_module = (sys.executable, "-m", "tests.e2e.unmodified")
+    gloo = {"JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo", "PYTHONPATH": str(UNMODIFIED.parents[2])}
+    by_gloo = printed(run(2, *as_module, env=gloo))
     assert [line["process"] for line in by_mpi] == [0, 1]
     assert {line["processes"] for line in by_mpi} == {2}
     check_same_numbers(by_mpi, by_gloo)
     assert by_mpi[0]["losses"][-1] < 0.1 * by_mpi[0]["losses"][0]
 
 
-def test_four_processes_with_variables_that_the_program_sets(tmp_path: Path) -> None:
+def test_variables_that_a_program_sets_and_a_process_that_is_killed(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(
-        "import os, sys\n"
+        "import os, signal, sys\n"
         "os.environ['JAX_ENABLE_X64'] = '1'\n"
         "from jax.distributed import initialize\n"
         "import jax, jax.numpy as jnp\n"
         "from jax.experimental import multihost_utils\n"
         "initialize(initialization_timeout=30)\n"
         "all_ = multihost_utils.process_allgather(jnp.float64(jax.process_index()))\n"
-        "assert all_.dtype == 'float64' and all_.tolist() == [0.0, 1.0, 2.0, 3.0], all_\n"
-        "sys.stdout.write(f'{__name__} {sys.argv[1:]} {sys.path[0]}\\n')\n"
+        "said = f'{all_.dtype} {all_.tolist()} {__name__} {sys.argv[1:]} {sys.path[0]}'\n"
+        "with open(f'{sys.path[0]}/said{jax.process_index()}', 'w') as file:\n"  # a launcher may lose what it printed
+        "    file.write(said)\n"
+        "multihost_utils.sync_global_devices('both have written')\n"
+        "if jax.process_index() == 1: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "multihost_utils.sync_global_devices('never')\n"
     )
-    done = run(4, str(program), "--option", "value")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [f"__main__ ['--option', 'value'] {tmp_path}"] * 4
+    done = run(2, str(program), "--option", "value")
+    assert done.returncode not in (0, 124, 137), done.stderr
+    said = [(tmp_path / f"said{rank}").read_text() for rank in range(2)]
+    assert said == [f"float64 [0.0, 1.0] __main__ ['--option', 'value'] {tmp_path}"] * 2
 
 
-def test_modules_and_commands() -> None:
-    command = "import jax, sys; jax.distributed.initialize(); sys.stdout.write(f'{jax.device_count()} {sys.argv}\\n')"
-    done = run(2, sys.executable, "-W", "error", "-c", command, "word")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["2 ['-c', 'word']"] * 2
-    done = run(2, sys.executable, "-m", "tests.e2e.unmodified", env={"PYTHONPATH": str(UNMODIFIED.parents[2])})
-    assert len(printed(done)) == 2
+def test_what_is_no_python_program() -> None:
     done = run(2, "ls")
     assert done.returncode == 2
     assert "pycollective.run: expected a Python program after --distributed, got" in done.stderr
@@ -122,82 +117,86 @@ def test_a_process_that_raises_before_it_starts_jax_ends_all(tmp_path: Path) -> 
     assert done.stderr.count("ValueError: mine") == 1
 
 
-def test_a_process_that_exits_with_a_code_ends_all(tmp_path: Path) -> None:
-    done = ends(tmp_path, "if rank == 1: sys.exit(3)\ntotal()")
+def test_a_command_that_exits_with_a_code_ends_all() -> None:
+    text = """
+assert sys.argv == ["-c", "word"], sys.argv
+from pycollective.faults import rank_exit
+rank_exit._PATIENCE_S = 1.0
+if rank == 1: sys.exit(3)
+total()
+"""
+    done = run(2, sys.executable, "-W", "error", "-c", PREFIX + text, "word")
     assert done.returncode == 3, done.stderr
     assert "rank 1 of 2 exited with code 3" in done.stderr
 
 
-def test_a_process_that_is_killed_ends_all(tmp_path: Path) -> None:
-    done = ends(tmp_path, "if rank == 1: os.kill(os.getpid(), signal.SIGKILL)\ntotal()")
-    assert done.returncode not in (0, 124, 137)
-
-
 @pytest.mark.library
-def test_a_call_that_one_process_leaves_out_ends_in_a_report(tmp_path: Path) -> None:
-    text = "if rank == 0: total()\nelse: time.sleep(100)"
-    done = ends(tmp_path, text, PYCOLLECTIVE_TIMEOUT="3")
-    assert done.returncode not in (0, 124, 137)
-    expected = r"pycollective.allreduce: expected an answer from the other ranks within 3 s, got none for"
-    assert expected in done.stderr
-    assert "communicator global arrays" in done.stderr
-
-
-def test_programs_that_differ_are_an_error_on_both(tmp_path: Path) -> None:
+def test_programs_that_differ_and_a_call_that_one_process_leaves_out(tmp_path: Path) -> None:
     text = """
 y = jax.make_array_from_callback((2 * 8 * (rank + 1),), NamedSharding(mesh, P("x")), lambda i: np.ones(8 * (rank + 1)))
 try:
     jax.block_until_ready(jax.jit(lambda y: y * 2, out_shardings=NamedSharding(mesh, P()))(y))
 except jax.errors.JaxRuntimeError as error:
-    sys.stdout.write(f"{error}\\n")
+    sys.stderr.write(" ".join(str(error).split()) + "\\n")
+if rank == 0: total()
+else: time.sleep(100)
 """
-    done = ends(tmp_path, text)
-    said = [line for line in done.stdout.splitlines() if "expected the same call on every rank" in line]
-    assert len(said) == 2, done.stderr
-    assert "allgather(8 x float32) here and allgather(16 x float32) on rank 1 (rank 0 of 2" in "".join(said)
+    done = ends(tmp_path, text, PYCOLLECTIVE_TIMEOUT="3")
+    assert done.returncode not in (0, 124, 137)
+    differ = [line for line in done.stderr.splitlines() if "expected the same call on every rank" in line]
+    assert len(differ) == 2, done.stderr
+    assert "allgather(8 x float32) here and allgather(16 x float32) on rank 1 (rank 0 of 2" in "".join(differ)
+    expected = r"pycollective.allreduce: expected an answer from the other ranks within 3 s, got none for"
+    assert expected in done.stderr
+    assert "communicator global arrays" in done.stderr
 
 
+TOLD = """
+import sys
+
+def told(call):
+    try:
+        call()
+    except (RuntimeError, ValueError) as error:
+        sys.stdout.write(" ".join(str(error).split()) + "\\n")
+"""
+
+# tests/distributed refuses a second call after the first one.
 REFUSALS = {
-    "jax first": (
-        "import jax\nimport pycollective as pc\npc.distributed.initialize()",
-        {},
-        "got jax imported before pycollective. Move 'import pycollective' before 'import jax'",
-    ),
-    "another library": (
-        "import pycollective as pc\npc.distributed.initialize()",
+    "before JAX has started": (
+        """
+import pycollective as pc
+told(lambda: pc.distributed.initialize(collectives="nccl"))
+told(pc.distributed.initialize)
+pc.init()
+told(pc.distributed.initialize)
+""",
         # It exists, and XLA does not look into it until something imports jaxlib.
         {"MPITRAMPOLINE_DELAY_INIT": "1", "MPITRAMPOLINE_LIB": "/lib/libother.so"},
-        "got MPITRAMPOLINE_LIB=/lib/libother.so. Unset MPITRAMPOLINE_LIB",
+        [
+            "expected collectives to be one of ('mpi', 'gloo'), got 'nccl'",
+            "got MPITRAMPOLINE_LIB=/lib/libother.so. Unset MPITRAMPOLINE_LIB",
+            "expected a process in which JAX has not started, got pycollective.init()",
+        ],
     ),
-    "several devices": (
-        "import pycollective as pc\npc.distributed.initialize()",
-        {"JAX_NUM_CPU_DEVICES": "2"},
-        "expected one CPU device for each rank",
-    ),
-    "after init": (
-        "import pycollective as pc\npc.init()\npc.distributed.initialize()",
-        {},
-        "expected a process in which JAX has not started, got pycollective.init()",
-    ),
-    "twice": (
-        "import pycollective as pc\npc.distributed.initialize()\npc.distributed.initialize()",
-        {},
-        "expected a process in which JAX has not started, got jax.distributed.initialize()",
-    ),
-    "unknown collectives": (
-        "import pycollective as pc\npc.distributed.initialize(collectives='nccl')",
-        {},
-        r"expected collectives to be one of ('mpi', 'gloo'), got 'nccl'",
-    ),
-    "JAX's own initialize": (
+    "jax first": (
         """
-import pycollective, jax
-jax.config.update('jax_cpu_collectives_implementation', 'mpi')
-jax.distributed.initialize('127.0.0.1:47631', 1, 0)
+import jax
+import pycollective as pc
+told(pc.distributed.initialize)
 jax.devices()
+told(pc.distributed.initialize)
 """,
         {},
-        "expected pycollective.distributed.initialize() before XLA's collectives by MPI, got XLA without it.",
+        [
+            "got jax imported before pycollective. Move 'import pycollective' before 'import jax'",
+            "expected a process in which JAX has not started, got a use of JAX's devices",
+        ],
+    ),
+    "several devices": (
+        "import pycollective as pc\ntold(pc.distributed.initialize)",
+        {"JAX_NUM_CPU_DEVICES": "2"},
+        ["expected one CPU device for each rank"],
     ),
 }
 
@@ -207,9 +206,24 @@ def test_refusals(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.delenv("MPITRAMPOLINE_LIB", raising=False)  # these tests import pycollective, which has set it
     text, env, expected = REFUSALS[case]
     program = tmp_path / "program.py"
-    program.write_text(text + "\n")
+    program.write_text(TOLD + text)
     done = mpirun(1, str(program), timeout=SHORT, env=env)
+    assert done.returncode == 0, done.stderr
+    for line, part in zip(done.stdout.splitlines(), expected, strict=True):
+        assert part in line
+
+
+def test_xla_without_our_initialize_is_refused(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import pycollective, jax\n"
+        "jax.config.update('jax_cpu_collectives_implementation', 'mpi')\n"
+        "jax.distributed.initialize('127.0.0.1:47631', 1, 0)\n"
+        "jax.devices()\n"
+    )
+    done = mpirun(1, str(program), timeout=SHORT)
     assert done.returncode not in (0, 124, 137)
+    expected = "expected pycollective.distributed.initialize() before XLA's collectives by MPI, got XLA without it."
     assert expected in done.stderr
 
 

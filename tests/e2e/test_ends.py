@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e import launch
 from tests.e2e.launch import mpirun
 
 whole = pytest.mark.whole
@@ -363,3 +364,11 @@ def test_a_hang_in_a_test_is_a_failure_with_all_stacks(tmp_path: Path) -> None:
     assert "in never_comes" in done.stderr  # rank 0's stack
     assert "in test_hang" in done.stderr
     assert done.stderr.count("Timeout (0:00:02)!") == 2
+
+
+@whole
+def test_a_command_that_takes_too_long_is_told_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks the guard of these tests, ``launch.limited``: a program may leave a signal to end unheard."""
+    monkeypatch.setattr(launch, "_KILL_AFTER_S", 1)
+    assert launch.limited(["sleep", "60"], 0.5).returncode == 124
+    assert launch.limited(["sh", "-c", "trap '' TERM; sleep 60"], 0.5).returncode == 137

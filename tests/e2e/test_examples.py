@@ -22,13 +22,14 @@ def test_flax_with_batch_norm(tmp_path: Path) -> None:
     assert one[-1] < 0.5 * one[0]
     # There are more devices than most machines have cores, and more steps than XLA keeps in flight.
     env = {"JAX_NUM_CPU_DEVICES": "8", "XLA_FLAGS": unoptimised.flags()}
-    start = (str(EXAMPLES / "train_flax.py"), "--losses", "many.json")
+    start = (str(EXAMPLES / "train_flax.py"), "--losses", "many.json", "--epochs", "4")
     done = mpirun(2, *start, timeout=240, cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stderr
     many = json.loads((tmp_path / "many.json").read_text())
+    assert len(many) == 44
     np.testing.assert_allclose(many[:10], one, rtol=1e-4)
     (accuracy,) = re.findall(r"accuracy\D*(\d\.\d+)", done.stdout)
-    assert float(accuracy) >= 0.97
+    assert float(accuracy) >= 0.95
 
 
 @pytest.fixture(scope="module")
@@ -65,9 +66,9 @@ def sharded_on_one_device(tmp_path_factory: pytest.TempPathFactory) -> np.ndarra
     return losses(tmp_path_factory.mktemp("sharded"), 1, *SHARDED)
 
 
-@pytest.mark.parametrize("model", [1, pytest.param(2, marks=pytest.mark.library), 4])
-def test_sharded_on_four_ranks(model: int, tmp_path: Path, sharded_on_one_device: np.ndarray) -> None:
-    four = losses(tmp_path, 4, *SHARDED, "--model", str(model))
+@pytest.mark.library
+def test_sharded_along_both_axes(tmp_path: Path, sharded_on_one_device: np.ndarray) -> None:
+    four = losses(tmp_path, 4, *SHARDED, "--model", "2")
     np.testing.assert_allclose(four, sharded_on_one_device, rtol=1e-5)
 
 
@@ -93,9 +94,9 @@ def test_sharded_on_two_ranks_and_what_it_prints(tmp_path: Path, sharded_on_one_
 
 
 def test_sharded_refuses_parts_that_are_not_equal() -> None:
-    done = mpirun(2, str(EXAMPLES / SHARDED[0]), "--model", "3", timeout=120)
+    done = mpirun(1, str(EXAMPLES / SHARDED[0]), "--model", "2", timeout=120)
     assert done.returncode != 0
-    assert "expected --model to be a divisor of 2 devices" in done.stderr
+    assert "expected --model to be a divisor of 1 devices" in done.stderr
     assert "Traceback" not in done.stderr
 
 

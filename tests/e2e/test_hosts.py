@@ -174,7 +174,7 @@ def test_a_host_that_goes_away_ends_the_run(hosts: dict[str, str], tmp_path: Pat
         run.stdout.read()  # without a reader the run may wait
     status = run.wait(60)
     said = errors.read_text()
-    assert status not in (124, 137), said
+    assert status not in (124, 137, -signal.SIGKILL), said
     # Open MPI 5 prints that it has lost the host, ends the ranks, and sometimes exits with 0 (docs/launch.md).
     assert status != 0 or (is_open_mpi() and "lost communication with a remote daemon" in said), said
     wait_until_gone(str(program))  # it must end on the host that is left, too

@@ -93,6 +93,11 @@ def test_an_environment_may_lack_an_extra(suite: ModuleType, tmp_path: Path) -> 
     assert not (tmp_path / "with").exists()
 
 
+def test_python_keeps_what_it_compiles(suite: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    assert "PYTHONDONTWRITEBYTECODE" not in suite.environment(shell(suite, "step"))
+
+
 @pytest.mark.parametrize("everything", [False, True])
 def test_its_files_are_there(everything: bool, suite: ModuleType) -> None:
     steps = suite.steps(everything=everything, install=True)
