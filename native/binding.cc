@@ -187,6 +187,9 @@ PYCOLLECTIVE_EXPORT bool pycollective_longest_wait(pycollective_Waiting* longest
   return longest->waited_ns >= 0;
 }
 
+// A random number of this process: the attribute `process` of programs that hold its addresses.
+PYCOLLECTIVE_EXPORT int64_t pycollective_this_process() { return pycollective::this_process; }
+
 // Settings -------------------------------------------------------------------------------------------------------
 
 // Sets when ranks compare what they call: a Check (settings.h).

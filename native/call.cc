@@ -2,12 +2,25 @@
 
 #include "call.h"
 
+#include <random>
+
 namespace ffi = xla::ffi;
 
 namespace pycollective {
 
 std::unique_ptr<Library> library;
 Check check = Check::kFirst;
+
+namespace {
+
+int64_t RandomNumber() {
+  std::random_device device;
+  return static_cast<int64_t>((uint64_t{device()} << 32 | device()) | 1);  // not 0, which programs without addresses have
+}
+
+}  // namespace
+
+const int64_t this_process = RandomNumber();
 
 Call::Call(Operation operation, const Participants& participants, int64_t lane_id, int64_t staging)
     : operation_(operation),
@@ -45,6 +58,27 @@ ffi::Error Call::CheckParticipants() const {
                  "expected a program on the devices of its mesh, got one on a single device", "Please report this.");
   }
   return ffi::Error::Success();
+}
+
+ffi::Error Call::CheckProcess(int64_t process) const {
+  if (process == this_process) return ffi::Error::Success();
+  return Error(ffi::ErrorCode::kFailedPrecondition,
+               "expected a program of this process, since it holds addresses of its own process, got another one's",
+               "Compile it again in this process.");
+}
+
+ffi::Error Call::Enter(const Signature& signature, int64_t nbytes) {
+  // Where the last such call was. These calls come one after another. If a program fails before Leave, XLA does not run
+  // that: its mark ends here.
+  static std::mutex mutex;
+  static std::shared_ptr<Communicator> last;
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (last != nullptr) last->single_lane.EndWait();
+  const ffi::Error error = RunNow(signature, nbytes, {}, [](const Library&, const Lane&) { return Outcome(); });
+  if (error.failure()) return error;
+  lane_->BeginWait(kOperationNames[operation_], nbytes);
+  last = communicator_;
+  return error;
 }
 
 void Call::BreakTeams() const {

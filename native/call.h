@@ -111,12 +111,11 @@ class Call {
     return copies_ == nullptr ? work() : RunForCopies(results, work);
   }
 
+  // Returns an error unless the program was compiled in this process.
+  xla::ffi::Error CheckProcess(int64_t process) const;
+
   // For a call that another library makes: checks and compares as Run does, then marks the lane as waiting until Leave.
-  xla::ffi::Error Enter(const Signature& signature, int64_t nbytes) {
-    xla::ffi::Error error = RunNow(signature, nbytes, {}, [](const Library&, const Lane&) { return Outcome(); });
-    if (!error.failure()) lane_->BeginWait(kOperationNames[operation_], nbytes);
-    return error;
-  }
+  xla::ffi::Error Enter(const Signature& signature, int64_t nbytes);
   // That call has returned.
   void Leave() {
     if (lane_ != nullptr) lane_->EndWait();

@@ -186,10 +186,10 @@ class LibraryOf final : public Library {
     return CheckLength("MPI_Recv", in, block, status);
   }
 
-  Outcome CheckReceived(const Incoming& in) const override {
+  Outcome CheckReceived(const char* call, const Incoming& in) const override {
     const Block<H> block = BlockOf(in.count, in.type);
     PYCOLLECTIVE_RETURN_IF_FAILED(block.made());
-    return CheckLength("MPI_Recv", in, block, in.status);
+    return CheckLength(call, in, block, in.status);
   }
 
   Outcome Sendrecv(const Channel& channel, const Outgoing& out, const Incoming& in) const override {

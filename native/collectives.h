@@ -123,7 +123,7 @@ class Library {
   virtual Outcome Recv(const Channel&, const Incoming&) const = 0;
   virtual Outcome Sendrecv(const Channel&, const Outgoing&, const Incoming&) const = 0;
   // Whether the message that another library has received has the length of `in`, whose status it has written.
-  virtual Outcome CheckReceived(const Incoming& in) const = 0;
+  virtual Outcome CheckReceived(const char* call, const Incoming& in) const = 0;
   // Sendrecv of equal arrays on a communicator of its own, where no receive of a program can match.
   virtual Outcome Permute(const Channel&, const Outgoing&, const Incoming&) const = 0;
 

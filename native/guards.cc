@@ -16,11 +16,16 @@
 namespace pycollective {
 namespace {
 
-// `operands`: those of the operation.
+// `operands`: those of the operation. `process`: where the program was compiled.
 template <typename Place>
 ffi::Error Enter(Place place, const Participants& participants, InToken, ffi::RemainingArgs operands, OutToken,
-                 int64_t operation, int64_t op, int64_t root, int64_t pattern) {
-  Call call = CallIn(place, static_cast<Operation>(operation), participants);
+                 int64_t operation, int64_t process, int64_t op, int64_t root, int64_t pattern) {
+  // Before it looks at anything else: another build may have other numbers, and the other library has written addresses
+  // and handles into the program.
+  const bool is_known = operation >= 0 && operation < kOperationCount;
+  Call call = CallIn(place, is_known ? static_cast<Operation>(operation) : kBarrier, participants);
+  const ffi::Error foreign = call.CheckProcess(process);
+  if (foreign.failure()) return foreign;
   Signature signature{static_cast<int32_t>(operation)};
   signature.reduce_op = static_cast<int32_t>(op);
   signature.root = static_cast<int32_t>(root);
@@ -50,7 +55,8 @@ ffi::Error Leave(Place place, const Participants& participants, InToken, ffi::Re
   if (y.has_error()) return y.error();
   Type type;
   if (!MoveType(y->element_type(), &type)) return call.Unsupported(y->element_type());
-  const Outcome outcome = library->CheckReceived({nullptr, Count(*y), type, 0, 0, written});
+  const char* const name = operation == kRecv ? "MPI_Recv" : "MPI_Sendrecv";
+  const Outcome outcome = library->CheckReceived(name, {nullptr, Count(*y), type, 0, 0, written});
   return outcome.ok() ? ffi::Error::Success() : call.ErrorOf(outcome);
 }
 

@@ -39,9 +39,9 @@ namespace pycollective {
   OTHER(allreduce, Allreduce, true, BindArrays<Place>("op", "bucket_bytes"))                         \
   OTHER(ppermute, Ppermute, true, BindPpermute<Place>())                                             \
   OTHER(barrier, Barrier, true, BindTokens<Place>())                                                 \
-  OTHER(sendrecv, Sendrecv, false, BindArray<Place>("dest", "send_tag", "source", "recv_tag", "status")) \
+  OTHER(sendrecv, Sendrecv, false, BindArray<Place>("dest", "send_tag", "source", "recv_tag", "process", "status")) \
   OTHER(send, Send, false, BindOperand<Place>("dest", "tag"))                                        \
-  OTHER(recv, Recv, false, BindArray<Place>("source", "tag", "status"))
+  OTHER(recv, Recv, false, BindArray<Place>("source", "tag", "process", "status"))
 
 // HALF(name, Name, binding): half of an allreduce, for accelerators alone. Its handler, the function Name, stands in
 // allreduce_halves.cc.
@@ -52,7 +52,7 @@ namespace pycollective {
 // GUARD(name, Name, binding): a handler that stands before or after an operation that another library carries out, on CPU
 // devices alone. Its handler, the function Name, stands in guards.cc.
 #define PYCOLLECTIVE_GUARDS(GUARD)                                                                 \
-  GUARD(enter, Enter, BindGuard<Place>("operation", "op", "root", "pattern"))                      \
+  GUARD(enter, Enter, BindGuard<Place>("operation", "process", "op", "root", "pattern"))           \
   GUARD(leave, Leave, BindGuard<Place>("operation", "check", "status", "copy_to", "status_bytes"))
 
 // The index of an operation in the table. Signature::operation holds it.

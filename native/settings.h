@@ -3,6 +3,7 @@
 #ifndef PYCOLLECTIVE_NATIVE_SETTINGS_H_
 #define PYCOLLECTIVE_NATIVE_SETTINGS_H_
 
+#include <cstdint>
 #include <memory>
 
 #include "collectives.h"
@@ -18,6 +19,9 @@ enum class Check : int { kNever, kFirst, kAlways };
 // Python sets both before the first program runs; they do not change while one runs.
 extern std::unique_ptr<Library> library;
 extern Check check;
+
+// A random number of this process. A program that holds addresses of this process carries it.
+extern const int64_t this_process;
 
 }  // namespace pycollective
 

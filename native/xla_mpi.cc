@@ -112,12 +112,13 @@ int CodeOf(const ffi::Error& error) { return error.success() ? kSuccess : Failur
 // Cliques --------------------------------------------------------------------------------------------------------
 
 // A communicator of XLA: the number of ours, and its fingerprint. It lives as long as the process. XLA keeps what it
-// got when it asked first, so a clique whose members nobody has named yet is one too.
+// got when it asked first, the rank and the size too, so a clique whose members nobody has named yet is one as well.
 struct Clique {
   bool is_known() const { return comm[0] >= 0; }
-  int64_t comm[2];
+  int64_t comm[2] = {-1, 0};
+  int rank;  // as XLA was told
+  int size;
 };
-constexpr Clique kUnknownClique{{-1, 0}};
 
 struct World {
   int rank;
@@ -128,22 +129,22 @@ std::unique_ptr<const World> world;  // null: pycollective.distributed.initializ
 constexpr size_t kMarkCount = 4;
 constexpr size_t kMarkBytes = kMarkCount * sizeof(uint32_t);
 
-// The clique that XLA will ask for, while `is_learning`.
+// The clique that XLA will ask for, while `is_learning`. Another program may ask for another clique at that time, so it
+// becomes known only to the program that gathers the mark.
 std::atomic<bool> is_learning{false};
 Clique learned;
 uint32_t mark[kMarkCount];  // the data of the program that makes XLA ask
 
 Clique* CliqueOf(Token comm) { return reinterpret_cast<Clique*>(comm); }
 
-// The ranks of a communicator of XLA; null: all processes.
-std::shared_ptr<Ranks> RanksOf(Token comm) {
-  if (comm == kWorld || !CliqueOf(comm)->is_known()) return nullptr;
-  return FindCommunicator(CliqueOf(comm)->comm[0])->ranks;
-}
-
 constexpr char kUnlearned[] =
     "pycollective.distributed: expected a program that jax.jit has compiled in this process, got another one. Compile "
     "it here, or use pycollective.distributed.initialize(collectives=\"gloo\").";
+
+constexpr char kAskedBefore[] =
+    "pycollective.distributed: expected a set of processes that a program compiled in this process has named first, got "
+    "one that another program has used before. Compile that program here, or use "
+    "pycollective.distributed.initialize(collectives=\"gloo\").";
 
 // Makes a call as a handler would make it. body(library, lane) returns its outcome.
 template <typename Body>
@@ -248,7 +249,8 @@ PYCOLLECTIVE_EXPORT void pycollective_xla_learn(int64_t number, int64_t fingerpr
     is_learning.store(false, std::memory_order_release);
     return;
   }
-  learned = {{number, fingerprint}};
+  const auto ranks = FindCommunicator(number)->ranks;
+  learned = {{number, fingerprint}, ranks->rank(), ranks->size()};
   std::memcpy(mark, of_program, kMarkBytes);
   is_learning.store(true, std::memory_order_release);
 }
@@ -335,22 +337,21 @@ PYCOLLECTIVE_EXPORT int MPIABI_Error_string(int, char* text, int* length) {
 }
 
 PYCOLLECTIVE_EXPORT int MPIABI_Comm_rank(Token comm, int* rank) {
-  const auto ranks = RanksOf(comm);
-  *rank = ranks == nullptr ? world->rank : ranks->rank();
+  *rank = comm == kWorld ? world->rank : CliqueOf(comm)->rank;
   return kSuccess;
 }
 
 PYCOLLECTIVE_EXPORT int MPIABI_Comm_size(Token comm, int* size) {
-  const auto ranks = RanksOf(comm);
-  *size = ranks == nullptr ? world->size : ranks->size();
+  *size = comm == kWorld ? world->size : CliqueOf(comm)->size;
   return kSuccess;
 }
 
-// XLA ignores the code that this returns, so the calls on the communicator return the error.
-PYCOLLECTIVE_EXPORT int MPIABI_Comm_split(Token, int, int, Token* made) {
-  const bool known = is_learning.load(std::memory_order_acquire);
-  *made = reinterpret_cast<Token>(new Clique(known ? learned : kUnknownClique));  // as long as the process lives
-  return known ? kSuccess : Failure(kUnlearned);
+// Nobody has named the members yet: the calls on the communicator return an error until the mark makes it known. The
+// key is this process's place in the clique. XLA ignores the code that this returns.
+PYCOLLECTIVE_EXPORT int MPIABI_Comm_split(Token, int, int key, Token* made) {
+  const int size = is_learning.load(std::memory_order_acquire) ? learned.size : world->size;
+  *made = reinterpret_cast<Token>(new Clique{{-1, 0}, key, size});  // as long as the process lives
+  return kSuccess;
 }
 
 // XLA frees its communicators when its process ends, each process at a time of its own. MPI_Finalize frees them.
@@ -365,7 +366,10 @@ PYCOLLECTIVE_EXPORT int MPIABI_Allgather(const void* send, int count, Token data
                                          Token comm) {
   if (is_learning.load(std::memory_order_acquire) && IsKnown(datatype) &&
       NBytes(count, datatype) == static_cast<int64_t>(kMarkBytes) && std::memcmp(send, mark, kMarkBytes) == 0) {
-    *CliqueOf(comm) = learned;  // XLA may have asked before, in a program that was refused
+    Clique* const clique = CliqueOf(comm);
+    // XLA may have asked before, in a program that was refused.
+    if (clique->rank != learned.rank || clique->size != learned.size) return Failure(kAskedBefore);
+    *clique = learned;
     return kSuccess;
   }
   return RunCollective(comm, kAllgather, datatype, kNoReduction, send, recv, count, &Library::Allgather);

@@ -1,7 +1,8 @@
 """The functions of mpi4jax, by its names and signatures: ``import pycollective.compat.mpi4jax as mpi4jax``.
 
 The package mpi4jax need not be installed. Results, and the derivatives that mpi4jax has, are those of mpi4jax. All
-functions but ``send``, ``recv`` and ``barrier`` have derivatives here, and all have batching.
+functions but ``send``, ``recv`` and ``barrier`` have derivatives here, reductions those of SUM, ``allreduce`` also of
+MIN and MAX; all have batching.
 
 The first call on an MPI communicator is collective over its ranks (:class:`pycollective.Communicator`), the first of
 all over the world. A program in which some ranks alone exchange messages begins with ``pycollective.init()``, and with

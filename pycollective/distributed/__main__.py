@@ -8,13 +8,14 @@ file, ``-m MODULE`` or ``-c COMMAND``, and its arguments.
 from __future__ import annotations
 
 import importlib.util
-import runpy
+import inspect
+import io
 import sys
 from collections.abc import Sequence
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import InspectLoader, Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 import pycollective.distributed
@@ -58,10 +59,12 @@ class _Loader(Loader):
         jax_initialize = module.initialize
 
         def initialize(*args: Any, **options: Any) -> None:
-            if args or _COORDINATES & options.keys():
+            given = inspect.signature(jax_initialize).bind(*args, **options).arguments
+            named = {name: value for name, value in given.items() if name not in _COORDINATES or value is not None}
+            if _COORDINATES & named.keys():
                 jax_initialize(*args, **options)
             else:
-                pycollective.distributed.initialize(**options)
+                pycollective.distributed.initialize(**named)
 
         initialize.__doc__ = jax_initialize.__doc__
         module.initialize = initialize  # type: ignore[attr-defined]
@@ -74,19 +77,38 @@ def main(arguments: Sequence[str]) -> None:
         sys.exit(message("distributed", expected, " ".join(arguments) or "none", "Name it."))
     sys.meta_path.insert(0, _Finder())
     rank_exit.end_all_on_error()  # other ranks may wait in initialize for one that has raised before it
+    sys.argv, sys.path[0] = list(arguments), ""
     if arguments[0] == "-m":
-        sys.argv = list(arguments[1:])
-        sys.path[0] = ""
-        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        spec, code = _module(arguments[1])
+        sys.argv = [spec.origin or arguments[1], *arguments[2:]]
+        _become(code, __file__=spec.origin, __spec__=spec, __package__=spec.parent, __loader__=spec.loader)
     elif arguments[0] == "-c":
         sys.argv = ["-c", *arguments[2:]]
-        sys.path[0] = ""
-        sys.modules["__main__"] = ModuleType("__main__")
-        exec(compile(arguments[1], "<string>", "exec"), vars(sys.modules["__main__"]))
+        _become(compile(arguments[1], "<string>", "exec"))
     else:
-        sys.argv = list(arguments)
         sys.path[0] = str(Path(arguments[0]).resolve().parent)
-        runpy.run_path(arguments[0], run_name="__main__")
+        with io.open_code(arguments[0]) as file:
+            code = compile(file.read(), arguments[0], "exec")
+        _become(code, __file__=arguments[0])
+
+
+def _module(name: str) -> tuple[ModuleSpec, CodeType]:
+    """A module that runs as a program, as Python finds it, and its code."""
+    spec = importlib.util.find_spec(name)
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = importlib.util.find_spec(f"{name}.__main__")
+    code = spec.loader.get_code(spec.name) if spec is not None and isinstance(spec.loader, InspectLoader) else None
+    if spec is None or code is None:
+        sys.exit(message("distributed", "a module that runs as a program", name, "Check its name."))
+    return spec, code
+
+
+def _become(code: CodeType, **attributes: Any) -> None:
+    """Runs code as the module ``__main__``, which stays: exit handlers and threads of the program use it later."""
+    main_module = ModuleType("__main__")
+    vars(main_module).update(attributes)
+    sys.modules["__main__"] = main_module
+    exec(code, vars(main_module))
 
 
 if __name__ == "__main__":

@@ -9,16 +9,17 @@ ask while the answer is known. That program sends nothing: a process may compile
 from __future__ import annotations
 
 import functools
+import queue
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from pycollective.distributed.program_text import Collective, collectives_in
+from pycollective.distributed.program_text import Collective, collectives_in, without_metadata
 from pycollective.errors import fail
 from pycollective.ordering import jax_internals
 from pycollective.ordering.jaxprs import NO_MESH
@@ -46,9 +47,11 @@ class Cliques:
         self._world = world
         self._known: set[Clique] = set()
         self._lock = threading.Lock()
-        # A thread of its own has none of the contexts of the thread that compiles, such as jax.set_mesh.
-        self._teacher = ThreadPoolExecutor(1, "pycollective-cliques")
-        self._teaches = threading.local()
+        self._asked: queue.SimpleQueue[tuple[Clique, Future[None]]] = queue.SimpleQueue()
+        # A thread of its own has none of the contexts of the thread that compiles, such as jax.set_mesh. A pool of
+        # concurrent.futures would not serve programs in exit handlers.
+        self._teacher = threading.Thread(target=self._teach_all, name="pycollective-cliques", daemon=True)
+        self._teacher.start()
 
     def learn_from(self, executable: Any, devices: Any) -> None:
         """Learns the cliques of a compiled program.
@@ -58,10 +61,10 @@ class Cliques:
             devices: its devices, in their order.
         """
         order = list(devices.flat)
-        if order[0].platform != "cpu" or hasattr(self._teaches, "now"):
+        if order[0].platform != "cpu" or threading.current_thread() is self._teacher:
             return
         for module in executable.hlo_modules():
-            text = module.to_string()
+            text = without_metadata(module.to_string())
             collectives = list(collectives_in(text, len(order)))
             cliques = {tuple(order[place] for place in group) for one in collectives for group in one.groups}
             if any(len(clique) > 1 for clique in cliques):
@@ -92,15 +95,28 @@ class Cliques:
     def _learn(self, clique: Clique) -> None:
         with self._lock:
             if clique not in self._known:
-                self._teacher.submit(self._teach, clique).result()
+                taught: Future[None] = Future()
+                self._asked.put((clique, taught))
+                taught.result()
                 self._known.add(clique)
+
+    def _teach_all(self) -> None:
+        """Teaches one clique after another."""
+        while True:
+            clique, taught = self._asked.get()
+            try:
+                self._teach(clique)
+            except BaseException as error:
+                taught.set_exception(error)
+            else:
+                taught.set_result(None)
 
     def _teach(self, clique: Clique) -> None:
         """Lets XLA ask for the communicator of a clique."""
-        self._teaches.now = True
         members = tuple(device.process_index for device in clique)
         number, fingerprint = self._world.key_of(members, None, 1)
-        with jax.sharding.use_abstract_mesh(NO_MESH), jax.transfer_guard("allow"):  # the user may have set them for all
+        # The user may have set these for all threads.
+        with jax.sharding.use_abstract_mesh(NO_MESH), jax.transfer_guard("allow"), jax.disable_jit(False):
             gather, x = _program_of(clique)
             with native.xla_learns(number, fingerprint, np.asarray(x.addressable_data(0))[0]):
                 jax.block_until_ready(gather(x))

@@ -62,6 +62,7 @@ def reached_by_all(mpi: MPI.Intracomm, *, leads_host: bool) -> str:
                     listener = open_.enter_context(closing(_socket_for(address)))
                     listener.bind((address, 0))
                     listener.listen(mpi.size)
+                    open_.callback(listener.shutdown, socket.SHUT_RDWR)  # wakes the thread; to close it would not
                     offered.append((address, listener.getsockname()[1]))
                     threading.Thread(target=_greet, args=(listener, nonce), daemon=True).start()
         offered = mpi.bcast(offered)

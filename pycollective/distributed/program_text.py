@@ -49,6 +49,19 @@ _PART = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
 _SUMS = ("all-reduce", "reduce-scatter")
 
 
+_METADATA = re.compile(r", metadata=\{.*$", re.MULTILINE)
+
+
+def without_metadata(text: str) -> str:
+    """The text of a program without what it says of its source, where users choose the words.
+
+    Example:
+        >>> without_metadata('%y = f32[] sine(%x), metadata={op_name="jit(f)/replica_groups={}/sin"}')
+        '%y = f32[] sine(%x)'
+    """
+    return _METADATA.sub("", text)
+
+
 def collectives_in(text: str, size: int) -> Iterator[Collective]:
     """The collectives of a program.
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import jax
 
+from pycollective.config import config
 from pycollective.distributed import coordinator
 from pycollective.distributed.cliques import Cliques, learn_from_each_compilation
 from pycollective.distributed.progress import Progress
@@ -47,8 +49,8 @@ def initialize(
             "gloo"; default ``JAX_CPU_COLLECTIVES_IMPLEMENTATION``, else "mpi".
         devices: as for :func:`pycollective.init`.
         timeout: the seconds that a rank may wait for others, as for :func:`pycollective.init`; also here.
-        options: for ``jax.distributed.initialize``: ``local_device_ids``, ``heartbeat_timeout_seconds``, ...; with
-            ``coordinator_address`` JAX's service listens there.
+        options: for ``jax.distributed.initialize``: ``local_device_ids``, ``heartbeat_timeout_seconds``, ...; if all
+            ranks give ``coordinator_address``, JAX's service listens there, and nobody looks for an address.
 
     Returns:
         The world, as :func:`pycollective.init` returns it.
@@ -68,17 +70,19 @@ def initialize(
     kind = _chosen(collectives)
     _check_that_nothing_has_started()
     mpi = MPI.COMM_WORLD if comm is None else comm
-    setup.start_mpi(mpi)
+    setup.start_mpi(mpi, timeout)
     if kind == "mpi":
         _check_that_xla_calls_us()
         native.xla_start(mpi.rank, mpi.size)
     jax.config.update(_OPTION, kind)
-    if timeout is not None:
-        options.setdefault("initialization_timeout", max(1, round(timeout)))
+    limit = config.timeout if timeout is None else timeout
+    if limit is not None:
+        options.setdefault("initialization_timeout", max(1, round(limit)))
     _connect(mpi, options)
     world = init(mpi, devices=devices, timeout=timeout)
-    if kind == "mpi" and jax.default_backend() == "cpu":
-        _check_that_each_rank_has_one_device(world)
+    if kind == "mpi":  # on GPUs too: a program may run on the processes' CPU devices
+        if jax.default_backend() == "cpu":
+            _check_that_each_rank_has_one_device(world)
         learn_from_each_compilation(Cliques(Communicator._make(mpi.Dup(), "global arrays", owned=True)))
     return world
 
@@ -93,10 +97,13 @@ def _connect(mpi: MPI.Intracomm, options: dict[str, Any]) -> None:
         progress.start()
         rank_exit.at_end(progress.stop)
     rank_exit.at_end(jax.distributed.shutdown)
-    with coordinator.chosen(mpi, one_host=one_host, leads_host=leads_host) as address, without_proxies():
-        own = {"coordinator_address": address, "coordinator_bind_address": address}
+    with ExitStack() as held:
+        if not mpi.allreduce("coordinator_address" in options, op=MPI.LAND):
+            address = held.enter_context(coordinator.chosen(mpi, one_host=one_host, leads_host=leads_host))
+            options = {"coordinator_address": address, "coordinator_bind_address": address, **options}
+        held.enter_context(without_proxies())
         jax.distributed.initialize(
-            **{**({} if "coordinator_address" in options else own), **options},
+            **options,
             num_processes=mpi.size,
             process_id=mpi.rank,
             cluster_detection_method="deactivate",

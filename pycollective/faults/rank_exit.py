@@ -268,15 +268,33 @@ def _end_all_unless_they_end(status: int) -> None:
 
 def _wait_for_all(limit_s: float | None) -> None:
     """Waits until every rank has ended. Prints a notice if that takes long, and ends all ranks after ``limit_s``."""
-    if _State.exit_comm is None:
-        return
-    missing, remedy = "the other ranks to end", "Look for a collective that this rank did not reach."
-    notice = f"{_place()} has ended and waits for {missing}. If they do not, {remedy[0].lower()}{remedy[1:]}"
-    for waited in poll_until(_State.exit_comm.Ibarrier().Test, 0.05, _NOTICE_S, notice):
+    if _State.exit_comm is not None:
+        _wait_for(
+            "end", "ended", "exit", "Look for a collective that this rank did not reach.", _State.exit_comm, limit_s
+        )
+
+
+def wait_for_all_at_start(ranks: MPI.Intracomm, limit_s: float | None) -> None:
+    """Waits until every rank has come here. Prints a notice if that takes long, and ends all ranks after ``limit_s``.
+
+    Args:
+        ranks: the ranks, which must all make this call.
+        limit_s: the seconds; None for no limit.
+    """
+    _wait_for("start", "started", "init", "Look for a rank that does not call init.", ranks, limit_s)
+
+
+def _wait_for(verb: str, participle: str, where: str, remedy: str, ranks: MPI.Intracomm, limit_s: float | None) -> None:
+    notice = (
+        f"{_place()} has {participle} and waits for the other ranks to {verb}. "
+        f"If they do not, {remedy[0].lower()}{remedy[1:]}"
+    )
+    for waited in poll_until(ranks.Ibarrier().Test, 0.05, _NOTICE_S, notice):
         if limit_s is not None and waited > limit_s:
-            expected, got = f"{missing} within {limit_s:g} s", f"some that have not ended after {waited:.1f} s"
+            expected = f"the other ranks to {verb} within {limit_s:g} s"
+            got = f"some that have not {participle} after {waited:.1f} s"
             rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
-            sys.stderr.write(message("exit", expected, got, f"Ending all ranks. {remedy}\n", rank=rank, size=size))
+            sys.stderr.write(message(where, expected, got, f"Ending all ranks. {remedy}\n", rank=rank, size=size))
             sys.stderr.flush()
             time.sleep(GRACE_S)
             abort()

@@ -35,7 +35,8 @@ def wide(x: Array, op: str) -> Array:
 
 def narrow(y: Array, like: Array) -> Array:
     """The inverse of :func:`wide`, for a result of the dtype of ``like``; sums of bool stay int32."""
-    return y if like.dtype == jnp.bool_ else y.astype(like.dtype)
+    # Where JAX has no 64-bit types, astype would cut the values of an array of such a type.
+    return y if like.dtype in (jnp.bool_, y.dtype) else y.astype(like.dtype)
 
 
 def reduced(bind: Callable[..., Array], x: Array, op: str, **params: Any) -> Array:
@@ -59,7 +60,7 @@ def from_wire(y: Array, like: Array | jax.ShapeDtypeStruct) -> Array:
     """The inverse of :func:`to_wire`, for an array of the dtype of ``like``."""
     if jax.dtypes.issubdtype(like.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(y, impl=jax.random.key_impl(like))
-    return y.astype(like.dtype)
+    return y if y.dtype == like.dtype else y.astype(like.dtype)
 
 
 def moved(bind: Callable[..., Array], x: Array, **params: Any) -> Array:

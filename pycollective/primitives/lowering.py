@@ -69,7 +69,7 @@ def lower(
                 raise NotImplementedError(
                     message(
                         primitive.name,
-                        "a program on one device of each rank with transport='mpi4jax'",
+                        "a program on one device of each rank, as init's transport needs",
                         f"one on {devices}",
                         "Leave the arrays on one device, or leave transport out.",
                     )
@@ -152,10 +152,10 @@ def _lower_decomposition(ctx: Any, form: Decomposition, operands: Sequence[Any])
 
 
 def _lower_composition(ctx: Any, form: Composition, operands: Sequence[Any]) -> Sequence[Any]:
-    before, after = (
-        (call.rule, {**call.attributes, "spread": 1}) for call in (form.before, form.after)
-    )  # on one device
-    return jax_internals.lower_between(ctx, effect, before, _traced(form.fun, (), ctx), after, operands)
+    one_device = {"spread": 1}
+    before, after = ((call.rule, call.attributes | one_device) for call in (form.before, form.after))
+    with jax.enable_x64(True):  # the operands may have 64 bits where the program around may not make such arrays
+        return jax_internals.lower_between(ctx, effect, before, _traced(form.fun, (), ctx), after, operands)
 
 
 def _traced(fun: Callable[..., Any], axes: Sequence[tuple[str, int]], ctx: Any) -> Any:

@@ -15,6 +15,7 @@ from pycollective.ordering.effect import effect
 from pycollective.primitives import define, dtypes
 from pycollective.ranks.communicator import Communicator
 from pycollective.ranks.participants import Participants
+from pycollective.transport import native
 from pycollective.transport.mpi import MPI
 
 Array = jax.Array
@@ -48,12 +49,12 @@ _in_programs: set[StatusPlace] = set()
 """The places that lowered programs name by their addresses: a compiled program may outlive all else that names them."""
 
 
-def _address(status: StatusPlace | None) -> int:
-    """The address for a program that is lowered; 0 for None."""
+def _status_attributes(status: StatusPlace | None) -> dict[str, int]:
+    """The address for a program that is lowered, and the process that has it; 0 for None."""
     if status is None:
-        return 0
+        return {"status": 0, "process": 0}
     _in_programs.add(status)
-    return status.address
+    return {"status": status.address, "process": native.this_process()}
 
 
 # sendrecv sends x to dest and returns what source sent, an array of the given shape and dtype.
@@ -68,7 +69,7 @@ def _sendrecv_attributes(
     comm: Communicator, source: int, dest: int, send_tag: int, recv_tag: int, status: StatusPlace | None, **_: Any
 ) -> dict[str, Any]:
     tags = {"send_tag": send_tag, "recv_tag": recv_tag}
-    return {"comm": comm.key, "source": source, "dest": dest, **tags, "status": _address(status)}
+    return {"comm": comm.key, "source": source, "dest": dest, **tags, **_status_attributes(status)}
 
 
 sendrecv_p.def_effectful_abstract_eval(_sendrecv_abstract_eval)
@@ -171,7 +172,7 @@ def _recv_abstract_eval(batch: Any, *, shape: tuple[int, ...], dtype: Any, **_: 
 
 
 def _recv_attributes(comm: Communicator, source: int, tag: int, status: StatusPlace | None, **_: Any) -> dict[str, Any]:
-    return {"comm": comm.key, "source": source, "tag": tag, "status": _address(status)}
+    return {"comm": comm.key, "source": source, "tag": tag, **_status_attributes(status)}
 
 
 def _send_attributes(comm: Communicator, dest: int, tag: int) -> dict[str, Any]:

@@ -77,7 +77,6 @@ class Communicator:
 
     __slots__ = (
         "_calls",
-        "_facts",
         "_freed",
         "_key",
         "_keys",
@@ -106,7 +105,6 @@ class Communicator:
     out_of_band: OutOfBand  # messages between its ranks that are not part of programs
     _name: str
     _world_ranks: tuple[int, ...]  # the place of each of its ranks in MPI_COMM_WORLD
-    _facts: tuple[int, ...]  # of the transport, see there
     _key: ProgramKey
     _calls: MPI.Intracomm  # the duplicate for collectives, and for messages under the program's own tags
     _rest: MPI.Intracomm  # the duplicate for making channels, ppermute, messages between devices, out-of-band messages
@@ -159,14 +157,12 @@ class Communicator:
         lanes = tuple(map(accelerators.lane_id, setup.devices_of_this_rank()))
         world_ranks = tuple(MPI.Group.Translate_ranks(mpi.Get_group(), None, MPI.COMM_WORLD.Get_group()))
         calls, rest = _duplicate(mpi), _duplicate(mpi)
-        facts = transport().facts(calls, rest)
-        own_fingerprint = fingerprint(world_ranks, mpi.rank, lanes, *facts)
+        own_fingerprint = fingerprint(world_ranks, mpi.rank, lanes)
         set_(self, "_calls", calls)
         set_(self, "_rest", rest)
         free_tag = 2 * len(lanes) ** 2  # native/communicators.cc uses the smaller and the larger tags
         set_(self, "out_of_band", OutOfBand(rest, free_tag))
         set_(self, "_world_ranks", world_ranks)
-        set_(self, "_facts", facts)
         number = transport().open(name, own_fingerprint, lanes, calls, rest)
         set_(self, "_key", (number, own_fingerprint))
         set_(self, "_name", name)
@@ -321,7 +317,7 @@ class Communicator:
             rank = members.index(self.rank)
             lanes = tuple(map(accelerators.lane_id, setup.devices_of_this_rank())) if places is None else places
             world_ranks = tuple(self._world_ranks[member] for member in members)
-            own_fingerprint = fingerprint(world_ranks, rank, lanes, team_size, *self._facts)
+            own_fingerprint = fingerprint(world_ranks, rank, lanes, team_size)
             all_in_order = members == tuple(range(self.size))
             shown = [*map(str, members[:4]), *(["..."] if len(members) > 4 else [])]
             name = self._name if all_in_order else f"{self._name}[{', '.join(shown)}]"

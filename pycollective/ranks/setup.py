@@ -54,10 +54,14 @@ def devices_of_this_rank() -> tuple[jax.Device, ...]:
     return _state.devices
 
 
-def start_mpi(mpi: MPI.Intracomm) -> None:
-    """Starts what comes before JAX's devices: MPI, the hooks for errors, and the transport.
+def start_mpi(mpi: MPI.Intracomm, limit: float | None) -> None:
+    """Starts what comes before JAX's devices: MPI, the hooks for errors, and the native library.
 
     All ranks of ``mpi`` must make this call; a second call changes nothing.
+
+    Args:
+        mpi: the ranks.
+        limit: the seconds that a rank waits here for the others; default ``PYCOLLECTIVE_TIMEOUT``.
     """
     child_processes.refuse_child("init")
     if _state.mpi_started:
@@ -77,6 +81,7 @@ def start_mpi(mpi: MPI.Intracomm) -> None:
         started_by.check_world(os.environ, MPI.COMM_WORLD.size, MPI.Get_library_version())
     child_processes.mark_rank(MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)
     rank_exit.end_all_on_error()  # from here on ranks wait for each other
+    rank_exit.wait_for_all_at_start(mpi, config.timeout if limit is None else limit)
     with host_of(mpi) as neighbours:
         native.start(neighbours.size)  # it tunes malloc, so it comes before JAX's backend starts threads
         accelerators.take_own(neighbours)
@@ -110,8 +115,8 @@ def start(
                     message("init", expected, later, "Call init once, before anything else uses the package.")
                 )
         return
-    start_mpi(mpi)
-    chosen.choose(transport)
+    start_mpi(mpi, limit)
+    _choose_transport(mpi, transport)
     with host_of(mpi) as neighbours, shared_cores(neighbours):
         _state.devices = local_devices(devices)
     chosen.transport().check(_state.devices)
@@ -126,3 +131,19 @@ def start(
     if _state.timeout is not None:
         Watchdog(_state.timeout, MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size).start()
     _state.started = True
+
+
+def _choose_transport(mpi: MPI.Intracomm, name: str | None) -> None:
+    """Chooses the transport. Ranks with different ones would take each other's data for what it is not."""
+    missing = None
+    try:
+        chosen.choose(name)
+    except ImportError as error:
+        missing = error
+    names = mpi.allgather("none" if missing else chosen.transport().name)
+    if missing:
+        raise missing
+    if len(set(names)) > 1:
+        expected, got = "the same transport on all ranks", ", ".join(f"{rank}: {own}" for rank, own in enumerate(names))
+        remedy = "Give each rank the same argument, and install mpi4jax for each or for none."
+        raise ValueError(message("init", expected, got, remedy, rank=mpi.rank, size=mpi.size))

@@ -46,7 +46,9 @@ def init(
     Raises:
         RuntimeError: this process is a child of a rank; MPI is not at ``THREAD_MULTIPLE``; this process sees no other
             rank although its launcher started several; the ranks have different numbers of devices.
-        ValueError: ``timeout``, ``devices`` or ``transport`` is not valid, or differs from the first call.
+        ValueError: ``timeout``, ``devices`` or ``transport`` is not valid, or differs from the first call; the ranks
+            have different transports.
+        ImportError: ``transport="mpi4jax"`` without mpi4jax.
 
     Example:
         >>> import pycollective as pc

@@ -215,11 +215,15 @@ def words(command: Sequence[str]) -> list[str]:
     return [found, *command[1:]]
 
 
+_JOINED = re.compile(r"-[bBdEiIOPqsSuvx]*[mc]")
+"""-m or -c joined to other options of Python, or to its value."""
+
+
 def with_global_arrays(program: Sequence[str]) -> list[str]:
     """The command that runs a Python program with :func:`pycollective.distributed.initialize` for JAX's.
 
     Raises:
-        ValueError: it is no Python program.
+        ValueError: it is no Python program, or its options are joined.
 
     Example:
         >>> with_global_arrays(["/usr/bin/python3", "-u", "train.py"])
@@ -229,6 +233,10 @@ def with_global_arrays(program: Sequence[str]) -> list[str]:
     if Path(program[0]).name.startswith("python"):
         first = 1  # the first word that is no option of Python's own
         while first < len(program) and program[first].startswith("-") and program[first] not in ("-m", "-c"):
+            if _JOINED.match(program[first]):
+                expected = "-m MODULE or -c COMMAND as words of their own after --distributed"
+                remedy = "Write python -u -m MODULE for python -um MODULE."
+                raise ValueError(message("run", expected, program[first], remedy))
             first += 2 if program[first] in ("-W", "-X") else 1
         return [*program[:first], *runner, *program[first:]]
     with open(program[0], "rb") as file:

@@ -37,16 +37,17 @@ class ByMpi4jax:
 
     name = "mpi4jax"
 
-    free = staticmethod(native.free_communicator)
     longest_wait = staticmethod(native.longest_wait)
 
     def __init__(self) -> None:
         try:
             self._mpi4jax = importlib.import_module("mpi4jax")
-        except ImportError as error:
+        except (ImportError, RuntimeError) as error:  # a RuntimeError if it was built for another MPI library
             raise ImportError(message("init", "mpi4jax for transport='mpi4jax'", str(error), _INSTALL)) from error
         self._ranks: dict[int, operations.Ranks] = {}
-        self._statuses: list[MPI.Status] = []  # programs hold their addresses
+        self._status = (
+            MPI.Status()
+        )  # of all messages: they are received one after another, and programs hold its address
 
     def check(self, devices: Sequence[jax.Device]) -> None:
         """Serves one CPU device of each rank."""
@@ -59,10 +60,6 @@ class ByMpi4jax:
                     "Give devices=1 and start more ranks, or leave transport out.",
                 )
             )
-
-    def facts(self, main: MPI.Intracomm, auxiliary: MPI.Intracomm) -> tuple[int, ...]:
-        """The handles of the MPI communicators, which mpi4jax writes into programs."""
-        return (MPI._handleof(main), MPI._handleof(auxiliary))
 
     def open(
         self, name: str, fingerprint: int, devices: Sequence[int], main: MPI.Intracomm, auxiliary: MPI.Intracomm
@@ -91,6 +88,12 @@ class ByMpi4jax:
         )
         return number
 
+    def free(self, number: int) -> None:
+        """Frees a communicator and its parts. All its ranks must make this call."""
+        native.free_communicator(number)
+        main = self._ranks[number].main
+        self._ranks = {other: ranks for other, ranks in self._ranks.items() if ranks.main is not main}
+
     def form(
         self,
         operation: str,
@@ -107,14 +110,13 @@ class ByMpi4jax:
         calls = (operations.OfAll if ranks.all_in_order else operations.OfSome)(self._mpi4jax, ranks, results)
         own = {name: value for name, value in attributes.items() if name in operations.ATTRIBUTES[operation]}
         guard = {"comm": comm, "operation": native.host_targets().index(operation)}
-        before = {**guard, "op": op, "root": attributes.get("root", -1), "pattern": _pattern(attributes, operands)}
+        compared = {"op": op, "root": attributes.get("root", -1), "pattern": _pattern(attributes, operands)}
+        before = {**guard, **compared, "process": native.this_process()}
         after = {**guard, "check": 0, "status": 0, "copy_to": 0, "status_bytes": MPI._sizeof(MPI.Status)}
         if "status" in attributes:
-            status = MPI.Status()
-            self._statuses.append(status)
-            own["status"] = status
+            own["status"] = self._status
             check = int(attributes["source"] != MPI.PROC_NULL)
-            after |= {"check": check, "status": MPI._addressof(status), "copy_to": attributes["status"]}
+            after |= {"check": check, "status": MPI._addressof(self._status), "copy_to": attributes["status"]}
         return Composition(
             HandlerCall(native.ffi_lowering("enter"), before),
             functools.partial(getattr(calls, operation), **own),
@@ -141,6 +143,6 @@ def _check(operation: str, op: int, operands: Structs, results: Structs) -> None
 def _pattern(attributes: dict[str, Any], operands: Structs) -> int:
     """What the ranks compare besides dtype, count, reduction and root."""
     if len(operands) > 1:
-        return zlib.crc32(repr([(struct.shape, str(struct.dtype)) for struct in operands]).encode())
+        return zlib.crc32(repr([(struct.size, str(struct.dtype)) for struct in operands]).encode())
     pattern: int = attributes.get("pattern", 0)
     return pattern

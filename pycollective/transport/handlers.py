@@ -9,7 +9,6 @@ from typing import Any
 import jax
 
 from pycollective.transport import native
-from pycollective.transport.mpi import MPI
 from pycollective.transport.protocol import Composition, HandlerCall, Structs
 
 
@@ -25,10 +24,6 @@ class Native:
 
     def check(self, _: Sequence[jax.Device]) -> None:
         """Serves all devices that JAX has."""
-
-    def facts(self, *_: MPI.Intracomm) -> tuple[int, ...]:
-        """None: the handler finds the communicator by its number."""
-        return ()
 
     def form(
         self,

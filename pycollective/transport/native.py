@@ -70,6 +70,7 @@ _RESULTS = {
     "part_add": ctypes.c_int64,
     "communicator_free": ctypes.c_char_p,
     "longest_wait": ctypes.c_bool,
+    "this_process": ctypes.c_int64,
     "set_check": None,
     "set_all_lanes": None,
     "set_max_count": None,
@@ -391,6 +392,11 @@ def xla_learns(number: int, fingerprint: int, operand: Any) -> Iterator[None]:
         yield
     finally:
         library().pycollective_xla_learn(ctypes.c_int64(0), ctypes.c_int64(0), None)
+
+
+def this_process() -> int:
+    """The attribute ``process`` of a program that holds addresses of this process: a random number."""
+    return int(library().pycollective_this_process())
 
 
 def longest_wait() -> Waiting | None:

@@ -68,12 +68,6 @@ class Transport(Protocol):
             results: the results.
         """
 
-    def facts(self, main: MPI.Intracomm, auxiliary: MPI.Intracomm, /) -> tuple[int, ...]:
-        """Returns what the programs of a communicator hold of this process; :meth:`open` tells what the arguments are.
-
-        A program with other facts is refused: it comes from another process.
-        """
-
     def open(
         self, name: str, fingerprint: int, devices: Sequence[int], main: MPI.Intracomm, auxiliary: MPI.Intracomm
     ) -> int:

@@ -266,3 +266,15 @@ def test_the_default_is_the_world(world: pc.Communicator) -> None:
     assert pc.psum(1) == world.size
     assert pc.axis_index() == world.rank
     assert jax.jit(lambda x: pc.all_gather(x))(world.rank).tolist() == list(range(world.size))
+
+
+@pytest.mark.parametrize("wrapped", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_64_bits_where_jax_makes_no_such_arrays(wrapped: Any, world: pc.Communicator) -> None:
+    with jax.enable_x64(True):
+        x = jnp.asarray([2**40 + world.rank, 1])
+    assert not jax.config.jax_enable_x64
+    total = wrapped(lambda x: pc.psum(x, world))(x)
+    gathered = wrapped(lambda x: pc.all_gather(x, world))(x)
+    assert total.dtype == gathered.dtype == np.int64
+    assert np.asarray(total).tolist() == [sum(2**40 + rank for rank in range(world.size)), world.size]
+    assert np.asarray(gathered).tolist() == [[2**40 + rank, 1] for rank in range(world.size)]

@@ -6,6 +6,7 @@ first use of a clique takes devices in an order that no other test takes.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -226,20 +227,54 @@ def test_a_serialized_program() -> None:
     check(program(put(x, mesh, "i")), x.sum(axis=0, keepdims=True), rtol=1e-5, atol=1e-6)
 
 
+def not_learned(monkeypatch: pytest.MonkeyPatch, mesh: Mesh, x: np.ndarray) -> Any:
+    """A program as it comes from another process."""
+    with monkeypatch.context() as patched:
+        patched.setattr(compiler, "compile_or_get_cached", compiler.compile_or_get_cached.__wrapped__)
+        return serialize_executable.deserialize_and_load(*serialized(mesh, x))
+
+
 @by_mpi
 @needs_four
 def test_a_program_of_a_clique_that_was_not_learned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when a program comes from another process. It runs when another program has named the clique."""
+    """It runs when another program has named the clique."""
     mesh = mesh_of(SIZE, order=[3, 2, 0, 1])
-    x = values((SIZE, 3))
-    with monkeypatch.context() as patched:
-        patched.setattr(compiler, "compile_or_get_cached", compiler.compile_or_get_cached.__wrapped__)
-        program = serialize_executable.deserialize_and_load(*serialized(mesh, x))
+    x = values((SIZE, SIZE, 3))
+    program = not_learned(monkeypatch, mesh, x)
     with pytest.raises(RUNTIME_ERRORS, match=r"expected a program that jax\.jit has compiled in this process"):
         jax.block_until_ready(program(put(x, mesh, "i")))
     meet()
     check(sum_over(mesh_of(2, 2, order=[3, 2, 0, 1]))(put(x, mesh, "i")), x.sum(axis=0, keepdims=True), rtol=1e-5)
     check(program(put(x, mesh, "i")), x.sum(axis=0, keepdims=True), rtol=1e-5, atol=1e-6)
+    # XLA has kept what it was told of the communicator when that program was refused.
+    exchange = lambda x: lax.all_to_all(x, "i", split_axis=1, concat_axis=0)
+    exchanged = jax.jit(jax.shard_map(exchange, mesh=mesh, in_specs=P("i"), out_specs=P("i")))
+    got = exchanged(put(x, mesh, "i"))
+    check(got, x.swapaxes(0, 1).reshape(got.shape))
+
+
+@by_mpi
+@needs_four
+def test_a_part_of_the_processes_that_was_not_learned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """XLA was told that it has as many members as there are processes, so nobody may use it any more."""
+    ranks = [1, 3, 0]
+    mesh = mesh_of(3, order=ranks)
+    x = values((3, 3))
+    if RANK in ranks:
+        program = not_learned(monkeypatch, mesh, x)
+        with pytest.raises(RUNTIME_ERRORS, match=r"expected a program that jax\.jit has compiled in this process"):
+            jax.block_until_ready(program(put(x, mesh, "i")))
+        with pytest.raises(RUNTIME_ERRORS, match="got one that another program has used before"):
+            jax.block_until_ready(sum_over(mesh)(put(x, mesh, "i")))
+    meet()
+
+
+def test_names_that_look_like_groups() -> None:
+    mesh = mesh_of(SIZE)
+    x = values((SIZE, 3))
+    with jax.named_scope('replica_groups={} custom_call_target="pycollective_'):
+        y = jax.jit(lambda x: jnp.sin(x).sum(axis=0))(put(x, mesh, "i"))
+    check(y, np.sin(x).sum(axis=0), rtol=1e-5, atol=1e-6)
 
 
 @pytest.fixture
@@ -251,6 +286,14 @@ def nothing_learned(monkeypatch: pytest.MonkeyPatch, world: pc.Communicator) -> 
     learn_from_each_compilation(Cliques(part))
 
 
+@contextlib.contextmanager
+def for_all_threads(name: str, value: Any) -> Iterator[None]:
+    before = getattr(jax.config, name)
+    jax.config.update(name, value)
+    yield
+    jax.config.update(name, before)
+
+
 CONTEXTS: dict[str, Callable[[Mesh], AbstractContextManager[Any]]] = {
     "set_mesh": jax.set_mesh,
     "set_mesh, explicit": jax.set_mesh,
@@ -259,6 +302,8 @@ CONTEXTS: dict[str, Callable[[Mesh], AbstractContextManager[Any]]] = {
     "default_device": lambda _: jax.default_device(jax.local_devices()[0]),
     "transfer_guard": lambda _: jax.transfer_guard("disallow"),
     "debug_nans": lambda _: jax.debug_nans(True),
+    "disable_jit for all threads": lambda _: for_all_threads("jax_disable_jit", True),
+    "transfer_guard for all threads": lambda _: for_all_threads("jax_transfer_guard", "disallow"),
 }
 
 

@@ -60,7 +60,7 @@ def test_variables_that_a_program_sets_and_a_process_that_is_killed(tmp_path: Pa
         "from jax.distributed import initialize\n"
         "import jax, jax.numpy as jnp\n"
         "from jax.experimental import multihost_utils\n"
-        "initialize(initialization_timeout=30)\n"
+        "initialize(None, initialization_timeout=30)\n"
         "all_ = multihost_utils.process_allgather(jnp.float64(jax.process_index()))\n"
         "said = f'{all_.dtype} {all_.tolist()} {__name__} {sys.argv[1:]} {sys.path[0]}'\n"
         "with open(f'{sys.path[0]}/said{jax.process_index()}', 'w') as file:\n"  # a launcher may lose what it printed
@@ -73,6 +73,27 @@ def test_variables_that_a_program_sets_and_a_process_that_is_killed(tmp_path: Pa
     assert done.returncode not in (0, 124, 137), done.stderr
     said = [(tmp_path / f"said{rank}").read_text() for rank in range(2)]
     assert said == [f"float64 [0.0, 1.0] __main__ ['--option', 'value'] {tmp_path}"] * 2
+
+
+def test_what_a_program_does_at_its_end(tmp_path: Path) -> None:
+    """Its module is still there, and its processes may meet for the first time."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import atexit, pickle, sys\n"
+        "import jax\n"
+        "from jax.experimental import multihost_utils\n"
+        "class State: pass\n"
+        "def last():\n"
+        "    multihost_utils.sync_global_devices('end')\n"
+        "    sys.stdout.write(f'{len(pickle.dumps(State())) > 0}\\n')\n"
+        "    sys.stdout.flush()\n"
+        "atexit.register(last)\n"
+        "jax.distributed.initialize(coordinator_address=None, num_processes=None, process_id=None)\n"
+        "jax.devices()\n"
+    )
+    done = run(2, str(program))
+    assert done.returncode == 0, done.stderr
+    assert [line for line in done.stdout.splitlines() if line] == ["True", "True"], done.stderr
 
 
 def test_what_is_no_python_program() -> None:
@@ -218,7 +239,9 @@ def test_xla_without_our_initialize_is_refused(tmp_path: Path) -> None:
     program.write_text(
         "import pycollective, jax\n"
         "jax.config.update('jax_cpu_collectives_implementation', 'mpi')\n"
-        "jax.distributed.initialize('127.0.0.1:47631', 1, 0)\n"
+        "import socket\n"
+        "with socket.create_server(('127.0.0.1', 0)) as free: port = free.getsockname()[1]\n"
+        "jax.distributed.initialize(f'127.0.0.1:{port}', 1, 0)\n"
         "jax.devices()\n"
     )
     done = mpirun(1, str(program), timeout=SHORT)

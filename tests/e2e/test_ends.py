@@ -169,6 +169,19 @@ def test_a_wait_without_end_is_reported_by_every_rank_that_waits(tmp_path: Path)
 
 
 @whole
+def test_a_rank_that_does_not_start_is_waited_for_as_long_as_the_timeout(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import time\nimport pycollective as pc\nfrom mpi4py import MPI\n"
+        "if MPI.COMM_WORLD.rank == 1: time.sleep(60)\n"
+        "pc.init(timeout=1)\n"
+    )
+    done = mpirun(2, str(program), timeout=40)
+    assert done.returncode not in (0, 124, 137)
+    expected = r"pycollective\.init: expected the other ranks to start within 1 s, got some that have not started after"
+    assert re.search(rf"{expected} 1\.\d s \(rank 0 of 2\)", done.stderr), done.stderr
+
+
 def test_a_rank_that_has_ended_says_that_it_waits_and_the_timeout_bounds_that(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(

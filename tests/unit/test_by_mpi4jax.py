@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib
 import types
+from typing import Any
 
 import jax
 import pytest
 
-from pycollective.transport import by_mpi4jax
+from pycollective.ranks import setup
+from pycollective.transport import by_mpi4jax, chosen
 from pycollective.transport.by_mpi4jax import ByMpi4jax
-from pycollective.transport.mpi import MPI
 
 
 @pytest.fixture
@@ -38,14 +39,41 @@ def test_several_devices_are_refused(transport: ByMpi4jax) -> None:
     transport.check(devices[:1])
 
 
-def test_programs_of_another_process_are_told_from_ours(transport: ByMpi4jax) -> None:
-    # Their communicators have other handles, which mpi4jax has written into them.
-    assert transport.facts(MPI.COMM_WORLD, MPI.COMM_SELF) == transport.facts(MPI.COMM_WORLD, MPI.COMM_SELF)
-    assert transport.facts(MPI.COMM_WORLD, MPI.COMM_SELF) != transport.facts(MPI.COMM_SELF, MPI.COMM_WORLD)
-
-
 def test_an_operation_that_it_does_not_know(transport: ByMpi4jax) -> None:
     with pytest.raises(
         NotImplementedError, match="permute_all: expected one of allreduce, .* with transport='mpi4jax'"
     ):
         by_mpi4jax._check("permute_all", -1, [], [])
+
+
+@pytest.fixture
+def other_rank(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The ranks, of which the other one has mpi4jax; the list of what this one told it."""
+    told: list[str] = []
+
+    def allgather(name: str) -> list[str]:
+        told.append(name)
+        return [name, "mpi4jax"]
+
+    monkeypatch.setattr(chosen, "_chosen", [])
+    return types.SimpleNamespace(rank=0, size=2, allgather=allgather), told
+
+
+def test_ranks_with_different_transports_are_refused(other_rank: Any) -> None:
+    ranks, _ = other_rank
+    with pytest.raises(
+        ValueError, match=r"init: expected the same transport on all ranks, got 0: native, 1: mpi4jax \(rank 0 of 2\)"
+    ):
+        setup._choose_transport(ranks, None)
+
+
+def test_a_rank_without_mpi4jax_tells_the_others(other_rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks, told = other_rank
+    monkeypatch.setitem(chosen.TRANSPORTS, "mpi4jax", _missing)
+    with pytest.raises(ImportError, match="No module"):
+        setup._choose_transport(ranks, "mpi4jax")
+    assert told == ["none"]
+
+
+def _missing() -> None:
+    raise ImportError("No module named 'mpi4jax'")

@@ -319,6 +319,10 @@ def test_a_host_that_does_not_answer(tmp_path: Path) -> None:
     [
         (["/bin/python3", "train.py", "-m"], "/bin/python3 RUNNER train.py -m"),
         (["/bin/python3", "-m", "train", "-x"], "/bin/python3 RUNNER -m train -x"),
+        (
+            ["/bin/python3", "-Xfrozen_modules=off", "-Wmodule", "train.py"],
+            "/bin/python3 -Xfrozen_modules=off -Wmodule RUNNER train.py",
+        ),
         (["/bin/python3", "-X", "dev", "-W", "error", "-u", "-c", "x"], "/bin/python3 -X dev -W error -u RUNNER -c x"),
         (["SCRIPT", "-x"], f"{sys.executable} RUNNER SCRIPT -x"),
     ],
@@ -330,6 +334,9 @@ def test_programs_of_global_arrays(given: list[str], becomes: str, tmp_path: Pat
     assert (
         shlex.join(command).replace("-m pycollective.distributed", "RUNNER").replace(str(script), "SCRIPT") == becomes
     )
+    for joined in ("-mtrain", "-um", "-Ic", "-cx = 1"):
+        with pytest.raises(ValueError, match=r"expected -m MODULE or -c COMMAND as words of their own .*, got -"):
+            run.with_global_arrays(["/bin/python3", joined, "train"])
     script.write_text("#!/bin/sh\n")
     with pytest.raises(ValueError, match=r"expected a Python program after --distributed, got .*/script\."):
         run.with_global_arrays([str(script)])
