@@ -11,6 +11,7 @@ import pytest
 from jax import lax
 
 import pycollective as pc
+from pycollective.transport import native
 
 RUNTIME_ERRORS = (jax.errors.JaxRuntimeError, ValueError)  # XLA chooses one of them
 
@@ -105,6 +106,26 @@ def test_a_program_of_a_freed_communicator(world: pc.Communicator) -> None:
     part.free()
     with pytest.raises(RUNTIME_ERRORS, match="allreduce: expected a live communicator, got a freed one"):
         jax.block_until_ready(program(jnp.ones(2)))
+
+
+def test_the_mark_of_a_program_that_failed(world: pc.Communicator) -> None:
+    """The watchdog must not take it for a wait after the next call."""
+
+    def fails(_: jax.Array) -> jax.Array:
+        raise RuntimeError("the callback fails")
+
+    @jax.jit
+    def program(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return pc.psum(x, world), jax.pure_callback(fails, x, x)
+
+    part = world.split(color=0)
+    assert part is not None
+    pc.psum(jnp.ones(3), world).block_until_ready()
+    with pytest.raises(RUNTIME_ERRORS, match="the callback fails"):
+        jax.block_until_ready(program(jnp.ones(3)))
+    pc.psum(jnp.ones(3), part).block_until_ready()
+    assert native.longest_wait() is None
+    part.free()
 
 
 def test_options_of_a_later_call() -> None:

@@ -12,6 +12,7 @@ import pytest
 from mpi4py import MPI
 
 import pycollective as pc
+from pycollective.transport import native
 from tests.cases import values
 
 RUNTIME_ERRORS = (jax.errors.JaxRuntimeError, ValueError)  # XLA chooses one of them
@@ -61,6 +62,14 @@ def test_status(jit: Any, world: pc.Communicator) -> None:
     assert status.Get_source() == -5
     with pytest.raises(TypeError, match=r"recv: expected status to be an mpi4py.MPI.Status, or None, got 'there'"):
         pc.recv(jnp.ones(2), world, status="there")  # type: ignore[arg-type]
+
+
+def test_a_status_of_another_process(world: pc.Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when the program was serialized there: it holds an address of that process."""
+    program = jax.jit(lambda x: pc.sendrecv(x, world, source=world.rank, dest=world.rank, status=MPI.Status()))
+    monkeypatch.setattr(native, "this_process", lambda: 1)
+    with pytest.raises(RUNTIME_ERRORS, match="sendrecv: expected a program of this process, since it holds addresses"):
+        jax.block_until_ready(program(jnp.ones(3)))
 
 
 @needs_two
