@@ -32,7 +32,7 @@ class ByMpi4jax:
     """See ``protocol.Transport``.
 
     Raises:
-        ImportError: mpi4jax cannot be imported.
+        ImportError: mpi4jax cannot be imported, or was built for another MPI library.
     """
 
     name = "mpi4jax"
@@ -45,9 +45,8 @@ class ByMpi4jax:
         except (ImportError, RuntimeError) as error:  # a RuntimeError if it was built for another MPI library
             raise ImportError(message("init", "mpi4jax for transport='mpi4jax'", str(error), _INSTALL)) from error
         self._ranks: dict[int, operations.Ranks] = {}
-        self._status = (
-            MPI.Status()
-        )  # of all messages: they are received one after another, and programs hold its address
+        # One for all messages, which are received one after another: programs hold its address.
+        self._status = MPI.Status()
 
     def check(self, devices: Sequence[jax.Device]) -> None:
         """Serves one CPU device of each rank."""

@@ -235,17 +235,10 @@ class OfAll(_Operations):
         return [like if source == MPI.PROC_NULL else _as_dtype(y, like.dtype)]
 
     def _in_mpi(self, function: Callable[..., Array], x: Array, op: int, **options: Any) -> Array:
-        """A reduction by one of mpi4jax's functions."""
+        """A reduction by one of mpi4jax's functions, in numbers with which MPI computes as XLA does."""
         name = native.op_names()[op]
-        number = x
-        if x.dtype == jnp.bool_:
-            number = x.astype(jnp.uint8)
-        elif name in ("min", "max") and jnp.issubdtype(x.dtype, jnp.floating):
-            number = _in_order(x, name)
-        y = function(number, op=MPI_OPS[name], comm=self._ranks.main, **options)
-        if x.dtype == jnp.bool_:
-            return y.astype(jnp.bool_)
-        return y if number is x else _out_of_order(y, x.dtype)
+        there, back = _for_mpi(x.dtype, name)
+        return back(function(there(x), op=MPI_OPS[name], comm=self._ranks.main, **options))
 
 
 def _reduced(op: int, blocks: Sequence[Array]) -> Array:
@@ -272,6 +265,17 @@ def _as_moved(x: Array) -> Array:
 def _as_dtype(y: Array, dtype: Any) -> Array:
     """The inverse of :func:`_as_moved`."""
     return y if y.dtype == dtype else lax.bitcast_convert_type(y, dtype)
+
+
+def _for_mpi(dtype: Any, name: str) -> tuple[Callable[[Array], Array], Callable[[Array], Array]]:
+    """The functions that make an array into one that MPI reduces as XLA does, and the result into one of ``dtype``."""
+    if dtype == jnp.bool_:
+        return lambda x: x.astype(jnp.uint8), lambda y: y.astype(dtype)
+    if name in ("min", "max") and jnp.issubdtype(dtype, jnp.floating):
+        return lambda x: _in_order(x, name), lambda y: _out_of_order(y, dtype)
+    if name == "sum" and jnp.issubdtype(dtype, jnp.integer) and dtype.itemsize < 4:  # Open MPI's stop at the limits
+        return lambda x: x.astype(jnp.int32), lambda y: y.astype(dtype)
+    return lambda x: x, lambda y: y
 
 
 def _in_order(x: Array, name: str) -> Array:
