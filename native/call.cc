@@ -61,7 +61,7 @@ ffi::Error Call::CheckParticipants() const {
 }
 
 ffi::Error Call::CheckProcess(int64_t process) const {
-  if (process == this_process) return ffi::Error::Success();
+  if (process == 0 || process == this_process) return ffi::Error::Success();
   return Error(ffi::ErrorCode::kFailedPrecondition,
                "expected a program of this process, since it holds addresses of its own process, got another one's",
                "Compile it again in this process.");

@@ -111,7 +111,7 @@ class Call {
     return copies_ == nullptr ? work() : RunForCopies(results, work);
   }
 
-  // Returns an error unless the program was compiled in this process.
+  // Returns an error if the program holds addresses of another process; 0: it holds none.
   xla::ffi::Error CheckProcess(int64_t process) const;
 
   // For a call that another library makes: checks and compares as Run does, then marks the lane as waiting until Leave.

@@ -105,7 +105,7 @@ template <typename Place>
 ffi::Error Recv(Place place, const Participants& participants, InToken, In, OutToken, Out y, int64_t source,
                 int64_t tag, int64_t process, int64_t status) {
   Call call = CallIn(place, kRecv, participants);
-  const ffi::Error foreign = status == 0 ? ffi::Error::Success() : call.CheckProcess(process);
+  const ffi::Error foreign = call.CheckProcess(process);
   if (foreign.failure()) return foreign;
   Type type;
   if (!MoveType(y->element_type(), &type)) return call.Unsupported(y->element_type());
@@ -124,7 +124,7 @@ template <typename Place>
 ffi::Error Sendrecv(Place place, const Participants& participants, InToken, In x, OutToken, Out y, int64_t dest,
                     int64_t send_tag, int64_t source, int64_t recv_tag, int64_t process, int64_t status) {
   Call call = CallIn(place, kSendrecv, participants);
-  const ffi::Error foreign = status == 0 ? ffi::Error::Success() : call.CheckProcess(process);
+  const ffi::Error foreign = call.CheckProcess(process);
   if (foreign.failure()) return foreign;
   Type send_type, recv_type;
   if (!MoveType(x.element_type(), &send_type)) return call.Unsupported(x.element_type());
