@@ -25,6 +25,7 @@ from pycollective.ranks.participants import (
 )
 from pycollective.transport.chosen import transport
 from pycollective.transport.mpi import MPI, host_of
+from pycollective.transport.native import Part
 
 _FOR_OTHER_MODULES = frozenset(
     [
@@ -322,9 +323,8 @@ class Communicator:
             shown = [*map(str, members[:4]), *(["..."] if len(members) > 4 else [])]
             name = self._name if all_in_order else f"{self._name}[{', '.join(shown)}]"
             given = () if all_in_order else members
-            number = transport().open_part(
-                name, own_fingerprint, self._key[0], given, rank, len(members), places, team_size
-            )
+            part = Part(name, own_fingerprint, self._key[0], given, rank, len(members), places, team_size)
+            number = transport().open_part(part)
             self._keys[members, places, team_size] = (number, own_fingerprint)
         return self._keys[members, places, team_size]
 

@@ -68,23 +68,11 @@ class ByMpi4jax:
         self._ranks[number] = operations.Ranks(main, auxiliary, main.rank, tuple(range(main.size)), all_in_order=True)
         return number
 
-    def open_part(
-        self,
-        name: str,
-        fingerprint: int,
-        whole: int,
-        members: Sequence[int],
-        rank: int,
-        size: int,
-        mesh_devices: Sequence[tuple[int, int, int]] | None,
-        team_size: int,
-    ) -> int:
+    def open_part(self, part: native.Part) -> int:
         """Makes a part of a communicator known to the handlers and to this object."""
-        number = native.add_part(name, fingerprint, whole, members, rank, size, mesh_devices, team_size)
-        of = self._ranks[whole]
-        self._ranks[number] = operations.Ranks(
-            of.main, of.auxiliary, rank, tuple(members) or of.members, all_in_order=not members
-        )
+        number = native.add_part(part)
+        of, members = self._ranks[part.whole], tuple(part.members)
+        self._ranks[number] = of._replace(rank=part.rank, members=members or of.members, all_in_order=not members)
         return number
 
     def free(self, number: int) -> None:
@@ -100,7 +88,7 @@ class ByMpi4jax:
         _: tuple[bool, ...],
         operands: Structs,
         results: Structs,
-    ) -> HandlerCall | Composition:
+    ) -> Composition:
         """mpi4jax's function of the operation's name, or one made of others."""
         comm = attributes["comm"]
         ranks = self._ranks[comm[0]]

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from pycollective.transport import native
-from pycollective.transport.protocol import Composition, HandlerCall, Structs
+from pycollective.transport.protocol import HandlerCall, Structs
 
 
 class Native:
@@ -31,7 +31,7 @@ class Native:
         attributes: dict[str, Any],
         in_place: tuple[bool, ...],
         *_: Structs,
-    ) -> HandlerCall | Composition:
+    ) -> HandlerCall:
         """The handler of the operation's name."""
         return HandlerCall(_rule(operation, in_place), attributes)
 

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
@@ -310,19 +310,10 @@ def add_communicator(
     return int(number)
 
 
-def add_part(
-    name: str,
-    fingerprint: int,
-    whole: int,
-    members: Sequence[int],
-    rank: int,
-    size: int,
-    mesh_devices: Sequence[tuple[int, int, int]] | None,
-    team_size: int,
-) -> int:
-    """Makes a part of a communicator known to the handlers. It is freed with the whole.
+class Part(NamedTuple):
+    """A part of a communicator, which is freed with the whole.
 
-    Args:
+    Attributes:
         name: its name in error messages.
         fingerprint: the fingerprint that a program must carry to use it.
         whole: number of the communicator.
@@ -332,23 +323,37 @@ def add_part(
         mesh_devices: the devices of a mesh on this rank, in its order: id, team, number in the team; None for the
             devices of the whole.
         team_size: number of devices in each team.
+    """
+
+    name: str
+    fingerprint: int
+    whole: int
+    members: Sequence[int]
+    rank: int
+    size: int
+    mesh_devices: Sequence[tuple[int, int, int]] | None
+    team_size: int
+
+
+def add_part(part: Part) -> int:
+    """Makes a part of a communicator known to the handlers.
 
     Returns:
         The number by which compiled programs name it.
     """
-    own = mesh_devices or ()
+    own = part.mesh_devices or ()
     number = library().pycollective_part_add(
-        name.encode(),
-        ctypes.c_int64(fingerprint),
-        ctypes.c_int64(whole),
-        rank,
-        size,
-        _int32s(members) if members else None,
-        -1 if mesh_devices is None else len(own),
+        part.name.encode(),
+        ctypes.c_int64(part.fingerprint),
+        ctypes.c_int64(part.whole),
+        part.rank,
+        part.size,
+        _int32s(part.members) if part.members else None,
+        -1 if part.mesh_devices is None else len(own),
         _int64s([device for device, _, _ in own]),
         _int32s([team for _, team, _ in own]),
         _int32s([member for _, _, member in own]),
-        team_size,
+        part.team_size,
     )
     return int(number)
 

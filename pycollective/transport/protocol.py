@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 
 from pycollective.transport.mpi import MPI
-from pycollective.transport.native import Waiting
+from pycollective.transport.native import Part, Waiting
 
 Structs = Sequence[jax.ShapeDtypeStruct]
 """Shapes and dtypes."""
@@ -73,17 +73,7 @@ class Transport(Protocol):
     ) -> int:
         """See ``native.add_communicator``."""
 
-    def open_part(
-        self,
-        name: str,
-        fingerprint: int,
-        whole: int,
-        members: Sequence[int],
-        rank: int,
-        size: int,
-        mesh_devices: Sequence[tuple[int, int, int]] | None,
-        team_size: int,
-    ) -> int:
+    def open_part(self, part: Part) -> int:
         """See ``native.add_part``."""
 
     def free(self, number: int) -> None:
