@@ -19,6 +19,9 @@ Array = Any
 
 _MEETING = MPI.COMM_WORLD.Dup()
 
+RUNTIME_ERRORS = (jax.errors.JaxRuntimeError, ValueError)
+"""An error of a handler; XLA chooses one of them."""
+
 
 def meet() -> None:
     """A barrier that sleeps. MPI's barrier polls at full speed, and takes cores from ranks that still compile."""

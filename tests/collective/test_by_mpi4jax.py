@@ -12,8 +12,7 @@ from jax import lax
 
 import pycollective as pc
 from pycollective.transport import native
-
-RUNTIME_ERRORS = (jax.errors.JaxRuntimeError, ValueError)  # XLA chooses one of them
+from tests.collective.programs import RUNTIME_ERRORS
 
 
 def test_programs_call_mpi4jax(world: pc.Communicator) -> None:

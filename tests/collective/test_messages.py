@@ -14,8 +14,8 @@ from mpi4py import MPI
 import pycollective as pc
 from pycollective.transport import native
 from tests.cases import values
+from tests.collective.programs import RUNTIME_ERRORS
 
-RUNTIME_ERRORS = (jax.errors.JaxRuntimeError, ValueError)  # XLA chooses one of them
 needs_two = pytest.mark.skipif(MPI.COMM_WORLD.size < 2, reason="LOUD: needs two ranks (run under mpirun -n 2)")
 
 

@@ -24,8 +24,6 @@ COLLECTIVES = os.environ.get("PYCOLLECTIVE_TEST_COLLECTIVES", "mpi")
 by_mpi = pytest.mark.skipif(COLLECTIVES != "mpi", reason=f"LOUD: about MPI, not about {COLLECTIVES}")
 needs_four = pytest.mark.skipif(SIZE < 4, reason="LOUD: needs four ranks")
 
-RUNTIME_ERRORS = (jax.errors.JaxRuntimeError, ValueError)  # XLA chooses one of them
-
 
 def mesh_of(*sizes: int, order: Sequence[int] | None = None, names: str = "ij") -> Mesh:
     """A mesh of these sizes with axes "i", "j".

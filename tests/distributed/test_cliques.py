@@ -26,8 +26,8 @@ from mpi4py import MPI
 import pycollective as pc
 from pycollective.distributed.cliques import Cliques, learn_from_each_compilation
 from pycollective.ordering.jax_internals import compiler
-from tests.collective.programs import meet
-from tests.distributed.arrays import RANK, RUNTIME_ERRORS, SIZE, by_mpi, check, mesh_of, needs_four, put, values
+from tests.collective.programs import RUNTIME_ERRORS, meet
+from tests.distributed.arrays import RANK, SIZE, by_mpi, check, mesh_of, needs_four, put, values
 
 Array = Any
 

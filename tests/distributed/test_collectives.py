@@ -16,8 +16,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pycollective.transport import native
+from tests.collective.programs import RUNTIME_ERRORS
 from tests.collective.test_large import GIB, needs
-from tests.distributed.arrays import COLLECTIVES, RUNTIME_ERRORS, SIZE, by_mpi, check, mesh_of, over_blocks, put, values
+from tests.distributed.arrays import COLLECTIVES, SIZE, by_mpi, check, mesh_of, over_blocks, put, values
 
 Array = Any
 Axes = tuple[str, ...]

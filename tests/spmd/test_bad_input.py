@@ -18,6 +18,7 @@ from mpi4py import MPI
 import pycollective as pc
 from pycollective.primitives import exchanges, lowering
 from pycollective.ranks.setup import devices_of_this_rank
+from tests.collective.programs import RUNTIME_ERRORS
 from tests.spmd.conftest import LOCAL, needs_local
 from tests.under_mpirun import RANK, SIZE
 
@@ -25,7 +26,6 @@ D = max(LOCAL)  # the number of local devices that pc.init gets
 TOTAL = SIZE * D
 HERE = rf"\(rank {RANK} of {SIZE}\)\. [A-Z]"  # the end of a message, and the start of its remedy
 X = np.ones((D, 3), np.float32)
-RUNTIME_ERRORS = (jax.errors.JaxRuntimeError, ValueError)  # which of them is XLA's choice
 
 needs_two = pytest.mark.skipif(SIZE < 2, reason="LOUD: needs two ranks (run under mpirun -n 2)")
 needs_several = pytest.mark.skipif(TOTAL < 2, reason="LOUD: needs two devices")

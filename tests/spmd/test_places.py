@@ -17,12 +17,11 @@ from jax.sharding import PartitionSpec as P
 
 import pycollective as pc
 from pycollective.ranks.setup import devices_of_this_rank
-from tests.collective.programs import meet
+from tests.collective.programs import RUNTIME_ERRORS, meet
 from tests.spmd.conftest import LOCAL, SIZE, needs_local
 
 D = max(LOCAL)
 RING = [(r, (r + 1) % SIZE) for r in range(SIZE)]
-RUNTIME_ERRORS = (jax.errors.JaxRuntimeError, ValueError)
 
 
 def spread(x: Any, devices: int, first: int = 0) -> jax.Array:
