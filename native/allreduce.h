@@ -38,9 +38,10 @@ struct AllreduceArrays {
       signature.count += array.count;
       if (i == 0) {
         signature.dtype = static_cast<int32_t>(x->element_type());
+        signature.dimensions = Dimensions(x->dimensions());
       } else {
         // A hash; unsigned, since it wraps around.
-        const uint64_t one = static_cast<uint64_t>(array.count * kTypeCount + static_cast<int64_t>(array.type) + 1);
+        const uint64_t one = Dimensions(x->dimensions()).Hash() * 64u + static_cast<uint64_t>(x->element_type()) + 1;
         signature.pattern = static_cast<int64_t>(static_cast<uint64_t>(signature.pattern) * 1000003u + one);
       }
     }

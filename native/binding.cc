@@ -14,7 +14,9 @@
 #include "collectives.h"
 #include "communicators.h"
 #include "device.h"
+#include "monitor.h"
 #include "operations.h"
+#include "recorder.h"
 #include "settings.h"
 #include "team_collectives.h"
 
@@ -100,12 +102,16 @@ PYCOLLECTIVE_EXPORT void pycollective_bind_runtime(void* const* addresses, int32
 
 // Communicators --------------------------------------------------------------------------------------------------
 
-// Adds a communicator on `lane_count` devices of each rank, given by their ids. `main`, `auxiliary`: see Ranks. Returns
-// its number.
+// Adds a communicator on `lane_count` devices of each rank, given by their ids. `main`, `auxiliary`, `identity`,
+// `world_ranks`: see Ranks. Returns its number.
 PYCOLLECTIVE_EXPORT int64_t pycollective_communicator_add(const char* name, int64_t fingerprint, int32_t rank,
                                                           int32_t size, int32_t lane_count, const int64_t* device_ids,
-                                                          int64_t main, int64_t auxiliary) {
-  const auto ranks = std::make_shared<pycollective::Ranks>(rank, size, lane_count, main, auxiliary);
+                                                          int64_t main, int64_t auxiliary, int64_t identity,
+                                                          const int32_t* world_ranks) {
+  const std::vector<int> world(world_ranks, world_ranks + size);
+  pycollective::AddGroup(identity, {name, world});
+  const auto ranks =
+      std::make_shared<pycollective::Ranks>(rank, size, lane_count, main, auxiliary, identity, world);
   auto communicator = std::make_shared<pycollective::Communicator>(name, fingerprint, ranks);
   for (int i = 0; i < lane_count; ++i) {
     communicator->lanes.push_back(std::make_unique<Lane>(device_ids[i], i, ranks->channel(i), i));
@@ -123,6 +129,7 @@ PYCOLLECTIVE_EXPORT int64_t pycollective_part_add(const char* name, int64_t fing
                                                   const int32_t* team_members, int32_t team_size) {
   const auto of = FindCommunicator(whole);
   const auto ranks = members == nullptr ? of->ranks : pycollective::PartOf(*of, {members, members + size}, rank);
+  pycollective::AddGroup(ranks->identity(), {name, ranks->world()});
   auto part = std::make_shared<pycollective::Communicator>(name, fingerprint, ranks);
   part->whole = of;
   part->is_mesh = lane_count >= 0;
@@ -159,32 +166,89 @@ PYCOLLECTIVE_EXPORT const char* pycollective_communicator_free(int64_t number) {
   return error.c_str();
 }
 
-// The call that has waited inside MPI for longest. The communicator's name is valid until the next call.
-struct pycollective_Waiting {
-  const char* operation;
-  const char* communicator;
-  int64_t nbytes;
-  int64_t waited_ns;
-};
+// The recorder ---------------------------------------------------------------------------------------------------
 
-// Finds that call. Returns whether any call is under way.
-PYCOLLECTIVE_EXPORT bool pycollective_longest_wait(pycollective_Waiting* longest) {
-  static std::string name;
-  const int64_t now = pycollective::NowNs();
-  longest->waited_ns = -1;
-  for (const auto& communicator : pycollective::LiveCommunicators()) {
-    const auto look = [&, &of = communicator->name](const Lane& lane) {
-      const char* operation = lane.operation.load(std::memory_order_acquire);
-      if (operation == nullptr) return;
-      const int64_t waited_ns = now - lane.started_ns.load(std::memory_order_relaxed);
-      if (waited_ns <= longest->waited_ns) return;
-      name = of;
-      *longest = {operation, name.c_str(), lane.nbytes.load(std::memory_order_relaxed), waited_ns};
-    };
-    look(communicator->single_lane);
-    for (const auto& lane : communicator->lanes) look(*lane);
+// Names a line of the user's code: see AddSite.
+PYCOLLECTIVE_EXPORT void pycollective_site_add(int64_t site, const char* text) { pycollective::AddSite(site, text); }
+
+// Begins a record of a wait outside programs, for the ranks of a group: number `wait` of pycollective_wait_name. Returns
+// what pycollective_wait_end needs.
+PYCOLLECTIVE_EXPORT void* pycollective_wait_begin(int64_t wait, int64_t group) {
+  pycollective::Record record;
+  record.operation = pycollective::kFirstWait + wait;
+  record.group = group;
+  record.state = pycollective::kStarted;
+  return new pycollective::Recorded(record);
+}
+PYCOLLECTIVE_EXPORT void pycollective_wait_end(void* begun, int32_t succeeded) {
+  auto* const recorded = static_cast<pycollective::Recorded*>(begun);
+  recorded->Finish(succeeded != 0 ? pycollective::kCompleted : pycollective::kFailed);
+  delete recorded;
+}
+
+// The waits outside programs, by their numbers.
+PYCOLLECTIVE_EXPORT const char* pycollective_wait_name(int64_t index) {
+  return NameAt(pycollective::kWaitNames, index);
+}
+
+// All records as JSON: see RecorderJson. The caller gives the text back to pycollective_text_free.
+PYCOLLECTIVE_EXPORT char* pycollective_recorder_json(int32_t rank, int32_t size, const char* reason) {
+  return strdup(pycollective::RecorderJson(rank, size, reason).c_str());
+}
+PYCOLLECTIVE_EXPORT void pycollective_text_free(char* text) { std::free(text); }
+
+// The monitor ----------------------------------------------------------------------------------------------------
+
+// Opens a socket that listens on an address. Returns its port, 0 if there is none to be had, and its number in `fd`.
+PYCOLLECTIVE_EXPORT int32_t pycollective_monitor_listen(const char* host, int32_t* fd) {
+  return pycollective::ListenOn(host, fd);
+}
+
+// Starts the monitor. `processes`: for each rank the number of its addresses, each address and its port, its pid,
+// when it started, the number and the name of its host, packed as Writer packs them. The others: see MonitorSettings.
+PYCOLLECTIVE_EXPORT void pycollective_monitor_start(int32_t rank, int32_t size, const char* processes, int64_t nbytes,
+                                                    const int32_t* listening, int32_t listening_count,
+                                                    const char* secret, int32_t secret_bytes, double warn_s,
+                                                    double timeout_s, const char* folder, int32_t stack_signal,
+                                                    int32_t stack_fd) {
+  const std::string packed(processes, static_cast<size_t>(nbytes));
+  pycollective::Reader reader(packed);
+  pycollective::MonitorSettings settings;
+  settings.rank = rank;
+  for (int32_t i = 0; i < size; ++i) {
+    pycollective::Process process;
+    for (int64_t left = reader.Number(); left > 0 && reader.ok(); --left) {
+      const std::string host = reader.Text();
+      process.addresses.push_back({host, static_cast<int>(reader.Number())});
+    }
+    process.pid = reader.Number();
+    process.started = reader.Number();
+    process.host = reader.Number();
+    process.host_name = reader.Text();
+    settings.processes.push_back(process);
   }
-  return longest->waited_ns >= 0;
+  settings.listening.assign(listening, listening + listening_count);
+  settings.secret.assign(secret, static_cast<size_t>(secret_bytes));
+  settings.warn_ns = static_cast<int64_t>(warn_s * 1e9);
+  settings.timeout_ns = static_cast<int64_t>(timeout_s * 1e9);
+  settings.folder = folder;
+  settings.stack_signal = stack_signal;
+  settings.stack_fd = stack_fd;
+  pycollective::StartMonitor(std::move(settings));
+}
+PYCOLLECTIVE_EXPORT void pycollective_monitor_set_timeout(double warn_s, double timeout_s) {
+  pycollective::SetMonitorTimeout(static_cast<int64_t>(warn_s * 1e9), static_cast<int64_t>(timeout_s * 1e9));
+}
+PYCOLLECTIVE_EXPORT void pycollective_monitor_stop() { pycollective::StopMonitor(); }
+
+// See BeginEnd.
+PYCOLLECTIVE_EXPORT bool pycollective_end_begin(int32_t status, const char* cause) {
+  return pycollective::BeginEnd(status, cause);
+}
+
+// See WriteRecords. The caller gives the text back to pycollective_text_free.
+PYCOLLECTIVE_EXPORT char* pycollective_records_write(const char* reason) {
+  return strdup(pycollective::WriteRecords(reason).c_str());
 }
 
 // A random number of this process: the attribute `process` of programs that hold its addresses.

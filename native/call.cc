@@ -69,16 +69,57 @@ ffi::Error Call::CheckProcess(int64_t process) const {
 
 ffi::Error Call::Enter(const Signature& signature, int64_t nbytes) {
   // Where the last such call was. These calls come one after another. If a program fails before Leave, XLA does not run
-  // that: its mark ends here.
+  // that: its record ends here.
   static std::mutex mutex;
   static std::shared_ptr<Communicator> last;
   const std::lock_guard<std::mutex> lock(mutex);
-  if (last != nullptr) last->single_lane.EndWait();
-  const ffi::Error error = RunNow(signature, nbytes, {}, [](const Library&, const Lane&) { return Outcome(); });
+  if (last != nullptr) last->entered.Finish(kFailed);
+  const ffi::Error wrong = CheckParticipants();
+  if (wrong.failure()) return wrong;
+  Recorded recorded(RecordOf(signature, nbytes, kStarted));
+  const ffi::Error error = Prepare(signature);
   if (error.failure()) return error;
-  lane_->BeginWait(kOperationNames[operation_], nbytes);
+  communicator_->entered = std::move(recorded);
   last = communicator_;
   return error;
+}
+
+int64_t Call::PeerOf(int64_t rank) {
+  if (rank >= 0) return rank;
+  return library == nullptr || rank == library->proc_null() ? Record::kNoPeer : Record::kAnyPeer;
+}
+
+Record Call::RecordOf(const Signature& signature, int64_t nbytes, CallState state) const {
+  Record record;
+  record.group = communicator_->ranks->identity();
+  record.channel = lane_->channel_number;
+  record.operation = operation_;
+  if (state == kStarted) {
+    std::atomic<int64_t>& calls = IsCollective(operation_) ? lane_->channel.collectives : lane_->channel.messages_made;
+    record.seq = calls.fetch_add(1, std::memory_order_relaxed) + 1;
+  }
+  record.dtype = signature.dtype;
+  record.reduce_op = signature.reduce_op;
+  record.root = signature.root;
+  record.dest = dest_;
+  record.source = source_;
+  record.count = signature.count;
+  record.dimensions = signature.dimensions;
+  record.nbytes = nbytes;
+  record.site = participants_.site;
+  record.state = state;
+  return record;
+}
+
+ffi::Error Call::Prepare(Signature signature) {
+  if (!IsCollective(operation_)) return ffi::Error::Success();  // for a message the others would not make the channel
+  const Outcome made = communicator_->ranks->MakeChannel(*library, lane_->channel_number);
+  if (!made.ok()) return ErrorOf(made);
+  if (lane_->channel.size == 1) return ffi::Error::Success();
+  signature.staging = staging_;
+  signature.devices = static_cast<int32_t>(participants_.spread > 0 ? participants_.spread : 1);
+  signature.team = lane_->team != nullptr ? lane_->team->size() : 1;
+  return CompareWithRanks(signature);
 }
 
 void Call::BreakTeams() const {

@@ -15,13 +15,14 @@
 #include "communicators.h"
 #include "dtypes.h"
 #include "operations.h"
+#include "recorder.h"
 #include "settings.h"
 #include "signature.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace pycollective {
 
-// Who takes part in a call, as two attributes of the program say it.
+// Who takes part in a call, and where the user made it, as attributes of the program say it.
 struct Participants {
   // The attribute comm: the communicator's number and its fingerprint.
   xla::ffi::Span<const int64_t> comm;
@@ -30,6 +31,8 @@ struct Participants {
   // single device would, and its results are copied to the others. So ranks may have their arrays on different numbers
   // of devices.
   int64_t spread;
+  // The line of the user's code (recorder.h); 0: unknown.
+  int64_t site = 0;
 
   int64_t number() const { return comm.size() > 0 ? comm[0] : -1; }
   int64_t fingerprint() const { return comm.size() > 1 ? comm[1] : 0; }
@@ -65,18 +68,6 @@ xla::ffi::Error CatchAsError(Operation operation, Work work) {
   }
 }
 
-// Marks the lane as waiting inside MPI, as long as this object lives. The watchdog reads the mark.
-class WaitingInMpi {
- public:
-  WaitingInMpi(Lane& lane, const char* operation, int64_t nbytes) : lane_(lane) { lane_.BeginWait(operation, nbytes); }
-  ~WaitingInMpi() { lane_.EndWait(); }
-  WaitingInMpi(const WaitingInMpi&) = delete;
-  WaitingInMpi& operator=(const WaitingInMpi&) = delete;
-
- private:
-  Lane& lane_;
-};
-
 class Call {
  public:
   // `lane_id`: the device that calls, as lanes know it. `staging`: how its arrays reach MPI, as in Signature.
@@ -108,18 +99,22 @@ class Call {
     xla::ffi::Error wrong = CheckParticipants();
     if (wrong.failure()) return wrong;
     const auto work = [&] { return RunOnLane(signature, nbytes, body); };
-    return copies_ == nullptr ? work() : RunForCopies(results, work);
+    return copies_ == nullptr ? work() : RunForCopies(signature, nbytes, results, work);
   }
 
   // Returns an error if the program holds addresses of another process; 0: it holds none.
   xla::ffi::Error CheckProcess(int64_t process) const;
 
-  // For a call that another library makes: checks and compares as Run does, then marks the lane as waiting until Leave.
+  // For a call that another library makes: checks and compares as Run does. The record is under way until Leave.
   xla::ffi::Error Enter(const Signature& signature, int64_t nbytes);
   // That call has returned.
   void Leave() {
-    if (lane_ != nullptr) lane_->EndWait();
+    if (communicator_ != nullptr) communicator_->entered.Finish(kCompleted);
   }
+
+  // For a message: the rank to which it goes, and the rank from which one comes, as MPI numbers them.
+  void SetDest(int64_t dest) { dest_ = PeerOf(dest); }
+  void SetSource(int64_t source) { source_ = PeerOf(source); }
 
   // Valid while the call runs.
   const Communicator& communicator() const { return *communicator_; }
@@ -139,33 +134,34 @@ class Call {
   xla::ffi::Error CheckParticipants() const;
 
   template <typename Body>
-  xla::ffi::Error RunOnLane(Signature signature, int64_t nbytes, Body body) {
-    const WaitingInMpi waiting(*lane_, kOperationNames[operation_], nbytes);
-    if (IsCollective(operation_)) {  // for a message the other ranks would not make the channel
-      const Outcome made = communicator_->ranks->MakeChannel(*library, lane_->channel_number);
-      if (!made.ok()) return ErrorOf(made);
-    }
-    if (IsCollective(operation_) && lane_->channel.size > 1) {
-      signature.staging = staging_;
-      signature.devices = static_cast<int32_t>(participants_.spread > 0 ? participants_.spread : 1);
-      signature.team = lane_->team != nullptr ? lane_->team->size() : 1;
-      const xla::ffi::Error difference = CompareWithRanks(signature);
-      if (difference.failure()) return difference;
-    }
+  xla::ffi::Error RunOnLane(const Signature& signature, int64_t nbytes, Body body) {
+    Recorded recorded(RecordOf(signature, nbytes, kStarted));
+    const xla::ffi::Error wrong = Prepare(signature);
+    if (wrong.failure()) return wrong;
     const Outcome outcome = body(*library, *lane_);
-    return outcome.ok() ? xla::ffi::Error::Success() : ErrorOf(outcome);
+    if (!outcome.ok()) return ErrorOf(outcome);
+    recorded.Finish(kCompleted);
+    return xla::ffi::Error::Success();
   }
+
+  // What comes before the call itself: its channel, and the comparison with the other ranks.
+  xla::ffi::Error Prepare(Signature signature);
+
+  Record RecordOf(const Signature& signature, int64_t nbytes, CallState state) const;
+  static int64_t PeerOf(int64_t rank);  // as records name it
 
   // Devices that have copies of the same data meet; the last to come runs work() and copies its results to the others.
   template <typename Work>
-  xla::ffi::Error RunForCopies(const Results& results, Work work) {
+  xla::ffi::Error RunForCopies(const Signature& signature, int64_t nbytes, const Results& results, Work work) {
     struct Copy {
       const Results& results;
       xla::ffi::Error error;
     };
     Copy own{results, {}};
+    Recorded meeting(RecordOf(signature, nbytes, kScheduled));
     copies_->AddBuffers({nullptr, &own});
     copies_->Meet([&] {
+      meeting.Finish(kUnused);  // the call has a record of its own
       const xla::ffi::Error error = CatchAsError(operation_, work);
       for (int member = 0; member < copies_->size(); ++member) {
         Copy& other = *static_cast<Copy*>(copies_->BuffersOf(member).out);
@@ -176,6 +172,7 @@ class Call {
         }
       }
     });
+    meeting.Finish(kUnused);
     return own.error;
   }
 
@@ -191,6 +188,8 @@ class Call {
   std::shared_ptr<Communicator> communicator_;
   Lane* lane_ = nullptr;
   Team* copies_ = nullptr;  // the devices with copies of the same data
+  int64_t dest_ = Record::kNoPeer;
+  int64_t source_ = Record::kNoPeer;
   int exceptions_ = std::uncaught_exceptions();
 };
 

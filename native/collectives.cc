@@ -42,6 +42,7 @@ class LibraryOf final : public Library {
       : functions_(functions),
         in_place_(reinterpret_cast<const void*>(static_cast<intptr_t>(binding.in_place))),
         errors_return_(Handle(binding.errors_return)),
+        world_(Handle(binding.world)),
         proc_null_(static_cast<int>(binding.proc_null)),
         any_tag_(static_cast<int>(binding.any_tag)),
         largest_tag_(binding.largest_tag) {
@@ -257,6 +258,8 @@ class LibraryOf final : public Library {
     return {};
   }
 
+  void Abort(int status) const override { functions_.Abort(world_, status); }
+
   bool IsOwn(Op op, Type type) const override { return op == Op::kSumBfloat16 || own_[int(op)][int(type)]; }
 
   int proc_null() const override { return proc_null_; }
@@ -357,6 +360,7 @@ class LibraryOf final : public Library {
   const Functions<H> functions_;
   const void* in_place_;
   const H errors_return_;
+  const H world_;
   int proc_null_;
   int any_tag_;
   int64_t largest_tag_;

@@ -140,6 +140,9 @@ class Library {
   // Whether our own code makes the reduction (own_reductions.h). It needs host memory.
   virtual bool IsOwn(Op, Type) const = 0;
 
+  // Ends all processes of MPI_COMM_WORLD.
+  virtual void Abort(int status) const = 0;
+
   virtual std::string ErrorString(int code) const = 0;
   virtual int proc_null() const = 0;
 

@@ -3,7 +3,6 @@
 #include "communicators.h"
 
 #include <algorithm>
-#include <chrono>
 #include <deque>
 #include <unordered_map>
 
@@ -15,10 +14,28 @@ namespace {
 
 constexpr int kTags = 1 << 15;  // every MPI library has so many tags
 
+int64_t IdentityOfPart(int64_t whole, const std::vector<int>& members) {
+  uint64_t hash = static_cast<uint64_t>(whole);
+  for (const int member : members) hash = (hash ^ (static_cast<uint64_t>(member) + 1)) * 0x9E3779B97F4A7C15u;
+  return static_cast<int64_t>(hash);
+}
+
+std::vector<int> AtMembers(const std::vector<int>& values, const std::vector<int>& members) {
+  std::vector<int> found;
+  for (const int member : members) found.push_back(values[static_cast<size_t>(member)]);
+  return found;
+}
+
 }  // namespace
 
-Ranks::Ranks(int rank, int size, int devices, int64_t main, int64_t auxiliary)
-    : devices_(devices), auxiliary_(auxiliary), first_tag_(0), channels_(static_cast<size_t>(2 * devices)) {
+Ranks::Ranks(int rank, int size, int devices, int64_t main, int64_t auxiliary, int64_t identity,
+             std::vector<int> world)
+    : devices_(devices),
+      auxiliary_(auxiliary),
+      identity_(identity),
+      world_(std::move(world)),
+      first_tag_(0),
+      channels_(static_cast<size_t>(2 * devices)) {
   for (int number = 0; number < 2 * devices; ++number) {
     LazyChannel& channel = channels_[static_cast<size_t>(number)];
     channel.rank = rank;
@@ -39,6 +56,8 @@ Ranks::Ranks(const Ranks& whole, std::vector<int> members, int rank)
     : devices_(whole.devices_),
       auxiliary_(whole.auxiliary_),
       members_(std::move(members)),
+      identity_(IdentityOfPart(whole.identity_, members_)),
+      world_(AtMembers(whole.world_, members_)),
       channels_(whole.channels_.size()) {
   for (LazyChannel& channel : channels_) {
     channel.permute = auxiliary_;
@@ -135,21 +154,6 @@ Outcome FreeCommunicator(const Library& mpi, int64_t number) {
     if (first.ok()) first = outcome;
   }
   return first;
-}
-
-std::vector<std::shared_ptr<Communicator>> LiveCommunicators() {
-  const std::lock_guard<std::mutex> lock(mutex);
-  std::vector<std::shared_ptr<Communicator>> live;
-  for (const auto& [number, communicator] : table) {
-    if (!communicator->freed) live.push_back(communicator);
-  }
-  return live;
-}
-
-int64_t NowNs() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(
-             std::chrono::steady_clock::now().time_since_epoch())
-      .count();
 }
 
 }  // namespace pycollective

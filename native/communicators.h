@@ -17,19 +17,21 @@
 #include <vector>
 
 #include "collectives.h"
+#include "recorder.h"
 #include "signature.h"
 #include "team.h"
 
 namespace pycollective {
-
-// CLOCK_MONOTONIC in nanoseconds.
-int64_t NowNs();
 
 // A channel whose MPI communicator is made when it is first used, and the calls on which its ranks have agreed.
 struct LazyChannel : Channel {
   // Set by the one thread that makes the channel. Other threads read the channel after they have read this, or after a
   // meeting with that thread.
   std::atomic<bool> made{false};
+
+  // How many collectives and messages its records have counted.
+  std::atomic<int64_t> collectives{0};
+  std::atomic<int64_t> messages_made{0};
 
   // Calls that the ranks have compared here and found equal. Guarded by `mutex`.
   std::mutex mutex;
@@ -54,8 +56,9 @@ class Ranks {
  public:
   // The ranks of a communicator with `devices` devices each. `main` is for collectives, and for messages under the
   // program's own tags; `auxiliary` for making channels, for ppermute, and for messages between devices. The caller
-  // owns both.
-  Ranks(int rank, int size, int devices, int64_t main, int64_t auxiliary);
+  // owns both. `identity` is the same on all ranks, and no other communicator of these ranks has it. `world`: the place
+  // of each rank in MPI_COMM_WORLD.
+  Ranks(int rank, int size, int devices, int64_t main, int64_t auxiliary, int64_t identity, std::vector<int> world);
   // The ranks `members` of a whole communicator, in that order; this process is number `rank` among them.
   Ranks(const Ranks& whole, std::vector<int> members, int rank);
   Ranks(const Ranks&) = delete;
@@ -64,6 +67,8 @@ class Ranks {
   int rank() const { return channels_[0].rank; }
   int size() const { return channels_[0].size; }
   int devices() const { return devices_; }
+  int64_t identity() const { return identity_; }
+  const std::vector<int>& world() const { return world_; }
   // The rank that one of these ranks has in the whole communicator.
   int RankInWhole(int rank) const { return members_.empty() ? rank : members_[static_cast<size_t>(rank)]; }
   LazyChannel& channel(int number) { return channels_[static_cast<size_t>(number)]; }
@@ -77,6 +82,8 @@ class Ranks {
   const int devices_;
   const int64_t auxiliary_;         // of the whole communicator
   const std::vector<int> members_;  // ranks in the whole communicator; empty: all
+  const int64_t identity_;
+  const std::vector<int> world_;    // ranks in MPI_COMM_WORLD
   int first_tag_;                   // channel i is made under the tag first_tag_ + i
   std::vector<LazyChannel> channels_;
 };
@@ -94,19 +101,6 @@ struct Lane {
   Team* team = nullptr;         // the local devices that make one collective together; null: this device alone
   int member = 0;               // number in the team
   const Lane* first = nullptr;  // member 0's lane, on which one member calls MPI for the team
-
-  // Marks the lane as waiting inside MPI.
-  void BeginWait(const char* name, int64_t bytes) {
-    nbytes.store(bytes, std::memory_order_relaxed);
-    started_ns.store(NowNs(), std::memory_order_relaxed);
-    operation.store(name, std::memory_order_release);
-  }
-  void EndWait() { operation.store(nullptr, std::memory_order_release); }
-
-  // The call under way, for the watchdog: written by the thread that makes it, read by any.
-  std::atomic<const char*> operation{nullptr};
-  std::atomic<int64_t> started_ns{0};  // CLOCK_MONOTONIC
-  std::atomic<int64_t> nbytes{0};
 };
 
 // What a program names: ranks, and the part that the devices of each rank have.
@@ -123,6 +117,7 @@ struct Communicator {
   std::atomic<bool> freed{false};
   bool is_mesh = false;  // lanes have the numbers that the devices have in a mesh, not in init
   Lane single_lane;      // for programs in which one device makes the call, whichever device it is
+  Recorded entered;      // the call of another library that is under way (Call::Enter)
   std::vector<std::unique_ptr<Lane>> lanes;
   std::vector<std::unique_ptr<Team>> teams;
 
@@ -159,9 +154,6 @@ std::shared_ptr<Ranks> PartOf(Communicator& whole, const std::vector<int>& membe
 // Marks a communicator and its parts as freed, and frees the channels that calls have made. All ranks must make this
 // call, and none of them may have a call under way.
 Outcome FreeCommunicator(const Library& mpi, int64_t number);
-// Returns the communicators that are not freed.
-std::vector<std::shared_ptr<Communicator>> LiveCommunicators();
-
 }  // namespace pycollective
 
 #endif  // PYCOLLECTIVE_NATIVE_COMMUNICATORS_H_

@@ -37,8 +37,10 @@ inline View ViewOf(const ffi::AnyBuffer& buffer, Type type, int64_t blocks = 1) 
 
 inline Signature SignatureOf(Operation operation, const ffi::AnyBuffer& x, int64_t reduce_op = -1, int64_t root = -1,
                              int64_t pattern = 0) {
-  return {operation, static_cast<int32_t>(x.element_type()), Count(x), static_cast<int32_t>(reduce_op),
-          static_cast<int32_t>(root), pattern};
+  Signature signature{operation, static_cast<int32_t>(x.element_type()), Count(x), static_cast<int32_t>(reduce_op),
+                      static_cast<int32_t>(root), pattern};
+  signature.dimensions = Dimensions(x.dimensions());
+  return signature;
 }
 
 template <typename Place>
@@ -63,7 +65,8 @@ auto WithAttributes(Bind bind, const char* name, Names... names) {
 template <typename Place>
 auto BindCall() {
   const auto with_participants = [](auto&& binding) {
-    return std::move(binding).template Attr<ffi::Span<const int64_t>>("comm").template Attr<int64_t>("spread");
+    auto with_comm = std::move(binding).template Attr<ffi::Span<const int64_t>>("comm");
+    return std::move(with_comm).template Attr<int64_t>("spread").template Attr<int64_t>("site");
   };
   if constexpr (Place::kInHostMemory) {
     return with_participants(ffi::Ffi::Bind().Ctx<ffi::DeviceOrdinal>());
@@ -111,9 +114,10 @@ auto BindArrays(Names... names) {
 template <typename Place, typename Binding, typename Function>
 ffi::Ffi* NewHandler(Operation operation, Binding binding, Function function) {
   return std::move(binding)
-      .To([operation, function](auto where, ffi::Span<const int64_t> comm, int64_t spread, auto... arguments) {
+      .To([operation, function](auto where, ffi::Span<const int64_t> comm, int64_t spread, int64_t site,
+                                auto... arguments) {
         return CatchAsError(operation,
-                            [&] { return function(Place(where), Participants{comm, spread}, arguments...); });
+                            [&] { return function(Place(where), Participants{comm, spread, site}, arguments...); });
       })
       .release();
 }

@@ -1,6 +1,6 @@
 // XLA FFI handlers that stand before and after an operation that another library carries out: the table of guards in
 // operations.h. So a program whose data another library carries still names a live communicator of this process, the
-// ranks compare its calls, the watchdog sees them wait, and a short message is an error.
+// ranks compare its calls, they have records, and a short message is an error.
 
 #include <cstdint>
 #include <cstring>
@@ -34,7 +34,10 @@ ffi::Error Enter(Place place, const Participants& participants, InToken, ffi::Re
   for (size_t i = 0; i < operands.size(); ++i) {
     const auto x = operands.get<ffi::AnyBuffer>(i);
     if (x.has_error()) return x.error();
-    if (i == 0) signature.dtype = static_cast<int32_t>(x->element_type());
+    if (i == 0) {
+      signature.dtype = static_cast<int32_t>(x->element_type());
+      signature.dimensions = Dimensions(x->dimensions());
+    }
     signature.count += Count(*x);
     nbytes += NBytes(*x);
   }
@@ -73,10 +76,10 @@ auto BindGuard(Names... names) {
 template <typename Place, typename Binding, typename Function>
 ffi::Ffi* NewGuard(Binding binding, Function function) {
   return std::move(binding)
-      .To([function](auto where, ffi::Span<const int64_t> comm, int64_t spread, InToken token,
+      .To([function](auto where, ffi::Span<const int64_t> comm, int64_t spread, int64_t site, InToken token,
                      ffi::RemainingArgs arrays, OutToken out_token, int64_t operation, auto... attributes) {
         return CatchAsError(static_cast<Operation>(operation), [&] {
-          return function(Place(where), Participants{comm, spread}, token, arrays, out_token, operation,
+          return function(Place(where), Participants{comm, spread, site}, token, arrays, out_token, operation,
                           attributes...);
         });
       })

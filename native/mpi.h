@@ -19,6 +19,7 @@ namespace pycollective {
 // One row for each function: its name without "MPI_", and the types of its parameters, where H is any handle.
 // MPI_Aint is ptrdiff_t in every implementation; MPI_Status* is passed as void*.
 #define PYCOLLECTIVE_MPI_FUNCTIONS(X)                                                         \
+  X(Abort, H, int)                                                                            \
   X(Allgather, const void*, int, H, void*, int, H, H)                                         \
   X(Allreduce, const void*, void*, int, H, H, H)                                              \
   X(Alltoall, const void*, int, H, void*, int, H, H)                                          \
@@ -131,6 +132,7 @@ struct Binding {
   int64_t handle_bytes;
   int64_t in_place;       // the address MPI_IN_PLACE
   int64_t errors_return;  // the handler MPI_ERRORS_RETURN
+  int64_t world;          // MPI_COMM_WORLD
   int64_t proc_null;
   int64_t any_tag;
   int64_t largest_tag;

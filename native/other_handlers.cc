@@ -92,7 +92,8 @@ ffi::Error Send(Place place, const Participants& participants, InToken, In x, Ou
   Call call = CallIn(place, kSend, participants);
   Type type;
   if (!MoveType(x.element_type(), &type)) return call.Unsupported(x.element_type());
-  return call.Run(place, {}, NBytes(x), {}, [&](const Library& mpi, const Lane& lane) {
+  call.SetDest(dest);
+  return call.Run(place, SignatureOf(kSend, x), NBytes(x), {}, [&](const Library& mpi, const Lane& lane) {
     return place.Exchange(lane, ViewOf(x, type), {}, kWholeMessage,
                           [&](const Channel& channel, const void* in, void*, int64_t) {
                             return mpi.Send(channel,
@@ -110,7 +111,8 @@ ffi::Error Recv(Place place, const Participants& participants, InToken, In, OutT
   Type type;
   if (!MoveType(y->element_type(), &type)) return call.Unsupported(y->element_type());
   const ResultMemory result = ResultOf(*y);
-  return call.Run(place, {}, NBytes(*y), {&result, 1}, [&](const Library& mpi, const Lane& lane) {
+  call.SetSource(source);
+  return call.Run(place, SignatureOf(kRecv, *y), NBytes(*y), {&result, 1}, [&](const Library& mpi, const Lane& lane) {
     return place.Exchange(lane, {}, ViewOf(*y, type), kWholeMessage,
                           [&](const Channel& channel, const void*, void* out, int64_t) {
                             return mpi.Recv(channel,
@@ -130,7 +132,10 @@ ffi::Error Sendrecv(Place place, const Participants& participants, InToken, In x
   if (!MoveType(x.element_type(), &send_type)) return call.Unsupported(x.element_type());
   if (!MoveType(y->element_type(), &recv_type)) return call.Unsupported(y->element_type());
   const ResultMemory result = ResultOf(*y);
-  return call.Run(place, {}, NBytes(x) + NBytes(*y), {&result, 1}, [&](const Library& mpi, const Lane& lane) {
+  call.SetDest(dest);
+  call.SetSource(source);
+  const Signature signature = SignatureOf(kSendrecv, x);
+  return call.Run(place, signature, NBytes(x) + NBytes(*y), {&result, 1}, [&](const Library& mpi, const Lane& lane) {
     return place.Exchange(
         lane, ViewOf(x, send_type), ViewOf(*y, recv_type), kWholeMessage,
         [&](const Channel& channel, const void* in, void* out, int64_t) {

@@ -4,7 +4,6 @@
 
 #include "dtypes.h"
 #include "mpi.h"
-#include "operations.h"
 
 namespace pycollective {
 namespace {
@@ -13,10 +12,20 @@ const char* OpName(int32_t op) { return op >= 0 && op < kOpCount ? kOpNames[op] 
 
 }  // namespace
 
+std::string DescribeArray(const Dimensions& dimensions, int32_t dtype) {
+  std::string text = std::string(DtypeName(dtype)) + "[";
+  const auto shown = std::min(static_cast<size_t>(dimensions.rank), Dimensions::kShown);
+  for (size_t i = 0; i < shown; ++i) text += (i > 0 ? "," : "") + std::to_string(dimensions.first[i]);
+  if (static_cast<size_t>(dimensions.rank) > shown) {
+    text += ",... #" + std::to_string(static_cast<uint64_t>(dimensions.rest) % 100000);
+  }
+  return text + "]";
+}
+
 std::string Describe(const Signature& s, bool with_staging) {
   std::string text = kOperationNames[s.operation];
   if (s.operation == kBarrier) return s.devices > 1 ? text + "(on " + std::to_string(s.devices) + " devices)" : text;
-  text += std::string("(") + std::to_string(s.count) + " x " + DtypeName(s.dtype);
+  text += "(" + DescribeArray(s.dimensions, s.dtype);
   if (s.reduce_op >= 0) text += std::string(", op=") + OpName(s.reduce_op);
   if (s.root >= 0) text += ", root=" + std::to_string(s.root);
   if (s.operation == kAllreduce && s.pattern != 0) text += ", several arrays #" + std::to_string(s.pattern);

@@ -3,11 +3,50 @@
 #ifndef PYCOLLECTIVE_NATIVE_SIGNATURE_H_
 #define PYCOLLECTIVE_NATIVE_SIGNATURE_H_
 
+#include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <string>
 
+#include "operations.h"
+
 namespace pycollective {
+
+// Numbers above those of operations stand for other waits (recorder.h).
+inline constexpr int32_t kFirstWait = kOperationCount;
+
+// The shape of an array.
+struct Dimensions {
+  static constexpr size_t kShown = 4;
+
+  int64_t rank = 0;
+  std::array<int64_t, kShown> first{};  // the first dimensions
+  int64_t rest = 0;                     // a hash of the others
+
+  Dimensions() = default;
+  // `sizes`: a sequence of the dimensions.
+  template <typename Sizes>
+  explicit Dimensions(const Sizes& sizes) : rank(static_cast<int64_t>(sizes.size())) {
+    for (size_t i = 0; i < sizes.size(); ++i) {
+      const int64_t size = static_cast<int64_t>(sizes[i]);
+      if (i < kShown) {
+        first[i] = size;
+      } else {
+        rest = static_cast<int64_t>(static_cast<uint64_t>(rest) * 1000003u + static_cast<uint64_t>(size) + 1);
+      }
+    }
+  }
+
+  bool operator==(const Dimensions& other) const {
+    return rank == other.rank && first == other.first && rest == other.rest;
+  }
+  uint64_t Hash() const {
+    uint64_t hash = static_cast<uint64_t>(rank) ^ static_cast<uint64_t>(rest);
+    for (const int64_t size : first) hash = hash * 1000003u + static_cast<uint64_t>(size);
+    return hash;
+  }
+};
 
 // What must be the same on every rank in one collective call.
 struct Signature {
@@ -20,25 +59,30 @@ struct Signature {
   int64_t staging = 0;     // how arrays reach MPI: 0 in host memory, > 0 in pieces of so many bytes, < 0 on the device
   int32_t devices = 1;     // devices of each rank that make the call, each for itself
   int32_t team = 1;        // devices of each rank that make the call together
+  Dimensions dimensions = {};  // of the operand, of the first one if there are several
 
   bool operator==(const Signature& other) const {
     return operation == other.operation && dtype == other.dtype && count == other.count &&
            reduce_op == other.reduce_op && root == other.root && pattern == other.pattern &&
-           staging == other.staging && devices == other.devices && team == other.team;
+           staging == other.staging && devices == other.devices && team == other.team &&
+           dimensions == other.dimensions;
   }
 };
-static_assert(sizeof(Signature) == 48, "ranks send it as bytes, so it must have no padding");
+static_assert(sizeof(Signature) == 96, "ranks send it as bytes, so it must have no padding");
 
 struct SignatureHash {
   size_t operator()(const Signature& s) const {
     uint64_t h = static_cast<uint64_t>(s.count) * 0x9E3779B97F4A7C15u;
-    h ^= static_cast<uint64_t>(s.pattern) + (h << 6) + (h >> 2);
+    h ^= static_cast<uint64_t>(s.pattern) + s.dimensions.Hash() + (h << 6) + (h >> 2);
     h ^= (static_cast<uint64_t>(static_cast<uint32_t>(s.operation)) << 32) ^
          (static_cast<uint64_t>(static_cast<uint32_t>(s.dtype)) << 16) ^
          (static_cast<uint64_t>(static_cast<uint32_t>(s.root)) << 8) ^ static_cast<uint32_t>(s.reduce_op);
     return static_cast<size_t>(h ^ (h >> 29));
   }
 };
+
+// An array as messages write it: "float32[2,3]".
+std::string DescribeArray(const Dimensions& dimensions, int32_t dtype);
 
 // The call as messages write it. `with_staging`: with the way that its arrays take to MPI.
 std::string Describe(const Signature& signature, bool with_staging);

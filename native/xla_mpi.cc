@@ -15,6 +15,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cstdint>
 #include <cstdio>
@@ -180,6 +181,7 @@ int RunCollective(Token comm, Operation operation, Token datatype, Token reducti
   signature.operation = operation;
   signature.dtype = static_cast<int32_t>(known.dtype);
   signature.count = CountOf(count);
+  signature.dimensions = Dimensions(std::array<int64_t, 1>{signature.count});
   Arguments arguments{send, recv, signature.count, known.type};
   if (reduction != kNoReduction) {
     arguments.op = kReductions[reduction - 1];

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,8 +24,10 @@ class Config:
         check: when ranks compare what they call: never, the first time that a communicator meets a call, or every time
             (``PYCOLLECTIVE_CHECK=never|first|always``, default ``first``).
         malloc: the process keeps freed memory for later arrays (``PYCOLLECTIVE_MALLOC=on|off``, default ``on``).
-        timeout: how many seconds a rank may wait inside one MPI call, or at its end for the others, before the job is
-            ended with a report (``PYCOLLECTIVE_TIMEOUT``, default no limit).
+        timeout: how many seconds a rank may wait for the others in one call before the job is ended with a report, or
+            ``off`` (``PYCOLLECTIVE_TIMEOUT``, default 600). If it is given, it is also the limit at a rank's end.
+        records: the folder in which each rank writes its last calls when the job fails, or ``off``
+            (``PYCOLLECTIVE_RECORDS``, default ``pycollective-records``).
         allow_singleton: a world of one process is accepted under a launcher that started several
             (``PYCOLLECTIVE_ALLOW_SINGLETON=on|off``, default ``off``).
         bucket_bytes: sums that do not depend on each other travel together in buffers of this many bytes; 0: each by
@@ -40,7 +43,8 @@ class Config:
 
     check: int = 1  # 0 never, 1 the first time, 2 every time
     malloc: bool = True
-    timeout: float | None = None
+    timeout: float | None = None  # None: not given; infinity: off
+    records: str = "pycollective-records"  # "": off
     allow_singleton: bool = False
     bucket_bytes: int = 1 << 20
     gpu_direct: bool | None = None  # None: ask MPI
@@ -64,13 +68,15 @@ def _seconds(environ: Mapping[str, str], name: str) -> float | None:
     text = environ.get(name)
     if text is None or text == "":
         return None
+    if _BOOLEANS.get(text.lower()) is False:
+        return math.inf
     try:
         value = float(text)
     except ValueError:
         value = -1.0
     if not value > 0:
         raise ValueError(
-            message("config", f"{name} to be a positive number of seconds", repr(text), f"Set or unset {name}.")
+            message("config", f"{name} to be a positive number of seconds, or off", repr(text), f"Set or unset {name}.")
         )
     return value
 
@@ -83,6 +89,11 @@ def _bytes(environ: Mapping[str, str], name: str, default: int, least: int = 0) 
         expected = f"{name} to be a {'positive ' if least else ''}number of bytes"
         raise ValueError(message("config", expected, repr(text), f"Set or unset {name}."))
     return int(text)
+
+
+def _folder(environ: Mapping[str, str], name: str, default: str) -> str:
+    text = environ.get(name) or default
+    return "" if _BOOLEANS.get(text.lower()) is False else text
 
 
 def read(environ: Mapping[str, str]) -> Config:
@@ -99,6 +110,7 @@ def read(environ: Mapping[str, str]) -> Config:
         check=_choice(environ, "PYCOLLECTIVE_CHECK", _CHECKS, 1),  # type: ignore[arg-type]
         malloc=_choice(environ, "PYCOLLECTIVE_MALLOC", _BOOLEANS, True),  # type: ignore[arg-type]
         timeout=_seconds(environ, "PYCOLLECTIVE_TIMEOUT"),
+        records=_folder(environ, "PYCOLLECTIVE_RECORDS", Config.records),
         allow_singleton=_choice(environ, "PYCOLLECTIVE_ALLOW_SINGLETON", _BOOLEANS, False),  # type: ignore[arg-type]
         bucket_bytes=_bytes(environ, "PYCOLLECTIVE_BUCKET_BYTES", 1 << 20),
         gpu_direct=_choice(environ, "PYCOLLECTIVE_GPU_DIRECT", _BOOLEANS, None),  # type: ignore[arg-type]

@@ -11,17 +11,13 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
-from ipaddress import ip_address
-
-import psutil
 
 from pycollective.errors import message
+from pycollective.launch.addresses import LOOPBACK, addresses_of_this_host
 from pycollective.transport.mpi import MPI
 
 _TRY_S = 3.0
 """How long a host tries one address."""
-
-_LOOPBACK = "127.0.0.1"
 
 
 @contextmanager
@@ -38,7 +34,7 @@ def chosen(mpi: MPI.Intracomm, *, one_host: bool, leads_host: bool) -> Iterator[
     Raises:
         RuntimeError: on all ranks, if some host reaches no address of rank 0.
     """
-    address = _LOOPBACK if one_host else reached_by_all(mpi, leads_host=leads_host)
+    address = LOOPBACK if one_host else reached_by_all(mpi, leads_host=leads_host)
     with ExitStack() as held:
         port = None
         if mpi.rank == 0:
@@ -82,20 +78,6 @@ def reached_by_all(mpi: MPI.Intracomm, *, leads_host: bool) -> str:
             size=mpi.size,
         )
     )
-
-
-def addresses_of_this_host() -> list[str]:
-    """The addresses of this host's interfaces that are up, IPv4 first, without loopback and link-local ones."""
-    up = {name for name, status in psutil.net_if_stats().items() if status.isup}
-    families = (socket.AF_INET, socket.AF_INET6)
-    found = {
-        entry.address
-        for name, entries in psutil.net_if_addrs().items()
-        for entry in entries
-        if name in up and entry.family in families and "%" not in entry.address  # "%": link-local
-    }
-    usable = [text for text in found if not ip_address(text).is_loopback and not ip_address(text).is_link_local]
-    return sorted(usable, key=lambda text: (ip_address(text).version, int(ip_address(text))))
 
 
 def _socket_for(address: str) -> socket.socket:

@@ -1,1 +1,1 @@
-"""Faults: how a rank ends, when it ends the other ranks, and the watchdog of long waits."""
+"""Faults: how a rank ends, when it ends the others, and how the others learn of it; reports of long waits."""

@@ -6,9 +6,13 @@ What a rank does at each kind of end that Python shows to a process:
 - an exit with a code other than 0 (``sys.exit(3)``, ``raise SystemExit``): the rank ends all ranks with that code,
   unless they end by themselves within :data:`_PATIENCE_S`;
 - a normal end: the rank finishes its work, and waits for the other ranks;
+- an end at once, by ``os._exit``: the rank ends all ranks, since the launcher may take that for success;
 - an exception in a cell of IPython or of a notebook: the rank prints its number, and the session goes on;
 - an exception that Python ignores, in a finalizer, ``__del__`` or an exit handler: the rank prints its number and goes
   on, as a program of one process does.
+
+The rank that ends the others tells them the cause first (``native/monitor.h``). They write their records, and print
+nothing of the errors that follow from it: the user reads one cause.
 
 This concerns the process that has started MPI. In a forked child the hooks do nothing.
 """
@@ -31,11 +35,16 @@ from typing import Any, ClassVar, NoReturn
 
 from pycollective.errors import message
 from pycollective.launch.child_processes import is_forked, wait_until_read
+from pycollective.transport import compiled, watch
 from pycollective.transport.mpi import MPI
 
 _HEAD_START_S, _STEP_S = 0.5, 0.05
 """How much earlier rank 0 prints its error than rank 1, and rank r than rank r + 1, when all ranks raise. The first
-rank calls Abort, and the others print nothing."""
+rank ends the others, which print nothing."""
+
+
+_LAST_S = 5.0
+"""How long a rank that another one ends waits for that, before it ends itself."""
 
 
 _PATIENCE_S = 5.0
@@ -59,9 +68,11 @@ class _State:
         old_error: the exception that Python showed last before the hooks were installed.
         exit_comm: the communicator on which ranks wait for each other at exit.
         last: what this rank does when all ranks have ended.
+        ends: whether this rank ends the job.
     """
 
     has_hooks = False
+    ends = False
     status: int | None = None
     old_error: object = None
     exit_comm: MPI.Intracomm | None = None
@@ -81,14 +92,14 @@ def end_all_on_error() -> None:
 
     def raised(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         _State.status = 1
-        _end_all(functools.partial(previous, kind, error, trace), "raised")
+        _end_all(functools.partial(previous, kind, error, trace), "raised", error)
 
     def raised_in_thread(args: threading.ExceptHookArgs) -> None:
         if issubclass(args.exc_type, SystemExit):  # it ends only that thread
             previous_in_thread(args)
         else:
             name = "which has ended" if args.thread is None else repr(args.thread.name)
-            _end_all(functools.partial(previous_in_thread, args), f"raised in a thread, {name}")
+            _end_all(functools.partial(previous_in_thread, args), f"raised in a thread, {name}", args.exc_value)
 
     def ignored(unraisable: sys.UnraisableHookArgs) -> None:
         if _is_one_of_several():
@@ -96,6 +107,7 @@ def end_all_on_error() -> None:
         previous_ignored(unraisable)
 
     sys.excepthook, threading.excepthook, sys.unraisablehook = raised, raised_in_thread, ignored
+    os._exit = _exit_at_once
     _record_exit_codes()
     _report_errors_of_cells()
 
@@ -108,7 +120,7 @@ def _place() -> str:
     return f"rank {MPI.COMM_WORLD.rank} of {MPI.COMM_WORLD.size}"
 
 
-def _end_all(show: Callable[[], object], what: str) -> None:
+def _end_all(show: Callable[[], object], what: str, error: BaseException | None) -> None:
     """Shows an error of this process by ``show``. If there are several ranks, it ends all of them then."""
     if not _is_one_of_several():
         show()
@@ -116,6 +128,7 @@ def _end_all(show: Callable[[], object], what: str) -> None:
     rank = MPI.COMM_WORLD.rank
     if rank > 0:
         time.sleep(_HEAD_START_S + _STEP_S * min(rank, 20))
+    _be_the_first(1, f"{_place()} {what}: {type(error).__name__}: {error}")
     sys.stdout.flush()
     sys.stderr.write(f"pycollective: {_place()} {what}; ending all ranks.\n")
     show()
@@ -178,12 +191,35 @@ def _status(code: object) -> int:
     return code & 0xFF if isinstance(code, int) else 1
 
 
+_os_exit = os._exit
+
+
+def _exit_at_once(status: int) -> NoReturn:
+    """``os._exit``, which a rank whose MPI runs may not call alone: MPICH would report success for a status of 0."""
+    if _is_one_of_several() and not _State.ends:
+        _be_the_first(status or 1, f"{_place()} called os._exit({status})")
+        sys.stderr.write(
+            f"pycollective: {_place()} called os._exit({status}) before the job's end; ending all ranks.\n"
+        )
+        abort(status or 1)
+    _os_exit(status)
+
+
+def _be_the_first(status: int, cause: str) -> None:
+    """Tells all ranks that the job ends. Does not return if it ends already, for the cause of another rank."""
+    if not watch.begin_end(status, cause) and not _State.ends:
+        time.sleep(_LAST_S)
+        _os_exit(status)
+    _State.ends = True
+
+
 def abort(status: int = 1) -> NoReturn:
     """Ends all ranks after the launcher has read what this rank wrote."""
+    _State.ends = True
     wait_until_read()
     if MPI.COMM_WORLD.size > 1:
         MPI.COMM_WORLD.Abort(status)
-    os._exit(status)  # MPICH's Abort returns when the launcher is slow to end this process
+    _os_exit(status)  # MPICH's Abort returns when the launcher is slow to end this process
 
 
 # The end ----------------------------------------------------------------------------------------------------
@@ -228,7 +264,8 @@ def _end(flush: Callable[[], None], limit_s: float | None) -> None:
         _end_all_unless_they_end(status)
     try:
         flush()
-    except Exception:
+    except Exception as error:
+        _be_the_first(status or 1, f"{_place()} ends with an error in a program: {type(error).__name__}: {error}")
         sys.stderr.write(f"pycollective: {_place()} ends with an error in a program; ending all ranks.\n")
         traceback.print_exc()
         abort(status or 1)
@@ -236,6 +273,8 @@ def _end(flush: Callable[[], None], limit_s: float | None) -> None:
         _wait_for_all(limit_s)
     for function in reversed(_State.last):
         function()
+    if compiled.has_started():
+        watch.stop_monitor()
 
 
 def _end_forked_child(status: int) -> NoReturn:
@@ -247,7 +286,7 @@ def _end_forked_child(status: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with suppress(AttributeError, OSError, ValueError):  # there is no stream, it is closed, or nobody reads it
             stream.flush()
-    os._exit(status)
+    _os_exit(status)
 
 
 def _end_all_unless_they_end(status: int) -> None:
@@ -262,6 +301,7 @@ def _end_all_unless_they_end(status: int) -> None:
                 break
         else:
             return
+    _be_the_first(status, f"{_place()} exited with code {status}")
     sys.stderr.write(f"pycollective: {_place()} exited with code {status}, others did not; ending all ranks.\n")
     abort(status)
 
@@ -269,9 +309,9 @@ def _end_all_unless_they_end(status: int) -> None:
 def _wait_for_all(limit_s: float | None) -> None:
     """Waits until every rank has ended. Prints a notice if that takes long, and ends all ranks after ``limit_s``."""
     if _State.exit_comm is not None:
-        _wait_for(
-            "end", "ended", "exit", "Look for a collective that this rank did not reach.", _State.exit_comm, limit_s
-        )
+        remedy = "Look for a collective that this rank did not reach."
+        with watch.waiting("the end of the other ranks"):
+            _wait_for("end", "ended", "exit", remedy, _State.exit_comm, limit_s)
 
 
 def wait_for_all_at_start(ranks: MPI.Intracomm, limit_s: float | None) -> None:
@@ -294,7 +334,9 @@ def _wait_for(verb: str, participle: str, where: str, remedy: str, ranks: MPI.In
             expected = f"the other ranks to {verb} within {limit_s:g} s"
             got = f"some that have not {participle} after {waited:.1f} s"
             rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
-            sys.stderr.write(message(where, expected, got, f"Ending all ranks. {remedy}\n", rank=rank, size=size))
+            text = message(where, expected, got, f"Ending all ranks. {remedy}\n", rank=rank, size=size)
+            _be_the_first(1, text)
+            sys.stderr.write(text)
             sys.stderr.flush()
             time.sleep(GRACE_S)
             abort()

@@ -17,6 +17,7 @@
 ``DynamicJaxprTrace.make_eqn``           wrapped, to add the effects of primitives that other libraries define
 ``compiler.compile_or_get_cached``       wrapped where global arrays go over MPI, to read each compiled program
 ``Primitive.is_high``, ``to_lojax``      from 0.12 on JAX replaces some primitives before it lowers a program
+``source_info_util.current``             where the user called an operation that is lowered; its traceback's frames
 ``aval.vma``, ``aval.manual_axis_type``  the axes along which a value varies: the first in JAX 0.9, the second later
 =======================================  ==============================================================
 
@@ -29,7 +30,7 @@ import functools
 import inspect
 from collections.abc import Callable, Container, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.extend import source_info_util
@@ -255,6 +256,24 @@ def _subcomp(ctx: Any, jaxpr: Any, tokens: Any, args: Sequence[Any]) -> tuple[Se
         **{name: value for name, value in optional.items() if name in _SUBCOMP_PARAMETERS},
     )
     return outs, tokens_out
+
+
+class Frame(NamedTuple):
+    """A frame of a traceback: a file, a function, the first line of the function, and the line."""
+
+    file: str
+    function: str
+    first_line: int
+    line: int
+
+
+def frames_of_user() -> list[Frame]:
+    """The frames in which the user called the operation that is lowered now, the innermost first."""
+    traceback = source_info_util.current().traceback
+    return [
+        Frame(frame.file_name, frame.function_name, frame.function_start_line, frame.line_num)
+        for frame in (traceback.frames if traceback is not None else ())
+    ]
 
 
 def lower_call(

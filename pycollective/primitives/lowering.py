@@ -15,7 +15,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from pycollective.errors import message
-from pycollective.ordering import jax_internals, jaxprs
+from pycollective.ordering import call_site, jax_internals, jaxprs
 from pycollective.ordering.effect import effect
 from pycollective.transport.protocol import Composition, HandlerCall, Structs
 
@@ -78,7 +78,8 @@ def lower(
         # On accelerators each device that has a copy makes the call itself, together with its partners on the other
         # ranks: these need as many copies. One call for all, as on the host, would copy from device to device.
         one_call_for_all = manual == (_COPIES,) and form_of is for_host
-        attributes = {**form.attributes, "spread": -devices if one_call_for_all else devices}
+        spread = -devices if one_call_for_all else devices
+        attributes = {**form.attributes, "spread": spread, "site": call_site.site_of_lowered()}
         return jax_internals.lower_call(ctx, effect, form.rule, operands, attributes)
 
     def other_platform(ctx: Any, *operands: Any, **params: Any) -> Sequence[Any]:
@@ -152,7 +153,7 @@ def _lower_decomposition(ctx: Any, form: Decomposition, operands: Sequence[Any])
 
 
 def _lower_composition(ctx: Any, form: Composition, operands: Sequence[Any]) -> Sequence[Any]:
-    one_device = {"spread": 1}
+    one_device = {"spread": 1, "site": call_site.site_of_lowered()}
     before, after = ((call.rule, call.attributes | one_device) for call in (form.before, form.after))
     with jax.enable_x64(True):  # the operands may have 64 bits where the program around may not make such arrays
         return jax_internals.lower_between(ctx, effect, before, _traced(form.fun, (), ctx), after, operands)

@@ -18,6 +18,7 @@ from pycollective.errors import message
 from pycollective.faults import rank_exit
 from pycollective.ranks.communicator import Communicator
 from pycollective.ranks.setup import timeout
+from pycollective.transport.watch import waiting
 
 T = TypeVar("T")
 
@@ -159,4 +160,5 @@ def gather_from_all(comm: Communicator, where: str, name: str, own: Any) -> list
                 raise RuntimeError(message(where, missing, got, remedy, rank=comm.rank, size=comm.size))
 
     comm.check_live(where)
-    return comm.out_of_band.allgather(own, wait)
+    with waiting("the first call of a function", comm.identity):
+        return comm.out_of_band.allgather(own, wait)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,13 +26,15 @@ from pycollective.ranks.participants import (
 )
 from pycollective.transport.chosen import transport
 from pycollective.transport.mpi import MPI, host_of
-from pycollective.transport.native import Part
+from pycollective.transport.native import Part, Whole
+from pycollective.transport.watch import waiting
 
 _FOR_OTHER_MODULES = frozenset(
     [
         "check_live",
         "comm",
         "groups",
+        "identity",
         "is_freed",
         "key",
         "key_of",
@@ -79,6 +82,7 @@ class Communicator:
     __slots__ = (
         "_calls",
         "_freed",
+        "_identity",
         "_key",
         "_keys",
         "_name",
@@ -106,6 +110,7 @@ class Communicator:
     out_of_band: OutOfBand  # messages between its ranks that are not part of programs
     _name: str
     _world_ranks: tuple[int, ...]  # the place of each of its ranks in MPI_COMM_WORLD
+    _identity: int  # the same on all its ranks, and no other communicator has it
     _key: ProgramKey
     _calls: MPI.Intracomm  # the duplicate for collectives, and for messages under the program's own tags
     _rest: MPI.Intracomm  # the duplicate for making channels, ppermute, messages between devices, out-of-band messages
@@ -164,7 +169,11 @@ class Communicator:
         free_tag = 2 * len(lanes) ** 2  # native/communicators.cc uses the smaller and the larger tags
         set_(self, "out_of_band", OutOfBand(rest, free_tag))
         set_(self, "_world_ranks", world_ranks)
-        number = transport().open(name, own_fingerprint, lanes, calls, rest)
+        # The ranks of a communicator make their communicators in one order.
+        _made[world_ranks] += 1
+        identity = fingerprint(world_ranks, _made[world_ranks])
+        set_(self, "_identity", identity)
+        number = transport().open(Whole(name, own_fingerprint, identity, world_ranks, lanes, calls, rest))
         set_(self, "_key", (number, own_fingerprint))
         set_(self, "_name", name)
         set_(self, "_parts", {})
@@ -203,6 +212,11 @@ class Communicator:
     def name(self) -> str:
         """The name of the communicator in error messages."""
         return self._name
+
+    @property
+    def identity(self) -> int:
+        """A number that all its ranks have for it, and for no other communicator."""
+        return self._identity
 
     @property
     def is_freed(self) -> bool:
@@ -262,10 +276,11 @@ class Communicator:
             True
         """
         self.check_live("Communicator.split")
-        part = self.mpi.Split(MPI.UNDEFINED if color is None else color, key)
-        if color is None:
-            return None
-        return Communicator._make(part, f"{self._name}/{color}", owned=True)
+        with waiting("split", self._identity):
+            part = self.mpi.Split(MPI.UNDEFINED if color is None else color, key)
+            if color is None:
+                return None
+            return Communicator._make(part, f"{self._name}/{color}", owned=True)
 
     def split_by_host(self) -> Communicator:
         """The ranks on this rank's host, in the order of this communicator. All its ranks must make this call.
@@ -276,8 +291,9 @@ class Communicator:
             True
         """
         self.check_live("Communicator.split_by_host")
-        part = self.mpi.Split(self.host_index, self.rank)
-        return Communicator._make(part, f"{self._name}/host{self.host_index}", owned=True)
+        with waiting("split", self._identity):
+            part = self.mpi.Split(self.host_index, self.rank)
+            return Communicator._make(part, f"{self._name}/host{self.host_index}", owned=True)
 
     def groups(self, groups: Sequence[Sequence[int]]) -> Participants:
         """This rank's group, with ranks in the order of the group; each rank is in exactly one group."""
@@ -342,13 +358,18 @@ class Communicator:
         if self._freed:
             return
         dispatch.flush()
-        transport().free(self._key[0])
-        object.__setattr__(self, "_freed", True)
-        self.mpi.Delete_attr(_keyval())
-        self._calls.Free()
-        self._rest.Free()
-        if self._owned:
-            self.mpi.Free()
+        with waiting("free", self._identity):
+            transport().free(self._key[0])
+            object.__setattr__(self, "_freed", True)
+            self.mpi.Delete_attr(_keyval())
+            self._calls.Free()
+            self._rest.Free()
+            if self._owned:
+                self.mpi.Free()
+
+
+_made: Counter[tuple[int, ...]] = Counter()
+"""How many communicators of these ranks of MPI_COMM_WORLD this process has made."""
 
 
 def _duplicate(mpi: MPI.Intracomm) -> MPI.Intracomm:

@@ -9,14 +9,13 @@ import jax
 
 from pycollective.config import config
 from pycollective.errors import message
-from pycollective.faults import rank_exit
-from pycollective.faults.watchdog import Watchdog
+from pycollective.faults import monitor, rank_exit
 from pycollective.launch import child_processes, started_by
 from pycollective.ordering import dispatch
 from pycollective.ranks import accelerators
 from pycollective.ranks.devices import local_devices
 from pycollective.ranks.xla_threads import shared_cores
-from pycollective.transport import chosen, native, runtime
+from pycollective.transport import chosen, native, runtime, watch
 from pycollective.transport.mpi import MPI, host_of
 
 
@@ -81,9 +80,11 @@ def start_mpi(mpi: MPI.Intracomm, limit: float | None) -> None:
         started_by.check_world(os.environ, MPI.COMM_WORLD.size, MPI.Get_library_version())
     child_processes.mark_rank(MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)
     rank_exit.end_all_on_error()  # from here on ranks wait for each other
-    rank_exit.wait_for_all_at_start(mpi, config.timeout if limit is None else limit)
+    limit = config.timeout if limit is None else limit
+    rank_exit.wait_for_all_at_start(mpi, monitor.DEFAULT_TIMEOUT_S if limit is None else limit)
     with host_of(mpi) as neighbours:
         native.start(neighbours.size)  # it tunes malloc, so it comes before JAX's backend starts threads
+        monitor.start(mpi, limit)
         accelerators.take_own(neighbours)
     _state.mpi_started = True
 
@@ -116,20 +117,20 @@ def start(
                 )
         return
     start_mpi(mpi, limit)
-    _choose_transport(mpi, transport)
-    with host_of(mpi) as neighbours, shared_cores(neighbours):
-        _state.devices = local_devices(devices)
-    chosen.transport().check(_state.devices)
-    kind = accelerators.check(mpi, _state.devices, may_share=config.allow_shared_gpu)
-    if kind in runtime.KINDS:
-        direct = config.gpu_direct
-        if direct is None:
-            direct = bool(runtime.takes_device_memory(runtime.KINDS[kind]))
-        native.start_accelerators(kind, direct=mpi.allreduce(direct, op=MPI.LAND))
     _state.timeout = limit if limit is not None else config.timeout
+    monitor.set_limit(_state.timeout)
+    with watch.waiting("init"):
+        _choose_transport(mpi, transport)
+        with host_of(mpi) as neighbours, shared_cores(neighbours):
+            _state.devices = local_devices(devices)
+        chosen.transport().check(_state.devices)
+        kind = accelerators.check(mpi, _state.devices, may_share=config.allow_shared_gpu)
+        if kind in runtime.KINDS:
+            direct = config.gpu_direct
+            if direct is None:
+                direct = bool(runtime.takes_device_memory(runtime.KINDS[kind]))
+            native.start_accelerators(kind, direct=mpi.allreduce(direct, op=MPI.LAND))
     rank_exit.end_in_order(dispatch.flush, _state.timeout)
-    if _state.timeout is not None:
-        Watchdog(_state.timeout, MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size).start()
     _state.started = True
 
 

@@ -38,8 +38,9 @@ def init(
         comm: the world, an mpi4py communicator; default ``COMM_WORLD``.
         devices: the local devices that this rank drives, a sequence or a number; default all. All ranks must have the
             same number.
-        timeout: the seconds that a rank may wait inside one MPI call, or at its end for the others, before it reports
-            and ends all ranks; default ``PYCOLLECTIVE_TIMEOUT``, else no limit.
+        timeout: the seconds that a call may wait for other ranks before a report of all ranks ends the job; default
+            ``PYCOLLECTIVE_TIMEOUT``, else 600; ``math.inf`` for no limit. If it is given here or there, it is also how
+            long a rank that has ended waits for the others.
         transport: what carries the data of programs: "native", the default, is this package's own library; "mpi4jax" is
             mpi4jax's functions, on one CPU device of each rank.
 

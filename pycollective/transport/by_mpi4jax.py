@@ -37,8 +37,6 @@ class ByMpi4jax:
 
     name = "mpi4jax"
 
-    longest_wait = staticmethod(native.longest_wait)
-
     def __init__(self) -> None:
         try:
             self._mpi4jax = importlib.import_module("mpi4jax")
@@ -60,12 +58,11 @@ class ByMpi4jax:
                 )
             )
 
-    def open(
-        self, name: str, fingerprint: int, devices: Sequence[int], main: MPI.Intracomm, auxiliary: MPI.Intracomm
-    ) -> int:
+    def open(self, whole: native.Whole) -> int:
         """Makes a communicator known to the handlers and to this object."""
-        number = native.add_communicator(name, fingerprint, devices, main, auxiliary)
-        self._ranks[number] = operations.Ranks(main, auxiliary, main.rank, tuple(range(main.size)), all_in_order=True)
+        number = native.add_communicator(whole)
+        main, members = whole.main, tuple(range(whole.main.size))
+        self._ranks[number] = operations.Ranks(main, whole.auxiliary, main.rank, members, all_in_order=True)
         return number
 
     def open_part(self, part: native.Part) -> int:

@@ -20,7 +20,6 @@ class Native:
     open = staticmethod(native.add_communicator)
     open_part = staticmethod(native.add_part)
     free = staticmethod(native.free_communicator)
-    longest_wait = staticmethod(native.longest_wait)
 
     def check(self, _: Sequence[jax.Device]) -> None:
         """Serves all devices that JAX has."""

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -19,11 +18,9 @@ import numpy as np
 from pycollective.config import config
 from pycollective.environment import NATIVE_LIBRARY
 from pycollective.errors import FROM_A_CLONE, message
-from pycollective.transport import runtime
+from pycollective.transport import compiled, runtime
+from pycollective.transport.compiled import BUILD, int32s, int64s, library, load, table
 from pycollective.transport.mpi import MPI
-
-_BUILD = "Build the library again: install the package with pip, or run python setup.py build_ext --inplace in a clone."
-
 
 XLA_MARK_COUNT = 4
 """The number of integers by which the library tells a program of :func:`xla_learns` (native/xla_mpi.cc)."""
@@ -36,82 +33,13 @@ class _Binding(ctypes.Structure):
         ("handle_bytes", ctypes.c_int64),
         ("in_place", ctypes.c_int64),
         ("errors_return", ctypes.c_int64),
+        ("world", ctypes.c_int64),
         ("proc_null", ctypes.c_int64),
         ("any_tag", ctypes.c_int64),
         ("largest_tag", ctypes.c_int64),
         ("types", ctypes.POINTER(ctypes.c_int64)),
         ("ops", ctypes.POINTER(ctypes.c_int64)),
     ]
-
-
-class Waiting(ctypes.Structure):
-    """The call that has waited inside MPI for longest; ``pycollective_Waiting`` of native/binding.cc."""
-
-    _fields_ = [
-        ("operation", ctypes.c_char_p),
-        ("communicator", ctypes.c_char_p),
-        ("nbytes", ctypes.c_int64),
-        ("waited_ns", ctypes.c_int64),
-    ]
-
-
-_RESULTS = {
-    "function_name": ctypes.c_char_p,
-    "type_name": ctypes.c_char_p,
-    "mpi_op_name": ctypes.c_char_p,
-    "op_name": ctypes.c_char_p,
-    "operation_name": ctypes.c_char_p,
-    "device_operation_name": ctypes.c_char_p,
-    "guard_name": ctypes.c_char_p,
-    "runtime_name": ctypes.c_char_p,
-    "bind": ctypes.c_char_p,
-    "bind_runtime": None,
-    "communicator_add": ctypes.c_int64,
-    "part_add": ctypes.c_int64,
-    "communicator_free": ctypes.c_char_p,
-    "longest_wait": ctypes.c_bool,
-    "this_process": ctypes.c_int64,
-    "set_check": None,
-    "set_all_lanes": None,
-    "set_max_count": None,
-    "tune_malloc": ctypes.c_bool,
-    "xla_is_open": ctypes.c_bool,
-    "xla_start": None,
-    "xla_learn": None,
-}
-"""The functions of native/binding.cc and xla_mpi.cc without their prefix, and the types of their results."""
-
-
-def load(path: Path) -> ctypes.CDLL:
-    """Loads the compiled library, without binding it to MPI.
-
-    Raises:
-        ImportError: there is none, or it was built from other sources than this file.
-    """
-    if not path.exists():
-        raise ImportError(
-            message(
-                "transport",
-                f"the compiled library {path}",
-                "no such file",
-                "Install the package with pip (it needs a C++17 compiler), not by copying its files.",
-            )
-        )
-    library = ctypes.CDLL(str(path))
-    for name, result in _RESULTS.items():
-        if not hasattr(library, f"pycollective_{name}"):
-            wanted = f"a compiled library of this version, with the function pycollective_{name}"
-            raise ImportError(message("transport", wanted, f"{path} without it", _BUILD))
-        getattr(library, f"pycollective_{name}").restype = result
-    return library
-
-
-def _names(name_at: Callable[[ctypes.c_int64], bytes | None]) -> tuple[str, ...]:
-    """The names of a table of the library, which ends with null."""
-    names: list[str] = []
-    while name := name_at(ctypes.c_int64(len(names))):
-        names.append(name.decode())
-    return tuple(names)
 
 
 def _bind(library: ctypes.CDLL) -> None:
@@ -121,7 +49,7 @@ def _bind(library: ctypes.CDLL) -> None:
     mpi = ctypes.CDLL(MPI.__file__)
     addresses = _addresses(
         mpi,
-        _names(library.pycollective_function_name),
+        table(library.pycollective_function_name),
         "an MPI library with {} (MPI 3.0)",
         MPI.Get_library_version().splitlines()[0],
         f"Install a newer MPI, for example by {FROM_A_CLONE}.",
@@ -130,11 +58,12 @@ def _bind(library: ctypes.CDLL) -> None:
         MPI._sizeof(MPI.Comm),
         int(MPI.IN_PLACE),
         _handle(MPI.ERRORS_RETURN),
+        _handle(MPI.COMM_WORLD),
         MPI.PROC_NULL,
         MPI.ANY_TAG,
         cast("int", MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)),
-        _int64s([_handle(getattr(MPI, name)) for name in _names(library.pycollective_type_name)]),
-        _int64s([_handle(getattr(MPI, name)) for name in _names(library.pycollective_mpi_op_name)]),
+        int64s([_handle(getattr(MPI, name)) for name in table(library.pycollective_type_name)]),
+        int64s([_handle(getattr(MPI, name)) for name in table(library.pycollective_mpi_op_name)]),
     )
     error = library.pycollective_bind(ctypes.byref(binding), addresses)
     if error:
@@ -162,15 +91,6 @@ def _handle(obj: Any) -> int:
     return ctypes.c_int64(MPI._handleof(obj)).value
 
 
-def _int64s(values: Sequence[int]) -> Any:
-    return (ctypes.c_int64 * len(values))(*values)
-
-
-def _int32s(values: Sequence[int]) -> Any:
-    return (ctypes.c_int32 * len(values))(*values)
-
-
-_library: ctypes.CDLL | None = None
 _direct = False
 
 
@@ -180,17 +100,16 @@ def start(ranks: int = 1) -> None:
     Args:
         ranks: number of ranks on this host, which share its memory.
     """
-    global _library
-    if _library is not None:
+    if compiled.has_started():
         return
-    library = load(NATIVE_LIBRARY)
-    _bind(library)
-    library.pycollective_set_check(config.check)
-    library.pycollective_set_all_lanes(int(config.all_lanes))
+    bound = load(NATIVE_LIBRARY)
+    _bind(bound)
+    bound.pycollective_set_check(config.check)
+    bound.pycollective_set_all_lanes(int(config.all_lanes))
     if config.malloc:
-        library.pycollective_tune_malloc(ranks)
-    register(library, [*_names(library.pycollective_operation_name), *_names(library.pycollective_guard_name)], "cpu")
-    _library = library
+        bound.pycollective_tune_malloc(ranks)
+    register(bound, [*table(bound.pycollective_operation_name), *table(bound.pycollective_guard_name)], "cpu")
+    compiled.set_library(bound)
 
 
 def register(library: ctypes.CDLL, targets: Sequence[str], platform: str) -> None:
@@ -203,26 +122,26 @@ def register(library: ctypes.CDLL, targets: Sequence[str], platform: str) -> Non
 @functools.cache
 def host_targets() -> tuple[str, ...]:
     """The handlers for CPU devices: the names of the operations."""
-    return _names(library().pycollective_operation_name)
+    return table(library().pycollective_operation_name)
 
 
 @functools.cache
 def device_targets() -> tuple[str, ...]:
     """The handlers for accelerators."""
-    more = _names(library().pycollective_device_operation_name)
+    more = table(library().pycollective_device_operation_name)
     return tuple(f"device_{name}" for name in (*host_targets(), *more))
 
 
 @functools.cache
 def guard_targets() -> tuple[str, ...]:
     """The handlers around an operation that another library carries out."""
-    return _names(library().pycollective_guard_name)
+    return table(library().pycollective_guard_name)
 
 
 @functools.cache
 def op_names() -> tuple[str, ...]:
     """The reductions, by their numbers."""
-    return _names(library().pycollective_op_name)
+    return table(library().pycollective_op_name)
 
 
 def op_number(name: str) -> int:
@@ -232,7 +151,7 @@ def op_number(name: str) -> int:
         RuntimeError: the library does not have it.
     """
     if name not in op_names():
-        raise RuntimeError(message("transport", f"a reduction of {', '.join(op_names())}", repr(name), _BUILD))
+        raise RuntimeError(message("transport", f"a reduction of {', '.join(op_names())}", repr(name), BUILD))
     return op_names().index(name)
 
 
@@ -256,7 +175,7 @@ def bind_runtime(found: ctypes.CDLL, *, hip: bool, direct: bool) -> None:
     """
     addresses = _addresses(
         found,
-        _names(lambda index: library().pycollective_runtime_name(index, int(hip))),
+        table(lambda index: library().pycollective_runtime_name(index, int(hip))),
         "a runtime with {}",
         found._name,
         "Install a newer one.",
@@ -271,41 +190,45 @@ def is_direct() -> bool:
     return _direct
 
 
-def library() -> ctypes.CDLL:
-    """The bound library.
+class Whole(NamedTuple):
+    """A communicator that is no part of another one.
 
-    Raises:
-        RuntimeError: :func:`start` was not called.
-    """
-    if _library is None:
-        raise RuntimeError(message("transport", "a started transport", "none", "Call pycollective.init() first."))
-    return _library
-
-
-def add_communicator(
-    name: str, fingerprint: int, devices: Sequence[int], main: MPI.Intracomm, auxiliary: MPI.Intracomm
-) -> int:
-    """Makes a communicator known to the handlers.
-
-    Args:
+    Attributes:
         name: its name in error messages.
         fingerprint: the fingerprint that a program must carry to use it.
+        identity: a number that its ranks have for it and for no other communicator.
+        world_ranks: the place of each of its ranks in MPI_COMM_WORLD.
         devices: ids of this rank's devices; each rank has as many.
         main: a duplicate of the communicator, for the collectives and messages of a rank's one device, or its first.
         auxiliary: another duplicate, for everything else.
+    """
+
+    name: str
+    fingerprint: int
+    identity: int
+    world_ranks: Sequence[int]
+    devices: Sequence[int]
+    main: MPI.Intracomm
+    auxiliary: MPI.Intracomm
+
+
+def add_communicator(whole: Whole) -> int:
+    """Makes a communicator known to the handlers.
 
     Returns:
         The number by which compiled programs name it.
     """
     number = library().pycollective_communicator_add(
-        name.encode(),
-        ctypes.c_int64(fingerprint),
-        main.rank,
-        main.size,
-        len(devices),
-        _int64s(devices),
-        ctypes.c_int64(_handle(main)),
-        ctypes.c_int64(_handle(auxiliary)),
+        whole.name.encode(),
+        ctypes.c_int64(whole.fingerprint),
+        whole.main.rank,
+        whole.main.size,
+        len(whole.devices),
+        int64s(whole.devices),
+        ctypes.c_int64(_handle(whole.main)),
+        ctypes.c_int64(_handle(whole.auxiliary)),
+        ctypes.c_int64(whole.identity),
+        int32s(whole.world_ranks),
     )
     return int(number)
 
@@ -348,11 +271,11 @@ def add_part(part: Part) -> int:
         ctypes.c_int64(part.whole),
         part.rank,
         part.size,
-        _int32s(part.members) if part.members else None,
+        int32s(part.members) if part.members else None,
         -1 if part.mesh_devices is None else len(own),
-        _int64s([device for device, _, _ in own]),
-        _int32s([team for _, team, _ in own]),
-        _int32s([member for _, _, member in own]),
+        int64s([device for device, _, _ in own]),
+        int32s([team for _, team, _ in own]),
+        int32s([member for _, _, member in own]),
         part.team_size,
     )
     return int(number)
@@ -404,12 +327,6 @@ def this_process() -> int:
     return int(library().pycollective_this_process())
 
 
-def longest_wait() -> Waiting | None:
-    """The call that has waited inside MPI for longest; None if no call is under way."""
-    waiting = Waiting()
-    return waiting if library().pycollective_longest_wait(ctypes.byref(waiting)) else None
-
-
 def ffi_lowering(target: str, in_place: tuple[bool, ...] = ()) -> Any:
     """JAX's lowering rule for a handler whose first operand and first result are tokens.
 
@@ -423,7 +340,7 @@ def ffi_lowering(target: str, in_place: tuple[bool, ...] = ()) -> Any:
     """
     if target not in (*host_targets(), *device_targets(), *guard_targets()):
         known = f"one with {', '.join(host_targets())}"
-        raise RuntimeError(message(target, f"a compiled library with a handler for {target}", known, _BUILD))
+        raise RuntimeError(message(target, f"a compiled library with a handler for {target}", known, BUILD))
     aliases = {i: i for i, takes in enumerate(in_place, start=1) if takes}  # 0 is the token
     rule = jax.ffi.ffi_lowering(f"pycollective_{target}", has_side_effect=True, operand_output_aliases=aliases)
 
@@ -443,4 +360,5 @@ def done_lowering(number: int) -> Any:
     rule = jax.ffi.ffi_lowering(
         "pycollective_device_allreduce_done", has_side_effect=True, operand_output_aliases=aliases
     )
-    return lambda ctx, *operands, comm: rule(ctx, *operands, comm=np.array(comm, np.int64), spread=np.int64(1))
+    one_device = {"spread": np.int64(1), "site": np.int64(0)}
+    return lambda ctx, *operands, comm: rule(ctx, *operands, comm=np.array(comm, np.int64), **one_device)

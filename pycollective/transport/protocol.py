@@ -7,8 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
-from pycollective.transport.mpi import MPI
-from pycollective.transport.native import Part, Waiting
+from pycollective.transport.native import Part, Whole
 
 Structs = Sequence[jax.ShapeDtypeStruct]
 """Shapes and dtypes."""
@@ -68,9 +67,7 @@ class Transport(Protocol):
             results: the results.
         """
 
-    def open(
-        self, name: str, fingerprint: int, devices: Sequence[int], main: MPI.Intracomm, auxiliary: MPI.Intracomm
-    ) -> int:
+    def open(self, whole: Whole) -> int:
         """See ``native.add_communicator``."""
 
     def open_part(self, part: Part) -> int:
@@ -78,9 +75,6 @@ class Transport(Protocol):
 
     def free(self, number: int) -> None:
         """See ``native.free_communicator``."""
-
-    def longest_wait(self) -> Waiting | None:
-        """The call that has waited inside MPI for longest; None if no call is under way."""
 
     def check(self, devices: Sequence[jax.Device], /) -> None:
         """Raises ValueError if it cannot serve these devices of a rank."""

@@ -11,7 +11,6 @@ import pytest
 from jax import lax
 
 import pycollective as pc
-from pycollective.transport import native
 from tests.collective.programs import RUNTIME_ERRORS
 
 
@@ -108,7 +107,7 @@ def test_a_program_of_a_freed_communicator(world: pc.Communicator) -> None:
 
 
 def test_the_mark_of_a_program_that_failed(world: pc.Communicator) -> None:
-    """The watchdog must not take it for a wait after the next call."""
+    """Its record must not be under way after the next call."""
 
     def fails(_: jax.Array) -> jax.Array:
         raise RuntimeError("the callback fails")
@@ -123,7 +122,9 @@ def test_the_mark_of_a_program_that_failed(world: pc.Communicator) -> None:
     with pytest.raises(RUNTIME_ERRORS, match="the callback fails"):
         jax.block_until_ready(program(jnp.ones(3)))
     pc.psum(jnp.ones(3), part).block_until_ready()
-    assert native.longest_wait() is None
+    states = {entry["state"] for entry in pc.recorder.dump()["entries"]}
+    assert "completed" in states
+    assert not states & {"scheduled", "started"}
     part.free()
 
 

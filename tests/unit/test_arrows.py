@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ ROOMS = (
     "compat",
     "__init__",
     "distributed",
+    "recorder",
     "spmd",
     "collectives",
     "named_axes",
@@ -121,3 +124,9 @@ def is_own(value: ast.expr) -> bool:
 def test_rooms_are_small(name: str) -> None:
     code = [line for line in FILES[name].read_text().splitlines() if line.strip()]
     assert len(code) <= 400, f"{name} has {len(code)} lines"
+
+
+def test_a_program_may_import_jax_after_the_hooks_for_errors() -> None:
+    """``pycollective.distributed.__main__`` needs that: programs set variables that JAX reads when it is imported."""
+    code = "import sys, pycollective.faults.rank_exit, pycollective.faults.monitor; sys.exit('jax' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,422 @@
+// Implementation of monitor.h.
+
+#include "monitor.h"
+
+#include <signal.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <mutex>
+#include <thread>
+
+#include "process.h"
+#include "recorder.h"
+#include "settings.h"
+#include "status.h"
+
+namespace pycollective {
+namespace {
+
+constexpr int64_t kSecondNs = 1000000000;
+constexpr int64_t kAskNs = 3 * kSecondNs;       // for all ranks to tell what they do
+constexpr int64_t kTellNs = 2 * kSecondNs;      // for all ranks to hear that they shall end
+constexpr int64_t kReportNs = 8 * kSecondNs;    // after it has told another rank of a wait, this one reports itself
+constexpr int64_t kEndedNs = 10 * kSecondNs;    // a rank that has ended asks what the others do
+constexpr auto kLastWords = std::chrono::seconds(4);  // for a process that was told to end to end by itself
+
+// The kinds of requests.
+enum Request : int64_t { kTellStatus = 1, kReport, kEndNow, kProcessState };
+
+// Why a rank asks another one to report.
+enum Reason : int64_t { kLongWait = 1, kTooLongWait };
+
+// What the end of the job is; written once.
+struct End {
+  int status = 0;
+  std::string cause;
+};
+
+class Monitor {
+ public:
+  explicit Monitor(MonitorSettings settings)
+      : settings_(std::move(settings)),
+        channel_(settings_.rank, Addresses(), settings_.secret),
+        warn_ns_(settings_.warn_ns),
+        timeout_ns_(settings_.timeout_ns),
+        stacks_(settings_.stack_signal, settings_.stack_fd) {}
+
+  void SetTimeout(int64_t warn_ns, int64_t timeout_ns) {
+    warn_ns_ = warn_ns;
+    timeout_ns_ = timeout_ns;
+  }
+
+  void Start() {
+    server_ = std::thread([this] { Serve(); });
+    watcher_ = std::thread([this] { Watch(); });
+  }
+  void Stop() {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      stopping_ = true;
+    }
+    changed_.notify_all();
+    for (const int fd : settings_.listening) shutdown(fd, SHUT_RDWR);  // it wakes the server
+    watcher_.join();
+    server_.join();
+    for (const int fd : settings_.listening) close(fd);
+  }
+
+  const MonitorSettings& settings() const { return settings_; }
+
+  bool BeginEnd(int status, const std::string& cause) {
+    if (!SetEnd(status, cause)) return false;
+    const std::vector<int> others = Others();
+    WriteRecords(cause);
+    if (!others.empty()) channel_.Ask(others, kEndNow, Writer().Put(status).Put(cause).text(), kTellNs);
+    return true;
+  }
+
+  std::string CauseOfEnd() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return is_told_ ? end_.cause : "";
+  }
+
+  std::string WriteRecords(const std::string& reason) {
+    if (settings_.folder.empty()) return "";
+    for (size_t slash = settings_.folder.find('/', 1);; slash = settings_.folder.find('/', slash + 1)) {
+      mkdir(settings_.folder.substr(0, slash).c_str(), 0777);
+      if (slash == std::string::npos) break;
+    }
+    const std::string path = settings_.folder + "/rank-" + std::to_string(settings_.rank) + ".json";
+    FILE* const file = std::fopen((path + ".part").c_str(), "w");
+    if (file == nullptr) return "";
+    const std::string text = RecorderJson(settings_.rank, size(), reason);
+    const bool written = std::fwrite(text.data(), 1, text.size(), file) == text.size();
+    const bool closed = std::fclose(file) == 0;
+    return written && closed && std::rename((path + ".part").c_str(), path.c_str()) == 0 ? path : "";
+  }
+
+ private:
+  int size() const { return static_cast<int>(settings_.processes.size()); }
+  std::vector<std::vector<Address>> Addresses() const {
+    std::vector<std::vector<Address>> all;
+    for (const Process& process : settings_.processes) all.push_back(process.addresses);
+    return all;
+  }
+  std::vector<int> Others() const {
+    std::vector<int> others;
+    for (int rank = 0; rank < size(); ++rank) {
+      if (rank != settings_.rank && settings_.processes[static_cast<size_t>(rank)].pid != 0) others.push_back(rank);
+    }
+    return others;
+  }
+
+  bool SetEnd(int status, const std::string& cause) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (has_end_) return false;
+    has_end_ = true;
+    end_ = {status, cause};
+    return true;
+  }
+
+  // What other ranks ask -----------------------------------------------------------------------------------------
+
+  void Serve() {
+    const auto answer = [this](int64_t kind, const std::string& text) { return Answer(kind, text); };
+    while (!IsStopping()) channel_.Serve(settings_.listening, kSecondNs / 5, answer);
+  }
+
+  std::string Answer(int64_t kind, const std::string& text) {
+    Reader reader(text);
+    switch (kind) {
+      case kTellStatus: return Packed(StatusOfThisProcess(settings_.rank, Stack()));
+      case kProcessState: {
+        const int64_t rank = reader.Number();
+        const bool is_known = 0 <= rank && rank < size();
+        return Writer().Put(is_known ? StateOf(settings_.processes[static_cast<size_t>(rank)]) : 0).text();
+      }
+      case kReport: {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        asked_ = std::max(asked_, reader.Number());
+        asked_for_ns_ = std::max(asked_for_ns_, reader.Number());
+        changed_.notify_all();
+        return "yes";
+      }
+      case kEndNow: {
+        const int status = static_cast<int>(reader.Number());
+        const std::string cause = reader.Text();
+        if (SetEnd(status, cause)) {
+          WriteRecords(cause);
+          const std::lock_guard<std::mutex> lock(mutex_);
+          is_told_ = true;
+          changed_.notify_all();
+        }
+        return "yes";
+      }
+      default: return "";
+    }
+  }
+
+  std::string Stack() {
+    const std::lock_guard<std::mutex> lock(stacks_mutex_);
+    return stacks_.OfMainThread();
+  }
+
+  // The watch -----------------------------------------------------------------------------------------------------
+
+  bool IsStopping() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return stopping_;
+  }
+
+  void Watch() {
+    int64_t warned_of = -1;
+    for (;;) {
+      const int64_t warn_after_ns = warn_ns_, timeout_ns = timeout_ns_;
+      int64_t interval_ns = kSecondNs;
+      if (timeout_ns > 0) interval_ns = std::min(interval_ns, timeout_ns / 4);
+      int64_t asked, asked_for_ns;
+      {
+        std::unique_lock<std::mutex> lock(mutex_);
+        changed_.wait_for(lock, std::chrono::nanoseconds(interval_ns),
+                          [this] { return stopping_ || is_told_ || asked_ != 0; });
+        if (stopping_) return;
+        if (is_told_) break;
+        if (has_end_) continue;  // this rank ends the job
+        if (getppid() != parent_) {
+          Say("pycollective: the launcher of rank " + std::to_string(settings_.rank) + " has ended; ending this rank.\n");
+          _exit(1);
+        }
+        asked = std::exchange(asked_, 0);
+        asked_for_ns = std::exchange(asked_for_ns_, 0);
+      }
+      int64_t oldest_id = -1, oldest_ns = 0, reason = asked;
+      const int64_t now = NowNs();
+      for (const Record& record : RecordsUnderWay()) {
+        const int64_t age_ns = now - record.created_ns;
+        const bool has_ended = record.operation == kEnd;
+        // A rank may end long before the others. It asks once what they do.
+        const int64_t warn_ns = has_ended ? kEndedNs : warn_after_ns;
+        if (!has_ended && timeout_ns > 0 && age_ns > timeout_ns) reason = kTooLongWait;
+        if (warn_ns > 0 && age_ns > warn_ns && record.id > warned_of && reason == 0) reason = kLongWait;
+        if (reason != 0 && age_ns > oldest_ns) oldest_id = record.id, oldest_ns = age_ns;
+      }
+      if (reason == 0) continue;
+      if (asked == 0) warned_of = std::max(warned_of, oldest_id);
+      oldest_ns = std::max(oldest_ns, asked_for_ns);
+      if (asked != 0 || !AnotherReports(reason, oldest_ns)) Report(reason, oldest_ns);
+    }
+    // Another rank has told this one to end. Its launcher ends it soon; if the launcher cannot, it ends itself.
+    std::this_thread::sleep_for(kLastWords);
+    _exit(end_.status == 0 ? 1 : end_.status);
+  }
+
+  // Lets a lower rank report. Returns false if none answers, so that this rank must.
+  bool AnotherReports(int64_t reason, int64_t age_ns) {
+    int64_t silent_host = -1;
+    for (int rank = 0; rank < settings_.rank; ++rank) {
+      const Process& process = settings_.processes[static_cast<size_t>(rank)];
+      if (process.pid == 0 || process.host == silent_host) continue;
+      const Reply reply = channel_.Ask({rank}, kReport, Writer().Put(reason).Put(age_ns).text(), kTellNs)[0];
+      if (!reply.came) {
+        if (!reply.refused && process.host != Own().host) silent_host = process.host;
+        continue;
+      }
+      if (reason != kTooLongWait) return true;
+      // That rank ends the job. If it does not, the next one tries.
+      std::unique_lock<std::mutex> lock(mutex_);
+      if (changed_.wait_for(lock, std::chrono::nanoseconds(kReportNs), [this] { return stopping_ || has_end_; })) {
+        return true;
+      }
+    }
+    return false;
+  }
+
+  const Process& Own() const { return settings_.processes[static_cast<size_t>(settings_.rank)]; }
+
+  void Report(int64_t reason, int64_t age_ns) {
+    const int64_t now = NowNs();
+    if (reason == kLongWait && last_report_ns_ != 0 && now - last_report_ns_ < kReportNs) return;
+    last_report_ns_ = now;
+    std::vector<Status> statuses = {StatusOfThisProcess(settings_.rank, Stack())};
+    const std::vector<int> others = Others();
+    const std::vector<Reply> replies = channel_.Ask(others, kTellStatus, "", kAskNs);
+    std::vector<int> without;
+    std::vector<bool> refused;
+    for (size_t i = 0; i < others.size(); ++i) {
+      Status status;
+      if (replies[i].came && Unpack(replies[i].text, &status)) {
+        statuses.push_back(status);
+      } else {
+        without.push_back(others[i]);
+        refused.push_back(replies[i].refused);
+      }
+    }
+    std::sort(statuses.begin(), statuses.end(), [](const Status& a, const Status& b) { return a.rank < b.rank; });
+    const bool for_ever = WaitForEnded(statuses);
+    const bool ends = reason == kTooLongWait || for_ever;
+    if (!ends && !IsLongWait(statuses)) return;
+    const std::vector<SilentRank> silent = WhySilent(without, refused, statuses);
+    std::string text = "pycollective: ";
+    if (for_ever && reason != kTooLongWait) {
+      text += "some ranks wait for a rank that has ended; ending all ranks.\n";
+    } else if (ends) {
+      text += "expected an answer from the other ranks within " + Limit(timeout_ns_) + ", got none for " +
+              Seconds(age_ns) + "; ending all ranks (PYCOLLECTIVE_TIMEOUT, or init(timeout=)).\n";
+    } else {
+      text += "a call has waited for " + Seconds(age_ns) + ".";
+      if (timeout_ns_ > 0) text += " All ranks end after " + Limit(timeout_ns_) + ".";
+      text += "\n";
+    }
+    text += DescribeAll(statuses, silent);
+    if (!ends) return Say(text);
+    if (!SetEnd(1, text)) return;
+    const std::string path = WriteRecords(text);
+    if (!path.empty()) text += "  The last calls of each rank are in " + settings_.folder + ".\n";
+    Say(text);
+    channel_.Ask(others, kEndNow, Writer().Put(1).Put(text).text(), kTellNs);
+    KillSilent(without);
+    WaitUntilRead(kTellNs);
+    std::thread([] {  // MPI may not come back
+      if (library != nullptr) library->Abort(1);
+    }).detach();
+    std::this_thread::sleep_for(kLastWords);
+    _exit(1);
+  }
+
+  static std::string Limit(int64_t ns) {
+    char text[32];
+    std::snprintf(text, sizeof(text), "%g s", static_cast<double>(ns) / 1e9);
+    return text;
+  }
+
+  // Whether any rank waits for others; else the wait has ended in the meantime, or only ended ranks wait.
+  static bool IsLongWait(const std::vector<Status>& statuses) {
+    for (const Status& status : statuses) {
+      for (const CallStatus& call : status.under_way) {
+        if (!call.is_wait(kEnd)) return true;
+      }
+    }
+    return false;
+  }
+
+  // Why ranks do not answer, as far as processes of their host can tell.
+  std::vector<SilentRank> WhySilent(const std::vector<int>& ranks, const std::vector<bool>& refused,
+                                    const std::vector<Status>& statuses) {
+    std::vector<SilentRank> silent;
+    for (size_t i = 0; i < ranks.size(); ++i) {
+      const Process& process = settings_.processes[static_cast<size_t>(ranks[i])];
+      const std::string name = "process " + std::to_string(process.pid) + " on host " + process.host_name;
+      bool host_answers = refused[i];
+      int64_t state = -1;
+      if (process.host == Own().host) {
+        state = StateOf(process);
+      } else {
+        for (const Status& status : statuses) {
+          if (settings_.processes[static_cast<size_t>(status.rank)].host != process.host) continue;
+          const Reply reply = channel_.Ask({status.rank}, kProcessState, Writer().Put(ranks[i]).text(), kSecondNs)[0];
+          if (!reply.came) continue;
+          host_answers = true;
+          state = Reader(reply.text).Number();
+          break;
+        }
+      }
+      std::string why;
+      if (state == 'T' || state == 't') {
+        why = "does not answer: " + name + " is stopped";
+      } else if (state == 0 || state == 'Z' || refused[i]) {
+        why = "does not answer: " + name + " has ended";
+      } else if (state > 0) {
+        why = "does not answer, though " + name + " is alive";
+      } else {
+        why = host_answers ? "does not answer: " + name : "cannot be reached: host " + process.host_name +
+              " does not answer";
+      }
+      silent.push_back({ranks[i], why});
+    }
+    return silent;
+  }
+
+  // A stopped process would outlive the job: a launcher's SIGTERM waits until it goes on.
+  void KillSilent(const std::vector<int>& ranks) {
+    for (const int rank : ranks) {
+      const Process& process = settings_.processes[static_cast<size_t>(rank)];
+      if (process.host == Own().host && StateOf(process) != 0) kill(static_cast<pid_t>(process.pid), SIGKILL);
+    }
+  }
+
+  const MonitorSettings settings_;
+  const SideChannel channel_;
+  std::atomic<int64_t> warn_ns_;
+  std::atomic<int64_t> timeout_ns_;
+  std::thread server_;
+  std::thread watcher_;
+  std::mutex stacks_mutex_;
+  const PythonStacks stacks_;
+  const pid_t parent_ = getppid();
+  int64_t last_report_ns_ = 0;
+
+  std::mutex mutex_;  // guards what follows
+  std::condition_variable changed_;
+  bool stopping_ = false;
+  bool has_end_ = false;
+  bool is_told_ = false;  // another rank has told the end
+  End end_;
+  int64_t asked_ = 0;  // Reason
+  int64_t asked_for_ns_ = 0;
+};
+
+std::mutex monitor_mutex;
+Monitor* monitor = nullptr;  // never deleted: a thread may use it while the process ends
+
+Monitor* Current() {
+  const std::lock_guard<std::mutex> lock(monitor_mutex);
+  return monitor;
+}
+
+}  // namespace
+
+void StartMonitor(MonitorSettings settings) {
+  const std::lock_guard<std::mutex> lock(monitor_mutex);
+  if (monitor != nullptr) return;
+  monitor = new Monitor(std::move(settings));
+  monitor->Start();
+}
+
+void StopMonitor() {
+  Monitor* stopped;
+  {
+    const std::lock_guard<std::mutex> lock(monitor_mutex);
+    stopped = std::exchange(monitor, nullptr);
+  }
+  if (stopped != nullptr) stopped->Stop();
+}
+
+void SetMonitorTimeout(int64_t warn_ns, int64_t timeout_ns) {
+  Monitor* const current = Current();
+  if (current != nullptr) current->SetTimeout(warn_ns, timeout_ns);
+}
+
+bool BeginEnd(int status, const std::string& cause) {
+  Monitor* const current = Current();
+  return current == nullptr || current->BeginEnd(status, cause);
+}
+
+std::string CauseOfEnd() {
+  Monitor* const current = Current();
+  return current == nullptr ? "" : current->CauseOfEnd();
+}
+
+std::string WriteRecords(const std::string& reason) {
+  Monitor* const current = Current();
+  return current == nullptr ? "" : current->WriteRecords(reason);
+}
+
+}  // namespace pycollective

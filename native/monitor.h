@@ -1,0 +1,49 @@
+// The monitor of a process: two threads that need neither Python nor MPI.
+//
+// One answers what other ranks ask on the side channel: what this process does (Status), and that it shall end. The other
+// looks at the calls under way. When one lasts too long it tells the lowest rank that answers, which asks all ranks what
+// they do, writes one report, and ends the job.
+
+#ifndef PYCOLLECTIVE_NATIVE_MONITOR_H_
+#define PYCOLLECTIVE_NATIVE_MONITOR_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "process.h"
+
+namespace pycollective {
+
+struct MonitorSettings {
+  int rank = 0;
+  std::vector<Process> processes;  // by their ranks in MPI_COMM_WORLD
+  std::vector<int> listening;  // sockets of this process
+  std::string secret;
+  int64_t warn_ns = 0;     // the age of a call at which all ranks are asked once; 0: never
+  int64_t timeout_ns = 0;  // the age at which the job ends; 0: never
+  // Where this process writes its records when the job fails; "": nowhere.
+  std::string folder;
+  // A signal whose handler writes the stacks of Python's threads to `stack_fd`; 0: there is none.
+  int stack_signal = 0;
+  int stack_fd = -1;
+};
+
+// Starts the threads. They live as long as the process, or until StopMonitor.
+void StartMonitor(MonitorSettings settings);
+void SetMonitorTimeout(int64_t warn_ns, int64_t timeout_ns);
+void StopMonitor();
+
+// Ends the job: tells all other ranks, which write their records, and writes this rank's. Then the caller ends this
+// process. Returns false if another rank has told this one to end before: then that one's cause is the first.
+bool BeginEnd(int status, const std::string& cause);
+
+// The cause of the end of the job, as another rank has told it; "" if none has.
+std::string CauseOfEnd();
+
+// Writes this process's records to the folder of the settings. Returns the path, "" if there is none.
+std::string WriteRecords(const std::string& reason);
+
+}  // namespace pycollective
+
+#endif  // PYCOLLECTIVE_NATIVE_MONITOR_H_

@@ -1,0 +1,47 @@
+// This process and others of its host, as the kernel shows them; what this process prints.
+
+#ifndef PYCOLLECTIVE_NATIVE_PROCESS_H_
+#define PYCOLLECTIVE_NATIVE_PROCESS_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "side_channel.h"
+
+namespace pycollective {
+
+// A process of the job, as the others know it. Those that are not of the job have pid 0.
+struct Process {
+  std::vector<Address> addresses;
+  int64_t pid;
+  int64_t started;  // field 22 of /proc/PID/stat: with the pid it names one process of a host
+  int64_t host;     // processes on one host have the same number
+  std::string host_name;
+};
+
+// The letter of its state, as /proc shows it; 0 if there is no such process on this host any more.
+int64_t StateOf(const Process& process);
+
+// Python's stacks. A signal's handler, which Python's faulthandler has installed, writes them to a file; it needs no lock
+// of the interpreter.
+class PythonStacks {
+ public:
+  // `signal` 0: there is no such handler.
+  PythonStacks(int signal, int file) : signal_(signal), file_(file) {}
+  // Where the main thread stands: a line for each frame, the innermost first. "" if nobody knows. One thread calls it.
+  std::string OfMainThread() const;
+
+ private:
+  const int signal_;
+  const int file_;
+};
+
+// Writes a text to the standard error.
+void Say(const std::string& text);
+// Waits until the launcher has read it, at most `limit_ns`: it may throw away what it has not read when the job ends.
+void WaitUntilRead(int64_t limit_ns);
+
+}  // namespace pycollective
+
+#endif  // PYCOLLECTIVE_NATIVE_PROCESS_H_

@@ -1,0 +1,140 @@
+// The flight recorder: the last calls of this process, and those under way.
+//
+// It is always on. A call writes its record when it begins and adds the time when it ends: some tens of nanoseconds. Any
+// thread may read all records at any time; nobody waits for a lock. What reads them: pycollective.recorder.dump(), the
+// file that each rank writes when a job fails, and the report of a long wait.
+
+#ifndef PYCOLLECTIVE_NATIVE_RECORDER_H_
+#define PYCOLLECTIVE_NATIVE_RECORDER_H_
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "signature.h"
+
+namespace pycollective {
+
+// CLOCK_MONOTONIC in nanoseconds.
+int64_t NowNs();
+
+// What this process may wait for besides the operations of programs: a row's constant, and its name.
+#define PYCOLLECTIVE_WAITS(X)                                                         \
+  X(kFirstCall, "the first call of a function")                                       \
+  X(kSplit, "split")                                                                  \
+  X(kFree, "free")                                                                    \
+  X(kStart, "init")                                                                   \
+  X(kEnd, "the end of the other ranks")
+
+// Record::operation: an Operation, or kFirstWait + the number of a row above.
+enum Wait : int64_t {
+  kBeforeFirstWait = kFirstWait - 1,
+#define PYCOLLECTIVE_CONSTANT(constant, name) constant,
+  PYCOLLECTIVE_WAITS(PYCOLLECTIVE_CONSTANT)
+#undef PYCOLLECTIVE_CONSTANT
+};
+inline constexpr const char* kWaitNames[] = {
+#define PYCOLLECTIVE_NAME(constant, name) name,
+    PYCOLLECTIVE_WAITS(PYCOLLECTIVE_NAME)
+#undef PYCOLLECTIVE_NAME
+};
+
+enum CallState : int64_t {
+  kUnused,     // the slot holds no record
+  kScheduled,  // the call waits for other devices of this rank
+  kStarted,    // it waits for other ranks
+  kCompleted,
+  kFailed,
+};
+inline constexpr const char* kStateNames[] = {"unused", "scheduled", "started", "completed", "failed"};
+
+// One call. All fields have 64 bits: the recorder copies a record word by word.
+struct Record {
+  int64_t id = 0;         // the number of the record in this process, from 0
+  int64_t group = 0;      // Ranks::identity; 0: none
+  int64_t channel = 0;    // its number in Ranks
+  int64_t operation = 0;  // Operation or Wait
+  int64_t seq = 0;        // the number of the call among the collectives of the channel, or among its messages; from 1
+  int64_t dtype = 0;      // XLA's number
+  int64_t reduce_op = -1;
+  int64_t root = -1;
+  int64_t dest = kNoPeer;    // of a message: ranks of the group
+  int64_t source = kNoPeer;
+  int64_t count = 0;         // elements of the operand
+  Dimensions dimensions;     // of the operand
+  int64_t nbytes = 0;        // of the larger of operand and result
+  int64_t site = 0;          // the line that made the call (AddSite); 0: unknown
+  int64_t state = kUnused;
+  int64_t created_ns = 0;    // when the program came to the call; times are those of NowNs
+  int64_t started_ns = 0;    // when the call began to wait for other ranks
+  int64_t completed_ns = 0;
+
+  static constexpr int64_t kNoPeer = -1;
+  static constexpr int64_t kAnyPeer = -2;
+
+  bool is_under_way() const { return state == kScheduled || state == kStarted; }
+  bool is_collective() const;
+  const char* name() const;
+};
+
+// Where a record lies. Words are atomic, since a reader may copy them while the call ends.
+struct Slot {
+  static constexpr size_t kWords = sizeof(Record) / sizeof(int64_t);
+  std::array<std::atomic<int64_t>, kWords> words{};
+  std::atomic<uint64_t> version{0};  // odd while a record is written
+};
+
+// Begins a record, and ends it when this object is destroyed.
+class Recorded {
+ public:
+  Recorded() = default;
+  explicit Recorded(Record record);
+  Recorded(Recorded&& other) noexcept : slot_(std::exchange(other.slot_, nullptr)) {}
+  Recorded& operator=(Recorded&& other) noexcept {
+    Finish(kCompleted);
+    slot_ = std::exchange(other.slot_, nullptr);
+    return *this;
+  }
+  ~Recorded() { Finish(kFailed); }
+
+  // The call ends, as kCompleted or kFailed. kUnused: it leaves no record.
+  void Finish(CallState state);
+
+ private:
+  Slot* slot_ = nullptr;  // null: nothing is under way
+};
+
+// The records that the recorder still has, the oldest first. A record that is under way is always among them.
+std::vector<Record> Records();
+
+// The calls under way, the one that began first in front.
+std::vector<Record> RecordsUnderWay();
+
+// How many calls the recorder keeps.
+inline constexpr size_t kRecords = 2048;
+
+// Lines of programs: the place in the user's code that made a call, "train.py:12 (step)". `site` is a hash of it.
+void AddSite(int64_t site, const std::string& text);
+std::string SiteText(int64_t site);  // "" if it is not known
+
+// Groups of ranks, by Ranks::identity.
+struct Group {
+  std::string name;
+  std::vector<int> ranks;  // in MPI_COMM_WORLD
+};
+void AddGroup(int64_t identity, Group group);
+std::shared_ptr<const Group> FindGroup(int64_t identity);  // null if it is not known
+
+// What the call is, for messages: "allreduce(float32[2,3], op=sum)".
+std::string Describe(const Record& record);
+
+// All that the recorder knows, as one JSON object. The fields are those of PyTorch's flight recorder.
+std::string RecorderJson(int rank, int size, const std::string& reason);
+
+}  // namespace pycollective
+
+#endif  // PYCOLLECTIVE_NATIVE_RECORDER_H_

@@ -1,0 +1,111 @@
+"""The monitor of a rank: native threads that watch its waits and speak with the other ranks without MPI.
+
+Here is what they need to begin: where each process listens, a secret of the job, and a signal that makes Python write
+its stacks. What they do is in ``native/monitor.h``.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import math
+import os
+import secrets
+import signal
+import socket
+from pathlib import Path
+
+from pycollective.config import config
+from pycollective.launch.addresses import LOOPBACK, addresses_of_this_host
+from pycollective.transport import watch
+from pycollective.transport.mpi import MPI
+
+DEFAULT_TIMEOUT_S = 600.0
+"""How long a call may last, if nobody has set a limit."""
+
+_WARNING_S = 60.0
+"""How long a call lasts before a report of all ranks is printed."""
+
+_SECRET_BYTES = 64
+
+
+class _State:
+    """The file into which Python writes its stacks; it must stay open."""
+
+    stacks: int | None = None
+
+
+def start(mpi: MPI.Intracomm, limit: float | None) -> None:
+    """Starts the monitor if there are several ranks. All ranks of ``mpi`` must make this call.
+
+    Args:
+        mpi: the ranks.
+        limit: the seconds that a call may last; None for the default, infinity for no limit.
+    """
+    if mpi.size == 1:
+        return
+    hosts = mpi.allgather(_host())
+    one_host = len(set(hosts)) == 1
+    sockets, addresses = [], []
+    for address in [LOOPBACK] if one_host else addresses_of_this_host():
+        if (found := watch.listen_on(address)) is not None:
+            sockets.append(found[0])
+            addresses.append((address, found[1]))
+    host = hosts[mpi.rank]
+    own = watch.Process(addresses, os.getpid(), _start_of_this_process(), hosts.index(host), host[0])
+    everybody = mpi.allgather((MPI.COMM_WORLD.rank, own))
+    processes = [watch.NO_PROCESS] * MPI.COMM_WORLD.size
+    for rank, process in everybody:
+        processes[rank] = process
+    secret = mpi.bcast(secrets.token_bytes(_SECRET_BYTES) if mpi.rank == 0 else None)
+    folder = mpi.bcast(_folder() if mpi.rank == 0 else None)
+    warn_s, timeout_s = _seconds(limit)
+    watch.start_monitor(
+        watch.Monitoring(
+            MPI.COMM_WORLD.rank, processes, sockets, secret, warn_s, timeout_s, folder, *_stacks_by_signal()
+        )
+    )
+
+
+def set_limit(limit: float | None) -> None:
+    """Changes the limit of :func:`start`."""
+    watch.set_monitor_timeout(*_seconds(limit))
+
+
+def _seconds(limit: float | None) -> tuple[float, float]:
+    """After which wait the monitor prints a report, and after which it ends the job; 0 for never.
+
+    Example:
+        >>> _seconds(None), _seconds(10.0), _seconds(math.inf)
+        ((60.0, 600.0), (0.0, 10.0), (60.0, 0.0))
+    """
+    limit = DEFAULT_TIMEOUT_S if limit is None else limit
+    return _WARNING_S if limit > _WARNING_S else 0.0, 0.0 if math.isinf(limit) else limit
+
+
+def _host() -> tuple[str, ...]:
+    """The host's name, and what tells the containers and network namespaces of one machine apart."""
+    machine = Path("/proc/sys/kernel/random/boot_id").read_text()
+    return (socket.gethostname(), machine, *(str(Path(f"/proc/self/ns/{kind}").readlink()) for kind in ("net", "pid")))
+
+
+def _start_of_this_process() -> int:
+    """Field 22 of ``/proc/self/stat``; the name in field 2 may hold anything."""
+    return int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[22 - 3])
+
+
+def _folder() -> str:
+    """Where the ranks write their records."""
+    if not config.records:
+        return ""
+    job = os.environ.get("SLURM_JOB_ID")
+    return str(Path(config.records).absolute()) + (f"-{job}" if job else "")
+
+
+def _stacks_by_signal() -> tuple[int, int]:
+    """A signal whose handler writes the stacks of Python's threads to a file, and the file. (0, 0): there is none."""
+    for number in range(signal.SIGRTMAX - 1, signal.SIGRTMIN, -1):
+        if signal.getsignal(number) == signal.SIG_DFL:
+            _State.stacks = os.memfd_create("pycollective-stacks")
+            faulthandler.register(number, file=_State.stacks, all_threads=True)
+            return number, _State.stacks
+    return 0, 0

@@ -1,0 +1,159 @@
+"""What the compiled library records of this process's calls, and the monitor that watches them (native/monitor.h)."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from pycollective.transport import compiled
+
+
+def add_site(site: int, text: str) -> None:
+    """Names the line of the user's code that programs call ``site``, as ``"train.py:12 (step)"``."""
+    compiled.library().pycollective_site_add(ctypes.c_int64(site), text.encode())
+
+
+@functools.cache
+def _waits() -> tuple[str, ...]:
+    return compiled.table(compiled.library().pycollective_wait_name)
+
+
+@contextmanager
+def waiting(what: str, group: int = 0) -> Iterator[None]:
+    """Records that this rank waits for others outside programs, as long as the context lasts.
+
+    Args:
+        what: one of the waits of native/recorder.h.
+        group: the identity of the ranks; 0 for all.
+    """
+    begun = compiled.library().pycollective_wait_begin(ctypes.c_int64(_waits().index(what)), ctypes.c_int64(group))
+    succeeded = False
+    try:
+        yield
+        succeeded = True
+    finally:
+        compiled.library().pycollective_wait_end(ctypes.c_void_p(begun), int(succeeded))
+
+
+def _text(address: int) -> str:
+    """A text that the library has allocated."""
+    try:
+        return ctypes.string_at(address).decode(errors="replace")
+    finally:
+        compiled.library().pycollective_text_free(ctypes.c_void_p(address))
+
+
+def recorder_json(rank: int, size: int, reason: str) -> str:
+    """The records of the last calls, and of those under way, as JSON."""
+    return _text(compiled.library().pycollective_recorder_json(rank, size, reason.encode()))
+
+
+def write_records(reason: str) -> str:
+    """Writes them to the folder that the monitor knows, and returns the path; "" if there is none."""
+    return _text(compiled.library().pycollective_records_write(reason.encode()))
+
+
+class Process(NamedTuple):
+    """A process of the job, as the monitors of the others know it.
+
+    Attributes:
+        addresses: where it listens: addresses in digits, and ports.
+        pid: its number on its host.
+        started: when it started, field 22 of ``/proc/PID/stat``.
+        host: a number of its host.
+        host_name: the name of its host.
+    """
+
+    addresses: Sequence[tuple[str, int]]
+    pid: int
+    started: int
+    host: int
+    host_name: str
+
+    def packed(self) -> bytes:
+        """As ``Writer`` of native/side_channel.h packs it."""
+
+        def number(value: int) -> bytes:
+            return value.to_bytes(8, "little", signed=True)
+
+        def text(value: str) -> bytes:
+            return number(len(value.encode())) + value.encode()
+
+        where = b"".join(text(host) + number(port) for host, port in self.addresses)
+        of_process = number(self.pid) + number(self.started) + number(self.host) + text(self.host_name)
+        return number(len(self.addresses)) + where + of_process
+
+
+NO_PROCESS = Process((), 0, 0, 0, "")
+"""In the place of a process that is not of the job."""
+
+
+def listen_on(host: str) -> tuple[int, int] | None:
+    """The socket that listens on an address and its port; None if there is none to be had."""
+    socket = ctypes.c_int32()
+    port = compiled.library().pycollective_monitor_listen(host.encode(), ctypes.byref(socket))
+    return (socket.value, port) if port else None
+
+
+class Monitoring(NamedTuple):
+    """What the monitor needs (native/monitor.h).
+
+    Attributes:
+        rank: this process's place in MPI_COMM_WORLD.
+        processes: those of MPI_COMM_WORLD.
+        sockets: on which this process listens.
+        secret: the job's, which other programs do not know.
+        warn_s: the seconds of a wait after which it prints a report; 0: never.
+        timeout_s: the seconds of a wait after which it ends the job; 0: never.
+        folder: where it writes the records when the job fails; "": nowhere.
+        stack_signal: a signal whose handler writes Python's stacks to ``stack_file``; 0: none.
+        stack_file: the number of an open file.
+    """
+
+    rank: int
+    processes: Sequence[Process]
+    sockets: Sequence[int]
+    secret: bytes
+    warn_s: float
+    timeout_s: float
+    folder: str
+    stack_signal: int
+    stack_file: int
+
+
+def start_monitor(monitoring: Monitoring) -> None:
+    """Starts the threads that watch this process's waits and answer other ranks. The sockets are theirs from now on."""
+    packed = b"".join(process.packed() for process in monitoring.processes)
+    compiled.library().pycollective_monitor_start(
+        monitoring.rank,
+        len(monitoring.processes),
+        packed,
+        ctypes.c_int64(len(packed)),
+        compiled.int32s(monitoring.sockets),
+        len(monitoring.sockets),
+        monitoring.secret,
+        len(monitoring.secret),
+        ctypes.c_double(monitoring.warn_s),
+        ctypes.c_double(monitoring.timeout_s),
+        monitoring.folder.encode(),
+        monitoring.stack_signal,
+        monitoring.stack_file,
+    )
+
+
+def set_monitor_timeout(warn_s: float, timeout_s: float) -> None:
+    """Changes two settings of the monitor."""
+    compiled.library().pycollective_monitor_set_timeout(ctypes.c_double(warn_s), ctypes.c_double(timeout_s))
+
+
+def stop_monitor() -> None:
+    """Ends the monitor's threads."""
+    compiled.library().pycollective_monitor_stop()
+
+
+def begin_end(status: int, cause: str) -> bool:
+    """Tells all ranks that the job ends with this status. False if it ends already, for another cause."""
+    return not compiled.has_started() or bool(compiled.library().pycollective_end_begin(status, cause.encode()))

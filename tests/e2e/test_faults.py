@@ -1,0 +1,179 @@
+"""Faults of one rank: each ends the job within its bound, and one report names the rank and the cause.
+
+The reports come from the monitor of a rank, which asks the others on sockets (native/monitor.h). The tests of
+``test_ends.py`` are about ranks that end by themselves.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.e2e import launch
+from tests.e2e.launch import mpirun
+
+SHORT = 60  # seconds; none of these should take a quarter of it
+
+# Every rank knows the calls already when rank 1 does something else.
+PROGRAM = """
+import ctypes, os, signal, sys, time
+import jax, jax.numpy as jnp
+from jax import lax
+import pycollective as pc
+
+fault = sys.argv[1]
+world = pc.init()
+rank = world.rank
+x = jnp.ones((2, 3))
+step = pc.jit(lambda x: lax.psum(x, "i"), axis_name="i")
+step(x).block_until_ready()
+half = world.split(rank % 2)
+
+
+def loads_data():
+    time.sleep(300)
+
+
+if rank == 1:
+    if fault == "missing":
+        loads_data()
+    elif fault == "lock":  # no other Python thread runs meanwhile
+        ctypes.PyDLL(None).sleep(300)
+    elif fault == "stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif fault == "exit at once":
+        os._exit(0)
+    elif fault == "early":
+        sys.exit(0)
+    elif fault == "receives":
+        pc.recv(x, world, source=0).block_until_ready()
+if fault == "split":
+    if rank == 1:
+        loads_data()
+    world.split(0)
+elif fault == "sends":  # each rank sends before it receives, more than MPI buffers
+    large = jnp.ones(1 << 20)
+    pc.send(large, world, dest=(rank + 1) % world.size)
+    pc.recv(large, world, source=(rank - 1) % world.size).block_until_ready()
+for _ in range(2):
+    step(x).block_until_ready()
+"""
+
+IN_STEP = r"has waited in collective 2 of communicator world, allreduce\(float32\[2,3\], op=sum\), at program.py:11 "
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        (
+            "missing",
+            [
+                rf"ranks 0, 2 have{IN_STEP[3:]}",
+                r"rank 1 makes no call\. Its last one was collective 1 of communicator world, allreduce",
+                r"Python on rank 1:\n +File \".*program.py\", line 17 in loads_data\n",
+                r"Look at rank 1: the others wait for it\.",
+            ],
+        ),
+        pytest.param("lock", [r"Python on rank 1:\n +File \".*program.py\", line 24"], marks=pytest.mark.whole),
+        ("stopped", [r"rank 1 does not answer: process \d+ on host \S+ is stopped\.", "Look at rank 1:"]),
+        pytest.param(
+            "receives", [r"rank 1 has waited in message 1 of communicator world, recv\(float32\[2,3\]\) from rank 0"]
+        ),
+        pytest.param(
+            "split",
+            [r"ranks 0, 2 have waited in split on communicator world", "Look at rank 1:"],
+            marks=pytest.mark.whole,
+        ),
+        pytest.param(
+            "sends",
+            [r"rank 2 has waited in message 1 of communicator world, send\(float32\[1048576\]\) to rank 0"],
+            marks=pytest.mark.whole,
+        ),
+    ],
+)
+def test_a_long_wait_is_reported_once(fault: str, told: list[str], tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    env = {"PYCOLLECTIVE_TIMEOUT": "2", "PYCOLLECTIVE_RECORDS": str(tmp_path / "records")}
+    done = mpirun(3, str(program), fault, timeout=SHORT, env=env)
+    assert done.returncode not in (0, 124, 137), done.stderr
+    assert done.stderr.count("expected an answer from the other ranks within 2 s, got none for") == 1, done.stderr
+    for line in told:
+        assert re.search(line, done.stderr), f"{line}\n{done.stderr}"
+    launch.wait_until_gone(str(program))
+    alive = [0, 2] if fault == "stopped" else [0, 1, 2]  # a stopped rank writes nothing
+    for rank in alive:
+        records = json.loads((tmp_path / "records" / f"rank-{rank}.json").read_text())
+        assert records["rank"] == rank
+        assert "expected an answer" in records["reason"]
+        first = next(entry for entry in records["entries"] if entry["collective_seq_id"] == 1)
+        assert (first["profiling_name"], first["state"]) == ("pycollective:allreduce", "completed")
+        assert first["frames"] == [{"name": "<lambda>", "filename": "program.py", "line": 11}]
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ("exit at once", [r"rank 1 of 3 called os\._exit\(0\) before the job's end; ending all ranks"]),
+        (
+            "early",
+            [
+                "some ranks wait for a rank that has ended; ending all ranks",
+                "rank 1 has ended, and waited for the others",
+                rf"ranks 0, 2 have{IN_STEP[3:]}",
+            ],
+        ),
+    ],
+)
+def test_a_rank_that_leaves_is_reported_without_a_timeout(fault: str, told: list[str], tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    done = mpirun(3, str(program), fault, timeout=SHORT)
+    assert done.returncode not in (0, 124, 137), done.stderr
+    for line in told:
+        assert len(re.findall(line, done.stderr)) == 1, f"{line}\n{done.stderr}"
+    launch.wait_until_gone(str(program))
+
+
+@pytest.mark.whole
+def test_a_rank_whose_launcher_was_killed_ends(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("import pycollective as pc, time\npc.init()\nprint('began', flush=True)\ntime.sleep(300)\n")
+    options = ["--oversubscribe"] if launch.is_open_mpi() else []
+    command = [str(Path(sys.executable).parent / "mpiexec"), *options, "-n", "2", sys.executable, str(program)]
+    env = {**os.environ, **launch.AS_ROOT}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env, start_new_session=True) as launcher:
+        assert launcher.stdout is not None
+        assert [launcher.stdout.readline() for _ in range(2)] == ["began\n"] * 2
+        launcher.send_signal(signal.SIGKILL)
+        launch.wait_until_gone(str(program), 20)
+
+
+def test_a_warning_comes_before_the_end_and_the_job_goes_on(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import time, jax.numpy as jnp, pycollective as pc\n"
+        "from pycollective.faults import monitor\n"
+        "monitor._WARNING_S = 1.0\n"
+        "world = pc.init()\n"
+        "if world.rank == 1:\n"
+        "    time.sleep(3)\n"
+        "print(float(pc.psum(jnp.ones(2), world)[0]))\n"
+    )
+    started = time.monotonic()
+    done = mpirun(2, str(program), timeout=SHORT)
+    assert time.monotonic() - started > 3
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["2.0", "2.0"]
+    assert len(re.findall(r"a call has waited for \d\.\d s\. All ranks end after 600 s\.", done.stderr)) == 1, (
+        done.stderr
+    )
+    assert re.search(r"Python on rank 1:\n +File \".*program.py\", line 6 in <module>", done.stderr), done.stderr
