@@ -4,12 +4,17 @@
 
 #include <time.h>
 #include <unistd.h>
+#ifdef __x86_64__
+#include <x86intrin.h>
+#endif
 
 #include <algorithm>
 #include <chrono>
 #include <cstddef>
 #include <cstring>
 #include <deque>
+#include <fstream>
+#include <initializer_list>
 #include <memory>
 #include <mutex>
 #include <unordered_map>
@@ -25,6 +30,48 @@ std::atomic<uint64_t> next{0};
 
 constexpr size_t kStateWord = offsetof(Record, state) / sizeof(int64_t);
 constexpr size_t kCompletedWord = offsetof(Record, completed_ns) / sizeof(int64_t);
+
+// Reading the processor's counter takes a third of the time of reading the clock. Where Linux itself takes the time from
+// that counter, it runs at one rate on all cores; elsewhere a tick is a nanosecond of the clock.
+class Ticks {
+ public:
+  Ticks() : is_counter_(IsCounter()), first_ticks_(Now()), first_ns_(NowNs()) {}
+
+  int64_t Now() const {
+#ifdef __x86_64__
+    if (is_counter_) return static_cast<int64_t>(__rdtsc());
+#endif
+    return NowNs();
+  }
+
+  // The times of NowNs for some numbers of ticks.
+  void ToNs(std::initializer_list<int64_t*> times) const {
+    if (!is_counter_) return;
+    const double rate = static_cast<double>(NowNs() - first_ns_) / static_cast<double>(Now() - first_ticks_);
+    for (int64_t* time : times) {
+      if (*time != 0) *time = first_ns_ + static_cast<int64_t>(static_cast<double>(*time - first_ticks_) * rate);
+    }
+  }
+
+ private:
+  static bool IsCounter() {
+    std::ifstream file("/sys/devices/system/clocksource/clocksource0/current_clocksource");
+    std::string name;
+#ifdef __x86_64__
+    return std::getline(file, name) && name == "tsc";
+#else
+    return false;
+#endif
+  }
+
+  const bool is_counter_;
+  const int64_t first_ticks_;
+  const int64_t first_ns_;
+};
+
+const Ticks ticks;
+
+void ToNs(Record* record) { ticks.ToNs({&record->created_ns, &record->started_ns, &record->completed_ns}); }
 
 bool IsUnderWay(int64_t state) { return state == kScheduled || state == kStarted; }
 
@@ -43,7 +90,9 @@ bool Read(const Slot& slot, Record* record) {
   for (size_t i = 0; i < Slot::kWords; ++i) words[i] = slot.words[i].load(std::memory_order_acquire);
   if (before % 2 != 0 || slot.version.load(std::memory_order_acquire) != before) return false;
   std::memcpy(static_cast<void*>(record), words, sizeof(*record));
-  return record->state != kUnused;
+  if (record->state == kUnused) return false;
+  ToNs(record);
+  return true;
 }
 
 // A table whose oldest rows go when it is full.
@@ -99,7 +148,7 @@ const char* Record::name() const {
 }
 
 Recorded::Recorded(Record record) {
-  record.created_ns = NowNs();
+  record.created_ns = ticks.Now();
   if (record.state == kStarted) record.started_ns = record.created_ns;
   // A record that is under way keeps its slot. There are far fewer of these than slots: each has a thread.
   for (size_t tries = 0; tries < kRecords; ++tries) {
@@ -115,7 +164,7 @@ Recorded::Recorded(Record record) {
 
 void Recorded::Finish(CallState state) {
   if (slot_ == nullptr) return;
-  slot_->words[kCompletedWord].store(NowNs(), std::memory_order_release);
+  slot_->words[kCompletedWord].store(ticks.Now(), std::memory_order_release);
   slot_->words[kStateWord].store(state, std::memory_order_release);
   slot_ = nullptr;
 }

@@ -69,7 +69,8 @@ struct Record {
   int64_t nbytes = 0;        // of the larger of operand and result
   int64_t site = 0;          // the line that made the call (AddSite); 0: unknown
   int64_t state = kUnused;
-  int64_t created_ns = 0;    // when the program came to the call; times are those of NowNs
+  // Times are those of NowNs; in a slot they are ticks (recorder.cc).
+  int64_t created_ns = 0;    // when the program came to the call
   int64_t started_ns = 0;    // when the call began to wait for other ranks
   int64_t completed_ns = 0;
 
