@@ -157,6 +157,36 @@ PYCOLLECTIVE_EXPORT int64_t pycollective_part_add(const char* name, int64_t fing
   return pycollective::AddCommunicator(std::move(part));
 }
 
+// Lets the ranks of a communicator that was just added take a slot of the board: see Ranks::JoinBoard. Returns null, or a
+// message that stays valid until the next call.
+PYCOLLECTIVE_EXPORT const char* pycollective_board_join(int64_t number) {
+  static std::string error;
+  const auto ranks = FindCommunicator(number)->ranks;
+  const pycollective::Outcome outcome = ranks->JoinBoard(*pycollective::library, ranks->channel(0));
+  if (outcome.ok()) return nullptr;
+  error = std::string(outcome.call) + ": " + pycollective::library->ErrorString(outcome.code);
+  return error.c_str();
+}
+
+// The bytes of the board of so many ranks.
+PYCOLLECTIVE_EXPORT int64_t pycollective_board_bytes(int32_t ranks) {
+  return static_cast<int64_t>(pycollective::BoardSlot::BytesOf(ranks));
+}
+
+// Opens the board of this host: `file` is open, has so many bytes, and is shared by the ranks of MPI_COMM_WORLD in `ranks`.
+// Returns whether it could be mapped.
+PYCOLLECTIVE_EXPORT bool pycollective_board_open(int32_t file, const int32_t* ranks, int32_t count) {
+  void* const memory =
+      mmap(nullptr, pycollective::BoardSlot::BytesOf(count), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+  if (memory == MAP_FAILED) return false;
+  pycollective::BoardSlot::OpenBoard(memory, count);
+  pycollective::SetRanksOfHost({ranks, ranks + count});
+  return true;
+}
+
+// There is no board after all.
+PYCOLLECTIVE_EXPORT void pycollective_board_close() { pycollective::BoardSlot::OpenBoard(nullptr, 0); }
+
 // Frees a communicator: see FreeCommunicator. Returns null, or a message that stays valid until the next call.
 PYCOLLECTIVE_EXPORT const char* pycollective_communicator_free(int64_t number) {
   static std::string error;

@@ -9,7 +9,7 @@ namespace ffi = xla::ffi;
 namespace pycollective {
 
 std::unique_ptr<Library> library;
-Check check = Check::kFirst;
+Check check = Check::kEvery;
 
 namespace {
 
@@ -127,11 +127,31 @@ void Call::BreakTeams() const {
   if (lane_ != nullptr && lane_->team != nullptr) lane_->team->Break();
 }
 
+ffi::Error Call::CompareOnBoard(const Signature& mine) {
+  LazyChannel& channel = lane_->channel;
+  const Post post{mine, participants_.site};
+  const BoardSlot::Difference found = channel.board.Compare(post, [&] { library->Progress(channel); });
+  if (found.rank < 0) return ffi::Error::Success();
+  const bool same = found.theirs.signature == mine;
+  const bool staging = found.theirs.signature.staging != mine.staging;
+  const auto at = [](const std::string& line) { return line.empty() ? line : " at " + line; };
+  return Error(ffi::ErrorCode::kInvalidArgument,
+               "expected the same call on every rank, got " + Describe(mine, staging) + at(SiteText(post.site)) +
+                   " here and " + Describe(found.theirs.signature, staging) + at(found.line) + " on rank " +
+                   std::to_string(found.rank),
+               same      ? "All ranks must make such calls in the same order of lines, and by the same function: else data of "
+                           "one is taken for data of another. PYCOLLECTIVE_CHECK=first compares no lines."
+               : staging ? "All ranks must use devices of one kind, with the same settings."
+                         : "All ranks must run the same collectives in the same order, with the same shapes, dtypes and "
+                           "pytrees.");
+}
+
 ffi::Error Call::CompareWithRanks(const Signature& mine) {
   if (check == Check::kNever) return ffi::Error::Success();
   LazyChannel& channel = lane_->channel;
   const std::lock_guard<std::mutex> lock(channel.mutex);
-  if (check == Check::kFirst && channel.agreed.count(mine) != 0) return ffi::Error::Success();
+  if (check >= Check::kEvery && channel.board.exists()) return CompareOnBoard(mine);
+  if (check != Check::kAlways && channel.agreed.count(mine) != 0) return ffi::Error::Success();
   std::vector<Signature> all(static_cast<size_t>(channel.size));
   const Outcome outcome = library->Allgather(channel, {&mine, all.data(), sizeof(Signature), Type::kUint8});
   if (!outcome.ok()) return ErrorOf(outcome);

@@ -176,9 +176,10 @@ class Call {
     return own.error;
   }
 
-  // Returns an error if another rank makes another call on the channel. Each call is compared when the channel first
-  // meets it: a wrong order, shape or dtype then ends in an error on every rank instead of a hang or a wrong sum.
+  // Returns an error if another rank makes another call on the channel: a wrong order, shape or dtype ends in an error on
+  // every rank instead of a hang or a wrong sum. On a board each call is compared, elsewhere one that is new to the channel.
   xla::ffi::Error CompareWithRanks(const Signature& mine);
+  xla::ffi::Error CompareOnBoard(const Signature& mine);
   void BreakTeams() const;
 
   Operation operation_;

@@ -140,6 +140,9 @@ class Library {
   // Whether our own code makes the reduction (own_reductions.h). It needs host memory.
   virtual bool IsOwn(Op, Type) const = 0;
 
+  // Lets MPI work on what is under way.
+  virtual void Progress(const Channel&) const = 0;
+
   // Ends all processes of MPI_COMM_WORLD.
   virtual void Abort(int status) const = 0;
 

@@ -78,12 +78,28 @@ Outcome Ranks::MakeChannel(const Library& mpi, int number) {
   int64_t made = 0;
   PYCOLLECTIVE_RETURN_IF_FAILED(mpi.CreateComm(auxiliary_, members_, first_tag_ + number, &made));
   channel.collective = made;
+  PYCOLLECTIVE_RETURN_IF_FAILED(JoinBoard(mpi, channel));
   channel.made.store(true, std::memory_order_release);
+  return {};
+}
+
+Outcome Ranks::JoinBoard(const Library& mpi, LazyChannel& channel) {
+  if (channel.size == 1 || !AreOnThisHost(world_)) return {};
+  int64_t number = channel.rank == 0 ? BoardSlot::Take() : -1;
+  PYCOLLECTIVE_RETURN_IF_FAILED(mpi.Bcast(channel, {&number, &number, 1, Type::kInt64}));
+  channel.board = BoardSlot(number, channel.rank, channel.size);
   return {};
 }
 
 Outcome Ranks::FreeChannels(const Library& mpi) {
   Outcome first;
+  for (LazyChannel& channel : channels_) {
+    if (!channel.made || !channel.board.exists()) continue;
+    const Outcome met = mpi.Barrier(channel);  // no rank reads the slot any more
+    if (first.ok()) first = met;
+    if (channel.rank == 0) BoardSlot::Release(channel.board.number());
+    channel.board = BoardSlot();
+  }
   for (size_t number = members_.empty() ? 1 : 0; number < channels_.size(); ++number) {
     LazyChannel& channel = channels_[number];
     if (!channel.made.exchange(false)) continue;
@@ -96,6 +112,22 @@ Outcome Ranks::FreeChannels(const Library& mpi) {
 Team& Communicator::TeamOfCopies(int size) {
   const std::lock_guard<std::mutex> lock(mutex_);
   return teams_of_copies_.try_emplace(size, size).first->second;
+}
+
+// Hosts ----------------------------------------------------------------------------------------------------------
+
+namespace {
+
+std::vector<int> ranks_of_host;  // in MPI_COMM_WORLD; set before the first communicator
+
+}  // namespace
+
+void SetRanksOfHost(std::vector<int> ranks) { ranks_of_host = std::move(ranks); }
+
+bool AreOnThisHost(const std::vector<int>& world_ranks) {
+  return BoardSlot::HasBoard() && std::all_of(world_ranks.begin(), world_ranks.end(), [](int rank) {
+           return std::find(ranks_of_host.begin(), ranks_of_host.end(), rank) != ranks_of_host.end();
+         });
 }
 
 // The table ------------------------------------------------------------------------------------------------------

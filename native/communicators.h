@@ -16,6 +16,7 @@
 #include <unordered_set>
 #include <vector>
 
+#include "board.h"
 #include "collectives.h"
 #include "recorder.h"
 #include "signature.h"
@@ -28,6 +29,9 @@ struct LazyChannel : Channel {
   // Set by the one thread that makes the channel. Other threads read the channel after they have read this, or after a
   // meeting with that thread.
   std::atomic<bool> made{false};
+
+  // Where its ranks post their calls, if they are all on one host.
+  BoardSlot board;
 
   // How many collectives and messages its records have counted.
   std::atomic<int64_t> collectives{0};
@@ -75,6 +79,8 @@ class Ranks {
 
   // Makes a channel if it is not there yet. The devices on one lane of all ranks must make this call.
   Outcome MakeChannel(const Library& mpi, int number);
+  // Lets the ranks of a channel that was just made take a slot of the board. All of them must make this call.
+  Outcome JoinBoard(const Library& mpi, LazyChannel& channel);
   // Frees the channels that MakeChannel has made. All ranks must make this call, and no other call may be under way.
   Outcome FreeChannels(const Library& mpi);
 
@@ -87,6 +93,11 @@ class Ranks {
   int first_tag_;                   // channel i is made under the tag first_tag_ + i
   std::vector<LazyChannel> channels_;
 };
+
+// The ranks of this host that share its board, in MPI_COMM_WORLD.
+void SetRanksOfHost(std::vector<int> ranks);
+// Whether all of these ranks are among them.
+bool AreOnThisHost(const std::vector<int>& world_ranks);
 
 // One device of this process in a communicator. It makes its calls with the devices on the same lane of the other
 // ranks.

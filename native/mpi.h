@@ -35,6 +35,7 @@ namespace pycollective {
   X(Get_count, const void*, H, int*)                                                          \
   X(Group_free, H*)                                                                           \
   X(Group_incl, H, int, const int*, H*)                                                       \
+  X(Iprobe, int, int, H, int*, void*)                                                         \
   X(Irecv, void*, int, H, int, int, H, H*)                                                    \
   X(Isend, const void*, int, H, int, int, H, H*)                                              \
   X(Op_create, void (*)(void*, void*, int*, H*), int, H*)                                     \

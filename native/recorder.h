@@ -67,7 +67,7 @@ struct Record {
   int64_t count = 0;         // elements of the operand
   Dimensions dimensions;     // of the operand
   int64_t nbytes = 0;        // of the larger of operand and result
-  int64_t site = 0;          // the line that made the call (AddSite); 0: unknown
+  int64_t site = 0;          // where the user made the call (AddSite); 0: unknown
   int64_t state = kUnused;
   // Times are those of NowNs; in a slot they are ticks (recorder.cc).
   int64_t created_ns = 0;    // when the program came to the call
@@ -118,7 +118,11 @@ std::vector<Record> RecordsUnderWay();
 // How many calls the recorder keeps.
 inline constexpr size_t kRecords = 2048;
 
-// Lines of programs: the place in the user's code that made a call, "train.py:12 (step)". `site` is a hash of it.
+// Lines of programs: the place in the user's code that made a call, "train.py:12 (step)". `site` has a hash of the function, the
+// number of the line in it, and a hash of the collective's name. This process knows the lines of the programs that it has
+// lowered.
+inline int64_t FunctionOf(int64_t site) { return site >> 40; }
+inline int64_t CollectiveOf(int64_t site) { return site & 0xFFFFF; }
 void AddSite(int64_t site, const std::string& text);
 std::string SiteText(int64_t site);  // "" if it is not known
 

@@ -13,8 +13,9 @@
 
 namespace pycollective {
 
-// When ranks compare what they call: never, when a channel first meets a call, or every time.
-enum class Check : int { kNever, kFirst, kAlways };
+// When ranks compare what they call: never; when a channel first meets a call; each call on the board, and a new call
+// elsewhere; each call.
+enum class Check : int { kNever, kFirst, kEvery, kAlways };
 
 // Python sets both before the first program runs; they do not change while one runs.
 extern std::unique_ptr<Library> library;

@@ -9,9 +9,12 @@ from dataclasses import dataclass
 
 from pycollective.errors import message
 
+MUST_AGREE = ("check", "bucket_bytes", "stage_bytes", "all_lanes")
+"""The settings that must be the same on all ranks: ranks with others would make other calls."""
+
 _BOOLEANS = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
 _LANES = {"one": False, "all": True}
-_CHECKS = {"never": 0, "first": 1, "always": 2}
+_CHECKS = {"never": 0, "first": 1, "every": 2, "always": 3}
 
 
 @dataclass(frozen=True)
@@ -21,8 +24,9 @@ class Config:
     Each attribute names its variable; the documentation's page of settings is made from these lines.
 
     Attributes:
-        check: when ranks compare what they call: never, the first time that a communicator meets a call, or every time
-            (``PYCOLLECTIVE_CHECK=never|first|always``, default ``first``).
+        check: when ranks compare what they call: never; the first time that a communicator meets a call; every time
+            where all its ranks are on one host, else the first time; or always, whatever it costs
+            (``PYCOLLECTIVE_CHECK=never|first|every|always``, default ``every``).
         malloc: the process keeps freed memory for later arrays (``PYCOLLECTIVE_MALLOC=on|off``, default ``on``).
         timeout: how many seconds a rank may wait for the others in one call before the job is ended with a report, or
             ``off`` (``PYCOLLECTIVE_TIMEOUT``, default 600). If it is given, it is also the limit at a rank's end.
@@ -41,7 +45,7 @@ class Config:
             (``PYCOLLECTIVE_LANES=one|all``, default ``one``). The same on all ranks.
     """
 
-    check: int = 1  # 0 never, 1 the first time, 2 every time
+    check: int = 2  # the numbers are those of _CHECKS
     malloc: bool = True
     timeout: float | None = None  # None: not given; infinity: off
     records: str = "pycollective-records"  # "": off
@@ -104,10 +108,10 @@ def read(environ: Mapping[str, str]) -> Config:
 
     Example:
         >>> read({"PYCOLLECTIVE_CHECK": "always"}).check
-        2
+        3
     """
     return Config(
-        check=_choice(environ, "PYCOLLECTIVE_CHECK", _CHECKS, 1),  # type: ignore[arg-type]
+        check=_choice(environ, "PYCOLLECTIVE_CHECK", _CHECKS, Config.check),  # type: ignore[arg-type]
         malloc=_choice(environ, "PYCOLLECTIVE_MALLOC", _BOOLEANS, True),  # type: ignore[arg-type]
         timeout=_seconds(environ, "PYCOLLECTIVE_TIMEOUT"),
         records=_folder(environ, "PYCOLLECTIVE_RECORDS", Config.records),

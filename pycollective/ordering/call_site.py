@@ -2,8 +2,8 @@
 
 A program carries a hash of the line, the attribute ``site`` of its handlers. The hash must not change when somebody
 edits another function of the file, or JAX's compilation cache would lose the program. So it is made from the names of
-the file and the function, the number of the line inside the function, and the function of this package or of JAX that
-the line calls.
+the file and the function, and the number of the line inside the function. The name of the collective is part of it as
+well: a sum and a mean are the same call between ranks.
 """
 
 from __future__ import annotations
@@ -24,6 +24,26 @@ _NOT_THE_USERS = tuple(
 """Folders whose functions stand between the user's line and the primitive. Libraries of networks are users."""
 
 
+_COLLECTIVES = frozenset(
+    [
+        "all_gather",
+        "all_to_all",
+        "exscan",
+        "pbroadcast",
+        "pmax",
+        "pmean",
+        "pmin",
+        "ppermute",
+        "pshuffle",
+        "psum",
+        "psum_scatter",
+        "pswapaxes",
+        "scan",
+    ]
+)
+"""The names of the functions that make collectives of all ranks' data."""
+
+
 class CallSite(NamedTuple):
     """A line that makes a collective.
 
@@ -32,14 +52,14 @@ class CallSite(NamedTuple):
         line: the number of the line in it.
         function: the function around the line.
         line_in_function: the number of the line from the function's first line, which is 0.
-        entry: the function that the line calls, such as ``psum``.
+        collective: the function of JAX or of this package that makes the call, such as ``pmean``; "" if nobody knows.
     """
 
     file: str
     line: int
     function: str
     line_in_function: int
-    entry: str
+    collective: str
 
     @property
     def text(self) -> str:
@@ -48,11 +68,16 @@ class CallSite(NamedTuple):
 
     @property
     def site(self) -> int:
-        """A hash, which is the same on every rank; not 0."""
+        """The same on every rank, and not 0: 24 bits for the function, 20 for the line, 20 for the collective."""
         is_cell = self.file.startswith("<") or self.file.removesuffix(".py").isdecimal()  # of IPython or a notebook
         file = "" if is_cell else self.file  # a cell has another name in each process
-        facts = repr((file, self.function, self.line_in_function, self.entry))
-        return int.from_bytes(hashlib.blake2b(facts.encode(), digest_size=8).digest(), "little", signed=True) | 1
+        function, collective = _hash((file, self.function), 24), _hash(self.collective, 20) | 1
+        bits = function << 40 | (self.line_in_function & 0xFFFFF) << 20 | collective
+        return bits - (1 << 64) if bits >> 63 else bits  # as an int64
+
+
+def _hash(facts: object, bits: int) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(facts).encode(), digest_size=8).digest(), "little") % (1 << bits)
 
 
 def site_of_lowered() -> int:
@@ -72,10 +97,11 @@ def _innermost(frames: list[jax_internals.Frame]) -> CallSite | None:
         >>> _innermost([frame(jax.__file__, "psum", 1, 7), frame("/home/me/train.py", "step", 10, 12)]).text
         'train.py:12 (step)'
     """
-    entry = ""
+    collective = ""
     for frame in frames:
         if not frame.file.startswith(_NOT_THE_USERS):
             file = frame.file if frame.file.startswith("<") else Path(frame.file).name
-            return CallSite(file, frame.line, frame.function, frame.line - frame.first_line, entry)
-        entry = frame.function
+            return CallSite(file, frame.line, frame.function, frame.line - frame.first_line, collective)
+        if frame.function in _COLLECTIVES:  # pmean calls psum
+            collective = frame.function
     return None

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import jax
 
-from pycollective.config import config
+from pycollective.config import MUST_AGREE, config
 from pycollective.errors import message
 from pycollective.faults import monitor, rank_exit
 from pycollective.launch import child_processes, started_by
@@ -15,7 +15,7 @@ from pycollective.ordering import dispatch
 from pycollective.ranks import accelerators
 from pycollective.ranks.devices import local_devices
 from pycollective.ranks.xla_threads import shared_cores
-from pycollective.transport import chosen, native, runtime, watch
+from pycollective.transport import board, chosen, native, runtime, watch
 from pycollective.transport.mpi import MPI, host_of
 
 
@@ -83,7 +83,9 @@ def start_mpi(mpi: MPI.Intracomm, limit: float | None) -> None:
     limit = config.timeout if limit is None else limit
     rank_exit.wait_for_all_at_start(mpi, monitor.DEFAULT_TIMEOUT_S if limit is None else limit)
     with host_of(mpi) as neighbours:
+        _compare_settings(mpi)
         native.start(neighbours.size)  # it tunes malloc, so it comes before JAX's backend starts threads
+        board.open_board(neighbours)
         monitor.start(mpi, limit)
         accelerators.take_own(neighbours)
     _state.mpi_started = True
@@ -132,6 +134,19 @@ def start(
             native.start_accelerators(kind, direct=mpi.allreduce(direct, op=MPI.LAND))
     rank_exit.end_in_order(dispatch.flush, _state.timeout)
     _state.started = True
+
+
+def _compare_settings(mpi: MPI.Intracomm) -> None:
+    """Raises ValueError on all ranks if a setting that must be the same on all differs."""
+    everybody = mpi.allgather([getattr(config, name) for name in MUST_AGREE])
+    for number, name in enumerate(MUST_AGREE):
+        values = [settings[number] for settings in everybody]
+        if len(set(values)) > 1:
+            other = next(rank for rank, value in enumerate(values) if value != values[0])
+            expected = f"the same setting {name} on all ranks"
+            got = f"{values[0]} on rank 0 and {values[other]} on rank {other}"
+            remedy = "Set its variable alike on all hosts; the page of settings names it."
+            raise ValueError(message("init", expected, got, remedy, rank=mpi.rank, size=mpi.size))
 
 
 def _choose_transport(mpi: MPI.Intracomm, name: str | None) -> None:

@@ -213,7 +213,7 @@ class Whole(NamedTuple):
 
 
 def add_communicator(whole: Whole) -> int:
-    """Makes a communicator known to the handlers.
+    """Makes a communicator known to the handlers. All its ranks must make this call.
 
     Returns:
         The number by which compiled programs name it.
@@ -230,6 +230,10 @@ def add_communicator(whole: Whole) -> int:
         ctypes.c_int64(whole.identity),
         int32s(whole.world_ranks),
     )
+    error = library().pycollective_board_join(ctypes.c_int64(number))
+    if error:
+        remedy = "Look for another call on its ranks."
+        raise RuntimeError(message("Communicator", "MPI to tell its ranks a number", error.decode(), remedy))
     return int(number)
 
 

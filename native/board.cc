@@ -1,0 +1,152 @@
+// Implementation of board.h.
+//
+// Each rank has two cells in a slot, for its calls of even and of odd number. Two are enough: a rank that posts call n + 2 has
+// seen all posts of call n + 1, so every rank has posted that, and is done with the posts of call n.
+
+#include "board.h"
+
+#include <sched.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+
+#include "recorder.h"
+
+namespace pycollective {
+namespace {
+
+constexpr int64_t kSlots = 256;
+constexpr size_t kLineBytes = 64;
+constexpr int kSpins = 200;               // a few microseconds
+constexpr int kYieldsPerProgress = 16;
+constexpr int64_t kTellNs = 2000000000;   // how long a rank waits for the line of a call that does not match
+
+void Relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// Whether the data of all ranks has the same part in the call.
+bool IsSymmetric(int32_t operation) {
+  return IsCollective(operation) && operation != kBarrier && operation != kBcast && operation != kReduce &&
+         operation != kGather && operation != kScatter;
+}
+
+char* board = nullptr;
+int ranks_of_host = 0;
+
+std::atomic<uint64_t>* Taken() { return reinterpret_cast<std::atomic<uint64_t>*>(board); }
+
+}  // namespace
+
+bool Post::Matches(const Post& other) const {
+  if (!(signature == other.signature)) return false;
+  if (site == other.site || site == 0 || other.site == 0 || !IsSymmetric(signature.operation)) return true;
+  const bool same_function = FunctionOf(site) == FunctionOf(other.site);
+  const bool same_collective = CollectiveOf(site) == CollectiveOf(other.site);
+  return same_collective && !same_function && SiteText(other.site).empty();
+}
+
+// The first line of the cache is all that ranks read of a call that matches.
+struct alignas(64) BoardSlot::Cell {
+  std::atomic<uint64_t> posted;  // the number of the call; calls begin at 1
+  uint64_t digest;               // of the signature
+  int64_t site;
+  std::atomic<uint64_t> told;    // the number of the call whose line stands below
+  char padding[32];
+  Signature signature;
+  char line[kLineBytes];
+};
+
+namespace {
+
+constexpr size_t kHeadBytes = kSlots / 8;
+
+}  // namespace
+
+size_t BoardSlot::BytesOf(int ranks) {
+  return kHeadBytes + static_cast<size_t>(kSlots) * static_cast<size_t>(ranks) * 2 * sizeof(Cell);
+}
+
+void BoardSlot::OpenBoard(void* memory, int ranks) {
+  board = static_cast<char*>(memory);
+  ranks_of_host = ranks;
+}
+
+bool BoardSlot::HasBoard() { return board != nullptr; }
+
+BoardSlot::Cell& BoardSlot::CellOf(int rank, uint64_t call) const {
+  const size_t index = (static_cast<size_t>(number_) * static_cast<size_t>(ranks_of_host) + static_cast<size_t>(rank)) * 2;
+  return reinterpret_cast<Cell*>(board + kHeadBytes)[index + call % 2];
+}
+
+int64_t BoardSlot::Take() {
+  if (board == nullptr) return -1;
+  for (int64_t number = 0; number < kSlots; ++number) {
+    std::atomic<uint64_t>& word = Taken()[number / 64];
+    const uint64_t bit = uint64_t{1} << (number % 64);
+    if ((word.fetch_or(bit, std::memory_order_acq_rel) & bit) != 0) continue;
+    for (int rank = 0; rank < ranks_of_host; ++rank) {
+      for (uint64_t parity = 0; parity < 2; ++parity) {
+        Cell& cell = BoardSlot(number, 0, 0).CellOf(rank, parity);
+        cell.posted.store(0, std::memory_order_relaxed);
+        cell.told.store(0, std::memory_order_relaxed);
+      }
+    }
+    return number;
+  }
+  return -1;
+}
+
+void BoardSlot::Release(int64_t number) {
+  if (board == nullptr || number < 0) return;
+  Taken()[number / 64].fetch_and(~(uint64_t{1} << (number % 64)), std::memory_order_acq_rel);
+}
+
+BoardSlot::Difference BoardSlot::Compare(const Post& post, const std::function<void()>& progress) {
+  const uint64_t call = ++calls_;
+  Cell& own = CellOf(rank_, call);
+  own.digest = static_cast<uint64_t>(SignatureHash()(post.signature));
+  own.site = post.site;
+  own.signature = post.signature;
+  own.posted.store(call, std::memory_order_release);
+
+  const auto wait = [&](const std::atomic<uint64_t>& number, int64_t until_ns) {
+    for (int64_t spins = 0; number.load(std::memory_order_acquire) < call; ++spins) {
+      if (spins < kSpins) {
+        Relax();
+        continue;
+      }
+      sched_yield();
+      if (spins % kYieldsPerProgress == 0) progress();
+      if (until_ns != 0 && NowNs() > until_ns) return;
+    }
+  };
+  Difference difference;
+  for (int rank = 0; rank < size_; ++rank) {
+    if (rank == rank_) continue;
+    const Cell& cell = CellOf(rank, call);
+    wait(cell.posted, 0);
+    if (difference.rank >= 0) continue;
+    const bool alike = cell.digest == own.digest && cell.site == own.site;
+    if (!alike || !(cell.signature == own.signature)) {
+      const Post theirs{cell.signature, cell.site};
+      if (!post.Matches(theirs)) difference = {rank, theirs, ""};
+    }
+  }
+  if (difference.rank < 0) return difference;
+  const std::string line = SiteText(post.site);
+  std::memset(own.line, 0, sizeof(own.line));
+  std::memcpy(own.line, line.data(), std::min(line.size(), sizeof(own.line) - 1));
+  own.told.store(call, std::memory_order_release);
+  const Cell& theirs = CellOf(difference.rank, call);
+  wait(theirs.told, NowNs() + kTellNs);
+  if (theirs.told.load(std::memory_order_acquire) == call) difference.line = theirs.line;
+  return difference;
+}
+
+}  // namespace pycollective

@@ -1,0 +1,72 @@
+// The board of a host: shared memory in which the ranks of the host post what they are about to call.
+//
+// Before a collective each rank posts its call and waits until all others have posted theirs. If they differ, every rank
+// gets an error, and none has called MPI. A rank that waits here would otherwise wait in the collective.
+
+#ifndef PYCOLLECTIVE_NATIVE_BOARD_H_
+#define PYCOLLECTIVE_NATIVE_BOARD_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <string>
+
+#include "signature.h"
+
+namespace pycollective {
+
+// What a rank posts for one call.
+struct Post {
+  Signature signature;
+  int64_t site = 0;  // the line that made the call; 0: unknown
+
+  // Whether the other rank makes the same call as this one. That concerns the line too, where the data of all ranks has the
+  // same part in the call: two sums of equal shapes in another order would mix, and so would a sum and a mean, which are one
+  // call. A rank may make the call in a function that this rank does not run.
+  bool Matches(const Post& other) const;
+};
+
+// The posts of the ranks of one channel. All of them are on one host.
+class BoardSlot {
+ public:
+  // The bytes of the shared memory of `ranks` ranks. It begins with zeros.
+  static size_t BytesOf(int ranks);
+
+  // Opens the board of this host, in memory that its ranks share: `ranks` of them.
+  static void OpenBoard(void* memory, int ranks);
+  static bool HasBoard();
+
+  // Takes a free slot and returns its number; -1: there is none. One rank of the channel does so, and tells the others.
+  static int64_t Take();
+  static void Release(int64_t number);
+
+  BoardSlot() = default;
+  // The slot of this rank, number `rank` of `size`.
+  BoardSlot(int64_t number, int rank, int size) : number_(number), rank_(rank), size_(size) {}
+
+  bool exists() const { return number_ >= 0; }
+  int64_t number() const { return number_; }
+
+  // A call of another rank that does not match.
+  struct Difference {
+    int rank = -1;  // -1: all calls match
+    Post theirs;
+    std::string line;
+  };
+
+  // Posts a call and waits for the posts of the others. `progress` is called from time to time while it waits.
+  Difference Compare(const Post& post, const std::function<void()>& progress);
+
+ private:
+  struct Cell;
+  Cell& CellOf(int rank, uint64_t call) const;
+
+  int64_t number_ = -1;
+  int rank_ = 0;
+  int size_ = 0;
+  uint64_t calls_ = 0;
+};
+
+}  // namespace pycollective
+
+#endif  // PYCOLLECTIVE_NATIVE_BOARD_H_

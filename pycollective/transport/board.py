@@ -1,0 +1,48 @@
+"""The board of a host: shared memory in which its ranks post what they are about to call (native/board.h).
+
+It is a file without a name, which the ranks of the host open through the first of them. Nothing is left of it when they
+end, whatever ends them.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+
+from pycollective.transport import compiled
+from pycollective.transport.mpi import MPI
+
+
+def open_board(neighbours: MPI.Intracomm) -> bool:
+    """Opens the board. All ranks of this host must make this call.
+
+    Args:
+        neighbours: the ranks of this host.
+
+    Returns:
+        Whether there is a board; the same on all of them. There is none for a rank alone, or if ranks of other users or
+        containers may not open the file.
+    """
+    if neighbours.size == 1:
+        return False
+    first = neighbours.rank == 0
+    file = None
+    if first:
+        with suppress(OSError):
+            file = os.memfd_create("pycollective-board")
+            os.ftruncate(file, compiled.library().pycollective_board_bytes(neighbours.size))
+    pid, number = neighbours.bcast((os.getpid(), file) if first else None)
+    if not first and number is not None:
+        with suppress(OSError):
+            file = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+    members = neighbours.allgather(MPI.COMM_WORLD.rank)
+    is_open = neighbours.allreduce(file is not None, op=MPI.LAND)
+    if is_open:
+        ranks = compiled.int32s(members)
+        is_open = bool(compiled.library().pycollective_board_open(file, ranks, neighbours.size))
+    is_open = neighbours.allreduce(is_open, op=MPI.LAND)  # so the first rank does not close its file before
+    if not is_open:
+        compiled.library().pycollective_board_close()
+    if file is not None:
+        os.close(file)
+    return is_open

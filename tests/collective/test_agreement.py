@@ -1,0 +1,142 @@
+"""Calls that differ between ranks and that the ranks know already: an error on every rank, and the next call is right.
+
+All ranks are on one host here, so each call is compared before it begins (native/board.h).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import pycollective as pc
+from pycollective.config import config
+from tests.collective.programs import RUNTIME_ERRORS
+
+alone = MPI.COMM_WORLD.size == 1
+pytestmark = [
+    pytest.mark.skipif(alone, reason="LOUD: one rank has nobody to differ from"),
+    pytest.mark.skipif(config.check < 2, reason="LOUD: PYCOLLECTIVE_CHECK leaves calls out"),
+]
+
+X = np.arange(6, dtype=np.float32).reshape(2, 3)
+Program = Callable[[jax.Array], jax.Array]
+
+
+@pytest.fixture
+def programs(world: pc.Communicator) -> dict[str, Program]:
+    """Programs that every rank has run already, with each of the operands of the tests."""
+    made = {
+        "sum": jax.jit(lambda x: pc.psum(x, world)),
+        "max": jax.jit(lambda x: pc.pmax(x, world)),
+        "gather": jax.jit(lambda x: pc.all_gather(x, world)),
+        "from first": jax.jit(lambda x: pc.broadcast(x, world, root=0)),
+        "from last": jax.jit(lambda x: pc.broadcast(x, world, root=world.size - 1)),
+        "to next": jax.jit(lambda x: pc.ppermute(x, world, [(r, (r + 1) % world.size) for r in range(world.size)])),
+        "nowhere": jax.jit(lambda x: pc.ppermute(x, world, [])),
+    }
+    for program in made.values():
+        for operand in OPERANDS.values():
+            jax.block_until_ready(program(operand))
+    return made
+
+
+OPERANDS = {"x": X, "transposed": X.T, "longer": np.ones((4, 3), np.float32), "integers": X.astype(np.int32)}
+
+
+@pytest.mark.parametrize(
+    ("first", "others"),
+    [
+        (("sum", "x"), ("max", "x")),
+        (("sum", "x"), ("gather", "x")),
+        (("sum", "x"), ("sum", "transposed")),
+        (("sum", "x"), ("sum", "longer")),
+        (("sum", "x"), ("sum", "integers")),
+        (("gather", "x"), ("gather", "integers")),
+        (("gather", "x"), ("gather", "transposed")),
+        (("from first", "x"), ("from last", "x")),
+        (("to next", "x"), ("nowhere", "x")),
+    ],
+    ids=str,
+)
+def test_known_calls_that_differ(
+    first: tuple[str, str], others: tuple[str, str], programs: dict[str, Program], world: pc.Communicator
+) -> None:
+    program, operand = first if world.rank == 0 else others
+    other = 1 if world.rank == 0 else 0
+    with pytest.raises(RUNTIME_ERRORS, match=rf"expected the same call on every rank, got .* on rank {other} \(rank"):
+        jax.block_until_ready(programs[program](OPERANDS[operand]))
+    np.testing.assert_array_equal(programs["sum"](X), X * world.size)
+
+
+def test_equal_sums_in_another_order(world: pc.Communicator) -> None:
+    @jax.jit
+    def swapped(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+        if world.rank == 0:
+            first = pc.psum(x, world)
+            return first, pc.psum(y, world)
+        second = pc.psum(y, world)
+        return pc.psum(x, world), second
+
+    message = r"allreduce\(float32\[2,3\], op=sum\) at test_agreement.py:\d+ .* here and .* at test_agreement.py:\d+ "
+    with pytest.raises(RUNTIME_ERRORS, match=message):
+        jax.block_until_ready(swapped(X, 2 * X))
+    np.testing.assert_array_equal(pc.psum(X, world), X * world.size)
+
+
+def test_a_sum_here_and_a_mean_there(world: pc.Communicator) -> None:
+    @jax.jit
+    def reduced(x: jax.Array) -> jax.Array:
+        return (pc.psum if world.rank == 0 else pc.pmean)(x, world)
+
+    with pytest.raises(RUNTIME_ERRORS, match="expected the same call on every rank"):
+        jax.block_until_ready(reduced(X))
+
+
+def test_ranks_run_functions_of_their_own(world: pc.Communicator) -> None:
+    """They make equal calls at lines that the other ranks do not have, as the stages of a pipeline do."""
+
+    def first_stage(x: jax.Array) -> jax.Array:
+        return pc.psum(x, world)
+
+    def other_stage(x: jax.Array) -> jax.Array:
+        return pc.psum(x, world)
+
+    stage = jax.jit(first_stage if world.rank == 0 else other_stage)
+    np.testing.assert_array_equal(stage(X), X * world.size)
+
+
+def test_ranks_come_to_a_barrier_and_to_a_root_from_lines_of_their_own(world: pc.Communicator) -> None:
+    @jax.jit
+    def of_root(x: jax.Array) -> jax.Array:
+        if world.rank == 0:
+            pc.barrier(world)
+            return pc.broadcast(x, world, root=0)
+        pc.barrier(world)
+        return pc.broadcast(jnp.zeros_like(x), world, root=0)
+
+    np.testing.assert_array_equal(of_root(X), X)
+
+
+def test_many_communicators_take_and_leave_slots_of_the_board(world: pc.Communicator) -> None:
+    """There are 256 slots; each of these communicators takes one and gives it back."""
+    for cycle in range(1000):
+        part = world.split(0)
+        assert part is not None
+        if cycle % 100 == 0:
+            np.testing.assert_array_equal(pc.psum(X, part), X * world.size)
+        part.free()
+
+
+def test_more_communicators_than_slots(world: pc.Communicator) -> None:
+    parts = [world.split(0) for _ in range(300)]
+    for part in parts[::50]:
+        assert part is not None
+        np.testing.assert_array_equal(pc.psum(X, part), X * world.size)
+    for part in parts:
+        assert part is not None
+        part.free()
