@@ -1,6 +1,7 @@
 """The public names, a line for each, and the files that define them; lazy_loader reads this, as type checkers do."""
 
 from . import distributed as distributed
+from .collectives.equality import assert_equal_across as assert_equal_across
 from .collectives.jax_collectives import all_gather as all_gather
 from .collectives.jax_collectives import all_to_all as all_to_all
 from .collectives.jax_collectives import axis_index as axis_index
