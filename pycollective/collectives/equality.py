@@ -161,8 +161,8 @@ def _read_alike(
     digest = hashlib.sha256()
     failure: Exception | None = None
     try:
-        for path in sorted(leaves):
-            leaf = _read(comm, path, leaves[path])
+        for path, value in leaves.items():
+            leaf = _read(comm, path, value)
             element_bytes = leaf.elements.nbytes // max(1, len(leaf.elements))
             entries[path] = _Entry(path, leaf.type, leaf.shape, element_bytes, leaf.digest())
             digest.update(repr(entries[path]).encode())
@@ -184,7 +184,7 @@ def _read_alike(
             fail(RuntimeError, _WHERE, comm, expected, got, "Look at the error of that rank.")
     if len({other[2:] for other in outcomes}) == 1 and not copies:
         return None, copies
-    return {path: entries[path] for path in leaves}, copies
+    return entries, copies
 
 
 def _read(comm: Communicator, path: str, leaf: Any) -> HostLeaf:

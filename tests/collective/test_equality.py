@@ -258,6 +258,15 @@ def test_trees(comm: pc.Communicator) -> None:
     )
 
 
+def test_a_leaf_that_one_rank_lacks_and_another_has_otherwise(world: pc.Communicator) -> None:
+    if world.size > 2:
+        tree = {0: {"a": 1}, 1: {}, 2: {"a": 3}}.get(world.rank, {"a": 1})
+        assert told(tree, world) == [
+            "['a']: int64[] on rank 0, not on rank 1",
+            "['a']: rank 2 differs from rank 0 in 1 of 1 element, by at most 2: 1 on rank 0, 3 on rank 2",
+        ]
+
+
 def test_containers_do_not_count(comm: pc.Communicator) -> None:
     is_last = comm.rank == comm.size - 1
     pc.assert_equal_across({"a": (1, 2), "b": None} if is_last else {"a": [1, 2]}, comm)
