@@ -79,7 +79,7 @@ def read(leaf: Any) -> HostLeaf:
         if not elements.dtype.isnative:
             elements = elements.astype(elements.dtype.newbyteorder("="))
         shape, name = elements.shape, "float0" if elements.dtype == jax.dtypes.float0 else elements.dtype.name
-    elements = np.ascontiguousarray(elements).reshape(math.prod(shape), *elements.shape[len(shape) :])
+    elements = elements.reshape(math.prod(shape), *elements.shape[len(shape) :])
     return HostLeaf(f"{name}[{','.join(map(str, shape))}]", shape, elements, copies)
 
 

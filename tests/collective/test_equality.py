@@ -184,6 +184,13 @@ def test_values_and_bits(comm: pc.Communicator) -> None:
     check_last(comm, x, y, want)
 
 
+def test_bools_of_which_one_differs_in_unused_bits(comm: pc.Communicator) -> None:
+    x, y = (np.array(pattern, np.uint8).view(bool) for pattern in ([1, 0], [2, 1]))
+    for line in told_of_last(comm, x, y):
+        want = "in 1 of 2 elements, and in the bits alone of 1 of 2 elements, at [1]: False on rank 0, True on"
+        assert want in line
+
+
 def test_a_nan_in_one_part_of_a_complex_number(comm: pc.Communicator) -> None:
     x, y = np.array([complex(np.nan, 1)]), np.array([complex(np.nan, 3)])
     for line in told_of_last(comm, x, y):
@@ -195,6 +202,8 @@ def test_how_an_array_lies_in_memory_is_no_difference(comm: pc.Communicator) -> 
     same = [x, np.asfortranarray(x), x.astype(">f4"), jnp.asarray(x), x[:, ::-1].copy()[:, ::-1]]
     pc.assert_equal_across(same[comm.rank % 5], comm)
     pc.assert_equal_across(same[(comm.rank + 2) % 5], comm)
+    y = np.arange(4)
+    pc.assert_equal_across([y.repeat(2)[::2], y[::-1].copy()[::-1], y][comm.rank % 3], comm)
 
 
 # Keys -----------------------------------------------------------------------------------------------------
@@ -303,13 +312,6 @@ def test_two_leaves_of_one_path(comm: pc.Communicator) -> None:
             assert line.startswith(f"{path}: rank {comm.size - 1} differs")
 
 
-def test_many_leaves(comm: pc.Communicator) -> None:
-    lines = told_of_last(comm, list(range(20)), [i if i % 2 else -1 for i in range(20)])
-    if comm.size > 1:
-        assert [line.split(":")[0] for line in lines] == ["[0]", "[2]", "[4]", "[6]", "[8]", "and 5 more"]
-        assert all("by at most" in line for line in lines[:5])
-
-
 # What travels ---------------------------------------------------------------------------------------------
 
 
@@ -331,6 +333,15 @@ def test_equal_leaves_do_not_travel(comm: pc.Communicator, exchanges: list[int])
     pc.assert_equal_across({str(i): jnp.ones(10_000) for i in range(100)}, comm)
     assert len(exchanges) == 1
     assert exchanges[0] < 200
+
+
+def test_of_many_leaves_the_first_travel(comm: pc.Communicator, exchanges: list[int]) -> None:
+    lines = told_of_last(comm, list(range(20)), [i if i % 2 else -1 for i in range(20)])
+    if comm.size > 1:
+        assert [line.split(":")[0] for line in lines] == ["[0]", "[2]", "[4]", "[6]", "[8]", "and 5 more"]
+        assert all("by at most" in line for line in lines[:5])
+        assert len(exchanges) == 3 + 5 * 2  # elements and differences of each
+        assert (exchanges[1] > 20 * 32) == (comm.rank == 0)  # the digests of all leaves
 
 
 def test_blocks(comm: pc.Communicator, exchanges: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
