@@ -129,7 +129,9 @@ def test_differences(first: Any, last: Any, text: str, comm: pc.Communicator) ->
         assert line.startswith(f"['x']: rank {comm.size - 1} differs from rank 0 in 1 of 1 element")
 
 
-def test_a_nan_is_told_before_numbers(comm: pc.Communicator) -> None:
+@pytest.mark.parametrize("block", [4, 100])
+def test_a_nan_is_told_before_numbers(block: int, comm: pc.Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(equality, "_BLOCK_BYTES", block)
     x = np.zeros(4, np.float32)
     y = np.array([9, np.nan, np.inf, np.nan], np.float32)
     want = (
@@ -184,7 +186,11 @@ def test_values_and_bits(comm: pc.Communicator) -> None:
     check_last(comm, x, y, want)
 
 
-def test_bools_of_which_one_differs_in_unused_bits(comm: pc.Communicator) -> None:
+@pytest.mark.parametrize("block", [1, 100])
+def test_bools_of_which_one_differs_in_unused_bits(
+    block: int, comm: pc.Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(equality, "_BLOCK_BYTES", block)
     x, y = (np.array(pattern, np.uint8).view(bool) for pattern in ([1, 0], [2, 1]))
     for line in told_of_last(comm, x, y):
         want = "in 1 of 2 elements, and in the bits alone of 1 of 2 elements, at [1]: False on rank 0, True on"
