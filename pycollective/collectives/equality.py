@@ -95,7 +95,8 @@ def assert_equal_across(tree: PyTree, comm: Communicator | None = None) -> None:
 
     Example:
         >>> import jax.numpy as jnp, pycollective as pc
-        >>> pc.assert_equal_across({"w": jnp.ones((2, 3)), "step": 7})
+        >>> comm = pc.init()
+        >>> pc.assert_equal_across({"w": jnp.ones((2, 3)), "step": 7}, comm)
     """
     if not at_top_level():
         fail(
