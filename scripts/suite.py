@@ -147,7 +147,8 @@ APT = "apt-get install -qq -y --no-install-recommends " + " ".join(PACKAGES)
 
 # Files of tests/collective by what their tests depend on.
 PLACES = "forward options messages communicator"  # ranks, roots, groups, neighbours
-EACH_RANKS_OWN = "alone out_of_band errors guide wire"  # one rank differs from the others, or the ranks from each other
+# One rank differs from the others, or the ranks from each other.
+EACH_RANKS_OWN = "alone out_of_band errors guide wire equality"
 # Of tests/spmd; the others look at programs, in which more ranks and devices change nothing but numbers.
 DEVICES = "pmap shard_map order places placement"
 VALUES = "not gradient and not jvp and not hessian and not linear_solvers and not soak"
@@ -216,7 +217,8 @@ def steps(*, everything: bool, install: bool) -> list[Step]:
         on_ranks(2, "tests/spmd", *core, "tests/spmd"),
         on_ranks(2, "tests/distributed", *core, "tests/distributed"),
         on_ranks(
-            3, "tests/collective", *files("collective", f"{PLACES} derivatives properties"), "-k", NUMBERS, **whole,
+            3, "tests/collective", *files("collective", f"{PLACES} derivatives properties equality"), "-k", NUMBERS,
+            **whole,
         ),
         on_ranks(4, "tests/collective", *files("collective", PLACES), "-k", NUMBERS, **whole),
         on_ranks(
@@ -256,7 +258,7 @@ def steps(*, everything: bool, install: bool) -> list[Step]:
         by_itself("several hosts, Slurm", *hosts, kind="e2e", limit=600, **whole),
         #
         on_ranks(
-            2, "tests/collective", *files("collective", f"{PLACES} order errors large out_of_band"),
+            2, "tests/collective", *files("collective", f"{PLACES} order errors large out_of_band equality"),
             mpi="openmpi", **whole,
         ),
         on_ranks(2, "tests/spmd", "tests/spmd", "-k", "soak or test_order", mpi="openmpi", **whole),

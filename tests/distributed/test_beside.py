@@ -121,6 +121,22 @@ def test_from_one_to_the_other(world: pc.Communicator) -> None:
     np.testing.assert_allclose(again, want * SIZE, rtol=1e-5, atol=1e-4)
 
 
+def test_global_arrays_are_compared_where_they_are_replicated(world: pc.Communicator) -> None:
+    line, x = mesh_of(SIZE), np.arange(2.0 * SIZE, dtype=np.float32)
+    cut, whole = put(x, line, "i"), put(x, line)
+    own = jax.make_array_from_single_device_arrays(whole.shape, whole.sharding, [jnp.asarray(x + RANK)])
+    pc.assert_equal_across([whole, jnp.asarray(x)])
+    with pytest.raises(AssertionError, match=rf"by at most {SIZE - 1}, at \[0\]: 0.0 on rank 0, {SIZE - 1}.0 on rank"):
+        pc.assert_equal_across({"x": own})
+    text = r"arrays .* that this rank has as a whole, got an array cut up among ranks, NamedSharding\(.*\) at \['x'\]"
+    with pytest.raises(TypeError, match=text):
+        pc.assert_equal_across({"x": cut})
+    alone = world.split(color=world.rank)
+    assert alone is not None
+    pc.assert_equal_across(cut.addressable_data(0), alone)
+    alone.free()
+
+
 def test_devices(world: pc.Communicator) -> None:
     """JAX's numbers are MPI's, and a rank's own device is the one that ours drives."""
     assert jax.process_index() == world.rank
