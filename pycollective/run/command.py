@@ -154,7 +154,7 @@ def prepare(options: argparse.Namespace, environ: Mapping[str, str]) -> restarts
     system = batch_system(environ)
     if system is not None:
         system.check(environ, names_hosts=bool(options.hosts))
-        variables |= system.launcher_variables(environ)
+        variables |= {**system.launcher_variables(environ), **(system.sharing if options.restarts else {})}
     rank = [sys.executable, "-m", "pycollective.run.rank_wrapper", "--bind", options.bind, "--", *program]
     carried = [name for name in {**environ, **variables} if name.startswith(_PASSED_ON)]
     job = Job(options.ranks, rank, options.hosts, options.hostfile, options.label, options.oversubscribe, carried)
