@@ -60,6 +60,6 @@ def _used(proc: Path) -> set[str] | None:
             continue
         except PermissionError:
             with suppress(FileNotFoundError):
-                if process.stat().st_uid == os.getuid():
+                if process.stat().st_uid == os.getuid() and process.name != "1":  # the first process is no rank
                     return None
     return used

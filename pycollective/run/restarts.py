@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import signal
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pycollective.launch.job import Job, spread
@@ -64,21 +64,24 @@ def run(start: Start, restarts: int, min_ranks: int, environ: Mapping[str, str])
     for attempt in itertools.count():
         before = leftovers.files()
         ended = supervisor.run(start.command_line(job), {**environ, RESTART: str(attempt)})
+        if ended.status == 0 and not start.hides_lost_hosts:
+            return 0
         if ended.status != 0:
             end_children()
             leftovers.remove(before)
-        elif not start.hides_lost_hosts:
-            return 0
         if ended.stopped:
             return ended.status
         why_not = reason_to_stop(ended.status, attempt, restarts)
         # A job with status 0 may have lost one of its own hosts. A job that starts again takes any host that answers.
-        asked = {name for name, _ in job.shares()} if ended.status == 0 and job.hosts else start.room
+        asked = [name for name, _ in job.shares()] if ended.status == 0 and job.hosts else list(start.room)
         gone = [] if ended.status != 0 and why_not else _gone(start, asked, supervisor, environ)
         if (number := supervisor.stop()) is not None:
             return ended.status or 128 + number
-        if ended.status == 0 and not gone:
-            return 0
+        if ended.status == 0:
+            if not gone:
+                return 0
+            end_children()
+            leftovers.remove(before)
         if not why_not:
             job = on_hosts(start.job, start.room, gone)
             if job.ranks < min_ranks:
@@ -140,18 +143,21 @@ def on_hosts(job: Job, room: Mapping[str, int], gone: Sequence[str]) -> Job:
     return replace(job, ranks=ranks, hosts=[(name, number) for name, number in shares if number > 0], hostfile=None)
 
 
-def _gone(start: Start, names: Iterable[str], supervisor: Supervisor, environ: Mapping[str, str]) -> list[str]:
+def _gone(start: Start, names: Sequence[str], supervisor: Supervisor, environ: Mapping[str, str]) -> list[str]:
     """Those hosts on which the launcher cannot start a process.
 
-    The launcher itself tries it: it knows how to reach a host, and its part on that host must reach it, too.
+    The launcher itself tries it, twice: it knows how to reach a host, and its part on that host must reach it, too.
     """
     one = replace(start.job, ranks=1, command=["true"], hostfile=None, label=False)
     commands = {name: start.command_line(replace(one, hosts=[(name, 1)])) for name in names}
-    answers: dict[str, bool] = {}
-    lines = list(commands.items())
-    for first in range(0, len(lines), _AT_ONCE):
-        answers |= supervisor.successes(dict(lines[first : first + _AT_ONCE]), environ, _ANSWER_S)
-    return [name for name, answer in answers.items() if not answer]
+    silent = list(names)
+    for _ in range(2):
+        asked, silent = silent, []
+        for first in range(0, len(asked), _AT_ONCE):
+            some = {name: commands[name] for name in asked[first : first + _AT_ONCE]}
+            answers = supervisor.successes(some, environ, _ANSWER_S)
+            silent += [name for name in some if not answers[name]]
+    return silent
 
 
 def _refusal(start: Start, job: Job) -> str:
