@@ -255,7 +255,7 @@ def steps(*, everything: bool, install: bool) -> list[Step]:
             *(f"--ignore={file}" for file in (*hosts, *again)), kind="e2e", limit=900,
         ),
         by_itself("jobs that start again", *core, *again, kind="e2e", limit=600),
-        by_itself("several hosts, Slurm", *hosts, kind="e2e", limit=600, **whole),
+        by_itself("several hosts, Slurm", *hosts, kind="e2e", limit=900, **whole),
         #
         on_ranks(
             2, "tests/collective", *files("collective", f"{PLACES} order errors large out_of_band"),
@@ -266,7 +266,7 @@ def steps(*, everything: bool, install: bool) -> list[Step]:
         doctor("openmpi", **whole),
         demo("openmpi", **whole),
         by_itself(
-            "end-to-end tests", "-m", "library", "tests/e2e", mpi="openmpi", kind="e2e", limit=600, **whole,
+            "end-to-end tests", "-m", "library", "tests/e2e", mpi="openmpi", kind="e2e", limit=900, **whole,
         ),
         #
         doctor("system", **whole),

@@ -105,12 +105,16 @@ def test_a_killed_rank(tmp_path: Path, undisturbed: tuple[str, np.ndarray]) -> N
     np.testing.assert_allclose(losses, want, rtol=1e-5)
 
 
-EVENTS = [0, EVENTS_OF_A_CHECKPOINT // 2, EVENTS_OF_A_CHECKPOINT - 1]
-
-
 @pytest.mark.whole
-@pytest.mark.parametrize("event", EVENTS)
-@pytest.mark.parametrize("undisturbed", ["train_digits.py", "train_flax.py"], indirect=True)
+@pytest.mark.parametrize(
+    ("undisturbed", "event"),
+    [
+        ("train_digits.py", 0),
+        ("train_digits.py", EVENTS_OF_A_CHECKPOINT // 2),
+        ("train_flax.py", EVENTS_OF_A_CHECKPOINT - 1),
+    ],
+    indirect=["undisturbed"],
+)
 def test_death_while_a_checkpoint_is_written(event: int, tmp_path: Path, undisturbed: tuple[str, np.ndarray]) -> None:
     example, want = undisturbed
     losses, said = train(tmp_path, example, "--saving", str(event))
