@@ -2,6 +2,7 @@
 
     mpirun -n 2 python examples/train_flax.py
     JAX_NUM_CPU_DEVICES=4 mpirun -n 2 python examples/train_flax.py --devices 2
+    mpirun -n 2 python examples/train_flax.py --checkpoints build/flax    # started again, it goes on from there
 
 It is a program for ``jax.pmap`` that calls ``pc.pmap`` instead. One of its lines communicates, the ``lax.pmean`` in
 ``train_step``. ``nn.BatchNorm(axis_name="batch")`` takes its statistics over the whole batch. The losses are the same
@@ -10,7 +11,6 @@ on any number of ranks and devices, up to rounding.
 
 import argparse
 import json
-import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from sklearn.model_selection import train_test_split
 from tqdm import tqdm
 
 import pycollective as pc
+from checkpoints import Checkpoints
 
 
 def parse_arguments():
@@ -36,6 +37,7 @@ def parse_arguments():
     parser.add_argument("--seed", type=int, default=0, help="of parameters and order of rows (default %(default)s)")
     parser.add_argument("--devices", type=int, help="local devices of each rank (default all)")
     parser.add_argument("--steps", type=int, default=sys.maxsize, help="stop after this many steps")
+    parser.add_argument("--checkpoints", type=Path, help="directory to save to after each epoch, and to go on from")
     parser.add_argument("--losses", type=Path, help="write the loss of every step to this JSON file")
     return parser.parse_args()
 
@@ -81,25 +83,42 @@ def count_correct(state, images, labels):
 
 
 def train(state, images, labels, args, comm, devices):
-    """Returns the trained state and the loss of every step."""
+    """Returns the trained state and the loss of every step. After a signal there are fewer steps."""
     # All devices share one state, before and after a step. The rows have a first axis over this rank's devices.
     step = pc.pmap(train_step, "batch", in_axes=(None, 0, 0), out_axes=None, donate_argnums=0)
-    rng = np.random.default_rng(args.seed)  # gives the same order on all ranks
     steps_per_epoch = len(images) // args.batch_size
     total = min(args.epochs * steps_per_epoch, args.steps)
 
-    losses = []
-    with tqdm(total=total, unit="step", disable=comm.rank != 0) as bar:
-        for epoch in range(math.ceil(total / steps_per_epoch)):
+    # The losses depend on these settings, and not on the number of ranks.
+    settings = {name: getattr(args, name) for name in ("epochs", "batch_size", "seed", "steps")}
+    checkpoints = Checkpoints(args.checkpoints, settings, comm)
+    epoch, start = checkpoints.restore({**arrays_of(state), "losses": np.zeros(total, np.float32)})
+    losses = list(start.pop("losses")[: epoch * steps_per_epoch])
+    state = state.replace(**start)
+    with tqdm(total=total, initial=len(losses), unit="step", disable=comm.rank != 0) as bar:
+        while len(losses) < total:
+            # Every rank draws the same numbers, and draws them again when it goes on from a checkpoint.
+            rng = np.random.default_rng((args.seed, epoch))
             order = rng.permutation(len(images))[: steps_per_epoch * args.batch_size]
             for batch in order.reshape(steps_per_epoch, comm.size, devices, -1)[: total - len(losses)]:
                 rows = batch[comm.rank]  # this rank's share: (devices, rows of a device)
                 state, loss = step(state, images[rows], labels[rows])
                 losses.append(loss)
                 bar.update()
+            epoch += 1
             if comm.rank == 0:  # reading the loss waits for it, so once an epoch
-                bar.write(f"epoch {epoch + 1}: loss {loss:.4f}")
+                bar.write(f"epoch {epoch}: loss {loss:.4f}")
+            if checkpoints.enabled:
+                padded = np.pad(np.array(losses), (0, total - len(losses)))
+                checkpoints.save(epoch, {**arrays_of(state), "losses": padded})
+                if checkpoints.asked():
+                    break
     return state, [float(loss) for loss in losses]
+
+
+def arrays_of(state):
+    """Returns the parts of the state that change."""
+    return {name: getattr(state, name) for name in ("step", "params", "opt_state", "batch_stats")}
 
 
 def main():

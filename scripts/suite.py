@@ -185,6 +185,7 @@ def steps(*, everything: bool, install: bool) -> list[Step]:
     core = () if everything else ("-m", "not whole")
     side_by_side = ("-n", str(CORES), "--dist", "loadfile")
     hosts = files("e2e", "hosts slurm")  # the machine has one bridge for them
+    again = files("e2e", "restarts")
     whole: dict[str, Any] = {"whole": True}
     return [
         *([apt] if install else []),
@@ -252,10 +253,11 @@ def steps(*, everything: bool, install: bool) -> list[Step]:
         doctor("mpich"),
         demo("mpich"),
         by_itself(
-            "end-to-end tests", *core, *side_by_side, "tests/e2e", *(f"--ignore={file}" for file in hosts), kind="e2e",
-            limit=900,
+            "end-to-end tests", *core, *side_by_side, "tests/e2e",
+            *(f"--ignore={file}" for file in (*hosts, *again)), kind="e2e", limit=900,
         ),
-        by_itself("several hosts, Slurm", *hosts, kind="e2e", limit=600, **whole),
+        by_itself("jobs that start again", *core, *again, kind="e2e", limit=600),
+        by_itself("several hosts, Slurm", *hosts, kind="e2e", limit=900, **whole),
         #
         on_ranks(
             2, "tests/collective", *files("collective", f"{PLACES} order errors large out_of_band equality"),
@@ -266,7 +268,7 @@ def steps(*, everything: bool, install: bool) -> list[Step]:
         doctor("openmpi", **whole),
         demo("openmpi", **whole),
         by_itself(
-            "end-to-end tests", "-m", "library", "tests/e2e", mpi="openmpi", kind="e2e", limit=600, **whole,
+            "end-to-end tests", "-m", "library", "tests/e2e", mpi="openmpi", kind="e2e", limit=900, **whole,
         ),
         #
         doctor("system", **whole),

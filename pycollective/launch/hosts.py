@@ -30,10 +30,24 @@ def parse_hosts(text: str) -> tuple[tuple[str, int | None], ...]:
     return tuple((name, int(ranks) if ranks else None) for name, _, ranks in parts)
 
 
-def names_in_hostfile(path: str) -> list[str]:
-    """The host names in a hostfile: the first word of each line, up to a colon."""
-    lines = (line.split("#")[0].split() for line in Path(path).read_text().splitlines())
-    return [line[0].split(":")[0] for line in lines if line]
+def parse_hostfile(text: str) -> tuple[tuple[str, int | None], ...]:
+    r"""The host names in a hostfile, each with its number of ranks or None: ``a:2``, ``a slots=2``, or two lines ``a``.
+
+    Example:
+        >>> parse_hostfile("alpha:2  # MPICH\nbeta slots=3\ngamma\ndelta\ndelta\n")
+        (('alpha', 2), ('beta', 3), ('gamma', None), ('delta', 2))
+    """
+    numbers: dict[str, list[int | None]] = {}
+    for words in (line.split("#")[0].split() for line in text.splitlines()):
+        if words:
+            name, _, number = words[0].partition(":")
+            slots = [word.partition("=")[2] for word in words[1:] if word.startswith("slots=")]
+            given = next((text for text in [number, *slots] if text.isdecimal()), None)
+            numbers.setdefault(name, []).append(None if given is None else int(given))
+    return tuple(
+        (name, given[0] if len(given) == 1 else sum(1 if number is None else number for number in given))
+        for name, given in numbers.items()
+    )
 
 
 def check_hosts(names: Sequence[str], environ: Mapping[str, str]) -> None:

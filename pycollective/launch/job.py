@@ -45,6 +45,18 @@ class Job:
         parts = [(name, next(rest) if number is None else number) for name, number in self.hosts]
         return [(name, number) for name, number in parts if number > 0]
 
+    def room(self) -> dict[str, int]:
+        """How many ranks each host can take: its number, or as many as the fullest host without a number gets.
+
+        Example:
+            >>> Job(5, (), [("a", None), ("b", None), ("c", 1)]).room()
+            {'a': 2, 'b': 2, 'c': 1}
+        """
+        open_hosts = sum(number is None for _, number in self.hosts)
+        left = max(self.ranks - sum(number or 0 for _, number in self.hosts), 0)
+        most = max(-(-left // max(open_hosts, 1)), 1)
+        return {name: most if number is None else number for name, number in self.hosts}
+
     def ranks_of_each_host(self) -> int:
         """The number of ranks on each host, for a launcher that takes one number for all hosts.
 

@@ -15,20 +15,22 @@ from pathlib import Path
 from pycollective.errors import message
 from pycollective.launch import started_by
 from pycollective.launch.allocation import batch_system
-from pycollective.launch.arguments import positive
+from pycollective.launch.arguments import not_negative, positive
 from pycollective.launch.find_mpi import identify_mpiexec, loaded_library, mpiexec_of
 from pycollective.launch.host_share import physical_cores
-from pycollective.launch.hosts import check_hosts, names_in_hostfile, parse_hosts
+from pycollective.launch.hosts import check_hosts, parse_hostfile, parse_hosts
 from pycollective.launch.job import Job, spread
 from pycollective.launch.launchers.batch_system import BatchSystem
 from pycollective.launch.launchers.launcher import BatchLauncher
 from pycollective.launch.libraries.library import Library
+from pycollective.run import restarts
 
 _EXAMPLES = """examples:
   pycollective run -n 4 train.py --epochs 3
   pycollective run -n 4 --hosts alpha,beta --devices-per-rank 2 train.py
   pycollective run -n 2 --dry-run python -m pytest tests
   pycollective run -n 4 --distributed jax_program.py
+  pycollective run -n 4 --hosts alpha,beta --restarts 3 --min-ranks 2 train.py --checkpoints saved
 
 Each rank is bound to its share of its host's cores and sees its share of the host's GPUs. OMP_NUM_THREADS,
 OPENBLAS_NUM_THREADS and MKL_NUM_THREADS become its number of cores, unless you set them. What pycollective.init sets by
@@ -70,6 +72,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="run a Python program with MPI where it calls jax.distributed.initialize()",
     )
+    parser.add_argument(
+        "--restarts",
+        type=not_negative,
+        default=0,
+        metavar="N",
+        help="start the job again, at most N times, when it ends with a status other than 0, on the hosts that remain; "
+        "PYCOLLECTIVE_RESTART counts the starts from 0 (default 0)",
+    )
+    parser.add_argument(
+        "--min-ranks",
+        type=positive,
+        metavar="K",
+        help="start again with K ranks or more, where hosts have gone away (default all --ranks)",
+    )
     parser.add_argument("--oversubscribe", action="store_true", help="allow more ranks than cores")
     parser.add_argument("--label", action="store_true", help="begin each line of output with its rank")
     parser.add_argument("--dry-run", action="store_true", help="print the command and its environment, start nothing")
@@ -78,37 +94,53 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Replaces this process by the launcher, which then gets its signals and gives its exit status."""
+    """Replaces this process by the launcher, which then gets its signals and gives its exit status.
+
+    With ``--restarts`` this process stays, and does both itself.
+    """
     parser = argparse.ArgumentParser(prog="pycollective run", description="Starts a program as ranks.")
     add_options(parser)
     options = parser.parse_args(arguments)
     try:
-        command, variables = plan(options, os.environ)
+        start = prepare(options, os.environ)
+        command = start.command_line(start.job)
         if not options.dry_run and batch_system(os.environ) is None:
-            check_hosts(_host_names(options), os.environ)
+            check_hosts([name for name, _ in _named_hosts(options)], os.environ)
     except (ImportError, OSError, RuntimeError, ValueError) as error:
         parser.exit(2, f"{error}\n")
+    if options.restarts and not options.dry_run:
+        return restarts.run(start, options.restarts, options.min_ranks or options.ranks, os.environ)
     if not options.dry_run:
-        os.execvpe(command[0], command, {**os.environ, **variables})
-    settings = "".join(f"{name}={shlex.quote(value)} " for name, value in variables.items())
+        os.execvpe(command[0], command, {**os.environ, **start.variables})
+    settings = "".join(f"{name}={shlex.quote(value)} " for name, value in start.variables.items())
     sys.stdout.write(f"{settings}{shlex.join(command)}\n")
     return 0
 
 
-def plan(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
-    """The command line to start, and the variables to add to its environment.
+def plan(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[list[str], Mapping[str, str]]:
+    """The command line to start, and the variables to add to its environment. It raises what :func:`prepare` does."""
+    start = prepare(options, environ)
+    return start.command_line(start.job), start.variables
+
+
+def prepare(options: argparse.Namespace, environ: Mapping[str, str]) -> restarts.Start:
+    """What to start, and how.
 
     Raises:
         FileNotFoundError: there is no such program, hostfile or launcher.
         RuntimeError: this process is a rank of another run.
         ValueError: the launcher belongs to another MPI library, or there are more ranks than cores or than an
-            allocation can take.
+            allocation can take, or fewer than ``--min-ranks``.
     """
     if (launched := started_by.launched_size(environ)) is not None:
         got = f"one of {launched[1]} ranks of {launched[0].name}"
         raise RuntimeError(
             message("run", "a process that no launcher started", got, "Call pycollective run outside of the ranks.")
         )
+    if options.min_ranks is not None and not (options.restarts and options.min_ranks <= options.ranks):
+        expected = f"--min-ranks of at most {options.ranks}, and --restarts"
+        got = f"--min-ranks {options.min_ranks} and --restarts {options.restarts}"
+        raise ValueError(message("run", expected, got, "Say with how few ranks the job may start again."))
     program = words([options.program, *options.arguments])
     if options.distributed:
         program = with_global_arrays(program)
@@ -117,10 +149,12 @@ def plan(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[list[
     variables = {}
     if options.devices_per_rank is not None:
         variables["JAX_NUM_CPU_DEVICES"] = str(options.devices_per_rank)
+    if options.restarts:
+        variables[restarts.RESTART] = "0"
     system = batch_system(environ)
     if system is not None:
         system.check(environ, names_hosts=bool(options.hosts))
-        variables |= system.launcher_variables(environ)
+        variables |= {**system.launcher_variables(environ), **(system.sharing if options.restarts else {})}
     rank = [sys.executable, "-m", "pycollective.run.rank_wrapper", "--bind", options.bind, "--", *program]
     carried = [name for name in {**environ, **variables} if name.startswith(_PASSED_ON)]
     job = Job(options.ranks, rank, options.hosts, options.hostfile, options.label, options.oversubscribe, carried)
@@ -128,9 +162,15 @@ def plan(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[list[
         _check_capacity(job, system, environ)
     library = loaded_library()
     launcher = _choose_launcher(options.mpi, library, environ)
+    room = replace(job, hosts=_named_hosts(options)).room()
+    if not room and options.restarts:
+        room = dict(_allocated_hosts(job, system, environ))
     if isinstance(launcher, Library):
-        return launcher.command_line(_over_allocation(job, library, system, environ)), variables
-    return launcher.command_line(job, library, environ), variables
+        job = _over_allocation(job, library, system, environ)
+        if options.restarts:
+            variables |= {name: value for name, value in launcher.attentive.items() if name not in environ}
+        return restarts.Start(job, launcher.command_line, variables, room, launcher.hides_lost_hosts)
+    return restarts.Start(job, lambda job: launcher.command_line(job, library, environ), variables, room)
 
 
 def _check_capacity(job: Job, system: type[BatchSystem] | None, environ: Mapping[str, str]) -> None:
@@ -184,19 +224,25 @@ def _choose_launcher(wish: str | None, library: Library, environ: Mapping[str, s
 
 
 def _over_allocation(job: Job, library: Library, system: type[BatchSystem] | None, environ: Mapping[str, str]) -> Job:
-    """Spreads a job over all hosts of the allocation, since an mpiexec would fill the first ones.
+    """Spreads a job over all hosts of the allocation, since an mpiexec would fill the first ones."""
+    hosts = [] if job.hosts or job.hostfile else _allocated_hosts(job, system, environ)
+    if len({number for _, number in hosts}) > 1 and not library.takes_unequal_hosts:
+        return job
+    return replace(job, hosts=hosts) if hosts else job
+
+
+def _allocated_hosts(job: Job, system: type[BatchSystem] | None, environ: Mapping[str, str]) -> list[tuple[str, int]]:
+    """The hosts of an allocation of several, with the number of ranks of each.
 
     Each host gets the tasks that the user has asked for, or where ``--ranks`` is another number as equal a number as
     can be.
     """
     capacity = [] if system is None else system.capacity(environ)
-    if system is None or job.hosts or job.hostfile or len(capacity) < 2:
-        return job
+    if system is None or len(capacity) < 2:
+        return []
     tasks = system.tasks(environ)
     numbers = tasks if sum(tasks) == job.ranks else spread(job.ranks, capacity)
-    if len(set(numbers)) > 1 and not library.takes_unequal_hosts:
-        return job
-    return replace(job, hosts=list(zip(system.host_names(environ), numbers, strict=False)))
+    return list(zip(system.host_names(environ), numbers, strict=False))
 
 
 def words(command: Sequence[str]) -> list[str]:
@@ -246,6 +292,6 @@ def with_global_arrays(program: Sequence[str]) -> list[str]:
     return [sys.executable, *runner, *program]
 
 
-def _host_names(options: argparse.Namespace) -> list[str]:
-    """The names of the hosts that ``--hosts`` or ``--hostfile`` lists."""
-    return names_in_hostfile(options.hostfile) if options.hostfile else [name for name, _ in options.hosts]
+def _named_hosts(options: argparse.Namespace) -> Sequence[tuple[str, int | None]]:
+    """The hosts that ``--hosts`` or ``--hostfile`` lists."""
+    return parse_hostfile(Path(options.hostfile).read_text()) if options.hostfile else options.hosts

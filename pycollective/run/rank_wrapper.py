@@ -41,7 +41,10 @@ def main() -> None:
     try:
         os.execvp(command[0], command)
     except OSError as error:
-        sys.exit(f"pycollective.run: expected a program, got {command[0]}: {error.strerror}. Is it on this host too?")
+        sys.stderr.write(
+            f"pycollective.run: expected a program, got {command[0]}: {error.strerror}. Is it on this host too?\n"
+        )
+        sys.exit(127 if isinstance(error, FileNotFoundError) else 126)  # as shells have it
 
 
 if __name__ == "__main__":

@@ -9,12 +9,15 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests import unoptimised
 from tests.e2e.launch import check_same_numbers, is_open_mpi, of_processes, wait_until_gone
 
 ROOT = Path(__file__).parents[2]
@@ -143,6 +146,57 @@ def test_a_host_that_is_not_there(hosts: dict[str, str]) -> None:
     assert done.returncode == 2
     assert "expected host h9 to answer" in done.stderr
     assert "no host h9" in done.stderr
+
+
+EPOCHS = 20
+
+
+def train(environ: dict[str, str], where: Path, *start: str) -> tuple[np.ndarray, str]:
+    """The losses of a training with checkpoints, and what it said."""
+    example = [str(ROOT / "examples" / "train_digits.py"), "--epochs", str(EPOCHS), "--plot", str(where / "loss.png")]
+    files = ["--checkpoints", str(where / "saved"), "--losses", str(where / "losses.json")]
+    done = run({**environ, "XLA_FLAGS": unoptimised.flags()}, *start, *example, *files, timeout=150)
+    assert done.returncode == 0, done.stderr
+    return np.array(json.loads((where / "losses.json").read_text())), done.stderr
+
+
+@pytest.fixture(scope="module")
+def alone(hosts: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> np.ndarray:
+    """The losses on one rank."""
+    return train(hosts, tmp_path_factory.mktemp("alone"), "-n", "1")[0]
+
+
+@pytest.mark.library
+@pytest.mark.parametrize(("lost", "how"), [("h1", "unplugged"), ("h2", "killed")])
+def test_a_training_goes_on_without_a_host_that_is(
+    how: str, lost: str, alone: np.ndarray, hosts: dict[str, str], tmp_path: Path
+) -> None:
+    state = Path(hosts["PYCOLLECTIVE_HOSTS"])
+    # A cut connection: MPICH's ranks notice it by this package's limit, and Open MPI's launcher by itself.
+    alert = {"time": "5", "intvl": "1", "probes": "3"}
+    environ = {**hosts, **{f"PRTE_MCA_oob_tcp_keepalive_{name}": value for name, value in alert.items()}}
+    environ["PYCOLLECTIVE_TIMEOUT"] = "10"
+    link = ["nsenter", "-t", (state / lost).read_text().strip(), "-n", "ip", "link", "set", "eth0"]
+
+    def lose() -> None:
+        while not any(path.name.isdecimal() for path in (tmp_path / "saved").glob("*")):
+            time.sleep(0.1)
+        if how == "killed":
+            os.kill(int((state / lost).read_text()), signal.SIGKILL)
+        else:
+            subprocess.run([*link, "down"], check=True)
+
+    threading.Thread(target=lose, daemon=True).start()
+    where = ["-n", "2", "--hosts", f"h0,{lost}", "--restarts", "1", "--min-ranks", "1"]
+    losses, said = train(environ, tmp_path, *where)
+    if how == "unplugged":
+        subprocess.run([*link, "up"], check=True)
+    assert re.search(rf"attempt 1 of 2 .*, and {lost} no longer answers. Starting again with 1 rank on h0", said), said
+    again = re.search(rf"(\d+)/{EPOCHS * 11} \[", said.partition("Starting again")[2])
+    assert again is not None, said
+    assert int(again[1]) >= 11  # it went on from a checkpoint
+    np.testing.assert_allclose(losses, alone, rtol=1e-2)
+    wait_until_gone(str(tmp_path / "saved"), 60)
 
 
 @pytest.mark.library

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -332,3 +333,42 @@ def test_requeue_goes_on_where_it_was(cluster: Cluster, jobs: Callable[[str], in
         json.loads((cluster.home / "train.json").read_text()),  # the same training without a break
         rtol=1e-3,
     )
+
+
+# This test comes last, since it takes one of the two nodes away -----------------------------------------------
+
+
+LOSES_A_NODE = """
+import os
+import sys
+import time
+from mpi4py import MPI
+
+comm = MPI.COMM_WORLD
+sys.stdout.write(f"RANK {comm.rank} of {comm.size} on {os.uname().nodename}: GPUs None\\n")
+sys.stdout.flush()
+comm.barrier()
+if os.environ["PYCOLLECTIVE_RESTART"] == "0":
+    open(f"started{comm.rank}", "w").close()
+    time.sleep(100)
+"""
+
+
+def test_run_starts_again_without_a_node_that_is_gone(cluster: Cluster) -> None:
+    (cluster.home / "loses.py").write_text(LOSES_A_NODE)
+    arguments = ["run", "-n", "2", "--restarts", "1", "--min-ranks", "1", "loses.py"]
+    job = subprocess.Popen(
+        cluster.call(*ALLOCATION, "--no-kill", *COMMAND, *arguments),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=cluster.home,
+        env=cluster.environ,
+        stdin=subprocess.DEVNULL,
+    )
+    wait_for(lambda: len([*cluster.home.glob("started*")]) == 2, lambda: "the ranks have not started")
+    os.kill(int((Path(cluster.environ["PYCOLLECTIVE_SLURM"]) / "hosts" / "h1").read_text()), signal.SIGKILL)
+    printed, said = job.communicate(timeout=180)
+    assert job.returncode == 0, said
+    assert "and h1 no longer answers. Starting again with 1 rank on h0." in said
+    assert ("0", "1", "h0", "None") in places(printed)

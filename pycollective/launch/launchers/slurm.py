@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from collections.abc import Mapping
 from itertools import zip_longest
+from typing import ClassVar
 
 from pycollective.errors import message
 from pycollective.launch.job import Job
@@ -23,6 +24,7 @@ class Slurm(BatchSystem):
 
     job_variable = "SLURM_JOB_ID"
     how_to_get_more = "ask Slurm for more --ntasks"
+    sharing: ClassVar[Mapping[str, str]] = {"SLURM_OVERLAP": "1"}
 
     @classmethod
     def capacity(cls, environ: Mapping[str, str]) -> list[int]:

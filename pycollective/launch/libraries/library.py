@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -25,6 +26,8 @@ class Library(ABC):
         pmi: the process management interface by which its ranks find each other under ``srun --mpi=...``.
         agent_variables: the variables that name a program which its mpiexec calls instead of ssh.
         takes_unequal_hosts: whether its mpiexec takes another number of ranks for each host.
+        hides_lost_hosts: whether its mpiexec may end with status 0 when a host has gone away.
+        attentive: the variables by which its mpiexec notices within a minute that it cannot reach a host any more.
     """
 
     version: str
@@ -35,6 +38,8 @@ class Library(ABC):
     pmi: ClassVar[str]
     agent_variables: ClassVar[tuple[str, ...]] = ()
     takes_unequal_hosts: ClassVar[bool] = True
+    hides_lost_hosts: ClassVar[bool] = False
+    attentive: ClassVar[Mapping[str, str]] = {}
 
     @property
     def name(self) -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 from pycollective.launch.job import Job
 from pycollective.launch.libraries.library import Library
 
@@ -14,6 +17,12 @@ class OpenMpi(Library):
     mpiexec_names = ("mpiexec", "mpirun", "mpiexec.openmpi", "mpirun.openmpi", "orterun")
     pmi = "pmix"
     agent_variables = ("PRTE_MCA_plm_ssh_agent", "OMPI_MCA_plm_rsh_agent")  # of version 5, and of version 4
+    hides_lost_hosts = True
+    attentive: ClassVar[Mapping[str, str]] = {  # by default it takes 8 minutes
+        f"{prefix}_oob_tcp_keepalive_{name}": value
+        for prefix in ("PRTE_MCA", "OMPI_MCA")  # of version 5, and of version 4
+        for name, value in {"time": "30", "intvl": "10", "probes": "3"}.items()
+    }
 
     def can_start(self, library: Library) -> bool:
         """Whether the major versions are the same, too.

@@ -1,0 +1,65 @@
+"""Shared memory of a job that was killed.
+
+MPI libraries keep files in /dev/shm while a job runs. When its ranks are killed MPICH leaves them there, and they take
+memory until the machine starts anew.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+SHARED_MEMORY = Path("/dev/shm")
+
+_PREFIXES = ("mpich_shm_", "mpich_vci_", "sm_segment.")
+"""The beginnings of the names of MPICH's files and of Open MPI's."""
+
+
+def files(folder: Path = SHARED_MEMORY) -> set[Path]:
+    """The files of MPI libraries, of all jobs on this host."""
+    return {path for path in folder.glob("*") if path.name.startswith(_PREFIXES)}
+
+
+def remove(before: set[Path], folder: Path = SHARED_MEMORY, proc: Path = Path("/proc")) -> list[Path]:
+    """Removes what a job has left.
+
+    The names do not tell whose a file is. So a file is removed only if it was not there ``before`` the job, belongs to
+    this user, and is neither open nor in the memory of any process. Another job of this user keeps its files: the
+    process that makes such a file has it open, and then in its memory, until the job ends.
+
+    Returns:
+        The removed files.
+    """
+    left = []
+    for path in sorted(files(folder) - before):
+        with suppress(FileNotFoundError):  # its job has ended
+            if path.stat().st_uid == os.getuid():
+                left.append(path)
+    if not left:
+        return []
+    used = _used(proc)
+    left = [path for path in left if used is not None and str(path) not in used]
+    for path in left:
+        path.unlink(missing_ok=True)
+    return left
+
+
+def _used(proc: Path) -> set[str] | None:
+    """The files that processes have open or in their memory; None if a process of this user does not show its own."""
+    used: set[str] = set()
+    for process in proc.glob("[0-9]*"):
+        try:
+            # In this order: a process opens a file, takes it into its memory, then closes it.
+            for link in (process / "fd").iterdir():
+                with suppress(FileNotFoundError):
+                    used.add(str(link.readlink()))
+            parts = (line.split(maxsplit=5) for line in (process / "maps").read_text().splitlines())
+            used.update(part[5] for part in parts if len(part) == 6)
+        except (FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+            continue
+        except PermissionError:
+            with suppress(FileNotFoundError):
+                if process.stat().st_uid == os.getuid() and process.name != "1":  # the first process is no rank
+                    return None
+    return used

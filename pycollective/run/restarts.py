@@ -1,0 +1,174 @@
+"""Starts a job again when it has ended by a fault, on the hosts that answer."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from pycollective.launch.job import Job, spread
+from pycollective.run import leftovers
+from pycollective.run.supervise import Ended, Supervisor, end_children
+
+RESTART = "PYCOLLECTIVE_RESTART"
+"""The variable that tells each rank how often the job has been started before."""
+
+_NOT_STARTED = {
+    2: "by status 2 a program says that it was called wrongly",
+    126: "by status 126 a rank says that its program may not be run",
+    127: "by status 127 a rank says that there is no such program",
+}
+"""Exit statuses after which another attempt would end alike."""
+
+_ANSWER_S = 20
+_AT_ONCE = 32
+"""How long a host may take to start a process, and how many hosts are asked at a time."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """How to start a job, on its hosts or on some of them.
+
+    Attributes:
+        job: the job.
+        command_line: the launcher's command line for a job.
+        variables: what the launcher's environment has in addition.
+        room: the hosts, each with the number of ranks that it can take; empty for this host, or where they are unknown.
+        hides_lost_hosts: whether the launcher may end with status 0 when a host has gone.
+    """
+
+    job: Job
+    command_line: Callable[[Job], list[str]]
+    variables: Mapping[str, str]
+    room: Mapping[str, int]
+    hides_lost_hosts: bool = False
+
+
+def run(start: Start, restarts: int, min_ranks: int, environ: Mapping[str, str]) -> int:
+    """Runs a job, and starts it again when it has ended by a fault.
+
+    Args:
+        start: how to start it.
+        restarts: how often it starts again, at most.
+        min_ranks: with how many ranks, at least.
+        environ: the variables of the launcher.
+
+    Returns:
+        The exit status of the last attempt.
+    """
+    supervisor = Supervisor()
+    environ = {**environ, **start.variables}
+    job = start.job
+    for attempt in itertools.count():
+        before = leftovers.files()
+        ended = supervisor.run(start.command_line(job), {**environ, RESTART: str(attempt)})
+        if ended.status == 0 and not start.hides_lost_hosts:
+            return 0
+        if ended.status != 0:
+            end_children()
+            leftovers.remove(before)
+        if ended.stopped:
+            return ended.status
+        why_not = reason_to_stop(ended.status, attempt, restarts)
+        # A job with status 0 may have lost one of its own hosts. A job that starts again takes any host that answers.
+        asked = [name for name, _ in job.shares()] if ended.status == 0 and job.hosts else list(start.room)
+        gone = [] if ended.status != 0 and why_not else _gone(start, asked, supervisor, environ)
+        if (number := supervisor.stop()) is not None:
+            return ended.status or 128 + number
+        if ended.status == 0:
+            if not gone:
+                return 0
+            end_children()
+            leftovers.remove(before)
+        if not why_not:
+            job = on_hosts(start.job, start.room, gone)
+            if job.ranks < min_ranks:
+                why_not = f"the hosts that remain can take {_ranks(job.ranks)}, and --min-ranks is {min_ranks}"
+            else:
+                why_not = _refusal(start, job)
+        sys.stderr.write(f"pycollective: attempt {attempt + 1} of {restarts + 1} {described(ended, gone)}. ")
+        if why_not:
+            sys.stderr.write(f"Not starting again: {why_not}.\n")
+            return ended.status or 1
+        on = f" on {', '.join(name for name, _ in job.shares())}" if gone else ""
+        sys.stderr.write(f"Starting again with {_ranks(job.ranks)}{on}.\n")
+        sys.stderr.flush()
+    raise AssertionError("the loop ends by a return")
+
+
+def reason_to_stop(status: int, attempt: int, restarts: int) -> str:
+    """Why a job that has ended with this status does not start again, on whichever hosts; empty if it does.
+
+    Args:
+        status: the launcher's.
+        attempt: the number of the attempt that has ended, from 0.
+        restarts: how often the job starts again, at most.
+
+    Example:
+        >>> reason_to_stop(137, 0, 3), reason_to_stop(137, 3, 3)
+        ('', '--restarts 3 are used up')
+    """
+    return _NOT_STARTED.get(status, f"--restarts {restarts} are used up" if attempt >= restarts else "")
+
+
+def described(ended: Ended, gone: Sequence[str]) -> str:
+    """How an attempt ended.
+
+    Example:
+        >>> described(Ended(137, False, 12.34), [])
+        'ended with status 137 (SIGKILL) after 12.3 s'
+        >>> described(Ended(0, False, 2.0), ["alpha", "beta"])
+        'ended with status 0 after 2.0 s, and alpha, beta no longer answer'
+    """
+    name = f" ({signal.Signals(number).name})" if (number := ended.status - 128) in list(signal.Signals) else ""
+    lost = f", and {', '.join(gone)} no longer answer{'s' if len(gone) == 1 else ''}" if gone else ""
+    return f"ended with status {ended.status}{name} after {ended.seconds:.1f} s{lost}"
+
+
+def on_hosts(job: Job, room: Mapping[str, int], gone: Sequence[str]) -> Job:
+    """The job on the hosts that are left: with as many ranks as before, or as many as these hosts can take.
+
+    Example:
+        >>> job = Job(4, (), [("a", None), ("b", None)])
+        >>> on_hosts(job, job.room(), ["b"])
+        Job(ranks=2, command=(), hosts=[('a', 2)], hostfile=None, label=False, oversubscribe=False, carried=())
+    """
+    if not gone:
+        return job
+    left = {name: number for name, number in room.items() if name not in gone}
+    ranks = min(job.ranks, sum(left.values()))
+    shares = zip(left, spread(ranks, list(left.values())), strict=True)
+    return replace(job, ranks=ranks, hosts=[(name, number) for name, number in shares if number > 0], hostfile=None)
+
+
+def _gone(start: Start, names: Sequence[str], supervisor: Supervisor, environ: Mapping[str, str]) -> list[str]:
+    """Those hosts on which the launcher cannot start a process.
+
+    The launcher itself tries it, twice: it knows how to reach a host, and its part on that host must reach it, too.
+    """
+    one = replace(start.job, ranks=1, command=["true"], hostfile=None, label=False)
+    commands = {name: start.command_line(replace(one, hosts=[(name, 1)])) for name in names}
+    silent = list(names)
+    for _ in range(2):
+        asked, silent = silent, []
+        for first in range(0, len(asked), _AT_ONCE):
+            some = {name: commands[name] for name in asked[first : first + _AT_ONCE]}
+            answers = supervisor.successes(some, environ, _ANSWER_S)
+            silent += [name for name in some if not answers[name]]
+    return silent
+
+
+def _refusal(start: Start, job: Job) -> str:
+    """Why the launcher cannot start a job; empty if it can."""
+    try:
+        start.command_line(job)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _ranks(number: int) -> str:
+    """A number of ranks in words."""
+    return f"{number} rank{'s' * (number != 1)}"

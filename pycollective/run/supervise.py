@@ -1,0 +1,147 @@
+"""A launcher as a child of this process: signals go on to it, and nothing of it is left running afterwards.
+
+This process blocks the signals that it passes on, and asks for them. So none of them can end it while a launcher runs,
+or get lost between the end of one launcher and the start of the next.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+"""The signals by which a user or a batch system ends a job."""
+
+_OTHERS = (signal.SIGUSR1, signal.SIGUSR2)
+"""Launchers pass these on to the ranks, which may save a checkpoint, for example."""
+
+_FROM_KERNEL = 0x80
+"""SI_KERNEL: a terminal has sent the signal, to all processes of its foreground group."""
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+
+_GRACE_S, _LONGEST_S, _STEP_S = 2.0, 10.0, 0.05
+"""How long processes may take to end by themselves, how long to go when they are killed, and how often to look."""
+
+_libc = ctypes.CDLL(None)
+
+
+class Ended(NamedTuple):
+    """How a launcher ended.
+
+    Attributes:
+        status: its exit status, as a shell has it: 128 and the number of the signal that ended it.
+        stopped: whether this process got a signal that ends a job.
+        seconds: how long it ran.
+    """
+
+    status: int
+    stopped: bool
+    seconds: float
+
+
+class Supervisor:
+    """Starts launchers, one after another. What they leave running becomes a child of this process.
+
+    It needs a process with one thread, whose signals it blocks for good.
+    """
+
+    def __init__(self) -> None:
+        # What nohup or a shell lets this process ignore, the launcher ignores, too.
+        self._ending = {number for number in _ENDING if signal.getsignal(number) is not signal.SIG_IGN}
+        self._signals = {signal.SIGCHLD, *_OTHERS, *self._ending}
+        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
+        _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+    def run(self, command: Sequence[str], environ: Mapping[str, str]) -> Ended:
+        """Runs a launcher to its end. Signals that this process gets go on to it.
+
+        Raises:
+            OSError: there is no such launcher.
+        """
+        started, stopped = time.monotonic(), False
+        launcher = self._start(command, environ)
+        while launcher.poll() is None:
+            got = signal.sigwaitinfo(self._signals)
+            if got.si_signo == signal.SIGCHLD:
+                continue
+            stopped = stopped or got.si_signo in self._ending
+            if got.si_code != _FROM_KERNEL:  # else the launcher, which is in the same group, has got it already
+                launcher.send_signal(got.si_signo)
+        seconds = time.monotonic() - started
+        status = launcher.returncode if launcher.returncode >= 0 else 128 - launcher.returncode
+        return Ended(status, stopped or self.stop() is not None, seconds)
+
+    def stop(self) -> int | None:
+        """The signal that has told this process to end while no launcher ran, if there is one."""
+        return min(signal.sigpending() & self._ending, default=None)
+
+    def successes(
+        self, commands: Mapping[str, Sequence[str]], environ: Mapping[str, str], seconds: float
+    ) -> dict[str, bool]:
+        """Runs commands side by side. Which of them end with status 0 in time?
+
+        A signal that tells this process to end ends them, too.
+        """
+        deadline = time.monotonic() + seconds
+        running = {name: self._start(command, environ, silent=True) for name, command in commands.items()}
+        while any(process.poll() is None for process in running.values()) and self.stop() is None:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                break
+            signal.sigtimedwait({signal.SIGCHLD}, min(left, 10 * _STEP_S))
+        for process in running.values():
+            process.terminate()  # of those that still run
+        for process in running.values():
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_GRACE_S)
+            process.kill()
+            process.wait()
+        end_children()
+        return {name: process.returncode == 0 for name, process in running.items()}
+
+    def _start(
+        self, command: Sequence[str], environ: Mapping[str, str], *, silent: bool = False
+    ) -> subprocess.Popen[bytes]:
+        def become_child() -> None:
+            # A launcher that is terminated ends its ranks. It must not go on when this process has been killed.
+            _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+            signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+
+        files = subprocess.DEVNULL if silent else None
+        # A function may run between fork and exec because this process has one thread.
+        return subprocess.Popen(
+            command, env=dict(environ), stdin=files, stdout=files, stderr=files, preexec_fn=become_child
+        )
+
+
+def end_children() -> None:
+    """Waits until this process has no children. Those that do not end by themselves are killed."""
+    started = time.monotonic()
+    while (waited := time.monotonic() - started) < _GRACE_S + _LONGEST_S:
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0] != 0:
+                pass
+        except ChildProcessError:
+            return
+        if waited > _GRACE_S:
+            for pid in _children():  # their numbers belong to them until this process has waited for them
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(_STEP_S)
+
+
+def _children() -> list[int]:
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended meanwhile
+            parent = (process / "stat").read_text().rpartition(")")[2].split()[1]
+            if int(parent) == os.getpid():
+                found.append(int(process.name))
+    return found
