@@ -59,18 +59,19 @@ AT_ITS_FIRST_CALL = r"caught pycollective.jit: expected the same program on ever
     ("check", "known", "new", "named"),
     [
         pytest.param("always", COMPARED, COMPARED, AT_ITS_FIRST_CALL, marks=pytest.mark.whole),
-        # As the README says, the numbers are wrong where a known call is not compared.
+        ("", COMPARED, COMPARED, AT_ITS_FIRST_CALL),
+        # As the documentation says, the numbers are wrong where a known call is not compared.
         ("first", "got .*", COMPARED, AT_ITS_FIRST_CALL),
         pytest.param("never", "got .*", "got .*", "got .*", marks=pytest.mark.whole),
     ],
-    ids=["always", "first", "never"],
+    ids=["always", "default", "first", "never"],
 )
 def test_what_is_compared(check: str, known: str, new: str, named: str, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     done = mpirun(2, str(program), timeout=60, env={"PYCOLLECTIVE_CHECK": check})
     assert done.returncode == 0, done.stderr
-    # Calls that look alike are never told apart, as the README says: the ranks compare operations and shapes.
+    # Calls outside jit that look alike are not told apart, as the documentation says: they carry no line.
     for case, outcome in {"known": known, "new": new, "named": named, "alike": "got 5"}.items():
         lines = re.findall(rf"^{case}: (.*)$", done.stdout, re.MULTILINE)
         assert len(lines) == 2
@@ -78,3 +79,18 @@ def test_what_is_compared(check: str, known: str, new: str, named: str, tmp_path
         if outcome == COMPARED:
             for rank in range(2):
                 assert any(f"on rank {1 - rank} (rank {rank} of 2, communicator world/0)" in line for line in lines)
+
+
+def test_settings_that_must_agree(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os\n"
+        "from mpi4py import MPI\n"
+        "if MPI.COMM_WORLD.rank == 1: os.environ['PYCOLLECTIVE_BUCKET_BYTES'] = '4096'\n"
+        "import pycollective as pc\n"
+        "pc.init()\n"
+    )
+    done = mpirun(2, str(program), timeout=60)
+    assert done.returncode not in (0, 124, 137)
+    expected = "expected the same setting bucket_bytes on all ranks, got 1048576 on rank 0 and 4096 on rank 1"
+    assert done.stderr.count(expected) == 1, done.stderr
