@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from pycollective import config
@@ -9,8 +11,10 @@ from pycollective.errors import message
 
 
 def test_defaults() -> None:
-    assert config.read({}) == config.Config(check=1, malloc=True, timeout=None, allow_singleton=False)
+    assert config.read({}) == config.Config(check=2, malloc=True, timeout=None, allow_singleton=False)
     assert config.read({"PYCOLLECTIVE_CHECK": "", "PYCOLLECTIVE_TIMEOUT": ""}) == config.read({})
+    assert config.read({"PYCOLLECTIVE_TIMEOUT": "off"}).timeout == math.inf
+    assert config.read({"PYCOLLECTIVE_RECORDS": "here"}).records == "here"
 
 
 def test_values() -> None:
@@ -25,17 +29,18 @@ def test_values() -> None:
             "PYCOLLECTIVE_ALLOW_SHARED_GPU": "on",
             "PYCOLLECTIVE_BUCKET_BYTES": "0",
             "PYCOLLECTIVE_LANES": "all",
+            "PYCOLLECTIVE_RECORDS": "off",
         }
     )
     gpus = {"gpu_direct": False, "stage_bytes": 4096, "allow_shared_gpu": True}
     hosts = {"bucket_bytes": 0, "all_lanes": True}
-    assert read == config.Config(check=2, malloc=False, timeout=2.5, allow_singleton=True, **hosts, **gpus)
+    assert read == config.Config(check=3, malloc=False, records="", timeout=2.5, allow_singleton=True, **hosts, **gpus)
 
 
 @pytest.mark.parametrize(
     ("name", "value", "valid"),
     [
-        ("PYCOLLECTIVE_CHECK", "sometimes", "'always', 'first', 'never'"),
+        ("PYCOLLECTIVE_CHECK", "sometimes", "'always', 'every', 'first', 'never'"),
         ("PYCOLLECTIVE_MALLOC", "2", "'0', '1', 'false'"),
         ("PYCOLLECTIVE_TIMEOUT", "soon", "a positive number of seconds"),
         ("PYCOLLECTIVE_TIMEOUT", "-1", "a positive number of seconds"),
