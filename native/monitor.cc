@@ -32,16 +32,10 @@ constexpr int64_t kEndedNs = 10 * kSecondNs;    // a rank that has ended asks wh
 constexpr auto kLastWords = std::chrono::seconds(4);  // for a process that was told to end to end by itself
 
 // The kinds of requests.
-enum Request : int64_t { kTellStatus = 1, kReport, kEndNow, kProcessState };
+enum Request : int64_t { kAreYouThere = 1, kTellStatus, kReport, kEndNow, kProcessState };
 
 // Why a rank asks another one to report.
 enum Reason : int64_t { kLongWait = 1, kTooLongWait };
-
-// What the end of the job is; written once.
-struct End {
-  int status = 0;
-  std::string cause;
-};
 
 class Monitor {
  public:
@@ -73,19 +67,12 @@ class Monitor {
     for (const int fd : settings_.listening) close(fd);
   }
 
-  const MonitorSettings& settings() const { return settings_; }
-
   bool BeginEnd(int status, const std::string& cause) {
-    if (!SetEnd(status, cause)) return false;
+    if (!SetEnd(status)) return false;
     const std::vector<int> others = Others();
     WriteRecords(cause);
     if (!others.empty()) channel_.Ask(others, kEndNow, Writer().Put(status).Put(cause).text(), kTellNs);
     return true;
-  }
-
-  std::string CauseOfEnd() {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    return is_told_ ? end_.cause : "";
   }
 
   std::string WriteRecords(const std::string& reason) {
@@ -118,11 +105,12 @@ class Monitor {
     return others;
   }
 
-  bool SetEnd(int status, const std::string& cause) {
+  // Returns whether this is the first end that this rank knows.
+  bool SetEnd(int status) {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (has_end_) return false;
     has_end_ = true;
-    end_ = {status, cause};
+    status_ = status;
     return true;
   }
 
@@ -136,6 +124,7 @@ class Monitor {
   std::string Answer(int64_t kind, const std::string& text) {
     Reader reader(text);
     switch (kind) {
+      case kAreYouThere: return "yes";
       case kTellStatus: return Packed(StatusOfThisProcess(settings_.rank, Stack()));
       case kProcessState: {
         const int64_t rank = reader.Number();
@@ -152,7 +141,7 @@ class Monitor {
       case kEndNow: {
         const int status = static_cast<int>(reader.Number());
         const std::string cause = reader.Text();
-        if (SetEnd(status, cause)) {
+        if (SetEnd(status)) {
           WriteRecords(cause);
           const std::lock_guard<std::mutex> lock(mutex_);
           is_told_ = true;
@@ -178,6 +167,7 @@ class Monitor {
 
   void Watch() {
     int64_t warned_of = -1;
+    int64_t asked_at_end_ns = 0;
     for (;;) {
       const int64_t warn_after_ns = warn_ns_, timeout_ns = timeout_ns_;
       int64_t interval_ns = kSecondNs;
@@ -201,11 +191,16 @@ class Monitor {
       const int64_t now = NowNs();
       for (const Record& record : RecordsUnderWay()) {
         const int64_t age_ns = now - record.created_ns;
-        const bool has_ended = record.operation == kEnd;
-        // A rank may end long before the others. It asks once what they do.
-        const int64_t warn_ns = has_ended ? kEndedNs : warn_after_ns;
-        if (!has_ended && timeout_ns > 0 && age_ns > timeout_ns) reason = kTooLongWait;
-        if (warn_ns > 0 && age_ns > warn_ns && record.id > warned_of && reason == 0) reason = kLongWait;
+        if (record.operation == kEnd) {
+          // A rank may end long before the others. It asks from time to time what they do.
+          if (reason == 0 && age_ns > kEndedNs && now - asked_at_end_ns > kEndedNs) {
+            reason = kLongWait;
+            asked_at_end_ns = now;
+          }
+          continue;
+        }
+        if (timeout_ns > 0 && age_ns > timeout_ns) reason = kTooLongWait;
+        if (reason == 0 && warn_after_ns > 0 && age_ns > warn_after_ns && record.id > warned_of) reason = kLongWait;
         if (reason != 0 && age_ns > oldest_ns) oldest_id = record.id, oldest_ns = age_ns;
       }
       if (reason == 0) continue;
@@ -215,25 +210,28 @@ class Monitor {
     }
     // Another rank has told this one to end. Its launcher ends it soon; if the launcher cannot, it ends itself.
     std::this_thread::sleep_for(kLastWords);
-    _exit(end_.status == 0 ? 1 : end_.status);
+    EndStopped();
+    _exit(status_ == 0 ? 1 : status_);
   }
 
   // Lets a lower rank report. Returns false if none answers, so that this rank must.
   bool AnotherReports(int64_t reason, int64_t age_ns) {
-    int64_t silent_host = -1;
-    for (int rank = 0; rank < settings_.rank; ++rank) {
-      const Process& process = settings_.processes[static_cast<size_t>(rank)];
-      if (process.pid == 0 || process.host == silent_host) continue;
-      const Reply reply = channel_.Ask({rank}, kReport, Writer().Put(reason).Put(age_ns).text(), kTellNs)[0];
-      if (!reply.came) {
-        if (!reply.refused && process.host != Own().host) silent_host = process.host;
-        continue;
+    // Lower ranks in larger and larger groups: often rank 0 answers, and a whole host may be silent.
+    for (int first = 0, count = 1; first < settings_.rank; first += count, count *= 8) {
+      std::vector<int> lower;
+      for (const int rank : Others()) {
+        if (first <= rank && rank < std::min(first + count, settings_.rank)) lower.push_back(rank);
       }
-      if (reason != kTooLongWait) return true;
-      // That rank ends the job. If it does not, the next one tries.
-      std::unique_lock<std::mutex> lock(mutex_);
-      if (changed_.wait_for(lock, std::chrono::nanoseconds(kReportNs), [this] { return stopping_ || has_end_; })) {
-        return true;
+      const std::vector<Reply> alive = channel_.Ask(lower, kAreYouThere, "", kTellNs);
+      for (size_t i = 0; i < lower.size(); ++i) {
+        if (!alive[i].came) continue;
+        const std::string text = Writer().Put(reason).Put(age_ns).text();
+        if (!channel_.Ask({lower[i]}, kReport, text, kTellNs)[0].came) continue;
+        if (reason != kTooLongWait) return true;
+        // That rank ends the job. If it does not, this one does.
+        std::unique_lock<std::mutex> lock(mutex_);
+        return changed_.wait_for(lock, std::chrono::nanoseconds(kReportNs),
+                                 [this] { return stopping_ || has_end_; });
       }
     }
     return false;
@@ -261,11 +259,11 @@ class Monitor {
     }
     std::sort(statuses.begin(), statuses.end(), [](const Status& a, const Status& b) { return a.rank < b.rank; });
     const bool for_ever = WaitForEnded(statuses);
-    const bool ends = reason == kTooLongWait || for_ever;
-    if (!ends && !IsLongWait(statuses)) return;
+    const bool ends = for_ever || (reason == kTooLongWait && IsLongWait(statuses, timeout_ns_));
+    if (!ends && !IsLongWait(statuses, warn_ns_)) return;  // it has ended in the meantime
     const std::vector<SilentRank> silent = WhySilent(without, refused, statuses);
     std::string text = "pycollective: ";
-    if (for_ever && reason != kTooLongWait) {
+    if (for_ever && !IsLongWait(statuses, timeout_ns_)) {
       text += "some ranks wait for a rank that has ended; ending all ranks.\n";
     } else if (ends) {
       text += "expected an answer from the other ranks within " + Limit(timeout_ns_) + ", got none for " +
@@ -277,12 +275,12 @@ class Monitor {
     }
     text += DescribeAll(statuses, silent);
     if (!ends) return Say(text);
-    if (!SetEnd(1, text)) return;
+    if (!SetEnd(1)) return;
     const std::string path = WriteRecords(text);
     if (!path.empty()) text += "  The last calls of each rank are in " + settings_.folder + ".\n";
     Say(text);
     channel_.Ask(others, kEndNow, Writer().Put(1).Put(text).text(), kTellNs);
-    KillSilent(without);
+    EndStopped();
     WaitUntilRead(kTellNs);
     std::thread([] {  // MPI may not come back
       if (library != nullptr) library->Abort(1);
@@ -297,11 +295,12 @@ class Monitor {
     return text;
   }
 
-  // Whether any rank waits for others; else the wait has ended in the meantime, or only ended ranks wait.
-  static bool IsLongWait(const std::vector<Status>& statuses) {
+  // Whether any rank waits so long for others, before its end. 0: there is no such limit.
+  static bool IsLongWait(const std::vector<Status>& statuses, int64_t limit_ns) {
+    if (limit_ns == 0) return false;
     for (const Status& status : statuses) {
       for (const CallStatus& call : status.under_way) {
-        if (!call.is_wait(kEnd)) return true;
+        if (!call.is_wait(kEnd) && call.age_ns > limit_ns) return true;
       }
     }
     return false;
@@ -352,6 +351,15 @@ class Monitor {
     }
   }
 
+  // Stopped ranks of this host would outlive the job: a launcher's SIGTERM waits until they go on.
+  void EndStopped() {
+    for (const Process& process : settings_.processes) {
+      if (process.pid == 0 || process.host != Own().host) continue;
+      const int64_t state = StateOf(process);
+      if (state == 'T' || state == 't') kill(static_cast<pid_t>(process.pid), SIGKILL);
+    }
+  }
+
   const MonitorSettings settings_;
   const SideChannel channel_;
   std::atomic<int64_t> warn_ns_;
@@ -368,7 +376,7 @@ class Monitor {
   bool stopping_ = false;
   bool has_end_ = false;
   bool is_told_ = false;  // another rank has told the end
-  End end_;
+  int status_ = 0;
   int64_t asked_ = 0;  // Reason
   int64_t asked_for_ns_ = 0;
 };
@@ -407,11 +415,6 @@ void SetMonitorTimeout(int64_t warn_ns, int64_t timeout_ns) {
 bool BeginEnd(int status, const std::string& cause) {
   Monitor* const current = Current();
   return current == nullptr || current->BeginEnd(status, cause);
-}
-
-std::string CauseOfEnd() {
-  Monitor* const current = Current();
-  return current == nullptr ? "" : current->CauseOfEnd();
 }
 
 std::string WriteRecords(const std::string& reason) {

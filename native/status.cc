@@ -14,7 +14,7 @@
 namespace pycollective {
 namespace {
 
-constexpr size_t kLastCalls = 8;
+constexpr size_t kLastChannels = 256;
 constexpr size_t kStackLines = 8;
 constexpr int64_t kLongNs = 5000000000;  // a wait so long is no message that is about to come
 
@@ -83,9 +83,14 @@ Status StatusOfThisProcess(int rank, const std::string& stack) {
   for (const Record& record : RecordsUnderWay()) status.under_way.push_back(CallStatusOf(record, now));
   std::set<std::tuple<int64_t, int64_t, bool>> seen;
   const std::vector<Record> records = Records();
-  for (auto record = records.rbegin(); record != records.rend() && status.last.size() < kLastCalls; ++record) {
+  status.has_all = records.empty() || records.front().id == 0;
+  for (auto record = records.rbegin(); record != records.rend(); ++record) {
     if (record->is_under_way() || record->operation >= kFirstWait) continue;
     if (!seen.emplace(record->group, record->channel, record->is_collective()).second) continue;
+    if (status.last.size() == kLastChannels) {
+      status.has_all = false;
+      break;
+    }
     status.last.push_back(CallStatusOf(*record, now));
   }
   return status;
@@ -96,6 +101,7 @@ std::string Packed(const Status& status) {
   writer.Put(status.rank).Put(status.stack);
   Put(writer, status.under_way);
   Put(writer, status.last);
+  writer.Put(status.has_all ? 1 : 0);
   return writer.text();
 }
 
@@ -105,6 +111,7 @@ bool Unpack(const std::string& text, Status* status) {
   status->stack = reader.Text();
   status->under_way = CallsFrom(reader);
   status->last = CallsFrom(reader);
+  status->has_all = reader.Number() != 0;
   return reader.ok();
 }
 
@@ -233,16 +240,31 @@ Channels ChannelsOf(const std::vector<Status>& statuses) {
 
 }  // namespace
 
+namespace {
+
+// Whether a rank has certainly not made a call that another rank waits in.
+bool HasNotMade(const Status& status, const CallStatus& call) {
+  for (const CallStatus& last : status.last) {
+    if (last.group == call.group && last.channel == call.channel && last.is_for_all() == call.is_for_all()) {
+      return !call.is_for_all() || last.seq < call.seq;
+    }
+  }
+  return status.has_all || !call.is_for_all();
+}
+
+}  // namespace
+
 bool WaitForEnded(const std::vector<Status>& statuses) {
-  std::set<int> ended;
+  std::map<int, const Status*> ended;
   for (const Status& status : statuses) {
-    if (HasEnded(status)) ended.insert(status.rank);
+    if (HasEnded(status)) ended[status.rank] = &status;
   }
   for (const Status& status : statuses) {
     for (const CallStatus& call : status.under_way) {
       if (call.is_wait(kEnd) || call.state != kStarted || call.age_ns < kLongNs) continue;
       for (const int member : call.members) {
-        if (ended.count(member) != 0) return true;
+        const auto found = ended.find(member);
+        if (found != ended.end() && HasNotMade(*found->second, call)) return true;
       }
     }
   }

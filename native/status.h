@@ -36,6 +36,7 @@ struct Status {
   int rank = 0;
   std::vector<CallStatus> under_way;  // the one that began first in front
   std::vector<CallStatus> last;       // the last call of each channel that has ended, the latest in front
+  bool has_all = false;               // whether `last` has all channels on which the rank has ever called
   std::string stack;                  // of Python's main thread, innermost frame first, a line for each frame
 };
 

@@ -12,6 +12,7 @@ import os
 import secrets
 import signal
 import socket
+from contextlib import suppress
 from pathlib import Path
 
 from pycollective.config import config
@@ -84,8 +85,15 @@ def _seconds(limit: float | None) -> tuple[float, float]:
 
 def _host() -> tuple[str, ...]:
     """The host's name, and what tells the containers and network namespaces of one machine apart."""
-    machine = Path("/proc/sys/kernel/random/boot_id").read_text()
-    return (socket.gethostname(), machine, *(str(Path(f"/proc/self/ns/{kind}").readlink()) for kind in ("net", "pid")))
+    facts = [socket.gethostname()]
+    for fact in (
+        Path("/proc/sys/kernel/random/boot_id").read_text,
+        Path("/proc/self/ns/net").readlink,
+        Path("/proc/self/ns/pid").readlink,
+    ):
+        with suppress(OSError):  # some sandboxes do not show them
+            facts.append(str(fact()))
+    return tuple(facts)
 
 
 def _start_of_this_process() -> int:
@@ -105,7 +113,8 @@ def _stacks_by_signal() -> tuple[int, int]:
     """A signal whose handler writes the stacks of Python's threads to a file, and the file. (0, 0): there is none."""
     for number in range(signal.SIGRTMAX - 1, signal.SIGRTMIN, -1):
         if signal.getsignal(number) == signal.SIG_DFL:
-            _State.stacks = os.memfd_create("pycollective-stacks")
-            faulthandler.register(number, file=_State.stacks, all_threads=True)
-            return number, _State.stacks
+            with suppress(OSError):  # a sandbox may refuse the file
+                _State.stacks = os.memfd_create("pycollective-stacks")
+                faulthandler.register(number, file=_State.stacks, all_threads=True)
+                return number, _State.stacks
     return 0, 0
