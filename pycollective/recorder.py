@@ -13,6 +13,8 @@ from typing import Any
 from pycollective.transport import watch
 from pycollective.transport.mpi import MPI
 
+__all__ = ["dump"]
+
 
 def dump() -> dict[str, Any]:
     """Returns the last calls of this rank, the oldest first; it speaks with no other rank.
