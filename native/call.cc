@@ -122,23 +122,44 @@ ffi::Error Call::Prepare(Signature signature) {
   return CompareWithRanks(signature);
 }
 
-void Call::BreakTeams() const {
-  if (copies_ != nullptr) copies_->Break();
-  if (lane_ != nullptr && lane_->team != nullptr) lane_->team->Break();
-}
-
 ffi::Error Call::CompareOnBoard(const Signature& mine) {
   LazyChannel& channel = lane_->channel;
   const Post post{mine, participants_.site};
   const BoardSlot::Difference found = channel.board.Compare(post, [&] { library->Progress(channel); });
-  if (found.rank < 0) return ffi::Error::Success();
-  const bool same = found.theirs.signature == mine;
-  const bool staging = found.theirs.signature.staging != mine.staging;
-  const auto at = [](const std::string& line) { return line.empty() ? line : " at " + line; };
+  return found.rank < 0 ? ffi::Error::Success() : Differs(post, found.rank, found.theirs, found.line);
+}
+
+ffi::Error Call::CompareInRing(const Signature& mine) {
+  const Ranks& ranks = *communicator_->ranks;
+  Channel channel = lane_->channel;
+  channel.messages = channel.permute;  // its ranks are those of the whole communicator
+  const int from = (channel.rank + channel.size - 1) % channel.size;
+  const int to = (channel.rank + 1) % channel.size;
+  const int tag = library->ReservedTag(lane_->channel_number);
+  const Post post{mine, participants_.site};
+  Post theirs;
+  std::vector<int64_t> messages(2);
+  const auto bytes = static_cast<int64_t>(sizeof(Post));
+  const int source = ranks.RankInWhole(from), dest = ranks.RankInWhole(to);
+  Outcome outcome = library->Irecv(channel, {&theirs, bytes, Type::kUint8, source, tag}, &messages[0]);
+  if (!outcome.ok()) return ErrorOf(outcome);
+  outcome = library->Isend(channel, {&post, bytes, Type::kUint8, dest, tag}, &messages[1]);
+  if (!outcome.ok()) messages.pop_back();  // MPI still writes to `theirs`
+  const Outcome come = library->WaitAll(&messages);
+  if (!outcome.ok() || !come.ok()) return ErrorOf(outcome.ok() ? come : outcome);
+  return post.Matches(theirs) ? ffi::Error::Success() : Differs(post, from, theirs, SiteText(theirs.site));
+}
+
+ffi::Error Call::Differs(const Post& mine, int rank, const Post& theirs, const std::string& line) const {
+  const bool known = IsCollective(theirs.signature.operation);
+  const bool same = theirs.signature == mine.signature;
+  const bool staging = known && theirs.signature.staging != mine.signature.staging;
+  const auto at = [](const std::string& place) { return place.empty() ? place : " at " + place; };
   return Error(ffi::ErrorCode::kInvalidArgument,
-               "expected the same call on every rank, got " + Describe(mine, staging) + at(SiteText(post.site)) +
-                   " here and " + Describe(found.theirs.signature, staging) + at(found.line) + " on rank " +
-                   std::to_string(found.rank),
+               "expected the same call on every rank, got " + Describe(mine.signature, staging) +
+                   at(SiteText(mine.site)) + " here and " +
+                   (known ? Describe(theirs.signature, staging) + at(line) : std::string("another call")) +
+                   " on rank " + std::to_string(rank),
                same      ? "All ranks must make such calls in the same order of lines, and by the same function: else data of "
                            "one is taken for data of another. PYCOLLECTIVE_CHECK=first compares no lines."
                : staging ? "All ranks must use devices of one kind, with the same settings."
@@ -151,22 +172,13 @@ ffi::Error Call::CompareWithRanks(const Signature& mine) {
   LazyChannel& channel = lane_->channel;
   const std::lock_guard<std::mutex> lock(channel.mutex);
   if (check >= Check::kEvery && channel.board.exists()) return CompareOnBoard(mine);
-  if (check != Check::kAlways && channel.agreed.count(mine) != 0) return ffi::Error::Success();
+  if (check == Check::kEvery) return CompareInRing(mine);
+  if (check == Check::kFirst && channel.agreed.count(mine) != 0) return ffi::Error::Success();
   std::vector<Signature> all(static_cast<size_t>(channel.size));
   const Outcome outcome = library->Allgather(channel, {&mine, all.data(), sizeof(Signature), Type::kUint8});
   if (!outcome.ok()) return ErrorOf(outcome);
   for (size_t rank = 0; rank < all.size(); ++rank) {
-    const Signature& theirs = all[rank];
-    if (theirs == mine) continue;
-    const bool known = IsCollective(theirs.operation);
-    const bool staging = known && theirs.staging != mine.staging;
-    return Error(ffi::ErrorCode::kInvalidArgument,
-                 "expected the same call on every rank, got " + Describe(mine, staging) + " here and " +
-                     (known ? Describe(theirs, staging) : std::string("another call")) + " on rank " +
-                     std::to_string(rank),
-                 staging ? "All ranks must use devices of one kind, with the same settings."
-                         : "All ranks must run the same collectives in the same order, with the same shapes, dtypes "
-                           "and pytrees.");
+    if (!(all[rank] == mine)) return Differs({mine, 0}, static_cast<int>(rank), {all[rank], 0}, "");
   }
   channel.agreed.insert(mine);
   return ffi::Error::Success();

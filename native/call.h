@@ -146,6 +146,8 @@ class Call {
 
   // What comes before the call itself: its channel, and the comparison with the other ranks.
   xla::ffi::Error Prepare(Signature signature);
+  // The error of a call that another rank makes differently; `line`: where it stands there.
+  xla::ffi::Error Differs(const Post& mine, int rank, const Post& theirs, const std::string& line) const;
 
   Record RecordOf(const Signature& signature, int64_t nbytes, CallState state) const;
   static int64_t PeerOf(int64_t rank);  // as records name it
@@ -177,9 +179,12 @@ class Call {
   }
 
   // Returns an error if another rank makes another call on the channel: a wrong order, shape or dtype ends in an error on
-  // every rank instead of a hang or a wrong sum. On a board each call is compared, elsewhere one that is new to the channel.
+  // every rank instead of a hang or a wrong sum. On a board all ranks see all calls; in a ring each sees one.
   xla::ffi::Error CompareWithRanks(const Signature& mine);
   xla::ffi::Error CompareOnBoard(const Signature& mine);
+  // Each rank tells the next one what it calls, so every difference shows on two ranks at least, before they call MPI. The
+  // others wait in the call until these have ended the job.
+  xla::ffi::Error CompareInRing(const Signature& mine);
   void BreakTeams() const;
 
   Operation operation_;

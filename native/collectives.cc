@@ -258,6 +258,10 @@ class LibraryOf final : public Library {
     return {};
   }
 
+  int ReservedTag(int number) const override {
+    return static_cast<int>(std::min<int64_t>(largest_tag_, INT32_MAX)) - number % kReservedTags;
+  }
+
   void Progress(const Channel& channel) const override {
     int found = 0;
     Status status;
@@ -323,7 +327,7 @@ class LibraryOf final : public Library {
   Outcome FindTag(const Channel& channel, int tag, int* found) const {
     *found = tag;
     if (channel.tag_step == 1) return {};
-    const int64_t largest = (largest_tag_ - channel.first_tag) / channel.tag_step;
+    const int64_t largest = (largest_tag_ - kReservedTags - channel.first_tag) / channel.tag_step;
     if (tag == any_tag_ || tag > largest) {
       Outcome outcome{"MPI_Send or MPI_Recv", 0, {}};
       outcome.detail = "expected a tag from 0 to " + std::to_string(largest) +

@@ -140,6 +140,10 @@ class Library {
   // Whether our own code makes the reduction (own_reductions.h). It needs host memory.
   virtual bool IsOwn(Op, Type) const = 0;
 
+  // A tag that no program's messages have; `number` is below kReservedTags.
+  virtual int ReservedTag(int number) const = 0;
+  static constexpr int kReservedTags = 1024;
+
   // Lets MPI work on what is under way.
   virtual void Progress(const Channel&) const = 0;
 

@@ -13,8 +13,8 @@
 
 namespace pycollective {
 
-// When ranks compare what they call: never; when a channel first meets a call; each call on the board, and a new call
-// elsewhere; each call.
+// When ranks compare what they call: never; when a channel first meets a call, all with all; each call, on the board or in a
+// ring; each call, all with all.
 enum class Check : int { kNever, kFirst, kEvery, kAlways };
 
 // Python sets both before the first program runs; they do not change while one runs.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from pycollective.errors import message
 
-MUST_AGREE = ("check", "bucket_bytes", "stage_bytes", "all_lanes")
+MUST_AGREE = ("check", "shared_memory", "bucket_bytes", "stage_bytes", "all_lanes")
 """The settings that must be the same on all ranks: ranks with others would make other calls."""
 
 _BOOLEANS = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
@@ -24,9 +24,11 @@ class Config:
     Each attribute names its variable; the documentation's page of settings is made from these lines.
 
     Attributes:
-        check: when ranks compare what they call: never; the first time that a communicator meets a call; every time
-            where all its ranks are on one host, else the first time; or always, whatever it costs
+        check: when ranks compare what they call: never; the first time that a communicator meets a call; every time, by
+            the cheapest way; or always, each with all others, whatever it costs
             (``PYCOLLECTIVE_CHECK=never|first|every|always``, default ``every``).
+        shared_memory: the ranks of a host compare their calls in memory that they share
+            (``PYCOLLECTIVE_SHARED_MEMORY=on|off``, default ``on``).
         malloc: the process keeps freed memory for later arrays (``PYCOLLECTIVE_MALLOC=on|off``, default ``on``).
         timeout: how many seconds a rank may wait for the others in one call before the job is ended with a report, or
             ``off`` (``PYCOLLECTIVE_TIMEOUT``, default 600). If it is given, it is also the limit at a rank's end.
@@ -46,6 +48,7 @@ class Config:
     """
 
     check: int = 2  # the numbers are those of _CHECKS
+    shared_memory: bool = True
     malloc: bool = True
     timeout: float | None = None  # None: not given; infinity: off
     records: str = "pycollective-records"  # "": off
@@ -112,6 +115,7 @@ def read(environ: Mapping[str, str]) -> Config:
     """
     return Config(
         check=_choice(environ, "PYCOLLECTIVE_CHECK", _CHECKS, Config.check),  # type: ignore[arg-type]
+        shared_memory=_choice(environ, "PYCOLLECTIVE_SHARED_MEMORY", _BOOLEANS, True),  # type: ignore[arg-type]
         malloc=_choice(environ, "PYCOLLECTIVE_MALLOC", _BOOLEANS, True),  # type: ignore[arg-type]
         timeout=_seconds(environ, "PYCOLLECTIVE_TIMEOUT"),
         records=_folder(environ, "PYCOLLECTIVE_RECORDS", Config.records),

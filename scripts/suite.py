@@ -237,6 +237,10 @@ def steps(*, everything: bool, install: bool) -> list[Step]:
             2, "mpi4jax as the transport", *files("collective", f"{PLACES} order errors derivatives by_mpi4jax"),
             **with_mpi4jax(env={"PYCOLLECTIVE_TEST_TRANSPORT": "mpi4jax"}),
         ),
+        on_ranks(
+            2, "calls compared in a ring", *files("collective", "agreement alone order"),
+            env={"PYCOLLECTIVE_SHARED_MEMORY": "off"},
+        ),
         on_ranks(2, "tests/libraries", "tests/libraries", **whole),
         on_ranks(2, "compiled as users compile", *files("spmd", "order random_programs overlap"), fast=False, **whole),
         on_ranks(

@@ -85,7 +85,8 @@ def start_mpi(mpi: MPI.Intracomm, limit: float | None) -> None:
     with host_of(mpi) as neighbours:
         _compare_settings(mpi)
         native.start(neighbours.size)  # it tunes malloc, so it comes before JAX's backend starts threads
-        board.open_board(neighbours)
+        if config.shared_memory:
+            board.open_board(neighbours)
         monitor.start(mpi, limit)
         accelerators.take_own(neighbours)
     _state.mpi_started = True

@@ -7,6 +7,7 @@ end, whatever ends them.
 from __future__ import annotations
 
 import os
+import secrets
 from contextlib import suppress
 
 from pycollective.transport import compiled
@@ -26,15 +27,22 @@ def open_board(neighbours: MPI.Intracomm) -> bool:
     if neighbours.size == 1:
         return False
     first = neighbours.rank == 0
+    size = compiled.library().pycollective_board_bytes(neighbours.size)
+    mark = secrets.token_bytes(16)
     file = None
     if first:
         with suppress(OSError):
             file = os.memfd_create("pycollective-board")
-            os.ftruncate(file, compiled.library().pycollective_board_bytes(neighbours.size))
-    pid, number = neighbours.bcast((os.getpid(), file) if first else None)
+            os.ftruncate(file, size)
+            os.pwrite(file, mark, size)
+    pid, number, mark = neighbours.bcast((os.getpid(), file, mark) if first else None)
     if not first and number is not None:
         with suppress(OSError):
-            file = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+            found = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+            if _has(mark, found, size):
+                file = found
+            else:  # the numbers belong to something else in this rank's container
+                os.close(found)
     members = neighbours.allgather(MPI.COMM_WORLD.rank)
     is_open = neighbours.allreduce(file is not None, op=MPI.LAND)
     if is_open:
@@ -46,3 +54,10 @@ def open_board(neighbours: MPI.Intracomm) -> bool:
     if file is not None:
         os.close(file)
     return is_open
+
+
+def _has(mark: bytes, file: int, where: int) -> bool:
+    try:
+        return os.pread(file, len(mark), where) == mark
+    except OSError:  # a pipe, say
+        return False

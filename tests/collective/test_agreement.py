@@ -1,6 +1,7 @@
 """Calls that differ between ranks and that the ranks know already: an error on every rank, and the next call is right.
 
-All ranks are on one host here, so each call is compared before it begins (native/board.h).
+All ranks are on one host here, so each sees what all others call (native/board.h). With
+``PYCOLLECTIVE_SHARED_MEMORY=off`` each sees what one other calls, as between hosts; with two ranks that is the same.
 """
 
 from __future__ import annotations

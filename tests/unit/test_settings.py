@@ -30,11 +30,14 @@ def test_values() -> None:
             "PYCOLLECTIVE_BUCKET_BYTES": "0",
             "PYCOLLECTIVE_LANES": "all",
             "PYCOLLECTIVE_RECORDS": "off",
+            "PYCOLLECTIVE_SHARED_MEMORY": "off",
         }
     )
     gpus = {"gpu_direct": False, "stage_bytes": 4096, "allow_shared_gpu": True}
     hosts = {"bucket_bytes": 0, "all_lanes": True}
-    assert read == config.Config(check=3, malloc=False, records="", timeout=2.5, allow_singleton=True, **hosts, **gpus)
+    assert read == config.Config(
+        check=3, shared_memory=False, malloc=False, records="", timeout=2.5, allow_singleton=True, **hosts, **gpus
+    )
 
 
 @pytest.mark.parametrize(
