@@ -17,7 +17,6 @@ namespace pycollective {
 namespace {
 
 constexpr int64_t kSlots = 256;
-constexpr size_t kLineBytes = 64;
 constexpr int kSpins = 200;               // a few microseconds
 constexpr int kYieldsPerProgress = 16;
 constexpr int64_t kTellNs = 2000000000;   // how long a rank waits for the line of a call that does not match
@@ -49,6 +48,12 @@ bool Post::Matches(const Post& other) const {
   const bool same_function = FunctionOf(site) == FunctionOf(other.site);
   const bool same_collective = CollectiveOf(site) == CollectiveOf(other.site);
   return same_collective && !same_function && SiteText(other.site).empty();
+}
+
+void CopyLine(const std::string& line, char (&to)[kLineBytes]) {
+  const size_t size = std::min(line.size(), kLineBytes - 1);
+  std::memset(to, 0, kLineBytes);
+  std::memcpy(to, line.data() + (line.size() - size), size);
 }
 
 // The first line of the cache is all that ranks read of a call that matches.
@@ -139,9 +144,7 @@ BoardSlot::Difference BoardSlot::Compare(const Post& post, const std::function<v
     }
   }
   if (difference.rank < 0) return difference;
-  const std::string line = SiteText(post.site);
-  std::memset(own.line, 0, sizeof(own.line));
-  std::memcpy(own.line, line.data(), std::min(line.size(), sizeof(own.line) - 1));
+  CopyLine(SiteText(post.site), own.line);
   own.told.store(call, std::memory_order_release);
   const Cell& theirs = CellOf(difference.rank, call);
   wait(theirs.told, NowNs() + kTellNs);

@@ -26,6 +26,10 @@ struct Post {
   bool Matches(const Post& other) const;
 };
 
+// A line as ranks tell each other, cut to its end, which has the number and the function.
+inline constexpr size_t kLineBytes = 64;
+void CopyLine(const std::string& line, char (&to)[kLineBytes]);
+
 // The posts of the ranks of one channel. All of them are on one host.
 class BoardSlot {
  public:

@@ -136,18 +136,22 @@ ffi::Error Call::CompareInRing(const Signature& mine) {
   const int from = (channel.rank + channel.size - 1) % channel.size;
   const int to = (channel.rank + 1) % channel.size;
   const int tag = library->ReservedTag(lane_->channel_number);
-  const Post post{mine, participants_.site};
-  Post theirs;
+  struct Told {
+    Post post;
+    char line[kLineBytes];
+  };
+  Told own{{mine, participants_.site}, {}}, theirs;
+  CopyLine(SiteText(participants_.site), own.line);
   std::vector<int64_t> messages(2);
-  const auto bytes = static_cast<int64_t>(sizeof(Post));
+  const auto bytes = static_cast<int64_t>(sizeof(Told));
   const int source = ranks.RankInWhole(from), dest = ranks.RankInWhole(to);
   Outcome outcome = library->Irecv(channel, {&theirs, bytes, Type::kUint8, source, tag}, &messages[0]);
   if (!outcome.ok()) return ErrorOf(outcome);
-  outcome = library->Isend(channel, {&post, bytes, Type::kUint8, dest, tag}, &messages[1]);
+  outcome = library->Isend(channel, {&own, bytes, Type::kUint8, dest, tag}, &messages[1]);
   if (!outcome.ok()) messages.pop_back();  // MPI still writes to `theirs`
   const Outcome come = library->WaitAll(&messages);
   if (!outcome.ok() || !come.ok()) return ErrorOf(outcome.ok() ? come : outcome);
-  return post.Matches(theirs) ? ffi::Error::Success() : Differs(post, from, theirs, SiteText(theirs.site));
+  return own.post.Matches(theirs.post) ? ffi::Error::Success() : Differs(own.post, from, theirs.post, theirs.line);
 }
 
 ffi::Error Call::Differs(const Post& mine, int rank, const Post& theirs, const std::string& line) const {
