@@ -53,7 +53,7 @@ bool Post::Matches(const Post& other) const {
 void CopyLine(const std::string& line, char (&to)[kLineBytes]) {
   const size_t size = std::min(line.size(), kLineBytes - 1);
   std::memset(to, 0, kLineBytes);
-  std::memcpy(to, line.data() + (line.size() - size), size);
+  std::memcpy(to, line.data(), size);
 }
 
 // The first line of the cache is all that ranks read of a call that matches.

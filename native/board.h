@@ -26,8 +26,8 @@ struct Post {
   bool Matches(const Post& other) const;
 };
 
-// A line as ranks tell each other, cut to its end, which has the number and the function.
-inline constexpr size_t kLineBytes = 64;
+// A line as ranks tell each other; the end of a long one is cut off.
+inline constexpr size_t kLineBytes = 128;
 void CopyLine(const std::string& line, char (&to)[kLineBytes]);
 
 // The posts of the ranks of one channel. All of them are on one host.
