@@ -1,7 +1,9 @@
 // Implementation of board.h.
 //
-// Each rank has two cells in a slot, for its calls of even and of odd number. Two are enough: a rank that posts call n + 2 has
-// seen all posts of call n + 1, so every rank has posted that, and is done with the posts of call n.
+// Each rank has kCells cells in a slot, which it uses in turns. It posts call n when all others have posted call
+// n - kCells + 1: then they are done with its post of call n - kCells, which lay in the same cell. So a rank may be some calls
+// ahead of the others, where these calls let it. Of two ranks at least one sees the post of the other: posts and looks at
+// `posted` have one order on all ranks.
 
 #include "board.h"
 
@@ -17,6 +19,7 @@ namespace pycollective {
 namespace {
 
 constexpr int64_t kSlots = 256;
+constexpr uint64_t kCells = 8;
 constexpr int kSpins = 200;               // a few microseconds
 constexpr int kYieldsPerProgress = 16;
 constexpr int64_t kTellNs = 2000000000;   // how long a rank waits for the line of a call that does not match
@@ -41,6 +44,11 @@ int ranks_of_host = 0;
 std::atomic<uint64_t>* Taken() { return reinterpret_cast<std::atomic<uint64_t>*>(board); }
 
 }  // namespace
+
+bool IsMeeting(int32_t operation) {
+  return operation == kAllreduce || operation == kAllgather || operation == kAlltoall || operation == kReduceScatter ||
+         operation == kBarrier;
+}
 
 bool Post::Matches(const Post& other) const {
   if (!(signature == other.signature)) return false;
@@ -74,7 +82,7 @@ constexpr size_t kHeadBytes = kSlots / 8;
 }  // namespace
 
 size_t BoardSlot::BytesOf(int ranks) {
-  return kHeadBytes + static_cast<size_t>(kSlots) * static_cast<size_t>(ranks) * 2 * sizeof(Cell);
+  return kHeadBytes + static_cast<size_t>(kSlots) * static_cast<size_t>(ranks) * kCells * sizeof(Cell);
 }
 
 void BoardSlot::OpenBoard(void* memory, int ranks) {
@@ -85,8 +93,8 @@ void BoardSlot::OpenBoard(void* memory, int ranks) {
 bool BoardSlot::HasBoard() { return board != nullptr; }
 
 BoardSlot::Cell& BoardSlot::CellOf(int rank, uint64_t call) const {
-  const size_t index = (static_cast<size_t>(number_) * static_cast<size_t>(ranks_of_host) + static_cast<size_t>(rank)) * 2;
-  return reinterpret_cast<Cell*>(board + kHeadBytes)[index + call % 2];
+  const size_t place = static_cast<size_t>(number_) * static_cast<size_t>(ranks_of_host) + static_cast<size_t>(rank);
+  return reinterpret_cast<Cell*>(board + kHeadBytes)[place * kCells + call % kCells];
 }
 
 int64_t BoardSlot::Take() {
@@ -96,8 +104,8 @@ int64_t BoardSlot::Take() {
     const uint64_t bit = uint64_t{1} << (number % 64);
     if ((word.fetch_or(bit, std::memory_order_acq_rel) & bit) != 0) continue;
     for (int rank = 0; rank < ranks_of_host; ++rank) {
-      for (uint64_t parity = 0; parity < 2; ++parity) {
-        Cell& cell = BoardSlot(number, 0, 0).CellOf(rank, parity);
+      for (uint64_t call = 0; call < kCells; ++call) {
+        Cell& cell = BoardSlot(number, 0, 0).CellOf(rank, call);
         cell.posted.store(0, std::memory_order_relaxed);
         cell.told.store(0, std::memory_order_relaxed);
       }
@@ -114,14 +122,8 @@ void BoardSlot::Release(int64_t number) {
 
 BoardSlot::Difference BoardSlot::Compare(const Post& post, const std::function<void()>& progress) {
   const uint64_t call = ++calls_;
-  Cell& own = CellOf(rank_, call);
-  own.digest = static_cast<uint64_t>(SignatureHash()(post.signature));
-  own.site = post.site;
-  own.signature = post.signature;
-  own.posted.store(call, std::memory_order_release);
-
-  const auto wait = [&](const std::atomic<uint64_t>& number, int64_t until_ns) {
-    for (int64_t spins = 0; number.load(std::memory_order_acquire) < call; ++spins) {
+  const auto wait = [&](const std::atomic<uint64_t>& number, uint64_t wanted, int64_t until_ns) {
+    for (int64_t spins = 0; number.load(std::memory_order_acquire) < wanted; ++spins) {
       if (spins < kSpins) {
         Relax();
         continue;
@@ -131,12 +133,23 @@ BoardSlot::Difference BoardSlot::Compare(const Post& post, const std::function<v
       if (until_ns != 0 && NowNs() > until_ns) return;
     }
   };
+  // A cell whose number is larger holds a later call: its rank has posted this one, too.
+  for (int rank = 0; rank < size_ && call >= kCells; ++rank) {
+    if (rank != rank_ && call + 1 > kCells) wait(CellOf(rank, call + 1).posted, call + 1 - kCells, 0);
+  }
+  Cell& own = CellOf(rank_, call);
+  own.digest = static_cast<uint64_t>(SignatureHash()(post.signature));
+  own.site = post.site;
+  own.signature = post.signature;
+  own.posted.store(call, std::memory_order_seq_cst);
+
+  const bool waits = IsMeeting(post.signature.operation);
   Difference difference;
   for (int rank = 0; rank < size_; ++rank) {
     if (rank == rank_) continue;
     const Cell& cell = CellOf(rank, call);
-    wait(cell.posted, 0);
-    if (difference.rank >= 0) continue;
+    if (waits) wait(cell.posted, call, 0);
+    if (difference.rank >= 0 || cell.posted.load(std::memory_order_seq_cst) < call) continue;
     const bool alike = cell.digest == own.digest && cell.site == own.site;
     if (!alike || !(cell.signature == own.signature)) {
       const Post theirs{cell.signature, cell.site};
@@ -147,7 +160,7 @@ BoardSlot::Difference BoardSlot::Compare(const Post& post, const std::function<v
   CopyLine(SiteText(post.site), own.line);
   own.told.store(call, std::memory_order_release);
   const Cell& theirs = CellOf(difference.rank, call);
-  wait(theirs.told, NowNs() + kTellNs);
+  if (waits && IsMeeting(difference.theirs.signature.operation)) wait(theirs.told, call, NowNs() + kTellNs);
   if (theirs.told.load(std::memory_order_acquire) == call) difference.line = theirs.line;
   return difference;
 }

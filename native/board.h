@@ -1,7 +1,9 @@
 // The board of a host: shared memory in which the ranks of the host post what they are about to call.
 //
-// Before a collective each rank posts its call and waits until all others have posted theirs. If they differ, every rank
-// gets an error, and none has called MPI. A rank that waits here would otherwise wait in the collective.
+// Before a collective each rank posts its call. If no rank can end the call before all have come to it, as in a sum, it waits
+// until all others have posted theirs: it would otherwise wait in the collective. If they differ, every rank gets an error,
+// and none has called MPI. In other calls, such as a broadcast, a rank looks at the posts that are there: of two ranks whose
+// calls differ the one that comes last gets the error, before it calls MPI.
 
 #ifndef PYCOLLECTIVE_NATIVE_BOARD_H_
 #define PYCOLLECTIVE_NATIVE_BOARD_H_
@@ -14,6 +16,9 @@
 #include "signature.h"
 
 namespace pycollective {
+
+// Whether no rank can end the call before all have come to it.
+bool IsMeeting(int32_t operation);
 
 // What a rank posts for one call.
 struct Post {
@@ -58,7 +63,7 @@ class BoardSlot {
     std::string line;
   };
 
-  // Posts a call and waits for the posts of the others. `progress` is called from time to time while it waits.
+  // Posts a call and compares it with those of the others. `progress` is called from time to time while it waits.
   Difference Compare(const Post& post, const std::function<void()>& progress);
 
  private:

@@ -176,8 +176,8 @@ ffi::Error Call::CompareWithRanks(const Signature& mine) {
   LazyChannel& channel = lane_->channel;
   const std::lock_guard<std::mutex> lock(channel.mutex);
   if (check >= Check::kEvery && channel.board.exists()) return CompareOnBoard(mine);
-  if (check == Check::kEvery) return CompareInRing(mine);
-  if (check == Check::kFirst && channel.agreed.count(mine) != 0) return ffi::Error::Success();
+  if (check == Check::kEvery && IsMeeting(mine.operation)) return CompareInRing(mine);
+  if (check != Check::kAlways && channel.agreed.count(mine) != 0) return ffi::Error::Success();
   std::vector<Signature> all(static_cast<size_t>(channel.size));
   const Outcome outcome = library->Allgather(channel, {&mine, all.data(), sizeof(Signature), Type::kUint8});
   if (!outcome.ok()) return ErrorOf(outcome);

@@ -94,3 +94,25 @@ def test_settings_that_must_agree(tmp_path: Path) -> None:
     assert done.returncode not in (0, 124, 137)
     expected = "expected the same setting bucket_bytes on all ranks, got 1048576 on rank 0 and 4096 on rank 1"
     assert done.stderr.count(expected) == 1, done.stderr
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_broadcast_from_another_root(late: int, tmp_path: Path) -> None:
+    """Of the two ranks the one that comes last gets the error; the other may have ended its call by then."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import time, jax, jax.numpy as jnp, pycollective as pc\n"
+        "world = pc.init()\n"
+        "programs = [jax.jit(lambda x, root=root: pc.broadcast(x, world, root=root)) for root in (0, 1)]\n"
+        "for program in programs: program(jnp.ones(3)).block_until_ready()\n"
+        f"if world.rank == {late}: time.sleep(1)\n"
+        "programs[world.rank](jnp.ones(3)).block_until_ready()\n"
+        "pc.barrier(world)\n"
+    )
+    done = mpirun(2, str(program), timeout=60)
+    assert done.returncode not in (0, 124, 137), done.stderr
+    got = (
+        rf"got broadcast\(float32\[3\], root={late}\) at program.py:3 .* and broadcast\(float32\[3\], root={1 - late}\)"
+    )
+    assert re.search(got.replace("broadcast", "bcast"), done.stderr), done.stderr
+    assert f"rank {late} of 2" in done.stderr
