@@ -120,7 +120,7 @@ void BoardSlot::Release(int64_t number) {
   Taken()[number / 64].fetch_and(~(uint64_t{1} << (number % 64)), std::memory_order_acq_rel);
 }
 
-BoardSlot::Difference BoardSlot::Compare(const Post& post, const std::function<void()>& progress) {
+BoardSlot::Difference BoardSlot::Compare(const Post& post, bool waits, const std::function<void()>& progress) {
   const uint64_t call = ++calls_;
   const auto wait = [&](const std::atomic<uint64_t>& number, uint64_t wanted, int64_t until_ns) {
     for (int64_t spins = 0; number.load(std::memory_order_acquire) < wanted; ++spins) {
@@ -143,7 +143,6 @@ BoardSlot::Difference BoardSlot::Compare(const Post& post, const std::function<v
   own.signature = post.signature;
   own.posted.store(call, std::memory_order_seq_cst);
 
-  const bool waits = IsMeeting(post.signature.operation);
   Difference difference;
   for (int rank = 0; rank < size_; ++rank) {
     if (rank == rank_) continue;
@@ -160,7 +159,7 @@ BoardSlot::Difference BoardSlot::Compare(const Post& post, const std::function<v
   CopyLine(SiteText(post.site), own.line);
   own.told.store(call, std::memory_order_release);
   const Cell& theirs = CellOf(difference.rank, call);
-  if (waits && IsMeeting(difference.theirs.signature.operation)) wait(theirs.told, call, NowNs() + kTellNs);
+  if (waits) wait(theirs.told, call, NowNs() + kTellNs);
   if (theirs.told.load(std::memory_order_acquire) == call) difference.line = theirs.line;
   return difference;
 }

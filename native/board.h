@@ -2,8 +2,8 @@
 //
 // Before a collective each rank posts its call. If no rank can end the call before all have come to it, as in a sum, it waits
 // until all others have posted theirs: it would otherwise wait in the collective. If they differ, every rank gets an error,
-// and none has called MPI. In other calls, such as a broadcast, a rank looks at the posts that are there: of two ranks whose
-// calls differ the one that comes last gets the error, before it calls MPI.
+// and none has called MPI. So it does in a call that is new to it. In other calls, such as a broadcast, a rank looks at the
+// posts that are there: of two ranks whose calls differ the one that comes last gets the error, before it calls MPI.
 
 #ifndef PYCOLLECTIVE_NATIVE_BOARD_H_
 #define PYCOLLECTIVE_NATIVE_BOARD_H_
@@ -63,8 +63,9 @@ class BoardSlot {
     std::string line;
   };
 
-  // Posts a call and compares it with those of the others. `progress` is called from time to time while it waits.
-  Difference Compare(const Post& post, const std::function<void()>& progress);
+  // Posts a call and compares it with those of the others. `waits`: it waits until all have posted theirs. `progress` is
+  // called from time to time meanwhile.
+  Difference Compare(const Post& post, bool waits, const std::function<void()>& progress);
 
  private:
   struct Cell;

@@ -125,7 +125,9 @@ ffi::Error Call::Prepare(Signature signature) {
 ffi::Error Call::CompareOnBoard(const Signature& mine) {
   LazyChannel& channel = lane_->channel;
   const Post post{mine, participants_.site};
-  const BoardSlot::Difference found = channel.board.Compare(post, [&] { library->Progress(channel); });
+  const bool waits = IsMeeting(mine.operation) || channel.agreed.count(mine) == 0;
+  const BoardSlot::Difference found = channel.board.Compare(post, waits, [&] { library->Progress(channel); });
+  if (found.rank < 0 && waits && !IsMeeting(mine.operation)) channel.agreed.insert(mine);
   return found.rank < 0 ? ffi::Error::Success() : Differs(post, found.rank, found.theirs, found.line);
 }
 
