@@ -131,6 +131,11 @@ ffi::Error Call::CompareOnBoard(const Signature& mine) {
   return found.rank < 0 ? ffi::Error::Success() : Differs(post, found.rank, found.theirs, found.line);
 }
 
+void Call::BreakTeams() const {
+  if (copies_ != nullptr) copies_->Break();
+  if (lane_ != nullptr && lane_->team != nullptr) lane_->team->Break();
+}
+
 ffi::Error Call::CompareInRing(const Signature& mine) {
   const Ranks& ranks = *communicator_->ranks;
   Channel channel = lane_->channel;
