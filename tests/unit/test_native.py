@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import types
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from jax.extend.core import Primitive
 from mpi4py import MPI
 
 import pycollective as pc
+from pycollective.environment import NATIVE_LIBRARY
 from pycollective.primitives import define, dtypes, exchanges, messages, reductions
 from pycollective.transport import native
 
@@ -82,3 +85,9 @@ def test_no_library(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", sorted(NATIVE.iterdir()), ids=lambda path: path.name)
 def test_files_are_small(path: Path) -> None:
     assert len([line for line in path.read_text().splitlines() if line.strip()]) <= 400
+
+
+def test_the_library_needs_no_symbol_that_it_lacks() -> None:
+    """XLA opens it lazily, and then an undefined symbol shows only where something calls it."""
+    code = "import ctypes, os, sys; ctypes.CDLL(sys.argv[1], mode=os.RTLD_NOW)"
+    subprocess.run([sys.executable, "-c", code, str(NATIVE_LIBRARY)], check=True, timeout=60)
