@@ -102,6 +102,17 @@ PYCOLLECTIVE_EXPORT void pycollective_bind_runtime(void* const* addresses, int32
 
 // Communicators --------------------------------------------------------------------------------------------------
 
+namespace {
+
+// Null, or the message of a failure, which `text` keeps.
+const char* ErrorOf(const pycollective::Outcome& outcome, std::string* text) {
+  if (outcome.ok()) return nullptr;
+  *text = std::string(outcome.call) + ": " + pycollective::library->ErrorString(outcome.code);
+  return text->c_str();
+}
+
+}  // namespace
+
 // Adds a communicator on `lane_count` devices of each rank, given by their ids. `main`, `auxiliary`, `identity`,
 // `world_ranks`: see Ranks. Returns its number.
 PYCOLLECTIVE_EXPORT int64_t pycollective_communicator_add(const char* name, int64_t fingerprint, int32_t rank,
@@ -162,10 +173,7 @@ PYCOLLECTIVE_EXPORT int64_t pycollective_part_add(const char* name, int64_t fing
 PYCOLLECTIVE_EXPORT const char* pycollective_board_join(int64_t number) {
   static std::string error;
   const auto ranks = FindCommunicator(number)->ranks;
-  const pycollective::Outcome outcome = ranks->JoinBoard(*pycollective::library, ranks->channel(0));
-  if (outcome.ok()) return nullptr;
-  error = std::string(outcome.call) + ": " + pycollective::library->ErrorString(outcome.code);
-  return error.c_str();
+  return ErrorOf(ranks->JoinBoard(*pycollective::library, ranks->channel(0)), &error);
 }
 
 // The bytes of the board of so many ranks.
@@ -190,10 +198,7 @@ PYCOLLECTIVE_EXPORT void pycollective_board_close() { pycollective::BoardSlot::O
 // Frees a communicator: see FreeCommunicator. Returns null, or a message that stays valid until the next call.
 PYCOLLECTIVE_EXPORT const char* pycollective_communicator_free(int64_t number) {
   static std::string error;
-  const pycollective::Outcome outcome = pycollective::FreeCommunicator(*pycollective::library, number);
-  if (outcome.ok()) return nullptr;
-  error = std::string(outcome.call) + ": " + pycollective::library->ErrorString(outcome.code);
-  return error.c_str();
+  return ErrorOf(pycollective::FreeCommunicator(*pycollective::library, number), &error);
 }
 
 // The recorder ---------------------------------------------------------------------------------------------------
@@ -274,11 +279,6 @@ PYCOLLECTIVE_EXPORT void pycollective_monitor_stop() { pycollective::StopMonitor
 // See BeginEnd.
 PYCOLLECTIVE_EXPORT bool pycollective_end_begin(int32_t status, const char* cause) {
   return pycollective::BeginEnd(status, cause);
-}
-
-// See WriteRecords. The caller gives the text back to pycollective_text_free.
-PYCOLLECTIVE_EXPORT char* pycollective_records_write(const char* reason) {
-  return strdup(pycollective::WriteRecords(reason).c_str());
 }
 
 // A random number of this process: the attribute `process` of programs that hold its addresses.

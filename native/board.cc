@@ -14,23 +14,17 @@
 #include <cstring>
 
 #include "recorder.h"
+#include "relax.h"
 
 namespace pycollective {
 namespace {
 
 constexpr int64_t kSlots = 256;
 constexpr uint64_t kCells = 8;
+constexpr size_t kHeadBytes = kSlots / 8;  // a bit for each slot
 constexpr int kSpins = 200;               // a few microseconds
 constexpr int kYieldsPerProgress = 16;
 constexpr int64_t kTellNs = 2000000000;   // how long a rank waits for the line of a call that does not match
-
-void Relax() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
 
 // Whether the data of all ranks has the same part in the call.
 bool IsSymmetric(int32_t operation) {
@@ -74,12 +68,6 @@ struct alignas(64) BoardSlot::Cell {
   Signature signature;
   char line[kLineBytes];
 };
-
-namespace {
-
-constexpr size_t kHeadBytes = kSlots / 8;
-
-}  // namespace
 
 size_t BoardSlot::BytesOf(int ranks) {
   return kHeadBytes + static_cast<size_t>(kSlots) * static_cast<size_t>(ranks) * kCells * sizeof(Cell);
@@ -135,7 +123,7 @@ BoardSlot::Difference BoardSlot::Compare(const Post& post, bool waits, const std
   };
   // A cell whose number is larger holds a later call: its rank has posted this one, too.
   for (int rank = 0; rank < size_ && call >= kCells; ++rank) {
-    if (rank != rank_ && call + 1 > kCells) wait(CellOf(rank, call + 1).posted, call + 1 - kCells, 0);
+    if (rank != rank_) wait(CellOf(rank, call + 1).posted, call + 1 - kCells, 0);
   }
   Cell& own = CellOf(rank_, call);
   own.digest = static_cast<uint64_t>(SignatureHash()(post.signature));

@@ -165,6 +165,7 @@ std::shared_ptr<Ranks> PartOf(Communicator& whole, const std::vector<int>& membe
 // Marks a communicator and its parts as freed, and frees the channels that calls have made. All ranks must make this
 // call, and none of them may have a call under way.
 Outcome FreeCommunicator(const Library& mpi, int64_t number);
+
 }  // namespace pycollective
 
 #endif  // PYCOLLECTIVE_NATIVE_COMMUNICATORS_H_

@@ -75,21 +75,6 @@ class Monitor {
     return true;
   }
 
-  std::string WriteRecords(const std::string& reason) {
-    if (settings_.folder.empty()) return "";
-    for (size_t slash = settings_.folder.find('/', 1);; slash = settings_.folder.find('/', slash + 1)) {
-      mkdir(settings_.folder.substr(0, slash).c_str(), 0777);
-      if (slash == std::string::npos) break;
-    }
-    const std::string path = settings_.folder + "/rank-" + std::to_string(settings_.rank) + ".json";
-    FILE* const file = std::fopen((path + ".part").c_str(), "w");
-    if (file == nullptr) return "";
-    const std::string text = RecorderJson(settings_.rank, size(), reason);
-    const bool written = std::fwrite(text.data(), 1, text.size(), file) == text.size();
-    const bool closed = std::fclose(file) == 0;
-    return written && closed && std::rename((path + ".part").c_str(), path.c_str()) == 0 ? path : "";
-  }
-
  private:
   int size() const { return static_cast<int>(settings_.processes.size()); }
   std::vector<std::vector<Address>> Addresses() const {
@@ -103,6 +88,22 @@ class Monitor {
       if (rank != settings_.rank && settings_.processes[static_cast<size_t>(rank)].pid != 0) others.push_back(rank);
     }
     return others;
+  }
+
+  // Writes this process's records to the folder of the settings. Returns the path, "" if there is none.
+  std::string WriteRecords(const std::string& reason) {
+    if (settings_.folder.empty()) return "";
+    for (size_t slash = settings_.folder.find('/', 1);; slash = settings_.folder.find('/', slash + 1)) {
+      mkdir(settings_.folder.substr(0, slash).c_str(), 0777);
+      if (slash == std::string::npos) break;
+    }
+    const std::string path = settings_.folder + "/rank-" + std::to_string(settings_.rank) + ".json";
+    FILE* const file = std::fopen((path + ".part").c_str(), "w");
+    if (file == nullptr) return "";
+    const std::string text = RecorderJson(settings_.rank, size(), reason);
+    const bool written = std::fwrite(text.data(), 1, text.size(), file) == text.size();
+    const bool closed = std::fclose(file) == 0;
+    return written && closed && std::rename((path + ".part").c_str(), path.c_str()) == 0 ? path : "";
   }
 
   // Returns whether this is the first end that this rank knows.
@@ -343,14 +344,6 @@ class Monitor {
     return silent;
   }
 
-  // A stopped process would outlive the job: a launcher's SIGTERM waits until it goes on.
-  void KillSilent(const std::vector<int>& ranks) {
-    for (const int rank : ranks) {
-      const Process& process = settings_.processes[static_cast<size_t>(rank)];
-      if (process.host == Own().host && StateOf(process) != 0) kill(static_cast<pid_t>(process.pid), SIGKILL);
-    }
-  }
-
   // Stopped ranks of this host would outlive the job: a launcher's SIGTERM waits until they go on.
   void EndStopped() {
     for (const Process& process : settings_.processes) {
@@ -415,11 +408,6 @@ void SetMonitorTimeout(int64_t warn_ns, int64_t timeout_ns) {
 bool BeginEnd(int status, const std::string& cause) {
   Monitor* const current = Current();
   return current == nullptr || current->BeginEnd(status, cause);
-}
-
-std::string WriteRecords(const std::string& reason) {
-  Monitor* const current = Current();
-  return current == nullptr ? "" : current->WriteRecords(reason);
 }
 
 }  // namespace pycollective

@@ -38,9 +38,6 @@ void StopMonitor();
 // process. Returns false if another rank has told this one to end before: then that one's cause is the first.
 bool BeginEnd(int status, const std::string& cause);
 
-// Writes this process's records to the folder of the settings. Returns the path, "" if there is none.
-std::string WriteRecords(const std::string& reason);
-
 }  // namespace pycollective
 
 #endif  // PYCOLLECTIVE_NATIVE_MONITOR_H_

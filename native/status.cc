@@ -218,7 +218,6 @@ class ChannelReport {
     }
     return "";
   }
-  const CallStatus& call() const { return *waiting_.begin()->second; }
 
  private:
   std::map<int, const CallStatus*> waiting_;
@@ -237,10 +236,6 @@ Channels ChannelsOf(const std::vector<Status>& statuses) {
   }
   return channels;
 }
-
-}  // namespace
-
-namespace {
 
 // Whether a rank has certainly not made a call that another rank waits in.
 bool HasNotMade(const Status& status, const CallStatus& call) {

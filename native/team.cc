@@ -3,18 +3,12 @@
 
 #include "team.h"
 
+#include "relax.h"
+
 namespace pycollective {
 namespace {
 
 constexpr int kSpins = 100;  // 1-5 us; with few cores, more would keep them from the members that others wait for
-
-void Relax() {
-#if defined(__x86_64__) || defined(__i386__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
 
 }  // namespace
 

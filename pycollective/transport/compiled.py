@@ -42,7 +42,6 @@ _RESULTS = {
     "wait_end": None,
     "wait_name": ctypes.c_char_p,
     "recorder_json": ctypes.c_void_p,
-    "records_write": ctypes.c_void_p,
     "text_free": None,
     "monitor_listen": ctypes.c_int32,
     "monitor_start": None,

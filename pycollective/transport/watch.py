@@ -51,11 +51,6 @@ def recorder_json(rank: int, size: int, reason: str) -> str:
     return _text(compiled.library().pycollective_recorder_json(rank, size, reason.encode()))
 
 
-def write_records(reason: str) -> str:
-    """Writes them to the folder that the monitor knows, and returns the path; "" if there is none."""
-    return _text(compiled.library().pycollective_records_write(reason.encode()))
-
-
 class Process(NamedTuple):
     """A process of the job, as the monitors of the others know it.
 

@@ -53,13 +53,6 @@ time.sleep(100)
 """
 
 
-@pytest.fixture
-def ends(tmp_path: Path) -> str:
-    path = tmp_path / "ends.py"
-    path.write_text(ENDS)
-    return str(path)
-
-
 def environ() -> dict[str, str]:
     fast = {"XLA_FLAGS": unoptimised.flags(), "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
     return {**os.environ, **AS_ROOT, **fast}

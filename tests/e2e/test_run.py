@@ -58,13 +58,6 @@ def program(tmp_path: Path) -> str:
     return str(path)
 
 
-@pytest.fixture
-def ends(tmp_path: Path) -> str:
-    path = tmp_path / "ends.py"
-    path.write_text(ENDS)
-    return str(path)
-
-
 def command(*arguments: str) -> list[str]:
     return ["timeout", "-k", "5", "60", sys.executable, "-m", "pycollective", "run", *arguments]
 
