@@ -9,8 +9,14 @@ from dataclasses import dataclass
 
 from pycollective.errors import message
 
-MUST_AGREE = ("check", "shared_memory", "bucket_bytes", "stage_bytes", "all_lanes")
-"""The settings that must be the same on all ranks: ranks with others would make other calls."""
+MUST_AGREE = {
+    "PYCOLLECTIVE_CHECK": "check",
+    "PYCOLLECTIVE_SHARED_MEMORY": "shared_memory",
+    "PYCOLLECTIVE_BUCKET_BYTES": "bucket_bytes",
+    "PYCOLLECTIVE_STAGE_BYTES": "stage_bytes",
+    "PYCOLLECTIVE_LANES": "all_lanes",
+}
+"""The variables, and their attributes, that must be the same on all ranks: ranks with others would make other calls."""
 
 _BOOLEANS = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
 _LANES = {"one": False, "all": True}

@@ -139,14 +139,15 @@ def start(
 
 def _compare_settings(mpi: MPI.Intracomm) -> None:
     """Raises ValueError on all ranks if a setting that must be the same on all differs."""
-    everybody = mpi.allgather([getattr(config, name) for name in MUST_AGREE])
-    for number, name in enumerate(MUST_AGREE):
-        values = [settings[number] for settings in everybody]
-        if len(set(values)) > 1:
-            other = next(rank for rank, value in enumerate(values) if value != values[0])
-            expected = f"the same setting {name} on all ranks"
-            got = f"{values[0]} on rank 0 and {values[other]} on rank {other}"
-            remedy = "Set its variable alike on all hosts; the page of settings names it."
+    mine = [(getattr(config, name), os.environ.get(variable) or "no value") for variable, name in MUST_AGREE.items()]
+    everybody = mpi.allgather(mine)
+    for number, variable in enumerate(MUST_AGREE):
+        settings = [rank[number] for rank in everybody]
+        other = next((rank for rank, (value, _) in enumerate(settings) if value != settings[0][0]), None)
+        if other is not None:
+            expected = f"the same {variable} on all ranks"
+            got = f"{settings[0][1]} on rank 0 and {settings[other][1]} on rank {other}"
+            remedy = f"Set {variable} alike on all hosts, or nowhere."
             raise ValueError(message("init", expected, got, remedy, rank=mpi.rank, size=mpi.size))
 
 

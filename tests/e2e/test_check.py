@@ -81,18 +81,22 @@ def test_what_is_compared(check: str, known: str, new: str, named: str, tmp_path
                 assert any(f"on rank {1 - rank} (rank {rank} of 2, communicator world/0)" in line for line in lines)
 
 
-def test_settings_that_must_agree(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("CHECK", "first"), ("SHARED_MEMORY", "off"), ("BUCKET_BYTES", "4096"), ("STAGE_BYTES", "1"), ("LANES", "all")],
+)
+def test_settings_that_must_agree(tmp_path: Path, variable: str, value: str) -> None:
     program = tmp_path / "program.py"
     program.write_text(
         "import os\n"
         "from mpi4py import MPI\n"
-        "if MPI.COMM_WORLD.rank == 1: os.environ['PYCOLLECTIVE_BUCKET_BYTES'] = '4096'\n"
+        f"if MPI.COMM_WORLD.rank == 1: os.environ['PYCOLLECTIVE_{variable}'] = '{value}'\n"
         "import pycollective as pc\n"
         "pc.init()\n"
     )
     done = mpirun(2, str(program), timeout=60)
     assert done.returncode not in (0, 124, 137)
-    expected = "expected the same setting bucket_bytes on all ranks, got 1048576 on rank 0 and 4096 on rank 1"
+    expected = f"expected the same PYCOLLECTIVE_{variable} on all ranks, got no value on rank 0 and {value} on rank 1"
     assert done.stderr.count(expected) == 1, done.stderr
 
 
