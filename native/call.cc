@@ -4,6 +4,8 @@
 
 #include <random>
 
+#include "messages.h"
+
 namespace ffi = xla::ffi;
 
 namespace pycollective {
@@ -140,15 +142,11 @@ ffi::Error Call::CompareInRing(const Signature& mine) {
   const Ranks& ranks = *communicator_->ranks;
   Channel channel = lane_->channel;
   channel.messages = channel.permute;  // its ranks are those of the whole communicator
+  channel.tag_step = 1;                // so the tag is the reserved one itself
   const int from = (channel.rank + channel.size - 1) % channel.size;
   const int to = (channel.rank + 1) % channel.size;
   const int tag = library->ReservedTag(lane_->channel_number);
-  struct Told {
-    Post post;
-    char line[kLineBytes];
-  };
-  Told own{{mine, participants_.site}, {}}, theirs;
-  CopyLine(SiteText(participants_.site), own.line);
+  Told own({mine, participants_.site}), theirs;
   std::vector<int64_t> messages(2);
   const auto bytes = static_cast<int64_t>(sizeof(Told));
   const int source = ranks.RankInWhole(from), dest = ranks.RankInWhole(to);

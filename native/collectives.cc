@@ -45,6 +45,8 @@ class LibraryOf final : public Library {
         world_(Handle(binding.world)),
         proc_null_(static_cast<int>(binding.proc_null)),
         any_tag_(static_cast<int>(binding.any_tag)),
+        status_source_(binding.status_source),
+        status_tag_(binding.status_tag),
         largest_tag_(binding.largest_tag) {
     for (int i = 0; i < kTypeCount; ++i) types_[i] = Handle(binding.types[i]);
     for (int op = 0; op < kMpiOpCount; ++op) std::fill_n(ops_[op], kTypeCount, Handle(binding.ops[op]));
@@ -184,6 +186,9 @@ class LibraryOf final : public Library {
     void* status = in.status == nullptr ? &own : in.status;
     PYCOLLECTIVE_CALL(Recv, in.data, block.count(), block.type(), in.source, tag, Handle(channel.messages), status);
     if (in.source == proc_null_) return Clear(channel, in.data, in.count, in.type);
+    if (in.envelope != nullptr) {
+      *in.envelope = {IntAt(status, status_source_), channel.tag_step == 1 ? IntAt(status, status_tag_) : in.tag};
+    }
     return CheckLength("MPI_Recv", in, block, status);
   }
 
@@ -206,21 +211,23 @@ class LibraryOf final : public Library {
   }
 
   Outcome Isend(const Channel& channel, const Outgoing& out, int64_t* handle) const override {
+    int tag = 0;
+    PYCOLLECTIVE_RETURN_IF_FAILED(FindTag(channel, out.tag, &tag));
     const Block<H> block = BlockOf(out.count, out.type);  // MPI keeps the datatype until the message has gone
     PYCOLLECTIVE_RETURN_IF_FAILED(block.made());
     H request{};
-    PYCOLLECTIVE_CALL(Isend, out.data, block.count(), block.type(), out.dest, out.tag, Handle(channel.messages),
-                      &request);
+    PYCOLLECTIVE_CALL(Isend, out.data, block.count(), block.type(), out.dest, tag, Handle(channel.messages), &request);
     *handle = Wide(request);
     return {};
   }
 
   Outcome Irecv(const Channel& channel, const Incoming& in, int64_t* handle) const override {
+    int tag = 0;
+    PYCOLLECTIVE_RETURN_IF_FAILED(FindTag(channel, in.tag, &tag));
     const Block<H> block = BlockOf(in.count, in.type);
     PYCOLLECTIVE_RETURN_IF_FAILED(block.made());
     H request{};
-    PYCOLLECTIVE_CALL(Irecv, in.data, block.count(), block.type(), in.source, in.tag, Handle(channel.messages),
-                      &request);
+    PYCOLLECTIVE_CALL(Irecv, in.data, block.count(), block.type(), in.source, tag, Handle(channel.messages), &request);
     *handle = Wide(request);
     return {};
   }
@@ -298,6 +305,12 @@ class LibraryOf final : public Library {
     }
   }
 
+  static int IntAt(const void* status, int64_t place) {
+    int value = 0;
+    std::memcpy(&value, static_cast<const char*>(status) + place, sizeof(value));
+    return value;
+  }
+
   H Datatype(const Arguments& a) const { return types_[int(a.type)]; }
   H MpiOp(const Arguments& a) const { return ops_[int(a.op)][int(a.type)]; }
   const void* SendOrInPlace(const void* send, const void* recv) const { return send == recv ? in_place_ : send; }
@@ -373,6 +386,8 @@ class LibraryOf final : public Library {
   const H world_;
   int proc_null_;
   int any_tag_;
+  int64_t status_source_;
+  int64_t status_tag_;
   int64_t largest_tag_;
   H types_[kTypeCount];
   H ops_[kMpiOpCount][kTypeCount];

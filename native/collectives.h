@@ -92,8 +92,14 @@ struct Outgoing {
   int tag;
 };
 
+// Where a message came from, and the tag that its sender gave it.
+struct Envelope {
+  int source;
+  int tag;
+};
+
 // A message that this rank receives. `source` may be MPI_PROC_NULL: then zeros are received. `status` is where MPI writes
-// the MPI_Status of the caller; null: there is none.
+// the MPI_Status of the caller, and `envelope` is set; null: there is none.
 struct Incoming {
   void* data;
   int64_t count;
@@ -101,6 +107,7 @@ struct Incoming {
   int source;
   int tag;
   void* status = nullptr;
+  Envelope* envelope = nullptr;
 };
 
 // The MPI library.

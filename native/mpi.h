@@ -137,6 +137,8 @@ struct Binding {
   int64_t proc_null;
   int64_t any_tag;
   int64_t largest_tag;
+  int64_t status_source;  // where an MPI_Status has MPI_SOURCE, in bytes from its begin
+  int64_t status_tag;     // where it has MPI_TAG
   const int64_t* types;  // datatypes, in the order of kTypeNames
   const int64_t* ops;    // operations, in the order of kMpiOpNames
 };

@@ -10,6 +10,7 @@
 #include "communicators.h"
 #include "decode.h"
 #include "dtypes.h"
+#include "messages.h"
 #include "operations.h"
 #include "place.h"
 
@@ -96,8 +97,10 @@ ffi::Error Send(Place place, const Participants& participants, InToken, In x, Ou
   return call.Run(place, SignatureOf(kSend, x), NBytes(x), {}, [&](const Library& mpi, const Lane& lane) {
     return place.Exchange(lane, ViewOf(x, type), {}, kWholeMessage,
                           [&](const Channel& channel, const void* in, void*, int64_t) {
-                            return mpi.Send(channel,
-                                            {in, Count(x), type, static_cast<int>(dest), static_cast<int>(tag)});
+                            return pycollective::Send(
+                                mpi, channel,
+                                {{in, Count(x), type, static_cast<int>(dest), static_cast<int>(tag)},
+                                 {SignatureOf(kSend, x), participants.site}});
                           });
   });
 }
@@ -115,9 +118,11 @@ ffi::Error Recv(Place place, const Participants& participants, InToken, In, OutT
   return call.Run(place, SignatureOf(kRecv, *y), NBytes(*y), {&result, 1}, [&](const Library& mpi, const Lane& lane) {
     return place.Exchange(lane, {}, ViewOf(*y, type), kWholeMessage,
                           [&](const Channel& channel, const void*, void* out, int64_t) {
-                            return mpi.Recv(channel,
-                                            {out, Count(*y), type, static_cast<int>(source), static_cast<int>(tag),
-                                             reinterpret_cast<void*>(status)});
+                            return pycollective::Recv(
+                                mpi, channel,
+                                {{out, Count(*y), type, static_cast<int>(source), static_cast<int>(tag),
+                                  reinterpret_cast<void*>(status)},
+                                 {SignatureOf(kRecv, *y), participants.site}});
                           });
   });
 }
@@ -135,13 +140,17 @@ ffi::Error Sendrecv(Place place, const Participants& participants, InToken, In x
   call.SetDest(dest);
   call.SetSource(source);
   const Signature signature = SignatureOf(kSendrecv, x);
+  const int64_t site = participants.site;
   return call.Run(place, signature, NBytes(x) + NBytes(*y), {&result, 1}, [&](const Library& mpi, const Lane& lane) {
     return place.Exchange(
         lane, ViewOf(x, send_type), ViewOf(*y, recv_type), kWholeMessage,
         [&](const Channel& channel, const void* in, void* out, int64_t) {
-          return mpi.Sendrecv(channel, {in, Count(x), send_type, static_cast<int>(dest), static_cast<int>(send_tag)},
-                              {out, Count(*y), recv_type, static_cast<int>(source), static_cast<int>(recv_tag),
-                               reinterpret_cast<void*>(status)});
+          return pycollective::Sendrecv(
+              mpi, channel,
+              {{in, Count(x), send_type, static_cast<int>(dest), static_cast<int>(send_tag)}, {signature, site}},
+              {{out, Count(*y), recv_type, static_cast<int>(source), static_cast<int>(recv_tag),
+                reinterpret_cast<void*>(status)},
+               {SignatureOf(kSendrecv, *y), site}});
         });
   });
 }

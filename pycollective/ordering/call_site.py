@@ -8,10 +8,14 @@ well: a sum and a mean are the same call between ranks.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
+import sys
 import sysconfig
+from contextvars import ContextVar
 from pathlib import Path
+from types import CodeType, FrameType
 from typing import NamedTuple
 
 import jax
@@ -65,11 +69,45 @@ def _hash(facts: object, bits: int) -> int:
     return int.from_bytes(hashlib.blake2b(repr(facts).encode(), digest_size=8).digest(), "little") % (1 << bits)
 
 
+site_outside_jit: ContextVar[int] = ContextVar("site_outside_jit", default=0)
+"""The ``site`` of the collective that runs outside any trace: a program of its own, in which no line is the user's."""
+
+
 def site_of_lowered() -> int:
     """The attribute ``site`` of the collective that is lowered now; 0 if nobody knows where it was called."""
     found = _innermost(jax_internals.frames_of_user())
-    if found is None:
-        return 0
+    return _known(found) if found is not None else site_outside_jit.get()
+
+
+def site_of_caller() -> int:
+    """The ``site`` of the collective that this thread calls now, outside any trace; 0 if nobody knows the line."""
+    collective: CodeType | None = None
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if _is_of_user(code):
+            return _site_of(code, frame.f_lineno, collective)
+        if code.co_filename.startswith(_COLLECTIVES):
+            collective = code
+        frame = frame.f_back
+    return 0
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_of_user(code: CodeType) -> bool:
+    return not code.co_filename.startswith(_NOT_THE_USERS)
+
+
+@functools.lru_cache(maxsize=4096)
+def _site_of(code: CodeType, line: int, collective: CodeType | None) -> int:
+    frames = [jax_internals.Frame(code.co_filename, code.co_qualname, code.co_firstlineno, line)]
+    if collective is not None:
+        frames.insert(0, jax_internals.Frame(collective.co_filename, collective.co_qualname, 0, 0))
+    found = _innermost(frames)
+    return 0 if found is None else _known(found)
+
+
+def _known(found: CallSite) -> int:
     watch.add_site(found.site, found.text)
     return found.site
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
@@ -37,6 +38,8 @@ class _Binding(ctypes.Structure):
         ("proc_null", ctypes.c_int64),
         ("any_tag", ctypes.c_int64),
         ("largest_tag", ctypes.c_int64),
+        ("status_source", ctypes.c_int64),
+        ("status_tag", ctypes.c_int64),
         ("types", ctypes.POINTER(ctypes.c_int64)),
         ("ops", ctypes.POINTER(ctypes.c_int64)),
     ]
@@ -62,6 +65,8 @@ def _bind(library: ctypes.CDLL) -> None:
         MPI.PROC_NULL,
         MPI.ANY_TAG,
         cast("int", MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)),
+        _place_in_status(MPI.Status.Set_source),
+        _place_in_status(MPI.Status.Set_tag),
         int64s([_handle(getattr(MPI, name)) for name in table(library.pycollective_type_name)]),
         int64s([_handle(getattr(MPI, name)) for name in table(library.pycollective_mpi_op_name)]),
     )
@@ -84,6 +89,14 @@ def _addresses(
             raise ImportError(message("transport", expected.format(name), got, remedy)) from None
         addresses.append(ctypes.cast(function, ctypes.c_void_p).value)
     return (ctypes.c_void_p * len(addresses))(*addresses)
+
+
+def _place_in_status(set_field: Callable[[MPI.Status, int], None]) -> int:
+    """Where an ``MPI_Status`` has a field of type int, in bytes from its begin: MPI's standard fixes no order."""
+    status, unusual = MPI.Status(), 0x3A5C96
+    set_field(status, unusual)
+    content = ctypes.string_at(MPI._addressof(status), MPI._sizeof(MPI.Status))
+    return content.index(unusual.to_bytes(ctypes.sizeof(ctypes.c_int), sys.byteorder))
 
 
 def _handle(obj: Any) -> int:

@@ -7,6 +7,7 @@ All ranks are on one host here, so each sees what all others call (native/board.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -68,8 +69,9 @@ def test_known_calls_that_differ(
     np.testing.assert_array_equal(programs["sum"](X), X * world.size)
 
 
-def test_equal_sums_in_another_order(world: pc.Communicator) -> None:
-    @jax.jit
+@pytest.mark.parametrize("jit", [jax.jit, lambda function: function], ids=["in jit", "outside jit"])
+def test_equal_sums_in_another_order(jit: Callable[[Any], Any], world: pc.Communicator) -> None:
+    @jit
     def swapped(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
         if world.rank == 0:
             first = pc.psum(x, world)
@@ -83,8 +85,9 @@ def test_equal_sums_in_another_order(world: pc.Communicator) -> None:
     np.testing.assert_array_equal(pc.psum(X, world), X * world.size)
 
 
-def test_a_sum_here_and_a_mean_there(world: pc.Communicator) -> None:
-    @jax.jit
+@pytest.mark.parametrize("jit", [jax.jit, lambda function: function], ids=["in jit", "outside jit"])
+def test_a_sum_here_and_a_mean_there(jit: Callable[[Any], Any], world: pc.Communicator) -> None:
+    @jit
     def reduced(x: jax.Array) -> jax.Array:
         return (pc.psum if world.rank == 0 else pc.pmean)(x, world)
 

@@ -176,11 +176,10 @@ def test_compiled_once(world: pc.Communicator) -> None:
     assert re.search("pycollective_(device_)?allreduce|mpi_allreduce", f.lower(jnp.ones(2)).as_text())
 
 
-def test_eager_calls_do_not_recompile(world: pc.Communicator) -> None:
+def test_eager_calls_of_one_line_do_not_recompile(world: pc.Communicator) -> None:
     x = jnp.ones(3)
-    pc.psum(x, world)
     before = eager._compiled.cache_info()
     for _ in range(5):
         pc.psum(x, world)
     after = eager._compiled.cache_info()
-    assert (after.misses, after.hits) == (before.misses, before.hits + 5)
+    assert (after.misses, after.hits) == (before.misses + 1, before.hits + 4)
