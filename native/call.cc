@@ -165,7 +165,7 @@ ffi::Error Call::Differs(const Post& mine, int rank, const Post& theirs, const s
   const bool staging = known && theirs.signature.staging != mine.signature.staging;
   const auto at = [](const std::string& place) { return place.empty() ? place : " at " + place; };
   return Error(ffi::ErrorCode::kInvalidArgument,
-               "expected the same call on every rank, got " + Describe(mine.signature, staging) +
+               "CollectiveMismatch: expected the same call on every rank, got " + Describe(mine.signature, staging) +
                    at(SiteText(mine.site)) + " here and " +
                    (known ? Describe(theirs.signature, staging) + at(line) : std::string("another call")) +
                    " on rank " + std::to_string(rank),

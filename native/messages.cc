@@ -55,7 +55,7 @@ Outcome Recv(const Library& mpi, const Channel& channel, const ExpectedMessage& 
   if (there.dtype == here.dtype && there.dimensions == here.dimensions) return mpi.Recv(channel, data);
   PYCOLLECTIVE_RETURN_IF_FAILED(Drop(mpi, channel, told.post, data.source, data.tag));
   Outcome outcome{"MPI_Recv", 0, {}};
-  outcome.detail = "expected a message of " + DescribeMessage(expected.post, SiteText(expected.post.site)) +
+  outcome.detail = "CollectiveMismatch: expected a message of " + DescribeMessage(expected.post, SiteText(expected.post.site)) +
                    ", got one of " + DescribeMessage(told.post, told.line) + " from rank " +
                    std::to_string(data.source);
   outcome.remedy = "Give both ends the same shape and dtype.";

@@ -248,21 +248,21 @@ class Monitor {
     const std::vector<int> others = Others();
     const std::vector<Reply> replies = channel_.Ask(others, kTellStatus, "", kAskNs);
     std::vector<int> without;
-    std::vector<bool> refused;
+    std::vector<Reply> no_replies;
     for (size_t i = 0; i < others.size(); ++i) {
       Status status;
       if (replies[i].came && Unpack(replies[i].text, &status)) {
         statuses.push_back(status);
       } else {
         without.push_back(others[i]);
-        refused.push_back(replies[i].refused);
+        no_replies.push_back(replies[i]);
       }
     }
     std::sort(statuses.begin(), statuses.end(), [](const Status& a, const Status& b) { return a.rank < b.rank; });
     const bool for_ever = WaitForEnded(statuses);
     const bool ends = for_ever || (reason == kTooLongWait && IsLongWait(statuses, timeout_ns_));
     if (!ends && !IsLongWait(statuses, warn_ns_)) return;  // it has ended in the meantime
-    const std::vector<SilentRank> silent = WhySilent(without, refused, statuses);
+    const std::vector<SilentRank> silent = WhySilent(without, no_replies, statuses);
     std::string text = "pycollective: ";
     if (for_ever && !IsLongWait(statuses, timeout_ns_)) {
       text += "some ranks wait for a rank that has ended; ending all ranks.\n";
@@ -308,13 +308,14 @@ class Monitor {
   }
 
   // Why ranks do not answer, as far as processes of their host can tell.
-  std::vector<SilentRank> WhySilent(const std::vector<int>& ranks, const std::vector<bool>& refused,
+  std::vector<SilentRank> WhySilent(const std::vector<int>& ranks, const std::vector<Reply>& no_replies,
                                     const std::vector<Status>& statuses) {
     std::vector<SilentRank> silent;
     for (size_t i = 0; i < ranks.size(); ++i) {
       const Process& process = settings_.processes[static_cast<size_t>(ranks[i])];
       const std::string name = "process " + std::to_string(process.pid) + " on host " + process.host_name;
-      bool host_answers = refused[i];
+      const Reply& no_reply = no_replies[i];
+      bool host_answers = no_reply.refused;
       int64_t state = -1;
       if (process.host == Own().host) {
         state = StateOf(process);
@@ -331,10 +332,12 @@ class Monitor {
       std::string why;
       if (state == 'T' || state == 't') {
         why = "does not answer: " + name + " is stopped";
-      } else if (state == 0 || state == 'Z' || refused[i]) {
+      } else if (state == 0 || state == 'Z' || no_reply.refused) {
         why = "does not answer: " + name + " has ended";
       } else if (state > 0) {
         why = "does not answer, though " + name + " is alive";
+      } else if (no_reply.accepted) {
+        why = "does not answer, though its host does: " + name + " is stopped, or the host is overloaded";
       } else {
         why = host_answers ? "does not answer: " + name : "cannot be reached: host " + process.host_name +
               " does not answer";

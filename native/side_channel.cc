@@ -108,6 +108,7 @@ class Asking {
         socklen_t size = sizeof(error);
         getsockopt(fd_, SOL_SOCKET, SO_ERROR, &error, &size);
         if (error != 0) return TryNext(error == ECONNREFUSED);
+        reply_->accepted = true;
       }
       const ssize_t n = send(fd_, request_.data() + sent_, request_.size() - sent_, MSG_NOSIGNAL);
       if (n > 0) sent_ += static_cast<size_t>(n);

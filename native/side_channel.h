@@ -25,7 +25,8 @@ int ListenOn(const std::string& host, int* fd);
 // What came of a request.
 struct Reply {
   bool came = false;
-  bool refused = false;  // nobody listens there any more: the process has ended, its host answers
+  bool refused = false;   // nobody listens there any more: the process has ended, its host answers
+  bool accepted = false;  // its host has accepted the connection, as it does for a process that is stopped
   std::string text;
 };
 

@@ -26,6 +26,7 @@ from .collectives.mpi_collectives import scan as scan
 from .collectives.mpi_collectives import scatter as scatter
 from .collectives.mpi_collectives import send as send
 from .collectives.mpi_collectives import sendrecv as sendrecv
+from .errors import CollectiveMismatch as CollectiveMismatch
 from .named_axes.mesh import Mesh as Mesh
 from .named_axes.mesh import make_mesh as make_mesh
 from .ranks.communicator import Communicator as Communicator

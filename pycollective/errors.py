@@ -22,6 +22,20 @@ def message(
     return f"pycollective.{where}: expected {expected}, got {got}{place}. {remedy}"
 
 
+class CollectiveMismatch(RuntimeError):  # noqa: N818 (the word is what users look for in logs)
+    """Ranks do not make the same call: another operation, shape, dtype or line, or in another order.
+
+    It is raised on every rank where ranks compare a function that they have traced, at its first call, before any of
+    them calls MPI. A difference that shows while a program runs is an error of that program, as JAX raises it:
+    a :class:`jax.errors.JaxRuntimeError` or a ValueError whose text has the word ``CollectiveMismatch``.
+
+    Example:
+        >>> import pycollective as pc
+        >>> issubclass(pc.CollectiveMismatch, RuntimeError)
+        True
+    """
+
+
 class Place(Protocol):
     """An object with a rank and a size: a communicator, or a part of one."""
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from pycollective.config import config
-from pycollective.errors import message
+from pycollective.errors import CollectiveMismatch, message
 from pycollective.faults import rank_exit
 from pycollective.ranks.communicator import Communicator
 from pycollective.ranks.setup import timeout
@@ -98,7 +98,8 @@ def compare_reports(reports: list[TraceReport]) -> None:
     """Compares each report with those of the other ranks of its communicator, which must make this call as well.
 
     Raises:
-        RuntimeError: the trace of another rank failed, or differs, or does not come within the timeout of ``init``.
+        CollectiveMismatch: the trace of another rank differs.
+        RuntimeError: the trace of another rank failed, or does not come within the timeout of ``init``.
     """
     for report in reports:
         if report.comm.size > 1 and config.check != 0:
@@ -112,7 +113,8 @@ def _compare(report: TraceReport, own: list[str], others: list[Any]) -> None:
     for rank, other in enumerate(others):
         if other != own:
             here, there = _difference(own, other)
-            raise RuntimeError(
+            kind = RuntimeError if isinstance(other, str) else CollectiveMismatch
+            raise kind(
                 message(
                     report.where,
                     f"the same program on every rank, here with {here}",

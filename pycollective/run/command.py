@@ -93,10 +93,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the program's arguments")
 
 
+_LAST_WORDS_OF_RANKS = "pycollective: .*; ending all ranks"
+"""What every report of a fault has, as a regular expression (faults/rank_exit.py, native/monitor.cc)."""
+
+
 def main(arguments: Sequence[str]) -> int:
     """Replaces this process by the launcher, which then gets its signals and gives its exit status.
 
-    With ``--restarts`` this process stays, and does both itself.
+    With ``--restarts`` this process stays, and does both itself. So it does where the launcher, when a host has gone,
+    may report success or stay for ever.
     """
     parser = argparse.ArgumentParser(prog="pycollective run", description="Starts a program as ranks.")
     add_options(parser)
@@ -108,7 +113,7 @@ def main(arguments: Sequence[str]) -> int:
             check_hosts([name for name, _ in _named_hosts(options)], os.environ)
     except (ImportError, OSError, RuntimeError, ValueError) as error:
         parser.exit(2, f"{error}\n")
-    if options.restarts and not options.dry_run:
+    if (options.restarts or start.may_lose_hosts) and not options.dry_run:
         return restarts.run(start, options.restarts, options.min_ranks or options.ranks, os.environ)
     if not options.dry_run:
         os.execvpe(command[0], command, {**os.environ, **start.variables})
@@ -163,13 +168,17 @@ def prepare(options: argparse.Namespace, environ: Mapping[str, str]) -> restarts
     library = loaded_library()
     launcher = _choose_launcher(options.mpi, library, environ)
     room = replace(job, hosts=_named_hosts(options)).room()
-    if not room and options.restarts:
+    hides_lost_hosts = isinstance(launcher, Library) and launcher.hides_lost_hosts
+    if not room and (options.restarts or hides_lost_hosts):
         room = dict(_allocated_hosts(job, system, environ))
     if isinstance(launcher, Library):
         job = _over_allocation(job, library, system, environ)
-        if options.restarts:
+        if len(room) > 1:  # it may lose one
             variables |= {name: value for name, value in launcher.attentive.items() if name not in environ}
-        return restarts.Start(job, launcher.command_line, variables, room, launcher.hides_lost_hosts)
+            if hides_lost_hosts:
+                last_words = "|".join((_LAST_WORDS_OF_RANKS, *launcher.last_words))
+                return restarts.Start(job, launcher.command_line, variables, room, True, last_words)
+        return restarts.Start(job, launcher.command_line, variables, room)
     return restarts.Start(job, lambda job: launcher.command_line(job, library, environ), variables, room)
 
 

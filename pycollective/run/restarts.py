@@ -36,14 +36,17 @@ class Start:
         command_line: the launcher's command line for a job.
         variables: what the launcher's environment has in addition.
         room: the hosts, each with the number of ranks that it can take; empty for this host, or where they are unknown.
-        hides_lost_hosts: whether the launcher may end with status 0 when a host has gone.
+        may_lose_hosts: whether the launcher may end with status 0, or not at all, when a host has gone.
+        last_words: what the launcher or the ranks say when the job ends by a fault, as a regular expression, if the
+            launcher may not end after that.
     """
 
     job: Job
     command_line: Callable[[Job], list[str]]
     variables: Mapping[str, str]
     room: Mapping[str, int]
-    hides_lost_hosts: bool = False
+    may_lose_hosts: bool = False
+    last_words: str = ""
 
 
 def run(start: Start, restarts: int, min_ranks: int, environ: Mapping[str, str]) -> int:
@@ -63,13 +66,13 @@ def run(start: Start, restarts: int, min_ranks: int, environ: Mapping[str, str])
     job = start.job
     for attempt in itertools.count():
         before = leftovers.files()
-        ended = supervisor.run(start.command_line(job), {**environ, RESTART: str(attempt)})
-        if ended.status == 0 and not start.hides_lost_hosts:
+        ended = supervisor.run(start.command_line(job), {**environ, RESTART: str(attempt)}, start.last_words)
+        if ended.status == 0 and not start.may_lose_hosts:
             return 0
         if ended.status != 0:
             end_children()
             leftovers.remove(before)
-        if ended.stopped:
+        if ended.stopped or (ended.status != 0 and restarts == 0):
             return ended.status
         why_not = reason_to_stop(ended.status, attempt, restarts)
         # A job with status 0 may have lost one of its own hosts. A job that starts again takes any host that answers.
@@ -110,7 +113,8 @@ def reason_to_stop(status: int, attempt: int, restarts: int) -> str:
         >>> reason_to_stop(137, 0, 3), reason_to_stop(137, 3, 3)
         ('', '--restarts 3 are used up')
     """
-    return _NOT_STARTED.get(status, f"--restarts {restarts} are used up" if attempt >= restarts else "")
+    used_up = f"--restarts {restarts} are used up" if restarts else "--restarts is not given"
+    return _NOT_STARTED.get(status, used_up if attempt >= restarts else "")
 
 
 def described(ended: Ended, gone: Sequence[str]) -> str:

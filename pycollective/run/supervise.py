@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
+import select
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -30,6 +33,9 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _GRACE_S, _LONGEST_S, _STEP_S = 2.0, 10.0, 0.05
 """How long processes may take to end by themselves, how long to go when they are killed, and how often to look."""
 
+_LAUNCHER_S = 5.0
+"""How long a launcher may take to end when its job has ended by a fault."""
+
 _libc = ctypes.CDLL(None)
 
 
@@ -47,6 +53,38 @@ class Ended(NamedTuple):
     seconds: float
 
 
+class _Errors:
+    """The standard error of a launcher, which this process passes on and reads.
+
+    Args:
+        pipe: the end of a pipe from which it reads.
+        last_words: a regular expression.
+
+    Attributes:
+        ended: when it read what the expression describes; None: not yet.
+    """
+
+    ended: float | None = None
+
+    def __init__(self, pipe: int, last_words: str) -> None:
+        self._pipe = pipe
+        self._last_words = re.compile(last_words.encode())
+        self._line = b""
+
+    def pass_on(self, seconds: float) -> None:
+        """Passes on what comes within some seconds, and then what there is without waiting."""
+        while select.select([self._pipe], [], [], seconds)[0]:
+            part = os.read(self._pipe, 1 << 16)
+            if not part:  # nobody writes to it any more
+                time.sleep(seconds)
+                return
+            os.write(sys.stderr.fileno(), part)
+            *lines, self._line = (self._line + part).split(b"\n")
+            if self.ended is None and any(self._last_words.search(line) for line in lines):
+                self.ended = time.monotonic()
+            seconds = 0
+
+
 class Supervisor:
     """Starts launchers, one after another. What they leave running becomes a child of this process.
 
@@ -60,22 +98,42 @@ class Supervisor:
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
         _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
-    def run(self, command: Sequence[str], environ: Mapping[str, str]) -> Ended:
+    def run(self, command: Sequence[str], environ: Mapping[str, str], last_words: str = "") -> Ended:
         """Runs a launcher to its end. Signals that this process gets go on to it.
+
+        Args:
+            command: its command line.
+            environ: its variables.
+            last_words: a regular expression of what stands on its standard error when the job ends by a fault. If it
+                does not end soon after that, it is killed: it waits for a host that it cannot reach. "": never.
 
         Raises:
             OSError: there is no such launcher.
         """
         started, stopped = time.monotonic(), False
-        launcher = self._start(command, environ)
+        launcher = self._start(command, environ, errors=subprocess.PIPE if last_words else None)
+        errors = _Errors(launcher.stderr.fileno(), last_words) if launcher.stderr is not None else None
         while launcher.poll() is None:
-            got = signal.sigwaitinfo(self._signals)
-            if got.si_signo == signal.SIGCHLD:
+            if errors is None:
+                got: signal.struct_siginfo | None = signal.sigwaitinfo(self._signals)
+            else:
+                errors.pass_on(_STEP_S)
+                got = signal.sigtimedwait(self._signals, 0)
+                if errors.ended is not None and time.monotonic() - errors.ended > _LAUNCHER_S:
+                    launcher.kill()
+                    sys.stderr.write(
+                        f"pycollective: the launcher has not ended {_LAUNCHER_S:.0f} s after its job, as when "
+                        "it cannot reach a host; killed it.\n"
+                    )
+                    launcher.wait()
+            if got is None or got.si_signo == signal.SIGCHLD:
                 continue
             stopped = stopped or got.si_signo in self._ending
             if got.si_code != _FROM_KERNEL:  # else the launcher, which is in the same group, has got it already
                 launcher.send_signal(got.si_signo)
         seconds = time.monotonic() - started
+        if errors is not None:
+            errors.pass_on(0)
         status = launcher.returncode if launcher.returncode >= 0 else 128 - launcher.returncode
         return Ended(status, stopped or self.stop() is not None, seconds)
 
@@ -108,7 +166,7 @@ class Supervisor:
         return {name: process.returncode == 0 for name, process in running.items()}
 
     def _start(
-        self, command: Sequence[str], environ: Mapping[str, str], *, silent: bool = False
+        self, command: Sequence[str], environ: Mapping[str, str], *, silent: bool = False, errors: int | None = None
     ) -> subprocess.Popen[bytes]:
         def become_child() -> None:
             # A launcher that is terminated ends its ranks. It must not go on when this process has been killed.
@@ -118,7 +176,7 @@ class Supervisor:
         files = subprocess.DEVNULL if silent else None
         # A function may run between fork and exec because this process has one thread.
         return subprocess.Popen(
-            command, env=dict(environ), stdin=files, stdout=files, stderr=files, preexec_fn=become_child
+            command, env=dict(environ), stdin=files, stdout=files, stderr=errors or files, preexec_fn=become_child
         )
 
 

@@ -39,7 +39,8 @@ def test_several_arrays_are_compared(world: pc.Communicator) -> None:
         pytest.skip("LOUD: needs two ranks")
     arrays = (jnp.ones(2), jnp.ones(6)) if world.rank else (jnp.ones(6), jnp.ones(2))
     with pytest.raises(
-        RUNTIME_ERRORS, match=r"allreduce: expected the same call on every rank, got allreduce\(.* here"
+        RUNTIME_ERRORS,
+        match=r"allreduce: CollectiveMismatch: expected the same call on every rank, got allreduce\(.* here",
     ):
         jax.block_until_ready(jax.jit(lambda xs: pc.psum(xs, world))(arrays))
 

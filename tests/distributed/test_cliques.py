@@ -155,7 +155,7 @@ def test_ranks_that_call_with_different_shapes() -> None:
     with pytest.raises(RUNTIME_ERRORS) as error:
         jax.block_until_ready(sum_over(mesh)(x))
     said = " ".join(str(error.value).split())
-    assert "pycollective.allreduce: expected the same call on every rank, got allreduce(" in said
+    assert "pycollective.allreduce: CollectiveMismatch: expected the same call on every rank, got allreduce(" in said
     assert f"(rank {order.index(RANK)} of {SIZE}, communicator global arrays{order})" in said
     assert "allreduce(float32[101], op=sum)" in said
     assert "allreduce(float32[102], op=sum)" in said

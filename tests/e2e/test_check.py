@@ -51,7 +51,7 @@ for case in (known, new, alike, named):
     sys.stdout.write(f"{case.__name__}: {said}\\n")
 """
 
-COMPARED = r"caught .*pycollective.allreduce: expected the same call on every rank, got allreduce.*"
+COMPARED = r"caught .*pycollective.allreduce: CollectiveMismatch: expected the same call on every rank, got allreduce.*"
 AT_ITS_FIRST_CALL = r"caught pycollective.jit: expected the same program on every rank, here with p.*"
 
 

@@ -199,6 +199,82 @@ def test_a_training_goes_on_without_a_host_that_is(
     wait_until_gone(str(tmp_path / "saved"), 60)
 
 
+# Rank 2, alone on its host, does something else than the others; or its host's connection is cut.
+FAULTS = """
+import os, signal, sys, time
+import jax, jax.numpy as jnp
+from jax import lax
+import pycollective as pc
+
+fault = sys.argv[1]
+world = pc.init()
+x = jnp.ones((2, 3))
+step = pc.jit(lambda x: lax.psum(x, "i"), axis_name="i")
+for y in (x, x.T):
+    step(y).block_until_ready()
+sys.stdout.write("began\\n")
+sys.stdout.flush()
+while fault == "cut":
+    step(x).block_until_ready()
+if world.rank == 2:
+    if fault == "missing":
+        time.sleep(300)
+    elif fault == "stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif fault == "shape":
+        step(x.T).block_until_ready()
+for _ in range(2):
+    step(x).block_until_ready()
+"""
+
+WAITED = r"ranks 0, 1 have waited in collective \d+ of .* world, allreduce\(float32\[2,3\].*, at program.py:10 "
+
+
+@pytest.mark.library
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ("cut", [WAITED, "rank 2 cannot be reached: host h1 does not answer"]),
+        ("stopped", [WAITED, r"rank 2 does not answer, though its host does: process \d+ on host h1 is stopped, or"]),
+        ("missing", [WAITED, r"Python on rank 2:\n +File \".*program.py\", line 19 in <module>"]),
+        ("shape", [r"CollectiveMismatch: .*float32\[2,3\].*at program.py:10.*float32\[3,2\].*at program.py:10"]),
+    ],
+)
+def test_a_fault_on_another_host(fault: str, told: list[str], hosts: dict[str, str], tmp_path: Path) -> None:
+    """It ends the job, also where the launcher waits for a host that it cannot reach."""
+    program = tmp_path / "program.py"
+    program.write_text(FAULTS)
+    environ = {**hosts, "PYCOLLECTIVE_TIMEOUT": "4", "PYCOLLECTIVE_RECORDS": "off"}
+    state = Path(hosts["PYCOLLECTIVE_HOSTS"])
+    link = ["nsenter", "-t", (state / "h1").read_text().strip(), "-n", "ip", "link", "set", "eth0"]
+    python = [sys.executable, "-m", "pycollective", "run", "-n", "3", "--hosts", "h0:2,h1:1", "--bind", "none"]
+    errors = tmp_path / "stderr"
+    with errors.open("w") as stderr:
+        job = subprocess.Popen(
+            [HOSTS, "exec", "timeout", "-k", "5", "120", *python, str(program), fault],
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            env=environ,
+            text=True,
+            stdin=subprocess.DEVNULL,
+        )
+    assert job.stdout is not None
+    try:
+        with job.stdout:
+            assert [job.stdout.readline() for _ in range(3)] == ["began\n"] * 3, errors.read_text()
+            if fault == "cut":
+                subprocess.run([*link, "down"], check=True)
+            job.stdout.read()  # without a reader the ranks may wait
+        status = job.wait(60)
+    finally:
+        subprocess.run([*link, "up"], check=True)
+    said = errors.read_text()
+    assert status not in (0, 124), said
+    for line in told:
+        assert re.search(line, said), f"{line}\n{said}"
+    wait_until_gone(str(program), 60)
+
+
 @pytest.mark.library
 def test_a_host_that_goes_away_ends_the_run(hosts: dict[str, str], tmp_path: Path) -> None:
     program = tmp_path / "endless.py"

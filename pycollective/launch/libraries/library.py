@@ -27,6 +27,8 @@ class Library(ABC):
         agent_variables: the variables that name a program which its mpiexec calls instead of ssh.
         takes_unequal_hosts: whether its mpiexec takes another number of ranks for each host.
         hides_lost_hosts: whether its mpiexec may end with status 0 when a host has gone away.
+        last_words: regular expressions of what such an mpiexec says before it ends the ranks of a job; it may wait for
+            ever then.
         attentive: the variables by which its mpiexec notices within a minute that it cannot reach a host any more.
     """
 
@@ -39,6 +41,7 @@ class Library(ABC):
     agent_variables: ClassVar[tuple[str, ...]] = ()
     takes_unequal_hosts: ClassVar[bool] = True
     hides_lost_hosts: ClassVar[bool] = False
+    last_words: ClassVar[tuple[str, ...]] = ()
     attentive: ClassVar[Mapping[str, str]] = {}
 
     @property

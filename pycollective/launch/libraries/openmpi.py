@@ -18,6 +18,7 @@ class OpenMpi(Library):
     pmi = "pmix"
     agent_variables = ("PRTE_MCA_plm_ssh_agent", "OMPI_MCA_plm_rsh_agent")  # of version 5, and of version 4
     hides_lost_hosts = True
+    last_words = (r"(prterun|mpirun|mpiexec) (has exited due to|noticed that) process rank",)
     attentive: ClassVar[Mapping[str, str]] = {  # by default it takes 8 minutes
         f"{prefix}_oob_tcp_keepalive_{name}": value
         for prefix in ("PRTE_MCA", "OMPI_MCA")  # of version 5, and of version 4
