@@ -9,7 +9,7 @@ WAIT_FOR_ALL = frozenset(["allreduce", "allgather", "alltoall", "reduce_scatter"
 
 
 def awaited(operation: str, place: int, root: int, size: int) -> Sequence[int]:
-    """The places without whom a place cannot end its call. Of a permutation nobody knows, so it has none.
+    """The places without whom a place cannot end its call. Of other operations than these it tells none.
 
     Args:
         operation: its name (native/operations.h).
@@ -25,8 +25,6 @@ def awaited(operation: str, place: int, root: int, size: int) -> Sequence[int]:
         return range(size)
     if operation in ("bcast", "scatter") and place != root:
         return [root]
-    if operation in ("scan", "exscan"):
-        return range(place)
     return []
 
 

@@ -244,9 +244,6 @@ def test_the_part_of_a_call_that_waits_for_a_rank_is_shown() -> None:
 def test_for_whom_a_rank_waits(operation: str, root: int, expected: list[tuple[int, int]]) -> None:
     spans = {0: (0, 100), 1: (10, 100), 2: (20, 100)}
     assert [wait_of(operation, rank, root, [0, 1, 2], spans) for rank in range(3)] == expected
-    early = wait_of("scan", 2, -1, [2, 0, 1], {0: (0, 100), 1: (10, 100), 2: (20, 100)})
-    assert early == (0, 2)  # the first in the order of the group waits for nobody
-    assert wait_of("scan", 1, -1, [2, 0, 1], spans) == (10, 2)
 
 
 def test_bus_bandwidth_has_the_factors_of_nccl_tests() -> None:
