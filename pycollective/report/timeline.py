@@ -63,7 +63,7 @@ class Row:
         op: the operation.
         nbytes: of the larger of operand and result.
         ranks: the number of ranks that make a call together.
-        calls: how many calls; a collective counts once, a message at each end.
+        calls: how many calls; a collective counts once for each device of a rank, a message at each end.
         total_us: the time that a rank spent in them, the mean of all ranks of the trace.
         median_us: the median time of a call.
         busbw: bus bandwidth in GB/s, from the median time after the last rank has come; None where there is none.
@@ -126,16 +126,41 @@ def summary(trace: Mapping[str, Any]) -> Timeline:
 def _rank(facts: Mapping[str, Any], calls: Sequence[Event]) -> Rank:
     rank = facts["rank"]
     own = [event for event in calls if event["pid"] == rank]
-    waits = [event["args"] for event in calls if event["pid"] != rank and event["args"]["waited_for_rank"] == rank]
+    waits = [event for event in calls if event["args"]["waited_for_rank"] == rank]
     return Rank(
         rank,
         facts["host"],
         facts["ended_us"] - facts["began_us"],
-        sum(event["dur"] for event in own),
-        sum(event["args"]["waited_us"] for event in own),
-        sum(args["waited_us"] for args in waits),
+        sum(_by_rank(own, _duration).values()),
+        sum(_by_rank(own, _wait).values()),
+        sum(_by_rank(waits, _wait).values()),
         facts["dropped"],
     )
+
+
+def _duration(event: Event) -> float:
+    return float(event["dur"])
+
+
+def _wait(event: Event) -> float:
+    return float(event["args"]["waited_us"])
+
+
+def _by_rank(events: Sequence[Event], length: Callable[[Event], float]) -> dict[int, float]:
+    """How long each rank was in some of the events; the devices of a rank are there at the same time.
+
+    Args:
+        events: the events.
+        length: the time of an event that counts, from its begin.
+    """
+    total: dict[int, float] = defaultdict(float)
+    until: dict[int, float] = {}
+    for event in sorted(events, key=lambda event: event["ts"]):
+        rank, end = event["pid"], event["ts"] + length(event)
+        before = until.get(rank, event["ts"])
+        total[rank] += max(0.0, end - max(event["ts"], before))
+        until[rank] = max(before, end)
+    return total
 
 
 def _row(op: str, nbytes: int, size: int, events: Sequence[Event], ranks: Sequence[Rank], error_us: float) -> Row:
@@ -158,13 +183,9 @@ def _row(op: str, nbytes: int, size: int, events: Sequence[Event], ranks: Sequen
     slowest = max(mean_us, key=lambda rank: mean_us[rank], default=None)
     if slowest is not None and mean_us[slowest] <= error_us:
         slowest = None
-    waited = [
-        event["args"]["waited_us"]
-        for event in events
-        if event["pid"] != slowest and event["args"]["waited_for_rank"] == slowest
-    ]
+    waits = [event for event in events if event["args"]["waited_for_rank"] == slowest]
     alone_us = statistics.median(event["dur"] - event["args"]["waited_us"] for event in events)
-    total_us = sum(event["dur"] for event in events) / len(ranks)
+    total_us = sum(_by_rank(events, _duration).values()) / len(ranks)
     traced_us = statistics.fmean(rank.traced_us for rank in ranks)
     has_busbw = op in FACTORS and nbytes > 0 and size > 1 and alone_us > 0
     return Row(
@@ -178,5 +199,5 @@ def _row(op: str, nbytes: int, size: int, events: Sequence[Event], ranks: Sequen
         share=total_us / traced_us if traced_us > 0 else 0.0,
         slowest=slowest,
         last_in=0 if slowest is None else last[slowest],
-        waited_us=sum(waited) / max(1, size - 1),
+        waited_us=0.0 if slowest is None else sum(_by_rank(waits, _wait).values()) / max(1, size - 1),
     )

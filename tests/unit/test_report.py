@@ -213,6 +213,18 @@ def test_summary_of_a_trace() -> None:
     assert waited == {0: (pytest.approx(40), pytest.approx(10)), 1: (pytest.approx(10), pytest.approx(40))}
 
 
+def test_devices_of_a_rank_are_in_a_call_at_the_same_time() -> None:
+    trace = trace_of(part(0, [(100, 130)]), part(1, [(120, 131)]))
+    for event in [event for event in trace["traceEvents"] if event.get("cat") == "collective"]:
+        other = {**event, "ts": event["ts"] + 5, "args": {**event["args"], "channel": "channel 1"}}
+        trace["traceEvents"].append(other)
+    timeline = summary(trace)
+    assert timeline.rows[0].calls == 2
+    assert timeline.rows[0].total_us == pytest.approx((35 + 16) / 2)
+    assert timeline.rows[0].waited_us == pytest.approx(25)
+    assert [rank.in_calls_us for rank in timeline.ranks] == [pytest.approx(35), pytest.approx(16)]
+
+
 def test_differences_within_the_error_of_the_clocks_name_nobody() -> None:
     parts = part(0, [(100, 130)]), part(1, [(120, 131)])
     unsure = [own._replace(begin=own.begin._replace(error=20_000)) for own in parts]
