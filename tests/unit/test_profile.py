@@ -7,12 +7,15 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.interpreters.mlir import ir
 
 import pycollective as pc
+from pycollective.ordering import jax_internals
 
 comm = pc.init()
 X = jnp.ones((4, 3))
@@ -49,3 +52,13 @@ def test_the_line_and_the_scope_of_a_call_stay(tmp_path: Path) -> None:
     (call,) = [line for line in text.splitlines() if 'custom_call_target="pycollective_allreduce"' in line]
     assert 'op_name="jit(step)/norm/pycollective_allreduce_float32_4x3"' in call, call
     assert "stack_frame_id" in call or "source_line" in call, call
+
+
+@pytest.mark.parametrize(("stack", "name"), [("", "new"), ("jit(step)/norm", "jit(step)/norm/new")])
+def test_a_new_name_keeps_the_scope_and_the_line(stack: str, name: str) -> None:
+    """JAX hands scopes to a lowering, or names them where it inlines what was lowered before."""
+    with ir.Context():
+        old = ir.Location.name("allreduce", childLoc=ir.Location.file("train.py", 9, 1))
+        with ir.Location.name("allreduce:", childLoc=old):
+            found = jax_internals.location_named(SimpleNamespace(name_stack=stack), "new")
+    assert str(found) == f'loc("{name}"("train.py":9:1))'
