@@ -32,7 +32,7 @@ _NS_PER_US = 1000
 
 def other_data(parts: Sequence[Part]) -> dict[str, Any]:
     """What the file tells beside the events: the ranks, their clocks, the groups; times in microseconds."""
-    start = parts[0].span[0]
+    start = _start(parts)
     ranks = []
     for part in parts:
         began, ended = aligned(np.array(part.span), part.begin, part.end) - start
@@ -58,9 +58,9 @@ def events(parts: Sequence[Part]) -> Iterator[Event]:
     """The events of all ranks.
 
     Args:
-        parts: those of the ranks, rank 0's first: its clock is that of the timeline, which starts when its trace began.
+        parts: those of the ranks.
     """
-    start = parts[0].span[0]
+    start = _start(parts)
     times = [aligned(part.times, part.begin, part.end) - start for part in parts]
     spans = _spans(parts, times)
     groups: dict[str, Any] = other_data(parts)["groups"]
@@ -100,7 +100,6 @@ def events(parts: Sequence[Part]) -> Iterator[Event]:
                     "nbytes": entry["nbytes"],
                     "source": _source(entry),
                     "state": entry["state"],
-                    "before_start_us": (came - created) / _NS_PER_US,
                     "waited_us": waited / _NS_PER_US,
                     "waited_for_rank": last,
                 },
@@ -109,6 +108,11 @@ def events(parts: Sequence[Part]) -> Iterator[Event]:
                 what = {"name": f"waits for rank {last}", "cat": "skew", "ph": "X", **place, "args": {}}
                 yield {**what, "ts": came / _NS_PER_US, "dur": waited / _NS_PER_US}
         yield from _names(part, labels, len(parts))
+
+
+def _start(parts: Sequence[Part]) -> int:
+    """When the first rank's trace began, by the clock of rank 0: the timeline's 0."""
+    return min(int(aligned(np.array(part.span), part.begin, part.end)[0]) for part in parts)
 
 
 def _names(part: Part, labels: Mapping[int, str], size: int) -> Iterator[Event]:

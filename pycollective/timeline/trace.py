@@ -168,7 +168,7 @@ def _end(session: _Session, records: bytes, dropped: int, span: tuple[int, int],
         if raised:
             _give_up(mpi, raised[0])
             expected, remedy = "all ranks to leave the trace", f"{file} is not written."
-            warnings.warn(message(_WHERE, expected, "; ".join(raised), remedy), RuntimeWarning, stacklevel=5)
+            warnings.warn(message(_WHERE, expected, "; ".join(raised), remedy), RuntimeWarning, stacklevel=4)
             return
         for other in range(1, mpi.size):
             wait(mpi.isend(None, other, _NEXT).Test)
@@ -201,7 +201,7 @@ def _tell_all(
         if part.dropped:
             expected, got = f"at most {len(part.kind)} calls of a rank", f"{part.dropped} more on rank {part.rank}"
             remedy = "They are not in the trace: pass a larger most_calls, or trace fewer steps."
-            warnings.warn(message(_WHERE, expected, got, remedy), RuntimeWarning, stacklevel=6)
+            warnings.warn(message(_WHERE, expected, got, remedy), RuntimeWarning, stacklevel=5)
     return problem
 
 

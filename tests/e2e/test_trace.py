@@ -52,6 +52,7 @@ def calls_in(trace: dict[str, Any], rank: int, name: str = "allreduce") -> list[
     return [event for event in trace["traceEvents"] if (event["pid"], event["name"]) == (rank, name)]
 
 
+@pytest.mark.library
 def test_no_call_is_lost_and_the_format_is_valid(tmp_path: Path) -> None:
     trace, told = trace_of(
         tmp_path,
@@ -183,9 +184,11 @@ with pc.trace(file, most_calls=10):
             f"pycollective.trace: expected at most 10 calls of a rank, got 15 more on rank {rank}. They are not in the"
         )
         assert told.count(line) == 1, told
+    assert re.search(r"program\.py:\d+: RuntimeWarning: pycollective\.trace: ", told), told
 
 
-@pytest.mark.parametrize("raises", [0, 1, 2])
+@pytest.mark.library
+@pytest.mark.parametrize("raises", [0, pytest.param(1, marks=pytest.mark.whole), 2])
 def test_a_rank_that_raises_keeps_nobody_waiting(raises: int, tmp_path: Path) -> None:
     source, file = tmp_path / "program.py", tmp_path / "out.json"
     source.write_text(
@@ -223,6 +226,7 @@ def test_a_rank_that_raises_ends_the_job(tmp_path: Path) -> None:
     launch.wait_until_gone(str(source))
 
 
+@pytest.mark.whole
 def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
     source = tmp_path / "program.py"
     source.write_text(BEGIN + "with pc.trace(file):\n    pass\n")
@@ -253,8 +257,15 @@ y.block_until_ready()
     ("fault", "verdict", "sides"),
     [
         ("type", "COLLECTIVE_TYPE_MISMATCH", ["rank 0 .*allreduce", "rank 1 .*allgather"]),
-        ("dtype", "COLLECTIVE_DTYPE_MISMATCH", [r"rank 0 .*allreduce\(float32", r"rank 1 .*allreduce\(int32"]),
-        ("size", "SIZE_OR_SYNTAX_MISMATCH", [r"rank 0 .*\[2,3\]", r"rank 1 .*\[2,2\]"]),
+        pytest.param(
+            "dtype",
+            "COLLECTIVE_DTYPE_MISMATCH",
+            [r"rank 0 .*allreduce\(float32", r"rank 1 .*allreduce\(int32"],
+            marks=pytest.mark.whole,
+        ),
+        pytest.param(
+            "size", "SIZE_OR_SYNTAX_MISMATCH", [r"rank 0 .*\[2,3\]", r"rank 1 .*\[2,2\]"], marks=pytest.mark.whole
+        ),
         ("missing", "COLLECTIVE_STATE_MISMATCH", ["rank 0 .*program.py:16", "rank 1 .*has not made the call"]),
     ],
 )

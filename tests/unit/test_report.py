@@ -213,6 +213,13 @@ def test_summary_of_a_trace() -> None:
     assert waited == {0: (pytest.approx(40), pytest.approx(10)), 1: (pytest.approx(10), pytest.approx(40))}
 
 
+def test_the_timeline_starts_with_the_first_rank() -> None:
+    early = part(1, [(1, 31)])._replace(begin=Reading(0, -50_000, 100), end=Reading(1_000_000, -50_000, 100))
+    trace = trace_of(part(0, [(100, 130)]), early)
+    assert [event["ts"] for event in trace["traceEvents"] if event.get("cat") == "collective"] == [150.0, 1.0]
+    assert [(rank["began_us"], rank["ended_us"]) for rank in trace["otherData"]["ranks"]] == [(50, 1050), (0, 1000)]
+
+
 def test_devices_of_a_rank_are_in_a_call_at_the_same_time() -> None:
     trace = trace_of(part(0, [(100, 130)]), part(1, [(120, 131)]))
     for event in [event for event in trace["traceEvents"] if event.get("cat") == "collective"]:
