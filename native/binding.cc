@@ -232,6 +232,33 @@ PYCOLLECTIVE_EXPORT char* pycollective_recorder_json(int32_t rank, int32_t size,
 }
 PYCOLLECTIVE_EXPORT void pycollective_text_free(char* text) { std::free(text); }
 
+// Traces: see StartTrace. pycollective_trace_stop returns the words of the records one after another, and how many records
+// there are and were dropped. The caller gives the words back to pycollective_text_free.
+PYCOLLECTIVE_EXPORT void pycollective_trace_start(int64_t most) { pycollective::StartTrace(most); }
+PYCOLLECTIVE_EXPORT void* pycollective_trace_stop(int64_t* count, int64_t* dropped) {
+  const pycollective::Trace trace = pycollective::StopTrace();
+  const size_t nbytes = trace.records.size() * sizeof(pycollective::Record);
+  *count = static_cast<int64_t>(trace.records.size());
+  *dropped = trace.dropped;
+  void* const words = std::malloc(nbytes + 1);
+  if (words == nullptr) return nullptr;
+  std::memcpy(words, trace.records.data(), nbytes);
+  return words;
+}
+// The words of a record, by their numbers.
+PYCOLLECTIVE_EXPORT const char* pycollective_record_word(int64_t index) {
+  return NameAt(pycollective::kRecordWords, index);
+}
+// A record as JSON, and a group: see RecordJson and GroupJson.
+PYCOLLECTIVE_EXPORT char* pycollective_record_json(const int64_t* words) {
+  pycollective::Record record;
+  std::memcpy(static_cast<void*>(&record), words, sizeof(record));
+  return strdup(pycollective::RecordJson(record).c_str());
+}
+PYCOLLECTIVE_EXPORT char* pycollective_group_json(int64_t identity) {
+  return strdup(pycollective::GroupJson(identity).c_str());
+}
+
 // The monitor ----------------------------------------------------------------------------------------------------
 
 // Opens a socket that listens on an address. Returns its port, 0 if there is none to be had, and its number in `fd`.

@@ -73,6 +73,33 @@ const Ticks ticks;
 
 void ToNs(Record* record) { ticks.ToNs({&record->created_ns, &record->started_ns, &record->completed_ns}); }
 
+// The calls that have ended since StartTrace.
+std::atomic<bool> is_traced{false};
+std::mutex trace_mutex;  // guards the next two
+Trace& TheTrace() {
+  static Trace& trace = *new Trace;  // threads may use it while the process ends
+  return trace;
+}
+size_t trace_most = 0;
+
+// The record in `slot`, which the caller ends now.
+void AddToTrace(const Slot& slot, int64_t completed, CallState state) {
+  int64_t words[Slot::kWords];
+  for (size_t i = 0; i < Slot::kWords; ++i) words[i] = slot.words[i].load(std::memory_order_relaxed);
+  words[kCompletedWord] = completed;
+  words[kStateWord] = state;
+  Record record;
+  std::memcpy(static_cast<void*>(&record), words, sizeof(record));
+  const std::lock_guard<std::mutex> lock(trace_mutex);
+  Trace& trace = TheTrace();
+  if (!is_traced.load(std::memory_order_relaxed)) return;
+  if (trace.records.size() < trace_most) {
+    trace.records.push_back(record);
+  } else {
+    ++trace.dropped;
+  }
+}
+
 bool IsUnderWay(int64_t state) { return state == kScheduled || state == kStarted; }
 
 void Write(Slot& slot, const Record& record) {
@@ -164,7 +191,9 @@ Recorded::Recorded(Record record) {
 
 void Recorded::Finish(CallState state) {
   if (slot_ == nullptr) return;
-  slot_->words[kCompletedWord].store(ticks.Now(), std::memory_order_release);
+  const int64_t now = ticks.Now();
+  if (is_traced.load(std::memory_order_relaxed) && state != kUnused) AddToTrace(*slot_, now, state);
+  slot_->words[kCompletedWord].store(now, std::memory_order_release);
   slot_->words[kStateWord].store(state, std::memory_order_release);
   slot_ = nullptr;
 }
@@ -190,6 +219,22 @@ std::vector<Record> RecordsUnderWay() {
   std::sort(records.begin(), records.end(),
             [](const Record& a, const Record& b) { return a.created_ns < b.created_ns; });
   return records;
+}
+
+void StartTrace(int64_t most) {
+  const std::lock_guard<std::mutex> lock(trace_mutex);
+  TheTrace() = Trace();
+  trace_most = static_cast<size_t>(most);
+  TheTrace().records.reserve(trace_most);  // a call must not copy those before it; pages are taken when they are used
+  is_traced.store(true, std::memory_order_relaxed);
+}
+
+Trace StopTrace() {
+  const std::lock_guard<std::mutex> lock(trace_mutex);
+  is_traced.store(false, std::memory_order_relaxed);
+  Trace stopped = std::exchange(TheTrace(), Trace());
+  for (Record& record : stopped.records) ToNs(&record);
+  return stopped;
 }
 
 // Names ----------------------------------------------------------------------------------------------------------
@@ -288,6 +333,17 @@ std::string RecordJson(const Record& record, int64_t to_wall_ns) {
 
 }  // namespace
 
+std::string RecordJson(const Record& record) { return RecordJson(record, 0); }
+
+std::string GroupJson(int64_t identity) {
+  const auto group = FindGroup(identity);
+  if (group == nullptr) return "null";
+  std::string text =
+      "{\"name\": " + Quoted(std::to_string(identity)) + ", \"desc\": " + Quoted(group->name) + ", \"ranks\": \"[";
+  for (size_t i = 0; i < group->ranks.size(); ++i) text += (i > 0 ? ", " : "") + std::to_string(group->ranks[i]);
+  return text + "]\"}";
+}
+
 std::string RecorderJson(int rank, int size, const std::string& reason) {
   timespec wall{};
   clock_gettime(CLOCK_REALTIME, &wall);
@@ -301,12 +357,8 @@ std::string RecorderJson(int rank, int size, const std::string& reason) {
   std::vector<int64_t> shown;
   for (const Record& record : records) {
     if (record.group == 0 || std::find(shown.begin(), shown.end(), record.group) != shown.end()) continue;
-    const auto group = FindGroup(record.group);
-    if (group == nullptr) continue;
-    text += std::string(shown.empty() ? "" : ", ") + Quoted(std::to_string(record.group)) +
-            ": {\"name\": " + Quoted(std::to_string(record.group)) + ", \"desc\": " + Quoted(group->name) + ", \"ranks\": \"[";
-    for (size_t i = 0; i < group->ranks.size(); ++i) text += (i > 0 ? ", " : "") + std::to_string(group->ranks[i]);
-    text += "]\"}";
+    if (FindGroup(record.group) == nullptr) continue;
+    text += std::string(shown.empty() ? "" : ", ") + Quoted(std::to_string(record.group)) + ": " + GroupJson(record.group);
     shown.push_back(record.group);
   }
   text += "}, \"entries\": [";

@@ -28,6 +28,7 @@ int64_t NowNs();
   X(kSplit, "split")                                                                  \
   X(kFree, "free")                                                                    \
   X(kStart, "init")                                                                   \
+  X(kTrace, "trace")                                                                  \
   X(kEnd, "the end of the other ranks")
 
 // Record::operation: an Operation, or kFirstWait + the number of a row above.
@@ -82,6 +83,12 @@ struct Record {
   const char* name() const;
 };
 
+// The words of a record, by their names.
+inline constexpr const char* kRecordWords[] = {
+    "id",   "group", "channel", "operation", "seq",  "dtype", "reduce_op", "root",   "dest", "source", "count", "ndim",
+    "dim0", "dim1",  "dim2",    "dim3",      "rest", "nbytes", "site",     "state",  "created", "started", "completed"};
+static_assert(sizeof(Record) == sizeof(int64_t) * (sizeof(kRecordWords) / sizeof(kRecordWords[0])));
+
 // Where a record lies. Words are atomic, since a reader may copy them while the call ends.
 struct Slot {
   static constexpr size_t kWords = sizeof(Record) / sizeof(int64_t);
@@ -118,6 +125,16 @@ std::vector<Record> RecordsUnderWay();
 // How many calls the recorder keeps.
 inline constexpr size_t kRecords = 2048;
 
+// A trace: from StartTrace to StopTrace the recorder also keeps each call that ends, in the order of the ends, so that none is
+// lost when there are more than the ring holds. It keeps `most` of them, and counts the others. While there is no trace, a
+// call reads one flag for it.
+struct Trace {
+  std::vector<Record> records;
+  int64_t dropped = 0;  // calls that came when `most` were kept
+};
+void StartTrace(int64_t most);
+Trace StopTrace();
+
 // Lines of programs: the place in the user's code that made a call, "train.py:12 (step)". `site` has a hash of the function, the
 // number of the line in it, and a hash of the collective's name. This process knows the lines of the programs that it has
 // lowered.
@@ -136,6 +153,11 @@ std::shared_ptr<const Group> FindGroup(int64_t identity);  // null if it is not 
 
 // What the call is, for messages: "allreduce(float32[2,3], op=sum)".
 std::string Describe(const Record& record);
+
+// One record as a JSON object, as RecorderJson has it among its entries.
+std::string RecordJson(const Record& record);
+// A group as RecorderJson has it in pg_config; "null" if it is not known.
+std::string GroupJson(int64_t identity);
 
 // All that the recorder knows, as one JSON object. The fields are those of PyTorch's flight recorder.
 std::string RecorderJson(int rank, int size, const std::string& reason);

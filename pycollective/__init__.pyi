@@ -35,5 +35,6 @@ from .ranks.world import world as world
 from .spmd.jit import jit as jit
 from .spmd.pmap import pmap as pmap
 from .spmd.shard_map import shard_map as shard_map
+from .timeline.trace import trace as trace
 
 __version__: str

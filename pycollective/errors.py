@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Collection
+from itertools import groupby
 from typing import Any, NoReturn, Protocol
 
 FROM_A_CLONE = "pip install '.[mpich]' in a clone of the repository"
@@ -67,3 +69,21 @@ def integer(where: str, place: Place | None, name: str, value: Any) -> int:
             repr(value),
             "Pass a Python integer; it is fixed when the program is traced.",
         )
+
+
+def name_ranks(ranks: Collection[int]) -> str:
+    """Names ranks in a few words.
+
+    Example:
+        >>> name_ranks([1]), name_ranks([1, 3]), name_ranks({0, 1, 2, 3, 5, 6})
+        ('rank 1', 'ranks 1, 3', 'ranks 0-3, 5, 6')
+        >>> name_ranks(range(0, 100, 2))
+        'ranks 0, 2, 4, 6, 8, 10, ... (50 in all)'
+    """
+    runs: list[str] = []
+    for _, run in groupby(enumerate(sorted(ranks)), lambda pair: pair[1] - pair[0]):
+        members = [rank for _, rank in run]
+        runs += [f"{members[0]}-{members[-1]}"] if len(members) > 2 else map(str, members)
+    if len(runs) > 8:
+        runs = [*runs[:6], f"... ({len(ranks)} in all)"]
+    return f"rank{'s' * (len(ranks) != 1)} {', '.join(runs)}"

@@ -11,7 +11,6 @@ import collections
 import hashlib
 import math
 from collections.abc import Sequence
-from itertools import groupby
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +19,7 @@ import numpy as np
 from pycollective.collectives import host_leaves
 from pycollective.collectives.checks import PyTree
 from pycollective.collectives.host_leaves import Difference, HostLeaf
-from pycollective.errors import fail, message
+from pycollective.errors import fail, message, name_ranks
 from pycollective.ordering import dispatch
 from pycollective.ordering.jax_internals import at_top_level
 from pycollective.ranks.agreement import gather_from_all
@@ -226,12 +225,12 @@ def _lines(comm: Communicator, from_first: list[_Entry], reports: list[_Report],
     everywhere = range(comm.size)
     for path in dict.fromkeys(path for report in reports for path in report.only_here):
         there = [rank for rank in everywhere if path in reports[rank].only_here]
-        lines.append(f"{path}: on {_ranks(there)}, not on {_ranks(set(everywhere) - set(there))}")
+        lines.append(f"{path}: on {name_ranks(there)}, not on {name_ranks(set(everywhere) - set(there))}")
     for number, first in enumerate(from_first):
         types = {rank: report.types[number] for rank, report in enumerate(reports) if number in report.types}
         for kind in dict.fromkeys(types.values()):
             there = [rank for rank in types if types[rank] == kind]
-            what = f"not on {_ranks(there)}" if kind is None else f"{kind} on {_ranks(there)}"
+            what = f"not on {name_ranks(there)}" if kind is None else f"{kind} on {name_ranks(there)}"
             lines.append(f"{first.path}: {first.type} on rank 0, {what}")
     for path in dict.fromkeys(path for report in reports for path in report.copies):
         for rank, report in enumerate(reports):
@@ -292,22 +291,4 @@ def _sentence(ranks: list[int], found: Sequence[Difference | None], shape: tuple
     index = [int(i) for i in np.unravel_index(worst.place, shape)]
     place = f", at {index}" if index else ""
     values_there = f"{worst.first} on rank 0, {worst.other} on rank {worst_rank}"
-    return f"{_ranks(ranks)} {verb} from rank 0 in {how}{place}: {values_there}"
-
-
-def _ranks(ranks: Sequence[int] | set[int]) -> str:
-    """Names ranks in a few words.
-
-    Example:
-        >>> _ranks([1]), _ranks([1, 3]), _ranks({0, 1, 2, 3, 5, 6})
-        ('rank 1', 'ranks 1, 3', 'ranks 0-3, 5, 6')
-        >>> _ranks(range(0, 100, 2))
-        'ranks 0, 2, 4, 6, 8, 10, ... (50 in all)'
-    """
-    runs: list[str] = []
-    for _, run in groupby(enumerate(sorted(ranks)), lambda pair: pair[1] - pair[0]):
-        members = [rank for _, rank in run]
-        runs += [f"{members[0]}-{members[-1]}"] if len(members) > 2 else map(str, members)
-    if len(runs) > 8:
-        runs = [*runs[:6], f"... ({len(ranks)} in all)"]
-    return f"rank{'s' * (len(ranks) != 1)} {', '.join(runs)}"
+    return f"{name_ranks(ranks)} {verb} from rank 0 in {how}{place}: {values_there}"

@@ -17,6 +17,7 @@
 ``DynamicJaxprTrace.make_eqn``           wrapped, to add the effects of primitives that other libraries define
 ``compiler.compile_or_get_cached``       wrapped where global arrays go over MPI, to read each compiled program
 ``Primitive.is_high``, ``to_lojax``      from 0.12 on JAX replaces some primitives before it lowers a program
+``ir.Location.child_loc``, ``NameLoc``   the place of an operation without its name, to give it another one
 ``source_info_util.current``             where the user called an operation that is lowered; its traceback's frames
 ``aval.vma``, ``aval.manual_axis_type``  the axes along which a value varies: the first in JAX 0.9, the second later
 =======================================  ==============================================================
@@ -37,6 +38,7 @@ from jax.extend import source_info_util
 from jax.extend.core import Primitive
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir
+from jax.interpreters.mlir import ir
 
 from pycollective.errors import message
 
@@ -274,6 +276,20 @@ def frames_of_user() -> list[Frame]:
         Frame(frame.file_name, frame.function_name, frame.function_start_line, frame.line_num)
         for frame in (traceback.frames if traceback is not None else ())
     ]
+
+
+def location_named(ctx: Any, name: str) -> ir.Location:
+    """The place of the operation that is lowered now, where XLA calls it ``name``: profiles show that name.
+
+    Args:
+        ctx: the context of the lowering.
+        name: letters, digits and ``_``; XLA makes ``_`` of others.
+    """
+    loc = ir.Location.current
+    while isinstance(loc, ir.NameLoc) if hasattr(ir, "NameLoc") else loc.is_a_name():  # the second in JAX 0.9
+        loc = loc.child_loc
+    scope = str(ctx.name_stack)
+    return ir.Location.name(f"{scope}/{name}" if scope else name, childLoc=loc)
 
 
 def lower_call(

@@ -80,7 +80,8 @@ def lower(
         one_call_for_all = manual == (_COPIES,) and form_of is for_host
         spread = -devices if one_call_for_all else devices
         attributes = {**form.attributes, "spread": spread, "site": call_site.site_of_lowered()}
-        return jax_internals.lower_call(ctx, effect, form.rule, operands, attributes)
+        with jax_internals.location_named(ctx, name_in_profiles(primitive.name, _structs(ctx.avals_in))):
+            return jax_internals.lower_call(ctx, effect, form.rule, operands, attributes)
 
     def other_platform(ctx: Any, *operands: Any, **params: Any) -> Sequence[Any]:
         raise NotImplementedError(
@@ -98,6 +99,23 @@ def lower(
     for platform, form_of in forms.items():
         mlir.register_lowering(primitive, functools.partial(lowering, form_of), platform=platform)
     mlir.register_lowering(primitive, other_platform)
+
+
+def name_in_profiles(name: str, operands: Structs) -> str:
+    """The name of a call in XLA's programs, and so in the profiles that :func:`jax.profiler.trace` takes.
+
+    Args:
+        name: the primitive.
+        operands: its operands.
+
+    Example:
+        >>> x = jax.ShapeDtypeStruct((4, 3), "float32")
+        >>> name_in_profiles("allreduce", [x]), name_in_profiles("allreduce", [x, x]), name_in_profiles("barrier", [])
+        ('pycollective_allreduce_float32_4x3', 'pycollective_allreduce_float32_4x3_and_1_more', 'pycollective_barrier')
+    """
+    first = [f"{x.dtype}_{'x'.join(map(str, x.shape))}".rstrip("_") for x in operands[:1]]
+    more = [f"and_{len(operands) - 1}_more"] if len(operands) > 1 else []
+    return "_".join(["pycollective", name, *first, *more])
 
 
 _COPIES = "pycollective copies"

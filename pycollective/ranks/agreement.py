@@ -150,7 +150,22 @@ def gather_from_all(comm: Communicator, where: str, name: str, own: Any) -> list
     Raises:
         RuntimeError: another rank does not make this call within the timeout of ``init``.
     """
-    missing = f"the other ranks to call {name} too"
+    comm.check_live(where)
+    with waiting("the first call of a function", comm.identity):
+        return comm.out_of_band.allgather(own, waiter(comm, where, f"call {name}"))
+
+
+def waiter(comm: Communicator, where: str, what: str) -> Callable[[Callable[[], bool]], None]:
+    """A function that sleeps until the function that it is given returns True.
+
+    It raises RuntimeError when it has waited for longer than the timeout of ``init``.
+
+    Args:
+        comm: the ranks, for messages.
+        where: the operation, for messages.
+        what: what the other ranks have to do, for messages.
+    """
+    missing = f"the other ranks to {what} too"
     remedy = "Look for a rank that calls something else, or has ended."
     limit = timeout()
     notice = f"rank {comm.rank} of {comm.size} waits for {missing}. {remedy}"
@@ -161,6 +176,4 @@ def gather_from_all(comm: Communicator, where: str, name: str, own: Any) -> list
                 got = f"no call from some of them for {waited:.0f} s"
                 raise RuntimeError(message(where, missing, got, remedy, rank=comm.rank, size=comm.size))
 
-    comm.check_live(where)
-    with waiting("the first call of a function", comm.identity):
-        return comm.out_of_band.allgather(own, wait)
+    return wait

@@ -51,6 +51,37 @@ def recorder_json(rank: int, size: int, reason: str) -> str:
     return _text(compiled.library().pycollective_recorder_json(rank, size, reason.encode()))
 
 
+def start_trace(most: int) -> None:
+    """Lets the recorder keep each call that ends, up to so many of them, until :func:`stop_trace`."""
+    compiled.library().pycollective_trace_start(ctypes.c_int64(most))
+
+
+@functools.cache
+def record_words() -> tuple[str, ...]:
+    """The names of the words of a record, each an int64. Times are those of CLOCK_MONOTONIC in nanoseconds."""
+    return compiled.table(compiled.library().pycollective_record_word)
+
+
+def stop_trace() -> tuple[bytes, int]:
+    """Returns the words of the records since :func:`start_trace`, record after record, and how many were dropped."""
+    count, dropped = ctypes.c_int64(), ctypes.c_int64()
+    address = compiled.library().pycollective_trace_stop(ctypes.byref(count), ctypes.byref(dropped))
+    try:
+        return ctypes.string_at(address, count.value * len(record_words()) * 8), dropped.value
+    finally:
+        compiled.library().pycollective_text_free(ctypes.c_void_p(address))
+
+
+def record_json(words: bytes) -> str:
+    """A record as JSON, as :func:`recorder_json` has it among its entries."""
+    return _text(compiled.library().pycollective_record_json(words))
+
+
+def group_json(identity: int) -> str:
+    """A group of ranks as JSON, as :func:`recorder_json` has it; "null" if nobody knows it."""
+    return _text(compiled.library().pycollective_group_json(ctypes.c_int64(identity)))
+
+
 class Process(NamedTuple):
     """A process of the job, as the monitors of the others know it.
 

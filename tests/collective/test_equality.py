@@ -19,6 +19,7 @@ from mpi4py import MPI
 
 import pycollective as pc
 from pycollective.collectives import equality
+from pycollective.errors import name_ranks
 from tests.cases import values
 from tests.collective.test_forward import DTYPES
 
@@ -259,7 +260,7 @@ def test_arrays_without_elements(comm: pc.Communicator) -> None:
     tree = [jnp.zeros((0, 3)), np.zeros(3, jax.dtypes.float0), jnp.zeros((2, 0, 1), jnp.bfloat16), (), None, {}]
     pc.assert_equal_across(tree, comm)
     pc.assert_equal_across([], comm)
-    check_last(comm, tree, [*tree, 1], "[6]: on rank LAST, not on " + equality._ranks(range(comm.size - 1)))
+    check_last(comm, tree, [*tree, 1], "[6]: on rank LAST, not on " + name_ranks(range(comm.size - 1)))
 
 
 def test_trees(comm: pc.Communicator) -> None:
@@ -267,7 +268,7 @@ def test_trees(comm: pc.Communicator) -> None:
         comm,
         {"a": 1, "b": {"c": 2, "d": 3}},
         {"a": 1, "b": {"d": 4, "e": 5}},
-        "['b']['e']: on rank LAST, not on " + equality._ranks(range(comm.size - 1)),
+        "['b']['e']: on rank LAST, not on " + name_ranks(range(comm.size - 1)),
         "['b']['c']: int64[] on rank 0, not on rank LAST",
         "['b']['d']: rank LAST differs from rank 0 in 1 of 1 element, by at most 1: 3 on rank 0, 4 on rank LAST",
     )

@@ -1,0 +1,1 @@
+"""One timeline of the calls of all ranks: ``pycollective.trace``."""

@@ -1,0 +1,78 @@
+"""The calls of one rank between the begin and the end of a trace, as it sends them to rank 0."""
+
+from __future__ import annotations
+
+import json
+import socket
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pycollective.timeline.clocks import Array, Reading
+from pycollective.transport import watch
+from pycollective.transport.mpi import MPI
+
+_TIMES = ("created", "started", "completed")
+_OF_ONE_CALL = {"id", "seq", *_TIMES}
+"""The words of a record in which calls of one kind differ."""
+
+
+class Part(NamedTuple):
+    """What rank 0 learns of a rank.
+
+    Attributes:
+        rank: its place in MPI_COMM_WORLD.
+        host: the name of its host.
+        kinds: a record of each kind of call, as the recorder writes it: operation, shape, line, group, ...
+        kind: the kind of each call, an index of ``kinds``.
+        seq: the number of each call among those of its channel.
+        times: created, started and completed of each call, [calls, 3], nanoseconds of this rank's clock.
+        groups: the groups of ranks, by their ids.
+        dropped: how many calls there were beyond those that the trace keeps.
+        begin: the reading of the clock before the trace.
+        end: the reading after it.
+        span: when the trace began and ended, by this rank's clock.
+    """
+
+    rank: int
+    host: str
+    kinds: list[dict[str, Any]]
+    kind: Array
+    seq: Array
+    times: Array
+    groups: dict[str, dict[str, Any]]
+    dropped: int
+    begin: Reading
+    end: Reading
+    span: tuple[int, int]
+
+
+def part_of_this_rank(records: bytes, dropped: int, begin: Reading, end: Reading, span: tuple[int, int]) -> Part:
+    """Makes this rank's part.
+
+    Args:
+        records: the words of the records (``watch.stop_trace``).
+        dropped: how many more there were.
+        begin: the reading of the clock before the trace.
+        end: the reading after it.
+        span: when the trace began and ended.
+    """
+    words = watch.record_words()
+    table = np.frombuffer(records, np.int64).reshape(-1, len(words))
+    of_kind = np.where([word in _OF_ONE_CALL for word in words], 0, table)
+    unique, kind = np.unique(of_kind, axis=0, return_inverse=True)
+    kinds = [json.loads(watch.record_json(row.tobytes())) for row in unique]
+    groups = {entry["pg_id"]: json.loads(watch.group_json(int(entry["pg_id"]))) for entry in kinds}
+    return Part(
+        rank=MPI.COMM_WORLD.rank,
+        host=socket.gethostname(),
+        kinds=kinds,
+        kind=kind.reshape(-1),
+        seq=table[:, words.index("seq")],
+        times=table[:, [words.index(word) for word in _TIMES]],
+        groups={name: group for name, group in groups.items() if group is not None},
+        dropped=dropped,
+        begin=begin,
+        end=end,
+        span=span,
+    )

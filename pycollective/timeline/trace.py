@@ -1,0 +1,233 @@
+"""``pycollective.trace``: the calls of all ranks on one timeline, in a file."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pycollective.errors import fail, integer, message
+from pycollective.ordering import dispatch
+from pycollective.ordering.jax_internals import at_top_level
+from pycollective.ranks.agreement import gather_from_all, waiter
+from pycollective.ranks.communicator import Communicator
+from pycollective.ranks.world import given_or_world
+from pycollective.timeline import clocks, events
+from pycollective.timeline.calls import Part, part_of_this_rank
+from pycollective.transport import watch
+from pycollective.transport.mpi import MPI
+
+_WHERE = "trace"
+
+_CALL = "a call of trace"
+"""The first part of what a rank sends first. Where another rank makes the first call of a function, it reads this."""
+
+_LEFT, _NEXT, _PART, _DONE = range(4)  # tags
+
+_MOST_CALLS = 1 << 18
+
+
+class _State:
+    """Whether this rank is inside a trace; and messages that nobody has received yet, whose memory MPI may read."""
+
+    is_on = False
+    unreceived: list[MPI.Request] = []  # noqa: RUF012
+
+
+class _Session(NamedTuple):
+    """A trace that has begun.
+
+    Attributes:
+        comm: the ranks.
+        mpi: a duplicate of their communicator, for the messages of this trace alone.
+        reading: that of this rank's clock before the trace.
+        began: when the trace began, by this rank's clock.
+    """
+
+    comm: Communicator
+    mpi: MPI.Intracomm
+    reading: clocks.Reading
+    began: int
+
+
+@contextmanager
+def trace(
+    file: str | os.PathLike[str], comm: Communicator | None = None, *, most_calls: int = _MOST_CALLS
+) -> Iterator[None]:
+    """Writes the calls that all ranks make inside a ``with`` to one file: a timeline for Perfetto or chrome://tracing.
+
+    All ranks of the communicator enter and leave it, at top level. A rank of the timeline is a process, and each of its
+    channels (a communicator, on a device where there are several) is a thread. Each call is an event with its
+    operation, shape, dtype, line of the program, bytes, state and number among the calls of its channel. Inside it
+    lies another event as long as the rank waited for a rank that came later. ``pycollective report FILE`` makes a table
+    of the file.
+
+    The clocks of the ranks are compared by messages when the trace begins and when it ends. ``clock_error_us`` in the
+    file's ``otherData`` says how far off a rank's times may be.
+
+    A rank keeps its calls in memory until the trace ends: 184 B for each. If there are more than ``most_calls``, the
+    later ones are missing, and rank 0 warns how many.
+
+    If a rank leaves by an exception, no file is written, and nobody waits for that rank: the exception goes on there,
+    and rank 0 warns if it has not raised itself.
+
+    Args:
+        file: where rank 0 writes, by a temporary file in the same folder. A file of this name is replaced.
+        comm: a communicator, the world by default. Calls on all communicators of its ranks are in the trace.
+        most_calls: how many calls of a rank to keep.
+
+    Raises:
+        ValueError: ``most_calls`` is not positive.
+        RuntimeError: the call is inside :func:`jax.jit` or another transform; a trace of some rank is on already; or
+            another rank does not enter or leave within the timeout of :func:`init`.
+        OSError: rank 0 cannot write the file; the other ranks raise RuntimeError.
+
+    Order: it waits for the programs that were dispatched before it, and at the end for those inside.
+    Source: the trace-event format of the Chromium project.
+
+    Example:
+        >>> import json, pathlib, tempfile
+        >>> import jax.numpy as jnp, pycollective as pc
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     file = pathlib.Path(folder) / "out.json"
+        ...     with pc.trace(file):
+        ...         y = pc.psum(jnp.ones((2, 3)), pc.world())
+        ...     found = json.loads(file.read_text())
+        >>> [event["args"]["description"] for event in found["traceEvents"] if event["name"] == "allreduce"]
+        ['allreduce(float32[2,3], op=sum)']
+    """
+    session = _begin(Path(file), comm, integer(_WHERE, None, "most_calls", most_calls))
+    try:
+        yield
+        dispatch.wait_for_all_programs()
+    except BaseException as error:
+        watch.stop_trace()
+        _State.is_on = False
+        _give_up(session.mpi, f"rank {session.comm.rank} raised {type(error).__name__}: {error}")
+        raise
+    span = session.began, clocks.now_ns()
+    records, dropped = watch.stop_trace()
+    _State.is_on = False
+    with watch.waiting(_WHERE, session.comm.identity):
+        _end(session, records, dropped, span, Path(file))
+
+
+def _begin(file: Path, comm: Communicator | None, most_calls: int) -> _Session:
+    """Waits until all ranks are there, compares the clocks, and lets the recorder keep all calls from now on."""
+    if not at_top_level():
+        remedy = "Put the function's call inside the with, not the with inside the function."
+        fail(RuntimeError, _WHERE, None, "a call at top level", "one inside jax.jit or another transform", remedy)
+    if most_calls < 1:
+        fail(ValueError, _WHERE, None, "most_calls to be positive", most_calls, "Leave it out for the default.")
+    comm = given_or_world(_WHERE, comm)
+    dispatch.wait_for_all_programs()
+    got = "a trace that is on already" if _State.is_on else None
+    if comm.rank == 0 and not file.absolute().parent.is_dir():
+        got = f"{file}, whose folder does not exist"
+    for rank, other in enumerate(gather_from_all(comm, _WHERE, _WHERE, (_CALL, got))):
+        if not (isinstance(other, tuple) and other[0] == _CALL):
+            expected, found = f"the other ranks to call {_WHERE} too", f"the first call of a function on rank {rank}"
+            fail(RuntimeError, _WHERE, comm, expected, found, "All ranks must make the same calls in the same order.")
+        if other[1] is not None:
+            expected, remedy = (
+                "a folder that exists, and one trace at a time",
+                "Make the folder, or leave the other trace.",
+            )
+            fail(RuntimeError, _WHERE, comm, expected, f"{other[1]}, on rank {rank}", remedy)
+    with watch.waiting(_WHERE, comm.identity):
+        mpi = comm.mpi.Dup()
+        wait = waiter(comm, _WHERE, "compare clocks")
+        reading = clocks.compare(mpi, wait)
+        wait(mpi.Ibarrier().Test)  # while it sleeps it does not disturb those who still compare
+        mpi.Barrier()
+    _State.is_on = True
+    watch.start_trace(most_calls)
+    return _Session(comm, mpi, reading, clocks.now_ns())
+
+
+def _give_up(mpi: MPI.Intracomm, why: str) -> None:
+    """Tells those who would wait for this rank that it raised; waits for nobody, so the duplicate is never freed."""
+    others = range(1, mpi.size) if mpi.rank == 0 else [0]
+    _State.unreceived += [mpi.isend(why, other, _NEXT if mpi.rank == 0 else _LEFT) for other in others]
+
+
+def _end(session: _Session, records: bytes, dropped: int, span: tuple[int, int], file: Path) -> None:
+    """Brings the parts of all ranks to rank 0, which writes the file. Returns without one if a rank raised."""
+    comm, mpi = session.comm, session.mpi
+    wait = waiter(comm, _WHERE, "leave trace")
+    if mpi.rank != 0:
+        wait(mpi.isend(None, 0, _LEFT).Test)
+        if _receive(mpi, 0, _NEXT, wait) is not None:
+            return  # a rank raised
+    else:
+        raised = [why for other in range(1, mpi.size) if (why := _receive(mpi, other, _LEFT, wait)) is not None]
+        if raised:
+            _give_up(mpi, raised[0])
+            expected, remedy = "all ranks to leave the trace", f"{file} is not written."
+            warnings.warn(message(_WHERE, expected, "; ".join(raised), remedy), RuntimeWarning, stacklevel=4)
+            return
+        for other in range(1, mpi.size):
+            wait(mpi.isend(None, other, _NEXT).Test)
+    own = part_of_this_rank(records, dropped, session.reading, clocks.compare(mpi, wait), span)
+    if mpi.rank == 0:
+        parts = [own, *(_receive(mpi, other, _PART, wait) for other in range(1, mpi.size))]
+        problem = _tell_all(mpi, parts, file, wait)
+    else:
+        wait(mpi.isend(own, 0, _PART).Test)
+        problem = _receive(mpi, 0, _DONE, wait)
+    mpi.Free()
+    if isinstance(problem, OSError):
+        raise problem
+    if problem is not None:
+        fail(RuntimeError, _WHERE, comm, f"rank 0 to write {file}", problem, "Look at the error of rank 0.")
+
+
+def _tell_all(
+    mpi: MPI.Intracomm, parts: Sequence[Part], file: Path, wait: Callable[[Callable[[], bool]], None]
+) -> OSError | None:
+    """Writes the file, and tells the other ranks that it is there, or why not."""
+    problem = None
+    try:
+        _write(parts, file)
+    except OSError as error:
+        problem = error
+    for other in range(1, mpi.size):
+        wait(mpi.isend(problem and str(problem), other, _DONE).Test)
+    for part in parts:
+        if part.dropped:
+            expected, got = f"at most {len(part.kind)} calls of a rank", f"{part.dropped} more on rank {part.rank}"
+            remedy = "They are not in the trace: pass a larger most_calls, or trace fewer steps."
+            warnings.warn(message(_WHERE, expected, got, remedy), RuntimeWarning, stacklevel=5)
+    return problem
+
+
+def _receive(mpi: MPI.Intracomm, source: int, tag: int, wait: Callable[[Callable[[], bool]], None]) -> Any:
+    """Receives an object."""
+    found: list[MPI.Message] = []
+
+    def has_come() -> bool:
+        if (come := mpi.improbe(source, tag)) is not None:
+            found.append(come)
+        return come is not None
+
+    wait(has_come)
+    return found[0].recv()
+
+
+def _write(parts: Sequence[Part], file: Path) -> None:
+    """Writes the timeline; whoever opens the file sees all of it, or what was there before."""
+    partial = file.with_name(f".{file.name}.{os.getpid()}.part")
+    try:
+        with partial.open("w") as out:
+            out.write('{"displayTimeUnit": "ns",\n"otherData": ' + json.dumps(events.other_data(parts)))
+            out.write(',\n"traceEvents": [')
+            for number, event in enumerate(events.events(parts)):
+                out.write((",\n" if number else "\n") + json.dumps(event))
+            out.write("\n]}\n")
+        partial.replace(file)
+    finally:
+        partial.unlink(missing_ok=True)

@@ -1,0 +1,278 @@
+"""``pycollective report`` on files that were written by hand, and the sums behind it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pycollective.report import command, verdicts
+from pycollective.report.timeline import FACTORS, summary
+from pycollective.timeline import events
+from pycollective.timeline.calls import Part
+from pycollective.timeline.clocks import Reading
+from pycollective.timeline.waits import wait_of
+
+GROUP = {"7": {"name": "7", "desc": "world", "ranks": "[0, 1, 2]"}}
+
+
+def entry(seq: int, **changes: Any) -> dict[str, Any]:
+    """A record of an allreduce."""
+    return {
+        "record_id": seq - 1,
+        "pg_id": "7",
+        "process_group": ["world", "channel 0"],
+        "collective_seq_id": seq,
+        "p2p_seq_id": 0,
+        "profiling_name": "pycollective:allreduce",
+        "input_sizes": [[4]],
+        "input_dtypes": ["float32"],
+        "description": "allreduce(float32[4], op=sum)",
+        "nbytes": 16,
+        "state": "completed",
+        "time_created_ns": seq,
+        "is_p2p": False,
+        "frames": [{"name": "step", "filename": "train.py", "line": 9}],
+        **changes,
+    }
+
+
+def write(folder: Path, entries: dict[int, list[dict[str, Any]]], *, size: int = 3, reason: str = "") -> None:
+    for rank, own in entries.items():
+        facts = {"rank": rank, "world_size": size, "reason": reason, "pg_config": GROUP, "entries": own}
+        (folder / f"rank-{rank}.json").write_text(json.dumps(facts))
+
+
+def judged(*ranks: list[dict[str, Any]]) -> verdicts.Findings:
+    """The findings on the records of ranks 0, 1, ..."""
+    facts = [
+        {"rank": rank, "world_size": 3, "reason": "", "pg_config": GROUP, "entries": own}
+        for rank, own in enumerate(ranks)
+    ]
+    return verdicts.judge(facts)
+
+
+GATHER = {"profiling_name": "pycollective:allgather", "description": "allgather(float32[4])"}
+INT = {"input_dtypes": ["int32"], "description": "allreduce(int32[4], op=sum)"}
+LARGER = {"input_sizes": [[5]], "description": "allreduce(float32[5], op=sum)"}
+MAXIMUM = {"description": "allreduce(float32[4], op=max)"}
+ELSEWHERE = {"frames": [{"name": "step", "filename": "train.py", "line": 11}]}
+FAILED = {"state": "failed"}
+
+
+@pytest.mark.parametrize(
+    ("others", "odd", "name"),
+    [
+        ({}, {}, "FULLY_MATCHED"),
+        ({}, ELSEWHERE, "FULLY_MATCHED"),
+        ({}, GATHER, "COLLECTIVE_TYPE_MISMATCH"),
+        ({}, INT, "COLLECTIVE_DTYPE_MISMATCH"),
+        ({}, LARGER, "SIZE_OR_SYNTAX_MISMATCH"),
+        ({}, MAXIMUM, "SIZE_OR_SYNTAX_MISMATCH"),
+        (FAILED, {**FAILED, **ELSEWHERE}, "SIZE_OR_SYNTAX_MISMATCH"),
+        ({}, {"state": "started"}, "COLLECTIVE_STATE_MISMATCH"),
+        ({}, {**GATHER, "state": "started"}, "COLLECTIVE_TYPE_MISMATCH"),
+    ],
+)
+@pytest.mark.parametrize("rank", [0, 2])
+def test_verdict_on_one_rank_that_differs(others: dict[str, Any], odd: dict[str, Any], name: str, rank: int) -> None:
+    ranks = [[entry(1), entry(2, **(odd if rank == own else others))] for own in range(3)]
+    found = judged(*ranks)
+    assert found.counts == ({"FULLY_MATCHED": 2} if name == "FULLY_MATCHED" else {"FULLY_MATCHED": 1, name: 1})
+    if name != "FULLY_MATCHED":
+        (verdict,) = found.verdicts
+        assert (verdict.name, verdict.communicator, verdict.seq, verdict.culprits) == (name, "world", 2, [rank])
+        assert f"rank {rank}" in [side.who for side in verdict.sides]
+
+
+def test_a_call_that_a_rank_has_not_made() -> None:
+    last = entry(2, state="started")
+    (verdict,) = judged([entry(1), last], [entry(1)], [entry(1), last]).verdicts
+    assert (verdict.name, verdict.seq, verdict.culprits) == ("COLLECTIVE_STATE_MISMATCH", 2, [1])
+    assert [(side.who, side.call) for side in verdict.sides] == [
+        ("ranks 0, 2", "allreduce(float32[4], op=sum)"),
+        ("rank 1", "has not made the call"),
+    ]
+
+
+def test_a_call_that_a_ring_has_lost_or_whose_file_is_missing() -> None:
+    late = [entry(seq, record_id=seq + 5000) for seq in (2, 3)]
+    found = judged([entry(1), entry(2), entry(3)], [entry(1), entry(2), entry(3)], late)
+    assert [(verdict.name, verdict.seq, verdict.culprits) for verdict in found.verdicts] == [("UNDECIDED", 1, [])]
+    found = judged([entry(1)], [entry(1)])
+    assert found.counts == {"UNDECIDED": 1}
+    assert "No records of rank 2 of 3: killed perhaps, or without a way to write here." in found.sentences
+
+
+def test_the_first_mismatch_comes_first() -> None:
+    other = {"pg_id": "7", "process_group": ["world", "channel 1"]}
+    early = entry(1, time_created_ns=5, **other)
+    ranks = [[entry(1, time_created_ns=9), early], [entry(1, time_created_ns=9, **INT), {**early, **GATHER}]]
+    ranks.append(ranks[0])
+    found = judged(*ranks)
+    assert [(verdict.communicator, verdict.name) for verdict in found.verdicts] == [
+        ("world, channel 1", "COLLECTIVE_TYPE_MISMATCH"),
+        ("world", "COLLECTIVE_DTYPE_MISMATCH"),
+    ]
+    assert (
+        "The first that does not match is number 1 of communicator world, channel 1: look at rank 1." in found.sentences
+    )
+
+
+def test_waits_that_are_no_collectives_are_told() -> None:
+    split = entry(1, collective_seq_id=0, profiling_name="pycollective:split", description="split", state="started")
+    found = judged([entry(1)], [entry(1), split], [entry(1)])
+    assert found.counts == {"FULLY_MATCHED": 1}
+    assert "Rank 1 was in split of communicator world, at train.py:9 (step)." in found.sentences
+
+
+def test_a_folder_of_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    reason = "pycollective: rank 1 of 3 raised; ending all ranks.\nTraceback"
+    write(tmp_path, {0: [entry(1), entry(2)], 1: [entry(1), entry(2, **GATHER)]}, reason=reason)
+    (tmp_path / "rank-2.json").write_text('{"rank": 2, "entr')
+    assert command.main([str(tmp_path)]) == 0
+    told = capsys.readouterr().out
+    for line in (
+        "rank-2.json holds no whole records.",
+        "The job ended because: rank 1 of 3 raised; ending all ranks.",
+        "No records of rank 2 of 3",
+        "2 collectives: 1 UNDECIDED, 1 COLLECTIVE_TYPE_MISMATCH.",
+        "number 2 of communicator world: look at rank 1.",
+        "train.py:9 (step)",
+    ):
+        assert line in told
+
+
+def test_records_of_an_earlier_job_in_the_same_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, {2: [entry(1, **GATHER)]}, size=4)
+    os.utime(tmp_path / "rank-2.json", (1, 1))
+    write(tmp_path, {0: [entry(1)], 1: [entry(1)]})
+    assert command.main([str(tmp_path)]) == 0
+    told = capsys.readouterr().out
+    assert "The records of rank 2 are of a job of another size, and left out." in told
+    assert "MISMATCH" not in told
+
+
+@pytest.mark.parametrize(
+    "text", [None, "no JSON", "[1]", "{}", '{"traceEvents": []}', '{"otherData": {"producer": "?"}}']
+)
+def test_a_path_that_is_neither(text: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "file"
+    if text is not None:
+        file.write_text(text)
+    assert command.main([str(file)]) == 1
+    assert command.main([str(tmp_path)]) == 1
+    told = capsys.readouterr().err
+    assert (
+        told.count("pycollective.report: expected a file of pycollective.trace, or a folder with files rank-R.json")
+        == 2
+    )
+
+
+def part(rank: int, spans: list[tuple[int, int]], **changes: Any) -> Part:
+    """The part of a rank that made sums from some times to others, in microseconds."""
+    times = np.array([(begin, begin, end) for begin, end in spans], np.int64).reshape(-1, 3) * 1000
+    facts: dict[str, Any] = {
+        "rank": rank,
+        "host": "host",
+        "kinds": [entry(0, nbytes=3000, **changes)],
+        "kind": np.zeros(len(spans), np.int64),
+        "seq": np.arange(1, len(spans) + 1),
+        "times": times,
+        "groups": {"7": {**GROUP["7"], "ranks": "[0, 1]"}},
+        "dropped": 0,
+        "begin": Reading(0, 0, 100),
+        "end": Reading(1_000_000, 0, 100),
+        "span": (0, 1_000_000),
+    }
+    return Part(**facts)
+
+
+def trace_of(*parts: Part) -> dict[str, Any]:
+    return {"otherData": events.other_data(parts), "traceEvents": list(events.events(parts))}
+
+
+def test_summary_of_a_trace() -> None:
+    # Rank 1 comes 20 us late to the first and second call, and 10 us early to the third one.
+    trace = trace_of(part(0, [(100, 130), (200, 230), (310, 330)]), part(1, [(120, 131), (220, 231), (300, 331)]))
+    timeline = summary(trace)
+    (row,) = timeline.rows
+    assert (row.op, row.nbytes, row.ranks, row.calls, row.total_bytes) == ("allreduce", 3000, 2, 3, 9000)
+    assert row.total_us == pytest.approx((30 + 30 + 20 + 11 + 11 + 31) / 2)
+    assert row.share == pytest.approx(row.total_us / 1000)
+    assert row.median_us == pytest.approx(25)
+    # After the last rank has come the calls take 10, 10, 20, 11, 11, 21 us.
+    assert row.busbw == pytest.approx(3000 / 11 / 1000)
+    assert (row.slowest, row.last_in) == (1, 2)
+    assert row.waited_us == pytest.approx(40)
+    waited = {rank.rank: (rank.waited_us, rank.waited_for_us) for rank in timeline.ranks}
+    assert waited == {0: (pytest.approx(40), pytest.approx(10)), 1: (pytest.approx(10), pytest.approx(40))}
+
+
+def test_the_timeline_starts_with_the_first_rank() -> None:
+    early = part(1, [(1, 31)])._replace(begin=Reading(0, -50_000, 100), end=Reading(1_000_000, -50_000, 100))
+    trace = trace_of(part(0, [(100, 130)]), early)
+    assert [event["ts"] for event in trace["traceEvents"] if event.get("cat") == "collective"] == [150.0, 1.0]
+    assert [(rank["began_us"], rank["ended_us"]) for rank in trace["otherData"]["ranks"]] == [(50, 1050), (0, 1000)]
+
+
+def test_devices_of_a_rank_are_in_a_call_at_the_same_time() -> None:
+    trace = trace_of(part(0, [(100, 130)]), part(1, [(120, 131)]))
+    for event in [event for event in trace["traceEvents"] if event.get("cat") == "collective"]:
+        other = {**event, "ts": event["ts"] + 5, "args": {**event["args"], "channel": "channel 1"}}
+        trace["traceEvents"].append(other)
+    timeline = summary(trace)
+    assert timeline.rows[0].calls == 2
+    assert timeline.rows[0].total_us == pytest.approx((35 + 16) / 2)
+    assert timeline.rows[0].waited_us == pytest.approx(25)
+    assert [rank.in_calls_us for rank in timeline.ranks] == [pytest.approx(35), pytest.approx(16)]
+
+
+def test_differences_within_the_error_of_the_clocks_name_nobody() -> None:
+    parts = part(0, [(100, 130)]), part(1, [(120, 131)])
+    unsure = [own._replace(begin=own.begin._replace(error=20_000)) for own in parts]
+    assert summary(trace_of(*parts)).rows[0].slowest == 1
+    trace = trace_of(*unsure)
+    assert summary(trace).rows[0].slowest is None
+    assert [event["name"] for event in trace["traceEvents"] if event["ph"] == "X"] == ["allreduce"] * 2
+
+
+def test_the_part_of_a_call_that_waits_for_a_rank_is_shown() -> None:
+    trace = trace_of(part(0, [(100, 130)]), part(1, [(120, 131)]))
+    waits = [event for event in trace["traceEvents"] if event.get("cat") == "skew"]
+    assert [(event["pid"], event["name"], event["ts"], event["dur"]) for event in waits] == [
+        (0, "waits for rank 1", 100.0, 20.0)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("operation", "root", "expected"),
+    [
+        ("allreduce", -1, [(20, 2), (10, 2), (0, 2)]),
+        ("barrier", -1, [(20, 2), (10, 2), (0, 2)]),
+        ("bcast", 1, [(10, 1), (0, 1), (0, 2)]),
+        ("reduce", 1, [(0, 0), (10, 2), (0, 2)]),
+        ("scan", -1, [(0, 0), (0, 1), (0, 2)]),
+        ("ppermute", -1, [(0, 0), (0, 1), (0, 2)]),
+    ],
+)
+def test_for_whom_a_rank_waits(operation: str, root: int, expected: list[tuple[int, int]]) -> None:
+    spans = {0: (0, 100), 1: (10, 100), 2: (20, 100)}
+    assert [wait_of(operation, rank, root, [0, 1, 2], spans) for rank in range(3)] == expected
+
+
+def test_bus_bandwidth_has_the_factors_of_nccl_tests() -> None:
+    n = 4
+    expected = {
+        "allreduce": 1.5,
+        "allgather": 0.75,
+        "reduce_scatter": 0.75,
+        "alltoall": 0.75,
+        "bcast": 1.0,
+        "reduce": 1.0,
+    }
+    assert {name: FACTORS[name](n) for name in expected} == expected
