@@ -32,7 +32,8 @@ def wait_for_all(ranks: MPI.Intracomm, limit_s: float | None) -> None:
         _answer(ranks)
         return have_come()
 
-    for waited in rank_exit.poll_until(is_over, 0.05, rank_exit.NOTICE_S, notice):
+    notice_s = rank_exit.NOTICE_S if ranks.rank == 0 else None  # one rank is enough
+    for waited in rank_exit.poll_until(is_over, 0.05, notice_s, notice):
         if limit_s is not None and waited > limit_s + late_s:
             absent = ", ".join(map(str, _absent(ranks)))
             rank_exit.end_all_late(

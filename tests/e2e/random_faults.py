@@ -32,11 +32,9 @@ ENV = {
     "XLA_FLAGS": unoptimised.flags(),
 }
 
-KILLED = r"(?i)rank {rank}\b[^=]*(?s:.*)(signal:? 9|killed|has ended)"
-"""What launchers say, with the rank; a report of ours if it comes first."""
-
 SAID = {
-    "kill": [KILLED],
+    # What launchers say: MPICH's names the process, Open MPI's the rank. Or a report of ours, if it comes first.
+    "kill": [r"PID {pid} RUNNING AT|process rank {rank} with PID {pid}|process {pid} on host \S+ has ended"],
     "stop": [r"rank {rank} does not answer: process \d+ on host \S+ is stopped"],
     "raise": [r"pycollective: rank {rank} of \d+ raised", "no luck"],
     "mismatch": [
@@ -81,7 +79,8 @@ def run(fault: Fault, ranks: int, undisturbed: list[float]) -> tuple[str, float,
         return "" if right else f"status {done.returncode}, weights {weights(done.stdout)}", seconds, said
     if done.returncode == 0:
         return "status 0", seconds, said
-    missing = [text for text in SAID[fault.kind] if not re.search(text.format(rank=fault.rank), said)]
+    (pid,) = re.findall(rf"^rank {fault.rank} is process (\d+)$", done.stdout, re.MULTILINE)
+    missing = [text for text in SAID[fault.kind] if not re.search(text.format(rank=fault.rank, pid=pid), said)]
     return f"not said: {missing}" if missing else "", seconds, said
 
 

@@ -28,7 +28,7 @@ ENV = {"PYCOLLECTIVE_RECORDS": "off", "JAX_NUM_CPU_DEVICES": "1", "XLA_FLAGS": u
 whole = pytest.mark.whole
 
 
-def environ(timeout_s: int = 10) -> dict[str, str]:
+def environ(timeout_s: int = 8) -> dict[str, str]:
     return {**ENV, "PYCOLLECTIVE_TIMEOUT": str(timeout_s)}
 
 
@@ -52,10 +52,9 @@ RAISED = ENDED.format("raised")
 EARLY = ENDED.format("raised before init")
 NO_LUCK = r"^(\w+\.)*\w*Error: no luck$"
 DIFFER = r"pycollective\.\w+: expected the same call on every rank, got .* here and .* on rank \d "
-OVER_A_NAME = r"pycollective\.jit: expected the same program on every rank, here with .* on rank \d "
-WAIT = r"pycollective: expected an answer from the other ranks within 10 s, got none for .*; ending all ranks"
+WAIT = r"pycollective: expected an answer from the other ranks within 8 s, got none for .*; ending all ranks"
 ABSENT = (
-    r"pycollective\.init: expected the other ranks to start within 10 s, got no start of rank 1 after .* \(rank 0 of "
+    r"pycollective\.init: expected the other ranks to start within 8 s, got no start of rank 1 after .* \(rank 0 of "
 )
 IN_STEP = r"waited in collective \d+ of communicator world, allreduce\(float32\[2,3\], op=sum\), at faulty\.py:\d+"
 APART = "The ranks wait for each other, in calls on different communicators or channels"
@@ -101,9 +100,7 @@ def test_an_end_of_one_rank(fault: str, said: list[str], tmp_path: Path) -> None
         ("shape", [DIFFER]),
         pytest.param("new shape", [DIFFER], marks=whole),
         pytest.param("dtype", [DIFFER], marks=whole),
-        ("set in jit", [DIFFER]),
-        pytest.param("set over a name", [OVER_A_NAME], marks=whole),
-        pytest.param("mean over a name", [OVER_A_NAME], marks=whole),
+        pytest.param("mean over a name", [DIFFER], marks=whole),
         pytest.param("rank 0 logs", [DIFFER], marks=whole),
         pytest.param("trips", [DIFFER], marks=whole),
         pytest.param("branch", [DIFFER], marks=whole),
@@ -136,7 +133,6 @@ def check(where: Path, fault: str, said: list[str]) -> None:
     done = mpirun(3, PROGRAM, fault, str(where), timeout=BOUND_S, env=environ())
     assert time.monotonic() - started < BOUND_S, done.stderr  # a killed rank's status may be that of timeout(1)
     assert done.returncode != 0, done.stderr
-    assert "end" not in done.stdout.split()
     check_end(where, done.stderr, *said)
     check_shared_memory(done.stdout)
 

@@ -1,6 +1,7 @@
 """A small training in which one rank has a fault: ``python tests/e2e/train_with_fault.py FAULT``, under mpiexec.
 
-FAULT is the JSON of a :class:`Fault`, which ``random_faults.py`` draws. Rank 0 prints the weights at the end.
+FAULT is the JSON of a :class:`Fault`, which ``random_faults.py`` draws. Each rank prints the number of its process, rank 0
+the weights at the end.
 """
 
 from __future__ import annotations
@@ -57,6 +58,8 @@ def main() -> None:
 
     fault = Fault(*json.loads(sys.argv[1]))
     world = pc.init()
+    sys.stdout.write(f"rank {world.rank} is process {os.getpid()}\n")
+    sys.stdout.flush()
     strikes_here = world.rank == fault.rank
     x = jnp.asarray(np.random.default_rng(world.rank).normal(size=(8, 3)), jnp.float32)
     target = x @ jnp.arange(1.0, 4.0)
