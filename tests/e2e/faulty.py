@@ -225,23 +225,6 @@ def dtype() -> None:
     total(X.astype(jnp.int32) if at_fault else X).block_until_ready()
 
 
-def of_names(psum: Callable[[jax.Array], jax.Array]) -> Callable[[dict[str, jax.Array]], dict[str, jax.Array]]:
-    """Adds up each value in the order of a set, which is another one on each rank (``PYTHONHASHSEED``)."""
-    names = ["weights", "bias"][:: -1 if at_fault else 1]
-    return lambda values: {name: psum(values[name]) for name in names}
-
-
-@fault
-def set_in_jit() -> None:
-    jax.block_until_ready(jax.jit(of_names(lambda x: pc.psum(x, world)))({"weights": X, "bias": 2 * X}))
-
-
-@fault
-def set_over_a_name() -> None:
-    program = of_names(lambda x: lax.psum(x, "i"))
-    jax.block_until_ready(pc.jit(program, axis_name="i")({"weights": X, "bias": 2 * X}))
-
-
 @fault
 def mean_over_a_name() -> None:
     pc.jit(lambda x: (lax.pmean if at_fault else lax.psum)(x, "i"), axis_name="i")(X).block_until_ready()

@@ -25,7 +25,7 @@ from tests.e2e.launch import mpirun
 BOUND_S = 150  # no fault should take a tenth of it
 PROGRAM = str(Path(__file__).with_name("faulty.py"))
 ENV = {"PYCOLLECTIVE_RECORDS": "off", "JAX_NUM_CPU_DEVICES": "1", "XLA_FLAGS": unoptimised.flags()}
-whole = pytest.mark.whole
+whole, library = pytest.mark.whole, pytest.mark.library
 
 
 def environ(timeout_s: int = 8) -> dict[str, str]:
@@ -66,7 +66,7 @@ APART = "The ranks wait for each other, in calls on different communicators or c
         # The launcher names the signal.
         pytest.param("segfault", [], marks=whole),
         pytest.param("abort", [], marks=whole),
-        ("kill", []),
+        pytest.param("kill", [], marks=library),
         pytest.param("terminate", [], marks=whole),
         pytest.param("interrupt", [RAISED, "^KeyboardInterrupt"], marks=whole),
         pytest.param("exit text", [ENDED.format("exited with code 1, others did not"), "^no luck$"], marks=whole),
@@ -76,11 +76,12 @@ APART = "The ranks wait for each other, in calls on different communicators or c
         ("io callback", [RAISED, "JaxRuntimeError: "]),
         pytest.param("ordered callback", [RAISED, "Error: INTERNAL"], marks=whole),
         pytest.param("debug callback", [RAISED], marks=whole),
-        (
+        pytest.param(
             "interrupt in wait",
             [ENDED.format(r"was interrupted while it waited in allreduce\(float32\[2,3\], op=sum\)")],
+            marks=library,
         ),
-        ("before init: raise", [EARLY, NO_LUCK]),
+        pytest.param("before init: raise", [EARLY, NO_LUCK], marks=library),
         ("before init: exit", [ENDED.format("exited with code 3 before init")]),
         pytest.param("before init: text", [ENDED.format("exited with code 1 before init"), "^no luck$"], marks=whole),
         pytest.param("before init: interrupt", [EARLY, "^KeyboardInterrupt"], marks=whole),
@@ -114,7 +115,7 @@ def test_a_call_that_differs(fault: str, said: list[str], tmp_path: Path) -> Non
     ("fault", "said"),
     [
         pytest.param("swallowed", ["rank 1 has ended, and waited", "Look at rank 1:"], marks=whole),
-        ("one more", [rf"rank 1 has {IN_STEP}", r"Look at ranks? 0(, 2)?:"]),
+        pytest.param("one more", [rf"rank 1 has {IN_STEP}", r"Look at ranks? 0(, 2)?:"], marks=whole),
         ("one less", ["rank 1 has ended, and waited", rf"ranks? 0(, 2)? ha\w+ {IN_STEP}", "Look at rank 1:"]),
         pytest.param("communicator", ["rank 1 has waited in collective 1 of communicator world/0", APART], marks=whole),
         pytest.param("group", [r"rank 1 has waited in collective 1 of communicator world\[1, 0\]", APART], marks=whole),
