@@ -1,7 +1,7 @@
 """A small training in which one rank has a fault: ``python tests/e2e/train_with_fault.py FAULT``, under mpiexec.
 
-FAULT is the JSON of a :class:`Fault`, which ``random_faults.py`` draws. Each rank prints the number of its process, rank 0
-the weights at the end.
+FAULT is the JSON of a :class:`Fault`, which ``random_faults.py`` draws. Each rank prints the number of its process, and
+rank 0 the weights at the end.
 """
 
 from __future__ import annotations
