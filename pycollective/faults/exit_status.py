@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import gc
+import os
 import sys
 from typing import Any, NoReturn
 
-__all__ = ["record", "set_status", "status"]
+__all__ = ["end_later", "record", "set_status", "status"]
 
 
 class _State:
@@ -30,6 +32,15 @@ def status() -> int | None:
 def set_status(number: int) -> None:
     """Sets the status, of a process that ends with an exception."""
     _State.status = number
+
+
+def end_later(seconds: float) -> None:
+    """Ends this process after so many seconds, with status 1, if it has not ended by itself.
+
+    ``MPI_Abort`` may not come back when the launcher is stuck. While Python ends it starts no thread, but
+    ``faulthandler`` does.
+    """
+    faulthandler.dump_traceback_later(seconds, exit=True, file=os.open(os.devnull, os.O_WRONLY))
 
 
 def record() -> None:

@@ -182,6 +182,7 @@ def abort(status: int = 1) -> NoReturn:
     _State.ends = True
     wait_until_read()
     if MPI.COMM_WORLD.size > 1:
+        exit_status.end_later(_LAST_S)
         MPI.COMM_WORLD.Abort(status)
     _os_exit(status)  # MPICH's Abort returns when the launcher is slow to end this process
 

@@ -145,6 +145,44 @@ def test_a_rank_that_compiles_alone() -> None:
     assert done.stdout.split().count("end") == 3
 
 
+STUCK = """
+import time
+import pycollective as pc
+from pycollective.faults import rank_exit
+
+world = pc.init()
+
+
+class Stuck:
+    size, rank = world.size, world.rank
+
+    def Abort(self, status):
+        time.sleep(300)
+
+
+if world.rank == 1:
+    class Mpi:
+        COMM_WORLD = Stuck()
+        Is_finalized = staticmethod(rank_exit.MPI.Is_finalized)
+
+    rank_exit.MPI = Mpi
+    raise ValueError("no luck")
+time.sleep(300)
+"""
+
+
+@whole
+def test_a_rank_ends_though_mpi_does_not_end_it(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(STUCK)
+    started = time.monotonic()
+    done = mpirun(2, str(program), timeout=BOUND_S, env=environ())
+    assert time.monotonic() - started < BOUND_S
+    assert done.returncode != 0
+    assert len(re.findall(NO_LUCK, done.stderr, re.MULTILINE)) == 1, done.stderr
+    launch.wait_until_gone(str(program))
+
+
 @whole
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["interrupt", "terminate"])
 def test_a_signal_to_the_launcher(number: int, tmp_path: Path) -> None:
