@@ -149,8 +149,11 @@ STUCK = """
 import time
 import pycollective as pc
 from pycollective.faults import rank_exit
+from pycollective.transport import watch
 
 world = pc.init()
+watch.stop_monitor()  # else rank 0 would end by itself, and the launcher then ends rank 1
+world.mpi.barrier()
 
 
 class Stuck:
