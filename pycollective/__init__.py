@@ -11,12 +11,14 @@ import lazy_loader
 
 from pycollective.environment import offer_mpi_to_xla
 from pycollective.errors import message
+from pycollective.faults import before_init
 
 __version__ = "0.1.0"
 
 _lazy, _names, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 offer_mpi_to_xla()
+before_init.install()
 
 # Names in MPI and in other packages, in lower case and without underscores, and what stands for them here.
 _OTHER_NAMES = {

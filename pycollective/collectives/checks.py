@@ -29,7 +29,7 @@ def array(where: str, comm: Participants, leaf: Any) -> Array:
         return leaf
     try:
         return jnp.asarray(leaf)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         fail(
             TypeError,
             where,
@@ -70,9 +70,9 @@ def axis(where: str, comm: Participants, name: str, value: Any, ndim: int) -> in
 
 def op(where: str, comm: Participants, op: Any) -> str:
     """Returns ``op``, which must be the name of a reduction."""
-    if op not in dtypes.OPS:
+    if not (isinstance(op, str) and op in dtypes.OPS):
         fail(ValueError, where, comm, f"op to be one of {list(dtypes.OPS)}", repr(op), "Choose one of them.")
-    return str(op)
+    return op
 
 
 def reducible(where: str, comm: Participants, x: Array, op: str) -> Array:
@@ -95,7 +95,12 @@ def group(where: str, comm: Participants, groups: Groups, *, equal: bool) -> Par
     """Returns the group of ``groups`` that this rank is in; ``comm`` itself for ``groups=None``."""
     if groups is None:
         return comm
-    canonical = tuple(tuple(integer(where, comm, "axis_index_groups", rank) for rank in group) for group in groups)
+    try:
+        listed = [list(group) for group in groups]
+    except TypeError:
+        expected, remedy = "axis_index_groups: lists of ranks, or None", "Write [[0, 1], [2, 3]], say."
+        fail(TypeError, where, comm, expected, repr(groups), remedy)
+    canonical = tuple(tuple(integer(where, comm, "axis_index_groups", rank) for rank in group) for group in listed)
     if sorted(rank for group in canonical for rank in group) != list(range(comm.size)):
         fail(
             ValueError,

@@ -214,7 +214,12 @@ def ppermute(
     if is_name(axis_name):
         return by_name("ppermute", axis_name, lax.ppermute, x, axis_name, perm)
     comm = given_or_world("ppermute", axis_name)
-    pairs = tuple(_pair(comm, pair) for pair in perm)
+    try:
+        listed = list(perm)
+    except TypeError:
+        remedy = "Pass e.g. perm=[(0, 1), (1, 0)]."
+        errors.fail(TypeError, "ppermute", comm, "perm: (source, destination) pairs", repr(perm), remedy)
+    pairs = tuple(_pair(comm, pair) for pair in listed)
     for side, ranks in (("source", [s for s, _ in pairs]), ("destination", [d for _, d in pairs])):
         twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
         if twice:
@@ -262,9 +267,13 @@ def pshuffle(x: PyTree, axis_name: AxisName | Communicator | None = None, perm: 
     if is_name(axis_name):
         return by_name("pshuffle", axis_name, lax.pshuffle, x, axis_name, perm)
     comm = given_or_world("pshuffle", axis_name)
-    if sorted(perm) != list(range(comm.size)):
+    try:
+        is_permutation = sorted(perm) == list(range(comm.size))
+    except TypeError:
+        is_permutation = False
+    if not is_permutation:
         errors.fail(
-            ValueError, "pshuffle", comm, f"a permutation of 0 to {comm.size - 1}", list(perm), "Name each rank once."
+            ValueError, "pshuffle", comm, f"a permutation of 0 to {comm.size - 1}", perm, "Name each rank once."
         )
     return ppermute(x, comm, list(zip(perm, range(comm.size), strict=True)))
 

@@ -6,6 +6,7 @@ What a rank does at each kind of end that Python shows to a process:
 - an exit with a code other than 0 (``sys.exit(3)``, ``raise SystemExit``): the rank ends all ranks with that code,
   unless they end by themselves within :data:`_PATIENCE_S`;
 - a normal end: the rank finishes its work, and waits for the other ranks;
+- an interrupt (Ctrl-C, SIGINT) in a call that does not end: the rank ends all ranks (:mod:`interrupts`);
 - an end at once, by ``os._exit``: the rank ends all ranks, since the launcher may take that for success;
 - an exception in a cell of IPython or of a notebook: the rank prints its number, and the session goes on;
 - an exception that Python ignores, in a finalizer, ``__del__`` or an exit handler: the rank prints its number and goes
@@ -20,10 +21,9 @@ This concerns the process that has started MPI. In a forked child the hooks do n
 from __future__ import annotations
 
 import atexit
-import ctypes
 import functools
-import gc
 import os
+import signal
 import sys
 import threading
 import time
@@ -34,14 +34,10 @@ from types import TracebackType
 from typing import Any, ClassVar, NoReturn
 
 from pycollective.errors import message
+from pycollective.faults import before_init, exit_status
 from pycollective.launch.child_processes import is_forked, wait_until_read
 from pycollective.transport import compiled, watch
 from pycollective.transport.mpi import MPI
-
-_HEAD_START_S, _STEP_S = 0.5, 0.05
-"""How much earlier rank 0 prints its error than rank 1, and rank r than rank r + 1, when all ranks raise. The first
-rank ends the others, which print nothing."""
-
 
 _LAST_S = 5.0
 """How long a rank that another one ends waits for that, before it ends itself."""
@@ -51,12 +47,12 @@ _PATIENCE_S = 5.0
 """How long a rank that exits with a code waits for the others to end by themselves, as when tests fail on all ranks."""
 
 
-_NOTICE_S = 10.0
+NOTICE_S = 10.0
 """How long a rank that has ended waits for the others before it prints a notice."""
 
 
 GRACE_S = 2.0
-"""The time from a rank's report of a long wait to the end of the job, in which other waiting ranks can report, too."""
+"""How much later than its limit a rank ends the others, so that another one that knows more can end them before."""
 
 
 class _State:
@@ -64,7 +60,6 @@ class _State:
 
     Attributes:
         has_hooks: whether the hooks that see errors are installed.
-        status: the exit status, once Python has shown it.
         old_error: the exception that Python showed last before the hooks were installed.
         exit_comm: the communicator on which ranks wait for each other at exit.
         last: what this rank does when all ranks have ended.
@@ -73,7 +68,6 @@ class _State:
 
     has_hooks = False
     ends = False
-    status: int | None = None
     old_error: object = None
     exit_comm: MPI.Intracomm | None = None
     last: ClassVar[list[Callable[[], object]]] = []
@@ -87,11 +81,12 @@ def end_all_on_error() -> None:
     if _State.has_hooks:
         return
     _State.has_hooks = True
+    before_init.leave_to_others()
     previous, previous_in_thread, previous_ignored = sys.excepthook, threading.excepthook, sys.unraisablehook
     _State.old_error = getattr(sys, "last_value", None)
 
     def raised(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        _State.status = 1
+        exit_status.set_status(1)
         _end_all(functools.partial(previous, kind, error, trace), "raised", error)
 
     def raised_in_thread(args: threading.ExceptHookArgs) -> None:
@@ -108,7 +103,7 @@ def end_all_on_error() -> None:
 
     sys.excepthook, threading.excepthook, sys.unraisablehook = raised, raised_in_thread, ignored
     os._exit = _exit_at_once
-    _record_exit_codes()
+    exit_status.record()
     _report_errors_of_cells()
 
 
@@ -125,14 +120,26 @@ def _end_all(show: Callable[[], object], what: str, error: BaseException | None)
     if not _is_one_of_several():
         show()
         return
-    rank = MPI.COMM_WORLD.rank
-    if rank > 0:
-        time.sleep(_HEAD_START_S + _STEP_S * min(rank, 20))
+    before_init.let_lower_ranks_speak(MPI.COMM_WORLD.rank)
     _be_the_first(1, f"{_place()} {what}: {type(error).__name__}: {error}")
     sys.stdout.flush()
     sys.stderr.write(f"pycollective: {_place()} {what}; ending all ranks.\n")
     show()
     abort()
+
+
+def end_all_interrupted(call: str, stack: str) -> NoReturn:
+    """Ends all ranks, since this one got an interrupt (SIGINT) in a call that does not end.
+
+    Args:
+        call: in which it waits.
+        stack: where its program stands.
+    """
+    before_init.let_lower_ranks_speak(MPI.COMM_WORLD.rank)
+    what = f"{_place()} was interrupted while it waited in {call}"
+    _be_the_first(128 + signal.SIGINT, what)
+    sys.stderr.write(f"pycollective: {what}; ending all ranks.\n{stack}")
+    abort(128 + signal.SIGINT)
 
 
 def _report_errors_of_cells() -> None:
@@ -146,49 +153,6 @@ def _report_errors_of_cells() -> None:
             sys.stderr.write(f"pycollective: {_place()}: a cell has raised; ranks that wait for this one wait on.\n")
 
     shell.events.register("post_run_cell", ran)
-
-
-def _record_exit_codes() -> None:
-    """Lets a ``SystemExit`` that ends this process set the status of :class:`_State`.
-
-    Python calls no hook for a ``SystemExit``, and forgets it before exit handlers run. But Python reads its attribute
-    ``code`` while no Python function runs. So a property takes the place of that attribute.
-    """
-    attributes: Any = next(part for part in gc.get_referents(SystemExit.__dict__) if isinstance(part, dict))
-    member = attributes["code"]
-
-    def code(self: SystemExit) -> object:
-        value = member.__get__(self)
-        if sys._getframe().f_back is None:  # Python itself reads the code
-            _State.status = _status(value)
-        return value
-
-    attributes["code"] = property(code, member.__set__, doc=member.__doc__)
-    # Code in C must call this after a change of a type's attributes.
-    ctypes.pythonapi.PyType_Modified(ctypes.py_object(SystemExit))
-    if sys.version_info < (3, 12):  # before 3.12 sys.exit makes no exception object, so Python would not read `code`
-        original = sys.exit
-        for module in list(sys.modules.values()):
-            for name, value in list(getattr(module, "__dict__", {}).items()):
-                if value is original:
-                    setattr(module, name, _exit)
-
-
-def _exit(status: Any = None, /) -> NoReturn:
-    """Exits the interpreter by raising ``SystemExit(status)``, as ``sys.exit`` does."""
-    raise SystemExit(status)
-
-
-def _status(code: object) -> int:
-    """The exit status for an exit code.
-
-    Example:
-        >>> [_status(code) for code in (None, 0, 3, -1, "a message")]
-        [0, 0, 3, 255, 1]
-    """
-    if code is None:
-        return 0
-    return code & 0xFF if isinstance(code, int) else 1
 
 
 _os_exit = os._exit
@@ -218,6 +182,7 @@ def abort(status: int = 1) -> NoReturn:
     _State.ends = True
     wait_until_read()
     if MPI.COMM_WORLD.size > 1:
+        exit_status.end_later(_LAST_S)
         MPI.COMM_WORLD.Abort(status)
     _os_exit(status)  # MPICH's Abort returns when the launcher is slow to end this process
 
@@ -252,7 +217,7 @@ def _end(flush: Callable[[], None], limit_s: float | None) -> None:
     MPI_Finalize would wait for the others as well, but it polls at full speed and prints nothing: nobody would see that
     one rank has ended while the others wait for it in a collective.
     """
-    status = _State.status
+    status = exit_status.status()
     if status is None:  # no SystemExit; but a hook that has replaced ours may have shown an exception
         shown = getattr(sys, "last_value", None)
         status = int(shown is not _State.old_error and not hasattr(sys, "ps1"))
@@ -261,7 +226,7 @@ def _end(flush: Callable[[], None], limit_s: float | None) -> None:
     if MPI.Is_finalized():
         return
     if status != 0:
-        _end_all_unless_they_end(status)
+        _end_all_unless_they_end(status, limit_s)
     try:
         flush()
     except Exception as error:
@@ -289,15 +254,16 @@ def _end_forked_child(status: int) -> NoReturn:
     _os_exit(status)
 
 
-def _end_all_unless_they_end(status: int) -> None:
+def _end_all_unless_they_end(status: int, limit_s: float | None) -> None:
     """Ends all ranks with this rank's status, unless all end by themselves within :data:`_PATIENCE_S`."""
     if MPI.COMM_WORLD.size == 1:
         return
+    patience_s = _PATIENCE_S if limit_s is None else min(_PATIENCE_S, limit_s / 2)  # before others report their wait
     if _State.exit_comm is None:
-        time.sleep(_PATIENCE_S)
+        time.sleep(patience_s)
     else:
         for waited in poll_until(_State.exit_comm.Ibarrier().Test, 0.05):
-            if waited > _PATIENCE_S:
+            if waited > patience_s:
                 break
         else:
             return
@@ -308,38 +274,36 @@ def _end_all_unless_they_end(status: int) -> None:
 
 def _wait_for_all(limit_s: float | None) -> None:
     """Waits until every rank has ended. Prints a notice if that takes long, and ends all ranks after ``limit_s``."""
-    if _State.exit_comm is not None:
-        remedy = "Look for a collective that this rank did not reach."
-        with watch.waiting("the end of the other ranks"):
-            _wait_for("end", "ended", "exit", remedy, _State.exit_comm, limit_s)
+    if _State.exit_comm is None:
+        return
+    remedy = "look for a collective that this rank did not reach."
+    notice = f"{_place()} has ended and waits for the other ranks to end. If they do not, {remedy}"
+    with watch.waiting("the end of the other ranks"):
+        for waited in poll_until(_State.exit_comm.Ibarrier().Test, 0.05, NOTICE_S, notice):
+            # If a rank waits in a call, its report comes first: it says more.
+            if limit_s is not None and waited > limit_s + GRACE_S:
+                end_all_late(
+                    "exit",
+                    f"the other ranks to end within {limit_s:g} s",
+                    f"some that have not ended after {waited:.1f} s",
+                    remedy.capitalize(),
+                )
 
 
-def wait_for_all_at_start(ranks: MPI.Intracomm, limit_s: float | None) -> None:
-    """Waits until every rank has come here. Prints a notice if that takes long, and ends all ranks after ``limit_s``.
+def end_all_late(where: str, expected: str, got: str, remedy: str) -> NoReturn:
+    """Ends all ranks since some do not come to a point where this rank waits for them.
 
     Args:
-        ranks: the ranks, which must all make this call.
-        limit_s: the seconds; None for no limit.
+        where: the operation.
+        expected: by when they should have come.
+        got: who has not come.
+        remedy: where to look.
     """
-    _wait_for("start", "started", "init", "Look for a rank that does not call init.", ranks, limit_s)
-
-
-def _wait_for(verb: str, participle: str, where: str, remedy: str, ranks: MPI.Intracomm, limit_s: float | None) -> None:
-    notice = (
-        f"{_place()} has {participle} and waits for the other ranks to {verb}. "
-        f"If they do not, {remedy[0].lower()}{remedy[1:]}"
-    )
-    for waited in poll_until(ranks.Ibarrier().Test, 0.05, _NOTICE_S, notice):
-        if limit_s is not None and waited > limit_s:
-            expected = f"the other ranks to {verb} within {limit_s:g} s"
-            got = f"some that have not {participle} after {waited:.1f} s"
-            rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
-            text = message(where, expected, got, f"Ending all ranks. {remedy}\n", rank=rank, size=size)
-            _be_the_first(1, text)
-            sys.stderr.write(text)
-            sys.stderr.flush()
-            time.sleep(GRACE_S)
-            abort()
+    rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+    text = message(where, expected, got, f"Ending all ranks. {remedy}\n", rank=rank, size=size)
+    _be_the_first(1, text)
+    sys.stderr.write(text)
+    abort()
 
 
 def poll_until(

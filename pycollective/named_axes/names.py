@@ -35,9 +35,13 @@ def by_name(where: str, axis_name: Any, function: Callable[..., Any], *args: Any
 
     Raises:
         NameError: no transform around this call binds the name.
+        TypeError: it is no name.
     """
     try:
         lax.axis_size(axis_name)
+    except TypeError:  # it cannot be hashed
+        remedy = "Pass pycollective.world(), or a name that a transform around this call binds."
+        raise TypeError(message(where, "a Communicator, or an axis name", repr(axis_name), remedy)) from None
     except NameError:
         bound = jax_internals.bound_axes()
         lacking = [name for name in (axis_name if isinstance(axis_name, tuple) else (axis_name,)) if name not in bound]

@@ -9,7 +9,7 @@ import jax
 
 from pycollective.config import MUST_AGREE, config
 from pycollective.errors import message
-from pycollective.faults import monitor, rank_exit
+from pycollective.faults import interrupts, monitor, rank_exit, rank_start
 from pycollective.launch import child_processes, started_by
 from pycollective.ordering import dispatch
 from pycollective.ranks import accelerators
@@ -81,13 +81,15 @@ def start_mpi(mpi: MPI.Intracomm, limit: float | None) -> None:
     child_processes.mark_rank(MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)
     rank_exit.end_all_on_error()  # from here on ranks wait for each other
     limit = config.timeout if limit is None else limit
-    rank_exit.wait_for_all_at_start(mpi, monitor.DEFAULT_TIMEOUT_S if limit is None else limit)
+    rank_start.wait_for_all(mpi, monitor.DEFAULT_TIMEOUT_S if limit is None else limit)
     with host_of(mpi) as neighbours:
         _compare_settings(mpi)
         native.start(neighbours.size)  # it tunes malloc, so it comes before JAX's backend starts threads
         if config.shared_memory:
             board.open_board(neighbours)
         monitor.start(mpi, limit)
+        if mpi.size > 1:
+            interrupts.end_all_on_interrupt()
         accelerators.take_own(neighbours)
     _state.mpi_started = True
 

@@ -1,0 +1,90 @@
+"""An error of one rank before its ``init`` ends all ranks: some may wait in ``init`` already.
+
+``import mpi4py.MPI`` starts MPI, so a rank with an error would wait in ``MPI_Finalize`` for the ranks that wait for it.
+``import pycollective`` installs this. It starts neither MPI nor JAX. :mod:`rank_exit` takes over at ``init``.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+from pycollective.faults import exit_status
+from pycollective.launch.child_processes import parent_rank, wait_until_read
+from pycollective.launch.started_by import is_rank
+
+__all__ = ["install", "leave_to_others", "let_lower_ranks_speak"]
+
+_HEAD_START_S, _STEP_S = 0.5, 0.05
+"""How much earlier rank 0 prints its error than rank 1, and rank r than rank r + 1, when all ranks raise. The first
+rank ends the others, which print nothing."""
+
+_LAST_S = 5.0
+"""How long MPI may take to end this process."""
+
+
+class _State:
+    """What this process knows.
+
+    Attributes:
+        pid: the process that has the hook; a forked child has another number.
+        over: whether :mod:`rank_exit` has taken over.
+    """
+
+    pid = 0
+    over = False
+
+
+def install() -> None:
+    """Installs a hook for exceptions and an exit handler, if a launcher has started this process as a rank."""
+    if not is_rank(os.environ) or parent_rank() is not None:
+        return
+    _State.pid = os.getpid()
+    exit_status.record()
+    previous = sys.excepthook
+
+    def raised(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        exit_status.set_status(1)
+        _end_all(1, "raised", partial(previous, kind, error, trace))
+
+    sys.excepthook = raised
+    atexit.register(_end)
+
+
+def leave_to_others() -> None:
+    """Lets this module do nothing from now on."""
+    _State.over = True
+
+
+def let_lower_ranks_speak(rank: int) -> None:
+    """Sleeps a moment that grows with the rank, so that one rank speaks if all have the same error."""
+    if rank > 0:
+        time.sleep(_HEAD_START_S + _STEP_S * min(rank, 20))
+
+
+def _end() -> None:
+    status = exit_status.status()
+    if status:
+        _end_all(status, f"exited with code {status}", lambda: None)
+
+
+def _end_all(status: int, what: str, show: Callable[[], object]) -> None:
+    """Shows an error. If MPI runs, with several ranks, it ends all of them then."""
+    mpi: Any = sys.modules.get("mpi4py.MPI")
+    is_mine = not _State.over and os.getpid() == _State.pid
+    if not is_mine or mpi is None or not mpi.Is_initialized() or mpi.Is_finalized() or mpi.COMM_WORLD.size == 1:
+        show()
+        return
+    world = mpi.COMM_WORLD
+    let_lower_ranks_speak(world.rank)
+    sys.stderr.write(f"pycollective: rank {world.rank} of {world.size} {what} before init; ending all ranks.\n")
+    show()
+    wait_until_read()
+    exit_status.end_later(_LAST_S)
+    world.Abort(status)

@@ -1,0 +1,83 @@
+"""An interrupt (SIGINT) of a rank that waits for others: Python shows it only when the wait ends, which may be never.
+
+Python's own handler of the signal runs between two steps of the interpreter, and a wait in XLA or MPI is one step. A
+thread hears of the signal at once. If the interpreter has not gone on after a moment, and a call is under way, the rank
+ends all ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from pycollective.faults import rank_exit
+from pycollective.transport import watch
+
+__all__ = ["end_all_on_interrupt"]
+
+_PATIENCE_S = 2.0
+"""How long an interrupted call may go on."""
+
+
+class _State:
+    """How often Python has shown an interrupt."""
+
+    shown = 0
+
+
+def end_all_on_interrupt() -> None:
+    """Lets an interrupt end a wait for other ranks.
+
+    It does nothing where the program has a handler of its own, as IPython has, and outside the main thread.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or "IPython" in sys.modules or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        return
+    hears, tells = socket.socketpair()
+    tells.setblocking(False)
+    earlier = signal.set_wakeup_fd(tells.fileno(), warn_on_full_buffer=False)
+    if earlier != -1:  # an event loop runs
+        signal.set_wakeup_fd(earlier)
+        return
+    tells.detach()  # it lives as long as the process
+    signal.signal(signal.SIGINT, _show)
+    threading.Thread(target=_listen, args=(hears,), name="pycollective interrupts", daemon=True).start()
+
+
+def _show(number: int, frame: FrameType | None) -> NoReturn:
+    _State.shown += 1
+    signal.default_int_handler(number, frame)
+
+
+def _listen(hears: socket.socket) -> None:
+    while received := hears.recv(1):
+        if received[0] != signal.SIGINT:
+            continue
+        shown = _State.shown
+        time.sleep(_PATIENCE_S)
+        is_mine = signal.getsignal(signal.SIGINT) is _show
+        if is_mine and _State.shown == shown and (call := _call_under_way()):
+            rank_exit.end_all_interrupted(call, _stack_of_main_thread())
+
+
+def _call_under_way() -> str:
+    """The call in which this rank waits; "" if there is none."""
+    entries = json.loads(watch.recorder_json(0, 1, ""))["entries"]
+    return next((entry["description"] for entry in entries if entry["state"] != "completed"), "")
+
+
+def _stack_of_main_thread() -> str:
+    """Where the user's program stands: the frames that are not those of JAX or of this package."""
+    main = threading.main_thread().ident
+    assert main is not None
+    frames = traceback.extract_stack(sys._current_frames()[main])
+    users = [frame for frame in frames if not {"jax", "pycollective"} & set(Path(frame.filename).parent.parts)]
+    return "".join(traceback.format_list(users or frames))
