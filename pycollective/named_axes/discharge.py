@@ -9,14 +9,15 @@ JAX's types that say along which axes a value varies, since JAX has checked them
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
 import jax
 from jax import lax
 from jax.extend import source_info_util
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive, Var
 
 from pycollective.errors import message
 from pycollective.named_axes.discharge_rules import RULES, WITHOUT_COMMUNICATION, wrong_parameters
@@ -25,6 +26,7 @@ from pycollective.named_axes.names import AxisName
 from pycollective.ordering import jaxprs
 from pycollective.ordering.effect import effect
 from pycollective.ordering.jaxprs import inner_jaxprs
+from pycollective.ranks.agreement import CollectiveLine
 
 Names = frozenset[AxisName]
 
@@ -40,19 +42,40 @@ _OVER_OTHER_AXES: dict[str, Callable[..., Any]] = {
 """The collectives that may go over our axes and others at once: over ours first, then by these functions."""
 
 
-def collective_lines(jaxpr: Any, sizes: Mapping[AxisName, int]) -> list[str]:
-    """Returns a line of text for each collective over these axes. They must be the same on all ranks."""
+def collective_lines(
+    jaxpr: Any, sizes: Mapping[AxisName, int], origins: Sequence[int] | None = None
+) -> list[CollectiveLine]:
+    """Returns a line for each collective over these axes. They must be the same on all ranks.
+
+    Args:
+        jaxpr: the program.
+        sizes: the axes and their sizes.
+        origins: where the inputs of the program come from, as numbers; None: they are the user's arguments.
+    """
     lines = []
+    known = dict(zip(jaxpr.invars, range(len(jaxpr.invars)) if origins is None else origins, strict=True))
     for eqn in jaxpr.eqns:
+        of_operands = [known.get(atom, -1) if isinstance(atom, Var) else -1 for atom in eqn.invars]
+        own = _number_of(eqn.primitive.name, *of_operands)
+        known |= {var: _number_of(own, i) for i, var in enumerate(eqn.outvars)}
         if _names(eqn, frozenset(sizes)):
             operands = ", ".join(str(var.aval) for var in eqn.invars)
             params = ", ".join(f"{name}={value}" for name, value in sorted(eqn.params.items()) if value is not None)
-            lines.append(f"{eqn.primitive.name}({operands}; {params})")
+            is_reduction = eqn.primitive.name.startswith(("psum", "pmax", "pmin", "reduce_scatter"))
+            text = f"{eqn.primitive.name}({operands}; {params})"
+            lines.append(CollectiveLine(text, own if is_reduction else -1))
         hidden = jaxprs.hidden_program(eqn, list(sizes.items()))
         visible = {name: size for name, size in sizes.items() if name not in _rebound_names(eqn)}
         for inner in inner_jaxprs(eqn) if hidden is None else [hidden.jaxpr]:
-            lines += collective_lines(inner, visible)
+            has_operands = len(inner.invars) == len(of_operands)
+            inside = of_operands if has_operands else [_number_of(own, i) for i in range(len(inner.invars))]
+            lines += collective_lines(inner, visible, inside)
     return lines
+
+
+def _number_of(*parts: object) -> int:
+    """A hash that is the same in each process."""
+    return zlib.crc32(repr(parts).encode())
 
 
 def mentions(eqn: JaxprEqn, names: Names) -> bool:

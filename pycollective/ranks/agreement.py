@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from pycollective.config import config
-from pycollective.errors import CollectiveMismatch, message
+from pycollective.errors import CollectiveMismatch, fail, message
 from pycollective.faults import rank_exit
 from pycollective.ranks.communicator import Communicator
 from pycollective.ranks.setup import timeout
@@ -26,6 +26,19 @@ _NOTICE_S = 30.0
 """How long a rank waits for the first calls of other ranks before it prints a notice."""
 
 
+class CollectiveLine(NamedTuple):
+    """A collective of a program, as ranks compare it.
+
+    Attributes:
+        text: the collective, with the shapes and dtypes of its operands. It must be the same on all ranks.
+        origin: of a reduction, how its operands come from the arguments of the program, as a number; else -1. Ranks may
+            compute other operands, but not the same operands in another order.
+    """
+
+    text: str
+    origin: int = -1
+
+
 class TraceReport(NamedTuple):
     """What one rank found when it traced a function over named axes.
 
@@ -33,13 +46,13 @@ class TraceReport(NamedTuple):
         comm: the ranks of the axes.
         where: the operation, for messages.
         name: the name of the function, for messages. It may differ between ranks.
-        outcome: the lines of the program that must be the same on all ranks; or the error that ended the trace.
+        outcome: the lines of the program; or the error that ended the trace.
     """
 
     comm: Communicator
     where: str
     name: str
-    outcome: list[str] | str
+    outcome: list[CollectiveLine] | str
 
 
 _collecting: list[list[TraceReport]] = []
@@ -78,13 +91,15 @@ def report_errors(comm: Communicator, where: str, fun: Callable[..., Any], trace
         raise
 
 
-def report_program(where: str, fun: Callable[..., Any], lines: Callable[[], Mapping[Communicator, list[str]]]) -> None:
+def report_program(
+    where: str, fun: Callable[..., Any], lines: Callable[[], Mapping[Communicator, list[CollectiveLine]]]
+) -> None:
     """Makes a report for each communicator of a program, if a call collects reports.
 
     Args:
         where: the operation, for messages.
         fun: the function, whose name is for messages.
-        lines: returns for each communicator the lines of the program that must be the same on its ranks.
+        lines: returns for each communicator the lines of the program.
     """
     if _collecting:
         _collecting[-1].extend(TraceReport(comm, where, _name(fun), own) for comm, own in lines().items())
@@ -109,33 +124,56 @@ def compare_reports(reports: list[TraceReport]) -> None:
                 _compare(report, report.outcome, others)
 
 
-def _compare(report: TraceReport, own: list[str], others: list[Any]) -> None:
+def _compare(report: TraceReport, own: list[CollectiveLine], others: list[Any]) -> None:
     for rank, other in enumerate(others):
-        if other != own:
-            here, there = _difference(own, other)
-            kind = RuntimeError if isinstance(other, str) else CollectiveMismatch
-            raise kind(
-                message(
-                    report.where,
-                    f"the same program on every rank, here with {here}",
-                    f"{there} on rank {rank}",
-                    "All ranks must call the same functions in the same order, with the same shapes and dtypes.",
-                    rank=report.comm.rank,
-                    size=report.comm.size,
-                )
+        if isinstance(other, str):
+            _refuse(report, RuntimeError, rank, "no error", other, _ALIKE)
+        here, there = ([line.text for line in lines] for lines in (own, other))
+        if here != there:
+            _refuse(report, CollectiveMismatch, rank, *_difference(here, there), _ALIKE)
+        if (moved := _moved(own, other)) is not None:
+            number, place = moved
+            _refuse(
+                report,
+                CollectiveMismatch,
+                rank,
+                f"{own[number].text} as collective {number}",
+                f"its operands in collective {place}",
+                "Sum in the same order on all ranks. A set of strings has another order in each process: sort it.",
             )
 
 
-def _difference(own: list[str], other: list[str] | str) -> tuple[str, str]:
+_ALIKE = "All ranks must call the same functions in the same order, with the same shapes and dtypes."
+
+
+def _refuse(report: TraceReport, kind: type[RuntimeError], rank: int, here: str, there: str, remedy: str) -> NoReturn:
+    expected = f"the same program on every rank, here with {here}"
+    fail(kind, report.where, report.comm, expected, f"{there} on rank {rank}", remedy)
+
+
+def _difference(own: list[str], other: list[str]) -> tuple[str, str]:
     """The first line that differs, here and on the other rank."""
-    if isinstance(other, str):
-        return "no error", other
     end = "no further collective"
     for i in range(max(len(own), len(other))):
         here, there = (lines[i] if i < len(lines) else end for lines in (own, other))
         if here != there:
             return here, there
     raise AssertionError("called for programs that differ")
+
+
+def _moved(own: list[CollectiveLine], other: list[CollectiveLine]) -> tuple[int, int] | None:
+    """The first reduction that the other rank makes in another place, and that place; None if there is none.
+
+    What stands in its place there must be elsewhere here: else the ranks just compute other operands.
+
+    Example:
+        >>> a, b, c = (CollectiveLine("psum", origin) for origin in (1, 2, 3))
+        >>> _moved([a, b], [b, a]), _moved([a, b], [a, c]), _moved([a, b, c], [a, c, b])
+        ((0, 1), None, (1, 2))
+    """
+    differ = [i for i, (here, there) in enumerate(zip(own, other, strict=True)) if here != there]
+    here, there = ({lines[i]: i for i in reversed(differ)} for lines in (own, other))
+    return next(((i, there[own[i]]) for i in differ if own[i] in there and other[i] in here), None)
 
 
 def gather_from_all(comm: Communicator, where: str, name: str, own: Any) -> list[Any]:

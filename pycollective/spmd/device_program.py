@@ -29,6 +29,7 @@ from pycollective.named_axes.mesh import Mesh
 from pycollective.named_axes.names import AxisName
 from pycollective.ordering import dispatch, donation, jax_internals, jaxprs
 from pycollective.ordering.effect import effect
+from pycollective.ranks.agreement import CollectiveLine
 from pycollective.ranks.communicator import Communicator
 
 # How arrays lie -------------------------------------------------------------------------------------------------
@@ -237,16 +238,17 @@ def run_on_this_rank(
     return list(jaxprs.outside_meshes(on_all)(*args))
 
 
-def collective_lines(jaxpr: Any) -> dict[Communicator, list[str]]:
-    """Returns for each communicator lines of text for the program's collectives over axes of its ranks.
+def collective_lines(jaxpr: Any) -> dict[Communicator, list[CollectiveLine]]:
+    """Returns for each communicator lines for the program's collectives over axes of its ranks.
 
     The lines must be the same on all ranks of the communicator.
     """
-    lines: dict[Communicator, list[str]] = {}
+    lines: dict[Communicator, list[CollectiveLine]] = {}
     for eqn in jaxpr.eqns:
         if eqn.primitive in discharge.DEVICE_PROGRAMS:
             mesh, body = eqn.params["mesh"], eqn.params["body"]
-            lines.setdefault(mesh.comm, []).extend([repr(mesh), *discharge.collective_lines(body, mesh.shape)])
+            own = [CollectiveLine(repr(mesh)), *discharge.collective_lines(body, mesh.shape)]
+            lines.setdefault(mesh.comm, []).extend(own)
         hidden = jaxprs.hidden_program(eqn, ()) if effect in eqn.effects else None
         for inner in jaxprs.inner_jaxprs(eqn) if hidden is None else [hidden.jaxpr]:
             for comm, more in collective_lines(inner).items():
