@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from jax.extend.core import Primitive
 
+from pycollective.config import config
 from pycollective.ordering import dispatch
 from pycollective.ordering.region import Region
 
@@ -34,4 +35,6 @@ def apply(primitive: Primitive, *operands: Any, **params: Any) -> Any:
         outs = program(*operands)
     if type(outs) is dispatch.WithCompletion and not jax.tree.leaves(outs.outs):
         outs.completion.block_until_ready()  # there is no result to wait for, so errors must show here
-    return dispatch.limit_programs_in_flight(outs)
+    outs = dispatch.limit_programs_in_flight(outs)
+    # A program that serves all lines names none: the traceback of the error does.
+    return jax.block_until_ready(outs) if config.check.nan else outs
