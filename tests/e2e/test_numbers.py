@@ -59,6 +59,9 @@ def large(culprit):
     x = brings(culprit, jnp.nan, (200_000,), 123_456)
     return pc.psum(x.at[-1].set(jnp.inf) if world.rank == culprit else x, world)
 
+def many(culprit):
+    return pc.all_gather(brings(culprit, jnp.nan, (200_000,), slice(None), dtype=jnp.bfloat16), world)
+
 def deep(culprit):
     return pc.psum(brings(culprit, jnp.nan, (1, 2, 1, 2, 3), (0, 1, 0, 1, 1)), world)
 
@@ -145,6 +148,7 @@ SAID = {
     "complex64": r"1 .* inf at \[1,1\] of complex64\[2,3\], in allreduce",
     "complex128": r"1 .* nan at \[1,1\] of complex128\[2,3\], in scan",
     "large": r"2 .* nan at \[123456\] of float32\[200000\], in allreduce",
+    "many": r"200000 .* nan at \[0\] of bfloat16\[200000\], in allgather",
     "deep": r"1 .* nan at element 10 of float32\[1,2,1,2,\.\.\. #\d+\], in allreduce",
     "scalar": r"1 .* nan at \[\] of float32\[\], in allreduce",
     "tree": r"2 .* nan at \[1,1\] of array 2 of 3, float32\[2,3\], in allreduce",
@@ -188,7 +192,7 @@ def test_none_is_an_error_by_default(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("culprit", [0, 1])
-@pytest.mark.parametrize(("case", "line"), [("jit", 17), ("eager", 20), ("message", 107)])
+@pytest.mark.parametrize(("case", "line"), [("jit", 17), ("eager", 20), ("message", 110)])
 def test_the_job_ends_with_it(case: str, line: int, culprit: int, tmp_path: Path) -> None:
     """The error names the line, or its traceback does. A rank that waits for the message ends too."""
     program = tmp_path / "program.py"
