@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import jax
@@ -14,10 +15,21 @@ from pycollective.ordering import dispatch
 from pycollective.ordering.region import Region
 
 
-@functools.lru_cache(maxsize=4096)
 def _compiled(primitive: Primitive, params: tuple[tuple[str, Any], ...]) -> tuple[Callable[..., Any], Region]:
     region = Region(lambda *operands: primitive.bind(*operands, **dict(params)))
     return jax.jit(region), region
+
+
+_of_participants: defaultdict[Hashable, Callable[..., tuple[Callable[..., Any], Region]]] = defaultdict(
+    lambda: functools.lru_cache(maxsize=4096)(_compiled)
+)
+"""The programs by who takes part in them."""
+
+
+def forget(participants: Iterable[Hashable]) -> None:
+    """Lets go of the programs of communicators, or parts of them, that are freed. Each takes a megabyte."""
+    for freed in participants:
+        _of_participants.pop(freed, None)
 
 
 def apply(primitive: Primitive, *operands: Any, **params: Any) -> Any:
@@ -25,7 +37,7 @@ def apply(primitive: Primitive, *operands: Any, **params: Any) -> Any:
 
     JAX compiles a program once for each combination of shapes, dtypes and parameters; all parameters are hashable.
     """
-    program, region = _compiled(primitive, tuple(sorted(params.items())))
+    program, region = _of_participants[params["comm"]](primitive, tuple(sorted(params.items())))
     devices = region.devices
     dispatch.wait_for_earlier_programs(dispatch.devices_for(operands, {}) if isinstance(devices, str) else devices)
     if jax.config.jax_disable_jit:  # JAX compiles its own primitives even then, so we do too
