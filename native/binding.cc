@@ -313,9 +313,10 @@ PYCOLLECTIVE_EXPORT int64_t pycollective_this_process() { return pycollective::t
 
 // Settings -------------------------------------------------------------------------------------------------------
 
-// Sets when ranks compare what they call: a Check (settings.h).
-PYCOLLECTIVE_EXPORT void pycollective_set_check(int32_t when) {
+// Sets when ranks compare what they call, a Check (settings.h), and whether they look for NaN and Inf.
+PYCOLLECTIVE_EXPORT void pycollective_set_check(int32_t when, int32_t numbers) {
   pycollective::check = static_cast<pycollective::Check>(when);
+  pycollective::check_numbers = numbers != 0;
 }
 
 // Sets all_lanes (team_collectives.h).

@@ -2,6 +2,7 @@
 
 #include "call.h"
 
+#include <algorithm>
 #include <random>
 
 #include "messages.h"
@@ -12,6 +13,7 @@ namespace pycollective {
 
 std::unique_ptr<Library> library;
 Check check = Check::kEvery;
+bool check_numbers = false;
 
 namespace {
 
@@ -114,14 +116,64 @@ Record Call::RecordOf(const Signature& signature, int64_t nbytes, CallState stat
 }
 
 ffi::Error Call::Prepare(Signature signature) {
-  if (!IsCollective(operation_)) return ffi::Error::Success();  // for a message the others would not make the channel
+  if (!IsCollective(operation_)) {  // for a message the others would not make the channel
+    return check_numbers ? CheckNumbers(signature) : ffi::Error::Success();
+  }
   const Outcome made = communicator_->ranks->MakeChannel(*library, lane_->channel_number);
   if (!made.ok()) return ErrorOf(made);
-  if (lane_->channel.size == 1) return ffi::Error::Success();
   signature.staging = staging_;
   signature.devices = static_cast<int32_t>(participants_.spread > 0 ? participants_.spread : 1);
   signature.team = lane_->team != nullptr ? lane_->team->size() : 1;
-  return CompareWithRanks(signature);
+  if (lane_->channel.size > 1) {
+    const ffi::Error differs = CompareWithRanks(signature);
+    if (differs.failure()) return differs;
+  }
+  return check_numbers ? CheckNumbers(signature) : ffi::Error::Success();
+}
+
+ffi::Error Call::CheckNumbers(const Signature& mine) {
+  const Channel& own = lane_->channel;
+  const int64_t number = lane_->team != nullptr ? int64_t{own.rank} * lane_->team->size() + lane_->member : own.rank;
+  const bool is_roots = mine.operation == kBcast || mine.operation == kScatter;
+  const bool sends = routes_.size() == 0 || routes_[static_cast<size_t>(lane_->index)] >= 0;
+  BadNumbers bad;
+  if (sends && (!is_roots || number == mine.root)) bad = FindBadNumbers(operands_, mine.reduce_op);
+  bad.rank = own.rank;
+  Outcome outcome;
+  if (IsCollective(operation_)) outcome = lane_->team != nullptr ? TellTeam(&bad) : TellRanks(own, &bad);
+  if (!outcome.ok()) return ErrorOf(outcome);
+  if (bad.count == 0) return ffi::Error::Success();
+  const std::string line = SiteText(participants_.site);
+  const std::string who = "rank " + std::to_string(bad.rank);
+  return Error(ffi::ErrorCode::kInvalidArgument,
+               "expected finite numbers, got " + Describe(bad) + ", in " + Describe(mine, false) +
+                   (line.empty() ? "" : " at " + line),
+               "Look at what " + who + " has computed before this call. PYCOLLECTIVE_CHECK=nan finds such numbers.");
+}
+
+Outcome Call::TellRanks(const Channel& channel, BadNumbers* bad) {
+  if (channel.size == 1) return {};
+  std::vector<int64_t> counts(static_cast<size_t>(channel.size));
+  PYCOLLECTIVE_RETURN_IF_FAILED(library->Allgather(channel, {&bad->count, counts.data(), 1, Type::kInt64}));
+  const auto first = std::find_if(counts.begin(), counts.end(), [](int64_t count) { return count > 0; });
+  if (first == counts.end()) return {};
+  Arguments told{bad, bad, sizeof(BadNumbers), Type::kUint8};
+  told.root = static_cast<int>(first - counts.begin());
+  return library->Bcast(channel, told);
+}
+
+Outcome Call::TellTeam(BadNumbers* bad) {
+  Team& team = *lane_->team;
+  bad->device = lane_->member;
+  team.SetBuffers(lane_->member, {nullptr, bad});
+  team.Meet([&] {
+    const auto of = [&](int member) { return static_cast<BadNumbers*>(team.BuffersOf(member).out); };
+    BadNumbers first = *of(0);
+    for (int member = 1; member < team.size() && first.count == 0; ++member) first = *of(member);
+    team.outcome = CatchAsOutcome([&] { return TellRanks(lane_->first->channel, &first); });
+    for (int member = 0; member < team.size(); ++member) *of(member) = first;
+  });
+  return team.outcome;
 }
 
 ffi::Error Call::CompareOnBoard(const Signature& mine) {

@@ -14,6 +14,7 @@
 #include "collectives.h"
 #include "communicators.h"
 #include "dtypes.h"
+#include "numbers.h"
 #include "operations.h"
 #include "recorder.h"
 #include "settings.h"
@@ -115,6 +116,19 @@ class Call {
   // For a message: the rank to which it goes, and the rank from which one comes, as MPI numbers them.
   void SetDest(int64_t dest) { dest_ = PeerOf(dest); }
   void SetSource(int64_t source) { source_ = PeerOf(source); }
+  bool has_dest() const { return dest_ != Record::kNoPeer; }
+
+  // What this rank brings to the call: the numbers guard looks at it.
+  void Brings(const xla::ffi::AnyBuffer& x) {
+    if (!check_numbers) return;
+    const auto count = static_cast<int64_t>(x.element_count());
+    Brings({x.untyped_data(), count, static_cast<int32_t>(x.element_type()), Dimensions(x.dimensions())});
+  }
+  void Brings(const Operand& operand) {
+    if (check_numbers) operands_.push_back(operand);
+  }
+  // For ppermute: where each lane sends to; -1: nowhere.
+  void SetRoutes(xla::ffi::Span<const int64_t> dest) { routes_ = dest; }
 
   // Valid while the call runs.
   const Communicator& communicator() const { return *communicator_; }
@@ -185,6 +199,12 @@ class Call {
   // Each rank tells the next one what it calls, so every difference shows on two ranks at least, before they call MPI. The
   // others wait in the call until these have ended the job.
   xla::ffi::Error CompareInRing(const Signature& mine);
+  // Returns an error if a rank brings a NaN or an Inf. All ranks of a collective get it, before they call MPI; of a message
+  // only the rank that sends.
+  xla::ffi::Error CheckNumbers(const Signature& mine);
+  // Lets all ranks, or all devices of all ranks, have what the first of them has found that has found any.
+  static Outcome TellRanks(const Channel& channel, BadNumbers* bad);
+  Outcome TellTeam(BadNumbers* bad);
   void BreakTeams() const;
 
   Operation operation_;
@@ -196,6 +216,8 @@ class Call {
   Team* copies_ = nullptr;  // the devices with copies of the same data
   int64_t dest_ = Record::kNoPeer;
   int64_t source_ = Record::kNoPeer;
+  std::vector<Operand> operands_;  // if the numbers guard looks at them
+  xla::ffi::Span<const int64_t> routes_;
   int exceptions_ = std::uncaught_exceptions();
 };
 

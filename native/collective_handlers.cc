@@ -44,6 +44,7 @@ ffi::Error Run(const Row& row, Place place, const Participants& participants, co
   if (op >= 0) arguments.op = static_cast<Op>(op);
   if (root >= 0) arguments.root = static_cast<int>(root);
   const ResultMemory result = ResultOf(y);
+  call.Brings(x);
   return call.Run(
       place, SignatureOf(row.operation, x, op, root), std::max(NBytes(x), NBytes(y)), {&result, 1},
       [&](const Library& mpi, const Lane& lane) {

@@ -38,6 +38,7 @@ ffi::Error Enter(Place place, const Participants& participants, InToken, ffi::Re
       signature.dtype = static_cast<int32_t>(x->element_type());
       signature.dimensions = Dimensions(x->dimensions());
     }
+    if (operation != kRecv) call.Brings(*x);
     signature.count += Count(*x);
     nbytes += NBytes(*x);
   }

@@ -24,6 +24,7 @@ ffi::Error Allreduce(Place place, const Participants& participants, InToken, ffi
   AllreduceArrays all;
   const ffi::Error bad = all.Decode(call, operands, results, op);
   if (bad.failure()) return bad;
+  for (size_t i = 0; i < operands.size(); ++i) call.Brings(*operands.get<ffi::AnyBuffer>(i));
   std::vector<ResultMemory> written;
   if (participants.spread < 0) {
     for (const ArrayPair& array : all.arrays) written.push_back({array.y, static_cast<size_t>(array.nbytes())});
@@ -44,6 +45,8 @@ ffi::Error Ppermute(Place place, const Participants& participants, InToken, In x
   Type type;
   if (!MoveType(x.element_type(), &type)) return call.Unsupported(x.element_type());
   const ResultMemory result = ResultOf(*y);
+  call.Brings(x);
+  call.SetRoutes(dest);
   return call.Run(
       place, SignatureOf(kPpermute, x, -1, -1, pattern), NBytes(x), {&result, 1},
       [&](const Library& mpi, const Lane& lane) {
@@ -94,6 +97,7 @@ ffi::Error Send(Place place, const Participants& participants, InToken, In x, Ou
   Type type;
   if (!MoveType(x.element_type(), &type)) return call.Unsupported(x.element_type());
   call.SetDest(dest);
+  if (call.has_dest()) call.Brings(x);
   return call.Run(place, SignatureOf(kSend, x), NBytes(x), {}, [&](const Library& mpi, const Lane& lane) {
     return place.Exchange(lane, ViewOf(x, type), {}, kWholeMessage,
                           [&](const Channel& channel, const void* in, void*, int64_t) {
@@ -138,6 +142,7 @@ ffi::Error Sendrecv(Place place, const Participants& participants, InToken, In x
   if (!MoveType(y->element_type(), &recv_type)) return call.Unsupported(y->element_type());
   const ResultMemory result = ResultOf(*y);
   call.SetDest(dest);
+  if (call.has_dest()) call.Brings(x);
   call.SetSource(source);
   const Signature signature = SignatureOf(kSendrecv, x);
   const int64_t site = participants.site;

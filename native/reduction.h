@@ -3,11 +3,35 @@
 #ifndef PYCOLLECTIVE_NATIVE_REDUCTION_H_
 #define PYCOLLECTIVE_NATIVE_REDUCTION_H_
 
+#include <cstdint>
+#include <cstring>
+#include <limits>
 #include <type_traits>
 
 #include "mpi.h"
 
 namespace pycollective {
+
+// The larger or the smaller of two floats. NaN wins, as in XLA. Ranks combine the same numbers in other orders, and must get
+// the same bits: so 0 is larger than -0, and each NaN becomes the same one.
+template <Op kOp, typename T>
+T Extremum(T a, T b) {
+  using Bits = std::conditional_t<sizeof(T) == sizeof(uint32_t), uint32_t, uint64_t>;
+  static_assert(sizeof(T) == sizeof(Bits), "a float or a double");
+  const auto bits_of = [](T x) {
+    Bits bits;
+    std::memcpy(&bits, &x, sizeof(T));
+    return bits;
+  };
+  const Bits one = bits_of((kOp == Op::kMax ? a > b : a < b) ? a : b);
+  const Bits other = bits_of((kOp == Op::kMax ? b > a : b < a) ? b : a);
+  // Of equal numbers only zeros differ in their bits, by the sign.
+  const Bits both = kOp == Op::kMax ? one & other : one | other;
+  const Bits bits = __builtin_isunordered(a, b) ? bits_of(std::numeric_limits<T>::quiet_NaN()) : both;
+  T result;
+  std::memcpy(&result, &bits, sizeof(T));
+  return result;
+}
 
 // Integer sums and products wrap around.
 template <Op kOp, typename T>
@@ -21,9 +45,10 @@ T Apply(T a, T b) {
     return a + b;
   } else if constexpr (kOp == Op::kProd) {
     return a * b;
+  } else if constexpr (std::is_floating_point_v<T>) {
+    return Extremum<kOp>(a, b);
   } else {
-    const bool keep_b = kOp == Op::kMax ? b >= a : b <= a;
-    return (keep_b || b != b) ? b : a;  // NaN wins, as in XLA: NaN in b fails both tests; NaN in a fails the first
+    return (kOp == Op::kMax ? a > b : a < b) ? a : b;
   }
 }
 

@@ -17,9 +17,11 @@ namespace pycollective {
 // ring; each call, all with all.
 enum class Check : int { kNever, kFirst, kEvery, kAlways };
 
-// Python sets both before the first program runs; they do not change while one runs.
+// Python sets these before the first program runs; they do not change while one runs.
 extern std::unique_ptr<Library> library;
 extern Check check;
+// Whether a call looks for NaN and Inf in what the ranks bring to it.
+extern bool check_numbers;
 
 // A random number of this process. A program that holds addresses of this process carries it.
 extern const int64_t this_process;

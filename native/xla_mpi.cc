@@ -147,13 +147,15 @@ constexpr char kAskedBefore[] =
     "one that another program has used before. Compile that program here, or use "
     "pycollective.distributed.initialize(collectives=\"gloo\").";
 
-// Makes a call as a handler would make it. body(library, lane) returns its outcome.
+// Makes a call as a handler would make it. body(library, lane) returns its outcome. `operand`: what this rank brings, for the
+// numbers guard; null: it does not look.
 template <typename Body>
-int Run(Token comm, Operation operation, const Signature& signature, int64_t nbytes, Body body) {
+int Run(Token comm, Operation operation, const Signature& signature, const Operand* operand, int64_t nbytes, Body body) {
   const Clique* clique = CliqueOf(comm);
   if (!clique->is_known()) return Failure(kUnlearned);
   return CodeOf(CatchAsError(operation, [&] {
     Call call(operation, {{clique->comm, 2}, 1}, 0, 0);
+    if (operand != nullptr) call.Brings(*operand);
     return call.RunNow(signature, nbytes, {}, [&](const Library& mpi, Lane& lane) { return body(call, mpi, lane); });
   }));
 }
@@ -187,7 +189,9 @@ int RunCollective(Token comm, Operation operation, Token datatype, Token reducti
     arguments.op = kReductions[reduction - 1];
     signature.reduce_op = static_cast<int32_t>(arguments.op);
   }
-  return Run(comm, operation, signature, NBytes(count, datatype),
+  const int64_t blocks = operation == kReduceScatter ? CliqueOf(comm)->size : 1;
+  const Operand operand{send, signature.count * blocks, signature.dtype, signature.dimensions};
+  return Run(comm, operation, signature, &operand, NBytes(count, datatype),
              [&](const Call&, const Library& mpi, const Lane& lane) { return (mpi.*call)(lane.channel, arguments); });
 }
 
@@ -218,7 +222,7 @@ template <typename Start>
 int StartMessage(Token comm, Operation operation, int count, Token datatype, Token* request, Start start) {
   if (!IsKnown(datatype)) return Failure(kUnknown);
   auto made = std::make_unique<Request>(Request{comm, 0});
-  const int code = Run(comm, operation, {}, NBytes(count, datatype),
+  const int code = Run(comm, operation, {}, nullptr, NBytes(count, datatype),
                        [&](const Call& call, const Library& mpi, const Lane&) {
                          return start(mpi, Peers(call), &made->handle);
                        });
@@ -387,7 +391,7 @@ PYCOLLECTIVE_EXPORT int MPIABI_Sendrecv(const void* send, int send_count, Token 
                                         void* recv, int recv_count, Token received, int source, int recv_tag,
                                         Token comm, void*) {
   if (!IsKnown(sent) || !IsKnown(received)) return Failure(kUnknown);
-  return Run(comm, kSendrecv, {}, NBytes(send_count, sent), [&](const Call& call, const Library& mpi, const Lane&) {
+  return Run(comm, kSendrecv, {}, nullptr, NBytes(send_count, sent), [&](const Call& call, const Library& mpi, const Lane&) {
     const Peers peers(call);
     return mpi.Sendrecv(peers.channel, peers.To(send, send_count, sent, dest, send_tag),
                         peers.From(recv, recv_count, received, source, recv_tag));
@@ -419,7 +423,7 @@ PYCOLLECTIVE_EXPORT int MPIABI_Waitall(int count, Token* requests, void*) {
     handles.push_back(request->handle);
     requests[i] = MPIABI_REQUEST_NULL;
   }
-  return Run(comm, kSendrecv, {}, 0,
+  return Run(comm, kSendrecv, {}, nullptr, 0,
              [&](const Call&, const Library& mpi, const Lane&) { return mpi.WaitAll(&handles); });
 }
 

@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from pycollective.errors import message
 
@@ -23,6 +24,21 @@ _LANES = {"one": False, "all": True}
 _CHECKS = {"never": 0, "first": 1, "every": 2, "always": 3}
 
 
+class Check(NamedTuple):
+    """What ranks look at before a call.
+
+    Attributes:
+        when: when they compare their calls; the numbers are those of ``Check`` in native/settings.h.
+        nan: whether they look for NaN and Inf in what they bring to it.
+    """
+
+    when: int = _CHECKS["every"]
+    nan: bool = False
+
+
+_DEFAULT_CHECK = Check()
+
+
 @dataclass(frozen=True)
 class Config:
     """The settings.
@@ -32,7 +48,8 @@ class Config:
     Attributes:
         check: when ranks compare what they call: never; the first time that a communicator meets a call; every time, by
             the cheapest way; or always, each with all others, whatever it costs
-            (``PYCOLLECTIVE_CHECK=never|first|every|always``, default ``every``).
+            (``PYCOLLECTIVE_CHECK=never|first|every|always``, default ``every``). And whether the first call to which a
+            rank brings a NaN or an Inf is an error (``nan``, or ``never,nan`` and so on).
         shared_memory: the ranks of a host compare their calls in memory that they share
             (``PYCOLLECTIVE_SHARED_MEMORY=on|off``, default ``on``).
         malloc: the process keeps freed memory for later arrays (``PYCOLLECTIVE_MALLOC=on|off``, default ``on``).
@@ -53,7 +70,7 @@ class Config:
             (``PYCOLLECTIVE_LANES=one|all``, default ``one``). The same on all ranks.
     """
 
-    check: int = 2  # the numbers are those of _CHECKS
+    check: Check = _DEFAULT_CHECK
     shared_memory: bool = True
     malloc: bool = True
     timeout: float | None = None  # None: not given; infinity: off
@@ -75,6 +92,15 @@ def _choice(environ: Mapping[str, str], name: str, values: Mapping[str, object],
             message("config", f"{name} to be one of {sorted(values)}", repr(text), f"Set or unset {name}.")
         )
     return values[text.lower()]
+
+
+def _check(environ: Mapping[str, str], name: str) -> Check:
+    words = [word.strip() for word in environ.get(name, "").lower().split(",")]
+    when = [word for word in words if word not in ("nan", "")]
+    if len(when) > 1 or not set(when) <= set(_CHECKS):
+        expected = f"{name} to be one of {sorted(_CHECKS)}, nan, or one of these and nan, as in 'first,nan'"
+        raise ValueError(message("config", expected, repr(environ[name]), f"Set or unset {name}."))
+    return Check(_CHECKS[when[0]] if when else _DEFAULT_CHECK.when, "nan" in words)
 
 
 def _seconds(environ: Mapping[str, str], name: str) -> float | None:
@@ -117,10 +143,12 @@ def read(environ: Mapping[str, str]) -> Config:
 
     Example:
         >>> read({"PYCOLLECTIVE_CHECK": "always"}).check
-        3
+        Check(when=3, nan=False)
+        >>> read({"PYCOLLECTIVE_CHECK": "nan"}).check
+        Check(when=2, nan=True)
     """
     return Config(
-        check=_choice(environ, "PYCOLLECTIVE_CHECK", _CHECKS, Config.check),  # type: ignore[arg-type]
+        check=_check(environ, "PYCOLLECTIVE_CHECK"),
         shared_memory=_choice(environ, "PYCOLLECTIVE_SHARED_MEMORY", _BOOLEANS, True),  # type: ignore[arg-type]
         malloc=_choice(environ, "PYCOLLECTIVE_MALLOC", _BOOLEANS, True),  # type: ignore[arg-type]
         timeout=_seconds(environ, "PYCOLLECTIVE_TIMEOUT"),

@@ -210,3 +210,23 @@ def values(shape: tuple[int, ...], dtype: Any = np.float32, seed: int = 0) -> An
     if jnp.issubdtype(dtype, jnp.complexfloating):
         return (real + 1j * generator.uniform(-4, 4, shape)).astype(dtype)
     return real.astype(dtype)
+
+
+def special_floats(dtype: Any) -> Any:
+    """Returns zeros and infinities of both signs, NaNs of several payloads and signs, and two other numbers."""
+    dtype = jnp.dtype(dtype)
+    bits = np.dtype(f"u{dtype.itemsize}")
+    nan = np.full(4, np.nan, dtype).view(bits) | np.array([0, 1, 2, 3], bits)
+    nan[2:] |= np.array(-0.0, dtype).view(bits)
+    return np.concatenate([np.array([0.0, -0.0, np.inf, -np.inf, 1.5, -1.5], dtype), nan.view(dtype)])
+
+
+def check_extrema(operands: list[Any], results: list[Any]) -> None:
+    """Checks a maximum and a minimum over operands: NaN wins, and 0 is larger than -0."""
+    stacked = np.stack(operands).astype(np.float64)
+    for got, of_numpy, zero_is_negative in zip(results, (np.max, np.min), (np.all, np.any), strict=True):
+        want = of_numpy(stacked, axis=0)
+        np.testing.assert_array_equal(got.astype(np.float64), want)
+        zeros = want == 0
+        is_negative = (stacked == 0) & np.signbit(stacked) | (stacked != 0) & (zero_is_negative is np.all)
+        np.testing.assert_array_equal(np.signbit(got)[zeros], zero_is_negative(is_negative, axis=0)[zeros])

@@ -126,7 +126,7 @@ def pmean(
 
 
 def pmax(x: PyTree, axis_name: AxisName | Communicator | None = None, *, axis_index_groups: Groups = None) -> PyTree:
-    """Takes the maximum over ranks: ``y_r = max_s x_s``. A NaN on any rank gives NaN, as in JAX. Of bools it is "or".
+    """Takes the maximum over ranks: ``y_r = max_s x_s``. NaN wins, as in JAX, and 0 is more than -0. Of bools: "or".
 
     Arguments, errors and order are those of :func:`psum`; complex numbers raise TypeError.
     Shape: that of ``x``. Dtypes: real numbers and bool.
@@ -145,7 +145,7 @@ def pmax(x: PyTree, axis_name: AxisName | Communicator | None = None, *, axis_in
 
 
 def pmin(x: PyTree, axis_name: AxisName | Communicator | None = None, *, axis_index_groups: Groups = None) -> PyTree:
-    """Takes the minimum over ranks: ``y_r = min_s x_s``. A NaN on any rank gives NaN, as in JAX. Of bools it is "and".
+    """Takes the minimum over ranks: ``y_r = min_s x_s``. NaN wins, as in JAX, and -0 is less than 0. Of bools: "and".
 
     All else is as for :func:`pmax`.
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import jax
@@ -13,7 +14,6 @@ from pycollective.ordering import call_site, dispatch
 from pycollective.ordering.region import Region
 
 
-@functools.lru_cache(maxsize=4096)
 def _compiled(
     primitive: Primitive,
     params: tuple[tuple[str, Any], ...],
@@ -23,6 +23,18 @@ def _compiled(
     return jax.jit(region), region
 
 
+_of_participants: defaultdict[Hashable, Callable[..., tuple[Callable[..., Any], Region]]] = defaultdict(
+    lambda: functools.lru_cache(maxsize=4096)(_compiled)
+)
+"""The programs by who takes part in them."""
+
+
+def forget(participants: Iterable[Hashable]) -> None:
+    """Lets go of the programs of communicators, or parts of them, that are freed. Each takes a megabyte."""
+    for freed in participants:
+        _of_participants.pop(freed, None)
+
+
 def apply(primitive: Primitive, *operands: Any, **params: Any) -> Any:
     """Runs a primitive with our effect outside any trace. It is the implementation rule of our primitives.
 
@@ -30,7 +42,7 @@ def apply(primitive: Primitive, *operands: Any, **params: Any) -> Any:
     each line that makes the call: ranks compare the lines.
     """
     site = call_site.site_of_caller()
-    program, region = _compiled(primitive, tuple(sorted(params.items())), site)
+    program, region = _of_participants[params["comm"]](primitive, tuple(sorted(params.items())), site)
     devices = region.devices
     dispatch.wait_for_earlier_programs(dispatch.devices_for(operands, {}) if isinstance(devices, str) else devices)
     outside = call_site.site_outside_jit.set(site)  # if the program is compiled now, it has no line of its own

@@ -117,7 +117,7 @@ def compare_reports(reports: list[TraceReport]) -> None:
         RuntimeError: the trace of another rank failed, or does not come within the timeout of ``init``.
     """
     for report in reports:
-        if report.comm.size > 1 and config.check != 0:
+        if report.comm.size > 1 and config.check.when != 0:
             others = gather_from_all(report.comm, report.where, report.name, report.outcome)
             # If the trace of this rank failed, its error is raised already.
             if isinstance(report.outcome, list):

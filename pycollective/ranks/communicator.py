@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from pycollective.errors import message
-from pycollective.ordering import dispatch
+from pycollective.ordering import dispatch, eager
 from pycollective.ranks import accelerators, setup
 from pycollective.ranks.out_of_band import OutOfBand
 from pycollective.ranks.participants import (
@@ -361,6 +361,7 @@ class Communicator:
         with waiting("free", self._identity):
             transport().free(self._key[0])
             object.__setattr__(self, "_freed", True)
+            eager.forget([self, *self._parts.values()])
             self.mpi.Delete_attr(_keyval())
             self._calls.Free()
             self._rest.Free()

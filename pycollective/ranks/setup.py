@@ -131,6 +131,9 @@ def start(
         chosen.transport().check(_state.devices)
         kind = accelerators.check(mpi, _state.devices, may_share=config.allow_shared_gpu)
         if kind in runtime.KINDS:
+            if config.check.nan:
+                remedy = "Leave nan out of PYCOLLECTIVE_CHECK, and use jax.config.update('jax_debug_nans', True)."
+                raise ValueError(message("init", "CPU devices with PYCOLLECTIVE_CHECK=nan", kind, remedy))
             direct = config.gpu_direct
             if direct is None:
                 direct = bool(runtime.takes_device_memory(runtime.KINDS[kind]))

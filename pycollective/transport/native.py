@@ -117,7 +117,7 @@ def start(ranks: int = 1) -> None:
         return
     bound = load(NATIVE_LIBRARY)
     _bind(bound)
-    bound.pycollective_set_check(config.check)
+    bound.pycollective_set_check(config.check.when, int(config.check.nan))
     bound.pycollective_set_all_lanes(int(config.all_lanes))
     if config.malloc:
         bound.pycollective_tune_malloc(ranks)

@@ -22,7 +22,7 @@ from tests.collective.programs import RUNTIME_ERRORS
 alone = MPI.COMM_WORLD.size == 1
 pytestmark = [
     pytest.mark.skipif(alone, reason="LOUD: one rank has nobody to differ from"),
-    pytest.mark.skipif(config.check < 2, reason="LOUD: PYCOLLECTIVE_CHECK leaves calls out"),
+    pytest.mark.skipif(config.check.when < 2, reason="LOUD: PYCOLLECTIVE_CHECK leaves calls out"),
 ]
 
 X = np.arange(6, dtype=np.float32).reshape(2, 3)

@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 import pycollective as pc
 from pycollective.ranks.setup import devices_of_this_rank
-from tests.cases import CASES, by_id, operands, values
+from tests.cases import CASES, by_id, check_extrema, operands, special_floats, values
 from tests.collective.programs import compare, run
 
 
@@ -206,6 +207,18 @@ def test_nan_wins_as_in_jax(dtype: str, world: pc.Communicator) -> None:
                 y = extreme(x, world)
                 assert jnp.isnan(y[0])
                 assert not jnp.isnan(y[1])
+
+
+@pytest.mark.parametrize("size", [1, 7, 70_000])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_extrema_have_the_same_bits_on_all_ranks(dtype: str, size: int, world: pc.Communicator) -> None:
+    for number in range(len(special_floats(dtype))):
+        with jax.enable_x64(True):
+            x = np.resize(np.roll(special_floats(dtype), world.rank * (number + 1)), size)
+            results = [np.asarray(extreme(x, world)) for extreme in (pc.pmax, pc.pmin)]
+        blocks = MPI.COMM_WORLD.allgather(x.tobytes())
+        check_extrema([np.frombuffer(block, x.dtype) for block in blocks], results)
+        assert len(set(MPI.COMM_WORLD.allgather(tuple(y.tobytes() for y in results)))) == 1
 
 
 def test_results_are_where_operands_are(world: pc.Communicator) -> None:

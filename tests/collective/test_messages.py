@@ -171,7 +171,7 @@ LIKE = np.ones((2, 3), np.float32)
 
 @needs_two
 @pytest.mark.native
-@pytest.mark.skipif(config.check < 2, reason="LOUD: PYCOLLECTIVE_CHECK leaves messages out")
+@pytest.mark.skipif(config.check.when < 2, reason="LOUD: PYCOLLECTIVE_CHECK leaves messages out")
 @pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["outside jit", "in jit"])
 @pytest.mark.parametrize("call", ["recv", "recv from any", "sendrecv"])
 @pytest.mark.parametrize("other", OTHERS)

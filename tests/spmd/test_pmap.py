@@ -12,10 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from mpi4py import MPI
 
 import pycollective as pc
 from pycollective.ranks.setup import devices_of_this_rank
-from tests.cases import values
+from tests.cases import check_extrema, special_floats, values
 from tests.collective.programs import oracle_devices
 from tests.spmd.cases import ALL, EACH, LINEAR, Function, compare, each, own, stacked
 
@@ -421,3 +422,18 @@ def test_pbroadcast_and_ragged_all_to_all(world: pc.Communicator, local: int) ->
         d = world.rank * local + k
         want = np.concatenate([data[s, d : d + s + 1] for s in range(total)])
         np.testing.assert_array_equal(got[k], want)
+
+
+@pytest.mark.parametrize("size", [1, 7, 70_000])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+def test_extrema_have_the_same_bits_on_all_devices(dtype: str, size: int, world: pc.Communicator, local: int) -> None:
+    total = world.size * local
+    special = special_floats(dtype)
+    for number in (1, 3, 7):
+        xs = [np.resize(np.roll(special, device * number), size) for device in range(total)]
+        with jax.enable_x64(True):
+            both = pc.pmap(lambda x: (lax.pmax(x, "i"), lax.pmin(x, "i")), "i")(own(world, local, np.stack(xs)))
+        blocks = [[np.asarray(y)[device] for y in both] for device in range(local)]
+        check_extrema(xs, blocks[0])
+        mine = [tuple(y.tobytes() for y in block) for block in blocks]
+        assert len({block for rank in MPI.COMM_WORLD.allgather(mine) for block in rank}) == 1

@@ -11,7 +11,9 @@ from pycollective.errors import message
 
 
 def test_defaults() -> None:
-    assert config.read({}) == config.Config(check=2, malloc=True, timeout=None, allow_singleton=False)
+    assert config.read({}) == config.Config(
+        check=config.Check(when=2, nan=False), malloc=True, timeout=None, allow_singleton=False
+    )
     assert config.read({"PYCOLLECTIVE_CHECK": "", "PYCOLLECTIVE_TIMEOUT": ""}) == config.read({})
     assert config.read({"PYCOLLECTIVE_TIMEOUT": "off"}).timeout == math.inf
     assert config.read({"PYCOLLECTIVE_RECORDS": "here"}).records == "here"
@@ -36,14 +38,31 @@ def test_values() -> None:
     gpus = {"gpu_direct": False, "stage_bytes": 4096, "allow_shared_gpu": True}
     hosts = {"bucket_bytes": 0, "all_lanes": True}
     assert read == config.Config(
-        check=3, shared_memory=False, malloc=False, records="", timeout=2.5, allow_singleton=True, **hosts, **gpus
+        check=config.Check(when=3),
+        shared_memory=False,
+        malloc=False,
+        records="",
+        timeout=2.5,
+        allow_singleton=True,
+        **hosts,
+        **gpus,
     )
+
+
+@pytest.mark.parametrize(
+    ("value", "when", "nan"),
+    [("nan", 2, True), ("NaN", 2, True), ("never,nan", 0, True), ("nan, always", 3, True), ("first", 1, False)],
+)
+def test_checks(value: str, when: int, nan: bool) -> None:
+    assert config.read({"PYCOLLECTIVE_CHECK": value}).check == config.Check(when, nan)
 
 
 @pytest.mark.parametrize(
     ("name", "value", "valid"),
     [
         ("PYCOLLECTIVE_CHECK", "sometimes", "'always', 'every', 'first', 'never'"),
+        ("PYCOLLECTIVE_CHECK", "never,first", "'always', 'every', 'first', 'never'"),
+        ("PYCOLLECTIVE_CHECK", "nan,inf", "'first,nan'"),
         ("PYCOLLECTIVE_MALLOC", "2", "'0', '1', 'false'"),
         ("PYCOLLECTIVE_TIMEOUT", "soon", "a positive number of seconds"),
         ("PYCOLLECTIVE_TIMEOUT", "-1", "a positive number of seconds"),
