@@ -21,7 +21,8 @@ namespace {
 
 constexpr int64_t kSlots = 256;
 constexpr uint64_t kCells = 8;
-constexpr size_t kHeadBytes = kSlots / 8;  // a bit for each slot
+constexpr size_t kHeadBytes = 64;         // a bit for each slot; then cells begin at a line of the cache
+static_assert(kHeadBytes * 8 >= kSlots);
 constexpr int kSpins = 200;               // a few microseconds
 constexpr int kYieldsPerProgress = 16;
 constexpr int64_t kTellNs = 2000000000;   // how long a rank waits for the line of a call that does not match
@@ -70,6 +71,7 @@ struct alignas(64) BoardSlot::Cell {
 };
 
 size_t BoardSlot::BytesOf(int ranks) {
+  static_assert(kHeadBytes % alignof(Cell) == 0);
   return kHeadBytes + static_cast<size_t>(kSlots) * static_cast<size_t>(ranks) * kCells * sizeof(Cell);
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.standin import compile_cpp
@@ -14,6 +15,7 @@ _NATIVE = _ROOT / "native"
 SOURCES = {
     "device_test": [_NATIVE / name for name in ("device.cc", "collectives.cc", "own_reductions.cc")],
     "team_test": [_NATIVE / "team.cc"],
+    "board_test": [_NATIVE / name for name in ("board.cc", "recorder.cc", "signature.cc", "dtypes.cc")],
 }
 """The sources of each program, beside its own file and CUDA's runtime or the stand-in for it."""
 
@@ -21,16 +23,17 @@ NAMES = {program: re.findall(r'\{"(\w+)", Test\w+\}', (FOLDER / f"{program}.cc")
 """The names of the tests of each program. The program runs the test that its argument names."""
 
 
-def build(program: str, folder: Path, cudart: Path | None = None) -> Path:
+def build(program: str, folder: Path, cudart: Path | None = None, flags: Sequence[str] = ()) -> Path:
     """Compiles a program into ``folder``, and returns its file.
 
     Args:
         program: a key of :data:`SOURCES`.
         folder: an existing directory.
         cudart: the file of CUDA's runtime library; None: the stand-in is used.
+        flags: of the compiler, besides.
     """
     sources = [FOLDER / f"{program}.cc", *SOURCES[program]]
     if cudart is None:
-        return compile_cpp([*sources, _ROOT / "tests" / "standin" / "cudart.cc"], folder / program)
-    flags = ("-DPYCOLLECTIVE_CUDART", f"-Wl,-rpath,{cudart.parent}")
-    return compile_cpp([*sources, cudart], folder / program, *flags)
+        return compile_cpp([*sources, _ROOT / "tests" / "standin" / "cudart.cc"], folder / program, *flags)
+    of_cuda = ("-DPYCOLLECTIVE_CUDART", f"-Wl,-rpath,{cudart.parent}")
+    return compile_cpp([*sources, cudart], folder / program, *of_cuda, *flags)

@@ -217,8 +217,9 @@ struct Events {
   void* done = nullptr;
 };
 
+// Unsigned, since it wraps around: after an error the numbers mean nothing.
 inline void Double(const void* in, void* out, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) static_cast<int32_t*>(out)[i] = 2 * static_cast<const int32_t*>(in)[i];
+  for (int64_t i = 0; i < count; ++i) static_cast<uint32_t*>(out)[i] = 2 * static_cast<const uint32_t*>(in)[i];
 }
 
 #endif  // PYCOLLECTIVE_TESTS_NATIVE_ON_DEVICE_H_

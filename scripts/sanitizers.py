@@ -1,0 +1,163 @@
+"""Runs the tests in C++ under sanitizers.
+
+For addresses and undefined behaviour it also builds the compiled library with them, and runs collective tests on two ranks. The one for threads looks at the tests in C++ alone, of the board, the
+recorder, teams and devices: XLA and MPI are not compiled for it, so it does not see how they order their threads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from jax.ffi import include_dir
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tests.native import build as native_tests  # noqa: E402
+from tests.standin import compiler  # noqa: E402
+from tests.unoptimised import flags as flags_for_fast_compilation  # noqa: E402
+
+FLAGS = {
+    "address": ["-fsanitize=address"],
+    "undefined": ["-fsanitize=undefined", "-fno-sanitize-recover=undefined"],
+    "thread": ["-fsanitize=thread"],
+}
+RUNTIMES = {"address": "libasan.so", "undefined": "libubsan.so", "thread": "libtsan.so"}
+
+OPTIONS = {
+    # Python and XLA keep memory until the process ends.
+    "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=1",
+    "UBSAN_OPTIONS": "print_stacktrace=1",
+    "TSAN_OPTIONS": "halt_on_error=1:second_deadlock_stack=1",
+}
+
+COLLECTIVE = ["forward", "messages", "order", "agreement", "errors"]
+"""Files of tests/collective. Which handlers run matters here, not which numbers come out."""
+
+WITHOUT_DEEPBIND = "import sys, jax, pytest; sys.exit(pytest.main(sys.argv[1:]))"
+"""pytest in a process that imports JAX first: then XLA does not open the library. It would do so with RTLD_DEEPBIND,
+which the sanitizers refuse."""
+
+RACES = {"forgotten_waits"}
+"""Tests in C++ that race on purpose: they show that the stand-in notices a wait that is left out."""
+
+SPMD = ["calls", "order"]
+"""Files of tests/spmd, on several local devices of each rank."""
+
+
+def say(text: str) -> None:
+    print(f"=== {text}", flush=True)
+
+
+def build(kinds: list[str], tree: Path) -> None:
+    """Makes a tree like this one, whose library has the sanitizers."""
+    for part in ("pycollective", "tests", "native"):
+        shutil.copytree(ROOT / part, tree / part, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tree)
+    objects = tree / "objects"
+    objects.mkdir(exist_ok=True)
+    flags = [flag for kind in kinds for flag in FLAGS[kind]]
+    common = [compiler(), "-std=c++17", "-O1", "-g1", "-fno-omit-frame-pointer", "-fPIC", "-fvisibility=hidden", *flags]
+
+    def compiled(source: Path) -> str:
+        made = str(objects / f"{source.stem}.o")
+        command = [*common, "-isystem", include_dir(), "-c", str(source), "-o", made]
+        subprocess.run(command, check=True, timeout=600)
+        return made
+
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        made = list(pool.map(compiled, sorted((ROOT / "native").glob("*.cc"))))
+    library = str(tree / "pycollective" / "_native.so")
+    subprocess.run([*common, "-shared", *made, "-pthread", "-o", library], check=True, timeout=600)
+
+
+def preloaded(kinds: list[str]) -> str:
+    """The runtimes, which must be in the process before Python's own libraries.
+
+    libstdc++ as well: the runtimes look for its functions when the process starts.
+    """
+    names = [RUNTIMES[kind] for kind in kinds] + ["libstdc++.so.6"]
+    found = [
+        subprocess.run([compiler(), f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout
+        for name in names
+    ]
+    return ":".join(path.strip() for path in found)
+
+
+def run(name: str, command: list[str], tree: Path, env: dict[str, str]) -> bool:
+    say(name)
+    started = time.monotonic()
+    done = subprocess.run(["timeout", "-k", "5", "900", *command], cwd=tree, env={**os.environ, **OPTIONS, **env})
+    say(
+        f"{name}: {'ok' if done.returncode == 0 else f'FAILED, exit {done.returncode}'} "
+        f"({time.monotonic() - started:.0f} s)"
+    )
+    return done.returncode == 0
+
+
+def tests_in_cpp(kinds: list[str], folder: Path) -> bool:
+    flags = [flag for kind in kinds for flag in FLAGS[kind]]
+    # Linux may place a program where the sanitizer of threads has its own memory.
+    start = ["setarch", "-R"] if kinds == ["thread"] else []
+    good = True
+    for program, names in native_tests.NAMES.items():
+        binary = native_tests.build(program, folder, flags=(*flags, "-fno-omit-frame-pointer"))
+        for name in [name for name in names if kinds != ["thread"] or name not in RACES]:
+            good &= run(f"{program} {name}", [*start, str(binary), name], folder, {})
+    return good
+
+
+def collective_tests(kinds: list[str], tree: Path) -> bool:
+    env = {
+        "PYTHONPATH": str(tree),
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": "8",
+        "PYCOLLECTIVE_MALLOC": "off",  # the sanitizer has an allocator of its own
+        "PYCOLLECTIVE_RECORDS": "off",
+        "XLA_FLAGS": flags_for_fast_compilation(),
+    }
+    # The launcher itself runs without the runtimes.
+    rank = ["env", f"LD_PRELOAD={preloaded(kinds)}", sys.executable, "-c", WITHOUT_DEEPBIND]
+    options = ["-q", "--capture=sys", "-p", "no:cacheprovider"]
+    launch = [str(Path(sys.executable).parent / "mpirun"), "-n", "2", *rank, *options]
+    good = True
+    for folder, names in {"collective": COLLECTIVE, "spmd": SPMD}.items():
+        files = [f"tests/{folder}/test_{name}.py" for name in names]
+        good &= run(f"tests/{folder} on 2 ranks", [*launch, *files], tree, env)
+    return good
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="scripts/sanitize", description=__doc__)
+    for kind in FLAGS:
+        parser.add_argument(f"--{kind}", action="store_true", help=f"the {kind} sanitizer; default all")
+    return parser.parse_args()
+
+
+def main() -> int:
+    options = parsed()
+    chosen = [kind for kind in FLAGS if getattr(options, kind)] or list(FLAGS)
+    # The first two go into one build; the third one excludes the others.
+    builds = [[kind for kind in chosen if kind != "thread"], [kind for kind in chosen if kind == "thread"]]
+    good = True
+    for kinds in filter(None, builds):
+        tree = ROOT / "build" / "sanitize" / "-".join(kinds)
+        tree.mkdir(parents=True, exist_ok=True)
+        good &= tests_in_cpp(kinds, tree)
+        if kinds != ["thread"]:
+            say(f"builds the library for {' and '.join(kinds)}")
+            build(kinds, tree)
+            good &= collective_tests(kinds, tree)
+    say("ok" if good else "FAILED")
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,107 @@
+// Tests of the board and of the flight recorder: threads in the place of ranks.
+
+#include "board.h"
+
+#include <atomic>
+#include <thread>
+#include <vector>
+
+#include "harness.h"
+#include "recorder.h"
+
+namespace pc = pycollective;
+
+namespace {
+
+constexpr int kRanks = 3;
+constexpr int kCalls = 2000;
+
+pc::Post PostOf(int32_t operation, int64_t count) {
+  pc::Post post;
+  post.signature.operation = operation;
+  post.signature.count = count;
+  return post;
+}
+
+// Calls run(rank, slot) in a thread for each rank.
+template <typename Run>
+void OnRanks(Run run) {
+  std::vector<char> memory(pc::BoardSlot::BytesOf(kRanks) + 64);
+  const auto address = reinterpret_cast<uintptr_t>(memory.data());
+  pc::BoardSlot::OpenBoard(reinterpret_cast<void*>((address + 63) / 64 * 64), kRanks);
+  const int64_t number = pc::BoardSlot::Take();
+  CHECK(number >= 0);
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < kRanks; ++rank) {
+    threads.emplace_back([&, rank] { run(rank, pc::BoardSlot(number, rank, kRanks)); });
+  }
+  for (std::thread& thread : threads) thread.join();
+  pc::BoardSlot::Release(number);
+  pc::BoardSlot::OpenBoard(nullptr, 0);
+}
+
+void TestEqualCallsMatch() {
+  OnRanks([](int, pc::BoardSlot slot) {
+    for (int call = 0; call < kCalls; ++call) {
+      CHECK(slot.Compare(PostOf(pc::kAllreduce, call), true, [] {}).rank < 0);
+    }
+  });
+}
+
+// The others may be ahead, or behind.
+void TestKnownBroadcastsMatch() {
+  OnRanks([](int, pc::BoardSlot slot) {
+    for (int call = 0; call < kCalls; ++call) {
+      CHECK(slot.Compare(PostOf(pc::kBcast, call), false, [] {}).rank < 0);
+    }
+  });
+}
+
+void TestAllSeeTheOneThatDiffers() {
+  OnRanks([](int rank, pc::BoardSlot slot) {
+    for (int call = 0; call < kCalls / 10; ++call) {
+      const bool differs = call % 7 == 0;
+      const auto found = slot.Compare(PostOf(pc::kAllreduce, differs && rank == 1 ? -1 : call), true, [] {});
+      CHECK(found.rank == (!differs ? -1 : rank == 1 ? 0 : 1));
+    }
+  });
+}
+
+// Threads write records while others read them.
+void TestRecordsAreReadWhileTheyAreWritten() {
+  std::atomic<bool> ends{false};
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < kRanks; ++rank) {
+    threads.emplace_back([&, rank] {
+      for (int call = 0; call < 10 * kCalls; ++call) {
+        pc::Record record;
+        record.operation = pc::kAllreduce;
+        record.group = rank;
+        record.count = record.nbytes = call;
+        record.state = pc::kStarted;
+        pc::Recorded recorded(record);
+        recorded.Finish(pc::kCompleted);
+      }
+    });
+  }
+  std::thread reader([&] {
+    while (!ends) {
+      for (const pc::Record& record : pc::Records()) CHECK(record.count == record.nbytes);
+      for (const pc::Record& record : pc::RecordsUnderWay()) CHECK(record.is_under_way());
+    }
+  });
+  for (std::thread& thread : threads) thread.join();
+  ends = true;
+  reader.join();
+}
+
+const Tests kTests = {
+    {"equal_calls_match", TestEqualCallsMatch},
+    {"known_broadcasts_match", TestKnownBroadcastsMatch},
+    {"all_see_the_one_that_differs", TestAllSeeTheOneThatDiffers},
+    {"records_are_read_while_they_are_written", TestRecordsAreReadWhileTheyAreWritten},
+};
+
+}  // namespace
+
+int main(int argc, char** argv) { return RunOne(kTests, argc, argv); }
