@@ -36,7 +36,7 @@ from typing import Any, ClassVar, NoReturn
 from pycollective.errors import message
 from pycollective.launch.child_processes import is_forked, wait_until_read
 from pycollective.transport import compiled, watch
-from pycollective.transport.mpi import MPI
+from pycollective.transport.mpi import MPI, remember
 
 _HEAD_START_S, _STEP_S = 0.5, 0.05
 """How much earlier rank 0 prints its error than rank 1, and rank r than rank r + 1, when all ranks raise. The first
@@ -67,6 +67,7 @@ class _State:
         status: the exit status, once Python has shown it.
         old_error: the exception that Python showed last before the hooks were installed.
         exit_comm: the communicator on which ranks wait for each other at exit.
+        has_lost_ranks: whether ranks have failed, and this one has gone on.
         last: what this rank does when all ranks have ended.
         ends: whether this rank ends the job.
     """
@@ -76,6 +77,7 @@ class _State:
     status: int | None = None
     old_error: object = None
     exit_comm: MPI.Intracomm | None = None
+    has_lost_ranks = False
     last: ClassVar[list[Callable[[], object]]] = []
 
 
@@ -238,7 +240,18 @@ def end_in_order(flush: Callable[[], None], limit_s: float | None) -> None:
 def wait_for_all_at_exit(world: MPI.Intracomm) -> None:
     """Lets this rank wait at its exit until all ranks of ``world`` exit. All ranks must make this call."""
     if _State.exit_comm is None:
-        _State.exit_comm = world.Dup()
+        _State.exit_comm = remember(world.Dup())
+
+
+def go_on_without(ranks: Iterable[int]) -> None:
+    """Lets this process end without those ranks of MPI_COMM_WORLD, which have failed.
+
+    Open MPI's MPI_Finalize may wait for ever after that: it did so in 2 of 12 trials. So this process never calls it.
+    """
+    for rank in ranks:
+        watch.forget_rank(rank)
+    _State.exit_comm = None
+    _State.has_lost_ranks = True
 
 
 def at_end(function: Callable[[], object]) -> None:
@@ -275,6 +288,8 @@ def _end(flush: Callable[[], None], limit_s: float | None) -> None:
         function()
     if compiled.has_started():
         watch.stop_monitor()
+    if _State.has_lost_ranks:
+        watch.exit_instead_of_finalizing(status)
 
 
 def _end_forked_child(status: int) -> NoReturn:

@@ -21,6 +21,7 @@ ROOMS = (
     "compat",
     "__init__",
     "distributed",
+    "elastic",
     "recorder",
     "spmd",
     "collectives",
