@@ -28,6 +28,7 @@ int64_t NowNs();
   X(kSplit, "split")                                                                  \
   X(kFree, "free")                                                                    \
   X(kStart, "init")                                                                   \
+  X(kGoOn, "elastic.run")                                                             \
   X(kEnd, "the end of the other ranks")
 
 // Record::operation: an Operation, or kFirstWait + the number of a row above.

@@ -21,6 +21,7 @@ from pycollective.spmd.compiled import forget_agreements
 from pycollective.transport import failures
 from pycollective.transport.chosen import transport
 from pycollective.transport.mpi import MPI
+from pycollective.transport.watch import waiting
 
 R = TypeVar("R")
 
@@ -28,6 +29,7 @@ Train = Callable[[State, Communicator], R]
 
 _WHERE = "elastic.run"
 
+_ABLE = "Open MPI 5 under mpiexec --with-ft ulfm goes on."
 _REMEDY = "pycollective run --restarts N starts the job again after a fault, from its last checkpoint."
 
 _OF_HANDLER = "expected MPI_"
@@ -52,10 +54,8 @@ class _State:
 
 
 def _why_not() -> str:
-    """Why a failure ends the job; empty if it does not."""
-    if (name := transport().name) != "native":
-        return f"with init(transport={name!r}). This package's own can go on, under Open MPI 5"
-    return failures.why_not()
+    """With what a failure ends the job; empty if it does not."""
+    return failures.why_not() if (name := transport().name) == "native" else f"init(transport={name!r})"
 
 
 @overload
@@ -117,10 +117,9 @@ def run(train: Train[Any], state: State | None = None, *, min_ranks: int = 1, re
         fail(RuntimeError, _WHERE, world, "one call at a time", "a call inside another one", "Call it once, outside.")
     if why := _why_not():
         if required:
-            expected = "an MPI that goes on when a rank fails"
-            fail(RuntimeError, _WHERE, world, expected, f"a job {why}", f"Or leave required out. {_REMEDY}")
+            fail(RuntimeError, _WHERE, world, "an MPI that goes on when a rank fails", why, f"{_ABLE} {_REMEDY}")
         if not _State.told and world.rank == 0 and world.size > 1:
-            sys.stderr.write(f"pycollective.{_WHERE}: a rank that fails ends this job, {why}. {_REMEDY}\n")
+            sys.stderr.write(f"pycollective.{_WHERE}: with {why} a rank that fails ends the job. {_ABLE} {_REMEDY}\n")
             sys.stderr.flush()
         _State.told = True
         return train(state, world)
@@ -130,7 +129,10 @@ def run(train: Train[Any], state: State | None = None, *, min_ranks: int = 1, re
         while True:
             with watching(world.mpi):
                 fine, result = _attempt(train, state, world)
-            if failures.agree(world.mpi, fine):
+            # A rank that has returned makes no call until the others have: that is what its end means, too.
+            with waiting("the end of the other ranks" if fine else _WHERE, world.identity):
+                all_fine = failures.agree(world.mpi, fine)
+            if all_fine:
                 return result
             world = _go_on(state, world, min_ranks)
     finally:
@@ -186,7 +188,8 @@ def _go_on(state: State, world: Communicator, min_ranks: int) -> Communicator:
         failures.revoke_all()
         dispatch.forget_failed_programs()
         forget_agreements()
-        mpi = mpi.Shrink()
+        with waiting(_WHERE):
+            mpi = mpi.Shrink()
         _State.losses += 1
         commit = None
         with watching(mpi):

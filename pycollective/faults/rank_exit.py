@@ -283,7 +283,12 @@ def _end(flush: Callable[[], None], limit_s: float | None) -> None:
         traceback.print_exc()
         abort(status or 1)
     if status == 0:
-        _wait_for_all(limit_s)
+        try:
+            _wait_for_all(limit_s)
+        except MPI.Exception as error:  # of an MPI that outlives a failed rank
+            _be_the_first(1, f"{_place()} has ended, and a rank has failed since: {error}")
+            sys.stderr.write(f"pycollective: {_place()} has ended, and another one has failed since: {error}.\n")
+            abort()
     for function in reversed(_State.last):
         function()
     if compiled.has_started():

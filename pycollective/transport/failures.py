@@ -19,15 +19,17 @@ _ROOM = 1 << 12
 
 
 def why_not() -> str:
-    """Why this MPI ends the job when a rank fails; empty if it does not."""
+    """The MPI, if it ends the job when a rank fails; empty if it does not.
+
+    Open MPI before 5 has no ULFM. MPICH's functions of that name do not do it: its launcher ends the job.
+    """
     name, version = MPI.get_vendor()
     library = f"{name} {'.'.join(map(str, version))}"
     if name != "Open MPI" or version < (5, 0, 0):
-        return f"under {library}. Open MPI 5 can go on"
+        return library
     value = MPI.COMM_WORLD.Get_attr(_FT_OF_OPEN_MPI)
-    if not isinstance(value, int) or not ctypes.c_int.from_address(value).value:
-        return f"under {library} without mpiexec's option --with-ft ulfm. With it the others can go on"
-    return ""
+    is_on = isinstance(value, int) and ctypes.c_int.from_address(value).value
+    return "" if is_on else f"{library} without mpiexec's option --with-ft ulfm"
 
 
 def has_failed(comm: MPI.Intracomm) -> bool:
