@@ -61,24 +61,21 @@ def _why_not() -> str:
 @overload
 def run(train: Train[R], state: State, *, min_ranks: int = 1, required: bool = False) -> R: ...
 @overload
-def run(
-    train: Train[R], state: None = None, *, min_ranks: int = 1, required: bool = False
-) -> Callable[[State], R]: ...
+def run(train: Train[R], state: None = None, *, min_ranks: int = 1, required: bool = False) -> Callable[[State], R]: ...
 def run(train: Train[Any], state: State | None = None, *, min_ranks: int = 1, required: bool = False) -> Any:
     """Returns ``train(state, world)``, which is called again with the ranks that are left when a rank has failed.
 
-    A rank fails when its process dies: by a signal, or with its host. Then each call of the others ends in an error, which
-    reaches them through ``train``. They go on as a smaller world: :func:`pycollective.world` is a new communicator, all
-    others are unusable, and so are programs that were lowered for them. All values of ``state`` become those of the newest
-    commit of any of them, and ``train`` is called with them; functions are traced again. An exception of another kind in
-    ``train`` ends all ranks, as it does without ``run``.
+    A rank fails when its process dies: by a signal, or with its host. Then each call of the others ends in an error,
+    which ``train`` should let pass. They go on as a smaller world: :func:`pycollective.world` is a new communicator,
+    all others are unusable, and so are programs that were lowered for them. All values of ``state`` become those of the
+    newest commit of any rank that is left, and ``train`` is called again; functions are traced again. An exception of
+    another kind in ``train`` ends all ranks, as it does without ``run``.
 
     That needs Open MPI 5 under ``mpiexec --with-ft ulfm``. Elsewhere a failure ends the job, and this function says so
     once, on rank 0.
 
     Args:
-        train: a function of the state and of the world. It goes on from what the state holds, and commits. It should
-            let the errors of collectives pass.
+        train: a function of the state and of the world. It goes on from what the state holds, and commits.
         state: the state, which is committed as it is before the first call. All ranks must have the same. Without it,
             ``run`` returns a function of the state, and so it is a decorator.
         min_ranks: with fewer ranks the job ends.
@@ -110,7 +107,9 @@ def run(train: Train[Any], state: State | None = None, *, min_ranks: int = 1, re
         return functools.wraps(train)(lambda state: run(train, state, min_ranks=min_ranks, required=required))
     world = worlds.world()
     if not isinstance(state, State):
-        fail(TypeError, _WHERE, world, "a pycollective.elastic.State", repr(state), "Give it the values of the training.")
+        fail(
+            TypeError, _WHERE, world, "a pycollective.elastic.State", repr(state), "Give it the values of the training."
+        )
     if world.size < min_ranks:
         fail(ValueError, _WHERE, world, f"min_ranks={min_ranks} ranks or more", world.size, "Start more ranks.")
     if _State.runs:
@@ -144,11 +143,15 @@ def _attempt(train: Train[R], state: State, world: Communicator) -> tuple[bool, 
     try:
         result = train(state, world)
         dispatch.flush()
-        arrays = [x for x in jax.tree.leaves((result, state._values)) if isinstance(x, jax.Array) and not x.is_deleted()]
+        arrays = [
+            x for x in jax.tree.leaves((result, state._values)) if isinstance(x, jax.Array) and not x.is_deleted()
+        ]
         jax.block_until_ready(arrays)
     except Exception as error:
         if not _follows_from_failure(error, world.mpi):
             raise
+        world.mpi.Revoke()  # the watch may not have come to it
+        failures.revoke_all()
         return False, None
     return True, result
 
@@ -189,7 +192,9 @@ def _go_on(state: State, world: Communicator, min_ranks: int) -> Communicator:
         dispatch.forget_failed_programs()
         forget_agreements()
         with waiting(_WHERE):
-            mpi = mpi.Shrink()
+            shrunk = mpi.Shrink()
+        assert isinstance(shrunk, MPI.Intracomm)
+        mpi = shrunk
         _State.losses += 1
         commit = None
         with watching(mpi):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -137,13 +136,9 @@ class State:
         for _, x in found:  # all copies begin before the first is waited for
             if isinstance(x, jax.Array) and x.is_fully_addressable:
                 x.copy_to_host_async()
-        leaves = [_Leaf.of(x) for _, x in found]
-        object.__setattr__(self, "_commit", _Commit(number, _paths(found), tree, leaves))
-
-    @property
-    def _number(self) -> int:
-        assert self._commit is not None, "run makes the first commit"
-        return self._commit.number
+        paths = [jax.tree_util.keystr(path) for path, _ in found]
+        commit = _Commit(number, paths, tree, [_Leaf.of(x) for _, x in found])
+        object.__setattr__(self, "_commit", commit)
 
     def _restore(self, comm: Communicator) -> int:
         """Restores the newest commit of any rank, on all ranks of ``comm``, which must all call it.
@@ -151,7 +146,8 @@ class State:
         Returns:
             The number of that commit.
         """
-        numbers = comm.mpi.allgather(self._number)
+        assert self._commit is not None, "run makes the first commit"
+        numbers = comm.mpi.allgather(self._commit.number)
         newest = max(numbers)
         commit = _broadcast(comm, numbers.index(newest), self._commit)
         values = jax.tree.unflatten(commit.tree, [leaf.restored() for leaf in commit.leaves])
@@ -160,30 +156,49 @@ class State:
         return newest
 
 
-def _paths(found: Sequence[tuple[Any, Any]]) -> list[str]:
-    return [jax.tree_util.keystr(path) for path, _ in found]
+class _Described(NamedTuple):
+    """A commit without the contents of its arrays, which travel as bytes; the rest travels by pickle.
 
+    Attributes:
+        number: see :class:`_Commit`.
+        paths: see there.
+        structure: a pickled tree of this structure; None if it holds what pickle cannot send, as an optimizer's
+            functions. Ranks whose own commit has the same paths do not need it.
+        leaves: the leaves, with a shape and a dtype in the place of each array. Their places are on the host or
+            "default": sharding names the devices of one rank.
+        are_arrays: which leaves these are.
+    """
 
-def _broadcast(comm: Communicator, root: int, own: Any) -> _Commit:
-    """The root's commit on all ranks. Arrays travel as bytes, all else by pickle."""
-    mpi, is_root = comm.mpi, comm.rank == root
-    heads = None
-    skeleton = None
-    if is_root:
-        arrays = [isinstance(leaf.value, np.ndarray) for leaf in own.leaves]
-        heads = [
-            leaf._replace(value=(leaf.value.shape, leaf.value.dtype) if is_array else leaf.value, place=_kind(leaf))
-            for leaf, is_array in zip(own.leaves, arrays, strict=True)
+    number: int
+    paths: list[str]
+    structure: bytes | None
+    leaves: list[_Leaf]
+    are_arrays: list[bool]
+
+    @staticmethod
+    def of(commit: _Commit) -> _Described:
+        are_arrays = [isinstance(leaf.value, np.ndarray) for leaf in commit.leaves]
+        leaves = [
+            leaf._replace(
+                value=(leaf.value.shape, leaf.value.dtype) if is_array else leaf.value,
+                place=None if leaf.place is None else "default",
+            )
+            for leaf, is_array in zip(commit.leaves, are_arrays, strict=True)
         ]
-        try:  # a structure may hold functions, as an optimizer's does; ranks that have the same do not need it
-            skeleton = pickle.dumps(jax.tree.unflatten(own.tree, list(range(len(heads)))))
+        try:
+            structure = pickle.dumps(jax.tree.unflatten(commit.tree, range(len(leaves))))
         except (pickle.PicklingError, AttributeError, TypeError):
-            skeleton = None
-        heads = own.number, own.paths, arrays, heads
-    number, paths, arrays, heads = mpi.bcast(heads, root)
-    skeleton = mpi.bcast(skeleton, root)
+            structure = None
+        return _Described(commit.number, commit.paths, structure, leaves, are_arrays)
+
+
+def _broadcast(comm: Communicator, root: int, own: _Commit) -> _Commit:
+    """The root's commit on all ranks. A leaf takes the place that it has in this rank's own commit."""
+    mpi, is_root = comm.mpi, comm.rank == root
+    described = mpi.bcast(_Described.of(own) if is_root else None, root)
+    assert described is not None
     leaves = []
-    for i, (leaf, is_array) in enumerate(zip(heads, arrays, strict=True)):
+    for i, (leaf, is_array) in enumerate(zip(described.leaves, described.are_arrays, strict=True)):
         value = leaf.value
         if is_array:
             value = own.leaves[i].value if is_root else np.empty(*value)
@@ -193,23 +208,13 @@ def _broadcast(comm: Communicator, root: int, own: Any) -> _Commit:
         leaves.append(leaf._replace(value=value))
     if is_root:
         return own
-    if own.paths == paths:
-        places = [leaf.place if mine.place is None or leaf.place is None else mine.place
-                  for leaf, mine in zip(leaves, own.leaves, strict=True)]
-        leaves = [leaf._replace(place=place) for leaf, place in zip(leaves, places, strict=True)]
-        return _Commit(number, paths, own.tree, leaves)
-    if skeleton is None:
-        fail(
-            RuntimeError,
-            "elastic.run",
-            comm,
-            f"the structure of the commit of rank {root}, which pickle can send",
-            f"another one, with {len(own.paths)} leaves instead of {len(paths)}",
-            "Keep the structure of the values from commit to commit.",
-        )
-    return _Commit(number, paths, jax.tree.structure(pickle.loads(skeleton)), leaves)
-
-
-def _kind(leaf: _Leaf) -> Any:
-    """The place of a leaf as other ranks can take it: theirs are other devices."""
-    return None if leaf.place is None else "default"
+    if own.paths == described.paths:
+        pairs = zip(leaves, own.leaves, strict=True)
+        leaves = [leaf._replace(place=leaf.place and (mine.place or leaf.place)) for leaf, mine in pairs]
+        return _Commit(described.number, own.paths, own.tree, leaves)
+    if described.structure is None:
+        expected = f"the structure of this rank's commit, or one that pickle can send, in the commit of rank {root}"
+        got = f"{len(described.paths)} leaves there and {len(own.paths)} here, in a structure with functions"
+        fail(RuntimeError, "elastic.run", comm, expected, got, "Keep the structure of the values.")
+    tree = jax.tree.structure(pickle.loads(described.structure))
+    return _Commit(described.number, described.paths, tree, leaves)

@@ -83,6 +83,7 @@ class Communicator:
     """
 
     __slots__ = (
+        "__weakref__",
         "_calls",
         "_freed",
         "_identity",
@@ -94,7 +95,6 @@ class Communicator:
         "_parts",
         "_rest",
         "_world_ranks",
-        "__weakref__",
         "host_count",
         "host_index",
         "local_rank",
@@ -386,7 +386,7 @@ _made: Counter[tuple[int, ...]] = Counter()
 """How many communicators of these ranks of MPI_COMM_WORLD this process has made since a rank was lost."""
 
 _losses: list[int] = []
-"""The number of times that ranks were lost, if they were: it tells later communicators of the same ranks from earlier."""
+"""The number of times that ranks were lost, if they were. It tells communicators of the same ranks apart."""
 
 _in_use: weakref.WeakSet[Communicator] = weakref.WeakSet()
 """The communicators of this process that are not freed."""

@@ -1,4 +1,4 @@
-"""Failed ranks, where MPI outlives them: ULFM, User-Level Failure Mitigation (MPI standard 5.0, chapter on fault tolerance).
+"""Failed ranks, where MPI outlives them. Its name for that is ULFM, User-Level Failure Mitigation.
 
 A rank that waits for another one must not wait on when a third has failed, and has made that other one give up. So each
 communicator of this package is known here from its making on, and :func:`revoke_all` ends the calls on all of them.
@@ -13,9 +13,10 @@ from pycollective.transport import compiled
 from pycollective.transport.mpi import MPI, known
 
 _FT_OF_OPEN_MPI = 12
-"""Open MPI's ``MPI_FT``, the attribute of MPI_COMM_WORLD that says whether ranks may fail; mpi4py has no name for it."""
+"""Open MPI's ``MPI_FT``, the attribute of MPI_COMM_WORLD that says whether ranks may fail. mpi4py does not name it."""
 
 _ROOM = 1 << 12
+"""How many communicators calls may have made."""
 
 
 def why_not() -> str:

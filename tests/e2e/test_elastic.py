@@ -1,4 +1,4 @@
-"""``pc.elastic.run``: ranks go on without the ones that were killed, where MPI can; elsewhere a sentence says that it cannot.
+"""``pc.elastic.run``: ranks go on without those that were killed, where MPI can; else a sentence says that it cannot.
 
 The program is elastic_training.py. What it ends with is compared with a training without MPI.
 """
