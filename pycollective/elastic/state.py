@@ -40,7 +40,7 @@ class _Leaf(NamedTuple):
             return _Leaf(copy.deepcopy(x), None, None)
         is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
         data = jax.random.key_data(x) if is_key else x
-        # A copy: on a CPU device NumPy would read the array's own memory, which a later program may overwrite.
+        # A copy: on a CPU device NumPy would hold the array's own memory, and no program could take that over.
         return _Leaf(
             np.array(data, copy=True),
             jax.random.key_impl(x) if is_key else None,

@@ -86,6 +86,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="K",
         help="start again with K ranks or more, where hosts have gone away (default all --ranks)",
     )
+    parser.add_argument(
+        "--elastic",
+        action="store_true",
+        help="when a rank dies, let the others go on without it in pycollective.elastic.run (Open MPI 5 alone)",
+    )
     parser.add_argument("--oversubscribe", action="store_true", help="allow more ranks than cores")
     parser.add_argument("--label", action="store_true", help="begin each line of output with its rank")
     parser.add_argument("--dry-run", action="store_true", help="print the command and its environment, start nothing")
@@ -130,7 +135,7 @@ def prepare(options: argparse.Namespace, environ: Mapping[str, str]) -> restarts
         FileNotFoundError: there is no such program, hostfile or launcher.
         RuntimeError: this process is a rank of another run.
         ValueError: the launcher belongs to another MPI library, or there are more ranks than cores or than an
-            allocation can take, or fewer than ``--min-ranks``.
+            allocation can take, or fewer than ``--min-ranks``; the launcher cannot do ``--elastic``.
     """
     if (launched := started_by.launched_size(environ)) is not None:
         got = f"one of {launched[1]} ranks of {launched[0].name}"
@@ -157,11 +162,24 @@ def prepare(options: argparse.Namespace, environ: Mapping[str, str]) -> restarts
         variables |= {**system.launcher_variables(environ), **(system.sharing if options.restarts else {})}
     rank = [sys.executable, "-m", "pycollective.run.rank_wrapper", "--bind", options.bind, "--", *program]
     carried = [name for name in {**environ, **variables} if name.startswith(_PASSED_ON)]
-    job = Job(options.ranks, rank, options.hosts, options.hostfile, options.label, options.oversubscribe, carried)
+    job = Job(
+        options.ranks,
+        rank,
+        options.hosts,
+        options.hostfile,
+        options.label,
+        options.oversubscribe,
+        carried,
+        options.elastic,
+    )
     if not options.oversubscribe:
         _check_capacity(job, system, environ)
     library = loaded_library()
     launcher = _choose_launcher(options.mpi, library, environ)
+    if options.elastic and not (isinstance(launcher, Library) and launcher.can_lose_ranks):
+        got = launcher.name if isinstance(launcher, Library) else launcher.option
+        remedy = "Leave --elastic out: --restarts starts the job again when a rank has died."
+        raise ValueError(message("run", "the mpiexec of Open MPI 5 for --elastic", got, remedy))
     room = replace(job, hosts=_named_hosts(options)).room()
     if not room and options.restarts:
         room = dict(_allocated_hosts(job, system, environ))

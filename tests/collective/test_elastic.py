@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import pycollective as pc
+from pycollective.spmd.compiled import forget_agreements
 
 WORLD = pc.world()
 
@@ -69,7 +70,9 @@ def test_a_commit_is_a_copy() -> None:
     shared = np.zeros(3)
     state = pc.elastic.State(w=jnp.zeros(1 << 16), host=shared, names=["a"])
     state.commit()
+    before = state.w.unsafe_buffer_pointer()
     state.w = jax.jit(lambda w: w + 1, donate_argnums=0)(state.w)
+    assert state.w.unsafe_buffer_pointer() == before  # the commit does not hold the memory
     shared += 1
     state.names.append("b")
     state._restore(WORLD)
@@ -121,6 +124,24 @@ def test_what_run_refuses() -> None:
         pc.elastic.run(lambda state, world: None, 3)
     with pytest.raises(ValueError, match=f"expected min_ranks={WORLD.size + 1} ranks or more, got {WORLD.size}"):
         pc.elastic.run(lambda state, world: None, pc.elastic.State(), min_ranks=WORLD.size + 1)
+
+
+def test_functions_begin_anew() -> None:
+    """A rank may have been in a function's first call when another one was past it."""
+    traces = []
+
+    def counted(x: Any) -> Any:
+        traces.append(None)
+        return pc.psum(x)
+
+    functions = [pc.jit(counted), jax.jit(counted)]
+    for function in functions:
+        function(jnp.ones(2))
+    forget_agreements()
+    assert not functions[0]._agreed
+    for function in functions:
+        function(jnp.ones(2))
+    assert len(traces) == 4
 
 
 def test_a_decorator() -> None:

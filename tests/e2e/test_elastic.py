@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from tests import unoptimised
-from tests.e2e.launch import is_open_mpi, mpirun
+from tests.e2e.launch import EXAMPLES, is_open_mpi, losses, mpirun
 
 TRAINING = str(Path(__file__).with_name("elastic_training.py"))
 STEPS = 20
@@ -135,3 +135,17 @@ def test_where_mpi_cannot_but_must() -> None:
     done = start(2, "axis", "required", ulfm=False)
     assert done.returncode not in (0, 124, 137)
     assert "pycollective.elastic.run: expected an MPI that goes on when a rank fails, got" in done.stderr
+
+
+def test_the_example(tmp_path: Path) -> None:
+    undisturbed = losses(tmp_path, 2, "train_elastic.py", "--steps", "25")
+    assert len(undisturbed) == 25
+    if is_open_mpi():
+        options = ["--with-ft", "ulfm"]
+        file = tmp_path / "killed.json"
+        fast = {"JAX_NUM_CPU_DEVICES": "1", "XLA_FLAGS": unoptimised.flags()}
+        example = [str(EXAMPLES / "train_elastic.py"), "--steps", "25", "--kill", "15", "--losses", str(file)]
+        done = mpirun(3, *example, timeout=240, env=fast, options=options)
+        assert done.returncode == 0, done.stderr
+        assert "on 2 ranks" in done.stdout
+        np.testing.assert_allclose(json.loads(file.read_text()), undisturbed, rtol=1e-3)

@@ -27,6 +27,7 @@ class Library(ABC):
         agent_variables: the variables that name a program which its mpiexec calls instead of ssh.
         takes_unequal_hosts: whether its mpiexec takes another number of ranks for each host.
         hides_lost_hosts: whether its mpiexec may end with status 0 when a host has gone away.
+        can_lose_ranks: whether its mpiexec can let the other ranks live on when one has died.
         attentive: the variables by which its mpiexec notices within a minute that it cannot reach a host any more.
     """
 
@@ -40,6 +41,10 @@ class Library(ABC):
     takes_unequal_hosts: ClassVar[bool] = True
     hides_lost_hosts: ClassVar[bool] = False
     attentive: ClassVar[Mapping[str, str]] = {}
+
+    @property
+    def can_lose_ranks(self) -> bool:
+        return False
 
     @property
     def name(self) -> str:
