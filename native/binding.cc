@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
@@ -201,6 +202,32 @@ PYCOLLECTIVE_EXPORT const char* pycollective_communicator_free(int64_t number) {
   return ErrorOf(pycollective::FreeCommunicator(*pycollective::library, number), &error);
 }
 
+// Writes the MPI communicators that calls have made to `comms`, at most `room`. Returns how many there are.
+PYCOLLECTIVE_EXPORT int64_t pycollective_own_comms(int64_t* comms, int64_t room) {
+  const std::vector<int64_t> all = pycollective::OwnCommsOfAll();
+  std::copy_n(all.begin(), std::min<int64_t>(room, static_cast<int64_t>(all.size())), comms);
+  return static_cast<int64_t>(all.size());
+}
+
+// Gives up all communicators, since a rank has failed: see AbandonAll.
+PYCOLLECTIVE_EXPORT void pycollective_abandon_all() { pycollective::AbandonAll(); }
+
+// Makes the slots of all those communicators free, on one rank of this host.
+PYCOLLECTIVE_EXPORT void pycollective_board_clear() { pycollective::BoardSlot::ReleaseAll(); }
+
+// Ends the process with a status, without MPI_Finalize: a function for Py_AtExit. Python has flushed its streams.
+namespace {
+int exit_status = 0;
+void ExitNow() {
+  std::fflush(nullptr);
+  _exit(exit_status);
+}
+}  // namespace
+PYCOLLECTIVE_EXPORT void* pycollective_exit_now(int32_t status) {
+  exit_status = status;
+  return reinterpret_cast<void*>(&ExitNow);
+}
+
 // The recorder ---------------------------------------------------------------------------------------------------
 
 // Names a line of the user's code: see AddSite.
@@ -302,6 +329,9 @@ PYCOLLECTIVE_EXPORT void pycollective_monitor_set_timeout(double warn_s, double 
   pycollective::SetMonitorTimeout(static_cast<int64_t>(warn_s * 1e9), static_cast<int64_t>(timeout_s * 1e9));
 }
 PYCOLLECTIVE_EXPORT void pycollective_monitor_stop() { pycollective::StopMonitor(); }
+
+// Leaves a rank out of all that the monitor does: it has failed, and the others go on.
+PYCOLLECTIVE_EXPORT void pycollective_monitor_forget(int32_t rank) { pycollective::ForgetRank(rank); }
 
 // See BeginEnd.
 PYCOLLECTIVE_EXPORT bool pycollective_end_begin(int32_t status, const char* cause) {

@@ -110,22 +110,30 @@ void BoardSlot::Release(int64_t number) {
   Taken()[number / 64].fetch_and(~(uint64_t{1} << (number % 64)), std::memory_order_acq_rel);
 }
 
-BoardSlot::Difference BoardSlot::Compare(const Post& post, bool waits, const std::function<void()>& progress) {
+void BoardSlot::ReleaseAll() {
+  for (int64_t word = 0; board != nullptr && word < kSlots / 64; ++word) {
+    Taken()[word].store(0, std::memory_order_release);
+  }
+}
+
+BoardSlot::Difference BoardSlot::Compare(const Post& post, bool waits, const std::function<bool(int)>& progress) {
   const uint64_t call = ++calls_;
-  const auto wait = [&](const std::atomic<uint64_t>& number, uint64_t wanted, int64_t until_ns) {
+  // Returns false if the wait has no end.
+  const auto wait = [&](int rank, const std::atomic<uint64_t>& number, uint64_t wanted, int64_t until_ns) {
     for (int64_t spins = 0; number.load(std::memory_order_acquire) < wanted; ++spins) {
       if (spins < kSpins) {
         Relax();
         continue;
       }
       sched_yield();
-      if (spins % kYieldsPerProgress == 0) progress();
-      if (until_ns != 0 && NowNs() > until_ns) return;
+      if (spins % kYieldsPerProgress == 0 && !progress(rank)) return false;
+      if (until_ns != 0 && NowNs() > until_ns) break;
     }
+    return true;
   };
   // A cell whose number is larger holds a later call: its rank has posted this one, too.
   for (int rank = 0; rank < size_ && call >= kCells; ++rank) {
-    if (rank != rank_) wait(CellOf(rank, call + 1).posted, call + 1 - kCells, 0);
+    if (rank != rank_ && !wait(rank, CellOf(rank, call + 1).posted, call + 1 - kCells, 0)) return {};
   }
   Cell& own = CellOf(rank_, call);
   own.digest = static_cast<uint64_t>(SignatureHash()(post.signature));
@@ -137,7 +145,7 @@ BoardSlot::Difference BoardSlot::Compare(const Post& post, bool waits, const std
   for (int rank = 0; rank < size_; ++rank) {
     if (rank == rank_) continue;
     const Cell& cell = CellOf(rank, call);
-    if (waits) wait(cell.posted, call, 0);
+    if (waits && !wait(rank, cell.posted, call, 0)) return {};
     if (difference.rank >= 0 || cell.posted.load(std::memory_order_seq_cst) < call) continue;
     const bool alike = cell.digest == own.digest && cell.site == own.site;
     if (!alike || !(cell.signature == own.signature)) {
@@ -149,7 +157,7 @@ BoardSlot::Difference BoardSlot::Compare(const Post& post, bool waits, const std
   CopyLine(SiteText(post.site), own.line);
   own.told.store(call, std::memory_order_release);
   const Cell& theirs = CellOf(difference.rank, call);
-  if (waits) wait(theirs.told, call, NowNs() + kTellNs);
+  if (waits && !wait(difference.rank, theirs.told, call, NowNs() + kTellNs)) return difference;
   if (theirs.told.load(std::memory_order_acquire) == call) difference.line = theirs.line;
   return difference;
 }

@@ -63,9 +63,13 @@ class BoardSlot {
     std::string line;
   };
 
-  // Posts a call and compares it with those of the others. `waits`: it waits until all have posted theirs. `progress` is
-  // called from time to time meanwhile.
-  Difference Compare(const Post& post, bool waits, const std::function<void()>& progress);
+  // Posts a call and compares it with those of the others. `waits`: it waits until all have posted theirs. Meanwhile
+  // `progress` is called from time to time, with the rank that it waits for. If that returns false, the wait ends, and what
+  // Compare returns has no meaning: that rank will not post, or the ranks have given the channel up.
+  Difference Compare(const Post& post, bool waits, const std::function<bool(int)>& progress);
+
+  // Makes all slots free. No rank of this host may use one any more.
+  static void ReleaseAll();
 
  private:
   struct Cell;

@@ -42,6 +42,10 @@ ffi::Error Call::CheckParticipants() const {
     return Error(ffi::ErrorCode::kInternal, "expected a communicator of this process, got an unknown one",
                  "Call pycollective.init() before running a compiled program, and compile it in this process.");
   }
+  if (communicator_ != nullptr && communicator_->lost) {
+    return Error(ffi::ErrorCode::kFailedPrecondition, "expected a communicator of ranks that live, got one that has lost a rank",
+                 "Trace the program again, with pycollective.world() as it is now.");
+  }
   if (communicator_ == nullptr || communicator_->freed) {
     return Error(ffi::ErrorCode::kFailedPrecondition, "expected a live communicator, got a freed one",
                  "Do not run programs that name a communicator after its free().");
@@ -180,7 +184,12 @@ ffi::Error Call::CompareOnBoard(const Signature& mine) {
   LazyChannel& channel = lane_->channel;
   const Post post{mine, participants_.site};
   const bool waits = IsMeeting(mine.operation) || channel.agreed.count(mine) == 0;
-  const BoardSlot::Difference found = channel.board.Compare(post, waits, [&] { library->Progress(channel); });
+  Outcome progress;
+  const BoardSlot::Difference found = channel.board.Compare(post, waits, [&](int rank) {
+    progress = library->Progress(channel, rank);
+    return progress.ok();
+  });
+  if (!progress.ok()) return ErrorOf(progress);
   if (found.rank < 0 && waits && !IsMeeting(mine.operation)) channel.agreed.insert(mine);
   return found.rank < 0 ? ffi::Error::Success() : Differs(post, found.rank, found.theirs, found.line);
 }

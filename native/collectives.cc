@@ -269,10 +269,11 @@ class LibraryOf final : public Library {
     return static_cast<int>(std::min<int64_t>(largest_tag_, INT32_MAX)) - number % kReservedTags;
   }
 
-  void Progress(const Channel& channel) const override {
-    int found = 0;
+  Outcome Progress(const Channel& channel, int rank) const override {
+    int found = 0;  // of no interest: a probe receives nothing
     Status status;
-    functions_.Iprobe(channel.rank, 0, Handle(channel.collective), &found, &status);  // a message that nobody sends
+    PYCOLLECTIVE_CALL(Iprobe, rank, 0, Handle(channel.collective), &found, &status);
+    return {};
   }
 
   void Abort(int status) const override { functions_.Abort(world_, status); }

@@ -151,8 +151,9 @@ class Library {
   virtual int ReservedTag(int number) const = 0;
   static constexpr int kReservedTags = 1024;
 
-  // Lets MPI work on what is under way.
-  virtual void Progress(const Channel&) const = 0;
+  // Lets MPI work on what is under way. Fails if `rank` of the channel has failed, or if somebody has revoked the
+  // channel's communicator; only an MPI that outlives a failed rank says so.
+  virtual Outcome Progress(const Channel&, int rank) const = 0;
 
   // Ends all processes of MPI_COMM_WORLD.
   virtual void Abort(int status) const = 0;

@@ -78,6 +78,7 @@ Outcome Ranks::MakeChannel(const Library& mpi, int number) {
   int64_t made = 0;
   PYCOLLECTIVE_RETURN_IF_FAILED(mpi.CreateComm(auxiliary_, members_, first_tag_ + number, &made));
   channel.collective = made;
+  channel.own.store(made, std::memory_order_release);
   PYCOLLECTIVE_RETURN_IF_FAILED(JoinBoard(mpi, channel));
   channel.made.store(true, std::memory_order_release);
   return {};
@@ -89,6 +90,13 @@ Outcome Ranks::JoinBoard(const Library& mpi, LazyChannel& channel) {
   PYCOLLECTIVE_RETURN_IF_FAILED(mpi.Bcast(channel, {&number, &number, 1, Type::kInt64}));
   channel.board = BoardSlot(number, channel.rank, channel.size);
   return {};
+}
+
+void Ranks::AddOwnComms(std::vector<int64_t>* comms) const {
+  for (const LazyChannel& channel : channels_) {
+    const int64_t own = channel.own.load(std::memory_order_acquire);
+    if (own != 0) comms->push_back(own);
+  }
 }
 
 Outcome Ranks::FreeChannels(const Library& mpi) {
@@ -103,6 +111,7 @@ Outcome Ranks::FreeChannels(const Library& mpi) {
   for (size_t number = members_.empty() ? 1 : 0; number < channels_.size(); ++number) {
     LazyChannel& channel = channels_[number];
     if (!channel.made.exchange(false)) continue;
+    channel.own.store(0, std::memory_order_relaxed);
     const Outcome outcome = mpi.FreeComm(channel.collective);
     if (first.ok()) first = outcome;
   }
@@ -166,6 +175,26 @@ std::shared_ptr<Ranks> PartOf(Communicator& whole, const std::vector<int>& membe
   std::shared_ptr<Ranks>& part = whole.parts[members];
   if (part == nullptr) part = std::make_shared<Ranks>(*whole.ranks, members, rank);
   return part;
+}
+
+std::vector<int64_t> OwnCommsOfAll() {
+  const std::lock_guard<std::mutex> lock(mutex);
+  std::vector<int64_t> comms;
+  for (const auto& [number, communicator] : table) {
+    if (communicator->freed || communicator->whole != nullptr) continue;
+    communicator->ranks->AddOwnComms(&comms);
+    for (const auto& [members, ranks] : communicator->parts) ranks->AddOwnComms(&comms);
+  }
+  return comms;
+}
+
+void AbandonAll() {
+  const std::lock_guard<std::mutex> lock(mutex);
+  for (const auto& [number, communicator] : table) {
+    if (communicator->freed.exchange(true)) continue;
+    communicator->lost = true;
+    freed.push_back(number);
+  }
 }
 
 Outcome FreeCommunicator(const Library& mpi, int64_t number) {

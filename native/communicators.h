@@ -29,6 +29,8 @@ struct LazyChannel : Channel {
   // Set by the one thread that makes the channel. Other threads read the channel after they have read this, or after a
   // meeting with that thread.
   std::atomic<bool> made{false};
+  // What MakeChannel has made, for RevocableComms; it is set before the ranks meet on it.
+  std::atomic<int64_t> own{0};
 
   // Where its ranks post their calls, if they are all on one host.
   BoardSlot board;
@@ -81,6 +83,8 @@ class Ranks {
   Outcome MakeChannel(const Library& mpi, int number);
   // Lets the ranks of a channel that was just made take a slot of the board. All of them must make this call.
   Outcome JoinBoard(const Library& mpi, LazyChannel& channel);
+  // Adds the MPI communicators that MakeChannel has made. Any thread may call it.
+  void AddOwnComms(std::vector<int64_t>* comms) const;
   // Frees the channels that MakeChannel has made. All ranks must make this call, and no other call may be under way.
   Outcome FreeChannels(const Library& mpi);
 
@@ -126,6 +130,7 @@ struct Communicator {
   const int64_t fingerprint;
   const std::shared_ptr<Ranks> ranks;
   std::atomic<bool> freed{false};
+  std::atomic<bool> lost{false};  // freed since one of its ranks has failed
   bool is_mesh = false;  // lanes have the numbers that the devices have in a mesh, not in init
   Lane single_lane;      // for programs in which one device makes the call, whichever device it is
   Recorded entered;      // the call of another library that is under way (Call::Enter)
@@ -165,6 +170,11 @@ std::shared_ptr<Ranks> PartOf(Communicator& whole, const std::vector<int>& membe
 // Marks a communicator and its parts as freed, and frees the channels that calls have made. All ranks must make this
 // call, and none of them may have a call under way.
 Outcome FreeCommunicator(const Library& mpi, int64_t number);
+
+// What ranks do after one of them has failed (pycollective/elastic). The MPI communicators that calls have made:
+std::vector<int64_t> OwnCommsOfAll();
+// Marks all communicators as freed, without a call of MPI: their ranks cannot meet any more.
+void AbandonAll();
 
 }  // namespace pycollective
 

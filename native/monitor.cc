@@ -14,6 +14,7 @@
 #include <cstdlib>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <thread>
 
 #include "process.h"
@@ -67,6 +68,11 @@ class Monitor {
     for (const int fd : settings_.listening) close(fd);
   }
 
+  void Forget(int rank) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    forgotten_.insert(rank);
+  }
+
   bool BeginEnd(int status, const std::string& cause) {
     if (!SetEnd(status)) return false;
     const std::vector<int> others = Others();
@@ -82,10 +88,12 @@ class Monitor {
     for (const Process& process : settings_.processes) all.push_back(process.addresses);
     return all;
   }
-  std::vector<int> Others() const {
+  std::vector<int> Others() {
+    const std::lock_guard<std::mutex> lock(mutex_);
     std::vector<int> others;
     for (int rank = 0; rank < size(); ++rank) {
-      if (rank != settings_.rank && settings_.processes[static_cast<size_t>(rank)].pid != 0) others.push_back(rank);
+      const bool is_there = settings_.processes[static_cast<size_t>(rank)].pid != 0 && forgotten_.count(rank) == 0;
+      if (rank != settings_.rank && is_there) others.push_back(rank);
     }
     return others;
   }
@@ -375,6 +383,7 @@ class Monitor {
   int status_ = 0;
   int64_t asked_ = 0;  // Reason
   int64_t asked_for_ns_ = 0;
+  std::set<int> forgotten_;  // ranks that have failed
 };
 
 std::mutex monitor_mutex;
@@ -406,6 +415,11 @@ void StopMonitor() {
 void SetMonitorTimeout(int64_t warn_ns, int64_t timeout_ns) {
   Monitor* const current = Current();
   if (current != nullptr) current->SetTimeout(warn_ns, timeout_ns);
+}
+
+void ForgetRank(int rank) {
+  Monitor* const current = Current();
+  if (current != nullptr) current->Forget(rank);
 }
 
 bool BeginEnd(int status, const std::string& cause) {

@@ -33,6 +33,8 @@ struct MonitorSettings {
 void StartMonitor(MonitorSettings settings);
 void SetMonitorTimeout(int64_t warn_ns, int64_t timeout_ns);
 void StopMonitor();
+// Leaves a rank out from now on: it has failed, and the others go on without it.
+void ForgetRank(int rank);
 
 // Ends the job: tells all other ranks, which write their records, and writes this rank's. Then the caller ends this
 // process. Returns false if another rank has told this one to end before: then that one's cause is the first.

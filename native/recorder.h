@@ -29,6 +29,7 @@ int64_t NowNs();
   X(kFree, "free")                                                                    \
   X(kStart, "init")                                                                   \
   X(kTrace, "trace")                                                                  \
+  X(kGoOn, "elastic.run")                                                             \
   X(kEnd, "the end of the other ranks")
 
 // Record::operation: an Operation, or kFirstWait + the number of a row above.

@@ -1,6 +1,7 @@
 """The public names, a line for each, and the files that define them; lazy_loader reads this, as type checkers do."""
 
 from . import distributed as distributed
+from . import elastic as elastic
 from . import recorder as recorder
 from .collectives.equality import assert_equal_across as assert_equal_across
 from .collectives.jax_collectives import all_gather as all_gather

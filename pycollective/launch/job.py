@@ -22,6 +22,7 @@ class Job:
         label: whether each line of output begins with its rank.
         oversubscribe: whether there may be more ranks than cores.
         carried: the names of the variables that the ranks on all hosts need.
+        elastic: whether the other ranks live on when one has died.
     """
 
     ranks: int
@@ -31,6 +32,7 @@ class Job:
     label: bool = False
     oversubscribe: bool = False
     carried: Sequence[str] = ()
+    elastic: bool = False
 
     def shares(self) -> list[tuple[str, int]]:
         """The hosts, each with its number of ranks. Hosts without a number get as equal a number as can be.

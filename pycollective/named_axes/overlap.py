@@ -111,6 +111,10 @@ class Overlap:
         self._agreed: dict[Sums, list[Order]] = {}
         self._found: FoundOrders | None = None
 
+    def forget(self) -> None:
+        """Forgets what the ranks have agreed on, since they are others now."""
+        self._agreed.clear()
+
     @contextlib.contextmanager
     def collect_orders(self, *, may_reorder: bool) -> Iterator[FoundOrders]:
         """Collects the orders that the pass finds in the trace inside, for :meth:`agree_on`.

@@ -21,6 +21,7 @@ import jax.extend.backend
 import numpy as np
 
 from pycollective.errors import message
+from pycollective.ordering import jax_internals
 
 Devices = tuple[jax.Device, ...]
 """The devices that run a program, in the order of their ids."""
@@ -224,6 +225,19 @@ def flush() -> None:
     """Waits until all programs that this thread has dispatched have run."""
     jax.effects_barrier()
     _wait_for_programs_on(None)
+
+
+def forget_failed_programs() -> None:
+    """Waits until all programs that this thread has dispatched have ended, well or not, and forgets their errors."""
+    while True:
+        try:
+            flush()
+        except jax.errors.JaxRuntimeError:  # of one program; there may be others
+            jax_internals.forget_tokens()
+        else:
+            break
+    _State.in_flight.clear()
+    _State.last_devices = _NO_PROGRAM
 
 
 def _wait_for_programs_on(devices: Any) -> None:

@@ -9,7 +9,7 @@
 ``jax._src.effects`` (its type sets)     register an ordered effect; mpi4jax and JAX's own debug_print do the same
 ``mlir.jaxpr_subcomp``, ``TokenSet``     are exported, but their signature has changed before
 ``jax._src.dispatch.RuntimeTokenSet``    two of its methods are wrapped, to see each dispatch of a program with our
-                                         effect
+                                         effect; the object is emptied when programs have failed with a rank
 ``traceback_util.register_exclusion``    removes our frames from tracebacks and from ``jax.debug.breakpoint``, which
                                          makes constants of the values in them
 ``linear_call_p`` (custom_derivatives)   its abstract evaluation omits the effects of the function that it calls; ours
@@ -55,7 +55,7 @@ try:
         trace_state_clean,
     )
     from jax._src.custom_derivatives import linear_call_p
-    from jax._src.dispatch import RuntimeTokenSet
+    from jax._src.dispatch import RuntimeTokenSet, runtime_tokens
     from jax._src.interpreters.partial_eval import DynamicJaxprTrace
     from jax._src.traceback_util import register_exclusion as hide_frames
 
@@ -202,6 +202,11 @@ def see_each_dispatch(
             after(token)
 
     RuntimeTokenSet.get_token_input, RuntimeTokenSet.set_token_result = get_token_input, set_token_result
+
+
+def forget_tokens() -> None:
+    """Lets later programs begin with new tokens: those of a program that has failed would make them fail, too."""
+    runtime_tokens.clear()
 
 
 def see_each_compilation(after: Callable[[Any, Any], None]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -24,8 +25,9 @@ from pycollective.ranks.participants import (
     group_of,
     lane_routes,
 )
+from pycollective.transport import failures
 from pycollective.transport.chosen import transport
-from pycollective.transport.mpi import MPI, host_of
+from pycollective.transport.mpi import MPI, forget, host_of, remember
 from pycollective.transport.native import Part, Whole
 from pycollective.transport.watch import waiting
 
@@ -37,6 +39,7 @@ _FOR_OTHER_MODULES = frozenset(
         "identity",
         "is_freed",
         "key",
+        "mpi_ranks",
         "key_of",
         "lane_routes",
         "local_axes",
@@ -80,11 +83,13 @@ class Communicator:
     """
 
     __slots__ = (
+        "__weakref__",
         "_calls",
         "_freed",
         "_identity",
         "_key",
         "_keys",
+        "_lost",
         "_name",
         "_owned",
         "_parts",
@@ -118,6 +123,7 @@ class Communicator:
     _keys: dict[Any, ProgramKey]  # the keys of its parts and of groups of devices
     _owned: bool  # whether free() frees mpi as well
     _freed: bool
+    _lost: bool  # whether it was given up, since one of its ranks has failed
 
     def __new__(cls, mpi: MPI.Intracomm) -> Communicator:
         if not isinstance(mpi, MPI.Intracomm) or mpi == MPI.COMM_NULL:
@@ -147,7 +153,7 @@ class Communicator:
         assert isinstance(mpi, MPI.Intracomm)
         self = object.__new__(cls)
         set_ = object.__setattr__  # the class is frozen
-        set_(self, "mpi", mpi)
+        set_(self, "mpi", remember(mpi))
         set_(self, "rank", mpi.rank)
         set_(self, "size", mpi.size)
         # A host name would not do: containers may share one, and a host may have several.
@@ -171,7 +177,7 @@ class Communicator:
         set_(self, "_world_ranks", world_ranks)
         # The ranks of a communicator make their communicators in one order.
         _made[world_ranks] += 1
-        identity = fingerprint(world_ranks, _made[world_ranks])
+        identity = fingerprint(world_ranks, _made[world_ranks], *_losses)
         set_(self, "_identity", identity)
         number = transport().open(Whole(name, own_fingerprint, identity, world_ranks, lanes, calls, rest))
         set_(self, "_key", (number, own_fingerprint))
@@ -180,6 +186,8 @@ class Communicator:
         set_(self, "_keys", {})
         set_(self, "_owned", owned)
         set_(self, "_freed", False)
+        set_(self, "_lost", False)
+        _in_use.add(self)
         mpi.Set_attr(_keyval(), self)
         return self
 
@@ -205,7 +213,7 @@ class Communicator:
         return [name for name in shown if name not in _FOR_OTHER_MODULES]
 
     def __repr__(self) -> str:
-        freed = ", freed" if self._freed else ""
+        freed = ", lost" if self._lost else ", freed" if self._freed else ""
         return f"Communicator({self._name}, rank {self.rank} of {self.size}{freed})"
 
     @property
@@ -217,6 +225,11 @@ class Communicator:
     def identity(self) -> int:
         """A number that all its ranks have for it, and for no other communicator."""
         return self._identity
+
+    @property
+    def mpi_ranks(self) -> tuple[int, ...]:
+        """The place of each of its ranks in MPI_COMM_WORLD."""
+        return self._world_ranks
 
     @property
     def is_freed(self) -> bool:
@@ -250,8 +263,8 @@ class Communicator:
                 message(
                     where,
                     "a live communicator",
-                    f"{self._name}, which was freed",
-                    "Keep it until its last use.",
+                    f"{self._name}, which {'has lost a rank' if self._lost else 'was freed'}",
+                    "Make it anew from pycollective.world()." if self._lost else "Keep it until its last use.",
                     rank=self.rank,
                     size=self.size,
                 )
@@ -363,18 +376,40 @@ class Communicator:
             object.__setattr__(self, "_freed", True)
             eager.forget([self, *self._parts.values()])
             self.mpi.Delete_attr(_keyval())
-            self._calls.Free()
-            self._rest.Free()
-            if self._owned:
-                self.mpi.Free()
+            _in_use.discard(self)
+            for own in (self._calls, self._rest, *([self.mpi] if self._owned else ())):
+                forget(own)
+                own.Free()
+            forget(self.mpi)
 
 
 _made: Counter[tuple[int, ...]] = Counter()
-"""How many communicators of these ranks of MPI_COMM_WORLD this process has made."""
+"""How many communicators of these ranks of MPI_COMM_WORLD this process has made since a rank was lost."""
+
+_losses: list[int] = []
+"""The number of times that ranks were lost, if they were. It tells communicators of the same ranks apart."""
+
+_in_use: weakref.WeakSet[Communicator] = weakref.WeakSet()
+"""The communicators of this process that are not freed."""
+
+
+def lose_all(losses: int) -> None:
+    """Makes all communicators unusable, without a call of MPI, since a rank has failed. All that are left must call it.
+
+    Args:
+        losses: the number of such calls so far, this one with them; the same on all ranks.
+    """
+    failures.abandon_all()
+    for comm in list(_in_use):
+        object.__setattr__(comm, "_freed", True)
+        object.__setattr__(comm, "_lost", True)
+    _in_use.clear()
+    _made.clear()
+    _losses[:] = [losses]
 
 
 def _duplicate(mpi: MPI.Intracomm) -> MPI.Intracomm:
-    duplicate = mpi.Dup()
+    duplicate = remember(mpi.Dup())
     duplicate.Set_errhandler(MPI.ERRORS_RETURN)
     return duplicate
 

@@ -12,8 +12,9 @@ from pycollective.errors import fail, message
 from pycollective.faults import rank_exit
 from pycollective.launch.child_processes import is_forked, refuse_child
 from pycollective.ranks import setup
-from pycollective.ranks.communicator import Communicator, made_for
-from pycollective.transport.mpi import MPI
+from pycollective.ranks.communicator import Communicator, lose_all, made_for
+from pycollective.transport import board
+from pycollective.transport.mpi import MPI, host_of, remember
 
 
 class _State:
@@ -81,10 +82,32 @@ def init(
             )
         )
     name = "world" if mpi == MPI.COMM_WORLD else mpi.Get_name() or "unnamed"
+    return _begin(mpi, name)
+
+
+def _begin(mpi: MPI.Intracomm, name: str) -> Communicator:
     world = made_for(mpi) or Communicator._make(mpi, name, owned=False)
     rank_exit.wait_for_all_at_exit(mpi)
     _State.world = world
     return world
+
+
+def begin_anew(mpi: MPI.Intracomm, losses: int) -> Communicator:
+    """Makes the world of the ranks that are left; all other communicators are unusable then. All of them must call it.
+
+    Args:
+        mpi: the ranks that are left.
+        losses: the number of such calls so far, this one with them; the same on all ranks.
+    """
+    old = _State.world
+    assert old is not None
+    lose_all(losses)
+    remember(mpi)
+    with host_of(mpi) as neighbours:
+        if neighbours.rank == 0:
+            board.clear()  # before any rank can take a slot
+        mpi.Barrier()
+    return _begin(mpi, old.name)
 
 
 def world_if_known() -> Communicator | None:

@@ -86,6 +86,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="K",
         help="start again with K ranks or more, where hosts have gone away (default all --ranks)",
     )
+    parser.add_argument(
+        "--elastic",
+        action="store_true",
+        help="when a rank dies, let the others go on without it in pycollective.elastic.run (Open MPI 5 alone)",
+    )
     parser.add_argument("--oversubscribe", action="store_true", help="allow more ranks than cores")
     parser.add_argument("--label", action="store_true", help="begin each line of output with its rank")
     parser.add_argument("--dry-run", action="store_true", help="print the command and its environment, start nothing")
@@ -135,7 +140,7 @@ def prepare(options: argparse.Namespace, environ: Mapping[str, str]) -> restarts
         FileNotFoundError: there is no such program, hostfile or launcher.
         RuntimeError: this process is a rank of another run.
         ValueError: the launcher belongs to another MPI library, or there are more ranks than cores or than an
-            allocation can take, or fewer than ``--min-ranks``.
+            allocation can take, or fewer than ``--min-ranks``; the launcher cannot do ``--elastic``.
     """
     if (launched := started_by.launched_size(environ)) is not None:
         got = f"one of {launched[1]} ranks of {launched[0].name}"
@@ -162,18 +167,31 @@ def prepare(options: argparse.Namespace, environ: Mapping[str, str]) -> restarts
         variables |= {**system.launcher_variables(environ), **(system.sharing if options.restarts else {})}
     rank = [sys.executable, "-m", "pycollective.run.rank_wrapper", "--bind", options.bind, "--", *program]
     carried = [name for name in {**environ, **variables} if name.startswith(_PASSED_ON)]
-    job = Job(options.ranks, rank, options.hosts, options.hostfile, options.label, options.oversubscribe, carried)
+    job = Job(
+        options.ranks,
+        rank,
+        options.hosts,
+        options.hostfile,
+        options.label,
+        options.oversubscribe,
+        carried,
+        options.elastic,
+    )
     if not options.oversubscribe:
         _check_capacity(job, system, environ)
     library = loaded_library()
     launcher = _choose_launcher(options.mpi, library, environ)
+    if options.elastic and not (isinstance(launcher, Library) and launcher.can_lose_ranks):
+        got = launcher.name if isinstance(launcher, Library) else launcher.option
+        remedy = "Leave --elastic out: --restarts starts the job again when a rank has died."
+        raise ValueError(message("run", "the mpiexec of Open MPI 5 for --elastic", got, remedy))
     room = replace(job, hosts=_named_hosts(options)).room()
     hides_lost_hosts = isinstance(launcher, Library) and launcher.hides_lost_hosts
     if not room and (options.restarts or hides_lost_hosts):
         room = dict(_allocated_hosts(job, system, environ))
     if isinstance(launcher, Library):
         job = _over_allocation(job, library, system, environ)
-        if len(room) > 1:  # it may lose one
+        if len(room) > 1 and not options.elastic:  # it may lose one
             variables |= {name: value for name, value in launcher.attentive.items() if name not in environ}
             if hides_lost_hosts:
                 last_words = "|".join((_LAST_WORDS_OF_RANKS, *launcher.last_words))

@@ -136,8 +136,9 @@ def on_hosts(job: Job, room: Mapping[str, int], gone: Sequence[str]) -> Job:
 
     Example:
         >>> job = Job(4, (), [("a", None), ("b", None)])
-        >>> on_hosts(job, job.room(), ["b"])
-        Job(ranks=2, command=(), hosts=[('a', 2)], hostfile=None, label=False, oversubscribe=False, carried=())
+        >>> left = on_hosts(job, job.room(), ["b"])
+        >>> left.ranks, left.hosts
+        (2, [('a', 2)])
     """
     if not gone:
         return job

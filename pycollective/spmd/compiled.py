@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
@@ -98,6 +99,7 @@ class CompiledFunction(Generic[P, R]):
         self._top_level = jax.jit(self._program, **{**options, **of_region})  # for calls at top level
         self._nested = jax.jit(fun, **options)  # for calls inside a trace
         self._agreed = False  # whether all ranks have made the first call, and agree
+        _functions.add(self)
 
     def __repr__(self) -> str:
         return f"<pycollective function {self._fun!r}>"
@@ -219,6 +221,18 @@ class CompiledFunction(Generic[P, R]):
         """Forgets the compiled programs."""
         self._top_level.clear_cache()
         self._nested.clear_cache()
+
+
+_functions: weakref.WeakSet[CompiledFunction[..., Any]] = weakref.WeakSet()
+"""The compiled functions of this process."""
+
+
+def forget_agreements() -> None:
+    """Lets the next call of each function be a first call: other ranks than before must agree on its programs."""
+    for function in list(_functions):
+        function._agreed = False
+        function._overlap.forget()
+    jax.clear_caches()
 
 
 class _Stage:

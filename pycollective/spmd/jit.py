@@ -128,10 +128,12 @@ def jit(
     if axis_name is None:
         return CompiledFunction(fun, options)
 
-    @functools.cache
-    def mesh() -> Mesh:
-        comm = ranks()  # first, since it starts MPI and the transport, which must come before JAX's devices
+    @functools.lru_cache(maxsize=1)  # the world may become another one (pycollective.elastic)
+    def mesh_over(comm: Communicator) -> Mesh:
         return one_axis_mesh(axis_name, comm, devices_of_this_rank()[:1])
+
+    def mesh() -> Mesh:
+        return mesh_over(ranks())  # which starts MPI and the transport: that must come before JAX's devices
 
     def place(args: Any, kwargs: Any) -> Any:
         arrays, with_arrays = jaxprs.split_arrays(args, kwargs)

@@ -56,6 +56,11 @@ def open_board(neighbours: MPI.Intracomm) -> bool:
     return is_open
 
 
+def clear() -> None:
+    """Makes the whole board free. One rank of this host calls it, when none may post or read any more."""
+    compiled.library().pycollective_board_clear()
+
+
 def _has(mark: bytes, file: int, where: int) -> bool:
     try:
         return os.pread(file, len(mark), where) == mark

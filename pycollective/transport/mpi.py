@@ -71,7 +71,21 @@ except (ImportError, RuntimeError) as error:
         )
     ) from error
 
-__all__ = ["MPI", "host_of"]
+__all__ = ["MPI", "forget", "host_of", "known", "remember"]
+
+known: dict[int, MPI.Intracomm] = {}
+"""The communicators of this package that are in use, by their handles."""
+
+
+def remember(comm: MPI.Intracomm) -> MPI.Intracomm:
+    """Returns the communicator, which is in use from now on."""
+    known[MPI._handleof(comm)] = comm
+    return comm
+
+
+def forget(comm: MPI.Intracomm) -> None:
+    """Comes before the communicator is freed."""
+    known.pop(MPI._handleof(comm), None)
 
 
 @contextmanager
@@ -79,5 +93,7 @@ def host_of(comm: MPI.Intracomm) -> Iterator[MPI.Intracomm]:
     """The ranks of ``comm`` on this rank's host, in their order. All ranks must make this call."""
     neighbours = comm.Split_type(MPI.COMM_TYPE_SHARED)
     assert isinstance(neighbours, MPI.Intracomm)
+    remember(neighbours)
     yield neighbours
+    forget(neighbours)
     neighbours.Free()  # skipped after an error: it needs all ranks, and the error may be on this rank only

@@ -183,3 +183,17 @@ def stop_monitor() -> None:
 def begin_end(status: int, cause: str) -> bool:
     """Tells all ranks that the job ends with this status. False if it ends already, for another cause."""
     return not compiled.has_started() or bool(compiled.library().pycollective_end_begin(status, cause.encode()))
+
+
+def forget_rank(rank: int) -> None:
+    """Leaves a rank of MPI_COMM_WORLD out of all reports: it has failed, and the others go on."""
+    compiled.library().pycollective_monitor_forget(rank)
+
+
+def exit_instead_of_finalizing(status: int) -> None:
+    """Lets this process end with a status when Python has done all it does at its end, but before MPI_Finalize.
+
+    mpi4py finalizes in a function of ``Py_AtExit``. Of these the last one comes first.
+    """
+    exit_now = compiled.library().pycollective_exit_now(status)
+    ctypes.pythonapi.Py_AtExit(ctypes.c_void_p(exit_now))

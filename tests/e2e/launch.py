@@ -44,7 +44,12 @@ def limited(command: Sequence[str], seconds: float, **options: Any) -> subproces
 
 
 def mpirun(
-    ranks: int, *args: str, timeout: float, env: Mapping[str, str] | None = None, cwd: Path | None = None
+    ranks: int,
+    *args: str,
+    timeout: float,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    options: Sequence[str] = (),
 ) -> subprocess.CompletedProcess[str]:
     """Runs ``mpiexec -n ranks python *args`` and returns its output and exit code.
 
@@ -54,8 +59,9 @@ def mpirun(
         timeout: seconds; then everything is killed and the exit code is 124 or 137.
         env: further variables.
         cwd: where to run; default here.
+        options: of mpiexec.
     """
-    options = ["--oversubscribe"] if is_open_mpi() else []
+    options = [*options, *(["--oversubscribe"] if is_open_mpi() else [])]
     # A rank writes its lines whole; unbuffered, the launcher would mix the pieces of two ranks.
     buffered = {"PYTHONUNBUFFERED": ""}
     command = [_MPIEXEC, *options, "-n", str(ranks), sys.executable, *args]

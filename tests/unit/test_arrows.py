@@ -22,6 +22,7 @@ ROOMS = (
     "compat",
     "__init__",
     "distributed",
+    "elastic",
     "recorder",
     "timeline",
     "spmd",

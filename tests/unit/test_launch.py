@@ -84,6 +84,13 @@ def test_options(mpiexec: Library, line: str) -> None:
     assert shlex.join(mpiexec.command_line(JOB)) == line
 
 
+def test_ranks_that_live_on() -> None:
+    job = Job(2, ["prog"], elastic=True)
+    line = "L -n 2 --bind-to none --with-ft ulfm prog"
+    assert shlex.join(OpenMpi("5.0.11", "L").command_line(job)) == line
+    assert [one.can_lose_ranks for one in (OpenMpi("4.1.4", ""), Mpich("5.0.2", ""))] == [False, False]
+
+
 @pytest.mark.parametrize(
     ("mpiexec", "line"),
     [
@@ -282,6 +289,7 @@ def test_other_batch_systems_are_left_to_mpiexec(program: str, monkeypatch: pyte
         (["-n", "100000"], ValueError, r"expected at most \d+ ranks for \d+ cores, got 100000"),
         (["-n", "4", "--hosts", "a:1,b:2"], ValueError, "expected at most 3 ranks on 2 hosts, got 4"),
         (["-n", "1", "--mpi", "/bin/true"], ValueError, "got /bin/true, which does not say what it is"),
+        (["-n", "1", "--elastic", "--mpi", "srun"], ValueError, "the mpiexec of Open MPI 5 for --elastic, got srun"),
         (["-n", "1", "--hostfile", "/no/file"], FileNotFoundError, "expected a hostfile, got '/no/file'"),
     ],
 )

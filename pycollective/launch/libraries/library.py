@@ -29,6 +29,7 @@ class Library(ABC):
         hides_lost_hosts: whether its mpiexec may end with status 0 when a host has gone away.
         last_words: regular expressions of what such an mpiexec says before it ends the ranks of a job; it may wait for
             ever then.
+        can_lose_ranks: whether its mpiexec can let the other ranks live on when one has died.
         attentive: the variables by which its mpiexec notices within a minute that it cannot reach a host any more.
     """
 
@@ -43,6 +44,10 @@ class Library(ABC):
     hides_lost_hosts: ClassVar[bool] = False
     last_words: ClassVar[tuple[str, ...]] = ()
     attentive: ClassVar[Mapping[str, str]] = {}
+
+    @property
+    def can_lose_ranks(self) -> bool:
+        return False
 
     @property
     def name(self) -> str:

@@ -25,6 +25,10 @@ class OpenMpi(Library):
         for name, value in {"time": "30", "intvl": "10", "probes": "3"}.items()
     }
 
+    @property
+    def can_lose_ranks(self) -> bool:
+        return self.major >= 5
+
     def can_start(self, library: Library) -> bool:
         """Whether the major versions are the same, too.
 
@@ -35,7 +39,7 @@ class OpenMpi(Library):
         return super().can_start(library) and self.major == library.major
 
     def options(self, job: Job) -> list[str]:
-        options = ["--bind-to", "none"]
+        options = ["--bind-to", "none", *(["--with-ft", "ulfm"] if job.elastic else [])]
         if job.hosts:
             options += ["--host", ",".join(f"{name}:{number}" for name, number in job.shares())]
         elif job.hostfile:

@@ -1,0 +1,220 @@
+"""``run``: calls a training, and calls it again with the ranks that are left when a rank has failed."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar, overload
+
+import jax
+
+from pycollective.elastic.state import State
+from pycollective.elastic.watch import watching
+from pycollective.errors import fail
+from pycollective.faults import rank_exit
+from pycollective.ordering import dispatch
+from pycollective.ranks import world as worlds
+from pycollective.ranks.communicator import Communicator
+from pycollective.spmd.compiled import forget_agreements
+from pycollective.transport import failures
+from pycollective.transport.chosen import transport
+from pycollective.transport.mpi import MPI
+from pycollective.transport.watch import waiting
+
+R = TypeVar("R")
+
+Train = Callable[[State, Communicator], R]
+
+_WHERE = "elastic.run"
+
+_ABLE = "Open MPI 5 under mpiexec --with-ft ulfm goes on."
+_REMEDY = "pycollective run --restarts N starts the job again after a fault, from its last checkpoint."
+
+_OF_HANDLER = "expected MPI_"
+"""What the error of a handler says of a function of MPI that has failed (native/call.cc)."""
+
+_LEARN_S = 2.0
+"""How long after an error of a call this rank may learn that another one has failed."""
+
+
+class _State:
+    """What this process knows.
+
+    Attributes:
+        runs: whether :func:`run` is under way.
+        told: whether it has said that a failure ends the job.
+        losses: how often it has gone on with fewer ranks.
+    """
+
+    runs = False
+    told = False
+    losses = 0
+
+
+def _why_not() -> str:
+    """With what a failure ends the job; empty if it does not."""
+    return failures.why_not() if (name := transport().name) == "native" else f"init(transport={name!r})"
+
+
+@overload
+def run(train: Train[R], state: State, *, min_ranks: int = 1, required: bool = False) -> R: ...
+@overload
+def run(train: Train[R], state: None = None, *, min_ranks: int = 1, required: bool = False) -> Callable[[State], R]: ...
+def run(train: Train[Any], state: State | None = None, *, min_ranks: int = 1, required: bool = False) -> Any:
+    """Returns ``train(state, world)``, which is called again with the ranks that are left when a rank has failed.
+
+    A rank fails when its process dies: by a signal, or with its host. Then each call of the others ends in an error,
+    which ``train`` should let pass. They go on as a smaller world: :func:`pycollective.world` is a new communicator,
+    all others are unusable, and so are programs that were lowered for them. All values of ``state`` become those of the
+    newest commit of any rank that is left, and ``train`` is called again; functions are traced again. An exception of
+    another kind in ``train`` ends all ranks, as it does without ``run``.
+
+    That needs Open MPI 5 under ``mpiexec --with-ft ulfm``. Elsewhere a failure ends the job, and this function says so
+    once, on rank 0.
+
+    Args:
+        train: a function of the state and of the world. It goes on from what the state holds, and commits.
+        state: the state, which is committed as it is before the first call. All ranks must have the same. Without it,
+            ``run`` returns a function of the state, and so it is a decorator.
+        min_ranks: with fewer ranks the job ends.
+        required: whether this is an error where ranks cannot go on.
+
+    Returns:
+        What ``train`` returns, when all ranks have returned from it.
+
+    Raises:
+        TypeError: ``state`` is not a :class:`State`.
+        ValueError: there are fewer ranks than ``min_ranks`` at the start.
+        RuntimeError: fewer are left; or ranks cannot go on here, and ``required``; or ``run`` is under way.
+
+    Source: User-Level Failure Mitigation (MPI standard 5.0): revoke, shrink, agree. The form is that of
+    ``horovod.elastic.run``.
+
+    Example:
+        >>> import jax.numpy as jnp, pycollective as pc
+        >>> def train(state, world):
+        ...     while state.step < 3:
+        ...         state.total += pc.psum(jnp.float32(1)) / world.size
+        ...         state.step += 1
+        ...         state.commit()
+        ...     return float(state.total)
+        >>> pc.elastic.run(train, pc.elastic.State(step=0, total=jnp.float32(0)))
+        3.0
+    """
+    if state is None:
+        return functools.wraps(train)(lambda state: run(train, state, min_ranks=min_ranks, required=required))
+    world = worlds.world()
+    if not isinstance(state, State):
+        fail(
+            TypeError, _WHERE, world, "a pycollective.elastic.State", repr(state), "Give it the values of the training."
+        )
+    if world.size < min_ranks:
+        fail(ValueError, _WHERE, world, f"min_ranks={min_ranks} ranks or more", world.size, "Start more ranks.")
+    if _State.runs:
+        fail(RuntimeError, _WHERE, world, "one call at a time", "a call inside another one", "Call it once, outside.")
+    if why := _why_not():
+        if required:
+            fail(RuntimeError, _WHERE, world, "an MPI that goes on when a rank fails", why, f"{_ABLE} {_REMEDY}")
+        if not _State.told and world.rank == 0 and world.size > 1:
+            sys.stderr.write(f"pycollective.{_WHERE}: with {why} a rank that fails ends the job. {_ABLE} {_REMEDY}\n")
+            sys.stderr.flush()
+        _State.told = True
+        return train(state, world)
+    _State.runs = True
+    try:
+        state.commit()
+        while True:
+            with watching(world.mpi):
+                fine, result = _attempt(train, state, world)
+            # A rank that has returned makes no call until the others have: that is what its end means, too.
+            with waiting("the end of the other ranks" if fine else _WHERE, world.identity):
+                all_fine = failures.agree(world.mpi, fine)
+            if all_fine:
+                return result
+            world = _go_on(state, world, min_ranks)
+    finally:
+        _State.runs = False
+
+
+def _attempt(train: Train[R], state: State, world: Communicator) -> tuple[bool, R | None]:
+    """Whether ``train`` has returned and all its programs have run, and what it has returned; None after a failure."""
+    try:
+        result = train(state, world)
+        dispatch.flush()
+        arrays = [
+            x for x in jax.tree.leaves((result, state._values)) if isinstance(x, jax.Array) and not x.is_deleted()
+        ]
+        jax.block_until_ready(arrays)
+    except Exception as error:
+        if not _follows_from_failure(error, world.mpi):
+            raise
+        world.mpi.Revoke()  # the watch may not have come to it
+        failures.revoke_all()
+        return False, None
+    return True, result
+
+
+def _follows_from_failure(error: BaseException, mpi: MPI.Intracomm) -> bool:
+    """Whether an error is that of a call, and a rank has failed: the error may come before this rank knows of that."""
+    if not any(map(_is_of_call, _causes(error))):
+        return False
+    deadline = time.monotonic() + _LEARN_S
+    while not failures.has_failed(mpi):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def _is_of_call(error: BaseException) -> bool:
+    # JAX raises the error of a program as a JaxRuntimeError, but as a ValueError where it dispatches from C++.
+    of_program = isinstance(error, ValueError) and _OF_HANDLER in str(error)
+    return of_program or isinstance(error, (MPI.Exception, jax.errors.JaxRuntimeError))
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _go_on(state: State, world: Communicator, min_ranks: int) -> Communicator:
+    """Makes the world of the ranks that are left, and restores the state. All of them call it.
+
+    They agree on whether that has succeeded on all, so that a rank that fails meanwhile is met by a new trial on all.
+    """
+    mpi, before = world.mpi, world.mpi_ranks
+    while True:
+        mpi.Revoke()
+        failures.revoke_all()
+        dispatch.forget_failed_programs()
+        forget_agreements()
+        with waiting(_WHERE):
+            shrunk = mpi.Shrink()
+        assert isinstance(shrunk, MPI.Intracomm)
+        mpi = shrunk
+        _State.losses += 1
+        commit = None
+        with watching(mpi):
+            try:
+                left = MPI.Group.Translate_ranks(mpi.Get_group(), None, MPI.COMM_WORLD.Get_group())
+                rank_exit.go_on_without(set(before) - set(left))
+                new = worlds.begin_anew(mpi, _State.losses)
+                commit = state._restore(new)
+            except (MPI.Exception, RuntimeError) as error:
+                if not _follows_from_failure(error, mpi):
+                    raise
+        if failures.agree(mpi, commit is not None):
+            break
+    lost = [rank for rank, number in enumerate(before) if number not in left]
+    names = f"rank{'s' * (len(lost) > 1)} {', '.join(map(str, lost))} of {len(before)}"
+    if new.size < min_ranks:
+        got = f"{new.size}, since {names} failed"
+        fail(RuntimeError, _WHERE, new, f"min_ranks={min_ranks} ranks or more", got, _REMEDY)
+    if new.rank == 0:
+        left_ = f"{new.size} rank{'s' * (new.size > 1)} go{'es' * (new.size == 1)} on"
+        sys.stderr.write(f"pycollective.{_WHERE}: {names} failed; {left_} from commit {commit}.\n")
+        sys.stderr.flush()
+    return new
