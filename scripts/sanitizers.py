@@ -1,7 +1,8 @@
 """Runs the tests in C++ under sanitizers.
 
-For addresses and undefined behaviour it also builds the compiled library with them, and runs collective tests on two ranks. The one for threads looks at the tests in C++ alone, of the board, the
-recorder, teams and devices: XLA and MPI are not compiled for it, so it does not see how they order their threads.
+For addresses and undefined behaviour it also builds the compiled library with them, and runs collective tests on two
+ranks. The one for threads looks at the tests in C++ alone, of the board, the recorder, teams and devices: XLA and MPI
+are not compiled for it, so it does not see how they order their threads.
 """
 
 from __future__ import annotations
