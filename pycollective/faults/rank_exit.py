@@ -28,7 +28,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, ClassVar, NoReturn
@@ -62,7 +62,7 @@ class _State:
         has_hooks: whether the hooks that see errors are installed.
         old_error: the exception that Python showed last before the hooks were installed.
         exit_comm: the communicator on which ranks wait for each other at exit.
-        has_lost_ranks: whether ranks have failed, and this one has gone on.
+        lost: the ranks of MPI_COMM_WORLD that have failed, if this one has gone on.
         last: what this rank does when all ranks have ended.
         ends: whether this rank ends the job.
     """
@@ -71,7 +71,7 @@ class _State:
     ends = False
     old_error: object = None
     exit_comm: MPI.Intracomm | None = None
-    has_lost_ranks = False
+    lost: ClassVar[set[int]] = set()
     last: ClassVar[list[Callable[[], object]]] = []
 
 
@@ -183,7 +183,8 @@ def abort(status: int = 1) -> NoReturn:
     """Ends all ranks after the launcher has read what this rank wrote."""
     _State.ends = True
     wait_until_read()
-    if MPI.COMM_WORLD.size > 1:
+    # If the last one that is left aborts, the status of Open MPI's mpiexec is 0.
+    if MPI.COMM_WORLD.size - len(_State.lost) > 1:
         exit_status.end_later(_LAST_S)
         MPI.COMM_WORLD.Abort(status)
     _os_exit(status)  # MPICH's Abort returns when the launcher is slow to end this process
@@ -208,15 +209,15 @@ def wait_for_all_at_exit(world: MPI.Intracomm) -> None:
         _State.exit_comm = remember(world.Dup())
 
 
-def go_on_without(ranks: Iterable[int]) -> None:
+def go_on_without(ranks: Collection[int]) -> None:
     """Lets this process end without those ranks of MPI_COMM_WORLD, which have failed.
 
     Open MPI's MPI_Finalize may wait for ever after that: it did so in 2 of 12 trials. So this process never calls it.
     """
     for rank in ranks:
         watch.forget_rank(rank)
+    _State.lost.update(ranks)
     _State.exit_comm = None
-    _State.has_lost_ranks = True
 
 
 def at_end(function: Callable[[], object]) -> None:
@@ -258,7 +259,7 @@ def _end(flush: Callable[[], None], limit_s: float | None) -> None:
         function()
     if compiled.has_started():
         watch.stop_monitor()
-    if _State.has_lost_ranks:
+    if _State.lost:
         watch.exit_instead_of_finalizing(status)
 
 
