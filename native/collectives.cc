@@ -168,6 +168,11 @@ class LibraryOf final : public Library {
 
   // Messages -------------------------------------------------------------------------------------------------------
 
+  Outcome CheckTag(const Channel& channel, int tag) const override {
+    int found = 0;
+    return FindTag(channel, tag, &found);
+  }
+
   Outcome Send(const Channel& channel, const Outgoing& out) const override {
     int tag = 0;
     PYCOLLECTIVE_RETURN_IF_FAILED(FindTag(channel, out.tag, &tag));

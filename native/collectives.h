@@ -125,6 +125,8 @@ class Library {
 #undef PYCOLLECTIVE_DECLARE
   virtual Outcome Barrier(const Channel&) const = 0;
 
+  // Whether a program may use the tag on the channel.
+  virtual Outcome CheckTag(const Channel&, int tag) const = 0;
   // A message whose length is not `count` is an error.
   virtual Outcome Send(const Channel&, const Outgoing&) const = 0;
   virtual Outcome Recv(const Channel&, const Incoming&) const = 0;

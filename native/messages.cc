@@ -3,6 +3,7 @@
 #include "messages.h"
 
 #include <cstdint>
+#include <new>
 #include <string>
 #include <vector>
 
@@ -25,8 +26,12 @@ Outcome Drop(const Library& mpi, const Channel& channel, const Post& post, int s
   Type type;
   const Signature& theirs = post.signature;
   if (!MoveType(static_cast<xla::ffi::DataType>(theirs.dtype), &type)) return {};
-  std::vector<char> data(static_cast<size_t>(theirs.count * kTypeBytes[int(type)]));
-  return mpi.Recv(channel, {data.data(), theirs.count, type, source, tag});
+  try {
+    std::vector<char> data(static_cast<size_t>(theirs.count * kTypeBytes[int(type)]));
+    return mpi.Recv(channel, {data.data(), theirs.count, type, source, tag});
+  } catch (const std::bad_alloc& error) {
+    return OutcomeOfException(error);
+  }
 }
 
 }  // namespace
@@ -64,6 +69,8 @@ Outcome Recv(const Library& mpi, const Channel& channel, const ExpectedMessage& 
 
 Outcome Sendrecv(const Library& mpi, const Channel& channel, const SentMessage& sent, const ExpectedMessage& expected) {
   if (check < Check::kEvery) return mpi.Sendrecv(channel, sent.data, expected.data);
+  // Once a message has begun, this call must wait until MPI has read it: the receive must not fail before it waits, too.
+  PYCOLLECTIVE_RETURN_IF_FAILED(mpi.CheckTag(channel, expected.data.tag));
   const Told told(sent.post);
   std::vector<int64_t> started;
   const auto start = [&](const Outgoing& message) {
