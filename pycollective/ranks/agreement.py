@@ -128,7 +128,7 @@ def _compare(report: TraceReport, own: list[CollectiveLine], others: list[Any]) 
     for rank, other in enumerate(others):
         if isinstance(other, str):
             _refuse(report, RuntimeError, rank, "no error", other, _ALIKE)
-        here, there = ([line.text for line in lines] for lines in (own, other))
+        here, there = ([_text(line) for line in lines] for lines in (own, other))
         if here != there:
             _refuse(report, CollectiveMismatch, rank, *_difference(here, there), _ALIKE)
         if (moved := _moved(own, other)) is not None:
@@ -149,6 +149,11 @@ _ALIKE = "All ranks must call the same functions in the same order, with the sam
 def _refuse(report: TraceReport, kind: type[RuntimeError], rank: int, here: str, there: str, remedy: str) -> NoReturn:
     expected = f"the same program on every rank, here with {here}"
     fail(kind, report.where, report.comm, expected, f"{there} on rank {rank}", remedy)
+
+
+def _text(line: Any) -> str:
+    """What ranks compare of a line. A rank that makes another call than a function's first one sends other objects."""
+    return line.text if isinstance(line, CollectiveLine) else str(line)
 
 
 def _difference(own: list[str], other: list[str]) -> tuple[str, str]:
