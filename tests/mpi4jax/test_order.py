@@ -1,7 +1,8 @@
 """mpi4jax's calls and ours keep one order: inside a program, in all that may hold calls, and between programs.
 
 Rank 0 sends to rank 1 by turns with the two packages, on one MPI communicator and under one tag. MPI keeps the order of
-such messages, so a message that was sent or received too early shows in the numbers that arrive.
+such messages, so a message that was sent or received too early shows in the numbers that arrive. A message of ours must
+be one of MPI's for that: ``PYCOLLECTIVE_CHECK=first``.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ from jax.sharding import PartitionSpec as P
 from mpi4py import MPI
 
 import pycollective as pc
+from pycollective.config import config
 from pycollective.ordering.effect import effect
+
+assert config.check.when < 2, "these tests need PYCOLLECTIVE_CHECK=first"
 
 Array = Any
 TAG = 7
