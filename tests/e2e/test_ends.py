@@ -108,7 +108,8 @@ def test_what_does_not_end_a_rank_and_an_exit_code_of_all(tmp_path: Path) -> Non
     assert done.returncode == 5, done.stderr
     assert "ending all ranks" not in done.stderr
     assert re.search(
-        r"caught .*pycollective\.recv: expected MPI_Recv .*runcat.*\(rank 1 of 2, communicator world\)", done.stdout
+        r"caught .*pycollective\.recv: CollectiveMismatch: expected a message of .*\(rank 1 of 2, communicator world\)",
+        done.stdout,
     )
     assert sorted(re.findall(r"rank (\d) sums 2\.0", done.stdout)) == ["0", "1"]
     assert done.stderr.count("pycollective: rank 1 of 2 goes on after this exception, which Python ignores:") == 1
@@ -163,11 +164,9 @@ def test_a_wait_without_end_is_reported_once_with_all_ranks(tmp_path: Path) -> N
     assert len(re.findall(report, done.stderr)) == 1, done.stderr
     for rank, number, communicator in ((0, 1, "world"), (1, 1, r"world\[1, 0\]")):
         call = rf"collective {number} of communicator {communicator}, allreduce\(float32\[3\], op=sum\)"
-        wait = rf"rank {rank} has waited in {call}"
+        wait = rf"rank {rank} has waited in {call}, at program.py:\d+ \(stuck_here\)"
         assert len(re.findall(wait, done.stderr)) == 1, done.stderr
     assert "The ranks wait for each other" in done.stderr
-    stack = r"Python on ranks 0, 1:\n +File \".*program.py\", line \d+ in stuck_here"
-    assert re.search(stack, done.stderr), done.stderr
 
 
 @whole
@@ -273,7 +272,7 @@ print("end")
     assert done.returncode not in (0, 124, 137), done.stderr
     assert done.stdout.split() == ["end"] * 2
     assert "pycollective: rank 1 of 2 ends with an error in a program; ending all ranks." in done.stderr
-    assert "pycollective.recv: expected MPI_Recv to succeed" in done.stderr
+    assert "pycollective.recv: CollectiveMismatch: expected a message of float32[" in done.stderr
 
 
 @whole

@@ -51,7 +51,7 @@ ENDED = r"pycollective: rank 1 of \d {}; ending all ranks\."
 RAISED = ENDED.format("raised")
 EARLY = ENDED.format("raised before init")
 NO_LUCK = r"^(\w+\.)*\w*Error: no luck$"
-DIFFER = r"pycollective\.\w+: expected the same call on every rank, got .* here and .* on rank \d "
+DIFFER = r"pycollective\.\w+: CollectiveMismatch: expected the same call on every rank, got .* here and .* on rank \d "
 WAIT = r"pycollective: expected an answer from the other ranks within 8 s, got none for .*; ending all ranks"
 ABSENT = (
     r"pycollective\.init: expected the other ranks to start within 8 s, got no start of rank 1 after .* \(rank 0 of "
