@@ -274,8 +274,10 @@ def steps(*, everything: bool, install: bool) -> list[Step]:
         doctor("openmpi", **whole),
         demo("openmpi", **whole),
         by_itself(
-            "end-to-end tests", "-m", "library", "tests/e2e", mpi="openmpi", kind="e2e", limit=900, **whole,
+            "end-to-end tests", "-m", "library", *side_by_side, "tests/e2e", *(f"--ignore={file}" for file in hosts),
+            mpi="openmpi", kind="e2e", limit=900, **whole,
         ),
+        by_itself("several hosts, Slurm", "-m", "library", *hosts, mpi="openmpi", kind="e2e", limit=900, **whole),
         #
         doctor("system", **whole),
         by_itself("end-to-end tests", "tests/e2e/test_run.py", mpi="system", kind="e2e", limit=300, **whole),
