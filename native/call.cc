@@ -120,17 +120,16 @@ Record Call::RecordOf(const Signature& signature, int64_t nbytes, CallState stat
 }
 
 ffi::Error Call::Prepare(Signature signature) {
-  if (!IsCollective(operation_)) {  // for a message the others would not make the channel
-    return check_numbers ? CheckNumbers(signature) : ffi::Error::Success();
-  }
-  const Outcome made = communicator_->ranks->MakeChannel(*library, lane_->channel_number);
-  if (!made.ok()) return ErrorOf(made);
-  signature.staging = staging_;
-  signature.devices = static_cast<int32_t>(participants_.spread > 0 ? participants_.spread : 1);
-  signature.team = lane_->team != nullptr ? lane_->team->size() : 1;
-  if (lane_->channel.size > 1) {
-    const ffi::Error differs = CompareWithRanks(signature);
-    if (differs.failure()) return differs;
+  if (IsCollective(operation_)) {  // for a message the others would not make the channel
+    const Outcome made = communicator_->ranks->MakeChannel(*library, lane_->channel_number);
+    if (!made.ok()) return ErrorOf(made);
+    signature.staging = staging_;
+    signature.devices = static_cast<int32_t>(participants_.spread > 0 ? participants_.spread : 1);
+    signature.team = lane_->team != nullptr ? lane_->team->size() : 1;
+    if (lane_->channel.size > 1) {
+      const ffi::Error differs = CompareWithRanks(signature);
+      if (differs.failure()) return differs;
+    }
   }
   return check_numbers ? CheckNumbers(signature) : ffi::Error::Success();
 }

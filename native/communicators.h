@@ -29,7 +29,7 @@ struct LazyChannel : Channel {
   // Set by the one thread that makes the channel. Other threads read the channel after they have read this, or after a
   // meeting with that thread.
   std::atomic<bool> made{false};
-  // What MakeChannel has made, for RevocableComms; it is set before the ranks meet on it.
+  // What MakeChannel has made, for OwnCommsOfAll; it is set before the ranks meet on it.
   std::atomic<int64_t> own{0};
 
   // Where its ranks post their calls, if they are all on one host.

@@ -25,9 +25,6 @@ _HEAD_START_S, _STEP_S = 0.5, 0.05
 """How much earlier rank 0 prints its error than rank 1, and rank r than rank r + 1, when all ranks raise. The first
 rank ends the others, which print nothing."""
 
-_LAST_S = 5.0
-"""How long MPI may take to end this process."""
-
 
 class _State:
     """What this process knows.
@@ -86,5 +83,5 @@ def _end_all(status: int, what: str, show: Callable[[], object]) -> None:
     sys.stderr.write(f"pycollective: rank {world.rank} of {world.size} {what} before init; ending all ranks.\n")
     show()
     wait_until_read()
-    exit_status.end_later(_LAST_S)
+    exit_status.end_later()
     world.Abort(status)

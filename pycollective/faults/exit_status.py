@@ -9,7 +9,11 @@ import os
 import sys
 from typing import Any, NoReturn
 
-__all__ = ["end_later", "record", "set_status", "status"]
+__all__ = ["LAST_S", "end_later", "record", "set_status", "status"]
+
+
+LAST_S = 5.0
+"""How long a rank that MPI or another rank ends waits for that, before it ends itself."""
 
 
 class _State:
@@ -34,13 +38,13 @@ def set_status(number: int) -> None:
     _State.status = number
 
 
-def end_later(seconds: float) -> None:
-    """Ends this process after so many seconds, with status 1, if it has not ended by itself.
+def end_later() -> None:
+    """Ends this process after ``LAST_S`` seconds, with status 1, if it has not ended by itself.
 
     ``MPI_Abort`` may not come back when the launcher is stuck. While Python ends it starts no thread, but
     ``faulthandler`` does.
     """
-    faulthandler.dump_traceback_later(seconds, exit=True, file=os.open(os.devnull, os.O_WRONLY))
+    faulthandler.dump_traceback_later(LAST_S, exit=True, file=os.open(os.devnull, os.O_WRONLY))
 
 
 def record() -> None:

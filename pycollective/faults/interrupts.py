@@ -14,11 +14,11 @@ import sys
 import threading
 import time
 import traceback
-from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
 from pycollective.faults import rank_exit
+from pycollective.ordering.call_site import is_of_user
 from pycollective.transport import watch
 
 __all__ = ["end_all_on_interrupt"]
@@ -71,13 +71,13 @@ def _listen(hears: socket.socket) -> None:
 def _call_under_way() -> str:
     """The call in which this rank waits; "" if there is none."""
     entries = json.loads(watch.recorder_json(0, 1, ""))["entries"]
-    return next((entry["description"] for entry in entries if entry["state"] != "completed"), "")
+    return next((entry["description"] for entry in entries if entry["state"] in ("scheduled", "started")), "")
 
 
 def _stack_of_main_thread() -> str:
-    """Where the user's program stands: the frames that are not those of JAX or of this package."""
+    """Where the user's program stands."""
     main = threading.main_thread().ident
     assert main is not None
     frames = traceback.extract_stack(sys._current_frames()[main])
-    users = [frame for frame in frames if not {"jax", "pycollective"} & set(Path(frame.filename).parent.parts)]
+    users = [frame for frame in frames if is_of_user(frame.filename)]
     return "".join(traceback.format_list(users or frames))

@@ -39,10 +39,6 @@ from pycollective.launch.child_processes import is_forked, wait_until_read
 from pycollective.transport import compiled, watch
 from pycollective.transport.mpi import MPI, remember
 
-_LAST_S = 5.0
-"""How long a rank that another one ends waits for that, before it ends itself."""
-
-
 _PATIENCE_S = 5.0
 """How long a rank that exits with a code waits for the others to end by themselves, as when tests fail on all ranks."""
 
@@ -100,7 +96,7 @@ def end_all_on_error() -> None:
 
     def ignored(unraisable: sys.UnraisableHookArgs) -> None:
         if _is_one_of_several():
-            sys.stderr.write(f"pycollective: {_place()} goes on after this exception, which Python ignores:\n")
+            sys.stderr.write(f"pycollective: {place()} goes on after this exception, which Python ignores:\n")
         previous_ignored(unraisable)
 
     sys.excepthook, threading.excepthook, sys.unraisablehook = raised, raised_in_thread, ignored
@@ -113,7 +109,8 @@ def _is_one_of_several() -> bool:
     return not is_forked() and not MPI.Is_finalized() and MPI.COMM_WORLD.size > 1
 
 
-def _place() -> str:
+def place() -> str:
+    """The rank of this process, for messages."""
     return f"rank {MPI.COMM_WORLD.rank} of {MPI.COMM_WORLD.size}"
 
 
@@ -123,9 +120,9 @@ def _end_all(show: Callable[[], object], what: str, error: BaseException | None)
         show()
         return
     before_init.let_lower_ranks_speak(MPI.COMM_WORLD.rank)
-    _be_the_first(1, f"{_place()} {what}: {type(error).__name__}: {error}")
+    _be_the_first(1, f"{place()} {what}: {type(error).__name__}: {error}")
     sys.stdout.flush()
-    sys.stderr.write(f"pycollective: {_place()} {what}; ending all ranks.\n")
+    sys.stderr.write(f"pycollective: {place()} {what}; ending all ranks.\n")
     show()
     abort()
 
@@ -138,7 +135,7 @@ def end_all_interrupted(call: str, stack: str) -> NoReturn:
         stack: where its program stands.
     """
     before_init.let_lower_ranks_speak(MPI.COMM_WORLD.rank)
-    what = f"{_place()} was interrupted while it waited in {call}"
+    what = f"{place()} was interrupted while it waited in {call}"
     _be_the_first(128 + signal.SIGINT, what)
     sys.stderr.write(f"pycollective: {what}; ending all ranks.\n{stack}")
     abort(128 + signal.SIGINT)
@@ -152,7 +149,7 @@ def _report_errors_of_cells() -> None:
 
     def ran(result: Any) -> None:
         if not result.success and _is_one_of_several():
-            sys.stderr.write(f"pycollective: {_place()}: a cell has raised; ranks that wait for this one wait on.\n")
+            sys.stderr.write(f"pycollective: {place()}: a cell has raised; ranks that wait for this one wait on.\n")
 
     shell.events.register("post_run_cell", ran)
 
@@ -163,10 +160,8 @@ _os_exit = os._exit
 def _exit_at_once(status: int) -> NoReturn:
     """``os._exit``, which a rank whose MPI runs may not call alone: MPICH would report success for a status of 0."""
     if _is_one_of_several() and not _State.ends:
-        _be_the_first(status or 1, f"{_place()} called os._exit({status})")
-        sys.stderr.write(
-            f"pycollective: {_place()} called os._exit({status}) before the job's end; ending all ranks.\n"
-        )
+        _be_the_first(status or 1, f"{place()} called os._exit({status})")
+        sys.stderr.write(f"pycollective: {place()} called os._exit({status}) before the job's end; ending all ranks.\n")
         abort(status or 1)
     _os_exit(status)
 
@@ -174,7 +169,7 @@ def _exit_at_once(status: int) -> NoReturn:
 def _be_the_first(status: int, cause: str) -> None:
     """Tells all ranks that the job ends. Does not return if it ends already, for the cause of another rank."""
     if not watch.begin_end(status, cause) and not _State.ends:
-        time.sleep(_LAST_S)
+        time.sleep(exit_status.LAST_S)
         _os_exit(status)
     _State.ends = True
 
@@ -185,7 +180,7 @@ def abort(status: int = 1) -> NoReturn:
     wait_until_read()
     # If the last one that is left aborts, the status of Open MPI's mpiexec is 0.
     if MPI.COMM_WORLD.size - len(_State.lost) > 1:
-        exit_status.end_later(_LAST_S)
+        exit_status.end_later()
         MPI.COMM_WORLD.Abort(status)
     _os_exit(status)  # MPICH's Abort returns when the launcher is slow to end this process
 
@@ -212,7 +207,8 @@ def wait_for_all_at_exit(world: MPI.Intracomm) -> None:
 def go_on_without(ranks: Collection[int]) -> None:
     """Lets this process end without those ranks of MPI_COMM_WORLD, which have failed.
 
-    Open MPI's MPI_Finalize may wait for ever after that: it did so in 2 of 12 trials. So this process never calls it.
+    Open MPI's MPI_Finalize may wait for ever after that: one of five jobs that ended at once did so. So this process
+    never calls it.
     """
     for rank in ranks:
         watch.forget_rank(rank)
@@ -244,16 +240,16 @@ def _end(flush: Callable[[], None], limit_s: float | None) -> None:
     try:
         flush()
     except Exception as error:
-        _be_the_first(status or 1, f"{_place()} ends with an error in a program: {type(error).__name__}: {error}")
-        sys.stderr.write(f"pycollective: {_place()} ends with an error in a program; ending all ranks.\n")
+        _be_the_first(status or 1, f"{place()} ends with an error in a program: {type(error).__name__}: {error}")
+        sys.stderr.write(f"pycollective: {place()} ends with an error in a program; ending all ranks.\n")
         traceback.print_exc()
         abort(status or 1)
     if status == 0:
         try:
             _wait_for_all(limit_s)
         except MPI.Exception as error:  # of an MPI that outlives a failed rank
-            _be_the_first(1, f"{_place()} has ended, and a rank has failed since: {error}")
-            sys.stderr.write(f"pycollective: {_place()} has ended, and another one has failed since: {error}.\n")
+            _be_the_first(1, f"{place()} has ended, and a rank has failed since: {error}")
+            sys.stderr.write(f"pycollective: {place()} has ended, and another one has failed since: {error}.\n")
             abort()
     for function in reversed(_State.last):
         function()
@@ -288,8 +284,8 @@ def _end_all_unless_they_end(status: int, limit_s: float | None) -> None:
                 break
         else:
             return
-    _be_the_first(status, f"{_place()} exited with code {status}")
-    sys.stderr.write(f"pycollective: {_place()} exited with code {status}, others did not; ending all ranks.\n")
+    _be_the_first(status, f"{place()} exited with code {status}")
+    sys.stderr.write(f"pycollective: {place()} exited with code {status}, others did not; ending all ranks.\n")
     abort(status)
 
 
@@ -298,7 +294,7 @@ def _wait_for_all(limit_s: float | None) -> None:
     if _State.exit_comm is None:
         return
     remedy = "look for a collective that this rank did not reach."
-    notice = f"{_place()} has ended and waits for the other ranks to end. If they do not, {remedy}"
+    notice = f"{place()} has ended and waits for the other ranks to end. If they do not, {remedy}"
     with watch.waiting("the end of the other ranks"):
         for waited in poll_until(_State.exit_comm.Ibarrier().Test, 0.05, NOTICE_S, notice):
             # If a rank waits in a call, its report comes first: it says more.

@@ -23,9 +23,8 @@ def wait_for_all(ranks: MPI.Intracomm, limit_s: float | None) -> None:
         limit_s: the seconds; None for no limit.
     """
     have_come = ranks.Ibarrier().Test
-    place = f"rank {MPI.COMM_WORLD.rank} of {MPI.COMM_WORLD.size}"
     remedy = "look for a rank that does not call init: it may have raised, or ended, before that."
-    notice = f"{place} has started and waits for the other ranks to start. If they do not, {remedy}"
+    notice = f"{rank_exit.place()} has started and waits for the other ranks to start. If they do not, {remedy}"
     late_s = rank_exit.GRACE_S * min(ranks.rank, 2)
 
     def is_over() -> bool:

@@ -13,9 +13,10 @@ import hashlib
 import inspect
 import sys
 import sysconfig
+from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 from typing import NamedTuple
 
 import jax
@@ -28,9 +29,13 @@ _NOT_THE_USERS = tuple(
 )
 """Folders whose functions stand between the user's line and the primitive. Libraries of networks are users."""
 
-
 _COLLECTIVES = (str(Path(__file__).parents[1] / "collectives") + "/", inspect.getfile(jax.lax.psum))
 """Where the functions that users call stand: a folder of this package, and a file of JAX."""
+
+
+def is_of_user(file: str) -> bool:
+    """Whether a file of Python is the user's: it belongs neither to this package nor to JAX or Python."""
+    return not file.startswith(_NOT_THE_USERS)
 
 
 class CallSite(NamedTuple):
@@ -81,38 +86,24 @@ def site_of_lowered() -> int:
 
 def site_of_caller() -> int:
     """The ``site`` of the collective that this thread calls now, outside any trace; 0 if nobody knows the line."""
-    collective: CodeType | None = None
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if _is_of_user(code):
-            return _site_of(code, frame.f_lineno, collective)
-        if code.co_filename.startswith(_COLLECTIVES):
-            collective = code
-        frame = frame.f_back
-    return 0
-
-
-@functools.lru_cache(maxsize=4096)
-def _is_of_user(code: CodeType) -> bool:
-    return not code.co_filename.startswith(_NOT_THE_USERS)
-
-
-@functools.lru_cache(maxsize=4096)
-def _site_of(code: CodeType, line: int, collective: CodeType | None) -> int:
-    frames = [jax_internals.Frame(code.co_filename, code.co_qualname, code.co_firstlineno, line)]
-    if collective is not None:
-        frames.insert(0, jax_internals.Frame(collective.co_filename, collective.co_qualname, 0, 0))
-    found = _innermost(frames)
+    found = _innermost(_frames(sys._getframe(1)))
     return 0 if found is None else _known(found)
 
 
+def _frames(frame: FrameType | None) -> Iterator[jax_internals.Frame]:
+    while frame is not None:
+        code = frame.f_code
+        yield jax_internals.Frame(code.co_filename, code.co_qualname, code.co_firstlineno, frame.f_lineno)
+        frame = frame.f_back
+
+
+@functools.lru_cache(maxsize=4096)
 def _known(found: CallSite) -> int:
     watch.add_site(found.site, found.text)
     return found.site
 
 
-def _innermost(frames: list[jax_internals.Frame]) -> CallSite | None:
+def _innermost(frames: Iterable[jax_internals.Frame]) -> CallSite | None:
     """The innermost frame that is not JAX's or this package's.
 
     Example:
@@ -122,8 +113,8 @@ def _innermost(frames: list[jax_internals.Frame]) -> CallSite | None:
     """
     collective = ""
     for frame in frames:
-        if not frame.file.startswith(_NOT_THE_USERS):
-            file = frame.file if frame.file.startswith("<") else Path(frame.file).name
+        if is_of_user(frame.file):
+            file = frame.file.rpartition("/")[2]
             return CallSite(file, frame.line, frame.function, frame.line - frame.first_line, collective)
         if frame.file.startswith(_COLLECTIVES):  # pmean calls psum: the outer one counts
             collective = frame.function

@@ -195,7 +195,7 @@ def prepare(options: argparse.Namespace, environ: Mapping[str, str]) -> restarts
             variables |= {name: value for name, value in launcher.attentive.items() if name not in environ}
             if hides_lost_hosts:
                 last_words = "|".join((_LAST_WORDS_OF_RANKS, *launcher.last_words))
-                return restarts.Start(job, launcher.command_line, variables, room, True, last_words)
+                return restarts.Start(job, launcher.command_line, variables, room, last_words)
         return restarts.Start(job, launcher.command_line, variables, room)
     return restarts.Start(job, lambda job: launcher.command_line(job, library, environ), variables, room)
 

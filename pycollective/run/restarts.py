@@ -36,17 +36,20 @@ class Start:
         command_line: the launcher's command line for a job.
         variables: what the launcher's environment has in addition.
         room: the hosts, each with the number of ranks that it can take; empty for this host, or where they are unknown.
-        may_lose_hosts: whether the launcher may end with status 0, or not at all, when a host has gone.
         last_words: what the launcher or the ranks say when the job ends by a fault, as a regular expression, if the
-            launcher may not end after that.
+            launcher may end with status 0, or not at all, when a host has gone; else "".
     """
 
     job: Job
     command_line: Callable[[Job], list[str]]
     variables: Mapping[str, str]
     room: Mapping[str, int]
-    may_lose_hosts: bool = False
     last_words: str = ""
+
+    @property
+    def may_lose_hosts(self) -> bool:
+        """Whether the end of the launcher may hide that a host has gone."""
+        return bool(self.last_words)
 
 
 def run(start: Start, restarts: int, min_ranks: int, environ: Mapping[str, str]) -> int:

@@ -21,7 +21,8 @@ from pathlib import Path
 from pycollective.launch.job import Job
 from pycollective.run.restarts import Start, run
 
-where, restarts, least, hides = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "hides"
+where, restarts, least = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+last_words = "lost a host" if sys.argv[4] == "hides" else ""
 script = '''
 if [ "$3" = true ]; then test ! -e "$1/$2"; exit; fi
 echo "attempt $PYCOLLECTIVE_RESTART: $2"
@@ -38,7 +39,7 @@ def line(job):
 
 
 job = Job(4, ["program"], [("a", None), ("b", None)])
-sys.exit(run(Start(job, line, {}, job.room(), hides), restarts, least, {"PATH": "/usr/bin:/bin"}))
+sys.exit(run(Start(job, line, {}, job.room(), last_words), restarts, least, {"PATH": "/usr/bin:/bin"}))
 """
 
 
