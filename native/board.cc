@@ -46,11 +46,16 @@ bool IsMeeting(int32_t operation) {
 }
 
 bool Post::Matches(const Post& other) const {
-  if (!(signature == other.signature)) return false;
+  if (!(signature == other.signature) || seq != other.seq) return false;
   if (site == other.site || site == 0 || other.site == 0 || !IsSymmetric(signature.operation)) return true;
   const bool same_function = FunctionOf(site) == FunctionOf(other.site);
   const bool same_collective = CollectiveOf(site) == CollectiveOf(other.site);
   return same_collective && !same_function && SiteText(other.site).empty();
+}
+
+uint64_t Post::Digest() const {
+  const int64_t line = IsSymmetric(signature.operation) ? site : 0;
+  return Mix(Mix(signature.Digest(), static_cast<uint64_t>(seq)), static_cast<uint64_t>(line));
 }
 
 void CopyLine(const std::string& line, char (&to)[kLineBytes]) {
@@ -116,7 +121,7 @@ void BoardSlot::ReleaseAll() {
   }
 }
 
-BoardSlot::Difference BoardSlot::Compare(const Post& post, bool waits, const std::function<bool(int)>& progress) {
+Difference BoardSlot::Compare(const Post& post, bool waits, const std::function<bool(int)>& progress) {
   const uint64_t call = ++calls_;
   // Returns false if the wait has no end.
   const auto wait = [&](int rank, const std::atomic<uint64_t>& number, uint64_t wanted, int64_t until_ns) {
@@ -136,7 +141,7 @@ BoardSlot::Difference BoardSlot::Compare(const Post& post, bool waits, const std
     if (rank != rank_ && !wait(rank, CellOf(rank, call + 1).posted, call + 1 - kCells, 0)) return {};
   }
   Cell& own = CellOf(rank_, call);
-  own.digest = static_cast<uint64_t>(SignatureHash()(post.signature));
+  own.digest = post.signature.Digest();
   own.site = post.site;
   own.signature = post.signature;
   own.posted.store(call, std::memory_order_seq_cst);

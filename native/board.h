@@ -24,11 +24,22 @@ bool IsMeeting(int32_t operation);
 struct Post {
   Signature signature;
   int64_t site = 0;  // the line that made the call; 0: unknown
+  int64_t seq = 0;   // the number of the call on its channel, where its place among the calls does not tell it
 
   // Whether the other rank makes the same call as this one. That concerns the line too, where the data of all ranks has the
   // same part in the call: two sums of equal shapes in another order would mix, and so would a sum and a mean, which are one
   // call. A rank may make the call in a function that this rank does not run.
   bool Matches(const Post& other) const;
+
+  // A hash of all that Matches compares. Posts with unequal hashes may match all the same, by their lines.
+  uint64_t Digest() const;
+};
+
+// A call of another rank that does not match.
+struct Difference {
+  int rank = -1;  // -1: all calls match
+  Post theirs;
+  std::string line;
 };
 
 // A line as ranks tell each other; the end of a long one is cut off.
@@ -55,13 +66,6 @@ class BoardSlot {
 
   bool exists() const { return number_ >= 0; }
   int64_t number() const { return number_; }
-
-  // A call of another rank that does not match.
-  struct Difference {
-    int rank = -1;  // -1: all calls match
-    Post theirs;
-    std::string line;
-  };
 
   // Posts a call and compares it with those of the others. `waits`: it waits until all have posted theirs. Meanwhile
   // `progress` is called from time to time, with the rank that it waits for. If that returns false, the wait ends, and what

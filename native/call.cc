@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <random>
 
-#include "messages.h"
 
 namespace ffi = xla::ffi;
 
@@ -84,8 +83,9 @@ ffi::Error Call::Enter(const Signature& signature, int64_t nbytes) {
   if (last != nullptr) last->entered.Finish(kFailed);
   const ffi::Error wrong = CheckParticipants();
   if (wrong.failure()) return wrong;
-  Recorded recorded(RecordOf(signature, nbytes, kStarted));
-  const ffi::Error error = Prepare(signature);
+  const Record record = RecordOf(signature, nbytes, kStarted);
+  Recorded recorded(record);
+  const ffi::Error error = Prepare(signature, record.seq);
   if (error.failure()) return error;
   communicator_->entered = std::move(recorded);
   last = communicator_;
@@ -119,7 +119,7 @@ Record Call::RecordOf(const Signature& signature, int64_t nbytes, CallState stat
   return record;
 }
 
-ffi::Error Call::Prepare(Signature signature) {
+ffi::Error Call::Prepare(Signature signature, int64_t seq) {
   if (IsCollective(operation_)) {  // for a message the others would not make the channel
     const Outcome made = communicator_->ranks->MakeChannel(*library, lane_->channel_number);
     if (!made.ok()) return ErrorOf(made);
@@ -127,7 +127,7 @@ ffi::Error Call::Prepare(Signature signature) {
     signature.devices = static_cast<int32_t>(participants_.spread > 0 ? participants_.spread : 1);
     signature.team = lane_->team != nullptr ? lane_->team->size() : 1;
     if (lane_->channel.size > 1) {
-      const ffi::Error differs = CompareWithRanks(signature);
+      const ffi::Error differs = CompareWithRanks(signature, seq);
       if (differs.failure()) return differs;
     }
   }
@@ -184,13 +184,13 @@ ffi::Error Call::CompareOnBoard(const Signature& mine) {
   const Post post{mine, participants_.site};
   const bool waits = IsMeeting(mine.operation) || channel.agreed.count(mine) == 0;
   Outcome progress;
-  const BoardSlot::Difference found = channel.board.Compare(post, waits, [&](int rank) {
+  const Difference found = channel.board.Compare(post, waits, [&](int rank) {
     progress = library->Progress(channel, rank);
     return progress.ok();
   });
   if (!progress.ok()) return ErrorOf(progress);
   if (found.rank < 0 && waits && !IsMeeting(mine.operation)) channel.agreed.insert(mine);
-  return found.rank < 0 ? ffi::Error::Success() : Differs(post, found.rank, found.theirs, found.line);
+  return found.rank < 0 ? ffi::Error::Success() : Differs(post, found);
 }
 
 void Call::BreakTeams() const {
@@ -198,58 +198,43 @@ void Call::BreakTeams() const {
   if (lane_ != nullptr && lane_->team != nullptr) lane_->team->Break();
 }
 
-ffi::Error Call::CompareInRing(const Signature& mine) {
-  const Ranks& ranks = *communicator_->ranks;
-  Channel channel = lane_->channel;
-  channel.messages = channel.permute;  // its ranks are those of the whole communicator
-  channel.tag_step = 1;                // so the tag is the reserved one itself
-  const int from = (channel.rank + channel.size - 1) % channel.size;
-  const int to = (channel.rank + 1) % channel.size;
-  const int tag = library->ReservedTag(lane_->channel_number);
-  Told own({mine, participants_.site}), theirs;
-  std::vector<int64_t> messages(2);
-  const auto bytes = static_cast<int64_t>(sizeof(Told));
-  const int source = ranks.RankInWhole(from), dest = ranks.RankInWhole(to);
-  Outcome outcome = library->Irecv(channel, {&theirs, bytes, Type::kUint8, source, tag}, &messages[0]);
-  if (!outcome.ok()) return ErrorOf(outcome);
-  outcome = library->Isend(channel, {&own, bytes, Type::kUint8, dest, tag}, &messages[1]);
-  if (!outcome.ok()) messages.pop_back();  // MPI still writes to `theirs`
-  const Outcome come = library->WaitAll(&messages);
-  if (!outcome.ok() || !come.ok()) return ErrorOf(outcome.ok() ? come : outcome);
-  return own.post.Matches(theirs.post) ? ffi::Error::Success() : Differs(own.post, from, theirs.post, theirs.line);
-}
-
-ffi::Error Call::Differs(const Post& mine, int rank, const Post& theirs, const std::string& line) const {
+ffi::Error Call::Differs(const Post& mine, const Difference& found) const {
+  const Post& theirs = found.theirs;
   const bool known = IsCollective(theirs.signature.operation);
-  const bool same = theirs.signature == mine.signature;
+  const bool same_call = theirs.signature == mine.signature, same_number = theirs.seq == mine.seq;
   const bool staging = known && theirs.signature.staging != mine.signature.staging;
-  const auto at = [](const std::string& place) { return place.empty() ? place : " at " + place; };
+  const auto text = [&](const Post& post, const std::string& line) {
+    return Describe(post.signature, staging) + (line.empty() ? "" : " at " + line) +
+           (same_number ? "" : ", collective " + std::to_string(post.seq) + " of its ranks,");
+  };
   return Error(ffi::ErrorCode::kInvalidArgument,
-               "CollectiveMismatch: expected the same call on every rank, got " + Describe(mine.signature, staging) +
-                   at(SiteText(mine.site)) + " here and " +
-                   (known ? Describe(theirs.signature, staging) + at(line) : std::string("another call")) +
-                   " on rank " + std::to_string(rank),
-               same      ? "All ranks must make such calls in the same order of lines, and by the same function: else data of "
-                           "one is taken for data of another. PYCOLLECTIVE_CHECK=first compares no lines."
+               "CollectiveMismatch: expected the same call on every rank, got " + text(mine, SiteText(mine.site)) +
+                   " here and " + (known ? text(theirs, found.line) : std::string("another call")) + " on rank " +
+                   std::to_string(found.rank),
+               same_call && same_number
+                   ? "All ranks must make such calls in the same order of lines, and by the same function: else data of one is "
+                     "taken for data of another. PYCOLLECTIVE_CHECK=first compares no lines."
                : staging ? "All ranks must use devices of one kind, with the same settings."
                          : "All ranks must run the same collectives in the same order, with the same shapes, dtypes and "
                            "pytrees.");
 }
 
-ffi::Error Call::CompareWithRanks(const Signature& mine) {
+ffi::Error Call::CompareWithRanks(const Signature& mine, int64_t seq) {
   if (check == Check::kNever) return ffi::Error::Success();
   LazyChannel& channel = lane_->channel;
   const std::lock_guard<std::mutex> lock(channel.mutex);
   if (check >= Check::kEvery && channel.board.exists()) return CompareOnBoard(mine);
-  if (check == Check::kEvery && IsMeeting(mine.operation)) return CompareInRing(mine);
-  if (check != Check::kAlways && channel.agreed.count(mine) != 0) return ffi::Error::Success();
-  std::vector<Signature> all(static_cast<size_t>(channel.size));
-  const Outcome outcome = library->Allgather(channel, {&mine, all.data(), sizeof(Signature), Type::kUint8});
+  const bool each = check == Check::kAlways || (check == Check::kEvery && IsMeeting(mine.operation));
+  if (!each && channel.agreed.count(mine) != 0) return ffi::Error::Success();
+  // A reduction that would travel alone the next time must not travel in other company now: its bits could differ.
+  const bool carries = each && lane_->team == nullptr && !check_numbers && reduction_.IsCarried();
+  const Post post{mine, check == Check::kFirst ? 0 : participants_.site, seq};
+  Difference found;
+  const Outcome outcome = CompareWithAll(*library, channel, post, carries ? &reduction_ : nullptr, &found);
   if (!outcome.ok()) return ErrorOf(outcome);
-  for (size_t rank = 0; rank < all.size(); ++rank) {
-    if (!(all[rank] == mine)) return Differs({mine, 0}, static_cast<int>(rank), {all[rank], 0}, "");
-  }
-  channel.agreed.insert(mine);
+  if (found.rank >= 0) return Differs(post, found);
+  is_done_ = carries || (mine.operation == kBarrier && lane_->team == nullptr);  // no rank goes on before all have come
+  if (!each) channel.agreed.insert(mine);
   return ffi::Error::Success();
 }
 

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "collectives.h"
+#include "comparison.h"
 #include "communicators.h"
 #include "dtypes.h"
 #include "numbers.h"
@@ -127,6 +128,8 @@ class Call {
   void Brings(const Operand& operand) {
     if (check_numbers) operands_.push_back(operand);
   }
+  // The call is this allreduce, in host memory. Its arrays live as long as the call.
+  void Makes(const Reduction& reduction) { reduction_ = reduction; }
   // For ppermute: where each lane sends to; -1: nowhere.
   void SetRoutes(xla::ffi::Span<const int64_t> dest) { routes_ = dest; }
 
@@ -149,19 +152,21 @@ class Call {
 
   template <typename Body>
   xla::ffi::Error RunOnLane(const Signature& signature, int64_t nbytes, Body body) {
-    Recorded recorded(RecordOf(signature, nbytes, kStarted));
-    const xla::ffi::Error wrong = Prepare(signature);
+    const Record record = RecordOf(signature, nbytes, kStarted);
+    Recorded recorded(record);
+    const xla::ffi::Error wrong = Prepare(signature, record.seq);
     if (wrong.failure()) return wrong;
-    const Outcome outcome = body(*library, *lane_);
+    const Outcome outcome = is_done_ ? Outcome{} : body(*library, *lane_);
     if (!outcome.ok()) return ErrorOf(outcome);
     recorded.Finish(kCompleted);
     return xla::ffi::Error::Success();
   }
 
   // What comes before the call itself: its channel, and the comparison with the other ranks.
-  xla::ffi::Error Prepare(Signature signature);
-  // The error of a call that another rank makes differently; `line`: where it stands there.
-  xla::ffi::Error Differs(const Post& mine, int rank, const Post& theirs, const std::string& line) const;
+  // `seq`: its number on the channel.
+  xla::ffi::Error Prepare(Signature signature, int64_t seq);
+  // The error of a call that another rank makes differently.
+  xla::ffi::Error Differs(const Post& mine, const Difference& found) const;
 
   Record RecordOf(const Signature& signature, int64_t nbytes, CallState state) const;
   static int64_t PeerOf(int64_t rank);  // as records name it
@@ -193,12 +198,9 @@ class Call {
   }
 
   // Returns an error if another rank makes another call on the channel: a wrong order, shape or dtype ends in an error on
-  // every rank instead of a hang or a wrong sum. On a board all ranks see all calls; in a ring each sees one.
-  xla::ffi::Error CompareWithRanks(const Signature& mine);
+  // every rank instead of a hang or a wrong sum. It may make the call itself (comparison.h).
+  xla::ffi::Error CompareWithRanks(const Signature& mine, int64_t seq);
   xla::ffi::Error CompareOnBoard(const Signature& mine);
-  // Each rank tells the next one what it calls, so every difference shows on two ranks at least, before they call MPI. The
-  // others wait in the call until these have ended the job.
-  xla::ffi::Error CompareInRing(const Signature& mine);
   // Returns an error if a rank brings a NaN or an Inf. All ranks of a collective get it, before they call MPI; of a message
   // only the rank that sends.
   xla::ffi::Error CheckNumbers(const Signature& mine);
@@ -218,6 +220,8 @@ class Call {
   int64_t source_ = Record::kNoPeer;
   std::vector<Operand> operands_;  // if the numbers guard looks at them
   xla::ffi::Span<const int64_t> routes_;
+  Reduction reduction_;
+  bool is_done_ = false;  // the comparison has made the call
   int exceptions_ = std::uncaught_exceptions();
 };
 

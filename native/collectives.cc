@@ -203,6 +203,13 @@ class LibraryOf final : public Library {
     return CheckLength(call, in, block, in.status);
   }
 
+  Outcome SetReceived(const Incoming& in) const override {
+    const Block<H> block = BlockOf(in.count, in.type);
+    PYCOLLECTIVE_RETURN_IF_FAILED(block.made());
+    PYCOLLECTIVE_CALL(Status_set_elements, in.status, block.type(), block.count());
+    return {};
+  }
+
   Outcome Sendrecv(const Channel& channel, const Outgoing& out, const Incoming& in) const override {
     int send_tag = 0, recv_tag = 0;
     PYCOLLECTIVE_RETURN_IF_FAILED(FindTag(channel, out.tag, &send_tag));
@@ -268,10 +275,6 @@ class LibraryOf final : public Library {
     H handle = Handle(comm);
     PYCOLLECTIVE_CALL(Comm_free, &handle);
     return {};
-  }
-
-  int ReservedTag(int number) const override {
-    return static_cast<int>(std::min<int64_t>(largest_tag_, INT32_MAX)) - number % kReservedTags;
   }
 
   Outcome Progress(const Channel& channel, int rank) const override {
@@ -346,7 +349,7 @@ class LibraryOf final : public Library {
   Outcome FindTag(const Channel& channel, int tag, int* found) const {
     *found = tag;
     if (channel.tag_step == 1) return {};
-    const int64_t largest = (largest_tag_ - kReservedTags - channel.first_tag) / channel.tag_step;
+    const int64_t largest = (largest_tag_ - channel.first_tag) / channel.tag_step;
     if (tag == any_tag_ || tag > largest) {
       Outcome outcome{"MPI_Send or MPI_Recv", 0, {}};
       outcome.detail = "expected a tag from 0 to " + std::to_string(largest) +

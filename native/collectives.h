@@ -133,6 +133,8 @@ class Library {
   virtual Outcome Sendrecv(const Channel&, const Outgoing&, const Incoming&) const = 0;
   // Whether the message that another library has received has the length of `in`, whose status it has written.
   virtual Outcome CheckReceived(const char* call, const Incoming& in) const = 0;
+  // Lets the status of `in` say that a message of its length and type has come.
+  virtual Outcome SetReceived(const Incoming& in) const = 0;
   // Sendrecv of equal arrays on a communicator of its own, where no receive of a program can match.
   virtual Outcome Permute(const Channel&, const Outgoing&, const Incoming&) const = 0;
 
@@ -148,10 +150,6 @@ class Library {
 
   // Whether our own code makes the reduction (own_reductions.h). It needs host memory.
   virtual bool IsOwn(Op, Type) const = 0;
-
-  // A tag that no program's messages have; `number` is below kReservedTags.
-  virtual int ReservedTag(int number) const = 0;
-  static constexpr int kReservedTags = 1024;
 
   // Lets MPI work on what is under way. Fails if `rank` of the channel has failed, or if somebody has revoked the
   // channel's communicator; only an MPI that outlives a failed rank says so.

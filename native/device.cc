@@ -294,7 +294,7 @@ Outcome Device::DeviceMemory::Clear(void* to, size_t nbytes) const {
 }
 
 Outcome Device::DeviceMemory::Copy(void* to, const void* from, size_t nbytes) const {
-  PYCOLLECTIVE_RUNTIME(MemcpyAsync, to, from, nbytes, kDeviceToDevice, device_.to_device_);
+  PYCOLLECTIVE_RUNTIME(MemcpyAsync, to, from, nbytes, kByAddress, device_.to_device_);
   PYCOLLECTIVE_RUNTIME(StreamSynchronize, device_.to_device_);
   return {};
 }

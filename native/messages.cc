@@ -3,22 +3,52 @@
 #include "messages.h"
 
 #include <cstdint>
+#include <cstring>
 #include <new>
 #include <string>
 #include <vector>
 
 #include "dtypes.h"
+#include "elements.h"
 #include "recorder.h"
 #include "settings.h"
 
 namespace pycollective {
 namespace {
 
-constexpr int64_t kToldBytes = sizeof(Told);
+struct Letter {
+  Told told;
+  int64_t encloses = 0;  // 1: the data lie here
+  char data[264] = {};   // of host memory; a letter of 512 bytes goes at once in any MPI library
+
+  Letter() = default;
+  Letter(const Channel& channel, const SentMessage& sent) : told(sent.post) {
+    const size_t nbytes = Bytes(sent.data.count, sent.data.type);
+    if (channel.memory != nullptr || nbytes > sizeof(data)) return;
+    encloses = 1;
+    if (nbytes > 0) std::memcpy(data, sent.data.data, nbytes);
+  }
+};
+static_assert(sizeof(Letter) == 512, "ranks send it as bytes, so it must have no padding");
+
+Outgoing Sent(const Letter& letter, const SentMessage& sent) {
+  return {&letter, sizeof(Letter), Type::kUint8, sent.data.dest, sent.data.tag};
+}
 
 std::string DescribeMessage(const Post& post, const std::string& line) {
   const std::string array = DescribeArray(post.signature.dimensions, post.signature.dtype);
   return line.empty() ? array : array + " at " + line;
+}
+
+// Takes the data out of a letter, as MPI_Recv would.
+Outcome Take(const Library& mpi, const Channel& channel, const Letter& letter, const Incoming& to) {
+  static const Memory host;
+  const size_t nbytes = Bytes(to.count, to.type);
+  if (nbytes > 0) {
+    const Memory& memory = channel.memory != nullptr ? *channel.memory : host;
+    PYCOLLECTIVE_RETURN_IF_FAILED(memory.Copy(to.data, letter.data, nbytes));
+  }
+  return to.status != nullptr ? mpi.SetReceived(to) : Outcome{};
 }
 
 // Takes the data of a message that is not the expected one, so that its sender does not wait for ever.
@@ -39,26 +69,27 @@ Outcome Drop(const Library& mpi, const Channel& channel, const Post& post, int s
 Told::Told(const Post& post) : post(post) { CopyLine(SiteText(post.site), line); }
 
 Outcome Send(const Library& mpi, const Channel& channel, const SentMessage& sent) {
-  if (check >= Check::kEvery) {
-    const Told told(sent.post);
-    PYCOLLECTIVE_RETURN_IF_FAILED(
-        mpi.Send(channel, {&told, kToldBytes, Type::kUint8, sent.data.dest, sent.data.tag}));
-  }
-  return mpi.Send(channel, sent.data);
+  if (check < Check::kEvery) return mpi.Send(channel, sent.data);
+  const Letter letter(channel, sent);
+  const Outcome outcome = mpi.Send(channel, Sent(letter, sent));
+  return letter.encloses != 0 || !outcome.ok() ? outcome : mpi.Send(channel, sent.data);
 }
 
 Outcome Recv(const Library& mpi, const Channel& channel, const ExpectedMessage& expected) {
   Incoming data = expected.data;
   if (check < Check::kEvery || data.source == mpi.proc_null()) return mpi.Recv(channel, data);
-  Told told;
+  Letter letter;
   Envelope envelope;
   PYCOLLECTIVE_RETURN_IF_FAILED(
-      mpi.Recv(channel, {&told, kToldBytes, Type::kUint8, data.source, data.tag, nullptr, &envelope}));
+      mpi.Recv(channel, {&letter, sizeof(Letter), Type::kUint8, data.source, data.tag, data.status, &envelope}));
   data.source = envelope.source;  // the data come from there, even if the program takes a message from any rank
   data.tag = envelope.tag;
+  const Told& told = letter.told;
   const Signature &here = expected.post.signature, &there = told.post.signature;
-  if (there.dtype == here.dtype && there.dimensions == here.dimensions) return mpi.Recv(channel, data);
-  PYCOLLECTIVE_RETURN_IF_FAILED(Drop(mpi, channel, told.post, data.source, data.tag));
+  if (there.dtype == here.dtype && there.dimensions == here.dimensions) {
+    return letter.encloses != 0 ? Take(mpi, channel, letter, data) : mpi.Recv(channel, data);
+  }
+  if (letter.encloses == 0) PYCOLLECTIVE_RETURN_IF_FAILED(Drop(mpi, channel, told.post, data.source, data.tag));
   Outcome outcome{"MPI_Recv", 0, {}};
   outcome.detail = "CollectiveMismatch: expected a message of " + DescribeMessage(expected.post, SiteText(expected.post.site)) +
                    ", got one of " + DescribeMessage(told.post, told.line) + " from rank " +
@@ -71,7 +102,7 @@ Outcome Sendrecv(const Library& mpi, const Channel& channel, const SentMessage& 
   if (check < Check::kEvery) return mpi.Sendrecv(channel, sent.data, expected.data);
   // Once a message has begun, this call must wait until MPI has read it: the receive must not fail before it waits, too.
   PYCOLLECTIVE_RETURN_IF_FAILED(mpi.CheckTag(channel, expected.data.tag));
-  const Told told(sent.post);
+  const Letter letter(channel, sent);
   std::vector<int64_t> started;
   const auto start = [&](const Outgoing& message) {
     int64_t handle = 0;
@@ -79,8 +110,8 @@ Outcome Sendrecv(const Library& mpi, const Channel& channel, const SentMessage& 
     if (outcome.ok()) started.push_back(handle);
     return outcome;
   };
-  Outcome outcome = start({&told, kToldBytes, Type::kUint8, sent.data.dest, sent.data.tag});
-  if (outcome.ok()) outcome = start(sent.data);
+  Outcome outcome = start(Sent(letter, sent));
+  if (outcome.ok() && letter.encloses == 0) outcome = start(sent.data);
   if (outcome.ok()) outcome = Recv(mpi, channel, expected);
   const Outcome gone = mpi.WaitAll(&started);
   return outcome.ok() ? gone : outcome;

@@ -1,8 +1,9 @@
 // Messages of programs: send, recv, sendrecv.
 //
-// A message goes in two: first what it is (`Told`: dtype, shape, the line that sent it), then its data, under the same tag.
-// MPI keeps the order of messages of one sender with one tag, so the receiver knows what comes before it takes the data. A
-// message of another dtype or shape is an error there, which names both lines.
+// A message goes in two: first a letter that says what it is (`Told`: dtype, shape, the line that sent it), then its data,
+// under the same tag. Few data lie in the letter, and nothing comes after it. MPI keeps the order of messages of one sender with
+// one tag, so the receiver knows what comes before it takes the data. A message of another dtype or shape is an error there,
+// which names both lines.
 
 #ifndef PYCOLLECTIVE_NATIVE_MESSAGES_H_
 #define PYCOLLECTIVE_NATIVE_MESSAGES_H_

@@ -46,6 +46,7 @@ namespace pycollective {
   X(Scatter, const void*, int, H, void*, int, H, int, H)                                      \
   X(Send, const void*, int, H, int, int, H)                                                   \
   X(Sendrecv, const void*, int, H, int, int, void*, int, H, int, int, H, void*)               \
+  X(Status_set_elements, void*, H, int)                                                       \
   X(Type_commit, H*)                                                                          \
   X(Type_contiguous, int, H, H*)                                                              \
   X(Type_create_struct, int, const int*, const ptrdiff_t*, const H*, H*)                      \

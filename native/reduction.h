@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <limits>
 #include <type_traits>
 
@@ -32,6 +33,10 @@ T Extremum(T a, T b) {
   std::memcpy(&result, &bits, sizeof(T));
   return result;
 }
+
+// y[i] = op over operands of operand_of(number)[i], in their order. `y` may be the memory of one of them.
+using OperandOf = std::function<const void*(int number)>;
+void ReduceInOrder(int operands, const OperandOf& operand_of, int64_t count, void* y, Type type, Op op);
 
 // Integer sums and products wrap around.
 template <Op kOp, typename T>

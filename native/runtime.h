@@ -44,7 +44,7 @@ inline constexpr size_t kRuntimeCount = sizeof(kRuntimeNames) / sizeof(kRuntimeN
 // Values of the runtime's enums and flags; they are the same in CUDA and HIP.
 inline constexpr int kHostToDevice = 1;
 inline constexpr int kDeviceToHost = 2;
-inline constexpr int kDeviceToDevice = 3;
+inline constexpr int kByAddress = 4;  // cudaMemcpyDefault: either end may be on the device
 inline constexpr unsigned kStreamNonBlocking = 1;
 inline constexpr unsigned kEventDisableTiming = 2;
 inline constexpr unsigned kHostPortable = 1;

@@ -2,6 +2,8 @@
 
 #include "signature.h"
 
+#include <cstring>
+
 #include "dtypes.h"
 #include "mpi.h"
 
@@ -11,6 +13,14 @@ namespace {
 const char* OpName(int32_t op) { return op >= 0 && op < kOpCount ? kOpNames[op] : "?"; }
 
 }  // namespace
+
+uint64_t Signature::Digest() const {
+  uint64_t words[sizeof(Signature) / sizeof(uint64_t)];
+  std::memcpy(words, this, sizeof(Signature));
+  uint64_t hash = 0;
+  for (const uint64_t word : words) hash = Mix(hash, word);
+  return hash;
+}
 
 std::string DescribeArray(const Dimensions& dimensions, int32_t dtype) {
   std::string text = std::string(DtypeName(dtype)) + "[";

@@ -48,6 +48,13 @@ struct Dimensions {
   }
 };
 
+// Adds a word to a hash, each bit of which depends on each bit of both then.
+inline uint64_t Mix(uint64_t hash, uint64_t word) {
+  hash = (hash ^ word) * 0x9E3779B97F4A7C15u;
+  hash = (hash ^ (hash >> 32)) * 0xD6E8FEB86659FD93u;
+  return hash ^ (hash >> 32);
+}
+
 // What must be the same on every rank in one collective call.
 struct Signature {
   int32_t operation = 0;   // Operation (operations.h)
@@ -67,18 +74,13 @@ struct Signature {
            staging == other.staging && devices == other.devices && team == other.team &&
            dimensions == other.dimensions;
   }
+  // The same on all ranks; of unequal signatures it is unequal, but for one pair in 2^64.
+  uint64_t Digest() const;
 };
 static_assert(sizeof(Signature) == 96, "ranks send it as bytes, so it must have no padding");
 
 struct SignatureHash {
-  size_t operator()(const Signature& s) const {
-    uint64_t h = static_cast<uint64_t>(s.count) * 0x9E3779B97F4A7C15u;
-    h ^= static_cast<uint64_t>(s.pattern) + s.dimensions.Hash() + (h << 6) + (h >> 2);
-    h ^= (static_cast<uint64_t>(static_cast<uint32_t>(s.operation)) << 32) ^
-         (static_cast<uint64_t>(static_cast<uint32_t>(s.dtype)) << 16) ^
-         (static_cast<uint64_t>(static_cast<uint32_t>(s.root)) << 8) ^ static_cast<uint32_t>(s.reduce_op);
-    return static_cast<size_t>(h ^ (h >> 29));
-  }
+  size_t operator()(const Signature& signature) const { return static_cast<size_t>(signature.Digest()); }
 };
 
 // An array as messages write it: "float32[2,3]".

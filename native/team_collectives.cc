@@ -4,7 +4,6 @@
 #include "team_collectives.h"
 
 #include <algorithm>
-#include <complex>
 #include <cstring>
 #include <memory>
 
@@ -41,55 +40,10 @@ std::unique_ptr<char[]> Scratch(int64_t count, Type type) {
   return std::unique_ptr<char[]>(new char[std::max<size_t>(Bytes(count, type), 1)]);
 }
 
-template <typename T>
-struct IsComplex : std::false_type {};
-template <typename T>
-struct IsComplex<std::complex<T>> : std::true_type {};
-
-// y[i] = op over members of x_member[first + i].
-template <Op kOp, typename T>
-void ReduceMembersAs(const Team& team, int64_t first, int64_t count, T* y) {
-  constexpr int64_t kBlock = 512;
-  T sum[kBlock];  // y may be the memory of one of the operands
-  for (int64_t start = 0; start < count; start += kBlock) {
-    const int64_t n = std::min(kBlock, count - start);
-    for (int member = 0; member < team.size(); ++member) {
-      const T* x = static_cast<const T*>(team.BuffersOf(member).in) + first + start;
-      if (member == 0) {
-        std::copy(x, x + n, sum);
-      } else {
-        for (int64_t i = 0; i < n; ++i) sum[i] = Apply<kOp>(sum[i], x[i]);
-      }
-    }
-    std::copy(sum, sum + n, y + start);
-  }
-}
-
-template <typename T>
-void ReduceMembersOf(const Team& team, int64_t first, int64_t count, void* y, Op op) {
-  T* out = static_cast<T*>(y);
-  switch (op) {
-    case Op::kSum:
-    case Op::kSumBfloat16: return ReduceMembersAs<Op::kSum>(team, first, count, out);
-    case Op::kProd: return ReduceMembersAs<Op::kProd>(team, first, count, out);
-    case Op::kMin:
-      if constexpr (!IsComplex<T>::value) return ReduceMembersAs<Op::kMin>(team, first, count, out);
-      break;
-    case Op::kMax:
-      if constexpr (!IsComplex<T>::value) return ReduceMembersAs<Op::kMax>(team, first, count, out);
-      break;
-  }
-}
-
 }  // namespace
 
 void TeamCollective::ReduceMembers(int64_t first, int64_t count, void* y, Type type, Op op) const {
-  switch (type) {
-#define PYCOLLECTIVE_CASE(constant, cpp, mpi4py) \
-  case Type::constant: return ReduceMembersOf<cpp>(team_, first, count, y, op);
-    PYCOLLECTIVE_TYPES(PYCOLLECTIVE_CASE)
-#undef PYCOLLECTIVE_CASE
-  }
+  ReduceInOrder(team_.size(), [&](int member) { return At(team_.BuffersOf(member).in, first, type); }, count, y, type, op);
 }
 
 template <typename Work>

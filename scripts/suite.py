@@ -240,7 +240,7 @@ def steps(*, everything: bool, install: bool) -> list[Step]:
             **with_mpi4jax(env={"PYCOLLECTIVE_TEST_TRANSPORT": "mpi4jax"}),
         ),
         on_ranks(
-            2, "calls compared in a ring", *files("collective", "agreement alone order"),
+            2, "calls compared without shared memory", *files("collective", "agreement alone order forward"),
             env={"PYCOLLECTIVE_SHARED_MEMORY": "off"},
         ),
         on_ranks(2, "tests/libraries", "tests/libraries", **whole),

@@ -1,7 +1,7 @@
 """Calls that differ between ranks and that the ranks know already: an error on every rank, and the next call is right.
 
 All ranks are on one host here, so each sees what all others call (native/board.h). With
-``PYCOLLECTIVE_SHARED_MEMORY=off`` each sees what one other calls, as between hosts; with two ranks that is the same.
+``PYCOLLECTIVE_SHARED_MEMORY=off`` they gather their calls, as between hosts (native/comparison.h).
 """
 
 from __future__ import annotations
@@ -118,6 +118,28 @@ def test_ranks_come_to_a_barrier_and_to_a_root_from_lines_of_their_own(world: pc
         return pc.broadcast(jnp.zeros_like(x), world, root=0)
 
     np.testing.assert_array_equal(of_root(X), X)
+
+
+@pytest.mark.parametrize("sizes", [(30,), (31,), (7, 0, 23), (7, 24), (0,), (1,) * 30], ids=str)
+@pytest.mark.parametrize("reduce", [pc.psum, pc.pmax, pc.pmin], ids=lambda function: function.__name__)
+def test_reductions_about_as_large_as_travel_with_the_comparison(
+    reduce: Callable[..., Any], sizes: tuple[int, ...], world: pc.Communicator
+) -> None:
+    """Thirty numbers of 4 B do, together or alone. The result lies in its operand's memory, where JAX lets it."""
+
+    def of_rank(rank: int) -> list[np.ndarray]:
+        return [np.random.default_rng([rank, i]).normal(size=size).astype(np.float32) for i, size in enumerate(sizes)]
+
+    program = jax.jit(lambda xs: reduce(xs, world), donate_argnums=0)
+    results = [program([jnp.asarray(x) for x in of_rank(world.rank)]) for _ in range(2)]
+    combine = {"psum": np.sum, "pmax": np.max, "pmin": np.min}[reduce.__name__]
+    for result in results:
+        for i, got in enumerate(result):
+            np.testing.assert_allclose(
+                got, combine([of_rank(rank)[i] for rank in range(world.size)], axis=0), rtol=1e-6
+            )
+            for other in MPI.COMM_WORLD.allgather(np.asarray(got).tobytes()):
+                assert other == np.asarray(got).tobytes()
 
 
 def test_a_rank_may_be_ahead_in_calls_that_no_rank_must_meet(world: pc.Communicator) -> None:

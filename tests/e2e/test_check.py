@@ -120,3 +120,27 @@ def test_a_broadcast_from_another_root(late: int, tmp_path: Path) -> None:
     )
     assert re.search(got.replace("broadcast", "bcast"), done.stderr), done.stderr
     assert f"rank {late} of 2" in done.stderr
+
+
+@pytest.mark.parametrize("shared_memory", ["on", "off"])
+def test_a_broadcast_that_one_rank_leaves_out(shared_memory: str, tmp_path: Path) -> None:
+    """Its root does not wait for the others in it. The next call that all ranks meet in shows that they differ."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import jax, jax.numpy as jnp, pycollective as pc\n"
+        "world = pc.init()\n"
+        "share, add = jax.jit(lambda x: pc.broadcast(x, world)), jax.jit(lambda x: pc.psum(x, world))\n"
+        "x = jnp.ones(3)\n"
+        "for program in (share, add): program(x).block_until_ready()\n"
+        "if world.rank == 0: share(x).block_until_ready()\n"
+        "add(x).block_until_ready()\n"
+    )
+    done = mpirun(2, str(program), timeout=60, env={"PYCOLLECTIVE_SHARED_MEMORY": shared_memory})
+    assert done.returncode not in (0, 124, 137), done.stderr
+    assert "CollectiveMismatch: expected the same call on every rank" in done.stderr
+    if shared_memory == "off":  # in shared memory a call is compared with its like
+        assert re.search(
+            r"got allreduce\(float32\[3\], op=sum\) at program.py:3 \(.*\), collective 4 of its ranks, here and "
+            r"allreduce\(float32\[3\], op=sum\) at program.py:3 \(.*\), collective 3 of its ranks, on rank 1 \(",
+            done.stderr,
+        ), done.stderr

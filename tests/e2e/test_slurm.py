@@ -141,7 +141,8 @@ JOBS = {
     "multi_node_gpu": ["slurm/multi_node_gpu.sbatch", "where.py"],
     "one_per_node": ["-J", "one_per_node", "--ntasks-per-node=1", "slurm/multi_node_gpu.sbatch", "where.py"],
     "array": ["slurm/array.sbatch", "--epochs", "1"],
-    "fails": ["-J", "fails", "slurm/train.sbatch", "-c", "raise SystemExit(5)"],
+    # One rank: of several, srun may end one that is late, and returns 143 then.
+    "fails": ["-J", "fails", "--nodes=1", "--ntasks-per-node=1", "slurm/train.sbatch", "-c", "raise SystemExit(5)"],
 }
 
 

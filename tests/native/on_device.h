@@ -162,7 +162,7 @@ class Array {
   }
   Ints Now() const { return Read(NewStream()); }
   void CopyTo(const Array& other, void* stream) const {
-    Copy(other.data_, data_, nbytes(), pc::kDeviceToDevice, stream);
+    Copy(other.data_, data_, nbytes(), pc::kByAddress, stream);
   }
 
   void* data() const { return data_; }
