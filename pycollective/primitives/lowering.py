@@ -97,7 +97,9 @@ def lower(
     if for_host is not None:
         forms |= dict.fromkeys(HOSTS, for_host)
     for platform, form_of in forms.items():
-        mlir.register_lowering(primitive, functools.partial(lowering, form_of), platform=platform)
+        # JAX would lower equal calls of a program once, and all of them would have the line of the first one.
+        rule = functools.partial(lowering, form_of)
+        mlir.register_lowering(primitive, rule, platform=platform, cacheable=False)
     mlir.register_lowering(primitive, other_platform)
 
 

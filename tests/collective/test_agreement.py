@@ -85,6 +85,29 @@ def test_equal_sums_in_another_order(jit: Callable[[Any], Any], world: pc.Commun
     np.testing.assert_array_equal(pc.psum(X, world), X * world.size)
 
 
+@pytest.mark.parametrize("jit", [jax.jit, pc.jit, lambda function: function], ids=["jax.jit", "pc.jit", "outside jit"])
+def test_the_lines_of_equal_calls(jit: Callable[[Any], Any], world: pc.Communicator) -> None:
+    """All sums but the first differ by their lines alone, and each call has a line of its own."""
+
+    @jit
+    def swapped(x: jax.Array, y: jax.Array) -> jax.Array:
+        first = pc.psum(x, world)
+
+        def second() -> jax.Array:
+            return pc.psum(first + x, world)
+
+        def third() -> jax.Array:
+            return pc.psum(first + y, world)
+
+        return second() + third() if world.rank == 0 else third() + second()
+
+    with pytest.raises(
+        RUNTIME_ERRORS, match=r"test_agreement.py:\d+ .*(second|third)\) here and .*(second|third)\) on"
+    ):
+        jax.block_until_ready(swapped(X, 2 * X))
+    np.testing.assert_array_equal(pc.psum(X, world), X * world.size)
+
+
 @pytest.mark.parametrize("jit", [jax.jit, lambda function: function], ids=["in jit", "outside jit"])
 def test_a_sum_here_and_a_mean_there(jit: Callable[[Any], Any], world: pc.Communicator) -> None:
     @jit
