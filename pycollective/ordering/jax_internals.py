@@ -18,6 +18,7 @@
 ``compiler.compile_or_get_cached``       wrapped where global arrays go over MPI, to read each compiled program
 ``Primitive.is_high``, ``to_lojax``      from 0.12 on JAX replaces some primitives before it lowers a program
 ``ir.Location.child_loc``, ``NameLoc``   the place of an operation without its name, to give it another one
+``mhlo.backend_config``                  where ``jax.ffi`` has put the attributes of a call that is lowered already
 ``source_info_util.current``             where the user called an operation that is lowered; its traceback's frames
 ``aval.vma``, ``aval.manual_axis_type``  the axes along which a value varies: the first in JAX 0.9, the second later
 =======================================  ==============================================================
@@ -291,10 +292,18 @@ def location_named(ctx: Any, name: str) -> ir.Location:
         name: letters, digits and ``_``; XLA makes ``_`` of others.
     """
     loc = ir.Location.current
-    while isinstance(loc, ir.NameLoc) if hasattr(ir, "NameLoc") else loc.is_a_name():  # the second in JAX 0.9
+    while _is_name(loc) and not _is_file(loc.child_loc):  # a place in a file has the name of its function
         loc = loc.child_loc
     scope = str(ctx.name_stack)
     return ir.Location.name(f"{scope}/{name}" if scope else name, childLoc=loc)
+
+
+def _is_name(loc: ir.Location) -> bool:
+    return isinstance(loc, ir.NameLoc) if hasattr(ir, "NameLoc") else loc.is_a_name()  # the second in JAX 0.9
+
+
+def _is_file(loc: ir.Location) -> bool:
+    return isinstance(loc, ir.FileLineColLoc) if hasattr(ir, "FileLineColLoc") else loc.is_a_file()
 
 
 def lower_call(
@@ -305,6 +314,13 @@ def lower_call(
     token, *results = call(inner, ctx.tokens_in.get(effect), *operands, **attributes)
     ctx.set_tokens_out(ctx.tokens_in.update_tokens(mlir.TokenSet({effect: token})))
     return results
+
+
+def set_attribute(call: ir.Operation, name: str, value: int) -> None:
+    """Changes an attribute, an int64, of a handler's call that is lowered already."""
+    attributes = {each.name: each.attr for each in ir.DictAttr(call.attributes["mhlo.backend_config"])}
+    attributes[name] = ir.IntegerAttr.get(ir.IntegerType.get_signless(64), value)
+    call.attributes["mhlo.backend_config"] = ir.DictAttr.get(attributes)
 
 
 def lower_inline(ctx: Any, jaxpr: Any, operands: Sequence[Any]) -> Sequence[Any]:

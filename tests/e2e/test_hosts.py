@@ -227,7 +227,10 @@ for _ in range(2):
     step(x).block_until_ready()
 """
 
-WAITED = r"ranks 0, 1 have waited in collective \d+ of .* world, allreduce\(float32\[2,3\].*, at program.py:10 "
+# If a connection is cut in the middle of a call, one rank may have come to the next one.
+WAITED = (
+    r"(ranks 0, 1 have|rank 0 has) waited in collective \d+ of .* world, allreduce\(float32\[2,3\].*, at program.py:10 "
+)
 
 
 @pytest.mark.library

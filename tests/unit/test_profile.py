@@ -58,7 +58,8 @@ def test_the_line_and_the_scope_of_a_call_stay(tmp_path: Path) -> None:
 def test_a_new_name_keeps_the_scope_and_the_line(stack: str, name: str) -> None:
     """JAX hands scopes to a lowering, or names them where it inlines what was lowered before."""
     with ir.Context():
-        old = ir.Location.name("allreduce", childLoc=ir.Location.file("train.py", 9, 1))
+        place = ir.Location.name("step", childLoc=ir.Location.file("train.py", 9, 1))
+        old = ir.Location.name("allreduce", childLoc=place)
         with ir.Location.name("allreduce:", childLoc=old):
             found = jax_internals.location_named(SimpleNamespace(name_stack=stack), "new")
-    assert str(found) == f'loc("{name}"("train.py":9:1))'
+    assert str(found) == f'loc("{name}"("step"("train.py":9:1)))'
