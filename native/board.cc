@@ -46,16 +46,22 @@ bool IsMeeting(int32_t operation) {
 }
 
 bool Post::Matches(const Post& other) const {
-  if (!(signature == other.signature) || seq != other.seq) return false;
+  if (!(signature == other.signature) || seq != other.seq || IsMoved(other)) return false;
   if (site == other.site || site == 0 || other.site == 0 || !IsSymmetric(signature.operation)) return true;
   const bool same_function = FunctionOf(site) == FunctionOf(other.site);
   const bool same_collective = CollectiveOf(site) == CollectiveOf(other.site);
   return same_collective && !same_function && SiteText(other.site).empty();
 }
 
+bool Post::IsMoved(const Post& other) const {
+  return order != 0 && order != other.order && static_cast<uint32_t>(order) == static_cast<uint32_t>(other.order);
+}
+
 uint64_t Post::Digest() const {
   const int64_t line = IsSymmetric(signature.operation) ? site : 0;
-  return Mix(Mix(signature.Digest(), static_cast<uint64_t>(seq)), static_cast<uint64_t>(line));
+  uint64_t hash = signature.Digest();
+  for (const int64_t word : {seq, line, order}) hash = Mix(hash, static_cast<uint64_t>(word));
+  return hash;
 }
 
 void CopyLine(const std::string& line, char (&to)[kLineBytes]) {
@@ -69,8 +75,9 @@ struct alignas(64) BoardSlot::Cell {
   std::atomic<uint64_t> posted;  // the number of the call; calls begin at 1
   uint64_t digest;               // of the signature
   int64_t site;
+  int64_t order;
   std::atomic<uint64_t> told;    // the number of the call whose line stands below
-  char padding[32];
+  char padding[24];
   Signature signature;
   char line[kLineBytes];
 };
@@ -143,6 +150,7 @@ Difference BoardSlot::Compare(const Post& post, bool waits, const std::function<
   Cell& own = CellOf(rank_, call);
   own.digest = post.signature.Digest();
   own.site = post.site;
+  own.order = post.order;
   own.signature = post.signature;
   own.posted.store(call, std::memory_order_seq_cst);
 
@@ -152,9 +160,9 @@ Difference BoardSlot::Compare(const Post& post, bool waits, const std::function<
     const Cell& cell = CellOf(rank, call);
     if (waits && !wait(rank, cell.posted, call, 0)) return {};
     if (difference.rank >= 0 || cell.posted.load(std::memory_order_seq_cst) < call) continue;
-    const bool alike = cell.digest == own.digest && cell.site == own.site;
+    const bool alike = cell.digest == own.digest && cell.site == own.site && cell.order == own.order;
     if (!alike || !(cell.signature == own.signature)) {
-      const Post theirs{cell.signature, cell.site};
+      const Post theirs{cell.signature, cell.site, 0, cell.order};
       if (!post.Matches(theirs)) difference = {rank, theirs, ""};
     }
   }

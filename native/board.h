@@ -25,11 +25,17 @@ struct Post {
   Signature signature;
   int64_t site = 0;  // the line that made the call; 0: unknown
   int64_t seq = 0;   // the number of the call on its channel, where its place among the calls does not tell it
+  // Of a line that makes several reductions in a program. The upper half is a hash of how the operands of this one come from
+  // the arguments of the program, the lower half one of how those of all come. 0: it makes one, or they all come alike.
+  int64_t order = 0;
 
   // Whether the other rank makes the same call as this one. That concerns the line too, where the data of all ranks has the
   // same part in the call: two sums of equal shapes in another order would mix, and so would a sum and a mean, which are one
   // call. A rank may make the call in a function that this rank does not run.
   bool Matches(const Post& other) const;
+
+  // Whether the other rank makes the reductions of one line in another order.
+  bool IsMoved(const Post& other) const;
 
   // A hash of all that Matches compares. Posts with unequal hashes may match all the same, by their lines.
   uint64_t Digest() const;

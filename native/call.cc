@@ -181,7 +181,7 @@ Outcome Call::TellTeam(BadNumbers* bad) {
 
 ffi::Error Call::CompareOnBoard(const Signature& mine) {
   LazyChannel& channel = lane_->channel;
-  const Post post{mine, participants_.site};
+  const Post post{mine, participants_.site, 0, participants_.order};
   const bool waits = IsMeeting(mine.operation) || channel.agreed.count(mine) == 0;
   Outcome progress;
   const Difference found = channel.board.Compare(post, waits, [&](int rank) {
@@ -202,16 +202,19 @@ ffi::Error Call::Differs(const Post& mine, const Difference& found) const {
   const Post& theirs = found.theirs;
   const bool known = IsCollective(theirs.signature.operation);
   const bool same_call = theirs.signature == mine.signature, same_number = theirs.seq == mine.seq;
+  const bool moved = same_call && same_number && mine.IsMoved(theirs);
   const bool staging = known && theirs.signature.staging != mine.signature.staging;
   const auto text = [&](const Post& post, const std::string& line) {
     return Describe(post.signature, staging) + (line.empty() ? "" : " at " + line) +
-           (same_number ? "" : ", collective " + std::to_string(post.seq) + " of its ranks,");
+           (same_number ? "" : ", collective " + std::to_string(post.seq) + " of its ranks,") +
+           (moved ? ", of operand #" + std::to_string(static_cast<uint64_t>(post.order) >> 48) + "," : "");
   };
   return Error(ffi::ErrorCode::kInvalidArgument,
                "CollectiveMismatch: expected the same call on every rank, got " + text(mine, SiteText(mine.site)) +
                    " here and " + (known ? text(theirs, found.line) : std::string("another call")) + " on rank " +
                    std::to_string(found.rank),
-               same_call && same_number
+               moved ? "Sum in the same order on all ranks. A set of strings has another order in each process: sort it."
+               : same_call && same_number
                    ? "All ranks must make such calls in the same order of lines, and by the same function: else data of one is "
                      "taken for data of another. PYCOLLECTIVE_CHECK=first compares no lines."
                : staging ? "All ranks must use devices of one kind, with the same settings."
@@ -226,9 +229,9 @@ ffi::Error Call::CompareWithRanks(const Signature& mine, int64_t seq) {
   if (check >= Check::kEvery && channel.board.exists()) return CompareOnBoard(mine);
   const bool each = check == Check::kAlways || (check == Check::kEvery && IsMeeting(mine.operation));
   if (!each && channel.agreed.count(mine) != 0) return ffi::Error::Success();
-  // A reduction that would travel alone the next time must not travel in other company now: its bits could differ.
+  // Only if it is so at each call: MPI may add in another order, and equal calls shall have equal bits.
   const bool carries = each && lane_->team == nullptr && !check_numbers && reduction_.IsCarried();
-  const Post post{mine, check == Check::kFirst ? 0 : participants_.site, seq};
+  const Post post = check == Check::kFirst ? Post{mine, 0, seq} : Post{mine, participants_.site, seq, participants_.order};
   Difference found;
   const Outcome outcome = CompareWithAll(*library, channel, post, carries ? &reduction_ : nullptr, &found);
   if (!outcome.ok()) return ErrorOf(outcome);

@@ -35,6 +35,8 @@ struct Participants {
   int64_t spread;
   // The line of the user's code (recorder.h); 0: unknown.
   int64_t site = 0;
+  // The place of this reduction among those of the line, as in Post; 0: unknown.
+  int64_t order = 0;
 
   int64_t number() const { return comm.size() > 0 ? comm[0] : -1; }
   int64_t fingerprint() const { return comm.size() > 1 ? comm[1] : 0; }

@@ -66,7 +66,8 @@ template <typename Place>
 auto BindCall() {
   const auto with_participants = [](auto&& binding) {
     auto with_comm = std::move(binding).template Attr<ffi::Span<const int64_t>>("comm");
-    return std::move(with_comm).template Attr<int64_t>("spread").template Attr<int64_t>("site");
+    return std::move(with_comm).template Attr<int64_t>("spread").template Attr<int64_t>("site").template Attr<int64_t>(
+        "order");
   };
   if constexpr (Place::kInHostMemory) {
     return with_participants(ffi::Ffi::Bind().Ctx<ffi::DeviceOrdinal>());
@@ -115,9 +116,10 @@ template <typename Place, typename Binding, typename Function>
 ffi::Ffi* NewHandler(Operation operation, Binding binding, Function function) {
   return std::move(binding)
       .To([operation, function](auto where, ffi::Span<const int64_t> comm, int64_t spread, int64_t site,
-                                auto... arguments) {
-        return CatchAsError(operation,
-                            [&] { return function(Place(where), Participants{comm, spread, site}, arguments...); });
+                                int64_t order, auto... arguments) {
+        return CatchAsError(operation, [&] {
+          return function(Place(where), Participants{comm, spread, site, order}, arguments...);
+        });
       })
       .release();
 }

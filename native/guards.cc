@@ -77,10 +77,10 @@ auto BindGuard(Names... names) {
 template <typename Place, typename Binding, typename Function>
 ffi::Ffi* NewGuard(Binding binding, Function function) {
   return std::move(binding)
-      .To([function](auto where, ffi::Span<const int64_t> comm, int64_t spread, int64_t site, InToken token,
+      .To([function](auto where, ffi::Span<const int64_t> comm, int64_t spread, int64_t site, int64_t order, InToken token,
                      ffi::RemainingArgs arrays, OutToken out_token, int64_t operation, auto... attributes) {
         return CatchAsError(static_cast<Operation>(operation), [&] {
-          return function(Place(where), Participants{comm, spread, site}, token, arrays, out_token, operation,
+          return function(Place(where), Participants{comm, spread, site, order}, token, arrays, out_token, operation,
                           attributes...);
         });
       })

@@ -19,7 +19,7 @@ namespace {
 struct Letter {
   Told told;
   int64_t encloses = 0;  // 1: the data lie here
-  char data[264] = {};   // of host memory; a letter of 512 bytes goes at once in any MPI library
+  char data[256] = {};   // of host memory; a letter of 512 bytes goes at once in any MPI library
 
   Letter() = default;
   Letter(const Channel& channel, const SentMessage& sent) : told(sent.post) {

@@ -18,7 +18,7 @@ from jax.extend.core import ClosedJaxpr, Primitive, Var
 from jax.interpreters import mlir
 
 from pycollective.errors import message
-from pycollective.ordering import dispatch, jax_internals
+from pycollective.ordering import dispatch, jax_internals, operand_order
 from pycollective.ordering.donation import Donated, without_copies
 from pycollective.ordering.effect import effect
 from pycollective.ordering.jax_internals import without_references
@@ -34,7 +34,9 @@ def _region_abstract_eval(*_: Any, jaxpr: Any) -> Any:
 
 
 def _region_lowering(ctx: Any, *args: Any, jaxpr: Any) -> Sequence[Any]:
-    return jax_internals.lower_with_new_token(ctx, effect, jaxpr, args, as_function)
+    results = jax_internals.lower_with_new_token(ctx, effect, jaxpr, args, as_function)
+    operand_order.forget_program()  # a region is a whole program
+    return results
 
 
 mlir.register_lowering(region_p, _region_lowering)

@@ -15,13 +15,17 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from pycollective.errors import message
-from pycollective.ordering import call_site, jax_internals, jaxprs
+from pycollective.ordering import call_site, jax_internals, jaxprs, operand_order
 from pycollective.ordering.effect import effect
 from pycollective.transport.protocol import Composition, HandlerCall, Structs
 
 HOSTS: tuple[str, ...] = ("cpu",)
 ACCELERATORS: tuple[str, ...] = ("cuda", "rocm")
 """JAX's names of the platforms that we lower for. MPI can read and write the memory of the devices of ``HOSTS``."""
+
+
+_REDUCTIONS = {"allreduce", "reduce_scatter"}
+"""Primitives that combine the operands of all ranks alike."""
 
 
 class Decomposition(NamedTuple):
@@ -79,9 +83,13 @@ def lower(
         # ranks: these need as many copies. One call for all, as on the host, would copy from device to device.
         one_call_for_all = manual == (_COPIES,) and form_of is for_host
         spread = -devices if one_call_for_all else devices
-        attributes = {**form.attributes, "spread": spread, "site": call_site.site_of_lowered()}
+        site = call_site.site_of_lowered()
+        attributes = {**form.attributes, "spread": spread, "site": site, "order": 0}
         with jax_internals.location_named(ctx, name_in_profiles(primitive.name, _structs(ctx.avals_in))):
-            return jax_internals.lower_call(ctx, effect, form.rule, operands, attributes)
+            results = jax_internals.lower_call(ctx, effect, form.rule, operands, attributes)
+        if primitive.name in _REDUCTIONS:
+            operand_order.number_reduction(ctx.module_context.module, site, results[0].owner, operands)
+        return results
 
     def other_platform(ctx: Any, *operands: Any, **params: Any) -> Sequence[Any]:
         raise NotImplementedError(
@@ -173,7 +181,7 @@ def _lower_decomposition(ctx: Any, form: Decomposition, operands: Sequence[Any])
 
 
 def _lower_composition(ctx: Any, form: Composition, operands: Sequence[Any]) -> Sequence[Any]:
-    one_device = {"spread": 1, "site": call_site.site_of_lowered()}
+    one_device = {"spread": 1, "site": call_site.site_of_lowered(), "order": 0}
     before, after = ((call.rule, call.attributes | one_device) for call in (form.before, form.after))
     with jax.enable_x64(True):  # the operands may have 64 bits where the program around may not make such arrays
         return jax_internals.lower_between(ctx, effect, before, _traced(form.fun, (), ctx), after, operands)

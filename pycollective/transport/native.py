@@ -377,5 +377,5 @@ def done_lowering(number: int) -> Any:
     rule = jax.ffi.ffi_lowering(
         "pycollective_device_allreduce_done", has_side_effect=True, operand_output_aliases=aliases
     )
-    one_device = {"spread": np.int64(1), "site": np.int64(0)}
+    one_device = {"spread": np.int64(1), "site": np.int64(0), "order": np.int64(0)}
     return lambda ctx, *operands, comm: rule(ctx, *operands, comm=np.array(comm, np.int64), **one_device)

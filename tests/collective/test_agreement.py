@@ -108,6 +108,43 @@ def test_the_lines_of_equal_calls(jit: Callable[[Any], Any], world: pc.Communica
     np.testing.assert_array_equal(pc.psum(X, world), X * world.size)
 
 
+@pytest.mark.parametrize("jit", [jax.jit, pc.jit])
+@pytest.mark.parametrize("scattered", [False, True], ids=["psum", "psum_scatter"])
+def test_a_loop_that_goes_another_way_on_each_rank(
+    scattered: bool, jit: Callable[[Any], Any], world: pc.Communicator
+) -> None:
+    """As one over a set of strings does: the sums have the same line, and equal shapes."""
+
+    def total(x: jax.Array) -> jax.Array:
+        return pc.psum_scatter(x, world) if scattered else pc.psum(x, world)
+
+    @jit
+    def swapped(tree: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        names = ("a", "b", "c") if world.rank == 0 else ("a", "c", "b")
+        return {name: total(jnp.sin(tree[name])) for name in names}
+
+    x = np.ones((world.size, 2), np.float32)
+    with pytest.raises(RUNTIME_ERRORS, match="Sum in the same order on all ranks"):
+        jax.block_until_ready(swapped({"a": x, "b": 2 * x, "c": 3 * x}))
+    np.testing.assert_array_equal(pc.psum(X, world), X * world.size)
+
+
+@pytest.mark.parametrize("jit", [jax.jit, pc.jit])
+def test_ranks_may_sum_other_operands_at_one_line(jit: Callable[[Any], Any], world: pc.Communicator) -> None:
+    """Each has its own: the first two of a rank are not those of another one in another order."""
+    mine = 2 * world.rank
+
+    @jit
+    def sums(xs: list[jax.Array]) -> list[jax.Array]:
+        return [pc.psum(x, world) for x in (xs[mine], xs[mine + 1])]
+
+    xs = [np.full(3, i, np.float32) for i in range(2 * world.size)]
+    for _ in range(2):
+        first, second = sums(xs)
+        np.testing.assert_array_equal(first, sum(xs[::2]))
+        np.testing.assert_array_equal(second, sum(xs[1::2]))
+
+
 @pytest.mark.parametrize("jit", [jax.jit, lambda function: function], ids=["in jit", "outside jit"])
 def test_a_sum_here_and_a_mean_there(jit: Callable[[Any], Any], world: pc.Communicator) -> None:
     @jit

@@ -1,0 +1,104 @@
+"""The order in which a line of the user's code reduces several operands: it must be the same on all ranks.
+
+A loop over a set of strings has another order in each process. Its reductions are alike: one line, equal shapes. So
+each gets a number, the attribute ``order``. One half is a hash of how its operands come from the arguments of the
+program, the other half one of how those of all reductions of the line do, in any order. If the ranks agree on the
+second and not on the first, they reduce the same operands in another order. If they agree on neither, they compute
+other operands, which they may.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import zlib
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from jax.extend.mlir import ir
+
+from pycollective.ordering import jax_internals
+
+__all__ = ["forget_program", "number_reduction"]
+
+
+class _Program:
+    """What is known of a program while it is lowered.
+
+    Attributes:
+        module: its module.
+        origins: for each value a hash of how it comes from the arguments.
+        calls: for each line the reductions, each with the origins of its operands.
+    """
+
+    def __init__(self, module: ir.Module) -> None:
+        self.module = module
+        self.origins: dict[ir.Value, int] = {}
+        self.calls: dict[int, list[tuple[ir.Operation, list[int]]]] = defaultdict(list)
+
+
+class _State(threading.local):
+    """The program that this thread lowers, or has lowered last."""
+
+    program: _Program | None = None
+
+
+_state = _State()
+
+
+def number_reduction(module: ir.Module, site: int, call: ir.Operation, operands: Sequence[Any]) -> None:
+    """Numbers a reduction that has just been lowered, and anew the earlier ones of its line.
+
+    Args:
+        module: the module around it.
+        site: the line; 0, if it is unknown: then nothing is done.
+        call: the operation, whose attribute ``order`` is 0.
+        operands: its operands.
+    """
+    if site == 0:
+        return
+    if _state.program is None or _state.program.module != module:
+        _state.program = _Program(module)
+    calls = _state.program.calls[site]
+    calls.append((call, [_origin(operand, _state.program.origins) for operand in operands]))
+    of_all = [origin for _, origins in calls for origin in origins]
+    if len(set(of_all)) == 1:
+        return  # nothing could be in another order
+    together = sum(map(_number_of, of_all)) & 0xFFFFFFFF
+    for earlier, origins in calls:
+        number = _number_of(*origins) << 32 | together
+        jax_internals.set_attribute(earlier, "order", number - (1 << 64) if number >> 63 else number)
+
+
+def forget_program() -> None:
+    """Forgets the program that this thread has lowered. Its module is free then."""
+    _state.program = None
+
+
+def _origin(value: ir.Value, known: dict[ir.Value, int]) -> int:
+    """A hash of how a value comes from arguments; the same in each process. It adds those on the way to ``known``."""
+    path = [value]
+    while path:
+        owner = path[-1].owner
+        if path[-1] in known:
+            path.pop()
+        elif isinstance(owner, ir.Block):
+            known[path[-1]] = _number_of(owner.owner.operation.name, ir.BlockArgument(path[-1]).arg_number)
+        elif before := [operand for operand in owner.operands if operand not in known]:
+            path += before
+        else:
+            number = _number_of(owner.operation.name, *_parameters(owner), *(known[x] for x in owner.operands))
+            known |= {result: _number_of(number, i) for i, result in enumerate(owner.results)}
+    return known[value]
+
+
+def _parameters(operation: Any) -> Iterable[str]:
+    """What tells an operation from others on the same operands: which part it takes, which function it calls."""
+    for name in ("start_indices", "callee"):
+        if name in operation.attributes:
+            yield re.sub(r"_\d+$", "", str(operation.attributes[name]))  # JAX numbers functions of one name
+
+
+def _number_of(*parts: object) -> int:
+    return zlib.crc32(repr(parts).encode())
