@@ -35,7 +35,7 @@ constexpr size_t kCompletedWord = offsetof(Record, completed_ns) / sizeof(int64_
 // that counter, it runs at one rate on all cores; elsewhere a tick is a nanosecond of the clock.
 class Ticks {
  public:
-  Ticks() : is_counter_(IsCounter()), first_ticks_(Now()), first_ns_(NowNs()) {}
+  Ticks() : is_counter_(IsCounter()), first_(Reading()) {}
 
   int64_t Now() const {
 #ifdef __x86_64__
@@ -44,16 +44,40 @@ class Ticks {
     return NowNs();
   }
 
+  // The nanoseconds of a tick, as measured until now. Times that are compared need one rate.
+  double Rate() const {
+    if (!is_counter_) return 1;
+    const Both now = Reading();
+    return static_cast<double>(now.ns - first_.ns) / static_cast<double>(now.ticks - first_.ticks);
+  }
+
   // The times of NowNs for some numbers of ticks.
-  void ToNs(std::initializer_list<int64_t*> times) const {
+  void ToNs(double rate, std::initializer_list<int64_t*> times) const {
     if (!is_counter_) return;
-    const double rate = static_cast<double>(NowNs() - first_ns_) / static_cast<double>(Now() - first_ticks_);
     for (int64_t* time : times) {
-      if (*time != 0) *time = first_ns_ + static_cast<int64_t>(static_cast<double>(*time - first_ticks_) * rate);
+      if (*time != 0) *time = first_.ns + static_cast<int64_t>(static_cast<double>(*time - first_.ticks) * rate);
     }
   }
 
  private:
+  struct Both {
+    int64_t ticks;
+    int64_t ns;
+  };
+
+  // The counter and the clock at one moment. Of a few readings the shortest counts: this thread may be interrupted in one.
+  Both Reading() const {
+    Both best{};
+    int64_t shortest = INT64_MAX;
+    for (int i = 0; i < 5; ++i) {
+      const int64_t before = Now(), ns = NowNs(), length = Now() - before;
+      if (length >= shortest) continue;
+      shortest = length;
+      best = {before + length / 2, ns};
+    }
+    return best;
+  }
+
   static bool IsCounter() {
     std::ifstream file("/sys/devices/system/clocksource/clocksource0/current_clocksource");
     std::string name;
@@ -65,13 +89,14 @@ class Ticks {
   }
 
   const bool is_counter_;
-  const int64_t first_ticks_;
-  const int64_t first_ns_;
+  const Both first_;
 };
 
 const Ticks ticks;
 
-void ToNs(Record* record) { ticks.ToNs({&record->created_ns, &record->started_ns, &record->completed_ns}); }
+void ToNs(double rate, Record* record) {
+  ticks.ToNs(rate, {&record->created_ns, &record->started_ns, &record->completed_ns});
+}
 
 // The calls that have ended since StartTrace.
 std::atomic<bool> is_traced{false};
@@ -110,15 +135,15 @@ void Write(Slot& slot, const Record& record) {
   slot.version.store(version + 2, std::memory_order_release);
 }
 
-// Reads a slot. Returns false if it is written meanwhile, or holds no record.
-bool Read(const Slot& slot, Record* record) {
+// Reads a slot, with times by `rate`. Returns false if it is written meanwhile, or holds no record.
+bool Read(const Slot& slot, double rate, Record* record) {
   int64_t words[Slot::kWords];
   const uint64_t before = slot.version.load(std::memory_order_acquire);
   for (size_t i = 0; i < Slot::kWords; ++i) words[i] = slot.words[i].load(std::memory_order_acquire);
   if (before % 2 != 0 || slot.version.load(std::memory_order_acquire) != before) return false;
   std::memcpy(static_cast<void*>(record), words, sizeof(*record));
   if (record->state == kUnused) return false;
-  ToNs(record);
+  ToNs(rate, record);
   return true;
 }
 
@@ -202,8 +227,9 @@ std::vector<Record> Records() {
   std::vector<Record> records;
   records.reserve(kRecords);
   Record record;
+  const double rate = ticks.Rate();
   for (const Slot& slot : ring) {
-    if (Read(slot, &record)) records.push_back(record);
+    if (Read(slot, rate, &record)) records.push_back(record);
   }
   std::sort(records.begin(), records.end(), [](const Record& a, const Record& b) { return a.id < b.id; });
   return records;
@@ -212,9 +238,10 @@ std::vector<Record> Records() {
 std::vector<Record> RecordsUnderWay() {
   std::vector<Record> records;
   Record record;
+  const double rate = ticks.Rate();
   for (const Slot& slot : ring) {
     if (!IsUnderWay(slot.words[kStateWord].load(std::memory_order_acquire))) continue;
-    if (Read(slot, &record) && record.is_under_way()) records.push_back(record);
+    if (Read(slot, rate, &record) && record.is_under_way()) records.push_back(record);
   }
   std::sort(records.begin(), records.end(),
             [](const Record& a, const Record& b) { return a.created_ns < b.created_ns; });
@@ -233,7 +260,8 @@ Trace StopTrace() {
   const std::lock_guard<std::mutex> lock(trace_mutex);
   is_traced.store(false, std::memory_order_relaxed);
   Trace stopped = std::exchange(TheTrace(), Trace());
-  for (Record& record : stopped.records) ToNs(&record);
+  const double rate = ticks.Rate();
+  for (Record& record : stopped.records) ToNs(rate, &record);
   return stopped;
 }
 
