@@ -70,14 +70,12 @@ void CopyLine(const std::string& line, char (&to)[kLineBytes]) {
   std::memcpy(to, line.data(), size);
 }
 
-// The first line of the cache is all that ranks read of a call that matches.
 struct alignas(64) BoardSlot::Cell {
   std::atomic<uint64_t> posted;  // the number of the call; calls begin at 1
-  uint64_t digest;               // of the signature
   int64_t site;
   int64_t order;
   std::atomic<uint64_t> told;    // the number of the call whose line stands below
-  char padding[24];
+  char padding[32];
   Signature signature;
   char line[kLineBytes];
 };
@@ -148,7 +146,6 @@ Difference BoardSlot::Compare(const Post& post, bool waits, const std::function<
     if (rank != rank_ && !wait(rank, CellOf(rank, call + 1).posted, call + 1 - kCells, 0)) return {};
   }
   Cell& own = CellOf(rank_, call);
-  own.digest = post.signature.Digest();
   own.site = post.site;
   own.order = post.order;
   own.signature = post.signature;
@@ -160,11 +157,8 @@ Difference BoardSlot::Compare(const Post& post, bool waits, const std::function<
     const Cell& cell = CellOf(rank, call);
     if (waits && !wait(rank, cell.posted, call, 0)) return {};
     if (difference.rank >= 0 || cell.posted.load(std::memory_order_seq_cst) < call) continue;
-    const bool alike = cell.digest == own.digest && cell.site == own.site && cell.order == own.order;
-    if (!alike || !(cell.signature == own.signature)) {
-      const Post theirs{cell.signature, cell.site, 0, cell.order};
-      if (!post.Matches(theirs)) difference = {rank, theirs, ""};
-    }
+    const Post theirs{cell.signature, cell.site, 0, cell.order};
+    if (!post.Matches(theirs)) difference = {rank, theirs, ""};
   }
   if (difference.rank < 0) return difference;
   CopyLine(SiteText(post.site), own.line);

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <random>
 
-
 namespace ffi = xla::ffi;
 
 namespace pycollective {

@@ -12,8 +12,8 @@
 #include <vector>
 
 #include "collectives.h"
-#include "comparison.h"
 #include "communicators.h"
+#include "comparison.h"
 #include "dtypes.h"
 #include "numbers.h"
 #include "operations.h"

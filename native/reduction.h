@@ -34,10 +34,6 @@ T Extremum(T a, T b) {
   return result;
 }
 
-// y[i] = op over operands of operand_of(number)[i], in their order. `y` may be the memory of one of them.
-using OperandOf = std::function<const void*(int number)>;
-void ReduceInOrder(int operands, const OperandOf& operand_of, int64_t count, void* y, Type type, Op op);
-
 // Integer sums and products wrap around.
 template <Op kOp, typename T>
 T Apply(T a, T b) {
@@ -56,6 +52,10 @@ T Apply(T a, T b) {
     return (kOp == Op::kMax ? a > b : a < b) ? a : b;
   }
 }
+
+// y[i] = op over operands of operand_of(number)[i], in their order. `y` may be the memory of one of them.
+using OperandOf = std::function<const void*(int number)>;
+void ReduceInOrder(int operands, const OperandOf& operand_of, int64_t count, void* y, Type type, Op op);
 
 }  // namespace pycollective
 

@@ -9,7 +9,6 @@ JAX's types that say along which axes a value varies, since JAX has checked them
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
@@ -26,6 +25,7 @@ from pycollective.named_axes.names import AxisName
 from pycollective.ordering import jaxprs
 from pycollective.ordering.effect import effect
 from pycollective.ordering.jaxprs import inner_jaxprs
+from pycollective.ordering.operand_order import number_of
 from pycollective.ranks.agreement import CollectiveLine
 
 Names = frozenset[AxisName]
@@ -56,8 +56,8 @@ def collective_lines(
     known = dict(zip(jaxpr.invars, range(len(jaxpr.invars)) if origins is None else origins, strict=True))
     for eqn in jaxpr.eqns:
         of_operands = [known.get(atom, -1) if isinstance(atom, Var) else -1 for atom in eqn.invars]
-        own = _number_of(eqn.primitive.name, *of_operands)
-        known |= {var: _number_of(own, i) for i, var in enumerate(eqn.outvars)}
+        own = number_of(eqn.primitive.name, *of_operands)
+        known |= {var: number_of(own, i) for i, var in enumerate(eqn.outvars)}
         if _names(eqn, frozenset(sizes)):
             operands = ", ".join(str(var.aval) for var in eqn.invars)
             params = ", ".join(f"{name}={value}" for name, value in sorted(eqn.params.items()) if value is not None)
@@ -68,14 +68,9 @@ def collective_lines(
         visible = {name: size for name, size in sizes.items() if name not in _rebound_names(eqn)}
         for inner in inner_jaxprs(eqn) if hidden is None else [hidden.jaxpr]:
             has_operands = len(inner.invars) == len(of_operands)
-            inside = of_operands if has_operands else [_number_of(own, i) for i in range(len(inner.invars))]
+            inside = of_operands if has_operands else [number_of(own, i) for i in range(len(inner.invars))]
             lines += collective_lines(inner, visible, inside)
     return lines
-
-
-def _number_of(*parts: object) -> int:
-    """A hash that is the same in each process."""
-    return zlib.crc32(repr(parts).encode())
 
 
 def mentions(eqn: JaxprEqn, names: Names) -> bool:

@@ -67,7 +67,17 @@ class CallSite(NamedTuple):
         file = "" if is_cell else self.file  # a cell has another name in each process
         function, collective = _hash((file, self.function), 24), _hash(self.collective, 20) | 1
         bits = function << 40 | (self.line_in_function & 0xFFFFF) << 20 | collective
-        return bits - (1 << 64) if bits >> 63 else bits  # as an int64
+        return as_int64(bits)
+
+
+def as_int64(bits: int) -> int:
+    """A number of 64 bits as an attribute of a program holds it.
+
+    Example:
+        >>> as_int64(5), as_int64((1 << 64) - 1)
+        (5, -1)
+    """
+    return bits - (1 << 64) if bits >> 63 else bits
 
 
 def _hash(facts: object, bits: int) -> int:

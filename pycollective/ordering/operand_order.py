@@ -19,8 +19,9 @@ from typing import Any
 from jax.extend.mlir import ir
 
 from pycollective.ordering import jax_internals
+from pycollective.ordering.call_site import as_int64
 
-__all__ = ["forget_program", "number_reduction"]
+__all__ = ["forget_program", "number_of", "number_reduction"]
 
 
 class _Program:
@@ -65,10 +66,9 @@ def number_reduction(module: ir.Module, site: int, call: ir.Operation, operands:
     of_all = [origin for _, origins in calls for origin in origins]
     if len(set(of_all)) == 1:
         return  # nothing could be in another order
-    together = sum(map(_number_of, of_all)) & 0xFFFFFFFF
+    together = sum(map(number_of, of_all)) & 0xFFFFFFFF
     for earlier, origins in calls:
-        number = _number_of(*origins) << 32 | together
-        jax_internals.set_attribute(earlier, "order", number - (1 << 64) if number >> 63 else number)
+        jax_internals.set_attribute(earlier, "order", as_int64(number_of(*origins) << 32 | together))
 
 
 def forget_program() -> None:
@@ -84,12 +84,12 @@ def _origin(value: ir.Value, known: dict[ir.Value, int]) -> int:
         if path[-1] in known:
             path.pop()
         elif isinstance(owner, ir.Block):
-            known[path[-1]] = _number_of(owner.owner.operation.name, ir.BlockArgument(path[-1]).arg_number)
+            known[path[-1]] = number_of(owner.owner.operation.name, ir.BlockArgument(path[-1]).arg_number)
         elif before := [operand for operand in owner.operands if operand not in known]:
             path += before
         else:
-            number = _number_of(owner.operation.name, *_parameters(owner), *(known[x] for x in owner.operands))
-            known |= {result: _number_of(number, i) for i, result in enumerate(owner.results)}
+            number = number_of(owner.operation.name, *_parameters(owner), *(known[x] for x in owner.operands))
+            known |= {result: number_of(number, i) for i, result in enumerate(owner.results)}
     return known[value]
 
 
@@ -100,5 +100,6 @@ def _parameters(operation: Any) -> Iterable[str]:
             yield re.sub(r"_\d+$", "", str(operation.attributes[name]))  # JAX numbers functions of one name
 
 
-def _number_of(*parts: object) -> int:
+def number_of(*parts: object) -> int:
+    """A hash of 32 bits that is the same in each process."""
     return zlib.crc32(repr(parts).encode())

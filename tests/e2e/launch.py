@@ -26,6 +26,9 @@ _MPIEXEC = str(Path(sys.executable).parent / "mpiexec")
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 _KILL_AFTER_S = 5  # a launcher may ignore SIGTERM while its ranks hang
 
+# Ranks write their lines whole. Unbuffered, print() writes a line in two pieces, and two ranks mix theirs.
+os.environ.pop("PYTHONUNBUFFERED", None)
+
 
 @functools.cache
 def is_open_mpi() -> bool:
@@ -62,10 +65,8 @@ def mpirun(
         options: of mpiexec.
     """
     options = [*options, *(["--oversubscribe"] if is_open_mpi() else [])]
-    # A rank writes its lines whole; unbuffered, the launcher would mix the pieces of two ranks.
-    buffered = {"PYTHONUNBUFFERED": ""}
     command = [_MPIEXEC, *options, "-n", str(ranks), sys.executable, *args]
-    return limited(command, timeout, env={**os.environ, **AS_ROOT, **buffered, **(env or {})}, cwd=cwd)
+    return limited(command, timeout, env={**os.environ, **AS_ROOT, **(env or {})}, cwd=cwd)
 
 
 def of_processes(printed: str) -> list[dict[str, Any]]:
