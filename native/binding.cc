@@ -299,7 +299,7 @@ PYCOLLECTIVE_EXPORT void pycollective_monitor_start(int32_t rank, int32_t size, 
                                                     const int32_t* listening, int32_t listening_count,
                                                     const char* secret, int32_t secret_bytes, double warn_s,
                                                     double timeout_s, const char* folder, int32_t stack_signal,
-                                                    int32_t stack_fd) {
+                                                    int32_t stack_fd, bool guards_next) {
   const std::string packed(processes, static_cast<size_t>(nbytes));
   pycollective::Reader reader(packed);
   pycollective::MonitorSettings settings;
@@ -323,12 +323,14 @@ PYCOLLECTIVE_EXPORT void pycollective_monitor_start(int32_t rank, int32_t size, 
   settings.folder = folder;
   settings.stack_signal = stack_signal;
   settings.stack_fd = stack_fd;
+  settings.guards_next = guards_next;
   pycollective::StartMonitor(std::move(settings));
 }
 PYCOLLECTIVE_EXPORT void pycollective_monitor_set_timeout(double warn_s, double timeout_s) {
   pycollective::SetMonitorTimeout(static_cast<int64_t>(warn_s * 1e9), static_cast<int64_t>(timeout_s * 1e9));
 }
 PYCOLLECTIVE_EXPORT void pycollective_monitor_stop() { pycollective::StopMonitor(); }
+PYCOLLECTIVE_EXPORT void pycollective_monitor_leave() { pycollective::LeaveMonitor(); }
 
 // Leaves a rank out of all that the monitor does: it has failed, and the others go on.
 PYCOLLECTIVE_EXPORT void pycollective_monitor_forget(int32_t rank) { pycollective::ForgetRank(rank); }

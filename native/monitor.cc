@@ -29,6 +29,7 @@ constexpr int64_t kSecondNs = 1000000000;
 constexpr int64_t kAskNs = 3 * kSecondNs;       // for all ranks to tell what they do
 constexpr int64_t kTellNs = 2 * kSecondNs;      // for all ranks to hear that they shall end
 constexpr int64_t kReportNs = 8 * kSecondNs;    // after it has told another rank of a wait, this one reports itself
+constexpr int64_t kGuardNs = 10 * kSecondNs;    // for the next rank of this host to answer that it is there
 constexpr int64_t kEndedNs = 10 * kSecondNs;    // a rank that has ended asks what the others do
 constexpr auto kLastWords = std::chrono::seconds(4);  // for a process that was told to end to end by itself
 
@@ -55,22 +56,30 @@ class Monitor {
   void Start() {
     server_ = std::thread([this] { Serve(); });
     watcher_ = std::thread([this] { Watch(); });
+    if (settings_.guards_next) guard_ = std::thread([this] { Guard(); });
   }
   void Stop() {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       stopping_ = true;
+      if (guarded_ >= 0) shutdown(guarded_, SHUT_RDWR);  // it wakes the guard
     }
+    Leave();
     changed_.notify_all();
     for (const int fd : settings_.listening) shutdown(fd, SHUT_RDWR);  // it wakes the server
     watcher_.join();
     server_.join();
+    if (guard_.joinable()) guard_.join();
     for (const int fd : settings_.listening) close(fd);
   }
 
   void Forget(int rank) {
     const std::lock_guard<std::mutex> lock(mutex_);
     forgotten_.insert(rank);
+  }
+
+  void Leave() {
+    if (getpid() == Own().pid) channel_.Leave();  // a forked child has these connections, too
   }
 
   bool BeginEnd(int status, const std::string& cause) {
@@ -190,6 +199,7 @@ class Monitor {
         if (is_told_) break;
         if (has_end_) continue;  // this rank ends the job
         if (getppid() != parent_) {
+          Leave();
           Say("pycollective: the launcher of rank " + std::to_string(settings_.rank) + " has ended; ending this rank.\n");
           _exit(1);
         }
@@ -244,6 +254,41 @@ class Monitor {
       }
     }
     return false;
+  }
+
+  // The guard of the next rank of this host -----------------------------------------------------------------------
+
+  // The kernel ends the connection to a process that has died a moment before the launcher learns of the death. Then the
+  // launcher ends this process, too; so the sentence comes at once.
+  void Guard() {
+    const int next = NextOfHost();
+    if (next == settings_.rank) return;
+    const int connection = channel_.Ask({next}, SideChannel::kStay, "", kGuardNs)[0].connection;
+    if (connection < 0) return;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      if (stopping_) {
+        close(connection);
+        return;
+      }
+      guarded_ = connection;
+    }
+    const bool has_died = SideChannel::HasDied(connection);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    guarded_ = -1;
+    if (!has_died || stopping_ || has_end_) return;
+    const Process& process = settings_.processes[static_cast<size_t>(next)];
+    Say("pycollective: rank " + std::to_string(next) + " of " + std::to_string(size()) + " died: process " +
+        std::to_string(process.pid) + " on host " + process.host_name + " was killed, crashed or called _exit.\n");
+  }
+
+  int NextOfHost() const {
+    for (int step = 1; step < size(); ++step) {
+      const int rank = (settings_.rank + step) % size();
+      const Process& process = settings_.processes[static_cast<size_t>(rank)];
+      if (process.pid != 0 && process.host == Own().host) return rank;
+    }
+    return settings_.rank;
   }
 
   const Process& Own() const { return settings_.processes[static_cast<size_t>(settings_.rank)]; }
@@ -370,6 +415,7 @@ class Monitor {
   std::atomic<int64_t> timeout_ns_;
   std::thread server_;
   std::thread watcher_;
+  std::thread guard_;
   std::mutex stacks_mutex_;
   const PythonStacks stacks_;
   const pid_t parent_ = getppid();
@@ -378,6 +424,7 @@ class Monitor {
   std::mutex mutex_;  // guards what follows
   std::condition_variable changed_;
   bool stopping_ = false;
+  int guarded_ = -1;  // the connection of the guard
   bool has_end_ = false;
   bool is_told_ = false;  // another rank has told the end
   int status_ = 0;
@@ -401,6 +448,12 @@ void StartMonitor(MonitorSettings settings) {
   if (monitor != nullptr) return;
   monitor = new Monitor(std::move(settings));
   monitor->Start();
+  std::atexit(LeaveMonitor);
+}
+
+void LeaveMonitor() {
+  Monitor* const current = Current();
+  if (current != nullptr) current->Leave();
 }
 
 void StopMonitor() {

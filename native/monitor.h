@@ -1,8 +1,10 @@
-// The monitor of a process: two threads that need neither Python nor MPI.
+// The monitor of a process: threads that need neither Python nor MPI.
 //
 // One answers what other ranks ask on the side channel: what this process does (Status), and that it shall end. The other
 // looks at the calls under way. When one lasts too long it tells the lowest rank that answers, which asks all ranks what
 // they do, writes one report, and ends the job.
+//
+// A third thread, under launchers that do not say which rank has died, waits for the death of the next rank of this host.
 
 #ifndef PYCOLLECTIVE_NATIVE_MONITOR_H_
 #define PYCOLLECTIVE_NATIVE_MONITOR_H_
@@ -27,12 +29,15 @@ struct MonitorSettings {
   // A signal whose handler writes the stacks of Python's threads to `stack_fd`; 0: there is none.
   int stack_signal = 0;
   int stack_fd = -1;
+  bool guards_next = false;  // whether it says that the next rank of this host has died
 };
 
 // Starts the threads. They live as long as the process, or until StopMonitor.
 void StartMonitor(MonitorSettings settings);
 void SetMonitorTimeout(int64_t warn_ns, int64_t timeout_ns);
 void StopMonitor();
+// Tells the rank that guards this one that this process ends, in order.
+void LeaveMonitor();
 // Leaves a rank out from now on: it has failed, and the others go on without it.
 void ForgetRank(int rank);
 

@@ -18,6 +18,7 @@
 #include <cerrno>
 #include <cstring>
 #include <memory>
+#include <utility>
 
 #include "recorder.h"
 
@@ -28,6 +29,7 @@ constexpr size_t kAtOnce = 128;                    // connections of one Ask
 constexpr int64_t kConnectNs = 1000000000;         // for one address
 constexpr int64_t kMostBytes = int64_t{16} << 20;  // of one text
 constexpr int64_t kServeSeconds = 1;               // for one request to arrive
+constexpr char kLeaves[] = "-";                    // the last byte on a connection of kStay
 
 // A numeric address as sockets take it. Returns its length, 0 if it is none.
 socklen_t ParseAddress(const std::string& host, int port, sockaddr_storage* parsed) {
@@ -84,9 +86,9 @@ bool WriteAll(int fd, const std::string& text) {
 // One request of Ask.
 class Asking {
  public:
-  Asking(const std::vector<Address>& addresses, int64_t rank, const std::string& request, const std::string& secret,
-         Reply* reply)
-      : addresses_(addresses), rank_(rank), request_(request), secret_(secret), reply_(reply) {
+  Asking(const std::vector<Address>& addresses, int64_t rank, const std::string& request, bool stays,
+         const std::string& secret, Reply* reply)
+      : addresses_(addresses), rank_(rank), request_(request), stays_(stays), secret_(secret), reply_(reply) {
     TryNext(false);
   }
   ~Asking() { Close(); }
@@ -132,6 +134,7 @@ class Asking {
     reply_->came = true;
     reply_->refused = false;
     reply_->text = received_.substr(head, static_cast<size_t>(length));
+    if (stays_) reply_->connection = std::exchange(fd_, -1);
     Close();
   }
 
@@ -165,6 +168,7 @@ class Asking {
   const std::vector<Address>& addresses_;
   const int64_t rank_;
   const std::string request_;
+  const bool stays_;
   const std::string& secret_;
   Reply* const reply_;
   size_t tried_ = 0;
@@ -213,7 +217,8 @@ std::vector<Reply> SideChannel::Ask(const std::vector<int>& ranks, int64_t kind,
       const int rank = ranks[begun];
       const std::string head = Numbers({kind, rank, static_cast<int64_t>(text.size())});
       under_way.push_back(std::make_unique<Asking>(addresses_[static_cast<size_t>(rank)], rank,
-                                                   of_requests_ + head + text, of_replies_, &replies[begun]));
+                                                   of_requests_ + head + text, kind == kStay, of_replies_,
+                                                   &replies[begun]));
     }
     if (under_way.empty() && begun == ranks.size()) break;
     std::vector<pollfd> sockets;
@@ -232,6 +237,7 @@ void SideChannel::Serve(const std::vector<int>& listening, int64_t limit_ns, con
     if (socket.revents == 0) continue;
     const int fd = accept4(socket.fd, nullptr, nullptr, SOCK_CLOEXEC);
     if (fd < 0) continue;
+    bool stays = false;
     const timeval patience{kServeSeconds, 0};
     setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof(patience));
     setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &patience, sizeof(patience));
@@ -243,13 +249,40 @@ void SideChannel::Serve(const std::vector<int>& listening, int64_t limit_ns, con
       if (to == rank_ && 0 <= length && length <= kMostBytes) {
         std::string text(static_cast<size_t>(length), '\0');
         if (ReadAll(fd, text.data(), text.size())) {
-          const std::string reply = answer(kind, text);
+          const std::string reply = kind == kStay ? "" : answer(kind, text);
           WriteAll(fd, of_replies_ + Numbers({rank_, static_cast<int64_t>(reply.size())}) + reply);
+          stays = kind == kStay;
         }
       }
     }
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (stays && !has_left_) {
+      stay_.push_back(fd);
+      continue;
+    }
+    if (stays) WriteAll(fd, kLeaves);
     close(fd);
   }
+}
+
+bool SideChannel::HasDied(int connection) {
+  pollfd socket{connection, POLLIN, 0};
+  while (poll(&socket, 1, -1) < 0 && errno == EINTR) {
+  }
+  char word;
+  const bool leaves = recv(connection, &word, 1, 0) == 1;
+  close(connection);
+  return !leaves;
+}
+
+void SideChannel::Leave() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  has_left_ = true;
+  for (const int fd : stay_) {
+    WriteAll(fd, kLeaves);
+    close(fd);
+  }
+  stay_.clear();
 }
 
 // Texts ----------------------------------------------------------------------------------------------------------

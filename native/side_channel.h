@@ -1,13 +1,15 @@
 // Messages between the processes of a job that need no MPI: TCP on the job's own hosts.
 //
-// Every process listens. Nobody connects while all goes well: a connection carries one request and its reply, and is
-// made when there is something to ask. Both sides show a secret of the job: others who connect get no reply.
+// Every process listens. A connection carries one request and its reply, and is made when there is something to ask; one
+// kind of request keeps it, so that each side learns when the other process ends. Both sides show a secret of the job:
+// others who connect get no reply.
 
 #ifndef PYCOLLECTIVE_NATIVE_SIDE_CHANNEL_H_
 #define PYCOLLECTIVE_NATIVE_SIDE_CHANNEL_H_
 
 #include <cstdint>
 #include <functional>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -28,10 +30,14 @@ struct Reply {
   bool refused = false;   // nobody listens there any more: the process has ended, its host answers
   bool accepted = false;  // its host has accepted the connection, as it does for a process that is stopped
   std::string text;
+  int connection = -1;    // of a request kStay
 };
 
 class SideChannel {
  public:
+  // The kind of a request that asks for a connection which stays open until one of the two processes ends.
+  static constexpr int64_t kStay = 0;
+
   // `addresses`: for each rank where it may be reached; a rank tries them in turn. `secret`: the job's, of any length;
   // its halves are for requests and for replies.
   SideChannel(int rank, std::vector<std::vector<Address>> addresses, std::string secret);
@@ -39,6 +45,12 @@ class SideChannel {
   // Sends a request to each of `ranks`, to all at the same time, and waits for their replies, at most `limit_ns`. The
   // replies have the order of `ranks`. Any thread may call it.
   std::vector<Reply> Ask(const std::vector<int>& ranks, int64_t kind, const std::string& text, int64_t limit_ns) const;
+
+  // Waits at a connection of kStay until the other process ends. Returns false if that one has called Leave; true if it
+  // has died, or if somebody shuts the connection down. Closes it.
+  static bool HasDied(int connection);
+  // Tells those who wait in HasDied that this process ends in order.
+  void Leave() const;
 
   // Waits at most `limit_ns` for one request on one of the sockets, and answers it with answer(kind, text).
   using Answer = std::function<std::string(int64_t kind, const std::string& text)>;
@@ -49,6 +61,9 @@ class SideChannel {
   const std::vector<std::vector<Address>> addresses_;
   const std::string of_requests_;
   const std::string of_replies_;
+  mutable std::mutex mutex_;  // guards what follows
+  mutable std::vector<int> stay_;  // connections of kStay
+  mutable bool has_left_ = false;
 };
 
 // A text of numbers and texts, for requests and replies.

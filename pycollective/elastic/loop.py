@@ -65,11 +65,12 @@ def run(train: Train[R], state: None = None, *, min_ranks: int = 1, required: bo
 def run(train: Train[Any], state: State | None = None, *, min_ranks: int = 1, required: bool = False) -> Any:
     """Returns ``train(state, world)``, which is called again with the ranks that are left when a rank has failed.
 
-    A rank fails when its process dies: by a signal, or with its host. Then each call of the others ends in an error,
-    which ``train`` should let pass. They go on as a smaller world: :func:`pycollective.world` is a new communicator,
-    all others are unusable, and so are programs that were lowered for them. All values of ``state`` become those of the
-    newest commit of any rank that is left, and ``train`` is called again; functions are traced again. An exception of
-    another kind in ``train`` ends all ranks, as it does without ``run``.
+    A rank fails when its process dies by a signal; with a host that goes away the launcher ends the job. When a rank
+    fails, each call of the others ends in an error, which ``train`` should let pass. They go on as a smaller world:
+    :func:`pycollective.world` is a new communicator, all others are unusable, and so are programs that were lowered for
+    them. All values of ``state`` become those of the newest commit of any rank that is left, and ``train`` is called
+    again; functions are traced again. An exception of another kind in ``train`` ends all ranks, as it does without
+    ``run``.
 
     That needs Open MPI 5 under ``mpiexec --with-ft ulfm``. Elsewhere a failure ends the job, and this function says so
     once, on rank 0.

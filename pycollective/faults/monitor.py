@@ -17,6 +17,7 @@ from pathlib import Path
 
 from pycollective.config import config
 from pycollective.launch.addresses import LOOPBACK, addresses_of_this_host
+from pycollective.launch.started_by import names_lost_ranks
 from pycollective.transport import watch
 from pycollective.transport.mpi import MPI
 
@@ -62,7 +63,15 @@ def start(mpi: MPI.Intracomm, limit: float | None) -> None:
     warn_s, timeout_s = _seconds(limit)
     watch.start_monitor(
         watch.Monitoring(
-            MPI.COMM_WORLD.rank, processes, sockets, secret, warn_s, timeout_s, folder, *_stacks_by_signal()
+            MPI.COMM_WORLD.rank,
+            processes,
+            sockets,
+            secret,
+            warn_s,
+            timeout_s,
+            folder,
+            *_stacks_by_signal(),
+            guards_next=not names_lost_ranks(os.environ),
         )
     )
 

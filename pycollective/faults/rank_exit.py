@@ -163,6 +163,7 @@ def _exit_at_once(status: int) -> NoReturn:
         _be_the_first(status or 1, f"{place()} called os._exit({status})")
         sys.stderr.write(f"pycollective: {place()} called os._exit({status}) before the job's end; ending all ranks.\n")
         abort(status or 1)
+    watch.leave()
     _os_exit(status)
 
 

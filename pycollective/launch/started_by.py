@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from pycollective.errors import message
 from pycollective.launch.launchers.flux import FluxRun
@@ -53,18 +53,33 @@ def is_rank(environ: Mapping[str, str]) -> bool:
 def local_place(environ: Mapping[str, str]) -> Place | None:
     """This rank's place on its host; None under a launcher that does not say it.
 
-    A launcher that starts launchers is asked last: its own tasks may be the other launcher's proxies.
-
     Example:
         >>> local_place({"MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"})
         Place(rank=1, size=4)
         >>> local_place({"SLURM_LOCALID": "0", "SLURM_NODEID": "2", "SLURM_STEP_TASKS_PER_NODE": "4(x2),3"})
         Place(rank=0, size=3)
     """
+    return next((place for _, place in _places(environ)), None)
+
+
+def names_lost_ranks(environ: Mapping[str, str]) -> bool:
+    """Whether the launcher says which rank has died; True if nobody knows the launcher.
+
+    Example:
+        >>> names_lost_ranks({"MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"})
+        False
+    """
+    return next((launcher.names_lost_ranks for launcher, _ in _places(environ)), True)
+
+
+def _places(environ: Mapping[str, str]) -> Iterator[tuple[type[Launcher], Place]]:
+    """This rank's place on its host, as each launcher that says it has it.
+
+    A launcher that starts launchers comes last: its own tasks may be the other launcher's proxies.
+    """
     for launcher in sorted(LAUNCHERS, key=lambda launcher: launcher.starts_launchers):
         if (place := launcher.place(environ)) is not None:
-            return place
-    return None
+            yield launcher, place
 
 
 def rank_variables(environ: Mapping[str, str]) -> dict[str, str]:

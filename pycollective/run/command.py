@@ -191,7 +191,7 @@ def prepare(options: argparse.Namespace, environ: Mapping[str, str]) -> restarts
         room = dict(_allocated_hosts(job, system, environ))
     if isinstance(launcher, Library):
         job = _over_allocation(job, library, system, environ)
-        if len(room) > 1 and not options.elastic:  # it may lose one
+        if len(room) > 1:
             variables |= {name: value for name, value in launcher.attentive.items() if name not in environ}
             if hides_lost_hosts:
                 last_words = "|".join((_LAST_WORDS_OF_RANKS, *launcher.last_words))

@@ -19,6 +19,9 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"
 ARENAS = "MALLOC_ARENA_MAX"
 """glibc's variable for what transport/mpi.py sets, too late where a program imports mpi4py first."""
 
+HASH_SEED = "PYTHONHASHSEED"
+"""Python's variable for the order of sets of strings, in which a program may add up its arrays."""
+
 
 def main() -> None:
     """Takes this rank's share of its host, then becomes the program."""
@@ -37,6 +40,7 @@ def main() -> None:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(share_of(gpus, place))
     if config.malloc:
         os.environ.setdefault(ARENAS, "1")
+    os.environ.setdefault(HASH_SEED, "0")
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     try:
         os.execvp(command[0], command)

@@ -137,6 +137,7 @@ class Monitoring(NamedTuple):
         folder: where it writes the records when the job fails; "": nowhere.
         stack_signal: a signal whose handler writes Python's stacks to ``stack_file``; 0: none.
         stack_file: the number of an open file.
+        guards_next: whether it says that the next rank of this host has died, since the launcher does not.
     """
 
     rank: int
@@ -148,6 +149,7 @@ class Monitoring(NamedTuple):
     folder: str
     stack_signal: int
     stack_file: int
+    guards_next: bool
 
 
 def start_monitor(monitoring: Monitoring) -> None:
@@ -167,6 +169,7 @@ def start_monitor(monitoring: Monitoring) -> None:
         monitoring.folder.encode(),
         monitoring.stack_signal,
         monitoring.stack_file,
+        monitoring.guards_next,
     )
 
 
@@ -178,6 +181,12 @@ def set_monitor_timeout(warn_s: float, timeout_s: float) -> None:
 def stop_monitor() -> None:
     """Ends the monitor's threads."""
     compiled.library().pycollective_monitor_stop()
+
+
+def leave() -> None:
+    """Tells the rank that guards this one that this process ends, in order."""
+    if compiled.has_started():
+        compiled.library().pycollective_monitor_leave()
 
 
 def begin_end(status: int, cause: str) -> bool:

@@ -33,8 +33,11 @@ ENV = {
 }
 
 SAID = {
-    # What launchers say: MPICH's names the process, Open MPI's the rank. Or a report of ours, if it comes first.
-    "kill": [r"PID {pid} RUNNING AT|process rank {rank} with PID {pid}|process {pid} on host \S+ has ended"],
+    # Open MPI's launcher names the rank. MPICH's may name a process that it has ended itself, so the rank's neighbour
+    # says it, or a report.
+    "kill": [
+        r"process rank {rank} with PID {pid}|rank {rank} of \d+ died: process {pid}|process {pid} on host \S+ has ended"
+    ],
     "stop": [r"rank {rank} does not answer: process \d+ on host \S+ is stopped"],
     "raise": [r"pycollective: rank {rank} of \d+ raised", "no luck"],
     "mismatch": [

@@ -49,6 +49,7 @@ def check_shared_memory(stdout: str) -> None:
 
 ENDED = r"pycollective: rank 1 of \d {}; ending all ranks\."
 RAISED = ENDED.format("raised")
+DIED = r"^pycollective: rank 1 of 3 died: process \d+ on host \S+ was killed, crashed or called _exit\.$"
 EARLY = ENDED.format("raised before init")
 NO_LUCK = r"^(\w+\.)*\w*Error: no luck$"
 DIFFER = r"pycollective\.\w+: CollectiveMismatch: expected the same call on every rank, got .* here and .* on rank \d "
@@ -63,11 +64,6 @@ APART = "The ranks wait for each other, in calls on different communicators or c
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        # The launcher names the signal.
-        pytest.param("segfault", [], marks=whole),
-        pytest.param("abort", [], marks=whole),
-        pytest.param("kill", [], marks=library),
-        pytest.param("terminate", [], marks=whole),
         pytest.param("interrupt", [RAISED, "^KeyboardInterrupt"], marks=whole),
         pytest.param("exit text", [ENDED.format("exited with code 1, others did not"), "^no luck$"], marks=whole),
         pytest.param("out of memory", [RAISED, r"^\S*MemoryError: "], marks=whole),
@@ -126,6 +122,92 @@ def test_a_call_that_differs(fault: str, said: list[str], tmp_path: Path) -> Non
 def test_a_call_that_not_all_make(fault: str, said: list[str], tmp_path: Path) -> None:
     started = r"pycollective: (some ranks wait for a rank that has ended|expected an answer from the other ranks)"
     check(tmp_path, fault, [started, *said])
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param("segfault", marks=whole),
+        pytest.param("abort", marks=whole),
+        pytest.param("kill", marks=library),
+        pytest.param("terminate", marks=whole),
+    ],
+)
+def test_a_rank_that_dies(fault: str, tmp_path: Path) -> None:
+    """Open MPI's launcher names the rank. Else a rank of its host does, if the launcher leaves it the time."""
+    done = mpirun(3, PROGRAM, fault, str(tmp_path), timeout=BOUND_S, env=environ())
+    assert done.returncode not in (0, 124), done.stderr
+    said = re.findall("^pycollective.*$", done.stderr, re.MULTILINE)
+    if launch.is_open_mpi():
+        assert re.search("process rank 1 with PID", done.stderr), done.stderr
+        assert not said, done.stderr
+    assert len(said) <= 1, done.stderr
+    assert all(re.match(DIED, line) for line in said), done.stderr
+    launch.wait_until_gone(str(tmp_path))
+    check_shared_memory(done.stdout)
+
+
+DIES = """
+import os, signal, time
+import pycollective as pc
+
+world = pc.init()
+launcher = os.getppid()
+world.mpi.barrier()
+if world.rank == 1:
+    os.kill(launcher, signal.SIGSTOP)  # it would end the others when it sees the death
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(3)
+os.kill(launcher, signal.SIGCONT)
+time.sleep(300)
+"""
+
+
+@pytest.mark.library
+def test_the_rank_that_died_is_named(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(DIES)
+    done = mpirun(3, str(program), timeout=BOUND_S, env=environ())
+    assert done.returncode not in (0, 124), done.stderr
+    by_us, by_launcher = re.findall(DIED, done.stderr, re.MULTILINE), "process rank 1 with PID" in done.stderr
+    assert (len(by_us), by_launcher) == ((0, True) if launch.is_open_mpi() else (1, False)), done.stderr
+    assert done.stderr.count("pycollective") == len(by_us), done.stderr
+    launch.wait_until_gone(str(program))
+
+
+ENDS_EARLIER = """
+import os, sys, time
+import pycollective as pc
+from mpi4py import MPI
+from pycollective.faults import rank_exit
+
+rank, finalizes, leaves = pc.init().rank, {}, "{}"
+if finalizes:
+    MPI.Finalize()
+if rank == 1:
+    exec(leaves)
+else:
+    rank_exit.at_end(lambda: time.sleep(1))
+time.sleep(1)
+"""
+
+
+@whole
+@pytest.mark.parametrize(
+    ("finalizes", "leaves"),
+    [
+        (True, "os._exit(0)"),
+        (True, "sys.exit()"),
+        (False, "if os.fork() == 0: sys.exit()"),
+        (False, ""),
+    ],
+)
+def test_an_end_in_order_is_no_death(finalizes: bool, leaves: str, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(ENDS_EARLIER.format(finalizes, leaves))
+    done = mpirun(2, str(program), timeout=BOUND_S, env=environ())
+    assert "died" not in done.stderr, done.stderr
+    assert done.returncode == 0, done.stderr
 
 
 def check(where: Path, fault: str, said: list[str]) -> None:

@@ -68,15 +68,15 @@ sys.stdout.write(f"rank {comm.rank} on {comm.host_index} agrees\\n")
 
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """The environment for calls of ``scripts/hosts``, which has started four hosts."""
+    """The environment for calls of ``scripts/hosts``, which has started five hosts."""
     if subprocess.run(["unshare", "--net", "--mount", "true"], capture_output=True, check=False).returncode != 0:
         pytest.skip("SEVERAL HOSTS NOT TESTED: this root may not make namespaces")
     state = tmp_path_factory.mktemp("hosts")
     environ = {**os.environ, "PYCOLLECTIVE_HOSTS": str(state), "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     environ.pop("JAX_NUM_CPU_DEVICES", None)
-    subprocess.run([HOSTS, "up", "--hosts", "4"], env=environ, check=True, timeout=60)
+    subprocess.run([HOSTS, "up", "--hosts", "5"], env=environ, check=True, timeout=60)
     bridge = (state / "bridge").read_text().split()[0]
-    inside = [int((state / f"h{i}").read_text()) for i in range(4)]
+    inside = [int((state / f"h{i}").read_text()) for i in range(5)]
     yield environ
     subprocess.run([HOSTS, "down"], env=environ, check=True, timeout=60)
     assert not any(Path(f"/proc/{pid}").exists() for pid in inside)
@@ -197,6 +197,72 @@ def test_a_training_goes_on_without_a_host_that_is(
     assert int(again[1]) >= 11  # it went on from a checkpoint
     np.testing.assert_allclose(losses, alone, rtol=1e-2)
     wait_until_gone(str(tmp_path / "saved"), 60)
+
+
+# Ranks go on when one is killed. The launcher ends all when it loses a host; after a new start they train to the end.
+ELASTIC = """
+import os, signal, sys
+import jax.numpy as jnp
+import pycollective as pc
+
+def say(text):
+    sys.stdout.write(text + "\\n")
+    sys.stdout.flush()
+
+lost, start = sys.argv[1], pc.init()
+
+@pc.elastic.run
+def train(state, world):
+    while True:
+        total = int(pc.psum(jnp.int32(1)))
+        state.step += 1
+        if state.step == 10:
+            say("BEGAN")
+            if lost == "rank" and start.rank == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+        if total == 2 and state.step == 20:
+            return total
+
+say(f"TRAINED by {train(pc.elastic.State(step=0))}")
+"""
+
+
+@pytest.mark.library
+@pytest.mark.parametrize(
+    ("lost", "told"),
+    [
+        ("rank", r"rank 2 of 3 failed; 2 ranks go on from commit 0\."),
+        ("host", r"attempt 1 of 2 ended with .*, and h4 no longer answers\. Starting again with 2 ranks on h0, h1\."),
+    ],
+)
+def test_elastic_training_across_hosts(lost: str, told: str, hosts: dict[str, str], tmp_path: Path) -> None:
+    if not is_open_mpi():
+        pytest.skip("LOUD: ranks go on after a failure under Open MPI alone, whose environment runs these tests")
+    program = tmp_path / "program.py"
+    program.write_text(ELASTIC)
+    python = [sys.executable, "-m", "pycollective", "run", "--elastic", "--restarts", "1", "--min-ranks", "2"]
+    with (tmp_path / "stderr").open("w") as stderr:
+        job = subprocess.Popen(
+            [HOSTS, "exec", "timeout", "-k", "5", "100", *python, "-n", "3", "--hosts", "h0,h1,h4", str(program), lost],
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            env={**hosts, "PYCOLLECTIVE_RECORDS": "off"},
+            text=True,
+            stdin=subprocess.DEVNULL,
+        )
+    assert job.stdout is not None
+    with job.stdout:
+        said = "".join(job.stdout.readline() for _ in range(3))
+        assert said.count("BEGAN") == 3, said
+        if lost == "host":
+            os.kill(int((Path(hosts["PYCOLLECTIVE_HOSTS"]) / "h4").read_text()), signal.SIGKILL)
+        printed = job.stdout.read()
+    status, report = job.wait(60), (tmp_path / "stderr").read_text()
+    assert status == 0, report
+    assert len(re.findall(told, report)) == 1, report
+    assert printed.count("TRAINED by 2") == 2, printed
+    assert ("Starting again" in report) == (lost == "host"), report
+    wait_until_gone(str(program))
 
 
 # Rank 2, alone on its host, does something else than the others; or its host's connection is cut.

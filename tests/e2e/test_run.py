@@ -114,6 +114,13 @@ def test_any_program() -> None:
     assert done.stdout.split() == ["hello", "hello"], done.stderr
 
 
+def test_a_set_has_the_same_order_on_all_ranks() -> None:
+    done = run("-n", "2", "--oversubscribe", sys.executable, "-c", "print(*{'weight', 'bias', 'scale', 'shift'})")
+    first, second = done.stdout.splitlines()
+    assert first == second
+    assert sorted(first.split()) == ["bias", "scale", "shift", "weight"]
+
+
 def test_more_ranks_than_cores(program: str) -> None:
     done = run("-n", "1000", program)
     assert done.returncode == 2

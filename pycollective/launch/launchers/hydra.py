@@ -12,4 +12,5 @@ class Hydra(Launcher):
     size_variable = "PMI_SIZE"
     rank_variables = ("PMI_RANK", "PMI_FD", "PMI_PORT")
     place_variables = ("MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+    names_lost_ranks = False
     remedy = "mpi4py has loaded another MPI library: use that library's mpiexec, or install the MPI of this mpiexec."
