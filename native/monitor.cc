@@ -18,6 +18,7 @@
 #include <thread>
 
 #include "process.h"
+#include "rank_guard.h"
 #include "recorder.h"
 #include "settings.h"
 #include "status.h"
@@ -29,7 +30,6 @@ constexpr int64_t kSecondNs = 1000000000;
 constexpr int64_t kAskNs = 3 * kSecondNs;       // for all ranks to tell what they do
 constexpr int64_t kTellNs = 2 * kSecondNs;      // for all ranks to hear that they shall end
 constexpr int64_t kReportNs = 8 * kSecondNs;    // after it has told another rank of a wait, this one reports itself
-constexpr int64_t kGuardNs = 10 * kSecondNs;    // for the next rank of this host to answer that it is there
 constexpr int64_t kEndedNs = 10 * kSecondNs;    // a rank that has ended asks what the others do
 constexpr auto kLastWords = std::chrono::seconds(4);  // for a process that was told to end to end by itself
 
@@ -46,6 +46,7 @@ class Monitor {
         channel_(settings_.rank, Addresses(), settings_.secret),
         warn_ns_(settings_.warn_ns),
         timeout_ns_(settings_.timeout_ns),
+        guard_(channel_, settings_.processes, settings_.rank, [this] { return HasEnd(); }),
         stacks_(settings_.stack_signal, settings_.stack_fd) {}
 
   void SetTimeout(int64_t warn_ns, int64_t timeout_ns) {
@@ -56,20 +57,19 @@ class Monitor {
   void Start() {
     server_ = std::thread([this] { Serve(); });
     watcher_ = std::thread([this] { Watch(); });
-    if (settings_.guards_next) guard_ = std::thread([this] { Guard(); });
+    if (settings_.guards_next) guard_.Start();
   }
   void Stop() {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       stopping_ = true;
-      if (guarded_ >= 0) shutdown(guarded_, SHUT_RDWR);  // it wakes the guard
     }
     Leave();
     changed_.notify_all();
     for (const int fd : settings_.listening) shutdown(fd, SHUT_RDWR);  // it wakes the server
     watcher_.join();
     server_.join();
-    if (guard_.joinable()) guard_.join();
+    guard_.Stop();
     for (const int fd : settings_.listening) close(fd);
   }
 
@@ -121,6 +121,11 @@ class Monitor {
     const bool written = std::fwrite(text.data(), 1, text.size(), file) == text.size();
     const bool closed = std::fclose(file) == 0;
     return written && closed && std::rename((path + ".part").c_str(), path.c_str()) == 0 ? path : "";
+  }
+
+  bool HasEnd() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return has_end_;
   }
 
   // Returns whether this is the first end that this rank knows.
@@ -229,7 +234,7 @@ class Monitor {
     }
     // Another rank has told this one to end. Its launcher ends it soon; if the launcher cannot, it ends itself.
     std::this_thread::sleep_for(kLastWords);
-    EndStopped();
+    EndStopped(settings_.processes, Own().host);
     _exit(status_ == 0 ? 1 : status_);
   }
 
@@ -254,41 +259,6 @@ class Monitor {
       }
     }
     return false;
-  }
-
-  // The guard of the next rank of this host -----------------------------------------------------------------------
-
-  // The kernel ends the connection to a process that has died a moment before the launcher learns of the death. Then the
-  // launcher ends this process, too; so the sentence comes at once.
-  void Guard() {
-    const int next = NextOfHost();
-    if (next == settings_.rank) return;
-    const int connection = channel_.Ask({next}, SideChannel::kStay, "", kGuardNs)[0].connection;
-    if (connection < 0) return;
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      if (stopping_) {
-        close(connection);
-        return;
-      }
-      guarded_ = connection;
-    }
-    const bool has_died = SideChannel::HasDied(connection);
-    const std::lock_guard<std::mutex> lock(mutex_);
-    guarded_ = -1;
-    if (!has_died || stopping_ || has_end_) return;
-    const Process& process = settings_.processes[static_cast<size_t>(next)];
-    Say("pycollective: rank " + std::to_string(next) + " of " + std::to_string(size()) + " died: process " +
-        std::to_string(process.pid) + " on host " + process.host_name + " was killed, crashed or called _exit.\n");
-  }
-
-  int NextOfHost() const {
-    for (int step = 1; step < size(); ++step) {
-      const int rank = (settings_.rank + step) % size();
-      const Process& process = settings_.processes[static_cast<size_t>(rank)];
-      if (process.pid != 0 && process.host == Own().host) return rank;
-    }
-    return settings_.rank;
   }
 
   const Process& Own() const { return settings_.processes[static_cast<size_t>(settings_.rank)]; }
@@ -334,7 +304,7 @@ class Monitor {
     if (!path.empty()) text += "  The last calls of each rank are in " + settings_.folder + ".\n";
     Say(text);
     channel_.Ask(others, kEndNow, Writer().Put(1).Put(text).text(), kTellNs);
-    EndStopped();
+    EndStopped(settings_.processes, Own().host);
     WaitUntilRead(kTellNs);
     std::thread([] {  // MPI may not come back
       if (library != nullptr) library->Abort(1);
@@ -400,22 +370,13 @@ class Monitor {
     return silent;
   }
 
-  // Stopped ranks of this host would outlive the job: a launcher's SIGTERM waits until they go on.
-  void EndStopped() {
-    for (const Process& process : settings_.processes) {
-      if (process.pid == 0 || process.host != Own().host) continue;
-      const int64_t state = StateOf(process);
-      if (state == 'T' || state == 't') kill(static_cast<pid_t>(process.pid), SIGKILL);
-    }
-  }
-
   const MonitorSettings settings_;
   const SideChannel channel_;
   std::atomic<int64_t> warn_ns_;
   std::atomic<int64_t> timeout_ns_;
   std::thread server_;
   std::thread watcher_;
-  std::thread guard_;
+  RankGuard guard_;
   std::mutex stacks_mutex_;
   const PythonStacks stacks_;
   const pid_t parent_ = getppid();
@@ -424,7 +385,6 @@ class Monitor {
   std::mutex mutex_;  // guards what follows
   std::condition_variable changed_;
   bool stopping_ = false;
-  int guarded_ = -1;  // the connection of the guard
   bool has_end_ = false;
   bool is_told_ = false;  // another rank has told the end
   int status_ = 0;

@@ -4,7 +4,7 @@
 // looks at the calls under way. When one lasts too long it tells the lowest rank that answers, which asks all ranks what
 // they do, writes one report, and ends the job.
 //
-// A third thread, under launchers that do not say which rank has died, waits for the death of the next rank of this host.
+// Under launchers that do not say which rank has died a third thread does (rank_guard.h).
 
 #ifndef PYCOLLECTIVE_NATIVE_MONITOR_H_
 #define PYCOLLECTIVE_NATIVE_MONITOR_H_

@@ -37,6 +37,14 @@ int64_t StateOf(const Process& process) {
   return started == process.started ? state : 0;
 }
 
+void EndStopped(const std::vector<Process>& processes, int64_t host) {
+  for (const Process& process : processes) {
+    if (process.pid == 0 || process.host != host) continue;
+    const int64_t state = StateOf(process);
+    if (state == 'T' || state == 't') kill(static_cast<pid_t>(process.pid), SIGKILL);
+  }
+}
+
 std::string PythonStacks::OfMainThread() const {
   if (signal_ == 0 || ftruncate(file_, 0) != 0 || lseek(file_, 0, SEEK_SET) != 0) return "";
   if (pthread_kill(pthread_self(), signal_) != 0) return "";  // it has run when this returns: it is for this thread

@@ -23,6 +23,10 @@ struct Process {
 // The letter of its state, as /proc shows it; 0 if there is no such process on this host any more.
 int64_t StateOf(const Process& process);
 
+// Kills those processes of a host, this one's, that are stopped. They would outlive the job: a launcher's SIGTERM waits
+// until they go on.
+void EndStopped(const std::vector<Process>& processes, int64_t host);
+
 // Python's stacks. A signal's handler, which Python's faulthandler has installed, writes them to a file; it needs no lock
 // of the interpreter.
 class PythonStacks {

@@ -163,15 +163,15 @@ time.sleep(300)
 """
 
 
-@pytest.mark.library
+@whole
+@pytest.mark.skipif(launch.is_open_mpi(), reason="LOUD: Open MPI's launcher names the rank: see test_a_rank_that_dies")
 def test_the_rank_that_died_is_named(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(DIES)
     done = mpirun(3, str(program), timeout=BOUND_S, env=environ())
     assert done.returncode not in (0, 124), done.stderr
-    by_us, by_launcher = re.findall(DIED, done.stderr, re.MULTILINE), "process rank 1 with PID" in done.stderr
-    assert (len(by_us), by_launcher) == ((0, True) if launch.is_open_mpi() else (1, False)), done.stderr
-    assert done.stderr.count("pycollective") == len(by_us), done.stderr
+    assert len(re.findall(DIED, done.stderr, re.MULTILINE)) == 1, done.stderr
+    assert done.stderr.count("pycollective") == 1, done.stderr
     launch.wait_until_gone(str(program))
 
 

@@ -1,0 +1,45 @@
+// The guard of a rank: it names the next rank of this host when that one dies.
+//
+// Some launchers name the process that has died, not its rank, and end the others at once. The kernel ends the connection
+// to a process that has died a moment before the launcher learns of the death.
+
+#ifndef PYCOLLECTIVE_NATIVE_RANK_GUARD_H_
+#define PYCOLLECTIVE_NATIVE_RANK_GUARD_H_
+
+#include <functional>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "process.h"
+#include "side_channel.h"
+
+namespace pycollective {
+
+class RankGuard {
+ public:
+  // `processes`: by their ranks; `rank`: this process's. `job_ends`: whether a cause is told already. What is passed by
+  // reference must outlive the guard.
+  RankGuard(const SideChannel& channel, const std::vector<Process>& processes, int rank, std::function<bool()> job_ends);
+
+  void Start();
+  void Stop();
+
+ private:
+  int NextOfHost() const;
+  void Wait(int rank);
+
+  const SideChannel& channel_;
+  const std::vector<Process>& processes_;
+  const int rank_;
+  const std::function<bool()> job_ends_;
+  std::thread thread_;
+
+  std::mutex mutex_;  // guards what follows
+  bool stopping_ = false;
+  int connection_ = -1;
+};
+
+}  // namespace pycollective
+
+#endif  // PYCOLLECTIVE_NATIVE_RANK_GUARD_H_
