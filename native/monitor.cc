@@ -2,7 +2,6 @@
 
 #include "monitor.h"
 
-#include <signal.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <unistd.h>

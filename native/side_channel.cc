@@ -249,9 +249,9 @@ void SideChannel::Serve(const std::vector<int>& listening, int64_t limit_ns, con
       if (to == rank_ && 0 <= length && length <= kMostBytes) {
         std::string text(static_cast<size_t>(length), '\0');
         if (ReadAll(fd, text.data(), text.size())) {
-          const std::string reply = kind == kStay ? "" : answer(kind, text);
-          WriteAll(fd, of_replies_ + Numbers({rank_, static_cast<int64_t>(reply.size())}) + reply);
           stays = kind == kStay;
+          const std::string reply = stays ? "" : answer(kind, text);
+          WriteAll(fd, of_replies_ + Numbers({rank_, static_cast<int64_t>(reply.size())}) + reply);
         }
       }
     }
