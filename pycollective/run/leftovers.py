@@ -1,12 +1,16 @@
-"""Shared memory of a job that was killed.
+"""What a job leaves on this host when it is killed.
 
 MPI libraries keep files in /dev/shm while a job runs. When its ranks are killed MPICH leaves them there, and they take
-memory until the machine starts anew.
+memory until the machine starts anew. Open MPI's launcher has a directory of temporary files, which it names by its
+process number alone. When the launcher is killed the directory stays, and a later launcher that happens to get the
+number cannot start: "The PMIx server's listener thread failed to start".
 """
 
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 
@@ -43,6 +47,16 @@ def remove(before: set[Path], folder: Path = SHARED_MEMORY, proc: Path = Path("/
     for path in left:
         path.unlink(missing_ok=True)
     return left
+
+
+def remove_session(launcher: int, folder: Path | None = None) -> None:
+    """Removes the directory of a launcher that has ended, if there is one.
+
+    Args:
+        launcher: its process number.
+        folder: where launchers keep their directories; default the folder for temporary files.
+    """
+    shutil.rmtree((folder or Path(tempfile.gettempdir())) / f"ompi.{launcher}", ignore_errors=True)
 
 
 def _used(proc: Path) -> set[str] | None:

@@ -75,6 +75,7 @@ def run(start: Start, restarts: int, min_ranks: int, environ: Mapping[str, str])
         if ended.status != 0:
             end_children()
             leftovers.remove(before)
+            leftovers.remove_session(ended.launcher)
         if ended.stopped or (ended.status != 0 and restarts == 0):
             return ended.status
         why_not = reason_to_stop(ended.status, attempt, restarts)
@@ -124,9 +125,9 @@ def described(ended: Ended, gone: Sequence[str]) -> str:
     """How an attempt ended.
 
     Example:
-        >>> described(Ended(137, False, 12.34), [])
+        >>> described(Ended(137, False, 12.34, 4711), [])
         'ended with status 137 (SIGKILL) after 12.3 s'
-        >>> described(Ended(0, False, 2.0), ["alpha", "beta"])
+        >>> described(Ended(0, False, 2.0, 4711), ["alpha", "beta"])
         'ended with status 0 after 2.0 s, and alpha, beta no longer answer'
     """
     name = f" ({signal.Signals(number).name})" if (number := ended.status - 128) in list(signal.Signals) else ""

@@ -46,11 +46,13 @@ class Ended(NamedTuple):
         status: its exit status, as a shell has it: 128 and the number of the signal that ended it.
         stopped: whether this process got a signal that ends a job.
         seconds: how long it ran.
+        launcher: its process number.
     """
 
     status: int
     stopped: bool
     seconds: float
+    launcher: int
 
 
 class _Errors:
@@ -135,7 +137,7 @@ class Supervisor:
         if errors is not None:
             errors.pass_on(0)
         status = launcher.returncode if launcher.returncode >= 0 else 128 - launcher.returncode
-        return Ended(status, stopped or self.stop() is not None, seconds)
+        return Ended(status, stopped or self.stop() is not None, seconds, launcher.pid)
 
     def stop(self) -> int | None:
         """The signal that has told this process to end while no launcher ran, if there is one."""

@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+# Open MPI's launcher names its directory of temporary files by its process number alone. It cannot start where a killed
+# one has left a directory of that name. So the launchers of each test have a folder of their own.
+
+
+@pytest.fixture(scope="session", autouse=True)
+def temporary_files_of_the_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """For launchers that fixtures of modules start."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(tmp_path_factory.mktemp("launchers")))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def temporary_files(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path_factory.mktemp("launchers")))
 
 
 @pytest.fixture(autouse=True)

@@ -33,10 +33,10 @@ ENV = {
 }
 
 SAID = {
-    # Open MPI's launcher names the rank. MPICH's may name a process that it has ended itself, so the rank's neighbour
-    # says it, or a report.
+    # Open MPI's launcher names the rank. Under MPICH's the rank's neighbour does, if it is not ended before it has; the
+    # launcher names a process, which may be one that it has ended itself. Or a report says it.
     "kill": [
-        r"process rank {rank} with PID {pid}|rank {rank} of \d+ died: process {pid}|process {pid} on host \S+ has ended"
+        r"(rank {rank} with PID|rank {rank} of \d+ died: process|PID) {pid}\b|process {pid} on host \S+ has ended"
     ],
     "stop": [r"rank {rank} does not answer: process \d+ on host \S+ is stopped"],
     "raise": [r"pycollective: rank {rank} of \d+ raised", "no luck"],

@@ -36,9 +36,14 @@ shared = re.findall(r"/dev/shm/(?:mpich|sm_seg)\\S+", open("/proc/self/maps").re
 sys.stdout.write(f"RANK {rank} of {MPI.COMM_WORLD.size} at {attempt}: {' '.join(sorted(set(shared)))}\\n")
 sys.stdout.flush()
 MPI.COMM_WORLD.barrier()
-if how == "once" and attempt > 0:
+if how == "launcher" and attempt > 0:
     sys.exit()
-if how != "wait" and rank == 1:
+if how == "launcher" and rank == 0:
+    launcher, parent = 0, os.getpid()
+    while b"--restarts" not in open(f"/proc/{parent}/cmdline", "rb").read():
+        launcher, parent = parent, int(re.search(r"PPid:\\s(\\d+)", open(f"/proc/{parent}/status").read())[1])
+    os.kill(launcher, signal.SIGKILL)
+if how == "always" and rank == 1:
     away = subprocess.DEVNULL  # else the launcher would wait until the child of this rank closes its output
     child = ["sh", "-c", "sleep 1000; :", sys.argv[0]]
     subprocess.Popen(child, stdin=away, stdout=away, stderr=away, start_new_session=True)
@@ -142,6 +147,16 @@ def test_what_no_attempt_can_mend(tmp_path: Path) -> None:
     done = run(tmp_path, "-n", "2", "--min-ranks", "1", "true")
     assert done.returncode == 2
     assert "got --min-ranks 1 and --restarts 0" in done.stderr
+
+
+@pytest.mark.library
+def test_a_killed_launcher(ends: str, tmp_path: Path) -> None:
+    done = run(tmp_path, *RANKS, "--restarts", "1", ends, "launcher")
+    assert done.returncode == 0, done.stderr
+    assert attempts(done.stderr) == [("1", "137", "Starting")]
+    # A later launcher of Open MPI that got the number of the killed one could not start.
+    assert list(Path(os.environ["TMPDIR"]).glob("ompi.*")) == []
+    wait_until_gone(ends)
 
 
 @pytest.mark.library

@@ -160,6 +160,15 @@ def test_shared_memory_of_a_dead_job(tmp_path: Path) -> None:
     assert sorted(path.name for path in shm.iterdir()) == ["mpich_shm_1_0", "mpich_shm_3_0", "sem.of-a-program"]
 
 
+def test_session_of_a_dead_launcher(tmp_path: Path) -> None:
+    for name in ("ompi.41/0", "ompi.412", "ompi.host.41"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "ompi.41" / "pmix.h.tool").touch()
+    leftovers.remove_session(41, tmp_path)
+    leftovers.remove_session(42, tmp_path)  # it has left nothing
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ompi.412", "ompi.host.41"]
+
+
 def test_processes_that_hide_what_they_use_keep_all_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     proc, shm = tmp_path / "proc", tmp_path / "shm"
     (proc / "7" / "fd").mkdir(parents=True)
