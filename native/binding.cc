@@ -299,7 +299,7 @@ PYCOLLECTIVE_EXPORT void pycollective_monitor_start(int32_t rank, int32_t size, 
                                                     const int32_t* listening, int32_t listening_count,
                                                     const char* secret, int32_t secret_bytes, double warn_s,
                                                     double timeout_s, const char* folder, int32_t stack_signal,
-                                                    int32_t stack_fd, bool guards_next) {
+                                                    int32_t stack_fd, bool says_deaths) {
   const std::string packed(processes, static_cast<size_t>(nbytes));
   pycollective::Reader reader(packed);
   pycollective::MonitorSettings settings;
@@ -323,7 +323,7 @@ PYCOLLECTIVE_EXPORT void pycollective_monitor_start(int32_t rank, int32_t size, 
   settings.folder = folder;
   settings.stack_signal = stack_signal;
   settings.stack_fd = stack_fd;
-  settings.guards_next = guards_next;
+  settings.says_deaths = says_deaths;
   pycollective::StartMonitor(std::move(settings));
 }
 PYCOLLECTIVE_EXPORT void pycollective_monitor_set_timeout(double warn_s, double timeout_s) {

@@ -16,6 +16,7 @@
 #include <set>
 #include <thread>
 
+#include "inquiry.h"
 #include "process.h"
 #include "rank_guard.h"
 #include "recorder.h"
@@ -26,14 +27,11 @@ namespace pycollective {
 namespace {
 
 constexpr int64_t kSecondNs = 1000000000;
-constexpr int64_t kAskNs = 3 * kSecondNs;       // for all ranks to tell what they do
 constexpr int64_t kTellNs = 2 * kSecondNs;      // for all ranks to hear that they shall end
 constexpr int64_t kReportNs = 8 * kSecondNs;    // after it has told another rank of a wait, this one reports itself
 constexpr int64_t kEndedNs = 10 * kSecondNs;    // a rank that has ended asks what the others do
+constexpr int64_t kDeathNs = 6 * kSecondNs;     // whoever waits for a rank that has died then waits for long
 constexpr auto kLastWords = std::chrono::seconds(4);  // for a process that was told to end to end by itself
-
-// The kinds of requests.
-enum Request : int64_t { kAreYouThere = 1, kTellStatus, kReport, kEndNow, kProcessState };
 
 // Why a rank asks another one to report.
 enum Reason : int64_t { kLongWait = 1, kTooLongWait };
@@ -45,7 +43,7 @@ class Monitor {
         channel_(settings_.rank, Addresses(), settings_.secret),
         warn_ns_(settings_.warn_ns),
         timeout_ns_(settings_.timeout_ns),
-        guard_(channel_, settings_.processes, settings_.rank, [this] { return HasEnd(); }),
+        guard_(channel_, settings_.processes, settings_.rank, [this] { return MustSayDeath(); }),
         stacks_(settings_.stack_signal, settings_.stack_fd) {}
 
   void SetTimeout(int64_t warn_ns, int64_t timeout_ns) {
@@ -56,7 +54,7 @@ class Monitor {
   void Start() {
     server_ = std::thread([this] { Serve(); });
     watcher_ = std::thread([this] { Watch(); });
-    if (settings_.guards_next) guard_.Start();
+    guard_.Start();
   }
   void Stop() {
     {
@@ -122,9 +120,11 @@ class Monitor {
     return written && closed && std::rename((path + ".part").c_str(), path.c_str()) == 0 ? path : "";
   }
 
-  bool HasEnd() {
+  // Another rank has died. Returns whether that has to be said.
+  bool MustSayDeath() {
     const std::lock_guard<std::mutex> lock(mutex_);
-    return has_end_;
+    if (death_ns_ == 0) death_ns_ = NowNs();
+    return settings_.says_deaths && !stopping_ && !has_end_;
   }
 
   // Returns whether this is the first end that this rank knows.
@@ -194,7 +194,7 @@ class Monitor {
       const int64_t warn_after_ns = warn_ns_, timeout_ns = timeout_ns_;
       int64_t interval_ns = kSecondNs;
       if (timeout_ns > 0) interval_ns = std::min(interval_ns, timeout_ns / 4);
-      int64_t asked, asked_for_ns;
+      int64_t asked, asked_for_ns, death_ns;
       {
         std::unique_lock<std::mutex> lock(mutex_);
         changed_.wait_for(lock, std::chrono::nanoseconds(interval_ns),
@@ -209,23 +209,24 @@ class Monitor {
         }
         asked = std::exchange(asked_, 0);
         asked_for_ns = std::exchange(asked_for_ns_, 0);
+        death_ns = death_ns_;
       }
       int64_t oldest_id = -1, oldest_ns = 0, reason = asked;
       const int64_t now = NowNs();
+      bool has_ended = death_ns != 0 && now - death_ns > kDeathNs;
       for (const Record& record : RecordsUnderWay()) {
         const int64_t age_ns = now - record.created_ns;
         if (record.operation == kEnd) {
-          // A rank may end long before the others. It asks from time to time what they do.
-          if (reason == 0 && age_ns > kEndedNs && now - asked_at_end_ns > kEndedNs) {
-            reason = kLongWait;
-            asked_at_end_ns = now;
-          }
+          has_ended = has_ended || age_ns > kEndedNs;
           continue;
         }
         if (timeout_ns > 0 && age_ns > timeout_ns) reason = kTooLongWait;
         if (reason == 0 && warn_after_ns > 0 && age_ns > warn_after_ns && record.id > warned_of) reason = kLongWait;
         if (reason != 0 && age_ns > oldest_ns) oldest_id = record.id, oldest_ns = age_ns;
       }
+      // A rank may end long before the others, or die without a word from its launcher. From time to time this one asks
+      // whether others wait for it.
+      if (reason == 0 && has_ended && now - asked_at_end_ns > kEndedNs) reason = kLongWait, asked_at_end_ns = now;
       if (reason == 0) continue;
       if (asked == 0) warned_of = std::max(warned_of, oldest_id);
       oldest_ns = std::max(oldest_ns, asked_for_ns);
@@ -266,25 +267,12 @@ class Monitor {
     const int64_t now = NowNs();
     if (reason == kLongWait && last_report_ns_ != 0 && now - last_report_ns_ < kReportNs) return;
     last_report_ns_ = now;
-    std::vector<Status> statuses = {StatusOfThisProcess(settings_.rank, Stack())};
     const std::vector<int> others = Others();
-    const std::vector<Reply> replies = channel_.Ask(others, kTellStatus, "", kAskNs);
-    std::vector<int> without;
-    std::vector<Reply> no_replies;
-    for (size_t i = 0; i < others.size(); ++i) {
-      Status status;
-      if (replies[i].came && Unpack(replies[i].text, &status)) {
-        statuses.push_back(status);
-      } else {
-        without.push_back(others[i]);
-        no_replies.push_back(replies[i]);
-      }
-    }
-    std::sort(statuses.begin(), statuses.end(), [](const Status& a, const Status& b) { return a.rank < b.rank; });
-    const bool for_ever = WaitForEnded(statuses);
+    const auto [statuses, silent] =
+        AskAll(channel_, settings_.processes, others, StatusOfThisProcess(settings_.rank, Stack()));
+    const bool for_ever = WaitForEnded(statuses, silent);
     const bool ends = for_ever || (reason == kTooLongWait && IsLongWait(statuses, timeout_ns_));
     if (!ends && !IsLongWait(statuses, warn_ns_)) return;  // it has ended in the meantime
-    const std::vector<SilentRank> silent = WhySilent(without, no_replies, statuses);
     std::string text = "pycollective: ";
     if (for_ever && !IsLongWait(statuses, timeout_ns_)) {
       text += "some ranks wait for a rank that has ended; ending all ranks.\n";
@@ -329,46 +317,6 @@ class Monitor {
     return false;
   }
 
-  // Why ranks do not answer, as far as processes of their host can tell.
-  std::vector<SilentRank> WhySilent(const std::vector<int>& ranks, const std::vector<Reply>& no_replies,
-                                    const std::vector<Status>& statuses) {
-    std::vector<SilentRank> silent;
-    for (size_t i = 0; i < ranks.size(); ++i) {
-      const Process& process = settings_.processes[static_cast<size_t>(ranks[i])];
-      const std::string name = "process " + std::to_string(process.pid) + " on host " + process.host_name;
-      const Reply& no_reply = no_replies[i];
-      bool host_answers = no_reply.refused;
-      int64_t state = -1;
-      if (process.host == Own().host) {
-        state = StateOf(process);
-      } else {
-        for (const Status& status : statuses) {
-          if (settings_.processes[static_cast<size_t>(status.rank)].host != process.host) continue;
-          const Reply reply = channel_.Ask({status.rank}, kProcessState, Writer().Put(ranks[i]).text(), kSecondNs)[0];
-          if (!reply.came) continue;
-          host_answers = true;
-          state = Reader(reply.text).Number();
-          break;
-        }
-      }
-      std::string why;
-      if (state == 'T' || state == 't') {
-        why = "does not answer: " + name + " is stopped";
-      } else if (state == 0 || state == 'Z' || no_reply.refused) {
-        why = "does not answer: " + name + " has ended";
-      } else if (state > 0) {
-        why = "does not answer, though " + name + " is alive";
-      } else if (no_reply.accepted) {
-        why = "does not answer, though its host does: " + name + " is stopped, or the host is overloaded";
-      } else {
-        why = host_answers ? "does not answer: " + name : "cannot be reached: host " + process.host_name +
-              " does not answer";
-      }
-      silent.push_back({ranks[i], why});
-    }
-    return silent;
-  }
-
   const MonitorSettings settings_;
   const SideChannel channel_;
   std::atomic<int64_t> warn_ns_;
@@ -389,6 +337,7 @@ class Monitor {
   int status_ = 0;
   int64_t asked_ = 0;  // Reason
   int64_t asked_for_ns_ = 0;
+  int64_t death_ns_ = 0;  // when another rank died; 0: none has
   std::set<int> forgotten_;  // ranks that have failed
 };
 

@@ -4,7 +4,7 @@
 // looks at the calls under way. When one lasts too long it tells the lowest rank that answers, which asks all ranks what
 // they do, writes one report, and ends the job.
 //
-// Under launchers that do not say which rank has died a third thread does (rank_guard.h).
+// A third thread notices the death of another rank (rank_guard.h).
 
 #ifndef PYCOLLECTIVE_NATIVE_MONITOR_H_
 #define PYCOLLECTIVE_NATIVE_MONITOR_H_
@@ -29,7 +29,7 @@ struct MonitorSettings {
   // A signal whose handler writes the stacks of Python's threads to `stack_fd`; 0: there is none.
   int stack_signal = 0;
   int stack_fd = -1;
-  bool guards_next = false;  // whether it says that the next rank of this host has died
+  bool says_deaths = false;  // whether it says that a rank of this host has died, since the launcher does not
 };
 
 // Starts the threads. They live as long as the process, or until StopMonitor.

@@ -17,11 +17,11 @@ constexpr int64_t kAnswerNs = 10000000000;  // for the next rank to answer that 
 }  // namespace
 
 RankGuard::RankGuard(const SideChannel& channel, const std::vector<Process>& processes, int rank,
-                     std::function<bool()> job_ends)
-    : channel_(channel), processes_(processes), rank_(rank), job_ends_(std::move(job_ends)) {}
+                     std::function<bool()> on_death)
+    : channel_(channel), processes_(processes), rank_(rank), on_death_(std::move(on_death)) {}
 
 void RankGuard::Start() {
-  const int next = NextOfHost();
+  const int next = Next();
   if (next != rank_) thread_ = std::thread([this, next] { Wait(next); });
 }
 
@@ -34,15 +34,11 @@ void RankGuard::Stop() {
   if (thread_.joinable()) thread_.join();
 }
 
-int RankGuard::NextOfHost() const {
+int RankGuard::Next() const {
   const int size = static_cast<int>(processes_.size());
-  for (int step = 1; step < size; ++step) {
-    const int rank = (rank_ + step) % size;
-    const Process& process = processes_[static_cast<size_t>(rank)];
-    const Process& own = processes_[static_cast<size_t>(rank_)];
-    if (process.pid != 0 && process.host == own.host) return rank;
-  }
-  return rank_;
+  int next = (rank_ + 1) % size;
+  while (processes_[static_cast<size_t>(next)].pid == 0) next = (next + 1) % size;
+  return next;
 }
 
 void RankGuard::Wait(int rank) {
@@ -57,10 +53,15 @@ void RankGuard::Wait(int rank) {
     connection_ = connection;
   }
   const bool has_died = SideChannel::HasDied(connection);
-  const std::lock_guard<std::mutex> lock(mutex_);
-  connection_ = -1;
-  if (!has_died || stopping_ || job_ends_()) return;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    connection_ = -1;
+    if (!has_died || stopping_) return;
+  }
+  const bool is_said = on_death_();
   const Process& process = processes_[static_cast<size_t>(rank)];
+  // A launcher that ends a job ends the ranks of one host after those of another.
+  if (!is_said || process.host != processes_[static_cast<size_t>(rank_)].host) return;
   Say("pycollective: rank " + std::to_string(rank) + " of " + std::to_string(processes_.size()) + " died: process " +
       std::to_string(process.pid) + " on host " + process.host_name + " was killed, crashed or called _exit.\n");
 }

@@ -249,17 +249,21 @@ bool HasNotMade(const Status& status, const CallStatus& call) {
 
 }  // namespace
 
-bool WaitForEnded(const std::vector<Status>& statuses) {
-  std::map<int, const Status*> ended;
+bool WaitForEnded(const std::vector<Status>& statuses, const std::vector<SilentRank>& silent) {
+  std::map<int, const Status*> ended;  // nullptr: nobody knows what it has done
   for (const Status& status : statuses) {
     if (HasEnded(status)) ended[status.rank] = &status;
+  }
+  for (const SilentRank& rank : silent) {
+    if (rank.has_ended) ended[rank.rank] = nullptr;
   }
   for (const Status& status : statuses) {
     for (const CallStatus& call : status.under_way) {
       if (call.is_wait(kEnd) || call.state != kStarted || call.age_ns < kLongNs) continue;
       for (const int member : call.members) {
         const auto found = ended.find(member);
-        if (found != ended.end() && HasNotMade(*found->second, call)) return true;
+        if (found == ended.end()) continue;
+        if (found->second == nullptr || HasNotMade(*found->second, call)) return true;
       }
     }
   }

@@ -50,13 +50,14 @@ bool Unpack(const std::string& text, Status* status);
 struct SilentRank {
   int rank;
   std::string why;
+  bool has_ended;  // its process is gone
 };
 
 // What all ranks do: which wait in which call, which do not, and what does not match.
 std::string DescribeAll(const std::vector<Status>& statuses, const std::vector<SilentRank>& silent);
 
 // Whether some ranks wait for a rank that has ended, and so will wait for ever.
-bool WaitForEnded(const std::vector<Status>& statuses);
+bool WaitForEnded(const std::vector<Status>& statuses, const std::vector<SilentRank>& silent);
 
 // Ranks as messages name them: "rank 1", "ranks 0, 2-5".
 std::string RankList(std::vector<int> ranks);

@@ -1,8 +1,8 @@
-"""Runs the tests in C++ under sanitizers.
+"""Runs tests under sanitizers: those in C++, then collective tests on two ranks and jobs whose ranks wait for ever.
 
-For addresses and undefined behaviour it also builds the compiled library with them, and runs collective tests on two
-ranks. The one for threads looks at the tests in C++ alone, of the board, the recorder, teams and devices: XLA and MPI
-are not compiled for it, so it does not see how they order their threads.
+For the latter it builds the compiled library with the sanitizers. XLA, MPI and Python are not compiled for them, so the
+one for threads ignores what those do: it looks at the threads of this library, the monitor and its side channel among
+them.
 """
 
 from __future__ import annotations
@@ -38,19 +38,27 @@ OPTIONS = {
     "UBSAN_OPTIONS": "print_stacktrace=1",
     "TSAN_OPTIONS": "halt_on_error=1:second_deadlock_stack=1",
 }
+IN_PYTHON = {
+    "PYCOLLECTIVE_MALLOC": "off",  # the sanitizer has an allocator of its own
+    "TSAN_OPTIONS": f"{OPTIONS['TSAN_OPTIONS']}:ignore_noninstrumented_modules=1",
+    # MPICH's UCX. The sanitizer takes addresses in another process for its own, and UCX's hooks run in threads that
+    # have ended for the sanitizer.
+    "UCX_TLS": "^cma",
+    "UCX_MEM_EVENTS": "no",
+    "UCX_MEM_MMAP_HOOK_MODE": "none",
+}
 
 COLLECTIVE = ["forward", "messages", "order", "agreement", "errors"]
 """Files of tests/collective. Which handlers run matters here, not which numbers come out."""
-
-WITHOUT_DEEPBIND = "import sys, jax, pytest; sys.exit(pytest.main(sys.argv[1:]))"
-"""pytest in a process that imports JAX first: then XLA does not open the library. It would do so with RTLD_DEEPBIND,
-which the sanitizers refuse."""
 
 RACES = {"forgotten_waits"}
 """Tests in C++ that race on purpose: they show that the stand-in notices a wait that is left out."""
 
 SPMD = ["calls", "order"]
 """Files of tests/spmd, on several local devices of each rank."""
+
+REPORTS = ["tests/e2e/test_fault_rows.py", "tests/e2e/test_faults.py", "-k", "not_all_make or reported_once"]
+"""Tests of jobs that end with a report: of a wait, or of a rank that has ended."""
 
 
 def say(text: str) -> None:
@@ -62,6 +70,9 @@ def build(kinds: list[str], tree: Path) -> None:
     for part in ("pycollective", "tests", "native"):
         shutil.copytree(ROOT / part, tree / part, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", tree)
+    # Where JAX comes first XLA does not open the library: it would do so with RTLD_DEEPBIND, which the sanitizers
+    # refuse.
+    (tree / "sitecustomize.py").write_text("import jax\n")
     objects = tree / "objects"
     objects.mkdir(exist_ok=True)
     flags = [flag for kind in kinds for flag in FLAGS[kind]]
@@ -103,36 +114,38 @@ def run(name: str, command: list[str], tree: Path, env: dict[str, str]) -> bool:
     return done.returncode == 0
 
 
+def at_fixed_addresses(kinds: list[str]) -> list[str]:
+    """Linux may place a program where the sanitizer of threads has its own memory."""
+    return ["setarch", "-R"] if kinds == ["thread"] else []
+
+
 def tests_in_cpp(kinds: list[str], folder: Path) -> bool:
     flags = [flag for kind in kinds for flag in FLAGS[kind]]
-    # Linux may place a program where the sanitizer of threads has its own memory.
-    start = ["setarch", "-R"] if kinds == ["thread"] else []
     good = True
     for program, names in native_tests.NAMES.items():
         binary = native_tests.build(program, folder, flags=(*flags, "-fno-omit-frame-pointer"))
         for name in [name for name in names if kinds != ["thread"] or name not in RACES]:
-            good &= run(f"{program} {name}", [*start, str(binary), name], folder, {})
+            good &= run(f"{program} {name}", [*at_fixed_addresses(kinds), str(binary), name], folder, {})
     return good
 
 
-def collective_tests(kinds: list[str], tree: Path) -> bool:
+def tests_in_python(kinds: list[str], tree: Path) -> bool:
     env = {
+        **IN_PYTHON,
         "PYTHONPATH": str(tree),
         "JAX_PLATFORMS": "cpu",
-        "JAX_NUM_CPU_DEVICES": "8",
-        "PYCOLLECTIVE_MALLOC": "off",  # the sanitizer has an allocator of its own
         "PYCOLLECTIVE_RECORDS": "off",
         "XLA_FLAGS": flags_for_fast_compilation(),
     }
-    # The launcher itself runs without the runtimes.
-    rank = ["env", f"LD_PRELOAD={preloaded(kinds)}", sys.executable, "-c", WITHOUT_DEEPBIND]
-    options = ["-q", "--capture=sys", "-p", "no:cacheprovider"]
-    launch = [str(Path(sys.executable).parent / "mpirun"), "-n", "2", *rank, *options]
+    start = [*at_fixed_addresses(kinds), "env", f"LD_PRELOAD={preloaded(kinds)}", sys.executable]
+    pytest = [*start, "-m", "pytest", "-q", "--capture=sys", "-p", "no:cacheprovider"]
+    launch = [str(Path(sys.executable).parent / "mpirun"), "-n", "2"]
     good = True
     for folder, names in {"collective": COLLECTIVE, "spmd": SPMD}.items():
         files = [f"tests/{folder}/test_{name}.py" for name in names]
-        good &= run(f"tests/{folder} on 2 ranks", [*launch, *files], tree, env)
-    return good
+        devices = {"JAX_NUM_CPU_DEVICES": "8"}
+        good &= run(f"tests/{folder} on 2 ranks", [*launch, *pytest, *files], tree, {**env, **devices})
+    return good & run("reports", [*pytest, *REPORTS], tree, env)
 
 
 def parsed() -> argparse.Namespace:
@@ -152,10 +165,9 @@ def main() -> int:
         tree = ROOT / "build" / "sanitize" / "-".join(kinds)
         tree.mkdir(parents=True, exist_ok=True)
         good &= tests_in_cpp(kinds, tree)
-        if kinds != ["thread"]:
-            say(f"builds the library for {' and '.join(kinds)}")
-            build(kinds, tree)
-            good &= collective_tests(kinds, tree)
+        say(f"builds the library for {' and '.join(kinds)}")
+        build(kinds, tree)
+        good &= tests_in_python(kinds, tree)
     say("ok" if good else "FAILED")
     return 0 if good else 1
 

@@ -71,7 +71,7 @@ def start(mpi: MPI.Intracomm, limit: float | None) -> None:
             timeout_s,
             folder,
             *_stacks_by_signal(),
-            guards_next=not names_lost_ranks(os.environ),
+            says_deaths=not names_lost_ranks(os.environ),
         )
     )
 

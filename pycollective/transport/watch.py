@@ -137,7 +137,7 @@ class Monitoring(NamedTuple):
         folder: where it writes the records when the job fails; "": nowhere.
         stack_signal: a signal whose handler writes Python's stacks to ``stack_file``; 0: none.
         stack_file: the number of an open file.
-        guards_next: whether it says that the next rank of this host has died, since the launcher does not.
+        says_deaths: whether it says that a rank of this host has died, since the launcher does not.
     """
 
     rank: int
@@ -149,7 +149,7 @@ class Monitoring(NamedTuple):
     folder: str
     stack_signal: int
     stack_file: int
-    guards_next: bool
+    says_deaths: bool
 
 
 def start_monitor(monitoring: Monitoring) -> None:
@@ -169,7 +169,7 @@ def start_monitor(monitoring: Monitoring) -> None:
         monitoring.folder.encode(),
         monitoring.stack_signal,
         monitoring.stack_file,
-        monitoring.guards_next,
+        monitoring.says_deaths,
     )
 
 

@@ -24,6 +24,9 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 _MPIEXEC = str(Path(sys.executable).parent / "mpiexec")
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+HOSTS = os.environ.get("PYCOLLECTIVE_TEST_HOSTS", "")
+"""The hosts on which :func:`mpirun` starts ranks, as ``pycollective run --hosts`` takes them; "": this one."""
+
 _KILL_AFTER_S = 5  # a launcher may ignore SIGTERM while its ranks hang
 
 # Ranks write their lines whole. Unbuffered, print() writes a line in two pieces, and two ranks mix theirs.
@@ -64,8 +67,13 @@ def mpirun(
         cwd: where to run; default here.
         options: of mpiexec.
     """
-    options = [*options, *(["--oversubscribe"] if is_open_mpi() else [])]
-    command = [_MPIEXEC, *options, "-n", str(ranks), sys.executable, *args]
+    if HOSTS:
+        assert not options, f"not on several hosts: mpiexec with {options}"
+        where = ["--hosts", HOSTS, "--bind", "none"]
+        command = [sys.executable, "-m", "pycollective", "run", "-n", str(ranks), *where, sys.executable, *args]
+    else:
+        options = [*options, *(["--oversubscribe"] if is_open_mpi() else [])]
+        command = [_MPIEXEC, *options, "-n", str(ranks), sys.executable, *args]
     return limited(command, timeout, env={**os.environ, **AS_ROOT, **(env or {})}, cwd=cwd)
 
 
