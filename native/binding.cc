@@ -299,7 +299,7 @@ PYCOLLECTIVE_EXPORT void pycollective_monitor_start(int32_t rank, int32_t size, 
                                                     const int32_t* listening, int32_t listening_count,
                                                     const char* secret, int32_t secret_bytes, double warn_s,
                                                     double timeout_s, const char* folder, int32_t stack_signal,
-                                                    int32_t stack_fd, bool says_deaths) {
+                                                    int32_t stack_fd, bool may_lose_ranks, bool says_deaths) {
   const std::string packed(processes, static_cast<size_t>(nbytes));
   pycollective::Reader reader(packed);
   pycollective::MonitorSettings settings;
@@ -323,6 +323,7 @@ PYCOLLECTIVE_EXPORT void pycollective_monitor_start(int32_t rank, int32_t size, 
   settings.folder = folder;
   settings.stack_signal = stack_signal;
   settings.stack_fd = stack_fd;
+  settings.may_lose_ranks = may_lose_ranks;
   settings.says_deaths = says_deaths;
   pycollective::StartMonitor(std::move(settings));
 }

@@ -270,7 +270,7 @@ class Monitor {
     const std::vector<int> others = Others();
     const auto [statuses, silent] =
         AskAll(channel_, settings_.processes, others, StatusOfThisProcess(settings_.rank, Stack()));
-    const bool for_ever = WaitForEnded(statuses, silent);
+    const bool for_ever = WaitForEnded(statuses, settings_.may_lose_ranks ? std::vector<SilentRank>() : silent);
     const bool ends = for_ever || (reason == kTooLongWait && IsLongWait(statuses, timeout_ns_));
     if (!ends && !IsLongWait(statuses, warn_ns_)) return;  // it has ended in the meantime
     std::string text = "pycollective: ";

@@ -29,6 +29,7 @@ struct MonitorSettings {
   // A signal whose handler writes the stacks of Python's threads to `stack_fd`; 0: there is none.
   int stack_signal = 0;
   int stack_fd = -1;
+  bool may_lose_ranks = false;  // whether MPI ends the waits for a rank that has died, and the others may go on
   bool says_deaths = false;  // whether it says that a rank of this host has died, since the launcher does not
 };
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from pycollective.config import config
 from pycollective.launch.addresses import LOOPBACK, addresses_of_this_host
 from pycollective.launch.started_by import names_lost_ranks
-from pycollective.transport import watch
+from pycollective.transport import failures, watch
 from pycollective.transport.mpi import MPI
 
 DEFAULT_TIMEOUT_S = 600.0
@@ -71,6 +71,7 @@ def start(mpi: MPI.Intracomm, limit: float | None) -> None:
             timeout_s,
             folder,
             *_stacks_by_signal(),
+            may_lose_ranks=not failures.why_not(),
             says_deaths=not names_lost_ranks(os.environ),
         )
     )

@@ -137,6 +137,7 @@ class Monitoring(NamedTuple):
         folder: where it writes the records when the job fails; "": nowhere.
         stack_signal: a signal whose handler writes Python's stacks to ``stack_file``; 0: none.
         stack_file: the number of an open file.
+        may_lose_ranks: whether MPI ends the waits for a rank that has died, and the others may go on.
         says_deaths: whether it says that a rank of this host has died, since the launcher does not.
     """
 
@@ -149,6 +150,7 @@ class Monitoring(NamedTuple):
     folder: str
     stack_signal: int
     stack_file: int
+    may_lose_ranks: bool
     says_deaths: bool
 
 
@@ -169,6 +171,7 @@ def start_monitor(monitoring: Monitoring) -> None:
         monitoring.folder.encode(),
         monitoring.stack_signal,
         monitoring.stack_file,
+        monitoring.may_lose_ranks,
         monitoring.says_deaths,
     )
 
