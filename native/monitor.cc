@@ -11,6 +11,7 @@
 #include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <set>
@@ -33,8 +34,8 @@ constexpr int64_t kEndedNs = 10 * kSecondNs;    // a rank that has ended asks wh
 constexpr int64_t kDeathNs = 6 * kSecondNs;     // whoever waits for a rank that has died then waits for long
 constexpr auto kLastWords = std::chrono::seconds(4);  // for a process that was told to end to end by itself
 
-// Why a rank asks another one to report.
-enum Reason : int64_t { kLongWait = 1, kTooLongWait };
+// Why a rank asks another one to report; the greater one matters more.
+enum Reason : int64_t { kSomeHaveEnded = 1, kLongWait, kTooLongWait };
 
 class Monitor {
  public:
@@ -226,7 +227,7 @@ class Monitor {
       }
       // A rank may end long before the others, or die without a word from its launcher. From time to time this one asks
       // whether others wait for it.
-      if (reason == 0 && has_ended && now - asked_at_end_ns > kEndedNs) reason = kLongWait, asked_at_end_ns = now;
+      if (reason == 0 && has_ended && now - asked_at_end_ns > kEndedNs) reason = kSomeHaveEnded, asked_at_end_ns = now;
       if (reason == 0) continue;
       if (asked == 0) warned_of = std::max(warned_of, oldest_id);
       oldest_ns = std::max(oldest_ns, asked_for_ns);
@@ -265,14 +266,16 @@ class Monitor {
 
   void Report(int64_t reason, int64_t age_ns) {
     const int64_t now = NowNs();
-    if (reason == kLongWait && last_report_ns_ != 0 && now - last_report_ns_ < kReportNs) return;
-    last_report_ns_ = now;
+    int64_t& last_ns = last_report_ns_[reason];
+    if (reason != kTooLongWait && last_ns != 0 && now - last_ns < kReportNs) return;
+    last_ns = now;
     const std::vector<int> others = Others();
     const auto [statuses, silent] =
         AskAll(channel_, settings_.processes, others, StatusOfThisProcess(settings_.rank, Stack()));
     const bool for_ever = WaitForEnded(statuses, settings_.may_lose_ranks ? std::vector<SilentRank>() : silent);
     const bool ends = for_ever || (reason == kTooLongWait && IsLongWait(statuses, timeout_ns_));
-    if (!ends && !IsLongWait(statuses, warn_ns_)) return;  // it has ended in the meantime
+    const bool warns = reason == kLongWait && IsLongWait(statuses, warn_ns_);  // else it has ended in the meantime
+    if (!ends && !warns) return;
     std::string text = "pycollective: ";
     if (for_ever && !IsLongWait(statuses, timeout_ns_)) {
       text += "some ranks wait for a rank that has ended; ending all ranks.\n";
@@ -327,7 +330,7 @@ class Monitor {
   std::mutex stacks_mutex_;
   const PythonStacks stacks_;
   const pid_t parent_ = getppid();
-  int64_t last_report_ns_ = 0;
+  std::map<int64_t, int64_t> last_report_ns_;  // by the reason
 
   std::mutex mutex_;  // guards what follows
   std::condition_variable changed_;
