@@ -12,15 +12,22 @@ FOLDER = Path(__file__).parent
 _ROOT = FOLDER.parents[1]
 _NATIVE = _ROOT / "native"
 
+_RECORDER = ("recorder.cc", "signature.cc", "dtypes.cc")
+
 SOURCES = {
     "device_test": [_NATIVE / name for name in ("device.cc", "collectives.cc", "own_reductions.cc")],
     "team_test": [_NATIVE / "team.cc"],
-    "board_test": [_NATIVE / name for name in ("board.cc", "recorder.cc", "signature.cc", "dtypes.cc")],
+    "board_test": [_NATIVE / name for name in ("board.cc", *_RECORDER)],
+    "recorder_cost": [_NATIVE / name for name in _RECORDER],
 }
 """The sources of each program, beside its own file and CUDA's runtime or the stand-in for it."""
 
-NAMES = {program: re.findall(r'\{"(\w+)", Test\w+\}', (FOLDER / f"{program}.cc").read_text()) for program in SOURCES}
-"""The names of the tests of each program. The program runs the test that its argument names."""
+NAMES = {
+    program: re.findall(r'\{"(\w+)", Test\w+\}', (FOLDER / f"{program}.cc").read_text())
+    for program in SOURCES
+    if program.endswith("_test")
+}
+"""The names of the tests of each program, which runs the test that its argument names."""
 
 
 def build(program: str, folder: Path, cudart: Path | None = None, flags: Sequence[str] = ()) -> Path:
