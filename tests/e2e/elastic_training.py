@@ -5,6 +5,7 @@
 A rank is named by its place at the start. A moment is the number of a step, or one of:
 
     trace    while a function is traced; the rank does not die there, but sleeps
+    slow     before step 7; the rank does not die there, but sleeps for 20 s
     commit   in the midst of the second commit
     again    in the midst of what follows another failure
     end      when its training has returned
@@ -33,6 +34,9 @@ from pycollective.elastic import state as states
 from pycollective.ranks import world as worlds
 
 STEPS, ROWS, RATE = 20, 12, np.float32(0.02)
+SLEEPS = {"trace": 1.5, "slow": 20}
+"""Seconds."""
+
 COMMITS = 5
 """After so many steps comes a commit."""
 
@@ -115,8 +119,8 @@ class Faults:
 
     def do(self, moment: str) -> None:
         self.moments.discard(moment)
-        if moment == "trace":
-            time.sleep(1.5)
+        if moment in SLEEPS:
+            time.sleep(SLEEPS[moment])
             return
         sys.stdout.write(json.dumps({"killed": time.time()}) + "\n")
         sys.stdout.flush()
@@ -150,6 +154,8 @@ def main() -> None:
         first = True
         while state.step < STEPS:
             faults.at(str(state.step))
+            if state.step == 7:
+                faults.at("slow")
             if "commit" in faults.moments and state.step:
                 before(states._Leaf, "of", partial(faults.at, "commit"))
             if kind == "raise" and state.step == 7 and start == 1:

@@ -110,6 +110,12 @@ def test_a_rank_that_waits_for_one_that_lives() -> None:
 
 
 @pytest.mark.usefixtures("ulfm")
+def test_a_rank_that_notices_late() -> None:
+    """Rank 0 waits for rank 1 longer than a monitor lets ranks wait for one that has ended."""
+    survivors(start(3, "axis", "kill", "2:7", "1:slow"))
+
+
+@pytest.mark.usefixtures("ulfm")
 @pytest.mark.parametrize("ranks", [2, 3])  # of one rank mpiexec would report success
 def test_too_few_ranks_are_left(ranks: int) -> None:
     last = ranks - 1
