@@ -11,6 +11,7 @@
 #include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
+#include <list>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -44,8 +45,11 @@ class Monitor {
         channel_(settings_.rank, Addresses(), settings_.secret),
         warn_ns_(settings_.warn_ns),
         timeout_ns_(settings_.timeout_ns),
-        guard_(channel_, settings_.processes, settings_.rank, [this] { return MustSayDeath(); }),
-        stacks_(settings_.stack_signal, settings_.stack_fd) {}
+        stacks_(settings_.stack_signal, settings_.stack_fd) {
+    for (const int guarded : RanksGuardedBy(settings_.rank, settings_.processes)) {
+      guards_.emplace_back(channel_, guarded, [this](int rank) { OnDeath(rank); });
+    }
+  }
 
   void SetTimeout(int64_t warn_ns, int64_t timeout_ns) {
     warn_ns_ = warn_ns;
@@ -55,7 +59,7 @@ class Monitor {
   void Start() {
     server_ = std::thread([this] { Serve(); });
     watcher_ = std::thread([this] { Watch(); });
-    guard_.Start();
+    for (RankGuard& guard : guards_) guard.Start();
   }
   void Stop() {
     {
@@ -67,7 +71,7 @@ class Monitor {
     for (const int fd : settings_.listening) shutdown(fd, SHUT_RDWR);  // it wakes the server
     watcher_.join();
     server_.join();
-    guard_.Stop();
+    for (RankGuard& guard : guards_) guard.Stop();
     for (const int fd : settings_.listening) close(fd);
   }
 
@@ -121,11 +125,20 @@ class Monitor {
     return written && closed && std::rename((path + ".part").c_str(), path.c_str()) == 0 ? path : "";
   }
 
-  // Another rank has died. Returns whether that has to be said.
-  bool MustSayDeath() {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (death_ns_ == 0) death_ns_ = NowNs();
-    return settings_.says_deaths && !stopping_ && !has_end_;
+  // Another rank has died. A rank of its host says so. On another host nobody can know whether the launcher did it: it
+  // ends the ranks of one host after those of another. Others may die of the first death, by their MPI: it is not said
+  // of them.
+  void OnDeath(int rank) {
+    const Process& process = settings_.processes[static_cast<size_t>(rank)];
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      if (death_ns_ == 0) death_ns_ = NowNs();
+      if (!settings_.says_deaths || stopping_ || has_end_ || process.host != Own().host) return;
+      if (std::exchange(is_death_said_, true)) return;
+    }
+    Say("pycollective: rank " + std::to_string(rank) + " of " + std::to_string(size()) + " died: process " +
+        std::to_string(process.pid) + " on host " + process.host_name + " was killed, crashed or called _exit.\n");
+    channel_.Ask(Others(), kDeathIsSaid, "", kTellNs);
   }
 
   // Returns whether this is the first end that this rank knows.
@@ -153,6 +166,11 @@ class Monitor {
         const int64_t rank = reader.Number();
         const bool is_known = 0 <= rank && rank < size();
         return Writer().Put(is_known ? StateOf(settings_.processes[static_cast<size_t>(rank)]) : 0).text();
+      }
+      case kDeathIsSaid: {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        is_death_said_ = true;
+        return "yes";
       }
       case kReport: {
         const std::lock_guard<std::mutex> lock(mutex_);
@@ -326,7 +344,7 @@ class Monitor {
   std::atomic<int64_t> timeout_ns_;
   std::thread server_;
   std::thread watcher_;
-  RankGuard guard_;
+  std::list<RankGuard> guards_;
   std::mutex stacks_mutex_;
   const PythonStacks stacks_;
   const pid_t parent_ = getppid();
@@ -341,6 +359,7 @@ class Monitor {
   int64_t asked_ = 0;  // Reason
   int64_t asked_for_ns_ = 0;
   int64_t death_ns_ = 0;  // when another rank died; 0: none has
+  bool is_death_said_ = false;
   std::set<int> forgotten_;  // ranks that have failed
 };
 

@@ -4,7 +4,7 @@
 // looks at the calls under way. When one lasts too long it tells the lowest rank that answers, which asks all ranks what
 // they do, writes one report, and ends the job.
 //
-// A third thread notices the death of another rank (rank_guard.h).
+// One or two more notice the deaths of other ranks (rank_guard.h).
 
 #ifndef PYCOLLECTIVE_NATIVE_MONITOR_H_
 #define PYCOLLECTIVE_NATIVE_MONITOR_H_
@@ -30,7 +30,7 @@ struct MonitorSettings {
   int stack_signal = 0;
   int stack_fd = -1;
   bool may_lose_ranks = false;  // whether MPI ends the waits for a rank that has died, and the others may go on
-  bool says_deaths = false;  // whether it says that a rank of this host has died, since the launcher does not
+  bool says_deaths = false;  // whether it says that a rank of its host has died: the launcher may not
 };
 
 // Starts the threads. They live as long as the process, or until StopMonitor.

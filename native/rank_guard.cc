@@ -5,24 +5,39 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdint>
-#include <string>
 #include <utility>
 
 namespace pycollective {
 namespace {
 
-constexpr int64_t kAnswerNs = 10000000000;  // for the next rank to answer that it is there
+constexpr int64_t kAnswerNs = 10000000000;  // for the other rank to answer that it is there
 
 }  // namespace
 
-RankGuard::RankGuard(const SideChannel& channel, const std::vector<Process>& processes, int rank,
-                     std::function<bool()> on_death)
-    : channel_(channel), processes_(processes), rank_(rank), on_death_(std::move(on_death)) {}
+std::vector<int> RanksGuardedBy(int rank, const std::vector<Process>& processes) {
+  const auto host_of = [&processes](int other) { return processes[static_cast<size_t>(other)].host; };
+  std::vector<int> ranks;  // host by host
+  for (int other = 0; other < static_cast<int>(processes.size()); ++other) {
+    if (processes[static_cast<size_t>(other)].pid != 0) ranks.push_back(other);
+  }
+  std::stable_sort(ranks.begin(), ranks.end(), [&](int a, int b) { return host_of(a) < host_of(b); });
+  const auto own = std::find(ranks.begin(), ranks.end(), rank);
+  const auto is_on_host = [&](int other) { return host_of(other) == host_of(rank); };
+  const int first = *std::find_if(ranks.begin(), ranks.end(), is_on_host);
+  const int next = own + 1 == ranks.end() ? ranks.front() : own[1];
+  std::vector<int> guarded;
+  if (next != rank) guarded.push_back(next);
+  if (!is_on_host(next) && first != rank) guarded.push_back(first);
+  return guarded;
+}
+
+RankGuard::RankGuard(const SideChannel& channel, int rank, std::function<void(int rank)> on_death)
+    : channel_(channel), rank_(rank), on_death_(std::move(on_death)) {}
 
 void RankGuard::Start() {
-  const int next = Next();
-  if (next != rank_) thread_ = std::thread([this, next] { Wait(next); });
+  thread_ = std::thread([this] { Wait(); });
 }
 
 void RankGuard::Stop() {
@@ -34,15 +49,8 @@ void RankGuard::Stop() {
   if (thread_.joinable()) thread_.join();
 }
 
-int RankGuard::Next() const {
-  const int size = static_cast<int>(processes_.size());
-  int next = (rank_ + 1) % size;
-  while (processes_[static_cast<size_t>(next)].pid == 0) next = (next + 1) % size;
-  return next;
-}
-
-void RankGuard::Wait(int rank) {
-  const int connection = channel_.Ask({rank}, SideChannel::kStay, "", kAnswerNs)[0].connection;
+void RankGuard::Wait() {
+  const int connection = channel_.Ask({rank_}, SideChannel::kStay, "", kAnswerNs)[0].connection;
   if (connection < 0) return;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -58,12 +66,7 @@ void RankGuard::Wait(int rank) {
     connection_ = -1;
     if (!has_died || stopping_) return;
   }
-  const bool is_said = on_death_();
-  const Process& process = processes_[static_cast<size_t>(rank)];
-  // A launcher that ends a job ends the ranks of one host after those of another.
-  if (!is_said || process.host != processes_[static_cast<size_t>(rank_)].host) return;
-  Say("pycollective: rank " + std::to_string(rank) + " of " + std::to_string(processes_.size()) + " died: process " +
-      std::to_string(process.pid) + " on host " + process.host_name + " was killed, crashed or called _exit.\n");
+  on_death_(rank_);
 }
 
 }  // namespace pycollective

@@ -1,8 +1,8 @@
-// The guard of a rank: it notices when the next rank dies.
+// The guard of a rank: it notices when that rank dies.
 //
-// Some launchers name the process that has died, not its rank, and end the others at once; or they do not notice that a
-// rank has left by _exit. The kernel ends the connection to a process that has died a moment before the launcher learns
-// of the death.
+// Some launchers name the process that has died, not its rank, and end the others at once; or they name the rank that
+// notices it first; or they do not notice that a rank has left by _exit. The kernel ends the connection to a process that
+// has died a moment before the launcher learns of the death.
 
 #ifndef PYCOLLECTIVE_NATIVE_RANK_GUARD_H_
 #define PYCOLLECTIVE_NATIVE_RANK_GUARD_H_
@@ -17,23 +17,25 @@
 
 namespace pycollective {
 
+// The ranks that a rank guards. It guards the next rank of its host: that one can say the death while the launcher still
+// ends the ranks of other hosts. The last rank of a host guards the first one of the next host as well: a rank may be
+// alone on its host, and all ranks of a host may die.
+std::vector<int> RanksGuardedBy(int rank, const std::vector<Process>& processes);
+
 class RankGuard {
  public:
-  // `processes`: by their ranks; `rank`: this process's. `on_death`: called when the next rank has died; returns whether
-  // the guard shall say so, if that rank was on this host. What is passed by reference must outlive the guard.
-  RankGuard(const SideChannel& channel, const std::vector<Process>& processes, int rank, std::function<bool()> on_death);
+  // `rank`: the other rank. `on_death`: called once, when it has died. `channel` must outlive the guard.
+  RankGuard(const SideChannel& channel, int rank, std::function<void(int rank)> on_death);
 
   void Start();
   void Stop();
 
  private:
-  int Next() const;
-  void Wait(int rank);
+  void Wait();
 
   const SideChannel& channel_;
-  const std::vector<Process>& processes_;
   const int rank_;
-  const std::function<bool()> on_death_;
+  const std::function<void(int rank)> on_death_;
   std::thread thread_;
 
   std::mutex mutex_;  // guards what follows

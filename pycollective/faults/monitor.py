@@ -46,9 +46,9 @@ def start(mpi: MPI.Intracomm, limit: float | None) -> None:
     if mpi.size == 1:
         return
     hosts = mpi.allgather(_host())
-    one_host = len(set(hosts)) == 1
+    hosts_of_job = len(set(hosts))
     sockets, addresses = [], []
-    for address in [LOOPBACK] if one_host else addresses_of_this_host():
+    for address in [LOOPBACK] if hosts_of_job == 1 else addresses_of_this_host():
         if (found := watch.listen_on(address)) is not None:
             sockets.append(found[0])
             addresses.append((address, found[1]))
@@ -58,6 +58,7 @@ def start(mpi: MPI.Intracomm, limit: float | None) -> None:
     processes = [watch.NO_PROCESS] * MPI.COMM_WORLD.size
     for rank, process in everybody:
         processes[rank] = process
+    may_lose_ranks = not failures.why_not()  # then a program goes on, and says itself whom it has lost
     secret = mpi.bcast(secrets.token_bytes(_SECRET_BYTES) if mpi.rank == 0 else None)
     folder = mpi.bcast(_folder() if mpi.rank == 0 else None)
     warn_s, timeout_s = _seconds(limit)
@@ -71,8 +72,8 @@ def start(mpi: MPI.Intracomm, limit: float | None) -> None:
             timeout_s,
             folder,
             *_stacks_by_signal(),
-            may_lose_ranks=not failures.why_not(),
-            says_deaths=not names_lost_ranks(os.environ),
+            may_lose_ranks=may_lose_ranks,
+            says_deaths=not may_lose_ranks and not names_lost_ranks(os.environ, hosts_of_job),
         )
     )
 

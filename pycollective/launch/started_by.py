@@ -62,14 +62,17 @@ def local_place(environ: Mapping[str, str]) -> Place | None:
     return next((place for _, place in _places(environ)), None)
 
 
-def names_lost_ranks(environ: Mapping[str, str]) -> bool:
-    """Whether the launcher says which rank has died; True if nobody knows the launcher.
+def names_lost_ranks(environ: Mapping[str, str], hosts: int) -> bool:
+    """Whether the launcher says which rank has died, in a job on so many hosts; True if nobody knows the launcher.
 
     Example:
-        >>> names_lost_ranks({"MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"})
+        >>> names_lost_ranks({"MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}, 1)
         False
+        >>> open_mpi = {"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
+        >>> names_lost_ranks(open_mpi, 1), names_lost_ranks(open_mpi, 2)
+        (True, False)
     """
-    return next((launcher.names_lost_ranks for launcher, _ in _places(environ)), True)
+    return next((launcher.names_lost_ranks(hosts) for launcher, _ in _places(environ)), True)
 
 
 def _places(environ: Mapping[str, str]) -> Iterator[tuple[type[Launcher], Place]]:

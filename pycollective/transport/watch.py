@@ -138,7 +138,7 @@ class Monitoring(NamedTuple):
         stack_signal: a signal whose handler writes Python's stacks to ``stack_file``; 0: none.
         stack_file: the number of an open file.
         may_lose_ranks: whether MPI ends the waits for a rank that has died, and the others may go on.
-        says_deaths: whether it says that a rank of this host has died, since the launcher does not.
+        says_deaths: whether it says that a rank of its host has died: the launcher may not.
     """
 
     rank: int

@@ -134,13 +134,13 @@ def test_a_call_that_not_all_make(fault: str, said: list[str], tmp_path: Path) -
     ],
 )
 def test_a_rank_that_dies(fault: str, tmp_path: Path) -> None:
-    """Open MPI's launcher names the rank. Else a rank of its host does, if the launcher leaves it the time."""
+    """Open MPI's launcher names the rank on one host. Else a rank of its host does, if it has the time."""
     done = mpirun(3, PROGRAM, fault, str(tmp_path), timeout=BOUND_S, env=environ())
     assert done.returncode not in (0, 124), done.stderr
     said = re.findall("^pycollective.*$", done.stderr, re.MULTILINE)
-    if launch.is_open_mpi():
-        assert re.search("process rank 1 with PID", done.stderr), done.stderr
-        assert not said, done.stderr
+    if launch.is_open_mpi():  # on several hosts its launcher may name a rank that has lost the connection
+        assert said or re.search("process rank 1 with PID", done.stderr), done.stderr
+        assert launch.HOSTS or not said, done.stderr
     assert len(said) <= 1, done.stderr
     assert all(re.match(DIED, line) for line in said), done.stderr
     launch.wait_until_gone(str(tmp_path))

@@ -32,7 +32,6 @@ class Launcher:
         size_variable: the variable that holds the number of ranks.
         rank_variables: the variables that differ between any two ranks, of one job or of two jobs.
         place_variables: the variables that hold a rank's number on its host and the number of ranks there, if any.
-        names_lost_ranks: whether it says which rank has died.
         starts_launchers: whether its tasks may be shells, or parts of another launcher, instead of ranks.
         remedy: what to do when MPI sees one rank where the launcher has started several.
     """
@@ -41,7 +40,6 @@ class Launcher:
     size_variable: ClassVar[str]
     rank_variables: ClassVar[tuple[str, ...]]
     place_variables: ClassVar[tuple[str, str] | None] = None
-    names_lost_ranks: ClassVar[bool] = True
     starts_launchers: ClassVar[bool] = False
     remedy: ClassVar[str]
 
@@ -57,6 +55,11 @@ class Launcher:
             return None
         rank, size = (_number(environ, name) for name in cls.place_variables)
         return None if rank is None or size is None else Place(rank, size)
+
+    @classmethod
+    def names_lost_ranks(cls, hosts: int) -> bool:
+        """Whether it says which rank has died, and never another one, in a job on so many hosts."""
+        return True
 
     @classmethod
     def gives_gpus(cls, environ: Mapping[str, str]) -> bool:

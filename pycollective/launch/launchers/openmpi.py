@@ -13,3 +13,8 @@ class Mpirun(Launcher):
     rank_variables = ("PMIX_NAMESPACE", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
     place_variables = ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
     remedy = "mpi4py has loaded another MPI library: use that library's mpiexec, or install the MPI of this mpirun."
+
+    @classmethod
+    def names_lost_ranks(cls, hosts: int) -> bool:
+        """Ranks on other hosts see their connections closed and abort; it may name one of them instead."""
+        return hosts == 1
