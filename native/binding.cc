@@ -12,6 +12,7 @@
 #include <memory>
 #include <string>
 
+#include "call.h"
 #include "collectives.h"
 #include "communicators.h"
 #include "device.h"
@@ -177,23 +178,24 @@ PYCOLLECTIVE_EXPORT const char* pycollective_board_join(int64_t number) {
   return ErrorOf(ranks->JoinBoard(*pycollective::library, ranks->channel(0)), &error);
 }
 
-// The bytes of the board of so many ranks.
+// The bytes of the memory that so many ranks share: the board, and what they exchange arrays through.
 PYCOLLECTIVE_EXPORT int64_t pycollective_board_bytes(int32_t ranks) {
-  return static_cast<int64_t>(pycollective::BoardSlot::BytesOf(ranks));
+  return static_cast<int64_t>(pycollective::BoardSlot::BytesOf(ranks) + pycollective::Exchange::BytesOf(ranks));
 }
 
-// Opens the board of this host: `file` is open, has so many bytes, and is shared by the ranks of MPI_COMM_WORLD in `ranks`.
+// Opens the memory of this host: `file` is open, has so many bytes, and is shared by the ranks of MPI_COMM_WORLD in `ranks`.
 // Returns whether it could be mapped.
 PYCOLLECTIVE_EXPORT bool pycollective_board_open(int32_t file, const int32_t* ranks, int32_t count) {
-  void* const memory =
-      mmap(nullptr, pycollective::BoardSlot::BytesOf(count), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+  const auto nbytes = static_cast<size_t>(pycollective_board_bytes(count));
+  void* const memory = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
   if (memory == MAP_FAILED) return false;
   pycollective::BoardSlot::OpenBoard(memory, count);
+  pycollective::Exchange::OpenMemory(static_cast<char*>(memory) + pycollective::BoardSlot::BytesOf(count), count);
   pycollective::SetRanksOfHost({ranks, ranks + count});
   return true;
 }
 
-// There is no board after all.
+// There is no such memory after all.
 PYCOLLECTIVE_EXPORT void pycollective_board_close() { pycollective::BoardSlot::OpenBoard(nullptr, 0); }
 
 // Frees a communicator: see FreeCommunicator. Returns null, or a message that stays valid until the next call.
@@ -212,8 +214,11 @@ PYCOLLECTIVE_EXPORT int64_t pycollective_own_comms(int64_t* comms, int64_t room)
 // Gives up all communicators, since a rank has failed: see AbandonAll.
 PYCOLLECTIVE_EXPORT void pycollective_abandon_all() { pycollective::AbandonAll(); }
 
-// Makes the slots of all those communicators free, on one rank of this host.
-PYCOLLECTIVE_EXPORT void pycollective_board_clear() { pycollective::BoardSlot::ReleaseAll(); }
+// Makes the slots and the memory of all those communicators free, on one rank of this host.
+PYCOLLECTIVE_EXPORT void pycollective_board_clear() {
+  pycollective::BoardSlot::ReleaseAll();
+  if (pycollective::BoardSlot::HasBoard()) pycollective::Exchange::EndAll();
+}
 
 // Ends the process with a status, without MPI_Finalize: a function for Py_AtExit. Python has flushed its streams.
 namespace {
@@ -227,6 +232,10 @@ PYCOLLECTIVE_EXPORT void* pycollective_exit_now(int32_t status) {
   exit_status = status;
   return reinterpret_cast<void*>(&ExitNow);
 }
+
+// The message of the last call's error, "" if it has succeeded: see LastFailure. The caller gives the text back to
+// pycollective_text_free.
+PYCOLLECTIVE_EXPORT char* pycollective_last_failure() { return strdup(pycollective::LastFailure().c_str()); }
 
 // The recorder ---------------------------------------------------------------------------------------------------
 

@@ -7,25 +7,21 @@
 
 #include "board.h"
 
-#include <sched.h>
-
 #include <algorithm>
 #include <atomic>
 #include <cstring>
 
 #include "recorder.h"
-#include "relax.h"
+#include "wait.h"
 
 namespace pycollective {
 namespace {
 
-constexpr int64_t kSlots = 256;
 constexpr uint64_t kCells = 8;
-constexpr size_t kHeadBytes = 64;         // a bit for each slot; then cells begin at a line of the cache
+constexpr int64_t kSlots = BoardSlot::kSlots;
+constexpr size_t kHeadBytes = 64;        // a bit for each slot; then cells begin at a line of the cache
 static_assert(kHeadBytes * 8 >= kSlots);
-constexpr int kSpins = 200;               // a few microseconds
-constexpr int kYieldsPerProgress = 16;
-constexpr int64_t kTellNs = 2000000000;   // how long a rank waits for the line of a call that does not match
+constexpr int64_t kTellNs = 2000000000;  // how long a rank waits for the line of a call that does not match
 
 // Whether the data of all ranks has the same part in the call.
 bool IsSymmetric(int32_t operation) {
@@ -78,6 +74,7 @@ struct alignas(64) BoardSlot::Cell {
   char padding[32];
   Signature signature;
   char line[kLineBytes];
+  alignas(64) char carried[kCarriedBytes];
 };
 
 size_t BoardSlot::BytesOf(int ranks) {
@@ -126,20 +123,11 @@ void BoardSlot::ReleaseAll() {
   }
 }
 
-Difference BoardSlot::Compare(const Post& post, bool waits, const std::function<bool(int)>& progress) {
+Difference BoardSlot::Compare(const Post& post, bool waits, const std::function<bool(int)>& progress,
+                              const Carried* carried) {
   const uint64_t call = ++calls_;
-  // Returns false if the wait has no end.
   const auto wait = [&](int rank, const std::atomic<uint64_t>& number, uint64_t wanted, int64_t until_ns) {
-    for (int64_t spins = 0; number.load(std::memory_order_acquire) < wanted; ++spins) {
-      if (spins < kSpins) {
-        Relax();
-        continue;
-      }
-      sched_yield();
-      if (spins % kYieldsPerProgress == 0 && !progress(rank)) return false;
-      if (until_ns != 0 && NowNs() > until_ns) break;
-    }
-    return true;
+    return WaitUntil(number, wanted, [&] { return progress(rank); }, until_ns);
   };
   // A cell whose number is larger holds a later call: its rank has posted this one, too.
   for (int rank = 0; rank < size_ && call >= kCells; ++rank) {
@@ -149,18 +137,23 @@ Difference BoardSlot::Compare(const Post& post, bool waits, const std::function<
   own.site = post.site;
   own.order = post.order;
   own.signature = post.signature;
+  if (carried != nullptr) carried->Bring(own.carried);
   own.posted.store(call, std::memory_order_seq_cst);
 
   Difference difference;
   for (int rank = 0; rank < size_; ++rank) {
     if (rank == rank_) continue;
     const Cell& cell = CellOf(rank, call);
-    if (waits && !wait(rank, cell.posted, call, 0)) return {};
+    const bool needs = carried != nullptr && carried->Needs({rank_, size_}, rank);
+    if ((waits || needs) && !wait(rank, cell.posted, call, 0)) return {};
     if (difference.rank >= 0 || cell.posted.load(std::memory_order_seq_cst) < call) continue;
     const Post theirs{cell.signature, cell.site, 0, cell.order};
     if (!post.Matches(theirs)) difference = {rank, theirs, ""};
   }
-  if (difference.rank < 0) return difference;
+  if (difference.rank < 0) {
+    if (carried != nullptr) carried->Take({rank_, size_}, [&](int rank) { return CellOf(rank, call).carried; });
+    return difference;
+  }
   CopyLine(SiteText(post.site), own.line);
   own.told.store(call, std::memory_order_release);
   const Cell& theirs = CellOf(difference.rank, call);

@@ -8,11 +8,13 @@
 #ifndef PYCOLLECTIVE_NATIVE_BOARD_H_
 #define PYCOLLECTIVE_NATIVE_BOARD_H_
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <string>
 
+#include "carried.h"
 #include "signature.h"
 
 namespace pycollective {
@@ -55,6 +57,8 @@ void CopyLine(const std::string& line, char (&to)[kLineBytes]);
 // The posts of the ranks of one channel. All of them are on one host.
 class BoardSlot {
  public:
+  static constexpr int64_t kSlots = 256;
+
   // The bytes of the shared memory of `ranks` ranks. It begins with zeros.
   static size_t BytesOf(int ranks);
 
@@ -73,10 +77,19 @@ class BoardSlot {
   bool exists() const { return number_ >= 0; }
   int64_t number() const { return number_; }
 
+  // What a rank may bring to a call beside its post. More ranks may bring less, since each rank reads all.
+  static constexpr int64_t kCarriedBytes = 1 << 10;
+  static bool IsCarried(const Carried& carried, int ranks) {
+    constexpr int64_t kOfAllRanks = 16 << 10;
+    return carried.nbytes() <= std::min(kCarriedBytes, kOfAllRanks / ranks);
+  }
+
   // Posts a call and compares it with those of the others. `waits`: it waits until all have posted theirs. Meanwhile
   // `progress` is called from time to time, with the rank that it waits for. If that returns false, the wait ends, and what
-  // Compare returns has no meaning: that rank will not post, or the ranks have given the channel up.
-  Difference Compare(const Post& post, bool waits, const std::function<bool(int)>& progress);
+  // Compare returns has no meaning: that rank will not post, or the ranks have given the channel up. `carried`: a collective
+  // that it also makes, if no call differs, when those have posted whose data it needs; null: none.
+  Difference Compare(const Post& post, bool waits, const std::function<bool(int)>& progress,
+                     const Carried* carried = nullptr);
 
   // Makes all slots free. No rank of this host may use one any more.
   static void ReleaseAll();

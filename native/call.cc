@@ -3,6 +3,8 @@
 #include "call.h"
 
 #include <algorithm>
+#include <atomic>
+#include <mutex>
 #include <random>
 
 namespace ffi = xla::ffi;
@@ -23,6 +25,26 @@ int64_t RandomNumber() {
 }  // namespace
 
 const int64_t this_process = RandomNumber();
+
+namespace {
+
+std::mutex failure_mutex;
+std::string last_failure;
+std::atomic<bool> has_failed{false};
+
+}  // namespace
+
+void NoteEnd(const ffi::Error& error) {
+  if (error.success() && !has_failed.load(std::memory_order_relaxed)) return;
+  const std::lock_guard<std::mutex> lock(failure_mutex);
+  last_failure = error.success() ? "" : error.message();
+  has_failed = error.failure();
+}
+
+std::string LastFailure() {
+  const std::lock_guard<std::mutex> lock(failure_mutex);
+  return last_failure;
+}
 
 Call::Call(Operation operation, const Participants& participants, int64_t lane_id, int64_t staging)
     : operation_(operation),
@@ -181,15 +203,19 @@ Outcome Call::TellTeam(BadNumbers* bad) {
 ffi::Error Call::CompareOnBoard(const Signature& mine) {
   LazyChannel& channel = lane_->channel;
   const Post post{mine, participants_.site, 0, participants_.order};
-  const bool waits = IsMeeting(mine.operation) || channel.agreed.count(mine) == 0;
+  const bool meets = IsMeeting(mine.operation);
+  const bool waits = meets || channel.agreed.count(mine) == 0;
+  const bool carries = MayBeCarried() && BoardSlot::IsCarried(*carried_, channel.size);
   Outcome progress;
   const Difference found = channel.board.Compare(post, waits, [&](int rank) {
     progress = library->Progress(channel, rank);
     return progress.ok();
-  });
+  }, carries ? carried_ : nullptr);
   if (!progress.ok()) return ErrorOf(progress);
-  if (found.rank < 0 && waits && !IsMeeting(mine.operation)) channel.agreed.insert(mine);
-  return found.rank < 0 ? ffi::Error::Success() : Differs(post, found);
+  if (found.rank >= 0) return Differs(post, found);
+  if (waits && !meets) channel.agreed.insert(mine);
+  is_done_ = carries || (mine.operation == kBarrier && lane_->team == nullptr);  // no rank goes on before all have come
+  return ffi::Error::Success();
 }
 
 void Call::BreakTeams() const {
@@ -201,8 +227,10 @@ ffi::Error Call::Differs(const Post& mine, const Difference& found) const {
   const Post& theirs = found.theirs;
   const bool known = IsCollective(theirs.signature.operation);
   const bool same_call = theirs.signature == mine.signature, same_number = theirs.seq == mine.seq;
-  const bool moved = same_call && same_number && mine.IsMoved(theirs);
+  const bool moved = same_call && same_number && mine.site == theirs.site && mine.IsMoved(theirs);
   const bool staging = known && theirs.signature.staging != mine.signature.staging;
+  // A rank that has not noticed the difference tells no line. Where this rank has the same one, it knows its name.
+  const std::string line_of_theirs = found.line.empty() ? SiteText(theirs.site) : found.line;
   const auto text = [&](const Post& post, const std::string& line) {
     return Describe(post.signature, staging) + (line.empty() ? "" : " at " + line) +
            (same_number ? "" : ", collective " + std::to_string(post.seq) + " of its ranks,") +
@@ -210,7 +238,7 @@ ffi::Error Call::Differs(const Post& mine, const Difference& found) const {
   };
   return Error(ffi::ErrorCode::kInvalidArgument,
                "CollectiveMismatch: expected the same call on every rank, got " + text(mine, SiteText(mine.site)) +
-                   " here and " + (known ? text(theirs, found.line) : std::string("another call")) + " on rank " +
+                   " here and " + (known ? text(theirs, line_of_theirs) : std::string("another call")) + " on rank " +
                    std::to_string(found.rank),
                moved ? "Sum in the same order on all ranks. A set of strings has another order in each process: sort it."
                : same_call && same_number
@@ -229,10 +257,10 @@ ffi::Error Call::CompareWithRanks(const Signature& mine, int64_t seq) {
   const bool each = check == Check::kAlways || (check == Check::kEvery && IsMeeting(mine.operation));
   if (!each && channel.agreed.count(mine) != 0) return ffi::Error::Success();
   // Only if it is so at each call: MPI may add in another order, and equal calls shall have equal bits.
-  const bool carries = each && lane_->team == nullptr && !check_numbers && reduction_.IsCarried();
+  const bool carries = each && MayBeCarried() && carried_->nbytes() <= kCarriedBytes;
   const Post post = check == Check::kFirst ? Post{mine, 0, seq} : Post{mine, participants_.site, seq, participants_.order};
   Difference found;
-  const Outcome outcome = CompareWithAll(*library, channel, post, carries ? &reduction_ : nullptr, &found);
+  const Outcome outcome = CompareWithAll(*library, channel, post, carries ? carried_ : nullptr, &found);
   if (!outcome.ok()) return ErrorOf(outcome);
   if (found.rank >= 0) return Differs(post, found);
   is_done_ = carries || (mine.operation == kBarrier && lane_->team == nullptr);  // no rank goes on before all have come

@@ -52,6 +52,12 @@ struct Results {
   size_t count = 0;
 };
 
+// Remembers how the last call of this process has ended. XLA hands its error to whoever reads a result of the program, and to
+// nobody if nobody does.
+void NoteEnd(const xla::ffi::Error& error);
+// The message of the last call's error, "" if it has succeeded.
+std::string LastFailure();
+
 // Returns what work() returns. If work() ends in an exception, returns an Error that says so: no exception may pass
 // through XLA, or end a thread of ours.
 template <typename Work>
@@ -130,8 +136,10 @@ class Call {
   void Brings(const Operand& operand) {
     if (check_numbers) operands_.push_back(operand);
   }
-  // The call is this allreduce, in host memory. Its arrays live as long as the call.
-  void Makes(const Reduction& reduction) { reduction_ = reduction; }
+  // The call is this one, in host memory, which may travel with the comparison. It lives as long as the call.
+  void Makes(const Carried& carried) { carried_ = &carried; }
+  // The number of ranks, if the participants are right.
+  int size() const { return lane_ == nullptr ? 1 : lane_->channel.size; }
   // For ppermute: where each lane sends to; -1: nowhere.
   void SetRoutes(xla::ffi::Span<const int64_t> dest) { routes_ = dest; }
 
@@ -203,6 +211,8 @@ class Call {
   // every rank instead of a hang or a wrong sum. It may make the call itself (comparison.h).
   xla::ffi::Error CompareWithRanks(const Signature& mine, int64_t seq);
   xla::ffi::Error CompareOnBoard(const Signature& mine);
+  // Whether the call may travel with its comparison.
+  bool MayBeCarried() const { return carried_ != nullptr && lane_->team == nullptr && !check_numbers; }
   // Returns an error if a rank brings a NaN or an Inf. All ranks of a collective get it, before they call MPI; of a message
   // only the rank that sends.
   xla::ffi::Error CheckNumbers(const Signature& mine);
@@ -222,7 +232,7 @@ class Call {
   int64_t source_ = Record::kNoPeer;
   std::vector<Operand> operands_;  // if the numbers guard looks at them
   xla::ffi::Span<const int64_t> routes_;
-  Reduction reduction_;
+  const Carried* carried_ = nullptr;
   bool is_done_ = false;  // the comparison has made the call
   int exceptions_ = std::uncaught_exceptions();
 };

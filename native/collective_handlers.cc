@@ -13,9 +13,6 @@
 namespace pycollective {
 namespace {
 
-// The columns of a row.
-enum Attributes { kNone = 0, kOp = 1, kRoot = 2 };
-enum Layout { kWhole, kBlocks };
 struct Row {
   Operation operation;
   bool is_reduction;
@@ -45,6 +42,10 @@ ffi::Error Run(const Row& row, Place place, const Participants& participants, co
   if (root >= 0) arguments.root = static_cast<int>(root);
   const ResultMemory result = ResultOf(y);
   call.Brings(x);
+  const int64_t size = call.size();
+  const int64_t blocks_in = row.operand == kBlocks ? size : 1;
+  const CarriedCollective carried(row.operation, arguments.On(arguments.send, arguments.recv, Count(x) / blocks_in), blocks_in);
+  if (Place::kInHostMemory) call.Makes(carried);
   return call.Run(
       place, SignatureOf(row.operation, x, op, root), std::max(NBytes(x), NBytes(y)), {&result, 1},
       [&](const Library& mpi, const Lane& lane) {

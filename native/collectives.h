@@ -42,6 +42,8 @@ inline Outcome OutcomeOfException(const std::exception& error) {
     if (!outcome_.ok()) return outcome_;               \
   } while (false)
 
+class Exchange;
+
 // Zeros and copies in the memory that a library is handed: here in host memory; DeviceMemory (device.h) overrides them.
 class Memory {
  public:
@@ -61,6 +63,7 @@ struct Channel {
   int first_tag = 0;  // a message with tag t travels under the tag first_tag + t * tag_step
   int tag_step = 1;
   const Memory* memory = nullptr;  // null: host memory
+  Exchange* exchange = nullptr;    // memory that the ranks share; null: they share none
 };
 
 // What a collective works on. For an array of blocks, `count` is the size of one block; `channel.size` blocks follow

@@ -87,8 +87,12 @@ Outcome Ranks::MakeChannel(const Library& mpi, int number) {
 Outcome Ranks::JoinBoard(const Library& mpi, LazyChannel& channel) {
   if (channel.size == 1 || !AreOnThisHost(world_)) return {};
   int64_t number = channel.rank == 0 ? BoardSlot::Take() : -1;
+  if (number >= 0) Exchange::Begin(number);
   PYCOLLECTIVE_RETURN_IF_FAILED(mpi.Bcast(channel, {&number, &number, 1, Type::kInt64}));
   channel.board = BoardSlot(number, channel.rank, channel.size);
+  if (number < 0) return {};
+  channel.memory_of_ranks = Exchange(number, channel.rank, channel.size);
+  channel.exchange = &channel.memory_of_ranks;
   return {};
 }
 
@@ -103,9 +107,13 @@ Outcome Ranks::FreeChannels(const Library& mpi) {
   Outcome first;
   for (LazyChannel& channel : channels_) {
     if (!channel.made || !channel.board.exists()) continue;
+    channel.exchange = nullptr;                // the barrier is MPI's: it leaves the slot alone
     const Outcome met = mpi.Barrier(channel);  // no rank reads the slot any more
     if (first.ok()) first = met;
-    if (channel.rank == 0) BoardSlot::Release(channel.board.number());
+    if (channel.rank == 0) {
+      Exchange::End(channel.board.number(), channel.size);
+      BoardSlot::Release(channel.board.number());
+    }
     channel.board = BoardSlot();
   }
   for (size_t number = members_.empty() ? 1 : 0; number < channels_.size(); ++number) {

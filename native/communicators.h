@@ -18,6 +18,7 @@
 
 #include "board.h"
 #include "collectives.h"
+#include "exchange.h"
 #include "recorder.h"
 #include "signature.h"
 #include "team.h"
@@ -32,8 +33,9 @@ struct LazyChannel : Channel {
   // What MakeChannel has made, for OwnCommsOfAll; it is set before the ranks meet on it.
   std::atomic<int64_t> own{0};
 
-  // Where its ranks post their calls, if they are all on one host.
+  // Where its ranks post their calls, and the memory through which they exchange arrays, if they are all on one host.
   BoardSlot board;
+  Exchange memory_of_ranks;
 
   // How many collectives and messages its records have counted.
   std::atomic<int64_t> collectives{0};

@@ -3,11 +3,9 @@
 #include "comparison.h"
 
 #include <algorithm>
-#include <cstring>
+#include <vector>
 
-#include "elements.h"
 #include "messages.h"
-#include "reduction.h"
 
 namespace pycollective {
 namespace {
@@ -20,28 +18,10 @@ static_assert(sizeof(Block) == 128, "ranks send it as bytes");
 
 }  // namespace
 
-bool Reduction::IsCarried() const {
-  if (arrays == nullptr || arrays->empty() || op == Op::kSumBfloat16) return false;
-  int64_t nbytes = 0;
-  for (const ArrayPair& array : *arrays) {
-    if (array.type != arrays->front().type) return false;
-    nbytes += array.nbytes();
-  }
-  return nbytes <= kCarriedBytes;
-}
-
-Outcome CompareWithAll(const Library& mpi, const Channel& channel, const Post& own, const Reduction* carried,
+Outcome CompareWithAll(const Library& mpi, const Channel& channel, const Post& own, const Carried* carried,
                        Difference* found) {
   Block mine{own.Digest(), {}};
-  int64_t count = 0;
-  Type type = Type::kUint8;
-  if (carried != nullptr) {
-    type = carried->arrays->front().type;
-    for (const ArrayPair& array : *carried->arrays) {
-      if (array.count > 0) std::memcpy(At(mine.data, count, type), array.x, static_cast<size_t>(array.nbytes()));
-      count += array.count;
-    }
-  }
+  if (carried != nullptr) carried->Bring(mine.data);
   std::vector<Block> all(static_cast<size_t>(channel.size));
   PYCOLLECTIVE_RETURN_IF_FAILED(mpi.Allgather(channel, {&mine, all.data(), sizeof(Block), Type::kUint8}));
   if (std::any_of(all.begin(), all.end(), [&](const Block& block) { return block.digest != mine.digest; })) {
@@ -54,13 +34,8 @@ Outcome CompareWithAll(const Library& mpi, const Channel& channel, const Post& o
       return {};
     }
   }
-  if (carried == nullptr) return {};
-  alignas(16) char result[kCarriedBytes];
-  ReduceInOrder(channel.size, [&](int rank) { return all[static_cast<size_t>(rank)].data; }, count, result, type, carried->op);
-  int64_t first = 0;
-  for (const ArrayPair& array : *carried->arrays) {
-    if (array.count > 0) std::memcpy(array.y, At(result, first, type), static_cast<size_t>(array.nbytes()));
-    first += array.count;
+  if (carried != nullptr) {
+    carried->Take({channel.rank, channel.size}, [&](int rank) { return all[static_cast<size_t>(rank)].data; });
   }
   return {};
 }

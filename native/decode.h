@@ -117,9 +117,11 @@ ffi::Ffi* NewHandler(Operation operation, Binding binding, Function function) {
   return std::move(binding)
       .To([operation, function](auto where, ffi::Span<const int64_t> comm, int64_t spread, int64_t site,
                                 int64_t order, auto... arguments) {
-        return CatchAsError(operation, [&] {
+        ffi::Error error = CatchAsError(operation, [&] {
           return function(Place(where), Participants{comm, spread, site, order}, arguments...);
         });
+        NoteEnd(error);
+        return error;
       })
       .release();
 }

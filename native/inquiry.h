@@ -13,7 +13,7 @@
 namespace pycollective {
 
 // The kinds of requests between monitors, beside SideChannel::kStay.
-enum Request : int64_t { kAreYouThere = 1, kTellStatus, kReport, kEndNow, kProcessState, kDeathIsSaid };
+enum Request : int64_t { kAreYouThere = 1, kTellStatus, kReport, kEndNow, kProcessState, kDeathIsKnown };
 
 struct Inquiry {
   std::vector<Status> statuses;    // by rank, this one's among them

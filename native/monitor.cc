@@ -112,6 +112,7 @@ class Monitor {
   // Writes this process's records to the folder of the settings. Returns the path, "" if there is none.
   std::string WriteRecords(const std::string& reason) {
     if (settings_.folder.empty()) return "";
+    const std::lock_guard<std::mutex> lock(records_mutex_);  // several threads may learn of the end
     for (size_t slash = settings_.folder.find('/', 1);; slash = settings_.folder.find('/', slash + 1)) {
       mkdir(settings_.folder.substr(0, slash).c_str(), 0777);
       if (slash == std::string::npos) break;
@@ -127,18 +128,23 @@ class Monitor {
 
   // Another rank has died. A rank of its host says so. On another host nobody can know whether the launcher did it: it
   // ends the ranks of one host after those of another. Others may die of the first death, by their MPI: it is not said
-  // of them.
+  // of them. All write their records, as far as the launcher lets them.
   void OnDeath(int rank) {
     const Process& process = settings_.processes[static_cast<size_t>(rank)];
+    const std::string what = "rank " + std::to_string(rank) + " of " + std::to_string(size()) + " died: process " +
+                             std::to_string(process.pid) + " on host " + process.host_name +
+                             " was killed, crashed or called _exit.";
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       if (death_ns_ == 0) death_ns_ = NowNs();
-      if (!settings_.says_deaths || stopping_ || has_end_ || process.host != Own().host) return;
-      if (std::exchange(is_death_said_, true)) return;
+      if (settings_.may_lose_ranks || stopping_ || has_end_ || process.host != Own().host) return;
+      if (std::exchange(is_death_known_, true)) return;
     }
-    Say("pycollective: rank " + std::to_string(rank) + " of " + std::to_string(size()) + " died: process " +
-        std::to_string(process.pid) + " on host " + process.host_name + " was killed, crashed or called _exit.\n");
-    channel_.Ask(Others(), kDeathIsSaid, "", kTellNs);
+    if (settings_.says_deaths) Say("pycollective: " + what + "\n");
+    // At the same time, since the launcher may end this rank in a few milliseconds.
+    std::thread tells([&] { channel_.Ask(Others(), kDeathIsKnown, Writer().Put(what).text(), kTellNs); });
+    WriteRecords(what);
+    tells.join();
   }
 
   // Returns whether this is the first end that this rank knows.
@@ -161,15 +167,19 @@ class Monitor {
     Reader reader(text);
     switch (kind) {
       case kAreYouThere: return "yes";
-      case kTellStatus: return Packed(StatusOfThisProcess(settings_.rank, Stack()));
+      case kTellStatus: return Packed(StatusOfThisProcess(settings_.rank, Stacks()));
       case kProcessState: {
         const int64_t rank = reader.Number();
         const bool is_known = 0 <= rank && rank < size();
         return Writer().Put(is_known ? StateOf(settings_.processes[static_cast<size_t>(rank)]) : 0).text();
       }
-      case kDeathIsSaid: {
-        const std::lock_guard<std::mutex> lock(mutex_);
-        is_death_said_ = true;
+      case kDeathIsKnown: {
+        {
+          const std::lock_guard<std::mutex> lock(mutex_);
+          is_death_known_ = true;
+          if (stopping_ || has_end_) return "yes";
+        }
+        WriteRecords(reader.Text());
         return "yes";
       }
       case kReport: {
@@ -194,9 +204,9 @@ class Monitor {
     }
   }
 
-  std::string Stack() {
+  PythonStacks::Frames Stacks() {
     const std::lock_guard<std::mutex> lock(stacks_mutex_);
-    return stacks_.OfMainThread();
+    return stacks_.Now();
   }
 
   // The watch -----------------------------------------------------------------------------------------------------
@@ -289,7 +299,7 @@ class Monitor {
     last_ns = now;
     const std::vector<int> others = Others();
     const auto [statuses, silent] =
-        AskAll(channel_, settings_.processes, others, StatusOfThisProcess(settings_.rank, Stack()));
+        AskAll(channel_, settings_.processes, others, StatusOfThisProcess(settings_.rank, Stacks()));
     const bool for_ever = WaitForEnded(statuses, settings_.may_lose_ranks ? std::vector<SilentRank>() : silent);
     const bool ends = for_ever || (reason == kTooLongWait && IsLongWait(statuses, timeout_ns_));
     const bool warns = reason == kLongWait && IsLongWait(statuses, warn_ns_);  // else it has ended in the meantime
@@ -346,6 +356,7 @@ class Monitor {
   std::thread watcher_;
   std::list<RankGuard> guards_;
   std::mutex stacks_mutex_;
+  std::mutex records_mutex_;
   const PythonStacks stacks_;
   const pid_t parent_ = getppid();
   std::map<int64_t, int64_t> last_report_ns_;  // by the reason
@@ -359,7 +370,7 @@ class Monitor {
   int64_t asked_ = 0;  // Reason
   int64_t asked_for_ns_ = 0;
   int64_t death_ns_ = 0;  // when another rank died; 0: none has
-  bool is_death_said_ = false;
+  bool is_death_known_ = false;  // by a rank of its host, which has told all others
   std::set<int> forgotten_;  // ranks that have failed
 };
 

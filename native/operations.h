@@ -18,6 +18,10 @@
 
 namespace pycollective {
 
+// The columns of a row.
+enum Attributes { kNone = 0, kOp = 1, kRoot = 2 };
+enum Layout { kWhole, kBlocks };
+
 // COLLECTIVE(name, Name, attributes, operand, result, on a team): a collective of one array, which all ranks call.
 //   attributes: kNone, kOp for a reduction, kRoot, or kOp | kRoot.
 //   operand, result: kWhole; or kBlocks for an array that holds one block for each rank.

@@ -24,7 +24,8 @@ ffi::Error Allreduce(Place place, const Participants& participants, InToken, ffi
   AllreduceArrays all;
   const ffi::Error bad = all.Decode(call, operands, results, op);
   if (bad.failure()) return bad;
-  if (Place::kInHostMemory) call.Makes({&all.arrays, static_cast<Op>(op)});
+  const CarriedReduction carried(all.arrays, static_cast<Op>(op));
+  if (Place::kInHostMemory) call.Makes(carried);
   for (size_t i = 0; i < operands.size(); ++i) call.Brings(*operands.get<ffi::AnyBuffer>(i));
   std::vector<ResultMemory> written;
   if (participants.spread < 0) {

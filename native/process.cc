@@ -7,6 +7,7 @@
 #include <sys/ioctl.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <chrono>
 #include <cstdio>
@@ -45,20 +46,30 @@ void EndStopped(const std::vector<Process>& processes, int64_t host) {
   }
 }
 
-std::string PythonStacks::OfMainThread() const {
-  if (signal_ == 0 || ftruncate(file_, 0) != 0 || lseek(file_, 0, SEEK_SET) != 0) return "";
-  if (pthread_kill(pthread_self(), signal_) != 0) return "";  // it has run when this returns: it is for this thread
+PythonStacks::Frames PythonStacks::Now() const {
+  if (signal_ == 0 || ftruncate(file_, 0) != 0 || lseek(file_, 0, SEEK_SET) != 0) return {};
+  if (pthread_kill(pthread_self(), signal_) != 0) return {};  // it has run when this returns: it is for this thread
   std::string all;
   char part[4096];
   for (ssize_t n; (n = pread(file_, part, sizeof(part), static_cast<off_t>(all.size()))) > 0;) {
     all.append(part, static_cast<size_t>(n));
   }
-  // Each thread has a line with its number, then its frames. The main thread is the last one.
-  const size_t last = all.rfind("hread 0x");
-  const size_t head_end = all.find('\n', last == std::string::npos ? 0 : last);
-  if (head_end == std::string::npos) return "";
-  const size_t end = all.find("\n\n", head_end);
-  return all.substr(head_end + 1, end == std::string::npos ? end : end - head_end);
+  // Each thread has a line with its number, then its frames, then an empty line. The main thread is the last one.
+  Frames frames;
+  for (size_t begin = all.find("hread 0x"); begin != std::string::npos;) {
+    const size_t next = all.find("hread 0x", begin + 1);
+    const size_t head_end = all.find('\n', begin);
+    if (head_end == std::string::npos) break;
+    const size_t end = std::min(all.find("\n\n", head_end), next);
+    const std::string thread = all.substr(head_end + 1, end == std::string::npos ? end : end - head_end);
+    if (next == std::string::npos) {
+      frames.main_thread = thread;
+    } else if (thread.find("/jax/_src/callback.py") != std::string::npos) {
+      frames.callbacks += thread;
+    }
+    begin = next;
+  }
+  return frames;
 }
 
 void Say(const std::string& text) {

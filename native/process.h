@@ -33,8 +33,13 @@ class PythonStacks {
  public:
   // `signal` 0: there is no such handler.
   PythonStacks(int signal, int file) : signal_(signal), file_(file) {}
-  // Where the main thread stands: a line for each frame, the innermost first. "" if nobody knows. One thread calls it.
-  std::string OfMainThread() const;
+  // Where Python stands: a line for each frame, the innermost first. "" if nobody knows.
+  struct Frames {
+    std::string main_thread;
+    std::string callbacks;  // threads in which XLA calls functions of the user's
+  };
+  // One thread calls it.
+  Frames Now() const;
 
  private:
   const int signal_;

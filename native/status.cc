@@ -75,10 +75,10 @@ std::vector<CallStatus> CallsFrom(Reader& from) {
 
 }  // namespace
 
-Status StatusOfThisProcess(int rank, const std::string& stack) {
+Status StatusOfThisProcess(int rank, const PythonStacks::Frames& stacks) {
   Status status;
   status.rank = rank;
-  status.stack = stack;
+  status.stacks = stacks;
   const int64_t now = NowNs();
   for (const Record& record : RecordsUnderWay()) status.under_way.push_back(CallStatusOf(record, now));
   std::set<std::tuple<int64_t, int64_t, bool>> seen;
@@ -98,7 +98,7 @@ Status StatusOfThisProcess(int rank, const std::string& stack) {
 
 std::string Packed(const Status& status) {
   Writer writer;
-  writer.Put(status.rank).Put(status.stack);
+  writer.Put(status.rank).Put(status.stacks.main_thread).Put(status.stacks.callbacks);
   Put(writer, status.under_way);
   Put(writer, status.last);
   writer.Put(status.has_all ? 1 : 0);
@@ -108,7 +108,8 @@ std::string Packed(const Status& status) {
 bool Unpack(const std::string& text, Status* status) {
   Reader reader(text);
   status->rank = static_cast<int>(reader.Number());
-  status->stack = reader.Text();
+  status->stacks.main_thread = reader.Text();
+  status->stacks.callbacks = reader.Text();
   status->under_way = CallsFrom(reader);
   status->last = CallsFrom(reader);
   status->has_all = reader.Number() != 0;
@@ -297,26 +298,19 @@ std::string DescribeAll(const std::vector<Status>& statuses, const std::vector<S
     }
     text += "\n";
   }
-  std::map<std::string, std::vector<int>> stacks;
-  for (const Status& status : statuses) {
-    const std::string frames = NeedsStack(status) ? UsersFrames(status.stack) : "";
-    if (!frames.empty()) stacks[frames].push_back(status.rank);
-  }
-  for (const auto& [frames, ranks] : stacks) text += "  Python on " + RankList(ranks) + ":\n" + frames;
-  std::map<std::string, std::vector<int>> without;
-  for (const SilentRank& rank : silent) without[rank.why].push_back(rank.rank);
-  for (const auto& [why, ranks] : without) text += "  " + RankList(ranks) + " " + why + ".\n";
-
-  // What does not match.
+  // What does not match. All ranks of a channel may be in one call that does not end, since a device of one of them waits for
+  // another device of that rank: such a rank does not wait for the others there.
   const Channels channels = ChannelsOf(statuses);
   std::set<int> waiting, blamed;
   for (const auto& [key, channel] : channels) {
+    if (channel.Missing().empty() && channel.Difference().empty()) continue;
     for (const int rank : channel.Waiting()) waiting.insert(rank);
   }
   bool differs = false;
+  std::string differences;
   for (const auto& [key, channel] : channels) {
     const std::string difference = channel.Difference();
-    if (!difference.empty()) text += "  " + difference + ".\n";
+    if (!difference.empty()) differences += "  " + difference + ".\n";
     differs = differs || !difference.empty();
     for (const int rank : channel.Missing()) {
       if (waiting.count(rank) == 0) blamed.insert(rank);
@@ -331,6 +325,20 @@ std::string DescribeAll(const std::vector<Status>& statuses, const std::vector<S
       }
     }
   }
+  std::map<std::pair<std::string, std::string>, std::vector<int>> stacks;
+  for (const Status& status : statuses) {
+    const bool is_blamed = blamed.count(status.rank) != 0;
+    const std::string frames = is_blamed || NeedsStack(status) ? UsersFrames(status.stacks.main_thread) : "";
+    if (!frames.empty()) stacks[{"Python", frames}].push_back(status.rank);
+    const std::string callbacks = is_blamed ? UsersFrames(status.stacks.callbacks) : "";
+    if (!callbacks.empty()) stacks[{"A callback of a program", callbacks}].push_back(status.rank);
+  }
+  for (const auto& [what, ranks] : stacks) text += "  " + what.first + " on " + RankList(ranks) + ":\n" + what.second;
+  std::map<std::string, std::vector<int>> without;
+  for (const SilentRank& rank : silent) without[rank.why].push_back(rank.rank);
+  for (const auto& [why, ranks] : without) text += "  " + RankList(ranks) + " " + why + ".\n";
+
+  text += differences;
   if (!blamed.empty()) {
     text += "  Look at " + RankList({blamed.begin(), blamed.end()}) + ": the others wait for " +
             (blamed.size() == 1 ? "it" : "them") + ".\n";

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "process.h"
 #include "recorder.h"
 
 namespace pycollective {
@@ -37,11 +38,11 @@ struct Status {
   std::vector<CallStatus> under_way;  // the one that began first in front
   std::vector<CallStatus> last;       // the last call of each channel that has ended, the latest in front
   bool has_all = false;               // whether `last` has all channels on which the rank has ever called
-  std::string stack;                  // of Python's main thread, innermost frame first, a line for each frame
+  PythonStacks::Frames stacks;
 };
 
-// Finds out what this process does. `stack`: where Python stands.
-Status StatusOfThisProcess(int rank, const std::string& stack);
+// Finds out what this process does. `stacks`: where Python stands.
+Status StatusOfThisProcess(int rank, const PythonStacks::Frames& stacks);
 std::string Packed(const Status& status);
 // Returns whether `text` holds a whole status.
 bool Unpack(const std::string& text, Status* status);

@@ -50,8 +50,8 @@ class Config:
             the cheapest way; or always, each with all others, whatever it costs
             (``PYCOLLECTIVE_CHECK=never|first|every|always``, default ``every``). And whether the first call to which a
             rank brings a NaN or an Inf is an error (``nan``, or ``never,nan`` and so on).
-        shared_memory: the ranks of a host compare their calls in memory that they share
-            (``PYCOLLECTIVE_SHARED_MEMORY=on|off``, default ``on``).
+        shared_memory: the ranks of a host compare their calls, and exchange the arrays of collectives, in memory that
+            they share (``PYCOLLECTIVE_SHARED_MEMORY=on|off``, default ``on``).
         malloc: the process keeps freed memory for later arrays (``PYCOLLECTIVE_MALLOC=on|off``, default ``on``).
         timeout: how many seconds a rank may wait for the others in one call before the job is ended with a report, or
             ``off`` (``PYCOLLECTIVE_TIMEOUT``, default 600). If it is given, it is also the limit at a rank's end.

@@ -6,15 +6,17 @@ import functools
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar, overload
+from typing import Any, ClassVar, TypeVar, overload
 
 import jax
 
+from pycollective import recorder
 from pycollective.elastic.state import State
 from pycollective.elastic.watch import watching
-from pycollective.errors import fail
-from pycollective.faults import rank_exit
+from pycollective.errors import fail, name_ranks
+from pycollective.faults import monitor, rank_exit
 from pycollective.ordering import dispatch
+from pycollective.ranks import setup
 from pycollective.ranks import world as worlds
 from pycollective.ranks.communicator import Communicator
 from pycollective.spmd.compiled import forget_agreements
@@ -38,6 +40,12 @@ _OF_HANDLER = "expected MPI_"
 _LEARN_S = 2.0
 """How long after an error of a call this rank may learn that another one has failed."""
 
+_REPORT_ENDS_S = 10.0
+"""Within this time after a report has killed the stopped ranks it has ended the others (native/monitor.cc)."""
+
+_END = "the end of the other ranks"
+"""The wait for ranks that are still at work, which has no limit."""
+
 
 class _State:
     """What this process knows.
@@ -46,11 +54,13 @@ class _State:
         runs: whether :func:`run` is under way.
         told: whether it has said that a failure ends the job.
         losses: how often it has gone on with fewer ranks.
+        lost: the ranks of MPI_COMM_WORLD that have failed in :func:`run`, and have been named.
     """
 
     runs = False
     told = False
     losses = 0
+    lost: ClassVar[set[int]] = set()
 
 
 def _why_not() -> str:
@@ -130,7 +140,7 @@ def run(train: Train[Any], state: State | None = None, *, min_ranks: int = 1, re
             with watching(world.mpi):
                 fine, result = _attempt(train, state, world)
             # A rank that has returned makes no call until the others have: that is what its end means, too.
-            with waiting("the end of the other ranks" if fine else _WHERE, world.identity):
+            with waiting(_END if fine else _WHERE, world.identity):
                 all_fine = failures.agree(world.mpi, fine)
             if all_fine:
                 return result
@@ -195,6 +205,7 @@ def _go_on(state: State, world: Communicator, min_ranks: int) -> Communicator:
         with waiting(_WHERE):
             shrunk = mpi.Shrink()
         assert isinstance(shrunk, MPI.Intracomm)
+        _let_report_end()  # the others wait for this rank in what follows, and so nobody says that ranks go on
         mpi = shrunk
         _State.losses += 1
         commit = None
@@ -209,13 +220,33 @@ def _go_on(state: State, world: Communicator, min_ranks: int) -> Communicator:
                     raise
         if failures.agree(mpi, commit is not None):
             break
-    lost = [rank for rank, number in enumerate(before) if number not in left]
-    names = f"rank{'s' * (len(lost) > 1)} {', '.join(map(str, lost))} of {len(before)}"
+    lost = set(before) - set(left)
+    failed = f"{name_ranks(lost)} of {MPI.COMM_WORLD.size} failed"
+    if _State.lost:
+        failed += f", after {name_ranks(_State.lost)}"
+    _State.lost |= lost
     if new.size < min_ranks:
-        got = f"{new.size}, since {names} failed"
+        got = f"{new.size}, since {failed}"
         fail(RuntimeError, _WHERE, new, f"min_ranks={min_ranks} ranks or more", got, _REMEDY)
     if new.rank == 0:
         left_ = f"{new.size} rank{'s' * (new.size > 1)} go{'es' * (new.size == 1)} on"
-        sys.stderr.write(f"pycollective.{_WHERE}: {names} failed; {left_} from commit {commit}.\n")
+        sys.stderr.write(f"pycollective.{_WHERE}: {failed}; {left_} from commit {commit}.\n")
         sys.stderr.flush()
     return new
+
+
+def _let_report_end() -> None:
+    """Waits as long as the report of a long wait may be about to end the job, and so this process.
+
+    Before a report ends the ranks that wait, it kills those that are stopped. MPI takes such a rank for one that has
+    failed. But the report comes only when a call has waited for longer than the limit, and that call fails when the
+    rank is killed. So it is among this rank's last records, or among those of another one.
+    """
+    limit = setup.timeout()
+    limit_ns = (monitor.DEFAULT_TIMEOUT_S if limit is None else limit) * 1e9
+    ended_ns = 0
+    for entry in recorder.dump()["entries"]:
+        end_ns = entry["time_discovered_completed_ns"] or 0
+        if entry["description"] != _END and end_ns - entry["time_created_ns"] > limit_ns:
+            ended_ns = max(ended_ns, end_ns)
+    time.sleep(max(0.0, ended_ns / 1e9 + _REPORT_ENDS_S - time.time()))

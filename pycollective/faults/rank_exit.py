@@ -27,7 +27,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from types import TracebackType
@@ -241,11 +240,10 @@ def _end(flush: Callable[[], None], limit_s: float | None) -> None:
     try:
         flush()
     except Exception as error:
-        _be_the_first(status or 1, f"{place()} ends with an error in a program: {type(error).__name__}: {error}")
-        sys.stderr.write(f"pycollective: {place()} ends with an error in a program; ending all ranks.\n")
-        traceback.print_exc()
-        abort(status or 1)
+        _end_with_error(status, f"{type(error).__name__}: {error}")
     if status == 0:
+        if failure := watch.last_failure():  # of a program whose result nobody has waited for
+            _end_with_error(1, failure)
         try:
             _wait_for_all(limit_s)
         except MPI.Exception as error:  # of an MPI that outlives a failed rank
@@ -258,6 +256,16 @@ def _end(flush: Callable[[], None], limit_s: float | None) -> None:
         watch.stop_monitor()
     if _State.lost:
         watch.exit_instead_of_finalizing(status)
+
+
+def _end_with_error(status: int, cause: str) -> None:
+    """Ends all ranks, since the last program of this one has failed."""
+    what = f"{place()} ends with an error in a program"
+    if MPI.COMM_WORLD.size > 1:
+        before_init.let_lower_ranks_speak(MPI.COMM_WORLD.rank)
+        _be_the_first(status or 1, f"{what}: {cause}")
+    sys.stderr.write(f"pycollective: {what}; ending all ranks.\n{cause}\n")
+    abort(status or 1)
 
 
 def _end_forked_child(status: int) -> NoReturn:

@@ -1,10 +1,13 @@
-"""The order in which a line of the user's code reduces several operands: it must be the same on all ranks.
+"""The order in which a program reduces several operands of one shape: it must be the same on all ranks.
 
-A loop over a set of strings has another order in each process. Its reductions are alike: one line, equal shapes. So
-each gets a number, the attribute ``order``. One half is a hash of how its operands come from the arguments of the
-program, the other half one of how those of all reductions of the line do, in any order. If the ranks agree on the
-second and not on the first, they reduce the same operands in another order. If they agree on neither, they compute
-other operands, which they may.
+A loop over a set of strings has another order in each process. Its reductions are alike: one line, equal shapes. So are
+those of two lines whose operands have changed places. So each gets a number, the attribute ``order``. One half is a
+hash of how its operands come from the arguments of the program, the other half one of how those of all reductions like
+it do, in any order. If the ranks agree on the second and not on the first, they reduce the same operands in another
+order. If they agree on neither, they compute other operands, which they may.
+
+A constant does not come from the arguments. A reduction of constants alone has no number: one rank may bring zeros
+where another one brings an array.
 """
 
 from __future__ import annotations
@@ -29,14 +32,14 @@ class _Program:
 
     Attributes:
         module: its module.
-        origins: for each value a hash of how it comes from the arguments.
-        calls: for each line the reductions, each with the origins of its operands.
+        origins: for each value a hash of how it comes from the arguments; 0, if it does not.
+        calls: for each kind the reductions, each with the origins of its operands.
     """
 
     def __init__(self, module: ir.Module) -> None:
         self.module = module
         self.origins: dict[ir.Value, int] = {}
-        self.calls: dict[int, list[tuple[ir.Operation, list[int]]]] = defaultdict(list)
+        self.calls: dict[str, list[tuple[ir.Operation, list[int]]]] = defaultdict(list)
 
 
 class _State(threading.local):
@@ -48,21 +51,22 @@ class _State(threading.local):
 _state = _State()
 
 
-def number_reduction(module: ir.Module, site: int, call: ir.Operation, operands: Sequence[Any]) -> None:
-    """Numbers a reduction that has just been lowered, and anew the earlier ones of its line.
+def number_reduction(module: ir.Module, kind: str, call: ir.Operation, operands: Sequence[Any]) -> None:
+    """Numbers a reduction that has just been lowered, and anew the earlier ones that are like it.
 
     Args:
         module: the module around it.
-        site: the line; 0, if it is unknown: then nothing is done.
+        kind: what it has in common with those that are like it: the operation, the communicator, shapes and dtypes.
         call: the operation, whose attribute ``order`` is 0.
         operands: its operands.
     """
-    if site == 0:
-        return
     if _state.program is None or _state.program.module != module:
         _state.program = _Program(module)
-    calls = _state.program.calls[site]
-    calls.append((call, [_origin(operand, _state.program.origins) for operand in operands]))
+    own = [_origin(operand, _state.program.origins) for operand in operands]
+    if not any(own):
+        return
+    calls = _state.program.calls[kind]
+    calls.append((call, own))
     of_all = [origin for _, origins in calls for origin in origins]
     if len(set(of_all)) == 1:
         return  # nothing could be in another order
@@ -77,7 +81,10 @@ def forget_program() -> None:
 
 
 def _origin(value: ir.Value, known: dict[ir.Value, int]) -> int:
-    """A hash of how a value comes from arguments; the same in each process. It adds those on the way to ``known``."""
+    """A hash of how a value comes from arguments, the same in each process; 0 of a constant.
+
+    It adds those on the way to ``known``.
+    """
     path = [value]
     while path:
         owner = path[-1].owner
@@ -88,8 +95,9 @@ def _origin(value: ir.Value, known: dict[ir.Value, int]) -> int:
         elif before := [operand for operand in owner.operands if operand not in known]:
             path += before
         else:
-            number = number_of(owner.operation.name, *_parameters(owner), *(known[x] for x in owner.operands))
-            known |= {result: number_of(number, i) for i, result in enumerate(owner.results)}
+            of_operands = [known[x] for x in owner.operands]
+            number = number_of(owner.operation.name, *_parameters(owner), *of_operands)
+            known |= {result: number_of(number, i) if any(of_operands) else 0 for i, result in enumerate(owner.results)}
     return known[value]
 
 

@@ -88,7 +88,8 @@ def lower(
         with jax_internals.location_named(ctx, name_in_profiles(primitive.name, _structs(ctx.avals_in))):
             results = jax_internals.lower_call(ctx, effect, form.rule, operands, attributes)
         if primitive.name in _REDUCTIONS:
-            operand_order.number_reduction(ctx.module_context.module, site, results[0].owner, operands)
+            kind = repr((primitive.name, form.attributes, ctx.avals_in))
+            operand_order.number_reduction(ctx.module_context.module, kind, results[0].owner, operands)
         return results
 
     def other_platform(ctx: Any, *operands: Any, **params: Any) -> Sequence[Any]:

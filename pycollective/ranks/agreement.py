@@ -22,8 +22,9 @@ from pycollective.transport.watch import waiting
 
 T = TypeVar("T")
 
-_NOTICE_S = 30.0
-"""How long a rank waits for the first calls of other ranks before it prints a notice."""
+_LATER_S = 10.0
+"""How much later than its limit a wait of this file raises. Before that the monitor reports the wait, with the ranks
+that are missing, and ends the job (native/monitor.h)."""
 
 
 class CollectiveLine(NamedTuple):
@@ -201,9 +202,9 @@ def gather_from_all(comm: Communicator, where: str, name: str, own: Any) -> list
 
 
 def waiter(comm: Communicator, where: str, what: str) -> Callable[[Callable[[], bool]], None]:
-    """A function that sleeps until the function that it is given returns True.
+    """A function that sleeps until the function that it is given returns True. The caller records the wait.
 
-    It raises RuntimeError when it has waited for longer than the timeout of ``init``.
+    It raises RuntimeError when it has waited for longer than the timeout of ``init``, and no report has ended the job.
 
     Args:
         comm: the ranks, for messages.
@@ -213,11 +214,10 @@ def waiter(comm: Communicator, where: str, what: str) -> Callable[[Callable[[], 
     missing = f"the other ranks to {what} too"
     remedy = "Look for a rank that calls something else, or has ended."
     limit = timeout()
-    notice = f"rank {comm.rank} of {comm.size} waits for {missing}. {remedy}"
 
     def wait(has_come: Callable[[], bool]) -> None:
-        for waited in rank_exit.poll_until(has_come, 0.01, _NOTICE_S, notice):
-            if limit is not None and waited > limit:
+        for waited in rank_exit.poll_until(has_come, 0.01):
+            if limit is not None and waited > limit + _LATER_S:
                 got = f"no call from some of them for {waited:.0f} s"
                 raise RuntimeError(message(where, missing, got, remedy, rank=comm.rank, size=comm.size))
 

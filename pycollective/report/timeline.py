@@ -64,10 +64,10 @@ class Row:
         nbytes: of the larger of operand and result.
         ranks: the number of ranks that make a call together.
         calls: how many calls; a collective counts once for each device of a rank, a message at each end.
-        total_us: the time that a rank spent in them, the mean of all ranks of the trace.
+        total_us: the time that a rank spent in them, the mean of the ranks that make them.
         median_us: the median time of a call.
         busbw: bus bandwidth in GB/s, from the median time after the last rank has come; None where there is none.
-        share: of the traced time.
+        share: of the traced time of all ranks.
         slowest: the rank that comes last on average; None if the ranks differ by less than their clocks may.
         last_in: in how many of the calls it came last.
         waited_us: how long another rank waited for it in all these calls, the mean of the other ranks.
@@ -120,7 +120,7 @@ def summary(trace: Mapping[str, Any]) -> Timeline:
     ranks = [_rank(facts, calls) for facts in other["ranks"]]
     error_us = 2 * max(facts["clock_error_us"] for facts in other["ranks"])
     rows = [_row(*key, events, ranks, error_us) for key, events in of_kind.items()]
-    return Timeline(ranks, sorted(rows, key=lambda row: -row.total_us))
+    return Timeline(ranks, sorted(rows, key=lambda row: -row.share))
 
 
 def _rank(facts: Mapping[str, Any], calls: Sequence[Event]) -> Rank:
@@ -185,18 +185,18 @@ def _row(op: str, nbytes: int, size: int, events: Sequence[Event], ranks: Sequen
         slowest = None
     waits = [event for event in events if event["args"]["waited_for_rank"] == slowest]
     alone_us = statistics.median(event["dur"] - event["args"]["waited_us"] for event in events)
-    total_us = sum(_by_rank(events, _duration).values()) / len(ranks)
-    traced_us = statistics.fmean(rank.traced_us for rank in ranks)
+    in_calls_us = _by_rank(events, _duration)
+    traced_us = sum(rank.traced_us for rank in ranks)
     has_busbw = op in FACTORS and nbytes > 0 and size > 1 and alone_us > 0
     return Row(
         op=op,
         nbytes=nbytes,
         ranks=size,
         calls=len(together),
-        total_us=total_us,
+        total_us=statistics.fmean(in_calls_us.values()),
         median_us=statistics.median(event["dur"] for event in events),
         busbw=nbytes / alone_us / 1000 * FACTORS[op](size) if has_busbw else None,
-        share=total_us / traced_us if traced_us > 0 else 0.0,
+        share=sum(in_calls_us.values()) / traced_us if traced_us > 0 else 0.0,
         slowest=slowest,
         last_in=0 if slowest is None else last[slowest],
         waited_us=0.0 if slowest is None else sum(_by_rank(waits, _wait).values()) / max(1, size - 1),

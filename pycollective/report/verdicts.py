@@ -57,6 +57,8 @@ class Verdict(NamedTuple):
         seq: the number of the call.
         sides: the ranks by what they did.
         culprits: the ranks that differ from most others, or have not made the call.
+        suspects: the ranks without a file that take part in the call, if another rank was still in it, and nothing but
+            its state differs.
     """
 
     name: str
@@ -64,6 +66,7 @@ class Verdict(NamedTuple):
     seq: int
     sides: list[Side]
     culprits: list[int]
+    suspects: list[int]
 
 
 @dataclass(frozen=True)
@@ -72,13 +75,36 @@ class Findings:
 
     Attributes:
         counts: how many collectives have each verdict.
-        verdicts: those that are not fully matched, the first in time in front, undecided ones last.
+        verdicts: those that are not fully matched, the first in time in front, undecided ones last. Calls that all
+            ranks with a file have made and completed alike are not among them.
         sentences: what else there is to say, and a summary.
     """
 
     counts: Counter[str]
     verdicts: list[Verdict]
     sentences: list[str]
+
+
+_UNDER_WAY = ("scheduled", "started")
+"""The states of a call that has not ended."""
+
+_ALL_RANKS = "0"
+"""The id in the place of a group's, of a wait for all ranks."""
+
+_END = "the end of the other ranks"
+"""The wait of a rank that has ended (native/recorder.h). Others are not in it as long as they work."""
+
+_NO_RECORD = "no record of the call"
+"""What a rank with a file did in a call that its ring has lost."""
+
+_NO_FILE = "has no file"
+
+
+class _Wait(NamedTuple):
+    """A kind of wait outside programs: the id of its group, and what it is. Such waits have no numbers."""
+
+    group: str
+    description: str
 
 
 class _Place(NamedTuple):
@@ -99,28 +125,46 @@ def judge(records: Sequence[Records]) -> Findings:
                 place = _Place(entry["pg_id"], entry["process_group"][1], entry["collective_seq_id"])
                 calls[place][rank] = entry
     histories = {rank: _History(own) for rank, own in by_rank.items()}
+    size = max(own["world_size"] for own in records)
+    absent = [rank for rank in range(size) if rank not in by_rank]
     found = [
-        _verdict(place, entries, _members(place.group, records), histories)
+        _verdict(place, entries, _members(place.group, records), histories, absent)
         for place, entries in sorted(calls.items(), key=lambda call: min(map(_created, call[1].values())))
     ]
     counts = Counter(verdict.name for verdict in found)
     wrong = [verdict for verdict in found if verdict.name not in (FULLY_MATCHED, UNDECIDED)]
     undecided = [verdict for verdict in reversed(found) if verdict.name == UNDECIDED]
-    return Findings(counts, [*wrong, *undecided], [*_sentences(by_rank, counts, wrong)])
+    shown = [verdict for verdict in undecided if not _matches_on_files(verdict, absent)]
+    left_out = len(undecided) - len(shown)
+    sentences = [*_reasons(records), *_without_file(absent, size)]
+    sentences += [*_outside_collectives(records, histories, absent)]
+    sentences += [*_summary(counts, left_out), *_look_at(found, records, histories, absent)]
+    return Findings(counts, [*wrong, *shown], sentences)
 
 
 def _created(entry: Entry) -> int:
     return int(entry["time_created_ns"])
 
 
+def _is_wait(entry: Entry) -> bool:
+    """Whether a record is that of a wait outside programs: no collective, no message."""
+    return entry["collective_seq_id"] == 0 and not entry["is_p2p"]
+
+
+def _wait_of(entry: Entry) -> _Wait:
+    return _Wait(entry["pg_id"], entry["description"])
+
+
 def _members(group: str, records: Sequence[Records]) -> list[int]:
-    """The ranks of a group."""
+    """The ranks of a group; for the group "0", which has no name, all ranks."""
+    if group == _ALL_RANKS:
+        return list(range(records[0]["world_size"]))
     found = next((own["pg_config"][group] for own in records if group in own["pg_config"]), {"ranks": ""})
     return [int(rank) for rank in re.findall(r"\d+", found["ranks"])]
 
 
 class _History:
-    """Which calls a rank has made, as far as its ring tells."""
+    """Which calls a rank has made, as far as its ring tells, and which it was still in."""
 
     def __init__(self, records: Records) -> None:
         entries = records["entries"]
@@ -130,19 +174,39 @@ class _History:
             lane, seq = (entry["pg_id"], entry["process_group"][1]), entry["collective_seq_id"]
             if seq > 0:
                 self._first[lane] = min(seq, self._first.get(lane, seq))
+        done = [entry["record_id"] for entry in entries if entry["state"] == "completed"]
+        self._last_completed = max(done, default=-1)
+        self._waits = Counter(map(_wait_of, filter(_is_wait, entries)))
 
     def has_not_made(self, place: _Place) -> bool:
         """Whether the rank, which has no record of the call, has certainly not made it."""
         first = self._first.get((place.group, place.channel))
         return self._has_all or (first is not None and place.seq > first)
 
+    def is_in(self, entry: Entry) -> bool:
+        """Whether the rank was in its call at last: it is under way, or has failed and none has succeeded since."""
+        is_last = entry["record_id"] > self._last_completed
+        return entry["state"] in _UNDER_WAY or (entry["state"] == "failed" and is_last)
+
+    def has_waited(self, wait: _Wait, times: int) -> bool:
+        """Whether the rank has certainly begun such waits so many times."""
+        return self._has_all and self._waits[wait] >= times
+
+    def count(self, wait: _Wait) -> int:
+        """How many such waits the ring has."""
+        return self._waits[wait]
+
 
 def _verdict(
-    place: _Place, entries: Mapping[int, Entry], members: Sequence[int], histories: Mapping[int, _History]
+    place: _Place,
+    entries: Mapping[int, Entry],
+    members: Sequence[int],
+    histories: Mapping[int, _History],
+    absent: Sequence[int],
 ) -> Verdict:
-    absent = [rank for rank in members if rank not in entries]
-    missing = [rank for rank in absent if rank in histories and histories[rank].has_not_made(place)]
-    unknown = [rank for rank in absent if rank not in missing]
+    others = [rank for rank in members if rank not in entries]
+    missing = [rank for rank in others if rank in histories and histories[rank].has_not_made(place)]
+    unknown = [rank for rank in others if rank not in missing]
     name, culprits = _mismatch(entries)
     if name == FULLY_MATCHED and missing:
         name, culprits = STATE, missing
@@ -155,9 +219,21 @@ def _verdict(
     sides = _sides(entries)
     if missing:
         sides.append(Side(name_ranks(missing), "has not made the call", "", ""))
-    if unknown:
-        sides.append(Side(name_ranks(unknown), "no record of the call", "", ""))
-    return Verdict(name, f"{first['process_group'][0]}{channel}", place.seq, sides, culprits)
+    lost = [rank for rank in unknown if rank not in absent]
+    if lost:
+        sides.append(Side(name_ranks(lost), _NO_RECORD, "", ""))
+    without = [rank for rank in unknown if rank in absent]
+    if without:
+        sides.append(Side(name_ranks(without), _NO_FILE, "", ""))
+    is_open = name in (UNDECIDED, STATE) and any(histories[rank].is_in(entry) for rank, entry in entries.items())
+    suspects = without if is_open else []
+    return Verdict(name, f"{first['process_group'][0]}{channel}", place.seq, sides, culprits, suspects)
+
+
+def _matches_on_files(verdict: Verdict, absent: Sequence[int]) -> bool:
+    """Whether an undecided call is a matter of files alone: all ranks that have one have ended the call alike."""
+    lost = any(side.call == _NO_RECORD for side in verdict.sides)
+    return bool(absent) and not lost and not verdict.suspects
 
 
 def _mismatch(entries: Mapping[int, Entry]) -> tuple[str, list[int]]:
@@ -196,26 +272,95 @@ def _line(entry: Entry) -> str:
     return "".join(f"{frame['filename']}:{frame['line']} ({frame['name']})" for frame in entry["frames"][:1])
 
 
-def _sentences(by_rank: Mapping[int, Records], counts: Counter[str], wrong: Sequence[Verdict]) -> Iterator[str]:
-    """What there is to say beside the table."""
-    size = max(own["world_size"] for own in by_rank.values())
-    for reason in dict.fromkeys(own["reason"].strip().split("\n")[0] for own in by_rank.values()):
+# What there is to say beside the table ------------------------------------------------------------------------
+
+
+def _reasons(records: Sequence[Records]) -> Iterator[str]:
+    for reason in dict.fromkeys(own["reason"].strip().split("\n")[0] for own in records):
         if reason:
             yield f"The job ended because: {reason.removeprefix('pycollective: ')}"
-    absent = [rank for rank in range(size) if rank not in by_rank]
+
+
+def _without_file(absent: Sequence[int], size: int) -> Iterator[str]:
     if absent:
-        yield f"No records of {name_ranks(absent)} of {size}: killed perhaps, or without a way to write here."
-    for rank, own in sorted(by_rank.items()):
-        for entry in own["entries"]:
-            if entry["state"] in ("scheduled", "started") and entry["collective_seq_id"] == 0:
-                where = f" of communicator {entry['process_group'][0]}" if entry["process_group"][0] else ""
-                line = f", at {_line(entry)}" if _line(entry) else ""
-                yield f"Rank {rank} was in {entry['description']}{where}{line}."
+        they = "it was" if len(absent) == 1 else "they were"
+        yield f"No records of {name_ranks(absent)} of {size}: {they} stopped or killed, or could not write here."
+
+
+def _outside_collectives(
+    records: Sequence[Records], histories: Mapping[int, _History], absent: Sequence[int]
+) -> Iterator[str]:
+    """The messages that ranks were in at last, and their waits outside programs, with the ranks not in them."""
+    messages: dict[tuple[str, str, str], list[int]] = defaultdict(list)
+    waits: dict[_Wait, dict[int, Entry]] = defaultdict(dict)
+    busy = set()
+    for own in sorted(records, key=lambda own: own["rank"]):
+        rank = own["rank"]
+        for entry in filter(histories[rank].is_in, own["entries"]):
+            if _is_wait(entry):
+                waits[_wait_of(entry)][rank] = entry
+            elif entry["collective_seq_id"] == 0:
+                messages[entry["description"], entry["process_group"][0], _line(entry)].append(rank)
+            busy.add(rank)
+    for (description, communicator, line), ranks in messages.items():
+        yield f"{_were(ranks)} in {_call(description, communicator, line)}."
+    for wait, entries in waits.items():
+        first = next(iter(entries.values()))
+        if wait.description == _END:
+            subject, _, _ = _were(list(entries)).rpartition(" ")
+            yield f"{subject} had ended, and waited for the other ranks."
+            continue
+        told = f"{_were(list(entries))} in {_call(wait.description, first['process_group'][0], _line(first))}"
+        times = max(histories[rank].count(wait) for rank in entries)
+        members = [rank for rank in _members(wait.group, records) if rank not in entries and rank not in absent]
+        missing = [rank for rank in members if not histories[rank].has_waited(wait, times)]
+        if missing:
+            verb = "was" if len(missing) == 1 else "were"
+            culprits = [rank for rank in missing if rank not in busy] or missing
+            told += f"; {name_ranks(missing)} {verb} not: look at {name_ranks(culprits)}"
+        yield f"{told}."
+
+
+def _were(ranks: Sequence[int]) -> str:
+    """The begin of a sentence on ranks.
+
+    Example:
+        >>> _were([1]), _were([0, 2])
+        ('Rank 1 was', 'Ranks 0, 2 were')
+    """
+    return f"{name_ranks(ranks).capitalize()} {'was' if len(ranks) == 1 else 'were'}"
+
+
+def _call(description: str, communicator: str, line: str) -> str:
+    return description + (f" of communicator {communicator}" if communicator else "") + (f", at {line}" if line else "")
+
+
+def _summary(counts: Counter[str], left_out: int) -> Iterator[str]:
+    if not counts:
+        yield "There are no collectives in the records."
+        return
     verdicts = ", ".join(f"{count} {name}" for name, count in counts.most_common())
-    yield f"{counts.total()} collectives: {verdicts}." if counts else "There are no collectives in the records."
-    if wrong:
-        first = wrong[0]
+    yield f"{counts.total()} collectives: {verdicts}."
+    if left_out:
+        yield f"Not shown: {left_out} {UNDECIDED} that all ranks with a file have ended alike."
+
+
+def _look_at(
+    found: Sequence[Verdict], records: Sequence[Records], histories: Mapping[int, _History], absent: Sequence[int]
+) -> Iterator[str]:
+    """Where to begin: the first mismatch, and the ranks without a file for which others may have waited."""
+    first = next((verdict for verdict in found if verdict.name not in (FULLY_MATCHED, UNDECIDED)), None)
+    if first is not None:
         yield (
             f"The first that does not match is number {first.seq} of communicator {first.communicator}: "
             f"look at {name_ranks(first.culprits)}."
         )
+    suspects = {rank for verdict in found for rank in verdict.suspects}
+    for own in records:
+        for entry in filter(histories[own["rank"]].is_in, own["entries"]):
+            if entry["collective_seq_id"] == 0:
+                suspects |= {*absent} & {*_members(entry["pg_id"], records)}
+    if suspects:
+        has = "has" if len(suspects) == 1 else "have"
+        names = name_ranks(suspects)
+        yield f"Ranks were still in calls on communicators of {names}, which {has} no file: look at {names}."

@@ -41,6 +41,7 @@ _RESULTS = {
     "own_comms": ctypes.c_int64,
     "abandon_all": None,
     "exit_now": ctypes.c_void_p,
+    "last_failure": ctypes.c_void_p,
     "site_add": None,
     "wait_begin": ctypes.c_void_p,
     "wait_end": None,

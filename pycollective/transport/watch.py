@@ -186,6 +186,11 @@ def stop_monitor() -> None:
     compiled.library().pycollective_monitor_stop()
 
 
+def last_failure() -> str:
+    """The message of the error in which this process's last call in a program has ended; "" if it has succeeded."""
+    return _text(compiled.library().pycollective_last_failure()) if compiled.has_started() else ""
+
+
 def leave() -> None:
     """Tells the rank that guards this one that this process ends, in order."""
     if compiled.has_started():

@@ -6,6 +6,7 @@ All ranks are on one host here, so each sees what all others call (native/board.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -130,6 +131,55 @@ def test_a_loop_that_goes_another_way_on_each_rank(
 
 
 @pytest.mark.parametrize("jit", [jax.jit, pc.jit])
+def test_operands_of_two_lines_that_have_changed_places(jit: Callable[[Any], Any], world: pc.Communicator) -> None:
+    @jit
+    def sums(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+        if world.rank == 1:
+            x, y = y, x
+        first = pc.psum(x, world)
+        second = pc.psum(y, world)
+        return first, second
+
+    with pytest.raises(RUNTIME_ERRORS, match="Sum in the same order on all ranks"):
+        jax.block_until_ready(sums(X, 2 * X))
+    np.testing.assert_array_equal(pc.psum(X, world), X * world.size)
+
+
+@pytest.mark.parametrize("jit", [jax.jit, pc.jit])
+def test_each_rank_brings_its_array_to_a_sum_of_its_own_and_zeros_to_the_others(
+    jit: Callable[[Any], Any], world: pc.Communicator
+) -> None:
+    """A gather made of sums. Zeros do not come from the arguments, so they have no place to change."""
+
+    @jit
+    def gathered(x: jax.Array) -> list[jax.Array]:
+        return [pc.psum(x if rank == world.rank else jnp.zeros_like(x), world) for rank in range(world.size)]
+
+    for rank, got in enumerate(gathered(X + world.rank)):
+        np.testing.assert_array_equal(got, X + rank)
+
+
+@pytest.mark.skipif(not config.shared_memory, reason="LOUD: without shared memory known broadcasts are not compared")
+def test_other_roots_at_one_line_name_it_on_both_ranks(world: pc.Communicator) -> None:
+    """Each rank is done with its first broadcast when another one may still compare: nobody tells it the line."""
+    programs = [jax.jit(lambda x, root=root: pc.broadcast(x, world, root=root)) for root in range(world.size)]
+    for program in programs:
+        jax.block_until_ready(program(X))
+    found = ""
+    try:
+        jax.block_until_ready(programs[world.rank](X))
+    except RUNTIME_ERRORS as error:
+        found = str(error)
+    lines = [line for line in MPI.COMM_WORLD.allgather(found) if line]
+    assert lines
+    for line in lines:
+        assert re.search(r"test_agreement.py:\d+ .* here and .*root=\d\) at test_agreement.py:\d+ .* on rank", line), (
+            line
+        )
+    np.testing.assert_array_equal(pc.psum(X, world), X * world.size)
+
+
+@pytest.mark.parametrize("jit", [jax.jit, pc.jit])
 def test_ranks_may_sum_other_operands_at_one_line(jit: Callable[[Any], Any], world: pc.Communicator) -> None:
     """Each has its own: the first two of a rank are not those of another one in another order."""
     mine = 2 * world.rank
@@ -228,11 +278,14 @@ def test_many_communicators_take_and_leave_slots_of_the_board(world: pc.Communic
         part.free()
 
 
-def test_more_communicators_than_slots(world: pc.Communicator) -> None:
+def test_more_communicators_than_slots_and_than_buffers(world: pc.Communicator) -> None:
+    """Not all have memory in which their ranks could exchange large arrays; MPI carries those of the others."""
     parts = [world.split(0) for _ in range(300)]
-    for part in parts[::50]:
+    large = np.arange(5000, dtype=np.float32)
+    for number, part in enumerate(parts):
         assert part is not None
-        np.testing.assert_array_equal(pc.psum(X, part), X * world.size)
+        operand = X if number % 50 == 0 else large
+        np.testing.assert_array_equal(pc.psum(operand, part), operand * world.size)
     for part in parts:
         assert part is not None
         part.free()

@@ -6,6 +6,7 @@ A rank is named by its place at the start. A moment is the number of a step, or 
 
     trace    while a function is traced; the rank does not die there, but sleeps
     slow     before step 7; the rank does not die there, but sleeps for 20 s
+    stopped  before step 7; the rank does not die there, but is stopped
     commit   in the midst of the second commit
     again    in the midst of what follows another failure
     end      when its training has returned
@@ -17,8 +18,10 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -36,6 +39,9 @@ from pycollective.ranks import world as worlds
 STEPS, ROWS, RATE = 20, 12, np.float32(0.02)
 SLEEPS = {"trace": 1.5, "slow": 20}
 """Seconds."""
+
+READ_LATE_S = 3.0
+"""A report tells the ranks of the end for 2 s, kills those that are stopped, and waits up to 2 s until it is read."""
 
 COMMITS = 5
 """After so many steps comes a commit."""
@@ -106,6 +112,20 @@ def before(owner: Any, name: str, do: Callable[[], Any]) -> None:
     setattr(owner, name, seen)
 
 
+def be_read_late() -> None:
+    """Lets what this rank writes to its standard error be read late, as by a slow launcher: a report waits for it."""
+    out, (reading, writing) = os.dup(2), os.pipe()
+    os.dup2(writing, 2)
+
+    def pass_on() -> None:
+        while True:
+            select.select([reading], [], [])
+            time.sleep(READ_LATE_S)
+            os.write(out, os.read(reading, 1 << 16))
+
+    threading.Thread(target=pass_on, daemon=True).start()
+
+
 class Faults:
     """What this rank does to itself, and when: before a step, or at a moment that has a name."""
 
@@ -156,6 +176,8 @@ def main() -> None:
             faults.at(str(state.step))
             if state.step == 7:
                 faults.at("slow")
+                if "stopped" in faults.moments:
+                    os.kill(os.getpid(), signal.SIGSTOP)
             if "commit" in faults.moments and state.step:
                 before(states._Leaf, "of", partial(faults.at, "commit"))
             if kind == "raise" and state.step == 7 and start == 1:
@@ -173,6 +195,8 @@ def main() -> None:
         faults.at("end")
         return world.size
 
+    if kind == "late":
+        be_read_late()
     if "again" in faults.moments:  # in the midst of what follows a failure
         before(worlds, "lose_all", partial(before, pc.Communicator, "_make", partial(faults.at, "again")))
     state = pc.elastic.State(w=jnp.zeros(4), step=0)

@@ -86,8 +86,12 @@ def test_in_the_midst_of_a_commit() -> None:
 
 @pytest.mark.usefixtures("ulfm")
 def test_one_failure_after_another() -> None:
-    (left,) = survivors(start(3, "axis", "kill", "2:6", "0:12"))
+    done = start(3, "axis", "kill", "1:6", "2:12")
+    (left,) = survivors(done)
     assert left["from"] == [0, 5, 10]
+    assert done.stderr.count("rank 1 of 3 failed; 2 ranks go on from commit 1.") == 1
+    # By its number in MPI_COMM_WORLD: in the world of the two that were left it was rank 1.
+    assert done.stderr.count("rank 2 of 3 failed, after rank 1; 1 rank goes on from commit 2.") == 1
 
 
 @pytest.mark.usefixtures("ulfm")
@@ -113,6 +117,17 @@ def test_a_rank_that_waits_for_one_that_lives() -> None:
 def test_a_rank_that_notices_late() -> None:
     """Rank 0 waits for rank 1 longer than a monitor lets ranks wait for one that has ended."""
     survivors(start(3, "axis", "kill", "2:7", "1:slow"))
+
+
+@pytest.mark.usefixtures("ulfm")
+def test_a_stopped_rank_ends_the_job() -> None:
+    """The report kills it. For MPI it has failed then, but nobody says that the others go on."""
+    done = start(3, "axis", "late", "1:stopped", PYCOLLECTIVE_TIMEOUT="5", PYCOLLECTIVE_RECORDS="off")
+    assert done.returncode not in (0, 124, 137)
+    assert "got none for" in done.stderr
+    assert "Look at rank 1: the others wait for it." in done.stderr
+    assert "go on" not in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.usefixtures("ulfm")

@@ -67,6 +67,34 @@ for _ in range(2):
     step(x).block_until_ready()
 """
 
+# The first device of rank 1 is stuck in a function of the user's; its second one makes the call.
+ONE_DEVICE = """
+import time
+import jax, jax.numpy as jnp, numpy as np
+from jax import lax
+import pycollective as pc
+
+world = pc.init(devices=2)
+waits = False
+
+
+def loads_data(x, index):
+    if waits and index == 2:
+        time.sleep(300)
+    return np.asarray(x)
+
+
+def step(x):
+    x = jax.pure_callback(loads_data, jax.ShapeDtypeStruct(x.shape, x.dtype), x, lax.axis_index("i"))
+    return lax.psum(x, "i")
+
+
+step = pc.pmap(step, axis_name="i")
+jax.block_until_ready(step(jnp.ones((2, 3))))
+waits = True
+jax.block_until_ready(step(jnp.ones((2, 3))))
+"""
+
 IN_STEP = r"has waited in collective 2 of communicator world, allreduce\(float32\[2,3\], op=sum\), at program.py:11 "
 
 
@@ -117,6 +145,18 @@ def test_a_long_wait_is_reported_once(fault: str, told: list[str], tmp_path: Pat
         first = next(entry for entry in records["entries"] if entry["collective_seq_id"] == 1)
         assert (first["profiling_name"], first["state"]) == ("pycollective:allreduce", "completed")
         assert first["frames"] == [{"name": "<lambda>", "filename": "program.py", "line": 11}]
+
+
+def test_a_device_that_is_stuck_in_a_callback_is_named(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(ONE_DEVICE)
+    env = {"PYCOLLECTIVE_TIMEOUT": "2", "PYCOLLECTIVE_RECORDS": "off", "JAX_NUM_CPU_DEVICES": "2"}
+    done = mpirun(2, str(program), timeout=SHORT, env=env)
+    assert done.returncode not in (0, 124, 137), done.stderr
+    callback = r"A callback of a program on rank 1:\n +File \".*program.py\", line 13 in loads_data\n"
+    assert re.search(callback, done.stderr), done.stderr
+    assert "Look at rank 1: the others wait for it." in done.stderr, done.stderr
+    launch.wait_until_gone(str(program))
 
 
 @pytest.mark.parametrize(

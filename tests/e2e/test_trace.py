@@ -285,3 +285,6 @@ def test_verdicts_on_the_records_of_a_failed_job(fault: str, verdict: str, sides
     done = report(str(records))
     assert "No records of rank 1 of 2" in done.stdout
     assert "7 UNDECIDED" in done.stdout
+    assert re.search(r"world +7 +UNDECIDED +rank 0 .*\n +rank 1 +has no file", done.stdout), done.stdout
+    assert not re.search(r"world +[1-6] +UNDECIDED", done.stdout), done.stdout
+    assert "which has no file: look at rank 1." in done.stdout

@@ -13,11 +13,14 @@ _ROOT = FOLDER.parents[1]
 _NATIVE = _ROOT / "native"
 
 _RECORDER = ("recorder.cc", "signature.cc", "dtypes.cc")
+_BOARD = ("board.cc", "carried.cc", "combine.cc", "reduction.cc", *_RECORDER)
+_LIBRARY = ("collectives.cc", "own_reductions.cc", "host_collectives.cc", "exchange.cc", *_BOARD)
 
 SOURCES = {
-    "device_test": [_NATIVE / name for name in ("device.cc", "collectives.cc", "own_reductions.cc")],
+    "device_test": [_NATIVE / name for name in ("device.cc", *_LIBRARY)],
     "team_test": [_NATIVE / "team.cc"],
-    "board_test": [_NATIVE / name for name in ("board.cc", *_RECORDER)],
+    "board_test": [_NATIVE / name for name in _BOARD],
+    "exchange_test": [_NATIVE / name for name in _LIBRARY],
     "recorder_cost": [_NATIVE / name for name in _RECORDER],
 }
 """The sources of each program, beside its own file and CUDA's runtime or the stand-in for it."""

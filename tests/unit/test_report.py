@@ -105,7 +105,7 @@ def test_a_call_that_a_ring_has_lost_or_whose_file_is_missing() -> None:
     assert [(verdict.name, verdict.seq, verdict.culprits) for verdict in found.verdicts] == [("UNDECIDED", 1, [])]
     found = judged([entry(1)], [entry(1)])
     assert found.counts == {"UNDECIDED": 1}
-    assert "No records of rank 2 of 3: killed perhaps, or without a way to write here." in found.sentences
+    assert "No records of rank 2 of 3: it was stopped or killed, or could not write here." in found.sentences
 
 
 def test_the_first_mismatch_comes_first() -> None:
@@ -127,7 +127,89 @@ def test_waits_that_are_no_collectives_are_told() -> None:
     split = entry(1, collective_seq_id=0, profiling_name="pycollective:split", description="split", state="started")
     found = judged([entry(1)], [entry(1), split], [entry(1)])
     assert found.counts == {"FULLY_MATCHED": 1}
-    assert "Rank 1 was in split of communicator world, at train.py:9 (step)." in found.sentences
+    told = "Rank 1 was in split of communicator world, at train.py:9 (step); ranks 0, 2 were not: look at ranks 0, 2."
+    assert told in found.sentences
+
+
+@pytest.mark.parametrize("state", ["started", "failed"])
+def test_a_rank_without_a_file_is_named(state: str) -> None:
+    calls = [entry(1), entry(2), entry(3, state=state)]
+    found = judged(calls, calls)
+    assert found.counts == {"UNDECIDED": 3}
+    (verdict,) = found.verdicts
+    assert (verdict.name, verdict.seq, verdict.suspects) == ("UNDECIDED", 3, [2])
+    assert [(side.who, side.call, side.state) for side in verdict.sides] == [
+        ("ranks 0, 1", "allreduce(float32[4], op=sum)", state),
+        ("rank 2", "has no file", ""),
+    ]
+    assert found.sentences == [
+        "No records of rank 2 of 3: it was stopped or killed, or could not write here.",
+        "3 collectives: 3 UNDECIDED.",
+        "Not shown: 2 UNDECIDED that all ranks with a file have ended alike.",
+        "Ranks were still in calls on communicators of rank 2, which has no file: look at rank 2.",
+    ]
+
+
+def test_a_rank_without_a_file_that_nobody_waited_for_is_not_blamed() -> None:
+    failed = entry(2, state="failed")  # the program went on after it
+    assert not any("look at" in told for told in judged([entry(1), failed, entry(3)], [entry(1)]).sentences[:-1])
+    found = judged([entry(1), entry(2, **FAILED)], [entry(1), entry(2, **GATHER, **FAILED)])
+    assert found.sentences[-1].endswith("number 2 of communicator world: look at rank 1.")
+
+
+def test_a_rank_without_a_file_while_others_differ_in_their_states() -> None:
+    """Rank 0 is ahead by a call, or rank 1 by one less: without rank 2's file nobody knows who waited for whom."""
+    found = judged([entry(1), entry(2, state="started")], [entry(1, state="started")])
+    assert [verdict.name for verdict in found.verdicts] == ["COLLECTIVE_STATE_MISMATCH"] * 2
+    assert [told.rpartition(": ")[2] for told in found.sentences[-2:]] == ["look at rank 1.", "look at rank 2."]
+
+
+def test_a_message_to_a_rank_without_a_file() -> None:
+    receive = {"collective_seq_id": 0, "p2p_seq_id": 1, "is_p2p": True, "description": "recv(float32[4]) from rank 2"}
+    found = judged([entry(1), entry(2, **receive, state="started")], [entry(1)])
+    assert "Rank 0 was in recv(float32[4]) from rank 2 of communicator world, at train.py:9 (step)." in found.sentences
+    assert found.sentences[-1].endswith("on communicators of rank 2, which has no file: look at rank 2.")
+
+
+def wait(number: int, **changes: Any) -> dict[str, Any]:
+    """A record of a wait outside programs."""
+    what = "the first call of a function"
+    return entry(number, collective_seq_id=0, description=what, frames=[], **changes)
+
+
+@pytest.mark.parametrize(("others", "one"), [("started", "started"), ("failed", "failed"), ("failed", "started")])
+def test_a_first_call_that_a_rank_does_not_make(others: str, one: str) -> None:
+    found = judged([entry(1), wait(2, state=others)], [entry(1)], [entry(1), wait(2, state=one)])
+    assert found.counts == {"FULLY_MATCHED": 1}
+    assert found.sentences == [
+        "Ranks 0, 2 were in the first call of a function of communicator world; rank 1 was not: look at rank 1.",
+        "1 collectives: 1 FULLY_MATCHED.",
+    ]
+
+
+def test_waits_that_blame_nobody() -> None:
+    def told(*ranks: list[dict[str, Any]]) -> list[str]:
+        return judged(*ranks).sentences[:-1]
+
+    alone = "Rank 0 was in the first call of a function of communicator world."
+    assert told([wait(1, state="started")], [wait(1)], [wait(1)]) == [alone]  # those are past it
+    lost = [wait(5001)]  # it may have been in others that its ring has lost
+    assert told([wait(1, state="started")], [wait(1)], lost) == [alone[:-1] + "; rank 2 was not: look at rank 2."]
+    assert told([wait(1, **FAILED), wait(2)], [wait(1), wait(2)], [wait(1), wait(2)]) == []
+    ended = wait(2, state="started") | {"pg_id": "0", "description": "the end of the other ranks"}
+    assert told([entry(1), ended], [entry(1)], [entry(1), ended]) == [
+        "Ranks 0, 2 had ended, and waited for the other ranks."
+    ]
+
+
+def test_of_the_ranks_that_are_not_in_a_wait_those_that_wait_elsewhere_are_not_blamed() -> None:
+    split = wait(2, state="started")
+    busy = entry(2, collective_seq_id=1, pg_id="8", state="started")
+    assert (
+        judged([entry(1), split], [entry(1)], [entry(1), busy])
+        .sentences[0]
+        .endswith("; ranks 1, 2 were not: look at rank 1.")
+    )
 
 
 def test_a_folder_of_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -211,6 +293,13 @@ def test_summary_of_a_trace() -> None:
     assert row.waited_us == pytest.approx(40)
     waited = {rank.rank: (rank.waited_us, rank.waited_for_us) for rank in timeline.ranks}
     assert waited == {0: (pytest.approx(40), pytest.approx(10)), 1: (pytest.approx(10), pytest.approx(40))}
+
+
+def test_time_is_the_mean_of_the_ranks_that_make_the_call() -> None:
+    timeline = summary(trace_of(part(0, [(100, 130)]), part(1, [(120, 134)]), part(2, [])))
+    (row,) = timeline.rows
+    assert (row.ranks, row.calls, row.total_us, row.median_us) == (2, 1, pytest.approx(22), pytest.approx(22))
+    assert row.share == pytest.approx((30 + 14) / 3000)
 
 
 def test_the_timeline_starts_with_the_first_rank() -> None:

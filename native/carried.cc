@@ -1,0 +1,53 @@
+// Implementation of carried.h.
+
+#include "carried.h"
+
+#include <cstring>
+#include <limits>
+
+#include "elements.h"
+#include "reduction.h"
+
+namespace pycollective {
+
+int64_t CarriedReduction::nbytes() const {
+  constexpr int64_t kTooMany = std::numeric_limits<int64_t>::max();
+  if (arrays_.empty() || op_ == Op::kSumBfloat16) return kTooMany;
+  int64_t nbytes = 0;
+  for (const ArrayPair& array : arrays_) {
+    if (array.type != arrays_.front().type) return kTooMany;
+    nbytes += array.nbytes();
+  }
+  return nbytes;
+}
+
+void CarriedReduction::Bring(char* to) const {
+  for (const ArrayPair& array : arrays_) {
+    if (array.count > 0) std::memcpy(to, array.x, static_cast<size_t>(array.nbytes()));
+    to += array.nbytes();
+  }
+}
+
+bool CarriedReduction::Needs(Member, int) const { return true; }
+
+void CarriedReduction::Take(Member member, const BytesOfRank& of) const {
+  int64_t first = 0;  // of the array, in bytes
+  for (const ArrayPair& array : arrays_) {
+    ReduceInOrder(member.size, [&](int rank) { return of(rank) + first; }, array.count, array.y, array.type, op_);
+    first += array.nbytes();
+  }
+}
+
+int64_t CarriedCollective::nbytes() const { return blocks_ * static_cast<int64_t>(Bytes(a_.count, a_.type)); }
+
+void CarriedCollective::Bring(char* to) const {
+  if (a_.count > 0) std::memcpy(to, a_.send, static_cast<size_t>(nbytes()));
+}
+
+bool CarriedCollective::Needs(Member member, int other) const { return Reads(operation_, a_, member, other); }
+
+void CarriedCollective::Take(Member member, const BytesOfRank& of) const {
+  if (a_.count > 0) Combine(operation_, a_, member, 0, a_.count, [&](int rank) { return Blocks{of(rank), a_.count}; });
+}
+
+}  // namespace pycollective

@@ -1,0 +1,67 @@
+// Implementation of combine.h.
+
+#include "combine.h"
+
+#include <cstring>
+
+#include "elements.h"
+#include "reduction.h"
+
+namespace pycollective {
+
+bool Reads(Operation operation, const Arguments& a, Member member, int other) {
+  switch (operation) {
+    case kBcast:
+    case kScatter: return other == a.root;
+    case kReduce:
+    case kGather: return member.rank == a.root;
+    case kScan:
+    case kExscan: return other < member.rank;
+    default: return true;
+  }
+}
+
+bool Brings(Operation operation, const Arguments& a, Member member) {
+  return (operation != kBcast && operation != kScatter) || member.rank == a.root;
+}
+
+void Combine(Operation operation, const Arguments& a, Member member, int64_t first, int64_t count, const BlocksOfRank& of) {
+  const auto block = [&](int rank, int number) {
+    const Blocks operand = of(rank);
+    return At(operand.data, number * operand.stride, a.type);
+  };
+  const auto copy = [&](int64_t to, const void* from) {
+    void* const y = At(a.recv, to, a.type);
+    if (y != from) std::memcpy(y, from, Bytes(count, a.type));
+  };
+  // Of the first `operands` ranks.
+  const auto reduce = [&](int operands, int number) {
+    ReduceInOrder(operands, [&](int rank) { return block(rank, number); }, count, At(a.recv, first, a.type), a.type, a.op);
+  };
+  const auto clear = [&](int64_t to) { std::memset(At(a.recv, to, a.type), 0, Bytes(count, a.type)); };
+  const bool is_root = member.rank == a.root;
+  switch (operation) {
+    case kAllreduce: return reduce(member.size, 0);
+    case kReduce: return is_root ? reduce(member.size, 0) : clear(first);
+    case kReduceScatter: return reduce(member.size, member.rank);
+    case kScan: return reduce(member.rank + 1, 0);
+    case kExscan: return member.rank > 0 ? reduce(member.rank, 0) : clear(first);
+    case kBcast: return copy(first, block(a.root, 0));
+    case kScatter: return copy(first, block(a.root, member.rank));
+    case kAllgather:
+    case kAlltoall:
+    case kGather:
+      for (int rank = 0; rank < member.size; ++rank) {
+        const int64_t to = rank * a.count + first;
+        if (operation == kGather && !is_root) {
+          clear(to);
+        } else {
+          copy(to, block(rank, operation == kAlltoall ? member.rank : 0));
+        }
+      }
+      return;
+    default: return;  // no collective that has a result
+  }
+}
+
+}  // namespace pycollective

@@ -1,0 +1,94 @@
+// The memory through which ranks of one host exchange arrays.
+//
+// Each slot of the board (board.h) has a counter for each of its ranks, which only that rank writes. The ranks of a channel make
+// the same collectives in the same order, so each knows the number to which another one's counter comes at each step.
+//
+// The arrays themselves go through buffers. The ranks of a channel take theirs when they first need them, and keep them until
+// the channel is freed. If none are left, MPI carries the arrays of that channel.
+
+#ifndef PYCOLLECTIVE_NATIVE_EXCHANGE_H_
+#define PYCOLLECTIVE_NATIVE_EXCHANGE_H_
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+#include "board.h"
+#include "wait.h"
+
+namespace pycollective {
+
+class Exchange {
+ public:
+  // A rank has two buffers of this size, which it uses in turns: it fills one while others may still read the other one.
+  // Two ranks' buffers stay in the caches.
+  static constexpr int64_t kBufferBytes = 128 << 10;
+
+  // The bytes of the shared memory of `ranks` ranks. It begins with zeros, and takes memory of the host where it is used:
+  // at most so much for any number of communicators.
+  static size_t BytesOf(int ranks);
+  // Opens it: the ranks of this host have it in common. It begins at a line of the cache.
+  static void OpenMemory(void* memory, int ranks);
+
+  // Before a channel takes a slot of the board, and when it gives the slot back: one of its ranks does this.
+  static void Begin(int64_t slot);
+  static void End(int64_t slot, int ranks);
+  // Gives all buffers back. No rank of this host may use one any more.
+  static void EndAll();
+
+  Exchange() = default;
+  // Rank number `rank` of `size`, with a slot of the board.
+  Exchange(int64_t slot, int rank, int size) : slot_(slot), rank_(rank), size_(size) {}
+
+  bool exists() const { return slot_ >= 0; }
+
+  // Finds this channel's buffers; rank 0 takes them. Returns false if the wait for rank 0 has no end; `progress`: as in
+  // WaitUntil, with the rank. Then HasBuffers() says whether there are any: the same on all ranks.
+  template <typename Progress>
+  bool FindBuffers(Progress progress) {
+    if (first_ != 0) return true;
+    std::atomic<uint64_t>& first = FirstOf(slot_);
+    if (rank_ == 0) first.store(TakeBuffers(size_), std::memory_order_release);
+    if (!WaitUntil(first, 1, [&] { return progress(0); })) return false;
+    first_ = first.load(std::memory_order_acquire);
+    return true;
+  }
+  bool HasBuffers() const { return first_ > kNone; }
+
+  // The memory in which a rank has its part of a piece. Pieces count up, from 0.
+  char* BufferOf(int rank, uint64_t piece) const;
+
+  // Tells the others that this rank has done a step. Returns the number to which each rank's counter comes by that step.
+  uint64_t Post() {
+    CounterOf(rank_).store(++posted_, std::memory_order_release);
+    return posted_;
+  }
+  const std::atomic<uint64_t>& counter(int rank) const { return CounterOf(rank); }
+
+  // A piece begins: returns its number, and the number of the others' counters at which this rank's buffer is free for it.
+  uint64_t BeginPiece(uint64_t* free_at) {
+    *free_at = free_at_[pieces_ % 2];
+    return pieces_++;
+  }
+  // All steps of the piece are posted.
+  void EndPiece(uint64_t piece) { free_at_[piece % 2] = posted_; }
+
+ private:
+  static constexpr uint64_t kNone = 1;  // of first_: there are no buffers
+
+  static std::atomic<uint64_t>& FirstOf(int64_t slot);
+  static uint64_t TakeBuffers(int ranks);
+  std::atomic<uint64_t>& CounterOf(int rank) const;
+
+  int64_t slot_ = -1;
+  int rank_ = 0;
+  int size_ = 0;
+  uint64_t first_ = 0;  // 0: not known yet; kNone; or the number of rank 0's buffers, and kNone + 1
+  uint64_t posted_ = 0;
+  uint64_t pieces_ = 0;
+  uint64_t free_at_[2] = {0, 0};
+};
+
+}  // namespace pycollective
+
+#endif  // PYCOLLECTIVE_NATIVE_EXCHANGE_H_

@@ -1,0 +1,37 @@
+// Waiting for another rank of this host, by a number in memory that both share.
+
+#ifndef PYCOLLECTIVE_NATIVE_WAIT_H_
+#define PYCOLLECTIVE_NATIVE_WAIT_H_
+
+#include <sched.h>
+
+#include <atomic>
+#include <cstdint>
+
+#include "recorder.h"
+#include "relax.h"
+
+namespace pycollective {
+
+// Waits until the number is at least `wanted`, or until the time `until_ns` if that is not 0. It spins for a few microseconds.
+// Then it gives the core away in each round, since the other rank may need it, and calls progress() from time to time: if that
+// returns false, the wait has no end, and so does this function.
+template <typename Progress>
+bool WaitUntil(const std::atomic<uint64_t>& number, uint64_t wanted, Progress progress, int64_t until_ns = 0) {
+  constexpr int kSpins = 200;
+  constexpr int kYieldsPerProgress = 16;
+  for (int64_t spins = 0; number.load(std::memory_order_acquire) < wanted; ++spins) {
+    if (spins < kSpins) {
+      Relax();
+      continue;
+    }
+    sched_yield();
+    if (spins % kYieldsPerProgress == 0 && !progress()) return false;
+    if (until_ns != 0 && NowNs() > until_ns) break;
+  }
+  return true;
+}
+
+}  // namespace pycollective
+
+#endif  // PYCOLLECTIVE_NATIVE_WAIT_H_

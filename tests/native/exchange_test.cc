@@ -1,0 +1,320 @@
+// Tests of the collectives through memory that ranks share: threads in the place of ranks, and no MPI. A call of MPI but
+// those that start or that wait ends the test.
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "board.h"
+#include "collectives.h"
+#include "exchange.h"
+#include "harness.h"
+
+namespace pc = pycollective;
+
+namespace {
+
+constexpr int kNoRank = 99;
+std::atomic<int> failed_rank{kNoRank};  // MPI says of it that it has failed
+
+int CreatesOp(void (*)(void*, void*, int*, int*), int, int*) { return 0; }
+int Probes(int rank, int, int, int*, void*) { return rank == failed_rank ? 1 : 0; }
+int IsCalled() {
+  std::fprintf(stderr, "MPI was called\n");
+  std::_Exit(1);
+}
+
+std::unique_ptr<pc::Library> MakeLibrary() {
+  std::vector<void*> addresses;
+  for (const char* name : pc::kFunctionNames) {
+    void* address = reinterpret_cast<void*>(&IsCalled);
+    if (std::string(name) == "MPI_Op_create") address = reinterpret_cast<void*>(&CreatesOp);
+    if (std::string(name) == "MPI_Iprobe") address = reinterpret_cast<void*>(&Probes);
+    addresses.push_back(address);
+  }
+  const int64_t handles[pc::kTypeCount] = {};
+  pc::Binding binding{};
+  binding.handle_bytes = sizeof(int);
+  binding.types = handles;
+  binding.ops = handles;
+  std::string error;
+  auto library = pc::MakeLibrary(binding, addresses.data(), &error);
+  CHECK(library != nullptr);
+  return library;
+}
+
+// The memory of a host with `ranks` ranks, as mmap would give it.
+class Host {
+ public:
+  explicit Host(int ranks) : board_(pc::BoardSlot::BytesOf(ranks)), nbytes_(board_ + pc::Exchange::BytesOf(ranks)) {
+    memory_.reset(static_cast<char*>(std::aligned_alloc(64, (nbytes_ + 63) / 64 * 64)));
+    std::memset(memory_.get(), 0, nbytes_);
+    pc::BoardSlot::OpenBoard(memory_.get(), ranks);
+    pc::Exchange::OpenMemory(memory_.get() + board_, ranks);
+  }
+
+ private:
+  struct Free {
+    void operator()(char* memory) const { std::free(memory); }
+  };
+  const size_t board_, nbytes_;
+  std::unique_ptr<char, Free> memory_;
+};
+
+// A channel of ranks 0 to size - 1, as one of them sees it.
+struct Member {
+  Member(int64_t slot, int rank, int size) : exchange(slot, rank, size) {
+    channel.rank = rank;
+    channel.size = size;
+    channel.exchange = &exchange;
+  }
+  pc::Exchange exchange;
+  pc::Channel channel;
+};
+
+// Calls run(library, member) in a thread for each rank.
+void OnRanks(int size, const std::function<void(const pc::Library&, Member&)>& run) {
+  const Host host(size);
+  const auto library = MakeLibrary();
+  const int64_t slot = pc::BoardSlot::Take();
+  pc::Exchange::Begin(slot);
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < size; ++rank) {
+    threads.emplace_back([&, rank] {
+      Member member(slot, rank, size);
+      run(*library, member);
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+// Calls and what they must give ----------------------------------------------------------------------------------
+
+enum Kind { kAllreduce, kReduce, kScan, kExscan, kBcast, kAllgather, kGather, kAlltoall, kReduceScatter, kScatter, kKinds };
+
+struct Try {
+  Kind kind;
+  int64_t count;
+  int root;
+  bool in_place;
+  int64_t salt = 0;  // another one has other values
+};
+
+bool HasBlocks(Kind kind) { return kind == kAlltoall || kind == kReduceScatter || kind == kScatter; }
+bool GivesBlocks(Kind kind) { return kind == kAllgather || kind == kGather || kind == kAlltoall; }
+
+// What a rank brings: values whose sums depend on the order of the ranks.
+float Value(int rank, int64_t number) {
+  const int64_t index = number * 7 % 65521;
+  const float large = index % 3 == 0 ? 1e8f : 1.0f;
+  return static_cast<float>(rank + 1) * 0.3f + static_cast<float>(index % 1000) * large * (rank % 2 == 0 ? 1.0f : -1.0f);
+}
+
+// The sum of the first `ranks` ranks in their order.
+float Sum(int ranks, int64_t index) {
+  float sum = Value(0, index);
+  for (int rank = 1; rank < ranks; ++rank) sum += Value(rank, index);
+  return sum;
+}
+
+float Expected(const Try& call, int rank, int size, int64_t index) {
+  const int64_t from = index / std::max<int64_t>(call.count, 1), within = index % std::max<int64_t>(call.count, 1);
+  switch (call.kind) {
+    case kAllreduce: return Sum(size, index + call.salt);
+    case kReduce: return rank == call.root ? Sum(size, index + call.salt) : 0;
+    case kScan: return Sum(rank + 1, index + call.salt);
+    case kExscan: return rank == 0 ? 0 : Sum(rank, index + call.salt);
+    case kBcast: return Value(call.root, index + call.salt);
+    case kAllgather: return Value(static_cast<int>(from), within + call.salt);
+    case kGather: return rank == call.root ? Value(static_cast<int>(from), within + call.salt) : 0;
+    case kAlltoall: return Value(static_cast<int>(from), rank * call.count + within + call.salt);
+    case kReduceScatter: return Sum(size, rank * call.count + index + call.salt);
+    case kScatter: return Value(call.root, rank * call.count + index + call.salt);
+    default: return -1;
+  }
+}
+
+pc::Outcome Make(const pc::Library& library, const pc::Channel& channel, Kind kind, const pc::Arguments& a) {
+  switch (kind) {
+    case kAllreduce: return library.Allreduce(channel, a);
+    case kReduce: return library.Reduce(channel, a);
+    case kScan: return library.Scan(channel, a);
+    case kExscan: return library.Exscan(channel, a);
+    case kBcast: return library.Bcast(channel, a);
+    case kAllgather: return library.Allgather(channel, a);
+    case kGather: return library.Gather(channel, a);
+    case kAlltoall: return library.Alltoall(channel, a);
+    case kReduceScatter: return library.ReduceScatter(channel, a);
+    default: return library.Scatter(channel, a);
+  }
+}
+
+void MakeAndCheck(const pc::Library& library, const Member& member, const Try& call) {
+  const int rank = member.channel.rank, size = member.channel.size;
+  const int64_t brought = call.count * (HasBlocks(call.kind) ? size : 1);
+  const int64_t got = call.count * (GivesBlocks(call.kind) ? size : 1);
+  std::vector<float> x(static_cast<size_t>(brought)), y(static_cast<size_t>(got), -7.0f);
+  for (int64_t i = 0; i < brought; ++i) x[static_cast<size_t>(i)] = Value(rank, i + call.salt);
+  const bool in_place = call.in_place && !HasBlocks(call.kind) && !GivesBlocks(call.kind);
+  pc::Arguments a{x.data(), in_place ? x.data() : y.data(), call.count, pc::Type::kFloat32};
+  a.root = call.root;
+  CHECK(Make(library, member.channel, call.kind, a).ok());
+  const auto* result = static_cast<const float*>(a.recv);
+  for (int64_t i = 0; i < got; ++i) CHECK(result[i] == Expected(call, rank, size, i));
+  for (int64_t i = 0; i < brought && !in_place; ++i) CHECK(x[static_cast<size_t>(i)] == Value(rank, i + call.salt));
+}
+
+constexpr int64_t kPiece = pc::Exchange::kBufferBytes / sizeof(float);  // elements
+
+void TestEachCollective() {
+  for (const int size : {2, 3, 5}) {
+    OnRanks(size, [size](const pc::Library& library, Member& member) {
+      for (int kind = 0; kind < kKinds; ++kind) {
+        for (const int64_t count : {int64_t{0}, int64_t{1}, int64_t{7}, int64_t{3000}, kPiece, 3 * kPiece + 5}) {
+          for (const int root : {0, size - 1}) {
+            MakeAndCheck(library, member, {static_cast<Kind>(kind), count, root, false});
+            MakeAndCheck(library, member, {static_cast<Kind>(kind), count, root, true});
+          }
+        }
+      }
+      CHECK(library.Barrier(member.channel).ok());
+    });
+  }
+}
+
+// The same calls in the same order on all ranks, which are late at different moments. A step that waits for too few ranks, or
+// a buffer that is filled too early, gives wrong numbers.
+void TestRandomCallsOfLateRanks() {
+  for (const int size : {2, 3, 4}) {
+    OnRanks(size, [size](const pc::Library& library, Member& member) {
+      std::mt19937 calls(7), own(static_cast<unsigned>(member.channel.rank));
+      for (int i = 0; i < 300; ++i) {
+        const auto kind = static_cast<Kind>(calls() % kKinds);
+        const int64_t most = calls() % 4 == 0 ? 2 * kPiece : 3000;
+        const Try call{kind, static_cast<int64_t>(calls() % static_cast<unsigned>(most)), static_cast<int>(calls() % static_cast<unsigned>(size)),
+                       calls() % 2 == 0, i};
+        if (own() % 8 == 0) Sleep(static_cast<int>(own() % 3));
+        MakeAndCheck(library, member, call);
+        if (calls() % 16 == 0) CHECK(library.Barrier(member.channel).ok());
+      }
+    });
+  }
+}
+
+// The root may be some broadcasts ahead. Its next call, of another kind, must leave alone what the others have yet to read.
+void TestAReaderThatIsLate() {
+  OnRanks(2, [](const pc::Library& library, Member& member) {
+    for (int i = 0; i < 20; ++i) {
+      if (member.channel.rank == 1) Sleep(2);
+      for (int call = 0; call < 2; ++call) MakeAndCheck(library, member, {kBcast, kPiece, 0, false, 3 * i + call});
+      MakeAndCheck(library, member, {i % 2 == 0 ? kAllreduce : kReduceScatter, kPiece, 0, false, 3 * i + 2});
+    }
+  });
+}
+
+// No rank leaves a barrier before all have come.
+void TestBarrier() {
+  constexpr int kSize = 3;
+  std::atomic<int> come{0};
+  OnRanks(kSize, [&](const pc::Library& library, Member& member) {
+    for (int call = 1; call <= 500; ++call) {
+      if (call % 50 == member.channel.rank) Sleep(2);
+      ++come;
+      CHECK(library.Barrier(member.channel).ok());
+      CHECK(come >= kSize * call);
+    }
+  });
+}
+
+// Channels take buffers while there are some; what a channel gives back another one takes. The bound holds.
+void TestBuffersRunOut() {
+  const int size = 2;
+  const Host host(size);
+  const auto find = [&](int64_t slot) {
+    pc::Exchange first(slot, 0, size), second(slot, 1, size);
+    CHECK(first.FindBuffers([](int) { return true; }));
+    CHECK(second.FindBuffers([](int) { return true; }));
+    CHECK(first.HasBuffers() == second.HasBuffers());
+    return first;
+  };
+  std::vector<int64_t> slots;
+  std::vector<char*> buffers;
+  for (int64_t slot = pc::BoardSlot::Take(); slot >= 0; slot = pc::BoardSlot::Take()) {
+    slots.push_back(slot);
+    pc::Exchange::Begin(slot);
+    const pc::Exchange found = find(slot);
+    if (!found.HasBuffers()) break;
+    for (const int rank : {0, 1}) {
+      for (const uint64_t piece : {0, 1}) buffers.push_back(found.BufferOf(rank, piece));
+    }
+  }
+  CHECK(!find(slots.back()).HasBuffers());
+  CHECK(slots.size() > 100);
+  std::sort(buffers.begin(), buffers.end());
+  for (size_t i = 1; i < buffers.size(); ++i) CHECK(buffers[i] - buffers[i - 1] >= pc::Exchange::kBufferBytes);
+  CHECK(buffers.size() * pc::Exchange::kBufferBytes <= pc::Exchange::BytesOf(size));
+  pc::Exchange::End(slots[3], size);
+  pc::Exchange::Begin(slots.back());
+  CHECK(find(slots.back()).HasBuffers());
+}
+
+// A channel begins anew in a slot that another one has left.
+void TestASlotIsUsedAgain() {
+  const int size = 2;
+  const Host host(size);
+  const auto library = MakeLibrary();
+  const int64_t slot = pc::BoardSlot::Take();
+  for (int time = 0; time < 3; ++time) {
+    pc::Exchange::Begin(slot);
+    std::vector<std::thread> threads;
+    for (int rank = 0; rank < size; ++rank) {
+      threads.emplace_back([&, rank] {
+        const Member member(slot, rank, size);
+        for (int call = 0; call < 5; ++call) MakeAndCheck(*library, member, {kAllreduce, kPiece + time, 0, false});
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+    pc::Exchange::End(slot, size);
+  }
+}
+
+// MPI says that a rank has failed: the wait for it ends with MPI's error.
+void TestAWaitForAFailedRankEnds() {
+  constexpr int kSize = 3;
+  std::atomic<int> errors{0};
+  OnRanks(kSize, [&](const pc::Library& library, Member& member) {
+    MakeAndCheck(library, member, {kAllreduce, 10, 0, false});
+    if (member.channel.rank == 1) {
+      failed_rank = 1;
+      return;
+    }
+    std::vector<float> x(kPiece, 1.0f);
+    const pc::Outcome outcome = library.Allreduce(member.channel, {x.data(), x.data(), kPiece, pc::Type::kFloat32});
+    CHECK(!outcome.ok() && std::string(outcome.call) == "MPI_Iprobe");
+    ++errors;
+  });
+  failed_rank = kNoRank;
+  CHECK(errors == 2);
+}
+
+const Tests kTests = {
+    {"each_collective", TestEachCollective},
+    {"random_calls_of_late_ranks", TestRandomCallsOfLateRanks},
+    {"a_reader_that_is_late", TestAReaderThatIsLate},
+    {"barrier", TestBarrier},
+    {"buffers_run_out", TestBuffersRunOut},
+    {"a_slot_is_used_again", TestASlotIsUsedAgain},
+    {"a_wait_for_a_failed_rank_ends", TestAWaitForAFailedRankEnds},
+};
+
+}  // namespace
+
+int main(int argc, char** argv) { return RunOne(kTests, argc, argv); }
