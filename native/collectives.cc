@@ -429,7 +429,7 @@ class WithSharedMemory final : public Mpi {
  private:
   template <typename ByMpi>
   Outcome Run(Operation operation, const Channel& channel, const Arguments& a, ByMpi by_mpi) const {
-    if (channel.exchange == nullptr || channel.memory != nullptr || a.count == 0) return by_mpi();
+    if (channel.exchange == nullptr || channel.memory != nullptr || !HostCollective::IsFaster(operation, a)) return by_mpi();
     HostCollective collective(*this, channel);
     bool has_buffers = false;
     PYCOLLECTIVE_RETURN_IF_FAILED(collective.HasBuffers(&has_buffers));

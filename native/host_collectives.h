@@ -3,7 +3,7 @@
 // A long array goes in pieces. Of each piece, a rank copies into its buffer what the others need of it, waits until those whose
 // data it needs have done so, and takes its part of the result from their buffers. An allreduce takes one step more: each rank
 // reduces a share of the piece, and copies the others' shares. So each array is read once and written once in memory, and the rest
-// happens in the caches.
+// happens in the caches. A rank fills its buffer with the next piece before it waits for the others' parts of this one.
 //
 // Reductions combine the ranks in their order: all ranks get the same bits, in each run.
 
@@ -24,6 +24,10 @@ class HostCollective {
   // The channel's ranks must be on one host: `channel.exchange` is not null, and its arrays lie in host memory.
   HostCollective(const Library& mpi, const Channel& channel)
       : mpi_(mpi), channel_(channel), exchange_(*channel.exchange), member_{channel.rank, channel.size} {}
+
+  // Whether the call is faster here than by MPI: the same on all ranks. MPI copies a large block straight from one process to another;
+  // if nothing is reduced, two copies through a buffer take longer.
+  static bool IsFaster(Operation operation, const Arguments&);
 
   // Whether the call can be made here. All ranks of the channel must ask; they get the same answer.
   Outcome HasBuffers(bool* has);

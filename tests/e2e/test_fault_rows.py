@@ -33,7 +33,6 @@ def on_one_host(why: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(bool(launch.HOSTS), reason=f"LOUD: on several hosts {why}")
 
 
-
 def environ(timeout_s: int = 8) -> dict[str, str]:
     return {**ENV, "PYCOLLECTIVE_TIMEOUT": str(timeout_s)}
 

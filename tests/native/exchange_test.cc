@@ -17,6 +17,7 @@
 #include "collectives.h"
 #include "exchange.h"
 #include "harness.h"
+#include "host_collectives.h"
 
 namespace pc = pycollective;
 
@@ -143,18 +144,13 @@ float Expected(const Try& call, int rank, int size, int64_t index) {
 }
 
 pc::Outcome Make(const pc::Library& library, const pc::Channel& channel, Kind kind, const pc::Arguments& a) {
-  switch (kind) {
-    case kAllreduce: return library.Allreduce(channel, a);
-    case kReduce: return library.Reduce(channel, a);
-    case kScan: return library.Scan(channel, a);
-    case kExscan: return library.Exscan(channel, a);
-    case kBcast: return library.Bcast(channel, a);
-    case kAllgather: return library.Allgather(channel, a);
-    case kGather: return library.Gather(channel, a);
-    case kAlltoall: return library.Alltoall(channel, a);
-    case kReduceScatter: return library.ReduceScatter(channel, a);
-    default: return library.Scatter(channel, a);
-  }
+  constexpr pc::Operation kOperations[] = {pc::kAllreduce, pc::kReduce, pc::kScan,     pc::kExscan,        pc::kBcast,
+                                           pc::kAllgather, pc::kGather, pc::kAlltoall, pc::kReduceScatter, pc::kScatter};
+  pc::HostCollective collective(library, channel);
+  bool has_buffers = false;
+  PYCOLLECTIVE_RETURN_IF_FAILED(collective.HasBuffers(&has_buffers));
+  CHECK(has_buffers);
+  return collective.Run(kOperations[kind], a);
 }
 
 void MakeAndCheck(const pc::Library& library, const Member& member, const Try& call) {
@@ -188,6 +184,25 @@ void TestEachCollective() {
       CHECK(library.Barrier(member.channel).ok());
     });
   }
+}
+
+// Small arrays, and reductions of any size, go without a call of MPI.
+void TestTheLibraryCallsNoMpi() {
+  OnRanks(2, [](const pc::Library& library, Member& member) {
+    std::vector<float> x(static_cast<size_t>(2 * kPiece), 1.0f), y(x);
+    for (const int64_t count : {int64_t{0}, int64_t{1000}, kPiece}) {
+      const pc::Arguments a{x.data(), y.data(), count, pc::Type::kFloat32};
+      CHECK(library.Allreduce(member.channel, a).ok());
+      CHECK(count == 0 || y[static_cast<size_t>(count) - 1] == 2.0f);
+      CHECK(library.ReduceScatter(member.channel, a).ok());
+      CHECK(library.Scan(member.channel, a).ok());
+      if (count == kPiece) continue;  // MPI is faster
+      CHECK(library.Allgather(member.channel, a).ok());
+      CHECK(library.Alltoall(member.channel, a).ok());
+      CHECK(library.Bcast(member.channel, a).ok());
+    }
+    CHECK(library.Barrier(member.channel).ok());
+  });
 }
 
 // The same calls in the same order on all ranks, which are late at different moments. A step that waits for too few ranks, or
@@ -307,6 +322,7 @@ void TestAWaitForAFailedRankEnds() {
 
 const Tests kTests = {
     {"each_collective", TestEachCollective},
+    {"the_library_calls_no_mpi", TestTheLibraryCallsNoMpi},
     {"random_calls_of_late_ranks", TestRandomCallsOfLateRanks},
     {"a_reader_that_is_late", TestAReaderThatIsLate},
     {"barrier", TestBarrier},
