@@ -10,8 +10,13 @@
 
 namespace pycollective {
 
+namespace {
+
+constexpr int64_t kTooMany = std::numeric_limits<int64_t>::max();
+
+}  // namespace
+
 int64_t CarriedReduction::nbytes() const {
-  constexpr int64_t kTooMany = std::numeric_limits<int64_t>::max();
   if (arrays_.empty() || op_ == Op::kSumBfloat16) return kTooMany;
   int64_t nbytes = 0;
   for (const ArrayPair& array : arrays_) {
@@ -38,7 +43,9 @@ void CarriedReduction::Take(Member member, const BytesOfRank& of) const {
   }
 }
 
-int64_t CarriedCollective::nbytes() const { return blocks_ * static_cast<int64_t>(Bytes(a_.count, a_.type)); }
+int64_t CarriedCollective::nbytes() const {
+  return CanCombine(operation_) ? blocks_ * static_cast<int64_t>(Bytes(a_.count, a_.type)) : kTooMany;
+}
 
 void CarriedCollective::Bring(char* to) const {
   if (a_.count > 0) std::memcpy(to, a_.send, static_cast<size_t>(nbytes()));

@@ -9,6 +9,22 @@
 
 namespace pycollective {
 
+bool CanCombine(Operation operation) {
+  switch (operation) {
+    case kAllreduce:
+    case kReduce:
+    case kReduceScatter:
+    case kScan:
+    case kExscan:
+    case kBcast:
+    case kScatter:
+    case kAllgather:
+    case kAlltoall:
+    case kGather: return true;
+    default: return false;
+  }
+}
+
 bool Reads(Operation operation, const Arguments& a, Member member, int other) {
   switch (operation) {
     case kBcast:
@@ -60,7 +76,7 @@ void Combine(Operation operation, const Arguments& a, Member member, int64_t fir
         }
       }
       return;
-    default: return;  // no collective that has a result
+    default: return;  // CanCombine says so
   }
 }
 

@@ -24,6 +24,9 @@ struct Member {
   int size;
 };
 
+// Whether Combine knows the operation.
+bool CanCombine(Operation operation);
+
 // Whether this rank's result depends on what another rank brings.
 bool Reads(Operation operation, const Arguments& a, Member member, int other);
 // Whether any rank's result depends on what this rank brings.

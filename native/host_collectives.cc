@@ -56,7 +56,7 @@ Outcome InPieces(int64_t count, int64_t at_once, Fill fill, Reduce reduce, Take 
 }  // namespace
 
 bool HostCollective::IsFaster(Operation operation, const Arguments& a) {
-  return Reduces(operation) || static_cast<int64_t>(Bytes(a.count, a.type)) <= kMovedBytes;
+  return CanCombine(operation) && (Reduces(operation) || static_cast<int64_t>(Bytes(a.count, a.type)) <= kMovedBytes);
 }
 
 Outcome HostCollective::HasBuffers(bool* has) {

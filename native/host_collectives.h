@@ -25,7 +25,7 @@ class HostCollective {
   HostCollective(const Library& mpi, const Channel& channel)
       : mpi_(mpi), channel_(channel), exchange_(*channel.exchange), member_{channel.rank, channel.size} {}
 
-  // Whether the call is faster here than by MPI: the same on all ranks. MPI copies a large block straight from one process to another;
+  // Whether the call can be made here, and is faster here than by MPI: the same on all ranks. MPI copies a large block straight from one process to another;
   // if nothing is reduced, two copies through a buffer take longer.
   static bool IsFaster(Operation operation, const Arguments&);
 

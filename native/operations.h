@@ -9,7 +9,8 @@
 //    operation has called that MPI function before, mpi.h needs a row for it.
 // 2. Here: add a row COLLECTIVE.
 // Then a Python primitive with the row's name can call it. Only if programs shall call it over named axes of several
-// CPU devices of each rank: write Outcome Name(const Arguments&) in class TeamCollective too, and name it in the row.
+// CPU devices of each rank: write Outcome Name(const Arguments&) in class TeamCollective too, and name it in the row. Only if
+// ranks of one host shall make it without MPI: add it to the functions of combine.cc.
 
 #ifndef PYCOLLECTIVE_NATIVE_OPERATIONS_H_
 #define PYCOLLECTIVE_NATIVE_OPERATIONS_H_

@@ -5,7 +5,8 @@ What a rank does at each kind of end that Python shows to a process:
 - an exception that nothing catches, in any thread: the rank ends all ranks;
 - an exit with a code other than 0 (``sys.exit(3)``, ``raise SystemExit``): the rank ends all ranks with that code,
   unless they end by themselves within :data:`_PATIENCE_S`;
-- a normal end: the rank finishes its work, and waits for the other ranks;
+- a normal end: the rank finishes its work, and waits for the other ranks. If its last call had failed, and perhaps nobody
+  has seen that, the first such rank says so;
 - an interrupt (Ctrl-C, SIGINT) in a call that does not end: the rank ends all ranks (:mod:`interrupts`);
 - an end at once, by ``os._exit``: the rank ends all ranks, since the launcher may take that for success;
 - an exception in a cell of IPython or of a notebook: the rank prints its number, and the session goes on;
@@ -27,6 +28,7 @@ import signal
 import sys
 import threading
 import time
+from array import array
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from types import TracebackType
@@ -45,6 +47,8 @@ _PATIENCE_S = 5.0
 NOTICE_S = 10.0
 """How long a rank that has ended waits for the others before it prints a notice."""
 
+
+_NOT_SEEN = "If the program has not caught that error, nobody has seen it"
 
 GRACE_S = 2.0
 """How much later than its limit a rank ends the others, so that another one that knows more can end them before."""
@@ -242,10 +246,13 @@ def _end(flush: Callable[[], None], limit_s: float | None) -> None:
     except Exception as error:
         _end_with_error(status, f"{type(error).__name__}: {error}")
     if status == 0:
-        if failure := watch.last_failure():  # of a program whose result nobody has waited for
-            _end_with_error(1, failure)
+        failure = watch.last_failure()
         try:
-            _wait_for_all(limit_s)
+            first = _wait_for_all(limit_s, has_failed=bool(failure))
+            if failure and first == MPI.COMM_WORLD.rank:
+                sys.stderr.write(
+                    f"pycollective: {place()} has ended; its last call had failed. {_NOT_SEEN}: {failure}\n"
+                )
         except MPI.Exception as error:  # of an MPI that outlives a failed rank
             _be_the_first(1, f"{place()} has ended, and a rank has failed since: {error}")
             sys.stderr.write(f"pycollective: {place()} has ended, and another one has failed since: {error}.\n")
@@ -288,7 +295,8 @@ def _end_all_unless_they_end(status: int, limit_s: float | None) -> None:
     if _State.exit_comm is None:
         time.sleep(patience_s)
     else:
-        for waited in poll_until(_State.exit_comm.Ibarrier().Test, 0.05):
+        have_ended, _ = _meet_at_end(_State.exit_comm, _NO_RANK)
+        for waited in poll_until(have_ended, 0.05):
             if waited > patience_s:
                 break
         else:
@@ -298,14 +306,46 @@ def _end_all_unless_they_end(status: int, limit_s: float | None) -> None:
     abort(status)
 
 
-def _wait_for_all(limit_s: float | None) -> None:
-    """Waits until every rank has ended. Prints a notice if that takes long, and ends all ranks after ``limit_s``."""
+_NO_RANK = 2**31 - 1
+
+
+def _meet_at_end(comm: MPI.Intracomm, own: int) -> tuple[Callable[[], bool], array[int]]:
+    """Lets this rank meet the others at their ends.
+
+    Args:
+        comm: the ranks; each of them makes this call once.
+        own: a number that this rank tells the others.
+
+    Returns:
+        A function that says whether all have come, and a place for the least of their numbers.
+    """
+    mine, least = array("i", [own]), array("i", [_NO_RANK])
+    request = comm.Iallreduce(mine, least, op=MPI.MIN)
+
+    def have_come(_: object = mine) -> bool:  # MPI reads that memory until then
+        return request.Test()
+
+    return have_come, least
+
+
+def _wait_for_all(limit_s: float | None, *, has_failed: bool) -> int:
+    """Waits until every rank has ended. Prints a notice if that takes long, and ends all ranks after ``limit_s``.
+
+    Args:
+        limit_s: seconds; None for no limit.
+        has_failed: whether the last call of this rank has failed.
+
+    Returns:
+        The first rank of MPI_COMM_WORLD whose last call has failed; a larger number than any rank if there is none.
+    """
+    own = MPI.COMM_WORLD.rank if has_failed else _NO_RANK
     if _State.exit_comm is None:
-        return
+        return own
     remedy = "look for a collective that this rank did not reach."
     notice = f"{place()} has ended and waits for the other ranks to end. If they do not, {remedy}"
     with watch.waiting("the end of the other ranks"):
-        for waited in poll_until(_State.exit_comm.Ibarrier().Test, 0.05, NOTICE_S, notice):
+        have_ended, least = _meet_at_end(_State.exit_comm, own)
+        for waited in poll_until(have_ended, 0.05, NOTICE_S, notice):
             # If a rank waits in a call, its report comes first: it says more.
             if limit_s is not None and waited > limit_s + GRACE_S:
                 end_all_late(
@@ -314,6 +354,7 @@ def _wait_for_all(limit_s: float | None) -> None:
                     f"some that have not ended after {waited:.1f} s",
                     remedy.capitalize(),
                 )
+    return least[0]
 
 
 def end_all_late(where: str, expected: str, got: str, remedy: str) -> NoReturn:

@@ -70,15 +70,16 @@ told(lambda: pc.psum(1, pc.Communicator(alone)))
 
 @pytest.mark.whole
 def test_a_communicator_of_all_starts_the_package_and_no_memory(tmp_path: Path) -> None:
-    # The bucket is larger than the address space, so new[] throws in the middle of a call. This is tested on several
+    # The bucket is larger than the address space, so new[] throws in the middle of a call that does not travel with its
+    # comparison. This is tested on several
     # devices as well, where one of them makes the call for all, and where one is told that another has failed.
     text = """
 comm = pc.Communicator(MPI.COMM_WORLD.Dup())
 told(lambda: pc.psum(jnp.ones(1), comm))
 several = jax.sharding.NamedSharding(jax.make_mesh((2,), ("d",)), jax.sharding.PartitionSpec("d"))
 refused = pc.jit(lambda x, y: pc.psum((x, y)))
-told(lambda: jax.block_until_ready(refused(jnp.ones(2), jnp.ones(4))))
-x, y = jax.device_put((jnp.ones(2), jnp.ones(4)), several)
+told(lambda: jax.block_until_ready(refused(jnp.ones(2000), jnp.ones(4000))))
+x, y = jax.device_put((jnp.ones(2000), jnp.ones(4000)), several)
 told(lambda: jax.block_until_ready(refused(x, y)))
 each = pc.pmap(lambda x, y: jax.lax.psum((x, y), "i"), "i")
 told(lambda: jax.block_until_ready(each(jnp.ones(2), jnp.ones((2, 4)))))

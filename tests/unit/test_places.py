@@ -10,6 +10,7 @@ ROOT = Path(__file__).parents[2]
 # What makes up exscan, and no other operation.
 PLACES = {
     "native/collectives.cc",  # the function that calls MPI
+    "native/combine.cc",  # what a rank makes of the others' operands, where they share memory
     "native/mpi.h",  # MPI's function
     "native/operations.h",  # the row of the table
     "pycollective/__init__.pyi",  # the public name

@@ -1,0 +1,47 @@
+// A library whose collectives between ranks of one host go through memory that they share.
+
+#ifndef PYCOLLECTIVE_NATIVE_WITH_SHARED_MEMORY_H_
+#define PYCOLLECTIVE_NATIVE_WITH_SHARED_MEMORY_H_
+
+#include "collectives.h"
+#include "host_collectives.h"
+#include "operations.h"
+
+namespace pycollective {
+
+// Does what the library `Mpi` does.
+template <typename Mpi>
+class WithSharedMemory final : public Mpi {
+ public:
+  using Mpi::Mpi;
+
+  Outcome Allreduce(const Channel& channel, const Arguments& a) const override {
+    if (a.op == Op::kSumBfloat16) return Mpi::Allreduce(channel, a);  // it is made of others
+    return Run(kAllreduce, channel, a, [&] { return Mpi::Allreduce(channel, a); });
+  }
+#define PYCOLLECTIVE_SHARED(name, Name, ...)                                        \
+  Outcome Name(const Channel& channel, const Arguments& a) const override {         \
+    return Run(k##Name, channel, a, [&] { return Mpi::Name(channel, a); });         \
+  }
+#define PYCOLLECTIVE_NOTHING(...)
+  PYCOLLECTIVE_OPERATIONS(PYCOLLECTIVE_SHARED, PYCOLLECTIVE_NOTHING)
+#undef PYCOLLECTIVE_NOTHING
+#undef PYCOLLECTIVE_SHARED
+  Outcome Barrier(const Channel& channel) const override {
+    return channel.exchange != nullptr ? HostCollective(*this, channel).Barrier() : Mpi::Barrier(channel);
+  }
+
+ private:
+  template <typename ByMpi>
+  Outcome Run(Operation operation, const Channel& channel, const Arguments& a, ByMpi by_mpi) const {
+    if (channel.exchange == nullptr || channel.memory != nullptr || !HostCollective::IsFaster(operation, a)) return by_mpi();
+    HostCollective collective(*this, channel);
+    bool has_buffers = false;
+    PYCOLLECTIVE_RETURN_IF_FAILED(collective.HasBuffers(&has_buffers));
+    return has_buffers ? collective.Run(operation, a) : by_mpi();
+  }
+};
+
+}  // namespace pycollective
+
+#endif  // PYCOLLECTIVE_NATIVE_WITH_SHARED_MEMORY_H_
