@@ -5,8 +5,8 @@ What a rank does at each kind of end that Python shows to a process:
 - an exception that nothing catches, in any thread: the rank ends all ranks;
 - an exit with a code other than 0 (``sys.exit(3)``, ``raise SystemExit``): the rank ends all ranks with that code,
   unless they end by themselves within :data:`_PATIENCE_S`;
-- a normal end: the rank finishes its work, and waits for the other ranks. If its last call had failed, and perhaps nobody
-  has seen that, the first such rank says so;
+- a normal end: the rank finishes its work, and waits for the other ranks. If its last call had failed, and perhaps
+  nobody has seen that, the first such rank says so;
 - an interrupt (Ctrl-C, SIGINT) in a call that does not end: the rank ends all ranks (:mod:`interrupts`);
 - an end at once, by ``os._exit``: the rank ends all ranks, since the launcher may take that for success;
 - an exception in a cell of IPython or of a notebook: the rank prints its number, and the session goes on;
