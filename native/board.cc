@@ -144,8 +144,8 @@ Difference BoardSlot::Compare(const Post& post, bool waits, const std::function<
   for (int rank = 0; rank < size_; ++rank) {
     if (rank == rank_) continue;
     const Cell& cell = CellOf(rank, call);
-    const bool needs = carried != nullptr && carried->Needs({rank_, size_}, rank);
-    if ((waits || needs) && !wait(rank, cell.posted, call, 0)) return {};
+    const bool must_wait = waits || (carried != nullptr && carried->Needs({rank_, size_}, rank));
+    if (must_wait && !wait(rank, cell.posted, call, 0)) return {};
     if (difference.rank >= 0 || cell.posted.load(std::memory_order_seq_cst) < call) continue;
     const Post theirs{cell.signature, cell.site, 0, cell.order};
     if (!post.Matches(theirs)) difference = {rank, theirs, ""};

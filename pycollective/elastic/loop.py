@@ -23,7 +23,7 @@ from pycollective.spmd.compiled import forget_agreements
 from pycollective.transport import failures
 from pycollective.transport.chosen import transport
 from pycollective.transport.mpi import MPI
-from pycollective.transport.watch import waiting
+from pycollective.transport.watch import END, waiting
 
 R = TypeVar("R")
 
@@ -42,9 +42,6 @@ _LEARN_S = 2.0
 
 _REPORT_ENDS_S = 10.0
 """Within this time after a report has killed the stopped ranks it has ended the others (native/monitor.cc)."""
-
-_END = "the end of the other ranks"
-"""The wait for ranks that are still at work, which has no limit."""
 
 
 class _State:
@@ -140,7 +137,7 @@ def run(train: Train[Any], state: State | None = None, *, min_ranks: int = 1, re
             with watching(world.mpi):
                 fine, result = _attempt(train, state, world)
             # A rank that has returned makes no call until the others have: that is what its end means, too.
-            with waiting(_END if fine else _WHERE, world.identity):
+            with waiting(END if fine else _WHERE, world.identity):
                 all_fine = failures.agree(world.mpi, fine)
             if all_fine:
                 return result
@@ -247,6 +244,6 @@ def _let_report_end() -> None:
     ended_ns = 0
     for entry in recorder.dump()["entries"]:
         end_ns = entry["time_discovered_completed_ns"] or 0
-        if entry["description"] != _END and end_ns - entry["time_created_ns"] > limit_ns:
+        if entry["description"] != END and end_ns - entry["time_created_ns"] > limit_ns:
             ended_ns = max(ended_ns, end_ns)
     time.sleep(max(0.0, ended_ns / 1e9 + _REPORT_ENDS_S - time.time()))

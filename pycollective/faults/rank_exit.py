@@ -48,7 +48,8 @@ NOTICE_S = 10.0
 """How long a rank that has ended waits for the others before it prints a notice."""
 
 
-_NOT_SEEN = "If the program has not caught that error, nobody has seen it"
+_NO_RANK = 2**31 - 1
+"""A larger number than any rank, which fits a C int."""
 
 GRACE_S = 2.0
 """How much later than its limit a rank ends the others, so that another one that knows more can end them before."""
@@ -244,14 +245,19 @@ def _end(flush: Callable[[], None], limit_s: float | None) -> None:
     try:
         flush()
     except Exception as error:
-        _end_with_error(status, f"{type(error).__name__}: {error}")
+        what, cause = f"{place()} ends with an error in a program", f"{type(error).__name__}: {error}"
+        before_init.let_lower_ranks_speak(MPI.COMM_WORLD.rank)
+        _be_the_first(status or 1, f"{what}: {cause}")
+        sys.stderr.write(f"pycollective: {what}; ending all ranks.\n{cause}\n")
+        abort(status or 1)
     if status == 0:
         failure = watch.last_failure()
         try:
             first = _wait_for_all(limit_s, has_failed=bool(failure))
             if failure and first == MPI.COMM_WORLD.rank:
                 sys.stderr.write(
-                    f"pycollective: {place()} has ended; its last call had failed. {_NOT_SEEN}: {failure}\n"
+                    f"pycollective: {place()} has ended; its last call had failed. "
+                    f"If the program has not caught that error, nobody has seen it: {failure}\n"
                 )
         except MPI.Exception as error:  # of an MPI that outlives a failed rank
             _be_the_first(1, f"{place()} has ended, and a rank has failed since: {error}")
@@ -263,16 +269,6 @@ def _end(flush: Callable[[], None], limit_s: float | None) -> None:
         watch.stop_monitor()
     if _State.lost:
         watch.exit_instead_of_finalizing(status)
-
-
-def _end_with_error(status: int, cause: str) -> None:
-    """Ends all ranks, since the last program of this one has failed."""
-    what = f"{place()} ends with an error in a program"
-    if MPI.COMM_WORLD.size > 1:
-        before_init.let_lower_ranks_speak(MPI.COMM_WORLD.rank)
-        _be_the_first(status or 1, f"{what}: {cause}")
-    sys.stderr.write(f"pycollective: {what}; ending all ranks.\n{cause}\n")
-    abort(status or 1)
 
 
 def _end_forked_child(status: int) -> NoReturn:
@@ -304,9 +300,6 @@ def _end_all_unless_they_end(status: int, limit_s: float | None) -> None:
     _be_the_first(status, f"{place()} exited with code {status}")
     sys.stderr.write(f"pycollective: {place()} exited with code {status}, others did not; ending all ranks.\n")
     abort(status)
-
-
-_NO_RANK = 2**31 - 1
 
 
 def _meet_at_end(comm: MPI.Intracomm, own: int) -> tuple[Callable[[], bool], array[int]]:
@@ -343,7 +336,7 @@ def _wait_for_all(limit_s: float | None, *, has_failed: bool) -> int:
         return own
     remedy = "look for a collective that this rank did not reach."
     notice = f"{place()} has ended and waits for the other ranks to end. If they do not, {remedy}"
-    with watch.waiting("the end of the other ranks"):
+    with watch.waiting(watch.END):
         have_ended, least = _meet_at_end(_State.exit_comm, own)
         for waited in poll_until(have_ended, 0.05, NOTICE_S, notice):
             # If a rank waits in a call, its report comes first: it says more.

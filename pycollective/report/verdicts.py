@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from pycollective.errors import name_ranks
+from pycollective.transport.watch import END
 
 FULLY_MATCHED = "FULLY_MATCHED"
 """All ranks make the same call, and are in the same state."""
@@ -90,9 +91,6 @@ _UNDER_WAY = ("scheduled", "started")
 
 _ALL_RANKS = "0"
 """The id in the place of a group's, of a wait for all ranks."""
-
-_END = "the end of the other ranks"
-"""The wait of a rank that has ended (native/recorder.h). Others are not in it as long as they work."""
 
 _NO_RECORD = "no record of the call"
 """What a rank with a file did in a call that its ring has lost."""
@@ -306,7 +304,7 @@ def _outside_collectives(
         yield f"{_were(ranks)} in {_call(description, communicator, line)}."
     for wait, entries in waits.items():
         first = next(iter(entries.values()))
-        if wait.description == _END:
+        if wait.description == END:
             subject, _, _ = _were(list(entries)).rpartition(" ")
             yield f"{subject} had ended, and waited for the other ranks."
             continue

@@ -10,6 +10,9 @@ from typing import NamedTuple
 
 from pycollective.transport import compiled
 
+END = "the end of the other ranks"
+"""The wait of a rank that has ended, as native/recorder.h names it. Others may be at work, so it has no limit there."""
+
 
 def add_site(site: int, text: str) -> None:
     """Names the line of the user's code that programs call ``site``, as ``"train.py:12 (step)"``."""
