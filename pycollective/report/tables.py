@@ -47,7 +47,7 @@ def of_calls(rows: Sequence[Row]) -> Cells:
             amount(row.total_bytes),
             duration(row.total_us),
             duration(row.median_us),
-            "-" if row.busbw is None else f"{row.busbw:.3g} GB/s",
+            "-" if row.busbw is None else f"{three_digits(row.busbw)} GB/s",
             f"{row.share:.1%}",
             "-" if row.slowest is None else f"rank {row.slowest}, last in {row.last_in}",
             "-" if row.slowest is None else duration(row.waited_us),
@@ -106,12 +106,13 @@ def duration(us: float) -> str:
     """A time in a unit that fits.
 
     Example:
-        >>> duration(3.21), duration(4321.0), duration(54321.0), duration(7654321.0)
-        ('3.2 us', '4.32 ms', '54.3 ms', '7.65 s')
+        >>> duration(3.21), duration(4321.0), duration(999_600.0), duration(7654321.0), duration(2e9)
+        ('3.2 us', '4.32 ms', '1 s', '7.65 s', '2000 s')
     """
     for unit, size in (("s", 1e6), ("ms", 1e3)):
-        if us >= size:
-            return f"{us / size:.3g} {unit}"
+        # 999.5 ms and more are written as 1 s: three digits of them are 1000 ms.
+        if us >= 0.9995 * size:
+            return f"{three_digits(us / size)} {unit}"
     return f"{us:.1f} us"
 
 
@@ -119,10 +120,15 @@ def amount(nbytes: int) -> str:
     """A number of bytes.
 
     Example:
-        >>> amount(512), amount(3 << 20)
-        ('512 B', '3 MiB')
+        >>> amount(512), amount(3 << 20), amount(1_040_000)
+        ('512 B', '3 MiB', '1016 KiB')
     """
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if nbytes >= size:
-            return f"{nbytes / size:.3g} {unit}"
+            return f"{three_digits(nbytes / size)} {unit}"
     return f"{nbytes} B"
+
+
+def three_digits(value: float) -> str:
+    """A number with three digits, or with all digits of a larger whole number: never with an exponent for its size."""
+    return f"{value:.3g}" if value < 999.5 else f"{value:.0f}"
