@@ -195,6 +195,20 @@ PYCOLLECTIVE_EXPORT bool pycollective_board_open(int32_t file, const int32_t* ra
   return true;
 }
 
+// Rank number `rank` of this host shows the others where to try to read its memory.
+PYCOLLECTIVE_EXPORT void pycollective_board_show_memory(int32_t rank) { pycollective::Exchange::ShowMemory(rank); }
+
+// Whether this rank can read the memory of all ranks of this host. All have shown where to try.
+PYCOLLECTIVE_EXPORT bool pycollective_board_reads_all() { return pycollective::Exchange::ReadsAll(); }
+
+// Whether the ranks of this host may read each other's arrays: the same on all of them.
+PYCOLLECTIVE_EXPORT void pycollective_board_set_reads(bool may_read) { pycollective::Exchange::SetReads(may_read); }
+
+// Whether they do.
+PYCOLLECTIVE_EXPORT bool pycollective_board_may_read() {
+  return pycollective::BoardSlot::HasBoard() && pycollective::Exchange::MayRead();
+}
+
 // There is no such memory after all.
 PYCOLLECTIVE_EXPORT void pycollective_board_close() { pycollective::BoardSlot::OpenBoard(nullptr, 0); }
 

@@ -25,6 +25,10 @@ bool CanCombine(Operation operation) {
   }
 }
 
+bool CanReadOperands(Operation operation) {
+  return CanCombine(operation) && operation != kReduce && operation != kScan && operation != kExscan;
+}
+
 bool Reads(Operation operation, const Arguments& a, Member member, int other) {
   switch (operation) {
     case kBcast:
@@ -41,20 +45,29 @@ bool Brings(Operation operation, const Arguments& a, Member member) {
   return (operation != kBcast && operation != kScatter) || member.rank == a.root;
 }
 
-void Combine(Operation operation, const Arguments& a, Member member, int64_t first, int64_t count, const BlocksOfRank& of) {
+Outcome CopyInMemory(int, void* to, const void* from, size_t nbytes) {
+  if (to != from) std::memcpy(to, from, nbytes);
+  return {};
+}
+
+Outcome Combine(Operation operation, const Arguments& a, Member member, int64_t first, int64_t count, const BlocksOfRank& of,
+                const CopyOfRank& copy) {
   const auto block = [&](int rank, int number) {
     const Blocks operand = of(rank);
     return At(operand.data, number * operand.stride, a.type);
   };
-  const auto copy = [&](int64_t to, const void* from) {
-    void* const y = At(a.recv, to, a.type);
-    if (y != from) std::memcpy(y, from, Bytes(count, a.type));
+  const auto move = [&](int64_t to, int rank, int number) {
+    return copy(rank, At(a.recv, to, a.type), block(rank, number), Bytes(count, a.type));
   };
   // Of the first `operands` ranks.
-  const auto reduce = [&](int operands, int number) {
+  const auto reduce = [&](int operands, int number) -> Outcome {
     ReduceInOrder(operands, [&](int rank) { return block(rank, number); }, count, At(a.recv, first, a.type), a.type, a.op);
+    return {};
   };
-  const auto clear = [&](int64_t to) { std::memset(At(a.recv, to, a.type), 0, Bytes(count, a.type)); };
+  const auto clear = [&](int64_t to) -> Outcome {
+    std::memset(At(a.recv, to, a.type), 0, Bytes(count, a.type));
+    return {};
+  };
   const bool is_root = member.rank == a.root;
   switch (operation) {
     case kAllreduce: return reduce(member.size, 0);
@@ -62,21 +75,19 @@ void Combine(Operation operation, const Arguments& a, Member member, int64_t fir
     case kReduceScatter: return reduce(member.size, member.rank);
     case kScan: return reduce(member.rank + 1, 0);
     case kExscan: return member.rank > 0 ? reduce(member.rank, 0) : clear(first);
-    case kBcast: return copy(first, block(a.root, 0));
-    case kScatter: return copy(first, block(a.root, member.rank));
+    case kBcast: return move(first, a.root, 0);
+    case kScatter: return move(first, a.root, member.rank);
     case kAllgather:
     case kAlltoall:
     case kGather:
-      for (int rank = 0; rank < member.size; ++rank) {
+      for (int step = 0; step < member.size; ++step) {
+        const int rank = (member.rank + step) % member.size;  // no two ranks read from the same one at once
         const int64_t to = rank * a.count + first;
-        if (operation == kGather && !is_root) {
-          clear(to);
-        } else {
-          copy(to, block(rank, operation == kAlltoall ? member.rank : 0));
-        }
+        const bool gets = operation != kGather || is_root;
+        PYCOLLECTIVE_RETURN_IF_FAILED(gets ? move(to, rank, operation == kAlltoall ? member.rank : 0) : clear(to));
       }
-      return;
-    default: return;  // CanCombine says so
+      return {};
+    default: return {};  // CanCombine says so
   }
 }
 

@@ -2,7 +2,12 @@
 
 #include "exchange.h"
 
+#include <unistd.h>
+
 #include <algorithm>
+
+#include "process_memory.h"
+#include "recorder.h"
 
 namespace pycollective {
 namespace {
@@ -19,30 +24,42 @@ constexpr int kTries = 8;  // another channel may take the same ones at the same
 char* memory = nullptr;
 int ranks_of_host = 0;
 
+bool may_read = false;
+
+// Its rank alone writes it. The others read the arrays after the number.
 struct alignas(kLine) Line {
   std::atomic<uint64_t> number;
+  Exchange::Arrays arrays;
 };
 
 constexpr size_t AtPage(size_t nbytes) { return (nbytes + kPage - 1) / kPage * kPage; }
 
 int64_t Units(int ranks) { return std::max(kLeastUnits, kUnitsPerRank * ranks); }
 
-// In the memory: for each slot the number of its first unit; the counters of each slot's ranks; a word for each unit, which
-// is 1 when it is taken; the units.
+// In the memory: a line of each rank of the host, for MayRead; for each slot the number of its first unit; the counters of each slot's
+// ranks; a word for each unit, which is 1 when it is taken; the units.
+size_t BytesOfShown(int ranks) { return static_cast<size_t>(ranks) * kLine; }
 size_t BytesOfFirsts() { return BoardSlot::kSlots * kLine; }
 size_t BytesOfCounters(int ranks) { return BoardSlot::kSlots * static_cast<size_t>(ranks) * kLine; }
 size_t BytesOfTaken(int ranks) { return static_cast<size_t>(Units(ranks)) * sizeof(std::atomic<uint32_t>); }
 size_t BytesBeforeUnits(int ranks) {
-  return AtPage(BytesOfFirsts() + BytesOfCounters(ranks) + BytesOfTaken(ranks));
+  return AtPage(BytesOfShown(ranks) + BytesOfFirsts() + BytesOfCounters(ranks) + BytesOfTaken(ranks));
+}
+
+Line* Firsts() { return reinterpret_cast<Line*>(memory + BytesOfShown(ranks_of_host)); }
+
+Line& CounterLine(int64_t slot, int rank) {
+  return (Firsts() + BoardSlot::kSlots)[slot * ranks_of_host + rank];
 }
 
 std::atomic<uint32_t>* Taken() {
-  return reinterpret_cast<std::atomic<uint32_t>*>(memory + BytesOfFirsts() + BytesOfCounters(ranks_of_host));
+  return reinterpret_cast<std::atomic<uint32_t>*>(&CounterLine(BoardSlot::kSlots, 0));
 }
 
-Line& CounterLine(int64_t slot, int rank) {
-  return reinterpret_cast<Line*>(memory + BytesOfFirsts())[slot * ranks_of_host + rank];
-}
+// What a rank shows for MayRead: a number, and where that lies in its own memory. Zero: not chosen yet.
+uint64_t own_number = 0;
+int64_t own_process = 0;
+Line& Shown(int rank) { return reinterpret_cast<Line*>(memory)[rank]; }
 
 }  // namespace
 
@@ -55,7 +72,7 @@ void Exchange::OpenMemory(void* begin, int ranks) {
   ranks_of_host = ranks;
 }
 
-std::atomic<uint64_t>& Exchange::FirstOf(int64_t slot) { return reinterpret_cast<Line*>(memory)[slot].number; }
+std::atomic<uint64_t>& Exchange::FirstOf(int64_t slot) { return Firsts()[slot].number; }
 
 std::atomic<uint64_t>& Exchange::CounterOf(int rank) const { return CounterLine(slot_, rank).number; }
 
@@ -94,5 +111,32 @@ void Exchange::End(int64_t slot, int ranks) {
 void Exchange::EndAll() {
   for (int64_t unit = 0; unit < Units(ranks_of_host); ++unit) Taken()[unit].store(0, std::memory_order_release);
 }
+
+void Exchange::ShowMemory(int rank) {
+  LetOthersRead();
+  // A process of that number in another container has another one there, or nothing.
+  own_process = getpid();
+  if (own_number == 0) own_number = static_cast<uint64_t>(NowNs()) ^ static_cast<uint64_t>(own_process) << 40;
+  Line& shown = Shown(rank);
+  shown.arrays = {own_process, &own_number, nullptr};
+  shown.number.store(own_number, std::memory_order_release);
+}
+
+bool Exchange::ReadsAll() {
+  for (int rank = 0; rank < ranks_of_host; ++rank) {
+    const uint64_t wanted = Shown(rank).number.load(std::memory_order_acquire);
+    uint64_t found = 0;
+    if (CopyFromProcess(Shown(rank).arrays.process, &found, Shown(rank).arrays.send, sizeof(found)) != 0) return false;
+    if (found != wanted) return false;
+  }
+  return true;
+}
+
+void Exchange::SetReads(bool answer) { may_read = answer; }
+bool Exchange::MayRead() { return may_read; }
+
+void Exchange::ShowArrays(const void* send, const void* recv) { CounterLine(slot_, rank_).arrays = {own_process, send, recv}; }
+
+Exchange::Arrays Exchange::ArraysOf(int rank) const { return CounterLine(slot_, rank).arrays; }
 
 }  // namespace pycollective

@@ -4,7 +4,8 @@
 // the same collectives in the same order, so each knows the number to which another one's counter comes at each step.
 //
 // The arrays themselves go through buffers. The ranks of a channel take theirs when they first need them, and keep them until
-// the channel is freed. If none are left, MPI carries the arrays of that channel.
+// the channel is freed. If none are left, MPI carries the arrays of that channel. Large arrays need no buffers where the kernel lets a rank read another
+// one's memory: beside its counter a rank tells the others where its arrays are.
 
 #ifndef PYCOLLECTIVE_NATIVE_EXCHANGE_H_
 #define PYCOLLECTIVE_NATIVE_EXCHANGE_H_
@@ -36,6 +37,13 @@ class Exchange {
   // Gives all buffers back. No rank of this host may use one any more.
   static void EndAll();
 
+  // Whether the ranks may read each other's arrays. Rank number `rank` of the host shows the others where to try; when all have, each
+  // tries; then they all set the same answer.
+  static void ShowMemory(int rank);
+  static bool ReadsAll();
+  static void SetReads(bool may_read);
+  static bool MayRead();
+
   Exchange() = default;
   // Rank number `rank` of `size`, with a slot of the board.
   Exchange(int64_t slot, int rank, int size) : slot_(slot), rank_(rank), size_(size) {}
@@ -57,6 +65,16 @@ class Exchange {
 
   // The memory in which a rank has its part of a piece. Pieces count up, from 0.
   char* BufferOf(int rank, uint64_t piece) const;
+
+  // Where another rank finds a rank's arrays, in the memory of its process.
+  struct Arrays {
+    int64_t process;
+    const void* send;
+    const void* recv;
+  };
+  // Before this rank posts a step. The others may read it when they have waited for that step, until this rank shows others.
+  void ShowArrays(const void* send, const void* recv);
+  Arrays ArraysOf(int rank) const;
 
   // Tells the others that this rank has done a step. Returns the number to which each rank's counter comes by that step.
   uint64_t Post() {

@@ -2,10 +2,15 @@
 
 #include "host_collectives.h"
 
+#include <errno.h>
+
 #include <algorithm>
 #include <cstring>
+#include <string>
+#include <vector>
 
 #include "elements.h"
+#include "process_memory.h"
 #include "reduction.h"
 
 namespace pycollective {
@@ -14,29 +19,48 @@ namespace {
 // Up to this size each rank reduces everything: the second step would cost more than it saves.
 constexpr int64_t kSmallBytes = 8 << 10;
 
-// The largest block of a collective without a reduction (docs/performance.md).
-constexpr int64_t kMovedBytes = 32 << 10;
+// The smallest block that ranks read straight from each other's arrays, and the smallest array of an allreduce, in which they do
+// so twice.
+constexpr int64_t kReadBytes = 8 << 10;
+constexpr int64_t kReadAllreduceBytes = 2 << 20;
 
-constexpr bool Reduces(Operation operation) {
-  constexpr bool kAnswers[] = {
-#define PYCOLLECTIVE_AS_ROW_SAYS(name, Name, attributes, ...) ((attributes) & kOp) != 0,
-#define PYCOLLECTIVE_IS_ALLREDUCE(name, Name, ...) k##Name == kAllreduce,
-      PYCOLLECTIVE_OPERATIONS(PYCOLLECTIVE_AS_ROW_SAYS, PYCOLLECTIVE_IS_ALLREDUCE)
-#undef PYCOLLECTIVE_IS_ALLREDUCE
+// What a rank reads at once of the arrays that it reduces.
+constexpr int64_t kScratchBytes = 256 << 10;
+
+struct Layouts {
+  Layout operand, result;
+};
+constexpr Layouts LayoutsOf(Operation operation) {
+  constexpr Layouts kAnswers[] = {
+#define PYCOLLECTIVE_AS_ROW_SAYS(name, Name, attributes, operand, result, ...) {operand, result},
+#define PYCOLLECTIVE_WHOLE(...) {kWhole, kWhole},
+      PYCOLLECTIVE_OPERATIONS(PYCOLLECTIVE_AS_ROW_SAYS, PYCOLLECTIVE_WHOLE)
+#undef PYCOLLECTIVE_WHOLE
 #undef PYCOLLECTIVE_AS_ROW_SAYS
   };
   return kAnswers[operation];
 }
 
-constexpr bool HasBlocks(Operation operation) {
-  constexpr bool kAnswers[] = {
-#define PYCOLLECTIVE_AS_ROW_SAYS(name, Name, attributes, operand, ...) operand == kBlocks,
-#define PYCOLLECTIVE_NO(...) false,
-      PYCOLLECTIVE_OPERATIONS(PYCOLLECTIVE_AS_ROW_SAYS, PYCOLLECTIVE_NO)
-#undef PYCOLLECTIVE_NO
-#undef PYCOLLECTIVE_AS_ROW_SAYS
-  };
-  return kAnswers[operation];
+// Whether the caches of the host can hold the arrays of the ranks. If not, reading gains nothing, and it pays to write past the caches.
+bool FitsIntoCaches(Operation operation, const Arguments& a, int ranks) {
+  const Layouts layouts = LayoutsOf(operation);
+  const int64_t blocks = (layouts.operand == kBlocks ? ranks : 1) + (layouts.result == kBlocks ? ranks : 1);
+  return static_cast<int64_t>(Bytes(a.count, a.type)) * blocks * ranks <= CacheBytesOfHost();
+}
+
+void Copy(void* to, const void* from, size_t nbytes, bool past_caches) {
+  if (past_caches) {
+    CopyPastCaches(to, from, nbytes);
+  } else {
+    std::memcpy(to, from, nbytes);
+  }
+}
+
+// A share of so many elements for each rank. Shares begin at lines of the cache.
+int64_t ShareOf(int64_t count, int ranks, Type type) {
+  constexpr int64_t kLineBytes = 64;
+  const int64_t line = std::max<int64_t>(1, kLineBytes / kTypeBytes[int(type)]);
+  return ((count + ranks - 1) / ranks + line - 1) / line * line;
 }
 
 // Cuts an array into pieces. A rank fills the next one before it waits for the others' parts of this one: so they wait less for it.
@@ -55,8 +79,12 @@ Outcome InPieces(int64_t count, int64_t at_once, Fill fill, Reduce reduce, Take 
 
 }  // namespace
 
-bool HostCollective::IsFaster(Operation operation, const Arguments& a) {
-  return CanCombine(operation) && (Reduces(operation) || static_cast<int64_t>(Bytes(a.count, a.type)) <= kMovedBytes);
+HostCollective::Way HostCollective::WayOf(Operation operation, const Arguments& a, int ranks) {
+  if (!CanCombine(operation)) return Way::kByMpi;
+  const int64_t least = operation == kAllreduce ? kReadAllreduceBytes : kReadBytes;
+  const bool reads = CanReadOperands(operation) && Exchange::MayRead() && static_cast<int64_t>(Bytes(a.count, a.type)) >= least &&
+                     FitsIntoCaches(operation, a, ranks);
+  return reads ? Way::kByReading : Way::kThroughBuffers;
 }
 
 Outcome HostCollective::HasBuffers(bool* has) {
@@ -87,16 +115,17 @@ Outcome HostCollective::WaitForAll(uint64_t number) {
   return {};
 }
 
-Outcome HostCollective::Run(Operation operation, const Arguments& a) {
+Outcome HostCollective::ThroughBuffers(Operation operation, const Arguments& a) {
   if (a.count == 0) return {};
   const bool in_two_steps = operation == kAllreduce && static_cast<int64_t>(Bytes(a.count, a.type)) > kSmallBytes;
-  return in_two_steps ? Allreduce(a) : InOneStep(operation, a);
+  return in_two_steps ? AllreduceThroughBuffers(a) : InOneStep(operation, a);
 }
 
 Outcome HostCollective::Barrier() { return WaitForAll(exchange_.Post()); }
 
 Outcome HostCollective::InOneStep(Operation operation, const Arguments& a) {
-  const int64_t blocks = HasBlocks(operation) ? member_.size : 1;
+  const int64_t blocks = LayoutsOf(operation).operand == kBlocks ? member_.size : 1;
+  const bool past_caches = !FitsIntoCaches(operation, a, member_.size);
   const int64_t at_once = std::max<int64_t>(1, Exchange::kBufferBytes / (blocks * kTypeBytes[int(a.type)]));
   struct Piece {
     uint64_t number;
@@ -121,10 +150,15 @@ Outcome HostCollective::InOneStep(Operation operation, const Arguments& a) {
     for (int rank = 0; rank < member_.size; ++rank) {
       if (rank != own && Reads(operation, a, member_, rank)) PYCOLLECTIVE_RETURN_IF_FAILED(WaitFor(rank, piece.filled));
     }
-    Combine(operation, a, member_, piece.first, piece.count, [&](int rank) {
+    const auto blocks_of = [&](int rank) {
       return rank == own ? Blocks{At(a.send, piece.first, a.type), a.count}
                          : Blocks{exchange_.BufferOf(rank, piece.number), piece.count};
-    });
+    };
+    const auto copy = [&](int, void* to, const void* from, size_t nbytes) -> Outcome {
+      if (to != from) Copy(to, from, nbytes, past_caches);
+      return {};
+    };
+    PYCOLLECTIVE_RETURN_IF_FAILED(Combine(operation, a, member_, piece.first, piece.count, blocks_of, copy));
     exchange_.Post();
     exchange_.EndPiece(piece.number);
     return {};
@@ -132,10 +166,9 @@ Outcome HostCollective::InOneStep(Operation operation, const Arguments& a) {
   return InPieces<Piece>(a.count, at_once, fill, [](Piece*) { return Outcome{}; }, take);
 }
 
-Outcome HostCollective::Allreduce(const Arguments& a) {
-  constexpr int64_t kLineBytes = 64;  // of the cache: shares begin at lines
+Outcome HostCollective::AllreduceThroughBuffers(const Arguments& a) {
   const int64_t at_once = Exchange::kBufferBytes / kTypeBytes[int(a.type)];
-  const int64_t line = std::max<int64_t>(1, kLineBytes / kTypeBytes[int(a.type)]);
+  const bool past_caches = !FitsIntoCaches(kAllreduce, a, member_.size);
   // A piece: its elements are cut into a share for each rank.
   struct Piece {
     uint64_t number;
@@ -155,8 +188,7 @@ Outcome HostCollective::Allreduce(const Arguments& a) {
     uint64_t free_at = 0;
     const uint64_t number = exchange_.BeginPiece(&free_at);
     const int64_t count = std::min(at_once, a.count - first);
-    const int64_t share = ((count + member_.size - 1) / member_.size + line - 1) / line * line;
-    *piece = {number, first, count, share, 0, 0};
+    *piece = {number, first, count, ShareOf(count, member_.size, a.type), 0, 0};
     PYCOLLECTIVE_RETURN_IF_FAILED(WaitForAll(free_at));
     const int64_t begin = piece->Begin(own), end = piece->Begin(own + 1);
     std::memcpy(buffer(own, *piece, 0), operand(*piece, 0), Bytes(begin, a.type));
@@ -181,7 +213,7 @@ Outcome HostCollective::Allreduce(const Arguments& a) {
       const int rank = (own + step) % member_.size;
       if (step > 0) PYCOLLECTIVE_RETURN_IF_FAILED(WaitFor(rank, piece.reduced));
       const int64_t begin = piece.Begin(rank);
-      std::memcpy(At(a.recv, piece.first + begin, a.type), buffer(rank, piece, begin), Bytes(piece.CountOf(rank), a.type));
+      Copy(At(a.recv, piece.first + begin, a.type), buffer(rank, piece, begin), Bytes(piece.CountOf(rank), a.type), past_caches);
     }
     exchange_.Post();
     exchange_.EndPiece(piece.number);
@@ -189,6 +221,93 @@ Outcome HostCollective::Allreduce(const Arguments& a) {
   };
 
   return InPieces<Piece>(a.count, at_once, fill, reduce, take);
+}
+
+Outcome HostCollective::ByReading(Operation operation, const Arguments& a) {
+  if (a.count == 0) return {};
+  exchange_.ShowArrays(a.send, a.recv);
+  const uint64_t shown = exchange_.Post();
+  for (int rank = 0; rank < member_.size; ++rank) {
+    if (rank != member_.rank && Reads(operation, a, member_, rank)) PYCOLLECTIVE_RETURN_IF_FAILED(WaitFor(rank, shown));
+  }
+  Outcome outcome;
+  switch (operation) {
+    case kAllreduce: outcome = ReadAndReduceAll(a); break;
+    case kReduceScatter: outcome = ReadAndReduce(a, member_.rank * a.count, a.count, a.recv); break;
+    default: outcome = ReadBlocks(operation, a);
+  }
+  // After an error, too: the others wait for this step.
+  const uint64_t read = exchange_.Post();
+  for (int rank = 0; rank < member_.size; ++rank) {
+    const bool is_read = Brings(operation, a, member_) && Reads(operation, a, {rank, member_.size}, member_.rank);
+    if (rank != member_.rank && is_read) PYCOLLECTIVE_RETURN_IF_FAILED(WaitFor(rank, read));
+  }
+  return outcome;
+}
+
+Outcome HostCollective::ReadBlocks(Operation operation, const Arguments& a) {
+  const auto blocks_of = [&](int rank) {
+    return Blocks{rank == member_.rank ? a.send : exchange_.ArraysOf(rank).send, a.count};
+  };
+  return Combine(operation, a, member_, 0, a.count, blocks_of,
+                 [&](int rank, void* to, const void* from, size_t nbytes) { return Read(rank, to, from, nbytes); });
+}
+
+Outcome HostCollective::ReadAndReduce(const Arguments& a, int64_t first, int64_t count, void* to) {
+  const int64_t others = member_.size - 1;
+  const int64_t at_once = std::max<int64_t>(1, kScratchBytes / (others * kTypeBytes[int(a.type)]));
+  thread_local std::vector<char> scratch;
+  scratch.resize(Bytes(others * at_once, a.type));
+  const auto scratch_of = [&](int rank) {
+    return At(static_cast<void*>(scratch.data()), (rank < member_.rank ? rank : rank - 1) * at_once, a.type);
+  };
+  for (int64_t done = 0; done < count; done += at_once) {
+    const int64_t n = std::min(at_once, count - done);
+    for (int rank = 0; rank < member_.size; ++rank) {
+      if (rank == member_.rank) continue;
+      const void* const from = At(exchange_.ArraysOf(rank).send, first + done, a.type);
+      PYCOLLECTIVE_RETURN_IF_FAILED(Read(rank, scratch_of(rank), from, Bytes(n, a.type)));
+    }
+    ReduceInOrder(
+        member_.size,
+        [&](int rank) -> const void* {
+          return rank == member_.rank ? At(a.send, first + done, a.type) : scratch_of(rank);
+        },
+        n, At(to, done, a.type), a.type, a.op);
+  }
+  return {};
+}
+
+Outcome HostCollective::ReadAndReduceAll(const Arguments& a) {
+  const int64_t share = ShareOf(a.count, member_.size, a.type);
+  const auto begin = [&](int64_t rank) { return std::min(a.count, rank * share); };
+  const auto count = [&](int rank) { return begin(rank + 1) - begin(rank); };
+  const int own = member_.rank;
+  Outcome outcome = ReadAndReduce(a, begin(own), count(own), At(a.recv, begin(own), a.type));
+  const uint64_t reduced = exchange_.Post();
+  for (int step = 1; step < member_.size; ++step) {
+    const int rank = (own + step) % member_.size;
+    PYCOLLECTIVE_RETURN_IF_FAILED(WaitFor(rank, reduced));
+    const Outcome read = Read(rank, At(a.recv, begin(rank), a.type), At(exchange_.ArraysOf(rank).recv, begin(rank), a.type),
+                              Bytes(count(rank), a.type));
+    if (outcome.ok()) outcome = read;
+  }
+  return outcome;
+}
+
+Outcome HostCollective::Read(int rank, void* to, const void* from, size_t nbytes) {
+  if (rank == member_.rank) {
+    if (to != from) Copy(to, from, nbytes, static_cast<int64_t>(nbytes) * 2 >= CacheBytesOfCore());
+    return {};
+  }
+  const int error = CopyFromProcess(exchange_.ArraysOf(rank).process, to, from, nbytes);
+  if (error == 0) return {};
+  // Its process is gone. This wait ends when MPI or the monitor says so, as each wait for it does.
+  if (error == ESRCH) return WaitFor(rank, UINT64_MAX);
+  Outcome outcome{"process_vm_readv", 0, {}};
+  outcome.detail = "expected to read the array of rank " + std::to_string(rank) + ", got the error " + std::strerror(error);
+  outcome.remedy = "Set PYCOLLECTIVE_SHARED_MEMORY=buffers.";
+  return outcome;
 }
 
 }  // namespace pycollective

@@ -5,6 +5,9 @@
 // reduces a share of the piece, and copies the others' shares. So each array is read once and written once in memory, and the rest
 // happens in the caches. A rank fills its buffer with the next piece before it waits for the others' parts of this one.
 //
+// Large arrays that fit into the caches go without buffers, where the kernel lets a rank read another one's memory: the ranks tell each other where
+// their arrays are, and each takes its part of the result straight from there. A rank ends the call when no other reads its arrays.
+//
 // Reductions combine the ranks in their order: all ranks get the same bits, in each run.
 
 #ifndef PYCOLLECTIVE_NATIVE_HOST_COLLECTIVES_H_
@@ -25,20 +28,28 @@ class HostCollective {
   HostCollective(const Library& mpi, const Channel& channel)
       : mpi_(mpi), channel_(channel), exchange_(*channel.exchange), member_{channel.rank, channel.size} {}
 
-  // Whether the call can be made here, and is faster here than by MPI: the same on all ranks. MPI copies a large block straight from one process to another;
-  // if nothing is reduced, two copies through a buffer take longer.
-  static bool IsFaster(Operation operation, const Arguments&);
+  // The fastest way for a call between so many ranks (docs/performance.md): the same on all of them.
+  enum class Way { kByMpi, kThroughBuffers, kByReading };
+  static Way WayOf(Operation operation, const Arguments&, int ranks);
 
-  // Whether the call can be made here. All ranks of the channel must ask; they get the same answer.
+  // Whether the channel has buffers. All its ranks must ask; they get the same answer.
   Outcome HasBuffers(bool* has);
 
   // An operation of one array, or an allreduce.
-  Outcome Run(Operation operation, const Arguments&);
+  Outcome ThroughBuffers(Operation operation, const Arguments&);
+  Outcome ByReading(Operation operation, const Arguments&);
   Outcome Barrier();
 
  private:
-  Outcome Allreduce(const Arguments&);
+  Outcome AllreduceThroughBuffers(const Arguments&);
   Outcome InOneStep(Operation operation, const Arguments&);
+
+  // The steps of ByReading between the first, in which all show their arrays, and the last, after which none reads them.
+  Outcome ReadAndReduceAll(const Arguments&);
+  Outcome ReadAndReduce(const Arguments&, int64_t first, int64_t count, void* to);
+  Outcome ReadBlocks(Operation operation, const Arguments&);
+  // Copies from an array of a rank, which is at that address in its process.
+  Outcome Read(int rank, void* to, const void* from, size_t nbytes);
 
   // Waits until a rank's counter has come to a number.
   Outcome WaitFor(int rank, uint64_t number);

@@ -34,11 +34,15 @@ class WithSharedMemory final : public Mpi {
  private:
   template <typename ByMpi>
   Outcome Run(Operation operation, const Channel& channel, const Arguments& a, ByMpi by_mpi) const {
-    if (channel.exchange == nullptr || channel.memory != nullptr || !HostCollective::IsFaster(operation, a)) return by_mpi();
+    using Way = HostCollective::Way;
+    if (channel.exchange == nullptr || channel.memory != nullptr) return by_mpi();
+    const Way way = HostCollective::WayOf(operation, a, channel.size);
+    if (way == Way::kByMpi) return by_mpi();
     HostCollective collective(*this, channel);
+    if (way == Way::kByReading) return collective.ByReading(operation, a);
     bool has_buffers = false;
     PYCOLLECTIVE_RETURN_IF_FAILED(collective.HasBuffers(&has_buffers));
-    return has_buffers ? collective.Run(operation, a) : by_mpi();
+    return has_buffers ? collective.ThroughBuffers(operation, a) : by_mpi();
   }
 };
 

@@ -20,6 +20,7 @@ MUST_AGREE = {
 """The variables, and their attributes, that must be the same on all ranks: ranks with others would make other calls."""
 
 _BOOLEANS = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
+_SHARED_MEMORY = {text: "on" if on else "off" for text, on in _BOOLEANS.items()} | {"buffers": "buffers"}
 _LANES = {"one": False, "all": True}
 _CHECKS = {"never": 0, "first": 1, "every": 2, "always": 3}
 
@@ -51,7 +52,8 @@ class Config:
             (``PYCOLLECTIVE_CHECK=never|first|every|always``, default ``every``). And whether the first call to which a
             rank brings a NaN or an Inf is an error (``nan``, or ``never,nan`` and so on).
         shared_memory: the ranks of a host compare their calls, and exchange the arrays of collectives, in memory that
-            they share (``PYCOLLECTIVE_SHARED_MEMORY=on|off``, default ``on``).
+            they share; or there alone, so that none reads another one's arrays where they are
+            (``PYCOLLECTIVE_SHARED_MEMORY=on|off|buffers``, default ``on``).
         malloc: the process keeps freed memory for later arrays (``PYCOLLECTIVE_MALLOC=on|off``, default ``on``).
         timeout: how many seconds a rank may wait for the others in one call before the job is ended with a report, or
             ``off`` (``PYCOLLECTIVE_TIMEOUT``, default 600). If it is given, it is also the limit at a rank's end.
@@ -71,7 +73,7 @@ class Config:
     """
 
     check: Check = _DEFAULT_CHECK
-    shared_memory: bool = True
+    shared_memory: str = "on"
     malloc: bool = True
     timeout: float | None = None  # None: not given; infinity: off
     records: str = "pycollective-records"  # "": off
@@ -149,7 +151,7 @@ def read(environ: Mapping[str, str]) -> Config:
     """
     return Config(
         check=_check(environ, "PYCOLLECTIVE_CHECK"),
-        shared_memory=_choice(environ, "PYCOLLECTIVE_SHARED_MEMORY", _BOOLEANS, True),  # type: ignore[arg-type]
+        shared_memory=_choice(environ, "PYCOLLECTIVE_SHARED_MEMORY", _SHARED_MEMORY, "on"),  # type: ignore[arg-type]
         malloc=_choice(environ, "PYCOLLECTIVE_MALLOC", _BOOLEANS, True),  # type: ignore[arg-type]
         timeout=_seconds(environ, "PYCOLLECTIVE_TIMEOUT"),
         records=_folder(environ, "PYCOLLECTIVE_RECORDS", Config.records),

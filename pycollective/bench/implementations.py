@@ -30,7 +30,7 @@ class Program:
         run: one call on these arrays, which returns when the results are there.
         get: from the results to a list of NumPy arrays for each participant of this process.
         feeds_back: whether the results are the operands of the next call.
-        chained: whether in a loop each call takes the results of the call before.
+        chained: whether in a loop each call takes the results of the call before, if those of the workload do.
         participants: the number of participants of this process: 1, or its local devices.
         tolerance: the relative error that rounding may make.
         checked: whether the results are those of the workload.
@@ -63,7 +63,19 @@ def looped(function: Callable[..., Any], workload: Workload) -> Callable[..., An
     """``function``, called in one program as often as ``workload`` says."""
     if workload.mode != "loop":
         return function
-    return lambda *xs: lax.fori_loop(0, workload.loop, lambda _, xs: tuple(function(*xs)), xs, unroll=workload.unroll)
+    if workload.is_chained:
+        return lambda *xs: lax.fori_loop(
+            0, workload.loop, lambda _, xs: tuple(function(*xs)), xs, unroll=workload.unroll
+        )
+
+    def repeat(*xs: Any) -> Any:
+        def body(_: Any, carry: Any) -> Any:
+            xs, _ = lax.optimization_barrier(carry)  # or XLA's own collectives would leave the loop
+            return xs, tuple(function(*xs))
+
+        return lax.fori_loop(1, workload.loop, body, (xs, tuple(function(*xs))), unroll=workload.unroll)[1]
+
+    return repeat
 
 
 def ready(compiled: Callable[..., Any]) -> Callable[[Any], Any]:

@@ -121,7 +121,7 @@ class InProcess:
             assert shorter is not None
             program = shorter
         own = program.participants
-        times = workload.loop if program.chained else 1
+        times = workload.loop if program.chained and workload.is_chained else 1
         results = program.get(program.run(program.put(self._operands(workload, own))))
         wrong = 0
         for i, got in enumerate(results):

@@ -52,6 +52,7 @@ class Operation:
         operand: the shape of an operand.
         result: the shape of a result.
         mpi_in_place: MPI's function writes the result over the operand.
+        in_place: XLA may write the result over the operand.
         devices_share_the_link: between hosts, the devices of a host can send and receive one array for all of them.
     """
 
@@ -62,11 +63,12 @@ class Operation:
     operand: Shape = whole
     result: Shape = whole
     mpi_in_place: bool = False
+    in_place: bool = False
     devices_share_the_link: bool = True
 
     @property
     def keeps_shape(self) -> bool:
-        """Whether a result may be the operand of the next call, and an operand be donated."""
+        """Whether an operand may be donated."""
         return self.operand is self.result
 
     @property
@@ -105,6 +107,7 @@ OPERATIONS = {
         mpi=lambda comm: comm.Allreduce,
         expected=lambda operand_of, _, n: _total(map(operand_of, range(n))),
         factor=lambda n: 2 * (n - 1) / n,
+        in_place=True,
     ),
     "all_gather": Operation(
         call=lambda lib, x, axis: lib.all_gather(x, axis),
@@ -137,6 +140,7 @@ OPERATIONS = {
         expected=lambda operand_of, *_: operand_of(0),
         factor=lambda _: 1.0,
         mpi_in_place=True,
+        in_place=True,
     ),
     "ppermute": Operation(
         call=lambda lib, x, axis: lib.ppermute(x, axis, _ring(lib.axis_size(axis))),

@@ -88,6 +88,11 @@ class Workload:
         return OPERATIONS.get(self.op)
 
     @property
+    def is_chained(self) -> bool:
+        """Whether in a loop each call takes the results of the one before. Otherwise XLA would copy them for it."""
+        return self.operation is None or self.operation.in_place
+
+    @property
     def count(self) -> int:
         return sum(self.sizes)
 
@@ -151,11 +156,9 @@ def make_workload(op: str, nbytes: int, dtype: Any, n: int, **options: Any) -> W
     else:
         sizes = (elements,)
     workload = Workload(op, sizes, dtype, **options)
-    for wanted, what in ((workload.mode == "loop", "run in a loop"), (workload.donated, "donate its operand")):
-        if wanted and not keeps_shape(op):
-            raise ValueError(
-                message("bench", f"an operation that can {what}", op, "Its result has another shape: leave that out.")
-            )
+    if workload.donated and not keeps_shape(op):
+        expected = "an operation that can donate its operand"
+        raise ValueError(message("bench", expected, op, "Its result has another shape: leave that out."))
     return workload
 
 

@@ -85,8 +85,8 @@ def start_mpi(mpi: MPI.Intracomm, limit: float | None) -> None:
     with host_of(mpi) as neighbours:
         _compare_settings(mpi)
         native.start(neighbours.size)  # it tunes malloc, so it comes before JAX's backend starts threads
-        if config.shared_memory:
-            board.open_board(neighbours)
+        if config.shared_memory != "off":
+            board.open_board(neighbours, may_read=config.shared_memory == "on")
         monitor.start(mpi, limit)
         if mpi.size > 1:
             interrupts.end_all_on_interrupt()

@@ -17,11 +17,12 @@ from pycollective.transport import compiled
 from pycollective.transport.mpi import MPI
 
 
-def open_board(neighbours: MPI.Intracomm) -> bool:
+def open_board(neighbours: MPI.Intracomm, may_read: bool = True) -> bool:
     """Opens the board. All ranks of this host must make this call.
 
     Args:
         neighbours: the ranks of this host.
+        may_read: a rank may read the arrays of another one where they are, if the kernel lets all ranks of this host.
 
     Returns:
         Whether there is a board; the same on all of them. There is none for a rank alone, or if ranks of other users or
@@ -51,9 +52,14 @@ def open_board(neighbours: MPI.Intracomm) -> bool:
     if is_open:
         ranks = compiled.int32s(members)
         is_open = bool(compiled.library().pycollective_board_open(file, ranks, neighbours.size))
+    if is_open and may_read:
+        compiled.library().pycollective_board_show_memory(neighbours.rank)
     is_open = neighbours.allreduce(is_open, op=MPI.LAND)  # so the first rank does not close its file before
     if not is_open:
         compiled.library().pycollective_board_close()
+    elif may_read:
+        reads_all = neighbours.allreduce(bool(compiled.library().pycollective_board_reads_all()), op=MPI.LAND)
+        compiled.library().pycollective_board_set_reads(reads_all)
     if file is not None:
         os.close(file)
     return is_open

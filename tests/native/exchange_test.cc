@@ -1,6 +1,10 @@
 // Tests of the collectives through memory that ranks share: threads in the place of ranks, and no MPI. A call of MPI but
 // those that start or that wait ends the test.
 
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
@@ -52,22 +56,25 @@ std::unique_ptr<pc::Library> MakeLibrary() {
   return library;
 }
 
-// The memory of a host with `ranks` ranks, as mmap would give it.
+// The memory of a host with `ranks` ranks. Processes that this one starts share it.
 class Host {
  public:
   explicit Host(int ranks) : board_(pc::BoardSlot::BytesOf(ranks)), nbytes_(board_ + pc::Exchange::BytesOf(ranks)) {
-    memory_.reset(static_cast<char*>(std::aligned_alloc(64, (nbytes_ + 63) / 64 * 64)));
-    std::memset(memory_.get(), 0, nbytes_);
-    pc::BoardSlot::OpenBoard(memory_.get(), ranks);
-    pc::Exchange::OpenMemory(memory_.get() + board_, ranks);
+    memory_ = mmap(nullptr, nbytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    CHECK(memory_ != MAP_FAILED);
+    pc::BoardSlot::OpenBoard(memory_, ranks);
+    pc::Exchange::OpenMemory(static_cast<char*>(memory_) + board_, ranks);
+    for (int rank = 0; rank < ranks; ++rank) pc::Exchange::ShowMemory(rank);
+    CHECK(pc::Exchange::ReadsAll());
+    pc::Exchange::SetReads(true);
   }
+  ~Host() { munmap(memory_, nbytes_); }
+  Host(const Host&) = delete;
+  Host& operator=(const Host&) = delete;
 
  private:
-  struct Free {
-    void operator()(char* memory) const { std::free(memory); }
-  };
   const size_t board_, nbytes_;
-  std::unique_ptr<char, Free> memory_;
+  void* memory_;
 };
 
 // A channel of ranks 0 to size - 1, as one of them sees it.
@@ -106,7 +113,8 @@ struct Try {
   int64_t count;
   int root;
   bool in_place;
-  int64_t salt = 0;  // another one has other values
+  int64_t salt = 0;         // another one has other values
+  bool by_reading = false;  // else through buffers
 };
 
 bool HasBlocks(Kind kind) { return kind == kAlltoall || kind == kReduceScatter || kind == kScatter; }
@@ -143,14 +151,15 @@ float Expected(const Try& call, int rank, int size, int64_t index) {
   }
 }
 
-pc::Outcome Make(const pc::Library& library, const pc::Channel& channel, Kind kind, const pc::Arguments& a) {
+pc::Outcome Make(const pc::Library& library, const pc::Channel& channel, const Try& call, const pc::Arguments& a) {
   constexpr pc::Operation kOperations[] = {pc::kAllreduce, pc::kReduce, pc::kScan,     pc::kExscan,        pc::kBcast,
                                            pc::kAllgather, pc::kGather, pc::kAlltoall, pc::kReduceScatter, pc::kScatter};
   pc::HostCollective collective(library, channel);
+  if (call.by_reading) return collective.ByReading(kOperations[call.kind], a);
   bool has_buffers = false;
   PYCOLLECTIVE_RETURN_IF_FAILED(collective.HasBuffers(&has_buffers));
   CHECK(has_buffers);
-  return collective.Run(kOperations[kind], a);
+  return collective.ThroughBuffers(kOperations[call.kind], a);
 }
 
 void MakeAndCheck(const pc::Library& library, const Member& member, const Try& call) {
@@ -162,11 +171,14 @@ void MakeAndCheck(const pc::Library& library, const Member& member, const Try& c
   const bool in_place = call.in_place && !HasBlocks(call.kind) && !GivesBlocks(call.kind);
   pc::Arguments a{x.data(), in_place ? x.data() : y.data(), call.count, pc::Type::kFloat32};
   a.root = call.root;
-  CHECK(Make(library, member.channel, call.kind, a).ok());
+  CHECK(Make(library, member.channel, call, a).ok());
   const auto* result = static_cast<const float*>(a.recv);
   for (int64_t i = 0; i < got; ++i) CHECK(result[i] == Expected(call, rank, size, i));
   for (int64_t i = 0; i < brought && !in_place; ++i) CHECK(x[static_cast<size_t>(i)] == Value(rank, i + call.salt));
 }
+
+// The others are read while results are written.
+bool CanRead(Kind kind) { return kind != kReduce && kind != kScan && kind != kExscan; }
 
 constexpr int64_t kPiece = pc::Exchange::kBufferBytes / sizeof(float);  // elements
 
@@ -176,8 +188,11 @@ void TestEachCollective() {
       for (int kind = 0; kind < kKinds; ++kind) {
         for (const int64_t count : {int64_t{0}, int64_t{1}, int64_t{7}, int64_t{3000}, kPiece, 3 * kPiece + 5}) {
           for (const int root : {0, size - 1}) {
-            MakeAndCheck(library, member, {static_cast<Kind>(kind), count, root, false});
-            MakeAndCheck(library, member, {static_cast<Kind>(kind), count, root, true});
+            for (const bool in_place : {false, true}) {
+              for (const bool by_reading : {false, CanRead(static_cast<Kind>(kind))}) {
+                MakeAndCheck(library, member, {static_cast<Kind>(kind), count, root, in_place, count, by_reading});
+              }
+            }
           }
         }
       }
@@ -186,7 +201,7 @@ void TestEachCollective() {
   }
 }
 
-// Small arrays, and reductions of any size, go without a call of MPI.
+// No way is by MPI, whether the kernel lets ranks read each other's memory or not.
 void TestTheLibraryCallsNoMpi() {
   OnRanks(2, [](const pc::Library& library, Member& member) {
     std::vector<float> x(static_cast<size_t>(2 * kPiece), 1.0f), y(x);
@@ -196,13 +211,76 @@ void TestTheLibraryCallsNoMpi() {
       CHECK(count == 0 || y[static_cast<size_t>(count) - 1] == 2.0f);
       CHECK(library.ReduceScatter(member.channel, a).ok());
       CHECK(library.Scan(member.channel, a).ok());
-      if (count == kPiece) continue;  // MPI is faster
       CHECK(library.Allgather(member.channel, a).ok());
       CHECK(library.Alltoall(member.channel, a).ok());
       CHECK(library.Bcast(member.channel, a).ok());
     }
     CHECK(library.Barrier(member.channel).ok());
   });
+  using Way = pc::HostCollective::Way;
+  const Host host(2);
+  const pc::Arguments large{nullptr, nullptr, kPiece, pc::Type::kFloat32}, larger{nullptr, nullptr, 16 * kPiece, pc::Type::kFloat32};
+  CHECK(pc::HostCollective::WayOf(pc::kAllgather, large, 2) == Way::kByReading);
+  CHECK(pc::HostCollective::WayOf(pc::kScan, large, 2) == Way::kThroughBuffers);
+  CHECK(pc::HostCollective::WayOf(pc::kAllreduce, larger, 2) == Way::kByReading);
+  pc::Exchange::SetReads(false);
+  CHECK(pc::HostCollective::WayOf(pc::kAllgather, large, 2) == Way::kThroughBuffers);
+  CHECK(pc::HostCollective::WayOf(pc::kAllreduce, larger, 2) == Way::kThroughBuffers);
+}
+
+// A rank ends a call that reads arrays when the others have read its own: it may overwrite them then.
+void TestAnArrayIsOverwrittenAfterTheCall() {
+  for (const Kind kind : {kAllreduce, kBcast, kAllgather, kGather, kAlltoall, kReduceScatter, kScatter}) {
+    OnRanks(3, [kind](const pc::Library& library, Member& member) {
+      for (int i = 0; i < 20; ++i) {
+        if (i % 3 == member.channel.rank) Sleep(1);
+        MakeAndCheck(library, member, {kind, kPiece, i % 3, false, i, true});  // its arrays are freed here
+      }
+    });
+  }
+}
+
+// An array that cannot be read is an error of those that read it. The others go on.
+void TestAnArrayThatCannotBeRead() {
+  std::atomic<int> errors{0};
+  OnRanks(2, [&](const pc::Library& library, Member& member) {
+    const bool is_root = member.channel.rank == 0;
+    const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+    void* const x = mmap(nullptr, page, is_root ? PROT_NONE : PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    const pc::Arguments a{x, x, static_cast<int64_t>(page / sizeof(float)), pc::Type::kFloat32};
+    const pc::Outcome outcome = pc::HostCollective(library, member.channel).ByReading(pc::kBcast, a);
+    munmap(x, page);
+    CHECK(outcome.ok() == is_root);
+    if (!is_root) CHECK(outcome.detail.find("the array of rank 0") != std::string::npos);
+    if (!is_root) ++errors;
+    MakeAndCheck(library, member, {kAllreduce, 7, 0, false});
+  });
+  CHECK(errors == 1);
+}
+
+// A root that ends before the others have read its array: they wait until MPI says that it has failed.
+void TestAProcessThatIsGone() {
+  const Host host(2);
+  const int64_t slot = pc::BoardSlot::Take();
+  pc::Exchange::Begin(slot);
+  std::vector<float> x(1000, 1.0f), y(2000);
+  const pid_t child = fork();
+  if (child == 0) {
+    pc::Exchange::ShowMemory(1);
+    Member member(slot, 1, 2);
+    member.exchange.ShowArrays(x.data(), y.data());
+    member.exchange.Post();
+    _exit(0);
+  }
+  CHECK(waitpid(child, nullptr, 0) == child);
+  failed_rank = 1;
+  const Member member(slot, 0, 2);
+  const auto library = MakeLibrary();
+  pc::Arguments a{x.data(), y.data(), 1000, pc::Type::kFloat32};
+  a.root = 1;
+  const pc::Outcome outcome = pc::HostCollective(*library, member.channel).ByReading(pc::kBcast, a);
+  CHECK(!outcome.ok() && std::string(outcome.call) == "MPI_Iprobe");
+  failed_rank = kNoRank;
 }
 
 // The same calls in the same order on all ranks, which are late at different moments. A step that waits for too few ranks, or
@@ -215,7 +293,7 @@ void TestRandomCallsOfLateRanks() {
         const auto kind = static_cast<Kind>(calls() % kKinds);
         const int64_t most = calls() % 4 == 0 ? 2 * kPiece : 3000;
         const Try call{kind, static_cast<int64_t>(calls() % static_cast<unsigned>(most)), static_cast<int>(calls() % static_cast<unsigned>(size)),
-                       calls() % 2 == 0, i};
+                       calls() % 2 == 0, i, calls() % 2 == 0 && CanRead(kind)};
         if (own() % 8 == 0) Sleep(static_cast<int>(own() % 3));
         MakeAndCheck(library, member, call);
         if (calls() % 16 == 0) CHECK(library.Barrier(member.channel).ok());
@@ -323,6 +401,9 @@ void TestAWaitForAFailedRankEnds() {
 const Tests kTests = {
     {"each_collective", TestEachCollective},
     {"the_library_calls_no_mpi", TestTheLibraryCallsNoMpi},
+    {"an_array_is_overwritten_after_the_call", TestAnArrayIsOverwrittenAfterTheCall},
+    {"an_array_that_cannot_be_read", TestAnArrayThatCannotBeRead},
+    {"a_process_that_is_gone", TestAProcessThatIsGone},
     {"random_calls_of_late_ranks", TestRandomCallsOfLateRanks},
     {"a_reader_that_is_late", TestAReaderThatIsLate},
     {"barrier", TestBarrier},

@@ -39,7 +39,7 @@ def test_values() -> None:
     hosts = {"bucket_bytes": 0, "all_lanes": True}
     assert read == config.Config(
         check=config.Check(when=3),
-        shared_memory=False,
+        shared_memory="off",
         malloc=False,
         records="",
         timeout=2.5,
