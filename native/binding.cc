@@ -170,12 +170,12 @@ PYCOLLECTIVE_EXPORT int64_t pycollective_part_add(const char* name, int64_t fing
   return pycollective::AddCommunicator(std::move(part));
 }
 
-// Lets the ranks of a communicator that was just added take a slot of the board: see Ranks::JoinBoard. Returns null, or a
-// message that stays valid until the next call.
+// Lets the ranks of a communicator that was just added know their hosts: see Ranks::JoinHosts. Returns null, or a message
+//  that stays valid until the next call.
 PYCOLLECTIVE_EXPORT const char* pycollective_board_join(int64_t number) {
   static std::string error;
   const auto ranks = FindCommunicator(number)->ranks;
-  return ErrorOf(ranks->JoinBoard(*pycollective::library, ranks->channel(0)), &error);
+  return ErrorOf(ranks->JoinHosts(*pycollective::library, 0), &error);
 }
 
 // The bytes of the memory that so many ranks share: the board, and what they exchange arrays through.
@@ -183,15 +183,19 @@ PYCOLLECTIVE_EXPORT int64_t pycollective_board_bytes(int32_t ranks) {
   return static_cast<int64_t>(pycollective::BoardSlot::BytesOf(ranks) + pycollective::Exchange::BytesOf(ranks));
 }
 
-// Opens the memory of this host: `file` is open, has so many bytes, and is shared by the ranks of MPI_COMM_WORLD in `ranks`.
-// Returns whether it could be mapped.
-PYCOLLECTIVE_EXPORT bool pycollective_board_open(int32_t file, const int32_t* ranks, int32_t count) {
+// Says on which host each rank of MPI_COMM_WORLD is: see SetHosts.
+PYCOLLECTIVE_EXPORT void pycollective_set_hosts(const int32_t* hosts, int32_t count, int32_t own) {
+  pycollective::SetHosts({hosts, hosts + count}, own);
+}
+
+// Opens the memory of this host: `file` is open, has so many bytes, and is shared by `count` ranks. Returns whether it
+// could be mapped.
+PYCOLLECTIVE_EXPORT bool pycollective_board_open(int32_t file, int32_t count) {
   const auto nbytes = static_cast<size_t>(pycollective_board_bytes(count));
   void* const memory = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
   if (memory == MAP_FAILED) return false;
   pycollective::BoardSlot::OpenBoard(memory, count);
   pycollective::Exchange::OpenMemory(static_cast<char*>(memory) + pycollective::BoardSlot::BytesOf(count), count);
-  pycollective::SetRanksOfHost({ranks, ranks + count});
   return true;
 }
 

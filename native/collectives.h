@@ -43,6 +43,7 @@ inline Outcome OutcomeOfException(const std::exception& error) {
   } while (false)
 
 class Exchange;
+class HostLevels;
 
 // Zeros and copies in the memory that a library is handed: here in host memory; DeviceMemory (device.h) overrides them.
 class Memory {
@@ -64,6 +65,7 @@ struct Channel {
   int tag_step = 1;
   const Memory* memory = nullptr;  // null: host memory
   Exchange* exchange = nullptr;    // memory that the ranks share; null: they share none
+  HostLevels* levels = nullptr;    // of ranks on several hosts, where those of a host may share memory
 };
 
 // What a collective works on. For an array of blocks, `count` is the size of one block; `channel.size` blocks follow

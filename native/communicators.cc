@@ -79,19 +79,30 @@ Outcome Ranks::MakeChannel(const Library& mpi, int number) {
   PYCOLLECTIVE_RETURN_IF_FAILED(mpi.CreateComm(auxiliary_, members_, first_tag_ + number, &made));
   channel.collective = made;
   channel.own.store(made, std::memory_order_release);
-  PYCOLLECTIVE_RETURN_IF_FAILED(JoinBoard(mpi, channel));
+  PYCOLLECTIVE_RETURN_IF_FAILED(JoinHosts(mpi, number));
   channel.made.store(true, std::memory_order_release);
   return {};
 }
 
-Outcome Ranks::JoinBoard(const Library& mpi, LazyChannel& channel) {
-  if (channel.size == 1 || !AreOnThisHost(world_)) return {};
-  int64_t number = channel.rank == 0 ? BoardSlot::Take() : -1;
-  if (number >= 0) Exchange::Begin(number);
-  PYCOLLECTIVE_RETURN_IF_FAILED(mpi.Bcast(channel, {&number, &number, 1, Type::kInt64}));
-  channel.board = BoardSlot(number, channel.rank, channel.size);
-  if (number < 0) return {};
-  channel.memory_of_ranks = Exchange(number, channel.rank, channel.size);
+Outcome Ranks::JoinHosts(const Library& mpi, int number) {
+  LazyChannel& channel = this->channel(number);
+  if (channel.size == 1) return {};
+  if (!AreOnThisHost(world_)) {
+    std::vector<int> hosts = HostsOf(world_);
+    if (std::find(hosts.begin(), hosts.end(), -1) != hosts.end()) return {};
+    std::vector<int> members = members_;
+    for (int rank = 0; members_.empty() && rank < channel.size; ++rank) members.push_back(rank);
+    const int tag = first_tag_ + number;
+    channel.levels_of_ranks = std::make_unique<HostLevels>(std::move(hosts), channel.rank, auxiliary_, members, tag);
+    channel.levels = channel.levels_of_ranks.get();
+    return {};
+  }
+  int64_t slot = channel.rank == 0 ? BoardSlot::Take() : -1;
+  if (slot >= 0) Exchange::Begin(slot);
+  PYCOLLECTIVE_RETURN_IF_FAILED(mpi.Bcast(channel, {&slot, &slot, 1, Type::kInt64}));
+  channel.board = BoardSlot(slot, channel.rank, channel.size);
+  if (slot < 0) return {};
+  channel.memory_of_ranks = Exchange(slot, channel.rank, channel.size);
   channel.exchange = &channel.memory_of_ranks;
   return {};
 }
@@ -100,12 +111,18 @@ void Ranks::AddOwnComms(std::vector<int64_t>* comms) const {
   for (const LazyChannel& channel : channels_) {
     const int64_t own = channel.own.load(std::memory_order_acquire);
     if (own != 0) comms->push_back(own);
+    const bool has_levels = channel.made.load(std::memory_order_acquire) && channel.levels_of_ranks != nullptr;
+    if (has_levels) channel.levels_of_ranks->AddOwnComms(comms);
   }
 }
 
 Outcome Ranks::FreeChannels(const Library& mpi) {
   Outcome first;
   for (LazyChannel& channel : channels_) {
+    if (channel.made && channel.levels_of_ranks != nullptr) {
+      const Outcome freed = channel.levels_of_ranks->Free(mpi);
+      if (first.ok()) first = freed;
+    }
     if (!channel.made || !channel.board.exists()) continue;
     channel.exchange = nullptr;                // the barrier is MPI's: it leaves the slot alone
     const Outcome met = mpi.Barrier(channel);  // no rank reads the slot any more
@@ -135,16 +152,29 @@ Team& Communicator::TeamOfCopies(int size) {
 
 namespace {
 
-std::vector<int> ranks_of_host;  // in MPI_COMM_WORLD; set before the first communicator
+// Set before the first communicator.
+std::vector<int> hosts_of_world;
+int own_host = -1;
 
 }  // namespace
 
-void SetRanksOfHost(std::vector<int> ranks) { ranks_of_host = std::move(ranks); }
+void SetHosts(std::vector<int> hosts, int own) {
+  hosts_of_world = std::move(hosts);
+  own_host = own;
+}
+
+std::vector<int> HostsOf(const std::vector<int>& world_ranks) {
+  std::vector<int> hosts;
+  for (const int rank : world_ranks) {
+    const auto place = static_cast<size_t>(rank);
+    hosts.push_back(place < hosts_of_world.size() ? hosts_of_world[place] : -1);
+  }
+  return hosts;
+}
 
 bool AreOnThisHost(const std::vector<int>& world_ranks) {
-  return BoardSlot::HasBoard() && std::all_of(world_ranks.begin(), world_ranks.end(), [](int rank) {
-           return std::find(ranks_of_host.begin(), ranks_of_host.end(), rank) != ranks_of_host.end();
-         });
+  const std::vector<int> hosts = HostsOf(world_ranks);
+  return BoardSlot::HasBoard() && std::all_of(hosts.begin(), hosts.end(), [](int host) { return host == own_host; });
 }
 
 // The table ------------------------------------------------------------------------------------------------------

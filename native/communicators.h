@@ -19,6 +19,7 @@
 #include "board.h"
 #include "collectives.h"
 #include "exchange.h"
+#include "host_levels.h"
 #include "recorder.h"
 #include "signature.h"
 #include "team.h"
@@ -36,6 +37,8 @@ struct LazyChannel : Channel {
   // Where its ranks post their calls, and the memory through which they exchange arrays, if they are all on one host.
   BoardSlot board;
   Exchange memory_of_ranks;
+  // If they are on several hosts.
+  std::unique_ptr<HostLevels> levels_of_ranks;
 
   // How many collectives and messages its records have counted.
   std::atomic<int64_t> collectives{0};
@@ -83,8 +86,9 @@ class Ranks {
 
   // Makes a channel if it is not there yet. The devices on one lane of all ranks must make this call.
   Outcome MakeChannel(const Library& mpi, int number);
-  // Lets the ranks of a channel that was just made take a slot of the board. All of them must make this call.
-  Outcome JoinBoard(const Library& mpi, LazyChannel& channel);
+  // Lets the ranks of a channel that was just made take a slot of the board, or know their hosts. All of them must make
+  // this call.
+  Outcome JoinHosts(const Library& mpi, int number);
   // Adds the MPI communicators that MakeChannel has made. Any thread may call it.
   void AddOwnComms(std::vector<int64_t>* comms) const;
   // Frees the channels that MakeChannel has made. All ranks must make this call, and no other call may be under way.
@@ -100,10 +104,12 @@ class Ranks {
   std::vector<LazyChannel> channels_;
 };
 
-// The ranks of this host that share its board, in MPI_COMM_WORLD.
-void SetRanksOfHost(std::vector<int> ranks);
-// Whether all of these ranks are among them.
+// The host of each rank of MPI_COMM_WORLD: a number, or -1 if nothing is known of that rank. `own`: of this process.
+void SetHosts(std::vector<int> hosts, int own);
+// Whether all of these ranks are on this host, and it has a board.
 bool AreOnThisHost(const std::vector<int>& world_ranks);
+// Their hosts.
+std::vector<int> HostsOf(const std::vector<int>& world_ranks);
 
 // One device of this process in a communicator. It makes its calls with the devices on the same lane of the other
 // ranks.

@@ -56,12 +56,20 @@ void Copy(void* to, const void* from, size_t nbytes, bool past_caches) {
   }
 }
 
-// A share of so many elements for each rank. Shares begin at lines of the cache.
-int64_t ShareOf(int64_t count, int ranks, Type type) {
-  constexpr int64_t kLineBytes = 64;
-  const int64_t line = std::max<int64_t>(1, kLineBytes / kTypeBytes[int(type)]);
-  return ((count + ranks - 1) / ranks + line - 1) / line * line;
-}
+// An array of `count` elements in a share for each of the first ranks. Shares begin at lines of the cache.
+struct Shares {
+  Shares() = default;
+  Shares(int64_t whole, int sharers, Type type) : count(whole) {
+    constexpr int64_t kLineBytes = 64;
+    const int64_t line = std::max<int64_t>(1, kLineBytes / kTypeBytes[int(type)]);
+    each = ((count + sharers - 1) / sharers + line - 1) / line * line;
+  }
+  int64_t Begin(int64_t rank) const { return std::min(count, rank * each); }
+  int64_t CountOf(int64_t rank) const { return Begin(rank + 1) - Begin(rank); }
+  int64_t count = 0, each = 0;
+};
+
+const HostCollective::Between kNothingBetween = [](void*, int64_t) -> Outcome { return {}; };
 
 // Cuts an array into pieces. A rank fills the next one before it waits for the others' parts of this one: so they wait less for it.
 template <typename Piece, typename Fill, typename Reduce, typename Take>
@@ -166,16 +174,33 @@ Outcome HostCollective::InOneStep(Operation operation, const Arguments& a) {
   return InPieces<Piece>(a.count, at_once, fill, [](Piece*) { return Outcome{}; }, take);
 }
 
+Outcome HostCollective::Allreduce(const Arguments& a, int sharers, const Between& between) {
+  if (a.count == 0) return {};
+  if (Exchange::MayRead()) return AllreduceByReading(a, sharers, between);
+  // The shares are those of AllreduceByReading: on another host the ranks may read.
+  const Shares shares(a.count, sharers, a.type);
+  const auto share_of = [&](int rank, const void* from) {
+    Arguments share = a.On(At(from, shares.Begin(rank), a.type), At(a.recv, shares.Begin(rank), a.type), shares.CountOf(rank));
+    share.root = rank;
+    return share;
+  };
+  for (int rank = 0; rank < sharers; ++rank) {
+    PYCOLLECTIVE_RETURN_IF_FAILED(mpi_.Reduce(channel_, share_of(rank, a.send)));
+  }
+  const Arguments own = share_of(member_.rank, a.recv);
+  if (own.count > 0) PYCOLLECTIVE_RETURN_IF_FAILED(between(own.recv, own.count));
+  for (int rank = 0; rank < sharers; ++rank) PYCOLLECTIVE_RETURN_IF_FAILED(mpi_.Bcast(channel_, share_of(rank, a.recv)));
+  return {};
+}
+
 Outcome HostCollective::AllreduceThroughBuffers(const Arguments& a) {
   const int64_t at_once = Exchange::kBufferBytes / kTypeBytes[int(a.type)];
   const bool past_caches = !FitsIntoCaches(kAllreduce, a, member_.size);
-  // A piece: its elements are cut into a share for each rank.
   struct Piece {
     uint64_t number;
-    int64_t first, count, share;
+    int64_t first;
+    Shares shares;
     uint64_t filled, reduced;
-    int64_t Begin(int64_t rank) const { return std::min(count, rank * share); }
-    int64_t CountOf(int64_t rank) const { return Begin(rank + 1) - Begin(rank); }
   };
   const auto buffer = [&](int rank, const Piece& piece, int64_t element) {
     return At(exchange_.BufferOf(rank, piece.number), element, a.type);
@@ -188,9 +213,9 @@ Outcome HostCollective::AllreduceThroughBuffers(const Arguments& a) {
     uint64_t free_at = 0;
     const uint64_t number = exchange_.BeginPiece(&free_at);
     const int64_t count = std::min(at_once, a.count - first);
-    *piece = {number, first, count, ShareOf(count, member_.size, a.type), 0, 0};
+    *piece = {number, first, Shares(count, member_.size, a.type), 0, 0};
     PYCOLLECTIVE_RETURN_IF_FAILED(WaitForAll(free_at));
-    const int64_t begin = piece->Begin(own), end = piece->Begin(own + 1);
+    const int64_t begin = piece->shares.Begin(own), end = piece->shares.Begin(own + 1);
     std::memcpy(buffer(own, *piece, 0), operand(*piece, 0), Bytes(begin, a.type));
     std::memcpy(buffer(own, *piece, end), operand(*piece, end), Bytes(count - end, a.type));
     piece->filled = exchange_.Post();
@@ -199,11 +224,11 @@ Outcome HostCollective::AllreduceThroughBuffers(const Arguments& a) {
   // Reduces the own share. Its place in the own buffer is free for the result.
   const auto reduce = [&](Piece* piece) -> Outcome {
     PYCOLLECTIVE_RETURN_IF_FAILED(WaitForAll(piece->filled));
-    const int64_t begin = piece->Begin(own);
+    const int64_t begin = piece->shares.Begin(own);
     ReduceInOrder(
         member_.size,
         [&](int rank) -> const void* { return rank == own ? operand(*piece, begin) : buffer(rank, *piece, begin); },
-        piece->CountOf(own), buffer(own, *piece, begin), a.type, a.op);
+        piece->shares.CountOf(own), buffer(own, *piece, begin), a.type, a.op);
     piece->reduced = exchange_.Post();
     return {};
   };
@@ -212,8 +237,9 @@ Outcome HostCollective::AllreduceThroughBuffers(const Arguments& a) {
     for (int step = 0; step < member_.size; ++step) {
       const int rank = (own + step) % member_.size;
       if (step > 0) PYCOLLECTIVE_RETURN_IF_FAILED(WaitFor(rank, piece.reduced));
-      const int64_t begin = piece.Begin(rank);
-      Copy(At(a.recv, piece.first + begin, a.type), buffer(rank, piece, begin), Bytes(piece.CountOf(rank), a.type), past_caches);
+      const int64_t begin = piece.shares.Begin(rank);
+      Copy(At(a.recv, piece.first + begin, a.type), buffer(rank, piece, begin), Bytes(piece.shares.CountOf(rank), a.type),
+           past_caches);
     }
     exchange_.Post();
     exchange_.EndPiece(piece.number);
@@ -225,17 +251,14 @@ Outcome HostCollective::AllreduceThroughBuffers(const Arguments& a) {
 
 Outcome HostCollective::ByReading(Operation operation, const Arguments& a) {
   if (a.count == 0) return {};
+  if (operation == kAllreduce) return AllreduceByReading(a, member_.size, kNothingBetween);
   exchange_.ShowArrays(a.send, a.recv);
   const uint64_t shown = exchange_.Post();
   for (int rank = 0; rank < member_.size; ++rank) {
     if (rank != member_.rank && Reads(operation, a, member_, rank)) PYCOLLECTIVE_RETURN_IF_FAILED(WaitFor(rank, shown));
   }
-  Outcome outcome;
-  switch (operation) {
-    case kAllreduce: outcome = ReadAndReduceAll(a); break;
-    case kReduceScatter: outcome = ReadAndReduce(a, member_.rank * a.count, a.count, a.recv); break;
-    default: outcome = ReadBlocks(operation, a);
-  }
+  const Outcome outcome = operation == kReduceScatter ? ReadAndReduce(a, member_.rank * a.count, a.count, a.recv)
+                                                      : ReadBlocks(operation, a);
   // After an error, too: the others wait for this step.
   const uint64_t read = exchange_.Post();
   for (int rank = 0; rank < member_.size; ++rank) {
@@ -278,20 +301,27 @@ Outcome HostCollective::ReadAndReduce(const Arguments& a, int64_t first, int64_t
   return {};
 }
 
-Outcome HostCollective::ReadAndReduceAll(const Arguments& a) {
-  const int64_t share = ShareOf(a.count, member_.size, a.type);
-  const auto begin = [&](int64_t rank) { return std::min(a.count, rank * share); };
-  const auto count = [&](int rank) { return begin(rank + 1) - begin(rank); };
+Outcome HostCollective::AllreduceByReading(const Arguments& a, int sharers, const Between& between) {
+  const Shares shares(a.count, sharers, a.type);
   const int own = member_.rank;
-  Outcome outcome = ReadAndReduce(a, begin(own), count(own), At(a.recv, begin(own), a.type));
+  exchange_.ShowArrays(a.send, a.recv);
+  PYCOLLECTIVE_RETURN_IF_FAILED(WaitForAll(exchange_.Post()));
+  void* const share = At(a.recv, shares.Begin(own), a.type);
+  if (shares.CountOf(own) > 0) {
+    PYCOLLECTIVE_RETURN_IF_FAILED(ReadAndReduce(a, shares.Begin(own), shares.CountOf(own), share));
+    PYCOLLECTIVE_RETURN_IF_FAILED(between(share, shares.CountOf(own)));
+  }
   const uint64_t reduced = exchange_.Post();
+  Outcome outcome;
   for (int step = 1; step < member_.size; ++step) {
     const int rank = (own + step) % member_.size;
     PYCOLLECTIVE_RETURN_IF_FAILED(WaitFor(rank, reduced));
-    const Outcome read = Read(rank, At(a.recv, begin(rank), a.type), At(exchange_.ArraysOf(rank).recv, begin(rank), a.type),
-                              Bytes(count(rank), a.type));
+    const int64_t begin = shares.Begin(rank);
+    const Outcome read = Read(rank, At(a.recv, begin, a.type), At(exchange_.ArraysOf(rank).recv, begin, a.type),
+                              Bytes(shares.CountOf(rank), a.type));
     if (outcome.ok()) outcome = read;
   }
+  PYCOLLECTIVE_RETURN_IF_FAILED(WaitForAll(exchange_.Post()));
   return outcome;
 }
 

@@ -14,6 +14,7 @@
 #define PYCOLLECTIVE_NATIVE_HOST_COLLECTIVES_H_
 
 #include <cstdint>
+#include <functional>
 
 #include "collectives.h"
 #include "combine.h"
@@ -40,12 +41,16 @@ class HostCollective {
   Outcome ByReading(Operation operation, const Arguments&);
   Outcome Barrier();
 
+  // An allreduce in which the first `sharers` ranks reduce a share each. Before the others take it, between(share, count) may change it: by what
+  // other hosts bring. After an error of that the others wait, until the job ends or MPI says that a rank has failed.
+  using Between = std::function<Outcome(void* share, int64_t count)>;
+  Outcome Allreduce(const Arguments&, int sharers, const Between& between);
+
  private:
   Outcome AllreduceThroughBuffers(const Arguments&);
+  Outcome AllreduceByReading(const Arguments&, int sharers, const Between& between);
   Outcome InOneStep(Operation operation, const Arguments&);
 
-  // The steps of ByReading between the first, in which all show their arrays, and the last, after which none reads them.
-  Outcome ReadAndReduceAll(const Arguments&);
   Outcome ReadAndReduce(const Arguments&, int64_t first, int64_t count, void* to);
   Outcome ReadBlocks(Operation operation, const Arguments&);
   // Copies from an array of a rank, which is at that address in its process.

@@ -1,10 +1,11 @@
-// A library whose collectives between ranks of one host go through memory that they share.
+// A library whose collectives between ranks of one host go through memory that they share, and between hosts in levels.
 
 #ifndef PYCOLLECTIVE_NATIVE_WITH_SHARED_MEMORY_H_
 #define PYCOLLECTIVE_NATIVE_WITH_SHARED_MEMORY_H_
 
 #include "collectives.h"
 #include "host_collectives.h"
+#include "host_levels.h"
 #include "operations.h"
 
 namespace pycollective {
@@ -35,7 +36,13 @@ class WithSharedMemory final : public Mpi {
   template <typename ByMpi>
   Outcome Run(Operation operation, const Channel& channel, const Arguments& a, ByMpi by_mpi) const {
     using Way = HostCollective::Way;
-    if (channel.exchange == nullptr || channel.memory != nullptr) return by_mpi();
+    if (channel.memory != nullptr) return by_mpi();
+    if (channel.levels != nullptr && channel.levels->Has(operation, a)) {
+      bool has_levels = false;
+      PYCOLLECTIVE_RETURN_IF_FAILED(channel.levels->Make(*this, channel, &has_levels));
+      if (has_levels) return channel.levels->Run(*this, operation, a);
+    }
+    if (channel.exchange == nullptr) return by_mpi();
     const Way way = HostCollective::WayOf(operation, a, channel.size);
     if (way == Way::kByMpi) return by_mpi();
     HostCollective collective(*this, channel);

@@ -86,6 +86,7 @@ def start_mpi(mpi: MPI.Intracomm, limit: float | None) -> None:
         _compare_settings(mpi)
         native.start(neighbours.size)  # it tunes malloc, so it comes before JAX's backend starts threads
         if config.shared_memory != "off":
+            board.tell_hosts(mpi, neighbours)
             board.open_board(neighbours, may_read=config.shared_memory == "on")
         monitor.start(mpi, limit)
         if mpi.size > 1:

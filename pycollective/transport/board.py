@@ -47,11 +47,9 @@ def open_board(neighbours: MPI.Intracomm, may_read: bool = True) -> bool:
                 file = found
             else:  # the numbers belong to something else in this rank's container
                 os.close(found)
-    members = neighbours.allgather(MPI.COMM_WORLD.rank)
     is_open = neighbours.allreduce(file is not None, op=MPI.LAND)
     if is_open:
-        ranks = compiled.int32s(members)
-        is_open = bool(compiled.library().pycollective_board_open(file, ranks, neighbours.size))
+        is_open = bool(compiled.library().pycollective_board_open(file, neighbours.size))
     if is_open and may_read:
         compiled.library().pycollective_board_show_memory(neighbours.rank)
     is_open = neighbours.allreduce(is_open, op=MPI.LAND)  # so the first rank does not close its file before
@@ -63,6 +61,21 @@ def open_board(neighbours: MPI.Intracomm, may_read: bool = True) -> bool:
     if file is not None:
         os.close(file)
     return is_open
+
+
+def tell_hosts(ranks: MPI.Intracomm, neighbours: MPI.Intracomm) -> None:
+    """Tells the native library which ranks are on which host. All of ``ranks`` must make this call.
+
+    Args:
+        ranks: the ranks of the job.
+        neighbours: those of this host.
+    """
+    number = MPI.COMM_WORLD.rank
+    host = neighbours.allreduce(number, op=MPI.MIN)
+    hosts = [-1] * MPI.COMM_WORLD.size
+    for rank, host_of_rank in ranks.allgather((number, host)):
+        hosts[rank] = host_of_rank
+    compiled.library().pycollective_set_hosts(compiled.int32s(hosts), len(hosts), host)
 
 
 def clear() -> None:

@@ -34,6 +34,7 @@ _RESULTS = {
     "part_add": ctypes.c_int64,
     "communicator_free": ctypes.c_char_p,
     "board_bytes": ctypes.c_int64,
+    "set_hosts": None,
     "board_open": ctypes.c_bool,
     "board_close": None,
     "board_show_memory": None,

@@ -392,3 +392,69 @@ def test_a_host_that_goes_away_ends_the_run(hosts: dict[str, str], tmp_path: Pat
     # Open MPI 5 prints that it has lost the host, ends the ranks, and sometimes exits with 0 (docs/launch.md).
     assert status != 0 or (is_open_mpi() and "lost communication with a remote daemon" in said), said
     wait_until_gone(str(program))  # it must end on the host that is left, too
+
+
+# Collectives in levels: within a host through shared memory, between hosts by all its ranks at once.
+LEVELS = """
+import sys, time
+from pathlib import Path
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pycollective as pc
+from pycollective.transport.mpi import MPI
+
+world = pc.init()
+rank, n = world.rank, world.size
+comms = [world, world.split(0, key=-rank), world.split(0, key=(rank % 2) * n + rank)]
+draw = np.random.default_rng(0)
+for comm in comms:
+    for count in (1, 255, 257, 4096, 100_003):
+        ints = draw.integers(-9, 9, (n, n, count)).astype(np.float32)
+        own = jnp.asarray(ints[comm.rank])
+        np.testing.assert_array_equal(pc.psum(own, comm), ints.sum(0))
+        np.testing.assert_array_equal(jax.jit(lambda x: pc.pmax(x, comm), donate_argnums=0)(own + 0), ints.max(0))
+        np.testing.assert_array_equal(pc.all_gather(own, comm), ints)
+        np.testing.assert_array_equal(pc.psum_scatter(own, comm), ints.sum(0)[comm.rank])
+    total = pc.psum(jnp.asarray(draw.normal(size=(n, 100_003)).astype(np.float32)[comm.rank]), comm)
+    pc.assert_equal_across(total, comm)  # bit for bit
+
+
+def sent(call, x):
+    "The bytes that this host sends for one call."
+    count = lambda: int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
+    call = jax.jit(call)
+    call(x).block_until_ready()
+    MPI.COMM_WORLD.Barrier()
+    before = count()
+    call(x).block_until_ready()
+    MPI.COMM_WORLD.Barrier()
+    time.sleep(0.1)
+    return count() - before
+
+
+x = jnp.ones((n, 1 << 18), jnp.float32)
+calls = {"psum": pc.psum, "all_gather": lambda x: pc.all_gather(x[0]), "psum_scatter": pc.psum_scatter}
+for name, call in calls.items():
+    sys.stdout.write(f"{name} {world.host_index} {sent(call, x) / x.nbytes:.3f}\\n")
+for comm in comms[1:]:
+    comm.free()
+"""
+
+
+@pytest.mark.library
+@pytest.mark.parametrize("shared", ["on", "buffers"])
+@pytest.mark.parametrize("where", ["h0,h1", "h0:1,h1:3"])
+def test_no_host_sends_what_it_has_sent(where: str, shared: str, hosts: dict[str, str], tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(LEVELS)
+    environ = {**hosts, "XLA_FLAGS": unoptimised.flags(), "PYCOLLECTIVE_SHARED_MEMORY": shared}
+    done = run(environ, "-n", "4", "--hosts", where, "--bind", "none", str(program))
+    assert done.returncode == 0, done.stdout + done.stderr
+    shares = {name: float(share) for name, share in re.findall(r"(\w+) 0 ([\d.]+)", done.stdout)}
+    assert set(shares) == {"psum", "all_gather", "psum_scatter"}
+    # Of two hosts each sends its sum and takes the other's; or half of it, and half of the result.
+    assert shares["psum"] < 1.1
+    if where == "h0,h1":
+        assert shares["all_gather"] < 0.55
+        assert shares["psum_scatter"] < 0.55

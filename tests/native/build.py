@@ -14,7 +14,8 @@ _NATIVE = _ROOT / "native"
 
 _RECORDER = ("recorder.cc", "signature.cc", "dtypes.cc")
 _BOARD = ("board.cc", "carried.cc", "combine.cc", "reduction.cc", *_RECORDER)
-_LIBRARY = ("collectives.cc", "own_reductions.cc", "host_collectives.cc", "exchange.cc", "process_memory.cc", *_BOARD)
+_HOSTS = ("host_collectives.cc", "host_levels.cc", "exchange.cc", "process_memory.cc")
+_LIBRARY = ("collectives.cc", "own_reductions.cc", *_HOSTS, *_BOARD)
 
 SOURCES = {
     "device_test": [_NATIVE / name for name in ("device.cc", *_LIBRARY)],

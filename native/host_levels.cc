@@ -1,0 +1,154 @@
+// Implementation of host_levels.h.
+
+#include "host_levels.h"
+
+#include <algorithm>
+#include <map>
+#include <memory>
+
+#include "board.h"
+#include "elements.h"
+#include "host_collectives.h"
+
+namespace pycollective {
+namespace {
+
+// Smaller arrays go by MPI alone: the ranks of a host would meet twice (docs/performance.md).
+constexpr int64_t kLeastBytes = 1 << 10;
+
+std::vector<int> Among(const std::vector<int>& members, const std::vector<int>& ranks) {
+  std::vector<int> found;
+  for (const int rank : ranks) found.push_back(members[static_cast<size_t>(rank)]);
+  return found;
+}
+
+int PlaceOf(int rank, const std::vector<int>& ranks) {
+  return static_cast<int>(std::find(ranks.begin(), ranks.end(), rank) - ranks.begin());
+}
+
+}  // namespace
+
+HostLevels::HostLevels(std::vector<int> hosts, int rank, int64_t from, std::vector<int> members, int tag)
+    : from_(from), members_(std::move(members)), tag_(tag) {
+  std::map<int, std::vector<int>> ranks_of;  // by host
+  for (size_t i = 0; i < hosts.size(); ++i) ranks_of[hosts[i]].push_back(static_cast<int>(i));
+  local_ranks_ = ranks_of[hosts[static_cast<size_t>(rank)]];
+  const auto number = static_cast<size_t>(PlaceOf(rank, local_ranks_));
+  lanes_ = static_cast<int>(hosts.size());
+  in_blocks_ = true;
+  for (const auto& [host, ranks] : ranks_of) {
+    const int count = static_cast<int>(ranks.size());
+    lanes_ = std::min(lanes_, count);
+    largest_ = std::max(largest_, count);
+    in_blocks_ = in_blocks_ && ranks.size() == local_ranks_.size() && ranks.back() - ranks.front() + 1 == count;
+    if (number < ranks.size()) lane_ranks_.push_back(ranks[number]);
+  }
+  // The lane has the hosts in the order of their first ranks, on all ranks.
+  std::sort(lane_ranks_.begin(), lane_ranks_.end());
+  local_.rank = static_cast<int>(number);
+  local_.size = static_cast<int>(local_ranks_.size());
+  lane_.rank = PlaceOf(rank, lane_ranks_);
+  lane_.size = static_cast<int>(lane_ranks_.size());
+}
+
+bool HostLevels::Has(Operation operation, const Arguments& a) const {
+  if (largest_ == 1 || static_cast<int64_t>(Bytes(a.count, a.type)) < kLeastBytes) return false;
+  return operation == kAllreduce || (in_blocks_ && (operation == kReduceScatter || operation == kAllgather));
+}
+
+Outcome HostLevels::Make(const Library& mpi, const Channel& channel, bool* has) {
+  if (!made_) {
+    const auto make = [&](const std::vector<int>& ranks, Channel* made, std::atomic<int64_t>* comm) -> Outcome {
+      PYCOLLECTIVE_RETURN_IF_FAILED(mpi.CreateComm(from_, Among(members_, ranks), tag_, &made->collective));
+      comm->store(made->collective, std::memory_order_release);
+      return {};
+    };
+    PYCOLLECTIVE_RETURN_IF_FAILED(make(local_ranks_, &local_, &comms_[0]));
+    // Ranks beyond the lanes of some host send nothing.
+    if (local_.rank < lanes_) PYCOLLECTIVE_RETURN_IF_FAILED(make(lane_ranks_, &lane_, &comms_[1]));
+    const bool shares = BoardSlot::HasBoard() && local_.size > 1;
+    if (local_.rank == 0 && shares) slot_ = BoardSlot::Take();
+    if (slot_ >= 0) Exchange::Begin(slot_);
+    int64_t slot = slot_;
+    PYCOLLECTIVE_RETURN_IF_FAILED(mpi.Bcast(local_, {&slot, &slot, 1, Type::kInt64}));
+    memory_of_local_ = Exchange(slot, local_.rank, local_.size);
+    int64_t all_share = slot >= 0 || local_.size == 1;
+    Channel flat = channel;
+    flat.levels = nullptr;
+    PYCOLLECTIVE_RETURN_IF_FAILED(mpi.Allreduce(flat, {&all_share, &all_share, 1, Type::kInt64, Op::kMin}));
+    if (slot >= 0) local_.exchange = &memory_of_local_;
+    has_ = all_share != 0;
+    made_ = true;
+  }
+  *has = has_;
+  return {};
+}
+
+Outcome HostLevels::Run(const Library& mpi, Operation operation, const Arguments& a) {
+  switch (operation) {
+    case kAllreduce: return Allreduce(mpi, a);
+    case kReduceScatter: return ReduceScatter(mpi, a);
+    default: return Allgather(mpi, a);  // Has says so
+  }
+}
+
+Outcome HostLevels::Allreduce(const Library& mpi, const Arguments& a) {
+  const auto between = [&](void* share, int64_t count) { return mpi.Allreduce(lane_, a.On(share, share, count)); };
+  if (local_.size > 1) return HostCollective(mpi, local_).Allreduce(a, lanes_, between);
+  // A rank alone on its host has all of it, and there is one lane.
+  PYCOLLECTIVE_RETURN_IF_FAILED(CopyInMemory(0, a.recv, a.send, Bytes(a.count, a.type)));
+  return between(a.recv, a.count);
+}
+
+// The ranks of host h have the blocks h * n to h * n + n - 1.
+Outcome HostLevels::ReduceScatter(const Library& mpi, const Arguments& a) {
+  const std::unique_ptr<char[]> sums(new char[Bytes(a.count * lane_.size, a.type)]);
+  for (int host = 0; host < lane_.size; ++host) {
+    const void* const blocks = At(a.send, int64_t{host} * local_.size * a.count, a.type);
+    void* const sum = At(static_cast<void*>(sums.get()), host * a.count, a.type);
+    PYCOLLECTIVE_RETURN_IF_FAILED(mpi.ReduceScatter(local_, a.On(blocks, sum, a.count)));
+  }
+  return mpi.ReduceScatter(lane_, a.On(sums.get(), a.recv, a.count));
+}
+
+Outcome HostLevels::Allgather(const Library& mpi, const Arguments& a) {
+  const std::unique_ptr<char[]> blocks(new char[Bytes(a.count * lane_.size, a.type)]);
+  PYCOLLECTIVE_RETURN_IF_FAILED(mpi.Allgather(lane_, a.On(a.send, blocks.get(), a.count)));
+  for (int host = 0; host < lane_.size; ++host) {
+    const void* const block = At(static_cast<const void*>(blocks.get()), host * a.count, a.type);
+    void* const of_host = At(a.recv, int64_t{host} * local_.size * a.count, a.type);
+    PYCOLLECTIVE_RETURN_IF_FAILED(mpi.Allgather(local_, a.On(block, of_host, a.count)));
+  }
+  return {};
+}
+
+void HostLevels::AddOwnComms(std::vector<int64_t>* comms) const {
+  for (const auto& comm : comms_) {
+    const int64_t own = comm.load(std::memory_order_acquire);
+    if (own != 0) comms->push_back(own);
+  }
+}
+
+Outcome HostLevels::Free(const Library& mpi) {
+  Outcome first;
+  const auto keep = [&](const Outcome& outcome) {
+    if (first.ok()) first = outcome;
+  };
+  if (local_.exchange != nullptr) {
+    local_.exchange = nullptr;  // the barrier is MPI's: it leaves the slot alone
+    keep(mpi.Barrier(local_));  // no rank reads the slot any more
+  }
+  if (slot_ >= 0) {
+    Exchange::End(slot_, local_.size);
+    BoardSlot::Release(slot_);
+    slot_ = -1;
+  }
+  made_ = false;
+  for (auto& comm : comms_) {
+    const int64_t own = comm.exchange(0);
+    if (own != 0) keep(mpi.FreeComm(own));
+  }
+  return first;
+}
+
+}  // namespace pycollective

@@ -1,0 +1,63 @@
+// A channel with ranks on several hosts, in two levels: the ranks of a host share memory, and MPI connects the hosts.
+//
+// A rank's *lane* are the ranks with the same number on the other hosts. All lanes work at once, each on its share of the data, so no
+// rank sends between hosts what another one of its host has sent already.
+
+#ifndef PYCOLLECTIVE_NATIVE_HOST_LEVELS_H_
+#define PYCOLLECTIVE_NATIVE_HOST_LEVELS_H_
+
+#include <atomic>
+#include <cstdint>
+#include <vector>
+
+#include "collectives.h"
+#include "exchange.h"
+#include "operations.h"
+
+namespace pycollective {
+
+class HostLevels {
+ public:
+  // `hosts`: a number for the host of each rank of the channel; the same on all ranks. `from`, `members`, `tag`: as
+  // Library::CreateComm takes them, to make communicators of some of these ranks. `members`: all of them.
+  HostLevels(std::vector<int> hosts, int rank, int64_t from, std::vector<int> members, int tag);
+  HostLevels(const HostLevels&) = delete;
+  HostLevels& operator=(const HostLevels&) = delete;
+
+  // Whether the call is made in levels: the same on all ranks.
+  bool Has(Operation operation, const Arguments&) const;
+
+  // Makes the levels at the first call. All ranks of the channel must ask; they get the same answer: false if the ranks of some host share
+  // no memory.
+  Outcome Make(const Library& mpi, const Channel& channel, bool* has);
+
+  // A call that Has says is made in levels.
+  Outcome Run(const Library& mpi, Operation operation, const Arguments&);
+
+  // For Ranks, which says when they may be called.
+  void AddOwnComms(std::vector<int64_t>* comms) const;
+  Outcome Free(const Library& mpi);
+
+ private:
+  Outcome Allreduce(const Library& mpi, const Arguments&);
+  Outcome ReduceScatter(const Library& mpi, const Arguments&);
+  Outcome Allgather(const Library& mpi, const Arguments&);
+
+  const int64_t from_;
+  const std::vector<int> members_;
+  const int tag_;
+  std::vector<int> local_ranks_, lane_ranks_;  // of the channel
+  int lanes_ = 0;                              // the least number of ranks on a host
+  int largest_ = 0;                            // the largest
+  bool in_blocks_ = false;                     // each host has as many ranks, one after another in the channel
+
+  bool made_ = false, has_ = false;
+  Channel local_, lane_;
+  Exchange memory_of_local_;
+  int64_t slot_ = -1;
+  std::atomic<int64_t> comms_[2] = {};  // what MPI has made, for AddOwnComms
+};
+
+}  // namespace pycollective
+
+#endif  // PYCOLLECTIVE_NATIVE_HOST_LEVELS_H_
