@@ -18,6 +18,7 @@
 #include "device.h"
 #include "monitor.h"
 #include "operations.h"
+#include "process_memory.h"
 #include "recorder.h"
 #include "settings.h"
 #include "team_collectives.h"
@@ -202,13 +203,16 @@ PYCOLLECTIVE_EXPORT bool pycollective_board_open(int32_t file, int32_t count) {
 // Rank number `rank` of this host shows the others where to try to read its memory.
 PYCOLLECTIVE_EXPORT void pycollective_board_show_memory(int32_t rank) { pycollective::Exchange::ShowMemory(rank); }
 
-// Whether this rank can read the memory of all ranks of this host. All have shown where to try.
-PYCOLLECTIVE_EXPORT bool pycollective_board_reads_all() { return pycollective::Exchange::ReadsAll(); }
+// How many bytes the arrays of a call may have that this rank reads where they are: what the caches hold; 0 if it cannot read
+// the memory of all ranks of this host. All have shown where to try.
+PYCOLLECTIVE_EXPORT int64_t pycollective_board_read_bytes() {
+  return pycollective::Exchange::ReadsAll() ? pycollective::CacheBytesOfHost() : 0;
+}
 
-// Whether the ranks of this host may read each other's arrays: the same on all of them.
-PYCOLLECTIVE_EXPORT void pycollective_board_set_reads(bool may_read) { pycollective::Exchange::SetReads(may_read); }
+// The same, as all ranks of this host have agreed.
+PYCOLLECTIVE_EXPORT void pycollective_board_set_read_bytes(int64_t nbytes) { pycollective::Exchange::SetReadBytes(nbytes); }
 
-// Whether they do.
+// Whether ranks of this host read each other's arrays.
 PYCOLLECTIVE_EXPORT bool pycollective_board_may_read() {
   return pycollective::BoardSlot::HasBoard() && pycollective::Exchange::MayRead();
 }

@@ -218,7 +218,7 @@ class LibraryOf : public Library {
     return Exchange(channel, Handle(channel.messages), out, send_tag, in, recv_tag);
   }
 
-  Outcome Permute(const Channel& channel, const Outgoing& out, const Incoming& in) const override {
+  Outcome Permute(const Channel& channel, const Outgoing& out, const Incoming& in, const Arguments*) const override {
     if (out.count == 0) return {};
     return Exchange(channel, Handle(channel.permute), out, out.tag, in, in.tag);
   }

@@ -64,6 +64,7 @@ struct Channel {
   int first_tag = 0;  // a message with tag t travels under the tag first_tag + t * tag_step
   int tag_step = 1;
   const Memory* memory = nullptr;  // null: host memory
+  bool is_pinned = false;          // host memory of an accelerator's driver, which other processes may be unable to read
   Exchange* exchange = nullptr;    // memory that the ranks share; null: they share none
   HostLevels* levels = nullptr;    // of ranks on several hosts, where those of a host may share memory
 };
@@ -77,6 +78,8 @@ struct Arguments {
   Type type;
   Op op = Op::kSum;  // of reductions
   int root = 0;      // of collectives with a root
+  int to = -1;       // of a permutation: the ranks to which this one's array goes, and from which it gets one; -1: none
+  int from = -1;
 
   // The same call on other arrays.
   Arguments On(const void* other_send, void* other_recv, int64_t other_count) const {
@@ -140,8 +143,9 @@ class Library {
   virtual Outcome CheckReceived(const char* call, const Incoming& in) const = 0;
   // Lets the status of `in` say that a message of its length and type has come.
   virtual Outcome SetReceived(const Incoming& in) const = 0;
-  // Sendrecv of equal arrays on a communicator of its own, where no receive of a program can match.
-  virtual Outcome Permute(const Channel&, const Outgoing&, const Incoming&) const = 0;
+  // Sendrecv of equal arrays on a communicator of its own, where no receive of a program can match. `on_channel`: the
+  // same call, if all ranks' ends are on the channel; else null.
+  virtual Outcome Permute(const Channel&, const Outgoing&, const Incoming&, const Arguments* on_channel) const = 0;
 
   // Starts a message. WaitAll ends those that were started, by the handles that they set.
   virtual Outcome Isend(const Channel&, const Outgoing&, int64_t* handle) const = 0;

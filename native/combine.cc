@@ -20,7 +20,8 @@ bool CanCombine(Operation operation) {
     case kScatter:
     case kAllgather:
     case kAlltoall:
-    case kGather: return true;
+    case kGather:
+    case kPpermute: return true;
     default: return false;
   }
 }
@@ -37,11 +38,18 @@ bool Reads(Operation operation, const Arguments& a, Member member, int other) {
     case kGather: return member.rank == a.root;
     case kScan:
     case kExscan: return other < member.rank;
+    case kPpermute: return other == a.from;
     default: return true;
   }
 }
 
+bool IsReadBy(Operation operation, const Arguments& a, Member member, int other) {
+  if (operation == kPpermute) return other == a.to;  // only the other one knows where its array comes from
+  return Brings(operation, a, member) && Reads(operation, a, {other, member.size}, member.rank);
+}
+
 bool Brings(Operation operation, const Arguments& a, Member member) {
+  if (operation == kPpermute) return a.to >= 0;
   return (operation != kBcast && operation != kScatter) || member.rank == a.root;
 }
 
@@ -77,6 +85,7 @@ Outcome Combine(Operation operation, const Arguments& a, Member member, int64_t 
     case kExscan: return member.rank > 0 ? reduce(member.rank, 0) : clear(first);
     case kBcast: return move(first, a.root, 0);
     case kScatter: return move(first, a.root, member.rank);
+    case kPpermute: return a.from >= 0 ? move(first, a.from, 0) : clear(first);
     case kAllgather:
     case kAlltoall:
     case kGather:

@@ -33,7 +33,8 @@ bool CanReadOperands(Operation operation);
 
 // Whether this rank's result depends on what another rank brings.
 bool Reads(Operation operation, const Arguments& a, Member member, int other);
-// Whether any rank's result depends on what this rank brings.
+// Whether another rank's result depends on what this rank brings, and whether any rank's does.
+bool IsReadBy(Operation operation, const Arguments& a, Member member, int other);
 bool Brings(Operation operation, const Arguments& a, Member member);
 
 // Copies what lies in `from`, which a rank brings.

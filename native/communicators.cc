@@ -89,12 +89,15 @@ Outcome Ranks::JoinHosts(const Library& mpi, int number) {
   if (channel.size == 1) return {};
   if (!AreOnThisHost(world_)) {
     std::vector<int> hosts = HostsOf(world_);
-    if (std::find(hosts.begin(), hosts.end(), -1) != hosts.end()) return {};
+    const bool all_known = std::find(hosts.begin(), hosts.end(), -1) == hosts.end();
+    const bool several = std::any_of(hosts.begin(), hosts.end(), [&](int host) { return host != hosts.front(); });
+    if (!all_known || !several) return {};
     std::vector<int> members = members_;
     for (int rank = 0; members_.empty() && rank < channel.size; ++rank) members.push_back(rank);
     const int tag = first_tag_ + number;
     channel.levels_of_ranks = std::make_unique<HostLevels>(std::move(hosts), channel.rank, auxiliary_, members, tag);
     channel.levels = channel.levels_of_ranks.get();
+    channel.known_levels.store(channel.levels, std::memory_order_release);
     return {};
   }
   int64_t slot = channel.rank == 0 ? BoardSlot::Take() : -1;
@@ -111,8 +114,8 @@ void Ranks::AddOwnComms(std::vector<int64_t>* comms) const {
   for (const LazyChannel& channel : channels_) {
     const int64_t own = channel.own.load(std::memory_order_acquire);
     if (own != 0) comms->push_back(own);
-    const bool has_levels = channel.made.load(std::memory_order_acquire) && channel.levels_of_ranks != nullptr;
-    if (has_levels) channel.levels_of_ranks->AddOwnComms(comms);
+    const HostLevels* const levels = channel.known_levels.load(std::memory_order_acquire);
+    if (levels != nullptr) levels->AddOwnComms(comms);
   }
 }
 

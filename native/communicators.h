@@ -37,8 +37,9 @@ struct LazyChannel : Channel {
   // Where its ranks post their calls, and the memory through which they exchange arrays, if they are all on one host.
   BoardSlot board;
   Exchange memory_of_ranks;
-  // If they are on several hosts.
+  // If they are on several hosts. Any thread may read the pointer.
   std::unique_ptr<HostLevels> levels_of_ranks;
+  std::atomic<const HostLevels*> known_levels{nullptr};
 
   // How many collectives and messages its records have counted.
   std::atomic<int64_t> collectives{0};
@@ -89,7 +90,7 @@ class Ranks {
   // Lets the ranks of a channel that was just made take a slot of the board, or know their hosts. All of them must make
   // this call.
   Outcome JoinHosts(const Library& mpi, int number);
-  // Adds the MPI communicators that MakeChannel has made. Any thread may call it.
+  // Adds the MPI communicators that MakeChannel and the levels have made. Any thread may call it.
   void AddOwnComms(std::vector<int64_t>* comms) const;
   // Frees the channels that MakeChannel has made. All ranks must make this call, and no other call may be under way.
   Outcome FreeChannels(const Library& mpi);

@@ -24,20 +24,21 @@ constexpr int kTries = 8;  // another channel may take the same ones at the same
 char* memory = nullptr;
 int ranks_of_host = 0;
 
-bool may_read = false;
+int64_t read_bytes = 0;
 
 // Its rank alone writes it. The others read the arrays after the number.
 struct alignas(kLine) Line {
   std::atomic<uint64_t> number;
   Exchange::Arrays arrays;
+  std::atomic<uint64_t> has_given_up;
 };
 
 constexpr size_t AtPage(size_t nbytes) { return (nbytes + kPage - 1) / kPage * kPage; }
 
 int64_t Units(int ranks) { return std::max(kLeastUnits, kUnitsPerRank * ranks); }
 
-// In the memory: a line of each rank of the host, for MayRead; for each slot the number of its first unit; the counters of each slot's
-// ranks; a word for each unit, which is 1 when it is taken; the units.
+// In the memory: a line of each rank of the host, for MayRead; for each slot the number of its first unit; the counters
+// of each slot's ranks; a word for each unit, which is 1 when it is taken; the units.
 size_t BytesOfShown(int ranks) { return static_cast<size_t>(ranks) * kLine; }
 size_t BytesOfFirsts() { return BoardSlot::kSlots * kLine; }
 size_t BytesOfCounters(int ranks) { return BoardSlot::kSlots * static_cast<size_t>(ranks) * kLine; }
@@ -98,7 +99,10 @@ uint64_t Exchange::TakeBuffers(int ranks) {
 
 void Exchange::Begin(int64_t slot) {
   FirstOf(slot).store(0, std::memory_order_relaxed);
-  for (int rank = 0; rank < ranks_of_host; ++rank) CounterLine(slot, rank).number.store(0, std::memory_order_relaxed);
+  for (int rank = 0; rank < ranks_of_host; ++rank) {
+    CounterLine(slot, rank).number.store(0, std::memory_order_relaxed);
+    CounterLine(slot, rank).has_given_up.store(0, std::memory_order_relaxed);
+  }
 }
 
 void Exchange::End(int64_t slot, int ranks) {
@@ -132,8 +136,19 @@ bool Exchange::ReadsAll() {
   return true;
 }
 
-void Exchange::SetReads(bool answer) { may_read = answer; }
-bool Exchange::MayRead() { return may_read; }
+void Exchange::SetReadBytes(int64_t nbytes) { read_bytes = nbytes; }
+int64_t Exchange::ReadBytes() { return read_bytes; }
+
+// Its memory may be used anew after GiveUp. A rank that asks after it has read does not miss that.
+void Exchange::GiveUp() {
+  CounterLine(slot_, rank_).has_given_up.store(1, std::memory_order_release);
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+}
+
+bool Exchange::HasGivenUp(int rank) const {
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  return CounterLine(slot_, rank).has_given_up.load(std::memory_order_acquire) != 0;
+}
 
 void Exchange::ShowArrays(const void* send, const void* recv) { CounterLine(slot_, rank_).arrays = {own_process, send, recv}; }
 

@@ -1,11 +1,12 @@
 // The memory through which ranks of one host exchange arrays.
 //
-// Each slot of the board (board.h) has a counter for each of its ranks, which only that rank writes. The ranks of a channel make
-// the same collectives in the same order, so each knows the number to which another one's counter comes at each step.
+// Each slot of the board (board.h) has a counter for each of its ranks, which only that rank writes. The ranks of a
+// channel make the same collectives in the same order, so each knows the number to which another one's counter comes at
+// each step.
 //
 // The arrays themselves go through buffers. The ranks of a channel take theirs when they first need them, and keep them until
-// the channel is freed. If none are left, MPI carries the arrays of that channel. Large arrays need no buffers where the kernel lets a rank read another
-// one's memory: beside its counter a rank tells the others where its arrays are.
+// the channel is freed. If none are left, MPI carries the arrays of that channel. Large arrays need no buffers where the kernel
+// lets a rank read another one's memory: beside its counter a rank shows the others where its arrays are.
 
 #ifndef PYCOLLECTIVE_NATIVE_EXCHANGE_H_
 #define PYCOLLECTIVE_NATIVE_EXCHANGE_H_
@@ -37,12 +38,13 @@ class Exchange {
   // Gives all buffers back. No rank of this host may use one any more.
   static void EndAll();
 
-  // Whether the ranks may read each other's arrays. Rank number `rank` of the host shows the others where to try; when all have, each
-  // tries; then they all set the same answer.
+  // Whether the ranks may read each other's arrays. Rank number `rank` of the host shows the others where to try; when all
+  // have, each tries. Then they all set how many bytes the arrays of a call may have that they read; 0: none.
   static void ShowMemory(int rank);
   static bool ReadsAll();
-  static void SetReads(bool may_read);
-  static bool MayRead();
+  static void SetReadBytes(int64_t nbytes);
+  static int64_t ReadBytes();
+  static bool MayRead() { return ReadBytes() > 0; }
 
   Exchange() = default;
   // Rank number `rank` of `size`, with a slot of the board.
@@ -75,6 +77,10 @@ class Exchange {
   // Before this rank posts a step. The others may read it when they have waited for that step, until this rank shows others.
   void ShowArrays(const void* send, const void* recv);
   Arrays ArraysOf(int rank) const;
+
+  // A rank that must leave a call before the others have read its arrays says so. What they have read may be wrong.
+  void GiveUp();
+  bool HasGivenUp(int rank) const;
 
   // Tells the others that this rank has done a step. Returns the number to which each rank's counter comes by that step.
   uint64_t Post() {

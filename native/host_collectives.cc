@@ -19,8 +19,8 @@ namespace {
 // Up to this size each rank reduces everything: the second step would cost more than it saves.
 constexpr int64_t kSmallBytes = 8 << 10;
 
-// The smallest block that ranks read straight from each other's arrays, and the smallest array of an allreduce, in which they do
-// so twice.
+// The smallest block that ranks read straight from each other's arrays, and the smallest array of an allreduce, in
+// which they do so twice.
 constexpr int64_t kReadBytes = 8 << 10;
 constexpr int64_t kReadAllreduceBytes = 2 << 20;
 
@@ -41,11 +41,11 @@ constexpr Layouts LayoutsOf(Operation operation) {
   return kAnswers[operation];
 }
 
-// Whether the caches of the host can hold the arrays of the ranks. If not, reading gains nothing, and it pays to write past the caches.
-bool FitsIntoCaches(Operation operation, const Arguments& a, int ranks) {
+// The bytes of the arrays of all ranks. What the caches cannot hold, it pays to write past them.
+int64_t BytesOfAll(Operation operation, const Arguments& a, int ranks) {
   const Layouts layouts = LayoutsOf(operation);
   const int64_t blocks = (layouts.operand == kBlocks ? ranks : 1) + (layouts.result == kBlocks ? ranks : 1);
-  return static_cast<int64_t>(Bytes(a.count, a.type)) * blocks * ranks <= CacheBytesOfHost();
+  return static_cast<int64_t>(Bytes(a.count, a.type)) * blocks * ranks;
 }
 
 void Copy(void* to, const void* from, size_t nbytes, bool past_caches) {
@@ -69,9 +69,35 @@ struct Shares {
   int64_t count = 0, each = 0;
 };
 
+// The arrays that this rank shows. If it leaves a call before End, the others must not believe what they have read.
+class ShownArrays {
+ public:
+  ShownArrays(Exchange& exchange, const void* send, const void* recv) : exchange_(exchange) {
+    exchange.ShowArrays(send, recv);
+  }
+  ~ShownArrays() {
+    if (!has_ended_) exchange_.GiveUp();
+  }
+  ShownArrays(const ShownArrays&) = delete;
+  ShownArrays& operator=(const ShownArrays&) = delete;
+  void End() { has_ended_ = true; }
+
+ private:
+  Exchange& exchange_;
+  bool has_ended_ = false;
+};
+
+Outcome CannotRead(int rank, const std::string& why) {
+  Outcome outcome{"process_vm_readv", 0, {}};
+  outcome.detail = "expected to read the array of rank " + std::to_string(rank) + " of this host's, got " + why;
+  outcome.remedy = "Set PYCOLLECTIVE_SHARED_MEMORY=buffers.";
+  return outcome;
+}
+
 const HostCollective::Between kNothingBetween = [](void*, int64_t) -> Outcome { return {}; };
 
-// Cuts an array into pieces. A rank fills the next one before it waits for the others' parts of this one: so they wait less for it.
+// Cuts an array into pieces. A rank fills the next one before it waits for the others' parts of this one: so they wait
+// less for it.
 template <typename Piece, typename Fill, typename Reduce, typename Take>
 Outcome InPieces(int64_t count, int64_t at_once, Fill fill, Reduce reduce, Take take) {
   Piece piece{}, next{};
@@ -91,7 +117,7 @@ HostCollective::Way HostCollective::WayOf(Operation operation, const Arguments& 
   if (!CanCombine(operation)) return Way::kByMpi;
   const int64_t least = operation == kAllreduce ? kReadAllreduceBytes : kReadBytes;
   const bool reads = CanReadOperands(operation) && Exchange::MayRead() && static_cast<int64_t>(Bytes(a.count, a.type)) >= least &&
-                     FitsIntoCaches(operation, a, ranks);
+                     BytesOfAll(operation, a, ranks) <= Exchange::ReadBytes();
   return reads ? Way::kByReading : Way::kThroughBuffers;
 }
 
@@ -133,7 +159,7 @@ Outcome HostCollective::Barrier() { return WaitForAll(exchange_.Post()); }
 
 Outcome HostCollective::InOneStep(Operation operation, const Arguments& a) {
   const int64_t blocks = LayoutsOf(operation).operand == kBlocks ? member_.size : 1;
-  const bool past_caches = !FitsIntoCaches(operation, a, member_.size);
+  const bool past_caches = BytesOfAll(operation, a, member_.size) > CacheBytesOfHost();
   const int64_t at_once = std::max<int64_t>(1, Exchange::kBufferBytes / (blocks * kTypeBytes[int(a.type)]));
   struct Piece {
     uint64_t number;
@@ -195,7 +221,7 @@ Outcome HostCollective::Allreduce(const Arguments& a, int sharers, const Between
 
 Outcome HostCollective::AllreduceThroughBuffers(const Arguments& a) {
   const int64_t at_once = Exchange::kBufferBytes / kTypeBytes[int(a.type)];
-  const bool past_caches = !FitsIntoCaches(kAllreduce, a, member_.size);
+  const bool past_caches = BytesOfAll(kAllreduce, a, member_.size) > CacheBytesOfHost();
   struct Piece {
     uint64_t number;
     int64_t first;
@@ -252,7 +278,7 @@ Outcome HostCollective::AllreduceThroughBuffers(const Arguments& a) {
 Outcome HostCollective::ByReading(Operation operation, const Arguments& a) {
   if (a.count == 0) return {};
   if (operation == kAllreduce) return AllreduceByReading(a, member_.size, kNothingBetween);
-  exchange_.ShowArrays(a.send, a.recv);
+  ShownArrays own(exchange_, a.send, a.recv);
   const uint64_t shown = exchange_.Post();
   for (int rank = 0; rank < member_.size; ++rank) {
     if (rank != member_.rank && Reads(operation, a, member_, rank)) PYCOLLECTIVE_RETURN_IF_FAILED(WaitFor(rank, shown));
@@ -262,9 +288,10 @@ Outcome HostCollective::ByReading(Operation operation, const Arguments& a) {
   // After an error, too: the others wait for this step.
   const uint64_t read = exchange_.Post();
   for (int rank = 0; rank < member_.size; ++rank) {
-    const bool is_read = Brings(operation, a, member_) && Reads(operation, a, {rank, member_.size}, member_.rank);
-    if (rank != member_.rank && is_read) PYCOLLECTIVE_RETURN_IF_FAILED(WaitFor(rank, read));
+    const bool is_read = rank != member_.rank && IsReadBy(operation, a, member_, rank);
+    if (is_read) PYCOLLECTIVE_RETURN_IF_FAILED(WaitFor(rank, read));
   }
+  own.End();
   return outcome;
 }
 
@@ -304,24 +331,31 @@ Outcome HostCollective::ReadAndReduce(const Arguments& a, int64_t first, int64_t
 Outcome HostCollective::AllreduceByReading(const Arguments& a, int sharers, const Between& between) {
   const Shares shares(a.count, sharers, a.type);
   const int own = member_.rank;
-  exchange_.ShowArrays(a.send, a.recv);
+  ShownArrays arrays(exchange_, a.send, a.recv);
   PYCOLLECTIVE_RETURN_IF_FAILED(WaitForAll(exchange_.Post()));
   void* const share = At(a.recv, shares.Begin(own), a.type);
+  Outcome outcome;
   if (shares.CountOf(own) > 0) {
-    PYCOLLECTIVE_RETURN_IF_FAILED(ReadAndReduce(a, shares.Begin(own), shares.CountOf(own), share));
-    PYCOLLECTIVE_RETURN_IF_FAILED(between(share, shares.CountOf(own)));
+    outcome = ReadAndReduce(a, shares.Begin(own), shares.CountOf(own), share);
+    if (outcome.ok()) {
+      PYCOLLECTIVE_RETURN_IF_FAILED(between(share, shares.CountOf(own)));
+    } else {
+      exchange_.ShowArrays(a.send, nullptr);  // there is no result to be read
+    }
   }
   const uint64_t reduced = exchange_.Post();
-  Outcome outcome;
   for (int step = 1; step < member_.size; ++step) {
     const int rank = (own + step) % member_.size;
     PYCOLLECTIVE_RETURN_IF_FAILED(WaitFor(rank, reduced));
     const int64_t begin = shares.Begin(rank);
-    const Outcome read = Read(rank, At(a.recv, begin, a.type), At(exchange_.ArraysOf(rank).recv, begin, a.type),
-                              Bytes(shares.CountOf(rank), a.type));
+    const void* const result = exchange_.ArraysOf(rank).recv;
+    const Outcome read = result == nullptr ? CannotRead(rank, "an error there")
+                                           : Read(rank, At(a.recv, begin, a.type), At(result, begin, a.type),
+                                                  Bytes(shares.CountOf(rank), a.type));
     if (outcome.ok()) outcome = read;
   }
   PYCOLLECTIVE_RETURN_IF_FAILED(WaitForAll(exchange_.Post()));
+  arrays.End();
   return outcome;
 }
 
@@ -331,13 +365,9 @@ Outcome HostCollective::Read(int rank, void* to, const void* from, size_t nbytes
     return {};
   }
   const int error = CopyFromProcess(exchange_.ArraysOf(rank).process, to, from, nbytes);
-  if (error == 0) return {};
-  // Its process is gone. This wait ends when MPI or the monitor says so, as each wait for it does.
-  if (error == ESRCH) return WaitFor(rank, UINT64_MAX);
-  Outcome outcome{"process_vm_readv", 0, {}};
-  outcome.detail = "expected to read the array of rank " + std::to_string(rank) + ", got the error " + std::strerror(error);
-  outcome.remedy = "Set PYCOLLECTIVE_SHARED_MEMORY=buffers.";
-  return outcome;
+  // Its process is gone, or has left the call. This wait ends when MPI or the monitor says so, as each wait for it does.
+  if (error == ESRCH || exchange_.HasGivenUp(rank)) return WaitFor(rank, UINT64_MAX);
+  return error == 0 ? Outcome{} : CannotRead(rank, std::strerror(error));
 }
 
 }  // namespace pycollective

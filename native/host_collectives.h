@@ -1,12 +1,14 @@
 // The collectives between ranks of one host, through memory that they share (exchange.h), without MPI.
 //
-// A long array goes in pieces. Of each piece, a rank copies into its buffer what the others need of it, waits until those whose
-// data it needs have done so, and takes its part of the result from their buffers. An allreduce takes one step more: each rank
-// reduces a share of the piece, and copies the others' shares. So each array is read once and written once in memory, and the rest
-// happens in the caches. A rank fills its buffer with the next piece before it waits for the others' parts of this one.
+// A long array goes in pieces. Of each piece, a rank copies into its buffer what the others need of it, waits until
+// those whose data it needs have done so, and takes its part of the result from their buffers. An allreduce takes one
+// step more: each rank reduces a share of the piece, and copies the others' shares. So each array is read once and
+// written once in memory, and the rest happens in the caches. A rank fills its buffer with the next piece before it
+// waits for the others' parts of this one.
 //
-// Large arrays that fit into the caches go without buffers, where the kernel lets a rank read another one's memory: the ranks tell each other where
-// their arrays are, and each takes its part of the result straight from there. A rank ends the call when no other reads its arrays.
+// Large arrays that fit into the caches go without buffers, where the kernel lets a rank read another one's memory: the
+// ranks tell each other where their arrays are, and each takes its part of the result straight from there. A rank ends
+// the call when no other reads its arrays.
 //
 // Reductions combine the ranks in their order: all ranks get the same bits, in each run.
 
@@ -29,7 +31,8 @@ class HostCollective {
   HostCollective(const Library& mpi, const Channel& channel)
       : mpi_(mpi), channel_(channel), exchange_(*channel.exchange), member_{channel.rank, channel.size} {}
 
-  // The fastest way for a call between so many ranks (docs/performance.md): the same on all of them.
+  // The fastest way for a call between so many ranks (docs/performance.md): the same on all of them, since they agree on
+  // Exchange::ReadBytes.
   enum class Way { kByMpi, kThroughBuffers, kByReading };
   static Way WayOf(Operation operation, const Arguments&, int ranks);
 
@@ -41,8 +44,9 @@ class HostCollective {
   Outcome ByReading(Operation operation, const Arguments&);
   Outcome Barrier();
 
-  // An allreduce in which the first `sharers` ranks reduce a share each. Before the others take it, between(share, count) may change it: by what
-  // other hosts bring. After an error of that the others wait, until the job ends or MPI says that a rank has failed.
+  // An allreduce in which the first `sharers` ranks reduce a share each. Before the others take it, between(share,
+  // count) may change it: by what other hosts bring. After an error of that the others wait, until the job ends or MPI
+  // says that a rank has failed.
   using Between = std::function<Outcome(void* share, int64_t count)>;
   Outcome Allreduce(const Arguments&, int sharers, const Between& between);
 

@@ -1,7 +1,7 @@
 // A channel with ranks on several hosts, in two levels: the ranks of a host share memory, and MPI connects the hosts.
 //
-// A rank's *lane* are the ranks with the same number on the other hosts. All lanes work at once, each on its share of the data, so no
-// rank sends between hosts what another one of its host has sent already.
+// A rank's *lane* are the ranks with the same number on the other hosts. All lanes work at once, each on its share of
+// the data, so no rank sends between hosts what another one of its host has sent already.
 
 #ifndef PYCOLLECTIVE_NATIVE_HOST_LEVELS_H_
 #define PYCOLLECTIVE_NATIVE_HOST_LEVELS_H_
@@ -27,8 +27,8 @@ class HostLevels {
   // Whether the call is made in levels: the same on all ranks.
   bool Has(Operation operation, const Arguments&) const;
 
-  // Makes the levels at the first call. All ranks of the channel must ask; they get the same answer: false if the ranks of some host share
-  // no memory.
+  // Makes the levels at the first call. All ranks of the channel must ask; they get the same answer: false if the ranks
+  // of some host share no memory.
   Outcome Make(const Library& mpi, const Channel& channel, bool* has);
 
   // A call that Has says is made in levels.

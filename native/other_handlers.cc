@@ -49,6 +49,15 @@ ffi::Error Ppermute(Place place, const Participants& participants, InToken, In x
   const ResultMemory result = ResultOf(*y);
   call.Brings(x);
   call.SetRoutes(dest);
+  // If each rank has one device, all arrays stay on one channel.
+  const bool on_channel = dest.size() == 1;
+  Arguments whole{x.untyped_data(), y->untyped_data(), Count(x), type};
+  if (on_channel) {
+    whole.to = static_cast<int>(dest[0]);
+    whole.from = static_cast<int>(source[0]);
+  }
+  const CarriedCollective carried(kPpermute, whole, 1);
+  if (Place::kInHostMemory && on_channel) call.Makes(carried);
   return call.Run(
       place, SignatureOf(kPpermute, x, -1, -1, pattern), NBytes(x), {&result, 1},
       [&](const Library& mpi, const Lane& lane) {
@@ -68,8 +77,9 @@ ffi::Error Ppermute(Place place, const Participants& participants, InToken, In x
         const int from_tag = from < 0 ? 0 : tag_of(from % lanes, lane.index);
         return place.Exchange(lane, ViewOf(x, type), ViewOf(*y, type), {},
                               [&](const Channel& channel, const void* in, void* out, int64_t count) {
+                                const Arguments a = whole.On(in, out, count);
                                 return mpi.Permute(channel, {in, count, type, to_rank, to_tag},
-                                                   {out, count, type, from_rank, from_tag});
+                                                   {out, count, type, from_rank, from_tag}, on_channel ? &a : nullptr);
                               });
       });
 }

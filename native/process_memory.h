@@ -15,7 +15,8 @@ void LetOthersRead();
 // the process is gone, EPERM or ENOSYS if the kernel does not let this one read it.
 int CopyFromProcess(int64_t process, void* to, const void* from, size_t nbytes);
 
-// As memcpy, but the caches do not get what is written. Saves a read of memory for each write, if the caches cannot hold the array.
+// As memcpy, but the caches do not get what is written. Saves a read of memory for each write, if the caches cannot
+// hold the array.
 void CopyPastCaches(void* to, const void* from, size_t nbytes);
 
 // The bytes of the largest cache of a core alone, and of one that cores share.

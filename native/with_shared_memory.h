@@ -28,6 +28,10 @@ class WithSharedMemory final : public Mpi {
   PYCOLLECTIVE_OPERATIONS(PYCOLLECTIVE_SHARED, PYCOLLECTIVE_NOTHING)
 #undef PYCOLLECTIVE_NOTHING
 #undef PYCOLLECTIVE_SHARED
+  Outcome Permute(const Channel& channel, const Outgoing& out, const Incoming& in, const Arguments* a) const override {
+    const auto by_mpi = [&] { return Mpi::Permute(channel, out, in, a); };
+    return a != nullptr ? Run(kPpermute, channel, *a, by_mpi) : by_mpi();
+  }
   Outcome Barrier(const Channel& channel) const override {
     return channel.exchange != nullptr ? HostCollective(*this, channel).Barrier() : Mpi::Barrier(channel);
   }
@@ -37,13 +41,14 @@ class WithSharedMemory final : public Mpi {
   Outcome Run(Operation operation, const Channel& channel, const Arguments& a, ByMpi by_mpi) const {
     using Way = HostCollective::Way;
     if (channel.memory != nullptr) return by_mpi();
-    if (channel.levels != nullptr && channel.levels->Has(operation, a)) {
+    if (channel.levels != nullptr && !channel.is_pinned && channel.levels->Has(operation, a)) {
       bool has_levels = false;
       PYCOLLECTIVE_RETURN_IF_FAILED(channel.levels->Make(*this, channel, &has_levels));
       if (has_levels) return channel.levels->Run(*this, operation, a);
     }
     if (channel.exchange == nullptr) return by_mpi();
-    const Way way = HostCollective::WayOf(operation, a, channel.size);
+    Way way = HostCollective::WayOf(operation, a, channel.size);
+    if (channel.is_pinned && way == Way::kByReading) way = Way::kThroughBuffers;
     if (way == Way::kByMpi) return by_mpi();
     HostCollective collective(*this, channel);
     if (way == Way::kByReading) return collective.ByReading(operation, a);

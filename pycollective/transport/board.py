@@ -9,6 +9,7 @@ end, whatever ends them.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import secrets
 from contextlib import suppress
@@ -56,8 +57,8 @@ def open_board(neighbours: MPI.Intracomm, may_read: bool = True) -> bool:
     if not is_open:
         compiled.library().pycollective_board_close()
     elif may_read:
-        reads_all = neighbours.allreduce(bool(compiled.library().pycollective_board_reads_all()), op=MPI.LAND)
-        compiled.library().pycollective_board_set_reads(reads_all)
+        read_bytes = neighbours.allreduce(compiled.library().pycollective_board_read_bytes(), op=MPI.MIN)
+        compiled.library().pycollective_board_set_read_bytes(ctypes.c_int64(read_bytes))
     if file is not None:
         os.close(file)
     return is_open

@@ -66,7 +66,7 @@ class Host {
     pc::Exchange::OpenMemory(static_cast<char*>(memory_) + board_, ranks);
     for (int rank = 0; rank < ranks; ++rank) pc::Exchange::ShowMemory(rank);
     CHECK(pc::Exchange::ReadsAll());
-    pc::Exchange::SetReads(true);
+    pc::Exchange::SetReadBytes(64 << 20);
   }
   ~Host() { munmap(memory_, nbytes_); }
   Host(const Host&) = delete;
@@ -106,7 +106,7 @@ void OnRanks(int size, const std::function<void(const pc::Library&, Member&)>& r
 
 // Calls and what they must give ----------------------------------------------------------------------------------
 
-enum Kind { kAllreduce, kReduce, kScan, kExscan, kBcast, kAllgather, kGather, kAlltoall, kReduceScatter, kScatter, kKinds };
+enum Kind { kAllreduce, kReduce, kScan, kExscan, kBcast, kAllgather, kGather, kAlltoall, kReduceScatter, kScatter, kPermute, kKinds };
 
 struct Try {
   Kind kind;
@@ -147,13 +147,15 @@ float Expected(const Try& call, int rank, int size, int64_t index) {
     case kAlltoall: return Value(static_cast<int>(from), rank * call.count + within + call.salt);
     case kReduceScatter: return Sum(size, rank * call.count + index + call.salt);
     case kScatter: return Value(call.root, rank * call.count + index + call.salt);
+    case kPermute: return rank == call.root ? 0 : Value((rank + size - 1) % size, index + call.salt);
     default: return -1;
   }
 }
 
 pc::Outcome Make(const pc::Library& library, const pc::Channel& channel, const Try& call, const pc::Arguments& a) {
   constexpr pc::Operation kOperations[] = {pc::kAllreduce, pc::kReduce, pc::kScan,     pc::kExscan,        pc::kBcast,
-                                           pc::kAllgather, pc::kGather, pc::kAlltoall, pc::kReduceScatter, pc::kScatter};
+                                           pc::kAllgather, pc::kGather, pc::kAlltoall, pc::kReduceScatter, pc::kScatter,
+                                           pc::kPpermute};
   pc::HostCollective collective(library, channel);
   if (call.by_reading) return collective.ByReading(kOperations[call.kind], a);
   bool has_buffers = false;
@@ -168,9 +170,14 @@ void MakeAndCheck(const pc::Library& library, const Member& member, const Try& c
   const int64_t got = call.count * (GivesBlocks(call.kind) ? size : 1);
   std::vector<float> x(static_cast<size_t>(brought)), y(static_cast<size_t>(got), -7.0f);
   for (int64_t i = 0; i < brought; ++i) x[static_cast<size_t>(i)] = Value(rank, i + call.salt);
-  const bool in_place = call.in_place && !HasBlocks(call.kind) && !GivesBlocks(call.kind);
+  const bool in_place = call.in_place && !HasBlocks(call.kind) && !GivesBlocks(call.kind) && call.kind != kPermute;
   pc::Arguments a{x.data(), in_place ? x.data() : y.data(), call.count, pc::Type::kFloat32};
   a.root = call.root;
+  if (call.kind == kPermute) {  // a ring without the arrow to `root`
+    const int next = (rank + 1) % size;
+    a.to = next == call.root ? -1 : next;
+    a.from = rank == call.root ? -1 : (rank + size - 1) % size;
+  }
   CHECK(Make(library, member.channel, call, a).ok());
   const auto* result = static_cast<const float*>(a.recv);
   for (int64_t i = 0; i < got; ++i) CHECK(result[i] == Expected(call, rank, size, i));
@@ -223,14 +230,14 @@ void TestTheLibraryCallsNoMpi() {
   CHECK(pc::HostCollective::WayOf(pc::kAllgather, large, 2) == Way::kByReading);
   CHECK(pc::HostCollective::WayOf(pc::kScan, large, 2) == Way::kThroughBuffers);
   CHECK(pc::HostCollective::WayOf(pc::kAllreduce, larger, 2) == Way::kByReading);
-  pc::Exchange::SetReads(false);
+  pc::Exchange::SetReadBytes(0);
   CHECK(pc::HostCollective::WayOf(pc::kAllgather, large, 2) == Way::kThroughBuffers);
   CHECK(pc::HostCollective::WayOf(pc::kAllreduce, larger, 2) == Way::kThroughBuffers);
 }
 
 // A rank ends a call that reads arrays when the others have read its own: it may overwrite them then.
 void TestAnArrayIsOverwrittenAfterTheCall() {
-  for (const Kind kind : {kAllreduce, kBcast, kAllgather, kGather, kAlltoall, kReduceScatter, kScatter}) {
+  for (const Kind kind : {kAllreduce, kBcast, kAllgather, kGather, kAlltoall, kReduceScatter, kScatter, kPermute}) {
     OnRanks(3, [kind](const pc::Library& library, Member& member) {
       for (int i = 0; i < 20; ++i) {
         if (i % 3 == member.channel.rank) Sleep(1);
@@ -281,6 +288,43 @@ void TestAProcessThatIsGone() {
   const pc::Outcome outcome = pc::HostCollective(*library, member.channel).ByReading(pc::kBcast, a);
   CHECK(!outcome.ok() && std::string(outcome.call) == "MPI_Iprobe");
   failed_rank = kNoRank;
+}
+
+// A root leaves a broadcast that others have not read yet, since MPI says that a rank has failed. Its array may be anything
+// then: whoever comes late gets the error as well.
+void TestARootThatGivesUp() {
+  std::atomic<bool> has_left{false};
+  OnRanks(2, [&](const pc::Library& library, Member& member) {
+    std::vector<float> x(kPiece, 1.0f);
+    const pc::Arguments a{x.data(), x.data(), kPiece, pc::Type::kFloat32};
+    if (member.channel.rank == 1) {
+      while (!has_left) Sleep(1);
+      failed_rank = 0;
+    } else {
+      failed_rank = 1;
+    }
+    const pc::Outcome outcome = pc::HostCollective(library, member.channel).ByReading(pc::kBcast, a);
+    CHECK(!outcome.ok() && std::string(outcome.call) == "MPI_Iprobe");
+    std::fill(x.begin(), x.end(), -1.0f);
+    has_left = true;
+  });
+  failed_rank = kNoRank;
+}
+
+// An allreduce whose arrays some ranks cannot read: all get an error, and the channel still counts alike.
+void TestAnAllreduceThatCannotRead() {
+  std::atomic<int> errors{0};
+  OnRanks(3, [&](const pc::Library& library, Member& member) {
+    const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE)), nbytes = 3 * page;
+    void* const x = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (member.channel.rank == 0) CHECK(mprotect(static_cast<char*>(x) + page, 2 * page, PROT_NONE) == 0);
+    std::vector<char> y(nbytes);
+    const pc::Arguments a{x, y.data(), static_cast<int64_t>(nbytes / sizeof(float)), pc::Type::kFloat32};
+    if (!pc::HostCollective(library, member.channel).ByReading(pc::kAllreduce, a).ok()) ++errors;
+    munmap(x, nbytes);
+    MakeAndCheck(library, member, {kAllreduce, 7, 0, false});
+  });
+  CHECK(errors == 3);
 }
 
 // The same calls in the same order on all ranks, which are late at different moments. A step that waits for too few ranks, or
@@ -404,6 +448,8 @@ const Tests kTests = {
     {"an_array_is_overwritten_after_the_call", TestAnArrayIsOverwrittenAfterTheCall},
     {"an_array_that_cannot_be_read", TestAnArrayThatCannotBeRead},
     {"a_process_that_is_gone", TestAProcessThatIsGone},
+    {"a_root_that_gives_up", TestARootThatGivesUp},
+    {"an_allreduce_that_cannot_read", TestAnAllreduceThatCannotRead},
     {"random_calls_of_late_ranks", TestRandomCallsOfLateRanks},
     {"a_reader_that_is_late", TestAReaderThatIsLate},
     {"barrier", TestBarrier},
