@@ -9,6 +9,7 @@
 #include "board.h"
 #include "elements.h"
 #include "host_collectives.h"
+#include "reduction.h"
 
 namespace pycollective {
 namespace {
@@ -109,7 +110,12 @@ Outcome HostLevels::ReduceScatter(const Library& mpi, const Arguments& a) {
     void* const sum = At(static_cast<void*>(sums.get()), host * a.count, a.type);
     PYCOLLECTIVE_RETURN_IF_FAILED(mpi.ReduceScatter(local_, a.On(blocks, sum, a.count)));
   }
-  return mpi.ReduceScatter(lane_, a.On(sums.get(), a.recv, a.count));
+  // Each host gets its block of all sums, and adds them up in the order of the hosts. MPI may let one host add up all.
+  const std::unique_ptr<char[]> blocks(new char[Bytes(a.count * lane_.size, a.type)]);
+  PYCOLLECTIVE_RETURN_IF_FAILED(mpi.Alltoall(lane_, a.On(sums.get(), blocks.get(), a.count)));
+  const auto block = [&](int host) { return At(static_cast<const void*>(blocks.get()), host * a.count, a.type); };
+  ReduceInOrder(lane_.size, block, a.count, a.recv, a.type, a.op);
+  return {};
 }
 
 Outcome HostLevels::Allgather(const Library& mpi, const Arguments& a) {
