@@ -89,7 +89,7 @@ class ShownArrays {
 
 Outcome CannotRead(int rank, const std::string& why) {
   Outcome outcome{"process_vm_readv", 0, {}};
-  outcome.detail = "expected to read the array of rank " + std::to_string(rank) + " of this host's, got " + why;
+  outcome.detail = "expected to read the array of rank " + std::to_string(rank) + ", got " + why;
   outcome.remedy = "Set PYCOLLECTIVE_SHARED_MEMORY=buffers.";
   return outcome;
 }
