@@ -172,7 +172,7 @@ PYCOLLECTIVE_EXPORT int64_t pycollective_part_add(const char* name, int64_t fing
 }
 
 // Lets the ranks of a communicator that was just added know their hosts: see Ranks::JoinHosts. Returns null, or a message
-//  that stays valid until the next call.
+// that stays valid until the next call.
 PYCOLLECTIVE_EXPORT const char* pycollective_board_join(int64_t number) {
   static std::string error;
   const auto ranks = FindCommunicator(number)->ranks;

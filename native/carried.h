@@ -19,7 +19,8 @@ class Carried {
   using BytesOfRank = std::function<const char*(int rank)>;
 
   virtual ~Carried() = default;
-  // Of what a rank brings; a number beyond all limits if the call is not carried. The shapes and dtypes alone decide, so ranks whose calls match agree on it.
+  // Of what a rank brings; a number beyond all limits if the call is not carried. The shapes and dtypes alone decide, so
+  // ranks whose calls match agree on it.
   virtual int64_t nbytes() const = 0;
   // Copies what this rank brings; `to` begins at a multiple of 8.
   virtual void Bring(char* to) const = 0;

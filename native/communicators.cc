@@ -20,12 +20,6 @@ int64_t IdentityOfPart(int64_t whole, const std::vector<int>& members) {
   return static_cast<int64_t>(hash);
 }
 
-std::vector<int> AtMembers(const std::vector<int>& values, const std::vector<int>& members) {
-  std::vector<int> found;
-  for (const int member : members) found.push_back(values[static_cast<size_t>(member)]);
-  return found;
-}
-
 }  // namespace
 
 Ranks::Ranks(int rank, int size, int devices, int64_t main, int64_t auxiliary, int64_t identity,
@@ -57,7 +51,7 @@ Ranks::Ranks(const Ranks& whole, std::vector<int> members, int rank)
       auxiliary_(whole.auxiliary_),
       members_(std::move(members)),
       identity_(IdentityOfPart(whole.identity_, members_)),
-      world_(AtMembers(whole.world_, members_)),
+      world_(AtPlaces(whole.world_, members_)),
       channels_(whole.channels_.size()) {
   for (LazyChannel& channel : channels_) {
     channel.permute = auxiliary_;

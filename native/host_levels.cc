@@ -17,17 +17,17 @@ namespace {
 // Smaller arrays go by MPI alone: the ranks of a host would meet twice (docs/performance.md).
 constexpr int64_t kLeastBytes = 1 << 10;
 
-std::vector<int> Among(const std::vector<int>& members, const std::vector<int>& ranks) {
-  std::vector<int> found;
-  for (const int rank : ranks) found.push_back(members[static_cast<size_t>(rank)]);
-  return found;
-}
-
 int PlaceOf(int rank, const std::vector<int>& ranks) {
   return static_cast<int>(std::find(ranks.begin(), ranks.end(), rank) - ranks.begin());
 }
 
 }  // namespace
+
+std::vector<int> AtPlaces(const std::vector<int>& values, const std::vector<int>& places) {
+  std::vector<int> found;
+  for (const int place : places) found.push_back(values[static_cast<size_t>(place)]);
+  return found;
+}
 
 HostLevels::HostLevels(std::vector<int> hosts, int rank, int64_t from, std::vector<int> members, int tag)
     : from_(from), members_(std::move(members)), tag_(tag) {
@@ -60,7 +60,7 @@ bool HostLevels::Has(Operation operation, const Arguments& a) const {
 Outcome HostLevels::Make(const Library& mpi, const Channel& channel, bool* has) {
   if (!made_) {
     const auto make = [&](const std::vector<int>& ranks, Channel* made, std::atomic<int64_t>* comm) -> Outcome {
-      PYCOLLECTIVE_RETURN_IF_FAILED(mpi.CreateComm(from_, Among(members_, ranks), tag_, &made->collective));
+      PYCOLLECTIVE_RETURN_IF_FAILED(mpi.CreateComm(from_, AtPlaces(members_, ranks), tag_, &made->collective));
       comm->store(made->collective, std::memory_order_release);
       return {};
     };

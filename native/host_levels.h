@@ -16,6 +16,9 @@
 
 namespace pycollective {
 
+// Of the members of a communicator, those with these numbers; or another value of each of them.
+std::vector<int> AtPlaces(const std::vector<int>& values, const std::vector<int>& places);
+
 class HostLevels {
  public:
   // `hosts`: a number for the host of each rank of the channel; the same on all ranks. `from`, `members`, `tag`: as
