@@ -4,11 +4,15 @@
     mpirun -n 2 python examples/train_gpt.py --model-parallel 2
     JAX_NUM_CPU_DEVICES=4 mpirun -n 2 python examples/train_gpt.py --model-parallel 2 --sample 400
     mpirun -n 2 python examples/train_gpt.py --checkpoints build/gpt    # started again, it goes on, on any mesh
+    mpirun -n 2 -hosts h0,h1 python examples/train_gpt.py --layers 6 --width 256    # gradients travel meanwhile
 
 The devices of all ranks form a mesh with the axes "data" and "model". Along "data" each device sees its own rows of a
 batch; along "model" each device has its own attention heads and hidden units, as ``SPECS`` says. Each block of the
 network ends with a sum over "model". Its derivative begins with a sum too (g and f of Megatron-LM, arXiv:1909.08053):
 JAX adds it, since its types say what varies along an axis. The losses are the same on any mesh, up to rounding.
+
+Each layer has arrays of its own, and a loop of Python runs through them. So the gradients of one layer can travel while
+the backward pass computes those of the next; a lax.scan would have all of them at its end.
 """
 
 import argparse
@@ -29,13 +33,15 @@ import pycollective as pc
 from checkpoints import Checkpoints
 from corpus import draw_starts, read_text
 
-CONTEXT, WIDTH, LAYERS, HEADS = 64, 64, 3, 4
+CONTEXT, HEADS = 64, 4
 
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=600, help="of the training (default %(default)s)")
     parser.add_argument("--batch-size", type=int, default=16, help="rows of all ranks together (default %(default)s)")
+    parser.add_argument("--layers", type=int, default=3, help="of the network (default %(default)s)")
+    parser.add_argument("--width", type=int, default=64, help="of the network, a multiple of 4 (default %(default)s)")
     parser.add_argument("--model-parallel", type=int, default=1, help="devices along 'model' (default %(default)s)")
     parser.add_argument("--wire-dtype", choices=["bfloat16"], help="dtype in which gradients travel (default theirs)")
     parser.add_argument("--seed", type=int, default=0, help="of parameters, batches, sample (default %(default)s)")
@@ -49,54 +55,53 @@ def parse_arguments():
 
 # The network, as one device sees it --------------------------------------------------------------------------
 
-# The axis of each parameter that is cut along "model". The parameters of the layers are stacked, for lax.scan.
-SPECS = {
-    "embed": P(),
-    "position": P(),
-    "layers": {
-        "norm1": P(),
-        "qkv": P(None, None, None, "model"),
-        "out": P(None, "model"),
-        "norm2": P(),
-        "up": P(None, None, "model"),
-        "down": P(None, "model"),
-    },
-    "norm": P(),
+# The axis of each parameter that is cut along "model".
+LAYER_SPECS = {
+    "norm1": P(),
+    "qkv": P(None, None, "model"),
+    "out": P("model"),
+    "norm2": P(),
+    "up": P(None, "model"),
+    "down": P("model"),
 }
 
 
-def init_params(rng, vocabulary):
+def init_params(rng, vocabulary, layers, width):
+    """Returns the parameters, and the axes along which each is cut."""
+
     def normal(*shape, scale):
         return rng.normal(scale=scale, size=shape).astype(np.float32)
 
-    head, hidden = WIDTH // HEADS, 4 * WIDTH
-    into, back = WIDTH**-0.5, (2 * LAYERS * WIDTH) ** -0.5  # so the sum of all blocks' results stays near 1
-    return {
-        "embed": normal(vocabulary, WIDTH, scale=0.05),
-        "position": normal(CONTEXT, WIDTH, scale=0.05),
-        "layers": {
-            "norm1": np.ones((LAYERS, WIDTH), np.float32),
-            "qkv": normal(LAYERS, 3, WIDTH, HEADS, head, scale=into),
-            "out": normal(LAYERS, HEADS, head, WIDTH, scale=back),
-            "norm2": np.ones((LAYERS, WIDTH), np.float32),
-            "up": normal(LAYERS, WIDTH, hidden, scale=into),
-            "down": normal(LAYERS, hidden, WIDTH, scale=back),
-        },
-        "norm": np.ones(WIDTH, np.float32),
+    def layer():
+        return {
+            "norm1": np.ones(width, np.float32),
+            "qkv": normal(3, width, HEADS, head, scale=into),
+            "out": normal(HEADS, head, width, scale=back),
+            "norm2": np.ones(width, np.float32),
+            "up": normal(width, hidden, scale=into),
+            "down": normal(hidden, width, scale=back),
+        }
+
+    head, hidden = width // HEADS, 4 * width
+    into, back = width**-0.5, (2 * layers * width) ** -0.5  # so the sum of all blocks' results stays near 1
+    params = {
+        "embed": normal(vocabulary, width, scale=0.05),
+        "position": normal(CONTEXT, width, scale=0.05),
+        "layers": [layer() for _ in range(layers)],
+        "norm": np.ones(width, np.float32),
     }
+    return params, {"embed": P(), "position": P(), "layers": [LAYER_SPECS] * layers, "norm": P()}
 
 
 def predict(params, tokens):
     """Maps tokens (rows, CONTEXT) to the logits of the next tokens (rows, CONTEXT, vocabulary)."""
-
-    def layer(x, p):
+    x = params["embed"][tokens] + params["position"]
+    for p in params["layers"]:
         q, k, v = jnp.einsum("rtw,cwhd->crthd", jax.nn.standardize(x) * p["norm1"], p["qkv"])
         heads = jax.nn.dot_product_attention(q, k, v, is_causal=True)
         x += lax.psum(jnp.einsum("rthd,hdw->rtw", heads, p["out"]), "model")
         hidden = jax.nn.gelu((jax.nn.standardize(x) * p["norm2"]) @ p["up"])
-        return x + lax.psum(hidden @ p["down"], "model"), None
-
-    x, _ = lax.scan(layer, params["embed"][tokens] + params["position"], params["layers"])
+        x += lax.psum(hidden @ p["down"], "model")
     return (jax.nn.standardize(x) * params["norm"]) @ params["embed"].T
 
 
@@ -145,7 +150,7 @@ def own_block(x, spec, mesh):
     return x
 
 
-def train(params, text, args, mesh):
+def train(params, param_specs, text, args, mesh):
     """Returns this rank's own block of the trained parameters, and the loss of every step.
 
     After a signal there are fewer steps.
@@ -154,24 +159,24 @@ def train(params, text, args, mesh):
     opt_state = optimizer.init(params)
     # Adam's moments are cut as the parameters are.
     opt_specs = optax.tree.map_params(
-        optimizer, lambda _, spec: spec, opt_state, SPECS, transform_non_params=lambda _: P()
+        optimizer, lambda _, spec: spec, opt_state, param_specs, transform_non_params=lambda _: P()
     )
     step = pc.shard_map(
         make_step(optimizer, args.wire_dtype),
         mesh=mesh,
-        in_specs=(SPECS, opt_specs, P("data")),
-        out_specs=(SPECS, opt_specs, P()),
+        in_specs=(param_specs, opt_specs, P("data")),
+        out_specs=(param_specs, opt_specs, P()),
         donate_argnums=(0, 1),
     )
     # A checkpoint holds whole arrays, so that a training on another mesh can go on from it.
-    specs = {"params": SPECS, "opt_state": opt_specs}
+    specs = {"params": param_specs, "opt_state": opt_specs}
     # By JAX's types a gathered array still varies along the axis, so this program has no types.
     gather = pc.shard_map(
         lambda state: jax.tree.map(whole, state, specs), mesh=mesh, in_specs=(specs,), out_specs=P(), check_vma=False
     )
 
     # The losses depend on these settings, and not on the mesh. Another Python has another library, so another text.
-    settings = {name: getattr(args, name) for name in ("steps", "batch_size", "seed", "wire_dtype")}
+    settings = {name: getattr(args, name) for name in ("steps", "batch_size", "layers", "width", "seed", "wire_dtype")}
     settings["text"] = zlib.crc32(text.tobytes())
     checkpoints = Checkpoints(args.checkpoints, settings, mesh.comm)
     start = {"params": params, "opt_state": opt_state, "losses": np.zeros(args.steps, np.float32)}
@@ -203,16 +208,18 @@ def main():
     args = parse_arguments()
     comm = pc.init(devices=args.devices)
     mesh = pc.make_mesh((-1, args.model_parallel), ("data", "model"))
-    if args.batch_size % mesh.shape["data"] or HEADS % mesh.shape["model"]:
+    if args.batch_size % mesh.shape["data"] or HEADS % mesh.shape["model"] or args.width % HEADS:
         error = (
-            f"train_gpt: expected --batch-size to be a multiple of {mesh.shape['data']}, and --model-parallel to be a "
-            f"divisor of {HEADS} heads, got {args.batch_size} and {args.model_parallel}. Choose powers of two."
+            f"train_gpt: expected --batch-size to be a multiple of {mesh.shape['data']}, --model-parallel to be a "
+            f"divisor of {HEADS} heads and --width to be a multiple of {HEADS}, got {args.batch_size}, "
+            f"{args.model_parallel} and {args.width}. Choose powers of two."
         )
         sys.exit(error if comm.rank == 0 else 1)
 
     text, vocabulary = read_text()
     rng = np.random.default_rng(args.seed)  # gives the same numbers on all ranks
-    params, losses = train(init_params(rng, len(vocabulary)), text, args, mesh)
+    params, param_specs = init_params(rng, len(vocabulary), args.layers, args.width)
+    params, losses = train(params, param_specs, text, args, mesh)
     if comm.rank == 0:
         if args.losses:
             args.losses.write_text(json.dumps(losses))
@@ -220,7 +227,7 @@ def main():
             print(f"asked to stop after step {len(losses)}: the same command goes on from there")
         print(f"loss {losses[0]:.4f} -> {np.mean(losses[-20:]):.4f}, in nats per character")
     if args.sample:  # on all ranks, since each may hold a part of the model
-        draw = pc.shard_map(sample, mesh=mesh, in_specs=(SPECS, P(), P()), out_specs=P())
+        draw = pc.shard_map(sample, mesh=mesh, in_specs=(param_specs, P(), P()), out_specs=P())
         tokens = draw(params, text[:CONTEXT], jax.random.split(jax.random.key(args.seed), args.sample))
         if comm.rank == 0:
             print("".join(vocabulary[np.asarray(tokens)]))

@@ -184,6 +184,12 @@ PYCOLLECTIVE_EXPORT int64_t pycollective_board_bytes(int32_t ranks) {
   return static_cast<int64_t>(pycollective::BoardSlot::BytesOf(ranks) + pycollective::Exchange::BytesOf(ranks));
 }
 
+// Whether the ranks of a communicator or part are on several hosts.
+PYCOLLECTIVE_EXPORT int32_t pycollective_spans_hosts(int64_t number) {
+  const auto communicator = FindCommunicator(number);
+  return communicator != nullptr && communicator->ranks->SpanHosts() ? 1 : 0;
+}
+
 // Says on which host each rank of MPI_COMM_WORLD is: see SetHosts.
 PYCOLLECTIVE_EXPORT void pycollective_set_hosts(const int32_t* hosts, int32_t count, int32_t own) {
   pycollective::SetHosts({hosts, hosts + count}, own);

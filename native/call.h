@@ -166,7 +166,10 @@ class Call {
     Recorded recorded(record);
     const xla::ffi::Error wrong = Prepare(signature, record.seq);
     if (wrong.failure()) return wrong;
-    const Outcome outcome = is_done_ ? Outcome{} : body(*library, *lane_);
+    const Outcome outcome = is_done_ ? Outcome{} : [&] {
+      const Pace::Call paced(&lane_->channel.pace, nbytes);
+      return body(*library, *lane_);
+    }();
     if (!outcome.ok()) return ErrorOf(outcome);
     recorded.Finish(kCompleted);
     return xla::ffi::Error::Success();

@@ -82,18 +82,16 @@ Outcome Ranks::JoinHosts(const Library& mpi, int number) {
   LazyChannel& channel = this->channel(number);
   if (channel.size == 1) return {};
   if (!AreOnThisHost(world_)) {
-    std::vector<int> hosts = HostsOf(world_);
-    const bool all_known = std::find(hosts.begin(), hosts.end(), -1) == hosts.end();
-    const bool several = std::any_of(hosts.begin(), hosts.end(), [&](int host) { return host != hosts.front(); });
-    if (!all_known || !several) return {};
+    if (!SpanHosts()) return {};
     std::vector<int> members = members_;
     for (int rank = 0; members_.empty() && rank < channel.size; ++rank) members.push_back(rank);
     const int tag = first_tag_ + number;
-    channel.levels_of_ranks = std::make_unique<HostLevels>(std::move(hosts), channel.rank, auxiliary_, members, tag);
+    channel.levels_of_ranks = std::make_unique<HostLevels>(HostsOf(world_), channel.rank, auxiliary_, members, tag);
     channel.levels = channel.levels_of_ranks.get();
     channel.known_levels.store(channel.levels, std::memory_order_release);
     return {};
   }
+  const WithNonblocking on_all_ranks;  // whichever call a rank is about to make
   int64_t slot = channel.rank == 0 ? BoardSlot::Take() : -1;
   if (slot >= 0) Exchange::Begin(slot);
   PYCOLLECTIVE_RETURN_IF_FAILED(mpi.Bcast(channel, {&slot, &slot, 1, Type::kInt64}));
@@ -102,6 +100,12 @@ Outcome Ranks::JoinHosts(const Library& mpi, int number) {
   channel.memory_of_ranks = Exchange(slot, channel.rank, channel.size);
   channel.exchange = &channel.memory_of_ranks;
   return {};
+}
+
+bool Ranks::SpanHosts() const {
+  const std::vector<int> hosts = HostsOf(world_);
+  const bool all_known = std::find(hosts.begin(), hosts.end(), -1) == hosts.end();
+  return all_known && std::any_of(hosts.begin(), hosts.end(), [&](int host) { return host != hosts.front(); });
 }
 
 void Ranks::AddOwnComms(std::vector<int64_t>* comms) const {

@@ -20,6 +20,7 @@
 #include "collectives.h"
 #include "exchange.h"
 #include "host_levels.h"
+#include "patience.h"
 #include "recorder.h"
 #include "signature.h"
 #include "team.h"
@@ -40,6 +41,9 @@ struct LazyChannel : Channel {
   // If they are on several hosts. Any thread may read the pointer.
   std::unique_ptr<HostLevels> levels_of_ranks;
   std::atomic<const HostLevels*> known_levels{nullptr};
+
+  // Of its calls that run beside XLA's computation.
+  Pace pace;
 
   // How many collectives and messages its records have counted.
   std::atomic<int64_t> collectives{0};
@@ -83,6 +87,8 @@ class Ranks {
   const std::vector<int>& world() const { return world_; }
   // The rank that one of these ranks has in the whole communicator.
   int RankInWhole(int rank) const { return members_.empty() ? rank : members_[static_cast<size_t>(rank)]; }
+  // Whether they are known to be on several hosts; the same on all of them.
+  bool SpanHosts() const;
   LazyChannel& channel(int number) { return channels_[static_cast<size_t>(number)]; }
 
   // Makes a channel if it is not there yet. The devices on one lane of all ranks must make this call.

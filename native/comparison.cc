@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "messages.h"
+#include "patience.h"
 
 namespace pycollective {
 namespace {
@@ -20,6 +21,7 @@ static_assert(sizeof(Block) == 128, "ranks send it as bytes");
 
 Outcome CompareWithAll(const Library& mpi, const Channel& channel, const Post& own, const Carried* carried,
                        Difference* found) {
+  const WithNonblocking on_all_ranks;  // whichever call a rank is about to make
   Block mine{own.Digest(), {}};
   if (carried != nullptr) carried->Bring(mine.data);
   std::vector<Block> all(static_cast<size_t>(channel.size));

@@ -7,11 +7,15 @@
 #define PYCOLLECTIVE_NATIVE_DECODE_H_
 
 #include <cstdint>
+#include <memory>
+#include <optional>
 #include <utility>
 
+#include "async_calls.h"
 #include "call.h"
 #include "collectives.h"
 #include "elements.h"
+#include "kept_arguments.h"
 #include "operations.h"
 #include "place.h"
 #include "settings.h"
@@ -114,14 +118,31 @@ auto BindArrays(Names... names) {
 // Makes a handler of a binding and function(place, participants, arguments of the binding...). It is never deleted.
 template <typename Place, typename Binding, typename Function>
 ffi::Ffi* NewHandler(Operation operation, Binding binding, Function function) {
+  const auto run = [operation, function](auto where, const Participants& participants, auto... arguments) {
+    ffi::Error error =
+        CatchAsError(operation, [&] { return function(Place(where), participants, arguments...); });
+    NoteEnd(error);
+    return error;
+  };
   return std::move(binding)
-      .To([operation, function](auto where, ffi::Span<const int64_t> comm, int64_t spread, int64_t site,
-                                int64_t order, auto... arguments) {
-        ffi::Error error = CatchAsError(operation, [&] {
-          return function(Place(where), Participants{comm, spread, site, order}, arguments...);
-        });
-        NoteEnd(error);
-        return error;
+      .To([operation, run](auto where, ffi::Span<const int64_t> comm, int64_t spread, int64_t site, int64_t order,
+                auto... arguments) {
+        if constexpr (Place::kIsAsync) {
+          using Arguments = KeptArguments<ffi::Span<const int64_t>, decltype(arguments)...>;
+          std::optional<ffi::Future> future;
+          const ffi::Error error = CatchAsError(operation, [&] {
+            const auto kept = std::make_shared<Arguments>(comm, arguments...);
+            future = RunAsync([=] {
+              return kept->Apply([&](ffi::Span<const int64_t> comm, auto... arguments) {
+                return run(where, {comm, spread, site, order}, arguments...);
+              });
+            });
+            return ffi::Error::Success();
+          });
+          return error.failure() ? Failed(error) : *std::move(future);
+        } else {
+          return run(where, {comm, spread, site, order}, arguments...);
+        }
       })
       .release();
 }
@@ -134,9 +155,10 @@ ffi::Ffi* NewHandler(Operation operation, Binding binding, Function function) {
     return handler->Call(call_frame);                                           \
   }
 
-// Exports a handler for CPU devices and one for accelerators.
+// Exports the handlers of an operation: for CPU devices, for calls beside computation there, and for accelerators.
 #define PYCOLLECTIVE_EXPORT_HANDLERS(name, ...)                                              \
   PYCOLLECTIVE_EXPORT_HANDLER(pycollective_##name, HostPlace, (__VA_ARGS__))                 \
+  PYCOLLECTIVE_EXPORT_HANDLER(pycollective_async_##name, AsyncHostPlace, (__VA_ARGS__))      \
   PYCOLLECTIVE_EXPORT_HANDLER(pycollective_device_##name, DevicePlace, (__VA_ARGS__))
 
 }  // namespace pycollective

@@ -35,8 +35,19 @@ namespace pycollective {
   X(Get_count, const void*, H, int*)                                                          \
   X(Group_free, H*)                                                                           \
   X(Group_incl, H, int, const int*, H*)                                                       \
+  X(Iallgather, const void*, int, H, void*, int, H, H, H*)                                    \
+  X(Iallreduce, const void*, void*, int, H, H, H, H*)                                         \
+  X(Ialltoall, const void*, int, H, void*, int, H, H, H*)                                     \
+  X(Ibarrier, H, H*)                                                                          \
+  X(Ibcast, void*, int, H, int, H, H*)                                                        \
+  X(Iexscan, const void*, void*, int, H, H, H, H*)                                            \
+  X(Igather, const void*, int, H, void*, int, H, int, H, H*)                                  \
   X(Iprobe, int, int, H, int*, void*)                                                         \
   X(Irecv, void*, int, H, int, int, H, H*)                                                    \
+  X(Ireduce, const void*, void*, int, H, H, int, H, H*)                                       \
+  X(Ireduce_scatter_block, const void*, void*, int, H, H, H, H*)                              \
+  X(Iscan, const void*, void*, int, H, H, H, H*)                                              \
+  X(Iscatter, const void*, int, H, void*, int, H, int, H, H*)                                 \
   X(Isend, const void*, int, H, int, int, H, H*)                                              \
   X(Op_create, void (*)(void*, void*, int*, H*), int, H*)                                     \
   X(Recv, void*, int, H, int, int, H, void*)                                                  \
@@ -47,6 +58,7 @@ namespace pycollective {
   X(Send, const void*, int, H, int, int, H)                                                   \
   X(Sendrecv, const void*, int, H, int, int, void*, int, H, int, int, H, void*)               \
   X(Status_set_elements, void*, H, int)                                                       \
+  X(Test, H*, int*, void*)                                                                    \
   X(Type_commit, H*)                                                                          \
   X(Type_contiguous, int, H, H*)                                                              \
   X(Type_create_struct, int, const int*, const ptrdiff_t*, const H*, H*)                      \

@@ -1,6 +1,6 @@
 // Where a call's arrays lie, in host memory or on an accelerator, and so how and when they get to MPI.
 //
-// Handlers are templates over these two classes. Exchange(...) gets the arrays of a call to MPI. On an accelerator that
+// Handlers are templates over these classes. Exchange(...) gets the arrays of a call to MPI. On an accelerator that
 // happens inside Run(work), which runs a call's work when the earlier calls of the device are done.
 
 #ifndef PYCOLLECTIVE_NATIVE_PLACE_H_
@@ -15,6 +15,7 @@
 #include "communicators.h"
 #include "device.h"
 #include "packing.h"
+#include "signature.h"
 
 namespace pycollective {
 
@@ -37,6 +38,7 @@ struct ExchangeOptions {
 class HostPlace {
  public:
   static constexpr bool kInHostMemory = true;
+  static constexpr bool kIsAsync = false;
 
   explicit HostPlace(int32_t device) : lane_id_(device) {}
 
@@ -55,10 +57,21 @@ class HostPlace {
   int64_t lane_id_;
 };
 
+// The same for a call that runs beside XLA's computation (async_calls.h).
+class AsyncHostPlace : public HostPlace {
+ public:
+  static constexpr bool kIsAsync = true;
+
+  using HostPlace::HostPlace;
+
+  int64_t staging() const { return Signature::kBesideComputation; }
+};
+
 // Arrays in the memory of the accelerator that is current in this thread. Work on `stream` writes and reads them.
 class DevicePlace {
  public:
   static constexpr bool kInHostMemory = false;
+  static constexpr bool kIsAsync = false;  // a call in two halves is: allreduce_halves.cc
 
   explicit DevicePlace(void* stream) : stream_(stream) {
     found_ = Device::FindCurrent(&ordinal_);

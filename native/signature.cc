@@ -42,7 +42,9 @@ std::string Describe(const Signature& s, bool with_staging) {
   if (s.operation == kPpermute) text += ", perm #" + std::to_string(s.pattern);
   if (s.devices > 1) text += ", on " + std::to_string(s.devices) + " devices";
   if (s.team > 1) text += ", of which " + std::to_string(s.team) + " work together";
-  if (with_staging) {
+  if (with_staging && s.staging == Signature::kBesideComputation) {
+    text += ", host memory, beside computation";
+  } else if (with_staging) {
     const int64_t bytes = s.staging < 0 ? -s.staging : s.staging;
     text += s.staging == 0 ? ", host memory" : s.staging < 0 ? ", device memory that MPI reads" : ", device memory";
     if (bytes > 0) text += ", pieces of " + std::to_string(bytes) + " B";

@@ -16,11 +16,13 @@ MUST_AGREE = {
     "PYCOLLECTIVE_BUCKET_BYTES": "bucket_bytes",
     "PYCOLLECTIVE_STAGE_BYTES": "stage_bytes",
     "PYCOLLECTIVE_LANES": "all_lanes",
+    "PYCOLLECTIVE_OVERLAP": "overlap",
 }
 """The variables, and their attributes, that must be the same on all ranks: ranks with others would make other calls."""
 
 _BOOLEANS = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
 _SHARED_MEMORY = {text: "on" if on else "off" for text, on in _BOOLEANS.items()} | {"buffers": "buffers"}
+_OVERLAP = {text: "on" if on else "off" for text, on in _BOOLEANS.items()} | {"auto": "auto"}
 _LANES = {"one": False, "all": True}
 _CHECKS = {"never": 0, "first": 1, "every": 2, "always": 3}
 
@@ -70,6 +72,9 @@ class Config:
         allow_shared_gpu: several ranks may drive one GPU (``PYCOLLECTIVE_ALLOW_SHARED_GPU=on|off``, default ``off``).
         all_lanes: for a large array one of several local devices calls MPI for all, or each calls it for its slice
             (``PYCOLLECTIVE_LANES=one|all``, default ``one``). The same on all ranks.
+        overlap: calls travel while the program computes what does not need them: where that pays, always, or never
+            (``PYCOLLECTIVE_OVERLAP=auto|on|off``, default ``auto``: sums on accelerators, and arrays of 512 KiB and
+            more between hosts). The same on all ranks.
     """
 
     check: Check = _DEFAULT_CHECK
@@ -83,6 +88,7 @@ class Config:
     stage_bytes: int = 4 << 20
     allow_shared_gpu: bool = False
     all_lanes: bool = False
+    overlap: str = "auto"
 
 
 def _choice(environ: Mapping[str, str], name: str, values: Mapping[str, object], default: object) -> object:
@@ -161,6 +167,7 @@ def read(environ: Mapping[str, str]) -> Config:
         stage_bytes=_bytes(environ, "PYCOLLECTIVE_STAGE_BYTES", 4 << 20, least=1),
         allow_shared_gpu=_choice(environ, "PYCOLLECTIVE_ALLOW_SHARED_GPU", _BOOLEANS, False),  # type: ignore[arg-type]
         all_lanes=_choice(environ, "PYCOLLECTIVE_LANES", _LANES, False),  # type: ignore[arg-type]
+        overlap=_choice(environ, "PYCOLLECTIVE_OVERLAP", _OVERLAP, "auto"),  # type: ignore[arg-type]
     )
 
 

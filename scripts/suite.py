@@ -168,6 +168,7 @@ def steps(*, everything: bool, install: bool) -> list[Step]:
     - 3 ranks: unequal groups, trees and rings of an odd number; 4: groups that are pairs. Dtypes, and what lies
       around a collective in a program, were seen before;
     - compiled as users compile: XLA's optimisations;
+    - beside computation: other handlers, whose calls another thread makes, by other functions of MPI;
     - stand-in for GPUs: other lowerings and handlers. They do not see what was differentiated or traced before;
     - Open MPI: another library under the same programs.
     """
@@ -189,6 +190,8 @@ def steps(*, everything: bool, install: bool) -> list[Step]:
     hosts = files("e2e", "hosts slurm")  # the machine has one bridge for them
     again = files("e2e", "restarts")
     whole: dict[str, Any] = {"whole": True}
+    # Every call in a thread of the package, as large ones between hosts are.
+    beside = {"env": {"PYCOLLECTIVE_OVERLAP": "on"}, **whole}
     return [
         *([apt] if install else []),
         setup("mpich", WHOLE_EXTRAS if everything else EXTRAS),
@@ -246,6 +249,14 @@ def steps(*, everything: bool, install: bool) -> list[Step]:
         on_ranks(2, "tests/libraries", "tests/libraries", **whole),
         on_ranks(2, "compiled as users compile", *files("spmd", "order random_programs overlap"), fast=False, **whole),
         on_ranks(
+            2, "collectives beside computation",
+            *files("collective", "forward order control_flow derivatives agreement errors messages"), **beside,
+        ),
+        on_ranks(
+            2, "tests/spmd beside computation", *files("spmd", "order random_programs overlap pmap"), "-k",
+            VALUES.replace(" and not soak", ""), **beside,
+        ),
+        on_ranks(
             2, "stand-in for GPUs, staged", *files("collective", f"{PLACES} order alone"),
             "tests/collective/test_control_flow.py::test_value", "tests/collective/test_wire.py::test_bits[world]",
             **standin("staged", PYCOLLECTIVE_STAGE_BYTES="1024"),
@@ -270,6 +281,9 @@ def steps(*, everything: bool, install: bool) -> list[Step]:
             mpi="openmpi", **whole,
         ),
         on_ranks(2, "tests/spmd", "tests/spmd", "-k", "soak or test_order", mpi="openmpi", **whole),
+        on_ranks(
+            2, "beside computation", *files("collective", "forward order"), "-k", NUMBERS, mpi="openmpi", **beside,
+        ),
         on_ranks(2, "tests/distributed", "tests/distributed", mpi="openmpi", **whole),
         doctor("openmpi", **whole),
         demo("openmpi", **whole),

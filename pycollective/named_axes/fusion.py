@@ -38,6 +38,24 @@ def _join(jaxpr: Any) -> Any:
     return jaxpr if same else jaxpr.replace(eqns=joiner.eqns)
 
 
+def part_reductions(jaxpr: Any) -> Any:
+    """Returns ``jaxpr`` with a call for each operand of its sums over named axes: the opposite of joining."""
+    eqns: list[JaxprEqn] = []
+    for eqn in jaxpr.eqns:
+        if not is_over_axes(eqn) or len(eqn.invars) == 1:
+            eqns.append(eqn)
+            continue
+        for operand, result, hint in zip(eqn.invars, eqn.outvars, eqn.params["in_place"], strict=True):
+            params = {**eqn.params, "in_place": (hint,)}
+            eqns.append(eqn.replace(invars=[operand], outvars=[result], params=params))
+    return jaxpr if len(eqns) == len(jaxpr.eqns) else jaxpr.replace(eqns=eqns)
+
+
+def is_over_axes(eqn: JaxprEqn) -> bool:
+    """Returns whether an equation is a sum over named axes, or another reduction to all."""
+    return eqn.primitive is allreduce_p and isinstance(eqn.params["comm"], DeviceGroup)
+
+
 class _Joiner:
     """Collects sums in a bucket, while it takes the equations of a jaxpr one by one.
 
@@ -54,7 +72,7 @@ class _Joiner:
 
     def add(self, eqn: JaxprEqn) -> None:
         """Takes the next equation."""
-        is_sum = eqn.primitive is allreduce_p and isinstance(eqn.params["comm"], DeviceGroup)
+        is_sum = is_over_axes(eqn)
         reads_pending = not self._pending.isdisjoint(reads(eqn))
         if is_sum:
             if self._bucket and (reads_pending or not _alike(eqn, self._bucket[0])):

@@ -1,9 +1,17 @@
-"""On accelerators, overlaps sums between ranks with the computation that does not need their results.
+"""Overlaps sums between ranks with the computation that does not need their results.
 
-There an allreduce can be two calls. The start returns while a thread of the device makes the call; the end waits for it
-and has the results. For XLA they are two kernels like any others, and it would run the end right behind the start. So
-this pass starts each sum as soon as its operands are there, ends it where its results are needed, and ties the
-computation between to both by barriers:
+The sums over named axes begin in the order in which a program makes their operands: the gradient of the last layer goes
+first, though the program may have them in another order, that of the leaves of a tree, say. If the ranks find different
+orders, the sums keep the order of the program. Nothing moves past another collective.
+
+On CPU devices no more is needed. A call between hosts runs in a thread of its own, and XLA goes on with what does not
+need its results (``native/async_calls.h``). The pass joins sums (``fusion.py``) when they have their new order, so
+that a call carries gradients that are there at the same time.
+
+On accelerators an allreduce can be two calls. The start returns while a thread of the device makes the call; the end
+waits for it and has the results. For XLA they are two kernels like any others, and it would run the end right behind
+the start. So this pass starts each sum as soon as its operands are there, ends it where its results are needed, and
+ties the computation between to both by barriers:
 
     a = matmul(...)                  a = matmul(...)
     b = matmul(a)                    s' = start(a)
@@ -15,9 +23,7 @@ computation between to both by barriers:
                                      t = done(t')
                                      c = a' / s + b' / t
 
-The pass takes sums over named axes that go from each device to one device of each other rank. The sums begin in an
-order that all ranks have; if the ranks find different orders, the sums keep the order of the program. Nothing moves
-past another collective.
+There the pass takes sums that go from each device to one device of each other rank.
 """
 
 from __future__ import annotations
@@ -26,6 +32,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
 import jax
@@ -33,17 +40,20 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Primitive, Var
 from jax.interpreters import mlir
 
+from pycollective.config import config
 from pycollective.errors import message
+from pycollective.named_axes import fusion
 from pycollective.named_axes.mesh import DeviceGroup
 from pycollective.ordering.effect import effect
 from pycollective.ordering.jaxprs import all_reads, inner_jaxprs, is_reshape, map_jaxprs, reads
 from pycollective.primitives import lowering
-from pycollective.primitives.reductions import allreduce_attributes, allreduce_p
+from pycollective.primitives.reductions import allreduce_attributes
 from pycollective.ranks import accelerators
 from pycollective.ranks.agreement import gather_from_all
 from pycollective.ranks.communicator import Communicator
 from pycollective.ranks.setup import devices_of_this_rank
 from pycollective.transport import native
+from pycollective.transport.chosen import transport
 from pycollective.transport.protocol import HandlerCall, Structs
 
 start_p = Primitive("allreduce_start")
@@ -148,80 +158,73 @@ class Overlap:
         return all(self._agreed.get(sums, orders) == orders for sums, orders in found.orders.items())
 
     def __call__(self, jaxpr: Any) -> Any:
-        """Returns the program with its sums overlapped; itself on CPU devices, or if there is nothing to overlap."""
+        """Returns the program with its sums joined and overlapped."""
+        if config.overlap == "off":
+            return fusion.join_reductions(jaxpr)
         devices = devices_of_this_rank()
-        if not devices or accelerators.kind_of(devices[0]) not in lowering.ACCELERATORS:
-            return jaxpr
-        sums = tuple(_lines_of_sums(jaxpr))
-        comms = _communicators_of_sums(jaxpr)
+        if devices and accelerators.kind_of(devices[0]) in lowering.ACCELERATORS:
+            return self._in_order(fusion.join_reductions(jaxpr), _ON_ACCELERATORS)
+        if any(_is_async(eqn) for eqn in _all_equations(jaxpr)):
+            jaxpr = self._in_order(map_jaxprs(jaxpr, fusion.part_reductions), _ON_HOSTS)
+        return fusion.join_reductions(jaxpr)
+
+    def _in_order(self, jaxpr: Any, kind: _Kind) -> Any:
+        """Returns the program with its sums in the order that the ranks have agreed on, or may agree on."""
+        eqns = [eqn for eqn in _all_equations(jaxpr) if kind.moves(eqn)]
+        sums = tuple(f"{eqn.params['comm']!r} {eqn.params['op']} {[str(v.aval) for v in eqn.invars]}" for eqn in eqns)
+        comms = dict.fromkeys(eqn.params["comm"].mesh.comm for eqn in eqns)
         alone = all(comm.size == 1 for comm in comms)
         may_reorder = alone or (self._found is not None and self._found.may_reorder)
         orders: list[Order] = []
         given_orders = None if may_reorder else iter(self._agreed.get(sums, ()))
-        arranged = map_jaxprs(jaxpr, functools.partial(_overlap_jaxpr, orders=orders, given_orders=given_orders))
+        arranged = map_jaxprs(jaxpr, functools.partial(_arrange, kind=kind, orders=orders, given_orders=given_orders))
         if self._found is not None and not alone:
             self._found.orders[sums] = orders
             self._found.comms.update(comms)
         return arranged
 
 
-def _sums_of(jaxpr: Any) -> list[JaxprEqn]:
-    """Returns the sums among the equations of a jaxpr, without those in jaxprs that the equations hold."""
-    return [eqn for eqn in jaxpr.eqns if _can_overlap(eqn)]
-
-
-def _lines_of_sums(jaxpr: Any) -> Iterator[str]:
-    """Yields a line of text for each sum of a program."""
+def _all_equations(jaxpr: Any) -> Iterator[JaxprEqn]:
+    """Yields the equations of a program, each before those of the jaxprs that it holds."""
     for eqn in jaxpr.eqns:
-        if _can_overlap(eqn):
-            yield f"{eqn.params['comm']!r} {eqn.params['op']} {[str(var.aval) for var in eqn.invars]}"
+        yield eqn
         for inner in inner_jaxprs(eqn):
-            yield from _lines_of_sums(inner)
+            yield from _all_equations(inner)
 
 
-def _communicators_of_sums(jaxpr: Any) -> dict[Communicator, None]:
-    """Returns the communicators of all sums of a program, each once."""
-    comms = dict.fromkeys(eqn.params["comm"].mesh.comm for eqn in _sums_of(jaxpr))
-    for eqn in jaxpr.eqns:
-        for inner in inner_jaxprs(eqn):
-            comms |= _communicators_of_sums(inner)
-    return comms
-
-
-def _overlap_jaxpr(jaxpr: Any, orders: list[Order], given_orders: Iterator[Order] | None) -> Any:
+def _arrange(jaxpr: Any, kind: _Kind, orders: list[Order], given_orders: Iterator[Order] | None) -> Any:
     """Returns ``jaxpr`` with its own sums overlapped, and not those of the jaxprs that it holds.
 
     Args:
         jaxpr: the program.
+        kind: which sums move, and how.
         orders: the function appends the order that the sums have in the result.
         given_orders: the next of them is the order that the sums must have; if none is left, they keep the order of
             the program. None: they may have any order.
     """
-    sums = _sums_of(jaxpr)
+    sums = [eqn for eqn in jaxpr.eqns if kind.moves(eqn)]
     if not sums:
         return jaxpr
     written = list(range(len(sums)))
     places = {id(eqn): place for place, eqn in enumerate(sums)}
     given = None if given_orders is None else next(given_orders, written)
     slots = None if given is None else {id(sums[place]): slot for slot, place in enumerate(given)}
-    read = all_reads(jaxpr)
+    part = _Part(kind.moves, all_reads(jaxpr), slots)
     eqns: list[JaxprEqn] = []
     segment: list[JaxprEqn] = []
-    renamed: dict[Var, Var] = {}
-    order: list[JaxprEqn] = []
     for eqn in jaxpr.eqns:
-        if eqn.effects and not _can_overlap(eqn):
-            eqns += _overlap_segment(segment, read, renamed, order, slots)
-            eqns.append(_renamed(eqn, renamed))
+        if eqn.effects and not kind.moves(eqn):
+            eqns += kind.arrange(segment, part)
+            eqns.append(part.renamed_equation(eqn))
             segment = []
         else:
             segment.append(eqn)
-    eqns += _overlap_segment(segment, read, renamed, order, slots)
-    found = [places[id(eqn)] for eqn in order]
+    eqns += kind.arrange(segment, part)
+    found = [places[id(eqn)] for eqn in part.order]
     orders.append(found if given is None else given)
     if orders[-1] != found:
         return jaxpr if given == written else _refuse_order(sums[0])
-    outvars = [renamed.get(var, var) if isinstance(var, Var) else var for var in jaxpr.outvars]
+    outvars = [part.renamed.get(var, var) if isinstance(var, Var) else var for var in jaxpr.outvars]
     return jaxpr.replace(eqns=eqns, outvars=outvars)
 
 
@@ -239,14 +242,58 @@ def _refuse_order(eqn: JaxprEqn) -> NoReturn:
     )
 
 
-def _can_overlap(eqn: JaxprEqn) -> bool:
-    """Returns whether an equation is a sum that can be a start and an end: each device works for itself."""
-    comm = eqn.params.get("comm")
-    return eqn.primitive is allreduce_p and isinstance(comm, DeviceGroup) and not comm.local_axes
+@dataclass
+class _Part:
+    """What the segments of one jaxpr share.
+
+    Attributes:
+        moves: whether an equation is a sum that may move.
+        read: the variables that the whole jaxpr reads.
+        slots: for the id of each sum its place in the order of beginning; None: a sum begins when its operands are
+            there.
+        renamed: the new names of variables that went through a barrier.
+        order: the sums that have begun, in order.
+    """
+
+    moves: Callable[[JaxprEqn], bool]
+    read: set[Var]
+    slots: dict[int, int] | None
+    renamed: dict[Var, Var] = field(default_factory=dict)
+    order: list[JaxprEqn] = field(default_factory=list)
+
+    def renamed_equation(self, eqn: JaxprEqn) -> JaxprEqn:
+        """Returns the equation with the new names of its operands."""
+        return eqn.replace(invars=[self.renamed.get(var, var) if isinstance(var, Var) else var for var in eqn.invars])
 
 
-def _renamed(eqn: JaxprEqn, renamed: dict[Var, Var]) -> JaxprEqn:
-    return eqn.replace(invars=[renamed.get(var, var) if isinstance(var, Var) else var for var in eqn.invars])
+def _order_segment(segment: list[JaxprEqn], part: _Part) -> list[JaxprEqn]:
+    """Returns the equations of a part of a program, which has no other collectives, with its sums in their order."""
+    eqns: list[JaxprEqn] = []
+    feeding = _that_feed_others(segment, part)
+    while segment:
+        # A sum that another one waits for comes first: behind a large array it would hold up the program.
+        first = [eqn for eqn in segment if id(eqn) in feeding]
+        early, sums, segment = _divide(segment, part, first or None)
+        part.order += [eqn for _, eqn in sums]
+        for place, eqn in enumerate((*early, None)):
+            while sums and sums[0][0] <= place:
+                eqns.append(sums.pop(0)[1])
+            if eqn is not None:
+                eqns.append(eqn)
+    return eqns
+
+
+def _that_feed_others(segment: list[JaxprEqn], part: _Part) -> set[int]:
+    """Returns the ids of the sums without whose results another sum of the segment cannot begin."""
+    found: set[int] = set()
+    needed: set[Var] = set()  # by sums
+    for eqn in reversed(segment):
+        feeds = not needed.isdisjoint(eqn.outvars)
+        if part.moves(eqn) and feeds:
+            found.add(id(eqn))
+        if part.moves(eqn) or feeds:
+            needed.update(reads(eqn))
+    return found
 
 
 def _new_equation(like: JaxprEqn, fun: Callable[..., Any], operands: Sequence[Var]) -> JaxprEqn:
@@ -264,43 +311,28 @@ def _barrier(values: Sequence[Var], like: JaxprEqn) -> JaxprEqn:
     return _new_equation(like, lambda *values: lax.optimization_barrier(values), values)
 
 
-def _overlap_segment(
-    segment: list[JaxprEqn],
-    read: set[Var],
-    renamed: dict[Var, Var],
-    order: list[JaxprEqn],
-    slots: dict[int, int] | None,
-) -> list[JaxprEqn]:
-    """Returns the equations of a part of a program, which has no other collectives, with its sums overlapped.
-
-    Args:
-        segment: the part.
-        read: the variables that the whole program reads.
-        renamed: the new names of variables that went through a barrier; the function adds to them.
-        order: the sums that have begun, in order; the function adds to them.
-        slots: for the id of each sum its place in the order of beginning; None: a sum begins when its operands are
-            there.
-    """
+def _overlap_segment(segment: list[JaxprEqn], part: _Part) -> list[JaxprEqn]:
+    """Returns the equations of a part of a program, which has no other collectives, with each sum in two halves."""
     eqns: list[JaxprEqn] = []
 
     def through_barrier(var: Var, results: list[Var], like: JaxprEqn) -> list[Var]:
         """Sends ``var`` and the results of starts through a barrier. Returns the names of the results behind it."""
-        eqns.append(barrier := _barrier([renamed.get(var, var), *results], like))
-        renamed[var] = barrier.outvars[0]
+        eqns.append(barrier := _barrier([part.renamed.get(var, var), *results], like))
+        part.renamed[var] = barrier.outvars[0]
         return list(barrier.outvars[1:])
 
     while segment:
-        early, sums, late = _divide(segment, slots)
-        order += [eqn for _, eqn in sums]
+        early, sums, late = _divide(segment, part)
+        part.order += [eqn for _, eqn in sums]
         if not sums or all(is_reshape(eqn) for eqn in early[sums[0][0] :]):  # there is nothing to compute meanwhile
-            eqns += [_renamed(eqn, renamed) for eqn in (*early, *(eqn for _, eqn in sums))]
+            eqns += [part.renamed_equation(eqn) for eqn in (*early, *(eqn for _, eqn in sums))]
             segment = late
             continue
         begun: list[tuple[JaxprEqn, list[Var]]] = []  # a sum, and the names of its start's results so far
         for place, eqn in enumerate((*early, None)):
             while sums and sums[0][0] <= place:
                 _, one = sums.pop(0)
-                eqns.append(start := _start_of(_renamed(one, renamed)))
+                eqns.append(start := _start_of(part.renamed_equation(one)))
                 results = list(start.outvars)
                 ahead = {var for later in early[place:] for var in later.outvars}
                 following = (var for later in early[place:] for var in reads(later) if var not in ahead)
@@ -308,10 +340,10 @@ def _overlap_segment(
                     results = through_barrier(var, results, one)
                 begun.append((one, results))
             if eqn is not None:
-                eqns.append(_renamed(eqn, renamed))
+                eqns.append(part.renamed_equation(eqn))
         # All ends come after the last start, and after the last equation that needs no sum.
         results = [var for _, results in begun for var in results]
-        last = next((var for eqn in reversed(early) for var in eqn.outvars if var in read), None)
+        last = next((var for eqn in reversed(early) for var in eqn.outvars if var in part.read), None)
         if last is None or any(last in reads(one) for one, _ in begun):  # a start needs it
             eqns.append(barrier := _barrier(results, begun[0][0]))
             behind = iter(barrier.outvars)
@@ -325,9 +357,14 @@ def _overlap_segment(
 
 
 def _divide(
-    segment: list[JaxprEqn], slots: dict[int, int] | None
+    segment: list[JaxprEqn], part: _Part, first: list[JaxprEqn] | None = None
 ) -> tuple[list[JaxprEqn], list[tuple[int, JaxprEqn]], list[JaxprEqn]]:
     """Divides a segment by what its equations need.
+
+    Args:
+        segment: the segment.
+        part: what it belongs to.
+        first: the sums that may begin; the others count as equations that need a sum. None: all.
 
     Returns:
         The equations that need no sum; the sums that need no other sum, in the order in which they begin, each with
@@ -342,8 +379,8 @@ def _divide(
         if any(var in of_sums for var in reads(eqn)):
             late.append(eqn)
             of_sums.update(eqn.outvars)
-        elif _can_overlap(eqn):
-            sums.append(eqn)
+        elif part.moves(eqn):
+            (sums if first is None or any(eqn is one for one in first) else late).append(eqn)
             of_sums.update(eqn.outvars)
         elif eqn.primitive.name in ("broadcast_in_dim", "iota") and not reads(eqn):
             constants.append(eqn)  # they take no time, so they come first
@@ -352,6 +389,7 @@ def _divide(
     early = constants + early
     made = {var: place for place, eqn in enumerate(early, start=1) for var in eqn.outvars}
     needed = [max((made.get(var, 0) for var in reads(eqn)), default=0) for eqn in sums]
+    slots = part.slots
     pairs = sorted(zip(needed, sums, strict=True), key=lambda pair: pair[0] if slots is None else slots[id(pair[1])])
     ready = itertools.accumulate((place for place, _ in pairs), max)  # a sum waits for the sums before it, too
     return early, list(zip(ready, (eqn for _, eqn in pairs), strict=True)), late
@@ -360,3 +398,29 @@ def _divide(
 def _start_of(eqn: JaxprEqn) -> JaxprEqn:
     params = {"comm": eqn.params["comm"], "op": eqn.params["op"], "number": len(eqn.invars)}
     return _new_equation(eqn, functools.partial(start_p.bind, **params), eqn.invars)
+
+
+class _Kind(NamedTuple):
+    """How sums are overlapped on devices of a kind.
+
+    Attributes:
+        moves: whether an equation is a sum that may move.
+        arrange: returns the equations of a segment with its sums overlapped.
+    """
+
+    moves: Callable[[JaxprEqn], bool]
+    arrange: Callable[[list[JaxprEqn], _Part], list[JaxprEqn]]
+
+
+def _has_two_halves(eqn: JaxprEqn) -> bool:
+    """Returns whether an equation can be a start and an end: each device works for itself."""
+    return fusion.is_over_axes(eqn) and not eqn.params["comm"].local_axes
+
+
+def _is_async(eqn: JaxprEqn) -> bool:
+    """Returns whether an equation is a sum that runs beside computation on CPU devices, if it is large."""
+    return fusion.is_over_axes(eqn) and transport().overlaps(eqn.params["comm"].key[0])
+
+
+_ON_ACCELERATORS = _Kind(_has_two_halves, _overlap_segment)
+_ON_HOSTS = _Kind(_is_async, _order_segment)

@@ -316,6 +316,11 @@ def lower_call(
     return results
 
 
+def lower_on_results(ctx: Any, call: Callable[..., Any], results: Sequence[Any]) -> Sequence[Any]:
+    """Lowers a call that gets the results of an equation and has results of the same shapes and dtypes."""
+    return call(ctx.replace(avals_in=ctx.avals_out), *results)
+
+
 def set_attribute(call: ir.Operation, name: str, value: int) -> None:
     """Changes an attribute, an int64, of a handler's call that is lowered already."""
     attributes = {each.name: each.attr for each in ir.DictAttr(call.attributes["mhlo.backend_config"])}

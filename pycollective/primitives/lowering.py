@@ -90,7 +90,7 @@ def lower(
         if primitive.name in _REDUCTIONS:
             kind = repr((primitive.name, form.attributes, ctx.avals_in))
             operand_order.number_reduction(ctx.module_context.module, kind, results[0].owner, operands)
-        return results
+        return results if form.hand_on is None else jax_internals.lower_on_results(ctx, form.hand_on, results)
 
     def other_platform(ctx: Any, *operands: Any, **params: Any) -> Sequence[Any]:
         raise NotImplementedError(

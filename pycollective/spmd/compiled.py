@@ -13,7 +13,7 @@ import jax
 from jax.extend.core import ClosedJaxpr
 
 from pycollective.errors import message
-from pycollective.named_axes import fusion, overlap
+from pycollective.named_axes import overlap
 from pycollective.named_axes.names import explain_unbound_names
 from pycollective.ordering import dispatch, donation, region
 from pycollective.ordering.dispatch import (
@@ -91,7 +91,7 @@ class CompiledFunction(Generic[P, R]):
             fun,
             donated=donated,
             replace_device_programs=self._replace_device_programs,
-            rearrange_sums=self._join_and_overlap_sums,
+            rearrange_sums=self._overlap,
             with_completion=shardings is not None,
             devices=named,
         )
@@ -170,9 +170,6 @@ class CompiledFunction(Generic[P, R]):
     def _replace_device_programs(self, closed: ClosedJaxpr) -> ClosedJaxpr:
         agreement.report_program(self._where, self._fun, lambda: device_program.collective_lines(closed.jaxpr))
         return device_program.replace_device_programs(closed)
-
-    def _join_and_overlap_sums(self, jaxpr: Any) -> Any:
-        return self._overlap(fusion.join_reductions(jaxpr))
 
     @contextlib.contextmanager
     def _collect_for_comparison(self, *, may_reorder: bool) -> Iterator[_ToCompare]:

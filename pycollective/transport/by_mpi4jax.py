@@ -78,6 +78,10 @@ class ByMpi4jax:
         main = self._ranks[number].main
         self._ranks = {other: ranks for other, ranks in self._ranks.items() if ranks.main is not main}
 
+    def overlaps(self, _: int) -> bool:
+        """Never: mpi4jax's functions wait."""
+        return False
+
     def form(
         self,
         operation: str,

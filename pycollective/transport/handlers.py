@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from pycollective.config import config
 from pycollective.transport import native
 from pycollective.transport.protocol import HandlerCall, Structs
 
@@ -29,10 +30,24 @@ class Native:
         operation: str,
         attributes: dict[str, Any],
         in_place: tuple[bool, ...],
-        *_: Structs,
+        operands: Structs,
+        results: Structs,
     ) -> HandlerCall:
-        """The handler of the operation's name."""
-        return HandlerCall(_rule(operation, in_place), attributes)
+        """The handler of the operation's name; the one that runs beside computation where that pays."""
+        nbytes = sum(x.size * x.dtype.itemsize for x in operands)
+        large = config.overlap == "on" or nbytes >= _LEAST_OVERLAPPED_BYTES
+        if not (large and self.overlaps(attributes["comm"][0])):
+            return HandlerCall(_rule(operation, in_place), attributes)
+        hand_on = native.results_lowering(len(results)) if results else None
+        return HandlerCall(_rule(f"async_{operation}", in_place), attributes, hand_on)
+
+    def overlaps(self, number: int) -> bool:
+        """Whether large arrays between these ranks travel while the program computes: between hosts, or if asked to."""
+        return config.overlap == "on" or (config.overlap == "auto" and native.spans_hosts(number))
+
+
+_LEAST_OVERLAPPED_BYTES = 512 << 10
+"""An operand of fewer bytes has travelled before XLA has found other work (docs/performance.md)."""
 
 
 _rule = functools.cache(native.ffi_lowering)

@@ -121,7 +121,9 @@ def start(ranks: int = 1) -> None:
     bound.pycollective_set_all_lanes(int(config.all_lanes))
     if config.malloc:
         bound.pycollective_tune_malloc(ranks)
-    register(bound, [*table(bound.pycollective_operation_name), *table(bound.pycollective_guard_name)], "cpu")
+    operations = table(bound.pycollective_operation_name)
+    async_operations = [f"async_{name}" for name in (*operations, "results")]
+    register(bound, [*operations, *async_operations, *table(bound.pycollective_guard_name)], "cpu")
     compiled.set_library(bound)
 
 
@@ -136,6 +138,12 @@ def register(library: ctypes.CDLL, targets: Sequence[str], platform: str) -> Non
 def host_targets() -> tuple[str, ...]:
     """The handlers for CPU devices: the names of the operations."""
     return table(library().pycollective_operation_name)
+
+
+@functools.cache
+def async_targets() -> tuple[str, ...]:
+    """The handlers for CPU devices whose calls run while the program computes."""
+    return tuple(f"async_{name}" for name in host_targets())
 
 
 @functools.cache
@@ -310,6 +318,11 @@ def free_communicator(number: int) -> None:
         )
 
 
+def spans_hosts(number: int) -> bool:
+    """Whether a communicator or part has ranks on several hosts; the same on all its ranks."""
+    return bool(library().pycollective_spans_hosts(ctypes.c_int64(number)))
+
+
 def xla_can_call() -> bool:
     """Whether XLA has opened the library, so that its own collectives go through it."""
     return bool(library().pycollective_xla_is_open())
@@ -348,14 +361,14 @@ def ffi_lowering(target: str, in_place: tuple[bool, ...] = ()) -> Any:
     """JAX's lowering rule for a handler whose first operand and first result are tokens.
 
     Args:
-        target: one of :func:`host_targets`, :func:`device_targets` or :func:`guard_targets`.
+        target: one of :func:`host_targets`, :func:`async_targets`, :func:`device_targets` or :func:`guard_targets`.
         in_place: for each array among the operands, whether the result of the same number takes its buffer (XLA
             copies where it may not).
 
     Raises:
         RuntimeError: the library has no such handler.
     """
-    if target not in (*host_targets(), *device_targets(), *guard_targets()):
+    if target not in (*host_targets(), *async_targets(), *device_targets(), *guard_targets()):
         known = f"one with {', '.join(host_targets())}"
         raise RuntimeError(message(target, f"a compiled library with a handler for {target}", known, BUILD))
     aliases = {i: i for i, takes in enumerate(in_place, start=1) if takes}  # 0 is the token
@@ -371,11 +384,20 @@ def ffi_lowering(target: str, in_place: tuple[bool, ...] = ()) -> Any:
     return lowering
 
 
-def done_lowering(number: int) -> Any:
-    """The rule for ``device_allreduce_done`` of so many arrays: without tokens, results in the operands' buffers."""
+def _in_place_lowering(target: str, number: int, **options: Any) -> Any:
+    """The rule for a handler without tokens whose results, so many arrays, lie in its operands' buffers."""
     aliases = {i: i for i in range(number)}
-    rule = jax.ffi.ffi_lowering(
-        "pycollective_device_allreduce_done", has_side_effect=True, operand_output_aliases=aliases
-    )
+    return jax.ffi.ffi_lowering(f"pycollective_{target}", operand_output_aliases=aliases, **options)
+
+
+@functools.cache
+def results_lowering(number: int) -> Any:
+    """The rule for the handler that hands on the results of a call that ran while the program computed."""
+    return _in_place_lowering("async_results", number)
+
+
+def done_lowering(number: int) -> Any:
+    """The rule for ``device_allreduce_done`` of so many arrays."""
+    rule = _in_place_lowering("device_allreduce_done", number, has_side_effect=True)
     one_device = {"spread": np.int64(1), "site": np.int64(0), "order": np.int64(0)}
     return lambda ctx, *operands, comm: rule(ctx, *operands, comm=np.array(comm, np.int64), **one_device)

@@ -19,10 +19,13 @@ class HandlerCall(NamedTuple):
     Attributes:
         rule: a lowering rule of JAX's FFI, whose first operand and first result are tokens.
         attributes: the attributes of the handler.
+        hand_on: the rule of a handler without tokens that gets the results and has them as its own; None: there is
+            none.
     """
 
     rule: Callable[..., Any]
     attributes: dict[str, Any]
+    hand_on: Callable[..., Any] | None = None
 
 
 class Composition(NamedTuple):
@@ -65,6 +68,13 @@ class Transport(Protocol):
             in_place: for each operand, whether the result of the same number may take its buffer.
             operands: the operands.
             results: the results.
+        """
+
+    def overlaps(self, number: int, /) -> bool:
+        """Returns whether large arrays between these ranks travel while the program computes.
+
+        Args:
+            number: what ``open`` or ``open_part`` returned. The answer is the same on all its ranks.
         """
 
     def open(self, whole: Whole) -> int:

@@ -142,7 +142,8 @@ def test_programs_that_would_leave_the_process(world: pc.Communicator) -> None:
     x = jnp.ones(3)
     for fun in (f, jax.jit(f), jax.jit(lambda x: pc.psum(x, world))):
         with pytest.raises(
-            ValueError, match=r"(?s)no compatibility guarantees.*(pycollective_(device_)?allreduce|mpi_allreduce)"
+            ValueError,
+            match=r"(?s)no compatibility guarantees.*(pycollective_(device_|async_)?allreduce|mpi_allreduce)",
         ):
             jax.export.export(fun)(x)
     with pytest.raises(AttributeError, match="cannot be serialized, and runs in this process alone"):

@@ -464,3 +464,54 @@ def test_no_host_sends_what_it_has_sent(where: str, shared: str, hosts: dict[str
     if where == "h0,h1":
         assert shares["all_gather"] < 0.65
         assert shares["psum_scatter"] < 0.65
+
+
+# By default large sums between hosts run beside computation, in threads of the package. Then ranks of two hosts make a
+# call in two ways, which MPI cannot match. They compare calls by a collective, since they share no memory.
+BESIDE = """
+import dataclasses, os, sys
+import jax, jax.numpy as jnp
+import numpy as np
+from jax import lax
+import pycollective as pc
+from pycollective.transport import handlers
+
+world = pc.init()
+n = world.size
+threads = lambda: [open(f"/proc/self/task/{task}/comm").read().strip() for task in os.listdir("/proc/self/task")]
+
+
+def loss(params, x):
+    for w in params:
+        x = jnp.tanh(x @ w)
+    return jnp.mean(x**2)
+
+
+params = [jnp.asarray(np.random.default_rng(k).normal(size=(512, 512)).astype(np.float32) / 20) for k in range(4)]
+xs = np.random.default_rng(9).normal(size=(n, 16, 512)).astype(np.float32)
+step = lambda params, x: lax.pmean(jax.grad(loss)(params, x), "i")
+want = jax.vmap(step, in_axes=(None, 0), axis_name="i")(params, xs)
+mapped = pc.jit(step, axis_name="i")
+for _ in range(3):
+    for got, of_all in zip(mapped(params, xs[world.rank]), want, strict=True):
+        np.testing.assert_allclose(got, of_all[world.rank], rtol=2e-4, atol=1e-7)
+is_async = "pc-async-call" in threads()
+handlers.config = dataclasses.replace(handlers.config, overlap="on" if world.rank % 2 else "off")
+try:
+    pc.psum(jnp.ones(1000), world).block_until_ready()
+except Exception as error:
+    assert "CollectiveMismatch: expected the same call on every rank" in str(error), error
+    assert "host memory, beside computation)" in str(error), error
+    sys.stdout.write(f"agrees {is_async}\\n")
+"""
+
+
+@pytest.mark.library
+@pytest.mark.parametrize("overlap", ["auto", "off"])
+def test_gradients_travel_beside_computation(overlap: str, hosts: dict[str, str], tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(BESIDE)
+    environ = {**hosts, "XLA_FLAGS": unoptimised.flags(), "PYCOLLECTIVE_OVERLAP": overlap}
+    done = run(environ, "-n", "4", "--hosts", "h0,h1", "--bind", "none", str(program))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.split() == ["agrees", str(overlap == "auto")] * 4

@@ -33,7 +33,7 @@ def tree(world: pc.Communicator, local: int) -> dict[str, Array]:
 
 def calls(text: str) -> int:
     # Begun, or whole.
-    return len(re.findall(r"custom_call @pycollective_(device_)?allreduce(?!_done)\w*\(", text))
+    return len(re.findall(r"custom_call @pycollective_(device_|async_)?allreduce(?!_done)\w*\(", text))
 
 
 @pytest.mark.parametrize("bucket_bytes", [0, 64, 20_000, 4 << 20])
