@@ -2,7 +2,6 @@
 
 #include "async_calls.h"
 
-#include <fenv.h>
 #include <pthread.h>
 #include <sys/prctl.h>
 
@@ -26,7 +25,6 @@ namespace {
 struct Task {
   std::function<xla::ffi::Error()> make_call;
   xla::ffi::Promise promise;
-  fenv_t modes;  // of rounding and of denormal numbers
 };
 
 void Run(Task* task, bool patiently) {
@@ -51,6 +49,7 @@ class Threads {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (idle_.empty()) {
       try {
+        // XLA goes on in it. It inherits how XLA's threads round, and that they take denormal numbers for zero.
         auto first = std::make_shared<Task>(*task);
         std::thread([this, first] { Work(first.get()); }).detach();
       } catch (const std::system_error&) {
@@ -77,7 +76,6 @@ class Threads {
     Idle own;
     own.task = std::move(*first);
     while (true) {
-      fesetenv(&own.task->modes);
       Run(&*own.task, true);
       std::unique_lock<std::mutex> lock(mutex_);
       own.task.reset();
@@ -94,9 +92,8 @@ class Threads {
 
 xla::ffi::Future RunAsync(std::function<xla::ffi::Error()> make_call) {
   static auto& threads = *new Threads;  // never destroyed: its threads may outlive main
-  Task task{std::move(make_call), {}, {}};
+  Task task{std::move(make_call), {}};
   xla::ffi::Future future(task.promise);
-  fegetenv(&task.modes);
   if (!threads.Take(&task)) Run(&task, false);
   return future;
 }

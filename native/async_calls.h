@@ -18,8 +18,8 @@
 
 namespace pycollective {
 
-// Runs make_call() in a patient thread (patience.h) of the package's, with the floating-point modes of this thread, since XLA
-// sets them for its own threads. Fulfils the future with the error that it returns. If no thread can be had, it runs here.
+// Runs make_call() in a patient thread (patience.h) of the package's, and fulfils the future with the error that it returns. If no
+// thread can be had, it runs here. A thread of XLA's calls it.
 xla::ffi::Future RunAsync(std::function<xla::ffi::Error()> make_call);
 
 // A future that is fulfilled already.

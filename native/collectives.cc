@@ -10,34 +10,30 @@
 #include "large_counts.h"
 #include "own_reductions.h"
 #include "patience.h"
+#include "waiting_calls.h"
 #include "with_shared_memory.h"
 
 namespace pycollective {
 namespace {
 
-// Calls an MPI function; returns from the enclosing function if the call fails.
-#define PYCOLLECTIVE_CALL(name, ...)                                   \
+// Returns from the enclosing function if `code`, which a call of MPI has returned, is an error.
+#define PYCOLLECTIVE_CHECK_CODE(name, code)                            \
   do {                                                                 \
-    const int code_ = functions_.name(__VA_ARGS__);                    \
+    const int code_ = code;                                            \
     if (code_ != 0) return Outcome{"MPI_" #name, code_, {}};           \
   } while (false)
 
-// Calls a collective of MPI by its blocking or its nonblocking function (patience.h); as PYCOLLECTIVE_CALL.
-#define PYCOLLECTIVE_CALL_COLLECTIVE(name, nonblocking, ...)           \
-  do {                                                                 \
-    if (!uses_nonblocking) {                                           \
-      PYCOLLECTIVE_CALL(name, __VA_ARGS__);                            \
-      break;                                                           \
-    }                                                                  \
-    H request_{};                                                      \
-    PYCOLLECTIVE_CALL(nonblocking, __VA_ARGS__, &request_);            \
-    PYCOLLECTIVE_RETURN_IF_FAILED(Complete("MPI_" #name, &request_));  \
+// Calls an MPI function; one that waits for other ranks (waiting_calls.h); a collective, by its blocking or its nonblocking
+// function (patience.h).
+#define PYCOLLECTIVE_CALL(name, ...) PYCOLLECTIVE_CHECK_CODE(name, functions_.name(__VA_ARGS__))
+#define PYCOLLECTIVE_CALL_WAITING(name, ...) PYCOLLECTIVE_CHECK_CODE(name, waiting_.name(__VA_ARGS__))
+#define PYCOLLECTIVE_CALL_COLLECTIVE(name, nonblocking, ...)                             \
+  do {                                                                                   \
+    H request_{};                                                                        \
+    if (!uses_nonblocking) PYCOLLECTIVE_CALL(name, __VA_ARGS__);                         \
+    if (uses_nonblocking) PYCOLLECTIVE_CALL(nonblocking, __VA_ARGS__, &request_);        \
+    if (uses_nonblocking) PYCOLLECTIVE_CHECK_CODE(name, waiting_.Complete(&request_));   \
   } while (false)
-
-// MPI_Status is opaque here: at most 40 bytes in any known implementation.
-struct alignas(16) Status {
-  char bytes[256] = {};
-};
 
 const Memory& MemoryOf(const Channel& channel) {
   static const Memory host;
@@ -83,21 +79,23 @@ class LibraryOf : public Library {
     if (a.op == Op::kSumBfloat16) return SumAsBfloat16(*this, channel, a);
     return InChunks(a, [&](const void* send, void* recv, int n) -> Outcome {
       PYCOLLECTIVE_CALL_COLLECTIVE(Allreduce, Iallreduce, SendOrInPlace(send, recv), recv, n, Datatype(a), MpiOp(a),
-                        Handle(channel.collective));
+                                   Handle(channel.collective));
       return {};
     });
   }
 
   Outcome Scan(const Channel& channel, const Arguments& a) const override {
     return InChunks(a, [&](const void* send, void* recv, int n) -> Outcome {
-      PYCOLLECTIVE_CALL_COLLECTIVE(Scan, Iscan, SendOrInPlace(send, recv), recv, n, Datatype(a), MpiOp(a), Handle(channel.collective));
+      PYCOLLECTIVE_CALL_COLLECTIVE(Scan, Iscan, SendOrInPlace(send, recv), recv, n, Datatype(a), MpiOp(a),
+                                   Handle(channel.collective));
       return {};
     });
   }
 
   Outcome Exscan(const Channel& channel, const Arguments& a) const override {
     PYCOLLECTIVE_RETURN_IF_FAILED(InChunks(a, [&](const void* send, void* recv, int n) -> Outcome {
-      PYCOLLECTIVE_CALL_COLLECTIVE(Exscan, Iexscan, SendOrInPlace(send, recv), recv, n, Datatype(a), MpiOp(a), Handle(channel.collective));
+      PYCOLLECTIVE_CALL_COLLECTIVE(Exscan, Iexscan, SendOrInPlace(send, recv), recv, n, Datatype(a), MpiOp(a),
+                                   Handle(channel.collective));
       return {};
     }));
     return channel.rank == 0 ? Clear(channel, a.recv, a.count, a.type) : Outcome{};
@@ -107,8 +105,9 @@ class LibraryOf : public Library {
     const bool is_root = channel.rank == a.root;
     PYCOLLECTIVE_RETURN_IF_FAILED(InChunks(a, [&](const void* send, void* recv, int n) -> Outcome {
       // MPI allows IN_PLACE at the root alone; elsewhere it ignores the receive buffer.
-      PYCOLLECTIVE_CALL_COLLECTIVE(Reduce, Ireduce, is_root ? SendOrInPlace(send, recv) : send, is_root ? recv : nullptr, n, Datatype(a),
-                        MpiOp(a), a.root, Handle(channel.collective));
+      PYCOLLECTIVE_CALL_COLLECTIVE(Reduce, Ireduce, is_root ? SendOrInPlace(send, recv) : send,
+                                   is_root ? recv : nullptr, n, Datatype(a),
+                                   MpiOp(a), a.root, Handle(channel.collective));
       return {};
     }));
     return is_root ? Outcome{} : Clear(channel, a.recv, a.count, a.type);
@@ -117,8 +116,9 @@ class LibraryOf : public Library {
   Outcome ReduceScatter(const Channel& channel, const Arguments& a) const override {
     if (a.count == 0) return {};
     if (a.count <= max_count) {
-      PYCOLLECTIVE_CALL_COLLECTIVE(Reduce_scatter_block, Ireduce_scatter_block, a.send, a.recv, static_cast<int>(a.count), Datatype(a), MpiOp(a),
-                        Handle(channel.collective));
+      PYCOLLECTIVE_CALL_COLLECTIVE(Reduce_scatter_block, Ireduce_scatter_block, a.send, a.recv,
+                                   static_cast<int>(a.count), Datatype(a), MpiOp(a),
+                                   Handle(channel.collective));
       return {};
     }
     // MPI's own operations work on no derived datatype: each rank in turn is the root of its block.
@@ -148,7 +148,8 @@ class LibraryOf : public Library {
 
   Outcome Allgather(const Channel& channel, const Arguments& a) const override {
     return InBlocks(a, [&](int n, H block) -> Outcome {
-      PYCOLLECTIVE_CALL_COLLECTIVE(Allgather, Iallgather, a.send, n, block, a.recv, n, block, Handle(channel.collective));
+      PYCOLLECTIVE_CALL_COLLECTIVE(Allgather, Iallgather, a.send, n, block, a.recv, n, block,
+                                   Handle(channel.collective));
       return {};
     });
   }
@@ -162,7 +163,8 @@ class LibraryOf : public Library {
 
   Outcome Gather(const Channel& channel, const Arguments& a) const override {
     PYCOLLECTIVE_RETURN_IF_FAILED(InBlocks(a, [&](int n, H block) -> Outcome {
-      PYCOLLECTIVE_CALL_COLLECTIVE(Gather, Igather, a.send, n, block, a.recv, n, block, a.root, Handle(channel.collective));
+      PYCOLLECTIVE_CALL_COLLECTIVE(Gather, Igather, a.send, n, block, a.recv, n, block, a.root,
+                                   Handle(channel.collective));
       return {};
     }));
     return channel.rank == a.root ? Outcome{} : Clear(channel, a.recv, a.count * channel.size, a.type);
@@ -170,7 +172,8 @@ class LibraryOf : public Library {
 
   Outcome Scatter(const Channel& channel, const Arguments& a) const override {
     return InBlocks(a, [&](int n, H block) -> Outcome {
-      PYCOLLECTIVE_CALL_COLLECTIVE(Scatter, Iscatter, a.send, n, block, a.recv, n, block, a.root, Handle(channel.collective));
+      PYCOLLECTIVE_CALL_COLLECTIVE(Scatter, Iscatter, a.send, n, block, a.recv, n, block, a.root,
+                                   Handle(channel.collective));
       return {};
     });
   }
@@ -192,13 +195,8 @@ class LibraryOf : public Library {
     PYCOLLECTIVE_RETURN_IF_FAILED(FindTag(channel, out.tag, &tag));
     const Block<H> block = BlockOf(out.count, out.type);
     PYCOLLECTIVE_RETURN_IF_FAILED(block.made());
-    if (!is_patient) {
-      PYCOLLECTIVE_CALL(Send, out.data, block.count(), block.type(), out.dest, tag, Handle(channel.messages));
-      return {};
-    }
-    H request{};
-    PYCOLLECTIVE_CALL(Isend, out.data, block.count(), block.type(), out.dest, tag, Handle(channel.messages), &request);
-    return Complete("MPI_Send", &request);
+    PYCOLLECTIVE_CALL_WAITING(Send, out.data, block.count(), block.type(), out.dest, tag, Handle(channel.messages));
+    return {};
   }
 
   Outcome Recv(const Channel& channel, const Incoming& in) const override {
@@ -208,13 +206,8 @@ class LibraryOf : public Library {
     PYCOLLECTIVE_RETURN_IF_FAILED(block.made());
     Status own;
     void* status = in.status == nullptr ? &own : in.status;
-    if (is_patient) {
-      H request{};
-      PYCOLLECTIVE_CALL(Irecv, in.data, block.count(), block.type(), in.source, tag, Handle(channel.messages), &request);
-      PYCOLLECTIVE_RETURN_IF_FAILED(Complete("MPI_Recv", &request, status));
-    } else {
-      PYCOLLECTIVE_CALL(Recv, in.data, block.count(), block.type(), in.source, tag, Handle(channel.messages), status);
-    }
+    PYCOLLECTIVE_CALL_WAITING(Recv, in.data, block.count(), block.type(), in.source, tag, Handle(channel.messages),
+                              status);
     if (in.source == proc_null_) return Clear(channel, in.data, in.count, in.type);
     if (in.envelope != nullptr) {
       *in.envelope = {IntAt(status, status_source_), channel.tag_step == 1 ? IntAt(status, status_tag_) : in.tag};
@@ -272,16 +265,8 @@ class LibraryOf : public Library {
   Outcome WaitAll(std::vector<int64_t>* handles) const override {
     std::vector<H> requests;
     for (const int64_t handle : *handles) requests.push_back(Handle(handle));
-    if (is_patient) {
-      Outcome first;
-      for (H& request : requests) {  // after an error too, since MPI still writes to the others' memory
-        const Outcome outcome = Complete("MPI_Waitall", &request);
-        if (first.ok()) first = outcome;
-      }
-      return first;
-    }
     std::vector<Status> statuses(requests.size());  // MPI's are smaller
-    PYCOLLECTIVE_CALL(Waitall, static_cast<int>(requests.size()), requests.data(), statuses.data());
+    PYCOLLECTIVE_CALL_WAITING(Waitall, static_cast<int>(requests.size()), requests.data(), statuses.data());
     return {};
   }
 
@@ -357,19 +342,6 @@ class LibraryOf : public Library {
   H MpiOp(const Arguments& a) const { return ops_[int(a.op)][int(a.type)]; }
   const void* SendOrInPlace(const void* send, const void* recv) const { return send == recv ? in_place_ : send; }
 
-  // Waits until the request is complete. `status`: where MPI writes of a message; null: nowhere.
-  Outcome Complete(const char* call, H* request, void* status = nullptr) const {
-    Status own;
-    Naps naps;
-    while (true) {
-      int done = 0;
-      const int code = functions_.Test(request, &done, status != nullptr ? status : &own);
-      if (code != 0) return Outcome{call, code, {}};
-      if (done != 0) return {};
-      if (is_patient) naps.Take();
-    }
-  }
-
   // Calls call(send, recv, n) for consecutive chunks of whole arrays.
   template <typename Call>
   Outcome InChunks(const Arguments& a, Call call) const {
@@ -416,17 +388,8 @@ class LibraryOf : public Library {
     PYCOLLECTIVE_RETURN_IF_FAILED(received.made());
     Status own;
     void* status = in.status == nullptr ? &own : in.status;
-    if (is_patient) {
-      H receive{}, send{};
-      PYCOLLECTIVE_CALL(Irecv, in.data, received.count(), received.type(), in.source, recv_tag, comm, &receive);
-      PYCOLLECTIVE_CALL(Isend, out.data, sent.count(), sent.type(), out.dest, send_tag, comm, &send);
-      const Outcome outcome = Complete("MPI_Sendrecv", &receive, status);
-      PYCOLLECTIVE_RETURN_IF_FAILED(Complete("MPI_Sendrecv", &send));
-      PYCOLLECTIVE_RETURN_IF_FAILED(outcome);
-    } else {
-      PYCOLLECTIVE_CALL(Sendrecv, out.data, sent.count(), sent.type(), out.dest, send_tag, in.data, received.count(),
-                        received.type(), in.source, recv_tag, comm, status);
-    }
+    PYCOLLECTIVE_CALL_WAITING(Sendrecv, out.data, sent.count(), sent.type(), out.dest, send_tag, in.data,
+                              received.count(), received.type(), in.source, recv_tag, comm, status);
     if (in.source == proc_null_) return Clear(channel, in.data, in.count, in.type);
     return CheckLength("MPI_Sendrecv", in, received, status);
   }
@@ -445,6 +408,7 @@ class LibraryOf : public Library {
   }
 
   const Functions<H> functions_;
+  const WaitingCalls<H> waiting_{functions_};
   const void* in_place_;
   const H errors_return_;
   const H world_;

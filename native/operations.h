@@ -1,12 +1,12 @@
 // The table of operations: their names, what differs between them, and how XLA calls them.
 //
 // A row makes the operation's constant (kAllgather), its name in messages, the handlers that the library exports
-// (pycollective_allgather for CPU devices, pycollective_device_allgather for accelerators), and the name under which
-// Python registers them (transport/native.py). A row COLLECTIVE also declares the function in class Library.
+// (pycollective_allgather and pycollective_async_allgather for CPU devices, pycollective_device_allgather for accelerators), and
+// the name under which Python registers them (transport/native.py). A row COLLECTIVE also declares the function in class Library.
 //
 // To add a collective of one array:
 // 1. collectives.cc: write Outcome Name(const Channel&, const Arguments&) in class LibraryOf; it calls MPI. If no
-//    operation has called that MPI function before, mpi.h needs a row for it.
+//    operation has called that MPI function before, mpi.h needs a row for it, and one for its nonblocking form.
 // 2. Here: add a row COLLECTIVE.
 // Then a Python primitive with the row's name can call it. Only if programs shall call it over named axes of several
 // CPU devices of each rank: write Outcome Name(const Arguments&) in class TeamCollective too, and name it in the row. Only if
