@@ -272,7 +272,7 @@ def _order_segment(segment: list[JaxprEqn], part: _Part) -> list[JaxprEqn]:
     feeding = _that_feed_others(segment, part)
     while segment:
         # A sum that another one waits for comes first: behind a large array it would hold up the program.
-        first = [eqn for eqn in segment if id(eqn) in feeding]
+        first = feeding.intersection(map(id, segment))
         early, sums, segment = _divide(segment, part, first or None)
         part.order += [eqn for _, eqn in sums]
         for place, eqn in enumerate((*early, None)):
@@ -357,14 +357,14 @@ def _overlap_segment(segment: list[JaxprEqn], part: _Part) -> list[JaxprEqn]:
 
 
 def _divide(
-    segment: list[JaxprEqn], part: _Part, first: list[JaxprEqn] | None = None
+    segment: list[JaxprEqn], part: _Part, first: set[int] | None = None
 ) -> tuple[list[JaxprEqn], list[tuple[int, JaxprEqn]], list[JaxprEqn]]:
     """Divides a segment by what its equations need.
 
     Args:
         segment: the segment.
         part: what it belongs to.
-        first: the sums that may begin; the others count as equations that need a sum. None: all.
+        first: the ids of the sums that may begin; the others count as equations that need a sum. None: all.
 
     Returns:
         The equations that need no sum; the sums that need no other sum, in the order in which they begin, each with
@@ -380,7 +380,7 @@ def _divide(
             late.append(eqn)
             of_sums.update(eqn.outvars)
         elif part.moves(eqn):
-            (sums if first is None or any(eqn is one for one in first) else late).append(eqn)
+            (sums if first is None or id(eqn) in first else late).append(eqn)
             of_sums.update(eqn.outvars)
         elif eqn.primitive.name in ("broadcast_in_dim", "iota") and not reads(eqn):
             constants.append(eqn)  # they take no time, so they come first
@@ -419,7 +419,7 @@ def _has_two_halves(eqn: JaxprEqn) -> bool:
 
 def _is_async(eqn: JaxprEqn) -> bool:
     """Returns whether an equation is a sum that runs beside computation on CPU devices, if it is large."""
-    return fusion.is_over_axes(eqn) and transport().overlaps(eqn.params["comm"].key[0])
+    return fusion.is_over_axes(eqn) and transport().overlaps(eqn.params["comm"].mesh.comm.key[0])
 
 
 _ON_ACCELERATORS = _Kind(_has_two_halves, _overlap_segment)
