@@ -23,6 +23,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import pycollective as pc
+from pycollective.transport.mpi import MPI
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 import train_gpt
@@ -32,9 +33,8 @@ VOCABULARY = 128
 
 def take_one_core() -> None:
     """Comes before JAX makes its threads. Hosts of ``scripts/hosts`` share cores that each takes for its own."""
-    number = int(os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0")))
     cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[number % len(cores)]})
+    os.sched_setaffinity(0, {cores[MPI.COMM_WORLD.rank % len(cores)]})
 
 
 def main() -> None:

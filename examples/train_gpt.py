@@ -7,7 +7,7 @@
     mpirun -n 2 -hosts h0,h1 python examples/train_gpt.py --layers 6 --width 256    # gradients travel meanwhile
 
 The devices of all ranks form a mesh with the axes "data" and "model". Along "data" each device sees its own rows of a
-batch; along "model" each device has its own attention heads and hidden units, as ``SPECS`` says. Each block of the
+batch; along "model" each device has its own attention heads and hidden units: see ``LAYER_SPECS``. Each block of the
 network ends with a sum over "model". Its derivative begins with a sum too (g and f of Megatron-LM, arXiv:1909.08053):
 JAX adds it, since its types say what varies along an axis. The losses are the same on any mesh, up to rounding.
 

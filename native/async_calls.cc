@@ -49,9 +49,8 @@ class Threads {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (idle_.empty()) {
       try {
-        // XLA goes on in it. It inherits how XLA's threads round, and that they take denormal numbers for zero.
-        auto first = std::make_shared<Task>(*task);
-        std::thread([this, first] { Work(first.get()); }).detach();
+        // XLA will go on in the new thread, which inherits from this one, XLA's, how to round and to take denormal numbers for zero.
+        std::thread([this, first = *task]() mutable { Work(std::move(first)); }).detach();
       } catch (const std::system_error&) {
         return false;
       }
@@ -70,11 +69,11 @@ class Threads {
     std::condition_variable called;
   };
 
-  void Work(Task* first) {
+  void Work(Task&& first) {
     pthread_setname_np(pthread_self(), "pc-async-call");
     prctl(PR_SET_TIMERSLACK, 1'000);  // nanoseconds; Linux would let a short sleep last 50 us longer
     Idle own;
-    own.task = std::move(*first);
+    own.task = std::move(first);
     while (true) {
       Run(&*own.task, true);
       std::unique_lock<std::mutex> lock(mutex_);

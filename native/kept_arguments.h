@@ -16,28 +16,6 @@
 
 namespace pycollective {
 
-// The description of one array.
-class KeptBuffer {
- public:
-  explicit KeptBuffer(const xla::ffi::AnyBuffer& buffer)
-      : dimensions_(buffer.dimensions().begin(), buffer.dimensions().end()) {
-    description_.struct_size = XLA_FFI_Buffer_STRUCT_SIZE;
-    description_.dtype = static_cast<XLA_FFI_DataType>(buffer.element_type());
-    description_.data = buffer.untyped_data();
-    description_.rank = static_cast<int64_t>(dimensions_.size());
-    description_.dims = dimensions_.data();
-  }
-  KeptBuffer(const KeptBuffer&) = delete;
-  KeptBuffer& operator=(const KeptBuffer&) = delete;
-
-  XLA_FFI_Buffer* description() { return &description_; }
-  xla::ffi::AnyBuffer buffer() const { return xla::ffi::AnyBuffer(&description_); }
-
- private:
-  std::vector<int64_t> dimensions_;
-  XLA_FFI_Buffer description_{};
-};
-
 // One argument of a handler: get() returns it again.
 template <typename T>
 class Kept {  // a number
@@ -63,11 +41,23 @@ class Kept<xla::ffi::Token> {
 template <>
 class Kept<xla::ffi::AnyBuffer> {
  public:
-  explicit Kept(const xla::ffi::AnyBuffer& buffer) : kept_(buffer) {}
-  xla::ffi::AnyBuffer get() const { return kept_.buffer(); }
+  explicit Kept(const xla::ffi::AnyBuffer& buffer)
+      : dimensions_(buffer.dimensions().begin(), buffer.dimensions().end()) {
+    description_.struct_size = XLA_FFI_Buffer_STRUCT_SIZE;
+    description_.dtype = static_cast<XLA_FFI_DataType>(buffer.element_type());
+    description_.data = buffer.untyped_data();
+    description_.rank = static_cast<int64_t>(dimensions_.size());
+    description_.dims = dimensions_.data();
+  }
+  Kept(const Kept&) = delete;
+  Kept& operator=(const Kept&) = delete;
+
+  XLA_FFI_Buffer* description() { return &description_; }
+  xla::ffi::AnyBuffer get() const { return xla::ffi::AnyBuffer(&description_); }
 
  private:
-  KeptBuffer kept_;
+  std::vector<int64_t> dimensions_;
+  XLA_FFI_Buffer description_{};
 };
 
 template <typename T>
@@ -90,60 +80,48 @@ class Kept<xla::ffi::Span<const T>> {
   std::vector<T> values_;
 };
 
-// The descriptions of any number of arrays.
-class KeptBuffers {
+// Any number of operands or results. `Description`: XLA's structure of them; `kSize`, `kBuffer`: its size, and what says in it that
+// one is an array.
+template <typename Remaining, typename Description, size_t kSize, auto kBuffer>
+class KeptRemaining {
  public:
-  // Of index i, buffer_at(i) returns the array. One that cannot be read is left out, and so are those after it: the handler
-  // finds too few and says so.
-  template <typename BufferAt>
-  KeptBuffers(size_t count, BufferAt buffer_at) {
-    for (size_t i = 0; i < count; ++i) {
-      auto buffer = buffer_at(i);
-      if (buffer.has_error()) break;
-      buffers_.push_back(std::make_unique<KeptBuffer>(BufferOf(*buffer)));
-      descriptions_.push_back(buffers_.back()->description());
+  // One that cannot be read is left out, and so are those after it: the handler finds too few and says so.
+  explicit KeptRemaining(const Remaining& arrays) {
+    for (size_t i = 0; i < arrays.size(); ++i) {
+      auto array = arrays.template get<xla::ffi::AnyBuffer>(i);
+      if (array.has_error()) break;
+      kept_.push_back(std::make_unique<Kept<xla::ffi::AnyBuffer>>(BufferOf(*array)));
+      descriptions_.push_back(kept_.back()->description());
+      types_.push_back(kBuffer);
     }
+    all_ = {kSize, nullptr, static_cast<int64_t>(kept_.size()), types_.data(), descriptions_.data()};
   }
+  KeptRemaining(const KeptRemaining&) = delete;
+  KeptRemaining& operator=(const KeptRemaining&) = delete;
 
-  int64_t size() const { return static_cast<int64_t>(descriptions_.size()); }
-  void** descriptions() { return descriptions_.data(); }
+  Remaining get() const { return {&all_, 0}; }
 
  private:
-  static xla::ffi::AnyBuffer BufferOf(const xla::ffi::AnyBuffer& buffer) { return buffer; }
+  static xla::ffi::AnyBuffer BufferOf(const xla::ffi::AnyBuffer& operand) { return operand; }
   static xla::ffi::AnyBuffer BufferOf(xla::ffi::Result<xla::ffi::AnyBuffer> result) { return *result; }
 
-  std::vector<std::unique_ptr<KeptBuffer>> buffers_;
+  std::vector<std::unique_ptr<Kept<xla::ffi::AnyBuffer>>> kept_;
   std::vector<void*> descriptions_;
+  std::vector<decltype(kBuffer)> types_;
+  Description all_{};
 };
 
 template <>
-class Kept<xla::ffi::RemainingArgs> {
+class Kept<xla::ffi::RemainingArgs>
+    : public KeptRemaining<xla::ffi::RemainingArgs, XLA_FFI_Args, XLA_FFI_Args_STRUCT_SIZE, XLA_FFI_ArgType_BUFFER> {
  public:
-  explicit Kept(const xla::ffi::RemainingArgs& args)
-      : kept_(args.size(), [&](size_t i) { return args.get<xla::ffi::AnyBuffer>(i); }),
-        types_(static_cast<size_t>(kept_.size()), XLA_FFI_ArgType_BUFFER),
-        all_{XLA_FFI_Args_STRUCT_SIZE, nullptr, kept_.size(), types_.data(), kept_.descriptions()} {}
-  xla::ffi::RemainingArgs get() const { return {&all_, 0}; }
-
- private:
-  KeptBuffers kept_;
-  std::vector<XLA_FFI_ArgType> types_;
-  XLA_FFI_Args all_;
+  using KeptRemaining::KeptRemaining;
 };
-
 template <>
-class Kept<xla::ffi::RemainingRets> {
+class Kept<xla::ffi::RemainingRets>
+    : public KeptRemaining<xla::ffi::RemainingRets, XLA_FFI_Rets, XLA_FFI_Rets_STRUCT_SIZE, XLA_FFI_RetType_BUFFER> {
  public:
-  explicit Kept(const xla::ffi::RemainingRets& rets)
-      : kept_(rets.size(), [&](size_t i) { return rets.get<xla::ffi::AnyBuffer>(i); }),
-        types_(static_cast<size_t>(kept_.size()), XLA_FFI_RetType_BUFFER),
-        all_{XLA_FFI_Rets_STRUCT_SIZE, nullptr, kept_.size(), types_.data(), kept_.descriptions()} {}
-  xla::ffi::RemainingRets get() const { return {&all_, 0}; }
-
- private:
-  KeptBuffers kept_;
-  std::vector<XLA_FFI_RetType> types_;
-  XLA_FFI_Rets all_;
+  using KeptRemaining::KeptRemaining;
 };
 
 // The arguments of a handler.

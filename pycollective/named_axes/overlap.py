@@ -418,7 +418,10 @@ def _has_two_halves(eqn: JaxprEqn) -> bool:
 
 
 def _is_async(eqn: JaxprEqn) -> bool:
-    """Returns whether an equation is a sum that runs beside computation on CPU devices, if it is large."""
+    """Returns whether an equation is a sum in a mesh between whose CPU devices large sums run beside computation.
+
+    All ranks of the mesh get the same answer, wherever the ranks of their own groups are.
+    """
     return fusion.is_over_axes(eqn) and transport().overlaps(eqn.params["comm"].mesh.comm.key[0])
 
 

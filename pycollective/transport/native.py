@@ -121,10 +121,8 @@ def start(ranks: int = 1) -> None:
     bound.pycollective_set_all_lanes(int(config.all_lanes))
     if config.malloc:
         bound.pycollective_tune_malloc(ranks)
-    operations = table(bound.pycollective_operation_name)
-    async_operations = [f"async_{name}" for name in (*operations, "results")]
-    register(bound, [*operations, *async_operations, *table(bound.pycollective_guard_name)], "cpu")
     compiled.set_library(bound)
+    register(bound, [*host_targets(), *async_targets(), "async_results", *guard_targets()], "cpu")
 
 
 def register(library: ctypes.CDLL, targets: Sequence[str], platform: str) -> None:
