@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import getpass
 import importlib.util
+import os
 import re
 import sys
+import tempfile
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -106,3 +109,11 @@ def test_its_files_are_there(everything: bool, suite: ModuleType) -> None:
         for word in step.command:
             if word.startswith(("tests/", "scripts/")):
                 assert (SCRIPT.parents[1] / word.split("::")[0]).exists(), word
+
+
+def test_no_other_pytest_clears_the_root_of_temporary_directories(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Two ranks that clear one root at once end the job, so each has its own (tests/conftest.py)."""
+    default = Path(tempfile.gettempdir()).resolve() / f"pytest-of-{getpass.getuser()}"
+    base = tmp_path_factory.getbasetemp()
+    assert default not in base.parents
+    assert Path(os.environ["PYTEST_DEBUG_TEMPROOT"]) in base.parents
