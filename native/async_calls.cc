@@ -7,15 +7,14 @@
 
 #include <condition_variable>
 #include <cstring>
-#include <memory>
 #include <mutex>
 #include <optional>
+#include <string>
 #include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
 
-#include "kept_arguments.h"
 #include "patience.h"
 #include "settings.h"
 
@@ -27,38 +26,36 @@ struct Task {
   xla::ffi::Promise promise;
 };
 
-void Run(Task* task, bool patiently) {
+void Run(Task* task) {
   const xla::ffi::Error error = [&] {
-    const WithNonblocking on_all_ranks;  // a rank may have no thread for the call
-    is_patient = patiently;
+    const WithNonblocking waits_in_naps;
+    is_patient = true;
     return task->make_call();
   }();
   is_patient = false;  // XLA goes on in this thread, perhaps with another call
   task->make_call = nullptr;  // it holds arguments that nobody needs any more
-  if (error.failure()) {
-    task->promise.SetError(error);
-  } else {
-    task->promise.SetAvailable();
-  }
+  Fulfil(task->promise, error);
 }
 
 class Threads {
  public:
   // Hands the task to a thread that has nothing to do, or to a new one. Returns false if there is none and none can be made.
-  bool Take(Task* task) {
+  bool Take(Task task) {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (idle_.empty()) {
       try {
+        idle_.reserve(count_ + 1);  // a thread that has nothing to do must find room there
         // XLA will go on in the new thread, which inherits from this one, XLA's, how to round and to take denormal numbers for zero.
-        std::thread([this, first = *task]() mutable { Work(std::move(first)); }).detach();
+        std::thread([this, first = std::move(task)]() mutable { Work(std::move(first)); }).detach();
       } catch (const std::system_error&) {
         return false;
       }
+      ++count_;
       return true;
     }
     Idle& thread = *idle_.back();  // the last to come: the caches know it
     idle_.pop_back();
-    thread.task = std::move(*task);
+    thread.task = std::move(task);
     thread.called.notify_one();
     return true;
   }
@@ -75,7 +72,7 @@ class Threads {
     Idle own;
     own.task = std::move(first);
     while (true) {
-      Run(&*own.task, true);
+      Run(&*own.task);
       std::unique_lock<std::mutex> lock(mutex_);
       own.task.reset();
       idle_.push_back(&own);
@@ -85,48 +82,48 @@ class Threads {
 
   std::mutex mutex_;
   std::vector<Idle*> idle_;
+  size_t count_ = 0;  // of all threads
 };
 
 }  // namespace
 
-xla::ffi::Future RunAsync(std::function<xla::ffi::Error()> make_call) {
+bool StartInThread(std::function<xla::ffi::Error()> make_call, const xla::ffi::Promise& promise) {
   static auto& threads = *new Threads;  // never destroyed: its threads may outlive main
-  Task task{std::move(make_call), {}};
-  xla::ffi::Future future(task.promise);
-  if (!threads.Take(&task)) Run(&task, false);
-  return future;
+  return threads.Take({std::move(make_call), promise});
 }
 
-xla::ffi::Future Failed(const xla::ffi::Error& error) {
-  xla::ffi::Promise promise;
-  xla::ffi::Future future(promise);
-  promise.SetError(error);
-  return future;
+void Fulfil(xla::ffi::Promise promise, const xla::ffi::Error& error) {
+  if (error.failure()) {
+    promise.SetError(error);
+  } else {
+    promise.SetAvailable();
+  }
 }
 
 namespace {
 
 namespace ffi = xla::ffi;
 
+ffi::Error Copy(ffi::RemainingArgs operands, ffi::RemainingRets results) {
+  if (operands.size() != results.size()) {
+    return ffi::Error(ffi::ErrorCode::kInternal, "pycollective.async_results: expected as many operands as results, got " +
+                                                     std::to_string(operands.size()) + " and " +
+                                                     std::to_string(results.size()) + ". Please report this.");
+  }
+  for (size_t i = 0; i < results.size(); ++i) {
+    const auto x = operands.get<ffi::AnyBuffer>(i);
+    auto y = results.get<ffi::AnyBuffer>(i);
+    if (x.has_error()) return x.error();
+    if (y.has_error()) return y.error();
+    void* const target = (*y)->untyped_data();
+    if (target != x->untyped_data()) std::memcpy(target, x->untyped_data(), x->size_bytes());
+  }
+  return ffi::Error::Success();
+}
+
 // Hands the results of a call on to what reads them: see async_calls.h. XLA gives operands and results the same buffers, where
 // it can.
-ffi::Future HandOn(ffi::RemainingArgs operands, ffi::RemainingRets results) {
-  using Arguments = KeptArguments<ffi::RemainingArgs, ffi::RemainingRets>;
-  const auto kept = std::make_shared<Arguments>(operands, results);
-  return RunAsync([=] {
-    return kept->Apply([](ffi::RemainingArgs from, ffi::RemainingRets to) {
-      for (size_t i = 0; i < to.size(); ++i) {
-        const auto x = from.get<ffi::AnyBuffer>(i);
-        auto y = to.get<ffi::AnyBuffer>(i);
-        if (x.has_error()) return x.error();
-        if (y.has_error()) return y.error();
-        void* const target = (*y)->untyped_data();
-        if (target != x->untyped_data()) std::memcpy(target, x->untyped_data(), x->size_bytes());
-      }
-      return ffi::Error::Success();
-    });
-  });
-}
+ffi::Future HandOn(ffi::RemainingArgs operands, ffi::RemainingRets results) { return RunAsync(Copy, operands, results); }
 
 }  // namespace
 

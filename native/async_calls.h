@@ -13,17 +13,37 @@
 #define PYCOLLECTIVE_NATIVE_ASYNC_CALLS_H_
 
 #include <functional>
+#include <memory>
+#include <new>
 
+#include "kept_arguments.h"
+#include "patience.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace pycollective {
 
-// Runs make_call() in a patient thread (patience.h) of the package's, and fulfils the future with the error that it returns. If no
-// thread can be had, it runs here. A thread of XLA's calls it.
-xla::ffi::Future RunAsync(std::function<xla::ffi::Error()> make_call);
+// Runs make_call() in a patient thread (patience.h) of the package's, and fulfils the promise with the error that it returns.
+// Returns false, and does nothing, if no thread can be had.
+bool StartInThread(std::function<xla::ffi::Error()> make_call, const xla::ffi::Promise& promise);
 
-// A future that is fulfilled already.
-xla::ffi::Future Failed(const xla::ffi::Error& error);
+// Fulfils a promise with an error or a success.
+void Fulfil(xla::ffi::Promise promise, const xla::ffi::Error& error);
+
+// Returns a future, and fulfils it with the error that make_call(arguments...) returns. That runs in a patient thread, or here if
+// there is no thread or no memory for it. A thread of XLA's calls it, with arguments of a handler.
+template <typename Function, typename... T>
+xla::ffi::Future RunAsync(Function make_call, T... arguments) {
+  const xla::ffi::Promise promise;
+  xla::ffi::Future future(promise);
+  try {
+    const auto kept = std::make_shared<KeptArguments<T...>>(arguments...);
+    if (StartInThread([=] { return kept->Apply(make_call); }, promise)) return future;
+  } catch (const std::bad_alloc&) {  // the call has not begun
+  }
+  const WithNonblocking as_other_ranks;  // they may have threads for the call
+  Fulfil(promise, make_call(arguments...));
+  return future;
+}
 
 }  // namespace pycollective
 

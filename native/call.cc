@@ -78,7 +78,7 @@ ffi::Error Call::CheckParticipants() const {
   if (lane_ == nullptr) {
     return Error(ffi::ErrorCode::kFailedPrecondition,
                  std::string("expected a device of pycollective.init(devices=...), got ") +
-                     (staging_ == 0 ? "CPU device " : "accelerator ") + std::to_string(lane_id_ & 0xFFFFFFFF),
+                     (lane_id_ >> 32 == 0 ? "CPU device " : "accelerator ") + std::to_string(lane_id_ & 0xFFFFFFFF),
                  "Name that device in init, or run the program on one of its devices.");
   }
   if (participants_.spread <= 1 && !communicator_->teams.empty()) {
@@ -228,7 +228,9 @@ ffi::Error Call::Differs(const Post& mine, const Difference& found) const {
   const bool known = IsCollective(theirs.signature.operation);
   const bool same_call = theirs.signature == mine.signature, same_number = theirs.seq == mine.seq;
   const bool moved = same_call && same_number && mine.site == theirs.site && mine.IsMoved(theirs);
-  const bool staging = known && theirs.signature.staging != mine.signature.staging;
+  Signature as_staged_here = theirs.signature;
+  as_staged_here.staging = mine.signature.staging;
+  const bool staging = !same_call && as_staged_here == mine.signature;  // it is all that differs
   // A rank that has not noticed the difference tells no line. Where this rank has the same one, it knows its name.
   const std::string line_of_theirs = found.line.empty() ? SiteText(theirs.site) : found.line;
   const auto text = [&](const Post& post, const std::string& line) {

@@ -167,8 +167,10 @@ class Call {
     const xla::ffi::Error wrong = Prepare(signature, record.seq);
     if (wrong.failure()) return wrong;
     const Outcome outcome = is_done_ ? Outcome{} : [&] {
-      const Pace::Call paced(&lane_->channel.pace, nbytes);
-      return body(*library, *lane_);
+      Pace::Call paced(&lane_->channel.pace, nbytes);
+      const Outcome made = body(*library, *lane_);
+      if (made.ok()) paced.Succeed();
+      return made;
     }();
     if (!outcome.ok()) return ErrorOf(outcome);
     recorded.Finish(kCompleted);

@@ -7,15 +7,12 @@
 #define PYCOLLECTIVE_NATIVE_DECODE_H_
 
 #include <cstdint>
-#include <memory>
-#include <optional>
 #include <utility>
 
 #include "async_calls.h"
 #include "call.h"
 #include "collectives.h"
 #include "elements.h"
-#include "kept_arguments.h"
 #include "operations.h"
 #include "place.h"
 #include "settings.h"
@@ -128,18 +125,10 @@ ffi::Ffi* NewHandler(Operation operation, Binding binding, Function function) {
       .To([operation, run](auto where, ffi::Span<const int64_t> comm, int64_t spread, int64_t site, int64_t order,
                 auto... arguments) {
         if constexpr (Place::kIsAsync) {
-          using Arguments = KeptArguments<ffi::Span<const int64_t>, decltype(arguments)...>;
-          std::optional<ffi::Future> future;
-          const ffi::Error error = CatchAsError(operation, [&] {
-            const auto kept = std::make_shared<Arguments>(comm, arguments...);
-            future = RunAsync([=] {
-              return kept->Apply([&](ffi::Span<const int64_t> comm, auto... arguments) {
-                return run(where, {comm, spread, site, order}, arguments...);
-              });
-            });
-            return ffi::Error::Success();
-          });
-          return error.failure() ? Failed(error) : *std::move(future);
+          const auto make_call = [=](ffi::Span<const int64_t> comm, auto... arguments) {
+            return run(where, {comm, spread, site, order}, arguments...);
+          };
+          return RunAsync(make_call, comm, arguments...);
         } else {
           return run(where, {comm, spread, site, order}, arguments...);
         }

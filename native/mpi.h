@@ -25,6 +25,7 @@ namespace pycollective {
   X(Alltoall, const void*, int, H, void*, int, H, H)                                          \
   X(Barrier, H)                                                                               \
   X(Bcast, void*, int, H, int, H)                                                             \
+  X(Cancel, H*)                                                                               \
   X(Comm_create_group, H, H, int, H*)                                                         \
   X(Comm_free, H*)                                                                            \
   X(Comm_group, H, H*)                                                                        \

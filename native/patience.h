@@ -41,8 +41,8 @@ class WithNonblocking {
   const bool before_;
 };
 
-// The sleeps of one wait. The first are short. Each lasts a sixteenth of the time waited so far, so a wait ends at most that
-// much too late.
+// The sleeps of one wait. The first last some microseconds, each later one a sixteenth of the time waited so far: a wait ends
+// by no more than that too late.
 class Naps {
  public:
   void Take() {
@@ -64,7 +64,7 @@ class Naps {
 // what a call takes that sleeps says nothing of the link.
 class Pace {
  public:
-  // Inside its scope a patient thread sleeps as the calls before allow, and the pace learns from this one.
+  // Inside its scope a patient thread sleeps as the calls before allow.
   class Call {
    public:
     Call(Pace* pace, int64_t nbytes) : pace_(is_patient ? pace : nullptr), nbytes_(nbytes) {
@@ -73,12 +73,15 @@ class Pace {
       begin_ = NowNs();
     }
     ~Call() {
-      if (pace_ == nullptr) return;
-      pace_->Learn(nbytes_, NowNs() - begin_);
-      longest_nap = kLongestNap;
+      if (pace_ != nullptr) longest_nap = kLongestNap;
     }
     Call(const Call&) = delete;
     Call& operator=(const Call&) = delete;
+
+    // The call has succeeded, and the pace learns from it: one that fails may end before its data have travelled.
+    void Succeed() {
+      if (pace_ != nullptr) pace_->Learn(nbytes_, NowNs() - begin_);
+    }
 
    private:
     Pace* const pace_;

@@ -43,7 +43,10 @@ class WaitingCalls {
     const int code = functions_.Irecv(received, recv_count, recv_type, source, recv_tag, comm, &requests[0]);
     if (code != 0) return code;
     const int sending = functions_.Isend(sent, send_count, send_type, dest, send_tag, comm, &requests[1]);
-    if (sending != 0) return sending;
+    if (sending != 0) {  // nothing may write to `received` when this has returned
+      if (functions_.Cancel(&requests[0]) == 0) Complete(&requests[0]);
+      return sending;
+    }
     const int first = Complete(&requests[0], status);
     const int second = Complete(&requests[1]);
     return first != 0 ? first : second;

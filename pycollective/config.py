@@ -74,7 +74,7 @@ class Config:
             (``PYCOLLECTIVE_LANES=one|all``, default ``one``). The same on all ranks.
         overlap: calls travel while the program computes what does not need them: where that pays, always, or never
             (``PYCOLLECTIVE_OVERLAP=auto|on|off``, default ``auto``: sums on accelerators, and arrays of 512 KiB and
-            more between hosts). The same on all ranks.
+            more between hosts, which ``shared_memory`` must know). The same on all ranks.
     """
 
     check: Check = _DEFAULT_CHECK

@@ -47,7 +47,7 @@ class Native:
 
 
 _LEAST_OVERLAPPED_BYTES = 512 << 10
-"""An operand of fewer bytes has travelled before XLA has found other work (docs/performance.md)."""
+"""Operands of fewer bytes together have travelled before XLA has found other work (docs/performance.md)."""
 
 
 _rule = functools.cache(native.ffi_lowering)

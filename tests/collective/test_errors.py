@@ -12,6 +12,8 @@ import pytest
 from mpi4py import MPI
 
 import pycollective as pc
+from pycollective.primitives import lowering
+from pycollective.ranks import accelerators
 from tests.collective.programs import RUNTIME_ERRORS
 
 needs_two_devices = pytest.mark.skipif(jax.local_device_count() < 2, reason="LOUD: needs two local devices")
@@ -294,9 +296,9 @@ def test_programs_elsewhere_than_on_the_devices_of_init(world: pc.Communicator) 
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), "i")
     spec = jax.sharding.PartitionSpec("i")
     each = pc.jit(jax.shard_map(lambda x: pc.psum(x, world), mesh=mesh, in_specs=spec, out_specs=spec))
+    device = "accelerator" if accelerators.kind_of(jax.devices()[0]) in lowering.ACCELERATORS else "CPU device"
     with pytest.raises(
-        RUNTIME_ERRORS,
-        match=r"allreduce: expected a device of pycollective.init\(devices=...\), got (CPU device|accelerator) 1",
+        RUNTIME_ERRORS, match=rf"allreduce: expected a device of pycollective.init\(devices=...\), got {device} 1"
     ):
         each(jnp.ones(2)).block_until_ready()
 

@@ -18,6 +18,7 @@ _HOSTS = ("host_collectives.cc", "host_levels.cc", "exchange.cc", "process_memor
 _LIBRARY = ("collectives.cc", "own_reductions.cc", *_HOSTS, *_BOARD)
 
 SOURCES = {
+    "async_calls_test": [_NATIVE / name for name in ("async_calls.cc", *_RECORDER)],
     "device_test": [_NATIVE / name for name in ("device.cc", *_LIBRARY)],
     "team_test": [_NATIVE / "team.cc"],
     "board_test": [_NATIVE / name for name in _BOARD],

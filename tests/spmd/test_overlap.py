@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,12 +14,14 @@ from jax import lax
 
 import pycollective as pc
 from pycollective.config import config
-from pycollective.named_axes import fusion
+from pycollective.named_axes import fusion, overlap
 from pycollective.primitives import lowering
 from pycollective.ranks import accelerators
 from pycollective.ranks.setup import devices_of_this_rank
+from pycollective.transport import handlers, native
 from tests.cases import values
 from tests.spmd.cases import compare, step
+from tests.spmd.conftest import needs_local
 
 Array = Any
 
@@ -130,3 +134,29 @@ def test_a_program_from_before_the_ranks_agreed(world: pc.Communicator) -> None:
             early(x)
     else:
         assert_sums(world, early(x))
+
+
+@needs_local(2)
+def test_a_rank_whose_group_is_on_one_host_orders_its_sums_too(
+    world: pc.Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Groups of the same mesh may be on several hosts: either all ranks compare their orders, or none does."""
+    if are_accelerators():
+        pytest.skip("LOUD: sums of several accelerators of a rank do not move")
+    mesh = pc.make_mesh((world.size, 2), ("data", "model"), devices=devices_of_this_rank()[:2])
+    for module in (overlap, handlers):
+        monkeypatch.setattr(module, "config", dataclasses.replace(config, overlap="auto"))
+    monkeypatch.setattr(native, "spans_hosts", lambda number: number == mesh.comm.key[0])
+
+    def f(x: Array) -> tuple[Array, ...]:
+        early = x[:, :4]
+        return lax.psum(early @ early.T, "model"), lax.psum(early, "model")
+
+    summed = pc.shard_map(f, mesh=mesh, in_specs=jax.P(("data", "model")), out_specs=jax.P("data"))
+    x = jnp.ones((16, 8))
+    late, early = summed(x)
+    np.testing.assert_array_equal(late, np.full((8, 8), 8.0))
+    np.testing.assert_array_equal(early, np.full((8, 4), 2.0))
+    text = summed.lower(x).as_text()
+    sums = re.findall(r"custom_call @pycollective_\w*allreduce\([^\n]*: \([^)]*, tensor<([0-9x]+)xf", text)
+    assert sums == ["8x4", "8x8"]

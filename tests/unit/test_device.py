@@ -1,4 +1,4 @@
-"""Compiles and runs the tests in C++, ``tests/native``: accelerators, on the stand-in for CUDA's runtime, and teams."""
+"""Compiles and runs the tests in C++, ``tests/native``: accelerators, on CUDA's stand-in, and parts of the library."""
 
 from __future__ import annotations
 
