@@ -1,8 +1,9 @@
-// Sizes and addresses in arrays of MPI's element types.
+// Sizes, addresses and shares in arrays of MPI's element types.
 
 #ifndef PYCOLLECTIVE_NATIVE_ELEMENTS_H_
 #define PYCOLLECTIVE_NATIVE_ELEMENTS_H_
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
@@ -17,6 +18,19 @@ inline void* At(void* base, int64_t index, Type type) { return static_cast<char*
 inline const void* At(const void* base, int64_t index, Type type) {
   return static_cast<const char*>(base) + Bytes(index, type);
 }
+
+// An array of `count` elements in a share for each of the first ranks. Shares begin at lines of the cache.
+struct Shares {
+  Shares() = default;
+  Shares(int64_t whole, int sharers, Type type) : count(whole) {
+    constexpr int64_t kLineBytes = 64;
+    const int64_t line = std::max<int64_t>(1, kLineBytes / kTypeBytes[int(type)]);
+    each = ((count + sharers - 1) / sharers + line - 1) / line * line;
+  }
+  int64_t Begin(int64_t rank) const { return std::min(count, rank * each); }
+  int64_t CountOf(int64_t rank) const { return Begin(rank + 1) - Begin(rank); }
+  int64_t count = 0, each = 0;
+};
 
 }  // namespace pycollective
 

@@ -56,19 +56,6 @@ void Copy(void* to, const void* from, size_t nbytes, bool past_caches) {
   }
 }
 
-// An array of `count` elements in a share for each of the first ranks. Shares begin at lines of the cache.
-struct Shares {
-  Shares() = default;
-  Shares(int64_t whole, int sharers, Type type) : count(whole) {
-    constexpr int64_t kLineBytes = 64;
-    const int64_t line = std::max<int64_t>(1, kLineBytes / kTypeBytes[int(type)]);
-    each = ((count + sharers - 1) / sharers + line - 1) / line * line;
-  }
-  int64_t Begin(int64_t rank) const { return std::min(count, rank * each); }
-  int64_t CountOf(int64_t rank) const { return Begin(rank + 1) - Begin(rank); }
-  int64_t count = 0, each = 0;
-};
-
 // The arrays that this rank shows. If it leaves a call before End, the others must not believe what they have read.
 class ShownArrays {
  public:

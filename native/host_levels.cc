@@ -3,12 +3,12 @@
 #include "host_levels.h"
 
 #include <algorithm>
+#include <cstring>
 #include <map>
 #include <memory>
 
 #include "board.h"
 #include "elements.h"
-#include "host_collectives.h"
 #include "reduction.h"
 
 namespace pycollective {
@@ -30,18 +30,26 @@ std::vector<int> AtPlaces(const std::vector<int>& values, const std::vector<int>
 }
 
 HostLevels::HostLevels(std::vector<int> hosts, int rank, int64_t from, std::vector<int> members, int tag)
-    : from_(from), members_(std::move(members)), tag_(tag) {
+    : hosts_(std::move(hosts)), rank_(rank), from_(from), members_(std::move(members)), tag_(tag) {
   std::map<int, std::vector<int>> ranks_of;  // by host
-  for (size_t i = 0; i < hosts.size(); ++i) ranks_of[hosts[i]].push_back(static_cast<int>(i));
-  local_ranks_ = ranks_of[hosts[static_cast<size_t>(rank)]];
+  for (size_t i = 0; i < hosts_.size(); ++i) ranks_of[hosts_[i]].push_back(static_cast<int>(i));
+  local_ranks_ = ranks_of[HostOf(rank)];
   const auto number = static_cast<size_t>(PlaceOf(rank, local_ranks_));
-  lanes_ = static_cast<int>(hosts.size());
-  in_blocks_ = true;
+  lanes_ = static_cast<int>(hosts_.size());
+  const int host_count = static_cast<int>(ranks_of.size());
+  in_blocks_ = in_turns_ = true;
   for (const auto& [host, ranks] : ranks_of) {
     const int count = static_cast<int>(ranks.size());
+    const auto is_sequence = [&](int step) {  // ranks.front(), ranks.front() + step, ...
+      for (int i = 0; i < count; ++i) {
+        if (ranks[static_cast<size_t>(i)] != ranks.front() + i * step) return false;
+      }
+      return ranks.size() == local_ranks_.size();
+    };
     lanes_ = std::min(lanes_, count);
     largest_ = std::max(largest_, count);
-    in_blocks_ = in_blocks_ && ranks.size() == local_ranks_.size() && ranks.back() - ranks.front() + 1 == count;
+    in_blocks_ = in_blocks_ && is_sequence(1);
+    in_turns_ = in_turns_ && is_sequence(host_count);
     if (number < ranks.size()) lane_ranks_.push_back(ranks[number]);
   }
   // The lane has the hosts in the order of their first ranks, on all ranks.
@@ -54,7 +62,8 @@ HostLevels::HostLevels(std::vector<int> hosts, int rank, int64_t from, std::vect
 
 bool HostLevels::Has(Operation operation, const Arguments& a) const {
   if (largest_ == 1 || static_cast<int64_t>(Bytes(a.count, a.type)) < kLeastBytes) return false;
-  return operation == kAllreduce || (in_blocks_ && (operation == kReduceScatter || operation == kAllgather));
+  if (operation == kAllreduce || operation == kReduce || operation == kBcast) return true;
+  return (in_blocks_ || in_turns_) && (operation == kReduceScatter || operation == kAllgather);
 }
 
 Outcome HostLevels::Make(const Library& mpi, const Channel& channel, bool* has) {
@@ -89,23 +98,66 @@ Outcome HostLevels::Make(const Library& mpi, const Channel& channel, bool* has) 
 Outcome HostLevels::Run(const Library& mpi, Operation operation, const Arguments& a) {
   switch (operation) {
     case kAllreduce: return Allreduce(mpi, a);
+    case kReduce: return Reduce(mpi, a);
+    case kBcast: return Bcast(mpi, a);
     case kReduceScatter: return ReduceScatter(mpi, a);
     default: return Allgather(mpi, a);  // Has says so
   }
 }
 
 Outcome HostLevels::Allreduce(const Library& mpi, const Arguments& a) {
-  const auto between = [&](void* share, int64_t count) { return mpi.Allreduce(lane_, a.On(share, share, count)); };
+  return AddUp(mpi, a, [&](void* share, int64_t count) { return mpi.Allreduce(lane_, a.On(share, share, count)); });
+}
+
+Outcome HostLevels::AddUp(const Library& mpi, const Arguments& a, const HostCollective::Between& between) {
   if (local_.size > 1) return HostCollective(mpi, local_).Allreduce(a, lanes_, between);
   // A rank alone on its host has all of it, and there is one lane.
   PYCOLLECTIVE_RETURN_IF_FAILED(CopyInMemory(0, a.recv, a.send, Bytes(a.count, a.type)));
   return between(a.recv, a.count);
 }
 
-// The ranks of host h have the blocks h * n to h * n + n - 1.
+int HostLevels::LaneRootOf(int root) const {
+  const auto found = std::find_if(lane_ranks_.begin(), lane_ranks_.end(), [&](int rank) { return HostOf(rank) == HostOf(root); });
+  return static_cast<int>(found - lane_ranks_.begin());
+}
+
+Outcome HostLevels::Reduce(const Library& mpi, const Arguments& a) {
+  PYCOLLECTIVE_RETURN_IF_FAILED(AddUp(mpi, a, [&](void* share, int64_t count) {
+    Arguments sum = a.On(share, share, count);
+    sum.root = LaneRootOf(a.root);
+    return mpi.Reduce(lane_, sum);
+  }));
+  if (rank_ != a.root) std::memset(a.recv, 0, Bytes(a.count, a.type));
+  return {};
+}
+
+// The root's host gets the array. Each lane brings a share of it to the other hosts, where its ranks hand it on.
+Outcome HostLevels::Bcast(const Library& mpi, const Arguments& a) {
+  const bool is_roots_host = HostOf(rank_) == HostOf(a.root);
+  if (is_roots_host) {
+    Arguments within = a;
+    within.root = PlaceOf(a.root, local_ranks_);
+    PYCOLLECTIVE_RETURN_IF_FAILED(mpi.Bcast(local_, within));
+  }
+  const Shares shares(a.count, lanes_, a.type);
+  const auto share_of = [&](int lane, int root) {
+    void* const share = At(a.recv, shares.Begin(lane), a.type);
+    Arguments of_lane = a.On(share, share, shares.CountOf(lane));
+    of_lane.root = root;
+    return of_lane;
+  };
+  if (local_.rank < lanes_) PYCOLLECTIVE_RETURN_IF_FAILED(mpi.Bcast(lane_, share_of(local_.rank, LaneRootOf(a.root))));
+  for (int lane = 0; lane < lanes_ && !is_roots_host && local_.size > 1; ++lane) {
+    PYCOLLECTIVE_RETURN_IF_FAILED(mpi.Bcast(local_, share_of(lane, lane)));
+  }
+  return {};
+}
+
+// Of H hosts with n ranks each, the ranks of host h have the blocks h * n, h * n + 1, ...; or, in turns, h, h + H, ...
 Outcome HostLevels::ReduceScatter(const Library& mpi, const Arguments& a) {
   const std::unique_ptr<char[]> sums(new char[Bytes(a.count * lane_.size, a.type)]);
-  for (int host = 0; host < lane_.size; ++host) {
+  if (in_turns_) PYCOLLECTIVE_RETURN_IF_FAILED(mpi.ReduceScatter(local_, a.On(a.send, sums.get(), a.count * lane_.size)));
+  for (int host = 0; host < lane_.size && !in_turns_; ++host) {
     const void* const blocks = At(a.send, int64_t{host} * local_.size * a.count, a.type);
     void* const sum = At(static_cast<void*>(sums.get()), host * a.count, a.type);
     PYCOLLECTIVE_RETURN_IF_FAILED(mpi.ReduceScatter(local_, a.On(blocks, sum, a.count)));
@@ -121,6 +173,7 @@ Outcome HostLevels::ReduceScatter(const Library& mpi, const Arguments& a) {
 Outcome HostLevels::Allgather(const Library& mpi, const Arguments& a) {
   const std::unique_ptr<char[]> blocks(new char[Bytes(a.count * lane_.size, a.type)]);
   PYCOLLECTIVE_RETURN_IF_FAILED(mpi.Allgather(lane_, a.On(a.send, blocks.get(), a.count)));
+  if (in_turns_) return mpi.Allgather(local_, a.On(blocks.get(), a.recv, a.count * lane_.size));
   for (int host = 0; host < lane_.size; ++host) {
     const void* const block = At(static_cast<const void*>(blocks.get()), host * a.count, a.type);
     void* const of_host = At(a.recv, int64_t{host} * local_.size * a.count, a.type);

@@ -12,6 +12,7 @@
 
 #include "collectives.h"
 #include "exchange.h"
+#include "host_collectives.h"
 #include "operations.h"
 
 namespace pycollective {
@@ -43,16 +44,27 @@ class HostLevels {
 
  private:
   Outcome Allreduce(const Library& mpi, const Arguments&);
+  Outcome Reduce(const Library& mpi, const Arguments&);
+  Outcome Bcast(const Library& mpi, const Arguments&);
   Outcome ReduceScatter(const Library& mpi, const Arguments&);
   Outcome Allgather(const Library& mpi, const Arguments&);
 
+  // An allreduce within the host, in which between(share, count) brings in what the other hosts of the lane have.
+  Outcome AddUp(const Library& mpi, const Arguments&, const HostCollective::Between& between);
+  int HostOf(int rank) const { return hosts_[static_cast<size_t>(rank)]; }
+  // The number in this rank's lane of the rank on the root's host.
+  int LaneRootOf(int root) const;
+
+  const std::vector<int> hosts_;
+  const int rank_;
   const int64_t from_;
   const std::vector<int> members_;
   const int tag_;
   std::vector<int> local_ranks_, lane_ranks_;  // of the channel
   int lanes_ = 0;                              // the least number of ranks on a host
   int largest_ = 0;                            // the largest
-  bool in_blocks_ = false;                     // each host has as many ranks, one after another in the channel
+  // Each host has as many ranks, in the channel one after another; or one of each host in turns.
+  bool in_blocks_ = false, in_turns_ = false;
 
   bool made_ = false, has_ = false;
   Channel local_, lane_;

@@ -416,6 +416,9 @@ for comm in comms:
         np.testing.assert_array_equal(jax.jit(lambda x: pc.pmax(x, comm), donate_argnums=0)(own + 0), ints.max(0))
         np.testing.assert_array_equal(pc.all_gather(own, comm), ints)
         np.testing.assert_array_equal(pc.psum_scatter(own, comm), ints.sum(0)[comm.rank])
+        for root in range(n):
+            np.testing.assert_array_equal(pc.broadcast(own, comm, root=root), ints[root])
+            np.testing.assert_array_equal(pc.reduce(own, comm, root=root), ints.sum(0) * (comm.rank == root))
     total = pc.psum(jnp.asarray(draw.normal(size=(n, 100_003)).astype(np.float32)[comm.rank]), comm)
     pc.assert_equal_across(total, comm)  # bit for bit
 
@@ -437,9 +440,16 @@ def sent(call, x):
 
 
 x = jnp.ones((n, 1 << 18), jnp.float32)
-calls = {"psum": pc.psum, "all_gather": lambda x: pc.all_gather(x[0]), "psum_scatter": pc.psum_scatter}
-for name, call in calls.items():
-    sys.stdout.write(f"{name} {world.host_index} {sent(call, x) / x.nbytes:.3f}\\n")
+for order, comm in (("", world), ("_in_turns", comms[2])):
+    calls = {
+        "psum": lambda x: pc.psum(x, comm),
+        "broadcast": lambda x: pc.broadcast(x, comm, root=1),
+        "reduce": lambda x: pc.reduce(x, comm, root=2),
+        "all_gather": lambda x: pc.all_gather(x[0], comm),
+        "psum_scatter": lambda x: pc.psum_scatter(x, comm),
+    }
+    for name, call in calls.items():
+        sys.stdout.write(f"{name}{order} {world.host_index} {sent(call, x) / x.nbytes:.3f}\\n")
 for comm in comms[1:]:
     comm.free()
 """
@@ -456,14 +466,17 @@ def test_no_host_sends_what_it_has_sent(where: str, shared: str, hosts: dict[str
     assert done.returncode == 0, done.stdout + done.stderr
     said = re.findall(r"(\w+) [01] (\d\.\d+)", done.stdout)
     shares = {name: max(float(share) for of, share in said if of == name) for name, _ in said}
-    assert len(said) == 12
-    assert set(shares) == {"psum", "all_gather", "psum_scatter"}
+    assert len(said) == 40
+    assert len(shares) == 10
     # Of two hosts each sends its sum and takes the other's; or half of it, and half of the result.
     # MPI alone sends 0.75 in an allgather, and 1 in a reduce_scatter.
-    assert shares["psum"] < 1.2
-    if where == "h0,h1":
-        assert shares["all_gather"] < 0.65
-        assert shares["psum_scatter"] < 0.65
+    for order in ("", "_in_turns"):
+        assert shares[f"psum{order}"] < 1.2
+        assert shares[f"broadcast{order}"] < 1.2  # Open MPI alone sends 2
+        assert shares[f"reduce{order}"] < 1.2
+        if where == "h0,h1":
+            assert shares[f"all_gather{order}"] < 0.65
+            assert shares[f"psum_scatter{order}"] < 0.65
 
 
 # By default large sums between hosts run beside computation, in threads of the package. Then ranks of two hosts make a
