@@ -49,15 +49,24 @@ struct AllreduceArrays {
   }
 };
 
-// In host memory: small arrays of a type travel together in buckets of at most `bucket_bytes`. An array of half that
-// size or more goes by itself, since copying it would cost more than a call.
+// In host memory: small arrays of a type travel together, at most `bucket_bytes` at once. An array of half that size or more
+// goes by itself, since copying it would cost more than a call.
 inline Outcome AllreduceIn(HostPlace&, const Library& mpi, const Lane& lane, const std::vector<ArrayPair>& arrays,
                            Op op, int64_t bucket_bytes) {
-  return CallPacked(arrays, bucket_bytes, [&](const void* x, void* y, int64_t count, Type type) {
-    const Arguments arguments{x, y, count, type, op};
-    if (lane.team != nullptr) return TeamCollective(mpi, lane).Allreduce(arguments);
-    return mpi.Allreduce(lane.channel, arguments);
-  });
+  const auto of_array = [&](const ArrayPair& array) {
+    const Arguments arguments{array.x, array.y, array.count, array.type, op};
+    return lane.team != nullptr ? TeamCollective(mpi, lane).Allreduce(arguments) : mpi.Allreduce(lane.channel, arguments);
+  };
+  const auto of_bucket = [&](const Bucket& bucket) -> Outcome {
+    const ScatteredArray array{
+        [&](int64_t first, int64_t count, void* to) { bucket.Bring(first, count, to); },
+        [&](int64_t first, int64_t count, const void* from) { bucket.Take(first, count, from); },
+    };
+    const Arguments arguments{nullptr, nullptr, bucket.count(), bucket.front().type, op};
+    if (lane.team == nullptr) return mpi.AllreduceScattered(lane.channel, arguments, array);
+    return InOneArray(arguments, array, [&](const Arguments& whole) { return TeamCollective(mpi, lane).Allreduce(whole); });
+  };
+  return CallPacked(arrays, bucket_bytes, of_array, of_bucket);
 }
 
 // On an accelerator: all arrays of a type travel as one, in pieces.

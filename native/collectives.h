@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -91,6 +92,25 @@ struct Arguments {
   }
 };
 
+// What a rank brings to an allreduce and takes from it, where that is not one array in memory. `bring` writes some of the
+// elements of what it brings, `take` gets as many of the result. They are called for all elements, in pieces.
+struct ScatteredArray {
+  std::function<void(int64_t first, int64_t count, void* to)> bring;
+  std::function<void(int64_t first, int64_t count, const void* from)> take;
+};
+
+// Makes a call on one array with all elements: call(arguments), in place. It is `a.recv`, or if that is null, memory for this.
+template <typename Call>
+Outcome InOneArray(const Arguments& a, const ScatteredArray& array, Call call) {
+  std::unique_ptr<char[]> own;
+  if (a.recv == nullptr) own.reset(new char[static_cast<size_t>(a.count * kTypeBytes[int(a.type)])]);
+  void* const whole = a.recv == nullptr ? own.get() : a.recv;
+  array.bring(0, a.count, whole);
+  PYCOLLECTIVE_RETURN_IF_FAILED(call(a.On(whole, whole, a.count)));
+  array.take(0, a.count, whole);
+  return {};
+}
+
 // A message that this rank sends. `dest` may be MPI_PROC_NULL: then nothing is sent.
 struct Outgoing {
   const void* data;
@@ -125,6 +145,10 @@ class Library {
 
   // recv[i] = op over ranks of send[i].
   virtual Outcome Allreduce(const Channel&, const Arguments&) const = 0;
+  // The same for elements that are not in one array. `send` is not used; `recv`: memory for all elements, or null.
+  virtual Outcome AllreduceScattered(const Channel& channel, const Arguments& a, const ScatteredArray& array) const {
+    return InOneArray(a, array, [&](const Arguments& whole) { return Allreduce(channel, whole); });
+  }
   // The collectives of one array in the table: Outcome Allgather(const Channel&, const Arguments&) const, ...
 #define PYCOLLECTIVE_DECLARE(name, Name, ...) virtual Outcome Name(const Channel&, const Arguments&) const = 0;
 #define PYCOLLECTIVE_NOTHING(...)

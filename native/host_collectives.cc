@@ -139,7 +139,11 @@ Outcome HostCollective::WaitForAll(uint64_t number) {
 Outcome HostCollective::ThroughBuffers(Operation operation, const Arguments& a) {
   if (a.count == 0) return {};
   const bool in_two_steps = operation == kAllreduce && static_cast<int64_t>(Bytes(a.count, a.type)) > kSmallBytes;
-  return in_two_steps ? AllreduceThroughBuffers(a) : InOneStep(operation, a);
+  return in_two_steps ? AllreduceThroughBuffers(a, nullptr) : InOneStep(operation, a);
+}
+
+bool HostCollective::TakesScattered(const Arguments& a, int ranks) {
+  return static_cast<int64_t>(Bytes(a.count, a.type)) > kSmallBytes && WayOf(kAllreduce, a, ranks) == Way::kThroughBuffers;
 }
 
 Outcome HostCollective::Barrier() { return WaitForAll(exchange_.Post()); }
@@ -206,7 +210,7 @@ Outcome HostCollective::Allreduce(const Arguments& a, int sharers, const Between
   return {};
 }
 
-Outcome HostCollective::AllreduceThroughBuffers(const Arguments& a) {
+Outcome HostCollective::AllreduceThroughBuffers(const Arguments& a, const ScatteredArray* scattered) {
   const int64_t at_once = Exchange::kBufferBytes / kTypeBytes[int(a.type)];
   const bool past_caches = BytesOfAll(kAllreduce, a, member_.size) > CacheBytesOfHost();
   struct Piece {
@@ -228,19 +232,25 @@ Outcome HostCollective::AllreduceThroughBuffers(const Arguments& a) {
     const int64_t count = std::min(at_once, a.count - first);
     *piece = {number, first, Shares(count, member_.size, a.type), 0, 0};
     PYCOLLECTIVE_RETURN_IF_FAILED(WaitForAll(free_at));
-    const int64_t begin = piece->shares.Begin(own), end = piece->shares.Begin(own + 1);
-    std::memcpy(buffer(own, *piece, 0), operand(*piece, 0), Bytes(begin, a.type));
-    std::memcpy(buffer(own, *piece, end), operand(*piece, end), Bytes(count - end, a.type));
+    if (scattered != nullptr) {
+      scattered->bring(first, count, buffer(own, *piece, 0));
+    } else {
+      const int64_t begin = piece->shares.Begin(own), end = piece->shares.Begin(own + 1);
+      std::memcpy(buffer(own, *piece, 0), operand(*piece, 0), Bytes(begin, a.type));
+      std::memcpy(buffer(own, *piece, end), operand(*piece, end), Bytes(count - end, a.type));
+    }
     piece->filled = exchange_.Post();
     return {};
   };
-  // Reduces the own share. Its place in the own buffer is free for the result.
+  // Reduces the own share. Nobody else reads its place in the own buffer, so the result goes there.
   const auto reduce = [&](Piece* piece) -> Outcome {
     PYCOLLECTIVE_RETURN_IF_FAILED(WaitForAll(piece->filled));
     const int64_t begin = piece->shares.Begin(own);
     ReduceInOrder(
         member_.size,
-        [&](int rank) -> const void* { return rank == own ? operand(*piece, begin) : buffer(rank, *piece, begin); },
+        [&](int rank) -> const void* {
+          return rank == own && scattered == nullptr ? operand(*piece, begin) : buffer(rank, *piece, begin);
+        },
         piece->shares.CountOf(own), buffer(own, *piece, begin), a.type, a.op);
     piece->reduced = exchange_.Post();
     return {};
@@ -251,8 +261,12 @@ Outcome HostCollective::AllreduceThroughBuffers(const Arguments& a) {
       const int rank = (own + step) % member_.size;
       if (step > 0) PYCOLLECTIVE_RETURN_IF_FAILED(WaitFor(rank, piece.reduced));
       const int64_t begin = piece.shares.Begin(rank);
-      Copy(At(a.recv, piece.first + begin, a.type), buffer(rank, piece, begin), Bytes(piece.shares.CountOf(rank), a.type),
-           past_caches);
+      const int64_t first = piece.first + begin, count = piece.shares.CountOf(rank);
+      if (scattered != nullptr) {
+        scattered->take(first, count, buffer(rank, piece, begin));
+      } else {
+        Copy(At(a.recv, first, a.type), buffer(rank, piece, begin), Bytes(count, a.type), past_caches);
+      }
     }
     exchange_.Post();
     exchange_.EndPiece(piece.number);

@@ -44,6 +44,10 @@ class HostCollective {
   Outcome ByReading(Operation operation, const Arguments&);
   Outcome Barrier();
 
+  // Whether AllreduceScattered makes such an allreduce, if there are buffers: the same on all ranks.
+  static bool TakesScattered(const Arguments&, int ranks);
+  Outcome AllreduceScattered(const Arguments& a, const ScatteredArray& array) { return AllreduceThroughBuffers(a, &array); }
+
   // An allreduce in which the first `sharers` ranks reduce a share each. Before the others take it, between(share,
   // count) may change it: by what other hosts bring. After an error of that the others wait, until the job ends or MPI
   // says that a rank has failed.
@@ -51,7 +55,8 @@ class HostCollective {
   Outcome Allreduce(const Arguments&, int sharers, const Between& between);
 
  private:
-  Outcome AllreduceThroughBuffers(const Arguments&);
+  // `scattered`: what this rank brings and takes; null: one array.
+  Outcome AllreduceThroughBuffers(const Arguments&, const ScatteredArray* scattered);
   Outcome AllreduceByReading(const Arguments&, int sharers, const Between& between);
   Outcome InOneStep(Operation operation, const Arguments&);
 

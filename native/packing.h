@@ -3,12 +3,14 @@
 #ifndef PYCOLLECTIVE_NATIVE_PACKING_H_
 #define PYCOLLECTIVE_NATIVE_PACKING_H_
 
+#include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <memory>
 #include <vector>
 
 #include "collectives.h"
+#include "elements.h"
 #include "mpi.h"
 
 namespace pycollective {
@@ -23,53 +25,77 @@ struct ArrayPair {
   int64_t nbytes() const { return count * kTypeBytes[static_cast<int>(type)]; }
 };
 
-// Makes an elementwise operation on all `arrays`. A bucket is a buffer of at most `bucket_bytes` that packs several
-// small arrays of one type, in their order. Calls call(x, y, count, type) for each bucket, and for each array of half a
-// bucket or more. The sizes alone decide which arrays share a bucket, so ranks agree on it. After an error the other
-// calls are made all the same, since other ranks wait in them; the first error is returned.
-template <typename Call>
-Outcome CallPacked(const std::vector<ArrayPair>& arrays, int64_t bucket_bytes, Call call) {
-  if (arrays.size() == 1) {  // most calls: spare them the lists
-    const ArrayPair& array = arrays[0];
-    return array.count == 0 ? Outcome{} : call(array.x, array.y, array.count, array.type);
+// Some arrays of one type, as if they were one.
+class Bucket {
+ public:
+  void Add(const ArrayPair& array) {
+    arrays_.push_back(&array);
+    count_ += array.count;
   }
-  std::unique_ptr<char[]> buffer;
-  std::vector<const ArrayPair*> bucket;
+  void Clear() {
+    arrays_.clear();
+    count_ = 0;
+  }
+  size_t size() const { return arrays_.size(); }
+  int64_t count() const { return count_; }
+  const ArrayPair& front() const { return *arrays_.front(); }
+  int64_t nbytes() const { return size() == 0 ? 0 : count_ * kTypeBytes[static_cast<int>(front().type)]; }
+
+  // Copies elements of the operands to `to`, in the order of the arrays.
+  void Bring(int64_t first, int64_t count, void* to) const {
+    ForEach(first, count, [&](const ArrayPair& array, int64_t begin, int64_t place, int64_t n) {
+      std::memcpy(At(to, place, array.type), At(array.x, begin, array.type), Bytes(n, array.type));
+    });
+  }
+  // Copies elements to the results.
+  void Take(int64_t first, int64_t count, const void* from) const {
+    ForEach(first, count, [&](const ArrayPair& array, int64_t begin, int64_t place, int64_t n) {
+      std::memcpy(At(array.y, begin, array.type), At(from, place, array.type), Bytes(n, array.type));
+    });
+  }
+
+ private:
+  // Calls use(array, begin, place, n) for the n elements of each array, from `begin` on, that are at `place` of the range.
+  template <typename Use>
+  void ForEach(int64_t first, int64_t count, Use use) const {
+    int64_t of_array = 0;  // where it begins
+    for (const ArrayPair* array : arrays_) {
+      const int64_t begin = std::max(first, of_array), end = std::min(first + count, of_array + array->count);
+      if (begin < end) use(*array, begin - of_array, begin - first, end - begin);
+      of_array += array->count;
+      if (of_array >= first + count) return;
+    }
+  }
+
+  std::vector<const ArrayPair*> arrays_;
+  int64_t count_ = 0;  // of all elements
+};
+
+// Makes an elementwise operation on all `arrays`. A bucket has several small arrays of one type, in their order, of at most
+// `bucket_bytes` together. Calls of_bucket(bucket) for each, and of_array(array) for each array of half that size or more, or
+// that is alone. The sizes alone decide which arrays share a bucket, so ranks agree on it. After an error the other
+// calls are made all the same, since other ranks wait in them; the first error is returned.
+template <typename OfArray, typename OfBucket>
+Outcome CallPacked(const std::vector<ArrayPair>& arrays, int64_t bucket_bytes, OfArray of_array, OfBucket of_bucket) {
+  if (arrays.size() == 1) return arrays[0].count == 0 ? Outcome{} : of_array(arrays[0]);  // most calls: spare them the lists
+  Bucket bucket;
   Outcome first;
   const auto note = [&](const Outcome& outcome) {
     if (first.ok()) first = outcome;
   };
+  const auto flush = [&] {
+    if (bucket.size() > 0) note(bucket.size() == 1 ? of_array(bucket.front()) : of_bucket(bucket));
+    bucket.Clear();
+  };
   for (int type = 0; type < kTypeCount; ++type) {
-    int64_t filled = 0;  // bytes
-    const auto flush = [&] {
-      if (bucket.size() == 1) {
-        note(call(bucket[0]->x, bucket[0]->y, bucket[0]->count, bucket[0]->type));
-      } else if (!bucket.empty()) {
-        if (buffer == nullptr) buffer.reset(new char[static_cast<size_t>(bucket_bytes)]);
-        char* to = buffer.get();
-        for (const ArrayPair* array : bucket) {
-          std::memcpy(to, array->x, static_cast<size_t>(array->nbytes()));
-          to += array->nbytes();
-        }
-        note(call(buffer.get(), buffer.get(), filled / kTypeBytes[type], static_cast<Type>(type)));
-        const char* from = buffer.get();
-        for (const ArrayPair* array : bucket) {
-          std::memcpy(array->y, from, static_cast<size_t>(array->nbytes()));
-          from += array->nbytes();
-        }
-      }
-      bucket.clear();
-      filled = 0;
-    };
     for (const ArrayPair& array : arrays) {
       if (static_cast<int>(array.type) != type || array.count == 0) continue;
       if (2 * array.nbytes() >= bucket_bytes) {
-        note(call(array.x, array.y, array.count, array.type));
+        note(of_array(array));
         continue;
       }
-      if (filled + array.nbytes() > bucket_bytes) flush();
-      bucket.push_back(&array);
-      filled += array.nbytes();
+      if (bucket.nbytes() + array.nbytes() > bucket_bytes) flush();
+      bucket.Add(array);
     }
     flush();
   }

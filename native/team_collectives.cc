@@ -117,11 +117,14 @@ Outcome TeamCollective::Allreduce(const Arguments& a) {
   team_.SetBuffers(member_, {a.send, a.recv});
   if (IsSmall(a.count, a.type)) {
     return ByLastMember([&]() -> Outcome {
-      ReduceMembers(0, a.count, a.recv, a.type, a.op);
-      const Outcome outcome =
-          ranks_ > 1 ? mpi_.Allreduce(first_channel_, a.On(a.recv, a.recv, a.count)) : Outcome{};
-      for (int member = 0; member < members_; ++member) Copy(Out(member), a.recv, a.count, a.type);
-      return outcome;
+      const ScatteredArray members{
+          [&](int64_t first, int64_t count, void* to) { ReduceMembers(first, count, to, a.type, a.op); },
+          [&](int64_t first, int64_t count, const void* from) {
+            for (int member = 0; member < members_; ++member) Copy(At(Out(member), first, a.type), from, count, a.type);
+          },
+      };
+      if (ranks_ > 1) return mpi_.AllreduceScattered(first_channel_, a, members);
+      return InOneArray(a, members, [](const Arguments&) { return Outcome{}; });
     });
   }
   return BySlices(

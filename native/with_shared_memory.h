@@ -20,6 +20,16 @@ class WithSharedMemory final : public Mpi {
     if (a.op == Op::kSumBfloat16) return Mpi::Allreduce(channel, a);  // it is made of others
     return Run(kAllreduce, channel, a, [&] { return Mpi::Allreduce(channel, a); });
   }
+  Outcome AllreduceScattered(const Channel& channel, const Arguments& a, const ScatteredArray& array) const override {
+    const bool shares = channel.memory == nullptr && channel.exchange != nullptr && a.op != Op::kSumBfloat16;
+    if (shares && HostCollective::TakesScattered(a, channel.size)) {
+      HostCollective collective(*this, channel);
+      bool has_buffers = false;
+      PYCOLLECTIVE_RETURN_IF_FAILED(collective.HasBuffers(&has_buffers));
+      if (has_buffers) return collective.AllreduceScattered(a, array);
+    }
+    return Mpi::AllreduceScattered(channel, a, array);
+  }
 #define PYCOLLECTIVE_SHARED(name, Name, ...)                                        \
   Outcome Name(const Channel& channel, const Arguments& a) const override {         \
     return Run(k##Name, channel, a, [&] { return Mpi::Name(channel, a); });         \

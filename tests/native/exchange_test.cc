@@ -22,6 +22,7 @@
 #include "exchange.h"
 #include "harness.h"
 #include "host_collectives.h"
+#include "packing.h"
 
 namespace pc = pycollective;
 
@@ -205,6 +206,56 @@ void TestEachCollective() {
       }
       CHECK(library.Barrier(member.channel).ok());
     });
+  }
+}
+
+// Several arrays of a bucket are reduced as if they were one, wherever the pieces begin and end, and nothing but them is touched.
+// The library calls no MPI, so it has not made one array of them.
+void TestABucketOfArrays() {
+  for (const int size : {2, 3}) {
+    for (const bool in_place : {false, true}) {
+      OnRanks(size, [&](const pc::Library& library, Member& member) {
+        std::mt19937 random(7);  // the same on all ranks
+        for (int call = 0; call < 60; ++call) {
+          std::vector<std::vector<float>> xs, ys;
+          int64_t number = 0;
+          for (int64_t left = 2100 + random() % (3 * kPiece); left > 0; left -= static_cast<int64_t>(xs.back().size())) {
+            std::vector<float> x(std::min<int64_t>(left, 1 + random() % (random() % 4 == 0 ? 2 * kPiece : 300)));
+            for (float& value : x) value = Value(member.channel.rank, number++);
+            ys.emplace_back(x.size() + 2, -7.0f);  // with an element before and behind
+            if (in_place) std::copy(x.begin(), x.end(), ys.back().begin() + 1);
+            xs.push_back(std::move(x));
+          }
+          std::vector<pc::ArrayPair> arrays;
+          for (size_t i = 0; i < xs.size(); ++i) {
+            float* const y = ys[i].data() + 1;
+            arrays.push_back({in_place ? y : xs[i].data(), y, static_cast<int64_t>(xs[i].size()), pc::Type::kFloat32});
+          }
+          pc::Bucket bucket;
+          for (const pc::ArrayPair& array : arrays) bucket.Add(array);
+          CHECK(bucket.count() == number);
+          int64_t brought = 0, taken = 0;
+          const pc::ScatteredArray scattered{
+              [&](int64_t first, int64_t count, void* to) {
+                CHECK(count <= kPiece);
+                brought += count;
+                bucket.Bring(first, count, to);
+              },
+              [&](int64_t first, int64_t count, const void* from) {
+                taken += count;
+                bucket.Take(first, count, from);
+              },
+          };
+          CHECK(library.AllreduceScattered(member.channel, {nullptr, nullptr, number, pc::Type::kFloat32}, scattered).ok());
+          CHECK(brought == number && taken == number);
+          number = 0;
+          for (const std::vector<float>& y : ys) {
+            CHECK(y.front() == -7.0f && y.back() == -7.0f);
+            for (size_t i = 1; i + 1 < y.size(); ++i) CHECK(y[i] == Sum(size, number++));
+          }
+        }
+      });
+    }
   }
 }
 
@@ -444,6 +495,7 @@ void TestAWaitForAFailedRankEnds() {
 
 const Tests kTests = {
     {"each_collective", TestEachCollective},
+    {"a_bucket_of_arrays", TestABucketOfArrays},
     {"the_library_calls_no_mpi", TestTheLibraryCallsNoMpi},
     {"an_array_is_overwritten_after_the_call", TestAnArrayIsOverwrittenAfterTheCall},
     {"an_array_that_cannot_be_read", TestAnArrayThatCannotBeRead},

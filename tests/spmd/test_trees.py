@@ -52,6 +52,19 @@ def test_any_bucket(bucket_bytes: int, monkeypatch: pytest.MonkeyPatch, world: p
             np.testing.assert_allclose(part.astype(wide), want, rtol=tolerance, atol=tolerance, err_msg=name)
 
 
+@pytest.mark.parametrize("donated", [False, True])
+def test_one_array_several_times(donated: bool, world: pc.Communicator, local: int) -> None:
+    """Results are written while other operands are still read, so no result may lie in another one's operand."""
+    x = np.asarray(values((world.size * local, 60_000), "int32"))
+
+    def f(x: Array) -> Any:
+        return lax.psum((x, x, -x), "i"), lax.psum(x, "i")
+
+    got = pc.pmap(f, "i", donate_argnums=(0,) if donated else ())(own(world, local, x))
+    for y, sign in zip(jax.tree.leaves(got), (1, 1, -1, 1), strict=True):
+        np.testing.assert_array_equal(y, np.broadcast_to(sign * x.sum(0), y.shape))
+
+
 def test_a_training_step_is_one_call(world: pc.Communicator, few: int) -> None:
     params = [np.asarray(values((4, 4), seed=k)) for k in range(12)]
     xs = np.asarray(values((world.size * few, 2, 4)))
