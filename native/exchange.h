@@ -16,6 +16,7 @@
 #include <cstdint>
 
 #include "board.h"
+#include "trial.h"
 #include "wait.h"
 
 namespace pycollective {
@@ -82,6 +83,16 @@ class Exchange {
   void GiveUp();
   bool HasGivenUp(int rank) const;
 
+  // The way (trial.h) of the next large allreduce of the channel. Rank 0 finds it out and tells the others. In each allreduce that
+  // may tell it, it does so when all ranks have begun, since they ask before, and ahead of a step for which all wait: so all
+  // ranks get the same answer.
+  int next_way() const { return static_cast<int>(WayOf(slot_).load(std::memory_order_relaxed)); }
+  void TellNextWay() {
+    if (rank_ == 0) WayOf(slot_).store(static_cast<uint64_t>(trial_.Next()), std::memory_order_relaxed);
+  }
+  // An allreduce whose way was asked for has taken so long.
+  void Learn(int way, int64_t nbytes, int64_t nanoseconds) { trial_.Learn(way, nbytes, nanoseconds); }
+
   // Tells the others that this rank has done a step. Returns the number to which each rank's counter comes by that step.
   uint64_t Post() {
     CounterOf(rank_).store(++posted_, std::memory_order_release);
@@ -101,6 +112,7 @@ class Exchange {
   static constexpr uint64_t kNone = 1;  // of first_: there are no buffers
 
   static std::atomic<uint64_t>& FirstOf(int64_t slot);
+  static std::atomic<uint64_t>& WayOf(int64_t slot);
   static uint64_t TakeBuffers(int ranks);
   std::atomic<uint64_t>& CounterOf(int rank) const;
 
@@ -111,6 +123,7 @@ class Exchange {
   uint64_t posted_ = 0;
   uint64_t pieces_ = 0;
   uint64_t free_at_[2] = {0, 0};
+  Trial trial_;
 };
 
 }  // namespace pycollective

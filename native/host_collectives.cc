@@ -11,18 +11,23 @@
 
 #include "elements.h"
 #include "process_memory.h"
+#include "recorder.h"
 #include "reduction.h"
 
 namespace pycollective {
 namespace {
 
-// Up to this size each rank reduces everything: the second step would cost more than it saves.
+// Up to this size each rank reduces everything: the second step would cost more than it saves. And what others read stays in
+// the caches: see WriteForOthers.
 constexpr int64_t kSmallBytes = 8 << 10;
 
 // The smallest block that ranks read straight from each other's arrays, and the smallest array of an allreduce, in
 // which they do so twice.
 constexpr int64_t kReadBytes = 8 << 10;
-constexpr int64_t kReadAllreduceBytes = 2 << 20;
+constexpr int64_t kReadAllreduceBytes = 1 << 20;
+
+// The ways of an allreduce, as Exchange::next_way() counts them. The first is tried first.
+constexpr int kReading = 0, kBuffering = 1;
 
 // What a rank reads at once of the arrays that it reduces.
 constexpr int64_t kScratchBytes = 256 << 10;
@@ -53,6 +58,20 @@ void Copy(void* to, const void* from, size_t nbytes, bool past_caches) {
     CopyPastCaches(to, from, nbytes);
   } else {
     std::memcpy(to, from, nbytes);
+  }
+}
+
+// Writes elements that another core reads next, past the caches: else that core must give up each line that it has read before,
+// and where the cores share no cache, that takes many times as long. fill(first, n, to) makes some of the elements.
+template <typename Fill>
+void WriteForOthers(void* to, int64_t count, Type type, Fill fill) {
+  constexpr int64_t kAtOnceBytes = 16 << 10;  // it stays in the first cache
+  alignas(64) char made[kAtOnceBytes];
+  const int64_t at_once = kAtOnceBytes / kTypeBytes[int(type)];
+  for (int64_t first = 0; first < count; first += at_once) {
+    const int64_t n = std::min(at_once, count - first);
+    fill(first, n, made);
+    CopyPastCaches(At(to, first, type), made, Bytes(n, type));
   }
 }
 
@@ -106,6 +125,11 @@ HostCollective::Way HostCollective::WayOf(Operation operation, const Arguments& 
   const bool reads = CanReadOperands(operation) && Exchange::MayRead() && static_cast<int64_t>(Bytes(a.count, a.type)) >= least &&
                      BytesOfAll(operation, a, ranks) <= Exchange::ReadBytes();
   return reads ? Way::kByReading : Way::kThroughBuffers;
+}
+
+HostCollective::Way HostCollective::FasterWay() {
+  is_trial_ = true;
+  return exchange_.next_way() == kReading ? Way::kByReading : Way::kThroughBuffers;
 }
 
 Outcome HostCollective::HasBuffers(bool* has) {
@@ -165,8 +189,9 @@ Outcome HostCollective::InOneStep(Operation operation, const Arguments& a) {
     PYCOLLECTIVE_RETURN_IF_FAILED(WaitForAll(free_at));
     for (int64_t block = 0; block < blocks && Brings(operation, a, member_); ++block) {
       if (blocks > 1 && block == own) continue;  // for this rank itself
-      std::memcpy(At(exchange_.BufferOf(own, number), block * piece->count, a.type),
-                  At(a.send, block * a.count + first, a.type), Bytes(piece->count, a.type));
+      const size_t nbytes = Bytes(piece->count, a.type);
+      Copy(At(exchange_.BufferOf(own, number), block * piece->count, a.type), At(a.send, block * a.count + first, a.type),
+           nbytes, static_cast<int64_t>(nbytes) > kSmallBytes);
     }
     piece->filled = exchange_.Post();
     return {};
@@ -224,6 +249,7 @@ Outcome HostCollective::AllreduceThroughBuffers(const Arguments& a, const Scatte
   };
   const auto operand = [&](const Piece& piece, int64_t element) { return At(a.send, piece.first + element, a.type); };
   const int own = member_.rank;
+  int64_t begin_ns = 0;  // without the wait for ranks that come late
 
   // Copies what the others reduce.
   const auto fill = [&](int64_t first, Piece* piece) -> Outcome {
@@ -232,26 +258,33 @@ Outcome HostCollective::AllreduceThroughBuffers(const Arguments& a, const Scatte
     const int64_t count = std::min(at_once, a.count - first);
     *piece = {number, first, Shares(count, member_.size, a.type), 0, 0};
     PYCOLLECTIVE_RETURN_IF_FAILED(WaitForAll(free_at));
+    const int64_t filling_ns = NowNs();
     if (scattered != nullptr) {
-      scattered->bring(first, count, buffer(own, *piece, 0));
+      WriteForOthers(buffer(own, *piece, 0), count, a.type,
+                     [&](int64_t at, int64_t n, void* to) { scattered->bring(first + at, n, to); });
     } else {
       const int64_t begin = piece->shares.Begin(own), end = piece->shares.Begin(own + 1);
-      std::memcpy(buffer(own, *piece, 0), operand(*piece, 0), Bytes(begin, a.type));
-      std::memcpy(buffer(own, *piece, end), operand(*piece, end), Bytes(count - end, a.type));
+      CopyPastCaches(buffer(own, *piece, 0), operand(*piece, 0), Bytes(begin, a.type));
+      CopyPastCaches(buffer(own, *piece, end), operand(*piece, end), Bytes(count - end, a.type));
     }
     piece->filled = exchange_.Post();
+    if (first == 0) begin_ns = filling_ns - NowNs();
     return {};
   };
   // Reduces the own share. Nobody else reads its place in the own buffer, so the result goes there.
   const auto reduce = [&](Piece* piece) -> Outcome {
     PYCOLLECTIVE_RETURN_IF_FAILED(WaitForAll(piece->filled));
+    if (piece->first == 0) {
+      begin_ns += NowNs();
+      exchange_.TellNextWay();
+    }
     const int64_t begin = piece->shares.Begin(own);
-    ReduceInOrder(
-        member_.size,
-        [&](int rank) -> const void* {
-          return rank == own && scattered == nullptr ? operand(*piece, begin) : buffer(rank, *piece, begin);
-        },
-        piece->shares.CountOf(own), buffer(own, *piece, begin), a.type, a.op);
+    WriteForOthers(buffer(own, *piece, begin), piece->shares.CountOf(own), a.type, [&](int64_t at, int64_t n, void* to) {
+      const auto operand_of = [&](int rank) -> const void* {
+        return rank == own && scattered == nullptr ? operand(*piece, begin + at) : buffer(rank, *piece, begin + at);
+      };
+      ReduceInOrder(member_.size, operand_of, n, to, a.type, a.op);
+    });
     piece->reduced = exchange_.Post();
     return {};
   };
@@ -273,7 +306,9 @@ Outcome HostCollective::AllreduceThroughBuffers(const Arguments& a, const Scatte
     return {};
   };
 
-  return InPieces<Piece>(a.count, at_once, fill, reduce, take);
+  PYCOLLECTIVE_RETURN_IF_FAILED(InPieces<Piece>(a.count, at_once, fill, reduce, take));
+  if (is_trial_) exchange_.Learn(kBuffering, static_cast<int64_t>(Bytes(a.count, a.type)), NowNs() - begin_ns);
+  return {};
 }
 
 Outcome HostCollective::ByReading(Operation operation, const Arguments& a) {
@@ -334,6 +369,8 @@ Outcome HostCollective::AllreduceByReading(const Arguments& a, int sharers, cons
   const int own = member_.rank;
   ShownArrays arrays(exchange_, a.send, a.recv);
   PYCOLLECTIVE_RETURN_IF_FAILED(WaitForAll(exchange_.Post()));
+  const int64_t begin_ns = NowNs();
+  exchange_.TellNextWay();
   void* const share = At(a.recv, shares.Begin(own), a.type);
   Outcome outcome;
   if (shares.CountOf(own) > 0) {
@@ -357,6 +394,7 @@ Outcome HostCollective::AllreduceByReading(const Arguments& a, int sharers, cons
   }
   PYCOLLECTIVE_RETURN_IF_FAILED(WaitForAll(exchange_.Post()));
   arrays.End();
+  if (is_trial_ && outcome.ok()) exchange_.Learn(kReading, static_cast<int64_t>(Bytes(a.count, a.type)), NowNs() - begin_ns);
   return outcome;
 }
 

@@ -36,6 +36,10 @@ class HostCollective {
   enum class Way { kByMpi, kThroughBuffers, kByReading };
   static Way WayOf(Operation operation, const Arguments&, int ranks);
 
+  // For a large allreduce that WayOf would make by reading, and for which there are buffers: the way that is faster here. All
+  // ranks must ask; they get the same answer.
+  Way FasterWay();
+
   // Whether the channel has buffers. All its ranks must ask; they get the same answer.
   Outcome HasBuffers(bool* has);
 
@@ -73,6 +77,7 @@ class HostCollective {
   const Channel& channel_;
   Exchange& exchange_;
   const Member member_;
+  bool is_trial_ = false;  // FasterWay has chosen
 };
 
 }  // namespace pycollective

@@ -61,9 +61,11 @@ class WithSharedMemory final : public Mpi {
     if (channel.is_pinned && way == Way::kByReading) way = Way::kThroughBuffers;
     if (way == Way::kByMpi) return by_mpi();
     HostCollective collective(*this, channel);
-    if (way == Way::kByReading) return collective.ByReading(operation, a);
+    const bool may_choose = way == Way::kByReading && operation == kAllreduce;
     bool has_buffers = false;
-    PYCOLLECTIVE_RETURN_IF_FAILED(collective.HasBuffers(&has_buffers));
+    if (may_choose || way == Way::kThroughBuffers) PYCOLLECTIVE_RETURN_IF_FAILED(collective.HasBuffers(&has_buffers));
+    if (may_choose && has_buffers) way = collective.FasterWay();
+    if (way == Way::kByReading) return collective.ByReading(operation, a);
     return has_buffers ? collective.ThroughBuffers(operation, a) : by_mpi();
   }
 };

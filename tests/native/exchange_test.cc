@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
@@ -397,6 +398,46 @@ void TestRandomCallsOfLateRanks() {
   }
 }
 
+// The way of a large allreduce changes while ranks come late, and all take the same: else they would wait for ever.
+void TestAllRanksTakeTheSameWay() {
+  for (const int size : {2, 3}) {
+    OnRanks(size, [&](const pc::Library& library, Member& member) {
+      std::mt19937 random(static_cast<unsigned>(member.channel.rank));
+      std::vector<float> x(8 * kPiece + 3), y(x.size());
+      for (size_t i = 0; i < x.size(); ++i) x[i] = Value(member.channel.rank, static_cast<int64_t>(i));
+      int ways[2] = {};
+      for (int call = 0; call < 300; ++call) {
+        if (random() % 4 == 0) std::this_thread::sleep_for(std::chrono::microseconds(random() % 300));
+        ++ways[member.exchange.next_way()];
+        CHECK(library.Allreduce(member.channel, {x.data(), y.data(), static_cast<int64_t>(x.size()), pc::Type::kFloat32}).ok());
+        for (size_t i = 0; i < y.size(); i += 997) CHECK(y[i] == Sum(size, static_cast<int64_t>(i)));
+        // Whatever the calls have taken, the other way seems to be better now and then.
+        for (int way : {0, 1}) member.exchange.Learn(way, 1, static_cast<int64_t>(random() % 1000));
+      }
+      CHECK(ways[0] > 30 && ways[1] > 30);
+    });
+  }
+}
+
+// It finds the faster way, tries the other one seldom, and notices when that has become the faster one.
+void TestATrialOfTwoWays() {
+  pc::Trial trial;
+  const auto calls_of = [&](int way, int calls, int64_t cost_of_0, int64_t cost_of_1) {
+    int found = 0;
+    for (int call = 0; call < calls; ++call) {
+      const int next = trial.Next();
+      if (next == way) ++found;
+      trial.Learn(next, 1000, next == 0 ? cost_of_0 : cost_of_1);
+    }
+    return found;
+  };
+  CHECK(calls_of(1, 1000, 5000, 2000) >= 985);
+  CHECK(calls_of(0, 3000, 1000, 2000) >= 1900);  // a trial of the first way shows it
+  CHECK(calls_of(1, 100, 6000, 2000) >= 85);     // the first way itself has become slow
+  CHECK(calls_of(1, 100, 6000, 2100) >= 95);
+}
+
+
 // The root may be some broadcasts ahead. Its next call, of another kind, must leave alone what the others have yet to read.
 void TestAReaderThatIsLate() {
   OnRanks(2, [](const pc::Library& library, Member& member) {
@@ -504,6 +545,8 @@ const Tests kTests = {
     {"an_allreduce_that_cannot_read", TestAnAllreduceThatCannotRead},
     {"random_calls_of_late_ranks", TestRandomCallsOfLateRanks},
     {"a_reader_that_is_late", TestAReaderThatIsLate},
+    {"all_ranks_take_the_same_way", TestAllRanksTakeTheSameWay},
+    {"a_trial_of_two_ways", TestATrialOfTwoWays},
     {"barrier", TestBarrier},
     {"buffers_run_out", TestBuffersRunOut},
     {"a_slot_is_used_again", TestASlotIsUsedAgain},

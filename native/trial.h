@@ -1,0 +1,54 @@
+// Which of two ways of making a call is faster here, learned from the times of calls.
+//
+// What is faster depends on what cores share, and on a virtual machine that may change. So each way is tried again from time to
+// time. A time can be too long for many reasons and too short for none, so a shorter one is believed at once.
+
+#ifndef PYCOLLECTIVE_NATIVE_TRIAL_H_
+#define PYCOLLECTIVE_NATIVE_TRIAL_H_
+
+#include <algorithm>
+#include <cstdint>
+
+namespace pycollective {
+
+class Trial {
+ public:
+  // The number of the way for the next call: 0 or 1.
+  int Next() const {
+    const int rarer = calls_[1] < calls_[0] ? 1 : 0;
+    if (calls_[rarer] < kFirstCalls) return rarer;
+    return since_trial_ < interval_ ? Best() : 1 - Best();
+  }
+
+  // A call with so many bytes has taken so long.
+  void Learn(int way, int64_t nbytes, int64_t nanoseconds) {
+    const int before = Best();
+    const double cost = static_cast<double>(nanoseconds) / static_cast<double>(std::max<int64_t>(1, nbytes));
+    double& known = cost_[way];
+    known = calls_[way] == 0 || cost < known ? cost : known + (cost - known) * kWeight;
+    ++calls_[way];
+    ++since_trial_;
+    if (Best() != before) {
+      interval_ = kShortestInterval;
+    } else if (way != before) {
+      interval_ = std::min(2 * interval_, kLongestInterval);
+    }
+    if (way != before) since_trial_ = 0;
+  }
+
+ private:
+  static constexpr int64_t kFirstCalls = 3;
+  static constexpr int64_t kShortestInterval = 64, kLongestInterval = 1024;  // calls from one trial of the slower way to the next
+  static constexpr double kWeight = 0.25;
+
+  int Best() const { return cost_[1] < cost_[0] ? 1 : 0; }
+
+  double cost_[2] = {};  // nanoseconds for a byte
+  int64_t calls_[2] = {};
+  int64_t since_trial_ = 0;
+  int64_t interval_ = kShortestInterval;
+};
+
+}  // namespace pycollective
+
+#endif  // PYCOLLECTIVE_NATIVE_TRIAL_H_
