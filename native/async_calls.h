@@ -23,7 +23,7 @@
 namespace pycollective {
 
 // Runs make_call() in a patient thread (patience.h) of the package's, and fulfils the promise with the error that it returns.
-// Returns false, and does nothing, if no thread can be had.
+// Returns false if no thread can be had, and may throw std::bad_alloc: then the call has not begun.
 bool StartInThread(std::function<xla::ffi::Error()> make_call, const xla::ffi::Promise& promise);
 
 // Fulfils a promise with an error or a success.

@@ -93,13 +93,14 @@ struct Arguments {
 };
 
 // What a rank brings to an allreduce and takes from it, where that is not one array in memory. `bring` writes some of the
-// elements of what it brings, `take` gets as many of the result. They are called for all elements, in pieces.
+// elements of what it brings, `take` gets as many of the result. They are called for all elements, in pieces, in any order. `take` may come
+// before `bring` of other elements: so a result lies in the operand of its own element, or in none.
 struct ScatteredArray {
   std::function<void(int64_t first, int64_t count, void* to)> bring;
   std::function<void(int64_t first, int64_t count, const void* from)> take;
 };
 
-// Makes a call on one array with all elements: call(arguments), in place. It is `a.recv`, or if that is null, memory for this.
+// Makes a call on one array with all elements: call(arguments), in place. It is `a.recv`, or if that is null, new memory.
 template <typename Call>
 Outcome InOneArray(const Arguments& a, const ScatteredArray& array, Call call) {
   std::unique_ptr<char[]> own;

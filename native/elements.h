@@ -19,6 +19,13 @@ inline const void* At(const void* base, int64_t index, Type type) {
   return static_cast<const char*>(base) + Bytes(index, type);
 }
 
+// The number of the largest power of two that is not above a number; 0 for smaller numbers than 2.
+inline int PowerOfTwo(int64_t number) {
+  int power = 0;
+  for (; number > 1; number /= 2) ++power;
+  return power;
+}
+
 // An array of `count` elements in a share for each of the first ranks. Shares begin at lines of the cache.
 struct Shares {
   Shares() = default;

@@ -6,7 +6,8 @@
 //
 // The arrays themselves go through buffers. The ranks of a channel take theirs when they first need them, and keep them until
 // the channel is freed. If none are left, MPI carries the arrays of that channel. Large arrays need no buffers where the kernel
-// lets a rank read another one's memory: beside its counter a rank shows the others where its arrays are.
+// lets a rank read another one's memory: beside its counter a rank shows the others where its arrays are. Large allreduces go the
+// way that is faster.
 
 #ifndef PYCOLLECTIVE_NATIVE_EXCHANGE_H_
 #define PYCOLLECTIVE_NATIVE_EXCHANGE_H_
@@ -14,8 +15,10 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <map>
 
 #include "board.h"
+#include "elements.h"
 #include "trial.h"
 #include "wait.h"
 
@@ -24,7 +27,6 @@ namespace pycollective {
 class Exchange {
  public:
   // A rank has two buffers of this size, which it uses in turns: it fills one while others may still read the other one.
-  // Two ranks' buffers stay in the caches.
   static constexpr int64_t kBufferBytes = 128 << 10;
 
   // The bytes of the shared memory of `ranks` ranks. It begins with zeros, and takes memory of the host where it is used:
@@ -83,15 +85,22 @@ class Exchange {
   void GiveUp();
   bool HasGivenUp(int rank) const;
 
-  // The way (trial.h) of the next large allreduce of the channel. Rank 0 finds it out and tells the others. In each allreduce that
-  // may tell it, it does so when all ranks have begun, since they ask before, and ahead of a step for which all wait: so all
-  // ranks get the same answer.
-  int next_way() const { return static_cast<int>(WayOf(slot_).load(std::memory_order_relaxed)); }
-  void TellNextWay() {
-    if (rank_ == 0) WayOf(slot_).store(static_cast<uint64_t>(trial_.Next()), std::memory_order_relaxed);
+  // The way (trial.h) of the channel's next large allreduce of so many bytes. Rank 0 tells the way in each large allreduce for the next
+  // one. By then all ranks have begun, so they have read the old way. All wait for rank 0's next step before they end, so they
+  // read the new one in the next call.
+  int NextWay(int64_t nbytes) const {
+    return static_cast<int>(WaysOf(slot_).load(std::memory_order_relaxed) >> PowerOfTwo(nbytes) & 1);
   }
-  // An allreduce whose way was asked for has taken so long.
-  void Learn(int way, int64_t nbytes, int64_t nanoseconds) { trial_.Learn(way, nbytes, nanoseconds); }
+  void TellNextWay(int64_t nbytes) {
+    if (rank_ != 0) return;
+    const int size = PowerOfTwo(nbytes);  // each size learns for itself
+    const uint64_t others = WaysOf(slot_).load(std::memory_order_relaxed) & ~(uint64_t{1} << size);
+    WaysOf(slot_).store(others | static_cast<uint64_t>(trials_[size].Next()) << size, std::memory_order_relaxed);
+  }
+  // A large allreduce has taken so long in a way.
+  void Learn(int way, int64_t nbytes, int64_t nanoseconds) {
+    if (rank_ == 0) trials_[PowerOfTwo(nbytes)].Learn(way, nbytes, nanoseconds);
+  }
 
   // Tells the others that this rank has done a step. Returns the number to which each rank's counter comes by that step.
   uint64_t Post() {
@@ -112,7 +121,7 @@ class Exchange {
   static constexpr uint64_t kNone = 1;  // of first_: there are no buffers
 
   static std::atomic<uint64_t>& FirstOf(int64_t slot);
-  static std::atomic<uint64_t>& WayOf(int64_t slot);
+  static std::atomic<uint64_t>& WaysOf(int64_t slot);
   static uint64_t TakeBuffers(int ranks);
   std::atomic<uint64_t>& CounterOf(int rank) const;
 
@@ -123,7 +132,7 @@ class Exchange {
   uint64_t posted_ = 0;
   uint64_t pieces_ = 0;
   uint64_t free_at_[2] = {0, 0};
-  Trial trial_;
+  std::map<int, Trial> trials_;  // for each size, of rank 0
 };
 
 }  // namespace pycollective

@@ -26,7 +26,7 @@ constexpr int64_t kSmallBytes = 8 << 10;
 constexpr int64_t kReadBytes = 8 << 10;
 constexpr int64_t kReadAllreduceBytes = 1 << 20;
 
-// The ways of an allreduce, as Exchange::next_way() counts them. The first is tried first.
+// The ways of an allreduce, as Exchange::NextWay() counts them. The first is tried first.
 constexpr int kReading = 0, kBuffering = 1;
 
 // What a rank reads at once of the arrays that it reduces.
@@ -127,9 +127,9 @@ HostCollective::Way HostCollective::WayOf(Operation operation, const Arguments& 
   return reads ? Way::kByReading : Way::kThroughBuffers;
 }
 
-HostCollective::Way HostCollective::FasterWay() {
+HostCollective::Way HostCollective::FasterWay(const Arguments& a) {
   is_trial_ = true;
-  return exchange_.next_way() == kReading ? Way::kByReading : Way::kThroughBuffers;
+  return exchange_.NextWay(static_cast<int64_t>(Bytes(a.count, a.type))) == kReading ? Way::kByReading : Way::kThroughBuffers;
 }
 
 Outcome HostCollective::HasBuffers(bool* has) {
@@ -166,9 +166,7 @@ Outcome HostCollective::ThroughBuffers(Operation operation, const Arguments& a) 
   return in_two_steps ? AllreduceThroughBuffers(a, nullptr) : InOneStep(operation, a);
 }
 
-bool HostCollective::TakesScattered(const Arguments& a, int ranks) {
-  return static_cast<int64_t>(Bytes(a.count, a.type)) > kSmallBytes && WayOf(kAllreduce, a, ranks) == Way::kThroughBuffers;
-}
+bool HostCollective::TakesScattered(const Arguments& a) { return static_cast<int64_t>(Bytes(a.count, a.type)) > kSmallBytes; }
 
 Outcome HostCollective::Barrier() { return WaitForAll(exchange_.Post()); }
 
@@ -249,6 +247,7 @@ Outcome HostCollective::AllreduceThroughBuffers(const Arguments& a, const Scatte
   };
   const auto operand = [&](const Piece& piece, int64_t element) { return At(a.send, piece.first + element, a.type); };
   const int own = member_.rank;
+  const auto nbytes = static_cast<int64_t>(Bytes(a.count, a.type));
   int64_t begin_ns = 0;  // without the wait for ranks that come late
 
   // Copies what the others reduce.
@@ -259,29 +258,34 @@ Outcome HostCollective::AllreduceThroughBuffers(const Arguments& a, const Scatte
     *piece = {number, first, Shares(count, member_.size, a.type), 0, 0};
     PYCOLLECTIVE_RETURN_IF_FAILED(WaitForAll(free_at));
     const int64_t filling_ns = NowNs();
-    if (scattered != nullptr) {
-      WriteForOthers(buffer(own, *piece, 0), count, a.type,
-                     [&](int64_t at, int64_t n, void* to) { scattered->bring(first + at, n, to); });
-    } else {
-      const int64_t begin = piece->shares.Begin(own), end = piece->shares.Begin(own + 1);
-      CopyPastCaches(buffer(own, *piece, 0), operand(*piece, 0), Bytes(begin, a.type));
-      CopyPastCaches(buffer(own, *piece, end), operand(*piece, end), Bytes(count - end, a.type));
-    }
+    const auto copy = [&](int64_t from, int64_t n) {
+      void* const to = buffer(own, *piece, from);
+      if (scattered == nullptr) {
+        CopyPastCaches(to, operand(*piece, from), Bytes(n, a.type));
+      } else {
+        WriteForOthers(to, n, a.type, [&](int64_t at, int64_t some, void* made) { scattered->bring(first + from + at, some, made); });
+      }
+    };
+    const int64_t begin = piece->shares.Begin(own), end = piece->shares.Begin(own + 1);
+    copy(0, begin);
+    copy(end, count - end);
     piece->filled = exchange_.Post();
     if (first == 0) begin_ns = filling_ns - NowNs();
     return {};
   };
-  // Reduces the own share. Nobody else reads its place in the own buffer, so the result goes there.
+  // Reduces the own share. Its place in the own buffer is free for the result.
   const auto reduce = [&](Piece* piece) -> Outcome {
     PYCOLLECTIVE_RETURN_IF_FAILED(WaitForAll(piece->filled));
     if (piece->first == 0) {
       begin_ns += NowNs();
-      exchange_.TellNextWay();
+      if (is_trial_) exchange_.TellNextWay(nbytes);
     }
     const int64_t begin = piece->shares.Begin(own);
     WriteForOthers(buffer(own, *piece, begin), piece->shares.CountOf(own), a.type, [&](int64_t at, int64_t n, void* to) {
+      if (scattered != nullptr) scattered->bring(piece->first + begin + at, n, to);  // `to` may be an operand's memory
       const auto operand_of = [&](int rank) -> const void* {
-        return rank == own && scattered == nullptr ? operand(*piece, begin + at) : buffer(rank, *piece, begin + at);
+        if (rank != own) return buffer(rank, *piece, begin + at);
+        return scattered == nullptr ? operand(*piece, begin + at) : to;
       };
       ReduceInOrder(member_.size, operand_of, n, to, a.type, a.op);
     });
@@ -307,7 +311,7 @@ Outcome HostCollective::AllreduceThroughBuffers(const Arguments& a, const Scatte
   };
 
   PYCOLLECTIVE_RETURN_IF_FAILED(InPieces<Piece>(a.count, at_once, fill, reduce, take));
-  if (is_trial_) exchange_.Learn(kBuffering, static_cast<int64_t>(Bytes(a.count, a.type)), NowNs() - begin_ns);
+  if (is_trial_) exchange_.Learn(kBuffering, nbytes, NowNs() - begin_ns);
   return {};
 }
 
@@ -369,8 +373,9 @@ Outcome HostCollective::AllreduceByReading(const Arguments& a, int sharers, cons
   const int own = member_.rank;
   ShownArrays arrays(exchange_, a.send, a.recv);
   PYCOLLECTIVE_RETURN_IF_FAILED(WaitForAll(exchange_.Post()));
+  const auto nbytes = static_cast<int64_t>(Bytes(a.count, a.type));
   const int64_t begin_ns = NowNs();
-  exchange_.TellNextWay();
+  if (is_trial_) exchange_.TellNextWay(nbytes);
   void* const share = At(a.recv, shares.Begin(own), a.type);
   Outcome outcome;
   if (shares.CountOf(own) > 0) {
@@ -394,7 +399,7 @@ Outcome HostCollective::AllreduceByReading(const Arguments& a, int sharers, cons
   }
   PYCOLLECTIVE_RETURN_IF_FAILED(WaitForAll(exchange_.Post()));
   arrays.End();
-  if (is_trial_ && outcome.ok()) exchange_.Learn(kReading, static_cast<int64_t>(Bytes(a.count, a.type)), NowNs() - begin_ns);
+  if (is_trial_ && outcome.ok()) exchange_.Learn(kReading, nbytes, NowNs() - begin_ns);
   return outcome;
 }
 

@@ -2,13 +2,12 @@
 //
 // A long array goes in pieces. Of each piece, a rank copies into its buffer what the others need of it, waits until
 // those whose data it needs have done so, and takes its part of the result from their buffers. An allreduce takes one
-// step more: each rank reduces a share of the piece, and copies the others' shares. So each array is read once and
-// written once in memory, and the rest happens in the caches. A rank fills its buffer with the next piece before it
-// waits for the others' parts of this one.
+// step more: each rank reduces a share of the piece, and copies the others' shares. A rank fills its buffer with the next piece
+// before it waits for the others' parts of this one.
 //
 // Large arrays that fit into the caches go without buffers, where the kernel lets a rank read another one's memory: the
 // ranks tell each other where their arrays are, and each takes its part of the result straight from there. A rank ends
-// the call when no other reads its arrays.
+// the call when no other reads its arrays. A large allreduce goes the way that is faster here (trial.h).
 //
 // Reductions combine the ranks in their order: all ranks get the same bits, in each run.
 
@@ -31,14 +30,14 @@ class HostCollective {
   HostCollective(const Library& mpi, const Channel& channel)
       : mpi_(mpi), channel_(channel), exchange_(*channel.exchange), member_{channel.rank, channel.size} {}
 
-  // The fastest way for a call between so many ranks (docs/performance.md): the same on all of them, since they agree on
+  // The fastest way for a call between so many ranks; of a large allreduce FasterWay says it (docs/performance.md): the same on all of them, since they agree on
   // Exchange::ReadBytes.
   enum class Way { kByMpi, kThroughBuffers, kByReading };
   static Way WayOf(Operation operation, const Arguments&, int ranks);
 
   // For a large allreduce that WayOf would make by reading, and for which there are buffers: the way that is faster here. All
   // ranks must ask; they get the same answer.
-  Way FasterWay();
+  Way FasterWay(const Arguments&);
 
   // Whether the channel has buffers. All its ranks must ask; they get the same answer.
   Outcome HasBuffers(bool* has);
@@ -49,7 +48,7 @@ class HostCollective {
   Outcome Barrier();
 
   // Whether AllreduceScattered makes such an allreduce, if there are buffers: the same on all ranks.
-  static bool TakesScattered(const Arguments&, int ranks);
+  static bool TakesScattered(const Arguments&);
   Outcome AllreduceScattered(const Arguments& a, const ScatteredArray& array) { return AllreduceThroughBuffers(a, &array); }
 
   // An allreduce in which the first `sharers` ranks reduce a share each. Before the others take it, between(share,

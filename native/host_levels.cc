@@ -52,7 +52,7 @@ HostLevels::HostLevels(std::vector<int> hosts, int rank, int64_t from, std::vect
     in_turns_ = in_turns_ && is_sequence(host_count);
     if (number < ranks.size()) lane_ranks_.push_back(ranks[number]);
   }
-  // The lane has the hosts in the order of their first ranks, on all ranks.
+  // A lane has its ranks in their order. So lanes may have the hosts in different orders, unless in_blocks_ or in_turns_.
   std::sort(lane_ranks_.begin(), lane_ranks_.end());
   local_.rank = static_cast<int>(number);
   local_.size = static_cast<int>(local_ranks_.size());

@@ -1,4 +1,4 @@
-// Packs the small arrays of one operation into few MPI calls.
+// Groups the small arrays of one operation, so that few calls carry them.
 
 #ifndef PYCOLLECTIVE_NATIVE_PACKING_H_
 #define PYCOLLECTIVE_NATIVE_PACKING_H_

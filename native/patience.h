@@ -14,6 +14,7 @@
 #include <cstdint>
 #include <thread>
 
+#include "elements.h"
 #include "recorder.h"
 
 namespace pycollective {
@@ -93,26 +94,19 @@ class Pace {
     constexpr int kFirstCalls = 3;
     constexpr int64_t kBytesPerNap = 24 << 10;  // a socket holds at least as many
     constexpr int64_t kShortestWorthwhile = 25'000;  // to fall asleep and to wake up costs some microseconds
-    if (calls_[SizeOf(nbytes)] < kFirstCalls) return 0;
+    if (calls_[PowerOfTwo(nbytes)] < kFirstCalls) return 0;
     const int64_t longest = std::min<int64_t>(kLongestNap, kBytesPerNap * 1'000'000 / std::max<int64_t>(1, bytes_per_ms_));
     return longest < kShortestWorthwhile ? 0 : longest;
   }
 
   // A call with so many bytes has taken so long.
   void Learn(int64_t nbytes, int64_t nanoseconds) {
-    std::atomic<int64_t>& calls = calls_[SizeOf(nbytes)];
+    std::atomic<int64_t>& calls = calls_[PowerOfTwo(nbytes)];
     calls = calls + 1;
     bytes_per_ms_ = std::max<int64_t>(bytes_per_ms_, nbytes * 1'000'000 / std::max<int64_t>(1, nanoseconds));
   }
 
  private:
-  // A number for all sizes between two powers of two.
-  static size_t SizeOf(int64_t nbytes) {
-    size_t size = 0;
-    for (; nbytes > 1; nbytes /= 2) ++size;
-    return size;
-  }
-
   // The calls of a channel come one after another, but perhaps in different threads.
   std::atomic<int64_t> calls_[64] = {};
   std::atomic<int64_t> bytes_per_ms_{0};  // of the fastest

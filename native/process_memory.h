@@ -16,7 +16,7 @@ void LetOthersRead();
 int CopyFromProcess(int64_t process, void* to, const void* from, size_t nbytes);
 
 // As memcpy, but the caches do not get what is written. Saves a read of memory for each write, if the caches cannot
-// hold the array.
+// hold the array. A later store with release order makes it visible, as after memcpy.
 void CopyPastCaches(void* to, const void* from, size_t nbytes);
 
 // The bytes of the largest cache of a core alone, and of one that cores share.

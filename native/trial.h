@@ -13,11 +13,13 @@ namespace pycollective {
 
 class Trial {
  public:
-  // The number of the way for the next call: 0 or 1.
-  int Next() const {
+  // The number of the way for a call: 0 or 1. What the call has taken may be told later, after other calls.
+  int Next() {
     const int rarer = calls_[1] < calls_[0] ? 1 : 0;
     if (calls_[rarer] < kFirstCalls) return rarer;
-    return since_trial_ < interval_ ? Best() : 1 - Best();
+    if (++since_trial_ <= interval_) return Best();
+    since_trial_ = 0;
+    return 1 - Best();
   }
 
   // A call with so many bytes has taken so long.
@@ -27,18 +29,16 @@ class Trial {
     double& known = cost_[way];
     known = calls_[way] == 0 || cost < known ? cost : known + (cost - known) * kWeight;
     ++calls_[way];
-    ++since_trial_;
     if (Best() != before) {
       interval_ = kShortestInterval;
-    } else if (way != before) {
+    } else if (way != before && calls_[way] > kFirstCalls) {  // a trial has changed nothing
       interval_ = std::min(2 * interval_, kLongestInterval);
     }
-    if (way != before) since_trial_ = 0;
   }
 
  private:
   static constexpr int64_t kFirstCalls = 3;
-  static constexpr int64_t kShortestInterval = 64, kLongestInterval = 1024;  // calls from one trial of the slower way to the next
+  static constexpr int64_t kShortestInterval = 64, kLongestInterval = 1024;  // calls between two trials of the slower way
   static constexpr double kWeight = 0.25;
 
   int Best() const { return cost_[1] < cost_[0] ? 1 : 0; }

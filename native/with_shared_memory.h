@@ -22,7 +22,7 @@ class WithSharedMemory final : public Mpi {
   }
   Outcome AllreduceScattered(const Channel& channel, const Arguments& a, const ScatteredArray& array) const override {
     const bool shares = channel.memory == nullptr && channel.exchange != nullptr && a.op != Op::kSumBfloat16;
-    if (shares && HostCollective::TakesScattered(a, channel.size)) {
+    if (shares && HostCollective::TakesScattered(a)) {
       HostCollective collective(*this, channel);
       bool has_buffers = false;
       PYCOLLECTIVE_RETURN_IF_FAILED(collective.HasBuffers(&has_buffers));
@@ -64,7 +64,7 @@ class WithSharedMemory final : public Mpi {
     const bool may_choose = way == Way::kByReading && operation == kAllreduce;
     bool has_buffers = false;
     if (may_choose || way == Way::kThroughBuffers) PYCOLLECTIVE_RETURN_IF_FAILED(collective.HasBuffers(&has_buffers));
-    if (may_choose && has_buffers) way = collective.FasterWay();
+    if (may_choose && has_buffers) way = collective.FasterWay(a);
     if (way == Way::kByReading) return collective.ByReading(operation, a);
     return has_buffers ? collective.ThroughBuffers(operation, a) : by_mpi();
   }

@@ -68,15 +68,15 @@ sys.stdout.write(f"rank {comm.rank} on {comm.host_index} agrees\\n")
 
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """The environment for calls of ``scripts/hosts``, which has started five hosts."""
+    """The environment for calls of ``scripts/hosts``, which has started six hosts."""
     if subprocess.run(["unshare", "--net", "--mount", "true"], capture_output=True, check=False).returncode != 0:
         pytest.skip("SEVERAL HOSTS NOT TESTED: this root may not make namespaces")
     state = tmp_path_factory.mktemp("hosts")
     environ = {**os.environ, "PYCOLLECTIVE_HOSTS": str(state), "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     environ.pop("JAX_NUM_CPU_DEVICES", None)
-    subprocess.run([HOSTS, "up", "--hosts", "5"], env=environ, check=True, timeout=60)
+    subprocess.run([HOSTS, "up", "--hosts", "6"], env=environ, check=True, timeout=60)
     bridge = (state / "bridge").read_text().split()[0]
-    inside = [int((state / f"h{i}").read_text()) for i in range(5)]
+    inside = [int((state / f"h{i}").read_text()) for i in range(6)]
     yield environ
     subprocess.run([HOSTS, "down"], env=environ, check=True, timeout=60)
     assert not any(Path(f"/proc/{pid}").exists() for pid in inside)
@@ -407,6 +407,7 @@ from pycollective.transport.mpi import MPI
 world = pc.init()
 rank, n = world.rank, world.size
 comms = [world, world.split(0, key=-rank), world.split(0, key=(rank % 2) * n + rank)]
+comms += [world.split(0, key=[0, 3, 1, 2][rank])]  # the first host has ranks 0 and 3, so lanes have the hosts in different orders
 draw = np.random.default_rng(0)
 for comm in comms:
     for count in (1, 255, 257, 4096, 100_003):
@@ -457,17 +458,19 @@ for comm in comms[1:]:
 
 @pytest.mark.library
 @pytest.mark.parametrize("shared", ["on", "buffers"])
-@pytest.mark.parametrize("where", ["h0,h1", "h0:1,h1:3"])
+@pytest.mark.parametrize("where", ["h0,h1", "h0:1,h1:3", "h0:2,h1:1,h5:1"])
 def test_no_host_sends_what_it_has_sent(where: str, shared: str, hosts: dict[str, str], tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(LEVELS)
     environ = {**hosts, "XLA_FLAGS": unoptimised.flags(), "PYCOLLECTIVE_SHARED_MEMORY": shared}
     done = run(environ, "-n", "4", "--hosts", where, "--bind", "none", str(program))
     assert done.returncode == 0, done.stdout + done.stderr
-    said = re.findall(r"(\w+) [01] (\d\.\d+)", done.stdout)
+    said = re.findall(r"(\w+) \d (\d\.\d+)", done.stdout)
     shares = {name: max(float(share) for of, share in said if of == name) for name, _ in said}
     assert len(said) == 40
     assert len(shares) == 10
+    if where.count(",") > 1:
+        return  # the results are right; how often an array travels between three hosts, MPI decides
     # Of two hosts each sends its sum and takes the other's; or half of it, and half of the result.
     # MPI alone sends 0.75 in an allgather, and 1 in a reduce_scatter.
     for order in ("", "_in_turns"):

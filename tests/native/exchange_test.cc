@@ -405,38 +405,42 @@ void TestAllRanksTakeTheSameWay() {
       std::mt19937 random(static_cast<unsigned>(member.channel.rank));
       std::vector<float> x(8 * kPiece + 3), y(x.size());
       for (size_t i = 0; i < x.size(); ++i) x[i] = Value(member.channel.rank, static_cast<int64_t>(i));
+      const auto nbytes = static_cast<int64_t>(x.size() * sizeof(float));
       int ways[2] = {};
       for (int call = 0; call < 300; ++call) {
         if (random() % 4 == 0) std::this_thread::sleep_for(std::chrono::microseconds(random() % 300));
-        ++ways[member.exchange.next_way()];
+        ++ways[member.exchange.NextWay(nbytes)];
         CHECK(library.Allreduce(member.channel, {x.data(), y.data(), static_cast<int64_t>(x.size()), pc::Type::kFloat32}).ok());
         for (size_t i = 0; i < y.size(); i += 997) CHECK(y[i] == Sum(size, static_cast<int64_t>(i)));
         // Whatever the calls have taken, the other way seems to be better now and then.
-        for (int way : {0, 1}) member.exchange.Learn(way, 1, static_cast<int64_t>(random() % 1000));
+        for (int way : {0, 1}) member.exchange.Learn(way, nbytes, static_cast<int64_t>(random() % 1000));
       }
       CHECK(ways[0] > 30 && ways[1] > 30);
     });
   }
 }
 
-// It finds the faster way, tries the other one seldom, and notices when that has become the faster one.
+// It finds the faster way, tries the other one seldom, and notices when that has become the faster one. The next way is told before
+// it is known what a call has taken.
 void TestATrialOfTwoWays() {
   pc::Trial trial;
+  int next = 0;
   const auto calls_of = [&](int way, int calls, int64_t cost_of_0, int64_t cost_of_1) {
     int found = 0;
     for (int call = 0; call < calls; ++call) {
-      const int next = trial.Next();
-      if (next == way) ++found;
-      trial.Learn(next, 1000, next == 0 ? cost_of_0 : cost_of_1);
+      const int own = next;
+      if (own == way) ++found;
+      next = trial.Next();
+      trial.Learn(own, 1000, own == 0 ? cost_of_0 : cost_of_1);
     }
     return found;
   };
-  CHECK(calls_of(1, 1000, 5000, 2000) >= 985);
+  CHECK(calls_of(1, 20, 5000, 2000) >= 15);
+  CHECK(calls_of(0, 3000, 5000, 2000) == 5);     // after 64, 128, 256, 512 and 1024 more
   CHECK(calls_of(0, 3000, 1000, 2000) >= 1900);  // a trial of the first way shows it
   CHECK(calls_of(1, 100, 6000, 2000) >= 85);     // the first way itself has become slow
-  CHECK(calls_of(1, 100, 6000, 2100) >= 95);
+  CHECK(calls_of(1, 1000, 6000, 2100) >= 980);
 }
-
 
 // The root may be some broadcasts ahead. Its next call, of another kind, must leave alone what the others have yet to read.
 void TestAReaderThatIsLate() {
