@@ -407,7 +407,8 @@ from pycollective.transport.mpi import MPI
 world = pc.init()
 rank, n = world.rank, world.size
 comms = [world, world.split(0, key=-rank), world.split(0, key=(rank % 2) * n + rank)]
-comms += [world.split(0, key=[0, 3, 1, 2][rank])]  # the first host has ranks 0 and 3, so lanes have the hosts in different orders
+# The first host has ranks 0 and 3, so lanes have the hosts in different orders.
+comms += [world.split(0, key=[0, 3, 1, 2][rank])]
 draw = np.random.default_rng(0)
 for comm in comms:
     for count in (1, 255, 257, 4096, 100_003):
