@@ -70,25 +70,45 @@ told(lambda: pc.psum(1, pc.Communicator(alone)))
 
 @pytest.mark.whole
 def test_a_communicator_of_all_starts_the_package_and_no_memory(tmp_path: Path) -> None:
-    # The bucket is larger than the address space, so new[] throws in the middle of a call that does not travel with its
-    # comparison. This is tested on several
-    # devices as well, where one of them makes the call for all, and where one is told that another has failed.
+    # Without shared memory the arrays of a sum are packed into one, of 64 or 128 MiB. The process may have what the
+    # results take and 32 MiB besides, so new[] throws in the middle of the call. This is tested on several devices as
+    # well, where one of them makes the call for all, and where one is told that another has failed.
     text = """
+import resource
+
+
+def without_memory(function, xs):
+    jax.block_until_ready(function(*xs))  # it is compiled
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (now + sum(x.nbytes for x in xs) + (32 << 20), most))
+    try:
+        return jax.block_until_ready(function(*xs))
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
 comm = pc.Communicator(MPI.COMM_WORLD.Dup())
 told(lambda: pc.psum(jnp.ones(1), comm))
 several = jax.sharding.NamedSharding(jax.make_mesh((2,), ("d",)), jax.sharding.PartitionSpec("d"))
 refused = pc.jit(lambda x, y: pc.psum((x, y)))
-told(lambda: jax.block_until_ready(refused(jnp.ones(2000), jnp.ones(4000))))
-x, y = jax.device_put((jnp.ones(2000), jnp.ones(4000)), several)
-told(lambda: jax.block_until_ready(refused(x, y)))
+arrays = [jnp.ones((2, 8 << 20)), jnp.ones((2, 8 << 20))]
+told(lambda: without_memory(refused, arrays))
+arrays = jax.device_put(arrays, several)
+told(lambda: without_memory(refused, arrays))
 each = pc.pmap(lambda x, y: jax.lax.psum((x, y), "i"), "i")
-told(lambda: jax.block_until_ready(each(jnp.ones(2), jnp.ones((2, 4)))))
+told(lambda: without_memory(each, arrays))
 told(lambda: pc.psum(1))
 """
-    lines = run(tmp_path, text, PYCOLLECTIVE_BUCKET_BYTES=str(1 << 50)).stdout.splitlines()
+    environ = {
+        "PYCOLLECTIVE_SHARED_MEMORY": "off",
+        "PYCOLLECTIVE_BUCKET_BYTES": str(1 << 50),
+        "PYCOLLECTIVE_MALLOC": "off",  # it would keep memory for the call
+    }
+    lines = run(tmp_path, text, **environ).stdout.splitlines()
     thrown = (
         r"pycollective\.allreduce: expected memory for the call, got the exception std::bad_alloc\. Use smaller arrays"
     )
-    assert sum(bool(re.search(thrown, line)) for line in lines) == 6
+    assert sum(bool(re.search(thrown, line)) for line in lines) == 6, lines
     assert lines.count("[2.]") == 2
     assert lines.count("2") == 2
