@@ -148,6 +148,11 @@ def _varying(x: Any) -> frozenset[Any]:
     return names
 
 
+def varying_axes(x: Any) -> frozenset[Any]:
+    """The axes along which a value of a program varies, by JAX's types; none where they are not checked."""
+    return _varying(jax.typeof(x))
+
+
 @linear_call_p.def_effectful_abstract_eval
 def _linear_call_abstract_eval(*_: Any, callee: Any, **__: Any) -> Any:
     return callee.out_avals, callee.effects

@@ -21,6 +21,7 @@ ROOMS = (
     "run",
     "compat",
     "__init__",
+    "parallel",
     "distributed",
     "elastic",
     "recorder",

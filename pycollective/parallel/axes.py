@@ -1,0 +1,81 @@
+"""What a strategy asks of a named axis: its size, and arrays that are cut along it."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pycollective.errors import message
+from pycollective.ordering import jax_internals
+
+Array = Any
+AxisName = Hashable
+"""The name of an axis, or a tuple of names, which are one axis then: the first name counts slowest."""
+
+
+def axis_size(where: str, axis_name: AxisName) -> int:
+    """Returns the number of devices along an axis.
+
+    Raises:
+        NameError: no function around binds the axis.
+    """
+    try:
+        return int(lax.psum(1, axis_name))
+    except NameError:
+        error = message(
+            f"parallel.{where}",
+            f"a call where the axis {axis_name!r} is bound",
+            "one where it is not",
+            f"Call it inside pc.jit(axis_name={axis_name!r}), pc.pmap, pc.shard_map or jax.vmap.",
+        )
+        raise NameError(error) from None
+
+
+def has_types(axis_name: AxisName) -> bool:
+    """Returns whether JAX knows of each value whether it varies along the axis (``shard_map`` with ``check_vma``)."""
+    return varies(lax.axis_index(axis_name), axis_name)
+
+
+def varies(x: Array, axis_name: AxisName) -> bool:
+    """Returns whether a value varies along all names of the axis, by JAX's types; False without types."""
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    return jax_internals.varying_axes(x).issuperset(names)
+
+
+def slice_length(size: int, devices: int) -> int:
+    """Returns the number of elements of a slice: ``size`` elements are cut into one slice for each device."""
+    return -(-size // devices)
+
+
+def rows_of_slices(x: Array, devices: int) -> Array:
+    """Returns an array of shape (devices, elements of a slice) with the elements of ``x``, and zeros at the end."""
+    length = slice_length(x.size, devices)
+    return jnp.pad(jnp.ravel(x), (0, devices * length - x.size)).reshape(devices, length)
+
+
+def own_slice(x: Array, axis_name: AxisName, devices: int) -> Array:
+    """Returns this device's slice of ``x``, a vector."""
+    rows = rows_of_slices(x, devices)
+    return lax.dynamic_index_in_dim(rows, lax.axis_index(axis_name), keepdims=False)
+
+
+def whole(rows: Array, shape: tuple[int, ...]) -> Array:
+    """Returns the array of this shape of which ``rows`` are the slices."""
+    size = 1
+    for length in shape:
+        size *= length
+    return rows.reshape(-1)[:size].reshape(shape)
+
+
+def gather(x: Array, axis_name: AxisName) -> Array:
+    """Stacks ``x`` of all devices along a new axis in front. By JAX's types the result is the same on all devices."""
+    return lax.all_gather(x, axis_name, to="invarying" if varies(x, axis_name) else "varying")
+
+
+def name_of(path: Any) -> str:
+    """Returns how messages name a leaf of a tree."""
+    return jax.tree_util.keystr(path) or "the only leaf"

@@ -1,0 +1,198 @@
+"""ZeRO: each device along an axis keeps, and updates, a part of what an optimizer keeps of all parameters.
+
+Plain data parallelism has the whole state of the optimizer on each of N devices, and each computes the whole update.
+Here the parameters are cut into N slices, and each device has the state of its slice:
+
+    g_r = slice r of mean over devices of their gradients        reduce_scatter
+    u_r, s_r = inner.update(g_r, s_r, slice r of the parameters)
+    updates = u_0, u_1, ...                                       all_gather
+
+The result is that of the inner optimizer on the mean of the gradients, if that treats each element by itself. Of P
+parameters in float32 Adam keeps 8 P / N bytes on each device instead of 8 P. As many bytes travel as in an allreduce.
+
+Source: Rajbhandari, Rasley, Ruwase, He, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
+arXiv:1910.02054, sections 5.1 (stage 1) and 5.2 (stage 2).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+from pycollective.errors import message
+from pycollective.parallel.axes import (
+    AxisName,
+    axis_size,
+    gather,
+    has_types,
+    name_of,
+    own_slice,
+    rows_of_slices,
+    varies,
+    whole,
+)
+from pycollective.parallel.buckets import in_buckets
+from pycollective.parallel.elementwise import check_elementwise
+
+Array = Any
+Tree = Any
+
+
+def zero(
+    inner: optax.GradientTransformation, axis_name: AxisName, *, stage: int = 2, wire_dtype: Any = None
+) -> optax.GradientTransformationExtraArgs:
+    """Lets each device along an axis keep the state of ``inner`` for its slice of the parameters, and update that.
+
+    ``init`` and ``update`` are called where the axis is bound. The leaves of the state are vectors: each has this
+    device's slice of a parameter, whose elements are cut in their order into equal slices. The last one is filled with
+    zeros.
+
+    Args:
+        inner: an optimizer that updates each element by its own gradient, state and value: SGD, Adam, AdamW, Lion and
+            most others. ``init`` finds out whether it does.
+        axis_name: the axis, or a tuple of axes, of data parallelism.
+        stage: of ZeRO. 2: the gradients are reduced to slices at once. 1: each device has the mean of all gradients
+            first, and 1.5 times as many bytes travel. The results are the same.
+        wire_dtype: the floating-point dtype in which gradients travel and are added up, such as ``jnp.bfloat16``; None:
+            their own.
+
+    Returns:
+        The optimizer. Its ``update`` takes the gradients of this device's own examples, not averaged, and returns the
+        updates of all parameters, the same on all devices.
+
+    Raises:
+        ValueError: the stage is neither 1 nor 2, or an update of an element depends on other elements, as in LAMB,
+            Adafactor and Muon; the gradients are averaged already, by JAX's types.
+        NameError: the axis is not bound.
+
+    Example:
+        >>> import jax, optax
+        >>> import jax.numpy as jnp
+        >>> optimizer = zero(optax.adam(0.1), "batch")
+        >>> def step(w, x):
+        ...     state = optimizer.init(w)
+        ...     grads = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+        ...     updates, state = optimizer.update(grads, state, w)
+        ...     return optax.apply_updates(w, updates), state[0].mu
+        >>> w, mu = jax.vmap(step, (None, 0), axis_name="batch")(jnp.ones(6), jnp.ones((2, 5, 6)))
+        >>> w.shape, mu.shape  # on each of two devices: all parameters, and a half of the state
+        ((2, 6), (2, 3))
+    """
+    if stage not in (1, 2):
+        remedy = "Stage 3 of ZeRO cuts the parameters as well, which an optimizer alone cannot."
+        error = message("parallel.zero", "stage=1 or stage=2", f"stage={stage!r}", remedy)
+        raise ValueError(error)
+    inner = optax.with_extra_args_support(inner)
+
+    def init(params: Tree) -> Any:
+        devices = axis_size("zero", axis_name)
+        check_elementwise(inner, params, axis_name)
+        return inner.init(jax.tree.map(lambda x: own_slice(x, axis_name, devices), params))
+
+    def update(grads: Tree, state: Any, params: Tree | None = None, **extra_args: Any) -> tuple[Tree, Any]:
+        devices = axis_size("zero", axis_name)
+        _check_local(grads, axis_name)
+        slices = _mean_slices(grads, axis_name, devices, stage, wire_dtype)
+        own = None if params is None else jax.tree.map(lambda x: own_slice(x, axis_name, devices), params)
+        updates, state = inner.update(slices, state, own, **extra_args)
+        leaves, tree = jax.tree.flatten(updates)
+        rows = in_buckets(lambda x: gather(x, axis_name), leaves)
+        shapes = [x.shape for x in jax.tree.leaves(grads)]
+        return tree.unflatten([whole(x, shape) for x, shape in zip(rows, shapes, strict=True)]), state
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _check_local(grads: Tree, axis_name: AxisName) -> None:
+    """Raises ValueError if JAX has summed gradients over the axis, and so they do not vary along it."""
+    if not has_types(axis_name):
+        return
+    for path, x in jax.tree_util.tree_leaves_with_path(grads):
+        if not varies(x, axis_name):
+            error = message(
+                "parallel.zero",
+                "gradients of each device's own examples",
+                f"one that JAX has summed over {axis_name!r} already, at {name_of(path)}",
+                f"Differentiate by lax.pcast(params, {axis_name!r}, to='varying').",
+            )
+            raise ValueError(error)
+
+
+def _mean_slices(grads: Tree, axis_name: AxisName, devices: int, stage: int, wire_dtype: Any) -> Tree:
+    """Returns this device's slices of the means of the gradients."""
+
+    def on_wire(x: Array) -> Array:
+        return x if wire_dtype is None else x.astype(wire_dtype)
+
+    leaves, tree = jax.tree.flatten(grads)
+    if stage == 1:
+        sums = lax.psum([on_wire(x) for x in leaves], axis_name)
+        slices = [own_slice(x, axis_name, devices) for x in sums]
+    else:
+        rows = [rows_of_slices(on_wire(x), devices) for x in leaves]
+        slices = in_buckets(lambda x: lax.psum_scatter(x, axis_name), rows)
+    return tree.unflatten([x.astype(like.dtype) / devices for x, like in zip(slices, leaves, strict=True)])
+
+
+def clip_by_global_norm(limit: float, axis_name: AxisName) -> optax.GradientTransformation:
+    """Scales gradients down to a norm of at most ``limit``, inside :func:`zero`: each device has a slice of them.
+
+    It is :func:`optax.clip_by_global_norm` of the whole gradients: ``g * limit / norm`` if the norm is larger.
+
+    Args:
+        limit: the largest norm.
+        axis_name: the axis of :func:`zero`.
+
+    Example:
+        >>> import optax
+        >>> optimizer = zero(optax.chain(clip_by_global_norm(1.0, "batch"), optax.adamw(1e-3)), "batch")
+    """
+
+    def update(grads: Tree, state: Any, params: Tree | None = None) -> tuple[Tree, Any]:
+        del params
+        wide = [x.astype(np.promote_types(x.dtype, np.float32)) for x in jax.tree.leaves(grads)]
+        square = sum(jnp.sum(jnp.square(jnp.abs(x))) for x in wide)
+        norm = jnp.sqrt(lax.psum(square, axis_name))
+        scale = jnp.where(norm < limit, 1.0, limit / norm)
+        return jax.tree.map(lambda x: x * scale.astype(x.dtype), grads), state
+
+    return optax.GradientTransformation(lambda _: optax.EmptyState(), update)
+
+
+def unshard_state(inner: optax.GradientTransformation, state: Any, params: Tree, axis_name: AxisName) -> Any:
+    """Returns the state that ``inner`` would have without :func:`zero`: to save it.
+
+    Args:
+        inner: the optimizer inside :func:`zero`.
+        state: the state of :func:`zero` on this device.
+        params: the parameters, or what has their shapes.
+        axis_name: the axis of :func:`zero`, which is bound.
+
+    Returns:
+        A state as ``inner.init(params)`` makes it, the same on all devices.
+    """
+    axis_size("unshard_state", axis_name)
+    slices: list[Array] = []
+    optax.tree.map_params(inner, lambda s, _: slices.append(s), state, params)
+    rows = iter(in_buckets(lambda x: gather(x, axis_name), slices))
+    return optax.tree.map_params(inner, lambda _, p: whole(next(rows), p.shape), state, params)
+
+
+def shard_state(inner: optax.GradientTransformation, state: Any, axis_name: AxisName) -> Any:
+    """The inverse of :func:`unshard_state`, on as many devices as the axis has now.
+
+    Args:
+        inner: the optimizer inside :func:`zero`.
+        state: a state as ``inner.init(params)`` makes it.
+        axis_name: the axis of :func:`zero`, which is bound.
+
+    Returns:
+        The state of :func:`zero` on this device.
+    """
+    devices = axis_size("shard_state", axis_name)
+    return optax.tree.map_params(inner, lambda s: own_slice(s, axis_name, devices), state)

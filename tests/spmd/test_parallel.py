@@ -1,0 +1,112 @@
+"""Strategies of ``pycollective.parallel`` over ranks and devices, against the same programs over JAX's axes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+import pycollective as pc
+from pycollective import parallel
+from pycollective.ranks.setup import devices_of_this_rank
+from tests.cases import values
+from tests.spmd.cases import compare, own
+
+Array = Any
+Tree = Any
+P = jax.P
+
+
+@pytest.fixture(autouse=True)
+def promotion_of_optax() -> Iterator[None]:
+    """In optax a float is raised to the power of an integer."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def params() -> Tree:
+    return {"w": np.asarray(values((5, 3), seed=1)), "b": np.asarray(values((3,), seed=2)), "s": np.float32(2)}
+
+
+def loss(p: Tree, x: Array) -> Array:
+    return jnp.mean(jnp.tanh(x @ p["w"] + p["b"][None]) ** 2) * p["s"]
+
+
+def sharded(p: Tree, x: Array) -> Tree:
+    """Two steps of AdamW whose state is cut along "i", with a clipped norm. Returns the state as a whole, too."""
+    inner = optax.chain(parallel.clip_by_global_norm(0.1, "i"), optax.adamw(1e-2))
+    optimizer = parallel.zero(inner, "i")
+    state = optimizer.init(p)
+    for _ in range(2):
+        updates, state = optimizer.update(jax.grad(loss)(p, x), state, p)
+        p = optax.apply_updates(p, updates)
+    return p, parallel.unshard_state(inner, state, p, "i")
+
+
+def whole(p: Tree, x: Array) -> Tree:
+    inner = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
+    state = inner.init(p)
+    for _ in range(2):
+        updates, state = inner.update(lax.pmean(jax.grad(loss)(p, x), "i"), state, p)
+        p = optax.apply_updates(p, updates)
+    return p, state
+
+
+def rows(world: pc.Communicator, local: int) -> Array:
+    return np.asarray(values((world.size * local, 7, 5), seed=4))
+
+
+def test_zero_in_pmap(world: pc.Communicator, local: int) -> None:
+    xs = rows(world, local)
+    compare(world, local, sharded, params(), xs, in_axes=(None, 0))
+    got = pc.pmap(sharded, "i", in_axes=(None, 0))(params(), own(world, local, xs))
+    want = pc.pmap(whole, "i", in_axes=(None, 0))(params(), own(world, local, xs))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_zero_in_jit(world: pc.Communicator) -> None:
+    xs = rows(world, 1)
+    got = pc.jit(sharded, axis_name="i")(params(), xs[world.rank])
+    want = jax.vmap(whole, (None, 0), axis_name="i")(params(), xs)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b[world.rank], rtol=1e-5, atol=1e-6)
+
+
+def test_zero_in_shard_map_with_types(world: pc.Communicator, local: int) -> None:
+    """JAX knows that the updates are the same on all devices."""
+    mesh = pc.make_mesh((world.size * local,), ("i",), devices=devices_of_this_rank()[:local])
+    optimizer = parallel.zero(optax.adamw(1e-2), "i")
+
+    def step(p: Tree, x: Array) -> Tree:
+        grads = jax.grad(loss)(lax.pcast(p, "i", to="varying"), x[0])
+        return optax.apply_updates(p, optimizer.update(grads, optimizer.init(p), p)[0])
+
+    xs = rows(world, local)
+    got = pc.shard_map(step, mesh=mesh, in_specs=(P(), P("i")), out_specs=P())(params(), own(world, local, xs))
+    means = jax.tree.map(lambda x: x.mean(0), jax.vmap(jax.grad(loss), (None, 0))(params(), xs))
+    inner = optax.adamw(1e-2)
+    want = optax.apply_updates(params(), inner.update(means, inner.init(params()), params())[0])
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_a_step_is_two_calls(world: pc.Communicator) -> None:
+    """Where ranks share the axis: one reduces the gradients of all leaves to slices, one gathers all updates."""
+    if world.size == 1:
+        pytest.skip("LOUD: needs two ranks: along an axis of one device nothing is called")
+    optimizer = parallel.zero(optax.adamw(1e-2), "i")
+
+    def step(p: Tree, x: Array) -> Tree:
+        return optimizer.update(jax.grad(loss)(p, x), optimizer.init(p), p)[0]
+
+    text = pc.jit(step, axis_name="i").lower(params(), jnp.ones((7, 5))).as_text()
+    calls = re.findall(r"custom_call @pycollective_(?!async_results)(?:device_|async_)?(\w+)\(", text)
+    assert calls == ["reduce_scatter", "allgather"]

@@ -1,0 +1,207 @@
+"""ZeRO over the axis of jax.vmap, against the inner optimizer on averaged gradients."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+from pycollective.parallel import buckets, clip_by_global_norm, shard_state, unshard_state, zero
+from tests.cases import values
+
+Array = Any
+Tree = Any
+P = jax.sharding.PartitionSpec
+
+# 5 and 3 are no multiples of the numbers of devices, and a scalar has fewer elements than there are devices.
+PARAMS = {
+    "w": values((5, 3), seed=1),
+    "b": [values((3,), seed=2), np.float32(2.0)],
+    "half": values((4, 2), "bfloat16", seed=3),
+    "none": np.zeros((0, 2), np.float32),
+}
+
+
+@pytest.fixture(autouse=True)
+def promotion_of_optax() -> Iterator[None]:
+    """In optax a float is raised to the power of an integer."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def loss(params: Tree, x: Array) -> Array:
+    y = jnp.tanh(x @ params["w"] + params["b"][0][None])
+    return jnp.mean(y**2) * params["b"][1] + jnp.sum(jnp.sin(params["half"].astype(jnp.float32))) * x[0, 0]
+
+
+def train(optimizer: Any, params: Tree, x: Array, *, average: bool, steps: int = 4) -> tuple[Tree, Any]:
+    """Returns the parameters and the state after some steps, on one of the devices along "i"."""
+    state = optimizer.init(params)
+    for _ in range(steps):
+        grads = jax.grad(loss)(params, x)
+        updates, state = optimizer.update(lax.pmean(grads, "i") if average else grads, state, params)
+        params = optax.apply_updates(params, updates)
+    return params, state
+
+
+def on_devices(fun: Callable[..., Any], devices: int, *args: Tree) -> Any:
+    """Runs ``fun(*args, x)`` on so many devices, each with its own ``x``."""
+    xs = jnp.asarray(values((devices, 7, 5), seed=4))
+    return jax.jit(jax.vmap(fun, (None,) * len(args) + (0,), axis_name="i"))(*args, xs)
+
+
+INNER: dict[str, tuple[Any, Any]] = {
+    name: (inner, inner)
+    for name, inner in {
+        "sgd": optax.sgd(0.1, momentum=0.9),
+        "adamw": optax.adamw(optax.cosine_decay_schedule(1e-2, 10)),
+        "lion": optax.lion(1e-3),
+        "decay of some": optax.adamw(
+            1e-2, weight_decay=0.1, mask={"w": True, "b": False, "half": False, "none": False}
+        ),
+        "clip of elements": optax.chain(optax.clip(0.1), optax.adam(1e-2)),
+    }.items()
+}
+INNER["clip of the norm"] = (
+    optax.chain(clip_by_global_norm(0.05, "i"), optax.adamw(1e-2)),
+    optax.chain(optax.clip_by_global_norm(0.05), optax.adamw(1e-2)),
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "stage", "devices"),
+    [*((name, 2, 4) for name in INNER), ("adamw", 1, 4), ("adamw", 2, 1), ("clip of the norm", 1, 2)],
+)
+def test_zero_is_the_inner_optimizer(name: str, stage: int, devices: int) -> None:
+    sliced, whole = INNER[name]
+    got, _ = on_devices(lambda p, x: train(zero(sliced, "i", stage=stage), p, x, average=False), devices, PARAMS)
+    want, _ = on_devices(lambda p, x: train(whole, p, x, average=True), devices, PARAMS)
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True):
+        assert a.dtype == b.dtype
+        tolerance = 1e-5 if a.dtype == np.float32 else 2**-7  # of bfloat16, sums in another order
+        np.testing.assert_allclose(a.astype(np.float32), b.astype(np.float32), tolerance, tolerance, err_msg=str(path))
+        assert (a == a[:1]).all()  # the same on all devices
+
+
+def test_each_device_has_a_part_of_the_state() -> None:
+    _, state = on_devices(lambda p, x: train(zero(optax.adam(1e-2), "i"), p, x, average=False), 4, PARAMS)
+    per_device = [x.size // 4 for x in jax.tree.leaves(state[0].mu)]
+    assert sorted(per_device) == sorted([-(-15 // 4), 1, 1, 2, 0])
+
+
+def test_the_gradients_travel_in_the_wire_dtype() -> None:
+    def update(p: Tree, x: Array) -> Tree:
+        optimizer = zero(optax.sgd(1.0), "i", wire_dtype=jnp.bfloat16)
+        return optimizer.update(jax.grad(loss)(p, x), optimizer.init(p), p)[0]
+
+    text = str(jax.make_jaxpr(lambda p, x: update(p, x), axis_env=[("i", 2)])(PARAMS, jnp.ones((7, 5))))
+    assert set(re.findall(r":(\w+)\[\d+\] = reduce_scatter", text)) == {"bf16"}
+    got = on_devices(update, 2, PARAMS)
+    want = on_devices(lambda p, x: jax.tree.map(lambda g: -lax.pmean(g, "i"), jax.grad(loss)(p, x)), 2, PARAMS)
+    np.testing.assert_allclose(got["w"], want["w"], rtol=2**-6, atol=2**-8)
+    assert got["w"].dtype == jnp.float32
+
+
+def test_small_leaves_travel_together() -> None:
+    params = [jnp.ones((16, 16)) for _ in range(100)] + [jnp.ones((512, 512)), jnp.ones(3, jnp.bfloat16)]
+
+    def update(p: Tree) -> Tree:
+        optimizer = zero(optax.sgd(1.0), "i")
+        return optimizer.update(p, optimizer.init(p), p)[0]
+
+    text = str(jax.make_jaxpr(update, axis_env=[("i", 2)])(params))
+    assert text.count("= reduce_scatter") == text.count("= all_gather") == 3
+
+
+def test_a_bucket_is_not_overfilled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buckets, "_BUCKET_BYTES", 64)
+    arrays = [jnp.full((2, k), float(k)) for k in (1, 2, 3, 4, 1, 0)]
+    seen: list[int] = []
+
+    def double(x: Array) -> Array:
+        seen.append(x.size * 4)
+        return 2 * x
+
+    for x, y in zip(arrays, buckets.in_buckets(double, arrays), strict=True):
+        np.testing.assert_array_equal(y, 2 * x)
+    assert sorted(seen) == [8 * 4, 8 * (1 + 2 + 3 + 1)]
+
+
+def test_a_state_goes_to_another_number_of_devices() -> None:
+    """It is saved as the inner optimizer's own state, and training goes on as if nothing had happened."""
+    inner = optax.adamw(1e-2)
+
+    def first(p: Tree, x: Array) -> tuple[Tree, Any]:
+        p, state = train(zero(inner, "i"), p, x, average=False, steps=3)
+        return p, unshard_state(inner, state, p, "i")
+
+    params, states = on_devices(first, 2, PARAMS)
+    params, state = (jax.tree.map(lambda x: x[0], tree) for tree in (params, states))
+    assert jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, inner.init(PARAMS))
+
+    def sharded(p: Tree, s: Any, x: Array) -> Tree:
+        own = shard_state(inner, s, "i")
+        return zero(inner, "i").update(jax.grad(loss)(p, x), own, p)
+
+    def whole(p: Tree, s: Any, x: Array) -> Tree:
+        return inner.update(lax.pmean(jax.grad(loss)(p, x), "i"), s, p)[0]
+
+    got, own = on_devices(sharded, 4, params, state)
+    want = on_devices(whole, 4, params, state)
+    np.testing.assert_allclose(got["w"], want["w"], rtol=1e-6)
+    assert own[0].mu["w"].shape == (4, 4)
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        optax.lamb(1e-2),
+        optax.adafactor(1e-2),
+        optax.contrib.muon(1e-2),
+        optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)),
+        optax.chain(optax.add_noise(0.1, 0.5, 0), optax.sgd(0.1)),
+        optax.adamw(1e-2, mask=lambda p: jax.tree.map(lambda x: jnp.ndim(x) > 1, p)),  # slices are vectors
+        optax.adamw(1e-2, mask=lambda p: jax.tree.map(lambda x: jnp.size(x) > 3, p)),
+    ],
+    ids=["lamb", "adafactor", "muon", "norm", "noise", "mask by dimensions", "mask by size"],
+)
+def test_what_is_not_elementwise_is_refused(inner: Any) -> None:
+    with pytest.raises(
+        ValueError, match="parallel.zero: expected an optimizer that updates each element by itself, got"
+    ):
+        on_devices(lambda p, x: train(zero(inner, "i"), p, x, average=False), 2, PARAMS)
+
+
+def test_bad_calls() -> None:
+    with pytest.raises(ValueError, match="parallel.zero: expected stage=1 or stage=2, got stage=3"):
+        zero(optax.adam(1e-2), "i", stage=3)
+    with pytest.raises(
+        NameError, match="parallel.zero: expected a call where the axis 'i' is bound, got one where it is"
+    ):
+        zero(optax.adam(1e-2), "i").init(PARAMS)
+
+
+def test_gradients_that_are_summed_already_are_refused() -> None:
+    mesh = jax.make_mesh((1,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def step(p: Tree, x: Array, cast: bool) -> Tree:
+        optimizer = zero(optax.adamw(1e-2), "i")
+        grads = jax.grad(loss)(lax.pcast(p, "i", to="varying") if cast else p, x[0])
+        return optax.apply_updates(p, optimizer.update(grads, optimizer.init(p), p)[0])
+
+    def run(cast: bool) -> Tree:
+        mapped = jax.shard_map(lambda p, x: step(p, x, cast), mesh=mesh, in_specs=(P(), P("i")), out_specs=P())
+        return mapped(PARAMS, jnp.asarray(values((1, 7, 5), seed=4)))
+
+    assert run(True)["w"].shape == (5, 3)
+    with pytest.raises(
+        ValueError, match="expected gradients of each device's own examples, got one that JAX has summed"
+    ):
+        run(False)
