@@ -73,14 +73,14 @@ def zero(
     Example:
         >>> import jax, optax
         >>> import jax.numpy as jnp
-        >>> optimizer = zero(optax.adam(0.1), "batch")
+        >>> optimizer = zero(optax.sgd(0.1, momentum=0.9), "batch")
         >>> def step(w, x):
         ...     state = optimizer.init(w)
         ...     grads = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
         ...     updates, state = optimizer.update(grads, state, w)
-        ...     return optax.apply_updates(w, updates), state[0].mu
-        >>> w, mu = jax.vmap(step, (None, 0), axis_name="batch")(jnp.ones(6), jnp.ones((2, 5, 6)))
-        >>> w.shape, mu.shape  # on each of two devices: all parameters, and a half of the state
+        ...     return optax.apply_updates(w, updates), state[0].trace
+        >>> w, momentum = jax.vmap(step, (None, 0), axis_name="batch")(jnp.ones(6), jnp.ones((2, 5, 6)))
+        >>> w.shape, momentum.shape  # on each of two devices: all parameters, and a half of the state
         ((2, 6), (2, 3))
     """
     if stage not in (1, 2):
