@@ -30,8 +30,8 @@ class HostCollective {
   HostCollective(const Library& mpi, const Channel& channel)
       : mpi_(mpi), channel_(channel), exchange_(*channel.exchange), member_{channel.rank, channel.size} {}
 
-  // The fastest way for a call between so many ranks; of a large allreduce FasterWay says it (docs/performance.md): the same on all of them, since they agree on
-  // Exchange::ReadBytes.
+  // The fastest way for a call between so many ranks (docs/performance.md): the same on all of them, since they agree on
+  // Exchange::ReadBytes. If it is kByReading for an allreduce, FasterWay decides.
   enum class Way { kByMpi, kThroughBuffers, kByReading };
   static Way WayOf(Operation operation, const Arguments&, int ranks);
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
 from typing import Any
 
@@ -35,6 +36,11 @@ def axis_size(where: str, axis_name: AxisName) -> int:
         raise NameError(error) from None
 
 
+def names_of(axis_name: AxisName) -> tuple[Hashable, ...]:
+    """Returns the names of an axis."""
+    return axis_name if isinstance(axis_name, tuple) else (axis_name,)
+
+
 def has_types(axis_name: AxisName) -> bool:
     """Returns whether JAX knows of each value whether it varies along the axis (``shard_map`` with ``check_vma``)."""
     return varies(lax.axis_index(axis_name), axis_name)
@@ -42,8 +48,7 @@ def has_types(axis_name: AxisName) -> bool:
 
 def varies(x: Array, axis_name: AxisName) -> bool:
     """Returns whether a value varies along all names of the axis, by JAX's types; False without types."""
-    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
-    return jax_internals.varying_axes(x).issuperset(names)
+    return jax_internals.varying_axes(x).issuperset(names_of(axis_name))
 
 
 def slice_length(size: int, devices: int) -> int:
@@ -65,10 +70,7 @@ def own_slice(x: Array, axis_name: AxisName, devices: int) -> Array:
 
 def whole(rows: Array, shape: tuple[int, ...]) -> Array:
     """Returns the array of this shape of which ``rows`` are the slices."""
-    size = 1
-    for length in shape:
-        size *= length
-    return rows.reshape(-1)[:size].reshape(shape)
+    return rows.reshape(-1)[: math.prod(shape)].reshape(shape)
 
 
 def gather(x: Array, axis_name: AxisName) -> Array:

@@ -11,14 +11,13 @@ import numpy as np
 import optax
 
 from pycollective.errors import message
-from pycollective.parallel.axes import AxisName, name_of, own_slice, slice_length, whole
+from pycollective.parallel.axes import AxisName, name_of, names_of, own_slice, slice_length, whole
 
 Array = Any
 Tree = Any
 
 _STEPS = 2
 """Updates that the probe makes: the second one has a state that is not the first."""
-
 
 _TOLERANCE = 2e-6
 """The largest relative difference that rounding makes, in float32: of a norm over slices. Weight decay makes 1e-4."""
@@ -86,25 +85,20 @@ def _small(random: np.random.Generator, like: jax.ShapeDtypeStruct) -> Array:
 
 def _updates(inner: optax.GradientTransformation, draw: list[Tree], axis_name: AxisName, devices: int) -> Tree:
     """Returns the updates that so many devices make of parameters and gradients in turn, each of its slices."""
-    params, *grads = draw
-    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    first, *others = names_of(axis_name)
 
     def on_device(_: Array) -> Tree:
-        own = [jax.tree.map(lambda x: own_slice(x, axis_name, devices), tree) for tree in (params, *grads)]
-        if devices == 1:
-            own = [params, *grads]
-        weights, updates = own[0], None
-        state = inner.init(weights)
-        for gradient in own[1:]:
+        # One device has the arrays in their own shapes.
+        own = draw if devices == 1 else jax.tree.map(lambda x: own_slice(x, axis_name, devices), draw)
+        weights, *grads = own
+        updates, state = None, inner.init(weights)
+        for gradient in grads:
             updates, state = inner.update(gradient, state, weights)
             weights = optax.apply_updates(weights, updates)
         return updates
 
     mapped = on_device
-    for name in reversed(names[1:]):
+    for name in (*reversed(others), first):
         mapped = jax.vmap(mapped, axis_name=name)
-    mapped = jax.vmap(mapped, axis_name=names[0])
-    results = mapped(jnp.zeros((devices,) + (1,) * (len(names) - 1)))
-    if devices == 1:
-        return jax.tree.map(lambda x, like: x.reshape(like.shape), results, params)
-    return jax.tree.map(lambda x, like: whole(x.reshape(devices, -1), like.shape), results, params)
+    results = mapped(jnp.zeros((devices,) + (1,) * len(others)))
+    return jax.tree.map(lambda x, like: whole(x, like.shape), results, draw[0])
