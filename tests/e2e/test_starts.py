@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.launch import mpirun
+from tests.standin import compile_cpp
 
 SHORT = 120  # seconds: none of these should take a tenth of it
 
@@ -70,32 +71,22 @@ told(lambda: pc.psum(1, pc.Communicator(alone)))
 
 @pytest.mark.whole
 def test_a_communicator_of_all_starts_the_package_and_no_memory(tmp_path: Path) -> None:
-    # Without shared memory the arrays of a sum are packed into one, of 64 or 128 MiB. The process may have what
-    # XLA takes and 32 MiB besides, so new[] throws in the middle of the call. This is tested on several devices as
-    # well, where one of them makes the call for all, and where one is told that another has failed.
+    # Without shared memory the arrays of a sum are packed into one, of 64 or 128 MiB, for which new[] throws in the
+    # middle of the call. This is tested on several devices as well, where one of them makes the call for all, and where
+    # one is told that another has failed.
     text = """
-import gc, resource, time
+import ctypes
 
-
-def size():
-    return int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+blocks = ctypes.CDLL(None)
 
 
 def without_memory(function, xs):
     compiled = function.lower(*xs).compile()
-    stats = compiled.memory_analysis()
-    of_xla = len(xs[0].devices()) * (stats.output_size_in_bytes + stats.temp_size_in_bytes)
-    gc.collect()
-    sizes = [0, size()]
-    while sizes[-1] != sizes[-2]:  # arrays of the call before may be freed late
-        time.sleep(0.5)
-        sizes.append(size())
-    _, most = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (sizes[-1] + of_xla + (32 << 20), most))
+    blocks.allow_blocks_of(ctypes.c_size_t(32 << 20))
     try:
         return jax.block_until_ready(compiled(*xs))
     finally:
-        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        blocks.allow_blocks_of(ctypes.c_size_t(-1))
 
 
 comm = pc.Communicator(MPI.COMM_WORLD.Dup())
@@ -114,6 +105,7 @@ told(lambda: pc.psum(1))
         "PYCOLLECTIVE_SHARED_MEMORY": "off",
         "PYCOLLECTIVE_BUCKET_BYTES": str(1 << 50),
         "PYCOLLECTIVE_MALLOC": "off",  # it would keep memory for the call
+        "LD_PRELOAD": str(compile_cpp([Path(__file__).parent / "lack_of_memory.cc"], tmp_path / "lack.so", "-shared")),
     }
     lines = run(tmp_path, text, **environ).stdout.splitlines()
     thrown = (
