@@ -22,6 +22,7 @@
 #include "recorder.h"
 #include "settings.h"
 #include "team_collectives.h"
+#include "wait.h"
 
 using pycollective::FindCommunicator;
 using pycollective::Lane;
@@ -195,12 +196,13 @@ PYCOLLECTIVE_EXPORT void pycollective_set_hosts(const int32_t* hosts, int32_t co
   pycollective::SetHosts({hosts, hosts + count}, own);
 }
 
-// Opens the memory of this host: `file` is open, has so many bytes, and is shared by `count` ranks. Returns whether it
-// could be mapped.
-PYCOLLECTIVE_EXPORT bool pycollective_board_open(int32_t file, int32_t count) {
+// Opens the memory of this host: `file` is open, has so many bytes, and is shared by `count` ranks. `crowded`: they have fewer
+// cores than that. Returns whether it could be mapped.
+PYCOLLECTIVE_EXPORT bool pycollective_board_open(int32_t file, int32_t count, bool crowded) {
   const auto nbytes = static_cast<size_t>(pycollective_board_bytes(count));
   void* const memory = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
   if (memory == MAP_FAILED) return false;
+  pycollective::spins_of_wait = crowded ? pycollective::kSpinsOnSharedCore : pycollective::kSpinsOnOwnCore;
   pycollective::BoardSlot::OpenBoard(memory, count);
   pycollective::Exchange::OpenMemory(static_cast<char*>(memory) + pycollective::BoardSlot::BytesOf(count), count);
   return true;

@@ -4,6 +4,10 @@
 // n - kCells + 1: then they are done with its post of call n - kCells, which lay in the same cell. So a rank may be some calls
 // ahead of the others, where these calls let it. Of two ranks at least one sees the post of the other: posts and looks at
 // `posted` have one order on all ranks.
+//
+// Where a rank brings data in a buffer, the others read it in that call. In the next call the rank waits until all others have
+// posted that, and so have read the data: whatever it does to the buffer then, nobody reads it. The next call itself may
+// bring data in another buffer before.
 
 #include "board.h"
 
@@ -71,7 +75,8 @@ struct alignas(64) BoardSlot::Cell {
   int64_t site;
   int64_t order;
   std::atomic<uint64_t> told;    // the number of the call whose line stands below
-  char padding[32];
+  int64_t brings;                // whether the rank brings data to the call
+  char padding[24];
   Signature signature;
   char line[kLineBytes];
   alignas(64) char carried[kCarriedBytes];
@@ -124,7 +129,7 @@ void BoardSlot::ReleaseAll() {
 }
 
 Difference BoardSlot::Compare(const Post& post, bool waits, const std::function<bool(int)>& progress,
-                              const Carried* carried) {
+                              const Carried* carried, const BufferOfRank* buffer_of) {
   const uint64_t call = ++calls_;
   const auto wait = [&](int rank, const std::atomic<uint64_t>& number, uint64_t wanted, int64_t until_ns) {
     return WaitUntil(number, wanted, [&] { return progress(rank); }, until_ns);
@@ -133,25 +138,34 @@ Difference BoardSlot::Compare(const Post& post, bool waits, const std::function<
   for (int rank = 0; rank < size_ && call >= kCells; ++rank) {
     if (rank != rank_ && !wait(rank, CellOf(rank, call + 1).posted, call + 1 - kCells, 0)) return {};
   }
+  const bool in_buffer = carried != nullptr && buffer_of != nullptr;
+  const bool waits_for_all = waits || (call > 1 && last_in_buffer_ == call - 1);
   Cell& own = CellOf(rank_, call);
   own.site = post.site;
   own.order = post.order;
   own.signature = post.signature;
-  if (carried != nullptr) carried->Bring(own.carried);
+  own.brings = carried != nullptr;
+  if (carried != nullptr) carried->Bring({rank_, size_}, in_buffer ? (*buffer_of)(rank_, call) : own.carried);
+  if (in_buffer) last_in_buffer_ = call;
   own.posted.store(call, std::memory_order_seq_cst);
 
   Difference difference;
+  bool all_bring = carried != nullptr;
   for (int rank = 0; rank < size_; ++rank) {
     if (rank == rank_) continue;
     const Cell& cell = CellOf(rank, call);
-    const bool must_wait = waits || (carried != nullptr && carried->Needs({rank_, size_}, rank));
+    const bool must_wait = waits_for_all || (carried != nullptr && carried->Needs({rank_, size_}, rank));
     if (must_wait && !wait(rank, cell.posted, call, 0)) return {};
     if (difference.rank >= 0 || cell.posted.load(std::memory_order_seq_cst) < call) continue;
     const Post theirs{cell.signature, cell.site, 0, cell.order};
     if (!post.Matches(theirs)) difference = {rank, theirs, ""};
+    all_bring = all_bring && cell.brings != 0;
   }
   if (difference.rank < 0) {
-    if (carried != nullptr) carried->Take({rank_, size_}, [&](int rank) { return CellOf(rank, call).carried; });
+    difference.is_made = all_bring;
+    if (all_bring) {
+      carried->Take({rank_, size_}, [&](int rank) { return in_buffer ? (*buffer_of)(rank, call) : CellOf(rank, call).carried; });
+    }
     return difference;
   }
   CopyLine(SiteText(post.site), own.line);

@@ -48,6 +48,7 @@ struct Difference {
   int rank = -1;  // -1: all calls match
   Post theirs;
   std::string line;
+  bool is_made = false;  // all match, and the comparison has made the collective
 };
 
 // A line as ranks tell each other; the end of a long one is cut off.
@@ -77,7 +78,7 @@ class BoardSlot {
   bool exists() const { return number_ >= 0; }
   int64_t number() const { return number_; }
 
-  // What a rank may bring to a call beside its post. More ranks may bring less, since each rank reads all.
+  // What a rank may bring to a call in its cell, beside its post. More ranks may bring less, since each rank reads all.
   static constexpr int64_t kCarriedBytes = 1 << 10;
   static bool IsCarried(const Carried& carried, int ranks) {
     constexpr int64_t kOfAllRanks = 16 << 10;
@@ -87,9 +88,15 @@ class BoardSlot {
   // Posts a call and compares it with those of the others. `waits`: it waits until all have posted theirs. Meanwhile
   // `progress` is called from time to time, with the rank that it waits for. If that returns false, the wait ends, and what
   // Compare returns has no meaning: that rank will not post, or the ranks have given the channel up. `carried`: a collective
-  // that it also makes, if no call differs, when those have posted whose data it needs; null: none.
+  // that it also makes, if no call differs, when those have posted whose data it needs; null: none. `buffer_of`: where a rank
+  // brings its data to that call, if not to its cell. Calls whose numbers are both even or both odd may have the same one. Then it
+  // makes the collective only if all ranks have brought theirs to buffers, so a rank that has none passes null for `carried`;
+  // `waits` must be true.
+  using BufferOfRank = std::function<char*(int rank, uint64_t call)>;
   Difference Compare(const Post& post, bool waits, const std::function<bool(int)>& progress,
-                     const Carried* carried = nullptr);
+                     const Carried* carried = nullptr, const BufferOfRank* buffer_of = nullptr);
+  // The number of the next call.
+  uint64_t next_call() const { return calls_ + 1; }
 
   // Makes all slots free. No rank of this host may use one any more.
   static void ReleaseAll();
@@ -102,6 +109,7 @@ class BoardSlot {
   int rank_ = 0;
   int size_ = 0;
   uint64_t calls_ = 0;
+  uint64_t last_in_buffer_ = 0;  // the last call to which this rank has brought data in a buffer; 0: none
 };
 
 }  // namespace pycollective

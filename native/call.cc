@@ -7,6 +7,8 @@
 #include <mutex>
 #include <random>
 
+#include "host_collectives.h"
+
 namespace ffi = xla::ffi;
 
 namespace pycollective {
@@ -205,16 +207,23 @@ ffi::Error Call::CompareOnBoard(const Signature& mine) {
   const Post post{mine, participants_.site, 0, participants_.order};
   const bool meets = IsMeeting(mine.operation);
   const bool waits = meets || channel.agreed.count(mine) == 0;
-  const bool carries = MayBeCarried() && BoardSlot::IsCarried(*carried_, channel.size);
+  const bool in_cell = MayBeCarried() && BoardSlot::IsCarried(*carried_, channel.size);
+  bool in_buffer = false;
+  const bool may_use_buffer = may_use_buffer_ && channel.exchange != nullptr && carried_->nbytes() <= Exchange::kBufferBytes;
+  if (!in_cell && meets && MayBeCarried() && may_use_buffer) {
+    const Outcome outcome = HostCollective(*library, channel).FreeBuffer(channel.board.next_call(), &in_buffer);
+    if (!outcome.ok()) return ErrorOf(outcome);
+  }
+  const BoardSlot::BufferOfRank buffer_of = [&](int rank, uint64_t call) { return channel.exchange->BufferOf(rank, call); };
   Outcome progress;
   const Difference found = channel.board.Compare(post, waits, [&](int rank) {
     progress = library->Progress(channel, rank);
     return progress.ok();
-  }, carries ? carried_ : nullptr);
+  }, in_cell || in_buffer ? carried_ : nullptr, in_buffer ? &buffer_of : nullptr);
   if (!progress.ok()) return ErrorOf(progress);
   if (found.rank >= 0) return Differs(post, found);
   if (waits && !meets) channel.agreed.insert(mine);
-  is_done_ = carries || (mine.operation == kBarrier && lane_->team == nullptr);  // no rank goes on before all have come
+  is_done_ = found.is_made || (mine.operation == kBarrier && lane_->team == nullptr);  // no rank goes on before all have come
   return ffi::Error::Success();
 }
 

@@ -136,8 +136,12 @@ class Call {
   void Brings(const Operand& operand) {
     if (check_numbers) operands_.push_back(operand);
   }
-  // The call is this one, in host memory, which may travel with the comparison. It lives as long as the call.
-  void Makes(const Carried& carried) { carried_ = &carried; }
+  // The call is this one, in host memory, which may travel with the comparison. It lives as long as the call. `in_buffer`: if it
+  // is too large for the board, it may do so in the buffers of the ranks.
+  void Makes(const Carried& carried, bool in_buffer) {
+    carried_ = &carried;
+    may_use_buffer_ = in_buffer;
+  }
   // The number of ranks, if the participants are right.
   int size() const { return lane_ == nullptr ? 1 : lane_->channel.size; }
   // For ppermute: where each lane sends to; -1: nowhere.
@@ -238,6 +242,7 @@ class Call {
   std::vector<Operand> operands_;  // if the numbers guard looks at them
   xla::ffi::Span<const int64_t> routes_;
   const Carried* carried_ = nullptr;
+  bool may_use_buffer_ = false;
   bool is_done_ = false;  // the comparison has made the call
   int exceptions_ = std::uncaught_exceptions();
 };

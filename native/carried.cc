@@ -26,7 +26,7 @@ int64_t CarriedReduction::nbytes() const {
   return nbytes;
 }
 
-void CarriedReduction::Bring(char* to) const {
+void CarriedReduction::Bring(Member, char* to) const {
   for (const ArrayPair& array : arrays_) {
     if (array.count > 0) std::memcpy(to, array.x, static_cast<size_t>(array.nbytes()));
     to += array.nbytes();
@@ -38,7 +38,8 @@ bool CarriedReduction::Needs(Member, int) const { return true; }
 void CarriedReduction::Take(Member member, const BytesOfRank& of) const {
   int64_t first = 0;  // of the array, in bytes
   for (const ArrayPair& array : arrays_) {
-    ReduceInOrder(member.size, [&](int rank) { return of(rank) + first; }, array.count, array.y, array.type, op_);
+    const auto operand_of = [&](int rank) -> const void* { return rank == member.rank ? array.x : of(rank) + first; };
+    ReduceInOrder(member.size, operand_of, array.count, array.y, array.type, op_);
     first += array.nbytes();
   }
 }
@@ -47,14 +48,20 @@ int64_t CarriedCollective::nbytes() const {
   return CanCombine(operation_) ? blocks_ * static_cast<int64_t>(Bytes(a_.count, a_.type)) : kTooMany;
 }
 
-void CarriedCollective::Bring(char* to) const {
-  if (a_.count > 0) std::memcpy(to, a_.send, static_cast<size_t>(nbytes()));
+void CarriedCollective::Bring(Member member, char* to) const {
+  if (a_.count == 0) return;
+  for (int64_t block = 0; block < blocks_; ++block) {
+    if (blocks_ > 1 && block == member.rank) continue;  // for this rank itself
+    std::memcpy(At(to, block * a_.count, a_.type), At(a_.send, block * a_.count, a_.type), Bytes(a_.count, a_.type));
+  }
 }
 
 bool CarriedCollective::Needs(Member member, int other) const { return Reads(operation_, a_, member, other); }
 
 void CarriedCollective::Take(Member member, const BytesOfRank& of) const {
-  if (a_.count > 0) Combine(operation_, a_, member, 0, a_.count, [&](int rank) { return Blocks{of(rank), a_.count}; });
+  if (a_.count == 0) return;
+  const auto blocks_of = [&](int rank) { return Blocks{rank == member.rank ? a_.send : of(rank), a_.count}; };
+  Combine(operation_, a_, member, 0, a_.count, blocks_of);
 }
 
 }  // namespace pycollective

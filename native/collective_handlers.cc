@@ -7,6 +7,7 @@
 #include "collectives.h"
 #include "decode.h"
 #include "dtypes.h"
+#include "host_collectives.h"
 #include "operations.h"
 #include "team_collectives.h"
 
@@ -44,8 +45,9 @@ ffi::Error Run(const Row& row, Place place, const Participants& participants, co
   call.Brings(x);
   const int64_t size = call.size();
   const int64_t blocks_in = row.operand == kBlocks ? size : 1;
-  const CarriedCollective carried(row.operation, arguments.On(arguments.send, arguments.recv, Count(x) / blocks_in), blocks_in);
-  if (Place::kInHostMemory) call.Makes(carried);
+  const Arguments of_rank = arguments.On(arguments.send, arguments.recv, Count(x) / blocks_in);
+  const CarriedCollective carried(row.operation, of_rank, blocks_in);
+  if (Place::kInHostMemory) call.Makes(carried, HostCollective::GoesWithComparison(row.operation, of_rank, static_cast<int>(size)));
   return call.Run(
       place, SignatureOf(row.operation, x, op, root), std::max(NBytes(x), NBytes(y)), {&result, 1},
       [&](const Library& mpi, const Lane& lane) {

@@ -23,7 +23,7 @@ Outcome CompareWithAll(const Library& mpi, const Channel& channel, const Post& o
                        Difference* found) {
   const WithNonblocking on_all_ranks;  // whichever call a rank is about to make
   Block mine{own.Digest(), {}};
-  if (carried != nullptr) carried->Bring(mine.data);
+  if (carried != nullptr) carried->Bring({channel.rank, channel.size}, mine.data);
   std::vector<Block> all(static_cast<size_t>(channel.size));
   PYCOLLECTIVE_RETURN_IF_FAILED(mpi.Allgather(channel, {&mine, all.data(), sizeof(Block), Type::kUint8}));
   if (std::any_of(all.begin(), all.end(), [&](const Block& block) { return block.digest != mine.digest; })) {

@@ -68,7 +68,8 @@ class Exchange {
   }
   bool HasBuffers() const { return first_ > kNone; }
 
-  // The memory in which a rank has its part of a piece. Pieces count up, from 0.
+  // The memory in which a rank has its part of a piece. Pieces count up, from 0. What ranks bring to a comparison (board.h) lies
+  // in the buffers, too, by the call's number.
   char* BufferOf(int rank, uint64_t piece) const;
 
   // Where another rank finds a rank's arrays, in the memory of its process.
@@ -109,11 +110,10 @@ class Exchange {
   }
   const std::atomic<uint64_t>& counter(int rank) const { return CounterOf(rank); }
 
-  // A piece begins: returns its number, and the number of the others' counters at which this rank's buffer is free for it.
-  uint64_t BeginPiece(uint64_t* free_at) {
-    *free_at = free_at_[pieces_ % 2];
-    return pieces_++;
-  }
+  // A piece begins: returns its number.
+  uint64_t BeginPiece() { return pieces_++; }
+  // The number of the others' counters at which none of them reads a piece in this rank's buffer of such a number.
+  uint64_t FreeAt(uint64_t number) const { return free_at_[number % 2]; }
   // All steps of the piece are posted.
   void EndPiece(uint64_t piece) { free_at_[piece % 2] = posted_; }
 

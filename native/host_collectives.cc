@@ -29,8 +29,9 @@ constexpr int64_t kReadAllreduceBytes = 1 << 20;
 // The ways of an allreduce, as Exchange::NextWay() counts them. The first is tried first.
 constexpr int kReading = 0, kBuffering = 1;
 
-// What a rank reads at once of the arrays that it reduces.
-constexpr int64_t kScratchBytes = 256 << 10;
+// What a rank reads at once of the arrays that it reduces: what stays in the cache of its core, since each time the kernel must look
+// up the pages of the other process.
+int64_t ScratchBytes() { return std::max<int64_t>(256 << 10, CacheBytesOfCore()); }
 
 struct Layouts {
   Layout operand, result;
@@ -51,6 +52,11 @@ int64_t BytesOfAll(Operation operation, const Arguments& a, int ranks) {
   const Layouts layouts = LayoutsOf(operation);
   const int64_t blocks = (layouts.operand == kBlocks ? ranks : 1) + (layouts.result == kBlocks ? ranks : 1);
   return static_cast<int64_t>(Bytes(a.count, a.type)) * blocks * ranks;
+}
+
+// Whether no element is read twice: then it does not matter whether the caches can hold it.
+bool GoesToOneRank(Operation operation) {
+  return operation == kAlltoall || operation == kScatter || operation == kGather || operation == kPpermute;
 }
 
 void Copy(void* to, const void* from, size_t nbytes, bool past_caches) {
@@ -123,8 +129,20 @@ HostCollective::Way HostCollective::WayOf(Operation operation, const Arguments& 
   if (!CanCombine(operation)) return Way::kByMpi;
   const int64_t least = operation == kAllreduce ? kReadAllreduceBytes : kReadBytes;
   const bool reads = CanReadOperands(operation) && Exchange::MayRead() && static_cast<int64_t>(Bytes(a.count, a.type)) >= least &&
-                     BytesOfAll(operation, a, ranks) <= Exchange::ReadBytes();
+                     (GoesToOneRank(operation) || BytesOfAll(operation, a, ranks) <= Exchange::ReadBytes());
   return reads ? Way::kByReading : Way::kThroughBuffers;
+}
+
+bool HostCollective::GoesWithComparison(Operation operation, const Arguments& a, int ranks) {
+  const auto nbytes = static_cast<int64_t>(Bytes(a.count, a.type));
+  const int64_t blocks = LayoutsOf(operation).operand == kBlocks ? ranks : 1;
+  return nbytes <= kSmallBytes && nbytes * blocks <= Exchange::kBufferBytes &&
+         WayOf(operation, a, ranks) == Way::kThroughBuffers;
+}
+
+Outcome HostCollective::FreeBuffer(uint64_t comparison, bool* has) {
+  *has = exchange_.HasBuffers();
+  return *has ? WaitForAll(exchange_.FreeAt(comparison)) : Outcome{};
 }
 
 HostCollective::Way HostCollective::FasterWay(const Arguments& a) {
@@ -181,10 +199,9 @@ Outcome HostCollective::InOneStep(Operation operation, const Arguments& a) {
   };
   const int own = member_.rank;
   const auto fill = [&](int64_t first, Piece* piece) -> Outcome {
-    uint64_t free_at = 0;
-    const uint64_t number = exchange_.BeginPiece(&free_at);
+    const uint64_t number = exchange_.BeginPiece();
     *piece = {number, first, std::min(at_once, a.count - first), 0};
-    PYCOLLECTIVE_RETURN_IF_FAILED(WaitForAll(free_at));
+    PYCOLLECTIVE_RETURN_IF_FAILED(WaitForAll(exchange_.FreeAt(number)));
     for (int64_t block = 0; block < blocks && Brings(operation, a, member_); ++block) {
       if (blocks > 1 && block == own) continue;  // for this rank itself
       const size_t nbytes = Bytes(piece->count, a.type);
@@ -252,11 +269,10 @@ Outcome HostCollective::AllreduceThroughBuffers(const Arguments& a, const Scatte
 
   // Copies what the others reduce.
   const auto fill = [&](int64_t first, Piece* piece) -> Outcome {
-    uint64_t free_at = 0;
-    const uint64_t number = exchange_.BeginPiece(&free_at);
+    const uint64_t number = exchange_.BeginPiece();
     const int64_t count = std::min(at_once, a.count - first);
     *piece = {number, first, Shares(count, member_.size, a.type), 0, 0};
-    PYCOLLECTIVE_RETURN_IF_FAILED(WaitForAll(free_at));
+    PYCOLLECTIVE_RETURN_IF_FAILED(WaitForAll(exchange_.FreeAt(number)));
     const int64_t filling_ns = NowNs();
     const auto copy = [&](int64_t from, int64_t n) {
       void* const to = buffer(own, *piece, from);
@@ -345,7 +361,7 @@ Outcome HostCollective::ReadBlocks(Operation operation, const Arguments& a) {
 
 Outcome HostCollective::ReadAndReduce(const Arguments& a, int64_t first, int64_t count, void* to) {
   const int64_t others = member_.size - 1;
-  const int64_t at_once = std::max<int64_t>(1, kScratchBytes / (others * kTypeBytes[int(a.type)]));
+  const int64_t at_once = std::max<int64_t>(1, ScratchBytes() / (others * kTypeBytes[int(a.type)]));
   thread_local std::vector<char> scratch;
   scratch.resize(Bytes(others * at_once, a.type));
   const auto scratch_of = [&](int rank) {

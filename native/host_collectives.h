@@ -5,9 +5,10 @@
 // step more: each rank reduces a share of the piece, and copies the others' shares. A rank fills its buffer with the next piece
 // before it waits for the others' parts of this one.
 //
-// Large arrays that fit into the caches go without buffers, where the kernel lets a rank read another one's memory: the
-// ranks tell each other where their arrays are, and each takes its part of the result straight from there. A rank ends
-// the call when no other reads its arrays. A large allreduce goes the way that is faster here (trial.h).
+// Large arrays that fit into the caches, or no element of which goes to two ranks, go without buffers, where the kernel lets a
+// rank read another one's memory: the ranks tell each other where their arrays are, and each takes its part of the result
+// straight from there. A rank ends the call when no other reads its arrays. A large allreduce goes the way that is faster here
+// (trial.h).
 //
 // Reductions combine the ranks in their order: all ranks get the same bits, in each run.
 
@@ -34,6 +35,13 @@ class HostCollective {
   // Exchange::ReadBytes. If it is kByReading for an allreduce, FasterWay decides.
   enum class Way { kByMpi, kThroughBuffers, kByReading };
   static Way WayOf(Operation operation, const Arguments&, int ranks);
+
+  // Whether one piece holds a small call, so that its data may lie in the buffers when the ranks compare the call (board.h): they
+  // wait once for each other, not twice.
+  static bool GoesWithComparison(Operation operation, const Arguments&, int ranks);
+  // Waits until no rank reads a piece in this rank's buffer for the comparison of such a number. There is one if the channel has
+  // found its buffers before.
+  Outcome FreeBuffer(uint64_t comparison, bool* has);
 
   // For a large allreduce that WayOf would make by reading, and for which there are buffers: the way that is faster here. All
   // ranks must ask; they get the same answer.

@@ -10,6 +10,7 @@
 #include "communicators.h"
 #include "decode.h"
 #include "dtypes.h"
+#include "host_collectives.h"
 #include "messages.h"
 #include "operations.h"
 #include "place.h"
@@ -25,7 +26,8 @@ ffi::Error Allreduce(Place place, const Participants& participants, InToken, ffi
   const ffi::Error bad = all.Decode(call, operands, results, op);
   if (bad.failure()) return bad;
   const CarriedReduction carried(all.arrays, static_cast<Op>(op));
-  if (Place::kInHostMemory) call.Makes(carried);
+  const Arguments as_bytes{nullptr, nullptr, all.nbytes, Type::kUint8};
+  if (Place::kInHostMemory) call.Makes(carried, HostCollective::GoesWithComparison(kAllreduce, as_bytes, call.size()));
   for (size_t i = 0; i < operands.size(); ++i) call.Brings(*operands.get<ffi::AnyBuffer>(i));
   std::vector<ResultMemory> written;
   if (participants.spread < 0) {
@@ -57,7 +59,7 @@ ffi::Error Ppermute(Place place, const Participants& participants, InToken, In x
     whole.from = static_cast<int>(source[0]);
   }
   const CarriedCollective carried(kPpermute, whole, 1);
-  if (Place::kInHostMemory && on_channel) call.Makes(carried);
+  if (Place::kInHostMemory && on_channel) call.Makes(carried, false);  // ranks do not wait for all in it
   return call.Run(
       place, SignatureOf(kPpermute, x, -1, -1, pattern), NBytes(x), {&result, 1},
       [&](const Library& mpi, const Lane& lane) {

@@ -49,8 +49,10 @@ def open_board(neighbours: MPI.Intracomm, may_read: bool = True) -> bool:
             else:  # the numbers belong to something else in this rank's container
                 os.close(found)
     is_open = neighbours.allreduce(file is not None, op=MPI.LAND)
+    cores = frozenset().union(*neighbours.allgather(os.sched_getaffinity(0)))
     if is_open:
-        is_open = bool(compiled.library().pycollective_board_open(file, neighbours.size))
+        crowded = neighbours.size > len(cores)
+        is_open = bool(compiled.library().pycollective_board_open(file, neighbours.size, crowded))
     if is_open and may_read:
         compiled.library().pycollective_board_show_memory(neighbours.rank)
     is_open = neighbours.allreduce(is_open, op=MPI.LAND)  # so the first rank does not close its file before

@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "board.h"
+#include "carried.h"
 #include "collectives.h"
 #include "exchange.h"
 #include "harness.h"
@@ -81,11 +82,12 @@ class Host {
 
 // A channel of ranks 0 to size - 1, as one of them sees it.
 struct Member {
-  Member(int64_t slot, int rank, int size) : exchange(slot, rank, size) {
+  Member(int64_t slot, int rank, int size) : board(slot, rank, size), exchange(slot, rank, size) {
     channel.rank = rank;
     channel.size = size;
     channel.exchange = &exchange;
   }
+  pc::BoardSlot board;
   pc::Exchange exchange;
   pc::Channel channel;
 };
@@ -154,10 +156,11 @@ float Expected(const Try& call, int rank, int size, int64_t index) {
   }
 }
 
+constexpr pc::Operation kOperations[] = {pc::kAllreduce, pc::kReduce, pc::kScan,     pc::kExscan,        pc::kBcast,
+                                         pc::kAllgather, pc::kGather, pc::kAlltoall, pc::kReduceScatter, pc::kScatter,
+                                         pc::kPpermute};
+
 pc::Outcome Make(const pc::Library& library, const pc::Channel& channel, const Try& call, const pc::Arguments& a) {
-  constexpr pc::Operation kOperations[] = {pc::kAllreduce, pc::kReduce, pc::kScan,     pc::kExscan,        pc::kBcast,
-                                           pc::kAllgather, pc::kGather, pc::kAlltoall, pc::kReduceScatter, pc::kScatter,
-                                           pc::kPpermute};
   pc::HostCollective collective(library, channel);
   if (call.by_reading) return collective.ByReading(kOperations[call.kind], a);
   bool has_buffers = false;
@@ -166,7 +169,8 @@ pc::Outcome Make(const pc::Library& library, const pc::Channel& channel, const T
   return collective.ThroughBuffers(kOperations[call.kind], a);
 }
 
-void MakeAndCheck(const pc::Library& library, const Member& member, const Try& call) {
+// make(arguments) makes the call; false: it is not made, and there is nothing to check.
+void MakeAndCheck(const Member& member, const Try& call, const std::function<bool(const pc::Arguments&)>& make) {
   const int rank = member.channel.rank, size = member.channel.size;
   const int64_t brought = call.count * (HasBlocks(call.kind) ? size : 1);
   const int64_t got = call.count * (GivesBlocks(call.kind) ? size : 1);
@@ -180,10 +184,17 @@ void MakeAndCheck(const pc::Library& library, const Member& member, const Try& c
     a.to = next == call.root ? -1 : next;
     a.from = rank == call.root ? -1 : (rank + size - 1) % size;
   }
-  CHECK(Make(library, member.channel, call, a).ok());
+  if (!make(a)) return;
   const auto* result = static_cast<const float*>(a.recv);
   for (int64_t i = 0; i < got; ++i) CHECK(result[i] == Expected(call, rank, size, i));
   for (int64_t i = 0; i < brought && !in_place; ++i) CHECK(x[static_cast<size_t>(i)] == Value(rank, i + call.salt));
+}
+
+void MakeAndCheck(const pc::Library& library, const Member& member, const Try& call) {
+  MakeAndCheck(member, call, [&](const pc::Arguments& a) {
+    CHECK(Make(library, member.channel, call, a).ok());
+    return true;
+  });
 }
 
 // The others are read while results are written.
@@ -398,6 +409,50 @@ void TestRandomCallsOfLateRanks() {
   }
 }
 
+// Data in the buffers of the ranks travel with comparisons, between calls whose pieces use the same buffers and whose root does
+// not wait, and calls that differ. Ranks come late, are late when they read, and may bring nothing.
+void TestDataThatTravelWithComparisons() {
+  for (const int size : {2, 3, 4}) {
+    std::atomic<int> made{0};
+    OnRanks(size, [&](const pc::Library& library, Member& member) {
+      const int rank = member.channel.rank;
+      std::mt19937 calls(11), own(static_cast<unsigned>(rank));
+      const auto is_late = [&] { if (own() % 16 == 0) Sleep(1 + static_cast<int>(own() % 2)); };
+      for (int i = 0; i < 600; ++i) {
+        constexpr Kind kKindsThatMeet[] = {kAllreduce, kAllgather, kAlltoall, kReduceScatter};
+        const bool meets = calls() % 3 != 0, some_bring_nothing = calls() % 8 == 0, one_differs = calls() % 8 == 0;
+        const Try call{meets ? kKindsThatMeet[calls() % 4] : kBcast, static_cast<int64_t>(1 + calls() % 2000), 0, calls() % 2 == 0, i};
+        pc::Post post;
+        post.signature.operation = kOperations[call.kind];
+        post.signature.count = call.count;
+        // Of three ranks and more, rank 0 has no line and matches the others, whose lines differ.
+        if (one_differs && meets && rank > 0) post.site = rank + 1;
+        is_late();
+        bool is_made = false;
+        MakeAndCheck(member, call, [&](const pc::Arguments& a) {
+          const pc::CarriedCollective carried(kOperations[call.kind], a, HasBlocks(call.kind) ? size : 1);
+          bool has_buffer = false;
+          const bool brings = meets && !(some_bring_nothing && own() % 2 == 0);
+          if (brings) CHECK(pc::HostCollective(library, member.channel).FreeBuffer(member.board.next_call(), &has_buffer).ok());
+          const pc::BoardSlot::BufferOfRank buffer_of = [&](int of, uint64_t number) {
+            if (of != rank) is_late();
+            return member.exchange.BufferOf(of, number);
+          };
+          const auto found = member.board.Compare(post, meets, [](int) { return true; }, has_buffer ? &carried : nullptr,
+                                                  has_buffer ? &buffer_of : nullptr);
+          CHECK((found.rank >= 0) == (one_differs && meets && rank > 0 && size > 2));
+          is_made = found.is_made;
+          made += is_made;
+          return is_made;
+        });
+        // Nobody may make it if one differs, since then the others do not.
+        if (!is_made && !(one_differs && meets)) MakeAndCheck(library, member, call);
+      }
+    });
+    CHECK(made > 100 * size);
+  }
+}
+
 // The way of a large allreduce changes while ranks come late, and all take the same: else they would wait for ever.
 void TestAllRanksTakeTheSameWay() {
   for (const int size : {2, 3}) {
@@ -549,6 +604,7 @@ const Tests kTests = {
     {"an_allreduce_that_cannot_read", TestAnAllreduceThatCannotRead},
     {"random_calls_of_late_ranks", TestRandomCallsOfLateRanks},
     {"a_reader_that_is_late", TestAReaderThatIsLate},
+    {"data_that_travel_with_comparisons", TestDataThatTravelWithComparisons},
     {"all_ranks_take_the_same_way", TestAllRanksTakeTheSameWay},
     {"a_trial_of_two_ways", TestATrialOfTwoWays},
     {"barrier", TestBarrier},
