@@ -209,8 +209,8 @@ ffi::Error Call::CompareOnBoard(const Signature& mine) {
   const bool waits = meets || channel.agreed.count(mine) == 0;
   const bool in_cell = MayBeCarried() && BoardSlot::IsCarried(*carried_, channel.size);
   bool in_buffer = false;
-  const bool may_use_buffer = may_use_buffer_ && channel.exchange != nullptr && carried_->nbytes() <= Exchange::kBufferBytes;
-  if (!in_cell && meets && MayBeCarried() && may_use_buffer) {
+  if (!in_cell && meets && MayBeCarried() && may_use_buffer_ && channel.exchange != nullptr &&
+      carried_->nbytes() <= Exchange::kBufferBytes) {
     const Outcome outcome = HostCollective(*library, channel).FreeBuffer(channel.board.next_call(), &in_buffer);
     if (!outcome.ok()) return ErrorOf(outcome);
   }
