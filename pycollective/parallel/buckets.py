@@ -1,6 +1,7 @@
 """Collectives of many slices in few calls.
 
-An array with rows, one for each device, may stand beside others of its dtype. Small ones do, so they travel together.
+An array with rows, one for each device, may stand beside others of its dtype that vary along the same axes, by JAX's
+types: else what is the same along an axis would vary along it beside a part. Small ones do, so they travel together.
 A large one goes alone, since a copy would cost more than a call.
 """
 
@@ -11,6 +12,8 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+
+from pycollective.ordering import jax_internals
 
 Array = Any
 
@@ -44,10 +47,11 @@ def in_buckets(call: Callable[[Array], Array], arrays: Sequence[Array]) -> list[
 def _places_of_buckets(arrays: Sequence[Array]) -> list[list[int]]:
     """Returns the places of the arrays of each bucket."""
     buckets: list[list[int]] = []
-    open_buckets: dict[Any, tuple[list[int], int]] = {}  # by dtype: places, and bytes so far
+    open_buckets: dict[Any, tuple[list[int], int]] = {}  # by dtype and axes: places, and bytes so far
     for i, x in enumerate(arrays):
         nbytes = x.size * x.dtype.itemsize
-        places, filled = open_buckets.get(x.dtype, ([], _BUCKET_BYTES))
+        like = x.dtype, jax_internals.varying_axes(x)
+        places, filled = open_buckets.get(like, ([], _BUCKET_BYTES))
         if 2 * nbytes >= _BUCKET_BYTES:
             buckets.append([i])
             continue
@@ -55,5 +59,5 @@ def _places_of_buckets(arrays: Sequence[Array]) -> list[list[int]]:
             buckets.append(places := [])
             filled = 0
         places.append(i)
-        open_buckets[x.dtype] = places, filled + nbytes
+        open_buckets[like] = places, filled + nbytes
     return buckets

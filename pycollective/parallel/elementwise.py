@@ -23,10 +23,11 @@ _TOLERANCE = 2e-6
 """The largest relative difference that rounding makes, in float32: of a norm over slices. Weight decay makes 1e-4."""
 
 
-def check_elementwise(inner: optax.GradientTransformation, params: Tree, axis_name: AxisName) -> None:
+def check_elementwise(where: str, inner: optax.GradientTransformation, params: Tree, axis_name: AxisName) -> None:
     """Compares ``inner`` on small parameters with ``inner`` on two halves of them.
 
     Args:
+        where: the function that asks, for messages.
         inner: the optimizer. It may have collectives over the axis.
         params: the parameters; only shapes and dtypes matter.
         axis_name: the axis over which the parameters will be cut.
@@ -47,7 +48,7 @@ def check_elementwise(inner: optax.GradientTransformation, params: Tree, axis_na
         found = thread.submit(probe).result()
     if found is not None:
         error = message(
-            "parallel.zero",
+            f"parallel.{where}",
             "an optimizer that updates each element by itself",
             found,
             "LAMB, Adafactor, Muon and optax.clip_by_global_norm do not. parallel.clip_by_global_norm takes the place "

@@ -29,15 +29,13 @@ from pycollective.parallel.axes import (
     AxisName,
     axis_size,
     gather,
-    has_types,
-    name_of,
     own_slice,
     rows_of_slices,
-    varies,
     whole,
 )
 from pycollective.parallel.buckets import in_buckets
 from pycollective.parallel.elementwise import check_elementwise
+from pycollective.parallel.own import check_own
 
 Array = Any
 Tree = Any
@@ -91,12 +89,12 @@ def zero(
 
     def init(params: Tree) -> Any:
         devices = axis_size("zero", axis_name)
-        check_elementwise(inner, params, axis_name)
+        check_elementwise("zero", inner, params, axis_name)
         return inner.init(jax.tree.map(lambda x: own_slice(x, axis_name, devices), params))
 
     def update(grads: Tree, state: Any, params: Tree | None = None, **extra_args: Any) -> tuple[Tree, Any]:
         devices = axis_size("zero", axis_name)
-        _check_local(grads, axis_name)
+        check_own("zero", grads, axis_name)
         slices = _mean_slices(grads, axis_name, devices, stage, wire_dtype)
         own = None if params is None else jax.tree.map(lambda x: own_slice(x, axis_name, devices), params)
         updates, state = inner.update(slices, state, own, **extra_args)
@@ -106,21 +104,6 @@ def zero(
         return tree.unflatten([whole(x, shape) for x, shape in zip(rows, shapes, strict=True)]), state
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _check_local(grads: Tree, axis_name: AxisName) -> None:
-    """Raises ValueError if JAX has summed gradients over the axis, and so they do not vary along it."""
-    if not has_types(axis_name):
-        return
-    for path, x in jax.tree_util.tree_leaves_with_path(grads):
-        if not varies(x, axis_name):
-            error = message(
-                "parallel.zero",
-                "gradients of each device's own examples",
-                f"one that JAX has summed over {axis_name!r} already, at {name_of(path)}",
-                f"Differentiate by lax.pcast(params, {axis_name!r}, to='varying').",
-            )
-            raise ValueError(error)
 
 
 def _mean_slices(grads: Tree, axis_name: AxisName, devices: int, stage: int, wire_dtype: Any) -> Tree:

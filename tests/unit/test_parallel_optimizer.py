@@ -205,3 +205,20 @@ def test_gradients_that_are_summed_already_are_refused() -> None:
         ValueError, match="expected gradients of each device's own examples, got one that JAX has summed"
     ):
         run(False)
+
+
+def test_a_bucket_has_arrays_of_one_type() -> None:
+    """What is the same along the axis of the model stays so, by JAX's types, beside a part of an array."""
+    mesh = jax.make_mesh((2, 2), ("i", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    specs = {"same": P(), "part": P("model")}
+    optimizer = zero(optax.sgd(1.0), "i")
+
+    def step(p: Tree, x: Array) -> Tree:
+        grads = jax.tree.map(lambda w: w * x[0], lax.pcast(p, "i", to="varying"))
+        return optimizer.update(grads, optimizer.init(p), p)[0]
+
+    params = {"same": jnp.ones(3), "part": jnp.arange(4.0)}
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=(specs, P("i")), out_specs=specs)
+    got = jax.jit(mapped)(params, jnp.array([1.0, 3.0]))
+    np.testing.assert_allclose(got["same"], -2 * np.ones(3))
+    np.testing.assert_allclose(got["part"], -2 * np.arange(4.0))
