@@ -1,0 +1,329 @@
+"""Training that communicates less often: each device makes steps by itself, and from time to time all meet.
+
+Plain data parallelism averages gradients in each step. Here device r steps from its own parameters x_r by its own
+gradients g_r, and all N devices communicate every H-th step only.
+
+Local SGD:    x_r <- x_r + inner(g_r)              in each step
+              x_r <- mean over s of x_s            after each H-th step
+
+DiLoCo:       x_r <- x_r + inner(g_r)              in each step
+              d   <- a - mean over s of x_s        after each H-th step: the outer gradient, from the anchor a
+              a   <- a + outer(d);  x_r <- a       the anchor is the same on all devices
+
+Source: Stich, "Local SGD Converges Fast and Communicates Little", arXiv:1805.09767; Douillard et al., "DiLoCo:
+Distributed Low-Communication Training of Language Models", arXiv:2311.08105; Douillard et al., "Streaming DiLoCo with
+overlapping communication", arXiv:2501.18512.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from pycollective.errors import integer, message
+from pycollective.parallel.axes import (
+    AxisName,
+    axis_size,
+    gather,
+    rows_of_slices,
+    whole,
+)
+from pycollective.parallel.buckets import in_buckets
+from pycollective.parallel.own import as_own, check_own, check_params
+
+Array = Any
+Tree = Any
+
+
+class LocalState(NamedTuple):
+    """The state of :func:`local_sgd` on one device.
+
+    Attributes:
+        phase: the steps since the last mean, from 0 to ``every`` - 1.
+        inner: the state of the inner optimizer.
+    """
+
+    phase: Array
+    inner: Any
+
+
+def local_sgd(
+    inner: optax.GradientTransformation, every: int, axis_name: AxisName
+) -> optax.GradientTransformationExtraArgs:
+    """Lets each device step by itself, and gives all of them the mean of their parameters after ``every`` steps.
+
+    With ``every=1`` and SGD it is plain data parallelism. ``init`` and ``update`` are called where the axis is bound,
+    and all devices begin with the same parameters. The state of ``inner`` stays each device's own.
+
+    Args:
+        inner: an optimizer. It sees the gradients of this device alone.
+        every: the number of steps between two means.
+        axis_name: the axis, or a tuple of axes, of data parallelism.
+
+    Returns:
+        The optimizer. Its ``update`` takes the gradients of this device's own examples, and the parameters; it returns
+        the updates of this device. P bytes of parameters travel every ``every`` steps. Then all devices have the mean,
+        up to the rounding of the sum of parameters and updates.
+
+    Raises:
+        TypeError: ``every`` is no integer.
+        ValueError: ``every`` is below 1; ``update`` has no parameters; the gradients are summed already, by JAX's
+            types.
+        NameError: the axis is not bound.
+
+    Source: Stich, arXiv:1805.09767, algorithm 1.
+
+    Example:
+        >>> import jax, optax
+        >>> import jax.numpy as jnp
+        >>> optimizer = local_sgd(optax.sgd(0.5), 2, "batch")
+        >>> def train(x):
+        ...     w, path = jnp.float32(0), []
+        ...     state = optimizer.init(w)
+        ...     for _ in range(2):
+        ...         grad = jax.grad(lambda w: (w - x) ** 2 / 2)(w)
+        ...         updates, state = optimizer.update(grad, state, w)
+        ...         w = optax.apply_updates(w, updates)
+        ...         path.append(w)
+        ...     return jnp.stack(path)
+        >>> jax.vmap(train, axis_name="batch")(jnp.array([0.0, 4.0]))  # the second step ends at the mean of 0 and 3
+        Array([[0. , 1.5],
+               [2. , 1.5]], dtype=float32)
+    """
+    where = "local_sgd"
+    every = _at_least_one(where, "every", every)
+    inner = optax.with_extra_args_support(inner)
+
+    def init(params: Tree) -> LocalState:
+        axis_size(where, axis_name)
+        return as_own(LocalState(jnp.int32(0), inner.init(params)), axis_name)
+
+    def update(
+        grads: Tree, state: LocalState, params: Tree | None = None, **extra_args: Any
+    ) -> tuple[Tree, LocalState]:
+        check_own(where, grads, axis_name)
+        check_params(where, params)
+        updates, inner_state = inner.update(grads, state.inner, params, **extra_args)
+        phase = (state.phase + 1) % every
+
+        def meet(updates: Tree, params: Tree) -> Tree:
+            return _towards(lax.pmean(optax.apply_updates(params, updates), axis_name), params, updates)
+
+        # All devices have the same phase, so all of them meet or none does.
+        updates = lax.cond(
+            phase == 0,
+            lambda *args: as_own(meet(*args), axis_name),
+            lambda updates, _: as_own(updates, axis_name),
+            *(updates, params),
+        )
+        return updates, as_own(LocalState(phase, inner_state), axis_name)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+class DiLoCoState(NamedTuple):
+    """The state of :func:`diloco` on one device.
+
+    Attributes:
+        phase: the steps since the first fragment was synchronised, from 0 to ``every`` - 1.
+        inner: the state of the inner optimizer, each device's own.
+        anchor: the parameters at which the devices were together last; the same on all devices.
+        outer: the state of the outer optimizer for each fragment; the same on all devices.
+    """
+
+    phase: Array
+    inner: Any
+    anchor: Tree
+    outer: tuple[Any, ...]
+
+
+def diloco(
+    inner: optax.GradientTransformation,
+    outer: optax.GradientTransformation | None,
+    every: int,
+    axis_name: AxisName,
+    *,
+    fragments: int = 1,
+    wire_dtype: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Lets each device step by itself, and lets an outer optimizer step on how far they came in ``every`` steps.
+
+    ``init`` and ``update`` are called where the axis is bound, and all devices begin with the same parameters. In the
+    streaming form the leaves are divided into F ``fragments`` of about equal bytes. Each has its own outer step every H
+    steps, fragment f when the number of steps is ``f * H // F`` modulo H. So about P / F bytes travel at a time. Of
+    arXiv:2501.18512 this is the first of three parts. The second is not here: there a sum travels during some later
+    steps, and its result is mixed with the device's own parameters. Of the third, ``wire_dtype`` has floats, and the
+    paper has four bits.
+
+    Args:
+        inner: the optimizer of each device. It sees the gradients of this device alone. The paper has AdamW.
+        outer: the optimizer of the anchor; None is the paper's, ``optax.sgd(0.7, momentum=0.9, nesterov=True)``. With
+            several fragments its trees have None in place of the leaves of other fragments.
+        every: the number of steps, H, between two sums of the same parameters. The paper has 500.
+        axis_name: the axis, or a tuple of axes, of data parallelism.
+        fragments: F, from 1 to ``every`` and to the number of leaves.
+        wire_dtype: the floating-point dtype in which outer gradients travel, such as ``jnp.bfloat16``; None: that of
+            the parameters. They are added up in float32.
+
+    Returns:
+        The optimizer. Its ``update`` takes the gradients of this device's own examples, and the parameters; it returns
+        the updates of this device. P bytes of parameters travel every ``every`` steps, or half as many in bfloat16. The
+        anchor is the same on all devices to the last bit; the parameters are it up to the rounding of the sum of
+        parameters and updates.
+
+    Raises:
+        TypeError: ``every`` or ``fragments`` is no integer; ``wire_dtype`` is no floating-point dtype.
+        ValueError: ``every`` or ``fragments`` is below 1; there are more fragments than steps or leaves; ``update`` has
+            no parameters; the gradients are summed already, by JAX's types.
+        NameError: the axis is not bound.
+
+    Source: Douillard et al., arXiv:2311.08105, algorithm 1, and arXiv:2501.18512, section 3.1.
+
+    Example:
+        >>> import jax, optax
+        >>> import jax.numpy as jnp
+        >>> optimizer = diloco(optax.sgd(0.5), optax.sgd(1.0), 2, "batch")  # this outer optimizer goes to the mean
+        >>> def train(x):
+        ...     w = jnp.float32(0)
+        ...     state = optimizer.init(w)
+        ...     for _ in range(2):
+        ...         updates, state = optimizer.update(w - x, state, w)
+        ...         w = optax.apply_updates(w, updates)
+        ...     return w, state.anchor
+        >>> jax.vmap(train, axis_name="batch")(jnp.array([0.0, 4.0]))
+        (Array([1.5, 1.5], dtype=float32), Array([1.5, 1.5], dtype=float32))
+    """
+    where = "diloco"
+    every = _at_least_one(where, "every", every)
+    count = _at_least_one(where, "fragments", fragments)
+    if count > every:
+        remedy = "Each fragment has a step of its own, so choose at most as many as there are steps."
+        raise ValueError(message(f"parallel.{where}", f"at most every={every} fragments", f"fragments={count}", remedy))
+    wire = _floating(where, wire_dtype)
+    inner = optax.with_extra_args_support(inner)
+    outer = optax.sgd(0.7, momentum=0.9, nesterov=True) if outer is None else outer
+    outer = optax.with_extra_args_support(outer)
+
+    def init(params: Tree) -> DiLoCoState:
+        axis_size(where, axis_name)
+        anchor = jax.tree.map(jnp.array, params)  # a copy: a program may donate both the parameters and the state
+        outers = tuple(outer.init(_part(anchor, places)) for places in _places_of_fragments(where, params, count))
+        return as_own(DiLoCoState(jnp.int32(0), inner.init(params), anchor, outers), axis_name)
+
+    def meet(updates: Tree, params: Tree, anchor: Tree, outer_state: Any) -> tuple[Tree, Tree, Any]:
+        """Returns the updates that lead to the new anchor, that anchor, and the outer optimizer's state."""
+        moved = optax.apply_updates(params, updates)
+        outer_grads = _mean(jax.tree.map(jnp.subtract, anchor, moved), axis_name, wire)
+        outer_updates, outer_state = outer.update(outer_grads, outer_state, anchor)
+        anchor = optax.apply_updates(anchor, outer_updates)
+        return _towards(anchor, params, updates), anchor, outer_state
+
+    def update(
+        grads: Tree, state: DiLoCoState, params: Tree | None = None, **extra_args: Any
+    ) -> tuple[Tree, DiLoCoState]:
+        check_own(where, grads, axis_name)
+        check_params(where, params)
+        updates, inner_state = inner.update(grads, state.inner, params, **extra_args)
+        phase = (state.phase + 1) % every
+        new_updates, new_anchor = jax.tree.leaves(updates), jax.tree.leaves(state.anchor)
+        outers = []
+        for f, places in enumerate(_places_of_fragments(where, params, count)):
+            # All devices have the same phase, so all of them meet or none does.
+            *parts, outer_state = lax.cond(
+                phase == f * every // count,
+                lambda *args: as_own(meet(*args), axis_name),
+                lambda updates, _, anchor, outer_state: as_own((updates, anchor, outer_state), axis_name),
+                *(_part(tree, places) for tree in (updates, params, state.anchor)),
+                state.outer[f],
+            )
+            outers.append(outer_state)
+            for leaves, part in zip((new_updates, new_anchor), parts, strict=True):
+                for i, x in zip(places, jax.tree.leaves(part), strict=True):
+                    leaves[i] = x
+        structure = jax.tree.structure(params)
+        new_state = DiLoCoState(phase, inner_state, structure.unflatten(new_anchor), tuple(outers))
+        return structure.unflatten(new_updates), as_own(new_state, axis_name)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _places_of_fragments(where: str, params: Tree, count: int) -> list[list[int]]:
+    """Returns the places of the leaves of each fragment, in ascending order."""
+    leaves = jax.tree.leaves(params)
+    if count > len(leaves):
+        error = message(
+            f"parallel.{where}",
+            f"at least a leaf for each of fragments={count}",
+            f"parameters with {len(leaves)} leaves",
+            "Choose fewer fragments, or keep each layer in arrays of its own.",
+        )
+        raise ValueError(error)
+    nbytes = [x.size * x.dtype.itemsize for x in map(jnp.asarray, leaves)]
+    places: list[list[int]] = [[] for _ in range(count)]
+    # The largest leaf first, into the fragment that is the smallest so far.
+    for i in sorted(range(len(leaves)), key=lambda i: -nbytes[i]):
+        min(places, key=lambda own: (sum(nbytes[j] for j in own), len(own))).append(i)
+    return [sorted(own) for own in places]
+
+
+def _part(tree: Tree, places: list[int]) -> Tree:
+    """Returns the tree with None in place of all leaves but these."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure.unflatten([x if i in places else None for i, x in enumerate(leaves)])
+
+
+def _mean(tree: Tree, axis_name: AxisName, wire_dtype: Any) -> Tree:
+    """Returns the mean over the devices. Floats travel in the wire dtype if there is one, and others as they are."""
+    devices = axis_size("diloco", axis_name)
+    leaves, structure = jax.tree.flatten(tree)
+    narrow = [wire_dtype is not None and jnp.issubdtype(x.dtype, jnp.floating) for x in leaves]
+    means = iter(_mean_on_wire([x for x, yes in zip(leaves, narrow, strict=True) if yes], axis_name, wire_dtype))
+    sums = iter(lax.psum([x for x, yes in zip(leaves, narrow, strict=True) if not yes], axis_name))
+    return structure.unflatten([next(means) if yes else next(sums) / devices for yes in narrow])
+
+
+def _mean_on_wire(arrays: list[Array], axis_name: AxisName, wire_dtype: Any) -> list[Array]:
+    """Returns the means of arrays that travel in the wire dtype, and are added up in float32.
+
+    A psum of narrow floats would not do: it may travel in float32, in which it is added up. So each device receives a
+    slice of all devices' arrays, takes the mean of that, and sends it to all: as many bytes as a psum sends.
+    """
+    devices = axis_size("diloco", axis_name)
+    rows = [rows_of_slices(x.astype(wire_dtype), devices) for x in arrays]
+    received = in_buckets(lambda x: lax.all_to_all(x, axis_name, 0, 0), rows)
+    means = [jnp.mean(x.astype(jnp.float32), axis=0).astype(wire_dtype) for x in received]
+    gathered = in_buckets(lambda x: gather(x, axis_name), means)
+    return [whole(x, like.shape).astype(like.dtype) for x, like in zip(gathered, arrays, strict=True)]
+
+
+def _towards(target: Tree, params: Tree, like: Tree) -> Tree:
+    """Returns the updates that lead from ``params`` to ``target``, in the dtypes of ``like``."""
+    return jax.tree.map(lambda t, p, u: (t - p).astype(u.dtype), target, params, like)
+
+
+def _at_least_one(where: str, name: str, value: Any) -> int:
+    value = integer(f"parallel.{where}", None, name, value)
+    if value < 1:
+        remedy = "Choose a positive number."
+        raise ValueError(message(f"parallel.{where}", f"{name} to be at least 1", f"{name}={value}", remedy))
+    return value
+
+
+def _floating(where: str, wire_dtype: Any) -> Any:
+    """Returns the dtype; raises TypeError if it has no floating point."""
+    if wire_dtype is None:
+        return None
+    try:
+        dtype = jnp.dtype(wire_dtype)
+    except TypeError:
+        dtype = None
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        remedy = "Pass jnp.bfloat16, say, or leave it out to send all bits."
+        raise TypeError(
+            message(f"parallel.{where}", "wire_dtype to be a floating-point dtype", repr(wire_dtype), remedy)
+        )
+    return dtype

@@ -1,0 +1,396 @@
+"""Context parallelism: a sequence is cut along an axis, in order, and attention sees all of it.
+
+Of T positions each of P devices has T/P: device r those from r T/P on. All else in a layer treats positions one by one.
+
+Ring attention: each device keeps its queries, while blocks of keys and values go round. Device r sees the block of
+device r - s at step s, and keeps the largest score m, the sum l and the output o of the keys so far (online softmax):
+
+    s_ij = scale q_i k_j            m' = max(m, max_j s_ij)
+    l'   = l exp(m - m') + sum_j exp(s_ij - m')
+    o'   = o exp(m - m') + sum_j exp(s_ij - m') v_j                 attention = o / l
+
+Ulysses: an all-to-all gives each device all positions of its part of the heads, and another one takes that back.
+
+Source: Liu, Zaharia, Abbeel, "Ring Attention with Blockwise Transformers for Near-Infinite Context", arXiv:2310.01889,
+section 3; Milakov, Gimelshein, "Online normalizer calculation for softmax", arXiv:1805.02867; Dao, "FlashAttention-2",
+arXiv:2307.08691, section 3 (backward); Jacobs et al., "DeepSpeed Ulysses", arXiv:2309.14509, section 3.
+"""
+
+from __future__ import annotations
+
+import functools
+import numbers
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pycollective.errors import message
+from pycollective.ordering import jax_internals
+from pycollective.parallel.axes import AxisName, axis_size, names_of
+from pycollective.parallel.buckets import in_buckets
+
+Array = Any
+Tree = Any
+
+
+def ring_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    axis_name: AxisName,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    keys_at_once: int = 256,
+) -> Array:
+    """Computes attention over a sequence that is cut along an axis: ``softmax(scale q k^T) v``.
+
+    The result is that of :func:`jax.nn.dot_product_attention` of the whole sequence. Scores and sums are float32, or
+    float64 for float64. Beside its own part of the sequence a device has two blocks of keys and values, one of which is
+    on its way, and the scores of ``keys_at_once`` keys; in the derivative also gradients.
+
+    Args:
+        q: this device's queries, of shape (..., T/P, heads, dim) and a floating-point dtype.
+        k: this device's keys, of shape (..., S/P, key heads, dim). The key heads divide the heads: each is for as many
+            heads in a row (grouped queries).
+        v: this device's values, of shape (..., S/P, key heads, dim of values).
+        axis_name: the axis along which the sequence is cut: one name.
+        causal: whether query i sees the keys 0 to i alone. A device computes nothing for keys that none of its queries
+            sees. So the last device has the most to do, and the others wait for it.
+        scale: of the scores, a Python number; ``dim ** -0.5`` by default.
+        keys_at_once: the most keys whose scores a device has at a time. Fewer need less memory and more steps.
+
+    Returns:
+        An array of shape (..., T/P, heads, dim of values), in the dtype of ``q``.
+
+    Raises:
+        ValueError: the shapes or dtypes do not fit, or the axis has several names.
+        TypeError: ``scale`` is no Python number.
+        NameError: the axis is not bound.
+
+    Differentiation: reverse mode, any number of times, and forward over reverse; forward mode alone is a TypeError of
+    JAX. The scores are computed again. JAX finds no axis if the derivative is taken around ``jax.vmap(axis_name=)``:
+    take it inside. Calls: keys and values travel together, P - 1 times. In the derivative they do so once more, and
+    their gradients P times, back to where they belong.
+
+    Example:
+        >>> import jax
+        >>> import jax.numpy as jnp
+        >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 8, 2, 4))  # 8 positions, 2 heads of 4
+        >>> blocks = [x.reshape(2, 4, 2, 4) for x in (q, k, v)]  # 2 devices have 4 positions each
+        >>> y = jax.vmap(lambda *x: ring_attention(*x, "seq", causal=True), axis_name="seq")(*blocks)
+        >>> full = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+        >>> bool(jnp.allclose(y.reshape(8, 2, 4), full, atol=1e-5))
+        True
+    """
+    devices = axis_size("ring_attention", axis_name)
+    _check_ring(q, k, v, axis_name, scale, keys_at_once)
+    ring = _Ring(
+        axis_name=axis_name,
+        devices=devices,
+        causal=causal,
+        scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
+        queries=q.shape[-3],
+        keys=k.shape[-3],
+        key_heads=k.shape[-2],
+        key_dim=k.shape[-1],
+        tiles=-(-k.shape[-3] // keys_at_once),
+    )
+    return _attention(ring, *_of_one_type(axis_name, q, k, v))
+
+
+class _Ring(NamedTuple):
+    """What a ring has fixed when it is traced. A block of keys is looked at in ``tiles`` of equal length, in order."""
+
+    axis_name: AxisName
+    devices: int
+    causal: bool
+    scale: float
+    queries: int
+    keys: int
+    key_heads: int
+    key_dim: int
+    tiles: int
+
+
+def _of_one_type(axis_name: AxisName, *arrays: Array) -> list[Array]:
+    """Casts arrays so that all vary along the axis, and along each axis along which one of them does."""
+    varying = [jax_internals.varying_axes(x) for x in (lax.axis_index(axis_name), *arrays)]
+    union = frozenset().union(*varying)
+    missing = [tuple(sorted(union - names, key=str)) for names in varying[1:]]
+    return [lax.pcast(x, names, to="varying") if names else x for x, names in zip(arrays, missing, strict=True)]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(ring: _Ring, q: Array, k: Array, v: Array) -> Array:
+    return _forward(ring, q, k, v)[0]
+
+
+def _forward(ring: _Ring, q: Array, k: Array, v: Array) -> tuple[Array, Tree]:
+    rows = _rows(ring, q)
+    wide = _wide(q)
+
+    def look(sums: Tree, tile: Array, grads: None, seen: Array | None) -> tuple[Tree, None]:
+        largest, total, out = sums
+        keys, values = tile[..., : ring.key_dim], tile[..., ring.key_dim :]
+        scores = _scores(ring, rows, keys, seen)
+        new = jnp.maximum(largest, jnp.max(scores, axis=-1, keepdims=True))
+        weights, rest = jnp.exp(scores - new), jnp.exp(largest - new)
+        total = total * rest + jnp.sum(weights, axis=-1, keepdims=True)
+        return (new, total, out * rest + _matmul(weights.astype(values.dtype), values)), grads
+
+    # A row that has seen no key yet has a wrong sum. exp(largest - new) is 0 at its first key, and makes it right.
+    start = functools.partial(jnp.full_like, rows, dtype=wide)
+    column = (*rows.shape[:-1], 1)
+    sums = start(_masked(wide), shape=column), start(0, shape=column), start(0, shape=(*rows.shape[:-1], v.shape[-1]))
+    (largest, total, out), _ = _go_round(ring, look, sums, _tiles(ring, k, v), None)
+    y = _unrow(ring, out / total).astype(q.dtype)
+    return y, (q, k, v, y, largest + jnp.log(total))
+
+
+def _backward(ring: _Ring, residuals: Tree, dy: Array) -> tuple[Array, Array, Array]:
+    q, k, v, y, log_total = residuals
+    rows, drows = _rows(ring, q), _rows(ring, dy)
+    # Of p_ij = exp(s_ij - log_total_i) and dp_ij = dy_i v_j:  ds_ij = p_ij (dp_ij - sum_j p_ij dp_ij).
+    # The sum is dy_i y_i, which needs no other device.
+    mean = jnp.sum(drows.astype(log_total.dtype) * _rows(ring, y).astype(log_total.dtype), axis=-1, keepdims=True)
+
+    def look(dq: Array, tile: Array, grads: Array, seen: Array | None) -> tuple[Array, Array]:
+        keys, values = tile[..., : ring.key_dim], tile[..., ring.key_dim :]
+        weights = jnp.exp(_scores(ring, rows, keys, seen) - log_total)
+        dscores = (weights * (_matmul(drows, values.mT) - mean) * ring.scale).astype(q.dtype)
+        dkeys, dvalues = _matmul(dscores.mT, rows), _matmul(weights.astype(q.dtype).mT, drows)
+        return dq + _matmul(dscores, keys), grads + jnp.concatenate([dkeys, dvalues], axis=-1)
+
+    tiles = _tiles(ring, k, v)
+    dq, grads = (jnp.zeros_like(x, _wide(x)) for x in (rows, tiles))
+    dq, grads = _go_round(ring, look, dq, tiles, grads)
+    dk, dv = _untile(ring, grads)
+    return _unrow(ring, dq).astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
+
+
+_attention.defvjp(_forward, _backward)
+
+
+def _go_round(ring: _Ring, look: Callable[..., Any], own: Tree, tiles: Array, grads: Tree) -> tuple[Tree, Tree]:
+    """Lets each device look at the tiles of all devices.
+
+    Args:
+        ring: the ring.
+        look: maps ``own``, a tile, its part of ``grads`` and which scores are seen to the new ``own`` and part.
+        own: what stays on this device.
+        tiles: this device's tiles, stacked. They go to the next device before they are looked at.
+        grads: what belongs to the tiles, and goes round with them, or None. It follows when they were looked at.
+
+    Returns:
+        ``own``, and ``grads`` of this device's own tiles.
+    """
+    device = lax.axis_index(ring.axis_name)
+
+    def send(x: Tree) -> Tree:
+        return lax.ppermute(x, ring.axis_name, [(r, (r + 1) % ring.devices) for r in range(ring.devices)])
+
+    def look_at_all(own: Tree, tiles: Array, grads: Tree, step: Any) -> tuple[Tree, Tree]:
+        first = (device - step) % ring.devices * ring.keys
+        length = tiles.shape[-2]
+
+        def look_at_one(own: Tree, each: Tree) -> tuple[Tree, Tree]:
+            tile, part, place = each
+
+            def see(own: Tree, part: Tree) -> tuple[Tree, Tree]:
+                return look(own, tile, part, _seen(ring, device, first, place * length, length))
+
+            if not ring.causal:
+                return see(own, part)
+            last_query = (device + 1) * ring.queries - 1
+            return lax.cond(first + place * length <= last_query, see, lambda *unseen: unseen, own, part)
+
+        return lax.scan(look_at_one, own, (tiles, grads, jnp.arange(ring.tiles, dtype=jnp.int32)))
+
+    def one_step(state: Tree, step: Array) -> tuple[Tree, None]:
+        own, tiles, grads = state
+        following = send(tiles)
+        own, grads = look_at_all(own, tiles, grads, step)
+        return (own, following, send(grads)), None
+
+    steps = jnp.arange(ring.devices - 1, dtype=jnp.int32)
+    (own, tiles, grads), _ = lax.scan(one_step, (own, tiles, grads), steps, unroll=2)  # the two buffers change roles
+    own, grads = look_at_all(own, tiles, grads, ring.devices - 1)
+    return own, send(grads)
+
+
+def _seen(ring: _Ring, device: Array, first: Array, start: Array, length: int) -> Array | None:
+    """Returns which keys of a tile each row sees, an array of shape (queries, length), or None for all.
+
+    Args:
+        ring: the ring.
+        device: the index of this device.
+        first: the position of the block's first key.
+        start: the tile's first key in its block.
+        length: the number of keys of a tile.
+    """
+    keys = start + jnp.arange(length, dtype=jnp.int32)
+    seen = None
+    if ring.tiles * length > ring.keys:
+        seen = jnp.broadcast_to(keys < ring.keys, (ring.queries, length))  # the last tiles are filled with zeros
+    if ring.causal:
+        queries = device * ring.queries + jnp.arange(ring.queries, dtype=jnp.int32)
+        before = queries[:, None] >= (first + keys)[None, :]
+        seen = before if seen is None else seen & before
+    return seen
+
+
+def _scores(ring: _Ring, rows: Array, keys: Array, seen: Array | None) -> Array:
+    scores = ring.scale * _matmul(rows, keys.mT)
+    if seen is None:
+        return scores
+    each = scores.shape[-2] // ring.queries  # the rows have the queries of one head after those of another
+    return jnp.where(jnp.broadcast_to(jnp.tile(seen, (each, 1)), scores.shape), scores, _masked(scores.dtype))
+
+
+def _masked(dtype: Any) -> float:
+    """Returns the score of a key that is not seen: finite, since the difference of two infinities is no number."""
+    return -0.7 * float(jnp.finfo(dtype).max)
+
+
+def _wide(x: Array) -> Any:
+    return np.promote_types(x.dtype, np.float32)
+
+
+def _matmul(a: Array, b: Array) -> Array:
+    return jnp.matmul(a, b, preferred_element_type=_wide(a))
+
+
+def _rows(ring: _Ring, x: Array) -> Array:
+    """From (..., positions, heads, dim) to (..., key heads, rows, dim): all that one key head is for are its rows."""
+    *batch, positions, heads, dim = x.shape
+    each = heads // ring.key_heads
+    grouped = x.reshape(*batch, positions, ring.key_heads, each, dim)
+    return jnp.moveaxis(grouped, -4, -2).reshape(*batch, ring.key_heads, each * positions, dim)
+
+
+def _unrow(ring: _Ring, rows: Array) -> Array:
+    """The inverse of :func:`_rows`, of queries."""
+    *batch, key_heads, count, dim = rows.shape
+    each = count // ring.queries
+    grouped = rows.reshape(*batch, key_heads, each, ring.queries, dim)
+    return jnp.moveaxis(grouped, -2, -4).reshape(*batch, ring.queries, key_heads * each, dim)
+
+
+def _tiles(ring: _Ring, k: Array, v: Array) -> Array:
+    """Returns keys and values, joined so that they travel in one call: (tiles, ..., key heads, length, dims)."""
+    both = _rows(ring, jnp.concatenate([k, v], axis=-1))
+    length = -(-ring.keys // ring.tiles)
+    padded = jnp.pad(both, [(0, 0)] * (both.ndim - 2) + [(0, ring.tiles * length - ring.keys), (0, 0)])
+    return jnp.moveaxis(padded.reshape(*both.shape[:-2], ring.tiles, length, both.shape[-1]), -3, 0)
+
+
+def _untile(ring: _Ring, tiles: Array) -> tuple[Array, Array]:
+    """The inverse of :func:`_tiles`."""
+    padded = jnp.moveaxis(tiles, 0, -3)
+    *rest, count, length, dims = padded.shape
+    both = padded.reshape(*rest, count * length, dims)[..., : ring.keys, :]
+    return tuple(jnp.split(jnp.moveaxis(both, -2, -3), [ring.key_dim], axis=-1))
+
+
+def _check_ring(q: Array, k: Array, v: Array, axis_name: AxisName, scale: Any, keys_at_once: int) -> None:
+    where = "parallel.ring_attention"
+    if len(names_of(axis_name)) != 1:
+        remedy = "Lay the devices of the sequence out along one axis: JAX has no ring along several."
+        raise ValueError(message(where, "an axis with one name", f"axis_name={axis_name!r}", remedy))
+    if not (scale is None or isinstance(scale, numbers.Real)):
+        raise TypeError(message(where, "scale: a Python number", repr(scale), "Multiply q by it."))
+    if keys_at_once < 1:
+        raise ValueError(message(where, "keys_at_once of at least 1", f"{keys_at_once}", "Pass e.g. 512."))
+    got = ", ".join(f"{name} {x.dtype}{list(x.shape)}" for name, x in (("q", q), ("k", k), ("v", v)))
+    if not (q.dtype == k.dtype == v.dtype and jnp.issubdtype(q.dtype, jnp.floating)):
+        raise ValueError(
+            message(where, "q, k and v of one floating-point dtype", got, "Cast them, e.g. k.astype(q.dtype).")
+        )
+    fits = (
+        min(q.ndim, k.ndim) >= 3
+        and k.shape[:-1] == v.shape[:-1]
+        and (q.shape[:-3], q.shape[-1]) == (k.shape[:-3], k.shape[-1])
+        and min(*q.shape[-3:], *v.shape[-3:]) > 0
+        and q.shape[-2] % k.shape[-2] == 0
+    )
+    if not fits:
+        expected = "q (..., T/P, heads, dim), k (..., S/P, key heads, dim), v (..., S/P, key heads, any), none 0"
+        raise ValueError(message(where, expected, got, "The number of key heads must divide the number of heads."))
+
+
+def ulysses(attention: Callable[..., Array], axis_name: AxisName) -> Callable[..., Array]:
+    """Lets ``attention`` of a whole sequence work on one that is cut along an axis.
+
+    All-to-alls give each of P devices the whole sequence of its own heads. A last one takes the result back. Small
+    arrays travel in one call.
+
+    Args:
+        attention: a function of q (..., T, heads/P, dim), k and v (..., S, key heads/P, dim) and more arguments. It
+            returns an array of shape (..., T, heads/P, any). An example is :func:`jax.nn.dot_product_attention`.
+        axis_name: the axis along which the sequence is cut, or a tuple of names.
+
+    Returns:
+        A function of q (..., T/P, heads, dim), k and v (..., S/P, key heads, dim), and of ``attention``'s other
+        arguments, which it passes on as they are. It returns an array of shape (..., T/P, heads, any).
+
+    Raises:
+        ValueError: P does not divide the heads of q, k or v, or the result of ``attention`` has another shape.
+        NameError: the axis is not bound.
+
+    Differentiation: both modes, as ``attention`` has.
+
+    Example:
+        >>> import functools
+        >>> import jax
+        >>> import jax.numpy as jnp
+        >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 8, 2, 4))  # 8 positions, 2 heads of 4
+        >>> blocks = [x.reshape(2, 4, 2, 4) for x in (q, k, v)]  # 2 devices have 4 positions each
+        >>> attention = functools.partial(jax.nn.dot_product_attention, is_causal=True)
+        >>> y = jax.vmap(ulysses(attention, "seq"), axis_name="seq")(*blocks)
+        >>> bool(jnp.allclose(y.reshape(8, 2, 4), attention(q, k, v), atol=1e-5))
+        True
+    """
+
+    def cut(q: Array, k: Array, v: Array, *args: Any, **kwargs: Any) -> Array:
+        devices = axis_size("ulysses", axis_name)
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            if x.ndim < 3 or x.shape[-2] % devices:
+                expected = f"{name} (..., positions, heads, dim) with a multiple of {devices} heads"
+                remedy = "Repeat too few heads of k and v by jnp.repeat(x, n, axis=-2), or use ring_attention."
+                raise ValueError(message("parallel.ulysses", expected, f"shape {x.shape}", remedy))
+        whole = _exchange([q, k, v], axis_name, devices, cut_axis=-2, join_axis=-3)
+        y = attention(*whole, *args, **kwargs)
+        expected = whole[0].shape[:-1]
+        if y.shape[:-1] != expected:
+            remedy = "Return one vector for each position and head of q."
+            got = f"shape {y.shape}"
+            raise ValueError(
+                message("parallel.ulysses", f"a result of attention of shape {expected} + (any,)", got, remedy)
+            )
+        return _exchange([y], axis_name, devices, cut_axis=-3, join_axis=-2)[0]
+
+    return cut
+
+
+def _exchange(arrays: list[Array], axis_name: AxisName, devices: int, *, cut_axis: int, join_axis: int) -> list[Array]:
+    """Cuts each array along one axis into a part for each device, and joins the received parts along another axis."""
+
+    def rows(x: Array) -> Array:
+        axis = x.ndim + cut_axis
+        cut = x.reshape(*x.shape[:axis], devices, x.shape[axis] // devices, *x.shape[axis + 1 :])
+        return jnp.moveaxis(cut, axis, 0).reshape(devices, -1)
+
+    def join(row: Array, like: Array) -> Array:
+        shape = list(like.shape)
+        shape[cut_axis] //= devices
+        parts = jnp.moveaxis(row.reshape(devices, *shape), 0, like.ndim + join_axis)
+        shape[join_axis] *= devices
+        return parts.reshape(shape)
+
+    received = in_buckets(lambda x: lax.all_to_all(x, axis_name, 0, 0), [rows(x) for x in arrays])
+    return [join(row, x) for row, x in zip(received, arrays, strict=True)]
