@@ -122,8 +122,8 @@ def gathered(
         fun: a function of parameters and other arrays. Its results are those of the device's own examples.
         shapes: the parameters, or what has their shapes, such as :class:`jax.ShapeDtypeStruct`.
         axis_name: the axis, or a tuple of axes, of :func:`shard`.
-        wire_dtype: the floating-point dtype in which parameters and gradients travel and gradients are added up, such
-            as ``jnp.bfloat16``; None: that of the slices.
+        wire_dtype: the floating-point dtype in which parameters travel, such as ``jnp.bfloat16``; None: that of the
+            slices. Gradients are rounded to it as well, but their sums travel in float32.
         policy: of :func:`jax.checkpoint`, which says what the backward pass does not compute again. By default these
             are the products of matrices. With None there are none, and only the arguments are kept.
             ``jax.checkpoint_policies.everything_saveable`` keeps the parameters as well, and they travel once less.

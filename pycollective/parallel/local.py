@@ -29,11 +29,11 @@ from pycollective.parallel.axes import (
     AxisName,
     axis_size,
     gather,
-    rows_of_slices,
     whole,
 )
 from pycollective.parallel.buckets import in_buckets
 from pycollective.parallel.own import as_own, check_own, check_params
+from pycollective.parallel.wire import floating, mean_slices
 
 Array = Any
 Tree = Any
@@ -203,7 +203,7 @@ def diloco(
     if count > every:
         remedy = "Each fragment has a step of its own, so choose at most as many as there are steps."
         raise ValueError(message(f"parallel.{where}", f"at most every={every} fragments", f"fragments={count}", remedy))
-    wire = _floating(where, wire_dtype)
+    wire = floating(where, wire_dtype)
     inner = optax.with_extra_args_support(inner)
     outer = optax.sgd(0.7, momentum=0.9, nesterov=True) if outer is None else outer
     outer = optax.with_extra_args_support(outer)
@@ -287,15 +287,8 @@ def _mean(tree: Tree, axis_name: AxisName, wire_dtype: Any) -> Tree:
 
 
 def _mean_on_wire(arrays: list[Array], axis_name: AxisName, wire_dtype: Any) -> list[Array]:
-    """Returns the means of arrays that travel in the wire dtype, and are added up in float32.
-
-    A psum of narrow floats would not do: it may travel in float32, in which it is added up. So each device receives a
-    slice of all devices' arrays, takes the mean of that, and sends it to all: as many bytes as a psum sends.
-    """
-    devices = axis_size("diloco", axis_name)
-    rows = [rows_of_slices(x.astype(wire_dtype), devices) for x in arrays]
-    received = in_buckets(lambda x: lax.all_to_all(x, axis_name, 0, 0), rows)
-    means = [jnp.mean(x.astype(jnp.float32), axis=0).astype(wire_dtype) for x in received]
+    """Returns the means of arrays that travel in the wire dtype: as many bytes as a psum of such numbers would send."""
+    means = [x.astype(wire_dtype) for x in mean_slices("diloco", arrays, axis_name, wire_dtype)]
     gathered = in_buckets(lambda x: gather(x, axis_name), means)
     return [whole(x, like.shape).astype(like.dtype) for x, like in zip(gathered, arrays, strict=True)]
 
@@ -311,19 +304,3 @@ def _at_least_one(where: str, name: str, value: Any) -> int:
         remedy = "Choose a positive number."
         raise ValueError(message(f"parallel.{where}", f"{name} to be at least 1", f"{name}={value}", remedy))
     return value
-
-
-def _floating(where: str, wire_dtype: Any) -> Any:
-    """Returns the dtype; raises TypeError if it has no floating point."""
-    if wire_dtype is None:
-        return None
-    try:
-        dtype = jnp.dtype(wire_dtype)
-    except TypeError:
-        dtype = None
-    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
-        remedy = "Pass jnp.bfloat16, say, or leave it out to send all bits."
-        raise TypeError(
-            message(f"parallel.{where}", "wire_dtype to be a floating-point dtype", repr(wire_dtype), remedy)
-        )
-    return dtype

@@ -36,6 +36,7 @@ from pycollective.parallel.axes import (
 from pycollective.parallel.buckets import in_buckets
 from pycollective.parallel.elementwise import check_elementwise
 from pycollective.parallel.own import check_own
+from pycollective.parallel.wire import floating, mean_slices
 
 Array = Any
 Tree = Any
@@ -56,14 +57,15 @@ def zero(
         axis_name: the axis, or a tuple of axes, of data parallelism.
         stage: of ZeRO. 2: the gradients are reduced to slices at once. 1: each device has the mean of all gradients
             first, and 1.5 times as many bytes travel. The results are the same.
-        wire_dtype: the floating-point dtype in which gradients travel and are added up, such as ``jnp.bfloat16``; None:
-            their own.
+        wire_dtype: the floating-point dtype in which gradients travel, such as ``jnp.bfloat16``; None: their own. They
+            are added up in float32, and both stages send slices alone then.
 
     Returns:
         The optimizer. Its ``update`` takes the gradients of this device's own examples, not averaged, and returns the
         updates of all parameters, the same on all devices.
 
     Raises:
+        TypeError: the wire's dtype has no floating point.
         ValueError: the stage is neither 1 nor 2, or an update of an element depends on other elements, as in LAMB,
             Adafactor and Muon; the gradients are averaged already, by JAX's types.
         NameError: the axis is not bound.
@@ -85,6 +87,7 @@ def zero(
         remedy = "Stage 3 of ZeRO cuts the parameters as well, which an optimizer alone cannot."
         error = message("parallel.zero", "stage=1 or stage=2", f"stage={stage!r}", remedy)
         raise ValueError(error)
+    wire = floating("zero", wire_dtype)
     inner = optax.with_extra_args_support(inner)
 
     def init(params: Tree) -> Any:
@@ -95,7 +98,7 @@ def zero(
     def update(grads: Tree, state: Any, params: Tree | None = None, **extra_args: Any) -> tuple[Tree, Any]:
         devices = axis_size("zero", axis_name)
         check_own("zero", grads, axis_name)
-        slices = _mean_slices(grads, axis_name, devices, stage, wire_dtype)
+        slices = _mean_slices(grads, axis_name, devices, stage, wire)
         own = None if params is None else jax.tree.map(lambda x: own_slice(x, axis_name, devices), params)
         updates, state = inner.update(slices, state, own, **extra_args)
         leaves, tree = jax.tree.flatten(updates)
@@ -106,20 +109,19 @@ def zero(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _mean_slices(grads: Tree, axis_name: AxisName, devices: int, stage: int, wire_dtype: Any) -> Tree:
+def _mean_slices(grads: Tree, axis_name: AxisName, devices: int, stage: int, wire: Any) -> Tree:
     """Returns this device's slices of the means of the gradients."""
-
-    def on_wire(x: Array) -> Array:
-        return x if wire_dtype is None else x.astype(wire_dtype)
-
     leaves, tree = jax.tree.flatten(grads)
+    narrow = [wire is not None and jnp.issubdtype(x.dtype, jnp.floating) for x in leaves]
+    means = iter(mean_slices("zero", [x for x, yes in zip(leaves, narrow, strict=True) if yes], axis_name, wire))
+    others = [x for x, yes in zip(leaves, narrow, strict=True) if not yes]
     if stage == 1:
-        sums = lax.psum([on_wire(x) for x in leaves], axis_name)
-        slices = [own_slice(x, axis_name, devices) for x in sums]
+        slices = [own_slice(x, axis_name, devices) for x in lax.psum(others, axis_name)]
     else:
-        rows = [rows_of_slices(on_wire(x), devices) for x in leaves]
-        slices = in_buckets(lambda x: lax.psum_scatter(x, axis_name), rows)
-    return tree.unflatten([x.astype(like.dtype) / devices for x, like in zip(slices, leaves, strict=True)])
+        slices = in_buckets(lambda x: lax.psum_scatter(x, axis_name), [rows_of_slices(x, devices) for x in others])
+    sums = iter(slices)
+    own = [next(means) if yes else next(sums) / devices for yes in narrow]
+    return tree.unflatten([x.astype(like.dtype) for x, like in zip(own, leaves, strict=True)])
 
 
 def clip_by_global_norm(limit: float, axis_name: AxisName) -> optax.GradientTransformation:

@@ -96,13 +96,17 @@ def test_each_device_has_a_part_of_the_state() -> None:
     assert sorted(per_device) == sorted([-(-15 // 4), 1, 1, 2, 0])
 
 
-def test_the_gradients_travel_in_the_wire_dtype() -> None:
+@pytest.mark.parametrize("stage", [1, 2])
+def test_the_gradients_travel_in_the_wire_dtype(stage: int) -> None:
+    """And not as a sum, which would travel in float32."""
+
     def update(p: Tree, x: Array) -> Tree:
-        optimizer = zero(optax.sgd(1.0), "i", wire_dtype=jnp.bfloat16)
+        optimizer = zero(optax.sgd(1.0), "i", stage=stage, wire_dtype=jnp.bfloat16)
         return optimizer.update(jax.grad(loss)(p, x), optimizer.init(p), p)[0]
 
     text = str(jax.make_jaxpr(lambda p, x: update(p, x), axis_env=[("i", 2)])(PARAMS, jnp.ones((7, 5))))
-    assert set(re.findall(r":(\w+)\[\d+\] = reduce_scatter", text)) == {"bf16"}
+    assert set(re.findall(r":(\w+)\[\d+,\d+\] = all_to_all", text)) == {"bf16"}
+    assert not re.findall("= (?:reduce_scatter|psum)[^\n]*f32", text)
     got = on_devices(update, 2, PARAMS)
     want = on_devices(lambda p, x: jax.tree.map(lambda g: -lax.pmean(g, "i"), jax.grad(loss)(p, x)), 2, PARAMS)
     np.testing.assert_allclose(got["w"], want["w"], rtol=2**-6, atol=2**-8)
@@ -182,6 +186,8 @@ def test_what_is_not_elementwise_is_refused(inner: Any) -> None:
 def test_bad_calls() -> None:
     with pytest.raises(ValueError, match="parallel.zero: expected stage=1 or stage=2, got stage=3"):
         zero(optax.adam(1e-2), "i", stage=3)
+    with pytest.raises(TypeError, match="parallel.zero: expected wire_dtype to be a floating-point dtype, got 'int8'"):
+        zero(optax.adam(1e-2), "i", wire_dtype="int8")
     with pytest.raises(
         NameError, match="parallel.zero: expected a call where the axis 'i' is bound, got one where it is"
     ):

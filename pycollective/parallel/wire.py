@@ -1,0 +1,56 @@
+"""Means of arrays that travel in a narrower floating-point dtype.
+
+A sum of narrow floats would not do: it travels in float32, in which it is added up (docs/semantics.md). So each device
+receives a slice of all devices' arrays, by an all-to-all, and adds that up itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from pycollective.errors import message
+from pycollective.parallel.axes import AxisName, axis_size, rows_of_slices
+from pycollective.parallel.buckets import in_buckets
+
+Array = Any
+
+
+def floating(where: str, wire_dtype: Any) -> Any:
+    """Returns the dtype, or None; raises TypeError if it has no floating point."""
+    if wire_dtype is None:
+        return None
+    try:
+        dtype = jnp.dtype(wire_dtype)
+    except TypeError:
+        dtype = None
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        remedy = "Pass jnp.bfloat16, say, or leave it out to send all bits."
+        expected, got = "wire_dtype to be a floating-point dtype", repr(wire_dtype)
+        raise TypeError(message(f"parallel.{where}", expected, got, remedy))
+    return dtype
+
+
+def mean_slices(where: str, arrays: Sequence[Array], axis_name: AxisName, wire_dtype: Any) -> list[Array]:
+    """Returns this device's slices of the means over devices, in float32.
+
+    Args:
+        where: the function that asks, for messages.
+        arrays: floating-point arrays, of the same shapes on all devices.
+        axis_name: the axis.
+        wire_dtype: the dtype in which they travel. As many bytes do as in a reduce-scatter of such numbers.
+
+    Example:
+        >>> import jax
+        >>> x = jnp.array([[1.0, 2.0], [3.0, 6.0]])
+        >>> jax.vmap(lambda x: mean_slices("example", [x], "i", jnp.bfloat16)[0], axis_name="i")(x)
+        Array([[2.],
+               [4.]], dtype=float32)
+    """
+    devices = axis_size(where, axis_name)
+    rows = [rows_of_slices(x.astype(wire_dtype), devices) for x in arrays]
+    received = in_buckets(lambda x: lax.all_to_all(x, axis_name, 0, 0), rows)
+    return [jnp.mean(x.astype(jnp.float32), axis=0) for x in received]
