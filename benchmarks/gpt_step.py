@@ -3,8 +3,8 @@
     scripts/hosts --gbps 1 python benchmarks/gpt_step.py --layers 6 --width 256 --rows 8
     PYCOLLECTIVE_OVERLAP=off scripts/hosts --gbps 1 python benchmarks/gpt_step.py --layers 6 --width 256 --rows 8
 
-Three programs take turns: the training step of ``examples/train_gpt.py`` over all ranks; the same step of a rank by
-itself, which only computes; and the sums of the gradients alone. The first should take as long as the longer of the
+Three programs take turns: a data-parallel training step of ``examples/gpt.py`` over all ranks; the same step of a rank
+by itself, which only computes; and the sums of the gradients alone. The first should take as long as the longer of the
 others, not as long as both. Each rank gets one core, as on a cluster, where hosts do not share cores.
 """
 
@@ -26,7 +26,7 @@ import pycollective as pc
 from pycollective.transport.mpi import MPI
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
-import train_gpt
+import gpt
 
 VOCABULARY = 128
 
@@ -47,23 +47,27 @@ def main() -> None:
     take_one_core()
     world = pc.init()
     alone = world.split(world.rank)
-    params, specs = train_gpt.init_params(np.random.default_rng(0), VOCABULARY, args.layers, args.width)
+    params = gpt.init_params(np.random.default_rng(0), VOCABULARY, args.layers, args.width)
     optimizer = optax.adam(1e-3)
     state = optimizer.init(params)
-    state_specs = jax.tree.map(lambda _: P(), state)
+    network = gpt.forward(gpt.part_names(args.layers))
 
     def program(comm: pc.Communicator, fun: Callable[..., Any], in_specs: Any) -> Callable[..., Any]:
-        mesh = pc.make_mesh((-1, 1), ("data", "model"), comm=comm)
+        mesh = pc.make_mesh((-1, 1, 1), ("data", "context", "model"), comm=comm)
         return pc.shard_map(fun, mesh=mesh, in_specs=in_specs, out_specs=P(), check_vma=False)
 
-    def sums(grads: Any) -> Any:
+    def mean(grads: Any) -> Any:
         return jax.tree.map(lambda g: lax.pmean(g, "data"), grads)
 
-    train_specs = (specs, state_specs, P("data"))
+    def step(params: Any, state: Any, rows: Any) -> Any:
+        loss, grads = jax.value_and_grad(lambda p: network(p, None, (rows[:, :-1], rows[:, 1:])))(params)
+        updates, state = optimizer.update(mean(grads), state, params)
+        return optax.apply_updates(params, updates), state, lax.pmean(loss, "data")
+
     programs = {
-        "step": program(world, train_gpt.make_step(optimizer), train_specs),
-        "compute": program(alone, train_gpt.make_step(optimizer), train_specs),
-        "communicate": program(world, sums, (specs,)),
+        "step": program(world, step, (P(), P(), P("data"))),
+        "compute": program(alone, step, (P(), P(), P("data"))),
+        "communicate": program(world, mean, P()),
     }
     nbytes = sum(x.nbytes for x in jax.tree.leaves(params))
     overlap = os.environ.get("PYCOLLECTIVE_OVERLAP", "auto")
@@ -73,7 +77,7 @@ def main() -> None:
         )
         print("rows   compute   communicate   step   step / longer   step / sum")
     for count in args.rows:
-        rows = np.random.default_rng(1).integers(VOCABULARY, size=(count, train_gpt.CONTEXT + 1))
+        rows = np.random.default_rng(1).integers(VOCABULARY, size=(count, gpt.CONTEXT + 1))
         arguments = {"step": (params, state, rows), "compute": (params, state, rows), "communicate": (params,)}
         arguments = jax.device_put(arguments)
         times = {name: [] for name in programs}

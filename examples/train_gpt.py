@@ -1,15 +1,19 @@
-"""Trains a small GPT on the source text of Python's standard library, data-parallel and, if asked, tensor-parallel.
+"""Trains a small GPT on the source text of Python's standard library, by any strategy of pycollective.parallel.
 
-    mpirun -n 2 python examples/train_gpt.py
-    mpirun -n 2 python examples/train_gpt.py --model-parallel 2
-    JAX_NUM_CPU_DEVICES=4 mpirun -n 2 python examples/train_gpt.py --model-parallel 2 --sample 400
-    mpirun -n 2 python examples/train_gpt.py --checkpoints build/gpt    # started again, it goes on, on any mesh
+    mpirun -n 2 python examples/train_gpt.py                                # data-parallel
+    mpirun -n 2 python examples/train_gpt.py --zero 2                       # each rank has a part of Adam's state
+    mpirun -n 2 python examples/train_gpt.py --model 2                      # ... of each layer
+    mpirun -n 2 python examples/train_gpt.py --context 2                    # ... of each row
+    mpirun -n 2 python examples/train_gpt.py --stage 2 --schedule 1f1b      # ... of the layers
+    mpirun -n 2 python examples/train_gpt.py --local-steps 20               # DiLoCo: they meet every 20 steps
+    JAX_NUM_CPU_DEVICES=4 mpirun -n 2 python examples/train_gpt.py --data 2 --context 2 --model 2 --zero 1
+    mpirun -n 2 python examples/train_gpt.py --checkpoints build/gpt        # started again, it goes on, on any layout
     mpirun -n 2 -hosts h0,h1 python examples/train_gpt.py --layers 6 --width 256    # gradients travel meanwhile
 
-The devices of all ranks form a mesh with the axes "data" and "model". Along "data" each device sees its own rows of a
-batch; along "model" each device has its own attention heads and hidden units: see ``LAYER_SPECS``. Each block of the
-network ends with a sum over "model". Its derivative begins with a sum too (g and f of Megatron-LM, arXiv:1909.08053):
-JAX adds it, since its types say what varies along an axis. The losses are the same on any mesh, up to rounding.
+The devices of all ranks form a mesh with the axes "data", "context" and "model". With stages, the ranks of each stage
+form a mesh of their own, and each rank compiles its own stage alone. The losses are the same on any layout, up to
+rounding, but for local steps: there they depend on the number of devices along "data", which see each other's work
+only now and then.
 
 Each layer has arrays of its own, and a loop of Python runs through them. So the gradients of one layer can travel while
 the backward pass computes those of the next; a lax.scan would have all of them at its end.
@@ -21,6 +25,7 @@ import sys
 import zlib
 from pathlib import Path
 
+import gpt
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -32,113 +37,211 @@ from tqdm import tqdm
 import pycollective as pc
 from checkpoints import Checkpoints
 from corpus import draw_starts, read_text
+from pycollective import parallel
 
-CONTEXT, HEADS = 64, 4
+AXES = ("data", "context", "model")
+EXAMPLES = ("data", "context")
+"""Devices along these axes have the same parameters, and examples or positions of their own."""
+
+SCHEDULES = {
+    "gpipe": parallel.gpipe,
+    "1f1b": parallel.one_f_one_b,
+    "interleaved": parallel.interleaved,
+    "zero-bubble": parallel.zero_bubble,
+}
 
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=600, help="of the training (default %(default)s)")
-    parser.add_argument("--batch-size", type=int, default=16, help="rows of all ranks together (default %(default)s)")
-    parser.add_argument("--layers", type=int, default=3, help="of the network (default %(default)s)")
-    parser.add_argument("--width", type=int, default=64, help="of the network, a multiple of 4 (default %(default)s)")
-    parser.add_argument("--model-parallel", type=int, default=1, help="devices along 'model' (default %(default)s)")
-    parser.add_argument("--wire-dtype", choices=["bfloat16"], help="dtype in which gradients travel (default theirs)")
-    parser.add_argument("--seed", type=int, default=0, help="of parameters, batches, sample (default %(default)s)")
-    parser.add_argument("--devices", type=int, help="local devices of each rank (default all)")
-    parser.add_argument("--losses", type=Path, help="write the loss of every step to this JSON file")
-    parser.add_argument("--checkpoints", type=Path, help="directory to save to, and to go on from")
-    parser.add_argument("--save-every", type=int, default=100, help="steps between checkpoints (default %(default)s)")
-    parser.add_argument("--sample", type=int, default=0, help="characters to print at the end (default %(default)s)")
+    add = parser.add_argument
+    add("--data", type=int, help="devices along 'data', with rows of their own (default all that are left)")
+    add("--model", type=int, default=1, help="devices along 'model': heads, hidden units (default %(default)s)")
+    add("--context", type=int, default=1, help="devices along 'context': parts of a row (default %(default)s)")
+    add("--stage", type=int, default=1, help="stages of a pipeline, over ranks (default %(default)s)")
+    add("--schedule", choices=SCHEDULES, help="of the pipeline (default 1f1b)")
+    add("--microbatches", type=int, help="of a pipeline's batch (default two for each stage)")
+    add("--zero", type=int, choices=range(4), default=0, help="stage of ZeRO along data and context (default none)")
+    add("--local-steps", type=int, default=0, help="steps between two meetings along 'data' (default: always together)")
+    add("--steps", type=int, default=600, help="of the training (default %(default)s)")
+    add("--batch-size", type=int, default=16, help="rows of all devices together (default %(default)s)")
+    add("--layers", type=int, default=3, help="of the network (default %(default)s)")
+    add("--width", type=int, default=64, help="of the network, a multiple of 4 (default %(default)s)")
+    add("--wire-dtype", choices=["bfloat16"], help="dtype in which gradients travel (default theirs)")
+    add("--seed", type=int, default=0, help="of parameters, batches, sample (default %(default)s)")
+    add("--devices", type=int, help="local devices of each rank (default all; with stages one)")
+    add("--losses", type=Path, help="write the loss of every step to this JSON file")
+    add("--checkpoints", type=Path, help="directory to save to, and to go on from")
+    add("--save-every", type=int, default=100, help="steps between checkpoints (default %(default)s)")
+    add("--sample", type=int, default=0, help="characters to print at the end (default %(default)s)")
     return parser.parse_args()
 
 
-# The network, as one device sees it --------------------------------------------------------------------------
-
-# The axis of each parameter that is cut along "model".
-LAYER_SPECS = {
-    "norm1": P(),
-    "qkv": P(None, None, "model"),
-    "out": P("model"),
-    "norm2": P(),
-    "up": P(None, "model"),
-    "down": P("model"),
-}
+# The layout --------------------------------------------------------------------------------------------------
 
 
-def init_params(rng, vocabulary, layers, width):
-    """Returns the parameters, and the axes along which each is cut."""
+class Layout:
+    """Which part of the network, of its arrays and of the batch this rank's devices have."""
 
-    def normal(*shape, scale):
-        return rng.normal(scale=scale, size=shape).astype(np.float32)
+    def __init__(self, args, comm):
+        per_stage = comm.size // args.stage
+        self.stage, place = divmod(comm.rank, per_stage)
+        self.across_stages = comm.split(place, key=self.stage) if args.stage > 1 else None
+        same_stage = comm.split(self.stage, key=place) if args.stage > 1 else comm
+        self.mesh = pc.make_mesh((args.data, args.context, args.model), AXES, comm=same_stage)
+        self.schedule = None
+        chunks = 1
+        if args.stage > 1:
+            chunks = 2 if args.schedule == "interleaved" else 1
+            more = (chunks,) if args.schedule == "interleaved" else ()
+            self.schedule = SCHEDULES[args.schedule](args.stage, args.microbatches, *more)
+        parts = np.array_split(gpt.part_names(args.layers), args.stage * chunks)
+        # Of a pipeline's chunks each rank has every stage-th one.
+        self.chunks = [[str(name) for name in chunk] for chunk in parts[self.stage :: args.stage]]
 
-    def layer():
-        return {
-            "norm1": np.ones(width, np.float32),
-            "qkv": normal(3, width, HEADS, head, scale=into),
-            "out": normal(HEADS, head, width, scale=back),
-            "norm2": np.ones(width, np.float32),
-            "up": normal(width, hidden, scale=into),
-            "down": normal(hidden, width, scale=back),
-        }
+    def own(self, params):
+        """Returns the parameters of this rank's stage."""
+        return {name: params[name] for chunk in self.chunks for name in chunk}
 
-    head, hidden = width // HEADS, 4 * width
-    into, back = width**-0.5, (2 * layers * width) ** -0.5  # so the sum of all blocks' results stays near 1
-    params = {
-        "embed": normal(vocabulary, width, scale=0.05),
-        "position": normal(CONTEXT, width, scale=0.05),
-        "layers": [layer() for _ in range(layers)],
-        "norm": np.ones(width, np.float32),
-    }
-    return params, {"embed": P(), "position": P(), "layers": [LAYER_SPECS] * layers, "norm": P()}
-
-
-def predict(params, tokens):
-    """Maps tokens (rows, CONTEXT) to the logits of the next tokens (rows, CONTEXT, vocabulary)."""
-    x = params["embed"][tokens] + params["position"]
-    for p in params["layers"]:
-        q, k, v = jnp.einsum("rtw,cwhd->crthd", jax.nn.standardize(x) * p["norm1"], p["qkv"])
-        heads = jax.nn.dot_product_attention(q, k, v, is_causal=True)
-        x += lax.psum(jnp.einsum("rthd,hdw->rtw", heads, p["out"]), "model")
-        hidden = jax.nn.gelu((jax.nn.standardize(x) * p["norm2"]) @ p["up"])
-        x += lax.psum(hidden @ p["down"], "model")
-    return (jax.nn.standardize(x) * params["norm"]) @ params["embed"].T
+    def on_devices(self, fun, in_specs, out_specs, **options):
+        """Compiles a function of what one device has. A state has a leading axis of one, which is the device's."""
+        return pc.shard_map(fun, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False, **options)
 
 
-def mean_loss(params, rows):
-    return optax.softmax_cross_entropy_with_integer_labels(predict(params, rows[:, :-1]), rows[:, 1:]).mean()
+def problems(args, devices):
+    """Yields a sentence for each thing about the layout that cannot be."""
+    if min(args.data, args.model, args.context, args.stage, args.microbatches) < 1 or args.local_steps < 0:
+        yield "expected numbers of devices, stages, microbatches from 1 on, and of local steps from 0 on, got less."
+    others = args.model * args.context * args.stage
+    if args.data * others != devices:
+        yield (
+            f"expected --data x --context x --model x --stage to be the {devices} devices, got {args.data} x "
+            f"{args.context} x {args.model} x {args.stage}. Choose factors of the number of ranks times --devices."
+        )
+    if args.batch_size % (args.data * args.microbatches):
+        yield (
+            f"expected --batch-size to be a multiple of {args.data} (--data) x {args.microbatches} (--microbatches), "
+            f"got {args.batch_size}. Choose powers of two."
+        )
+    if gpt.HEADS % args.model or args.width % gpt.HEADS:
+        yield (
+            f"expected --model to be a divisor of {gpt.HEADS} heads and --width a multiple of them, got {args.model} "
+            f"and {args.width}. Choose powers of two."
+        )
+    if gpt.CONTEXT % args.context:
+        yield f"expected --context to be a divisor of {gpt.CONTEXT}, got {args.context}. Choose a power of two."
+    if args.stage > 1 and (args.devices or 1) > 1:
+        yield f"expected --devices 1 with stages, got {args.devices}. Start a rank for each device."
+    if args.stage == 1 and (args.schedule or args.microbatches > 1):
+        yield f"expected --stage above 1 for --schedule or --microbatches, got {args.stage}. A pipeline has stages."
+    chunks = args.stage * (2 if args.schedule == "interleaved" else 1)
+    if args.stage > 1 and chunks > args.layers + 2:
+        yield f"expected at most {args.layers + 2} parts of the network, got {chunks}. Choose more --layers."
+    if args.zero == 3 and args.stage > 1:
+        yield "expected --zero 0, 1 or 2 with stages, got 3. Each microbatch would gather all parameters again."
+    if args.zero and args.local_steps:
+        yield f"expected --zero 0 with --local-steps, got {args.zero}. Devices that train apart cannot share a state."
 
 
-def make_step(optimizer, wire_dtype=None):
-    def step(params, opt_state, rows):
-        # The cast makes the parameters vary along "data"; else JAX would sum their derivatives by itself. All devices
-        # have the same number of rows, so the mean of their means is the mean over the batch.
-        own = lax.pcast(params, "data", to="varying")
-        loss, grads = jax.value_and_grad(mean_loss)(own, rows)
-        loss, grads = lax.pmean(loss, "data"), pc.pmean(grads, "data", wire_dtype=wire_dtype)
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, loss
-
-    return step
+# The programs, as one device sees them -----------------------------------------------------------------------
 
 
-def sample(params, prompt, keys):
-    """Draws a token for each key, from what the network expects after the last CONTEXT tokens."""
+def cut(path):
+    """Returns the dimension along which an array of the state is cut along "model", or None. Its name tells it."""
+    names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
+    return gpt.CUT.get(names[-1])
 
-    def append(tokens, key):
-        token = jax.random.categorical(key, predict(params, tokens[None])[0, -1])
-        return jnp.append(tokens[1:], token), token
 
-    return lax.scan(append, prompt, keys)[1]
+def own_part(path, x):
+    """Returns what this device has of an array of the state."""
+    if cut(path) is None:
+        return x
+    length = x.shape[cut(path)] // lax.axis_size("model")
+    return lax.dynamic_slice_in_dim(x, lax.axis_index("model") * length, length, cut(path))
+
+
+def all_parts(path, x):
+    """The inverse of :func:`own_part`."""
+    return x if cut(path) is None else lax.all_gather(x, "model", axis=cut(path), tiled=True)
+
+
+class Programs:
+    """What the devices do. ``start``, ``load``, ``step`` and ``save`` map trees whose leaves are a device's own."""
+
+    def __init__(self, args, layout, params):
+        self.args, self.layout = args, layout
+        self.wire_dtype = args.wire_dtype and jnp.dtype(args.wire_dtype)
+        self.adamw = optax.adamw(optax.cosine_onecycle_schedule(args.steps, 5e-3))
+        self.optimizer = self.adamw
+        if args.zero in (1, 2):
+            self.optimizer = parallel.zero(self.adamw, EXAMPLES, stage=args.zero, wire_dtype=self.wire_dtype)
+        if args.local_steps:
+            self.optimizer = parallel.diloco(self.adamw, None, args.local_steps, "data", wire_dtype=self.wire_dtype)
+
+        def shape_of_part(path, x):
+            shape = [n // args.model if i == cut(path) else n for i, n in enumerate(x.shape)]
+            return jax.ShapeDtypeStruct(shape, x.dtype)
+
+        self.shapes = jax.tree_util.tree_map_with_path(shape_of_part, params)
+
+    def start(self, params):
+        """Returns the first state, of whole parameters."""
+        own = jax.tree_util.tree_map_with_path(own_part, params)
+        if self.args.zero == 3:
+            own = parallel.shard(own, EXAMPLES)
+        return {"params": own, "opt_state": self.optimizer.init(own)}
+
+    def load(self, state):
+        """Returns this device's part of what :meth:`save` returned, on this layout or another."""
+        if self.args.local_steps:
+            state = jax.tree.map(lambda x: x[lax.axis_index("data")], state)
+        own = jax.tree_util.tree_map_with_path(own_part, state)
+        if self.args.zero:
+            own["opt_state"] = parallel.shard_state(self.adamw, own["opt_state"], EXAMPLES)
+        if self.args.zero == 3:
+            own["params"] = parallel.shard(own["params"], EXAMPLES)
+        return own
+
+    def save(self, state):
+        """Returns the state whole. Devices that train apart have states of their own, stacked along a first axis."""
+        state = dict(state)
+        if self.args.zero:
+            state["opt_state"] = parallel.unshard_state(self.adamw, state["opt_state"], self.shapes, EXAMPLES)
+        if self.args.zero == 3:
+            state["params"] = parallel.unshard(state["params"], self.shapes, EXAMPLES)
+        state = jax.tree_util.tree_map_with_path(all_parts, state)
+        return jax.tree.map(lambda x: lax.all_gather(x, "data"), state) if self.args.local_steps else state
+
+    def step(self, state, tokens, targets):
+        """Returns the next state, and the loss at this device's positions."""
+        params = state["params"]
+        loss, grads = self.loss_and_grads(params, (tokens, targets))
+        if self.args.local_steps:
+            grads = lax.pmean(grads, "context")
+        elif self.args.zero == 0:
+            grads = pc.pmean(grads, EXAMPLES, wire_dtype=self.wire_dtype)
+        updates, opt_state = self.optimizer.update(grads, state["opt_state"], params)
+        return {"params": optax.apply_updates(params, updates), "opt_state": opt_state}, loss
+
+    def loss_and_grads(self, params, batch):
+        layout = self.layout
+        if layout.schedule is None:
+
+            def gathered(name, fun):
+                return parallel.gathered(fun, self.shapes[name], EXAMPLES)
+
+            (names,) = layout.chunks
+            run = gpt.forward(names, gathered if self.args.zero == 3 else gpt.direct)
+            return jax.value_and_grad(lambda p: run(p, None, batch))(params)
+
+        tokens, targets = (x.reshape(self.args.microbatches, -1, x.shape[-1]) for x in batch)
+        stages = [gpt.forward(names) for names in layout.chunks]
+        between = jax.ShapeDtypeStruct((*tokens.shape[1:], self.args.width), jnp.float32)
+        run = parallel.pipeline(stages, layout.schedule, between, layout.across_stages)
+        loss, grads = run([{name: params[name] for name in names} for names in layout.chunks], (tokens, targets))
+        return loss, {name: g for chunk in grads for name, g in chunk.items()}
 
 
 # Training ----------------------------------------------------------------------------------------------------
-
-
-def whole(x, spec):
-    """Gathers an array of which each device along "model" holds a part."""
-    cut = tuple(spec)
-    return lax.all_gather(x, "model", axis=cut.index("model"), tiled=True) if "model" in cut else x
 
 
 def own_block(x, spec, mesh):
@@ -150,87 +253,112 @@ def own_block(x, spec, mesh):
     return x
 
 
-def train(params, param_specs, text, args, mesh):
-    """Returns this rank's own block of the trained parameters, and the loss of every step.
+def train(params, text, args, comm):
+    """Returns the loss of every step, and what it takes to draw a sample; after a signal there are fewer steps."""
+    layout = Layout(args, comm)
+    params = layout.own(params)
+    programs = Programs(args, layout, params)
+    own = P(AXES)  # of a leading axis that has an entry for each device
 
-    After a signal there are fewer steps.
-    """
-    optimizer = optax.adamw(optax.cosine_onecycle_schedule(args.steps, 5e-3))
-    opt_state = optimizer.init(params)
-    # Adam's moments are cut as the parameters are.
-    opt_specs = optax.tree.map_params(
-        optimizer, lambda _, spec: spec, opt_state, param_specs, transform_non_params=lambda _: P()
-    )
-    step = pc.shard_map(
-        make_step(optimizer, args.wire_dtype),
-        mesh=mesh,
-        in_specs=(param_specs, opt_specs, P("data")),
-        out_specs=(param_specs, opt_specs, P()),
-        donate_argnums=(0, 1),
-    )
-    # A checkpoint holds whole arrays, so that a training on another mesh can go on from it.
-    specs = {"params": param_specs, "opt_state": opt_specs}
-    # By JAX's types a gathered array still varies along the axis, so this program has no types.
-    gather = pc.shard_map(
-        lambda state: jax.tree.map(whole, state, specs), mesh=mesh, in_specs=(specs,), out_specs=P(), check_vma=False
-    )
+    def first(tree):
+        return jax.tree.map(lambda x: x[0], tree)
 
-    # The losses depend on these settings, and not on the mesh. Another Python has another library, so another text.
-    settings = {name: getattr(args, name) for name in ("steps", "batch_size", "layers", "width", "seed", "wire_dtype")}
+    def stacked(tree):
+        return jax.tree.map(lambda x: jnp.asarray(x)[None], tree)
+
+    rows = P("data", "context")
+    start = layout.on_devices(lambda params: stacked(programs.start(params)), P(), own)
+    load = layout.on_devices(lambda state: stacked(programs.load(state)), P(), own)
+    save = layout.on_devices(lambda state: programs.save(first(state)), own, P())
+    step = layout.on_devices(
+        lambda state, *batch: stacked(programs.step(first(state), *batch)), (own, rows, rows), own, donate_argnums=0
+    )
+    mean = layout.on_devices(lambda losses: lax.pmean(losses[0], AXES), own, P())
+
+    def by_name(state):
+        """Returns the whole arrays of all stages. A name tells where in the tree of a state an array is."""
+        named = {jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree.leaves_with_path(save(state))}
+        for others in layout.across_stages.mpi.allgather(named) if layout.across_stages else []:
+            named |= others
+        return named
+
+    # The losses depend on these settings, and not on the layout. Another Python has another library, so another text.
+    names = ["steps", "batch_size", "layers", "width", "seed", "wire_dtype", "local_steps"]
+    settings = {name: getattr(args, name) for name in (*names, *(["data"] if args.local_steps else []))}
     settings["text"] = zlib.crc32(text.tobytes())
-    checkpoints = Checkpoints(args.checkpoints, settings, mesh.comm)
-    start = {"params": params, "opt_state": opt_state, "losses": np.zeros(args.steps, np.float32)}
-    done, start = checkpoints.restore(start)
-    losses = list(start.pop("losses")[:done])
-    state = jax.tree.map(lambda x, spec: own_block(x, spec, mesh), start, specs)
-    params, opt_state = state["params"], state["opt_state"]
+    checkpoints = Checkpoints(args.checkpoints, settings, comm)
+    state, done, losses = start(params), 0, []
+    if checkpoints.enabled:
+        template = {**by_name(state), "losses": np.zeros(args.steps, np.float32)}
+        done, stored = checkpoints.restore(template)
+        losses = [np.full(len(layout.mesh.local_mesh.devices.flat), loss) for loss in stored["losses"][:done]]
+        if done:
+            state = load(jax.tree.map_with_path(lambda path, _: stored[jax.tree_util.keystr(path)], save(state)))
 
-    with tqdm(total=args.steps, initial=done, unit="step", disable=mesh.comm.rank != 0) as bar:
+    def mean_losses():
+        padded = [*losses, *[np.zeros_like(losses[0])] * (args.steps - len(losses))]
+        return np.asarray(mean(np.stack(padded, axis=1)))
+
+    with tqdm(total=args.steps, initial=done, unit="step", disable=comm.rank != 0) as bar:
         for i in range(done, args.steps):
             # Every rank draws the same numbers, and draws them again when it goes on from a checkpoint.
-            starts = draw_starts(text, CONTEXT, args.batch_size, (args.seed, i))
-            rows = own_block(text[starts[:, None] + np.arange(CONTEXT + 1)], P("data"), mesh)
-            params, opt_state, loss = step(params, opt_state, rows)
+            starts = draw_starts(text, gpt.CONTEXT, args.batch_size, (args.seed, i))
+            drawn = text[starts[:, None] + np.arange(gpt.CONTEXT + 1)]
+            batch = (own_block(x, rows, layout.mesh) for x in (drawn[:, :-1], drawn[:, 1:]))
+            state, loss = step(state, *batch)
             losses.append(loss)
             bar.update()
             if i % 20 == 19:  # reading the loss waits for it
-                bar.set_postfix(loss=f"{loss:.4f}")
+                bar.set_postfix(loss=f"{np.mean(loss):.4f}")
             asked = checkpoints.enabled and i % 20 == 19 and checkpoints.asked()
             if checkpoints.enabled and (asked or len(losses) % args.save_every == 0 or len(losses) == args.steps):
-                padded = np.pad(np.array(losses), (0, args.steps - len(losses)))
-                checkpoints.save(i + 1, {**gather({"params": params, "opt_state": opt_state}), "losses": padded})
+                checkpoints.save(i + 1, {**by_name(state), "losses": mean_losses()})
             if asked:
                 break
-    return params, [float(loss) for loss in losses]
+    return mean_losses()[: len(losses)].tolist(), by_name(state) if args.sample else None
+
+
+def draw_sample(state, args, vocabulary, text):
+    """Returns characters that the network draws, on one device."""
+
+    def param(name, key):
+        x = state[f"['params'][{name!r}][{key!r}]"]
+        return x.mean(axis=0) if args.local_steps else x
+
+    shapes = gpt.init_params(np.random.default_rng(), len(vocabulary), args.layers, args.width)
+    params = {name: {key: param(name, key) for key in part} for name, part in shapes.items()}
+    draw = lambda *arguments: gpt.sample(*arguments, args.layers, len(vocabulary))  # noqa: E731
+    for axis in AXES:
+        draw = jax.vmap(draw, None, axis_size=1, axis_name=axis)
+    tokens = jax.jit(draw)(params, text[: gpt.CONTEXT], jax.random.split(jax.random.key(args.seed), args.sample))
+    return "".join(vocabulary[np.asarray(tokens).reshape(-1)])
 
 
 def main():
     args = parse_arguments()
-    comm = pc.init(devices=args.devices)
-    mesh = pc.make_mesh((-1, args.model_parallel), ("data", "model"))
-    if args.batch_size % mesh.shape["data"] or HEADS % mesh.shape["model"] or args.width % HEADS:
-        error = (
-            f"train_gpt: expected --batch-size to be a multiple of {mesh.shape['data']}, --model-parallel to be a "
-            f"divisor of {HEADS} heads and --width to be a multiple of {HEADS}, got {args.batch_size}, "
-            f"{args.model_parallel} and {args.width}. Choose powers of two."
-        )
-        sys.exit(error if comm.rank == 0 else 1)
+    comm = pc.init(devices=args.devices or (1 if args.stage > 1 else None))
+    if args.microbatches is None:
+        args.microbatches = 2 * args.stage if args.stage > 1 else 1
+    devices = comm.size * len(pc.make_mesh((-1,), ("all",)).local_mesh.devices.flat)
+    if args.data is None:
+        args.data = max(1, devices // max(1, args.model * args.context * args.stage))
+    for problem in problems(args, devices):
+        sys.exit(f"train_gpt: {problem}" if comm.rank == 0 else 1)
+    if args.stage > 1 and args.schedule is None:
+        args.schedule = "1f1b"
 
     text, vocabulary = read_text()
     rng = np.random.default_rng(args.seed)  # gives the same numbers on all ranks
-    params, param_specs = init_params(rng, len(vocabulary), args.layers, args.width)
-    params, losses = train(params, param_specs, text, args, mesh)
+    params = gpt.init_params(rng, len(vocabulary), args.layers, args.width)
+    losses, state = train(params, text, args, comm)
     if comm.rank == 0:
         if args.losses:
             args.losses.write_text(json.dumps(losses))
         if len(losses) < args.steps:
             print(f"asked to stop after step {len(losses)}: the same command goes on from there")
         print(f"loss {losses[0]:.4f} -> {np.mean(losses[-20:]):.4f}, in nats per character")
-    if args.sample:  # on all ranks, since each may hold a part of the model
-        draw = pc.shard_map(sample, mesh=mesh, in_specs=(param_specs, P(), P()), out_specs=P())
-        tokens = draw(params, text[:CONTEXT], jax.random.split(jax.random.key(args.seed), args.sample))
-        if comm.rank == 0:
-            print("".join(vocabulary[np.asarray(tokens)]))
+        if args.sample:
+            print(draw_sample(state, args, vocabulary, text))
 
 
 if __name__ == "__main__":

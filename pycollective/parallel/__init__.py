@@ -6,7 +6,22 @@ from pycollective.parallel.join import join, mean_over_examples
 from pycollective.parallel.late import DelayedState, GossipState, delayed, gossip
 from pycollective.parallel.local import DiLoCoState, LocalState, diloco, local_sgd
 from pycollective.parallel.optimizer import clip_by_global_norm, shard_state, unshard_state, zero
+from pycollective.parallel.pipeline import measured, pipeline
+from pycollective.parallel.schedule_simulator import Simulation, Span, simulate
+from pycollective.parallel.schedules import (
+    Action,
+    Kind,
+    Schedule,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    with_messages,
+    zero_bubble,
+)
 from pycollective.parallel.sequence import ring_attention, ulysses
+from pycollective.parallel.spatial import conv, halo_exchange, reduce_window
+from pycollective.parallel.stages import activation_shapes
+from pycollective.parallel.subnets import draw_subnets, join_subnets, take_subnet
 from pycollective.parallel.tensor import (
     column_parallel,
     copy_to,
@@ -21,38 +36,58 @@ from pycollective.parallel.tensor import (
 )
 
 __all__ = [
+    "Action",
     "DelayedState",
     "DiLoCoState",
     "GossipState",
+    "Kind",
     "LocalState",
     "Routing",
+    "Schedule",
+    "Simulation",
+    "Span",
     "Statistics",
+    "activation_shapes",
     "clip_by_global_norm",
     "column_parallel",
+    "conv",
     "copy_to",
     "delayed",
     "diloco",
+    "draw_subnets",
     "experts",
     "gather_from",
     "gathered",
     "gossip",
+    "gpipe",
+    "halo_exchange",
+    "interleaved",
     "join",
     "join_from",
+    "join_subnets",
     "local_sgd",
     "mean_over_examples",
+    "measured",
+    "one_f_one_b",
+    "pipeline",
     "reduce_from",
+    "reduce_window",
     "ring_attention",
     "route",
     "row_parallel",
     "scatter_to",
     "shard",
     "shard_state",
+    "simulate",
     "sliced",
     "split_to",
+    "take_subnet",
     "ulysses",
     "unshard",
     "unshard_state",
     "vocabulary_cross_entropy",
     "vocabulary_embedding",
+    "with_messages",
     "zero",
+    "zero_bubble",
 ]

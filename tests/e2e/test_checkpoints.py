@@ -11,22 +11,24 @@ import pytest
 from tests.e2e.launch import EXAMPLES, losses, mpirun
 
 GPT = ["train_gpt.py", "--steps", "16", "--save-every", "8", "--checkpoints", "saved"]
+# On 4 devices each has a fourth of Adam's state, then half of each layer and a half of that, then half of the layers.
+OTHER_LAYOUTS = [(1, 4, "--data 2 --model 2 --zero 3"), (2, 1, "--stage 2")]
 pytestmark = pytest.mark.whole
 
 
 def test_another_number_of_ranks_goes_on(tmp_path: Path) -> None:
-    whole = losses(tmp_path, 2, *GPT, "--model-parallel", "4", devices=2)
+    whole = losses(tmp_path, 2, *GPT, "--zero", "2", devices=2)
     steps = sorted(int(path.name) for path in (tmp_path / "saved").iterdir())
     assert len(steps) == 2
-    # The training looks as if it had been killed after the checkpoint before the last.
-    shutil.rmtree(tmp_path / "saved" / str(steps[-1]))
-    resumed = losses(tmp_path, 1, *GPT, "--model-parallel", "2", devices=2)
-    np.testing.assert_allclose(resumed, whole, rtol=1e-4)
-    again = sorted(int(path.name) for path in (tmp_path / "saved").iterdir())
-    assert again == steps
     kept = len(whole) * steps[0] // steps[1]
-    np.testing.assert_array_equal(resumed[:kept], whole[:kept])  # these losses were read
-    assert (resumed[kept:] != whole[kept:]).any()  # these steps were trained again, with sums in another order
+    for ranks, devices, layout in OTHER_LAYOUTS:
+        # The training looks as if it had been killed after the checkpoint before the last.
+        shutil.rmtree(tmp_path / "saved" / str(steps[-1]))
+        resumed = losses(tmp_path, ranks, *GPT, *layout.split(), devices=devices)
+        np.testing.assert_allclose(resumed, whole, rtol=1e-4, err_msg=layout)
+        assert sorted(int(path.name) for path in (tmp_path / "saved").iterdir()) == steps
+        np.testing.assert_array_equal(resumed[:kept], whole[:kept])  # these losses were read
+        assert (resumed[kept:] != whole[kept:]).any()  # these steps were trained again, with sums in another order
 
     # A checkpoint of other settings is refused.
     done = mpirun(1, str(EXAMPLES / GPT[0]), *GPT[1:], "--seed", "7", timeout=60, cwd=tmp_path)

@@ -41,7 +41,7 @@ def gpt_on_one_device(tmp_path_factory: pytest.TempPathFactory) -> np.ndarray:
 def test_gpt(tmp_path: Path, gpt_on_one_device: np.ndarray) -> None:
     one = gpt_on_one_device
     assert one[-1] < one[0]
-    many = losses(tmp_path, 2, "train_gpt.py", *TEN, "--model-parallel", "2", devices=2)
+    many = losses(tmp_path, 2, "train_gpt.py", *TEN, "--model", "2", devices=2)
     np.testing.assert_allclose(many, one, rtol=1e-4)
 
 

@@ -1,0 +1,60 @@
+"""Pictures of schedules, as they are planned and as they ran."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from pycollective.parallel.schedule_simulator import Simulation
+from pycollective.parallel.schedules import Kind
+
+_COLOURS = {
+    Kind.FORWARD: ("#6baed6", "forward"),
+    Kind.BACKWARD: ("#74c476", "backward"),
+    Kind.BACKWARD_INPUTS: ("#a1d99b", "backward of inputs"),
+    Kind.BACKWARD_WEIGHTS: ("#fdae6b", "backward of weights"),
+}
+
+
+def picture(simulation: Simulation, path: str | Path) -> None:
+    """Draws when each rank computes what.
+
+    Each rank has a row, and each computation a bar with the number of its microbatch. Later chunks have paler bars.
+
+    Args:
+        simulation: what :func:`simulate` or :func:`measured` gives.
+        path: the file to write, in the format that its suffix names, such as ``.svg`` or ``.png``.
+
+    Example:
+        >>> import tempfile
+        >>> from pycollective.parallel.schedules import one_f_one_b
+        >>> from pycollective.parallel.schedule_simulator import simulate
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     picture(simulate(one_f_one_b(4, 8)), f"{folder}/planned.svg")
+    """
+    draw(simulation).savefig(path)
+
+
+def draw(simulation: Simulation) -> Figure:
+    """Returns the figure that :func:`picture` writes."""
+    schedule = simulation.schedule
+    figure = Figure(figsize=(12, 1.4 + 0.5 * schedule.stages), layout="constrained")
+    axes = figure.subplots()
+    used = dict.fromkeys(_COLOURS, False)
+    for rank, spans in enumerate(simulation.spans):
+        for action, start, end in spans:
+            if action.peer is not None:
+                continue
+            used[action.kind] = True
+            paler = 1 - 0.6 * action.chunk / schedule.chunks
+            axes.barh(rank, end - start, left=start, color=_COLOURS[action.kind][0], alpha=paler, edgecolor="white")
+            axes.text((start + end) / 2, rank, str(action.microbatch), ha="center", va="center", fontsize="x-small")
+    axes.set_yticks(range(schedule.stages), [f"rank {rank}" for rank in range(schedule.stages)])
+    axes.invert_yaxis()
+    sizes = f"{schedule.stages} ranks, {schedule.microbatches} microbatches, {schedule.chunks} stages on each rank"
+    axes.set(xlabel="time", title=f"{schedule.name}: {sizes}; bubble {100 * simulation.bubble:.1f} %")
+    legend = [Patch(color=colour, label=label) for kind, (colour, label) in _COLOURS.items() if used[kind]]
+    figure.legend(handles=legend, loc="outside lower center", ncols=len(_COLOURS), fontsize="small")
+    return figure

@@ -1,0 +1,176 @@
+"""Simulates schedules of pipelines: do ranks wait for each other for ever, how large is the bubble, what do they keep?
+
+Ranks compute for C_0, C_1, ... and all are done after T. Then the bubble is
+
+    (p T - (C_0 + C_1 + ...)) / (p T)
+
+which is the share of their time in which they do not compute.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, product
+from typing import NamedTuple
+
+from pycollective.parallel.schedules import Action, Kind, Schedule, costs_of, letter_of, need_of, refuse
+
+
+class Span(NamedTuple):
+    """When an action began and ended."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """How a schedule runs.
+
+    Attributes:
+        schedule: the schedule.
+        spans: for each rank when its actions run, in their order.
+        total: the time from the start of the first action to the end of the last one.
+        bubble: the share of the ranks' time in which they do not compute.
+        peaks: for each rank the most activations that it keeps at one time: one for each chunk and microbatch from its
+            forward pass to the end of its backward passes.
+    """
+
+    schedule: Schedule
+    spans: tuple[tuple[Span, ...], ...]
+    total: float
+    bubble: float
+    peaks: tuple[int, ...]
+
+    @classmethod
+    def of(cls, schedule: Schedule, spans: Sequence[Sequence[Span]]) -> Simulation:
+        """Makes one from the times of actions."""
+        every = [span for own in spans for span in own]
+        total = max(span.end for span in every) - min(span.start for span in every)
+        computing = sum(span.end - span.start for span in every if span.action.peer is None)
+        of_all = schedule.stages * total
+        bubble = (of_all - computing) / of_all if total else 0.0
+        return cls(schedule, tuple(map(tuple, spans)), total, bubble, tuple(map(_peak, schedule.actions)))
+
+
+def _peak(actions: Sequence[Action]) -> int:
+    steps = [(a.kind is Kind.FORWARD) - (a.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHTS)) for a in actions]
+    return max(accumulate(steps))
+
+
+def simulate(
+    schedule: Schedule,
+    *,
+    forward: float = 1.0,
+    backward_inputs: float = 1.0,
+    backward_weights: float = 1.0,
+    send: float = 0.0,
+) -> Simulation:
+    """Finds out when each action of a schedule runs, if a rank that sends waits for the rank that receives.
+
+    That is the worst case: MPI may take small messages at once. A schedule that runs here cannot make ranks wait for
+    each other for ever.
+
+    Args:
+        schedule: the schedule.
+        forward: the time of a forward pass of one stage and microbatch, in any unit.
+        backward_inputs: the time of a backward pass of inputs. A whole backward pass takes both times.
+        backward_weights: the time of a backward pass of weights.
+        send: the time of a message, for both ranks.
+
+    Returns:
+        The times, the bubble, and what each rank keeps.
+
+    Raises:
+        ValueError: ranks would wait for each other for ever, or a rank's actions are not those that the numbers of
+            stages, microbatches and chunks need, in an order in which each has what it needs.
+
+    Example:
+        >>> from pycollective.parallel.schedules import one_f_one_b
+        >>> simulation = simulate(one_f_one_b(2, 3), forward=2, backward_inputs=2, backward_weights=2)
+        >>> simulation.total, simulation.bubble
+        (24.0, 0.25)
+    """
+    _check_actions(schedule)
+    costs = costs_of(forward, backward_inputs, backward_weights)
+    left = [list(order)[::-1] for order in schedule.actions]
+    spans: list[list[Span]] = [[] for _ in left]
+    free = [0.0] * schedule.stages
+
+    def run(rank: int, start: float, duration: float) -> None:
+        free[rank] = start + duration
+        spans[rank].append(Span(left[rank].pop(), start, free[rank]))
+
+    running = list(range(schedule.stages))
+    while running:
+        rank = running.pop()
+        while left[rank] and (action := left[rank][-1]).peer is None:
+            run(rank, free[rank], costs[action.kind])
+        peer = left[rank][-1].peer if left[rank] else None
+        if peer is not None and left[peer] and left[peer][-1] == _other_end(left[rank][-1], rank, schedule):
+            start = max(free[rank], free[peer])
+            run(rank, start, send)
+            run(peer, start, send)
+            running += [rank, peer]
+    if any(left):
+        next_of = {rank: order[-1] for rank, order in enumerate(left) if order}
+        refuse("simulate", "an order in which no ranks wait for each other for ever", _waits(next_of))
+    return Simulation.of(schedule, spans)
+
+
+def _other_end(action: Action, rank: int, schedule: Schedule) -> Action:
+    """Returns the action of the peer that belongs to a message of this rank."""
+    is_activation = action.kind in (Kind.SEND_ACTIVATION, Kind.RECEIVE_ACTIVATION)
+    is_send = action.kind in (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT)
+    stage = action.chunk * schedule.stages + rank + (1 if is_activation is is_send else -1)
+    what = "activation" if is_activation else "gradient"
+    kind = Kind(f"receive_{what}" if is_send else f"send_{what}")
+    return Action(kind, stage // schedule.stages, action.microbatch, rank)
+
+
+def _waits(next_of: Mapping[int, Action]) -> str:
+    """Says for each rank of a circle what it waits for."""
+    circle = [min(next_of)]
+    while (peer := next_of[circle[-1]].peer) not in circle:
+        circle.append(peer)  # type: ignore[arg-type]  # only messages wait
+    circle = circle[circle.index(peer) :]
+    return "; ".join(f"rank {rank} waits for rank {next_of[rank].peer} in its {next_of[rank]}" for rank in circle)
+
+
+def _check_actions(schedule: Schedule) -> None:
+    """Raises ValueError if some rank has not the actions that it needs, each once and after those that it needs."""
+    stages, chunks = schedule.stages, schedule.chunks
+    if len(schedule.actions) != stages:
+        refuse("simulate", f"the actions of {stages} ranks", f"those of {len(schedule.actions)}")
+    for rank, actions in enumerate(schedule.actions):
+        split = {action[1:3] for action in actions if action.kind is Kind.BACKWARD_INPUTS}
+        earlier: dict[Action, list[Action]] = {}  # for each action those that must come before it
+        for place in product(range(chunks), range(schedule.microbatches)):
+            forward = Action(Kind.FORWARD, *place)
+            backward = Action(Kind.BACKWARD_INPUTS if place in split else Kind.BACKWARD, *place)
+            earlier |= {forward: [], backward: [forward]}
+            if place in split:
+                earlier[Action(Kind.BACKWARD_WEIGHTS, *place)] = [backward]
+            for action in (forward, backward):
+                if (need := need_of(action, rank, stages, chunks)) is not None:
+                    earlier[action].append(need)
+                    earlier |= {need: []} if need.peer != rank else {}
+                if (letter := letter_of(action, rank, stages, chunks)) is not None and letter.peer != rank:
+                    earlier[letter.send] = [action]
+        wrong = Counter(actions)
+        wrong.subtract(list(earlier))
+        if others := [action for action, times in wrong.items() if times != 0]:
+            times = wrong[others[0]] + (others[0] in earlier)
+            expected = f"{int(others[0] in earlier)} of {others[0]} on rank {rank}"
+            refuse("simulate", expected, f"{times}")
+        done: set[Action] = set()
+        for action in actions:
+            if late := [other for other in earlier[action] if other not in done]:
+                refuse("simulate", f"{late[0]} before {action} on rank {rank}", "it after that, or never")
+            done.add(action)
+            letter = letter_of(action, rank, stages, chunks) if action.peer is None else None
+            if letter is not None and letter.peer == rank:
+                done.add(letter.receive)

@@ -1,0 +1,104 @@
+"""Splits a backward pass in two: first the gradients of a stage's inputs, later those of its weights.
+
+The rank before waits for the first part alone. It has the equations that the first results need. The second part has
+the others, and takes from the first one what both need, so nothing is computed twice:
+
+    dy' = dy * f'(z)        first; both need dy'
+    dx  = dy' w^T           first
+    dw  = x^T dy'           second
+
+Source: the passes B and W of arXiv:2401.10241, section 2.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
+
+from pycollective.ordering.jaxprs import evaluate, reads, rebind
+
+Array = Any
+
+
+class Split(NamedTuple):
+    """A program in two parts.
+
+    Attributes:
+        first: gives the first results, and then what the second part takes from it.
+        second: gives the other results from some arguments of the program, and then from what the first part gives.
+        again: the places of the arguments that the second part takes.
+    """
+
+    first: ClosedJaxpr
+    second: ClosedJaxpr
+    again: tuple[int, ...]
+
+
+def split(closed: ClosedJaxpr, results: int, *args: Array) -> Split:
+    """Splits a program after its first results.
+
+    An equation that gives something for both, such as a scan or a checkpoint, is in the first part as a whole. A call
+    of a jitted function is not one equation: it stands for those inside. A program with references is not split: its
+    second part is empty.
+
+    Args:
+        closed: the program.
+        results: the number of its first results.
+        args: its arguments, or what has their types.
+
+    Returns:
+        The two parts.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> def backward(x, w, dy):
+        ...     dz = dy * jnp.cos(x @ w)
+        ...     return dz @ w.T, x.T @ dz
+        >>> args = jnp.ones((2, 3)), jnp.ones((3, 3)), jnp.ones((2, 3))
+        >>> parts = split(jax.make_jaxpr(backward)(*args), 1, *args)
+        >>> [str(part).count("dot_general[") for part in (parts.first, parts.second)]  # x @ w, dx; dw
+        [2, 1]
+    """
+    closed = jax.make_jaxpr(lambda *args: evaluate(closed, _inlined, *args))(*args)
+    jaxpr = closed.jaxpr
+    outs = jaxpr.outvars
+    whole = any(hasattr(var.aval, "inner_aval") for eqn in jaxpr.eqns for var in eqn.outvars)
+    first = jaxpr.eqns if whole else _needed(jaxpr.eqns, outs[:results], effects=False)
+    chosen = set(map(id, first))
+    second = _needed([eqn for eqn in jaxpr.eqns if id(eqn) not in chosen], outs[results:], effects=True)
+    made = {var for eqn in second for var in eqn.outvars}
+    taken = dict.fromkeys(
+        var
+        for var in (*(var for eqn in second for var in reads(eqn)), *(v for v in outs[results:] if isinstance(v, Var)))
+        if var not in made and var not in jaxpr.constvars
+    )
+    again = tuple(i for i, var in enumerate(jaxpr.invars) if var in taken)
+    given = [var for var in taken if var not in jaxpr.invars]
+    return Split(
+        ClosedJaxpr(jaxpr.replace(eqns=first, outvars=[*outs[:results], *given]), closed.consts),
+        ClosedJaxpr(
+            jaxpr.replace(eqns=second, invars=[*(jaxpr.invars[i] for i in again), *given], outvars=outs[results:]),
+            closed.consts,
+        ),
+        again,
+    )
+
+
+def _inlined(eqn: JaxprEqn, operands: list[Array]) -> Any:
+    """Evaluates an equation; of a jitted function each equation inside."""
+    if eqn.primitive.name in ("jit", "pjit"):
+        return evaluate(eqn.params["jaxpr"], _inlined, *operands)
+    return rebind(eqn, operands)
+
+
+def _needed(eqns: list[JaxprEqn], results: list[Any], *, effects: bool) -> list[JaxprEqn]:
+    """Returns the equations that some results need, and those with effects if asked."""
+    needed = {var for var in results if isinstance(var, Var)}
+    found = []
+    for eqn in reversed(eqns):
+        if not needed.isdisjoint(eqn.outvars) or (effects and eqn.effects):
+            found.append(eqn)
+            needed.update(reads(eqn))
+    return found[::-1]

@@ -1,0 +1,287 @@
+"""The stages of a pipeline on one rank: the programs of each, traced once for all microbatches; what passes between.
+
+y, residuals = forward(params, x, microbatch)
+dx, dparams  = backward(residuals, dy)        or in two parts, see split_backward
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Var
+
+from pycollective.errors import message
+from pycollective.ordering import jax_internals
+from pycollective.ordering.jaxprs import dependents, evaluate, rebind
+from pycollective.parallel.axes import AxisName, has_types, name_of, names_of
+from pycollective.parallel.split_backward import split
+from pycollective.ranks.communicator import Communicator
+
+Array = Any
+Tree = Any
+Stage = Callable[[Tree, Tree, Tree], Tree]
+"""A function of parameters, of what the stage before gave (None on the first one), and of a microbatch."""
+
+
+def activation_shapes(
+    stage: Stage | Sequence[Stage],
+    params: Tree,
+    microbatch: Tree,
+    comm: Communicator,
+    *,
+    axis_env: Sequence[tuple[Any, int]] = (),
+) -> list[Tree]:
+    """Finds out what passes from each stage of a pipeline to the next. All ranks must make this call, outside traces.
+
+    Each rank traces its own stages. The shapes go from rank to rank. If a stage does not fit what it gets, all ranks
+    raise the same error.
+
+    Args:
+        stage: this rank's stage, or its v stages, as for :func:`pipeline`.
+        params: this rank's parameters, or a sequence of v trees of them. Arrays or :class:`jax.ShapeDtypeStruct`.
+        microbatch: one microbatch, without the axis of microbatches. Arrays or :class:`jax.ShapeDtypeStruct`.
+        comm: the ranks of the pipeline.
+        axis_env: names and sizes of the other axes that stages name: ``[("data", 2)]``.
+
+    Returns:
+        A tree of :class:`jax.ShapeDtypeStruct` for each stage but the last one, the same on all ranks.
+
+    Raises:
+        ValueError: on all ranks, if a stage cannot take what the stage before gives, if the last one gives no loss, or
+            if ranks have different numbers of stages.
+
+    Example:
+        >>> import jax.numpy as jnp, pycollective as pc
+        >>> comm = pc.world()
+        >>> def stage(w, x, microbatch):
+        ...     y = jnp.tanh((microbatch if x is None else x) @ w)
+        ...     return y.sum() if comm.rank == comm.size - 1 else y
+        >>> shapes = activation_shapes(stage, jnp.ones((3, 3)), jnp.ones((8, 3)), comm)
+        >>> [x.shape for x in shapes] == [(8, 3)] * (comm.size - 1)
+        True
+    """
+    functions, of_chunks = ((stage,), [params]) if callable(stage) else (tuple(stage), list(params))
+    numbers = comm.mpi.allgather((len(functions), len(of_chunks)))
+    if {n for pair in numbers for n in pair} != {len(functions)}:
+        got = f"{[n for n, _ in numbers]}, and {[n for _, n in numbers]} trees of parameters"
+        _refuse("activation_shapes", "the same number of stages on each rank", got)
+    shapes: list[Tree] = []
+    for number in range(comm.size * len(functions)):
+        chunk, owner = divmod(number, comm.size)
+        y, problem, cause = None, "", None
+        if owner == comm.rank:
+            x = shapes[-1] if shapes else None
+            try:
+                traced = jax.make_jaxpr(functions[chunk], axis_env=list(axis_env), return_shape=True)
+                y = jax.tree.map(_struct, traced(of_chunks[chunk], x, microbatch)[1])
+            except Exception as error:  # whatever a stage raises: all ranks must hear of it
+                what = "a microbatch alone" if x is None else f"what the stage before gives, {describe(x)}"
+                problem, cause = f"{what}: {type(error).__name__}: {error}", error
+        y, problem = comm.mpi.bcast((y, problem), root=owner)
+        if problem:
+            _refuse("activation_shapes", f"stage {number}, on rank {owner}, to take what it gets", problem, cause)
+        shapes.append(y)
+    check_loss("activation_shapes", shapes[-1])
+    return shapes[:-1]
+
+
+def _struct(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def _refuse(where: str, expected: str, got: str, cause: Exception | None = None) -> None:
+    remedy = "Let each stage take what the stage before it gives, and the last one give the loss."
+    raise ValueError(message(f"parallel.{where}", expected, got, remedy)) from cause
+
+
+def check_loss(where: str, y: Tree) -> None:
+    """Raises ValueError if the result of the last stage is no floating-point number."""
+    if not (hasattr(y, "dtype") and y.shape == () and jnp.issubdtype(y.dtype, jnp.floating)):
+        _refuse(where, "a loss, one floating-point number, from the last stage", describe(y))
+
+
+def describe(tree: Tree) -> str:
+    """Describes the shapes and dtypes of a tree in a message.
+
+    Example:
+        >>> describe({"x": jnp.ones((2, 3)), "n": jnp.int32(1)})
+        "int32[] at ['n'], float32[2,3] at ['x']"
+    """
+    texts = []
+    for path, x in jax.tree_util.tree_leaves_with_path(tree):
+        is_array = hasattr(x, "shape") and hasattr(x, "dtype")
+        text = f"{x.dtype}[{','.join(map(str, x.shape))}]" if is_array else type(x).__name__
+        texts.append(f"{text} at {name_of(path)}" if path else text)
+    return ", ".join(texts) or "nothing"
+
+
+def is_inexact(dtype: Any) -> bool:
+    """Returns whether arrays of this dtype have gradients."""
+    return bool(jnp.issubdtype(dtype, jnp.inexact))
+
+
+def with_gradients(tree: Tree) -> list[Any]:
+    """Returns the leaves that have gradients."""
+    return [x for x in jax.tree.leaves(tree) if is_inexact(x.dtype)]
+
+
+def vary(x: Array, names: Sequence[Any]) -> Array:
+    """Returns ``x``, of a type that varies along these axes as well."""
+    missing = tuple(name for name in names if name not in jax_internals.varying_axes(x))
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+class Place(NamedTuple):
+    """Where a stage is.
+
+    Attributes:
+        number: its number.
+        shapes: what passes after each stage but the last.
+        varying: the axes along which that varies.
+    """
+
+    number: int
+    shapes: Sequence[Tree]
+    varying: AxisName
+
+    @property
+    def takes(self) -> Tree:
+        """What the stage before gives."""
+        return self.shapes[self.number - 1] if self.number > 0 else None
+
+    @property
+    def gives(self) -> Tree:
+        """What passes after this stage; None after the last one."""
+        return None if self.is_last else self.shapes[self.number]
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it gives the loss."""
+        return self.number == len(self.shapes)
+
+    @property
+    def axes(self) -> tuple[Any, ...]:
+        """The axes along which what passes varies, where JAX's types say that."""
+        names = names_of(self.varying)
+        return names if names and has_types(names) else ()
+
+    def checked(self, y: Tree) -> Tree:
+        """Returns what the stage gives, of the type that passes.
+
+        Raises:
+            ValueError: it is not what passes after this stage.
+        """
+        if self.is_last:
+            check_loss("pipeline", y)
+        elif describe(y) != describe(self.gives) or jax.tree.structure(y) != jax.tree.structure(self.gives):
+            remedy = "Take what passes from activation_shapes, which all ranks call."
+            expected = f"stage {self.number} to give {describe(self.gives)}, as between says"
+            raise ValueError(message("parallel.pipeline", expected, describe(y), remedy))
+        for x in jax.tree.leaves(y):
+            if others := jax_internals.varying_axes(x).difference(self.axes):
+                remedy = "Name these axes in varying, on all ranks."
+                expected = f"what stage {self.number} gives to vary along {list(self.axes)} at most"
+                raise ValueError(message("parallel.pipeline", expected, f"along {sorted(map(str, others))}", remedy))
+        # The gradient of a loss that is the same along an axis counts it once, so it must stay so.
+        return y if self.is_last else jax.tree.map(lambda x: vary(x, self.axes), y)
+
+
+class Chunk:
+    """A stage of this rank, and the sum of its gradients.
+
+    Attributes:
+        place: where it is.
+        grads: the leaves of the gradients so far; None before the first ones.
+    """
+
+    def __init__(self, function: Stage, params: Tree, place: Place) -> None:
+        self.place = place
+        self.grads: list[Array] | None = None
+        self._function, self._params = function, params
+        self._forward: Callable[..., list[Array]] | None = None
+        self._backward: tuple[Callable[..., list[Array]], ...] = ()
+        self._shared: dict[int, Array] = {}
+
+    def forward(self, x: Tree, microbatch: Tree) -> tuple[Tree, list[Array]]:
+        """Returns what the stage gives, and this microbatch's residuals.
+
+        A residual that depends on parameters alone, such as weights in another dtype, is kept once for all of them.
+        """
+        if self._forward is None:
+            self._forward = self._trace_forward(x, microbatch)
+        outs = self._forward(*jax.tree.leaves((self._params, x, microbatch)))
+        results = self._results.num_leaves
+        for i, residual in enumerate(outs[results:]):
+            if not self._own[i]:
+                self._shared.setdefault(i, residual)
+        return self._results.unflatten(outs[:results]), [outs[results + i] for i, own in enumerate(self._own) if own]
+
+    def _trace_forward(self, x: Tree, microbatch: Tree) -> Callable[..., list[Array]]:
+        def forward(params: Tree, x: Tree, microbatch: Tree) -> tuple[Tree, list[Array]]:
+            y, pullback = jax.vjp(lambda p, x: self.place.checked(self._function(p, x, microbatch)), params, x)
+            residuals, self._pullback = jax.tree.flatten(pullback)
+            self._loss_axes = tuple(jax_internals.varying_axes(y)) if self.place.is_last else ()
+            return y, residuals
+
+        closed, (y, _) = jax.make_jaxpr(forward, return_shape=True)(self._params, x, microbatch)
+        self._results, self._given = jax.tree.structure(y), [_struct(leaf) for leaf in jax.tree.leaves(y)]
+        params = len(jax.tree.leaves(self._params))
+        changing = dependents(closed.jaxpr, closed.jaxpr.invars[params:])
+        residuals = closed.jaxpr.outvars[len(self._given) :]
+        self._own = [isinstance(var, Var) and var in changing for var in residuals]
+        return _compiled(closed)
+
+    def cotangent_of_loss(self, weight: float) -> list[Array]:
+        """Returns the cotangent of the loss: its weight in the value."""
+        return [vary(jnp.asarray(weight, self._given[0].dtype), self._loss_axes)]
+
+    def backward(self, residuals: list[Array], dy: list[Array]) -> tuple[list[Array], list[Array]]:
+        """Returns the gradients of the inputs and of the parameters."""
+        args = self._with_shared(residuals) + dy
+        if not self._backward:
+            self._backward = (_compiled(jax.make_jaxpr(self._pull)(*args)),)
+        outs = self._backward[0](*args)
+        inputs = len(with_gradients(self.place.takes))
+        return outs[:inputs], outs[inputs:]
+
+    def backward_inputs(self, residuals: list[Array], dy: list[Array]) -> tuple[list[Array], list[Array]]:
+        """Returns the gradients of the inputs, and what :meth:`backward_weights` takes of this microbatch."""
+        args = self._with_shared(residuals) + dy
+        inputs = len(with_gradients(self.place.takes))
+        if not self._backward:
+            parts = split(jax.make_jaxpr(self._pull)(*args), inputs, *args)
+            self._backward = _compiled(parts.first), _compiled(parts.second)
+            self._again = parts.again
+        outs = self._backward[0](*args)
+        return outs[:inputs], [args[i] for i in self._again if i not in self._shared] + outs[inputs:]
+
+    def backward_weights(self, taken: list[Array]) -> list[Array]:
+        """Returns the gradients of the parameters."""
+        rest = iter(taken)
+        again = [self._shared[i] if i in self._shared else next(rest) for i in self._again]
+        return self._backward[1](*again, *rest)
+
+    def add(self, grads: list[Array]) -> None:
+        """Adds gradients of the parameters."""
+        self.grads = grads if self.grads is None else [a + b for a, b in zip(self.grads, grads, strict=True)]
+
+    def _with_shared(self, residuals: list[Array]) -> list[Array]:
+        rest = iter(residuals)
+        return [next(rest) if own else self._shared[i] for i, own in enumerate(self._own)]
+
+    def _pull(self, *args: Array) -> list[Array]:
+        """Applies the pullback to residuals and to the cotangents of the leaves that have gradients."""
+        residuals, rest = list(args[: len(self._own)]), iter(args[len(self._own) :])
+        cotangents = [next(rest) if is_inexact(y.dtype) else np.zeros(y.shape, jax.dtypes.float0) for y in self._given]
+        dparams, dx = jax.tree.unflatten(self._pullback, residuals)(self._results.unflatten(cotangents))
+        return with_gradients(dx) + jax.tree.leaves(dparams)
+
+
+def _compiled(closed: Any) -> Callable[..., list[Array]]:
+    """Returns a program as a function that JAX lowers once, however often it is called."""
+    return jax.jit(lambda *args: evaluate(closed, rebind, *args))
