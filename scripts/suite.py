@@ -212,7 +212,7 @@ def steps(*, everything: bool, install: bool) -> list[Step]:
         Step(name="ruff format", command=(f"{bin_of('mpich')}/ruff", "format", "--check", "."), **apart),
         by_itself(
             "unit tests, docstring examples", *side_by_side, "tests/unit", *DOCTESTS,
-            kind="unit", limit=300,
+            kind="unit", limit=900, fast=True,
         ),
         on_ranks(2, "docstring examples", *DOCTESTS, kind="unit", fast=False),
         Step(name="documentation", command=("scripts/docs",), kind="unit", limit=600, **whole),

@@ -24,7 +24,7 @@ from jax.experimental import io_callback
 
 from pycollective.collectives import mpi_collectives as mpi
 from pycollective.errors import message
-from pycollective.parallel.axes import AxisName, name_of
+from pycollective.parallel.axes import AxisName, axis_size, name_of, names_of
 from pycollective.parallel.schedule_simulator import Simulation, Span, simulate
 from pycollective.parallel.schedules import Action, Kind, Schedule, letter_of, need_of
 from pycollective.parallel.stages import Chunk, Place, Stage, is_inexact, vary, with_gradients
@@ -65,7 +65,8 @@ def pipeline(
         leading axis of length m, the microbatches. A stage gets one microbatch without that axis. All ranks may pass
         the same arrays, or each those that its stages read. It returns
 
-        - the mean of the losses of the microbatches, on all ranks: a scalar of JAX's default floating-point dtype;
+        - the mean of the losses of the microbatches, on all ranks: a scalar of JAX's default floating-point dtype. By
+          JAX's types it varies along ``varying``;
         - its gradients with respect to the parameters, in their shapes and dtypes. They are added up in that dtype.
 
         Call it on all ranks, inside :func:`pycollective.jit`, or :func:`pycollective.shard_map` over other axes.
@@ -73,7 +74,9 @@ def pipeline(
     Raises:
         ValueError: the schedule is for another number of ranks, or would make them wait for ever; the numbers of
             stages, parameters or microbatches are not those of the schedule; a stage gives something else than
-            ``between`` says; the loss is no number.
+            ``between`` says; the loss is no number. What this rank's stage gives is checked on this rank alone: take
+            ``between`` from :func:`activation_shapes`, which raises on all ranks.
+        NameError: an axis of ``varying`` is not bound.
 
     Differentiation: none. Over other axes derivatives are those of :func:`jax.grad` at that place: with pmap's meaning
     of the sum of all devices' losses, which ``lax.pmean(grads, "data")`` makes a mean. Order: that of the schedule.
@@ -100,6 +103,8 @@ def pipeline(
     simulate(schedule)
 
     def value_and_grad(params: Tree, microbatches: Tree) -> tuple[Array, Tree]:
+        if names_of(varying):
+            axis_size("pipeline", varying)  # raises if it is not bound
         microbatches = jax.tree.map(jnp.asarray, microbatches)
         for path, x in jax.tree_util.tree_leaves_with_path(microbatches):
             _check(

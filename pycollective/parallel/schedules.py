@@ -359,5 +359,5 @@ def letter_of(action: Action, rank: int, stages: int, chunks: int) -> Letter | N
 
 def refuse(where: str, expected: str, got: str) -> NoReturn:
     """Raises ValueError for a schedule that is not possible."""
-    remedy = "pycollective.parallel.with_messages makes a schedule from computations in an order that is possible."
+    remedy = "Take pycollective.parallel.with_messages: it brings computations into an order that is possible."
     raise ValueError(message(f"parallel.{where}", expected, got, remedy))

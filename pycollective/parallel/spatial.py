@@ -50,7 +50,7 @@ def halo_exchange(
             one that is larger than a block.
         axis: the dimension of ``x`` along which the array is cut.
         periodic: whether the last block lies before the first one.
-        fill: the entries beyond the borders of an array that is not periodic, of the dtype of ``x``.
+        fill: the entries beyond the borders of an array that is not periodic; cast as by :func:`jax.numpy.full_like`.
 
     Returns:
         The block with ``before + x.shape[axis] + after`` entries along ``axis``.

@@ -69,11 +69,8 @@ def split(closed: ClosedJaxpr, results: int, *args: Array) -> Split:
     chosen = set(map(id, first))
     second = _needed([eqn for eqn in jaxpr.eqns if id(eqn) not in chosen], outs[results:], effects=True)
     made = {var for eqn in second for var in eqn.outvars}
-    taken = dict.fromkeys(
-        var
-        for var in (*(var for eqn in second for var in reads(eqn)), *(v for v in outs[results:] if isinstance(v, Var)))
-        if var not in made and var not in jaxpr.constvars
-    )
+    read = [var for eqn in second for var in reads(eqn)] + [var for var in outs[results:] if isinstance(var, Var)]
+    taken = dict.fromkeys(var for var in read if var not in made and var not in jaxpr.constvars)
     again = tuple(i for i, var in enumerate(jaxpr.invars) if var in taken)
     given = [var for var in taken if var not in jaxpr.invars]
     return Split(

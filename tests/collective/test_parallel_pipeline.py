@@ -308,6 +308,8 @@ def test_wrong_arguments(world: pc.Communicator) -> None:
         pc.jit(run)(1.0, jnp.ones((3, 3)))
     with pytest.raises(ValueError, match=r"parameters with gradients, got int32 at \['n'\]"):
         pc.jit(run)({"n": jnp.int32(1)}, jnp.ones((2, 3)))
+    with pytest.raises(NameError, match="parallel.pipeline: expected a call where the axis 'data' is bound"):
+        pc.jit(pipeline(stage, schedule, like, world, varying="data"))(1.0, jnp.ones((2, 3)))
     two = pipeline([stage, stage], interleaved(p, 2, 2), like, world)
     with pytest.raises(ValueError, match="expected 2 trees of parameters, got 3"):
         pc.jit(two)([1.0, 1.0, 1.0], jnp.ones((2, 3)))

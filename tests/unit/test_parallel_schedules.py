@@ -205,7 +205,7 @@ def test_a_circle_is_told() -> None:
     schedule = dataclasses.replace(good, actions=(good.actions[0], tuple(one)))
     text = (
         "rank 0 waits for rank 1 in its send_activation with rank 1 of microbatch 1, chunk 0; "
-        "rank 1 waits for rank 0 in its send_gradient with rank 0 of microbatch 0, chunk 0. pycollective.parallel.with"
+        "rank 1 waits for rank 0 in its send_gradient with rank 0 of microbatch 0, chunk 0. Take pycollective.par"
     )
     with pytest.raises(ValueError, match=re.escape(text)):
         simulate(schedule)
