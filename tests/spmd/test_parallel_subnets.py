@@ -53,7 +53,7 @@ def test_in_pmap_and_in_shard_map_with_types(world: pc.Communicator, few: int) -
     mesh = pc.make_mesh((world.size * few,), ("i",), devices=devices_of_this_rank()[:few])
     run = pc.shard_map(lambda p, x: train(p, x[0]), mesh=mesh, in_specs=(P(), P("i")), out_specs=P())
     got = run(params(), own(world, few, xs))
-    want = jax.vmap(train, (None, 0), axis_name="i", out_axes=None)(params(), xs)
+    want = jax.jit(jax.vmap(train, (None, 0), axis_name="i", out_axes=None))(params(), xs)
     for name, x in got.items():
         np.testing.assert_allclose(x, want[name], 1e-5, 1e-6, err_msg=name)
 
@@ -63,7 +63,7 @@ def test_in_jit(world: pc.Communicator) -> None:
     xs = rows(world, 1)
     run = pc.jit(train, axis_name="i")
     got = run(params(), xs[world.rank])
-    want = jax.vmap(train, (None, 0), axis_name="i", out_axes=None)(params(), xs)
+    want = jax.jit(jax.vmap(train, (None, 0), axis_name="i", out_axes=None))(params(), xs)
     for name, x in got.items():
         np.testing.assert_allclose(x, want[name], 1e-5, 1e-6, err_msg=name)
     text = run.lower(params(), xs[0]).as_text()
