@@ -226,7 +226,7 @@ def steps(*, everything: bool, install: bool) -> list[Step]:
             3, "tests/collective", *files("collective", f"{PLACES} derivatives properties equality"), "-k", NUMBERS,
             **whole,
         ),
-        on_ranks(4, "tests/collective", *files("collective", PLACES), "-k", NUMBERS, **whole),
+        on_ranks(4, "tests/collective", *files("collective", f"{PLACES} parallel_pipeline"), "-k", NUMBERS, **whole),
         on_ranks(
             4, "tests/spmd", *files("spmd", "pmap shard_map order random_programs"), "-k",
             f"{VALUES} and not value_in", **whole,

@@ -196,7 +196,7 @@ class _Run:
         self._schedule, self._comm, self._chunks = schedule, comm, chunks
         self._microbatches, self._record = microbatches, record
         self._zero = mpi.sendrecv(jnp.zeros((), jnp.int32), comm, source=None, dest=None)
-        self._value, self._weight = jnp.zeros(()), 1 / schedule.microbatches
+        self._value = jnp.zeros(())
         self._there: dict[Action, Tree] = {}  # what has arrived, by the action that receives it
         self._made: dict[Action, Tree] = {}  # what is to be sent, by the action that sends it
         self._kept: dict[tuple[int, ...], list[Array]] = {}  # for the backward passes, by chunk and microbatch
@@ -226,21 +226,22 @@ class _Run:
         of_rank = self._comm.rank, self._schedule.stages, self._schedule.chunks
         need, letter = need_of(action, *of_rank), letter_of(action, *of_rank)
         taken = None if need is None else self._there.pop(need)
+        if chunk.place.is_last and action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUTS):
+            taken = chunk.cotangent_of_loss(1 / self._schedule.microbatches)
         kept, taken = self._tie(action, (self._kept.pop(place, []), taken))
         made: Tree = None
         if action.kind is Kind.FORWARD:
             made, self._kept[place] = chunk.forward(taken, self._microbatch(action.microbatch))
             if chunk.place.is_last:
-                self._value, made = self._value + made.astype(self._value.dtype) * self._weight, None
-        elif action.kind is Kind.BACKWARD_WEIGHTS:
-            chunk.add(chunk.backward_weights(kept))
+                self._value += made.astype(self._value.dtype) / self._schedule.microbatches
+                made = None
+        elif action.kind is Kind.BACKWARD:
+            made, grads = chunk.backward(kept, taken)
+            chunk.add(grads)
+        elif action.kind is Kind.BACKWARD_INPUTS:
+            made, self._kept[place] = chunk.backward_inputs(kept, taken)
         else:
-            dy = chunk.cotangent_of_loss(self._weight) if chunk.place.is_last else taken
-            if action.kind is Kind.BACKWARD:
-                made, grads = chunk.backward(kept, dy)
-                chunk.add(grads)
-            else:
-                made, self._kept[place] = chunk.backward_inputs(kept, dy)
+            chunk.add(chunk.backward_weights(kept))
         made, chunk.grads, self._value = self._tie(action, (made, chunk.grads, self._value))
         if letter is not None and letter.peer == self._comm.rank:
             self._there[letter.receive] = made
