@@ -21,7 +21,8 @@ _COLOURS = {
 def picture(simulation: Simulation, path: str | Path) -> None:
     """Draws when each rank computes what.
 
-    Each rank has a row, and each computation a bar with the number of its microbatch. Later chunks have paler bars.
+    Each rank has a row, and each computation a bar with the number of its microbatch. The title has the
+    numbers of ranks p, of microbatches m and of stages of each rank v, and the bubble. Later chunks have paler bars.
 
     Args:
         simulation: what :func:`simulate` or :func:`measured` gives.
@@ -50,10 +51,12 @@ def draw(simulation: Simulation) -> Figure:
             used[action.kind] = True
             paler = 1 - 0.6 * action.chunk / schedule.chunks
             axes.barh(rank, end - start, left=start, color=_COLOURS[action.kind][0], alpha=paler, edgecolor="white")
+            if end - start < simulation.total / 100:
+                continue  # a number has no room
             axes.text((start + end) / 2, rank, str(action.microbatch), ha="center", va="center", fontsize="x-small")
     axes.set_yticks(range(schedule.stages), [f"rank {rank}" for rank in range(schedule.stages)])
     axes.invert_yaxis()
-    sizes = f"{schedule.stages} ranks, {schedule.microbatches} microbatches, {schedule.chunks} stages on each rank"
+    sizes = f"p = {schedule.stages}, m = {schedule.microbatches}, v = {schedule.chunks}"
     axes.set(xlabel="time", title=f"{schedule.name}: {sizes}; bubble {100 * simulation.bubble:.1f} %")
     legend = [Patch(color=colour, label=label) for kind, (colour, label) in _COLOURS.items() if used[kind]]
     figure.legend(handles=legend, loc="outside lower center", ncols=len(_COLOURS), fontsize="small")

@@ -178,10 +178,12 @@ class Place(NamedTuple):
         """
         if self.is_last:
             check_loss("pipeline", y)
-        elif describe(y) != describe(self.gives) or jax.tree.structure(y) != jax.tree.structure(self.gives):
-            remedy = "Take what passes from activation_shapes, which all ranks call."
-            expected = f"stage {self.number} to give {describe(self.gives)}, as between says"
-            raise ValueError(message("parallel.pipeline", expected, describe(y), remedy))
+        else:
+            for say in (describe, jax.tree.structure):
+                if say(y) != say(self.gives):
+                    remedy = "Take what passes from activation_shapes, which all ranks call."
+                    expected = f"stage {self.number} to give {say(self.gives)}, as between says"
+                    raise ValueError(message("parallel.pipeline", expected, say(y), remedy))
         for x in jax.tree.leaves(y):
             if others := jax_internals.varying_axes(x).difference(self.axes):
                 remedy = "Name these axes in varying, on all ranks."
@@ -204,7 +206,8 @@ class Chunk:
         self.grads: list[Array] | None = None
         self._function, self._params = function, params
         self._forward: Callable[..., list[Array]] | None = None
-        self._backward: tuple[Callable[..., list[Array]], ...] = ()
+        self._backward: Callable[..., list[Array]] | None = None
+        self._parts: tuple[Callable[..., list[Array]], ...] = ()
         self._shared: dict[int, Array] = {}
 
     def forward(self, x: Tree, microbatch: Tree) -> tuple[Tree, list[Array]]:
@@ -243,9 +246,9 @@ class Chunk:
     def backward(self, residuals: list[Array], dy: list[Array]) -> tuple[list[Array], list[Array]]:
         """Returns the gradients of the inputs and of the parameters."""
         args = self._with_shared(residuals) + dy
-        if not self._backward:
-            self._backward = (_compiled(jax.make_jaxpr(self._pull)(*args)),)
-        outs = self._backward[0](*args)
+        if self._backward is None:
+            self._backward = _compiled(jax.make_jaxpr(self._pull)(*args))
+        outs = self._backward(*args)
         inputs = len(with_gradients(self.place.takes))
         return outs[:inputs], outs[inputs:]
 
@@ -253,18 +256,18 @@ class Chunk:
         """Returns the gradients of the inputs, and what :meth:`backward_weights` takes of this microbatch."""
         args = self._with_shared(residuals) + dy
         inputs = len(with_gradients(self.place.takes))
-        if not self._backward:
+        if not self._parts:
             parts = split(jax.make_jaxpr(self._pull)(*args), inputs, *args)
-            self._backward = _compiled(parts.first), _compiled(parts.second)
+            self._parts = _compiled(parts.first), _compiled(parts.second)
             self._again = parts.again
-        outs = self._backward[0](*args)
+        outs = self._parts[0](*args)
         return outs[:inputs], [args[i] for i in self._again if i not in self._shared] + outs[inputs:]
 
     def backward_weights(self, taken: list[Array]) -> list[Array]:
         """Returns the gradients of the parameters."""
         rest = iter(taken)
         again = [self._shared[i] if i in self._shared else next(rest) for i in self._again]
-        return self._backward[1](*again, *rest)
+        return self._parts[1](*again, *rest)
 
     def add(self, grads: list[Array]) -> None:
         """Adds gradients of the parameters."""

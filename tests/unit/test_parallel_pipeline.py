@@ -15,7 +15,7 @@ from jax import lax
 import pycollective as pc
 from pycollective.ordering.jaxprs import evaluate, rebind
 from pycollective.parallel.pipeline import pipeline
-from pycollective.parallel.schedules import gpipe, interleaved, one_f_one_b, zero_bubble
+from pycollective.parallel.schedules import Action, Kind, gpipe, interleaved, one_f_one_b, with_messages, zero_bubble
 from pycollective.parallel.split_backward import split
 from pycollective.parallel.stages import activation_shapes
 from tests.cases import values
@@ -156,6 +156,19 @@ def test_each_product_is_computed_once(maker: Any) -> None:
     assert equations(jaxpr)["dot_general"] == 4 * (3 + 3 + 2)
 
 
+def test_a_schedule_may_split_some_backward_passes() -> None:
+    def stage(params: list[Array], x: None, microbatch: Array) -> Array:
+        return jnp.mean(mlp(params, microbatch))
+
+    kinds = [(Kind.FORWARD, Kind.BACKWARD), (Kind.FORWARD, Kind.BACKWARD_INPUTS, Kind.BACKWARD_WEIGHTS)] * 2
+    order = [Action(kind, 0, k) for k, own in enumerate(kinds) for kind in own]
+    params, x = [values((5, 5), seed=i) for i in range(2)], values((4, 2, 5), seed=3)
+    got = jax.jit(pipeline(stage, with_messages("mixed", [order]), [], pc.world()))(params, x)
+    want = jax.jit(pipeline(stage, gpipe(1, 4), [], pc.world()))(params, x)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
 def test_a_residual_of_weights_is_kept_once() -> None:
     rows, width = 8, 64
 
@@ -179,3 +192,7 @@ def test_what_passes_and_does_not_fit() -> None:
         text = re.escape(f"expected stage 0 to give float32[3], as between says, got {got}. Take what passes from")
         with pytest.raises(ValueError, match=text):
             jax.eval_shape(run, [x.dtype.type(1), jnp.float32(1)], x)
+    run = pipeline([lambda w, x, k: [w * k], stages[1]], interleaved(1, 2, 2), (like,), comm)
+    text = "expected stage 0 to give PyTreeDef((*,)), as between says, got PyTreeDef([*])"
+    with pytest.raises(ValueError, match=re.escape(text)):
+        jax.eval_shape(run, [jnp.float32(1), jnp.float32(1)], jnp.ones((2, 3)))

@@ -249,6 +249,6 @@ def test_a_picture_has_a_bar_for_each_computation(tmp_path: Path) -> None:
     computations = [(r, s) for r, spans in enumerate(simulation.spans) for s in spans if s.action.peer is None]
     assert bars == sorted((r, s.start, s.end - s.start) for r, s in computations)
     assert [text.get_text() for text in axes.texts] == [str(s.action.microbatch) for _, s in computations]
-    assert axes.get_title() == "zero_bubble: 3 ranks, 4 microbatches, 1 stages on each rank; bubble 14.3 %"
+    assert axes.get_title() == "zero_bubble: p = 3, m = 4, v = 1; bubble 14.3 %"
     picture(simulation, tmp_path / "planned.svg")
     assert "<svg" in (tmp_path / "planned.svg").read_text()
