@@ -93,7 +93,7 @@ def measure(schedule: Schedule, options: argparse.Namespace) -> tuple[list[Simul
     noted = pc.jit(pipeline(stages, schedule, between, comm, record=record))
     plain = pc.jit(pipeline(stages, schedule, between, comm))
     runs, times = [], []
-    for repeat in range(options.repeats + 1):
+    for _ in range(options.repeats + 1):
         comm.mpi.Barrier()
         jax.block_until_ready(noted(params, microbatches))
         comm.mpi.Barrier()
@@ -103,7 +103,6 @@ def measure(schedule: Schedule, options: argparse.Namespace) -> tuple[list[Simul
         jax.block_until_ready(plain(params, microbatches))
         times.append(max(comm.mpi.allgather(time.perf_counter() - begin)))
         record.clear()
-        del repeat
     return runs[1:], times[1:]
 
 

@@ -20,6 +20,7 @@ the backward pass computes those of the next; a lax.scan would have all of them 
 """
 
 import argparse
+import functools
 import json
 import sys
 import zlib
@@ -43,10 +44,13 @@ AXES = ("data", "context", "model")
 EXAMPLES = ("data", "context")
 """Devices along these axes have the same parameters, and examples or positions of their own."""
 
+CHUNKS = 2
+"""The parts of the network that a rank of the interleaved schedule has."""
+
 SCHEDULES = {
     "gpipe": parallel.gpipe,
     "1f1b": parallel.one_f_one_b,
-    "interleaved": parallel.interleaved,
+    "interleaved": functools.partial(parallel.interleaved, chunks=CHUNKS),
     "zero-bubble": parallel.zero_bubble,
 }
 
@@ -88,12 +92,8 @@ class Layout:
         self.across_stages = comm.split(place, key=self.stage) if args.stage > 1 else None
         same_stage = comm.split(self.stage, key=place) if args.stage > 1 else comm
         self.mesh = pc.make_mesh((args.data, args.context, args.model), AXES, comm=same_stage)
-        self.schedule = None
-        chunks = 1
-        if args.stage > 1:
-            chunks = 2 if args.schedule == "interleaved" else 1
-            more = (chunks,) if args.schedule == "interleaved" else ()
-            self.schedule = SCHEDULES[args.schedule](args.stage, args.microbatches, *more)
+        self.schedule = SCHEDULES[args.schedule](args.stage, args.microbatches) if args.stage > 1 else None
+        chunks = self.schedule.chunks if self.schedule else 1
         parts = np.array_split(gpt.part_names(args.layers), args.stage * chunks)
         # Of a pipeline's chunks each rank has every stage-th one.
         self.chunks = [[str(name) for name in chunk] for chunk in parts[self.stage :: args.stage]]
@@ -133,7 +133,7 @@ def problems(args, devices):
         yield f"expected --devices 1 with stages, got {args.devices}. Start a rank for each device."
     if args.stage == 1 and (args.schedule or args.microbatches > 1):
         yield f"expected --stage above 1 for --schedule or --microbatches, got {args.stage}. A pipeline has stages."
-    chunks = args.stage * (2 if args.schedule == "interleaved" else 1)
+    chunks = args.stage * (CHUNKS if args.schedule == "interleaved" else 1)
     if args.stage > 1 and chunks > args.layers + 2:
         yield f"expected at most {args.layers + 2} parts of the network, got {chunks}. Choose more --layers."
     if args.zero == 3 and args.stage > 1:
@@ -275,9 +275,9 @@ def train(params, text, args, comm):
     )
     mean = layout.on_devices(lambda losses: lax.pmean(losses[0], AXES), own, P())
 
-    def by_name(state):
-        """Returns the whole arrays of all stages. A name tells where in the tree of a state an array is."""
-        named = {jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree.leaves_with_path(save(state))}
+    def by_name(whole):
+        """Returns the arrays of all stages. A name tells where in the tree of a state an array is."""
+        named = {jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree.leaves_with_path(whole)}
         for others in layout.across_stages.mpi.allgather(named) if layout.across_stages else []:
             named |= others
         return named
@@ -289,11 +289,12 @@ def train(params, text, args, comm):
     checkpoints = Checkpoints(args.checkpoints, settings, comm)
     state, done, losses = start(params), 0, []
     if checkpoints.enabled:
-        template = {**by_name(state), "losses": np.zeros(args.steps, np.float32)}
+        whole = save(state)
+        template = {**by_name(whole), "losses": np.zeros(args.steps, np.float32)}
         done, stored = checkpoints.restore(template)
         losses = [np.full(len(layout.mesh.local_mesh.devices.flat), loss) for loss in stored["losses"][:done]]
         if done:
-            state = load(jax.tree.map_with_path(lambda path, _: stored[jax.tree_util.keystr(path)], save(state)))
+            state = load(jax.tree.map_with_path(lambda path, _: stored[jax.tree_util.keystr(path)], whole))
 
     def mean_losses():
         padded = [*losses, *[np.zeros_like(losses[0])] * (args.steps - len(losses))]
@@ -312,21 +313,20 @@ def train(params, text, args, comm):
                 bar.set_postfix(loss=f"{np.mean(loss):.4f}")
             asked = checkpoints.enabled and i % 20 == 19 and checkpoints.asked()
             if checkpoints.enabled and (asked or len(losses) % args.save_every == 0 or len(losses) == args.steps):
-                checkpoints.save(i + 1, {**by_name(state), "losses": mean_losses()})
+                checkpoints.save(i + 1, {**by_name(save(state)), "losses": mean_losses()})
             if asked:
                 break
-    return mean_losses()[: len(losses)].tolist(), by_name(state) if args.sample else None
+    return mean_losses()[: len(losses)].tolist(), by_name(save(state)) if args.sample else None
 
 
-def draw_sample(state, args, vocabulary, text):
-    """Returns characters that the network draws, on one device."""
+def draw_sample(state, params, args, vocabulary, text):
+    """Returns characters that the network draws, on one device. ``params`` has the names of the parameters."""
 
     def param(name, key):
         x = state[f"['params'][{name!r}][{key!r}]"]
         return x.mean(axis=0) if args.local_steps else x
 
-    shapes = gpt.init_params(np.random.default_rng(), len(vocabulary), args.layers, args.width)
-    params = {name: {key: param(name, key) for key in part} for name, part in shapes.items()}
+    params = {name: {key: param(name, key) for key in part} for name, part in params.items()}
     draw = lambda *arguments: gpt.sample(*arguments, args.layers, len(vocabulary))  # noqa: E731
     for axis in AXES:
         draw = jax.vmap(draw, None, axis_size=1, axis_name=axis)
@@ -358,7 +358,7 @@ def main():
             print(f"asked to stop after step {len(losses)}: the same command goes on from there")
         print(f"loss {losses[0]:.4f} -> {np.mean(losses[-20:]):.4f}, in nats per character")
         if args.sample:
-            print(draw_sample(state, args, vocabulary, text))
+            print(draw_sample(state, params, args, vocabulary, text))
 
 
 if __name__ == "__main__":

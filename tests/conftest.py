@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
 
 # Before jax: XLA looks for the MPI of its own collectives once, when jaxlib is imported (tests/distributed).
 import pycollective  # noqa: F401
@@ -18,6 +19,13 @@ from mpi4py import MPI
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_legacy_prng_key", "error")
+
+
+@pytest.fixture
+def promotion_of_optax() -> Iterator[None]:
+    """In optax a float is raised to the power of an integer."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
 
 
 def pytest_report_header() -> str:

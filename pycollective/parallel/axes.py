@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 import jax
@@ -49,6 +49,17 @@ def has_types(axis_name: AxisName) -> bool:
 def varies(x: Array, axis_name: AxisName) -> bool:
     """Returns whether a value varies along all names of the axis, by JAX's types; False without types."""
     return jax_internals.varying_axes(x).issuperset(names_of(axis_name))
+
+
+def vary(x: Array, names: Iterable[Hashable]) -> Array:
+    """Returns ``x``, of a type that varies along these names as well. JAX must have types for them."""
+    lacking = tuple(name for name in names if not varies(x, name))
+    return lax.pcast(x, lacking, to="varying") if lacking else x
+
+
+def shapes_of(tree: Any) -> Any:
+    """Returns a tree of the shapes and dtypes of arrays, or of what has such."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), tree)
 
 
 def slice_length(size: int, devices: int) -> int:

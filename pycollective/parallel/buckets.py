@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pycollective.ordering import jax_internals
+from pycollective.parallel.axes import AxisName, gather, whole
 
 Array = Any
 
@@ -42,6 +43,12 @@ def in_buckets(call: Callable[[Array], Array], arrays: Sequence[Array]) -> list[
         for i, part in zip(places, jnp.split(call(joined), ends[:-1].tolist(), axis=-1), strict=True):
             results[i] = part
     return results
+
+
+def gather_whole(slices: Sequence[Array], shapes: Sequence[tuple[int, ...]], axis_name: AxisName) -> list[Array]:
+    """Returns the arrays of these shapes of which each device has a slice, the same on all devices."""
+    rows = in_buckets(lambda x: gather(x, axis_name), slices)
+    return [whole(x, shape) for x, shape in zip(rows, shapes, strict=True)]
 
 
 def _places_of_buckets(arrays: Sequence[Array]) -> list[list[int]]:

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 from pycollective.errors import message
-from pycollective.parallel.axes import AxisName, name_of, names_of, own_slice, slice_length, whole
+from pycollective.parallel.axes import AxisName, name_of, names_of, own_slice, shapes_of, slice_length, whole
 
 Array = Any
 Tree = Any
@@ -35,7 +35,7 @@ def check_elementwise(where: str, inner: optax.GradientTransformation, params: T
     Raises:
         ValueError: the two differ, in their updates or in the shapes of their states.
     """
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), params)
+    shapes = shapes_of(params)
     settings = jax.config
     x64, dtypes, ranks = settings.jax_enable_x64, settings.jax_numpy_dtype_promotion, settings.jax_numpy_rank_promotion
 

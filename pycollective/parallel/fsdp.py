@@ -30,15 +30,15 @@ from pycollective.errors import message
 from pycollective.parallel.axes import (
     AxisName,
     axis_size,
-    gather,
     has_types,
     name_of,
     own_slice,
+    shapes_of,
     slice_length,
     varies,
     whole,
 )
-from pycollective.parallel.buckets import in_buckets
+from pycollective.parallel.buckets import gather_whole, in_buckets
 from pycollective.parallel.elementwise import check_elementwise
 from pycollective.parallel.tensor import with_transpose
 
@@ -100,9 +100,10 @@ def unshard(slices: Tree, shapes: Tree, axis_name: AxisName) -> Tree:
         >>> jax.vmap(lambda w: unshard(shard(w, "i"), w, "i"), None, axis_name="i", axis_size=2)(w)[0]
         Array([0., 1., 2.], dtype=float32)
     """
-    shapes = _shapes_of(shapes)
+    shapes = shapes_of(shapes)
     leaves = _checked("unshard", slices, shapes, axis_name)
-    return _joined(in_buckets(lambda x: gather(x, axis_name), leaves), shapes)
+    of_shapes, tree = jax.tree.flatten(shapes)
+    return tree.unflatten(gather_whole(leaves, [x.shape for x in of_shapes], axis_name))
 
 
 def gathered(
@@ -154,7 +155,7 @@ def gathered(
         Array([[0.25, 0.25],
                [0.25, 0.  ]], dtype=float32)
     """
-    shapes = _shapes_of(shapes)  # not the arrays, which would be kept
+    shapes = shapes_of(shapes)  # not the arrays, which would be kept
     if wire_dtype is not None and not jnp.issubdtype(wire_dtype, jnp.floating):
         got, remedy = f"{jnp.dtype(wire_dtype)}", "Pass jnp.bfloat16, or None for that of the slices."
         raise ValueError(message("parallel.gathered", "a floating-point wire_dtype", got, remedy))
@@ -203,7 +204,7 @@ def sliced(
         >>> state[0].trace.shape  # on each of two devices: the momentum of two elements
         (2, 2)
     """
-    inner, shapes = optax.with_extra_args_support(inner), _shapes_of(shapes)
+    inner, shapes = optax.with_extra_args_support(inner), shapes_of(shapes)
 
     def init(slices: Tree) -> Any:
         axis_size("sliced", axis_name)
@@ -211,10 +212,6 @@ def sliced(
         return inner.init(slices)
 
     return optax.GradientTransformationExtraArgs(init, inner.update)
-
-
-def _shapes_of(tree: Tree) -> Tree:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), tree)
 
 
 def _gathered_rows(leaves: list[Array], axis_name: AxisName, wire_dtype: Any) -> list[Array]:

@@ -25,13 +25,8 @@ import optax
 from jax import lax
 
 from pycollective.errors import integer, message
-from pycollective.parallel.axes import (
-    AxisName,
-    axis_size,
-    gather,
-    whole,
-)
-from pycollective.parallel.buckets import in_buckets
+from pycollective.parallel.axes import AxisName, axis_size
+from pycollective.parallel.buckets import gather_whole
 from pycollective.parallel.own import as_own, check_own, check_params
 from pycollective.parallel.wire import floating, mean_slices
 
@@ -289,8 +284,8 @@ def _mean(tree: Tree, axis_name: AxisName, wire_dtype: Any) -> Tree:
 def _mean_on_wire(arrays: list[Array], axis_name: AxisName, wire_dtype: Any) -> list[Array]:
     """Returns the means of arrays that travel in the wire dtype: as many bytes as a psum of such numbers would send."""
     means = [x.astype(wire_dtype) for x in mean_slices("diloco", arrays, axis_name, wire_dtype)]
-    gathered = in_buckets(lambda x: gather(x, axis_name), means)
-    return [whole(x, like.shape).astype(like.dtype) for x, like in zip(gathered, arrays, strict=True)]
+    gathered = gather_whole(means, [x.shape for x in arrays], axis_name)
+    return [x.astype(like.dtype) for x, like in zip(gathered, arrays, strict=True)]
 
 
 def _towards(target: Tree, params: Tree, like: Tree) -> Tree:

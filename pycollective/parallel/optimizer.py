@@ -28,12 +28,10 @@ from pycollective.errors import message
 from pycollective.parallel.axes import (
     AxisName,
     axis_size,
-    gather,
     own_slice,
     rows_of_slices,
-    whole,
 )
-from pycollective.parallel.buckets import in_buckets
+from pycollective.parallel.buckets import gather_whole, in_buckets
 from pycollective.parallel.elementwise import check_elementwise
 from pycollective.parallel.own import check_own
 from pycollective.parallel.wire import floating, mean_slices
@@ -102,9 +100,8 @@ def zero(
         own = None if params is None else jax.tree.map(lambda x: own_slice(x, axis_name, devices), params)
         updates, state = inner.update(slices, state, own, **extra_args)
         leaves, tree = jax.tree.flatten(updates)
-        rows = in_buckets(lambda x: gather(x, axis_name), leaves)
         shapes = [x.shape for x in jax.tree.leaves(grads)]
-        return tree.unflatten([whole(x, shape) for x, shape in zip(rows, shapes, strict=True)]), state
+        return tree.unflatten(gather_whole(leaves, shapes, axis_name)), state
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -162,10 +159,10 @@ def unshard_state(inner: optax.GradientTransformation, state: Any, params: Tree,
         A state as ``inner.init(params)`` makes it, the same on all devices.
     """
     axis_size("unshard_state", axis_name)
-    slices: list[Array] = []
-    optax.tree.map_params(inner, lambda s, _: slices.append(s), state, params)
-    rows = iter(in_buckets(lambda x: gather(x, axis_name), slices))
-    return optax.tree.map_params(inner, lambda _, p: whole(next(rows), p.shape), state, params)
+    slices: list[tuple[Array, tuple[int, ...]]] = []
+    optax.tree.map_params(inner, lambda s, p: slices.append((s, p.shape)), state, params)
+    arrays = iter(gather_whole([s for s, _ in slices], [shape for _, shape in slices], axis_name))
+    return optax.tree.map_params(inner, lambda _: next(arrays), state)
 
 
 def shard_state(inner: optax.GradientTransformation, state: Any, axis_name: AxisName) -> Any:

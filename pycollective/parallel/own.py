@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-from jax import lax
 
 from pycollective.errors import message
-from pycollective.parallel.axes import AxisName, axis_size, has_types, name_of, names_of, varies
+from pycollective.parallel.axes import AxisName, axis_size, has_types, name_of, names_of, varies, vary
 
 Array = Any
 Tree = Any
@@ -45,11 +44,5 @@ def as_own(tree: Tree, axis_name: AxisName) -> Tree:
 
     Both branches of a ``cond`` and all steps of a loop have the same types then.
     """
-    if not has_types(axis_name):
-        return tree
-
-    def one(x: Array) -> Array:
-        lacking = tuple(name for name in names_of(axis_name) if not varies(x, name))
-        return lax.pcast(x, lacking, to="varying") if lacking else x
-
-    return jax.tree.map(one, tree)
+    names = [name for name in names_of(axis_name) if has_types(name)]
+    return jax.tree.map(lambda x: vary(x, names), tree)

@@ -24,10 +24,10 @@ from jax.experimental import io_callback
 
 from pycollective.collectives import mpi_collectives as mpi
 from pycollective.errors import message
-from pycollective.parallel.axes import AxisName, axis_size, name_of, names_of
+from pycollective.parallel.axes import AxisName, axis_size, name_of, names_of, vary
 from pycollective.parallel.schedule_simulator import Simulation, Span, simulate
 from pycollective.parallel.schedules import Action, Kind, Schedule, letter_of, need_of
-from pycollective.parallel.stages import Chunk, Place, Stage, is_inexact, vary, with_gradients
+from pycollective.parallel.stages import Chunk, Place, Stage, is_inexact, with_gradients
 from pycollective.ranks.communicator import Communicator
 
 Array = Any

@@ -30,7 +30,7 @@ from jax import lax
 
 from pycollective.errors import message
 from pycollective.ordering import jax_internals
-from pycollective.parallel.axes import AxisName, axis_size, names_of
+from pycollective.parallel.axes import AxisName, axis_size, names_of, vary
 from pycollective.parallel.buckets import in_buckets
 
 Array = Any
@@ -121,8 +121,7 @@ def _of_one_type(axis_name: AxisName, *arrays: Array) -> list[Array]:
     """Casts arrays so that all vary along the axis, and along each axis along which one of them does."""
     varying = [jax_internals.varying_axes(x) for x in (lax.axis_index(axis_name), *arrays)]
     union = frozenset().union(*varying)
-    missing = [tuple(sorted(union - names, key=str)) for names in varying[1:]]
-    return [lax.pcast(x, names, to="varying") if names else x for x, names in zip(arrays, missing, strict=True)]
+    return [vary(x, sorted(union, key=str)) for x in arrays]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -12,13 +12,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.extend.core import Var
 
 from pycollective.errors import message
 from pycollective.ordering import jax_internals
 from pycollective.ordering.jaxprs import dependents, evaluate, rebind
-from pycollective.parallel.axes import AxisName, has_types, name_of, names_of
+from pycollective.parallel.axes import AxisName, has_types, name_of, names_of, vary
 from pycollective.parallel.split_backward import split
 from pycollective.ranks.communicator import Communicator
 
@@ -128,12 +127,6 @@ def is_inexact(dtype: Any) -> bool:
 def with_gradients(tree: Tree) -> list[Any]:
     """Returns the leaves that have gradients."""
     return [x for x in jax.tree.leaves(tree) if is_inexact(x.dtype)]
-
-
-def vary(x: Array, names: Sequence[Any]) -> Array:
-    """Returns ``x``, of a type that varies along these axes as well."""
-    missing = tuple(name for name in names if name not in jax_internals.varying_axes(x))
-    return lax.pcast(x, missing, to="varying") if missing else x
 
 
 class Place(NamedTuple):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -19,6 +18,8 @@ from pycollective.ranks.setup import devices_of_this_rank
 from tests.cases import values
 from tests.spmd.cases import own
 
+pytestmark = pytest.mark.usefixtures("promotion_of_optax")
+
 Array = Any
 Tree = Any
 P = jax.P
@@ -30,13 +31,6 @@ PARAMS = {
     "stack": {"w": values((LAYERS, WIDTH, WIDTH), seed=1) / 4, "b": values((LAYERS, WIDTH), seed=2)},
     "head": values((WIDTH, 3), seed=3) / 4,
 }
-
-
-@pytest.fixture(autouse=True)
-def promotion_of_optax() -> Iterator[None]:
-    """In optax a float is raised to the power of an integer."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def layer(p: Tree, h: Array) -> Array:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,6 +21,8 @@ from pycollective.ranks.setup import devices_of_this_rank
 from tests.cases import values
 from tests.spmd.cases import assert_close, compare, own, stacked
 
+pytestmark = pytest.mark.usefixtures("promotion_of_optax")
+
 Array = Any
 Tree = Any
 P = jax.P
@@ -33,13 +35,6 @@ OPTIMIZERS: dict[str, Any] = {
     "delayed": delayed(optax.adam(1e-2), "i"),
     "gossip": gossip(INNER, "i"),
 }
-
-
-@pytest.fixture(autouse=True)
-def promotion_of_optax() -> Iterator[None]:
-    """In optax a float is raised to the power of an integer."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def params() -> Tree:

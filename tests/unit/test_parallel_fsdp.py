@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -28,13 +28,6 @@ PARAMS = {
     "half": values((4, 2), "bfloat16", seed=3),
     "none": np.zeros((0, 2), np.float32),
 }
-
-
-@pytest.fixture
-def promotion_of_optax() -> Iterator[None]:
-    """In optax a float is raised to the power of an integer."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def loss(params: Tree, x: Array) -> Array:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -17,18 +16,13 @@ from jax import lax
 from pycollective.parallel.late import delayed, gossip
 from tests.cases import values
 
+pytestmark = pytest.mark.usefixtures("promotion_of_optax")
+
 Array = Any
 Tree = Any
 P = jax.sharding.PartitionSpec
 
 PARAMS: Tree = {"w": np.asarray(values((5, 3), seed=1)), "b": np.asarray(values((4,), seed=2)), "s": np.float32(2.0)}
-
-
-@pytest.fixture(autouse=True)
-def promotion_of_optax() -> Iterator[None]:
-    """In optax a float is raised to the power of an integer."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def targets_of(devices: int) -> tuple[Tree, Array]:
@@ -246,19 +240,3 @@ def test_gossip_takes_parameters_that_all_devices_share() -> None:
 
     grads = jnp.arange(8.0).reshape(4, 2)
     np.testing.assert_allclose(step(jnp.ones(2), grads), -0.1 * grads, rtol=1e-6)
-
-
-@pytest.mark.parametrize("make", [delayed, gossip])
-def test_gradients_that_are_summed_already_are_refused(make: Any) -> None:
-    mesh = jax.make_mesh((2,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
-    optimizer = make(optax.sgd(0.1), "i")
-
-    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P(), P("i")), out_specs=P("i"))
-    def step(w: Array, x: Array) -> Array:
-        grads = jax.grad(lambda w: jnp.sum((w - x[0]) ** 2))(w)
-        return optimizer.update(grads, optimizer.init(w), w)[0][None]
-
-    with pytest.raises(
-        ValueError, match="own examples, got one that JAX has summed over 'i' already, at the only leaf"
-    ):
-        step(jnp.ones(3), jnp.ones((2, 3)))

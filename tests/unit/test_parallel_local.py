@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,6 +17,8 @@ from jax import lax
 from pycollective.parallel.local import diloco, local_sgd
 from tests.cases import values
 
+pytestmark = pytest.mark.usefixtures("promotion_of_optax")
+
 Array = Any
 Tree = Any
 P = jax.sharding.PartitionSpec
@@ -27,13 +29,6 @@ PARAMS = {name: np.asarray(values(shape, seed=i)) for i, (name, shape) in enumer
 TARGETS = {name: np.asarray(values((DEVICES, *shape), seed=10 + i)) for i, (name, shape) in enumerate(SHAPES.items())}
 SLOPES = np.linspace(0.2, 1.4, DEVICES, dtype=np.float32)
 """The loss of device r is half of SLOPES[r] times the squared distance to TARGETS[r]: the devices do not agree."""
-
-
-@pytest.fixture(autouse=True)
-def promotion_of_optax() -> Iterator[None]:
-    """In optax a float is raised to the power of an integer."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def path_of(optimizer: Any, params: Tree, targets: Tree, slope: Array, steps: int, types: bool = False) -> Tree:
@@ -285,18 +280,3 @@ def test_parameters_that_all_devices_share(make: Callable[..., Any], every: int)
     grads = jnp.array([[1.0, 2.0], [3.0, 6.0]])
     want = grads if every == 2 else np.broadcast_to(grads.mean(0), (2, 2))
     np.testing.assert_allclose(step(jnp.zeros(2), grads), -0.1 * want, rtol=1e-6)
-
-
-@pytest.mark.parametrize("optimizer", [local_sgd(INNER, 2, "i"), diloco(INNER, None, 2, "i")], ids=["local", "diloco"])
-def test_gradients_that_are_summed_already_are_refused(optimizer: Any) -> None:
-    mesh = jax.make_mesh((2,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
-
-    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P(), P("i")), out_specs=P("i"))
-    def step(w: Array, x: Array) -> Array:
-        grads = jax.grad(lambda w: jnp.sum((w - x[0]) ** 2))(w)
-        return optimizer.update(grads, optimizer.init(w), w)[0][None]
-
-    with pytest.raises(
-        ValueError, match="own examples, got one that JAX has summed over 'i' already, at the only leaf"
-    ):
-        step(jnp.ones(3), jnp.ones((2, 3)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,6 +16,8 @@ from jax import lax
 from pycollective.parallel import buckets, clip_by_global_norm, shard_state, unshard_state, zero
 from tests.cases import values
 
+pytestmark = pytest.mark.usefixtures("promotion_of_optax")
+
 Array = Any
 Tree = Any
 P = jax.sharding.PartitionSpec
@@ -27,13 +29,6 @@ PARAMS = {
     "half": values((4, 2), "bfloat16", seed=3),
     "none": np.zeros((0, 2), np.float32),
 }
-
-
-@pytest.fixture(autouse=True)
-def promotion_of_optax() -> Iterator[None]:
-    """In optax a float is raised to the power of an integer."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def loss(params: Tree, x: Array) -> Array:
