@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Sequence
@@ -27,7 +28,7 @@ from pycollective.ranks.participants import (
 )
 from pycollective.transport import failures
 from pycollective.transport.chosen import transport
-from pycollective.transport.mpi import MPI, forget, host_of, remember
+from pycollective.transport.mpi import MPI, discard_messages, forget, host_of, remember
 from pycollective.transport.native import Part, Whole
 from pycollective.transport.watch import waiting
 
@@ -366,7 +367,8 @@ class Communicator:
 
         It waits for programs that were dispatched before. A later call of a program that names the communicator is an
         error.
-        If :meth:`split` made the communicator, its :attr:`mpi` is freed as well.
+        If :meth:`split` made the communicator, its :attr:`mpi` is freed as well. Messages that were sent and never
+        received are lost, with a RuntimeWarning.
         """
         if self._freed:
             return
@@ -377,10 +379,17 @@ class Communicator:
             eager.forget([self, *self._parts.values()])
             self.mpi.Delete_attr(_keyval())
             _in_use.discard(self)
+            lost = discard_messages(self._calls)
             for own in (self._calls, self._rest, *([self.mpi] if self._owned else ())):
+                discard_messages(own)
                 forget(own)
                 own.Free()
             forget(self.mpi)
+        if lost:
+            got = f"{len(lost)} that nobody received: {'; '.join(lost[:4])}"
+            remedy = "Receive them before: what is left would reach another communicator, so it is thrown away."
+            text = message("Communicator.free", "no messages under way", got, remedy, rank=self.rank, size=self.size)
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
 
 
 _made: Counter[tuple[int, ...]] = Counter()

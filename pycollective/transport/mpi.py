@@ -71,7 +71,7 @@ except (ImportError, RuntimeError) as error:
         )
     ) from error
 
-__all__ = ["MPI", "forget", "host_of", "known", "remember"]
+__all__ = ["MPI", "discard_messages", "forget", "host_of", "known", "remember"]
 
 known: dict[int, MPI.Intracomm] = {}
 """The communicators of this package that are in use, by their handles."""
@@ -86,6 +86,21 @@ def remember(comm: MPI.Intracomm) -> MPI.Intracomm:
 def forget(comm: MPI.Intracomm) -> None:
     """Comes before the communicator is freed."""
     known.pop(MPI._handleof(comm), None)
+
+
+def discard_messages(comm: MPI.Intracomm) -> list[str]:
+    """Receives the messages that this rank has not received, and returns what they were. All ranks must make this call.
+
+    It comes before the communicator is freed: MPI may give the next communicator the same context, which would receive
+    them. A message is found if it has arrived when all ranks have come.
+    """
+    comm.Barrier()
+    found: list[str] = []
+    status = MPI.Status()
+    while (late := comm.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, status)) is not None:
+        late.Recv(bytearray(status.Get_count(MPI.BYTE)))
+        found.append(f"one from rank {status.source} with tag {status.tag}")
+    return found
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+import warnings
 from typing import Any
 
 import jax
@@ -36,6 +37,29 @@ def test_ring_of_messages(world: pc.Communicator) -> None:
     for run in (lambda f: f, jax.jit, pc.jit):
         y = run(ring)(jnp.arange(3.0))
         np.testing.assert_array_equal(y, np.arange(3.0) + (world.rank - 1 if world.rank else world.size - 1))
+
+
+@needs_two
+def test_a_message_that_nobody_receives(world: pc.Communicator) -> None:
+    # MPI gives the next communicator the context of the one that is freed: the message would be received there.
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        part = world.split(color=0)
+        assert part is not None
+        if world.rank == 0:
+            pc.send(jnp.float32(1), part, dest=1, tag=3)
+        part.free()
+    got = [str(each.message) for each in caught if each.category is RuntimeWarning]
+    words = "expected no messages under way, got 1 that nobody received: one from rank 0 with tag 3"
+    assert len(got) == (world.rank == 1)
+    assert all(words in text for text in got)
+    later = world.split(color=0)
+    assert later is not None
+    if world.rank == 0:
+        pc.send(jnp.float32(2), later, dest=1, tag=3)
+    elif world.rank == 1:
+        assert pc.recv(jnp.float32(0), later, source=0, tag=3) == 2
+    later.free()
 
 
 @needs_two

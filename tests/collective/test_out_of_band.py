@@ -50,3 +50,8 @@ def test_a_call_that_others_never_make(world: pc.Communicator) -> None:
     assert pc.ppermute(part.rank, part, perm) == (part.rank - 1) % part.size
     assert part.mpi.allreduce(1) == part.size
     part.free()
+    # MPI gives the next communicator the context of the one that was freed, with the messages that are left in it.
+    later = world.split(color=0)
+    assert later is not None
+    assert later.out_of_band.allgather("later", poll) == ["later"] * later.size
+    later.free()

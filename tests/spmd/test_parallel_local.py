@@ -80,10 +80,16 @@ def test_in_shard_map(world: pc.Communicator, few: int, types: bool) -> None:
     assert_close(world, few, mapped(params(), own(world, few, xs)), oracle, 1e-4)
 
 
-def recorded() -> list[tuple[str, int]]:
-    """Returns the operations and bytes of the calls of programs so far."""
-    names = ((re.sub(r"\w+:", "", e["profiling_name"]), e) for e in pc.recorder.dump()["entries"])
-    return [(name, e["nbytes"]) for name, e in names if name in ("allreduce", "alltoall", "allgather", "ppermute")]
+def last_call() -> int:
+    """Returns the number of the last call of this process so far."""
+    return max((entry["record_id"] for entry in pc.recorder.dump()["entries"]), default=-1)
+
+
+def calls_after(number: int) -> Counter[tuple[str, int]]:
+    """Returns the operations of programs after the call of this number, with their bytes."""
+    new = [entry for entry in pc.recorder.dump()["entries"] if entry["record_id"] > number]
+    names = ((re.sub(r"\w+:", "", entry["profiling_name"]), entry["nbytes"]) for entry in new)
+    return Counter(call for call in names if call[0] in ("allreduce", "alltoall", "allgather", "ppermute"))
 
 
 def steps_in_jit(optimizer: Any, x: Array, steps: int) -> tuple[Tree, list[Counter[tuple[str, int]]]]:
@@ -100,10 +106,10 @@ def steps_in_jit(optimizer: Any, x: Array, steps: int) -> tuple[Tree, list[Count
     path, calls = [], []
     p = jax.tree.map(jnp.asarray, start)
     for _ in range(steps):
-        before = len(recorded())
+        before = last_call()
         p, state = jax.block_until_ready(step(p, state, x))
         path.append(p)
-        calls.append(Counter(recorded()[before:]))
+        calls.append(calls_after(before))
     return jax.tree.map(lambda *xs: jnp.stack(xs), *path), calls
 
 
