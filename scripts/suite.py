@@ -271,7 +271,7 @@ def steps(*, everything: bool, install: bool) -> list[Step]:
         demo("mpich"),
         by_itself(
             "end-to-end tests", *core, *side_by_side, "tests/e2e",
-            *(f"--ignore={file}" for file in (*hosts, *again)), kind="e2e", limit=1200,
+            *(f"--ignore={file}" for file in (*hosts, *again)), kind="e2e", limit=1800,
         ),
         by_itself("jobs that start again", *core, *again, kind="e2e", limit=600),
         by_itself("several hosts, Slurm", *hosts, kind="e2e", limit=900, **whole),
