@@ -13,6 +13,7 @@ COMMANDS = {
     "run": ("pycollective.run.command", "start a program as ranks, through the MPI library's launcher"),
     "doctor": ("pycollective.doctor.command", "report what this installation and job have, and what is wrong"),
     "report": ("pycollective.report.command", "show what a trace, or the records of a failed job, say"),
+    "profile": ("pycollective.profiling.command", "measure how fast ranks compute and communicate, for plans"),
     "bench": ("pycollective.bench.command", "measure collectives beside raw MPI and other libraries"),
 }
 

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from pycollective.bench.implementations import Program, looped, ready
 from pycollective.bench.workloads import AXIS, Workload
 
+_EACH_DEVICE = PartitionSpec(("group", AXIS))  # an element of the first dimension for each
 _UNSUPPORTED = ("broadcast",)  # XLA's CPU collectives have none
 
 
@@ -20,21 +21,23 @@ class GlobalArrays:
 
     Args:
         name: its name in the table: jax, and what carries XLA's collectives.
+        groups: the devices, a row for each group that makes the collectives by itself; default all in one group.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, groups: Any = None) -> None:
         self.name = name
-        in_order = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
-        self._mesh = Mesh(np.array(in_order), AXIS)
-        self._sharding = NamedSharding(self._mesh, PartitionSpec(AXIS))
+        if groups is None:
+            groups = np.array([sorted(jax.devices(), key=lambda device: (device.process_index, device.id))])
+        self._mesh = Mesh(groups, ("group", AXIS))
+        self._sharding = NamedSharding(self._mesh, _EACH_DEVICE)
         self._one = jax.make_array_from_process_local_data(
             self._sharding, np.zeros(jax.local_device_count(), np.float32)
         )
-        self._meet = jax.jit(self._mapped(lambda x: lax.psum(x, AXIS)))
+        self._meet = jax.jit(self._mapped(lambda x: lax.psum(x, ("group", AXIS))))
 
     def _mapped(self, function: Any) -> Any:
-        spec = PartitionSpec(AXIS)
-        return jax.shard_map(function, mesh=self._mesh, in_specs=spec, out_specs=spec, check_vma=False)
+        specs = {"in_specs": _EACH_DEVICE, "out_specs": _EACH_DEVICE}
+        return jax.shard_map(function, mesh=self._mesh, **specs, check_vma=False)
 
     def barrier(self) -> None:
         """Waits for the other processes."""

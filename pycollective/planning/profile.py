@@ -1,0 +1,198 @@
+"""The speed of a cluster, as a file says it: what ``pycollective profile`` measures, and what plans are made from."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pycollective.errors import message
+from pycollective.planning.curves import Curve, across
+
+_FORMAT = 1
+_FLAT = ("source", "hosts", "ranks", "devices", "memory", "call")
+_WHERE = "plan"
+
+AXES, ARRAYS = "named axes", "global arrays"
+"""The two kinds of programs. Collectives over named axes are this package's own; those that XLA makes for global arrays
+are made by ``pycollective.distributed``."""
+
+OPERATIONS = ("psum", "all_gather", "psum_scatter", "all_to_all", "ppermute")
+"""The collectives that a profile knows, by JAX's names."""
+
+
+class Group(NamedTuple):
+    """The devices that make a collective together: as many on each of some hosts.
+
+    All devices of the cluster are in such groups, whose collectives are under way at the same time.
+    """
+
+    per_host: int
+    hosts: int
+
+    @property
+    def size(self) -> int:
+        """The number of devices."""
+        return self.per_host * self.hosts
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The speed and the memory of a cluster.
+
+    Attributes:
+        source: where the numbers come from: what measured them and when, or the page that they stand on.
+        hosts: the number of hosts.
+        ranks: the number of ranks on all of them.
+        devices: the number of devices of each rank.
+        memory: the bytes that the arrays of a device can take.
+        collectives: from the kind of program and the operation to the curve of each group. The size is the number of
+            bytes of operand or result, the larger of both.
+        products: from a dtype to the curves of products of matrices (m, k) and (k, n), one for each measured smallest
+            number of m, k and n. The size is the number of operations, 2 m k n.
+        convolutions: the same for convolutions, by the smaller number of channels, before or after.
+        streams: seconds to read and write so many bytes in one pass over arrays.
+        tanh: seconds to compute so many hyperbolic tangents, which stand for all functions of that kind.
+        call: seconds that the smallest program takes.
+    """
+
+    source: str
+    hosts: int
+    ranks: int
+    devices: int
+    memory: int
+    collectives: Mapping[str, Mapping[str, Mapping[Group, Curve]]]
+    products: Mapping[str, Mapping[int, Curve]]
+    convolutions: Mapping[str, Mapping[int, Curve]]
+    streams: Curve
+    tanh: Curve
+    call: float = 0.0
+
+    @property
+    def per_host(self) -> int:
+        """The number of devices of each host."""
+        return self.ranks * self.devices // self.hosts
+
+    def collective_s(self, operation: str, nbytes: float, group: Group, programs: str = ARRAYS) -> float:
+        """Returns the seconds of a collective.
+
+        A group that was not measured gets the time of the nearest one that was, between hosts if it is between hosts.
+        Its latency is scaled with the logarithm of the number of devices, and the rest with the bytes that pass the
+        narrowest link: that of a host if the group is on several, else that of a device.
+
+        Args:
+            operation: one of :data:`OPERATIONS`.
+            nbytes: the bytes of operand or result, the larger of both.
+            group: the devices that make it together.
+            programs: :data:`AXES` or :data:`ARRAYS`.
+
+        Example:
+            >>> sums = {Group(2, 1): Curve((8, 1024), (1e-6, 5e-6)), Group(1, 2): Curve((8, 1024), (1e-5, 2e-5))}
+            >>> one = Curve((1,), (1,))
+            >>> profile = Profile("measured", 2, 4, 1, 1, {ARRAYS: {"psum": sums}}, {}, {}, one, one)
+            >>> profile.collective_s("psum", 1024, Group(2, 1)), profile.collective_s("psum", 1024, Group(1, 1))
+            (5e-06, 0.0)
+            >>> round(profile.collective_s("psum", 1024, Group(1, 4)) * 1e6)  # 10 us twice, and the rest 1.5 times
+            35
+        """
+        if group.size == 1:
+            return 0.0
+        curves = self.collectives[programs][operation]
+        if group in curves:
+            return curves[group](nbytes)
+        known = min(curves, key=lambda other: _distance(group, other))
+        latency, whole = curves[known].seconds[0], curves[known](nbytes)
+        steps = math.log2(group.size) / math.log2(known.size)
+        moved = _moved(operation, group, self.per_host) / _moved(operation, known, self.per_host)
+        return latency * steps + (whole - latency) * moved
+
+    def product_s(self, dtype: str, m: float, k: float, n: float) -> float:
+        """Returns the seconds of a product of matrices (m, k) and (k, n)."""
+        return across(_by_dtype(self.products, dtype), min(m, k, n), 2.0 * m * k * n)
+
+    def convolution_s(self, dtype: str, channels: float, operations: float) -> float:
+        """Returns the seconds of a convolution, by its smaller number of channels and its number of operations."""
+        return across(_by_dtype(self.convolutions, dtype), channels, operations)
+
+    def save(self, path: Path) -> None:
+        """Writes the profile as JSON."""
+        collectives = [
+            {"programs": programs, "operation": operation, **group._asdict(), **curve._asdict()}
+            for programs, operations in self.collectives.items()
+            for operation, curves in operations.items()
+            for group, curve in curves.items()
+        ]
+        tables = {
+            name: [
+                {"dtype": dtype, "smallest": smallest, **curve._asdict()}
+                for dtype, curves in getattr(self, name).items()
+                for smallest, curve in curves.items()
+            ]
+            for name in ("products", "convolutions")
+        }
+        flat = {key: getattr(self, key) for key in _FLAT}
+        rest = {"streams": self.streams._asdict(), "tanh": self.tanh._asdict(), "collectives": collectives, **tables}
+        path.write_text(json.dumps({"format": _FORMAT, **flat, **rest}, indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> Profile:
+        """Reads a profile.
+
+        Raises:
+            OSError: there is no such file.
+            ValueError: the file is no profile.
+        """
+        try:
+            return cls._from_json(json.loads(path.read_text()))
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            got = f"{path}: {type(error).__name__}: {error}"
+            remedy = "Measure one with `pycollective profile -o cluster.json`."
+            raise ValueError(message(_WHERE, "a profile of a cluster", got, remedy)) from error
+
+    @classmethod
+    def _from_json(cls, read: dict[str, Any]) -> Profile:
+        if read["format"] != _FORMAT:
+            raise ValueError(f"it has format {read['format']}, and this version reads {_FORMAT}")
+        collectives: dict[str, dict[str, dict[Group, Curve]]] = {}
+        for row in read["collectives"]:
+            curves = collectives.setdefault(row["programs"], {}).setdefault(row["operation"], {})
+            curves[Group(row["per_host"], row["hosts"])] = _curve(row)
+        tables: dict[str, dict[str, dict[int, Curve]]] = {"products": {}, "convolutions": {}}
+        for name, table in tables.items():
+            for row in read[name]:
+                table.setdefault(row["dtype"], {})[row["smallest"]] = _curve(row)
+        flat = {key: read[key] for key in _FLAT}
+        return cls(
+            **flat, **tables, collectives=collectives, streams=_curve(read["streams"]), tanh=_curve(read["tanh"])
+        )
+
+
+def _curve(row: Mapping[str, Any]) -> Curve:
+    sizes, seconds = tuple(map(float, row["sizes"])), tuple(map(float, row["seconds"]))
+    if not sizes or len(sizes) != len(seconds) or list(sizes) != sorted({*sizes}) or min(*sizes, *seconds) <= 0:
+        raise ValueError(f"a curve needs sizes that rise from above 0, and a time for each, not {sizes} and {seconds}")
+    return Curve(sizes, seconds)
+
+
+def _by_dtype(tables: Mapping[str, Mapping[int, Curve]], dtype: str) -> Mapping[int, Curve]:
+    """The curves of a dtype. One that was not measured gets those of float32, or of the first one."""
+    return tables.get(dtype) or tables.get("float32") or next(iter(tables.values()))
+
+
+def _distance(group: Group, other: Group) -> tuple[bool, float]:
+    """How little a measured group says of another one."""
+    apart = abs(math.log(group.per_host / other.per_host)) + abs(math.log(group.hosts / other.hosts))
+    return (group.hosts > 1) != (other.hosts > 1), apart
+
+
+def _moved(operation: str, group: Group, per_host: int) -> float:
+    """The bytes that pass the narrowest link for each byte of the array: a host's link, or that of a device."""
+    if operation == "all_to_all" and group.hosts > 1:
+        return per_host * (group.size - group.per_host) / group.size
+    n = group.hosts if group.hosts > 1 else group.size
+    share = 1.0 if operation == "ppermute" else (n - 1) / n * (2 if operation == "psum" else 1)
+    # Devices of one host that are in one group send and receive an array once for all of them.
+    return share * (per_host / (1 if operation == "ppermute" else group.per_host) if group.hosts > 1 else 1)

@@ -1,0 +1,1 @@
+"""``pycollective profile``: measures a cluster, for plans."""

@@ -1,0 +1,102 @@
+"""Measures each collective for each kind of group, within a host and between hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import jax
+import numpy as np
+
+import pycollective as pc
+from pycollective.bench.global_arrays import GlobalArrays
+from pycollective.bench.implementations import Implementation, Pycollective
+from pycollective.bench.measure import InProcess, measure
+from pycollective.bench.workloads import make_workload
+from pycollective.planning.curves import Curve
+from pycollective.planning.profile import ARRAYS, AXES, OPERATIONS, Group
+
+SIZES = (512, 4 << 10, 32 << 10, 256 << 10, 2 << 20, 16 << 20)
+"""Bytes of operand or result, the larger of both."""
+
+_SECONDS = 0.05  # for the timed calls of one size
+_LONGEST_S = 0.1  # a call that takes longer is the last one of its curve
+
+Curves = dict[str, dict[str, dict[Group, Curve]]]
+
+
+def groups_in(hosts: int, per_host: int) -> list[Group]:
+    """The kinds of groups that divide the devices of a cluster, from small to large.
+
+    Example:
+        >>> groups_in(2, 2)
+        [Group(per_host=1, hosts=2), Group(per_host=2, hosts=1), Group(per_host=2, hosts=2)]
+    """
+    return [
+        Group(inside, across)
+        for inside in range(1, per_host + 1)
+        for across in range(1, hosts + 1)
+        if per_host % inside == 0 and hosts % across == 0 and inside * across > 1
+    ]
+
+
+def count_turns(hosts: int, ranks_per_host: int) -> int:
+    """The number of calls of ``tick`` in :func:`measure_collectives`, if all sizes are measured."""
+    return len(groups_in(hosts, ranks_per_host)) * len(OPERATIONS) * len(SIZES)
+
+
+def measure_collectives(comm: pc.Communicator, devices: int, tick: Callable[[int], None]) -> Curves:
+    """Measures collectives over ranks that make them in groups at the same time. All ranks must make this call.
+
+    Args:
+        comm: all ranks, as many on each host.
+        devices: the number of devices of each rank. With several, programs of global arrays are not measured.
+        tick: a function to call with the number of sizes that are done.
+    """
+    curves: Curves = {kind: {} for kind in ((AXES, ARRAYS) if devices == 1 else (AXES,))}
+    places = comm.mpi.allgather((comm.host_index, comm.local_rank))
+    for ranks in groups_in(comm.host_count, comm.local_size):
+        colors = [(host // ranks.hosts, local // ranks.per_host) for host, local in places]
+        members = sorted(range(comm.size), key=lambda rank: (colors[rank], places[rank]))
+        color = sorted({*colors}).index(colors[comm.rank])
+        part = comm.split(color, key=members.index(comm.rank))
+        assert part is not None
+        programs: dict[str, Implementation] = {AXES: Pycollective(part, devices)}
+        if devices == 1:
+            in_order = sorted(jax.devices(), key=lambda device: device.process_index)
+            table = np.array([in_order[rank] for rank in members]).reshape(-1, part.size)
+            programs[ARRAYS] = GlobalArrays(ARRAYS, table)
+        group = Group(ranks.per_host * devices, ranks.hosts)
+        for operation in OPERATIONS:
+            for kind, curve in _curves(comm, part, operation, programs, group, tick):
+                curves[kind].setdefault(operation, {})[group] = curve
+        part.free()
+    return curves
+
+
+def _curves(
+    comm: pc.Communicator,
+    part: pc.Communicator,
+    operation: str,
+    programs: dict[str, Implementation],
+    group: Group,
+    tick: Callable[[int], None],
+) -> Iterator[tuple[str, Curve]]:
+    """The curve of an operation for each kind of program."""
+    runners = {kind: InProcess(one, part.rank, part.size, comm.mpi.Barrier) for kind, one in programs.items()}
+    points: dict[str, dict[int, float]] = {kind: {} for kind in runners}
+    calls = 20
+    for left, nbytes in zip(range(len(SIZES), 0, -1), SIZES, strict=True):
+        workload = make_workload(operation, nbytes, np.float32, group.size)
+        slowest = 0.0
+        for kind, runner in runners.items():
+            timing = measure(comm.mpi, workload, [runner], calls=calls, warmup=2)[runner.name]
+            if timing.wrong:
+                raise RuntimeError(f"{operation} of {nbytes} B in {kind} gave {timing.wrong} wrong elements")
+            points[kind][workload.nbytes] = timing.median_us * 1e-6
+            slowest = max(slowest, timing.median_us * 1e-6)
+        if slowest > _LONGEST_S:
+            tick(left)
+            break
+        tick(1)
+        calls = int(min(max(_SECONDS / (8 * slowest), 3), 20))  # the next size has eight times the bytes
+    return ((kind, Curve(tuple(at), tuple(at.values()))) for kind, at in points.items())

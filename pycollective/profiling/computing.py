@@ -1,0 +1,128 @@
+"""Measures how fast the devices compute, while all of them do: they share caches, memory and perhaps cores."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import psutil
+from jax import lax
+
+import pycollective as pc
+from pycollective.planning.curves import Curve
+from pycollective.transport.mpi import MPI
+
+Array = Any
+
+SMALLEST = (1, 8, 64, 512)
+"""The smallest number of m, k and n in the products that are measured."""
+
+CHANNELS = (4, 32, 256)
+_IMAGE, _WINDOW = 16, 3
+
+_SECONDS = 0.02  # for the timed calls of one size
+_LONGEST_S = 0.05  # a call that takes longer is the last one of its curve
+
+
+def measure_curve(comm: pc.Communicator, sizes: list[int], program: Callable[[int], tuple[Any, list[Array]]]) -> Curve:
+    """Measures programs of rising sizes on all ranks at once. All ranks must make this call.
+
+    Args:
+        comm: the ranks.
+        sizes: the sizes.
+        program: returns for a size a function, and its arguments. Its real size is ``function.size``, where it has one.
+    """
+    points: dict[int, float] = {}
+    for size in sizes:
+        function, arguments = program(size)
+        points[size] = _median_s(comm, jax.jit(function), arguments)
+        if points[size] > _LONGEST_S:
+            break
+    return Curve(tuple(points), tuple(points.values()))
+
+
+def _median_s(comm: pc.Communicator, run: Callable[..., Any], arguments: list[Array]) -> float:
+    """The median time of a call on the slowest rank."""
+    jax.block_until_ready(run(*arguments))  # compiles it
+    seconds: list[float] = []
+    calls = 1
+    while len(seconds) < calls + 1:
+        comm.mpi.Barrier()
+        started = time.perf_counter()
+        jax.block_until_ready(run(*arguments))
+        seconds.append(comm.mpi.allreduce(time.perf_counter() - started, MPI.MAX))
+        if len(seconds) == 1:  # the same on all ranks, so they agree on the number of calls
+            calls = int(min(max(_SECONDS / seconds[0], 3), 30))
+    return statistics.median(seconds[1:])
+
+
+def measure_products(comm: pc.Communicator, dtype: str) -> dict[int, Curve]:
+    """Measures products of matrices whose smallest dimension is one of :data:`SMALLEST`."""
+    return {smallest: _products(comm, dtype, smallest) for smallest in SMALLEST}
+
+
+def _products(comm: pc.Communicator, dtype: str, smallest: int) -> Curve:
+    widths = [width for width in (64, 256, 1024, 2048) if width >= smallest]
+
+    def program(operations: int) -> tuple[Any, list[Array]]:
+        width = math.isqrt(operations // (2 * smallest))
+        return jnp.dot, [jnp.ones((smallest, width), dtype), jnp.ones((width, width), dtype)]
+
+    return measure_curve(comm, [2 * smallest * width**2 for width in widths], program)
+
+
+def measure_convolutions(comm: pc.Communicator, dtype: str) -> dict[int, Curve]:
+    """Measures convolutions with a window of 3 x 3, with as many channels before as after."""
+    return {channels: _convolutions(comm, dtype, channels) for channels in CHANNELS}
+
+
+def _convolutions(comm: pc.Communicator, dtype: str, channels: int) -> Curve:
+    each = 2 * (_IMAGE * _WINDOW * channels) ** 2  # operations for one image
+
+    def convolve(x: Array, kernel: Array) -> Array:
+        return lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+    def program(operations: int) -> tuple[Any, list[Array]]:
+        images = jnp.ones((operations // each, _IMAGE, _IMAGE, channels), dtype)
+        return convolve, [images, jnp.ones((_WINDOW, _WINDOW, channels, channels), dtype)]
+
+    return measure_curve(comm, [each * images for images in (1, 8, 64)], program)
+
+
+def measure_streams(comm: pc.Communicator) -> Curve:
+    """Measures a pass over arrays that reads two and writes one; the size is all their bytes."""
+
+    def program(nbytes: int) -> tuple[Any, list[Array]]:
+        return lambda x, y: 2 * x + y, [jnp.ones(nbytes // 12)] * 2
+
+    return measure_curve(comm, [12 << power for power in (10, 13, 16, 19, 22)], program)
+
+
+def measure_tanh(comm: pc.Communicator) -> Curve:
+    """Measures hyperbolic tangents; the size is their number."""
+    return measure_curve(comm, [1 << power for power in (10, 14, 18)], lambda size: (jnp.tanh, [jnp.ones(size)]))
+
+
+def measure_call(comm: pc.Communicator) -> float:
+    """Measures a program that computes nothing, in seconds."""
+    return _median_s(comm, jax.jit(lambda x: x + 1), [jnp.float32(0)])
+
+
+def memory_of_a_device(comm: pc.Communicator, devices: int) -> int:
+    """The bytes that arrays can take on each device: of the host's memory an equal share, of an accelerator its own."""
+    stats = jax.local_devices()[0].memory_stats()
+    own = int(stats["bytes_limit"]) if stats else _memory_of_the_host() // (comm.local_size * devices)
+    return int(comm.mpi.allreduce(own, MPI.MIN))
+
+
+def _memory_of_the_host(limit: Path = Path("/sys/fs/cgroup/memory.max")) -> int:
+    """The bytes of memory; in a container or a job no more than it may use."""
+    total = int(psutil.virtual_memory().total)
+    text = limit.read_text().strip() if limit.exists() else "max"
+    return min(total, int(text)) if text.isdigit() else total

@@ -1,0 +1,138 @@
+"""A run of ``pycollective profile``."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import date
+
+import jax
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+import pycollective as pc
+from pycollective.errors import message
+from pycollective.planning.profile import ARRAYS, OPERATIONS, Group, Profile
+from pycollective.profiling import computing
+from pycollective.profiling.collectives import count_turns, groups_in, measure_collectives
+from pycollective.transport.mpi import MPI
+
+_COMPUTING = 3  # curves that do not depend on a dtype
+_SMALL, _LARGE = 4 << 10, 2 << 20  # bytes, in the table
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measures; rank 0 writes the profile and prints what it says. All ranks must make this call.
+
+    Raises:
+        ValueError: a dtype is unknown, or hosts have different numbers of ranks.
+    """
+    with suppress(RuntimeError):  # devices are in use already; the start then checks their number
+        jax.config.update("jax_num_cpu_devices", options.devices)
+    start = pc.distributed.initialize if options.devices == 1 else pc.init
+    comm = start(devices=options.devices)
+    for dtype in options.dtypes:
+        _check_dtype(dtype)
+    sizes = sorted(set(comm.mpi.allgather(comm.local_size)))
+    if len(sizes) > 1:
+        remedy = "Start as many on each host, with `pycollective run --ranks-per-host` say."
+        raise ValueError(message("profile", "as many ranks on each host", f"{sizes[0]} to {sizes[-1]}", remedy))
+    turns = count_turns(comm.host_count, comm.local_size) + _COMPUTING + 2 * len(options.dtypes)
+    with _progress(turns, comm.rank) as tick:
+        profile = _measured(options, comm, tick)
+    if comm.rank == 0:
+        profile.save(options.output)
+        console = Console()
+        console.print(profile.source, markup=False, highlight=False)
+        console.print(_table_of_collectives(profile))
+        console.print(_table_of_computing(profile))
+        console.print(f"{options.output}: {len(options.output.read_bytes())} B", markup=False, highlight=False)
+    return 0
+
+
+def _measured(options: argparse.Namespace, comm: pc.Communicator, tick: Callable[[int], None]) -> Profile:
+    products, convolutions = {}, {}
+    for dtype in options.dtypes:
+        products[dtype] = computing.measure_products(comm, dtype)
+        tick(1)
+        convolutions[dtype] = computing.measure_convolutions(comm, dtype)
+        tick(1)
+    streams = computing.measure_streams(comm)
+    tick(1)
+    tanh = computing.measure_tanh(comm)
+    tick(1)
+    call = computing.measure_call(comm)
+    tick(1)
+    return Profile(
+        source=_source(comm),
+        hosts=comm.host_count,
+        ranks=comm.size,
+        devices=options.devices,
+        memory=computing.memory_of_a_device(comm, options.devices),
+        collectives=measure_collectives(comm, options.devices, tick),
+        products=products,
+        convolutions=convolutions,
+        streams=streams,
+        tanh=tanh,
+        call=call,
+    )
+
+
+def _source(comm: pc.Communicator) -> str:
+    library = " ".join(MPI.Get_library_version().splitlines()[0].strip("\x00").split())
+    where = f"{comm.size} rank(s) on {comm.host_count} host(s), {jax.local_devices()[0].device_kind}"
+    versions = f"{library}, JAX {jax.__version__}, Python {platform.python_version()}, {platform.machine()}"
+    return f"pycollective {pc.__version__} profile, {date.today().isoformat()}: {where}; {versions}"
+
+
+def _check_dtype(name: str) -> None:
+    try:
+        known = jax.numpy.issubdtype(jax.dtypes.canonicalize_dtype(name), jax.numpy.floating)
+    except TypeError:
+        known = False
+    if not known:
+        raise ValueError(message("profile", "a dtype of numbers with a fraction", repr(name), "Say float32."))
+
+
+def _table_of_collectives(profile: Profile) -> Table:
+    """Times and rates of a small and a large collective for each group; of global arrays where they were measured."""
+    programs = ARRAYS if ARRAYS in profile.collectives else next(iter(profile.collectives))
+    table = Table(title=f"Collectives in programs of {programs}: us for 4 KiB, GB/s for 2 MiB")
+    table.add_column("devices x hosts")
+    for operation in OPERATIONS:
+        table.add_column(operation, justify="right")
+    for ranks in groups_in(profile.hosts, profile.ranks // profile.hosts):
+        group = Group(ranks.per_host * profile.devices, ranks.hosts)
+        times = [
+            [profile.collective_s(operation, n, group, programs) for n in (_SMALL, _LARGE)] for operation in OPERATIONS
+        ]
+        cells = [f"{small * 1e6:.0f}, {_LARGE / large * 1e-9:.2f}" for small, large in times]
+        table.add_row(f"{group.per_host} x {group.hosts}", *cells)
+    return table
+
+
+def _table_of_computing(profile: Profile) -> Table:
+    """Rates of products of matrices by dtype and smallest dimension."""
+    table = Table(title="Products of matrices: Gflop/s of each device, by the smallest dimension")
+    table.add_column("dtype")
+    for smallest in computing.SMALLEST:
+        table.add_column(str(smallest), justify="right")
+    for dtype, curves in profile.products.items():
+        rates = [curve.sizes[-1] / curve.seconds[-1] * 1e-9 for curve in curves.values()]
+        table.add_row(dtype, *(f"{rate:.1f}" for rate in rates))
+    return table
+
+
+@contextmanager
+def _progress(total: int, rank: int) -> Iterator[Callable[[int], None]]:
+    """A progress bar on rank 0's terminal, and a function that advances it; elsewhere that function does nothing."""
+    if rank > 0 or not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("measuring", total=total)
+        yield lambda count: bar.advance(task, count)
