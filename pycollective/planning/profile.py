@@ -160,14 +160,14 @@ class Profile:
         for row in read["collectives"]:
             curves = collectives.setdefault(row["programs"], {}).setdefault(row["operation"], {})
             curves[Group(row["per_host"], row["hosts"])] = _curve(row)
-        tables: dict[str, dict[str, dict[int, Curve]]] = {"products": {}, "convolutions": {}}
-        for name, table in tables.items():
+        rest: dict[str, Any] = {key: read[key] for key in _FLAT}
+        for name in ("products", "convolutions"):
+            table = rest[name] = {}
             for row in read[name]:
                 table.setdefault(row["dtype"], {})[row["smallest"]] = _curve(row)
-        flat = {key: read[key] for key in _FLAT}
-        return cls(
-            **flat, **tables, collectives=collectives, streams=_curve(read["streams"]), tanh=_curve(read["tanh"])
-        )
+        for name in ("streams", "tanh"):
+            rest[name] = _curve(read[name])
+        return cls(**rest, collectives=collectives)
 
 
 def _curve(row: Mapping[str, Any]) -> Curve:
