@@ -31,6 +31,7 @@ from .collectives.mpi_collectives import sendrecv as sendrecv
 from .errors import CollectiveMismatch as CollectiveMismatch
 from .named_axes.mesh import Mesh as Mesh
 from .named_axes.mesh import make_mesh as make_mesh
+from .planning.search import plan as plan
 from .ranks.communicator import Communicator as Communicator
 from .ranks.world import init as init
 from .ranks.world import world as world

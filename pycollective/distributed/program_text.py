@@ -82,7 +82,7 @@ def collectives_in(text: str, size: int) -> Iterator[Collective]:
     """
     for line in _LINE.findall(text):
         call = _CALL.search(line)
-        groups = [range(size)] if "source_target_pairs=" in line else _groups_in(line, size)
+        groups = [range(size)] if "source_target_pairs=" in line else groups_in(line, size)
         if call is None or groups is None:
             remedy = 'Use pycollective.distributed.initialize(collectives="gloo"), and please report this.'
             expected = "collectives in a known form in XLA's program"
@@ -99,7 +99,13 @@ def _largest_count(kind: str, results: str, ranks: int) -> int:
     return max(counts, default=0)
 
 
-def _groups_in(line: str, size: int) -> Sequence[Sequence[int]] | None:
+def groups_in(line: str, size: int) -> Sequence[Sequence[int]] | None:
+    """The groups of devices that a line names, as places in the list of the program's devices; None if it names none.
+
+    Example:
+        >>> groups_in("replica_groups=[2,2]<=[2,2]T(1,0), ...", 4), groups_in("replica_groups={}", 2)
+        ([[0, 2], [1, 3]], [range(0, 2)])
+    """
     match = _GROUPS.search(line)
     if match is None:
         return None

@@ -53,7 +53,8 @@ class Profile:
             bytes of operand or result, the larger of both.
         products: from a dtype to the curves of products of matrices (m, k) and (k, n), one for each measured smallest
             number of m, k and n. The size is the number of operations, 2 m k n.
-        convolutions: the same for convolutions, by the smaller number of channels, before or after.
+        convolutions: the same for convolutions, as the products that they are: of (places of the window in all examples,
+            entries of a window) and (entries of a window, channels after it).
         streams: seconds to read and write so many bytes in one pass over arrays.
         tanh: seconds to compute so many hyperbolic tangents, which stand for all functions of that kind.
         call: seconds that the smallest program takes.
@@ -113,9 +114,9 @@ class Profile:
         """Returns the seconds of a product of matrices (m, k) and (k, n)."""
         return across(_by_dtype(self.products, dtype), min(m, k, n), 2.0 * m * k * n)
 
-    def convolution_s(self, dtype: str, channels: float, operations: float) -> float:
-        """Returns the seconds of a convolution, by its smaller number of channels and its number of operations."""
-        return across(_by_dtype(self.convolutions, dtype), channels, operations)
+    def convolution_s(self, dtype: str, smallest: float, operations: float) -> float:
+        """Returns the seconds of a convolution, by the smallest number of its product and its number of operations."""
+        return across(_by_dtype(self.convolutions, dtype), smallest, operations)
 
     def save(self, path: Path) -> None:
         """Writes the profile as JSON."""

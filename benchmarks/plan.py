@@ -1,0 +1,142 @@
+"""How far predictions are off: all plans for three steps of training, predicted and measured, on the ranks of a job.
+
+``pycollective profile -o cluster.json`` comes first, on the same ranks:
+
+    mpirun -n 2 pycollective profile -o cluster.json
+    mpirun -n 2 python benchmarks/plan.py --profile cluster.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pycollective as pc  # isort: skip (XLA calls MPI through it if it comes before JAX)
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pycollective.planning.verify import measure
+
+Array = Any
+Tree = Any
+
+
+def struct(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def descent(loss: Callable[..., Array]) -> Callable[..., Any]:
+    """Gradient descent with momentum."""
+
+    def step(state: Tree, *batch: Array) -> Any:
+        value, grads = jax.value_and_grad(loss)(state["params"], *batch)
+        momentum = jax.tree.map(lambda m, g: 0.9 * m + g, state["momentum"], grads)
+        params = jax.tree.map(lambda p, m: p - 1e-3 * m, state["params"], momentum)
+        return {"params": params, "momentum": momentum}, value
+
+    return step
+
+
+def wide_mlp() -> tuple[Callable[..., Any], list[Any]]:
+    """Layers of 2048 units, and a batch of 16: much to send where gradients are summed."""
+
+    def loss(params: list[Array], x: Array, y: Array) -> Array:
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return jnp.mean((x - y) ** 2)
+
+    params = [struct(2048, 2048) for _ in range(4)]
+    return descent(loss), [{"params": params, "momentum": params}, struct(16, 2048), struct(16, 2048)]
+
+
+def convolutions() -> tuple[Callable[..., Any], list[Any]]:
+    """Few parameters and large activations: much to send where anything but the batch is cut."""
+    names = ("NHWC", "HWIO", "NHWC")
+
+    def loss(params: Tree, x: Array, y: Array) -> Array:
+        for w in params["convolutions"]:
+            x = jax.nn.relu(lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=names))
+        return jnp.mean((x.mean(axis=(1, 2)) @ params["out"] - y) ** 2)
+
+    widths = (8, 32, 64, 64)
+    kernels = [struct(3, 3, a, b) for a, b in itertools.pairwise(widths)]
+    params = {"convolutions": kernels, "out": struct(64, 16)}
+    return descent(loss), [{"params": params, "momentum": params}, struct(16, 32, 32, 8), struct(16, 16)]
+
+
+def gpt() -> tuple[Callable[..., Any], list[Any]]:
+    """Two blocks of attention and a wide layer, and the logits of a vocabulary."""
+    width, heads, layers, vocabulary, batch, length = 256, 8, 2, 2048, 8, 64
+
+    def norm(x: Array) -> Array:
+        return x * lax.rsqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-6)
+
+    def loss(params: Tree, tokens: Array) -> Array:
+        h = params["table"][tokens[:, :-1]]
+        for p in params["layers"]:
+            q, k, v = jnp.split((norm(h) @ p["qkv"]).reshape(batch, length, heads, -1), 3, axis=-1)
+            scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / (width // heads) ** 0.5
+            mask = jnp.tril(jnp.ones((length, length), bool))
+            weights = jax.nn.softmax(jnp.where(mask, scores, -1e9))
+            h += jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(h.shape) @ p["out"]
+            h += jax.nn.gelu(norm(h) @ p["up"]) @ p["down"]
+        logits = jax.nn.log_softmax(norm(h) @ params["table"].T)
+        return -jnp.mean(jnp.take_along_axis(logits, tokens[:, 1:, None], axis=-1))
+
+    layer = {
+        "qkv": struct(width, 3 * width),
+        "out": struct(width, width),
+        "up": struct(width, 4 * width),
+        "down": struct(4 * width, width),
+    }
+    params = {"table": struct(vocabulary, width), "layers": [layer] * layers}
+    return descent(loss), [{"params": params, "momentum": params}, struct(batch, length + 1, dtype=jnp.int32)]
+
+
+STEPS = {"mlp": wide_mlp, "conv": convolutions, "gpt": gpt}
+
+
+def rank_correlation(a: list[float], b: list[float]) -> float:
+    """Spearman's."""
+    ranks = [np.argsort(np.argsort(x)) for x in (a, b)]
+    return float(np.corrcoef(*ranks)[0, 1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--profile", type=Path, required=True)
+    parser.add_argument("--steps", default=",".join(STEPS), help="some of mlp,conv,gpt")
+    parser.add_argument("--compilations", type=int, default=24)
+    parser.add_argument("--calls", type=int, default=7, help="timed steps of each plan")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    comm = pc.distributed.initialize()
+    rows = []
+    for name in options.steps.split(","):
+        step, args = STEPS[name]()
+        ranking = pc.plan(step, *args, profile=options.profile, compilations=options.compilations)
+        measured = measure(ranking.plans, step, *args, steps=options.calls)
+        predicted = [plan.prediction.seconds for plan in ranking]
+        errors = [abs(p / m - 1) for p, m in zip(predicted, measured, strict=True)]
+        if comm.rank == 0:
+            for plan, seconds in zip(ranking, measured, strict=True):
+                print(f"{name}: measured {seconds * 1e3:.2f} ms; {plan}", flush=True)
+            print(
+                f"{name}: {len(measured)} plans, median error {statistics.median(errors):.0%}, rank correlation "
+                f"{rank_correlation(predicted, measured):.2f}, chosen over best {measured[0] / min(measured):.2f}\n",
+                flush=True,
+            )
+        rows += [{"step": name, "measured_s": s, **plan.as_dict()} for plan, s in zip(ranking, measured, strict=True)]
+    if options.json and comm.rank == 0:
+        options.json.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()

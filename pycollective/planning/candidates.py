@@ -1,0 +1,157 @@
+"""Ways to spread a step over devices: shapes of a mesh, and for each array the axes along which it is cut."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+
+DATA, MODEL = "data", "model"
+
+Spec = tuple[str | None, ...]
+"""For each dimension of an array the axis of the mesh along which it is cut, or None; what is missing is not cut."""
+
+
+class Leaf(NamedTuple):
+    """An array that a step takes.
+
+    Attributes:
+        path: its place in the arguments, for messages.
+        shape: its shape.
+        nbytes: its bytes.
+        state: the number of the argument among those that the step returns as well; None for data.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    nbytes: int
+    state: int | None
+
+
+class Candidate(NamedTuple):
+    """A way to spread a step.
+
+    Attributes:
+        data: the number of devices along the axis of the examples.
+        model: the number of devices along the other axis.
+        rule: how it was found, in words.
+        specs: how each argument leaf is cut.
+    """
+
+    data: int
+    model: int
+    rule: str
+    specs: tuple[Spec, ...]
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """From the axes of the mesh to their sizes."""
+        return {DATA: self.data, MODEL: self.model}
+
+    @property
+    def key(self) -> tuple[int, tuple[Spec, ...]]:
+        """The same for candidates that differ in words, or in the name of their only axis."""
+        only = DATA if 1 in (self.data, self.model) else None
+        specs = tuple(tuple(axis and (only or axis) for axis in spec) for spec in self.specs)
+        return 1 if only else self.data, specs
+
+    def argument_bytes(self, leaves: Sequence[Leaf]) -> int:
+        """The bytes of a device's parts of the arguments."""
+        return sum(leaf.nbytes // self._parts(spec) for leaf, spec in zip(leaves, self.specs, strict=True))
+
+    def _parts(self, spec: Spec) -> int:
+        return math.prod(self.mesh[axis] for axis in spec if axis is not None)
+
+
+def candidates(leaves: Sequence[Leaf], devices: int) -> Iterator[Candidate]:
+    """Yields the ways that follow rules, each once.
+
+    The examples of the data are cut along the first axis, where they divide. Of the state, matrices are cut along the
+    second axis: by their larger dimension, which for two layers in a row is what Megatron does, or all by the first or
+    the last one. Along the first axis the state is whole (data parallelism), or cut (ZeRO stage 3, FSDP), or cut but
+    for the first argument (ZeRO stage 1, where that one is the parameters and the second the optimizer's state).
+    """
+    known = set()
+    for model in (n for n in range(1, devices + 1) if devices % n == 0):
+        data = devices // model
+        by_data: dict[str, Callable[[Leaf], bool]] = {"state whole": lambda _: False}
+        if data > 1:
+            by_data["state cut"] = lambda _: True
+            by_data["state cut but for its first argument"] = lambda leaf: leaf.state != 0
+        by_model = ("larger", "first", "last") if model > 1 else ("",)
+        for which, (how, cuts) in itertools.product(by_model, by_data.items()):
+            dims = _model_dims(leaves, model, which)
+            specs = tuple(_spec(leaf, data, dim, cut=cuts(leaf)) for leaf, dim in zip(leaves, dims, strict=True))
+            rule = how if model == 1 else f"{how}, matrices cut by their {which} dimension"
+            candidate = Candidate(data, model, rule, specs)
+            if candidate.key not in known:
+                known.add(candidate.key)
+                yield candidate
+
+
+def variations(candidate: Candidate, leaves: Sequence[Leaf], number: int) -> Iterator[Candidate]:
+    """Yields the candidates that cut one leaf, and those of its shape, in another way.
+
+    Args:
+        candidate: a way to spread the step.
+        leaves: the arguments.
+        number: the place of the leaf.
+    """
+    shape, now = leaves[number].shape, candidate.specs[number]
+    alike = [i for i, leaf in enumerate(leaves) if (leaf.shape, candidate.specs[i]) == (shape, now)]
+    for spec in _all_specs(shape, candidate.mesh):
+        if spec != now:
+            specs = tuple(spec if i in alike else old for i, old in enumerate(candidate.specs))
+            rule = f"{candidate.rule}; {leaves[number].path} {jax.P(*spec)}"
+            yield candidate._replace(specs=specs, rule=rule)
+
+
+def _all_specs(shape: tuple[int, ...], mesh: dict[str, int]) -> Iterator[Spec]:
+    """All ways to cut an array along one dimension for each axis, where that divides."""
+    axes = [axis for axis, size in mesh.items() if size > 1]
+    choices = [[None, *(dim for dim, n in enumerate(shape) if n % mesh[axis] == 0 and n > 0)] for axis in axes]
+    for dims in itertools.product(*choices):
+        used = [dim for dim in dims if dim is not None]
+        if len(set(used)) == len(used):
+            spec: list[str | None] = [None] * len(shape)
+            for axis, dim in zip(axes, dims, strict=True):
+                if dim is not None:
+                    spec[dim] = axis
+            yield tuple(spec)
+
+
+def _model_dims(leaves: Sequence[Leaf], model: int, which: str) -> list[int | None]:
+    """For each leaf the dimension that is cut along the second axis."""
+    dims: list[int | None] = []
+    last = 0  # of the last two dimensions of the matrix before, the one that was cut
+    for leaf in leaves:
+        choice = None
+        if which and leaf.state is not None and len(leaf.shape) >= 2:
+            rows, columns = leaf.shape[-2:]
+            if which == "larger" and rows != columns:
+                side = int(columns > rows)
+            elif which == "larger":
+                side = 1 - last
+            else:
+                side = int(which == "last")
+            dim = len(leaf.shape) - 2 + side
+            if leaf.shape[dim] % model == 0:
+                choice, last = dim, side
+        dims.append(choice)
+    return dims
+
+
+def _spec(leaf: Leaf, data: int, model_dim: int | None, *, cut: bool) -> Spec:
+    spec: list[str | None] = [None] * len(leaf.shape)
+    if model_dim is not None:
+        spec[model_dim] = MODEL
+    if data > 1 and (cut if leaf.state is not None else True):
+        free = [dim for dim, n in enumerate(leaf.shape) if spec[dim] is None and n % data == 0 and n > 0]
+        if leaf.state is None:
+            free = [dim for dim in free if dim == 0]
+        if free:
+            spec[max(free, key=lambda dim: leaf.shape[dim])] = DATA
+    return tuple(spec)

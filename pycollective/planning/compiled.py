@@ -1,0 +1,64 @@
+"""A candidate, compiled for as many virtual devices as its mesh has."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+
+from pycollective.planning.candidates import Candidate, Spec
+from pycollective.planning.program_work import Work, work_of
+
+
+class Request(NamedTuple):
+    """What a worker compiles.
+
+    Attributes:
+        candidate: how the arguments are spread.
+        outs: for each result the place of the argument that it replaces in the next step, or None.
+        donated: the places of the arguments whose memory the results may take.
+    """
+
+    candidate: Candidate
+    outs: tuple[int | None, ...]
+    donated: tuple[int, ...]
+
+
+class Compiled(NamedTuple):
+    """What a worker finds.
+
+    Attributes:
+        work: what each device does.
+        memory: the bytes that a device needs at most.
+        out_specs: how each result is spread.
+    """
+
+    work: Work
+    memory: int
+    out_specs: tuple[Spec, ...]
+
+
+def compile_candidate(step: jax.export.Exported, request: Request) -> Compiled:
+    """Compiles a program for as many devices as its mesh has; JAX must have them."""
+    mesh = mesh_of(request.candidate, jax.devices())
+    shardings = [NamedSharding(mesh, jax.P(*spec)) for spec in request.candidate.specs]
+    outs = [None if place is None else shardings[place] for place in request.outs]
+    program = jax.jit(step.call, in_shardings=tuple(shardings), out_shardings=outs, donate_argnums=request.donated)
+    compiled = program.lower(*(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in step.in_avals)).compile()
+    stats: Any = compiled.memory_analysis()
+    memory = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
+    specs = tuple(_spec_of(sharding) for sharding in compiled.output_shardings)
+    return Compiled(work_of(compiled.as_text(), mesh.size), memory + stats.temp_size_in_bytes, specs)
+
+
+def mesh_of(candidate: Candidate, devices: list[jax.Device]) -> Mesh:
+    """The mesh of a candidate. Neighbours along the last axis are on one host where they can be."""
+    sizes = candidate.mesh
+    table = np.array(devices).reshape(tuple(sizes.values()))
+    return Mesh(table, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def _spec_of(sharding: Any) -> Spec:
+    return tuple(sharding.spec) if isinstance(sharding, NamedSharding) else ()

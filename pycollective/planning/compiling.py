@@ -1,0 +1,137 @@
+"""Compiles candidates in processes of their own, some at a time, and remembers what they found."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import pickle
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import pycollective
+from pycollective.planning.compiled import Compiled, Request
+
+
+class Compilers:
+    """Processes that compile a program for many virtual devices each.
+
+    Args:
+        program: the program, as :meth:`jax.export.Exported.serialize` returns it.
+        devices: the number of devices.
+        processes: how many compile at a time.
+    """
+
+    def __init__(self, program: bytes, devices: int, processes: int) -> None:
+        self._program = program
+        self._devices = devices
+        self._processes = processes
+        self._idle: queue.SimpleQueue[subprocess.Popen[bytes] | None] = queue.SimpleQueue()
+        self._started: list[subprocess.Popen[bytes]] = []
+        for _ in range(processes):
+            self._idle.put(None)
+        self._folder = _cache_folder()
+
+    def __enter__(self) -> Compilers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._started:
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()
+            process.kill()
+            process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
+
+    def compile_all(self, requests: Sequence[Request]) -> Iterator[tuple[Request, Compiled | str]]:
+        """Yields each request with what was found, or the error, as soon as it is there."""
+        done: queue.SimpleQueue[tuple[Request, Compiled | str | BaseException]] = queue.SimpleQueue()
+        waiting = iter(requests)
+        lock = threading.Lock()
+
+        def work() -> None:
+            while True:
+                with lock:
+                    request = next(waiting, None)
+                if request is None:
+                    return
+                try:
+                    done.put((request, self._compile(request)))
+                except BaseException as error:
+                    done.put((request, error))
+                    return
+
+        threads = [threading.Thread(target=work, daemon=True) for _ in range(min(self._processes, len(requests)))]
+        for thread in threads:
+            thread.start()
+        for _ in requests:
+            request, found = done.get()
+            if isinstance(found, BaseException):
+                raise found
+            yield request, found
+
+    def _compile(self, request: Request) -> Compiled | str:
+        path = self._folder / f"{self._key(request)}.pickle"
+        if path.exists():
+            with contextlib.suppress(EOFError, pickle.UnpicklingError, AttributeError), path.open("rb") as file:
+                known: Compiled = pickle.load(file)
+                return known
+        process = self._idle.get() or self._start()
+        try:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            pickle.dump(request, process.stdin)
+            process.stdin.flush()
+            found: Compiled | str = pickle.load(process.stdout)
+        except (BrokenPipeError, EOFError):
+            found = f"the process that compiled it ended with status {process.wait()}"
+            self._idle.put(None)
+            return found
+        self._idle.put(process)
+        if isinstance(found, Compiled):
+            _write(path, found)
+        return found
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        # Slow code is enough, since it never runs.
+        flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
+        environ = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags.strip()}
+        process = subprocess.Popen(
+            [sys.executable, "-m", "pycollective.planning.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environ,
+        )
+        self._started.append(process)
+        assert process.stdin is not None
+        pickle.dump((self._devices, self._program), process.stdin)
+        return process
+
+    def _key(self, request: Request) -> str:
+        about: Any = (jax.__version__, pycollective.__version__, self._devices, request)
+        return hashlib.sha256(repr(about).encode() + self._program).hexdigest()
+
+
+def _cache_folder() -> Path:
+    """A folder that this user alone can write: what is read from it is trusted."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = base / "pycollective" / "plans"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder
+
+
+def _write(path: Path, found: Compiled) -> None:
+    """Writes the file at once, so that another process never reads a part of it."""
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        pickle.dump(found, file)
+    Path(file.name).replace(path)

@@ -1,0 +1,112 @@
+"""Plans: ways to spread a step over devices, with what they are predicted to take, ready to run or to save."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from pycollective.errors import fail
+from pycollective.planning.candidates import Candidate, Spec
+from pycollective.planning.compiled import mesh_of
+from pycollective.planning.prediction import Prediction
+from pycollective.planning.trace import Signature
+
+_WHERE = "plan"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A way to spread a step over devices.
+
+    Attributes:
+        candidate: the mesh, and how each argument is cut.
+        out_specs: how each result is cut.
+        prediction: what a step takes.
+        signature: what the step takes and returns.
+    """
+
+    candidate: Candidate
+    out_specs: tuple[Spec, ...]
+    prediction: Prediction
+    signature: Signature
+
+    def __str__(self) -> str:
+        p = self.prediction
+        times = f"{p.seconds * 1e3:.3g} ms ({p.computing_s * 1e3:.3g} computing, {p.communication_s * 1e3:.3g} sending)"
+        mesh = " x ".join(f"{name} {size}" for name, size in self.candidate.mesh.items())
+        return f"{mesh}, {self.candidate.rule}: {times}, {p.memory / 2**20:.1f} MiB"
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh over the devices of this job.
+
+        Raises:
+            ValueError: the job has another number of devices.
+        """
+        devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+        expected = self.candidate.data * self.candidate.model
+        if len(devices) != expected:
+            remedy = "Call pycollective.distributed.initialize() on as many ranks as the plan is for, or plan again."
+            fail(ValueError, _WHERE, None, f"{expected} devices, which the plan is for", str(len(devices)), remedy)
+        return mesh_of(self.candidate, devices)
+
+    @property
+    def in_shardings(self) -> Any:
+        """The sharding of each argument, as :func:`jax.jit` takes it and :func:`jax.device_put` as well."""
+        return self._tree(self.signature.in_tree, self.candidate.specs)
+
+    @property
+    def out_shardings(self) -> Any:
+        """The sharding of each result."""
+        return self._tree(self.signature.out_tree, self.out_specs)
+
+    def jit(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns the compiled step. Its arguments must lie as :attr:`in_shardings` says."""
+        return jax.jit(
+            step,
+            in_shardings=self.in_shardings,
+            out_shardings=self.out_shardings,
+            donate_argnums=self.signature.donate_argnums,
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the plan as a dictionary that :func:`json.dumps` takes."""
+        specs = zip(self.signature.paths, self.candidate.specs, strict=True)
+        return {
+            "mesh": self.candidate.mesh,
+            "rule": self.candidate.rule,
+            "arguments": {path: list(spec) for path, spec in specs},
+            "results": [list(spec) for spec in self.out_specs],
+            "computing_s": self.prediction.computing_s,
+            "communication_s": self.prediction.communication_s,
+            "memory": self.prediction.memory,
+        }
+
+    def _tree(self, tree: Any, specs: tuple[Spec, ...]) -> Any:
+        mesh = self.mesh
+        return jax.tree.unflatten(tree, [NamedSharding(mesh, jax.P(*spec)) for spec in specs])
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """The plans that fit into memory, the fastest first."""
+
+    plans: tuple[Plan, ...]
+
+    @property
+    def best(self) -> Plan:
+        """The fastest plan."""
+        return self.plans[0]
+
+    def __iter__(self) -> Iterator[Plan]:
+        return iter(self.plans)
+
+    def __len__(self) -> int:
+        return len(self.plans)
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.plans))

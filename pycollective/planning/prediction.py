@@ -1,0 +1,77 @@
+"""How long a program takes, from what its devices do and how fast they are."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from pycollective.planning.profile import ARRAYS, Group, Profile
+from pycollective.planning.program_work import Communication, Convolution, Product, Stream, Work
+
+_LEAST_S = 2e-7  # an instruction that does nearly nothing
+
+
+class Prediction(NamedTuple):
+    """What a step takes.
+
+    Attributes:
+        computing_s: seconds of computation.
+        communication_s: seconds of collectives.
+        memory: bytes that a device needs at most.
+    """
+
+    computing_s: float
+    communication_s: float
+    memory: int
+
+    @property
+    def seconds(self) -> float:
+        """The seconds of the step. Computation and collectives come one after the other."""
+        return self.computing_s + self.communication_s
+
+
+def predict(work: Work, memory: int, profile: Profile) -> Prediction:
+    """Predicts a step.
+
+    Each instruction takes the time that was measured for a program of its kind and size, less that of a program that
+    does nothing; that one counts once.
+
+    Args:
+        work: what each device does.
+        memory: the bytes that a device needs at most.
+        profile: the speed of the devices and of what connects them.
+    """
+    computing = profile.call + sum(
+        count * max(_computing_s(item, profile), _LEAST_S) for item, count in work.computing.items()
+    )
+    communication = sum(
+        count * max(_communication_s(item, profile), _LEAST_S) for item, count in work.communication.items()
+    )
+    return Prediction(computing, communication, memory)
+
+
+def _computing_s(item: Product | Convolution | Stream, profile: Profile) -> float:
+    if isinstance(item, Product):
+        return item.batch * (profile.product_s(item.dtype, item.m, item.k, item.n) - profile.call)
+    if isinstance(item, Convolution):
+        return profile.convolution_s(item.dtype, item.smallest, item.operations) - profile.call
+    return max(profile.streams(item.nbytes), profile.tanh(item.functions) if item.functions else 0.0) - profile.call
+
+
+def _communication_s(item: Communication, profile: Profile) -> float:
+    group = group_of(item.group, profile.per_host)
+    if group.size == 1:
+        return 0.0
+    return profile.collective_s(item.operation, item.nbytes, group, ARRAYS) - profile.call
+
+
+def group_of(devices: Sequence[int], per_host: int) -> Group:
+    """The kind of a group: on how many hosts its devices are, and how many on each.
+
+    Example:
+        >>> group_of((0, 1), 2), group_of((0, 2), 2)
+        (Group(per_host=2, hosts=1), Group(per_host=1, hosts=2))
+    """
+    hosts = Counter(device // per_host for device in devices)
+    return Group(max(hosts.values()), len(hosts))

@@ -1,0 +1,260 @@
+"""What a device does in a compiled program: products, passes over memory and collectives, each as often as it runs."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pycollective.distributed.program_text import groups_in
+from pycollective.planning.program_text import Instruction, Program, Shape, attribute, numbers, users
+
+
+class Product(NamedTuple):
+    """Products of matrices (m, k) and (k, n), of which some are made in one instruction."""
+
+    dtype: str
+    batch: int
+    m: int
+    k: int
+    n: int
+
+
+class Convolution(NamedTuple):
+    """A convolution, seen as the product of matrices that it is for each group of channels.
+
+    Attributes:
+        dtype: the dtype of its kernel.
+        smallest: the smallest dimension of that product: of the places where the window stands in all examples, of the
+            entries of a window, and of the channels after it.
+        operations: the number of its operations.
+    """
+
+    dtype: str
+    smallest: int
+    operations: int
+
+
+class Stream(NamedTuple):
+    """A pass over memory, with what it computes on the way.
+
+    Attributes:
+        nbytes: the bytes that it reads and writes.
+        functions: the number of calls of functions such as tanh and exp.
+    """
+
+    nbytes: int
+    functions: int
+
+
+class Communication(NamedTuple):
+    """A collective.
+
+    Attributes:
+        operation: its name in JAX.
+        nbytes: the bytes of operand or result, the larger of both.
+        group: the devices that make it with the first one.
+    """
+
+    operation: str
+    nbytes: int
+    group: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one device does in a program.
+
+    Attributes:
+        computing: how often it makes each product, convolution and pass over memory.
+        communication: how often it makes each collective.
+    """
+
+    computing: Counter[Product | Convolution | Stream]
+    communication: Counter[Communication]
+
+
+_FREE = (
+    "parameter",
+    "constant",
+    "get-tuple-element",
+    "tuple",
+    "bitcast",
+    "after-all",
+    "partition-id",
+    "replica-id",
+    "all-reduce-done",
+    "all-gather-done",
+    "collective-permute-done",
+    "add-dependency",
+    "opt-barrier",
+)
+_FUNCTIONS = (
+    "tanh",
+    "exponential",
+    "log",
+    "logistic",
+    "exponential-minus-one",
+    "log-plus-one",
+    "sine",
+    "cosine",
+    "tan",
+    "power",
+    "sqrt",
+    "rsqrt",
+    "cbrt",
+    "erf",
+    "atan2",
+)
+_COLLECTIVES = {
+    "all-reduce": "psum",
+    "all-gather": "all_gather",
+    "reduce-scatter": "psum_scatter",
+    "all-to-all": "all_to_all",
+    "collective-permute": "ppermute",
+}
+_PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
+_TURNS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+
+
+def work_of(text: str, devices: int) -> Work:
+    """Reads what the first device does.
+
+    A loop whose number of turns XLA does not know counts once, and of a conditional the branch with the most bytes.
+
+    Args:
+        text: the program, as ``compiled.as_text()`` gives it.
+        devices: the number of devices it was compiled for.
+    """
+    reader = _Reader(Program.read(text), devices)
+    reader.add(reader.program.entry, 1)
+    return Work(reader.computing, reader.communication)
+
+
+class _Reader:
+    def __init__(self, program: Program, devices: int) -> None:
+        self.program = program
+        self.devices = devices
+        self.computing: Counter[Product | Convolution | Stream] = Counter()
+        self.communication: Counter[Communication] = Counter()
+
+    def add(self, name: str, times: int) -> None:
+        """Adds what a computation does, so many times."""
+        computation = self.program.computations[name]
+        shapes = {instruction.name: instruction.results for instruction in computation}
+        for instruction in computation:
+            if instruction.opcode in _FREE:
+                continue
+            if instruction.opcode == "while":
+                turns = _TURNS.search(instruction.attributes)
+                for called in instruction.called:
+                    self.add(called, times * int(turns[1] if turns else 1))
+            elif instruction.opcode in ("call", "async-start"):
+                for called in instruction.called:
+                    self.add(called, times)
+            elif instruction.opcode == "conditional":
+                self.add(max(instruction.called, key=self._bytes_of), times)
+            elif (kind := instruction.opcode.removesuffix("-start")) in _COLLECTIVES:
+                self.communication[self._collective(kind, instruction, shapes)] += times
+            else:
+                for each in self._computed(instruction, shapes):
+                    self.computing[each] += times
+
+    def _bytes_of(self, name: str) -> float:
+        return sum(instruction.nbytes for instruction in self.program.computations[name])
+
+    def _collective(self, kind: str, instruction: Instruction, shapes: dict[str, tuple[Shape, ...]]) -> Communication:
+        nbytes = sum(shape.nbytes for name in instruction.operands for shape in shapes[name])
+        group = _group_of_the_first(instruction.attributes, self.devices)
+        # What begins and is ended later has its operands among its results.
+        if kind == "all-gather":
+            nbytes *= len(group)
+        return Communication(_COLLECTIVES[kind], int(nbytes), group)
+
+    def _computed(
+        self, instruction: Instruction, shapes: dict[str, tuple[Shape, ...]]
+    ) -> Iterator[Product | Convolution | Stream]:
+        """What an instruction computes. A product or a convolution reads and writes its arrays in its own time."""
+        inner = self.program.computations[instruction.called[0]] if instruction.opcode == "fusion" else (instruction,)
+        inside = {one.name: one.results for one in inner} if instruction.opcode == "fusion" else shapes
+        functions = 0
+        found = False
+        for one in inner:
+            if one.opcode == "dot":
+                found = True
+                yield _product(one, inside)
+            elif one.opcode == "convolution":
+                found = True
+                yield _convolution(one, inside)
+            elif one.opcode in _FUNCTIONS:
+                functions += one.results[0].elements
+        if found:
+            return
+        if instruction.opcode == "fusion":
+            nbytes = _read_and_written(inner)
+        elif instruction.opcode in ("dynamic-update-slice", "scatter"):
+            nbytes = 2 * sum(s.nbytes for name in instruction.operands[1:] for s in shapes[name])
+        elif instruction.opcode in ("dynamic-slice", "gather", "slice", "iota", "broadcast"):
+            nbytes = 2 * instruction.nbytes
+        else:
+            nbytes = instruction.nbytes + sum(s.nbytes for name in instruction.operands for s in shapes[name])
+        yield Stream(int(nbytes), functions)
+
+
+def _group_of_the_first(attributes: str, devices: int) -> tuple[int, ...]:
+    """The devices with which the first one speaks in a collective; in a permutation all that lie on its way."""
+    if listed := _PAIRS.search(attributes):
+        pairs = [numbers(pair) for pair in re.findall(r"\{(\d+,\d+)\}", listed[1])]
+        group = {0}
+        while more := {device for pair in pairs if group & {*pair} for device in pair} - group:
+            group |= more
+        return tuple(sorted(group))
+    groups = groups_in(attributes, devices) or [range(devices)]
+    return tuple(next((group for group in groups if 0 in group), (0,)))
+
+
+def _read_and_written(fused: tuple[Instruction, ...]) -> float:
+    """The bytes that a fusion reads and writes: of an array that it slices or updates only these parts."""
+    total = 0.0
+    updated: set[str] = set()
+    for instruction in fused:
+        if instruction.opcode == "dynamic-update-slice":
+            updated.add(instruction.operands[0])
+    shapes = {instruction.name: instruction.results for instruction in fused}
+    for instruction in fused:
+        if instruction.opcode == "parameter" and instruction.name not in updated:
+            takers = users(fused, instruction.name)
+            sliced = takers and all(taker.opcode in ("dynamic-slice", "slice", "gather") for taker in takers)
+            total += sum(taker.nbytes for taker in takers) if sliced else instruction.nbytes
+        if instruction.is_root:
+            update = _update_under(instruction, fused)
+            total += sum(s.nbytes for s in shapes[update]) if update else instruction.nbytes
+    return total
+
+
+def _update_under(root: Instruction, fused: tuple[Instruction, ...]) -> str | None:
+    """The name of what is written into an array by a fusion that ends in an update; None for other fusions."""
+    by_name = {instruction.name: instruction for instruction in fused}
+    while root.opcode in ("bitcast", "copy", "convert") and root.operands:
+        root = by_name[root.operands[0]]
+    return root.operands[1] if root.opcode == "dynamic-update-slice" else None
+
+
+def _product(dot: Instruction, shapes: dict[str, tuple[Shape, ...]]) -> Product:
+    left = shapes[dot.operands[0]][0]
+    right = shapes[dot.operands[1]][0]
+    batch = math.prod(left.dims[i] for i in numbers(attribute(dot, "lhs_batch_dims")))
+    k = math.prod(left.dims[i] for i in numbers(attribute(dot, "lhs_contracting_dims")))
+    return Product(left.dtype, batch, left.elements // (batch * k), k, right.elements // (batch * k))
+
+
+def _convolution(conv: Instruction, shapes: dict[str, tuple[Shape, ...]]) -> Convolution:
+    kernel, out = shapes[conv.operands[1]][0], conv.results[0]
+    labels = attribute(conv, "dim_labels").split("_")[1].split("->")[0]
+    after = kernel.dims[labels.index("o")]
+    groups = int(attribute(conv, "feature_group_count") or 1) * int(attribute(conv, "batch_group_count") or 1)
+    smallest = min(out.elements // after, kernel.elements // after, after // groups)
+    return Convolution(kernel.dtype, smallest, 2 * out.elements * (kernel.elements // after))

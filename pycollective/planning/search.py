@@ -1,0 +1,212 @@
+"""Finds the best way to spread a step over devices."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+
+from pycollective.errors import fail
+from pycollective.planning.candidates import Candidate, Spec, candidates, variations
+from pycollective.planning.compiled import Request
+from pycollective.planning.compiling import Compilers
+from pycollective.planning.plans import Plan, Ranking
+from pycollective.planning.prediction import Prediction, predict
+from pycollective.planning.profile import Profile
+from pycollective.planning.trace import Step, trace
+from pycollective.ranks.agreement import gather_from_all
+from pycollective.ranks.world import world_if_known
+
+_WHERE = "plan"
+_REFINED = 3  # the best candidates whose arrays are cut in other ways, one after the other
+
+
+def plan(
+    step: Callable[..., Any],
+    *args: Any,
+    profile: Profile | str | os.PathLike[str],
+    devices: int | None = None,
+    memory: float | None = None,
+    donate_argnums: int | Sequence[int] = (),
+    compilations: int = 60,
+    processes: int | None = None,
+    progress: bool = True,
+) -> Ranking:
+    """Finds the best way to spread a step of training, or any other function of arrays, over devices.
+
+    Each candidate is a mesh with the axes "data" and "model", and for each array the axes along which it is cut. XLA
+    compiles the candidates for virtual devices of this machine, in other processes; the result says what each device
+    computes, sends and keeps. No cluster is needed, and no data. In a job all ranks make this call; the first one
+    compiles, and all return the same. An argument that the step returns with the same tree
+    and shapes is *state*, which is spread in the same way before and after; the others are *data*.
+
+    Args:
+        step: a function of trees of arrays that :func:`jax.jit` takes, written for global arrays.
+        args: its arguments, arrays or :class:`jax.ShapeDtypeStruct`, with the shapes of all devices together.
+        profile: the speed of the cluster, or the file that ``pycollective profile`` has written.
+        devices: the number of devices; default those of the profile.
+        memory: the bytes that a device can use; default those of the profile.
+        donate_argnums: the arguments whose memory the results may take, as in :func:`jax.jit`.
+        compilations: how many candidates are compiled at most.
+        processes: how many are compiled at a time; default the number of cores.
+        progress: whether to show a bar on a terminal.
+
+    Returns:
+        The plans that fit into memory, the fastest first.
+
+    Raises:
+        ValueError: the step cannot be traced, has side effects, or no plan fits; the numbers do not fit each other.
+
+    Example:
+        >>> import tempfile, jax, jax.numpy as jnp, pycollective as pc
+        >>> from pycollective.planning.example import profile  # an invented cluster of 2 hosts with 2 ranks
+        >>> def step(params, x):
+        ...     return params - 0.1 * jax.grad(lambda p: jnp.mean((x @ p) ** 2))(params)
+        >>> params, x = jax.ShapeDtypeStruct((64, 32), "float32"), jax.ShapeDtypeStruct((4096, 64), "float32")
+        >>> ranking = pc.plan(step, params, x, profile=profile, devices=2, compilations=4)
+        >>> ranking.best.candidate.mesh
+        {'data': 2, 'model': 1}
+    """
+    if not isinstance(profile, Profile):
+        profile = Profile.load(Path(profile))
+    devices = _checked_devices(devices, profile)
+    limit = profile.memory if memory is None else int(memory)
+    traced = trace(step, args, donate_argnums)
+    show = progress and sys.stderr.isatty()
+    found = _on_one_rank(
+        lambda: _search(traced, profile, devices, limit, compilations, processes or os.cpu_count() or 1, show=show)
+    )
+    return Ranking(tuple(Plan(*each, traced.signature) for each in found))
+
+
+Found = tuple[Candidate, tuple[Spec, ...], Prediction]
+"""A plan without the trees of the step, as ranks send it."""
+
+
+def _on_one_rank(search: Callable[[], list[Found]]) -> list[Found]:
+    """Returns what the search finds. In a job the first rank searches, and the others wait for it."""
+    comm = world_if_known()
+    if comm is None or comm.size == 1:
+        return search()
+    own: list[Found] | Exception | None = None
+    if comm.rank == 0:
+        try:
+            own = search()
+        except Exception as error:  # all ranks raise it
+            own = error
+    found = gather_from_all(comm, _WHERE, _WHERE, own)[0]
+    if isinstance(found, Exception):
+        raise found
+    return list(found)
+
+
+def _search(
+    traced: Step, profile: Profile, devices: int, limit: int, compilations: int, processes: int, *, show: bool
+) -> list[Found]:
+    """Compiles candidates and returns those that fit, the fastest first."""
+    every = list(candidates(traced.leaves, devices))
+    chosen = [one for one in every if one.argument_bytes(traced.leaves) <= limit][:compilations]
+    if not chosen:
+        least = min(one.argument_bytes(traced.leaves) for one in every)
+        _refuse_memory(limit, least, "the arguments alone")
+    found: list[Found] = []
+    errors: list[str] = []
+    known: set[Any] = set()
+    with Compilers(traced.program, devices, processes) as compilers, _progress(len(chosen), show=show) as (grow, tick):
+
+        def add(more: Sequence[Candidate]) -> list[Found]:
+            start = len(found)
+            known.update(one.key for one in more)
+            requests = [Request(one, traced.signature.outs, traced.donated) for one in more]
+            for request, compiled in compilers.compile_all(requests):
+                tick()
+                if isinstance(compiled, str):
+                    errors.append(compiled)
+                else:
+                    prediction = predict(compiled.work, compiled.memory, profile)
+                    found.append((request.candidate, compiled.out_specs, prediction))
+            return found[start:]
+
+        order = _order(limit)
+        _refine(
+            sorted(add(chosen), key=order)[:_REFINED],
+            order,
+            traced,
+            limit,
+            known,
+            compilations - len(chosen),
+            grow,
+            add,
+        )
+    if not found:
+        fail(ValueError, _WHERE, None, "a step that XLA can spread", errors[0], "Look at the first error of XLA.")
+    found.sort(key=order)
+    fitting = [each for each in found if each[-1].memory <= limit]
+    if not fitting:
+        _refuse_memory(limit, min(each[-1].memory for each in found), "the plan that needs least")
+    return fitting
+
+
+def _order(limit: int) -> Callable[[Found], tuple[bool, float, str]]:
+    """The order of plans: those that fit first, then by time; the same in each run, whatever was compiled first."""
+    return lambda found: (found[-1].memory > limit, found[-1].seconds, repr(found[0]))
+
+
+def _refine(
+    starts: Sequence[Found],
+    order: Callable[[Found], Any],
+    traced: Step,
+    limit: int,
+    known: Set[Any],
+    compilations: int,
+    grow: Callable[[int], None],
+    add: Callable[[Sequence[Candidate]], list[Found]],
+) -> None:
+    """Cuts the arrays of some plans in other ways, one after the other, the largest first. It keeps what pays."""
+    of_shape = {leaf.shape: number for number, leaf in enumerate(traced.leaves) if leaf.shape}
+    by_size = sorted(of_shape.values(), key=lambda number: -traced.leaves[number].nbytes)
+    for best in starts:
+        for number in by_size:
+            more = [
+                one
+                for one in variations(best[0], traced.leaves, number)
+                if one.key not in known and one.argument_bytes(traced.leaves) <= limit
+            ]
+            if 0 < len(more) <= compilations:
+                compilations -= len(more)
+                grow(len(more))
+                best = min([best, *add(more)], key=order)
+
+
+def _checked_devices(devices: int | None, profile: Profile) -> int:
+    if devices is None:
+        return profile.ranks * profile.devices
+    inside = profile.per_host
+    if devices < 1 or (devices > inside and devices % inside):
+        remedy = "Choose another number, or measure a profile of such hosts."
+        fail(ValueError, _WHERE, None, f"devices of whole hosts, which have {inside} each", str(devices), remedy)
+    return devices
+
+
+def _refuse_memory(limit: int, least: int, what: str) -> None:
+    got = f"{least:,} B for {what}"
+    remedy = "Use more devices, a smaller batch, or jax.checkpoint."
+    fail(ValueError, _WHERE, None, f"a plan that fits into {limit:,} B on each device", got, remedy)
+
+
+@contextmanager
+def _progress(total: int, *, show: bool) -> Iterator[tuple[Callable[[int], None], Callable[[], None]]]:
+    """A bar on a terminal: functions that add to what is to be done, and that advance it."""
+    with Progress(console=Console(stderr=True), transient=True, disable=not show) as bar:
+        task = bar.add_task("compiling", total=total)
+
+        def grow(count: int) -> None:
+            bar.update(task, total=(bar.tasks[0].total or 0) + count)
+
+        yield grow, lambda: bar.advance(task)

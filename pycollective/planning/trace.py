@@ -1,0 +1,126 @@
+"""A step as a program without data: its arguments, which of them are state, and its text for other processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from pycollective.errors import fail
+from pycollective.planning.candidates import Leaf
+
+_WHERE = "plan"
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What a step takes and returns.
+
+    Attributes:
+        in_tree: the tree of its arguments, a tuple.
+        out_tree: the tree of its results.
+        paths: the place of each argument leaf, in words.
+        shapes: the shape and dtype of each argument leaf.
+        outs: for each leaf of its results the place of the argument leaf that it replaces in the next step, or None.
+        donate_argnums: the arguments whose memory the results may take.
+    """
+
+    in_tree: Any
+    out_tree: Any
+    paths: tuple[str, ...]
+    shapes: tuple[jax.ShapeDtypeStruct, ...]
+    outs: tuple[int | None, ...]
+    donate_argnums: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step as a program.
+
+    Attributes:
+        program: the program of its leaves, as :mod:`jax.export` writes it.
+        leaves: the leaves of its arguments.
+        donated: the places of the argument leaves whose memory the results may take.
+        signature: its trees.
+    """
+
+    program: bytes
+    leaves: tuple[Leaf, ...]
+    donated: tuple[int, ...]
+    signature: Signature
+
+
+def trace(step: Callable[..., Any], args: tuple[Any, ...], donate_argnums: int | Sequence[int]) -> Step:
+    """Traces a step for arguments of these shapes.
+
+    Raises:
+        ValueError: JAX cannot trace it, or it has side effects.
+    """
+    donated = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
+    try:
+        shapes = jax.eval_shape(lambda *xs: xs, *args)
+        jaxpr, out = jax.make_jaxpr(step, return_shape=True)(*shapes)
+    except Exception as error:
+        got = f"{type(error).__name__}: {error}"
+        fail(ValueError, _WHERE, None, "a step that JAX can trace with these arguments", got, "Call it once yourself.")
+    if jaxpr.effects:
+        got = ", ".join(sorted(str(effect) for effect in jaxpr.effects))
+        remedy = "Leave out callbacks, jax.debug.print and collectives of this package for planning."
+        fail(ValueError, _WHERE, None, "a step without side effects", got, remedy)
+    with_paths, in_tree = jax.tree_util.tree_flatten_with_path(shapes)
+    out_tree = jax.tree.structure(out)
+    states = _states(shapes, out)
+
+    def flat(*leaves: Any) -> list[Any]:
+        return jax.tree.leaves(step(*jax.tree.unflatten(in_tree, leaves)))
+
+    program = jax.export.export(jax.jit(flat), platforms=["cpu"])(*(leaf for _, leaf in with_paths)).serialize()
+    starts = [0]
+    for arg in shapes:
+        starts.append(starts[-1] + len(jax.tree.leaves(arg)))
+    argument_of = [number for number, arg in enumerate(shapes) for _ in jax.tree.leaves(arg)]
+    order = {number: place for place, number in enumerate(sorted(states.values()))}
+    leaves = tuple(
+        Leaf(jax.tree_util.keystr(path), leaf.shape, leaf.size * leaf.dtype.itemsize, order.get(argument_of[i]))
+        for i, (path, leaf) in enumerate(with_paths)
+    )
+    outs: list[int | None] = []
+    for number, element in enumerate(_elements(out)):
+        count = len(jax.tree.leaves(element))
+        start = starts[states[number]] if number in states else None
+        outs += [None if start is None else start + i for i in range(count)]
+    signature = Signature(
+        in_tree,
+        out_tree,
+        tuple(leaf.path for leaf in leaves),
+        tuple(leaf for _, leaf in with_paths),
+        tuple(outs),
+        donated,
+    )
+    places = tuple(i for i, number in enumerate(argument_of) if number in donated)
+    return Step(bytes(program), leaves, places, signature)
+
+
+def _elements(out: Any) -> list[Any]:
+    """The results: the elements of a tuple or list, or the one that there is."""
+    return list(out) if type(out) in (tuple, list) else [out]
+
+
+def _states(args: tuple[Any, ...], out: Any) -> dict[int, int]:
+    """From the place of a result to that of the argument that it replaces: the first with the same tree and shapes."""
+    found: dict[int, int] = {}
+    for place, element in enumerate(_elements(out)):
+        for number, arg in enumerate(args):
+            if number not in found.values() and jax.tree.leaves(arg) and _alike(arg, element):
+                found[place] = number
+                break
+    return found
+
+
+def _alike(a: Any, b: Any) -> bool:
+    if jax.tree.structure(a) != jax.tree.structure(b):
+        return False
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return all((x.shape, x.dtype) == (y.shape, y.dtype) for x, y in pairs)
