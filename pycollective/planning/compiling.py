@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import inspect
 import os
 import pickle
 import queue
@@ -13,11 +14,10 @@ import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 
-import pycollective
+from pycollective.planning import program_text, program_work
 from pycollective.planning.compiled import Compiled, Request
 
 
@@ -118,8 +118,9 @@ class Compilers:
         return process
 
     def _key(self, request: Request) -> str:
-        about: Any = (jax.__version__, pycollective.__version__, self._devices, request)
-        return hashlib.sha256(repr(about).encode() + self._program).hexdigest()
+        about = repr((jax.__version__, os.environ.get("XLA_FLAGS"), self._devices, request)).encode()
+        readers = (inspect.getsource(module).encode() for module in (program_text, program_work))
+        return hashlib.sha256(b"".join([about, *readers, self._program])).hexdigest()
 
 
 def _cache_folder() -> Path:

@@ -53,7 +53,7 @@ class Profile:
             bytes of operand or result, the larger of both.
         products: from a dtype to the curves of products of matrices (m, k) and (k, n), one for each measured smallest
             number of m, k and n. The size is the number of operations, 2 m k n.
-        convolutions: the same for convolutions, as the products that they are: of (places of the window in all examples,
+        convolutions: the same for convolutions, as the products that they are: (places of the window in all examples,
             entries of a window) and (entries of a window, channels after it).
         streams: seconds to read and write so many bytes in one pass over arrays.
         tanh: seconds to compute so many hyperbolic tangents, which stand for all functions of that kind.

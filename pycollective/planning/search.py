@@ -64,14 +64,15 @@ def plan(
         ValueError: the step cannot be traced, has side effects, or no plan fits; the numbers do not fit each other.
 
     Example:
-        >>> import tempfile, jax, jax.numpy as jnp, pycollective as pc
+        >>> import jax, jax.numpy as jnp, pycollective as pc
         >>> from pycollective.planning.example import profile  # an invented cluster of 2 hosts with 2 ranks
         >>> def step(params, x):
         ...     return params - 0.1 * jax.grad(lambda p: jnp.mean((x @ p) ** 2))(params)
         >>> params, x = jax.ShapeDtypeStruct((64, 32), "float32"), jax.ShapeDtypeStruct((4096, 64), "float32")
         >>> ranking = pc.plan(step, params, x, profile=profile, devices=2, compilations=4)
-        >>> ranking.best.candidate.mesh
-        {'data': 2, 'model': 1}
+        >>> best = ranking.best  # each device has half of the columns, and nothing is sent
+        >>> best.candidate.specs, best.prediction.communication_s
+        (((None, 'model'), (None, None)), 0)
     """
     if not isinstance(profile, Profile):
         profile = Profile.load(Path(profile))
