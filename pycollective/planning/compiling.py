@@ -39,11 +39,15 @@ class Compilers:
         for _ in range(processes):
             self._idle.put(None)
         self._folder = _cache_folder()
+        self._lock = threading.Lock()
+        self._closed = False
 
     def __enter__(self) -> Compilers:
         return self
 
     def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._closed = True  # a thread that still waits for an answer must not start another process
         for process in self._started:
             assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError):
@@ -86,10 +90,13 @@ class Compilers:
             with contextlib.suppress(EOFError, pickle.UnpicklingError, AttributeError), path.open("rb") as file:
                 known: Compiled = pickle.load(file)
                 return known
-        process = self._idle.get() or self._start()
+        idle = self._idle.get()
+        process = idle or self._start()
         try:
             assert process.stdin is not None
             assert process.stdout is not None
+            if idle is None:
+                pickle.dump((self._devices, self._program), process.stdin)
             pickle.dump(request, process.stdin)
             process.stdin.flush()
             found: Compiled | str = pickle.load(process.stdout)
@@ -106,15 +113,16 @@ class Compilers:
         # Slow code is enough, since it never runs.
         flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
         environ = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags.strip()}
-        process = subprocess.Popen(
-            [sys.executable, "-m", "pycollective.planning.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environ,
-        )
-        self._started.append(process)
-        assert process.stdin is not None
-        pickle.dump((self._devices, self._program), process.stdin)
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("these processes have been ended")
+            process = subprocess.Popen(
+                [sys.executable, "-m", "pycollective.planning.worker"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=environ,
+            )
+            self._started.append(process)
         return process
 
     def _key(self, request: Request) -> str:

@@ -53,7 +53,7 @@ def predict(work: Work, memory: int, profile: Profile) -> Prediction:
 
 def _computing_s(item: Product | Convolution | Stream, profile: Profile) -> float:
     if isinstance(item, Product):
-        return item.batch * (profile.product_s(item.dtype, item.m, item.k, item.n) - profile.call)
+        return profile.product_s(item.dtype, item.m, item.k, item.n, item.batch) - profile.call
     if isinstance(item, Convolution):
         return profile.convolution_s(item.dtype, item.smallest, item.operations) - profile.call
     return max(profile.streams(item.nbytes), profile.tanh(item.functions) if item.functions else 0.0) - profile.call

@@ -110,9 +110,12 @@ class Profile:
         moved = _moved(operation, group, self.per_host) / _moved(operation, known, self.per_host)
         return latency * steps + (whole - latency) * moved
 
-    def product_s(self, dtype: str, m: float, k: float, n: float) -> float:
-        """Returns the seconds of a product of matrices (m, k) and (k, n)."""
-        return across(_by_dtype(self.products, dtype), min(m, k, n), 2.0 * m * k * n)
+    def product_s(self, dtype: str, m: float, k: float, n: float, batch: float = 1) -> float:
+        """Returns the seconds of so many products of matrices (m, k) and (k, n) in one call.
+
+        They take as long as one product of as many operations whose smallest dimension is the same.
+        """
+        return across(_by_dtype(self.products, dtype), min(m, k, n), 2.0 * batch * m * k * n)
 
     def convolution_s(self, dtype: str, smallest: float, operations: float) -> float:
         """Returns the seconds of a convolution, by the smallest number of its product and its number of operations."""

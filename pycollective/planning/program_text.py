@@ -13,7 +13,7 @@ _NAME = re.compile(r"%([\w.\-]+)")
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%(?P<name>[\w.\-]+) \(.*\) -> .* \{$")
 _INSTRUCTION = re.compile(r"^\s+(?P<root>ROOT )?%(?P<name>[\w.\-]+) = (?P<rest>.*)$")
 _OPCODE = re.compile(r"^([\w\-]+)\(")
-_METADATA = re.compile(r", metadata=\{.*?\}(?=$|, backend_config)", re.MULTILINE)
+_METADATA = re.compile(r', metadata=\{(?:[^{}"]|\{[^{}]*\}|"(?:[^"\\]|\\.)*")*\}')  # in quotes stand the user's words
 _CALLED = re.compile(r"(?:calls|to_apply|body|condition|true_computation|false_computation)=%([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 

@@ -116,6 +116,8 @@ _COLLECTIVES = {
     "all-to-all": "all_to_all",
     "collective-permute": "ppermute",
 }
+_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
+"""What writes a part of an array, and the place of that part among the operands."""
 _PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
 _TURNS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 
@@ -221,13 +223,13 @@ def _read_and_written(fused: tuple[Instruction, ...]) -> float:
     total = 0.0
     updated: set[str] = set()
     for instruction in fused:
-        if instruction.opcode == "dynamic-update-slice":
+        if instruction.opcode in _UPDATES:
             updated.add(instruction.operands[0])
     shapes = {instruction.name: instruction.results for instruction in fused}
     for instruction in fused:
         if instruction.opcode == "parameter" and instruction.name not in updated:
             takers = users(fused, instruction.name)
-            sliced = takers and all(taker.opcode in ("dynamic-slice", "slice", "gather") for taker in takers)
+            sliced = takers and all(_slices(taker, instruction.name) for taker in takers)
             total += sum(taker.nbytes for taker in takers) if sliced else instruction.nbytes
         if instruction.is_root:
             update = _update_under(instruction, fused)
@@ -235,12 +237,17 @@ def _read_and_written(fused: tuple[Instruction, ...]) -> float:
     return total
 
 
+def _slices(taker: Instruction, name: str) -> bool:
+    """Whether an instruction takes a part of an array. To the places of that part it is no slice."""
+    return taker.opcode in ("dynamic-slice", "slice", "gather") and name not in taker.operands[1:]
+
+
 def _update_under(root: Instruction, fused: tuple[Instruction, ...]) -> str | None:
     """The name of what is written into an array by a fusion that ends in an update; None for other fusions."""
     by_name = {instruction.name: instruction for instruction in fused}
     while root.opcode in ("bitcast", "copy", "convert") and root.operands:
         root = by_name[root.operands[0]]
-    return root.operands[1] if root.opcode == "dynamic-update-slice" else None
+    return root.operands[_UPDATES[root.opcode]] if root.opcode in _UPDATES else None
 
 
 def _product(dot: Instruction, shapes: dict[str, tuple[Shape, ...]]) -> Product:

@@ -58,7 +58,7 @@ def trace(step: Callable[..., Any], args: tuple[Any, ...], donate_argnums: int |
     Raises:
         ValueError: JAX cannot trace it, or it has side effects.
     """
-    donated = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
+    donated = _donated(donate_argnums, len(args))
     try:
         shapes = jax.eval_shape(lambda *xs: xs, *args)
         jaxpr, out = jax.make_jaxpr(step, return_shape=True)(*shapes)
@@ -76,7 +76,12 @@ def trace(step: Callable[..., Any], args: tuple[Any, ...], donate_argnums: int |
     def flat(*leaves: Any) -> list[Any]:
         return jax.tree.leaves(step(*jax.tree.unflatten(in_tree, leaves)))
 
-    program = jax.export.export(jax.jit(flat), platforms=["cpu"])(*(leaf for _, leaf in with_paths)).serialize()
+    try:
+        program = jax.export.export(jax.jit(flat), platforms=["cpu"])(*(leaf for _, leaf in with_paths)).serialize()
+    except (NotImplementedError, ValueError) as error:
+        got = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        remedy = "Leave out what runs outside of XLA, such as jax.pure_callback and jax.ffi.ffi_call, for planning."
+        fail(ValueError, _WHERE, None, "a step that jax.export can hand to other processes", got, remedy)
     starts = [0]
     for arg in shapes:
         starts.append(starts[-1] + len(jax.tree.leaves(arg)))
@@ -101,6 +106,15 @@ def trace(step: Callable[..., Any], args: tuple[Any, ...], donate_argnums: int |
     )
     places = tuple(i for i, number in enumerate(argument_of) if number in donated)
     return Step(bytes(program), leaves, places, signature)
+
+
+def _donated(numbers: int | Sequence[int], count: int) -> tuple[int, ...]:
+    """The numbers of arguments, counted from 0."""
+    numbers = (numbers,) if isinstance(numbers, int) else tuple(numbers)
+    if any(not -count <= number < count for number in numbers):
+        remedy = "Count them from 0."
+        fail(ValueError, _WHERE, None, f"donate_argnums among the {count} arguments", str(numbers), remedy)
+    return tuple(number % count for number in numbers)
 
 
 def _elements(out: Any) -> list[Any]:

@@ -1,0 +1,288 @@
+"""Layouts of a network written with ``pycollective.parallel``, and formulas for what a step takes in each of them.
+
+Devices form a mesh with the axes "stage", "data", "context" and "model", the last one over neighbours. b is the number
+of examples in a microbatch of a device, m that of the microbatches, p that of the stages.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from pycollective.planning.network import MatMul, Network, Part
+from pycollective.planning.prediction import group_of
+from pycollective.planning.profile import AXES, Group, Profile
+from pycollective.planning.stage_cuts import cut_evenly
+
+_CHUNKS = 2  # of the interleaved schedule
+_BUBBLES = {"interleaved": float(_CHUNKS), "zero-bubble": 3.0}  # by what they divide the bubble of 1F1B
+_BACKWARD = 2.0  # a backward pass has two products for each of the forward pass
+_ADAM_PASSES = 7  # over the parameters: it reads gradient, parameter and two moments, and writes the last three
+
+
+class Layout(NamedTuple):
+    """A way to train a network.
+
+    Attributes:
+        data: the number of devices along the axis of the examples.
+        model: that along the axis of heads and hidden units.
+        context: that along the axis of the positions.
+        stage: the number of stages of the pipeline.
+        zero: the stage of ZeRO over the axes of the examples and of the positions, or 0.
+        schedule: "gpipe", "1f1b", "interleaved" or "zero-bubble"; "" without a pipeline.
+        microbatches: the number of microbatches of a device's batch.
+        wire_dtype: "bfloat16" for gradients that travel in it, or "".
+    """
+
+    data: int
+    model: int
+    context: int
+    stage: int
+    zero: int = 0
+    schedule: str = ""
+    microbatches: int = 1
+    wire_dtype: str = ""
+
+    @property
+    def replicas(self) -> int:
+        """The number of devices with the same parameters."""
+        return self.data * self.context
+
+    def arguments(self) -> list[str]:
+        """The options of ``examples/train_gpt.py``, and of programs that name theirs as it does.
+
+        Example:
+            >>> " ".join(Layout(2, 1, 1, 2, schedule="1f1b", microbatches=4).arguments())
+            '--data 2 --model 1 --context 1 --stage 2 --zero 0 --schedule 1f1b --microbatches 4'
+        """
+        options = {name.replace("_", "-"): value for name, value in self._asdict().items()}
+        if self.stage == 1:
+            del options["microbatches"]
+        return [word for name, value in options.items() if value != "" for word in (f"--{name}", str(value))]
+
+
+class Estimate(NamedTuple):
+    """What a step takes in a layout.
+
+    Attributes:
+        computing_s: seconds of the passes of the slowest stage, and of the optimizer.
+        communication_s: seconds of its collectives and messages.
+        bubble_s: seconds in which it waits for other stages.
+        memory: bytes that the device of the fullest stage needs.
+        cuts: the number of parts of each stage.
+    """
+
+    computing_s: float
+    communication_s: float
+    bubble_s: float
+    memory: int
+    cuts: tuple[int, ...]
+
+    @property
+    def seconds(self) -> float:
+        """The seconds of the step."""
+        return self.computing_s + self.communication_s + self.bubble_s
+
+
+def layouts(network: Network, devices: int) -> Iterator[Layout]:
+    """Yields the layouts that a network can have: all ordered factorisations of the devices, times their options."""
+    for model, context, stage in itertools.product(_divisors(devices), repeat=3):
+        if devices % (model * context * stage) or network.heads % model or network.positions % context:
+            continue
+        data = devices // (model * context * stage)
+        if network.examples % data or stage > len(network.parts):
+            continue
+        for wire_dtype in ("", "bfloat16") if data * context > 1 else ("",):
+            stages_of_zero = (0,) if data * context == 1 else (0, 1, 2) if stage > 1 else (0, 1, 2, 3)
+            for zero in stages_of_zero:
+                for schedule, microbatches in _pipelines(network, stage, data):
+                    yield Layout(data, model, context, stage, zero, schedule, microbatches, wire_dtype)
+
+
+def _pipelines(network: Network, stage: int, data: int) -> Iterator[tuple[str, int]]:
+    """The schedules of a pipeline with numbers of microbatches."""
+    if stage == 1:
+        yield "", 1
+        return
+    rows = network.examples // data
+    for microbatches in _divisors(rows):
+        yield from ((name, microbatches) for name in ("gpipe", "1f1b", "zero-bubble"))
+        if microbatches % stage == 0 and stage * _CHUNKS <= len(network.parts):
+            yield "interleaved", microbatches
+
+
+@functools.cache
+def _divisors(n: int) -> tuple[int, ...]:
+    return tuple(i for i in range(1, n + 1) if n % i == 0)
+
+
+class _Stages(NamedTuple):
+    """The stages of a pipeline, for microbatches of one size.
+
+    Attributes:
+        cuts: the number of parts of each.
+        slowest: the number of the slowest.
+        forward_s: seconds of computation of its forward pass.
+        sending_s: seconds of communication in that pass.
+        parameters: for each stage the parameters of a device.
+        largest: for each stage those of its largest part.
+        kept: for each stage the elements of activations that a device keeps of a microbatch.
+    """
+
+    cuts: tuple[int, ...]
+    slowest: int
+    forward_s: float
+    sending_s: float
+    parameters: tuple[float, ...]
+    largest: tuple[float, ...]
+    kept: tuple[float, ...]
+
+
+class Estimator:
+    """Estimates layouts of one network on one cluster, and remembers what they have in common.
+
+    Args:
+        network: the network.
+        profile: the speed of the devices and of what connects them.
+        dtype: the dtype of the products.
+    """
+
+    def __init__(self, network: Network, profile: Profile, dtype: str = "float32") -> None:
+        self._network = network
+        self._profile = profile
+        self._dtype = dtype
+        # Most layers are alike. Those are one object, or equal ones.
+        self._kinds = list(dict.fromkeys(network.parts))
+        self._kind_of = [self._kinds.index(part) for part in network.parts]
+        self._stages = functools.cache(self._cut)
+        self._group = functools.cache(
+            lambda stride, count: group_of(range(0, stride * count, stride), profile.per_host)
+        )
+        self._collective = functools.cache(self._seconds_of_collective)
+
+    def estimate(self, layout: Layout) -> Estimate:
+        """Estimates a step: the slowest stage's passes, its communication, and its waits for the other stages."""
+        b = self._network.examples // layout.data // layout.microbatches
+        stages = self._stages(layout.model, layout.context, layout.stage, b)
+        both = (1 + _BACKWARD) * stages.forward_s
+        sums = 2 * stages.sending_s + self._messages(layout, b)
+        optimizer_s, gradients_s = self._update(stages.parameters[stages.slowest], layout)
+        return Estimate(
+            layout.microbatches * both + optimizer_s,
+            layout.microbatches * sums + gradients_s,
+            # The bubbles of pycollective.parallel.schedules, in times of both passes of a microbatch.
+            (layout.stage - 1) * (both + sums) / _BUBBLES.get(layout.schedule, 1.0),
+            self._memory(stages, layout),
+            stages.cuts,
+        )
+
+    def _cut(self, model: int, context: int, stage: int, b: int) -> _Stages:
+        """The stages of which the slowest one is as fast as can be."""
+        of_kind = [self._seconds_of_part(part, model, context, b) for part in self._kinds]
+        times = [of_kind[kind] for kind in self._kind_of]
+        cuts = cut_evenly(list(map(sum, times)), stage)
+        ends = [0, *itertools.accumulate(cuts)]
+        spans = [slice(low, high) for low, high in itertools.pairwise(ends)]
+        computing = [sum(seconds for seconds, _ in times[span]) for span in spans]
+        sending = [sum(seconds for _, seconds in times[span]) for span in spans]
+        slowest = max(range(stage), key=lambda i: computing[i] + sending[i])
+        parameters = [part.cut_parameters / model + part.whole_parameters for part in self._network.parts]
+        kept = [(part.kept / model + part.kept_whole) * b / context for part in self._network.parts]
+        return _Stages(
+            cuts,
+            slowest,
+            computing[slowest],
+            sending[slowest],
+            tuple(sum(parameters[span]) for span in spans),
+            tuple(max(parameters[span]) for span in spans),
+            tuple(sum(kept[span]) for span in spans),
+        )
+
+    def _seconds_of_part(self, part: Part, model: int, context: int, b: int) -> tuple[float, float]:
+        """Seconds of a forward pass of b examples, and of its communication.
+
+        Along "model" each sum is an allreduce of b x positions x width elements (Megatron-LM, arXiv:1909.08053, section
+        3). Along "context" keys and values make context - 1 hops (ring attention, arXiv:2310.01889).
+        """
+        size = self._network.itemsize
+        kept = (part.kept / model + part.kept_whole) * b / context
+        computing = sum(self._product_s(product, model, context, b) for product in part.products)
+        computing += self._stream_s(2 * kept * size)
+        along_model = self._group(1, model)
+        sums = sum(self._collective("psum", b * elements / context * size, along_model) for elements in part.sums)
+        hop = self._collective("ppermute", b * part.ring / context * size, self._group(model, context))
+        return computing, sums + (context - 1) * hop
+
+    def _product_s(self, product: MatMul, model: int, context: int, b: int) -> float:
+        m, k, n = product.m / context, float(product.k), float(product.n)
+        times = 1.0
+        if product.cut == "heads":
+            # For each block of keys and values that comes round there is a product of each head and example.
+            times = b * product.heads / model * context
+            k, n = (size / context if size == product.m else size for size in (k, n))
+        else:
+            m, k, n = b * m, k / (model if product.cut == "k" else 1), n / (model if product.cut == "n" else 1)
+        return max(self._profile.product_s(self._dtype, m, k, n, times) - self._profile.call, 0.0)
+
+    def _stream_s(self, nbytes: float) -> float:
+        return max(self._profile.streams(nbytes) - self._profile.call, 0.0) if nbytes else 0.0
+
+    def _group_along(self, stride: int, count: int) -> Group:
+        """The devices along an axis, whose neighbours are so many devices apart."""
+        return group_of(range(0, stride * count, stride), self._profile.per_host)
+
+    def _seconds_of_collective(self, operation: str, nbytes: float, group: Group) -> float:
+        if group.size == 1 or nbytes == 0:
+            return 0.0
+        return max(self._profile.collective_s(operation, nbytes, group, AXES) - self._profile.call, 0.0)
+
+    def _update(self, parameters: float, layout: Layout) -> tuple[float, float]:
+        """Seconds of the optimizer, and of the communication of gradients and parameters.
+
+        ZeRO (arXiv:1910.02054, section 7): stages 0 to 2 move each gradient and each parameter once, stage 3 gathers
+        the parameters twice.
+        """
+        size, n = self._network.itemsize, layout.replicas
+        nbytes = parameters * size
+        optimizer = self._stream_s(_ADAM_PASSES * nbytes / (n if layout.zero else 1))
+        group = self._group(layout.model, n)
+        wire = nbytes / 2 if layout.wire_dtype and size == 4 else nbytes
+        if layout.zero == 0:
+            return optimizer, self._collective("psum", wire, group)
+        gathered = 2 * nbytes if layout.zero == 3 else wire
+        parts = self._collective("all_gather", gathered, group)
+        return optimizer, self._collective("psum_scatter", wire, group) + parts
+
+    def _messages(self, layout: Layout, b: int) -> float:
+        """Seconds of the messages of a microbatch between stages: an activation and its gradient, for each chunk."""
+        if layout.stage == 1:
+            return 0.0
+        largest = max(part.passed for part in self._kinds) * b / layout.context * self._network.itemsize
+        group = self._group(layout.replicas * layout.model, 2)
+        chunks = _CHUNKS if layout.schedule == "interleaved" else 1
+        return 2 * chunks * self._collective("ppermute", largest, group)
+
+    def _memory(self, stages: _Stages, layout: Layout) -> int:
+        """Bytes of a device of the fullest stage.
+
+        Parameters, gradients and the optimizer's numbers for them: ZeRO, arXiv:1910.02054, section 3.1. Activations of
+        as many microbatches as are under way: gpipe m, 1F1B p - i on stage i, interleaved 1 + (p - 1) / (p v) times
+        that (arXiv:2104.04473, section 2.2).
+        """
+        n, moments = layout.replicas, self._network.moments
+        gradients = 1 / n if layout.zero >= 2 else 1.0
+        state = (1 / n if layout.zero == 3 else 1.0) + gradients + moments / (n if layout.zero else 1)
+        more = 1 + (layout.stage - 1) / (layout.stage * _CHUNKS) if layout.schedule == "interleaved" else 1.0
+        most = 0.0
+        for i, (parameters, largest, kept) in enumerate(
+            zip(stages.parameters, stages.largest, stages.kept, strict=True)
+        ):
+            gathered = largest if layout.zero == 3 else 0.0
+            under_way = (
+                layout.microbatches if layout.schedule == "gpipe" else min(layout.stage - i, layout.microbatches)
+            )
+            most = max(most, state * parameters + gathered + under_way * more * kept)
+        return math.ceil(most * self._network.itemsize)

@@ -1,0 +1,143 @@
+"""What a network computes, keeps and sends, written down by its author for each part between which it can be cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class MatMul(NamedTuple):
+    """Products of matrices (m, k) and (k, n) in the forward pass of one example.
+
+    Attributes:
+        m: the rows: positions. Those of several examples form one matrix. A device along the axis of the context has
+            its part of them.
+        k: what is summed over.
+        n: the columns.
+        cut: what each device along the axis of the model has a part of: "k" or "n", or "heads" for attention. There the
+            products of heads and examples are made one by one, and k or n counts positions, as m does.
+        heads: the number of heads.
+    """
+
+    m: int
+    k: int
+    n: int
+    cut: str
+    heads: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A part of a network: a layer, say. A pipeline can be cut between any two of them.
+
+    Attributes:
+        name: its name.
+        cut_parameters: the number of parameters of which a device along the axis of the model has a part.
+        whole_parameters: the number of the others.
+        products: the products of its forward pass.
+        kept: elements for one example that the backward pass needs, and that are cut along the axes of the model and of
+            the context.
+        kept_whole: elements for one example that the backward pass needs, and that are cut along the context alone.
+        passed: elements for one example that go to the next part.
+        sums: for each sum along the axis of the model in the forward pass its elements for one example. The backward
+            pass has as many.
+        ring: elements for one example of keys and values, which go round the axis of the context.
+    """
+
+    name: str
+    cut_parameters: int
+    whole_parameters: int
+    products: Sequence[MatMul]
+    kept: int
+    kept_whole: int
+    passed: int
+    sums: Sequence[int] = ()
+    ring: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """A network and its training.
+
+    Attributes:
+        parts: its parts, in their order.
+        examples: the number of examples in a batch, of all devices together.
+        heads: what the number of devices along the axis of the model must divide.
+        positions: what the number of devices along the axis of the context must divide.
+        itemsize: bytes of a parameter, of an activation and of a gradient.
+        moments: how many numbers the optimizer keeps for each parameter.
+    """
+
+    parts: Sequence[Part]
+    examples: int
+    heads: int
+    positions: int
+    itemsize: int = 4
+    moments: int = 2
+
+
+def transformer(
+    *,
+    layers: int,
+    width: int,
+    heads: int,
+    positions: int,
+    vocabulary: int,
+    examples: int,
+    itemsize: int = 4,
+    moments: int = 2,
+) -> Network:
+    """Returns a decoder like GPT-2, with an embedding and an output of their own.
+
+    Its layers have 12 width^2 parameters, and 24 positions width^2 + 4 positions^2 width operations for one example in
+    the forward pass: D. Narayanan et al., "Efficient large-scale language model training on GPU clusters using
+    Megatron-LM", arXiv:2104.04473, appendix. What they keep is counted as in V. Korthikanti et al., "Reducing
+    activation recomputation in large transformer models", arXiv:2205.05198, section 4.1, without dropout.
+
+    Example:
+        >>> gpt3 = transformer(layers=96, width=12288, heads=96, positions=2048, vocabulary=51200, examples=1536)
+        >>> round(sum(part.cut_parameters for part in gpt3.parts) / 1e9)
+        175
+    """
+    area = width * width
+    layer = Part(
+        name="layer",
+        cut_parameters=12 * area,
+        whole_parameters=2 * width,
+        products=(
+            MatMul(positions, width, 3 * width, "n"),
+            MatMul(positions, width // heads, positions, "heads", heads),
+            MatMul(positions, positions, width // heads, "heads", heads),
+            MatMul(positions, width, width, "k"),
+            MatMul(positions, width, 4 * width, "n"),
+            MatMul(positions, 4 * width, width, "k"),
+        ),
+        kept=(3 + 1 + 4 + 4) * positions * width + 2 * heads * positions**2,
+        kept_whole=4 * positions * width,
+        passed=positions * width,
+        sums=(positions * width, positions * width),
+        ring=2 * positions * width,
+    )
+    first = Part(
+        name="first",
+        cut_parameters=vocabulary * width,
+        whole_parameters=positions * width,
+        products=(),
+        kept=0,
+        kept_whole=positions,
+        passed=positions * width,
+        sums=(positions * width,),
+    )
+    last = Part(
+        name="last",
+        cut_parameters=vocabulary * width,
+        whole_parameters=width,
+        products=(MatMul(positions, width, vocabulary, "n"),),
+        kept=positions * vocabulary,
+        kept_whole=2 * positions * width,
+        passed=0,
+        sums=(positions, positions, positions),
+    )
+    parts = (first, *(layer for _ in range(layers)), last)
+    return Network(parts=parts, examples=examples, heads=heads, positions=positions, itemsize=itemsize, moments=moments)
