@@ -23,6 +23,7 @@ import argparse
 import functools
 import json
 import sys
+import time
 import zlib
 from pathlib import Path
 
@@ -39,6 +40,7 @@ import pycollective as pc
 from checkpoints import Checkpoints
 from corpus import draw_starts, read_text
 from pycollective import parallel
+from pycollective.planning.network import transformer
 
 AXES = ("data", "context", "model")
 EXAMPLES = ("data", "context")
@@ -55,7 +57,7 @@ SCHEDULES = {
 }
 
 
-def parse_arguments():
+def parse_arguments(words=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--data", type=int, help="devices along 'data', with rows of their own (default all that are left)")
@@ -63,6 +65,9 @@ def parse_arguments():
     add("--context", type=int, default=1, help="devices along 'context': parts of a row (default %(default)s)")
     add("--stage", type=int, default=1, help="stages of a pipeline, over ranks (default %(default)s)")
     add("--schedule", choices=SCHEDULES, help="of the pipeline (default 1f1b)")
+    add(
+        "--cuts", type=lambda text: [int(n) for n in text.split(",")], help="parts of each stage, as 3,2 (default even)"
+    )
     add("--microbatches", type=int, help="of a pipeline's batch (default two for each stage)")
     add("--zero", type=int, choices=range(4), default=0, help="stage of ZeRO along data and context (default none)")
     add("--local-steps", type=int, default=0, help="steps between two meetings along 'data' (default: always together)")
@@ -73,11 +78,21 @@ def parse_arguments():
     add("--wire-dtype", choices=["bfloat16"], help="dtype in which gradients travel (default theirs)")
     add("--seed", type=int, default=0, help="of parameters, batches, sample (default %(default)s)")
     add("--devices", type=int, help="local devices of each rank (default all; with stages one)")
+    add("--step-times", type=Path, help="write the seconds of every step to this JSON file; each step is waited for")
     add("--losses", type=Path, help="write the loss of every step to this JSON file")
     add("--checkpoints", type=Path, help="directory to save to, and to go on from")
     add("--save-every", type=int, default=100, help="steps between checkpoints (default %(default)s)")
     add("--sample", type=int, default=0, help="characters to print at the end (default %(default)s)")
-    return parser.parse_args()
+    return parser.parse_args(words)
+
+
+def network(words):
+    """Returns what `pycollective plan` has to know of the network, for the words of a command line."""
+    args = parse_arguments(words)
+    _, vocabulary = read_text()
+    entries = -(-len(vocabulary) // gpt.HEADS) * gpt.HEADS
+    sizes = {"layers": args.layers, "width": args.width, "heads": gpt.HEADS, "positions": gpt.CONTEXT}
+    return transformer(**sizes, vocabulary=entries, examples=args.batch_size)
 
 
 # The layout --------------------------------------------------------------------------------------------------
@@ -94,7 +109,8 @@ class Layout:
         self.mesh = pc.make_mesh((args.data, args.context, args.model), AXES, comm=same_stage)
         self.schedule = SCHEDULES[args.schedule](args.stage, args.microbatches) if args.stage > 1 else None
         chunks = self.schedule.chunks if self.schedule else 1
-        parts = np.array_split(gpt.part_names(args.layers), args.stage * chunks)
+        ends = np.cumsum(args.cuts)[:-1] if args.cuts else args.stage * chunks
+        parts = np.array_split(gpt.part_names(args.layers), ends)
         # Of a pipeline's chunks each rank has every stage-th one.
         self.chunks = [[str(name) for name in chunk] for chunk in parts[self.stage :: args.stage]]
 
@@ -136,6 +152,10 @@ def problems(args, devices):
     chunks = args.stage * (CHUNKS if args.schedule == "interleaved" else 1)
     if args.stage > 1 and chunks > args.layers + 2:
         yield f"expected at most {args.layers + 2} parts of the network, got {chunks}. Choose more --layers."
+    if args.cuts and (args.schedule == "interleaved" or len(args.cuts) != args.stage):
+        yield f"expected --cuts with a number for each of {args.stage} stages, and no interleaved schedule."
+    elif args.cuts and (min(args.cuts) < 1 or sum(args.cuts) != args.layers + 2):
+        yield f"expected --cuts of {args.layers + 2} parts, one or more for each stage, got {args.cuts}."
     if args.zero == 3 and args.stage > 1:
         yield "expected --zero 0, 1 or 2 with stages, got 3. Each microbatch would gather all parameters again."
     if args.zero and args.local_steps:
@@ -300,14 +320,19 @@ def train(params, text, args, comm):
         padded = [*losses, *[np.zeros_like(losses[0])] * (args.steps - len(losses))]
         return np.asarray(mean(np.stack(padded, axis=1)))
 
+    seconds = []  # of each step, on rank 0
     with tqdm(total=args.steps, initial=done, unit="step", disable=comm.rank != 0) as bar:
         for i in range(done, args.steps):
             # Every rank draws the same numbers, and draws them again when it goes on from a checkpoint.
             starts = draw_starts(text, gpt.CONTEXT, args.batch_size, (args.seed, i))
             drawn = text[starts[:, None] + np.arange(gpt.CONTEXT + 1)]
             batch = (own_block(x, rows, layout.mesh) for x in (drawn[:, :-1], drawn[:, 1:]))
+            started = time.perf_counter()
             state, loss = step(state, *batch)
             losses.append(loss)
+            if args.step_times:
+                jax.block_until_ready(state)
+                seconds.append(time.perf_counter() - started)
             bar.update()
             if i % 20 == 19:  # reading the loss waits for it
                 bar.set_postfix(loss=f"{np.mean(loss):.4f}")
@@ -316,6 +341,8 @@ def train(params, text, args, comm):
                 checkpoints.save(i + 1, {**by_name(save(state)), "losses": mean_losses()})
             if asked:
                 break
+    if args.step_times and comm.rank == 0:
+        args.step_times.write_text(json.dumps(seconds))
     return mean_losses()[: len(losses)].tolist(), by_name(save(state)) if args.sample else None
 
 

@@ -138,7 +138,7 @@ def _model_dims(leaves: Sequence[Leaf], model: int, which: str) -> list[int | No
             else:
                 side = int(which == "last")
             dim = len(leaf.shape) - 2 + side
-            if leaf.shape[dim] % model == 0:
+            if leaf.shape[dim] % model == 0 and leaf.shape[dim] > 0:
                 choice, last = dim, side
         dims.append(choice)
     return dims

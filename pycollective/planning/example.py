@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pycollective.planning.curves import Curve
-from pycollective.planning.profile import ARRAYS, OPERATIONS, Group, Profile
+from pycollective.planning.profile import ARRAYS, AXES, OPERATIONS, Group, Profile
 
 
 def _line(latency_s: float, bytes_per_s: float) -> Curve:
@@ -21,7 +21,7 @@ profile = Profile(
     ranks=4,
     devices=1,
     memory=1 << 30,
-    collectives={ARRAYS: dict.fromkeys(OPERATIONS, _COLLECTIVE)},
+    collectives={kind: dict.fromkeys(OPERATIONS, _COLLECTIVE) for kind in (AXES, ARRAYS)},
     products=_COMPUTING,
     convolutions=_COMPUTING,
     streams=_line(1e-5, 1e10),

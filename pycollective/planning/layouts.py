@@ -10,7 +10,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pycollective.planning.network import MatMul, Network, Part
 from pycollective.planning.prediction import group_of
@@ -45,6 +45,18 @@ class Layout(NamedTuple):
     schedule: str = ""
     microbatches: int = 1
     wire_dtype: str = ""
+
+    def __str__(self) -> str:
+        """The layout in few words.
+
+        Example:
+            >>> print(Layout(2, 1, 1, 2, zero=1, schedule="1f1b", microbatches=4), "|", Layout(1, 1, 1, 1))
+            data 2, stage 2, zero 1, 1f1b of 4 | one device
+        """
+        axes = [f"{name} {getattr(self, name)}" for name in ("data", "model", "context", "stage", "zero")]
+        words = [word for word in axes if word.split()[1] not in ("1", "0") or word == "zero 1"]
+        pipeline = [f"{self.schedule} of {self.microbatches}"] if self.schedule else []
+        return ", ".join([*words, *pipeline, *filter(None, [self.wire_dtype])]) or "one device"
 
     @property
     def replicas(self) -> int:
@@ -85,6 +97,36 @@ class Estimate(NamedTuple):
     def seconds(self) -> float:
         """The seconds of the step."""
         return self.computing_s + self.communication_s + self.bubble_s
+
+
+class Row(NamedTuple):
+    """A layout in a ranking.
+
+    Attributes:
+        layout: the layout.
+        estimate: what a step is predicted to take.
+        measured_s: what it took, in seconds, where it was run.
+    """
+
+    layout: Layout
+    estimate: Estimate
+    measured_s: float | None = None
+
+    def arguments(self) -> list[str]:
+        """The program's options for it, with the cuts of a pipeline that are uneven."""
+        words = self.layout.arguments()
+        if self.layout.stage > 1 and self.layout.schedule != "interleaved":
+            words += ["--cuts", ",".join(map(str, self.estimate.cuts))]
+        return words
+
+    def as_dict(self) -> dict[str, Any]:
+        """The row for a JSON file."""
+        return {
+            **self.layout._asdict(),
+            **self.estimate._asdict(),
+            "seconds": self.estimate.seconds,
+            "measured_s": self.measured_s,
+        }
 
 
 def layouts(network: Network, devices: int) -> Iterator[Layout]:

@@ -121,6 +121,20 @@ class Profile:
         """Returns the seconds of a convolution, by the smallest number of its product and its number of operations."""
         return across(_by_dtype(self.convolutions, dtype), smallest, operations)
 
+    def check_devices(self, devices: int | None) -> int:
+        """Returns the number of devices of a plan; default those of the profile.
+
+        Raises:
+            ValueError: they are not the devices of whole hosts.
+        """
+        inside = self.per_host
+        if devices is None:
+            return self.ranks * self.devices
+        if devices < 1 or (devices > inside and devices % inside):
+            remedy = "Choose another number, or measure a profile of such hosts."
+            raise ValueError(message(_WHERE, f"devices of whole hosts, which have {inside} each", devices, remedy))
+        return devices
+
     def save(self, path: Path) -> None:
         """Writes the profile as JSON."""
         collectives = [

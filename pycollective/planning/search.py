@@ -76,7 +76,7 @@ def plan(
     """
     if not isinstance(profile, Profile):
         profile = Profile.load(Path(profile))
-    devices = _checked_devices(devices, profile)
+    devices = profile.check_devices(devices)
     limit = profile.memory if memory is None else int(memory)
     traced = trace(step, args, donate_argnums)
     show = progress and sys.stderr.isatty()
@@ -183,16 +183,6 @@ def _refine(
                 compilations -= len(more)
                 grow(len(more))
                 best = min([best, *add(more)], key=order)
-
-
-def _checked_devices(devices: int | None, profile: Profile) -> int:
-    if devices is None:
-        return profile.ranks * profile.devices
-    inside = profile.per_host
-    if devices < 1 or (devices > inside and devices % inside):
-        remedy = "Choose another number, or measure a profile of such hosts."
-        fail(ValueError, _WHERE, None, f"devices of whole hosts, which have {inside} each", str(devices), remedy)
-    return devices
 
 
 def _refuse_memory(limit: int, least: int, what: str) -> None:

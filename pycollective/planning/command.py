@@ -1,0 +1,137 @@
+"""``pycollective plan`` ranks the layouts of a program that is written with ``pycollective.parallel``.
+
+The program says what it trains: it has a function ``network`` that takes the words of its command line and returns a
+:class:`~pycollective.planning.network.Network`. It has the options of ``examples/train_gpt.py`` for a layout, and for
+``--verify`` also ``--steps`` and ``--step-times``, a file for the seconds of each step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import runpy
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+
+from pycollective.errors import message
+from pycollective.launch.arguments import positive
+from pycollective.planning.layouts import Estimator, Row, layouts
+from pycollective.planning.network import Network
+from pycollective.planning.profile import Profile
+from pycollective.planning.report import table
+
+_WHERE = "plan"
+
+_EXAMPLES = """examples:
+  pycollective plan --profile cluster.json examples/train_gpt.py --layers 6 --width 256
+  pycollective plan --profile cluster.json --devices 512 --top 20 train.py
+  pycollective plan --profile cluster.json --verify 5 --launch "srun -n 16" train.py
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Prints the ranking. Returns the exit status: 1 if there is no plan."""
+    parser = argparse.ArgumentParser(
+        prog="pycollective plan",
+        description="Ranks the ways to train the network of a program on a cluster, by formulas and measured speeds.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--profile", type=Path, required=True, help="file that `pycollective profile` has written")
+    add("--devices", type=positive, help="number of devices (default those of the profile)")
+    add("--memory", type=float, metavar="GIB", help="memory of a device in GiB (default that of the profile)")
+    add("--dtype", default="float32", help="dtype of the products (default %(default)s)")
+    add("--top", type=positive, default=10, help="number of plans to show (default %(default)s)")
+    add("--verify", type=positive, metavar="K", help="run the K best for some steps, and rank them by what they took")
+    add("--steps", type=positive, default=20, help="steps of such a run (default %(default)s)")
+    add("--launch", help="command that starts the ranks of such a run (default pycollective run -n RANKS)")
+    add("--json", type=Path, metavar="FILE", help="file for all figures")
+    add("--plot", type=Path, metavar="FILE", help="file for a picture of the plans that are shown")
+    add("program", type=Path, help="a program with a function `network`")
+    add("arguments", nargs=argparse.REMAINDER, help="its arguments, without those of a layout")
+    options = parser.parse_args(arguments)
+    try:
+        return _run(options)
+    except (ValueError, OSError) as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+
+
+def _run(options: argparse.Namespace) -> int:
+    profile = Profile.load(options.profile)
+    network = _network_of(options.program, options.arguments)
+    devices = profile.check_devices(options.devices)
+    limit = profile.memory if options.memory is None else int(options.memory * 2**30)
+    estimator = Estimator(network, profile, options.dtype)
+    every = list(layouts(network, devices))
+    bar = Console(stderr=True)
+    rows = [
+        Row(layout, estimator.estimate(layout))
+        for layout in track(every, "estimating", console=bar, transient=True, disable=not bar.is_terminal)
+    ]
+    fitting = sorted((row for row in rows if row.estimate.memory <= limit), key=lambda row: row.estimate.seconds)
+    if not fitting:
+        least = min((row.estimate.memory for row in rows), default=None)
+        got = "none that divides its numbers" if least is None else f"{least:,} B for the smallest"
+        expected = f"a layout on {devices} devices of {limit:,} B"
+        raise ValueError(message(_WHERE, expected, got, "Use more devices, a smaller batch or other numbers."))
+    chosen = fitting[: max(options.top, options.verify or 0)]
+    if options.verify:
+        chosen = _verified(chosen[: options.verify], options, devices // profile.devices) + chosen[options.verify :]
+    console = Console()
+    console.print(profile.source, markup=False, highlight=False)
+    console.print(f"{len(rows)} layouts on {devices} devices, {len(fitting)} fit into {limit / 2**30:.3g} GiB")
+    console.print(table(chosen))
+    words = shlex.join([options.program.name, *options.arguments, *chosen[0].arguments()])
+    console.print(f"best: {words}", markup=False, highlight=False, soft_wrap=True)
+    if options.json:
+        about = {"profile": profile.source, "devices": devices, "memory": limit}
+        options.json.write_text(json.dumps({**about, "rows": [row.as_dict() for row in chosen]}, indent=1) + "\n")
+    if options.plot:
+        importlib.import_module("pycollective.planning.picture").picture(chosen, options.plot)
+    return 0
+
+
+def _network_of(program: Path, arguments: list[str]) -> Network:
+    """What the program trains. It is imported as a module, not run."""
+    sys.path.insert(0, str(program.resolve().parent))
+    found: dict[str, Any] = runpy.run_path(str(program), run_name="pycollective_plan")
+    if "network" not in found:
+        remedy = "See examples/train_gpt.py and docs/plan.md."
+        raise ValueError(message(_WHERE, f"a function `network` in {program}", "none", remedy))
+    network = found["network"](arguments)
+    if not isinstance(network, Network):
+        got = f"{type(network).__name__}"
+        raise ValueError(message(_WHERE, "a Network from the program's `network`", got, "See docs/plan.md."))
+    return network
+
+
+def _verified(rows: list[Row], options: argparse.Namespace, ranks: int) -> list[Row]:
+    """Runs the program in each layout. Returns the rows by the median time of a step; the first steps do not count."""
+    default = [sys.executable, "-m", "pycollective", "run", "-n", str(ranks), "--oversubscribe"]
+    launch = shlex.split(options.launch) if options.launch else default
+    measured = []
+    bar = Console(stderr=True)
+    for row in track(rows, "running", console=bar, transient=True, disable=not bar.is_terminal):
+        with tempfile.TemporaryDirectory() as folder:
+            times = Path(folder) / "times.json"
+            more = [*row.arguments(), "--steps", str(options.steps), "--step-times", str(times)]
+            command = [*launch, sys.executable, str(options.program), *options.arguments, *more]
+            done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+            if done.returncode != 0 or not times.exists():
+                got = f"status {done.returncode} of {shlex.join(command)}: {done.stderr.strip()[-500:]}"
+                raise ValueError(message(_WHERE, "a run that ends well", got, "Start it yourself to see more."))
+            seconds = json.loads(times.read_text())
+        measured.append(row._replace(measured_s=statistics.median(seconds[len(seconds) // 4 :])))
+    return sorted(measured, key=lambda row: row.measured_s or 0.0)

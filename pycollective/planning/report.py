@@ -1,0 +1,28 @@
+"""The table of ``pycollective plan``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from pycollective.planning.layouts import Row
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """Layouts with what they are predicted to take, beside what they took where they were run."""
+    shown = Table()
+    shown.add_column("layout")
+    for name in ("step\nms", "computing\nms", "sending\nms", "bubble\nms", "memory\nMiB"):
+        shown.add_column(name, justify="right")
+    verified = any(row.measured_s is not None for row in rows)
+    if verified:
+        shown.add_column("measured\nms", justify="right")
+    for row in rows:
+        estimate = row.estimate
+        numbers = (estimate.seconds, estimate.computing_s, estimate.communication_s, estimate.bubble_s)
+        cells = [str(row.layout), *(f"{seconds * 1e3:.2f}" for seconds in numbers), f"{estimate.memory / 2**20:.1f}"]
+        if verified:
+            cells.append("-" if row.measured_s is None else f"{row.measured_s * 1e3:.2f}")
+        shown.add_row(*cells)
+    return shown

@@ -1,0 +1,309 @@
+"""Layouts of networks written with ``pycollective.parallel``: which there are, and what formulas say of them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pycollective.planning import command
+from pycollective.planning.curves import Curve
+from pycollective.planning.example import profile as example
+from pycollective.planning.layouts import Estimator, Layout, layouts
+from pycollective.planning.network import MatMul, Network, Part, transformer
+from pycollective.planning.profile import AXES, OPERATIONS, Group
+from pycollective.planning.stage_cuts import cut_evenly
+
+ONE_PART = Part(
+    name="layer",
+    cut_parameters=1000,
+    whole_parameters=10,
+    products=(MatMul(4, 8, 16, "n"),),
+    kept=100,
+    kept_whole=20,
+    passed=32,
+    sums=(32,),
+    ring=64,
+)
+NETWORK = Network(parts=(ONE_PART,) * 4, examples=16, heads=4, positions=4)
+
+
+def line(latency_s: float, per_s: float) -> Curve:
+    sizes = tuple(2.0**power for power in range(31))
+    return Curve(sizes, tuple(latency_s + size / per_s for size in sizes))
+
+
+# 1 ns for each operation, byte of a stream and byte of a collective; two hosts with two devices.
+_CURVE = line(1e-15, 1e9)
+ROUND = replace(
+    example,
+    call=0.0,
+    products={"float32": {1: _CURVE}},
+    streams=_CURVE,
+    collectives={AXES: dict.fromkeys(OPERATIONS, dict.fromkeys([Group(2, 1), Group(1, 2), Group(2, 2)], _CURVE))},
+)
+
+
+def ns(layout: Layout, network: Network = NETWORK) -> tuple[Any, Any, Any]:
+    estimate = Estimator(network, ROUND).estimate(layout)
+    # Between two measured sizes the curve is a little above the line.
+    return tuple(pytest.approx(s * 1e9, rel=0.03) for s in estimate[:3])  # type: ignore[return-value]
+
+
+def test_layouts_are_all_that_fit() -> None:
+    want = set()
+    sizes = range(1, 9)
+    for data, model, context, stage in itertools.product(sizes, repeat=4):
+        if data * model * context * stage == 8 and 4 % model == 4 % context == 16 % data == 0 and stage <= 4:
+            want.add((data, model, context, stage))
+    got = list(layouts(NETWORK, 8))
+    assert {one[:4] for one in got} == want
+    assert len(got) == len(set(got))
+    for one in got:
+        assert one.zero < 3 or one.stage == 1
+        assert (one.schedule == "") == (one.stage == 1)
+        assert 16 // one.data % one.microbatches == 0
+        assert one.schedule != "interleaved" or (one.microbatches % one.stage == 0 and 2 * one.stage <= 4)
+        assert one.wire_dtype == "" or one.replicas > 1
+        assert one.zero == 0 or one.replicas > 1
+    pipelines = {one[5:7] for one in got if one.stage == 2 and one.data == 4}
+    assert pipelines == {
+        *itertools.product(("gpipe", "1f1b", "zero-bubble"), (1, 2, 4)),
+        ("interleaved", 2),
+        ("interleaved", 4),
+    }
+
+
+def test_one_device() -> None:
+    # 4 layers x 16 examples x 2 x 4 x 8 x 16 operations, three times; kept numbers are written and read, three times;
+    # Adam goes seven times over 4 x 1010 numbers of 4 B.
+    products, streams = 4 * 16 * 2 * 4 * 8 * 16, 4 * 16 * 120 * 4 * 2
+    assert (3 * (products + streams) + 7 * 4040 * 4, 0, 0) == ns(Layout(1, 1, 1, 1))
+    memory = Estimator(NETWORK, ROUND).estimate(Layout(1, 1, 1, 1)).memory
+    assert memory == 4 * (4040 * 4 + 4 * 16 * 120)
+
+
+def test_data_and_zero() -> None:
+    passes = 3 * (4 * 4 * 2 * 4 * 8 * 16 + 4 * 4 * 120 * 4 * 2)
+    nbytes = 4040 * 4
+    assert (passes + 7 * nbytes, nbytes, 0) == ns(Layout(4, 1, 1, 1))
+    assert (passes + 7 * nbytes, nbytes / 2, 0) == ns(Layout(4, 1, 1, 1, wire_dtype="bfloat16"))
+    assert (passes + 7 * nbytes / 4, 2 * nbytes, 0) == ns(Layout(4, 1, 1, 1, zero=1))
+    assert (passes + 7 * nbytes / 4, nbytes, 0) == ns(Layout(4, 1, 1, 1, zero=2, wire_dtype="bfloat16"))
+    assert (passes + 7 * nbytes / 4, 3 * nbytes, 0) == ns(Layout(4, 1, 1, 1, zero=3))
+    kept = 4 * 4 * 120
+    shares = {0: 4.0, 1: 2 + 2 / 4, 2: 1 + 3 / 4, 3: 4 / 4}
+    for zero, share in shares.items():
+        gathered = 1010 if zero == 3 else 0
+        memory = Estimator(NETWORK, ROUND).estimate(Layout(4, 1, 1, 1, zero=zero)).memory
+        assert memory == 4 * (share * 4040 + gathered + kept), zero
+
+
+def test_model_and_context() -> None:
+    # Each device has half of the columns, of the cut parameters and of what is kept but for 20 numbers.
+    passes = 3 * (4 * 16 * 2 * 4 * 8 * 8 + 4 * 16 * (50 + 20) * 4 * 2)
+    assert (passes + 7 * 4 * 510 * 4, 2 * 4 * 16 * 32 * 4, 0) == ns(Layout(1, 2, 1, 1))
+    # Half of the rows; keys and values make one hop in each pass, gradients of 4 x 1010 numbers are summed.
+    passes = 3 * (4 * 16 * 2 * 2 * 8 * 16 + 4 * 16 * 60 * 4 * 2)
+    sent = 2 * 4 * 16 * 32 * 4 + 4040 * 4
+    assert (passes + 7 * 4040 * 4, sent, 0) == ns(Layout(1, 1, 2, 1))
+
+
+def test_attention_is_cut_by_heads_and_positions() -> None:
+    scores = replace(
+        ONE_PART, products=(MatMul(4, 8, 4, "heads", 2), MatMul(4, 4, 8, "heads", 2)), kept=0, kept_whole=0
+    )
+    network = replace(NETWORK, parts=(scores,), heads=2)
+    whole = 3 * 16 * 2 * 2 * (2 * 4 * 8 * 4)
+    update = 7 * 1010 * 4
+    assert ns(Layout(1, 1, 1, 1), network)[0] == whole + update
+    assert ns(Layout(1, 1, 2, 1), network)[0] == whole / 2 + update
+    assert ns(Layout(1, 2, 1, 1), network)[0] == whole / 2 + 7 * 510 * 4
+
+
+def test_pipelines() -> None:
+    b, m = 2, 8  # 8 microbatches of 2
+    both = 3 * (2 * b * 2 * 4 * 8 * 16 + 2 * b * 120 * 4 * 2)
+    message = 2 * b * 32 * 4
+    base = (m * both + 7 * 2020 * 4, m * message)
+    for schedule, divided in (("gpipe", 1), ("1f1b", 1), ("zero-bubble", 3)):
+        assert (*base, (both + message) / divided) == ns(Layout(1, 1, 1, 2, schedule=schedule, microbatches=m)), (
+            schedule
+        )
+    interleaved = Layout(1, 1, 1, 2, schedule="interleaved", microbatches=m)
+    assert (base[0], 2 * base[1], (both + 2 * message) / 2) == ns(interleaved)
+    kept = 2 * b * 120  # of a microbatch, by a stage
+    for schedule, under_way in (("gpipe", 8.0), ("1f1b", 2.0), ("zero-bubble", 2.0), ("interleaved", 2 * 1.25)):
+        memory = Estimator(NETWORK, ROUND).estimate(Layout(1, 1, 1, 2, schedule=schedule, microbatches=m)).memory
+        assert memory == 4 * (4 * 2020 + under_way * kept), schedule
+
+
+def test_messages_between_stages_pass_the_network() -> None:
+    slow = {Group(2, 1): _CURVE, Group(1, 2): line(1e-15, 1e8), Group(2, 2): line(1e-15, 1e8)}
+    profile = replace(ROUND, collectives={AXES: dict.fromkeys(OPERATIONS, slow)})
+    layout = Layout(2, 1, 1, 2, schedule="1f1b", microbatches=8)  # a stage is a host
+    got = Estimator(NETWORK, profile).estimate(layout).communication_s
+    assert got * 1e9 == pytest.approx(8 * 2 * 32 * 4 * 10 + 2020 * 4, rel=0.03)
+
+
+@given(st.lists(st.sampled_from([0.0, 0.5, 1.0, 2.0, 7.0]), min_size=1, max_size=8), st.data())
+def test_cuts_have_the_least_bottleneck(seconds: list[float], data: st.DataObject) -> None:
+    stages = data.draw(st.integers(1, len(seconds)))
+
+    def slowest(cuts: tuple[int, ...]) -> float:
+        ends = [0, *itertools.accumulate(cuts)]
+        return max(sum(seconds[low:high]) for low, high in itertools.pairwise(ends))
+
+    every = itertools.combinations(range(1, len(seconds)), stages - 1)
+    best = min(slowest(tuple(b - a for a, b in itertools.pairwise((0, *cut, len(seconds))))) for cut in every)
+    got = cut_evenly(seconds, stages)
+    assert (len(got), sum(got), min(got) >= 1) == (stages, len(seconds), True)
+    assert slowest(got) == pytest.approx(best)
+
+
+def test_uneven_parts_are_cut_unevenly() -> None:
+    large = replace(ONE_PART, products=(MatMul(4, 8, 64, "n"),))
+    network = replace(NETWORK, parts=(ONE_PART, ONE_PART, ONE_PART, large))
+    layout = Layout(1, 1, 1, 2, schedule="1f1b", microbatches=16)
+    assert Estimator(network, ROUND).estimate(layout).cuts == (3, 1)
+
+
+def test_transformer_counts_as_published() -> None:
+    # arXiv:2104.04473, table 1: parameters of GPT with 1.7, 18.4 and 1008 billion; vocabulary of 51200, one matrix.
+    for layers, width, heads, billions in ((24, 2304, 24, 1.7), (40, 6144, 48, 18.4), (128, 25600, 160, 1008.0)):
+        network = transformer(layers=layers, width=width, heads=heads, positions=2048, vocabulary=51200, examples=512)
+        parameters = sum(part.cut_parameters + part.whole_parameters for part in network.parts) - 51200 * width
+        assert parameters / 1e9 == pytest.approx(billions, rel=0.03)
+        # The same paper, equation 2: 24 s h^2 (1 + s / 6h) for a layer's forward pass of one example.
+        [*_, layer, last] = network.parts
+        operations = sum(2 * p.heads * p.m * p.k * p.n for p in layer.products)
+        assert operations == pytest.approx(24 * 2048 * width**2 * (1 + 2048 / (6 * width)))
+        assert sum(2 * p.m * p.k * p.n for p in last.products) == 2 * 2048 * width * 51200
+
+
+PROGRAM = """
+from pycollective.planning.network import transformer
+
+def network(words):
+    assert words == ["--layers", "2"], words
+    return transformer(layers=2, width=64, heads=4, positions=64, vocabulary=128, examples=16)
+
+if __name__ == "__main__":
+    raise SystemExit("a plan imports the program and does not run it")
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    file = tmp_path / "program.py"
+    file.write_text(PROGRAM)
+    example.save(tmp_path / "cluster.json")
+    return file
+
+
+def test_command(program: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = program.parent
+    files = ["--json", str(folder / "plans.json"), "--plot", str(folder / "plans.svg")]
+    options = ["--profile", str(folder / "cluster.json"), "--devices", "4", "--top", "3", *files]
+    assert command.main([*options, str(program), "--layers", "2"]) == 0
+    told = capsys.readouterr().out
+    saved = json.loads((folder / "plans.json").read_text())
+    assert saved["devices"] == 4
+    assert len(saved["rows"]) == 3
+    seconds = [row["seconds"] for row in saved["rows"]]
+    assert seconds == sorted(seconds)
+    best = saved["rows"][0]
+    assert f"best: program.py --layers 2 --data {best['data']} --model {best['model']}" in told
+    assert "<svg" in (folder / "plans.svg").read_text()
+    network = transformer(layers=2, width=64, heads=4, positions=64, vocabulary=128, examples=16)
+    estimator = Estimator(network, example)
+    assert min(estimator.estimate(one).seconds for one in layouts(network, 4)) == pytest.approx(seconds[0])
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"--memory": "0.0001"}, "expected a layout on 4 devices of 107,374 B, got 985,600 B for the smallest"),
+        ({"--devices": "3"}, "expected devices of whole hosts, which have 2 each, got 3"),
+        ({"--profile": "nowhere.json"}, "No such file or directory: 'nowhere.json'"),
+        ({"--profile": "program.py"}, "expected a profile of a cluster, got program.py"),
+    ],
+)
+def test_command_refuses(
+    change: dict[str, str], sentence: str, program: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(program.parent)
+    options = {"--profile": "cluster.json", "--devices": "4"} | change
+    words = [word for option in options.items() for word in option]
+    assert command.main([*words, "program.py", "--layers", "2"]) == 1
+    told = capsys.readouterr().err
+    assert sentence in told
+    assert told.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("x = 1", "expected a function `network` in program.py, got none"),
+        ("def network(words): return 3", "expected a Network from the program's `network`, got int"),
+    ],
+)
+def test_programs_that_say_nothing(
+    text: str, sentence: str, program: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(program.parent)
+    program.write_text(text)
+    assert command.main(["--profile", "cluster.json", "program.py"]) == 1
+    assert sentence in capsys.readouterr().err
+
+
+VERIFIED = """
+import argparse, json
+from pathlib import Path
+from pycollective.planning.network import transformer
+
+def network(words):
+    return transformer(layers=2, width=64, heads=4, positions=64, vocabulary=128, examples=16)
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--step-times", type=Path)
+    parser.add_argument("--zero", type=int)
+    options, _ = parser.parse_known_args()
+    if options.steps == 13:
+        raise SystemExit("it failed")
+    options.step_times.write_text(json.dumps([9.0] + [0.1 / (1 + options.zero)] * (options.steps - 1)))
+"""
+
+
+def test_verify_ranks_by_what_runs_took(program: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.chdir(program.parent)
+    program.write_text(VERIFIED)
+    words = ["--profile", "cluster.json", "--verify", "4", "--steps", "8", "--launch", "env", "--json", "rows.json"]
+    assert command.main([*words, "program.py"]) == 0
+    rows = json.loads(Path("rows.json").read_text())["rows"]
+    ran = [row for row in rows if row["measured_s"] is not None]
+    assert rows[:4] == ran
+    assert [row["measured_s"] for row in ran] == [0.1 / (1 + row["zero"]) for row in ran]
+    assert ran == sorted(ran, key=lambda row: row["measured_s"])
+    assert "measured" in capsys.readouterr().out
+    words[words.index("8")] = "13"
+    assert command.main([*words, "program.py"]) == 1
+    assert "expected a run that ends well, got status 1" in capsys.readouterr().err
+
+
+def test_the_command_starts_no_mpi(program: Path) -> None:
+    words = ["--profile", str(program.parent / "cluster.json"), str(program), "--layers", "2"]
+    code = f"import sys; from pycollective.planning.command import main; status = main({words}); "
+    code += "sys.exit(status or 'mpi4py.MPI' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
