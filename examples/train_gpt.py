@@ -152,10 +152,17 @@ def problems(args, devices):
     chunks = args.stage * (CHUNKS if args.schedule == "interleaved" else 1)
     if args.stage > 1 and chunks > args.layers + 2:
         yield f"expected at most {args.layers + 2} parts of the network, got {chunks}. Choose more --layers."
+    cuts = ",".join(map(str, args.cuts or []))
     if args.cuts and (args.schedule == "interleaved" or len(args.cuts) != args.stage):
-        yield f"expected --cuts with a number for each of {args.stage} stages, and no interleaved schedule."
+        yield (
+            f"expected --cuts with a number for each of {args.stage} stages, and no interleaved schedule, got {cuts}. "
+            "Leave it out for even ones."
+        )
     elif args.cuts and (min(args.cuts) < 1 or sum(args.cuts) != args.layers + 2):
-        yield f"expected --cuts of {args.layers + 2} parts, one or more for each stage, got {args.cuts}."
+        yield (
+            f"expected --cuts of {args.layers + 2} parts, one or more for each stage, got {cuts}. "
+            "The embedding and the output are parts too."
+        )
     if args.zero == 3 and args.stage > 1:
         yield "expected --zero 0, 1 or 2 with stages, got 3. Each microbatch would gather all parameters again."
     if args.zero and args.local_steps:

@@ -34,7 +34,7 @@ LAYOUTS: dict[tuple[int, int], dict[str, str]] = {
         "zero 3": "--zero 3",
         "model": "--model 2",
         "context": "--context 2",
-        "1f1b": "--stage 2",
+        "1f1b": "--stage 2 --cuts 2,4 --step-times times.json",
         "interleaved": "--stage 2 --schedule interleaved --microbatches 4",
     },
     (2, 2): {
@@ -87,6 +87,10 @@ def test_losses_are_those_of_one_process(
     for name, losses in got.items():
         want = of_two_apart if name in apart else of_one_process
         np.testing.assert_allclose(losses, want, rtol=1e-4, err_msg=name)
+    if (ranks, devices) == (2, 1):
+        times = json.loads((tmp_path / "times.json").read_text())
+        assert len(times) == 10
+        assert min(times) > 0
 
 
 REFUSED = {
@@ -95,6 +99,9 @@ REFUSED = {
     "--model 4 --width 30": "expected --model to be a divisor of 4 heads and --width a multiple of them, got 4 and 30",
     "--microbatches 4": "expected --stage above 1 for --schedule or --microbatches, got 1",
     "--stage 4 --layers 3 --schedule interleaved": "expected at most 5 parts of the network, got 8",
+    "--stage 2 --cuts 2,2,1": "expected --cuts with a number for each of 2 stages, and no interleaved .*, got 2,2,1",
+    "--stage 2 --schedule interleaved --cuts 2,3": "for each of 2 stages, and no interleaved schedule, got 2,3",
+    "--stage 2 --cuts 5,0": "expected --cuts of 5 parts, one or more for each stage, got 5,0",
     "--stage 2 --zero 3": "expected --zero 0, 1 or 2 with stages, got 3",
     "--zero 1 --local-steps 5": "expected --zero 0 with --local-steps, got 1",
     "--local-steps -1": "expected numbers of devices, stages, microbatches from 1 on, and of local steps from 0 on",
