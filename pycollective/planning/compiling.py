@@ -8,6 +8,7 @@ import inspect
 import os
 import pickle
 import queue
+import re
 import subprocess
 import sys
 import tempfile
@@ -19,6 +20,9 @@ import jax
 
 from pycollective.planning import program_text, program_work
 from pycollective.planning.compiled import Compiled, Request
+
+# Where the program stands in its source, and from where it was traced.
+_LOCATION = re.compile(r'^#loc.*\n| loc\((?:#\w+|unknown|"(?:[^"\\]|\\.)*")\)', re.MULTILINE)
 
 
 class Compilers:
@@ -32,6 +36,7 @@ class Compilers:
 
     def __init__(self, program: bytes, devices: int, processes: int) -> None:
         self._program = program
+        self._text = _LOCATION.sub("", jax.export.deserialize(bytearray(program)).mlir_module()).encode()
         self._devices = devices
         self._processes = processes
         self._idle: queue.SimpleQueue[subprocess.Popen[bytes] | None] = queue.SimpleQueue()
@@ -128,7 +133,7 @@ class Compilers:
     def _key(self, request: Request) -> str:
         about = repr((jax.__version__, os.environ.get("XLA_FLAGS"), self._devices, request)).encode()
         readers = (inspect.getsource(module).encode() for module in (program_text, program_work))
-        return hashlib.sha256(b"".join([about, *readers, self._program])).hexdigest()
+        return hashlib.sha256(b"".join([about, *readers, self._text])).hexdigest()
 
 
 def _cache_folder() -> Path:

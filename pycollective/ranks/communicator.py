@@ -386,7 +386,8 @@ class Communicator:
                 own.Free()
             forget(self.mpi)
         if lost:
-            got = f"{len(lost)} that nobody received: {'; '.join(lost[:4])}"
+            senders = list(dict.fromkeys(lost))  # a message may be several of MPI's
+            got = f"some that nobody received: {'; '.join(senders[:4])}"
             remedy = "Receive them before: what is left would reach another communicator, so it is thrown away."
             text = message("Communicator.free", "no messages under way", got, remedy, rank=self.rank, size=self.size)
             warnings.warn(text, RuntimeWarning, stacklevel=2)

@@ -89,17 +89,17 @@ def forget(comm: MPI.Intracomm) -> None:
 
 
 def discard_messages(comm: MPI.Intracomm) -> list[str]:
-    """Receives the messages that this rank has not received, and returns what they were. All ranks must make this call.
+    """Receives the messages that this rank has not received, and returns the sender and the tag of each.
 
-    It comes before the communicator is freed: MPI may give the next communicator the same context, which would receive
-    them. A message is found if it has arrived when all ranks have come.
+    All ranks must make this call, before the communicator is freed: MPI may give the next communicator the same
+    context, which would receive them. A message is found if it has arrived when all ranks have come.
     """
     comm.Barrier()
     found: list[str] = []
     status = MPI.Status()
     while (late := comm.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, status)) is not None:
         late.Recv(bytearray(status.Get_count(MPI.BYTE)))
-        found.append(f"one from rank {status.source} with tag {status.tag}")
+        found.append(f"from rank {status.source} with tag {status.tag}")
     return found
 
 
