@@ -1,0 +1,524 @@
+"""From a step to a ranking of plans: tracing, predicting, searching, running, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import io_callback
+
+import pycollective as pc
+from pycollective.planning import search
+from pycollective.planning.candidates import Candidate, Leaf
+from pycollective.planning.compiled import Compiled, Request, compile_candidate
+from pycollective.planning.example import profile as four
+from pycollective.planning.plans import Plan, Ranking
+from pycollective.planning.prediction import Prediction, group_of, predict
+from pycollective.planning.profile import Group
+from pycollective.planning.program_work import Communication, Convolution, Product, Stream, Work
+from pycollective.planning.trace import trace
+from tests.cases import values
+
+Array = Any
+Tree = Any
+
+PROFILE = replace(four, ranks=8)  # as many ranks as tests in one process have devices: 2 hosts with 4
+
+
+def f32(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, "float32")
+
+
+# Predictions
+
+
+def seconds(*items: Any) -> Prediction:
+    computing = Counter(item for item in items if not isinstance(item, Communication))
+    return predict(Work(computing, Counter(item for item in items if isinstance(item, Communication))), 5, four)
+
+
+# The invented cluster: a latency, of which a call that does nothing takes all of that within a host, and a rate.
+@pytest.mark.parametrize(
+    ("item", "expected"),
+    [
+        (Product("float32", 1, 64, 64, 64), 2 * 64**3 / 1e11),
+        (Product("float32", 4, 64, 128, 64), 4 * 2 * 64 * 128 * 64 / 1e11),
+        (Product("bfloat16", 1, 64, 64, 64), 2 * 64**3 / 1e11),  # not measured: as float32
+        (Product("float32", 1, 1, 2, 2), 2e-7),  # an instruction takes some time, even if it does nearly nothing
+        (Convolution("float32", 64, 2**20), 2**20 / 1e11),
+        (Stream(2**20, 0), 2**20 / 1e10),
+        (Stream(2**20, 2**16), 2**20 / 1e10),  # the memory takes longer than the functions
+        (Stream(2**20, 2**18), 2**18 / 1e9),  # the other way round
+    ],
+)
+def test_predicted_computation(item: Any, expected: float) -> None:
+    found = seconds(item)
+    assert found.computing_s == pytest.approx(1e-5 + expected)
+    assert (found.communication_s, found.memory) == (0, 5)
+    assert seconds(item, item, item).computing_s == pytest.approx(1e-5 + 3 * expected), "the call counts once"
+
+
+@pytest.mark.parametrize(
+    ("group", "expected"),
+    [
+        ((0,), 2e-7),
+        ((0, 1), 2**16 / 4e9),
+        ((0, 2), 1e-4 - 1e-5 + 2**16 / 1e8),
+        ((0, 1, 2, 3), 1e-4 - 1e-5 + 2**16 / 1e8),
+    ],
+)
+def test_predicted_communication(group: tuple[int, ...], expected: float) -> None:
+    item = Communication("psum", 2**16, group)
+    found = seconds(item, item)
+    assert found.communication_s == pytest.approx(2 * expected)
+    assert found.computing_s == 1e-5
+    assert found.seconds == pytest.approx(1e-5 + 2 * expected)
+
+
+@pytest.mark.parametrize(
+    ("devices", "group"),
+    [
+        ((0,), Group(1, 1)),
+        ((0, 3), Group(2, 1)),
+        ((0, 4), Group(1, 2)),
+        ((0, 4, 1, 5), Group(2, 2)),
+        ((0, 1, 2, 4), Group(3, 2)),  # the larger part
+        (tuple(range(12)), Group(4, 3)),
+    ],
+)
+def test_groups(devices: tuple[int, ...], group: Group) -> None:
+    assert group_of(devices, 4) == group
+
+
+# Traces
+
+X = f32(4, 3)
+KEY = jax.eval_shape(lambda: jax.random.key(0))
+
+
+class Both(NamedTuple):
+    a: Any
+    b: Any
+
+
+@pytest.mark.parametrize(
+    ("step", "args", "states", "outs"),
+    [
+        (lambda p, x: (p + x, x.sum()), (X, f32(4, 3)), [0, None], (0, None)),
+        (lambda p, x: p + x, (X, X), [0, None], (0,)),
+        (lambda x, p: p + x.sum(), (f32(5), X), [None, 0], (1,)),
+        (lambda a, b, x: (a, b), (X, X, X), [0, 1, None], (0, 1)),
+        (lambda a, b, x: [b.sum(), b, a], (X, f32(7), X), [0, 1, None], (None, 1, 0)),
+        (lambda p, x: {"w": p["w"] + x, "b": p["b"]}, ({"w": X, "b": f32(3)}, X), [0, 0, None], (0, 1)),
+        (lambda p, x: {"w": p["w"]}, ({"w": X, "b": f32(3)}, X), [None, None, None], (None,)),  # another tree
+        (lambda p: p.astype(jnp.bfloat16), (X,), [None], (None,)),
+        (lambda p, x: ({"w": p["w"], "n": None}, 0), ({"w": X, "n": None}, X), [0, None], (0, None)),
+        (lambda n, p, x: (n, p), (None, X, X), [0, None], (0,)),  # a tree without leaves is no state
+        (lambda p, k: (p, jax.random.split(k)[0]), (X, KEY), [0, 1], (0, 1)),
+        (lambda n, x: (n + 1, x.sum()), (jax.ShapeDtypeStruct((), "int32"), X), [0, None], (0, None)),
+        (lambda p, x: ((p, p), {"loss": [x.sum()]}), (X, X), [None, None], (None, None, None)),
+        (lambda p: Both(p.a, p.b), (Both(X, f32(3)),), [0, 0], (0, 1)),  # a named tuple is one result
+        (lambda p, rate: p * rate, (np.ones((4, 3), np.float32), 0.1), [0, None], (0,)),
+        (lambda: jnp.ones(3), (), [], (None,)),
+    ],
+)
+def test_which_arguments_are_state(
+    step: Callable[..., Any], args: tuple[Any, ...], states: list[int | None], outs: tuple[int | None, ...]
+) -> None:
+    traced = trace(step, args, ())
+    assert [leaf.state for leaf in traced.leaves] == states
+    assert traced.signature.outs == outs
+
+
+def test_the_leaves_of_a_trace() -> None:
+    args = ({"w": f32(4, 3), "h": jax.ShapeDtypeStruct((2,), "bfloat16")}, KEY)
+    assert trace(lambda p, k: p, args, ()).leaves == (
+        Leaf("[0]['h']", (2,), 4, 0),
+        Leaf("[0]['w']", (4, 3), 48, 0),
+        Leaf("[1]", (), 8, None),
+    )
+
+
+@pytest.mark.parametrize(
+    ("argnums", "places"), [((), ()), (0, (0, 1)), (1, (2,)), ((0, 2), (0, 1, 3)), ([1], (2,)), (-1, (3,))]
+)
+def test_what_is_donated(argnums: Any, places: tuple[int, ...]) -> None:
+    traced = trace(lambda p, x, y: (p, x, y), ({"a": X, "b": X}, X, X), argnums)
+    assert traced.donated == places
+    assert all(number >= 0 for number in traced.signature.donate_argnums)
+
+
+def test_a_program_computes_what_its_step_does() -> None:
+    def step(p: Tree, x: Array) -> Tree:
+        return {"loss": jnp.sum(p["a"] * x), "p": {"a": p["a"] + 1, "n": None}}
+
+    p, x = {"a": values((4, 3)), "n": None}, values((4, 3), seed=1)
+    traced = trace(step, (p, x), ())
+    found = jax.export.deserialize(bytearray(traced.program)).call(p["a"], x)
+    for one, other in zip(found, jax.tree.leaves(step(p, x)), strict=True):
+        np.testing.assert_allclose(one, other, 1e-6)
+
+
+def test_side_effects_of_python_are_those_of_tracing() -> None:
+    seen = []
+
+    def step(x: Array) -> Array:
+        seen.append(type(x))
+        return x
+
+    trace(step, (X,), ())
+    assert seen
+    assert all(issubclass(kind, jax.core.Tracer) for kind in seen), "a step never runs"
+
+
+def _callback(x: Array) -> Array:
+    return io_callback(lambda x: x, X, x, ordered=True)
+
+
+def _printing(x: Array) -> Array:
+    jax.debug.print("{}", x)
+    return x
+
+
+def _collective(x: Array) -> Array:
+    return pc.psum(x, pc.init())
+
+
+@pytest.mark.parametrize(
+    ("step", "words"),
+    [
+        (lambda x: x @ x, "a step that JAX can trace with these arguments, got TypeError: dot_general"),
+        (lambda x: 1 // 0, "a step that JAX can trace with these arguments, got ZeroDivisionError"),
+        (lambda x: x if x.sum() > 0 else -x, "a step that JAX .* got TracerBoolConversionError"),
+        (lambda x: jax.lax.psum(x, "i"), "a step that JAX .* unbound axis name: i"),
+        (lambda: 0, "a step that JAX .* takes 0 positional arguments but 1 was given"),
+        (lambda x: "result", "a step that JAX .* returned a value of type <class 'str'>"),
+        (None, "a step that JAX .* the first argument must be callable"),
+        (_printing, "a step without side effects, got Debug.*. Leave out callbacks, jax.debug.print and collectives"),
+        (_callback, "a step without side effects, got .*IO"),
+        (_collective, "a step without side effects, got .*Collective"),
+        (lambda x: jax.pure_callback(lambda x: x, X, x), "a step that jax.export can hand .* Leave out what runs"),
+        (lambda x: jax.ffi.ffi_call("somewhere", X)(x), "a step that jax.export can hand .* Leave out what runs"),
+    ],
+)
+def test_steps_that_are_refused(step: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=rf"(?s)^pycollective\.plan: expected {words}"):
+        pc.plan(step, X, profile=four)
+
+
+@pytest.mark.parametrize("argument", ["text", object()])
+def test_arguments_that_are_no_arrays(argument: Any) -> None:
+    with pytest.raises(ValueError, match=r"(?s)^pycollective\.plan: expected a step that JAX .* Call it once yourself"):
+        pc.plan(lambda x, y: x, X, argument, profile=four)
+
+
+@pytest.mark.parametrize("argnums", [2, -3, (0, 5)])
+def test_donated_arguments_that_there_are_not(argnums: Any) -> None:
+    with pytest.raises(ValueError, match=r"plan: expected donate_argnums among the 2 arguments, got \(.*\)\. Count"):
+        pc.plan(lambda x, y: x, X, X, profile=four, donate_argnums=argnums)
+
+
+@pytest.mark.parametrize(("devices", "profile", "inside"), [(0, four, 2), (-2, four, 2), (3, four, 2), (6, PROFILE, 4)])
+def test_devices_that_are_no_whole_hosts(devices: int, profile: Any, inside: int) -> None:
+    words = rf"^pycollective\.plan: expected devices of whole hosts, which have {inside} each, got {devices}\. Choose"
+    with pytest.raises(ValueError, match=words):
+        pc.plan(lambda x: x, X, profile=profile, devices=devices)
+
+
+def test_a_profile_that_is_none(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        pc.plan(lambda x: x, X, profile=tmp_path / "cluster.json")
+    (tmp_path / "cluster.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"plan: expected a profile of a cluster, got .*cluster\.json: KeyError.*"):
+        pc.plan(lambda x: x, X, profile=str(tmp_path / "cluster.json"))
+
+
+# The search. Its processes take seconds to start, so tests share what they find.
+
+
+def step(params: Tree, x: Array) -> tuple[Tree, Array]:
+    def loss(params: Tree) -> Array:
+        return jnp.mean((jnp.tanh(x @ params["up"]) @ params["down"]) ** 2)
+
+    value, gradient = jax.value_and_grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradient), value
+
+
+PARAMS = {"up": f32(64, 256), "down": f32(256, 64)}
+BATCH = f32(512, 64)
+ARRAYS = ({"up": values((64, 256)) / 8, "down": values((256, 64), seed=1) / 16}, values((512, 64), seed=2))
+
+
+def plan(**options: Any) -> Ranking:
+    usual: dict[str, Any] = {"profile": PROFILE, "compilations": 6, "processes": 2}
+    return pc.plan(step, PARAMS, BATCH, **{**usual, **options})
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("cache")
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def ranking(cache: Path) -> Ranking:
+    return plan()
+
+
+@pytest.fixture
+def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
+    """The processes that a test starts."""
+    found: list[subprocess.Popen[bytes]] = []
+    popen = subprocess.Popen
+
+    def start(*args: Any, **options: Any) -> subprocess.Popen[bytes]:
+        found.append(popen(*args, **options))
+        return found[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    return found
+
+
+def test_a_ranking(ranking: Ranking) -> None:
+    assert len(ranking) == len(ranking.plans) == 6
+    times = [one.prediction.seconds for one in ranking]
+    assert times == sorted(times)
+    assert ranking.best is ranking.plans[0]
+    assert all(one.prediction.memory <= PROFILE.memory for one in ranking)
+    assert len({one.candidate.key for one in ranking}) == 6
+    assert {(one.candidate.data, one.candidate.model) for one in ranking} >= {(8, 1), (4, 2)}
+    assert str(ranking).splitlines() == [str(one) for one in ranking]
+
+
+def test_the_numbers_of_data_parallelism(ranking: Ranking) -> None:
+    """All devices sum the gradients; each one has all parameters twice and its part of the examples."""
+    [found] = [one for one in ranking if one.candidate.rule == "state whole"]
+    gradients = 2 * 64 * 256 * 4
+    between = PROFILE.collective_s("psum", gradients, Group(4, 2)) - PROFILE.call
+    assert between < found.prediction.communication_s < 1.2 * between, "the loss is summed as well"
+    arrays = 2 * gradients + 512 // 8 * 64 * 4
+    activations = 3 * 512 // 8 * 256 * 4
+    assert arrays < found.prediction.memory < arrays + gradients + activations
+    assert found.out_specs[2] == ()
+
+
+@pytest.mark.usefixtures("no_processes")
+def test_a_second_call_reads_what_the_first_has_found(ranking: Ranking, tmp_path: Path) -> None:
+    assert plan(processes=1) == ranking
+    path = tmp_path / "cluster.json"
+    PROFILE.save(path)
+    assert plan(profile=path) == ranking, "a profile from a file"
+    assert plan(profile=str(path), devices=8) == ranking
+
+
+@pytest.mark.usefixtures("no_processes")
+def test_another_profile_makes_another_order_of_the_same_plans(ranking: Ranking) -> None:
+    slow = {name: dict.fromkeys(curves, four.tanh) for name, curves in PROFILE.collectives["global arrays"].items()}
+    other = plan(profile=replace(PROFILE, collectives={"global arrays": slow}))
+    assert {one.candidate for one in other} == {one.candidate for one in ranking}
+    assert [one.prediction.communication_s for one in other] != [one.prediction.communication_s for one in ranking]
+
+
+@pytest.mark.usefixtures("no_processes")
+def test_a_limit_of_memory_excludes_plans(ranking: Ranking) -> None:
+    most = max(one.prediction.memory for one in ranking)
+    fitting = tuple(one for one in ranking if one.prediction.memory < most)
+    assert 0 < len(fitting) < 6
+    assert plan(memory=most - 1).plans == fitting
+    assert plan(memory=most) == ranking
+    assert plan(profile=replace(PROFILE, memory=most - 1)).plans == fitting
+
+
+@pytest.mark.usefixtures("no_processes")
+def test_a_limit_into_which_no_plan_fits(ranking: Ranking) -> None:
+    least = min(one.prediction.memory for one in ranking)
+    words = rf"fits into {least - 1:,} B on each device, got {least:,} B for the plan that needs least\. Use more"
+    with pytest.raises(ValueError, match=rf"^pycollective\.plan: expected a plan that {words}"):
+        plan(memory=least - 1)
+    # With all cut over 8 devices
+    arguments = (2 * 64 * 256 + 512 * 64) * 4 // 8
+    with pytest.raises(ValueError, match=rf"fits into 99 B .*, got {arguments:,} B for the arguments alone\. Use more"):
+        plan(memory=99)
+
+
+def test_a_plan_runs(ranking: Ranking) -> None:
+    params, loss = jax.jit(step)(*ARRAYS)
+    again, _ = jax.jit(step)(params, ARRAYS[1])
+    cut = next(one for one in ranking if one.candidate.rule == "state cut")
+    for one in (ranking.best, cut):
+        compiled = one.jit(step)
+        found = compiled(*jax.device_put(ARRAYS, one.in_shardings))
+        for got, want in zip(jax.tree.leaves(found), jax.tree.leaves((params, loss)), strict=True):
+            np.testing.assert_allclose(got, want, 1e-4, 1e-5)
+        spread = jax.tree.map(
+            lambda x, sharding: x.sharding.is_equivalent_to(sharding, x.ndim), found, one.out_shardings
+        )
+        assert all(jax.tree.leaves(spread))
+        shardings = [x.sharding.shard_shape(x.shape) for x in jax.tree.leaves(found[0])]
+        state = jax.tree.leaves(one.in_shardings[0])
+        assert shardings == [s.shard_shape(x.shape) for s, x in zip(state, jax.tree.leaves(params), strict=True)]
+        second, _ = compiled(found[0], jax.device_put(ARRAYS[1], one.in_shardings[1]))
+        np.testing.assert_allclose(second["up"], again["up"], 1e-4, 1e-5)
+
+
+def test_the_mesh_of_a_plan(ranking: Ranking) -> None:
+    for one in ranking:
+        assert dict(one.mesh.shape) == one.candidate.mesh
+        assert list(one.mesh.devices.flat) == jax.devices(), "neighbours along the last axis are neighbours"
+
+
+@pytest.mark.parametrize("attribute", ["mesh", "in_shardings", "out_shardings", "jit"])
+def test_a_plan_for_another_number_of_devices(ranking: Ranking, attribute: str) -> None:
+    other = replace(ranking.best, candidate=ranking.best.candidate._replace(data=8, model=2))
+    words = r"^pycollective\.plan: expected 16 devices, which the plan is for, got 8\. Call pycollective\.distributed"
+    with pytest.raises(ValueError, match=words):
+        getattr(other, attribute) if attribute != "jit" else other.jit(step)
+
+
+def test_a_plan_as_a_dictionary(ranking: Ranking) -> None:
+    [found] = [one for one in ranking if one.candidate.rule == "state whole"]
+    assert json.loads(json.dumps(found.as_dict())) == {
+        "mesh": {"data": 8, "model": 1},
+        "rule": "state whole",
+        "arguments": {"[0]['down']": [None, None], "[0]['up']": [None, None], "[1]": ["data", None]},
+        "results": [[None, None], [None, None], []],
+        "computing_s": found.prediction.computing_s,
+        "communication_s": found.prediction.communication_s,
+        "memory": found.prediction.memory,
+    }
+    for one in ranking:
+        json.dumps(one.as_dict())
+
+
+def test_a_plan_in_words() -> None:
+    traced = trace(step, (PARAMS, BATCH), ())
+    one = Plan(Candidate(4, 2, "by hand", ()), (), Prediction(0.00125, 0.002, 3 << 20), traced.signature)
+    assert str(one) == "data 4 x model 2, by hand: 3.25 ms (1.25 computing, 2 sending), 3.0 MiB"
+
+
+def _broken(candidate: Candidate) -> Candidate:
+    return candidate._replace(rule="broken", specs=(("nowhere",), *candidate.specs[1:]))
+
+
+def test_a_candidate_that_does_not_compile(
+    ranking: Ranking, monkeypatch: pytest.MonkeyPatch, started: list[subprocess.Popen[bytes]]
+) -> None:
+    broken = [_broken(ranking.plans[0].candidate), _broken(ranking.plans[1].candidate)]
+    every = [one.candidate for one in ranking]
+    monkeypatch.setattr(Candidate, "argument_bytes", lambda *_: 0)
+    monkeypatch.setattr(search, "candidates", lambda *_: iter([*broken, *every[:4]]))
+    monkeypatch.setattr(search, "variations", lambda *_: iter([]))
+    assert plan(processes=1).plans == ranking.plans[:4]
+    assert len(started) == 1, "an error is an answer, after which the process goes on"
+    assert started[0].returncode is not None
+    monkeypatch.setattr(search, "candidates", lambda *_: iter(broken))
+    words = r"^pycollective\.plan: expected a step that XLA can spread, got ValueError: .*nowhere"
+    with pytest.raises(ValueError, match=words):
+        plan(processes=1)
+
+
+@pytest.mark.parametrize("numbers", [1, 1 << 16], ids=["short", "longer than a pipe"])
+def test_processes_that_end(
+    numbers: int, monkeypatch: pytest.MonkeyPatch, started: list[subprocess.Popen[bytes]]
+) -> None:
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    constant = np.arange(numbers, dtype=np.float32)
+    words = r"expected a step that XLA can spread, got the process that compiled it ended with status 1\. Look"
+    with pytest.raises(ValueError, match=words):
+        pc.plan(lambda x: x + constant, f32(numbers), profile=PROFILE, compilations=2, processes=1)
+    assert {process.returncode for process in started} == {1}
+
+
+def test_a_cache_that_is_broken(
+    ranking: Ranking, cache: Path, started: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = sorted(cache.rglob("*.pickle"))
+    assert len(files) >= 6
+    files[0].write_bytes(b"")
+    files[1].write_bytes(files[1].read_bytes()[:-9])
+    assert plan(processes=1) == ranking
+    assert len(started) == 1
+    assert plan(processes=1) == ranking
+    assert len(started) == 1, "what was broken is written again"
+
+
+def test_no_process_outlives_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: list[subprocess.Popen[bytes]]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def fails(*_: Any) -> Prediction:
+        raise RuntimeError("of the parent")
+
+    monkeypatch.setattr(search, "predict", fails)
+    before = threading.enumerate()
+    with pytest.raises(RuntimeError, match="of the parent"):
+        plan()
+    for thread in threading.enumerate():
+        if thread not in before:
+            thread.join(20)
+            assert not thread.is_alive()
+    assert 1 <= len(started) <= 2
+    assert all(process.returncode is not None for process in started)
+
+
+def test_arrays_are_cut_in_other_ways_one_after_the_other(started: list[subprocess.Popen[bytes]]) -> None:
+    """On two devices there are fewer rules than compilations, and what is left refines the best plans."""
+    ranking = plan(profile=four, devices=2, compilations=9, processes=1)
+    rules = [one.candidate.rule for one in ranking]
+    assert 5 < len(ranking) <= 9
+    refined = [rule for rule in rules if ";" in rule]
+    assert refined
+    assert all("[0]['down']" in rule or "[0]['up']" in rule or "[1]" in rule for rule in refined)
+    assert len({one.candidate.key for one in ranking}) == len(ranking)
+    assert {one.candidate.data * one.candidate.model for one in ranking} == {2}
+    assert [process.returncode for process in started] == [-9], "one process compiled them all, and is gone"
+
+
+# What a process compiles, here in this one
+
+
+def compiled(step: Callable[..., Any], candidate: Candidate, *args: Any, donate: tuple[int, ...] = ()) -> Compiled:
+    traced = trace(step, args, donate)
+    request = Request(candidate, traced.signature.outs, traced.donated)
+    return compile_candidate(jax.export.deserialize(bytearray(traced.program)), request)
+
+
+def test_memory_of_what_is_donated() -> None:
+    candidate = Candidate(8, 1, "by hand", (("data", None), ()))
+    shift = (lambda x, y: x + y, candidate, f32(64, 16), f32())
+    assert compiled(*shift).memory == 2 * 64 * 16 * 4 // 8 + 4
+    assert compiled(*shift, donate=(0,)).memory == 64 * 16 * 4 // 8 + 4
+
+
+def test_results_that_are_state_are_spread_as_their_arguments() -> None:
+    specs = (("model", "data"), (None, "model"), ("data", None))
+    found = compiled(step, Candidate(4, 2, "by hand", specs), PARAMS, BATCH)
+    assert found.out_specs[:2] == specs[:2]
+    assert {tuple(sorted(item.group)) for item in found.work.communication} <= {
+        (0, 1),
+        (0, 2, 4, 6),
+        tuple(range(8)),
+    }

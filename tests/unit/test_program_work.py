@@ -1,0 +1,435 @@
+"""What XLA's text of a compiled program says of the work of a device, against numbers computed by hand."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from pycollective.planning.program_text import Program
+from pycollective.planning.program_work import Communication, Convolution, Product, Stream, Work, work_of
+
+Array = Any
+P = jax.P
+
+
+def f32(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, "float32")
+
+
+def work(fun: Callable[..., Any], *args: Any, devices: int = 1) -> Work:
+    """What a device does in a function, as XLA compiles it here."""
+    text = jax.jit(fun).lower(*args).compile().as_text()
+    assert text is not None
+    return work_of(text, devices)
+
+
+def counts(kind: type, found: Work) -> dict[Any, int]:
+    return {item: count for item, count in found.computing.items() if isinstance(item, kind)}
+
+
+def operations(found: Work) -> list[int]:
+    return sorted(item.operations for item, count in counts(Convolution, found).items() for _ in range(count))
+
+
+# (m, k) times (k, n) with m = 8, k = 16, n = 32, in the orders in which XLA may be given them
+@pytest.mark.parametrize(
+    ("formula", "left", "right", "batch"),
+    [
+        ("mk,kn->mn", (8, 16), (16, 32), 1),
+        ("km,nk->mn", (16, 8), (32, 16), 1),
+        ("km,kn->mn", (16, 8), (16, 32), 1),
+        ("bmk,bkn->bmn", (3, 8, 16), (3, 16, 32), 3),
+        ("bhmk,bhnk->bhmn", (3, 2, 8, 16), (3, 2, 32, 16), 6),
+        ("amk,kn->amn", (2, 4, 16), (16, 32), 1),
+        ("akm,akn->mn", (2, 8, 8), (2, 8, 32), 1),
+    ],
+)
+def test_products(formula: str, left: tuple[int, ...], right: tuple[int, ...], batch: int) -> None:
+    found = work(lambda x, y: jnp.einsum(formula, x, y), f32(*left), f32(*right))
+    assert counts(Product, found) == {Product("float32", batch, 8, 16, 32): 1}
+
+
+def test_a_product_with_a_vector() -> None:
+    found = work(jnp.matmul, f32(64, 128), f32(128))
+    assert counts(Product, found) == {Product("float32", 1, 64, 128, 1): 1}
+    assert not counts(Stream, found), "the product reads and writes its arrays in its own time"
+
+
+def test_the_same_product_several_times() -> None:
+    def gradients(w: Array, x: Array) -> Array:
+        return jax.grad(lambda w: jnp.sum(jnp.tanh(jnp.tanh(x @ w) @ w)))(w)
+
+    # forward two; backward one for the examples of the second layer, and one for the matrix in each
+    found = counts(Product, work(gradients, f32(32, 32), f32(32, 32)))
+    assert found == {Product("float32", 1, 32, 32, 32): 5}
+
+
+_FUSION = """HloModule f
+
+ENTRY %main (x: f32[8,16], y: f32[16,32]) -> f32[8,32] {
+  %x = f32[8,16]{1,0} parameter(0)
+  %y = f32[16,32]{1,0} parameter(1)
+  ROOT %z = f32[8,32]{1,0} fusion(%x, %y), kind=kOutput, calls=%fused
+}
+
+%fused (p0: f32[8,16], p1: f32[16,32]) -> f32[8,32] {
+  %p0 = f32[8,16]{1,0} parameter(0)
+  %p1 = f32[16,32]{1,0} parameter(1)
+  %d = f32[8,32]{1,0} dot(%p0, %p1), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT %t = f32[8,32]{1,0} tanh(%d)
+}
+"""
+
+
+def test_a_product_inside_a_fusion() -> None:
+    assert work_of(_FUSION, 1).computing == {Product("float32", 1, 8, 16, 32): 1}
+
+
+def convolve(**options: Any) -> Callable[[Array, Array], Array]:
+    usual = {"window_strides": (1, 1), "padding": "SAME", "dimension_numbers": ("NHWC", "HWIO", "NHWC")}
+    return lambda x, w: lax.conv_general_dilated(x, w, **{**usual, **options})
+
+
+# 4 images of 10 x 10 with 6 channels, windows of 3 x 3, 8 channels after it
+@pytest.mark.parametrize(
+    ("options", "kernel", "smallest", "multiplications"),
+    [
+        ({}, (3, 3, 6, 8), 8, 4 * 100 * 8 * 9 * 6),
+        ({"window_strides": (2, 2)}, (3, 3, 6, 8), 8, 4 * 25 * 8 * 9 * 6),
+        ({"padding": "VALID"}, (3, 3, 6, 8), 8, 4 * 64 * 8 * 9 * 6),
+        ({"rhs_dilation": (2, 2)}, (3, 3, 6, 8), 8, 4 * 100 * 8 * 9 * 6),
+        ({"feature_group_count": 2}, (3, 3, 3, 8), 4, 4 * 100 * 8 * 9 * 3),
+        ({"feature_group_count": 6}, (3, 3, 1, 6), 1, 4 * 100 * 6 * 9),
+        ({}, (1, 1, 6, 64), 6, 4 * 100 * 64 * 6),  # the entries of a window are fewest
+        ({"padding": "VALID"}, (10, 10, 6, 8), 4, 4 * 8 * 600),  # one place in each image
+    ],
+)
+def test_convolutions(options: dict[str, Any], kernel: tuple[int, ...], smallest: int, multiplications: int) -> None:
+    found = work(convolve(**options), f32(4, 10, 10, 6), f32(*kernel))
+    assert counts(Convolution, found) == {Convolution("float32", smallest, 2 * multiplications): 1}
+
+
+def test_a_convolution_along_one_dimension_with_the_channels_first() -> None:
+    def fun(x: Array, w: Array) -> Array:
+        return lax.conv_general_dilated(x, w, (2,), "VALID", dimension_numbers=("NCW", "OIW", "NCW"))
+
+    # (21 - 3) / 2 + 1 = 10 places
+    found = counts(Convolution, work(fun, f32(4, 6, 21), f32(8, 6, 3)))
+    assert found == {Convolution("float32", 8, 2 * 4 * 10 * 8 * 6 * 3): 1}
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+def test_the_gradient_with_respect_to_the_kernel(stride: int) -> None:
+    fun = convolve(window_strides=(stride, stride))
+
+    def gradient(x: Array, w: Array) -> Array:
+        return jax.grad(lambda w: jnp.sum(jnp.tanh(fun(x, w))))(w)
+
+    # Each entry of the kernel's gradient is a sum over all places in all examples: as many operations as forward.
+    forward = 2 * 4 * (10 // stride) ** 2 * 8 * 9 * 6
+    assert operations(work(gradient, f32(4, 10, 10, 6), f32(3, 3, 6, 8))) == [forward, forward]
+
+
+@pytest.mark.parametrize(
+    ("fun", "functions"),
+    [
+        (jnp.tanh, 1000),
+        (jnp.sqrt, 1000),
+        (lambda x: jnp.sin(jnp.exp(x)), 2000),
+        (lambda x: 2 * x + 1, 0),
+        (lambda x: jnp.tanh(x[:10]).sum() + x, 100),
+    ],
+)
+def test_functions(fun: Callable[[Array], Array], functions: int) -> None:
+    found = counts(Stream, work(fun, f32(100, 10)))
+    assert sum(count * stream.functions for stream, count in found.items()) == functions
+
+
+@pytest.mark.parametrize(
+    ("dtype", "nbytes"),
+    [("float32", 4), ("bfloat16", 2), ("int8", 1), ("bool", 1), ("complex64", 8), ("int32", 4), ("float8_e4m3fn", 1)],
+)
+def test_a_pass_over_memory(dtype: str, nbytes: int) -> None:
+    x = jax.ShapeDtypeStruct((100, 10), dtype)
+    assert work(lambda x: x.T.copy(), x).computing == {Stream(2 * 1000 * nbytes, 0): 1}
+
+
+def test_an_operation_reads_all_its_operands() -> None:
+    assert work(lambda x, y: x + y, f32(100, 10), f32(100, 10)).computing == {Stream(12000, 0): 1}
+
+
+def test_an_operation_with_several_results() -> None:
+    found = work(lambda x, y: lax.sort((x, y)), f32(100), jax.ShapeDtypeStruct((100,), "int8"))
+    assert found.computing[Stream(2 * 100 * (4 + 1), 0)] == 1
+
+
+def test_a_program_that_only_copies_a_number() -> None:
+    found = work(lambda x: 3, f32(4))
+    assert found == Work(Counter({Stream(8, 0): 1}), Counter())
+
+
+W = f32(50, 16, 16)
+
+
+def test_a_loop_counts_its_turns() -> None:
+    found = work(lambda x, ws: lax.scan(lambda c, w: (jnp.tanh(c @ w), None), x, ws)[0], f32(8, 16), W)
+    assert counts(Product, found) == {Product("float32", 1, 8, 16, 16): 50}
+    assert sum(count * stream.functions for stream, count in counts(Stream, found).items()) == 50 * 8 * 16
+
+
+def test_loops_in_loops() -> None:
+    def inner(c: Array, w: Array) -> tuple[Array, None]:
+        return lax.fori_loop(0, 3, lambda i, c: c @ w, c), None
+
+    found = work(lambda x, ws: lax.scan(inner, x, ws)[0], f32(8, 16), W)
+    assert counts(Product, found) == {Product("float32", 1, 8, 16, 16): 150}
+
+
+def test_a_loop_of_unknown_length_counts_once() -> None:
+    found = work(lambda x, w: lax.while_loop(lambda c: c.sum() < 1, lambda c: c @ w, x), f32(8, 16), f32(16, 16))
+    assert counts(Product, found) == {Product("float32", 1, 8, 16, 16): 1}
+
+
+def test_of_a_stack_a_loop_reads_one_slice_in_a_turn() -> None:
+    found = work(lambda x, ws: lax.scan(lambda c, w: (c @ w, None), x, ws)[0], f32(8, 16), W)
+    largest = max(stream.nbytes for stream, count in counts(Stream, found).items() if count >= 50)
+    assert largest in (2 * 1024, 2 * 1024 + 4)  # the slice is read and written; maybe its place is read as well
+
+
+def test_into_a_stack_a_loop_writes_one_slice_in_a_turn() -> None:
+    found = work(lambda x: lax.scan(lambda c, _: (c + 1, c), x, None, length=50)[1], f32(64, 16))
+    largest = max(stream.nbytes for stream, count in counts(Stream, found).items() if count >= 50)
+    assert 2 * 4096 <= largest <= 2 * 4096 + 8
+
+
+def test_rows_that_are_gathered_and_scattered() -> None:
+    """The gradient of an embedding: the table is filled with zeros once, and 7 rows are added."""
+
+    def gradient(table: Array, i: Array) -> Array:
+        return jax.grad(lambda table: jnp.sum(table[i] ** 2))(table)
+
+    table, rows = 1000 * 256 * 4, 7 * 256 * 4
+    found = counts(Stream, work(gradient, f32(1000, 256), jax.ShapeDtypeStruct((7,), "int32")))
+    # XLA fills the table in one pass, which counts as written once or twice, and the rest is rows and their places.
+    assert sum(stream.nbytes >= table for stream in found) == 1
+    rest = sum(count * stream.nbytes for stream, count in found.items() if stream.nbytes < table)
+    assert 4 * rows <= rest < 6.5 * rows
+
+
+_SCATTER = """HloModule f
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %c = f32[] add(%a, %b)
+}
+
+%fused (p0: f32[1000,256], p1: s32[7,1], p2: f32[7,1,256]) -> f32[1000,256] {
+  %p0 = f32[1000,256]{1,0} parameter(0)
+  %p1 = s32[7,1]{1,0} parameter(1)
+  %p2 = f32[7,1,256]{2,1,0} parameter(2)
+  ROOT %s = f32[1000,256]{1,0} scatter(%p0, %p1, %p2), update_window_dims={1,2}, to_apply=%add
+}
+
+ENTRY %main (x: f32[1000,256], i: s32[7,1], u: f32[7,1,256]) -> f32[1000,256] {
+  %x = f32[1000,256]{1,0} parameter(0)
+  %i = s32[7,1]{1,0} parameter(1)
+  %u = f32[7,1,256]{2,1,0} parameter(2)
+  ROOT %z = f32[1000,256]{1,0} fusion(%x, %i, %u), kind=kLoop, calls=%fused
+}
+"""
+
+
+def test_a_scatter_inside_a_fusion() -> None:
+    assert work_of(_SCATTER, 1).computing == {Stream(28 + 2 * 7168, 0): 1}
+
+
+BRANCHES = [lambda x, w: x @ w, lambda x, w: (x @ w) @ w, lambda x, w: x]
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0), (2, 1), (1, 2)])
+def test_of_a_conditional_the_largest_branch_counts(order: tuple[int, ...]) -> None:
+    def fun(which: Array, x: Array, w: Array) -> Array:
+        return lax.switch(which, [BRANCHES[i] for i in order], x, w)
+
+    found = work(fun, jax.ShapeDtypeStruct((), "int32"), f32(16, 16), f32(16, 16))
+    assert counts(Product, found) == {Product("float32", 1, 16, 16, 16): 2}
+
+
+def test_a_conditional_in_a_loop() -> None:
+    def turn(c: Array, x: Array) -> tuple[Array, None]:
+        return lax.cond(x.sum() > 0, lambda c: c @ x, lambda c: c, c), None
+
+    found = work(lambda c, xs: lax.scan(turn, c, xs)[0], f32(16, 16), W)
+    assert counts(Product, found) == {Product("float32", 1, 16, 16, 16): 50}
+
+
+def mesh(**axes: int) -> jax.sharding.Mesh:
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(jax.sharding.AxisType.Auto,) * len(axes))
+
+
+MESH = mesh(a=2, b=4)
+GROUPS = {"a": (0, 4), "b": (0, 1, 2, 3), ("a", "b"): tuple(range(8)), ("b", "a"): tuple(range(8))}
+
+
+def communication(fun: Callable[..., Any], x: jax.ShapeDtypeStruct) -> dict[Communication, int]:
+    """The collectives of a function of a device's part of an array."""
+    spec = P("a", "b")
+    mapped = jax.shard_map(fun, mesh=MESH, in_specs=spec, out_specs=spec, check_vma=False)
+    found = work(mapped, x, devices=8).communication
+    return {item._replace(group=tuple(sorted(item.group))): count for item, count in found.items()}
+
+
+def _around(x: Array, axis: Any) -> Array:
+    size = lax.axis_size(axis)
+    return lax.ppermute(x, axis, [(i, (i + 1) % size) for i in range(size)])
+
+
+@pytest.mark.parametrize("axis", GROUPS, ids=str)
+@pytest.mark.parametrize(
+    ("operation", "fun", "gathers"),
+    [
+        ("psum", lax.psum, False),
+        ("psum", lax.pmax, False),
+        ("all_gather", lambda x, axis: lax.all_gather(x, axis, tiled=True), True),
+        ("psum_scatter", lambda x, axis: lax.psum_scatter(x, axis, tiled=True), False),
+        ("all_to_all", lambda x, axis: lax.all_to_all(x, axis, 0, 1, tiled=True), False),
+        ("ppermute", _around, False),
+    ],
+    ids=["psum", "pmax", "all_gather", "psum_scatter", "all_to_all", "ppermute"],
+)
+def test_collectives(operation: str, fun: Callable[[Array, Any], Array], gathers: bool, axis: Any) -> None:
+    group = GROUPS[axis]
+    nbytes = 8 * 8 * 4 * (len(group) if gathers else 1)  # of operand or result, the larger
+    assert communication(lambda x: fun(x, axis), f32(16, 32)) == {Communication(operation, nbytes, group): 1}
+
+
+def test_a_permutation_of_neighbours_is_one_group() -> None:
+    def fun(x: Array) -> Array:
+        return lax.ppermute(x, "b", [(0, 1), (1, 2)])
+
+    assert communication(fun, f32(16, 32)) == {Communication("ppermute", 256, (0, 1, 2)): 1}
+
+
+def test_a_permutation_of_others_takes_the_first_device_no_time() -> None:
+    def fun(x: Array) -> Array:
+        return lax.ppermute(x, "b", [(1, 2)])
+
+    assert communication(fun, f32(16, 32)) == {Communication("ppermute", 256, (0,)): 1}
+
+
+def test_a_collective_of_several_arrays() -> None:
+    def fun(x: Array) -> Array:
+        a, b = lax.psum((x, x[:4, :1]), "b")
+        return a + b.sum()
+
+    found = communication(fun, f32(16, 32))
+    assert sum(count * item.nbytes for item, count in found.items()) == 256 + 16, found
+    assert {(item.operation, item.group) for item in found} == {("psum", (0, 1, 2, 3))}
+
+
+def test_a_collective_in_a_loop() -> None:
+    def fun(x: Array) -> Array:
+        return lax.scan(lambda c, _: (lax.psum(jnp.tanh(c), "a"), None), x, None, length=6)[0]
+
+    assert communication(fun, f32(16, 32)) == {Communication("psum", 256, (0, 4)): 6}
+
+
+_BEGUN_AND_ENDED = """HloModule f, num_partitions=4
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %c = f32[] add(%a, %b)
+}
+
+ENTRY %main (x: bf16[8,4], y: f32[6]) -> (bf16[16,4], f32[6]) {
+  %x = bf16[8,4]{1,0} parameter(0)
+  %y = f32[6]{0} parameter(1)
+  %g = (bf16[8,4]{1,0}, bf16[16,4]{1,0}) all-gather-start(%x), replica_groups={{0,2},{1,3}}, dimensions={0}
+  %r = f32[6]{0} all-reduce-start(%y), replica_groups={}, to_apply=%add
+  %p = (f32[6]{0}, f32[6]{0}) collective-permute-start(%y), source_target_pairs={{0,3},{3,0},{1,2}}
+  %gd = bf16[16,4]{1,0} all-gather-done(%g)
+  %rd = f32[6]{0} all-reduce-done(%r)
+  %pd = f32[6]{0} collective-permute-done(%p)
+  ROOT %t = (bf16[16,4]{1,0}, f32[6]{0}) tuple(%gd, %rd)
+}
+"""
+
+
+def test_collectives_that_begin_and_end_apart() -> None:
+    """As XLA writes them for accelerators."""
+    found = work_of(_BEGUN_AND_ENDED, 4)
+    assert not found.computing
+    assert found.communication == {
+        Communication("all_gather", 16 * 4 * 2, (0, 2)): 1,
+        Communication("psum", 24, (0, 1, 2, 3)): 1,
+        Communication("ppermute", 24, (0, 3)): 1,
+    }
+
+
+def spread(fun: Callable[..., Any], specs: Any, out: Any) -> Callable[..., Any]:
+    devices = mesh(data=8)
+    shardings = jax.tree.map(lambda spec: jax.sharding.NamedSharding(devices, spec), (specs, out))
+    return jax.jit(fun, in_shardings=shardings[0], out_shardings=shardings[1])
+
+
+def test_collectives_of_global_arrays() -> None:
+    """What the partitioner adds: the sum of gradients, and the gathering of a matrix that is cut."""
+
+    def gradients(ws: list[Array], x: Array) -> list[Array]:
+        return jax.grad(lambda ws: sum(jnp.sum(x @ w) for w in ws))(ws)
+
+    found = work(spread(gradients, ([P(), P()], P("data")), P()), [f32(8, 4), f32(8, 6)], f32(32, 8), devices=8)
+    assert {(item.operation, item.group) for item in found.communication} == {("psum", tuple(range(8)))}
+    assert sum(count * item.nbytes for item, count in found.communication.items()) == (8 * 4 + 8 * 6) * 4
+
+    found = work(spread(jnp.matmul, (P("data"), P("data")), P("data")), f32(64, 8), f32(8, 4), devices=8)
+    assert found.communication == {Communication("all_gather", 8 * 4 * 4, tuple(range(8))): 1}
+    assert counts(Product, found) == {Product("float32", 1, 8, 8, 4): 1}, "what one device makes"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "replica_groups={}",
+        "source_target_pairs={{0,1}}",
+        "while(",
+        "body=%nothing",
+        "}, backend_config calls=%x ",
+        ', metadata={}, backend_config={"known_trip_count":{"n":"1000"}}',
+        '"',
+        '\\"}',
+        "{",
+        "}",
+        "\n  %y = f32[] dot(%z)",
+        "%main (x: f32[]) -> f32[] {",
+    ],
+)
+def test_words_of_users_change_nothing(words: str) -> None:
+    def turn(c: Array, _: None) -> tuple[Array, None]:
+        with jax.named_scope(words):
+            return lax.psum(jnp.tanh(c @ c), "a"), None
+
+    def fun(x: Array) -> Array:
+        with jax.named_scope(words):
+            return lax.scan(turn, x, None, length=4)[0]
+
+    mapped = jax.shard_map(fun, mesh=MESH, in_specs=P(), out_specs=P(), check_vma=False)
+    found = work(mapped, f32(16, 16), devices=8)
+    assert counts(Product, found) == {Product("float32", 1, 16, 16, 16): 4}
+    assert found.communication == {Communication("psum", 1024, (0, 4)): 4}
+
+
+def test_the_text_of_a_program() -> None:
+    program = Program.read(_SCATTER)
+    assert program.entry == "main"
+    assert {name: len(found) for name, found in program.computations.items()} == {"add": 3, "fused": 4, "main": 4}
+    last = program.computations["fused"][-1]
+    assert (last.opcode, last.operands, last.called, last.is_root) == ("scatter", ("p0", "p1", "p2"), ("add",), True)
