@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
 
 DATA, MODEL = "data", "model"
+
+_KEYS = re.compile(r"\[[^\[\]]*\]|\.\w+")
 
 Spec = tuple[str | None, ...]
 """For each dimension of an array the axis of the mesh along which it is cut, or None; what is missing is not cut."""
@@ -29,6 +32,16 @@ class Leaf(NamedTuple):
     shape: tuple[int, ...]
     nbytes: int
     state: int | None
+
+    @property
+    def name(self) -> str:
+        """The last key of its path.
+
+        Example:
+            >>> Leaf("[1].mu['w']", (4, 4), 64, 1).name
+            "['w']"
+        """
+        return _KEYS.findall(self.path)[-1] if _KEYS.search(self.path) else self.path
 
 
 class Candidate(NamedTuple):
@@ -127,16 +140,19 @@ def _model_dims(leaves: Sequence[Leaf], model: int, which: str) -> list[int | No
     """For each leaf the dimension that is cut along the second axis."""
     dims: list[int | None] = []
     last = 0  # of the last two dimensions of the matrix before, the one that was cut
+    square: dict[
+        tuple[tuple[int, ...], str], int
+    ] = {}  # by shape and name: an optimizer's moments are cut as their parameter is
     for leaf in leaves:
         choice = None
         if which and leaf.state is not None and len(leaf.shape) >= 2:
             rows, columns = leaf.shape[-2:]
-            if which == "larger" and rows != columns:
-                side = int(columns > rows)
-            elif which == "larger":
-                side = 1 - last
-            else:
+            if which != "larger":
                 side = int(which == "last")
+            elif rows != columns:
+                side = int(columns > rows)
+            else:
+                side = square.setdefault((leaf.shape, leaf.name), 1 - last)
             dim = len(leaf.shape) - 2 + side
             if leaf.shape[dim] % model == 0 and leaf.shape[dim] > 0:
                 choice, last = dim, side

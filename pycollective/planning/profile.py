@@ -90,6 +90,9 @@ class Profile:
             group: the devices that make it together.
             programs: :data:`AXES` or :data:`ARRAYS`.
 
+        Raises:
+            ValueError: the operation was measured for no group in such programs.
+
         Example:
             >>> sums = {Group(2, 1): Curve((8, 1024), (1e-6, 5e-6)), Group(1, 2): Curve((8, 1024), (1e-5, 2e-5))}
             >>> one = Curve((1,), (1,))
@@ -101,11 +104,16 @@ class Profile:
         """
         if group.size == 1:
             return 0.0
-        curves = self.collectives[programs][operation]
+        curves = self.collectives.get(programs, {}).get(operation)
+        if not curves:
+            got = f"one of {self.ranks} rank(s) x {self.devices} device(s) without it"
+            remedy = "Measure one with several ranks, and with one device each for global arrays."
+            raise ValueError(message(_WHERE, f"a profile with {operation} in programs of {programs}", got, remedy))
         if group in curves:
             return curves[group](nbytes)
         known = min(curves, key=lambda other: _distance(group, other))
-        latency, whole = curves[known].seconds[0], curves[known](nbytes)
+        whole = curves[known](nbytes)
+        latency = min(curves[known].seconds[0], whole)  # of two sizes that take as long the smaller may seem slower
         steps = math.log2(group.size) / math.log2(known.size)
         moved = _moved(operation, group, self.per_host) / _moved(operation, known, self.per_host)
         return latency * steps + (whole - latency) * moved
@@ -177,12 +185,22 @@ class Profile:
         collectives: dict[str, dict[str, dict[Group, Curve]]] = {}
         for row in read["collectives"]:
             curves = collectives.setdefault(row["programs"], {}).setdefault(row["operation"], {})
-            curves[Group(row["per_host"], row["hosts"])] = _curve(row)
+            group = Group(row["per_host"], row["hosts"])
+            if min(group) < 1 or group.size == 1:
+                raise ValueError(f"devices that make a collective together are 2 or more, not {tuple(group)}")
+            curves[group] = _curve(row)
         rest: dict[str, Any] = {key: read[key] for key in _FLAT}
+        hosts, ranks, devices, memory = counts = [rest[key] for key in ("hosts", "ranks", "devices", "memory")]
+        if not all(isinstance(n, int) and n > 0 for n in counts) or ranks % hosts:
+            got = f"{hosts} hosts, {ranks} ranks, {devices} devices of {memory} B"
+            raise ValueError(f"it needs whole numbers above 0, and as many ranks on each host, not {got}")
+        rest["call"] = float(read["call"])
         for name in ("products", "convolutions"):
             table = rest[name] = {}
             for row in read[name]:
                 table.setdefault(row["dtype"], {})[row["smallest"]] = _curve(row)
+            if not table:
+                raise ValueError(f"it has no {name}")
         for name in ("streams", "tanh"):
             rest[name] = _curve(read[name])
         return cls(**rest, collectives=collectives)
@@ -190,7 +208,8 @@ class Profile:
 
 def _curve(row: Mapping[str, Any]) -> Curve:
     sizes, seconds = tuple(map(float, row["sizes"])), tuple(map(float, row["seconds"]))
-    if not sizes or len(sizes) != len(seconds) or list(sizes) != sorted({*sizes}) or min(*sizes, *seconds) <= 0:
+    rising = list(sizes) == sorted({*sizes}) and all(0 < number < math.inf for number in (*sizes, *seconds))
+    if not sizes or len(sizes) != len(seconds) or not rising:
         raise ValueError(f"a curve needs sizes that rise from above 0, and a time for each, not {sizes} and {seconds}")
     return Curve(sizes, seconds)
 

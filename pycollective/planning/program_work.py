@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -170,7 +170,7 @@ class _Reader:
 
     def _collective(self, kind: str, instruction: Instruction, shapes: dict[str, tuple[Shape, ...]]) -> Communication:
         nbytes = sum(shape.nbytes for name in instruction.operands for shape in shapes[name])
-        group = _group_of_the_first(instruction.attributes, self.devices)
+        group = _group(instruction.attributes, self.devices)
         # What begins and is ended later has its operands among its results.
         if kind == "all-gather":
             nbytes *= len(group)
@@ -206,16 +206,22 @@ class _Reader:
         yield Stream(int(nbytes), functions)
 
 
-def _group_of_the_first(attributes: str, devices: int) -> tuple[int, ...]:
-    """The devices with which the first one speaks in a collective; in a permutation all that lie on its way."""
+def _group(attributes: str, devices: int) -> tuple[int, ...]:
+    """The devices with which the first one speaks in a collective. In a permutation, the longest way: it ends last."""
     if listed := _PAIRS.search(attributes):
         pairs = [numbers(pair) for pair in re.findall(r"\{(\d+,\d+)\}", listed[1])]
-        group = {0}
-        while more := {device for pair in pairs if group & {*pair} for device in pair} - group:
-            group |= more
-        return tuple(sorted(group))
+        ways = [_way_through(start, pairs) for start, _ in pairs]
+        return max(ways, key=lambda way: (len(way), [-device for device in way]), default=(0,))
     groups = groups_in(attributes, devices) or [range(devices)]
     return tuple(next((group for group in groups if 0 in group), (0,)))
+
+
+def _way_through(start: int, pairs: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """The devices that a permutation connects with one of them."""
+    way = {start}
+    while more := {device for pair in pairs if way & {*pair} for device in pair} - way:
+        way |= more
+    return tuple(sorted(way))
 
 
 def _read_and_written(fused: tuple[Instruction, ...]) -> float:

@@ -74,6 +74,9 @@ def plan(
         >>> best.candidate.specs, best.prediction.communication_s
         (((None, 'model'), (None, None)), 0)
     """
+    for name, value in (("compilations", compilations), ("processes", 1 if processes is None else processes)):
+        if value < 1:
+            fail(ValueError, _WHERE, None, f"{name} to be at least 1", value, "Choose a positive number.")
     if not isinstance(profile, Profile):
         profile = Profile.load(Path(profile))
     devices = profile.check_devices(devices)

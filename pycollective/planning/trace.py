@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from pycollective.errors import fail
+from pycollective.errors import fail, message
 from pycollective.planning.candidates import Leaf
 
 _WHERE = "plan"
@@ -63,7 +63,7 @@ def trace(step: Callable[..., Any], args: tuple[Any, ...], donate_argnums: int |
         shapes = jax.eval_shape(lambda *xs: xs, *args)
         jaxpr, out = jax.make_jaxpr(step, return_shape=True)(*shapes)
     except Exception as error:
-        got = f"{type(error).__name__}: {error}"
+        got = f"{type(error).__name__}: {_first_line(error)}"
         fail(ValueError, _WHERE, None, "a step that JAX can trace with these arguments", got, "Call it once yourself.")
     if jaxpr.effects:
         got = ", ".join(sorted(str(effect) for effect in jaxpr.effects))
@@ -79,9 +79,14 @@ def trace(step: Callable[..., Any], args: tuple[Any, ...], donate_argnums: int |
     try:
         program = jax.export.export(jax.jit(flat), platforms=["cpu"])(*(leaf for _, leaf in with_paths)).serialize()
     except (NotImplementedError, ValueError) as error:
-        got = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        got = f"{type(error).__name__}: {_first_line(error)}"
         remedy = "Leave out what runs outside of XLA, such as jax.pure_callback and jax.ffi.ffi_call, for planning."
         fail(ValueError, _WHERE, None, "a step that jax.export can hand to other processes", got, remedy)
+    except ImportError as error:
+        remedy = "Install it: pip install 'pycollective[plan]', or flatbuffers."
+        raise ImportError(
+            message(_WHERE, "the package flatbuffers, with which JAX writes programs", error, remedy)
+        ) from None
     starts = [0]
     for arg in shapes:
         starts.append(starts[-1] + len(jax.tree.leaves(arg)))
@@ -115,6 +120,10 @@ def _donated(numbers: int | Sequence[int], count: int) -> tuple[int, ...]:
         remedy = "Count them from 0."
         fail(ValueError, _WHERE, None, f"donate_argnums among the {count} arguments", str(numbers), remedy)
     return tuple(number % count for number in numbers)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0].rstrip(".")
 
 
 def _elements(out: Any) -> list[Any]:

@@ -44,6 +44,8 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     if not options.output.absolute().parent.is_dir():
         parser.error(f"expected -o in a folder that is there, got {options.output}")
+    if not options.dtypes:
+        parser.error("expected a dtype after --dtypes, got none")
     # The ranks that the command below starts get --ranks 1, so they start nothing.
     if options.ranks > 1 and not is_rank(os.environ):
         profile = [sys.executable, "-m", "pycollective", "profile", *arguments, "--ranks", "1"]

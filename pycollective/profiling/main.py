@@ -90,12 +90,15 @@ def _source(comm: pc.Communicator) -> str:
 
 
 def _check_dtype(name: str) -> None:
+    """Takes a dtype by its own name only: plans look for that, and JAX may compute in another one without a word."""
     try:
-        known = jax.numpy.issubdtype(jax.dtypes.canonicalize_dtype(name), jax.numpy.floating)
+        dtype = jax.dtypes.canonicalize_dtype(name)
+        known = dtype.name == name and jax.numpy.issubdtype(dtype, jax.numpy.floating)
     except TypeError:
         known = False
     if not known:
-        raise ValueError(message("profile", "a dtype of numbers with a fraction", repr(name), "Say float32."))
+        remedy = "Say float32 or bfloat16; float64 needs JAX_ENABLE_X64=1."
+        raise ValueError(message("profile", "a dtype of numbers with a fraction", repr(name), remedy))
 
 
 def _table_of_collectives(profile: Profile) -> Table:

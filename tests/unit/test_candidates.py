@@ -109,11 +109,18 @@ def test_two_layers_in_a_row_are_cut_as_megatron_does() -> None:
 
 
 def test_square_matrices_alternate() -> None:
-    square = leaf((16, 16))
-    assert by_rule([square] * 4 + [BATCH], 2, 2)[LARGER] == (COLUMNS, ROWS, COLUMNS, ROWS, (None, None))
-    between = [square, leaf((16,)), square, leaf((16, 16), None), square]
+    a, b, c, d = (leaf((16, 16), path=f"[0][{i}]") for i in range(4))
+    assert by_rule([a, b, c, d, BATCH], 2, 2)[LARGER] == (COLUMNS, ROWS, COLUMNS, ROWS, (None, None))
+    between = [a, leaf((16,)), b, leaf((16, 16), None), c]
     cut = by_rule(between, 2, 2)[LARGER]
     assert cut == (COLUMNS, (None,), ROWS, (None, None), COLUMNS), "what is no matrix of the state does not count"
+
+
+def test_moments_of_square_matrices_are_cut_as_their_parameters() -> None:
+    params = [leaf((16, 16), 0, f"[0][{name!r}]") for name in "abc"]
+    moments = [leaf((16, 16), 1, f"[1][0].{kind}[{name!r}]") for kind in ("mu", "nu") for name in "abc"]
+    cut = by_rule([*params, *moments, BATCH], 2, 2)[LARGER]
+    assert cut[:3] == cut[3:6] == cut[6:9] == (COLUMNS, ROWS, COLUMNS)
 
 
 def test_matrices_are_cut_all_by_one_dimension() -> None:

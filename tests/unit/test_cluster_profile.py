@@ -1,0 +1,413 @@
+"""Profiles of clusters: curves, groups that were not measured, files, and what ``pycollective profile`` refuses."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import pycollective as pc
+from pycollective.bench.global_arrays import GlobalArrays
+from pycollective.bench.workloads import count_wrong, expected, make_workload, operands
+from pycollective.planning.curves import Curve, across
+from pycollective.planning.example import profile as example
+from pycollective.planning.profile import ARRAYS, AXES, OPERATIONS, Group, Profile
+from pycollective.profiling import collectives, command, computing, main
+from pycollective.profiling.collectives import count_turns, groups_in
+
+comm = pc.init()
+
+# Curves
+
+SIZES = st.lists(st.integers(1, 1 << 40), min_size=1, max_size=6, unique=True).map(sorted)
+SECONDS = st.floats(1e-8, 1e3)
+
+
+@st.composite
+def curves(draw: st.DrawFn, *, rising: bool = False) -> Curve:
+    sizes = draw(SIZES)
+    seconds = draw(st.lists(SECONDS, min_size=len(sizes), max_size=len(sizes)))
+    return Curve(tuple(map(float, sizes)), tuple(sorted(seconds) if rising else seconds))
+
+
+@given(curves())
+def test_a_curve_goes_through_its_points(curve: Curve) -> None:
+    for size, seconds in zip(*curve, strict=True):
+        assert curve(size) == pytest.approx(seconds, rel=1e-9)
+
+
+@given(curves(), st.floats(0, 1))
+def test_between_two_points_a_curve_has_times_between_theirs(curve: Curve, share: float) -> None:
+    points = list(zip(*curve, strict=True))
+    for (low, low_s), (high, high_s) in zip(points, points[1:], strict=False):
+        between = curve(low + share * (high - low))
+        assert min(low_s, high_s) * (1 - 1e-9) <= between <= max(low_s, high_s) * (1 + 1e-9)
+
+
+@given(curves(rising=True), st.floats(0, 1e13), st.floats(0, 1e13))
+def test_more_bytes_never_take_less(curve: Curve, one: float, other: float) -> None:
+    assert curve(min(one, other)) <= curve(max(one, other)) * (1 + 1e-9)
+
+
+def test_between_points_logarithms_are_linear() -> None:
+    curve = Curve((100.0, 10_000.0, 20_000.0), (1.0, 16.0, 5.0))
+    assert curve(1000) == pytest.approx(4)  # half way from 10^2 to 10^4, and from 4^0 to 4^2
+    assert curve(math.sqrt(2) * 10_000) == pytest.approx(math.sqrt(80))
+
+
+def test_latency_below_and_rate_above() -> None:
+    curve = Curve((100.0, 1000.0), (3.0, 5.0))
+    assert [curve(size) for size in (0, 1, 100)] == [3, 3, 3]
+    assert [curve(size) for size in (1000, 2000, 5000)] == [5, 10, 25]
+    one = Curve((100.0,), (3.0,))
+    assert [one(size) for size in (1, 100, 200)] == [3, 3, 6]
+
+
+def test_across_curves() -> None:
+    three = {value: Curve((10.0,), (seconds,)) for value, seconds in [(64, 8.0), (1, 1.0), (4, 2.0)]}
+    narrow = (0.5, 1, 2, 4, 16, 64, 1000)
+    expected_s = (1, 1, math.sqrt(2), 2, 4, 8, 8)
+    assert [across(three, value, 10) for value in narrow] == pytest.approx(expected_s)
+    assert across(three, 16, 20) == pytest.approx(8), "the size counts in both curves"
+    assert across({4: Curve((10.0,), (3.0,))}, 7, 10) == 3
+
+
+# Collectives
+
+US = 1e-6
+WITHIN = Curve((8.0, 1024.0), (1 * US, 5 * US))
+BETWEEN = Curve((8.0, 1024.0), (10 * US, 20 * US))
+
+
+def sixteen(measured: dict[Group, Curve]) -> Profile:
+    """A cluster of 4 hosts with 4 devices each."""
+    return replace(example, hosts=4, ranks=16, collectives={AXES: dict.fromkeys(OPERATIONS, measured)})
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_group_that_was_measured(operation: str) -> None:
+    profile = sixteen({Group(2, 1): WITHIN, Group(4, 1): BETWEEN})
+    for nbytes in (1, 8, 64, 1024, 4096):
+        assert profile.collective_s(operation, nbytes, Group(2, 1), AXES) == WITHIN(nbytes)
+        assert profile.collective_s(operation, nbytes, Group(4, 1), AXES) == BETWEEN(nbytes)
+        assert profile.collective_s(operation, nbytes, Group(1, 1), AXES) == 0
+
+
+def test_kinds_of_programs_have_curves_of_their_own() -> None:
+    tables = {kind: {"psum": {Group(2, 1): curve}} for kind, curve in [(AXES, WITHIN), (ARRAYS, BETWEEN)]}
+    profile = replace(example, collectives=tables)
+    assert profile.collective_s("psum", 1024, Group(2, 1), AXES) == WITHIN(1024)
+    assert profile.collective_s("psum", 1024, Group(2, 1)) == BETWEEN(1024), "global arrays are the default"
+
+
+# The time of 1024 B. Of 5 us within a host 1 us is latency; of 20 us between two hosts it is 10 us.
+@pytest.mark.parametrize(
+    ("operation", "group", "us"),
+    [
+        # From 2 devices of a host to 4: twice the steps. psum moves 2 * 3/4 of its array instead of 2 * 1/2, all_gather
+        # and the like 3/4 instead of 1/2, and ppermute 1 as before.
+        ("psum", Group(4, 1), 1 * 2 + 4 * 1.5),
+        ("all_gather", Group(4, 1), 1 * 2 + 4 * 1.5),
+        ("psum_scatter", Group(4, 1), 1 * 2 + 4 * 1.5),
+        ("all_to_all", Group(4, 1), 1 * 2 + 4 * 1.5),
+        ("ppermute", Group(4, 1), 1 * 2 + 4),
+        # From 2 hosts with one device each to 4: the same fractions, for each of the four groups that share a link.
+        ("psum", Group(1, 4), 10 * 2 + 10 * 1.5),
+        ("all_gather", Group(1, 4), 10 * 2 + 10 * 1.5),
+        ("all_to_all", Group(1, 4), 10 * 2 + 10 * 1.5),
+        ("ppermute", Group(1, 4), 10 * 2 + 10),
+        # To all 16 devices: 4 times the steps. Of sums and gathers one group has the link where four had it:
+        # 2 * 3/4 * 1 instead of 2 * 1/2 * 4. In all_to_all each of the 4 devices sends 12/16 instead of 1/2 of its array
+        # to other hosts. In ppermute each sends all of it, as before.
+        ("psum", Group(4, 4), 10 * 4 + 10 * 1.5 / 4),
+        ("psum_scatter", Group(4, 4), 10 * 4 + 10 * 0.75 / 2),
+        ("all_to_all", Group(4, 4), 10 * 4 + 10 * 0.75 / 0.5),
+        ("ppermute", Group(4, 4), 10 * 4 + 10),
+        # Between hosts, so not from the group within a host, although that has as many devices on each.
+        ("psum", Group(2, 2), 10 * 2 + 10 / 2),
+    ],
+)
+def test_a_group_that_was_not_measured(operation: str, group: Group, us: float) -> None:
+    profile = sixteen({Group(2, 1): WITHIN, Group(1, 2): BETWEEN})
+    assert profile.collective_s(operation, 1024, group, AXES) == pytest.approx(us * US)
+
+
+def test_the_nearest_group_counts() -> None:
+    slow = Curve((8.0, 1024.0), (1000 * US, 1000 * US))
+    profile = sixteen({Group(1, 2): slow, Group(4, 2): BETWEEN, Group(2, 1): slow})
+    assert profile.collective_s("psum", 1024, Group(4, 4), AXES) == pytest.approx((10 * 4 / 3 + 10 * 1.5) * US)
+
+
+def test_between_hosts_from_groups_within_a_host_if_there_are_no_others() -> None:
+    profile = sixteen({Group(2, 1): WITHIN})
+    assert profile.collective_s("psum", 1024, Group(1, 2), AXES) == pytest.approx((1 + 4 * 4) * US)
+
+
+GROUPS = st.builds(Group, st.sampled_from([1, 2, 4]), st.integers(1, 64)).filter(lambda group: group.size > 1)
+
+
+@given(curves(), GROUPS, GROUPS, st.sampled_from(OPERATIONS), st.floats(1, 1e12))
+def test_a_time_is_above_zero_whatever_was_measured(
+    curve: Curve, known: Group, group: Group, operation: str, nbytes: float
+) -> None:
+    # On a busy machine the smallest size may have taken longest.
+    assert sixteen({known: curve}).collective_s(operation, nbytes, group, AXES) > 0
+
+
+@pytest.mark.parametrize("collectives", [{}, {AXES: {}}, {AXES: {"psum": {}}, ARRAYS: {"psum": {Group(2, 1): WITHIN}}}])
+def test_a_profile_of_other_ranks(collectives: dict[str, Any]) -> None:
+    profile = replace(example, hosts=1, ranks=1, devices=2, collectives=collectives)
+    with pytest.raises(
+        ValueError, match=r"a profile with psum in .* named axes, got one of 1 rank.s. x 2 device.*Measure"
+    ):
+        profile.collective_s("psum", 8, Group(2, 1), AXES)
+    assert profile.collective_s("psum", 8, Group(1, 1), AXES) == 0
+
+
+@pytest.mark.parametrize(("devices", "number"), [(None, 16), (1, 1), (3, 3), (4, 4), (8, 8), (400, 400)])
+def test_devices_of_whole_hosts(devices: int | None, number: int) -> None:
+    assert sixteen({}).check_devices(devices) == number
+
+
+@pytest.mark.parametrize("devices", [-4, 0, 5, 17])
+def test_devices_of_parts_of_hosts(devices: int) -> None:
+    with pytest.raises(ValueError, match=rf"devices of whole hosts, which have 4 each, got {devices}\. Choose another"):
+        sixteen({}).check_devices(devices)
+
+
+# Computation
+
+
+def test_products_and_convolutions() -> None:
+    def flat(per_s: float) -> dict[int, Curve]:
+        return {8: Curve((1e3,), (1e3 / per_s,)), 32: Curve((1e3,), (4e3 / per_s,))}
+
+    profile = replace(
+        example,
+        products={"bfloat16": flat(1e9), "float32": flat(1e6)},
+        convolutions={"bfloat16": flat(1e3), "float16": flat(1e2)},
+    )
+    assert profile.product_s("bfloat16", 100, 8, 200) == pytest.approx(2 * 100 * 8 * 200 / 1e9)
+    assert profile.product_s("float32", 8, 100, 200) == pytest.approx(2 * 100 * 8 * 200 / 1e6)
+    assert profile.product_s("float32", 200, 100, 16, batch=3) == pytest.approx(3 * 2 * 200 * 100 * 16 * 2 / 1e6)
+    assert profile.product_s("int8", 8, 100, 200) == pytest.approx(2 * 100 * 8 * 200 / 1e6), "as float32"
+    assert profile.convolution_s("float16", 8, 5e3) == pytest.approx(50)
+    assert profile.convolution_s("float32", 1000, 5e3) == pytest.approx(4 * 5), "not measured: as the first"
+
+
+# Files
+
+
+def test_saved_and_loaded_it_is_the_same(tmp_path: Path) -> None:
+    profile = replace(
+        example,
+        source="von Hand, für 8 Geräte",
+        devices=2,
+        collectives={AXES: {"psum": {Group(4, 1): WITHIN}}, ARRAYS: {"ppermute": {Group(1, 2): BETWEEN}}},
+        products={"float32": {8: WITHIN, 64: BETWEEN}, "bfloat16": {8: BETWEEN}},
+        convolutions={"float32": {4: BETWEEN}},
+    )
+    path = tmp_path / "cluster.json"
+    for one in (profile, example):
+        one.save(path)
+        assert Profile.load(path) == one
+    assert path.read_text().endswith("}\n")
+
+
+def test_no_file(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"nowhere\.json"):
+        Profile.load(tmp_path / "nowhere.json")
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"no JSON", b"\xff\xfe\x00", b"[]", b"3", b"null", b"{}"])
+def test_a_file_of_something_else(tmp_path: Path, text: bytes) -> None:
+    path = tmp_path / "cluster.json"
+    path.write_bytes(text)
+    with pytest.raises(
+        ValueError, match=r"plan: expected a profile of a cluster, got .*cluster\.json: .*\. Measure one"
+    ):
+        Profile.load(path)
+
+
+def change(*keys: str | int, to: Any) -> Callable[[Any], None]:
+    def set_it(read: Any) -> None:
+        for key in keys[:-1]:
+            read = read[key]
+        read[keys[-1]] = to
+
+    return set_it
+
+
+CURVE = "a curve needs sizes that rise from above 0, and a time for each"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "sentence"),
+    [
+        (change("format", to=7), "it has format 7, and this version reads 1"),
+        (lambda read: read.pop("streams"), "KeyError: 'streams'"),
+        (lambda read: read.pop("hosts"), "KeyError: 'hosts'"),
+        (lambda read: read.pop("format"), "KeyError: 'format'"),
+        (lambda read: read["collectives"][0].pop("operation"), "KeyError: 'operation'"),
+        (change("tanh", to=[1]), "TypeError"),
+        (change("tanh", "sizes", 1, to=8.0), CURVE),  # twice the same size
+        (change("tanh", "sizes", 1, to=4), CURVE),
+        (change("tanh", "sizes", 0, to=0), CURVE),
+        (change("tanh", "sizes", 0, to="few"), "could not convert"),
+        (change("tanh", "sizes", to=[]), CURVE),
+        (change("streams", "seconds", 3, to=0), CURVE),
+        (change("streams", "seconds", 3, to=-1), CURVE),
+        (change("streams", "seconds", 3, to=math.nan), CURVE),
+        (change("streams", "seconds", 3, to=math.inf), CURVE),
+        (change("products", 0, "seconds", to=[1e-6]), CURVE),
+        (change("collectives", 0, "seconds", to=[]), CURVE),
+        (change("products", to=[]), "it has no products"),
+        (change("convolutions", to=[]), "it has no convolutions"),
+        (change("collectives", 0, "per_host", to=0), r"2 or more, not \(0, 1\)"),
+        (change("collectives", 0, "per_host", to=1), r"2 or more, not \(1, 1\)"),
+        (change("hosts", to=0), "as many ranks on each host, not 0 hosts, 4 ranks"),
+        (change("hosts", to=3), "as many ranks on each host, not 3 hosts, 4 ranks"),
+        (change("devices", to="two"), "whole numbers above 0, .* two devices"),
+        (change("memory", to=-1), "whole numbers above 0, .* devices of -1 B"),
+        (change("call", to="short"), "could not convert"),
+    ],
+)
+def test_a_file_with_a_mistake(tmp_path: Path, spoil: Callable[[Any], None], sentence: str) -> None:
+    path = tmp_path / "cluster.json"
+    example.save(path)
+    read = json.loads(path.read_text())
+    spoil(read)
+    path.write_text(json.dumps(read))
+    with pytest.raises(ValueError, match=rf"a profile of a cluster, got .*cluster\.json: .*{sentence}.*\. Measure one"):
+        Profile.load(path)
+
+
+# What is measured
+
+
+@pytest.mark.parametrize(
+    ("hosts", "per_host", "groups"),
+    [
+        (1, 1, []),
+        (1, 4, [(2, 1), (4, 1)]),
+        (1, 3, [(3, 1)]),
+        (4, 1, [(1, 2), (1, 4)]),
+        (2, 2, [(1, 2), (2, 1), (2, 2)]),
+        (3, 4, [(1, 3), (2, 1), (2, 3), (4, 1), (4, 3)]),
+    ],
+)
+def test_groups_in_a_cluster(hosts: int, per_host: int, groups: list[tuple[int, int]]) -> None:
+    assert groups_in(hosts, per_host) == groups
+    assert count_turns(hosts, per_host) == len(groups) * len(OPERATIONS) * len(collectives.SIZES)
+
+
+@pytest.mark.parametrize("per_group", [1, 2, 4, 8])
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_groups_of_global_arrays_are_apart(operation: str, per_group: int) -> None:
+    workload = make_workload(operation, 192, np.float32, per_group)
+    devices = np.array(jax.devices()[:8]).reshape(-1, per_group)
+    arrays = GlobalArrays("arrays", devices)
+    arrays.barrier()
+    program = arrays.program(workload)
+    assert program is not None
+    # The same operands in each group: another result would show that groups are mixed.
+    places = [i % per_group for i in range(8)]
+    results = program.get(program.run(program.put([operands(workload, i, per_group) for i in places])))
+    assert program.participants == len(results) == 8
+    for i, result in zip(places, results, strict=True):
+        assert count_wrong(workload, result, expected(workload, i, per_group, 1)) == 0
+
+
+def test_a_curve_ends_with_the_first_long_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(computing, "_median_s", lambda comm, run, arguments: run(*arguments))
+    curve = computing.measure_curve(comm, [1, 2, 4, 8], lambda size: (lambda x: x * 1e-2, [float(2 * size)]))
+    assert curve == ((1, 2, 4), (pytest.approx(0.02), pytest.approx(0.04), pytest.approx(0.08)))
+
+
+@pytest.mark.parametrize("limit", ["max", "4096", "99999999999999999", None])
+def test_memory_of_the_host(tmp_path: Path, limit: str | None) -> None:
+    file = tmp_path / "memory.max"
+    if limit is not None:
+        file.write_text(limit + "\n")
+    whole = computing._memory_of_the_host(tmp_path / "nowhere")
+    assert whole > 1 << 28
+    assert computing._memory_of_the_host(file) == (4096 if limit == "4096" else whole)
+
+
+def test_each_dtype_is_one_with_a_fraction_by_its_own_name() -> None:
+    for name in ("float32", "bfloat16", "float16"):
+        main._check_dtype(name)
+    for name in ("int32", "nonsense", "f4", "float64", "bool", "complex64"):  # JAX would compute float64 in float32
+        with pytest.raises(
+            ValueError, match=f"profile: expected a dtype of numbers with a fraction, got '{name}'. Say"
+        ):
+            main._check_dtype(name)
+
+
+# The command line
+
+
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What the command has called: a run, or the words of the command that starts ranks."""
+    calls: list[Any] = []
+    monkeypatch.setattr(command.command, "main", lambda words: calls.append(words) or 3)
+    monkeypatch.setattr(main, "run", lambda options: calls.append(options) or 0)
+    monkeypatch.setattr(command, "os", SimpleNamespace(environ={}))
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["-o", "nowhere/cluster.json"], "expected -o in a folder that is there, got nowhere/cluster.json"),
+        ([], "the following arguments are required: -o/--output"),
+        (["-o", "cluster.json", "--devices", "0"], "argument --devices: "),
+        (["-o", "cluster.json", "--ranks", "few"], "argument --ranks: "),
+        (["-o", "cluster.json", "--dtypes", ","], "expected a dtype after --dtypes, got none"),
+        (["-o", "cluster.json", "more"], "unrecognized arguments: more"),
+    ],
+)
+def test_mistakes_in_the_command_line(
+    called: list[Any],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: Any,
+    words: list[str],
+    sentence: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match="2"):
+        command.main(words)
+    assert f"pycollective profile: error: {sentence}" in capsys.readouterr().err
+    assert called == []
+
+
+def test_it_starts_ranks_where_no_launcher_has(called: list[Any], tmp_path: Path) -> None:
+    file = str(tmp_path / "cluster.json")
+    assert command.main(["-o", file, "--ranks", "4", "--devices", "2"]) == 3
+    (words,) = called
+    assert words[:2] == ["-n", "4"]
+    assert words[words.index("profile") :] == ["profile", "-o", file, "--ranks", "4", "--devices", "2", "--ranks", "1"]
+
+
+@pytest.mark.parametrize("environ", [{}, {"PMI_SIZE": "2"}])
+def test_it_measures_as_one_rank(
+    called: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environ: dict[str, str]
+) -> None:
+    monkeypatch.setattr(command.os, "environ", environ)
+    words = ["-o", str(tmp_path / "cluster.json"), "--dtypes", "float32,,float16"]
+    assert command.main([*words, "--ranks", "2" if environ else "1"]) == 0
+    (options,) = called
+    assert (options.dtypes, options.devices) == (("float32", "float16"), 1)
+    assert options.output == tmp_path / "cluster.json"
