@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pycollective.planning.verify import measure
+from pycollective.planning import measure
 
 Array = Any
 Tree = Any

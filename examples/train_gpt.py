@@ -40,7 +40,7 @@ import pycollective as pc
 from checkpoints import Checkpoints
 from corpus import draw_starts, read_text
 from pycollective import parallel
-from pycollective.planning.network import transformer
+from pycollective.planning import transformer
 
 AXES = ("data", "context", "model")
 EXAMPLES = ("data", "context")

@@ -190,7 +190,7 @@ def test_transformer_counts_as_published() -> None:
 
 
 PROGRAM = """
-from pycollective.planning.network import transformer
+from pycollective.planning import transformer
 
 def network(words):
     assert words == ["--layers", "2"], words
@@ -268,7 +268,7 @@ def test_programs_that_say_nothing(
 VERIFIED = """
 import argparse, json
 from pathlib import Path
-from pycollective.planning.network import transformer
+from pycollective.planning import transformer
 
 def network(words):
     return transformer(layers=2, width=64, heads=4, positions=64, vocabulary=128, examples=16)

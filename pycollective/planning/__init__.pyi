@@ -1,0 +1,15 @@
+from .candidates import Candidate as Candidate
+from .layouts import Estimate as Estimate
+from .layouts import Estimator as Estimator
+from .layouts import Layout as Layout
+from .layouts import layouts as layouts
+from .network import MatMul as MatMul
+from .network import Network as Network
+from .network import Part as Part
+from .network import transformer as transformer
+from .plans import Plan as Plan
+from .plans import Ranking as Ranking
+from .prediction import Prediction as Prediction
+from .profile import Group as Group
+from .profile import Profile as Profile
+from .verify import measure as measure
