@@ -48,6 +48,8 @@ def _between(at: float, low: float, high: float, low_s: float, high_s: float) ->
 def across(curves: Mapping[int, Curve], narrow: float, size: float) -> float:
     """Returns the seconds of a size, interpolated between curves for several values of another number.
 
+    Where a curve begins at a larger size than this, its smallest size's rate counts: what is narrower can be smaller.
+
     Args:
         curves: the curve of each measured value; at least one.
         narrow: the value; beyond the measured ones the nearest counts.
@@ -64,4 +66,8 @@ def across(curves: Mapping[int, Curve], narrow: float, size: float) -> float:
     low, high = values[max(right - 1, 0)], values[right]
     if low == high:
         return curves[low](size)
-    return _between(narrow, low, high, curves[low](size), curves[high](size))
+    return _between(narrow, low, high, *(_at_its_rate(curves[value], size) for value in (low, high)))
+
+
+def _at_its_rate(curve: Curve, size: float) -> float:
+    return curve(size) * min(1.0, size / curve.sizes[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import time
@@ -20,7 +21,7 @@ from pycollective.transport.mpi import MPI
 
 Array = Any
 
-SMALLEST = (1, 8, 64, 512)
+SMALLEST = (1, 4, 16, 64, 256, 512)
 """The smallest number of m, k and n in the products that are measured."""
 
 CHANNELS = (4, 32, 256)
@@ -28,6 +29,7 @@ _IMAGE, _WINDOW = 16, 3
 
 _SECONDS = 0.02  # for the timed calls of one size
 _LONGEST_S = 0.05  # a call that takes longer is the last one of its curve
+_LARGE, _CACHES = 1 << 20, 128 << 20  # bytes: of arguments that are in turns others, and of these together
 
 
 def measure_curve(comm: pc.Communicator, sizes: list[int], program: Callable[[int], tuple[Any, list[Array]]]) -> Curve:
@@ -36,7 +38,7 @@ def measure_curve(comm: pc.Communicator, sizes: list[int], program: Callable[[in
     Args:
         comm: the ranks.
         sizes: the sizes.
-        program: returns for a size a function, and its arguments. Its real size is ``function.size``, where it has one.
+        program: returns for a size a function, and its arguments.
     """
     points: dict[int, float] = {}
     for size in sizes:
@@ -48,14 +50,22 @@ def measure_curve(comm: pc.Communicator, sizes: list[int], program: Callable[[in
 
 
 def _median_s(comm: pc.Communicator, run: Callable[..., Any], arguments: list[Array]) -> float:
-    """The median time of a call on the slowest rank."""
-    jax.block_until_ready(run(*arguments))  # compiles it
+    """The median time of a call on the slowest rank.
+
+    Large arguments are other ones in each call. In a step, parameters are not in the caches either: between two uses of
+    one the others come by.
+    """
+    nbytes = sum(x.nbytes for x in arguments)
+    copies = max(1, min(32, _CACHES // nbytes)) if nbytes >= _LARGE else 1
+    turns = itertools.cycle([[x + 0 for x in arguments] for _ in range(copies)])
+    jax.block_until_ready(run(*next(turns)))  # compiles it
     seconds: list[float] = []
     calls = 1
     while len(seconds) < calls + 1:
+        own = next(turns)
         comm.mpi.Barrier()
         started = time.perf_counter()
-        jax.block_until_ready(run(*arguments))
+        jax.block_until_ready(run(*own))
         seconds.append(comm.mpi.allreduce(time.perf_counter() - started, MPI.MAX))
         if len(seconds) == 1:  # the same on all ranks, so they agree on the number of calls
             calls = int(min(max(_SECONDS / seconds[0], 3), 30))
@@ -68,7 +78,7 @@ def measure_products(comm: pc.Communicator, dtype: str) -> dict[int, Curve]:
 
 
 def _products(comm: pc.Communicator, dtype: str, smallest: int) -> Curve:
-    widths = [width for width in (64, 256, 1024, 2048) if width >= smallest]
+    widths = sorted({smallest, *(width for width in (64, 256, 1024, 2048) if width >= smallest)})
 
     def program(operations: int) -> tuple[Any, list[Array]]:
         width = math.isqrt(operations // (2 * smallest))

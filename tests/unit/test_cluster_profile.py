@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -49,7 +51,7 @@ def test_a_curve_goes_through_its_points(curve: Curve) -> None:
 @given(curves(), st.floats(0, 1))
 def test_between_two_points_a_curve_has_times_between_theirs(curve: Curve, share: float) -> None:
     points = list(zip(*curve, strict=True))
-    for (low, low_s), (high, high_s) in zip(points, points[1:], strict=False):
+    for (low, low_s), (high, high_s) in itertools.pairwise(points):
         between = curve(low + share * (high - low))
         assert min(low_s, high_s) * (1 - 1e-9) <= between <= max(low_s, high_s) * (1 + 1e-9)
 
@@ -127,8 +129,8 @@ def test_kinds_of_programs_have_curves_of_their_own() -> None:
         ("all_to_all", Group(1, 4), 10 * 2 + 10 * 1.5),
         ("ppermute", Group(1, 4), 10 * 2 + 10),
         # To all 16 devices: 4 times the steps. Of sums and gathers one group has the link where four had it:
-        # 2 * 3/4 * 1 instead of 2 * 1/2 * 4. In all_to_all each of the 4 devices sends 12/16 instead of 1/2 of its array
-        # to other hosts. In ppermute each sends all of it, as before.
+        # 2 * 3/4 * 1 instead of 2 * 1/2 * 4. In all_to_all each device sends 12/16 of its array to other hosts, not
+        # 1/2. In ppermute each sends all of it, as before.
         ("psum", Group(4, 4), 10 * 4 + 10 * 1.5 / 4),
         ("psum_scatter", Group(4, 4), 10 * 4 + 10 * 0.75 / 2),
         ("all_to_all", Group(4, 4), 10 * 4 + 10 * 0.75 / 0.5),
@@ -177,6 +179,7 @@ def test_a_profile_of_other_ranks(collectives: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("devices", "number"), [(None, 16), (1, 1), (3, 3), (4, 4), (8, 8), (400, 400)])
 def test_devices_of_whole_hosts(devices: int | None, number: int) -> None:
     assert sixteen({}).check_devices(devices) == number
+    assert replace(sixteen({}), ranks=8, devices=2).check_devices(devices) == number
 
 
 @pytest.mark.parametrize("devices", [-4, 0, 5, 17])
@@ -290,6 +293,20 @@ def test_a_file_with_a_mistake(tmp_path: Path, spoil: Callable[[Any], None], sen
     path.write_text(json.dumps(read))
     with pytest.raises(ValueError, match=rf"a profile of a cluster, got .*cluster\.json: .*{sentence}.*\. Measure one"):
         Profile.load(path)
+
+
+def test_the_file_in_the_documentation(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "plan.md").read_text()
+    (text,) = re.findall(r"^```json\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    path = tmp_path / "cluster.json"
+    path.write_text(text)
+    profile = Profile.load(path)
+    assert (profile.per_host, profile.check_devices(None)) == (8, 32)
+    groups = (Group(8, 1), Group(8, 4), Group(8, 2))
+    within, between, two = (profile.collective_s("psum", 1e9, group, AXES) for group in groups)
+    assert (within, between) == pytest.approx((2 * 7 / 8 / 200, 2 * 3 / 4 / 50))
+    assert two == pytest.approx(3e-5 * 4 / 5 + (between - 3e-5) * (2 * 1 / 2) / (2 * 3 / 4))  # 16 devices instead of 32
+    assert profile.product_s("bfloat16", 1e4, 1e4, 1e4) == pytest.approx(2e12 / 312e12 * 2, rel=0.01)
 
 
 # What is measured
