@@ -48,7 +48,8 @@ def _between(at: float, low: float, high: float, low_s: float, high_s: float) ->
 def across(curves: Mapping[int, Curve], narrow: float, size: float) -> float:
     """Returns the seconds of a size, interpolated between curves for several values of another number.
 
-    Where a curve begins at a larger size than this, its smallest size's rate counts: what is narrower can be smaller.
+    Where the wider curve begins at a larger size than this, the rate of its smallest size counts: what is narrower can be
+    smaller.
 
     Args:
         curves: the curve of each measured value; at least one.
@@ -64,9 +65,9 @@ def across(curves: Mapping[int, Curve], narrow: float, size: float) -> float:
     narrow = min(max(narrow, values[0]), values[-1])
     right = min(bisect.bisect_right(values, narrow), len(values) - 1)
     low, high = values[max(right - 1, 0)], values[right]
-    if low == high:
+    if narrow == low or low == high:
         return curves[low](size)
-    return _between(narrow, low, high, *(_at_its_rate(curves[value], size) for value in (low, high)))
+    return _between(narrow, low, high, curves[low](size), _at_its_rate(curves[high], size))
 
 
 def _at_its_rate(curve: Curve, size: float) -> float:

@@ -85,10 +85,10 @@ class Profile:
         narrowest link: that of a host if the group is on several, else that of a device.
 
         Args:
-            operation: one of :data:`OPERATIONS`.
+            operation: "psum", "all_gather", "psum_scatter", "all_to_all" or "ppermute".
             nbytes: the bytes of operand or result, the larger of both.
             group: the devices that make it together.
-            programs: :data:`AXES` or :data:`ARRAYS`.
+            programs: "named axes" or "global arrays".
 
         Raises:
             ValueError: the operation was measured for no group in such programs.

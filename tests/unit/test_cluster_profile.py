@@ -428,3 +428,12 @@ def test_it_measures_as_one_rank(
     (options,) = called
     assert (options.dtypes, options.devices) == (("float32", "float16"), 1)
     assert options.output == tmp_path / "cluster.json"
+
+
+def test_the_wider_of_two_curves_has_its_rate_where_it_begins_later() -> None:
+    narrow, wide = Curve((10, 1000), (1e-5, 1e-4)), Curve((1000, 10000), (1e-4, 1e-3))
+    curves = {8: narrow, 32: wide}
+    assert across(curves, 8, 1) == across(curves, 2, 1) == 1e-5, "latency is left"
+    assert across(curves, 32, 100) == across(curves, 64, 100) == 1e-4
+    # Halfway in logarithms between the latency of the narrow one and a tenth of the time of the wide one.
+    assert across(curves, 16, 100) == pytest.approx((narrow(100) * 1e-5) ** 0.5)
