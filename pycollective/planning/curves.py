@@ -48,8 +48,7 @@ def _between(at: float, low: float, high: float, low_s: float, high_s: float) ->
 def across(curves: Mapping[int, Curve], narrow: float, size: float) -> float:
     """Returns the seconds of a size, interpolated between curves for several values of another number.
 
-    Where the wider curve begins at a larger size than this, the rate of its smallest size counts: what is narrower can be
-    smaller.
+    Where the wider curve begins at a larger size, its smallest size's rate counts: what is narrower can be smaller.
 
     Args:
         curves: the curve of each measured value; at least one.
@@ -63,10 +62,10 @@ def across(curves: Mapping[int, Curve], narrow: float, size: float) -> float:
     """
     values = sorted(curves)
     narrow = min(max(narrow, values[0]), values[-1])
-    right = min(bisect.bisect_right(values, narrow), len(values) - 1)
-    low, high = values[max(right - 1, 0)], values[right]
-    if narrow == low or low == high:
-        return curves[low](size)
+    if narrow in curves:
+        return curves[int(narrow)](size)
+    right = bisect.bisect_right(values, narrow)
+    low, high = values[right - 1], values[right]
     return _between(narrow, low, high, curves[low](size), _at_its_rate(curves[high], size))
 
 
