@@ -19,6 +19,9 @@ Tree = Any
 _STEPS = 2
 """Updates that the probe makes: the second one has a state that is not the first."""
 
+_LARGE = 1e8
+"""The size of gradients with which the probe is made again: an optimizer may look at a norm only where it is large."""
+
 _TOLERANCE = 2e-6
 """The largest relative difference that rounding makes, in float32: of a norm over slices. Weight decay makes 1e-4."""
 
@@ -69,13 +72,27 @@ def _difference(inner: optax.GradientTransformation, shapes: Tree, axis_name: Ax
             return f"one whose state has {of_slice.shape} for a slice where it has {of_whole.shape} for the whole"
 
     random = np.random.default_rng(0)
-    draw = [jax.tree.map(lambda x: _small(random, x), shapes) for _ in range(1 + _STEPS)]
-    alone, in_halves = (_updates(inner, draw, axis_name, devices) for devices in (1, 2))
-    paths = jax.tree_util.tree_leaves_with_path(alone)
-    for (path, a), b in zip(paths, jax.tree.leaves(in_halves), strict=True):
-        if not np.allclose(a, b, rtol=_TOLERANCE, atol=_TOLERANCE * np.abs(a).max(initial=0)):
-            return f"one whose updates of slices differ, at {name_of(path)}"
+    weights, *grads = (jax.tree.map(lambda x: _small(random, x), shapes) for _ in range(1 + _STEPS))
+    large = [jax.tree.map(lambda g: g * _LARGE, tree) for tree in grads]
+    for steps in (grads, large, list(map(_with_nan, grads))):
+        alone, in_halves = (_updates(inner, [weights, *steps], axis_name, devices) for devices in (1, 2))
+        paths = jax.tree_util.tree_leaves_with_path(alone)
+        for (path, a), b in zip(paths, jax.tree.leaves(in_halves), strict=True):
+            close = _TOLERANCE * np.abs(np.nan_to_num(a)).max(initial=0)
+            if not np.allclose(a, b, rtol=_TOLERANCE, atol=close, equal_nan=True):
+                return f"one whose updates of slices differ, at {name_of(path)}"
     return None
+
+
+def _with_nan(tree: Tree) -> Tree:
+    """Puts a NaN into one element. It reaches others only by what an optimizer makes of several elements."""
+    leaves, structure = jax.tree.flatten(tree)
+    place = next((i for i, x in enumerate(leaves) if x.size > 0), None)
+    if place is not None:
+        leaves[place] = jnp.where(
+            jnp.arange(leaves[place].size).reshape(leaves[place].shape) == 0, np.nan, leaves[place]
+        )
+    return jax.tree.unflatten(structure, leaves)
 
 
 def _small(random: np.random.Generator, like: jax.ShapeDtypeStruct) -> Array:
