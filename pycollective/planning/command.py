@@ -90,7 +90,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.verify:
         chosen = _verified(chosen[: options.verify], options, devices // profile.devices) + chosen[options.verify :]
     console = Console()
-    console.print(profile.source, markup=False, highlight=False)
+    console.print(profile.source, markup=False, highlight=False, soft_wrap=True)
     console.print(f"{len(rows)} layouts on {devices} devices, {len(fitting)} fit into {limit / 2**30:.3g} GiB")
     console.print(table(chosen))
     words = shlex.join([options.program.name, *options.arguments, *chosen[0].arguments()])

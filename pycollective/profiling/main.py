@@ -47,10 +47,12 @@ def run(options: argparse.Namespace) -> int:
     if comm.rank == 0:
         profile.save(options.output)
         console = Console()
-        console.print(profile.source, markup=False, highlight=False)
+        console.print(profile.source, markup=False, highlight=False, soft_wrap=True)
         console.print(_table_of_collectives(profile))
         console.print(_table_of_computing(profile))
-        console.print(f"{options.output}: {len(options.output.read_bytes())} B", markup=False, highlight=False)
+        console.print(
+            f"{options.output}: {len(options.output.read_bytes())} B", markup=False, highlight=False, soft_wrap=True
+        )
     return 0
 
 
