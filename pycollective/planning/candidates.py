@@ -140,9 +140,8 @@ def _model_dims(leaves: Sequence[Leaf], model: int, which: str) -> list[int | No
     """For each leaf the dimension that is cut along the second axis."""
     dims: list[int | None] = []
     last = 0  # of the last two dimensions of the matrix before, the one that was cut
-    square: dict[
-        tuple[tuple[int, ...], str], int
-    ] = {}  # by shape and name: an optimizer's moments are cut as their parameter is
+    # By shape and name: an optimizer's moments are cut as their parameter is.
+    square: dict[tuple[tuple[int, ...], str], int] = {}
     for leaf in leaves:
         choice = None
         if which and leaf.state is not None and len(leaf.shape) >= 2:

@@ -45,7 +45,7 @@ def blocks() -> Iterator[object]:
 def test_it_runs(code: str, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(code if "import pycollective" in code else _BEFORE + code)
-    done = mpirun(2, str(program), timeout=100)
+    done = mpirun(2, str(program), timeout=100, cwd=tmp_path)  # a page may write files
     assert done.returncode == 0, done.stderr
 
 
