@@ -18,7 +18,7 @@ from pathlib import Path
 
 import jax
 
-from pycollective.planning import program_text, program_work
+from pycollective.planning import program_text, program_work, reading_order
 from pycollective.planning.compiled import Compiled, Request
 
 # Where the program stands in its source, and from where it was traced.
@@ -132,7 +132,7 @@ class Compilers:
 
     def _key(self, request: Request) -> str:
         about = repr((jax.__version__, os.environ.get("XLA_FLAGS"), self._devices, request)).encode()
-        readers = (inspect.getsource(module).encode() for module in (program_text, program_work))
+        readers = (inspect.getsource(module).encode() for module in (program_text, program_work, reading_order))
         return hashlib.sha256(b"".join([about, *readers, self._text])).hexdigest()
 
 

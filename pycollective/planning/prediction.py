@@ -53,10 +53,10 @@ def predict(work: Work, memory: int, profile: Profile) -> Prediction:
 
 def _computing_s(item: Product | Convolution | Stream, profile: Profile) -> float:
     if isinstance(item, Product):
-        return profile.product_s(item.dtype, item.m, item.k, item.n, item.batch) - profile.call
+        return profile.product_s(item.dtype, item.m, item.k, item.n, item.batch, item.form) - profile.call
     if isinstance(item, Convolution):
         return profile.convolution_s(item.dtype, item.smallest, item.operations) - profile.call
-    return max(profile.streams(item.nbytes), profile.tanh(item.functions) if item.functions else 0.0) - profile.call
+    return profile.stream_s(item.nbytes, item.functions, item.transposed) - profile.call
 
 
 def _communication_s(item: Communication, profile: Profile) -> float:

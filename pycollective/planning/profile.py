@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +14,9 @@ from pycollective.planning.curves import Curve, across
 
 _FORMAT = 1
 _FLAT = ("source", "hosts", "ranks", "devices", "memory", "call")
+_TABLES = ("products", "transposed", "convolutions")
+_PASSES = ("streams", "transposes", "tanh")
+_OPTIONAL = ("transposed", "transposes")  # without them what is transposed counts as what is not
 _WHERE = "plan"
 
 AXES, ARRAYS = "named axes", "global arrays"
@@ -55,8 +58,11 @@ class Profile:
             number of m, k and n. The size is the number of operations, 2 m k n.
         convolutions: the same for convolutions, as the products that they are: (places of the window in all examples,
             entries of a window) and (entries of a window, channels after it).
+        transposed: the same for products whose matrices both lie transposed, over the smaller of m and n; may be empty.
         streams: seconds to read and write so many bytes in one pass over arrays.
         tanh: seconds to compute so many hyperbolic tangents, which stand for all functions of that kind.
+        transposes: seconds of such a pass that reads one of its arrays, of so many bytes, along the columns; may be
+            None.
         call: seconds that the smallest program takes.
     """
 
@@ -71,6 +77,8 @@ class Profile:
     streams: Curve
     tanh: Curve
     call: float = 0.0
+    transposed: Mapping[str, Mapping[int, Curve]] = field(default_factory=dict)
+    transposes: Curve | None = None
 
     @property
     def per_host(self) -> int:
@@ -118,12 +126,40 @@ class Profile:
         moved = _moved(operation, group, self.per_host) / _moved(operation, known, self.per_host)
         return latency * steps + (whole - latency) * moved
 
-    def product_s(self, dtype: str, m: float, k: float, n: float, batch: float = 1) -> float:
+    def product_s(self, dtype: str, m: float, k: float, n: float, batch: float = 1, form: str = "NN") -> float:
         """Returns the seconds of so many products of matrices (m, k) and (k, n) in one call.
 
-        They take as long as one product of as many operations whose smallest dimension is the same.
+        They take as long as one product of as many operations whose smallest dimension is the same. If the first matrix
+        lies transposed, k is not the smallest: each of its rows is read in steps, once for each column of the second
+        one. So is each column of that one for each row of the first, if it lies transposed too.
+
+        Args:
+            dtype: the dtype.
+            m: the rows of the first matrix.
+            k: what is summed over.
+            n: the columns of the second one.
+            batch: the number of products.
+            form: how the matrices lie: "NN", "NT", "TN" or "TT", where "T" means transposed.
         """
-        return across(_by_dtype(self.products, dtype), min(m, k, n), 2.0 * batch * m * k * n)
+        operations = 2.0 * batch * m * k * n
+        if form.startswith("T") and self.transposed:
+            return across(_by_dtype(self.transposed, dtype), min(m, n) if form == "TT" else n, operations)
+        return across(_by_dtype(self.products, dtype), min(m, k, n), operations)
+
+    def stream_s(self, nbytes: float, functions: float = 0, transposed: Sequence[float] = ()) -> float:
+        """Returns the seconds of a pass over arrays, by what takes longest.
+
+        Args:
+            nbytes: the bytes that it reads and writes.
+            functions: the number of hyperbolic tangents and the like that it computes.
+            transposed: the bytes of each array that it reads along the columns.
+        """
+        seconds = self.streams(nbytes)
+        if functions:
+            seconds = max(seconds, self.tanh(functions))
+        if transposed and self.transposes:
+            seconds = max(seconds, self.call + sum(self.transposes(size) - self.call for size in transposed))
+        return seconds
 
     def convolution_s(self, dtype: str, smallest: float, operations: float) -> float:
         """Returns the seconds of a convolution, by the smallest number of its product and its number of operations."""
@@ -157,10 +193,11 @@ class Profile:
                 for dtype, curves in getattr(self, name).items()
                 for smallest, curve in curves.items()
             ]
-            for name in ("products", "convolutions")
+            for name in _TABLES
         }
         flat = {key: getattr(self, key) for key in _FLAT}
-        rest = {"streams": self.streams._asdict(), "tanh": self.tanh._asdict(), "collectives": collectives, **tables}
+        passes = {name: curve._asdict() for name in _PASSES if (curve := getattr(self, name))}
+        rest = {**passes, "collectives": collectives, **tables}
         path.write_text(json.dumps({"format": _FORMAT, **flat, **rest}, indent=1) + "\n")
 
     @classmethod
@@ -195,14 +232,14 @@ class Profile:
             got = f"{hosts} hosts, {ranks} ranks, {devices} devices of {memory} B"
             raise ValueError(f"it needs whole numbers above 0, and as many ranks on each host, not {got}")
         rest["call"] = float(read["call"])
-        for name in ("products", "convolutions"):
+        for name in _TABLES:
             table = rest[name] = {}
-            for row in read[name]:
+            for row in read.get(name, ()) if name in _OPTIONAL else read[name]:
                 table.setdefault(row["dtype"], {})[row["smallest"]] = _curve(row)
-            if not table:
+            if not table and name not in _OPTIONAL:
                 raise ValueError(f"it has no {name}")
-        for name in ("streams", "tanh"):
-            rest[name] = _curve(read[name])
+        for name in _PASSES:
+            rest[name] = None if name in _OPTIONAL and name not in read else _curve(read[name])
         return cls(**rest, collectives=collectives)
 
 

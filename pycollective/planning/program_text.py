@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 _BITS = {"pred": 8, "token": 0, "opaque": 0}
-_ARRAY = re.compile(r"(?P<dtype>[a-z]+\d*\w*)\[(?P<dims>[\d,]*)\]")
+_ARRAY = re.compile(r"(?P<dtype>[a-z]+\d*\w*)\[(?P<dims>[\d,]*)\](?:\{(?P<order>[\d,]*))?")
 _NAME = re.compile(r"%([\w.\-]+)")
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%(?P<name>[\w.\-]+) \(.*\) -> .* \{$")
 _INSTRUCTION = re.compile(r"^\s+(?P<root>ROOT )?%(?P<name>[\w.\-]+) = (?P<rest>.*)$")
@@ -25,10 +25,13 @@ class Shape:
     Attributes:
         dtype: by JAX's name.
         dims: the dimensions.
+        order: the numbers of the dimensions as they lie in memory, the one of neighbours first; empty if that is the
+            last one, as in C.
     """
 
     dtype: str
     dims: tuple[int, ...]
+    order: tuple[int, ...] = ()
 
     @property
     def elements(self) -> int:
@@ -40,6 +43,17 @@ class Shape:
         """The bytes."""
         bits = re.search(r"\d+", self.dtype)
         return self.elements * (int(bits[0]) if bits else _BITS.get(self.dtype, 8)) / 8
+
+    @property
+    def neighbours(self) -> int | None:
+        """The number of the dimension along which neighbours in memory lie; None for a single element.
+
+        Example:
+            >>> Shape("float32", (8, 4)).neighbours, Shape("float32", (8, 4, 1), (2, 0, 1)).neighbours
+            (1, 0)
+        """
+        order = self.order or tuple(reversed(range(len(self.dims))))
+        return next((number for number in order if self.dims[number] > 1), None)
 
 
 @dataclass(frozen=True)
@@ -101,7 +115,7 @@ class Program:
             ... ''')
             >>> last = program.computations[program.entry][-1]
             >>> last.opcode, last.operands, last.results, last.nbytes
-            ('transpose', ('x',), (Shape(dtype='float32', dims=(4, 8)),), 128.0)
+            ('transpose', ('x',), (Shape(dtype='float32', dims=(4, 8), order=(1, 0)),), 128.0)
         """
         entry, name = "", ""
         computations: dict[str, tuple[Instruction, ...]] = {}
@@ -144,7 +158,8 @@ def _shapes(text: str) -> Iterator[Shape]:
         letters = re.match(r"[a-z]+", found["dtype"])
         assert letters is not None
         kind = _DTYPES.get(letters[0], letters[0])
-        yield Shape(kind + found["dtype"][letters.end() :], numbers(found["dims"]))
+        order = numbers(found["order"] or "")
+        yield Shape(kind + found["dtype"][letters.end() :], numbers(found["dims"]), order)
 
 
 def numbers(text: str) -> tuple[int, ...]:

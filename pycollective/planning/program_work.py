@@ -11,16 +11,28 @@ from typing import NamedTuple
 
 from pycollective.distributed.program_text import groups_in
 from pycollective.planning.program_text import Instruction, Program, Shape, attribute, numbers, users
+from pycollective.planning.reading_order import bytes_read_across
 
 
 class Product(NamedTuple):
-    """Products of matrices (m, k) and (k, n), of which some are made in one instruction."""
+    """Products of matrices (m, k) and (k, n), of which some are made in one instruction.
+
+    Attributes:
+        dtype: the dtype of the first matrix.
+        batch: the number of products.
+        m: the rows of the first matrix.
+        k: what is summed over.
+        n: the columns of the second one.
+        form: BLAS's letters for how the matrices lie in memory: "N" for one that lies as it is written, "T" for one
+            that lies transposed.
+    """
 
     dtype: str
     batch: int
     m: int
     k: int
     n: int
+    form: str = "NN"
 
 
 class Convolution(NamedTuple):
@@ -44,10 +56,12 @@ class Stream(NamedTuple):
     Attributes:
         nbytes: the bytes that it reads and writes.
         functions: the number of calls of functions such as tanh and exp.
+        transposed: the bytes of each array of which it reads neighbours at times that are far apart.
     """
 
     nbytes: int
     functions: int
+    transposed: tuple[int, ...] = ()
 
 
 class Communication(NamedTuple):
@@ -195,15 +209,19 @@ class _Reader:
                 functions += one.results[0].elements
         if found:
             return
+        transposed: tuple[int, ...] = ()
         if instruction.opcode == "fusion":
             nbytes = _read_and_written(inner)
+            transposed = bytes_read_across(inner, inside)
         elif instruction.opcode in ("dynamic-update-slice", "scatter"):
             nbytes = 2 * sum(s.nbytes for name in instruction.operands[1:] for s in shapes[name])
         elif instruction.opcode in ("dynamic-slice", "gather", "slice", "iota", "broadcast"):
             nbytes = 2 * instruction.nbytes
         else:
             nbytes = instruction.nbytes + sum(s.nbytes for name in instruction.operands for s in shapes[name])
-        yield Stream(int(nbytes), functions)
+            if instruction.opcode in ("copy", "transpose"):
+                transposed = bytes_read_across((instruction,), shapes)
+        yield Stream(int(nbytes), functions, transposed)
 
 
 def _group(attributes: str, devices: int) -> tuple[int, ...]:
@@ -260,8 +278,11 @@ def _product(dot: Instruction, shapes: dict[str, tuple[Shape, ...]]) -> Product:
     left = shapes[dot.operands[0]][0]
     right = shapes[dot.operands[1]][0]
     batch = math.prod(left.dims[i] for i in numbers(attribute(dot, "lhs_batch_dims")))
-    k = math.prod(left.dims[i] for i in numbers(attribute(dot, "lhs_contracting_dims")))
-    return Product(left.dtype, batch, left.elements // (batch * k), k, right.elements // (batch * k))
+    summed = [numbers(attribute(dot, f"{side}_contracting_dims")) for side in ("lhs", "rhs")]
+    k = math.prod(left.dims[i] for i in summed[0])
+    m, n = left.elements // (batch * k), right.elements // (batch * k)
+    transposed = (m > 1 and left.neighbours not in summed[0], n > 1 and right.neighbours in summed[1])
+    return Product(left.dtype, batch, m, k, n, "".join("T" if turned else "N" for turned in transposed))
 
 
 def _convolution(conv: Instruction, shapes: dict[str, tuple[Shape, ...]]) -> Convolution:

@@ -24,6 +24,12 @@ Array = Any
 SMALLEST = (1, 4, 16, 64, 256, 512)
 """The smallest number of m, k and n in the products that are measured."""
 
+COLUMNS = (4, 32, 256)
+"""The number of columns in the products of matrices that lie transposed."""
+
+TRANSPOSED = ((64, 64), (256, 256), (256, 768), (256, 3072), (2048, 2048))
+"""The shapes of arrays that are read along the columns: of activations of some hundred rows, and of a large matrix."""
+
 CHANNELS = (4, 32, 256)
 _IMAGE, _WINDOW = 16, 3
 
@@ -87,6 +93,23 @@ def _products(comm: pc.Communicator, dtype: str, smallest: int) -> Curve:
     return measure_curve(comm, [2 * smallest * width**2 for width in widths], program)
 
 
+def measure_transposed(comm: pc.Communicator, dtype: str) -> dict[int, Curve]:
+    """Measures products of matrices that both lie transposed, with one of :data:`COLUMNS` as the number of columns."""
+    return {columns: _transposed(comm, dtype, columns) for columns in COLUMNS}
+
+
+def _transposed(comm: pc.Communicator, dtype: str, columns: int) -> Curve:
+    def multiply(x: Array, y: Array) -> Array:
+        return lax.dot_general(x, y, (((0,), (1,)), ((), ())))
+
+    def program(operations: int) -> tuple[Any, list[Array]]:
+        width = math.isqrt(operations // (2 * columns))
+        return multiply, [jnp.ones((width, width), dtype), jnp.ones((columns, width), dtype)]
+
+    widths = [width for width in (64, 256, 1024) if width >= columns]
+    return measure_curve(comm, [2 * columns * width**2 for width in widths], program)
+
+
 def measure_convolutions(comm: pc.Communicator, dtype: str) -> dict[int, Curve]:
     """Measures convolutions with a window of 3 x 3, with as many channels before as after."""
     return {channels: _convolutions(comm, dtype, channels) for channels in CHANNELS}
@@ -112,6 +135,17 @@ def measure_streams(comm: pc.Communicator) -> Curve:
         return lambda x, y: 2 * x + y, [jnp.ones(nbytes // 12)] * 2
 
     return measure_curve(comm, [12 << power for power in (10, 13, 16, 19, 22)], program)
+
+
+def measure_transposes(comm: pc.Communicator) -> Curve:
+    """Measures a pass over two arrays, one of them along the columns; the size is that one's bytes."""
+    shapes = {4 * rows * columns: (rows, columns) for rows, columns in TRANSPOSED}
+
+    def program(nbytes: int) -> tuple[Any, list[Array]]:
+        rows, columns = shapes[nbytes]
+        return lambda x, y: 2 * x + y.T, [jnp.ones((columns, rows)), jnp.ones((rows, columns))]
+
+    return measure_curve(comm, list(shapes), program)
 
 
 def measure_tanh(comm: pc.Communicator) -> Curve:

@@ -21,7 +21,7 @@ from pycollective.profiling import computing
 from pycollective.profiling.collectives import count_turns, groups_in, measure_collectives
 from pycollective.transport.mpi import MPI
 
-_COMPUTING = 3  # curves that do not depend on a dtype
+_COMPUTING = 4  # curves that do not depend on a dtype
 _SMALL, _LARGE = 4 << 10, 2 << 20  # bytes, in the table
 
 
@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
     if len(sizes) > 1:
         remedy = "Start as many on each host, with `pycollective run --ranks-per-host` say."
         raise ValueError(message("profile", "as many ranks on each host", f"{sizes[0]} to {sizes[-1]}", remedy))
-    turns = count_turns(comm.host_count, comm.local_size) + _COMPUTING + 2 * len(options.dtypes)
+    turns = count_turns(comm.host_count, comm.local_size) + _COMPUTING + 3 * len(options.dtypes)
     with _progress(turns, comm.rank) as tick:
         profile = _measured(options, comm, tick)
     if comm.rank == 0:
@@ -57,13 +57,17 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _measured(options: argparse.Namespace, comm: pc.Communicator, tick: Callable[[int], None]) -> Profile:
-    products, convolutions = {}, {}
+    products, transposed, convolutions = {}, {}, {}
     for dtype in options.dtypes:
         products[dtype] = computing.measure_products(comm, dtype)
+        tick(1)
+        transposed[dtype] = computing.measure_transposed(comm, dtype)
         tick(1)
         convolutions[dtype] = computing.measure_convolutions(comm, dtype)
         tick(1)
     streams = computing.measure_streams(comm)
+    tick(1)
+    transposes = computing.measure_transposes(comm)
     tick(1)
     tanh = computing.measure_tanh(comm)
     tick(1)
@@ -77,8 +81,10 @@ def _measured(options: argparse.Namespace, comm: pc.Communicator, tick: Callable
         memory=computing.memory_of_a_device(comm, options.devices),
         collectives=measure_collectives(comm, options.devices, tick),
         products=products,
+        transposed=transposed,
         convolutions=convolutions,
         streams=streams,
+        transposes=transposes,
         tanh=tanh,
         call=call,
     )
