@@ -20,7 +20,6 @@ the backward pass computes those of the next; a lax.scan would have all of them 
 """
 
 import argparse
-import functools
 import json
 import sys
 import time
@@ -46,13 +45,10 @@ AXES = ("data", "context", "model")
 EXAMPLES = ("data", "context")
 """Devices along these axes have the same parameters, and examples or positions of their own."""
 
-CHUNKS = 2
-"""The parts of the network that a rank of the interleaved schedule has."""
-
 SCHEDULES = {
     "gpipe": parallel.gpipe,
     "1f1b": parallel.one_f_one_b,
-    "interleaved": functools.partial(parallel.interleaved, chunks=CHUNKS),
+    "interleaved": parallel.interleaved,
     "zero-bubble": parallel.zero_bubble,
 }
 
@@ -69,6 +65,8 @@ def parse_arguments(words=None):
         "--cuts", type=lambda text: [int(n) for n in text.split(",")], help="parts of each stage, as 3,2 (default even)"
     )
     add("--microbatches", type=int, help="of a pipeline's batch (default two for each stage)")
+    add("--chunks", type=int, default=2, help="of each stage, with --schedule interleaved (default %(default)s)")
+    add("--remat", action="store_true", help="compute activations again in the backward pass, and keep few of them")
     add("--zero", type=int, choices=range(4), default=0, help="stage of ZeRO along data and context (default none)")
     add("--local-steps", type=int, default=0, help="steps between two meetings along 'data' (default: always together)")
     add("--steps", type=int, default=600, help="of the training (default %(default)s)")
@@ -107,7 +105,8 @@ class Layout:
         self.across_stages = comm.split(place, key=self.stage) if args.stage > 1 else None
         same_stage = comm.split(self.stage, key=place) if args.stage > 1 else comm
         self.mesh = pc.make_mesh((args.data, args.context, args.model), AXES, comm=same_stage)
-        self.schedule = SCHEDULES[args.schedule](args.stage, args.microbatches) if args.stage > 1 else None
+        options = {"chunks": args.chunks} if args.schedule == "interleaved" else {}
+        self.schedule = SCHEDULES[args.schedule](args.stage, args.microbatches, **options) if args.stage > 1 else None
         chunks = self.schedule.chunks if self.schedule else 1
         ends = np.cumsum(args.cuts)[:-1] if args.cuts else args.stage * chunks
         parts = np.array_split(gpt.part_names(args.layers), ends)
@@ -149,7 +148,9 @@ def problems(args, devices):
         yield f"expected --devices 1 with stages, got {args.devices}. Start a rank for each device."
     if args.stage == 1 and (args.schedule or args.microbatches > 1):
         yield f"expected --stage above 1 for --schedule or --microbatches, got {args.stage}. A pipeline has stages."
-    chunks = args.stage * (CHUNKS if args.schedule == "interleaved" else 1)
+    chunks = args.stage * (args.chunks if args.schedule == "interleaved" else 1)
+    if args.chunks < 2:
+        yield f"expected --chunks of at least 2, got {args.chunks}. Without chunks choose --schedule 1f1b."
     if args.stage > 1 and chunks > args.layers + 2:
         yield f"expected at most {args.layers + 2} parts of the network, got {chunks}. Choose more --layers."
     cuts = ",".join(map(str, args.cuts or []))
@@ -189,6 +190,11 @@ def own_part(path, x):
 def all_parts(path, x):
     """The inverse of :func:`own_part`."""
     return x if cut(path) is None else lax.all_gather(x, "model", axis=cut(path), tiled=True)
+
+
+def recomputed(_, fun):
+    """Keeps what goes into a part of the network, not what the part computes of it."""
+    return jax.checkpoint(fun)
 
 
 class Programs:
@@ -250,18 +256,19 @@ class Programs:
         return {"params": optax.apply_updates(params, updates), "opt_state": opt_state}, loss
 
     def loss_and_grads(self, params, batch):
-        layout = self.layout
+        layout, remat = self.layout, self.args.remat
+        around = recomputed if remat else gpt.direct
         if layout.schedule is None:
 
             def gathered(name, fun):
-                return parallel.gathered(fun, self.shapes[name], EXAMPLES)
+                return parallel.gathered(fun, self.shapes[name], EXAMPLES, **({"policy": None} if remat else {}))
 
             (names,) = layout.chunks
-            run = gpt.forward(names, gathered if self.args.zero == 3 else gpt.direct)
+            run = gpt.forward(names, gathered if self.args.zero == 3 else around)
             return jax.value_and_grad(lambda p: run(p, None, batch))(params)
 
         tokens, targets = (x.reshape(self.args.microbatches, -1, x.shape[-1]) for x in batch)
-        stages = [gpt.forward(names) for names in layout.chunks]
+        stages = [gpt.forward(names, around) for names in layout.chunks]
         between = jax.ShapeDtypeStruct((*tokens.shape[1:], self.args.width), jnp.float32)
         run = parallel.pipeline(stages, layout.schedule, between, layout.across_stages)
         loss, grads = run([{name: params[name] for name in names} for names in layout.chunks], (tokens, targets))

@@ -48,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--profile", type=Path, required=True, help="file that `pycollective profile` has written")
+    add("--profile", type=Path, required=True, help="file that `pycollective profile` has written, or dgx-a100")
     add("--devices", type=positive, help="number of devices (default those of the profile)")
     add("--memory", type=float, metavar="GIB", help="memory of a device in GiB (default that of the profile)")
     add("--dtype", default="float32", help="dtype of the products (default %(default)s)")

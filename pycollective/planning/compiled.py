@@ -11,6 +11,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from pycollective.planning.candidates import Candidate, Spec
 from pycollective.planning.program_work import Work, work_of
 
+READY = "ready"
+"""What a worker answers when it has started."""
+
 
 class Request(NamedTuple):
     """What a worker compiles.

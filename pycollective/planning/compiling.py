@@ -18,8 +18,9 @@ from pathlib import Path
 
 import jax
 
+from pycollective.errors import message
 from pycollective.planning import program_text, program_work, reading_order
-from pycollective.planning.compiled import Compiled, Request
+from pycollective.planning.compiled import READY, Compiled, Request
 
 # Where the program stands in its source, and from where it was traced.
 _LOCATION = re.compile(r'^#loc.*\n| loc\((?:#\w+|unknown|"(?:[^"\\]|\\.)*")\)', re.MULTILINE)
@@ -90,8 +91,8 @@ class Compilers:
             yield request, found
 
     def _compile(self, request: Request) -> Compiled | str:
-        path = self._folder / f"{self._key(request)}.pickle"
-        if path.exists():
+        path = self._folder / f"{self._key(request)}.pickle" if self._folder else None
+        if path and path.exists():
             with contextlib.suppress(EOFError, pickle.UnpicklingError, AttributeError), path.open("rb") as file:
                 known: Compiled = pickle.load(file)
                 return known
@@ -110,7 +111,7 @@ class Compilers:
             self._idle.put(None)
             return found
         self._idle.put(process)
-        if isinstance(found, Compiled):
+        if path and isinstance(found, Compiled):
             _write(path, found)
         return found
 
@@ -128,6 +129,18 @@ class Compilers:
                 env=environ,
             )
             self._started.append(process)
+        assert process.stdout is not None
+        try:
+            ready = pickle.load(process.stdout) == READY
+        except EOFError:
+            ready = False
+        except pickle.UnpicklingError:  # something else writes to its output
+            ready = False
+            process.kill()
+        if not ready:
+            got = f"status {process.wait()} before it began"
+            remedy = "What it said stands above. Is there memory left, and can Python import pycollective elsewhere?"
+            raise RuntimeError(message("plan", "a process that compiles", got, remedy))
         return process
 
     def _key(self, request: Request) -> str:
@@ -136,11 +149,17 @@ class Compilers:
         return hashlib.sha256(b"".join([about, *readers, self._text])).hexdigest()
 
 
-def _cache_folder() -> Path:
-    """A folder that this user alone can write: what is read from it is trusted."""
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = base / "pycollective" / "plans"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+def _cache_folder() -> Path | None:
+    """A folder that this user alone can write, since what is read from it is trusted. None if there can be none."""
+    try:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        folder = base / "pycollective" / "plans"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        about = folder.stat()
+        if about.st_uid != os.geteuid() or about.st_mode & 0o022 or not os.access(folder, os.W_OK):
+            return None
+    except (OSError, RuntimeError):  # it cannot be made, or nobody knows where this user is at home
+        return None
     return folder
 
 

@@ -17,10 +17,9 @@ from pycollective.planning.prediction import group_of
 from pycollective.planning.profile import AXES, Group, Profile
 from pycollective.planning.stage_cuts import cut_evenly
 
-_CHUNKS = 2  # of the interleaved schedule
-_BUBBLES = {"interleaved": float(_CHUNKS), "zero-bubble": 3.0}  # by what they divide the bubble of 1F1B
-_BACKWARD = 2.0  # a backward pass has two products for each of the forward pass
-_ADAM_PASSES = 7  # over the parameters: it reads gradient, parameter and two moments, and writes the last three
+_CHUNKS = 2  # of each stage in the interleaved schedule, where layouts are enumerated
+_ZERO_BUBBLE = 3.0  # by what this schedule divides the bubble of 1F1B
+_BACKWARD = 2  # a backward pass has two products for each of the forward pass
 
 
 class Layout(NamedTuple):
@@ -35,6 +34,9 @@ class Layout(NamedTuple):
         schedule: "gpipe", "1f1b", "interleaved" or "zero-bubble"; "" without a pipeline.
         microbatches: the number of microbatches of a device's batch.
         wire_dtype: "bfloat16" for gradients that travel in it, or "".
+        remat: whether the backward pass computes each part's forward pass again (:func:`jax.checkpoint`), and only what
+            goes into the parts is kept.
+        chunks: the number of chunks of each stage; more than one with the interleaved schedule.
     """
 
     data: int
@@ -45,6 +47,8 @@ class Layout(NamedTuple):
     schedule: str = ""
     microbatches: int = 1
     wire_dtype: str = ""
+    remat: bool = False
+    chunks: int = 1
 
     def __str__(self) -> str:
         """The layout in few words.
@@ -56,7 +60,9 @@ class Layout(NamedTuple):
         axes = [f"{name} {getattr(self, name)}" for name in ("data", "model", "context", "stage", "zero")]
         words = [word for word in axes if word.split()[1] not in ("1", "0") or word == "zero 1"]
         pipeline = [f"{self.schedule} of {self.microbatches}"] if self.schedule else []
-        return ", ".join([*words, *pipeline, *filter(None, [self.wire_dtype])]) or "one device"
+        chunks = [f"{self.chunks} chunks"] if self.chunks > 1 else []
+        last = filter(None, [self.wire_dtype, "remat" if self.remat else ""])
+        return ", ".join([*words, *pipeline, *chunks, *last]) or "one device"
 
     @property
     def replicas(self) -> int:
@@ -71,9 +77,13 @@ class Layout(NamedTuple):
             '--data 2 --model 1 --context 1 --stage 2 --zero 0 --schedule 1f1b --microbatches 4'
         """
         options = {name.replace("_", "-"): value for name, value in self._asdict().items()}
+        del options["remat"]
+        if self.chunks == 1:
+            del options["chunks"]
         if self.stage == 1:
             del options["microbatches"]
-        return [word for name, value in options.items() if value != "" for word in (f"--{name}", str(value))]
+        words = [word for name, value in options.items() if value != "" for word in (f"--{name}", str(value))]
+        return [*words, "--remat"] if self.remat else words
 
 
 class Estimate(NamedTuple):
@@ -140,20 +150,25 @@ def layouts(network: Network, devices: int) -> Iterator[Layout]:
         for wire_dtype in ("", "bfloat16") if data * context > 1 else ("",):
             stages_of_zero = (0,) if data * context == 1 else (0, 1, 2) if stage > 1 else (0, 1, 2, 3)
             for zero in stages_of_zero:
-                for schedule, microbatches in _pipelines(network, stage, data):
-                    yield Layout(data, model, context, stage, zero, schedule, microbatches, wire_dtype)
+                for pipeline in _pipelines(network, stage, data):
+                    layout = Layout(data, model, context, stage, zero, wire_dtype=wire_dtype)._replace(**pipeline)
+                    yield layout
+                    # Where the backward pass is split, one that computes again is not: its bubble is that of 1F1B.
+                    if layout.schedule != "zero-bubble":
+                        yield layout._replace(remat=True)
 
 
-def _pipelines(network: Network, stage: int, data: int) -> Iterator[tuple[str, int]]:
-    """The schedules of a pipeline with numbers of microbatches."""
+def _pipelines(network: Network, stage: int, data: int) -> Iterator[dict[str, Any]]:
+    """The schedules of a pipeline with numbers of microbatches and of chunks."""
     if stage == 1:
-        yield "", 1
+        yield {}
         return
     rows = network.examples // data
     for microbatches in _divisors(rows):
-        yield from ((name, microbatches) for name in ("gpipe", "1f1b", "zero-bubble"))
+        for schedule in ("gpipe", "1f1b", "zero-bubble"):
+            yield {"schedule": schedule, "microbatches": microbatches}
         if microbatches % stage == 0 and stage * _CHUNKS <= len(network.parts):
-            yield "interleaved", microbatches
+            yield {"schedule": "interleaved", "microbatches": microbatches, "chunks": _CHUNKS}
 
 
 @functools.cache
@@ -172,6 +187,8 @@ class _Stages(NamedTuple):
         parameters: for each stage the parameters of a device.
         largest: for each stage those of its largest part.
         kept: for each stage the elements of activations that a device keeps of a microbatch.
+        entering: for each stage the elements of a microbatch that go into its parts.
+        most: for each stage the elements that its largest part keeps of a microbatch.
     """
 
     cuts: tuple[int, ...]
@@ -181,6 +198,8 @@ class _Stages(NamedTuple):
     parameters: tuple[float, ...]
     largest: tuple[float, ...]
     kept: tuple[float, ...]
+    entering: tuple[float, ...]
+    most: tuple[float, ...]
 
 
 class Estimator:
@@ -209,14 +228,14 @@ class Estimator:
         """Estimates a step: the slowest stage's passes, its communication, and its waits for the other stages."""
         b = self._network.examples // layout.data // layout.microbatches
         stages = self._stages(layout.model, layout.context, layout.stage, b)
-        both = (1 + _BACKWARD) * stages.forward_s
-        sums = 2 * stages.sending_s + self._messages(layout, b)
+        both = (1 + _BACKWARD + layout.remat) * stages.forward_s
+        sums = (2 + layout.remat) * stages.sending_s + self._messages(layout, b)
         optimizer_s, gradients_s = self._update(stages.parameters[stages.slowest], layout)
         return Estimate(
             layout.microbatches * both + optimizer_s,
             layout.microbatches * sums + gradients_s,
             # The bubbles of pycollective.parallel.schedules, in times of both passes of a microbatch.
-            (layout.stage - 1) * (both + sums) / _BUBBLES.get(layout.schedule, 1.0),
+            (layout.stage - 1) * (both + sums) / (_ZERO_BUBBLE if layout.schedule == "zero-bubble" else layout.chunks),
             self._memory(stages, layout),
             stages.cuts,
         )
@@ -233,6 +252,7 @@ class Estimator:
         slowest = max(range(stage), key=lambda i: computing[i] + sending[i])
         parameters = [part.cut_parameters / model + part.whole_parameters for part in self._network.parts]
         kept = [(part.kept / model + part.kept_whole) * b / context for part in self._network.parts]
+        entering = [0.0, *(part.passed * b / context for part in self._network.parts[:-1])]
         return _Stages(
             cuts,
             slowest,
@@ -241,6 +261,8 @@ class Estimator:
             tuple(sum(parameters[span]) for span in spans),
             tuple(max(parameters[span]) for span in spans),
             tuple(sum(kept[span]) for span in spans),
+            tuple(sum(entering[span]) for span in spans),
+            tuple(max(kept[span]) for span in spans),
         )
 
     def _seconds_of_part(self, part: Part, model: int, context: int, b: int) -> tuple[float, float]:
@@ -272,10 +294,6 @@ class Estimator:
     def _stream_s(self, nbytes: float) -> float:
         return max(self._profile.streams(nbytes) - self._profile.call, 0.0) if nbytes else 0.0
 
-    def _group_along(self, stride: int, count: int) -> Group:
-        """The devices along an axis, whose neighbours are so many devices apart."""
-        return group_of(range(0, stride * count, stride), self._profile.per_host)
-
     def _seconds_of_collective(self, operation: str, nbytes: float, group: Group) -> float:
         if group.size == 1 or nbytes == 0:
             return 0.0
@@ -289,7 +307,9 @@ class Estimator:
         """
         size, n = self._network.itemsize, layout.replicas
         nbytes = parameters * size
-        optimizer = self._stream_s(_ADAM_PASSES * nbytes / (n if layout.zero else 1))
+        # It reads the gradient, the parameter and its own numbers, and writes the last two.
+        passes = 3 + 2 * self._network.moments
+        optimizer = self._stream_s(passes * nbytes / (n if layout.zero else 1))
         group = self._group(layout.model, n)
         wire = nbytes / 2 if layout.wire_dtype and size == 4 else nbytes
         if layout.zero == 0:
@@ -304,27 +324,26 @@ class Estimator:
             return 0.0
         largest = max(part.passed for part in self._kinds) * b / layout.context * self._network.itemsize
         group = self._group(layout.replicas * layout.model, 2)
-        chunks = _CHUNKS if layout.schedule == "interleaved" else 1
-        return 2 * chunks * self._collective("ppermute", largest, group)
+        return 2 * layout.chunks * self._collective("ppermute", largest, group)
 
     def _memory(self, stages: _Stages, layout: Layout) -> int:
         """Bytes of a device of the fullest stage.
 
         Parameters, gradients and the optimizer's numbers for them: ZeRO, arXiv:1910.02054, section 3.1. Activations of
         as many microbatches as are under way: gpipe m, 1F1B p - i on stage i, interleaved 1 + (p - 1) / (p v) times
-        that (arXiv:2104.04473, section 2.2).
+        that (arXiv:2104.04473, section 2.2). With remat what goes into each part, and all of one part for the time of
+        its backward pass (arXiv:1604.06174).
         """
         n, moments = layout.replicas, self._network.moments
         gradients = 1 / n if layout.zero >= 2 else 1.0
         state = (1 / n if layout.zero == 3 else 1.0) + gradients + moments / (n if layout.zero else 1)
-        more = 1 + (layout.stage - 1) / (layout.stage * _CHUNKS) if layout.schedule == "interleaved" else 1.0
+        more = 1 + (layout.stage - 1) / (layout.stage * layout.chunks) if layout.chunks > 1 else 1.0
         most = 0.0
-        for i, (parameters, largest, kept) in enumerate(
-            zip(stages.parameters, stages.largest, stages.kept, strict=True)
-        ):
-            gathered = largest if layout.zero == 3 else 0.0
-            under_way = (
+        for i, parameters in enumerate(stages.parameters):
+            gathered = stages.largest[i] if layout.zero == 3 else 0.0
+            under_way = more * (
                 layout.microbatches if layout.schedule == "gpipe" else min(layout.stage - i, layout.microbatches)
             )
-            most = max(most, state * parameters + gathered + under_way * more * kept)
+            kept = under_way * stages.entering[i] + stages.most[i] if layout.remat else under_way * stages.kept[i]
+            most = max(most, state * parameters + gathered + kept)
         return math.ceil(most * self._network.itemsize)

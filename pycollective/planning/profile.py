@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ from pycollective.planning.curves import Curve, across
 
 _FORMAT = 1
 _FLAT = ("source", "hosts", "ranks", "devices", "memory", "call")
+_READY_MADE = Path(__file__).parent / "profiles"
 _TABLES = ("products", "transposed", "convolutions")
 _PASSES = ("streams", "transposes", "tanh")
 _OPTIONAL = ("transposed", "transposes")  # without them what is transposed counts as what is not
@@ -201,13 +203,23 @@ class Profile:
         path.write_text(json.dumps({"format": _FORMAT, **flat, **rest}, indent=1) + "\n")
 
     @classmethod
-    def load(cls, path: Path) -> Profile:
+    def load(cls, path: str | os.PathLike[str]) -> Profile:
         """Reads a profile.
+
+        Args:
+            path: the file, or the name of a ready-made profile: "dgx-a100".
 
         Raises:
             OSError: there is no such file.
             ValueError: the file is no profile.
+
+        Example:
+            >>> Profile.load("dgx-a100").per_host
+            8
         """
+        path = Path(path)
+        if not path.exists() and (ready_made := _READY_MADE / f"{path}.json").exists():
+            path = ready_made
         try:
             return cls._from_json(json.loads(path.read_text()))
         except (KeyError, TypeError, AttributeError, ValueError) as error:

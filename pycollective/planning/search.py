@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -21,6 +20,7 @@ from pycollective.planning.prediction import Prediction, predict
 from pycollective.planning.profile import Profile
 from pycollective.planning.trace import Step, trace
 from pycollective.ranks.agreement import gather_from_all
+from pycollective.ranks.communicator import Communicator
 from pycollective.ranks.world import world_if_known
 
 _WHERE = "plan"
@@ -49,7 +49,8 @@ def plan(
     Args:
         step: a function of trees of arrays that :func:`jax.jit` takes, written for global arrays.
         args: its arguments, arrays or :class:`jax.ShapeDtypeStruct`, with the shapes of all devices together.
-        profile: the speed of the cluster, or the file that ``pycollective profile`` has written.
+        profile: the speed of the cluster, the file that ``pycollective profile`` has written, or the
+            name of a ready-made one, such as "dgx-a100".
         devices: the number of devices; default those of the profile.
         memory: the bytes that a device can use; default those of the profile.
         donate_argnums: the arguments whose memory the results may take, as in :func:`jax.jit`.
@@ -61,7 +62,9 @@ def plan(
         The plans that fit into memory, the fastest first.
 
     Raises:
-        ValueError: the step cannot be traced, has side effects, or no plan fits; the numbers do not fit each other.
+        ValueError: the step cannot be traced, has side effects, or no plan fits; the numbers do not fit each other; the
+            ranks of a host in this job have no neighbouring numbers.
+        RuntimeError: the processes that compile cannot start.
 
     Example:
         >>> import jax, jax.numpy as jnp, pycollective as pc
@@ -78,13 +81,14 @@ def plan(
         if value < 1:
             fail(ValueError, _WHERE, None, f"{name} to be at least 1", value, "Choose a positive number.")
     if not isinstance(profile, Profile):
-        profile = Profile.load(Path(profile))
+        profile = Profile.load(profile)
     devices = profile.check_devices(devices)
     limit = profile.memory if memory is None else int(memory)
     traced = trace(step, args, donate_argnums)
     show = progress and sys.stderr.isatty()
     found = _on_one_rank(
-        lambda: _search(traced, profile, devices, limit, compilations, processes or os.cpu_count() or 1, show=show)
+        devices,
+        lambda: _search(traced, profile, devices, limit, compilations, processes or os.cpu_count() or 1, show=show),
     )
     return Ranking(tuple(Plan(*each, traced.signature) for each in found))
 
@@ -93,11 +97,13 @@ Found = tuple[Candidate, tuple[Spec, ...], Prediction]
 """A plan without the trees of the step, as ranks send it."""
 
 
-def _on_one_rank(search: Callable[[], list[Found]]) -> list[Found]:
+def _on_one_rank(devices: int, search: Callable[[], list[Found]]) -> list[Found]:
     """Returns what the search finds. In a job the first rank searches, and the others wait for it."""
     comm = world_if_known()
     if comm is None or comm.size == 1:
         return search()
+    if devices == comm.size:
+        _check_neighbours(comm)
     own: list[Found] | Exception | None = None
     if comm.rank == 0:
         try:
@@ -108,6 +114,15 @@ def _on_one_rank(search: Callable[[], list[Found]]) -> list[Found]:
     if isinstance(found, Exception):
         raise found
     return list(found)
+
+
+def _check_neighbours(comm: Communicator) -> None:
+    """The devices of a host must be neighbours, as in the mesh for which collectives are predicted."""
+    hosts = comm.mpi.allgather(comm.host_index)
+    if hosts != sorted(hosts):
+        got = f"hosts {hosts} of ranks 0 to {comm.size - 1}"
+        remedy = "Start them host by host, as `mpirun --map-by slot` and `srun --distribution=block` do."
+        fail(ValueError, _WHERE, comm, "ranks of which those of a host have neighbouring numbers", got, remedy)
 
 
 def _search(

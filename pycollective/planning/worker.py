@@ -8,10 +8,11 @@ from __future__ import annotations
 import os
 import pickle
 import sys
+from typing import IO
 
 import jax
 
-from pycollective.planning.compiled import Compiled, compile_candidate
+from pycollective.planning.compiled import READY, Compiled, compile_candidate
 
 
 def main() -> None:
@@ -19,6 +20,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints is no answer
     requests = sys.stdin.buffer
+    _answer(READY, answers)
     devices, program = pickle.load(requests)
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", devices)
@@ -32,8 +34,12 @@ def main() -> None:
             answer: Compiled | str = compile_candidate(step, request)
         except Exception as error:  # the parent decides what one candidate's failure means
             answer = f"{type(error).__name__}: {error}"
-        pickle.dump(answer, answers)
-        answers.flush()
+        _answer(answer, answers)
+
+
+def _answer(what: object, answers: IO[bytes]) -> None:
+    pickle.dump(what, answers)
+    answers.flush()
 
 
 if __name__ == "__main__":

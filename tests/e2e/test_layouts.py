@@ -36,6 +36,9 @@ LAYOUTS: dict[tuple[int, int], dict[str, str]] = {
         "context": "--context 2",
         "1f1b": "--stage 2 --cuts 2,4 --step-times times.json",
         "interleaved": "--stage 2 --schedule interleaved --microbatches 4",
+        "remat": "--model 2 --remat",
+        "remat, zero 3": "--zero 3 --remat",
+        "remat, interleaved": "--stage 2 --schedule interleaved --microbatches 4 --chunks 3 --remat",
     },
     (2, 2): {
         "zero 2 over data and context": "--data 2 --context 2 --zero 2",

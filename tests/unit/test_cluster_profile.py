@@ -208,7 +208,44 @@ def test_products_and_convolutions() -> None:
     assert profile.convolution_s("float32", 1000, 5e3) == pytest.approx(4 * 5), "not measured: as the first"
 
 
+def test_transposed_products() -> None:
+    def flat(per_s: float) -> dict[int, Curve]:
+        return {8: Curve((1e3,), (1e3 / per_s,)), 32: Curve((1e3,), (4e3 / per_s,))}
+
+    profile = replace(example, products={"float32": flat(1e9)}, transposed={"float32": flat(1e6)})
+    operations = 2 * 8 * 200 * 32
+    for form in ("NN", "NT"):
+        assert profile.product_s("float32", 8, 200, 32, form=form) == pytest.approx(operations / 1e9)
+    assert profile.product_s("float32", 8, 200, 32, form="TN") == pytest.approx(4 * operations / 1e6), "by the columns"
+    assert profile.product_s("float32", 8, 200, 32, form="TT") == pytest.approx(operations / 1e6)
+    assert profile.product_s("float32", 100, 8, 32, form="TT") == pytest.approx(4 * operations / 2 / 1e6), "not by k"
+    unmeasured = replace(profile, transposed={})
+    assert unmeasured.product_s("float32", 8, 200, 32, form="TT") == pytest.approx(operations / 1e9)
+
+
+def test_passes() -> None:
+    profile = replace(
+        example,
+        call=1e-3,
+        streams=Curve((1e3,), (2e-3,)),
+        tanh=Curve((1e3,), (3e-3,)),
+        transposes=Curve((1e3,), (4e-3,)),
+    )
+    assert profile.stream_s(1e3) == 2e-3
+    assert profile.stream_s(4e3, 1e3) == 8e-3
+    assert profile.stream_s(1e3, 1e3) == 3e-3
+    assert profile.stream_s(1e3, 1e3, (1e3, 2e3)) == pytest.approx(1e-3 + 3e-3 + 7e-3), "one start of a program"
+    assert replace(profile, transposes=None).stream_s(1e3, 0, (1e3,)) == 2e-3
+
+
 # Files
+
+
+def test_ready_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "A100" in Profile.load("dgx-a100").source
+    example.save(Path("dgx-a100"))
+    assert Profile.load("dgx-a100") == example, "a file of that name comes first"
 
 
 def test_saved_and_loaded_it_is_the_same(tmp_path: Path) -> None:
@@ -219,6 +256,8 @@ def test_saved_and_loaded_it_is_the_same(tmp_path: Path) -> None:
         collectives={AXES: {"psum": {Group(4, 1): WITHIN}}, ARRAYS: {"ppermute": {Group(1, 2): BETWEEN}}},
         products={"float32": {8: WITHIN, 64: BETWEEN}, "bfloat16": {8: BETWEEN}},
         convolutions={"float32": {4: BETWEEN}},
+        transposed={"float32": {4: WITHIN}},
+        transposes=BETWEEN,
     )
     path = tmp_path / "cluster.json"
     for one in (profile, example):

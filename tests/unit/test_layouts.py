@@ -80,6 +80,11 @@ def test_layouts_are_all_that_fit() -> None:
         ("interleaved", 2),
         ("interleaved", 4),
     }
+    for one in got:
+        assert one.chunks == (2 if one.schedule == "interleaved" else 1)
+        other = one._replace(remat=not one.remat)
+        assert (other in got) == (one.schedule != "zero-bubble")
+        assert "--remat" in one.arguments() or not one.remat
 
 
 def test_one_device() -> None:
@@ -138,12 +143,35 @@ def test_pipelines() -> None:
         assert (*base, (both + message) / divided) == ns(Layout(1, 1, 1, 2, schedule=schedule, microbatches=m)), (
             schedule
         )
-    interleaved = Layout(1, 1, 1, 2, schedule="interleaved", microbatches=m)
+    interleaved = Layout(1, 1, 1, 2, schedule="interleaved", microbatches=m, chunks=2)
     assert (base[0], 2 * base[1], (both + 2 * message) / 2) == ns(interleaved)
     kept = 2 * b * 120  # of a microbatch, by a stage
     for schedule, under_way in (("gpipe", 8.0), ("1f1b", 2.0), ("zero-bubble", 2.0), ("interleaved", 2 * 1.25)):
-        memory = Estimator(NETWORK, ROUND).estimate(Layout(1, 1, 1, 2, schedule=schedule, microbatches=m)).memory
-        assert memory == 4 * (4 * 2020 + under_way * kept), schedule
+        chunks = 2 if schedule == "interleaved" else 1
+        layout = Layout(1, 1, 1, 2, schedule=schedule, microbatches=m, chunks=chunks)
+        assert Estimator(NETWORK, ROUND).estimate(layout).memory == 4 * (4 * 2020 + under_way * kept), schedule
+
+
+def test_remat_computes_again_and_keeps_less() -> None:
+    passes = 4 * (4 * 16 * 2 * 4 * 8 * 8 + 4 * 16 * (50 + 20) * 4 * 2)
+    assert (passes + 7 * 4 * 510 * 4, 3 * 4 * 16 * 32 * 4, 0) == ns(Layout(1, 2, 1, 1, remat=True))
+    # Three of the four parts keep 32 numbers for an example, and one of them 120 during its backward pass.
+    memory = Estimator(NETWORK, ROUND).estimate(Layout(1, 1, 1, 1, remat=True)).memory
+    assert memory == 4 * (4 * 4040 + 16 * (3 * 32 + 120))
+    # On the first of two stages there are two microbatches of 2 under way; the second one's parts both have inputs.
+    b, m = 2, 8
+    layout = Layout(1, 1, 1, 2, schedule="1f1b", microbatches=m, remat=True)
+    assert Estimator(NETWORK, ROUND).estimate(layout).memory == 4 * (4 * 2020 + b * (2 * 32 + 120))
+    both = 4 * (2 * b * 2 * 4 * 8 * 16 + 2 * b * 120 * 4 * 2)
+    message = 2 * b * 32 * 4
+    assert (m * both + 7 * 2020 * 4, m * message, both + message) == ns(layout)
+
+
+def test_optimizers_with_more_numbers() -> None:
+    mixed = replace(NETWORK, itemsize=2, moments=6)  # bfloat16, with parameters and two moments in float32
+    nbytes = 4040 * 2
+    passes = 3 * (4 * 16 * 2 * 4 * 8 * 16 + 4 * 16 * 120 * 2 * 2)
+    assert (passes + 15 * nbytes, 0, 0) == ns(Layout(1, 1, 1, 1), mixed)
 
 
 def test_messages_between_stages_pass_the_network() -> None:
@@ -231,7 +259,7 @@ def test_command(program: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"--memory": "0.0001"}, "expected a layout on 4 devices of 107,374 B, got 985,600 B for the smallest"),
+        ({"--memory": "0.0001"}, "expected a layout on 4 devices of 107,374 B, got 788,480 B for the smallest"),
         ({"--devices": "3"}, "expected devices of whole hosts, which have 2 each, got 3"),
         ({"--profile": "nowhere.json"}, "No such file or directory: 'nowhere.json'"),
         ({"--profile": "program.py"}, "expected a profile of a cluster, got program.py"),

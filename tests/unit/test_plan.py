@@ -22,7 +22,7 @@ from jax.experimental import io_callback
 import pycollective as pc
 from pycollective.planning import search
 from pycollective.planning.candidates import Candidate, Leaf
-from pycollective.planning.compiled import Compiled, Request, compile_candidate
+from pycollective.planning.compiled import READY, Compiled, Request, compile_candidate
 from pycollective.planning.example import profile as four
 from pycollective.planning.plans import Plan, Ranking
 from pycollective.planning.prediction import Prediction, group_of, predict
@@ -439,16 +439,46 @@ def test_a_candidate_that_does_not_compile(
         plan(processes=1)
 
 
+def test_processes_that_cannot_start(monkeypatch: pytest.MonkeyPatch, started: list[subprocess.Popen[bytes]]) -> None:
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    words = r"plan: expected a process that compiles, got status 1 before it began\. What it said"
+    with pytest.raises(RuntimeError, match=words):
+        pc.plan(lambda x: x + 1, f32(64), profile=PROFILE, compilations=2, processes=1)
+    assert len(started) == 1, "the second candidate starts no other one"
+
+
 @pytest.mark.parametrize("numbers", [1, 1 << 16], ids=["short", "longer than a pipe"])
 def test_processes_that_end(
-    numbers: int, monkeypatch: pytest.MonkeyPatch, started: list[subprocess.Popen[bytes]]
+    numbers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: list[subprocess.Popen[bytes]]
 ) -> None:
-    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    """A worker that says it is ready, and ends at its first candidate or before, as one that ran out of memory."""
+    program = tmp_path / "python"
+    ready = f"import pickle, sys; pickle.dump({READY!r}, sys.stdout.buffer); sys.exit(1)"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{ready}"\n')
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
     constant = np.arange(numbers, dtype=np.float32)
     words = r"expected a step that XLA can spread, got the process that compiled it ended with status 1\. Look"
     with pytest.raises(ValueError, match=words):
         pc.plan(lambda x: x + constant, f32(numbers), profile=PROFILE, compilations=2, processes=1)
     assert {process.returncode for process in started} == {1}
+
+
+@pytest.mark.parametrize("how", ["no folder", "others can write"])
+def test_no_cache_that_cannot_be_trusted(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: list[subprocess.Popen[bytes]]
+) -> None:
+    base = tmp_path / "cache"
+    if how == "no folder":
+        base.write_text("a file")
+    else:
+        (base / "pycollective" / "plans").mkdir(parents=True)
+        (base / "pycollective" / "plans").chmod(0o777)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(base))
+    for turn in (1, 2):
+        assert len(plan(compilations=1, processes=1)) == 1
+        assert len(started) == turn, "nothing is remembered"
+    assert not list(base.rglob("*.pickle"))
 
 
 def test_a_cache_that_is_broken(

@@ -39,20 +39,28 @@ def operations(found: Work) -> list[int]:
 
 # (m, k) times (k, n) with m = 8, k = 16, n = 32, in the orders in which XLA may be given them
 @pytest.mark.parametrize(
-    ("formula", "left", "right", "batch"),
+    ("formula", "left", "right", "batch", "form"),
     [
-        ("mk,kn->mn", (8, 16), (16, 32), 1),
-        ("km,nk->mn", (16, 8), (32, 16), 1),
-        ("km,kn->mn", (16, 8), (16, 32), 1),
-        ("bmk,bkn->bmn", (3, 8, 16), (3, 16, 32), 3),
-        ("bhmk,bhnk->bhmn", (3, 2, 8, 16), (3, 2, 32, 16), 6),
-        ("amk,kn->amn", (2, 4, 16), (16, 32), 1),
-        ("akm,akn->mn", (2, 8, 8), (2, 8, 32), 1),
+        ("mk,kn->mn", (8, 16), (16, 32), 1, "NN"),
+        ("mk,nk->mn", (8, 16), (32, 16), 1, "NT"),
+        ("km,nk->mn", (16, 8), (32, 16), 1, "TT"),
+        ("km,kn->mn", (16, 8), (16, 32), 1, "TN"),
+        ("bmk,bkn->bmn", (3, 8, 16), (3, 16, 32), 3, "NN"),
+        ("bhmk,bhnk->bhmn", (3, 2, 8, 16), (3, 2, 32, 16), 6, "NT"),
+        ("amk,kn->amn", (2, 4, 16), (16, 32), 1, "NN"),
+        ("akm,akn->mn", (2, 8, 8), (2, 8, 32), 1, "NN"),  # XLA makes one matrix of it first
     ],
 )
-def test_products(formula: str, left: tuple[int, ...], right: tuple[int, ...], batch: int) -> None:
-    found = work(lambda x, y: jnp.einsum(formula, x, y), f32(*left), f32(*right))
-    assert counts(Product, found) == {Product("float32", batch, 8, 16, 32): 1}
+def test_products(formula: str, left: tuple[int, ...], right: tuple[int, ...], batch: int, form: str) -> None:
+    found = work(lambda x, y: lax.optimization_barrier(jnp.einsum(formula, x, y)), f32(*left), f32(*right))
+    [(product, count)] = counts(Product, found).items()
+    assert (product._replace(form=""), count) == (Product("float32", batch, 8, 16, 32, ""), 1)
+    assert product.form == form
+
+
+def test_a_matrix_that_lies_transposed() -> None:
+    text = _FUSION.replace("f32[8,16]{1,0}", "f32[8,16]{0,1}")
+    assert work_of(text, 1).computing == {Product("float32", 1, 8, 16, 32, "TN"): 1}
 
 
 def test_a_product_with_a_vector() -> None:
@@ -67,7 +75,8 @@ def test_the_same_product_several_times() -> None:
 
     # forward two; backward one for the examples of the second layer, and one for the matrix in each
     found = counts(Product, work(gradients, f32(32, 32), f32(32, 32)))
-    assert found == {Product("float32", 1, 32, 32, 32): 5}
+    assert {product._replace(form="") for product in found} == {Product("float32", 1, 32, 32, 32, "")}
+    assert sum(found.values()) == 5
 
 
 _FUSION = """HloModule f
@@ -157,7 +166,51 @@ def test_functions(fun: Callable[[Array], Array], functions: int) -> None:
 )
 def test_a_pass_over_memory(dtype: str, nbytes: int) -> None:
     x = jax.ShapeDtypeStruct((100, 10), dtype)
-    assert work(lambda x: x.T.copy(), x).computing == {Stream(2 * 1000 * nbytes, 0): 1}
+    assert work(lambda x: x.T.copy(), x).computing == {Stream(2 * 1000 * nbytes, 0, (1000 * nbytes,)): 1}
+
+
+@pytest.mark.parametrize(
+    ("fun", "transposed"),
+    [
+        (lambda x, y: 2 * x + y.T, (8 * 16 * 4,)),
+        (lambda x, y: x.T + y + 1, (16 * 8 * 4,)),
+        (lambda x, y: 2 * x + y.reshape(16, 8), ()),
+        (lambda x, y: (2 * x + y.T).T, (16 * 8 * 4,)),  # the result is read along y's rows: x is what is transposed
+        (lambda x, y: x[:, 0] + y[0] * 2, (16 * 4,)),
+    ],
+    ids=["the second", "the first", "none", "the first after all", "a column"],
+)
+def test_arrays_that_are_read_along_the_columns(fun: Callable[..., Any], transposed: tuple[int, ...]) -> None:
+    found = counts(Stream, work(fun, f32(16, 8), f32(8, 16)))
+    assert tuple(size for stream in found for size in stream.transposed) == transposed
+
+
+_ORDERS = """HloModule f
+
+ENTRY %main (x: f32[4,8,16], y: f32[16,8]) -> f32[16,8,4] {
+  %x = f32[4,8,16]{1,0,2} parameter(0)
+  %y = f32[16,8]{1,0} parameter(1)
+  ROOT %z = f32[16,8,4]{2,1,0} fusion(%x, %y), kind=kLoop, calls=%fused
+}
+
+%fused (p0: f32[4,8,16], p1: f32[16,8]) -> f32[16,8,4] {
+  %p0 = f32[4,8,16]{1,0,2} parameter(0)
+  %c = f32[4,8,16]{2,1,0} copy(%p0)
+  %t = f32[16,8,4]{0,1,2} transpose(%c), dimensions={2,1,0}
+  %d = f32[16,8,4]{2,1,0} copy(%t)
+  %p1 = f32[16,8]{1,0} parameter(1)
+  %b = f32[16,8,4]{2,1,0} broadcast(%p1), dimensions={0,1}
+  ROOT %a = f32[16,8,4]{2,1,0} add(%d, %b)
+}
+"""
+
+
+def test_a_fusion_reads_in_the_order_of_its_result() -> None:
+    # z runs along x's first dimension, whose neighbours lie 8 apart. A row of y is read four times for each element.
+    assert work_of(_ORDERS, 1).computing == {Stream((2 * 512 + 128) * 4, 0, (512 * 4,)): 1}
+    # A second transposition takes the first one back: x lies as z does.
+    straight = _ORDERS.replace("f32[4,8,16]{1,0,2} p", "f32[4,8,16]{0,1,2} p")
+    assert work_of(straight, 1).computing == {Stream((2 * 512 + 128) * 4, 0): 1}
 
 
 def test_an_operation_reads_all_its_operands() -> None:
