@@ -13,6 +13,7 @@ import itertools
 import json
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,7 @@ def main() -> None:
     parser.add_argument("--profile", type=Path, required=True)
     parser.add_argument("--steps", default=",".join(STEPS), help="some of mlp,conv,gpt")
     parser.add_argument("--compilations", type=int, default=24)
-    parser.add_argument("--calls", type=int, default=7, help="timed steps of each plan")
+    parser.add_argument("--calls", type=int, default=9, help="timed steps of each plan")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     comm = pc.distributed.initialize()
@@ -123,17 +124,20 @@ def main() -> None:
         step, args = STEPS[name]()
         ranking = pc.plan(step, *args, profile=options.profile, compilations=options.compilations)
         measured = measure(ranking.plans, step, *args, steps=options.calls)
-        predicted = [plan.prediction.seconds for plan in ranking]
-        errors = [abs(p / m - 1) for p, m in zip(predicted, measured, strict=True)]
+        predicted, took = [plan.prediction.seconds for plan in ranking], [one.seconds for one in measured]
+        errors = [abs(p / m - 1) for p, m in zip(predicted, took, strict=True)]
+        memory = [abs(plan.prediction.memory / (m.memory or 0) - 1) for plan, m in zip(ranking, measured, strict=True)]
+        plans = [replace(plan, measured=one) for plan, one in zip(ranking, measured, strict=True)]
         if comm.rank == 0:
-            for plan, seconds in zip(ranking, measured, strict=True):
-                print(f"{name}: measured {seconds * 1e3:.2f} ms; {plan}", flush=True)
+            for plan, one in zip(plans, measured, strict=True):
+                print(f"{name}: {plan}, {(one.memory or 0) / 2**20:.1f} MiB", flush=True)
             print(
-                f"{name}: {len(measured)} plans, median error {statistics.median(errors):.0%}, rank correlation "
-                f"{rank_correlation(predicted, measured):.2f}, chosen over best {measured[0] / min(measured):.2f}\n",
+                f"{name}: {len(took)} plans, median error {statistics.median(errors):.0%}, rank correlation "
+                f"{rank_correlation(predicted, took):.2f}, chosen over best {took[0] / min(took):.2f}, memory off by "
+                f"{statistics.median(memory):.0%}, at most {max(memory):.0%}\n",
                 flush=True,
             )
-        rows += [{"step": name, "measured_s": s, **plan.as_dict()} for plan, s in zip(ranking, measured, strict=True)]
+        rows += [{"step": name, **plan.as_dict()} for plan in plans]
     if options.json and comm.rank == 0:
         options.json.write_text(json.dumps(rows, indent=1))
 

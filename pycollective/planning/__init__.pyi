@@ -7,6 +7,7 @@ from .network import MatMul as MatMul
 from .network import Network as Network
 from .network import Part as Part
 from .network import transformer as transformer
+from .plans import Measured as Measured
 from .plans import Plan as Plan
 from .plans import Ranking as Ranking
 from .prediction import Prediction as Prediction

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -23,6 +24,20 @@ class Curve(NamedTuple):
 
     sizes: Sequence[float]
     seconds: Sequence[float]
+
+    @classmethod
+    def measured(cls, seconds: Mapping[int, float]) -> Curve:
+        """Returns the curve of measurements, rising sizes with their seconds.
+
+        No size takes longer than a larger one. Where one did, something else had disturbed it: the larger one's time
+        counts for both.
+
+        Example:
+            >>> Curve.measured({1024: 3.0, 2048: 5.0, 4096: 4.0})
+            Curve(sizes=(1024, 2048, 4096), seconds=(3.0, 4.0, 4.0))
+        """
+        least = itertools.accumulate(reversed(list(seconds.values())), min)
+        return cls(tuple(seconds), tuple(reversed(list(least))))
 
     def __call__(self, size: float) -> float:
         """Returns the seconds of ``size``.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh, NamedSharding
@@ -18,6 +18,19 @@ from pycollective.planning.trace import Signature
 _WHERE = "plan"
 
 
+class Measured(NamedTuple):
+    """What a plan took.
+
+    Attributes:
+        seconds: the median time of a step on the slowest rank.
+        memory: the bytes that the rank which needs most had at its peak, above what it had before the arguments were
+            there. None for accelerators, which say no peak of a part of a run.
+    """
+
+    seconds: float
+    memory: int | None
+
+
 @dataclass(frozen=True)
 class Plan:
     """A way to spread a step over devices.
@@ -27,18 +40,21 @@ class Plan:
         out_specs: how each result is cut.
         prediction: what a step takes.
         signature: what the step takes and returns.
+        measured: what a step took, where it was run.
     """
 
     candidate: Candidate
     out_specs: tuple[Spec, ...]
     prediction: Prediction
     signature: Signature
+    measured: Measured | None = None
 
     def __str__(self) -> str:
         p = self.prediction
         times = f"{p.seconds * 1e3:.3g} ms ({p.computing_s * 1e3:.3g} computing, {p.communication_s * 1e3:.3g} sending)"
         mesh = " x ".join(f"{name} {size}" for name, size in self.candidate.mesh.items())
-        return f"{mesh}, {self.candidate.rule}: {times}, {p.memory / 2**20:.1f} MiB"
+        said = f"{mesh}, {self.candidate.rule}: {times}, {p.memory / 2**20:.1f} MiB"
+        return said if self.measured is None else f"{said}; {self.measured.seconds * 1e3:.3g} ms measured"
 
     @property
     def mesh(self) -> Mesh:
@@ -84,6 +100,8 @@ class Plan:
             "computing_s": self.prediction.computing_s,
             "communication_s": self.prediction.communication_s,
             "memory": self.prediction.memory,
+            "measured_s": self.measured and self.measured.seconds,
+            "measured_memory": self.measured and self.measured.memory,
         }
 
     def _tree(self, tree: Any, specs: tuple[Spec, ...]) -> Any:

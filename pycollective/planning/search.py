@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
@@ -19,6 +20,7 @@ from pycollective.planning.plans import Plan, Ranking
 from pycollective.planning.prediction import Prediction, predict
 from pycollective.planning.profile import Profile
 from pycollective.planning.trace import Step, trace
+from pycollective.planning.verify import measure
 from pycollective.ranks.agreement import gather_from_all
 from pycollective.ranks.communicator import Communicator
 from pycollective.ranks.world import world_if_known
@@ -37,6 +39,7 @@ def plan(
     compilations: int = 60,
     processes: int | None = None,
     progress: bool = True,
+    verify: int = 0,
 ) -> Ranking:
     """Finds the best way to spread a step of training, or any other function of arrays, over devices.
 
@@ -57,6 +60,8 @@ def plan(
         compilations: how many candidates are compiled at most.
         processes: how many are compiled at a time; default the number of cores.
         progress: whether to show a bar on a terminal.
+        verify: how many of the best plans are run for some steps on the devices of this job
+            (:func:`pycollective.planning.measure`). They come first, by the time that they took.
 
     Returns:
         The plans that fit into memory, the fastest first.
@@ -77,9 +82,13 @@ def plan(
         >>> best.candidate.specs, best.prediction.communication_s
         (((None, 'model'), (None, None)), 0)
     """
-    for name, value in (("compilations", compilations), ("processes", 1 if processes is None else processes)):
-        if value < 1:
-            fail(ValueError, _WHERE, None, f"{name} to be at least 1", value, "Choose a positive number.")
+    for name, value, least in (
+        ("compilations", compilations, 1),
+        ("processes", 1 if processes is None else processes, 1),
+        ("verify", verify, 0),
+    ):
+        if value < least:
+            fail(ValueError, _WHERE, None, f"{name} to be at least {least}", value, "Choose a larger number.")
     if not isinstance(profile, Profile):
         profile = Profile.load(profile)
     devices = profile.check_devices(devices)
@@ -90,7 +99,12 @@ def plan(
         devices,
         lambda: _search(traced, profile, devices, limit, compilations, processes or os.cpu_count() or 1, show=show),
     )
-    return Ranking(tuple(Plan(*each, traced.signature) for each in found))
+    plans = [Plan(*each, traced.signature) for each in found]
+    if verify:
+        tried = measure(plans[:verify], step, *args)
+        best = sorted(zip(tried, plans, strict=False), key=lambda pair: pair[0].seconds)
+        plans[:verify] = [replace(one, measured=measured) for measured, one in best]
+    return Ranking(tuple(plans))
 
 
 Found = tuple[Candidate, tuple[Spec, ...], Prediction]

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import gc
+import re
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pycollective.planning.plans import Plan
+from pycollective.planning.plans import Measured, Plan
 from pycollective.ranks.world import world
 from pycollective.transport.mpi import MPI
 
+_TURNS = 3  # of all plans, one after the other: what else the machine does disturbs them alike
 
-def measure(plans: Sequence[Plan], step: Callable[..., Any], *args: Any, steps: int = 5) -> list[float]:
+
+def measure(plans: Sequence[Plan], step: Callable[..., Any], *args: Any, steps: int = 6) -> list[Measured]:
     """Measures plans on the devices of this job, in turns. All ranks must make this call.
+
+    One plan's arrays are in memory at a time.
 
     Args:
         plans: the plans.
@@ -25,41 +35,111 @@ def measure(plans: Sequence[Plan], step: Callable[..., Any], *args: Any, steps: 
         steps: the number of timed steps of each plan.
 
     Returns:
-        The median time of a step of each plan on the slowest rank, in seconds.
+        What each plan took.
+
+    Raises:
+        ValueError: this job has another number of devices than a plan.
     """
-    runs = [_Run(plan, step, args) for plan in plans]
-    seconds: list[list[float]] = [[] for _ in runs]
-    for _ in range(steps):
-        for run, times in zip(runs, seconds, strict=True):
-            run.call()  # brings its arrays into the caches
-            world().mpi.Barrier()
-            started = time.perf_counter()
-            run.call()
-            times.append(world().mpi.allreduce(time.perf_counter() - started, MPI.MAX))
-    return list(map(statistics.median, seconds))
+    compiled = [plan.jit(step) for plan in plans]
+    memory = [_memory_of(_Run(plan, run, args)) for plan, run in zip(plans, compiled, strict=True)]
+    seconds: list[list[float]] = [[] for _ in plans]
+    for _ in range(_TURNS):
+        for plan, run, times in zip(plans, compiled, seconds, strict=True):
+            times += _seconds_of(_Run(plan, run, args), -(-steps // _TURNS))
+    return [Measured(statistics.median(times), peak) for times, peak in zip(seconds, memory, strict=True)]
 
 
 class _Run:
     """A plan under way: each step takes the state that the one before has returned."""
 
-    def __init__(self, plan: Plan, step: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    def __init__(self, plan: Plan, compiled: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self._outs = plan.signature.outs
         self._tree = plan.signature.in_tree
-        self._step = plan.jit(step)
-        shardings = jax.tree.leaves(plan.in_shardings)
-        leaves = jax.tree.leaves(args, is_leaf=lambda x: isinstance(x, jax.ShapeDtypeStruct))
-        self._leaves = [_placed(leaf, sharding) for leaf, sharding in zip(leaves, shardings, strict=True)]
+        self._step = compiled
+        self._shardings = jax.tree.leaves(plan.in_shardings)
+        self._given = jax.tree.leaves(args, is_leaf=lambda x: isinstance(x, jax.ShapeDtypeStruct))
+        self._leaves: list[jax.Array] = []
+
+    @contextmanager
+    def started(self) -> Iterator[None]:
+        """The arguments are in memory for as long."""
+        self._leaves = [_placed(leaf, place) for leaf, place in zip(self._given, self._shardings, strict=True)]
+        try:
+            yield
+        finally:
+            self._leaves = []
 
     def call(self) -> None:
         out = jax.block_until_ready(self._step(*jax.tree.unflatten(self._tree, self._leaves)))
         for place, leaf in zip(self._outs, jax.tree.leaves(out), strict=True):
             if place is not None:
                 self._leaves[place] = leaf
+        for i, leaf in enumerate(self._leaves):
+            if leaf.is_deleted():  # it was donated, and no result takes its place
+                self._leaves[i] = _placed(self._given[i], self._shardings[i])
+
+
+def _seconds_of(run: _Run, steps: int) -> Iterator[float]:
+    with run.started():
+        run.call()  # brings its arrays into the caches
+        for _ in range(steps):
+            world().mpi.Barrier()
+            started = time.perf_counter()
+            run.call()
+            yield world().mpi.allreduce(time.perf_counter() - started, MPI.MAX)
+
+
+def _memory_of(run: _Run) -> int | None:
+    """The peak of a step above what was there before its arguments."""
+    with run.started():
+        run.call()  # compiles it, and fills what stays for good
+        run.call()
+    if jax.local_devices()[0].platform != "cpu":
+        return None
+    return int(world().mpi.allreduce(max(_peak_of(run) for _ in range(_TURNS)), MPI.MAX))
+
+
+def _peak_of(run: _Run) -> int:
+    """One measurement; what an earlier step has not yet freed makes it too small."""
+    before = _give_back()
+    with run.started():
+        run.call()  # then its arguments are results of a step, as in a training
+        _give_back()
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew: proc(5)
+        run.call()
+        return _resident("VmHWM") - before
+
+
+def _give_back() -> int:
+    """Returns freed memory to the system, and the bytes that are still there.
+
+    What is freed counts as resident otherwise, and malloc keeps some for later arrays. XLA frees arguments a little
+    after the results are ready.
+    """
+    gc.collect()
+    most, resident = 0, _resident("VmRSS")
+    while resident != most:
+        time.sleep(0.02)
+        ctypes.CDLL(None).malloc_trim(0)
+        most, resident = resident, _resident("VmRSS")
+    return resident
+
+
+def _resident(name: str) -> int:
+    """A number of bytes from Linux's account of this process."""
+    found = re.search(rf"^{name}:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert found is not None
+    return int(found[1]) * 1024
 
 
 def _placed(leaf: Any, sharding: Any) -> jax.Array:
     if not isinstance(leaf, jax.ShapeDtypeStruct):
-        return jax.device_put(leaf, sharding)
-    value = 0.01 if jnp.issubdtype(leaf.dtype, jnp.inexact) else 0
-    make: Callable[[], jax.Array] = jax.jit(lambda: jnp.full(leaf.shape, value, leaf.dtype), out_shardings=sharding)
-    return make()
+        return jax.device_put(leaf, sharding, may_alias=False)  # the step may be given its memory
+    return _program(leaf.shape, leaf.dtype, sharding)()
+
+
+@functools.cache
+def _program(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Callable[[], jax.Array]:
+    """Makes an array. One that JAX takes from NumPy would lie in NumPy's memory, which is freed at some later time."""
+    value = 0.01 if jnp.issubdtype(dtype, jnp.inexact) else 0
+    return jax.jit(lambda: jnp.full(shape, value, dtype), out_shardings=sharding)

@@ -99,4 +99,4 @@ def _curves(
             break
         tick(1)
         calls = int(min(max(_SECONDS / (8 * slowest), 3), 20))  # the next size has eight times the bytes
-    return ((kind, Curve(tuple(at), tuple(at.values()))) for kind, at in points.items())
+    return ((kind, Curve.measured(at)) for kind, at in points.items())

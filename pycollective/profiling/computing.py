@@ -52,7 +52,7 @@ def measure_curve(comm: pc.Communicator, sizes: list[int], program: Callable[[in
         points[size] = _median_s(comm, jax.jit(function), arguments)
         if points[size] > _LONGEST_S:
             break
-    return Curve(tuple(points), tuple(points.values()))
+    return Curve.measured(points)
 
 
 def _median_s(comm: pc.Communicator, run: Callable[..., Any], arguments: list[Array]) -> float:

@@ -24,7 +24,7 @@ from pycollective.planning import search
 from pycollective.planning.candidates import Candidate, Leaf
 from pycollective.planning.compiled import READY, Compiled, Request, compile_candidate
 from pycollective.planning.example import profile as four
-from pycollective.planning.plans import Plan, Ranking
+from pycollective.planning.plans import Measured, Plan, Ranking
 from pycollective.planning.prediction import Prediction, group_of, predict
 from pycollective.planning.profile import Group
 from pycollective.planning.program_work import Communication, Convolution, Product, Stream, Work
@@ -407,7 +407,11 @@ def test_a_plan_as_a_dictionary(ranking: Ranking) -> None:
         "computing_s": found.prediction.computing_s,
         "communication_s": found.prediction.communication_s,
         "memory": found.prediction.memory,
+        "measured_s": None,
+        "measured_memory": None,
     }
+    ran = replace(found, measured=Measured(0.5, 3 << 20))
+    assert (ran.as_dict()["measured_s"], ran.as_dict()["measured_memory"]) == (0.5, 3 << 20)
     for one in ranking:
         json.dumps(one.as_dict())
 
@@ -415,7 +419,9 @@ def test_a_plan_as_a_dictionary(ranking: Ranking) -> None:
 def test_a_plan_in_words() -> None:
     traced = trace(step, (PARAMS, BATCH), ())
     one = Plan(Candidate(4, 2, "by hand", ()), (), Prediction(0.00125, 0.002, 3 << 20), traced.signature)
-    assert str(one) == "data 4 x model 2, by hand: 3.25 ms (1.25 computing, 2 sending), 3.0 MiB"
+    words = "data 4 x model 2, by hand: 3.25 ms (1.25 computing, 2 sending), 3.0 MiB"
+    assert str(one) == words
+    assert str(replace(one, measured=Measured(0.0041, None))) == f"{words}; 4.1 ms measured"
 
 
 def _broken(candidate: Candidate) -> Candidate:

@@ -1,0 +1,93 @@
+"""Plans in a job: all ranks get the same, and run it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pycollective as pc
+from pycollective.planning import measure
+from pycollective.planning.example import profile as example
+from tests.under_mpirun import SIZE
+
+Array = Any
+
+
+def step(w: Array, x: Array) -> tuple[Array, Array]:
+    loss, grad = jax.value_and_grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
+    return w - 0.1 * grad, loss
+
+
+@pytest.fixture(autouse=True)
+def no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def plan(*args: Any, **options: Any) -> Any:
+    return pc.plan(step, *args, profile=example, devices=SIZE, compilations=4, **options)
+
+
+def arrays(width: int) -> tuple[np.ndarray, np.ndarray]:
+    w, x = np.random.default_rng(0).normal(size=(2, width, width)).astype("float32")
+    return w / width**0.5, x[:64]
+
+
+def test_plans_that_are_run(world: pc.Communicator) -> None:
+    w, x = arrays(64)
+    ranking = plan(w, x, verify=2)
+    assert len(ranking) == 4
+    told = world.mpi.allgather(str(ranking))
+    assert told == [told[0]] * SIZE
+    assert [one.measured is not None for one in ranking] == [True, True, False, False]
+    first, second = (one.measured.seconds for one in ranking.plans[:2])
+    assert 0 < first <= second
+    assert "ms measured" in str(ranking.best)
+    assert ranking.best.as_dict()["measured_s"] == first
+    # The two that ran are the two that were predicted to be fastest.
+    predicted = [replace(one, measured=None) for one in ranking]
+    assert {str(one) for one in predicted[:2]} == {str(one) for one in plan(w, x).plans[:2]}
+    for one in ranking:
+        placed = jax.tree.map(jax.device_put, (w, x), one.in_shardings)
+        new, loss = one.jit(step)(*placed)
+        want = step(w, x)
+        got = jax.experimental.multihost_utils.process_allgather(new, tiled=True)
+        np.testing.assert_allclose(got, want[0], rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(loss.addressable_data(0), want[1], rtol=1e-4)
+
+
+def test_the_memory_of_a_plan_is_what_was_predicted() -> None:
+    args = jax.ShapeDtypeStruct((4096, 4096), "float32"), jax.ShapeDtypeStruct((64, 4096), "float32")
+    ranking = plan(*args)
+    for one, took in zip(ranking, measure(ranking.plans, step, *args, steps=1), strict=True):
+        # The allocator keeps some MiB, of 64 and more.
+        assert took.memory == pytest.approx(one.prediction.memory, rel=0.2), str(one)
+
+
+@pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")  # in some plans they lie otherwise
+def test_steps_that_donate(world: pc.Communicator) -> None:
+    """The caller's arrays stay, and an argument whose memory another result takes is there again in the next step."""
+
+    def both(w: Array, x: Array, z: Array) -> tuple[Array, Array]:
+        return step(w, x)[0], jnp.tanh(x + z)
+
+    w, x = arrays(64)
+    options: dict[str, Any] = {"profile": example, "devices": SIZE, "compilations": 2, "donate_argnums": (0, 2)}
+    best = pc.plan(both, w, x, x, **options).best
+    placed = jax.tree.map(jax.device_put, (w, x, x + 1), best.in_shardings)
+    ranking = pc.plan(both, *placed, verify=2, **options)
+    assert all(one.measured for one in ranking)
+    for given, one in zip((w, x, x + 1), placed, strict=True):
+        assert not one.is_deleted()
+        np.testing.assert_array_equal(jax.experimental.multihost_utils.process_allgather(one, tiled=True), given)
+
+
+def test_a_plan_for_another_number_of_devices_cannot_run(world: pc.Communicator) -> None:
+    w, x = arrays(64)
+    with pytest.raises(ValueError, match=rf"plan: expected {2 * SIZE} devices, which the plan is for, got {SIZE}"):
+        pc.plan(step, w, x, profile=example, devices=2 * SIZE, compilations=1, verify=1)
