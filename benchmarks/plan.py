@@ -110,6 +110,13 @@ def rank_correlation(a: list[float], b: list[float]) -> float:
     return float(np.corrcoef(*ranks)[0, 1])
 
 
+def in_order(predicted: list[float], measured: list[float], apart: float = 1.05) -> float:
+    """The share of pairs in the right order, of those whose measured times differ by more than 5 %."""
+    pairs = [(p, m) for p, m in zip(predicted, measured, strict=True)]
+    told = [(p < q) == (m < n) for (p, m), (q, n) in itertools.combinations(pairs, 2) if max(m, n) > apart * min(m, n)]
+    return sum(told) / max(len(told), 1)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--profile", type=Path, required=True)
@@ -126,17 +133,23 @@ def main() -> None:
         measured = measure(ranking.plans, step, *args, steps=options.calls)
         predicted, took = [plan.prediction.seconds for plan in ranking], [one.seconds for one in measured]
         errors = [abs(p / m - 1) for p, m in zip(predicted, took, strict=True)]
-        memory = [abs(plan.prediction.memory / (m.memory or 0) - 1) for plan, m in zip(ranking, measured, strict=True)]
         plans = [replace(plan, measured=one) for plan, one in zip(ranking, measured, strict=True)]
         if comm.rank == 0:
             for plan, one in zip(plans, measured, strict=True):
-                print(f"{name}: {plan}, {(one.memory or 0) / 2**20:.1f} MiB", flush=True)
-            print(
-                f"{name}: {len(took)} plans, median error {statistics.median(errors):.0%}, rank correlation "
-                f"{rank_correlation(predicted, took):.2f}, chosen over best {took[0] / min(took):.2f}, memory off by "
-                f"{statistics.median(memory):.0%}, at most {max(memory):.0%}\n",
-                flush=True,
-            )
+                print(f"{name}: {plan}", "" if one.memory is None else f"{one.memory / 2**20:.1f} MiB", flush=True)
+            memory = [
+                abs(p.prediction.memory / m.memory - 1) for p, m in zip(ranking, measured, strict=True) if m.memory
+            ]
+            words = [
+                f"{len(took)} plans",
+                f"median error {statistics.median(errors):.0%}",
+                f"rank correlation {rank_correlation(predicted, took):.2f}",
+                f"pairs in order {in_order(predicted, took):.0%}",
+                f"chosen over best {took[0] / min(took):.2f}",
+            ]
+            if memory:
+                words.append(f"memory off by {statistics.median(memory):.0%}, at most {max(memory):.0%}")
+            print(f"{name}: {', '.join(words)}\n", flush=True)
         rows += [{"step": name, **plan.as_dict()} for plan in plans]
     if options.json and comm.rank == 0:
         options.json.write_text(json.dumps(rows, indent=1))

@@ -117,12 +117,14 @@ def _give_back() -> int:
     after the results are ready.
     """
     gc.collect()
-    most, resident = 0, _resident("VmRSS")
-    while resident != most:
+    least = _resident("VmRSS")
+    while True:
         time.sleep(0.02)
         ctypes.CDLL(None).malloc_trim(0)
-        most, resident = resident, _resident("VmRSS")
-    return resident
+        resident = _resident("VmRSS")
+        if resident >= least:  # it ends, since there is less each time until then
+            return resident
+        least = resident
 
 
 def _resident(name: str) -> int:

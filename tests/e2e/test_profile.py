@@ -11,7 +11,7 @@ import pytest
 
 from pycollective.planning.profile import ARRAYS, AXES, OPERATIONS, Group, Profile
 from pycollective.profiling.collectives import SIZES
-from pycollective.profiling.computing import CHANNELS, SMALLEST
+from pycollective.profiling.computing import CHANNELS, COLUMNS, SMALLEST, TRANSPOSED
 from tests import unoptimised
 from tests.e2e.launch import limited, mpirun
 
@@ -33,7 +33,16 @@ def check(profile: Profile, kinds: tuple[str, ...], groups: list[Group], dtypes:
             for curve in curves.values():
                 assert curve.sizes == SIZES[: len(curve.sizes)]
                 assert all(0 < seconds < 60 for seconds in curve.seconds)
-    for tables, values in ((profile.products, SMALLEST), (profile.convolutions, CHANNELS)):
+    assert profile.transposes is not None
+    assert (
+        profile.transposes.sizes
+        == tuple(4 * rows * columns for rows, columns in TRANSPOSED)[: len(profile.transposes.sizes)]
+    )
+    for tables, values in (
+        (profile.products, SMALLEST),
+        (profile.transposed, COLUMNS),
+        (profile.convolutions, CHANNELS),
+    ):
         assert list(tables) == dtypes
         for curves in tables.values():
             assert tuple(curves) == values
