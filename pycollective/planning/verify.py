@@ -100,7 +100,7 @@ def _memory_of(run: _Run) -> int | None:
 
 
 def _peak_of(run: _Run) -> int:
-    """One measurement; what an earlier step has not yet freed makes it too small."""
+    """One measurement. An array of an earlier step that XLA frees only in the next one makes it too small by that."""
     before = _give_back()
     with run.started():
         run.call()  # then its arguments are results of a step, as in a training
