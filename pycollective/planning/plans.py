@@ -63,11 +63,7 @@ class Plan:
         Raises:
             ValueError: the job has another number of devices.
         """
-        devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
-        expected = self.candidate.data * self.candidate.model
-        if len(devices) != expected:
-            remedy = "Call pycollective.distributed.initialize() on as many ranks as the plan is for, or plan again."
-            fail(ValueError, _WHERE, None, f"{expected} devices, which the plan is for", str(len(devices)), remedy)
+        devices = devices_of_job(self.candidate.data * self.candidate.model)
         return mesh_of(self.candidate, devices)
 
     @property
@@ -107,6 +103,15 @@ class Plan:
     def _tree(self, tree: Any, specs: tuple[Spec, ...]) -> Any:
         mesh = self.mesh
         return jax.tree.unflatten(tree, [NamedSharding(mesh, jax.P(*spec)) for spec in specs])
+
+
+def devices_of_job(expected: int) -> list[jax.Device]:
+    """Returns the devices of this job in the order of the ranks; ValueError if they are not so many."""
+    devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+    if len(devices) != expected:
+        remedy = "Call pycollective.distributed.initialize() on as many ranks as the plan is for, or plan again."
+        fail(ValueError, _WHERE, None, f"{expected} devices, which the plan is for", str(len(devices)), remedy)
+    return devices
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from pycollective.errors import fail
 from pycollective.planning.candidates import Candidate, Spec, candidates, variations
 from pycollective.planning.compiled import Request
 from pycollective.planning.compiling import Compilers
-from pycollective.planning.plans import Plan, Ranking
+from pycollective.planning.plans import Plan, Ranking, devices_of_job
 from pycollective.planning.prediction import Prediction, predict
 from pycollective.planning.profile import Profile
 from pycollective.planning.trace import Step, trace
@@ -92,6 +92,8 @@ def plan(
     if not isinstance(profile, Profile):
         profile = Profile.load(profile)
     devices = profile.check_devices(devices)
+    if verify:
+        devices_of_job(devices)  # before the long search
     limit = profile.memory if memory is None else int(memory)
     traced = trace(step, args, donate_argnums)
     show = progress and sys.stderr.isatty()
