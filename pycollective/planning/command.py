@@ -24,8 +24,8 @@ from rich.console import Console
 from rich.progress import track
 
 from pycollective.errors import message
-from pycollective.launch.arguments import positive
-from pycollective.planning.layouts import Estimator, Row, layouts
+from pycollective.launch.arguments import not_negative, positive
+from pycollective.planning.layouts import Estimator, Layout, Row, layouts
 from pycollective.planning.network import Network
 from pycollective.planning.profile import Profile
 from pycollective.planning.report import table
@@ -51,6 +51,14 @@ def main(arguments: Sequence[str]) -> int:
     add("--profile", type=Path, required=True, help="file that `pycollective profile` has written, or dgx-a100")
     add("--devices", type=positive, help="number of devices (default those of the profile)")
     add("--memory", type=float, metavar="GIB", help="memory of a device in GiB (default that of the profile)")
+    add(
+        "--only",
+        type=_setting,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="layouts with this value alone, for a program that has no others: stage=1, remat=no; may be said again",
+    )
     add("--dtype", default="float32", help="dtype of the products (default %(default)s)")
     add("--top", type=positive, default=10, help="number of plans to show (default %(default)s)")
     add("--verify", type=positive, metavar="K", help="run the K best for some steps, and rank them by what they took")
@@ -74,7 +82,7 @@ def _run(options: argparse.Namespace) -> int:
     devices = profile.check_devices(options.devices)
     limit = profile.memory if options.memory is None else int(options.memory * 2**30)
     estimator = Estimator(network, profile, options.dtype)
-    every = list(layouts(network, devices))
+    every = [one for one in layouts(network, devices) if all(getattr(one, name) == v for name, v in options.only)]
     bar = Console(stderr=True)
     rows = [
         Row(layout, estimator.estimate(layout))
@@ -101,6 +109,21 @@ def _run(options: argparse.Namespace) -> int:
     if options.plot:
         importlib.import_module("pycollective.planning.picture").picture(chosen, options.plot)
     return 0
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    """A field of a layout with its value, as in "stage=1"."""
+    name, _, value = text.partition("=")
+    if name not in Layout._fields or not value:
+        names = ", ".join(Layout._fields)
+        raise argparse.ArgumentTypeError(f"expected NAME=VALUE with a name of {names}, got {text}")
+    if name == "remat":
+        if value not in ("yes", "no"):
+            raise argparse.ArgumentTypeError(f"expected remat=yes or remat=no, got {text}")
+        return name, value == "yes"
+    if name in ("schedule", "wire_dtype"):
+        return name, "" if value == "none" else value
+    return name, not_negative(value)
 
 
 def _network_of(program: Path, arguments: list[str]) -> Network:

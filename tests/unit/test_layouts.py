@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -254,6 +255,34 @@ def test_command(program: Path, capsys: pytest.CaptureFixture[str]) -> None:
     network = transformer(layers=2, width=64, heads=4, positions=64, vocabulary=128, examples=16)
     estimator = Estimator(network, example)
     assert min(estimator.estimate(one).seconds for one in layouts(network, 4)) == pytest.approx(seconds[0])
+
+
+def test_only_layouts_that_a_program_has(program: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = program.parent
+    network = transformer(layers=2, width=64, heads=4, positions=64, vocabulary=128, examples=16)
+    every = list(layouts(network, 4))
+
+    def run(*only: str) -> list[dict[str, Any]]:
+        words = [word for setting in only for word in ("--only", setting)]
+        options = ["--profile", str(folder / "cluster.json"), "--devices", "4", "--top", "10000", *words]
+        assert command.main([*options, "--json", str(folder / "plans.json"), str(program), "--layers", "2"]) == 0
+        rows: list[dict[str, Any]] = json.loads((folder / "plans.json").read_text())["rows"]
+        return rows
+
+    assert len(run()) == len(every)
+    assert len(run("stage=1", "remat=no")) == sum(one.stage == 1 and not one.remat for one in every)
+    assert {row["remat"] for row in run("remat=yes", "data=4")} == {True}
+    assert {(row["schedule"], row["wire_dtype"]) for row in run("schedule=1f1b", "wire_dtype=none")} == {("1f1b", "")}
+    capsys.readouterr()
+    for setting, sentence in {
+        "stages=1": "expected NAME=VALUE with a name of data, model, context, stage, zero, schedule, .*, got stages=1",
+        "stage": "expected NAME=VALUE with a name of .*, got stage",
+        "stage=x": "expected a whole number from 0, got 'x'",
+        "remat=1": "expected remat=yes or remat=no, got remat=1",
+    }.items():
+        with pytest.raises(SystemExit):
+            run(setting)
+        assert re.search(sentence, capsys.readouterr().err), setting
 
 
 @pytest.mark.parametrize(
