@@ -281,7 +281,7 @@ def _product(dot: Instruction, shapes: dict[str, tuple[Shape, ...]]) -> Product:
     summed = [numbers(attribute(dot, f"{side}_contracting_dims")) for side in ("lhs", "rhs")]
     k = math.prod(left.dims[i] for i in summed[0])
     m, n = left.elements // (batch * k), right.elements // (batch * k)
-    transposed = (m > 1 and left.neighbours not in summed[0], n > 1 and right.neighbours in summed[1])
+    transposed = (k > 1 and left.neighbours not in summed[0], n > 1 and right.neighbours in summed[1])
     return Product(left.dtype, batch, m, k, n, "".join("T" if turned else "N" for turned in transposed))
 
 

@@ -169,6 +169,29 @@ def test_a_pass_over_memory(dtype: str, nbytes: int) -> None:
     assert work(lambda x: x.T.copy(), x).computing == {Stream(2 * 1000 * nbytes, 0, (1000 * nbytes,)): 1}
 
 
+def test_a_column_times_a_row_is_not_transposed() -> None:
+    text = _FUSION.replace("8,16]", "8,1]").replace("16,32]", "1,32]")
+    assert work_of(text, 1).computing == {Product("float32", 1, 8, 1, 32, "NN"): 1}
+
+
+def test_a_transposition_without_a_copy_is_followed() -> None:
+    text = """HloModule f
+
+ENTRY %main (x: f32[8,4]) -> f32[4,8] {
+  %x = f32[8,4]{1,0} parameter(0)
+  ROOT %z = f32[4,8]{1,0} fusion(%x), kind=kLoop, calls=%fused
+}
+
+%fused (p0: f32[8,4]) -> f32[4,8] {
+  %p0 = f32[8,4]{1,0} parameter(0)
+  %b = f32[4,8]{0,1} bitcast(%p0)
+  ROOT %c = f32[4,8]{1,0} copy(%b)
+}
+"""
+    assert work_of(text, 1).computing == {Stream(2 * 128, 0, (128,)): 1}
+    assert work_of(text.replace("%c = f32[4,8]{1,0}", "%c = f32[4,8]{0,1}"), 1).computing == {Stream(2 * 128, 0): 1}
+
+
 @pytest.mark.parametrize(
     ("fun", "transposed"),
     [
