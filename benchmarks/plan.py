@@ -112,7 +112,7 @@ def rank_correlation(a: list[float], b: list[float]) -> float:
 
 def in_order(predicted: list[float], measured: list[float], apart: float = 1.05) -> float:
     """The share of pairs in the right order, of those whose measured times differ by more than 5 %."""
-    pairs = [(p, m) for p, m in zip(predicted, measured, strict=True)]
+    pairs = zip(predicted, measured, strict=True)
     told = [(p < q) == (m < n) for (p, m), (q, n) in itertools.combinations(pairs, 2) if max(m, n) > apart * min(m, n)]
     return sum(told) / max(len(told), 1)
 

@@ -151,7 +151,7 @@ def layouts(network: Network, devices: int) -> Iterator[Layout]:
             stages_of_zero = (0,) if data * context == 1 else (0, 1, 2) if stage > 1 else (0, 1, 2, 3)
             for zero in stages_of_zero:
                 for pipeline in _pipelines(network, stage, data):
-                    layout = Layout(data, model, context, stage, zero, wire_dtype=wire_dtype)._replace(**pipeline)
+                    layout = Layout(data, model, context, stage, zero, wire_dtype=wire_dtype, **pipeline)
                     yield layout
                     # Where the backward pass is split, one that computes again is not: its bubble is that of 1F1B.
                     if layout.schedule != "zero-bubble":
@@ -292,7 +292,7 @@ class Estimator:
         return max(self._profile.product_s(self._dtype, m, k, n, times) - self._profile.call, 0.0)
 
     def _stream_s(self, nbytes: float) -> float:
-        return max(self._profile.streams(nbytes) - self._profile.call, 0.0) if nbytes else 0.0
+        return max(self._profile.stream_s(nbytes) - self._profile.call, 0.0) if nbytes else 0.0
 
     def _seconds_of_collective(self, operation: str, nbytes: float, group: Group) -> float:
         if group.size == 1 or nbytes == 0:

@@ -40,22 +40,22 @@ def measure(plans: Sequence[Plan], step: Callable[..., Any], *args: Any, steps: 
     Raises:
         ValueError: this job has another number of devices than a plan.
     """
-    compiled = [plan.jit(step) for plan in plans]
-    memory = [_memory_of(_Run(plan, run, args)) for plan, run in zip(plans, compiled, strict=True)]
-    seconds: list[list[float]] = [[] for _ in plans]
+    runs = [_Run(plan, step, args) for plan in plans]
+    memory = list(map(_memory_of, runs))
+    seconds: list[list[float]] = [[] for _ in runs]
     for _ in range(_TURNS):
-        for plan, run, times in zip(plans, compiled, seconds, strict=True):
-            times += _seconds_of(_Run(plan, run, args), -(-steps // _TURNS))
+        for run, times in zip(runs, seconds, strict=True):
+            times += _seconds_of(run, -(-steps // _TURNS))
     return [Measured(statistics.median(times), peak) for times, peak in zip(seconds, memory, strict=True)]
 
 
 class _Run:
     """A plan under way: each step takes the state that the one before has returned."""
 
-    def __init__(self, plan: Plan, compiled: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    def __init__(self, plan: Plan, step: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self._outs = plan.signature.outs
         self._tree = plan.signature.in_tree
-        self._step = compiled
+        self._step = plan.jit(step)
         self._shardings = jax.tree.leaves(plan.in_shardings)
         self._given = jax.tree.leaves(args, is_leaf=lambda x: isinstance(x, jax.ShapeDtypeStruct))
         self._leaves: list[jax.Array] = []
