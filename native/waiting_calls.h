@@ -3,8 +3,13 @@
 #ifndef PYCOLLECTIVE_NATIVE_WAITING_CALLS_H_
 #define PYCOLLECTIVE_NATIVE_WAITING_CALLS_H_
 
+#include <sched.h>
+
+#include <cstdint>
+
 #include "mpi.h"
 #include "patience.h"
+#include "wait.h"
 
 namespace pycollective {
 
@@ -66,11 +71,15 @@ class WaitingCalls {
   int Complete(H* request, void* status = nullptr) const {
     Status own;
     Naps naps;
-    while (true) {
+    for (int64_t looks = 0;; ++looks) {
       int done = 0;
       const int code = functions_.Test(request, &done, status != nullptr ? status : &own);
       if (code != 0 || done != 0) return code;
-      if (is_patient) naps.Take();
+      if (is_patient) {
+        naps.Take();
+      } else if (looks >= spins_of_wait) {  // MPI's test does not give the core away, as its blocking calls do
+        sched_yield();
+      }
     }
   }
 

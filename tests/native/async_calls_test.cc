@@ -12,6 +12,7 @@
 #include "async_calls.h"
 #include "harness.h"
 #include "patience.h"
+#include "wait.h"
 #include "waiting_calls.h"
 
 namespace pc = pycollective;
@@ -20,8 +21,14 @@ namespace ffi = xla::ffi;
 namespace {
 
 thread_local int memory_left = -1;  // so many more allocations of this thread succeed; negative: all
+std::atomic<int> yields{0};
 
 }  // namespace
+
+extern "C" int sched_yield() noexcept {
+  ++yields;
+  return 0;
+}
 
 void* operator new(std::size_t nbytes) {
   if (memory_left == 0) throw std::bad_alloc();
@@ -146,6 +153,25 @@ void TestAReceiveEndsWithItsSend() {
   CHECK(tests_until_done < 0);  // it waited until MPI had done with the receive
 }
 
+// The rank for which this one waits may need the same core, and MPI's test does not give it away.
+void TestAWaitGivesTheCoreAway() {
+  pc::Functions<int> functions{};
+  functions.Test = TestsRequest;
+  const auto yields_in_a_wait = [&](int tests) {
+    yields = 0;
+    tests_until_done = tests;
+    int request = 1;
+    CHECK(pc::WaitingCalls<int>(functions).Complete(&request) == 0);
+    return yields.load();
+  };
+  pc::spins_of_wait = pc::kSpinsOnSharedCore;
+  CHECK(yields_in_a_wait(pc::kSpinsOnSharedCore) == 0);
+  CHECK(yields_in_a_wait(pc::kSpinsOnSharedCore + 5) == 5);
+  pc::spins_of_wait = pc::kSpinsOnOwnCore;
+  CHECK(yields_in_a_wait(pc::kSpinsOnOwnCore) == 0);
+  CHECK(yields_in_a_wait(pc::kSpinsOnOwnCore + 5) == 5);
+}
+
 // Three calls of a size tell how fast they travel. A call that fails tells nothing.
 void TestThePaceLearnsFromSuccess() {
   constexpr int64_t kBytes = 1 << 20;
@@ -171,6 +197,7 @@ void TestThePaceLearnsFromSuccess() {
 const Tests kTests = {
     {"a_call_is_made_without_memory_for_a_thread", TestACallIsMadeWithoutMemoryForAThread},
     {"a_receive_ends_with_its_send", TestAReceiveEndsWithItsSend},
+    {"a_wait_gives_the_core_away", TestAWaitGivesTheCoreAway},
     {"calls_run_in_patient_threads", TestCallsRunInPatientThreads},
     {"the_pace_learns_from_success", TestThePaceLearnsFromSuccess},
 };
