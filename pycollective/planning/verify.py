@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pycollective.planning.meeting import meet
 from pycollective.planning.plans import Measured, Plan
 from pycollective.ranks.world import world
 from pycollective.transport.mpi import MPI
@@ -80,13 +81,16 @@ class _Run:
 
 
 def _seconds_of(run: _Run, steps: int) -> Iterator[float]:
+    ranks = world().mpi
     with run.started():
         run.call()  # brings its arrays into the caches
         for _ in range(steps):
-            world().mpi.Barrier()
+            meet(ranks)
             started = time.perf_counter()
             run.call()
-            yield world().mpi.allreduce(time.perf_counter() - started, MPI.MAX)
+            own = time.perf_counter() - started
+            meet(ranks)
+            yield ranks.allreduce(own, MPI.MAX)
 
 
 def _memory_of(run: _Run) -> int | None:
@@ -96,7 +100,8 @@ def _memory_of(run: _Run) -> int | None:
         run.call()
     if jax.local_devices()[0].platform != "cpu":
         return None
-    return int(world().mpi.allreduce(max(_peak_of(run) for _ in range(_TURNS)), MPI.MAX))
+    with _small_pages():
+        return int(world().mpi.allreduce(max(_peak_of(run) for _ in range(_TURNS)), MPI.MAX))
 
 
 def _peak_of(run: _Run) -> int:
@@ -108,6 +113,17 @@ def _peak_of(run: _Run) -> int:
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew: proc(5)
         run.call()
         return _resident("VmHWM") - before
+
+
+@contextmanager
+def _small_pages() -> Iterator[None]:
+    """A huge page, of 2 MiB, would count whole when the first of its bytes is written."""
+    set_thp_disable = 41  # prctl(2); it fails where there are no huge pages
+    ctypes.CDLL(None).prctl(set_thp_disable, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        ctypes.CDLL(None).prctl(set_thp_disable, 0, 0, 0, 0)
 
 
 def _give_back() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import jax
 import numpy as np
@@ -13,6 +14,7 @@ from pycollective.bench.implementations import Implementation, Pycollective
 from pycollective.bench.measure import InProcess, measure
 from pycollective.bench.workloads import make_workload
 from pycollective.planning.curves import Curve
+from pycollective.planning.meeting import meet
 from pycollective.planning.profile import ARRAYS, AXES, OPERATIONS, Group
 
 SIZES = (512, 4 << 10, 32 << 10, 256 << 10, 2 << 20, 16 << 20)
@@ -82,7 +84,7 @@ def _curves(
     tick: Callable[[int], None],
 ) -> Iterator[tuple[str, Curve]]:
     """The curve of an operation for each kind of program."""
-    runners = {kind: InProcess(one, part.rank, part.size, comm.mpi.Barrier) for kind, one in programs.items()}
+    runners = {kind: InProcess(one, part.rank, part.size, partial(meet, comm.mpi)) for kind, one in programs.items()}
     points: dict[str, dict[int, float]] = {kind: {} for kind in runners}
     calls = 20
     for left, nbytes in zip(range(len(SIZES), 0, -1), SIZES, strict=True):

@@ -17,6 +17,7 @@ from jax import lax
 
 import pycollective as pc
 from pycollective.planning.curves import Curve
+from pycollective.planning.meeting import meet
 from pycollective.transport.mpi import MPI
 
 Array = Any
@@ -33,7 +34,7 @@ TRANSPOSED = ((64, 64), (256, 256), (256, 768), (256, 3072), (2048, 2048))
 CHANNELS = (4, 32, 256)
 _IMAGE, _WINDOW = 16, 3
 
-_SECONDS = 0.02  # for the timed calls of one size
+_SERIES, _SERIES_S, _MOST_CALLS = 5, 0.006, 1000  # of the timed calls of one size
 _LONGEST_S = 0.05  # a call that takes longer is the last one of its curve
 _LARGE, _CACHES = 1 << 20, 128 << 20  # bytes: of arguments that are in turns others, and of these together
 
@@ -56,7 +57,10 @@ def measure_curve(comm: pc.Communicator, sizes: list[int], program: Callable[[in
 
 
 def _median_s(comm: pc.Communicator, run: Callable[..., Any], arguments: list[Array]) -> float:
-    """The median time of a call on the slowest rank.
+    """The time of a call on the slowest rank: the median of some series of calls, one after the other as in a step.
+
+    Where ranks share a core, a call after a meeting would have to wait for the other ranks' calls as well, and for the
+    core to change hands, which takes longer than a small program.
 
     Large arguments are other ones in each call. In a step, parameters are not in the caches either: between two uses of
     one the others come by.
@@ -65,17 +69,18 @@ def _median_s(comm: pc.Communicator, run: Callable[..., Any], arguments: list[Ar
     copies = max(1, min(32, _CACHES // nbytes)) if nbytes >= _LARGE else 1
     turns = itertools.cycle([[x + 0 for x in arguments] for _ in range(copies)])
     jax.block_until_ready(run(*next(turns)))  # compiles it
-    seconds: list[float] = []
-    calls = 1
-    while len(seconds) < calls + 1:
-        own = next(turns)
-        comm.mpi.Barrier()
+
+    def seconds_of(calls: int) -> float:
+        meet(comm.mpi)
         started = time.perf_counter()
-        jax.block_until_ready(run(*own))
-        seconds.append(comm.mpi.allreduce(time.perf_counter() - started, MPI.MAX))
-        if len(seconds) == 1:  # the same on all ranks, so they agree on the number of calls
-            calls = int(min(max(_SECONDS / seconds[0], 3), 30))
-    return statistics.median(seconds[1:])
+        for _ in range(calls):
+            jax.block_until_ready(run(*next(turns)))
+        own = time.perf_counter() - started
+        meet(comm.mpi)
+        return float(comm.mpi.allreduce(own, MPI.MAX)) / calls
+
+    calls = math.ceil(_SERIES_S / seconds_of(1))  # the same on all ranks
+    return statistics.median(seconds_of(min(calls, _MOST_CALLS)) for _ in range(_SERIES))
 
 
 def measure_products(comm: pc.Communicator, dtype: str) -> dict[int, Curve]:

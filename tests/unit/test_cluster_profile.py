@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 import pycollective as pc
 from pycollective.bench.global_arrays import GlobalArrays
 from pycollective.bench.workloads import count_wrong, expected, make_workload, operands
+from pycollective.planning import meeting
 from pycollective.planning.curves import Curve, across
 from pycollective.planning.example import profile as example
 from pycollective.planning.profile import ARRAYS, AXES, OPERATIONS, Group, Profile
@@ -388,6 +389,38 @@ def test_a_curve_ends_with_the_first_long_call(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(computing, "_median_s", lambda comm, run, arguments: run(*arguments))
     curve = computing.measure_curve(comm, [1, 2, 4, 8], lambda size: (lambda x: x * 1e-2, [float(2 * size)]))
     assert curve == ((1, 2, 4), (pytest.approx(0.02), pytest.approx(0.04), pytest.approx(0.08)))
+
+
+@pytest.mark.parametrize("call_s", [0.002, 0.02, 1e-7])
+def test_the_time_of_a_call_is_that_of_a_series(monkeypatch: pytest.MonkeyPatch, call_s: float) -> None:
+    """A meeting of the ranks does not count, and the first call, which compiles, does not either."""
+    now, calls, met = 0.0, 0, []
+
+    def run(x: float) -> float:
+        nonlocal now, calls
+        calls += 1
+        now += call_s if calls > 1 else 10
+        return x
+
+    def meet(ranks: Any) -> None:
+        nonlocal now
+        now += 0.5
+        met.append(calls)
+
+    monkeypatch.setattr(computing.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(computing, "meet", meet)
+    assert computing._median_s(comm, run, [np.zeros(4, np.float32)]) == pytest.approx(call_s, rel=1e-6)
+    each = min(math.ceil(0.006 / call_s), 1000)
+    assert met == [1, 2, *(2 + each * i for turn in range(5) for i in (turn, turn + 1))]
+
+
+def test_a_rank_that_waits_gives_its_core_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = [False, False, True]
+    yields: list[None] = []
+    monkeypatch.setattr(meeting.os, "sched_yield", lambda: yields.append(None))
+    ranks: Any = SimpleNamespace(Ibarrier=lambda: SimpleNamespace(Test=lambda: answers.pop(0)))
+    meeting.meet(ranks)
+    assert (answers, len(yields)) == ([], 2)
 
 
 @pytest.mark.parametrize("limit", ["max", "4096", "99999999999999999", None])
