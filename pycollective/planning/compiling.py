@@ -19,7 +19,7 @@ from pathlib import Path
 import jax
 
 from pycollective.errors import message
-from pycollective.planning import program_text, program_work, reading_order
+from pycollective.planning import compiled, program_text, program_work, reading_order, scratch
 from pycollective.planning.compiled import READY, Compiled, Request
 
 # Where the program stands in its source, and from where it was traced.
@@ -145,7 +145,8 @@ class Compilers:
 
     def _key(self, request: Request) -> str:
         about = repr((jax.__version__, os.environ.get("XLA_FLAGS"), self._devices, request)).encode()
-        readers = (inspect.getsource(module).encode() for module in (program_text, program_work, reading_order))
+        modules = (compiled, program_text, program_work, reading_order, scratch)
+        readers = (inspect.getsource(module).encode() for module in modules)
         return hashlib.sha256(b"".join([about, *readers, self._text])).hexdigest()
 
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from pycollective.distributed.program_text import groups_in
 from pycollective.planning.program_text import Instruction, Program, Shape, attribute, numbers, users
 from pycollective.planning.reading_order import bytes_read_across
+from pycollective.planning.scratch import scratch_of
 
 
 class Product(NamedTuple):
@@ -85,10 +86,13 @@ class Work:
     Attributes:
         computing: how often it makes each product, convolution and pass over memory.
         communication: how often it makes each collective.
+        scratch: the bytes that a product or convolution takes while it runs, which XLA's account of memory lacks: the
+            most of all.
     """
 
     computing: Counter[Product | Convolution | Stream]
     communication: Counter[Communication]
+    scratch: int = 0
 
 
 _FREE = (
@@ -147,7 +151,7 @@ def work_of(text: str, devices: int) -> Work:
     """
     reader = _Reader(Program.read(text), devices)
     reader.add(reader.program.entry, 1)
-    return Work(reader.computing, reader.communication)
+    return Work(reader.computing, reader.communication, reader.scratch)
 
 
 class _Reader:
@@ -156,6 +160,7 @@ class _Reader:
         self.devices = devices
         self.computing: Counter[Product | Convolution | Stream] = Counter()
         self.communication: Counter[Communication] = Counter()
+        self.scratch = 0
 
     def add(self, name: str, times: int) -> None:
         """Adds what a computation does, so many times."""
@@ -208,6 +213,8 @@ class _Reader:
             elif one.opcode in _FUNCTIONS:
                 functions += one.results[0].elements
         if found:
+            if "kind=kCustom" in instruction.attributes:
+                self.scratch = max(self.scratch, scratch_of(inner))
             return
         transposed: tuple[int, ...] = ()
         if instruction.opcode == "fusion":

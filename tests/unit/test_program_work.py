@@ -509,3 +509,26 @@ def test_the_text_of_a_program() -> None:
     assert {name: len(found) for name, found in program.computations.items()} == {"add": 3, "fused": 4, "main": 4}
     last = program.computations["fused"][-1]
     assert (last.opcode, last.operands, last.called, last.is_root) == ("scatter", ("p0", "p1", "p2"), ("add",), True)
+
+
+# What XLA's library takes beside operands and results, in elements
+@pytest.mark.parametrize(
+    ("options", "elements"),
+    [
+        ({}, 8 * 18 * 18 * 8 + 9 * 8 * 32),  # with a border of one place
+        ({"window_strides": (2, 2)}, 8 * 17 * 17 * 8 + 9 * 8 * 32),
+        ({"padding": "VALID"}, 8 * 14 * 14 * 9 * 8 + 9 * 8 * 32),  # the window of each place
+        ({"rhs_dilation": (2, 2)}, 8 * 16 * 16 * 9 * 8 + 9 * 8 * 32),
+    ],
+)
+def test_a_convolution_copies_its_operands(options: dict[str, Any], elements: int) -> None:
+    assert work(convolve(**options), f32(8, 16, 16, 8), f32(3, 3, 8, 32)).scratch == 4 * elements
+
+
+def test_what_is_reduced_inside_a_fusion_is_there_whole() -> None:
+    def logits(x: Array, w: Array) -> Array:
+        y = x @ w
+        return y - y.max(axis=1, keepdims=True)
+
+    assert work(logits, f32(256, 64), f32(64, 512)).scratch == 4 * 256 * 512
+    assert work(jnp.dot, f32(256, 64), f32(64, 512)).scratch == 0
