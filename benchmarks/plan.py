@@ -1,4 +1,4 @@
-"""How far predictions are off: all plans for three steps of training, predicted and measured, on the ranks of a job.
+"""How far predictions are off: all plans for four steps of training, predicted and measured, on the ranks of a job.
 
 ``pycollective profile -o cluster.json`` comes first, on the same ranks:
 
@@ -72,6 +72,21 @@ def convolutions() -> tuple[Callable[..., Any], list[Any]]:
     return descent(loss), [{"params": params, "momentum": params}, struct(16, 32, 32, 8), struct(16, 16)]
 
 
+def alexnet() -> tuple[Callable[..., Any], list[Any]]:
+    """Convolutions whose batch is worth cutting, and then a layer of 1024 units whose parameters are."""
+    names = ("NHWC", "HWIO", "NHWC")
+
+    def loss(params: Tree, x: Array, y: Array) -> Array:
+        for w, stride in zip(params["convolutions"], (1, 2, 2), strict=True):
+            x = jax.nn.relu(lax.conv_general_dilated(x, w, (stride, stride), "SAME", dimension_numbers=names))
+        wide = jax.nn.relu(x.reshape(x.shape[0], -1) @ params["wide"])
+        return jnp.mean((wide @ params["out"] - y) ** 2)
+
+    kernels = [struct(3, 3, a, b) for a, b in itertools.pairwise((8, 32, 64, 64))]
+    params = {"convolutions": kernels, "wide": struct(8 * 8 * 64, 1024), "out": struct(1024, 16)}
+    return descent(loss), [{"params": params, "momentum": params}, struct(16, 32, 32, 8), struct(16, 16)]
+
+
 def gpt() -> tuple[Callable[..., Any], list[Any]]:
     """Two blocks of attention and a wide layer, and the logits of a vocabulary."""
     width, heads, layers, vocabulary, batch, length = 256, 8, 2, 2048, 8, 64
@@ -101,7 +116,7 @@ def gpt() -> tuple[Callable[..., Any], list[Any]]:
     return descent(loss), [{"params": params, "momentum": params}, struct(batch, length + 1, dtype=jnp.int32)]
 
 
-STEPS = {"mlp": wide_mlp, "conv": convolutions, "gpt": gpt}
+STEPS = {"mlp": wide_mlp, "conv": convolutions, "alexnet": alexnet, "gpt": gpt}
 
 
 def rank_correlation(a: list[float], b: list[float]) -> float:
@@ -120,7 +135,7 @@ def in_order(predicted: list[float], measured: list[float], apart: float = 1.05)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--profile", type=Path, required=True)
-    parser.add_argument("--steps", default=",".join(STEPS), help="some of mlp,conv,gpt")
+    parser.add_argument("--steps", default=",".join(STEPS), help="some of mlp,conv,alexnet,gpt")
     parser.add_argument("--compilations", type=int, default=24)
     parser.add_argument("--calls", type=int, default=9, help="timed steps of each plan")
     parser.add_argument("--json", type=Path)
