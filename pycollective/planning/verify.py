@@ -16,8 +16,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pycollective.planning.meeting import meet
 from pycollective.planning.plans import Measured, Plan
+from pycollective.planning.timing import settled_s, slowest_s
 from pycollective.ranks.world import world
 from pycollective.transport.mpi import MPI
 
@@ -81,16 +81,13 @@ class _Run:
 
 
 def _seconds_of(run: _Run, steps: int) -> Iterator[float]:
-    ranks = world().mpi
+    def seconds_of_next() -> float:
+        return slowest_s(world().mpi, run.call)
+
     with run.started():
-        run.call()  # brings its arrays into the caches
+        settled_s(seconds_of_next)
         for _ in range(steps):
-            meet(ranks)
-            started = time.perf_counter()
-            run.call()
-            own = time.perf_counter() - started
-            meet(ranks)
-            yield ranks.allreduce(own, MPI.MAX)
+            yield seconds_of_next()
 
 
 def _memory_of(run: _Run) -> int | None:

@@ -14,8 +14,8 @@ from pycollective.bench.implementations import Implementation, Pycollective
 from pycollective.bench.measure import InProcess, measure
 from pycollective.bench.workloads import make_workload
 from pycollective.planning.curves import Curve
-from pycollective.planning.meeting import meet
 from pycollective.planning.profile import ARRAYS, AXES, OPERATIONS, Group
+from pycollective.planning.timing import meet
 
 SIZES = (512, 4 << 10, 32 << 10, 256 << 10, 2 << 20, 16 << 20)
 """Bytes of operand or result, the larger of both."""

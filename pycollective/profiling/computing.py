@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from jax import lax
 
 import pycollective as pc
 from pycollective.planning.curves import Curve
-from pycollective.planning.meeting import meet
+from pycollective.planning.timing import settled_s, slowest_s
 from pycollective.transport.mpi import MPI
 
 Array = Any
@@ -71,16 +70,18 @@ def _median_s(comm: pc.Communicator, run: Callable[..., Any], arguments: list[Ar
     jax.block_until_ready(run(*next(turns)))  # compiles it
 
     def seconds_of(calls: int) -> float:
-        meet(comm.mpi)
-        started = time.perf_counter()
-        for _ in range(calls):
-            jax.block_until_ready(run(*next(turns)))
-        own = time.perf_counter() - started
-        meet(comm.mpi)
-        return float(comm.mpi.allreduce(own, MPI.MAX)) / calls
+        def series() -> None:
+            for _ in range(calls):
+                jax.block_until_ready(run(*next(turns)))
 
-    calls = math.ceil(_SERIES_S / seconds_of(1))  # the same on all ranks
-    return statistics.median(seconds_of(min(calls, _MOST_CALLS)) for _ in range(_SERIES))
+        return slowest_s(comm.mpi, series) / calls
+
+    # The memory of large results may come from the system in each of some calls, until enough is kept.
+    one = settled_s(lambda: seconds_of(1), least=2 if copies == 1 else 6)
+    calls = min(math.ceil(_SERIES_S / one), _MOST_CALLS)
+    if calls > 1:
+        settled_s(lambda: seconds_of(calls))
+    return statistics.median(seconds_of(calls) for _ in range(_SERIES))
 
 
 def measure_products(comm: pc.Communicator, dtype: str) -> dict[int, Curve]:

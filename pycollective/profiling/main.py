@@ -33,6 +33,8 @@ def run(options: argparse.Namespace) -> int:
     """
     with suppress(RuntimeError):  # devices are in use already; the start then checks their number
         jax.config.update("jax_num_cpu_devices", options.devices)
+    # A step is handed to another thread once. Programs of one instruction would be handed over each time.
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
     start = pc.distributed.initialize if options.devices == 1 else pc.init
     comm = start(devices=options.devices)
     for dtype in options.dtypes:

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 import pycollective as pc
 from pycollective.bench.global_arrays import GlobalArrays
 from pycollective.bench.workloads import count_wrong, expected, make_workload, operands
-from pycollective.planning import meeting
+from pycollective.planning import timing
 from pycollective.planning.curves import Curve, across
 from pycollective.planning.example import profile as example
 from pycollective.planning.profile import ARRAYS, AXES, OPERATIONS, Group, Profile
@@ -407,19 +407,37 @@ def test_the_time_of_a_call_is_that_of_a_series(monkeypatch: pytest.MonkeyPatch,
         now += 0.5
         met.append(calls)
 
-    monkeypatch.setattr(computing.time, "perf_counter", lambda: now)
-    monkeypatch.setattr(computing, "meet", meet)
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(timing, "meet", meet)
     assert computing._median_s(comm, run, [np.zeros(4, np.float32)]) == pytest.approx(call_s, rel=1e-6)
     each = min(math.ceil(0.006 / call_s), 1000)
-    assert met == [1, 2, *(2 + each * i for turn in range(5) for i in (turn, turn + 1))]
+    series = [1] * 2 + [each] * (7 if each > 1 else 5)  # the first two show that it gets no faster
+    ends = list(itertools.accumulate(series, initial=1))
+    assert met == [count for pair in itertools.pairwise(ends) for count in pair]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "least", "settled"),
+    [
+        ([5, 5], 2, 5),
+        ([5, 6], 2, 6),
+        ([9, 5, 4.6], 2, 4.6),
+        ([9, 9, 9, 5, 4.6], 4, 4.6),
+        ([2.0**-i for i in range(8)], 2, 2.0**-7),
+    ],
+)
+def test_a_measurement_settles(seconds: list[float], least: int, settled: float) -> None:
+    left = iter(seconds)
+    assert timing.settled_s(left.__next__, least) == settled
+    assert next(left, None) is None
 
 
 def test_a_rank_that_waits_gives_its_core_away(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = [False, False, True]
     yields: list[None] = []
-    monkeypatch.setattr(meeting.os, "sched_yield", lambda: yields.append(None))
+    monkeypatch.setattr(timing.os, "sched_yield", lambda: yields.append(None))
     ranks: Any = SimpleNamespace(Ibarrier=lambda: SimpleNamespace(Test=lambda: answers.pop(0)))
-    meeting.meet(ranks)
+    timing.meet(ranks)
     assert (answers, len(yields)) == ([], 2)
 
 
