@@ -37,12 +37,13 @@ class Product(NamedTuple):
 
 
 class Convolution(NamedTuple):
-    """A convolution, seen as the product of matrices that it is for each group of channels.
+    """A convolution, seen as products of matrices (places of the window, channels before) and (channels before, after).
 
     Attributes:
         dtype: the dtype of its kernel.
-        smallest: the smallest dimension of that product: of the places where the window stands in all examples, of the
-            entries of a window, and of the channels after it.
+        smallest: the number of places in all examples, or of channels if there are fewer. Channels before and after it
+            count as one number: the larger one where XLA has its library convolve, which needs one of them to be large,
+            else their geometric mean.
         operations: the number of its operations.
     """
 
@@ -201,6 +202,7 @@ class _Reader:
         """What an instruction computes. A product or a convolution reads and writes its arrays in its own time."""
         inner = self.program.computations[instruction.called[0]] if instruction.opcode == "fusion" else (instruction,)
         inside = {one.name: one.results for one in inner} if instruction.opcode == "fusion" else shapes
+        by_library = "kind=kCustom" in instruction.attributes
         functions = 0
         found = False
         for one in inner:
@@ -209,11 +211,11 @@ class _Reader:
                 yield _product(one, inside)
             elif one.opcode == "convolution":
                 found = True
-                yield _convolution(one, inside)
+                yield _convolution(one, inside, by_library=by_library)
             elif one.opcode in _FUNCTIONS:
                 functions += one.results[0].elements
         if found:
-            if "kind=kCustom" in instruction.attributes:
+            if by_library:
                 self.scratch = max(self.scratch, scratch_of(inner))
             return
         transposed: tuple[int, ...] = ()
@@ -292,10 +294,11 @@ def _product(dot: Instruction, shapes: dict[str, tuple[Shape, ...]]) -> Product:
     return Product(left.dtype, batch, m, k, n, "".join("T" if turned else "N" for turned in transposed))
 
 
-def _convolution(conv: Instruction, shapes: dict[str, tuple[Shape, ...]]) -> Convolution:
+def _convolution(conv: Instruction, shapes: dict[str, tuple[Shape, ...]], *, by_library: bool) -> Convolution:
     kernel, out = shapes[conv.operands[1]][0], conv.results[0]
     labels = attribute(conv, "dim_labels").split("_")[1].split("->")[0]
-    after = kernel.dims[labels.index("o")]
+    before, after = (kernel.dims[labels.index(letter)] for letter in "io")
     groups = int(attribute(conv, "feature_group_count") or 1) * int(attribute(conv, "batch_group_count") or 1)
-    smallest = min(out.elements // after, kernel.elements // after, after // groups)
+    channels = max(before, after // groups) if by_library else round(math.sqrt(before * after / groups))
+    smallest = max(1, min(out.elements // after, channels))
     return Convolution(kernel.dtype, smallest, 2 * out.elements * (kernel.elements // after))

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import psutil
 from jax import lax
 
@@ -30,12 +31,23 @@ COLUMNS = (4, 32, 256)
 TRANSPOSED = ((64, 64), (256, 256), (256, 768), (256, 3072), (2048, 2048))
 """The shapes of arrays that are read along the columns: of activations of some hundred rows, and of a large matrix."""
 
-CHANNELS = (4, 32, 256)
+CHANNELS = (4, 16, 32, 256)
+"""The numbers of channels before and after the convolutions that are measured. XLA's library does those from 32 on."""
+
 _IMAGE, _WINDOW = 16, 3
 
 _SERIES, _SERIES_S, _MOST_CALLS = 5, 0.006, 1000  # of the timed calls of one size
 _LONGEST_S = 0.05  # a call that takes longer is the last one of its curve
+_TOUCHED = 1 << 29  # bytes
 _LARGE, _CACHES = 1 << 20, 128 << 20  # bytes: of arguments that are in turns others, and of these together
+
+
+def touch_memory() -> None:
+    """Takes memory from the system that the process then keeps: programs find it there, as they do in a long training.
+
+    A program that takes pages for the first time is slower, on some virtual machines 20 times.
+    """
+    np.ones(min(_TOUCHED, psutil.virtual_memory().available // 16), np.uint8)
 
 
 def measure_curve(comm: pc.Communicator, sizes: list[int], program: Callable[[int], tuple[Any, list[Array]]]) -> Curve:

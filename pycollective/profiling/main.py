@@ -59,6 +59,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _measured(options: argparse.Namespace, comm: pc.Communicator, tick: Callable[[int], None]) -> Profile:
+    computing.touch_memory()
     products, transposed, convolutions = {}, {}, {}
     for dtype in options.dtypes:
         products[dtype] = computing.measure_products(comm, dtype)
