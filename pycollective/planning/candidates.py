@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -14,8 +14,9 @@ DATA, MODEL = "data", "model"
 
 _KEYS = re.compile(r"\[[^\[\]]*\]|\.\w+")
 
-Spec = tuple[str | None, ...]
-"""For each dimension of an array the axis of the mesh along which it is cut, or None; what is missing is not cut."""
+Axes = str | tuple[str, ...] | None
+Spec = tuple[Axes, ...]
+"""For each dimension of an array the axes of the mesh along which it is cut, or None; what is missing is not cut."""
 
 
 class Leaf(NamedTuple):
@@ -68,30 +69,39 @@ class Candidate(NamedTuple):
     def key(self) -> tuple[int, tuple[Spec, ...]]:
         """The same for candidates that differ in words, or in the name of their only axis."""
         only = DATA if 1 in (self.data, self.model) else None
-        specs = tuple(tuple(axis and (only or axis) for axis in spec) for spec in self.specs)
+        specs = tuple(tuple(axes and (only or axes) for axes in spec) for spec in self.specs)
         return 1 if only else self.data, specs
 
     def argument_bytes(self, leaves: Sequence[Leaf]) -> int:
         """The bytes of a device's parts of the arguments."""
-        return sum(leaf.nbytes // self._parts(spec) for leaf, spec in zip(leaves, self.specs, strict=True))
-
-    def _parts(self, spec: Spec) -> int:
-        return math.prod(self.mesh[axis] for axis in spec if axis is not None)
+        return sum(
+            leaf.nbytes // math.prod(_parts(axes, self.mesh) for axes in spec)
+            for leaf, spec in zip(leaves, self.specs, strict=True)
+        )
 
 
 def candidates(leaves: Sequence[Leaf], devices: int) -> Iterator[Candidate]:
     """Yields the ways that follow rules, each once.
 
-    The examples of the data are cut along the first axis, where they divide. Of the state, matrices are cut along the
-    second axis: by their larger dimension, which for two layers in a row is what Megatron does, or all by the first or
-    the last one. Along the first axis the state is whole (data parallelism), or cut (ZeRO stage 3, FSDP), or cut but
-    for the first argument (ZeRO stage 1, where that one is the parameters and the second the optimizer's state).
+    The examples of the data are cut along the first axis, where they divide, or over all devices. Of the state,
+    matrices are cut along the second axis: by their larger dimension, which for two layers in a row is what Megatron
+    does, or all by the first or the last one. Along the first axis the state is whole (data parallelism), or cut (ZeRO
+    stage 3, FSDP), or cut but for the first argument (ZeRO stage 1, where that one is the parameters and the second the
+    optimizer's state).
     """
     known = set()
-    for model in (n for n in range(1, devices + 1) if devices % n == 0):
+    for candidate in itertools.chain(*(_by_rules(leaves, devices, over_all=over_all) for over_all in (False, True))):
+        if candidate.key not in known:
+            known.add(candidate.key)
+            yield candidate
+
+
+def _by_rules(leaves: Sequence[Leaf], devices: int, *, over_all: bool) -> Iterator[Candidate]:
+    """Those with the examples cut over all devices, where matrices are cut, or the others."""
+    for model in (n for n in range(1 + over_all, devices + 1) if devices % n == 0):
         data = devices // model
         by_data: dict[str, Callable[[Leaf], bool]] = {"state whole": lambda _: False}
-        if data > 1:
+        if data > 1 and not over_all:
             by_data["state cut"] = lambda _: True
             by_data["state cut but for its first argument"] = lambda leaf: leaf.state != 0
         by_model = ("larger", "first", "last") if model > 1 else ("",)
@@ -100,9 +110,20 @@ def candidates(leaves: Sequence[Leaf], devices: int) -> Iterator[Candidate]:
             specs = tuple(_spec(leaf, data, dim, cut=cuts(leaf)) for leaf, dim in zip(leaves, dims, strict=True))
             rule = how if model == 1 else f"{how}, matrices cut by their {which} dimension"
             candidate = Candidate(data, model, rule, specs)
-            if candidate.key not in known:
-                known.add(candidate.key)
-                yield candidate
+            yield _with_examples_over_all(candidate, leaves) if over_all else candidate
+
+
+def _with_examples_over_all(candidate: Candidate, leaves: Sequence[Leaf]) -> Candidate:
+    """The same for the state. Data has its examples cut over all devices, where they divide."""
+    everywhere = _axes(axis for axis, size in candidate.mesh.items() if size > 1)
+    parts = _parts(everywhere, candidate.mesh)
+    specs = tuple(
+        spec
+        if leaf.state is not None or not leaf.shape or leaf.shape[0] == 0 or leaf.shape[0] % parts
+        else (everywhere, *[None] * (len(leaf.shape) - 1))
+        for leaf, spec in zip(leaves, candidate.specs, strict=True)
+    )
+    return candidate._replace(rule=f"{candidate.rule}, examples over all devices", specs=specs)
 
 
 def variations(candidate: Candidate, leaves: Sequence[Leaf], number: int) -> Iterator[Candidate]:
@@ -125,15 +146,21 @@ def variations(candidate: Candidate, leaves: Sequence[Leaf], number: int) -> Ite
 def _all_specs(shape: tuple[int, ...], mesh: dict[str, int]) -> Iterator[Spec]:
     """All ways to cut an array along one dimension for each axis, where that divides."""
     axes = [axis for axis, size in mesh.items() if size > 1]
-    choices = [[None, *(dim for dim, n in enumerate(shape) if n % mesh[axis] == 0 and n > 0)] for axis in axes]
-    for dims in itertools.product(*choices):
-        used = [dim for dim in dims if dim is not None]
-        if len(set(used)) == len(used):
-            spec: list[str | None] = [None] * len(shape)
-            for axis, dim in zip(axes, dims, strict=True):
-                if dim is not None:
-                    spec[dim] = axis
+    for dims in itertools.product([None, *range(len(shape))], repeat=len(axes)):
+        spec = [_axes(axis for axis, at in zip(axes, dims, strict=True) if at == dim) for dim in range(len(shape))]
+        if all(n > 0 and n % _parts(cut, mesh) == 0 for n, cut in zip(shape, spec, strict=True) if cut):
             yield tuple(spec)
+
+
+def _axes(names: Iterable[str]) -> Axes:
+    """Some axes, as JAX has them in a sharding."""
+    several = tuple(names)
+    return several if len(several) > 1 else next(iter(several), None)
+
+
+def _parts(axes: Axes, mesh: dict[str, int]) -> int:
+    """The number of parts into which axes cut."""
+    return math.prod(mesh[axis] for axis in ((axes,) if isinstance(axes, str) else axes or ()))
 
 
 def _model_dims(leaves: Sequence[Leaf], model: int, which: str) -> list[int | None]:

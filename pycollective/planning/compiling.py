@@ -118,7 +118,9 @@ class Compilers:
     def _start(self) -> subprocess.Popen[bytes]:
         # Slow code is enough, since it never runs.
         flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
-        environ = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags.strip()}
+        # XLA warns of arrays that it must move in a bad way. Their time is in the prediction.
+        log = {"TF_CPP_MIN_LOG_LEVEL": os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2")}
+        environ = {**os.environ, **log, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags.strip()}
         with self._lock:
             if self._closed:
                 raise RuntimeError("these processes have been ended")

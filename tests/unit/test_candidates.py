@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, NamedSharding
 
-from pycollective.planning.candidates import Candidate, Leaf, Spec, candidates, variations
+from pycollective.planning.candidates import Axes, Candidate, Leaf, Spec, candidates, variations
 
 _SHAPES = st.lists(st.sampled_from([0, 1, 2, 3, 4, 6, 8, 12]), max_size=4).map(tuple)
 _LEAVES = st.lists(st.tuples(_SHAPES, st.sampled_from([None, 0, 1, 2])), max_size=6).map(
@@ -30,13 +30,17 @@ def part(candidate: Candidate, shape: tuple[int, ...], spec: Spec) -> tuple[int,
     return NamedSharding(mesh, jax.P(*spec)).shard_shape(shape)
 
 
+def axes_of(entry: Axes) -> tuple[str, ...]:
+    return (entry,) if isinstance(entry, str) else entry or ()
+
+
 def assert_sound(candidate: Candidate, leaves: Sequence[Leaf], devices: int) -> None:
     assert math.prod(candidate.mesh.values()) == devices
     assert set(candidate.mesh) == {"data", "model"}
     parts = [part(candidate, leaf.shape, spec) for leaf, spec in zip(leaves, candidate.specs, strict=True)]
     assert candidate.argument_bytes(leaves) == sum(4 * math.prod(shape) for shape in parts)
     for one, spec in zip(leaves, candidate.specs, strict=True):
-        axes = [axis for axis in spec if axis is not None]
+        axes = [axis for entry in spec for axis in axes_of(entry)]
         assert len(set(axes)) == len(axes)
         assert all(candidate.mesh[axis] > 1 for axis in axes), "an axis of size 1 cuts nothing"
         assert 0 not in one.shape or all(one.shape[dim] for dim, axis in enumerate(spec) if axis)
@@ -66,13 +70,18 @@ def test_all_variations(leaves: list[Leaf], devices: int, data: st.DataObject) -
         for other, (old, new) in enumerate(zip(start.specs, one.specs, strict=True)):
             alike = (leaves[other].shape, old) == (leaves[number].shape, start.specs[number])
             assert new == (one.specs[number] if alike else old)
-    # By brute force: for each dimension an axis or none, where JAX and the sizes allow it.
-    axes = [None, *(axis for axis, size in start.mesh.items() if size > 1)]
+    # By brute force: for each dimension some axes, where JAX and the sizes allow it.
+    axes = [axis for axis, size in start.mesh.items() if size > 1]
+    entries = [None, *axes, *([tuple(axes)] if len(axes) > 1 else [])]
     every = {
         spec
-        for spec in itertools.product(axes, repeat=len(leaves[number].shape))
-        if all(spec.count(axis) <= 1 for axis in axes if axis)
-        and all(n and n % start.mesh[axis] == 0 for n, axis in zip(leaves[number].shape, spec, strict=True) if axis)
+        for spec in itertools.product(entries, repeat=len(leaves[number].shape))
+        if all(sum(axis in axes_of(entry) for entry in spec) <= 1 for axis in axes)
+        and all(
+            n and n % math.prod(start.mesh[axis] for axis in axes_of(entry)) == 0
+            for n, entry in zip(leaves[number].shape, spec, strict=True)
+            if entry
+        )
     }
     assert sorted(map(str, every - {start.specs[number]})) == sorted(str(one.specs[number]) for one in found)
 
@@ -142,6 +151,20 @@ def test_matrices_are_cut_along_both_axes() -> None:
     assert cut == (("data", "model"), ("model", "data"), ("data",), data)
 
 
+def test_examples_over_all_devices_while_matrices_are_cut() -> None:
+    """Krizhevsky 2014: convolutions have their examples cut, and the wide layer after them its units."""
+    leaves = [leaf((16, 64)), leaf((64, 16)), BATCH, leaf((6, 4), None), leaf((), None), leaf((0, 4), None)]
+    last = "state whole, matrices cut by their last dimension, examples over all devices"
+    assert by_rule(leaves, 4, 4)[last] == (COLUMNS, COLUMNS, ROWS, (None, None), (), (None, None))
+    assert f"{LARGER}, examples over all devices" not in by_rule(leaves, 4, 4), (
+        "on one axis that is the whole state cut"
+    )
+    both = by_rule(leaves, 4, 2)[f"{LARGER}, examples over all devices"]
+    assert both == (COLUMNS, ROWS, (("data", "model"), None), ("data", None), (), (None, None)), (
+        "6 are cut into 2 parts"
+    )
+
+
 def test_zero_stage_one_leaves_the_first_argument_whole() -> None:
     """Rajbhandari et al. 2020: the optimizer's state is cut, the parameters are not."""
     params, moments = leaf((16, 64), 0), leaf((16, 64), 1)
@@ -179,5 +202,6 @@ def test_a_variation_by_example() -> None:
         (None, "model"),
         ("data", "model"),
         ("model", "data"),
+        (("data", "model"), None),  # 6 columns cannot be cut into 4 parts
     }
     assert f"state whole; [2] {jax.P(None, 'data')}" in {one.rule for one in found}
