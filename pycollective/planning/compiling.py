@@ -119,8 +119,8 @@ class Compilers:
         # Slow code is enough, since it never runs.
         flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
         # XLA warns of arrays that it must move in a bad way. Their time is in the prediction.
-        log = {"TF_CPP_MIN_LOG_LEVEL": os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2")}
-        environ = {**os.environ, **log, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags.strip()}
+        errors_alone = {"TF_CPP_MIN_LOG_LEVEL": "2"}
+        environ = {**os.environ, **errors_alone, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags.strip()}
         with self._lock:
             if self._closed:
                 raise RuntimeError("these processes have been ended")
