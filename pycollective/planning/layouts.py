@@ -289,15 +289,15 @@ class Estimator:
             k, n = (size / context if size == product.m else size for size in (k, n))
         else:
             m, k, n = b * m, k / (model if product.cut == "k" else 1), n / (model if product.cut == "n" else 1)
-        return max(self._profile.product_s(self._dtype, m, k, n, times) - self._profile.call, 0.0)
+        return self._profile.part_s(self._profile.product_s(self._dtype, m, k, n, times))
 
     def _stream_s(self, nbytes: float) -> float:
-        return max(self._profile.stream_s(nbytes) - self._profile.call, 0.0) if nbytes else 0.0
+        return self._profile.part_s(self._profile.stream_s(nbytes)) if nbytes else 0.0
 
     def _seconds_of_collective(self, operation: str, nbytes: float, group: Group) -> float:
         if group.size == 1 or nbytes == 0:
             return 0.0
-        return max(self._profile.collective_s(operation, nbytes, group, AXES) - self._profile.call, 0.0)
+        return self._profile.part_s(self._profile.collective_s(operation, nbytes, group, AXES))
 
     def _update(self, parameters: float, layout: Layout) -> tuple[float, float]:
         """Seconds of the optimizer, and of the communication of gradients and parameters.

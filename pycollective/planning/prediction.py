@@ -53,17 +53,17 @@ def predict(work: Work, memory: int, profile: Profile) -> Prediction:
 
 def _computing_s(item: Product | Convolution | Stream, profile: Profile) -> float:
     if isinstance(item, Product):
-        return profile.product_s(item.dtype, item.m, item.k, item.n, item.batch, item.form) - profile.call
+        return profile.part_s(profile.product_s(item.dtype, item.m, item.k, item.n, item.batch, item.form))
     if isinstance(item, Convolution):
-        return profile.convolution_s(item.dtype, item.smallest, item.operations) - profile.call
-    return profile.stream_s(item.nbytes, item.functions, item.transposed) - profile.call
+        return profile.part_s(profile.convolution_s(item.dtype, item.smallest, item.operations))
+    return profile.part_s(profile.stream_s(item.nbytes, item.functions, item.transposed))
 
 
 def _communication_s(item: Communication, profile: Profile) -> float:
     group = group_of(item.group, profile.per_host)
     if group.size == 1:
         return 0.0
-    return profile.collective_s(item.operation, item.nbytes, group, ARRAYS) - profile.call
+    return profile.part_s(profile.collective_s(item.operation, item.nbytes, group, ARRAYS))
 
 
 def group_of(devices: Sequence[int], per_host: int) -> Group:

@@ -128,6 +128,10 @@ class Profile:
         moved = _moved(operation, group, self.per_host) / _moved(operation, known, self.per_host)
         return latency * steps + (whole - latency) * moved
 
+    def part_s(self, alone: float) -> float:
+        """Returns the seconds that a part adds to a program, from those of a program of this part alone."""
+        return max(alone - self.call, 0.0)
+
     def product_s(self, dtype: str, m: float, k: float, n: float, batch: float = 1, form: str = "NN") -> float:
         """Returns the seconds of so many products of matrices (m, k) and (k, n) in one call.
 

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 from typing import Any
-
-from rich.console import Console
-from rich.progress import Progress
 
 from pycollective.errors import fail
 from pycollective.planning.candidates import Candidate, Spec, candidates, variations
@@ -19,6 +15,7 @@ from pycollective.planning.compiling import Compilers
 from pycollective.planning.plans import Plan, Ranking, devices_of_job
 from pycollective.planning.prediction import Prediction, predict
 from pycollective.planning.profile import Profile
+from pycollective.planning.progress import progress
 from pycollective.planning.trace import Step, trace
 from pycollective.planning.verify import measure
 from pycollective.ranks.agreement import gather_from_all
@@ -153,14 +150,18 @@ def _search(
     found: list[Found] = []
     errors: list[str] = []
     known: set[Any] = set()
-    with Compilers(traced.program, devices, processes) as compilers, _progress(len(chosen), show=show) as (grow, tick):
+    with (
+        Compilers(traced.program, devices, processes) as compilers,
+        progress("compiling", show=show) as (grow, advance),
+    ):
 
         def add(more: Sequence[Candidate]) -> list[Found]:
             start = len(found)
+            grow(len(more))
             known.update(one.key for one in more)
             requests = [Request(one, traced.signature.outs, traced.donated) for one in more]
             for request, compiled in compilers.compile_all(requests):
-                tick()
+                advance(1)
                 if isinstance(compiled, str):
                     errors.append(compiled)
                 else:
@@ -176,7 +177,6 @@ def _search(
             limit,
             known,
             compilations - len(chosen),
-            grow,
             add,
         )
     if not found:
@@ -200,7 +200,6 @@ def _refine(
     limit: int,
     known: Set[Any],
     compilations: int,
-    grow: Callable[[int], None],
     add: Callable[[Sequence[Candidate]], list[Found]],
 ) -> None:
     """Cuts the arrays of some plans in other ways, one after the other, the largest first. It keeps what pays."""
@@ -215,7 +214,6 @@ def _refine(
             ]
             if 0 < len(more) <= compilations:
                 compilations -= len(more)
-                grow(len(more))
                 best = min([best, *add(more)], key=order)
 
 
@@ -223,15 +221,3 @@ def _refuse_memory(limit: int, least: int, what: str) -> None:
     got = f"{least:,} B for {what}"
     remedy = "Use more devices, a smaller batch, or jax.checkpoint."
     fail(ValueError, _WHERE, None, f"a plan that fits into {limit:,} B on each device", got, remedy)
-
-
-@contextmanager
-def _progress(total: int, *, show: bool) -> Iterator[tuple[Callable[[int], None], Callable[[], None]]]:
-    """A bar on a terminal: functions that add to what is to be done, and that advance it."""
-    with Progress(console=Console(stderr=True), transient=True, disable=not show) as bar:
-        task = bar.add_task("compiling", total=total)
-
-        def grow(count: int) -> None:
-            bar.update(task, total=(bar.tasks[0].total or 0) + count)
-
-        yield grow, lambda: bar.advance(task)

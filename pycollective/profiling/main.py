@@ -5,18 +5,18 @@ from __future__ import annotations
 import argparse
 import platform
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from datetime import date
 
 import jax
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 import pycollective as pc
 from pycollective.errors import message
 from pycollective.planning.profile import ARRAYS, OPERATIONS, Group, Profile
+from pycollective.planning.progress import progress
 from pycollective.profiling import computing
 from pycollective.profiling.collectives import count_turns, groups_in, measure_collectives
 from pycollective.transport.mpi import MPI
@@ -44,8 +44,9 @@ def run(options: argparse.Namespace) -> int:
         remedy = "Start as many on each host, with `pycollective run --ranks-per-host` say."
         raise ValueError(message("profile", "as many ranks on each host", f"{sizes[0]} to {sizes[-1]}", remedy))
     turns = count_turns(comm.host_count, comm.local_size) + _COMPUTING + 3 * len(options.dtypes)
-    with _progress(turns, comm.rank) as tick:
-        profile = _measured(options, comm, tick)
+    with progress("measuring", show=comm.rank == 0 and sys.stderr.isatty()) as (grow, advance):
+        grow(turns)
+        profile = _measured(options, comm, advance)
     if comm.rank == 0:
         profile.save(options.output)
         console = Console()
@@ -139,14 +140,3 @@ def _table_of_computing(profile: Profile) -> Table:
         rates = [curve.sizes[-1] / curve.seconds[-1] * 1e-9 for curve in curves.values()]
         table.add_row(dtype, *(f"{rate:.1f}" for rate in rates))
     return table
-
-
-@contextmanager
-def _progress(total: int, rank: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar on rank 0's terminal, and a function that advances it; elsewhere that function does nothing."""
-    if rank > 0 or not sys.stderr.isatty():
-        yield lambda _: None
-        return
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("measuring", total=total)
-        yield lambda count: bar.advance(task, count)
