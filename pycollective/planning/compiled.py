@@ -34,7 +34,7 @@ class Compiled(NamedTuple):
 
     Attributes:
         work: what each device does.
-        memory: the bytes that a device needs at most.
+        memory: the bytes that a device needs at most, by XLA's account.
         out_specs: how each result is spread.
     """
 
@@ -53,7 +53,7 @@ def compile_candidate(step: jax.export.Exported, request: Request) -> Compiled:
     stats: Any = compiled.memory_analysis()
     work = work_of(compiled.as_text(), mesh.size)
     memory = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
-    memory += stats.temp_size_in_bytes + work.scratch  # what it needs at once, for as long as it runs
+    memory += stats.temp_size_in_bytes
     specs = tuple(_spec_of(sharding) for sharding in compiled.output_shardings)
     return Compiled(work, memory, specs)
 

@@ -39,7 +39,7 @@ def predict(work: Work, memory: int, profile: Profile) -> Prediction:
 
     Args:
         work: what each device does.
-        memory: the bytes that a device needs at most.
+        memory: the bytes that a device needs at most, by XLA's account.
         profile: the speed of the devices and of what connects them.
     """
     computing = profile.call + sum(
@@ -48,7 +48,8 @@ def predict(work: Work, memory: int, profile: Profile) -> Prediction:
     communication = sum(
         count * max(_communication_s(item, profile), _LEAST_S) for item, count in work.communication.items()
     )
-    return Prediction(computing, communication, memory)
+    beside = (work.scratch, *(_buffer_of(item, profile) for item in work.communication))  # one at a time
+    return Prediction(computing, communication, memory + max(beside))
 
 
 def _computing_s(item: Product | Convolution | Stream, profile: Profile) -> float:
@@ -64,6 +65,14 @@ def _communication_s(item: Communication, profile: Profile) -> float:
     if group.size == 1:
         return 0.0
     return profile.part_s(profile.collective_s(item.operation, item.nbytes, group, ARRAYS))
+
+
+def _buffer_of(item: Communication, profile: Profile) -> int:
+    """The bytes that a collective takes while it runs: MPI adds up each array between hosts in a buffer."""
+    group = group_of(item.group, profile.per_host)
+    if item.operation != "psum" or group.hosts == 1:
+        return 0
+    return (item.largest or item.nbytes) // group.per_host  # a rank's share
 
 
 def group_of(devices: Sequence[int], per_host: int) -> Group:

@@ -73,11 +73,13 @@ class Communication(NamedTuple):
         operation: its name in JAX.
         nbytes: the bytes of operand or result, the larger of both.
         group: the devices that make it with the first one.
+        largest: the bytes of the largest array if it adds up several, else 0.
     """
 
     operation: str
     nbytes: int
     group: tuple[int, ...]
+    largest: int = 0
 
 
 @dataclass(frozen=True)
@@ -189,12 +191,14 @@ class _Reader:
         return sum(instruction.nbytes for instruction in self.program.computations[name])
 
     def _collective(self, kind: str, instruction: Instruction, shapes: dict[str, tuple[Shape, ...]]) -> Communication:
-        nbytes = sum(shape.nbytes for name in instruction.operands for shape in shapes[name])
+        each = [shape.nbytes for name in instruction.operands for shape in shapes[name]]
+        nbytes = sum(each)
         group = _group(instruction.attributes, self.devices)
         # What begins and is ended later has its operands among its results.
         if kind == "all-gather":
             nbytes *= len(group)
-        return Communication(_COLLECTIVES[kind], int(nbytes), group)
+        largest = max(each) if kind == "all-reduce" and len(each) > 1 else 0
+        return Communication(_COLLECTIVES[kind], int(nbytes), group, int(largest))
 
     def _computed(
         self, instruction: Instruction, shapes: dict[str, tuple[Shape, ...]]

@@ -88,6 +88,22 @@ def test_predicted_communication(group: tuple[int, ...], expected: float) -> Non
 
 
 @pytest.mark.parametrize(
+    ("items", "scratch", "nbytes"),
+    [
+        ([], 7, 7),
+        ([Communication("psum", 2**16, (0, 2))], 7, 2**16),  # MPI's buffer between hosts; one of both at a time
+        ([Communication("psum", 2**16, (0, 2))], 2**20, 2**20),
+        ([Communication("psum", 2**16, (0, 1, 2, 3))], 7, 2**15),  # a rank's share
+        ([Communication("psum", 2**16, (0, 1))], 0, 0),  # within a host
+        ([Communication("ppermute", 2**16, (0, 2))], 0, 0),
+        ([Communication("psum", 2**16, (0, 2), largest=2**14)], 0, 2**14),  # one array after the other
+    ],
+)
+def test_predicted_memory(items: list[Communication], scratch: int, nbytes: int) -> None:
+    assert predict(Work(Counter(), Counter(items), scratch), 1000, four).memory == 1000 + nbytes
+
+
+@pytest.mark.parametrize(
     ("devices", "group"),
     [
         ((0,), Group(1, 1)),

@@ -533,3 +533,24 @@ def test_what_is_reduced_inside_a_fusion_is_there_whole() -> None:
 
     assert work(logits, f32(256, 64), f32(64, 512)).scratch == 4 * 256 * 512
     assert work(jnp.dot, f32(256, 64), f32(64, 512)).scratch == 0
+
+
+_SUM_OF_TWO = """HloModule sum, num_partitions=4
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+ENTRY %main (x: f32[16,4], y: f32[6]) -> (f32[16,4], f32[6]) {
+  %x = f32[16,4]{1,0} parameter(0)
+  %y = f32[6]{0} parameter(1)
+  ROOT %r = (f32[16,4]{1,0}, f32[6]{0}) all-reduce(%x, %y), replica_groups={{0,1},{2,3}}, to_apply=%add
+}
+"""
+
+
+def test_the_largest_of_several_arrays_that_are_added_up() -> None:
+    found = work_of(_SUM_OF_TWO, 4).communication
+    assert found == {Communication("psum", 4 * (64 + 6), (0, 1), largest=4 * 64): 1}
