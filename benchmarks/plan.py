@@ -89,7 +89,13 @@ def alexnet() -> tuple[Callable[..., Any], list[Any]]:
 
 def gpt() -> tuple[Callable[..., Any], list[Any]]:
     """Two blocks of attention and a wide layer, and the logits of a vocabulary."""
-    width, heads, layers, vocabulary, batch, length = 256, 8, 2, 2048, 8, 64
+    loss, params, tokens = decoder(layers=2, batch=8)
+    return descent(loss), [{"params": params, "momentum": params}, tokens]
+
+
+def decoder(layers: int, batch: int) -> tuple[Callable[..., Array], Tree, Any]:
+    """The loss of a GPT, its parameters and its tokens."""
+    width, heads, vocabulary, length = 256, 8, 2048, 64
 
     def norm(x: Array) -> Array:
         return x * lax.rsqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-6)
@@ -113,7 +119,7 @@ def gpt() -> tuple[Callable[..., Any], list[Any]]:
         "down": struct(4 * width, width),
     }
     params = {"table": struct(vocabulary, width), "layers": [layer] * layers}
-    return descent(loss), [{"params": params, "momentum": params}, struct(batch, length + 1, dtype=jnp.int32)]
+    return loss, params, struct(batch, length + 1, dtype=jnp.int32)
 
 
 STEPS = {"mlp": wide_mlp, "conv": convolutions, "alexnet": alexnet, "gpt": gpt}
