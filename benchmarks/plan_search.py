@@ -1,4 +1,4 @@
-"""How long it takes to find a plan by compilation: for a GPT of four blocks with Adam, on 64 devices that are not there.
+"""How long it takes to find a plan by compilation: for a GPT of four blocks with Adam, on 64 absent devices.
 
 python benchmarks/plan_search.py
 """
