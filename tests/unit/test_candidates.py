@@ -160,6 +160,7 @@ def test_examples_over_all_devices_while_matrices_are_cut() -> None:
         "on one axis that is the whole state cut"
     )
     both = by_rule(leaves, 4, 2)[f"{LARGER}, examples over all devices"]
+    assert not any(rule.startswith("state cut") and "examples" in rule for rule in by_rule(leaves, 4, 2))
     assert both == (COLUMNS, ROWS, (("data", "model"), None), ("data", None), (), (None, None)), (
         "6 are cut into 2 parts"
     )

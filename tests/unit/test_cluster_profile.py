@@ -416,6 +416,14 @@ def test_the_time_of_a_call_is_that_of_a_series(monkeypatch: pytest.MonkeyPatch,
     assert met == [count for pair in itertools.pairwise(ends) for count in pair]
 
 
+def test_the_slowest_rank_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter([2.0, 5.0])
+    monkeypatch.setattr(timing.time, "perf_counter", seconds.__next__)
+    monkeypatch.setattr(timing, "meet", lambda ranks: None)
+    ranks: Any = SimpleNamespace(allreduce=lambda own, op: (max if op == timing.MPI.MAX else min)(own, 7.0, 1.0))
+    assert timing.slowest_s(ranks, lambda: None) == 7.0
+
+
 @pytest.mark.parametrize(
     ("seconds", "least", "settled"),
     [

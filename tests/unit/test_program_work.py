@@ -13,6 +13,7 @@ from jax import lax
 
 from pycollective.planning.program_text import Program
 from pycollective.planning.program_work import Communication, Convolution, Product, Stream, Work, work_of
+from pycollective.planning.scratch import scratch_of
 
 Array = Any
 P = jax.P
@@ -554,3 +555,28 @@ ENTRY %main (x: f32[16,4], y: f32[6]) -> (f32[16,4], f32[6]) {
 def test_the_largest_of_several_arrays_that_are_added_up() -> None:
     found = work_of(_SUM_OF_TWO, 4).communication
     assert found == {Communication("psum", 4 * (64 + 6), (0, 1), largest=4 * 64): 1}
+
+
+_DOT = """HloModule f
+
+ENTRY %main (x: f32[8,16], w: f32[16,32]) -> f32[8,32] {
+  %x = f32[8,16]{1,0} parameter(0)
+  %w = f32[16,32]{1,0} parameter(1)
+  BEFORE
+  ROOT %last = AFTER
+}
+"""
+_PRODUCT = "f32[8,32]{1,0} dot(%x, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "nbytes"),
+    [
+        (f"%y = {_PRODUCT}", "f32[8]{0} reduce(%y, %zero), dimensions={1}", 4 * 8 * 32),
+        (f"%y = {_PRODUCT}", "f32[8,32]{1,0} negate(%y)", 0),  # made part by part
+        ("%most = f32[8]{0} reduce(%x, %zero), dimensions={1}", _PRODUCT, 0),  # it lies in the result's memory
+    ],
+)
+def test_products_in_a_fusion_with_a_reduction(before: str, after: str, nbytes: int) -> None:
+    program = Program.read(_DOT.replace("BEFORE", before).replace("AFTER", after))
+    assert scratch_of(program.computations[program.entry]) == nbytes
