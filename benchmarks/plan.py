@@ -57,13 +57,17 @@ def wide_mlp() -> tuple[Callable[..., Any], list[Any]]:
     return descent(loss), [{"params": params, "momentum": params}, struct(16, 2048), struct(16, 2048)]
 
 
+def convolve(x: Array, w: Array, stride: int = 1) -> Array:
+    names = ("NHWC", "HWIO", "NHWC")
+    return jax.nn.relu(lax.conv_general_dilated(x, w, (stride, stride), "SAME", dimension_numbers=names))
+
+
 def convolutions() -> tuple[Callable[..., Any], list[Any]]:
     """Few parameters and large activations: much to send where anything but the batch is cut."""
-    names = ("NHWC", "HWIO", "NHWC")
 
     def loss(params: Tree, x: Array, y: Array) -> Array:
         for w in params["convolutions"]:
-            x = jax.nn.relu(lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=names))
+            x = convolve(x, w)
         return jnp.mean((x.mean(axis=(1, 2)) @ params["out"] - y) ** 2)
 
     widths = (8, 32, 64, 64)
@@ -74,11 +78,10 @@ def convolutions() -> tuple[Callable[..., Any], list[Any]]:
 
 def alexnet() -> tuple[Callable[..., Any], list[Any]]:
     """Convolutions whose batch is worth cutting, and then a layer of 1024 units whose parameters are."""
-    names = ("NHWC", "HWIO", "NHWC")
 
     def loss(params: Tree, x: Array, y: Array) -> Array:
         for w, stride in zip(params["convolutions"], (1, 2, 2), strict=True):
-            x = jax.nn.relu(lax.conv_general_dilated(x, w, (stride, stride), "SAME", dimension_numbers=names))
+            x = convolve(x, w, stride)
         wide = jax.nn.relu(x.reshape(x.shape[0], -1) @ params["wide"])
         return jnp.mean((wide @ params["out"] - y) ** 2)
 

@@ -99,31 +99,24 @@ def candidates(leaves: Sequence[Leaf], devices: int) -> Iterator[Candidate]:
 def _by_rules(leaves: Sequence[Leaf], devices: int, *, over_all: bool) -> Iterator[Candidate]:
     """Those with the examples cut over all devices, where matrices are cut, or the others."""
     for model in (n for n in range(1 + over_all, devices + 1) if devices % n == 0):
-        data = devices // model
+        mesh = {DATA: devices // model, MODEL: model}
         by_data: dict[str, Callable[[Leaf], bool]] = {"state whole": lambda _: False}
-        if data > 1 and not over_all:
+        if mesh[DATA] > 1 and not over_all:
             by_data["state cut"] = lambda _: True
             by_data["state cut but for its first argument"] = lambda leaf: leaf.state != 0
+        examples = [(DATA, MODEL), (DATA,)] if over_all else [(DATA,)]
         by_model = ("larger", "first", "last") if model > 1 else ("",)
         for which, (how, cuts) in itertools.product(by_model, by_data.items()):
             dims = _model_dims(leaves, model, which)
-            specs = tuple(_spec(leaf, data, dim, cut=cuts(leaf)) for leaf, dim in zip(leaves, dims, strict=True))
+            specs = tuple(
+                _state_spec(leaf, mesh, dim, cut=cuts(leaf))
+                if leaf.state is not None
+                else _data_spec(leaf, mesh, examples)
+                for leaf, dim in zip(leaves, dims, strict=True)
+            )
             rule = how if model == 1 else f"{how}, matrices cut by their {which} dimension"
-            candidate = Candidate(data, model, rule, specs)
-            yield _with_examples_over_all(candidate, leaves) if over_all else candidate
-
-
-def _with_examples_over_all(candidate: Candidate, leaves: Sequence[Leaf]) -> Candidate:
-    """The same for the state. Data has its examples cut over all devices, where they divide."""
-    everywhere = _axes(axis for axis, size in candidate.mesh.items() if size > 1)
-    parts = _parts(everywhere, candidate.mesh)
-    specs = tuple(
-        spec
-        if leaf.state is not None or not leaf.shape or leaf.shape[0] == 0 or leaf.shape[0] % parts
-        else (everywhere, *[None] * (len(leaf.shape) - 1))
-        for leaf, spec in zip(leaves, candidate.specs, strict=True)
-    )
-    return candidate._replace(rule=f"{candidate.rule}, examples over all devices", specs=specs)
+            rule = f"{rule}, examples over all devices" if over_all else rule
+            yield Candidate(mesh[DATA], model, rule, specs)
 
 
 def variations(candidate: Candidate, leaves: Sequence[Leaf], number: int) -> Iterator[Candidate]:
@@ -147,20 +140,27 @@ def _all_specs(shape: tuple[int, ...], mesh: dict[str, int]) -> Iterator[Spec]:
     """All ways to cut an array along one dimension for each axis, where that divides."""
     axes = [axis for axis, size in mesh.items() if size > 1]
     for dims in itertools.product([None, *range(len(shape))], repeat=len(axes)):
-        spec = [_axes(axis for axis, at in zip(axes, dims, strict=True) if at == dim) for dim in range(len(shape))]
-        if all(n > 0 and n % _parts(cut, mesh) == 0 for n, cut in zip(shape, spec, strict=True) if cut):
+        spec = [
+            _axes((axis for axis, at in zip(axes, dims, strict=True) if at == dim), mesh) for dim in range(len(shape))
+        ]
+        if all(_divide(cut, mesh, n) for n, cut in zip(shape, spec, strict=True) if cut):
             yield tuple(spec)
 
 
-def _axes(names: Iterable[str]) -> Axes:
-    """Some axes, as JAX has them in a sharding."""
-    several = tuple(names)
+def _axes(names: Iterable[str], mesh: dict[str, int]) -> Axes:
+    """Those of some axes that cut anything, as JAX has them in a sharding."""
+    several = tuple(name for name in names if mesh[name] > 1)
     return several if len(several) > 1 else next(iter(several), None)
 
 
 def _parts(axes: Axes, mesh: dict[str, int]) -> int:
     """The number of parts into which axes cut."""
     return math.prod(mesh[axis] for axis in ((axes,) if isinstance(axes, str) else axes or ()))
+
+
+def _divide(axes: Axes, mesh: dict[str, int], n: int) -> bool:
+    """Whether axes cut so many elements into equal parts that are not empty."""
+    return n > 0 and n % _parts(axes, mesh) == 0
 
 
 def _model_dims(leaves: Sequence[Leaf], model: int, which: str) -> list[int | None]:
@@ -186,14 +186,21 @@ def _model_dims(leaves: Sequence[Leaf], model: int, which: str) -> list[int | No
     return dims
 
 
-def _spec(leaf: Leaf, data: int, model_dim: int | None, *, cut: bool) -> Spec:
-    spec: list[str | None] = [None] * len(leaf.shape)
+def _state_spec(leaf: Leaf, mesh: dict[str, int], model_dim: int | None, *, cut: bool) -> Spec:
+    spec: list[Axes] = [None] * len(leaf.shape)
     if model_dim is not None:
         spec[model_dim] = MODEL
-    if data > 1 and (cut if leaf.state is not None else True):
-        free = [dim for dim, n in enumerate(leaf.shape) if spec[dim] is None and n % data == 0 and n > 0]
-        if leaf.state is None:
-            free = [dim for dim in free if dim == 0]
+    if cut and mesh[DATA] > 1:
+        free = [dim for dim, n in enumerate(leaf.shape) if spec[dim] is None and _divide(DATA, mesh, n)]
         if free:
             spec[max(free, key=lambda dim: leaf.shape[dim])] = DATA
     return tuple(spec)
+
+
+def _data_spec(leaf: Leaf, mesh: dict[str, int], examples: Sequence[tuple[str, ...]]) -> Spec:
+    """The first dimension is cut by the first of some axes that divide it."""
+    if not leaf.shape:
+        return ()
+    choices = (_axes(names, mesh) for names in examples)
+    first = next((axes for axes in choices if _divide(axes, mesh, leaf.shape[0])), None)
+    return (first, *[None] * (len(leaf.shape) - 1))

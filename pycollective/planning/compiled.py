@@ -51,11 +51,9 @@ def compile_candidate(step: jax.export.Exported, request: Request) -> Compiled:
     program = jax.jit(step.call, in_shardings=tuple(shardings), out_shardings=outs, donate_argnums=request.donated)
     compiled = program.lower(*(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in step.in_avals)).compile()
     stats: Any = compiled.memory_analysis()
-    work = work_of(compiled.as_text(), mesh.size)
-    memory = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
-    memory += stats.temp_size_in_bytes
+    arrays = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
     specs = tuple(_spec_of(sharding) for sharding in compiled.output_shardings)
-    return Compiled(work, memory, specs)
+    return Compiled(work_of(compiled.as_text(), mesh.size), arrays + stats.temp_size_in_bytes, specs)
 
 
 def mesh_of(candidate: Candidate, devices: list[jax.Device]) -> Mesh:

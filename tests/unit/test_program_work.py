@@ -419,7 +419,7 @@ def test_a_collective_in_a_loop() -> None:
     assert communication(fun, f32(16, 32)) == {Communication("psum", 256, (0, 4)): 6}
 
 
-_BEGUN_AND_ENDED = """HloModule f, num_partitions=4
+_ADD = """HloModule f, num_partitions=4
 
 %add (a: f32[], b: f32[]) -> f32[] {
   %a = f32[] parameter(0)
@@ -427,7 +427,10 @@ _BEGUN_AND_ENDED = """HloModule f, num_partitions=4
   ROOT %c = f32[] add(%a, %b)
 }
 
-ENTRY %main (x: bf16[8,4], y: f32[6]) -> (bf16[16,4], f32[6]) {
+"""
+_BEGUN_AND_ENDED = (
+    _ADD
+    + """ENTRY %main (x: bf16[8,4], y: f32[6]) -> (bf16[16,4], f32[6]) {
   %x = bf16[8,4]{1,0} parameter(0)
   %y = f32[6]{0} parameter(1)
   %g = (bf16[8,4]{1,0}, bf16[16,4]{1,0}) all-gather-start(%x), replica_groups={{0,2},{1,3}}, dimensions={0}
@@ -439,6 +442,7 @@ ENTRY %main (x: bf16[8,4], y: f32[6]) -> (bf16[16,4], f32[6]) {
   ROOT %t = (bf16[16,4]{1,0}, f32[6]{0}) tuple(%gd, %rd)
 }
 """
+)
 
 
 def test_collectives_that_begin_and_end_apart() -> None:
@@ -536,20 +540,15 @@ def test_what_is_reduced_inside_a_fusion_is_there_whole() -> None:
     assert work(jnp.dot, f32(256, 64), f32(64, 512)).scratch == 0
 
 
-_SUM_OF_TWO = """HloModule sum, num_partitions=4
-
-%add (a: f32[], b: f32[]) -> f32[] {
-  %a = f32[] parameter(0)
-  %b = f32[] parameter(1)
-  ROOT %sum = f32[] add(%a, %b)
-}
-
-ENTRY %main (x: f32[16,4], y: f32[6]) -> (f32[16,4], f32[6]) {
+_SUM_OF_TWO = (
+    _ADD
+    + """ENTRY %main (x: f32[16,4], y: f32[6]) -> (f32[16,4], f32[6]) {
   %x = f32[16,4]{1,0} parameter(0)
   %y = f32[6]{0} parameter(1)
   ROOT %r = (f32[16,4]{1,0}, f32[6]{0}) all-reduce(%x, %y), replica_groups={{0,1},{2,3}}, to_apply=%add
 }
 """
+)
 
 
 def test_the_largest_of_several_arrays_that_are_added_up() -> None:
