@@ -1,5 +1,8 @@
 """How far predictions are off: all plans for four steps of training, predicted and measured, on the ranks of a job.
 
+Where plans take nearly the same, no prediction can say which is the faster one. ``--repeat`` shows what could be
+reached: how well the order of one measurement agrees with that of another one.
+
 ``pycollective profile -o cluster.json`` comes first, on the same ranks:
 
     mpirun -n 2 pycollective profile -o cluster.json
@@ -146,7 +149,10 @@ def main() -> None:
     parser.add_argument("--profile", type=Path, required=True)
     parser.add_argument("--steps", default=",".join(STEPS), help="some of mlp,conv,alexnet,gpt")
     parser.add_argument("--compilations", type=int, default=24)
-    parser.add_argument("--calls", type=int, default=9, help="timed steps of each plan")
+    parser.add_argument("--calls", type=int, default=15, help="timed steps of each plan")
+    parser.add_argument(
+        "--repeat", action="store_true", help="measure twice, to say how well the machine repeats itself"
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     comm = pc.distributed.initialize()
@@ -154,7 +160,9 @@ def main() -> None:
     for name in options.steps.split(","):
         step, args = STEPS[name]()
         ranking = pc.plan(step, *args, profile=options.profile, compilations=options.compilations)
-        measured = measure(ranking.plans, step, *args, steps=options.calls)
+        measured, *again = [
+            measure(ranking.plans, step, *args, steps=options.calls) for _ in range(2 if options.repeat else 1)
+        ]
         predicted, took = [plan.prediction.seconds for plan in ranking], [one.seconds for one in measured]
         errors = [abs(p / m - 1) for p, m in zip(predicted, took, strict=True)]
         plans = [replace(plan, measured=one) for plan, one in zip(ranking, measured, strict=True)]
@@ -171,6 +179,10 @@ def main() -> None:
                 f"pairs in order {in_order(predicted, took):.0%}",
                 f"chosen over best {took[0] / min(took):.2f}",
             ]
+            for other in again:
+                words.append(
+                    f"rank correlation of two measurements {rank_correlation(took, [m.seconds for m in other]):.2f}"
+                )
             if memory:
                 words.append(f"memory off by {statistics.median(memory):.0%}, at most {max(memory):.0%}")
             print(f"{name}: {', '.join(words)}\n", flush=True)

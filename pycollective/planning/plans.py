@@ -23,8 +23,9 @@ class Measured(NamedTuple):
 
     Attributes:
         seconds: the median time of a step on the slowest rank.
-        memory: the bytes that the rank which needs most had at its peak, above what it had before the arguments were
-            there. None for accelerators, which say no peak of a part of a run.
+        memory: the bytes that the rank which needs most had allocated at its peak, above what it had before the
+            arguments were there. None for accelerators, which say no peak of a part of a run, and where malloc is not
+            that of the GNU C library from version 2.33.
     """
 
     seconds: float

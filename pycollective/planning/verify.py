@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import gc
-import re
+import math
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from pycollective.planning import allocation
 from pycollective.planning.plans import Measured, Plan
 from pycollective.planning.timing import settled_s, slowest_s
 from pycollective.ranks.world import world
 from pycollective.transport.mpi import MPI
 
-_TURNS = 3  # of all plans, one after the other: what else the machine does disturbs them alike
+_TURNS = 5  # of all plans, one after the other: what else the machine does disturbs them alike
+_PEAKS = 4  # what is there for a short time only may be missed in one
 
 
-def measure(plans: Sequence[Plan], step: Callable[..., Any], *args: Any, steps: int = 6) -> list[Measured]:
+def measure(plans: Sequence[Plan], step: Callable[..., Any], *args: Any, steps: int = 10) -> list[Measured]:
     """Measures plans on the devices of this job, in turns. All ranks must make this call.
 
     One plan's arrays are in memory at a time.
@@ -95,56 +93,20 @@ def _memory_of(run: _Run) -> int | None:
     with run.started():
         run.call()  # compiles it, and fills what stays for good
         run.call()
-    if jax.local_devices()[0].platform != "cpu":
-        return None
-    with _small_pages():
-        return int(world().mpi.allreduce(max(_peak_of(run) for _ in range(_TURNS)), MPI.MAX))
+    most = world().mpi.allreduce(max(_peak_of(run) for _ in range(_PEAKS)), MPI.MAX)
+    on_cpus = jax.local_devices()[0].platform == "cpu"
+    return int(most) if on_cpus and math.isfinite(most) else None
 
 
-def _peak_of(run: _Run) -> int:
-    """One measurement. An array of an earlier step that XLA frees only in the next one makes it too small by that."""
-    before = _give_back()
+def _peak_of(run: _Run) -> float:
+    """One measurement. It is too small by an array of an earlier run that XLA has not yet freed when this begins."""
+    before = allocation.settled()
     with run.started():
         run.call()  # then its arguments are results of a step, as in a training
-        _give_back()
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew: proc(5)
-        run.call()
-        return _resident("VmHWM") - before
-
-
-@contextmanager
-def _small_pages() -> Iterator[None]:
-    """A huge page, of 2 MiB, would count whole when the first of its bytes is written."""
-    set_thp_disable = 41  # prctl(2); it fails where there are no huge pages
-    ctypes.CDLL(None).prctl(set_thp_disable, 1, 0, 0, 0)
-    try:
-        yield
-    finally:
-        ctypes.CDLL(None).prctl(set_thp_disable, 0, 0, 0, 0)
-
-
-def _give_back() -> int:
-    """Returns freed memory to the system, and the bytes that are still there.
-
-    What is freed counts as resident otherwise, and malloc keeps some for later arrays. XLA frees arguments a little
-    after the results are ready.
-    """
-    gc.collect()
-    least = _resident("VmRSS")
-    while True:
-        time.sleep(0.02)
-        ctypes.CDLL(None).malloc_trim(0)
-        resident = _resident("VmRSS")
-        if resident >= least:  # it ends, since there is less each time until then
-            return resident
-        least = resident
-
-
-def _resident(name: str) -> int:
-    """A number of bytes from Linux's account of this process."""
-    found = re.search(rf"^{name}:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
-    assert found is not None
-    return int(found[1]) * 1024
+        allocation.settled()
+        with allocation.peak() as most:
+            run.call()
+    return most.nbytes - before if math.isfinite(before) else math.inf
 
 
 def _placed(leaf: Any, sharding: Any) -> jax.Array:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import pycollective as pc
-from pycollective.planning import measure
+from pycollective.planning import allocation, measure
 from pycollective.planning.example import profile as example
 from tests.under_mpirun import SIZE
 
@@ -65,9 +65,17 @@ def test_the_memory_of_a_plan_is_what_was_predicted() -> None:
     args = jax.ShapeDtypeStruct((4096, 4096), "float32"), jax.ShapeDtypeStruct((64, 4096), "float32")
     ranking = plan(*args)
     for one, took in zip(ranking, measure(ranking.plans, step, *args, steps=1), strict=True):
-        # At times it is too small by an array of an earlier step, which XLA has not yet freed when the peak begins.
         assert took.memory is not None
-        assert 0.45 < took.memory / one.prediction.memory < 1.05, str(one)
+        assert 0.97 < took.memory / one.prediction.memory < 1.05, str(one)
+
+
+def test_without_an_account_of_memory_there_is_none(monkeypatch: pytest.MonkeyPatch, world: pc.Communicator) -> None:
+    """Here the malloc of one rank says nothing; the ranks agree on that."""
+    if world.rank == SIZE - 1:
+        monkeypatch.setattr(allocation, "_reader", lambda: None)
+    w, x = arrays(64)
+    ranking = plan(w, x)
+    assert [took.memory for took in measure(ranking.plans[:1], step, w, x, steps=1)] == [None]
 
 
 @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")  # in some plans they lie otherwise
