@@ -16,9 +16,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rich.console import Console
 from rich.progress import track
@@ -77,6 +77,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
+    picture = _picture() if options.plot else None  # what is missing is said before the work
     profile = Profile.load(options.profile)
     network = _network_of(options.program, options.arguments)
     devices = profile.check_devices(options.devices)
@@ -106,9 +107,19 @@ def _run(options: argparse.Namespace) -> int:
     if options.json:
         about = {"profile": profile.source, "devices": devices, "memory": limit}
         options.json.write_text(json.dumps({**about, "rows": [row.as_dict() for row in chosen]}, indent=1) + "\n")
-    if options.plot:
-        importlib.import_module("pycollective.planning.picture").picture(chosen, options.plot)
+    if picture:
+        picture(chosen, options.plot)
     return 0
+
+
+def _picture() -> Callable[[Sequence[Row], Path], None]:
+    try:
+        module = importlib.import_module("pycollective.planning.picture")
+    except ImportError as error:
+        raise ValueError(
+            message(_WHERE, "matplotlib, which draws --plot", str(error), "pip install matplotlib")
+        ) from None
+    return cast(Callable[[Sequence[Row], Path], None], module.picture)
 
 
 def _setting(text: str) -> tuple[str, Any]:
@@ -129,7 +140,11 @@ def _setting(text: str) -> tuple[str, Any]:
 def _network_of(program: Path, arguments: list[str]) -> Network:
     """What the program trains. It is imported as a module, not run."""
     sys.path.insert(0, str(program.resolve().parent))
-    found: dict[str, Any] = runpy.run_path(str(program), run_name="pycollective_plan")
+    try:
+        found: dict[str, Any] = runpy.run_path(str(program), run_name="pycollective_plan")
+    except ImportError as error:
+        expected = f"a program whose imports are there, {program}"
+        raise ValueError(message(_WHERE, expected, str(error), "Install what it needs.")) from error
     if "network" not in found:
         remedy = "See examples/train_gpt.py and docs/plan.md."
         raise ValueError(message(_WHERE, f"a function `network` in {program}", "none", remedy))

@@ -311,6 +311,10 @@ def test_command_refuses(
     [
         ("x = 1", "expected a function `network` in program.py, got none"),
         ("def network(words): return 3", "expected a Network from the program's `network`, got int"),
+        (
+            "import nowhere_to_be_found",
+            "whose imports are there, program.py, got No module named 'nowhere_to_be_found'",
+        ),
     ],
 )
 def test_programs_that_say_nothing(
@@ -320,6 +324,17 @@ def test_programs_that_say_nothing(
     program.write_text(text)
     assert command.main(["--profile", "cluster.json", "program.py"]) == 1
     assert sentence in capsys.readouterr().err
+
+
+def test_a_picture_without_what_draws_it(program: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """It is said before anything is estimated or run."""
+    monkeypatch.chdir(program.parent)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.delitem(sys.modules, "pycollective.planning.picture", raising=False)
+    assert command.main(["--profile", "cluster.json", "--plot", "plans.svg", "program.py", "--layers", "2"]) == 1
+    told = capsys.readouterr()
+    assert "expected matplotlib, which draws --plot, got import of matplotlib" in told.err
+    assert not told.out
 
 
 VERIFIED = """
