@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 from typing import Any
@@ -65,7 +66,7 @@ def plan(
 
     Raises:
         ValueError: the step cannot be traced, has side effects, or no plan fits; the numbers do not fit each other; the
-            ranks of a host in this job have no neighbouring numbers.
+            ranks of a host in this job have no neighbouring numbers, or are not as many as in the profile.
         RuntimeError: the processes that compile cannot start.
 
     Example:
@@ -96,6 +97,7 @@ def plan(
     show = progress and sys.stderr.isatty()
     found = _on_one_rank(
         devices,
+        profile,
         lambda: _search(traced, profile, devices, limit, compilations, processes or os.cpu_count() or 1, show=show),
     )
     plans = [Plan(*each, traced.signature) for each in found]
@@ -110,13 +112,13 @@ Found = tuple[Candidate, tuple[Spec, ...], Prediction]
 """A plan without the trees of the step, as ranks send it."""
 
 
-def _on_one_rank(devices: int, search: Callable[[], list[Found]]) -> list[Found]:
+def _on_one_rank(devices: int, profile: Profile, search: Callable[[], list[Found]]) -> list[Found]:
     """Returns what the search finds. In a job the first rank searches, and the others wait for it."""
     comm = world_if_known()
     if comm is None or comm.size == 1:
         return search()
     if devices == comm.size:
-        _check_neighbours(comm)
+        _check_hosts(comm, profile)
     own: list[Found] | Exception | None = None
     if comm.rank == 0:
         try:
@@ -129,13 +131,19 @@ def _on_one_rank(devices: int, search: Callable[[], list[Found]]) -> list[Found]
     return list(found)
 
 
-def _check_neighbours(comm: Communicator) -> None:
-    """The devices of a host must be neighbours, as in the mesh for which collectives are predicted."""
+def _check_hosts(comm: Communicator, profile: Profile) -> None:
+    """Collectives are predicted for a mesh in which the devices of a host are neighbours, as many as in the profile."""
     hosts = comm.mpi.allgather(comm.host_index)
     if hosts != sorted(hosts):
         got = f"hosts {hosts} of ranks 0 to {comm.size - 1}"
         remedy = "Start them host by host, as `mpirun --map-by slot` and `srun --distribution=block` do."
         fail(ValueError, _WHERE, comm, "ranks of which those of a host have neighbouring numbers", got, remedy)
+    of_each = set(Counter(hosts).values())
+    expected = min(profile.per_host, comm.size)
+    if of_each != {expected}:
+        got = " or ".join(map(str, sorted(of_each)))
+        remedy = "Measure a profile of these ranks with `pycollective profile`, or plan outside of the job."
+        fail(ValueError, _WHERE, comm, f"{expected} ranks on each host, as in the profile", got, remedy)
 
 
 def _search(

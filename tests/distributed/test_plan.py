@@ -96,6 +96,13 @@ def test_steps_that_donate(world: pc.Communicator) -> None:
         np.testing.assert_array_equal(jax.experimental.multihost_utils.process_allgather(one, tiled=True), given)
 
 
+def test_a_profile_of_hosts_with_other_ranks(world: pc.Communicator) -> None:
+    w, x = arrays(64)
+    other = replace(example, hosts=example.ranks)
+    with pytest.raises(ValueError, match=f"plan: expected 1 ranks on each host, as in the profile, got {SIZE}"):
+        pc.plan(step, w, x, profile=other, devices=SIZE, compilations=1)
+
+
 def test_a_plan_for_another_number_of_devices_cannot_run(world: pc.Communicator) -> None:
     w, x = arrays(64)
     with pytest.raises(ValueError, match=rf"plan: expected {2 * SIZE} devices, which the plan is for, got {SIZE}"):
