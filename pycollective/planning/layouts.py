@@ -19,7 +19,6 @@ from pycollective.planning.stage_cuts import cut_evenly
 
 _CHUNKS = 2  # of each stage in the interleaved schedule, where layouts are enumerated
 _ZERO_BUBBLE = 3.0  # by what this schedule divides the bubble of 1F1B
-_BACKWARD = 2  # a backward pass has two products for each of the forward pass
 
 
 class Layout(NamedTuple):
@@ -183,7 +182,8 @@ class _Stages(NamedTuple):
         cuts: the number of parts of each.
         slowest: the number of the slowest.
         forward_s: seconds of computation of its forward pass.
-        sending_s: seconds of communication in that pass.
+        backward_s: those of its backward pass.
+        sending_s: seconds of communication in each of them.
         parameters: for each stage the parameters of a device.
         largest: for each stage those of its largest part.
         kept: for each stage the elements of activations that a device keeps of a microbatch.
@@ -194,6 +194,7 @@ class _Stages(NamedTuple):
     cuts: tuple[int, ...]
     slowest: int
     forward_s: float
+    backward_s: float
     sending_s: float
     parameters: tuple[float, ...]
     largest: tuple[float, ...]
@@ -228,11 +229,14 @@ class Estimator:
         """Estimates a step: the slowest stage's passes, its communication, and its waits for the other stages."""
         b = self._network.examples // layout.data // layout.microbatches
         stages = self._stages(layout.model, layout.context, layout.stage, b)
-        both = (1 + _BACKWARD + layout.remat) * stages.forward_s
+        both = (1 + layout.remat) * stages.forward_s + stages.backward_s
         sums = (2 + layout.remat) * stages.sending_s + self._messages(layout, b)
-        optimizer_s, gradients_s = self._update(stages.parameters[stages.slowest], layout)
+        parameters = stages.parameters[stages.slowest]
+        optimizer_s, gradients_s = self._update(parameters, layout)
+        # The gradients of each microbatch but the first are added to those before: two arrays are read, one is written.
+        adding_s = (layout.microbatches - 1) * self._stream_s(3 * parameters * self._network.itemsize)
         return Estimate(
-            layout.microbatches * both + optimizer_s,
+            layout.microbatches * both + adding_s + optimizer_s,
             layout.microbatches * sums + gradients_s,
             # The bubbles of pycollective.parallel.schedules, in times of both passes of a microbatch.
             (layout.stage - 1) * (both + sums) / (_ZERO_BUBBLE if layout.schedule == "zero-bubble" else layout.chunks),
@@ -244,20 +248,21 @@ class Estimator:
         """The stages of which the slowest one is as fast as can be."""
         of_kind = [self._seconds_of_part(part, model, context, b) for part in self._kinds]
         times = [of_kind[kind] for kind in self._kind_of]
-        cuts = cut_evenly(list(map(sum, times)), stage)
+        both = [forward + backward + 2 * sending for forward, backward, sending in times]
+        cuts = cut_evenly(both, stage)
         ends = [0, *itertools.accumulate(cuts)]
         spans = [slice(low, high) for low, high in itertools.pairwise(ends)]
-        computing = [sum(seconds for seconds, _ in times[span]) for span in spans]
-        sending = [sum(seconds for _, seconds in times[span]) for span in spans]
-        slowest = max(range(stage), key=lambda i: computing[i] + sending[i])
+        slowest = max(range(stage), key=lambda i: sum(both[spans[i]]))
+        forward_s, backward_s, sending_s = (sum(seconds) for seconds in zip(*times[spans[slowest]], strict=True))
         parameters = [part.cut_parameters / model + part.whole_parameters for part in self._network.parts]
         kept = [(part.kept / model + part.kept_whole) * b / context for part in self._network.parts]
         entering = [0.0, *(part.passed * b / context for part in self._network.parts[:-1])]
         return _Stages(
             cuts,
             slowest,
-            computing[slowest],
-            sending[slowest],
+            forward_s,
+            backward_s,
+            sending_s,
             tuple(sum(parameters[span]) for span in spans),
             tuple(max(parameters[span]) for span in spans),
             tuple(sum(kept[span]) for span in spans),
@@ -265,22 +270,26 @@ class Estimator:
             tuple(max(kept[span]) for span in spans),
         )
 
-    def _seconds_of_part(self, part: Part, model: int, context: int, b: int) -> tuple[float, float]:
-        """Seconds of a forward pass of b examples, and of its communication.
+    def _seconds_of_part(self, part: Part, model: int, context: int, b: int) -> tuple[float, float, float]:
+        """Seconds of computation of b examples in the forward and the backward pass, and of communication in each.
+
+        A backward pass has two products for each of the forward pass.
 
         Along "model" each sum is an allreduce of b x positions x width elements (Megatron-LM, arXiv:1909.08053, section
         3). Along "context" keys and values make context - 1 hops (ring attention, arXiv:2310.01889).
         """
         size = self._network.itemsize
         kept = (part.kept / model + part.kept_whole) * b / context
-        computing = sum(self._product_s(product, model, context, b) for product in part.products)
-        computing += self._stream_s(2 * kept * size)
+        activations = self._stream_s(2 * kept * size)
+        forward = sum(self._product_s(product, model, context, b) for product in part.products)
+        gradients = sum(self._product_s(product, model, context, b, of_weights=True) for product in part.products)
         along_model = self._group(1, model)
         sums = sum(self._collective("psum", b * elements / context * size, along_model) for elements in part.sums)
         hop = self._collective("ppermute", b * part.ring / context * size, self._group(model, context))
-        return computing, sums + (context - 1) * hop
+        return forward + activations, forward + gradients + 2 * activations, sums + (context - 1) * hop
 
-    def _product_s(self, product: MatMul, model: int, context: int, b: int) -> float:
+    def _product_s(self, product: MatMul, model: int, context: int, b: int, *, of_weights: bool = False) -> float:
+        """Seconds of a product, or of the one that gives the gradient of its second matrix."""
         m, k, n = product.m / context, float(product.k), float(product.n)
         times = 1.0
         if product.cut == "heads":
@@ -289,6 +298,8 @@ class Estimator:
             k, n = (size / context if size == product.m else size for size in (k, n))
         else:
             m, k, n = b * m, k / (model if product.cut == "k" else 1), n / (model if product.cut == "n" else 1)
+        if of_weights and product.cut != "heads":  # x.T @ gradient, whose sums are over the examples
+            return self._profile.part_s(self._profile.product_s(self._dtype, k, m, n, times, "TT"))
         return self._profile.part_s(self._profile.product_s(self._dtype, m, k, n, times))
 
     def _stream_s(self, nbytes: float) -> float:
