@@ -44,12 +44,12 @@ def peak() -> Iterator[Peak]:
     other than in the system's account of the process.
 
     Example:
-        >>> before = allocated()
+        >>> before = settled()
         >>> with peak() as most:
-        ...     block = bytes(1 << 20)
+        ...     block = bytes(1 << 26)
         ...     time.sleep(0.05)
         ...     del block
-        >>> 1.0 <= (most.nbytes - before) / (1 << 20) < 1.5
+        >>> 0.9 < (most.nbytes - before) / (1 << 26) < 1.1
         True
     """
     most = Peak()

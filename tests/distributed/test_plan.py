@@ -13,10 +13,11 @@ import pytest
 
 import pycollective as pc
 from pycollective.planning import allocation, measure, verify
-from pycollective.planning.example import profile as example
+from pycollective.planning.example import profile as two_hosts
 from tests.under_mpirun import SIZE
 
 Array = Any
+example = replace(two_hosts, hosts=1, ranks=SIZE)  # as these ranks are
 
 
 def step(w: Array, x: Array) -> tuple[Array, Array]:
