@@ -298,9 +298,10 @@ class Estimator:
             k, n = (size / context if size == product.m else size for size in (k, n))
         else:
             m, k, n = b * m, k / (model if product.cut == "k" else 1), n / (model if product.cut == "n" else 1)
+        form = "NN"
         if of_weights and product.cut != "heads":  # x.T @ gradient, whose sums are over the examples
-            return self._profile.part_s(self._profile.product_s(self._dtype, k, m, n, times, "TT"))
-        return self._profile.part_s(self._profile.product_s(self._dtype, m, k, n, times))
+            m, k, form = k, m, "TT"
+        return self._profile.part_s(self._profile.product_s(self._dtype, m, k, n, times, form))
 
     def _stream_s(self, nbytes: float) -> float:
         return self._profile.part_s(self._profile.stream_s(nbytes)) if nbytes else 0.0

@@ -93,11 +93,13 @@ def _memory_of(run: _Run) -> int | None:
     with run.started():
         run.call()  # compiles it, and fills what stays for good
         run.call()
+    ranks = world().mpi
+    is_known = jax.local_devices()[0].platform == "cpu" and math.isfinite(allocation.allocated())
+    if not ranks.allreduce(is_known, op=MPI.LAND):
+        return None
     # Some miss what is there for a short time only. In one, MPI may take buffers that it keeps from then on.
     peak = sorted(_peak_of(run) for _ in range(_PEAKS))[-2]
-    most = world().mpi.allreduce(peak, MPI.MAX)
-    on_cpus = jax.local_devices()[0].platform == "cpu"
-    return int(most) if on_cpus and math.isfinite(most) else None
+    return int(ranks.allreduce(peak, op=MPI.MAX))
 
 
 def _peak_of(run: _Run) -> float:
@@ -108,7 +110,7 @@ def _peak_of(run: _Run) -> float:
         allocation.settled()
         with allocation.peak() as most:
             run.call()
-    return most.nbytes - before if math.isfinite(before) else math.inf
+    return most.nbytes - before
 
 
 def _placed(leaf: Any, sharding: Any) -> jax.Array:
