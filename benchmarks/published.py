@@ -7,6 +7,7 @@ This needs no cluster and takes a second. docs/simulation.md says what the numbe
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from rich.console import Console
@@ -64,7 +65,9 @@ class Training(NamedTuple):
             itemsize=2,
             moments=6,  # parameters and two moments in float32, of which each counts twice
         )
-        estimate = Estimator(network, profile, "bfloat16").estimate(self.layout)
+        # Megatron-LM makes all of the forward pass again, also what the backward pass does not need.
+        parts = [replace(part, products=[p._replace(again=True) for p in part.products]) for part in network.parts]
+        estimate = Estimator(replace(network, parts=parts), profile, "bfloat16").estimate(self.layout)
         return self.operations / estimate.seconds / self.devices * 1e-12, estimate.memory
 
 

@@ -62,7 +62,9 @@ def parse_arguments(words=None):
     add("--stage", type=int, default=1, help="stages of a pipeline, over ranks (default %(default)s)")
     add("--schedule", choices=SCHEDULES, help="of the pipeline (default 1f1b)")
     add(
-        "--cuts", type=lambda text: [int(n) for n in text.split(",")], help="parts of each stage, as 3,2 (default even)"
+        "--cuts",
+        type=lambda text: [int(n) for n in text.split(",")],
+        help="parts of each stage, as 3,2, or of each chunk in the order of the network (default even)",
     )
     add("--microbatches", type=int, help="of a pipeline's batch (default two for each stage)")
     add("--chunks", type=int, default=2, help="of each stage, with --schedule interleaved (default %(default)s)")
@@ -154,15 +156,15 @@ def problems(args, devices):
     if args.stage > 1 and chunks > args.layers + 2:
         yield f"expected at most {args.layers + 2} parts of the network, got {chunks}. Choose more --layers."
     cuts = ",".join(map(str, args.cuts or []))
-    if args.cuts and (args.schedule == "interleaved" or len(args.cuts) != args.stage):
+    if args.cuts and len(args.cuts) != chunks:
         yield (
-            f"expected --cuts with a number for each of {args.stage} stages, and no interleaved schedule, got {cuts}. "
+            f"expected --cuts with a number for each of {chunks} stages or chunks, got {cuts}. "
             "Leave it out for even ones."
         )
     elif args.cuts and (min(args.cuts) < 1 or sum(args.cuts) != args.layers + 2):
         yield (
-            f"expected --cuts of {args.layers + 2} parts, one or more for each stage, got {cuts}. "
-            "The embedding and the output are parts too."
+            f"expected --cuts of {args.layers + 2} parts, one or more for each of {chunks} stages or chunks, "
+            f"got {cuts}. The embedding and the output are parts too."
         )
     if args.zero == 3 and args.stage > 1:
         yield "expected --zero 0, 1 or 2 with stages, got 3. Each microbatch would gather all parameters again."

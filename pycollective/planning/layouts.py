@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from pycollective.planning.network import MatMul, Network, Part
@@ -18,7 +18,6 @@ from pycollective.planning.profile import AXES, Group, Profile
 from pycollective.planning.stage_cuts import cut_evenly
 
 _CHUNKS = 2  # of each stage in the interleaved schedule, where layouts are enumerated
-_ZERO_BUBBLE = 3.0  # by what this schedule divides the bubble of 1F1B
 
 
 class Layout(NamedTuple):
@@ -33,8 +32,8 @@ class Layout(NamedTuple):
         schedule: "gpipe", "1f1b", "interleaved" or "zero-bubble"; "" without a pipeline.
         microbatches: the number of microbatches of a device's batch.
         wire_dtype: "bfloat16" for gradients that travel in it, or "".
-        remat: whether the backward pass computes each part's forward pass again (:func:`jax.checkpoint`), and only what
-            goes into the parts is kept.
+        remat: whether the backward pass computes each part's forward pass again (:func:`jax.checkpoint`), as far as it
+            needs the results, and only what goes into the parts is kept.
         chunks: the number of chunks of each stage; more than one with the interleaved schedule.
     """
 
@@ -93,7 +92,7 @@ class Estimate(NamedTuple):
         communication_s: seconds of its collectives and messages.
         bubble_s: seconds in which it waits for other stages.
         memory: bytes that the device of the fullest stage needs.
-        cuts: the number of parts of each stage.
+        cuts: the number of parts of each stage, or with chunks of each chunk in the order of the network.
     """
 
     computing_s: float
@@ -122,9 +121,9 @@ class Row(NamedTuple):
     measured_s: float | None = None
 
     def arguments(self) -> list[str]:
-        """The program's options for it, with the cuts of a pipeline that are uneven."""
+        """The program's options for it, with the cuts of a pipeline, which may be uneven."""
         words = self.layout.arguments()
-        if self.layout.stage > 1 and self.layout.schedule != "interleaved":
+        if self.layout.stage > 1:
             words += ["--cuts", ",".join(map(str, self.estimate.cuts))]
         return words
 
@@ -175,14 +174,27 @@ def _divisors(n: int) -> tuple[int, ...]:
     return tuple(i for i in range(1, n + 1) if n % i == 0)
 
 
+def _bubble(layout: Layout) -> float:
+    """The time in which each stage waits for others, in times of both passes of a microbatch.
+
+    These are the bubbles of :mod:`pycollective.parallel.schedules`. The schedule without bubbles fills its own with the
+    last third of each microbatch but the first.
+    """
+    others = layout.stage - 1
+    if layout.schedule == "zero-bubble":
+        return (2 * others - min(others, layout.microbatches - 1)) / 3
+    return others / layout.chunks
+
+
 class _Stages(NamedTuple):
     """The stages of a pipeline, for microbatches of one size.
 
     Attributes:
-        cuts: the number of parts of each.
+        cuts: the number of parts of each, or of each chunk in the order of the network.
         slowest: the number of the slowest.
         forward_s: seconds of computation of its forward pass.
         backward_s: those of its backward pass.
+        again_s: those of what the backward pass of remat makes again.
         sending_s: seconds of communication in each of them.
         parameters: for each stage the parameters of a device.
         largest: for each stage those of its largest part.
@@ -195,6 +207,7 @@ class _Stages(NamedTuple):
     slowest: int
     forward_s: float
     backward_s: float
+    again_s: float
     sending_s: float
     parameters: tuple[float, ...]
     largest: tuple[float, ...]
@@ -228,8 +241,8 @@ class Estimator:
     def estimate(self, layout: Layout) -> Estimate:
         """Estimates a step: the slowest stage's passes, its communication, and its waits for the other stages."""
         b = self._network.examples // layout.data // layout.microbatches
-        stages = self._stages(layout.model, layout.context, layout.stage, b)
-        both = (1 + layout.remat) * stages.forward_s + stages.backward_s
+        stages = self._stages(layout.model, layout.context, layout.stage, layout.chunks, b)
+        both = stages.forward_s + layout.remat * stages.again_s + stages.backward_s
         sums = (2 + layout.remat) * stages.sending_s + self._messages(layout, b)
         parameters = stages.parameters[stages.slowest]
         optimizer_s, gradients_s = self._update(parameters, layout)
@@ -238,22 +251,32 @@ class Estimator:
         return Estimate(
             layout.microbatches * both + adding_s + optimizer_s,
             layout.microbatches * sums + gradients_s,
-            # The bubbles of pycollective.parallel.schedules, in times of both passes of a microbatch.
-            (layout.stage - 1) * (both + sums) / (_ZERO_BUBBLE if layout.schedule == "zero-bubble" else layout.chunks),
+            _bubble(layout) * (both + sums),
             self._memory(stages, layout),
             stages.cuts,
         )
 
-    def _cut(self, model: int, context: int, stage: int, b: int) -> _Stages:
-        """The stages of which the slowest one is as fast as can be."""
+    def _cut(self, model: int, context: int, stage: int, chunks: int, b: int) -> _Stages:
+        """The stages of which the slowest one is as fast as can be, or those of whose chunks it is.
+
+        Of the chunks in the order of the network each stage has every p-th one.
+        """
         of_kind = [self._seconds_of_part(part, model, context, b) for part in self._kinds]
         times = [of_kind[kind] for kind in self._kind_of]
-        both = [forward + backward + 2 * sending for forward, backward, sending in times]
-        cuts = cut_evenly(both, stage)
+        both = [forward + backward + 2 * sending for forward, backward, _, sending in times]
+        cuts = cut_evenly(both, stage * chunks)
         ends = [0, *itertools.accumulate(cuts)]
-        spans = [slice(low, high) for low, high in itertools.pairwise(ends)]
-        slowest = max(range(stage), key=lambda i: sum(both[spans[i]]))
-        forward_s, backward_s, sending_s = (sum(seconds) for seconds in zip(*times[spans[slowest]], strict=True))
+        spans = [range(low, high) for low, high in itertools.pairwise(ends)]
+        owned = [list(itertools.chain(*spans[i::stage])) for i in range(stage)]  # the numbers of a stage's parts
+
+        def of_stages(values: Sequence[float], fold: Callable[[Iterable[float]], float] = sum) -> tuple[float, ...]:
+            return tuple(fold(values[part] for part in parts) for parts in owned)
+
+        seconds = of_stages(both)
+        slowest = seconds.index(max(seconds))
+        forward_s, backward_s, again_s, sending_s = map(
+            sum, zip(*(times[part] for part in owned[slowest]), strict=True)
+        )
         parameters = [part.cut_parameters / model + part.whole_parameters for part in self._network.parts]
         kept = [(part.kept / model + part.kept_whole) * b / context for part in self._network.parts]
         entering = [0.0, *(part.passed * b / context for part in self._network.parts[:-1])]
@@ -262,18 +285,20 @@ class Estimator:
             slowest,
             forward_s,
             backward_s,
+            again_s,
             sending_s,
-            tuple(sum(parameters[span]) for span in spans),
-            tuple(max(parameters[span]) for span in spans),
-            tuple(sum(kept[span]) for span in spans),
-            tuple(sum(entering[span]) for span in spans),
-            tuple(max(kept[span]) for span in spans),
+            of_stages(parameters),
+            of_stages(parameters, max),
+            of_stages(kept),
+            of_stages(entering),
+            of_stages(kept, max),
         )
 
-    def _seconds_of_part(self, part: Part, model: int, context: int, b: int) -> tuple[float, float, float]:
-        """Seconds of computation of b examples in the forward and the backward pass, and of communication in each.
+    def _seconds_of_part(self, part: Part, model: int, context: int, b: int) -> tuple[float, float, float, float]:
+        """Seconds of b examples: of the forward pass, the backward pass, what remat makes again; and to communicate.
 
-        A backward pass has two products for each of the forward pass.
+        A backward pass has two products for each of the forward pass. Remat makes those again whose results the
+        backward pass needs; JAX leaves out the others. Each pass communicates as much.
 
         Along "model" each sum is an allreduce of b x positions x width elements (Megatron-LM, arXiv:1909.08053, section
         3). Along "context" keys and values make context - 1 hops (ring attention, arXiv:2310.01889).
@@ -281,12 +306,15 @@ class Estimator:
         size = self._network.itemsize
         kept = (part.kept / model + part.kept_whole) * b / context
         activations = self._stream_s(2 * kept * size)
-        forward = sum(self._product_s(product, model, context, b) for product in part.products)
+        products = [self._product_s(product, model, context, b) for product in part.products]
+        forward = sum(products)
+        again = sum(s for s, product in zip(products, part.products, strict=True) if product.again)
         gradients = sum(self._product_s(product, model, context, b, of_weights=True) for product in part.products)
         along_model = self._group(1, model)
         sums = sum(self._collective("psum", b * elements / context * size, along_model) for elements in part.sums)
         hop = self._collective("ppermute", b * part.ring / context * size, self._group(model, context))
-        return forward + activations, forward + gradients + 2 * activations, sums + (context - 1) * hop
+        sending = sums + (context - 1) * hop
+        return forward + activations, forward + gradients + 2 * activations, again + activations, sending
 
     def _product_s(self, product: MatMul, model: int, context: int, b: int, *, of_weights: bool = False) -> float:
         """Seconds of a product, or of the one that gives the gradient of its second matrix."""

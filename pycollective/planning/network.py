@@ -18,6 +18,8 @@ class MatMul(NamedTuple):
         cut: what each device along the axis of the model has a part of: "k" or "n", or "heads" for attention. There the
             products of heads and examples are made one by one, and k or n counts positions, as m does.
         heads: the number of heads.
+        again: whether the backward pass needs the result, so that remat (:func:`jax.checkpoint`) makes it again. Where
+            it is only added to something and goes to the next part, it does not.
     """
 
     m: int
@@ -25,6 +27,7 @@ class MatMul(NamedTuple):
     n: int
     cut: str
     heads: int = 1
+    again: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +57,11 @@ class Part:
     passed: int
     sums: Sequence[int] = ()
     ring: int = 0
+
+    def __post_init__(self) -> None:
+        """Makes tuples of what the author may have given as lists, so that equal parts have the same hash."""
+        for name in ("products", "sums"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +119,7 @@ def transformer(
             MatMul(positions, positions, width // heads, "heads", heads),
             MatMul(positions, width, width, "k"),
             MatMul(positions, width, 4 * width, "n"),
-            MatMul(positions, 4 * width, width, "k"),
+            MatMul(positions, 4 * width, width, "k", again=False),
         ),
         kept=(3 + 1 + 4 + 4) * positions * width + 2 * heads * positions**2,
         kept_whole=4 * positions * width,

@@ -28,17 +28,16 @@ def cut_evenly(seconds: Sequence[float], stages: int) -> tuple[int, ...]:
     cuts: list[list[int]] = []
     for stage in range(2, stages + 1):
         row, places = [float("inf")] * (count + 1), [0] * (count + 1)
+        low = stage - 1
         for j in range(stage, count + 1):
-            # The first term rises with i, the second one falls: the best place is where they cross.
-            low, high = stage - 1, j - 1
-            while low < high:
-                middle = (low + high) // 2
-                if best[middle] < sums[j] - sums[middle]:
-                    low = middle + 1
-                else:
-                    high = middle
-            choices = range(max(low - 1, stage - 1), low + 1)
-            row[j], places[j] = min((max(best[i], sums[j] - sums[i]), i) for i in choices)
+            # The first term rises with i, the second one falls: the best place is where they cross. It rises with j.
+            while low < j - 1 and best[low] < sums[j] - sums[low]:
+                low += 1
+            row[j], places[j] = max(best[low], sums[j] - sums[low]), low
+            if (
+                low >= stage and (before := sums[j] - sums[low - 1]) <= row[j]
+            ):  # there the second term is the larger one
+                row[j], places[j] = before, low - 1
         best = row
         cuts.append(places)
     ends = [count]

@@ -11,6 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,7 +20,7 @@ from hypothesis import strategies as st
 from pycollective.planning import command
 from pycollective.planning.curves import Curve
 from pycollective.planning.example import profile as example
-from pycollective.planning.layouts import Estimator, Layout, layouts
+from pycollective.planning.layouts import Estimator, Layout, Row, layouts
 from pycollective.planning.network import MatMul, Network, Part, transformer
 from pycollective.planning.profile import AXES, OPERATIONS, Group
 from pycollective.planning.stage_cuts import cut_evenly
@@ -163,6 +165,11 @@ def test_pipelines() -> None:
         assert (*base, (both + message) / divided) == ns(Layout(1, 1, 1, 2, schedule=schedule, microbatches=m)), (
             schedule
         )
+    # One microbatch has no other one whose gradients of weights could fill the bubble; their thirds stay.
+    both *= 8
+    one = Layout(1, 1, 1, 2, schedule="zero-bubble", microbatches=1)
+    assert ns(one)[2] == (both + 8 * message) * 2 / 3
+    both /= 8
     interleaved = Layout(1, 1, 1, 2, schedule="interleaved", microbatches=m, chunks=2)
     assert (base[0], 2 * base[1], (both + 2 * message) / 2) == ns(interleaved)
     kept = 2 * b * 120  # of a microbatch, by a stage
@@ -185,6 +192,49 @@ def test_remat_computes_again_and_keeps_less() -> None:
     both = 4 * (2 * b * 2 * 4 * 8 * 16 + 2 * b * 120 * 4 * 2)
     message = 2 * b * 32 * 4
     assert (m * both + 7 * 3 * 2020 * 4 + 7 * 2020 * 4, m * message, both + message) == ns(layout)
+
+
+def test_remat_makes_no_result_again_that_is_not_needed() -> None:
+    """The first product has as many operations as the second; only that one's result goes on unchanged."""
+    two = replace(ONE_PART, products=[MatMul(4, 8, 16, "n"), MatMul(4, 16, 8, "k", again=False)])
+    network = replace(NETWORK, parts=(two,) * 4)
+    product, stream = 4 * 16 * 2 * 4 * 8 * 16, 4 * 16 * 120 * 4 * 2
+    update = 7 * 4040 * 4
+    assert ns(Layout(1, 1, 1, 1), network)[0] == 6 * product + 3 * stream + update
+    assert ns(Layout(1, 1, 1, 1, remat=True), network)[0] == 7 * product + 4 * stream + update
+
+
+def test_jax_leaves_out_the_product_that_transformer_says() -> None:
+    """A layer's last product is not made again: XLA counts two thirds of the products' operations more, not all."""
+    width, rows = 32, 64
+
+    def layer(p: Any, x: Any) -> Any:
+        y = x @ p["qkv"]
+        x += y[:, :width] * y[:, width : 2 * width] * y[:, 2 * width :] @ p["out"]
+        return x + jax.nn.gelu(x @ p["up"]) @ p["down"]
+
+    shapes = {"qkv": (width, 3 * width), "out": (width, width), "up": (width, 4 * width), "down": (4 * width, width)}
+    params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+
+    def products(around: Any) -> int:
+        """The operations of the products of two layers and their gradients; the loss reads the result of the last."""
+
+        def loss(p: Any, x: Any) -> Any:
+            return jnp.sum(around(layer)(p, around(layer)(p, x)) ** 2)
+
+        x = jax.ShapeDtypeStruct((rows, width), jnp.float32)
+        text = jax.jit(jax.grad(loss, (0, 1))).lower(params, x).as_text()
+        dots = re.findall(
+            r"dot_general.*contracting_dims = \[(\d)\].*: \(tensor<(\d+)x(\d+)xf32>.*-> tensor<(\d+)x(\d+)x", text
+        )
+        return sum(2 * int((a, b)[int(at)]) * int(m) * int(n) for at, a, b, m, n in dots)
+
+    said = transformer(layers=1, width=width, heads=1, positions=rows, vocabulary=8, examples=1).parts[1].products
+    dense = [product for product in said if product.cut != "heads"]
+    forward, again = (sum(2 * p.m * p.k * p.n for p in dense if p.again or every) for every in (True, False))
+    direct = products(lambda fun: fun)
+    assert direct == 2 * 3 * forward
+    assert products(jax.checkpoint) == direct + 2 * again
 
 
 def test_optimizers_with_more_numbers() -> None:
@@ -222,6 +272,23 @@ def test_uneven_parts_are_cut_unevenly() -> None:
     network = replace(NETWORK, parts=(ONE_PART, ONE_PART, ONE_PART, large))
     layout = Layout(1, 1, 1, 2, schedule="1f1b", microbatches=16)
     assert Estimator(network, ROUND).estimate(layout).cuts == (3, 1)
+
+
+def test_chunks_are_cut_unevenly() -> None:
+    """A large part takes a little longer than two others, so no chunk has more parts than that."""
+    products = (*ONE_PART.products * 2, MatMul(4, 8, 2, "n"))
+    large = replace(ONE_PART, products=products, kept=200, kept_whole=40)
+    network = replace(NETWORK, parts=(ONE_PART, ONE_PART, large, ONE_PART, ONE_PART, large))
+    layout = Layout(1, 1, 1, 2, schedule="interleaved", microbatches=2, chunks=2)
+    estimate = Estimator(network, ROUND).estimate(layout)
+    assert estimate.cuts == (2, 1, 2, 1)
+    assert Row(layout, estimate).arguments()[-2:] == ["--cuts", "2,1,2,1"]
+    # The second stage has both large parts. The first one has more parameters, of four parts.
+    b, m = 8, 2
+    both = 3 * 2 * (2 * b * 4 * 8 * (16 + 16 + 2) + 2 * b * 240 * 4)
+    message = 2 * b * 32 * 4
+    assert ns(layout, network) == (m * both + (3 + 7) * 2020 * 4, 2 * m * message, (both + 2 * message) / 2)
+    assert estimate.memory == 4 * (4 * 4040 + 2 * 1.25 * b * 480)
 
 
 def test_transformer_counts_as_published() -> None:
