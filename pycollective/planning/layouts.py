@@ -186,16 +186,36 @@ def _bubble(layout: Layout) -> float:
     return others / layout.chunks
 
 
+class _Seconds(NamedTuple):
+    """Seconds that a microbatch takes in a part, or in a stage.
+
+    Attributes:
+        forward: those of computation in the forward pass.
+        backward: those in the backward pass.
+        again: those of what the backward pass of remat makes again.
+        sending: those of communication in both passes.
+        sending_again: those of communication in what remat makes again.
+    """
+
+    forward: float
+    backward: float
+    again: float
+    sending: float
+    sending_again: float
+
+    @property
+    def of_passes(self) -> float:
+        """Those of both passes without remat."""
+        return self.forward + self.backward + self.sending
+
+
 class _Stages(NamedTuple):
     """The stages of a pipeline, for microbatches of one size.
 
     Attributes:
         cuts: the number of parts of each, or of each chunk in the order of the network.
         slowest: the number of the slowest.
-        forward_s: seconds of computation of its forward pass.
-        backward_s: those of its backward pass.
-        again_s: those of what the backward pass of remat makes again.
-        sending_s: seconds of communication in each of them.
+        seconds: those of the slowest.
         parameters: for each stage the parameters of a device.
         largest: for each stage those of its largest part.
         kept: for each stage the elements of activations that a device keeps of a microbatch.
@@ -205,10 +225,7 @@ class _Stages(NamedTuple):
 
     cuts: tuple[int, ...]
     slowest: int
-    forward_s: float
-    backward_s: float
-    again_s: float
-    sending_s: float
+    seconds: _Seconds
     parameters: tuple[float, ...]
     largest: tuple[float, ...]
     kept: tuple[float, ...]
@@ -242,8 +259,9 @@ class Estimator:
         """Estimates a step: the slowest stage's passes, its communication, and its waits for the other stages."""
         b = self._network.examples // layout.data // layout.microbatches
         stages = self._stages(layout.model, layout.context, layout.stage, layout.chunks, b)
-        both = stages.forward_s + layout.remat * stages.again_s + stages.backward_s
-        sums = (2 + layout.remat) * stages.sending_s + self._messages(layout, b)
+        own = stages.seconds
+        both = own.forward + layout.remat * own.again + own.backward
+        sums = own.sending + layout.remat * own.sending_again + self._messages(layout, b)
         parameters = stages.parameters[stages.slowest]
         optimizer_s, gradients_s = self._update(parameters, layout)
         # The gradients of each microbatch but the first are added to those before: two arrays are read, one is written.
@@ -263,7 +281,7 @@ class Estimator:
         """
         of_kind = [self._seconds_of_part(part, model, context, b) for part in self._kinds]
         times = [of_kind[kind] for kind in self._kind_of]
-        both = [forward + backward + 2 * sending for forward, backward, _, sending in times]
+        both = [seconds.of_passes for seconds in times]
         cuts = cut_evenly(both, stage * chunks)
         ends = [0, *itertools.accumulate(cuts)]
         spans = [range(low, high) for low, high in itertools.pairwise(ends)]
@@ -272,21 +290,16 @@ class Estimator:
         def of_stages(values: Sequence[float], fold: Callable[[Iterable[float]], float] = sum) -> tuple[float, ...]:
             return tuple(fold(values[part] for part in parts) for parts in owned)
 
-        seconds = of_stages(both)
-        slowest = seconds.index(max(seconds))
-        forward_s, backward_s, again_s, sending_s = map(
-            sum, zip(*(times[part] for part in owned[slowest]), strict=True)
-        )
+        of_each = of_stages(both)
+        slowest = of_each.index(max(of_each))
+        seconds = _Seconds(*map(sum, zip(*(times[part] for part in owned[slowest]), strict=True)))
         parameters = [part.cut_parameters / model + part.whole_parameters for part in self._network.parts]
         kept = [(part.kept / model + part.kept_whole) * b / context for part in self._network.parts]
         entering = [0.0, *(part.passed * b / context for part in self._network.parts[:-1])]
         return _Stages(
             cuts,
             slowest,
-            forward_s,
-            backward_s,
-            again_s,
-            sending_s,
+            seconds,
             of_stages(parameters),
             of_stages(parameters, max),
             of_stages(kept),
@@ -294,14 +307,15 @@ class Estimator:
             of_stages(kept, max),
         )
 
-    def _seconds_of_part(self, part: Part, model: int, context: int, b: int) -> tuple[float, float, float, float]:
-        """Seconds of b examples: of the forward pass, the backward pass, what remat makes again; and to communicate.
+    def _seconds_of_part(self, part: Part, model: int, context: int, b: int) -> _Seconds:
+        """Seconds of b examples.
 
         A backward pass has two products for each of the forward pass. Remat makes those again whose results the
-        backward pass needs; JAX leaves out the others. Each pass communicates as much.
+        backward pass needs; JAX leaves out the others.
 
-        Along "model" each sum is an allreduce of b x positions x width elements (Megatron-LM, arXiv:1909.08053, section
-        3). Along "context" keys and values make context - 1 hops (ring attention, arXiv:2310.01889).
+        Along "model" each sum is an allreduce of b x positions x width elements, in both passes (Megatron-LM,
+        arXiv:1909.08053, section 3). Along "context" keys and values make context - 1 hops in each pass. In the
+        backward pass their gradients go with them, and one hop further (ring attention, arXiv:2310.01889).
         """
         size = self._network.itemsize
         kept = (part.kept / model + part.kept_whole) * b / context
@@ -313,8 +327,9 @@ class Estimator:
         along_model = self._group(1, model)
         sums = sum(self._collective("psum", b * elements / context * size, along_model) for elements in part.sums)
         hop = self._collective("ppermute", b * part.ring / context * size, self._group(model, context))
-        sending = sums + (context - 1) * hop
-        return forward + activations, forward + gradients + 2 * activations, again + activations, sending
+        sending = sums + (context - 1) * hop  # of one pass
+        backward = forward + gradients + 2 * activations
+        return _Seconds(forward + activations, backward, again + activations, 2 * sending + context * hop, sending)
 
     def _product_s(self, product: MatMul, model: int, context: int, b: int, *, of_weights: bool = False) -> float:
         """Seconds of a product, or of the one that gives the gradient of its second matrix."""

@@ -119,10 +119,12 @@ def test_model_and_context() -> None:
     # Each device has half of the columns, of the cut parameters and of what is kept but for 20 numbers.
     passes = 3 * (4 * 16 * 2 * 4 * 8 * 8 + 4 * 16 * (50 + 20) * 4 * 2)
     assert (passes + 7 * 4 * 510 * 4, 2 * 4 * 16 * 32 * 4, 0) == ns(Layout(1, 2, 1, 1))
-    # Half of the rows; keys and values make one hop in each pass, gradients of 4 x 1010 numbers are summed.
+    # Half of the rows; keys and values make one hop in each pass, their gradients two. 4 x 1010 numbers are summed.
     passes = 3 * (4 * 16 * 2 * 2 * 8 * 16 + 4 * 16 * 60 * 4 * 2)
-    sent = 2 * 4 * 16 * 32 * 4 + 4040 * 4
+    sent = 4 * 4 * 16 * 32 * 4 + 4040 * 4
     assert (passes + 7 * 4040 * 4, sent, 0) == ns(Layout(1, 1, 2, 1))
+    # Remat sends them once more.
+    assert ns(Layout(1, 1, 2, 1, remat=True))[1] == sent + 4 * 16 * 32 * 4
 
 
 def test_attention_is_cut_by_heads_and_positions() -> None:
