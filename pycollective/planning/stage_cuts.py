@@ -34,9 +34,8 @@ def cut_evenly(seconds: Sequence[float], stages: int) -> tuple[int, ...]:
             while low < j - 1 and best[low] < sums[j] - sums[low]:
                 low += 1
             row[j], places[j] = max(best[low], sums[j] - sums[low]), low
-            if (
-                low >= stage and (before := sums[j] - sums[low - 1]) <= row[j]
-            ):  # there the second term is the larger one
+            before = sums[j] - sums[low - 1]  # there the second term is the larger one
+            if low >= stage and before <= row[j]:
                 row[j], places[j] = before, low - 1
         best = row
         cuts.append(places)
