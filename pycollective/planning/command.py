@@ -84,6 +84,11 @@ def _run(options: argparse.Namespace) -> int:
     limit = profile.memory if options.memory is None else int(options.memory * 2**30)
     estimator = Estimator(network, profile, options.dtype)
     every = [one for one in layouts(network, devices) if all(getattr(one, name) == v for name, v in options.only)]
+    if not every:
+        said = {"": "none", "True": "yes", "False": "no"}
+        only = "".join(f", with {name}={said.get(str(value), value)}" for name, value in options.only)
+        remedy = "Use other numbers of devices, heads, positions and examples, or other words after --only."
+        raise ValueError(message(_WHERE, f"a layout on {devices} devices{only}", "none", remedy))
     bar = Console(stderr=True)
     rows = [
         Row(layout, estimator.estimate(layout))
@@ -91,8 +96,7 @@ def _run(options: argparse.Namespace) -> int:
     ]
     fitting = sorted((row for row in rows if row.estimate.memory <= limit), key=lambda row: row.estimate.seconds)
     if not fitting:
-        least = min((row.estimate.memory for row in rows), default=None)
-        got = "none that divides its numbers" if least is None else f"{least:,} B for the smallest"
+        got = f"{min(row.estimate.memory for row in rows):,} B for the smallest"
         expected = f"a layout on {devices} devices of {limit:,} B"
         raise ValueError(message(_WHERE, expected, got, "Use more devices, a smaller batch or other numbers."))
     chosen = fitting[: max(options.top, options.verify or 0)]

@@ -358,6 +358,10 @@ def test_only_layouts_that_a_program_has(program: Path, capsys: pytest.CaptureFi
         return rows
 
     assert len(run()) == len(every)
+    with pytest.raises(AssertionError):
+        run("stage=3", "schedule=none", "zero=0", "remat=no")
+    told = "expected a layout on 4 devices, with stage=3, with schedule=none, with zero=0, with remat=no, got none"
+    assert told in capsys.readouterr().err
     assert len(run("stage=1", "remat=no")) == sum(one.stage == 1 and not one.remat for one in every)
     assert {row["remat"] for row in run("remat=yes", "data=4")} == {True}
     assert {(row["schedule"], row["wire_dtype"]) for row in run("schedule=1f1b", "wire_dtype=none")} == {("1f1b", "")}
