@@ -15,7 +15,7 @@ import json
 import statistics
 from pathlib import Path
 
-from plan import in_order, rank_correlation
+from plan import agreement, in_order, rank_correlation
 
 from pycollective.planning import Layout
 
@@ -39,12 +39,8 @@ def main() -> None:
     predicted = [runs[0][layout][0] for layout in every]
     for run in runs:
         took = [run[layout][1] for layout in every]
-        errors = [abs(p / m - 1) for p, m in zip(predicted, took, strict=True)]
-        print(
-            f"{len(every)} layouts, median error {statistics.median(errors):.0%}, at most {max(errors):.0%}, "
-            f"rank correlation {rank_correlation(predicted, took):.2f}, "
-            f"pairs in order {in_order(predicted, took):.0%}, chosen over fastest {took[0] / min(took):.2f}"
-        )
+        largest = max(abs(p / m - 1) for p, m in zip(predicted, took, strict=True))
+        print(", ".join([f"{len(every)} layouts", *agreement(predicted, took), f"largest error {largest:.0%}"]))
     for other in runs[1:]:
         took, again = ([run[layout][1] for layout in every] for run in (runs[0], other))
         apart = [abs(a / b - 1) for a, b in zip(took, again, strict=True)]

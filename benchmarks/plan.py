@@ -144,6 +144,17 @@ def in_order(predicted: list[float], measured: list[float], apart: float = 1.05)
     return sum(told) / max(len(told), 1)
 
 
+def agreement(predicted: list[float], took: list[float]) -> list[str]:
+    """How predictions agree with what was measured, in words. The first one is the chosen one."""
+    errors = [abs(p / m - 1) for p, m in zip(predicted, took, strict=True)]
+    return [
+        f"median error {statistics.median(errors):.0%}",
+        f"rank correlation {rank_correlation(predicted, took):.2f}",
+        f"pairs in order {in_order(predicted, took):.0%}",
+        f"chosen over best {took[0] / min(took):.2f}",
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--profile", type=Path, required=True)
@@ -164,7 +175,6 @@ def main() -> None:
             measure(ranking.plans, step, *args, steps=options.calls) for _ in range(2 if options.repeat else 1)
         ]
         predicted, took = [plan.prediction.seconds for plan in ranking], [one.seconds for one in measured]
-        errors = [abs(p / m - 1) for p, m in zip(predicted, took, strict=True)]
         plans = [replace(plan, measured=one) for plan, one in zip(ranking, measured, strict=True)]
         if comm.rank == 0:
             for plan, one in zip(plans, measured, strict=True):
@@ -172,13 +182,7 @@ def main() -> None:
             memory = [
                 abs(p.prediction.memory / m.memory - 1) for p, m in zip(ranking, measured, strict=True) if m.memory
             ]
-            words = [
-                f"{len(took)} plans",
-                f"median error {statistics.median(errors):.0%}",
-                f"rank correlation {rank_correlation(predicted, took):.2f}",
-                f"pairs in order {in_order(predicted, took):.0%}",
-                f"chosen over best {took[0] / min(took):.2f}",
-            ]
+            words = [f"{len(took)} plans", *agreement(predicted, took)]
             for other in again:
                 words.append(
                     f"rank correlation of two measurements {rank_correlation(took, [m.seconds for m in other]):.2f}"

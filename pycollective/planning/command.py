@@ -18,7 +18,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from rich.console import Console
 from rich.progress import track
@@ -83,10 +83,9 @@ def _run(options: argparse.Namespace) -> int:
     devices = profile.check_devices(options.devices)
     limit = profile.memory if options.memory is None else int(options.memory * 2**30)
     estimator = Estimator(network, profile, options.dtype)
-    every = [one for one in layouts(network, devices) if all(getattr(one, name) == v for name, v in options.only)]
+    every = [one for one in layouts(network, devices) if all(getattr(one, s.name) == s.value for s in options.only)]
     if not every:
-        said = {"": "none", "True": "yes", "False": "no"}
-        only = "".join(f", with {name}={said.get(str(value), value)}" for name, value in options.only)
+        only = "".join(f", with {setting.text}" for setting in options.only)
         remedy = "Use other numbers of devices, heads, positions and examples, or other words after --only."
         raise ValueError(message(_WHERE, f"a layout on {devices} devices{only}", "none", remedy))
     bar = Console(stderr=True)
@@ -126,8 +125,15 @@ def _picture() -> Callable[[Sequence[Row], Path], None]:
     return cast(Callable[[Sequence[Row], Path], None], module.picture)
 
 
-def _setting(text: str) -> tuple[str, Any]:
-    """A field of a layout with its value, as in "stage=1"."""
+class _Setting(NamedTuple):
+    """A field of a layout with its value, and the text that says so, as in "stage=1"."""
+
+    text: str
+    name: str
+    value: Any
+
+
+def _setting(text: str) -> _Setting:
     name, _, value = text.partition("=")
     if name not in Layout._fields or not value:
         names = ", ".join(Layout._fields)
@@ -135,10 +141,10 @@ def _setting(text: str) -> tuple[str, Any]:
     if name == "remat":
         if value not in ("yes", "no"):
             raise argparse.ArgumentTypeError(f"expected remat=yes or remat=no, got {text}")
-        return name, value == "yes"
+        return _Setting(text, name, value == "yes")
     if name in ("schedule", "wire_dtype"):
-        return name, "" if value == "none" else value
-    return name, not_negative(value)
+        return _Setting(text, name, "" if value == "none" else value)
+    return _Setting(text, name, not_negative(value))
 
 
 def _network_of(program: Path, arguments: list[str]) -> Network:
