@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from pycollective.planning.network import MatMul, Network, Part
 from pycollective.planning.prediction import group_of
-from pycollective.planning.profile import AXES, Group, Profile
+from pycollective.planning.profile import AXES, NARROW, Group, Profile
 from pycollective.planning.stage_cuts import cut_evenly
 
 _CHUNKS = 2  # of each stage in the interleaved schedule, where layouts are enumerated
@@ -146,8 +146,9 @@ def layouts(network: Network, devices: int) -> Iterator[Layout]:
         if network.examples % data or stage > len(network.parts):
             continue
         for wire_dtype in ("", "bfloat16") if data * context > 1 else ("",):
-            stages_of_zero = (0,) if data * context == 1 else (0, 1, 2) if stage > 1 else (0, 1, 2, 3)
-            for zero in stages_of_zero:
+            # In stage 3 gradients travel in their own dtype.
+            most = 0 if data * context == 1 else 2 if stage > 1 or wire_dtype else 3
+            for zero in range(most + 1):
                 for pipeline in _pipelines(network, stage, data):
                     layout = Layout(data, model, context, stage, zero, wire_dtype=wire_dtype, **pipeline)
                     yield layout
@@ -316,10 +317,14 @@ class Estimator:
         Along "model" each sum is an allreduce of b x positions x width elements, in both passes (Megatron-LM,
         arXiv:1909.08053, section 3). Along "context" keys and values make context - 1 hops in each pass. In the
         backward pass their gradients go with them, and one hop further (ring attention, arXiv:2310.01889).
+
+        Each instruction takes a while by itself, however few examples there are: a third of them in the forward pass.
+        With remat there are about as many.
         """
         size = self._network.itemsize
         kept = (part.kept / model + part.kept_whole) * b / context
         activations = self._stream_s(2 * kept * size)
+        starts = part.instructions * self._profile.instruction
         products = [self._product_s(product, model, context, b) for product in part.products]
         forward = sum(products)
         again = sum(s for s, product in zip(products, part.products, strict=True) if product.again)
@@ -328,8 +333,9 @@ class Estimator:
         sums = sum(self._collective("psum", b * elements / context * size, along_model) for elements in part.sums)
         hop = self._collective("ppermute", b * part.ring / context * size, self._group(model, context))
         sending = sums + (context - 1) * hop  # of one pass
-        backward = forward + gradients + 2 * activations
-        return _Seconds(forward + activations, backward, again + activations, 2 * sending + context * hop, sending)
+        backward = forward + gradients + 2 * activations + 2 / 3 * starts
+        forward += activations + starts / 3
+        return _Seconds(forward, backward, again + activations, 2 * sending + context * hop, sending)
 
     def _product_s(self, product: MatMul, model: int, context: int, b: int, *, of_weights: bool = False) -> float:
         """Seconds of a product, or of the one that gives the gradient of its second matrix."""
@@ -349,16 +355,16 @@ class Estimator:
     def _stream_s(self, nbytes: float) -> float:
         return self._profile.part_s(self._profile.stream_s(nbytes)) if nbytes else 0.0
 
-    def _seconds_of_collective(self, operation: str, nbytes: float, group: Group) -> float:
+    def _seconds_of_collective(self, operation: str, nbytes: float, group: Group, programs: str = AXES) -> float:
         if group.size == 1 or nbytes == 0:
             return 0.0
-        return self._profile.part_s(self._profile.collective_s(operation, nbytes, group, AXES))
+        return self._profile.part_s(self._profile.collective_s(operation, nbytes, group, programs))
 
     def _update(self, parameters: float, layout: Layout) -> tuple[float, float]:
         """Seconds of the optimizer, and of the communication of gradients and parameters.
 
-        ZeRO (arXiv:1910.02054, section 7): stages 0 to 2 move each gradient and each parameter once, stage 3 gathers
-        the parameters twice.
+        ZeRO (arXiv:1910.02054, section 7): stages 1 and 2 move each gradient and each parameter once, stage 3 gathers
+        the parameters twice. A sum in stage 1 moves a gradient twice, as it does without ZeRO.
         """
         size, n = self._network.itemsize, layout.replicas
         nbytes = parameters * size
@@ -366,12 +372,21 @@ class Estimator:
         passes = 3 + 2 * self._network.moments
         optimizer = self._stream_s(passes * nbytes / (n if layout.zero else 1))
         group = self._group(layout.model, n)
-        wire = nbytes / 2 if layout.wire_dtype and size == 4 else nbytes
+        is_narrow = bool(layout.wire_dtype) and size == 4
         if layout.zero == 0:
-            return optimizer, self._collective("psum", wire, group)
-        gathered = 2 * nbytes if layout.zero == 3 else wire
-        parts = self._collective("all_gather", gathered, group)
-        return optimizer, self._collective("psum_scatter", wire, group) + parts
+            return optimizer, self._narrow_sum(nbytes, group) if is_narrow else self._collective("psum", nbytes, group)
+        if is_narrow:
+            slices = self._collective("all_to_all", nbytes / 2, group)
+        else:
+            slices = self._collective("psum" if layout.zero == 1 else "psum_scatter", nbytes, group)
+        gathered = self._collective("all_gather", (2 if layout.zero == 3 else 1) * nbytes, group)
+        return optimizer, slices + gathered
+
+    def _narrow_sum(self, nbytes: float, group: Group) -> float:
+        """Seconds of a sum of float32 that travels in bfloat16: half the bytes, if it was not measured."""
+        if NARROW in self._profile.collectives:
+            return self._collective("psum", nbytes, group, NARROW)
+        return self._collective("psum", nbytes / 2, group)
 
     def _messages(self, layout: Layout, b: int) -> float:
         """Seconds of the messages of a microbatch between stages: an activation and its gradient, for each chunk."""

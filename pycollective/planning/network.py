@@ -46,6 +46,8 @@ class Part:
         sums: for each sum along the axis of the model in the forward pass its elements for one example. The backward
             pass has as many.
         ring: elements for one example of keys and values, which go round the axis of the context.
+        instructions: the number of XLA's instructions in both passes of a microbatch, as its program's text shows them.
+            They count where microbatches are small.
     """
 
     name: str
@@ -57,6 +59,7 @@ class Part:
     passed: int
     sums: Sequence[int] = ()
     ring: int = 0
+    instructions: int = 0
 
     def __post_init__(self) -> None:
         """Makes tuples of what the author may have given as lists, so that equal parts have the same hash."""
@@ -101,7 +104,9 @@ def transformer(
     Its layers have 12 width^2 parameters, and 24 positions width^2 + 4 positions^2 width operations for one example in
     the forward pass: D. Narayanan et al., "Efficient large-scale language model training on GPU clusters using
     Megatron-LM", arXiv:2104.04473, appendix. What they keep is counted as in V. Korthikanti et al., "Reducing
-    activation recomputation in large transformer models", arXiv:2205.05198, section 4.1, without dropout.
+    activation recomputation in large transformer models", arXiv:2205.05198, section 4.1, without dropout. The
+    numbers of instructions are those that a microbatch adds to a pipeline of ``examples/train_gpt.py`` on CPUs, with
+    JAX 0.10.2.
 
     Example:
         >>> gpt3 = transformer(layers=96, width=12288, heads=96, positions=2048, vocabulary=51200, examples=1536)
@@ -126,6 +131,7 @@ def transformer(
         passed=positions * width,
         sums=(positions * width, positions * width),
         ring=2 * positions * width,
+        instructions=149,
     )
     first = Part(
         name="first",
@@ -136,6 +142,7 @@ def transformer(
         kept_whole=positions,
         passed=positions * width,
         sums=(positions * width,),
+        instructions=33,
     )
     last = Part(
         name="last",
@@ -146,6 +153,7 @@ def transformer(
         kept_whole=2 * positions * width,
         passed=0,
         sums=(positions, positions, positions),
+        instructions=82,
     )
     parts = (first, *(layer for _ in range(layers)), last)
     return Network(parts=parts, examples=examples, heads=heads, positions=positions, itemsize=itemsize, moments=moments)

@@ -9,8 +9,6 @@ from typing import NamedTuple
 from pycollective.planning.profile import ARRAYS, Group, Profile
 from pycollective.planning.program_work import Communication, Convolution, Product, Stream, Work
 
-_LEAST_S = 2e-7  # an instruction that does nearly nothing
-
 
 class Prediction(NamedTuple):
     """What a step takes.
@@ -35,7 +33,7 @@ def predict(work: Work, memory: int, profile: Profile) -> Prediction:
     """Predicts a step.
 
     Each instruction takes the time that was measured for a program of its kind and size, less that of a program that
-    does nothing; that one counts once.
+    does nothing, which counts once, and what an instruction takes more in a program of many.
 
     Args:
         work: what each device does.
@@ -43,10 +41,10 @@ def predict(work: Work, memory: int, profile: Profile) -> Prediction:
         profile: the speed of the devices and of what connects them.
     """
     computing = profile.call + sum(
-        count * max(_computing_s(item, profile), _LEAST_S) for item, count in work.computing.items()
+        count * (_computing_s(item, profile) + profile.instruction) for item, count in work.computing.items()
     )
     communication = sum(
-        count * max(_communication_s(item, profile), _LEAST_S) for item, count in work.communication.items()
+        count * (_communication_s(item, profile) + profile.instruction) for item, count in work.communication.items()
     )
     beside = (work.scratch, *(_buffer_of(item, profile) for item in work.communication))  # one at a time
     return Prediction(computing, communication, memory + max(beside))

@@ -25,6 +25,9 @@ AXES, ARRAYS = "named axes", "global arrays"
 """The two kinds of programs. Collectives over named axes are this package's own; those that XLA makes for global arrays
 are made by ``pycollective.distributed``."""
 
+NARROW = "named axes, wire_dtype=bfloat16"
+"""Sums over named axes of float32 that travel in bfloat16. The size is that of the float32."""
+
 OPERATIONS = ("psum", "all_gather", "psum_scatter", "all_to_all", "ppermute")
 """The collectives that a profile knows, by JAX's names."""
 
@@ -55,7 +58,7 @@ class Profile:
         devices: the number of devices of each rank.
         memory: the bytes that the arrays of a device can take.
         collectives: from the kind of program and the operation to the curve of each group. The size is the number of
-            bytes of operand or result, the larger of both.
+            bytes of operand or result, the larger of both. Of sums that travel in bfloat16 there may be none.
         products: from a dtype to the curves of products of matrices (m, k) and (k, n), one for each measured smallest
             number of m, k and n. The size is the number of operations, 2 m k n.
         convolutions: the same for convolutions, as the products that they are: (places of the window in all examples,
@@ -66,6 +69,7 @@ class Profile:
         transposes: seconds of such a pass that reads one of its arrays, of so many bytes, along the columns; may be
             None.
         call: seconds that the smallest program takes.
+        instruction: seconds that each instruction of a program of many takes beside what it takes alone.
     """
 
     source: str
@@ -81,6 +85,7 @@ class Profile:
     call: float = 0.0
     transposed: Mapping[str, Mapping[int, Curve]] = field(default_factory=dict)
     transposes: Curve | None = None
+    instruction: float = 0.0
 
     @property
     def per_host(self) -> int:
@@ -98,7 +103,7 @@ class Profile:
             operation: "psum", "all_gather", "psum_scatter", "all_to_all" or "ppermute".
             nbytes: the bytes of operand or result, the larger of both.
             group: the devices that make it together.
-            programs: "named axes" or "global arrays".
+            programs: "named axes", "global arrays" or "named axes, wire_dtype=bfloat16".
 
         Raises:
             ValueError: the operation was measured for no group in such programs.
@@ -201,7 +206,7 @@ class Profile:
             ]
             for name in _TABLES
         }
-        flat = {key: getattr(self, key) for key in _FLAT}
+        flat = {key: getattr(self, key) for key in (*_FLAT, "instruction")}
         passes = {name: curve._asdict() for name in _PASSES if (curve := getattr(self, name))}
         rest = {**passes, "collectives": collectives, **tables}
         path.write_text(json.dumps({"format": _FORMAT, **flat, **rest}, indent=1) + "\n")
@@ -247,7 +252,10 @@ class Profile:
         if not all(isinstance(n, int) and n > 0 for n in counts) or ranks % hosts:
             got = f"{hosts} hosts, {ranks} ranks, {devices} devices of {memory} B"
             raise ValueError(f"it needs whole numbers above 0, and as many ranks on each host, not {got}")
-        rest["call"] = float(read["call"])
+        call, instruction = float(read["call"]), float(read.get("instruction", 0.0))
+        if not (0 <= call < math.inf and 0 <= instruction < math.inf):
+            raise ValueError(f"call and instruction take 0 s or more, not {call} and {instruction}")
+        rest.update(call=call, instruction=instruction)
         for name in _TABLES:
             table = rest[name] = {}
             for row in read.get(name, ()) if name in _OPTIONAL else read[name]:

@@ -14,7 +14,7 @@ from pycollective.bench.implementations import Implementation, Pycollective
 from pycollective.bench.measure import InProcess, measure
 from pycollective.bench.workloads import make_workload
 from pycollective.planning.curves import Curve
-from pycollective.planning.profile import ARRAYS, AXES, OPERATIONS, Group
+from pycollective.planning.profile import ARRAYS, AXES, NARROW, OPERATIONS, Group
 from pycollective.planning.timing import meet
 
 SIZES = (512, 4 << 10, 32 << 10, 256 << 10, 2 << 20, 16 << 20)
@@ -54,7 +54,7 @@ def measure_collectives(comm: pc.Communicator, devices: int, tick: Callable[[int
         devices: the number of devices of each rank. With several, programs of global arrays are not measured.
         tick: a function to call with the number of sizes that are done.
     """
-    curves: Curves = {kind: {} for kind in ((AXES, ARRAYS) if devices == 1 else (AXES,))}
+    curves: Curves = {kind: {} for kind in ((AXES, NARROW, ARRAYS) if devices == 1 else (AXES, NARROW))}
     places = comm.mpi.allgather((comm.host_index, comm.local_rank))
     for ranks in groups_in(comm.host_count, comm.local_size):
         colors = [(host // ranks.hosts, local // ranks.per_host) for host, local in places]
@@ -62,14 +62,18 @@ def measure_collectives(comm: pc.Communicator, devices: int, tick: Callable[[int
         color = sorted({*colors}).index(colors[comm.rank])
         part = comm.split(color, key=members.index(comm.rank))
         assert part is not None
-        programs: dict[str, Implementation] = {AXES: Pycollective(part, devices)}
+        programs: dict[str, Implementation] = {
+            AXES: Pycollective(part, devices),
+            NARROW: Pycollective(part, devices, "bfloat16"),
+        }
         if devices == 1:
             in_order = sorted(jax.devices(), key=lambda device: device.process_index)
             table = np.array([in_order[rank] for rank in members]).reshape(-1, part.size)
             programs[ARRAYS] = GlobalArrays(ARRAYS, table)
         group = Group(ranks.per_host * devices, ranks.hosts)
         for operation in OPERATIONS:
-            for kind, curve in _curves(comm, part, operation, programs, group, tick):
+            of_operation = {kind: one for kind, one in programs.items() if kind != NARROW or operation == "psum"}
+            for kind, curve in _curves(comm, part, operation, of_operation, group, tick):
                 curves[kind].setdefault(operation, {})[group] = curve
         part.free()
     return curves

@@ -17,6 +17,9 @@ from jax import lax
 
 import pycollective as pc
 from pycollective.planning.curves import Curve
+from pycollective.planning.prediction import predict
+from pycollective.planning.profile import Profile
+from pycollective.planning.program_work import work_of
 from pycollective.planning.timing import settled_s, slowest_s
 from pycollective.transport.mpi import MPI
 
@@ -35,6 +38,7 @@ CHANNELS = (4, 16, 32, 256)
 """The numbers of channels before and after the convolutions that are measured. XLA's library does those from 32 on."""
 
 _IMAGE, _WINDOW = 16, 3
+_SMALL, _LAYERS = 64, 32  # rows and columns, and layers, of the program of many instructions
 
 _SERIES, _SERIES_S, _MOST_CALLS = 5, 0.006, 1000  # of the timed calls of one size
 _LONGEST_S = 0.05  # a call that takes longer is the last one of its curve
@@ -174,6 +178,28 @@ def measure_tanh(comm: pc.Communicator) -> Curve:
 def measure_call(comm: pc.Communicator) -> float:
     """Measures a program that computes nothing, in seconds."""
     return _median_s(comm, jax.jit(lambda x: x + 1), [jnp.float32(0)])
+
+
+def measure_instruction(comm: pc.Communicator, profile: Profile) -> float:
+    """Measures what an instruction takes in a program of many beside what the profile says of it alone, in seconds.
+
+    XLA hands instructions that can run at the same time to other threads, and each product and each sum to a library.
+    So the program is one whose instructions depend on each other as those of a training do: attention, both passes.
+    """
+
+    def loss(x: Array, weights: Array) -> Array:
+        for own in weights:
+            query, key, value = jnp.einsum("tw,nwv->ntv", jax.nn.standardize(x), own)
+            x = x + jax.nn.softmax(query @ key.T) @ value
+        return (x**2).sum()
+
+    arguments = [jnp.ones((_SMALL, _SMALL)), jnp.full((_LAYERS, 3, _SMALL, _SMALL), 0.01)]
+    step = jax.jit(jax.grad(loss, argnums=(0, 1)))
+    text = step.lower(*arguments).compile().as_text()
+    assert text is not None  # XLA has it for each program that it compiles from JAX
+    work = work_of(text, 1)
+    more = _median_s(comm, step, arguments) - predict(work, 0, profile).seconds
+    return max(more, 0.0) / sum(work.computing.values())
 
 
 def memory_of_a_device(comm: pc.Communicator, devices: int) -> int:

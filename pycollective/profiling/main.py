@@ -7,6 +7,7 @@ import platform
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from datetime import date
 
 import jax
@@ -21,7 +22,7 @@ from pycollective.profiling import computing
 from pycollective.profiling.collectives import count_turns, groups_in, measure_collectives
 from pycollective.transport.mpi import MPI
 
-_COMPUTING = 4  # curves that do not depend on a dtype
+_COMPUTING = 5  # measurements that do not depend on a dtype
 _SMALL, _LARGE = 4 << 10, 2 << 20  # bytes, in the table
 
 
@@ -77,7 +78,7 @@ def _measured(options: argparse.Namespace, comm: pc.Communicator, tick: Callable
     tick(1)
     call = computing.measure_call(comm)
     tick(1)
-    return Profile(
+    profile = Profile(
         source=_source(comm),
         hosts=comm.host_count,
         ranks=comm.size,
@@ -92,6 +93,9 @@ def _measured(options: argparse.Namespace, comm: pc.Communicator, tick: Callable
         tanh=tanh,
         call=call,
     )
+    profile = replace(profile, instruction=computing.measure_instruction(comm, profile))
+    tick(1)
+    return profile
 
 
 def _source(comm: pc.Communicator) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pycollective.planning.profile import ARRAYS, AXES, OPERATIONS, Group, Profile
+from pycollective.planning.profile import ARRAYS, AXES, NARROW, OPERATIONS, Group, Profile
 from pycollective.profiling.collectives import SIZES
 from pycollective.profiling.computing import CHANNELS, COLUMNS, SMALLEST, TRANSPOSED
 from tests import unoptimised
@@ -25,9 +25,10 @@ def check(profile: Profile, kinds: tuple[str, ...], groups: list[Group], dtypes:
     """Checks that all of it was measured, and has times that can be."""
     assert profile.memory > 1 << 27
     assert 0 < profile.call < 1
+    assert 0 < profile.instruction < 1e-2
     assert list(profile.collectives) == list(kinds)
     for kind in kinds:
-        assert list(profile.collectives[kind]) == list(OPERATIONS)
+        assert list(profile.collectives[kind]) == (["psum"] if kind == NARROW else list(OPERATIONS))
         for operation, curves in profile.collectives[kind].items():
             assert list(curves) == groups, (kind, operation)
             for curve in curves.values():
@@ -56,7 +57,7 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     profile = Profile.load(file)
     assert (profile.hosts, profile.ranks, profile.devices, profile.per_host) == (1, 2, 1, 2)
-    check(profile, (AXES, ARRAYS), [Group(2, 1)], ["float32", "bfloat16"])
+    check(profile, (AXES, NARROW, ARRAYS), [Group(2, 1)], ["float32", "bfloat16"])
     assert " profile, 20" in profile.source
     assert "2 rank(s) on 1 host(s)" in profile.source
     for kind in (AXES, ARRAYS):
@@ -79,7 +80,7 @@ def test_it_starts_its_own_ranks_with_two_devices_each(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     profile = Profile.load(file)
     assert (profile.hosts, profile.ranks, profile.devices, profile.per_host) == (1, 2, 2, 4)
-    check(profile, (AXES,), [Group(4, 1)], ["float32"])
+    check(profile, (AXES, NARROW), [Group(4, 1)], ["float32"])
     assert " 4 x 1 " in done.stdout
     assert profile.collective_s("psum", 4096, Group(2, 1), AXES) > 0
     with pytest.raises(ValueError, match="a profile with psum in programs of global arrays"):
@@ -145,7 +146,8 @@ def test_groups_within_hosts_and_between_them(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     groups = [[1, 2], [2, 1], [2, 2]]
-    assert told["found"] == {kind: dict.fromkeys(["psum", "ppermute"], groups) for kind in (AXES, ARRAYS)}
+    found = {kind: dict.fromkeys(["psum", "ppermute"], groups) for kind in (AXES, ARRAYS)}
+    assert told["found"] == {**found, NARROW: {"psum": groups}}
     assert told["sizes"] == [[512]]
     assert told["ticks"] == 3 * 2
     across, within, every = ([[0, 2], [1, 3]] * 2, [[0, 1]] * 2 + [[2, 3]] * 2, [[0, 1, 2, 3]] * 4)

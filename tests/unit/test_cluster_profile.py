@@ -24,7 +24,8 @@ from pycollective.bench.workloads import count_wrong, expected, make_workload, o
 from pycollective.planning import timing
 from pycollective.planning.curves import Curve, across
 from pycollective.planning.example import profile as example
-from pycollective.planning.profile import ARRAYS, AXES, OPERATIONS, Group, Profile
+from pycollective.planning.profile import ARRAYS, AXES, NARROW, OPERATIONS, Group, Profile
+from pycollective.planning.program_work import work_of
 from pycollective.profiling import collectives, command, computing, main
 from pycollective.profiling.collectives import count_turns, groups_in
 
@@ -254,17 +255,31 @@ def test_saved_and_loaded_it_is_the_same(tmp_path: Path) -> None:
         example,
         source="von Hand, für 8 Geräte",
         devices=2,
-        collectives={AXES: {"psum": {Group(4, 1): WITHIN}}, ARRAYS: {"ppermute": {Group(1, 2): BETWEEN}}},
+        collectives={
+            AXES: {"psum": {Group(4, 1): WITHIN}},
+            NARROW: {"psum": {Group(4, 1): BETWEEN}},
+            ARRAYS: {"ppermute": {Group(1, 2): BETWEEN}},
+        },
         products={"float32": {8: WITHIN, 64: BETWEEN}, "bfloat16": {8: BETWEEN}},
         convolutions={"float32": {4: BETWEEN}},
         transposed={"float32": {4: WITHIN}},
         transposes=BETWEEN,
+        instruction=3e-6,
     )
     path = tmp_path / "cluster.json"
     for one in (profile, example):
         one.save(path)
         assert Profile.load(path) == one
     assert path.read_text().endswith("}\n")
+
+
+def test_a_file_that_does_not_know_instructions(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.json"
+    example.save(path)
+    read = json.loads(path.read_text())
+    del read["instruction"]
+    path.write_text(json.dumps(read))
+    assert Profile.load(path) == example
 
 
 def test_no_file(tmp_path: Path) -> None:
@@ -323,6 +338,8 @@ CURVE = "a curve needs sizes that rise from above 0, and a time for each"
         (change("devices", to="two"), "whole numbers above 0, .* two devices"),
         (change("memory", to=-1), "whole numbers above 0, .* devices of -1 B"),
         (change("call", to="short"), "could not convert"),
+        (change("call", to=-1e-6), "call and instruction take 0 s or more, not -1e-06 and 0.0"),
+        (change("instruction", to=math.inf), "call and instruction take 0 s or more, not 1e-05 and inf"),
     ],
 )
 def test_a_file_with_a_mistake(tmp_path: Path, spoil: Callable[[Any], None], sentence: str) -> None:
@@ -414,6 +431,27 @@ def test_the_time_of_a_call_is_that_of_a_series(monkeypatch: pytest.MonkeyPatch,
     series = [1] * 2 + [each] * (7 if each > 1 else 5)  # the first two show that it gets no faster
     ends = list(itertools.accumulate(series, initial=1))
     assert met == [count for pair in itertools.pairwise(ends) for count in pair]
+
+
+def test_what_an_instruction_takes_in_a_program_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program takes 3 s, of which the profile's own numbers explain those of its call, 1 s."""
+    flat = Curve((1.0, 1e12), (1.0, 1.0))
+    profile = replace(example, call=1.0, streams=flat, tanh=flat, products={"float32": {1: flat}})
+    texts: list[str] = []
+
+    def median(comm: pc.Communicator, run: Any, arguments: list[Any]) -> float:
+        texts.append(run.lower(*arguments).compile().as_text())
+        return took
+
+    monkeypatch.setattr(computing, "_median_s", median)
+    monkeypatch.setattr(computing, "_LAYERS", 2)
+    took = 3.0
+    each = computing.measure_instruction(comm, profile)
+    count = sum(work_of(texts[0], 1).computing.values())
+    assert count > 40
+    assert each == pytest.approx(2 / count)
+    took = 0.5
+    assert computing.measure_instruction(comm, profile) == 0, "never less than nothing"
 
 
 def test_the_slowest_rank_counts(monkeypatch: pytest.MonkeyPatch) -> None:

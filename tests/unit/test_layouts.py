@@ -22,7 +22,7 @@ from pycollective.planning.curves import Curve
 from pycollective.planning.example import profile as example
 from pycollective.planning.layouts import Estimator, Layout, Row, layouts
 from pycollective.planning.network import MatMul, Network, Part, transformer
-from pycollective.planning.profile import AXES, OPERATIONS, Group
+from pycollective.planning.profile import AXES, NARROW, OPERATIONS, Group
 from pycollective.planning.stage_cuts import cut_evenly
 
 ONE_PART = Part(
@@ -75,7 +75,7 @@ def test_layouts_are_all_that_fit() -> None:
         assert (one.schedule == "") == (one.stage == 1)
         assert 16 // one.data % one.microbatches == 0
         assert one.schedule != "interleaved" or (one.microbatches % one.stage == 0 and 2 * one.stage <= 4)
-        assert one.wire_dtype == "" or one.replicas > 1
+        assert one.wire_dtype == "" or (one.replicas > 1 and one.zero < 3)
         assert one.zero == 0 or one.replicas > 1
     pipelines = {one[5:7] for one in got if one.stage == 2 and one.data == 4}
     assert pipelines == {
@@ -105,7 +105,7 @@ def test_data_and_zero() -> None:
     assert (passes + 7 * nbytes, nbytes, 0) == ns(Layout(4, 1, 1, 1))
     assert (passes + 7 * nbytes, nbytes / 2, 0) == ns(Layout(4, 1, 1, 1, wire_dtype="bfloat16"))
     assert (passes + 7 * nbytes / 4, 2 * nbytes, 0) == ns(Layout(4, 1, 1, 1, zero=1))
-    assert (passes + 7 * nbytes / 4, nbytes, 0) == ns(Layout(4, 1, 1, 1, zero=2, wire_dtype="bfloat16"))
+    assert (passes + 7 * nbytes / 4, 1.5 * nbytes, 0) == ns(Layout(4, 1, 1, 1, zero=2, wire_dtype="bfloat16"))
     assert (passes + 7 * nbytes / 4, 3 * nbytes, 0) == ns(Layout(4, 1, 1, 1, zero=3))
     kept = 4 * 4 * 120
     shares = {0: 4.0, 1: 2 + 2 / 4, 2: 1 + 3 / 4, 3: 4 / 4}
@@ -113,6 +113,50 @@ def test_data_and_zero() -> None:
         gathered = 1010 if zero == 3 else 0
         memory = Estimator(NETWORK, ROUND).estimate(Layout(4, 1, 1, 1, zero=zero)).memory
         assert memory == 4 * (share * 4040 + gathered + kept), zero
+
+
+def test_gradients_travel_by_the_collectives_of_their_strategy() -> None:
+    """Each collective takes another time for a byte here, so the sum tells which ones there were."""
+    ns_per_byte = {"psum": 1, "all_gather": 10, "psum_scatter": 100, "all_to_all": 1000, "ppermute": 10**6}
+    group = Group(2, 2)
+    tables = {
+        AXES: {name: {group: line(1e-15, 1e9 / ns)} for name, ns in ns_per_byte.items()},
+        NARROW: {"psum": {group: line(1e-15, 1e9 / 7)}},
+    }
+
+    def ns_for_a_byte(measured: tuple[str, ...], **options: Any) -> float:
+        profile = replace(ROUND, collectives={kind: tables[kind] for kind in measured})
+        layout = Layout(4, 1, 1, 1, **options)
+        return Estimator(NETWORK, profile).estimate(layout).communication_s * 1e9 / (4040 * 4)
+
+    for options, expected in (
+        ({}, 1),
+        ({"zero": 1}, 1 + 10),
+        ({"zero": 2}, 100 + 10),
+        ({"zero": 3}, 100 + 2 * 10),
+        ({"wire_dtype": "bfloat16"}, 7),
+        ({"wire_dtype": "bfloat16", "zero": 1}, 1000 / 2 + 10),
+        ({"wire_dtype": "bfloat16", "zero": 2}, 1000 / 2 + 10),
+    ):
+        assert ns_for_a_byte((AXES, NARROW), **options) == pytest.approx(expected, rel=0.03), options
+    assert ns_for_a_byte((AXES,), wire_dtype="bfloat16") == pytest.approx(1 / 2, rel=0.03), "it was not measured"
+
+
+def test_instructions_of_small_microbatches() -> None:
+    """30 instructions of each part take 3 us each: in each pass of each microbatch, and in no pass twice."""
+    network = replace(NETWORK, parts=(replace(ONE_PART, instructions=30),) * 4)
+    slow = replace(ROUND, instruction=3e-6)
+
+    def more_us(layout: Layout) -> tuple[float, ...]:
+        with_them, without = (Estimator(of, slow).estimate(layout) for of in (network, NETWORK))
+        return tuple(pytest.approx((a - b) * 1e6) for a, b in zip(with_them[:3], without[:3], strict=True))
+
+    assert more_us(Layout(1, 1, 1, 1)) == (4 * 30 * 3, 0, 0)
+    assert more_us(Layout(1, 1, 1, 1, remat=True)) == (4 * 30 * 3, 0, 0)
+    assert more_us(Layout(4, 1, 1, 1)) == (4 * 30 * 3, 0, 0), "as many for fewer examples"
+    for m in (1, 8):
+        pipeline = Layout(1, 1, 1, 2, schedule="1f1b", microbatches=m)
+        assert more_us(pipeline) == (m * 2 * 30 * 3, 0, 2 * 30 * 3)
 
 
 def test_model_and_context() -> None:

@@ -56,7 +56,6 @@ def seconds(*items: Any) -> Prediction:
         (Product("float32", 1, 64, 64, 64), 2 * 64**3 / 1e11),
         (Product("float32", 4, 64, 128, 64), 4 * 2 * 64 * 128 * 64 / 1e11),
         (Product("bfloat16", 1, 64, 64, 64), 2 * 64**3 / 1e11),  # not measured: as float32
-        (Product("float32", 1, 1, 2, 2), 2e-7),  # an instruction takes some time, even if it does nearly nothing
         (Convolution("float32", 64, 2**20), 2**20 / 1e11),
         (Stream(2**20, 0), 2**20 / 1e10),
         (Stream(2**20, 2**16), 2**20 / 1e10),  # the memory takes longer than the functions
@@ -73,7 +72,7 @@ def test_predicted_computation(item: Any, expected: float) -> None:
 @pytest.mark.parametrize(
     ("group", "expected"),
     [
-        ((0,), 2e-7),
+        ((0,), 0),
         ((0, 1), 2**16 / 4e9),
         ((0, 2), 1e-4 - 1e-5 + 2**16 / 1e8),
         ((0, 1, 2, 3), 1e-4 - 1e-5 + 2**16 / 1e8),
@@ -85,6 +84,14 @@ def test_predicted_communication(group: tuple[int, ...], expected: float) -> Non
     assert found.communication_s == pytest.approx(2 * expected)
     assert found.computing_s == 1e-5
     assert found.seconds == pytest.approx(1e-5 + 2 * expected)
+
+
+def test_each_instruction_takes_a_while_by_itself() -> None:
+    product, communication = Product("float32", 1, 64, 64, 64), Communication("psum", 2**16, (0, 1))
+    work = Work(Counter({product: 3}), Counter({communication: 2}))
+    plain, slow = (predict(work, 5, replace(four, instruction=s)) for s in (0.0, 1e-3))
+    assert slow.computing_s - plain.computing_s == pytest.approx(3e-3)
+    assert slow.communication_s - plain.communication_s == pytest.approx(2e-3)
 
 
 @pytest.mark.parametrize(
