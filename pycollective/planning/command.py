@@ -12,11 +12,12 @@ import importlib
 import json
 import runpy
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -99,20 +100,33 @@ def _run(options: argparse.Namespace) -> int:
         expected = f"a layout on {devices} devices of {limit:,} B"
         raise ValueError(message(_WHERE, expected, got, "Use more devices, a smaller batch or other numbers."))
     chosen = fitting[: max(options.top, options.verify or 0)]
+
+    def save(ranking: Sequence[Row]) -> None:
+        if options.json:
+            about = {"profile": profile.source, "devices": devices, "memory": limit}
+            text = json.dumps({**about, "rows": [row.as_dict() for row in ranking]}, indent=1)
+            options.json.write_text(text + "\n")
+
+    status = 0
     if options.verify:
-        chosen = _verified(chosen[: options.verify], options, devices // profile.devices) + chosen[options.verify :]
+        try:
+            for ranking in _verified(chosen, options, devices // profile.devices):
+                chosen = ranking
+                save(chosen)  # a job may end before all have run
+        except KeyboardInterrupt:
+            ran = sum(row.measured_s is not None for row in chosen)
+            sys.stderr.write(f"interrupted: {ran} of {min(options.verify, len(chosen))} layouts have run\n")
+            status = 128 + signal.SIGINT
     console = Console()
     console.print(profile.source, markup=False, highlight=False, soft_wrap=True)
     console.print(f"{len(rows)} layouts on {devices} devices, {len(fitting)} fit into {limit / 2**30:.3g} GiB")
     console.print(table(chosen))
     words = shlex.join([options.program.name, *options.arguments, *chosen[0].arguments()])
     console.print(f"best: {words}", markup=False, highlight=False, soft_wrap=True)
-    if options.json:
-        about = {"profile": profile.source, "devices": devices, "memory": limit}
-        options.json.write_text(json.dumps({**about, "rows": [row.as_dict() for row in chosen]}, indent=1) + "\n")
+    save(chosen)
     if picture:
         picture(chosen, options.plot)
-    return 0
+    return status
 
 
 def _picture() -> Callable[[Sequence[Row], Path], None]:
@@ -165,21 +179,35 @@ def _network_of(program: Path, arguments: list[str]) -> Network:
     return network
 
 
-def _verified(rows: list[Row], options: argparse.Namespace, ranks: int) -> list[Row]:
-    """Runs the program in each layout. Returns the rows by the median time of a step; the first steps do not count."""
+def _verified(rows: Sequence[Row], options: argparse.Namespace, ranks: int) -> Iterator[list[Row]]:
+    """Runs the program in the K best layouts. Yields the rows after each run: those that ran first, by their times."""
+    ran: list[Row] = []
+    bar = Console(stderr=True)
+    best = rows[: options.verify]
+    for row in track(best, "running", console=bar, transient=True, disable=not bar.is_terminal):
+        ran.append(row._replace(measured_s=_median_s(row, options, ranks)))
+        ran.sort(key=lambda row: row.measured_s or 0.0)
+        yield [*ran, *rows[len(ran) :]]
+
+
+def _median_s(row: Row, options: argparse.Namespace, ranks: int) -> float:
+    """Runs the program in a layout. Returns the median time of a step in seconds; the first steps do not count."""
     default = [sys.executable, "-m", "pycollective", "run", "-n", str(ranks), "--oversubscribe"]
     launch = shlex.split(options.launch) if options.launch else default
-    measured = []
-    bar = Console(stderr=True)
-    for row in track(rows, "running", console=bar, transient=True, disable=not bar.is_terminal):
-        with tempfile.TemporaryDirectory() as folder:
-            times = Path(folder) / "times.json"
-            more = [*row.arguments(), "--steps", str(options.steps), "--step-times", str(times)]
-            command = [*launch, sys.executable, str(options.program), *options.arguments, *more]
-            done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
-            if done.returncode != 0 or not times.exists():
-                got = f"status {done.returncode} of {shlex.join(command)}: {done.stderr.strip()[-500:]}"
-                raise ValueError(message(_WHERE, "a run that ends well", got, "Start it yourself to see more."))
-            seconds = json.loads(times.read_text())
-        measured.append(row._replace(measured_s=statistics.median(seconds[len(seconds) // 4 :])))
-    return sorted(measured, key=lambda row: row.measured_s or 0.0)
+    with tempfile.TemporaryDirectory() as folder:
+        times = Path(folder) / "times.json"
+        more = [*row.arguments(), "--steps", str(options.steps), "--step-times", str(times)]
+        command = [*launch, sys.executable, str(options.program), *options.arguments, *more]
+        none, pipe = subprocess.DEVNULL, subprocess.PIPE
+        with subprocess.Popen(command, stdin=none, stdout=none, stderr=pipe, text=True) as process:
+            try:
+                _, told = process.communicate()
+            except KeyboardInterrupt:
+                process.terminate()  # a launcher that is killed could not end its ranks
+                process.communicate()
+                raise
+        if process.returncode != 0 or not times.exists():
+            got = f"status {process.returncode} of {shlex.join(command)}: {told.strip()[-500:]}"
+            raise ValueError(message(_WHERE, "a run that ends well", got, "Start it yourself to see more."))
+        seconds = json.loads(times.read_text())
+    return statistics.median(seconds[len(seconds) // 4 :])
