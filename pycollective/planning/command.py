@@ -163,6 +163,8 @@ def _setting(text: str) -> _Setting:
 
 def _network_of(program: Path, arguments: list[str]) -> Network:
     """What the program trains. It is imported as a module, not run."""
+    if not program.is_file():
+        raise ValueError(message(_WHERE, "a program", f"no file {program}", "Say where it is."))
     sys.path.insert(0, str(program.resolve().parent))
     try:
         found: dict[str, Any] = runpy.run_path(str(program), run_name="pycollective_plan")

@@ -20,6 +20,7 @@ _TABLES = ("products", "transposed", "convolutions")
 _PASSES = ("streams", "transposes", "tanh")
 _OPTIONAL = ("transposed", "transposes")  # without them what is transposed counts as what is not
 _WHERE = "plan"
+_MEASURE = "Measure one with `pycollective profile -o cluster.json`."
 
 AXES, ARRAYS = "named axes", "global arrays"
 """The two kinds of programs. Collectives over named axes are this package's own; those that XLA makes for global arrays
@@ -219,7 +220,7 @@ class Profile:
             path: the file, or the name of a ready-made profile: "dgx-a100".
 
         Raises:
-            OSError: there is no such file.
+            OSError: there is no such file, or it cannot be read.
             ValueError: the file is no profile.
 
         Example:
@@ -229,12 +230,15 @@ class Profile:
         path = Path(path)
         if not path.exists() and (ready_made := _READY_MADE / f"{path}.json").exists():
             path = ready_made
+        if not path.exists():
+            ready = ", ".join(sorted(f'"{file.stem}"' for file in _READY_MADE.glob("*.json")))
+            expected = f"a file, or the name of a profile that comes with the package, {ready}"
+            raise FileNotFoundError(message(_WHERE, expected, str(path), _MEASURE))
         try:
             return cls._from_json(json.loads(path.read_text()))
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             got = f"{path}: {type(error).__name__}: {error}"
-            remedy = "Measure one with `pycollective profile -o cluster.json`."
-            raise ValueError(message(_WHERE, "a profile of a cluster", got, remedy)) from error
+            raise ValueError(message(_WHERE, "a profile of a cluster", got, _MEASURE)) from error
 
     @classmethod
     def _from_json(cls, read: dict[str, Any]) -> Profile:

@@ -283,7 +283,8 @@ def test_a_file_that_does_not_know_instructions(tmp_path: Path) -> None:
 
 
 def test_no_file(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"nowhere\.json"):
+    sentence = r'plan: expected a file, or the name of a profile .*, "dgx-a100", got .*nowhere\.json\. Measure one'
+    with pytest.raises(FileNotFoundError, match=sentence):
         Profile.load(tmp_path / "nowhere.json")
 
 

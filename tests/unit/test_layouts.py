@@ -428,7 +428,7 @@ def test_no_layout_has_what_only_says(program: Path, capsys: pytest.CaptureFixtu
     [
         ({"--memory": "0.0001"}, "expected a layout on 4 devices of 107,374 B, got 788,480 B for the smallest"),
         ({"--devices": "3"}, "expected devices of whole hosts, which have 2 each, got 3"),
-        ({"--profile": "nowhere.json"}, "No such file or directory: 'nowhere.json'"),
+        ({"--profile": "nowhere.json"}, 'comes with the package, "dgx-a100", got nowhere.json. Measure one with'),
         ({"--profile": "program.py"}, "expected a profile of a cluster, got program.py"),
     ],
 )
@@ -447,6 +447,7 @@ def test_command_refuses(
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
+        (None, "expected a program, got no file program.py. Say where it is."),
         ("x = 1", "expected a function `network` in program.py, got none"),
         ("def network(words): return 3", "expected a Network from the program's `network`, got int"),
         (
@@ -456,10 +457,12 @@ def test_command_refuses(
     ],
 )
 def test_programs_that_say_nothing(
-    text: str, sentence: str, program: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    text: str | None, sentence: str, program: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.chdir(program.parent)
-    program.write_text(text)
+    program.unlink()
+    if text is not None:
+        program.write_text(text)
     assert command.main(["--profile", "cluster.json", "program.py"]) == 1
     assert sentence in capsys.readouterr().err
 
