@@ -33,7 +33,7 @@ void OwnReduction(void* in, void* in_out, int* count, H*) {
 
 // Allreduce with Op::kSumBfloat16: the sum of float32 arrays, where each operand and the sum are rounded to bfloat16 on
 // the way between ranks: half the bytes. Each rank adds up one block of all ranks in float32, in the order of the
-// ranks, so that all ranks get the same bits.
+// ranks, so that all ranks get the same bits. In levels of hosts the operands are the sums of each host (host_levels.h).
 Outcome SumAsBfloat16(const Library& library, const Channel& channel, const Arguments& arguments);
 
 }  // namespace pycollective

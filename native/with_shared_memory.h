@@ -17,7 +17,8 @@ class WithSharedMemory final : public Mpi {
   using Mpi::Mpi;
 
   Outcome Allreduce(const Channel& channel, const Arguments& a) const override {
-    if (a.op == Op::kSumBfloat16) return Mpi::Allreduce(channel, a);  // it is made of others
+    // Within a host a sum in bfloat16 is one of float32. What is left is made of other collectives.
+    if (a.op == Op::kSumBfloat16 && channel.levels == nullptr) return Mpi::Allreduce(channel, a);
     return Run(kAllreduce, channel, a, [&] { return Mpi::Allreduce(channel, a); });
   }
   Outcome AllreduceScattered(const Channel& channel, const Arguments& a, const ScatteredArray& array) const override {

@@ -35,13 +35,14 @@ def psum(
         axis_index_groups: lists of ranks, each rank in exactly one list. A rank gets the sum over its own list.
             Default: one list of all ranks.
         wire_dtype: ``jnp.bfloat16`` sends each float of at most 32 bits in 16 bits, half the bytes of float32. Each
-            rank rounds its operand once; where it has several local devices, it rounds the sum of their operands. The
-            rounded operands are added in float32, the total is rounded once, and all ranks get the same bits.
-            Cotangents are sent in the same way. Leaves of other dtypes, and sums over one rank, are not rounded.
-            Default: None, which sends all bits.
+            rank rounds its operand once; where it has several local devices, it rounds the sum of their operands, and
+            where several hosts have several ranks, each host that of its ranks' operands (from 1 KiB on). The rounded
+            operands are added in float32, the total is rounded once, and all ranks get the same bits. Cotangents
+            are sent in the same way. Leaves of other dtypes, and sums over one rank, are not rounded. Default: None,
+            which sends all bits.
         residual: what the rounding of ``x`` lost in the last call, for error feedback: float32 arrays of the structure
             and the shapes of ``x``, zeros for the first call. It is added to ``x`` before the rounding. It does not
-            hold what the rounding of the total loses. It needs ``wire_dtype``. Default: None.
+            hold what the rounding of a sum loses. It needs ``wire_dtype``. Default: None.
 
     Returns:
         The sum, of the structure, shapes and dtypes of ``x``; sums of bool are int32. float16, bfloat16 and 8-bit
