@@ -228,12 +228,13 @@ class Profile:
             8
         """
         path = Path(path)
-        if not path.exists() and (ready_made := _READY_MADE / f"{path}.json").exists():
-            path = ready_made
         if not path.exists():
-            ready = ", ".join(sorted(f'"{file.stem}"' for file in _READY_MADE.glob("*.json")))
-            expected = f"a file, or the name of a profile that comes with the package, {ready}"
-            raise FileNotFoundError(message(_WHERE, expected, str(path), _MEASURE))
+            ready_made = _READY_MADE / f"{path}.json"
+            if not ready_made.exists():
+                names = ", ".join(sorted(f'"{file.stem}"' for file in _READY_MADE.glob("*.json")))
+                expected = f"a file, or the name of a profile that comes with the package, {names}"
+                raise FileNotFoundError(message(_WHERE, expected, str(path), _MEASURE))
+            path = ready_made
         try:
             return cls._from_json(json.loads(path.read_text()))
         except (KeyError, TypeError, AttributeError, ValueError) as error:

@@ -514,41 +514,31 @@ def test_verify_ranks_by_what_runs_took(program: Path, monkeypatch: pytest.Monke
     assert "expected a run that ends well, got status 1" in capsys.readouterr().err
 
 
-INTERRUPTED = VERIFIED.replace(
-    "    if options.steps == 13:",
-    """    if Path("one has run").exists() and options.steps == 9:
-        import os, signal, time
-        os.kill(os.getppid(), signal.SIGINT)
-        time.sleep(20)
-    Path("one has run").touch()
-    if options.steps == 13:""",
+@pytest.mark.parametrize(
+    ("second", "status"),
+    [
+        ("import os, signal, time; os.kill(os.getppid(), signal.SIGINT); time.sleep(20)", 130),
+        ("raise SystemExit('it failed')", 1),
+    ],
+    ids=["interrupts", "fails"],
 )
-
-
-@pytest.mark.parametrize("steps", [9, 8])
-def test_what_has_run_is_kept(program: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, steps: int) -> None:
+def test_what_has_run_is_kept(
+    program: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, second: str, status: int
+) -> None:
     """The second run interrupts the command, or fails."""
     monkeypatch.chdir(program.parent)
-    fails = VERIFIED.replace("if options.steps == 13:", 'if list(Path().glob("*.ran")):')
-    program.write_text(INTERRUPTED if steps == 9 else fails + '    Path("1.ran").touch()\n')
-    words = [
-        "--profile",
-        "cluster.json",
-        "--verify",
-        "4",
-        "--steps",
-        str(steps),
-        "--launch",
-        "env",
-        "--json",
-        "rows.json",
-    ]
-    assert command.main([*words, "program.py"]) == (130 if steps == 9 else 1)
+    program.write_text(f"""{VERIFIED}
+    if Path("one has run").exists():
+        {second}
+    Path("one has run").touch()
+""")
+    words = "--profile cluster.json --verify 4 --steps 8 --launch env --json rows.json program.py"
+    assert command.main(words.split()) == status
     told = capsys.readouterr()
     rows = json.loads(Path("rows.json").read_text())["rows"]
     assert len(rows) == 10, "the ranking of the others is kept too"
     assert [row["measured_s"] is not None for row in rows] == [True] + 9 * [False]
-    if steps == 9:
+    if status == 130:
         assert "interrupted: 1 of 4 layouts have run" in told.err
         assert "measured" in told.out
         assert "best: " in told.out
