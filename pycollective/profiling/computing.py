@@ -194,8 +194,8 @@ def measure_instruction(comm: pc.Communicator, profile: Profile) -> float:
         return (x**2).sum()
 
     arguments = [jnp.ones((_SMALL, _SMALL)), jnp.full((_LAYERS, 3, _SMALL, _SMALL), 0.01)]
-    step = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(*arguments).compile()
-    text = step.as_text()
+    step = jax.jit(jax.grad(loss, argnums=(0, 1)))
+    text = step.lower(*arguments).compile().as_text()
     assert text is not None  # XLA has it for each program that it compiles from JAX
     work = work_of(text, 1)
     more = _median_s(comm, step, arguments) - predict(work, 0, profile).seconds

@@ -441,7 +441,7 @@ def test_what_an_instruction_takes_in_a_program_of_many(monkeypatch: pytest.Monk
     texts: list[str] = []
 
     def median(comm: pc.Communicator, run: Any, arguments: list[Any]) -> float:
-        texts.append(run.as_text())
+        texts.append(run.lower(*arguments).compile().as_text())
         return took
 
     monkeypatch.setattr(computing, "_median_s", median)
