@@ -1,4 +1,4 @@
-"""The time of a call on the slowest rank."""
+"""The time of a call that all ranks make."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ def meet(ranks: MPI.Intracomm) -> None:
 
 
 def slowest_s(ranks: MPI.Intracomm, call: Callable[[], object]) -> float:
-    """The seconds of a call on the slowest rank. All ranks must make this call, and all get the same.
+    """The seconds from when the first rank begins a call until all have done it. All ranks must call, and get the same.
+
+    Where ranks share a core, one may do all of it before another one begins, who then takes no longer than alone.
 
     Args:
         ranks: the ranks.
@@ -36,8 +38,8 @@ def slowest_s(ranks: MPI.Intracomm, call: Callable[[], object]) -> float:
     meet(ranks)
     started = time.perf_counter()
     call()
-    own = time.perf_counter() - started
     meet(ranks)
+    own = time.perf_counter() - started
     return float(ranks.allreduce(own, MPI.MAX))
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,7 @@ from pycollective.planning.curves import Curve
 from pycollective.planning.prediction import predict
 from pycollective.planning.profile import Profile
 from pycollective.planning.program_work import work_of
-from pycollective.planning.timing import settled_s, slowest_s
+from pycollective.profiling.turns import TURNS, Programs, measure_curves
 from pycollective.transport.mpi import MPI
 
 Array = Any
@@ -40,10 +38,10 @@ CHANNELS = (4, 16, 32, 256)
 _IMAGE, _WINDOW = 16, 3
 _SMALL, _LAYERS = 64, 32  # rows and columns, and layers, of the program of many instructions
 
-_SERIES, _SERIES_S, _MOST_CALLS = 5, 0.006, 1000  # of the timed calls of one size
-_LONGEST_S = 0.05  # a call that takes longer is the last one of its curve
 _TOUCHED = 1 << 29  # bytes
-_LARGE, _CACHES = 1 << 20, 128 << 20  # bytes: of arguments that are in turns others, and of these together
+
+_Curve = tuple[str, str, int]
+"""A field of a profile, a dtype, and a number that has a curve of its own; "" and 0 where the field has one curve."""
 
 
 def touch_memory() -> None:
@@ -54,73 +52,67 @@ def touch_memory() -> None:
     np.ones(min(_TOUCHED, psutil.virtual_memory().available // 16), np.uint8)
 
 
-def measure_curve(comm: pc.Communicator, sizes: list[int], program: Callable[[int], tuple[Any, list[Array]]]) -> Curve:
-    """Measures programs of rising sizes on all ranks at once. All ranks must make this call.
+def measure_computing(comm: pc.Communicator, dtypes: Sequence[str], tick: Callable[[int], None]) -> dict[str, Any]:
+    """Measures how fast the devices compute: the fields of a profile that say it. All ranks must make this call.
 
     Args:
         comm: the ranks.
-        sizes: the sizes.
-        program: returns for a size a function, and its arguments.
+        dtypes: the dtypes of products and convolutions.
+        tick: a function to call with the number of turns that are done, of :func:`count_turns`.
     """
-    points: dict[int, float] = {}
-    for size in sizes:
-        function, arguments = program(size)
-        points[size] = _median_s(comm, jax.jit(function), arguments)
-        if points[size] > _LONGEST_S:
-            break
-    return Curve.measured(points)
+    found = measure_curves(comm, _programs(dtypes), tick)
+
+    def tables(name: str, numbers: Sequence[int]) -> dict[str, dict[int, Curve]]:
+        return {dtype: {number: found[name, dtype, number] for number in numbers} for dtype in dtypes}
+
+    fields: dict[str, Any] = {
+        "products": tables("products", SMALLEST),
+        "transposed": tables("transposed", COLUMNS),
+        "convolutions": tables("convolutions", CHANNELS),
+        "streams": found["streams", "", 0],
+        "transposes": found["transposes", "", 0],
+        "tanh": found["tanh", "", 0],
+        "call": found["call", "", 0].seconds[0],
+    }
+    known = Profile(source="", hosts=1, ranks=1, devices=1, memory=1, collectives={}, **fields)
+    return fields | {"instruction": instruction_s(found["layers", "", 0].seconds[0], known)}
 
 
-def _median_s(comm: pc.Communicator, run: Callable[..., Any], arguments: list[Array]) -> float:
-    """The time of a call on the slowest rank: the median of some series of calls, one after the other as in a step.
-
-    Where ranks share a core, a call after a meeting would have to wait for the other ranks' calls as well, and for the
-    core to change hands, which takes longer than a small program.
-
-    Large arguments are other ones in each call. In a step, parameters are not in the caches either: between two uses of
-    one the others come by.
-    """
-    nbytes = sum(x.nbytes for x in arguments)
-    copies = max(1, min(32, _CACHES // nbytes)) if nbytes >= _LARGE else 1
-    turns = itertools.cycle([[x + 0 for x in arguments] for _ in range(copies)])
-    jax.block_until_ready(run(*next(turns)))  # compiles it
-
-    def seconds_of(calls: int) -> float:
-        def series() -> None:
-            for _ in range(calls):
-                jax.block_until_ready(run(*next(turns)))
-
-        return slowest_s(comm.mpi, series) / calls
-
-    # The memory of large results may come from the system in each of some calls, until enough is kept.
-    one = settled_s(lambda: seconds_of(1), least=2 if copies == 1 else 6)
-    calls = min(math.ceil(_SERIES_S / one), _MOST_CALLS)
-    if calls > 1:
-        settled_s(lambda: seconds_of(calls))
-    return statistics.median(seconds_of(calls) for _ in range(_SERIES))
+def count_turns(dtypes: Sequence[str]) -> int:
+    """The number of calls of ``tick`` in :func:`measure_computing`."""
+    return (1 + TURNS) * len(_programs(dtypes))
 
 
-def measure_products(comm: pc.Communicator, dtype: str) -> dict[int, Curve]:
-    """Measures products of matrices whose smallest dimension is one of :data:`SMALLEST`."""
-    return {smallest: _products(comm, dtype, smallest) for smallest in SMALLEST}
+def _programs(dtypes: Sequence[str]) -> dict[_Curve, Programs]:
+    """The programs of each curve."""
+    of_dtypes: dict[_Curve, Programs] = {}
+    for dtype in dtypes:
+        of_dtypes |= {("products", dtype, smallest): _products(dtype, smallest) for smallest in SMALLEST}
+        of_dtypes |= {("transposed", dtype, columns): _transposed(dtype, columns) for columns in COLUMNS}
+        of_dtypes |= {("convolutions", dtype, channels): _convolutions(dtype, channels) for channels in CHANNELS}
+    return of_dtypes | {
+        ("streams", "", 0): _streams(),
+        ("transposes", "", 0): _transposes(),
+        ("tanh", "", 0): Programs([1 << power for power in (10, 14, 18)], lambda size: (jnp.tanh, [jnp.ones(size)])),
+        ("call", "", 0): Programs([1], lambda _: (lambda x: x + 1, [jnp.float32(0)])),
+        ("layers", "", 0): Programs([1], lambda _: layers()),
+    }
 
 
-def _products(comm: pc.Communicator, dtype: str, smallest: int) -> Curve:
+def _products(dtype: str, smallest: int) -> Programs:
+    """Products of matrices whose smallest dimension is one of :data:`SMALLEST`."""
     widths = sorted({smallest, *(width for width in (64, 256, 1024, 2048) if width >= smallest)})
 
     def program(operations: int) -> tuple[Any, list[Array]]:
         width = math.isqrt(operations // (2 * smallest))
         return jnp.dot, [jnp.ones((smallest, width), dtype), jnp.ones((width, width), dtype)]
 
-    return measure_curve(comm, [2 * smallest * width**2 for width in widths], program)
+    return Programs([2 * smallest * width**2 for width in widths], program)
 
 
-def measure_transposed(comm: pc.Communicator, dtype: str) -> dict[int, Curve]:
-    """Measures products of matrices that both lie transposed, with one of :data:`COLUMNS` as the number of columns."""
-    return {columns: _transposed(comm, dtype, columns) for columns in COLUMNS}
+def _transposed(dtype: str, columns: int) -> Programs:
+    """Products of matrices that both lie transposed, with one of :data:`COLUMNS` as the number of columns."""
 
-
-def _transposed(comm: pc.Communicator, dtype: str, columns: int) -> Curve:
     def multiply(x: Array, y: Array) -> Array:
         return lax.dot_general(x, y, (((0,), (1,)), ((), ())))
 
@@ -128,16 +120,11 @@ def _transposed(comm: pc.Communicator, dtype: str, columns: int) -> Curve:
         width = math.isqrt(operations // (2 * columns))
         return multiply, [jnp.ones((width, width), dtype), jnp.ones((columns, width), dtype)]
 
-    widths = [width for width in (64, 256, 1024) if width >= columns]
-    return measure_curve(comm, [2 * columns * width**2 for width in widths], program)
+    return Programs([2 * columns * width**2 for width in (64, 256, 1024) if width >= columns], program)
 
 
-def measure_convolutions(comm: pc.Communicator, dtype: str) -> dict[int, Curve]:
-    """Measures convolutions with a window of 3 x 3, with as many channels before as after."""
-    return {channels: _convolutions(comm, dtype, channels) for channels in CHANNELS}
-
-
-def _convolutions(comm: pc.Communicator, dtype: str, channels: int) -> Curve:
+def _convolutions(dtype: str, channels: int) -> Programs:
+    """Convolutions with a window of 3 x 3, with as many channels before as after."""
     each = 2 * (_IMAGE * _WINDOW * channels) ** 2  # operations for one image
 
     def convolve(x: Array, kernel: Array) -> Array:
@@ -147,44 +134,34 @@ def _convolutions(comm: pc.Communicator, dtype: str, channels: int) -> Curve:
         images = jnp.ones((operations // each, _IMAGE, _IMAGE, channels), dtype)
         return convolve, [images, jnp.ones((_WINDOW, _WINDOW, channels, channels), dtype)]
 
-    return measure_curve(comm, [each * images for images in (1, 8, 64)], program)
+    return Programs([each * images for images in (1, 8, 64)], program)
 
 
-def measure_streams(comm: pc.Communicator) -> Curve:
-    """Measures a pass over arrays that reads two and writes one; the size is all their bytes."""
+def _streams() -> Programs:
+    """Passes over arrays that read two and write one; the size is all their bytes."""
 
     def program(nbytes: int) -> tuple[Any, list[Array]]:
         return lambda x, y: 2 * x + y, [jnp.ones(nbytes // 12)] * 2
 
-    return measure_curve(comm, [12 << power for power in (10, 13, 16, 19, 22)], program)
+    return Programs([12 << power for power in (10, 13, 16, 19, 22)], program)
 
 
-def measure_transposes(comm: pc.Communicator) -> Curve:
-    """Measures a pass over two arrays, one of them along the columns; the size is that one's bytes."""
+def _transposes() -> Programs:
+    """Passes over two arrays, one of them along the columns; the size is that one's bytes."""
     shapes = {4 * rows * columns: (rows, columns) for rows, columns in TRANSPOSED}
 
     def program(nbytes: int) -> tuple[Any, list[Array]]:
         rows, columns = shapes[nbytes]
         return lambda x, y: 2 * x + y.T, [jnp.ones((columns, rows)), jnp.ones((rows, columns))]
 
-    return measure_curve(comm, list(shapes), program)
+    return Programs(list(shapes), program)
 
 
-def measure_tanh(comm: pc.Communicator) -> Curve:
-    """Measures hyperbolic tangents; the size is their number."""
-    return measure_curve(comm, [1 << power for power in (10, 14, 18)], lambda size: (jnp.tanh, [jnp.ones(size)]))
-
-
-def measure_call(comm: pc.Communicator) -> float:
-    """Measures a program that computes nothing, in seconds."""
-    return _median_s(comm, jax.jit(lambda x: x + 1), [jnp.float32(0)])
-
-
-def measure_instruction(comm: pc.Communicator, profile: Profile) -> float:
-    """Measures what an instruction takes in a program of many beside what the profile says of it alone, in seconds.
+def layers() -> tuple[Callable[..., Any], list[Array]]:
+    """A program of many instructions, and its arguments: attention of small layers, both passes.
 
     XLA hands instructions that can run at the same time to other threads, and each product and each sum to a library.
-    So the program is one whose instructions depend on each other as those of a training do: attention, both passes.
+    The instructions of this program depend on each other as those of a training do.
     """
 
     def loss(x: Array, weights: Array) -> Array:
@@ -194,12 +171,21 @@ def measure_instruction(comm: pc.Communicator, profile: Profile) -> float:
         return (x**2).sum()
 
     arguments = [jnp.ones((_SMALL, _SMALL)), jnp.full((_LAYERS, 3, _SMALL, _SMALL), 0.01)]
-    step = jax.jit(jax.grad(loss, argnums=(0, 1)))
-    text = step.lower(*arguments).compile().as_text()
+    return jax.grad(loss, argnums=(0, 1)), arguments
+
+
+def instruction_s(seconds: float, profile: Profile) -> float:
+    """What an instruction takes in a program of many beside what the profile says of it alone, in seconds.
+
+    Args:
+        seconds: the time of :func:`layers`.
+        profile: how fast the devices compute; an ``instruction`` of 0.
+    """
+    function, arguments = layers()
+    text = jax.jit(function).lower(*arguments).compile().as_text()
     assert text is not None  # XLA has it for each program that it compiles from JAX
     work = work_of(text, 1)
-    more = _median_s(comm, step, arguments) - predict(work, 0, profile).seconds
-    return max(more, 0.0) / sum(work.computing.values())
+    return max(seconds - predict(work, 0, profile).seconds, 0.0) / sum(work.computing.values())
 
 
 def memory_of_a_device(comm: pc.Communicator, devices: int) -> int:

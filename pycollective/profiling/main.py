@@ -7,7 +7,6 @@ import platform
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from datetime import date
 
 import jax
@@ -18,11 +17,10 @@ import pycollective as pc
 from pycollective.errors import message
 from pycollective.planning.profile import ARRAYS, OPERATIONS, Group, Profile
 from pycollective.planning.progress import progress
-from pycollective.profiling import computing
-from pycollective.profiling.collectives import count_turns, groups_in, measure_collectives
+from pycollective.profiling import collectives, computing
+from pycollective.profiling.collectives import groups_in
 from pycollective.transport.mpi import MPI
 
-_COMPUTING = 5  # measurements that do not depend on a dtype
 _SMALL, _LARGE = 4 << 10, 2 << 20  # bytes, in the table
 
 
@@ -44,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
     if len(sizes) > 1:
         remedy = "Start as many on each host, with `pycollective run --ranks-per-host` say."
         raise ValueError(message("profile", "as many ranks on each host", f"{sizes[0]} to {sizes[-1]}", remedy))
-    turns = count_turns(comm.host_count, comm.local_size) + _COMPUTING + 3 * len(options.dtypes)
+    turns = collectives.count_turns(comm.host_count, comm.local_size) + computing.count_turns(options.dtypes)
     with progress("measuring", show=comm.rank == 0 and sys.stderr.isatty()) as (grow, advance):
         grow(turns)
         profile = _measured(options, comm, advance)
@@ -62,40 +60,15 @@ def run(options: argparse.Namespace) -> int:
 
 def _measured(options: argparse.Namespace, comm: pc.Communicator, tick: Callable[[int], None]) -> Profile:
     computing.touch_memory()
-    products, transposed, convolutions = {}, {}, {}
-    for dtype in options.dtypes:
-        products[dtype] = computing.measure_products(comm, dtype)
-        tick(1)
-        transposed[dtype] = computing.measure_transposed(comm, dtype)
-        tick(1)
-        convolutions[dtype] = computing.measure_convolutions(comm, dtype)
-        tick(1)
-    streams = computing.measure_streams(comm)
-    tick(1)
-    transposes = computing.measure_transposes(comm)
-    tick(1)
-    tanh = computing.measure_tanh(comm)
-    tick(1)
-    call = computing.measure_call(comm)
-    tick(1)
-    profile = Profile(
+    return Profile(
         source=_source(comm),
         hosts=comm.host_count,
         ranks=comm.size,
         devices=options.devices,
         memory=computing.memory_of_a_device(comm, options.devices),
-        collectives=measure_collectives(comm, options.devices, tick),
-        products=products,
-        transposed=transposed,
-        convolutions=convolutions,
-        streams=streams,
-        transposes=transposes,
-        tanh=tanh,
-        call=call,
+        collectives=collectives.measure_collectives(comm, options.devices, tick),
+        **computing.measure_computing(comm, options.dtypes, tick),
     )
-    profile = replace(profile, instruction=computing.measure_instruction(comm, profile))
-    tick(1)
-    return profile
 
 
 def _source(comm: pc.Communicator) -> str:

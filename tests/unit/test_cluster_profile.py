@@ -26,7 +26,7 @@ from pycollective.planning.curves import Curve, across
 from pycollective.planning.example import profile as example
 from pycollective.planning.profile import ARRAYS, AXES, NARROW, OPERATIONS, Group, Profile
 from pycollective.planning.program_work import work_of
-from pycollective.profiling import collectives, command, computing, main
+from pycollective.profiling import collectives, command, computing, main, turns
 from pycollective.profiling.collectives import count_turns, groups_in
 
 comm = pc.init()
@@ -403,64 +403,136 @@ def test_groups_of_global_arrays_are_apart(operation: str, per_group: int) -> No
         assert count_wrong(workload, result, expected(workload, i, per_group, 1)) == 0
 
 
-def test_a_curve_ends_with_the_first_long_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(computing, "_median_s", lambda comm, run, arguments: run(*arguments))
-    curve = computing.measure_curve(comm, [1, 2, 4, 8], lambda size: (lambda x: x * 1e-2, [float(2 * size)]))
-    assert curve == ((1, 2, 4), (pytest.approx(0.02), pytest.approx(0.04), pytest.approx(0.08)))
+def test_programs_are_timed_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lasts for a while, here two turns, must not meet all times of a program. A curve ends with a long call."""
+    timed: list[float] = []
+
+    class Timed:
+        def __init__(self, comm: pc.Communicator, function: Any, arguments: list[float]) -> None:
+            assert (comm, arguments) == (world, [function()])
+            self.call_s = function()
+            self.seconds: list[float] = []
+            timed.append(self.call_s)
+
+        def turn(self, arguments: list[float]) -> None:
+            assert arguments == [self.call_s]
+            timed.append(self.call_s)
+            self.seconds.append(self.call_s * (50 if len(timed) > 5 * 4 else 1))
+
+    monkeypatch.setattr(turns, "_Timed", Timed)
+    ticks: list[int] = []
+    world = comm
+    few = turns.Programs([1, 2, 4, 8], lambda size: (lambda: size * 0.02, [size * 0.02]))
+    one = turns.Programs([3], lambda size: (lambda: size * 0.03, [size * 0.03]))
+    found = turns.measure_curves(world, {"few": few, "one": one}, ticks.append)
+    assert found == {"few": ((1, 2, 4), pytest.approx((0.02, 0.04, 0.08))), "one": ((3,), pytest.approx((0.09,)))}
+    assert timed == pytest.approx([0.02, 0.04, 0.08, 0.09] * (1 + turns.TURNS))
+    assert sum(ticks) == 2 * (1 + turns.TURNS)
 
 
-@pytest.mark.parametrize("call_s", [0.002, 0.02, 1e-7])
+@pytest.mark.parametrize("call_s", [20e-3, 2e-3, 60e-6, 1e-7])
 def test_the_time_of_a_call_is_that_of_a_series(monkeypatch: pytest.MonkeyPatch, call_s: float) -> None:
-    """A meeting of the ranks does not count, and the first call, which compiles, does not either."""
-    now, calls, met = 0.0, 0, []
+    """What a program takes when it is new to the caches does not count, and the ranks' meetings for little."""
+    now, slower, calls, met = 0.0, 10.0, 0, []
 
     def run(x: float) -> float:
-        nonlocal now, calls
+        nonlocal now, slower, calls
         calls += 1
-        now += call_s if calls > 1 else 10
+        now += call_s + slower
+        slower = 0.0
         return x
 
     def meet(ranks: Any) -> None:
         nonlocal now
-        now += 0.5
+        now += 100e-6
         met.append(calls)
 
+    monkeypatch.setattr(jax, "jit", lambda function: function)
     monkeypatch.setattr(timing.time, "perf_counter", lambda: now)
     monkeypatch.setattr(timing, "meet", meet)
-    assert computing._median_s(comm, run, [np.zeros(4, np.float32)]) == pytest.approx(call_s, rel=1e-6)
-    each = min(math.ceil(0.006 / call_s), 1000)
-    series = [1] * 2 + [each] * (7 if each > 1 else 5)  # the first two show that it gets no faster
+    timed = turns._Timed(comm, run, [np.zeros(4, np.float32)])
+    assert timed.call_s == pytest.approx(call_s + 100e-6)
+    for _ in range(2):
+        slower = 3.0
+        timed.turn([np.zeros(4, np.float32)])
+    in_a_series, first = {20e-3: (1, []), 2e-3: (3, [3]), 60e-6: (114, [38, 114]), 1e-7: (1000, [60, 1000])}[call_s]
+    assert timed.seconds == pytest.approx([call_s + 100e-6 / in_a_series] * 2)
+    series = [1, 1, *first, *[in_a_series] * 4]  # the first two show that it gets no faster
     ends = list(itertools.accumulate(series, initial=1))
     assert met == [count for pair in itertools.pairwise(ends) for count in pair]
+
+
+@pytest.mark.parametrize(("nbytes", "copies"), [(1 << 10, 1), (1 << 20, 32), (16 << 20, 8), (256 << 20, 1)])
+def test_large_arguments_are_other_ones_in_each_call(nbytes: int, copies: int) -> None:
+    arguments = turns._in_turns([np.zeros(nbytes, np.uint8)])
+    each = [next(arguments)[0] for _ in range(2 * copies)]
+    assert len({x.ctypes.data for x in each}) == copies
+    assert all(x is y for x, y in zip(each[:copies], each[copies:], strict=True))
+
+
+def test_each_curve_is_a_field_of_the_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measured(comm: pc.Communicator, curves: dict[Any, Any], tick: Any) -> dict[Any, Curve]:
+        for _ in curves:
+            tick(1 + turns.TURNS)
+        return {key: Curve((1.0,), (1e-3 * place,)) for place, key in enumerate(curves, 1)}
+
+    monkeypatch.setattr(computing, "measure_curves", measured)
+    monkeypatch.setattr(computing, "instruction_s", lambda seconds, profile: (seconds, profile.call))
+    ticks: list[int] = []
+    fields = computing.measure_computing(comm, ["float32", "bfloat16"], ticks.append)
+    assert sum(ticks) == computing.count_turns(["float32", "bfloat16"])
+    assert (len(computing.SMALLEST), len(computing.COLUMNS), len(computing.CHANNELS)) == (6, 3, 4)
+
+    def places(table: dict[int, Curve]) -> dict[int, int]:
+        return {number: round(1e3 * curve.seconds[0]) for number, curve in table.items()}
+
+    for dtype, before in {"float32": 0, "bfloat16": 13}.items():
+        assert places(fields["products"][dtype]) == {n: before + i for i, n in enumerate(computing.SMALLEST, 1)}
+        assert places(fields["transposed"][dtype]) == {n: before + i for i, n in enumerate(computing.COLUMNS, 7)}
+        assert places(fields["convolutions"][dtype]) == {n: before + i for i, n in enumerate(computing.CHANNELS, 10)}
+    assert places({i: fields[name] for i, name in enumerate(["streams", "transposes", "tanh"])}) == {
+        0: 27,
+        1: 28,
+        2: 29,
+    }
+    assert fields["call"] == pytest.approx(30e-3)
+    assert fields["instruction"] == pytest.approx((31e-3, 30e-3))
 
 
 def test_what_an_instruction_takes_in_a_program_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """The program takes 3 s, of which the profile's own numbers explain those of its call, 1 s."""
     flat = Curve((1.0, 1e12), (1.0, 1.0))
     profile = replace(example, call=1.0, streams=flat, tanh=flat, products={"float32": {1: flat}})
-    texts: list[str] = []
-
-    def median(comm: pc.Communicator, run: Any, arguments: list[Any]) -> float:
-        texts.append(run.lower(*arguments).compile().as_text())
-        return took
-
-    monkeypatch.setattr(computing, "_median_s", median)
     monkeypatch.setattr(computing, "_LAYERS", 2)
-    took = 3.0
-    each = computing.measure_instruction(comm, profile)
-    count = sum(work_of(texts[0], 1).computing.values())
+    function, arguments = computing.layers()
+    text = jax.jit(function).lower(*arguments).compile().as_text()
+    assert text is not None
+    count = sum(work_of(text, 1).computing.values())
     assert count > 40
-    assert each == pytest.approx(2 / count)
-    took = 0.5
-    assert computing.measure_instruction(comm, profile) == 0, "never less than nothing"
+    assert computing.instruction_s(3.0, profile) == pytest.approx(2 / count)
+    assert computing.instruction_s(0.5, profile) == 0, "never less than nothing"
 
 
-def test_the_slowest_rank_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = iter([2.0, 5.0])
-    monkeypatch.setattr(timing.time, "perf_counter", seconds.__next__)
-    monkeypatch.setattr(timing, "meet", lambda ranks: None)
-    ranks: Any = SimpleNamespace(allreduce=lambda own, op: (max if op == timing.MPI.MAX else min)(own, 7.0, 1.0))
-    assert timing.slowest_s(ranks, lambda: None) == 7.0
+def test_a_time_ends_when_all_ranks_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that shares a core may begin when another one is done. Then its own time is not what both of them take."""
+    now = 1.0
+
+    def pass_by(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    waits = iter([10.0, 3.0])
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(timing, "meet", lambda ranks: pass_by(next(waits)))
+    of_all: list[float] = []
+
+    def allreduce(own: float, op: Any) -> float:
+        of_all.append(own)
+        return (max if op == timing.MPI.MAX else min)(own, 7.0, 1.0)
+
+    ranks: Any = SimpleNamespace(allreduce=allreduce)
+    assert timing.slowest_s(ranks, lambda: pass_by(2.0)) == 7.0
+    assert of_all == [5.0]
 
 
 @pytest.mark.parametrize(
