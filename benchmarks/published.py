@@ -64,6 +64,7 @@ class Training(NamedTuple):
             examples=self.batch,
             itemsize=2,
             moments=6,  # parameters and two moments in float32, of which each counts twice
+            fused=True,
         )
         # Megatron-LM makes all of the forward pass again, also what the backward pass does not need.
         parts = [replace(part, products=[p._replace(again=True) for p in part.products]) for part in network.parts]

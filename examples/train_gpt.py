@@ -22,7 +22,6 @@ the backward pass computes those of the next; a lax.scan would have all of them 
 import argparse
 import json
 import sys
-import time
 import zlib
 from pathlib import Path
 
@@ -39,7 +38,7 @@ import pycollective as pc
 from checkpoints import Checkpoints
 from corpus import draw_starts, read_text
 from pycollective import parallel
-from pycollective.planning import transformer
+from pycollective.planning import StepRecord, transformer
 
 AXES = ("data", "context", "model")
 EXAMPLES = ("data", "context")
@@ -78,7 +77,11 @@ def parse_arguments(words=None):
     add("--wire-dtype", choices=["bfloat16"], help="dtype in which gradients travel (default theirs)")
     add("--seed", type=int, default=0, help="of parameters, batches, sample (default %(default)s)")
     add("--devices", type=int, help="local devices of each rank (default all; with stages one)")
-    add("--step-times", type=Path, help="write the seconds of every step to this JSON file; each step is waited for")
+    add(
+        "--step-times",
+        type=Path,
+        help="write what steps take to this JSON file: seconds and memory; each is waited for",
+    )
     add("--losses", type=Path, help="write the loss of every step to this JSON file")
     add("--checkpoints", type=Path, help="directory to save to, and to go on from")
     add("--save-every", type=int, default=100, help="steps between checkpoints (default %(default)s)")
@@ -336,19 +339,15 @@ def train(params, text, args, comm):
         padded = [*losses, *[np.zeros_like(losses[0])] * (args.steps - len(losses))]
         return np.asarray(mean(np.stack(padded, axis=1)))
 
-    seconds = []  # of each step, on rank 0
+    record = StepRecord(args.step_times, comm)
     with tqdm(total=args.steps, initial=done, unit="step", disable=comm.rank != 0) as bar:
         for i in range(done, args.steps):
             # Every rank draws the same numbers, and draws them again when it goes on from a checkpoint.
             starts = draw_starts(text, gpt.CONTEXT, args.batch_size, (args.seed, i))
             drawn = text[starts[:, None] + np.arange(gpt.CONTEXT + 1)]
             batch = (own_block(x, rows, layout.mesh) for x in (drawn[:, :-1], drawn[:, 1:]))
-            started = time.perf_counter()
-            state, loss = step(state, *batch)
+            state, loss = record.step(step, state, *batch)
             losses.append(loss)
-            if args.step_times:
-                jax.block_until_ready(state)
-                seconds.append(time.perf_counter() - started)
             bar.update()
             if i % 20 == 19:  # reading the loss waits for it
                 bar.set_postfix(loss=f"{np.mean(loss):.4f}")
@@ -357,8 +356,7 @@ def train(params, text, args, comm):
                 checkpoints.save(i + 1, {**by_name(save(state)), "losses": mean_losses()})
             if asked:
                 break
-    if args.step_times and comm.rank == 0:
-        args.step_times.write_text(json.dumps(seconds))
+    record.save()
     return mean_losses()[: len(losses)].tolist(), by_name(save(state)) if args.sample else None
 
 

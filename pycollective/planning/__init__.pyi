@@ -3,6 +3,7 @@ from .layouts import Estimate as Estimate
 from .layouts import Estimator as Estimator
 from .layouts import Layout as Layout
 from .layouts import layouts as layouts
+from .network import Held as Held
 from .network import MatMul as MatMul
 from .network import Network as Network
 from .network import Part as Part
@@ -13,4 +14,5 @@ from .plans import Ranking as Ranking
 from .prediction import Prediction as Prediction
 from .profile import Group as Group
 from .profile import Profile as Profile
+from .step_record import StepRecord as StepRecord
 from .verify import measure as measure

@@ -2,7 +2,8 @@
 
 The program says what it trains: it has a function ``network`` that takes the words of its command line and returns a
 :class:`~pycollective.planning.network.Network`. It has the options of ``examples/train_gpt.py`` for a layout, and for
-``--verify`` also ``--steps`` and ``--step-times``, a file for the seconds of each step.
+``--verify`` also ``--steps`` and ``--step-times``, a file for what the steps take
+(:class:`~pycollective.planning.step_record.StepRecord`).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from pycollective.planning.layouts import Estimator, Layout, Row, layouts
 from pycollective.planning.network import Network
 from pycollective.planning.profile import Profile
 from pycollective.planning.report import table
+from pycollective.planning.step_record import WATCHED_STEPS, Steps
 
 _WHERE = "plan"
 
@@ -187,13 +189,13 @@ def _verified(rows: Sequence[Row], options: argparse.Namespace, ranks: int) -> I
     bar = Console(stderr=True)
     best = rows[: options.verify]
     for row in track(best, "running", console=bar, transient=True, disable=not bar.is_terminal):
-        ran.append(row._replace(measured_s=_median_s(row, options, ranks)))
+        ran.append(_with_measured(row, options, ranks))
         ran.sort(key=lambda row: row.measured_s or 0.0)
         yield [*ran, *rows[len(ran) :]]
 
 
-def _median_s(row: Row, options: argparse.Namespace, ranks: int) -> float:
-    """Runs the program in a layout. Returns the median time of a step in seconds; the first steps do not count."""
+def _with_measured(row: Row, options: argparse.Namespace, ranks: int) -> Row:
+    """Runs the program in a layout. The median time of a step counts, without the first steps."""
     default = [sys.executable, "-m", "pycollective", "run", "-n", str(ranks), "--oversubscribe"]
     launch = shlex.split(options.launch) if options.launch else default
     with tempfile.TemporaryDirectory() as folder:
@@ -211,5 +213,6 @@ def _median_s(row: Row, options: argparse.Namespace, ranks: int) -> float:
         if process.returncode != 0 or not times.exists():
             got = f"status {process.returncode} of {shlex.join(command)}: {told.strip()[-500:]}"
             raise ValueError(message(_WHERE, "a run that ends well", got, "Start it yourself to see more."))
-        seconds = json.loads(times.read_text())
-    return statistics.median(seconds[len(seconds) // 4 :])
+        seconds, memory = Steps.load(times)
+    first = max(len(seconds) // 4, min(WATCHED_STEPS[-1] + 1, len(seconds) - 1))
+    return row._replace(measured_s=statistics.median(seconds[first:]), measured_memory=memory)

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from pycollective.planning.network import MatMul, Network, Part
+from pycollective.planning.network import Held, MatMul, Network, Part
 from pycollective.planning.prediction import group_of
 from pycollective.planning.profile import AXES, NARROW, Group, Profile
 from pycollective.planning.stage_cuts import cut_evenly
@@ -114,11 +114,13 @@ class Row(NamedTuple):
         layout: the layout.
         estimate: what a step is predicted to take.
         measured_s: what it took, in seconds, where it was run.
+        measured_memory: the bytes that it needed on the device that needed most, where the program said so.
     """
 
     layout: Layout
     estimate: Estimate
     measured_s: float | None = None
+    measured_memory: int | None = None
 
     def arguments(self) -> list[str]:
         """The program's options for it, with the cuts of a pipeline, which may be uneven."""
@@ -134,6 +136,7 @@ class Row(NamedTuple):
             **self.estimate._asdict(),
             "seconds": self.estimate.seconds,
             "measured_s": self.measured_s,
+            "measured_memory": self.measured_memory,
         }
 
 
@@ -210,6 +213,20 @@ class _Seconds(NamedTuple):
         return self.forward + self.backward + self.sending
 
 
+class _Activations(NamedTuple):
+    """Elements that a stage has in memory of a microbatch, by the names of :class:`Held`.
+
+    Attributes:
+        entering: those that go into its parts.
+        held: those of all its parts together.
+        largest: those of the part that has most of them.
+    """
+
+    entering: float
+    held: dict[str, float]
+    largest: dict[str, float]
+
+
 class _Stages(NamedTuple):
     """The stages of a pipeline, for microbatches of one size.
 
@@ -219,9 +236,7 @@ class _Stages(NamedTuple):
         seconds: those of the slowest.
         parameters: for each stage the parameters of a device.
         largest: for each stage those of its largest part.
-        kept: for each stage the elements of activations that a device keeps of a microbatch.
-        entering: for each stage the elements of a microbatch that go into its parts.
-        most: for each stage the elements that its largest part keeps of a microbatch.
+        activations: for each stage what a device has in memory of a microbatch.
     """
 
     cuts: tuple[int, ...]
@@ -229,9 +244,7 @@ class _Stages(NamedTuple):
     seconds: _Seconds
     parameters: tuple[float, ...]
     largest: tuple[float, ...]
-    kept: tuple[float, ...]
-    entering: tuple[float, ...]
-    most: tuple[float, ...]
+    activations: tuple[_Activations, ...]
 
 
 class Estimator:
@@ -295,17 +308,26 @@ class Estimator:
         slowest = of_each.index(max(of_each))
         seconds = _Seconds(*map(sum, zip(*(times[part] for part in owned[slowest]), strict=True)))
         parameters = [part.cut_parameters / model + part.whole_parameters for part in self._network.parts]
-        kept = [(part.kept / model + part.kept_whole) * b / context for part in self._network.parts]
         entering = [0.0, *(part.passed * b / context for part in self._network.parts[:-1])]
+
+        held: dict[str, tuple[float, ...]] = {}
+        largest: dict[str, tuple[float, ...]] = {}
+        for name in Held._fields:
+            pairs = [getattr(part.in_memory, name) for part in self._network.parts]
+            elements = [(cut / model + whole) * b / context for cut, whole in pairs]
+            held[name], largest[name] = of_stages(elements), of_stages(elements, max)
         return _Stages(
             cuts,
             slowest,
             seconds,
             of_stages(parameters),
             of_stages(parameters, max),
-            of_stages(kept),
-            of_stages(entering),
-            of_stages(kept, max),
+            tuple(
+                _Activations(
+                    inputs, {name: of[i] for name, of in held.items()}, {name: of[i] for name, of in largest.items()}
+                )
+                for i, inputs in enumerate(of_stages(entering))
+            ),
         )
 
     def _seconds_of_part(self, part: Part, model: int, context: int, b: int) -> _Seconds:
@@ -399,21 +421,39 @@ class Estimator:
     def _memory(self, stages: _Stages, layout: Layout) -> int:
         """Bytes of a device of the fullest stage.
 
-        Parameters, gradients and the optimizer's numbers for them: ZeRO, arXiv:1910.02054, section 3.1. Activations of
-        as many microbatches as are under way: gpipe m, 1F1B p - i on stage i, interleaved 1 + (p - 1) / (p v) times
-        that (arXiv:2104.04473, section 2.2). With remat what goes into each part, and all of one part for the time of
-        its backward pass (arXiv:1604.06174).
+        Parameters, gradients and the optimizer's numbers for them: ZeRO, arXiv:1910.02054, section 3.1. In a pipeline
+        the gradients of a microbatch are there beside their sums; but the first ones of gpipe, when most is kept.
+
+        Activations of as many microbatches as are under way: gpipe m, 1F1B p - i on stage i, interleaved
+        1 + (p - 1) / (p v) times that (arXiv:2104.04473, section 2.2), but no more than m. With remat what goes into
+        each part, and all of one part for the time of its backward pass (arXiv:1604.06174).
+
+        Where few activations are kept, most is needed when gradients are summed: all of them are there, whole, and
+        their sums, and those of a part that are under way. ZeRO 3 has then gathered all parameters.
         """
         n, moments = layout.replicas, self._network.moments
         gradients = 1 / n if layout.zero >= 2 else 1.0
+        if layout.microbatches > 1 and (layout.schedule != "gpipe" or layout.remat):
+            gradients += self._network.adding
         state = (1 / n if layout.zero == 3 else 1.0) + gradients + moments / (n if layout.zero else 1)
         more = 1 + (layout.stage - 1) / (layout.stage * layout.chunks) if layout.chunks > 1 else 1.0
+        kept = "pipeline" if layout.stage > 1 else "gathered" if layout.zero == 3 else "plain"
+        early = (
+            "again_gathered" if layout.zero == 3 else "again_beside_sums" if layout.stage == 1 and n > 1 else "again"
+        )
         most = 0.0
-        for i, parameters in enumerate(stages.parameters):
-            gathered = stages.largest[i] if layout.zero == 3 else 0.0
-            under_way = more * (
-                layout.microbatches if layout.schedule == "gpipe" else min(layout.stage - i, layout.microbatches)
-            )
-            kept = under_way * stages.entering[i] + stages.most[i] if layout.remat else under_way * stages.kept[i]
-            most = max(most, state * parameters + gathered + kept)
+        for i, (parameters, largest, own) in enumerate(
+            zip(stages.parameters, stages.largest, stages.activations, strict=True)
+        ):
+            gathered = largest if layout.zero == 3 else 0.0
+            under_way = min(math.inf if layout.schedule == "gpipe" else more * (layout.stage - i), layout.microbatches)
+            if layout.remat:
+                activations = under_way * own.entering + own.held[early] + own.largest["working_again"]
+            else:
+                activations = under_way * own.held[kept] + own.largest["working"]
+            most = max(most, state * parameters + gathered + activations)
+            if n > 1 and self._network.adding:
+                shared = {0: 0, 1: 1 + moments, 2: 1 + moments, 3: 2 + moments}[layout.zero] / n
+                whole = 3 + moments if layout.zero == 0 else 2
+                most = max(most, (whole + shared) * parameters + largest)
         return math.ceil(most * self._network.itemsize)

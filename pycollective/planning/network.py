@@ -30,6 +30,33 @@ class MatMul(NamedTuple):
     again: bool = True
 
 
+class Held(NamedTuple):
+    """What a compiled program has in memory of a part, as it is and not as it would have to be.
+
+    Each is a pair of elements for one example: those that are cut along the axes of the model and of the context, and
+    those that are cut along the context alone.
+
+    Attributes:
+        plain: from the forward pass to the backward pass, in a program without a pipeline.
+        pipeline: the same in a pipeline, where what :func:`jax.vjp` has kept goes from one pass to the other.
+        gathered: the same with ZeRO 3, which computes again what is cheap (:func:`pycollective.parallel.gathered`).
+        working: beside that, while the backward pass of this part is under way.
+        again: with remat, while the backward pass of a microbatch is under way: what is computed again too early.
+        again_beside_sums: the same without a pipeline where gradients are summed over devices.
+        again_gathered: the same with ZeRO 3.
+        working_again: with remat, beside that, while the backward pass of this part is under way.
+    """
+
+    plain: tuple[float, float]
+    pipeline: tuple[float, float]
+    gathered: tuple[float, float]
+    working: tuple[float, float] = (0.0, 0.0)
+    again: tuple[float, float] = (0.0, 0.0)
+    again_beside_sums: tuple[float, float] = (0.0, 0.0)
+    again_gathered: tuple[float, float] = (0.0, 0.0)
+    working_again: tuple[float, float] = (0.0, 0.0)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Part:
     """A part of a network: a layer, say. A pipeline can be cut between any two of them.
@@ -48,6 +75,8 @@ class Part:
         ring: elements for one example of keys and values, which go round the axis of the context.
         instructions: the number of XLA's instructions in both passes of a microbatch, as its program's text shows them.
             They count where microbatches are small.
+        held: what a compiled program has in memory of it. None for as little as it needs: ``kept`` and ``kept_whole``,
+            and with remat those of one part at a time (arXiv:1604.06174).
     """
 
     name: str
@@ -60,6 +89,13 @@ class Part:
     sums: Sequence[int] = ()
     ring: int = 0
     instructions: int = 0
+    held: Held | None = None
+
+    @property
+    def in_memory(self) -> Held:
+        """What a program has in memory of it."""
+        needed = (float(self.kept), float(self.kept_whole))
+        return self.held or Held(plain=needed, pipeline=needed, gathered=needed, working_again=needed)
 
     def __post_init__(self) -> None:
         """Makes tuples of what the author may have given as lists, so that equal parts have the same hash."""
@@ -78,6 +114,8 @@ class Network:
         positions: what the number of devices along the axis of the context must divide.
         itemsize: bytes of a parameter, of an activation and of a gradient.
         moments: how many numbers the optimizer keeps for each parameter.
+        adding: how many numbers there are for each parameter beside its gradient while gradients are added: those of
+            the microbatches of a pipeline, and those of several devices. 0 where they are added in place.
     """
 
     parts: Sequence[Part]
@@ -86,6 +124,7 @@ class Network:
     positions: int
     itemsize: int = 4
     moments: int = 2
+    adding: int = 1
 
 
 def transformer(
@@ -98,15 +137,17 @@ def transformer(
     examples: int,
     itemsize: int = 4,
     moments: int = 2,
+    fused: bool = False,
 ) -> Network:
     """Returns a decoder like GPT-2, with an embedding and an output of their own.
 
     Its layers have 12 width^2 parameters, and 24 positions width^2 + 4 positions^2 width operations for one example in
     the forward pass: D. Narayanan et al., "Efficient large-scale language model training on GPU clusters using
-    Megatron-LM", arXiv:2104.04473, appendix. What they keep is counted as in V. Korthikanti et al., "Reducing
-    activation recomputation in large transformer models", arXiv:2205.05198, section 4.1, without dropout. The
-    numbers of instructions are those that a microbatch adds to a pipeline of ``examples/train_gpt.py`` on CPUs, with
-    JAX 0.10.2.
+    Megatron-LM", arXiv:2104.04473, appendix. What they need to keep is counted as in V. Korthikanti et al., "Reducing
+    activation recomputation in large transformer models", arXiv:2205.05198, section 4.1, without dropout.
+    With ``fused`` a program has no more than that in memory, and adds gradients as it computes them, as Megatron-LM's
+    kernels do. Else it has what XLA for CPUs makes of ``examples/train_gpt.py``, with JAX 0.10.2. That program's are
+    also the numbers of instructions, which are those that a microbatch adds to a pipeline.
 
     Example:
         >>> gpt3 = transformer(layers=96, width=12288, heads=96, positions=2048, vocabulary=51200, examples=1536)
@@ -114,6 +155,7 @@ def transformer(
         175
     """
     area = width * width
+    size = positions * width
     layer = Part(
         name="layer",
         cut_parameters=12 * area,
@@ -132,6 +174,18 @@ def transformer(
         sums=(positions * width, positions * width),
         ring=2 * positions * width,
         instructions=149,
+        held=None
+        if fused
+        else Held(
+            plain=(18.4 * size, 8 * size),
+            pipeline=(28 * size, 8 * size),
+            gathered=(15 * size, 7 * size),
+            working=(11 * size, 2 * size),
+            again=(7.4 * size, 3.2 * size),
+            again_beside_sums=(18.4 * size, 8 * size),
+            again_gathered=(3 * size, 1.4 * size),
+            working_again=(22 * size, 10 * size),
+        ),
     )
     first = Part(
         name="first",
@@ -156,4 +210,12 @@ def transformer(
         instructions=82,
     )
     parts = (first, *(layer for _ in range(layers)), last)
-    return Network(parts=parts, examples=examples, heads=heads, positions=positions, itemsize=itemsize, moments=moments)
+    return Network(
+        parts=parts,
+        examples=examples,
+        heads=heads,
+        positions=positions,
+        itemsize=itemsize,
+        moments=moments,
+        adding=0 if fused else 1,
+    )

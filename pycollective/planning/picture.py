@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
 
 from pycollective.planning.layouts import Row
 
@@ -13,7 +14,7 @@ _PARTS = (("computing_s", "computing"), ("communication_s", "sending"), ("bubble
 
 
 def picture(rows: Sequence[Row], file: Path) -> None:
-    """Writes bars for each layout; measured times are marks beside them."""
+    """Writes bars for each layout; what was measured are marks beside them."""
     labels = [str(row.layout) for row in rows]
     figure, (times, memory) = plt.subplots(1, 2, figsize=(12, 1.5 + 0.4 * len(rows)), layout="constrained", sharey=True)
     left = [0.0] * len(rows)
@@ -22,13 +23,19 @@ def picture(rows: Sequence[Row], file: Path) -> None:
         values = [getattr(row.estimate, name) * 1e3 for row in rows]
         times.barh(places, values, left=left, label=label)
         left = [a + b for a, b in zip(left, values, strict=True)]
-    ran = [(row.measured_s * 1e3, place) for place, row in enumerate(rows) if row.measured_s is not None]
-    if ran:
-        times.plot(*zip(*ran, strict=True), "k|", markersize=14, label="measured")
+    _mark(times, [row.measured_s for row in rows], 1e3)
     times.set(xlabel="time of a step (ms)", yticks=places, yticklabels=labels)
     times.invert_yaxis()
     times.legend(fontsize="small")
     memory.barh(places, [row.estimate.memory / 2**20 for row in rows], color="C4")
+    _mark(memory, [row.measured_memory for row in rows], 2**-20)
     memory.set(xlabel="memory of a device (MiB)")
     figure.savefig(file)
     plt.close(figure)
+
+
+def _mark(axes: Axes, measured: Sequence[float | None], scale: float) -> None:
+    """Marks what was measured on the bars."""
+    ran = [(value * scale, place) for place, value in enumerate(measured) if value is not None]
+    if ran:
+        axes.plot(*zip(*ran, strict=True), "k|", markersize=14, label="measured")

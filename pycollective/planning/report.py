@@ -18,11 +18,13 @@ def table(rows: Sequence[Row]) -> Table:
     verified = any(row.measured_s is not None for row in rows)
     if verified:
         shown.add_column("measured\nms", justify="right")
+        shown.add_column("measured\nMiB", justify="right")
     for row in rows:
         estimate = row.estimate
         numbers = (estimate.seconds, estimate.computing_s, estimate.communication_s, estimate.bubble_s)
         cells = [str(row.layout), *(f"{seconds * 1e3:.2f}" for seconds in numbers), f"{estimate.memory / 2**20:.1f}"]
         if verified:
             cells.append("-" if row.measured_s is None else f"{row.measured_s * 1e3:.2f}")
+            cells.append("-" if row.measured_memory is None else f"{row.measured_memory / 2**20:.1f}")
         shown.add_row(*cells)
     return shown

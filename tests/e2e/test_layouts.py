@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from pycollective.planning import Estimator, Layout
+from pycollective.planning.example import profile as example
+from pycollective.planning.step_record import Steps
 from tests import unoptimised
 from tests.e2e.launch import EXAMPLES, mpirun
 
@@ -91,9 +95,39 @@ def test_losses_are_those_of_one_process(
         want = of_two_apart if name in apart else of_one_process
         np.testing.assert_allclose(losses, want, rtol=1e-4, err_msg=name)
     if (ranks, devices) == (2, 1):
-        times = json.loads((tmp_path / "times.json").read_text())
-        assert len(times) == 10
-        assert min(times) > 0
+        seconds, memory = Steps.load(tmp_path / "times.json")
+        assert len(seconds) == 10
+        assert min(seconds) > 0
+        assert memory is not None
+        assert memory > 0
+
+
+# By options: cuts of a pipeline, and a layout. Each of them has something of its own in memory.
+IN_MEMORY = {
+    "--data 2": Layout(2, 1, 1, 1),
+    "--model 2 --remat": Layout(1, 2, 1, 1, remat=True),
+    "--stage 2 --schedule gpipe --microbatches 2 --cuts 3,3": Layout(1, 1, 1, 2, schedule="gpipe", microbatches=2),
+    "--stage 2 --schedule 1f1b --microbatches 4 --cuts 3,3": Layout(1, 1, 1, 2, schedule="1f1b", microbatches=4),
+}
+
+
+def test_the_memory_of_a_layout_is_what_was_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    network = ["--layers", "4", "--width", "256", "--batch-size", "16"]
+    files = [tmp_path / f"{i}.json" for i in range(len(IN_MEMORY))]
+    options = [options.split() for options in IN_MEMORY]
+    arguments = [
+        [*network, *of_layout, "--steps", "3", "--step-times", str(file)]
+        for of_layout, file in zip(options, files, strict=True)
+    ]
+    done = mpirun(2, "-c", RUN, json.dumps(arguments), timeout=300, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    described = runpy.run_path(str(EXAMPLES / "train_gpt.py"))["network"](network)
+    for (words, layout), file in zip(IN_MEMORY.items(), files, strict=True):
+        took = Steps.load(file).memory
+        assert took is not None
+        predicted = Estimator(described, example).estimate(layout).memory
+        assert 0.85 < predicted / took < 1.15, (words, predicted, took)
 
 
 REFUSED = {

@@ -21,7 +21,7 @@ from pycollective.planning import command
 from pycollective.planning.curves import Curve
 from pycollective.planning.example import profile as example
 from pycollective.planning.layouts import Estimator, Layout, Row, layouts
-from pycollective.planning.network import MatMul, Network, Part, transformer
+from pycollective.planning.network import Held, MatMul, Network, Part, transformer
 from pycollective.planning.profile import AXES, NARROW, OPERATIONS, Group
 from pycollective.planning.stage_cuts import cut_evenly
 
@@ -108,11 +108,15 @@ def test_data_and_zero() -> None:
     assert (passes + 7 * nbytes / 4, 1.5 * nbytes, 0) == ns(Layout(4, 1, 1, 1, zero=2, wire_dtype="bfloat16"))
     assert (passes + 7 * nbytes / 4, 3 * nbytes, 0) == ns(Layout(4, 1, 1, 1, zero=3))
     kept = 4 * 4 * 120
-    shares = {0: 4.0, 1: 2 + 2 / 4, 2: 1 + 3 / 4, 3: 4 / 4}
-    for zero, share in shares.items():
+    in_place = replace(NETWORK, adding=0)
+    for zero, share in {0: 4.0, 1: 2 + 2 / 4, 2: 1 + 3 / 4, 3: 4 / 4}.items():
         gathered = 1010 if zero == 3 else 0
-        memory = Estimator(NETWORK, ROUND).estimate(Layout(4, 1, 1, 1, zero=zero)).memory
+        memory = Estimator(in_place, ROUND).estimate(Layout(4, 1, 1, 1, zero=zero)).memory
         assert memory == 4 * (share * 4040 + gathered + kept), zero
+    # While gradients are summed there are their sums, whole or a share of them, and those of one part under way.
+    for zero, share in {0: 5.0, 1: 2 + 3 / 4, 2: 2 + 3 / 4, 3: 2 + 4 / 4}.items():
+        memory = Estimator(NETWORK, ROUND).estimate(Layout(4, 1, 1, 1, zero=zero)).memory
+        assert memory == 4 * (share * 4040 + 1010), zero
 
 
 def test_gradients_travel_by_the_collectives_of_their_strategy() -> None:
@@ -220,7 +224,9 @@ def test_pipelines() -> None:
     for schedule, under_way in (("gpipe", 8.0), ("1f1b", 2.0), ("zero-bubble", 2.0), ("interleaved", 2 * 1.25)):
         chunks = 2 if schedule == "interleaved" else 1
         layout = Layout(1, 1, 1, 2, schedule=schedule, microbatches=m, chunks=chunks)
-        assert Estimator(NETWORK, ROUND).estimate(layout).memory == 4 * (4 * 2020 + under_way * kept), schedule
+        gradients = 1 if schedule == "gpipe" else 2  # those of a microbatch are there beside their sums
+        memory = Estimator(NETWORK, ROUND).estimate(layout).memory
+        assert memory == 4 * ((3 + gradients) * 2020 + under_way * kept), schedule
 
 
 def test_remat_computes_again_and_keeps_less() -> None:
@@ -232,7 +238,7 @@ def test_remat_computes_again_and_keeps_less() -> None:
     # On the first of two stages there are two microbatches of 2 under way; the second one's parts both have inputs.
     b, m = 2, 8
     layout = Layout(1, 1, 1, 2, schedule="1f1b", microbatches=m, remat=True)
-    assert Estimator(NETWORK, ROUND).estimate(layout).memory == 4 * (4 * 2020 + b * (2 * 32 + 120))
+    assert Estimator(NETWORK, ROUND).estimate(layout).memory == 4 * (5 * 2020 + b * (2 * 32 + 120))
     both = 4 * (2 * b * 2 * 4 * 8 * 16 + 2 * b * 120 * 4 * 2)
     message = 2 * b * 32 * 4
     assert (m * both + 7 * 3 * 2020 * 4 + 7 * 2020 * 4, m * message, both + message) == ns(layout)
@@ -311,6 +317,50 @@ def test_cuts_have_the_least_bottleneck(seconds: list[float], data: st.DataObjec
     assert slowest(got) == pytest.approx(best)
 
 
+def test_what_a_compiled_program_has_in_memory() -> None:
+    """Two of three parts have ten times the numbers of the first one."""
+    held = Held(
+        plain=(1, 2),
+        pipeline=(3, 4),
+        working=(5, 6),
+        again=(7, 8),
+        again_beside_sums=(9, 10),
+        working_again=(11, 12),
+        gathered=(13, 14),
+        again_gathered=(15, 16),
+    )
+    more = Held(*((10 * cut, 10 * whole) for cut, whole in held))
+    parts = (replace(ONE_PART, held=held), replace(ONE_PART, held=more), replace(ONE_PART, held=more))
+    network = replace(NETWORK, parts=parts, adding=0)
+
+    def elements(layout: Layout, of: Network = network) -> float:
+        return Estimator(of, ROUND).estimate(layout).memory / 4
+
+    assert elements(Layout(1, 1, 1, 1)) == 4 * 3030 + 16 * (21 * (1 + 2) + 10 * (5 + 6))
+    assert elements(Layout(2, 1, 1, 1)) == 4 * 3030 + 8 * (21 * (1 + 2) + 10 * (5 + 6))
+    assert elements(Layout(1, 2, 1, 1)) == 4 * 3 * 510 + 16 * (21 * (0.5 + 2) + 10 * (2.5 + 6))
+    assert elements(Layout(1, 1, 2, 1)) == 4 * 3030 + 8 * (21 * (1 + 2) + 10 * (5 + 6))
+    assert elements(Layout(1, 1, 1, 1, remat=True)) == 4 * 3030 + 16 * (2 * 32 + 21 * (7 + 8) + 10 * (11 + 12))
+    for layout in (Layout(2, 1, 1, 1, remat=True), Layout(1, 1, 2, 1, remat=True)):
+        assert elements(layout) == 4 * 3030 + 8 * (2 * 32 + 21 * (9 + 10) + 10 * (11 + 12))
+    gathered = 2 * 3030 + 1010 + 8 * (21 * (13 + 14) + 10 * (5 + 6))
+    assert elements(Layout(2, 1, 1, 1, zero=3)) == gathered
+    again = 2 * 3030 + 1010 + 8 * (2 * 32 + 21 * (15 + 16) + 10 * (11 + 12))
+    assert elements(Layout(2, 1, 1, 1, zero=3, remat=True)) == again
+    assert elements(Layout(1, 2, 1, 1, remat=True)) == 4 * 3 * 510 + 16 * (2 * 32 + 21 * 11.5 + 10 * 17.5)
+    # The first stage has two parts, and two of four microbatches of 4 are under way, or all.
+    pipeline = Layout(1, 1, 1, 2, schedule="1f1b", microbatches=4)
+    assert Estimator(network, ROUND).estimate(pipeline).cuts == (2, 1)
+    assert elements(pipeline) == 4 * 2020 + 4 * (2 * 11 * (3 + 4) + 10 * (5 + 6))
+    assert elements(pipeline, replace(network, adding=1)) == 5 * 2020 + 4 * (2 * 11 * (3 + 4) + 10 * (5 + 6))
+    assert elements(pipeline._replace(remat=True)) == 4 * 2020 + 4 * (2 * 32 + 11 * (7 + 8) + 10 * (11 + 12))
+    gpipe = pipeline._replace(schedule="gpipe")
+    assert elements(gpipe, replace(network, adding=1)) == 4 * 2020 + 4 * (4 * 11 * (3 + 4) + 10 * (5 + 6))
+    remat = gpipe._replace(remat=True)
+    of_remat = 4 * (4 * 32 + 11 * (7 + 8) + 10 * (11 + 12))
+    assert elements(remat, replace(network, adding=1)) == 5 * 2020 + of_remat
+
+
 def test_uneven_parts_are_cut_unevenly() -> None:
     large = replace(ONE_PART, products=(MatMul(4, 8, 64, "n"),))
     network = replace(NETWORK, parts=(ONE_PART, ONE_PART, ONE_PART, large))
@@ -332,7 +382,7 @@ def test_chunks_are_cut_unevenly() -> None:
     both = 3 * 2 * (2 * b * 4 * 8 * (16 + 16 + 2) + 2 * b * 240 * 4)
     message = 2 * b * 32 * 4
     assert ns(layout, network) == (m * both + (3 + 7) * 2020 * 4, 2 * m * message, (both + 2 * message) / 2)
-    assert estimate.memory == 4 * (4 * 4040 + 2 * 1.25 * b * 480)
+    assert estimate.memory == 4 * (5 * 4040 + m * b * 480), "no more microbatches are under way than there are"
 
 
 def test_transformer_counts_as_published() -> None:
@@ -426,7 +476,7 @@ def test_no_layout_has_what_only_says(program: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"--memory": "0.0001"}, "expected a layout on 4 devices of 107,374 B, got 788,480 B for the smallest"),
+        ({"--memory": "0.0001"}, "expected a layout on 4 devices of 107,374 B, got 1,147,802 B for the smallest"),
         ({"--devices": "3"}, "expected devices of whole hosts, which have 2 each, got 3"),
         ({"--profile": "nowhere.json"}, 'comes with the package, "dgx-a100", got nowhere.json. Measure one with'),
         ({"--profile": "program.py"}, "expected a profile of a cluster, got program.py"),
@@ -490,11 +540,14 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int)
     parser.add_argument("--step-times", type=Path)
-    parser.add_argument("--zero", type=int)
+    parser.add_argument("--data", type=int)
+    parser.add_argument("--wire-dtype")
     options, _ = parser.parse_known_args()
     if options.steps == 13:
         raise SystemExit("it failed")
-    options.step_times.write_text(json.dumps([9.0] + [0.1 / (1 + options.zero)] * (options.steps - 1)))
+    seconds = [9.0] * 3 + [0.1 / options.data] * (options.steps - 3)
+    found = {"seconds": seconds, "memory": 5 << 20} if options.wire_dtype else seconds
+    options.step_times.write_text(json.dumps(found))
 """
 
 
@@ -506,9 +559,12 @@ def test_verify_ranks_by_what_runs_took(program: Path, monkeypatch: pytest.Monke
     rows = json.loads(Path("rows.json").read_text())["rows"]
     ran = [row for row in rows if row["measured_s"] is not None]
     assert rows[:4] == ran
-    assert [row["measured_s"] for row in ran] == [0.1 / (1 + row["zero"]) for row in ran]
+    assert [row["measured_s"] for row in ran] == [0.1 / row["data"] for row in ran]
+    assert len({row["measured_s"] for row in ran}) > 1
     assert ran == sorted(ran, key=lambda row: row["measured_s"])
-    assert "measured" in capsys.readouterr().out
+    assert [row["measured_memory"] for row in ran] == [5 << 20 if row["wire_dtype"] else None for row in ran]
+    cells = set(re.findall(r" ([\d.]+|-) │ +([\d.]+|-) │$", capsys.readouterr().out, re.MULTILINE))
+    assert {("25.00", "5.0"), ("50.00", "5.0"), ("50.00", "-"), ("-", "-")} <= cells, "some say it, some do not"
     words[words.index("8")] = "13"
     assert command.main([*words, "program.py"]) == 1
     assert "expected a run that ends well, got status 1" in capsys.readouterr().err
