@@ -218,8 +218,13 @@ time.sleep(1)
 def test_an_end_in_order_is_no_death(finalizes: bool, leaves: str, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(ENDS_EARLIER.format(finalizes, leaves))
-    done = mpirun(2, str(program), timeout=BOUND_S, env=environ())
-    assert "died" not in done.stderr, done.stderr
+    # MPICH's mpiexec sometimes sees the end of a rank before it has read that the rank has left MPI, and kills the
+    # other one with signal 9: under load 7 of 894 times for a program that has mpi4py alone.
+    for _ in range(3):
+        done = mpirun(2, str(program), timeout=BOUND_S, env=environ())
+        assert "died" not in done.stderr, done.stderr
+        if done.returncode != signal.SIGKILL:
+            break
     assert done.returncode == 0, done.stderr
 
 
