@@ -356,7 +356,8 @@ def test_what_a_compiled_program_has_in_memory() -> None:
     assert elements(pipeline._replace(remat=True)) == 4 * 2020 + 4 * (2 * 32 + 11 * (7 + 8) + 10 * (11 + 12))
     # Gradients of a pipeline are summed over devices after all passes.
     of_two = Layout(2, 1, 1, 2, schedule="1f1b", microbatches=4, remat=True)
-    assert elements(of_two) == 4 * 2020 + 2 * (2 * 32 + 11 * (7 + 8) + 10 * (11 + 12))
+    assert Estimator(network, ROUND).estimate(of_two).cuts == (1, 2)
+    assert elements(of_two) == 4 * 2020 + 2 * (2 * 32 + 20 * (7 + 8) + 10 * (11 + 12))
     gpipe = pipeline._replace(schedule="gpipe")
     assert elements(gpipe, replace(network, adding=1)) == 4 * 2020 + 4 * (4 * 11 * (3 + 4) + 10 * (5 + 6))
     remat = gpipe._replace(remat=True)
