@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import jax
+
 _PROBE = 1 << 20
 
 
@@ -86,6 +88,11 @@ def allocated() -> float:
     """Returns the bytes that malloc has given to this process. Infinite where it does not say."""
     read = _reader()
     return math.inf if read is None else _sum(read())
+
+
+def has_arrays() -> bool:
+    """Returns whether :func:`allocated` counts the arrays of this process: they are on CPU devices, and it is known."""
+    return jax.local_devices()[0].platform == "cpu" and math.isfinite(allocated())
 
 
 def _sum(account: _Account) -> int:

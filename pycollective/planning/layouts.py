@@ -213,20 +213,6 @@ class _Seconds(NamedTuple):
         return self.forward + self.backward + self.sending
 
 
-class _Activations(NamedTuple):
-    """Elements that a stage has in memory of a microbatch, by the names of :class:`Held`.
-
-    Attributes:
-        entering: those that go into its parts.
-        held: those of all its parts together.
-        largest: those of the part that has most of them.
-    """
-
-    entering: float
-    held: dict[str, float]
-    largest: dict[str, float]
-
-
 class _Stages(NamedTuple):
     """The stages of a pipeline, for microbatches of one size.
 
@@ -236,7 +222,9 @@ class _Stages(NamedTuple):
         seconds: those of the slowest.
         parameters: for each stage the parameters of a device.
         largest: for each stage those of its largest part.
-        activations: for each stage what a device has in memory of a microbatch.
+        entering: for each stage the elements of a microbatch that go into its parts.
+        held: by the names of :class:`Held`, for each stage the elements that a device has in memory of a microbatch.
+        most: the same of the part of the stage that has most of them.
     """
 
     cuts: tuple[int, ...]
@@ -244,7 +232,9 @@ class _Stages(NamedTuple):
     seconds: _Seconds
     parameters: tuple[float, ...]
     largest: tuple[float, ...]
-    activations: tuple[_Activations, ...]
+    entering: tuple[float, ...]
+    held: dict[str, tuple[float, ...]]
+    most: dict[str, tuple[float, ...]]
 
 
 class Estimator:
@@ -311,23 +301,20 @@ class Estimator:
         entering = [0.0, *(part.passed * b / context for part in self._network.parts[:-1])]
 
         held: dict[str, tuple[float, ...]] = {}
-        largest: dict[str, tuple[float, ...]] = {}
+        most: dict[str, tuple[float, ...]] = {}
         for name in Held._fields:
             pairs = [getattr(part.in_memory, name) for part in self._network.parts]
             elements = [(cut / model + whole) * b / context for cut, whole in pairs]
-            held[name], largest[name] = of_stages(elements), of_stages(elements, max)
+            held[name], most[name] = of_stages(elements), of_stages(elements, max)
         return _Stages(
             cuts,
             slowest,
             seconds,
             of_stages(parameters),
             of_stages(parameters, max),
-            tuple(
-                _Activations(
-                    inputs, {name: of[i] for name, of in held.items()}, {name: of[i] for name, of in largest.items()}
-                )
-                for i, inputs in enumerate(of_stages(entering))
-            ),
+            of_stages(entering),
+            held,
+            most,
         )
 
     def _seconds_of_part(self, part: Part, model: int, context: int, b: int) -> _Seconds:
@@ -437,23 +424,21 @@ class Estimator:
             gradients += self._network.adding
         state = (1 / n if layout.zero == 3 else 1.0) + gradients + moments / (n if layout.zero else 1)
         more = 1 + (layout.stage - 1) / (layout.stage * layout.chunks) if layout.chunks > 1 else 1.0
-        kept = "pipeline" if layout.stage > 1 else "gathered" if layout.zero == 3 else "plain"
-        early = (
-            "again_gathered" if layout.zero == 3 else "again_beside_sums" if layout.stage == 1 and n > 1 else "again"
-        )
+        if layout.remat:
+            summed = "again_beside_sums" if layout.stage == 1 and n > 1 else "again"
+            held, working = stages.held["again_gathered" if layout.zero == 3 else summed], stages.most["working_again"]
+        else:
+            alone = "gathered" if layout.zero == 3 else "plain"
+            held, working = stages.held["pipeline" if layout.stage > 1 else alone], stages.most["working"]
+        is_added = n > 1 and self._network.adding
+        shared = {0: 0, 1: 1 + moments, 2: 1 + moments, 3: 2 + moments}[layout.zero] / n
+        adding = shared + (3 + moments if layout.zero == 0 else 2)
         most = 0.0
-        for i, (parameters, largest, own) in enumerate(
-            zip(stages.parameters, stages.largest, stages.activations, strict=True)
-        ):
+        for i, (parameters, largest) in enumerate(zip(stages.parameters, stages.largest, strict=True)):
             gathered = largest if layout.zero == 3 else 0.0
             under_way = min(math.inf if layout.schedule == "gpipe" else more * (layout.stage - i), layout.microbatches)
-            if layout.remat:
-                activations = under_way * own.entering + own.held[early] + own.largest["working_again"]
-            else:
-                activations = under_way * own.held[kept] + own.largest["working"]
-            most = max(most, state * parameters + gathered + activations)
-            if n > 1 and self._network.adding:
-                shared = {0: 0, 1: 1 + moments, 2: 1 + moments, 3: 2 + moments}[layout.zero] / n
-                whole = 3 + moments if layout.zero == 0 else 2
-                most = max(most, (whole + shared) * parameters + largest)
+            kept = under_way * stages.entering[i] + held[i] if layout.remat else under_way * held[i]
+            most = max(most, state * parameters + gathered + (kept + working[i]))
+            if is_added:
+                most = max(most, adding * parameters + largest)
         return math.ceil(most * self._network.itemsize)

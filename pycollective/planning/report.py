@@ -14,12 +14,10 @@ def table(rows: Sequence[Row]) -> Table:
     """Layouts with what they are predicted to take, beside what they took where they were run."""
     shown = Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     shown.add_column("layout")
-    for name in ("step\nms", "computing\nms", "sending\nms", "bubble\nms", "memory\nMiB"):
-        shown.add_column(name, justify="right", no_wrap=True)
     verified = any(row.measured_s is not None for row in rows)
-    if verified:
-        shown.add_column("measured\nms", justify="right", no_wrap=True)
-        shown.add_column("measured\nMiB", justify="right", no_wrap=True)
+    measured = ("measured\nms", "measured\nMiB") if verified else ()
+    for name in ("step\nms", "computing\nms", "sending\nms", "bubble\nms", "memory\nMiB", *measured):
+        shown.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         estimate = row.estimate
         numbers = (estimate.seconds, estimate.computing_s, estimate.communication_s, estimate.bubble_s)

@@ -100,9 +100,7 @@ class StepRecord:
 
     def _most(self) -> float | None:
         """What a device of this rank needs, where it is known. An accelerator says it of all that ran so far."""
-        devices = jax.local_devices()
-        stats = [device.memory_stats() or {} for device in devices]
+        stats = [device.memory_stats() or {} for device in jax.local_devices()]
         if all("peak_bytes_in_use" in one for one in stats):
             return float(max(one["peak_bytes_in_use"] for one in stats))
-        known = devices[0].platform == "cpu" and self._memory and math.isfinite(allocation.allocated())
-        return max(self._memory) if known else None
+        return max(self._memory) if self._memory and allocation.has_arrays() else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -94,8 +93,7 @@ def _memory_of(run: _Run) -> int | None:
         run.call()  # compiles it, and fills what stays for good
         run.call()
     ranks = world().mpi
-    is_known = jax.local_devices()[0].platform == "cpu" and math.isfinite(allocation.allocated())
-    if not ranks.allreduce(is_known, op=MPI.LAND):
+    if not ranks.allreduce(allocation.has_arrays(), op=MPI.LAND):
         return None
     # Some miss what is there for a short time only. In one, MPI may take buffers that it keeps from then on.
     peak = sorted(_peak_of(run) for _ in range(_PEAKS))[-2]

@@ -18,7 +18,6 @@ from pycollective.errors import message
 from pycollective.planning.profile import ARRAYS, OPERATIONS, Group, Profile
 from pycollective.planning.progress import progress
 from pycollective.profiling import collectives, computing
-from pycollective.profiling.collectives import groups_in
 from pycollective.transport.mpi import MPI
 
 _SMALL, _LARGE = 4 << 10, 2 << 20  # bytes, in the table
@@ -97,7 +96,7 @@ def _table_of_collectives(profile: Profile) -> Table:
     table.add_column("devices x hosts")
     for operation in OPERATIONS:
         table.add_column(operation, justify="right")
-    for ranks in groups_in(profile.hosts, profile.ranks // profile.hosts):
+    for ranks in collectives.groups_in(profile.hosts, profile.ranks // profile.hosts):
         group = Group(ranks.per_host * profile.devices, ranks.hosts)
         times = [
             [profile.collective_s(operation, n, group, programs) for n in (_SMALL, _LARGE)] for operation in OPERATIONS

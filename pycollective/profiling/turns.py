@@ -76,7 +76,7 @@ class _Timed:
 
     Attributes:
         call_s: the time of a call in the first turn, in seconds.
-        seconds: the times of a call in the others, of the slowest rank.
+        seconds: the times of a call in the others, until all ranks are done.
     """
 
     def __init__(self, comm: pc.Communicator, function: Callable[..., Any], arguments: list[Array]) -> None:
