@@ -96,11 +96,11 @@ def _run(options: argparse.Namespace) -> int:
         Row(layout, estimator.estimate(layout))
         for layout in track(every, "estimating", console=bar, transient=True, disable=not bar.is_terminal)
     ]
-    fitting = sorted((row for row in rows if row.estimate.memory <= limit), key=lambda row: row.estimate.seconds)
+    fitting = sorted((row for row in rows if row.needed <= limit), key=lambda row: row.estimate.seconds)
     if not fitting:
-        got = f"{min(row.estimate.memory for row in rows):,} B for the smallest"
-        expected = f"a layout on {devices} devices of {limit:,} B"
-        raise ValueError(message(_WHERE, expected, got, "Use more devices, a smaller batch or other numbers."))
+        expected, got = f"a layout on {devices} devices of {limit:,} B", min(row.needed for row in rows)
+        remedy = "Use more devices, a smaller batch or other numbers."
+        raise ValueError(message(_WHERE, expected, f"up to {got:,} B for the smallest", remedy))
     chosen = fitting[: max(options.top, options.verify or 0)]
 
     def save(ranking: Sequence[Row]) -> None:
@@ -112,13 +112,15 @@ def _run(options: argparse.Namespace) -> int:
     status = 0
     if options.verify:
         try:
-            for ranking in _verified(chosen, options, devices // profile.devices):
+            for ranking in _verified(chosen, options, devices // profile.devices, limit):
                 chosen = ranking
                 save(chosen)  # a job may end before all have run
         except KeyboardInterrupt:
             ran = sum(row.measured_s is not None for row in chosen)
             sys.stderr.write(f"interrupted: {ran} of {min(options.verify, len(chosen))} layouts have run\n")
             status = 128 + signal.SIGINT
+        else:
+            _check_runs([row for row in chosen if row.failure or row.measured_s is not None], limit)
     console = Console()
     console.print(profile.source, markup=False, highlight=False, soft_wrap=True)
     console.print(f"{len(rows)} layouts on {devices} devices, {len(fitting)} fit into {limit / 2**30:.3g} GiB")
@@ -183,15 +185,36 @@ def _network_of(program: Path, arguments: list[str]) -> Network:
     return network
 
 
-def _verified(rows: Sequence[Row], options: argparse.Namespace, ranks: int) -> Iterator[list[Row]]:
-    """Runs the program in the K best layouts. Yields the rows after each run: those that ran first, by their times."""
-    ran: list[Row] = []
+def _verified(rows: Sequence[Row], options: argparse.Namespace, ranks: int, limit: int) -> Iterator[list[Row]]:
+    """Runs the program in the K best layouts. Yields the rows after each run.
+
+    First are those that ran within the limit of memory, by their times, and last those that failed or needed more.
+    """
+    good: list[Row] = []
+    bad: list[Row] = []
     bar = Console(stderr=True)
     best = rows[: options.verify]
     for row in track(best, "running", console=bar, transient=True, disable=not bar.is_terminal):
-        ran.append(_with_measured(row, options, ranks))
-        ran.sort(key=lambda row: row.measured_s or 0.0)
-        yield [*ran, *rows[len(ran) :]]
+        ran = _with_measured(row, options, ranks)
+        if ran.failure:
+            bar.print(_failed(ran), markup=False, highlight=False, soft_wrap=True)
+        (bad if ran.failure or ran.needed > limit else good).append(ran)
+        good.sort(key=lambda row: row.measured_s or 0.0)
+        yield [*good, *rows[len(good) + len(bad) :], *bad]
+
+
+def _check_runs(ran: Sequence[Row], limit: int) -> None:
+    """At least one of the layouts that were run has ended well, within memory."""
+    ended = [row.needed for row in ran if not row.failure]
+    if not ended:
+        raise ValueError(_failed(ran[0]))
+    if min(ended) > limit:
+        remedy = "Verify more layouts with --verify, or use more devices or a smaller batch."
+        raise ValueError(message(_WHERE, f"a run that needs {limit:,} B", f"{min(ended):,} B for the smallest", remedy))
+
+
+def _failed(row: Row) -> str:
+    return message(_WHERE, "a run that ends well", row.failure, "Start it yourself to see more.")
 
 
 def _with_measured(row: Row, options: argparse.Namespace, ranks: int) -> Row:
@@ -211,8 +234,8 @@ def _with_measured(row: Row, options: argparse.Namespace, ranks: int) -> Row:
                 process.communicate()
                 raise
         if process.returncode != 0 or not times.exists():
-            got = f"status {process.returncode} of {shlex.join(command)}: {told.strip()[-500:]}"
-            raise ValueError(message(_WHERE, "a run that ends well", got, "Start it yourself to see more."))
+            failure = f"status {process.returncode} of {shlex.join(command)}: {told.strip()[-500:]}"
+            return row._replace(failure=failure)
         seconds, memory = Steps.load(times)
     first = max(len(seconds) // 4, min(WATCHED_STEPS[-1] + 1, len(seconds) - 1))
     return row._replace(measured_s=statistics.median(seconds[first:]), measured_memory=memory)

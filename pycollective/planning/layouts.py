@@ -19,6 +19,9 @@ from pycollective.planning.stage_cuts import cut_evenly
 
 _CHUNKS = 2  # of each stage in the interleaved schedule, where layouts are enumerated
 
+_MOST = 1.2
+"""How many times the estimated memory was needed at most: docs/plan.md has what was measured."""
+
 
 class Layout(NamedTuple):
     """A way to train a network.
@@ -106,6 +109,11 @@ class Estimate(NamedTuple):
         """The seconds of the step."""
         return self.computing_s + self.communication_s + self.bubble_s
 
+    @property
+    def at_most(self) -> int:
+        """The bytes that a device has to have, since the estimate may be too small."""
+        return math.ceil(self.memory * _MOST)
+
 
 class Row(NamedTuple):
     """A layout in a ranking.
@@ -115,12 +123,19 @@ class Row(NamedTuple):
         estimate: what a step is predicted to take.
         measured_s: what it took, in seconds, where it was run.
         measured_memory: the bytes that it needed on the device that needed most, where the program said so.
+        failure: how its run failed; "" where it ended well, or was not run.
     """
 
     layout: Layout
     estimate: Estimate
     measured_s: float | None = None
     measured_memory: int | None = None
+    failure: str = ""
+
+    @property
+    def needed(self) -> int:
+        """The bytes that a device has to have: those that were measured, or at most needed by the estimate."""
+        return self.estimate.at_most if self.measured_memory is None else self.measured_memory
 
     def arguments(self) -> list[str]:
         """The program's options for it, with the cuts of a pipeline, which may be uneven."""
@@ -137,6 +152,7 @@ class Row(NamedTuple):
             "seconds": self.estimate.seconds,
             "measured_s": self.measured_s,
             "measured_memory": self.measured_memory,
+            "failure": self.failure,
         }
 
 

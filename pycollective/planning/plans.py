@@ -55,7 +55,16 @@ class Plan:
         times = f"{p.seconds * 1e3:.3g} ms ({p.computing_s * 1e3:.3g} computing, {p.communication_s * 1e3:.3g} sending)"
         mesh = " x ".join(f"{name} {size}" for name, size in self.candidate.mesh.items())
         said = f"{mesh}, {self.candidate.rule}: {times}, {p.memory / 2**20:.1f} MiB"
-        return said if self.measured is None else f"{said}; {self.measured.seconds * 1e3:.3g} ms measured"
+        if self.measured is None:
+            return said
+        memory = "" if self.measured.memory is None else f", {self.measured.memory / 2**20:.1f} MiB"
+        return f"{said}; measured {self.measured.seconds * 1e3:.3g} ms{memory}"
+
+    @property
+    def needed(self) -> int:
+        """The bytes that a device has to have: those that were measured, or at most needed by the prediction."""
+        known = self.measured and self.measured.memory
+        return self.prediction.at_most if known is None else known
 
     @property
     def mesh(self) -> Mesh:
@@ -117,7 +126,10 @@ def devices_of_job(expected: int) -> list[jax.Device]:
 
 @dataclass(frozen=True)
 class Ranking:
-    """The plans that fit into memory, the fastest first."""
+    """The plans that fit into memory, the fastest first.
+
+    Of those that were run, the ones that needed more than there is are last.
+    """
 
     plans: tuple[Plan, ...]
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from pycollective.planning.profile import ARRAYS, Group, Profile
 from pycollective.planning.program_work import Communication, Convolution, Product, Stream, Work
+
+_MOST = 1.1
+"""How many times the predicted memory was needed at most: docs/plan.md has what was measured."""
 
 
 class Prediction(NamedTuple):
@@ -16,7 +20,7 @@ class Prediction(NamedTuple):
     Attributes:
         computing_s: seconds of computation.
         communication_s: seconds of collectives.
-        memory: bytes that a device needs at most.
+        memory: bytes that a device needs at its peak.
     """
 
     computing_s: float
@@ -27,6 +31,11 @@ class Prediction(NamedTuple):
     def seconds(self) -> float:
         """The seconds of the step. Computation and collectives come one after the other."""
         return self.computing_s + self.communication_s
+
+    @property
+    def at_most(self) -> int:
+        """The bytes that a device has to have, since the prediction may be too small."""
+        return math.ceil(self.memory * _MOST)
 
 
 def predict(work: Work, memory: int, profile: Profile) -> Prediction:

@@ -23,7 +23,8 @@ def table(rows: Sequence[Row]) -> Table:
         numbers = (estimate.seconds, estimate.computing_s, estimate.communication_s, estimate.bubble_s)
         cells = [str(row.layout), *(f"{seconds * 1e3:.2f}" for seconds in numbers), f"{estimate.memory / 2**20:.1f}"]
         if verified:
-            cells.append("-" if row.measured_s is None else f"{row.measured_s * 1e3:.2f}")
+            unknown = "failed" if row.failure else "-"
+            cells.append(unknown if row.measured_s is None else f"{row.measured_s * 1e3:.2f}")
             cells.append("-" if row.measured_memory is None else f"{row.measured_memory / 2**20:.1f}")
         shown.add_row(*cells)
     return shown

@@ -13,7 +13,7 @@ from pycollective.errors import fail
 from pycollective.planning.candidates import Candidate, Spec, candidates, variations
 from pycollective.planning.compiled import Request
 from pycollective.planning.compiling import Compilers
-from pycollective.planning.plans import Plan, Ranking, devices_of_job
+from pycollective.planning.plans import Measured, Plan, Ranking, devices_of_job
 from pycollective.planning.prediction import Prediction, predict
 from pycollective.planning.profile import Profile
 from pycollective.planning.progress import progress
@@ -59,14 +59,16 @@ def plan(
         processes: how many are compiled at a time; default the number of cores.
         progress: whether to show a bar on a terminal.
         verify: how many of the best plans are run for some steps on the devices of this job
-            (:func:`pycollective.planning.measure`). They come first, by the time that they took.
+            (:func:`pycollective.planning.measure`). They come first, by the time that they took; but those that needed
+            more memory than there is come last.
 
     Returns:
         The plans that fit into memory, the fastest first.
 
     Raises:
-        ValueError: the step cannot be traced, has side effects, or no plan fits; the numbers do not fit each other; the
-            ranks of a host in this job have no neighbouring numbers, or are not as many as in the profile.
+        ValueError: the step cannot be traced, has side effects, or no plan fits, or none of those that were run; the
+            numbers do not fit each other; the ranks of a host in this job have no neighbouring numbers, or are not as
+            many as in the profile.
         RuntimeError: the processes that compile cannot start.
 
     Example:
@@ -102,10 +104,19 @@ def plan(
     )
     plans = [Plan(*each, traced.signature) for each in found]
     if verify:
-        tried = measure(plans[:verify], step, *args)
-        best = sorted(zip(tried, plans, strict=False), key=lambda pair: pair[0].seconds)
-        plans[:verify] = [replace(one, measured=measured) for measured, one in best]
+        plans = _verified(plans, measure(plans[:verify], step, *args), limit)
     return Ranking(tuple(plans))
+
+
+def _verified(plans: Sequence[Plan], measured: Sequence[Measured], limit: int) -> list[Plan]:
+    """The plans that were run come first, by their times, but last if they needed more memory than there is."""
+    by_time = sorted(zip(measured, plans, strict=False), key=lambda pair: pair[0].seconds)
+    ran = [replace(one, measured=took) for took, one in by_time]
+    fitting = [one for one in ran if one.needed <= limit]
+    if not fitting:
+        least = min(one.needed for one in ran)
+        _refuse_memory(limit, f"{least:,} B for the plan that needed least of those that were run")
+    return [*fitting, *plans[len(ran) :], *(one for one in ran if one.needed > limit)]
 
 
 Found = tuple[Candidate, tuple[Spec, ...], Prediction]
@@ -154,7 +165,7 @@ def _search(
     chosen = [one for one in every if one.argument_bytes(traced.leaves) <= limit][:compilations]
     if not chosen:
         least = min(one.argument_bytes(traced.leaves) for one in every)
-        _refuse_memory(limit, least, "the arguments alone")
+        _refuse_memory(limit, f"{least:,} B for the arguments alone")
     found: list[Found] = []
     errors: list[str] = []
     known: set[Any] = set()
@@ -190,15 +201,16 @@ def _search(
     if not found:
         fail(ValueError, _WHERE, None, "a step that XLA can spread", errors[0], "Look at the first error of XLA.")
     found.sort(key=order)
-    fitting = [each for each in found if each[-1].memory <= limit]
+    fitting = [each for each in found if each[-1].at_most <= limit]
     if not fitting:
-        _refuse_memory(limit, min(each[-1].memory for each in found), "the plan that needs least")
+        least = min(each[-1].at_most for each in found)
+        _refuse_memory(limit, f"up to {least:,} B for the plan that needs least")
     return fitting
 
 
 def _order(limit: int) -> Callable[[Found], tuple[bool, float, str]]:
     """The order of plans: those that fit first, then by time; the same in each run, whatever was compiled first."""
-    return lambda found: (found[-1].memory > limit, found[-1].seconds, repr(found[0]))
+    return lambda found: (found[-1].at_most > limit, found[-1].seconds, repr(found[0]))
 
 
 def _refine(
@@ -225,7 +237,6 @@ def _refine(
                 best = min([best, *add(more)], key=order)
 
 
-def _refuse_memory(limit: int, least: int, what: str) -> None:
-    got = f"{least:,} B for {what}"
+def _refuse_memory(limit: int, got: str) -> None:
     remedy = "Use more devices, a smaller batch, or jax.checkpoint."
     fail(ValueError, _WHERE, None, f"a plan that fits into {limit:,} B on each device", got, remedy)

@@ -14,6 +14,7 @@ import psutil
 from jax import lax
 
 import pycollective as pc
+from pycollective.errors import fail
 from pycollective.planning.curves import Curve
 from pycollective.planning.prediction import predict
 from pycollective.planning.profile import Profile
@@ -189,14 +190,41 @@ def instruction_s(seconds: float, profile: Profile) -> float:
 
 
 def memory_of_a_device(comm: pc.Communicator, devices: int) -> int:
-    """The bytes that arrays can take on each device: of the host's memory an equal share, of an accelerator its own."""
+    """The bytes that arrays can take on each device: that of an accelerator, or of the host's memory an equal share.
+
+    A rank's share is less what its process holds so far: Python, JAX and MPI. So call this before measurements.
+    """
     stats = jax.local_devices()[0].memory_stats()
-    own = int(stats["bytes_limit"]) if stats else _memory_of_the_host() // (comm.local_size * devices)
-    return int(comm.mpi.allreduce(own, MPI.MIN))
+    if stats:
+        own = int(stats["bytes_limit"])
+    else:
+        own = (_memory_of_the_host() // comm.local_size - int(psutil.Process().memory_info().rss)) // devices
+    least = int(comm.mpi.allreduce(own, MPI.MIN))
+    if least <= 0:
+        got = f"{comm.local_size} ranks that hold as much"
+        fail(RuntimeError, "profile", comm, "memory for arrays on each host", got, "Start fewer ranks on a host.")
+    return least
 
 
-def _memory_of_the_host(limit: Path = Path("/sys/fs/cgroup/memory.max")) -> int:
-    """The bytes of memory; in a container or a job no more than it may use."""
-    total = int(psutil.virtual_memory().total)
-    text = limit.read_text().strip() if limit.exists() else "max"
-    return min(total, int(text)) if text.isdigit() else total
+def _memory_of_the_host(group: Path = Path("/proc/self/cgroup"), groups: Path = Path("/sys/fs/cgroup")) -> int:
+    """The bytes of memory; in a container or a job no more than Linux's control groups let it use.
+
+    Each group limits those in it, so all count from the process's own one upwards. See cgroups(7): a line of ``group``
+    is "0::/path" in version 2, and "number:controllers:/path" in version 1.
+    """
+    limits = [int(psutil.virtual_memory().total)]
+    for line in group.read_text().splitlines() if group.exists() else ():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            name, root = "memory.max", groups
+        elif "memory" in controllers.split(","):
+            name, root = "memory.limit_in_bytes", groups / "memory"
+        else:
+            continue
+        own = root / path.lstrip("/")
+        for folder in (own, *own.parents):
+            file = folder / name
+            text = file.read_text().strip() if folder.is_relative_to(root) and file.exists() else "max"
+            if text.isdigit():  # "max" is no limit
+                limits.append(int(text))
+    return min(limits)

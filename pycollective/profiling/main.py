@@ -58,13 +58,14 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _measured(options: argparse.Namespace, comm: pc.Communicator, tick: Callable[[int], None]) -> Profile:
+    memory = computing.memory_of_a_device(comm, options.devices)
     computing.touch_memory()
     return Profile(
         source=_source(comm),
         hosts=comm.host_count,
         ranks=comm.size,
         devices=options.devices,
-        memory=computing.memory_of_a_device(comm, options.devices),
+        memory=memory,
         collectives=collectives.measure_collectives(comm, options.devices, tick),
         **computing.measure_computing(comm, options.dtypes, tick),
     )

@@ -48,7 +48,7 @@ def test_plans_that_are_run(world: pc.Communicator) -> None:
     assert [one.measured is not None for one in ranking] == [True, True, False, False]
     first, second = (one.measured.seconds for one in ranking.plans[:2])
     assert 0 < first <= second
-    assert "ms measured" in str(ranking.best)
+    assert f"measured {first * 1e3:.3g} ms, " in str(ranking.best)
     assert ranking.best.as_dict()["measured_s"] == first
     # The two that ran are the two that were predicted to be fastest.
     predicted = [replace(one, measured=None) for one in ranking]
@@ -68,6 +68,12 @@ def test_the_memory_of_a_plan_is_what_was_predicted() -> None:
     for one, took in zip(ranking, measure(ranking.plans, step, *args, steps=1), strict=True):
         assert took.memory is not None
         assert 0.97 < took.memory / one.prediction.memory < 1.05, str(one)
+
+
+def test_no_plan_that_was_run_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify, "_peak_of", lambda run: 1 << 40)
+    with pytest.raises(ValueError, match="got 1,099,511,627,776 B for the plan that needed least of"):
+        plan(*arrays(64), verify=2)
 
 
 def test_what_is_taken_once_is_not_of_a_step(monkeypatch: pytest.MonkeyPatch, world: pc.Communicator) -> None:

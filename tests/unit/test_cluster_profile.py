@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -560,14 +561,47 @@ def test_a_rank_that_waits_gives_its_core_away(monkeypatch: pytest.MonkeyPatch) 
     assert (answers, len(yields)) == ([], 2)
 
 
-@pytest.mark.parametrize("limit", ["max", "4096", "99999999999999999", None])
-def test_memory_of_the_host(tmp_path: Path, limit: str | None) -> None:
-    file = tmp_path / "memory.max"
-    if limit is not None:
+TOTAL = psutil.virtual_memory().total
+GROUPS = {  # what /proc/self/cgroup says, the files below /sys/fs/cgroup, and the bytes that this leaves
+    "none": (None, {}, TOTAL),
+    "no limit": ("0::/", {"memory.max": "max"}, TOTAL),
+    "more than there is": ("0::/", {"memory.max": "99999999999999999"}, TOTAL),
+    "container": ("0::/", {"memory.max": "4096"}, 4096),
+    "job": ("0::/slurm/job_1/step_0", {"slurm/job_1/memory.max": "5000", "slurm/job_1/step_0/memory.max": "max"}, 5000),
+    "the least": ("0::/a/b", {"a/memory.max": "5000", "a/b/memory.max": "4000", "memory.max": "6000"}, 4000),
+    "another group": ("0::/a", {"b/memory.max": "4000"}, TOTAL),
+    "version 1": ("9:cpu,cpuacct:/\n4:memory:/job\n0::/", {"memory/job/memory.limit_in_bytes": "4000"}, 4000),
+    "version 1, a container": ("4:memory:/docker/77", {"memory/memory.limit_in_bytes": "4000"}, 4000),
+    "of processors": ("4:cpu:/job", {"memory/job/memory.limit_in_bytes": "4000"}, TOTAL),
+}
+
+
+@pytest.mark.parametrize("case", GROUPS)
+def test_memory_of_the_host(tmp_path: Path, case: str) -> None:
+    told, limits, left = GROUPS[case]
+    group = tmp_path / "cgroup"
+    if told is not None:
+        group.write_text(told + "\n")
+    (tmp_path / "memory.max").write_text("1\n")  # beside the groups: nobody's limit
+    for name, limit in limits.items():
+        file = tmp_path / "groups" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(limit + "\n")
-    whole = computing._memory_of_the_host(tmp_path / "nowhere")
-    assert whole > 1 << 28
-    assert computing._memory_of_the_host(file) == (4096 if limit == "4096" else whole)
+    assert computing._memory_of_the_host(group, tmp_path / "groups") == left
+
+
+def test_memory_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the process holds is gone, and the ranks of a host share the rest."""
+    monkeypatch.setattr(computing, "_memory_of_the_host", lambda: 4 << 30)
+    monkeypatch.setattr(psutil, "Process", lambda: SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=1 << 29)))
+    agreed: list[int] = []
+    ranks: Any = SimpleNamespace(rank=0, size=4, local_size=2, mpi=SimpleNamespace())
+    ranks.mpi.allreduce = lambda own, op: agreed.append(own) or min(own, 7 << 26)
+    assert computing.memory_of_a_device(ranks, 3) == 7 << 26, "that of the rank that has least"
+    assert agreed == [((2 << 30) - (1 << 29)) // 3]
+    ranks.local_size = 8
+    with pytest.raises(RuntimeError, match="profile: expected memory for arrays on each host, got 8 ranks that hold"):
+        computing.memory_of_a_device(ranks, 1)
 
 
 def test_each_dtype_is_one_with_a_fraction_by_its_own_name() -> None:

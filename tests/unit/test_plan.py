@@ -329,7 +329,7 @@ def test_a_ranking(ranking: Ranking) -> None:
     times = [one.prediction.seconds for one in ranking]
     assert times == sorted(times)
     assert ranking.best is ranking.plans[0]
-    assert all(one.prediction.memory <= PROFILE.memory for one in ranking)
+    assert all(one.prediction.memory < one.needed <= PROFILE.memory for one in ranking)
     assert len({one.candidate.key for one in ranking}) == 6
     assert {(one.candidate.data, one.candidate.model) for one in ranking} >= {(8, 1), (4, 2)}
     assert str(ranking).splitlines() == [str(one) for one in ranking]
@@ -366,8 +366,8 @@ def test_another_profile_makes_another_order_of_the_same_plans(ranking: Ranking)
 
 @pytest.mark.usefixtures("no_processes")
 def test_a_limit_of_memory_excludes_plans(ranking: Ranking) -> None:
-    most = max(one.prediction.memory for one in ranking)
-    fitting = tuple(one for one in ranking if one.prediction.memory < most)
+    most = max(one.prediction.at_most for one in ranking)
+    fitting = tuple(one for one in ranking if one.prediction.at_most < most)
     assert 0 < len(fitting) < 6
     assert plan(memory=most - 1).plans == fitting
     assert plan(memory=most) == ranking
@@ -376,8 +376,8 @@ def test_a_limit_of_memory_excludes_plans(ranking: Ranking) -> None:
 
 @pytest.mark.usefixtures("no_processes")
 def test_a_limit_into_which_no_plan_fits(ranking: Ranking) -> None:
-    least = min(one.prediction.memory for one in ranking)
-    words = rf"fits into {least - 1:,} B on each device, got {least:,} B for the plan that needs least\. Use more"
+    least = min(one.prediction.at_most for one in ranking)
+    words = rf"fits into {least - 1:,} B on each device, got up to {least:,} B for the plan that needs least\. Use more"
     with pytest.raises(ValueError, match=rf"^pycollective\.plan: expected a plan that {words}"):
         plan(memory=least - 1)
     # With all cut over 8 devices
@@ -444,7 +444,24 @@ def test_a_plan_in_words() -> None:
     one = Plan(Candidate(4, 2, "by hand", ()), (), Prediction(0.00125, 0.002, 3 << 20), traced.signature)
     words = "data 4 x model 2, by hand: 3.25 ms (1.25 computing, 2 sending), 3.0 MiB"
     assert str(one) == words
-    assert str(replace(one, measured=Measured(0.0041, None))) == f"{words}; 4.1 ms measured"
+    assert one.needed == 3460301
+    unknown, known = (replace(one, measured=Measured(0.0041, memory)) for memory in (None, 5 << 20))
+    assert (str(unknown), unknown.needed) == (f"{words}; measured 4.1 ms", 3460301)
+    assert (str(known), known.needed) == (f"{words}; measured 4.1 ms, 5.0 MiB", 5 << 20)
+
+
+def test_plans_that_needed_too_much_are_last() -> None:
+    traced = trace(step, (PARAMS, BATCH), ())
+    candidate = Candidate(4, 2, "by hand", ())
+    plans = [Plan(candidate, (), Prediction(n, 0, 8), traced.signature) for n in range(6)]
+    took = [Measured(3.0, 8), Measured(1.0, 11), Measured(2.0, 10), Measured(0.5, 12)]
+    ranking = search._verified(plans, took, 10)
+    assert [one.prediction.seconds for one in ranking] == [2, 0, 4, 5, 3, 1]
+    assert [one.measured and one.measured.memory for one in ranking] == [10, 8, None, None, 12, 11]
+    with pytest.raises(ValueError, match="into 7 B on each device, got 8 B for the plan that needed least of"):
+        search._verified(plans, took, 7)
+    unknown = search._verified(plans, [took[0], Measured(1.0, None)], 10)
+    assert [one.prediction.seconds for one in unknown] == [1, 0, 2, 3, 4, 5], "then what was predicted counts"
 
 
 def _broken(candidate: Candidate) -> Candidate:
