@@ -177,8 +177,8 @@ def main() -> None:
         predicted, took = [plan.prediction.seconds for plan in ranking], [one.seconds for one in measured]
         plans = [replace(plan, measured=one) for plan, one in zip(ranking, measured, strict=True)]
         if comm.rank == 0:
-            for plan, one in zip(plans, measured, strict=True):
-                print(f"{name}: {plan}", "" if one.memory is None else f"{one.memory / 2**20:.1f} MiB", flush=True)
+            for plan in plans:
+                print(f"{name}: {plan}", flush=True)
             memory = [
                 abs(p.prediction.memory / m.memory - 1) for p, m in zip(ranking, measured, strict=True) if m.memory
             ]

@@ -353,17 +353,19 @@ class Estimator:
         products = [self._product_s(product, model, context, b) for product in part.products]
         forward = sum(products)
         again = sum(s for s, product in zip(products, part.products, strict=True) if product.again)
-        gradients = sum(self._product_s(product, model, context, b, of_weights=True) for product in part.products)
+        gradients = sum(
+            self._product_s(product, model, context, b, of) for product in part.products for of in ("inputs", "weights")
+        )
         along_model = self._group(1, model)
         sums = sum(self._collective("psum", b * elements / context * size, along_model) for elements in part.sums)
         hop = self._collective("ppermute", b * part.ring / context * size, self._group(model, context))
         sending = sums + (context - 1) * hop  # of one pass
-        backward = forward + gradients + 2 * activations + 2 / 3 * starts
+        backward = gradients + 2 * activations + 2 / 3 * starts
         forward += activations + starts / 3
         return _Seconds(forward, backward, again + activations, 2 * sending + context * hop, sending)
 
-    def _product_s(self, product: MatMul, model: int, context: int, b: int, *, of_weights: bool = False) -> float:
-        """Seconds of a product, or of the one that gives the gradient of its second matrix."""
+    def _product_s(self, product: MatMul, model: int, context: int, b: int, gradients: str = "") -> float:
+        """Seconds of a product, or of the one that gives the gradients of its "inputs" or of its "weights"."""
         m, k, n = product.m / context, float(product.k), float(product.n)
         times = 1.0
         if product.cut == "heads":
@@ -373,7 +375,9 @@ class Estimator:
         else:
             m, k, n = b * m, k / (model if product.cut == "k" else 1), n / (model if product.cut == "n" else 1)
         form = "NN"
-        if of_weights and product.cut != "heads":  # x.T @ gradient, whose sums are over the examples
+        if gradients == "inputs" and product.cut != "heads":  # gradient @ weights.T
+            k, n, form = n, k, "NT"
+        elif gradients == "weights" and product.cut != "heads":  # inputs.T @ gradient, whose sums are over the examples
             m, k, form = k, m, "TT"
         return self._profile.part_s(self._profile.product_s(self._dtype, m, k, n, times, form))
 

@@ -16,9 +16,10 @@ from pycollective.planning.curves import Curve, across
 _FORMAT = 1
 _FLAT = ("source", "hosts", "ranks", "devices", "memory", "call")
 _READY_MADE = Path(__file__).parent / "profiles"
-_TABLES = ("products", "transposed", "convolutions")
+_TABLES = ("products", "transposed_second", "outer", "transposed", "convolutions")
 _PASSES = ("streams", "transposes", "tanh")
-_OPTIONAL = ("transposed", "transposes")  # without them what is transposed counts as what is not
+# Without these what is transposed counts as what is not.
+_OPTIONAL = ("transposed_second", "outer", "transposed", "transposes")
 _WHERE = "plan"
 _MEASURE = "Measure one with `pycollective profile -o cluster.json`."
 
@@ -64,6 +65,10 @@ class Profile:
             number of m, k and n. The size is the number of operations, 2 m k n.
         convolutions: the same for convolutions, as the products that they are: (places of the window in all examples,
             entries of a window) and (entries of a window, channels after it).
+        transposed_second: the same for products whose second matrix lies transposed, where m is the smallest; may be
+            empty. So are the gradients by what goes into a layer, of few examples.
+        outer: the same for products whose first matrix lies transposed, where k is the smallest; may be empty. So are
+            the gradients by weights, of few examples.
         transposed: the same for products whose matrices both lie transposed, over the smaller of m and n; may be empty.
         streams: seconds to read and write so many bytes in one pass over arrays.
         tanh: seconds to compute so many hyperbolic tangents, which stand for all functions of that kind.
@@ -84,6 +89,8 @@ class Profile:
     streams: Curve
     tanh: Curve
     call: float = 0.0
+    transposed_second: Mapping[str, Mapping[int, Curve]] = field(default_factory=dict)
+    outer: Mapping[str, Mapping[int, Curve]] = field(default_factory=dict)
     transposed: Mapping[str, Mapping[int, Curve]] = field(default_factory=dict)
     transposes: Curve | None = None
     instruction: float = 0.0
@@ -141,9 +148,10 @@ class Profile:
     def product_s(self, dtype: str, m: float, k: float, n: float, batch: float = 1, form: str = "NN") -> float:
         """Returns the seconds of so many products of matrices (m, k) and (k, n) in one call.
 
-        They take as long as one product of as many operations whose smallest dimension is the same. If the first matrix
-        lies transposed, k is not the smallest: each of its rows is read in steps, once for each column of the second
-        one. So is each column of that one for each row of the first, if it lies transposed too.
+        They take as long as one product of as many operations that lies in the same way and whose smallest dimension is
+        the same. If the first matrix lies transposed, each of its rows is read in steps, once for each column of the
+        second one: with few columns that is what takes long. So is each column of that one for each row of the first,
+        if it lies transposed too.
 
         Args:
             dtype: the dtype.
@@ -153,10 +161,14 @@ class Profile:
             batch: the number of products.
             form: how the matrices lie: "NN", "NT", "TN" or "TT", where "T" means transposed.
         """
-        operations = 2.0 * batch * m * k * n
-        if form.startswith("T") and self.transposed:
-            return across(_by_dtype(self.transposed, dtype), min(m, n) if form == "TT" else n, operations)
-        return across(_by_dtype(self.products, dtype), min(m, k, n), operations)
+        table, smallest = self.products, min(m, k, n)
+        if form == "NT" and m == smallest:
+            table = self.transposed_second
+        elif form.startswith("T") and smallest == (min(m, n) if form == "TT" else n):
+            table = self.transposed
+        elif form.startswith("T") and k == smallest:
+            table = self.outer
+        return across(_by_dtype(table or self.products, dtype), smallest, 2.0 * batch * m * k * n)
 
     def stream_s(self, nbytes: float, functions: float = 0, transposed: Sequence[float] = ()) -> float:
         """Returns the seconds of a pass over arrays, by what takes longest.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,14 @@ Array = Any
 SMALLEST = (1, 4, 16, 64, 256, 512)
 """The smallest number of m, k and n in the products that are measured."""
 
-COLUMNS = (4, 32, 256)
-"""The number of columns in the products of matrices that lie transposed."""
+ROWS = (1, 4, 16, 64, 256)
+"""The number of rows of the first matrix in the products whose second one lies transposed."""
+
+TERMS = (4, 16, 64, 256)
+"""The number of outer products in the sums of such."""
+
+COLUMNS = (4, 32, 256, 1024)
+"""The number of columns in the products of matrices that both lie transposed."""
 
 TRANSPOSED = ((64, 64), (256, 256), (256, 768), (256, 3072), (2048, 2048))
 """The shapes of arrays that are read along the columns: of activations of some hundred rows, and of a large matrix."""
@@ -68,6 +74,8 @@ def measure_computing(comm: pc.Communicator, dtypes: Sequence[str], tick: Callab
 
     fields: dict[str, Any] = {
         "products": tables("products", SMALLEST),
+        "transposed_second": tables("transposed_second", ROWS),
+        "outer": tables("outer", TERMS),
         "transposed": tables("transposed", COLUMNS),
         "convolutions": tables("convolutions", CHANNELS),
         "streams": found["streams", "", 0],
@@ -89,6 +97,8 @@ def _programs(dtypes: Sequence[str]) -> dict[_Curve, Programs]:
     of_dtypes: dict[_Curve, Programs] = {}
     for dtype in dtypes:
         of_dtypes |= {("products", dtype, smallest): _products(dtype, smallest) for smallest in SMALLEST}
+        of_dtypes |= {("transposed_second", dtype, rows): _transposed_second(dtype, rows) for rows in ROWS}
+        of_dtypes |= {("outer", dtype, terms): _outer(dtype, terms) for terms in TERMS}
         of_dtypes |= {("transposed", dtype, columns): _transposed(dtype, columns) for columns in COLUMNS}
         of_dtypes |= {("convolutions", dtype, channels): _convolutions(dtype, channels) for channels in CHANNELS}
     return of_dtypes | {
@@ -101,27 +111,45 @@ def _programs(dtypes: Sequence[str]) -> dict[_Curve, Programs]:
 
 
 def _products(dtype: str, smallest: int) -> Programs:
-    """Products of matrices whose smallest dimension is one of :data:`SMALLEST`."""
-    widths = sorted({smallest, *(width for width in (64, 256, 1024, 2048) if width >= smallest)})
+    """Products of matrices whose smallest dimension is one of :data:`SMALLEST`: the rows of the first one."""
+    return _with_square(dtype, smallest, {smallest, 64, 256, 1024, 2048}, lambda few, square: few @ square)
+
+
+def _transposed_second(dtype: str, rows: int) -> Programs:
+    """Products whose first matrix has one of :data:`ROWS` as the number of rows, and whose second one lies transposed.
+
+    So is a gradient by what goes into a layer.
+    """
+    return _with_square(dtype, rows, {64, 256, 2048}, lambda few, square: few @ square.T)
+
+
+def _outer(dtype: str, terms: int) -> Programs:
+    """Sums of outer products, whose number is one of :data:`TERMS`. So is a gradient by the weights of a layer."""
 
     def program(operations: int) -> tuple[Any, list[Array]]:
-        width = math.isqrt(operations // (2 * smallest))
-        return jnp.dot, [jnp.ones((smallest, width), dtype), jnp.ones((width, width), dtype)]
+        few = jnp.ones((terms, math.isqrt(operations // (2 * terms))), dtype)
+        return lambda x, y: x.T @ y, [few, few]
 
-    return Programs([2 * smallest * width**2 for width in widths], program)
+    return Programs(_operations(terms, {64, 256, 2048}), program)
 
 
 def _transposed(dtype: str, columns: int) -> Programs:
     """Products of matrices that both lie transposed, with one of :data:`COLUMNS` as the number of columns."""
+    return _with_square(dtype, columns, {64, 256, 1024}, lambda few, square: square.T @ few.T)
 
-    def multiply(x: Array, y: Array) -> Array:
-        return lax.dot_general(x, y, (((0,), (1,)), ((), ())))
+
+def _with_square(dtype: str, few: int, widths: Set[int], multiply: Callable[[Array, Array], Array]) -> Programs:
+    """Products of a matrix of few rows and of a square one, which is not smaller."""
 
     def program(operations: int) -> tuple[Any, list[Array]]:
-        width = math.isqrt(operations // (2 * columns))
-        return multiply, [jnp.ones((width, width), dtype), jnp.ones((columns, width), dtype)]
+        width = math.isqrt(operations // (2 * few))
+        return multiply, [jnp.ones((few, width), dtype), jnp.ones((width, width), dtype)]
 
-    return Programs([2 * columns * width**2 for width in (64, 256, 1024) if width >= columns], program)
+    return Programs(_operations(few, widths), program)
+
+
+def _operations(few: int, widths: Set[int]) -> list[int]:
+    return [2 * few * width**2 for width in sorted(widths) if width >= few]
 
 
 def _convolutions(dtype: str, channels: int) -> Programs:

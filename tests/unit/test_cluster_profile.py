@@ -26,7 +26,7 @@ from pycollective.planning import timing
 from pycollective.planning.curves import Curve, across
 from pycollective.planning.example import profile as example
 from pycollective.planning.profile import ARRAYS, AXES, NARROW, OPERATIONS, Group, Profile
-from pycollective.planning.program_work import work_of
+from pycollective.planning.program_work import Product, work_of
 from pycollective.profiling import collectives, command, computing, main, turns
 from pycollective.profiling.collectives import count_turns, groups_in
 
@@ -211,19 +211,38 @@ def test_products_and_convolutions() -> None:
     assert profile.convolution_s("float32", 1000, 5e3) == pytest.approx(4 * 5), "not measured: as the first"
 
 
-def test_transposed_products() -> None:
-    def flat(per_s: float) -> dict[int, Curve]:
-        return {8: Curve((1e3,), (1e3 / per_s,)), 32: Curve((1e3,), (4e3 / per_s,))}
+@pytest.mark.parametrize(
+    ("shape", "form", "table", "smallest"),
+    [
+        ((8, 200, 32), "NN", "products", 8),
+        ((200, 8, 32), "NN", "products", 8),
+        ((8, 200, 32), "NT", "transposed_second", 8),
+        ((32, 200, 32), "NT", "transposed_second", 32),
+        ((200, 8, 32), "NT", "products", 8),
+        ((200, 32, 8), "NT", "products", 8),
+        ((200, 32, 8), "TN", "transposed", 8),
+        ((200, 8, 8), "TN", "transposed", 8),
+        ((200, 8, 32), "TN", "outer", 8),
+        ((8, 8, 32), "TN", "outer", 8),
+        ((8, 200, 32), "TN", "products", 8),
+        ((200, 32, 8), "TT", "transposed", 8),
+        ((8, 200, 32), "TT", "transposed", 8),
+        ((8, 8, 32), "TT", "transposed", 8),
+        ((200, 8, 32), "TT", "outer", 8),
+    ],
+)
+def test_products_by_how_the_matrices_lie(shape: tuple[int, int, int], form: str, table: str, smallest: int) -> None:
+    """Each table has a speed of its own, and with 32 products take four times as long as with 8."""
+    seconds = dict(zip(("products", "transposed_second", "outer", "transposed"), (1e-9, 3e-9, 5e-9, 7e-9), strict=True))
 
-    profile = replace(example, products={"float32": flat(1e9)}, transposed={"float32": flat(1e6)})
-    operations = 2 * 8 * 200 * 32
-    for form in ("NN", "NT"):
-        assert profile.product_s("float32", 8, 200, 32, form=form) == pytest.approx(operations / 1e9)
-    assert profile.product_s("float32", 8, 200, 32, form="TN") == pytest.approx(4 * operations / 1e6), "by the columns"
-    assert profile.product_s("float32", 8, 200, 32, form="TT") == pytest.approx(operations / 1e6)
-    assert profile.product_s("float32", 100, 8, 32, form="TT") == pytest.approx(4 * operations / 2 / 1e6), "not by k"
-    unmeasured = replace(profile, transposed={})
-    assert unmeasured.product_s("float32", 8, 200, 32, form="TT") == pytest.approx(operations / 1e9)
+    def flat(each: float) -> dict[str, dict[int, Curve]]:
+        return {"float32": {8: Curve((1e3,), (1e3 * each,)), 32: Curve((1e3,), (4e3 * each,))}}
+
+    profile = replace(example, **{name: flat(each) for name, each in seconds.items()})
+    operations = 2 * math.prod(shape) * (1 if smallest == 8 else 4)
+    assert profile.product_s("float32", *shape, form=form) == pytest.approx(operations * seconds[table])
+    without = replace(profile, **{table: {}}) if table != "products" else profile
+    assert without.product_s("float32", *shape, form=form) == pytest.approx(operations * 1e-9), "not measured"
 
 
 def test_passes() -> None:
@@ -263,6 +282,8 @@ def test_saved_and_loaded_it_is_the_same(tmp_path: Path) -> None:
         },
         products={"float32": {8: WITHIN, 64: BETWEEN}, "bfloat16": {8: BETWEEN}},
         convolutions={"float32": {4: BETWEEN}},
+        transposed_second={"float32": {16: BETWEEN}},
+        outer={"bfloat16": {8: WITHIN}},
         transposed={"float32": {4: WITHIN}},
         transposes=BETWEEN,
         instruction=3e-6,
@@ -482,22 +503,48 @@ def test_each_curve_is_a_field_of_the_profile(monkeypatch: pytest.MonkeyPatch) -
     ticks: list[int] = []
     fields = computing.measure_computing(comm, ["float32", "bfloat16"], ticks.append)
     assert sum(ticks) == computing.count_turns(["float32", "bfloat16"])
-    assert (len(computing.SMALLEST), len(computing.COLUMNS), len(computing.CHANNELS)) == (6, 3, 4)
+    tables = {
+        "products": computing.SMALLEST,
+        "transposed_second": computing.ROWS,
+        "outer": computing.TERMS,
+        "transposed": computing.COLUMNS,
+        "convolutions": computing.CHANNELS,
+    }
+    assert [len(numbers) for numbers in tables.values()] == [6, 5, 4, 4, 4]
 
     def places(table: dict[int, Curve]) -> dict[int, int]:
         return {number: round(1e3 * curve.seconds[0]) for number, curve in table.items()}
 
-    for dtype, before in {"float32": 0, "bfloat16": 13}.items():
-        assert places(fields["products"][dtype]) == {n: before + i for i, n in enumerate(computing.SMALLEST, 1)}
-        assert places(fields["transposed"][dtype]) == {n: before + i for i, n in enumerate(computing.COLUMNS, 7)}
-        assert places(fields["convolutions"][dtype]) == {n: before + i for i, n in enumerate(computing.CHANNELS, 10)}
-    assert places({i: fields[name] for i, name in enumerate(["streams", "transposes", "tanh"])}) == {
-        0: 27,
-        1: 28,
-        2: 29,
-    }
-    assert fields["call"] == pytest.approx(30e-3)
-    assert fields["instruction"] == pytest.approx((31e-3, 30e-3))
+    place = itertools.count(1)
+    for dtype in ("float32", "bfloat16"):
+        for name, numbers in tables.items():
+            assert places(fields[name][dtype]) == dict(zip(numbers, place, strict=False)), name
+    assert places({0: fields["streams"], 1: fields["transposes"], 2: fields["tanh"]}) == {0: 47, 1: 48, 2: 49}
+    assert fields["call"] == pytest.approx(50e-3)
+    assert fields["instruction"] == pytest.approx((51e-3, 50e-3))
+
+
+@pytest.mark.parametrize(
+    ("programs", "few", "widths", "form"),
+    [
+        (computing._products, 16, [16, 64, 256, 1024, 2048], "NN"),
+        (computing._products, 512, [512, 1024, 2048], "NN"),
+        (computing._transposed_second, 16, [64, 256, 2048], "NT"),
+        (computing._outer, 16, [64, 256, 2048], "TN"),
+        (computing._transposed, 32, [64, 256, 1024], "TT"),
+    ],
+)
+def test_programs_of_products(programs: Any, few: int, widths: list[int], form: str) -> None:
+    """They are the products that the profile looks up, in the sizes that it has."""
+    sizes, program = programs("float32", few)
+    assert sizes == [2 * few * width**2 for width in widths]
+    function, arguments = program(2 * few * 64**2 if few < 64 else sizes[0])
+    width = 64 if few < 64 else widths[0]
+    text = jax.jit(function).lower(*arguments).compile().as_text()
+    assert text is not None
+    [product] = [item for item in work_of(text, 1).computing if isinstance(item, Product)]
+    shape = {"NN": (few, width, width), "NT": (few, width, width), "TN": (width, few, width), "TT": (width, width, few)}
+    assert product == Product("float32", 1, *shape[form], form)
 
 
 def test_what_an_instruction_takes_in_a_program_of_many(monkeypatch: pytest.MonkeyPatch) -> None:

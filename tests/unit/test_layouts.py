@@ -205,6 +205,25 @@ def test_gradients_of_weights_are_products_of_transposed_matrices() -> None:
         assert (turned - plain) * 1e9 == pytest.approx(max(each - 1, 0) * operations, rel=0.03, abs=1)
 
 
+@pytest.mark.parametrize(
+    ("examples", "table", "slower"),
+    [
+        (1, "transposed_second", 1),  # (4, 16) times (16, 8): the rows are fewest
+        (16, "transposed_second", 0),  # (64, 16) times (16, 8)
+        (1, "outer", 1),  # (8, 4) times (4, 16): four outer products
+        (16, "outer", 0),  # (8, 64) times (64, 16)
+    ],
+)
+def test_gradients_of_few_examples(examples: int, table: str, slower: int) -> None:
+    """Products of such a kind take 5 ns for an operation here, and others 1."""
+    network = replace(NETWORK, examples=examples, parts=(replace(ONE_PART, kept=0, kept_whole=0),))
+    slow = {table: {"float32": {1: line(1e-15, 2e8)}}}
+    plain, kind = (
+        Estimator(network, replace(ROUND, **tables)).estimate(Layout(1, 1, 1, 1)).computing_s for tables in ({}, slow)
+    )
+    assert (kind - plain) * 1e9 == pytest.approx(slower * 4 * examples * 2 * 4 * 8 * 16, rel=0.03, abs=1)
+
+
 def test_pipelines() -> None:
     b, m = 2, 8  # 8 microbatches of 2
     both = 3 * (2 * b * 2 * 4 * 8 * 16 + 2 * b * 120 * 4 * 2)

@@ -115,6 +115,8 @@ def convolve(**options: Any) -> Callable[[Array, Array], Array]:
         ({"window_strides": (2, 2)}, (3, 3, 6, 8), 7, 4 * 25 * 8 * 9 * 6),
         ({"padding": "VALID"}, (3, 3, 6, 8), 7, 4 * 64 * 8 * 9 * 6),
         ({"rhs_dilation": (2, 2)}, (3, 3, 6, 8), 7, 4 * 100 * 8 * 9 * 6),
+        # 20 x 19 places, of whose window entries every sixth is no zero
+        ({"lhs_dilation": (2, 3), "padding": ((2, 1), (-8, 1))}, (3, 3, 6, 8), 7, 4 * 20 * 19 * 8 * 9),
         ({"feature_group_count": 2}, (3, 3, 3, 8), 3, 4 * 100 * 8 * 9 * 3),
         ({"feature_group_count": 6}, (3, 3, 1, 6), 1, 4 * 100 * 6 * 9),
         ({}, (3, 3, 6, 64), 64, 4 * 100 * 64 * 9 * 6),  # XLA's library: the larger number
