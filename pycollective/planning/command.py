@@ -209,8 +209,9 @@ def _check_runs(ran: Sequence[Row], limit: int) -> None:
     if not ended:
         raise ValueError(_failed(ran[0]))
     if min(ended) > limit:
+        expected = f"a run that needs no more than {limit:,} B"
         remedy = "Verify more layouts with --verify, or use more devices or a smaller batch."
-        raise ValueError(message(_WHERE, f"a run that needs {limit:,} B", f"{min(ended):,} B for the smallest", remedy))
+        raise ValueError(message(_WHERE, expected, f"{min(ended):,} B for the smallest", remedy))
 
 
 def _failed(row: Row) -> str:
