@@ -134,7 +134,7 @@ class Row(NamedTuple):
 
     @property
     def needed(self) -> int:
-        """The bytes that a device has to have: those that were measured, or at most needed by the estimate."""
+        """The bytes that a device has to have, as measured or else as the estimate says at most."""
         return self.estimate.at_most if self.measured_memory is None else self.measured_memory
 
     def arguments(self) -> list[str]:

@@ -62,7 +62,7 @@ class Plan:
 
     @property
     def needed(self) -> int:
-        """The bytes that a device has to have: those that were measured, or at most needed by the prediction."""
+        """The bytes that a device has to have, as measured or else as the prediction says at most."""
         known = self.measured and self.measured.memory
         return self.prediction.at_most if known is None else known
 
