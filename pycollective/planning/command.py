@@ -119,8 +119,6 @@ def _run(options: argparse.Namespace) -> int:
             ran = sum(row.measured_s is not None for row in chosen)
             sys.stderr.write(f"interrupted: {ran} of {min(options.verify, len(chosen))} layouts have run\n")
             status = 128 + signal.SIGINT
-        else:
-            _check_runs([row for row in chosen if row.failure or row.measured_s is not None], limit)
     console = Console()
     console.print(profile.source, markup=False, highlight=False, soft_wrap=True)
     console.print(f"{len(rows)} layouts on {devices} devices, {len(fitting)} fit into {limit / 2**30:.3g} GiB")
@@ -188,7 +186,8 @@ def _network_of(program: Path, arguments: list[str]) -> Network:
 def _verified(rows: Sequence[Row], options: argparse.Namespace, ranks: int, limit: int) -> Iterator[list[Row]]:
     """Runs the program in the K best layouts. Yields the rows after each run.
 
-    First are those that ran within the limit of memory, by their times, and last those that failed or needed more.
+    First are those that ran within the limit of memory, by their times, and last those that failed or needed more. In
+    the end it raises ValueError if all of them did.
     """
     good: list[Row] = []
     bad: list[Row] = []
@@ -201,17 +200,14 @@ def _verified(rows: Sequence[Row], options: argparse.Namespace, ranks: int, limi
         (bad if ran.failure or ran.needed > limit else good).append(ran)
         good.sort(key=lambda row: row.measured_s or 0.0)
         yield [*good, *rows[len(good) + len(bad) :], *bad]
-
-
-def _check_runs(ran: Sequence[Row], limit: int) -> None:
-    """At least one of the layouts that were run has ended well, within memory."""
-    ended = [row.needed for row in ran if not row.failure]
+    if good:
+        return
+    ended = [row.needed for row in bad if not row.failure]
     if not ended:
-        raise ValueError(_failed(ran[0]))
-    if min(ended) > limit:
-        expected = f"a run that needs no more than {limit:,} B"
-        remedy = "Verify more layouts with --verify, or use more devices or a smaller batch."
-        raise ValueError(message(_WHERE, expected, f"{min(ended):,} B for the smallest", remedy))
+        raise ValueError(_failed(bad[0]))
+    expected = f"a run that needs no more than {limit:,} B"
+    remedy = "Verify more layouts with --verify, or use more devices or a smaller batch."
+    raise ValueError(message(_WHERE, expected, f"{min(ended):,} B for the smallest", remedy))
 
 
 def _failed(row: Row) -> str:

@@ -367,18 +367,17 @@ class Estimator:
     def _product_s(self, product: MatMul, model: int, context: int, b: int, gradients: str = "") -> float:
         """Seconds of a product, or of the one that gives the gradients of its "inputs" or of its "weights"."""
         m, k, n = product.m / context, float(product.k), float(product.n)
-        times = 1.0
+        times, form = 1.0, "NN"
         if product.cut == "heads":
             # For each block of keys and values that comes round there is a product of each head and example.
             times = b * product.heads / model * context
             k, n = (size / context if size == product.m else size for size in (k, n))
         else:
             m, k, n = b * m, k / (model if product.cut == "k" else 1), n / (model if product.cut == "n" else 1)
-        form = "NN"
-        if gradients == "inputs" and product.cut != "heads":  # gradient @ weights.T
-            k, n, form = n, k, "NT"
-        elif gradients == "weights" and product.cut != "heads":  # inputs.T @ gradient, whose sums are over the examples
-            m, k, form = k, m, "TT"
+            if gradients == "inputs":  # gradient @ weights.T
+                k, n, form = n, k, "NT"
+            elif gradients == "weights":  # inputs.T @ gradient, whose sums are over the examples
+                m, k, form = k, m, "TT"
         return self._profile.part_s(self._profile.product_s(self._dtype, m, k, n, times, form))
 
     def _stream_s(self, nbytes: float) -> float:

@@ -305,9 +305,6 @@ def _convolution(conv: Instruction, shapes: dict[str, tuple[Shape, ...]], *, by_
     groups = int(attribute(conv, "feature_group_count") or 1) * int(attribute(conv, "batch_group_count") or 1)
     channels = max(before, after // groups) if by_library else round(math.sqrt(before * after / groups))
     smallest = max(1, min(out.elements // after, channels))
-    operations = 2 * out.elements * (kernel.elements // after)
-    spread = re.search(r"\blhs_dilate=([\dx]+)", attribute(conv, "window"))
     # XLA leaves out the zeros between the elements of a first operand that is spread.
-    return Convolution(
-        kernel.dtype, smallest, operations // (math.prod(map(int, spread[1].split("x"))) if spread else 1)
-    )
+    spread = math.prod(numbers(attribute(conv, "lhs_dilate")))
+    return Convolution(kernel.dtype, smallest, 2 * out.elements * (kernel.elements // after) // spread)

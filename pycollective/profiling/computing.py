@@ -15,7 +15,6 @@ from jax import lax
 
 import pycollective as pc
 from pycollective.errors import fail
-from pycollective.planning.curves import Curve
 from pycollective.planning.prediction import predict
 from pycollective.planning.profile import Profile
 from pycollective.planning.program_work import work_of
@@ -67,24 +66,15 @@ def measure_computing(comm: pc.Communicator, dtypes: Sequence[str], tick: Callab
         dtypes: the dtypes of products and convolutions.
         tick: a function to call with the number of turns that are done, of :func:`count_turns`.
     """
-    found = measure_curves(comm, _programs(dtypes), tick)
-
-    def tables(name: str, numbers: Sequence[int]) -> dict[str, dict[int, Curve]]:
-        return {dtype: {number: found[name, dtype, number] for number in numbers} for dtype in dtypes}
-
-    fields: dict[str, Any] = {
-        "products": tables("products", SMALLEST),
-        "transposed_second": tables("transposed_second", ROWS),
-        "outer": tables("outer", TERMS),
-        "transposed": tables("transposed", COLUMNS),
-        "convolutions": tables("convolutions", CHANNELS),
-        "streams": found["streams", "", 0],
-        "transposes": found["transposes", "", 0],
-        "tanh": found["tanh", "", 0],
-        "call": found["call", "", 0].seconds[0],
-    }
+    fields: dict[str, Any] = {}
+    for (name, dtype, number), curve in measure_curves(comm, _programs(dtypes), tick).items():
+        if dtype:
+            fields.setdefault(name, {}).setdefault(dtype, {})[number] = curve
+        else:
+            fields[name] = curve
+    layers_s, fields["call"] = fields.pop("layers").seconds[0], fields["call"].seconds[0]
     known = Profile(source="", hosts=1, ranks=1, devices=1, memory=1, collectives={}, **fields)
-    return fields | {"instruction": instruction_s(found["layers", "", 0].seconds[0], known)}
+    return fields | {"instruction": instruction_s(layers_s, known)}
 
 
 def count_turns(dtypes: Sequence[str]) -> int:

@@ -538,8 +538,8 @@ def test_programs_of_products(programs: Any, few: int, widths: list[int], form: 
     """They are the products that the profile looks up, in the sizes that it has."""
     sizes, program = programs("float32", few)
     assert sizes == [2 * few * width**2 for width in widths]
-    function, arguments = program(2 * few * 64**2 if few < 64 else sizes[0])
-    width = 64 if few < 64 else widths[0]
+    width = max(few, 64)
+    function, arguments = program(2 * few * width**2)
     text = jax.jit(function).lower(*arguments).compile().as_text()
     assert text is not None
     [product] = [item for item in work_of(text, 1).computing if isinstance(item, Product)]

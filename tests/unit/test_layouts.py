@@ -575,12 +575,20 @@ if __name__ == "__main__":
 """
 
 
-def test_verify_ranks_by_what_runs_took(program: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def verified(
+    program: Path, monkeypatch: pytest.MonkeyPatch, steps: str, text: str = VERIFIED
+) -> tuple[int, list[dict[str, Any]]]:
+    """Verifies four layouts of a program. Returns the status of the command, and the rows of its file."""
     monkeypatch.chdir(program.parent)
-    program.write_text(VERIFIED)
-    words = ["--profile", "cluster.json", "--verify", "4", "--steps", "8", "--launch", "env", "--json", "rows.json"]
-    assert command.main([*words, "program.py"]) == 0
-    rows = json.loads(Path("rows.json").read_text())["rows"]
+    program.write_text(text)
+    words = ["--profile", "cluster.json", "--verify", "4", "--steps", steps, "--launch", "env", "--json", "rows.json"]
+    status = command.main([*words, "program.py"])
+    return status, json.loads(Path("rows.json").read_text())["rows"]
+
+
+def test_verify_ranks_by_what_runs_took(program: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    status, rows = verified(program, monkeypatch, "8")
+    assert status == 0
     ran = [row for row in rows if row["measured_s"] is not None]
     assert rows[:4] == ran
     assert [row["measured_s"] for row in ran] == [0.1 / row["data"] for row in ran]
@@ -600,11 +608,8 @@ def test_layouts_that_do_not_run_are_last(
     program: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, steps: str, failure: str, memory: Any, cells: str
 ) -> None:
     """Here those over four examples, which would be fastest."""
-    monkeypatch.chdir(program.parent)
-    program.write_text(VERIFIED)
-    words = ["--profile", "cluster.json", "--verify", "4", "--steps", steps, "--launch", "env", "--json", "rows.json"]
-    assert command.main([*words, "program.py"]) == 0
-    rows = json.loads(Path("rows.json").read_text())["rows"]
+    status, rows = verified(program, monkeypatch, steps)
+    assert status == 0
     assert len(rows) == 10
     ran = [row for row in rows if row["measured_s"] is not None or row["failure"]]
     bad = [row for row in ran if row["data"] == 4]
@@ -634,31 +639,27 @@ def test_layouts_that_do_not_run_are_last(
     ],
 )
 def test_no_layout_runs(program: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, steps: str, said: str) -> None:
-    monkeypatch.chdir(program.parent)
-    program.write_text(VERIFIED)
-    words = ["--profile", "cluster.json", "--verify", "4", "--steps", steps, "--launch", "env", "--json", "rows.json"]
-    assert command.main([*words, "program.py"]) == 1
+    status, rows = verified(program, monkeypatch, steps)
+    assert status == 1
     told = capsys.readouterr()
     assert re.search(said, told.err, re.DOTALL)
     assert "best: " not in told.out
-    assert len(json.loads(Path("rows.json").read_text())["rows"]) == 10
+    assert len(rows) == 10
 
 
 def test_what_has_run_is_kept(program: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """The second run interrupts the command."""
-    monkeypatch.chdir(program.parent)
-    program.write_text(f"""{VERIFIED}
+    text = f"""{VERIFIED}
     if Path("one has run").exists():
         import os, signal, time
         for _ in range(4):  # Python drops an interrupt that comes while it frees an object
             os.kill(os.getppid(), signal.SIGINT)
             time.sleep(5)
     Path("one has run").touch()
-""")
-    words = "--profile cluster.json --verify 4 --steps 8 --launch env --json rows.json program.py"
-    assert command.main(words.split()) == 130
+"""
+    status, rows = verified(program, monkeypatch, "8", text)
+    assert status == 130
     told = capsys.readouterr()
-    rows = json.loads(Path("rows.json").read_text())["rows"]
     assert len(rows) == 10, "the ranking of the others is kept too"
     assert [row["measured_s"] is not None for row in rows] == [True] + 9 * [False]
     assert "interrupted: 1 of 4 layouts have run" in told.err
