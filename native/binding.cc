@@ -337,8 +337,8 @@ PYCOLLECTIVE_EXPORT int32_t pycollective_monitor_listen(const char* host, int32_
 PYCOLLECTIVE_EXPORT void pycollective_monitor_start(int32_t rank, int32_t size, const char* processes, int64_t nbytes,
                                                     const int32_t* listening, int32_t listening_count,
                                                     const char* secret, int32_t secret_bytes, double warn_s,
-                                                    double timeout_s, const char* folder, int32_t stack_signal,
-                                                    int32_t stack_fd, bool may_lose_ranks, bool says_deaths) {
+                                                    double timeout_s, const char* folder, bool may_lose_ranks,
+                                                    bool says_deaths) {
   const std::string packed(processes, static_cast<size_t>(nbytes));
   pycollective::Reader reader(packed);
   pycollective::MonitorSettings settings;
@@ -360,8 +360,6 @@ PYCOLLECTIVE_EXPORT void pycollective_monitor_start(int32_t rank, int32_t size, 
   settings.warn_ns = static_cast<int64_t>(warn_s * 1e9);
   settings.timeout_ns = static_cast<int64_t>(timeout_s * 1e9);
   settings.folder = folder;
-  settings.stack_signal = stack_signal;
-  settings.stack_fd = stack_fd;
   settings.may_lose_ranks = may_lose_ranks;
   settings.says_deaths = says_deaths;
   pycollective::StartMonitor(std::move(settings));

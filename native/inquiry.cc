@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <string>
 
+#include "python_stacks.h"
+
 namespace pycollective {
 namespace {
 
@@ -71,6 +73,22 @@ Inquiry AskAll(const SideChannel& channel, const std::vector<Process>& processes
     inquiry.silent.push_back(WhySilent(channel, processes, others[i], replies[i], inquiry.statuses, own.rank));
   }
   return inquiry;
+}
+
+void AskForFrames(const SideChannel& channel, int own, std::vector<Status>* statuses) {
+  std::vector<int> ranks = RanksWithoutPlace(*statuses);
+  const auto status_of = [&](int rank) {
+    return std::find_if(statuses->begin(), statuses->end(), [&](const Status& status) { return status.rank == rank; });
+  };
+  const auto is_own = std::find(ranks.begin(), ranks.end(), own);
+  if (is_own != ranks.end()) {
+    status_of(own)->stacks = StacksOfPython().Now();
+    ranks.erase(is_own);
+  }
+  const std::vector<Reply> replies = channel.Ask(ranks, kTellFrames, "", kAskNs);
+  for (size_t i = 0; i < ranks.size(); ++i) {
+    if (replies[i].came) Unpack(replies[i].text, &status_of(ranks[i])->stacks);
+  }
 }
 
 }  // namespace pycollective

@@ -13,7 +13,7 @@
 namespace pycollective {
 
 // The kinds of requests between monitors, beside SideChannel::kStay.
-enum Request : int64_t { kAreYouThere = 1, kTellStatus, kReport, kEndNow, kProcessState, kDeathIsKnown };
+enum Request : int64_t { kAreYouThere = 1, kTellStatus, kReport, kEndNow, kProcessState, kDeathIsKnown, kTellFrames };
 
 struct Inquiry {
   std::vector<Status> statuses;    // by rank, this one's among them
@@ -23,6 +23,9 @@ struct Inquiry {
 // Asks other ranks for their status. `own`: this rank's.
 Inquiry AskAll(const SideChannel& channel, const std::vector<Process>& processes, const std::vector<int>& others,
                const Status& own);
+
+// Asks those ranks for Python's frames whose place a report does not know otherwise. This one is `own`.
+void AskForFrames(const SideChannel& channel, int own, std::vector<Status>* statuses);
 
 }  // namespace pycollective
 

@@ -20,6 +20,7 @@
 
 #include "inquiry.h"
 #include "process.h"
+#include "python_stacks.h"
 #include "rank_guard.h"
 #include "recorder.h"
 #include "settings.h"
@@ -44,8 +45,7 @@ class Monitor {
       : settings_(std::move(settings)),
         channel_(settings_.rank, Addresses(), settings_.secret),
         warn_ns_(settings_.warn_ns),
-        timeout_ns_(settings_.timeout_ns),
-        stacks_(settings_.stack_signal, settings_.stack_fd) {
+        timeout_ns_(settings_.timeout_ns) {
     for (const int guarded : RanksGuardedBy(settings_.rank, settings_.processes)) {
       guards_.emplace_back(channel_, guarded, [this](int rank) { OnDeath(rank); });
     }
@@ -167,7 +167,8 @@ class Monitor {
     Reader reader(text);
     switch (kind) {
       case kAreYouThere: return "yes";
-      case kTellStatus: return Packed(StatusOfThisProcess(settings_.rank, Stacks()));
+      case kTellStatus: return Packed(StatusOfThisProcess(settings_.rank));
+      case kTellFrames: return Packed(StacksOfPython().Now());
       case kProcessState: {
         const int64_t rank = reader.Number();
         const bool is_known = 0 <= rank && rank < size();
@@ -202,11 +203,6 @@ class Monitor {
       }
       default: return "";
     }
-  }
-
-  PythonStacks::Frames Stacks() {
-    const std::lock_guard<std::mutex> lock(stacks_mutex_);
-    return stacks_.Now();
   }
 
   // The watch -----------------------------------------------------------------------------------------------------
@@ -298,8 +294,7 @@ class Monitor {
     if (reason != kTooLongWait && last_ns != 0 && now - last_ns < kReportNs) return;
     last_ns = now;
     const std::vector<int> others = Others();
-    const auto [statuses, silent] =
-        AskAll(channel_, settings_.processes, others, StatusOfThisProcess(settings_.rank, Stacks()));
+    auto [statuses, silent] = AskAll(channel_, settings_.processes, others, StatusOfThisProcess(settings_.rank));
     const bool for_ever = WaitForEnded(statuses, settings_.may_lose_ranks ? std::vector<SilentRank>() : silent);
     const bool ends = for_ever || (reason == kTooLongWait && IsLongWait(statuses, timeout_ns_));
     const bool warns = reason == kLongWait && IsLongWait(statuses, warn_ns_);  // else it has ended in the meantime
@@ -315,6 +310,7 @@ class Monitor {
       if (timeout_ns_ > 0) text += " All ranks end after " + Limit(timeout_ns_) + ".";
       text += "\n";
     }
+    AskForFrames(channel_, settings_.rank, &statuses);
     text += DescribeAll(statuses, silent);
     if (!ends) return Say(text);
     if (!SetEnd(1)) return;
@@ -355,9 +351,7 @@ class Monitor {
   std::thread server_;
   std::thread watcher_;
   std::list<RankGuard> guards_;
-  std::mutex stacks_mutex_;
   std::mutex records_mutex_;
-  const PythonStacks stacks_;
   const pid_t parent_ = getppid();
   std::map<int64_t, int64_t> last_report_ns_;  // by the reason
 

@@ -26,9 +26,6 @@ struct MonitorSettings {
   int64_t timeout_ns = 0;  // the age at which the job ends; 0: never
   // Where this process writes its records when the job fails; "": nowhere.
   std::string folder;
-  // A signal whose handler writes the stacks of Python's threads to `stack_fd`; 0: there is none.
-  int stack_signal = 0;
-  int stack_fd = -1;
   bool may_lose_ranks = false;  // whether MPI ends the waits for a rank that has died, and the others may go on
   bool says_deaths = false;  // whether it says that a rank of its host has died: the launcher may not
 };

@@ -2,9 +2,13 @@
 
 #include "process.h"
 
-#include <pthread.h>
+#include <fcntl.h>
+#include <limits.h>
+#include <poll.h>
 #include <signal.h>
 #include <sys/ioctl.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -46,38 +50,38 @@ void EndStopped(const std::vector<Process>& processes, int64_t host) {
   }
 }
 
-PythonStacks::Frames PythonStacks::Now() const {
-  if (signal_ == 0 || ftruncate(file_, 0) != 0 || lseek(file_, 0, SEEK_SET) != 0) return {};
-  if (pthread_kill(pthread_self(), signal_) != 0) return {};  // it has run when this returns: it is for this thread
-  std::string all;
-  char part[4096];
-  for (ssize_t n; (n = pread(file_, part, sizeof(part), static_cast<off_t>(all.size()))) > 0;) {
-    all.append(part, static_cast<size_t>(n));
-  }
-  // Each thread has a line with its number, then its frames, then an empty line. The main thread is the last one.
-  Frames frames;
-  for (size_t begin = all.find("hread 0x"); begin != std::string::npos;) {
-    const size_t next = all.find("hread 0x", begin + 1);
-    const size_t head_end = all.find('\n', begin);
-    if (head_end == std::string::npos) break;
-    const size_t end = std::min(all.find("\n\n", head_end), next);
-    const std::string thread = all.substr(head_end + 1, end == std::string::npos ? end : end - head_end);
-    if (next == std::string::npos) {
-      frames.main_thread = thread;
-    } else if (thread.find("/jax/_src/callback.py") != std::string::npos) {
-      frames.callbacks += thread;
-    }
-    begin = next;
-  }
-  return frames;
+namespace {
+
+// The standard error for writing without waiting. To set that on the descriptor would set it for all processes that share
+// it. Regular files never wait, and have a place that a descriptor of its own would not share.
+int OpenStderr() {
+  struct stat kind;
+  const bool waits = fstat(STDERR_FILENO, &kind) == 0 && (S_ISFIFO(kind.st_mode) || S_ISCHR(kind.st_mode));
+  return waits ? open("/proc/self/fd/2", O_WRONLY | O_NONBLOCK | O_NOCTTY | O_CLOEXEC) : -1;
 }
 
-void Say(const std::string& text) {
+ssize_t WriteSome(int fd, const char* text, size_t size) {
+  const ssize_t sent = send(fd, text, size, MSG_DONTWAIT | MSG_NOSIGNAL);
+  return sent < 0 && errno == ENOTSOCK ? write(fd, text, size) : sent;
+}
+
+}  // namespace
+
+void Say(const std::string& text, int64_t limit_ns) {
+  const int64_t until_ns = NowNs() + limit_ns;
+  const int own = OpenStderr();
+  const int fd = own < 0 ? STDERR_FILENO : own;
   for (size_t done = 0; done < text.size();) {
-    const ssize_t n = write(STDERR_FILENO, text.data() + done, text.size() - done);
-    if (n < 0 && errno != EINTR && errno != EAGAIN) return;
+    const int64_t left_ns = until_ns - NowNs();
+    pollfd console{fd, POLLOUT, 0};
+    if (left_ns <= 0 || (poll(&console, 1, static_cast<int>(left_ns / 1000000) + 1) < 0 && errno != EINTR)) break;
+    if (console.revents == 0) continue;
+    // Where that descriptor could not be had, a pipe that can be written to takes so many bytes at once.
+    const ssize_t n = WriteSome(fd, text.data() + done, std::min<size_t>(text.size() - done, PIPE_BUF));
+    if (n < 0 && errno != EINTR && errno != EAGAIN) break;
     if (n > 0) done += static_cast<size_t>(n);
   }
+  if (own >= 0) close(own);
 }
 
 void WaitUntilRead(int64_t limit_ns) {

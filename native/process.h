@@ -27,27 +27,9 @@ int64_t StateOf(const Process& process);
 // until they go on.
 void EndStopped(const std::vector<Process>& processes, int64_t host);
 
-// Python's stacks. A signal's handler, which Python's faulthandler has installed, writes them to a file; it needs no lock
-// of the interpreter.
-class PythonStacks {
- public:
-  // `signal` 0: there is no such handler.
-  PythonStacks(int signal, int file) : signal_(signal), file_(file) {}
-  // Where Python stands: a line for each frame, the innermost first. "" if nobody knows.
-  struct Frames {
-    std::string main_thread;
-    std::string callbacks;  // threads in which XLA calls functions of the user's
-  };
-  // One thread calls it.
-  Frames Now() const;
-
- private:
-  const int signal_;
-  const int file_;
-};
-
-// Writes a text to the standard error.
-void Say(const std::string& text);
+// Writes a text to the standard error, as far as the launcher or the terminal takes it within `limit_ns`: nobody may read it.
+// It needs no memory.
+void Say(const std::string& text, int64_t limit_ns = 2000000000);
 // Waits until the launcher has read it, at most `limit_ns`: it may throw away what it has not read when the job ends.
 void WaitUntilRead(int64_t limit_ns);
 

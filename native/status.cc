@@ -16,6 +16,7 @@ namespace {
 
 constexpr size_t kLastChannels = 256;
 constexpr size_t kStackLines = 8;
+constexpr char kBySignal[] = " (read without the interpreter's lock, which a thread in C code keeps)";
 constexpr int64_t kLongNs = 5000000000;  // a wait so long is no message that is about to come
 
 CallStatus CallStatusOf(const Record& record, int64_t now) {
@@ -75,10 +76,9 @@ std::vector<CallStatus> CallsFrom(Reader& from) {
 
 }  // namespace
 
-Status StatusOfThisProcess(int rank, const PythonStacks::Frames& stacks) {
+Status StatusOfThisProcess(int rank) {
   Status status;
   status.rank = rank;
-  status.stacks = stacks;
   const int64_t now = NowNs();
   for (const Record& record : RecordsUnderWay()) status.under_way.push_back(CallStatusOf(record, now));
   std::set<std::tuple<int64_t, int64_t, bool>> seen;
@@ -98,7 +98,7 @@ Status StatusOfThisProcess(int rank, const PythonStacks::Frames& stacks) {
 
 std::string Packed(const Status& status) {
   Writer writer;
-  writer.Put(status.rank).Put(status.stacks.main_thread).Put(status.stacks.callbacks);
+  writer.Put(status.rank);
   Put(writer, status.under_way);
   Put(writer, status.last);
   writer.Put(status.has_all ? 1 : 0);
@@ -108,11 +108,21 @@ std::string Packed(const Status& status) {
 bool Unpack(const std::string& text, Status* status) {
   Reader reader(text);
   status->rank = static_cast<int>(reader.Number());
-  status->stacks.main_thread = reader.Text();
-  status->stacks.callbacks = reader.Text();
   status->under_way = CallsFrom(reader);
   status->last = CallsFrom(reader);
   status->has_all = reader.Number() != 0;
+  return reader.ok();
+}
+
+std::string Packed(const PythonFrames& frames) {
+  return Writer().Put(frames.main_thread).Put(frames.callbacks).Put(frames.by_signal ? 1 : 0).text();
+}
+
+bool Unpack(const std::string& text, PythonFrames* frames) {
+  Reader reader(text);
+  frames->main_thread = reader.Text();
+  frames->callbacks = reader.Text();
+  frames->by_signal = reader.Number() != 0;
   return reader.ok();
 }
 
@@ -164,12 +174,6 @@ std::string UsersFrames(const std::string& stack) {
     if (!is_library && users_lines++ < kStackLines) users += "    " + line + "\n";
   }
   return users.empty() ? all : users;
-}
-
-// Whether the stack tells more than the calls under way.
-bool NeedsStack(const Status& status) {
-  return std::none_of(status.under_way.begin(), status.under_way.end(),
-                      [](const CallStatus& call) { return !call.site.empty() || call.is_wait(kEnd); });
 }
 
 bool HasEnded(const Status& status) {
@@ -271,13 +275,73 @@ bool WaitForEnded(const std::vector<Status>& statuses, const std::vector<SilentR
   return false;
 }
 
+namespace {
+
+// Who makes the others wait.
+struct Verdict {
+  std::set<int> idle;       // make no call
+  std::set<int> blamed;     // others wait for these, which do not wait themselves
+  std::string differences;  // between calls that should match
+  bool is_circle = false;   // whether ranks wait for each other
+};
+
+// All ranks of a channel may be in one call that does not end, since a device of one of them waits for another device of
+// that rank: such a rank does not wait for the others there.
+Verdict VerdictOn(const std::vector<Status>& statuses) {
+  Verdict verdict;
+  for (const Status& status : statuses) {
+    if (status.under_way.empty()) verdict.idle.insert(status.rank);
+  }
+  const Channels channels = ChannelsOf(statuses);
+  std::set<int> waiting;
+  for (const auto& [key, channel] : channels) {
+    if (channel.Missing().empty() && channel.Difference().empty()) continue;
+    for (const int rank : channel.Waiting()) waiting.insert(rank);
+  }
+  for (const auto& [key, channel] : channels) {
+    const std::string difference = channel.Difference();
+    if (!difference.empty()) verdict.differences += "  " + difference + ".\n";
+    for (const int rank : channel.Missing()) {
+      if (waiting.count(rank) == 0) verdict.blamed.insert(rank);
+    }
+  }
+  for (const Status& status : statuses) {
+    for (const CallStatus& call : status.under_way) {
+      if (call.is_for_all() || call.is_wait(kEnd)) continue;
+      for (const int member : call.members) {
+        if (verdict.idle.count(member) != 0) verdict.blamed.insert(member);
+      }
+    }
+  }
+  verdict.is_circle = verdict.blamed.empty() && verdict.differences.empty() && channels.size() > 1;
+  return verdict;
+}
+
+// Whether Python's frames tell where a rank stands, and nothing else does.
+bool HasNoPlace(const Status& status, const Verdict& verdict) {
+  if (HasEnded(status)) return false;
+  if (verdict.blamed.count(status.rank) != 0) return true;
+  return !status.under_way.empty() && std::all_of(status.under_way.begin(), status.under_way.end(),
+                                                  [](const CallStatus& call) { return call.site.empty(); });
+}
+
+}  // namespace
+
+std::vector<int> RanksWithoutPlace(const std::vector<Status>& statuses) {
+  const Verdict verdict = VerdictOn(statuses);
+  std::vector<int> ranks;
+  for (const Status& status : statuses) {
+    if (HasNoPlace(status, verdict)) ranks.push_back(status.rank);
+  }
+  return ranks;
+}
+
 std::string DescribeAll(const std::vector<Status>& statuses, const std::vector<SilentRank>& silent) {
+  const Verdict verdict = VerdictOn(statuses);
   std::string text;
   // Who waits where: one line for all ranks that say the same.
   std::map<std::string, std::pair<std::vector<int>, int64_t>> waits;
-  std::set<int> idle;
   for (const Status& status : statuses) {
-    if (status.under_way.empty()) idle.insert(status.rank);
     for (const CallStatus& call : status.under_way) {
       auto& [ranks, age_ns] = waits[call.is_wait(kEnd) ? "ended, and waited for the others" : "waited in " + Named(call)];
       ranks.push_back(status.rank);
@@ -289,7 +353,7 @@ std::string DescribeAll(const std::vector<Status>& statuses, const std::vector<S
             Seconds(wait.second) + ".\n";
   }
   for (const Status& status : statuses) {
-    if (idle.count(status.rank) == 0) continue;
+    if (verdict.idle.count(status.rank) == 0) continue;
     text += "  " + RankList({status.rank}) + " makes no call. ";
     if (status.last.empty()) {
       text += "It has made none yet.";
@@ -298,51 +362,25 @@ std::string DescribeAll(const std::vector<Status>& statuses, const std::vector<S
     }
     text += "\n";
   }
-  // What does not match. All ranks of a channel may be in one call that does not end, since a device of one of them waits for
-  // another device of that rank: such a rank does not wait for the others there.
-  const Channels channels = ChannelsOf(statuses);
-  std::set<int> waiting, blamed;
-  for (const auto& [key, channel] : channels) {
-    if (channel.Missing().empty() && channel.Difference().empty()) continue;
-    for (const int rank : channel.Waiting()) waiting.insert(rank);
-  }
-  bool differs = false;
-  std::string differences;
-  for (const auto& [key, channel] : channels) {
-    const std::string difference = channel.Difference();
-    if (!difference.empty()) differences += "  " + difference + ".\n";
-    differs = differs || !difference.empty();
-    for (const int rank : channel.Missing()) {
-      if (waiting.count(rank) == 0) blamed.insert(rank);
-    }
-  }
-  for (const Status& status : statuses) {
-    for (const CallStatus& call : status.under_way) {
-      if (call.is_for_all() || call.is_wait(kEnd)) continue;
-      waiting.insert(status.rank);
-      for (const int member : call.members) {
-        if (idle.count(member) != 0) blamed.insert(member);
-      }
-    }
-  }
   std::map<std::pair<std::string, std::string>, std::vector<int>> stacks;
   for (const Status& status : statuses) {
-    const bool is_blamed = blamed.count(status.rank) != 0;
-    const std::string frames = is_blamed || NeedsStack(status) ? UsersFrames(status.stacks.main_thread) : "";
-    if (!frames.empty()) stacks[{"Python", frames}].push_back(status.rank);
+    const std::string how = status.stacks.by_signal ? kBySignal : "";
+    const std::string frames = UsersFrames(status.stacks.main_thread);
+    if (!frames.empty()) stacks[{"Python on ", how + ":\n" + frames}].push_back(status.rank);
+    const bool is_blamed = verdict.blamed.count(status.rank) != 0;
     const std::string callbacks = is_blamed ? UsersFrames(status.stacks.callbacks) : "";
-    if (!callbacks.empty()) stacks[{"A callback of a program", callbacks}].push_back(status.rank);
+    if (!callbacks.empty()) stacks[{"A callback of a program on ", how + ":\n" + callbacks}].push_back(status.rank);
   }
-  for (const auto& [what, ranks] : stacks) text += "  " + what.first + " on " + RankList(ranks) + ":\n" + what.second;
+  for (const auto& [what, ranks] : stacks) text += "  " + what.first + RankList(ranks) + what.second;
   std::map<std::string, std::vector<int>> without;
   for (const SilentRank& rank : silent) without[rank.why].push_back(rank.rank);
   for (const auto& [why, ranks] : without) text += "  " + RankList(ranks) + " " + why + ".\n";
 
-  text += differences;
-  if (!blamed.empty()) {
-    text += "  Look at " + RankList({blamed.begin(), blamed.end()}) + ": the others wait for " +
-            (blamed.size() == 1 ? "it" : "them") + ".\n";
-  } else if (!differs && channels.size() > 1) {
+  text += verdict.differences;
+  if (!verdict.blamed.empty()) {
+    text += "  Look at " + RankList({verdict.blamed.begin(), verdict.blamed.end()}) + ": the others wait for " +
+            (verdict.blamed.size() == 1 ? "it" : "them") + ".\n";
+  } else if (verdict.is_circle) {
     text += "  The ranks wait for each other, in calls on different communicators or channels.\n";
   }
   return text;

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "process.h"
+#include "python_stacks.h"
 #include "recorder.h"
 
 namespace pycollective {
@@ -38,14 +38,16 @@ struct Status {
   std::vector<CallStatus> under_way;  // the one that began first in front
   std::vector<CallStatus> last;       // the last call of each channel that has ended, the latest in front
   bool has_all = false;               // whether `last` has all channels on which the rank has ever called
-  PythonStacks::Frames stacks;
+  PythonFrames stacks;                // if it was asked for: RanksWithoutPlace
 };
 
-// Finds out what this process does. `stacks`: where Python stands.
-Status StatusOfThisProcess(int rank, const PythonStacks::Frames& stacks);
+// Finds out what this process does. It does not ask Python.
+Status StatusOfThisProcess(int rank);
 std::string Packed(const Status& status);
 // Returns whether `text` holds a whole status.
 bool Unpack(const std::string& text, Status* status);
+std::string Packed(const PythonFrames& frames);
+bool Unpack(const std::string& text, PythonFrames* frames);
 
 // A rank without a status: why there is none, as a sentence without its subject: "does not answer".
 struct SilentRank {
@@ -53,6 +55,10 @@ struct SilentRank {
   std::string why;
   bool has_ended;  // its process is gone
 };
+
+// The ranks whose frames a report shows: those that the others wait for, and those that wait in a call whose line nobody
+// knows.
+std::vector<int> RanksWithoutPlace(const std::vector<Status>& statuses);
 
 // What all ranks do: which wait in which call, which do not, and what does not match.
 std::string DescribeAll(const std::vector<Status>& statuses, const std::vector<SilentRank>& silent);

@@ -1,21 +1,20 @@
 """The monitor of a rank: native threads that watch its waits and speak with the other ranks without MPI.
 
-Here is what they need to begin: where each process listens, a secret of the job, and a signal that makes Python write
-its stacks. What they do is in ``native/monitor.h``.
+Here is what they need to begin: where each process listens, and a secret of the job. What they do is in
+``native/monitor.h``.
 """
 
 from __future__ import annotations
 
-import faulthandler
 import math
 import os
 import secrets
-import signal
 import socket
 from contextlib import suppress
 from pathlib import Path
 
 from pycollective.config import config
+from pycollective.faults import stacks
 from pycollective.launch.addresses import LOOPBACK, addresses_of_this_host
 from pycollective.launch.started_by import names_lost_ranks
 from pycollective.transport import failures, watch
@@ -28,12 +27,6 @@ _WARNING_S = 60.0
 """How long a call lasts before a report of all ranks is printed."""
 
 _SECRET_BYTES = 64
-
-
-class _State:
-    """The file into which Python writes its stacks; it must stay open."""
-
-    stacks: int | None = None
 
 
 def start(mpi: MPI.Intracomm, limit: float | None) -> None:
@@ -62,6 +55,7 @@ def start(mpi: MPI.Intracomm, limit: float | None) -> None:
     secret = mpi.bcast(secrets.token_bytes(_SECRET_BYTES) if mpi.rank == 0 else None)
     folder = mpi.bcast(_folder() if mpi.rank == 0 else None)
     warn_s, timeout_s = _seconds(limit)
+    stacks.start()
     watch.start_monitor(
         watch.Monitoring(
             MPI.COMM_WORLD.rank,
@@ -71,7 +65,6 @@ def start(mpi: MPI.Intracomm, limit: float | None) -> None:
             warn_s,
             timeout_s,
             folder,
-            *_stacks_by_signal(),
             may_lose_ranks=may_lose_ranks,
             says_deaths=not may_lose_ranks and not names_lost_ranks(os.environ, hosts_of_job),
         )
@@ -120,12 +113,7 @@ def _folder() -> str:
     return str(Path(config.records).absolute()) + (f"-{job}" if job else "")
 
 
-def _stacks_by_signal() -> tuple[int, int]:
-    """A signal whose handler writes the stacks of Python's threads to a file, and the file. (0, 0): there is none."""
-    for number in range(signal.SIGRTMAX - 1, signal.SIGRTMIN, -1):
-        if signal.getsignal(number) == signal.SIG_DFL:
-            with suppress(OSError):  # a sandbox may refuse the file
-                _State.stacks = os.memfd_create("pycollective-stacks")
-                faulthandler.register(number, file=_State.stacks, all_threads=True)
-                return number, _State.stacks
-    return 0, 0
+def stop() -> None:
+    """Ends the monitor, before this process ends. A second call does nothing."""
+    watch.stop_monitor()
+    stacks.stop()

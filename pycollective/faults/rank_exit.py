@@ -35,7 +35,7 @@ from types import TracebackType
 from typing import Any, ClassVar, NoReturn
 
 from pycollective.errors import message
-from pycollective.faults import before_init, exit_status
+from pycollective.faults import before_init, exit_status, monitor
 from pycollective.launch.child_processes import is_forked, wait_until_read
 from pycollective.transport import compiled, watch
 from pycollective.transport.mpi import MPI, remember
@@ -239,6 +239,7 @@ def _end(flush: Callable[[], None], limit_s: float | None) -> None:
     if is_forked():
         _end_forked_child(status)
     if MPI.Is_finalized():
+        _stop_monitor()
         return
     if status != 0:
         _end_all_unless_they_end(status, limit_s)
@@ -265,10 +266,15 @@ def _end(flush: Callable[[], None], limit_s: float | None) -> None:
             abort()
     for function in reversed(_State.last):
         function()
-    if compiled.has_started():
-        watch.stop_monitor()
+    _stop_monitor()
     if _State.lost:
         watch.exit_instead_of_finalizing(status)
+
+
+def _stop_monitor() -> None:
+    """Ends the monitor's threads before Python ends, and takes away what they need of Python."""
+    if compiled.has_started():
+        monitor.stop()
 
 
 def _end_forked_child(status: int) -> NoReturn:

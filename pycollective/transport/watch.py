@@ -138,8 +138,6 @@ class Monitoring(NamedTuple):
         warn_s: the seconds of a wait after which it prints a report; 0: never.
         timeout_s: the seconds of a wait after which it ends the job; 0: never.
         folder: where it writes the records when the job fails; "": nowhere.
-        stack_signal: a signal whose handler writes Python's stacks to ``stack_file``; 0: none.
-        stack_file: the number of an open file.
         may_lose_ranks: whether MPI ends the waits for a rank that has died, and the others may go on.
         says_deaths: whether it says that a rank of its host has died: the launcher may not.
     """
@@ -151,8 +149,6 @@ class Monitoring(NamedTuple):
     warn_s: float
     timeout_s: float
     folder: str
-    stack_signal: int
-    stack_file: int
     may_lose_ranks: bool
     says_deaths: bool
 
@@ -172,8 +168,6 @@ def start_monitor(monitoring: Monitoring) -> None:
         ctypes.c_double(monitoring.warn_s),
         ctypes.c_double(monitoring.timeout_s),
         monitoring.folder.encode(),
-        monitoring.stack_signal,
-        monitoring.stack_file,
         monitoring.may_lose_ranks,
         monitoring.says_deaths,
     )
@@ -187,6 +181,51 @@ def set_monitor_timeout(warn_s: float, timeout_s: float) -> None:
 def stop_monitor() -> None:
     """Ends the monitor's threads."""
     compiled.library().pycollective_monitor_stop()
+
+
+def set_stack_signal(number: int, file: int, main_thread: int) -> None:
+    """Sets how the monitor reads Python's frames where no thread gets the interpreter's lock.
+
+    Args:
+        number: a signal whose handler writes the frames of all threads to ``file``; 0: none.
+        file: the number of an open file.
+        main_thread: the main thread's ``ident``.
+    """
+    compiled.library().pycollective_stacks_set_signal(number, file, ctypes.c_uint64(main_thread))
+
+
+def next_ask_for_stacks() -> bool:
+    """Waits, without the interpreter's lock, until a report needs Python's frames. False: none will."""
+    return bool(compiled.library().pycollective_stacks_next_ask())
+
+
+def read_stacks() -> None:
+    """Tells the monitor that this thread has the interpreter's lock, and reads the frames."""
+    compiled.library().pycollective_stacks_read()
+
+
+def answer_stacks(main_thread: str, callbacks: str) -> None:
+    """Gives the monitor the main thread's frames, and those of the threads in which XLA calls the user's functions."""
+    compiled.library().pycollective_stacks_answer(
+        main_thread.encode(errors="replace"), callbacks.encode(errors="replace")
+    )
+
+
+def end_stacks() -> None:
+    """Ends :func:`next_ask_for_stacks`."""
+    compiled.library().pycollective_stacks_end()
+
+
+def take_stacks(times: int) -> tuple[int, int, str]:
+    """For tests: asks for Python's frames so many times, as a report does.
+
+    Returns:
+        How often they came; how many of these were read by the signal; the main thread's last ones.
+    """
+    came, by_signal = ctypes.c_int64(), ctypes.c_int64()
+    take = compiled.library().pycollective_stacks_take
+    text = _text(take(ctypes.c_int64(times), ctypes.byref(came), ctypes.byref(by_signal)))
+    return came.value, by_signal.value, text
 
 
 def last_failure() -> str:

@@ -110,7 +110,11 @@ IN_STEP = r"has waited in collective 2 of communicator world, allreduce\(float32
                 r"Look at rank 1: the others wait for it\.",
             ],
         ),
-        pytest.param("lock", [r"Python on rank 1:\n +File \".*program.py\", line 24"], marks=pytest.mark.whole),
+        pytest.param(
+            "lock",
+            [r"Python on rank 1 \(read without the interpreter's lock, .*\):\n +File \".*program.py\", line 24"],
+            marks=pytest.mark.whole,
+        ),
         ("stopped", [r"rank 1 does not answer: process \d+ on host \S+ is stopped\.", "Look at rank 1:"]),
         pytest.param(
             "receives", [r"rank 1 has waited in message 1 of communicator world, recv\(float32\[2,3\]\) from rank 0"]
@@ -180,6 +184,7 @@ def test_a_rank_that_leaves_is_reported_without_a_timeout(fault: str, told: list
     assert done.returncode not in (0, 124, 137), done.stderr
     for line in told:
         assert len(re.findall(line, done.stderr)) == 1, f"{line}\n{done.stderr}"
+    assert "Python on" not in done.stderr, done.stderr  # a rank at its end stands in this package alone
     launch.wait_until_gone(str(program))
 
 
