@@ -16,6 +16,7 @@
 #include "collectives.h"
 #include "communicators.h"
 #include "device.h"
+#include "hmac.h"
 #include "monitor.h"
 #include "operations.h"
 #include "process_memory.h"
@@ -327,9 +328,18 @@ PYCOLLECTIVE_EXPORT char* pycollective_group_json(int64_t identity) {
 
 // The monitor ----------------------------------------------------------------------------------------------------
 
-// Opens a socket that listens on an address. Returns its port, 0 if there is none to be had, and its number in `fd`.
-PYCOLLECTIVE_EXPORT int32_t pycollective_monitor_listen(const char* host, int32_t* fd) {
-  return pycollective::ListenOn(host, fd);
+// Opens a socket that listens on an address. Returns whether there is one, and its number and its port.
+PYCOLLECTIVE_EXPORT bool pycollective_monitor_listen(const char* host, int32_t* fd, int32_t* port) {
+  pycollective::Address address{host, 0};
+  const bool listens = pycollective::ListenOn(&address, fd);
+  *port = address.port;
+  return listens;
+}
+
+// For tests: HMAC-SHA-256 of a text, 32 bytes.
+PYCOLLECTIVE_EXPORT void pycollective_hmac(const char* key, int64_t key_bytes, const char* text, int64_t nbytes, char* mac) {
+  const std::string made = pycollective::HmacSha256({key, static_cast<size_t>(key_bytes)}, {text, static_cast<size_t>(nbytes)});
+  std::memcpy(mac, made.data(), made.size());
 }
 
 // Starts the monitor. `processes`: for each rank the number of its addresses, each address and its port, its pid,

@@ -160,7 +160,7 @@ class Monitor {
 
   void Serve() {
     const auto answer = [this](int64_t kind, const std::string& text) { return Answer(kind, text); };
-    while (!IsStopping()) channel_.Serve(settings_.listening, kSecondNs / 5, answer);
+    channel_.Serve(settings_.listening, answer, [this] { return IsStopping(); });
   }
 
   std::string Answer(int64_t kind, const std::string& text) {

@@ -50,7 +50,8 @@ void RankGuard::Stop() {
 }
 
 void RankGuard::Wait() {
-  const int connection = channel_.Ask({rank_}, SideChannel::kStay, "", kAnswerNs)[0].connection;
+  const Reply reply = channel_.Ask({rank_}, SideChannel::kStay, "", kAnswerNs)[0];
+  const int connection = reply.connection;
   if (connection < 0) return;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -60,7 +61,7 @@ void RankGuard::Wait() {
     }
     connection_ = connection;
   }
-  const bool has_died = SideChannel::HasDied(connection);
+  const bool has_died = SideChannel::HasDied(connection, reply.farewell);
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     connection_ = -1;

@@ -1,8 +1,20 @@
 // Implementation of side_channel.h.
 //
-// A request: the secret of requests, then kind, rank of the receiver and length, then the text. A reply: the secret of
-// replies, then rank of the sender and length, then the text. Another host may have the same address, in a network of
-// its own: the secret and the rank show that.
+// K is the job's secret, r the rank that is asked, a and b are random numbers of the asking and of the answering side, new for
+// each connection. key(role) = HMAC-SHA-256(K, role, r, a, b).
+//
+//   1. asking side:     a
+//   2. answering side:  b, key("answers")         proves that it is rank r of this job
+//   3. asking side:     frame(key("requests"))    proves that it is of this job, too
+//   4. answering side:  frame(key("replies"))
+//
+// frame(k): kind and length of a text, HMAC(k, these), the text, HMAC(k, all of these). Nobody reads a text before the proof
+// of its head has come. A proof is of no use elsewhere: roles differ, so what one side says cannot be sent back to it; ranks
+// differ, so one rank's proof is not another's; and each side has chosen a number of the connection itself. An asking side sends
+// nothing that means anything before it knows who listens, since the port of a rank that has died may be another program's, and
+// another host may have the same address in a network of its own.
+//
+// On a socket of this host both sides look first whether the other process belongs to the same user.
 
 #include "side_channel.h"
 
@@ -11,198 +23,386 @@
 #include <netinet/in.h>
 #include <poll.h>
 #include <sys/socket.h>
-#include <sys/time.h>
+#include <sys/un.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
+#include <cstddef>
 #include <cstring>
+#include <list>
 #include <memory>
 #include <utility>
 
+#include "hmac.h"
 #include "recorder.h"
 
 namespace pycollective {
 namespace {
 
+constexpr size_t kNonceBytes = 32;
+constexpr size_t kHeadBytes = 2 * sizeof(int64_t);
 constexpr size_t kAtOnce = 128;                    // connections of one Ask
 constexpr int64_t kConnectNs = 1000000000;         // for one address
+constexpr int64_t kAgainNs = 20000000;             // until it tries again where too many wait to be accepted
 constexpr int64_t kMostBytes = int64_t{16} << 20;  // of one text
-constexpr int64_t kServeSeconds = 1;               // for one request to arrive
-constexpr char kLeaves[] = "-";                    // the last byte on a connection of kStay
+constexpr size_t kMostUnproven = 256;              // connections that Serve has at a time, of others than this job's
+constexpr int64_t kProofNs = 2000000000;           // for a proof to arrive
+constexpr int64_t kRoomNs = 100000000;             // for a proof to arrive if others wait to be accepted
+constexpr int64_t kRequestNs = 10000000000;        // for a request to arrive after its proof, and for its reply to leave
+constexpr int kLookMs = 200, kLookSoonMs = 20;     // how often Serve looks around
 
-// A numeric address as sockets take it. Returns its length, 0 if it is none.
-socklen_t ParseAddress(const std::string& host, int port, sockaddr_storage* parsed) {
+// An address as sockets take it. Returns its length, 0 if it is none.
+socklen_t ParseAddress(const Address& address, sockaddr_storage* parsed) {
   std::memset(parsed, 0, sizeof(*parsed));
   auto* const v4 = reinterpret_cast<sockaddr_in*>(parsed);
   auto* const v6 = reinterpret_cast<sockaddr_in6*>(parsed);
-  if (inet_pton(AF_INET, host.c_str(), &v4->sin_addr) == 1) {
+  auto* const local = reinterpret_cast<sockaddr_un*>(parsed);
+  if (!address.host.empty() && address.host[0] == '@') {
+    if (address.host.size() > sizeof(local->sun_path)) return 0;
+    local->sun_family = AF_UNIX;
+    std::memcpy(local->sun_path + 1, address.host.data() + 1, address.host.size() - 1);  // after a zero
+    return static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + address.host.size());
+  }
+  if (inet_pton(AF_INET, address.host.c_str(), &v4->sin_addr) == 1) {
     v4->sin_family = AF_INET;
-    v4->sin_port = htons(static_cast<uint16_t>(port));
+    v4->sin_port = htons(static_cast<uint16_t>(address.port));
     return sizeof(*v4);
   }
-  if (inet_pton(AF_INET6, host.c_str(), &v6->sin6_addr) == 1) {
+  if (inet_pton(AF_INET6, address.host.c_str(), &v6->sin6_addr) == 1) {
     v6->sin6_family = AF_INET6;
-    v6->sin6_port = htons(static_cast<uint16_t>(port));
+    v6->sin6_port = htons(static_cast<uint16_t>(address.port));
     return sizeof(*v6);
   }
   return 0;
 }
 
-// Equal, in a time that does not tell how far.
-bool SameSecret(const std::string& expected, const char* got) {
-  unsigned char difference = 0;
-  for (size_t i = 0; i < expected.size(); ++i) difference |= static_cast<unsigned char>(expected[i] ^ got[i]);
-  return difference == 0;
+// Whether the process at the other end belongs to the user of this one. Nobody can tell this of another host's.
+bool MayBeOfThisUser(int fd) {
+  int domain = 0;
+  socklen_t size = sizeof(domain);
+  if (getsockopt(fd, SOL_SOCKET, SO_DOMAIN, &domain, &size) != 0) return false;
+  if (domain != AF_UNIX) return true;
+  ucred peer{};
+  size = sizeof(peer);
+  return getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &size) == 0 && peer.uid == geteuid();
 }
 
-std::string Numbers(std::initializer_list<int64_t> numbers) {
-  Writer writer;
-  for (const int64_t number : numbers) writer.Put(number);
-  return writer.text();
-}
-
-// Reads exactly `size` bytes; false if the other side ends or is too slow.
-bool ReadAll(int fd, char* to, size_t size) {
-  for (size_t done = 0; done < size;) {
-    const ssize_t n = recv(fd, to + done, size - done, 0);
-    if (n < 0 && errno == EINTR) continue;
-    if (n <= 0) return false;
-    done += static_cast<size_t>(n);
-  }
-  return true;
-}
-
-bool WriteAll(int fd, const std::string& text) {
-  for (size_t done = 0; done < text.size();) {
-    const ssize_t n = send(fd, text.data() + done, text.size() - done, MSG_NOSIGNAL);
-    if (n < 0 && errno == EINTR) continue;
-    if (n <= 0) return false;
-    done += static_cast<size_t>(n);
-  }
-  return true;
-}
-
-// One request of Ask.
-class Asking {
+// The keys of a connection.
+class Keys {
  public:
-  Asking(const std::vector<Address>& addresses, int64_t rank, const std::string& request, bool stays,
-         const std::string& secret, Reply* reply)
-      : addresses_(addresses), rank_(rank), request_(request), stays_(stays), secret_(secret), reply_(reply) {
-    TryNext(false);
+  Keys(const std::string& secret, int64_t rank, const std::string& of_asking, const std::string& of_answering)
+      : secret_(secret), about_(Writer().Put(rank).text() + of_asking + of_answering) {}
+  std::string Answers() const { return Key("answers"); }
+  std::string Requests() const { return Key("requests"); }
+  std::string Replies() const { return Key("replies"); }
+  std::string Farewell() const { return Key("farewell"); }
+
+ private:
+  std::string Key(const std::string& role) const { return HmacSha256(secret_, Writer().Put(role).text() + about_); }
+
+  const std::string& secret_;
+  const std::string about_;
+};
+
+std::string Frame(const std::string& key, int64_t kind, const std::string& text) {
+  const std::string head = Writer().Put(kind).Put(static_cast<int64_t>(text.size())).text();
+  const std::string all = head + HmacSha256(key, head) + text;
+  return all + HmacSha256(key, all);
+}
+
+enum class Came { kPart, kHead, kAll, kForged };
+
+// How much of a frame has come; sets `kind` and `text` when that is all.
+Came TakeFrame(const std::string& key, const std::string& received, int64_t* kind, std::string* text) {
+  if (received.size() < kHeadBytes + kMacBytes) return Came::kPart;
+  const std::string head = received.substr(0, kHeadBytes);
+  if (!SameMac(HmacSha256(key, head), received.substr(kHeadBytes, kMacBytes))) return Came::kForged;
+  Reader reader(head);
+  *kind = reader.Number();
+  const int64_t length = reader.Number();
+  if (length < 0 || length > kMostBytes) return Came::kForged;
+  const size_t before_mac = kHeadBytes + kMacBytes + static_cast<size_t>(length);
+  if (received.size() < before_mac + kMacBytes) return Came::kHead;
+  if (received.size() > before_mac + kMacBytes) return Came::kForged;
+  if (!SameMac(HmacSha256(key, received.substr(0, before_mac)), received.substr(before_mac))) return Came::kForged;
+  *text = received.substr(kHeadBytes + kMacBytes, static_cast<size_t>(length));
+  return Came::kAll;
+}
+
+// A connection that does not block.
+class Connection {
+ public:
+  explicit Connection(int fd = -1) : fd_(fd) {}
+  ~Connection() { Close(); }
+  Connection(const Connection&) = delete;
+  Connection& operator=(const Connection&) = delete;
+
+  bool is_open() const { return fd_ >= 0; }
+  int fd() const { return fd_; }
+  pollfd waits_for() const { return {fd_, static_cast<short>(is_sending() ? POLLOUT : POLLIN), 0}; }
+  bool is_sending() const { return sent_ < sends_.size(); }
+  const std::string& received() const { return received_; }
+
+  void Open(int fd) {
+    Close();
+    fd_ = fd;
   }
-  ~Asking() { Close(); }
-  Asking(const Asking&) = delete;
-  Asking& operator=(const Asking&) = delete;
+  void Close() {
+    if (fd_ >= 0) close(fd_);
+    Release();
+  }
+  int Release() {
+    sends_.clear();
+    received_.clear();
+    sent_ = 0;
+    return std::exchange(fd_, -1);
+  }
 
-  bool over() const { return fd_ < 0; }
-  pollfd waits_for() const { return {fd_, static_cast<short>(sent_ < request_.size() ? POLLOUT : POLLIN), 0}; }
-
-  // The socket is ready, or time has passed.
-  void Step(bool ready) {
-    if (!ready) {
-      if (sent_ == 0 && NowNs() > connect_until_ns_) TryNext(false);
-      return;
-    }
-    if (sent_ < request_.size()) {
-      if (sent_ == 0) {
-        int error = 0;
-        socklen_t size = sizeof(error);
-        getsockopt(fd_, SOL_SOCKET, SO_ERROR, &error, &size);
-        if (error != 0) return TryNext(error == ECONNREFUSED);
-        reply_->accepted = true;
-      }
-      const ssize_t n = send(fd_, request_.data() + sent_, request_.size() - sent_, MSG_NOSIGNAL);
+  // Sends a text, as far as the socket takes it, and forgets what was received before. Step() sends the rest.
+  bool Send(std::string text) {
+    sends_ = std::move(text);
+    sent_ = 0;
+    received_.clear();
+    return Step();
+  }
+  // Goes on to send, or receives what is there. Returns false if the connection has ended.
+  bool Step() {
+    if (is_sending()) {
+      const ssize_t n = send(fd_, sends_.data() + sent_, sends_.size() - sent_, MSG_NOSIGNAL);
       if (n > 0) sent_ += static_cast<size_t>(n);
-      if (n < 0 && errno != EAGAIN && errno != EINTR) TryNext(false);
-      return;
+      return n >= 0 || errno == EAGAIN || errno == EINTR;
     }
     char part[1 << 16];
     const ssize_t n = recv(fd_, part, sizeof(part), 0);
-    if (n < 0 && (errno == EAGAIN || errno == EINTR)) return;
-    if (n <= 0) return TryNext(false);
+    if (n < 0) return errno == EAGAIN || errno == EINTR;
     received_.append(part, static_cast<size_t>(n));
-    const size_t head = secret_.size() + 2 * sizeof(int64_t);
-    if (received_.size() < head) return;
-    const std::string numbers = received_.substr(secret_.size(), 2 * sizeof(int64_t));
-    Reader reader(numbers);
-    const int64_t from = reader.Number(), length = reader.Number();
-    if (!SameSecret(secret_, received_.data()) || from != rank_ || length < 0 || length > kMostBytes) {
-      return TryNext(false);
-    }
-    if (received_.size() < head + static_cast<size_t>(length)) return;
-    reply_->came = true;
-    reply_->refused = false;
-    reply_->text = received_.substr(head, static_cast<size_t>(length));
-    if (stays_) reply_->connection = std::exchange(fd_, -1);
-    Close();
+    return n > 0;
   }
 
  private:
-  void Close() {
-    if (fd_ >= 0) close(fd_);
-    fd_ = -1;
-  }
-
-  // Goes on to the next address.
-  void TryNext(bool refused) {
-    Close();
-    reply_->refused = reply_->refused || refused;
-    sent_ = 0;
-    received_.clear();
-    while (fd_ < 0 && tried_ < addresses_.size()) {
-      const Address& address = addresses_[tried_++];
-      sockaddr_storage to;
-      const socklen_t size = ParseAddress(address.host, address.port, &to);
-      if (size == 0) continue;
-      fd_ = socket(to.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
-      if (fd_ < 0) continue;
-      connect_until_ns_ = NowNs() + kConnectNs;
-      if (connect(fd_, reinterpret_cast<sockaddr*>(&to), size) != 0 && errno != EINPROGRESS) {
-        reply_->refused = reply_->refused || errno == ECONNREFUSED;
-        Close();
-      }
-    }
-  }
-
-  const std::vector<Address>& addresses_;
-  const int64_t rank_;
-  const std::string request_;
-  const bool stays_;
-  const std::string& secret_;
-  Reply* const reply_;
-  size_t tried_ = 0;
-  int fd_ = -1;
-  int64_t connect_until_ns_ = 0;
+  int fd_;
+  std::string sends_;
   size_t sent_ = 0;
   std::string received_;
 };
 
+// One request of Ask.
+class Asking {
+ public:
+  Asking(const std::vector<Address>& addresses, int64_t rank, int64_t kind, const std::string& text,
+         const std::string& secret, Reply* reply)
+      : addresses_(addresses), rank_(rank), kind_(kind), text_(text), secret_(secret), reply_(reply) {
+    TryNext();
+  }
+
+  bool over() const { return !connection_.is_open() && again_ns_ == 0; }
+  pollfd waits_for() const {
+    return state_ == kConnecting ? pollfd{connection_.fd(), POLLOUT, 0} : connection_.waits_for();
+  }
+
+  // The socket is ready, or time has passed.
+  void Step(bool ready) {
+    const int64_t now = NowNs();
+    if (again_ns_ != 0) {
+      if (now < again_ns_) return;
+      --tried_;
+      return TryNext();
+    }
+    if (!ready) {
+      if (state_ == kConnecting && now > connect_until_ns_) TryNext();
+      return;
+    }
+    if (state_ == kConnecting) return Greet();
+    if (!connection_.Step()) return TryNext();
+    if (!connection_.is_sending()) Read();
+  }
+
+ private:
+  enum State { kConnecting, kGreets, kAsks };
+
+  // Goes on to the next address.
+  void TryNext() {
+    connection_.Close();
+    again_ns_ = 0;
+    state_ = kConnecting;
+    while (tried_ < addresses_.size()) {
+      sockaddr_storage to;
+      const socklen_t size = ParseAddress(addresses_[tried_++], &to);
+      if (size == 0) continue;
+      connection_.Open(socket(to.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+      if (!connection_.is_open()) continue;
+      connect_until_ns_ = NowNs() + kConnectNs;
+      if (connect(connection_.fd(), reinterpret_cast<sockaddr*>(&to), size) == 0 || errno == EINPROGRESS) return;
+      const int error = errno;
+      connection_.Close();
+      if (error == EAGAIN && to.ss_family == AF_UNIX) {  // the process is there, and too many wait for it
+        reply_->accepted = true;
+        again_ns_ = NowNs() + kAgainNs;
+        return;
+      }
+      reply_->refused = reply_->refused || error == ECONNREFUSED;
+    }
+  }
+
+  void Greet() {
+    int error = 0;
+    socklen_t size = sizeof(error);
+    getsockopt(connection_.fd(), SOL_SOCKET, SO_ERROR, &error, &size);
+    reply_->refused = reply_->refused || error == ECONNREFUSED;
+    if (error != 0 || !MayBeOfThisUser(connection_.fd())) return TryNext();
+    reply_->accepted = true;
+    state_ = kGreets;
+    nonce_ = RandomBytes(kNonceBytes);
+    if (nonce_.empty() || !connection_.Send(nonce_)) TryNext();
+  }
+
+  void Read() {
+    const std::string& received = connection_.received();
+    if (state_ == kGreets) {
+      if (received.size() < kNonceBytes + kMacBytes) return;
+      const Keys keys(secret_, rank_, nonce_, received.substr(0, kNonceBytes));
+      if (!SameMac(keys.Answers(), received.substr(kNonceBytes))) return TryNext();
+      of_reply_ = keys.Replies();
+      farewell_ = keys.Farewell();
+      state_ = kAsks;
+      if (!connection_.Send(Frame(keys.Requests(), kind_, text_))) TryNext();
+      return;
+    }
+    int64_t kind = 0;
+    const Came came = TakeFrame(of_reply_, received, &kind, &reply_->text);
+    if (came == Came::kForged) return TryNext();
+    if (came != Came::kAll) return;
+    reply_->came = true;
+    reply_->refused = false;
+    if (kind_ == SideChannel::kStay) {
+      reply_->connection = connection_.Release();
+      reply_->farewell = farewell_;
+    }
+    connection_.Close();
+  }
+
+  const std::vector<Address>& addresses_;
+  const int64_t rank_;
+  const int64_t kind_;
+  const std::string& text_;
+  const std::string& secret_;
+  Reply* const reply_;
+  size_t tried_ = 0;
+  State state_ = kConnecting;
+  int64_t connect_until_ns_ = 0;
+  int64_t again_ns_ = 0;  // when it tries the same address again; 0: it does not wait for that
+  Connection connection_;
+  std::string nonce_, of_reply_, farewell_;
+};
+
+// One request of Serve.
+class Serving {
+ public:
+  Serving(int fd, int64_t rank, const std::string& secret)
+      : connection_(fd), rank_(rank), secret_(secret), begun_ns_(NowNs()), until_ns_(begun_ns_ + kProofNs) {}
+
+  bool over() const { return !connection_.is_open(); }
+  bool is_proven() const { return is_proven_; }
+  int64_t begun_ns() const { return begun_ns_; }
+  pollfd waits_for() const { return connection_.waits_for(); }
+
+  // The socket is ready, or time has passed. keep(fd, farewell) takes a connection of kStay.
+  template <class Keep>
+  void Step(bool ready, const SideChannel::Answer& answer, const Keep& keep) {
+    // The time counts for a side that is slow, not for a request that lay here while another one was answered: first it is
+    // read. Until the proof one read gets all that may come.
+    if (ready) {
+      if (!connection_.Step()) return connection_.Close();
+      if (!connection_.is_sending()) Go(answer, keep);
+    }
+    if (!(ready && is_proven_) && NowNs() > until_ns_) connection_.Close();
+  }
+
+ private:
+  enum State { kGreeted, kAsked, kAnswered };
+
+  template <class Keep>
+  void Go(const SideChannel::Answer& answer, const Keep& keep) {
+    const std::string& received = connection_.received();
+    if (state_ == kGreeted) {
+      if (received.size() < kNonceBytes) return;
+      const std::string own = RandomBytes(kNonceBytes);
+      if (own.empty() || received.size() > kNonceBytes) return connection_.Close();
+      const Keys keys(secret_, rank_, received, own);
+      of_request_ = keys.Requests();
+      of_reply_ = keys.Replies();
+      farewell_ = keys.Farewell();
+      state_ = kAsked;
+      until_ns_ = NowNs() + kProofNs;
+      if (!connection_.Send(own + keys.Answers())) connection_.Close();
+    } else if (state_ == kAsked) {
+      std::string text;
+      const Came came = TakeFrame(of_request_, received, &kind_, &text);
+      if (came == Came::kForged) return connection_.Close();
+      if (came != Came::kPart && !std::exchange(is_proven_, true)) until_ns_ = NowNs() + kRequestNs;
+      if (came != Came::kAll) return;
+      const std::string reply = kind_ == SideChannel::kStay ? "" : answer(kind_, text);
+      until_ns_ = NowNs() + kRequestNs;
+      state_ = kAnswered;
+      if (!connection_.Send(Frame(of_reply_, kind_, reply))) return connection_.Close();
+      if (!connection_.is_sending()) Go(answer, keep);
+    } else {
+      if (kind_ == SideChannel::kStay) keep(connection_.Release(), farewell_);
+      connection_.Close();
+    }
+  }
+
+  Connection connection_;
+  const int64_t rank_;
+  const std::string& secret_;
+  const int64_t begun_ns_;
+  int64_t until_ns_;
+  State state_ = kGreeted;
+  bool is_proven_ = false;
+  int64_t kind_ = 0;
+  std::string of_request_, of_reply_, farewell_;
+};
+
+// The connections of Serve.
+class Servings {
+ public:
+  std::list<Serving> all;  // in the order in which they came
+
+  bool IsFull() const {
+    const auto unproven = [](const Serving& one) { return !one.is_proven(); };
+    return static_cast<size_t>(std::count_if(all.begin(), all.end(), unproven)) >= kMostUnproven;
+  }
+  // Sends the oldest one away that has had time for a proof and brought none: others wait.
+  void MakeRoom() {
+    const auto is_late = [now = NowNs()](const Serving& one) { return !one.is_proven() && now - one.begun_ns() > kRoomNs; };
+    const auto late = std::find_if(all.begin(), all.end(), is_late);
+    if (late != all.end()) all.erase(late);
+  }
+};
+
 }  // namespace
 
-int ListenOn(const std::string& host, int* fd) {
+bool ListenOn(Address* address, int* fd) {
   sockaddr_storage own;
-  socklen_t size = ParseAddress(host, 0, &own);
-  if (size == 0) return 0;
-  *fd = socket(own.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
-  if (*fd < 0) return 0;
+  const socklen_t size = ParseAddress(*address, &own);
+  if (size == 0) return false;
+  Connection listening(socket(own.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
   sockaddr_storage bound;
   socklen_t bound_size = sizeof(bound);
-  if (bind(*fd, reinterpret_cast<sockaddr*>(&own), size) != 0 || listen(*fd, SOMAXCONN) != 0 ||
-      getsockname(*fd, reinterpret_cast<sockaddr*>(&bound), &bound_size) != 0) {
-    close(*fd);
-    *fd = -1;
-    return 0;
+  if (!listening.is_open() || bind(listening.fd(), reinterpret_cast<sockaddr*>(&own), size) != 0 ||
+      listen(listening.fd(), SOMAXCONN) != 0 ||
+      getsockname(listening.fd(), reinterpret_cast<sockaddr*>(&bound), &bound_size) != 0) {
+    return false;
   }
-  return ntohs(bound.ss_family == AF_INET ? reinterpret_cast<sockaddr_in*>(&bound)->sin_port
-                                          : reinterpret_cast<sockaddr_in6*>(&bound)->sin6_port);
+  if (bound.ss_family == AF_INET) address->port = ntohs(reinterpret_cast<sockaddr_in*>(&bound)->sin_port);
+  if (bound.ss_family == AF_INET6) address->port = ntohs(reinterpret_cast<sockaddr_in6*>(&bound)->sin6_port);
+  *fd = listening.Release();
+  return true;
 }
 
 SideChannel::SideChannel(int rank, std::vector<std::vector<Address>> addresses, std::string secret)
-    : rank_(rank),
-      addresses_(std::move(addresses)),
-      of_requests_(secret.substr(0, secret.size() / 2)),
-      of_replies_(secret.substr(secret.size() / 2)) {}
+    : rank_(rank), addresses_(std::move(addresses)), secret_(std::move(secret)) {}
 
 std::vector<Reply> SideChannel::Ask(const std::vector<int>& ranks, int64_t kind, const std::string& text,
                                     int64_t limit_ns) const {
@@ -215,10 +415,8 @@ std::vector<Reply> SideChannel::Ask(const std::vector<int>& ranks, int64_t kind,
                     under_way.end());
     for (; begun < ranks.size() && under_way.size() < kAtOnce; ++begun) {
       const int rank = ranks[begun];
-      const std::string head = Numbers({kind, rank, static_cast<int64_t>(text.size())});
-      under_way.push_back(std::make_unique<Asking>(addresses_[static_cast<size_t>(rank)], rank,
-                                                   of_requests_ + head + text, kind == kStay, of_replies_,
-                                                   &replies[begun]));
+      under_way.push_back(
+          std::make_unique<Asking>(addresses_[static_cast<size_t>(rank)], rank, kind, text, secret_, &replies[begun]));
     }
     if (under_way.empty() && begun == ranks.size()) break;
     std::vector<pollfd> sockets;
@@ -229,60 +427,72 @@ std::vector<Reply> SideChannel::Ask(const std::vector<int>& ranks, int64_t kind,
   return replies;
 }
 
-void SideChannel::Serve(const std::vector<int>& listening, int64_t limit_ns, const Answer& answer) const {
-  std::vector<pollfd> sockets;
-  for (const int fd : listening) sockets.push_back({fd, POLLIN, 0});
-  if (poll(sockets.data(), sockets.size(), static_cast<int>(limit_ns / 1000000)) <= 0) return;
-  for (const pollfd& socket : sockets) {
-    if (socket.revents == 0) continue;
-    const int fd = accept4(socket.fd, nullptr, nullptr, SOCK_CLOEXEC);
-    if (fd < 0) continue;
-    bool stays = false;
-    const timeval patience{kServeSeconds, 0};
-    setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof(patience));
-    setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &patience, sizeof(patience));
-    std::string head(of_requests_.size() + 3 * sizeof(int64_t), '\0');
-    if (ReadAll(fd, head.data(), head.size()) && SameSecret(of_requests_, head.data())) {
-      const std::string numbers = head.substr(of_requests_.size());
-      Reader reader(numbers);
-      const int64_t kind = reader.Number(), to = reader.Number(), length = reader.Number();
-      if (to == rank_ && 0 <= length && length <= kMostBytes) {
-        std::string text(static_cast<size_t>(length), '\0');
-        if (ReadAll(fd, text.data(), text.size())) {
-          stays = kind == kStay;
-          const std::string reply = stays ? "" : answer(kind, text);
-          WriteAll(fd, of_replies_ + Numbers({rank_, static_cast<int64_t>(reply.size())}) + reply);
+void SideChannel::Serve(const std::vector<int>& listening, const Answer& answer,
+                        const std::function<bool()>& is_over) const {
+  const auto keep = [this](int fd, const std::string& farewell) { Keep(fd, farewell); };
+  Servings servings;
+  int64_t accept_from_ns = 0;
+  while (!is_over()) {
+    // A connection waits to be accepted while there is no room, no descriptor or no memory for it.
+    const bool accepts = NowNs() >= accept_from_ns && !servings.IsFull();
+    std::vector<pollfd> sockets;
+    for (const Serving& one : servings.all) sockets.push_back(one.waits_for());
+    for (const int fd : listening) sockets.push_back({accepts ? fd : -1, POLLIN, 0});
+    poll(sockets.data(), sockets.size(), accepts ? kLookMs : kLookSoonMs);
+    size_t at = 0;
+    for (Serving& one : servings.all) one.Step(sockets[at++].revents != 0, answer, keep);
+    servings.all.remove_if([](const Serving& one) { return one.over(); });
+    if (servings.IsFull()) servings.MakeRoom();
+    for (; at < sockets.size(); ++at) {
+      while (sockets[at].revents != 0 && !servings.IsFull()) {
+        const int fd = accept4(sockets[at].fd, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
+        if (fd < 0 && (errno == EINTR || errno == ECONNABORTED)) continue;
+        if (fd < 0 && errno == EAGAIN) break;
+        if (fd < 0) {
+          servings.MakeRoom();
+          accept_from_ns = NowNs() + kRoomNs;
+          break;
+        }
+        if (MayBeOfThisUser(fd)) {
+          servings.all.emplace_back(fd, rank_, secret_);
+        } else {
+          close(fd);
         }
       }
     }
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (stays && !has_left_) {
-      stay_.push_back(fd);
-      continue;
-    }
-    if (stays) WriteAll(fd, kLeaves);
-    close(fd);
   }
 }
 
-bool SideChannel::HasDied(int connection) {
-  pollfd socket{connection, POLLIN, 0};
-  while (poll(&socket, 1, -1) < 0 && errno == EINTR) {
+void SideChannel::Keep(int fd, const std::string& farewell) const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (!has_left_) return kept_.push_back({fd, farewell});
+  send(fd, farewell.data(), farewell.size(), MSG_NOSIGNAL);
+  close(fd);
+}
+
+bool SideChannel::HasDied(int connection, const std::string& farewell) {
+  std::string word;
+  while (word.size() < farewell.size()) {
+    pollfd socket{connection, POLLIN, 0};
+    poll(&socket, 1, -1);
+    char part[kMacBytes];
+    const ssize_t n = recv(connection, part, farewell.size() - word.size(), 0);
+    if (n < 0 && (errno == EAGAIN || errno == EINTR)) continue;
+    if (n <= 0) break;
+    word.append(part, static_cast<size_t>(n));
   }
-  char word;
-  const bool leaves = recv(connection, &word, 1, 0) == 1;
   close(connection);
-  return !leaves;
+  return !SameMac(farewell, word);
 }
 
 void SideChannel::Leave() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   has_left_ = true;
-  for (const int fd : stay_) {
-    WriteAll(fd, kLeaves);
-    close(fd);
+  for (const Kept& kept : kept_) {  // nothing else was sent on it, so there is room for it
+    send(kept.fd, kept.farewell.data(), kept.farewell.size(), MSG_NOSIGNAL);
+    close(kept.fd);
   }
-  stay_.clear();
+  kept_.clear();
 }
 
 // Texts ----------------------------------------------------------------------------------------------------------

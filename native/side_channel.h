@@ -1,8 +1,8 @@
-// Messages between the processes of a job that need no MPI: TCP on the job's own hosts.
+// Messages between the processes of a job that need no MPI: sockets of the kernel on one host, TCP between hosts.
 //
 // Every process listens. A connection carries one request and its reply, and is made when there is something to ask; one
-// kind of request keeps it, so that each side learns when the other process ends. Both sides show a secret of the job:
-// others who connect get no reply.
+// kind of request keeps it, so that each side learns when the other process ends. Both sides prove that they know a secret
+// of the job, which itself is never sent; the request and the reply carry proofs of their own (side_channel.cc).
 
 #ifndef PYCOLLECTIVE_NATIVE_SIDE_CHANNEL_H_
 #define PYCOLLECTIVE_NATIVE_SIDE_CHANNEL_H_
@@ -17,12 +17,12 @@ namespace pycollective {
 
 // Where a process listens.
 struct Address {
-  std::string host;  // IPv4 or IPv6, in digits
-  int port = 0;
+  std::string host;  // IPv4 or IPv6, in digits; or "@" and a name: a socket of this host, of the abstract namespace
+  int port = 0;      // 0 for a name
 };
 
-// Opens a socket that listens on an address. Returns its port and sets `fd`; 0 if there is none to be had.
-int ListenOn(const std::string& host, int* fd);
+// Opens a socket that listens on an address, with the port that the kernel chooses. Returns false if there is none to be had.
+bool ListenOn(Address* address, int* fd);
 
 // What came of a request.
 struct Reply {
@@ -31,6 +31,7 @@ struct Reply {
   bool accepted = false;  // its host has accepted the connection, as it does for a process that is stopped
   std::string text;
   int connection = -1;    // of a request kStay
+  std::string farewell;   // what the other process says on it when it ends in order
 };
 
 class SideChannel {
@@ -38,31 +39,38 @@ class SideChannel {
   // The kind of a request that asks for a connection which stays open until one of the two processes ends.
   static constexpr int64_t kStay = 0;
 
-  // `addresses`: for each rank where it may be reached; a rank tries them in turn. `secret`: the job's, of any length;
-  // its halves are for requests and for replies.
+  // `addresses`: for each rank where it may be reached; a rank tries them in turn. `secret`: the job's, of any length.
   SideChannel(int rank, std::vector<std::vector<Address>> addresses, std::string secret);
 
   // Sends a request to each of `ranks`, to all at the same time, and waits for their replies, at most `limit_ns`. The
   // replies have the order of `ranks`. Any thread may call it.
   std::vector<Reply> Ask(const std::vector<int>& ranks, int64_t kind, const std::string& text, int64_t limit_ns) const;
 
-  // Waits at a connection of kStay until the other process ends. Returns false if that one has called Leave; true if it
-  // has died, or if somebody shuts the connection down. Closes it.
-  static bool HasDied(int connection);
+  // Waits at a connection of kStay until the other process ends. Returns false if that one has called Leave, and so has
+  // said its farewell; true if it has died, or if somebody shuts the connection down. Closes it.
+  static bool HasDied(int connection, const std::string& farewell);
   // Tells those who wait in HasDied that this process ends in order.
   void Leave() const;
 
-  // Waits at most `limit_ns` for one request on one of the sockets, and answers it with answer(kind, text).
+  // Answers the requests that come on the sockets with answer(kind, text), until is_over(), for which it looks a few times
+  // a second. One thread calls it. Whoever does not prove in time to be of this job is sent away, however many they are;
+  // none of them keeps others from being answered.
   using Answer = std::function<std::string(int64_t kind, const std::string& text)>;
-  void Serve(const std::vector<int>& listening, int64_t limit_ns, const Answer& answer) const;
+  void Serve(const std::vector<int>& listening, const Answer& answer, const std::function<bool()>& is_over) const;
 
  private:
+  // Keeps a connection of kStay.
+  void Keep(int fd, const std::string& farewell) const;
+
+  struct Kept {
+    int fd;
+    std::string farewell;
+  };
   const int rank_;
   const std::vector<std::vector<Address>> addresses_;
-  const std::string of_requests_;
-  const std::string of_replies_;
+  const std::string secret_;
   mutable std::mutex mutex_;  // guards what follows
-  mutable std::vector<int> stay_;  // connections of kStay
+  mutable std::vector<Kept> kept_;  // connections of kStay
   mutable bool has_left_ = false;
 };
 

@@ -40,17 +40,13 @@ def start(mpi: MPI.Intracomm, limit: float | None) -> None:
         return
     hosts = mpi.allgather(_host())
     hosts_of_job = len(set(hosts))
-    sockets, addresses = [], []
-    for address in [LOOPBACK] if hosts_of_job == 1 else addresses_of_this_host():
-        if (found := watch.listen_on(address)) is not None:
-            sockets.append(found[0])
-            addresses.append((address, found[1]))
+    sockets, addresses = _listen(hosts_of_job)
     host = hosts[mpi.rank]
     own = watch.Process(addresses, os.getpid(), _start_of_this_process(), hosts.index(host), host[0])
     everybody = mpi.allgather((MPI.COMM_WORLD.rank, own))
     processes = [watch.NO_PROCESS] * MPI.COMM_WORLD.size
     for rank, process in everybody:
-        processes[rank] = process
+        processes[rank] = process._replace(addresses=_reached(process, own.host))
     may_lose_ranks = not failures.why_not()  # then a program goes on, and says itself whom it has lost
     secret = mpi.bcast(secrets.token_bytes(_SECRET_BYTES) if mpi.rank == 0 else None)
     folder = mpi.bcast(_folder() if mpi.rank == 0 else None)
@@ -74,6 +70,31 @@ def start(mpi: MPI.Intracomm, limit: float | None) -> None:
 def set_limit(limit: float | None) -> None:
     """Changes the limit of :func:`start`."""
     watch.set_monitor_timeout(*_seconds(limit))
+
+
+def _listen(hosts_of_job: int) -> tuple[list[int], list[tuple[str, int]]]:
+    """The sockets on which this process listens, and their addresses.
+
+    The ranks of its own host reach it by a Unix socket, which tells it their user; those of other hosts by TCP.
+    """
+    of_host = watch.listen_on(name := f"@pycollective-{secrets.token_hex(16)}")
+    found = [] if of_host is None else [(name, of_host)]
+    loopback = [] if found else [LOOPBACK]  # a sandbox may have no Unix sockets
+    others = addresses_of_this_host() if hosts_of_job > 1 else loopback
+    found += [(address, at) for address in others if (at := watch.listen_on(address)) is not None]
+    return [socket for _, (socket, _) in found], [(address, port) for address, (_, port) in found]
+
+
+def _reached(process: watch.Process, host: int) -> list[tuple[str, int]]:
+    """The addresses by which a rank on a host reaches a process.
+
+    Example:
+        >>> process = watch.Process([("@name", 0), ("10.0.0.1", 4000)], pid=1, started=1, host=0, host_name="alpha")
+        >>> _reached(process, 0), _reached(process, 1)
+        ([('@name', 0)], [('10.0.0.1', 4000)])
+    """
+    of_host = [(name, port) for name, port in process.addresses if name.startswith("@")]
+    return of_host if of_host and process.host == host else [at for at in process.addresses if at not in of_host]
 
 
 def _seconds(limit: float | None) -> tuple[float, float]:

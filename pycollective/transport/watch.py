@@ -89,7 +89,7 @@ class Process(NamedTuple):
     """A process of the job, as the monitors of the others know it.
 
     Attributes:
-        addresses: where it listens: addresses in digits, and ports.
+        addresses: where it listens: addresses in digits, and ports; or names of its host that begin with "@".
         pid: its number on its host.
         started: when it started, field 22 of ``/proc/PID/stat``.
         host: a number of its host.
@@ -121,10 +121,10 @@ NO_PROCESS = Process((), 0, 0, 0, "")
 
 
 def listen_on(host: str) -> tuple[int, int] | None:
-    """The socket that listens on an address and its port; None if there is none to be had."""
-    socket = ctypes.c_int32()
-    port = compiled.library().pycollective_monitor_listen(host.encode(), ctypes.byref(socket))
-    return (socket.value, port) if port else None
+    """The socket that listens on an address and its port, 0 for a name; None if there is none to be had."""
+    socket, port = ctypes.c_int32(), ctypes.c_int32()
+    found = compiled.library().pycollective_monitor_listen(host.encode(), ctypes.byref(socket), ctypes.byref(port))
+    return (socket.value, port.value) if found else None
 
 
 class Monitoring(NamedTuple):
