@@ -18,7 +18,7 @@ import jax
 from jax.extend.core import Primitive
 
 from pycollective.errors import message
-from pycollective.ordering import dispatch, jax_internals
+from pycollective.ordering import dispatch, jax_internals, transforms
 from pycollective.ordering.jaxprs import is_foreign, manual_sizes
 
 _HASH_OF_MPI4JAX = hash(int(hashlib.md5(b"I love mpi4jax very much", usedforsecurity=False).hexdigest(), 16))
@@ -46,6 +46,7 @@ class OrderedCollective(jax_internals.OrderedEffect):
 
 
 effect = OrderedCollective()
+transforms.mask_batched_loops(effect)
 
 
 def _check_mpi4jax(kind: Any, primitive: Primitive) -> None:

@@ -15,6 +15,7 @@
 ``linear_call_p`` (custom_derivatives)   its abstract evaluation omits the effects of the function that it calls; ours
                                          reports them; ``jaxprs`` adds the rule for vmap, which JAX lacks
 ``DynamicJaxprTrace.make_eqn``           wrapped, to add the effects of primitives that other libraries define
+``loops._while_lowering``                lowers each while loop but those that ``transforms`` lowers
 ``compiler.compile_or_get_cached``       wrapped where global arrays go over MPI, to read each compiled program
 ``Primitive.is_high``, ``to_lojax``      from 0.12 on JAX replaces some primitives before it lowers a program
 ``ir.Location.child_loc``, ``NameLoc``   the place of an operation without its name, to give it another one
@@ -58,6 +59,7 @@ try:
     from jax._src.custom_derivatives import linear_call_p
     from jax._src.dispatch import RuntimeTokenSet, runtime_tokens
     from jax._src.interpreters.partial_eval import DynamicJaxprTrace
+    from jax._src.lax.control_flow import loops
     from jax._src.traceback_util import register_exclusion as hide_frames
 
     _TYPE_SETS = (
@@ -89,6 +91,9 @@ _PACKAGE = str(Path(__file__).parents[1])
 hide_frames(_PACKAGE)
 source_info_util.register_exclusion(_PACKAGE)  # the line of an operation is the line of the user's call
 
+
+while_lowering = loops._while_lowering
+"""JAX's lowering of a while loop."""
 
 at_top_level = trace_state_clean
 """Returns whether the call is outside all of JAX's traces."""
