@@ -217,7 +217,7 @@ def steps(*, everything: bool, install: bool) -> list[Step]:
         on_ranks(2, "docstring examples", *DOCTESTS, kind="unit", fast=False),
         Step(name="documentation", command=("scripts/docs",), kind="unit", limit=600, **whole),
         #
-        on_ranks(1, "tests/spmd", *files("spmd", f"{DEVICES} bad_input"), "-k", VALUES),
+        on_ranks(1, "tests/spmd", *files("spmd", f"{DEVICES} bad_input like_jax"), "-k", VALUES),
         on_ranks(1, "tests/collective", *files("collective", f"{PLACES} order {EACH_RANKS_OWN}")),
         on_ranks(2, "tests/collective", *core, "tests/collective"),
         on_ranks(2, "tests/spmd", *core, "tests/spmd"),

@@ -159,6 +159,19 @@ def _any_equation(wanted: Callable[[JaxprEqn, Names], bool], jaxpr: Any, names: 
     )
 
 
+def _has_mesh_in_types(jaxpr: Any) -> bool:
+    """Returns whether a type in a program, or in the jaxprs in it, names a mesh.
+
+    A program may have no equations: the body of a loop that only moves its carry, or a function that returns its
+    argument.
+    """
+    atoms = (*jaxpr.constvars, *jaxpr.invars, *jaxpr.outvars, *(var for eqn in jaxpr.eqns for var in eqn.outvars))
+    shardings = (getattr(var.aval, "sharding", None) for var in atoms)
+    return any(sharding is not None and not sharding.mesh.empty for sharding in shardings) or any(
+        _has_mesh_in_types(inner) for eqn in jaxpr.eqns for inner in inner_jaxprs(eqn)
+    )
+
+
 class _Discharge:
     """Evaluates jaxprs with the collectives over ``names``, axes of ``mesh``, replaced."""
 
@@ -211,14 +224,9 @@ class _Discharge:
         """Returns whether a jaxpr has collectives or programs of ours, or types with the mesh of its trace."""
 
         def wanted(eqn: JaxprEqn, names: Names) -> bool:
-            typed = (getattr(var.aval, "sharding", None) for var in (*eqn.invars, *eqn.outvars))
-            return (
-                _may_name(eqn, names)
-                or eqn.primitive in DEVICE_PROGRAMS
-                or any(not sharding.mesh.empty for sharding in typed if sharding is not None)
-            )
+            return _may_name(eqn, names) or eqn.primitive in DEVICE_PROGRAMS
 
-        return _any_equation(wanted, jaxpr, self._ours)
+        return _any_equation(wanted, jaxpr, self._ours) or _has_mesh_in_types(jaxpr)
 
     def _without_mesh(self, value: Any) -> Any:
         """Returns a parameter of an equation without the mesh of its trace."""

@@ -80,7 +80,8 @@ def own(mesh: pc.Mesh, x: Array, spec: P, lead: int = 0) -> Array:
         taken = [where for name in names for where in (place[name][1], slice(None))]
         y = x.reshape(*x.shape[:i], *cuts, x.shape[i] // math.prod(cuts), *x.shape[i + 1 :])
         y = y[(*[slice(None)] * i, *taken)]
-        x = y.reshape(*x.shape[:i], -1, *x.shape[i + 1 :]) if names else x
+        length = x.shape[i] // math.prod(place[name][0].ranks for name in names)
+        x = y.reshape(*x.shape[:i], length, *x.shape[i + 1 :])
     return x
 
 
