@@ -4,6 +4,7 @@
 ``jax._src.core.abstract_token``         the type of a token operand for ``jax.ffi.ffi_lowering``
 ``jax._src.core.trace_state_clean``      tells whether a call happens at top level or inside a trace
 ``jax._src.core.get_axis_env``           lists the axes that transforms bind, for messages
+``jax._src.core.extend_axis_env_nd``     binds axes around ``jax.make_jaxpr``, whose own option ends before its checks
 ``jax._src.core.InternalMutableArrayEffect``  the effect of a jaxpr that makes references; its lowering removes it
 ``jax._src.core.NamedAxisEffect``        the effect of a jaxpr that names an axis; the binding of the axis removes it
 ``jax._src.effects`` (its type sets)     register an ordered effect; mpi4jax and JAX's own debug_print do the same
@@ -14,6 +15,8 @@
                                          makes constants of the values in them
 ``linear_call_p`` (custom_derivatives)   its abstract evaluation omits the effects of the function that it calls; ours
                                          reports them; ``jaxprs`` adds the rule for vmap, which JAX lacks
+``jax._src.core.custom_typechecks``      how ``jax_enable_checks`` checks an equation whose jaxpr names axes that the
+                                         equation binds
 ``DynamicJaxprTrace.make_eqn``           wrapped, to add the effects of primitives that other libraries define
 ``loops._while_lowering``                lowers each while loop but those that ``transforms`` lowers
 ``compiler.compile_or_get_cached``       wrapped where global arrays go over MPI, to read each compiled program
@@ -31,13 +34,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 from jax.extend import source_info_util
-from jax.extend.core import Primitive
+from jax.extend.core import Primitive, check_jaxpr, jaxprs_in_params
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir
 from jax.interpreters.mlir import ir
@@ -53,6 +57,8 @@ try:
         InternalMutableArrayEffect,
         NamedAxisEffect,
         abstract_token,
+        custom_typechecks,
+        extend_axis_env_nd,
         get_axis_env,
         trace_state_clean,
     )
@@ -102,6 +108,12 @@ at_top_level = trace_state_clean
 def bound_axes() -> tuple[Any, ...]:
     """The names of the axes that the transforms around this call bind."""
     return tuple(get_axis_env().axis_sizes)
+
+
+def axes_bound(sizes: Mapping[Any, int]) -> AbstractContextManager[None]:
+    """Binds axes of these names and sizes while a function is traced."""
+    bound: AbstractContextManager[None] = extend_axis_env_nd(list(sizes.items()))
+    return bound
 
 
 class OrderedEffect(jax_effects.Effect):  # type: ignore[misc]
@@ -163,6 +175,35 @@ def _linear_call_abstract_eval(*_: Any, callee: Any, **__: Any) -> Any:
     return callee.out_avals, callee.effects
 
 
+def check_with(
+    primitive: Primitive,
+    check: Callable[..., None],
+    effects: Callable[[Sequence[Any], dict[str, Any], Iterable[Any]], Iterable[Any]] = lambda _, __, declared: declared,
+) -> None:
+    """Sets how ``jax_enable_checks`` checks an equation.
+
+    JAX itself would check the jaxprs of a primitive without the axes that the primitive binds.
+
+    Args:
+        primitive: the primitive of the equation.
+        check: called with the parameters; it raises an error if a jaxpr in them is wrong.
+        effects: the effects of the equation, from its operands, its parameters and the effects that its primitive
+            declares.
+    """
+
+    def typecheck(_: Any, *operands: Any, **params: Any) -> Any:
+        check(**params)
+        outs, declared = primitive.abstract_eval(*(x.aval for x in operands), **params)
+        return outs if primitive.multiple_results else [outs], set(effects(operands, params, declared))
+
+    custom_typechecks[primitive] = typecheck
+
+
+def _check_inner_jaxprs(**params: Any) -> None:
+    for jaxpr in jaxprs_in_params(params):
+        check_jaxpr(jaxpr)
+
+
 def report_effects(of: Callable[[Primitive, Sequence[Any], dict[str, Any], Iterable[Any]], Iterable[Any]]) -> None:
     """Lets JAX record the effects that ``of`` reports for each equation.
 
@@ -175,8 +216,10 @@ def report_effects(of: Callable[[Primitive, Sequence[Any], dict[str, Any], Itera
     def reporting(
         self: Any, in_tracers: Any, out_avals: Any, primitive: Any, params: Any, effects: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        effects = of(primitive, in_tracers, params, effects)
-        return make_eqn(self, in_tracers, out_avals, primitive, params, effects, *args, **kwargs)
+        reported = of(primitive, in_tracers, params, effects)
+        if reported and not effects and primitive not in custom_typechecks:  # or JAX's check finds other effects
+            check_with(primitive, _check_inner_jaxprs, functools.partial(of, primitive))
+        return make_eqn(self, in_tracers, out_avals, primitive, params, reported, *args, **kwargs)
 
     DynamicJaxprTrace.make_eqn = reporting
 

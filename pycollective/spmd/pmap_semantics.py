@@ -8,14 +8,15 @@ equal part of the cotangent of a shared result, as :func:`jax.shard_map` with ``
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Literal, Var
+from jax.extend.core import ClosedJaxpr, Literal, Var, check_jaxpr
 from jax.interpreters import ad, batching
 from jax.sharding import PartitionSpec
 
@@ -40,9 +41,8 @@ def trace(fun: Callable[..., Any], mesh: Mesh, arrays: Sequence[Any], specs: Spe
         specs: the spec of each argument.
     """
     blocks = [device_aval(mesh, *pair) for pair in zip(arrays, specs, strict=True)]
-    with explain_unbound_names(*mesh.shape), jax.sharding.use_abstract_mesh(jaxprs.NO_MESH):
-        traced = jax.make_jaxpr(fun, axis_env=list(mesh.shape.items()), return_shape=True)
-        closed, results = traced(*blocks)
+    with explain_unbound_names(*mesh.shape), _axes_bound(mesh):
+        closed, results = jax.make_jaxpr(fun, return_shape=True)(*blocks)
     return closed, jax.tree.structure(results)
 
 
@@ -59,9 +59,15 @@ def apply(closed: ClosedJaxpr, mesh: Mesh, args: Sequence[Any], in_specs: Specs,
     )
 
 
+@contextlib.contextmanager
+def _axes_bound(mesh: Mesh) -> Iterator[None]:
+    with jax_internals.axes_bound(mesh.shape), jax.sharding.use_abstract_mesh(jaxprs.NO_MESH):
+        yield
+
+
 def _traced(fun: Callable[..., Any], mesh: Mesh, blocks: Sequence[Any]) -> ClosedJaxpr:
-    with jax.sharding.use_abstract_mesh(jaxprs.NO_MESH):
-        return jax.make_jaxpr(fun, axis_env=list(mesh.shape.items()))(*blocks)
+    with _axes_bound(mesh):
+        return jax.make_jaxpr(fun)(*blocks)
 
 
 def _block_avals(body: Any) -> list[Any]:
@@ -222,6 +228,13 @@ def _batching_rule(
     return apply(closed, mesh, batch.operands, batch.in_specs, batch.out_specs), batch.out_dims
 
 
+def _check(*, body: Any, mesh: Mesh, **_: Any) -> None:
+    """Checks a body under its axes, for ``jax_enable_checks``."""
+    with _axes_bound(mesh):
+        check_jaxpr(body)
+
+
+jax_internals.check_with(pmap_p, _check)
 ad.primitive_jvps[pmap_p] = _jvp_rule
 ad.primitive_transposes[pmap_p] = _transpose_rule
 batching.fancy_primitive_batchers[pmap_p] = _batching_rule

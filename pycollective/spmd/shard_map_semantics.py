@@ -14,13 +14,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Literal, check_jaxpr
 from jax.interpreters import ad, batching
 from jax.sharding import PartitionSpec
 
 from pycollective.named_axes.mesh import Mesh
 from pycollective.named_axes.names import explain_unbound_names
-from pycollective.ordering import jaxprs
+from pycollective.ordering import jax_internals, jaxprs
 from pycollective.spmd import device_program
 from pycollective.spmd.device_program import global_aval, zero_if_none
 
@@ -217,6 +217,12 @@ def _batching_rule(
     return apply(closed, mesh, batch.operands), batch.out_dims
 
 
+def _check(*, body: Any, mesh: Mesh, check_vma: bool, **_: Any) -> None:
+    """Checks a body under its axes and types, for ``jax_enable_checks``."""
+    _jaxpr(_shard_map(lambda: check_jaxpr(body), mesh, (), None, check_vma))
+
+
+jax_internals.check_with(shard_map_p, _check)
 ad.primitive_jvps[shard_map_p] = _jvp_rule
 ad.primitive_transposes[shard_map_p] = _transpose_rule
 batching.fancy_primitive_batchers[shard_map_p] = _batching_rule

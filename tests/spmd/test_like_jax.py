@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -15,7 +15,9 @@ from jax.sharding import PartitionSpec as P
 import pycollective as pc
 from tests.cases import values
 from tests.collective.programs import once, oracle_devices
-from tests.spmd.cases import assert_close, stacked
+from tests.spmd import cases
+from tests.spmd.cases import assert_close, own, stacked
+from tests.spmd.test_named import through_a_library
 from tests.spmd.test_shard_map import INSIDE, NAMES, assert_blocks, blocks, compare, meshes
 
 Array = Any
@@ -127,3 +129,84 @@ def test_arrays_without_elements(spec: P, shape: tuple[int, ...], world: pc.Comm
     )
     got = pc.shard_map(fun, mesh=mesh, **options)(blocks(mesh, spec, x))
     assert_blocks(mesh, got, want, out_spec)
+
+
+# Under jax_enable_checks --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def checks() -> Iterator[None]:
+    with jax.enable_checks(True):
+        yield
+
+
+def _in_loops(x: Array) -> Any:
+    forward = lax.scan(lambda c, k: (jnp.sin(k * lax.psum(c, "i")), lax.ppermute(c, "i", [(0, 0)])), x, jnp.arange(2.0))
+    again = jax.checkpoint(lambda x: jnp.tanh(lax.pmean(x, "i")))(x)
+    either = lax.cond(lax.axis_index("i") >= 0, lambda x: lax.psum(x, "i"), lambda x: lax.pmean(x, "i"), x)
+    return forward, again, either, jax.vmap(lambda x: lax.psum(x, ("i", "j")), axis_name="j")(x)
+
+
+def _of_sines(mapped: Callable[..., Any]) -> Callable[..., Any]:
+    return jax.grad(lambda *args: sum(jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(mapped(*args))))
+
+
+def test_checks_of_pmap(checks: None, world: pc.Communicator, few: int) -> None:
+    xs = stacked(world, few, shape=(2, 3))
+    cases.compare(world, few, _in_loops, xs, around=_of_sines, tolerance=1e-4)
+    cases.compare(world, few, _in_loops, np.stack([xs, -xs], axis=1), around=lambda f: jax.vmap(f, 1, 1))
+
+
+def test_checks_of_shard_map(checks: None, world: pc.Communicator, few: int) -> None:
+    total = world.size * few
+    xs = values((2 * total, 3))
+    fun = lambda x: lax.pmean(
+        jnp.sin(lax.scan(lambda c, k: (lax.psum(k * x, "i") + 0 * c, c), x, jnp.arange(2.0))[0]), "i"
+    )
+    for around, specs in ((lambda f: f, P()), (_of_sines, P("i"))):
+        compare(
+            world, few, (total,), fun, (P("i"),), P(), xs,
+            names=("i",), around=around, result_specs=specs, tolerance=1e-4,
+        )  # fmt: skip
+
+
+def test_checks_of_jit(checks: None, world: pc.Communicator) -> None:
+    xs = stacked(world, 1)
+    for check_vma in (True, False):
+        got = pc.jit(lambda x: lax.psum(x, "i") + x, axis_name="i", check_vma=check_vma)(xs[world.rank])
+        np.testing.assert_allclose(got, xs.sum(axis=0) + xs[world.rank], rtol=1e-5, atol=1e-5)
+
+
+def test_checks_of_what_a_function_closes_over(checks: None, world: pc.Communicator, few: int) -> None:
+    xs = stacked(world, few, shape=(3,))
+    loss = lambda w, xs: jnp.sum(pc.pmap(lambda x: jnp.tanh(w * lax.psum(x, "i")), "i")(xs))
+    got = jax.grad(loss)(np.float32(2), own(world, few, xs))
+    total = xs.sum(axis=0)
+    np.testing.assert_allclose(got, world.size * few * np.sum(total / np.cosh(2 * total) ** 2), rtol=1e-4)
+
+
+def test_checks_of_a_program_in_another(checks: None, world: pc.Communicator) -> None:
+    mine = stacked(world, 1)[world.rank : world.rank + 1]
+    inner = pc.pmap(lambda x: lax.psum(x, ("i", "j")), "j")
+    np.testing.assert_allclose(
+        pc.pmap(lambda x: inner(x[None])[0], "i")(mine)[0], world.size * stacked(world, 1).sum(axis=0), rtol=1e-4
+    )
+
+
+def test_checks_of_the_primitive_of_a_library(checks: None, world: pc.Communicator) -> None:
+    x = stacked(world, 1)[world.rank]
+    got = pc.jit(lambda x: through_a_library(lambda y: pc.psum(y, world), x))(x)
+    np.testing.assert_allclose(got, stacked(world, 1).sum(axis=0), rtol=1e-5, atol=1e-5)
+
+
+def test_checks_find_a_wrong_body(checks: None, world: pc.Communicator) -> None:
+    # The check of a device program is one: it refuses a body with a variable of another type.
+    program = jax.make_jaxpr(pc.pmap(lambda x: lax.psum(x, "i"), "i"))(jnp.ones((1, 3)))
+    (call,) = program.eqns
+    (eqn,) = [eqn for eqn in call.params["jaxpr"].eqns if "body" in eqn.params]
+    body = eqn.params["body"]
+    first = body.eqns[0]
+    wrong = first.replace(outvars=[jax.extend.core.Var(jax.core.ShapedArray((7,), jnp.float32))])
+    params = {**eqn.params, "body": body.replace(eqns=[wrong, *body.eqns[1:]])}
+    with pytest.raises(jax.extend.core.JaxprTypeError, match="inconsistently typed|not defined"):
+        jax.extend.core.check_jaxpr(call.params["jaxpr"].jaxpr.replace(eqns=[eqn.replace(params=params)]))
