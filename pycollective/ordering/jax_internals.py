@@ -16,7 +16,8 @@
 ``linear_call_p`` (custom_derivatives)   its abstract evaluation omits the effects of the function that it calls; ours
                                          reports them; ``jaxprs`` adds the rule for vmap, which JAX lacks
 ``jax._src.core.custom_typechecks``      how ``jax_enable_checks`` checks an equation whose jaxpr names axes that the
-                                         equation binds
+                                         equation binds; ``check_jaxpr`` and ``jaxprs_in_params``, which
+                                         ``jax.extend`` exports later than JAX 0.9, check that jaxpr
 ``DynamicJaxprTrace.make_eqn``           wrapped, to add the effects of primitives that other libraries define
 ``loops._while_lowering``                lowers each while loop but those that ``transforms`` lowers
 ``compiler.compile_or_get_cached``       wrapped where global arrays go over MPI, to read each compiled program
@@ -41,7 +42,7 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.extend import source_info_util
-from jax.extend.core import Primitive, check_jaxpr, jaxprs_in_params
+from jax.extend.core import Primitive
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir
 from jax.interpreters.mlir import ir
@@ -57,9 +58,11 @@ try:
         InternalMutableArrayEffect,
         NamedAxisEffect,
         abstract_token,
+        check_jaxpr,
         custom_typechecks,
         extend_axis_env_nd,
         get_axis_env,
+        jaxprs_in_params,
         trace_state_clean,
     )
     from jax._src.custom_derivatives import linear_call_p
@@ -175,9 +178,14 @@ def _linear_call_abstract_eval(*_: Any, callee: Any, **__: Any) -> Any:
     return callee.out_avals, callee.effects
 
 
+def check(jaxpr: Any) -> None:
+    """Does what JAX does to each jaxpr under ``jax_enable_checks``: raises an error if its types are wrong."""
+    check_jaxpr(jaxpr)
+
+
 def check_with(
     primitive: Primitive,
-    check: Callable[..., None],
+    inside: Callable[..., None],
     effects: Callable[[Sequence[Any], dict[str, Any], Iterable[Any]], Iterable[Any]] = lambda _, __, declared: declared,
 ) -> None:
     """Sets how ``jax_enable_checks`` checks an equation.
@@ -186,13 +194,13 @@ def check_with(
 
     Args:
         primitive: the primitive of the equation.
-        check: called with the parameters; it raises an error if a jaxpr in them is wrong.
+        inside: called with the parameters; it checks the jaxprs in them.
         effects: the effects of the equation, from its operands, its parameters and the effects that its primitive
             declares.
     """
 
     def typecheck(_: Any, *operands: Any, **params: Any) -> Any:
-        check(**params)
+        inside(**params)
         outs, declared = primitive.abstract_eval(*(x.aval for x in operands), **params)
         return outs if primitive.multiple_results else [outs], set(effects(operands, params, declared))
 
@@ -201,7 +209,7 @@ def check_with(
 
 def _check_inner_jaxprs(**params: Any) -> None:
     for jaxpr in jaxprs_in_params(params):
-        check_jaxpr(jaxpr)
+        check(jaxpr)
 
 
 def report_effects(of: Callable[[Primitive, Sequence[Any], dict[str, Any], Iterable[Any]], Iterable[Any]]) -> None:

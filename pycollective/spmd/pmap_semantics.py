@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Literal, Var, check_jaxpr
+from jax.extend.core import ClosedJaxpr, Literal, Var
 from jax.interpreters import ad, batching
 from jax.sharding import PartitionSpec
 
@@ -231,7 +231,7 @@ def _batching_rule(
 def _check(*, body: Any, mesh: Mesh, **_: Any) -> None:
     """Checks a body under its axes, for ``jax_enable_checks``."""
     with _axes_bound(mesh):
-        check_jaxpr(body)
+        jax_internals.check(body)
 
 
 jax_internals.check_with(pmap_p, _check)

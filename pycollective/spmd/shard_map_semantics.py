@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Literal, check_jaxpr
+from jax.extend.core import ClosedJaxpr, Literal
 from jax.interpreters import ad, batching
 from jax.sharding import PartitionSpec
 
@@ -219,7 +219,7 @@ def _batching_rule(
 
 def _check(*, body: Any, mesh: Mesh, check_vma: bool, **_: Any) -> None:
     """Checks a body under its axes and types, for ``jax_enable_checks``."""
-    _jaxpr(_shard_map(lambda: check_jaxpr(body), mesh, (), None, check_vma))
+    _jaxpr(_shard_map(lambda: jax_internals.check(body), mesh, (), None, check_vma))
 
 
 jax_internals.check_with(shard_map_p, _check)
