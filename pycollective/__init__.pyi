@@ -32,8 +32,8 @@ from .errors import CollectiveMismatch as CollectiveMismatch
 from .named_axes.mesh import Mesh as Mesh
 from .named_axes.mesh import make_mesh as make_mesh
 from .planning.search import plan as plan
+from .ranks.begin import init as init
 from .ranks.communicator import Communicator as Communicator
-from .ranks.world import init as init
 from .ranks.world import world as world
 from .spmd.jit import jit as jit
 from .spmd.pmap import pmap as pmap

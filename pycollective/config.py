@@ -10,6 +10,9 @@ from typing import NamedTuple
 
 from pycollective.errors import message
 
+DEFAULT_TIMEOUT_S = 600.0
+"""How many seconds a rank waits for others, if nobody has set a limit."""
+
 MUST_AGREE = {
     "PYCOLLECTIVE_CHECK": "check",
     "PYCOLLECTIVE_SHARED_MEMORY": "shared_memory",

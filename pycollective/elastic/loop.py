@@ -11,10 +11,11 @@ from typing import Any, ClassVar, TypeVar, overload
 import jax
 
 from pycollective import recorder
+from pycollective.config import DEFAULT_TIMEOUT_S
 from pycollective.elastic.state import State
 from pycollective.elastic.watch import watching
 from pycollective.errors import fail, name_ranks
-from pycollective.faults import monitor, rank_exit
+from pycollective.faults import rank_exit
 from pycollective.ordering import dispatch
 from pycollective.ranks import setup
 from pycollective.ranks import world as worlds
@@ -240,7 +241,7 @@ def _let_report_end() -> None:
     rank is killed. So it is among this rank's last records, or among those of another one.
     """
     limit = setup.timeout()
-    limit_ns = (monitor.DEFAULT_TIMEOUT_S if limit is None else limit) * 1e9
+    limit_ns = (DEFAULT_TIMEOUT_S if limit is None else limit) * 1e9
     ended_ns = 0
     for entry in recorder.dump()["entries"]:
         end_ns = entry["time_discovered_completed_ns"] or 0

@@ -18,6 +18,7 @@ from typing import Any
 from pycollective.faults import exit_status
 from pycollective.launch.child_processes import parent_rank, wait_until_read
 from pycollective.launch.started_by import is_rank
+from pycollective.transport import mpi_start
 
 __all__ = ["install", "leave_to_others", "let_lower_ranks_speak"]
 
@@ -39,7 +40,11 @@ class _State:
 
 
 def install() -> None:
-    """Installs a hook for exceptions and an exit handler, if a launcher has started this process as a rank."""
+    """Installs a hook for exceptions and an exit handler, if a launcher has started this process as a rank.
+
+    The start of MPI is watched from then on (:mod:`mpi_start`), and a child of a rank does not start it.
+    """
+    mpi_start.install()
     if not is_rank(os.environ) or parent_rank() is not None:
         return
     _State.pid = os.getpid()

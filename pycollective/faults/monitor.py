@@ -13,15 +13,12 @@ import socket
 from contextlib import suppress
 from pathlib import Path
 
-from pycollective.config import config
+from pycollective.config import DEFAULT_TIMEOUT_S, config
 from pycollective.faults import stacks
 from pycollective.launch.addresses import LOOPBACK, addresses_of_this_host
 from pycollective.launch.started_by import names_lost_ranks
 from pycollective.transport import failures, watch
 from pycollective.transport.mpi import MPI
-
-DEFAULT_TIMEOUT_S = 600.0
-"""How long a call may last, if nobody has set a limit."""
 
 _WARNING_S = 60.0
 """How long a call lasts before a report of all ranks is printed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 from pycollective.errors import message
 from pycollective.launch.launchers.flux import FluxRun
@@ -62,6 +63,37 @@ def local_place(environ: Mapping[str, str]) -> Place | None:
     return next((place for _, place in _places(environ)), None)
 
 
+class JobPlace(NamedTuple):
+    """A rank's place in its job.
+
+    Attributes:
+        rank: its number.
+        size: the number of ranks.
+        local_size: the number of ranks on its host; 0 under a launcher that does not say it.
+        rank_variable: the variable that holds its number.
+    """
+
+    rank: int
+    size: int
+    local_size: int
+    rank_variable: str
+
+
+def place_in_job(environ: Mapping[str, str]) -> JobPlace | None:
+    """This rank's place in its job; None without a launcher.
+
+    Example:
+        >>> place_in_job({"PMI_SIZE": "4", "PMI_RANK": "1", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"})
+        JobPlace(rank=1, size=4, local_size=2, rank_variable='PMI_RANK')
+    """
+    for launcher in _inner_first():
+        size, rank = launcher.size(environ), environ.get(launcher.rank_variable, "")
+        if size is not None and rank.isdecimal():
+            place = launcher.place(environ)
+            return JobPlace(int(rank), size, 0 if place is None else place.size, launcher.rank_variable)
+    return None
+
+
 def names_lost_ranks(environ: Mapping[str, str], hosts: int) -> bool:
     """Whether the launcher says which rank has died, in a job on so many hosts; True if nobody knows the launcher.
 
@@ -76,13 +108,15 @@ def names_lost_ranks(environ: Mapping[str, str], hosts: int) -> bool:
 
 
 def _places(environ: Mapping[str, str]) -> Iterator[tuple[type[Launcher], Place]]:
-    """This rank's place on its host, as each launcher that says it has it.
-
-    A launcher that starts launchers comes last: its own tasks may be the other launcher's proxies.
-    """
-    for launcher in sorted(LAUNCHERS, key=lambda launcher: launcher.starts_launchers):
+    """This rank's place on its host, as each launcher that says it has it."""
+    for launcher in _inner_first():
         if (place := launcher.place(environ)) is not None:
             yield launcher, place
+
+
+def _inner_first() -> list[type[Launcher]]:
+    """A launcher that starts launchers comes last: its own tasks may be the other launcher's proxies."""
+    return sorted(LAUNCHERS, key=lambda launcher: launcher.starts_launchers)
 
 
 def rank_variables(environ: Mapping[str, str]) -> dict[str, str]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import jax
 
-from pycollective.config import MUST_AGREE, config
+from pycollective.config import DEFAULT_TIMEOUT_S, MUST_AGREE, config
 from pycollective.errors import message
 from pycollective.faults import interrupts, monitor, rank_exit, rank_start
 from pycollective.launch import child_processes, started_by
@@ -15,7 +15,7 @@ from pycollective.ordering import dispatch
 from pycollective.ranks import accelerators
 from pycollective.ranks.devices import local_devices
 from pycollective.ranks.xla_threads import shared_cores
-from pycollective.transport import board, chosen, native, runtime, watch
+from pycollective.transport import board, chosen, mpi_start, native, runtime, watch
 from pycollective.transport.mpi import MPI, host_of
 
 
@@ -66,7 +66,8 @@ def start_mpi(mpi: MPI.Intracomm, limit: float | None) -> None:
     if _state.mpi_started:
         return
     if not MPI.Is_initialized():
-        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+        with mpi_start.within(limit), mpi_start.watched():
+            MPI.Init_thread(MPI.THREAD_MULTIPLE)
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise RuntimeError(
             message(
@@ -81,7 +82,7 @@ def start_mpi(mpi: MPI.Intracomm, limit: float | None) -> None:
     child_processes.mark_rank(MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)
     rank_exit.end_all_on_error()  # from here on ranks wait for each other
     limit = config.timeout if limit is None else limit
-    rank_start.wait_for_all(mpi, monitor.DEFAULT_TIMEOUT_S if limit is None else limit)
+    rank_start.wait_for_all(mpi, DEFAULT_TIMEOUT_S if limit is None else limit)
     with host_of(mpi) as neighbours:
         _compare_settings(mpi)
         native.start(neighbours.size)  # it tunes malloc, so it comes before JAX's backend starts threads

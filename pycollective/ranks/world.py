@@ -23,40 +23,12 @@ class _State:
 
 def init(
     comm: MPI.Intracomm | Communicator | None = None,
-    *,
     devices: Sequence[jax.Device] | int | None = None,
     timeout: float | None = None,
     transport: str | None = None,
 ) -> Communicator:
-    """Sets this process up and returns the world. All ranks must make this call; a second call changes nothing.
-
-    The first use of the package calls it, so you need it only for its options. It also installs the hook that ends all
-    ranks when an exception ends one of them. Call it before the first use of JAX's devices: then XLA computes with this
-    rank's share of the host's cores, even if the launcher did not bind ranks to cores (the variable ``NPROC`` sets
-    another number of threads). After that XLA has a thread for each core.
-
-    Args:
-        comm: the world, an mpi4py communicator; default ``COMM_WORLD``.
-        devices: the local devices that this rank drives, a sequence or a number; default all. All ranks must have the
-            same number.
-        timeout: the seconds that a call may wait for other ranks before a report of all ranks ends the job; default
-            ``PYCOLLECTIVE_TIMEOUT``, else 600; ``math.inf`` for no limit. If it is given here or there, it is also how
-            long a rank that has ended waits for the others.
-        transport: what carries the data of programs: "native", the default, is this package's own library; "mpi4jax" is
-            mpi4jax's functions, on one CPU device of each rank.
-
-    Raises:
-        RuntimeError: this process is a child of a rank; MPI is not at ``THREAD_MULTIPLE``; this process sees no other
-            rank although its launcher started several; the ranks have different numbers of devices.
-        ValueError: ``timeout``, ``devices`` or ``transport`` is not valid, or differs from the first call; the ranks
-            have different transports.
-        ImportError: ``transport="mpi4jax"`` without mpi4jax.
-
-    Example:
-        >>> import pycollective as pc
-        >>> pc.init() is pc.world()
-        True
-    """
+    """:func:`pycollective.init`."""
+    refuse_child("init")
     given = comm.mpi if isinstance(comm, Communicator) else comm
     mpi = MPI.COMM_WORLD if given is None else given
     if not isinstance(mpi, MPI.Intracomm):

@@ -48,6 +48,8 @@ _RESULTS = {
     "exit_now": ctypes.c_void_p,
     "last_failure": ctypes.c_void_p,
     "site_add": None,
+    "start_watch_begin": None,
+    "start_watch_end": None,
     "wait_begin": ctypes.c_void_p,
     "wait_end": None,
     "wait_name": ctypes.c_char_p,

@@ -100,6 +100,48 @@ def test_workers_that_would_start_mpi_end_the_job(loader: str) -> None:
     wait_until_gone(loader)
 
 
+# A main module that imports MPI outside of the guard, as most do, before this package or after it.
+POOL = """
+{imports}
+import multiprocessing
+{uses}
+
+def load(i):
+    return i
+
+
+if __name__ == "__main__":
+    comm = pc.init()
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        print(f"sum {{sum(pool.map(load, range(4)))}} on {{comm.rank}}")
+    pc.barrier()
+"""
+IMPORTS = ["import pycollective as pc", "from mpi4py import MPI"]
+
+
+@pytest.mark.library
+@pytest.mark.parametrize("imports", [IMPORTS, IMPORTS[::-1]], ids=["ours first", "MPI first"])
+def test_a_worker_does_not_start_mpi(imports: list[str], tmp_path: Path) -> None:
+    program = tmp_path / "pool.py"
+    program.write_text(POOL.format(imports="\n".join(imports), uses=""))
+    done = mpirun(2, str(program), timeout=60)
+    assert done.returncode == 0, done.stderr[:2000]
+    assert sorted(done.stdout.splitlines()) == ["sum 6 on 0", "sum 6 on 1"]
+    assert not done.stderr, done.stderr[:2000]
+
+
+@pytest.mark.library
+def test_a_worker_that_uses_mpi_ends_the_job(tmp_path: Path) -> None:
+    # MPI would end the worker, and the pool starts the next one, for ever.
+    program = tmp_path / "pool.py"
+    program.write_text(POOL.format(imports="\n".join(IMPORTS), uses="rank = MPI.COMM_WORLD.rank"))
+    done = mpirun(2, str(program), timeout=60)
+    assert done.returncode not in (0, 124, 137)
+    assert "pycollective.mpi4py.MPI.Comm.rank: expected a rank, got process " in done.stderr
+    assert any(SENTENCE.format(rank, 2) in done.stderr for rank in range(2)), done.stderr
+    wait_until_gone(str(program))
+
+
 FORKS = """
 import os
 import sys

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.launch import mpirun
+from tests.e2e.launch import mpirun, wait_until_gone
 from tests.standin import compile_cpp
 
 SHORT = 120  # seconds: none of these should take a tenth of it
@@ -114,3 +114,57 @@ told(lambda: pc.psum(1))
     assert sum(bool(re.search(thrown, line)) for line in lines) == 6, lines
     assert lines.count("[2.]") == 2
     assert lines.count("2") == 2
+
+
+# What rank 1 does before it would start MPI, what the others do, and what is said of rank 1.
+NEVER_COME = {
+    "it ends": ("sys.exit(0)", "pc.init(timeout=2)", "rank 1 has no process: it has ended"),
+    "it is at work": (
+        "time.sleep(50)",
+        "from mpi4py import MPI",
+        r"rank 1 has a process \(\d+\) that does not start MPI by this package",
+    ),
+}
+
+
+@pytest.mark.library
+@pytest.mark.parametrize("what", NEVER_COME)
+def test_a_rank_that_never_starts_mpi(what: str, tmp_path: Path) -> None:
+    """The lowest rank that waits says so, at half of the limit and at its end."""
+    does, others, told = NEVER_COME[what]
+    program = tmp_path / "program.py"
+    program.write_text(f"""
+import os, sys, time
+if "1" in (os.environ.get("PMI_RANK"), os.environ.get("OMPI_COMM_WORLD_RANK")):
+    {does}
+import pycollective as pc
+{others}
+""")
+    done = mpirun(3, str(program), timeout=60, env={"PYCOLLECTIVE_TIMEOUT": "2"})
+    assert done.returncode not in (0, 124, 137), done.stderr
+    wait = rf"On this host \(\S+\) {told}\."
+    waits = rf"pycollective: rank 0 of 3 has waited 1\S* s for all ranks to start MPI\. {wait} All ranks end after 2 s "
+    assert len(re.findall(waits, done.stderr)) == 1, done.stderr
+    ended = (
+        r"pycollective\.init: expected all ranks to start MPI within 2 s, got a wait of \S+ s \(rank 0 of 3\)\. "
+        rf"{wait} Look for a rank that raised or exited before it imported mpi4py or called init; ending all ranks\."
+    )
+    assert len(re.findall(ended, done.stderr)) == 1, done.stderr
+    assert "rank 2 of 3" not in done.stderr
+    wait_until_gone(str(program))
+
+
+def test_a_rank_that_has_ended_is_not_waited_for(tmp_path: Path) -> None:
+    """Without a limit as well: MPI cannot start any more."""
+    program = tmp_path / "program.py"
+    program.write_text("""
+import os
+if os.environ["PMI_RANK"] == "1":
+    raise SystemExit(3)
+import pycollective as pc
+pc.init()
+""")
+    done = mpirun(2, str(program), timeout=60, env={"PYCOLLECTIVE_TIMEOUT": "off"})
+    assert done.returncode == 3, done.stderr
+    assert "expected all ranks to start MPI, got a wait of 1" in done.stderr
+    assert "rank 1 has no process: it has ended. Look for" in done.stderr

@@ -31,6 +31,7 @@ class Jsrun(Launcher):
 
     name = "jsrun"
     size_variable = "JSM_NAMESPACE_SIZE"
+    rank_variable = "JSM_NAMESPACE_RANK"
     rank_variables = ("JSM_NAMESPACE_ID", "JSM_NAMESPACE_RANK")
     place_variables = ("JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE")
     remedy = "Launch with jsrun's own MPI."

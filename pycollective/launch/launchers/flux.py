@@ -17,5 +17,6 @@ class FluxRun(Launcher):
 
     name = "flux run"
     size_variable = "FLUX_JOB_SIZE"
+    rank_variable = "FLUX_TASK_RANK"
     rank_variables = ("FLUX_JOB_ID", "FLUX_TASK_RANK")
     remedy = "Launch with 'flux run -o mpi=...' as your MPI library needs it."

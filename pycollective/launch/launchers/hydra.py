@@ -10,6 +10,7 @@ class Hydra(Launcher):
 
     name = "an MPICH or Intel MPI mpiexec"
     size_variable = "PMI_SIZE"
+    rank_variable = "PMI_RANK"
     rank_variables = ("PMI_RANK", "PMI_FD", "PMI_PORT")
     place_variables = ("MPI_LOCALRANKID", "MPI_LOCALNRANKS")
     remedy = "mpi4py has loaded another MPI library: use that library's mpiexec, or install the MPI of this mpiexec."

@@ -30,6 +30,7 @@ class Launcher:
     Attributes:
         name: the launcher in a message.
         size_variable: the variable that holds the number of ranks.
+        rank_variable: the variable that holds the number of a rank.
         rank_variables: the variables that differ between any two ranks, of one job or of two jobs.
         place_variables: the variables that hold a rank's number on its host and the number of ranks there, if any.
         starts_launchers: whether its tasks may be shells, or parts of another launcher, instead of ranks.
@@ -38,6 +39,7 @@ class Launcher:
 
     name: ClassVar[str]
     size_variable: ClassVar[str]
+    rank_variable: ClassVar[str]
     rank_variables: ClassVar[tuple[str, ...]]
     place_variables: ClassVar[tuple[str, str] | None] = None
     starts_launchers: ClassVar[bool] = False

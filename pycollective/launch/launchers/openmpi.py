@@ -10,6 +10,7 @@ class Mpirun(Launcher):
 
     name = "an Open MPI mpirun"
     size_variable = "OMPI_COMM_WORLD_SIZE"
+    rank_variable = "OMPI_COMM_WORLD_RANK"
     rank_variables = ("PMIX_NAMESPACE", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
     place_variables = ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
     remedy = "mpi4py has loaded another MPI library: use that library's mpiexec, or install the MPI of this mpirun."

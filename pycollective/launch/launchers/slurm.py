@@ -92,6 +92,7 @@ class Srun(BatchLauncher):
     name = "srun"
     option = "srun"
     size_variable = "SLURM_STEP_NUM_TASKS"
+    rank_variable = "SLURM_PROCID"
     rank_variables = ("SLURM_STEP_ID", "SLURM_PROCID")
     starts_launchers = True
     remedy = (
