@@ -58,11 +58,11 @@ def _places_of_buckets(arrays: Sequence[Array]) -> list[list[int]]:
     for i, x in enumerate(arrays):
         nbytes = x.size * x.dtype.itemsize
         like = x.dtype, jax_internals.varying_axes(x)
-        places, filled = open_buckets.get(like, ([], _BUCKET_BYTES))
+        places, filled = open_buckets.get(like, ([], 0))
         if 2 * nbytes >= _BUCKET_BYTES:
             buckets.append([i])
             continue
-        if filled + nbytes > _BUCKET_BYTES:
+        if not places or filled + nbytes > _BUCKET_BYTES:
             buckets.append(places := [])
             filled = 0
         places.append(i)

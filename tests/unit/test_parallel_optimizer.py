@@ -133,6 +133,11 @@ def test_a_bucket_is_not_overfilled(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sorted(seen) == [8 * 4, 8 * (1 + 2 + 3 + 1)]
 
 
+def test_an_empty_array_may_come_first() -> None:
+    arrays = [jnp.ones((2, 0)), jnp.ones((2, 3))]
+    assert [x.shape for x in buckets.in_buckets(lambda x: 2 * x, arrays)] == [(2, 0), (2, 3)]
+
+
 def test_a_state_goes_to_another_number_of_devices() -> None:
     """It is saved as the inner optimizer's own state, and training goes on as if nothing had happened."""
     inner = optax.adamw(1e-2)
