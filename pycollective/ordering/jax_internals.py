@@ -18,6 +18,7 @@
 ``jax._src.core.custom_typechecks``      how ``jax_enable_checks`` checks an equation whose jaxpr names axes that the
                                          equation binds; ``check_jaxpr`` and ``jaxprs_in_params``, which
                                          ``jax.extend`` exports later than JAX 0.9, check that jaxpr
+``jax._src.checkify.error_checks``       how ``jax.experimental.checkify`` makes an equation return its errors
 ``DynamicJaxprTrace.make_eqn``           wrapped, to add the effects of primitives that other libraries define
 ``loops._while_lowering``                lowers each while loop but those that ``transforms`` lowers
 ``compiler.compile_or_get_cached``       wrapped where global arrays go over MPI, to read each compiled program
@@ -28,7 +29,7 @@
 ``aval.vma``, ``aval.manual_axis_type``  the axes along which a value varies: the first in JAX 0.9, the second later
 =======================================  ==============================================================
 
-If JAX lacks one of them, the import of this file fails with a message.
+If JAX lacks one of them, the import of this file fails with a message; ``checkify`` is imported later.
 """
 
 from __future__ import annotations
@@ -50,6 +51,12 @@ from jax.interpreters.mlir import ir
 from pycollective.errors import message
 
 SUPPORTED_JAX = ">= 0.9, < 0.13"
+
+
+def _unsupported(error: Exception) -> ImportError:
+    got = f"jax {jax.__version__}: {error}"
+    return ImportError(message("ordering", f"jax {SUPPORTED_JAX}", got, "Install a supported jax."))
+
 
 try:
     from jax._src import compiler
@@ -91,9 +98,7 @@ try:
     if list(inspect.signature(compiler.compile_or_get_cached).parameters)[:3] != ["backend", "computation", "devices"]:
         raise ImportError("compile_or_get_cached has other parameters")
 except (ImportError, AttributeError) as error:
-    raise ImportError(
-        message("ordering", f"jax {SUPPORTED_JAX}", f"jax {jax.__version__}: {error}", "Install a supported jax.")
-    ) from error
+    raise _unsupported(error) from error
 
 
 _PACKAGE = str(Path(__file__).parents[1])
@@ -210,6 +215,30 @@ def check_with(
 def _check_inner_jaxprs(**params: Any) -> None:
     for jaxpr in jaxprs_in_params(params):
         check(jaxpr)
+
+
+_ERROR_CHECKS: dict[Primitive, Callable[..., Any]] = {}
+
+
+def return_errors_with(primitive: Primitive, rule: Callable[..., Any]) -> None:
+    """Sets how ``jax.experimental.checkify`` makes an equation return its errors; :func:`import_checkify` tells it.
+
+    Args:
+        primitive: the primitive of the equation.
+        rule: a function from the errors so far, the kinds of errors to find, the operands, and the parameters by
+            keyword, to the errors and the results.
+    """
+    _ERROR_CHECKS[primitive] = rule
+
+
+@functools.cache
+def import_checkify() -> None:
+    """Comes before the first use of a primitive of :func:`return_errors_with`. ``import jax`` leaves checkify out."""
+    try:
+        from jax._src.checkify import error_checks
+    except ImportError as error:
+        raise _unsupported(error) from error
+    error_checks.update(_ERROR_CHECKS)
 
 
 def report_effects(of: Callable[[Primitive, Sequence[Any], dict[str, Any], Iterable[Any]], Iterable[Any]]) -> None:

@@ -112,6 +112,7 @@ def parameters(
         out_specs: the spec of each result.
         effects: the effects of the body, without those that say that it names the axes.
     """
+    jax_internals.import_checkify()
     body_effects = frozenset(jax_internals.without_references(effects))
     if discharge.communicates(body, frozenset(mesh.shape)):
         body_effects |= {effect}
@@ -179,6 +180,55 @@ def batch(
 
     batched_specs = with_batch(in_specs, axes), with_batch(out_specs, out_dims)
     return Batch(operands, batched_specs[0], lambda *blocks: function(*blocks), batched_specs[1], out_dims)
+
+
+def return_errors(
+    error: Any,
+    enabled: Any,
+    operands: Sequence[Any],
+    *,
+    body: Any,
+    mesh: Mesh,
+    in_specs: Sequence[PartitionSpec],
+    apply: Callable[[Callable[..., Any], Sequence[Any], Sequence[PartitionSpec], PartitionSpec], list[Any]],
+) -> tuple[Any, list[Any]]:
+    """The rule of ``jax.experimental.checkify``: a program that finds errors and returns them beside its results.
+
+    As with :func:`jax.pmap`, each device of this rank has its own errors, along a first axis. A rank with one device
+    has errors without that axis, which JAX can join with those of other operations.
+
+    Args:
+        error: the errors so far.
+        enabled: the kinds of errors to find.
+        operands: this rank's own blocks.
+        body: the jaxpr from one device's blocks to one device's blocks.
+        mesh: the mesh over ranks x devices.
+        in_specs: the spec of each operand.
+        apply: traces a function of one device's blocks, and applies it to operands with these specs. The function
+            returns errors, whose spec is the last argument, and results.
+    """
+    from jax.experimental import checkify  # `import jax` leaves it out
+
+    earlier, tree = jax.tree.flatten(error)
+    function = jaxprs.as_function(body)
+    trees: list[Any] = []
+
+    def after_earlier_errors(*blocks: Any) -> list[Any]:
+        checkify.check_error(jax.tree.unflatten(tree, blocks[: len(earlier)]))
+        return function(*blocks[len(earlier) :])
+
+    def one_device(*blocks: Any) -> tuple[list[Any], list[Any]]:
+        error, results = checkify.checkify(after_earlier_errors, errors=enabled)(*blocks)
+        errors, tree = jax.tree.flatten(error)
+        trees.append(tree)
+        return [jnp.expand_dims(x, 0) for x in errors], results
+
+    specs = [*[PartitionSpec()] * len(earlier), *in_specs]
+    own = PartitionSpec(tuple(mesh.shape))
+    found = apply(one_device, [*map(jnp.asarray, earlier), *operands], specs, own)
+    count = len(found) - len(body.outvars)
+    errors = found[:count] if len(mesh.devices) > 1 else [jnp.squeeze(x, 0) for x in found[:count]]
+    return jax.tree.unflatten(trees[-1], errors), found[count:]
 
 
 def zero_if_none(ct: Any, aval: Any) -> Any:

@@ -228,6 +228,17 @@ def _batching_rule(
     return apply(closed, mesh, batch.operands, batch.in_specs, batch.out_specs), batch.out_dims
 
 
+def _error_check_rule(
+    error: Any, enabled: Any, *args: Any, body: Any, mesh: Mesh, in_specs: Specs, out_specs: Specs, **_: Any
+) -> tuple[Any, list[Any]]:
+    def applied(fun: Callable[..., Any], operands: Sequence[Any], specs: Specs, own: PartitionSpec) -> list[Any]:
+        closed = _traced(fun, mesh, [device_aval(mesh, *pair) for pair in zip(operands, specs, strict=True)])
+        count = len(closed.jaxpr.outvars) - len(out_specs)
+        return apply(closed, mesh, operands, specs, [*[own] * count, *out_specs])
+
+    return device_program.return_errors(error, enabled, args, body=body, mesh=mesh, in_specs=in_specs, apply=applied)
+
+
 def _check(*, body: Any, mesh: Mesh, **_: Any) -> None:
     """Checks a body under its axes, for ``jax_enable_checks``."""
     with _axes_bound(mesh):
@@ -235,6 +246,7 @@ def _check(*, body: Any, mesh: Mesh, **_: Any) -> None:
 
 
 jax_internals.check_with(pmap_p, _check)
+jax_internals.return_errors_with(pmap_p, _error_check_rule)
 ad.primitive_jvps[pmap_p] = _jvp_rule
 ad.primitive_transposes[pmap_p] = _transpose_rule
 batching.fancy_primitive_batchers[pmap_p] = _batching_rule

@@ -217,12 +217,31 @@ def _batching_rule(
     return apply(closed, mesh, batch.operands), batch.out_dims
 
 
+def _error_check_rule(
+    error: Any,
+    enabled: Any,
+    *args: Any,
+    body: Any,
+    mesh: Mesh,
+    in_specs: Any,
+    out_specs: Any,
+    check_vma: bool,
+    **_: Any,
+) -> tuple[Any, list[Any]]:
+    def applied(fun: Callable[..., Any], operands: Sequence[Any], specs: Any, own: PartitionSpec) -> list[Any]:
+        function = _shard_map(fun, mesh, tuple(specs), (own, list(out_specs)), check_vma)
+        return apply(_jaxpr(function, *map(partial(global_aval, mesh), operands, specs)), mesh, operands)
+
+    return device_program.return_errors(error, enabled, args, body=body, mesh=mesh, in_specs=in_specs, apply=applied)
+
+
 def _check(*, body: Any, mesh: Mesh, check_vma: bool, **_: Any) -> None:
     """Checks a body under its axes and types, for ``jax_enable_checks``."""
     _jaxpr(_shard_map(lambda: jax_internals.check(body), mesh, (), None, check_vma))
 
 
 jax_internals.check_with(shard_map_p, _check)
+jax_internals.return_errors_with(shard_map_p, _error_check_rule)
 ad.primitive_jvps[shard_map_p] = _jvp_rule
 ad.primitive_transposes[shard_map_p] = _transpose_rule
 batching.fancy_primitive_batchers[shard_map_p] = _batching_rule
