@@ -23,8 +23,8 @@ struct AllreduceArrays {
   int64_t nbytes = 0;
 
   // Reads what XLA hands over. Returns an error if an operand cannot be reduced.
-  ffi::Error Decode(const Call& call, const ffi::RemainingArgs& operands, const ffi::RemainingRets& results,
-                    int64_t op) {
+  ffi::Error Decode(const Call& call, const Participants& participants, const ffi::RemainingArgs& operands,
+                    const ffi::RemainingRets& results, int64_t op) {
     signature.reduce_op = static_cast<int32_t>(op);
     for (size_t i = 0; i < operands.size(); ++i) {
       const auto x = operands.get<ffi::AnyBuffer>(i);
@@ -36,12 +36,13 @@ struct AllreduceArrays {
       arrays.push_back(array);
       nbytes += NBytes(*x);
       signature.count += array.count;
+      const int32_t dtype = participants.DtypeOf(i, x->element_type());
       if (i == 0) {
-        signature.dtype = static_cast<int32_t>(x->element_type());
+        signature.dtype = dtype;
         signature.dimensions = Dimensions(x->dimensions());
       } else {
         // A hash; unsigned, since it wraps around.
-        const uint64_t one = Dimensions(x->dimensions()).Hash() * 64u + static_cast<uint64_t>(x->element_type()) + 1;
+        const uint64_t one = Dimensions(x->dimensions()).Hash() * 64u + static_cast<uint64_t>(dtype) + 1;
         signature.pattern = static_cast<int64_t>(static_cast<uint64_t>(signature.pattern) * 1000003u + one);
       }
     }

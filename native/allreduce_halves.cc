@@ -51,7 +51,7 @@ ffi::Error AllreduceStart(DevicePlace place, const Participants& participants, I
                           OutToken, ffi::RemainingRets results, int64_t op, int64_t bucket_bytes) {
   const auto started = std::make_shared<Started>(place, CallIn(place, kAllreduce, participants));
   AllreduceArrays& all = started->all;
-  const ffi::Error bad = all.Decode(started->call, operands, results, op);
+  const ffi::Error bad = all.Decode(started->call, participants, operands, results, op);
   if (bad.failure()) return bad;
   const void* const key = KeyOf(all.arrays);
   if (key == nullptr) return ffi::Error::Success();  // only empty arrays: no rank makes a call

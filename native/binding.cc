@@ -61,6 +61,9 @@ PYCOLLECTIVE_EXPORT const char* pycollective_op_name(int64_t index) {
   return NameAt(pycollective::kOpNames, index);
 }
 
+// The number of a dtype by its name, as the attribute comm of a handler holds it (call.h); -1: it is unknown.
+PYCOLLECTIVE_EXPORT int32_t pycollective_dtype_number(const char* name) { return pycollective::DtypeNumber(name); }
+
 // The operations: "allreduce", ... Each has the handlers pycollective_NAME and pycollective_device_NAME.
 PYCOLLECTIVE_EXPORT const char* pycollective_operation_name(int64_t index) {
   return NameAt(pycollective::kOperationNames, index);

@@ -33,7 +33,8 @@ struct Post {
 
   // Whether the other rank makes the same call as this one. That concerns the line too, where the data of all ranks has the
   // same part in the call: two sums of equal shapes in another order would mix, and so would a sum and a mean, which are one
-  // call. A rank may make the call in a function that this rank does not run.
+  // call. A rank may make the call in a function that this rank does not run. What JAX makes of a call, such as its transpose, is
+  // another collective, whoever makes it.
   bool Matches(const Post& other) const;
 
   // Whether the other rank makes the reductions of one line in another order.

@@ -36,9 +36,9 @@ inline View ViewOf(const ffi::AnyBuffer& buffer, Type type, int64_t blocks = 1) 
   return {buffer.untyped_data(), Count(buffer) / blocks, kTypeBytes[int(type)], blocks};
 }
 
-inline Signature SignatureOf(Operation operation, const ffi::AnyBuffer& x, int64_t reduce_op = -1, int64_t root = -1,
-                             int64_t pattern = 0) {
-  Signature signature{operation, static_cast<int32_t>(x.element_type()), Count(x), static_cast<int32_t>(reduce_op),
+inline Signature SignatureOf(Operation operation, const Participants& participants, const ffi::AnyBuffer& x,
+                             int64_t reduce_op = -1, int64_t root = -1, int64_t pattern = 0) {
+  Signature signature{operation, participants.DtypeOf(0, x.element_type()), Count(x), static_cast<int32_t>(reduce_op),
                       static_cast<int32_t>(root), pattern};
   signature.dimensions = Dimensions(x.dimensions());
   return signature;

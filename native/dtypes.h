@@ -4,14 +4,19 @@
 #define PYCOLLECTIVE_NATIVE_DTYPES_H_
 
 #include <cstdint>
+#include <string>
 
 #include "mpi.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace pycollective {
 
-// The name of a dtype, given as XLA's number: it may come from another rank.
+// The name of a dtype, given as XLA's number: it may come from another rank. JAX's keys, which XLA does not know, have the
+// numbers from kKeyDtypes on, one for each implementation.
 const char* DtypeName(int32_t dtype);
+inline constexpr int32_t kKeyDtypes = 1 << 16;
+// The number of a dtype that is no key; -1: it is unknown.
+int32_t DtypeNumber(const std::string& name);
 // Finds the type that carries `dtype` unchanged. Returns false if there is none: for dtypes packed below a byte.
 bool MoveType(xla::ffi::DataType dtype, Type* type);
 // Finds the type in which MPI reduces `dtype`. Returns false if MPI's arithmetic would not be that of the dtype.

@@ -35,7 +35,7 @@ ffi::Error Enter(Place place, const Participants& participants, InToken, ffi::Re
     const auto x = operands.get<ffi::AnyBuffer>(i);
     if (x.has_error()) return x.error();
     if (i == 0) {
-      signature.dtype = static_cast<int32_t>(x->element_type());
+      signature.dtype = participants.DtypeOf(0, x->element_type());
       signature.dimensions = Dimensions(x->dimensions());
     }
     if (operation != kRecv) call.Brings(*x);

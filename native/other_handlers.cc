@@ -23,7 +23,7 @@ ffi::Error Allreduce(Place place, const Participants& participants, InToken, ffi
                      ffi::RemainingRets results, int64_t op, int64_t bucket_bytes) {
   Call call = CallIn(place, kAllreduce, participants);
   AllreduceArrays all;
-  const ffi::Error bad = all.Decode(call, operands, results, op);
+  const ffi::Error bad = all.Decode(call, participants, operands, results, op);
   if (bad.failure()) return bad;
   const CarriedReduction carried(all.arrays, static_cast<Op>(op));
   const Arguments as_bytes{nullptr, nullptr, all.nbytes, Type::kUint8};
@@ -61,7 +61,7 @@ ffi::Error Ppermute(Place place, const Participants& participants, InToken, In x
   const CarriedCollective carried(kPpermute, whole, 1);
   if (Place::kInHostMemory && on_channel) call.Makes(carried, false);  // ranks do not wait for all in it
   return call.Run(
-      place, SignatureOf(kPpermute, x, -1, -1, pattern), NBytes(x), {&result, 1},
+      place, SignatureOf(kPpermute, participants, x, -1, -1, pattern), NBytes(x), {&result, 1},
       [&](const Library& mpi, const Lane& lane) {
         const Communicator& communicator = call.communicator();
         const auto lanes = static_cast<int64_t>(communicator.lanes.size());
@@ -112,13 +112,13 @@ ffi::Error Send(Place place, const Participants& participants, InToken, In x, Ou
   if (!MoveType(x.element_type(), &type)) return call.Unsupported(x.element_type());
   call.SetDest(dest);
   if (call.has_dest()) call.Brings(x);
-  return call.Run(place, SignatureOf(kSend, x), NBytes(x), {}, [&](const Library& mpi, const Lane& lane) {
+  return call.Run(place, SignatureOf(kSend, participants, x), NBytes(x), {}, [&](const Library& mpi, const Lane& lane) {
     return place.Exchange(lane, ViewOf(x, type), {}, kWholeMessage,
                           [&](const Channel& channel, const void* in, void*, int64_t) {
                             return pycollective::Send(
                                 mpi, channel,
                                 {{in, Count(x), type, static_cast<int>(dest), static_cast<int>(tag)},
-                                 {SignatureOf(kSend, x), participants.site}});
+                                 {SignatureOf(kSend, participants, x), participants.site}});
                           });
   });
 }
@@ -133,14 +133,14 @@ ffi::Error Recv(Place place, const Participants& participants, InToken, In, OutT
   if (!MoveType(y->element_type(), &type)) return call.Unsupported(y->element_type());
   const ResultMemory result = ResultOf(*y);
   call.SetSource(source);
-  return call.Run(place, SignatureOf(kRecv, *y), NBytes(*y), {&result, 1}, [&](const Library& mpi, const Lane& lane) {
+  return call.Run(place, SignatureOf(kRecv, participants, *y), NBytes(*y), {&result, 1}, [&](const Library& mpi, const Lane& lane) {
     return place.Exchange(lane, {}, ViewOf(*y, type), kWholeMessage,
                           [&](const Channel& channel, const void*, void* out, int64_t) {
                             return pycollective::Recv(
                                 mpi, channel,
                                 {{out, Count(*y), type, static_cast<int>(source), static_cast<int>(tag),
                                   reinterpret_cast<void*>(status)},
-                                 {SignatureOf(kRecv, *y), participants.site}});
+                                 {SignatureOf(kRecv, participants, *y), participants.site}});
                           });
   });
 }
@@ -158,7 +158,7 @@ ffi::Error Sendrecv(Place place, const Participants& participants, InToken, In x
   call.SetDest(dest);
   if (call.has_dest()) call.Brings(x);
   call.SetSource(source);
-  const Signature signature = SignatureOf(kSendrecv, x);
+  const Signature signature = SignatureOf(kSendrecv, participants, x);
   const int64_t site = participants.site;
   return call.Run(place, signature, NBytes(x) + NBytes(*y), {&result, 1}, [&](const Library& mpi, const Lane& lane) {
     return place.Exchange(
@@ -169,7 +169,7 @@ ffi::Error Sendrecv(Place place, const Participants& participants, InToken, In x
               {{in, Count(x), send_type, static_cast<int>(dest), static_cast<int>(send_tag)}, {signature, site}},
               {{out, Count(*y), recv_type, static_cast<int>(source), static_cast<int>(recv_tag),
                 reinterpret_cast<void*>(status)},
-               {SignatureOf(kSendrecv, *y), site}});
+               {SignatureOf(kSendrecv, participants, *y), site}});
         });
   });
 }

@@ -58,7 +58,7 @@ inline uint64_t Mix(uint64_t hash, uint64_t word) {
 // What must be the same on every rank in one collective call.
 struct Signature {
   int32_t operation = 0;   // Operation (operations.h)
-  int32_t dtype = 0;       // XLA's number
+  int32_t dtype = 0;       // of the operand as the user passed it (dtypes.h)
   int64_t count = 0;       // elements of the operand
   int32_t reduce_op = -1;  // Op; -1: no reduction
   int32_t root = -1;       // -1: no root

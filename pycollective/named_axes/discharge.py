@@ -9,6 +9,7 @@ JAX's types that say along which axes a value varies, since JAX has checked them
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
@@ -24,8 +25,10 @@ from pycollective.named_axes.mesh import Mesh
 from pycollective.named_axes.names import AxisName
 from pycollective.ordering import jaxprs
 from pycollective.ordering.effect import effect
+from pycollective.ordering.jax_internals import is_transposed
 from pycollective.ordering.jaxprs import inner_jaxprs
 from pycollective.ordering.operand_order import number_of
+from pycollective.primitives.passed import as_transpose
 from pycollective.ranks.agreement import CollectiveLine
 
 Names = frozenset[AxisName]
@@ -195,6 +198,10 @@ class _Discharge:
         return self._known[id(closed.jaxpr)][1]
 
     def _equation(self, eqn: JaxprEqn, operands: list[Any]) -> Any:
+        with as_transpose() if is_transposed(eqn) else contextlib.nullcontext():
+            return self._discharged(eqn, operands)
+
+    def _discharged(self, eqn: JaxprEqn, operands: list[Any]) -> Any:
         if _names(eqn, self._ours):
             return self._collective(eqn, operands)
         if eqn.primitive in DEVICE_PROGRAMS:

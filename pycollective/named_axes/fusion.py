@@ -45,8 +45,9 @@ def part_reductions(jaxpr: Any) -> Any:
         if not is_over_axes(eqn) or len(eqn.invars) == 1:
             eqns.append(eqn)
             continue
-        for operand, result, hint in zip(eqn.invars, eqn.outvars, eqn.params["in_place"], strict=True):
-            params = {**eqn.params, "in_place": (hint,)}
+        arrays = zip(eqn.invars, eqn.outvars, eqn.params["in_place"], strict=True)
+        for i, (operand, result, hint) in enumerate(arrays):
+            params = {**eqn.params, "in_place": (hint,), "passed": eqn.params["passed"].at([i])}
             eqns.append(eqn.replace(invars=[operand], outvars=[result], params=params))
     return jaxpr if len(eqns) == len(jaxpr.eqns) else jaxpr.replace(eqns=eqns)
 
@@ -96,11 +97,13 @@ class _Joiner:
         if len(self._bucket) > 1:
             first = self._bucket[0]
             in_place = tuple(hint for eqn in self._bucket for hint in eqn.params["in_place"])
+            dtypes = tuple(dtype for eqn in self._bucket for dtype in eqn.params["passed"].dtypes)
+            passed = first.params["passed"]._replace(dtypes=dtypes)
             self.eqns.append(
                 first.replace(
                     invars=[var for eqn in self._bucket for var in eqn.invars],
                     outvars=[var for eqn in self._bucket for var in eqn.outvars],
-                    params={**first.params, "in_place": in_place},
+                    params={**first.params, "in_place": in_place, "passed": passed},
                 )
             )
         else:

@@ -396,7 +396,7 @@ def _divide(
 
 
 def _start_of(eqn: JaxprEqn) -> JaxprEqn:
-    params = {"comm": eqn.params["comm"], "op": eqn.params["op"], "number": len(eqn.invars)}
+    params = {name: eqn.params[name] for name in ("comm", "op", "passed")} | {"number": len(eqn.invars)}
     return _new_equation(eqn, functools.partial(start_p.bind, **params), eqn.invars)
 
 

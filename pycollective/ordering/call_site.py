@@ -47,6 +47,7 @@ class CallSite(NamedTuple):
         function: the function around the line.
         line_in_function: the number of the line from the function's first line, which is 0.
         collective: the function of JAX or of this package that makes the call, such as ``pmean``; "" if nobody knows.
+        derivative: what JAX has made of that call, such as "transpose"; "" for the call itself.
     """
 
     file: str
@@ -54,18 +55,28 @@ class CallSite(NamedTuple):
     function: str
     line_in_function: int
     collective: str
+    derivative: str = ""
 
     @property
     def text(self) -> str:
-        """As messages name it: the name of the file, the line, and the function."""
-        return f"{self.file}:{self.line} ({self.function})"
+        """As messages name it: the name of the file, the line, the function, and the derivative.
+
+        Example:
+            >>> CallSite("train.py", 12, "step", 2, "psum", "transpose").text
+            'train.py:12 (step, transpose)'
+        """
+        return f"{self.file}:{self.line} ({', '.join(filter(None, (self.function, self.derivative)))})"
 
     @property
     def site(self) -> int:
-        """The same on every rank, and not 0: 24 bits for the function, 20 for the line, 20 for the collective."""
+        """The same on every rank, and not 0: 24 bits for the function, 20 for the line, 20 for the collective.
+
+        A derivative is another collective: it must not meet the call itself, whatever function makes that.
+        """
         is_cell = self.file.startswith("<") or self.file.removesuffix(".py").isdecimal()  # of IPython or a notebook
         file = "" if is_cell else self.file  # a cell has another name in each process
-        function, collective = _hash((file, self.function), 24), _hash(self.collective, 20) | 1
+        made = f"{self.derivative} of {self.collective}" if self.derivative else self.collective
+        function, collective = _hash((file, self.function), 24), _hash(made, 20) | 1
         bits = function << 40 | (self.line_in_function & 0xFFFFF) << 20 | collective
         return as_int64(bits)
 
@@ -84,20 +95,28 @@ def _hash(facts: object, bits: int) -> int:
     return int.from_bytes(hashlib.blake2b(repr(facts).encode(), digest_size=8).digest(), "little") % (1 << bits)
 
 
-site_outside_jit: ContextVar[int] = ContextVar("site_outside_jit", default=0)
-"""The ``site`` of the collective that runs outside any trace: a program of its own, in which no line is the user's."""
+call_outside_jit: ContextVar[CallSite | None] = ContextVar("call_outside_jit", default=None)
+"""The line of the collective that runs outside any trace: a program of its own, in which no line is the user's."""
 
 
-def site_of_lowered() -> int:
-    """The attribute ``site`` of the collective that is lowered now; 0 if nobody knows where it was called."""
-    found = _innermost(jax_internals.frames_of_user())
-    return _known(found) if found is not None else site_outside_jit.get()
+def site_of_lowered(derivative: str = "") -> int:
+    """The attribute ``site`` of the collective that is lowered now; 0 if nobody knows where it was called.
+
+    Args:
+        derivative: what JAX has made of the call that stands at the line, such as "transpose"; "": it is that call.
+    """
+    found = _innermost(jax_internals.frames_of_user()) or call_outside_jit.get()
+    return site_of(None if found is None else found._replace(derivative=derivative))
 
 
-def site_of_caller() -> int:
-    """The ``site`` of the collective that this thread calls now, outside any trace; 0 if nobody knows the line."""
-    found = _innermost(_frames(sys._getframe(1)))
-    return 0 if found is None else _known(found)
+def site_of(line: CallSite | None) -> int:
+    """The attribute ``site`` of a line, which messages can name from now on; 0 for None."""
+    return 0 if line is None else _known(line)
+
+
+def line_of_caller() -> CallSite | None:
+    """The line of the collective that this thread calls now, outside any trace; None if nobody knows it."""
+    return _innermost(_frames(sys._getframe(1)))
 
 
 def _frames(frame: FrameType | None) -> Iterator[jax_internals.Frame]:

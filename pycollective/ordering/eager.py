@@ -41,11 +41,13 @@ def apply(primitive: Primitive, *operands: Any, **params: Any) -> Any:
     JAX compiles a program once for each combination of shapes, dtypes and parameters, which are all hashable, and for
     each line that makes the call: ranks compare the lines.
     """
-    site = call_site.site_of_caller()
-    program, region = _of_participants[params["comm"]](primitive, tuple(sorted(params.items())), site)
+    line = call_site.line_of_caller()
+    program, region = _of_participants[params["comm"]](
+        primitive, tuple(sorted(params.items())), call_site.site_of(line)
+    )
     devices = region.devices
     dispatch.wait_for_earlier_programs(dispatch.devices_for(operands, {}) if isinstance(devices, str) else devices)
-    outside = call_site.site_outside_jit.set(site)  # if the program is compiled now, it has no line of its own
+    outside = call_site.call_outside_jit.set(line)  # if the program is compiled now, it has no line of its own
     try:
         if jax.config.jax_disable_jit:  # JAX compiles its own primitives even then, so we do too
             with jax.disable_jit(False):
@@ -53,7 +55,7 @@ def apply(primitive: Primitive, *operands: Any, **params: Any) -> Any:
         else:
             outs = program(*operands)
     finally:
-        call_site.site_outside_jit.reset(outside)
+        call_site.call_outside_jit.reset(outside)
     if type(outs) is dispatch.WithCompletion and not jax.tree.leaves(outs.outs):
         outs.completion.block_until_ready()  # there is no result to wait for, so errors must show here
     return dispatch.limit_programs_in_flight(outs)

@@ -26,6 +26,7 @@
 ``ir.Location.child_loc``, ``NameLoc``   the place of an operation without its name, to give it another one
 ``mhlo.backend_config``                  where ``jax.ffi`` has put the attributes of a call that is lowered already
 ``source_info_util.current``             where the user called an operation that is lowered; its traceback's frames
+``source_info.name_stack``               of an equation: whether it comes from a transpose
 ``aval.vma``, ``aval.manual_axis_type``  the axes along which a value varies: the first in JAX 0.9, the second later
 =======================================  ==============================================================
 
@@ -36,6 +37,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -386,6 +388,11 @@ def location_named(ctx: Any, name: str) -> ir.Location:
         loc = loc.child_loc
     scope = str(ctx.name_stack)
     return ir.Location.name(f"{scope}/{name}" if scope else name, childLoc=loc)
+
+
+def is_transposed(eqn: Any) -> bool:
+    """Whether an equation comes from a transpose, by JAX's names of scopes. In a scan only the scan itself shows it."""
+    return re.search(r"\btranspose\(", str(eqn.source_info.name_stack)) is not None
 
 
 def _is_name(loc: ir.Location) -> bool:

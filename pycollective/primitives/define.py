@@ -21,6 +21,7 @@ from pycollective.errors import message
 from pycollective.ordering import eager, jax_internals
 from pycollective.ordering.effect import effect
 from pycollective.primitives import dtypes, local_steps, lowering
+from pycollective.primitives.passed import Passed
 from pycollective.ranks.participants import Participants
 from pycollective.transport import native
 from pycollective.transport.chosen import transport
@@ -114,9 +115,10 @@ class Collective:
         ad.primitive_transposes[self.primitive] = self._transpose_rule
         batching.primitive_batchers[self.primitive] = self._batching_rule
 
-    def __call__(self, x: Array, *, comm: Participants, **params: Any) -> Array:
-        """Binds the primitive to ``x`` in a dtype that MPI knows."""
-        bind = partial(self.primitive.bind, comm=comm, **params, **self._hints)
+    def __call__(self, x: Array, *, comm: Participants, passed: Passed | None = None, **params: Any) -> Array:
+        """Binds the primitive to ``x`` in a dtype that MPI knows. ``passed``: what the user passed; None: ``x``."""
+        passed = Passed.of([x]) if passed is None else passed
+        bind = partial(self.primitive.bind, comm=comm, passed=passed, **params, **self._hints)
         return dtypes.reduced(bind, x, params["op"]) if "op" in params else dtypes.moved(bind, x)
 
     def _abstract_eval(self, x: Any, *, comm: Participants, **_: Any) -> Any:
@@ -126,18 +128,26 @@ class Collective:
 
     # The tangent goes through the same collective. Both are bound by __call__, in a dtype that MPI knows.
     def _jvp_rule(
-        self, primals: Sequence[Array], tangents: Sequence[Any], *, in_place: tuple[bool, ...] = (), **params: Any
+        self,
+        primals: Sequence[Array],
+        tangents: Sequence[Any],
+        *,
+        passed: Passed,
+        in_place: tuple[bool, ...] = (),
+        **params: Any,
     ) -> Any:
         (x,), (t,) = primals, tangents
-        y = self(x, **params)
+        y = self(x, passed=passed, **params)
         if params.get("op", "sum") != "sum":
             refuse_derivative(self.primitive.name, "op='sum'", "Use op='sum', or lax.stop_gradient.", params)
-        return y, self(t, **params)
+        return y, self(t, passed=passed.tangent(), **params)
 
-    def _transpose_rule(self, ct: Any, x: Any, *, in_place: tuple[bool, ...] = (), **params: Any) -> list[Any]:
+    def _transpose_rule(
+        self, ct: Any, x: Any, *, passed: Passed, in_place: tuple[bool, ...] = (), **params: Any
+    ) -> list[Any]:
         if type(ct) is ad.Zero:
             return [ad.Zero(x.aval.to_tangent_aval())]
-        return [self._transpose(ct, **params)]
+        return [self._transpose(ct, passed=passed.transpose(), **params)]
 
     def _batching_rule(self, args: Sequence[Array], dims: Sequence[int], **params: Any) -> Any:
         # The axis of the ranks' blocks stays first; the batch axis comes second.

@@ -25,7 +25,7 @@ def _ppermute_attributes(comm: Participants, perm: tuple[tuple[int, int], ...]) 
 
 ppermute: Collective = Collective(
     "ppermute",
-    transpose=lambda ct, *, comm, perm: ppermute(ct, comm=comm, perm=tuple((dest, source) for source, dest in perm)),
+    transpose=lambda ct, *, perm, **params: ppermute(ct, perm=tuple((dest, source) for source, dest in perm), **params),
     attributes=_ppermute_attributes,
 )
 """``y_d = x_s`` for each pair ``(s, d)`` of ``perm``; zeros on ranks that are the destination of no pair."""

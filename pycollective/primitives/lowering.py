@@ -17,12 +17,17 @@ from jax.interpreters import mlir
 from pycollective.errors import message
 from pycollective.ordering import call_site, jax_internals, jaxprs, operand_order
 from pycollective.ordering.effect import effect
+from pycollective.primitives.passed import Passed
+from pycollective.transport import native
 from pycollective.transport.protocol import Composition, HandlerCall, Structs
 
 HOSTS: tuple[str, ...] = ("cpu",)
 ACCELERATORS: tuple[str, ...] = ("cuda", "rocm")
 """JAX's names of the platforms that we lower for. MPI can read and write the memory of the devices of ``HOSTS``."""
 
+
+_NOTHING = Passed(())
+"""Of a call that has no operand, or whose operands are what the user passed."""
 
 _REDUCTIONS = {"allreduce", "reduce_scatter"}
 """Primitives that combine the operands of all ranks alike."""
@@ -64,6 +69,7 @@ def lower(
     ) -> Any:
         if (outs := lower_on_all_copies(primitive, ctx, operands, params)) is not None:
             return outs
+        passed: Passed = params.pop("passed", _NOTHING)
         devices, manual = _devices_of_program(primitive.name, ctx.module_context.axis_context)
         form = form_of(params, _structs(ctx.avals_in), _structs(ctx.avals_out))
         if isinstance(form, Decomposition):
@@ -78,17 +84,18 @@ def lower(
                         "Leave the arrays on one device, or leave transport out.",
                     )
                 )
-            return _lower_composition(ctx, form, operands)
+            return _lower_composition(ctx, form, operands, passed)
         # On accelerators each device that has a copy makes the call itself, together with its partners on the other
         # ranks: these need as many copies. One call for all, as on the host, would copy from device to device.
         one_call_for_all = manual == (_COPIES,) and form_of is for_host
         spread = -devices if one_call_for_all else devices
-        site = call_site.site_of_lowered()
-        attributes = {**form.attributes, "spread": spread, "site": site, "order": 0}
+        site = call_site.site_of_lowered(passed.derivative)
+        own = _with_dtypes(form.attributes, ctx.avals_in, passed)
+        attributes = {**own, "spread": spread, "site": site, "order": 0}
         with jax_internals.location_named(ctx, name_in_profiles(primitive.name, _structs(ctx.avals_in))):
             results = jax_internals.lower_call(ctx, effect, form.rule, operands, attributes)
         if primitive.name in _REDUCTIONS:
-            kind = repr((primitive.name, form.attributes, ctx.avals_in))
+            kind = repr((primitive.name, own, ctx.avals_in))
             operand_order.number_reduction(ctx.module_context.module, kind, results[0].owner, operands)
         return results if form.hand_on is None else jax_internals.lower_on_results(ctx, form.hand_on, results)
 
@@ -181,11 +188,19 @@ def _lower_decomposition(ctx: Any, form: Decomposition, operands: Sequence[Any])
     return jax_internals.lower_inline(ctx, _traced(form.fun, form.axes, ctx), operands)
 
 
-def _lower_composition(ctx: Any, form: Composition, operands: Sequence[Any]) -> Sequence[Any]:
-    one_device = {"spread": 1, "site": call_site.site_of_lowered(), "order": 0}
-    before, after = ((call.rule, call.attributes | one_device) for call in (form.before, form.after))
+def _lower_composition(ctx: Any, form: Composition, operands: Sequence[Any], passed: Passed) -> Sequence[Any]:
+    one_device = {"spread": 1, "site": call_site.site_of_lowered(passed.derivative), "order": 0}
+    before = form.before.rule, _with_dtypes(form.before.attributes, ctx.avals_in, passed) | one_device
+    after = form.after.rule, form.after.attributes | one_device
     with jax.enable_x64(True):  # the operands may have 64 bits where the program around may not make such arrays
         return jax_internals.lower_between(ctx, effect, before, _traced(form.fun, (), ctx), after, operands)
+
+
+def _with_dtypes(attributes: dict[str, Any], operands: Structs, passed: Passed) -> dict[str, Any]:
+    """The attributes of a handler, with the dtypes that the user passed in ``comm`` if the operands have others."""
+    if passed.dtypes in ((), tuple(str(x.dtype) for x in operands)):
+        return attributes
+    return {**attributes, "comm": (*attributes["comm"], *map(native.dtype_number, passed.dtypes))}
 
 
 def _traced(fun: Callable[..., Any], axes: Sequence[tuple[str, int]], ctx: Any) -> Any:

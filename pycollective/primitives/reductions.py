@@ -6,7 +6,7 @@ values are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from pycollective.ordering import jax_internals
 from pycollective.ordering.effect import effect
 from pycollective.primitives import define, dtypes
 from pycollective.primitives.define import Collective
+from pycollective.primitives.passed import Passed
 from pycollective.ranks.participants import Participants
 
 Array = jax.Array
@@ -38,54 +39,62 @@ def allreduce_attributes(comm: Participants, op: str) -> dict[str, Any]:
 define.lower(allreduce_p, allreduce_attributes)
 
 
-def allreduce_all(xs: Sequence[Array], *, comm: Participants, op: str) -> list[Array]:
-    """``y = op_s x_s`` for each of ``xs``, on every rank."""
+def allreduce_all(xs: Sequence[Array], *, comm: Participants, op: str, passed: Passed | None = None) -> list[Array]:
+    """``y = op_s x_s`` for each of ``xs``, on every rank. ``passed``: what the user passed; None: ``xs``."""
     if not xs:
         return []
-    ys = allreduce_p.bind(*(dtypes.wide(x, op) for x in xs), comm=comm, op=op, in_place=(True,) * len(xs))
+    wide = [dtypes.wide(x, op) for x in xs]
+    passed = Passed.of(xs) if passed is None else passed
+    ys = allreduce_p.bind(*wide, comm=comm, op=op, passed=passed, in_place=(True,) * len(xs))
     return [dtypes.narrow(y, x) for y, x in zip(ys, xs, strict=True)]
 
 
-def allreduce(x: Array, *, comm: Participants, op: str) -> Array:
-    """``y = op_s x_s`` on every rank."""
-    return allreduce_all([x], comm=comm, op=op)[0]
-
-
-def _for_nonzero(function: Callable[[list[Any]], list[Any]], values: Sequence[Any], zeros: list[Any]) -> list[Any]:
-    """Applies ``function`` to the values that are not symbolic zeros; the other results are those of ``zeros``."""
+def _allreduce_nonzero(
+    values: Sequence[Any], zeros: list[Any], *, comm: Participants, op: str, passed: Passed
+) -> list[Any]:
+    """The reductions of the values that are not symbolic zeros; the other results are those of ``zeros``."""
     places = [i for i, value in enumerate(values) if type(value) is not ad.Zero]
-    for place, result in zip(places, function([values[i] for i in places]), strict=True):
+    results = allreduce_all([values[i] for i in places], comm=comm, op=op, passed=passed.at(places))
+    for place, result in zip(places, results, strict=True):
         zeros[place] = result
     return zeros
 
 
 def _allreduce_jvp_rule(
-    primals: Sequence[Array], tangents: Sequence[Any], *, comm: Participants, op: str, in_place: tuple[bool, ...]
+    primals: Sequence[Array],
+    tangents: Sequence[Any],
+    *,
+    comm: Participants,
+    op: str,
+    passed: Passed,
+    in_place: tuple[bool, ...],
 ) -> Any:
-    ys = allreduce_all(primals, comm=comm, op=op)
+    ys = allreduce_all(primals, comm=comm, op=op, passed=passed)
     zeros = [ad.Zero(jax.typeof(y).to_tangent_aval()) for y in ys]
     if op in dtypes.SUMS:
-        return ys, _for_nonzero(lambda ts: allreduce_all(ts, comm=comm, op=op), tangents, zeros)
+        return ys, _allreduce_nonzero(tangents, zeros, comm=comm, op=op, passed=passed.tangent())
     if op in ("min", "max"):
         # dy = sum_s m_s dx_s / sum_s m_s with m_s = [x_s == y]: the mean over the ranks that hold the extreme. JAX's
         # reduce_max takes the same mean over elements.
         for i, (x, y, t) in enumerate(zip(primals, ys, tangents, strict=True)):
             if type(t) is not ad.Zero:
                 mask = (x == y).astype(t.dtype)
+                of_tangent = passed.at([i]).tangent()
                 # These are two calls: the first must not depend on the tangent, the second must be linear in it.
-                holders = allreduce(mask, comm=comm, op="sum")
-                zeros[i] = allreduce(t * mask, comm=comm, op="sum") / holders
+                (holders,) = allreduce_all([mask], comm=comm, op="sum", passed=of_tangent)
+                (total,) = allreduce_all([t * mask], comm=comm, op="sum", passed=of_tangent)
+                zeros[i] = total / holders
         return ys, zeros
     remedy = "Use exp(psum(log(x))) where x > 0."
     return define.refuse_derivative("allreduce", "op='sum', 'min' or 'max'", remedy, {"op": op})
 
 
 def _allreduce_transpose_rule(
-    cts: Sequence[Any], *xs: Any, comm: Participants, op: str, in_place: tuple[bool, ...]
+    cts: Sequence[Any], *xs: Any, comm: Participants, op: str, passed: Passed, in_place: tuple[bool, ...]
 ) -> list[Any]:
     # y_r = sum_s x_s  =>  ct_s = sum_r ct_r
     zeros = [ad.Zero(x.aval.to_tangent_aval()) for x in xs]
-    return _for_nonzero(lambda cts: allreduce_all(cts, comm=comm, op=op), cts, zeros)
+    return _allreduce_nonzero(cts, zeros, comm=comm, op=op, passed=passed.transpose())
 
 
 def _allreduce_batching_rule(args: Sequence[Array], dims: Sequence[Any], **params: Any) -> Any:
@@ -99,7 +108,7 @@ batching.primitive_batchers[allreduce_p] = _allreduce_batching_rule
 
 reduce: Collective = Collective(
     "reduce",
-    transpose=lambda ct, *, comm, op, root: bcast(ct, comm=comm, root=root),
+    transpose=lambda ct, *, op, **params: bcast(ct, **params),
     in_place=True,
 )
 """``y_root = op_s x_s``; zeros on the other ranks."""
@@ -109,23 +118,23 @@ bcast: Collective = Collective("bcast", transpose=lambda ct, **params: reduce(ct
 
 reduce_scatter: Collective = Collective(
     "reduce_scatter",
-    transpose=lambda ct, *, comm, op: allgather(ct, comm=comm),
+    transpose=lambda ct, *, op, **params: allgather(ct, **params),
     operand_blocks=True,
 )
 """``y_r = op_s x_s[r]``."""
 
 allgather: Collective = Collective(
-    "allgather", transpose=lambda ct, *, comm: reduce_scatter(ct, comm=comm, op="sum"), result_blocks=True
+    "allgather", transpose=lambda ct, **params: reduce_scatter(ct, op="sum", **params), result_blocks=True
 )
 """``y[s] = x_s`` on every rank."""
 
 # y_r = sum_{s <= r} x_s  =>  ct_s = sum_{r >= s} ct_r, which is a scan with the ranks in opposite order.
 scan: Collective = Collective(
-    "scan", transpose=lambda ct, *, comm, op: scan(ct, comm=comm.reversed(), op=op), in_place=True
+    "scan", transpose=lambda ct, *, comm, **params: scan(ct, comm=comm.reversed(), **params), in_place=True
 )
 """``y_r = op_{s <= r} x_s``."""
 
 exscan: Collective = Collective(
-    "exscan", transpose=lambda ct, *, comm, op: exscan(ct, comm=comm.reversed(), op=op), in_place=True
+    "exscan", transpose=lambda ct, *, comm, **params: exscan(ct, comm=comm.reversed(), **params), in_place=True
 )
 """``y_r = op_{s < r} x_s``; zeros on rank 0."""

@@ -24,6 +24,7 @@ _RESULTS = {
     "type_name": ctypes.c_char_p,
     "mpi_op_name": ctypes.c_char_p,
     "op_name": ctypes.c_char_p,
+    "dtype_number": ctypes.c_int32,
     "operation_name": ctypes.c_char_p,
     "device_operation_name": ctypes.c_char_p,
     "guard_name": ctypes.c_char_p,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
@@ -172,6 +173,19 @@ def op_number(name: str) -> int:
     if name not in op_names():
         raise RuntimeError(message("transport", f"a reduction of {', '.join(op_names())}", repr(name), BUILD))
     return op_names().index(name)
+
+
+_KEY_DTYPES = 1 << 16
+"""The numbers of keys begin here (native/dtypes.h)."""
+
+
+@functools.cache
+def dtype_number(name: str) -> int:
+    """The number of a dtype, as handlers know it. Each implementation of JAX's keys has one: "key<fry>", say."""
+    if name.startswith("key<"):
+        return _KEY_DTYPES + zlib.crc32(name.encode()) % _KEY_DTYPES
+    number: int = library().pycollective_dtype_number(name.encode())
+    return number
 
 
 def start_accelerators(kind: str, *, direct: bool) -> None:

@@ -207,6 +207,120 @@ def test_a_sum_here_and_a_mean_there(jit: Callable[[Any], Any], world: pc.Commun
         jax.block_until_ready(reduced(X))
 
 
+# The dtypes of rank 0 and of the others, which travel alike, and the elements for each rank: on the board, in buffers.
+TRAVEL_ALIKE = [
+    ("float32", "bfloat16", 4),
+    ("float32", "bfloat16", 3000),
+    ("float16", "bfloat16", 4),
+    ("float8_e4m3fn", "float32", 4),
+    ("int32", "bool", 4),
+    ("int8", "int4", 4),
+]
+BY_COMMUNICATOR: dict[str, Callable[[jax.Array, pc.Communicator], Any]] = {
+    "psum": pc.psum,
+    "pmean": pc.pmean,
+    "psum of a tree": lambda x, comm: pc.psum((jnp.ones(3), x), comm),
+    "psum on the wire": lambda x, comm: pc.psum(x, comm, wire_dtype=jnp.bfloat16),
+    "psum_scatter": pc.psum_scatter,
+    "reduce": lambda x, comm: pc.reduce(x, comm, root=0),
+    "scan": pc.scan,
+    "all_gather": pc.all_gather,
+}
+
+
+@pytest.mark.parametrize("jit", [pc.jit, lambda function: function], ids=["in jit", "outside jit"])
+@pytest.mark.parametrize(("first", "other", "count"), TRAVEL_ALIKE)
+def test_dtypes_that_travel_alike(
+    first: str, other: str, count: int, jit: Callable[[Any], Any], world: pc.Communicator
+) -> None:
+    """Ranks compare what the user passed: a sum of 16 bits is one of float32, one of bools is one of int32."""
+    dtype = first if world.rank == 0 else other
+    x = jnp.ones((world.size, count), dtype)
+    for reduce in BY_COMMUNICATOR.values() if jit is pc.jit and count == 4 else [pc.psum]:
+        with pytest.raises(RUNTIME_ERRORS, match=rf"got \w+\(({dtype}\[|.*several arrays).* here and .* on rank"):
+            jax.block_until_ready(jit(lambda x, reduce=reduce: reduce(x, world))(x))
+    np.testing.assert_array_equal(pc.psum(X, world), X * world.size)
+
+
+def test_dtypes_that_travel_alike_by_name(world: pc.Communicator) -> None:
+    total = pc.jit(lambda x: jax.lax.psum(x, "i"), axis_name="i")
+    operands = [jnp.ones(4, dtype) for dtype in ("float32", "bfloat16")]
+    for x in operands:
+        jax.block_until_ready(total(x))  # all ranks know both programs
+    with pytest.raises(RUNTIME_ERRORS, match=r"(float32|bfloat16)\[4\], .* here and allreduce\((float32|bfloat16)\["):
+        jax.block_until_ready(total(operands[min(world.rank, 1)]))
+
+
+def test_keys_and_their_data(world: pc.Communicator) -> None:
+    key = jax.random.key(0)
+    with pytest.raises(RUNTIME_ERRORS, match=r"(key|uint32)\[2\]\) at .* here and allgather\((key|uint32)\[2\]"):
+        jax.block_until_ready(pc.all_gather(key if world.rank == 0 else jax.random.key_data(key), world))
+
+
+def test_weak_types_are_no_difference(world: pc.Communicator) -> None:
+    total = pc.psum(1.0 if world.rank == 0 else jnp.float32(1), world)
+    np.testing.assert_array_equal(total, world.size)
+
+
+DERIVATIVES: dict[str, Callable[[Any], Callable[[jax.Array], Any]]] = {
+    "grad": jax.grad,
+    "jvp": lambda f: lambda x: jax.jvp(f, (x,), (x,))[1],
+}
+
+
+@pytest.mark.parametrize("jit", [jax.jit, pc.jit, lambda function: function], ids=["jax.jit", "pc.jit", "outside jit"])
+@pytest.mark.parametrize("derivative", DERIVATIVES)
+def test_a_function_here_and_its_derivative_there(
+    derivative: str, jit: Callable[[Any], Any], world: pc.Communicator
+) -> None:
+    """The sum of the derivative has the line and the shape of the function's next sum."""
+
+    def f(x: jax.Array) -> jax.Array:
+        return jnp.sum(pc.psum(x * x, world))
+
+    function, other = jit(f), jit(DERIVATIVES[derivative](f))
+    x = jnp.arange(2.0)
+    for known in (function, other):
+        jax.block_until_ready(known(x))
+    if world.rank == 0:
+        function(x)
+    word = "transpose of tangent" if derivative == "grad" else "tangent"
+    with pytest.raises(RUNTIME_ERRORS, match=rf"at test_agreement.py:\d+ \(\S+f, {word}\)"):
+        jax.block_until_ready(function(x) if world.rank == 0 else other(x))
+    np.testing.assert_array_equal(pc.psum(X, world), X * world.size)
+
+
+@pytest.mark.parametrize("in_scan", [False, True])
+def test_a_function_by_name_here_and_its_derivative_there(in_scan: bool, world: pc.Communicator) -> None:
+    def f(x: jax.Array) -> jax.Array:
+        def step(carry: jax.Array, _: None) -> tuple[jax.Array, None]:
+            return jnp.tanh(jax.lax.psum(carry * x, "i")), None
+
+        return jnp.sum(jax.lax.scan(step, x, None, length=1)[0] if in_scan else step(x, None)[0])
+
+    function, gradient = (pc.jit(g, axis_name="i") for g in (f, jax.grad(f)))
+    x = jnp.arange(2.0)
+    for known in (function, gradient):
+        jax.block_until_ready(known(x))
+    if world.rank == 0:
+        function(x)
+    with pytest.raises(RUNTIME_ERRORS, match=r"at test_agreement.py:\d+ \(\S+step, transpose\)"):
+        jax.block_until_ready(function(x) if world.rank == 0 else gradient(x))
+
+
+def test_derivatives_of_functions_of_their_own(world: pc.Communicator) -> None:
+    def first_stage(x: jax.Array) -> jax.Array:
+        return jnp.sum(pc.psum(x * x, world) ** 2)
+
+    def other_stage(x: jax.Array) -> jax.Array:
+        return jnp.sum(pc.psum(x * x, world) ** 2)
+
+    x = jnp.arange(2.0)
+    for jit in (jax.jit, lambda function: function):
+        gradient = jit(jax.grad(first_stage if world.rank == 0 else other_stage))(x)
+        np.testing.assert_allclose(gradient, 4 * world.size**2 * x**3)
+
+
 def test_ranks_run_functions_of_their_own(world: pc.Communicator) -> None:
     """They make equal calls at lines that the other ranks do not have, as the stages of a pipeline do."""
 
