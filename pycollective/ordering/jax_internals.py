@@ -156,10 +156,10 @@ def without_names(effects: Iterable[Any], names: Container[Any]) -> set[Any]:
 
 def result(shape: Sequence[int], dtype: Any, *operands: Any) -> Any:
     """The type of a result: it varies along the axes of the mesh along which any operand varies."""
-    varying = frozenset().union(*map(_varying, operands))
+    varying = frozenset().union(*map(varying_axes_of, operands))
     if not varying:
         return jax.core.ShapedArray(tuple(shape), dtype)
-    like = next(x for x in operands if _varying(x))
+    like = next(x for x in operands if varying_axes_of(x))
     spec = jax.sharding.PartitionSpec(*[None] * len(shape))
     # Since JAX 0.10 the names are part of a type of their own.
     kind = (
@@ -170,14 +170,15 @@ def result(shape: Sequence[int], dtype: Any, *operands: Any) -> Any:
     )
 
 
-def _varying(x: Any) -> frozenset[Any]:
-    names: frozenset[Any] = x.vma if hasattr(x, "vma") else x.manual_axis_type.varying
+def varying_axes_of(aval: Any) -> frozenset[Any]:
+    """The axes along which a value of this type varies; none where they are not checked."""
+    names: frozenset[Any] = aval.vma if hasattr(aval, "vma") else aval.manual_axis_type.varying
     return names
 
 
 def varying_axes(x: Any) -> frozenset[Any]:
     """The axes along which a value of a program varies, by JAX's types; none where they are not checked."""
-    return _varying(jax.typeof(x))
+    return varying_axes_of(jax.typeof(x))
 
 
 @linear_call_p.def_effectful_abstract_eval

@@ -1,11 +1,13 @@
 """Strategies of training, as functions over named axes. Each works where this package or JAX binds the axis."""
 
 from pycollective.parallel.experts import Routing, Statistics, experts, route
+from pycollective.parallel.finite import LossScaleState, apply_if_finite, scaled_loss
 from pycollective.parallel.fsdp import gathered, shard, sliced, unshard
 from pycollective.parallel.join import join, mean_over_examples
 from pycollective.parallel.late import DelayedState, GossipState, delayed, gossip
 from pycollective.parallel.local import DiLoCoState, LocalState, diloco, local_sgd
-from pycollective.parallel.optimizer import clip_by_global_norm, shard_state, unshard_state, zero
+from pycollective.parallel.optimizer import shard_state, unshard_state, zero
+from pycollective.parallel.parts import clip_by_global_norm, for_parts
 from pycollective.parallel.pipeline import measured, pipeline
 from pycollective.parallel.schedule_simulator import Simulation, Span, simulate
 from pycollective.parallel.schedules import (
@@ -42,12 +44,14 @@ __all__ = [
     "GossipState",
     "Kind",
     "LocalState",
+    "LossScaleState",
     "Routing",
     "Schedule",
     "Simulation",
     "Span",
     "Statistics",
     "activation_shapes",
+    "apply_if_finite",
     "clip_by_global_norm",
     "column_parallel",
     "conv",
@@ -56,6 +60,7 @@ __all__ = [
     "diloco",
     "draw_subnets",
     "experts",
+    "for_parts",
     "gather_from",
     "gathered",
     "gossip",
@@ -75,6 +80,7 @@ __all__ = [
     "ring_attention",
     "route",
     "row_parallel",
+    "scaled_loss",
     "scatter_to",
     "shard",
     "shard_state",

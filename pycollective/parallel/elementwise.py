@@ -1,9 +1,21 @@
-"""Finds out whether an optimizer treats each element by itself: only then slices can be updated alone."""
+"""Finds out whether an optimizer may be given slices or parts of leaves, from the jaxprs of its two functions.
+
+It may, if these hold for whole leaves and for parts of them (the kinds are those of :mod:`cut_values`):
+
+    init      gives a state whose leaves are Same, or Cut as a parameter is
+    update    gives such a state from any such state, and updates that are Cut as the parameters are
+    both      have the same expressions for whole leaves and for parts
+
+By induction over steps, each device then has its elements of what one device would have after any number of steps.
+"""
 
 from __future__ import annotations
 
-import concurrent.futures
-from typing import Any
+import contextlib
+import itertools
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,112 +23,331 @@ import numpy as np
 import optax
 
 from pycollective.errors import message
-from pycollective.parallel.axes import AxisName, name_of, names_of, own_slice, shapes_of, slice_length, whole
+from pycollective.ordering import jax_internals
+from pycollective.parallel.axes import AxisName, axis_size, has_types, name_of, names_of, slice_length, vary
+from pycollective.parallel.cut_values import Cut, Expressions, Interpreter, Layout, Mixed, Same, Value, meet_pads
 
 Array = Any
 Tree = Any
+Shape = tuple[int, ...]
 
-_STEPS = 2
-"""Updates that the probe makes: the second one has a state that is not the first."""
+_MARK = 1_000_003
+"""The length of a cut dimension by which a state's leaves are known: that of leaf i has this length + i."""
 
-_LARGE = 1e8
-"""The size of gradients with which the probe is made again: an optimizer may look at a norm only where it is large."""
+_MIXES = (
+    "LAMB, Adafactor, Muon and optax.clip_by_global_norm do not. parallel.clip_by_global_norm takes the place of the "
+    "last."
+)
+_BRANCHES = "parallel.apply_if_finite takes the place of optax.apply_if_finite: all devices decide alike."
+_BY_SHAPE = (
+    "It chooses by shapes, and a part of a leaf has another one. Choose by the whole parameters before: "
+    "mask=jax.tree.map(lambda x: x.ndim > 1, params), a tree of bools. Adafactor and Muon cannot do that."
+)
 
-_TOLERANCE = 2e-6
-"""The largest relative difference that rounding makes, in float32: of a norm over slices. Weight decay makes 1e-4."""
+
+class Cutting(NamedTuple):
+    """How a device's parts are cut out of parameters. The sequences have an item for each leaf.
+
+    Attributes:
+        whole: the shapes of the whole leaves.
+        own: the shapes of this device's parts.
+        axes: for each dimension of a part the axes along which it is cut.
+        flat: whether parts are slices of all elements in order.
+    """
+
+    whole: tuple[Shape, ...]
+    own: tuple[Shape, ...]
+    axes: tuple[tuple[tuple[Hashable, ...], ...], ...]
+    flat: bool
+
+    @property
+    def names(self) -> tuple[frozenset[Hashable], ...]:
+        """The axes along which each leaf is cut."""
+        return tuple(frozenset(itertools.chain(*axes)) for axes in self.axes)
+
+    @property
+    def marked(self) -> tuple[Shape, ...]:
+        """The shapes of parts by which a state's leaves are known."""
+        return tuple(
+            tuple(_MARK + i if cut else length for length, cut in zip(shape, axes, strict=True))
+            for i, (shape, axes) in enumerate(zip(self.own, self.axes, strict=True))
+        )
+
+    @property
+    def layout(self) -> Layout:
+        names = frozenset[Hashable]().union(*self.names)
+        devices = math.prod(axis_size("zero", name) for name in names)
+        padded = self.flat and any(
+            math.prod(own) * devices != math.prod(whole) for own, whole in zip(self.own, self.whole, strict=True)
+        )
+        return Layout(self.flat, padded, names)
 
 
-def check_elementwise(where: str, inner: optax.GradientTransformation, params: Tree, axis_name: AxisName) -> None:
-    """Compares ``inner`` on small parameters with ``inner`` on two halves of them.
+def cut_in_slices(shapes: Sequence[Shape], axis_name: AxisName, own: Sequence[Shape] | None = None) -> Cutting:
+    """Returns how leaves of these shapes are cut along an axis, which is bound, by :func:`own_slice`.
+
+    Args:
+        shapes: of the whole leaves.
+        axis_name: the axis.
+        own: the shapes of slices, if layers are stacked in front of them.
+    """
+    devices = axis_size("zero", axis_name)
+    own = [(slice_length(math.prod(shape), devices),) for shape in shapes] if own is None else own
+    axes = tuple((*[()] * (len(shape) - 1), names_of(axis_name)) for shape in own)
+    return Cutting(tuple(shapes), tuple(own), axes, True)
+
+
+class Check:
+    """Raises ValueError if an optimizer may not be given parts of leaves. What has passed once is not looked at again.
 
     Args:
         where: the function that asks, for messages.
-        inner: the optimizer. It may have collectives over the axis.
-        params: the parameters; only shapes and dtypes matter.
-        axis_name: the axis over which the parameters will be cut.
-
-    Raises:
-        ValueError: the two differ, in their updates or in the shapes of their states.
+        inner: the optimizer. It may have collectives over all axes that are bound.
     """
-    shapes = shapes_of(params)
-    settings = jax.config
-    x64, dtypes, ranks = settings.jax_enable_x64, settings.jax_numpy_dtype_promotion, settings.jax_numpy_rank_promotion
 
-    def probe() -> str | None:
-        with jax.enable_x64(x64), jax.numpy_dtype_promotion(dtypes), jax.numpy_rank_promotion(ranks):
-            return _difference(inner, shapes, axis_name)
+    def __init__(self, where: str, inner: optax.GradientTransformationExtraArgs) -> None:
+        self._where = where
+        self._inner = inner
+        self._passed: set[Any] = set()
 
-    # The probe computes with numbers. This thread may be tracing a function, so the probe has another one.
-    with concurrent.futures.ThreadPoolExecutor(1) as thread:
-        found = thread.submit(probe).result()
-    if found is not None:
-        error = message(
-            f"parallel.{where}",
-            "an optimizer that updates each element by itself",
-            found,
-            "LAMB, Adafactor, Muon and optax.clip_by_global_norm do not. parallel.clip_by_global_norm takes the place "
-            "of the last.",
+    def at_init(self, cutting: Cutting, params: Tree) -> None:
+        """Checks what ``init`` can know. An ``update`` that asks for more arguments is checked where it is called."""
+        with contextlib.suppress(TypeError):  # of an update that lacks an argument, which at_update will see
+            self.at_update(cutting, params, params, {})
+
+    def at_update(self, cutting: Cutting, grads: Tree, params: Tree | None, extra_args: Mapping[str, Any]) -> None:
+        """Checks a call of ``update``.
+
+        Args:
+            cutting: how the parameters are cut.
+            grads: the gradients, whole or cut: dtypes and JAX's types matter.
+            params: the same for the parameters; None: there are none.
+            extra_args: the other arguments.
+        """
+        arrays, extra_tree = jax.tree.flatten(dict(extra_args))
+        static = [None if _is_number(x) else x for x in arrays]
+        known = cutting, *map(_types, (grads, params, [x for x in arrays if _is_number(x)])), extra_tree, static
+        key = repr(known), jax_internals.bound_axes()
+        if key in self._passed:
+            return
+        found = _Trial(self._inner, cutting, grads, params, arrays, extra_tree).difference()
+        if found is not None:
+            expected = "an optimizer that updates each element by itself"
+            raise ValueError(message(f"parallel.{self._where}", expected, f"one that {found.what}", found.remedy))
+        self._passed.add(key)
+
+
+def check_numbers(where: str, tree: Tree) -> None:
+    """Raises TypeError if a leaf has no numbers, such as a key of jax.random, which cannot be cut."""
+    for path, x in jax.tree_util.tree_leaves_with_path(tree):
+        dtype = getattr(x, "dtype", None)
+        if dtype is not None and (dtype == jax.dtypes.float0 or jax.dtypes.issubdtype(dtype, jax.dtypes.extended)):
+            remedy = "Keep keys of jax.random, and what has no gradient, in another tree."
+            raise TypeError(message(f"parallel.{where}", "arrays of numbers", f"{dtype} at {name_of(path)}", remedy))
+
+
+class _Found(NamedTuple):
+    """Why an optimizer may not be given parts. ``what`` goes on after "got one that"."""
+
+    what: str
+    remedy: str
+
+
+class _RefusedError(Exception):
+    def __init__(self, what: str, remedy: str) -> None:
+        super().__init__(what)
+        self.found = _Found(what, remedy)
+
+
+class _Side(NamedTuple):
+    """The programs for whole leaves, or for parts: the kinds of what they give, and the names of these."""
+
+    state: list[Value]
+    results: list[Value]
+    names: list[str]
+
+
+class _Trial:
+    """Traces and interprets an optimizer, for whole leaves and for parts."""
+
+    def __init__(
+        self,
+        inner: optax.GradientTransformationExtraArgs,
+        cutting: Cutting,
+        grads: Tree,
+        params: Tree | None,
+        extra: list[Any],
+        extra_tree: Any,
+    ) -> None:
+        self._inner, self._cutting, self._layout = inner, cutting, cutting.layout
+        self._grads, self._params = grads, params
+        self._extra, self._extra_tree = extra, extra_tree
+        self._numbers = [i for i, x in enumerate(extra) if _is_number(x)]
+        self._expressions = Expressions()
+        self._interpreter = Interpreter(self._layout, self._expressions)
+        typed = frozenset(name for name in self._layout.names if has_types(name))
+        self._names = cutting.names
+        self._varying = [names & typed for names in self._names]
+
+    def difference(self) -> _Found | None:
+        try:
+            marked = self._on(self._cutting.marked, self._grads if self._params is None else self._params)
+            state = jax.eval_shape(lambda *leaves: self._init(marked.tree, leaves), *marked.shapes)
+            self._state_tree = jax.tree.structure(state)
+            self._places = [self._place_of(x.shape) for x in jax.tree.leaves(state)]
+            whole, own = (self._side(shapes) for shapes in (self._cutting.whole, self._cutting.own))
+            for a, b, name in zip([*whole.state, *whole.results], [*own.state, *own.results], own.names, strict=True):
+                if a.expression != b.expression:  # type: ignore[union-attr]
+                    raise _RefusedError(
+                        f"does something else for a part of a leaf than for the whole, {name}", _BY_SHAPE
+                    )
+        except _RefusedError as refused:
+            return refused.found
+        return None
+
+    def _on(self, shapes: Sequence[Shape], like: Tree) -> _Leaves:
+        leaves, tree = jax.tree.flatten(like)
+        structs = [jax.ShapeDtypeStruct(s, _dtype(x)) for s, x in zip(shapes, leaves, strict=True)]
+        names = [_varying(x) | own for x, own in zip(leaves, self._varying, strict=True)]
+        return _Leaves(tree, structs, names)
+
+    def _init(self, tree: Any, leaves: Sequence[Array]) -> Any:
+        return self._inner.init(tree.unflatten(leaves))
+
+    def _place_of(self, shape: Shape) -> int | None:
+        """Returns the parameter as which a leaf of the state is cut; None: it is not cut."""
+        marks = [length - _MARK for length in shape if length >= _MARK]
+        if not marks:
+            return None
+        if marks[0] >= len(self._cutting.own) or shape != self._cutting.marked[marks[0]]:
+            what = "has in its state what depends on the shape of a leaf in another way than the leaf itself"
+            raise _RefusedError(what, _MIXES)
+        return marks[0]
+
+    def _side(self, shapes: Sequence[Shape]) -> _Side:
+        """Interprets ``init`` and ``update``.
+
+        Raises:
+            _RefusedError: something is neither Same nor Cut as it has to be.
+        """
+        grads = self._on(shapes, self._grads)
+        params = None if self._params is None else self._on(shapes, self._params)
+        like = grads if params is None else params
+
+        closed, state = jax.make_jaxpr(lambda *x: self._init(like.tree, like.vary(x)), return_shape=True)(*like.shapes)
+        state_leaves, tree = jax.tree_util.tree_flatten_with_path(state)
+        state_names = [f"in its state at {name_of(path)}" for path, _ in state_leaves]
+        if tree != self._state_tree:
+            raise _RefusedError("has a state of another structure for parts of leaves", _BY_SHAPE)
+        for (_, x), place, name in zip(state_leaves, self._places, state_names, strict=True):
+            if place is not None and x.shape != shapes[place]:
+                raise _RefusedError(f"has the shape {x.shape} for a leaf of shape {shapes[place]}, {name}", _BY_SHAPE)
+        state_kinds = self._interpreter.run(closed, self._kinds("params", shapes))
+        self._require(state_kinds, self._places, shapes, state_names)
+
+        count, arity = len(grads.shapes), 1 if params is None else 2
+        states = _Leaves(
+            tree,
+            [jax.ShapeDtypeStruct(x.shape, x.dtype) for _, x in state_leaves],
+            [jax_internals.varying_axes_of(var.aval) for var in closed.jaxpr.outvars],
         )
-        raise ValueError(error)
+        numbers = [self._extra[i] for i in self._numbers]
+        extra = _Leaves(
+            None, [jax.ShapeDtypeStruct(np.shape(x), _dtype(x)) for x in numbers], [*map(_varying, numbers)]
+        )
+        of_grads, of_extra = arity * count, len(extra.shapes)
+
+        def update(*leaves: Array) -> Any:
+            mine = grads.tree.unflatten(grads.vary(leaves[:count]))
+            weights = None if params is None else params.tree.unflatten(params.vary(leaves[count:of_grads]))
+            others = list(self._extra)
+            for i, x in zip(self._numbers, extra.vary(leaves[of_grads : of_grads + of_extra]), strict=True):
+                others[i] = x
+            carried = tree.unflatten(states.vary(leaves[of_grads + of_extra :]))
+            return self._inner.update(mine, carried, weights, **self._extra_tree.unflatten(others))
+
+        given = [*grads.shapes, *([] if params is None else params.shapes), *extra.shapes]
+        closed, (updates, new_state) = jax.make_jaxpr(update, return_shape=True)(*given, *states.shapes)
+        if jax.tree.structure(new_state) != tree or jax.tree.structure(updates) != grads.tree:
+            raise _RefusedError(
+                "gives updates or a state of another structure than it gets", "Give back what comes in."
+            )
+        names = [f"at {name_of(path)}" for path, _ in jax.tree_util.tree_leaves_with_path(updates)] + state_names
+        fixed: list[Value] = [*self._kinds("grads", shapes), *([] if params is None else self._kinds("params", shapes))]
+        for i, (x, axes) in enumerate(zip(extra.shapes, extra.varying, strict=True)):
+            same = Same(self._expressions("extra", i), x.ndim == 0)
+            fixed.append(Mixed("computes with an argument that varies") if axes & self._layout.names else same)
+        # What fills up slices in the state is known of the first state. It has to stay so.
+        pads = [self._pad(v) for v in state_kinds]
+        while True:
+            seen = [self._state_kind(i, shapes, x.ndim, pads[i]) for i, (_, x) in enumerate(state_leaves)]
+            results = self._interpreter.run(closed, [*fixed, *seen])
+            made = [self._pad(v) for v in results[count:]]
+            met = [meet_pads(*pair) for pair in zip(pads, made, strict=True)]
+            if met == pads:
+                break
+            pads = met
+        self._require(results, [*range(count), *self._places], shapes, names)
+        return _Side(state_kinds, results, state_names + names)
+
+    def _kinds(self, what: str, shapes: Sequence[Shape]) -> list[Value]:
+        """Returns the kinds of parameters or gradients."""
+        return [self._kind(self._expressions(what, i), i, shapes, "zero") for i in range(len(shapes))]
+
+    def _kind(self, expression: int, place: int, shapes: Sequence[Shape], pad: str | None) -> Value:
+        names = self._names[place]
+        if not names:
+            return Same(expression, len(shapes[place]) == 0)
+        return Cut(expression, self._layout.place(shapes[place], self._cutting.axes[place]), names, pad)
+
+    def _state_kind(self, i: int, shapes: Sequence[Shape], ndim: int, pad: str | None) -> Value:
+        expression, place = self._expressions("state", i), self._places[i]
+        return Same(expression, ndim == 0) if place is None else self._kind(expression, place, shapes, pad)
+
+    def _pad(self, value: Value) -> str | None:
+        if isinstance(value, Cut):
+            return value.pad
+        return "least" if isinstance(value, Same) and self._interpreter.is_zero(value) else None
+
+    def _require(
+        self, values: Sequence[Value], places: Sequence[int | None], shapes: Sequence[Shape], names: Sequence[str]
+    ) -> None:
+        """Raises _RefusedError unless each value is cut as the parameter in its place is, or Same."""
+        for value, place, name in zip(values, places, names, strict=True):
+            if isinstance(value, Mixed):
+                raise _RefusedError(f"{value.why}, {name}", _BRANCHES if value.branches else _MIXES)
+            want = None if place is None else self._kind(0, place, shapes, None)
+            if isinstance(want, Cut):
+                cut = isinstance(value, Cut) and (value.place, value.names) == (want.place, want.names)
+                if not cut and not (isinstance(value, Same) and value.uniform):
+                    raise _RefusedError(f"gives elements of another place, {name}", _MIXES)
+            elif not isinstance(value, Same):
+                raise _RefusedError(f"gives what comes from the elements of one device alone, {name}", _MIXES)
 
 
-def _difference(inner: optax.GradientTransformation, shapes: Tree, axis_name: AxisName) -> str | None:
-    """Says how ``inner`` differs on slices from ``inner`` on whole parameters; None: it does not."""
-    cut = jax.tree.map(lambda x: jax.ShapeDtypeStruct((slice_length(x.size, 2),), x.dtype), shapes)
-    states = [jax.eval_shape(inner.init, tree) for tree in (shapes, cut)]
-    if jax.tree.structure(states[0]) != jax.tree.structure(states[1]):
-        return "one whose state has another structure for slices"
-    sizes = {x.shape: (slice_length(x.size, 2),) for x in jax.tree.leaves(shapes)}
-    for of_whole, of_slice in zip(jax.tree.leaves(states[0]), jax.tree.leaves(states[1]), strict=True):
-        if of_slice.shape not in (of_whole.shape, sizes.get(of_whole.shape)):
-            return f"one whose state has {of_slice.shape} for a slice where it has {of_whole.shape} for the whole"
+class _Leaves(NamedTuple):
+    """Leaves of a tree, with the axes along which each varies, by JAX's types."""
 
-    random = np.random.default_rng(0)
-    weights, *grads = (jax.tree.map(lambda x: _small(random, x), shapes) for _ in range(1 + _STEPS))
-    large = [jax.tree.map(lambda g: g * _LARGE, tree) for tree in grads]
-    for steps in (grads, large, list(map(_with_nan, grads))):
-        alone, in_halves = (_updates(inner, [weights, *steps], axis_name, devices) for devices in (1, 2))
-        paths = jax.tree_util.tree_leaves_with_path(alone)
-        for (path, a), b in zip(paths, jax.tree.leaves(in_halves), strict=True):
-            close = _TOLERANCE * np.abs(np.nan_to_num(a)).max(initial=0)
-            if not np.allclose(a, b, rtol=_TOLERANCE, atol=close, equal_nan=True):
-                return f"one whose updates of slices differ, at {name_of(path)}"
-    return None
+    tree: Any
+    shapes: list[jax.ShapeDtypeStruct]
+    varying: list[frozenset[Hashable]]
+
+    def vary(self, leaves: Sequence[Array]) -> list[Array]:
+        return [vary(x, names) for x, names in zip(leaves, self.varying, strict=True)]
 
 
-def _with_nan(tree: Tree) -> Tree:
-    """Puts a NaN into one element. It reaches others only by what an optimizer makes of several elements."""
+def _is_number(x: Any) -> bool:
+    return isinstance(x, (jax.Array, np.ndarray, np.generic, int, float, complex))
+
+
+def _dtype(x: Any) -> Any:
+    return x.dtype if hasattr(x, "dtype") else jnp.result_type(x)
+
+
+def _varying(x: Any) -> frozenset[Hashable]:
+    return jax_internals.varying_axes(x) if isinstance(x, jax.core.Tracer) else frozenset()
+
+
+def _types(tree: Tree) -> Any:
     leaves, structure = jax.tree.flatten(tree)
-    place = next((i for i, x in enumerate(leaves) if x.size > 0), None)
-    if place is not None:
-        leaves[place] = jnp.where(
-            jnp.arange(leaves[place].size).reshape(leaves[place].shape) == 0, np.nan, leaves[place]
-        )
-    return jax.tree.unflatten(structure, leaves)
-
-
-def _small(random: np.random.Generator, like: jax.ShapeDtypeStruct) -> Array:
-    """Returns random numbers with as many dimensions, two along each; in float32, where ``like`` is narrower."""
-    shape = [min(2, length) for length in like.shape]
-    return jnp.asarray(random.normal(size=shape)).astype(np.promote_types(like.dtype, np.float32))
-
-
-def _updates(inner: optax.GradientTransformation, draw: list[Tree], axis_name: AxisName, devices: int) -> Tree:
-    """Returns the updates that so many devices make of parameters and gradients in turn, each of its slices."""
-    first, *others = names_of(axis_name)
-
-    def on_device(_: Array) -> Tree:
-        # One device has the arrays in their own shapes.
-        own = draw if devices == 1 else jax.tree.map(lambda x: own_slice(x, axis_name, devices), draw)
-        weights, *grads = own
-        updates, state = None, inner.init(weights)
-        for gradient in grads:
-            updates, state = inner.update(gradient, state, weights)
-            weights = optax.apply_updates(weights, updates)
-        return updates
-
-    mapped = on_device
-    for name in (*reversed(others), first):
-        mapped = jax.vmap(mapped, axis_name=name)
-    results = mapped(jnp.zeros((devices,) + (1,) * len(others)))
-    return jax.tree.map(lambda x, like: whole(x, like.shape), results, draw[0])
+    return structure, [(np.shape(x), str(_dtype(x)), sorted(map(str, _varying(x)))) for x in leaves]

@@ -39,7 +39,7 @@ from pycollective.parallel.axes import (
     whole,
 )
 from pycollective.parallel.buckets import gather_whole, in_buckets
-from pycollective.parallel.elementwise import check_elementwise
+from pycollective.parallel.elementwise import Check, Cutting, check_numbers, cut_in_slices
 from pycollective.parallel.tensor import with_transpose
 
 Array = Any
@@ -73,6 +73,7 @@ def shard(params: Tree, axis_name: AxisName) -> Tree:
                [3, 0]], dtype=int32)
     """
     devices = axis_size("shard", axis_name)
+    check_numbers("shard", params)
     return jax.tree.map(lambda x: own_slice(x, axis_name, devices), params)
 
 
@@ -205,13 +206,26 @@ def sliced(
         (2, 2)
     """
     inner, shapes = optax.with_extra_args_support(inner), shapes_of(shapes)
+    check = Check("sliced", inner)
+
+    def cutting(slices: Tree) -> Cutting:
+        axis_size("sliced", axis_name)
+        if jax.tree.structure(slices) != jax.tree.structure(shapes):
+            got, remedy = f"{jax.tree.structure(slices)}", "Pass the shapes of the parameters that were cut."
+            expected = f"slices in a tree like the shapes, {jax.tree.structure(shapes)}"
+            raise ValueError(message("parallel.sliced", expected, got, remedy))
+        own = [jnp.shape(x) for x in jax.tree.leaves(slices)]
+        return cut_in_slices([x.shape for x in jax.tree.leaves(shapes)], axis_name, own)
 
     def init(slices: Tree) -> Any:
-        axis_size("sliced", axis_name)
-        check_elementwise("sliced", inner, shapes, axis_name)
+        check.at_init(cutting(slices), slices)
         return inner.init(slices)
 
-    return optax.GradientTransformationExtraArgs(init, inner.update)
+    def update(grads: Tree, state: Any, params: Tree | None = None, **extra_args: Any) -> tuple[Tree, Any]:
+        check.at_update(cutting(grads), grads, params, extra_args)
+        return inner.update(grads, state, params, **extra_args)
+
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _gathered_rows(leaves: list[Array], axis_name: AxisName, wire_dtype: Any) -> list[Array]:

@@ -20,7 +20,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import lax
 
@@ -32,7 +31,7 @@ from pycollective.parallel.axes import (
     rows_of_slices,
 )
 from pycollective.parallel.buckets import gather_whole, in_buckets
-from pycollective.parallel.elementwise import check_elementwise
+from pycollective.parallel.elementwise import Check, Cutting, check_numbers, cut_in_slices
 from pycollective.parallel.own import check_own
 from pycollective.parallel.wire import floating, mean_slices
 
@@ -87,15 +86,21 @@ def zero(
         raise ValueError(error)
     wire = floating("zero", wire_dtype)
     inner = optax.with_extra_args_support(inner)
+    check = Check("zero", inner)
+
+    def cutting(params: Tree) -> Cutting:
+        check_numbers("zero", params)
+        return cut_in_slices([jnp.shape(x) for x in jax.tree.leaves(params)], axis_name)
 
     def init(params: Tree) -> Any:
         devices = axis_size("zero", axis_name)
-        check_elementwise("zero", inner, params, axis_name)
+        check.at_init(cutting(params), params)
         return inner.init(jax.tree.map(lambda x: own_slice(x, axis_name, devices), params))
 
     def update(grads: Tree, state: Any, params: Tree | None = None, **extra_args: Any) -> tuple[Tree, Any]:
         devices = axis_size("zero", axis_name)
         check_own("zero", grads, axis_name)
+        check.at_update(cutting(grads), grads, params, extra_args)
         slices = _mean_slices(grads, axis_name, devices, stage, wire)
         own = None if params is None else jax.tree.map(lambda x: own_slice(x, axis_name, devices), params)
         updates, state = inner.update(slices, state, own, **extra_args)
@@ -121,31 +126,6 @@ def _mean_slices(grads: Tree, axis_name: AxisName, devices: int, stage: int, wir
     return tree.unflatten([x.astype(like.dtype) for x, like in zip(own, leaves, strict=True)])
 
 
-def clip_by_global_norm(limit: float, axis_name: AxisName) -> optax.GradientTransformation:
-    """Scales gradients down to a norm of at most ``limit``, inside :func:`zero`: each device has a slice of them.
-
-    It is :func:`optax.clip_by_global_norm` of the whole gradients: ``g * limit / norm`` if the norm is larger.
-
-    Args:
-        limit: the largest norm.
-        axis_name: the axis of :func:`zero`.
-
-    Example:
-        >>> import optax
-        >>> optimizer = zero(optax.chain(clip_by_global_norm(1.0, "batch"), optax.adamw(1e-3)), "batch")
-    """
-
-    def update(grads: Tree, state: Any, params: Tree | None = None) -> tuple[Tree, Any]:
-        del params
-        wide = [x.astype(np.promote_types(x.dtype, np.float32)) for x in jax.tree.leaves(grads)]
-        square = sum(jnp.sum(jnp.square(jnp.abs(x))) for x in wide)
-        norm = jnp.sqrt(lax.psum(square, axis_name))
-        scale = jnp.where(norm < limit, 1.0, limit / norm)
-        return jax.tree.map(lambda x: x * scale.astype(x.dtype), grads), state
-
-    return optax.GradientTransformation(lambda _: optax.EmptyState(), update)
-
-
 def unshard_state(inner: optax.GradientTransformation, state: Any, params: Tree, axis_name: AxisName) -> Any:
     """Returns the state that ``inner`` would have without :func:`zero`: to save it.
 
@@ -160,7 +140,12 @@ def unshard_state(inner: optax.GradientTransformation, state: Any, params: Tree,
     """
     axis_size("unshard_state", axis_name)
     slices: list[tuple[Array, tuple[int, ...]]] = []
-    optax.tree.map_params(inner, lambda s, p: slices.append((s, p.shape)), state, params)
+
+    def take(s: Any, p: Any) -> None:
+        if not isinstance(s, optax.MaskedNode):  # of a parameter that inner leaves out
+            slices.append((s, jnp.shape(p)))
+
+    optax.tree.map_params(inner, take, state, params, is_leaf=lambda s: isinstance(s, optax.MaskedNode))
     arrays = iter(gather_whole([s for s, _ in slices], [shape for _, shape in slices], axis_name))
     return optax.tree.map_params(inner, lambda _: next(arrays), state)
 

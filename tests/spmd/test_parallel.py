@@ -104,3 +104,52 @@ def test_a_step_is_two_calls(world: pc.Communicator) -> None:
     text = pc.jit(step, axis_name="i").lower(params(), jnp.ones((7, 5))).as_text()
     calls = re.findall(r"custom_call @pycollective_(?!async_results)(?:device_|async_)?(\w+)\(", text)
     assert calls == ["reduce_scatter", "allgather"]
+
+
+@pytest.mark.parametrize("types", [False, True], ids=["specs", "types"])
+def test_a_clipped_norm_on_a_mesh(world: pc.Communicator, types: bool) -> None:
+    """Ranks along "d" have slices, devices along "m" have columns: the norm is that of all parameters."""
+    mesh = pc.make_mesh((world.size, 2), ("d", "m"), devices=devices_of_this_rank()[:2])
+    specs = {"w": P(None, "m"), "b": P()}
+    p = {"w": np.asarray(values((5, 4), seed=1)), "b": np.asarray(values((3,), seed=2))}
+    clip = parallel.clip_by_global_norm(0.1, "d", specs=None if types else specs)
+    optimizer = parallel.zero(optax.chain(clip, optax.sgd(1.0)), "d")
+
+    def step(p: Tree, x: Array) -> Tree:
+        grads = jax.tree.map(lambda w: jnp.sin(w) * x[0], lax.pcast(p, "d", to="varying") if types else p)
+        return optimizer.update(grads, optimizer.init(p), p)[0]
+
+    xs = np.arange(1.0, world.size + 1, dtype=np.float32)
+    mapped = pc.shard_map(step, mesh=mesh, in_specs=(specs, P("d")), out_specs=specs, check_vma=types)
+    got = mapped(p, xs[world.rank : world.rank + 1])
+    whole = optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(1.0))
+    want, _ = whole.update(jax.tree.map(lambda w: jnp.sin(w) * xs.mean(), p), whole.init(p), p)
+    for name in p:
+        np.testing.assert_allclose(got[name], want[name], rtol=1e-5)
+
+
+@pytest.mark.parametrize("way", ["around", "inside"])
+def test_all_ranks_skip_a_step_with_a_nan_of_one(world: pc.Communicator, way: str) -> None:
+    """By optax's function ranks would take different branches, and wait for each other."""
+    adam = optax.adam(1e-2)
+    if way == "around":
+        optimizer = parallel.apply_if_finite(parallel.zero(adam, "i"), 5, "i")
+    else:
+        optimizer = parallel.zero(parallel.apply_if_finite(adam, 5, "i"), "i")
+
+    def steps(p: Tree, x: Array) -> tuple[Tree, Array]:
+        state = optimizer.init(p)
+        for scale in (1.0, x, 1.0):  # the second step has the NaN
+            updates, state = optimizer.update(jax.tree.map(lambda w, s=scale: w * s, p), state, p)
+            p = optax.apply_updates(p, updates)
+        return p, state.total_notfinite
+
+    bad = np.float32(np.nan if world.rank == world.size - 1 else 1)
+    got, skipped = pc.jit(steps, axis_name="i")(params(), bad)
+    state, want = adam.init(params()), params()
+    for _ in range(2):
+        updates, state = adam.update(want, state, want)
+        want = optax.apply_updates(want, updates)
+    assert skipped == 1
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)

@@ -179,7 +179,7 @@ def clip_large(updates: Tree, state: Any, params: Tree = None) -> tuple[Tree, An
         optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)),
         optax.chain(optax.add_noise(0.1, 0.5, 0), optax.sgd(0.1)),
         optax.adamw(1e-2, mask=lambda p: jax.tree.map(lambda x: jnp.ndim(x) > 1, p)),  # slices are vectors
-        optax.adamw(1e-2, mask=lambda p: jax.tree.map(lambda x: jnp.size(x) > 3, p)),
+        optax.adamw(1e-2, mask=lambda p: jax.tree.map(lambda x: jnp.size(x) > 4, p)),
         # These look at all elements only where a norm is large, or where one of them is no number.
         optax.chain(optax.clip_by_global_norm(1e4), optax.sgd(0.1)),
         optax.chain(optax.clip_by_global_norm(1e12), optax.adam(0.1)),
@@ -254,3 +254,48 @@ def test_a_bucket_has_arrays_of_one_type() -> None:
     got = jax.jit(mapped)(params, jnp.array([1.0, 3.0]))
     np.testing.assert_allclose(got["same"], -2 * np.ones(3))
     np.testing.assert_allclose(got["part"], -2 * np.arange(4.0))
+
+
+LABELS = {"w": "adam", "b": ["none", "adam"], "half": "sgd", "none": "none"}
+PARTLY = {
+    "masked": optax.masked(optax.adam(1e-2), {"w": True, "b": [False, True], "half": True, "none": False}),
+    "several": optax.multi_transform(
+        {"adam": optax.adamw(1e-2), "sgd": optax.sgd(0.1, momentum=0.9), "none": optax.set_to_zero()}, LABELS
+    ),
+    "by a function": optax.multi_transform(
+        {"adam": optax.adam(1e-2), "none": optax.set_to_zero()},
+        lambda p: jax.tree.map_with_path(lambda path, _: "adam" if "w" in str(path) else "none", p),
+    ),
+    "accumulated": optax.MultiSteps(
+        optax.masked(optax.adam(1e-2), {"w": True, "b": False, "half": True, "none": True}), 3
+    ),
+    "a key": optax.chain(
+        optax.GradientTransformation(lambda _: jax.random.key(0), lambda u, s, _=None: (u, s)), optax.adam(1e-2)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PARTLY)
+def test_a_state_of_some_parameters_is_saved(name: str) -> None:
+    """It comes back as it was, and is as the inner optimizer makes it."""
+    inner = PARTLY[name]
+
+    def save(p: Tree, x: Array) -> tuple[Any, Any, Any]:
+        state = zero(inner, "i").init(p)
+        _, state = zero(inner, "i").update(jax.grad(loss)(p, x), state, p)
+        saved = unshard_state(inner, state, p, "i")
+        _, want = inner.update(lax.pmean(jax.grad(loss)(p, x), "i"), inner.init(p), p)
+        return saved, want, (state, shard_state(inner, saved, "i"))
+
+    saved, want, (state, again) = on_devices(save, 2, PARAMS)
+
+    def numbers(tree: Any) -> list[Array]:
+        keys = [jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in jax.tree.leaves(tree)]
+        leaves = zip(jax.tree.leaves(tree), keys, strict=True)
+        return [jax.random.key_data(x) if key else x.astype(jnp.float32) for x, key in leaves]
+
+    assert jax.tree.structure(saved) == jax.tree.structure(want)
+    for a, b in zip(numbers(saved), numbers(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-2, atol=1e-6)  # some are in bfloat16
+    for a, b in zip(numbers(state), numbers(again), strict=True):
+        np.testing.assert_array_equal(a, b)

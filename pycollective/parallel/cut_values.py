@@ -1,0 +1,466 @@
+"""What a program makes of arrays that are cut among devices, found out from its jaxpr without numbers.
+
+Each value of the program is of one kind, for all numbers that its arguments may have:
+
+    Same      all devices have the value that one device would have, which has the whole arrays
+    Cut       each device has its elements of the value that one device would have; each element comes from the elements
+              at the same place of other cut arrays
+    Term      a sum, a maximum or a minimum over a device's own elements, which a collective completes: then it is Same
+    Mixed     none of these: what devices have need not be what one device would have
+
+An operation that is not known here, of values that are not all Same, gives Mixed. Equal *expressions* are equal
+numbers: they count shapes for nothing, so a program for whole arrays and one for parts can be compared.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
+
+from pycollective.ordering import jax_internals
+from pycollective.parallel.axes import names_of
+
+Axes = frozenset[Hashable]
+Shape = tuple[int, ...]
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+ELEMENTWISE = _words(
+    "abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex conj "
+    "convert_element_type copy cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac imag "
+    "integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not or polygamma "
+    "population_count pow real reduce_precision regularized_incomplete_beta rem round rsqrt select_n shift_left "
+    "shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh xor zeta"
+)
+"""Operations whose element i comes from the elements i of arrays, and from scalars."""
+
+IDENTITIES = _words("device_put name optimization_barrier pcast pvary sharding_constraint stop_gradient")
+"""Operations that return their operands, with the same shapes."""
+
+RESHAPES = _words("broadcast_in_dim reshape squeeze")
+"""Operations that keep the order of elements where they keep their number."""
+
+REDUCTIONS = {
+    "reduce_sum": "sum",
+    "reduce_max": "max",
+    "reduce_min": "min",
+    "reduce_and": "min",
+    "reduce_or": "max",
+}
+COLLECTIVES = {"psum": "sum", "psum_invariant": "sum", "pmax": "max", "pmin": "min"}
+CALLS = _words("call checkpoint closed_call core_call custom_jvp_call custom_vjp_call jit pjit remat remat2")
+
+_KEEP_ZEROS = _words(
+    "abs add add_any and conj convert_element_type copy imag integer_pow max min neg or real reduce_precision round "
+    "select_n sign sqrt square sub tanh"
+)
+"""Operations that give zero for zeros."""
+
+_LINEAR = _words("convert_element_type copy imag neg real reduce_precision")
+
+Pad = str | None
+"""What a :class:`Cut` value has where zeros fill up the last slice: "least", zeros that no element is below; "zero";
+"true"; None: not known."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Same:
+    """See above. ``uniform``: all elements are equal."""
+
+    expression: int
+    uniform: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """See above. Elements of two arrays stand at the same places if ``place`` is the same."""
+
+    expression: int
+    place: Hashable
+    names: Axes
+    pad: Pad
+
+
+@dataclasses.dataclass(frozen=True)
+class Term:
+    """See above. ``names`` are the axes over which collectives have to go."""
+
+    expression: int
+    op: str
+    names: Axes
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixed:
+    """See above. ``why`` ends a sentence that begins with "it"; ``branches``: the reason is a condition."""
+
+    why: str
+    branches: bool = False
+
+
+Value = Same | Cut | Term | Mixed
+
+
+class Layout(NamedTuple):
+    """How arrays are cut.
+
+    Attributes:
+        flat: as vectors of their elements in order, so that other shapes of the same size have the same places.
+        padded: whether the last part may have zeros behind its elements.
+        names: all axes along which something is cut.
+    """
+
+    flat: bool
+    padded: bool
+    names: Axes
+
+    def place(self, shape: Shape, axes: Hashable) -> Hashable:
+        """Returns the :attr:`Cut.place` of an array of this shape, whose dimensions are cut along ``axes``."""
+        return math.prod(shape) if self.flat else (shape, axes)
+
+
+class Expressions:
+    """Numbers of expressions: equal ones have one number."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Any, int] = {}
+
+    def __call__(self, *expression: Any) -> int:
+        return self._numbers.setdefault(expression, len(self._numbers))
+
+
+def meet_pads(a: Pad, b: Pad) -> Pad:
+    """Returns what is known of the end of a slice that is one of these."""
+    return a if a == b else "zero" if {a, b} == {"zero", "least"} else None
+
+
+def meet(values: Sequence[Value]) -> Value:
+    """Returns the kind of a value that is one of these. Its expression is that of the first one."""
+    for value in values:
+        if isinstance(value, Mixed):
+            return value
+    sames = [v for v in values if isinstance(v, Same)]
+    if len(sames) == len(values):
+        return Same(sames[0].expression, all(v.uniform for v in sames))
+    cuts = [v for v in values if isinstance(v, Cut)]
+    others = [v for v in values if not isinstance(v, Cut)]
+    if cuts and all(isinstance(v, Same) and v.uniform for v in others):
+        if len({(v.place, v.names) for v in cuts}) == 1:
+            pad = functools.reduce(meet_pads, [v.pad for v in cuts] + [None for _ in others])
+            return dataclasses.replace(cuts[0], expression=values[0].expression, pad=pad)  # type: ignore[union-attr]
+    elif all(isinstance(v, Term) for v in values) and len({(v.op, v.names) for v in values}) == 1:  # type: ignore[union-attr]
+        return values[0]
+    return Mixed("chooses between values that are cut in different ways")
+
+
+class Interpreter:
+    """Interprets jaxprs.
+
+    Args:
+        layout: how arrays are cut.
+        expressions: where expressions are numbered; the same for programs that are compared.
+    """
+
+    def __init__(self, layout: Layout, expressions: Expressions) -> None:
+        self._layout = layout
+        self._expression = expressions
+        self._zero = expressions("zero")
+        self._depth = 0
+
+    def is_zero(self, value: Same) -> bool:
+        """Returns whether a value is the constant zero."""
+        return value.expression == self._zero
+
+    def run(self, closed: ClosedJaxpr, args: Sequence[Value]) -> list[Value]:
+        """Returns the kinds of the results."""
+        jaxpr = closed.jaxpr
+        values: dict[Any, Value] = dict(zip(jaxpr.constvars, map(self.constant, closed.consts), strict=True))
+        values.update(zip(jaxpr.invars, args, strict=True))
+
+        def read(atom: Any) -> Value:
+            return self.constant(atom.val) if isinstance(atom, Literal) else values[atom]
+
+        for eqn in jaxpr.eqns:
+            values.update(zip(eqn.outvars, self._equation(eqn, list(map(read, eqn.invars))), strict=True))
+        return list(map(read, jaxpr.outvars))
+
+    def constant(self, x: Any) -> Value:
+        """Returns the kind of a value that the program has not as an argument."""
+        if isinstance(x, jax.core.Tracer):  # of the trace around
+            if self._layout.names & jax_internals.varying_axes(x):
+                return Mixed("computes with a value that each device has of its own, by JAX's types")
+            return Same(self._expression("outside", id(x)), x.ndim == 0)
+        if jax.dtypes.issubdtype(getattr(x, "dtype", np.float32), jax.dtypes.extended):
+            return Same(self._expression("constant", id(x)), x.ndim == 0)
+        array = np.asarray(x)
+        if array.size and (array == array.flat[0]).all():
+            number = array.flat[0].item()
+            if number == 0:
+                return Same(self._zero, True)
+            return Same(self._expression("literal", array.dtype.name, repr(number)), True)
+        return Same(self._expression("constant", array.dtype.name, array.shape, array.tobytes()), array.ndim == 0)
+
+    def _equation(self, eqn: JaxprEqn, operands: list[Value]) -> Sequence[Value]:
+        name = eqn.primitive.name
+        if name in CALLS:
+            return self._call(eqn, operands)
+        if name == "cond":
+            return self._cond(eqn.params["branches"], *operands)
+        if name == "while":
+            return self._while(eqn, operands)
+        if name == "scan":
+            return self._scan(eqn, operands)
+        if name in IDENTITIES and len(operands) == len(eqn.outvars):
+            return operands
+        value = self._value(eqn, operands)
+        if isinstance(value, Same) and len(eqn.outvars) > 1:
+            return [
+                Same(self._expression("result", value.expression, i), var.aval.ndim == 0)
+                for i, var in enumerate(eqn.outvars)
+            ]
+        return [value] * len(eqn.outvars)
+
+    def _value(self, eqn: JaxprEqn, operands: list[Value]) -> Value:
+        """Returns the kind of the result of an equation without inner programs."""
+        name = eqn.primitive.name
+        for operand in operands:
+            if isinstance(operand, Mixed):
+                return operand
+        if name == "axis_index" and self._layout.names.intersection(names_of(eqn.params["axis_name"])):
+            return Mixed("computes with lax.axis_index, so a device's result depends on its place")
+        if all(isinstance(v, Same) for v in operands):
+            return self._of_same(eqn, operands)  # type: ignore[arg-type]
+        if name in COLLECTIVES:
+            return self._collective(eqn, operands[0])
+        if any(isinstance(v, Term) for v in operands):
+            return self._of_terms(eqn, operands)
+        if name in REDUCTIONS:
+            return self._reduction(eqn, operands[0])
+        if name in RESHAPES:
+            return self._reshape(eqn, operands[0])
+        if name in ELEMENTWISE:
+            return self._elementwise(eqn, operands)
+        return Mixed(f"computes lax.{name} of a leaf's elements, which are on several devices")
+
+    def _named(self, eqn: JaxprEqn, operands: Iterable[Any], leave: Iterable[str] = ()) -> int:
+        """Returns the expression of an equation. The shape of its result, and parameters to ``leave``, do not count."""
+        ignored = {"sharding", "out_sharding", "weak_type", *leave}
+        static = tuple((key, str(eqn.params[key])) for key in sorted(eqn.params) if key not in ignored)
+        return self._expression(eqn.primitive.name, static, *(v.expression for v in operands))
+
+    def _of_same(self, eqn: JaxprEqn, operands: Sequence[Same]) -> Value:
+        uniform = all(v.uniform for v in operands)
+        name = eqn.primitive.name
+        if name in RESHAPES and uniform:
+            return Same(operands[0].expression, True)
+        if name in _KEEP_ZEROS and name not in ("integer_pow", "select_n") and all(map(self.is_zero, operands)):
+            return Same(operands[0].expression, uniform)
+        return Same(self._named(eqn, operands), eqn.outvars[0].aval.ndim == 0 or (name in ELEMENTWISE and uniform))
+
+    def _elementwise(self, eqn: JaxprEqn, operands: list[Value]) -> Value:
+        cuts = [v for v in operands if isinstance(v, Cut)]
+        if any(isinstance(v, Same) and not v.uniform for v in operands):
+            return Mixed("computes with an array that is not cut, beside elements that are")
+        if len({(v.place, v.names) for v in cuts}) > 1:
+            return Mixed("computes with elements of leaves that are cut in different ways")
+        expression = self._named(eqn, operands)
+        return dataclasses.replace(cuts[0], expression=expression, pad=self._pad(eqn, operands))
+
+    def _pad(self, eqn: JaxprEqn, operands: list[Value]) -> Pad:
+        name = eqn.primitive.name
+        pads = [
+            v.pad if isinstance(v, Cut) else "least" if v.expression == self._zero else None  # type: ignore[union-attr]
+            for v in operands
+        ]
+        zeros = [pad in ("least", "zero") for pad in pads]
+        if name == "select_n":
+            zeros, pads = zeros[1:], pads[1:]
+        if name == "integer_pow" and eqn.params["y"] <= 0:
+            return None
+        if name == "is_finite" and all(zeros):
+            return "true"
+        if name in ("and", "or") and all(pad == "true" for pad in pads):
+            return "true"
+        if name in ("abs", "square") and all(zeros):
+            return "least"
+        if name in ("sqrt", "convert_element_type", "copy", "add", "max", "min") and all(p == "least" for p in pads):
+            return "least"
+        if name == "mul":
+            return "zero" if any(zeros) else None
+        if name == "div":
+            return "zero" if zeros[0] and not zeros[1] else None
+        return "zero" if name in _KEEP_ZEROS and all(zeros) else None
+
+    def _reshape(self, eqn: JaxprEqn, x: Value) -> Value:
+        before, after = eqn.invars[0].aval, eqn.outvars[0].aval
+        if before.shape == after.shape or (self._layout.flat and before.size == after.size):
+            return x
+        return Mixed(f"computes lax.{eqn.primitive.name} of a leaf's elements, which are on several devices")
+
+    def _reduction(self, eqn: JaxprEqn, x: Value) -> Value:
+        assert isinstance(x, Cut)
+        op, aval = REDUCTIONS[eqn.primitive.name], eqn.invars[0].aval
+        if aval.ndim > 0 and not eqn.params["axes"]:
+            return x
+        if len(eqn.params["axes"]) < aval.ndim:
+            return Mixed(f"computes lax.{eqn.primitive.name} over some dimensions of a leaf, which is cut")
+        neutral = {"sum": ("least", "zero"), "max": ("least",), "min": ("true",)}[op]
+        if eqn.primitive.name == "reduce_or":
+            neutral = ("least", "zero")
+        if self._layout.padded and x.pad not in neutral:
+            return Mixed(f"computes lax.{eqn.primitive.name} of what need not be neutral in the zeros at a slice's end")
+        return Term(self._named(eqn, [x], leave=["axes"]), op, x.names)
+
+    def _collective(self, eqn: JaxprEqn, x: Value) -> Value:
+        names = frozenset(eqn.params["axes"])
+        op = COLLECTIVES[eqn.primitive.name]
+        if eqn.params.get("axis_index_groups") is not None:
+            return Mixed(f"computes lax.{eqn.primitive.name} in groups of devices")
+        if isinstance(x, Term):
+            left = x.names - names
+            if x.op != op:
+                return Mixed(f"computes lax.{eqn.primitive.name} of what is a {x.op} over a device's elements")
+            if op == "sum" and names - x.names:
+                others = sorted(map(repr, names - x.names))
+                return Mixed(f"adds up along {', '.join(others)} too, where devices may have the same elements")
+            return Term(self._named(eqn, [x]), op, left) if left else Same(self._named(eqn, [x]), True)
+        assert isinstance(x, Cut)
+        if x.names & names:
+            return Mixed(f"computes lax.{eqn.primitive.name} over devices that have other elements of a leaf")
+        return dataclasses.replace(x, expression=self._named(eqn, [x]), pad=x.pad if op == "sum" else None)
+
+    def _of_terms(self, eqn: JaxprEqn, operands: list[Value]) -> Value:
+        """Operations for which it makes no difference whether they come before a collective or after it."""
+        name = eqn.primitive.name
+        terms = [v for v in operands if isinstance(v, Term)]
+        others = [v for v in operands if not isinstance(v, Term)]
+        term = terms[0]
+        alike = all((v.op, v.names) == (term.op, term.names) for v in terms)
+        same = all(isinstance(v, Same) for v in others)
+        zeros = all(isinstance(v, Same) and v.expression == self._zero for v in others)
+        expression = self._named(eqn, operands, leave=["shape", "dimensions", "broadcast_dimensions", "new_sizes"])
+        kept = Term(expression, term.op, term.names)
+        if name in RESHAPES or name in ("convert_element_type", "copy", "reduce_precision"):
+            return kept if name != "convert_element_type" or _keeps_order(eqn, term.op) else self._part(eqn, term)
+        if term.op == "sum":
+            if name in ("add", "add_any", "sub") and alike and zeros:
+                return kept
+            if name in _LINEAR or (name == "mul" and len(terms) == 1 and same):
+                return kept
+            if name == "div" and isinstance(operands[0], Term) and len(terms) == 1 and same:
+                return kept
+        elif alike and same:
+            ops = {"max": ("max", "or"), "min": ("min", "and")}
+            if name in ops[term.op]:
+                return kept
+            if name == "not" and eqn.outvars[0].aval.dtype == bool:
+                return dataclasses.replace(kept, op="min" if term.op == "max" else "max")
+        return self._part(eqn, term)
+
+    def _part(self, eqn: JaxprEqn, term: Term) -> Mixed:
+        what = {"sum": "sum", "max": "maximum", "min": "minimum"}[term.op]
+        return Mixed(f"computes lax.{eqn.primitive.name} of a {what} over the elements of one device alone")
+
+    def _call(self, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
+        inner = eqn.params.get("call_jaxpr", eqn.params.get("jaxpr"))
+        closed = inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, ())
+        return self.run(closed, operands)
+
+    def _cond(self, branches: Sequence[ClosedJaxpr], index: Value, *operands: Value) -> list[Value]:
+        if not isinstance(index, Same):
+            why = index.why if isinstance(index, Mixed) else "comes from its own elements"
+            mixed = Mixed(f"takes a branch by a condition on which devices may differ: it {why}", branches=True)
+            return [mixed] * len(branches[0].jaxpr.outvars)
+        of_branches = [self.run(branch, operands) for branch in branches]
+        results = []
+        for values in zip(*of_branches, strict=True):
+            value = meet(values)
+            if not isinstance(value, Mixed):
+                expression = self._expression("cond", index.expression, *_expressions(values))
+                value = dataclasses.replace(value, expression=expression)
+            results.append(value)
+        return results
+
+    def _repeat(
+        self, body: Callable[[list[Value]], list[Value]], start: list[Value]
+    ) -> tuple[list[Value], list[Value]]:
+        """Returns the kinds of what a loop carries, as the body sees it, and what the body makes of it."""
+        self._depth += 1
+        carried = start
+        while True:
+            seen = [
+                v
+                if isinstance(v, Mixed)
+                else dataclasses.replace(v, expression=self._expression("carried", self._depth, i))
+                for i, v in enumerate(carried)
+            ]
+            made = body(seen)
+            met = [meet([v, new]) for v, new in zip(seen, made, strict=True)]
+            if met == seen:
+                self._depth -= 1
+                return seen, made
+            carried = met
+
+    def _while(self, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
+        of_test, of_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        test_consts, body_consts = operands[:of_test], operands[of_test : of_test + of_body]
+        start = operands[of_test + of_body :]
+        body, test = eqn.params["body_jaxpr"], eqn.params["cond_jaxpr"]
+        seen, made = self._repeat(lambda carry: self.run(body, [*body_consts, *carry]), start)
+        (goes_on,) = self.run(test, [*test_consts, *seen])
+        if not isinstance(goes_on, Same):
+            return [Mixed("repeats a loop by a condition on which devices may differ", branches=True)] * len(start)
+        loop = self._expression("while", goes_on.expression, *_expressions([*start, *made]))
+        return [self._result(v, loop, i) for i, v in enumerate(seen)]
+
+    def _scan(self, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
+        consts, carries = eqn.params["num_consts"], eqn.params["num_carry"]
+        closed = eqn.params["jaxpr"]
+        fixed, start, stacks = operands[:consts], operands[consts : consts + carries], operands[consts + carries :]
+        rows: list[Value] = []
+        for stack, var in zip(stacks, closed.jaxpr.invars[consts + carries :], strict=True):
+            if isinstance(stack, Same):
+                expression = self._expression("row", stack.expression)
+                rows.append(Same(expression, stack.uniform or var.aval.ndim == 0))
+            else:
+                rows.append(
+                    stack if isinstance(stack, Mixed) else Mixed("goes over the elements of a leaf by lax.scan")
+                )
+        seen, _ = self._repeat(lambda carry: self.run(closed, [*fixed, *carry, *rows])[:carries], start)
+        results = self.run(closed, [*fixed, *seen, *rows])
+        length = eqn.params["length"], eqn.params["reverse"]
+        loop = self._expression("scan", length, *_expressions([*start, *results]))
+        stacked = [
+            Same(v.expression, False)
+            if isinstance(v, Same)
+            else v
+            if isinstance(v, Mixed)
+            else Mixed("stacks elements of a leaf by lax.scan")
+            for v in results[carries:]
+        ]
+        return [self._result(v, loop, i) for i, v in enumerate([*seen, *stacked])]
+
+    def _result(self, value: Value, loop: int, place: int) -> Value:
+        if isinstance(value, Mixed):
+            return value
+        return dataclasses.replace(value, expression=self._expression("result", loop, place))
+
+
+def _keeps_order(eqn: JaxprEqn, op: str) -> bool:
+    """Whether a conversion may come before a sum, or before a maximum or minimum, as well as after it."""
+    from_bool, to_bool = (var.aval.dtype.kind == "b" for var in (*eqn.invars, *eqn.outvars))
+    return from_bool == to_bool or (from_bool and op != "sum")
+
+
+def _expressions(values: Sequence[Value]) -> list[Any]:
+    return [None if isinstance(v, Mixed) else v.expression for v in values]

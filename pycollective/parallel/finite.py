@@ -1,0 +1,172 @@
+"""Updates that a NaN or an Inf of one device skips on all devices.
+
+Devices that train one model have to skip the same steps: else what all of them have drifts apart, and a device that
+skips a collective lets the others wait. So they agree:
+
+    ok        = minimum over devices of (all gradients are finite)        pmin of one number
+    updates   = ok ? inner's : 0
+    state     = ok ? inner's : as it was
+
+``inner`` is computed in each step, and its results are chosen or not. So its collectives stand in no branch.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from pycollective.errors import integer, message
+from pycollective.parallel.axes import AxisName, axis_size, has_types, names_of, vary
+
+Array = Any
+Tree = Any
+
+
+def apply_if_finite(
+    inner: optax.GradientTransformation, max_consecutive_errors: int, axis_name: AxisName
+) -> optax.GradientTransformationExtraArgs:
+    """Skips an update, on all devices, if a gradient of any device has a NaN or an Inf.
+
+    It is :func:`optax.apply_if_finite` of what all devices have. It may stand around :func:`zero` and inside of it.
+
+    Args:
+        inner: the optimizer.
+        max_consecutive_errors: the largest number of updates in a row that are skipped. The next one is made.
+        axis_name: the axis, or a tuple of axes, along which devices train one model: all of the mesh, mostly.
+
+    Returns:
+        The optimizer. Its state is an :class:`optax.ApplyIfFiniteState`, whose counts are the same on all devices.
+
+    Raises:
+        TypeError: the number is no integer.
+        NameError: the axis is not bound.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, optax
+        >>> optimizer = apply_if_finite(optax.sgd(1.0), 5, "batch")
+        >>> def step(grad):
+        ...     updates, state = optimizer.update(grad, optimizer.init(grad))
+        ...     return updates, state.total_notfinite
+        >>> jax.vmap(step, axis_name="batch")(jnp.array([1.0, jnp.nan]))
+        (Array([0., 0.], dtype=float32), Array([1, 1], dtype=int32))
+    """
+    where = "apply_if_finite"
+    most = integer(f"parallel.{where}", None, "max_consecutive_errors", max_consecutive_errors)
+    inner = optax.with_extra_args_support(inner)
+
+    def init(params: Tree) -> optax.ApplyIfFiniteState:
+        axis_size(where, axis_name)
+        return optax.ApplyIfFiniteState(jnp.int32(0), jnp.array(True), jnp.int32(0), inner.init(params))
+
+    def update(grads: Tree, state: Any, params: Tree | None = None, **extra_args: Any) -> tuple[Tree, Any]:
+        finite = _all_finite(where, grads, axis_name)
+        in_a_row = jnp.where(finite, 0, optax.safe_increment(state.notfinite_count))
+        total = jnp.where(finite, state.total_notfinite, optax.safe_increment(state.total_notfinite))
+        updates, inner_state = inner.update(grads, state.inner_state, params, **extra_args)
+        apply = finite | (in_a_row > most)
+        updates = _choose(apply, updates, jax.tree.map(jnp.zeros_like, updates))
+        return updates, optax.ApplyIfFiniteState(
+            in_a_row, finite, total, _choose(apply, inner_state, state.inner_state)
+        )
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+class LossScaleState(NamedTuple):
+    """The state of :func:`scaled_loss`, the same on all devices, but for ``inner``.
+
+    Attributes:
+        scale: the number by which the next loss is to be multiplied.
+        steps: the updates since the scale changed.
+        inner: the state of the inner optimizer.
+    """
+
+    scale: Array
+    steps: Array
+    inner: Any
+
+
+def scaled_loss(
+    inner: optax.GradientTransformation, axis_name: AxisName, *, initial: float = 2.0**15, every: int = 2000
+) -> optax.GradientTransformationExtraArgs:
+    """Keeps the scale of a loss, for gradients in float16, and divides the gradients by it.
+
+    Multiply the loss by ``state.scale`` before it is differentiated. If a gradient of any device has a NaN or an Inf,
+    all devices skip the update and halve the scale. After ``every`` updates without one they double it.
+
+    Args:
+        inner: the optimizer. It sees gradients without the scale, in float32 if they are narrower.
+        axis_name: the axis, or a tuple of axes, along which devices train one model.
+        initial: the first scale.
+        every: the number of updates after which the scale is doubled.
+
+    Returns:
+        The optimizer. Its state is a :class:`LossScaleState`. It may stand around :func:`zero`.
+
+    Raises:
+        TypeError: ``every`` is no integer.
+        ValueError: ``every`` is below 1.
+        NameError: the axis is not bound.
+
+    Source: Micikevicius et al., "Mixed Precision Training", arXiv:1710.03740, section 3.2.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, optax
+        >>> optimizer = scaled_loss(optax.sgd(1.0), "batch", initial=8.0)
+        >>> def step(x):
+        ...     state = optimizer.init(x)
+        ...     grad = jax.grad(lambda x: state.scale * x**2)(x)
+        ...     updates, state = optimizer.update(grad, state)
+        ...     return updates, state.scale
+        >>> jax.vmap(step, axis_name="batch")(jnp.array([1.0, 2.0]))
+        (Array([-2., -4.], dtype=float32), Array([8., 8.], dtype=float32))
+        >>> jax.vmap(step, axis_name="batch")(jnp.array([1.0, jnp.inf]))
+        (Array([0., 0.], dtype=float32), Array([4., 4.], dtype=float32))
+    """
+    where = "scaled_loss"
+    every = integer(f"parallel.{where}", None, "every", every)
+    if every < 1:
+        error = message(f"parallel.{where}", "every to be at least 1", f"every={every}", "Choose a positive number.")
+        raise ValueError(error)
+    inner = optax.with_extra_args_support(inner)
+
+    def init(params: Tree) -> LossScaleState:
+        axis_size(where, axis_name)
+        return LossScaleState(jnp.float32(initial), jnp.int32(0), inner.init(params))
+
+    def update(
+        grads: Tree, state: LossScaleState, params: Tree | None = None, **extra_args: Any
+    ) -> tuple[Tree, LossScaleState]:
+        grads = jax.tree.map(lambda g: _over(g, state.scale), grads)
+        finite = _all_finite(where, grads, axis_name)
+        updates, inner_state = inner.update(grads, state.inner, params, **extra_args)
+        updates = _choose(finite, updates, jax.tree.map(jnp.zeros_like, updates))
+        grows = state.steps + 1 >= every
+        scale = jnp.where(finite, jnp.where(grows, 2 * state.scale, state.scale), state.scale / 2)
+        steps = jnp.where(finite & ~grows, state.steps + 1, 0)
+        return updates, LossScaleState(scale, steps, _choose(finite, inner_state, state.inner))
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _over(grad: Array, scale: Array) -> Array:
+    """Returns the gradient over the scale, in float32 at least."""
+    wide = grad.astype(jnp.promote_types(grad.dtype, jnp.float32))
+    return wide / scale.astype(wide.dtype)
+
+
+def _all_finite(where: str, tree: Tree, axis_name: AxisName) -> Array:
+    """Returns whether all numbers of all devices are finite."""
+    axis_size(where, axis_name)
+    own = functools.reduce(jnp.logical_and, [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree)], True)
+    ok = jnp.asarray(own).astype(jnp.int32)
+    return lax.pmin(vary(ok, [name for name in names_of(axis_name) if has_types(name)]), axis_name) == 1
+
+
+def _choose(condition: Array, of_true: Tree, of_false: Tree) -> Tree:
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), of_true, of_false)
