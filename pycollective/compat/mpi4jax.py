@@ -4,6 +4,8 @@ The package mpi4jax need not be installed. Results, and the derivatives that mpi
 functions but ``send``, ``recv`` and ``barrier`` have derivatives here, reductions those of SUM, ``allreduce`` also of
 MIN and MAX; all have batching.
 
+``y, token = allreduce(...)``, the form before mpi4jax 0.8, is an error, also where ``y`` has two rows.
+
 The first call on an MPI communicator is collective over its ranks (:class:`pycollective.Communicator`), the first of
 all over the world. A program in which some ranks alone exchange messages begins with ``pycollective.init()``, and with
 ``pycollective.Communicator(comm)`` for each communicator of its own.
@@ -20,7 +22,9 @@ import jax.numpy as jnp
 from jax import lax
 
 import pycollective as pc
+from pycollective.compat.no_token import returns_no_token
 from pycollective.errors import fail, integer, message
+from pycollective.ranks import world as worlds
 from pycollective.transport.mpi import MPI
 
 Array = jax.Array
@@ -67,7 +71,8 @@ def _communicator(where: str, comm: Any, token: Any) -> pc.Communicator:
         raise TypeError(
             message(f"compat.{where}", "an mpi4py intracommunicator, or None", repr(comm), "Pass MPI.COMM_WORLD, say.")
         )
-    pc.world()
+    if worlds.world_if_known() is None:
+        worlds.init(warns=False)  # programs for mpi4jax use jax.numpy before, and mpi4jax does not mind
     return pc.Communicator(MPI.COMM_WORLD if comm is None else comm)
 
 
@@ -158,6 +163,7 @@ def _sum(x: Array, comm: pc.Communicator) -> Array:
     return jax.custom_derivatives.linear_call(lambda _, x: pc.psum(x, comm), lambda _, ct: ct, (), x)
 
 
+@returns_no_token
 def allreduce(x: Any, op: Any, *, comm: Any = None, token: Any = _NOT_GIVEN) -> Array:
     """Reduces over ranks: ``y_r = op_s x_s``.
 
@@ -192,6 +198,7 @@ def allreduce(x: Any, op: Any, *, comm: Any = None, token: Any = _NOT_GIVEN) -> 
     return _reduction("allreduce", ranks, op, by_name, functools.partial(_fold, ranks, x, ranks.size))
 
 
+@returns_no_token
 def reduce(x: Any, op: Any, root: int, *, comm: Any = None, token: Any = _NOT_GIVEN) -> Array:
     """Reduces over ranks for the root: ``y_root = op_s x_s``. The other ranks get their own ``x``.
 
@@ -214,6 +221,7 @@ def reduce(x: Any, op: Any, root: int, *, comm: Any = None, token: Any = _NOT_GI
     return _at_root(ranks, root, y, x)
 
 
+@returns_no_token
 def scan(x: Any, op: Any, *, comm: Any = None, token: Any = _NOT_GIVEN) -> Array:
     """Reduces over this rank and the ranks before it: ``y_r = op_{s <= r} x_s``.
 
@@ -246,6 +254,7 @@ def _at_root(comm: pc.Communicator, root: int, result: Array, x: Array) -> Array
     return result if comm.rank == root else lax.optimization_barrier((x, result))[0]
 
 
+@returns_no_token
 def bcast(x: Any, root: int, *, comm: Any = None, token: Any = _NOT_GIVEN) -> Array:
     """Copies the root's array to all ranks.
 
@@ -261,6 +270,7 @@ def bcast(x: Any, root: int, *, comm: Any = None, token: Any = _NOT_GIVEN) -> Ar
     return pc.broadcast(_array("bcast", ranks, "x", x), ranks, root=_integer("bcast", ranks, "root", root))
 
 
+@returns_no_token
 def gather(x: Any, root: int, *, comm: Any = None, token: Any = _NOT_GIVEN) -> Array:
     """Gathers the ranks' arrays on the root: ``y_root[s] = x_s``. The other ranks get their own ``x``.
 
@@ -280,6 +290,7 @@ def gather(x: Any, root: int, *, comm: Any = None, token: Any = _NOT_GIVEN) -> A
     return _at_root(ranks, root, pc.gather(x, ranks, root=root), x)
 
 
+@returns_no_token
 def scatter(x: Any, root: int, *, comm: Any = None, token: Any = _NOT_GIVEN) -> Array:
     """Gives each rank its entry of the root's array: ``y_r = x_root[r]``.
 
@@ -309,6 +320,7 @@ def scatter(x: Any, root: int, *, comm: Any = None, token: Any = _NOT_GIVEN) -> 
     return pc.scatter(x, ranks, root=root)
 
 
+@returns_no_token
 def allgather(x: Any, *, comm: Any = None, token: Any = _NOT_GIVEN) -> Array:
     """Gathers the ranks' arrays on all ranks: ``y[s] = x_s``.
 
@@ -323,6 +335,7 @@ def allgather(x: Any, *, comm: Any = None, token: Any = _NOT_GIVEN) -> Array:
     return pc.all_gather(_array("allgather", ranks, "x", x), ranks)
 
 
+@returns_no_token
 def alltoall(x: Any, *, comm: Any = None, token: Any = _NOT_GIVEN) -> Array:
     """Exchanges rows among all ranks: ``y_r[s] = x_s[r]``.
 
@@ -370,6 +383,7 @@ def send(x: Any, dest: int, *, tag: int = 0, comm: Any = None, token: Any = _NOT
         pc.send(x, ranks, dest=dest, tag=_integer("send", ranks, "tag", tag))
 
 
+@returns_no_token
 def recv(
     x: Any,
     source: int = MPI.ANY_SOURCE,
@@ -406,6 +420,7 @@ def recv(
     )
 
 
+@returns_no_token
 def sendrecv(
     sendbuf: Any,
     recvbuf: Any,

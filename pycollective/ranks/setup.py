@@ -97,11 +97,17 @@ def start_mpi(mpi: MPI.Intracomm, limit: float | None) -> None:
 
 
 def start(
-    mpi: MPI.Intracomm, devices: Sequence[jax.Device] | int | None, limit: float | None, transport: str | None
+    mpi: MPI.Intracomm,
+    devices: Sequence[jax.Device] | int | None,
+    limit: float | None,
+    transport: str | None,
+    *,
+    warns: bool = True,
 ) -> None:
     """Does all of :func:`init` but make the communicator. All ranks of ``mpi`` must make this call.
 
-    A later call changes nothing, and raises if its options are not those of the first.
+    A later call changes nothing, and raises if its options are not those of the first. ``warns``: whether to warn of
+    threads that have started before.
     """
     child_processes.refuse_child("init")
     if transport is not None and transport not in chosen.TRANSPORTS:
@@ -128,7 +134,7 @@ def start(
     monitor.set_limit(_state.timeout)
     with watch.waiting("init"):
         _choose_transport(mpi, transport)
-        with host_of(mpi) as neighbours, shared_cores(neighbours):
+        with host_of(mpi) as neighbours, shared_cores(neighbours, warns=warns):
             _state.devices = local_devices(devices)
         chosen.transport().check(_state.devices)
         kind = accelerators.check(mpi, _state.devices, may_share=config.allow_shared_gpu)

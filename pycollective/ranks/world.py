@@ -26,14 +26,16 @@ def init(
     devices: Sequence[jax.Device] | int | None = None,
     timeout: float | None = None,
     transport: str | None = None,
+    *,
+    warns: bool = True,
 ) -> Communicator:
-    """:func:`pycollective.init`."""
+    """:func:`pycollective.init`. ``warns``: whether to warn of threads of XLA's that have started before."""
     refuse_child("init")
     given = comm.mpi if isinstance(comm, Communicator) else comm
     mpi = MPI.COMM_WORLD if given is None else given
     if not isinstance(mpi, MPI.Intracomm):
         raise TypeError(message("init", "an mpi4py intracommunicator", repr(comm), "Pass mpi4py.MPI.COMM_WORLD, say."))
-    setup.start(mpi, devices, timeout, transport)
+    setup.start(mpi, devices, timeout, transport, warns=warns)
     if (first := world_if_known()) is not None:
         if given is not None and given != first.mpi:
             raise ValueError(

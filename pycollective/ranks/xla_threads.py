@@ -64,11 +64,12 @@ _has_run = False
 
 
 @contextmanager
-def shared_cores(neighbours: MPI.Intracomm) -> Iterator[None]:
+def shared_cores(neighbours: MPI.Intracomm, *, warns: bool = True) -> Iterator[None]:
     """Gives a CPU client that JAX starts inside this rank's share of cores. All ranks of its host must make this call.
 
     Args:
         neighbours: the ranks of the host, as ``mpi.host_of`` gives them.
+        warns: whether to warn; the same on all of them.
 
     Warns:
         RuntimeWarning: JAX has started the client before, with a thread for each core, and ranks share cores. One rank
@@ -84,11 +85,11 @@ def shared_cores(neighbours: MPI.Intracomm) -> Iterator[None]:
     if _VARIABLE in os.environ or threads == len(own):
         yield
         return
-    if first_late:
+    if first_late and warns:
         expected = f"{_VARIABLE}={threads} or JAX's devices not in use yet, for {threads} thread(s) of XLA in each rank"
         got = f"devices with {len(own)}, on cores that several ranks share"
         remedy = "Call pycollective.init before JAX computes, or start with pycollective run, which binds the ranks."
         # The warning names the line of the caller of init: past the frames of contextlib and of this package.
-        warnings.warn(message("init", expected, got, remedy), RuntimeWarning, stacklevel=5)
+        warnings.warn(message("init", expected, got, remedy), RuntimeWarning, stacklevel=6)
     with variable(_VARIABLE, str(threads)):
         yield

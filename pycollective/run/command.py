@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from pycollective.errors import message
 from pycollective.launch import started_by
@@ -28,7 +29,8 @@ from pycollective.run import restarts
 _EXAMPLES = """examples:
   pycollective run -n 4 train.py --epochs 3
   pycollective run -n 4 --hosts alpha,beta --devices-per-rank 2 train.py
-  pycollective run -n 2 --dry-run python -m pytest tests
+  pycollective run -n 2 --dry-run -m pytest tests
+  pycollective run -n 2 -c "import pycollective as pc; print(pc.psum(1))"
   pycollective run -n 4 --distributed jax_program.py
   pycollective run -n 4 --hosts alpha,beta --restarts 3 --min-ranks 2 train.py --checkpoints saved
 
@@ -39,6 +41,15 @@ itself (memory, XLA's threads) works without this command too.
 
 _PASSED_ON = ("PYCOLLECTIVE_", "JAX_", "XLA_", "MPI4PY_", "OMP_", "NPROC", "PATH", "LD_LIBRARY_PATH", "PYTHONPATH")
 """The beginnings of the names of variables that ranks on other hosts need. Some launchers pass on only named ones."""
+
+
+class _AsPython(argparse.Action):
+    """-c or -m, and all that follows: then Python is the program."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option: str | None = None) -> None:
+        if not values:
+            parser.error(f"argument {option}: expected an argument")
+        namespace.program, namespace.arguments = sys.executable, [option, *values]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -94,8 +105,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--oversubscribe", action="store_true", help="allow more ranks than cores")
     parser.add_argument("--label", action="store_true", help="begin each line of output with its rank")
     parser.add_argument("--dry-run", action="store_true", help="print the command and its environment, start nothing")
-    parser.add_argument("program", help="a Python file, or any program")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the program's arguments")
+    parser.add_argument(
+        *("-c", "-m"),
+        action=_AsPython,
+        nargs=argparse.REMAINDER,
+        default=argparse.SUPPRESS,
+        metavar="...",
+        help="run a Python command or module, as python -c and python -m do; all that follows is theirs",
+    )
+    program = parser.add_argument("program", help="a Python file, or any program")
+    arguments = parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the program's arguments")
+    program.required = arguments.required = False  # -c and -m give both
 
 
 _LAST_WORDS_OF_RANKS = "pycollective: .*; ending all ranks"
@@ -151,6 +171,8 @@ def prepare(options: argparse.Namespace, environ: Mapping[str, str]) -> restarts
         expected = f"--min-ranks of at most {options.ranks}, and --restarts"
         got = f"--min-ranks {options.min_ranks} and --restarts {options.restarts}"
         raise ValueError(message("run", expected, got, "Say with how few ranks the job may start again."))
+    if options.program is None:
+        raise ValueError(message("run", "a program, -c COMMAND or -m MODULE", "none", "Name it after the options."))
     program = words([options.program, *options.arguments])
     if options.distributed:
         program = with_global_arrays(program)

@@ -34,6 +34,21 @@ def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(threads) == {str(max(1, int(cores) // 2))}
 
 
+def test_programs_for_mpi4jax_are_not_warned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They use JAX's devices before their first call."""
+    monkeypatch.delenv("NPROC", raising=False)
+    program = """
+import jax.numpy as jnp
+from mpi4py import MPI
+import pycollective.compat.mpi4jax as mpi4jax
+
+print(mpi4jax.allreduce(jnp.ones(3), op=MPI.SUM))
+"""
+    done = mpirun(2, "-c", program, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.count("[2. 2. 2.]") == 2
+
+
 def test_devices_that_are_there_before_init_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NPROC", raising=False)
     early = "import jax\njax.devices()\n" + PROGRAM

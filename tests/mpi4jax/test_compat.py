@@ -156,3 +156,36 @@ def test_messages_of_errors() -> None:
     own.Free()
     with pytest.raises(ValueError, match="expected root from 0 to"):
         compat.bcast(1.0, SIZE)
+
+
+def test_a_token_beside_the_result() -> None:
+    """Before mpi4jax 0.8 functions returned a token as well. An array of two rows would be taken apart in silence."""
+    x = jnp.ones((2, 3))
+    refused = (
+        r"pycollective\.compat\.{}: expected one name for the result, an array, got two names for its two rows "
+        rf"\(rank {RANK} of {SIZE}\)\. Write y = \.\.\. without a token, .*; and then a, b = y for the two rows\."
+    )
+    with pytest.raises(TypeError, match=refused.format("allreduce")):
+        _, _ = compat.allreduce(x, op=MPI.SUM)
+    with pytest.raises(TypeError, match=refused.format("bcast")):
+        _, _ = compat.bcast(x, 0, comm=COMM)
+
+    @jax.jit
+    def traced(x: Array) -> Array:
+        y, _ = compat.scan(*(x, MPI.SUM))
+        return y
+
+    with pytest.raises(TypeError, match=refused.format("scan")):
+        traced(x)
+    with pytest.raises(ValueError, match="too many values to unpack"):  # Python says it where the length does
+        _, _ = compat.allreduce(jnp.ones(3), op=MPI.SUM)
+
+
+def test_results_are_arrays() -> None:
+    x = jnp.arange(2.0)
+    y = compat.allreduce(x, op=MPI.SUM)
+    a, b = y
+    assert (a, b, *compat.allreduce(x, op=MPI.SUM)) == (0, SIZE, 0, SIZE)
+    assert compat.allreduce(x, op=MPI.SUM)[1] == SIZE
+    _, (c, d) = 0, compat.allreduce(x, op=MPI.SUM) + 0
+    assert (c, d) == (0, SIZE)

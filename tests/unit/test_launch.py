@@ -302,6 +302,25 @@ def test_the_number_of_ranks_as_mpiexec_has_it(program: str) -> None:
     assert planned("-np", "3", "--oversubscribe", program) == planned("-n", "3", "--oversubscribe", program)
 
 
+@pytest.mark.parametrize("arguments", [("-c", "print(1)", "-n", "7", "--dry-run"), ("-m", "pytest", "-c", "a.ini")])
+def test_a_command_or_a_module_as_python_has_it(arguments: tuple[str, ...], program: str) -> None:
+    assert planned("-n", "1", *arguments)[0][-1 - len(arguments) :] == [sys.executable, *arguments]
+    command, _ = planned("-n", "1", "--distributed", *arguments)
+    assert command[-3 - len(arguments) :] == [sys.executable, "-m", "pycollective.distributed", *arguments]
+    assert planned("-n", "1", program, *arguments)[0][-2 - len(arguments) :] == [sys.executable, program, *arguments]
+
+
+def test_no_program() -> None:
+    with pytest.raises(ValueError, match=r"run: expected a program, -c COMMAND or -m MODULE, got none\. Name it after"):
+        planned("-n", "1")
+
+
+def test_a_command_without_its_text(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        planned("-n", "1", "-c")
+    assert "argument -c: expected an argument" in capsys.readouterr().err
+
+
 def test_no_such_program() -> None:
     with pytest.raises(FileNotFoundError, match=r"expected a program, got '/no/prog.py', which does not exist"):
         planned("-n", "1", "/no/prog.py")

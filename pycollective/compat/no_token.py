@@ -1,0 +1,50 @@
+"""Refuses ``y, token = allreduce(...)``: before mpi4jax 0.8 its functions returned a token beside the array."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import sys
+from collections.abc import Callable
+from types import CodeType
+from typing import Any, TypeVar, cast
+
+import pycollective as pc
+from pycollective.errors import fail
+
+__all__ = ["returns_no_token"]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def returns_no_token(function: _Function) -> _Function:
+    """Lets ``y, token = function(...)`` raise, the form before mpi4jax 0.8, where it would take the rows of an array.
+
+    An array of another length raises by itself. The result is JAX's array, which can be iterated over, so the caller's
+    bytecode tells. A result that has a name first, or that a function returns, is not looked at.
+    """
+
+    @functools.wraps(function)
+    def checked(*args: Any, **options: Any) -> Any:
+        y = function(*args, **options)
+        if y.shape[:1] == (2,) and _goes_to_two_names(sys._getframe(1).f_code, sys._getframe(1).f_lasti):
+            name = f"compat.{function.__name__}"
+            remedy = "Write y = ... without a token, as for mpi4jax 0.8 and later; and then a, b = y for the two rows."
+            fail(TypeError, name, pc.world(), "one name for the result, an array", "two names for its two rows", remedy)
+        return y
+
+    return cast("_Function", checked)
+
+
+_seen: dict[tuple[int, int], tuple[CodeType, bool]] = {}
+"""What :func:`_goes_to_two_names` has found, by the identity of the code, which thus lives on, and the place."""
+
+
+def _goes_to_two_names(code: CodeType, place: int) -> bool:
+    """Whether the bytecode's instruction after ``place`` unpacks a sequence of two."""
+    key = id(code), place
+    if key not in _seen:
+        after = (step for step in dis.get_instructions(code) if step.offset > place)
+        step = next(after, None)
+        _seen[key] = code, step is not None and step.opname == "UNPACK_SEQUENCE" and step.arg == 2
+    return _seen[key][1]
