@@ -33,7 +33,7 @@ struct Started {
 
 // By the address of the first result, which belongs to this call alone until its end.
 std::mutex started_mutex;
-std::unordered_map<const void*, std::shared_ptr<Started>> started_calls;
+auto& started_calls = *new std::unordered_map<const void*, std::shared_ptr<Started>>;
 
 const void* KeyOf(const std::vector<ArrayPair>& arrays) {
   for (const ArrayPair& array : arrays) {

@@ -91,10 +91,10 @@ PYCOLLECTIVE_EXPORT const char* pycollective_runtime_name(int64_t index, int32_t
 // pycollective_function_name. Returns null, or a message that stays valid.
 PYCOLLECTIVE_EXPORT const char* pycollective_bind(const pycollective::Binding* binding,
                                                   void* const* addresses) {
-  static std::string error;
+  static auto& error = *new std::string;
   auto made = pycollective::MakeLibrary(*binding, addresses, &error);
   if (made == nullptr) return error.c_str();
-  pycollective::library = std::move(made);
+  pycollective::library = made.release();
   return nullptr;
 }
 
@@ -179,7 +179,7 @@ PYCOLLECTIVE_EXPORT int64_t pycollective_part_add(const char* name, int64_t fing
 // Lets the ranks of a communicator that was just added know their hosts: see Ranks::JoinHosts. Returns null, or a message
 // that stays valid until the next call.
 PYCOLLECTIVE_EXPORT const char* pycollective_board_join(int64_t number) {
-  static std::string error;
+  static auto& error = *new std::string;
   const auto ranks = FindCommunicator(number)->ranks;
   return ErrorOf(ranks->JoinHosts(*pycollective::library, 0), &error);
 }
@@ -234,7 +234,7 @@ PYCOLLECTIVE_EXPORT void pycollective_board_close() { pycollective::BoardSlot::O
 
 // Frees a communicator: see FreeCommunicator. Returns null, or a message that stays valid until the next call.
 PYCOLLECTIVE_EXPORT const char* pycollective_communicator_free(int64_t number) {
-  static std::string error;
+  static auto& error = *new std::string;
   return ErrorOf(pycollective::FreeCommunicator(*pycollective::library, number), &error);
 }
 
@@ -346,8 +346,8 @@ PYCOLLECTIVE_EXPORT void pycollective_hmac(const char* key, int64_t key_bytes, c
 }
 
 // Starts the monitor. `processes`: for each rank the number of its addresses, each address and its port, its pid,
-// when it started, the number and the name of its host, packed as Writer packs them. The others: see MonitorSettings.
-PYCOLLECTIVE_EXPORT void pycollective_monitor_start(int32_t rank, int32_t size, const char* processes, int64_t nbytes,
+// when it started, the number and the name of its host, packed as Writer packs them. The others: see MonitorSettings. Returns null, or why there is no monitor.
+PYCOLLECTIVE_EXPORT const char* pycollective_monitor_start(int32_t rank, int32_t size, const char* processes, int64_t nbytes,
                                                     const int32_t* listening, int32_t listening_count,
                                                     const char* secret, int32_t secret_bytes, double warn_s,
                                                     double timeout_s, const char* folder, bool may_lose_ranks,
@@ -375,7 +375,9 @@ PYCOLLECTIVE_EXPORT void pycollective_monitor_start(int32_t rank, int32_t size, 
   settings.folder = folder;
   settings.may_lose_ranks = may_lose_ranks;
   settings.says_deaths = says_deaths;
-  pycollective::StartMonitor(std::move(settings));
+  static auto& error = *new std::string;
+  error = pycollective::StartMonitor(std::move(settings));
+  return error.empty() ? nullptr : error.c_str();
 }
 PYCOLLECTIVE_EXPORT void pycollective_monitor_set_timeout(double warn_s, double timeout_s) {
   pycollective::SetMonitorTimeout(static_cast<int64_t>(warn_s * 1e9), static_cast<int64_t>(timeout_s * 1e9));

@@ -13,7 +13,7 @@ namespace ffi = xla::ffi;
 
 namespace pycollective {
 
-std::unique_ptr<Library> library;
+Library* library = nullptr;
 Check check = Check::kEvery;
 bool check_numbers = false;
 
@@ -31,7 +31,7 @@ const int64_t this_process = RandomNumber();
 namespace {
 
 std::mutex failure_mutex;
-std::string last_failure;
+auto& last_failure = *new std::string;
 std::atomic<bool> has_failed{false};
 
 }  // namespace
@@ -101,7 +101,7 @@ ffi::Error Call::Enter(const Signature& signature, int64_t nbytes) {
   // Where the last such call was. These calls come one after another. If a program fails before Leave, XLA does not run
   // that: its record ends here.
   static std::mutex mutex;
-  static std::shared_ptr<Communicator> last;
+  static auto& last = *new std::shared_ptr<Communicator>;
   const std::lock_guard<std::mutex> lock(mutex);
   if (last != nullptr) last->entered.Finish(kFailed);
   const ffi::Error wrong = CheckParticipants();

@@ -36,7 +36,7 @@ namespace {
   } while (false)
 
 const Memory& MemoryOf(const Channel& channel) {
-  static const Memory host;
+  static const auto& host = *new Memory;
   return channel.memory != nullptr ? *channel.memory : host;
 }
 

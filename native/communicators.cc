@@ -154,7 +154,7 @@ Team& Communicator::TeamOfCopies(int size) {
 namespace {
 
 // Set before the first communicator.
-std::vector<int> hosts_of_world;
+auto& hosts_of_world = *new std::vector<int>;
 int own_host = -1;
 
 }  // namespace
@@ -186,8 +186,8 @@ namespace {
 constexpr size_t kRemembered = 1000;
 
 std::mutex mutex;
-std::unordered_map<int64_t, std::shared_ptr<Communicator>> table;
-std::deque<int64_t> freed;  // the oldest first
+auto& table = *new std::unordered_map<int64_t, std::shared_ptr<Communicator>>;
+auto& freed = *new std::deque<int64_t>;  // the oldest first
 int64_t next_number = 0;
 
 }  // namespace

@@ -42,7 +42,7 @@ std::string DescribeMessage(const Post& post, const std::string& line) {
 
 // Takes the data out of a letter, as MPI_Recv would.
 Outcome Take(const Library& mpi, const Channel& channel, const Letter& letter, const Incoming& to) {
-  static const Memory host;
+  static const auto& host = *new Memory;
   const size_t nbytes = Bytes(to.count, to.type);
   if (nbytes > 0) {
     const Memory& memory = channel.memory != nullptr ? *channel.memory : host;

@@ -11,6 +11,7 @@
 #include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
+#include <future>
 #include <list>
 #include <map>
 #include <memory>
@@ -19,11 +20,11 @@
 #include <thread>
 
 #include "inquiry.h"
+#include "own_end.h"
 #include "process.h"
 #include "python_stacks.h"
 #include "rank_guard.h"
 #include "recorder.h"
-#include "settings.h"
 #include "status.h"
 
 namespace pycollective {
@@ -34,7 +35,7 @@ constexpr int64_t kTellNs = 2 * kSecondNs;      // for all ranks to hear that th
 constexpr int64_t kReportNs = 8 * kSecondNs;    // after it has told another rank of a wait, this one reports itself
 constexpr int64_t kEndedNs = 10 * kSecondNs;    // a rank that has ended asks what the others do
 constexpr int64_t kDeathNs = 6 * kSecondNs;     // whoever waits for a rank that has died then waits for long
-constexpr auto kLastWords = std::chrono::seconds(4);  // for a process that was told to end to end by itself
+constexpr auto kAfterFailure = std::chrono::milliseconds(200);  // before a thread goes on that has met an error
 
 // Why a rank asks another one to report; the greater one matters more.
 enum Reason : int64_t { kSomeHaveEnded = 1, kLongWait, kTooLongWait };
@@ -56,10 +57,16 @@ class Monitor {
     timeout_ns_ = timeout_ns;
   }
 
+  // Throws std::system_error if there is a thread that cannot be made. Then none runs.
   void Start() {
-    server_ = std::thread([this] { Serve(); });
-    watcher_ = std::thread([this] { Watch(); });
-    for (RankGuard& guard : guards_) guard.Start();
+    try {
+      server_ = std::thread([this] { Serve(); });
+      watcher_ = std::thread([this] { Watch(); });
+      for (RankGuard& guard : guards_) guard.Start();
+    } catch (...) {
+      Stop();
+      throw;
+    }
   }
   void Stop() {
     {
@@ -69,8 +76,8 @@ class Monitor {
     Leave();
     changed_.notify_all();
     for (const int fd : settings_.listening) shutdown(fd, SHUT_RDWR);  // it wakes the server
-    watcher_.join();
-    server_.join();
+    if (watcher_.joinable()) watcher_.join();
+    if (server_.joinable()) server_.join();
     for (RankGuard& guard : guards_) guard.Stop();
     for (const int fd : settings_.listening) close(fd);
   }
@@ -86,9 +93,8 @@ class Monitor {
 
   bool BeginEnd(int status, const std::string& cause) {
     if (!SetEnd(status)) return false;
-    const std::vector<int> others = Others();
-    WriteRecords(cause);
-    if (!others.empty()) channel_.Ask(others, kEndNow, Writer().Put(status).Put(cause).text(), kTellNs);
+    TellEnd(status, cause);
+    Tried("write its records", [&] { WriteRecords(cause); });
     return true;
   }
 
@@ -107,6 +113,12 @@ class Monitor {
       if (rank != settings_.rank && is_there) others.push_back(rank);
     }
     return others;
+  }
+
+  void TellEnd(int status, const std::string& cause) {
+    Tried("tell the other ranks to end", [&] {
+      channel_.Ask(Others(), kEndNow, Writer().Put(status).Put(cause).text(), kTellNs);
+    });
   }
 
   // Writes this process's records to the folder of the settings. Returns the path, "" if there is none.
@@ -142,9 +154,9 @@ class Monitor {
     }
     if (settings_.says_deaths) Say("pycollective: " + what + "\n");
     // At the same time, since the launcher may end this rank in a few milliseconds.
-    std::thread tells([&] { channel_.Ask(Others(), kDeathIsKnown, Writer().Put(what).text(), kTellNs); });
+    const auto told = std::async([&] { channel_.Ask(Others(), kDeathIsKnown, Writer().Put(what).text(), kTellNs); });
     WriteRecords(what);
-    tells.join();
+    told.wait();  // without a thread it is done now
   }
 
   // Returns whether this is the first end that this rank knows.
@@ -160,7 +172,11 @@ class Monitor {
 
   void Serve() {
     const auto answer = [this](int64_t kind, const std::string& text) { return Answer(kind, text); };
-    channel_.Serve(settings_.listening, answer, [this] { return IsStopping(); });
+    while (!IsStopping()) {
+      const bool served = Tried("answer other ranks",
+                                [&] { channel_.Serve(settings_.listening, answer, [this] { return IsStopping(); }); });
+      if (!served) std::this_thread::sleep_for(kAfterFailure);
+    }
   }
 
   std::string Answer(int64_t kind, const std::string& text) {
@@ -194,10 +210,12 @@ class Monitor {
         const int status = static_cast<int>(reader.Number());
         const std::string cause = reader.Text();
         if (SetEnd(status)) {
+          {
+            const std::lock_guard<std::mutex> lock(mutex_);
+            is_told_ = true;
+            changed_.notify_all();
+          }
           WriteRecords(cause);
-          const std::lock_guard<std::mutex> lock(mutex_);
-          is_told_ = true;
-          changed_.notify_all();
         }
         return "yes";
       }
@@ -213,54 +231,63 @@ class Monitor {
   }
 
   void Watch() {
-    int64_t warned_of = -1;
-    int64_t asked_at_end_ns = 0;
-    for (;;) {
-      const int64_t warn_after_ns = warn_ns_, timeout_ns = timeout_ns_;
-      int64_t interval_ns = kSecondNs;
-      if (timeout_ns > 0) interval_ns = std::min(interval_ns, timeout_ns / 4);
-      int64_t asked, asked_for_ns, death_ns;
-      {
-        std::unique_lock<std::mutex> lock(mutex_);
-        changed_.wait_for(lock, std::chrono::nanoseconds(interval_ns),
-                          [this] { return stopping_ || is_told_ || asked_ != 0; });
-        if (stopping_) return;
-        if (is_told_) break;
-        if (has_end_) continue;  // this rank ends the job
-        if (getppid() != parent_) {
-          Leave();
-          Say("pycollective: the launcher of rank " + std::to_string(settings_.rank) + " has ended; ending this rank.\n");
-          _exit(1);
-        }
-        asked = std::exchange(asked_, 0);
-        asked_for_ns = std::exchange(asked_for_ns_, 0);
-        death_ns = death_ns_;
-      }
-      int64_t oldest_id = -1, oldest_ns = 0, reason = asked;
-      const int64_t now = NowNs();
-      bool has_ended = death_ns != 0 && now - death_ns > kDeathNs;
-      for (const Record& record : RecordsUnderWay()) {
-        const int64_t age_ns = now - record.created_ns;
-        if (record.operation == kEnd) {
-          has_ended = has_ended || age_ns > kEndedNs;
-          continue;
-        }
-        if (timeout_ns > 0 && age_ns > timeout_ns) reason = kTooLongWait;
-        if (reason == 0 && warn_after_ns > 0 && age_ns > warn_after_ns && record.id > warned_of) reason = kLongWait;
-        if (reason != 0 && age_ns > oldest_ns) oldest_id = record.id, oldest_ns = age_ns;
-      }
-      // A rank may end long before the others, or die without a word from its launcher. From time to time this one asks
-      // whether others wait for it.
-      if (reason == 0 && has_ended && now - asked_at_end_ns > kEndedNs) reason = kSomeHaveEnded, asked_at_end_ns = now;
-      if (reason == 0) continue;
-      if (asked == 0) warned_of = std::max(warned_of, oldest_id);
-      oldest_ns = std::max(oldest_ns, asked_for_ns);
-      if (asked != 0 || !AnotherReports(reason, oldest_ns)) Report(reason, oldest_ns);
+    bool goes_on = true;
+    while (goes_on) {
+      const bool watched = Tried("watch this rank's waits", [&] { goes_on = WatchOnce(); });
+      if (!watched) std::this_thread::sleep_for(kAfterFailure);
     }
-    // Another rank has told this one to end. Its launcher ends it soon; if the launcher cannot, it ends itself.
-    std::this_thread::sleep_for(kLastWords);
-    EndStopped(settings_.processes, Own().host);
-    _exit(status_ == 0 ? 1 : status_);
+  }
+
+  // One look at the calls under way. Returns false if the monitor stops.
+  bool WatchOnce() {
+    const int64_t warn_after_ns = warn_ns_, timeout_ns = timeout_ns_;
+    int64_t interval_ns = kSecondNs;
+    if (timeout_ns > 0) interval_ns = std::min(interval_ns, timeout_ns / 4);
+    int64_t asked, asked_for_ns, death_ns;
+    bool is_told;
+    int status;
+    {
+      std::unique_lock<std::mutex> lock(mutex_);
+      changed_.wait_for(lock, std::chrono::nanoseconds(interval_ns),
+                        [this] { return stopping_ || is_told_ || asked_ != 0; });
+      if (stopping_) return false;
+      is_told = is_told_;
+      status = status_;
+      if (has_end_ && !is_told) return true;  // this rank ends the job
+      asked = std::exchange(asked_, 0);
+      asked_for_ns = std::exchange(asked_for_ns_, 0);
+      death_ns = death_ns_;
+    }
+    if (is_told) EndAsTold(status, settings_.processes, Own().host);
+    if (getppid() != parent_) {
+      Leave();
+      Say("pycollective: the launcher of rank " + std::to_string(settings_.rank) + " has ended; ending this rank.\n");
+      _exit(1);
+    }
+    int64_t oldest_id = -1, oldest_ns = 0, reason = asked;
+    const int64_t now = NowNs();
+    bool has_ended = death_ns != 0 && now - death_ns > kDeathNs;
+    for (const Record& record : RecordsUnderWay()) {
+      const int64_t age_ns = now - record.created_ns;
+      if (record.operation == kEnd) {
+        has_ended = has_ended || age_ns > kEndedNs;
+        continue;
+      }
+      if (timeout_ns > 0 && age_ns > timeout_ns) reason = kTooLongWait;
+      if (reason == 0 && warn_after_ns > 0 && age_ns > warn_after_ns && record.id > warned_of_) reason = kLongWait;
+      if (reason != 0 && age_ns > oldest_ns) oldest_id = record.id, oldest_ns = age_ns;
+    }
+    // A rank may end long before the others, or die without a word from its launcher. From time to time this one asks
+    // whether others wait for it.
+    if (reason == 0 && has_ended && now - asked_at_end_ns_ > kEndedNs) reason = kSomeHaveEnded, asked_at_end_ns_ = now;
+    if (reason == 0) return true;
+    if (asked == 0) warned_of_ = std::max(warned_of_, oldest_id);
+    oldest_ns = std::max(oldest_ns, asked_for_ns);
+    const bool reported = Tried("report a long wait", [&] {
+      if (asked != 0 || !AnotherReports(reason, oldest_ns)) Report(reason, oldest_ns);
+    });
+    if (!reported && reason == kTooLongWait) EndJob("pycollective: a call has waited too long; ending all ranks.\n");
+    return true;
   }
 
   // Lets a lower rank report. Returns false if none answers, so that this rank must.
@@ -303,45 +330,32 @@ class Monitor {
     if (for_ever && !IsLongWait(statuses, timeout_ns_)) {
       text += "some ranks wait for a rank that has ended; ending all ranks.\n";
     } else if (ends) {
-      text += "expected an answer from the other ranks within " + Limit(timeout_ns_) + ", got none for " +
+      text += "expected an answer from the other ranks within " + LimitText(timeout_ns_) + ", got none for " +
               Seconds(age_ns) + "; ending all ranks (PYCOLLECTIVE_TIMEOUT, or init(timeout=)).\n";
     } else {
       text += "a call has waited for " + Seconds(age_ns) + ".";
-      if (timeout_ns_ > 0) text += " All ranks end after " + Limit(timeout_ns_) + ".";
+      if (timeout_ns_ > 0) text += " All ranks end after " + LimitText(timeout_ns_) + ".";
       text += "\n";
     }
     AskForFrames(channel_, settings_.rank, &statuses);
     text += DescribeAll(statuses, silent);
-    if (!ends) return Say(text);
-    if (!SetEnd(1)) return;
-    const std::string path = WriteRecords(text);
-    if (!path.empty()) text += "  The last calls of each rank are in " + settings_.folder + ".\n";
-    Say(text);
-    channel_.Ask(others, kEndNow, Writer().Put(1).Put(text).text(), kTellNs);
-    EndStopped(settings_.processes, Own().host);
-    WaitUntilRead(kTellNs);
-    std::thread([] {  // MPI may not come back
-      if (library != nullptr) library->Abort(1);
-    }).detach();
-    std::this_thread::sleep_for(kLastWords);
-    _exit(1);
-  }
-
-  static std::string Limit(int64_t ns) {
-    char text[32];
-    std::snprintf(text, sizeof(text), "%g s", static_cast<double>(ns) / 1e9);
-    return text;
-  }
-
-  // Whether any rank waits so long for others, before its end. 0: there is no such limit.
-  static bool IsLongWait(const std::vector<Status>& statuses, int64_t limit_ns) {
-    if (limit_ns == 0) return false;
-    for (const Status& status : statuses) {
-      for (const CallStatus& call : status.under_way) {
-        if (!call.is_wait(kEnd) && call.age_ns > limit_ns) return true;
-      }
+    if (ends) {
+      EndJob(text);
+    } else {
+      Say(text);
     }
-    return false;
+  }
+
+  // Ends the job for the cause that `text` tells. Each step has a limit, and is made though another one has failed.
+  void EndJob(const std::string& text) {
+    if (!SetEnd(1)) return;
+    LimitOwnEnd();
+    TellEnd(1, text);
+    Say(text);
+    Tried("write its records", [&] {
+      if (!WriteRecords(text).empty()) Say("  The last calls of each rank are in " + settings_.folder + ".\n");
+    });
+    AbortJob(settings_.processes, Own().host);
   }
 
   const MonitorSettings settings_;
@@ -353,7 +367,10 @@ class Monitor {
   std::list<RankGuard> guards_;
   std::mutex records_mutex_;
   const pid_t parent_ = getppid();
+  // Of the watcher.
   std::map<int64_t, int64_t> last_report_ns_;  // by the reason
+  int64_t warned_of_ = -1;                     // the record of the youngest call of a warning
+  int64_t asked_at_end_ns_ = 0;
 
   std::mutex mutex_;  // guards what follows
   std::condition_variable changed_;
@@ -378,12 +395,18 @@ Monitor* Current() {
 
 }  // namespace
 
-void StartMonitor(MonitorSettings settings) {
+std::string StartMonitor(MonitorSettings settings) {
   const std::lock_guard<std::mutex> lock(monitor_mutex);
-  if (monitor != nullptr) return;
-  monitor = new Monitor(std::move(settings));
-  monitor->Start();
+  if (monitor != nullptr) return "";
+  auto* const started = new Monitor(std::move(settings));
+  try {
+    started->Start();
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+  monitor = started;
   std::atexit(LeaveMonitor);
+  return "";
 }
 
 void LeaveMonitor() {

@@ -30,8 +30,8 @@ struct MonitorSettings {
   bool says_deaths = false;  // whether it says that a rank of its host has died: the launcher may not
 };
 
-// Starts the threads. They live as long as the process, or until StopMonitor.
-void StartMonitor(MonitorSettings settings);
+// Starts the threads. They live as long as the process, or until StopMonitor. Returns why it could not; "" if it could.
+std::string StartMonitor(MonitorSettings settings);
 void SetMonitorTimeout(int64_t warn_ns, int64_t timeout_ns);
 void StopMonitor();
 // Tells the rank that guards this one that this process ends, in order.

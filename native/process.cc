@@ -12,6 +12,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <chrono>
 #include <cstdio>
@@ -67,7 +68,7 @@ ssize_t WriteSome(int fd, const char* text, size_t size) {
 
 }  // namespace
 
-void Say(const std::string& text, int64_t limit_ns) {
+void Say(std::string_view text, int64_t limit_ns) {
   const int64_t until_ns = NowNs() + limit_ns;
   const int own = OpenStderr();
   const int fd = own < 0 ? STDERR_FILENO : own;
@@ -82,6 +83,16 @@ void Say(const std::string& text, int64_t limit_ns) {
     if (n > 0) done += static_cast<size_t>(n);
   }
   if (own >= 0) close(own);
+}
+
+void SayFailure(const char* what, const char* why) {
+  static std::atomic<int> failures{0};
+  constexpr int kSaid = 5;
+  if (failures.fetch_add(1) >= kSaid) return;
+  char text[512];
+  std::snprintf(text, sizeof(text), "pycollective: the monitor of process %d could not %s: %s. The process goes on.\n",
+                static_cast<int>(getpid()), what, why);
+  Say(text);
 }
 
 void WaitUntilRead(int64_t limit_ns) {

@@ -4,7 +4,9 @@
 #define PYCOLLECTIVE_NATIVE_PROCESS_H_
 
 #include <cstdint>
+#include <exception>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "side_channel.h"
@@ -29,9 +31,24 @@ void EndStopped(const std::vector<Process>& processes, int64_t host);
 
 // Writes a text to the standard error, as far as the launcher or the terminal takes it within `limit_ns`: nobody may read it.
 // It needs no memory.
-void Say(const std::string& text, int64_t limit_ns = 2000000000);
+void Say(std::string_view text, int64_t limit_ns = 2000000000);
 // Waits until the launcher has read it, at most `limit_ns`: it may throw away what it has not read when the job ends.
 void WaitUntilRead(int64_t limit_ns);
+
+// Says, for the first failures of this process, that its monitor could not do something.
+void SayFailure(const char* what, const char* why);
+// Makes one step of a monitor's thread, and says if it fails: there may be no memory, or no thread to be had. Returns whether it
+// has succeeded. The step that comes next is made all the same.
+template <typename Step>
+bool Tried(const char* what, Step&& step) {
+  try {
+    step();
+    return true;
+  } catch (const std::exception& error) {
+    SayFailure(what, error.what());
+    return false;
+  }
+}
 
 }  // namespace pycollective
 

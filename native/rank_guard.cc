@@ -37,7 +37,7 @@ RankGuard::RankGuard(const SideChannel& channel, int rank, std::function<void(in
     : channel_(channel), rank_(rank), on_death_(std::move(on_death)) {}
 
 void RankGuard::Start() {
-  thread_ = std::thread([this] { Wait(); });
+  thread_ = std::thread([this] { Tried("watch another rank", [this] { Wait(); }); });
 }
 
 void RankGuard::Stop() {
@@ -63,8 +63,9 @@ void RankGuard::Wait() {
   }
   const bool has_died = SideChannel::HasDied(connection, reply.farewell);
   {
+    // Stop shuts the connection down under the lock, and its number may be another file's as soon as it is closed.
     const std::lock_guard<std::mutex> lock(mutex_);
-    connection_ = -1;
+    close(std::exchange(connection_, -1));
     if (!has_died || stopping_) return;
   }
   on_death_(rank_);

@@ -127,12 +127,12 @@ void AddToTrace(const Slot& slot, int64_t completed, CallState state) {
 
 bool IsUnderWay(int64_t state) { return state == kScheduled || state == kStarted; }
 
+// Writes a record into a slot that this thread has claimed.
 void Write(Slot& slot, const Record& record) {
   int64_t words[Slot::kWords];
   std::memcpy(words, &record, sizeof(record));
-  const uint64_t version = slot.version.fetch_add(1, std::memory_order_acquire);
   for (size_t i = 0; i < Slot::kWords; ++i) slot.words[i].store(words[i], std::memory_order_release);
-  slot.version.store(version + 2, std::memory_order_release);
+  slot.version.store(slot.version.load(std::memory_order_relaxed) + 1, std::memory_order_release);  // its owner alone writes
 }
 
 // Reads a slot, with times by `rate`. Returns false if it is written meanwhile, or holds no record.
@@ -199,6 +199,12 @@ const char* Record::name() const {
   return 0 <= wait && wait < static_cast<int64_t>(std::size(kWaitNames)) ? kWaitNames[wait] : "?";
 }
 
+bool Slot::Claim() {
+  uint64_t seen = version.load(std::memory_order_acquire);
+  if (seen % 2 != 0 || IsUnderWay(words[kStateWord].load(std::memory_order_acquire))) return false;
+  return version.compare_exchange_strong(seen, seen + 1, std::memory_order_acquire);
+}
+
 Recorded::Recorded(Record record) {
   record.created_ns = ticks.Now();
   if (record.state == kStarted) record.started_ns = record.created_ns;
@@ -206,7 +212,7 @@ Recorded::Recorded(Record record) {
   for (size_t tries = 0; tries < kRecords; ++tries) {
     const uint64_t id = next.fetch_add(1, std::memory_order_relaxed);
     Slot& slot = ring[id % kRecords];
-    if (IsUnderWay(slot.words[kStateWord].load(std::memory_order_acquire))) continue;
+    if (!slot.Claim()) continue;
     record.id = static_cast<int64_t>(id);
     Write(slot, record);
     slot_ = &slot;

@@ -95,6 +95,10 @@ struct Slot {
   static constexpr size_t kWords = sizeof(Record) / sizeof(int64_t);
   std::array<std::atomic<int64_t>, kWords> words{};
   std::atomic<uint64_t> version{0};  // odd while a record is written
+
+  // Makes this thread the one that writes a record here: the version is odd from now on. Returns false if another thread
+  // writes, or if the slot's record is under way. It is one step: a record gets under way only between two versions.
+  bool Claim();
 };
 
 // Begins a record, and ends it when this object is destroyed.

@@ -18,7 +18,7 @@ namespace pycollective {
 enum class Check : int { kNever, kFirst, kEvery, kAlways };
 
 // Python sets these before the first program runs; they do not change while one runs.
-extern std::unique_ptr<Library> library;
+extern Library* library;
 extern Check check;
 // Whether a call looks for NaN and Inf in what the ranks bring to it.
 extern bool check_numbers;

@@ -481,7 +481,6 @@ bool SideChannel::HasDied(int connection, const std::string& farewell) {
     if (n <= 0) break;
     word.append(part, static_cast<size_t>(n));
   }
-  close(connection);
   return !SameMac(farewell, word);
 }
 

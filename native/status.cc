@@ -142,6 +142,12 @@ std::string RankList(std::vector<int> ranks) {
   return (ranks.size() == 1 ? "rank " : "ranks ") + text;
 }
 
+std::string LimitText(int64_t ns) {
+  char text[32];
+  std::snprintf(text, sizeof(text), "%g s", static_cast<double>(ns) / 1e9);
+  return text;
+}
+
 std::string Seconds(int64_t ns) {
   char text[32];
   std::snprintf(text, sizeof(text), "%.1f s", static_cast<double>(ns) / 1e9);
@@ -270,6 +276,16 @@ bool WaitForEnded(const std::vector<Status>& statuses, const std::vector<SilentR
         if (found == ended.end()) continue;
         if (found->second == nullptr || HasNotMade(*found->second, call)) return true;
       }
+    }
+  }
+  return false;
+}
+
+bool IsLongWait(const std::vector<Status>& statuses, int64_t limit_ns) {
+  if (limit_ns == 0) return false;
+  for (const Status& status : statuses) {
+    for (const CallStatus& call : status.under_way) {
+      if (!call.is_wait(kEnd) && call.age_ns > limit_ns) return true;
     }
   }
   return false;

@@ -66,11 +66,16 @@ std::string DescribeAll(const std::vector<Status>& statuses, const std::vector<S
 // Whether some ranks wait for a rank that has ended, and so will wait for ever.
 bool WaitForEnded(const std::vector<Status>& statuses, const std::vector<SilentRank>& silent);
 
+// Whether any rank waits so long for others, before its end. 0: there is no such limit.
+bool IsLongWait(const std::vector<Status>& statuses, int64_t limit_ns);
+
 // Ranks as messages name them: "rank 1", "ranks 0, 2-5".
 std::string RankList(std::vector<int> ranks);
 
 // "12.3 s"
 std::string Seconds(int64_t ns);
+// "600 s", "0.5 s"
+std::string LimitText(int64_t ns);
 
 }  // namespace pycollective
 

@@ -125,7 +125,7 @@ struct World {
   int rank;
   int size;
 };
-std::unique_ptr<const World> world;  // null: pycollective.distributed.initialize was not called
+const World* world = nullptr;  // null: pycollective.distributed.initialize was not called
 
 constexpr size_t kMarkCount = 4;
 constexpr size_t kMarkBytes = kMarkCount * sizeof(uint32_t);
@@ -244,7 +244,7 @@ PYCOLLECTIVE_EXPORT bool pycollective_xla_is_open() { return is_open; }
 
 // Lets XLA start: this process is `rank` of `size`. MPI is bound.
 PYCOLLECTIVE_EXPORT void pycollective_xla_start(int32_t rank, int32_t size) {
-  world = std::make_unique<const World>(World{rank, size});
+  world = new World{rank, size};
 }
 
 // From now until the next call XLA asks for the communicator of one clique, in a program that gathers the

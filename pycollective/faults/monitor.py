@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from pycollective.config import DEFAULT_TIMEOUT_S, config
+from pycollective.errors import message
 from pycollective.faults import stacks
 from pycollective.launch.addresses import LOOPBACK, addresses_of_this_host
 from pycollective.launch.started_by import names_lost_ranks
@@ -48,20 +49,23 @@ def start(mpi: MPI.Intracomm, limit: float | None) -> None:
     secret = mpi.bcast(secrets.token_bytes(_SECRET_BYTES) if mpi.rank == 0 else None)
     folder = mpi.bcast(_folder() if mpi.rank == 0 else None)
     warn_s, timeout_s = _seconds(limit)
-    stacks.start()
-    watch.start_monitor(
-        watch.Monitoring(
-            MPI.COMM_WORLD.rank,
-            processes,
-            sockets,
-            secret,
-            warn_s,
-            timeout_s,
-            folder,
-            may_lose_ranks=may_lose_ranks,
-            says_deaths=not may_lose_ranks and not names_lost_ranks(os.environ, hosts_of_job),
-        )
+    monitoring = watch.Monitoring(
+        MPI.COMM_WORLD.rank,
+        processes,
+        sockets,
+        secret,
+        warn_s,
+        timeout_s,
+        folder,
+        may_lose_ranks=may_lose_ranks,
+        says_deaths=not may_lose_ranks and not names_lost_ranks(os.environ, hosts_of_job),
     )
+    try:
+        stacks.start()
+        watch.start_monitor(monitoring)
+    except RuntimeError as error:
+        wanted, remedy = "threads that watch this rank's waits", "Raise the limits of this host (ulimit -u, ulimit -v)."
+        raise RuntimeError(message("init", wanted, str(error), remedy, rank=mpi.rank, size=mpi.size)) from error
 
 
 def set_limit(limit: float | None) -> None:

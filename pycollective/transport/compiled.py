@@ -63,7 +63,7 @@ _RESULTS = {
     "group_json": ctypes.c_void_p,
     "monitor_listen": ctypes.c_bool,
     "hmac": None,
-    "monitor_start": None,
+    "monitor_start": ctypes.c_char_p,
     "monitor_set_timeout": None,
     "monitor_stop": None,
     "monitor_forget": None,

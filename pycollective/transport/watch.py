@@ -154,9 +154,13 @@ class Monitoring(NamedTuple):
 
 
 def start_monitor(monitoring: Monitoring) -> None:
-    """Starts the threads that watch this process's waits and answer other ranks. The sockets are theirs from now on."""
+    """Starts the threads that watch this process's waits and answer other ranks. The sockets are theirs from now on.
+
+    Raises:
+        RuntimeError: the system gives no thread.
+    """
     packed = b"".join(process.packed() for process in monitoring.processes)
-    compiled.library().pycollective_monitor_start(
+    error = compiled.library().pycollective_monitor_start(
         monitoring.rank,
         len(monitoring.processes),
         packed,
@@ -171,6 +175,8 @@ def start_monitor(monitoring: Monitoring) -> None:
         monitoring.may_lose_ranks,
         monitoring.says_deaths,
     )
+    if error is not None:
+        raise RuntimeError(error.decode())
 
 
 def set_monitor_timeout(warn_s: float, timeout_s: float) -> None:

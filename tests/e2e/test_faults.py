@@ -222,3 +222,60 @@ def test_a_warning_comes_before_the_end_and_the_job_goes_on(tmp_path: Path) -> N
         done.stderr
     )
     assert re.search(r"Python on rank 1:\n +File \".*program.py\", line 6 in <module>", done.stderr), done.stderr
+
+
+def test_a_report_that_nobody_reads_ends_the_job(tmp_path: Path) -> None:
+    """The console is full before the report. The other rank is told to end all the same."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, threading, time, jax.numpy as jnp, pycollective as pc\n"
+        "world = pc.init(timeout=2)\n"
+        "def fills(): os.write(2, b'a' * (1 << 22))\n"
+        "threading.Thread(target=fills, daemon=True).start()\n"
+        "print('began', flush=True)\n"
+        "if world.rank == 1:\n"
+        "    time.sleep(300)\n"
+        "pc.psum(jnp.ones(2), world).block_until_ready()\n"
+    )
+    options = ["--oversubscribe"] if launch.is_open_mpi() else []
+    command = [str(Path(sys.executable).parent / "mpiexec"), *options, "-n", "2", sys.executable, str(program)]
+    env = {**os.environ, **launch.AS_ROOT, "PYCOLLECTIVE_RECORDS": str(tmp_path / "records")}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, env=env, start_new_session=True, **pipes) as launcher:
+        assert launcher.stdout is not None
+        try:
+            assert [launcher.stdout.readline() for _ in range(2)] == ["began\n"] * 2
+            launch.wait_until_gone(str(program), 40)
+        finally:
+            launcher.kill()
+    for rank in range(2):  # both knew the end
+        records = json.loads((tmp_path / "records" / f"rank-{rank}.json").read_text())
+        assert "expected an answer" in records["reason"]
+
+
+def test_a_monitor_without_threads_is_an_error(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import resource\n"
+        "import pycollective as pc\n"
+        "from pycollective.transport import watch\n"
+        "from mpi4py import MPI\n"
+        "start = watch.start_monitor\n"
+        "def start_without_threads(monitoring):\n"
+        "    if MPI.COMM_WORLD.rank == 1:\n"
+        "        used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
+        "        resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 20), resource.RLIM_INFINITY))\n"
+        "    try:\n"
+        "        start(monitoring)\n"
+        "    finally:\n"
+        "        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)\n"
+        "watch.start_monitor = start_without_threads\n"
+        "pc.init()\n"
+    )
+    done = mpirun(2, str(program), timeout=SHORT)
+    assert done.returncode not in (0, 124, 137), done.stderr
+    expected = (
+        r"pycollective\.init: expected threads that watch this rank's waits, got .* \(rank 1 of 2\)\. Raise the "
+        r"limits of this host \(ulimit -u, ulimit -v\)\."
+    )
+    assert re.search(expected, done.stderr), done.stderr

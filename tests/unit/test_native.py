@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import types
@@ -17,6 +18,7 @@ import pycollective as pc
 from pycollective.environment import NATIVE_LIBRARY
 from pycollective.primitives import define, dtypes, exchanges, messages, reductions
 from pycollective.transport import native
+from tests.standin import compile_cpp
 
 X = jax.ShapeDtypeStruct((4, 2), jnp.float32)
 NATIVE = Path(__file__).parents[2] / "native"
@@ -91,3 +93,49 @@ def test_the_library_needs_no_symbol_that_it_lacks() -> None:
     """XLA opens it lazily, and then an undefined symbol shows only where something calls it."""
     code = "import ctypes, os, sys; ctypes.CDLL(sys.argv[1], mode=os.RTLD_NOW)"
     subprocess.run([sys.executable, "-c", code, str(NATIVE_LIBRARY)], check=True, timeout=60)
+
+
+# Says which functions of C++ a library has registered for the end of the process: destructors of its objects.
+EXIT_FUNCTIONS = r"""
+#include <dlfcn.h>
+#include <cstdio>
+#include <cstring>
+
+extern "C" int __cxa_atexit(void (*function)(void*), void* object, void* handle) {
+  static const auto next = reinterpret_cast<decltype(&__cxa_atexit)>(dlsym(RTLD_NEXT, "__cxa_atexit"));
+  Dl_info of_library{}, of_function{};
+  dladdr(handle, &of_library);
+  dladdr(reinterpret_cast<void*>(function), &of_function);
+  const char* const name = of_function.dli_sname == nullptr ? "?" : of_function.dli_sname;
+  const bool is_of_iostream = std::strcmp(name, "_ZNSt8ios_base4InitD1Ev") == 0;
+  if (of_library.dli_fname != nullptr && std::strstr(of_library.dli_fname, "_native.so") != nullptr) {
+    std::printf("%s %s\n", is_of_iostream ? "iostream" : "OBJECT", name);
+    std::fflush(stdout);
+  }
+  return next(function, object, handle);
+}
+"""
+
+CALLS = """
+import jax, jax.numpy as jnp
+import pycollective as pc
+
+world = pc.init()
+x = jnp.ones(4)
+calls = [pc.psum(x, world), pc.sendrecv(x, world, source=0, dest=0), jax.jit(lambda x: pc.psum(x, world))(x)]
+jax.block_until_ready(calls)
+"""
+
+
+def test_nothing_of_the_library_is_destroyed_at_the_end(tmp_path: Path) -> None:
+    """Threads that nobody waits for may make a call while the process ends."""
+    source = tmp_path / "exit_functions.cc"
+    source.write_text(EXIT_FUNCTIONS)
+    preloaded = compile_cpp([source], tmp_path / "exit_functions.so", "-shared")
+    env = {**os.environ, "LD_PRELOAD": str(preloaded)}
+    env.pop("MPITRAMPOLINE_LIB", None)  # XLA would open the library itself, with its own view of the C library
+    run = subprocess.run([sys.executable, "-c", CALLS], env=env, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
+    lines = run.stdout.splitlines()
+    assert any(line.startswith("iostream") for line in lines), f"LOUD: nothing of the library was seen\n{run.stdout}{run.stderr}"
+    assert [line for line in lines if line.startswith("OBJECT")] == []

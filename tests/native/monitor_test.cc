@@ -1,0 +1,161 @@
+// Tests of the monitor when something is missing: memory, somebody who reads the console, a free slot of the recorder.
+
+#include <fcntl.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "collectives.h"
+#include "harness.h"
+#include "inquiry.h"
+#include "monitor.h"
+#include "process.h"
+#include "recorder.h"
+#include "settings.h"
+#include "side_channel.h"
+
+namespace {
+
+std::atomic<bool> no_memory{false};    // for all threads but the test's own
+thread_local bool is_of_test = false;  // whether this is that thread
+
+void* Allocated(size_t size) {
+  void* const memory = no_memory && !is_of_test ? nullptr : std::malloc(size);
+  if (memory == nullptr) throw std::bad_alloc();
+  return memory;
+}
+
+}  // namespace
+
+void* operator new(size_t size) { return Allocated(size); }
+void operator delete(void* memory) noexcept { std::free(memory); }
+void operator delete(void* memory, size_t) noexcept { std::free(memory); }
+
+namespace pycollective {
+
+Library* library = nullptr;  // no MPI
+
+namespace {
+
+constexpr int64_t kSecondNs = 1000000000;
+
+// A monitor whose thread meets a lack of memory goes on, and answers when there is memory again.
+void TestLackOfMemory() {
+  is_of_test = true;
+  MonitorSettings settings;
+  settings.processes.resize(2);
+  Process& own = settings.processes[0];
+  int fd = -1;
+  own.addresses.push_back({"127.0.0.1", ListenOn("127.0.0.1", &fd)});
+  own.pid = getpid();
+  settings.listening = {fd};
+  settings.secret = std::string(64, 's');
+  const SideChannel other(1, {own.addresses, {}}, settings.secret);
+  const auto tells = [&other] { return other.Ask({0}, kTellStatus, "", kSecondNs)[0].came; };
+  CHECK(StartMonitor(settings).empty());
+  CHECK(tells());
+  no_memory = true;
+  CHECK(!tells());
+  no_memory = false;
+  CHECK(BecomesTrue(tells));
+  StopMonitor();
+}
+
+// The standard error is a pipe that `reading` reads.
+int ReadingOfStderr() {
+  int ends[2];
+  CHECK(pipe(ends) == 0);
+  CHECK(dup2(ends[1], STDERR_FILENO) == STDERR_FILENO);
+  return ends[0];
+}
+
+void TestNobodyReads() {
+  const int reading = ReadingOfStderr();
+  CHECK(fcntl(reading, F_SETPIPE_SZ, 4096) >= 0);
+  std::atomic<bool> said{false};
+  std::thread([&said] {
+    Say(std::string(1 << 20, 'a'), kSecondNs / 5);
+    said = true;
+  }).detach();
+  const bool returned = BecomesTrue([&said] { return said.load(); });
+  close(reading);  // what CHECK prints goes there
+  CHECK(returned);
+}
+
+void TestAllIsSaid() {
+  const int reading = ReadingOfStderr();
+  std::string text;
+  for (int i = 0; i < 100000; ++i) text += std::to_string(i);
+  std::thread speaker([&text] { Say(text, 60 * kSecondNs); });
+  std::string read_text;
+  char part[1000];
+  while (read_text.size() < text.size()) {
+    const ssize_t n = read(reading, part, sizeof(part));
+    CHECK(n > 0);
+    read_text.append(part, static_cast<size_t>(n));
+  }
+  speaker.join();
+  CHECK(read_text == text);
+}
+
+// A file has one place for all that write to it through one descriptor.
+void TestFileIsContinued() {
+  char name[] = "/tmp/pycollective-said-XXXXXX";
+  const int file = mkstemp(name);
+  CHECK(file >= 0 && unlink(name) == 0);
+  CHECK(dup2(file, STDERR_FILENO) == STDERR_FILENO);
+  CHECK(write(STDERR_FILENO, "one ", 4) == 4);
+  Say("two ");
+  CHECK(write(STDERR_FILENO, "three", 5) == 5);
+  char text[64] = "";
+  CHECK(pread(file, text, sizeof(text) - 1, 0) == 13);
+  CHECK(std::strcmp(text, "one two three") == 0);
+}
+
+// Threads that come to a free slot at one time. One of them gets it.
+void TestSlotsHaveOneOwner() {
+  constexpr int kThreads = 4;
+  constexpr int kRounds = 20000;
+  std::vector<Slot> slots(kRounds);
+  std::atomic<int> owners{0};
+  std::atomic<int> ready{0};
+  std::vector<std::thread> threads;
+  for (int i = 0; i < kThreads; ++i) {
+    threads.emplace_back([&] {
+      for (++ready; ready < kThreads;) std::this_thread::yield();
+      for (Slot& slot : slots) owners += slot.Claim() ? 1 : 0;
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  CHECK(owners == kRounds);
+}
+
+// The guard closes its connection, under the lock under which another thread may shut it down.
+void TestConnectionStaysOpen() {
+  int ends[2];
+  CHECK(socketpair(AF_UNIX, SOCK_STREAM, 0, ends) == 0);
+  close(ends[1]);
+  CHECK(SideChannel::HasDied(ends[0]));
+  CHECK(fcntl(ends[0], F_GETFD) != -1);
+}
+
+}  // namespace
+}  // namespace pycollective
+
+int main(int argc, char** argv) {
+  using namespace pycollective;
+  return RunOne({{"lack_of_memory", TestLackOfMemory},
+                 {"nobody_reads", TestNobodyReads},
+                 {"all_is_said", TestAllIsSaid},
+                 {"file_is_continued", TestFileIsContinued},
+                 {"slots_have_one_owner", TestSlotsHaveOneOwner},
+                 {"connection_stays_open", TestConnectionStaysOpen}},
+                argc, argv);
+}
