@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -228,29 +229,43 @@ def test_a_report_that_nobody_reads_ends_the_job(tmp_path: Path) -> None:
     """The console is full before the report. The other rank is told to end all the same."""
     program = tmp_path / "program.py"
     program.write_text(
-        "import os, threading, time, jax.numpy as jnp, pycollective as pc\n"
+        "import os, pathlib, sys, threading, time, jax.numpy as jnp, pycollective as pc\n"
         "world = pc.init(timeout=2)\n"
         "def fills(): os.write(2, b'a' * (1 << 22))\n"
+        "pathlib.Path(sys.argv[1], f'pid-{world.rank}').write_text(str(os.getpid()))\n"
         "threading.Thread(target=fills, daemon=True).start()\n"
-        "print('began', flush=True)\n"
         "if world.rank == 1:\n"
         "    time.sleep(300)\n"
         "pc.psum(jnp.ones(2), world).block_until_ready()\n"
     )
     options = ["--oversubscribe"] if launch.is_open_mpi() else []
-    command = [str(Path(sys.executable).parent / "mpiexec"), *options, "-n", "2", sys.executable, str(program)]
+    mpiexec = str(Path(sys.executable).parent / "mpiexec")
+    command = [mpiexec, *options, "-n", "2", sys.executable, str(program), str(tmp_path)]
     env = {**os.environ, **launch.AS_ROOT, "PYCOLLECTIVE_RECORDS": str(tmp_path / "records")}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command, text=True, env=env, start_new_session=True, **pipes) as launcher:
-        assert launcher.stdout is not None
+    pids = [tmp_path / f"pid-{rank}" for rank in range(2)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, env=env, start_new_session=True) as launcher:
         try:
-            assert [launcher.stdout.readline() for _ in range(2)] == ["began\n"] * 2
-            launch.wait_until_gone(str(program), 40)
+            wait_until(lambda: all(pid.exists() and pid.read_text() for pid in pids), SHORT)
+            wait_until(lambda: not any(is_running(int(pid.read_text())) for pid in pids), SHORT)
         finally:
-            launcher.kill()
+            os.killpg(launcher.pid, signal.SIGKILL)  # it waits for a reader
     for rank in range(2):  # both knew the end
         records = json.loads((tmp_path / "records" / f"rank-{rank}.json").read_text())
         assert "expected an answer" in records["reason"]
+
+
+def wait_until(is_so: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def test_a_monitor_without_threads_is_an_error(tmp_path: Path) -> None:

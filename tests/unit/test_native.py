@@ -137,5 +137,7 @@ def test_nothing_of_the_library_is_destroyed_at_the_end(tmp_path: Path) -> None:
     run = subprocess.run([sys.executable, "-c", CALLS], env=env, capture_output=True, text=True, timeout=60)
     assert run.returncode == 0, run.stderr
     lines = run.stdout.splitlines()
-    assert any(line.startswith("iostream") for line in lines), f"LOUD: nothing of the library was seen\n{run.stdout}{run.stderr}"
+    assert any(line.startswith("iostream") for line in lines), (
+        f"LOUD: nothing of the library was seen\n{run.stdout}{run.stderr}"
+    )
     assert [line for line in lines if line.startswith("OBJECT")] == []
