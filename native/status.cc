@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <iterator>
 #include <map>
 #include <set>
 #include <sstream>
@@ -298,11 +299,14 @@ struct Verdict {
   std::set<int> idle;       // make no call
   std::set<int> blamed;     // others wait for these, which do not wait themselves
   std::string differences;  // between calls that should match
-  bool is_circle = false;   // whether ranks wait for each other
+  std::string circle;       // how ranks wait for each other; "" if they do not
 };
 
 // All ranks of a channel may be in one call that does not end, since a device of one of them waits for another device of
 // that rank: such a rank does not wait for the others there.
+//
+// Whoever waits in a message is not to blame, but the rank at its other end, unless that one waits for others too. If all
+// wait, it is those at the other end that are in no message: a send waits for a receive that is left out.
 Verdict VerdictOn(const std::vector<Status>& statuses) {
   Verdict verdict;
   for (const Status& status : statuses) {
@@ -314,6 +318,17 @@ Verdict VerdictOn(const std::vector<Status>& statuses) {
     if (channel.Missing().empty() && channel.Difference().empty()) continue;
     for (const int rank : channel.Waiting()) waiting.insert(rank);
   }
+  std::set<int> in_message, other_ends;
+  for (const Status& status : statuses) {
+    for (const CallStatus& call : status.under_way) {
+      if (call.is_for_all() || call.is_wait(kEnd)) continue;
+      in_message.insert(status.rank);
+      for (const int member : call.members) {
+        if (member != status.rank) other_ends.insert(member);
+      }
+    }
+  }
+  waiting.insert(in_message.begin(), in_message.end());
   for (const auto& [key, channel] : channels) {
     const std::string difference = channel.Difference();
     if (!difference.empty()) verdict.differences += "  " + difference + ".\n";
@@ -321,15 +336,18 @@ Verdict VerdictOn(const std::vector<Status>& statuses) {
       if (waiting.count(rank) == 0) verdict.blamed.insert(rank);
     }
   }
-  for (const Status& status : statuses) {
-    for (const CallStatus& call : status.under_way) {
-      if (call.is_for_all() || call.is_wait(kEnd)) continue;
-      for (const int member : call.members) {
-        if (verdict.idle.count(member) != 0) verdict.blamed.insert(member);
-      }
-    }
+  for (const int rank : other_ends) {
+    if (waiting.count(rank) == 0) verdict.blamed.insert(rank);
   }
-  verdict.is_circle = verdict.blamed.empty() && verdict.differences.empty() && channels.size() > 1;
+  if (!verdict.blamed.empty() || !verdict.differences.empty()) return verdict;
+  std::set_difference(other_ends.begin(), other_ends.end(), in_message.begin(), in_message.end(),
+                      std::inserter(verdict.blamed, verdict.blamed.end()));
+  if (!verdict.blamed.empty()) return verdict;
+  if (channels.size() > 1) {
+    verdict.circle = "in calls on different communicators or channels";
+  } else if (!in_message.empty()) {
+    verdict.circle = "in messages that no rank sends or no rank receives";
+  }
   return verdict;
 }
 
@@ -396,8 +414,8 @@ std::string DescribeAll(const std::vector<Status>& statuses, const std::vector<S
   if (!verdict.blamed.empty()) {
     text += "  Look at " + RankList({verdict.blamed.begin(), verdict.blamed.end()}) + ": the others wait for " +
             (verdict.blamed.size() == 1 ? "it" : "them") + ".\n";
-  } else if (verdict.is_circle) {
-    text += "  The ranks wait for each other, in calls on different communicators or channels.\n";
+  } else if (!verdict.circle.empty()) {
+    text += "  The ranks wait for each other, " + verdict.circle + ".\n";
   }
   return text;
 }

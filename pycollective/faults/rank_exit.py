@@ -125,9 +125,15 @@ def _end_all(show: Callable[[], object], what: str, error: BaseException | None)
         return
     before_init.let_lower_ranks_speak(MPI.COMM_WORLD.rank)
     _be_the_first(1, f"{place()} {what}: {type(error).__name__}: {error}")
-    sys.stdout.flush()
+    try:
+        sys.stdout.flush()
+    except Exception as flushing:  # the cause comes first, and the other ranks wait
+        unread = f"Its standard output could not be flushed: {type(flushing).__name__}: {flushing}\n"
+    else:
+        unread = ""
     sys.stderr.write(f"pycollective: {place()} {what}; ending all ranks.\n")
     show()
+    sys.stderr.write(unread)
     abort()
 
 

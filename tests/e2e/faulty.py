@@ -131,6 +131,19 @@ def exit_text() -> None:
 
 
 @of_one
+def broken_stdout() -> None:
+    class Broken:
+        def write(self, text: str) -> int:
+            return len(text)
+
+        def flush(self) -> None:
+            raise OSError("no reader")
+
+    sys.stdout = Broken()  # type: ignore[assignment]
+    raise ValueError(NO_LUCK)
+
+
+@of_one
 def swallowed() -> None:
     with contextlib.suppress(ValueError):
         raise ValueError(NO_LUCK)

@@ -10,16 +10,19 @@
 #include <new>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "collectives.h"
 #include "harness.h"
 #include "inquiry.h"
 #include "monitor.h"
+#include "operations.h"
 #include "process.h"
 #include "recorder.h"
 #include "settings.h"
 #include "side_channel.h"
+#include "status.h"
 
 namespace {
 
@@ -137,6 +140,53 @@ void TestSlotsHaveOneOwner() {
   CHECK(owners == kRounds);
 }
 
+CallStatus Waits(Operation operation, std::vector<int> members) {
+  CallStatus call;
+  call.operation = operation;
+  call.state = kStarted;
+  call.members = std::move(members);
+  call.site = "train.py:1";
+  return call;
+}
+
+Status In(int rank, std::vector<CallStatus> under_way) {
+  Status status;
+  status.rank = rank;
+  status.under_way = std::move(under_way);
+  return status;
+}
+
+bool Says(const std::vector<Status>& statuses, const std::string& verdict) {
+  const std::string text = DescribeAll(statuses, {});
+  if (text.find(verdict) != std::string::npos) return true;
+  std::fprintf(stderr, "%s", text.c_str());
+  return false;
+}
+
+// Whom a report blames for a wait in messages.
+void TestVerdictOnMessages() {
+  const std::string circle = "The ranks wait for each other, in messages";
+  const auto sum = Waits(kAllreduce, {0, 1, 2});
+  CHECK(Says({In(0, {Waits(kRecv, {1})}), In(1, {Waits(kRecv, {0})})}, circle));
+  CHECK(Says({In(0, {Waits(kSend, {1})}), In(1, {Waits(kSend, {0})}), In(2, {sum})}, circle));
+  CHECK(Says({In(0, {sum}), In(1, {Waits(kSend, {0})}), In(2, {sum})}, "Look at rank 0: "));
+  CHECK(Says({In(0, {Waits(kSend, {1})}), In(1, {Waits(kSend, {2})}), In(2, {})}, "Look at rank 2: "));
+  CHECK(Says({In(0, {Waits(kRecv, {1})})}, "Look at rank 1: "));  // it does not answer
+}
+
+// Frames of a rank at its end, and of one that nobody waits for, say nothing.
+void TestFramesOfTheBlamed() {
+  CallStatus end = Waits(kAllreduce, {});
+  end.operation = kEnd;
+  CallStatus split = Waits(kAllreduce, {0, 1});
+  split.operation = kSplit;
+  split.site = "";
+  const auto sum = Waits(kAllreduce, {0, 1});
+  CHECK(RanksWithoutPlace({In(0, {sum}), In(1, {}), In(2, {})}) == std::vector<int>{1});
+  CHECK(RanksWithoutPlace({In(0, {sum}), In(1, {end})}).empty());
+  CHECK(RanksWithoutPlace({In(0, {split}), In(1, {})}) == (std::vector<int>{0, 1}));
+}
+
 // The guard closes its connection, under the lock under which another thread may shut it down.
 void TestConnectionStaysOpen() {
   int ends[2];
@@ -156,6 +206,8 @@ int main(int argc, char** argv) {
                  {"all_is_said", TestAllIsSaid},
                  {"file_is_continued", TestFileIsContinued},
                  {"slots_have_one_owner", TestSlotsHaveOneOwner},
+                 {"verdict_on_messages", TestVerdictOnMessages},
+                 {"frames_of_the_blamed", TestFramesOfTheBlamed},
                  {"connection_stays_open", TestConnectionStaysOpen}},
                 argc, argv);
 }
