@@ -230,7 +230,10 @@ PYCOLLECTIVE_EXPORT bool pycollective_board_may_read() {
 }
 
 // There is no such memory after all.
-PYCOLLECTIVE_EXPORT void pycollective_board_close() { pycollective::BoardSlot::OpenBoard(nullptr, 0); }
+PYCOLLECTIVE_EXPORT void pycollective_board_close() {
+  pycollective::BoardSlot::OpenBoard(nullptr, 0);
+  pycollective::Exchange::SetReadBytes(0);
+}
 
 // Frees a communicator: see FreeCommunicator. Returns null, or a message that stays valid until the next call.
 PYCOLLECTIVE_EXPORT const char* pycollective_communicator_free(int64_t number) {

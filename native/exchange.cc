@@ -121,7 +121,7 @@ void Exchange::EndAll() {
 }
 
 void Exchange::ShowMemory(int rank) {
-  LetOthersRead();
+  LetOthersRead(true);
   // A process of that number in another container has another one there, or nothing.
   own_process = getpid();
   if (own_number == 0) own_number = static_cast<uint64_t>(NowNs()) ^ static_cast<uint64_t>(own_process) << 40;
@@ -140,7 +140,10 @@ bool Exchange::ReadsAll() {
   return true;
 }
 
-void Exchange::SetReadBytes(int64_t nbytes) { read_bytes = nbytes; }
+void Exchange::SetReadBytes(int64_t nbytes) {
+  read_bytes = nbytes;
+  if (nbytes == 0) LetOthersRead(false);
+}
 int64_t Exchange::ReadBytes() { return read_bytes; }
 
 // Its memory may be used anew after GiveUp. A rank that asks after it has read does not miss that.

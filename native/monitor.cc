@@ -3,7 +3,6 @@
 #include "monitor.h"
 
 #include <sys/socket.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -21,6 +20,7 @@
 
 #include "inquiry.h"
 #include "own_end.h"
+#include "own_file.h"
 #include "process.h"
 #include "python_stacks.h"
 #include "rank_guard.h"
@@ -121,21 +121,14 @@ class Monitor {
     });
   }
 
-  // Writes this process's records to the folder of the settings. Returns the path, "" if there is none.
+  // Writes this process's records to the folder of the settings. Returns a line of a report that says so, or why not.
   std::string WriteRecords(const std::string& reason) {
     if (settings_.folder.empty()) return "";
     const std::lock_guard<std::mutex> lock(records_mutex_);  // several threads may learn of the end
-    for (size_t slash = settings_.folder.find('/', 1);; slash = settings_.folder.find('/', slash + 1)) {
-      mkdir(settings_.folder.substr(0, slash).c_str(), 0777);
-      if (slash == std::string::npos) break;
-    }
-    const std::string path = settings_.folder + "/rank-" + std::to_string(settings_.rank) + ".json";
-    FILE* const file = std::fopen((path + ".part").c_str(), "w");
-    if (file == nullptr) return "";
-    const std::string text = RecorderJson(settings_.rank, size(), reason);
-    const bool written = std::fwrite(text.data(), 1, text.size(), file) == text.size();
-    const bool closed = std::fclose(file) == 0;
-    return written && closed && std::rename((path + ".part").c_str(), path.c_str()) == 0 ? path : "";
+    const std::string name = "rank-" + std::to_string(settings_.rank) + ".json";
+    const std::string wrong = WriteOwnFile(settings_.folder, name, RecorderJson(settings_.rank, size(), reason));
+    if (wrong.empty()) return "  The last calls of each rank are in " + settings_.folder + ".\n";
+    return "  The last calls are not in " + settings_.folder + ": " + wrong + ". Name another folder by PYCOLLECTIVE_RECORDS.\n";
   }
 
   // Another rank has died. A rank of its host says so. On another host nobody can know whether the launcher did it: it
@@ -353,7 +346,8 @@ class Monitor {
     TellEnd(1, text);
     Say(text);
     Tried("write its records", [&] {
-      if (!WriteRecords(text).empty()) Say("  The last calls of each rank are in " + settings_.folder + ".\n");
+      const std::string where = WriteRecords(text);
+      if (!where.empty()) Say(where);
     });
     AbortJob(settings_.processes, Own().host);
   }

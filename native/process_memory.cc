@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #ifdef __SSE2__
 #include <emmintrin.h>
@@ -22,9 +23,13 @@ int64_t KnownOr(int64_t usual, long found) { return found > 0 ? found : usual; }
 
 }  // namespace
 
-void LetOthersRead() {
+void LetOthersRead(bool lets) {
 #if defined(PR_SET_PTRACER) && defined(PR_SET_PTRACER_ANY)
-  prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0);  // without Yama it fails, and nothing needs it
+  static bool has_let = false;  // MPI may let others read, too, and then it still needs that
+  if (std::exchange(has_let, lets) == lets) return;
+  prctl(PR_SET_PTRACER, lets ? PR_SET_PTRACER_ANY : 0, 0, 0, 0);  // without Yama it fails, and nothing needs it
+#else
+  static_cast<void>(lets);
 #endif
 }
 

@@ -8,8 +8,9 @@
 
 namespace pycollective {
 
-// Lets other processes of this user read this one's memory, where the kernel asks for that (Yama's ptrace_scope 1).
-void LetOthersRead();
+// Lets other processes of this user read this one's memory, where the kernel asks for that (Yama's ptrace_scope 1); or takes that
+// back, if it was given here.
+void LetOthersRead(bool lets);
 
 // Copies from an address of another process of this host, without its help (process_vm_readv). Returns 0 or an errno: ESRCH if
 // the process is gone, EPERM or ENOSYS if the kernel does not let this one read it.

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 import pycollective as pc
+from pycollective import files
 from pycollective.bench.global_arrays import GlobalArrays
 from pycollective.bench.implementations import (
     Copies,
@@ -76,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
     if comm.rank == 0:
         if options.json:
             about = {"title": title, "arguments": {key: str(value) for key, value in vars(options).items()}}
-            options.json.write_text(json.dumps({**about, "rows": [row.as_json() for row in rows]}, indent=1) + "\n")
+            files.write(options.json, json.dumps({**about, "rows": [row.as_json() for row in rows]}, indent=1) + "\n")
         if plot is not None:
             plot.plot(rows, title[0], options.plot)
     others = {runner.name for runner in runners if isinstance(runner, InSubprocess)}

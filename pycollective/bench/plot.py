@@ -8,6 +8,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 
+from pycollective import files
 from pycollective.bench.report import COLUMNS, UNITS, Row
 
 _QUANTITIES = (("median_us", "median time of a call (us)"), ("busbw", "bus bandwidth (GB/s)"))
@@ -36,9 +37,10 @@ def plot(rows: Sequence[Row], title: str, file: Path) -> None:
         figure.savefig(picture, format="svg")
         table = "\n".join([COLUMNS, UNITS, *(row.line() for row in rows)])
         svg = picture.getvalue()
-        file.write_text(
-            f"<!doctype html><meta charset=utf-8><title>{title}</title>{svg[svg.index('<svg') :]}<pre>{table}</pre>\n"
+        files.write(
+            file,
+            f"<!doctype html><meta charset=utf-8><title>{title}</title>{svg[svg.index('<svg') :]}<pre>{table}</pre>\n",
         )
     else:
-        figure.savefig(file)
+        files.save_figure(figure, file)
     plt.close(figure)

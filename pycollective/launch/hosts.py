@@ -25,13 +25,16 @@ def parse_hosts(text: str) -> tuple[tuple[str, int | None], ...]:
     """
     parts = [part.partition(":") for part in text.split(",")]
     for name, _, ranks in parts:
-        if not name or (ranks and (not ranks.isdecimal() or int(ranks) == 0)):
+        if not name or name.startswith("-") or (ranks and (not ranks.isdecimal() or int(ranks) == 0)):
             raise argparse.ArgumentTypeError(f"expected hosts as alpha,beta:2, got {text!r}")
     return tuple((name, int(ranks) if ranks else None) for name, _, ranks in parts)
 
 
 def parse_hostfile(text: str) -> tuple[tuple[str, int | None], ...]:
     r"""The host names in a hostfile, each with its number of ranks or None: ``a:2``, ``a slots=2``, or two lines ``a``.
+
+    Raises:
+        ValueError: a name is an option to the programs that get it.
 
     Example:
         >>> parse_hostfile("alpha:2  # MPICH\nbeta slots=3\ngamma\ndelta\ndelta\n")
@@ -41,6 +44,9 @@ def parse_hostfile(text: str) -> tuple[tuple[str, int | None], ...]:
     for words in (line.split("#")[0].split() for line in text.splitlines()):
         if words:
             name, _, number = words[0].partition(":")
+            if name.startswith("-"):  # launchers pass it on to ssh
+                remedy = "Correct the hostfile."
+                raise ValueError(message("run", "names of hosts in the hostfile", repr(words[0]), remedy))
             slots = [word.partition("=")[2] for word in words[1:] if word.startswith("slots=")]
             given = next((text for text in [number, *slots] if text.isdecimal()), None)
             numbers.setdefault(name, []).append(None if given is None else int(given))
@@ -60,7 +66,7 @@ def check_hosts(names: Sequence[str], environ: Mapping[str, str]) -> None:
     agent = next(filter(None, agents), "ssh").split(":")[0].strip()
     call = shlex.split(agent)
     if Path(call[0]).name == "ssh":
-        call += ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT_S}"]
+        call += ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT_S}", "--"]
     here = {"localhost", "127.0.0.1", os.uname().nodename, os.uname().nodename.split(".")[0]}
 
     def complaint(name: str) -> str | None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from pycollective import files
 from pycollective.parallel.schedule_simulator import Simulation
 from pycollective.parallel.schedules import Kind
 
@@ -35,7 +36,7 @@ def picture(simulation: Simulation, path: str | Path) -> None:
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     picture(simulate(one_f_one_b(4, 8)), f"{folder}/planned.svg")
     """
-    draw(simulation).savefig(path)
+    files.save_figure(draw(simulation), path)
 
 
 def draw(simulation: Simulation) -> Figure:

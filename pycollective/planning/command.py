@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, cast
 from rich.console import Console
 from rich.progress import track
 
+from pycollective import files
 from pycollective.errors import message
 from pycollective.launch.arguments import not_negative, positive
 from pycollective.planning.layouts import Estimator, Layout, Row, layouts
@@ -107,7 +108,7 @@ def _run(options: argparse.Namespace) -> int:
         if options.json:
             about = {"profile": profile.source, "devices": devices, "memory": limit}
             text = json.dumps({**about, "rows": [row.as_dict() for row in ranking]}, indent=1)
-            options.json.write_text(text + "\n")
+            files.write(options.json, text + "\n")
 
     status = 0
     if options.verify:

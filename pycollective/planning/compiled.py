@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from typing import Any, NamedTuple
 
 import jax
@@ -9,7 +11,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from pycollective.planning.candidates import Candidate, Spec
-from pycollective.planning.program_work import Work, work_of
+from pycollective.planning.program_work import Communication, Convolution, Product, Stream, Work, work_of
 
 READY = "ready"
 """What a worker answers when it has started."""
@@ -41,6 +43,39 @@ class Compiled(NamedTuple):
     work: Work
     memory: int
     out_specs: tuple[Spec, ...]
+
+
+_ITEMS = {item.__name__: item for item in (Product, Convolution, Stream)}
+
+
+def as_json(found: Compiled) -> str:
+    """What a worker has found, as :func:`from_json` reads it."""
+    computing = [[type(item).__name__, item, times] for item, times in found.work.computing.items()]
+    communication = list(found.work.communication.items())
+    return json.dumps([computing, communication, found.work.scratch, found.memory, found.out_specs])
+
+
+def from_json(text: str) -> Compiled:
+    """Reads what :func:`as_json` has written.
+
+    Raises:
+        ValueError: the text is something else.
+    """
+    try:
+        computing, communication, scratch, memory, out_specs = json.loads(text)
+        work = Work(
+            Counter({_ITEMS[name](*_tuple(item)): times for name, item, times in computing}),
+            Counter({Communication(*_tuple(item)): times for item, times in communication}),
+            scratch,
+        )
+        return Compiled(work, memory, _tuple(out_specs))
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"no {Compiled.__name__}: {error!r}") from error
+
+
+def _tuple(value: Any) -> Any:
+    """JSON has one kind of sequence."""
+    return tuple(map(_tuple, value)) if isinstance(value, list) else value
 
 
 def compile_candidate(step: jax.export.Exported, request: Request) -> Compiled:

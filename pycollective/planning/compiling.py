@@ -11,13 +11,13 @@ import queue
 import re
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jax
 
+from pycollective import files
 from pycollective.errors import message
 from pycollective.planning import compiled, program_text, program_work, reading_order, scratch
 from pycollective.planning.compiled import READY, Compiled, Request
@@ -91,11 +91,10 @@ class Compilers:
             yield request, found
 
     def _compile(self, request: Request) -> Compiled | str:
-        path = self._folder / f"{self._key(request)}.pickle" if self._folder else None
+        path = self._folder / f"{self._key(request)}.json" if self._folder else None
         if path and path.exists():
-            with contextlib.suppress(EOFError, pickle.UnpicklingError, AttributeError), path.open("rb") as file:
-                known: Compiled = pickle.load(file)
-                return known
+            with contextlib.suppress(FileNotFoundError, ValueError):  # it was removed, or is damaged: made again
+                return compiled.from_json(path.read_text())
         idle = self._idle.get()
         process = idle or self._start()
         try:
@@ -112,7 +111,7 @@ class Compilers:
             return found
         self._idle.put(process)
         if path and isinstance(found, Compiled):
-            _write(path, found)
+            files.write(path, compiled.as_json(found))
         return found
 
     def _start(self) -> subprocess.Popen[bytes]:
@@ -157,17 +156,6 @@ def _cache_folder() -> Path | None:
     try:
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         folder = base / "pycollective" / "plans"
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        about = folder.stat()
-        if about.st_uid != os.geteuid() or about.st_mode & 0o022 or not os.access(folder, os.W_OK):
-            return None
+        return folder if files.own_folder(folder) else None
     except (OSError, RuntimeError):  # it cannot be made, or nobody knows where this user is at home
         return None
-    return folder
-
-
-def _write(path: Path, found: Compiled) -> None:
-    """Writes the file at once, so that another process never reads a part of it."""
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        pickle.dump(found, file)
-    Path(file.name).replace(path)

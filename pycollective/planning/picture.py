@@ -8,6 +8,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
+from pycollective import files
 from pycollective.planning.layouts import Row
 
 _PARTS = (("computing_s", "computing"), ("communication_s", "sending"), ("bubble_s", "bubble"))
@@ -30,7 +31,7 @@ def picture(rows: Sequence[Row], file: Path) -> None:
     memory.barh(places, [row.estimate.memory / 2**20 for row in rows], color="C4")
     _mark(memory, [row.measured_memory for row in rows], 2**-20)
     memory.set(xlabel="memory of a device (MiB)")
-    figure.savefig(file)
+    files.save_figure(figure, file)
     plt.close(figure)
 
 

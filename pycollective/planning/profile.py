@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pycollective import files
 from pycollective.errors import message
 from pycollective.planning.curves import Curve, across
 
@@ -222,7 +223,7 @@ class Profile:
         flat = {key: getattr(self, key) for key in (*_FLAT, "instruction")}
         passes = {name: curve._asdict() for name in _PASSES if (curve := getattr(self, name))}
         rest = {**passes, "collectives": collectives, **tables}
-        path.write_text(json.dumps({"format": _FORMAT, **flat, **rest}, indent=1) + "\n")
+        files.write(path, json.dumps({"format": _FORMAT, **flat, **rest}, indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Profile:

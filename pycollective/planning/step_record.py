@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
+from pycollective import files
 from pycollective.planning import allocation
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ class StepRecord:
         of_ranks = self._comm.mpi.gather(self._most())
         if of_ranks is not None:
             memory = None if None in of_ranks else math.ceil(max(of_ranks))
-            self._file.write_text(json.dumps({"seconds": self._seconds, "memory": memory}))
+            files.write(self._file, json.dumps({"seconds": self._seconds, "memory": memory}))
 
     def _most(self) -> float | None:
         """What a device of this rank needs, where it is known. An accelerator says it of all that ran so far."""

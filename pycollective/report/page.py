@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pycollective import files
 from pycollective.report import plot, tables
 from pycollective.report.timeline import Timeline
 
@@ -26,11 +27,12 @@ def write(trace: Mapping[str, Any], timeline: Timeline, title: str, file: Path) 
         title: of the page.
         file: where to write.
     """
-    file.write_text(
+    files.write(
+        file,
         f"<!doctype html>\n<meta charset=utf-8>\n<title>{html.escape(title)}</title>\n<style>{_STYLE}</style>\n"
         f"<h1>{html.escape(title)}</h1>\n<p>{html.escape(tables.sentence(timeline))}</p>\n"
         f"{_table(tables.CALLS, tables.of_calls(timeline.rows))}{_table(tables.RANKS, tables.of_ranks(timeline.ranks))}"
-        f"{plot.svg(trace, timeline)}\n"
+        f"{plot.svg(trace, timeline)}\n",
     )
 
 

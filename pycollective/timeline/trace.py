@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pycollective import files
 from pycollective.errors import fail, integer, message
 from pycollective.ordering import dispatch
 from pycollective.ordering.jax_internals import at_top_level
@@ -223,14 +224,9 @@ def _receive(mpi: MPI.Intracomm, source: int, tag: int, wait: Callable[[Callable
 
 def _write(parts: Sequence[Part], file: Path) -> None:
     """Writes the timeline; whoever opens the file sees all of it, or what was there before."""
-    partial = file.with_name(f".{file.name}.{os.getpid()}.part")
-    try:
-        with partial.open("w") as out:
-            out.write('{"displayTimeUnit": "ns",\n"otherData": ' + json.dumps(events.other_data(parts)))
-            out.write(',\n"traceEvents": [')
-            for number, event in enumerate(events.events(parts)):
-                out.write((",\n" if number else "\n") + json.dumps(event))
-            out.write("\n]}\n")
-        partial.replace(file)
-    finally:
-        partial.unlink(missing_ok=True)
+    with files.replaced(file) as out:
+        out.write('{"displayTimeUnit": "ns",\n"otherData": ' + json.dumps(events.other_data(parts)))
+        out.write(',\n"traceEvents": [')
+        for number, event in enumerate(events.events(parts)):
+            out.write((",\n" if number else "\n") + json.dumps(event))
+        out.write("\n]}\n")

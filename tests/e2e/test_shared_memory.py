@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Container
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from tests import unoptimised
 from tests.e2e.launch import mpirun
+from tests.standin import compile_cpp
 
 # What /proc says of the memory that ranks share: how much of it this process has touched.
 PROGRAM = """
@@ -89,7 +91,8 @@ MiB of buffers, and the board's slots."""
 def test_what_ranks_cannot_share_goes_another_way(fault: str, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    env = {"JAX_NUM_CPU_DEVICES": "1", "XLA_FLAGS": unoptimised.flags()}
+    tells = compile_cpp([Path(__file__).parent / "tells_tracers.cc"], tmp_path / "tells.so", "-shared")
+    env = {"JAX_NUM_CPU_DEVICES": "1", "XLA_FLAGS": unoptimised.flags(), "LD_PRELOAD": str(tells)}
     if fault == "buffers":
         env["PYCOLLECTIVE_SHARED_MEMORY"] = "buffers"
     done = mpirun(2, str(program), fault, timeout=120, env=env)
@@ -99,3 +102,9 @@ def test_what_ranks_cannot_share_goes_another_way(fault: str, tmp_path: Path) ->
     for touched, reads in ranks:
         assert int(touched) in FAULTS[fault][0], done.stdout
         assert reads == str(FAULTS[fault][1])
+    # Ranks let others read their memory as long as they read each other's.
+    lets = dict(re.findall(r"process (\d+) lets (-?\d+) read", done.stderr))
+    if fault == "no reading":
+        assert list(lets.values()) == ["0", "0"], done.stderr
+    elif FAULTS[fault][1]:
+        assert list(lets.values()) == ["-1", "-1"], done.stderr

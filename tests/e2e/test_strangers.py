@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from tests.e2e.launch import mpirun
@@ -61,7 +62,12 @@ pc.psum(jnp.float32(1), comm).block_until_ready()
 def test_slow_strangers_do_not_silence_a_rank(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    done = mpirun(2, str(program), timeout=60, cwd=tmp_path, env={"PYCOLLECTIVE_RECORDS": "off"})
+    (tmp_path / "records").symlink_to(tmp_path)  # records do not go where a link leads
+    done = mpirun(2, str(program), timeout=60, cwd=tmp_path, env={"PYCOLLECTIVE_RECORDS": "records"})
     assert done.returncode not in (0, 124, 137), done.stderr
     assert "rank_0_forgets_its_call" in done.stderr, done.stderr
     assert "does not answer" not in done.stderr, done.stderr
+    folder = re.escape(str(tmp_path / "records"))
+    why = rf"The last calls are not in {folder}: it is a link or a file, not a folder\. Name another folder by PYCOLL"
+    assert re.search(why, done.stderr), done.stderr
+    assert not list(tmp_path.glob("rank-*"))

@@ -39,6 +39,7 @@ ROOMS = (
     "launch",
     "config",
     "environment",
+    "files",
     "errors",
 )
 

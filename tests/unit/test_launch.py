@@ -341,6 +341,20 @@ def test_a_host_that_does_not_answer(tmp_path: Path) -> None:
         check_hosts(["good", "bad"], environ)
 
 
+def test_a_host_whose_name_is_an_option_of_ssh(program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("alpha\n-oProxyCommand=date slots=2\n")
+    complaint = "run: expected names of hosts in the hostfile, got '-oProxyCommand=date'. Correct the hostfile."
+    with pytest.raises(ValueError, match=complaint):
+        planned("-n", "1", "--hostfile", str(hostfile), program)
+    ssh = tmp_path / "ssh"
+    ssh.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" >{tmp_path}/words\n')
+    ssh.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    check_hosts(["-oProxyCommand=date"], {})  # wherever the name comes from
+    assert (tmp_path / "words").read_text().splitlines()[-3:] == ["--", "-oProxyCommand=date", "true"]
+
+
 @pytest.mark.parametrize(
     ("given", "becomes"),
     [
@@ -463,8 +477,8 @@ def test_a_new_mpi_library(program: str, tmp_path: Path, monkeypatch: pytest.Mon
     assert planned("-n", "1", "--mpi", "srun", program, environ=environ)[0][:2] == ["srun", "--mpi=pmi2"]
 
 
-@pytest.mark.parametrize("bad", ["a,,b", "a:0", "a:x", ""])
+@pytest.mark.parametrize("bad", ["a,,b", "a:0", "a:x", "", "-oProxyCommand=date", "a,-oProxyCommand=date:2"])
 def test_bad_hosts(bad: str, capsys: Any) -> None:
     with pytest.raises(SystemExit):
-        planned("-n", "1", "--hosts", bad, "prog")
+        planned("-n", "1", f"--hosts={bad}", "prog")
     assert "expected hosts as alpha,beta:2" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from jax.experimental import io_callback
 import pycollective as pc
 from pycollective.planning import search
 from pycollective.planning.candidates import Candidate, Leaf
-from pycollective.planning.compiled import READY, Compiled, Request, compile_candidate
+from pycollective.planning.compiled import READY, Compiled, Request, compile_candidate, from_json
 from pycollective.planning.example import profile as four
 from pycollective.planning.plans import Measured, Plan, Ranking
 from pycollective.planning.prediction import Prediction, group_of, predict
@@ -510,13 +511,17 @@ def test_processes_that_end(
     assert {process.returncode for process in started} == {1}
 
 
-@pytest.mark.parametrize("how", ["no folder", "others can write"])
+@pytest.mark.parametrize("how", ["no folder", "a link", "others can write"])
 def test_no_cache_that_cannot_be_trusted(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: list[subprocess.Popen[bytes]]
 ) -> None:
     base = tmp_path / "cache"
     if how == "no folder":
         base.write_text("a file")
+    elif how == "a link":
+        (tmp_path / "elsewhere").mkdir()
+        (base / "pycollective").mkdir(parents=True)
+        (base / "pycollective" / "plans").symlink_to(tmp_path / "elsewhere")
     else:
         (base / "pycollective" / "plans").mkdir(parents=True)
         (base / "pycollective" / "plans").chmod(0o777)
@@ -524,20 +529,39 @@ def test_no_cache_that_cannot_be_trusted(
     for turn in (1, 2):
         assert len(plan(compilations=1, processes=1)) == 1
         assert len(started) == turn, "nothing is remembered"
-    assert not list(base.rglob("*.pickle"))
+    assert not list(tmp_path.rglob("*.json"))
 
 
 def test_a_cache_that_is_broken(
     ranking: Ranking, cache: Path, started: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    files = sorted(cache.rglob("*.pickle"))
+    files = sorted(cache.rglob("*.json"))
     assert len(files) >= 6
     files[0].write_bytes(b"")
     files[1].write_bytes(files[1].read_bytes()[:-9])
+    files[2].write_text('[[["of another version", [], 1]], [], 0, 0, []]')
+    files[3].write_bytes(b"\xff")
     assert plan(processes=1) == ranking
     assert len(started) == 1
     assert plan(processes=1) == ranking
     assert len(started) == 1, "what was broken is written again"
+
+
+def test_a_cache_runs_nothing_that_it_holds(
+    ranking: Ranking, cache: Path, monkeypatch: pytest.MonkeyPatch, no_processes: None
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise AssertionError("a pickle was loaded")
+
+    monkeypatch.setattr(pickle, "load", refuse)
+    monkeypatch.setattr(pickle, "loads", refuse)
+    assert plan(processes=1) == ranking
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1, 2]", "[[1], [], 0, 0, []]", "[[], [[[1], 2, 3]], 0, 0, []]", "null"])
+def test_no_text_of_a_worker(text: str) -> None:
+    with pytest.raises(ValueError, match="no Compiled|Expecting value|unpack"):
+        from_json(text)
 
 
 def test_no_process_outlives_an_error(

@@ -35,10 +35,11 @@ from pycollective.environment import NATIVE_LIBRARY
 from pycollective.transport import compiled, watch
 
 compiled.set_library(compiled.load(Path(NATIVE_LIBRARY)))
-secret, host, other = bytes.fromhex(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+secret, host, other = bytes.fromhex(sys.argv[1]), sys.argv[2], sys.argv[3]
 listening, port = watch.listen_on(host)
 here = watch.Process([(host, port)], os.getpid(), 1, 0, "here")
-there = watch.Process([("127.0.0.1", other)], os.getpid(), 1, 0, "here") if other else watch.NO_PROCESS
+where = [(other, 0) if other.startswith("@") else ("127.0.0.1", int(other))] if other else []
+there = watch.Process(where, os.getpid(), 1, 0, "here") if other else watch.NO_PROCESS
 watch.start_monitor(watch.Monitoring(0, [here, there], [listening], secret, 0.0, 0.0, "", 0, -1, True, False))
 print(port, flush=True)
 usual = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -56,13 +57,13 @@ class Monitored:
 
     Args:
         host: where it listens.
-        other: the port of rank 1, which rank 0 guards; 0: there is no other rank.
+        other: the port or the name of rank 1, which rank 0 guards; "": there is no other rank.
     """
 
-    def __init__(self, host: str = "127.0.0.1", other: int = 0) -> None:
+    def __init__(self, host: str = "127.0.0.1", other: str = "") -> None:
         self.host = host
         self.process = subprocess.Popen(
-            [sys.executable, "-c", MONITORED, SECRET.hex(), host, str(other)],
+            [sys.executable, "-c", MONITORED, SECRET.hex(), host, other],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -93,7 +94,7 @@ class Monitored:
 
 
 @contextmanager
-def monitored(host: str = "127.0.0.1", other: int = 0) -> Iterator[Monitored]:
+def monitored(host: str = "127.0.0.1", other: str = "") -> Iterator[Monitored]:
     one = Monitored(host, other)
     try:
         yield one
@@ -281,8 +282,9 @@ def test_another_user_of_this_host_is_sent_away() -> None:
         pytest.skip("only root can become another user, to see how that one is sent away")
     host = f"@pycollective-test-{secrets.token_hex(8)}"
     program = (
-        "import os, socket, sys; os.setuid(65534); s = socket.socket(socket.AF_UNIX); s.connect(chr(0) + sys.argv[1]); "
-        "print(len(s.recv(1)))"
+        "import os, socket, sys; os.setuid(65534); s = socket.socket(socket.AF_UNIX); s.connect(chr(0) + sys.argv[1])\n"
+        "try: s.sendall(bytes(32)); print(len(s.recv(1)))\n"
+        "except OSError: print(0)"
     )
     with monitored(host) as monitor:
         stranger = [sys.executable, "-c", program, host[1:]]
@@ -299,7 +301,7 @@ def guarded() -> Iterator[tuple[Monitored, socket.socket]]:
     """A monitor, and the connection by which it guards rank 1, in whose place this test listens."""
     with closing(socket.create_server(("127.0.0.1", 0))) as listening:
         listening.settimeout(LIMIT_S)
-        with monitored(other=listening.getsockname()[1]) as monitor:
+        with monitored(other=str(listening.getsockname()[1])) as monitor:
             connection, _ = listening.accept()
             connection.settimeout(LIMIT_S)
             with closing(connection):
@@ -331,3 +333,18 @@ def test_a_rank_that_proves_itself_is_asked() -> None:
         connection.sendall(own + key("answers", nonces, rank=1))
         expected = frame(key("requests", nonces, rank=1), STAY)
         assert read(connection, len(expected)) == expected
+
+
+def test_another_user_who_has_the_name_of_a_rank_hears_nothing() -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can become another user, to see that nobody speaks to that one")
+    name = f"pycollective-test-{secrets.token_hex(8)}"
+    program = (
+        "import os, socket, sys; os.setuid(65534); s = socket.socket(socket.AF_UNIX); s.bind(chr(0) + sys.argv[1])\n"
+        "s.listen(); print('ready', flush=True); print(len(s.accept()[0].recv(1)))"
+    )
+    with subprocess.Popen([sys.executable, "-c", program, name], stdout=subprocess.PIPE, text=True) as stranger:
+        assert stranger.stdout is not None
+        assert stranger.stdout.readline() == "ready\n"
+        with monitored(other="@" + name):
+            assert stranger.communicate(timeout=LIMIT_S)[0] == "0\n"
