@@ -21,6 +21,8 @@
 ``jax._src.checkify.error_checks``       how ``jax.experimental.checkify`` makes an equation return its errors
 ``DynamicJaxprTrace.make_eqn``           wrapped, to add the effects of primitives that other libraries define
 ``loops._while_lowering``                lowers each while loop but those that ``transforms`` lowers
+``pe.partial_eval_jaxpr_custom``         divides a jaxpr as a policy of :func:`jax.checkpoint` says
+``pe.ensure_enum``, ``RecomputeType``    what such a policy returns
 ``compiler.compile_or_get_cached``       wrapped where global arrays go over MPI, to read each compiled program
 ``Primitive.is_high``, ``to_lojax``      from 0.12 on JAX replaces some primitives before it lowers a program
 ``ir.Location.child_loc``, ``NameLoc``   the place of an operation without its name, to give it another one
@@ -76,6 +78,7 @@ try:
     )
     from jax._src.custom_derivatives import linear_call_p
     from jax._src.dispatch import RuntimeTokenSet, runtime_tokens
+    from jax._src.interpreters import partial_eval as pe
     from jax._src.interpreters.partial_eval import DynamicJaxprTrace
     from jax._src.lax.control_flow import loops
     from jax._src.traceback_util import register_exclusion as hide_frames
@@ -267,6 +270,33 @@ def report_effects(of: Callable[[Primitive, Sequence[Any], dict[str, Any], Itera
 def allow_in_checkpoint(effect: jax_effects.Effect) -> None:
     """Lets :func:`jax.checkpoint` repeat operations with an effect of this type."""
     jax_effects.remat_allowed_effects.add_type(type(effect))
+
+
+def saves(policy: Any) -> bool:
+    """Whether a policy of :func:`jax.checkpoint` saves a result, by what it returned. An offloaded result is saved."""
+    return not isinstance(pe.ensure_enum(policy), pe.RecomputeType)
+
+
+def divided_by_policy(jaxpr: Any, inst_in: Sequence[bool], policy: Callable[..., Any]) -> tuple[Any, Any, list[bool]]:
+    """Divides a jaxpr as a policy of :func:`jax.checkpoint` says.
+
+    Args:
+        jaxpr: a jaxpr without constants.
+        inst_in: which of its inputs the second part may have as they are.
+        policy: the policy.
+
+    Returns:
+        The jaxpr of the first part, which returns all results and then the residuals; the jaxpr of the second part,
+        whose inputs are the residuals and then those of ``inst_in``; which results the second part returns.
+    """
+    unknown = [False] * len(jaxpr.invars)
+    first, second, _, inst_out, _ = pe.partial_eval_jaxpr_custom(jaxpr, unknown, list(inst_in), False, False, policy)
+    return first, second, inst_out
+
+
+def effects_kept_by_checkpoint(effects: Iterable[Any]) -> set[Any]:
+    """The effects for which :func:`jax.checkpoint` keeps the results of an equation."""
+    return {kind for kind in effects if not isinstance(kind, (NamedAxisEffect, InternalMutableArrayEffect))}
 
 
 def see_each_dispatch(

@@ -1,21 +1,29 @@
 """Rules of JAX's transforms that take for granted that nobody batches or differentiates an ordered effect.
 
-JAX refuses to batch its own ordered effects. So its lowering of a while loop whose condition has such an effect is
-wrong if the condition is batched: it runs the body for all elements until the last one has ended.
+JAX refuses to batch its own ordered effects, and :func:`jax.checkpoint` does not repeat them. So some of its rules are
+wrong, or costly, for ours:
+
+- a while loop whose condition has an ordered effect and is batched runs its body for all elements until the last one
+  has ended, and no element keeps its result;
+- :func:`jax.checkpoint` keeps each result of an equation with an effect, whatever its policy says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax import lax
-from jax.extend.core import jaxpr_as_fun
+from jax.extend.core import JaxprEqn, Primitive, Var, jaxpr_as_fun
 from jax.extend.core import primitives as jax_primitives
 from jax.interpreters import mlir
+from jax.interpreters.partial_eval import partial_eval_jaxpr_custom_rules
 
 from pycollective.ordering import jax_internals
+from pycollective.ordering.jaxprs import inner_jaxprs
+
+# While loops ----------------------------------------------------------------------------------------------------
 
 
 def mask_batched_loops(effect: jax_internals.OrderedEffect) -> None:
@@ -60,3 +68,67 @@ def mask_batched_loops(effect: jax_internals.OrderedEffect) -> None:
 def _select(which: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
     """``new`` for the elements for which ``which`` is true, else ``old``; these may have more axes than ``which``."""
     return lax.select(lax.broadcast_in_dim(which, new.shape, range(which.ndim)), new, old)
+
+
+# Rematerialisation ----------------------------------------------------------------------------------------------
+
+Split = tuple[JaxprEqn | None, JaxprEqn | None, Sequence[bool], Sequence[bool], list[Var]]
+"""What a rule for :func:`jax.checkpoint` returns for an equation.
+
+The equation of the forward program, the equation of the backward program, which results the first does not know, which
+results the second has, and the variables that the second needs from the first.
+"""
+
+_collectives: set[Primitive] = set()
+
+
+def repeat_by_policy(primitive: Primitive) -> None:
+    """Lets :func:`jax.checkpoint` repeat equations of a collective in the backward program, if its policy says so.
+
+    All ranks make a collective, so all of them repeat it. A message (send, recv) is another matter: the program at its
+    other end need not be under a checkpoint. Its result is kept, as JAX does with any effect.
+    """
+    _collectives.add(primitive)
+    partial_eval_jaxpr_custom_rules[primitive] = _split
+
+
+def _is_repeatable(eqn: JaxprEqn) -> bool:
+    """Whether all effects of an equation are those of collectives that a backward program may repeat."""
+    inner = inner_jaxprs(eqn)
+    return (
+        eqn.primitive in _collectives
+        or not jax_internals.effects_kept_by_checkpoint(eqn.effects)
+        or (bool(inner) and all(_is_repeatable(each) for jaxpr in inner for each in jaxpr.eqns))
+    )
+
+
+def left_to_backward(inst_in: Sequence[bool], eqn: JaxprEqn) -> Split:
+    """Leaves an equation with an unknown operand to the backward program."""
+    count = len(eqn.outvars)
+    return None, eqn, [True] * count, [True] * count, _needed(inst_in, eqn)
+
+
+def _needed(inst_in: Sequence[bool], eqn: JaxprEqn) -> list[Var]:
+    """The variables that the backward program needs from the forward one, to evaluate an equation."""
+    return [var for var, inst in zip(eqn.invars, inst_in, strict=True) if isinstance(var, Var) and not inst]
+
+
+def _split(saveable: Callable[..., Any], unks_in: Sequence[bool], inst_in: Sequence[bool], eqn: JaxprEqn) -> Split:
+    """JAX's default rule, where an equation of collectives counts as one without effects."""
+    count = len(eqn.outvars)
+    if any(unks_in):
+        return left_to_backward(inst_in, eqn)
+    policy = saveable(eqn.primitive, *(var.aval for var in eqn.invars), **eqn.params)
+    if not _is_repeatable(eqn) or jax_internals.saves(policy):
+        return eqn, None, [False] * count, [False] * count, []
+    return eqn, eqn, [False] * count, [True] * count, _needed(inst_in, eqn)
+
+
+for _primitive in (
+    jax_internals.linear_call_p,
+    jax_primitives.linear_solve_p,
+    jax_primitives.custom_jvp_call_p,
+    jax_primitives.custom_vjp_call_p,
+):
+    # JAX has no rule for these, which may hold collectives.
+    partial_eval_jaxpr_custom_rules.setdefault(_primitive, _split)

@@ -18,7 +18,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 
 from pycollective.errors import message
-from pycollective.ordering import eager, jax_internals
+from pycollective.ordering import eager, jax_internals, transforms
 from pycollective.ordering.effect import effect
 from pycollective.primitives import dtypes, local_steps, lowering
 from pycollective.primitives.passed import Passed
@@ -110,6 +110,7 @@ class Collective:
         self._result_blocks = result_blocks
         self._hints = {"in_place": (True,)} if in_place else {}
         self.primitive.def_effectful_abstract_eval(self._abstract_eval)
+        transforms.repeat_by_policy(self.primitive)
         lower(self.primitive, attributes)
         ad.primitive_jvps[self.primitive] = self._jvp_rule
         ad.primitive_transposes[self.primitive] = self._transpose_rule

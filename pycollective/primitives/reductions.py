@@ -13,7 +13,7 @@ import jax
 from jax.interpreters import ad, batching
 
 from pycollective.config import config
-from pycollective.ordering import jax_internals
+from pycollective.ordering import jax_internals, transforms
 from pycollective.ordering.effect import effect
 from pycollective.primitives import define, dtypes
 from pycollective.primitives.define import Collective
@@ -24,6 +24,7 @@ Array = jax.Array
 
 # y = op_s x_s over the ranks s, for any number of arrays in one call.
 allreduce_p = define.primitive("allreduce", multiple_results=True)
+transforms.repeat_by_policy(allreduce_p)
 
 
 @allreduce_p.def_effectful_abstract_eval

@@ -92,7 +92,7 @@ def new_primitive(name: str) -> Primitive:
     """Makes a primitive with the parameters of :func:`parameters`, without rules for JAX's transforms."""
     new = Primitive(name)
     new.multiple_results = True
-    new.def_effectful_abstract_eval(_abstract_eval)
+    new.def_effectful_abstract_eval(abstract_eval)
     new.def_impl(run_on_this_rank)
     jax_internals.never_high(new)  # even if its body holds high-level primitives: `run_on_this_rank` replaces them
     mlir.register_lowering(new, mlir.lower_fun(run_on_this_rank, multiple_results=True))
@@ -101,7 +101,13 @@ def new_primitive(name: str) -> Primitive:
 
 
 def parameters(
-    mesh: Mesh, body: Any, in_specs: Sequence[PartitionSpec], out_specs: Sequence[PartitionSpec], effects: Any
+    mesh: Mesh,
+    body: Any,
+    in_specs: Sequence[PartitionSpec],
+    out_specs: Sequence[PartitionSpec],
+    effects: Any,
+    *,
+    repeated: bool = False,
 ) -> dict[str, Any]:
     """Returns the parameters of a primitive.
 
@@ -111,6 +117,7 @@ def parameters(
         in_specs: the spec of each operand.
         out_specs: the spec of each result.
         effects: the effects of the body, without those that say that it names the axes.
+        repeated: whether :func:`jax.checkpoint` repeats the program, and may leave out what it does not need.
     """
     jax_internals.import_checkify()
     body_effects = frozenset(jax_internals.without_references(effects))
@@ -122,13 +129,15 @@ def parameters(
         "in_specs": tuple(in_specs),
         "out_specs": tuple(out_specs),
         "body_effects": body_effects,
+        "repeated": repeated,
         "devices_jaxpr": None if _is_default_device(mesh) else _jaxpr_on_devices(mesh),
     }
 
 
-def _abstract_eval(
+def abstract_eval(
     *args: Any, body: Any, mesh: Mesh, in_specs: Any, out_specs: Any, body_effects: Any, **_: Any
 ) -> tuple[list[Any], Any]:
+    """Returns the types of the results of a device program, and its effects."""
     for x, var, spec in zip(args, body.invars, in_specs, strict=True):
         own = _multiplied(mesh, spec, var.aval.shape, "local")
         assert x.shape == own, f"{x.shape} in the place of {own}"

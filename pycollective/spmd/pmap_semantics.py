@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec
 from pycollective.named_axes.mesh import Mesh
 from pycollective.named_axes.names import explain_unbound_names
 from pycollective.ordering import jax_internals, jaxprs
-from pycollective.spmd import device_program
+from pycollective.spmd import checkpoints, device_program
 from pycollective.spmd.device_program import device_aval, names_of, zero_if_none
 
 pmap_p = device_program.new_primitive("pycollective_pmap")
@@ -250,3 +250,8 @@ jax_internals.return_errors_with(pmap_p, _error_check_rule)
 ad.primitive_jvps[pmap_p] = _jvp_rule
 ad.primitive_transposes[pmap_p] = _transpose_rule
 batching.fancy_primitive_batchers[pmap_p] = _batching_rule
+checkpoints.register(
+    pmap_p,
+    lambda params, call: checkpoints.called_in(lambda fun: _traced(fun, params["mesh"], ()), call),
+    lambda params, _: tuple(params["mesh"].shape),
+)

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 from pycollective.named_axes.mesh import Mesh
 from pycollective.named_axes.names import explain_unbound_names
 from pycollective.ordering import jax_internals, jaxprs
-from pycollective.spmd import device_program
+from pycollective.spmd import checkpoints, device_program
 from pycollective.spmd.device_program import global_aval, zero_if_none
 
 shard_map_p = device_program.new_primitive("pycollective_shard_map")
@@ -245,3 +245,16 @@ jax_internals.return_errors_with(shard_map_p, _error_check_rule)
 ad.primitive_jvps[shard_map_p] = _jvp_rule
 ad.primitive_transposes[shard_map_p] = _transpose_rule
 batching.fancy_primitive_batchers[shard_map_p] = _batching_rule
+
+
+def _inside(params: dict[str, Any], call: Callable[[], Any]) -> Any:
+    mapped = partial(_shard_map, mesh=params["mesh"], in_specs=(), out_specs=(), check_vma=params["check_vma"])
+    return checkpoints.called_in(lambda fun: _jaxpr(mapped(fun)), call)
+
+
+def _own_axes(params: dict[str, Any], aval: Any) -> tuple[Any, ...]:
+    varying = jax_internals.varying_axes_of(aval) if params["check_vma"] else params["mesh"].shape
+    return tuple(name for name in params["mesh"].shape if name in varying)
+
+
+checkpoints.register(shard_map_p, _inside, _own_axes)
