@@ -28,6 +28,8 @@ from .collectives.mpi_collectives import scan as scan
 from .collectives.mpi_collectives import scatter as scatter
 from .collectives.mpi_collectives import send as send
 from .collectives.mpi_collectives import sendrecv as sendrecv
+from .collectives.replicated import copy_to as copy_to
+from .collectives.replicated import reduce_from as reduce_from
 from .errors import CollectiveMismatch as CollectiveMismatch
 from .named_axes.mesh import Mesh as Mesh
 from .named_axes.mesh import make_mesh as make_mesh

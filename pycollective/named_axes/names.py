@@ -57,6 +57,21 @@ def by_name(where: str, axis_name: Any, function: Callable[..., Any], *args: Any
     return function(*args, **kwargs)
 
 
+def names_of(axis_name: AxisName) -> tuple[Hashable, ...]:
+    """Returns the names of an axis."""
+    return axis_name if isinstance(axis_name, tuple) else (axis_name,)
+
+
+def has_types(axis_name: AxisName) -> bool:
+    """Returns whether JAX knows of each value whether it varies along the axis (``shard_map`` with ``check_vma``)."""
+    return varies(lax.axis_index(axis_name), axis_name)
+
+
+def varies(x: Any, axis_name: AxisName) -> bool:
+    """Returns whether a value varies along all names of the axis, by JAX's types; False without types."""
+    return jax_internals.varying_axes(x).issuperset(names_of(axis_name))
+
+
 def _listed(names: Sequence[AxisName]) -> str:
     return ", ".join(map(repr, names)) or "none here"
 

@@ -1,5 +1,6 @@
 """Strategies of training, as functions over named axes. Each works where this package or JAX binds the axis."""
 
+from pycollective.collectives.replicated import copy_to, reduce_from
 from pycollective.parallel.experts import Routing, Statistics, experts, route
 from pycollective.parallel.finite import LossScaleState, apply_if_finite, scaled_loss
 from pycollective.parallel.fsdp import gathered, shard, sliced, unshard
@@ -26,10 +27,8 @@ from pycollective.parallel.stages import activation_shapes
 from pycollective.parallel.subnets import draw_subnets, join_subnets, take_subnet
 from pycollective.parallel.tensor import (
     column_parallel,
-    copy_to,
     gather_from,
     join_from,
-    reduce_from,
     row_parallel,
     scatter_to,
     split_to,

@@ -11,7 +11,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from pycollective.errors import message
-from pycollective.ordering import jax_internals
+from pycollective.named_axes.names import has_types as has_types
+from pycollective.named_axes.names import names_of as names_of
+from pycollective.named_axes.names import varies as varies
 
 Array = Any
 AxisName = Hashable
@@ -34,21 +36,6 @@ def axis_size(where: str, axis_name: AxisName) -> int:
             f"Call it inside pc.jit(axis_name={axis_name!r}), pc.pmap, pc.shard_map or jax.vmap.",
         )
         raise NameError(error) from None
-
-
-def names_of(axis_name: AxisName) -> tuple[Hashable, ...]:
-    """Returns the names of an axis."""
-    return axis_name if isinstance(axis_name, tuple) else (axis_name,)
-
-
-def has_types(axis_name: AxisName) -> bool:
-    """Returns whether JAX knows of each value whether it varies along the axis (``shard_map`` with ``check_vma``)."""
-    return varies(lax.axis_index(axis_name), axis_name)
-
-
-def varies(x: Array, axis_name: AxisName) -> bool:
-    """Returns whether a value varies along all names of the axis, by JAX's types; False without types."""
-    return jax_internals.varying_axes(x).issuperset(names_of(axis_name))
 
 
 def vary(x: Array, names: Iterable[Hashable]) -> Array:

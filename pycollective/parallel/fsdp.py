@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from pycollective.collectives.replicated import with_transpose
 from pycollective.errors import message
 from pycollective.parallel.axes import (
     AxisName,
@@ -40,7 +41,6 @@ from pycollective.parallel.axes import (
 )
 from pycollective.parallel.buckets import gather_whole, in_buckets
 from pycollective.parallel.elementwise import Check, Cutting, check_numbers, cut_in_slices
-from pycollective.parallel.tensor import with_transpose
 
 Array = Any
 Tree = Any

@@ -30,87 +30,17 @@ arXiv:2205.05198, section 4.2.2.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NoReturn
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pycollective.collectives.replicated import copy_to, reduce_from, with_transpose
 from pycollective.errors import message
-from pycollective.parallel.axes import AxisName, axis_size, has_types, names_of, varies
+from pycollective.parallel.axes import AxisName, axis_size, has_types, varies
 
 Array = Any
-
-
-def with_transpose(forward: Callable[[Array], Array], transpose: Callable[[Array], Array], x: Array) -> Array:
-    """Returns ``forward(x)``, a linear map to the same shape and dtype, which has ``transpose`` as its transpose.
-
-    It can be differentiated in both modes, as often as needed, and batched. The tangent is ``forward`` of a tangent.
-    """
-    # y = x is a linear equation, and a caller of custom_linear_solve says how JAX solves it, and its transpose.
-    # jax.custom_vjp refuses forward mode; JAX cannot batch jax.custom_derivatives.linear_call along a named axis.
-    return lax.custom_linear_solve(lambda y: y, jnp.asarray(x), lambda _, b: forward(b), lambda _, ct: transpose(ct))
-
-
-def copy_to(x: Array, axis_name: AxisName) -> Array:
-    """Returns ``x``, which is the same on all devices, for computations that differ. Cotangents are summed.
-
-    A parameter that all devices have, and use for a part of the work each, needs it as well: the scale of a norm where
-    the sequence is cut, or a bias that is added there.
-
-    Args:
-        x: an array, the same on all devices along the axis.
-        axis_name: the axis, or a tuple of axes.
-
-    Returns:
-        The array. By JAX's types it varies along the axis.
-
-    Raises:
-        ValueError: by JAX's types, the array varies along the axis already.
-        NameError: the axis is not bound.
-
-    Differentiation: forward mode, reverse mode and both after each other, with and without JAX's types.
-    Source: f in arXiv:1909.08053, section 3.
-
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> def loss(x, w):
-        ...     return reduce_from(jnp.sum(copy_to(x, "model") * w), "model")
-        >>> jax.vmap(jax.grad(loss), (None, 0), axis_name="model")(jnp.ones(2), jnp.array([[1.0, 2.0], [3.0, 4.0]]))
-        Array([[4., 6.],
-               [4., 6.]], dtype=float32)
-    """
-    _check_same("copy_to", x, axis_name)
-    if has_types(axis_name):
-        return lax.pcast(x, axis_name, to="varying")
-    return with_transpose(lambda x: x, lambda ct: lax.psum(ct, axis_name), x)
-
-
-def reduce_from(x: Array, axis_name: AxisName) -> Array:
-    """Returns the sum of all devices' ``x``. The cotangent goes to each device as it is.
-
-    Args:
-        x: an array, a term of the sum.
-        axis_name: the axis, or a tuple of axes.
-
-    Returns:
-        The sum, the same on all devices.
-
-    Raises:
-        NameError: the axis is not bound.
-
-    Differentiation: as for :func:`copy_to`. Source: g in arXiv:1909.08053, section 3.
-
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> jax.vmap(lambda x: reduce_from(x, "model"), axis_name="model")(jnp.array([1.0, 2.0]))
-        Array([3., 3.], dtype=float32)
-    """
-    axis_size("reduce_from", axis_name)
-    if has_types(axis_name):
-        return lax.psum(x, axis_name)
-    return with_transpose(lambda x: lax.psum(x, axis_name), lambda ct: ct, x)
 
 
 def gather_from(x: Array, axis_name: AxisName, axis: int) -> Array:
@@ -390,14 +320,6 @@ def _own_tokens(where: str, tokens: Array, length: int, axis_name: AxisName) -> 
         _fail(where, "integers, one for each position", f"{tokens.dtype}", "Pass the numbers of tokens.")
     place = tokens.astype(jnp.int32) - lax.axis_index(axis_name) * length
     return (place >= 0) & (place < length), jnp.clip(place, 0, length - 1)
-
-
-def _check_same(where: str, x: Array, axis_name: AxisName) -> None:
-    """Raises ValueError if ``x`` varies along a name of the axis, by JAX's types."""
-    axis_size(where, axis_name)
-    if any(varies(x, name) for name in names_of(axis_name)):
-        remedy = "Take it from an argument that is not cut, or from lax.pmean, which JAX knows to be the same."
-        _fail(where, f"an array that is the same along {axis_name!r}", "one that varies, by JAX's types", remedy)
 
 
 def _check_product(where: str, x: Array, w: Array, contracted: int, expected: str) -> None:
