@@ -19,7 +19,10 @@ _FIELD = re.compile(r"(?:^|(?<=[.;)] ))(Shape|Dtypes|Differentiation|Order|Sourc
 def operations() -> list[str]:
     """The public functions that are collectives or messages, those with jax.lax's names first."""
     found = {name: getattr(pycollective, name) for name in pycollective.__all__}
-    modules = [f"pycollective.collectives.{room}" for room in ("jax_reductions", "jax_collectives", "mpi_collectives")]
+    modules = [
+        f"pycollective.collectives.{room}"
+        for room in ("jax_reductions", "replicated", "jax_collectives", "mpi_collectives")
+    ]
     ours = [name for name, value in found.items() if getattr(value, "__module__", "") in modules]
     lines = {name: inspect.getsourcelines(found[name])[1] for name in ours}
     return sorted(ours, key=lambda name: (modules.index(found[name].__module__), lines[name]))

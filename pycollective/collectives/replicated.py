@@ -59,7 +59,7 @@ def copy_to(x: PyTree, axis_name: AxisName | Communicator | None = None) -> PyTr
         ValueError: by JAX's types, an array varies along the axis already.
         NameError: the axis is not bound.
 
-    Shape and dtypes: those of ``x``.
+    Shape: that of ``x``. Dtypes: all.
     Differentiation: forward mode, reverse mode and both after each other, with and without JAX's types; the transpose
     is :func:`psum`. Order: program order.
     Source: f in Shoeybi et al., "Megatron-LM", arXiv:1909.08053, section 3.
@@ -109,7 +109,7 @@ def reduce_from(x: PyTree, axis_name: AxisName | Communicator | None = None) -> 
     Raises:
         NameError: the axis is not bound.
 
-    Shape and dtypes: as for :func:`psum`.
+    Shape: that of ``x``. Dtypes: numbers, and bool, whose sum is int32.
     Differentiation: as for :func:`copy_to`; the transpose returns the cotangent, which must be the same on all ranks.
     Order: program order. Source: g in arXiv:1909.08053, section 3.
 
