@@ -38,6 +38,7 @@ If JAX lacks one of them, the import of this file fails with a message; ``checki
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -227,7 +228,7 @@ _ERROR_CHECKS: dict[Primitive, Callable[..., Any]] = {}
 
 
 def return_errors_with(primitive: Primitive, rule: Callable[..., Any]) -> None:
-    """Sets how ``jax.experimental.checkify`` makes an equation return its errors; :func:`import_checkify` tells it.
+    """Sets how ``jax.experimental.checkify`` makes an equation return its errors; :func:`checkify` tells it.
 
     Args:
         primitive: the primitive of the equation.
@@ -238,13 +239,17 @@ def return_errors_with(primitive: Primitive, rule: Callable[..., Any]) -> None:
 
 
 @functools.cache
-def import_checkify() -> None:
-    """Comes before the first use of a primitive of :func:`return_errors_with`. ``import jax`` leaves checkify out."""
+def checkify() -> Any:
+    """The module ``jax.experimental.checkify``, told the rules of :func:`return_errors_with`.
+
+    It must be called before such a primitive is first used. It is not part of ``import jax``, and takes 10 ms.
+    """
     try:
-        from jax._src.checkify import error_checks
-    except ImportError as error:
+        module = importlib.import_module("jax._src.checkify")
+        module.error_checks.update(_ERROR_CHECKS)
+    except (ImportError, AttributeError) as error:
         raise _unsupported(error) from error
-    error_checks.update(_ERROR_CHECKS)
+    return module
 
 
 def report_effects(of: Callable[[Primitive, Sequence[Any], dict[str, Any], Iterable[Any]], Iterable[Any]]) -> None:

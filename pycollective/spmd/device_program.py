@@ -119,7 +119,7 @@ def parameters(
         effects: the effects of the body, without those that say that it names the axes.
         repeated: whether :func:`jax.checkpoint` repeats the program, and may leave out what it does not need.
     """
-    jax_internals.import_checkify()
+    jax_internals.checkify()
     body_effects = frozenset(jax_internals.without_references(effects))
     if discharge.communicates(body, frozenset(mesh.shape)):
         body_effects |= {effect}
@@ -216,8 +216,7 @@ def return_errors(
         apply: traces a function of one device's blocks, and applies it to operands with these specs. The function
             returns errors, whose spec is the last argument, and results.
     """
-    from jax.experimental import checkify  # `import jax` leaves it out
-
+    checkify = jax_internals.checkify()
     earlier, tree = jax.tree.flatten(error)
     function = jaxprs.as_function(body)
     trees: list[Any] = []
