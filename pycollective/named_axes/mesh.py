@@ -96,10 +96,9 @@ class Mesh:
 
     @cached_property
     def local_mesh(self) -> jax.sharding.Mesh:
-        """This rank's devices as a mesh of JAX's, whose axes are those with several local devices, or else the last."""
-        axes = [axis for axis in self.axes if axis.local > 1] or self.axes[-1:]
-        grid = np.array(self.devices, dtype=object).reshape([axis.local for axis in axes])
-        return jax.sharding.Mesh(grid, tuple(axis.local_name for axis in axes))
+        """This rank's devices as a mesh of JAX's, with all axes: one that lies across ranks alone has the size 1."""
+        grid = np.array(self.devices, dtype=object).reshape([axis.local for axis in self.axes])
+        return jax.sharding.Mesh(grid, tuple(axis.local_name for axis in self.axes))
 
     @cached_property
     def abstract_mesh(self) -> jax.sharding.AbstractMesh:

@@ -42,11 +42,10 @@ def names_of(spec: PartitionSpec) -> list[AxisName]:
 
 def local_spec(mesh: Mesh, spec: PartitionSpec) -> PartitionSpec:
     """Returns the spec of this rank's own block over this rank's devices."""
-    local = {axis.name: axis.local_name for axis in mesh.axes if axis.local > 1}
+    local = {axis.name: axis.local_name for axis in mesh.axes}
 
     def of(part: Any) -> Any:
-        names = tuple(local[name] for name in (part if isinstance(part, tuple) else (part,)) if name in local)
-        return names if len(names) > 1 else names[0] if names else None
+        return tuple(local[name] for name in part) if isinstance(part, tuple) else None if part is None else local[part]
 
     return PartitionSpec(*map(of, spec))
 
@@ -169,7 +168,17 @@ class Batch(NamedTuple):
 def batch(
     axis_data: Any, args: Sequence[Any], dims: Sequence[Any], *, body: Any, mesh: Mesh, in_specs: Any, out_specs: Any
 ) -> Batch:
-    """Batches a device program: the batch of ``args`` lies along ``dims``, on an axis that may have a name."""
+    """Batches a device program: the batch of ``args`` lies along ``dims``, on an axis that may have a name.
+
+    Raises:
+        NotImplementedError: the batch is to lie along an axis of the mesh.
+    """
+    spread = [name for name in axis_data.spmd_name or () if name in mesh.shape]
+    if spread:
+        got = f"spmd_axis_name={axis_data.spmd_name}"
+        remedy = "Leave it out, or map the function over the axis: name the axis in in_specs and vmap inside."
+        expected = f"jax.vmap around a program over {mesh!r} without spmd_axis_name={spread[0]!r}"
+        errors.fail(NotImplementedError, "vmap", mesh.comm, expected, got, remedy)
     # If the mesh has an axis of the same name, the body means that one.
     named = {} if axis_data.name in mesh.shape else {"axis_name": axis_data.name}
     if named:
