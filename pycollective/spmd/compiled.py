@@ -68,6 +68,7 @@ class CompiledFunction(Generic[P, R]):
         options: dict[str, Any],
         place: Callable[[Any, Any], tuple[Any, Any]] | None = None,
         where: str = "jit",
+        wrapped: Callable[..., Any] | None = None,
     ) -> None:
         """Keeps the function. The first call compiles it.
 
@@ -77,8 +78,10 @@ class CompiledFunction(Generic[P, R]):
             place: moves arguments, positional and by keyword, to the devices of the program; None if the program runs
                 where its arguments lie.
             where: the name of the public function, for messages.
+            wrapped: the user's function, if ``fun`` binds axes around it.
         """
-        functools.update_wrapper(self, fun)
+        of_user: Callable[..., Any] = fun if wrapped is None else wrapped
+        functools.update_wrapper(self, of_user)
         self._fun = fun
         self._where = where
         self._place = place

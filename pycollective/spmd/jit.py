@@ -139,4 +139,4 @@ def jit(
         arrays, with_arrays = jaxprs.split_arrays(args, kwargs)
         return PlacedArguments(mesh(), arrays, [PartitionSpec()] * len(arrays), with_arrays).on_mesh_devices()
 
-    return CompiledFunction(_bind_axis(fun, axis_name, mesh, check_vma), options, place)
+    return CompiledFunction(_bind_axis(fun, axis_name, mesh, check_vma), options, place, wrapped=fun)

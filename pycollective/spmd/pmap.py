@@ -216,4 +216,4 @@ def pmap(
         return jax.tree.unflatten(tree, moved)
 
     options = {"static_argnums": statics, "donate_argnums": as_indices(donate_argnums)}
-    return CompiledFunction(bound, options, lambda args, kwargs: place(args, kwargs)[0].on_mesh_devices(), "pmap")
+    return CompiledFunction(bound, options, lambda args, kwargs: place(args, kwargs)[0].on_mesh_devices(), "pmap", fun)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import jax
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from pycollective import errors
@@ -15,7 +16,7 @@ from pycollective.named_axes.mesh import Mesh
 from pycollective.named_axes.names import AxisName
 from pycollective.ordering import jaxprs
 from pycollective.spmd import shard_map_semantics
-from pycollective.spmd.compiled import CompiledFunction
+from pycollective.spmd.compiled import CompiledFunction, Lowered
 from pycollective.spmd.device_program import names_of
 from pycollective.spmd.tracing import (
     PlacedArguments,
@@ -28,6 +29,53 @@ from pycollective.spmd.tracing import (
 )
 
 _NOT_GIVEN = object()
+
+
+@jax.tree_util.register_static
+class _Static:
+    """A leaf of the arguments that is no array, as a tree without leaves: :func:`jax.jit` compiles a program for each.
+
+    Attributes:
+        value: the leaf.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __hash__(self) -> int:
+        return hash((type(self.value), self.value))
+
+    def __eq__(self, other: object) -> bool:  # 1, 1.0 and True are equal, and make different programs
+        return isinstance(other, _Static) and type(self.value) is type(other.value) and self.value == other.value
+
+
+def _with_values(args: Any) -> Any:
+    """The arguments that the user has given."""
+    leaves, tree = jax.tree.flatten(args, is_leaf=lambda x: isinstance(x, _Static))
+    return jax.tree.unflatten(tree, [x.value if isinstance(x, _Static) else x for x in leaves])
+
+
+class _WithStatics(CompiledFunction[Any, Any]):
+    """A compiled function whose arguments may be something else than arrays, where ``hide`` finds it."""
+
+    def __init__(self, hide: Callable[[Any], Any], *of_function: Any) -> None:
+        super().__init__(*of_function)
+        self._hide = hide
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return super().__call__(*self._hide(args), **kwargs)
+
+    def _dispatch(self, program: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        return super()._dispatch(program, self._hide(args), kwargs)  # of a compiled program, which the user calls
+
+    def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
+        return super().trace(*self._hide(args), **kwargs)
+
+    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+        return super().eval_shape(*self._hide(args), **kwargs)
+
+    def lower(self, *args: Any, **kwargs: Any) -> Lowered:
+        return super().lower(*self._hide(args), **kwargs)
 
 
 def shard_map(
@@ -52,7 +100,9 @@ def shard_map(
         mesh: a mesh of :func:`pycollective.make_mesh`.
         in_specs: a :class:`jax.sharding.PartitionSpec` for each argument, or a prefix of the tree of arguments with
             these as leaves. It says along which axes of the mesh each axis of the array is cut. Along an axis that it
-            does not name, all devices have the same values. It must be given.
+            does not name, all devices have the same values. None stands for what ``fun`` gets as it is: strings,
+            functions, numbers of Python, of which each value has a program of its own; arrays that all devices share.
+            It must be given.
         out_specs: the same for the results.
         axis_names: all axes of the mesh, or empty, the default. A function of some axes alone, which JAX has, is
             refused.
@@ -138,15 +188,40 @@ def shard_map(
 
         return PlacedArguments(mesh, arrays, [entries[i][1] for i in places], with_arrays)
 
+    def hide(args: Any) -> Any:
+        def hidden(x: Any) -> Any:
+            if isinstance(x, (jax.Array, np.ndarray, np.generic, _Static)):
+                return x
+            if not isinstance(x, Hashable):
+                errors.fail(
+                    TypeError,
+                    "shard_map",
+                    mesh.comm,
+                    "arrays and hashable values where in_specs has None",
+                    f"{x!r} of {type(x).__name__}",
+                    "Pass a tuple, or an object with __hash__: a program is compiled for each value.",
+                )
+            return _Static(x)
+
+        def of(spec: Any, part: Any) -> Any:
+            return part if spec is not None else jax.tree.map(hidden, part, is_leaf=lambda x: isinstance(x, _Static))
+
+        try:
+            return jax.tree.map(of, in_specs, args, is_leaf=lambda spec: spec is None)
+        except ValueError:  # in_specs is no prefix of the arguments; the trace says so
+            return args
+
     @functools.wraps(fun)
     def bound(*args: Any) -> Any:
+        args = _with_values(args)
         options = {"in_specs": in_specs, "out_specs": out_specs, "check_vma": check_vma}
 
         def trace() -> tuple[PlacedArguments, TracedFunction]:
             try:
                 placed = place(args, {})
             except (ValueError, TypeError):
-                shard_map_semantics.trace(fun, mesh, args, **options)  # raises JAX's own error, if JAX finds one too
+                # It raises JAX's own error, if JAX finds one too.
+                shard_map_semantics.trace(fun, mesh, (), arguments=lambda _: args, **options)
                 raise
             entries = [entry for entry in broadcast_prefix(in_specs, args) if entry[1] is not None]
             for (entry, spec), x in zip(entries, placed.arrays, strict=True):
@@ -160,4 +235,6 @@ def shard_map(
         return trace_and_apply("shard_map", fun, mesh.comm, trace)
 
     options = {"donate_argnums": as_indices(donate_argnums)}
-    return CompiledFunction(bound, options, lambda *given: place(*given).on_mesh_devices(), "shard_map")
+    of_function = bound, options, lambda *given: place(*given).on_mesh_devices(), "shard_map", fun
+    has_none = None in jax.tree.leaves(in_specs, is_leaf=lambda spec: spec is None)
+    return _WithStatics(hide, *of_function) if has_none else CompiledFunction(*of_function)

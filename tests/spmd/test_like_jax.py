@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,12 +16,14 @@ from jax.sharding import PartitionSpec as P
 
 import pycollective as pc
 from pycollective.ordering import jax_internals
+from pycollective.ranks.setup import devices_of_this_rank
 from tests.cases import values
 from tests.collective.programs import once, oracle_devices
 from tests.spmd import cases
 from tests.spmd.cases import assert_close, own, stacked
 from tests.spmd.test_named import through_a_library
 from tests.spmd.test_shard_map import INSIDE, NAMES, assert_blocks, blocks, compare, meshes
+from tests.spmd.test_shard_map import own as own_block
 
 Array = Any
 Function = Callable[[Array], Any]
@@ -291,3 +294,90 @@ def test_checks_that_nobody_asks_for(world: pc.Communicator, few: int) -> None:
     np.testing.assert_array_equal(debug(jnp.ones(few)), world.size * few)
     with pytest.raises(ValueError, match="was not functionalized"):
         pc.pmap(lambda x: checkify.check(x < 0, "no") or lax.psum(x, "i"), "i")(jnp.ones(few))
+
+
+# How functions and results look -------------------------------------------------------------------------------
+
+
+def test_a_function_knows_what_it_wraps(world: pc.Communicator) -> None:
+    def fun(x: Array) -> Array:
+        return x
+
+    mesh = pc.make_mesh((-1,), ("i",))
+    for function in (
+        pc.pmap(fun, "i"), pc.jit(fun), pc.jit(fun, axis_name="i"), pc.pmap(pc.jit(fun), "i").__wrapped__,
+        pc.shard_map(fun, mesh=mesh, in_specs=P("i"), out_specs=P("i")),
+    ):  # fmt: skip
+        assert function.__wrapped__ is fun
+        assert inspect.unwrap(function) is fun
+
+
+def test_sharding_of_results(world: pc.Communicator) -> None:
+    local, sizes = INSIDE
+    mesh, _ = meshes(world, local, sizes)
+    spec = P(*NAMES)
+    step = pc.shard_map(lambda x: x + 1, mesh=mesh, in_specs=spec, out_specs=spec)
+    # This rank's own block lies on its own devices, along the parts of the axes inside the rank.
+    devices = np.array(devices_of_this_rank()[:local], dtype=object).reshape([axis.local for axis in mesh.axes])
+    sharding = jax.sharding.NamedSharding(jax.sharding.Mesh(devices, NAMES), spec)
+    x = jax.device_put(own_block(mesh, values((2 * sizes[0], 2 * sizes[1])), spec), sharding)
+    assert step(x).sharding == sharding
+    assert step(step(x)).sharding == sharding
+    # As with jax.jit(jax.shard_map(...)), XLA chooses how to write it where no argument says.
+    assert step(np.asarray(x)).sharding.is_equivalent_to(sharding, 2)
+
+
+def test_vmap_with_an_axis_of_the_mesh(world: pc.Communicator, few: int) -> None:
+    mesh, _ = meshes(world, few, (world.size * few, 1))
+    mapped = pc.shard_map(lambda x: lax.psum(x, "data"), mesh=mesh, in_specs=P("data"), out_specs=P())
+    xs = np.ones((3, few), np.float32)
+    with pytest.raises(
+        NotImplementedError, match=r"vmap: expected .* without spmd_axis_name='model', .*\. Leave it out"
+    ):
+        jax.vmap(mapped, spmd_axis_name="model")(xs)
+    # The name of an axis of another mesh says nothing about this one.
+    np.testing.assert_array_equal(jax.vmap(mapped, spmd_axis_name="other")(xs), world.size * few * np.ones((3, 1)))
+
+
+# What is no array ---------------------------------------------------------------------------------------------
+
+
+def _with_options(x: Array, options: dict[str, Any], scale: Array, f: Callable[[Array], Array]) -> Array:
+    assert options["kind"] in ("sum", "max")
+    collective = lax.psum if options["kind"] == "sum" else lax.pmax
+    return collective(f(x).reshape(options["shape"]) * scale, "i")
+
+
+def test_arguments_that_are_no_arrays(world: pc.Communicator, few: int) -> None:
+    total = world.size * few
+    mesh, theirs = meshes(world, few, (total,), ("i",))
+    xs = values((total * 6,))
+    options: dict[str, Any] = {"in_specs": (P("i"), None, None, None), "out_specs": P()}
+    traces: list[str] = []
+
+    def fun(x: Array, options: dict[str, Any], scale: Array, f: Callable[[Array], Array]) -> Array:
+        traces.append(options["kind"])
+        return _with_options(x, options, scale, f)
+
+    mapped = pc.shard_map(fun, mesh=mesh, **options)
+    mine = own(world, 6 * few, xs)
+    for kind, shape in (("sum", (2, 3)), ("max", (3, 2)), ("sum", (2, 3))):
+        rest = ({"kind": kind, "shape": shape, "none": None}, np.float32(3), jnp.sin)
+        want = once(total, lambda rest=rest: jax.shard_map(_with_options, mesh=theirs, **options)(xs, *rest))  # type: ignore[misc]
+        got = (
+            mapped(mine, *rest),
+            jax.jit(lambda x, rest=rest: mapped(x, *rest))(mine),
+            mapped.lower(mine, *rest).compile()(mine, *rest),
+        )
+        for y in got:
+            np.testing.assert_allclose(y, want, rtol=1e-5, atol=1e-5)
+        assert mapped.eval_shape(mine, *rest).shape == shape
+    traced = len(traces)
+    mapped(mine, {"kind": "max", "shape": (3, 2), "none": None}, np.float32(4), jnp.sin)
+    assert len(traces) == traced, "a value that was seen before"
+    one = pc.shard_map(lambda x, n: x.astype(type(n)), mesh=mesh, in_specs=(P("i"), None), out_specs=P("i"))
+    assert [one(mine, n).dtype for n in (1.0, 1, True)] == [jnp.float32, jnp.int32, jnp.bool]
+    with pytest.raises(TypeError, match=r"shard_map: expected arrays and hashable values .* got \{1\} of set .*tuple"):
+        mapped(mine, {"kind": {1}}, np.float32(3), jnp.sin)
+    everything = pc.shard_map(lambda a, n: n * a, mesh=mesh, in_specs=None, out_specs=P())
+    np.testing.assert_array_equal(everything(np.ones(3, np.float32), 2), 2 * np.ones(3))
