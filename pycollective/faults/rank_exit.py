@@ -63,6 +63,7 @@ class _State:
         old_error: the exception that Python showed last before the hooks were installed.
         exit_comm: the communicator on which ranks wait for each other at exit.
         lost: the ranks of MPI_COMM_WORLD that have failed, if this one has gone on.
+        checks: what this rank looks at when all ranks have ended without an error.
         last: what this rank does when all ranks have ended.
         ends: whether this rank ends the job.
     """
@@ -72,6 +73,7 @@ class _State:
     old_error: object = None
     exit_comm: MPI.Intracomm | None = None
     lost: ClassVar[set[int]] = set()
+    checks: ClassVar[list[Callable[[], object]]] = []
     last: ClassVar[list[Callable[[], object]]] = []
 
 
@@ -232,6 +234,14 @@ def at_end(function: Callable[[], object]) -> None:
     _State.last.append(function)
 
 
+def when_all_have_ended(function: Callable[[], object]) -> None:
+    """Lets this rank call ``function`` when all ranks have come to their ends and no last call of any has failed.
+
+    It is called after the wait for the others, so it may look at what they have left, but must not wait for them.
+    """
+    _State.checks.append(function)
+
+
 def _end(flush: Callable[[], None], limit_s: float | None) -> None:
     """Ends this rank in order: flushes programs, and waits for the other ranks.
 
@@ -266,6 +276,9 @@ def _end(flush: Callable[[], None], limit_s: float | None) -> None:
                     f"pycollective: {place()} has ended; its last call had failed. "
                     f"If the program has not caught that error, nobody has seen it: {failure}\n"
                 )
+            if first == _NO_RANK and _State.exit_comm is not None:
+                for check in _State.checks:
+                    check()
         except MPI.Exception as error:  # of an MPI that outlives a failed rank
             _be_the_first(1, f"{place()} has ended, and a rank has failed since: {error}")
             sys.stderr.write(f"pycollective: {place()} has ended, and another one has failed since: {error}.\n")

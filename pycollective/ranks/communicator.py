@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import warnings
 import weakref
 from collections import Counter
@@ -12,6 +13,7 @@ from typing import Any
 import jax
 
 from pycollective.errors import message
+from pycollective.faults import rank_exit
 from pycollective.ordering import dispatch, eager
 from pycollective.ranks import accelerators, setup
 from pycollective.ranks.out_of_band import OutOfBand
@@ -28,7 +30,7 @@ from pycollective.ranks.participants import (
 )
 from pycollective.transport import failures
 from pycollective.transport.chosen import transport
-from pycollective.transport.mpi import MPI, discard_messages, forget, host_of, remember
+from pycollective.transport.mpi import MPI, discard_messages, forget, host_of, receive_what_is_left, remember
 from pycollective.transport.native import Part, Whole
 from pycollective.transport.watch import waiting
 
@@ -416,6 +418,20 @@ def lose_all(losses: int) -> None:
     _in_use.clear()
     _made.clear()
     _losses[:] = [losses]
+
+
+def _tell_of_messages() -> None:
+    """Says which messages of programs this rank has not received, when all ranks have ended."""
+    for comm in sorted(_in_use, key=lambda comm: comm.name):
+        lost = list(dict.fromkeys(receive_what_is_left(comm._calls)))  # a message may be several of MPI's
+        if lost:
+            got = f"some of communicator {comm.name} that it has not: {'; '.join(lost[:4])}"
+            remedy = "A send lacks its recv; a later recv with that tag has taken an older array."
+            text = message("exit", "a rank that has received its messages", got, remedy, rank=comm.rank, size=comm.size)
+            sys.stderr.write(f"{text}\n")
+
+
+rank_exit.when_all_have_ended(_tell_of_messages)
 
 
 def _duplicate(mpi: MPI.Intracomm) -> MPI.Intracomm:

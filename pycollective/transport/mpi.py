@@ -95,6 +95,11 @@ def discard_messages(comm: MPI.Intracomm) -> list[str]:
     context, which would receive them. A message is found if it has arrived when all ranks have come.
     """
     comm.Barrier()
+    return receive_what_is_left(comm)
+
+
+def receive_what_is_left(comm: MPI.Intracomm) -> list[str]:
+    """Receives the messages that have arrived and that nobody has received; the sender and the tag of each."""
     found: list[str] = []
     status = MPI.Status()
     while (late := comm.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, status)) is not None:

@@ -419,3 +419,32 @@ def test_a_command_that_takes_too_long_is_told_from_others(monkeypatch: pytest.M
     monkeypatch.setattr(launch, "_KILL_AFTER_S", 1)
     assert launch.limited(["sleep", "60"], 0.5).returncode == 124
     assert launch.limited(["sh", "-c", "trap '' TERM; sleep 60"], 0.5).returncode == 137
+
+
+# Rank 0 sends 1 and 3; rank 1 receives once, and so takes 1 for 3. A letter is small, a message of its own data is not.
+UNRECEIVED = """
+x = jnp.ones(int(sys.argv[1]))
+if comm.rank == 0:
+    pc.send(x, comm, dest=1, tag=5)
+    pc.send(3 * x, comm, dest=1, tag=5)
+else:
+    pc.recv(x, comm, source=0, tag=5).block_until_ready()
+if sys.argv[2:] == ["fails"] and comm.rank == 1:
+    sys.exit(7)
+"""
+UNRECEIVED_TEXT = (
+    "pycollective.exit: expected a rank that has received its messages, "
+    "got some of communicator world that it has not: from rank 0 with tag 5 (rank 1 of 2). "
+    "A send lacks its recv; a later recv with that tag has taken an older array."
+)
+
+
+@pytest.mark.parametrize(
+    ("elements", "how"),
+    [(3, []), pytest.param(1000, [], marks=whole), pytest.param(3, ["fails"], marks=whole)],
+    ids=str,
+)
+def test_messages_that_nobody_received_are_told_at_the_end(tmp_path: Path, elements: int, how: list[str]) -> None:
+    done = mpirun(2, write(tmp_path, UNRECEIVED), str(elements), *how, timeout=SHORT)
+    assert (done.returncode == 0) == (not how), done.stderr
+    assert done.stderr.count(UNRECEIVED_TEXT) == (not how), done.stderr
