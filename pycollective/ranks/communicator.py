@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -160,7 +161,7 @@ class Communicator:
         set_(self, "rank", mpi.rank)
         set_(self, "size", mpi.size)
         # A host name would not do: containers may share one, and a host may have several.
-        with host_of(mpi) as shared:
+        with _communicators_of_mpi(), host_of(mpi) as shared:
             hosts = mpi.allgather(shared.bcast(mpi.rank))
         local = [rank for rank in range(mpi.size) if hosts[rank] == hosts[mpi.rank]]
         leaders = sorted(set(hosts))
@@ -293,7 +294,8 @@ class Communicator:
         """
         self.check_live("Communicator.split")
         with waiting("split", self._identity):
-            part = self.mpi.Split(MPI.UNDEFINED if color is None else color, key)
+            with _communicators_of_mpi():
+                part = self.mpi.Split(MPI.UNDEFINED if color is None else color, key)
             if color is None:
                 return None
             return Communicator._make(part, f"{self._name}/{color}", owned=True)
@@ -308,7 +310,8 @@ class Communicator:
         """
         self.check_live("Communicator.split_by_host")
         with waiting("split", self._identity):
-            part = self.mpi.Split(self.host_index, self.rank)
+            with _communicators_of_mpi():
+                part = self.mpi.Split(self.host_index, self.rank)
             return Communicator._make(part, f"{self._name}/host{self.host_index}", owned=True)
 
     def groups(self, groups: Sequence[Sequence[int]]) -> Participants:
@@ -434,8 +437,28 @@ def _tell_of_messages() -> None:
 rank_exit.when_all_have_ended(_tell_of_messages)
 
 
+@contextlib.contextmanager
+def _communicators_of_mpi() -> Iterator[None]:
+    """Says what is alive if MPI has no communicator left.
+
+    Raises:
+        RuntimeError: MPI cannot make the communicator.
+    """
+    try:
+        yield
+    except MPI.Exception as error:
+        alive = Counter(comm.name for comm in _in_use)
+        kinds = ", ".join(f"{count} x {name}" for name, count in alive.most_common(4))
+        got = f'"{error}" with {sum(alive.values())} communicators alive ({kinds})'
+        remedy = "Call free() on those that are not needed any more; also where their MPI communicator was freed."
+        world = MPI.COMM_WORLD
+        text = message("Communicator", "MPI to make one more", got, remedy, rank=world.rank, size=world.size)
+        raise RuntimeError(text) from error
+
+
 def _duplicate(mpi: MPI.Intracomm) -> MPI.Intracomm:
-    duplicate = remember(mpi.Dup())
+    with _communicators_of_mpi():
+        duplicate = remember(mpi.Dup())
     duplicate.Set_errhandler(MPI.ERRORS_RETURN)
     return duplicate
 
