@@ -27,7 +27,8 @@ namespace pycollective {
 // Who takes part in a call, and where the user made it, as attributes of the program say it.
 struct Participants {
   // The attribute comm: the communicator's number and its fingerprint. Then, where an operand travels in another dtype than the
-  // one that the user passed, the dtype of each operand as the user passed it.
+  // one that the user passed, the dtype of each operand as the user passed it. Last,
+  // of a call with a root whose operand is a leaf of a tree, a hash of the tree's structure.
   xla::ffi::Span<const int64_t> comm;
   // How the program lies on the devices of this process. 1: on one device. n > 1: on n devices, each of which makes the
   // call itself, on a channel of its own. -n: on n devices that have the same data; they meet, one makes the call as a
@@ -41,6 +42,8 @@ struct Participants {
 
   int64_t number() const { return comm.size() > 0 ? comm[0] : -1; }
   int64_t fingerprint() const { return comm.size() > 1 ? comm[1] : 0; }
+  // The structure of the tree around the one operand; 0: it is no leaf of a tree, or nobody compares that.
+  int64_t tree() const { return comm.size() > 3 ? comm[3] : 0; }
   // The dtype of an operand as the user passed it. `travels`: the one in which it travels.
   int32_t DtypeOf(size_t operand, xla::ffi::DataType travels) const {
     return comm.size() > 2 + operand ? static_cast<int32_t>(comm[2 + operand]) : static_cast<int32_t>(travels);

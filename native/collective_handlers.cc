@@ -49,7 +49,7 @@ ffi::Error Run(const Row& row, Place place, const Participants& participants, co
   const CarriedCollective carried(row.operation, of_rank, blocks_in);
   if (Place::kInHostMemory) call.Makes(carried, HostCollective::GoesWithComparison(row.operation, of_rank, static_cast<int>(size)));
   return call.Run(
-      place, SignatureOf(row.operation, participants, x, op, root), std::max(NBytes(x), NBytes(y)), {&result, 1},
+      place, SignatureOf(row.operation, participants, x, op, root, participants.tree()), std::max(NBytes(x), NBytes(y)), {&result, 1},
       [&](const Library& mpi, const Lane& lane) {
         const int64_t ranks = lane.channel.size;
         if constexpr (Place::kInHostMemory) {

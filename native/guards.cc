@@ -29,7 +29,7 @@ ffi::Error Enter(Place place, const Participants& participants, InToken, ffi::Re
   Signature signature{static_cast<int32_t>(operation)};
   signature.reduce_op = static_cast<int32_t>(op);
   signature.root = static_cast<int32_t>(root);
-  signature.pattern = pattern;
+  signature.pattern = pattern != 0 ? pattern : operation == kAllreduce ? 0 : participants.tree();
   int64_t nbytes = 0;
   for (size_t i = 0; i < operands.size(); ++i) {
     const auto x = operands.get<ffi::AnyBuffer>(i);

@@ -62,7 +62,7 @@ struct Signature {
   int64_t count = 0;       // elements of the operand
   int32_t reduce_op = -1;  // Op; -1: no reduction
   int32_t root = -1;       // -1: no root
-  int64_t pattern = 0;     // a hash: of ppermute's permutation, of the later arrays of an allreduce; 0: neither
+  int64_t pattern = 0;     // a hash: of ppermute's permutation, of an allreduce's later arrays, of a root's tree; 0: none
   int64_t staging = 0;     // how arrays reach MPI: 0 in host memory, > 0 in pieces of so many bytes, < 0 on the device
   int32_t devices = 1;     // devices of each rank that make the call, each for itself
   int32_t team = 1;        // devices of each rank that make the call together

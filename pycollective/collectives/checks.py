@@ -15,6 +15,7 @@ from pycollective.errors import fail, integer
 from pycollective.primitives import dtypes
 from pycollective.primitives.blocks import cut
 from pycollective.primitives.messages import StatusPlace
+from pycollective.primitives.passed import leaves_of
 from pycollective.ranks.participants import Participants
 from pycollective.transport.mpi import MPI
 
@@ -43,6 +44,21 @@ def array(where: str, comm: Participants, leaf: Any) -> Array:
 def map_arrays(where: str, comm: Participants, function: Callable[[Array], Any], tree: PyTree) -> PyTree:
     """Applies ``function`` to each leaf of ``tree`` as an array."""
     return jax.tree.map(lambda leaf: function(array(where, comm, leaf)), tree)
+
+
+def map_leaves_of_root(where: str, comm: Participants, function: Callable[[Array], Any], tree: PyTree) -> PyTree:
+    """Applies :func:`map_arrays` for a call with a root: all ranks must pass trees of one structure."""
+    if not jax.tree.leaves(tree) and jax.tree.leaves(tree, is_leaf=lambda node: node is None):
+        fail(
+            TypeError,
+            where,
+            comm,
+            "arrays of the same shapes on all ranks, the root or not",
+            repr(tree),
+            "Pass zeros of the same shape where a rank has no data, or use comm.mpi.bcast(obj) for objects.",
+        )
+    with leaves_of(tree):
+        return map_arrays(where, comm, function, tree)
 
 
 def rank(where: str, comm: Participants, name: str, value: Any) -> int:

@@ -317,7 +317,7 @@ def pbroadcast(x: PyTree, axis_name: AxisName | Communicator | None = None, sour
         return by_name("pbroadcast", axis_name, lax.pbroadcast, x, axis_name, source)
     comm = given_or_world("pbroadcast", axis_name)
     root = checks.rank("pbroadcast", comm, "source", source)
-    return checks.map_arrays("pbroadcast", comm, lambda leaf: reductions.bcast(leaf, comm=comm, root=root), x)
+    return checks.map_leaves_of_root("pbroadcast", comm, lambda leaf: reductions.bcast(leaf, comm=comm, root=root), x)
 
 
 def axis_index(axis_name: AxisName | Communicator | None = None) -> Array:

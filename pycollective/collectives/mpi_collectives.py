@@ -22,7 +22,7 @@ from pycollective.transport.mpi import MPI
 def _rooted(where: str, function: Callable[..., Array], x: PyTree, axis_name: Any, root: Any) -> PyTree:
     comm = given_or_world(where, axis_name)
     rank = checks.rank(where, comm, "root", root)
-    return checks.map_arrays(where, comm, lambda leaf: function(leaf, comm=comm, root=rank), x)
+    return checks.map_leaves_of_root(where, comm, lambda leaf: function(leaf, comm=comm, root=rank), x)
 
 
 def broadcast(x: PyTree, axis_name: Communicator | None = None, *, root: int = 0) -> PyTree:
@@ -82,7 +82,7 @@ def reduce(x: PyTree, axis_name: Communicator | None = None, *, op: str = "sum",
     def reduce_leaf(leaf: Array) -> Array:
         return reductions.reduce(checks.reducible("reduce", comm, leaf, name), comm=comm, op=name, root=rank)
 
-    return checks.map_arrays("reduce", comm, reduce_leaf, x)
+    return checks.map_leaves_of_root("reduce", comm, reduce_leaf, x)
 
 
 def gather(x: PyTree, axis_name: Communicator | None = None, *, root: int = 0) -> PyTree:
@@ -149,7 +149,7 @@ def scatter(x: PyTree, axis_name: Communicator | None = None, *, root: int = 0) 
             )
         return exchanges.scatter(checks.one_entry_per_rank("scatter", comm, leaf, 0, "axis"), comm=comm, root=rank)
 
-    return checks.map_arrays("scatter", comm, scatter_leaf, x)
+    return checks.map_leaves_of_root("scatter", comm, scatter_leaf, x)
 
 
 def _prefix(where: str, function: Callable[..., Array], x: PyTree, axis_name: Any, op: str) -> PyTree:

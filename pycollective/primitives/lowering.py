@@ -197,10 +197,11 @@ def _lower_composition(ctx: Any, form: Composition, operands: Sequence[Any], pas
 
 
 def _with_dtypes(attributes: dict[str, Any], operands: Structs, passed: Passed) -> dict[str, Any]:
-    """The attributes of a handler, with the dtypes that the user passed in ``comm`` if the operands have others."""
-    if passed.dtypes in ((), tuple(str(x.dtype) for x in operands)):
+    """The attributes of a handler, with what the user passed in ``comm`` if the operands do not show it."""
+    if not passed.tree and passed.dtypes in ((), tuple(str(x.dtype) for x in operands)):
         return attributes
-    return {**attributes, "comm": (*attributes["comm"], *map(native.dtype_number, passed.dtypes))}
+    tree = (passed.tree,) if passed.tree else ()
+    return {**attributes, "comm": (*attributes["comm"], *map(native.dtype_number, passed.dtypes), *tree)}
 
 
 def _traced(fun: Callable[..., Any], axes: Sequence[tuple[str, int]], ctx: Any) -> Any:

@@ -257,6 +257,32 @@ def test_keys_and_their_data(world: pc.Communicator) -> None:
         jax.block_until_ready(pc.all_gather(key if world.rank == 0 else jax.random.key_data(key), world))
 
 
+OF_ROOT: dict[str, Callable[[Any, pc.Communicator], Any]] = {
+    "broadcast": lambda x, comm: pc.broadcast(x, comm, root=0),
+    "scatter": lambda x, comm: pc.scatter(x, comm, root=0),
+    "gather": lambda x, comm: pc.gather(x, comm, root=0),
+    "reduce": lambda x, comm: pc.reduce(x, comm, root=0),
+    "pbroadcast": lambda x, comm: pc.pbroadcast(x, comm, 0),
+}
+
+
+@pytest.mark.parametrize("name", OF_ROOT)
+def test_ranks_that_pass_nothing_to_a_root(name: str, world: pc.Communicator) -> None:
+    """As mpi4py's idiom has it; such a rank would make no call at all."""
+    for nothing in (None, {"x": None}):
+        with pytest.raises(TypeError, match=rf"pycollective.{name}: expected arrays of .* zeros of .*comm.mpi.bcast"):
+            OF_ROOT[name](nothing, world)
+
+
+@pytest.mark.parametrize("name", OF_ROOT)
+def test_trees_of_another_structure_at_a_root(name: str, world: pc.Communicator) -> None:
+    """In one program: outside a program the root would go on to its next leaf before it reads the error."""
+    x = jnp.ones((world.size, 2))
+    of_root, other = {"a": x, "b": {"c": x}}, {"a": x, "b": {"c": None}}
+    with pytest.raises(RUNTIME_ERRORS, match=r"leaf of tree #\d+\) at .* here and .*shapes, dtypes and pytrees"):
+        jax.block_until_ready(pc.jit(lambda x: OF_ROOT[name](x, world))(of_root if world.rank == 0 else other))
+
+
 def test_weak_types_are_no_difference(world: pc.Communicator) -> None:
     total = pc.psum(1.0 if world.rank == 0 else jnp.float32(1), world)
     np.testing.assert_array_equal(total, world.size)
