@@ -61,6 +61,7 @@ def shard(params: Tree, axis_name: AxisName) -> Tree:
         A tree like ``params`` of vectors.
 
     Raises:
+        TypeError: a leaf has no numbers, such as a key of ``jax.random``.
         NameError: the axis is not bound.
 
     For layers that are stacked along a first axis, for :func:`jax.lax.scan`, use ``jax.vmap(lambda p: shard(p,
@@ -185,7 +186,7 @@ def gathered(
 def sliced(
     inner: optax.GradientTransformation, shapes: Tree, axis_name: AxisName
 ) -> optax.GradientTransformationExtraArgs:
-    """Returns ``inner`` for slices. Its ``init`` refuses an optimizer whose updates of slices would be wrong.
+    """Returns ``inner`` for slices. It refuses an optimizer whose updates of slices would be wrong.
 
     Args:
         inner: an optimizer that updates each element by its own gradient, state and value. Norms over all elements are
@@ -194,7 +195,8 @@ def sliced(
         axis_name: the axis of :func:`shard`, which is bound where ``init`` and ``update`` are called.
 
     Raises:
-        ValueError: an update of an element depends on other elements, as in LAMB, Adafactor and Muon.
+        ValueError: an update of an element depends on other elements, as in LAMB, Adafactor and Muon, or on the shapes
+            of leaves; the slices are in another tree than the shapes.
 
     Example:
         >>> import jax, optax

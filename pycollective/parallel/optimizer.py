@@ -50,7 +50,8 @@ def zero(
 
     Args:
         inner: an optimizer that updates each element by its own gradient, state and value: SGD, Adam, AdamW, Lion and
-            most others. ``init`` finds out whether it does.
+            most others. Whether it does is read off its program, in each step that is traced. It may have
+            :func:`clip_by_global_norm` and :func:`apply_if_finite`, and :class:`optax.MultiSteps` around these.
         axis_name: the axis, or a tuple of axes, of data parallelism.
         stage: of ZeRO. 2: the gradients are reduced to slices at once. 1: each device has the mean of all gradients
             first, and 1.5 times as many bytes travel. The results are the same.
@@ -62,9 +63,10 @@ def zero(
         updates of all parameters, the same on all devices.
 
     Raises:
-        TypeError: the wire's dtype has no floating point.
-        ValueError: the stage is neither 1 nor 2, or an update of an element depends on other elements, as in LAMB,
-            Adafactor and Muon; the gradients are averaged already, by JAX's types.
+        TypeError: the wire's dtype has no floating point; a parameter has no numbers, such as a key of ``jax.random``.
+        ValueError: the stage is neither 1 nor 2; an update of an element depends on other elements, as in LAMB,
+            Adafactor and Muon, or on the shapes of leaves, as a mask by ``ndim``; devices may take different branches;
+            the gradients are averaged already, by JAX's types.
         NameError: the axis is not bound.
 
     Example:
@@ -136,7 +138,18 @@ def unshard_state(inner: optax.GradientTransformation, state: Any, params: Tree,
         axis_name: the axis of :func:`zero`, which is bound.
 
     Returns:
-        A state as ``inner.init(params)`` makes it, the same on all devices.
+        A state as ``inner.init(params)`` makes it, the same on all devices. Parameters that ``inner`` leaves out, by
+        :func:`optax.masked` or :func:`optax.multi_transform`, have no leaves in it.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, optax
+        >>> params = {"w": jnp.ones(3), "b": jnp.ones(2)}
+        >>> inner = optax.masked(optax.trace(0.9), {"w": True, "b": False})
+        >>> def save(params):
+        ...     return unshard_state(inner, zero(inner, "batch").init(params), params, "batch")
+        >>> state = jax.vmap(save, None, None, axis_name="batch", axis_size=2)(params)
+        >>> jax.tree.map(jnp.shape, state.inner_state.trace)
+        {'b': MaskedNode(), 'w': (3,)}
     """
     axis_size("unshard_state", axis_name)
     slices: list[tuple[Array, tuple[int, ...]]] = []
