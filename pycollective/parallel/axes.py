@@ -38,9 +38,14 @@ def axis_size(where: str, axis_name: AxisName) -> int:
         raise NameError(error) from None
 
 
+def in_order(names: Iterable[Hashable]) -> tuple[Hashable, ...]:
+    """Returns names in an order that is the same on all ranks, as that of a set is not: programs are compared."""
+    return tuple(sorted(names, key=str))
+
+
 def vary(x: Array, names: Iterable[Hashable]) -> Array:
     """Returns ``x``, of a type that varies along these names as well. JAX must have types for them."""
-    lacking = tuple(name for name in names if not varies(x, name))
+    lacking = in_order(name for name in names if not varies(x, name))
     return lax.pcast(x, lacking, to="varying") if lacking else x
 
 

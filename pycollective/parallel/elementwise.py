@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +24,7 @@ import optax
 
 from pycollective.errors import message
 from pycollective.ordering import jax_internals
-from pycollective.parallel.axes import AxisName, axis_size, has_types, name_of, names_of, slice_length, vary
+from pycollective.parallel.axes import AxisName, axis_size, has_types, in_order, name_of, names_of, slice_length, vary
 from pycollective.parallel.cut_values import Cut, Expressions, Interpreter, Layout, Mixed, Same, Value, meet_pads
 
 Array = Any
@@ -76,7 +76,7 @@ class Cutting(NamedTuple):
     @property
     def layout(self) -> Layout:
         names = frozenset[Hashable]().union(*self.names)
-        devices = math.prod(axis_size("zero", name) for name in names)
+        devices = math.prod(axis_size("zero", name) for name in in_order(names))
         padded = self.flat and any(
             math.prod(own) * devices != math.prod(whole) for own, whole in zip(self.own, self.whole, strict=True)
         )
@@ -185,7 +185,7 @@ class _Trial:
         self._numbers = [i for i, x in enumerate(extra) if _is_number(x)]
         self._expressions = Expressions()
         self._interpreter = Interpreter(self._layout, self._expressions)
-        typed = frozenset(name for name in self._layout.names if has_types(name))
+        typed = _typed(self._layout.names)
         self._names = cutting.names
         self._varying = [names & typed for names in self._names]
 
@@ -334,6 +334,18 @@ class _Leaves(NamedTuple):
 
     def vary(self, leaves: Sequence[Array]) -> list[Array]:
         return [vary(x, names) for x, names in zip(leaves, self.varying, strict=True)]
+
+
+def _typed(names: Iterable[Hashable]) -> set[Hashable]:
+    """Returns the axes for which JAX has types. It adds nothing to the program around, which ranks compare."""
+    found: set[Hashable] = set()
+
+    def ask() -> int:
+        found.update(name for name in in_order(names) if has_types(name))
+        return 0
+
+    jax.eval_shape(ask)
+    return found
 
 
 def _is_number(x: Any) -> bool:

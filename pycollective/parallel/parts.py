@@ -7,6 +7,7 @@ and :func:`clip_by_global_norm` is the norm of all parts.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Hashable
 from typing import Any
@@ -19,7 +20,7 @@ from jax import lax
 
 from pycollective.errors import message
 from pycollective.ordering import jax_internals
-from pycollective.parallel.axes import AxisName, axis_size, has_types, name_of, names_of, vary
+from pycollective.parallel.axes import AxisName, axis_size, has_types, in_order, name_of, names_of, vary
 from pycollective.parallel.elementwise import Check, Cutting, check_numbers
 
 Array = Any
@@ -117,7 +118,7 @@ def _total(x: Array, names: frozenset[Hashable]) -> Array:
     """Returns the sum over the devices along these axes."""
     if not names:
         return x
-    ordered = tuple(name for name in jax_internals.bound_axes() if name in names)
+    ordered = in_order(names)
     return lax.psum(vary(x, [name for name in ordered if has_types(name)]), ordered)
 
 
@@ -133,7 +134,7 @@ def _cut_along(where: str, tree: Tree, axis_name: AxisName, specs: Tree) -> list
     if specs is not None:
         of_leaves = _spec_of_each(where, tree, specs)
         return [slices.union(*map(_names_of_entry, spec)) for spec in of_leaves]
-    others = [name for name in jax_internals.bound_axes() if name not in slices]
+    others = in_order(set(jax_internals.bound_axes()) - slices)
     unknown = [name for name in others if not has_types(name)]
     if unknown:
         error = message(
@@ -162,7 +163,7 @@ def _spec_of_each(where: str, tree: Tree, specs: Tree) -> list[jax.sharding.Part
     for (path, _), spec in zip(jax.tree_util.tree_leaves_with_path(tree), of_leaves, strict=True):
         if not _is_spec(spec):
             raise ValueError(message(f"parallel.{where}", f"a jax.P at {name_of(path)}", f"{spec!r}", remedy))
-        for name in frozenset[Hashable]().union(*map(_names_of_entry, spec)):
+        for name in itertools.chain(*map(_names_of_entry, spec)):
             axis_size(where, name)
     return of_leaves
 
@@ -183,7 +184,7 @@ def _cut_by_specs(params: Tree, specs: Tree) -> Cutting:
     own = [jnp.shape(x) for x in leaves]
     names = _cut_along(where, params, (), specs)
     if specs is None:  # which dimensions are cut is not known, so all of them may be
-        cuts = [tuple(name for name in jax_internals.bound_axes() if name in leaf) for leaf in names]
+        cuts = [in_order(leaf) for leaf in names]
         return Cutting(tuple(own), tuple(own), tuple((cut,) * len(s) for s, cut in zip(own, cuts, strict=True)), False)
     axes, whole = [], []
     for (path, _), shape, spec in zip(

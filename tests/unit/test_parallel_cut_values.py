@@ -205,6 +205,25 @@ def test_a_check_makes_no_numbers_and_is_made_once(monkeypatch: pytest.MonkeyPat
     assert calls == {"init": 4, "update": 5}
 
 
+def test_ranks_trace_the_same_program() -> None:
+    """Programs are compared. A set of names has another order on each rank, and a rank may have checked before."""
+    axes = [(f"axis {i}", 1) for i in range(8)]
+    names = tuple(name for name, _ in axes)
+    optimizer = zero(optax.chain(clip_by_global_norm(0.1, names), optax.sgd(0.1)), names)
+
+    def program() -> Any:
+        step = jax.make_jaxpr(lambda p: optimizer.update(p, optimizer.init(p), p), axis_env=axes)
+        return step({"w": jnp.ones(3)})
+
+    first = program()
+    assert str(first) == str(program())  # the second one is not checked
+    asked = [e.params["axis_name"] for e in first.jaxpr.eqns if e.primitive.name == "axis_index"]
+    runs = [tuple(asked[i : i + len(names)]) for i in range(0, len(asked), len(names))]
+    assert set(runs) <= {names, names[::-1]}
+    (sums,) = (e.params["axes"] for e in first.jaxpr.eqns if e.primitive.name == "psum" and not e.invars[0].aval.shape)
+    assert sums == names
+
+
 def test_a_state_that_init_has_not_made_is_checked_as_well() -> None:
     """A training that goes on from a checkpoint never calls ``init``."""
     inner = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))
