@@ -1,6 +1,5 @@
 // The C interface that transport/native.py calls through ctypes.
 
-#include <malloc.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -16,7 +15,7 @@
 #include "collectives.h"
 #include "communicators.h"
 #include "device.h"
-#include "hmac.h"
+#include "exports.h"
 #include "monitor.h"
 #include "operations.h"
 #include "process_memory.h"
@@ -323,7 +322,7 @@ PYCOLLECTIVE_EXPORT const char* pycollective_record_word(int64_t index) {
   return NameAt(pycollective::kRecordWords, index);
 }
 // A record as JSON, and a group: see RecordJson and GroupJson.
-PYCOLLECTIVE_EXPORT char* pycollective_record_json(const int64_t* words) {
+PYCOLLECTIVE_EXPORT char* pycollective_record_json(const void* words) {
   pycollective::Record record;
   std::memcpy(static_cast<void*>(&record), words, sizeof(record));
   return strdup(pycollective::RecordJson(record).c_str());
@@ -340,12 +339,6 @@ PYCOLLECTIVE_EXPORT bool pycollective_monitor_listen(const char* host, int32_t* 
   const bool listens = pycollective::ListenOn(&address, fd);
   *port = address.port;
   return listens;
-}
-
-// For tests: HMAC-SHA-256 of a text, 32 bytes.
-PYCOLLECTIVE_EXPORT void pycollective_hmac(const char* key, int64_t key_bytes, const char* text, int64_t nbytes, char* mac) {
-  const std::string made = pycollective::HmacSha256({key, static_cast<size_t>(key_bytes)}, {text, static_cast<size_t>(nbytes)});
-  std::memcpy(mac, made.data(), made.size());
 }
 
 // Starts the monitor. `processes`: for each rank the number of its addresses, each address and its port, its pid,
@@ -415,48 +408,25 @@ PYCOLLECTIVE_EXPORT void pycollective_set_max_count(int64_t max_count) {
   pycollective::library->max_count = max_count;
 }
 
-// Keeps some of the freed memory in the process and asks for huge pages under it, so that a large result does not fault
-// in page by page each time it is made. `ranks` ranks of this host each keep their share of a quarter of its memory,
-// and at most as much as glibc's settings, which are ints, can say. Call this before XLA starts its threads. Returns
-// whether glibc took the settings; whether there are huge pages is up to the kernel.
-//
-// - Large allocations use no mmap: they come from the heap.
-// - The heap keeps `kept` bytes when the memory at its end is freed, and gives back the rest.
-// - There are no fast bins: glibc merges what lies in them only when a heap is used up or a large block is asked for,
-//   and this heap is never used up. A loop of small calls would walk through all of the reserve (a quarter of memory in
-//   25 s).
-// - There is one arena, since glibc gives the arenas of other threads at most 64 MiB at a time (small allocations stay
-//   in each thread's own cache). Arenas that threads have made before, NumPy's BLAS for example, stay, and glibc gives
-//   them to later threads too, XLA's among them; they, too, keep memory at their end instead of giving it back whenever
-//   they are empty.
-// - What will be kept is allocated as address space, advised and freed: later allocations lie there. It is not touched,
-//   so it uses no memory yet.
-PYCOLLECTIVE_EXPORT bool pycollective_tune_malloc(int32_t ranks) {
-#ifdef __GLIBC__
-  constexpr int kNone = 0;
-  constexpr int kOne = 1;
-  constexpr int kMost = 7 << 28;       // 1.75 GiB
-  constexpr int kLeast = 64 << 20;     // HEAP_MAX_SIZE of glibc's arena.c
-  constexpr int kAboveKept = 64 << 20;  // freed memory at the end of the heap, before the heap gives it back
-  const long pages = sysconf(_SC_PHYS_PAGES);
-  const long page_bytes = sysconf(_SC_PAGESIZE);
-  if (pages <= 0 || page_bytes <= 0) return false;
-  const int64_t share = int64_t{pages} / 4 * page_bytes / std::max(1, ranks);
-  const int kept = static_cast<int>(std::min<int64_t>(std::max<int64_t>(share, kLeast), kMost));
-  if (mallopt(M_ARENA_MAX, kOne) != 1 || mallopt(M_MMAP_MAX, kNone) != 1 ||
-      mallopt(M_TRIM_THRESHOLD, kept + kAboveKept) != 1 || mallopt(M_MXFAST, kNone) != 1 ||
-      mallopt(M_TOP_PAD, kept) != 1) {
-    return false;
-  }
-  if (void* block = std::malloc(static_cast<size_t>(kLeast))) {  // after it lies what the heap keeps
-    const uintptr_t page = static_cast<uintptr_t>(page_bytes);
-    const uintptr_t first = (reinterpret_cast<uintptr_t>(block) + page - 1) / page * page;
-    const uintptr_t end = (reinterpret_cast<uintptr_t>(block) + static_cast<size_t>(kept)) / page * page;
-    madvise(reinterpret_cast<void*>(first), end - first, MADV_HUGEPAGE);
-    std::free(block);
-  }
-  return true;
-#else
-  return false;
-#endif
-}
+// The table ------------------------------------------------------------------------------------------------------
+
+namespace {
+const pycollective::Listed listed{
+    PYCOLLECTIVE_TYPED(function_name), PYCOLLECTIVE_TYPED(type_name), PYCOLLECTIVE_TYPED(mpi_op_name),
+    PYCOLLECTIVE_TYPED(op_name), PYCOLLECTIVE_TYPED(dtype_number), PYCOLLECTIVE_TYPED(operation_name), PYCOLLECTIVE_TYPED(device_operation_name),
+    PYCOLLECTIVE_TYPED(guard_name), PYCOLLECTIVE_TYPED(runtime_name), PYCOLLECTIVE_TYPED(bind),
+    PYCOLLECTIVE_TYPED(bind_runtime), PYCOLLECTIVE_TYPED(communicator_add), PYCOLLECTIVE_TYPED(part_add),
+    PYCOLLECTIVE_TYPED(board_join), PYCOLLECTIVE_TYPED(board_bytes), PYCOLLECTIVE_TYPED(spans_hosts),
+    PYCOLLECTIVE_TYPED(set_hosts), PYCOLLECTIVE_TYPED(board_open), PYCOLLECTIVE_TYPED(board_show_memory),
+    PYCOLLECTIVE_TYPED(board_read_bytes), PYCOLLECTIVE_TYPED(board_set_read_bytes),
+    PYCOLLECTIVE_TYPED(board_may_read), PYCOLLECTIVE_TYPED(board_close), PYCOLLECTIVE_TYPED(communicator_free),
+    PYCOLLECTIVE_TYPED(own_comms), PYCOLLECTIVE_TYPED(abandon_all), PYCOLLECTIVE_TYPED(board_clear),
+    PYCOLLECTIVE_TYPED(exit_now), PYCOLLECTIVE_TYPED(last_failure), PYCOLLECTIVE_TYPED(site_add),
+    PYCOLLECTIVE_TYPED(wait_begin), PYCOLLECTIVE_TYPED(wait_end), PYCOLLECTIVE_TYPED(wait_name),
+    PYCOLLECTIVE_TYPED(recorder_json), PYCOLLECTIVE_TYPED(text_free), PYCOLLECTIVE_TYPED(trace_start),
+    PYCOLLECTIVE_TYPED(trace_stop), PYCOLLECTIVE_TYPED(record_word), PYCOLLECTIVE_TYPED(record_json),
+    PYCOLLECTIVE_TYPED(group_json), PYCOLLECTIVE_TYPED(monitor_listen), PYCOLLECTIVE_TYPED(monitor_start),
+    PYCOLLECTIVE_TYPED(monitor_set_timeout), PYCOLLECTIVE_TYPED(monitor_stop), PYCOLLECTIVE_TYPED(monitor_leave),
+    PYCOLLECTIVE_TYPED(monitor_forget), PYCOLLECTIVE_TYPED(end_begin), PYCOLLECTIVE_TYPED(this_process),
+    PYCOLLECTIVE_TYPED(set_check), PYCOLLECTIVE_TYPED(set_all_lanes), PYCOLLECTIVE_TYPED(set_max_count)};
+}  // namespace

@@ -6,6 +6,10 @@
 
 #include <cerrno>
 #include <cstdint>
+#include <cstring>
+
+#include "exports.h"
+#include "settings.h"
 
 namespace pycollective {
 namespace {
@@ -97,3 +101,13 @@ std::string RandomBytes(size_t count) {
 }
 
 }  // namespace pycollective
+
+// For tests: HMAC-SHA-256 of a text, 32 bytes.
+PYCOLLECTIVE_EXPORT void pycollective_hmac(const char* key, int64_t key_bytes, const char* text, int64_t nbytes, char* mac) {
+  const std::string made = pycollective::HmacSha256({key, static_cast<size_t>(key_bytes)}, {text, static_cast<size_t>(nbytes)});
+  std::memcpy(mac, made.data(), made.size());
+}
+
+namespace {
+const pycollective::Listed listed{PYCOLLECTIVE_TYPED(hmac)};
+}  // namespace

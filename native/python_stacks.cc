@@ -12,6 +12,7 @@
 #include <cstring>
 #include <utility>
 
+#include "exports.h"
 #include "settings.h"
 
 namespace pycollective {
@@ -115,8 +116,8 @@ PythonStacks& StacksOfPython() {
 
 using pycollective::StacksOfPython;
 
-PYCOLLECTIVE_EXPORT void pycollective_stacks_set_signal(int32_t signal, int32_t file, uint64_t main_thread) {
-  StacksOfPython().SetSignal(signal, file, main_thread);
+PYCOLLECTIVE_EXPORT void pycollective_stacks_set_signal(int32_t signal, int32_t file, int64_t main_thread) {
+  StacksOfPython().SetSignal(signal, file, static_cast<uint64_t>(main_thread));
 }
 PYCOLLECTIVE_EXPORT bool pycollective_stacks_next_ask() { return StacksOfPython().NextAsk(); }
 PYCOLLECTIVE_EXPORT void pycollective_stacks_read() { StacksOfPython().Reads(); }
@@ -139,3 +140,9 @@ PYCOLLECTIVE_EXPORT char* pycollective_stacks_take(int64_t times, int64_t* came,
   }
   return strdup(frames.main_thread.c_str());
 }
+
+namespace {
+const pycollective::Listed listed{
+    PYCOLLECTIVE_TYPED(stacks_set_signal), PYCOLLECTIVE_TYPED(stacks_next_ask), PYCOLLECTIVE_TYPED(stacks_read),
+    PYCOLLECTIVE_TYPED(stacks_answer), PYCOLLECTIVE_TYPED(stacks_end), PYCOLLECTIVE_TYPED(stacks_take)};
+}  // namespace

@@ -21,6 +21,7 @@
 #include <thread>
 #include <utility>
 
+#include "exports.h"
 #include "process.h"
 #include "settings.h"
 
@@ -301,3 +302,8 @@ PYCOLLECTIVE_EXPORT void pycollective_start_watch_begin(int32_t rank, int32_t si
   pycollective::BeginStartWatch({rank, size, local_size, rank_variable, own, static_cast<int64_t>(limit_s * 1e9)});
 }
 PYCOLLECTIVE_EXPORT void pycollective_start_watch_end() { pycollective::EndStartWatch(); }
+
+namespace {
+const pycollective::Listed listed{
+    PYCOLLECTIVE_TYPED(start_watch_begin), PYCOLLECTIVE_TYPED(start_watch_end)};
+}  // namespace

@@ -25,6 +25,7 @@
 #include <vector>
 
 #include "call.h"
+#include "exports.h"
 #include "xla_mpi_names.h"
 
 namespace ffi = xla::ffi;
@@ -260,6 +261,8 @@ PYCOLLECTIVE_EXPORT void pycollective_xla_learn(int64_t number, int64_t fingerpr
   std::memcpy(mark, of_program, kMarkBytes);
   is_learning.store(true, std::memory_order_release);
 }
+
+static const Listed listed{PYCOLLECTIVE_TYPED(xla_is_open), PYCOLLECTIVE_TYPED(xla_start), PYCOLLECTIVE_TYPED(xla_learn)};
 
 // What MPItrampoline looks up ------------------------------------------------------------------------------------
 

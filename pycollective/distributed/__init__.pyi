@@ -1,1 +1,1 @@
-from .start import initialize as initialize
+from .begin import initialize as initialize

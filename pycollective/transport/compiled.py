@@ -19,71 +19,32 @@ class _State:
     library: ctypes.CDLL | None = None
 
 
-_RESULTS = {
-    "function_name": ctypes.c_char_p,
-    "type_name": ctypes.c_char_p,
-    "mpi_op_name": ctypes.c_char_p,
-    "op_name": ctypes.c_char_p,
-    "dtype_number": ctypes.c_int32,
-    "operation_name": ctypes.c_char_p,
-    "device_operation_name": ctypes.c_char_p,
-    "guard_name": ctypes.c_char_p,
-    "runtime_name": ctypes.c_char_p,
-    "bind": ctypes.c_char_p,
-    "bind_runtime": None,
-    "communicator_add": ctypes.c_int64,
-    "part_add": ctypes.c_int64,
-    "communicator_free": ctypes.c_char_p,
-    "board_bytes": ctypes.c_int64,
-    "set_hosts": None,
-    "board_open": ctypes.c_bool,
-    "board_close": None,
-    "board_show_memory": None,
-    "board_read_bytes": ctypes.c_int64,
-    "board_set_read_bytes": None,
-    "board_may_read": ctypes.c_bool,
-    "board_join": ctypes.c_char_p,
-    "board_clear": None,
-    "own_comms": ctypes.c_int64,
-    "abandon_all": None,
-    "exit_now": ctypes.c_void_p,
-    "last_failure": ctypes.c_void_p,
-    "site_add": None,
-    "start_watch_begin": None,
-    "start_watch_end": None,
-    "wait_begin": ctypes.c_void_p,
-    "wait_end": None,
-    "wait_name": ctypes.c_char_p,
-    "recorder_json": ctypes.c_void_p,
-    "text_free": None,
-    "trace_start": None,
-    "trace_stop": ctypes.c_void_p,
-    "record_word": ctypes.c_char_p,
-    "record_json": ctypes.c_void_p,
-    "group_json": ctypes.c_void_p,
-    "monitor_listen": ctypes.c_bool,
-    "hmac": None,
-    "monitor_start": ctypes.c_char_p,
-    "monitor_set_timeout": None,
-    "monitor_stop": None,
-    "monitor_forget": None,
-    "stacks_set_signal": None,
-    "stacks_next_ask": ctypes.c_bool,
-    "stacks_read": None,
-    "stacks_answer": None,
-    "stacks_end": None,
-    "stacks_take": ctypes.c_void_p,
-    "end_begin": ctypes.c_bool,
-    "this_process": ctypes.c_int64,
-    "set_check": None,
-    "set_all_lanes": None,
-    "set_max_count": None,
-    "tune_malloc": ctypes.c_bool,
-    "xla_is_open": ctypes.c_bool,
-    "xla_start": None,
-    "xla_learn": None,
+_TYPES: dict[str, Any] = {
+    "v": None,
+    "b": ctypes.c_bool,
+    "i": ctypes.c_int32,
+    "l": ctypes.c_int64,
+    "d": ctypes.c_double,
+    "s": ctypes.c_char_p,
+    "p": ctypes.c_void_p,
+    "I": ctypes.POINTER(ctypes.c_int32),
+    "U": ctypes.POINTER(ctypes.c_uint32),
+    "L": ctypes.POINTER(ctypes.c_int64),
 }
-"""The functions of native/binding.cc and xla_mpi.cc without their prefix, and the types of their results."""
+"""The types of results and arguments, by the letters of native/exports.h."""
+
+
+class _Library(ctypes.CDLL):
+    """The compiled library. A function that it lacks was to come from other sources than this file."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if not name.startswith("pycollective_"):
+                raise
+            wanted = f"a compiled library of this version, with the function {name}"
+            raise ImportError(message("transport", wanted, f"{self._name} without it", BUILD)) from None
 
 
 def load(path: Path) -> ctypes.CDLL:
@@ -101,12 +62,12 @@ def load(path: Path) -> ctypes.CDLL:
                 "Install the package with pip (it needs a C++17 compiler), not by copying its files.",
             )
         )
-    library = ctypes.CDLL(str(path))
-    for name, result in _RESULTS.items():
-        if not hasattr(library, f"pycollective_{name}"):
-            wanted = f"a compiled library of this version, with the function pycollective_{name}"
-            raise ImportError(message("transport", wanted, f"{path} without it", BUILD))
-        getattr(library, f"pycollective_{name}").restype = result
+    library = _Library(str(path))
+    library.pycollective_functions.restype = ctypes.c_char_p
+    for entry in table(library.pycollective_functions):
+        name, letters = entry.split()
+        function = getattr(library, f"pycollective_{name}")
+        function.restype, *function.argtypes = (_TYPES[letter] for letter in letters)
     return library
 
 

@@ -8,7 +8,6 @@ nor JAX.
 
 from __future__ import annotations
 
-import ctypes
 import math
 import os
 import sys
@@ -63,7 +62,7 @@ def watched() -> Iterator[None]:
         place.local_size,
         place.rank_variable.encode(),
         " ".join(rank_variables(os.environ)).encode(),
-        ctypes.c_double(0 if math.isinf(limit_s) else limit_s),
+        0.0 if math.isinf(limit_s) else limit_s,
     )
     try:
         yield

@@ -197,7 +197,7 @@ def set_stack_signal(number: int, file: int, main_thread: int) -> None:
         file: the number of an open file.
         main_thread: the main thread's ``ident``.
     """
-    compiled.library().pycollective_stacks_set_signal(number, file, ctypes.c_uint64(main_thread))
+    compiled.library().pycollective_stacks_set_signal(number, file, main_thread)
 
 
 def next_ask_for_stacks() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from mpi4py import MPI
 import pycollective as pc
 from pycollective.environment import NATIVE_LIBRARY
 from pycollective.primitives import define, dtypes, exchanges, messages, reductions
-from pycollective.transport import native
+from pycollective.transport import compiled, native
 from tests.standin import compile_cpp
 
 X = jax.ShapeDtypeStruct((4, 2), jnp.float32)
@@ -68,6 +69,31 @@ def test_a_reduction_that_the_library_lacks(world: pc.Communicator) -> None:
         RuntimeError, match=r"transport: expected a reduction of sum, prod.*, got 'median'\. Build the library again"
     ):
         traced.lower()
+
+
+def exported() -> set[str]:
+    """The functions of the library that are no handlers of XLA's, without their prefix."""
+    command = ["nm", "-D", "--defined-only", str(NATIVE_LIBRARY)]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
+    names = {line.split()[-1].removeprefix("pycollective_") for line in lines if " pycollective_" in line}
+    handlers = (*native.host_targets(), *native.async_targets(), *native.device_targets(), *native.guard_targets())
+    return names - {*handlers, "async_results", "functions"}
+
+
+def test_the_table_has_every_function(world: pc.Communicator) -> None:
+    """A function without its types returns an int, and takes a number of 64 bits for one of 32."""
+    entries = [entry.split()[0] for entry in compiled.table(native.library().pycollective_functions)]
+    assert len(set(entries)) == len(entries)
+    assert set(entries) == exported()
+    spans_hosts = native.library().pycollective_spans_hosts
+    assert (spans_hosts.restype, spans_hosts.argtypes) == (ctypes.c_int32, [ctypes.c_int64])
+
+
+def test_the_types_of_arguments_are_checked(world: pc.Communicator) -> None:
+    with pytest.raises(ctypes.ArgumentError, match="argument 2"):
+        native.library().pycollective_wait_begin(0, "all")
+    with pytest.raises(TypeError, match="at least 1 argument"):
+        native.library().pycollective_monitor_forget()
 
 
 def test_a_library_of_another_version() -> None:
