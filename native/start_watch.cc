@@ -136,9 +136,11 @@ class StartWatch {
       if (HasStarted(next)) return;
       const nanoseconds now = Clock::now() - begin;
       const LocalRanks ranks = LookAtLocalRanks(settings_);
-      // The lowest rank that waits speaks and ends, the next one if that one cannot.
+      // The lowest rank that waits speaks and ends, the next one if that one cannot. If it has just ended, the launcher
+      // ends this one before the next look.
       const bool is_lowest = ranks.waiting.empty() || ranks.waiting.front() == settings_.rank;
-      if (!is_lowest && now < limit + 2 * kLook) continue;
+      const bool was_lowest = std::exchange(is_lowest_, is_lowest);
+      if (now < limit + 2 * kLook && !(is_lowest && was_lowest)) continue;
       const bool have_ended = Ended(ranks, settings_) > 0;
       if (now >= limit || (have_ended && had_ended && now > kSpawned)) End(ranks, now);
       had_ended = have_ended;
@@ -190,7 +192,8 @@ class StartWatch {
   }
 
   const StartSettings settings_;
-  std::mutex mutex_;  // guards what follows
+  bool is_lowest_ = true;  // at the last look, of the ranks of this host that wait
+  std::mutex mutex_;       // guards what follows
   std::condition_variable changed_;
   bool has_started_ = false;
 };
