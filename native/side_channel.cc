@@ -1,34 +1,15 @@
-// Implementation of side_channel.h.
-//
-// K is the job's secret, r the rank that is asked, a and b are random numbers of the asking and of the answering side, new for
-// each connection. key(role) = HMAC-SHA-256(K, role, r, a, b).
-//
-//   1. asking side:     a
-//   2. answering side:  b, key("answers")         proves that it is rank r of this job
-//   3. asking side:     frame(key("requests"))    proves that it is of this job, too
-//   4. answering side:  frame(key("replies"))
-//
-// frame(k): kind and length of a text, HMAC(k, these), the text, HMAC(k, all of these). Nobody reads a text before the proof
-// of its head has come. A proof is of no use elsewhere: roles differ, so what one side says cannot be sent back to it; ranks
-// differ, so one rank's proof is not another's; and each side has chosen a number of the connection itself. An asking side sends
-// nothing that means anything before it knows who listens, since the port of a rank that has died may be another program's, and
-// another host may have the same address in a network of its own.
-//
-// On a socket of this host both sides look first whether the other process belongs to the same user.
+// Implementation of side_channel.h: the asking side and the serving side. side_connection.h has the protocol.
 
 #include "side_channel.h"
 
-#include <arpa/inet.h>
 #include <fcntl.h>
 #include <netinet/in.h>
 #include <poll.h>
 #include <sys/socket.h>
-#include <sys/un.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
-#include <cstddef>
 #include <cstring>
 #include <list>
 #include <memory>
@@ -36,156 +17,19 @@
 
 #include "hmac.h"
 #include "recorder.h"
+#include "side_connection.h"
 
 namespace pycollective {
 namespace {
 
-constexpr size_t kNonceBytes = 32;
-constexpr size_t kHeadBytes = 2 * sizeof(int64_t);
 constexpr size_t kAtOnce = 128;                    // connections of one Ask
 constexpr int64_t kConnectNs = 1000000000;         // for one address
 constexpr int64_t kAgainNs = 20000000;             // until it tries again where too many wait to be accepted
-constexpr int64_t kMostBytes = int64_t{16} << 20;  // of one text
 constexpr size_t kMostUnproven = 256;              // connections that Serve has at a time, of others than this job's
 constexpr int64_t kProofNs = 2000000000;           // for a proof to arrive
 constexpr int64_t kRoomNs = 100000000;             // for a proof to arrive if others wait to be accepted
 constexpr int64_t kRequestNs = 10000000000;        // for a request to arrive after its proof, and for its reply to leave
 constexpr int kLookMs = 200, kLookSoonMs = 20;     // how often Serve looks around
-
-// An address as sockets take it. Returns its length, 0 if it is none.
-socklen_t ParseAddress(const Address& address, sockaddr_storage* parsed) {
-  std::memset(parsed, 0, sizeof(*parsed));
-  auto* const v4 = reinterpret_cast<sockaddr_in*>(parsed);
-  auto* const v6 = reinterpret_cast<sockaddr_in6*>(parsed);
-  auto* const local = reinterpret_cast<sockaddr_un*>(parsed);
-  if (!address.host.empty() && address.host[0] == '@') {
-    if (address.host.size() > sizeof(local->sun_path)) return 0;
-    local->sun_family = AF_UNIX;
-    std::memcpy(local->sun_path + 1, address.host.data() + 1, address.host.size() - 1);  // after a zero
-    return static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + address.host.size());
-  }
-  if (inet_pton(AF_INET, address.host.c_str(), &v4->sin_addr) == 1) {
-    v4->sin_family = AF_INET;
-    v4->sin_port = htons(static_cast<uint16_t>(address.port));
-    return sizeof(*v4);
-  }
-  if (inet_pton(AF_INET6, address.host.c_str(), &v6->sin6_addr) == 1) {
-    v6->sin6_family = AF_INET6;
-    v6->sin6_port = htons(static_cast<uint16_t>(address.port));
-    return sizeof(*v6);
-  }
-  return 0;
-}
-
-// Whether the process at the other end belongs to the user of this one. Nobody can tell this of another host's.
-bool MayBeOfThisUser(int fd) {
-  int domain = 0;
-  socklen_t size = sizeof(domain);
-  if (getsockopt(fd, SOL_SOCKET, SO_DOMAIN, &domain, &size) != 0) return false;
-  if (domain != AF_UNIX) return true;
-  ucred peer{};
-  size = sizeof(peer);
-  return getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &size) == 0 && peer.uid == geteuid();
-}
-
-// The keys of a connection.
-class Keys {
- public:
-  Keys(const std::string& secret, int64_t rank, const std::string& of_asking, const std::string& of_answering)
-      : secret_(secret), about_(Writer().Put(rank).text() + of_asking + of_answering) {}
-  std::string Answers() const { return Key("answers"); }
-  std::string Requests() const { return Key("requests"); }
-  std::string Replies() const { return Key("replies"); }
-  std::string Farewell() const { return Key("farewell"); }
-
- private:
-  std::string Key(const std::string& role) const { return HmacSha256(secret_, Writer().Put(role).text() + about_); }
-
-  const std::string& secret_;
-  const std::string about_;
-};
-
-std::string Frame(const std::string& key, int64_t kind, const std::string& text) {
-  const std::string head = Writer().Put(kind).Put(static_cast<int64_t>(text.size())).text();
-  const std::string all = head + HmacSha256(key, head) + text;
-  return all + HmacSha256(key, all);
-}
-
-enum class Came { kPart, kHead, kAll, kForged };
-
-// How much of a frame has come; sets `kind` and `text` when that is all.
-Came TakeFrame(const std::string& key, const std::string& received, int64_t* kind, std::string* text) {
-  if (received.size() < kHeadBytes + kMacBytes) return Came::kPart;
-  const std::string head = received.substr(0, kHeadBytes);
-  if (!SameMac(HmacSha256(key, head), received.substr(kHeadBytes, kMacBytes))) return Came::kForged;
-  Reader reader(head);
-  *kind = reader.Number();
-  const int64_t length = reader.Number();
-  if (length < 0 || length > kMostBytes) return Came::kForged;
-  const size_t before_mac = kHeadBytes + kMacBytes + static_cast<size_t>(length);
-  if (received.size() < before_mac + kMacBytes) return Came::kHead;
-  if (received.size() > before_mac + kMacBytes) return Came::kForged;
-  if (!SameMac(HmacSha256(key, received.substr(0, before_mac)), received.substr(before_mac))) return Came::kForged;
-  *text = received.substr(kHeadBytes + kMacBytes, static_cast<size_t>(length));
-  return Came::kAll;
-}
-
-// A connection that does not block.
-class Connection {
- public:
-  explicit Connection(int fd = -1) : fd_(fd) {}
-  ~Connection() { Close(); }
-  Connection(const Connection&) = delete;
-  Connection& operator=(const Connection&) = delete;
-
-  bool is_open() const { return fd_ >= 0; }
-  int fd() const { return fd_; }
-  pollfd waits_for() const { return {fd_, static_cast<short>(is_sending() ? POLLOUT : POLLIN), 0}; }
-  bool is_sending() const { return sent_ < sends_.size(); }
-  const std::string& received() const { return received_; }
-
-  void Open(int fd) {
-    Close();
-    fd_ = fd;
-  }
-  void Close() {
-    if (fd_ >= 0) close(fd_);
-    Release();
-  }
-  int Release() {
-    sends_.clear();
-    received_.clear();
-    sent_ = 0;
-    return std::exchange(fd_, -1);
-  }
-
-  // Sends a text, as far as the socket takes it, and forgets what was received before. Step() sends the rest.
-  bool Send(std::string text) {
-    sends_ = std::move(text);
-    sent_ = 0;
-    received_.clear();
-    return Step();
-  }
-  // Goes on to send, or receives what is there. Returns false if the connection has ended.
-  bool Step() {
-    if (is_sending()) {
-      const ssize_t n = send(fd_, sends_.data() + sent_, sends_.size() - sent_, MSG_NOSIGNAL);
-      if (n > 0) sent_ += static_cast<size_t>(n);
-      return n >= 0 || errno == EAGAIN || errno == EINTR;
-    }
-    char part[1 << 16];
-    const ssize_t n = recv(fd_, part, sizeof(part), 0);
-    if (n < 0) return errno == EAGAIN || errno == EINTR;
-    received_.append(part, static_cast<size_t>(n));
-    return n > 0;
-  }
-
- private:
-  int fd_;
-  std::string sends_;
-  size_t sent_ = 0;
-  std::string received_;
-};
 
 // One request of Ask.
 class Asking {

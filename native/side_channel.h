@@ -2,7 +2,7 @@
 //
 // Every process listens. A connection carries one request and its reply, and is made when there is something to ask; one
 // kind of request keeps it, so that each side learns when the other process ends. Both sides prove that they know a secret
-// of the job, which itself is never sent; the request and the reply carry proofs of their own (side_channel.cc).
+// of the job, which itself is never sent; the request and the reply carry proofs of their own (side_connection.h).
 
 #ifndef PYCOLLECTIVE_NATIVE_SIDE_CHANNEL_H_
 #define PYCOLLECTIVE_NATIVE_SIDE_CHANNEL_H_

@@ -122,7 +122,7 @@ from pycollective.transport import compiled, watch
 
 compiled.set_library(compiled.load(Path(NATIVE_LIBRARY)))
 here = watch.Process([], os.getpid(), 1, 0, "here")
-watch.start_monitor(watch.Monitoring(0, [here], [], bytes(64), 0.0, 0.0, sys.argv[1], 0, -1, True, False))
+watch.start_monitor(watch.Monitoring(0, [here], [], bytes(64), 0.0, 0.0, sys.argv[1], True, False))
 watch.begin_end(1, "cause")
 """
 

@@ -64,7 +64,7 @@ def test_an_operation_that_the_library_lacks(platform: str, target: str, world: 
 
 
 def test_a_reduction_that_the_library_lacks(world: pc.Communicator) -> None:
-    traced = jax.jit(lambda x: reductions.allreduce(x, comm=world, op="median")).trace(X)
+    traced = jax.jit(lambda x: reductions.allreduce_all([x], comm=world, op="median")).trace(X)
     with pytest.raises(
         RuntimeError, match=r"transport: expected a reduction of sum, prod.*, got 'median'\. Build the library again"
     ):

@@ -40,7 +40,7 @@ listening, port = watch.listen_on(host)
 here = watch.Process([(host, port)], os.getpid(), 1, 0, "here")
 where = [(other, 0) if other.startswith("@") else ("127.0.0.1", int(other))] if other else []
 there = watch.Process(where, os.getpid(), 1, 0, "here") if other else watch.NO_PROCESS
-watch.start_monitor(watch.Monitoring(0, [here, there], [listening], secret, 0.0, 0.0, "", 0, -1, True, False))
+watch.start_monitor(watch.Monitoring(0, [here, there], [listening], secret, 0.0, 0.0, "", True, False))
 print(port, flush=True)
 usual = resource.getrlimit(resource.RLIMIT_NOFILE)
 for line in sys.stdin:
@@ -192,7 +192,7 @@ def test_codes_of_all_lengths() -> None:
 # Those who ask ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", f"@pycollective-test-{os.getpid()}"])
+@pytest.mark.parametrize("host", ["127.0.0.1", f"@pycollective-test-{os.getpid()}"], ids=["TCP", "Unix"])
 def test_a_rank_gets_an_answer(host: str) -> None:
     with monitored(host) as monitor:
         assert ask(monitor) == b"yes"
@@ -344,7 +344,10 @@ def test_another_user_who_has_the_name_of_a_rank_hears_nothing() -> None:
         "s.listen(); print('ready', flush=True); print(len(s.accept()[0].recv(1)))"
     )
     with subprocess.Popen([sys.executable, "-c", program, name], stdout=subprocess.PIPE, text=True) as stranger:
-        assert stranger.stdout is not None
-        assert stranger.stdout.readline() == "ready\n"
-        with monitored(other="@" + name):
-            assert stranger.communicate(timeout=LIMIT_S)[0] == "0\n"
+        try:
+            assert stranger.stdout is not None
+            assert stranger.stdout.readline() == "ready\n"
+            with monitored(other="@" + name):
+                assert stranger.communicate(timeout=LIMIT_S)[0] == "0\n"
+        finally:
+            stranger.kill()
