@@ -8,7 +8,7 @@ import sys
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ import jax
 from pycollective.errors import message
 from pycollective.faults import rank_exit
 from pycollective.ordering import dispatch, eager
-from pycollective.ranks import accelerators, setup
+from pycollective.ranks import accelerators, running_out, setup
 from pycollective.ranks.out_of_band import OutOfBand
 from pycollective.ranks.participants import (
     LaneRoutes,
@@ -437,23 +437,8 @@ def _tell_of_messages() -> None:
 rank_exit.when_all_have_ended(_tell_of_messages)
 
 
-@contextlib.contextmanager
-def _communicators_of_mpi() -> Iterator[None]:
-    """Says what is alive if MPI has no communicator left.
-
-    Raises:
-        RuntimeError: MPI cannot make the communicator.
-    """
-    try:
-        yield
-    except MPI.Exception as error:
-        alive = Counter(comm.name for comm in _in_use)
-        kinds = ", ".join(f"{count} x {name}" for name, count in alive.most_common(4))
-        got = f'"{error}" with {sum(alive.values())} communicators alive ({kinds})'
-        remedy = "Call free() on those that are not needed any more; also where their MPI communicator was freed."
-        world = MPI.COMM_WORLD
-        text = message("Communicator", "MPI to make one more", got, remedy, rank=world.rank, size=world.size)
-        raise RuntimeError(text) from error
+def _communicators_of_mpi() -> contextlib.AbstractContextManager[None]:
+    return running_out.named(lambda: [comm.name for comm in _in_use])
 
 
 def _duplicate(mpi: MPI.Intracomm) -> MPI.Intracomm:
