@@ -16,7 +16,9 @@ _RECORDER = ("recorder.cc", "signature.cc", "dtypes.cc")
 _BOARD = ("board.cc", "carried.cc", "combine.cc", "reduction.cc", *_RECORDER)
 _HOSTS = ("host_collectives.cc", "host_levels.cc", "exchange.cc", "process_memory.cc")
 _LIBRARY = ("collectives.cc", "own_reductions.cc", *_HOSTS, *_BOARD)
-_MONITOR = ("monitor", "inquiry", "own_end", "process", "python_stacks", "rank_guard", "side_channel", "status")
+_SIDE_CHANNEL = ("side_channel.cc", "side_connection.cc", "hmac.cc", "exports.cc")
+_REPORT = ("inquiry.cc", "own_end.cc", "own_file.cc", "process.cc", "python_stacks.cc", "rank_guard.cc", "status.cc")
+_MONITOR = ("monitor.cc", *_REPORT, *_SIDE_CHANNEL, *_RECORDER)
 
 SOURCES = {
     "async_calls_test": [_NATIVE / name for name in ("async_calls.cc", *_RECORDER)],
@@ -24,7 +26,7 @@ SOURCES = {
     "team_test": [_NATIVE / "team.cc"],
     "board_test": [_NATIVE / name for name in _BOARD],
     "exchange_test": [_NATIVE / name for name in _LIBRARY],
-    "monitor_test": [_NATIVE / name for name in (*(f"{name}.cc" for name in _MONITOR), *_RECORDER)],
+    "monitor_test": [_NATIVE / name for name in _MONITOR],
     "recorder_cost": [_NATIVE / name for name in _RECORDER],
 }
 """The sources of each program, beside its own file and CUDA's runtime or the stand-in for it."""

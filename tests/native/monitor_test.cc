@@ -56,7 +56,9 @@ void TestLackOfMemory() {
   settings.processes.resize(2);
   Process& own = settings.processes[0];
   int fd = -1;
-  own.addresses.push_back({"127.0.0.1", ListenOn("127.0.0.1", &fd)});
+  Address address{"127.0.0.1", 0};
+  CHECK(ListenOn(&address, &fd));
+  own.addresses.push_back(address);
   own.pid = getpid();
   settings.listening = {fd};
   settings.secret = std::string(64, 's');
@@ -192,7 +194,7 @@ void TestConnectionStaysOpen() {
   int ends[2];
   CHECK(socketpair(AF_UNIX, SOCK_STREAM, 0, ends) == 0);
   close(ends[1]);
-  CHECK(SideChannel::HasDied(ends[0]));
+  CHECK(SideChannel::HasDied(ends[0], "farewell"));
   CHECK(fcntl(ends[0], F_GETFD) != -1);
 }
 
