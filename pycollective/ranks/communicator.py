@@ -372,20 +372,27 @@ class Communicator:
 
         It waits for programs that were dispatched before. A later call of a program that names the communicator is an
         error.
-        If :meth:`split` made the communicator, its :attr:`mpi` is freed as well. Messages that were sent and never
-        received are lost, with a RuntimeWarning.
+        If :meth:`split` made the communicator, its :attr:`mpi` is freed as well. If the program frees :attr:`mpi`, it
+        frees the communicator. Messages that were sent and never received are lost, with a RuntimeWarning.
         """
         if self._freed:
             return
+        self._give_back()
+        self.mpi.Delete_attr(_keyval())
+        if self._owned:
+            discard_messages(self.mpi)
+            self.mpi.Free()
+
+    def _give_back(self) -> None:
+        """Gives back all that this package has made for the communicator. All its ranks must make this call."""
         dispatch.flush()
         with waiting("free", self._identity):
             transport().free(self._key[0])
             object.__setattr__(self, "_freed", True)
             eager.forget([self, *self._parts.values()])
-            self.mpi.Delete_attr(_keyval())
             _in_use.discard(self)
             lost = discard_messages(self._calls)
-            for own in (self._calls, self._rest, *([self.mpi] if self._owned else ())):
+            for own in (self._calls, self._rest):
                 discard_messages(own)
                 forget(own)
                 own.Free()
@@ -395,7 +402,7 @@ class Communicator:
             got = f"some that nobody received: {'; '.join(senders[:4])}"
             remedy = "Receive them before: what is left would reach another communicator, so it is thrown away."
             text = message("Communicator.free", "no messages under way", got, remedy, rank=self.rank, size=self.size)
-            warnings.warn(text, RuntimeWarning, stacklevel=2)
+            warnings.warn(text, RuntimeWarning, stacklevel=3)
 
 
 _made: Counter[tuple[int, ...]] = Counter()
@@ -451,7 +458,16 @@ def _duplicate(mpi: MPI.Intracomm) -> MPI.Intracomm:
 @functools.cache
 def _keyval() -> int:
     """The key of the attribute of an MPI communicator that holds its :class:`Communicator`."""
-    return MPI.Comm.Create_keyval(nopython=False)
+    return MPI.Comm.Create_keyval(delete_fn=_mpi_is_freed)
+
+
+def _mpi_is_freed(mpi: MPI.Comm, _: int, comm: Communicator) -> None:
+    """Gives back what was made for an MPI communicator that the program frees. All its ranks are in that call.
+
+    The end of MPI deletes the attributes of its own two communicators as well. Nothing is given back then.
+    """
+    if not comm._freed and mpi not in (MPI.COMM_WORLD, MPI.COMM_SELF):
+        comm._give_back()
 
 
 def made_for(mpi: MPI.Intracomm) -> Communicator | None:

@@ -26,7 +26,7 @@ def named(names: Callable[[], list[str]]) -> Iterator[None]:
         alive = Counter(names())
         kinds = ", ".join(f"{count} x {name}" for name, count in alive.most_common(4))
         got = f'"{error}" with {sum(alive.values())} communicators alive ({kinds})'
-        remedy = "Call free() on those that are not needed any more; also where their MPI communicator was freed."
+        remedy = "Call free() on those that are not needed any more."
         world = MPI.COMM_WORLD
         text = message("Communicator", "MPI to make one more", got, remedy, rank=world.rank, size=world.size)
         raise RuntimeError(text) from error

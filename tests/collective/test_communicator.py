@@ -76,6 +76,16 @@ def test_the_users_own_communicator(world: pc.Communicator) -> None:
     theirs.Free()
 
 
+def test_the_users_own_communicator_is_freed(world: pc.Communicator) -> None:
+    theirs = MPI.COMM_WORLD.Dup()
+    comm = pc.Communicator(theirs)
+    assert pc.psum(1, comm) == world.size
+    theirs.Free()
+    assert comm.is_freed
+    with pytest.raises(ValueError, match=rf"expected a live communicator, got unnamed, which was freed.*{world.size}"):
+        pc.psum(1, comm)
+
+
 def test_static_argument(world: pc.Communicator) -> None:
     traces = []
 
@@ -115,7 +125,8 @@ def test_groups_are_made_once(world: pc.Communicator) -> None:
 
 
 def test_many_communicators(world: pc.Communicator) -> None:
-    # An MPI library has a few thousand communicators, MPICH 2048. Freeing one must free its duplicates, too.
+    # An MPI library has a few thousand communicators, MPICH 2048. Freeing one must free its duplicates, too, whoever
+    # frees it.
     if world.size > 2:
         pytest.skip("LOUD: takes minutes where more ranks than cores poll")
     taken = [world.mpi.Dup() for _ in range(1650)]  # few are left, so to lose one in each round is an error
@@ -125,6 +136,9 @@ def test_many_communicators(world: pc.Communicator) -> None:
         if i % 100 == 0:
             assert pc.psum(i, part) == i * world.size
         part.free()
+        theirs = MPI.COMM_WORLD.Dup()
+        pc.Communicator(theirs)
+        theirs.Free()
     for mpi in taken:
         mpi.Free()
 
