@@ -65,8 +65,9 @@ ffi::Error Call::CheckParticipants() const {
                  "Call pycollective.init() before running a compiled program, and compile it in this process.");
   }
   if (communicator_ != nullptr && communicator_->lost) {
-    return Error(ffi::ErrorCode::kFailedPrecondition, "expected a communicator of ranks that live, got one that has lost a rank",
-                 "Trace the program again, with pycollective.world() as it is now.");
+    return Error(ffi::ErrorCode::kFailedPrecondition,
+                 "expected a live communicator, got one that has lost a rank, or that MPI.Finalize() has ended",
+                 "After a loss, trace the program again, with pycollective.world() as it is now.");
   }
   if (communicator_ == nullptr || communicator_->freed) {
     return Error(ffi::ErrorCode::kFailedPrecondition, "expected a live communicator, got a freed one",

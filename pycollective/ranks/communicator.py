@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Sequence
@@ -16,7 +14,7 @@ import jax
 from pycollective.errors import message
 from pycollective.faults import rank_exit
 from pycollective.ordering import dispatch, eager
-from pycollective.ranks import accelerators, running_out, setup
+from pycollective.ranks import accelerators, running_out, setup, unreceived
 from pycollective.ranks.out_of_band import OutOfBand
 from pycollective.ranks.participants import (
     LaneRoutes,
@@ -89,11 +87,10 @@ class Communicator:
     __slots__ = (
         "__weakref__",
         "_calls",
-        "_freed",
+        "_end",
         "_identity",
         "_key",
         "_keys",
-        "_lost",
         "_name",
         "_owned",
         "_parts",
@@ -126,8 +123,7 @@ class Communicator:
     _parts: dict[Any, SubCommunicator]
     _keys: dict[Any, ProgramKey]  # the keys of its parts and of groups of devices
     _owned: bool  # whether free() frees mpi as well
-    _freed: bool
-    _lost: bool  # whether it was given up, since one of its ranks has failed
+    _end: str  # why it is of no use any more: a key of _ENDS; "": it is of use
 
     def __new__(cls, mpi: MPI.Intracomm) -> Communicator:
         if not isinstance(mpi, MPI.Intracomm) or mpi == MPI.COMM_NULL:
@@ -189,8 +185,8 @@ class Communicator:
         set_(self, "_parts", {})
         set_(self, "_keys", {})
         set_(self, "_owned", owned)
-        set_(self, "_freed", False)
-        set_(self, "_lost", False)
+        set_(self, "_end", "")
+        _end_with_mpi()
         _in_use.add(self)
         mpi.Set_attr(_keyval(), self)
         return self
@@ -217,8 +213,7 @@ class Communicator:
         return [name for name in shown if name not in _FOR_OTHER_MODULES]
 
     def __repr__(self) -> str:
-        freed = ", lost" if self._lost else ", freed" if self._freed else ""
-        return f"Communicator({self._name}, rank {self.rank} of {self.size}{freed})"
+        return f"Communicator({self._name}, rank {self.rank} of {self.size}{self._end and f', {self._end}'})"
 
     @property
     def name(self) -> str:
@@ -238,7 +233,7 @@ class Communicator:
     @property
     def is_freed(self) -> bool:
         """Whether :meth:`free` was called."""
-        return self._freed
+        return self._end != ""
 
     @property
     def key(self) -> ProgramKey:
@@ -262,17 +257,10 @@ class Communicator:
 
     def check_live(self, where: str) -> None:
         """Raises ValueError in the name of the operation ``where`` if the communicator was freed."""
-        if self._freed:
-            raise ValueError(
-                message(
-                    where,
-                    "a live communicator",
-                    f"{self._name}, which {'has lost a rank' if self._lost else 'was freed'}",
-                    "Make it anew from pycollective.world()." if self._lost else "Keep it until its last use.",
-                    rank=self.rank,
-                    size=self.size,
-                )
-            )
+        if self._end:
+            what, remedy = _ENDS[self._end]
+            got = f"{self._name}, which {what}"
+            raise ValueError(message(where, "a live communicator", got, remedy, rank=self.rank, size=self.size))
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
         """Splits the communicator into one for each color. All its ranks must make this call.
@@ -375,7 +363,7 @@ class Communicator:
         If :meth:`split` made the communicator, its :attr:`mpi` is freed as well. If the program frees :attr:`mpi`, it
         frees the communicator. Messages that were sent and never received are lost, with a RuntimeWarning.
         """
-        if self._freed:
+        if self._end:
             return
         self._give_back()
         self.mpi.Delete_attr(_keyval())
@@ -388,7 +376,7 @@ class Communicator:
         dispatch.flush()
         with waiting("free", self._identity):
             transport().free(self._key[0])
-            object.__setattr__(self, "_freed", True)
+            object.__setattr__(self, "_end", "freed")
             eager.forget([self, *self._parts.values()])
             _in_use.discard(self)
             lost = discard_messages(self._calls)
@@ -398,11 +386,7 @@ class Communicator:
                 own.Free()
             forget(self.mpi)
         if lost:
-            senders = list(dict.fromkeys(lost))  # a message may be several of MPI's
-            got = f"some that nobody received: {'; '.join(senders[:4])}"
-            remedy = "Receive them before: what is left would reach another communicator, so it is thrown away."
-            text = message("Communicator.free", "no messages under way", got, remedy, rank=self.rank, size=self.size)
-            warnings.warn(text, RuntimeWarning, stacklevel=3)
+            unreceived.warn(self, lost)
 
 
 _made: Counter[tuple[int, ...]] = Counter()
@@ -410,6 +394,16 @@ _made: Counter[tuple[int, ...]] = Counter()
 
 _losses: list[int] = []
 """The number of times that ranks were lost, if they were. It tells communicators of the same ranks apart."""
+
+_ENDS = {
+    "freed": ("was freed", "Keep it until its last use."),
+    "lost": ("has lost a rank", "Make it anew from pycollective.world()."),
+    "finalized": (
+        "ended with MPI.Finalize()",
+        "Use it before that; without that call, mpi4py ends MPI with the process.",
+    ),
+}
+"""How a communicator may have ended, and what to do about it."""
 
 _in_use: weakref.WeakSet[Communicator] = weakref.WeakSet()
 """The communicators of this process that are not freed."""
@@ -421,27 +415,22 @@ def lose_all(losses: int) -> None:
     Args:
         losses: the number of such calls so far, this one with them; the same on all ranks.
     """
-    failures.abandon_all()
-    for comm in list(_in_use):
-        object.__setattr__(comm, "_freed", True)
-        object.__setattr__(comm, "_lost", True)
-    _in_use.clear()
+    _abandon_all("lost")
     _made.clear()
     _losses[:] = [losses]
 
 
-def _tell_of_messages() -> None:
-    """Says which messages of programs this rank has not received, when all ranks have ended."""
-    for comm in sorted(_in_use, key=lambda comm: comm.name):
-        lost = list(dict.fromkeys(receive_what_is_left(comm._calls)))  # a message may be several of MPI's
-        if lost:
-            got = f"some of communicator {comm.name} that it has not: {'; '.join(lost[:4])}"
-            remedy = "A send lacks its recv; a later recv with that tag has taken an older array."
-            text = message("exit", "a rank that has received its messages", got, remedy, rank=comm.rank, size=comm.size)
-            sys.stderr.write(f"{text}\n")
+def _abandon_all(end: str) -> None:
+    """Makes all communicators unusable, without a call of MPI. ``end``: a key of :data:`_ENDS`."""
+    failures.abandon_all()
+    for comm in list(_in_use):
+        object.__setattr__(comm, "_end", end)
+    _in_use.clear()
 
 
-rank_exit.when_all_have_ended(_tell_of_messages)
+rank_exit.when_all_have_ended(
+    lambda: unreceived.tell_at_end((comm, receive_what_is_left(comm._calls)) for comm in _in_use)
+)
 
 
 def _communicators_of_mpi() -> contextlib.AbstractContextManager[None]:
@@ -466,8 +455,14 @@ def _mpi_is_freed(mpi: MPI.Comm, _: int, comm: Communicator) -> None:
 
     The end of MPI deletes the attributes of its own two communicators as well. Nothing is given back then.
     """
-    if not comm._freed and mpi not in (MPI.COMM_WORLD, MPI.COMM_SELF):
+    if not comm._end and mpi not in (MPI.COMM_WORLD, MPI.COMM_SELF):
         comm._give_back()
+
+
+@functools.cache
+def _end_with_mpi() -> None:
+    """Makes all communicators unusable when the program ends MPI, which begins with the attributes of ``COMM_SELF``."""
+    MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=lambda *_: _abandon_all("finalized")), True)
 
 
 def made_for(mpi: MPI.Intracomm) -> Communicator | None:

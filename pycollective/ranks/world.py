@@ -31,6 +31,9 @@ def init(
 ) -> Communicator:
     """:func:`pycollective.init`. ``warns``: whether to warn of threads of XLA's that have started before."""
     refuse_child("init")
+    if MPI.Is_finalized():
+        remedy = "Use it before MPI.Finalize(); without that call, mpi4py ends MPI with the process."
+        raise RuntimeError(message("init", "MPI that runs", "MPI after MPI.Finalize()", remedy))
     given = comm.mpi if isinstance(comm, Communicator) else comm
     mpi = MPI.COMM_WORLD if given is None else given
     if not isinstance(mpi, MPI.Intracomm):

@@ -49,6 +49,42 @@ def test_an_exception_on_all_ranks_is_told_once(tmp_path: Path) -> None:
     assert 1 <= done.stderr.count("ValueError: no luck") <= 2  # a slow launcher may let the second rank print
 
 
+AFTER_MPI = """
+from mpi4py import MPI
+
+compiled, part = jax.jit(lambda x: pc.psum(x, comm)), comm.split(0)
+compiled(1.0).block_until_ready()
+MPI.Finalize()
+for use in (lambda: compiled(1.0), lambda: pc.psum(1.0, comm), lambda: pc.psum(1.0), lambda: part.split(0)):
+    try:
+        use()
+    except Exception as error:
+        print(error)
+part.free()
+print(comm)
+"""
+
+
+@pytest.mark.library
+def test_a_use_after_the_end_of_mpi_is_an_error(tmp_path: Path) -> None:
+    done = run(tmp_path, AFTER_MPI, ranks=1)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line]
+    live = r"expected a live communicator, got {}.*\(rank 0 of 1.*\)\."
+    for line, told in zip(
+        lines,
+        [
+            live.format("one that has lost a rank, or that MPI.Finalize\\(\\) has ended"),
+            live.format("world, which ended with MPI.Finalize\\(\\)") + " Use it before that",
+            r"pycollective\.init: expected MPI that runs, got MPI after MPI\.Finalize\(\)\.",
+            r"pycollective\.Communicator\.split: " + live.format("world/0, which ended with MPI.Finalize\\(\\)"),
+            r"Communicator\(world, rank 0 of 1, finalized\)",
+        ],
+        strict=True,
+    ):
+        assert re.search(told, line), done.stdout
+
+
 # What does not end a rank, and then the end of all ranks with one code. The last program is dispatched and never waited
 # for: its sum must be computed before MPI is finalised.
 GOES_ON = r"""

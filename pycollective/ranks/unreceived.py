@@ -1,0 +1,38 @@
+"""What to say of messages of programs that nobody has received."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from pycollective.errors import message
+
+
+def _some(senders: Sequence[str]) -> str:
+    """A few of the senders and tags, each once: a message may be several of MPI's.
+
+    Example:
+        >>> _some(["from rank 0 with tag 1", "from rank 0 with tag 1"])
+        'from rank 0 with tag 1'
+    """
+    return "; ".join(list(dict.fromkeys(senders))[:4])
+
+
+def warn(comm: Any, senders: Sequence[str]) -> None:
+    """Warns that a communicator that is given back had messages under way."""
+    got = f"some that nobody received: {_some(senders)}"
+    remedy = "Receive them before: what is left would reach another communicator, so it is thrown away."
+    text = message("Communicator.free", "no messages under way", got, remedy, rank=comm.rank, size=comm.size)
+    warnings.warn(text, RuntimeWarning, stacklevel=4)
+
+
+def tell_at_end(left: Iterable[tuple[Any, Sequence[str]]]) -> None:
+    """Says which messages this rank has not received, when all ranks have ended. ``left``: by communicator."""
+    for comm, senders in sorted(left, key=lambda item: str(item[0].name)):
+        if senders:
+            got = f"some of communicator {comm.name} that it has not: {_some(senders)}"
+            remedy = "A send lacks its recv; a later recv with that tag has taken an older array."
+            text = message("exit", "a rank that has received its messages", got, remedy, rank=comm.rank, size=comm.size)
+            sys.stderr.write(f"{text}\n")
