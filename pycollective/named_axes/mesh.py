@@ -96,7 +96,7 @@ class Mesh:
 
     @cached_property
     def local_mesh(self) -> jax.sharding.Mesh:
-        """This rank's devices as a mesh of JAX's, with all axes: one that lies across ranks alone has the size 1."""
+        """This rank's devices as a mesh of JAX's. An axis that lies across ranks alone has the size 1."""
         grid = np.array(self.devices, dtype=object).reshape([axis.local for axis in self.axes])
         return jax.sharding.Mesh(grid, tuple(axis.local_name for axis in self.axes))
 
