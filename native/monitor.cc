@@ -343,8 +343,10 @@ class Monitor {
   void EndJob(const std::string& text) {
     if (!SetEnd(1)) return;
     LimitOwnEnd();
-    TellEnd(1, text);
+    // At the same time: who is told may end, and the launcher then ends this rank, too.
+    const auto told = std::async([&] { TellEnd(1, text); });
     Say(text);
+    told.wait();  // without a thread it is done now
     Tried("write its records", [&] {
       const std::string where = WriteRecords(text);
       if (!where.empty()) Say(where);
