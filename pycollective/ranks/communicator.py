@@ -232,7 +232,7 @@ class Communicator:
 
     @property
     def is_freed(self) -> bool:
-        """Whether :meth:`free` was called."""
+        """Whether it is of no use any more: it was freed, has lost a rank, or the program has ended MPI."""
         return self._end != ""
 
     @property
@@ -256,7 +256,7 @@ class Communicator:
         return self
 
     def check_live(self, where: str) -> None:
-        """Raises ValueError in the name of the operation ``where`` if the communicator was freed."""
+        """Raises ValueError in the name of the operation ``where`` if the communicator is of no use any more."""
         if self._end:
             what, remedy = _ENDS[self._end]
             got = f"{self._name}, which {what}"
@@ -363,16 +363,15 @@ class Communicator:
         If :meth:`split` made the communicator, its :attr:`mpi` is freed as well. If the program frees :attr:`mpi`, it
         frees the communicator. Messages that were sent and never received are lost, with a RuntimeWarning.
         """
-        if self._end:
-            return
-        self._give_back()
-        self.mpi.Delete_attr(_keyval())
-        if self._owned:
-            discard_messages(self.mpi)
-            self.mpi.Free()
+        if not self._end:
+            self._give_back(mpi_is_freed=False)
 
-    def _give_back(self) -> None:
-        """Gives back all that this package has made for the communicator. All its ranks must make this call."""
+    def _give_back(self, *, mpi_is_freed: bool) -> None:
+        """Gives back all that was made for the communicator. All its ranks must make this call.
+
+        Args:
+            mpi_is_freed: whether the call is a part of the program's ``mpi.Free()``.
+        """
         dispatch.flush()
         with waiting("free", self._identity):
             transport().free(self._key[0])
@@ -380,7 +379,9 @@ class Communicator:
             eager.forget([self, *self._parts.values()])
             _in_use.discard(self)
             lost = discard_messages(self._calls)
-            for own in (self._calls, self._rest):
+            if not mpi_is_freed:
+                self.mpi.Delete_attr(_keyval())
+            for own in (self._calls, self._rest, *([self.mpi] if self._owned and not mpi_is_freed else ())):
                 discard_messages(own)
                 forget(own)
                 own.Free()
@@ -456,7 +457,7 @@ def _mpi_is_freed(mpi: MPI.Comm, _: int, comm: Communicator) -> None:
     The end of MPI deletes the attributes of its own two communicators as well. Nothing is given back then.
     """
     if not comm._end and mpi not in (MPI.COMM_WORLD, MPI.COMM_SELF):
-        comm._give_back()
+        comm._give_back(mpi_is_freed=True)
 
 
 @functools.cache
