@@ -65,7 +65,6 @@ struct Channel {
   int first_tag = 0;  // a message with tag t travels under the tag first_tag + t * tag_step
   int tag_step = 1;
   const Memory* memory = nullptr;  // null: host memory
-  bool is_pinned = false;          // host memory of an accelerator's driver, which other processes may be unable to read
   Exchange* exchange = nullptr;    // memory that the ranks share; null: they share none
   HostLevels* levels = nullptr;    // of ranks on several hosts, where those of a host may share memory
 };

@@ -2,7 +2,11 @@
 
 #include "device.h"
 
+#include <sys/mman.h>
+
 #include <algorithm>
+#include <cerrno>
+#include <cstring>
 
 namespace pycollective {
 
@@ -121,12 +125,20 @@ Outcome Device::Grow(char** buffer, int64_t* held, int64_t wanted) {
   if (*buffer != nullptr) {
     PYCOLLECTIVE_RUNTIME(StreamSynchronize, to_device_);  // a copy may still read it; after an error also write it
     PYCOLLECTIVE_RUNTIME(StreamSynchronize, from_device_);
-    PYCOLLECTIVE_RUNTIME(HostFree, *buffer);
+    PYCOLLECTIVE_RUNTIME(HostUnregister, *buffer);
+    munmap(*buffer, static_cast<size_t>(*held));
     *buffer = nullptr;
     *held = 0;
   }
-  void* made = nullptr;
-  PYCOLLECTIVE_RUNTIME(HostAlloc, &made, static_cast<size_t>(wanted), kHostPortable);
+  // Memory of this process, which the runtime then locks. Memory that the runtime's own allocator returns belongs to its
+  // driver, and other ranks of the host could not read it.
+  const auto nbytes = static_cast<size_t>(wanted);
+  void* const made = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (made == MAP_FAILED) return {"mmap", errno, std::strerror(errno), true};
+  if (const int code = runtime.HostRegister(made, nbytes, kHostPortable); code != 0) {
+    munmap(made, nbytes);
+    return RuntimeError("HostRegister", code);
+  }
   *buffer = static_cast<char*>(made);
   *held = wanted;
   return {};

@@ -156,7 +156,6 @@ class DevicePlace {
     Channel channel = lane.channel;
     const bool directly = direct && may_direct;
     if (directly) channel.memory = &device_->memory();
-    channel.is_pinned = !directly;
     const MpiCall on_channel = [&](const void* in, void* out, int64_t count) {
       return call(channel, in, out, count);
     };

@@ -19,8 +19,8 @@ namespace pycollective {
   X(EventCreate, "cudaEventCreateWithFlags", "hipEventCreateWithFlags", int, void**, unsigned)                       \
   X(EventRecord, "cudaEventRecord", "hipEventRecord", int, void*, void*)                                             \
   X(EventSynchronize, "cudaEventSynchronize", "hipEventSynchronize", int, void*)                                     \
-  X(HostAlloc, "cudaHostAlloc", "hipHostMalloc", int, void**, size_t, unsigned)                                      \
-  X(HostFree, "cudaFreeHost", "hipHostFree", int, void*)                                                             \
+  X(HostRegister, "cudaHostRegister", "hipHostRegister", int, void*, size_t, unsigned)                               \
+  X(HostUnregister, "cudaHostUnregister", "hipHostUnregister", int, void*)                                           \
   X(MemcpyAsync, "cudaMemcpyAsync", "hipMemcpyAsync", int, void*, const void*, size_t, int, void*)                   \
   X(Memcpy2DAsync, "cudaMemcpy2DAsync", "hipMemcpy2DAsync", int, void*, size_t, const void*, size_t, size_t, size_t, \
     int, void*)                                                                                                      \

@@ -52,14 +52,13 @@ class WithSharedMemory final : public Mpi {
   Outcome Run(Operation operation, const Channel& channel, const Arguments& a, ByMpi by_mpi) const {
     using Way = HostCollective::Way;
     if (channel.memory != nullptr) return by_mpi();
-    if (channel.levels != nullptr && !channel.is_pinned && channel.levels->Has(operation, a)) {
+    if (channel.levels != nullptr && channel.levels->Has(operation, a)) {
       bool has_levels = false;
       PYCOLLECTIVE_RETURN_IF_FAILED(channel.levels->Make(*this, channel, &has_levels));
       if (has_levels) return channel.levels->Run(*this, operation, a);
     }
     if (channel.exchange == nullptr) return by_mpi();
     Way way = HostCollective::WayOf(operation, a, channel.size);
-    if (channel.is_pinned && way == Way::kByReading) way = Way::kThroughBuffers;
     if (way == Way::kByMpi) return by_mpi();
     HostCollective collective(*this, channel);
     const bool may_choose = way == Way::kByReading && operation == kAllreduce;

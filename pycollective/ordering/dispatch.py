@@ -222,8 +222,12 @@ def _first_device() -> Devices:
 
 
 def flush() -> None:
-    """Waits until all programs that this thread has dispatched have run."""
-    jax.effects_barrier()
+    """Waits until all programs that this thread has dispatched have run. The error of a program is raised once."""
+    try:
+        jax.effects_barrier()
+    except jax.errors.JaxRuntimeError:
+        jax_internals.forget_tokens()
+        raise
     _wait_for_programs_on(None)
 
 
@@ -233,9 +237,8 @@ def forget_failed_programs() -> None:
         try:
             flush()
         except jax.errors.JaxRuntimeError:  # of one program; there may be others
-            jax_internals.forget_tokens()
-        else:
-            break
+            continue
+        break
     _State.in_flight.clear()
     _State.last_devices = _NO_PROGRAM
 

@@ -309,7 +309,9 @@ def see_each_dispatch(
 ) -> None:
     """Calls functions around each program with ``effect`` that JAX itself dispatches.
 
-    JAX gives such a program a token as an operand, which orders it after the last program with the same effect.
+    JAX gives such a program a token as an operand, which orders it after the last program with the same effect. If that
+    program has failed, which an accelerator tells only now, JAX raises its error in the place of this program, and would
+    do so for every later one: here the first raises it, and the next begins with a new token.
 
     Args:
         effect: the effect.
@@ -322,7 +324,14 @@ def see_each_dispatch(
     def get_token_input(self: Any, eff: Any, devices: Any) -> Any:
         if eff == effect:
             before(devices)
-        return token_input(self, eff, devices)
+        try:
+            return token_input(self, eff, devices)
+        except jax.errors.JaxRuntimeError:
+            if eff == effect:
+                self.current_tokens.pop(eff, None)
+                for device in devices:
+                    self.output_runtime_tokens.pop(device, None)
+            raise
 
     @functools.wraps(token_result)
     def set_token_result(self: Any, eff: Any, token: Any) -> None:

@@ -12,6 +12,9 @@ import pytest
 from mpi4py import MPI
 
 import pycollective as pc
+from pycollective.ordering import dispatch
+from pycollective.ordering.effect import effect
+from pycollective.ordering.jax_internals import runtime_tokens
 from pycollective.primitives import lowering
 from pycollective.ranks import accelerators
 from tests.collective.programs import RUNTIME_ERRORS
@@ -313,3 +316,20 @@ def test_one_device_may_be_any(world: pc.Communicator) -> None:
 
 def test_numpy_is_enough(world: pc.Communicator) -> None:
     np.testing.assert_array_equal(pc.psum(np.arange(3), world), world.size * np.arange(3))
+
+
+@pytest.mark.parametrize("later", ["a program", "a wait for all"])
+def test_the_error_of_an_earlier_program_is_raised_once(later: str, world: pc.Communicator) -> None:
+    """An accelerator tells the failure of a program after its dispatch, by the token that the program returns."""
+
+    class Failed:
+        def block_until_ready(self) -> None:
+            raise jax.errors.JaxRuntimeError("the earlier program failed")
+
+    total = jax.jit(lambda x: pc.psum(x, world))
+    total(1.0).block_until_ready()
+    runtime_tokens.current_tokens[effect] = type(runtime_tokens.current_tokens[effect])(Failed())
+    with pytest.raises(jax.errors.JaxRuntimeError, match="the earlier program failed"):
+        total(1.0) if later == "a program" else dispatch.flush()
+    assert total(1.0) == world.size
+    dispatch.flush()

@@ -51,8 +51,8 @@ inline void Launch(void* stream, std::function<void()> kernel) {
 // these variables say. The tests call the runtime itself.
 inline std::atomic<int> slow_us{0};           // each copy takes at least this time
 inline std::atomic<int64_t> until_failure{0};  // which copy or set from now on fails, from 1; 0: none fails
-inline std::atomic<bool> no_memory{false};     // allocations of page-locked memory fail
-inline std::atomic<int64_t> allocations{0};    // the number of page-locked allocations so far
+inline std::atomic<bool> no_memory{false};     // no memory can be page-locked
+inline std::atomic<int64_t> allocations{0};    // how often memory has been page-locked
 inline std::atomic<int64_t> held{0};           // the number of them that are not freed
 inline std::atomic<int64_t> copied{0};         // the number of copies that have ended
 inline constexpr int kInvalidValue = 1;        // cudaErrorInvalidValue
@@ -88,21 +88,21 @@ inline pc::Runtime ObservedRuntime() {
                       cudaEventCreateWithFlags,
                       cudaEventRecord,
                       cudaEventSynchronize,
-                      cudaHostAlloc,
-                      cudaFreeHost,
+                      cudaHostRegister,
+                      cudaHostUnregister,
                       cudaMemcpyAsync,
                       cudaMemcpy2DAsync,
                       cudaMemsetAsync,
                       cudaGetErrorString};
-  runtime.HostAlloc = [](void** memory, size_t nbytes, unsigned flags) {
+  runtime.HostRegister = [](void* memory, size_t nbytes, unsigned flags) {
     if (no_memory) return kMemoryAllocation;
     ++allocations;
     ++held;
-    return cudaHostAlloc(memory, nbytes, flags);
+    return cudaHostRegister(memory, nbytes, flags);
   };
-  runtime.HostFree = [](void* memory) {
+  runtime.HostUnregister = [](void* memory) {
     --held;
-    return cudaFreeHost(memory);
+    return cudaHostUnregister(memory);
   };
   runtime.MemcpyAsync = [](void* to, const void* from, size_t nbytes, int kind, void* stream) {
     return Observed(stream, [&] { return cudaMemcpyAsync(to, from, nbytes, kind, stream); });

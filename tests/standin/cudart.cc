@@ -157,19 +157,21 @@ int cudaEventSynchronize(void* event) {
   return 0;
 }
 
-int cudaHostAlloc(void** memory, size_t nbytes, unsigned) {
-  *memory = std::malloc(nbytes);
-  std::memset(*memory, kSpoilt, nbytes);
+int cudaHostRegister(void* memory, size_t nbytes, unsigned) {
+  std::memset(memory, kSpoilt, nbytes);
   const std::lock_guard<std::mutex> lock(memory_mutex);
-  page_locked[static_cast<const char*>(*memory)] = nbytes;
+  page_locked[static_cast<const char*>(memory)] = nbytes;
   return 0;
 }
 
-int cudaFreeHost(void* memory) {
+int cudaHostUnregister(void* memory) {
   const std::lock_guard<std::mutex> lock(memory_mutex);
-  if (page_locked.erase(static_cast<const char*>(memory)) == 0) return kInvalidValue;
-  std::free(memory);
-  return 0;
+  return page_locked.erase(static_cast<const char*>(memory)) == 0 ? kInvalidValue : 0;
+}
+
+int cudaHostAlloc(void** memory, size_t nbytes, unsigned flags) {
+  *memory = std::malloc(nbytes);
+  return cudaHostRegister(*memory, nbytes, flags);
 }
 
 int cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width, size_t height,

@@ -17,17 +17,18 @@ int cudaStreamWaitEvent(void* stream, void* event, unsigned flags);
 int cudaEventCreateWithFlags(void** event, unsigned flags);
 int cudaEventRecord(void* event, void* stream);
 int cudaEventSynchronize(void* event);
-int cudaHostAlloc(void** memory, size_t nbytes, unsigned flags);
-int cudaFreeHost(void* memory);
+int cudaHostRegister(void* memory, size_t nbytes, unsigned flags);
+int cudaHostUnregister(void* memory);
 int cudaMemcpyAsync(void* to, const void* from, size_t nbytes, int kind, void* stream);
 int cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width, size_t height,
                       int kind, void* stream);
 int cudaMemsetAsync(void* to, int value, size_t nbytes, void* stream);
 const char* cudaGetErrorString(int code);
 
-// Functions of CUDA that the tests call: cudaMalloc allocates memory of the device, and cudaLaunchHostFunc makes a
-// stream call function(argument) on the host after its earlier work.
+// Functions of CUDA that the tests call: cudaMalloc allocates memory of the device, cudaHostAlloc page-locked memory, and
+// cudaLaunchHostFunc makes a stream call function(argument) on the host after its earlier work.
 int cudaMalloc(void** memory, size_t nbytes);
+int cudaHostAlloc(void** memory, size_t nbytes, unsigned flags);
 int cudaLaunchHostFunc(void* stream, void (*function)(void*), void* argument);
 
 // Functions of CUDA's driver: they return the device with a number, and the identity of a device.
