@@ -310,8 +310,8 @@ def see_each_dispatch(
     """Calls functions around each program with ``effect`` that JAX itself dispatches.
 
     JAX gives such a program a token as an operand, which orders it after the last program with the same effect. If that
-    program has failed, which an accelerator tells only now, JAX raises its error in the place of this program, and would
-    do so for every later one: here the first raises it, and the next begins with a new token.
+    program has failed, which an accelerator tells only now, JAX raises its error in the place of this program, and
+    would do so for every later one: here the first raises it, and the next begins with a new token.
 
     Args:
         effect: the effect.

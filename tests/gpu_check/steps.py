@@ -20,13 +20,20 @@ FILES = (
     *("test_vmap.py", "test_wire.py", "test_control_flow.py"),
 )
 """The files of tests/collective that run, in this order: if time is short, the last ones are left out."""
-AXES = ("test_overlap.py", "test_trees.py", "test_calls.py", "test_pmap.py", "test_shard_map.py")
+AXES = (
+    *("test_overlap.py", "test_random_programs.py", "test_trees.py"),
+    *("test_calls.py", "test_pmap.py", "test_shard_map.py"),
+)
 """The files of tests/spmd that run."""
 _WORLD = ("-k", "not self and not split")
 """Options that leave out two kinds of communicators: GPUs make the same difference on all kinds."""
 
 _WAIT_S = 40
 """The longest time that a rank waits for others; then it ends all ranks, and the log gets their stacks."""
+_XLA_FLAGS = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
+"""XLA's flags against autotuning, which takes longer than the steps that would gain from it."""
+_PIECES = ("256K", "1M", "4M", "16M")
+"""The sizes of the pieces in which arrays are staged, of which the step "pieces" finds the fastest."""
 _TOLERANCE = 1e-3
 """The largest relative difference between losses on GPUs and on CPUs."""
 
@@ -41,6 +48,7 @@ class Place:
         work: a directory for files.
         standin: the mode of the stand-ins for GPUs (``tests.standin``), in tests of this program; empty: real GPUs.
         quick: whether there are fewer tests and smaller arrays.
+        patience: the factor by which the limits of all steps are longer.
         facts: what the steps have found so far.
         rows: the lines of the table of bandwidths.
     """
@@ -50,6 +58,7 @@ class Place:
     work: Path
     standin: str = ""
     quick: bool = False
+    patience: float = 1.0
     facts: dict[str, Any] = field(default_factory=dict)
     rows: list[dict[str, object]] = field(default_factory=list)
 
@@ -70,6 +79,8 @@ class Place:
         }
         if self.standin:
             own["PYCOLLECTIVE_BUCKET_BYTES"] = "4096"  # buckets as small as the arrays of the tests
+        elif flags := self.facts.get("xla_flags"):
+            own["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
         return {**os.environ, **own, **more}
 
     def ranks(self, number: int) -> list[str]:
@@ -125,9 +136,9 @@ def bandwidth_rows(output: str) -> list[dict[str, object]]:
         if heading := re.fullmatch(r"# (\w+), jit\S*.*", line):
             op = heading[1]
         elif op and (match := re.fullmatch(r"\s*(\d+)\s+\d+\s+\w+  (.{26})((?:\s+[\d.]+){5})\s+(\d+)\s.*", line)):
-            _, _, _, algbw, _ = map(float, match[3].split())
+            us, _, _, algbw, _ = map(float, match[3].split())
             row = {"op": op, "size": int(match[1]), "contender": match[2].strip()}
-            rows.append({**row, "algbw": algbw, "wrong": int(match[4])})
+            rows.append({**row, "us": us, "algbw": algbw, "wrong": int(match[4])})
     return rows
 
 
@@ -153,14 +164,13 @@ def look(place: Place, step: Step) -> str:
 
 
 def _accepted_flags(place: Place, step: Step) -> str:
-    """Returns XLA's flag against autotuning, which is slow for programs that run once; "" if XLA does not know it."""
-    flags = "--xla_gpu_autotune_level=0"
-    start = [place.python, "-c", "import jax; jax.devices()"]  # it aborts if XLA does not know the flag
+    """Returns XLA's flags against autotuning; "" if XLA does not know them."""
+    start = [place.python, "-c", "import jax; jax.devices()"]  # it aborts if XLA does not know a flag
     try:
-        step.run(start, environ=place.environ(JAX_PLATFORMS="cpu", XLA_FLAGS=flags))
+        step.run(start, environ=place.environ(JAX_PLATFORMS="cpu", XLA_FLAGS=_XLA_FLAGS))
     except StepError:
         return ""
-    return flags
+    return _XLA_FLAGS
 
 
 def doctor(place: Place, step: Step) -> str:
@@ -177,15 +187,14 @@ def tests(
     place: Place, step: Step, folder: str, files: Sequence[str], ranks: int, seconds: float, direct: str, **more: str
 ) -> str:
     """Runs the tests of a folder under mpirun. Tests that do not begin within ``seconds`` are left out."""
-    seconds = min(seconds, max(step.left_s() - 30, 5))
+    seconds = min(seconds * place.patience, max(step.left_s() - 30, 5))
     if place.standin:  # one test is enough: the whole suite runs on stand-ins elsewhere
         files, seconds = files[:1], 0
     environ = place.environ(
         JAX_NUM_CPU_DEVICES="8", PYCOLLECTIVE_GPU_DIRECT=direct, PYCOLLECTIVE_TEST_SECONDS=f"{seconds:.0f}", **more
     )
     if not place.standin:
-        flags = f"{os.environ.get('XLA_FLAGS', '')} {place.facts.get('xla_flags', '')}".strip()
-        environ |= {"PYCOLLECTIVE_TEST_PLATFORM": "cuda", "XLA_FLAGS": flags}
+        environ |= {"PYCOLLECTIVE_TEST_PLATFORM": "cuda"}
     options = ["-q", "-rsfE", "--color=no", "--tb=short"]
     command = [*place.ranks(ranks), str(place.python), "-m", "pytest", *options]
     command += [*(_WORLD if folder == "collective" else ()), *(f"tests/{folder}/{name}" for name in files)]
@@ -224,25 +233,64 @@ def device_tests(place: Place, step: Step) -> str:
     return step.run(command, environ=place.environ(), cwd=place.tree).splitlines()[-1]
 
 
+def _bench(place: Place, step: Step, ranks: int, *words: str, **more: str) -> list[dict[str, object]]:
+    """Returns what ``pycollective bench`` finds for staged arrays."""
+    program = place.program("-m", "pycollective", "bench", *words)
+    environ = place.environ(PYCOLLECTIVE_GPU_DIRECT="off", **more)
+    output = step.run([*place.ranks(ranks), *program], environ=environ, cwd=place.tree)
+    rows = bandwidth_rows(output)
+    if not rows:
+        raise StepError(f"no figures: {last_lines(output)}")
+    if any(row["wrong"] for row in rows):
+        raise StepError(f"wrong results: {[row for row in rows if row['wrong']]}")
+    return rows
+
+
+def _largest(rows: Sequence[Mapping[str, object]], figure: str) -> dict[str, float]:
+    """Returns the figure of each contender for the largest array that is summed."""
+    sums = [row for row in rows if row["op"] == "psum"]
+    most = max(int(str(row["size"])) for row in sums)
+    return {str(row["contender"]): float(str(row[figure])) for row in sums if row["size"] == most}
+
+
 def bandwidth(place: Place, step: Step, sizes: tuple[str, str]) -> str:
     """Measures the bandwidth of staged arrays, and that of other ways to move them."""
     against = ["numpy", "copies", *([] if place.facts.get("mpi4jax", "unknown") else ["mpi4jax"])]
     smallest, largest = sizes
     bench = ["psum", "all_gather", "--against", ",".join(against), "-b", smallest, "-e", largest]
-    program = place.program("-m", "pycollective", "bench", *bench, "-f", "16", "-n", "4", "-w", "1")
-    environ = place.environ(PYCOLLECTIVE_GPU_DIRECT="off")
     try:
-        output = step.run([*place.ranks(2), *program], environ=environ, cwd=place.tree)
+        rows = _bench(place, step, 2, *bench, "-f", "16", "-n", "4", "-w", "1")
     finally:  # also if it fails: keep what was measured before
         place.rows += bandwidth_rows(step.log.read_text(errors="replace"))
-    if not place.rows:
-        raise StepError(f"no figures: {last_lines(output)}")
-    if any(row["wrong"] for row in place.rows):
-        raise StepError(f"wrong results: {[row for row in place.rows if row['wrong']]}")
-    last = [row for row in place.rows if row["op"] == "psum"]
-    most = max(int(str(row["size"])) for row in last)
-    figures = [f"{row['contender']} {float(str(row['algbw'])):.2f}" for row in last if row["size"] == most]
-    return f"psum of {most >> 20} MiB, GB/s: {', '.join(figures)}"
+    figures = [f"{contender} {value:.2f}" for contender, value in _largest(rows, "algbw").items()]
+    return f"psum of {largest}iB, GB/s: {', '.join(figures)}"
+
+
+def pieces(place: Place, step: Step, largest: str) -> str:
+    """Measures the bandwidth of staging in pieces of several sizes, without other ranks beside it on the GPU."""
+    found = []
+    for size in _PIECES:
+        bench = ["psum", "--against", "copies", "-b", largest, "-e", largest, "-n", "4", "-w", "1"]
+        rows = _bench(place, step, 1, *bench, PYCOLLECTIVE_STAGE_BYTES=str(_bytes(size)))
+        of = _largest(rows, "algbw")
+        found.append(f"{size}iB {of['pycollective']:.2f} (copies alone {of.get('copies alone', 0):.2f})")
+    return f"psum of {largest}iB on 1 rank, GB/s by the size of the pieces: {', '.join(found)}"
+
+
+def _bytes(text: str) -> int:
+    return int(text[:-1]) << {"K": 10, "M": 20}[text[-1]]
+
+
+def latency(place: Place, step: Step) -> str:
+    """Measures the time of sums of small arrays, from the call to the result."""
+    found = []
+    for ranks in (1, 2):
+        rows = _bench(place, step, ranks, "psum", "--against", "numpy", "-b", "8", "-e", "64K", "-f", "64", "-n", "50")
+        of = [(int(str(row["size"])), row["us"]) for row in rows if row["contender"] == "pycollective"]
+        times = ", ".join(f"{size} B {us:.0f}" for size, us in of)
+        by_numpy = min(float(str(row["us"])) for row in rows if row["contender"] == "through NumPy")
+        found.append(f"{ranks} rank{'s' * (ranks > 1)}: {times} (through NumPy from {by_numpy:.0f})")
+    return f"psum, microseconds: {'; '.join(found)}"
 
 
 def several_gpus(place: Place, step: Step) -> str:
@@ -351,24 +399,27 @@ def about(place: Place) -> Mapping[str, str]:
 def steps_of(place: Place) -> list[tuple[str, float, Callable[[Step], str]]]:
     """Returns the name, limit in seconds and work of each step, most important first. The limits add up to 480 s."""
     quick = place.quick
+    largest = "16M" if quick else "256M"
 
     def collective(ranks: int, seconds: float) -> Callable[[Step], str]:
         return lambda step: tests(place, step, "collective", FILES, ranks, seconds / 2 if quick else seconds, "off")
 
     return [
-        ("what is there", 30, lambda step: look(place, step)),
-        ("pycollective doctor", 25, lambda step: doctor(place, step)),
-        ("collective tests, 2 ranks", 75, collective(2, 45)),
-        ("C++ device tests", 30, lambda step: device_tests(place, step)),
-        ("bandwidth, 2 ranks", 55, lambda step: bandwidth(place, step, ("1M", "16M" if quick else "256M"))),
-        ("overlap, by the clock", 30, lambda step: overlap(place, step)),
+        ("what is there", 20, lambda step: look(place, step)),
+        ("pycollective doctor", 20, lambda step: doctor(place, step)),
+        ("C++ device tests", 40, lambda step: device_tests(place, step)),
+        ("latency", 25, lambda step: latency(place, step)),
+        ("bandwidth, 2 ranks", 30, lambda step: bandwidth(place, step, ("1M", largest))),
+        ("pieces", 35, lambda step: pieces(place, step, largest)),
+        ("overlap, by the clock", 25, lambda step: overlap(place, step)),
         ("overlap, in a profile", 1, lambda step: overlap_in_profile(place, step)),
-        ("training, 2 ranks", 35, lambda step: training(place, step)),
-        ("NCCL beside MPI", 25, lambda step: several_gpus(place, step)),
-        ("collective tests, 4 ranks", 60, collective(4, 30)),
-        ("collective tests, 1 rank", 40, collective(1, 20)),
-        ("named axes, 2 ranks", 40, lambda step: named_axes(place, step, 20)),
-        ("collective tests, 2 ranks, direct", 34, lambda step: direct_tests(place, step, 15)),
+        ("training, 2 ranks", 30, lambda step: training(place, step)),
+        ("NCCL beside MPI", 24, lambda step: several_gpus(place, step)),
+        ("collective tests, 2 ranks", 80, collective(2, 50)),
+        ("named axes, 2 ranks", 60, lambda step: named_axes(place, step, 30)),
+        ("collective tests, 4 ranks", 40, collective(4, 10)),
+        ("collective tests, 1 rank", 35, collective(1, 10)),
+        ("collective tests, 2 ranks, direct", 15, lambda step: direct_tests(place, step, 5)),
     ]
 
 

@@ -44,12 +44,15 @@ def build(program: str, folder: Path, cudart: Path | None = None, flags: Sequenc
 
     Args:
         program: a key of :data:`SOURCES`.
-        folder: an existing directory.
+        folder: an existing directory; all its programs have the same flags.
         cudart: the file of CUDA's runtime library; None: the stand-in is used.
         flags: of the compiler, besides.
     """
     sources = [FOLDER / f"{program}.cc", *SOURCES[program]]
+    objects = folder / "objects"  # most sources belong to several programs
+    objects.mkdir(exist_ok=True)
     if cudart is None:
-        return compile_cpp([*sources, _ROOT / "tests" / "standin" / "cudart.cc"], folder / program, *flags)
+        standin = _ROOT / "tests" / "standin" / "cudart.cc"
+        return compile_cpp([*sources, standin], folder / program, *flags, objects=objects)
     of_cuda = ("-DPYCOLLECTIVE_CUDART", f"-Wl,-rpath,{cudart.parent}")
-    return compile_cpp([*sources, cudart], folder / program, *of_cuda, *flags)
+    return compile_cpp([*sources, cudart], folder / program, *of_cuda, *flags, objects=objects)

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jaxlib
@@ -32,16 +33,37 @@ def compiler() -> str:
     return os.environ.get("CXX") or (sysconfig.get_config_var("CXX") or "g++").split()[0]
 
 
-def compile_cpp(sources: list[Path], out: Path, *flags: str) -> Path:
-    """Compiles C++ into ``out``, through a file of its own, since several ranks may compile at the same time."""
-    descriptor, name = tempfile.mkstemp(dir=out.parent)
-    os.close(descriptor)
-    made = Path(name)
+def compile_cpp(sources: list[Path], out: Path, *flags: str, objects: Path | None = None) -> Path:
+    """Compiles C++ into ``out``, a source on each core. Returns ``out``.
+
+    Args:
+        sources: files of C++; others, such as libraries, are linked as they are.
+        out: the program or library.
+        flags: of the compiler, besides.
+        objects: an existing directory for what the sources become, which later calls with the same flags take from
+            there; None: it is not kept.
+    """
     include = ["-isystem", include_dir(), "-I", str(_NATIVE), "-I", str(_HERE)]
     command = [compiler(), "-std=c++17", "-O1", "-g", "-fPIC", "-pthread", "-Wall", "-Wextra", *include, *flags]
-    subprocess.run([*command, *map(str, sources), "-ldl", "-o", str(made)], check=True, timeout=300)
-    made.chmod(0o755)
-    made.replace(out)
+
+    # In a directory of this process, since several ranks may compile at the same time.
+    with tempfile.TemporaryDirectory(dir=objects or out.parent) as folder:
+
+        def compiled(source: Path) -> str:
+            if source.suffix != ".cc":
+                return str(source)
+            file = Path(folder) / f"{source.stem}.o"
+            kept = (objects or file.parent) / file.name
+            if not kept.exists():
+                subprocess.run([*command, "-c", str(source), "-o", str(file)], check=True, timeout=300)
+                file.replace(kept)
+            return str(kept)
+
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            parts = list(pool.map(compiled, sources))
+        made = Path(folder) / out.name
+        subprocess.run([*command, *parts, "-ldl", "-o", str(made)], check=True, timeout=300)
+        made.replace(out)
     return out
 
 

@@ -180,9 +180,9 @@ def test_rows_of_the_benchmark() -> None:
     lines += [row("raw MPI", 3), "", "# all_gather, jit", row("through NumPy", 0), "# wrong results: 0"]
     output = "\n".join(lines)
     assert steps.bandwidth_rows(output) == [
-        {"op": "psum", "size": 1 << 20, "contender": "pycollective", "algbw": 0.95, "wrong": 0},
-        {"op": "psum", "size": 1 << 20, "contender": "raw MPI", "algbw": 0.95, "wrong": 3},
-        {"op": "all_gather", "size": 1 << 20, "contender": "through NumPy", "algbw": 0.95, "wrong": 0},
+        {"op": "psum", "size": 1 << 20, "contender": "pycollective", "us": 1104.3, "algbw": 0.95, "wrong": 0},
+        {"op": "psum", "size": 1 << 20, "contender": "raw MPI", "us": 1104.3, "algbw": 0.95, "wrong": 3},
+        {"op": "all_gather", "size": 1 << 20, "contender": "through NumPy", "us": 1104.3, "algbw": 0.95, "wrong": 0},
     ]
 
 
