@@ -82,7 +82,7 @@ def _start(params: dict[str, Any], *_: Structs) -> HandlerCall:
 def _done_lowering(ctx: Any, *ys: Any, comm: DeviceGroup) -> Any:
     if (outs := lowering.lower_on_all_copies(done_p, ctx, ys, {"comm": comm})) is not None:
         return outs
-    return native.done_lowering(len(ys))(ctx, *ys, comm=comm.key)
+    return lowering.apart(native.done_lowering(len(ys))(ctx, *lowering.apart(ys), comm=comm.key))
 
 
 lowering.lower(start_p, None, _start)

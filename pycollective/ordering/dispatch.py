@@ -222,11 +222,11 @@ def _first_device() -> Devices:
 
 
 def flush() -> None:
-    """Waits until all programs that this thread has dispatched have run. The error of a program is raised once."""
+    """Waits until all programs that this thread has dispatched have run. The error of one that failed is raised once."""
     try:
         jax.effects_barrier()
     except jax.errors.JaxRuntimeError:
-        jax_internals.forget_tokens()
+        jax_internals.runtime_tokens.clear()  # or later programs would fail, too
         raise
     _wait_for_programs_on(None)
 

@@ -309,29 +309,31 @@ def see_each_dispatch(
 ) -> None:
     """Calls functions around each program with ``effect`` that JAX itself dispatches.
 
-    JAX gives such a program a token as an operand, which orders it after the last program with the same effect. If that
-    program has failed, which an accelerator tells only now, JAX raises its error in the place of this program, and
-    would do so for every later one: here the first raises it, and the next begins with a new token.
+    Such programs take and return a token, which orders them. JAX waits for the last token, which takes 0.5 ms on a GPU;
+    here a program on one device takes it as it is. The error of an earlier program is raised once, for the next one.
 
     Args:
         effect: the effect.
         before: called with the devices of a program before its dispatch.
-        after: called with the token that the program returns after its dispatch.
+        after: called after it with the token that the program returns.
     """
     token_input, token_result = RuntimeTokenSet.get_token_input, RuntimeTokenSet.set_token_result
 
     @functools.wraps(token_input)
     def get_token_input(self: Any, eff: Any, devices: Any) -> Any:
-        if eff == effect:
-            before(devices)
-        try:
+        if eff != effect:
             return token_input(self, eff, devices)
+        before(devices)
+        last = self.current_tokens.get(eff)
+        try:
+            if last is None or last._buf.devices() != set(devices) or len(devices) > 1:
+                last = token_input(self, eff, devices)
+            elif last._buf.is_ready():
+                last.block_until_ready()
         except jax.errors.JaxRuntimeError:
-            if eff == effect:
-                self.current_tokens.pop(eff, None)
-                for device in devices:
-                    self.output_runtime_tokens.pop(device, None)
+            self.clear()
             raise
+        return last
 
     @functools.wraps(token_result)
     def set_token_result(self: Any, eff: Any, token: Any) -> None:
@@ -340,11 +342,6 @@ def see_each_dispatch(
             after(token)
 
     RuntimeTokenSet.get_token_input, RuntimeTokenSet.set_token_result = get_token_input, set_token_result
-
-
-def forget_tokens() -> None:
-    """Lets later programs begin with new tokens: those of a program that has failed would make them fail, too."""
-    runtime_tokens.clear()
 
 
 def see_each_compilation(after: Callable[[Any, Any], None]) -> None:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import jax
 from jax.extend.core import Primitive
+from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir
 
 from pycollective.errors import message
@@ -92,11 +93,15 @@ def lower(
         site = call_site.site_of_lowered(passed.derivative)
         own = _with_dtypes(form.attributes, ctx.avals_in, passed)
         attributes = {**own, "spread": spread, "site": site, "order": 0}
+        fuses = form_of is not for_host
         with jax_internals.location_named(ctx, name_in_profiles(primitive.name, _structs(ctx.avals_in))):
-            results = jax_internals.lower_call(ctx, effect, form.rule, operands, attributes)
+            taken = apart(operands) if fuses else operands
+            results = jax_internals.lower_call(ctx, effect, form.rule, taken, attributes)
         if primitive.name in _REDUCTIONS:
             kind = repr((primitive.name, own, ctx.avals_in))
             operand_order.number_reduction(ctx.module_context.module, kind, results[0].owner, operands)
+        if fuses:
+            results = apart(results)
         return results if form.hand_on is None else jax_internals.lower_on_results(ctx, form.hand_on, results)
 
     def other_platform(ctx: Any, *operands: Any, **params: Any) -> Sequence[Any]:
@@ -117,6 +122,15 @@ def lower(
         rule = functools.partial(lowering, form_of)
         mlir.register_lowering(primitive, rule, platform=platform, cacheable=False)
     mlir.register_lowering(primitive, other_platform)
+
+
+def apart(values: Sequence[Any]) -> Sequence[Any]:
+    """The same values behind a barrier, over which XLA fuses nothing.
+
+    XLA for GPUs fuses a call with a slice that it reads, and with the update of a slice by its result. Then a call with
+    a token ends the process while XLA compiles (jaxlib 0.11.2), and a call in place might write elsewhere.
+    """
+    return list(stablehlo.OptimizationBarrierOp(list(values)).results) if values else []
 
 
 def name_in_profiles(name: str, operands: Structs) -> str:

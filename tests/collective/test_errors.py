@@ -323,6 +323,12 @@ def test_the_error_of_an_earlier_program_is_raised_once(later: str, world: pc.Co
     """An accelerator tells the failure of a program after its dispatch, by the token that the program returns."""
 
     class Failed:
+        def devices(self) -> set[jax.Device]:
+            return set(jax.local_devices()[:1])
+
+        def is_ready(self) -> bool:
+            return True
+
         def block_until_ready(self) -> None:
             raise jax.errors.JaxRuntimeError("the earlier program failed")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,9 @@ from tests.collective.programs import divided, once, oracle_devices
 Array = Any
 Function = Callable[[Any], Any]
 
+STEP_TOLERANCE = 1e-3 if "PYCOLLECTIVE_TEST_PLATFORM" in os.environ else 1e-5
+"""For the results of :func:`step`. CPUs compute what is expected, and GPUs differ from them in the last bits: near the
+limits of tanh its derivative enlarges that."""
 SHAPE = (8, 3)  # 8 is a multiple of every number of devices in these tests
 
 

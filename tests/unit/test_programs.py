@@ -7,6 +7,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import lax
 
 import pycollective as pc
 from pycollective.ordering import region
@@ -85,6 +86,18 @@ def test_other_platforms_are_refused(world: pc.Communicator) -> None:
 def test_gpus_have_handlers_of_their_own(platform: str, world: pc.Communicator) -> None:
     program = jax.jit(lambda x: pc.psum(x, world)).trace(X)
     assert "@pycollective_device_allreduce(" in program.lower(lowering_platforms=(platform,)).as_text()
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_gpus_fuse_nothing_with_a_call(by_name: bool, world: pc.Communicator) -> None:
+    """Of a slice as operand and a slice of the result; XLA for GPUs would end the process."""
+    total = lambda x: lax.psum(x[:2], "i")[:1] if by_name else pc.psum(x[:2], world)[:1]
+    program = jax.jit(pc.jit(total, axis_name="i") if by_name else total).trace(X)
+    text = program.lower(lowering_platforms=("cuda",)).as_text()
+    call = re.search(r"(%\w+):2 = stablehlo.custom_call @pycollective_device_allreduce\w*\(%\w+, (%\w+)\)", text)
+    assert call is not None, text
+    assert f"{call[2]} = stablehlo.optimization_barrier" in text
+    assert f"= stablehlo.optimization_barrier {call[1]}#1 " in text
 
 
 def test_unused_results_keep_their_calls(world: pc.Communicator) -> None:
