@@ -222,7 +222,7 @@ def _first_device() -> Devices:
 
 
 def flush() -> None:
-    """Waits until all programs that this thread has dispatched have run. The error of one that failed is raised once."""
+    """Waits until all programs that this thread has dispatched have run. The error of one is raised once."""
     try:
         jax.effects_barrier()
     except jax.errors.JaxRuntimeError:

@@ -78,7 +78,8 @@ try:
         trace_state_clean,
     )
     from jax._src.custom_derivatives import linear_call_p
-    from jax._src.dispatch import RuntimeTokenSet, runtime_tokens
+    from jax._src.dispatch import RuntimeTokenSet
+    from jax._src.dispatch import runtime_tokens as runtime_tokens
     from jax._src.interpreters import partial_eval as pe
     from jax._src.interpreters.partial_eval import DynamicJaxprTrace
     from jax._src.lax.control_flow import loops
