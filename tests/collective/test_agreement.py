@@ -412,22 +412,20 @@ def test_a_rank_may_be_ahead_in_calls_that_no_rank_must_meet(world: pc.Communica
 
 def test_many_communicators_take_and_leave_slots_of_the_board(world: pc.Communicator) -> None:
     """There are 256 slots; each of these communicators takes one and gives it back."""
-    for cycle in range(1000):
+    for cycle in range(300):
         part = world.split(0)
         assert part is not None
-        if cycle % 100 == 0:
+        if cycle % 30 == 0:
             np.testing.assert_array_equal(pc.psum(X, part), X * world.size)
         part.free()
 
 
 def test_more_communicators_than_slots_and_than_buffers(world: pc.Communicator) -> None:
     """Not all have memory in which their ranks could exchange large arrays; MPI carries those of the others."""
-    parts = [world.split(0) for _ in range(300)]
-    large = np.arange(5000, dtype=np.float32)
-    for number, part in enumerate(parts):
-        assert part is not None
-        operand = X if number % 50 == 0 else large
-        np.testing.assert_array_equal(pc.psum(operand, part), operand * world.size)
+    parts = [part for _ in range(300) if (part := world.split(0)) is not None]
+    sums = jax.jit(lambda x: [pc.psum(x, part) for part in parts])  # a program for each would take a minute
+    for operand in (np.arange(5000, dtype=np.float32), X):
+        for total in sums(operand):
+            np.testing.assert_array_equal(total, operand * world.size)
     for part in parts:
-        assert part is not None
         part.free()

@@ -129,8 +129,8 @@ def test_many_communicators(world: pc.Communicator) -> None:
     # frees it.
     if world.size > 2:
         pytest.skip("LOUD: takes minutes where more ranks than cores poll")
-    taken = [world.mpi.Dup() for _ in range(1650)]  # few are left, so to lose one in each round is an error
-    for i in range(420):
+    taken = [world.mpi.Dup() for _ in range(1850)]  # few are left, so to lose one in each round is an error
+    for i in range(220):
         part = world.split(color=0)
         assert part is not None
         if i % 100 == 0:
