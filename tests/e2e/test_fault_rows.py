@@ -24,6 +24,7 @@ from tests.e2e import launch
 from tests.e2e.launch import mpirun
 
 BOUND_S = 150  # no fault should take a tenth of it
+LIMIT_S = 4  # of waits, which some faults last
 PROGRAM = str(Path(__file__).with_name("faulty.py"))
 ENV = {"PYCOLLECTIVE_RECORDS": "off", "JAX_NUM_CPU_DEVICES": "1", "XLA_FLAGS": unoptimised.flags()}
 whole, library = pytest.mark.whole, pytest.mark.library
@@ -33,7 +34,7 @@ def on_one_host(why: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(bool(launch.HOSTS), reason=f"LOUD: on several hosts {why}")
 
 
-def environ(timeout_s: int = 8) -> dict[str, str]:
+def environ(timeout_s: int = LIMIT_S) -> dict[str, str]:
     return {**ENV, "PYCOLLECTIVE_TIMEOUT": str(timeout_s)}
 
 
@@ -58,9 +59,9 @@ DIED = r"^pycollective: rank 1 of 3 died: process \d+ on host \S+ was killed, cr
 EARLY = ENDED.format("raised before init")
 NO_LUCK = r"^(\w+\.)*\w*Error: no luck$"
 DIFFER = r"pycollective\.\w+: CollectiveMismatch: expected the same call on every rank, got .* here and .* on rank \d "
-WAIT = r"pycollective: expected an answer from the other ranks within 8 s, got none for .*; ending all ranks"
 ABSENT = (
-    r"pycollective\.init: expected the other ranks to start within 8 s, got no start of rank 1 after .* \(rank 0 of "
+    rf"pycollective\.init: expected the other ranks to start within {LIMIT_S} s, got no start of rank 1 after .* "
+    r"\(rank 0 of "
 )
 IN_STEP = r"waited in collective \d+ of communicator world, allreduce\(float32\[2,3\], op=sum\), at faulty\.py:\d+"
 APART = "The ranks wait for each other, in calls on different communicators or channels"
@@ -101,9 +102,6 @@ def test_an_end_of_one_rank(fault: str, said: list[str], tmp_path: Path) -> None
     ("fault", "said"),
     [
         ("shape", [DIFFER]),
-        pytest.param("new shape", [DIFFER], marks=whole),
-        pytest.param("dtype", [DIFFER], marks=whole),
-        pytest.param("mean over a name", [DIFFER], marks=whole),
         pytest.param("rank 0 logs", [DIFFER], marks=whole),
         pytest.param("trips", [DIFFER], marks=whole),
         pytest.param("branch", [DIFFER], marks=whole),
@@ -116,11 +114,9 @@ def test_a_call_that_differs(fault: str, said: list[str], tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        pytest.param("swallowed", ["rank 1 has ended, and waited", "Look at rank 1:"], marks=whole),
         pytest.param("one more", [rf"rank 1 has {IN_STEP}", r"Look at ranks? 0(, 2)?:"], marks=whole),
         ("one less", ["rank 1 has ended, and waited", rf"ranks? 0(, 2)? ha\w+ {IN_STEP}", "Look at rank 1:"]),
         pytest.param("communicator", ["rank 1 has waited in collective 1 of communicator world/0", APART], marks=whole),
-        pytest.param("group", [r"rank 1 has waited in collective 1 of communicator world\[1, 0\]", APART], marks=whole),
         pytest.param(
             "free",
             ["rank 1 has waited in free on communicator world/0", APART],
@@ -141,15 +137,7 @@ def test_a_call_that_not_all_make(fault: str, said: list[str], tmp_path: Path) -
     check(tmp_path, fault, [started, *said])
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
-        pytest.param("segfault", marks=whole),
-        pytest.param("abort", marks=whole),
-        pytest.param("kill", marks=library),
-        pytest.param("terminate", marks=whole),
-    ],
-)
+@pytest.mark.parametrize("fault", [pytest.param("segfault", marks=whole), pytest.param("kill", marks=library)])
 def test_a_rank_that_dies(fault: str, tmp_path: Path) -> None:
     """Open MPI's launcher names the rank on one host. Else a rank of its host does, if it has the time."""
     done = mpirun(3, PROGRAM, fault, str(tmp_path), timeout=BOUND_S, env=environ())
