@@ -191,8 +191,9 @@ def test_none_is_an_error_by_default(tmp_path: Path) -> None:
     assert done.stdout.count(": nothing") == 4, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("culprit", [0, 1])
-@pytest.mark.parametrize(("case", "line"), [("jit", 17), ("eager", 20), ("message", 110)])
+@pytest.mark.parametrize(
+    ("case", "line", "culprit"), [("jit", 17, 0), ("eager", 20, 1), ("message", 110, 0), ("message", 110, 1)]
+)
 def test_the_job_ends_with_it(case: str, line: int, culprit: int, tmp_path: Path) -> None:
     """The error names the line, or its traceback does. A rank that waits for the message ends too."""
     program = tmp_path / "program.py"

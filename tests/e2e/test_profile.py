@@ -53,7 +53,7 @@ def check(profile: Profile, kinds: tuple[str, ...], groups: list[Group], dtypes:
 
 def test_two_ranks(tmp_path: Path) -> None:
     file = tmp_path / "cluster.json"
-    done = mpirun(2, "-m", "pycollective", "profile", "-o", str(file), timeout=200, env=FAST)
+    done = mpirun(2, "-m", "pycollective", "profile", "-o", str(file), timeout=400, env=FAST)
     assert done.returncode == 0, done.stderr
     profile = Profile.load(file)
     assert (profile.hosts, profile.ranks, profile.devices, profile.per_host) == (1, 2, 1, 2)
