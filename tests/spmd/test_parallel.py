@@ -69,7 +69,7 @@ def test_zero_in_pmap(world: pc.Communicator, local: int) -> None:
 def test_zero_in_jit(world: pc.Communicator) -> None:
     xs = rows(world, 1)
     got = pc.jit(sharded, axis_name="i")(params(), xs[world.rank])
-    want = jax.vmap(whole, (None, 0), axis_name="i")(params(), xs)
+    want = jax.jit(jax.vmap(whole, (None, 0), axis_name="i"))(params(), xs)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b[world.rank], rtol=1e-5, atol=1e-6)
 

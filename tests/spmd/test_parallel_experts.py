@@ -50,7 +50,7 @@ def test_in_pmap(world: pc.Communicator, few: int) -> None:
 def test_in_jit(world: pc.Communicator) -> None:
     xs = arrays(world.size)
     got = pc.jit(gradients, axis_name="i")(*(x[world.rank] for x in xs))
-    want = jax.vmap(gradients, axis_name="i")(*xs)
+    want = jax.jit(jax.vmap(gradients, axis_name="i"))(*xs)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b[world.rank], rtol=1e-4, atol=1e-5)
     assert want[1][1].dropped[0] > 0
@@ -82,7 +82,7 @@ def test_in_shard_map_with_types(world: pc.Communicator, few: int) -> None:
 
         return jax.grad(loss, (0, 1, 2), has_aux=True)(params, x, logits)
 
-    want, of_all = jax.vmap(untyped, axis_name="i")(*xs)
+    want, of_all = jax.jit(jax.vmap(untyped, axis_name="i"))(*xs)
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, own(world, few, b), rtol=1e-4, atol=1e-5)
     for a, b in zip(statistics, of_all, strict=True):

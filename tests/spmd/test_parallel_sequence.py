@@ -55,7 +55,7 @@ def test_in_jit_with_gradients_outside(world: pc.Communicator, name: str) -> Non
     attention = pc.jit(ATTENTION[name], axis_name="i")
     y, back = jax.vjp(attention, *(x[world.rank] for x in qkv))
     got = back(jnp.cos(y) * weights[world.rank])
-    want, _ = jax.vmap(functools.partial(gradients, name), axis_name="i")(*qkv, weights)
+    want, _ = jax.jit(jax.vmap(functools.partial(gradients, name), axis_name="i"))(*qkv, weights)
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b[world.rank], rtol=1e-4, atol=1e-5)
 
