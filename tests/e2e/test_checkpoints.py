@@ -10,7 +10,8 @@ import pytest
 
 from tests.e2e.launch import EXAMPLES, losses, mpirun
 
-GPT = ["train_gpt.py", "--steps", "16", "--save-every", "8", "--checkpoints", "saved"]
+SMALL = ["--layers", "2", "--width", "32", "--batch-size", "8"]
+GPT = ["train_gpt.py", *SMALL, "--steps", "8", "--save-every", "4", "--checkpoints", "saved"]
 # On 4 devices each has a fourth of Adam's state, then half of each layer and a half of that, then half of the layers.
 OTHER_LAYOUTS = [(1, 4, "--data 2 --model 2 --zero 3"), (2, 1, "--stage 2")]
 pytestmark = pytest.mark.whole

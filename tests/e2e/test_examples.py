@@ -32,32 +32,6 @@ def test_flax_with_batch_norm(tmp_path: Path) -> None:
     assert float(accuracy) >= 0.95
 
 
-@pytest.fixture(scope="module")
-def gpt_on_one_device(tmp_path_factory: pytest.TempPathFactory) -> np.ndarray:
-    return losses(tmp_path_factory.mktemp("gpt"), 1, "train_gpt.py", *TEN)
-
-
-# The model axis lies inside each rank. In test_checkpoints.py it lies over both ranks.
-def test_gpt(tmp_path: Path, gpt_on_one_device: np.ndarray) -> None:
-    one = gpt_on_one_device
-    assert one[-1] < one[0]
-    many = losses(tmp_path, 2, "train_gpt.py", *TEN, "--model", "2", devices=2)
-    np.testing.assert_allclose(many, one, rtol=1e-4)
-
-
-def test_gpt_on_standins_for_gpus(tmp_path: Path, gpt_on_one_device: np.ndarray) -> None:
-    env = {"PYTHONPATH": str(EXAMPLES.parent), "PYCOLLECTIVE_STAGE_BYTES": "4096"}
-    staged = losses(tmp_path, 2, "train_gpt.py", *TEN, devices=2, start=("-m", "tests.standin", "staged"), env=env)
-    np.testing.assert_allclose(staged, gpt_on_one_device, rtol=1e-4)
-
-
-# The model is not split here.
-def test_gpt_learns_as_well_with_gradients_of_16_bits(tmp_path: Path, gpt_on_one_device: np.ndarray) -> None:
-    narrow = losses(tmp_path, 2, "train_gpt.py", *TEN, "--wire-dtype", "bfloat16", devices=2)
-    assert (narrow != gpt_on_one_device).any()
-    np.testing.assert_allclose(narrow, gpt_on_one_device, rtol=5e-3)
-
-
 SHARDED = ("train_sharded.py", *TEN, "--layers", "2", "--width", "32", "--context", "32", "--batch-size", "8")
 
 
