@@ -4,6 +4,7 @@
 
 #include <dirent.h>
 #include <pthread.h>
+#include <signal.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -36,6 +37,7 @@ constexpr std::chrono::seconds kNotice(30);     // the wait after which a senten
 constexpr std::chrono::seconds kLook(5);        // between two looks
 constexpr std::chrono::seconds kSpawned(10);    // by when a launcher has started all processes of a host
 constexpr int64_t kReadNs = 2000000000;         // for the launcher to read the last sentence
+constexpr std::chrono::seconds kDeath(1);       // by a signal, which a thread may block
 
 std::string TextOf(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
@@ -188,7 +190,14 @@ class StartWatch {
         Place() + "). " + Describe(ranks, settings_) +
         " Look for a rank that raised or exited before it imported mpi4py or called init; ending all ranks.\n");
     WaitUntilRead(kReadNs);
-    _exit(1);  // the launcher ends the others; MPI_Abort may not be called yet
+    // The launcher ends the others; MPI_Abort may not be called yet. MPICH's does so on several hosts if a process dies by a
+    // signal, and not if it exits.
+    if (settings_.local_size < settings_.size) {
+      signal(SIGTERM, SIG_DFL);
+      kill(getpid(), SIGTERM);
+      std::this_thread::sleep_for(kDeath);
+    }
+    _exit(1);
   }
 
   const StartSettings settings_;

@@ -350,6 +350,38 @@ def test_a_fault_on_another_host(fault: str, told: list[str], hosts: dict[str, s
     wait_until_gone(str(program), 60)
 
 
+NEVER_COMES = """
+import os, sys
+
+number = os.environ.get("PMI_RANK") or os.environ["OMPI_COMM_WORLD_RANK"]
+if number == sys.argv[1]:
+    sys.exit()
+import pycollective
+from mpi4py import MPI
+"""
+
+
+# The limit ends the wait for a rank that was alone on its host; nobody there is left to look.
+@pytest.mark.parametrize(
+    ("gone", "limit", "told"),
+    [
+        ("0", "off", r"\(rank 1 of 3\)\. On this host \(h0\) 1 of 2 ranks has no process: it has ended\."),
+        ("2", "4", r"\(rank 0 of 3\)\. On this host \(h0\) all ranks start MPI; look at the other hosts\."),
+    ],
+    ids=["beside another", "alone"],
+)
+def test_a_rank_that_never_starts_mpi(gone: str, limit: str, told: str, hosts: dict[str, str], tmp_path: Path) -> None:
+    """The others of its host know it, and their end is the end of the ranks on all hosts."""
+    program = tmp_path / "program.py"
+    program.write_text(NEVER_COMES)
+    python = ["-n", "3", "--hosts", "h0:2,h1:1", "--bind", "none", str(program), gone]
+    done = run({**hosts, "PYCOLLECTIVE_TIMEOUT": limit}, *python, timeout=60)
+    assert done.returncode not in (0, 124, 137), done.stderr
+    within = r" within 4 s" if limit == "4" else ""
+    assert re.search(rf"expected all ranks to start MPI{within}, got a wait of \S+ s {told}", done.stderr), done.stderr
+    wait_until_gone(str(program))
+
+
 @pytest.mark.library
 def test_a_host_that_goes_away_ends_the_run(hosts: dict[str, str], tmp_path: Path) -> None:
     program = tmp_path / "endless.py"
