@@ -187,8 +187,10 @@ def steps(*, everything: bool, install: bool) -> list[Step]:
     # Both packages' messages go to each other: ours must be one of MPI's, as mpi4jax's are.
     messages_alone = {"PYCOLLECTIVE_CHECK": "first"}
     side_by_side = ("-n", str(CORES), "--dist", "loadfile")
-    hosts = files("e2e", "hosts slurm")  # the machine has one bridge for them
-    again = files("e2e", "restarts")
+    # Jobs that end by a limit leave the cores to others while they wait. The files run in their order: the one with the
+    # longest tests has few, and would come last.
+    beside_waits = ("-n", str(CORES + 1), "--dist", "loadfile", "--no-loadscope-reorder")
+    hosts = files("e2e", "hosts slurm")  # each has a bridge of its own
     whole: dict[str, Any] = {"whole": True}
     # Every call in a thread of the package, as large ones between hosts are.
     beside = {"env": {"PYCOLLECTIVE_OVERLAP": "on"}, **whole}
@@ -270,11 +272,10 @@ def steps(*, everything: bool, install: bool) -> list[Step]:
         doctor("mpich"),
         demo("mpich"),
         by_itself(
-            "end-to-end tests", *core, *side_by_side, "tests/e2e",
-            *(f"--ignore={file}" for file in (*hosts, *again)), kind="e2e", limit=1800,
+            "end-to-end tests", *core, *beside_waits, "tests/e2e", *(f"--ignore={file}" for file in hosts),
+            kind="e2e", limit=1800,
         ),
-        by_itself("jobs that start again", *core, *again, kind="e2e", limit=600),
-        by_itself("several hosts, Slurm", *hosts, kind="e2e", limit=900, **whole),
+        by_itself("several hosts, Slurm", *side_by_side, *hosts, kind="e2e", limit=900, **whole),
         #
         on_ranks(
             2, "tests/collective", *files("collective", f"{PLACES} order errors large out_of_band equality"),
@@ -288,10 +289,13 @@ def steps(*, everything: bool, install: bool) -> list[Step]:
         doctor("openmpi", **whole),
         demo("openmpi", **whole),
         by_itself(
-            "end-to-end tests", "-m", "library", *side_by_side, "tests/e2e", *(f"--ignore={file}" for file in hosts),
+            "end-to-end tests", "-m", "library", *beside_waits, "tests/e2e", *(f"--ignore={file}" for file in hosts),
             mpi="openmpi", kind="e2e", limit=900, **whole,
         ),
-        by_itself("several hosts, Slurm", "-m", "library", *hosts, mpi="openmpi", kind="e2e", limit=900, **whole),
+        by_itself(
+            "several hosts, Slurm", "-m", "library", *side_by_side, *hosts,
+            mpi="openmpi", kind="e2e", limit=900, **whole,
+        ),
         #
         doctor("system", **whole),
         by_itself("end-to-end tests", "tests/e2e/test_run.py", mpi="system", kind="e2e", limit=300, **whole),
