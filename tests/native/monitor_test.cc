@@ -29,8 +29,9 @@ namespace {
 std::atomic<bool> no_memory{false};    // for all threads but the test's own
 thread_local bool is_of_test = false;  // whether this is that thread
 
+void* AllocatedOrNull(size_t size) noexcept { return no_memory && !is_of_test ? nullptr : std::malloc(size); }
 void* Allocated(size_t size) {
-  void* const memory = no_memory && !is_of_test ? nullptr : std::malloc(size);
+  void* const memory = AllocatedOrNull(size);
   if (memory == nullptr) throw std::bad_alloc();
   return memory;
 }
@@ -38,6 +39,7 @@ void* Allocated(size_t size) {
 }  // namespace
 
 void* operator new(size_t size) { return Allocated(size); }
+void* operator new(size_t size, const std::nothrow_t&) noexcept { return AllocatedOrNull(size); }  // std::stable_sort's
 void operator delete(void* memory) noexcept { std::free(memory); }
 void operator delete(void* memory, size_t) noexcept { std::free(memory); }
 
