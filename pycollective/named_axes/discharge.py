@@ -10,6 +10,7 @@ JAX's types that say along which axes a value varies, since JAX has checked them
 from __future__ import annotations
 
 import contextlib
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
@@ -35,6 +36,9 @@ Names = frozenset[AxisName]
 
 DEVICE_PROGRAMS: dict[Primitive, Callable[..., list[Any]]] = {}
 """For each primitive that holds a function over the axes of a ``mesh``: what runs it, from operands and parameters."""
+
+CHECKS: list[Callable[[Any, Mesh], None]] = []
+"""What looks at a program over a mesh before it is discharged. A check that refuses the program raises an error."""
 
 _OVER_OTHER_AXES: dict[str, Callable[..., Any]] = {
     "psum": lax.psum,
@@ -97,8 +101,11 @@ def discharge(jaxpr: Any, mesh: Mesh) -> Callable[..., list[Any]]:
 
     Raises:
         NotImplementedError: a collective has no rule, or goes over our axes and others at once.
-        ValueError: a collective has wrong parameters, which JAX leaves for XLA to refuse.
+        ValueError: a collective has wrong parameters, which JAX leaves for XLA to refuse; one of :data:`CHECKS` refuses
+            the program.
     """
+    for check in CHECKS:
+        check(jaxpr, mesh)
     return partial(_Discharge(mesh, frozenset(mesh.shape)).evaluate, ClosedJaxpr(jaxpr, ()))
 
 
@@ -136,8 +143,13 @@ def _axes(eqn: JaxprEqn) -> tuple[Any, ...]:
     return tuple(axes) if isinstance(axes, (tuple, list)) else (axes,)
 
 
+def names_in(eqn: JaxprEqn) -> Names:
+    """Returns the names of the axes over which an equation is a collective."""
+    return frozenset(name for name in _axes(eqn) if not isinstance(name, numbers.Integral))  # NumPy has ints, too
+
+
 def _names(eqn: JaxprEqn, names: Names) -> bool:
-    return any(not isinstance(name, int) and name in names for name in _axes(eqn))
+    return not names.isdisjoint(names_in(eqn))
 
 
 def _may_name(eqn: JaxprEqn, names: Names) -> bool:

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import jax
 
-from pycollective.ordering import jax_internals
+from pycollective.ordering import frames
 from pycollective.transport import watch
 
 _NOT_THE_USERS = tuple(
@@ -105,7 +105,7 @@ def site_of_lowered(derivative: str = "") -> int:
     Args:
         derivative: what JAX has made of the call that stands at the line, such as "transpose"; "": it is that call.
     """
-    found = _innermost(jax_internals.frames_of_user()) or call_outside_jit.get()
+    found = _innermost(frames.frames_of_user()) or call_outside_jit.get()
     return site_of(None if found is None else found._replace(derivative=derivative))
 
 
@@ -119,10 +119,10 @@ def line_of_caller() -> CallSite | None:
     return _innermost(_frames(sys._getframe(1)))
 
 
-def _frames(frame: FrameType | None) -> Iterator[jax_internals.Frame]:
+def _frames(frame: FrameType | None) -> Iterator[frames.Frame]:
     while frame is not None:
         code = frame.f_code
-        yield jax_internals.Frame(code.co_filename, code.co_qualname, code.co_firstlineno, frame.f_lineno)
+        yield frames.Frame(code.co_filename, code.co_qualname, code.co_firstlineno, frame.f_lineno)
         frame = frame.f_back
 
 
@@ -132,11 +132,11 @@ def _known(found: CallSite) -> int:
     return found.site
 
 
-def _innermost(frames: Iterable[jax_internals.Frame]) -> CallSite | None:
+def _innermost(frames: Iterable[frames.Frame]) -> CallSite | None:
     """The innermost frame that is not JAX's or this package's.
 
     Example:
-        >>> frame = jax_internals.Frame
+        >>> frame = frames.Frame
         >>> _innermost([frame(jax.__file__, "psum", 1, 7), frame("/home/me/train.py", "step", 10, 12)]).text
         'train.py:12 (step)'
     """

@@ -27,7 +27,6 @@
 ``Primitive.is_high``, ``to_lojax``      from 0.12 on JAX replaces some primitives before it lowers a program
 ``ir.Location.child_loc``, ``NameLoc``   the place of an operation without its name, to give it another one
 ``mhlo.backend_config``                  where ``jax.ffi`` has put the attributes of a call that is lowered already
-``source_info_util.current``             where the user called an operation that is lowered; its traceback's frames
 ``source_info.name_stack``               of an equation: whether it comes from a transpose
 ``aval.vma``, ``aval.manual_axis_type``  the axes along which a value varies: the first in JAX 0.9, the second later
 =======================================  ==============================================================
@@ -44,7 +43,7 @@ import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.extend import source_info_util
@@ -401,22 +400,12 @@ def _subcomp(ctx: Any, jaxpr: Any, tokens: Any, args: Sequence[Any]) -> tuple[Se
     return outs, tokens_out
 
 
-class Frame(NamedTuple):
-    """A frame of a traceback: a file, a function, the first line of the function, and the line."""
-
-    file: str
-    function: str
-    first_line: int
-    line: int
-
-
-def frames_of_user() -> list[Frame]:
-    """The frames in which the user called the operation that is lowered now, the innermost first."""
-    traceback = source_info_util.current().traceback
-    return [
-        Frame(frame.file_name, frame.function_name, frame.function_start_line, frame.line_num)
-        for frame in (traceback.frames if traceback is not None else ())
-    ]
+def counts_of_scan(eqn: Any) -> tuple[int, int]:
+    """How many of a scan's operands are constants, and how many carries follow them."""
+    if "ft_in" not in eqn.params:  # before JAX 0.12
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    constants, carries, _ = eqn.params["ft_in"].unpack()
+    return len(list(constants)), len(list(carries))
 
 
 def location_named(ctx: Any, name: str) -> ir.Location:

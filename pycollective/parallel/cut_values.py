@@ -424,7 +424,7 @@ class Interpreter:
         return [self._result(v, loop, i) for i, v in enumerate(seen)]
 
     def _scan(self, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
-        consts, carries = eqn.params["num_consts"], eqn.params["num_carry"]
+        consts, carries = jax_internals.counts_of_scan(eqn)
         closed = eqn.params["jaxpr"]
         fixed, start, stacks = operands[:consts], operands[consts : consts + carries], operands[consts + carries :]
         rows: list[Value] = []

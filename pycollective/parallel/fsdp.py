@@ -41,6 +41,7 @@ from pycollective.parallel.axes import (
 )
 from pycollective.parallel.buckets import gather_whole, in_buckets
 from pycollective.parallel.elementwise import Check, Cutting, check_numbers, cut_in_slices
+from pycollective.parallel.marked import mark
 
 Array = Any
 Tree = Any
@@ -235,7 +236,10 @@ def _gathered_rows(leaves: list[Array], axis_name: AxisName, wire_dtype: Any) ->
     devices = axis_size("gathered", axis_name)
 
     def as_mean(x: Array) -> Array:  # in front of the sum over devices, which all_gather has as its transpose
-        return with_transpose(lambda x: x, lambda ct: ct / devices, x) if jnp.issubdtype(x.dtype, jnp.inexact) else x
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            return x
+        x = mark(x, axis_name, [0], "sliced(optimizer, shapes, axis_name)")
+        return with_transpose(lambda x: x, lambda ct: ct / devices, x)
 
     def on_wire(x: Array) -> Array:
         narrow = wire_dtype is not None and jnp.issubdtype(x.dtype, jnp.floating)

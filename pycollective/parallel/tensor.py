@@ -39,8 +39,12 @@ from jax import lax
 from pycollective.collectives.replicated import copy_to, reduce_from, with_transpose
 from pycollective.errors import message
 from pycollective.parallel.axes import AxisName, axis_size, has_types, varies
+from pycollective.parallel.marked import mark
 
 Array = Any
+
+_WRAPPER = "for_parts(optimizer, specs)"
+"""How an optimizer is told of parts of weights."""
 
 
 def gather_from(x: Array, axis_name: AxisName, axis: int) -> Array:
@@ -187,6 +191,7 @@ def column_parallel(x: Array, w: Array, axis_name: AxisName, *, sequence_axis: i
         True
     """
     _check_product("column_parallel", x, w, 1, "x of shape (..., in) and w of shape (in, ...)")
+    w = mark(w, axis_name, range(1, w.ndim), _WRAPPER)
     if sequence_axis is None:
         x = copy_to(x, axis_name)
     else:
@@ -225,6 +230,7 @@ def row_parallel(x: Array, w: Array, axis_name: AxisName, *, sequence_axis: int 
     """
     contracted = w.ndim - 1
     _check_product("row_parallel", x, w, contracted, "x of shape (..., in / N) and w of shape (in / N, out)")
+    w = mark(w, axis_name, range(contracted), _WRAPPER)
     y = jnp.tensordot(x, w, axes=contracted)
     if sequence_axis is None:
         return reduce_from(y, axis_name)
@@ -264,7 +270,7 @@ def vocabulary_embedding(
     if table.ndim != 2:
         _fail(where, "a table of shape (V / N, width)", f"shape {table.shape}", "Pass this device's rows.")
     own, place = _own_tokens(where, tokens, table.shape[0], axis_name)
-    rows = jnp.where(own[..., None], table[place], 0)
+    rows = jnp.where(own[..., None], mark(table, axis_name, [0], _WRAPPER)[place], 0)
     if sequence_axis is None:
         return reduce_from(rows, axis_name)
     _check_sequence(where, sequence_axis, tokens.ndim)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any
 
 import jax
 import numpy as np
+import optax
 import pytest
 
 import pycollective as pc
@@ -64,3 +66,16 @@ def test_a_transformer_in_shard_map_with_types(world: pc.Communicator, few: int,
     mapped = pc.shard_map(step, mesh=mesh, in_specs=(specs(CUTS), P("data")), out_specs=(P(), specs(CUTS)))
     loss, grads = want
     assert_trees(mapped(blocks(WHOLE), TOKENS), (loss, blocks(grads)))
+
+
+def test_a_bare_optimizer_that_clips_by_the_norm_of_parts_is_refused(world: pc.Communicator) -> None:
+    clip = optax.clip_by_global_norm(1.0)
+
+    @pc.jit(axis_name=AXIS)
+    def step(params: Tree) -> Tree:
+        return clip.update(jax.grad(cut_loss)(params, TOKENS), optax.EmptyState())[0]
+
+    params = jax.tree.map(lambda x: x[world.rank], stacked(WHOLE, world.size))
+    refused = pytest.raises(ValueError, match=rf"optax's clip_by_global_norm .* \(rank {world.rank} of {world.size}\)")
+    with refused if world.size > 1 else contextlib.nullcontext():
+        step(params)
