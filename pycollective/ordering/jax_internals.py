@@ -246,10 +246,30 @@ def checkify() -> Any:
     """
     try:
         module = importlib.import_module("jax._src.checkify")
-        module.error_checks.update(_ERROR_CHECKS)
+        numbered = hasattr(module, "CheckifyContext")  # since JAX 0.12
+        rules = {primitive: _numbered(rule) if numbered else rule for primitive, rule in _ERROR_CHECKS.items()}
+        module.error_checks.update(rules)
     except (ImportError, AttributeError) as error:
         raise _unsupported(error) from error
     return module
+
+
+def _numbered(rule: Callable[..., Any]) -> Callable[..., Any]:
+    """A rule that gives new errors the numbers behind those that JAX's context has given to others.
+
+    JAX numbers the errors that the rule finds behind those in the names of the errors so far. So a name that nothing
+    has stands for the last number of the context, while the rule is called.
+    """
+
+    def with_context(context: Any, error: Any, *args: Any, **params: Any) -> tuple[Any, Any]:
+        first = context.current_code
+        names = {first - 1: None, **error._metadata} if first else error._metadata
+        found, results = rule(error._replace(_metadata=names), *args, **params)
+        names = {number: name for number, name in found._metadata.items() if name is not None}
+        context.advance(max(0, 1 + max(names, default=-1) - first))
+        return found._replace(_metadata=names), results
+
+    return with_context
 
 
 def report_effects(of: Callable[[Primitive, Sequence[Any], dict[str, Any], Iterable[Any]], Iterable[Any]]) -> None:
