@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pycollective.distributed.program_text import Collective, collectives_in, without_metadata
 from pycollective.errors import fail
-from pycollective.ordering import jax_internals
+from pycollective.ordering import jax_dispatch
 from pycollective.ordering.jaxprs import NO_MESH
 from pycollective.ranks.communicator import Communicator
 from pycollective.transport import native
@@ -138,4 +138,4 @@ def _program_of(clique: Clique) -> tuple[Any, jax.Array]:
 
 def learn_from_each_compilation(cliques: Cliques) -> None:
     """From now on, each program that this process compiles is read before it runs."""
-    jax_internals.see_each_compilation(cliques.learn_from)
+    jax_dispatch.see_each_compilation(after=cliques.learn_from)

@@ -21,7 +21,7 @@ import jax.extend.backend
 import numpy as np
 
 from pycollective.errors import message
-from pycollective.ordering import jax_internals
+from pycollective.ordering import jax_dispatch
 
 Devices = tuple[jax.Device, ...]
 """The devices that run a program, in the order of their ids."""
@@ -226,7 +226,7 @@ def flush() -> None:
     try:
         jax.effects_barrier()
     except jax.errors.JaxRuntimeError:
-        jax_internals.runtime_tokens.clear()  # or later programs would fail, too
+        jax_dispatch.forget_tokens()
         raise
     _wait_for_programs_on(None)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import io
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ import jax
 from jax.extend.core import Primitive
 
 from pycollective.errors import message
-from pycollective.ordering import dispatch, jax_internals, transforms
+from pycollective.ordering import dispatch, jax_dispatch, jax_internals, transforms
 from pycollective.ordering.jaxprs import is_foreign, manual_sizes
 
 _HASH_OF_MPI4JAX = hash(int(hashlib.md5(b"I love mpi4jax very much", usedforsecurity=False).hexdigest(), 16))
@@ -119,4 +120,18 @@ def _after_dispatch(token: Any) -> None:
     dispatch.limit_programs_in_flight(dispatch.WithCompletion(None, token))
 
 
-jax_internals.see_each_dispatch(effect, _before_dispatch, _after_dispatch)
+jax_dispatch.see_each_dispatch(effect, _before_dispatch, _after_dispatch)
+
+
+# XLA of JAX 0.12 inlines a function whose only operand is a token, and makes the constants in it wait for the token.
+# Where an equal constant stands outside, it then joins the two, and ends the process, since the one that waits cannot
+# be removed. A collective of constants makes such a function, and so does one of arrays without elements, which are
+# constants to XLA. Without this pass it is inlined later, and its constants wait for nothing.
+def _before_compilation(module: Any, options: Any) -> None:
+    bytecode = io.BytesIO()
+    module.operation.write_bytecode(file=bytecode)
+    if b"pycollective_" in bytecode.getvalue():  # the name of a handler
+        jax_dispatch.disable_pass(options, "nullary-function-wrap-inliner")
+
+
+jax_dispatch.see_each_compilation(before=_before_compilation)

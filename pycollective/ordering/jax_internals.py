@@ -1,4 +1,4 @@
-"""All uses of JAX's private parts, and of public parts that JAX does not promise to keep. No other file has any.
+"""All uses of JAX's private parts, and of public parts that JAX does not promise to keep, but for jax_dispatch.py's.
 
 =======================================  ==============================================================
 ``jax._src.core.abstract_token``         the type of a token operand for ``jax.ffi.ffi_lowering``
@@ -9,8 +9,6 @@
 ``jax._src.core.NamedAxisEffect``        the effect of a jaxpr that names an axis; the binding of the axis removes it
 ``jax._src.effects`` (its type sets)     register an ordered effect; mpi4jax and JAX's own debug_print do the same
 ``mlir.jaxpr_subcomp``, ``TokenSet``     are exported, but their signature has changed before
-``jax._src.dispatch.RuntimeTokenSet``    two of its methods are wrapped, to see each dispatch of a program with our
-                                         effect; the object is emptied when programs have failed with a rank
 ``traceback_util.register_exclusion``    removes our frames from tracebacks and from ``jax.debug.breakpoint``, which
                                          makes constants of the values in them
 ``linear_call_p`` (custom_derivatives)   its abstract evaluation omits the effects of the function that it calls; ours
@@ -23,7 +21,6 @@
 ``loops._while_lowering``                lowers each while loop but those that ``transforms`` lowers
 ``pe.partial_eval_jaxpr_custom``         divides a jaxpr as a policy of :func:`jax.checkpoint` says
 ``pe.ensure_enum``, ``RecomputeType``    what such a policy returns
-``compiler.compile_or_get_cached``       wrapped where global arrays go over MPI, to read each compiled program
 ``Primitive.is_high``, ``to_lojax``      from 0.12 on JAX replaces some primitives before it lowers a program
 ``ir.Location.child_loc``, ``NameLoc``   the place of an operation without its name, to give it another one
 ``mhlo.backend_config``                  where ``jax.ffi`` has put the attributes of a call that is lowered already
@@ -57,13 +54,13 @@ from pycollective.errors import message
 SUPPORTED_JAX = ">= 0.9, < 0.13"
 
 
-def _unsupported(error: Exception) -> ImportError:
+def unsupported(error: Exception) -> ImportError:
+    """The error that this JAX lacks what we use of it."""
     got = f"jax {jax.__version__}: {error}"
     return ImportError(message("ordering", f"jax {SUPPORTED_JAX}", got, "Install a supported jax."))
 
 
 try:
-    from jax._src import compiler
     from jax._src import effects as jax_effects
     from jax._src.core import (
         InternalMutableArrayEffect,
@@ -77,8 +74,6 @@ try:
         trace_state_clean,
     )
     from jax._src.custom_derivatives import linear_call_p
-    from jax._src.dispatch import RuntimeTokenSet
-    from jax._src.dispatch import runtime_tokens as runtime_tokens
     from jax._src.interpreters import partial_eval as pe
     from jax._src.interpreters.partial_eval import DynamicJaxprTrace
     from jax._src.lax.control_flow import loops
@@ -98,13 +93,8 @@ try:
         raise ImportError(f"jaxpr_subcomp has no parameter {sorted(_LACKING)}")
     if "effects" not in inspect.signature(DynamicJaxprTrace.make_eqn).parameters:
         raise ImportError("DynamicJaxprTrace.make_eqn has no parameter effects")
-    for _method, _expected in (("get_token_input", ["eff", "devices"]), ("set_token_result", ["eff", "token"])):
-        if list(inspect.signature(getattr(RuntimeTokenSet, _method)).parameters) != ["self", *_expected]:
-            raise ImportError(f"RuntimeTokenSet.{_method} has other parameters than {_expected}")
-    if list(inspect.signature(compiler.compile_or_get_cached).parameters)[:3] != ["backend", "computation", "devices"]:
-        raise ImportError("compile_or_get_cached has other parameters")
 except (ImportError, AttributeError) as error:
-    raise _unsupported(error) from error
+    raise unsupported(error) from error
 
 
 _PACKAGE = str(Path(__file__).parents[1])
@@ -250,7 +240,7 @@ def checkify() -> Any:
         rules = {primitive: _numbered(rule) if numbered else rule for primitive, rule in _ERROR_CHECKS.items()}
         module.error_checks.update(rules)
     except (ImportError, AttributeError) as error:
-        raise _unsupported(error) from error
+        raise unsupported(error) from error
     return module
 
 
@@ -322,63 +312,6 @@ def divided_by_policy(jaxpr: Any, inst_in: Sequence[bool], policy: Callable[...,
 def effects_kept_by_checkpoint(effects: Iterable[Any]) -> set[Any]:
     """The effects for which :func:`jax.checkpoint` keeps the results of an equation."""
     return {kind for kind in effects if not isinstance(kind, (NamedAxisEffect, InternalMutableArrayEffect))}
-
-
-def see_each_dispatch(
-    effect: OrderedEffect, before: Callable[[Sequence[jax.Device]], None], after: Callable[[Any], None]
-) -> None:
-    """Calls functions around each program with ``effect`` that JAX itself dispatches.
-
-    Such programs take and return a token, which orders them. JAX waits for the last token, which takes 0.5 ms on a GPU;
-    here a program on one device takes it as it is. The error of an earlier program is raised once, for the next one.
-
-    Args:
-        effect: the effect.
-        before: called with the devices of a program before its dispatch.
-        after: called after it with the token that the program returns.
-    """
-    token_input, token_result = RuntimeTokenSet.get_token_input, RuntimeTokenSet.set_token_result
-
-    @functools.wraps(token_input)
-    def get_token_input(self: Any, eff: Any, devices: Any) -> Any:
-        if eff != effect:
-            return token_input(self, eff, devices)
-        before(devices)
-        last = self.current_tokens.get(eff)
-        try:
-            if last is None or last._buf.devices() != set(devices) or len(devices) > 1:
-                last = token_input(self, eff, devices)
-            elif last._buf.is_ready():
-                last.block_until_ready()
-        except jax.errors.JaxRuntimeError:
-            self.clear()
-            raise
-        return last
-
-    @functools.wraps(token_result)
-    def set_token_result(self: Any, eff: Any, token: Any) -> None:
-        token_result(self, eff, token)
-        if eff == effect:
-            after(token)
-
-    RuntimeTokenSet.get_token_input, RuntimeTokenSet.set_token_result = get_token_input, set_token_result
-
-
-def see_each_compilation(after: Callable[[Any, Any], None]) -> None:
-    """Calls ``after`` with each program that JAX compiles or reads from its cache, and its devices, before it runs.
-
-    Args:
-        after: a function of XLA's executable and of the array of the program's devices, which may be other processes'.
-    """
-    compile_or_get_cached = compiler.compile_or_get_cached
-
-    @functools.wraps(compile_or_get_cached)
-    def seen(backend: Any, computation: Any, devices: Any, *args: Any, **kwargs: Any) -> Any:
-        executable = compile_or_get_cached(backend, computation, devices, *args, **kwargs)
-        after(executable, devices)
-        return executable
-
-    compiler.compile_or_get_cached = seen
 
 
 def is_high(eqn: Any, inner: Sequence[Any]) -> bool:

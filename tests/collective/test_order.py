@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 
 import pycollective as pc
-from pycollective.ordering import eager
+from pycollective.ordering import eager, jax_dispatch
 from tests.cases import values
 
 
@@ -30,6 +30,27 @@ def test_independent_calls_of_one_program(jit: object, world: pc.Communicator) -
     for i, (x, y) in enumerate(zip(xs, ys, strict=True)):
         ranks = np.arange(1, world.size + 1, dtype=np.float32) * (i + 1)
         np.testing.assert_allclose(y, np.full(len(x), (np.sin(ranks) if i % 3 else ranks).sum()), rtol=1e-5)
+
+
+@pytest.mark.parametrize("jit", [jax.jit, pc.jit])
+@pytest.mark.parametrize("length", [3, 0])
+def test_a_function_without_arguments_and_an_equal_constant(length: int, jit: object, world: pc.Communicator) -> None:
+    """Without arrays or with arrays that have no elements, a token is all that it gets. JAX 0.12 ended the process."""
+    inner = jax.jit(lambda: pc.psum(jnp.full(length, 2.5), world))
+    y = jit(lambda x: inner() + 2.5 * x + jnp.full(length, 2.5))(jnp.ones(length))  # type: ignore[operator]
+    np.testing.assert_array_equal(y, np.full(length, 2.5 * world.size + 5))
+
+
+def test_passes_that_the_user_disables(world: pc.Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    compiler = jax_dispatch.compiler
+    monkeypatch.setattr(compiler, "compile_or_get_cached", compiler.compile_or_get_cached)  # it is put back
+    jax_dispatch.see_each_compilation(before=lambda _, options: seen.append(options))
+    options = {"xla_disable_hlo_passes": "one"}
+    jax.jit(lambda x: pc.psum(x, world), compiler_options=options)(jnp.ones(5))
+    jax.jit(lambda x: x - 1, compiler_options=options)(jnp.ones(5))
+    disabled = [dict(each.env_option_overrides).get("xla_disable_hlo_passes") for each in seen]
+    assert [passes for passes in disabled if passes] == ["one,nullary-function-wrap-inliner", "one"]
 
 
 def test_unused_results_are_still_computed(world: pc.Communicator) -> None:
