@@ -27,7 +27,7 @@ namespace pycollective {
 // Who takes part in a call, and where the user made it, as attributes of the program say it.
 struct Participants {
   // The attribute comm: the communicator's number and its fingerprint. Then, where an operand travels in another dtype than the
-  // one that the user passed, the dtype of each operand as the user passed it. Last,
+  // one that the user passed, the dtype of each operand as the user passed it; kEmptyTree for a tree without arrays. Last,
   // of a call with a root whose operand is a leaf of a tree, a hash of the tree's structure.
   xla::ffi::Span<const int64_t> comm;
   // How the program lies on the devices of this process. 1: on one device. n > 1: on n devices, each of which makes the

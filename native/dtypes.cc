@@ -36,15 +36,16 @@ enum Reductions { kNone, kMinMax, kSumProd, kAll };
   X(F8E3M4, "float8_e3m4", kUint8, kNone)                 \
   X(F8E8M0FNU, "float8_e8m0fnu", kUint8, kNone)
 
-// Dtypes below a byte, which travel as others.
-#define PYCOLLECTIVE_SMALL_DTYPES(X) \
+// Those that do not travel as they are: dtypes below a byte, and that of a tree without arrays.
+#define PYCOLLECTIVE_OTHER_DTYPES(X) \
   X(S1, "int1")                      \
   X(U1, "uint1")                     \
   X(S2, "int2")                      \
   X(U2, "uint2")                     \
   X(S4, "int4")                      \
   X(U4, "uint4")                     \
-  X(F4E2M1FN, "float4_e2m1fn")
+  X(F4E2M1FN, "float4_e2m1fn")       \
+  X(TOKEN, "an empty tree")
 
 Reductions ReductionsOf(ffi::DataType dtype) {
   switch (dtype) {
@@ -63,7 +64,7 @@ const char* DtypeName(int32_t dtype) {
 #define PYCOLLECTIVE_CASE(dtype, name, ...) \
   case ffi::dtype: return name;
     PYCOLLECTIVE_DTYPES(PYCOLLECTIVE_CASE)
-    PYCOLLECTIVE_SMALL_DTYPES(PYCOLLECTIVE_CASE)
+    PYCOLLECTIVE_OTHER_DTYPES(PYCOLLECTIVE_CASE)
 #undef PYCOLLECTIVE_CASE
     default: return dtype >= kKeyDtypes ? "key" : "an unknown dtype";
   }
@@ -73,7 +74,7 @@ int32_t DtypeNumber(const std::string& name) {
 #define PYCOLLECTIVE_NUMBER(dtype, known, ...) \
   if (name == known) return static_cast<int32_t>(ffi::dtype);
   PYCOLLECTIVE_DTYPES(PYCOLLECTIVE_NUMBER)
-  PYCOLLECTIVE_SMALL_DTYPES(PYCOLLECTIVE_NUMBER)
+  PYCOLLECTIVE_OTHER_DTYPES(PYCOLLECTIVE_NUMBER)
 #undef PYCOLLECTIVE_NUMBER
   return -1;
 }

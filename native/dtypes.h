@@ -15,6 +15,8 @@ namespace pycollective {
 // numbers from kKeyDtypes on, one for each implementation.
 const char* DtypeName(int32_t dtype);
 inline constexpr int32_t kKeyDtypes = 1 << 16;
+// What stands for a dtype in a call whose tree has no arrays.
+inline constexpr auto kEmptyTree = static_cast<int32_t>(xla::ffi::DataType::TOKEN);
 // The number of a dtype that is no key; -1: it is unknown.
 int32_t DtypeNumber(const std::string& name);
 // Finds the type that carries `dtype` unchanged. Returns false if there is none: for dtypes packed below a byte.

@@ -26,7 +26,7 @@ ffi::Error Enter(Place place, const Participants& participants, InToken, ffi::Re
   Call call = CallIn(place, is_known ? static_cast<Operation>(operation) : kBarrier, participants);
   const ffi::Error foreign = call.CheckProcess(process);
   if (foreign.failure()) return foreign;
-  Signature signature{static_cast<int32_t>(operation)};
+  Signature signature{static_cast<int32_t>(operation), participants.DtypeOf(0, ffi::DataType::INVALID)};
   signature.reduce_op = static_cast<int32_t>(op);
   signature.root = static_cast<int32_t>(root);
   signature.pattern = pattern != 0 ? pattern : operation == kAllreduce ? 0 : participants.tree();

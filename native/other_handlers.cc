@@ -96,7 +96,8 @@ auto BindPpermute() {
 template <typename Place>
 ffi::Error Barrier(Place place, const Participants& participants, InToken, OutToken) {
   Call call = CallIn(place, kBarrier, participants);
-  return call.Run(place, {kBarrier}, 0, {}, [&](const Library& mpi, const Lane& lane) {
+  const Signature signature{kBarrier, participants.DtypeOf(0, ffi::DataType::INVALID)};
+  return call.Run(place, signature, 0, {}, [&](const Library& mpi, const Lane& lane) {
     return place.Exchange(lane, {}, {}, {},
                           [&](const Channel& channel, const void*, void*, int64_t) { return mpi.Barrier(channel); });
   });

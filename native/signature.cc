@@ -23,6 +23,7 @@ uint64_t Signature::Digest() const {
 }
 
 std::string DescribeArray(const Dimensions& dimensions, int32_t dtype) {
+  if (dtype == kEmptyTree) return DtypeName(dtype);
   std::string text = std::string(DtypeName(dtype)) + "[";
   const auto shown = std::min(static_cast<size_t>(dimensions.rank), Dimensions::kShown);
   for (size_t i = 0; i < shown; ++i) text += (i > 0 ? "," : "") + std::to_string(dimensions.first[i]);
@@ -34,7 +35,8 @@ std::string DescribeArray(const Dimensions& dimensions, int32_t dtype) {
 
 std::string Describe(const Signature& s, bool with_staging) {
   std::string text = kOperationNames[s.operation];
-  if (s.operation == kBarrier) return s.devices > 1 ? text + "(on " + std::to_string(s.devices) + " devices)" : text;
+  const bool brings_nothing = s.operation == kBarrier && s.dtype != kEmptyTree;
+  if (brings_nothing) return s.devices > 1 ? text + "(on " + std::to_string(s.devices) + " devices)" : text;
   text += "(" + DescribeArray(s.dimensions, s.dtype);
   if (s.reduce_op >= 0) text += std::string(", op=") + OpName(s.reduce_op);
   if (s.root >= 0) text += ", root=" + std::to_string(s.root);

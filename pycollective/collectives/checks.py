@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from pycollective.errors import fail, integer
 from pycollective.primitives import dtypes
 from pycollective.primitives.blocks import cut
-from pycollective.primitives.messages import StatusPlace
-from pycollective.primitives.passed import leaves_of
+from pycollective.primitives.messages import StatusPlace, barrier
+from pycollective.primitives.passed import EMPTY_TREE, leaves_of
 from pycollective.ranks.participants import Participants
 from pycollective.transport.mpi import MPI
 
@@ -46,8 +46,15 @@ def map_arrays(where: str, comm: Participants, function: Callable[[Array], Any],
     return jax.tree.map(lambda leaf: function(array(where, comm, leaf)), tree)
 
 
-def map_leaves_of_root(where: str, comm: Participants, function: Callable[[Array], Any], tree: PyTree) -> PyTree:
-    """Applies :func:`map_arrays` for a call with a root: all ranks must pass trees of one structure."""
+def call_for_leaves(where: str, comm: Participants, call: Callable[[Array], Any], tree: PyTree) -> PyTree:
+    """Makes a collective call for each leaf of ``tree``. A tree without leaves makes one as well, which has no data."""
+    if not jax.tree.leaves(tree):
+        barrier(comm, EMPTY_TREE)
+    return map_arrays(where, comm, call, tree)
+
+
+def call_for_leaves_of_root(where: str, comm: Participants, call: Callable[[Array], Any], tree: PyTree) -> PyTree:
+    """Does what :func:`call_for_leaves` does, for a call with a root: all ranks must pass trees of one structure."""
     if not jax.tree.leaves(tree) and jax.tree.leaves(tree, is_leaf=lambda node: node is None):
         fail(
             TypeError,
@@ -58,7 +65,7 @@ def map_leaves_of_root(where: str, comm: Participants, function: Callable[[Array
             "Pass zeros of the same shape where a rank has no data, or use comm.mpi.bcast(obj) for objects.",
         )
     with leaves_of(tree):
-        return map_arrays(where, comm, function, tree)
+        return call_for_leaves(where, comm, call, tree)
 
 
 def rank(where: str, comm: Participants, name: str, value: Any) -> int:

@@ -6,6 +6,7 @@ Each takes a communicator, the world by default, or the name of an axis. For a n
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -66,7 +67,7 @@ def all_gather(
         blocks = reductions.allgather(leaf, comm=comm)
         return join(blocks, at) if tiled else jnp.moveaxis(blocks, 0, at)
 
-    return checks.map_arrays("all_gather", comm, gather_leaf, x)
+    return checks.call_for_leaves("all_gather", comm, gather_leaf, x)
 
 
 def psum_scatter(
@@ -120,7 +121,7 @@ def psum_scatter(
         )
         return reductions.reduce_scatter(blocks, comm=comm, op="sum")
 
-    return checks.map_arrays(where, comm, scatter_leaf, x)
+    return checks.call_for_leaves(where, comm, scatter_leaf, x)
 
 
 def all_to_all(
@@ -176,7 +177,7 @@ def all_to_all(
         blocks = checks.one_entry_per_rank(where, comm, leaf, split, "split_axis")
         return jnp.moveaxis(exchanges.alltoall(blocks, comm=comm), 0, concat)
 
-    return checks.map_arrays(where, comm, exchange_leaf, x)
+    return checks.call_for_leaves(where, comm, exchange_leaf, x)
 
 
 def ppermute(
@@ -231,7 +232,7 @@ def ppermute(
                 f"{twice} more than once in {list(pairs)}",
                 "Use two calls.",
             )
-    return checks.map_arrays("ppermute", comm, lambda leaf: exchanges.ppermute(leaf, comm=comm, perm=pairs), x)
+    return checks.call_for_leaves("ppermute", comm, lambda leaf: exchanges.ppermute(leaf, comm=comm, perm=pairs), x)
 
 
 def _pair(comm: Communicator, pair: Any) -> tuple[int, int]:
@@ -317,7 +318,8 @@ def pbroadcast(x: PyTree, axis_name: AxisName | Communicator | None = None, sour
         return by_name("pbroadcast", axis_name, lax.pbroadcast, x, axis_name, source)
     comm = given_or_world("pbroadcast", axis_name)
     root = checks.rank("pbroadcast", comm, "source", source)
-    return checks.map_leaves_of_root("pbroadcast", comm, lambda leaf: reductions.bcast(leaf, comm=comm, root=root), x)
+    copy = partial(reductions.bcast, comm=comm, root=root)
+    return checks.call_for_leaves_of_root("pbroadcast", comm, copy, x)
 
 
 def axis_index(axis_name: AxisName | Communicator | None = None) -> Array:

@@ -81,14 +81,14 @@ def psum(
     if wire_dtype is None:
         return _allreduce("psum", x, axis_name, "sum", axis_index_groups)
     comm = checks.group("psum", given_or_world("psum", axis_name), axis_index_groups, equal=False)
-    x = checks.map_arrays("psum", comm, lambda leaf: checks.reducible("psum", comm, leaf, "sum"), x)
+    x = checks.call_for_leaves("psum", comm, lambda leaf: checks.reducible("psum", comm, leaf, "sum"), x)
     return sum_on_wire("psum", x, comm, wire_dtype, lambda xs: reductions.allreduce_all(xs, comm=comm, op="sum"))
 
 
 def _allreduce(where: str, x: PyTree, axis_name: Any, op: str, groups: Groups) -> PyTree:
     comm = checks.group(where, given_or_world(where, axis_name), groups, equal=False)
     leaves, tree = jax.tree.flatten(
-        checks.map_arrays(where, comm, lambda leaf: checks.reducible(where, comm, leaf, op), x)
+        checks.call_for_leaves(where, comm, lambda leaf: checks.reducible(where, comm, leaf, op), x)
     )
     return jax.tree.unflatten(tree, reductions.allreduce_all(leaves, comm=comm, op=op))
 

@@ -22,7 +22,7 @@ from pycollective.transport.mpi import MPI
 def _rooted(where: str, function: Callable[..., Array], x: PyTree, axis_name: Any, root: Any) -> PyTree:
     comm = given_or_world(where, axis_name)
     rank = checks.rank(where, comm, "root", root)
-    return checks.map_leaves_of_root(where, comm, lambda leaf: function(leaf, comm=comm, root=rank), x)
+    return checks.call_for_leaves_of_root(where, comm, lambda leaf: function(leaf, comm=comm, root=rank), x)
 
 
 def broadcast(x: PyTree, axis_name: Communicator | None = None, *, root: int = 0) -> PyTree:
@@ -82,7 +82,7 @@ def reduce(x: PyTree, axis_name: Communicator | None = None, *, op: str = "sum",
     def reduce_leaf(leaf: Array) -> Array:
         return reductions.reduce(checks.reducible("reduce", comm, leaf, name), comm=comm, op=name, root=rank)
 
-    return checks.map_leaves_of_root("reduce", comm, reduce_leaf, x)
+    return checks.call_for_leaves_of_root("reduce", comm, reduce_leaf, x)
 
 
 def gather(x: PyTree, axis_name: Communicator | None = None, *, root: int = 0) -> PyTree:
@@ -149,7 +149,7 @@ def scatter(x: PyTree, axis_name: Communicator | None = None, *, root: int = 0) 
             )
         return exchanges.scatter(checks.one_entry_per_rank("scatter", comm, leaf, 0, "axis"), comm=comm, root=rank)
 
-    return checks.map_leaves_of_root("scatter", comm, scatter_leaf, x)
+    return checks.call_for_leaves_of_root("scatter", comm, scatter_leaf, x)
 
 
 def _prefix(where: str, function: Callable[..., Array], x: PyTree, axis_name: Any, op: str) -> PyTree:
@@ -159,7 +159,7 @@ def _prefix(where: str, function: Callable[..., Array], x: PyTree, axis_name: An
     def reduce_leaf(leaf: Array) -> Array:
         return function(checks.reducible(where, comm, leaf, name), comm=comm, op=name)
 
-    return checks.map_arrays(where, comm, reduce_leaf, x)
+    return checks.call_for_leaves(where, comm, reduce_leaf, x)
 
 
 def scan(x: PyTree, axis_name: Communicator | None = None, *, op: str = "sum") -> PyTree:
@@ -230,6 +230,8 @@ def send(x: PyTree, axis_name: Communicator | None = None, *, dest: int, tag: in
     """
     comm = given_or_world("send", axis_name)
     params = {"dest": checks.rank("send", comm, "dest", dest), "tag": checks.tag("send", comm, "tag", tag, None)}
+    if not jax.tree.leaves(x):
+        messages.send_empty_tree(comm=comm, **params)
     checks.map_arrays("send", comm, lambda leaf: messages.send(leaf, comm=comm, **params), x)
 
 
@@ -273,6 +275,8 @@ def recv(
         "tag": checks.tag("recv", comm, "tag", tag, MPI.ANY_TAG),
         "status": checks.status("recv", comm, status),
     }
+    if not jax.tree.leaves(like):
+        messages.recv_empty_tree(comm=comm, **params)
     return jax.tree.map(lambda leaf: messages.recv(_template("recv", comm, leaf), comm=comm, **params), like)
 
 
@@ -344,6 +348,8 @@ def sendrecv(
         template = _template("sendrecv", comm, template)
         return messages.sendrecv(checks.array("sendrecv", comm, leaf), template, comm=comm, **params)
 
+    if not jax.tree.leaves(x):
+        messages.sendrecv_empty_tree(comm=comm, **params)
     return jax.tree.map(exchange_leaf, x, like)
 
 

@@ -122,7 +122,11 @@ def reduce_from(x: PyTree, axis_name: AxisName | Communicator | None = None) -> 
     """
     if not is_name(axis_name):
         comm = given_or_world("reduce_from", axis_name)
-        x = checks.map_arrays("reduce_from", comm, lambda leaf: checks.reducible("reduce_from", comm, leaf, "sum"), x)
+
+        def term(leaf: Any) -> Any:
+            return checks.reducible("reduce_from", comm, leaf, "sum")
+
+        x = checks.call_for_leaves("reduce_from", comm, term, x)
         return _reduced(x, partial(psum, axis_name=comm))
 
     def reduced(x: PyTree) -> PyTree:

@@ -18,7 +18,7 @@ from jax.interpreters import mlir
 from pycollective.errors import message
 from pycollective.ordering import call_site, jax_internals, jaxprs, operand_order
 from pycollective.ordering.effect import effect
-from pycollective.primitives.passed import Passed
+from pycollective.primitives.passed import NOTHING, Passed
 from pycollective.transport import native
 from pycollective.transport.protocol import Composition, HandlerCall, Structs
 
@@ -26,9 +26,6 @@ HOSTS: tuple[str, ...] = ("cpu",)
 ACCELERATORS: tuple[str, ...] = ("cuda", "rocm")
 """JAX's names of the platforms that we lower for. MPI can read and write the memory of the devices of ``HOSTS``."""
 
-
-_NOTHING = Passed(())
-"""Of a call that has no operand, or whose operands are what the user passed."""
 
 _REDUCTIONS = {"allreduce", "reduce_scatter"}
 """Primitives that combine the operands of all ranks alike."""
@@ -70,7 +67,7 @@ def lower(
     ) -> Any:
         if (outs := lower_on_all_copies(primitive, ctx, operands, params)) is not None:
             return outs
-        passed: Passed = params.pop("passed", _NOTHING)
+        passed: Passed = params.pop("passed", NOTHING)
         devices, manual = _devices_of_program(primitive.name, ctx.module_context.axis_context)
         form = form_of(params, _structs(ctx.avals_in), _structs(ctx.avals_out))
         if isinstance(form, Decomposition):

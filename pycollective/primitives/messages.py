@@ -7,12 +7,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.interpreters import ad, batching
 
 from pycollective.errors import message
 from pycollective.ordering import jax_internals
 from pycollective.ordering.effect import effect
 from pycollective.primitives import define, dtypes
+from pycollective.primitives.passed import EMPTY_TREE, NOTHING, Passed
 from pycollective.ranks.communicator import Communicator
 from pycollective.ranks.participants import Participants
 from pycollective.transport import native
@@ -232,6 +234,35 @@ ad.primitive_jvps[recv_p] = _recv_jvp_rule
 batching.primitive_batchers[recv_p] = _recv_batching_rule
 
 
+# Trees without arrays --------------------------------------------------------------------------------------
+#
+# They are messages of no elements: the other end may send arrays, or wait for some.
+
+
+def send_empty_tree(*, comm: Communicator, dest: int, tag: int) -> None:
+    """Sends a tree without arrays to ``dest``."""
+    send_p.bind(jnp.zeros(0, bool), comm=comm, dest=dest, tag=tag, passed=EMPTY_TREE)
+
+
+def recv_empty_tree(*, comm: Communicator, source: int, tag: int, status: StatusPlace | None = None) -> None:
+    """Receives a tree without arrays from ``source``."""
+    recv_p.bind(
+        jnp.zeros(0),
+        shape=(0,),
+        dtype=np.dtype(bool),
+        comm=comm,
+        source=source,
+        tag=tag,
+        status=status,
+        passed=EMPTY_TREE,
+    )
+
+
+def sendrecv_empty_tree(*, comm: Communicator, **params: Any) -> None:
+    """Sends a tree without arrays and receives another one; the parameters are those of :func:`sendrecv`."""
+    sendrecv_p.bind(jnp.zeros(0, bool), shape=(0,), dtype=np.dtype(bool), comm=comm, **params, passed=EMPTY_TREE)
+
+
 # barrier ---------------------------------------------------------------------------------------------------
 
 barrier_p = define.primitive("barrier", multiple_results=True)
@@ -245,6 +276,6 @@ def _barrier_abstract_eval(**_: Any) -> Any:
 define.lower(barrier_p)
 
 
-def barrier(comm: Participants) -> None:
-    """Returns on each rank when all ranks have called it."""
-    barrier_p.bind(comm=comm)
+def barrier(comm: Participants, passed: Passed = NOTHING) -> None:
+    """Returns on each rank when all ranks have called it. ``passed``: what the user passed to a collective."""
+    barrier_p.bind(comm=comm, passed=passed)

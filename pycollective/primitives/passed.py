@@ -1,7 +1,8 @@
 """What the user passed to a collective, where the operands of the primitive do not show it.
 
 A sum of bfloat16 numbers travels in float32, one of bools in int32. The transpose of a sum is a sum of the same shape.
-Such calls are alike to MPI, but not to the program: ranks compare what the user passed.
+Such calls are alike to MPI, but not to the program: ranks compare what the user passed. A tree without arrays makes a
+call as well, without data: another rank may pass arrays, and would wait.
 """
 
 from __future__ import annotations
@@ -64,6 +65,13 @@ class Passed(NamedTuple):
 
     def _derived(self, kind: str) -> Passed:
         return self._replace(derivative=f"{kind} of {self.derivative}" if self.derivative else kind)
+
+
+NOTHING = Passed(())
+"""Of a call that has no operand, or whose operands are what the user passed."""
+
+EMPTY_TREE = Passed(("an empty tree",))
+"""A tree without arrays, for which the primitive has no operand, or one without elements."""
 
 
 @contextlib.contextmanager

@@ -283,6 +283,26 @@ def test_trees_of_another_structure_at_a_root(name: str, world: pc.Communicator)
         jax.block_until_ready(pc.jit(lambda x: OF_ROOT[name](x, world))(of_root if world.rank == 0 else other))
 
 
+EMPTY_OR_NOT: dict[str, Callable[[Any, pc.Communicator], Any]] = {
+    "psum": pc.psum,
+    "psum on the wire": lambda x, comm: pc.psum(x, comm, wire_dtype=jnp.bfloat16),
+    "ppermute": lambda x, comm: pc.ppermute(x, comm, perm=[(0, 1), (1, 0)]),
+    "reduce_from": pc.reduce_from,
+    "broadcast": pc.broadcast,
+}
+
+
+@pytest.mark.parametrize("name", EMPTY_OR_NOT)
+def test_trees_without_arrays(name: str, world: pc.Communicator) -> None:
+    """On all ranks the result is the tree, as in JAX. On one rank it would make no call, and the others would wait."""
+    call = EMPTY_OR_NOT[name]
+    for run in (lambda function: function, pc.jit):
+        assert run(lambda tree: call(tree, world))({"a": []}) == {"a": []}
+    with pytest.raises(RUNTIME_ERRORS, match=r"barrier\(an empty tree\).* and \w+\(float32|\w+\(float32.*an empty"):
+        jax.block_until_ready(call({} if world.rank == 0 else X, world))
+    np.testing.assert_array_equal(pc.psum(X, world), X * world.size)
+
+
 def test_weak_types_are_no_difference(world: pc.Communicator) -> None:
     total = pc.psum(1.0 if world.rank == 0 else jnp.float32(1), world)
     np.testing.assert_array_equal(total, world.size)

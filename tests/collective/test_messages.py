@@ -228,6 +228,23 @@ def test_a_message_of_another_kind(jit: Any, call: str, other: str, world: pc.Co
 
 @needs_two
 @pytest.mark.native
+@pytest.mark.skipif(config.check.when < 2, reason="LOUD: PYCOLLECTIVE_CHECK leaves messages out")
+def test_a_tree_without_arrays_is_a_message(world: pc.Communicator) -> None:
+    if world.rank < 2:
+        assert pc.sendrecv({}, world, source=1 - world.rank, dest=1 - world.rank) == {}
+    if world.rank == 0:
+        for sent in ([], [], LIKE):
+            pc.send(sent, world, dest=1)
+    elif world.rank == 1:
+        assert pc.recv([], world, source=0) == []
+        with pytest.raises(RUNTIME_ERRORS, match=r"a message of float32.*, got one of an empty tree at test_messages"):
+            pc.recv(LIKE, world, source=0).block_until_ready()
+        with pytest.raises(RUNTIME_ERRORS, match=r"a message of an empty tree at .*, got one of float32\[2,3\] at"):
+            pc.recv([], world, source=0)
+
+
+@needs_two
+@pytest.mark.native
 def test_messages_from_any_rank_come_whole(world: pc.Communicator) -> None:
     """What a message is and its data come from one sender, in the order in which that one sent."""
     world = world.split(0)
