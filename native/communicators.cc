@@ -216,6 +216,21 @@ std::shared_ptr<Ranks> PartOf(Communicator& whole, const std::vector<int>& membe
   return part;
 }
 
+bool IsHeld(int64_t number) {
+  // Under the lock nobody takes an entry out of the table, and who shares one may only let go of it.
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto found = table.find(number);
+  if (found == table.end()) return false;
+  const std::shared_ptr<Communicator>& whole = found->second;
+  long own = 1;  // the table's
+  for (const auto& [other, part] : table) {
+    if (part->whole != whole) continue;
+    own += 1;
+    if (part.use_count() > 1) return true;
+  }
+  return whole.use_count() > own;
+}
+
 std::vector<int64_t> OwnCommsOfAll() {
   const std::lock_guard<std::mutex> lock(mutex);
   std::vector<int64_t> comms;

@@ -186,6 +186,9 @@ std::shared_ptr<Ranks> PartOf(Communicator& whole, const std::vector<int>& membe
 // call, and none of them may have a call under way.
 Outcome FreeCommunicator(const Library& mpi, int64_t number);
 
+// Whether anything but the table shares a communicator or one of its parts: a program of this process, or a call under way.
+bool IsHeld(int64_t number);
+
 // What ranks do after one of them has failed (pycollective/elastic). The MPI communicators that calls have made:
 std::vector<int64_t> OwnCommsOfAll();
 // Marks all communicators as freed, without a call of MPI: their ranks cannot meet any more.

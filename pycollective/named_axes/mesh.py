@@ -19,7 +19,7 @@ from jax import lax
 
 from pycollective import errors
 from pycollective.named_axes.names import AxisName
-from pycollective.ordering import jaxprs
+from pycollective.ordering import jax_internals, jaxprs
 from pycollective.ranks import accelerators
 from pycollective.ranks.communicator import Communicator
 from pycollective.ranks.participants import LaneRoutes, Participants, Perm, PlaceInTeam, ProgramKey, group_of
@@ -58,6 +58,7 @@ class Axis:
         return str(self.name)
 
 
+@jax_internals.keep_weakly
 @dataclass(frozen=True)
 class Mesh:
     """Named axes over the devices of all ranks; see :func:`make_mesh`.
@@ -135,6 +136,7 @@ def _lines_of_grid(sizes: Sequence[int], along: Sequence[int]) -> Any:
     return grid.transpose([*others, *along]).reshape(-1, math.prod(sizes[i] for i in along))
 
 
+@jax_internals.keep_weakly
 class DeviceGroup:
     """The devices along some axes of a mesh, which take part in one collective. Primitives take it as a communicator.
 

@@ -14,25 +14,41 @@ from pycollective.ordering import call_site, dispatch
 from pycollective.ordering.region import Region
 
 
+class _Lent:
+    """The participants of a program, for the time of a call: JAX keeps programs, which must keep no communicator.
+
+    Attributes:
+        owner: the participants; None between the calls.
+    """
+
+    def __init__(self) -> None:
+        self.owner: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.owner, name)
+
+
 def _compiled(
     primitive: Primitive,
     params: tuple[tuple[str, Any], ...],
+    local_axes: Hashable,  # noqa: ARG001 (participants that differ in it alone have programs of their own)
     site: int,  # noqa: ARG001 (the program has it as an attribute, so each site has a program)
-) -> tuple[Callable[..., Any], Region]:
-    region = Region(lambda *operands: primitive.bind(*operands, **dict(params)))
-    return jax.jit(region), region
+) -> tuple[Callable[..., Any], Region, _Lent]:
+    lent = _Lent()
+    region = Region(lambda *operands: primitive.bind(*operands, comm=lent, **dict(params)))
+    return jax.jit(region), region, lent
 
 
-_of_participants: defaultdict[Hashable, Callable[..., tuple[Callable[..., Any], Region]]] = defaultdict(
+_of_participants: defaultdict[Hashable, Callable[..., tuple[Callable[..., Any], Region, _Lent]]] = defaultdict(
     lambda: functools.lru_cache(maxsize=4096)(_compiled)
 )
-"""The programs by who takes part in them."""
+"""The programs by the keys of those who take part in them."""
 
 
-def forget(participants: Iterable[Hashable]) -> None:
-    """Lets go of the programs of communicators, or parts of them, that are freed. Each takes a megabyte."""
-    for freed in participants:
-        _of_participants.pop(freed, None)
+def forget(keys: Iterable[Hashable]) -> None:
+    """Lets go of the programs of communicators, or parts of them, that are gone. Each takes a megabyte."""
+    for key in keys:
+        _of_participants.pop(key, None)
 
 
 def apply(primitive: Primitive, *operands: Any, **params: Any) -> Any:
@@ -42,11 +58,13 @@ def apply(primitive: Primitive, *operands: Any, **params: Any) -> Any:
     each line that makes the call: ranks compare the lines.
     """
     line = call_site.line_of_caller()
-    program, region = _of_participants[params["comm"]](
-        primitive, tuple(sorted(params.items())), call_site.site_of(line)
+    comm = params.pop("comm")
+    program, region, lent = _of_participants[comm.key](
+        primitive, tuple(sorted(params.items())), comm.local_axes, call_site.site_of(line)
     )
     devices = region.devices
     dispatch.wait_for_earlier_programs(dispatch.devices_for(operands, {}) if isinstance(devices, str) else devices)
+    lent.owner = comm
     outside = call_site.call_outside_jit.set(line)  # if the program is compiled now, it has no line of its own
     try:
         if jax.config.jax_disable_jit:  # JAX compiles its own primitives even then, so we do too
@@ -56,6 +74,7 @@ def apply(primitive: Primitive, *operands: Any, **params: Any) -> Any:
             outs = program(*operands)
     finally:
         call_site.call_outside_jit.reset(outside)
+        lent.owner = None
     if type(outs) is dispatch.WithCompletion and not jax.tree.leaves(outs.outs):
         outs.completion.block_until_ready()  # there is no result to wait for, so errors must show here
     return dispatch.limit_programs_in_flight(outs)

@@ -21,6 +21,7 @@
 ``loops._while_lowering``                lowers each while loop but those that ``transforms`` lowers
 ``pe.partial_eval_jaxpr_custom``         divides a jaxpr as a policy of :func:`jax.checkpoint` says
 ``pe.ensure_enum``, ``RecomputeType``    what such a policy returns
+``util.weakref_cache_key_types``         types of parameters that no cache of JAX's keeps alive
 ``Primitive.is_high``, ``to_lojax``      from 0.12 on JAX replaces some primitives before it lowers a program
 ``ir.Location.child_loc``, ``NameLoc``   the place of an operation without its name, to give it another one
 ``mhlo.backend_config``                  where ``jax.ffi`` has put the attributes of a call that is lowered already
@@ -40,7 +41,7 @@ import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax.extend import source_info_util
@@ -78,6 +79,7 @@ try:
     from jax._src.interpreters.partial_eval import DynamicJaxprTrace
     from jax._src.lax.control_flow import loops
     from jax._src.traceback_util import register_exclusion as hide_frames
+    from jax._src.util import weakref_cache_key_types
 
     _TYPE_SETS = (
         jax_effects.ordered_effects,
@@ -97,6 +99,8 @@ except (ImportError, AttributeError) as error:
     raise unsupported(error) from error
 
 
+T = TypeVar("T")
+
 _PACKAGE = str(Path(__file__).parents[1])
 hide_frames(_PACKAGE)
 source_info_util.register_exclusion(_PACKAGE)  # the line of an operation is the line of the user's call
@@ -107,6 +111,15 @@ while_lowering = loops._while_lowering
 
 at_top_level = trace_state_clean
 """Returns whether the call is outside all of JAX's traces."""
+
+
+def keep_weakly(kind: type[T]) -> type[T]:
+    """A decorator of a class whose objects are parameters of equations: only programs keep them, and no cache of JAX's.
+
+    JAX looks the abstract evaluation of an equation up by its parameters, for all programs together.
+    """
+    weakref_cache_key_types.add(kind)
+    return kind
 
 
 def bound_axes() -> tuple[Any, ...]:

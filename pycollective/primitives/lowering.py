@@ -7,6 +7,7 @@ either ``num_devices`` and ``device_assignment``, or ``mesh`` and ``manual_axes`
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -69,6 +70,9 @@ def lower(
             return outs
         passed: Passed = params.pop("passed", NOTHING)
         devices, manual = _devices_of_program(primitive.name, ctx.module_context.axis_context)
+        if "comm" in params:
+            # Until XLA has compiled the program. (JAX exports no program that has "keepalives".)
+            weakref.finalize(ctx.module_context.module, id, params["comm"]).atexit = False
         form = form_of(params, _structs(ctx.avals_in), _structs(ctx.avals_out))
         if isinstance(form, Decomposition):
             return _lower_decomposition(ctx, form, operands)
@@ -83,6 +87,8 @@ def lower(
                     )
                 )
             return _lower_composition(ctx, form, operands, passed)
+        if form_of is not for_host and "comm" in form.attributes:
+            native.hold(form.attributes["comm"][0])  # nobody tells when such a program is gone
         # On accelerators each device that has a copy makes the call itself, together with its partners on the other
         # ranks: these need as many copies. One call for all, as on the host, would copy from device to device.
         one_call_for_all = manual == (_COPIES,) and form_of is for_host

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import weakref
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -13,8 +12,9 @@ import jax
 
 from pycollective.errors import message
 from pycollective.faults import rank_exit
-from pycollective.ordering import dispatch, eager
+from pycollective.ordering import dispatch, jax_internals
 from pycollective.ranks import accelerators, running_out, setup, unreceived
+from pycollective.ranks.kept import Kept, abandon_all, in_use, keyval
 from pycollective.ranks.out_of_band import OutOfBand
 from pycollective.ranks.participants import (
     LaneRoutes,
@@ -27,9 +27,8 @@ from pycollective.ranks.participants import (
     group_of,
     lane_routes,
 )
-from pycollective.transport import failures
 from pycollective.transport.chosen import transport
-from pycollective.transport.mpi import MPI, discard_messages, forget, host_of, receive_what_is_left, remember
+from pycollective.transport.mpi import MPI, host_of, receive_what_is_left, remember
 from pycollective.transport.native import Part, Whole
 from pycollective.transport.watch import waiting
 
@@ -53,6 +52,7 @@ _FOR_OTHER_MODULES = frozenset(
 """Public names of a communicator that are not for users. ``dir()``, and so completion, does not show them."""
 
 
+@jax_internals.keep_weakly
 class Communicator:
     """A group of ranks that call collectives together.
 
@@ -71,7 +71,8 @@ class Communicator:
         local_size: the number of ranks on this host.
         host_index: the number of this host; hosts are numbered in the order of their lowest ranks.
         host_count: the number of hosts.
-        mpi: the mpi4py communicator, which the program may use for its own messages.
+        mpi: the mpi4py communicator, which the program may use for its own messages. Keep this object, or the
+            communicator, as long as a library of another language has its handle.
 
     Raises:
         TypeError: ``mpi`` is not an mpi4py intracommunicator.
@@ -86,15 +87,12 @@ class Communicator:
 
     __slots__ = (
         "__weakref__",
-        "_calls",
-        "_end",
         "_identity",
+        "_kept",
         "_key",
         "_keys",
         "_name",
-        "_owned",
         "_parts",
-        "_rest",
         "_world_ranks",
         "host_count",
         "host_index",
@@ -118,12 +116,9 @@ class Communicator:
     _world_ranks: tuple[int, ...]  # the place of each of its ranks in MPI_COMM_WORLD
     _identity: int  # the same on all its ranks, and no other communicator has it
     _key: ProgramKey
-    _calls: MPI.Intracomm  # the duplicate for collectives, and for messages under the program's own tags
-    _rest: MPI.Intracomm  # the duplicate for making channels, ppermute, messages between devices, out-of-band messages
     _parts: dict[Any, SubCommunicator]
     _keys: dict[Any, ProgramKey]  # the keys of its parts and of groups of devices
-    _owned: bool  # whether free() frees mpi as well
-    _end: str  # why it is of no use any more: a key of _ENDS; "": it is of use
+    _kept: Kept  # what was made for mpi; another object may stand for it when this one is gone
 
     def __new__(cls, mpi: MPI.Intracomm) -> Communicator:
         if not isinstance(mpi, MPI.Intracomm) or mpi == MPI.COMM_NULL:
@@ -142,54 +137,57 @@ class Communicator:
                 )
             )
         setup.start(mpi, None, None, None)
-        known = mpi.Get_attr(_keyval())
-        if isinstance(known, Communicator):
-            return known
-        return cls._make(mpi, mpi.Get_name() or "unnamed", owned=False)
+        return made_for(mpi) or cls._make(mpi, mpi.Get_name() or "unnamed", owned=False)
 
     @classmethod
     def _make(cls, mpi: MPI.Comm, name: str, *, owned: bool) -> Communicator:
         """Makes the object; all ranks must make this call. ``owned``: :meth:`free` frees ``mpi`` as well."""
         assert isinstance(mpi, MPI.Intracomm)
-        self = object.__new__(cls)
-        set_ = object.__setattr__  # the class is frozen
-        set_(self, "mpi", remember(mpi))
-        set_(self, "rank", mpi.rank)
-        set_(self, "size", mpi.size)
         # A host name would not do: containers may share one, and a host may have several.
         with _communicators_of_mpi(), host_of(mpi) as shared:
             hosts = mpi.allgather(shared.bcast(mpi.rank))
         local = [rank for rank in range(mpi.size) if hosts[rank] == hosts[mpi.rank]]
         leaders = sorted(set(hosts))
-        set_(self, "local_rank", local.index(mpi.rank))
-        set_(self, "local_size", len(local))
-        set_(self, "host_index", leaders.index(hosts[mpi.rank]))
-        set_(self, "host_count", len(leaders))
-
         lanes = tuple(map(accelerators.lane_id, setup.devices_of_this_rank()))
         world_ranks = tuple(MPI.Group.Translate_ranks(mpi.Get_group(), None, MPI.COMM_WORLD.Get_group()))
+        # One for collectives, and for messages under the program's own tags; one for channels, ppermute, messages
+        # between devices, out-of-band messages.
         calls, rest = _duplicate(mpi), _duplicate(mpi)
         own_fingerprint = fingerprint(world_ranks, mpi.rank, lanes)
-        set_(self, "_calls", calls)
-        set_(self, "_rest", rest)
         free_tag = 2 * len(lanes) ** 2  # native/communicators.cc uses the smaller and the larger tags
-        set_(self, "out_of_band", OutOfBand(rest, free_tag))
-        set_(self, "_world_ranks", world_ranks)
         # The ranks of a communicator make their communicators in one order.
         _made[world_ranks] += 1
         identity = fingerprint(world_ranks, _made[world_ranks], *_losses)
-        set_(self, "_identity", identity)
         number = transport().open(Whole(name, own_fingerprint, identity, world_ranks, lanes, calls, rest))
-        set_(self, "_key", (number, own_fingerprint))
-        set_(self, "_name", name)
-        set_(self, "_parts", {})
-        set_(self, "_keys", {})
-        set_(self, "_owned", owned)
-        set_(self, "_end", "")
+        facts = {
+            "rank": mpi.rank,
+            "size": mpi.size,
+            "local_rank": local.index(mpi.rank),
+            "local_size": len(local),
+            "host_index": leaders.index(hosts[mpi.rank]),
+            "host_count": len(leaders),
+            "out_of_band": OutOfBand(rest, free_tag),
+            "_world_ranks": world_ranks,
+            "_identity": identity,
+            "_key": (number, own_fingerprint),
+            "_name": name,
+            "_keys": {},
+        }
         _end_with_mpi()
-        _in_use.add(self)
-        mpi.Set_attr(_keyval(), self)
-        return self
+        kept = Kept(mpi, calls, rest, facts, owned=owned)
+        mpi.Set_attr(keyval(), kept)
+        return cls._of(kept, mpi)
+
+    @classmethod
+    def _of(cls, kept: Kept, mpi: MPI.Intracomm) -> Communicator:
+        """The object that stands for an MPI communicator: a new one if the program has none any more."""
+        known: Communicator | None = kept.object(cls)
+        if known is None:
+            known = object.__new__(cls)
+            for name, value in {**kept.facts, "mpi": mpi, "_kept": kept, "_parts": {}}.items():
+                object.__setattr__(known, name, value)  # the class is frozen
+            kept.named_by(known, mpi)
+        return known
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(message("Communicator", "no change", f"{name} = {value!r}", "Communicators are frozen."))
@@ -213,7 +211,7 @@ class Communicator:
         return [name for name in shown if name not in _FOR_OTHER_MODULES]
 
     def __repr__(self) -> str:
-        return f"Communicator({self._name}, rank {self.rank} of {self.size}{self._end and f', {self._end}'})"
+        return f"Communicator({self._name}, rank {self.rank} of {self.size}{self._kept.end and f', {self._kept.end}'})"
 
     @property
     def name(self) -> str:
@@ -233,7 +231,7 @@ class Communicator:
     @property
     def is_freed(self) -> bool:
         """Whether it is of no use any more: it was freed, has lost a rank, or the program has ended MPI."""
-        return self._end != ""
+        return self._kept.end != ""
 
     @property
     def key(self) -> ProgramKey:
@@ -257,8 +255,8 @@ class Communicator:
 
     def check_live(self, where: str) -> None:
         """Raises ValueError in the name of the operation ``where`` if the communicator is of no use any more."""
-        if self._end:
-            what, remedy = _ENDS[self._end]
+        if self._kept.end:
+            what, remedy = _ENDS[self._kept.end]
             got = f"{self._name}, which {what}"
             raise ValueError(message(where, "a live communicator", got, remedy, rank=self.rank, size=self.size))
 
@@ -270,7 +268,8 @@ class Communicator:
             key: ranks are ordered by it in the new communicator, and by their old order where it is equal.
 
         Returns:
-            The new communicator; None for ``color=None``.
+            The new communicator; None for ``color=None``. When no rank has it, its :attr:`mpi` or a program with it any
+            more, a later split of this communicator gives it back, as :meth:`free` would.
 
         Source: MPI_Comm_split (MPI standard, 7.4.2).
 
@@ -281,12 +280,7 @@ class Communicator:
             True
         """
         self.check_live("Communicator.split")
-        with waiting("split", self._identity):
-            with _communicators_of_mpi():
-                part = self.mpi.Split(MPI.UNDEFINED if color is None else color, key)
-            if color is None:
-                return None
-            return Communicator._make(part, f"{self._name}/{color}", owned=True)
+        return self._split(MPI.UNDEFINED if color is None else color, key, f"{self._name}/{color}")
 
     def split_by_host(self) -> Communicator:
         """The ranks on this rank's host, in the order of this communicator. All its ranks must make this call.
@@ -297,10 +291,20 @@ class Communicator:
             True
         """
         self.check_live("Communicator.split_by_host")
+        made = self._split(self.host_index, self.rank, f"{self._name}/host{self.host_index}")
+        assert made is not None
+        return made
+
+    def _split(self, color: int, key: int, name: str) -> Communicator | None:
         with waiting("split", self._identity):
+            number = self._kept.split()
             with _communicators_of_mpi():
-                part = self.mpi.Split(self.host_index, self.rank)
-            return Communicator._make(part, f"{self._name}/host{self.host_index}", owned=True)
+                part = self.mpi.Split(color, key)
+            if color == MPI.UNDEFINED:
+                return None
+            made = Communicator._make(part, name, owned=True)
+            self._kept.add_split(number, made._kept)
+            return made
 
     def groups(self, groups: Sequence[Sequence[int]]) -> Participants:
         """This rank's group, with ranks in the order of the group; each rank is in exactly one group."""
@@ -363,31 +367,9 @@ class Communicator:
         If :meth:`split` made the communicator, its :attr:`mpi` is freed as well. If the program frees :attr:`mpi`, it
         frees the communicator. Messages that were sent and never received are lost, with a RuntimeWarning.
         """
-        if not self._end:
-            self._give_back(mpi_is_freed=False)
-
-    def _give_back(self, *, mpi_is_freed: bool) -> None:
-        """Gives back all that was made for the communicator. All its ranks must make this call.
-
-        Args:
-            mpi_is_freed: whether the call is a part of the program's ``mpi.Free()``.
-        """
-        dispatch.flush()
-        with waiting("free", self._identity):
-            transport().free(self._key[0])
-            object.__setattr__(self, "_end", "freed")
-            eager.forget([self, *self._parts.values()])
-            _in_use.discard(self)
-            lost = discard_messages(self._calls)
-            if not mpi_is_freed:
-                self.mpi.Delete_attr(_keyval())
-            for own in (self._calls, self._rest, *([self.mpi] if self._owned and not mpi_is_freed else ())):
-                discard_messages(own)
-                forget(own)
-                own.Free()
-            forget(self.mpi)
-        if lost:
-            unreceived.warn(self, lost)
+        if not self._kept.end:
+            dispatch.flush()
+            self._kept.give_back(mpi=self.mpi)
 
 
 _made: Counter[tuple[int, ...]] = Counter()
@@ -406,9 +388,6 @@ _ENDS = {
 }
 """How a communicator may have ended, and what to do about it."""
 
-_in_use: weakref.WeakSet[Communicator] = weakref.WeakSet()
-"""The communicators of this process that are not freed."""
-
 
 def lose_all(losses: int) -> None:
     """Makes all communicators unusable, without a call of MPI, since a rank has failed. All that are left must call it.
@@ -416,26 +395,18 @@ def lose_all(losses: int) -> None:
     Args:
         losses: the number of such calls so far, this one with them; the same on all ranks.
     """
-    _abandon_all("lost")
+    abandon_all("lost")
     _made.clear()
     _losses[:] = [losses]
 
 
-def _abandon_all(end: str) -> None:
-    """Makes all communicators unusable, without a call of MPI. ``end``: a key of :data:`_ENDS`."""
-    failures.abandon_all()
-    for comm in list(_in_use):
-        object.__setattr__(comm, "_end", end)
-    _in_use.clear()
-
-
 rank_exit.when_all_have_ended(
-    lambda: unreceived.tell_at_end((comm, receive_what_is_left(comm._calls)) for comm in _in_use)
+    lambda: unreceived.tell_at_end((kept, receive_what_is_left(kept.calls)) for kept in in_use.values())
 )
 
 
 def _communicators_of_mpi() -> contextlib.AbstractContextManager[None]:
-    return running_out.named(lambda: [comm.name for comm in _in_use])
+    return running_out.named(lambda: [kept.name for kept in in_use.values()])
 
 
 def _duplicate(mpi: MPI.Intracomm) -> MPI.Intracomm:
@@ -446,27 +417,12 @@ def _duplicate(mpi: MPI.Intracomm) -> MPI.Intracomm:
 
 
 @functools.cache
-def _keyval() -> int:
-    """The key of the attribute of an MPI communicator that holds its :class:`Communicator`."""
-    return MPI.Comm.Create_keyval(delete_fn=_mpi_is_freed)
-
-
-def _mpi_is_freed(mpi: MPI.Comm, _: int, comm: Communicator) -> None:
-    """Gives back what was made for an MPI communicator that the program frees. All its ranks are in that call.
-
-    The end of MPI deletes the attributes of its own two communicators as well. Nothing is given back then.
-    """
-    if not comm._end and mpi not in (MPI.COMM_WORLD, MPI.COMM_SELF):
-        comm._give_back(mpi_is_freed=True)
-
-
-@functools.cache
 def _end_with_mpi() -> None:
     """Makes all communicators unusable when the program ends MPI, which begins with the attributes of ``COMM_SELF``."""
-    MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=lambda *_: _abandon_all("finalized")), True)
+    MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=lambda *_: abandon_all("finalized")), True)
 
 
 def made_for(mpi: MPI.Intracomm) -> Communicator | None:
     """The :class:`Communicator` that was made for an MPI communicator; None if none was."""
-    found = mpi.Get_attr(_keyval())
-    return found if isinstance(found, Communicator) else None
+    kept = mpi.Get_attr(keyval())
+    return Communicator._of(kept, mpi) if isinstance(kept, Kept) else None

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
+from pycollective.ordering import jax_internals
+
 ProgramKey = tuple[int, int]
 """The name of participants in compiled programs: a number of this process, and a fingerprint of the participants.
 
@@ -118,6 +120,7 @@ def group_of(rank: int, groups: Sequence[Sequence[int]]) -> tuple[int, ...]:
     return tuple(group)
 
 
+@jax_internals.keep_weakly
 class SubCommunicator:
     """Some ranks of a communicator, in an order of their own. Primitives use it as they use a communicator.
 

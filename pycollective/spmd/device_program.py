@@ -129,7 +129,7 @@ def parameters(
         "out_specs": tuple(out_specs),
         "body_effects": body_effects,
         "repeated": repeated,
-        "devices_jaxpr": None if _is_default_device(mesh) else _jaxpr_on_devices(mesh),
+        "devices_jaxpr": None if _is_default_device(mesh) else _jaxpr_on_devices(mesh.local_mesh),
     }
 
 
@@ -259,12 +259,12 @@ def _is_default_device(mesh: Mesh) -> bool:
 
 
 @functools.lru_cache(maxsize=256)
-def _jaxpr_on_devices(mesh: Mesh) -> Any:
+def _jaxpr_on_devices(mesh: jax.sharding.Mesh) -> Any:
     """Returns a jaxpr that names the devices of the mesh, as a parameter of the primitive.
 
     JAX must know a program's devices before it lowers the program, and looks for them in the jaxprs of its equations.
     """
-    somewhere = jax.shard_map(lambda: jnp.zeros(()), mesh=mesh.local_mesh, in_specs=(), out_specs=PartitionSpec())
+    somewhere = jax.shard_map(lambda: jnp.zeros(()), mesh=mesh, in_specs=(), out_specs=PartitionSpec())
     with jax.sharding.use_abstract_mesh(jaxprs.NO_MESH):
         return jax.make_jaxpr(somewhere)().jaxpr
 

@@ -123,14 +123,24 @@ def start(ranks: int = 1) -> None:
     if config.malloc:
         bound.pycollective_tune_malloc(ranks)
     compiled.set_library(bound)
-    register(bound, [*host_targets(), *async_targets(), "async_results", *guard_targets()], "cpu")
+    register(bound, [*host_targets(), *async_targets(), *guard_targets()], "cpu", holds=True)
+    register(bound, ["async_results"], "cpu")
 
 
-def register(library: ctypes.CDLL, targets: Sequence[str], platform: str) -> None:
-    """Makes the functions of ``library`` XLA's handlers for one of its platforms."""
+def register(library: ctypes.CDLL, targets: Sequence[str], platform: str, *, holds: bool = False) -> None:
+    """Makes the functions of ``library`` XLA's handlers for one of its platforms.
+
+    Args:
+        library: the library.
+        targets: the names of the handlers.
+        platform: the platform.
+        holds: whether a program holds the communicator of each of its calls (native/programs.cc).
+    """
     for target in targets:
-        capsule = jax.ffi.pycapsule(getattr(library, f"pycollective_{target}"))
-        jax.ffi.register_ffi_target(f"pycollective_{target}", capsule, platform=platform)
+        stages = {"execute": jax.ffi.pycapsule(getattr(library, f"pycollective_{target}"))}
+        if holds:
+            stages["instantiate"] = jax.ffi.pycapsule(library.pycollective_instantiate)
+        jax.ffi.register_ffi_target(f"pycollective_{target}", stages, platform=platform)
 
 
 @functools.cache
@@ -328,6 +338,16 @@ def free_communicator(number: int) -> None:
         raise RuntimeError(
             message("Communicator.free", "MPI to free its channels", error.decode(), "Flush programs on all ranks.")
         )
+
+
+def is_held(number: int) -> bool:
+    """Whether a program or a call of this process holds a communicator, or a part of it."""
+    return bool(library().pycollective_communicator_is_held(ctypes.c_int64(number)))
+
+
+def hold(number: int) -> None:
+    """Lets a communicator or a part of one be held for ever."""
+    library().pycollective_communicator_hold(ctypes.c_int64(number))
 
 
 def spans_hosts(number: int) -> bool:

@@ -1,0 +1,177 @@
+"""What is made for an MPI communicator: it outlives the objects that name it, and goes when no rank uses it."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from array import array
+from collections.abc import Iterator
+from typing import Any
+
+from pycollective.ordering import dispatch, eager
+from pycollective.ranks import unreceived
+from pycollective.transport import failures, native
+from pycollective.transport.chosen import transport
+from pycollective.transport.mpi import MPI, discard_messages, forget, remember
+from pycollective.transport.watch import waiting
+
+_SPLITS = 64
+"""The ranks of a communicator agree after so many splits of it which of them are not used any more, or after as many as
+are left, so that many that are used cost little."""
+
+
+class Kept:
+    """What is made for an MPI communicator.
+
+    Args:
+        mpi: the communicator, the program's object.
+        owned: whether it is freed with what was made for it.
+        calls: the duplicate for collectives.
+        rest: the duplicate for everything else.
+        facts: the attributes of each ``Communicator`` of it.
+
+    Attributes:
+        mpi: the communicator, in an object that the program does not have.
+        end: why it is of no use any more; "": it is of use.
+    """
+
+    def __init__(
+        self, mpi: MPI.Intracomm, calls: MPI.Intracomm, rest: MPI.Intracomm, facts: dict[str, Any], *, owned: bool
+    ) -> None:
+        self.mpi = remember(MPI.Intracomm(mpi))
+        self.calls, self.rest, self.facts, self._owned = calls, rest, facts, owned
+        self.end = ""
+        self._objects: list[weakref.ref[Any]] = []
+        self._splits: dict[int, Kept | None] = {}  # None: this rank has no part in it
+        self._made = 0
+        self._next_agreement = _SPLITS
+        in_use[self.identity] = self
+
+    def named_by(self, *objects: Any) -> None:
+        """Notes objects of the program that stand for the communicator."""
+        self._objects = [known for known in self._objects if known() is not None] + [*map(weakref.ref, objects)]
+
+    def object(self, kind: type) -> Any:
+        """The program's object of this type that stands for it; None if there is none any more."""
+        return next((known for ref in self._objects if isinstance(known := ref(), kind)), None)
+
+    @property
+    def identity(self) -> int:
+        """See ``Communicator.identity``."""
+        return int(self.facts["_identity"])
+
+    def split(self) -> int:
+        """Begins a split, and returns its number, which is the same on all ranks. All of them must make this call."""
+        if self._made >= self._next_agreement:
+            gc.collect()  # an object in a cycle is not used
+            self._give_back_splits(self.mpi)
+            self._next_agreement = self._made + max(_SPLITS, len(self._splits))
+        self._made += 1
+        self._splits[self._made] = None
+        return self._made
+
+    def add_split(self, number: int, made: Kept) -> None:
+        """Keeps this rank's part of a split."""
+        self._splits[number] = made
+
+    def give_back(self, *, mpi: MPI.Intracomm | None, mpi_is_freed: bool = False) -> None:
+        """Gives back all that was made. All ranks must make this call, when none of them has a program that uses it.
+
+        Args:
+            mpi: the program's object; None: it has none.
+            mpi_is_freed: whether the call is a part of the program's ``mpi.Free()``.
+        """
+        with waiting("free", self.identity):
+            self._give_back_splits(self.calls)
+            transport().free(self.facts["_key"][0])
+            self.end = "freed"
+            eager.forget(self._keys())
+            in_use.pop(self.identity)
+            lost = discard_messages(self.calls)
+            forget(self.mpi)
+            if not mpi_is_freed:
+                self.mpi.Delete_attr(keyval())
+            for own in (self.calls, self.rest, *([mpi or self.mpi] if self._owned and not mpi_is_freed else ())):
+                discard_messages(own)
+                forget(own)
+                own.Free()
+        if lost:
+            unreceived.warn(self, lost)
+
+    def _give_back_splits(self, comm: MPI.Intracomm) -> None:
+        """Gives back the splits that no rank uses. All ranks must make this call.
+
+        Args:
+            comm: a communicator of these ranks.
+        """
+        if not self._splits:  # alike on all ranks
+            return
+        mine = array("B", [split is not None and split._is_used() for split in self._splits.values()])
+        anywhere = array("B", mine)
+        comm.Allreduce(mine, anywhere, op=MPI.MAX)
+        unused = [number for number, used in zip(self._splits, anywhere, strict=True) if not used]
+        for split in [self._splits.pop(number) for number in unused]:
+            if split is not None and not split.end:
+                split.give_back(mpi=None)
+
+    def _is_used(self) -> bool:
+        """Whether this rank uses it: an object stands for it or for a split of it, or a program or a call holds it."""
+        if self.end:
+            return False
+        if any(known() is not None for known in self._objects):
+            return True
+        if any(split is not None and split._is_used() for split in self._splits.values()):
+            return True
+        eager.forget(self._keys())  # only a line that has an object runs them
+        return native.is_held(self.facts["_key"][0])
+
+    def _keys(self) -> Iterator[tuple[int, int]]:
+        """The names of it, its parts and groups in programs."""
+        yield self.facts["_key"]
+        yield from self.facts["_keys"].values()
+
+    @property
+    def rank(self) -> int:
+        """See ``Communicator``."""
+        return int(self.facts["rank"])
+
+    @property
+    def size(self) -> int:
+        """See ``Communicator``."""
+        return int(self.facts["size"])
+
+    @property
+    def name(self) -> str:
+        """See ``Communicator``."""
+        return str(self.facts["_name"])
+
+
+in_use: dict[int, Kept] = {}
+"""The communicators of this process that are of use, by their identities."""
+
+_keyvals: list[int] = []
+
+
+def keyval() -> int:
+    """The key of the attribute of an MPI communicator that holds what was made for it."""
+    if not _keyvals:
+        _keyvals.append(MPI.Comm.Create_keyval(delete_fn=_mpi_is_freed))
+    return _keyvals[0]
+
+
+def _mpi_is_freed(mpi: MPI.Comm, _: int, kept: Kept) -> None:
+    """Gives back what was made for an MPI communicator that the program frees. All its ranks are in that call.
+
+    The end of MPI deletes the attributes of its own two communicators as well. Nothing is given back then.
+    """
+    if not kept.end and mpi not in (MPI.COMM_WORLD, MPI.COMM_SELF):
+        dispatch.flush()
+        kept.give_back(mpi=None, mpi_is_freed=True)
+
+
+def abandon_all(end: str) -> None:
+    """Makes all communicators unusable, without a call of MPI. ``end``: why."""
+    failures.abandon_all()
+    for kept in in_use.values():
+        kept.end = end
+    in_use.clear()
