@@ -130,8 +130,8 @@ Outcome Device::Grow(char** buffer, int64_t* held, int64_t wanted) {
     *buffer = nullptr;
     *held = 0;
   }
-  // Memory of this process, which the runtime then locks. Memory that the runtime's own allocator returns belongs to its
-  // driver, and other ranks of the host could not read it.
+  // Memory of this process, which the runtime then locks. Other ranks of the host can read it; whether they can read what
+  // the runtime's own allocator returns depends on the driver.
   const auto nbytes = static_cast<size_t>(wanted);
   void* const made = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (made == MAP_FAILED) return {"mmap", errno, std::strerror(errno), true};
