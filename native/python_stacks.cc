@@ -45,12 +45,12 @@ PythonFrames PythonStacks::Now() {
   const std::lock_guard<std::mutex> one(asking_);
   std::unique_lock<std::mutex> lock(mutex_);
   if (phase_ == kAbsent) return {};
-  asked_ = phase_ == kIdle;  // else it has not answered the last ask yet
+  asked_ = phase_ == kIdle || phase_ == kReturns;  // else it has not answered the last ask yet
   if (asked_) changed_.notify_all();
   const int64_t before = answers_;
   for (int look = 0; look < kLooks && answers_ == before && !ended_; ++look) changed_.wait_for(lock, kLook);
   if (answers_ != before) return std::exchange(answer_, {});
-  return phase_ == kWantsLock && !ended_ ? BySignal() : PythonFrames();
+  return (phase_ == kWantsLock || phase_ == kReturns) && !ended_ ? BySignal() : PythonFrames();
 }
 
 bool PythonStacks::NextAsk() {
@@ -70,7 +70,7 @@ void PythonStacks::Answer(PythonFrames frames) {
   const std::lock_guard<std::mutex> lock(mutex_);
   answer_ = std::move(frames);
   ++answers_;
-  phase_ = kIdle;
+  phase_ = kReturns;
   changed_.notify_all();
 }
 

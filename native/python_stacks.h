@@ -30,8 +30,8 @@ class PythonStacks {
   // The frames now; none if nobody can read them. Any thread may call it that does not hold the interpreter's lock.
   PythonFrames Now();
 
-  // Python's thread calls these: NextAsk waits until somebody asks, and returns false after End. Then, with the
-  // interpreter's lock, Reads and Answer.
+  // Python's thread calls these: NextAsk waits until somebody asks, and returns false after End. Then it calls Reads, which
+  // keeps the interpreter's lock: so no frame changes while a signal reads them. Then Answer.
   bool NextAsk();
   void Reads();
   void Answer(PythonFrames frames);
@@ -39,8 +39,9 @@ class PythonStacks {
   void End();
 
  private:
-  // What Python's thread does.
-  enum Phase { kAbsent, kIdle, kWantsLock, kReads };
+  // What Python's thread does: it is not there; waits for an ask; wants the lock to read; reads with the lock; has
+  // answered, and wants the lock to go on.
+  enum Phase { kAbsent, kIdle, kWantsLock, kReads, kReturns };
 
   PythonFrames BySignal() const;
 

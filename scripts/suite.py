@@ -130,8 +130,12 @@ def files(folder: str, names: str) -> list[str]:
 
 
 def standin(mode: str, **env: str) -> dict[str, Any]:
-    """What GPUs run, on a stand-in for their runtime (tests/standin). Pieces are small, for there to be many."""
-    return {"env": {"PYCOLLECTIVE_TEST_STANDIN": mode, **env}, "whole": True}
+    """What GPUs run, on a stand-in for their runtime (tests/standin). Pieces are small, for there to be many.
+
+    A GPU runs a program in one order. XLA's CPU client runs its own collectives beside our calls, and each that waits
+    keeps one of NPROC threads.
+    """
+    return {"env": {"PYCOLLECTIVE_TEST_STANDIN": mode, "NPROC": "16", **env}, "whole": True}
 
 
 def has_mpiexec() -> str:

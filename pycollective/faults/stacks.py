@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import functools
 import os
 import signal
-import sys
+import tempfile
 import threading
 from contextlib import suppress
-from types import FrameType
+from typing import IO
 
 from pycollective.transport import watch
 
-_MOST_FRAMES = 100
-"""How many frames of a thread are read, the innermost ones; ``faulthandler`` reads as many."""
-
 _CALLBACKS = "/jax/_src/callback.py"
 """A file in the stack of each thread in which XLA calls a function of the user's."""
+
+_MOST_BYTES = 1 << 18
+"""Of the frames of all threads; what is beyond is not shown."""
 
 _LAST_S = 1.0
 """How long the end of Python waits for the thread."""
@@ -37,6 +38,7 @@ class _State:
 def start() -> None:
     """Starts the thread that reads the frames."""
     watch.set_stack_signal(*_signal(), threading.main_thread().ident or 0)
+    _file()
     _State.thread = threading.Thread(target=_serve, name="pycollective-stacks", daemon=True)
     _State.thread.start()
 
@@ -65,29 +67,47 @@ def _serve() -> None:
     while watch.next_ask_for_stacks():
         watch.read_stacks()
         try:
-            main, callbacks = _stacks()
+            main, callbacks = _stacks(_dump())
         except Exception as error:  # the report says it, and the rank goes on
             main, callbacks = f"  no frames, since they could not be read: {type(error).__name__}: {error}\n", ""
         watch.answer_stacks(main, callbacks)
 
 
-def _stacks() -> tuple[str, str]:
-    """The frames of the main thread, and those of the callbacks of programs."""
-    frames = sys._current_frames()
-    main = _text(frames.pop(threading.main_thread().ident or 0, None))
-    callbacks = [text for frame in frames.values() if _CALLBACKS in (text := _text(frame))]
-    return main, "".join(callbacks)
+def _stacks(dump: str) -> tuple[str, str]:
+    """The frames of the main thread, and those of the callbacks of programs, in what ``faulthandler`` has written."""
+    main = f"0x{threading.main_thread().ident or 0:016x}"
+    found, callbacks = "", []
+    for thread in dump.split("\n\n"):
+        head, _, frames = thread.partition("\n")
+        if main in head:
+            found = frames.rstrip("\n") + "\n"
+        elif _CALLBACKS in frames:
+            callbacks.append(frames.rstrip("\n") + "\n")
+    return found or "  no frames: this process has more than a hundred Python threads\n", "".join(callbacks)
 
 
-def _text(frame: FrameType | None) -> str:
-    """A thread's frames as ``faulthandler`` writes them, a line for each, the innermost first.
+@functools.cache
+def _file() -> IO[bytes]:
+    return tempfile.TemporaryFile(buffering=0)
+
+
+_WITH_LOCK = ctypes.PyDLL(None)
+"""Functions of C that Python calls without giving the lock away."""
+
+
+def _dump() -> str:
+    """The frames of all threads, at most a hundred. The lock is kept, so no thread changes them meanwhile.
+
+    Frame objects would not do. Other threads go on between two steps of a walk over them.
 
     Example:
-        >>> _text(sys._getframe()).splitlines()[0].partition(", ")[2]
-        'line 1 in <module>'
+        >>> "in <module>" in _dump()
+        True
     """
-    lines: list[str] = []
-    while frame is not None and len(lines) < _MOST_FRAMES:
-        lines.append(f'  File "{frame.f_code.co_filename}", line {frame.f_lineno} in {frame.f_code.co_name}\n')
-        frame = frame.f_back
-    return "".join(lines)
+    number = _file().fileno()
+    _WITH_LOCK.ftruncate(number, ctypes.c_long(0))
+    _WITH_LOCK.lseek(number, ctypes.c_long(0), os.SEEK_SET)
+    faulthandler.dump_traceback(number, all_threads=True)
+    text = ctypes.create_string_buffer(_MOST_BYTES)
+    _WITH_LOCK.pread(number, text, ctypes.c_size_t(_MOST_BYTES - 1), ctypes.c_long(0))
+    return text.value.decode(errors="replace")

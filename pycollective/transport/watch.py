@@ -206,8 +206,8 @@ def next_ask_for_stacks() -> bool:
 
 
 def read_stacks() -> None:
-    """Tells the monitor that this thread has the interpreter's lock, and reads the frames."""
-    compiled.library().pycollective_stacks_read()
+    """Tells the monitor that this thread reads the frames. It has the interpreter's lock, and keeps it in this call."""
+    ctypes.PyDLL(None, handle=compiled.library()._handle).pycollective_stacks_read()
 
 
 def answer_stacks(main_thread: str, callbacks: str) -> None:

@@ -199,7 +199,7 @@ def test_a_first_call_that_a_rank_does_not_make_is_reported_with_that_rank(tmp_p
     program = tmp_path / "program.py"
     program.write_text(
         "import time, jax.numpy as jnp\nfrom jax import lax\nimport pycollective as pc\n"
-        "comm = pc.init(timeout=1)\n"
+        "comm = pc.init(timeout=4)\n"
         "if comm.rank == 1:\n    time.sleep(300)\n"
         'pc.jit(lambda x: lax.psum(x, "i"), axis_name="i")(jnp.ones(3))\n'
     )

@@ -28,7 +28,7 @@ library = ctypes.PyDLL(None)
 
 
 def keeps_the_lock():
-    library.usleep(3_000_000)  # no other Python thread runs meanwhile
+    library.usleep(2_500_000)  # no other Python thread runs meanwhile, and a take lasts a second
 
 
 def with_the_lock_kept():
@@ -65,7 +65,7 @@ thread, taken = take(1)
 thread.join()
 print("before", taken[0][1])
 came, by_signal, text = with_the_lock_kept()
-print(came == TIMES, by_signal in (1, 2))
+print(came == TIMES, by_signal in (1, 2, 3) or by_signal)
 """
 
 # faulthandler shows at most a hundred threads, the last ones that were made: the main one is not among them.
@@ -77,14 +77,14 @@ thread.join()
 print(*taken[0][:2])
 print(taken[0][2])
 came, by_signal, _ = with_the_lock_kept()
-print(came in (TIMES - 2, TIMES - 1), by_signal)
+print(TIMES - came in (1, 2, 3) or came, by_signal)
 """
 
 ENDS = """
 for number in range(34, 65):
     faulthandler.unregister(number)  # as Python does when it ends
 came, by_signal, _ = with_the_lock_kept()
-print(came in (TIMES - 2, TIMES - 1), by_signal)
+print(TIMES - came in (1, 2, 3) or came, by_signal)
 began = time.monotonic()
 stacks.stop()
 print(watch.take_stacks(1)[0], stacks._State.thread.is_alive(), time.monotonic() - began < 1)
@@ -107,11 +107,11 @@ def test_a_rank_whose_lock_is_kept_in_c_is_read_by_the_signal() -> None:
     assert run(LOCK) == ["before 0", "True True"]
 
 
-def test_the_main_thread_is_found_among_many() -> None:
-    counts, *frames, without_lock = run(THREADS)
+def test_no_other_thread_is_taken_for_the_main_one() -> None:
+    counts, frames, _, without_lock = run(THREADS)
     assert counts == "1 0"
-    assert any("in <module>" in frame for frame in frames), frames
-    assert without_lock == "True 0"  # not known, rather than another thread
+    assert frames == "  no frames: this process has more than a hundred Python threads"
+    assert without_lock == "True 0"  # not known either, rather than another thread
 
 
 def test_a_late_take_meets_no_default_action() -> None:
