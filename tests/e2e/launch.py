@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -38,6 +39,11 @@ def is_open_mpi() -> bool:
     library = identify_mpiexec(_MPIEXEC)
     assert library is not None, f"{_MPIEXEC} --version names no library that is known"
     return isinstance(library, OpenMpi)
+
+
+def sentences(stderr: str) -> list[str]:
+    """The lines that this package begins, but for its note that ranks start slowly: the limits of tests are short."""
+    return re.findall(r"^pycollective(?!.* to start MPI\. ).*$", stderr, re.MULTILINE)
 
 
 def limited(command: Sequence[str], seconds: float, **options: Any) -> subprocess.CompletedProcess[str]:

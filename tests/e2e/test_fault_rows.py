@@ -42,7 +42,7 @@ def check_end(where: Path, stderr: str, *said: str) -> None:
     """The sentences were said once, nobody speaks but one rank, and nothing is left."""
     for sentence in said:
         assert len(re.findall(sentence, stderr, re.MULTILINE)) == 1, f"{sentence}\n{stderr}"
-    assert len(re.findall(r"^pycollective[:.]", stderr, re.MULTILINE)) == bool(said), stderr
+    assert len(launch.sentences(stderr)) == bool(said), stderr
     launch.wait_until_gone(str(where))
 
 
@@ -142,7 +142,7 @@ def test_a_rank_that_dies(fault: str, tmp_path: Path) -> None:
     """Open MPI's launcher names the rank on one host. Else a rank of its host does, if it has the time."""
     done = mpirun(3, PROGRAM, fault, str(tmp_path), timeout=BOUND_S, env=environ())
     assert done.returncode not in (0, 124), done.stderr
-    said = re.findall("^pycollective.*$", done.stderr, re.MULTILINE)
+    said = launch.sentences(done.stderr)
     if launch.is_open_mpi():  # on several hosts its launcher may name a rank that has lost the connection
         assert said or re.search("process rank 1 with PID", done.stderr), done.stderr
         assert launch.HOSTS or not said, done.stderr
@@ -308,5 +308,5 @@ def test_a_signal_to_the_launcher(number: int, tmp_path: Path) -> None:
         too_late.cancel()
     assert launcher.returncode not in (0, -signal.SIGKILL), stderr
     assert stderr.count("Traceback") <= 1, stderr
-    assert len(re.findall(r"^pycollective", stderr, re.MULTILINE)) <= 1, stderr
+    assert len(launch.sentences(stderr)) <= 1, stderr
     launch.wait_until_gone(str(tmp_path))
