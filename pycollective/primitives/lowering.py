@@ -87,23 +87,23 @@ def lower(
                     )
                 )
             return _lower_composition(ctx, form, operands, passed)
-        if form_of is not for_host and "comm" in form.attributes:
+        on_host = form_of is for_host
+        if not on_host and "comm" in form.attributes:
             native.hold(form.attributes["comm"][0])  # nobody tells when such a program is gone
         # On accelerators each device that has a copy makes the call itself, together with its partners on the other
         # ranks: these need as many copies. One call for all, as on the host, would copy from device to device.
-        one_call_for_all = manual == (_COPIES,) and form_of is for_host
+        one_call_for_all = manual == (_COPIES,) and on_host
         spread = -devices if one_call_for_all else devices
         site = call_site.site_of_lowered(passed.derivative)
         own = _with_dtypes(form.attributes, ctx.avals_in, passed)
         attributes = {**own, "spread": spread, "site": site, "order": 0}
-        fuses = form_of is not for_host
         with jax_internals.location_named(ctx, name_in_profiles(primitive.name, _structs(ctx.avals_in))):
-            taken = apart(operands) if fuses else operands
+            taken = operands if on_host else apart(operands)
             results = jax_internals.lower_call(ctx, effect, form.rule, taken, attributes)
         if primitive.name in _REDUCTIONS:
             kind = repr((primitive.name, own, ctx.avals_in))
             operand_order.number_reduction(ctx.module_context.module, kind, results[0].owner, operands)
-        if fuses:
+        if not on_host:
             results = apart(results)
         return results if form.hand_on is None else jax_internals.lower_on_results(ctx, form.hand_on, results)
 

@@ -32,7 +32,7 @@ _WAIT_S = 40
 """The longest time that a rank waits for others; then it ends all ranks, and the log gets their stacks."""
 _XLA_FLAGS = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
 """XLA's flags against autotuning, which takes longer than the steps that would gain from it."""
-_PIECES = ("256K", "1M", "4M", "16M")
+_PIECES = {"256 KiB": 1 << 18, "1 MiB": 1 << 20, "4 MiB": 4 << 20, "16 MiB": 16 << 20}
 """The sizes of the pieces in which arrays are staged, of which the step "pieces" finds the fastest."""
 _TOLERANCE = 1e-3
 """The largest relative difference between losses on GPUs and on CPUs."""
@@ -270,16 +270,12 @@ def bandwidth(place: Place, step: Step, sizes: tuple[str, str]) -> str:
 def pieces(place: Place, step: Step, largest: str) -> str:
     """Measures the bandwidth of staging in pieces of several sizes, without other ranks beside it on the GPU."""
     found = []
-    for size in _PIECES:
+    for size, nbytes in _PIECES.items():
         bench = ["psum", "--against", "copies", "-b", largest, "-e", largest, "-n", "3", "-w", "1"]
-        rows = _bench(place, step, 1, *bench, PYCOLLECTIVE_STAGE_BYTES=str(_bytes(size)))
+        rows = _bench(place, step, 1, *bench, PYCOLLECTIVE_STAGE_BYTES=str(nbytes))
         of = _largest(rows, "algbw")
-        found.append(f"{size}iB {of['pycollective']:.2f} (copies alone {of.get('copies alone', 0):.2f})")
+        found.append(f"{size} {of['pycollective']:.2f} (copies alone {of.get('copies alone', 0):.2f})")
     return f"psum of {largest}iB on 1 rank, GB/s by the size of the pieces: {', '.join(found)}"
-
-
-def _bytes(text: str) -> int:
-    return int(text[:-1]) << {"K": 10, "M": 20}[text[-1]]
 
 
 def latency(place: Place, step: Step) -> str:
