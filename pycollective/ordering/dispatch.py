@@ -69,6 +69,7 @@ class _State:
         waits_for_each: whether each program is waited for at once, since the thread is not the main one.
         limits: whether the results of the last program go to :func:`limit_programs_in_flight`.
         in_flight: completions of the last programs on several devices, the oldest first.
+        without_results: completions of the programs whose errors no result shows, the oldest first.
     """
 
     last_devices: Devices | tuple[str] | None = ONLY_DEVICE
@@ -76,6 +77,7 @@ class _State:
     waits_for_each = False
     limits = False
     in_flight: ClassVar[deque[Any]] = deque()
+    without_results: ClassVar[deque[Any]] = deque()
 
 
 class _ThisThread(threading.local):
@@ -101,6 +103,7 @@ def wait_for_earlier_programs(devices: Devices | None) -> bool:
 
     Raises:
         RuntimeError: another Python thread has dispatched programs with our effect, and has not ended.
+        jax.errors.JaxRuntimeError: an earlier program without results has failed. It is raised once.
     """
     if _this_thread.itself is not _State.thread:
         _admit_this_thread()
@@ -108,6 +111,8 @@ def wait_for_earlier_programs(devices: Devices | None) -> bool:
         _wait_for_programs_on(_State.last_devices)
         _State.last_devices = devices
         _State.limits = _State.waits_for_each or devices is None or len(devices) > 1
+    if _State.without_results:
+        _raise_errors_without_results(wait=False)
     return _State.limits
 
 
@@ -140,26 +145,49 @@ def _admit_this_thread() -> None:
 def limit_programs_in_flight(outs: Any) -> Any:
     """Waits while too many programs are in flight, and returns the results without their completion.
 
-    Each dispatch of a program with our effect calls it last. A thread other than the main one waits for each of its
-    programs here: when that thread has ended, neither a later thread nor the exit handler could wait for them.
+    Each dispatch of one of our programs calls it last. If the program has no results, a later dispatch raises its error.
 
     Args:
         outs: what the program returned, a :class:`WithCompletion` or the results.
     """
-    with_completion = type(outs) is WithCompletion
+    if type(outs) is WithCompletion:
+        if not jax.tree.leaves(outs.outs):
+            _State.without_results.append(outs.completion)
+        limit_completions_in_flight(outs.completion)
+        return outs.outs
     if _State.limits:
         # All results of a program are ready together. The smallest stands for them: to hold a large one would keep its
         # memory when the user has dropped it.
-        completion = (
-            outs.completion if with_completion else min(jax.tree.leaves(outs), key=lambda x: x.size, default=None)
-        )
-        if _State.waits_for_each:
-            _wait_until_computed(completion)
-        else:
-            _State.in_flight.append(completion)
-            if len(_State.in_flight) > _MOST_IN_FLIGHT:
-                _wait_until_computed(_State.in_flight.popleft())
-    return outs.outs if with_completion else outs
+        limit_completions_in_flight(min(jax.tree.leaves(outs), key=lambda x: x.size, default=None))
+    return outs
+
+
+def limit_completions_in_flight(completion: Any) -> None:
+    """Waits while too many programs are in flight.
+
+    Each dispatch of a program with our effect calls it. A thread other than the main one waits for each of its programs
+    here: when that thread has ended, neither a later thread nor the exit handler could wait for them.
+
+    Args:
+        completion: what is ready when the program has run.
+    """
+    if _State.waits_for_each:
+        _wait_until_computed(completion)
+    elif _State.limits:
+        _State.in_flight.append(completion)
+        if len(_State.in_flight) > _MOST_IN_FLIGHT:
+            _wait_until_computed(_State.in_flight.popleft())
+
+
+def _raise_errors_without_results(*, wait: bool) -> None:
+    """Raises the error of the first program without results that has failed.
+
+    Args:
+        wait: whether to wait for the programs that have not run.
+    """
+    programs = _State.without_results
+    while programs and (wait or programs[0].is_ready()):
+        programs.popleft().block_until_ready()
 
 
 def _wait_until_computed(arrays: Any) -> None:
@@ -229,6 +257,7 @@ def flush() -> None:
         jax_dispatch.forget_tokens()
         raise
     _wait_for_programs_on(None)
+    _raise_errors_without_results(wait=True)
 
 
 def forget_failed_programs() -> None:

@@ -75,6 +75,8 @@ def apply(primitive: Primitive, *operands: Any, **params: Any) -> Any:
     finally:
         call_site.call_outside_jit.reset(outside)
         lent.owner = None
-    if type(outs) is dispatch.WithCompletion and not jax.tree.leaves(outs.outs):
-        outs.completion.block_until_ready()  # there is no result to wait for, so errors must show here
+    results = outs.outs if type(outs) is dispatch.WithCompletion else outs
+    if not any(x.size for x in jax.tree.leaves(results)):
+        jax.block_until_ready(outs)  # nobody looks at a result without elements, so errors must show here
+        return results
     return dispatch.limit_programs_in_flight(outs)

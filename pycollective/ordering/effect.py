@@ -116,11 +116,7 @@ def _before_dispatch(devices: Sequence[jax.Device]) -> None:
     )
 
 
-def _after_dispatch(token: Any) -> None:
-    dispatch.limit_programs_in_flight(dispatch.WithCompletion(None, token))
-
-
-jax_dispatch.see_each_dispatch(effect, _before_dispatch, _after_dispatch)
+jax_dispatch.see_each_dispatch(effect, _before_dispatch, dispatch.limit_completions_in_flight)
 
 
 # XLA of JAX 0.12 inlines a function whose only operand is a token, and makes the constants in it wait for the token.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from mpi4py import MPI
 
 import pycollective as pc
+from pycollective.config import config
 from pycollective.ordering import dispatch
 from pycollective.ordering.effect import effect
 from pycollective.ordering.jax_dispatch import runtime_tokens
@@ -339,3 +341,30 @@ def test_the_error_of_an_earlier_program_is_raised_once(later: str, world: pc.Co
         total(1.0) if later == "a program" else dispatch.flush()
     assert total(1.0) == world.size
     dispatch.flush()
+
+
+@needs_two
+@pytest.mark.native
+@pytest.mark.skipif(config.check.when < 2, reason="LOUD: PYCOLLECTIVE_CHECK leaves calls out")
+@pytest.mark.parametrize("later", ["a program", "a wait for all"])
+def test_the_error_of_a_program_without_results_is_raised_once(later: str, world: pc.Communicator) -> None:
+    """XLA runs such a program after its dispatch, since it computes long."""
+
+    def program(x: jax.Array) -> None:
+        for _ in range(3):
+            x = x @ x / len(x)
+        pc.pmax(x, world)  # XLA leaves out a product that nothing uses
+        if world.rank == 0:
+            pc.barrier(world)
+        else:
+            pc.psum(x, world)
+
+    with pytest.raises(RUNTIME_ERRORS, match="expected the same call on every rank"):
+        pc.jit(program, axis_name=())(jnp.ones((600, 600)))
+        if later == "a wait for all":
+            dispatch.flush()
+        for _ in range(300 if later == "a program" else 0):  # until the program has ended
+            time.sleep(0.1)
+            dispatch.wait_for_earlier_programs(dispatch.default_devices())
+    dispatch.flush()
+    assert pc.psum(1, world) == world.size
