@@ -145,7 +145,7 @@ def _admit_this_thread() -> None:
 def limit_programs_in_flight(outs: Any) -> Any:
     """Waits while too many programs are in flight, and returns the results without their completion.
 
-    Each dispatch of one of our programs calls it last. If the program has no results, a later dispatch raises its error.
+    Each dispatch of one of our programs calls it last. A later dispatch raises the error of a program without results.
 
     Args:
         outs: what the program returned, a :class:`WithCompletion` or the results.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu-check"
@@ -61,4 +62,6 @@ def test_what_fails_is_told(tmp_path: Path) -> None:
     assert steps["what is there"][0] == "FAILED"
     assert "(full output: what-is-there.txt)" in steps["what is there"][1]
     assert (tmp_path / "report-logs" / "what-is-there.txt").exists()
+    with tarfile.open(tmp_path / "report-logs.tar.gz") as archive:
+        assert "./what-is-there.txt" in archive.getnames()
     assert steps["training, 2 ranks"][0] == "SKIPPED"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -141,7 +142,7 @@ def main(arguments: Sequence[str]) -> int:
         # Limits are longer with stand-ins: they are compiled first, and other tests run on the machine meanwhile.
         patience = 5 if standin else options.seconds / SECONDS
         runner = Runner(logs, SECONDS, patience=patience, only=only)
-        place = steps.Place(Path(sys.executable), ROOT, Path(work), standin, options.quick, patience)
+        place = steps.Place(Path(sys.executable), ROOT, Path(work), standin, options.quick)
         try:
             check(runner, options, place)
         except KeyboardInterrupt:
@@ -153,7 +154,8 @@ def main(arguments: Sequence[str]) -> int:
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(text)
     sys.stdout.write(text)
-    sys.stderr.write(f"\nThis report is in {out}. The output of each step is in {logs}.\n")
+    archive = shutil.make_archive(str(logs), "gztar", logs)
+    sys.stderr.write(f"\nThis report is in {out}. The output of each step is in {logs}, and in {archive}.\n")
     return status(runner.results, bool(kinds))
 
 

@@ -34,6 +34,10 @@ _XLA_FLAGS = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
 """XLA's flags against autotuning, which takes longer than the steps that would gain from it."""
 _PIECES = {"256 KiB": 1 << 18, "1 MiB": 1 << 20, "4 MiB": 4 << 20, "16 MiB": 16 << 20}
 """The sizes of the pieces in which arrays are staged, of which the step "pieces" finds the fastest."""
+_TO_END_S = 30
+"""The seconds that the tests get after the last one has begun, or fewer if they may take few in all."""
+_SHARES = {"collective tests, 2 ranks": 0.4, "named axes, 2 ranks": 0.6, "collective tests, 4 ranks": 0.6}
+"""The parts of the time that is left which steps may take."""
 _TOLERANCE = 1e-3
 """The largest relative difference between losses on GPUs and on CPUs."""
 
@@ -48,7 +52,6 @@ class Place:
         work: a directory for files.
         standin: the mode of the stand-ins for GPUs (``tests.standin``), in tests of this program; empty: real GPUs.
         quick: whether there are fewer tests and smaller arrays.
-        patience: the factor by which the limits of all steps are longer.
         facts: what the steps have found so far.
         rows: the lines of the table of bandwidths.
     """
@@ -58,7 +61,6 @@ class Place:
     work: Path
     standin: str = ""
     quick: bool = False
-    patience: float = 1.0
     facts: dict[str, Any] = field(default_factory=dict)
     rows: list[dict[str, object]] = field(default_factory=list)
 
@@ -183,11 +185,9 @@ def doctor(place: Place, step: Step) -> str:
     return "; ".join(["nothing is wrong", *(f"warning: {text}" for text in found["warning"])])
 
 
-def tests(
-    place: Place, step: Step, folder: str, files: Sequence[str], ranks: int, seconds: float, direct: str, **more: str
-) -> str:
-    """Runs the tests of a folder under mpirun. Tests that do not begin within ``seconds`` are left out."""
-    seconds = min(seconds * place.patience, max(step.left_s() - 30, 5))
+def tests(place: Place, step: Step, folder: str, files: Sequence[str], ranks: int, direct: str, **more: str) -> str:
+    """Runs the tests of a folder under mpirun. Tests that would not end within the step's limit are left out."""
+    seconds = max(step.left_s() - _TO_END_S, 5) / (2 if place.quick else 1)
     if place.standin:  # one test is enough: the whole suite runs on stand-ins elsewhere
         files, seconds = files[:1], 0
     environ = place.environ(
@@ -203,22 +203,23 @@ def tests(
         output = step.run(command, environ=environ, cwd=place.tree)
     except StepError as error:
         passed = "".join(re.findall(r"^[.sFE]+(?= *\[|$)", step.log.read_text(), re.MULTILINE)).count(".")
-        raise StepError(f"{error}; {passed} tests had passed") from error
+        failed = dict.fromkeys(re.findall(r"^(?:FAILED|ERROR) (\S+)", step.log.read_text(), re.MULTILINE))
+        raise StepError(f"{', '.join(failed) or error}; {passed} tests had passed") from error
     return counted(output, seconds=seconds)
 
 
-def direct_tests(place: Place, step: Step, seconds: float) -> str:
+def direct_tests(place: Place, step: Step) -> str:
     if not place.facts["takes_device_memory"]:
         raise AbsentError(f"{place.facts['mpi']} does not say that it takes device memory (MPIX_Query_cuda_support)")
-    return tests(place, step, "collective", FILES[:3], 2, seconds, "on")
+    return tests(place, step, "collective", FILES[:3], 2, "on")
 
 
-def named_axes(place: Place, step: Step, seconds: float) -> str:
+def named_axes(place: Place, step: Step) -> str:
     """Runs the tests of named axes on all GPUs, or on the first four if these tests cannot use all."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3").split(",")
     useful = len(gpus_of_host(place)) // 2 in (0, 1, 2, 4)
     few = {} if useful else {"CUDA_VISIBLE_DEVICES": ",".join(visible[:4])}
-    return tests(place, step, "spmd", AXES, 2, seconds, "off", **few)
+    return tests(place, step, "spmd", AXES, 2, "off", **few)
 
 
 def device_tests(place: Place, step: Step) -> str:
@@ -398,8 +399,8 @@ def steps_of(place: Place) -> list[tuple[str, float, Callable[[Step], str]]]:
     quick = place.quick
     largest = "16M" if quick else "256M"
 
-    def collective(ranks: int, seconds: float) -> Callable[[Step], str]:
-        return lambda step: tests(place, step, "collective", FILES, ranks, seconds / 2 if quick else seconds, "off")
+    def collective(ranks: int) -> Callable[[Step], str]:
+        return lambda step: tests(place, step, "collective", FILES, ranks, "off")
 
     return [
         ("what is there", 15, lambda step: look(place, step)),
@@ -412,11 +413,11 @@ def steps_of(place: Place) -> list[tuple[str, float, Callable[[Step], str]]]:
         ("overlap, in a profile", 1, lambda step: overlap_in_profile(place, step)),
         ("training, 2 ranks", 30, lambda step: training(place, step)),
         ("NCCL beside MPI", 24, lambda step: several_gpus(place, step)),
-        ("collective tests, 2 ranks", 80, collective(2, 50)),
-        ("named axes, 2 ranks", 60, lambda step: named_axes(place, step, 30)),
-        ("collective tests, 4 ranks", 40, collective(4, 10)),
-        ("collective tests, 1 rank", 35, collective(1, 10)),
-        ("collective tests, 2 ranks, direct", 15, lambda step: direct_tests(place, step, 5)),
+        ("collective tests, 2 ranks", 80, collective(2)),
+        ("named axes, 2 ranks", 60, lambda step: named_axes(place, step)),
+        ("collective tests, 4 ranks", 40, collective(4)),
+        ("collective tests, 1 rank", 35, collective(1)),
+        ("collective tests, 2 ranks, direct", 15, lambda step: direct_tests(place, step)),
     ]
 
 
@@ -428,6 +429,6 @@ def run_all(runner: Runner, place: Place) -> None:
         if "jax" not in place.facts:
             runner.skip(name, f"nothing is known about this machine: {first[0]!r} has failed")
             continue
-        runner.step(name, limit_s, work)
+        runner.step(name, limit_s, work, share=0 if place.quick else _SHARES.get(name, 0))
         if name.startswith("bandwidth") and (why := place.facts["mpi4jax"]):
             runner.skip("bandwidth of mpi4jax's staging", why)

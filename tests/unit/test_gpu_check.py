@@ -99,6 +99,9 @@ def test_what_comes_after_the_deadline_is_skipped(tmp_path: Path) -> None:
     runner = Runner(tmp_path, 6, patience=2)
     assert runner.step("short", 30, lambda step: f"{step.left_s() <= 12}")
     assert runner.results[0].text == "True"
+    # A share of what is left may be more than the limit.
+    assert runner.step("tests", 1, lambda step: f"{5 < step.left_s() <= 6}", share=0.5)
+    assert runner.results[1].text == "True"
 
 
 def test_some_steps_alone(tmp_path: Path) -> None:
