@@ -88,8 +88,6 @@ def lower(
                 )
             return _lower_composition(ctx, form, operands, passed)
         on_host = form_of is for_host
-        if not on_host and "comm" in form.attributes:
-            native.hold(form.attributes["comm"][0])  # nobody tells when such a program is gone
         # On accelerators each device that has a copy makes the call itself, together with its partners on the other
         # ranks: these need as many copies. One call for all, as on the host, would copy from device to device.
         one_call_for_all = manual == (_COPIES,) and on_host

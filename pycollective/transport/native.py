@@ -123,23 +123,24 @@ def start(ranks: int = 1) -> None:
     if config.malloc:
         bound.pycollective_tune_malloc(ranks)
     compiled.set_library(bound)
-    register(bound, [*host_targets(), *async_targets(), *guard_targets()], "cpu", holds=True)
+    register(bound, [*host_targets(), *async_targets(), *guard_targets()], "cpu", bound.pycollective_instantiate)
     register(bound, ["async_results"], "cpu")
 
 
-def register(library: ctypes.CDLL, targets: Sequence[str], platform: str, *, holds: bool = False) -> None:
+def register(library: ctypes.CDLL, targets: Sequence[str], platform: str, instantiate: Any = None) -> None:
     """Makes the functions of ``library`` XLA's handlers for one of its platforms.
 
     Args:
         library: the library.
         targets: the names of the handlers.
         platform: the platform.
-        holds: whether a program holds the communicator of each of its calls (native/programs.cc).
+        instantiate: the function by which a program holds the communicator of each of its calls (native/programs.cc);
+            None: it holds none.
     """
     for target in targets:
         stages = {"execute": jax.ffi.pycapsule(getattr(library, f"pycollective_{target}"))}
-        if holds:
-            stages["instantiate"] = jax.ffi.pycapsule(library.pycollective_instantiate)
+        if instantiate is not None:
+            stages["instantiate"] = jax.ffi.pycapsule(instantiate)
         jax.ffi.register_ffi_target(f"pycollective_{target}", stages, platform=platform)
 
 
@@ -207,7 +208,7 @@ def start_accelerators(kind: str, *, direct: bool) -> None:
     """
     known = runtime.KINDS[kind]
     bind_runtime(runtime.load(known), hip=known.hip, direct=direct)
-    register(library(), device_targets(), known.platform)
+    register(library(), device_targets(), known.platform, library().pycollective_instantiate_by_plugin)
 
 
 def bind_runtime(found: ctypes.CDLL, *, hip: bool, direct: bool) -> None:
@@ -343,11 +344,6 @@ def free_communicator(number: int) -> None:
 def is_held(number: int) -> bool:
     """Whether a program or a call of this process holds a communicator, or a part of it."""
     return bool(library().pycollective_communicator_is_held(ctypes.c_int64(number)))
-
-
-def hold(number: int) -> None:
-    """Lets a communicator or a part of one be held for ever."""
-    library().pycollective_communicator_hold(ctypes.c_int64(number))
 
 
 def spans_hosts(number: int) -> bool:

@@ -17,9 +17,7 @@ from mpi4py import MPI
 
 import pycollective as pc
 from pycollective.ordering import region
-from pycollective.primitives import lowering
-from pycollective.ranks import accelerators, kept
-from pycollective.ranks.setup import devices_of_this_rank
+from pycollective.ranks import kept
 from pycollective.transport.mpi import known
 
 
@@ -169,10 +167,6 @@ def program_of_a_split(world: pc.Communicator) -> Callable[[jax.Array], jax.Arra
 
 
 @pytest.mark.native  # programs by mpi4jax hold their communicators for ever
-@pytest.mark.skipif(
-    accelerators.kind_of(devices_of_this_rank()[0]) in lowering.ACCELERATORS,
-    reason="LOUD: programs for accelerators hold their communicators for ever",
-)
 def test_dropped_splits_are_given_back(world: pc.Communicator) -> None:
     before = in_use(world)
     shared = len(known)

@@ -100,5 +100,5 @@ def install(mode: str) -> None:
     assert standin.standin_use(native.library()._name.encode())
     standin.standin_set_delay_us(ctypes.c_int64(_DELAY_US))
     native.bind_runtime(standin, hip=False, direct=mode == "direct")
-    native.register(standin, native.device_targets(), "cpu")
+    native.register(standin, native.device_targets(), "cpu", native.library().pycollective_instantiate_by_plugin)
     accelerators.lane_id = lambda device: accelerators.LANES + device.id
