@@ -39,7 +39,7 @@ def test_without_a_gpu(tmp_path: Path) -> None:
 
 
 def test_steps_on_standins(tmp_path: Path) -> None:
-    done = gpu_check(tmp_path, "--quick", "--only", "overlap,NCCL,1 rank", PYCOLLECTIVE_TEST_STANDIN="staged")
+    done = gpu_check(tmp_path, "--quick", "--only", "overlap,soak,NCCL,1 rank", PYCOLLECTIVE_TEST_STANDIN="staged")
     assert done.returncode == 0, done.stdout + done.stderr
     steps = lines(done.stdout)
     assert steps["what is there"][0] == "ok"
@@ -49,9 +49,11 @@ def test_steps_on_standins(tmp_path: Path) -> None:
     assert steps["overlap, by the clock"][0] == "ok"
     assert steps["overlap, in a profile"][0] == "SKIPPED"
     assert "expected streams of a GPU, got" in steps["overlap, in a profile"][1]
+    assert steps["soak"][0] == "ok"
+    assert steps["soak"][1] == "all exact: 64 programs with kernels as XLA launches them"
     assert steps["NCCL beside MPI"][0] == "ok"
     assert "2 ranks x 2 GPUs: exact" in steps["NCCL beside MPI"][1]
-    assert len(steps) == 5, "the steps that were asked for, and those that they need"
+    assert len(steps) == 6, "the steps that were asked for, and those that they need"
 
 
 def test_what_fails_is_told(tmp_path: Path) -> None:

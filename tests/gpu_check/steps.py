@@ -16,8 +16,8 @@ from typing import Any
 from tests.gpu_check.running import AbsentError, Runner, Step, StepError, last_lines
 
 FILES = (
-    *("test_messages.py", "test_forward.py", "test_order.py", "test_options.py", "test_derivatives.py"),
-    *("test_vmap.py", "test_wire.py", "test_control_flow.py"),
+    *("test_communicator.py", "test_messages.py", "test_forward.py", "test_order.py", "test_options.py"),
+    *("test_derivatives.py", "test_vmap.py", "test_wire.py", "test_control_flow.py"),
 )
 """The files of tests/collective that run, in this order: if time is short, the last ones are left out."""
 AXES = (
@@ -25,19 +25,23 @@ AXES = (
     *("test_calls.py", "test_pmap.py", "test_shard_map.py"),
 )
 """The files of tests/spmd that run."""
-_WORLD = ("-k", "not self and not split")
+_WORLD = ("-k", "(not self and not split) or test_communicator")
 """Options that leave out two kinds of communicators: GPUs make the same difference on all kinds."""
 
 _WAIT_S = 40
 """The longest time that a rank waits for others; then it ends all ranks, and the log gets their stacks."""
-_XLA_FLAGS = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
+_AUTOTUNING = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
 """XLA's flags against autotuning, which takes longer than the steps that would gain from it."""
+_EARLY_LAUNCH = "--xla_gpu_enable_pdl={0} --xla_gpu_enable_pdl_launch={0}"
+"""XLA's flags on whether a kernel begins before the one before it has ended (programmatic dependent launch)."""
 _PIECES = {"256 KiB": 1 << 18, "1 MiB": 1 << 20, "4 MiB": 4 << 20, "16 MiB": 16 << 20}
 """The sizes of the pieces in which arrays are staged, of which the step "pieces" finds the fastest."""
 _TO_END_S = 30
 """The seconds that the tests get after the last one has begun, or fewer if they may take few in all."""
 _SHARES = {"collective tests, 2 ranks": 0.4, "named axes, 2 ranks": 0.6, "collective tests, 4 ranks": 0.6}
 """The parts of the time that is left which steps may take."""
+_SOAK_S = 10
+"""The seconds of each part of the step "soak", besides those to compile."""
 _TOLERANCE = 1e-3
 """The largest relative difference between losses on GPUs and on CPUs."""
 
@@ -160,19 +164,19 @@ def look(place: Place, step: Step) -> str:
     facts = place.facts
     kinds = [kind for devices in facts["devices"] for kind in devices]
     if not place.standin:
-        place.facts["xla_flags"] = _accepted_flags(place, step)
+        place.facts["xla_flags"] = _accepted_flags(place, step, _AUTOTUNING)
     way = "MPI takes device memory" if facts["direct"] else "arrays are staged"
     return f"2 ranks on {', '.join(kinds)}; {facts['mpi']}; {way}"
 
 
-def _accepted_flags(place: Place, step: Step) -> str:
-    """Returns XLA's flags against autotuning; "" if XLA does not know them."""
+def _accepted_flags(place: Place, step: Step, flags: str) -> str:
+    """Returns the flags; "" if XLA does not know one of them."""
     start = [place.python, "-c", "import jax; jax.devices()"]  # it aborts if XLA does not know a flag
     try:
-        step.run(start, environ=place.environ(JAX_PLATFORMS="cpu", XLA_FLAGS=_XLA_FLAGS))
+        step.run(start, environ=place.environ(JAX_PLATFORMS="cpu", XLA_FLAGS=flags))
     except StepError:
         return ""
-    return _XLA_FLAGS
+    return flags
 
 
 def doctor(place: Place, step: Step) -> str:
@@ -289,6 +293,23 @@ def latency(place: Place, step: Step) -> str:
         by_numpy = min(float(str(row["us"])) for row in rows if row["contender"] == "through NumPy")
         found.append(f"{ranks} rank{'s' * (ranks > 1)}: {times} (through NumPy from {by_numpy:.0f})")
     return f"psum, microseconds: {'; '.join(found)}"
+
+
+def soak(place: Place, step: Step) -> str:
+    """Compares many sums that run between kernels, which begin early or one behind the other."""
+    ways = {} if place.standin else {"early": "true", "one behind the other": "false"}
+    flags = {way: _accepted_flags(place, step, _EARLY_LAUNCH.format(value)) for way, value in ways.items()}
+    flags = {way: known for way, known in flags.items() if known} or {"as XLA launches them": ""}
+    of_all = place.environ().get("XLA_FLAGS", "")
+    limits = ["--largest", "5000", "--seconds", "0"] if place.standin else ["--seconds", str(_SOAK_S)]
+    program, found = place.program("-m", "tests.gpu_check.soak", *limits), []
+    for way, known in flags.items():
+        environ = place.environ(XLA_FLAGS=f"{of_all} {known}".strip())
+        of = told("soak", step.run([*place.ranks(2), *program], environ=environ, cwd=place.tree))
+        if of["wrong"]:
+            raise StepError(f"{of['wrong']} elements of {of['calls']} programs are wrong, with kernels {way}")
+        found.append(f"{of['calls']} programs with kernels {way}")
+    return f"all exact: {', '.join(found)}"
 
 
 def several_gpus(place: Place, step: Step) -> str:
@@ -412,10 +433,11 @@ def steps_of(place: Place) -> list[tuple[str, float, Callable[[Step], str]]]:
         ("overlap, by the clock", 20, lambda step: overlap(place, step)),
         ("overlap, in a profile", 1, lambda step: overlap_in_profile(place, step)),
         ("training, 2 ranks", 30, lambda step: training(place, step)),
+        ("soak", 50, lambda step: soak(place, step)),
         ("NCCL beside MPI", 24, lambda step: several_gpus(place, step)),
-        ("collective tests, 2 ranks", 80, collective(2)),
-        ("named axes, 2 ranks", 60, lambda step: named_axes(place, step)),
-        ("collective tests, 4 ranks", 40, collective(4)),
+        ("collective tests, 2 ranks", 50, collective(2)),
+        ("named axes, 2 ranks", 45, lambda step: named_axes(place, step)),
+        ("collective tests, 4 ranks", 35, collective(4)),
         ("collective tests, 1 rank", 35, collective(1)),
         ("collective tests, 2 ranks, direct", 15, lambda step: direct_tests(place, step)),
     ]
