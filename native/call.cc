@@ -254,8 +254,9 @@ ffi::Error Call::Differs(const Post& mine, const Difference& found) const {
                    std::to_string(found.rank),
                moved ? "Sum in the same order on all ranks. A set of strings has another order in each process: sort it."
                : same_call && same_number
-                   ? "All ranks must make such calls in the same order of lines, and by the same function: else data of one is "
-                     "taken for data of another. PYCOLLECTIVE_CHECK=first compares no lines."
+                   ? "All ranks must make such calls in the same order of lines, by the same function, and over a named axis in "
+                     "programs with the same collectives: else data of one is taken for data of another. "
+                     "PYCOLLECTIVE_CHECK=first compares no lines."
                : staging ? "All ranks must use devices of one kind, with the same settings."
                          : "All ranks must run the same collectives in the same order, with the same shapes, dtypes and "
                            "pytrees.");

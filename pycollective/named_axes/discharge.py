@@ -29,7 +29,7 @@ from pycollective.ordering.effect import effect
 from pycollective.ordering.jax_internals import is_transposed
 from pycollective.ordering.jaxprs import inner_jaxprs
 from pycollective.ordering.operand_order import number_of
-from pycollective.primitives.passed import as_transpose
+from pycollective.primitives.passed import as_transpose, part_of
 from pycollective.ranks.agreement import CollectiveLine
 
 Names = frozenset[AxisName]
@@ -106,7 +106,14 @@ def discharge(jaxpr: Any, mesh: Mesh) -> Callable[..., list[Any]]:
     """
     for check in CHECKS:
         check(jaxpr, mesh)
-    return partial(_Discharge(mesh, frozenset(mesh.shape)).evaluate, ClosedJaxpr(jaxpr, ()))
+    program = number_of(*(line.text for line in collective_lines(jaxpr, mesh.shape)))
+    evaluate = partial(_Discharge(mesh, frozenset(mesh.shape)).evaluate, ClosedJaxpr(jaxpr, ()))
+
+    def discharged(*args: Any) -> list[Any]:
+        with part_of(program):
+            return evaluate(*args)
+
+    return discharged
 
 
 def refuse_mixed(jaxpr: Any, mesh: Mesh, other: AxisName) -> None:

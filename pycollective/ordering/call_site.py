@@ -48,6 +48,7 @@ class CallSite(NamedTuple):
         line_in_function: the number of the line from the function's first line, which is 0.
         collective: the function of JAX or of this package that makes the call, such as ``pmean``; "" if nobody knows.
         derivative: what JAX has made of that call, such as "transpose"; "" for the call itself.
+        program: of a collective over named axes, a hash of all collectives of the program; else 0.
     """
 
     file: str
@@ -56,6 +57,7 @@ class CallSite(NamedTuple):
     line_in_function: int
     collective: str
     derivative: str = ""
+    program: int = 0
 
     @property
     def text(self) -> str:
@@ -71,12 +73,13 @@ class CallSite(NamedTuple):
     def site(self) -> int:
         """The same on every rank, and not 0: 24 bits for the function, 20 for the line, 20 for the collective.
 
-        A derivative is another collective: it must not meet the call itself, whatever function makes that.
+        A derivative is another collective: it must not meet the call itself, whatever function makes that. So is a
+        collective over a named axis in a program with other collectives.
         """
         is_cell = self.file.startswith("<") or self.file.removesuffix(".py").isdecimal()  # of IPython or a notebook
         file = "" if is_cell else self.file  # a cell has another name in each process
         made = f"{self.derivative} of {self.collective}" if self.derivative else self.collective
-        function, collective = _hash((file, self.function), 24), _hash(made, 20) | 1
+        function, collective = _hash((file, self.function), 24), _hash((made, self.program), 20) | 1
         bits = function << 40 | (self.line_in_function & 0xFFFFF) << 20 | collective
         return as_int64(bits)
 
@@ -99,14 +102,15 @@ call_outside_jit: ContextVar[CallSite | None] = ContextVar("call_outside_jit", d
 """The line of the collective that runs outside any trace: a program of its own, in which no line is the user's."""
 
 
-def site_of_lowered(derivative: str = "") -> int:
+def site_of_lowered(derivative: str = "", program: int = 0) -> int:
     """The attribute ``site`` of the collective that is lowered now; 0 if nobody knows where it was called.
 
     Args:
         derivative: what JAX has made of the call that stands at the line, such as "transpose"; "": it is that call.
+        program: see :attr:`CallSite.program`.
     """
     found = _innermost(frames.frames_of_user()) or call_outside_jit.get()
-    return site_of(None if found is None else found._replace(derivative=derivative))
+    return site_of(None if found is None else found._replace(derivative=derivative, program=program))
 
 
 def site_of(line: CallSite | None) -> int:

@@ -21,6 +21,9 @@ _tree: ContextVar[int] = ContextVar("tree", default=0)
 _derivative: ContextVar[str] = ContextVar("derivative", default="")
 """What JAX has made of its own collectives, which are replaced now by primitives of this package."""
 
+_program: ContextVar[int] = ContextVar("program", default=0)
+"""The program over named axes whose collectives are replaced now."""
+
 
 class Passed(NamedTuple):
     """A parameter of the primitives.
@@ -29,11 +32,13 @@ class Passed(NamedTuple):
         dtypes: for each operand the name of the dtype that the user passed.
         derivative: "" for the call that the user made; else what JAX has made of it, such as "transpose of tangent".
         tree: of a call with a root, a hash of the paths to the leaves of its tree; 0: it is compared by other means.
+        program: of a collective over named axes, a hash of all collectives of the program; 0: it is over a communicator.
     """
 
     dtypes: tuple[str, ...]
     derivative: str = ""
     tree: int = 0
+    program: int = 0
 
     @classmethod
     def of(cls, xs: Sequence[Any]) -> Passed:
@@ -42,9 +47,9 @@ class Passed(NamedTuple):
         Example:
             >>> import jax.numpy as jnp
             >>> Passed.of([jnp.zeros(2, "bfloat16")])
-            Passed(dtypes=('bfloat16',), derivative='', tree=0)
+            Passed(dtypes=('bfloat16',), derivative='', tree=0, program=0)
         """
-        return cls(tuple(str(x.dtype) for x in xs), _derivative.get(), _tree.get())
+        return cls(tuple(str(x.dtype) for x in xs), _derivative.get(), _tree.get(), _program.get())
 
     def at(self, places: Sequence[int]) -> Passed:
         """Some of the operands."""
@@ -82,6 +87,16 @@ def as_transpose() -> Iterator[None]:
         yield
     finally:
         _derivative.reset(before)
+
+
+@contextlib.contextmanager
+def part_of(program: int) -> Iterator[None]:
+    """Collectives that are called inside belong to this program over named axes."""
+    before = _program.set(program)
+    try:
+        yield
+    finally:
+        _program.reset(before)
 
 
 @contextlib.contextmanager

@@ -336,22 +336,41 @@ def test_a_function_here_and_its_derivative_there(
     np.testing.assert_array_equal(pc.psum(X, world), X * world.size)
 
 
+@pytest.mark.parametrize("derivative", DERIVATIVES)
+def test_a_function_by_name_here_and_its_derivative_there(derivative: str, world: pc.Communicator) -> None:
+    """JAX's rule for the tangents of a gather makes a gather of the same shape at the same line."""
+
+    def f(x: jax.Array) -> jax.Array:
+        return jnp.sum(jax.lax.all_gather(x * x, "i")) if derivative == "grad" else jax.lax.all_gather(x * x, "i")
+
+    both = {"grad": jax.value_and_grad, "jvp": lambda f: lambda x: jax.jvp(f, (x,), (x,))}[derivative]
+    function, other = (pc.jit(g, axis_name="i") for g in (f, both(f)))
+    x = jnp.arange(2.0)
+    for known in (function, other):
+        jax.block_until_ready(known(x))
+    with pytest.raises(RUNTIME_ERRORS, match=r"over a named axis in programs with the same collectives"):
+        jax.block_until_ready(function(x) if world.rank == 0 else other(x))
+    np.testing.assert_array_equal(pc.psum(X, world), X * world.size)
+
+
 @pytest.mark.parametrize("in_scan", [False, True])
-def test_a_function_by_name_here_and_its_derivative_there(in_scan: bool, world: pc.Communicator) -> None:
+def test_a_function_by_name_here_and_its_transpose_there(in_scan: bool, world: pc.Communicator) -> None:
+    """In one program ranks take different branches: the transpose has the shape and the line of the other's next sum."""
+
     def f(x: jax.Array) -> jax.Array:
         def step(carry: jax.Array, _: None) -> tuple[jax.Array, None]:
             return jnp.tanh(jax.lax.psum(carry * x, "i")), None
 
-        return jnp.sum(jax.lax.scan(step, x, None, length=1)[0] if in_scan else step(x, None)[0])
+        return jax.lax.scan(step, x, None, length=1)[0] if in_scan else step(x, None)[0]
 
-    function, gradient = (pc.jit(g, axis_name="i") for g in (f, jax.grad(f)))
-    x = jnp.arange(2.0)
-    for known in (function, gradient):
-        jax.block_until_ready(known(x))
-    if world.rank == 0:
-        function(x)
+    def program(x: jax.Array, trips: jax.Array) -> jax.Array:
+        def trip(_: int, x: jax.Array) -> jax.Array:
+            return jax.lax.cond(trips > 1, f, jax.grad(lambda x: jnp.sum(f(x))), x)
+
+        return jax.lax.fori_loop(0, trips, trip, x)
+
     with pytest.raises(RUNTIME_ERRORS, match=r"at test_agreement.py:\d+ \(\S+step, transpose\)"):
-        jax.block_until_ready(function(x) if world.rank == 0 else gradient(x))
+        jax.block_until_ready(pc.jit(program, axis_name="i")(jnp.arange(2.0), 2 if world.rank == 0 else 1))
 
 
 def test_derivatives_of_functions_of_their_own(world: pc.Communicator) -> None:
