@@ -10,6 +10,7 @@
 
 #include "dtypes.h"
 #include "elements.h"
+#include "exports.h"
 #include "recorder.h"
 #include "settings.h"
 
@@ -119,3 +120,27 @@ Outcome Sendrecv(const Library& mpi, const Channel& channel, const SentMessage& 
 }
 
 }  // namespace pycollective
+
+// What a message of a program is, from the bytes of its letter: "float32[3] at train.py:12 (step)". "": they are no letter.
+PYCOLLECTIVE_EXPORT const char* pycollective_letter_text(const char* bytes, int64_t nbytes) {
+  static thread_local std::string text;
+  text.clear();
+  if (nbytes == sizeof(pycollective::Letter)) {
+    pycollective::Letter letter;
+    std::memcpy(&letter, bytes, sizeof letter);
+    letter.told.line[pycollective::kLineBytes - 1] = 0;
+    text = pycollective::DescribeMessage(letter.told.post, letter.told.line);
+  }
+  return text.c_str();
+}
+
+// Whether the data lie in the letter, so that no second message follows it.
+PYCOLLECTIVE_EXPORT bool pycollective_letter_encloses(const char* bytes) {
+  pycollective::Letter letter;
+  std::memcpy(&letter, bytes, sizeof letter);
+  return letter.encloses != 0;
+}
+
+namespace {
+const pycollective::Listed listed{PYCOLLECTIVE_TYPED(letter_text), PYCOLLECTIVE_TYPED(letter_encloses)};
+}  // namespace

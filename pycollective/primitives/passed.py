@@ -32,7 +32,7 @@ class Passed(NamedTuple):
         dtypes: for each operand the name of the dtype that the user passed.
         derivative: "" for the call that the user made; else what JAX has made of it, such as "transpose of tangent".
         tree: of a call with a root, a hash of the paths to the leaves of its tree; 0: it is compared by other means.
-        program: of a collective over named axes, a hash of all collectives of the program; 0: it is over a communicator.
+        program: of a collective over named axes, a hash of all collectives of the program; else 0.
     """
 
     dtypes: tuple[str, ...]

@@ -401,7 +401,9 @@ def lose_all(losses: int) -> None:
 
 
 rank_exit.when_all_have_ended(
-    lambda: unreceived.tell_at_end((kept, receive_what_is_left(kept.calls)) for kept in in_use.values())
+    lambda: unreceived.tell_at_end(
+        (kept, receive_what_is_left(kept.calls, unreceived.letter())) for kept in in_use.values()
+    )
 )
 
 

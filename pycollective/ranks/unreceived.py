@@ -7,17 +7,27 @@ import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from pycollective.config import config
 from pycollective.errors import message
+from pycollective.transport import native
+from pycollective.transport.chosen import transport
+from pycollective.transport.handlers import Native
+from pycollective.transport.mpi import Letter
 
 
 def _some(senders: Sequence[str]) -> str:
-    """A few of the senders and tags, each once: a message may be several of MPI's.
+    """A few of the messages, each once: without a letter a message may be several of MPI's.
 
     Example:
         >>> _some(["from rank 0 with tag 1", "from rank 0 with tag 1"])
         'from rank 0 with tag 1'
     """
     return "; ".join(list(dict.fromkeys(senders))[:4])
+
+
+def letter() -> Letter | None:
+    """What reads the letters of the messages of programs; None if they have none."""
+    return native.letter if config.check.when >= 2 and isinstance(transport(), Native) else None
 
 
 def warn(comm: Any, senders: Sequence[str]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.metadata import PackageNotFoundError, version
 
@@ -71,7 +71,10 @@ except (ImportError, RuntimeError) as error:
         )
     ) from error
 
-__all__ = ["MPI", "discard_messages", "forget", "host_of", "known", "remember"]
+Letter = Callable[[bytes], tuple[str, bool]]
+"""Reads the first message of a message of a program: what that is, and whether no second one follows."""
+
+__all__ = ["MPI", "Letter", "discard_messages", "forget", "host_of", "known", "remember"]
 
 known: dict[int, MPI.Intracomm] = {}
 """The communicators of this package that are in use, by their handles."""
@@ -88,23 +91,41 @@ def forget(comm: MPI.Intracomm) -> None:
     known.pop(MPI._handleof(comm), None)
 
 
-def discard_messages(comm: MPI.Intracomm) -> list[str]:
-    """Receives the messages that this rank has not received, and returns the sender and the tag of each.
+def discard_messages(comm: MPI.Intracomm, letter: Letter | None = None) -> list[str]:
+    """Receives the messages that this rank has not received, and says of each what it is, its sender and its tag.
 
     All ranks must make this call, before the communicator is freed: MPI may give the next communicator the same
     context, which would receive them. A message is found if it has arrived when all ranks have come.
+
+    Args:
+        comm: the communicator.
+        letter: see :func:`receive_what_is_left`.
     """
     comm.Barrier()
-    return receive_what_is_left(comm)
+    return receive_what_is_left(comm, letter)
 
 
-def receive_what_is_left(comm: MPI.Intracomm) -> list[str]:
-    """Receives the messages that have arrived and that nobody has received; the sender and the tag of each."""
+def receive_what_is_left(comm: MPI.Intracomm, letter: Letter | None = None) -> list[str]:
+    """Receives the messages that have arrived and that nobody has received; what each is, its sender and its tag.
+
+    Args:
+        comm: the communicator.
+        letter: reads the letter with which each message begins; None: messages have none.
+    """
     found: list[str] = []
+    after_letter: set[tuple[int, int]] = set()  # whose next message is the data of a letter
     status = MPI.Status()
     while (late := comm.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, status)) is not None:
-        late.Recv(bytearray(status.Get_count(MPI.BYTE)))
-        found.append(f"from rank {status.source} with tag {status.tag}")
+        data = bytearray(status.Get_count(MPI.BYTE))
+        late.Recv(data)
+        sender = status.source, status.tag
+        if sender in after_letter:
+            after_letter.remove(sender)
+            continue
+        what, is_whole = ("", True) if letter is None else letter(bytes(data))
+        if not is_whole:
+            after_letter.add(sender)
+        found.append(f"{what} from rank {status.source} with tag {status.tag}".lstrip())
     return found
 
 

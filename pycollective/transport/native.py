@@ -346,6 +346,17 @@ def is_held(number: int) -> bool:
     return bool(library().pycollective_communicator_is_held(ctypes.c_int64(number)))
 
 
+def letter(data: bytes) -> tuple[str, bool]:
+    """What a message of a program is, and whether it is whole, from the bytes of MPI's message (native/messages.h).
+
+    Example:
+        >>> letter(b"the data of a message without a letter")
+        ('', True)
+    """
+    text = library().pycollective_letter_text(data, ctypes.c_int64(len(data))).decode()
+    return text, not text or bool(library().pycollective_letter_encloses(data))
+
+
 def spans_hosts(number: int) -> bool:
     """Whether a communicator or part has ranks on several hosts; the same on all its ranks."""
     return bool(library().pycollective_spans_hosts(ctypes.c_int64(number)))

@@ -355,7 +355,7 @@ def test_a_function_by_name_here_and_its_derivative_there(derivative: str, world
 
 @pytest.mark.parametrize("in_scan", [False, True])
 def test_a_function_by_name_here_and_its_transpose_there(in_scan: bool, world: pc.Communicator) -> None:
-    """In one program ranks take different branches: the transpose has the shape and the line of the other's next sum."""
+    """In one program ranks take two branches: the transpose has the shape and the line of the other's next sum."""
 
     def f(x: jax.Array) -> jax.Array:
         def step(carry: jax.Array, _: None) -> tuple[jax.Array, None]:

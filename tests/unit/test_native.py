@@ -77,7 +77,7 @@ def exported() -> set[str]:
     lines = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
     names = {line.split()[-1].removeprefix("pycollective_") for line in lines if " pycollective_" in line}
     handlers = (*native.host_targets(), *native.async_targets(), *native.device_targets(), *native.guard_targets())
-    return names - {*handlers, "async_results", "functions", "instantiate"}
+    return names - {*handlers, "async_results", "functions", "instantiate", "instantiate_by_plugin"}
 
 
 def test_the_table_has_every_function(world: pc.Communicator) -> None:
