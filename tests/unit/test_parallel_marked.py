@@ -168,12 +168,25 @@ def test_the_scale_with_which_a_device_rounds_its_own_part_passes() -> None:
     check(step, PARAMS, X)
 
 
-def test_norms_along_dimensions_that_are_whole_pass() -> None:
+def gradient_of_columns(w: Any, x: Any) -> Any:
+    return jax.grad(lambda w: jnp.sum(column_parallel(x, w, "model") ** 2))(w)
+
+
+@pytest.mark.parametrize(
+    "examples",
+    [
+        lambda w, x: gradient_of_columns(w, x)[None],
+        lambda w, x: jax.vmap(gradient_of_columns, (None, 0))(w, x[:, None]),
+        lambda w, x: lax.scan(lambda _, row: (None, gradient_of_columns(w, row[None])), None, x)[1],
+    ],
+    ids=["one", "vmap", "scan"],
+)
+def test_norms_along_dimensions_that_are_whole_pass(examples: Step) -> None:
     """Of a matrix that is cut by columns each device has whole ones, and optax clips each column by its own norm."""
+    clip = optax.adaptive_grad_clip(0.1)
 
     def step(w: Any, x: Any) -> Any:
-        grad = jax.grad(lambda w: jnp.sum(column_parallel(x, w, "model") ** 2))(w)
-        return optax.adaptive_grad_clip(0.1).update(grad, optax.EmptyState(), w)[0]
+        return jax.vmap(lambda grad: clip.update(grad, optax.EmptyState(), w)[0])(examples(w, x))
 
     check(step, PARAMS["up"], X)
 
