@@ -65,37 +65,31 @@ class Mesh:
 
     Attributes:
         comm: the ranks.
-        devices: this rank's devices, in the order of the mesh.
+        lane_ids: this rank's devices in the order of the mesh, as ``accelerators.lane_id`` names them: after
+            ``jax.extend.backend.clear_backends`` the mesh means JAX's new devices.
         axes: the axes, outermost first.
     """
 
     comm: Communicator
-    devices: tuple[jax.Device, ...]
+    lane_ids: tuple[int, ...]
     axes: tuple[Axis, ...]
-
-    def __post_init__(self) -> None:
-        # At run time the other devices of its team would wait for such a device for ever.
-        unknown = [device for device in self.devices if device not in devices_of_this_rank()]
-        if unknown:
-            errors.fail(
-                ValueError,
-                "Mesh",
-                self.comm,
-                "a device of pycollective.init(devices=...)",
-                unknown,
-                "Name it in init, before anything else uses the package.",
-            )
 
     def __repr__(self) -> str:
         shape = ", ".join(f"{axis.name!r}: {axis.size}" for axis in self.axes)
-        return f"Mesh({{{shape}}}, {len(self.devices)} device(s) on each of {self.comm.size} rank(s))"
+        return f"Mesh({{{shape}}}, {len(self.lane_ids)} device(s) on each of {self.comm.size} rank(s))"
+
+    @property
+    def devices(self) -> tuple[jax.Device, ...]:
+        """This rank's devices, in the order of the mesh."""
+        own = {accelerators.lane_id(device): device for device in devices_of_this_rank()}
+        return tuple(own[lane_id] for lane_id in self.lane_ids)
 
     @cached_property
     def shape(self) -> dict[AxisName, int]:
         """The size of each axis, by its name."""
         return {axis.name: axis.size for axis in self.axes}
 
-    @cached_property
+    @property
     def local_mesh(self) -> jax.sharding.Mesh:
         """This rank's devices as a mesh of JAX's. An axis that lies across ranks alone has the size 1."""
         grid = np.array(self.devices, dtype=object).reshape([axis.local for axis in self.axes])
@@ -163,7 +157,7 @@ class DeviceGroup:
         self._teams = _lines_of_grid([axis.local for axis in mesh.axes], along).tolist()
         self.local = len(self._teams[0])
         # In a program on one device of each rank that device may be any, so the communicator need not know it.
-        self.comm = mesh.comm.part(self._ranks, mesh.devices if len(mesh.devices) > 1 else None)
+        self.comm = mesh.comm.part(self._ranks, mesh.lane_ids if len(mesh.lane_ids) > 1 else None)
         self.rank = self.comm.rank
         self.size = self.comm.size * self.local
         self._team_and_member = {i: (t, m) for t, team in enumerate(self._teams) for m, i in enumerate(team)}
@@ -187,9 +181,8 @@ class DeviceGroup:
         self.mesh.comm.check_live("Mesh")
         if self.local == 1:
             return self.comm.key
-        devices = enumerate(self.mesh.devices)
-        places = (PlaceInTeam(accelerators.lane_id(device), *self._team_and_member[i]) for i, device in devices)
-        return self.mesh.comm.key_of(self._ranks, tuple(places), self.local)
+        places = tuple(PlaceInTeam(lane, *self._team_and_member[i]) for i, lane in enumerate(self.mesh.lane_ids))
+        return self.mesh.comm.key_of(self._ranks, places, self.local)
 
     @cached_property
     def local_axes(self) -> tuple[tuple[str, int], ...]:
@@ -213,9 +206,9 @@ class DeviceGroup:
             if number is None:
                 return -1
             rank, member = divmod(number, self.local)
-            return int(rank * len(self.mesh.devices) + self._teams[team][member])
+            return int(rank * len(self.mesh.lane_ids) + self._teams[team][member])
 
-        places = [self._team_and_member[i] for i in range(len(self.mesh.devices))]
+        places = [self._team_and_member[i] for i in range(len(self.mesh.lane_ids))]
         numbers = [(self.comm.rank * self.local + member, team) for team, member in places]
         return tuple(at(to.get(own), team) for own, team in numbers), tuple(
             at(back.get(own), team) for own, team in numbers
@@ -329,9 +322,24 @@ def make_mesh(
             )
         axes.append(Axis(name, size // local, local))
         left //= local
-    return Mesh(comm, own, tuple(reversed(axes)))
+    return _mesh(comm, own, tuple(reversed(axes)))
 
 
 def one_axis_mesh(name: AxisName, comm: Communicator, devices: Sequence[jax.Device]) -> Mesh:
     """Returns a mesh of one axis over ``devices`` of each rank."""
-    return Mesh(comm, tuple(devices), (Axis(name, comm.size, len(devices)),))
+    return _mesh(comm, devices, (Axis(name, comm.size, len(devices)),))
+
+
+def _mesh(comm: Communicator, devices: Sequence[jax.Device], axes: tuple[Axis, ...]) -> Mesh:
+    own = set(map(accelerators.lane_id, devices_of_this_rank()))
+    unknown = [device for device in devices if accelerators.lane_id(device) not in own]
+    if unknown:  # at run time the other devices of its team would wait for such a device for ever
+        errors.fail(
+            ValueError,
+            "Mesh",
+            comm,
+            "a device of pycollective.init(devices=...)",
+            unknown,
+            "Name it in init, before anything else uses the package.",
+        )
+    return Mesh(comm, tuple(map(accelerators.lane_id, devices)), axes)

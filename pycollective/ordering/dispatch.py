@@ -11,10 +11,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import jax
 import jax.extend.backend
@@ -23,6 +24,7 @@ import numpy as np
 from pycollective.errors import message
 from pycollective.ordering import jax_dispatch
 
+CacheT = TypeVar("CacheT")
 Devices = tuple[jax.Device, ...]
 """The devices that run a program, in the order of their ids."""
 
@@ -136,7 +138,7 @@ def _admit_this_thread() -> None:
         )
     if last is threading.main_thread():
         # The main thread has not waited for its programs, and XLA orders the programs of one thread only.
-        _wait_until_computed(jax.live_arrays())
+        _wait_until_computed([client.live_arrays() for client in _clients])
     _State.thread = _this_thread.itself = this
     _State.waits_for_each = this is not threading.main_thread()
     _State.last_devices = _NO_PROGRAM  # a thread other than the main one has waited for each of its programs
@@ -203,22 +205,42 @@ def by_id(devices: Iterable[jax.Device]) -> Devices:
     return tuple(sorted(devices, key=lambda device: device.id))
 
 
-@functools.cache
-def _devices_by_kind() -> tuple[Devices, ...]:
-    """The devices of this process, one tuple for each kind: a rank with accelerators has CPU devices as well."""
-    return tuple(tuple(client.local_devices()) for client in jax.extend.backend.backends().values())
+def emptied_by_jax(cache: CacheT) -> CacheT:
+    """Lets ``jax.clear_caches`` and ``jax.extend.backend.clear_backends`` empty a cache that holds devices."""
+    jax.extend.backend.register_backend_cache(cache, repr(cache))
+    return cache
 
 
+_clients: weakref.WeakSet[Any] = weakref.WeakSet()
+"""XLA's clients in this process. Each has the devices of one kind: a rank with accelerators has CPU devices as well.
+
+After ``jax.extend.backend.clear_backends`` JAX makes new ones. An old one lives on while something names its devices,
+as an array does, or a compiled program, which still runs there. It waits for its programs before it ends."""
+
+
+@emptied_by_jax
 @functools.cache
-def local_devices() -> Devices:
-    """The devices of this process; :data:`ONLY_DEVICE` if there is one."""
-    devices = tuple(device for kind in _devices_by_kind() for device in kind)
-    return devices if len(devices) > 1 else ONLY_DEVICE
+def has_one_device() -> bool:
+    """Whether this process has one device, counting those of JAX's earlier clients."""
+    _clients.update(jax.extend.backend.backends().values())
+    return sum(len(client.local_devices()) for client in _clients) == 1
+
+
+@emptied_by_jax
+@functools.cache
+def traces() -> object:
+    """Stands for the traces that JAX keeps; another object when it has emptied its caches, and traces anew."""
+    return object()
+
+
+def devices_of_program(devices: Iterable[jax.Device]) -> Devices:
+    """The devices of a program, which names them; :data:`ONLY_DEVICE` if there is one in this process."""
+    return ONLY_DEVICE if has_one_device() else by_id(devices)
 
 
 def devices_for(args: Sequence[Any], kwargs: dict[str, Any]) -> Devices:
     """The devices on which :func:`jax.jit` runs a program with these arguments, if the program names none itself."""
-    return ONLY_DEVICE if local_devices() is ONLY_DEVICE else committed_devices(args, kwargs) or default_devices()
+    return ONLY_DEVICE if has_one_device() else committed_devices(args, kwargs) or default_devices()
 
 
 def committed_devices(args: Sequence[Any], kwargs: dict[str, Any]) -> Devices | None:
@@ -244,6 +266,7 @@ def default_devices() -> Devices:
     return (default,) if default is not None and isinstance(default, jax.Device) else _first_device()
 
 
+@emptied_by_jax
 @functools.cache
 def _first_device() -> Devices:
     return tuple(jax.local_devices()[:1])
@@ -273,17 +296,17 @@ def forget_failed_programs() -> None:
 
 
 def _wait_for_programs_on(devices: Any) -> None:
-    """Waits until the programs on these devices have run; None: the programs on any devices."""
+    """Waits until the programs on these devices have run; None and :data:`ONLY_DEVICE`: those on any devices."""
     if devices is _NO_PROGRAM:
         return
-    if devices is None:  # XLA orders programs on one device and programs on several apart, so wait for both
-        groups = list(
-            dict.fromkeys(group for kind in _devices_by_kind() for group in (kind, *((device,) for device in kind)))
-        )
-    else:
-        groups = [devices or _first_device()]
+    groups = [devices]
+    if not devices:  # XLA orders programs on one device and programs on several apart, so wait for both
+        kinds = [tuple(client.local_devices()) for client in _clients]
+        groups = list(dict.fromkeys(group for kind in kinds for group in (kind, *((device,) for device in kind))))
     for group in groups:
         _run_probe(group)
+    if not devices:
+        _State.in_flight.clear()
 
 
 def _run_probe(devices: Devices) -> None:
@@ -293,6 +316,7 @@ def _run_probe(devices: Devices) -> None:
         program(x).block_until_ready()
 
 
+@emptied_by_jax
 @functools.cache
 def _probe(devices: Devices) -> tuple[Any, jax.Array]:
     """A compiled program on these devices, under no mesh of the user's, and its argument."""

@@ -111,9 +111,7 @@ jax_internals.report_effects(_effects_of)
 
 # JAX itself dispatches the programs of plain jax.jit, and ours inside a transform. They wait for earlier programs too.
 def _before_dispatch(devices: Sequence[jax.Device]) -> None:
-    dispatch.wait_for_earlier_programs(
-        dispatch.ONLY_DEVICE if dispatch.local_devices() is dispatch.ONLY_DEVICE else dispatch.by_id(devices)
-    )
+    dispatch.wait_for_earlier_programs(dispatch.devices_of_program(devices))
 
 
 jax_dispatch.see_each_dispatch(effect, _before_dispatch, dispatch.limit_completions_in_flight)

@@ -112,6 +112,7 @@ class Region:
         self._donated = donated
         self._devices_of_options = devices
         self.traced = False
+        self._among: object = None  # what `dispatch.traces` returned at the last trace
         self.devices: dispatch.Devices | str | None = dispatch.DEVICES_OF_ARGUMENTS
 
     def __repr__(self) -> str:  # JAX shows it in its messages
@@ -146,16 +147,15 @@ class Region:
         return dispatch.WithCompletion(results, completion)
 
     def _record_devices(self, devices: dispatch.Devices | str | None) -> None:
-        if dispatch.local_devices() is dispatch.ONLY_DEVICE:
+        if dispatch.has_one_device():
             devices = dispatch.ONLY_DEVICE
+        is_first = not self.traced or self._among is not dispatch.traces()
         if self.traced and devices != self.devices:
             # This trace is part of a dispatch that has waited for the programs on other devices. Wait for all now.
             with jax.ensure_compile_time_eval():
                 dispatch.wait_for_earlier_programs(None)
-            self.devices = None
-        else:
-            self.devices = devices
-        self.traced = True
+        self.devices = devices if is_first or devices == self.devices else None
+        self.traced, self._among = True, dispatch.traces()
 
 
 def devices_of_sharding(sharding: Any) -> frozenset[jax.Device]:

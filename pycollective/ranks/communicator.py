@@ -8,8 +8,6 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-
 from pycollective.errors import message
 from pycollective.faults import rank_exit
 from pycollective.ordering import dispatch, jax_internals
@@ -314,23 +312,24 @@ class Communicator:
         """The same ranks in the opposite order."""
         return self.part(tuple(range(self.size))[::-1])
 
-    def part(self, members: tuple[int, ...], devices: tuple[jax.Device, ...] | None = None) -> Participants:
+    def part(self, members: tuple[int, ...], lane_ids: tuple[int, ...] | None = None) -> Participants:
         """A part of the ranks, this one among them. Making it sends no message; each call returns the same object.
 
         Args:
             members: the ranks, in the order of the part.
-            devices: this rank's devices, which pair with those of other ranks by their place here; default those of
-                :func:`init`, which pair by their index. Each rank has the same number of them.
+            lane_ids: this rank's devices, as ``accelerators.lane_id`` names them; they pair with those of other ranks
+                by their place here. Default those of :func:`init`, which pair by their index. Each rank has the same
+                number of them.
         """
-        if devices is None and members == tuple(range(self.size)):
+        if lane_ids is None and members == tuple(range(self.size)):
             return self
-        if (members, devices) not in self._parts:
-            places = devices and tuple(
-                PlaceInTeam(accelerators.lane_id(device), team=i, member=0) for i, device in enumerate(devices)
-            )
-            lanes = len(devices or setup.devices_of_this_rank())
-            self._parts[members, devices] = SubCommunicator(self, members, devices, places, lanes)
-        return self._parts[members, devices]
+        if (members, lane_ids) not in self._parts:
+            places = None
+            if lane_ids is not None:
+                places = tuple(PlaceInTeam(lane_id, team=i, member=0) for i, lane_id in enumerate(lane_ids))
+            lanes = len(setup.devices_of_this_rank() if lane_ids is None else lane_ids)
+            self._parts[members, lane_ids] = SubCommunicator(self, members, lane_ids, places, lanes)
+        return self._parts[members, lane_ids]
 
     def key_of(self, members: tuple[int, ...], places: tuple[PlaceInTeam, ...] | None, team_size: int) -> ProgramKey:
         """The name of a part, or of a group of devices, in compiled programs; each call returns the same.

@@ -6,8 +6,6 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-import jax
-
 from pycollective.ordering import jax_internals
 
 ProgramKey = tuple[int, int]
@@ -64,7 +62,7 @@ class ParentCommunicator(Participants, Protocol):
     def check_live(self, where: str) -> None:
         """Raises ValueError in the name of the operation ``where`` if the communicator was freed."""
 
-    def part(self, members: tuple[int, ...], devices: tuple[jax.Device, ...] | None = None) -> Participants:
+    def part(self, members: tuple[int, ...], lane_ids: tuple[int, ...] | None = None) -> Participants:
         """See ``Communicator``."""
 
     def key_of(self, members: tuple[int, ...], places: tuple[PlaceInTeam, ...] | None, team_size: int) -> ProgramKey:
@@ -136,7 +134,7 @@ class SubCommunicator:
         self,
         parent: ParentCommunicator,
         members: tuple[int, ...],
-        devices: tuple[jax.Device, ...] | None,
+        lane_ids: tuple[int, ...] | None,
         places: tuple[PlaceInTeam, ...] | None,
         lanes: int,
     ) -> None:
@@ -145,12 +143,13 @@ class SubCommunicator:
         Args:
             parent: the communicator.
             members: ranks of the communicator, in the order of the part.
-            devices: this rank's devices of a mesh, which pair with those of other ranks by their place in the mesh;
-                None: all devices of ``init``, which pair by their index.
-            places: the places of ``devices``, each in a team of its own.
+            lane_ids: this rank's devices of a mesh, as ``accelerators.lane_id`` names them; they pair with those of
+                other ranks by their place in the mesh. None: all devices of ``init``, which pair by their index.
+            places: the places of these devices, each in a team of its own.
             lanes: the number of devices.
         """
-        self._parent, self._members, self._devices, self._places, self._lanes = parent, members, devices, places, lanes
+        self._parent, self._members, self._lane_ids = parent, members, lane_ids
+        self._places, self._lanes = places, lanes
         self.rank = members.index(parent.rank)
         self.size = len(members)
 
@@ -183,8 +182,8 @@ class SubCommunicator:
 
     def groups(self, groups: Sequence[Sequence[int]]) -> Participants:
         """This rank's group, for groups of ranks of this part."""
-        return self._parent.part(tuple(self._members[rank] for rank in group_of(self.rank, groups)), self._devices)
+        return self._parent.part(tuple(self._members[rank] for rank in group_of(self.rank, groups)), self._lane_ids)
 
     def reversed(self) -> Participants:
         """The same ranks in the opposite order."""
-        return self._parent.part(self._members[::-1], self._devices)
+        return self._parent.part(self._members[::-1], self._lane_ids)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Sequence
 
@@ -26,13 +27,13 @@ class _State:
         mpi_started: whether :func:`start_mpi` has.
         started: whether it has.
         timeout: the seconds that a rank may wait for others; None for no limit.
-        devices: the devices that this rank drives.
+        devices: the platform and the id of each device that this rank drives.
     """
 
     mpi_started = False
     started = False
     timeout: float | None = None
-    devices: tuple[jax.Device, ...] = ()
+    devices: tuple[tuple[str, int], ...] = ()
 
 
 _state = _State()
@@ -50,7 +51,25 @@ def timeout() -> float | None:
 
 def devices_of_this_rank() -> tuple[jax.Device, ...]:
     """The devices of :func:`init`; each has a lane in every communicator."""
-    return _state.devices
+    return _devices_now(_state.devices)
+
+
+@dispatch.emptied_by_jax
+@functools.cache
+def _devices_now(names: tuple[tuple[str, int], ...]) -> tuple[jax.Device, ...]:
+    """The devices of these platforms and ids that JAX has now: ``clear_backends`` lets it make new ones."""
+    platforms = dict.fromkeys(platform for platform, _ in names)
+    found = {_name(device): device for platform in platforms for device in jax.local_devices(backend=platform)}
+    if any(name not in found for name in names):
+        chosen, now = (", ".join(f"{platform}:{number}" for platform, number in of) for of in (names, found))
+        expected, got = f"the devices {chosen}, which init has chosen", f"{now} after jax.extend.backend.clear_backends"
+        remedy = "Give JAX as many devices as before (JAX_NUM_CPU_DEVICES), or start the ranks again."
+        raise RuntimeError(message("init", expected, got, remedy, rank=MPI.COMM_WORLD.rank, size=MPI.COMM_WORLD.size))
+    return tuple(found[name] for name in names)
+
+
+def _name(device: jax.Device) -> tuple[str, int]:
+    return str(device.platform), int(device.id)
 
 
 def start_mpi(mpi: MPI.Intracomm, limit: float | None) -> None:
@@ -119,7 +138,7 @@ def start(
     if _state.started:
         named = None if devices is None else local_devices(devices)
         for name, first, later in (
-            ("devices", _state.devices, named),
+            ("devices", devices_of_this_rank(), named),
             ("timeout", _state.timeout, limit),
             ("transport", chosen.transport().name, transport),
         ):
@@ -135,9 +154,11 @@ def start(
     with watch.waiting("init"):
         _choose_transport(mpi, transport)
         with host_of(mpi) as neighbours, shared_cores(neighbours, warns=warns):
-            _state.devices = local_devices(devices)
-        chosen.transport().check(_state.devices)
-        kind = accelerators.check(mpi, _state.devices, may_share=config.allow_shared_gpu)
+            _state.devices = tuple(map(_name, local_devices(devices)))
+        own = devices_of_this_rank()
+        dispatch.has_one_device()  # from now on it knows JAX's clients
+        chosen.transport().check(own)
+        kind = accelerators.check(mpi, own, may_share=config.allow_shared_gpu)
         if kind in runtime.KINDS:
             if config.check.nan:
                 remedy = "Leave nan out of PYCOLLECTIVE_CHECK, and use jax.config.update('jax_debug_nans', True)."

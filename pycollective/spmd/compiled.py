@@ -159,6 +159,12 @@ class CompiledFunction(Generic[P, R]):
             return self._dispatch(program, args, kwargs)
         return limit_programs_in_flight(outs) if must_limit or type(outs) is WithCompletion else outs
 
+    def _dispatch_compiled(self, program: Any, devices: dispatch.Devices | None, args: Any, kwargs: Any) -> Any:
+        """Dispatches a program that the user has compiled. Other programs of the function may have other devices."""
+        must_limit = wait_for_earlier_programs(devices and dispatch.devices_of_program(devices))
+        outs = program(*args, **kwargs)
+        return limit_programs_in_flight(outs) if must_limit or type(outs) is WithCompletion else outs
+
     def _prepare_first_call(self, args: Any, kwargs: Any) -> None:
         """Prepares the first call: all ranks trace, and compare what they have found."""
         with explain_unbound_names(), self._collect_for_comparison(may_reorder=True) as (notes, orders):
@@ -282,7 +288,12 @@ class Compiled(_Stage):
         if self._found is not None:
             self._function._agree_on_lowered(self._found)
             self._found = None
-        return self._function._dispatch(self._stage, args, kwargs)
+        return self._function._dispatch_compiled(self._stage, self._devices, args, kwargs)
+
+    @functools.cached_property
+    def _devices(self) -> dispatch.Devices | None:
+        """The devices of the program; None if they are not known."""
+        return tuple(_devices_named(self._stage.output_shardings)) or None
 
     @property
     def output_shardings(self) -> Any:

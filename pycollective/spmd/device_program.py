@@ -244,7 +244,7 @@ def return_errors(
     own = PartitionSpec(tuple(mesh.shape))
     found = apply(one_device, [*map(jnp.asarray, earlier), *operands], specs, own)
     count = len(found) - len(body.outvars)
-    errors = found[:count] if len(mesh.devices) > 1 else [jnp.squeeze(x, 0) for x in found[:count]]
+    errors = found[:count] if len(mesh.lane_ids) > 1 else [jnp.squeeze(x, 0) for x in found[:count]]
     return jax.tree.unflatten(trees[-1], errors), found[count:]
 
 
@@ -258,6 +258,7 @@ def _is_default_device(mesh: Mesh) -> bool:
     return mesh.devices == dispatch.default_devices()
 
 
+@dispatch.emptied_by_jax
 @functools.lru_cache(maxsize=256)
 def _jaxpr_on_devices(mesh: jax.sharding.Mesh) -> Any:
     """Returns a jaxpr that names the devices of the mesh, as a parameter of the primitive.

@@ -65,8 +65,8 @@ class _WithStatics(CompiledFunction[Any, Any]):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return super().__call__(*self._hide(args), **kwargs)
 
-    def _dispatch(self, program: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        return super()._dispatch(program, self._hide(args), kwargs)  # of a compiled program, which the user calls
+    def _dispatch_compiled(self, program: Any, devices: Any, args: Any, kwargs: Any) -> Any:
+        return super()._dispatch_compiled(program, devices, self._hide(args), kwargs)
 
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         return super().trace(*self._hide(args), **kwargs)
