@@ -30,6 +30,7 @@ from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
 import pycollective as pc
+from pycollective.parallel import join_from
 from pycollective.parallel.spatial import halo_exchange
 
 GRAVITY, DEPTH, CORIOLIS = 9.81, 100.0, 1e-4  # m/s^2, m, 1/s
@@ -118,7 +119,7 @@ def totals(state, cell):
 
 def whole(state):
     for axis, name in ((1, "y"), (2, "x")):
-        state = lax.all_gather(state, name, axis=axis, tiled=True, to="invarying")
+        state = join_from(state, name, axis)
     return state
 
 

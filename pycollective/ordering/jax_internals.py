@@ -27,6 +27,7 @@
 ``mhlo.backend_config``                  where ``jax.ffi`` has put the attributes of a call that is lowered already
 ``source_info.name_stack``               of an equation: whether it comes from a transpose
 ``aval.vma``, ``aval.manual_axis_type``  the axes along which a value varies: the first in JAX 0.9, the second later
+``parallel.all_gather_invariant``        in JAX 0.9 what is ``lax.all_gather(to="invarying")`` from 0.10 on
 =======================================  ==============================================================
 
 If JAX lacks one of them, the import of this file fails with a message; ``checkify`` is imported later.
@@ -77,6 +78,7 @@ try:
     from jax._src.custom_derivatives import linear_call_p
     from jax._src.interpreters import partial_eval as pe
     from jax._src.interpreters.partial_eval import DynamicJaxprTrace
+    from jax._src.lax import parallel
     from jax._src.lax.control_flow import loops
     from jax._src.traceback_util import register_exclusion as hide_frames
     from jax._src.util import weakref_cache_key_types
@@ -186,6 +188,13 @@ def varying_axes_of(aval: Any) -> frozenset[Any]:
 def varying_axes(x: Any) -> frozenset[Any]:
     """The axes along which a value of a program varies, by JAX's types; none where they are not checked."""
     return varying_axes_of(jax.typeof(x))
+
+
+def all_gather_invarying(x: Any, axis_name: Any, *, axis: int = 0, tiled: bool = False) -> Any:
+    """Gathers a value that varies, by JAX's types, to one that does not; the transpose takes this device's part."""
+    if jax.__version_info__ < (0, 10):
+        return parallel.all_gather_invariant(x, axis_name, axis=axis, tiled=tiled)
+    return jax.lax.all_gather(x, axis_name, axis=axis, tiled=tiled, to="invarying")
 
 
 @linear_call_p.def_effectful_abstract_eval

@@ -14,6 +14,7 @@ from pycollective.errors import message
 from pycollective.named_axes.names import has_types as has_types
 from pycollective.named_axes.names import names_of as names_of
 from pycollective.named_axes.names import varies as varies
+from pycollective.ordering.jax_internals import all_gather_invarying
 
 Array = Any
 AxisName = Hashable
@@ -78,7 +79,7 @@ def whole(rows: Array, shape: tuple[int, ...]) -> Array:
 
 def gather(x: Array, axis_name: AxisName) -> Array:
     """Stacks ``x`` of all devices along a new axis in front. By JAX's types the result is the same on all devices."""
-    return lax.all_gather(x, axis_name, to="invarying" if varies(x, axis_name) else "varying")
+    return all_gather_invarying(x, axis_name) if varies(x, axis_name) else lax.all_gather(x, axis_name)
 
 
 def name_of(path: Any) -> str:

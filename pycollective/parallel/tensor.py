@@ -38,6 +38,7 @@ from jax import lax
 
 from pycollective.collectives.replicated import copy_to, reduce_from, with_transpose
 from pycollective.errors import message
+from pycollective.ordering.jax_internals import all_gather_invarying
 from pycollective.parallel.axes import AxisName, axis_size, has_types, varies
 from pycollective.parallel.marked import mark
 
@@ -129,7 +130,7 @@ def join_from(x: Array, axis_name: AxisName, axis: int) -> Array:
     devices = axis_size("join_from", axis_name)
     if has_types(axis_name):
         x = x if varies(x, axis_name) else lax.pcast(x, axis_name, to="varying")
-        return lax.all_gather(x, axis_name, axis=axis, tiled=True, to="invarying")
+        return all_gather_invarying(x, axis_name, axis=axis, tiled=True)
     # In front of the sum of all devices' equal cotangents, which all_gather has as its transpose.
     x = with_transpose(lambda x: x, lambda ct: ct / devices, x)
     return lax.all_gather(x, axis_name, axis=axis, tiled=True)
