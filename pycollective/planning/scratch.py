@@ -9,33 +9,28 @@ import math
 import re
 from collections.abc import Sequence
 
+import jax
+
 from pycollective.planning.program_text import Instruction, Shape, attribute
+
+COPIES_OPERANDS = jax.__version_info__[:2] == (0, 10)
+"""Whether the library copies the operands of a convolution. That of JAX 0.11 and 0.12 does not; JAX 0.9 has none."""
 
 
 def scratch_of(fused: Sequence[Instruction]) -> int:
     """The bytes that a fusion takes which XLA leaves to its library, beside operands and result.
 
-    A convolution copies its operands. What is reduced must be there whole before the rest of the fusion can go on, so a
-    product whose result is reduced inside it has that result in memory.
+    A convolution may copy its operands. What is reduced must be there whole before the rest of the fusion can go on, so
+    a product whose result is reduced inside it has that result in memory.
 
     Args:
         fused: the fusion's instructions.
-
-    Example:
-        >>> from pycollective.planning.program_text import Program
-        >>> program = Program.read('''ENTRY %main (x: f32[4,10,6], w: f32[3,6,8]) -> f32[4,10,8] {
-        ...   %x = f32[4,10,6]{2,1,0} parameter(0)
-        ...   %w = f32[3,6,8]{2,1,0} parameter(1)
-        ...   ROOT %y = f32[4,10,8]{2,1,0} convolution(%x, %w), window={size=3 pad=1_1}, dim_labels=b0f_0io->b0f
-        ... }''')
-        >>> scratch_of(program.computations["main"]) == 4 * (4 * 12 * 6 + 3 * 6 * 8)
-        True
     """
     shapes = {instruction.name: instruction.results for instruction in fused}
     is_reduced = any(instruction.opcode == "reduce" for instruction in fused)
     nbytes = 0.0
     for instruction in fused:
-        if instruction.opcode == "convolution":
+        if instruction.opcode == "convolution" and COPIES_OPERANDS:
             nbytes += _copies(instruction, shapes)
         if instruction.opcode in ("dot", "convolution") and is_reduced and not instruction.is_root:
             nbytes += instruction.nbytes
@@ -47,6 +42,17 @@ def _copies(conv: Instruction, shapes: dict[str, tuple[Shape, ...]]) -> float:
 
     The first one is copied with its padding. Without padding, or with holes in the window, the window of each place is
     written down instead.
+
+    Example:
+        >>> from pycollective.planning.program_text import Program
+        >>> program = Program.read('''ENTRY %main (x: f32[4,10,6], w: f32[3,6,8]) -> f32[4,10,8] {
+        ...   %x = f32[4,10,6]{2,1,0} parameter(0)
+        ...   %w = f32[3,6,8]{2,1,0} parameter(1)
+        ...   ROOT %y = f32[4,10,8]{2,1,0} convolution(%x, %w), window={size=3 pad=1_1}, dim_labels=b0f_0io->b0f
+        ... }''')
+        >>> x, w, y = program.computations["main"]
+        >>> _copies(y, {"x": x.results, "w": w.results}) == 4 * (4 * 12 * 6 + 3 * 6 * 8)
+        True
     """
     image, kernel = (shapes[name][0] for name in conv.operands)
     before, rest = attribute(conv, "dim_labels").split("_")

@@ -13,7 +13,7 @@ from jax import lax
 
 from pycollective.planning.program_text import Program
 from pycollective.planning.program_work import Communication, Convolution, Product, Stream, Work, work_of
-from pycollective.planning.scratch import scratch_of
+from pycollective.planning.scratch import COPIES_OPERANDS, scratch_of
 
 Array = Any
 P = jax.P
@@ -23,11 +23,15 @@ def f32(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, "float32")
 
 
-def work(fun: Callable[..., Any], *args: Any, devices: int = 1) -> Work:
-    """What a device does in a function, as XLA compiles it here."""
+def compiled(fun: Callable[..., Any], *args: Any) -> str:
     text = jax.jit(fun).lower(*args).compile().as_text()
     assert text is not None
-    return work_of(text, devices)
+    return text
+
+
+def work(fun: Callable[..., Any], *args: Any, devices: int = 1) -> Work:
+    """What a device does in a function, as XLA compiles it here."""
+    return work_of(compiled(fun, *args), devices)
 
 
 def counts(kind: type, found: Work) -> dict[Any, int]:
@@ -106,6 +110,10 @@ def convolve(**options: Any) -> Callable[[Array, Array], Array]:
     return lambda x, w: lax.conv_general_dilated(x, w, **{**usual, **options})
 
 
+# XLA leaves products and convolutions to a library from JAX 0.10 on.
+HAS_LIBRARY = "kind=kCustom" in compiled(convolve(), f32(8, 16, 16, 8), f32(3, 3, 8, 32))
+
+
 # 4 images of 10 x 10 with 6 channels, windows of 3 x 3, 8 channels after it
 @pytest.mark.parametrize(
     ("options", "kernel", "smallest", "multiplications"),
@@ -119,7 +127,7 @@ def convolve(**options: Any) -> Callable[[Array, Array], Array]:
         ({"lhs_dilation": (2, 3), "padding": ((2, 1), (-8, 1))}, (3, 3, 6, 8), 7, 4 * 20 * 19 * 8 * 9),
         ({"feature_group_count": 2}, (3, 3, 3, 8), 3, 4 * 100 * 8 * 9 * 3),
         ({"feature_group_count": 6}, (3, 3, 1, 6), 1, 4 * 100 * 6 * 9),
-        ({}, (3, 3, 6, 64), 64, 4 * 100 * 64 * 9 * 6),  # XLA's library: the larger number
+        ({}, (3, 3, 6, 64), 64 if HAS_LIBRARY else 20, 4 * 100 * 64 * 9 * 6),  # XLA's library: the larger number
         ({"padding": "VALID"}, (10, 10, 6, 8), 4, 4 * 8 * 600),  # one place in each image
     ],
 )
@@ -530,7 +538,8 @@ def test_the_text_of_a_program() -> None:
     ],
 )
 def test_a_convolution_copies_its_operands(options: dict[str, Any], elements: int) -> None:
-    assert work(convolve(**options), f32(8, 16, 16, 8), f32(3, 3, 8, 32)).scratch == 4 * elements
+    found = work(convolve(**options), f32(8, 16, 16, 8), f32(3, 3, 8, 32))
+    assert found.scratch == (4 * elements if COPIES_OPERANDS else 0)
 
 
 def test_what_is_reduced_inside_a_fusion_is_there_whole() -> None:
@@ -538,7 +547,7 @@ def test_what_is_reduced_inside_a_fusion_is_there_whole() -> None:
         y = x @ w
         return y - y.max(axis=1, keepdims=True)
 
-    assert work(logits, f32(256, 64), f32(64, 512)).scratch == 4 * 256 * 512
+    assert work(logits, f32(256, 64), f32(64, 512)).scratch == (4 * 256 * 512 if HAS_LIBRARY else 0)
     assert work(jnp.dot, f32(256, 64), f32(64, 512)).scratch == 0
 
 
