@@ -63,8 +63,11 @@ class Kept:
     def split(self) -> int:
         """Begins a split, and returns its number, which is the same on all ranks. All of them must make this call."""
         if self._made >= self._next_agreement:
-            gc.collect()  # an object in a cycle is not used
+            before = len(self._splits)
             self._give_back_splits(self.mpi)
+            if len(self._splits) > before / 2:  # alike on all ranks
+                gc.collect()  # an object in a cycle is not used
+                self._give_back_splits(self.mpi)
             self._next_agreement = self._made + max(_SPLITS, len(self._splits))
         self._made += 1
         self._splits[self._made] = None

@@ -191,6 +191,28 @@ def test_dropped_splits_are_given_back(world: pc.Communicator) -> None:
     assert len(known) == shared
 
 
+@pytest.mark.parametrize("in_cycles", [False, True])
+def test_cycles_are_collected_where_splits_stay(in_cycles: bool, world: pc.Communicator) -> None:
+    before = in_use(world)
+    collections = []
+
+    def note(phase: str, _: dict[str, int]) -> None:
+        collections.append(phase)
+
+    gc.disable()
+    gc.callbacks.append(note)
+    try:
+        for _ in range(200):
+            cycle: list[Any] = [world.split(color=0)]
+            if in_cycles:
+                cycle.append(cycle)
+        assert len(kept.in_use) < before + 2 * 64
+        assert bool(collections) == in_cycles
+    finally:
+        gc.callbacks.remove(note)
+        gc.enable()
+
+
 @pytest.mark.parametrize("what", ["object", "mpi", "inner", "jit", "compiled", "lowered", "loaded", "vjp"])
 def test_a_split_that_is_used_stays(what: str, world: pc.Communicator) -> None:
     x = jnp.ones(3)
