@@ -62,6 +62,7 @@ def test_plans_that_are_run(world: pc.Communicator) -> None:
         np.testing.assert_allclose(loss.addressable_data(0), want[1], rtol=1e-4)
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="LOUD: of JAX 0.9 plans do not know what a product takes")
 def test_the_memory_of_a_plan_is_what_was_predicted() -> None:
     args = jax.ShapeDtypeStruct((4096, 4096), "float32"), jax.ShapeDtypeStruct((64, 4096), "float32")
     ranking = plan(*args)
