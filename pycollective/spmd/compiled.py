@@ -31,9 +31,18 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def _is_about_devices(error: ValueError) -> bool:
+def _is_about_devices(error: Exception) -> bool:
     """Returns whether JAX has refused the arguments because they lie on other devices than the program."""
     return "incompatible devices" in str(error)
+
+
+def _is_about_meshes(error: Exception) -> bool:
+    """Returns whether XLA of JAX 0.12 has refused to compile a program for the mesh on which an argument lies.
+
+    Of two meshes over the same devices it takes one for both. If that one has an axis of size 1 more, our calls are not
+    manual over all axes any more. Nothing has run then.
+    """
+    return "side-effect HLO cannot have a replicated sharding" in str(error)
 
 
 def _devices_named(shardings: Any) -> frozenset[jax.Device]:
@@ -85,7 +94,7 @@ class CompiledFunction(Generic[P, R]):
         self._fun = fun
         self._where = where
         self._place = place
-        self._always_places = False  # set when a call has had arguments on other devices
+        self._always_places = False  # set when a call has had arguments on other devices or meshes
         self._overlap = overlap.Overlap()
         donated = donation.Donated.of(fun, options)
         shardings = options.get("out_shardings")
@@ -152,8 +161,8 @@ class CompiledFunction(Generic[P, R]):
         must_limit = wait_for_earlier_programs(devices)
         try:
             outs = program(*args, **kwargs)
-        except ValueError as error:
-            if self._place is None or self._always_places or not _is_about_devices(error):
+        except (ValueError, jax.errors.JaxRuntimeError) as error:
+            if self._place is None or self._always_places or not (_is_about_devices(error) or _is_about_meshes(error)):
                 raise
             self._always_places = True  # from now on; programs that never need it pay nothing
             return self._dispatch(program, args, kwargs)
