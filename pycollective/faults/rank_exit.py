@@ -106,6 +106,7 @@ def end_all_on_error() -> None:
         previous_ignored(unraisable)
 
     sys.excepthook, threading.excepthook, sys.unraisablehook = raised, raised_in_thread, ignored
+    atexit.register(setattr, sys, "unraisablehook", previous_ignored)  # while Python ends, this module has no functions
     os._exit = _exit_at_once
     exit_status.record()
     _report_errors_of_cells()

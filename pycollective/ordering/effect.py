@@ -128,4 +128,5 @@ def _before_compilation(module: Any, options: Any) -> None:
         jax_dispatch.disable_pass(options, "nullary-function-wrap-inliner")
 
 
-jax_dispatch.see_each_compilation(before=_before_compilation)
+if jax.__version_info__ >= (0, 12):
+    jax_dispatch.see_each_compilation(before=_before_compilation)
