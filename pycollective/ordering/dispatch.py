@@ -144,6 +144,11 @@ def _admit_this_thread() -> None:
     _State.last_devices = _NO_PROGRAM  # a thread other than the main one has waited for each of its programs
 
 
+def results_of(outs: Any) -> Any:
+    """What a program returns, without the completion that may be there."""
+    return outs.outs if type(outs) is WithCompletion else outs
+
+
 def limit_programs_in_flight(outs: Any) -> Any:
     """Waits while too many programs are in flight, and returns the results without their completion.
 
@@ -291,7 +296,6 @@ def forget_failed_programs() -> None:
         except jax.errors.JaxRuntimeError:  # of one program; there may be others
             continue
         break
-    _State.in_flight.clear()
     _State.last_devices = _NO_PROGRAM
 
 

@@ -75,7 +75,7 @@ def apply(primitive: Primitive, *operands: Any, **params: Any) -> Any:
     finally:
         call_site.call_outside_jit.reset(outside)
         lent.owner = None
-    results = outs.outs if type(outs) is dispatch.WithCompletion else outs
+    results = dispatch.results_of(outs)
     if not any(x.size for x in jax.tree.leaves(results)):
         jax.block_until_ready(outs)  # nobody looks at a result without elements, so errors must show here
         return results

@@ -10,10 +10,13 @@ from __future__ import annotations
 import contextlib
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
+
+T = TypeVar("T")
 
 _tree: ContextVar[int] = ContextVar("tree", default=0)
 """The structure of the tree whose leaves are passed now."""
@@ -80,34 +83,29 @@ EMPTY_TREE = Passed(("an empty tree",))
 
 
 @contextlib.contextmanager
-def as_transpose() -> Iterator[None]:
+def _set(variable: ContextVar[T], value: T) -> Iterator[None]:
+    """Gives a variable a value while the code inside runs."""
+    before = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(before)
+
+
+def as_transpose() -> AbstractContextManager[None]:
     """Collectives that are called inside have come from the transpose of a program."""
-    before = _derivative.set("transpose")
-    try:
-        yield
-    finally:
-        _derivative.reset(before)
+    return _set(_derivative, "transpose")
 
 
-@contextlib.contextmanager
-def part_of(program: int) -> Iterator[None]:
+def part_of(program: int) -> AbstractContextManager[None]:
     """Collectives that are called inside belong to this program over named axes."""
-    before = _program.set(program)
-    try:
-        yield
-    finally:
-        _program.reset(before)
+    return _set(_program, program)
 
 
-@contextlib.contextmanager
-def leaves_of(tree: Any) -> Iterator[None]:
+def leaves_of(tree: Any) -> AbstractContextManager[None]:
     """Collectives that are called inside pass the leaves of this tree; ranks compare its structure.
 
     The paths alone count: what a node of a class holds beside its leaves may differ between processes.
     """
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
-    before = _tree.set(0 if paths == [""] else zlib.crc32(repr(paths).encode()) | 1)
-    try:
-        yield
-    finally:
-        _tree.reset(before)
+    return _set(_tree, 0 if paths == [""] else zlib.crc32(repr(paths).encode()) | 1)

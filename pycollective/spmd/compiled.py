@@ -121,7 +121,7 @@ class CompiledFunction(Generic[P, R]):
         if not (self._agreed and at_top_level()):
             return self._call_slowly(args, kwargs)
         if self._program.devices is not dispatch.ONLY_DEVICE:
-            return self._dispatch(self._top_level, args, kwargs)
+            return self._dispatch(args, kwargs)
         # This is `_dispatch` for a rank with one device: there is nothing to move and nothing to look up.
         must_limit = wait_for_earlier_programs(dispatch.ONLY_DEVICE)
         outs = self._top_level(*args, **kwargs)
@@ -135,7 +135,7 @@ class CompiledFunction(Generic[P, R]):
             dispatch.wait_for_all_programs()
             return self._fun(*args, **kwargs)
         self._prepare_first_call(args, kwargs)
-        return self._dispatch(self._top_level, args, kwargs)
+        return self._dispatch(args, kwargs)
 
     def _call_nested(self, args: Any, kwargs: Any) -> Any:
         try:
@@ -146,8 +146,8 @@ class CompiledFunction(Generic[P, R]):
         args, kwargs = self._place(args, kwargs)
         return self._nested(*args, **kwargs)
 
-    def _dispatch(self, program: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Dispatches a compiled program: waits for earlier programs, and moves the arguments if that is needed."""
+    def _dispatch(self, args: Any, kwargs: Any) -> Any:
+        """Dispatches the program: waits for earlier programs, and moves the arguments if that is needed."""
         if self._always_places and self._place is not None:
             args, kwargs = self._place(args, kwargs)
         devices = self._program.devices
@@ -160,12 +160,12 @@ class CompiledFunction(Generic[P, R]):
                 devices = committed_devices(args, kwargs) or default_devices()
         must_limit = wait_for_earlier_programs(devices)
         try:
-            outs = program(*args, **kwargs)
+            outs = self._top_level(*args, **kwargs)
         except (ValueError, jax.errors.JaxRuntimeError) as error:
             if self._place is None or self._always_places or not (_is_about_devices(error) or _is_about_meshes(error)):
                 raise
             self._always_places = True  # from now on; programs that never need it pay nothing
-            return self._dispatch(program, args, kwargs)
+            return self._dispatch(args, kwargs)
         return limit_programs_in_flight(outs) if must_limit or type(outs) is WithCompletion else outs
 
     def _dispatch_compiled(self, program: Any, devices: dispatch.Devices | None, args: Any, kwargs: Any) -> Any:
@@ -279,7 +279,7 @@ class _Stage:
     @property
     def out_info(self) -> Any:
         """The shapes and dtypes of the results; see :attr:`jax.stages.Lowered.out_info`."""
-        return _results(self._stage.out_info)
+        return dispatch.results_of(self._stage.out_info)
 
 
 class Lowered(_Stage):
@@ -307,14 +307,9 @@ class Compiled(_Stage):
     @property
     def output_shardings(self) -> Any:
         """The shardings of the results; see :attr:`jax.stages.Compiled.output_shardings`."""
-        return _results(self._stage.output_shardings)
+        return dispatch.results_of(self._stage.output_shardings)
 
     @property
     def output_formats(self) -> Any:
         """The shardings and layouts of the results; see :attr:`jax.stages.Compiled.output_formats`."""
-        return _results(self._stage.output_formats)
-
-
-def _results(outs: Any) -> Any:
-    """Returns what a program returns, without the completion that may be there."""
-    return outs.outs if type(outs) is dispatch.WithCompletion else outs
+        return dispatch.results_of(self._stage.output_formats)

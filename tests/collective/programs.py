@@ -77,8 +77,7 @@ def run(compiler: Callable[..., Any], program: Callable[..., Any], *args: Any) -
         return compiler(program)(*args)
     compiled = compiler(program).lower(*args).compile()
     meet()
-    result = compiled(*args)
-    return result.outs if isinstance(result, dispatch.WithCompletion) else result
+    return dispatch.results_of(compiled(*args))
 
 
 def compare(
