@@ -25,6 +25,7 @@ from pycollective.launch.launchers.batch_system import BatchSystem
 from pycollective.launch.launchers.launcher import BatchLauncher
 from pycollective.launch.libraries.library import Library
 from pycollective.run import restarts
+from pycollective.run.supervise import FaultText
 
 _EXAMPLES = """examples:
   pycollective run -n 4 train.py --epochs 3
@@ -138,7 +139,7 @@ def main(arguments: Sequence[str]) -> int:
             check_hosts([name for name, _ in _named_hosts(options)], os.environ)
     except (ImportError, OSError, RuntimeError, ValueError) as error:
         parser.exit(2, f"{error}\n")
-    if (options.restarts or start.may_lose_hosts) and not options.dry_run:
+    if (options.restarts or start.text) and not options.dry_run:
         return restarts.run(start, options.restarts, options.min_ranks or options.ranks, os.environ)
     if not options.dry_run:
         os.execvpe(command[0], command, {**os.environ, **start.variables})
@@ -208,16 +209,16 @@ def prepare(options: argparse.Namespace, environ: Mapping[str, str]) -> restarts
         remedy = "Leave --elastic out: --restarts starts the job again when a rank has died."
         raise ValueError(message("run", "the mpiexec of Open MPI 5 for --elastic", got, remedy))
     room = replace(job, hosts=_named_hosts(options)).room()
-    hides_lost_hosts = isinstance(launcher, Library) and launcher.hides_lost_hosts
-    if not room and (options.restarts or hides_lost_hosts):
+    lost_host = launcher.lost_host if isinstance(launcher, Library) else ""
+    if not room and (options.restarts or lost_host):
         room = dict(_allocated_hosts(job, system, environ))
     if isinstance(launcher, Library):
         job = _over_allocation(job, library, system, environ)
         if len(room) > 1:
             variables |= {name: value for name, value in launcher.attentive.items() if name not in environ}
-            if hides_lost_hosts:
-                last_words = "|".join((_LAST_WORDS_OF_RANKS, *launcher.last_words))
-                return restarts.Start(job, launcher.command_line, variables, room, last_words)
+            if lost_host:
+                text = FaultText(lost_host, "|".join((_LAST_WORDS_OF_RANKS, *launcher.last_words)))
+                return restarts.Start(job, launcher.command_line, variables, room, text)
         return restarts.Start(job, launcher.command_line, variables, room)
     return restarts.Start(job, lambda job: launcher.command_line(job, library, environ), variables, room)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from pycollective.launch.job import Job, spread
 from pycollective.run import leftovers
-from pycollective.run.supervise import Ended, Supervisor, end_children
+from pycollective.run.supervise import Ended, FaultText, Supervisor, end_children
 
 RESTART = "PYCOLLECTIVE_RESTART"
 """The variable that tells each rank how often the job has been started before."""
@@ -21,6 +21,10 @@ _NOT_STARTED = {
     127: "by status 127 a rank says that there is no such program",
 }
 """Exit statuses after which another attempt would end alike."""
+
+_PROBE = ["sleep", "1"]
+"""What a host is asked to run. Open MPI 5's launcher may wait for ever for a process that ends at once: of 8 that ran
+``true`` on a host of a busy machine 3 did, of 16 that slept 0.3 s none."""
 
 _ANSWER_S = 20
 _AT_ONCE = 32
@@ -36,20 +40,14 @@ class Start:
         command_line: the launcher's command line for a job.
         variables: what the launcher's environment has in addition.
         room: the hosts, each with the number of ranks that it can take; empty for this host, or where they are unknown.
-        last_words: what the launcher or the ranks say when the job ends by a fault, as a regular expression, if the
-            launcher may end with status 0, or not at all, when a host has gone; else "".
+        text: what stands on the launcher's standard error after a fault, if its exit status does not tell each fault.
     """
 
     job: Job
     command_line: Callable[[Job], list[str]]
     variables: Mapping[str, str]
     room: Mapping[str, int]
-    last_words: str = ""
-
-    @property
-    def may_lose_hosts(self) -> bool:
-        """Whether the end of the launcher may hide that a host has gone."""
-        return bool(self.last_words)
+    text: FaultText | None = None
 
 
 def run(start: Start, restarts: int, min_ranks: int, environ: Mapping[str, str]) -> int:
@@ -69,26 +67,18 @@ def run(start: Start, restarts: int, min_ranks: int, environ: Mapping[str, str])
     job = start.job
     for attempt in itertools.count():
         before = leftovers.files()
-        ended = supervisor.run(start.command_line(job), {**environ, RESTART: str(attempt)}, start.last_words)
-        if ended.status == 0 and not start.may_lose_hosts:
+        ended = supervisor.run(start.command_line(job), {**environ, RESTART: str(attempt)}, start.text)
+        if ended.status == 0:
             return 0
-        if ended.status != 0:
-            end_children()
-            leftovers.remove(before)
-            leftovers.remove_session(ended.launcher)
-        if ended.stopped or (ended.status != 0 and restarts == 0):
+        end_children()
+        leftovers.remove(before)
+        leftovers.remove_session(ended.launcher)
+        if ended.stopped or restarts == 0:
             return ended.status
         why_not = reason_to_stop(ended.status, attempt, restarts)
-        # A job with status 0 may have lost one of its own hosts. A job that starts again takes any host that answers.
-        asked = [name for name, _ in job.shares()] if ended.status == 0 and job.hosts else list(start.room)
-        gone = [] if ended.status != 0 and why_not else _gone(start, asked, supervisor, environ)
-        if (number := supervisor.stop()) is not None:
-            return ended.status or 128 + number
-        if ended.status == 0:
-            if not gone:
-                return 0
-            end_children()
-            leftovers.remove(before)
+        gone = [] if why_not else _gone(start, supervisor, environ)
+        if supervisor.stop() is not None:
+            return ended.status
         if not why_not:
             job = on_hosts(start.job, start.room, gone)
             if job.ranks < min_ranks:
@@ -98,7 +88,7 @@ def run(start: Start, restarts: int, min_ranks: int, environ: Mapping[str, str])
         sys.stderr.write(f"pycollective: attempt {attempt + 1} of {restarts + 1} {described(ended, gone)}. ")
         if why_not:
             sys.stderr.write(f"Not starting again: {why_not}.\n")
-            return ended.status or 1
+            return ended.status
         on = f" on {', '.join(name for name, _ in job.shares())}" if gone else ""
         sys.stderr.write(f"Starting again with {_ranks(job.ranks)}{on}.\n")
         sys.stderr.flush()
@@ -109,7 +99,7 @@ def reason_to_stop(status: int, attempt: int, restarts: int) -> str:
     """Why a job that has ended with this status does not start again, on whichever hosts; empty if it does.
 
     Args:
-        status: the launcher's.
+        status: that of the attempt.
         attempt: the number of the attempt that has ended, from 0.
         restarts: how often the job starts again, at most.
 
@@ -117,8 +107,7 @@ def reason_to_stop(status: int, attempt: int, restarts: int) -> str:
         >>> reason_to_stop(137, 0, 3), reason_to_stop(137, 3, 3)
         ('', '--restarts 3 are used up')
     """
-    used_up = f"--restarts {restarts} are used up" if restarts else "--restarts is not given"
-    return _NOT_STARTED.get(status, used_up if attempt >= restarts else "")
+    return _NOT_STARTED.get(status, f"--restarts {restarts} are used up" if attempt >= restarts else "")
 
 
 def described(ended: Ended, gone: Sequence[str]) -> str:
@@ -127,8 +116,8 @@ def described(ended: Ended, gone: Sequence[str]) -> str:
     Example:
         >>> described(Ended(137, False, 12.34, 4711), [])
         'ended with status 137 (SIGKILL) after 12.3 s'
-        >>> described(Ended(0, False, 2.0, 4711), ["alpha", "beta"])
-        'ended with status 0 after 2.0 s, and alpha, beta no longer answer'
+        >>> described(Ended(1, False, 2.0, 4711), ["alpha", "beta"])
+        'ended with status 1 after 2.0 s, and alpha, beta no longer answer'
     """
     name = f" ({signal.Signals(number).name})" if (number := ended.status - 128) in list(signal.Signals) else ""
     lost = f", and {', '.join(gone)} no longer answer{'s' if len(gone) == 1 else ''}" if gone else ""
@@ -152,14 +141,14 @@ def on_hosts(job: Job, room: Mapping[str, int], gone: Sequence[str]) -> Job:
     return replace(job, ranks=ranks, hosts=[(name, number) for name, number in shares if number > 0], hostfile=None)
 
 
-def _gone(start: Start, names: Sequence[str], supervisor: Supervisor, environ: Mapping[str, str]) -> list[str]:
+def _gone(start: Start, supervisor: Supervisor, environ: Mapping[str, str]) -> list[str]:
     """Those hosts on which the launcher cannot start a process.
 
     The launcher itself tries it, twice: it knows how to reach a host, and its part on that host must reach it, too.
     """
-    one = replace(start.job, ranks=1, command=["true"], hostfile=None, label=False)
-    commands = {name: start.command_line(replace(one, hosts=[(name, 1)])) for name in names}
-    silent = list(names)
+    one = replace(start.job, ranks=1, command=_PROBE, hostfile=None, label=False)
+    commands = {name: start.command_line(replace(one, hosts=[(name, 1)])) for name in start.room}
+    silent = list(start.room)
     for _ in range(2):
         asked, silent = silent, []
         for first in range(0, len(asked), _AT_ONCE):

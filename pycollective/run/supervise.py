@@ -43,7 +43,8 @@ class Ended(NamedTuple):
     """How a launcher ended.
 
     Attributes:
-        status: its exit status, as a shell has it: 128 and the number of the signal that ended it.
+        status: its exit status, as a shell has it: 128 and the number of the signal that ended it. 1 if the launcher
+            ended with 0 after it had said that a host has gone.
         stopped: whether this process got a signal that ends a job.
         seconds: how long it ran.
         launcher: its process number.
@@ -55,22 +56,34 @@ class Ended(NamedTuple):
     launcher: int
 
 
+class FaultText(NamedTuple):
+    """What stands on the standard error of a launcher whose exit status does not tell each fault.
+
+    Attributes:
+        lost_host: a regular expression of what the launcher prints when a host has gone away.
+        last_words: a regular expression of what the launcher or a rank prints when a job ends by a fault. The launcher
+            may wait for ever then, for a host that it cannot reach.
+    """
+
+    lost_host: str
+    last_words: str
+
+
 class _Errors:
     """The standard error of a launcher, which this process passes on and reads.
 
-    Args:
-        pipe: the end of a pipe from which it reads.
-        last_words: a regular expression.
-
     Attributes:
-        ended: when it read what the expression describes; None: not yet.
+        lost_host: whether the launcher has printed that a host has gone away.
+        ended: when the text of a fault was read; None: not yet.
     """
 
+    lost_host = False
     ended: float | None = None
 
-    def __init__(self, pipe: int, last_words: str) -> None:
+    def __init__(self, pipe: int, text: FaultText) -> None:
         self._pipe = pipe
-        self._last_words = re.compile(last_words.encode())
+        self._lost_host = re.compile(text.lost_host.encode())
+        self._last_words = re.compile(text.last_words.encode())
         self._line = b""
 
     def pass_on(self, seconds: float) -> None:
@@ -82,6 +95,7 @@ class _Errors:
                 return
             os.write(sys.stderr.fileno(), part)
             *lines, self._line = (self._line + part).split(b"\n")
+            self.lost_host = self.lost_host or any(self._lost_host.search(line) for line in lines)
             if self.ended is None and any(self._last_words.search(line) for line in lines):
                 self.ended = time.monotonic()
             seconds = 0
@@ -100,21 +114,21 @@ class Supervisor:
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
         _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
-    def run(self, command: Sequence[str], environ: Mapping[str, str], last_words: str = "") -> Ended:
+    def run(self, command: Sequence[str], environ: Mapping[str, str], text: FaultText | None = None) -> Ended:
         """Runs a launcher to its end. Signals that this process gets go on to it.
 
         Args:
             command: its command line.
             environ: its variables.
-            last_words: a regular expression of what stands on its standard error when the job ends by a fault. If it
-                does not end soon after that, it is killed: it waits for a host that it cannot reach. "": never.
+            text: what stands on its standard error after a fault; None if its exit status tells each fault. A launcher
+                that does not end soon after ``text.last_words`` is killed.
 
         Raises:
             OSError: there is no such launcher.
         """
         started, stopped = time.monotonic(), False
-        launcher = self._start(command, environ, errors=subprocess.PIPE if last_words else None)
-        errors = _Errors(launcher.stderr.fileno(), last_words) if launcher.stderr is not None else None
+        launcher = self._start(command, environ, errors=subprocess.PIPE if text else None)
+        errors = _Errors(launcher.stderr.fileno(), text) if text and launcher.stderr else None
         while launcher.poll() is None:
             if errors is None:
                 got: signal.struct_siginfo | None = signal.sigwaitinfo(self._signals)
@@ -137,6 +151,8 @@ class Supervisor:
         if errors is not None:
             errors.pass_on(0)
         status = launcher.returncode if launcher.returncode >= 0 else 128 - launcher.returncode
+        if errors is not None and errors.lost_host:
+            status = status or 1
         return Ended(status, stopped or self.stop() is not None, seconds, launcher.pid)
 
     def stop(self) -> int | None:

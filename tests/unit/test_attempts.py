@@ -20,26 +20,28 @@ import sys
 from pathlib import Path
 from pycollective.launch.job import Job
 from pycollective.run.restarts import Start, run
+from pycollective.run.supervise import FaultText
 
 where, restarts, least = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-last_words = "lost a host" if sys.argv[4] == "hides" else ""
+text = FaultText("lost a host", "never said") if sys.argv[4] == "hides" else None
 script = '''
-if [ "$3" = true ]; then test ! -e "$1/$2"; exit; fi
+if [ "$3" = sleep ]; then test ! -e "$1/$2"; exit; fi
 echo "attempt $PYCOLLECTIVE_RESTART: $2"
 status=$(sed -n "$((PYCOLLECTIVE_RESTART + 1))p" "$1/statuses")
 case $status in *down) touch "$1/b"; status=${status%down} ;; esac
+case $status in *said) echo "the launcher has lost a host." >&2; status=${status%said} ;; esac
 exit "$status"
 '''
 
 
 def line(job):
     shares = ",".join(f"{name}:{number}" for name, number in job.shares())
-    hosts = job.hosts[0][0] if job.command == ["true"] else shares
+    hosts = job.hosts[0][0] if job.command[0] == "sleep" else shares
     return ["sh", "-c", script, "launcher", str(where), hosts, *job.command]
 
 
 job = Job(4, ["program"], [("a", None), ("b", None)])
-sys.exit(run(Start(job, line, {}, job.room(), last_words), restarts, least, {"PATH": "/usr/bin:/bin"}))
+sys.exit(run(Start(job, line, {}, job.room(), text), restarts, least, {"PATH": "/usr/bin:/bin"}))
 """
 
 
@@ -90,12 +92,17 @@ def test_too_few_ranks(tmp_path: Path) -> None:
 
 
 def test_a_launcher_that_hides_the_loss_of_a_host(tmp_path: Path) -> None:
-    status, attempts, said = started(tmp_path, "0down 0", 2, 2, "hides")
-    assert (status, len(attempts)) == (0, 2)
-    assert "ended with status 0 after" in said[0]
+    status, attempts, said = started(tmp_path, "0saiddown 0", 2, 2, "hides")
+    assert (status, attempts) == (0, ["attempt 0: a:2,b:2", "attempt 1: a:2"])
+    assert said[0] == "the launcher has lost a host."
+    assert "ended with status 1 after" in said[1]
     (tmp_path / "b").unlink()
-    assert started(tmp_path, "0down", 0, 2, "hides")[0] == 1
-    assert started(tmp_path, "0down", 0, 2)[0] == 0
+    assert started(tmp_path, "0saiddown", 0, 2, "hides")[0] == 1
+    assert started(tmp_path, "7said", 0, 2, "hides")[0] == 7
+
+
+def test_a_success_is_believed_whether_or_not_the_hosts_answer(tmp_path: Path) -> None:
+    assert started(tmp_path, "0down", 2, 2, "hides") == (0, ["attempt 0: a:2,b:2"], [])
 
 
 def test_spare_hosts_and_hosts_that_are_back() -> None:

@@ -26,9 +26,10 @@ class Library(ABC):
         pmi: the process management interface by which its ranks find each other under ``srun --mpi=...``.
         agent_variables: the variables that name a program which its mpiexec calls instead of ssh.
         takes_unequal_hosts: whether its mpiexec takes another number of ranks for each host.
-        hides_lost_hosts: whether its mpiexec may end with status 0 when a host has gone away.
-        last_words: regular expressions of what such an mpiexec says before it ends the ranks of a job; it may wait for
-            ever then.
+        lost_host: a regular expression of what its mpiexec prints on its standard error when a host has gone away, if
+            it may end with status 0 then; else "".
+        last_words: regular expressions of what such an mpiexec prints before it ends the ranks of a job; it may wait
+            for ever then.
         can_lose_ranks: whether its mpiexec can let the other ranks live on when one has died.
         attentive: the variables by which its mpiexec notices within a minute that it cannot reach a host any more.
     """
@@ -41,7 +42,7 @@ class Library(ABC):
     pmi: ClassVar[str]
     agent_variables: ClassVar[tuple[str, ...]] = ()
     takes_unequal_hosts: ClassVar[bool] = True
-    hides_lost_hosts: ClassVar[bool] = False
+    lost_host: ClassVar[str] = ""
     last_words: ClassVar[tuple[str, ...]] = ()
     attentive: ClassVar[Mapping[str, str]] = {}
 

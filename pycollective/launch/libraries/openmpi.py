@@ -17,7 +17,7 @@ class OpenMpi(Library):
     mpiexec_names = ("mpiexec", "mpirun", "mpiexec.openmpi", "mpirun.openmpi", "orterun")
     pmi = "pmix"
     agent_variables = ("PRTE_MCA_plm_ssh_agent", "OMPI_MCA_plm_rsh_agent")  # of version 5, and of version 4
-    hides_lost_hosts = True
+    lost_host = "(PRTE|ORTE) has lost communication with a remote daemon"  # of version 5, and of version 4
     last_words = (r"(prterun|mpirun|mpiexec) (has exited due to|noticed that) process rank",)
     attentive: ClassVar[Mapping[str, str]] = {  # by default it takes 8 minutes
         f"{prefix}_oob_tcp_keepalive_{name}": value
