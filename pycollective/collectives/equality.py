@@ -20,8 +20,8 @@ from pycollective.collectives import host_leaves
 from pycollective.collectives.checks import PyTree
 from pycollective.collectives.host_leaves import Difference, HostLeaf
 from pycollective.errors import fail, message, name_ranks
+from pycollective.jax_support.jax_internals import at_top_level
 from pycollective.ordering import dispatch
-from pycollective.ordering.jax_internals import at_top_level
 from pycollective.ranks.agreement import gather_from_all
 from pycollective.ranks.communicator import Communicator
 from pycollective.ranks.world import given_or_world

@@ -23,8 +23,8 @@ from pycollective import errors
 from pycollective.collectives import checks
 from pycollective.collectives.checks import PyTree
 from pycollective.collectives.jax_reductions import psum
+from pycollective.jax_support import jax_internals
 from pycollective.named_axes.names import AxisName, by_name, has_types, is_name, names_of
-from pycollective.ordering import jax_internals
 from pycollective.ranks.communicator import Communicator
 from pycollective.ranks.world import given_or_world
 

@@ -16,8 +16,8 @@ from jax.interpreters import ad, batching, mlir
 
 from pycollective.collectives.checks import Array, PyTree
 from pycollective.errors import message
+from pycollective.jax_support.jaxprs import replaced
 from pycollective.named_axes.names import is_name
-from pycollective.ordering.jaxprs import replaced
 from pycollective.primitives import reductions
 
 _START = "Start with jax.tree.map(jnp.zeros_like, x); sum what is not float32 by itself."

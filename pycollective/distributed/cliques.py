@@ -21,8 +21,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pycollective.distributed.program_text import Collective, collectives_in, without_metadata
 from pycollective.errors import fail
-from pycollective.ordering import jax_dispatch
-from pycollective.ordering.jaxprs import NO_MESH
+from pycollective.jax_support import jax_dispatch
+from pycollective.jax_support.jaxprs import NO_MESH
 from pycollective.ranks.communicator import Communicator
 from pycollective.transport import native
 

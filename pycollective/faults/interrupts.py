@@ -18,7 +18,7 @@ from types import FrameType
 from typing import NoReturn
 
 from pycollective.faults import rank_exit
-from pycollective.ordering.call_site import is_of_user
+from pycollective.jax_support.call_site import is_of_user
 from pycollective.transport import watch
 
 __all__ = ["end_all_on_interrupt"]

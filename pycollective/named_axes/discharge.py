@@ -21,13 +21,13 @@ from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive, Var
 
 from pycollective.errors import message
+from pycollective.jax_support import jaxprs
+from pycollective.jax_support.jax_internals import is_transposed
+from pycollective.jax_support.jaxprs import inner_jaxprs
 from pycollective.named_axes.discharge_rules import RULES, WITHOUT_COMMUNICATION, wrong_parameters
 from pycollective.named_axes.mesh import Mesh
 from pycollective.named_axes.names import AxisName
-from pycollective.ordering import jaxprs
 from pycollective.ordering.effect import effect
-from pycollective.ordering.jax_internals import is_transposed
-from pycollective.ordering.jaxprs import inner_jaxprs
 from pycollective.ordering.operand_order import number_of
 from pycollective.primitives.passed import as_transpose, part_of
 from pycollective.ranks.agreement import CollectiveLine

@@ -19,8 +19,8 @@ from typing import Any
 from jax.extend.core import JaxprEqn, Var
 
 from pycollective.config import config
+from pycollective.jax_support.jaxprs import map_jaxprs, reads
 from pycollective.named_axes.mesh import DeviceGroup
-from pycollective.ordering.jaxprs import map_jaxprs, reads
 from pycollective.primitives.reductions import allreduce_p
 
 

@@ -18,8 +18,8 @@ import numpy as np
 from jax import lax
 
 from pycollective import errors
+from pycollective.jax_support import jax_internals, jaxprs
 from pycollective.named_axes.names import AxisName
-from pycollective.ordering import jax_internals, jaxprs
 from pycollective.ranks import accelerators
 from pycollective.ranks.communicator import Communicator
 from pycollective.ranks.participants import LaneRoutes, Participants, Perm, PlaceInTeam, ProgramKey, group_of

@@ -9,7 +9,7 @@ from typing import Any
 from jax import lax
 
 from pycollective.errors import message
-from pycollective.ordering import jax_internals
+from pycollective.jax_support import jax_internals
 from pycollective.ranks.communicator import Communicator
 from pycollective.transport.mpi import MPI
 

@@ -42,10 +42,10 @@ from jax.interpreters import mlir
 
 from pycollective.config import config
 from pycollective.errors import message
+from pycollective.jax_support.jaxprs import all_reads, inner_jaxprs, is_reshape, map_jaxprs, reads
 from pycollective.named_axes import fusion
 from pycollective.named_axes.mesh import DeviceGroup
 from pycollective.ordering.effect import effect
-from pycollective.ordering.jaxprs import all_reads, inner_jaxprs, is_reshape, map_jaxprs, reads
 from pycollective.primitives import lowering
 from pycollective.primitives.reductions import allreduce_attributes
 from pycollective.ranks import accelerators

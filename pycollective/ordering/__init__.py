@@ -1,1 +1,1 @@
-"""The order of collectives, inside a program and between programs; JAX's private parts and jaxprs."""
+"""The order of collectives, inside a program and between programs."""

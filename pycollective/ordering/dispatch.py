@@ -22,7 +22,7 @@ import jax.extend.backend
 import numpy as np
 
 from pycollective.errors import message
-from pycollective.ordering import jax_dispatch
+from pycollective.jax_support import jax_dispatch
 
 CacheT = TypeVar("CacheT")
 Devices = tuple[jax.Device, ...]

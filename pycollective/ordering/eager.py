@@ -10,7 +10,8 @@ from typing import Any
 import jax
 from jax.extend.core import Primitive
 
-from pycollective.ordering import call_site, dispatch
+from pycollective.jax_support import call_site
+from pycollective.ordering import dispatch
 from pycollective.ordering.region import Region
 
 

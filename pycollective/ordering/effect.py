@@ -19,8 +19,9 @@ import jax
 from jax.extend.core import Primitive
 
 from pycollective.errors import message
-from pycollective.ordering import dispatch, jax_dispatch, jax_internals, transforms
-from pycollective.ordering.jaxprs import is_foreign, manual_sizes
+from pycollective.jax_support import jax_dispatch, jax_internals
+from pycollective.jax_support.jaxprs import is_foreign, manual_sizes
+from pycollective.ordering import dispatch, transforms
 
 _HASH_OF_MPI4JAX = hash(int(hashlib.md5(b"I love mpi4jax very much", usedforsecurity=False).hexdigest(), 16))
 """The constant hash of mpi4jax's effect."""

@@ -21,8 +21,8 @@ from typing import Any
 
 from jax.extend.mlir import ir
 
-from pycollective.ordering import jax_internals
-from pycollective.ordering.call_site import as_int64
+from pycollective.jax_support import jax_internals
+from pycollective.jax_support.call_site import as_int64
 
 __all__ = ["forget_program", "number_of", "number_reduction"]
 

@@ -18,11 +18,12 @@ from jax.extend.core import ClosedJaxpr, Primitive, Var
 from jax.interpreters import mlir
 
 from pycollective.errors import message
-from pycollective.ordering import dispatch, jax_internals, operand_order
-from pycollective.ordering.donation import Donated, without_copies
+from pycollective.jax_support import jax_internals
+from pycollective.jax_support.donation import Donated, without_copies
+from pycollective.jax_support.jax_internals import without_references
+from pycollective.jax_support.jaxprs import as_function, evaluate, inner_jaxprs, rebind, split_arrays
+from pycollective.ordering import dispatch, operand_order
 from pycollective.ordering.effect import effect
-from pycollective.ordering.jax_internals import without_references
-from pycollective.ordering.jaxprs import as_function, evaluate, inner_jaxprs, rebind, split_arrays
 
 region_p = Primitive("pycollective_region")
 region_p.multiple_results = True

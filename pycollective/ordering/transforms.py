@@ -20,8 +20,8 @@ from jax.extend.core import primitives as jax_primitives
 from jax.interpreters import mlir
 from jax.interpreters.partial_eval import partial_eval_jaxpr_custom_rules
 
-from pycollective.ordering import jax_internals
-from pycollective.ordering.jaxprs import inner_jaxprs
+from pycollective.jax_support import jax_internals
+from pycollective.jax_support.jaxprs import inner_jaxprs
 
 # While loops ----------------------------------------------------------------------------------------------------
 

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from pycollective.errors import message
+from pycollective.jax_support.jax_internals import all_gather_invarying
 from pycollective.named_axes.names import has_types as has_types
 from pycollective.named_axes.names import names_of as names_of
 from pycollective.named_axes.names import varies as varies
-from pycollective.ordering.jax_internals import all_gather_invarying
 
 Array = Any
 AxisName = Hashable

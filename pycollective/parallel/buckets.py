@@ -13,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from pycollective.ordering import jax_internals
+from pycollective.jax_support import jax_internals
 from pycollective.parallel.axes import AxisName, gather, whole
 
 Array = Any

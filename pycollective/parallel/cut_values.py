@@ -24,7 +24,7 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
-from pycollective.ordering import jax_internals
+from pycollective.jax_support import jax_internals
 from pycollective.parallel.axes import names_of
 
 Axes = frozenset[Hashable]

@@ -23,7 +23,7 @@ import numpy as np
 import optax
 
 from pycollective.errors import message
-from pycollective.ordering import jax_internals
+from pycollective.jax_support import jax_internals
 from pycollective.parallel.axes import AxisName, axis_size, has_types, in_order, name_of, names_of, slice_length, vary
 from pycollective.parallel.cut_values import Cut, Expressions, Interpreter, Layout, Mixed, Same, Value, meet_pads
 

@@ -23,10 +23,10 @@ from jax.extend.core import JaxprEqn, Literal, Primitive
 from jax.interpreters import ad, batching, mlir
 
 from pycollective.errors import message
+from pycollective.jax_support import frames, jax_internals
+from pycollective.jax_support.jaxprs import inner_jaxprs
 from pycollective.named_axes import discharge
 from pycollective.named_axes.mesh import Mesh
-from pycollective.ordering import frames, jax_internals
-from pycollective.ordering.jaxprs import inner_jaxprs
 from pycollective.parallel.axes import AxisName, names_of
 from pycollective.parallel.cut_values import CALLS, COLLECTIVES, ELEMENTWISE, IDENTITIES, REDUCTIONS
 

@@ -19,7 +19,7 @@ import optax
 from jax import lax
 
 from pycollective.errors import message
-from pycollective.ordering import jax_internals
+from pycollective.jax_support import jax_internals
 from pycollective.parallel.axes import AxisName, axis_size, has_types, in_order, name_of, names_of, vary
 from pycollective.parallel.elementwise import Check, Cutting, check_numbers
 

@@ -29,7 +29,7 @@ import numpy as np
 from jax import lax
 
 from pycollective.errors import message
-from pycollective.ordering import jax_internals
+from pycollective.jax_support import jax_internals
 from pycollective.parallel.axes import AxisName, axis_size, names_of, vary
 from pycollective.parallel.buckets import in_buckets
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
 
-from pycollective.ordering.jaxprs import evaluate, reads, rebind
+from pycollective.jax_support.jaxprs import evaluate, reads, rebind
 
 Array = Any
 

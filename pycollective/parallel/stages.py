@@ -15,8 +15,8 @@ import numpy as np
 from jax.extend.core import Var
 
 from pycollective.errors import message
-from pycollective.ordering import jax_internals
-from pycollective.ordering.jaxprs import dependents, evaluate, rebind
+from pycollective.jax_support import jax_internals
+from pycollective.jax_support.jaxprs import dependents, evaluate, rebind
 from pycollective.parallel.axes import AxisName, has_types, name_of, names_of, vary
 from pycollective.parallel.split_backward import split
 from pycollective.ranks.communicator import Communicator

@@ -38,7 +38,7 @@ from jax import lax
 
 from pycollective.collectives.replicated import copy_to, reduce_from, with_transpose
 from pycollective.errors import message
-from pycollective.ordering.jax_internals import all_gather_invarying
+from pycollective.jax_support.jax_internals import all_gather_invarying
 from pycollective.parallel.axes import AxisName, axis_size, has_types, varies
 from pycollective.parallel.marked import mark
 

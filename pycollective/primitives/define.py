@@ -18,7 +18,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 
 from pycollective.errors import message
-from pycollective.ordering import eager, jax_internals, transforms
+from pycollective.jax_support import jax_internals
+from pycollective.ordering import eager, transforms
 from pycollective.ordering.effect import effect
 from pycollective.primitives import dtypes, local_steps, lowering
 from pycollective.primitives.passed import Passed

@@ -17,7 +17,8 @@ from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir
 
 from pycollective.errors import message
-from pycollective.ordering import call_site, jax_internals, jaxprs, operand_order
+from pycollective.jax_support import call_site, jax_internals, jaxprs
+from pycollective.ordering import operand_order
 from pycollective.ordering.effect import effect
 from pycollective.primitives.passed import NOTHING, Passed
 from pycollective.transport import native

@@ -11,7 +11,7 @@ import numpy as np
 from jax.interpreters import ad, batching
 
 from pycollective.errors import message
-from pycollective.ordering import jax_internals
+from pycollective.jax_support import jax_internals
 from pycollective.ordering.effect import effect
 from pycollective.primitives import define, dtypes
 from pycollective.primitives.passed import EMPTY_TREE, NOTHING, Passed

@@ -13,7 +13,8 @@ import jax
 from jax.interpreters import ad, batching
 
 from pycollective.config import config
-from pycollective.ordering import jax_internals, transforms
+from pycollective.jax_support import jax_internals
+from pycollective.ordering import transforms
 from pycollective.ordering.effect import effect
 from pycollective.primitives import define, dtypes
 from pycollective.primitives.define import Collective

@@ -10,7 +10,8 @@ from typing import Any
 
 from pycollective.errors import message
 from pycollective.faults import rank_exit
-from pycollective.ordering import dispatch, jax_internals
+from pycollective.jax_support import jax_internals
+from pycollective.ordering import dispatch
 from pycollective.ranks import accelerators, running_out, setup, unreceived
 from pycollective.ranks.kept import Kept, abandon_all, in_use, keyval
 from pycollective.ranks.out_of_band import OutOfBand

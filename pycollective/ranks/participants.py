@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-from pycollective.ordering import jax_internals
+from pycollective.jax_support import jax_internals
 
 ProgramKey = tuple[int, int]
 """The name of participants in compiled programs: a number of this process, and a fingerprint of the participants.

@@ -17,7 +17,8 @@ from jax.extend.core import JaxprEqn, Primitive, Var
 from jax.interpreters.partial_eval import dce_jaxpr, dce_rules, partial_eval_jaxpr_custom_rules
 from jax.sharding import PartitionSpec
 
-from pycollective.ordering import jax_internals, transforms
+from pycollective.jax_support import jax_internals
+from pycollective.ordering import transforms
 from pycollective.spmd import device_program
 from pycollective.spmd.device_program import names_of
 

@@ -13,9 +13,11 @@ import jax
 from jax.extend.core import ClosedJaxpr
 
 from pycollective.errors import message
+from pycollective.jax_support import donation
+from pycollective.jax_support.jax_internals import at_top_level
 from pycollective.named_axes import overlap
 from pycollective.named_axes.names import explain_unbound_names
-from pycollective.ordering import dispatch, donation, region
+from pycollective.ordering import dispatch, region
 from pycollective.ordering.dispatch import (
     WithCompletion,
     committed_devices,
@@ -23,7 +25,6 @@ from pycollective.ordering.dispatch import (
     limit_programs_in_flight,
     wait_for_earlier_programs,
 )
-from pycollective.ordering.jax_internals import at_top_level
 from pycollective.ranks import agreement
 from pycollective.spmd import device_program
 

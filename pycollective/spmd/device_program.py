@@ -24,10 +24,11 @@ from jax.interpreters import ad, mlir
 from jax.sharding import PartitionSpec
 
 from pycollective import errors
+from pycollective.jax_support import donation, jax_internals, jaxprs
 from pycollective.named_axes import discharge, fusion
 from pycollective.named_axes.mesh import Mesh
 from pycollective.named_axes.names import AxisName
-from pycollective.ordering import dispatch, donation, jax_internals, jaxprs
+from pycollective.ordering import dispatch
 from pycollective.ordering.effect import effect
 from pycollective.ranks.agreement import CollectiveLine
 from pycollective.ranks.communicator import Communicator

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from pycollective import errors
+from pycollective.jax_support import jaxprs
 from pycollective.named_axes.mesh import Mesh, one_axis_mesh
 from pycollective.named_axes.names import AxisName
-from pycollective.ordering import jaxprs
 from pycollective.ranks.communicator import Communicator
 from pycollective.ranks.setup import devices_of_this_rank
 from pycollective.ranks.world import when_needed, world_if_known

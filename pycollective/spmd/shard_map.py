@@ -12,9 +12,9 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from pycollective import errors
+from pycollective.jax_support import jaxprs
 from pycollective.named_axes.mesh import Mesh
 from pycollective.named_axes.names import AxisName
-from pycollective.ordering import jaxprs
 from pycollective.spmd import shard_map_semantics
 from pycollective.spmd.compiled import CompiledFunction, Lowered
 from pycollective.spmd.device_program import names_of

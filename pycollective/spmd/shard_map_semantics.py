@@ -18,9 +18,9 @@ from jax.extend.core import ClosedJaxpr, Literal
 from jax.interpreters import ad, batching
 from jax.sharding import PartitionSpec
 
+from pycollective.jax_support import jax_internals, jaxprs
 from pycollective.named_axes.mesh import Mesh
 from pycollective.named_axes.names import explain_unbound_names
-from pycollective.ordering import jax_internals, jaxprs
 from pycollective.spmd import checkpoints, device_program
 from pycollective.spmd.device_program import global_aval, zero_if_none
 

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from pycollective.jax_support import jaxprs
 from pycollective.named_axes.mesh import Mesh
-from pycollective.ordering import jaxprs
 from pycollective.ranks.agreement import report_errors
 from pycollective.ranks.communicator import Communicator
 from pycollective.spmd import pmap_semantics, shard_map_semantics

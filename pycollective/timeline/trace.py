@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from pycollective import files
 from pycollective.errors import fail, integer, message
+from pycollective.jax_support.jax_internals import at_top_level
 from pycollective.ordering import dispatch
-from pycollective.ordering.jax_internals import at_top_level
 from pycollective.ranks.agreement import gather_from_all, waiter
 from pycollective.ranks.communicator import Communicator
 from pycollective.ranks.world import given_or_world

@@ -14,9 +14,9 @@ from mpi4py import MPI
 
 import pycollective as pc
 from pycollective.config import config
+from pycollective.jax_support.jax_dispatch import runtime_tokens
 from pycollective.ordering import dispatch
 from pycollective.ordering.effect import effect
-from pycollective.ordering.jax_dispatch import runtime_tokens
 from pycollective.primitives import lowering
 from pycollective.ranks import accelerators
 from tests.collective.programs import RUNTIME_ERRORS

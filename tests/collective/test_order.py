@@ -11,7 +11,8 @@ import pytest
 from jax import lax
 
 import pycollective as pc
-from pycollective.ordering import eager, jax_dispatch
+from pycollective.jax_support import jax_dispatch
+from pycollective.ordering import eager
 from pycollective.ordering.effect import _before_compilation
 from tests.cases import values
 

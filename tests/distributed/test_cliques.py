@@ -25,7 +25,7 @@ from mpi4py import MPI
 
 import pycollective as pc
 from pycollective.distributed.cliques import Cliques, learn_from_each_compilation
-from pycollective.ordering.jax_dispatch import compiler
+from pycollective.jax_support.jax_dispatch import compiler
 from tests.collective.programs import RUNTIME_ERRORS, meet
 from tests.distributed.arrays import RANK, SIZE, by_mpi, check, mesh_of, needs_four, put, values
 

@@ -15,7 +15,7 @@ from jax.experimental import checkify
 from jax.sharding import PartitionSpec as P
 
 import pycollective as pc
-from pycollective.ordering import jax_internals
+from pycollective.jax_support import jax_internals
 from pycollective.ranks.setup import devices_of_this_rank
 from tests.cases import values
 from tests.collective.programs import once, oracle_devices

@@ -13,7 +13,7 @@ import pytest
 from jax import lax
 
 import pycollective as pc
-from pycollective.ordering.jaxprs import evaluate, rebind
+from pycollective.jax_support.jaxprs import evaluate, rebind
 from pycollective.parallel.pipeline import pipeline
 from pycollective.parallel.schedules import Action, Kind, gpipe, interleaved, one_f_one_b, with_messages, zero_bubble
 from pycollective.parallel.split_backward import split

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from pycollective.ordering.jaxprs import inner_jaxprs
+from pycollective.jax_support.jaxprs import inner_jaxprs
 from pycollective.parallel import buckets
 from pycollective.parallel.sequence import ring_attention, ulysses
 from tests.cases import values

@@ -15,7 +15,7 @@ import pytest
 from jax.interpreters.mlir import ir
 
 import pycollective as pc
-from pycollective.ordering import jax_internals
+from pycollective.jax_support import jax_internals
 
 comm = pc.init()
 X = jnp.ones((4, 3))

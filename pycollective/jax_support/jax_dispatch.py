@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-from pycollective.ordering.jax_internals import OrderedEffect, unsupported
+from pycollective.jax_support.jax_internals import OrderedEffect, unsupported
 
 try:
     from jax._src import compiler

@@ -15,7 +15,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Va
 from jax.extend.core import primitives as jax_primitives
 from jax.interpreters import batching
 
-from pycollective.ordering import jax_internals
+from pycollective.jax_support import jax_internals
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import jax
 
-from pycollective.ordering import frames
+from pycollective.jax_support import frames
 from pycollective.transport import watch
 
 _NOT_THE_USERS = tuple(

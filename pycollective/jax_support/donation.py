@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import ClosedJaxpr, Var
 
-from pycollective.ordering.jaxprs import is_reshape
+from pycollective.jax_support.jaxprs import is_reshape
 
 _INLINED = {"jit": "jaxpr", "pjit": "jaxpr", "linear_call": "callee"}
 """Calls that JAX inlines, and the parameter with the program that each calls."""

@@ -1,0 +1,1 @@
+"""What this package needs of JAX beyond its public API, and tools for programs as jaxprs."""
