@@ -347,6 +347,12 @@ def is_high(eqn: Any, inner: Sequence[Any]) -> bool:
     return not only_inside and bool(eqn.primitive.is_high(*(var.aval for var in eqn.invars), **eqn.params))
 
 
+@functools.lru_cache(maxsize=4096)  # called for each equation that this package looks at
+def may_be_high(primitive: Primitive) -> bool:
+    """Whether :func:`is_high` may be true for an equation of this primitive: it has a rule of its own for that."""
+    return getattr(primitive.is_high, "__func__", primitive.is_high) is not Primitive.is_high
+
+
 def low_level(primitive: Primitive) -> Callable[..., Any]:
     """The function by which JAX replaces a primitive that :func:`is_high`."""
     function: Callable[..., Any] = primitive.to_lojax

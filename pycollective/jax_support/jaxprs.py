@@ -61,13 +61,24 @@ def _sequence_like(value: Any, parts: Sequence[Any]) -> Any:
     return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
 
 
+_WITHOUT_JAXPRS = frozenset({type(None), bool, int, float, str, np.dtype, jax.lax.GatherScatterMode}) | {
+    type(np.dtype(name)) for name in ("float32", "float64", "int32", "int64", "bool")
+}
+"""Types of parameters that many equations have."""
+
+
 def inner_jaxprs(eqn: Any) -> list[Any]:
     """The jaxprs in the parameters of an equation, without their constants."""
-    parts = [
-        part for value in eqn.params.values() for part in (value if isinstance(value, (tuple, list)) else (value,))
-    ]
-    opened = [part.jaxpr if isinstance(part, ClosedJaxpr) else part for part in parts]
-    return [part for part in opened if isinstance(part, Jaxpr)]
+    found = []
+    for value in eqn.params.values():  # this is called several times for each equation of a program
+        kind = type(value)
+        if kind in _WITHOUT_JAXPRS:
+            continue
+        if isinstance(value, (tuple, list)):
+            found += [part for part in value if isinstance(part, (ClosedJaxpr, Jaxpr))]
+        elif isinstance(value, (ClosedJaxpr, Jaxpr)):
+            found.append(value)
+    return [part.jaxpr if isinstance(part, ClosedJaxpr) else part for part in found]
 
 
 def reads(reader: JaxprEqn | Jaxpr) -> list[Var]:
@@ -174,7 +185,7 @@ def is_foreign(primitive: Primitive) -> bool:
 
 def is_high(eqn: JaxprEqn) -> bool:
     """Whether JAX replaces the equation before it lowers a program; see :func:`jax_internals.is_high`."""
-    return jax_internals.is_high(eqn, inner_jaxprs(eqn))
+    return jax_internals.may_be_high(eqn.primitive) and jax_internals.is_high(eqn, inner_jaxprs(eqn))
 
 
 def hides_program(eqn: JaxprEqn) -> bool:
@@ -244,6 +255,52 @@ def rebuilt_shard_map(eqn: JaxprEqn, equation: Equation) -> Callable[..., Any]:
         check_vma=eqn.params["check_vma"],
     )
     return outside_meshes(program)
+
+
+def on_devices(
+    program: ClosedJaxpr,
+    mesh: jax.sharding.Mesh,
+    operands: Sequence[Any],
+    in_specs: Sequence[jax.sharding.PartitionSpec],
+    out_specs: Sequence[jax.sharding.PartitionSpec],
+) -> ClosedJaxpr:
+    """A program that runs ``program`` on each device of a mesh by :func:`jax.shard_map`, without its types.
+
+    JAX traces the equation alone: ``program`` takes the place of a function with the same results. No type in
+    ``program`` names the mesh, as in the programs that the equations inside a shard_map hold.
+
+    Args:
+        program: the program of one device.
+        mesh: the devices.
+        operands: the shapes and dtypes of the operands.
+        in_specs: the spec of each operand.
+        out_specs: the spec of each result.
+    """
+    consts = list(program.consts)
+    jaxpr = program.jaxpr.replace(constvars=[], invars=[*program.jaxpr.constvars, *program.jaxpr.invars])
+
+    def mapped(function: Callable[..., Any]) -> Callable[..., Any]:
+        shared = [jax.sharding.PartitionSpec()] * len(consts)
+        specs = (*shared, *in_specs)
+        return jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=list(out_specs), check_vma=False)
+
+    def run(*blocks: Any) -> list[Any]:
+        return evaluate(ClosedJaxpr(jaxpr, ()), rebind, *blocks)
+
+    def results(*_: Any) -> list[Any]:
+        return [jnp.zeros(var.aval.shape, var.aval.dtype) for var in jaxpr.outvars]
+
+    # JAX's checks want the types, and the effects of references have the numbers of inputs.
+    must_trace = jax.config.jax_enable_checks or jax_internals.without_references(jaxpr.effects) != jaxpr.effects
+    with jax.sharding.use_abstract_mesh(NO_MESH):
+        function = mapped(run if must_trace else results)
+        closed = jax.make_jaxpr(lambda *operands: function(*consts, *operands))(*operands)
+    if must_trace:
+        return closed
+    *_, eqn = closed.jaxpr.eqns
+    effects = eqn.effects | jax_internals.without_names(jaxpr.effects, mesh.axis_names)
+    new = eqn.replace(params={**eqn.params, "jaxpr": jaxpr}, effects=effects)
+    return ClosedJaxpr(closed.jaxpr.replace(eqns=[new], effects=effects), closed.consts)
 
 
 def manual_sizes(mesh: jax.sharding.AbstractMesh) -> list[int]:

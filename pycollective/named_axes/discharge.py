@@ -1,16 +1,16 @@
 """Replaces jax.lax's collectives over the axes of a mesh by this package's primitives: the *discharge*.
 
 The program of one device was traced with the full sizes of the axes. It is discharged where it is lowered, when JAX's
-own rules have differentiated and batched its collectives, and nothing will do so again. :func:`discharge` evaluates its
-jaxpr under a new trace: it replaces a collective over our axes as ``discharge_rules`` says, discharges the jaxprs that
-an equation holds, and binds all other equations as they are. It leaves collectives over other axes alone. It drops
-JAX's types that say along which axes a value varies, since JAX has checked them by then.
+own rules have differentiated and batched its collectives, and nothing will do so again. :func:`discharge` replaces a
+collective over our axes as ``discharge_rules`` says, discharges the jaxprs that an equation holds, and keeps all other
+equations as they are (``rewriting``). It leaves collectives over other axes alone. It drops JAX's types that say along
+which axes a value varies, since JAX has checked them by then.
 """
 
 from __future__ import annotations
 
-import contextlib
 import numbers
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
@@ -21,7 +21,7 @@ from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive, Var
 
 from pycollective.errors import message
-from pycollective.jax_support import jaxprs
+from pycollective.jax_support import jaxprs, rewriting
 from pycollective.jax_support.jax_internals import is_transposed
 from pycollective.jax_support.jaxprs import inner_jaxprs
 from pycollective.named_axes.discharge_rules import RULES, WITHOUT_COMMUNICATION, wrong_parameters
@@ -49,34 +49,51 @@ _OVER_OTHER_AXES: dict[str, Callable[..., Any]] = {
 """The collectives that may go over our axes and others at once: over ours first, then by these functions."""
 
 
-def collective_lines(
-    jaxpr: Any, sizes: Mapping[AxisName, int], origins: Sequence[int] | None = None
-) -> list[CollectiveLine]:
-    """Returns a line for each collective over these axes. They must be the same on all ranks.
+_LINES: weakref.WeakKeyDictionary[Any, dict[Any, list[CollectiveLine]]] = weakref.WeakKeyDictionary()
+"""What :func:`collective_lines` has found, for each device program that is alive and the axes of its mesh."""
+
+
+def collective_lines(body: Any, mesh: Mesh) -> list[CollectiveLine]:
+    """Returns a line for each collective of a device program over the axes of its mesh.
+
+    The lines must be the same on all ranks. They are found once for a program: the ranks compare them, and each
+    collective carries a hash of them.
+    """
+    known, axes = _LINES.setdefault(body, {}), tuple(mesh.shape.items())
+    if axes not in known:
+        known[axes] = _lines(body, mesh.shape, range(len(body.invars)))
+    return known[axes]
+
+
+def _lines(jaxpr: Any, sizes: Mapping[AxisName, int], origins: Sequence[int]) -> list[CollectiveLine]:
+    """Returns a line for each collective over these axes.
 
     Args:
         jaxpr: the program.
         sizes: the axes and their sizes.
-        origins: where the inputs of the program come from, as numbers; None: they are the user's arguments.
+        origins: where the inputs of the program come from, as numbers.
     """
     lines = []
-    known = dict(zip(jaxpr.invars, range(len(jaxpr.invars)) if origins is None else origins, strict=True))
+    known = dict(zip(jaxpr.invars, origins, strict=True))
+    names = frozenset(sizes)
     for eqn in jaxpr.eqns:
         of_operands = [known.get(atom, -1) if isinstance(atom, Var) else -1 for atom in eqn.invars]
         own = number_of(eqn.primitive.name, *of_operands)
-        known |= {var: number_of(own, i) for i, var in enumerate(eqn.outvars)}
-        if _names(eqn, frozenset(sizes)):
+        known.update((var, number_of(own, i) if i else own) for i, var in enumerate(eqn.outvars))
+        if _names(eqn, names):
             operands = ", ".join(str(var.aval) for var in eqn.invars)
             params = ", ".join(f"{name}={value}" for name, value in sorted(eqn.params.items()) if value is not None)
             is_reduction = eqn.primitive.name.startswith(("psum", "pmax", "pmin", "reduce_scatter"))
             text = f"{eqn.primitive.name}({operands}; {params})"
             lines.append(CollectiveLine(text, own if is_reduction else -1))
-        hidden = jaxprs.hidden_program(eqn, list(sizes.items()))
-        visible = {name: size for name, size in sizes.items() if name not in _rebound_names(eqn)}
-        for inner in inner_jaxprs(eqn) if hidden is None else [hidden.jaxpr]:
+        hidden = jaxprs.hidden_program(eqn, list(sizes.items())) if jaxprs.hides_program(eqn) else None
+        inner_programs = inner_jaxprs(eqn) if hidden is None else [hidden.jaxpr]
+        if inner_programs:
+            visible = {name: size for name, size in sizes.items() if name not in _rebound_names(eqn)}
+        for inner in inner_programs:
             has_operands = len(inner.invars) == len(of_operands)
             inside = of_operands if has_operands else [number_of(own, i) for i in range(len(inner.invars))]
-            lines += collective_lines(inner, visible, inside)
+            lines += _lines(inner, visible, inside)
     return lines
 
 
@@ -96,8 +113,8 @@ def communicates(jaxpr: Any, names: Names) -> bool:
     return effect in jaxpr.effects or _any_equation(communicating, jaxpr, names)
 
 
-def discharge(jaxpr: Any, mesh: Mesh) -> Callable[..., list[Any]]:
-    """Returns the discharged program, a function of one device's arrays. Its caller binds the local names of ``mesh``.
+def discharge(jaxpr: Any, mesh: Mesh) -> ClosedJaxpr:
+    """Returns the discharged program of one device's arrays. It names the local axes of ``mesh``.
 
     Raises:
         NotImplementedError: a collective has no rule, or goes over our axes and others at once.
@@ -106,14 +123,9 @@ def discharge(jaxpr: Any, mesh: Mesh) -> Callable[..., list[Any]]:
     """
     for check in CHECKS:
         check(jaxpr, mesh)
-    program = number_of(*(line.text for line in collective_lines(jaxpr, mesh.shape)))
-    evaluate = partial(_Discharge(mesh, frozenset(mesh.shape)).evaluate, ClosedJaxpr(jaxpr, ()))
-
-    def discharged(*args: Any) -> list[Any]:
-        with part_of(program):
-            return evaluate(*args)
-
-    return discharged
+    program = number_of(*(line.text for line in collective_lines(jaxpr, mesh)))
+    with part_of(program):
+        return _Discharge(mesh, frozenset(mesh.shape)).program(ClosedJaxpr(jaxpr, ()))
 
 
 def refuse_mixed(jaxpr: Any, mesh: Mesh, other: AxisName) -> None:
@@ -156,6 +168,9 @@ def names_in(eqn: JaxprEqn) -> Names:
 
 
 def _names(eqn: JaxprEqn, names: Names) -> bool:
+    params = eqn.params
+    if "axes" not in params and "axis_name" not in params:  # as nearly all equations
+        return False
     return not names.isdisjoint(names_in(eqn))
 
 
@@ -181,21 +196,8 @@ def _any_equation(wanted: Callable[[JaxprEqn, Names], bool], jaxpr: Any, names: 
     )
 
 
-def _has_mesh_in_types(jaxpr: Any) -> bool:
-    """Returns whether a type in a program, or in the jaxprs in it, names a mesh.
-
-    A program may have no equations: the body of a loop that only moves its carry, or a function that returns its
-    argument.
-    """
-    atoms = (*jaxpr.constvars, *jaxpr.invars, *jaxpr.outvars, *(var for eqn in jaxpr.eqns for var in eqn.outvars))
-    shardings = (getattr(var.aval, "sharding", None) for var in atoms)
-    return any(sharding is not None and not sharding.mesh.empty for sharding in shardings) or any(
-        _has_mesh_in_types(inner) for eqn in jaxpr.eqns for inner in inner_jaxprs(eqn)
-    )
-
-
 class _Discharge:
-    """Evaluates jaxprs with the collectives over ``names``, axes of ``mesh``, replaced."""
+    """Rewrites programs: replaces the collectives over ``names``, axes of ``mesh``."""
 
     def __init__(self, mesh: Mesh, names: Names) -> None:
         self._mesh = mesh
@@ -205,46 +207,48 @@ class _Discharge:
         # The discharged jaxprs by the ids of the old ones. It holds the old ones too, so that no id is used again.
         self._known: dict[int, tuple[Any, ClosedJaxpr]] = {}
 
-    def evaluate(self, closed: ClosedJaxpr, *args: Any) -> list[Any]:
-        return jaxprs.evaluate(closed, self._equation, *args)
-
-    def _jaxpr(self, closed: ClosedJaxpr) -> ClosedJaxpr:
-        """Discharges a jaxpr that an equation holds; always to the same result, so that XLA compiles it once."""
+    def program(self, closed: ClosedJaxpr) -> ClosedJaxpr:
+        """Returns a program with its collectives replaced; always the same one, so that XLA compiles it once."""
         if id(closed.jaxpr) not in self._known:
-            args = [jaxprs.aval_like(var.aval) for var in closed.jaxpr.invars]
-            new = jax.make_jaxpr(partial(self.evaluate, closed), axis_env=self._local)(*args)
-            self._known[id(closed.jaxpr)] = closed.jaxpr, new
+            self._known[id(closed.jaxpr)] = closed.jaxpr, rewriting.rewritten(closed, self._change, self._local)
         return self._known[id(closed.jaxpr)][1]
 
-    def _equation(self, eqn: JaxprEqn, operands: list[Any]) -> Any:
-        with as_transpose() if is_transposed(eqn) else contextlib.nullcontext():
-            return self._discharged(eqn, operands)
+    def _evaluate(self, closed: ClosedJaxpr) -> Callable[..., list[Any]]:
+        return partial(rewriting.evaluate, closed, self._change)
 
-    def _discharged(self, eqn: JaxprEqn, operands: list[Any]) -> Any:
+    def _change(self, eqn: JaxprEqn) -> Callable[..., Sequence[Any]] | None:
+        """Returns what replaces an equation, a function of its operands; None: it stays."""
+        function = self._replacement(eqn)
+        if function is None or not is_transposed(eqn):
+            return function
+
+        def transposed(*operands: Any) -> Sequence[Any]:
+            with as_transpose():
+                return function(*operands)
+
+        return transposed
+
+    def _replacement(self, eqn: JaxprEqn) -> Callable[..., Sequence[Any]] | None:
         if _names(eqn, self._ours):
-            return self._collective(eqn, operands)
+            return partial(self._collective, eqn)
         if eqn.primitive in DEVICE_PROGRAMS:
-            return self._device_program(eqn, operands)
+            return self._device_program(eqn)
         if eqn.primitive.name == "shard_map":
             if self._local:
-                remedy = "Bind all axes in one pycollective.shard_map."
-                _fail(
-                    self._mesh,
-                    eqn,
-                    f"a program over {self._mesh!r} by itself",
-                    f"jax.shard_map over {eqn.params['mesh']}",
-                    remedy,
-                )
+                self._refuse_inside_devices(eqn, f"jax.shard_map over {eqn.params['mesh']}")
             inside = _Discharge(self._mesh, self._ours - _rebound_names(eqn))
-            return jaxprs.rebuilt_shard_map(eqn, inside._equation)(*operands)
+            return jaxprs.rebuilt_shard_map(eqn, rewriting.changing(inside._change))
         if (inner := jaxprs.called_jaxpr(eqn)) is not None:  # its derivative is not needed any more
-            return self.evaluate(inner, *operands)
+            return self._evaluate(inner)
         if (inner := jaxprs.hidden_program(eqn, self._full)) is not None:
-            if any(map(self._needs_discharge, [inner.jaxpr, *inner_jaxprs(eqn)])):
-                return self.evaluate(inner, *operands)
-        elif any(map(self._needs_discharge, inner_jaxprs(eqn))):
-            return jaxprs.bind_with_jaxprs(eqn, operands, self._jaxpr)
-        return jaxprs.bind(eqn, operands, {name: self._without_mesh(value) for name, value in eqn.params.items()})
+            return self._evaluate(inner) if any(map(self._needs_discharge, [inner.jaxpr, *inner_jaxprs(eqn)])) else None
+        if any(map(self._needs_discharge, inner_jaxprs(eqn))):
+            return lambda *operands: jaxprs.bind_with_jaxprs(eqn, operands, self.program)
+        return None
+
+    def _refuse_inside_devices(self, eqn: JaxprEqn, got: str) -> NoReturn:
+        remedy = "Bind all axes in one pycollective.shard_map, or name a communicator inside."
+        _fail(self._mesh, eqn, f"a program over {self._mesh!r} by itself", f"{got} inside", remedy)
 
     def _needs_discharge(self, jaxpr: Any) -> bool:
         """Returns whether a jaxpr has collectives or programs of ours, or types with the mesh of its trace."""
@@ -252,24 +256,19 @@ class _Discharge:
         def wanted(eqn: JaxprEqn, names: Names) -> bool:
             return _may_name(eqn, names) or eqn.primitive in DEVICE_PROGRAMS
 
-        return _any_equation(wanted, jaxpr, self._ours) or _has_mesh_in_types(jaxpr)
+        return _any_equation(wanted, jaxpr, self._ours) or rewriting.names_mesh(jaxpr)
 
-    def _without_mesh(self, value: Any) -> Any:
-        """Returns a parameter of an equation without the mesh of its trace."""
-        if isinstance(value, jax.sharding.NamedSharding) and isinstance(value.mesh, jax.sharding.AbstractMesh):
-            return None
-        return jax.sharding.get_abstract_mesh() if isinstance(value, jax.sharding.AbstractMesh) else value
-
-    def _device_program(self, eqn: JaxprEqn, operands: list[Any]) -> Any:
+    def _device_program(self, eqn: JaxprEqn) -> Callable[..., Sequence[Any]] | None:
         """Discharges a program over another mesh inside this one: first over its own axes, and then over ours."""
+        if self._local:
+            self._refuse_inside_devices(eqn, f"a program over {eqn.params['mesh']!r}")
         if not _any_equation(_may_name, eqn.params["body"], self._ours - _rebound_names(eqn)):
-            return jaxprs.bind(eqn, operands, eqn.params)
-        closed = jax.make_jaxpr(partial(DEVICE_PROGRAMS[eqn.primitive], **eqn.params), axis_env=self._full)(
-            *(jaxprs.aval_like(var.aval) for var in eqn.invars)
-        )
-        return self.evaluate(closed, *operands)
+            return None
+        avals = [jaxprs.aval_like(var.aval) for var in eqn.invars]
+        own = partial(DEVICE_PROGRAMS[eqn.primitive], **eqn.params)
+        return self._evaluate(jax.make_jaxpr(own, axis_env=self._full)(*avals))
 
-    def _collective(self, eqn: JaxprEqn, operands: list[Any]) -> Any:
+    def _collective(self, eqn: JaxprEqn, *operands: Any) -> Any:
         mesh = self._mesh
         name = eqn.primitive.name
         fail = partial(_fail, mesh, eqn)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -70,6 +70,32 @@ def _region_impl(*args: Any, jaxpr: Any) -> list[Any]:
     return evaluate(closed, equation, *args[constants:])
 
 
+class Program(NamedTuple):
+    """A traced program, which passes change before it is one region.
+
+    Attributes:
+        closed: the program. No transform will see it any more.
+        free: the places of the inputs that it may overwrite.
+    """
+
+    closed: ClosedJaxpr
+    free: frozenset[int] = frozenset()
+
+    def changed(self, change: Callable[[Any], Any]) -> Program:
+        """The program with ``change`` applied to its jaxpr, which keeps its inputs and constants."""
+        return self._replace(closed=ClosedJaxpr(change(self.closed.jaxpr), self.closed.consts))
+
+
+Pass = Callable[[Program], Program]
+"""A step of the way from a traced function to a region."""
+
+
+def avoid_copies(program: Program) -> Program:
+    """The pass that lets collectives overwrite an operand only where XLA need not copy it first."""
+    inputs = program.closed.jaxpr.invars
+    return program.changed(functools.partial(without_copies, free=frozenset(inputs[place] for place in program.free)))
+
+
 class Region:
     """A function whose trace is one region, to be compiled by :func:`jax.jit` as a whole program.
 
@@ -88,9 +114,8 @@ class Region:
         self,
         fun: Callable[..., Any],
         *,
+        passes: Sequence[Pass] = (avoid_copies,),
         donated: Donated | None = None,
-        replace_device_programs: Callable[[ClosedJaxpr], ClosedJaxpr] = lambda closed: closed,
-        rearrange_sums: Callable[[Any], Any] = lambda jaxpr: jaxpr,
         with_completion: bool = False,
         devices: frozenset[jax.Device] = frozenset(),
     ) -> None:
@@ -98,16 +123,13 @@ class Region:
 
         Args:
             fun: any function that JAX can trace.
+            passes: what changes the traced program, in this order.
             donated: the inputs that the program may overwrite.
-            replace_device_programs: maps the program, which no transform will see any more, to the same program with
-                primitives of this package in the place of JAX's collectives over named axes.
-            rearrange_sums: maps the jaxpr of that program to one with its sums joined or moved.
             with_completion: whether every call returns a :class:`dispatch.WithCompletion`.
             devices: the devices of the shardings that :func:`jax.jit` has for arguments and results.
         """
         functools.update_wrapper(self, fun)
-        self._replace_device_programs = replace_device_programs
-        self._rearrange_sums = rearrange_sums
+        self._passes = passes
         self._with_completion = with_completion
         self._fun = fun
         self._donated = donated
@@ -123,6 +145,27 @@ class Region:
         """Traces ``fun``. Under ``JAX_DISABLE_JIT`` it calls ``fun``, and each collective runs by itself."""
         if jax.config.jax_disable_jit:
             return self._fun(*args, **kwargs)
+        arrays, _ = split_arrays(args, kwargs)
+        program, out_tree = self.trace(args, kwargs)
+        for change in self._passes:
+            program = change(program)
+        closed = program.closed
+        devices = dispatch.by_id(self._devices_of_options | _devices_of(closed.jaxpr))
+        under_mesh = not jax.sharding.get_abstract_mesh().empty
+        self._record_devices(None if under_mesh else devices or dispatch.DEVICES_OF_ARGUMENTS)
+        *outs, completion = region_p.bind(*closed.consts, *arrays, jaxpr=closed.jaxpr)
+        inputs = {*closed.jaxpr.invars, *closed.jaxpr.constvars}
+        computes_a_result = any(isinstance(var, Var) and var not in inputs for var in closed.jaxpr.outvars[:-1])
+        results = jax.tree.unflatten(out_tree, outs)
+        if computes_a_result and not devices and not self._with_completion:
+            return results
+        return dispatch.WithCompletion(results, completion)
+
+    def trace(self, args: Any, kwargs: Any) -> tuple[Program, Any]:
+        """The program before the first pass, and the tree structure of its results.
+
+        Its last result is the completion, an array without elements.
+        """
         arrays, with_arrays = split_arrays(args, kwargs)
         out_tree = None
 
@@ -132,20 +175,9 @@ class Region:
             outs, out_tree = jax.tree.flatten(self._fun(*args, **kwargs))
             return [*outs, jnp.zeros(0, bool)]
 
-        closed = self._replace_device_programs(jax.make_jaxpr(flat)(*arrays))
-        devices = dispatch.by_id(self._devices_of_options | _devices_of(closed.jaxpr))
-        under_mesh = not jax.sharding.get_abstract_mesh().empty
-        self._record_devices(None if under_mesh else devices or dispatch.DEVICES_OF_ARGUMENTS)
+        closed = jax.make_jaxpr(flat)(*arrays)
         donated = self._donated.arrays(args, kwargs) if self._donated is not None else ()
-        free = frozenset(var for var, x in zip(closed.jaxpr.invars, arrays, strict=True) if id(x) in donated)
-        jaxpr = self._rearrange_sums(without_copies(closed.jaxpr, free))
-        *outs, completion = region_p.bind(*closed.consts, *arrays, jaxpr=jaxpr)
-        inputs = {*jaxpr.invars, *jaxpr.constvars}
-        computes_a_result = any(isinstance(var, Var) and var not in inputs for var in jaxpr.outvars[:-1])
-        results = jax.tree.unflatten(out_tree, outs)
-        if computes_a_result and not devices and not self._with_completion:
-            return results
-        return dispatch.WithCompletion(results, completion)
+        return Program(closed, frozenset(place for place, x in enumerate(arrays) if id(x) in donated)), out_tree
 
     def _record_devices(self, devices: dispatch.Devices | str | None) -> None:
         if dispatch.has_one_device():

@@ -10,7 +10,6 @@ from types import MethodType
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import jax
-from jax.extend.core import ClosedJaxpr
 
 from pycollective.errors import message
 from pycollective.jax_support import donation
@@ -26,7 +25,7 @@ from pycollective.ordering.dispatch import (
     wait_for_earlier_programs,
 )
 from pycollective.ranks import agreement
-from pycollective.spmd import device_program
+from pycollective.spmd import pipeline
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -102,9 +101,8 @@ class CompiledFunction(Generic[P, R]):
         named = _devices_named((options.get("in_shardings"), shardings))
         self._program = region.Region(
             fun,
+            passes=list(pipeline.passes_of(where, fun, self._overlap).values()),
             donated=donated,
-            replace_device_programs=self._replace_device_programs,
-            rearrange_sums=self._overlap,
             with_completion=shardings is not None,
             devices=named,
         )
@@ -185,10 +183,6 @@ class CompiledFunction(Generic[P, R]):
         if not self._overlap.agree_on(orders):
             self._top_level.clear_cache()
         self._agreed = True
-
-    def _replace_device_programs(self, closed: ClosedJaxpr) -> ClosedJaxpr:
-        agreement.report_program(self._where, self._fun, lambda: device_program.collective_lines(closed.jaxpr))
-        return device_program.replace_device_programs(closed)
 
     @contextlib.contextmanager
     def _collect_for_comparison(self, *, may_reorder: bool) -> Iterator[_ToCompare]:

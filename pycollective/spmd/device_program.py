@@ -24,7 +24,7 @@ from jax.interpreters import ad, mlir
 from jax.sharding import PartitionSpec
 
 from pycollective import errors
-from pycollective.jax_support import donation, jax_internals, jaxprs
+from pycollective.jax_support import donation, jax_internals, jaxprs, rewriting
 from pycollective.named_axes import discharge, fusion
 from pycollective.named_axes.mesh import Mesh
 from pycollective.named_axes.names import AxisName
@@ -271,10 +271,37 @@ def _jaxpr_on_devices(mesh: jax.sharding.Mesh) -> Any:
         return jax.make_jaxpr(somewhere)().jaxpr
 
 
-def run_on_this_rank(
-    *args: Any, body: Any, mesh: Mesh, in_specs: Sequence[PartitionSpec], out_specs: Sequence[PartitionSpec], **_: Any
-) -> list[Any]:
-    """Evaluates a device program on this rank's own blocks: discharges it, and runs it on this rank's devices.
+def run_on_this_rank(*args: Any, mesh: Mesh, **params: Any) -> list[Any]:
+    """Evaluates a device program on this rank's own blocks, where it is part of a program that is no region.
+
+    Its sums are joined. It may overwrite its operands; the program around knows whether it reads them again.
+    """
+
+    def finished(program: ClosedJaxpr) -> ClosedJaxpr:
+        jaxpr = fusion.join_reductions(program.jaxpr)
+        return ClosedJaxpr(donation.without_copies(jaxpr, frozenset(jaxpr.invars)), program.consts)
+
+    run = partial(jaxprs.evaluate, of_this_rank(mesh=mesh, **params, finish=finished), jaxprs.rebind)
+    return run(*args) if _is_default_device(mesh) else jaxprs.outside_meshes(run)(*args)
+
+
+def of_this_rank(
+    *,
+    body: Any,
+    mesh: Mesh,
+    in_specs: Sequence[PartitionSpec],
+    out_specs: Sequence[PartitionSpec],
+    finish: Callable[[ClosedJaxpr], ClosedJaxpr] = lambda program: program,
+    **_: Any,
+) -> ClosedJaxpr:
+    """Returns the program of this rank's devices for its own blocks: the discharged device program on each of them.
+
+    Args:
+        body: see :func:`parameters`.
+        mesh: see :func:`parameters`.
+        in_specs: see :func:`parameters`.
+        out_specs: see :func:`parameters`.
+        finish: changes the discharged program of one device.
 
     Raises:
         NotImplementedError: a program around runs this one on several devices.
@@ -285,26 +312,17 @@ def run_on_this_rank(
         errors.fail(
             NotImplementedError, "pmap", mesh.comm, f"a program over {mesh!r} by itself", f"one inside {around}", remedy
         )
-
-    def one_device(*blocks: Any) -> list[Any]:
-        avals = [jaxprs.aval_like(var.aval) for var in body.invars]
-        local = [(axis.local_name, axis.local) for axis in mesh.axes if axis.local > 1]
-        program = jax.make_jaxpr(discharge.discharge(body, mesh), axis_env=local)(*avals)
-        joined = fusion.join_reductions(program.jaxpr)
-        # Here the operands may be overwritten. The program around knows whether it reads them again.
-        frugal = donation.without_copies(joined, frozenset(joined.invars))
-        return jaxprs.evaluate(ClosedJaxpr(frugal, program.consts), jaxprs.rebind, *blocks)
-
+    with jax.sharding.use_abstract_mesh(jaxprs.NO_MESH):
+        program = finish(discharge.discharge(body, mesh))
     if _is_default_device(mesh):
-        return one_device(*args)
-    on_all = jax.shard_map(
-        one_device,
-        mesh=mesh.local_mesh,
-        in_specs=tuple(local_spec(mesh, spec) for spec in in_specs),
-        out_specs=[local_spec(mesh, spec) for spec in out_specs],
-        check_vma=False,
-    )
-    return list(jaxprs.outside_meshes(on_all)(*args))
+        return program
+    own = [
+        jax.ShapeDtypeStruct(_multiplied(mesh, spec, var.aval.shape, "local"), var.aval.dtype, weak_type=weak)
+        for var, spec in zip(body.invars, in_specs, strict=True)
+        for weak in [getattr(var.aval, "weak_type", False)]
+    ]
+    specs = [[local_spec(mesh, spec) for spec in each] for each in (in_specs, out_specs)]
+    return jaxprs.on_devices(program, mesh.local_mesh, own, *specs)
 
 
 def collective_lines(jaxpr: Any) -> dict[Communicator, list[CollectiveLine]]:
@@ -316,7 +334,7 @@ def collective_lines(jaxpr: Any) -> dict[Communicator, list[CollectiveLine]]:
     for eqn in jaxpr.eqns:
         if eqn.primitive in discharge.DEVICE_PROGRAMS:
             mesh, body = eqn.params["mesh"], eqn.params["body"]
-            own = [CollectiveLine(repr(mesh)), *discharge.collective_lines(body, mesh.shape)]
+            own = [CollectiveLine(repr(mesh)), *discharge.collective_lines(body, mesh)]
             lines.setdefault(mesh.comm, []).extend(own)
         hidden = jaxprs.hidden_program(eqn, ()) if effect in eqn.effects else None
         for inner in jaxprs.inner_jaxprs(eqn) if hidden is None else [hidden.jaxpr]:
@@ -331,33 +349,30 @@ def replace_device_programs(closed: ClosedJaxpr) -> ClosedJaxpr:
     It also replaces two kinds of primitives that hide functions: those of other libraries that hold collectives without
     the effect that says so, and JAX's high-level primitives, which JAX would replace when it lowers the program.
     """
-    if not _any_to_replace(closed.jaxpr):
-        return closed
     known: dict[int, tuple[Any, ClosedJaxpr]] = {}  # by the id of the old jaxpr, which it keeps alive
 
-    def changed(closed: ClosedJaxpr) -> ClosedJaxpr:
+    def program(closed: ClosedJaxpr) -> ClosedJaxpr:
         if not _any_to_replace(closed.jaxpr):
             return closed
         if id(closed.jaxpr) not in known:
-            args = [jaxprs.aval_like(var.aval) for var in closed.jaxpr.invars]
-            new = jax.make_jaxpr(partial(jaxprs.evaluate, closed, equation))(*args)
-            known[id(closed.jaxpr)] = closed.jaxpr, new
+            known[id(closed.jaxpr)] = closed.jaxpr, rewriting.rewritten(closed, change)
         return known[id(closed.jaxpr)][1]
 
-    def equation(eqn: JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]:
+    def change(eqn: JaxprEqn) -> rewriting.Replacement | None:
         if eqn.primitive in discharge.DEVICE_PROGRAMS:
-            return run_on_this_rank(*operands, **eqn.params)
+            if jax.sharding.get_abstract_mesh().empty:
+                return of_this_rank(**eqn.params)
+            return partial(run_on_this_rank, **eqn.params)
         if not _is_to_replace(eqn):
-            return jaxprs.rebind(eqn, operands)
+            return None
         if eqn.primitive.name == "shard_map":
-            return jaxprs.rebuilt_shard_map(eqn, equation)(*operands)
-        if (inner := jaxprs.called_jaxpr(eqn)) is not None:
-            return jaxprs.evaluate(inner, equation, *operands)
-        if (inner := jaxprs.hidden_program(eqn, ())) is not None:
-            return jaxprs.evaluate(inner, equation, *operands)
-        return jaxprs.bind_with_jaxprs(eqn, operands, changed)
+            return jaxprs.rebuilt_shard_map(eqn, rewriting.changing(change))
+        inner = jaxprs.called_jaxpr(eqn) or jaxprs.hidden_program(eqn, ())
+        if inner is not None:
+            return partial(rewriting.evaluate, inner, change)
+        return lambda *operands: jaxprs.bind_with_jaxprs(eqn, operands, program)
 
-    return changed(closed)
+    return program(closed)
 
 
 def _any_to_replace(jaxpr: Any) -> bool:

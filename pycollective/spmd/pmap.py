@@ -165,10 +165,10 @@ def pmap(
         leaves, tree = jax.tree.flatten((given, kwargs))
         arrays = as_arrays(leaves)
         entries = for_each_leaf("in_axes", axes, given) + [("", 0)] * len(jax.tree.leaves(kwargs))
-        where = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path((given, kwargs))]
         mapped_axes: list[int | None] = []
-        for x, (entry, axis), at in zip(arrays, entries, where, strict=True):
+        for i, (x, (entry, axis)) in enumerate(zip(arrays, entries, strict=True)):
             if axis is not None and not -x.ndim <= axis < x.ndim:
+                at = jax.tree_util.keystr(jax.tree_util.tree_leaves_with_path((given, kwargs))[i][0])
                 which = f"args{at[3:]}" if at.startswith("[0]") else f"kwargs{at[3:]}"
                 expected = f"in_axes{entry} to be an axis of {which}"
                 fail(expected, f"{axis} for shape {tuple(x.shape)}", "Check in_axes.")

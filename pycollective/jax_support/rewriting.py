@@ -1,0 +1,208 @@
+"""Rewriting: a program with some of its equations replaced by programs.
+
+What stays the same is not traced again. Tracing costs Python time for each equation, and a training step has thousands
+of equations of which a pass replaces a few.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import jax
+from jax.extend import source_info_util
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
+
+from pycollective.jax_support import jax_internals, jaxprs
+
+Replacement: TypeAlias = ClosedJaxpr | Callable[..., Sequence[Any]]
+"""What replaces an equation: a program without types that name a mesh, or a function to be traced, of its operands."""
+
+Change: TypeAlias = Callable[[JaxprEqn], Replacement | None]
+"""A function from an equation to what replaces it; None: it stays.
+
+A function that replaces it follows from the primitive, the parameters, the types of the operands and the scopes.
+"""
+
+Axes = Sequence[tuple[Any, int]]
+"""Names and sizes of the axes around a program."""
+
+
+def rewritten(closed: ClosedJaxpr, change: Change, axes: Axes = ()) -> ClosedJaxpr:
+    """A program with ``change`` applied to its equations, but not to those of the programs that they hold.
+
+    The result has no types that name a mesh. A program whose types do, or which has references, is traced again.
+
+    Args:
+        closed: the program.
+        change: what replaces an equation.
+        axes: the axes that the new program may name.
+    """
+    eqns = {id(eqn): eqn for eqn in closed.jaxpr.eqns}
+    found = {key: change(eqn) for key, eqn in eqns.items()}
+    changes = {key: replacement for key, replacement in found.items() if replacement is not None}
+    if _can_splice(closed.jaxpr):
+        if not changes:
+            return closed
+        trace = _Traces(axes)
+        programs = {key: trace(eqns[key], replacement) for key, replacement in changes.items()}
+        if not any(_makes_references(program.jaxpr) for program in programs.values()):
+            return _spliced(closed, programs)
+        changes = dict(programs)
+    avals = [jaxprs.aval_like(var.aval) for var in closed.jaxpr.invars]
+
+    def again(*args: Any) -> list[Any]:
+        return evaluate(closed, lambda eqn: changes.get(id(eqn)), *args)
+
+    return jax.make_jaxpr(again, axis_env=list(axes))(*avals)
+
+
+def evaluate(closed: ClosedJaxpr, change: Change, *args: Any) -> list[Any]:
+    """Evaluates a program with ``change`` applied to its equations, under the caller's trace and mesh."""
+    return jaxprs.evaluate(closed, changing(change), *args)
+
+
+def changing(change: Change) -> jaxprs.Equation:
+    """The evaluation of an equation to which ``change`` is applied."""
+
+    def equation(eqn: JaxprEqn, operands: list[Any]) -> Sequence[Any]:
+        new = change(eqn)
+        if isinstance(new, ClosedJaxpr):
+            return jaxprs.evaluate(new, jaxprs.rebind, *operands)
+        if new is not None:
+            return new(*operands)
+        return jaxprs.bind(eqn, operands, {name: _without_mesh(value) for name, value in eqn.params.items()})
+
+    return equation
+
+
+def names_mesh(jaxpr: Any) -> bool:
+    """Whether a type in a program, or in the programs in it, names a mesh.
+
+    A program may have no equations: the body of a loop that only moves its carry, or a function that returns its
+    argument.
+    """
+    return any(map(_is_of_mesh, _variables(jaxpr))) or any(
+        names_mesh(inner) for eqn in jaxpr.eqns for inner in jaxprs.inner_jaxprs(eqn)
+    )
+
+
+def _is_of_mesh(atom: Any) -> bool:
+    sharding = getattr(atom.aval, "sharding", None)
+    return sharding is not None and not sharding.mesh.empty
+
+
+def _variables(jaxpr: Any) -> list[Any]:
+    made = [var for eqn in jaxpr.eqns for var in eqn.outvars]
+    return [*jaxpr.constvars, *jaxpr.invars, *jaxpr.outvars, *made]
+
+
+def _can_splice(jaxpr: Any) -> bool:
+    """Whether the equations that stay the same keep their meaning beside new ones, outside any mesh."""
+    if not jax.sharding.get_abstract_mesh().empty or _makes_references(jaxpr):
+        return False
+    if any(_is_of_mesh(atom) or hasattr(atom.aval, "inner_aval") for atom in _variables(jaxpr)):
+        return False
+    return all(_without_mesh(value) is value for eqn in jaxpr.eqns for value in eqn.params.values())
+
+
+def _makes_references(jaxpr: Any) -> bool:
+    """Whether a program makes references. The effects of its equations name their variables."""
+    return bool(jax_internals.without_references(jaxpr.effects) != jaxpr.effects)
+
+
+def _without_mesh(value: Any) -> Any:
+    """A parameter of an equation without the mesh of its trace."""
+    if isinstance(value, jax.sharding.NamedSharding) and isinstance(value.mesh, jax.sharding.AbstractMesh):
+        return None
+    return jax.sharding.get_abstract_mesh() if isinstance(value, jax.sharding.AbstractMesh) else value
+
+
+def _spliced(closed: ClosedJaxpr, programs: Mapping[int, ClosedJaxpr]) -> ClosedJaxpr:
+    """The program with the equations of ``programs`` in the places of the equations with these ids."""
+    jaxpr = closed.jaxpr
+    eqns: list[JaxprEqn] = []
+    constants: dict[int, tuple[Var, Any]] = {}  # the new ones, by their ids
+    renamed: dict[Any, Any] = {}  # results of replaced equations, to what stands for them
+    for eqn in jaxpr.eqns:
+        new = programs.get(id(eqn))
+        if new is None:
+            reads_renamed = any(isinstance(atom, Var) and atom in renamed for atom in eqn.invars)
+            invars = [_new_name(renamed, atom) for atom in eqn.invars]
+            eqns.append(eqn.replace(invars=invars) if reads_renamed else eqn)
+            continue
+        names: dict[Any, Any] = dict(
+            zip(new.jaxpr.invars, [_new_name(renamed, atom) for atom in eqn.invars], strict=True)
+        )
+        for var, value in zip(new.jaxpr.constvars, new.consts, strict=True):
+            names[var] = constants.setdefault(id(value), (Var(var.aval), value))[0]
+        _name_results(eqn, new.jaxpr, names, renamed)
+        for inner in new.jaxpr.eqns:
+            for var in inner.outvars:
+                names.setdefault(var, Var(var.aval))
+            eqns.append(
+                inner.replace(
+                    invars=[_new_name(names, atom) for atom in inner.invars],
+                    outvars=[names[var] for var in inner.outvars],
+                    source_info=_scoped(inner.source_info, eqn.source_info.name_stack),
+                )
+            )
+    effects = frozenset().union(*(eqn.effects for eqn in eqns))
+    new_jaxpr = jaxpr.replace(
+        constvars=[*jaxpr.constvars, *(var for var, _ in constants.values())],
+        eqns=eqns,
+        outvars=[_new_name(renamed, atom) for atom in jaxpr.outvars],
+        effects=effects,
+    )
+    return ClosedJaxpr(new_jaxpr, [*closed.consts, *(value for _, value in constants.values())])
+
+
+class _Traces:
+    """The programs of replacements. Equations of one line that differ in their operands alone have one."""
+
+    def __init__(self, axes: Axes) -> None:
+        self._axes = list(axes)
+        self._known: dict[Any, ClosedJaxpr] = {}
+
+    def __call__(self, eqn: JaxprEqn, replacement: Replacement) -> ClosedJaxpr:
+        if isinstance(replacement, ClosedJaxpr):
+            return replacement
+        avals = [jaxprs.aval_like(var.aval) for var in eqn.invars]
+        types = tuple((aval.shape, aval.dtype, aval.weak_type) for aval in avals)
+        source = eqn.source_info
+        key = (eqn.primitive, tuple(eqn.params.items()), types, source.name_stack, source.traceback)
+        try:
+            known = self._known.get(key)
+        except TypeError:  # a parameter has no hash
+            return self._traced(eqn, replacement, avals)
+        if known is None:
+            self._known[key] = known = self._traced(eqn, replacement, avals)
+        return known
+
+    def _traced(self, eqn: JaxprEqn, function: Callable[..., Any], avals: Sequence[Any]) -> ClosedJaxpr:
+        with source_info_util.user_context(eqn.source_info.traceback), eqn.ctx.manager:
+            # The lambda is new to JAX: for a function that it knows it would return the program that it has.
+            return jax.make_jaxpr(lambda *operands: function(*operands), axis_env=self._axes)(*avals)
+
+
+def _new_name(names: Mapping[Any, Any], atom: Any) -> Any:
+    return atom if isinstance(atom, Literal) else names.get(atom, atom)
+
+
+def _name_results(eqn: JaxprEqn, new: Any, names: dict[Any, Any], renamed: dict[Any, Any]) -> None:
+    """Gives the results of ``new`` the names that they have in ``eqn``.
+
+    A result that is an input, a constant, a literal or an earlier result is not made by an equation of its own. Then
+    the old name goes, and ``renamed`` has what stands for it.
+    """
+    made = {var for inner in new.eqns for var in inner.outvars}
+    for old, atom in zip(eqn.outvars, new.outvars, strict=True):
+        if type(old) is Var and not isinstance(atom, Literal) and atom in made and atom not in names:
+            names[atom] = old
+        else:
+            renamed[old] = _new_name(names, atom)
+
+
+def _scoped(source: Any, scopes: Any) -> Any:
+    """The user's line of an equation, inside the scopes of the equation that it replaces."""
+    return source.replace(name_stack=scopes + source.name_stack) if scopes.stack else source
