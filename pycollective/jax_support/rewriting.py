@@ -122,7 +122,7 @@ def _spliced(closed: ClosedJaxpr, programs: Mapping[int, ClosedJaxpr]) -> Closed
     """The program with the equations of ``programs`` in the places of the equations with these ids."""
     jaxpr = closed.jaxpr
     eqns: list[JaxprEqn] = []
-    constants: dict[int, tuple[Var, Any]] = {}  # the new ones, by their ids
+    constants: dict[Var, tuple[Var, Any]] = {}  # the new ones, by their names in the programs that have them
     renamed: dict[Any, Any] = {}  # results of replaced equations, to what stands for them
     for eqn in jaxpr.eqns:
         new = programs.get(id(eqn))
@@ -135,7 +135,7 @@ def _spliced(closed: ClosedJaxpr, programs: Mapping[int, ClosedJaxpr]) -> Closed
             zip(new.jaxpr.invars, [_new_name(renamed, atom) for atom in eqn.invars], strict=True)
         )
         for var, value in zip(new.jaxpr.constvars, new.consts, strict=True):
-            names[var] = constants.setdefault(id(value), (Var(var.aval), value))[0]
+            names[var] = constants.setdefault(var, (Var(var.aval), value))[0]
         _name_results(eqn, new.jaxpr, names, renamed)
         for inner in new.jaxpr.eqns:
             for var in inner.outvars:

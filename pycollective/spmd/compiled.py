@@ -99,15 +99,14 @@ class CompiledFunction(Generic[P, R]):
         donated = donation.Donated.of(fun, options)
         shardings = options.get("out_shardings")
         named = _devices_named((options.get("in_shardings"), shardings))
-        self._program = region.Region(
-            fun,
-            passes=list(pipeline.passes_of(where, fun, self._overlap).values()),
-            donated=donated,
-            with_completion=shardings is not None,
-            devices=named,
+        self._passes = pipeline.passes_of(where, fun, self._overlap)
+        self._new_region = functools.partial(
+            region.Region, fun, donated=donated, with_completion=shardings is not None, devices=named
         )
+        self._program = self._new_region(passes=list(self._passes.values()))
         of_region = {} if shardings is None else {"out_shardings": dispatch.WithCompletion(shardings, None)}
-        self._top_level = jax.jit(self._program, **{**options, **of_region})  # for calls at top level
+        self._options = {**options, **of_region}
+        self._top_level = jax.jit(self._program, **self._options)  # for calls at top level
         self._nested = jax.jit(fun, **options)  # for calls inside a trace
         self._agreed = False  # whether all ranks have made the first call, and agree
         _functions.add(self)
@@ -226,6 +225,18 @@ class CompiledFunction(Generic[P, R]):
             return Lowered(self._top_level.lower(*args, **kwargs), self, None)
         with self._collect_for_comparison(may_reorder=False) as found:
             return Lowered(self._top_level.lower(*args, **kwargs), self, found)
+
+    def programs(self, *args: P.args, **kwargs: P.kwargs) -> dict[str, region.Program]:
+        """Returns the program of a call at top level: as it is traced, and after each pass by the name of the pass."""
+        found: dict[str, region.Program] = {}
+
+        def recorded(name: str, change: region.Pass) -> region.Pass:
+            return lambda program: found.setdefault(name, change(program))
+
+        passes = [recorded("trace", lambda program: program)]
+        passes += [recorded(name, change) for name, change in self._passes.items()]
+        jax.jit(self._new_region(passes=passes), **self._options).trace(*args, **kwargs)
+        return found
 
     def clear_cache(self) -> None:
         """Forgets the compiled programs."""

@@ -1,0 +1,281 @@
+"""The passes of the pipeline, each on jaxprs, and the rewriting of programs. No program runs but those of one rank."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.extend import source_info_util
+from jax.extend.core import ClosedJaxpr, JaxprEqn
+
+import pycollective as pc
+from pycollective.jax_support import jax_internals, jaxprs, rewriting
+from pycollective.spmd.show import stages
+
+X = jax.ShapeDtypeStruct((4, 2), jnp.float32)
+
+
+@pytest.fixture(scope="module")
+def world() -> pc.Communicator:
+    return pc.init()
+
+
+def names(jaxpr: Any) -> list[str]:
+    """The primitives of a program, each before those of the programs that it holds."""
+    found = []
+    for eqn in jaxpr.eqns:
+        found += [eqn.primitive.name, *(name for inner in jaxprs.inner_jaxprs(eqn) for name in names(inner))]
+    return found
+
+
+def replacing(name: str, by: Callable[..., Sequence[Any]] | ClosedJaxpr) -> rewriting.Change:
+    return lambda eqn: by if eqn.primitive.name == name else None
+
+
+def check(fun: Callable[..., Any], change: rewriting.Change, want: Callable[..., Any], *args: Any) -> ClosedJaxpr:
+    """Compares the rewritten program of ``fun`` with ``want``. JAX's own checks look at it too."""
+    closed = jax.make_jaxpr(fun)(*args)
+    new = rewriting.rewritten(closed, change)
+    jax_internals.check(new.jaxpr)
+    with jax.enable_checks(True):
+        got = jax.jit(lambda *args: jaxprs.evaluate(new, jaxprs.rebind, *args))(*args)
+    np.testing.assert_allclose(got, jax.tree.leaves(want(*args)), rtol=1e-6)
+    made = [var for eqn in new.jaxpr.eqns for var in eqn.outvars]
+    assert len(made) == len(set(made))
+    return new
+
+
+A, B = np.float32([1.0, 2.0]), np.float32([3.0, 5.0])
+
+
+def test_an_equation_becomes_a_program() -> None:
+    twice = lambda x: [jnp.cos(x) * 2]
+    new = check(lambda x: jnp.sin(x) + x, replacing("sin", twice), lambda x: jnp.cos(x) * 2 + x, A)
+    assert names(new.jaxpr) == ["cos", "mul", "add"]
+
+
+def test_equations_that_stay_are_not_traced_again() -> None:
+    closed = jax.make_jaxpr(lambda x: jnp.tanh(jnp.sin(x)))(A)
+    new = rewriting.rewritten(closed, replacing("sin", lambda x: [jnp.cos(x)]))
+    assert new.jaxpr.eqns[-1] is closed.jaxpr.eqns[-1]
+    assert rewriting.rewritten(closed, lambda eqn: None) is closed
+
+
+def test_results_that_no_equation_makes() -> None:
+    """An operand, a number and one result twice stand for results of the equation that goes."""
+    swap = jax.jit(lambda x, y: (x + 1, y, x * y, x * y))
+    fun = lambda x, y: jnp.stack(swap(x, y)) + 1
+    swapped = lambda x, y: [y, x, z := x - y, z]
+    check(fun, replacing("jit", swapped), lambda x, y: jnp.stack([y, x, x - y, x - y]) + 1, A, B)
+    check(lambda x: swap(x, x)[1], replacing("jit", lambda x, y: [x, x, x, x]), lambda x: x, A)
+    check(lambda x: jnp.sin(x) * 3, replacing("sin", lambda x: [jnp.full(2, 7.0)]), lambda x: jnp.full(2, 21.0), A)
+
+
+def test_one_program_in_several_places() -> None:
+    ten = np.float32([10.0, 20.0])
+    program = jax.make_jaxpr(lambda x: [jnp.cos(x) * ten])(A)
+    fun = lambda x: jnp.sin(jnp.sin(x) * 1) * 1
+    new = check(fun, replacing("sin", program), lambda x: jnp.cos(jnp.cos(x) * ten) * ten, A)
+    assert len(new.jaxpr.constvars) == 1
+
+
+def test_a_replacement_is_traced_once_for_each_line() -> None:
+    traces = []
+
+    def replacement(x: Any) -> list[Any]:
+        traces.append(x)
+        return [jnp.cos(x)]
+
+    def fun(x: Any) -> Any:
+        ys = [jnp.sin(x) for _ in range(5)]
+        return ys, jnp.sin(x)
+
+    closed = jax.make_jaxpr(fun)(A)
+    new = rewriting.rewritten(closed, replacing("sin", replacement))
+    assert len(traces) == 2
+    lines = [source_info_util.summarize(eqn.source_info) for eqn in new.jaxpr.eqns]
+    assert lines == [source_info_util.summarize(eqn.source_info) for eqn in closed.jaxpr.eqns]
+
+
+def test_lines_and_scopes_of_a_replacement() -> None:
+    def fun(x: Any) -> Any:
+        with jax.named_scope("outer"):
+            return jnp.sin(x)
+
+    def replacement(x: Any) -> list[Any]:
+        with jax.named_scope("inner"):
+            return [jnp.cos(x)]
+
+    closed = jax.make_jaxpr(fun)(A)
+    (eqn,) = rewriting.rewritten(closed, replacing("sin", replacement)).jaxpr.eqns
+    assert str(eqn.source_info.name_stack) == "outer/inner"
+    assert source_info_util.summarize(eqn.source_info) == source_info_util.summarize(closed.jaxpr.eqns[0].source_info)
+    # A program that is there already keeps its own lines.
+    program = jax.make_jaxpr(replacement)(A)
+    (eqn,) = rewriting.rewritten(closed, replacing("sin", program)).jaxpr.eqns
+    assert str(eqn.source_info.name_stack) == "outer/inner"
+    assert source_info_util.summarize(eqn.source_info) == source_info_util.summarize(program.jaxpr.eqns[0].source_info)
+
+
+def test_effects_follow_the_equations() -> None:
+    def replacement(x: Any) -> list[Any]:
+        jax.debug.print("{}", x, ordered=True)
+        return [x]
+
+    closed = jax.make_jaxpr(jnp.sin)(A)
+    new = rewriting.rewritten(closed, replacing("sin", replacement))
+    assert new.jaxpr.effects == {effect for eqn in new.jaxpr.eqns for effect in eqn.effects}
+    assert new.jaxpr.effects
+    back = rewriting.rewritten(new, lambda eqn: (lambda *_: []) if eqn.effects else None)
+    assert not back.jaxpr.effects
+
+
+def test_references() -> None:
+    """Of the program, and of what replaces its equations."""
+
+    def counted(x: Any) -> list[Any]:
+        reference = jax.new_ref(x)
+        reference[...] += jnp.ones_like(x)
+        return [reference[...]]
+
+    check(
+        lambda x: counted(jnp.sin(x))[0] * 2, replacing("sin", lambda x: [jnp.cos(x)]), lambda x: 2 * jnp.cos(x) + 2, A
+    )
+    check(lambda x: jnp.sin(x) * 2, replacing("sin", counted), lambda x: 2 * x + 2, A)
+    check(lambda x: jnp.sin(x) * 2, replacing("sin", jax.make_jaxpr(counted)(A)), lambda x: 2 * x + 2, A)
+
+
+def test_types_with_a_mesh_go() -> None:
+    mesh = jaxprs.abstract_mesh({"i": 1})
+    body = jax.make_jaxpr(jax.shard_map(jnp.sin, mesh=mesh, in_specs=jax.P("i"), out_specs=jax.P("i")))(A)
+    (eqn,) = body.jaxpr.eqns
+    inner = ClosedJaxpr(eqn.params["jaxpr"], ())
+    assert rewriting.names_mesh(inner.jaxpr)
+    assert not rewriting.names_mesh(rewriting.rewritten(inner, lambda eqn: None).jaxpr)
+
+
+# The passes ---------------------------------------------------------------------------------------------------
+
+
+def step(w: Any, x: Any) -> Any:
+    value, grad = jax.value_and_grad(lambda w: jnp.sum((x @ w) ** 2))(w)
+    return lax.pmean(value, "i"), lax.pmean(grad, "i")
+
+
+W = jax.ShapeDtypeStruct((2, 3), jnp.float32)
+
+
+def programs(function: Any, *args: Any) -> dict[str, list[str]]:
+    return {name: names(program.closed.jaxpr) for name, program in function.programs(*args).items()}
+
+
+def test_each_pass_does_its_part(world: pc.Communicator) -> None:
+    found = programs(pc.jit(step, axis_name="i"), W, X)
+    assert list(found) == ["trace", "compare", "discharge", "avoid copies", "arrange sums"]
+    assert "pycollective_pmap" in found["trace"]
+    assert found["trace"].count("psum") == 2
+    assert found["compare"] == found["trace"]
+    assert "pycollective_pmap" not in found["discharge"]
+    assert "psum" not in found["discharge"]
+    assert found["discharge"].count("allreduce") == 2
+    assert found["avoid copies"] == found["discharge"]
+    assert found["arrange sums"].count("allreduce") == 1
+
+
+def test_overwriting_is_allowed_where_nothing_is_copied(world: pc.Communicator) -> None:
+    hints = lambda program: [eqn.params["in_place"] for eqn in program.closed.jaxpr.eqns if "in_place" in eqn.params]
+    for donated, want in ((), (False,)), ((0,), (True,)):
+        found = pc.jit(lambda x: lax.psum(x, "i"), axis_name="i", donate_argnums=donated).programs(X)
+        assert hints(found["discharge"]) == [(True,)]
+        assert hints(found["avoid copies"]) == [want]
+
+
+def test_lines_of_a_program_are_the_users(world: pc.Communicator) -> None:
+    found = pc.jit(lambda w, x: step(w, x), axis_name="i").programs(W, X)
+    (total,) = [eqn for eqn in found["arrange sums"].closed.jaxpr.eqns if eqn.primitive.name == "allreduce"]
+    assert Path(__file__).name in source_info_util.summarize(total.source_info)
+    assert "(step)" in source_info_util.summarize(total.source_info)
+
+
+@pytest.mark.skipif(jax.local_device_count() < 2, reason="LOUD: needs two local devices")
+def test_a_rank_with_several_devices_runs_one_shard_map(world: pc.Communicator) -> None:
+    found = programs(pc.pmap(step, "i"), *(jax.ShapeDtypeStruct((2, *x.shape), x.dtype) for x in (W, X)))
+    assert found["discharge"].count("shard_map") == 1
+    assert found["arrange sums"].count("allreduce") == 1
+
+
+def test_a_pass_does_not_trace_what_stays(world: pc.Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer more costs a pass no more traces."""
+    traced: list[int] = []
+    make_jaxpr = jax.make_jaxpr
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        traced.append(1)
+        return make_jaxpr(*args, **kwargs)
+
+    def layers(number: int) -> Any:
+        def fun(x: Any) -> Any:
+            for _ in range(number):
+                x = jnp.tanh(x) * 2
+            return lax.psum(x, "i")
+
+        return pc.jit(fun, axis_name="i")
+
+    monkeypatch.setattr(jax, "make_jaxpr", counting)
+    counts = []
+    for number in (1, 30):
+        traced.clear()
+        layers(number).programs(X)
+        counts.append(len(traced))
+    assert counts[0] == counts[1]
+
+
+def test_show_prints_each_pass(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import pycollective as pc\nfrom jax import lax\nf = pc.jit(lambda x: lax.psum(x, 'i'), axis_name='i')\n"
+    )
+    command = [sys.executable, "-m", "pycollective.spmd.show"]
+    done = subprocess.run([*command, f"{file}:f", "bf16[3]"], capture_output=True, text=True, timeout=60, check=True)
+    titles = [
+        line.removeprefix("# after the pass: ") for line in done.stdout.splitlines() if line.startswith("# after")
+    ]
+    assert titles == ["trace", "compare", "discharge", "avoid copies", "arrange sums", "lower"]
+    assert "bf16[3]" in done.stdout
+    for wrong, said in (["f32[3"], "expected a dtype and a shape"), ([f"{file}:g"], "expected FILE.py:FUNCTION"):
+        bad = subprocess.run(
+            [*command, f"{file}:f", *wrong] if wrong[0][0] == "f" else [*command, *wrong],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert bad.returncode == 2
+        assert said in bad.stderr
+
+
+def test_stages_end_with_the_lowered_text(world: pc.Communicator) -> None:
+    *_, (name, text) = stages(pc.jit(lambda x: pc.psum(x, world)), X)
+    assert name == "lower"
+    assert "pycollective_allreduce" in text
+
+
+def test_equations_have_programs_of_their_own(world: pc.Communicator) -> None:
+    """What an equation holds is discharged too, and once for a program that two equations share."""
+    inner = jax.jit(lambda x: lax.psum(jnp.sin(x), "i"))
+
+    def fun(x: Any) -> Any:
+        return lax.scan(lambda carry, _: (inner(carry), None), inner(x) + inner(x), None, length=2)[0]
+
+    program = pc.jit(fun, axis_name="i").programs(X)["discharge"].closed.jaxpr
+    called: list[JaxprEqn] = [eqn for eqn in program.eqns if eqn.primitive.name == "jit"]
+    assert names(program).count("allreduce") == 3
+    assert len({id(eqn.params["jaxpr"].jaxpr) for eqn in called}) == 1
