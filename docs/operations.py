@@ -31,7 +31,7 @@ def operations() -> list[str]:
 def call(name: str) -> str:
     """How a function is called: what has a default and is no operand is left out, but for keywords."""
     parameters = inspect.signature(getattr(pycollective, name)).parameters.values()
-    shown = ["comm" if p.name == "axis_name" else p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    shown = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     shown += [f"{p.name}=" for p in parameters if p.kind is p.KEYWORD_ONLY]
     return f"{name}({', '.join(shown)})"
 

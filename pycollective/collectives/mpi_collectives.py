@@ -19,19 +19,19 @@ from pycollective.ranks.world import given_or_world
 from pycollective.transport.mpi import MPI
 
 
-def _rooted(where: str, function: Callable[..., Array], x: PyTree, axis_name: Any, root: Any) -> PyTree:
-    comm = given_or_world(where, axis_name)
+def _rooted(where: str, function: Callable[..., Array], x: PyTree, comm: Any, root: Any) -> PyTree:
+    comm = given_or_world(where, comm)
     rank = checks.rank(where, comm, "root", root)
     return checks.call_for_leaves_of_root(where, comm, lambda leaf: function(leaf, comm=comm, root=rank), x)
 
 
-def broadcast(x: PyTree, axis_name: Communicator | None = None, *, root: int = 0) -> PyTree:
+def broadcast(x: PyTree, comm: Communicator | None = None, *, root: int = 0) -> PyTree:
     """Copies the root's arrays to all ranks: ``y_r = x_root``.
 
     Args:
         x: an array or a pytree of arrays, with the same shapes and dtypes on all ranks. Keys of :mod:`jax.random` are
             arrays too.
-        axis_name: a communicator, the world by default.
+        comm: a communicator, the world by default.
         root: the rank whose values all ranks get. Default 0.
 
     Returns:
@@ -49,15 +49,15 @@ def broadcast(x: PyTree, axis_name: Communicator | None = None, *, root: int = 0
         >>> pc.broadcast({"w": jnp.arange(3)})["w"].tolist()
         [0, 1, 2]
     """
-    return _rooted("broadcast", reductions.bcast, x, axis_name, root)
+    return _rooted("broadcast", reductions.bcast, x, comm, root)
 
 
-def reduce(x: PyTree, axis_name: Communicator | None = None, *, op: str = "sum", root: int = 0) -> PyTree:
+def reduce(x: PyTree, comm: Communicator | None = None, *, op: str = "sum", root: int = 0) -> PyTree:
     """Reduces over ranks and gives the root the result: ``y_root = op_s x_s``. Other ranks get zeros.
 
     Args:
         x: an array or a pytree of arrays, with the same shapes and dtypes on all ranks.
-        axis_name: a communicator, the world by default.
+        comm: a communicator, the world by default.
         op: the reduction: "sum", the default, "prod", "min" or "max".
         root: the rank that gets the result. Default 0.
 
@@ -76,7 +76,7 @@ def reduce(x: PyTree, axis_name: Communicator | None = None, *, op: str = "sum",
         >>> int(pc.reduce(1, op="sum")) == (pc.axis_size() if pc.world().rank == 0 else 0)
         True
     """
-    comm = given_or_world("reduce", axis_name)
+    comm = given_or_world("reduce", comm)
     name, rank = checks.op("reduce", comm, op), checks.rank("reduce", comm, "root", root)
 
     def reduce_leaf(leaf: Array) -> Array:
@@ -85,12 +85,12 @@ def reduce(x: PyTree, axis_name: Communicator | None = None, *, op: str = "sum",
     return checks.call_for_leaves_of_root("reduce", comm, reduce_leaf, x)
 
 
-def gather(x: PyTree, axis_name: Communicator | None = None, *, root: int = 0) -> PyTree:
+def gather(x: PyTree, comm: Communicator | None = None, *, root: int = 0) -> PyTree:
     """Gathers the ranks' arrays on the root: ``y_root[s] = x_s``. Other ranks get zeros.
 
     Args:
         x: an array or a pytree of arrays, with the same shapes and dtypes on all ranks.
-        axis_name: a communicator, the world by default.
+        comm: a communicator, the world by default.
         root: the rank that gets the result. Default 0.
 
     Returns:
@@ -108,15 +108,15 @@ def gather(x: PyTree, axis_name: Communicator | None = None, *, root: int = 0) -
         >>> pc.gather(pc.axis_index()).shape == (pc.axis_size(),)
         True
     """
-    return _rooted("gather", exchanges.gather, x, axis_name, root)
+    return _rooted("gather", exchanges.gather, x, comm, root)
 
 
-def scatter(x: PyTree, axis_name: Communicator | None = None, *, root: int = 0) -> PyTree:
+def scatter(x: PyTree, comm: Communicator | None = None, *, root: int = 0) -> PyTree:
     """Gives each rank its entry of the root's array: ``y_r = x_root[r]``.
 
     Args:
         x: an array or a pytree of arrays, of shape ``(size, ...)`` on every rank. Only the root's values are read.
-        axis_name: a communicator, the world by default.
+        comm: a communicator, the world by default.
         root: the rank whose array is cut. Default 0.
 
     Returns:
@@ -134,7 +134,7 @@ def scatter(x: PyTree, axis_name: Communicator | None = None, *, root: int = 0) 
         >>> int(pc.scatter(jnp.arange(pc.axis_size()))) == pc.world().rank
         True
     """
-    comm = given_or_world("scatter", axis_name)
+    comm = given_or_world("scatter", comm)
     rank = checks.rank("scatter", comm, "root", root)
 
     def scatter_leaf(leaf: Array) -> Array:
@@ -152,8 +152,8 @@ def scatter(x: PyTree, axis_name: Communicator | None = None, *, root: int = 0) 
     return checks.call_for_leaves_of_root("scatter", comm, scatter_leaf, x)
 
 
-def _prefix(where: str, function: Callable[..., Array], x: PyTree, axis_name: Any, op: str) -> PyTree:
-    comm = given_or_world(where, axis_name)
+def _prefix(where: str, function: Callable[..., Array], x: PyTree, comm: Any, op: str) -> PyTree:
+    comm = given_or_world(where, comm)
     name = checks.op(where, comm, op)
 
     def reduce_leaf(leaf: Array) -> Array:
@@ -162,12 +162,12 @@ def _prefix(where: str, function: Callable[..., Array], x: PyTree, axis_name: An
     return checks.call_for_leaves(where, comm, reduce_leaf, x)
 
 
-def scan(x: PyTree, axis_name: Communicator | None = None, *, op: str = "sum") -> PyTree:
+def scan(x: PyTree, comm: Communicator | None = None, *, op: str = "sum") -> PyTree:
     """Reduces over this rank and the ranks before it: ``y_r = op_{s <= r} x_s``.
 
     Args:
         x: an array or a pytree of arrays, with the same shapes and dtypes on all ranks.
-        axis_name: a communicator, the world by default.
+        comm: a communicator, the world by default.
         op: the reduction: "sum", the default, "prod", "min" or "max".
 
     Returns:
@@ -185,10 +185,10 @@ def scan(x: PyTree, axis_name: Communicator | None = None, *, op: str = "sum") -
         >>> int(pc.scan(1)) == pc.world().rank + 1
         True
     """
-    return _prefix("scan", reductions.scan, x, axis_name, op)
+    return _prefix("scan", reductions.scan, x, comm, op)
 
 
-def exscan(x: PyTree, axis_name: Communicator | None = None, *, op: str = "sum") -> PyTree:
+def exscan(x: PyTree, comm: Communicator | None = None, *, op: str = "sum") -> PyTree:
     """Reduces over the ranks before this one: ``y_r = op_{s < r} x_s``. Rank 0 gets zeros.
 
     All else is as for :func:`scan`.
@@ -202,15 +202,15 @@ def exscan(x: PyTree, axis_name: Communicator | None = None, *, op: str = "sum")
         >>> int(pc.exscan(1)) == pc.world().rank
         True
     """
-    return _prefix("exscan", reductions.exscan, x, axis_name, op)
+    return _prefix("exscan", reductions.exscan, x, comm, op)
 
 
-def send(x: PyTree, axis_name: Communicator | None = None, *, dest: int, tag: int = 0) -> None:
+def send(x: PyTree, comm: Communicator | None = None, *, dest: int, tag: int = 0) -> None:
     """Sends the arrays to one rank, which must call :func:`recv` (or :func:`sendrecv`).
 
     Args:
         x: an array or a pytree of arrays.
-        axis_name: a communicator, the world by default.
+        comm: a communicator, the world by default.
         dest: the rank that receives.
         tag: a number from 0 on that the receiver can ask for. Default 0.
 
@@ -228,7 +228,7 @@ def send(x: PyTree, axis_name: Communicator | None = None, *, dest: int, tag: in
         >>> if pc.world().size > 1 and pc.world().rank == 0: pc.send(jnp.arange(3), dest=1)
         >>> if pc.world().rank == 1: assert pc.recv(jnp.zeros(3, int), source=0).tolist() == [0, 1, 2]
     """
-    comm = given_or_world("send", axis_name)
+    comm = given_or_world("send", comm)
     params = {"dest": checks.rank("send", comm, "dest", dest), "tag": checks.tag("send", comm, "tag", tag, None)}
     if not jax.tree.leaves(x):
         messages.send_empty_tree(comm=comm, **params)
@@ -237,7 +237,7 @@ def send(x: PyTree, axis_name: Communicator | None = None, *, dest: int, tag: in
 
 def recv(
     like: PyTree,
-    axis_name: Communicator | None = None,
+    comm: Communicator | None = None,
     *,
     source: int | None = None,
     tag: int | None = None,
@@ -248,7 +248,7 @@ def recv(
     Args:
         like: an array, a :class:`jax.ShapeDtypeStruct`, or a pytree of them: the shapes and dtypes of what arrives.
             Its values are not read.
-        axis_name: a communicator, the world by default.
+        comm: a communicator, the world by default.
         source: the rank that sends. Default None: any rank.
         tag: the tag that the sender gave. Default None: any tag.
         status: an mpi4py ``Status`` that tells the source and the tag when the result is there. In a tree the last leaf
@@ -269,7 +269,7 @@ def recv(
     Example:
         See :func:`send`.
     """
-    comm = given_or_world("recv", axis_name)
+    comm = given_or_world("recv", comm)
     params: dict[str, Any] = {
         "source": checks.rank_or_wildcard("recv", comm, "source", source, MPI.ANY_SOURCE),
         "tag": checks.tag("recv", comm, "tag", tag, MPI.ANY_TAG),
@@ -286,7 +286,7 @@ def _template(where: str, comm: Communicator, leaf: Any) -> Array | jax.ShapeDty
 
 def sendrecv(
     x: PyTree,
-    axis_name: Communicator | None = None,
+    comm: Communicator | None = None,
     *,
     source: int | None,
     dest: int | None,
@@ -299,7 +299,7 @@ def sendrecv(
 
     Args:
         x: an array or a pytree of arrays to send.
-        axis_name: a communicator, the world by default.
+        comm: a communicator, the world by default.
         source: the rank to receive from. None receives nothing; the result is zeros.
         dest: the rank to send to. None sends nothing.
         like: arrays or :class:`jax.ShapeDtypeStruct` with the structure of ``x`` and the shapes and dtypes of what
@@ -325,7 +325,7 @@ def sendrecv(
         >>> int(pc.sendrecv(pc.axis_index(), source=(r - 1) % n, dest=(r + 1) % n)) == (r - 1) % n
         True
     """
-    comm = given_or_world("sendrecv", axis_name)
+    comm = given_or_world("sendrecv", comm)
     params: dict[str, Any] = {
         "source": checks.rank_or_wildcard("sendrecv", comm, "source", source, MPI.PROC_NULL),
         "dest": checks.rank_or_wildcard("sendrecv", comm, "dest", dest, MPI.PROC_NULL),
@@ -353,11 +353,11 @@ def sendrecv(
     return jax.tree.map(exchange_leaf, x, like)
 
 
-def barrier(axis_name: Communicator | None = None) -> None:
+def barrier(comm: Communicator | None = None) -> None:
     """Waits until every rank has called it. Inside :func:`jax.jit` the compiled program waits, outside it Python.
 
     Args:
-        axis_name: a communicator, the world by default.
+        comm: a communicator, the world by default.
 
     Order: program order. Source: MPI_Barrier (MPI standard, 6.3).
 
@@ -365,4 +365,4 @@ def barrier(axis_name: Communicator | None = None) -> None:
         >>> import pycollective as pc
         >>> pc.barrier()
     """
-    messages.barrier(given_or_world("barrier", axis_name))
+    messages.barrier(given_or_world("barrier", comm))

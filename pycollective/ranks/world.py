@@ -105,16 +105,16 @@ def world() -> Communicator:
     return world_if_known() or init()
 
 
-def given_or_world(where: str, axis_name: Any) -> Communicator:
-    """The communicator ``axis_name``, or the world for None; ``where`` names the operation in errors."""
+def given_or_world(where: str, given: Any) -> Communicator:
+    """The communicator ``given``, or the world for None; ``where`` names the operation in errors."""
     if is_forked():
         refuse_child(where)
-    comm = world() if axis_name is None else axis_name
+    comm = world() if given is None else given
     if not isinstance(comm, Communicator):
         remedy = "Pass pycollective.world(), a split of it, or pycollective.Communicator(mpi4py communicator)."
         if isinstance(comm, (str, tuple, list)):
             remedy = "This operation has no form over axis names. " + remedy
-        fail(TypeError, where, None, "a Communicator", repr(axis_name), remedy)
+        fail(TypeError, where, None, "a Communicator", repr(given), remedy)
     comm.check_live(where)
     return comm
 

@@ -35,9 +35,9 @@ def each(functions: list[Callable[..., Any]]) -> Any:
 
 
 @each([*COLLECTIVES, *MPI_ONLY, pc.pbroadcast, pc.axis_index, pc.axis_size])
-@pytest.mark.parametrize("axis_name", [MPI.COMM_WORLD, 3, True], ids=["mpi4py", "int", "bool"])
-def test_not_a_communicator(function: Callable[..., Any], axis_name: Any) -> None:
-    args = (axis_name,) if function in (pc.axis_index, pc.axis_size) else (X, axis_name)
+@pytest.mark.parametrize("comm", [MPI.COMM_WORLD, 3, True], ids=["mpi4py", "int", "bool"])
+def test_not_a_communicator(function: Callable[..., Any], comm: Any) -> None:
+    args = (comm,) if function in (pc.axis_index, pc.axis_size) else (X, comm)
     with pytest.raises(
         TypeError, match=r"pycollective\.\w+: expected a Communicator, got .*\. Pass pycollective\.world"
     ):

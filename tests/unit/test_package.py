@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -50,6 +51,15 @@ def test_names_of_nothing() -> None:
         pc.broadcst  # noqa: B018
     # From these attributes Python says "Did you mean: 'broadcast'?"
     assert (caught.value.name, caught.value.obj) == ("broadcst", pc)
+
+
+@pytest.mark.parametrize(
+    "name", ["broadcast", "reduce", "gather", "scatter", "scan", "exscan", "send", "recv", "sendrecv", "barrier"]
+)
+def test_what_takes_no_axis_name_calls_its_communicator_comm(name: str) -> None:
+    parameters = list(inspect.signature(getattr(pc, name)).parameters)
+    assert parameters[0 if name == "barrier" else 1] == "comm"
+    assert "axis_name" not in parameters
 
 
 def test_its_types_are_installed(tmp_path: Path) -> None:
