@@ -41,5 +41,8 @@ from .spmd.jit import jit as jit
 from .spmd.pmap import pmap as pmap
 from .spmd.shard_map import shard_map as shard_map
 from .timeline.trace import trace as trace
+from .transport.message_constants import ANY_SOURCE as ANY_SOURCE
+from .transport.message_constants import ANY_TAG as ANY_TAG
+from .transport.message_constants import PROC_NULL as PROC_NULL
 
 __version__: str

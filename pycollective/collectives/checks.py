@@ -17,6 +17,7 @@ from pycollective.primitives.blocks import cut
 from pycollective.primitives.messages import StatusPlace, barrier
 from pycollective.primitives.passed import EMPTY_TREE, leaves_of
 from pycollective.ranks.participants import Participants
+from pycollective.transport.message_constants import MessageConstant
 from pycollective.transport.mpi import MPI
 
 Array = jax.Array
@@ -168,18 +169,14 @@ def one_entry_per_rank(where: str, comm: Participants, x: Array, axis: int, name
     return jnp.moveaxis(x, axis, 0)
 
 
-def tag(where: str, comm: Participants, name: str, value: int | None, wildcard: int | None) -> int:
-    """Returns ``value``, which must be the tag of a message; ``wildcard`` for None.
-
-    A ``wildcard`` of None says that a tag must be given.
-    """
-    if value is None and wildcard is not None:
-        return wildcard
-    tag = integer(where, comm, name, value)
+def tag(
+    where: str, comm: Participants, name: str, value: int | MessageConstant, allowed: Sequence[MessageConstant] = ()
+) -> int | MessageConstant:
+    """Returns ``value``, which must be the tag of a message, or one of the constants that are ``allowed``."""
+    if isinstance(value, MessageConstant) and value in allowed:
+        return value
     largest = cast("int", MPI.COMM_WORLD.Get_attr(MPI.TAG_UB))  # MPI attaches it to COMM_WORLD alone
-    if not 0 <= tag <= largest:
-        fail(ValueError, where, comm, f"{name} from 0 to {largest}", tag, "MPI has no other tags.")
-    return tag
+    return _number_or_constant(where, comm, name, value, range(largest + 1), allowed, "MPI has no other tags.")
 
 
 def status(where: str, comm: Participants, value: Any) -> StatusPlace | None:
@@ -189,6 +186,31 @@ def status(where: str, comm: Participants, value: Any) -> StatusPlace | None:
     return None if value is None else StatusPlace(value)
 
 
-def rank_or_wildcard(where: str, comm: Participants, name: str, value: int | None, wildcard: int) -> int:
-    """Returns ``value``, which must be a rank of ``comm``; ``wildcard`` for None."""
-    return wildcard if value is None else rank(where, comm, name, value)
+def rank_or_constant(
+    where: str, comm: Participants, name: str, value: int | MessageConstant, allowed: Sequence[MessageConstant]
+) -> int | MessageConstant:
+    """Returns ``value``, which must be a rank of ``comm``, or one of the constants that are ``allowed``."""
+    if isinstance(value, MessageConstant) and value in allowed:
+        return value
+    remedy = "Ranks count from 0 in each communicator."
+    return _number_or_constant(where, comm, name, value, range(comm.size), allowed, remedy)
+
+
+def _number_or_constant(
+    where: str,
+    comm: Participants,
+    name: str,
+    value: Any,
+    numbers: range,
+    allowed: Sequence[MessageConstant],
+    remedy: str,
+) -> int:
+    """Returns ``value``, which must be one of ``numbers``; the error names what else is ``allowed``."""
+    expected = " or ".join([f"{name} from 0 to {numbers[-1]}", *map(repr, allowed)])
+    if value is None or isinstance(value, MessageConstant):
+        instead = " ".join(f"Pass pycollective.{each.name} for {each.value}." for each in allowed) or "Pass a number."
+        fail(TypeError, where, comm, expected, repr(value), instead)
+    number = integer(where, comm, name, value)
+    if number not in numbers:
+        fail(ValueError, where, comm, expected, number, remedy)
+    return number

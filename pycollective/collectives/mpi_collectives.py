@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from pycollective import errors
 from pycollective.collectives import checks
@@ -16,6 +17,7 @@ from pycollective.collectives.checks import Array, PyTree
 from pycollective.primitives import exchanges, messages, reductions
 from pycollective.ranks.communicator import Communicator
 from pycollective.ranks.world import given_or_world
+from pycollective.transport.message_constants import ANY_SOURCE, ANY_TAG, PROC_NULL, MessageConstant
 from pycollective.transport.mpi import MPI
 
 
@@ -205,13 +207,13 @@ def exscan(x: PyTree, comm: Communicator | None = None, *, op: str = "sum") -> P
     return _prefix("exscan", reductions.exscan, x, comm, op)
 
 
-def send(x: PyTree, comm: Communicator | None = None, *, dest: int, tag: int = 0) -> None:
+def send(x: PyTree, comm: Communicator | None = None, *, dest: int | MessageConstant, tag: int = 0) -> None:
     """Sends the arrays to one rank, which must call :func:`recv` (or :func:`sendrecv`).
 
     Args:
         x: an array or a pytree of arrays.
         comm: a communicator, the world by default.
-        dest: the rank that receives.
+        dest: the rank that receives, or :data:`PROC_NULL`: then nothing is sent.
         tag: a number from 0 on that the receiver can ask for. Default 0.
 
     Raises:
@@ -229,33 +231,40 @@ def send(x: PyTree, comm: Communicator | None = None, *, dest: int, tag: int = 0
         >>> if pc.world().rank == 1: assert pc.recv(jnp.zeros(3, int), source=0).tolist() == [0, 1, 2]
     """
     comm = given_or_world("send", comm)
-    params = {"dest": checks.rank("send", comm, "dest", dest), "tag": checks.tag("send", comm, "tag", tag, None)}
-    if not jax.tree.leaves(x):
+    params: dict[str, Any] = {
+        "dest": checks.rank_or_constant("send", comm, "dest", dest, [PROC_NULL]),
+        "tag": checks.tag("send", comm, "tag", tag),
+    }
+    arrays = checks.map_arrays("send", comm, lambda leaf: leaf, x)
+    if dest is PROC_NULL:
+        return
+    if not jax.tree.leaves(arrays):
         messages.send_empty_tree(comm=comm, **params)
-    checks.map_arrays("send", comm, lambda leaf: messages.send(leaf, comm=comm, **params), x)
+    jax.tree.map(lambda leaf: messages.send(leaf, comm=comm, **params), arrays)
 
 
 def recv(
     like: PyTree,
     comm: Communicator | None = None,
     *,
-    source: int | None = None,
-    tag: int | None = None,
+    source: int | MessageConstant = ANY_SOURCE,
+    tag: int | MessageConstant = ANY_TAG,
     status: MPI.Status | None = None,
 ) -> PyTree:
     """Receives arrays from one rank, which must call :func:`send` (or :func:`sendrecv`).
 
     Args:
         like: an array, a :class:`jax.ShapeDtypeStruct`, or a pytree of them: the shapes and dtypes of what arrives.
-            Its values are not read.
+            Its values are read only with the source :data:`PROC_NULL`.
         comm: a communicator, the world by default.
-        source: the rank that sends. Default None: any rank.
-        tag: the tag that the sender gave. Default None: any tag.
+        source: the rank that sends; :data:`ANY_SOURCE`, the default; or :data:`PROC_NULL`: then nothing is received.
+        tag: the tag that the sender gave, or :data:`ANY_TAG`, the default.
         status: an mpi4py ``Status`` that tells the source and the tag when the result is there. In a tree the last leaf
             writes it. Default None.
 
     Returns:
-        The arrays that arrived, of the shapes and dtypes of ``like``.
+        The arrays that arrived, of the shapes and dtypes of ``like``. With the source :data:`PROC_NULL`: the arrays of
+        ``like``, as MPI leaves its buffer; zeros for a :class:`jax.ShapeDtypeStruct`.
 
     Raises:
         TypeError, ValueError: while tracing, for an argument of a wrong type, shape or value.
@@ -271,13 +280,22 @@ def recv(
     """
     comm = given_or_world("recv", comm)
     params: dict[str, Any] = {
-        "source": checks.rank_or_wildcard("recv", comm, "source", source, MPI.ANY_SOURCE),
-        "tag": checks.tag("recv", comm, "tag", tag, MPI.ANY_TAG),
+        "source": checks.rank_or_constant("recv", comm, "source", source, [ANY_SOURCE, PROC_NULL]),
+        "tag": checks.tag("recv", comm, "tag", tag, [ANY_TAG]),
         "status": checks.status("recv", comm, status),
     }
+    like = jax.tree.map(lambda leaf: _template("recv", comm, leaf), like)
+    if source is PROC_NULL:
+        if status is not None:
+            messages.recv_empty_tree(comm=comm, **params)  # MPI writes the status
+        return jax.tree.map(_filled, like)
     if not jax.tree.leaves(like):
         messages.recv_empty_tree(comm=comm, **params)
-    return jax.tree.map(lambda leaf: messages.recv(_template("recv", comm, leaf), comm=comm, **params), like)
+    return jax.tree.map(lambda leaf: messages.recv(leaf, comm=comm, **params), like)
+
+
+def _filled(template: Array | jax.ShapeDtypeStruct) -> Array:
+    return jnp.zeros(template.shape, template.dtype) if isinstance(template, jax.ShapeDtypeStruct) else template
 
 
 def _template(where: str, comm: Communicator, leaf: Any) -> Array | jax.ShapeDtypeStruct:
@@ -288,11 +306,11 @@ def sendrecv(
     x: PyTree,
     comm: Communicator | None = None,
     *,
-    source: int | None,
-    dest: int | None,
+    source: int | MessageConstant,
+    dest: int | MessageConstant,
     like: PyTree | None = None,
     send_tag: int = 0,
-    recv_tag: int | None = 0,
+    recv_tag: int | MessageConstant = 0,
     status: MPI.Status | None = None,
 ) -> PyTree:
     """Sends to one rank and receives from another at the same time, so ranks may do so in any pattern without deadlock.
@@ -300,12 +318,12 @@ def sendrecv(
     Args:
         x: an array or a pytree of arrays to send.
         comm: a communicator, the world by default.
-        source: the rank to receive from. None receives nothing; the result is zeros.
-        dest: the rank to send to. None sends nothing.
+        source: the rank to receive from, or :data:`PROC_NULL`: then nothing is received, and the result is zeros.
+        dest: the rank to send to, or :data:`PROC_NULL`: then nothing is sent.
         like: arrays or :class:`jax.ShapeDtypeStruct` with the structure of ``x`` and the shapes and dtypes of what
             arrives. Default: ``x``.
         send_tag: the tag of the message that is sent. Default 0.
-        recv_tag: the tag of the message that is received; None: any tag. Default 0.
+        recv_tag: the tag of the message that is received, or :data:`ANY_TAG`. Default 0.
         status: as for :func:`recv`. Cotangents and tangents write none.
 
     Returns:
@@ -327,10 +345,10 @@ def sendrecv(
     """
     comm = given_or_world("sendrecv", comm)
     params: dict[str, Any] = {
-        "source": checks.rank_or_wildcard("sendrecv", comm, "source", source, MPI.PROC_NULL),
-        "dest": checks.rank_or_wildcard("sendrecv", comm, "dest", dest, MPI.PROC_NULL),
-        "send_tag": checks.tag("sendrecv", comm, "send_tag", send_tag, None),
-        "recv_tag": checks.tag("sendrecv", comm, "recv_tag", recv_tag, MPI.ANY_TAG),
+        "source": checks.rank_or_constant("sendrecv", comm, "source", source, [PROC_NULL]),
+        "dest": checks.rank_or_constant("sendrecv", comm, "dest", dest, [PROC_NULL]),
+        "send_tag": checks.tag("sendrecv", comm, "send_tag", send_tag),
+        "recv_tag": checks.tag("sendrecv", comm, "recv_tag", recv_tag, [ANY_TAG]),
         "status": checks.status("sendrecv", comm, status),
     }
     like = x if like is None else like

@@ -414,8 +414,8 @@ def recv(
     return pc.recv(
         x,
         ranks,
-        source=None if source == MPI.ANY_SOURCE else source,
-        tag=None if tag == MPI.ANY_TAG else tag,
+        source=pc.ANY_SOURCE if source == MPI.ANY_SOURCE else source,
+        tag=pc.ANY_TAG if tag == MPI.ANY_TAG else tag,
         status=getattr(status, "wrapped", status),
     )
 
@@ -461,11 +461,11 @@ def sendrecv(
         return pc.sendrecv(
             x,
             ranks,
-            source=None if source == MPI.PROC_NULL else source,
-            dest=None if dest == MPI.PROC_NULL else dest,
+            source=pc.PROC_NULL if source == MPI.PROC_NULL else source,
+            dest=pc.PROC_NULL if dest == MPI.PROC_NULL else dest,
             like=jax.ShapeDtypeStruct(like.shape, like.dtype),
             send_tag=sendtag,
-            recv_tag=None if recvtag == MPI.ANY_TAG else recvtag,
+            recv_tag=pc.ANY_TAG if recvtag == MPI.ANY_TAG else recvtag,
             status=status,
         )
 

@@ -29,6 +29,7 @@ from pycollective.parallel.schedule_simulator import Simulation, Span, simulate
 from pycollective.parallel.schedules import Action, Kind, Schedule, letter_of, need_of
 from pycollective.parallel.stages import Chunk, Place, Stage, is_inexact, with_gradients
 from pycollective.ranks.communicator import Communicator
+from pycollective.transport.message_constants import PROC_NULL
 
 Array = Any
 Tree = Any
@@ -195,7 +196,7 @@ class _Run:
     ) -> None:
         self._schedule, self._comm, self._chunks = schedule, comm, chunks
         self._microbatches, self._record = microbatches, record
-        self._zero = mpi.sendrecv(jnp.zeros((), jnp.int32), comm, source=None, dest=None)
+        self._zero = mpi.sendrecv(jnp.zeros((), jnp.int32), comm, source=PROC_NULL, dest=PROC_NULL)
         self._value = jnp.zeros(())
         self._there: dict[Action, Tree] = {}  # what has arrived, by the action that receives it
         self._made: dict[Action, Tree] = {}  # what is to be sent, by the action that sends it
@@ -209,16 +210,16 @@ class _Run:
             elif action.kind in (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT):
                 mpi.send(self._made.pop(action), self._comm, dest=action.peer)
             else:
-                self._there[action] = self._receive(action)
+                self._there[action] = self._receive(action, action.peer)
         value = vary(self._value, self._chunks[0].place.axes)
         return mpi.broadcast(value, self._comm, root=self._comm.size - 1)
 
-    def _receive(self, action: Action) -> Tree:
+    def _receive(self, action: Action, source: int) -> Tree:
         place = self._chunks[action.chunk].place
         like = place.takes if action.kind is Kind.RECEIVE_ACTIVATION else with_gradients(place.gives)
         # Not recv: that has no operand, so XLA could let it wait in the way of the computations before it.
         operands = jax.tree.map(lambda _: self._zero, like)
-        got = mpi.sendrecv(operands, self._comm, source=action.peer, dest=None, like=like)
+        got = mpi.sendrecv(operands, self._comm, source=source, dest=PROC_NULL, like=like)
         return jax.tree.map(lambda x: vary(x, place.axes), got)
 
     def _compute(self, action: Action) -> None:

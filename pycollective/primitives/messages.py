@@ -18,9 +18,12 @@ from pycollective.primitives.passed import EMPTY_TREE, NOTHING, Passed
 from pycollective.ranks.communicator import Communicator
 from pycollective.ranks.participants import Participants
 from pycollective.transport import native
-from pycollective.transport.mpi import MPI
+from pycollective.transport.message_constants import ANY_TAG, PROC_NULL, MessageConstant
+from pycollective.transport.mpi import MPI, number_in_mpi
 
 Array = jax.Array
+Rank = int | MessageConstant
+Tag = int | MessageConstant
 
 _REMEDY = "Use sendrecv or ppermute, whose cotangents have a way back."
 
@@ -68,10 +71,11 @@ def _sendrecv_abstract_eval(x: Any, *, shape: tuple[int, ...], dtype: Any, **_: 
 
 
 def _sendrecv_attributes(
-    comm: Communicator, source: int, dest: int, send_tag: int, recv_tag: int, status: StatusPlace | None, **_: Any
+    comm: Communicator, source: Rank, dest: Rank, send_tag: int, recv_tag: Tag, status: StatusPlace | None, **_: Any
 ) -> dict[str, Any]:
-    tags = {"send_tag": send_tag, "recv_tag": recv_tag}
-    return {"comm": comm.key, "source": source, "dest": dest, **tags, **_status_attributes(status)}
+    ranks = {"source": number_in_mpi(source), "dest": number_in_mpi(dest)}
+    tags = {"send_tag": send_tag, "recv_tag": 0 if source is PROC_NULL else number_in_mpi(recv_tag)}
+    return {"comm": comm.key, **ranks, **tags, **_status_attributes(status)}
 
 
 sendrecv_p.def_effectful_abstract_eval(_sendrecv_abstract_eval)
@@ -79,19 +83,20 @@ define.lower(sendrecv_p, _sendrecv_attributes)
 
 
 def _sendrecv_transpose_rule(
-    ct: Any, x: Any, *, source: int, dest: int, send_tag: int, recv_tag: int, comm: Communicator, **_: Any
+    ct: Any, x: Any, *, source: Rank, dest: Rank, send_tag: int, recv_tag: Tag, comm: Communicator, **_: Any
 ) -> list[Any]:
-    # The cotangent of what source sent goes back to source; the cotangent of x comes back from dest.
+    # The cotangent of what source sent goes back to source; the cotangent of x comes back from dest. From PROC_NULL
+    # come zeros: x that was sent to no rank has no influence.
     aval = x.aval.to_tangent_aval()
     if type(ct) is ad.Zero:
         return [ad.Zero(aval)]
-    if source == MPI.ANY_SOURCE or recv_tag == MPI.ANY_TAG:
+    if recv_tag is ANY_TAG and source is not PROC_NULL:
         raise NotImplementedError(
             message(
                 "sendrecv",
-                "a source and a tag under reverse-mode differentiation",
-                "any source or any tag",
-                "Name the source and the tag: the cotangent goes back to that source.",
+                "a number as recv_tag under reverse-mode differentiation",
+                repr(recv_tag),
+                "Name the tag: the cotangent goes back with it.",
             )
         )
 
@@ -102,7 +107,7 @@ def _sendrecv_transpose_rule(
         comm=comm,
         source=dest,
         dest=source,
-        send_tag=recv_tag,
+        send_tag=0 if recv_tag is ANY_TAG else recv_tag,
         recv_tag=send_tag,
         status=None,
     )
@@ -130,10 +135,10 @@ def sendrecv(
     like: Array | jax.ShapeDtypeStruct,
     *,
     comm: Communicator,
-    source: int,
-    dest: int,
+    source: Rank,
+    dest: Rank,
     send_tag: int,
-    recv_tag: int,
+    recv_tag: Tag,
     status: StatusPlace | None = None,
 ) -> Array:
     """Sends ``x`` to ``dest`` and returns what ``source`` sent, an array of the shape and dtype of ``like``."""
@@ -173,8 +178,11 @@ def _recv_abstract_eval(batch: Any, *, shape: tuple[int, ...], dtype: Any, **_: 
     return jax_internals.result((*batch.shape[:-1], *shape), dtype, batch), {effect}
 
 
-def _recv_attributes(comm: Communicator, source: int, tag: int, status: StatusPlace | None, **_: Any) -> dict[str, Any]:
-    return {"comm": comm.key, "source": source, "tag": tag, **_status_attributes(status)}
+def _recv_attributes(
+    comm: Communicator, source: Rank, tag: Tag, status: StatusPlace | None, **_: Any
+) -> dict[str, Any]:
+    number = 0 if source is PROC_NULL else number_in_mpi(tag)
+    return {"comm": comm.key, "source": number_in_mpi(source), "tag": number, **_status_attributes(status)}
 
 
 def _send_attributes(comm: Communicator, dest: int, tag: int) -> dict[str, Any]:
@@ -201,8 +209,8 @@ def recv(
     like: Array | jax.ShapeDtypeStruct,
     *,
     comm: Communicator,
-    source: int,
-    tag: int,
+    source: Rank,
+    tag: Tag,
     status: StatusPlace | None = None,
 ) -> Array:
     """Returns what ``source`` sent, an array of the shape and dtype of ``like``."""
@@ -244,7 +252,7 @@ def send_empty_tree(*, comm: Communicator, dest: int, tag: int) -> None:
     send_p.bind(jnp.zeros(0, bool), comm=comm, dest=dest, tag=tag, passed=EMPTY_TREE)
 
 
-def recv_empty_tree(*, comm: Communicator, source: int, tag: int, status: StatusPlace | None = None) -> None:
+def recv_empty_tree(*, comm: Communicator, source: Rank, tag: Tag, status: StatusPlace | None = None) -> None:
     """Receives a tree without arrays from ``source``."""
     recv_p.bind(
         jnp.zeros(0),

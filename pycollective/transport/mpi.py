@@ -16,6 +16,7 @@ from pycollective.config import config
 from pycollective.environment import variable
 from pycollective.errors import FROM_A_CLONE, message
 from pycollective.launch.child_processes import parent_rank
+from pycollective.transport.message_constants import MessageConstant
 
 _NETWORK = "MPIR_CVAR_CH4_NETMOD"
 
@@ -74,7 +75,7 @@ except (ImportError, RuntimeError) as error:
 Letter = Callable[[bytes], tuple[str, bool]]
 """Reads the first message of a message of a program: what that is, and whether no second one follows."""
 
-__all__ = ["MPI", "Letter", "discard_messages", "forget", "host_of", "known", "remember"]
+__all__ = ["MPI", "Letter", "discard_messages", "forget", "host_of", "known", "number_in_mpi", "remember"]
 
 known: dict[int, MPI.Intracomm] = {}
 """The communicators of this package that are in use, by their handles."""
@@ -89,6 +90,11 @@ def remember(comm: MPI.Intracomm) -> MPI.Intracomm:
 def forget(comm: MPI.Intracomm) -> None:
     """Comes before the communicator is freed."""
     known.pop(MPI._handleof(comm), None)
+
+
+def number_in_mpi(value: int | MessageConstant) -> int:
+    """A rank or a tag as this MPI library writes it: the constants have other numbers in each."""
+    return int(getattr(MPI, value.name)) if isinstance(value, MessageConstant) else value
 
 
 def discard_messages(comm: MPI.Intracomm, letter: Letter | None = None) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 import warnings
+from functools import partial
 from typing import Any
 
 import jax
@@ -159,18 +160,156 @@ def test_the_gradient_goes_back_with_the_tags_exchanged(world: pc.Communicator) 
 
 def test_sendrecv_without_a_peer(world: pc.Communicator) -> None:
     # In an open chain rank 0 has no source.
-    source = world.rank - 1 if world.rank > 0 else None
-    dest = world.rank + 1 if world.rank < world.size - 1 else None
+    source = world.rank - 1 if world.rank > 0 else pc.PROC_NULL
+    dest = world.rank + 1 if world.rank < world.size - 1 else pc.PROC_NULL
     y = pc.jit(lambda x: pc.sendrecv(x, world, source=source, dest=dest))(jnp.full(3, world.rank + 1.0))
     assert y.tolist() == [float(world.rank)] * 3
 
 
+RUNS = pytest.mark.parametrize("run", [lambda f: f, jax.jit, pc.jit], ids=["eagerly", "jax.jit", "pc.jit"])
+
+
+def neighbours(world: pc.Communicator) -> tuple[Any, Any]:
+    """The source and the destination of this rank in an open chain."""
+    return (
+        world.rank - 1 if world.rank > 0 else pc.PROC_NULL,
+        world.rank + 1 if world.rank < world.size - 1 else pc.PROC_NULL,
+    )
+
+
+@RUNS
+def test_the_constants_of_mpi(run: Any, world: pc.Communicator) -> None:
+    x = jnp.arange(3.0) + world.rank
+    if world.rank == 1:
+        any_rank = run(lambda x: pc.recv(x, world, source=pc.ANY_SOURCE, tag=pc.ANY_TAG))
+        np.testing.assert_array_equal(any_rank(x), x - 1)
+    elif world.rank == 0 and world.size > 1:
+        run(lambda x: pc.send(x, world, dest=1, tag=8))(x)
+    # Nothing is sent, and MPI leaves the buffer as it is.
+    run(lambda x: pc.send(x, world, dest=pc.PROC_NULL))(x)
+    for tag in (3, pc.ANY_TAG):
+        np.testing.assert_array_equal(run(lambda x: pc.recv(x, world, source=pc.PROC_NULL, tag=tag))(x), x)
+    like = {"a": jax.ShapeDtypeStruct((2,), jnp.int32), "b": jax.random.key(3)}
+    got = pc.recv(like, world, source=pc.PROC_NULL)
+    assert (got["a"].tolist(), got["a"].dtype, got["b"]) == ([0, 0], jnp.int32, like["b"])
+    assert pc.recv({}, world, source=pc.PROC_NULL) == {}
+    np.testing.assert_array_equal(jax.vmap(lambda x: pc.recv(x, world, source=pc.PROC_NULL))(x), x)
+    assert jax.grad(lambda x: pc.recv(2 * x, world, source=pc.PROC_NULL))(1.0) == 2.0
+
+
+@RUNS
+def test_the_status_of_a_message_from_no_rank(run: Any, world: pc.Communicator) -> None:
+    def from_no_rank(x: jax.Array, status: MPI.Status) -> jax.Array:
+        return pc.recv(x, world, source=pc.PROC_NULL, status=status)
+
+    def to_no_rank(x: jax.Array, status: MPI.Status) -> jax.Array:
+        return pc.sendrecv(x, world, source=pc.PROC_NULL, dest=pc.PROC_NULL, recv_tag=pc.ANY_TAG, status=status)
+
+    for call, factor in ((from_no_rank, 1), (to_no_rank, 0)):
+        status = MPI.Status()
+        y = run(lambda x: call(x, status))(jnp.ones(2))
+        jax.effects_barrier()
+        assert y.tolist() == [factor] * 2
+        assert (status.source, status.tag, status.Get_count(MPI.FLOAT)) == (MPI.PROC_NULL, MPI.ANY_TAG, 0)
+
+
+@RUNS
+def test_derivatives_at_the_open_ends_of_a_chain(run: Any, world: pc.Communicator) -> None:
+    """The oracle is ppermute: what rank 0 receives are zeros, and what the last rank sends has no influence."""
+    source, dest = neighbours(world)
+    perm = [(r, r + 1) for r in range(world.size - 1)]
+    x = jnp.arange(3.0) + world.rank
+
+    def chain(x: jax.Array) -> jax.Array:
+        return pc.sendrecv(x, world, source=source, dest=dest)
+
+    def oracle(x: jax.Array) -> jax.Array:
+        return pc.ppermute(x, world, perm)
+
+    def results(f: Any) -> list[jax.Array]:
+        def loss(x: jax.Array) -> jax.Array:
+            return jnp.sum((world.rank + 2) * f(x) ** 3 + x)
+
+        (transposed,) = jax.linear_transpose(f, x)(x + 1)
+        (twice,) = jax.linear_transpose(lambda y: jax.linear_transpose(f, x)(y)[0], x)(x)
+        _, tangent = jax.jvp(f, (x,), (2 * x,))
+        batched = jax.vmap(f, in_axes=1)(jnp.stack([x, 3 * x], axis=1))
+        return [f(x), transposed, twice, tangent, batched, jax.grad(loss)(x), jax.hessian(loss)(x)]
+
+    for got, want in zip(run(lambda: results(chain))(), results(oracle), strict=True):
+        np.testing.assert_allclose(got, want)
+
+
+def test_a_tag_is_not_needed_from_no_rank(world: pc.Communicator) -> None:
+    """In the transpose nothing is sent back."""
+    f = lambda x: pc.sendrecv(x, world, source=pc.PROC_NULL, dest=pc.PROC_NULL, recv_tag=pc.ANY_TAG)
+    assert jax.grad(f)(1.0) == 0.0
+
+
+def test_the_constants_are_static(world: pc.Communicator) -> None:
+    @partial(jax.jit, static_argnames=("source", "dest"))
+    def chain(x: jax.Array, source: Any, dest: Any) -> jax.Array:
+        return pc.sendrecv(x, world, source=source, dest=dest)
+
+    source, dest = neighbours(world)
+    for _ in range(2):
+        assert chain(jnp.float32(world.rank + 1), source=source, dest=dest) == world.rank
+    assert chain._cache_size() == 1
+    printed = str(jax.make_jaxpr(lambda x: pc.sendrecv(x, world, source=pc.PROC_NULL, dest=pc.PROC_NULL))(1.0))
+    assert "source=pc.PROC_NULL" in printed
+
+
+BAD_PEERS = [-1, -2, -3, -4, 99, MPI.PROC_NULL, MPI.ANY_SOURCE]
+BAD_CONSTANTS: list[tuple[str, Any, dict[str, Any], str]] = [
+    ("send", "dest", {}, r"or pc\.PROC_NULL"),
+    ("recv", "source", {}, r"or pc\.ANY_SOURCE or pc\.PROC_NULL"),
+    ("sendrecv", "source", {"dest": 0}, r"or pc\.PROC_NULL"),
+    ("sendrecv", "dest", {"source": 0}, r"or pc\.PROC_NULL"),
+]
+
+
+@pytest.mark.parametrize(("call", "name", "others", "allowed"), BAD_CONSTANTS)
+def test_what_is_no_rank_is_refused(call: str, name: str, others: Any, allowed: str, world: pc.Communicator) -> None:
+    function = getattr(pc, call)
+    expected = rf"pycollective\.{call}: expected {name} from 0 to {world.size - 1} {allowed}, got "
+    for rank in BAD_PEERS:
+        with pytest.raises(ValueError, match=rf"{expected}{rank} \(rank \d of \d\)\. Ranks count from 0"):
+            jax.jit(lambda x: function(x, world, **{name: rank}, **others))(1.0)
+    for constant in (None, pc.ANY_TAG, *([] if call == "recv" else [pc.ANY_SOURCE])):
+        text = rf"{expected}{constant} \(rank \d of \d\)\. .*Pass pycollective\.PROC_NULL for no rank\."
+        with pytest.raises(TypeError, match=text):
+            function(1.0, world, **{name: constant}, **others)
+
+
+@pytest.mark.parametrize(
+    ("call", "name", "others"),
+    [
+        ("send", "tag", {"dest": 0}),
+        ("recv", "tag", {"source": 0}),
+        ("sendrecv", "send_tag", {"source": 0, "dest": 0}),
+        ("sendrecv", "recv_tag", {"source": 0, "dest": 0}),
+    ],
+)
+def test_what_is_no_tag_is_refused(call: str, name: str, others: Any, world: pc.Communicator) -> None:
+    function = getattr(pc, call)
+    allowed = r" or pc\.ANY_TAG" if name in ("tag", "recv_tag") and call != "send" else ""
+    for tag in (-1, MPI.ANY_TAG, 2**40):
+        with pytest.raises(ValueError, match=rf"{call}: expected {name} from 0 to \d+{allowed}, got {tag} \(rank"):
+            function(1.0, world, **{name: tag}, **others)
+    for constant in (None, pc.PROC_NULL):
+        remedy = r"Pass pycollective\.ANY_TAG for any tag\." if allowed else r"Pass a number\."
+        with pytest.raises(TypeError, match=rf"{name} from 0 to \d+{allowed}, got {constant} \(.*\)\. {remedy}"):
+            function(1.0, world, **{name: constant}, **others)
+
+
 def test_sendrecv_with_any_tag(world: pc.Communicator) -> None:
     other = world.size - 1 - world.rank
-    y = pc.sendrecv(jnp.asarray(world.rank), world, source=other, dest=other, send_tag=9, recv_tag=None)
+    y = pc.sendrecv(jnp.asarray(world.rank), world, source=other, dest=other, send_tag=9, recv_tag=pc.ANY_TAG)
     assert y == other
-    with pytest.raises(NotImplementedError, match="any source or any tag"):
-        f = lambda x: pc.sendrecv(x, world, source=other, dest=other, recv_tag=None)
+    with pytest.raises(
+        NotImplementedError, match=r"a number as recv_tag under reverse-mode differentiation, got pc\.ANY_TAG"
+    ):
+        f = lambda x: pc.sendrecv(x, world, source=other, dest=other, recv_tag=pc.ANY_TAG)
         jax.eval_shape(jax.grad(f), jax.ShapeDtypeStruct((), jnp.float32))
 
 

@@ -163,7 +163,7 @@ def test_messages_between_devices(world: pc.Communicator) -> None:
 @pytest.mark.skipif(D < 2, reason="LOUD: needs two local devices")
 def test_messages_of_any_tag_between_devices(world: pc.Communicator) -> None:
     peer = (world.rank + 1) % SIZE
-    program = on_each(lambda x: pc.sendrecv(x, world, source=(world.rank - 1) % SIZE, dest=peer, recv_tag=None))
+    program = on_each(lambda x: pc.sendrecv(x, world, source=(world.rank - 1) % SIZE, dest=peer, recv_tag=pc.ANY_TAG))
     text = r"sendrecv: expected a tag from 0 to \d+ in a program on several devices, got any \(rank \d of \d, .*Name"
     with pytest.raises(RUNTIME_ERRORS, match=text):
         jax.block_until_ready(program(np.arange(D, dtype=np.float32)))

@@ -53,6 +53,16 @@ def test_names_of_nothing() -> None:
     assert (caught.value.name, caught.value.obj) == ("broadcst", pc)
 
 
+def test_the_constants_of_messages_need_neither_mpi_nor_jax() -> None:
+    code = (
+        "import copy, pickle, sys, pycollective as pc; constants = [pc.ANY_SOURCE, pc.ANY_TAG, pc.PROC_NULL]; "
+        "print(*constants, constants); assert pickle.loads(pickle.dumps(constants)) == copy.deepcopy(constants); "
+        "assert len(set(constants)) == 3; sys.exit('jax' in sys.modules or 'mpi4py.MPI' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "pc.ANY_SOURCE pc.ANY_TAG pc.PROC_NULL [pc.ANY_SOURCE, pc.ANY_TAG, pc.PROC_NULL]\n"
+
+
 @pytest.mark.parametrize(
     "name", ["broadcast", "reduce", "gather", "scatter", "scan", "exscan", "send", "recv", "sendrecv", "barrier"]
 )
