@@ -180,16 +180,14 @@ def all_to_all(
     return checks.call_for_leaves(where, comm, exchange_leaf, x)
 
 
-def ppermute(
-    x: PyTree, axis_name: AxisName | Communicator | None = None, perm: Sequence[tuple[int, int]] | None = None
-) -> PyTree:
+def ppermute(x: PyTree, axis_name: AxisName | Communicator | None, perm: Sequence[tuple[int, int]]) -> PyTree:
     """Sends along pairs of ranks: ``y_d = x_s`` for each ``(s, d)`` in ``perm``. Other ranks get zeros.
 
     Args:
         x: an array or a pytree of arrays, with the same shapes and dtypes on all ranks.
-        axis_name: a communicator, the world by default. A name gives :func:`jax.lax.ppermute`.
+        axis_name: a communicator; None: the world. A name gives :func:`jax.lax.ppermute`.
         perm: pairs of ranks ``(source, destination)``, the same on all ranks. No rank is twice a source, or twice a
-            destination. It must be given.
+            destination.
 
     Returns:
         The arrays of the source that sends to this rank, of the shapes and dtypes of ``x``.
@@ -204,14 +202,10 @@ def ppermute(
     Example:
         >>> import pycollective as pc
         >>> n = pc.axis_size()
-        >>> shifted = pc.ppermute(pc.axis_index(), perm=[(r, (r + 1) % n) for r in range(n)])
+        >>> shifted = pc.ppermute(pc.axis_index(), pc.world(), [(r, (r + 1) % n) for r in range(n)])
         >>> int(shifted) == (pc.world().rank - 1) % n
         True
     """
-    if perm is None:
-        errors.fail(
-            TypeError, "ppermute", None, "perm: (source, destination) pairs", "none", "Pass e.g. perm=[(0, 1), (1, 0)]."
-        )
     if is_name(axis_name):
         return by_name("ppermute", axis_name, lax.ppermute, x, axis_name, perm)
     comm = given_or_world("ppermute", axis_name)
@@ -243,13 +237,13 @@ def _pair(comm: Communicator, pair: Any) -> tuple[int, int]:
     return checks.rank("ppermute", comm, "a source", pair[0]), checks.rank("ppermute", comm, "a destination", pair[1])
 
 
-def pshuffle(x: PyTree, axis_name: AxisName | Communicator | None = None, perm: Sequence[int] | None = None) -> PyTree:
+def pshuffle(x: PyTree, axis_name: AxisName | Communicator | None, perm: Sequence[int]) -> PyTree:
     """Permutes the ranks' arrays: ``y_r = x_perm[r]``.
 
     Args:
         x: an array or a pytree of arrays, with the same shapes and dtypes on all ranks.
-        axis_name: a communicator, the world by default. A name gives :func:`jax.lax.pshuffle`.
-        perm: for each rank the rank whose arrays it gets; a permutation, the same on all ranks. It must be given.
+        axis_name: a communicator; None: the world. A name gives :func:`jax.lax.pshuffle`.
+        perm: for each rank the rank whose arrays it gets; a permutation, the same on all ranks.
 
     All else is as for :func:`ppermute`.
 
@@ -260,11 +254,9 @@ def pshuffle(x: PyTree, axis_name: AxisName | Communicator | None = None, perm: 
     Example:
         >>> import pycollective as pc
         >>> n = pc.axis_size()
-        >>> int(pc.pshuffle(pc.axis_index(), perm=list(range(n))[::-1])) == n - 1 - pc.world().rank
+        >>> int(pc.pshuffle(pc.axis_index(), pc.world(), list(range(n))[::-1])) == n - 1 - pc.world().rank
         True
     """
-    if perm is None:
-        errors.fail(TypeError, "pshuffle", None, "perm: a permutation of the ranks", "none", "Pass e.g. perm=[1, 0].")
     if is_name(axis_name):
         return by_name("pshuffle", axis_name, lax.pshuffle, x, axis_name, perm)
     comm = given_or_world("pshuffle", axis_name)

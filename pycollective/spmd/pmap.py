@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, overload
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from pycollective.named_axes.names import AxisName
 from pycollective.ranks.communicator import Communicator
 from pycollective.ranks.setup import devices_of_this_rank
 from pycollective.ranks.world import when_needed, world_if_known
-from pycollective.spmd.compiled import CompiledFunction
+from pycollective.spmd.compiled import CompiledFunction, P, R
 from pycollective.spmd.tracing import (
     PlacedArguments,
     TracedFunction,
@@ -30,8 +30,40 @@ from pycollective.spmd.tracing import (
 )
 
 
+@overload
 def pmap(
-    fun: Callable[..., Any] | None = None,
+    fun: Callable[P, R],
+    axis_name: AxisName | None = None,
+    *,
+    in_axes: Any = 0,
+    out_axes: Any = 0,
+    static_broadcasted_argnums: int | Iterable[int] = (),
+    devices: Sequence[jax.Device] | None = None,
+    backend: str | None = None,
+    axis_size: int | None = None,
+    donate_argnums: int | Iterable[int] = (),
+    comm: Communicator | None = None,
+) -> CompiledFunction[P, R]: ...
+
+
+@overload
+def pmap(
+    fun: None = None,
+    axis_name: AxisName | None = None,
+    *,
+    in_axes: Any = 0,
+    out_axes: Any = 0,
+    static_broadcasted_argnums: int | Iterable[int] = (),
+    devices: Sequence[jax.Device] | None = None,
+    backend: str | None = None,
+    axis_size: int | None = None,
+    donate_argnums: int | Iterable[int] = (),
+    comm: Communicator | None = None,
+) -> Callable[[Callable[P, R]], CompiledFunction[P, R]]: ...
+
+
+def pmap(
+    fun: Callable[P, R] | None = None,
     axis_name: AxisName | None = None,
     *,
     in_axes: Any = 0,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, overload
 
 import jax
 import numpy as np
@@ -16,7 +16,7 @@ from pycollective.jax_support import jaxprs
 from pycollective.named_axes.mesh import Mesh
 from pycollective.named_axes.names import AxisName
 from pycollective.spmd import shard_map_semantics
-from pycollective.spmd.compiled import CompiledFunction, Lowered
+from pycollective.spmd.compiled import CompiledFunction, Lowered, P, R
 from pycollective.spmd.device_program import names_of
 from pycollective.spmd.tracing import (
     PlacedArguments,
@@ -78,8 +78,36 @@ class _WithStatics(CompiledFunction[Any, Any]):
         return super().lower(*self._hide(args), **kwargs)
 
 
+@overload
 def shard_map(
-    fun: Callable[..., Any] | None = None,
+    fun: Callable[P, R],
+    /,
+    *,
+    mesh: Mesh,
+    in_specs: Any = ...,
+    out_specs: Any,
+    axis_names: Iterable[AxisName] = frozenset(),
+    check_vma: bool = True,
+    donate_argnums: int | Iterable[int] = (),
+) -> CompiledFunction[P, R]: ...
+
+
+@overload
+def shard_map(
+    fun: None = None,
+    /,
+    *,
+    mesh: Mesh,
+    in_specs: Any = ...,
+    out_specs: Any,
+    axis_names: Iterable[AxisName] = frozenset(),
+    check_vma: bool = True,
+    donate_argnums: int | Iterable[int] = (),
+) -> Callable[[Callable[P, R]], CompiledFunction[P, R]]: ...
+
+
+def shard_map(
+    fun: Callable[P, R] | None = None,
     /,
     *,
     mesh: Mesh,

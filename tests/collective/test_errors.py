@@ -123,8 +123,12 @@ def test_perm(perm: Any, kind: type[Exception], text: str, world: pc.Communicato
 def test_pshuffle_perm(world: pc.Communicator) -> None:
     with pytest.raises(ValueError, match=r"pshuffle: expected a permutation of 0 to \d, got \[0, 0, 0, 0, 0\]"):
         pc.pshuffle(X, world, [0] * 5)
-    with pytest.raises(TypeError, match="pshuffle: expected perm"):
-        pc.pshuffle(X, world)
+
+
+@pytest.mark.parametrize("function", [pc.ppermute, pc.pshuffle])
+def test_perm_has_no_default(function: Any, world: pc.Communicator) -> None:
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'perm'"):
+        function(X, world)
 
 
 @needs_two

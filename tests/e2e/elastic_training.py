@@ -83,7 +83,7 @@ def by_messages(w: Any, x: Any, y: Any) -> Any:
     ring = [(rank, (rank + 1) % size) for rank in range(size)]
     total = part = gradient(w, x, y)
     for _ in range(size - 1):
-        part = pc.ppermute(part, perm=ring)
+        part = pc.ppermute(part, None, ring)
         total = total + part
     return total
 
