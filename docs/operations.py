@@ -13,7 +13,7 @@ import pycollective
 PAGE = Path(__file__).parent / "semantics.md"
 BEGIN, END = "<!-- docs/operations.py writes this table -->", "<!-- end of the table -->"
 FIELDS = ("Shape", "Differentiation", "Dtypes")
-_FIELD = re.compile(r"(?:^|(?<=[.;)] ))(Shape|Dtypes|Differentiation|Order|Source): ")
+_SECTION = re.compile(r"^(\w+):\n((?:(?: +.*)?\n)+)", re.MULTILINE)
 
 
 def operations() -> list[str]:
@@ -37,18 +37,15 @@ def call(name: str) -> str:
 
 
 def fields(name: str) -> dict[str, str]:
-    """What the docstring of a function says in its first paragraph ("result"), and in each field."""
-    paragraphs = [" ".join(part.split()) for part in (inspect.getdoc(getattr(pycollective, name)) or "").split("\n\n")]
-    found = {"result": _FIELD.split(paragraphs[0])[0]}
-    for paragraph in paragraphs:
-        _, *parts = _FIELD.split(paragraph)
-        found |= dict(zip(parts[::2], parts[1::2], strict=True))
-    return found
+    """What the docstring of a function says in its first paragraph ("result"), and in each section."""
+    text = f"{inspect.getdoc(getattr(pycollective, name))}\n"
+    found = {"result": text.split("\n\n")[0], **dict(_SECTION.findall(text))}
+    return {field: " ".join(said.split()) for field, said in found.items()}
 
 
 def markdown(text: str) -> str:
     """A docstring's markup as Markdown, in the cell of a table."""
-    text = re.sub(r":(?:func|mod|class):`([^`]*)`", r"`\1`", text).replace("``", "`")
+    text = re.sub(r":(?:func|mod|class|data):`([^`]*)`", r"`\1`", text).replace("``", "`")
     return text.strip().removesuffix(".").replace("|", r"\|")
 
 

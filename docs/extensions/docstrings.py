@@ -1,7 +1,8 @@
 """How docstrings and signatures become pages.
 
-Docstrings end with lines like ``Shape: ... Dtypes: ... Differentiation: ... Order: ... Source: ...``. They become
-fields: Sphinx then sets them beside Parameters, Returns and Raises, which napoleon makes from the other sections.
+Docstrings have sections ``Shape``, ``Dtypes``, ``Differentiation``, ``Order`` and ``Source``, or lines that begin with
+these words. They become fields: Sphinx then sets them beside Parameters, Returns and Raises, which napoleon makes from
+the other sections.
 
 Signatures show types as the source writes them (``PyTree``, not what it stands for), without the overloads that are for
 type checkers.
@@ -19,9 +20,8 @@ from sphinx.util.inspect import stringify_signature
 
 import pycollective
 
-_FIELD = re.compile(
-    r"(?:^|(?<=[.;)] ))(Shape|Dtypes|Differentiation|Order|Source)( \([^:]*(?::func:`[^`]*`[^:]*)?\))?: "
-)
+_NAMES = ("Shape", "Dtypes", "Differentiation", "Order", "Source")
+_FIELD = re.compile(rf"(?:^|(?<=[.;)] ))({'|'.join(_NAMES)})( \([^:]*(?::func:`[^`]*`[^:]*)?\))?: ")
 
 
 def paragraphs(lines: list[str]) -> Iterator[list[str]]:
@@ -57,10 +57,28 @@ def fields(text: str) -> list[str]:
     return [*([before, ""] if before else []), *made, ""]
 
 
+def sections(lines: list[str]) -> list[str]:
+    """Makes one line of each section of this file's names: its name and its text.
+
+    Example:
+        >>> sections(["Sums.", "", "Order:", "    As written,", "    on all ranks.", "", "Example:", "    >>> 1"])
+        ['Sums.', '', 'Order: As written, on all ranks.', '', 'Example:', '    >>> 1']
+    """
+    made: list[str] = []
+    is_inside = False
+    for line in lines:
+        if line.startswith(" ") and is_inside:
+            made[-1] += f" {line.strip()}"
+        else:
+            made.append(line)
+            is_inside = line.removesuffix(":") in _NAMES and line.endswith(":")
+    return made
+
+
 def process(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:  # noqa: ARG001
     """Rewrites a docstring before napoleon sees it."""
     made: list[str] = []
-    for paragraph in paragraphs(lines):
+    for paragraph in paragraphs(sections(lines)):
         is_prose = bool(paragraph[0]) and not paragraph[0].startswith(" ")
         text = " ".join(paragraph) if is_prose else ""
         made += fields(text) if _FIELD.search(text) else paragraph

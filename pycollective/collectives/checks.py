@@ -208,7 +208,7 @@ def _number_or_constant(
     """Returns ``value``, which must be one of ``numbers``; the error names what else is ``allowed``."""
     expected = " or ".join([f"{name} from 0 to {numbers[-1]}", *map(repr, allowed)])
     if value is None or isinstance(value, MessageConstant):
-        instead = " ".join(f"Pass pycollective.{each.name} for {each.value}." for each in allowed) or "Pass a number."
+        instead = " ".join(f"Pass pycollective.{each.name} for {each.meaning}." for each in allowed) or "Pass a number."
         fail(TypeError, where, comm, expected, repr(value), instead)
     number = integer(where, comm, name, value)
     if number not in numbers:

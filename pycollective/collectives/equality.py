@@ -70,16 +70,16 @@ def assert_equal_across(tree: PyTree, comm: Communicator | None = None) -> None:
 
     The message names the leaves that differ and the ranks on which they are not those of rank 0. Of the first leaves it
     tells how many elements differ, and the largest absolute difference with its index and both values. Where the values
-    are equal and only their bits differ (-0.0 and 0.0, NaNs), it says so. An array whose copies on the devices of one
-    rank differ is an error too.
+    are equal and only their bits differ (-0.0 and 0.0, NaNs), the message says so. An array whose copies on the devices
+    of one rank differ is an error too.
 
-    Call it at top level, on all ranks of the communicator. Each rank sends one digest; more travels only if something
-    differs: then rank 0's first leaves that differ, in blocks. The time goes into the digest, a SHA-256 of all arrays.
+    Call it at top level, on all ranks of the communicator. Each rank sends one digest. If something differs, rank 0's
+    first leaves that differ travel as well, in blocks. The time goes into the digest, a SHA-256 of all arrays.
 
     Args:
         tree: an array or a pytree of arrays: JAX arrays, on one or several devices of this rank, keys of
             :mod:`jax.random`, NumPy arrays, and Python numbers, which count as NumPy's float64, int64, complex128 and
-            bool. Leaves belong together by their paths, whatever the types of the containers. A global array must be
+            bool. Leaves are compared by their paths, whatever the types of the containers. A global array must be
             replicated.
         comm: a communicator, the world by default.
 
@@ -89,8 +89,14 @@ def assert_equal_across(tree: PyTree, comm: Communicator | None = None) -> None:
         RuntimeError: the call is inside :func:`jax.jit` or another transform. Or another rank cannot read a leaf, and
             raises that error. Or another rank does not make this call within the timeout of :func:`init`.
 
-    Dtypes: all, and keys of :mod:`jax.random`.
-    Order: after the programs that were dispatched before, which have run when it returns.
+    Dtypes:
+        All, and keys of :mod:`jax.random`.
+
+    Differentiation:
+        None: there is no result.
+
+    Order:
+        After the programs that were dispatched before, which have run when the call returns.
 
     Example:
         >>> import jax.numpy as jnp, pycollective as pc

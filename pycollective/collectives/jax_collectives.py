@@ -46,11 +46,22 @@ def all_gather(
 
     Raises:
         TypeError, ValueError: while tracing, for an argument of a wrong type, shape or value.
+        NameError: while tracing, for an axis name that no transform around the call binds.
 
-    Shape: that of ``x`` with a new axis of length ``size`` at ``axis``; ``tiled``: with ``axis`` ``size`` times as
-    long. Dtypes: all.
-    Differentiation: the transpose is :func:`psum_scatter`. Order: program order.
-    Source: :func:`jax.lax.all_gather`; MPI_Allgather (MPI standard, 6.7).
+    Shape:
+        That of ``x`` with a new axis of length ``size`` at ``axis``; ``tiled``: with ``axis`` ``size`` times as long.
+
+    Dtypes:
+        All.
+
+    Differentiation:
+        The transpose is :func:`psum_scatter`.
+
+    Order:
+        Program order.
+
+    Source:
+        :func:`jax.lax.all_gather`; MPI_Allgather (MPI standard, 6.7).
 
     Example:
         >>> import pycollective as pc
@@ -94,11 +105,23 @@ def psum_scatter(
 
     Raises:
         TypeError, ValueError: while tracing, for an argument of a wrong type, shape or value.
+        NameError: while tracing, for an axis name that no transform around the call binds.
 
-    Shape: that of ``x`` without ``scatter_dimension``, whose length is ``size``; ``tiled``: with its length divided
-    by ``size``. Dtypes: as for :func:`psum`.
-    Differentiation: the transpose is :func:`all_gather`. Order: program order.
-    Source: :func:`jax.lax.psum_scatter`; MPI_Reduce_scatter_block (MPI standard, 6.10.1).
+    Shape:
+        That of ``x`` without ``scatter_dimension``, whose length is ``size``; ``tiled``: with its length divided by
+        ``size``.
+
+    Dtypes:
+        As for :func:`psum`.
+
+    Differentiation:
+        The transpose is :func:`all_gather`.
+
+    Order:
+        Program order.
+
+    Source:
+        :func:`jax.lax.psum_scatter`; MPI_Reduce_scatter_block (MPI standard, 6.10.1).
 
     Example:
         >>> import jax.numpy as jnp, pycollective as pc
@@ -150,13 +173,24 @@ def all_to_all(
 
     Raises:
         TypeError, ValueError: while tracing, for an argument of a wrong type, shape or value.
+        NameError: while tracing, for an axis name that no transform around the call binds.
 
-    Shape: that of ``x`` without ``split_axis``, whose length is ``size``, and with a new axis of that length at
-    ``concat_axis``; ``tiled``: with the length of ``split_axis`` divided and that of ``concat_axis`` multiplied by
-    ``size``. Dtypes: all.
-    Differentiation: the transpose is the exchange back: :func:`all_to_all` with the two axes swapped.
-    Order: program order.
-    Source: :func:`jax.lax.all_to_all`; MPI_Alltoall (MPI standard, 6.8).
+    Shape:
+        That of ``x`` without ``split_axis``, whose length is ``size``, and with a new axis of that length at
+        ``concat_axis``; ``tiled``: with the length of ``split_axis`` divided and that of ``concat_axis`` multiplied by
+        ``size``.
+
+    Dtypes:
+        All.
+
+    Differentiation:
+        The transpose is the exchange back: :func:`all_to_all` with the two axes swapped.
+
+    Order:
+        Program order.
+
+    Source:
+        :func:`jax.lax.all_to_all`; MPI_Alltoall (MPI standard, 6.8).
 
     Example:
         >>> import jax.numpy as jnp, pycollective as pc
@@ -194,10 +228,22 @@ def ppermute(x: PyTree, axis_name: AxisName | Communicator | None, perm: Sequenc
 
     Raises:
         TypeError, ValueError: while tracing, for an argument of a wrong type, shape or value.
+        NameError: while tracing, for an axis name that no transform around the call binds.
 
-    Shape: that of ``x``. Dtypes: all.
-    Differentiation: the transpose is :func:`ppermute` with each pair turned round. Order: program order.
-    Source: :func:`jax.lax.ppermute`; MPI_Sendrecv (MPI standard, 3.10).
+    Shape:
+        That of ``x``.
+
+    Dtypes:
+        All.
+
+    Differentiation:
+        The transpose is :func:`ppermute` with each pair reversed.
+
+    Order:
+        Program order.
+
+    Source:
+        :func:`jax.lax.ppermute`; MPI_Sendrecv (MPI standard, 3.10).
 
     Example:
         >>> import pycollective as pc
@@ -245,11 +291,27 @@ def pshuffle(x: PyTree, axis_name: AxisName | Communicator | None, perm: Sequenc
         axis_name: a communicator; None: the world. A name gives :func:`jax.lax.pshuffle`.
         perm: for each rank the rank whose arrays it gets; a permutation, the same on all ranks.
 
-    All else is as for :func:`ppermute`.
+    Returns:
+        The arrays of rank ``perm[r]``, of the shapes and dtypes of ``x``.
 
-    Shape: that of ``x``. Dtypes: all.
-    Differentiation: the transpose is :func:`pshuffle` with the inverse permutation.
-    Source: :func:`jax.lax.pshuffle`.
+    Raises:
+        TypeError, ValueError: while tracing, for an argument of a wrong type, shape or value.
+        NameError: while tracing, for an axis name that no transform around the call binds.
+
+    Shape:
+        That of ``x``.
+
+    Dtypes:
+        All.
+
+    Differentiation:
+        The transpose is :func:`pshuffle` with the inverse permutation.
+
+    Order:
+        Program order.
+
+    Source:
+        :func:`jax.lax.pshuffle`; MPI_Sendrecv (MPI standard, 3.10).
 
     Example:
         >>> import pycollective as pc
@@ -280,10 +342,35 @@ def pswapaxes(
 ) -> PyTree:
     """Swaps the ranks with an axis of length ``size``: ``y_r[..., s, ...] = x_s[..., r, ...]``.
 
-    It is :func:`all_to_all` with ``split_axis`` and ``concat_axis`` both ``axis``, by default 0.
-    Shape: that of ``x``. Dtypes: all.
-    Differentiation: the transpose is :func:`pswapaxes`.
-    Source: :func:`jax.lax.pswapaxes`.
+    It is :func:`all_to_all` with ``split_axis`` and ``concat_axis`` both ``axis``.
+
+    Args:
+        x: an array or a pytree of arrays, with the same shapes and dtypes on all ranks.
+        axis_name: a communicator, the world by default. A name gives :func:`jax.lax.pswapaxes`.
+        axis: the axis of ``x`` that is swapped; its length is ``size``. Default 0.
+        axis_index_groups: as for :func:`all_to_all`. Default: one list of all ranks.
+
+    Returns:
+        The arrays from all ranks along ``axis``, of the dtype of ``x``.
+
+    Raises:
+        TypeError, ValueError: while tracing, for an argument of a wrong type, shape or value.
+        NameError: while tracing, for an axis name that no transform around the call binds.
+
+    Shape:
+        That of ``x``.
+
+    Dtypes:
+        All.
+
+    Differentiation:
+        The transpose is :func:`pswapaxes`.
+
+    Order:
+        Program order.
+
+    Source:
+        :func:`jax.lax.pswapaxes`; MPI_Alltoall (MPI standard, 6.8).
 
     Example:
         >>> import jax.numpy as jnp, pycollective as pc
@@ -296,10 +383,34 @@ def pswapaxes(
 def pbroadcast(x: PyTree, axis_name: AxisName | Communicator | None = None, source: int = 0) -> PyTree:
     """Copies one rank's arrays to all ranks: ``y_r = x_source``.
 
-    It is JAX's name for :func:`broadcast`; ``source``, by default 0, is the ``root`` there.
-    Shape: that of ``x``. Dtypes: all, and keys of :mod:`jax.random`.
-    Differentiation: as for :func:`broadcast`.
-    Source: :func:`jax.lax.pbroadcast`.
+    It is JAX's name for :func:`broadcast`.
+
+    Args:
+        x: an array or a pytree of arrays, with the same shapes and dtypes on all ranks.
+        axis_name: a communicator, the world by default. A name gives :func:`jax.lax.pbroadcast`.
+        source: the rank whose arrays all ranks get. Default 0.
+
+    Returns:
+        The arrays of rank ``source``, of the shapes and dtypes of ``x``.
+
+    Raises:
+        TypeError, ValueError: while tracing, for an argument of a wrong type, shape or value.
+        NameError: while tracing, for an axis name that no transform around the call binds.
+
+    Shape:
+        That of ``x``.
+
+    Dtypes:
+        All, and keys of :mod:`jax.random`.
+
+    Differentiation:
+        As for :func:`broadcast`.
+
+    Order:
+        Program order.
+
+    Source:
+        :func:`jax.lax.pbroadcast`; MPI_Bcast (MPI standard, 6.4).
 
     Example:
         >>> import pycollective as pc
@@ -315,10 +426,32 @@ def pbroadcast(x: PyTree, axis_name: AxisName | Communicator | None = None, sour
 
 
 def axis_index(axis_name: AxisName | Communicator | None = None) -> Array:
-    """Returns this rank's number in the communicator, an int32 scalar.
+    """Returns this rank's number in the communicator.
 
-    Shape: ``()``. Dtypes: int32.
-    Source: :func:`jax.lax.axis_index`.
+    Args:
+        axis_name: a communicator, the world by default. A name gives :func:`jax.lax.axis_index`.
+
+    Returns:
+        The rank, an int32 scalar.
+
+    Raises:
+        TypeError, ValueError: while tracing, for what is no communicator.
+        NameError: while tracing, for an axis name that no transform around the call binds.
+
+    Shape:
+        ``()``.
+
+    Dtypes:
+        int32.
+
+    Differentiation:
+        None: there is no operand.
+
+    Order:
+        No communication.
+
+    Source:
+        :func:`jax.lax.axis_index`; MPI_Comm_rank (MPI standard, 7.4.1).
 
     Example:
         >>> import pycollective as pc
@@ -331,7 +464,26 @@ def axis_index(axis_name: AxisName | Communicator | None = None) -> Array:
 
 
 def axis_size(axis_name: AxisName | Communicator | None = None) -> int:
-    """Returns the number of ranks of the communicator, a Python int. Source: :func:`jax.lax.axis_size`.
+    """Returns the number of ranks of the communicator.
+
+    Args:
+        axis_name: a communicator, the world by default. A name gives :func:`jax.lax.axis_size`.
+
+    Returns:
+        The number, a Python int.
+
+    Raises:
+        TypeError, ValueError: while tracing, for what is no communicator.
+        NameError: while tracing, for an axis name that no transform around the call binds.
+
+    Differentiation:
+        None: there is no operand.
+
+    Order:
+        No communication.
+
+    Source:
+        :func:`jax.lax.axis_size`; MPI_Comm_size (MPI standard, 7.4.1).
 
     Example:
         >>> import pycollective as pc

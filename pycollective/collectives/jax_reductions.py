@@ -34,26 +34,38 @@ def psum(
             of such names. A name gives :func:`jax.lax.psum`.
         axis_index_groups: lists of ranks, each rank in exactly one list. A rank gets the sum over its own list.
             Default: one list of all ranks.
-        wire_dtype: ``jnp.bfloat16`` sends each float of at most 32 bits in 16 bits, half the bytes of float32. Each
-            rank rounds its operand once; where it has several local devices, it rounds the sum of their operands, and
-            where several hosts have several ranks, each host that of its ranks' operands (from 1 KiB on). The rounded
-            operands are added in float32, the total is rounded once, and all ranks get the same bits. Cotangents
-            are sent in the same way. Leaves of other dtypes, and sums over one rank, are not rounded. Default: None,
-            which sends all bits.
+        wire_dtype: the dtype of floats on the wire. ``jnp.bfloat16`` sends each float of at most 32 bits in 16 bits,
+            half the bytes of float32. Each rank rounds its operand once. A rank with several local devices rounds the
+            sum of their operands; where several hosts have several ranks, each host rounds the sum of its ranks'
+            operands (from 1 KiB on). The rounded operands are added in float32, the total is rounded once, and all
+            ranks get the same bits. Cotangents are sent in the same way. Leaves of other dtypes, and sums over one
+            rank, are not rounded. Default: None, which sends all bits.
         residual: what the rounding of ``x`` lost in the last call, for error feedback: float32 arrays of the structure
             and the shapes of ``x``, zeros for the first call. It is added to ``x`` before the rounding. It does not
             hold what the rounding of a sum loses. It needs ``wire_dtype``. Default: None.
 
     Returns:
         The sum, of the structure, shapes and dtypes of ``x``; sums of bool are int32. float16, bfloat16 and 8-bit
-        floats are added in float32, and the sum is rounded once. With ``residual``: the sum and the new residual.
+        floats are added in float32, and the sum is rounded once. With ``residual``, the sum and the new residual.
 
     Raises:
         TypeError, ValueError: while tracing, for an argument of a wrong type, shape or value.
+        NameError: while tracing, for an axis name that no transform around the call binds.
 
-    Shape: that of ``x``. Dtypes: numbers, and bool, whose sum is int32.
-    Differentiation: the transpose is :func:`psum`. Order: program order.
-    Source: :func:`jax.lax.psum`; MPI_Allreduce (MPI standard, 6.9.6).
+    Shape:
+        That of ``x``.
+
+    Dtypes:
+        Numbers, and bool, whose sum is int32.
+
+    Differentiation:
+        The transpose is :func:`psum`.
+
+    Order:
+        Program order.
+
+    Source:
+        :func:`jax.lax.psum`; MPI_Allreduce (MPI standard, 6.9.6).
 
     Example:
         >>> import jax.numpy as jnp, pycollective as pc
@@ -103,10 +115,34 @@ def pmean(
 ) -> PyTree:
     """Averages over ranks: ``y_r = sum_s x_s / size``. Integers become floats.
 
-    Arguments, errors and order are those of :func:`psum`.
-    Shape: that of ``x``. Dtypes: numbers and bool; the mean of integers is a float.
-    Differentiation: the transpose is :func:`pmean`.
-    Source: :func:`jax.lax.pmean`.
+    Args:
+        x: an array or a pytree of arrays, with the same shapes and dtypes on all ranks.
+        axis_name: a communicator, the world by default; or an axis name or a tuple of names, as for :func:`psum`.
+        axis_index_groups: as for :func:`psum`. Default: one list of all ranks.
+        wire_dtype: as for :func:`psum`. Default: None.
+        residual: as for :func:`psum`. Default: None.
+
+    Returns:
+        The mean, of the structure and shapes of ``x``. With ``residual``, the mean and the new residual.
+
+    Raises:
+        TypeError, ValueError: while tracing, for an argument of a wrong type, shape or value.
+        NameError: while tracing, for an axis name that no transform around the call binds.
+
+    Shape:
+        That of ``x``.
+
+    Dtypes:
+        Numbers and bool; the mean of integers is a float.
+
+    Differentiation:
+        The transpose is :func:`pmean`.
+
+    Order:
+        Program order.
+
+    Source:
+        :func:`jax.lax.pmean`; MPI_Allreduce (MPI standard, 6.9.6).
 
     Example:
         >>> import pycollective as pc
@@ -129,11 +165,32 @@ def pmean(
 def pmax(x: PyTree, axis_name: AxisName | Communicator | None = None, *, axis_index_groups: Groups = None) -> PyTree:
     """Takes the maximum over ranks: ``y_r = max_s x_s``. NaN wins, as in JAX, and 0 is more than -0. Of bools: "or".
 
-    Arguments, errors and order are those of :func:`psum`; complex numbers raise TypeError.
-    Shape: that of ``x``. Dtypes: real numbers and bool.
-    Differentiation: the derivative is the mean of the derivatives on the ranks that hold the maximum.
-    :func:`jax.lax.pmax` has none.
-    Source: :func:`jax.lax.pmax`; MPI_Allreduce.
+    Args:
+        x: an array or a pytree of arrays, with the same shapes and dtypes on all ranks.
+        axis_name: a communicator, the world by default; or an axis name or a tuple of names, as for :func:`psum`.
+        axis_index_groups: as for :func:`psum`. Default: one list of all ranks.
+
+    Returns:
+        The maximum, of the structure, shapes and dtypes of ``x``.
+
+    Raises:
+        TypeError, ValueError: while tracing, for an argument of a wrong type, shape or value, and for complex numbers.
+        NameError: while tracing, for an axis name that no transform around the call binds.
+
+    Shape:
+        That of ``x``.
+
+    Dtypes:
+        Real numbers and bool.
+
+    Differentiation:
+        The derivative is the mean of the derivatives on the ranks that hold the maximum. :func:`jax.lax.pmax` has none.
+
+    Order:
+        Program order.
+
+    Source:
+        :func:`jax.lax.pmax`; MPI_Allreduce (MPI standard, 6.9.6).
 
     Example:
         >>> import pycollective as pc
@@ -148,11 +205,32 @@ def pmax(x: PyTree, axis_name: AxisName | Communicator | None = None, *, axis_in
 def pmin(x: PyTree, axis_name: AxisName | Communicator | None = None, *, axis_index_groups: Groups = None) -> PyTree:
     """Takes the minimum over ranks: ``y_r = min_s x_s``. NaN wins, as in JAX, and -0 is less than 0. Of bools: "and".
 
-    All else is as for :func:`pmax`.
+    Args:
+        x: an array or a pytree of arrays, with the same shapes and dtypes on all ranks.
+        axis_name: a communicator, the world by default; or an axis name or a tuple of names, as for :func:`psum`.
+        axis_index_groups: as for :func:`psum`. Default: one list of all ranks.
 
-    Shape: that of ``x``. Dtypes: real numbers and bool.
-    Differentiation: as for :func:`pmax`.
-    Source: :func:`jax.lax.pmin`.
+    Returns:
+        The minimum, of the structure, shapes and dtypes of ``x``.
+
+    Raises:
+        TypeError, ValueError: while tracing, for an argument of a wrong type, shape or value, and for complex numbers.
+        NameError: while tracing, for an axis name that no transform around the call binds.
+
+    Shape:
+        That of ``x``.
+
+    Dtypes:
+        Real numbers and bool.
+
+    Differentiation:
+        The derivative is the mean of the derivatives on the ranks that hold the minimum. :func:`jax.lax.pmin` has none.
+
+    Order:
+        Program order.
+
+    Source:
+        :func:`jax.lax.pmin`; MPI_Allreduce (MPI standard, 6.9.6).
 
     Example:
         >>> import pycollective as pc

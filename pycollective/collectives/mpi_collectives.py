@@ -42,9 +42,20 @@ def broadcast(x: PyTree, comm: Communicator | None = None, *, root: int = 0) -> 
     Raises:
         TypeError, ValueError: while tracing, for an argument of a wrong type, shape or value.
 
-    Shape: that of ``x``. Dtypes: all, and keys of :mod:`jax.random`.
-    Differentiation: the transpose sums the cotangents at the root; other ranks get zeros. Order: program order.
-    Source: MPI_Bcast (MPI standard, 6.4).
+    Shape:
+        That of ``x``.
+
+    Dtypes:
+        All, and keys of :mod:`jax.random`.
+
+    Differentiation:
+        The transpose sums the cotangents at the root; other ranks get zeros.
+
+    Order:
+        Program order.
+
+    Source:
+        MPI_Bcast (MPI standard, 6.4).
 
     Example:
         >>> import jax.numpy as jnp, pycollective as pc
@@ -69,9 +80,21 @@ def reduce(x: PyTree, comm: Communicator | None = None, *, op: str = "sum", root
     Raises:
         TypeError, ValueError: while tracing, for an argument of a wrong type, shape or value.
 
-    Shape: that of ``x``, on every rank. Dtypes: as for :func:`psum`; for "min" and "max" as for :func:`pmax`.
-    Differentiation: for "sum", the transpose is :func:`broadcast` of the root's cotangent. Other operations raise
-    NotImplementedError. Order: program order. Source: MPI_Reduce (MPI standard, 6.9.1).
+    Shape:
+        That of ``x``, on every rank.
+
+    Dtypes:
+        As for :func:`psum`; for "min" and "max" as for :func:`pmax`.
+
+    Differentiation:
+        For "sum", the transpose is :func:`broadcast` of the root's cotangent. Other operations raise
+        NotImplementedError.
+
+    Order:
+        Program order.
+
+    Source:
+        MPI_Reduce (MPI standard, 6.9.1).
 
     Example:
         >>> import pycollective as pc
@@ -101,9 +124,20 @@ def gather(x: PyTree, comm: Communicator | None = None, *, root: int = 0) -> PyT
     Raises:
         TypeError, ValueError: while tracing, for an argument of a wrong type, shape or value.
 
-    Shape: ``(size, *x.shape)``, on every rank. Dtypes: all.
-    Differentiation: the transpose is :func:`scatter`. Order: program order.
-    Source: MPI_Gather (MPI standard, 6.5).
+    Shape:
+        ``(size, *x.shape)``, on every rank.
+
+    Dtypes:
+        All.
+
+    Differentiation:
+        The transpose is :func:`scatter`.
+
+    Order:
+        Program order.
+
+    Source:
+        MPI_Gather (MPI standard, 6.5).
 
     Example:
         >>> import pycollective as pc
@@ -127,9 +161,20 @@ def scatter(x: PyTree, comm: Communicator | None = None, *, root: int = 0) -> Py
     Raises:
         TypeError, ValueError: while tracing, for an argument of a wrong type, shape or value.
 
-    Shape: that of ``x`` without its first axis, whose length is ``size``. Dtypes: all.
-    Differentiation: the transpose is :func:`gather`. Order: program order.
-    Source: MPI_Scatter (MPI standard, 6.6).
+    Shape:
+        That of ``x`` without its first axis, whose length is ``size``.
+
+    Dtypes:
+        All.
+
+    Differentiation:
+        The transpose is :func:`gather`.
+
+    Order:
+        Program order.
+
+    Source:
+        MPI_Scatter (MPI standard, 6.6).
 
     Example:
         >>> import jax.numpy as jnp, pycollective as pc
@@ -178,9 +223,21 @@ def scan(x: PyTree, comm: Communicator | None = None, *, op: str = "sum") -> PyT
     Raises:
         TypeError, ValueError: while tracing, for an argument of a wrong type, shape or value.
 
-    Shape: that of ``x``. Dtypes: as for :func:`reduce`.
-    Differentiation: for "sum", the transpose is the scan over the ranks in opposite order. Other operations raise
-    NotImplementedError. Order: program order. Source: MPI_Scan (MPI standard, 6.11.1).
+    Shape:
+        That of ``x``.
+
+    Dtypes:
+        As for :func:`reduce`.
+
+    Differentiation:
+        For "sum", the transpose is the scan over the ranks in opposite order. Other operations raise
+        NotImplementedError.
+
+    Order:
+        Program order.
+
+    Source:
+        MPI_Scan (MPI standard, 6.11.1).
 
     Example:
         >>> import pycollective as pc
@@ -193,11 +250,31 @@ def scan(x: PyTree, comm: Communicator | None = None, *, op: str = "sum") -> PyT
 def exscan(x: PyTree, comm: Communicator | None = None, *, op: str = "sum") -> PyTree:
     """Reduces over the ranks before this one: ``y_r = op_{s < r} x_s``. Rank 0 gets zeros.
 
-    All else is as for :func:`scan`.
+    Args:
+        x: an array or a pytree of arrays, with the same shapes and dtypes on all ranks.
+        comm: a communicator, the world by default.
+        op: the reduction: "sum", the default, "prod", "min" or "max".
 
-    Shape: that of ``x``. Dtypes: as for :func:`reduce`.
-    Differentiation: as for :func:`scan`.
-    Source: MPI_Exscan (MPI standard, 6.11.2).
+    Returns:
+        The reduction up to the rank before, of the shapes and dtypes of ``x``; sums and products of bool are int32.
+
+    Raises:
+        TypeError, ValueError: while tracing, for an argument of a wrong type, shape or value.
+
+    Shape:
+        That of ``x``.
+
+    Dtypes:
+        As for :func:`reduce`.
+
+    Differentiation:
+        As for :func:`scan`.
+
+    Order:
+        Program order.
+
+    Source:
+        MPI_Exscan (MPI standard, 6.11.2).
 
     Example:
         >>> import pycollective as pc
@@ -221,9 +298,17 @@ def send(x: PyTree, comm: Communicator | None = None, *, dest: int | MessageCons
         NotImplementedError: while tracing, for a derivative with respect to ``x``. :func:`sendrecv` and
             :func:`ppermute` have derivatives.
 
-    Dtypes: all.
-    Differentiation: none: raises NotImplementedError.
-    Order: program order. The call may wait for the receiver. Source: MPI_Send (MPI standard, 3.2.1).
+    Dtypes:
+        All.
+
+    Differentiation:
+        None: raises NotImplementedError.
+
+    Order:
+        Program order. The call may wait for the receiver.
+
+    Source:
+        MPI_Send (MPI standard, 3.2.1).
 
     Example:
         >>> import jax.numpy as jnp, pycollective as pc
@@ -263,17 +348,28 @@ def recv(
             writes it. Default None.
 
     Returns:
-        The arrays that arrived, of the shapes and dtypes of ``like``. With the source :data:`PROC_NULL`: the arrays of
-        ``like``, as MPI leaves its buffer; zeros for a :class:`jax.ShapeDtypeStruct`.
+        The arrays that arrived, of the shapes and dtypes of ``like``. With the source :data:`PROC_NULL` they are those
+        of ``like``, as MPI leaves its buffer, and zeros for a :class:`jax.ShapeDtypeStruct`.
 
     Raises:
         TypeError, ValueError: while tracing, for an argument of a wrong type, shape or value.
         NotImplementedError: while tracing, for a derivative with respect to ``like``.
         jax.errors.JaxRuntimeError: at run time, when the message has another length.
 
-    Shape: that of ``like``. Dtypes: all.
-    Differentiation: none: raises NotImplementedError.
-    Order: program order. Source: MPI_Recv (MPI standard, 3.2.4).
+    Shape:
+        That of ``like``.
+
+    Dtypes:
+        All.
+
+    Differentiation:
+        None: raises NotImplementedError. With the source :data:`PROC_NULL`: that of ``like``.
+
+    Order:
+        Program order.
+
+    Source:
+        MPI_Recv (MPI standard, 3.2.4); MPI_PROC_NULL (3.11).
 
     Example:
         See :func:`send`.
@@ -321,7 +417,7 @@ def sendrecv(
         source: the rank to receive from, or :data:`PROC_NULL`: then nothing is received, and the result is zeros.
         dest: the rank to send to, or :data:`PROC_NULL`: then nothing is sent.
         like: arrays or :class:`jax.ShapeDtypeStruct` with the structure of ``x`` and the shapes and dtypes of what
-            arrives. Default: ``x``.
+            arrives. Its values are not read. Default: ``x``.
         send_tag: the tag of the message that is sent. Default 0.
         recv_tag: the tag of the message that is received, or :data:`ANY_TAG`. Default 0.
         status: as for :func:`recv`. Cotangents and tangents write none.
@@ -331,16 +427,33 @@ def sendrecv(
 
     Raises:
         TypeError, ValueError: while tracing, for an argument of a wrong type, shape or value.
+        NotImplementedError: while tracing, for the transpose with ``recv_tag`` :data:`ANY_TAG`.
         jax.errors.JaxRuntimeError: at run time, when the message has another length.
 
-    Shape: that of ``like``, by default of ``x``. Dtypes: all.
-    Differentiation: the transpose is :func:`sendrecv` with ``source`` and ``dest`` swapped. Order: program order.
-    Source: MPI_Sendrecv (MPI standard, 3.10).
+    Shape:
+        That of ``like``, by default of ``x``.
+
+    Dtypes:
+        All.
+
+    Differentiation:
+        The transpose is :func:`sendrecv` with ``source`` and ``dest`` swapped. What goes to :data:`PROC_NULL` has the
+        derivative zero.
+
+    Order:
+        Program order.
+
+    Source:
+        MPI_Sendrecv (MPI standard, 3.10); MPI_PROC_NULL (3.11).
 
     Example:
+        Each rank of an open chain receives from the rank before; rank 0 gets zeros:
+
         >>> import pycollective as pc
         >>> n, r = pc.axis_size(), pc.world().rank
-        >>> int(pc.sendrecv(pc.axis_index(), source=(r - 1) % n, dest=(r + 1) % n)) == (r - 1) % n
+        >>> before = r - 1 if r > 0 else pc.PROC_NULL
+        >>> after = r + 1 if r < n - 1 else pc.PROC_NULL
+        >>> int(pc.sendrecv(pc.axis_index() + 1, source=before, dest=after)) == r
         True
     """
     comm = given_or_world("sendrecv", comm)
@@ -377,7 +490,17 @@ def barrier(comm: Communicator | None = None) -> None:
     Args:
         comm: a communicator, the world by default.
 
-    Order: program order. Source: MPI_Barrier (MPI standard, 6.3).
+    Raises:
+        TypeError: while tracing, for what is no communicator.
+
+    Differentiation:
+        None: there is no operand.
+
+    Order:
+        Program order.
+
+    Source:
+        MPI_Barrier (MPI standard, 6.3).
 
     Example:
         >>> import pycollective as pc

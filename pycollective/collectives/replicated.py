@@ -59,10 +59,21 @@ def copy_to(x: PyTree, axis_name: AxisName | Communicator | None = None) -> PyTr
         ValueError: by JAX's types, an array varies along the axis already.
         NameError: the axis is not bound.
 
-    Shape: that of ``x``. Dtypes: all.
-    Differentiation: forward mode, reverse mode and both after each other, with and without JAX's types; the transpose
-    is :func:`psum`. Order: program order.
-    Source: f in Shoeybi et al., "Megatron-LM", arXiv:1909.08053, section 3.
+    Shape:
+        That of ``x``.
+
+    Dtypes:
+        All.
+
+    Differentiation:
+        Forward mode, reverse mode and both after each other, with and without JAX's types; the transpose is
+        :func:`psum`.
+
+    Order:
+        No communication in the call itself; cotangents have program order.
+
+    Source:
+        f in Shoeybi et al., "Megatron-LM", arXiv:1909.08053, section 3.
 
     Example:
         A matrix is a sum of one term on each rank, and all ranks solve a system with it:
@@ -107,11 +118,23 @@ def reduce_from(x: PyTree, axis_name: AxisName | Communicator | None = None) -> 
         The sum, the same on all ranks.
 
     Raises:
-        NameError: the axis is not bound.
+        TypeError, ValueError: while tracing, for an argument of a wrong type, shape or value.
+        NameError: while tracing, for an axis name that no transform around the call binds.
 
-    Shape: that of ``x``. Dtypes: numbers, and bool, whose sum is int32.
-    Differentiation: as for :func:`copy_to`; the transpose returns the cotangent, which must be the same on all ranks.
-    Order: program order. Source: g in arXiv:1909.08053, section 3.
+    Shape:
+        That of ``x``.
+
+    Dtypes:
+        Numbers, and bool, whose sum is int32.
+
+    Differentiation:
+        As for :func:`copy_to`; the transpose returns the cotangent, which must be the same on all ranks.
+
+    Order:
+        Program order.
+
+    Source:
+        g in Shoeybi et al., "Megatron-LM", arXiv:1909.08053, section 3.
 
     Example:
         >>> import jax, jax.numpy as jnp, pycollective as pc

@@ -9,24 +9,28 @@ import enum
 
 
 class MessageConstant(enum.Enum):
-    """What may stand in the place of a rank or of a tag. It is no number: MPI libraries have different ones."""
+    """A constant in the place of a rank or of a tag. It is no integer: each MPI library has integers of its own.
 
-    ANY_SOURCE = "any rank"
-    ANY_TAG = "any tag"
-    PROC_NULL = "no rank"
+    Attributes:
+        meaning: the ranks or tags that the constant stands for.
+    """
+
+    ANY_SOURCE = "any rank", "The source of a message from any rank, for :func:`recv`. Source: MPI standard, 3.2.4."
+    ANY_TAG = "any tag", "Any tag, for :func:`recv` and :func:`sendrecv`. Source: MPI standard, 3.2.4."
+    PROC_NULL = (
+        "no rank",
+        "No rank. A message to it is not sent, and a message from it is not received. Source: MPI standard, 3.11.",
+    )
+
+    def __init__(self, meaning: str, description: str) -> None:
+        self.meaning = meaning
+        self.__doc__ = description
 
     def __repr__(self) -> str:
-        """As a program writes it."""
+        """The name as a program writes it."""
         return f"pc.{self.name}"
 
     __str__ = __repr__
 
 
-ANY_SOURCE = MessageConstant.ANY_SOURCE
-"""As the ``source`` of :func:`pycollective.recv`: a message from any rank."""
-
-ANY_TAG = MessageConstant.ANY_TAG
-"""As the ``tag`` of :func:`pycollective.recv`, or the ``recv_tag`` of :func:`pycollective.sendrecv`: any tag."""
-
-PROC_NULL = MessageConstant.PROC_NULL
-"""As the source or the destination of a message: no rank. Nothing is sent, and nothing is received."""
+ANY_SOURCE, ANY_TAG, PROC_NULL = MessageConstant
