@@ -33,8 +33,8 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
 import pycollective as pc
-from pycollective.parallel.late import delayed, gossip
-from pycollective.parallel.local import diloco, local_sgd
+from pycollective.parallel.overlapped_averaging import delayed, gossip
+from pycollective.parallel.periodic_averaging import diloco, local_sgd
 from pycollective.transport.mpi import MPI
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))

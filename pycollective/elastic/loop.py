@@ -211,7 +211,7 @@ def _go_on(state: State, world: Communicator, min_ranks: int) -> Communicator:
             try:
                 left = MPI.Group.Translate_ranks(mpi.Get_group(), None, MPI.COMM_WORLD.Get_group())
                 rank_exit.go_on_without(set(before) - set(left))
-                new = worlds.begin_anew(mpi, _State.losses)
+                new = worlds.rebuild_world_after_failure(mpi, _State.losses)
                 commit = state._restore(new)
             except (MPI.Exception, RuntimeError) as error:
                 if not _follows_from_failure(error, mpi):

@@ -127,7 +127,7 @@ def _end_all(show: Callable[[], object], what: str, error: BaseException | None)
         show()
         return
     before_init.let_lower_ranks_speak(MPI.COMM_WORLD.rank)
-    _be_the_first(1, f"{place()} {what}: {type(error).__name__}: {error}")
+    _announce_end_or_exit(1, f"{place()} {what}: {type(error).__name__}: {error}")
     try:
         sys.stdout.flush()
     except Exception as flushing:  # the cause comes first, and the other ranks wait
@@ -149,7 +149,7 @@ def end_all_interrupted(call: str, stack: str) -> NoReturn:
     """
     before_init.let_lower_ranks_speak(MPI.COMM_WORLD.rank)
     what = f"{place()} was interrupted while it waited in {call}"
-    _be_the_first(128 + signal.SIGINT, what)
+    _announce_end_or_exit(128 + signal.SIGINT, what)
     sys.stderr.write(f"pycollective: {what}; ending all ranks.\n{stack}")
     abort(128 + signal.SIGINT)
 
@@ -173,14 +173,14 @@ _os_exit = os._exit
 def _exit_at_once(status: int) -> NoReturn:
     """``os._exit``, which a rank whose MPI runs may not call alone: MPICH would report success for a status of 0."""
     if _is_one_of_several() and not _State.ends:
-        _be_the_first(status or 1, f"{place()} called os._exit({status})")
+        _announce_end_or_exit(status or 1, f"{place()} called os._exit({status})")
         sys.stderr.write(f"pycollective: {place()} called os._exit({status}) before the job's end; ending all ranks.\n")
         abort(status or 1)
     watch.leave()
     _os_exit(status)
 
 
-def _be_the_first(status: int, cause: str) -> None:
+def _announce_end_or_exit(status: int, cause: str) -> None:
     """Tells all ranks that the job ends. Does not return if it ends already, for the cause of another rank."""
     if not watch.begin_end(status, cause) and not _State.ends:
         time.sleep(exit_status.LAST_S)
@@ -265,7 +265,7 @@ def _end(flush: Callable[[], None], limit_s: float | None) -> None:
     except Exception as error:
         what, cause = f"{place()} ends with an error in a program", f"{type(error).__name__}: {error}"
         before_init.let_lower_ranks_speak(MPI.COMM_WORLD.rank)
-        _be_the_first(status or 1, f"{what}: {cause}")
+        _announce_end_or_exit(status or 1, f"{what}: {cause}")
         sys.stderr.write(f"pycollective: {what}; ending all ranks.\n{cause}\n")
         abort(status or 1)
     if status == 0:
@@ -281,7 +281,7 @@ def _end(flush: Callable[[], None], limit_s: float | None) -> None:
                 for check in _State.checks:
                     check()
         except MPI.Exception as error:  # of an MPI that outlives a failed rank
-            _be_the_first(1, f"{place()} has ended, and a rank has failed since: {error}")
+            _announce_end_or_exit(1, f"{place()} has ended, and a rank has failed since: {error}")
             sys.stderr.write(f"pycollective: {place()} has ended, and another one has failed since: {error}.\n")
             abort()
     for function in reversed(_State.last):
@@ -323,7 +323,7 @@ def _end_all_unless_they_end(status: int, limit_s: float | None) -> None:
                 break
         else:
             return
-    _be_the_first(status, f"{place()} exited with code {status}")
+    _announce_end_or_exit(status, f"{place()} exited with code {status}")
     sys.stderr.write(f"pycollective: {place()} exited with code {status}, others did not; ending all ranks.\n")
     abort(status)
 
@@ -387,7 +387,7 @@ def end_all_late(where: str, expected: str, got: str, remedy: str) -> NoReturn:
     """
     rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
     text = message(where, expected, got, f"Ending all ranks. {remedy}\n", rank=rank, size=size)
-    _be_the_first(1, text)
+    _announce_end_or_exit(1, text)
     sys.stderr.write(text)
     abort()
 

@@ -38,7 +38,7 @@ def _join(jaxpr: Any) -> Any:
     return jaxpr if same else jaxpr.replace(eqns=joiner.eqns)
 
 
-def part_reductions(jaxpr: Any) -> Any:
+def split_reductions(jaxpr: Any) -> Any:
     """Returns ``jaxpr`` with a call for each operand of its sums over named axes: the opposite of joining."""
     eqns: list[JaxprEqn] = []
     for eqn in jaxpr.eqns:

@@ -165,7 +165,7 @@ class Overlap:
         if devices and accelerators.kind_of(devices[0]) in lowering.ACCELERATORS:
             return self._in_order(fusion.join_reductions(jaxpr), _ON_ACCELERATORS)
         if any(_is_async(eqn) for eqn in _all_equations(jaxpr)):
-            jaxpr = self._in_order(map_jaxprs(jaxpr, fusion.part_reductions), _ON_HOSTS)
+            jaxpr = self._in_order(map_jaxprs(jaxpr, fusion.split_reductions), _ON_HOSTS)
         return fusion.join_reductions(jaxpr)
 
     def _in_order(self, jaxpr: Any, kind: _Kind) -> Any:

@@ -5,10 +5,10 @@ from pycollective.parallel.experts import Routing, Statistics, experts, route
 from pycollective.parallel.finite import LossScaleState, apply_if_finite, scaled_loss
 from pycollective.parallel.fsdp import gathered, shard, sliced, unshard
 from pycollective.parallel.join import join, mean_over_examples
-from pycollective.parallel.late import DelayedState, GossipState, delayed, gossip
-from pycollective.parallel.local import DiLoCoState, LocalState, diloco, local_sgd
 from pycollective.parallel.optimizer import shard_state, unshard_state, zero
+from pycollective.parallel.overlapped_averaging import DelayedState, GossipState, delayed, gossip
 from pycollective.parallel.parts import clip_by_global_norm, for_parts
+from pycollective.parallel.periodic_averaging import DiLoCoState, LocalState, diloco, local_sgd
 from pycollective.parallel.pipeline import measured, pipeline
 from pycollective.parallel.schedule_simulator import Simulation, Span, simulate
 from pycollective.parallel.schedules import (

@@ -22,7 +22,7 @@ from jax import lax
 
 from pycollective.errors import fail, message
 from pycollective.parallel.axes import AxisName, name_of
-from pycollective.parallel.own import as_own, check_own
+from pycollective.parallel.per_device import as_varying, check_not_summed
 from pycollective.ranks.agreement import gather_from_all
 from pycollective.ranks.communicator import Communicator
 from pycollective.ranks.world import when_needed
@@ -126,8 +126,8 @@ def mean_over_examples(values: Tree, count: Array, axis_name: AxisName) -> tuple
         (Array([3., 3., 3.], dtype=float32), Array([3, 3, 3], dtype=int32))
     """
     where = "mean_over_examples"
-    check_own(where, values, axis_name)
-    count = as_own(jnp.asarray(count), axis_name)
+    check_not_summed(where, values, axis_name)
+    count = as_varying(jnp.asarray(count), axis_name)
     if count.shape:
         got = f"an array of shape {count.shape}"
         raise ValueError(message(f"parallel.{where}", "count to be a scalar", got, "Pass the sum of a mask, say."))

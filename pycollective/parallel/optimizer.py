@@ -32,7 +32,7 @@ from pycollective.parallel.axes import (
 )
 from pycollective.parallel.buckets import gather_whole, in_buckets
 from pycollective.parallel.elementwise import Check, Cutting, check_numbers, cut_in_slices
-from pycollective.parallel.own import check_own
+from pycollective.parallel.per_device import check_not_summed
 from pycollective.parallel.wire import floating, mean_slices
 
 Array = Any
@@ -101,7 +101,7 @@ def zero(
 
     def update(grads: Tree, state: Any, params: Tree | None = None, **extra_args: Any) -> tuple[Tree, Any]:
         devices = axis_size("zero", axis_name)
-        check_own("zero", grads, axis_name)
+        check_not_summed("zero", grads, axis_name)
         check.at_update(cutting(grads), grads, params, extra_args)
         slices = _mean_slices(grads, axis_name, devices, stage, wire)
         own = None if params is None else jax.tree.map(lambda x: own_slice(x, axis_name, devices), params)

@@ -29,7 +29,7 @@ from jax import lax
 from pycollective.errors import message
 from pycollective.parallel.axes import AxisName, axis_size, gather, name_of
 from pycollective.parallel.buckets import in_buckets
-from pycollective.parallel.own import as_own
+from pycollective.parallel.per_device import as_varying
 
 Array = Any
 Tree = Any
@@ -115,7 +115,7 @@ def take_subnet(params: Tree, spec: Tree, units: Mapping[Layer, Array], axis_nam
         for dimension, layer in _divided(layers).items():
             x = jnp.take(x, own[layer], axis=dimension, unique_indices=True, mode="clip")
         # Each device trains its own copy of what is not divided: else JAX's types would sum its gradient in each step.
-        return as_own(x, axis_name)
+        return as_varying(x, axis_name)
 
     leaves, tree, specs = _with_specs("take_subnet", params, spec, units, devices)
     return tree.unflatten([take(x, layers) for x, layers in zip(leaves, specs, strict=True)])

@@ -444,7 +444,7 @@ class Estimator:
         state = (1 / n if layout.zero == 3 else 1.0) + gradients + moments / (n if layout.zero else 1)
         more = 1 + (layout.stage - 1) / (layout.stage * layout.chunks) if layout.chunks > 1 else 1.0
         if layout.remat:
-            summed = "again_beside_sums" if layout.stage == 1 and n > 1 else "again"
+            summed = "remat_bytes_with_grad_sum" if layout.stage == 1 and n > 1 else "again"
             held, working = stages.held["again_gathered" if layout.zero == 3 else summed], stages.most["working_again"]
         else:
             alone = "gathered" if layout.zero == 3 else "plain"

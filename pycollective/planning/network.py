@@ -42,7 +42,7 @@ class Held(NamedTuple):
         gathered: the same with ZeRO 3, which computes again what is cheap (:func:`pycollective.parallel.gathered`).
         working: beside that, while the backward pass of this part is under way.
         again: with remat, while the backward pass of a microbatch is under way: what is computed again too early.
-        again_beside_sums: the same without a pipeline where gradients are summed over devices.
+        remat_bytes_with_grad_sum: the same without a pipeline where gradients are summed over devices.
         again_gathered: the same with ZeRO 3.
         working_again: with remat, beside that, while the backward pass of this part is under way.
     """
@@ -52,7 +52,7 @@ class Held(NamedTuple):
     gathered: tuple[float, float]
     working: tuple[float, float] = (0.0, 0.0)
     again: tuple[float, float] = (0.0, 0.0)
-    again_beside_sums: tuple[float, float] = (0.0, 0.0)
+    remat_bytes_with_grad_sum: tuple[float, float] = (0.0, 0.0)
     again_gathered: tuple[float, float] = (0.0, 0.0)
     working_again: tuple[float, float] = (0.0, 0.0)
 
@@ -182,7 +182,7 @@ def transformer(
             gathered=(15 * size, 7 * size),
             working=(11 * size, 2 * size),
             again=(7.4 * size, 3.2 * size),
-            again_beside_sums=(18.4 * size, 8 * size),
+            remat_bytes_with_grad_sum=(18.4 * size, 8 * size),
             again_gathered=(3 * size, 1.4 * size),
             working_again=(22 * size, 10 * size),
         ),

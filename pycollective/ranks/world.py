@@ -69,12 +69,14 @@ def _begin(mpi: MPI.Intracomm, name: str) -> Communicator:
     return world
 
 
-def begin_anew(mpi: MPI.Intracomm, losses: int) -> Communicator:
-    """Makes the world of the ranks that are left; all other communicators are unusable then. All of them must call it.
+def rebuild_world_after_failure(mpi: MPI.Intracomm, losses: int) -> Communicator:
+    """Makes the world of the remaining ranks. All older communicators are unusable from then on.
+
+    All remaining ranks must make this call.
 
     Args:
-        mpi: the ranks that are left.
-        losses: the number of such calls so far, this one with them; the same on all ranks.
+        mpi: the remaining ranks.
+        losses: the number of such calls so far, including this one; the same on all ranks.
     """
     old = _State.world
     assert old is not None

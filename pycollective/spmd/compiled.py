@@ -117,7 +117,7 @@ class CompiledFunction(Generic[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         # Every call pays for each look-up here; a call with 4 B takes 8 us in all.
         if not (self._agreed and at_top_level()):
-            return self._call_slowly(args, kwargs)
+            return self._call_first_or_nested(args, kwargs)
         if self._program.devices is not dispatch.ONLY_DEVICE:
             return self._dispatch(args, kwargs)
         # This is `_dispatch` for a rank with one device: there is nothing to move and nothing to look up.
@@ -125,7 +125,7 @@ class CompiledFunction(Generic[P, R]):
         outs = self._top_level(*args, **kwargs)
         return limit_programs_in_flight(outs) if must_limit or type(outs) is WithCompletion else outs
 
-    def _call_slowly(self, args: Any, kwargs: Any) -> Any:
+    def _call_first_or_nested(self, args: Any, kwargs: Any) -> Any:
         """Makes a call inside a trace, or the first call."""
         if not at_top_level():
             return self._call_nested(args, kwargs)

@@ -126,7 +126,7 @@ def test_what_run_refuses() -> None:
         pc.elastic.run(lambda state, world: None, pc.elastic.State(), min_ranks=WORLD.size + 1)
 
 
-def test_functions_begin_anew() -> None:
+def test_functions_are_traced_again() -> None:
     """A rank may have been in a function's first call when another one was past it."""
     traces = []
 

@@ -343,7 +343,7 @@ def test_what_a_compiled_program_has_in_memory() -> None:
         pipeline=(3, 4),
         working=(5, 6),
         again=(7, 8),
-        again_beside_sums=(9, 10),
+        remat_bytes_with_grad_sum=(9, 10),
         working_again=(11, 12),
         gathered=(13, 14),
         again_gathered=(15, 16),

@@ -1,7 +1,7 @@
-"""Training whose communication travels while a step computes: what is sent does not depend on that step.
+"""Data parallelism whose averages overlap with the computation of a step: delayed gradients, and gossip.
 
-Plain data parallelism averages the gradients of a step before it ends, so a step takes as long as computing them and
-most of the time that they travel. Here the operand of each collective is there before the step begins.
+Plain data parallelism averages the gradients of a step at its end, so a step takes the time of the computation and most
+of the time of the communication. Here the operand of each collective is known before the step begins.
 
 Delayed:      x <- x + inner(mean over r of g_r(previous x))     the gradients of the step before
 Gossip:       x_r <- (x_r + x_s) / 2 + inner(g_r(x_r))           s = r - 2^k modulo N, k = 0, 1, ... in turn
@@ -26,7 +26,7 @@ from jax import lax
 
 from pycollective.parallel.axes import AxisName, axis_size, has_types
 from pycollective.parallel.buckets import in_buckets
-from pycollective.parallel.own import as_own, check_own, check_params
+from pycollective.parallel.per_device import as_varying, check_not_summed, check_params_given
 
 Array = Any
 Tree = Any
@@ -36,8 +36,8 @@ class DelayedState(NamedTuple):
     """The state of :func:`delayed` on one device.
 
     Attributes:
-        begun: whether a step was made.
-        pending: the gradients of the last step, each device's own.
+        begun: whether at least one step was made.
+        pending: this device's gradients of the last step.
         inner: the state of the inner optimizer, the same on all devices.
     """
 
@@ -47,7 +47,7 @@ class DelayedState(NamedTuple):
 
 
 def delayed(inner: optax.GradientTransformation, axis_name: AxisName) -> optax.GradientTransformationExtraArgs:
-    """Steps by the mean of the gradients of the step before, which travel while this step's are computed.
+    """Steps by the mean of the gradients of the step before, which is communicated while this step computes its own.
 
     The first step changes neither the parameters nor the state of ``inner``; the last gradients are never applied.
     ``init`` and ``update`` are called where the axis is bound.
@@ -81,13 +81,13 @@ def delayed(inner: optax.GradientTransformation, axis_name: AxisName) -> optax.G
 
     def init(params: Tree) -> DelayedState:
         axis_size(where, axis_name)
-        pending = as_own(jax.tree.map(jnp.zeros_like, params), axis_name)
+        pending = as_varying(jax.tree.map(jnp.zeros_like, params), axis_name)
         return DelayedState(jnp.zeros((), bool), pending, inner.init(params))
 
     def update(
         grads: Tree, state: DelayedState, params: Tree | None = None, **extra_args: Any
     ) -> tuple[Tree, DelayedState]:
-        check_own(where, grads, axis_name)
+        check_not_summed(where, grads, axis_name)
         mean = lax.pmean(state.pending, axis_name)
         if not has_types(axis_name):  # else the mean would vary along the axis
             mean = _after(mean, grads)
@@ -113,12 +113,12 @@ class GossipState(NamedTuple):
 
 
 def gossip(inner: optax.GradientTransformation, axis_name: AxisName) -> optax.GradientTransformationExtraArgs:
-    """Averages the parameters with those of one partner in each step, which travel while the step computes.
+    """Averages the parameters with those of one partner in each step, while the step computes.
 
-    A device receives the parameters of the one at distance 1, 2, 4, ... before it, in turn. What is averaged are the
-    parameters with which the step begins, so they depend on no gradient of the step. Each average keeps the mean over
-    all devices. Without gradients N devices, a power of two, all have the mean after log2 N steps; other N come nearer
-    to it by a factor in each round. ``init`` and ``update`` are called where the axis is bound.
+    In turn a device receives the parameters of the device at distance 1, 2, 4, ... before it. The parameters at the
+    begin of the step are averaged, so the messages depend on no gradient of the step. Each average keeps the mean over
+    all devices. Without gradients, N devices all have the mean after log2 N steps if N is a power of two; for other N
+    each round reduces the distance to the mean by a factor. ``init`` and ``update`` are called where the axis is bound.
 
     Args:
         inner: an optimizer. It sees the gradients and parameters of this device alone.
@@ -132,8 +132,8 @@ def gossip(inner: optax.GradientTransformation, axis_name: AxisName) -> optax.Gr
         ValueError: ``update`` has no parameters; the gradients are summed already, by JAX's types.
         NameError: the axis is not bound.
 
-    Source: arXiv:1705.09056, algorithm 1, with the exponential graph of arXiv:1811.10792. There a device may send to
-    a partner that is behind; here all ranks make the same calls, and a device waits for its partner.
+    Source: arXiv:1705.09056, algorithm 1, with the exponential graph of arXiv:1811.10792. In the papers the partner
+    may be some steps behind; here all ranks make the same calls, and a device waits for its partner.
 
     Example:
         >>> import jax, optax
@@ -153,28 +153,28 @@ def gossip(inner: optax.GradientTransformation, axis_name: AxisName) -> optax.Gr
 
     def init(params: Tree) -> GossipState:
         axis_size(where, axis_name)
-        return as_own(GossipState(jnp.int32(0), inner.init(params)), axis_name)
+        return as_varying(GossipState(jnp.int32(0), inner.init(params)), axis_name)
 
     def update(
         grads: Tree, state: GossipState, params: Tree | None = None, **extra_args: Any
     ) -> tuple[Tree, GossipState]:
-        check_own(where, grads, axis_name)
-        check_params(where, params)
+        check_not_summed(where, grads, axis_name)
+        check_params_given(where, params)
         devices = axis_size(where, axis_name)
         rounds = max(1, (devices - 1).bit_length())
-        leaves, structure = jax.tree.flatten(as_own(params, axis_name))
+        leaves, structure = jax.tree.flatten(as_varying(params, axis_name))
         # All devices have the same round, so all of them make the same call.
         received = lax.switch(state.round, [_from(2**k, devices, axis_name) for k in range(rounds)], leaves)
         others = structure.unflatten(_after(received, grads))
         updates, inner_state = inner.update(grads, state.inner, params, **extra_args)
         updates = jax.tree.map(lambda u, own, other: u + ((other - own) / 2).astype(u.dtype), updates, params, others)
-        return as_own((updates, GossipState((state.round + 1) % rounds, inner_state)), axis_name)
+        return as_varying((updates, GossipState((state.round + 1) % rounds, inner_state)), axis_name)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _from(distance: int, devices: int, axis_name: AxisName) -> Callable[[list[Array]], list[Array]]:
-    """Returns what receives the arrays of the device at this distance before each."""
+    """Returns a function by which each device receives the arrays of the device at this distance before it."""
     perm = [(r, (r + distance) % devices) for r in range(devices)]
 
     def receive(arrays: list[Array]) -> list[Array]:
@@ -185,11 +185,12 @@ def _from(distance: int, devices: int, axis_name: AxisName) -> Callable[[list[Ar
 
 
 def _after(arrays: Tree, others: Tree) -> Tree:
-    """Returns ``arrays``, which no reader of them has before all of ``others`` are there.
+    """Returns ``arrays`` with a dependency on ``others``: XLA computes all of ``others`` before it reads the result.
 
-    Else XLA would place what reads a received array early in the program, and give its memory to the gradients, which
-    would have to wait for it. On CPU devices it removes ``optimization_barrier`` before it orders a program. So the
-    arrays depend on something that XLA cannot foresee: no number is larger than infinity.
+    Without it XLA would place the readers of a received array early in the program and reuse the array's memory for
+    the gradients, which would then wait for the message. On CPU devices XLA removes ``optimization_barrier`` before it
+    schedules a program. So the arrays depend on a comparison that is always false, which XLA cannot know: that a number
+    is larger than infinity.
     """
     first = [jnp.any(jnp.abs(jnp.ravel(x)[:1]) > jnp.inf) for x in jax.tree.leaves(others)]
     never = functools.reduce(jnp.logical_or, first, jnp.zeros((), bool))

@@ -1,7 +1,7 @@
-"""Training that communicates less often: each device makes steps by itself, and from time to time all meet.
+"""Data parallelism with periodic averages: local SGD and DiLoCo.
 
 Plain data parallelism averages gradients in each step. Here device r steps from its own parameters x_r by its own
-gradients g_r, and all N devices communicate every H-th step only.
+gradients g_r, and the N devices communicate in every H-th step only.
 
 Local SGD:    x_r <- x_r + inner(g_r)              in each step
               x_r <- mean over s of x_s            after each H-th step
@@ -27,7 +27,7 @@ from jax import lax
 from pycollective.errors import integer, message
 from pycollective.parallel.axes import AxisName, axis_size
 from pycollective.parallel.buckets import gather_whole
-from pycollective.parallel.own import as_own, check_own, check_params
+from pycollective.parallel.per_device import as_varying, check_not_summed, check_params_given
 from pycollective.parallel.wire import floating, mean_slices
 
 Array = Any
@@ -95,27 +95,27 @@ def local_sgd(
 
     def init(params: Tree) -> LocalState:
         axis_size(where, axis_name)
-        return as_own(LocalState(jnp.int32(0), inner.init(params)), axis_name)
+        return as_varying(LocalState(jnp.int32(0), inner.init(params)), axis_name)
 
     def update(
         grads: Tree, state: LocalState, params: Tree | None = None, **extra_args: Any
     ) -> tuple[Tree, LocalState]:
-        check_own(where, grads, axis_name)
-        check_params(where, params)
+        check_not_summed(where, grads, axis_name)
+        check_params_given(where, params)
         updates, inner_state = inner.update(grads, state.inner, params, **extra_args)
         phase = (state.phase + 1) % every
 
-        def meet(updates: Tree, params: Tree) -> Tree:
+        def average(updates: Tree, params: Tree) -> Tree:
             return _towards(lax.pmean(optax.apply_updates(params, updates), axis_name), params, updates)
 
-        # All devices have the same phase, so all of them meet or none does.
+        # All devices have the same phase, so either all of them average or none.
         updates = lax.cond(
             phase == 0,
-            lambda *args: as_own(meet(*args), axis_name),
-            lambda updates, _: as_own(updates, axis_name),
+            lambda *args: as_varying(average(*args), axis_name),
+            lambda updates, _: as_varying(updates, axis_name),
             *(updates, params),
         )
-        return updates, as_own(LocalState(phase, inner_state), axis_name)
+        return updates, as_varying(LocalState(phase, inner_state), axis_name)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -126,7 +126,7 @@ class DiLoCoState(NamedTuple):
     Attributes:
         phase: the steps since the first fragment was synchronised, from 0 to ``every`` - 1.
         inner: the state of the inner optimizer, each device's own.
-        anchor: the parameters at which the devices were together last; the same on all devices.
+        anchor: the parameters after the last outer step; the same on all devices.
         outer: the state of the outer optimizer for each fragment; the same on all devices.
     """
 
@@ -145,14 +145,14 @@ def diloco(
     fragments: int = 1,
     wire_dtype: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Lets each device step by itself, and lets an outer optimizer step on how far they came in ``every`` steps.
+    """Lets each device step by itself; after ``every`` steps an outer optimizer takes their mean change as a gradient.
 
     ``init`` and ``update`` are called where the axis is bound, and all devices begin with the same parameters. In the
     streaming form the leaves are divided into F ``fragments`` of about equal bytes. Each has its own outer step every H
-    steps, fragment f when the number of steps is ``f * H // F`` modulo H. So about P / F bytes travel at a time. Of
-    arXiv:2501.18512 this is the first of three parts. The second is not here: there a sum travels during some later
-    steps, and its result is mixed with the device's own parameters. Of the third, ``wire_dtype`` has floats, and the
-    paper has four bits.
+    steps, fragment f when the number of steps is ``f * H // F`` modulo H. So about P / F bytes are sent at a time. This
+    is the first of the three parts of arXiv:2501.18512. The second part, in which a sum overlaps with some later steps
+    and its result is mixed with the device's own parameters, is not implemented. For the third part, ``wire_dtype``
+    takes floats; the paper has four bits.
 
     Args:
         inner: the optimizer of each device. It sees the gradients of this device alone. The paper has AdamW.
@@ -207,9 +207,9 @@ def diloco(
         axis_size(where, axis_name)
         anchor = jax.tree.map(jnp.array, params)  # a copy: a program may donate both the parameters and the state
         outers = tuple(outer.init(_part(anchor, places)) for places in _places_of_fragments(where, params, count))
-        return as_own(DiLoCoState(jnp.int32(0), inner.init(params), anchor, outers), axis_name)
+        return as_varying(DiLoCoState(jnp.int32(0), inner.init(params), anchor, outers), axis_name)
 
-    def meet(updates: Tree, params: Tree, anchor: Tree, outer_state: Any) -> tuple[Tree, Tree, Any]:
+    def outer_step(updates: Tree, params: Tree, anchor: Tree, outer_state: Any) -> tuple[Tree, Tree, Any]:
         """Returns the updates that lead to the new anchor, that anchor, and the outer optimizer's state."""
         moved = optax.apply_updates(params, updates)
         outer_grads = _mean(jax.tree.map(jnp.subtract, anchor, moved), axis_name, wire)
@@ -220,18 +220,18 @@ def diloco(
     def update(
         grads: Tree, state: DiLoCoState, params: Tree | None = None, **extra_args: Any
     ) -> tuple[Tree, DiLoCoState]:
-        check_own(where, grads, axis_name)
-        check_params(where, params)
+        check_not_summed(where, grads, axis_name)
+        check_params_given(where, params)
         updates, inner_state = inner.update(grads, state.inner, params, **extra_args)
         phase = (state.phase + 1) % every
         new_updates, new_anchor = jax.tree.leaves(updates), jax.tree.leaves(state.anchor)
         outers = []
         for f, places in enumerate(_places_of_fragments(where, params, count)):
-            # All devices have the same phase, so all of them meet or none does.
+            # All devices have the same phase, so either all of them make the outer step or none.
             *parts, outer_state = lax.cond(
                 phase == f * every // count,
-                lambda *args: as_own(meet(*args), axis_name),
-                lambda updates, _, anchor, outer_state: as_own((updates, anchor, outer_state), axis_name),
+                lambda *args: as_varying(outer_step(*args), axis_name),
+                lambda updates, _, anchor, outer_state: as_varying((updates, anchor, outer_state), axis_name),
                 *(_part(tree, places) for tree in (updates, params, state.anchor)),
                 state.outer[f],
             )
@@ -241,7 +241,7 @@ def diloco(
                     leaves[i] = x
         structure = jax.tree.structure(params)
         new_state = DiLoCoState(phase, inner_state, structure.unflatten(new_anchor), tuple(outers))
-        return structure.unflatten(new_updates), as_own(new_state, axis_name)
+        return structure.unflatten(new_updates), as_varying(new_state, axis_name)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

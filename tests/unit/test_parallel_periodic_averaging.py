@@ -14,7 +14,7 @@ import optax
 import pytest
 from jax import lax
 
-from pycollective.parallel.local import diloco, local_sgd
+from pycollective.parallel.periodic_averaging import diloco, local_sgd
 from tests.cases import values
 
 pytestmark = pytest.mark.usefixtures("promotion_of_optax")

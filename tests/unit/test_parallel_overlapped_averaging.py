@@ -13,7 +13,7 @@ import optax
 import pytest
 from jax import lax
 
-from pycollective.parallel.late import delayed, gossip
+from pycollective.parallel.overlapped_averaging import delayed, gossip
 from tests.cases import values
 
 pytestmark = pytest.mark.usefixtures("promotion_of_optax")

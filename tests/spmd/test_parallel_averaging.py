@@ -15,8 +15,8 @@ import pytest
 from jax import lax
 
 import pycollective as pc
-from pycollective.parallel.late import delayed, gossip
-from pycollective.parallel.local import diloco, local_sgd
+from pycollective.parallel.overlapped_averaging import delayed, gossip
+from pycollective.parallel.periodic_averaging import diloco, local_sgd
 from pycollective.ranks.setup import devices_of_this_rank
 from tests.cases import values
 from tests.spmd.cases import assert_close, compare, own, stacked

@@ -1,4 +1,4 @@
-"""What strategies have in common whose devices step by their own gradients."""
+"""Checks and types of values that each device has of its own: gradients that are not summed, parameters that differ."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ Array = Any
 Tree = Any
 
 
-def check_own(where: str, grads: Tree, axis_name: AxisName) -> None:
-    """Raises ValueError if JAX has summed gradients over the axis, and so they do not vary along it.
+def check_not_summed(where: str, grads: Tree, axis_name: AxisName) -> None:
+    """Checks that JAX has not summed the gradients over the axis already. Summed gradients do not vary along it.
 
-    Raises NameError if the axis is not bound.
+    Raises:
+        ValueError: by JAX's types, a gradient does not vary along the axis.
+        NameError: the axis is not bound.
     """
     axis_size(where, axis_name)
     if not has_types(axis_name):
@@ -32,17 +34,17 @@ def check_own(where: str, grads: Tree, axis_name: AxisName) -> None:
             raise ValueError(error)
 
 
-def check_params(where: str, params: Tree | None) -> None:
-    """Raises ValueError if an ``update`` that needs the parameters has none."""
+def check_params_given(where: str, params: Tree | None) -> None:
+    """Raises ValueError if ``update`` was called without the parameters, which it needs."""
     if params is None:
         remedy = "Call update(grads, state, params)."
         raise ValueError(message(f"parallel.{where}", "the parameters as well", "gradients and state only", remedy))
 
 
-def as_own(tree: Tree, axis_name: AxisName) -> Tree:
-    """Returns the tree as what each device has of its own: where JAX has types, they say that it varies along the axis.
+def as_varying(tree: Tree, axis_name: AxisName) -> Tree:
+    """Returns the tree with the types of values that vary along the axis, where JAX has such types.
 
-    Both branches of a ``cond`` and all steps of a loop have the same types then.
+    Both branches of a ``cond``, and all steps of a loop, need the same types.
     """
     names = [name for name in names_of(axis_name) if has_types(name)]
     return jax.tree.map(lambda x: vary(x, names), tree)
