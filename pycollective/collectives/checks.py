@@ -138,7 +138,7 @@ def group(where: str, comm: Participants, groups: Groups, *, equal: bool) -> Par
         fail(
             ValueError, where, comm, "axis_index_groups of equal sizes", canonical, "The result's shape depends on it."
         )
-    return comm.groups(canonical)
+    return comm._groups(canonical)
 
 
 def one_block_per_rank(where: str, comm: Participants, x: Array, axis: int) -> Array:

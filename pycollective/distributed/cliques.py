@@ -114,7 +114,7 @@ class Cliques:
     def _teach(self, clique: Clique) -> None:
         """Lets XLA ask for the communicator of a clique."""
         members = tuple(device.process_index for device in clique)
-        number, fingerprint = self._world.key_of(members, None, 1)
+        number, fingerprint = self._world._key_of(members, None, 1)
         # The user may have set these for all threads.
         with jax.sharding.use_abstract_mesh(NO_MESH), jax.transfer_guard("allow"), jax.disable_jit(False):
             gather, x = _program_of(clique)

@@ -138,7 +138,7 @@ def run(train: Train[Any], state: State | None = None, *, min_ranks: int = 1, re
             with watching(world.mpi):
                 fine, result = _attempt(train, state, world)
             # A rank that has returned makes no call until the others have: that is what its end means, too.
-            with waiting(END if fine else _WHERE, world.identity):
+            with waiting(END if fine else _WHERE, world._identity):
                 all_fine = failures.agree(world.mpi, fine)
             if all_fine:
                 return result
@@ -194,7 +194,7 @@ def _go_on(state: State, world: Communicator, min_ranks: int) -> Communicator:
 
     They agree on whether that has succeeded on all, so that a rank that fails meanwhile is met by a new trial on all.
     """
-    mpi, before = world.mpi, world.mpi_ranks
+    mpi, before = world.mpi, world._world_ranks
     while True:
         mpi.Revoke()
         failures.revoke_all()

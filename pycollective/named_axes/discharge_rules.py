@@ -107,7 +107,7 @@ def _reduction(op: str, reduce: Callable[..., Array]) -> Rule:
 
     def over_groups(group: DeviceGroup, xs: Sequence[Array], groups: tuple[tuple[int, ...], ...]) -> list[Array]:
         if group.local == 1:
-            return reductions.allreduce_all(xs, comm=group.comm.groups(groups), op=op)
+            return reductions.allreduce_all(xs, comm=group._comm._groups(groups), op=op)
 
         def one(x: Array) -> Array:
             taken = _own_group(group, groups)[0].reshape(-1, *[1] * x.ndim)
@@ -154,7 +154,7 @@ def _all_gather(
     if axis_index_groups is None:
         blocks = _gathered(group, x)
     elif group.local == 1:
-        blocks = reductions.allgather(x, comm=group.comm.groups(axis_index_groups))
+        blocks = reductions.allgather(x, comm=group._comm._groups(axis_index_groups))
     else:
         blocks = _gathered(group, x)[_own_members(group, axis_index_groups)]
     return [join(blocks, all_gather_dimension) if tiled else jnp.moveaxis(blocks, 0, all_gather_dimension)]
@@ -168,7 +168,7 @@ def _reduce_scatter(
     if axis_index_groups is None:
         return [reductions.reduce_scatter(_to_mesh_axes(group, blocks), comm=group, op="sum")]
     if group.local == 1:
-        return [reductions.reduce_scatter(blocks, comm=group.comm.groups(axis_index_groups), op="sum")]
+        return [reductions.reduce_scatter(blocks, comm=group._comm._groups(axis_index_groups), op="sum")]
     (total,) = _psum(group, blocks, axis_index_groups=axis_index_groups)
     return [total[_own_place(group, axis_index_groups)]]
 
@@ -181,7 +181,7 @@ def _all_to_all(
     if axis_index_groups is None:
         received = _to_program_axes(group, exchanges.alltoall(_to_mesh_axes(group, blocks), comm=group))
     elif group.local == 1:
-        received = exchanges.alltoall(blocks, comm=group.comm.groups(axis_index_groups))
+        received = exchanges.alltoall(blocks, comm=group._comm._groups(axis_index_groups))
     else:
         members, place = _own_members(group, axis_index_groups), _own_place(group, axis_index_groups)
         received = _gathered(group, blocks)[members, place]

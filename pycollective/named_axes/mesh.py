@@ -140,8 +140,6 @@ class DeviceGroup:
 
     Attributes:
         mesh: the mesh.
-        comm: the ranks along the axes, in row-major order. A device works with the devices of the same place in the
-            mesh on these ranks.
         local: the number of local devices along the axes.
         size: the number of devices along the axes.
     """
@@ -156,10 +154,11 @@ class DeviceGroup:
         # A team is this rank's part of one group. Its members, the devices, meet in shared memory.
         self._teams = _lines_of_grid([axis.local for axis in mesh.axes], along).tolist()
         self.local = len(self._teams[0])
-        # In a program on one device of each rank that device may be any, so the communicator need not know it.
-        self.comm = mesh.comm.part(self._ranks, mesh.lane_ids if len(mesh.lane_ids) > 1 else None)
-        self.rank = self.comm.rank
-        self.size = self.comm.size * self.local
+        # The ranks along the axes, in row-major order. A device works with the devices of the same place in the mesh on
+        # these ranks. In a program on one device of each rank that device may be any, so the part need not know it.
+        self._comm = mesh.comm._part(self._ranks, mesh.lane_ids if len(mesh.lane_ids) > 1 else None)
+        self.rank = self._comm.rank
+        self.size = self._comm.size * self.local
         self._team_and_member = {i: (t, m) for t, team in enumerate(self._teams) for m, i in enumerate(team)}
 
     def __repr__(self) -> str:
@@ -172,24 +171,24 @@ class DeviceGroup:
         return hash((self.mesh, self._names))
 
     @property
-    def key(self) -> ProgramKey:
+    def _key(self) -> ProgramKey:
         """The key that stands for the group in compiled programs.
 
         Raises:
             ValueError: the communicator of the mesh was freed.
         """
-        self.mesh.comm.check_live("Mesh")
+        self.mesh.comm._check_live("Mesh")
         if self.local == 1:
-            return self.comm.key
+            return self._comm._key
         places = tuple(PlaceInTeam(lane, *self._team_and_member[i]) for i, lane in enumerate(self.mesh.lane_ids))
-        return self.mesh.comm.key_of(self._ranks, places, self.local)
+        return self.mesh.comm._key_of(self._ranks, places, self.local)
 
     @cached_property
-    def local_axes(self) -> tuple[tuple[str, int], ...]:
+    def _local_axes(self) -> tuple[tuple[str, int], ...]:
         """Names and sizes of the axes along which several devices of one rank lie; empty for one device."""
         return tuple((axis.local_name, axis.local) for axis in self._axes if axis.local > 1)
 
-    def lane_routes(self, perm: Perm) -> LaneRoutes:
+    def _lane_routes(self, perm: Perm) -> LaneRoutes:
         """Returns for each of this rank's devices where it sends to, and where it receives from.
 
         Args:
@@ -199,7 +198,7 @@ class DeviceGroup:
             Two tuples of ``rank * devices of a rank + place among them``; -1 for none.
         """
         if self.local == 1:
-            return self.comm.lane_routes(perm)
+            return self._comm._lane_routes(perm)
         to, back = dict(perm), {dest: source for source, dest in perm}
 
         def at(number: int | None, team: int) -> int:
@@ -209,20 +208,20 @@ class DeviceGroup:
             return int(rank * len(self.mesh.lane_ids) + self._teams[team][member])
 
         places = [self._team_and_member[i] for i in range(len(self.mesh.lane_ids))]
-        numbers = [(self.comm.rank * self.local + member, team) for team, member in places]
+        numbers = [(self._comm.rank * self.local + member, team) for team, member in places]
         return tuple(at(to.get(own), team) for own, team in numbers), tuple(
             at(back.get(own), team) for own, team in numbers
         )
 
-    def groups(self, groups: Sequence[Sequence[int]]) -> Participants:
+    def _groups(self, groups: Sequence[Sequence[int]]) -> Participants:
         """Returns the ranks of this rank's group. Only for groups with one device of each rank."""
         assert self.local == 1, "the devices of one rank may be in different groups"
-        return self.comm.groups(groups)
+        return self._comm._groups(groups)
 
-    def reversed(self) -> Participants:
+    def _reversed(self) -> Participants:
         """Returns the ranks in the opposite order. Only for groups with one device of each rank."""
         assert self.local == 1, "prefix reductions go over ranks"
-        return self.comm.reversed()
+        return self._comm._reversed()
 
     def index(self) -> Any:
         """Returns the calling device's index along the axes as the program orders them: an int if the rank decides it.

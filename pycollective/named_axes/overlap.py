@@ -82,7 +82,7 @@ def _start(params: dict[str, Any], *_: Structs) -> HandlerCall:
 def _done_lowering(ctx: Any, *ys: Any, comm: DeviceGroup) -> Any:
     if (outs := lowering.lower_on_all_copies(done_p, ctx, ys, {"comm": comm})) is not None:
         return outs
-    return lowering.apart(native.done_lowering(len(ys))(ctx, *lowering.apart(ys), comm=comm.key))
+    return lowering.apart(native.done_lowering(len(ys))(ctx, *lowering.apart(ys), comm=comm._key))
 
 
 lowering.lower(start_p, None, _start)
@@ -414,7 +414,7 @@ class _Kind(NamedTuple):
 
 def _has_two_halves(eqn: JaxprEqn) -> bool:
     """Returns whether an equation can be a start and an end: each device works for itself."""
-    return fusion.is_over_axes(eqn) and not eqn.params["comm"].local_axes
+    return fusion.is_over_axes(eqn) and not eqn.params["comm"]._local_axes
 
 
 def _is_async(eqn: JaxprEqn) -> bool:
@@ -422,7 +422,7 @@ def _is_async(eqn: JaxprEqn) -> bool:
 
     All ranks of the mesh get the same answer, wherever the ranks of their own groups are.
     """
-    return fusion.is_over_axes(eqn) and transport().overlaps(eqn.params["comm"].mesh.comm.key[0])
+    return fusion.is_over_axes(eqn) and transport().overlaps(eqn.params["comm"].mesh.comm._key[0])
 
 
 _ON_ACCELERATORS = _Kind(_has_two_halves, _overlap_segment)

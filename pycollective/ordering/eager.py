@@ -60,8 +60,8 @@ def apply(primitive: Primitive, *operands: Any, **params: Any) -> Any:
     """
     line = call_site.line_of_caller()
     comm = params.pop("comm")
-    program, region, lent = _of_participants[comm.key](
-        primitive, tuple(sorted(params.items())), comm.local_axes, call_site.site_of(line)
+    program, region, lent = _of_participants[comm._key](
+        primitive, tuple(sorted(params.items())), comm._local_axes, call_site.site_of(line)
     )
     devices = region.devices
     dispatch.wait_for_earlier_programs(dispatch.devices_for(operands, {}) if isinstance(devices, str) else devices)

@@ -43,7 +43,7 @@ def primitive(name: str, *, multiple_results: bool = False) -> Primitive:
 def attributes(*, comm: Participants, **params: Any) -> Attributes:
     """The attributes of a handler that takes the parameters of its primitive as they are: comm, op, root."""
     return {
-        "comm": comm.key,
+        "comm": comm._key,
         **{name: native.op_number(value) if name == "op" else value for name, value in params.items()},
     }
 
@@ -66,9 +66,9 @@ def lower(primitive: Primitive, attributes: Callable[..., Attributes] = attribut
         return transport().form(primitive.name, attributes(**params), in_place, operands, results)
 
     def for_accelerator(params: dict[str, Any], *_: Structs) -> lowering.Form:
-        axes = params["comm"].local_axes
+        axes = params["comm"]._local_axes
         if axes and steps is not None:
-            ranks = params.pop("comm").comm
+            ranks = params.pop("comm")._comm
             local = local_steps.LocalDevices(axes, ranks.size)
             return lowering.Decomposition(partial(steps, partial(primitive.bind, comm=ranks), local, **params), axes)
         return HandlerCall(device_lowering(params.pop("in_place", ())), attributes(**params))

@@ -19,8 +19,8 @@ scatter: Collective = Collective("scatter", transpose=lambda ct, **params: gathe
 
 
 def _ppermute_attributes(comm: Participants, perm: tuple[tuple[int, int], ...]) -> dict[str, Any]:
-    dest, source = comm.lane_routes(perm)
-    return {"comm": comm.key, "dest": dest, "source": source, "pattern": zlib.crc32(repr(sorted(perm)).encode())}
+    dest, source = comm._lane_routes(perm)
+    return {"comm": comm._key, "dest": dest, "source": source, "pattern": zlib.crc32(repr(sorted(perm)).encode())}
 
 
 ppermute: Collective = Collective(

@@ -75,7 +75,7 @@ def _sendrecv_attributes(
 ) -> dict[str, Any]:
     ranks = {"source": number_in_mpi(source), "dest": number_in_mpi(dest)}
     tags = {"send_tag": send_tag, "recv_tag": 0 if source is PROC_NULL else number_in_mpi(recv_tag)}
-    return {"comm": comm.key, **ranks, **tags, **_status_attributes(status)}
+    return {"comm": comm._key, **ranks, **tags, **_status_attributes(status)}
 
 
 sendrecv_p.def_effectful_abstract_eval(_sendrecv_abstract_eval)
@@ -182,11 +182,11 @@ def _recv_attributes(
     comm: Communicator, source: Rank, tag: Tag, status: StatusPlace | None, **_: Any
 ) -> dict[str, Any]:
     number = 0 if source is PROC_NULL else number_in_mpi(tag)
-    return {"comm": comm.key, "source": number_in_mpi(source), "tag": number, **_status_attributes(status)}
+    return {"comm": comm._key, "source": number_in_mpi(source), "tag": number, **_status_attributes(status)}
 
 
 def _send_attributes(comm: Communicator, dest: int, tag: int) -> dict[str, Any]:
-    return {"comm": comm.key, "dest": dest, "tag": tag}
+    return {"comm": comm._key, "dest": dest, "tag": tag}
 
 
 def _send_jvp_rule(primals: Sequence[Array], tangents: Sequence[Any], **params: Any) -> Any:

@@ -132,11 +132,11 @@ allgather: Collective = Collective(
 
 # y_r = sum_{s <= r} x_s  =>  ct_s = sum_{r >= s} ct_r, which is a scan with the ranks in opposite order.
 scan: Collective = Collective(
-    "scan", transpose=lambda ct, *, comm, **params: scan(ct, comm=comm.reversed(), **params), in_place=True
+    "scan", transpose=lambda ct, *, comm, **params: scan(ct, comm=comm._reversed(), **params), in_place=True
 )
 """``y_r = op_{s <= r} x_s``."""
 
 exscan: Collective = Collective(
-    "exscan", transpose=lambda ct, *, comm, **params: exscan(ct, comm=comm.reversed(), **params), in_place=True
+    "exscan", transpose=lambda ct, *, comm, **params: exscan(ct, comm=comm._reversed(), **params), in_place=True
 )
 """``y_r = op_{s < r} x_s``; zeros on rank 0."""

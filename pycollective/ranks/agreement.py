@@ -83,7 +83,7 @@ def report_errors(comm: Communicator, where: str, fun: Callable[..., Any], trace
     Raises:
         ValueError: ``comm`` was freed.
     """
-    comm.check_live(where)
+    comm._check_live(where)
     try:
         return trace()
     except Exception as error:
@@ -196,9 +196,9 @@ def gather_from_all(comm: Communicator, where: str, name: str, own: Any) -> list
     Raises:
         RuntimeError: another rank does not make this call within the timeout of ``init``.
     """
-    comm.check_live(where)
-    with waiting("the first call of a function", comm.identity):
-        return comm.out_of_band.allgather(own, waiter(comm, where, f"call {name}"))
+    comm._check_live(where)
+    with waiting("the first call of a function", comm._identity):
+        return comm._out_of_band.allgather(own, waiter(comm, where, f"call {name}"))
 
 
 def waiter(comm: Communicator, where: str, what: str) -> Callable[[Callable[[], bool]], None]:

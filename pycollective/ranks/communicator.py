@@ -31,25 +31,6 @@ from pycollective.transport.mpi import MPI, host_of, receive_what_is_left, remem
 from pycollective.transport.native import Part, Whole
 from pycollective.transport.watch import waiting
 
-_FOR_OTHER_MODULES = frozenset(
-    [
-        "check_live",
-        "comm",
-        "groups",
-        "identity",
-        "is_freed",
-        "key",
-        "mpi_ranks",
-        "key_of",
-        "lane_routes",
-        "local_axes",
-        "out_of_band",
-        "part",
-        "reversed",
-    ]
-)
-"""Public names of a communicator that are not for users. ``dir()``, and so completion, does not show them."""
-
 
 @jax_internals.keep_weakly
 class Communicator:
@@ -88,17 +69,17 @@ class Communicator:
         "__weakref__",
         "_identity",
         "_kept",
-        "_key",
         "_keys",
         "_name",
+        "_out_of_band",
         "_parts",
+        "_program_key",
         "_world_ranks",
         "host_count",
         "host_index",
         "local_rank",
         "local_size",
         "mpi",
-        "out_of_band",
         "rank",
         "size",
     )
@@ -110,11 +91,11 @@ class Communicator:
     local_size: int
     host_index: int
     host_count: int
-    out_of_band: OutOfBand  # messages between its ranks that are not part of programs
+    _out_of_band: OutOfBand  # messages between its ranks that are not part of programs
     _name: str
     _world_ranks: tuple[int, ...]  # the place of each of its ranks in MPI_COMM_WORLD
     _identity: int  # the same on all its ranks, and no other communicator has it
-    _key: ProgramKey
+    _program_key: ProgramKey
     _parts: dict[Any, SubCommunicator]
     _keys: dict[Any, ProgramKey]  # the keys of its parts and of groups of devices
     _kept: Kept  # what was made for mpi; another object may stand for it when this one is gone
@@ -165,10 +146,10 @@ class Communicator:
             "local_size": len(local),
             "host_index": leaders.index(hosts[mpi.rank]),
             "host_count": len(leaders),
-            "out_of_band": OutOfBand(rest, free_tag),
+            "_out_of_band": OutOfBand(rest, free_tag),
             "_world_ranks": world_ranks,
             "_identity": identity,
-            "_key": (number, own_fingerprint),
+            "_program_key": (number, own_fingerprint),
             "_name": name,
             "_keys": {},
         }
@@ -205,10 +186,6 @@ class Communicator:
             message("Communicator", "an object that other processes can use", repr(self), "Make one on each rank.")
         )
 
-    def __dir__(self) -> list[str]:
-        shown = [name for name in super().__dir__() if not name.startswith("_") or name.startswith("__")]
-        return [name for name in shown if name not in _FOR_OTHER_MODULES]
-
     def __repr__(self) -> str:
         return f"Communicator({self._name}, rank {self.rank} of {self.size}{self._kept.end and f', {self._kept.end}'})"
 
@@ -218,41 +195,31 @@ class Communicator:
         return self._name
 
     @property
-    def identity(self) -> int:
-        """A number that all its ranks have for it, and for no other communicator."""
-        return self._identity
-
-    @property
-    def mpi_ranks(self) -> tuple[int, ...]:
-        """The place of each of its ranks in MPI_COMM_WORLD."""
-        return self._world_ranks
-
-    @property
-    def is_freed(self) -> bool:
+    def _is_freed(self) -> bool:
         """Whether it is of no use any more: it was freed, has lost a rank, or the program has ended MPI."""
         return self._kept.end != ""
 
     @property
-    def key(self) -> ProgramKey:
+    def _key(self) -> ProgramKey:
         """The name of the communicator in compiled programs.
 
         Raises:
             ValueError: the communicator was freed.
         """
-        self.check_live("Communicator")
-        return self._key
+        self._check_live("Communicator")
+        return self._program_key
 
     @property
-    def local_axes(self) -> tuple[tuple[str, int], ...]:
+    def _local_axes(self) -> tuple[tuple[str, int], ...]:
         """Empty: each local device takes part on its own lane, and none together with another."""
         return ()
 
     @property
-    def comm(self) -> Communicator:
+    def _comm(self) -> Communicator:
         """The communicator itself; a ``mesh.DeviceGroup`` has its ranks under the same name."""
         return self
 
-    def check_live(self, where: str) -> None:
+    def _check_live(self, where: str) -> None:
         """Raises ValueError in the name of the operation ``where`` if the communicator is of no use any more."""
         if self._kept.end:
             what, remedy = _ENDS[self._kept.end]
@@ -278,7 +245,7 @@ class Communicator:
             >>> even_or_odd.size <= pc.world().size
             True
         """
-        self.check_live("Communicator.split")
+        self._check_live("Communicator.split")
         return self._split(MPI.UNDEFINED if color is None else color, key, f"{self._name}/{color}")
 
     def split_by_host(self) -> Communicator:
@@ -289,7 +256,7 @@ class Communicator:
             >>> pc.world().split_by_host().size == pc.world().local_size
             True
         """
-        self.check_live("Communicator.split_by_host")
+        self._check_live("Communicator.split_by_host")
         made = self._split(self.host_index, self.rank, f"{self._name}/host{self.host_index}")
         assert made is not None
         return made
@@ -305,15 +272,15 @@ class Communicator:
             self._kept.add_split(number, made._kept)
             return made
 
-    def groups(self, groups: Sequence[Sequence[int]]) -> Participants:
+    def _groups(self, groups: Sequence[Sequence[int]]) -> Participants:
         """This rank's group, with ranks in the order of the group; each rank is in exactly one group."""
-        return self.part(group_of(self.rank, groups))
+        return self._part(group_of(self.rank, groups))
 
-    def reversed(self) -> Participants:
+    def _reversed(self) -> Participants:
         """The same ranks in the opposite order."""
-        return self.part(tuple(range(self.size))[::-1])
+        return self._part(tuple(range(self.size))[::-1])
 
-    def part(self, members: tuple[int, ...], lane_ids: tuple[int, ...] | None = None) -> Participants:
+    def _part(self, members: tuple[int, ...], lane_ids: tuple[int, ...] | None = None) -> Participants:
         """A part of the ranks, this one among them. Making it sends no message; each call returns the same object.
 
         Args:
@@ -332,7 +299,7 @@ class Communicator:
             self._parts[members, lane_ids] = SubCommunicator(self, members, lane_ids, places, lanes)
         return self._parts[members, lane_ids]
 
-    def key_of(self, members: tuple[int, ...], places: tuple[PlaceInTeam, ...] | None, team_size: int) -> ProgramKey:
+    def _key_of(self, members: tuple[int, ...], places: tuple[PlaceInTeam, ...] | None, team_size: int) -> ProgramKey:
         """The name of a part, or of a group of devices, in compiled programs; each call returns the same.
 
         Args:
@@ -350,12 +317,12 @@ class Communicator:
             shown = [*map(str, members[:4]), *(["..."] if len(members) > 4 else [])]
             name = self._name if all_in_order else f"{self._name}[{', '.join(shown)}]"
             given = () if all_in_order else members
-            part = Part(name, own_fingerprint, self._key[0], given, rank, len(members), places, team_size)
+            part = Part(name, own_fingerprint, self._program_key[0], given, rank, len(members), places, team_size)
             number = transport().open_part(part)
             self._keys[members, places, team_size] = (number, own_fingerprint)
         return self._keys[members, places, team_size]
 
-    def lane_routes(self, perm: Perm) -> LaneRoutes:
+    def _lane_routes(self, perm: Perm) -> LaneRoutes:
         """The destination and the source of each lane of this rank in a permutation of the ranks."""
         return lane_routes(self.rank, len(setup.devices_of_this_rank()), perm)
 

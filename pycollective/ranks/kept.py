@@ -57,7 +57,7 @@ class Kept:
 
     @property
     def identity(self) -> int:
-        """See ``Communicator.identity``."""
+        """The number that all its ranks have for it, and for no other communicator."""
         return int(self.facts["_identity"])
 
     def split(self) -> int:
@@ -86,7 +86,7 @@ class Kept:
         """
         with waiting("free", self.identity):
             self._give_back_splits(self.calls)
-            transport().free(self.facts["_key"][0])
+            transport().free(self.facts["_program_key"][0])
             self.end = "freed"
             eager.forget(self._keys())
             in_use.pop(self.identity)
@@ -126,11 +126,11 @@ class Kept:
         if any(split is not None and split._is_used() for split in self._splits.values()):
             return True
         eager.forget(self._keys())  # only a line that has an object runs them
-        return native.is_held(self.facts["_key"][0])
+        return native.is_held(self.facts["_program_key"][0])
 
     def _keys(self) -> Iterator[tuple[int, int]]:
         """The names of it, its parts and groups in programs."""
-        yield self.facts["_key"]
+        yield self.facts["_program_key"]
         yield from self.facts["_keys"].values()
 
     @property

@@ -24,10 +24,13 @@ LaneRoutes = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class Participants(Protocol):
-    """The participants of a collective: ranks of a communicator, or devices of a ``mesh.DeviceGroup``. Hashable."""
+    """The participants of a collective: ranks of a communicator, or devices of a ``mesh.DeviceGroup``. Hashable.
+
+    A user has communicators too, so what is for the modules of this package alone begins with an underscore.
+    """
 
     @property
-    def key(self) -> ProgramKey:
+    def _key(self) -> ProgramKey:
         """The name of the participants in compiled programs."""
 
     @property
@@ -39,33 +42,33 @@ class Participants(Protocol):
         """The number of participants."""
 
     @property
-    def local_axes(self) -> tuple[tuple[str, int], ...]:
+    def _local_axes(self) -> tuple[tuple[str, int], ...]:
         """Names and sizes of the axes along which several devices of one rank take part together; empty for one."""
 
     @property
-    def comm(self) -> Participants:
+    def _comm(self) -> Participants:
         """The ranks, as participants that each device calls on its own."""
 
-    def lane_routes(self, perm: Perm) -> LaneRoutes:
+    def _lane_routes(self, perm: Perm) -> LaneRoutes:
         """The destination and the source of each lane of this rank in a permutation."""
 
-    def groups(self, groups: Sequence[Sequence[int]]) -> Participants:
+    def _groups(self, groups: Sequence[Sequence[int]]) -> Participants:
         """The participants of this rank's group; each rank is in exactly one group."""
 
-    def reversed(self) -> Participants:
+    def _reversed(self) -> Participants:
         """The same participants in the opposite order."""
 
 
 class ParentCommunicator(Participants, Protocol):
     """A communicator, as its parts see it."""
 
-    def check_live(self, where: str) -> None:
+    def _check_live(self, where: str) -> None:
         """Raises ValueError in the name of the operation ``where`` if the communicator was freed."""
 
-    def part(self, members: tuple[int, ...], lane_ids: tuple[int, ...] | None = None) -> Participants:
+    def _part(self, members: tuple[int, ...], lane_ids: tuple[int, ...] | None = None) -> Participants:
         """See ``Communicator``."""
 
-    def key_of(self, members: tuple[int, ...], places: tuple[PlaceInTeam, ...] | None, team_size: int) -> ProgramKey:
+    def _key_of(self, members: tuple[int, ...], places: tuple[PlaceInTeam, ...] | None, team_size: int) -> ProgramKey:
         """See ``Communicator``."""
 
 
@@ -157,33 +160,33 @@ class SubCommunicator:
         return f"SubCommunicator({self._members} of {self._parent!r})"
 
     @property
-    def key(self) -> ProgramKey:
+    def _key(self) -> ProgramKey:
         """The name of the part in compiled programs.
 
         Raises:
             ValueError: the communicator was freed.
         """
-        self._parent.check_live("Communicator")
-        return self._parent.key_of(self._members, self._places, 1)
+        self._parent._check_live("Communicator")
+        return self._parent._key_of(self._members, self._places, 1)
 
     @property
-    def local_axes(self) -> tuple[tuple[str, int], ...]:
+    def _local_axes(self) -> tuple[tuple[str, int], ...]:
         """Empty: each device takes part on its own, as in a communicator."""
         return ()
 
     @property
-    def comm(self) -> SubCommunicator:
+    def _comm(self) -> SubCommunicator:
         """The part itself."""
         return self
 
-    def lane_routes(self, perm: Perm) -> LaneRoutes:
+    def _lane_routes(self, perm: Perm) -> LaneRoutes:
         """The destination and the source of each lane of this rank in a permutation of the part's ranks."""
         return lane_routes(self.rank, self._lanes, perm)
 
-    def groups(self, groups: Sequence[Sequence[int]]) -> Participants:
+    def _groups(self, groups: Sequence[Sequence[int]]) -> Participants:
         """This rank's group, for groups of ranks of this part."""
-        return self._parent.part(tuple(self._members[rank] for rank in group_of(self.rank, groups)), self._lane_ids)
+        return self._parent._part(tuple(self._members[rank] for rank in group_of(self.rank, groups)), self._lane_ids)
 
-    def reversed(self) -> Participants:
+    def _reversed(self) -> Participants:
         """The same ranks in the opposite order."""
-        return self._parent.part(self._members[::-1], self._lane_ids)
+        return self._parent._part(self._members[::-1], self._lane_ids)

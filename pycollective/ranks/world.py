@@ -91,7 +91,7 @@ def rebuild_world_after_failure(mpi: MPI.Intracomm, losses: int) -> Communicator
 
 def world_if_known() -> Communicator | None:
     """The communicator of :func:`init`; None if it was not called, or if the communicator was freed."""
-    return None if _State.world is None or _State.world.is_freed else _State.world
+    return None if _State.world is None or _State.world._is_freed else _State.world
 
 
 def world() -> Communicator:
@@ -117,7 +117,7 @@ def given_or_world(where: str, given: Any) -> Communicator:
         if isinstance(comm, (str, tuple, list)):
             remedy = "This operation has no form over axis names. " + remedy
         fail(TypeError, where, None, "a Communicator", repr(given), remedy)
-    comm.check_live(where)
+    comm._check_live(where)
     return comm
 
 

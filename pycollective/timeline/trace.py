@@ -116,7 +116,7 @@ def trace(
     span = session.began, clocks.now_ns()
     records, dropped = watch.stop_trace()
     _State.is_on = False
-    with watch.waiting(_WHERE, session.comm.identity):
+    with watch.waiting(_WHERE, session.comm._identity):
         _end(session, records, dropped, span, Path(file))
 
 
@@ -142,7 +142,7 @@ def _begin(file: Path, comm: Communicator | None, most_calls: int) -> _Session:
                 "Make the folder, or leave the other trace.",
             )
             fail(RuntimeError, _WHERE, comm, expected, f"{other[1]}, on rank {rank}", remedy)
-    with watch.waiting(_WHERE, comm.identity):
+    with watch.waiting(_WHERE, comm._identity):
         mpi = comm.mpi.Dup()
         wait = waiter(comm, _WHERE, "compare clocks")
         reading = clocks.compare(mpi, wait)

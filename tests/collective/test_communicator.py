@@ -31,7 +31,7 @@ def test_world(world: pc.Communicator) -> None:
 
 
 def test_completion_shows_what_is_public(world: pc.Communicator) -> None:
-    shown = [name for name in dir(world) if not name.startswith("__")]
+    shown = [name for name in dir(world) if not name.startswith("_")]
     places = ["rank", "size", "local_rank", "local_size", "host_index", "host_count"]
     assert sorted(shown) == sorted([*places, "mpi", "name", "split", "split_by_host", "free"])
 
@@ -88,7 +88,7 @@ def test_the_users_own_communicator_is_freed(world: pc.Communicator) -> None:
     comm = pc.Communicator(theirs)
     assert pc.psum(1, comm) == world.size
     theirs.Free()
-    assert comm.is_freed
+    assert comm._is_freed
     with pytest.raises(ValueError, match=rf"expected a live communicator, got unnamed, which was freed.*{world.size}"):
         pc.psum(1, comm)
 
@@ -126,9 +126,9 @@ def test_user_traffic_does_not_mix(world: pc.Communicator) -> None:
 
 def test_groups_are_made_once(world: pc.Communicator) -> None:
     groups = (tuple(range(world.size)),)
-    assert world.groups(groups) is world.groups(groups)
-    assert world.reversed() is world.reversed()
-    assert world.reversed().rank == world.size - 1 - world.rank
+    assert world._groups(groups) is world._groups(groups)
+    assert world._reversed() is world._reversed()
+    assert world._reversed().rank == world.size - 1 - world.rank
 
 
 def test_many_communicators(world: pc.Communicator) -> None:
@@ -246,9 +246,9 @@ def test_a_split_that_is_used_stays(what: str, world: pc.Communicator) -> None:
     del made, part, inner, f
     in_use(world)
     if own is not None and what in ("object", "inner"):
-        assert not own.is_freed
+        assert not own._is_freed
     elif what == "mpi":
-        kept_by_other = [k for k in kept.in_use.values() if k.facts["_key"] == key]
+        kept_by_other = [k for k in kept.in_use.values() if k.facts["_program_key"] == key]
         assert len(kept_by_other) == 1
         again = pc.Communicator(kept_by_other[0].mpi if own is None else own)
         assert pc.psum(1, again) == world.size

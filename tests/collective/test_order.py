@@ -206,6 +206,6 @@ def test_eager_calls_of_one_line_do_not_recompile(world: pc.Communicator) -> Non
     comm = world.split(0)
     for _ in range(5):
         pc.psum(x, comm)
-    (programs,) = [programs for who, programs in eager._of_participants.items() if who == comm.key]
+    (programs,) = [programs for who, programs in eager._of_participants.items() if who == comm._key]
     assert programs.cache_info()[:2] == (4, 1)  # hits and misses
     comm.free()

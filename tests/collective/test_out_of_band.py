@@ -23,7 +23,7 @@ def test_all_ranks_in_their_order(world: pc.Communicator) -> None:
     for part in (world.split(color=0, key=-world.rank), world.split(color=world.rank // 3)):
         assert part is not None
         for size in (1, 100_000):  # the larger one is sent only when the other rank receives
-            assert part.out_of_band.allgather([part.rank] * size, poll) == [[rank] * size for rank in range(part.size)]
+            assert part._out_of_band.allgather([part.rank] * size, poll) == [[rank] * size for rank in range(part.size)]
         part.free()
 
 
@@ -33,9 +33,9 @@ def test_a_call_that_is_made_again(world: pc.Communicator) -> None:
     if world.size > 1 and world.rank % 2:
         for _ in range(2):
             with pytest.raises(TimeoutError):
-                part.out_of_band.allgather(("first", part.rank), give_up)
+                part._out_of_band.allgather(("first", part.rank), give_up)
     for word in ("first", "second", "third"):
-        assert part.out_of_band.allgather((word, part.rank), poll) == [(word, rank) for rank in range(part.size)]
+        assert part._out_of_band.allgather((word, part.rank), poll) == [(word, rank) for rank in range(part.size)]
     part.free()
 
 
@@ -45,7 +45,7 @@ def test_a_call_that_others_never_make(world: pc.Communicator) -> None:
     assert part is not None
     if world.size > 1 and world.rank % 2:
         with pytest.raises(TimeoutError):
-            part.out_of_band.allgather(part.rank, give_up)
+            part._out_of_band.allgather(part.rank, give_up)
     perm = [(rank, (rank + 1) % part.size) for rank in range(part.size)]
     assert pc.ppermute(part.rank, part, perm) == (part.rank - 1) % part.size
     assert part.mpi.allreduce(1) == part.size
@@ -53,5 +53,5 @@ def test_a_call_that_others_never_make(world: pc.Communicator) -> None:
     # MPI gives the next communicator the context of the one that was freed, with the messages that are left in it.
     later = world.split(color=0)
     assert later is not None
-    assert later.out_of_band.allgather("later", poll) == ["later"] * later.size
+    assert later._out_of_band.allgather("later", poll) == ["later"] * later.size
     later.free()

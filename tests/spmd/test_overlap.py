@@ -146,7 +146,7 @@ def test_a_rank_whose_group_is_on_one_host_orders_its_sums_too(
     mesh = pc.make_mesh((world.size, 2), ("data", "model"), devices=devices_of_this_rank()[:2])
     for module in (overlap, handlers):
         monkeypatch.setattr(module, "config", dataclasses.replace(config, overlap="auto"))
-    monkeypatch.setattr(native, "spans_hosts", lambda number: number == mesh.comm.key[0])
+    monkeypatch.setattr(native, "spans_hosts", lambda number: number == mesh.comm._key[0])
 
     def f(x: Array) -> tuple[Array, ...]:
         early = x[:, :4]

@@ -107,7 +107,7 @@ def test_unused_results_keep_their_calls(world: pc.Communicator) -> None:
 
 def test_numbers_not_handles_are_compiled_in(world: pc.Communicator) -> None:
     # A handle may be an address, which differs in every process: then programs could not be cached on disk.
-    number, fingerprint = world.key
+    number, fingerprint = world._key
     text = pc.jit(lambda x: pc.psum(x, world)).lower(X).as_text()
     assert re.search(rf"comm = (array<i64: |dense<\[){number}, {fingerprint}", text)
     assert number < 100
