@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import re
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,20 +17,14 @@ from pycollective.bench.roofline import PING_BYTES, STREAM_BYTES, one_way_s
 from pycollective.config import config
 from pycollective.doctor.findings import OK, WARNING, WRONG, Finding, show
 from pycollective.doctor.installation import version_numbers
-from pycollective.launch.find_mpi import identify
+from pycollective.launch.find_mpi import LIBRARIES
 from pycollective.launch.host_share import physical_cores
 from pycollective.launch.started_by import launched_sizes
 from pycollective.ranks import accelerators
 from pycollective.ranks.xla_threads import shared_cores
 from pycollective.transport import runtime
-from pycollective.transport.mpi import MPI, host_of
+from pycollective.transport.mpi import MPI, about_itself, host_of, library
 
-# How the names of settings for MPI's messages begin: UCX, libfabric, MPICH, Intel MPI, Open MPI. Open MPI itself sets
-# variables of other frameworks than these.
-_SETTINGS = (
-    *("UCX_TLS", "UCX_NET", "FI_PROVIDER", "FI_TCP_IFACE", "MPIR_CVAR_", "I_MPI_FABRICS", "I_MPI_OFI"),
-    *(f"OMPI_MCA_{framework}" for framework in ("pml", "mtl", "btl", "coll")),
-)
 _LEVELS = {
     MPI.THREAD_SINGLE: "single",
     MPI.THREAD_FUNNELED: "funneled",
@@ -104,16 +97,17 @@ def launchers_agree(size: int, environ: Mapping[str, str]) -> Finding:
 
 def transport() -> Finding:
     """What carries messages: this package's library, MPI's device, and the user's settings for it."""
-    device = re.search(r"Device:\s*(.+)", MPI.Get_library_version())
-    settings = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(_SETTINGS)]
-    parts = ["native", f"MPI's device {device[1].strip()}" if device else "", ", ".join(settings)]
+    own = library()
+    device = own.device_in(about_itself()) if own else ""
+    begins = tuple(begin for known in LIBRARIES for begin in known.settings)
+    settings = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(begins)]
+    parts = ["native", f"MPI's device {device}" if device else "", ", ".join(settings)]
     return Finding("transport", OK, "; ".join(filter(None, parts)))
 
 
 def facts() -> Facts:
     """The facts of this rank. Starts JAX's devices. All ranks must make this call."""
-    text = MPI.Get_library_version().strip(" \x00\n")
-    library = identify(text)
+    own = library()
     found: list[jax.Device] = []
     try:
         with host_of(MPI.COMM_WORLD) as neighbours:
@@ -128,7 +122,7 @@ def facts() -> Facts:
     return Facts(
         host=socket.gethostname(),
         versions=tuple(f"{name} {number}" for name, number in version_numbers().items()),
-        library=library.name if library else text.splitlines()[0],
+        library=own.name if own else about_itself().splitlines()[0],
         cores=frozenset(map(min, physical_cores(os.sched_getaffinity(0)))),
         host_cores=len(physical_cores(set(range(os.cpu_count() or 1)))),
         platform=kind,

@@ -16,6 +16,7 @@ from pycollective.elastic.state import State
 from pycollective.elastic.watch import watching
 from pycollective.errors import fail, name_ranks
 from pycollective.faults import rank_exit
+from pycollective.launch.find_mpi import ELASTIC_LAUNCH
 from pycollective.ordering import dispatch
 from pycollective.ranks import setup
 from pycollective.ranks import world as worlds
@@ -32,7 +33,7 @@ Train = Callable[[State, Communicator], R]
 
 _WHERE = "elastic.run"
 
-_ABLE = "Open MPI 5 under mpiexec --with-ft ulfm goes on."
+_ABLE = f"{ELASTIC_LAUNCH} goes on."
 _REMEDY = "pycollective run --restarts N starts the job again after a fault, from its last checkpoint."
 
 _OF_HANDLER = "expected MPI_"

@@ -18,6 +18,12 @@ from pycollective.launch.libraries.openmpi import OpenMpi
 # Intel MPI comes before MPICH because it may name MPICH as well.
 LIBRARIES: tuple[type[Library], ...] = (IntelMpi, Mpich, OpenMpi)
 
+_ELASTIC = [(f"{library.family} {library.ulfm.major}", library.ulfm) for library in LIBRARIES if library.ulfm]
+ELASTIC = " or ".join(name for name, _ in _ELASTIC)
+"""The libraries under which ranks can live on when one has died, for messages."""
+ELASTIC_LAUNCH = " or ".join(f"{name} under mpiexec {' '.join(ulfm.options)}" for name, ulfm in _ELASTIC)
+"""The same, with the options of their launchers."""
+
 _LOADING_S = 60
 _ANSWER_S = 20
 

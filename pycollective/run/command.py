@@ -17,7 +17,7 @@ from pycollective.errors import message
 from pycollective.launch import started_by
 from pycollective.launch.allocation import batch_system
 from pycollective.launch.arguments import not_negative, positive
-from pycollective.launch.find_mpi import identify_mpiexec, loaded_library, mpiexec_of
+from pycollective.launch.find_mpi import ELASTIC, identify_mpiexec, loaded_library, mpiexec_of
 from pycollective.launch.host_share import physical_cores
 from pycollective.launch.hosts import check_hosts, parse_hostfile, parse_hosts
 from pycollective.launch.job import Job, spread
@@ -101,7 +101,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--elastic",
         action="store_true",
-        help="when a rank dies, let the others go on without it in pycollective.elastic.run (Open MPI 5 alone)",
+        help=f"when a rank dies, let the others go on without it in pycollective.elastic.run ({ELASTIC} alone)",
     )
     parser.add_argument("--oversubscribe", action="store_true", help="allow more ranks than cores")
     parser.add_argument("--label", action="store_true", help="begin each line of output with its rank")
@@ -207,7 +207,7 @@ def prepare(options: argparse.Namespace, environ: Mapping[str, str]) -> restarts
     if options.elastic and not (isinstance(launcher, Library) and launcher.can_lose_ranks):
         got = launcher.name if isinstance(launcher, Library) else launcher.option
         remedy = "Leave --elastic out: --restarts starts the job again when a rank has died."
-        raise ValueError(message("run", "the mpiexec of Open MPI 5 for --elastic", got, remedy))
+        raise ValueError(message("run", f"the mpiexec of {ELASTIC} for --elastic", got, remedy))
     room = replace(job, hosts=_named_hosts(options)).room()
     lost_host = launcher.lost_host if isinstance(launcher, Library) else ""
     if not room and (options.restarts or lost_host):

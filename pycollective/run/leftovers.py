@@ -14,15 +14,15 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-SHARED_MEMORY = Path("/dev/shm")
+from pycollective.launch.find_mpi import LIBRARIES
 
-_PREFIXES = ("mpich_shm_", "mpich_vci_", "sm_segment.")
-"""The beginnings of the names of MPICH's files and of Open MPI's."""
+SHARED_MEMORY = Path("/dev/shm")
 
 
 def files(folder: Path = SHARED_MEMORY) -> set[Path]:
     """The files of MPI libraries, of all jobs on this host."""
-    return {path for path in folder.glob("*") if path.name.startswith(_PREFIXES)}
+    begins = tuple(begin for library in LIBRARIES for begin in library.shared_files)
+    return {path for path in folder.glob("*") if path.name.startswith(begins)}
 
 
 def remove(before: set[Path], folder: Path = SHARED_MEMORY, proc: Path = Path("/proc")) -> list[Path]:
@@ -50,13 +50,15 @@ def remove(before: set[Path], folder: Path = SHARED_MEMORY, proc: Path = Path("/
 
 
 def remove_session(launcher: int, folder: Path | None = None) -> None:
-    """Removes the directory of a launcher that has ended, if there is one.
+    """Removes the directory of a launcher that has ended, if there is one, of whichever MPI library.
 
     Args:
         launcher: its process number.
         folder: where launchers keep their directories; default the folder for temporary files.
     """
-    shutil.rmtree((folder or Path(tempfile.gettempdir())) / f"ompi.{launcher}", ignore_errors=True)
+    for library in LIBRARIES:
+        if name := library.session_folder(launcher):
+            shutil.rmtree((folder or Path(tempfile.gettempdir())) / name, ignore_errors=True)
 
 
 def _used(proc: Path) -> set[str] | None:

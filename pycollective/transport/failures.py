@@ -10,10 +10,7 @@ import ctypes
 from contextlib import suppress
 
 from pycollective.transport import compiled
-from pycollective.transport.mpi import MPI, known
-
-_FT_OF_OPEN_MPI = 12
-"""Open MPI's ``MPI_FT``, the attribute of MPI_COMM_WORLD that says whether ranks may fail. mpi4py does not name it."""
+from pycollective.transport.mpi import MPI, known, library
 
 _ROOM = 1 << 12
 """How many communicators calls may have made."""
@@ -22,15 +19,15 @@ _ROOM = 1 << 12
 def why_not() -> str:
     """The MPI, if it ends the job when a rank fails; empty if it does not.
 
-    Open MPI before 5 has no ULFM. MPICH's functions of that name do not do it: its launcher ends the job.
+    That a library has the functions of ULFM is not enough: its launcher may end the job.
     """
-    name, version = MPI.get_vendor()
-    library = f"{name} {'.'.join(map(str, version))}"
-    if name != "Open MPI" or version < (5, 0, 0):
-        return library
-    value = MPI.COMM_WORLD.Get_attr(_FT_OF_OPEN_MPI)
+    own = library()
+    if own is None or own.ulfm is None or not own.can_lose_ranks:
+        name, version = MPI.get_vendor()
+        return own.name if own else f"{name} {'.'.join(map(str, version))}"
+    value = MPI.COMM_WORLD.Get_attr(own.ulfm.attribute)
     is_on = isinstance(value, int) and ctypes.c_int.from_address(value).value
-    return "" if is_on else f"{library} without mpiexec's option --with-ft ulfm"
+    return "" if is_on else f"{own.name} without mpiexec's option {' '.join(own.ulfm.options)}"
 
 
 def has_failed(comm: MPI.Intracomm) -> bool:

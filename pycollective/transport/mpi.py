@@ -7,35 +7,18 @@ not start MPI: the child may import this package only because its main module do
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from importlib.metadata import PackageNotFoundError, version
+from contextlib import ExitStack, contextmanager
 
 from pycollective.config import config
 from pycollective.environment import variable
 from pycollective.errors import FROM_A_CLONE, message
 from pycollective.launch.child_processes import parent_rank
+from pycollective.launch.find_mpi import LIBRARIES, identify
+from pycollective.launch.libraries.library import Library
 from pycollective.transport.message_constants import MessageConstant
-
-_NETWORK = "MPIR_CVAR_CH4_NETMOD"
-
-
-def _reliable_network() -> AbstractContextManager[None]:
-    """Lets MPICH's wheel use libfabric instead of UCX under ``srun --mpi=pmi2``, where only libfabric starts reliably.
-
-    With UCX, MPICH publishes 4 KiB of its heap that begin with an address of about 300 B. Slurm reads lines of 1 KiB,
-    and the bytes after the address may make a longer line: "value not properly terminated in client request" (in 8 of 8
-    starts of 2 ranks on 2 hosts, and in none of 8 with libfabric; MPICH 5.0.2, Slurm 22.05).
-    """
-    if not {"PMI_FD", "SLURM_STEP_ID"} <= os.environ.keys() or _NETWORK in os.environ:
-        return nullcontext()
-    try:
-        version("mpich")
-    except PackageNotFoundError:
-        return nullcontext()
-    return variable(_NETWORK, "ofi")
-
 
 _M_ARENA_MAX = -8
 """glibc's number of the option (malloc.h)."""
@@ -60,7 +43,10 @@ try:
 
     if parent_rank() is not None:
         mpi4py.rc.initialize = False
-    with _reliable_network():
+    with ExitStack() as while_it_starts:
+        for each in LIBRARIES:  # which of them mpi4py loads is not known yet
+            for name, value in each.variables_to_start(os.environ).items():
+                while_it_starts.enter_context(variable(name, value))
         from mpi4py import MPI
 except (ImportError, RuntimeError) as error:
     raise ImportError(
@@ -75,7 +61,30 @@ except (ImportError, RuntimeError) as error:
 Letter = Callable[[bytes], tuple[str, bool]]
 """Reads the first message of a message of a program: what that is, and whether no second one follows."""
 
-__all__ = ["MPI", "Letter", "discard_messages", "forget", "host_of", "known", "number_in_mpi", "remember"]
+__all__ = [
+    "MPI",
+    "Letter",
+    "about_itself",
+    "discard_messages",
+    "forget",
+    "host_of",
+    "known",
+    "library",
+    "number_in_mpi",
+    "remember",
+]
+
+
+@functools.cache
+def library() -> Library | None:
+    """The MPI library of this process; None if it is not known here."""
+    return identify(about_itself())
+
+
+def about_itself() -> str:
+    """What the MPI library of this process says about itself."""
+    return MPI.Get_library_version().strip(" \x00\n")
+
 
 known: dict[int, MPI.Intracomm] = {}
 """The communicators of this package that are in use, by their handles."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -96,6 +97,14 @@ def test_no_circle_of_files() -> None:
     graphlib.TopologicalSorter({name: set(others) - {name} for name, others in ARROWS.items()}).prepare()
 
 
+def test_names_of_mpi_libraries_are_seen() -> None:
+    code = (
+        'import mpich\ndef of_hydra(): os.environ["OMPI_MCA_pml"]\nx = f"sm {FI_PROVIDER}"\nprint("Open MPI", report)'
+    )
+    seen = {word for word in words_of_code(ast.parse(code)) if LIBRARY_NAMES.search(word)}
+    assert seen == {"mpich", "of_hydra", "OMPI_MCA_pml", "FI_PROVIDER", "Open MPI"}
+
+
 def test_imports_in_functions_and_in_strings_are_seen(tmp_path: Path) -> None:
     file = tmp_path / "late.py"
     file.write_text('def f():\n    from pycollective.bench import main\n    import_module("pycollective.doctor.job")\n')
@@ -126,6 +135,32 @@ def test_two_files_look_inside_jax(name: str) -> None:
 
 def is_own(value: ast.expr) -> bool:
     return isinstance(value, ast.Name) and value.id in ("jax_internals", "jax_dispatch", "jaxprs")
+
+
+LIBRARY_NAMES = re.compile(
+    r"(?<![a-z])(mpich|mvapich|cray|open_?\s?mpi|openmpi|intel|i_mpi|hydra|ompi|pr?rte|orte|mpir_|ucx|libfabric|fi_[a-z]+"
+    r"|pmix?_|libmpi|mpi_abi)",
+    re.IGNORECASE,
+)
+MAY_NAME_A_LIBRARY = {
+    "errors": "the remedy of several messages names the extra of setup.cfg that brings an MPI library"
+}
+
+
+def words_of_code(tree: ast.AST) -> set[str]:
+    """The names and strings of a file; not its comments and docstrings, which are prose."""
+    prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    words = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in prose}
+    for node in ast.walk(tree):
+        words |= {getattr(node, field, None) for field in ("id", "attr", "name", "asname", "module", "arg")}
+    return {word for word in words if isinstance(word, str)}
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if room_of(name) != "launch"])
+def test_only_launch_knows_mpi_libraries_by_name(name: str) -> None:
+    """What differs between them is an attribute or a method of ``Library``, which other rooms ask for."""
+    found = {word for word in words_of_code(ast.parse(FILES[name].read_text())) if LIBRARY_NAMES.search(word)}
+    assert bool(found) == (name in MAY_NAME_A_LIBRARY), f"{name} names an MPI library: {found}"
 
 
 @pytest.mark.parametrize("name", FILES)

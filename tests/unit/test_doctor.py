@@ -48,6 +48,14 @@ def test_one_rank_that_differs(change: dict[str, object], name: str, status: str
     assert found[name].remedy
 
 
+def test_settings_of_all_libraries_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MPIR_CVAR_X", "I_MPI_OFI_X", "OMPI_MCA_btl", "OMPI_MCA_ess", "UCX_TLS", "FI_PROVIDER"):
+        monkeypatch.setenv(name, "1")
+    text = job.transport().text
+    shown = "FI_PROVIDER=1, I_MPI_OFI_X=1, MPIR_CVAR_X=1, OMPI_MCA_btl=1, UCX_TLS=1"
+    assert text.endswith(shown)
+
+
 @pytest.mark.parametrize(
     ("size", "environ", "status", "text"),
     [

@@ -8,6 +8,7 @@ import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from pycollective.launch.job import Job
 from pycollective.launch.launchers.batch_system import BatchSystem
 from pycollective.launch.launchers.launcher import BatchLauncher
 from pycollective.launch.launchers.slurm import Srun
+from pycollective.launch.libraries import mpich
 from pycollective.launch.libraries.intel_mpi import IntelMpi
 from pycollective.launch.libraries.library import Library
 from pycollective.launch.libraries.mpich import Mpich
@@ -89,6 +91,30 @@ def test_ranks_that_live_on() -> None:
     line = "L -n 2 --bind-to none --with-ft ulfm prog"
     assert shlex.join(OpenMpi("5.0.11", "L").command_line(job)) == line
     assert [one.can_lose_ranks for one in (OpenMpi("4.1.4", ""), Mpich("5.0.2", ""))] == [False, False]
+
+
+def test_the_device_of_a_library() -> None:
+    text = "MPICH Version:      5.0.2\nMPICH Device:       ch4:ofi\nMPICH configure:    ..."
+    assert Mpich.device_in(text) == "ch4:ofi"
+    assert Mpich.device_in("MPICH Version: 5.0.2") == ""
+    assert OpenMpi.device_in(text) == ""
+
+
+def test_variables_to_start_under_srun(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = ["mpich"]
+    monkeypatch.setattr(mpich, "version", lambda name: installed.index(name) if name in installed else missing())
+
+    def missing() -> None:
+        raise PackageNotFoundError
+
+    under_srun = {"PMI_FD": "9", "SLURM_STEP_ID": "0"}
+    libfabric = {"MPIR_CVAR_CH4_NETMOD": "ofi"}
+    assert Mpich.variables_to_start(under_srun) == libfabric
+    assert Mpich.variables_to_start({"PMI_FD": "9"}) == {}
+    assert Mpich.variables_to_start({**under_srun, "MPIR_CVAR_CH4_NETMOD": "ucx"}) == {}
+    assert OpenMpi.variables_to_start(under_srun) == {}
+    installed.clear()
+    assert Mpich.variables_to_start(under_srun) == {}
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pycollective.launch.job import Job
+from pycollective.launch.libraries.library import OF_NETWORKS
 from pycollective.launch.libraries.mpich import Mpich
 
 
@@ -13,6 +14,7 @@ class IntelMpi(Mpich):
     patterns = (r"Intel\(R\) MPI Library(?: for Linux\* OS, Version)? (\d[\w.]*)",)
     mpiexec_names = ("mpiexec", "mpirun", "mpiexec.hydra")
     agent_variables = ()
+    settings = (*OF_NETWORKS, "I_MPI_FABRICS", "I_MPI_OFI")
     takes_unequal_hosts = False
     unbound = ("-genv", "I_MPI_PIN", "off")
 

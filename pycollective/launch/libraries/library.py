@@ -6,9 +6,26 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from pycollective.launch.job import Job
+
+OF_NETWORKS = ("UCX_TLS", "UCX_NET", "FI_PROVIDER", "FI_TCP_IFACE")
+"""Settings of the network libraries under most MPI libraries: UCX and libfabric."""
+
+
+class Ulfm(NamedTuple):
+    """How ranks live on when one has failed: User-Level Failure Mitigation, of MPI 5.0.
+
+    Attributes:
+        major: the first major version of the library that has it.
+        options: the options of its mpiexec that switch it on.
+        attribute: the attribute of MPI_COMM_WORLD that says whether it is on; mpi4py does not name it.
+    """
+
+    major: int
+    options: tuple[str, ...]
+    attribute: int
 
 
 @dataclass(frozen=True)
@@ -30,8 +47,12 @@ class Library(ABC):
             it may end with status 0 then; else "".
         last_words: regular expressions of what such an mpiexec prints before it ends the ranks of a job; it may wait
             for ever then.
-        can_lose_ranks: whether its mpiexec can let the other ranks live on when one has died.
         attentive: the variables by which its mpiexec notices within a minute that it cannot reach a host any more.
+        ulfm: how the other ranks can live on when one has died; None: they cannot.
+        settings: how the names of variables begin by which a user chooses how its messages travel.
+        device: a regular expression of what the library says about its device for messages; the group is the device.
+            "" where it says nothing.
+        shared_files: how the names of its files in /dev/shm begin, which stay there when its ranks are killed.
     """
 
     version: str
@@ -45,10 +66,15 @@ class Library(ABC):
     lost_host: ClassVar[str] = ""
     last_words: ClassVar[tuple[str, ...]] = ()
     attentive: ClassVar[Mapping[str, str]] = {}
+    ulfm: ClassVar[Ulfm | None] = None
+    settings: ClassVar[tuple[str, ...]] = OF_NETWORKS
+    device: ClassVar[str] = ""
+    shared_files: ClassVar[tuple[str, ...]] = ()
 
     @property
     def can_lose_ranks(self) -> bool:
-        return False
+        """Whether its mpiexec can let the other ranks live on when one has died."""
+        return self.ulfm is not None and self.major >= self.ulfm.major
 
     @property
     def name(self) -> str:
@@ -63,6 +89,26 @@ class Library(ABC):
         """The version, if ``text`` is what this library or its mpiexec says about itself."""
         found = (re.search(pattern, text) for pattern in cls.patterns)
         return next((match[1] for match in found if match), None)
+
+    @classmethod
+    def device_in(cls, text: str) -> str:
+        """The device that the library names in ``text``, what it says about itself; "" if it names none."""
+        found = re.search(cls.device, text) if cls.device else None
+        return found[1].strip() if found else ""
+
+    @classmethod
+    def variables_to_start(cls, environ: Mapping[str, str]) -> Mapping[str, str]:
+        """The variables that a rank needs while this library starts in it, if it is this library."""
+        return {}
+
+    @classmethod
+    def session_folder(cls, launcher: int) -> str:
+        """The name of a directory that its mpiexec leaves among temporary files when it is killed; "" if it has none.
+
+        Args:
+            launcher: the process number of the mpiexec.
+        """
+        return ""
 
     def can_start(self, library: Library) -> bool:
         """Whether this mpiexec can start programs of ``library``."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from pycollective.launch.job import Job
-from pycollective.launch.libraries.library import Library
+from pycollective.launch.libraries.library import OF_NETWORKS, Library, Ulfm
 
 
 class OpenMpi(Library):
@@ -24,10 +24,14 @@ class OpenMpi(Library):
         for prefix in ("PRTE_MCA", "OMPI_MCA")  # of version 5, and of version 4
         for name, value in {"time": "30", "intvl": "10", "probes": "3"}.items()
     }
+    ulfm = Ulfm(major=5, options=("--with-ft", "ulfm"), attribute=12)  # of mpi.h: MPI_FT
+    # Open MPI itself sets variables of other frameworks.
+    settings = (*OF_NETWORKS, *(f"OMPI_MCA_{framework}" for framework in ("pml", "mtl", "btl", "coll")))
+    shared_files = ("sm_segment.",)
 
-    @property
-    def can_lose_ranks(self) -> bool:
-        return self.major >= 5
+    @classmethod
+    def session_folder(cls, launcher: int) -> str:
+        return f"ompi.{launcher}"
 
     def can_start(self, library: Library) -> bool:
         """Whether the major versions are the same, too.
@@ -39,7 +43,7 @@ class OpenMpi(Library):
         return super().can_start(library) and self.major == library.major
 
     def options(self, job: Job) -> list[str]:
-        options = ["--bind-to", "none", *(["--with-ft", "ulfm"] if job.elastic else [])]
+        options = ["--bind-to", "none", *(self.ulfm.options if job.elastic else ())]
         if job.hosts:
             options += ["--host", ",".join(f"{name}:{number}" for name, number in job.shares())]
         elif job.hostfile:
