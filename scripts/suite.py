@@ -112,6 +112,12 @@ def by_itself(name: str, *arguments: str, kind: str, limit: int, mpi: str = "mpi
     )
 
 
+def by_standard_abi(name: str, *command: str, **options: Any) -> Step:
+    """A step in the environment that scripts/standard-abi makes of that for MPICH."""
+    more = {"extra": "the standard ABI", "whole": True, "ranks": 2, **options}
+    return Step(name=f"MPI's standard ABI: {name}", command=command, **more)
+
+
 def doctor(mpi: str, **options: Any) -> Step:
     return _short("doctor", (f"{bin_of(mpi)}/pycollective", "doctor"), mpi, **options)
 
@@ -145,6 +151,8 @@ def has_mpiexec() -> str:
 # torch_gloo.py needs PyTorch, which only those who compare with it install.
 DOCTESTS = ("--doctest-modules", "pycollective", "--ignore", "pycollective/bench/torch_gloo.py")
 
+ABI_PYTHON = ".venv-abi/bin/python"
+
 # libpmix-dev has the libpmix.so that Slurm's plugin for Open MPI opens.
 PACKAGES = ("iproute2", "slurm-wlm", "munge", "libpmix-dev", "openmpi-bin")
 APT = "apt-get install -qq -y --no-install-recommends " + " ".join(PACKAGES)
@@ -174,6 +182,7 @@ def steps(*, everything: bool, install: bool) -> list[Step]:
     - compiled as users compile: XLA's optimisations;
     - beside computation: other handlers, whose calls another thread makes, by other functions of MPI;
     - stand-in for GPUs: other lowerings and handlers. They do not see what was differentiated or traced before;
+    - MPI's standard ABI: other handles and constants of the same library;
     - Open MPI: another library under the same programs.
     """
     apt = Step(
@@ -211,6 +220,10 @@ def steps(*, everything: bool, install: bool) -> list[Step]:
             optional="mpi4jax beside this package",
             after="environment for mpich",
             **with_mpi4jax(),
+        ),
+        by_standard_abi(
+            "environment", "scripts/standard-abi", kind="setup", limit=600, ranks=1,
+            optional="MPI's standard ABI", after="environment for mpich",
         ),
         #
         Step(name="mypy", command=(f"{bin_of('mpich')}/mypy",), **apart),
@@ -272,6 +285,16 @@ def steps(*, everything: bool, install: bool) -> list[Step]:
             "-k", VALUES, **standin("staged", PYCOLLECTIVE_STAGE_BYTES="4096"),
         ),
         on_ranks(2, "stand-in for GPUs, direct", *files("collective", "forward messages options"), **standin("direct")),
+        by_standard_abi(
+            "tests/collective, 2 ranks", ABI_PYTHON, "-m", "pycollective", "run", "-n", "2", "--oversubscribe",
+            ABI_PYTHON, *PYTEST, "--capture=sys", *files("collective", "forward messages"), "-k", NUMBERS,
+            kind="collective", limit=300, fast=True,
+        ),
+        by_standard_abi(
+            "doctor", "sh", "-c", f"said=$({ABI_PYTHON} -m pycollective doctor) && echo \"$said\" && echo \"$said\" |"
+            " grep -q 'ranks: transport .*by MPI.s standard ABI'",
+            kind="e2e", limit=120,
+        ),
         #
         doctor("mpich"),
         demo("mpich"),

@@ -31,7 +31,7 @@ def main(arguments: Sequence[str]) -> int:
         return int(importlib.import_module("pycollective.doctor.job").main(as_json=options.json))
     found = [
         installation.versions(),
-        Finding("MPI library", OK, f"{library.name} ({library.path})"),
+        Finding("MPI library", OK, f"{library.description} ({library.path})"),
         installation.mpiexec(library),
         installation.native(),
     ]

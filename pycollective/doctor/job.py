@@ -19,6 +19,7 @@ from pycollective.doctor.findings import OK, WARNING, WRONG, Finding, show
 from pycollective.doctor.installation import version_numbers
 from pycollective.launch.find_mpi import LIBRARIES
 from pycollective.launch.host_share import physical_cores
+from pycollective.launch.libraries import standard_abi
 from pycollective.launch.started_by import launched_sizes
 from pycollective.ranks import accelerators
 from pycollective.ranks.xla_threads import shared_cores
@@ -101,7 +102,8 @@ def transport() -> Finding:
     device = own.device_in(about_itself()) if own else ""
     begins = tuple(begin for known in LIBRARIES for begin in known.settings)
     settings = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(begins)]
-    parts = ["native", f"MPI's device {device}" if device else "", ", ".join(settings)]
+    abi = standard_abi.described(own.abi) if own else ""
+    parts = [f"native {abi}".rstrip(), f"MPI's device {device}" if device else "", ", ".join(settings)]
     return Finding("transport", OK, "; ".join(filter(None, parts)))
 
 

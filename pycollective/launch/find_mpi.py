@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from pycollective.errors import FROM_A_CLONE, message
+from pycollective.launch.libraries import standard_abi
 from pycollective.launch.libraries.intel_mpi import IntelMpi
 from pycollective.launch.libraries.library import Library
 from pycollective.launch.libraries.mpich import Mpich
@@ -28,18 +29,18 @@ _LOADING_S = 60
 _ANSWER_S = 20
 
 
-def identify(text: str, path: str = "") -> Library | None:
+def identify(text: str, path: str = "", abi: str = "") -> Library | None:
     r"""The library that says ``text`` about itself, or whose mpiexec says it; None if it is not known here.
 
     Example:
         >>> identify("Open MPI v5.0.11, package: ...")
-        OpenMpi(version='5.0.11', path='')
+        OpenMpi(version='5.0.11', path='', abi='')
         >>> identify("HYDRA build details:\n    Version:                                 5.0.2").name
         'MPICH 5.0.2'
     """
     for library in LIBRARIES:
         if (version := library.version_in(text)) is not None:
-            return library(version, path)
+            return library(version, path, abi)
     return None
 
 
@@ -51,6 +52,7 @@ from mpi4py import MPI
 with open("/proc/self/maps") as maps:
     files = [line.split(maxsplit=5)[5].strip() for line in maps if "/libmpi" in line]
 print(files[0] if files else "")
+print(*MPI.Get_abi_version())
 print(MPI.Get_library_version().strip(" \\0\\n"))
 """
 
@@ -70,14 +72,20 @@ def loaded_library() -> Library:
         raise RuntimeError(message("run", "mpi4py to load its MPI library", got, remedy)) from None
     if done.returncode != 0:
         got = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-        remedy = f"Load your cluster's MPI module, or install one: {FROM_A_CLONE}."
+        remedy = remedy_without_library(got)
         raise ImportError(message("run", "an MPI library that mpi4py can load", got, remedy))
-    path, _, text = done.stdout.partition("\n")
-    library = identify(text, path)
+    path, numbers, text = done.stdout.split("\n", 2)
+    major, minor = map(int, numbers.split())
+    library = identify(text, path, standard_abi.version((major, minor)))
     if library is None:
         expected = f"one of {', '.join(known.family for known in LIBRARIES)}"
         raise RuntimeError(message("run", expected, text.splitlines()[0], "Start programs with its own mpiexec."))
     return library
+
+
+def remedy_without_library(error: str) -> str:
+    """What to do when mpi4py can load no MPI library, and says ``error``."""
+    return standard_abi.remedy(error, f"Load your cluster's MPI module, or install one: {FROM_A_CLONE}.")
 
 
 def mpiexec_of(library: Library, environ: Mapping[str, str]) -> Library:

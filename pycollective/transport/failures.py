@@ -24,7 +24,7 @@ def why_not() -> str:
     own = library()
     if own is None or own.ulfm is None or not own.can_lose_ranks:
         name, version = MPI.get_vendor()
-        return own.name if own else f"{name} {'.'.join(map(str, version))}"
+        return own.description if own else f"{name} {'.'.join(map(str, version))}"
     value = MPI.COMM_WORLD.Get_attr(own.ulfm.attribute)
     is_on = isinstance(value, int) and ctypes.c_int.from_address(value).value
     return "" if is_on else f"{own.name} without mpiexec's option {' '.join(own.ulfm.options)}"

@@ -14,9 +14,10 @@ from contextlib import ExitStack, contextmanager
 
 from pycollective.config import config
 from pycollective.environment import variable
-from pycollective.errors import FROM_A_CLONE, message
+from pycollective.errors import message
 from pycollective.launch.child_processes import parent_rank
-from pycollective.launch.find_mpi import LIBRARIES, identify
+from pycollective.launch.find_mpi import LIBRARIES, identify, remedy_without_library
+from pycollective.launch.libraries import standard_abi
 from pycollective.launch.libraries.library import Library
 from pycollective.transport.message_constants import MessageConstant
 
@@ -54,7 +55,7 @@ except (ImportError, RuntimeError) as error:
             "mpi",
             "an MPI library that mpi4py can load",
             f"{type(error).__name__}: {error}",
-            f"Load your cluster's MPI module, or install one: {FROM_A_CLONE}.",
+            remedy_without_library(str(error)),
         )
     ) from error
 
@@ -78,7 +79,7 @@ __all__ = [
 @functools.cache
 def library() -> Library | None:
     """The MPI library of this process; None if it is not known here."""
-    return identify(about_itself())
+    return identify(about_itself(), abi=standard_abi.version(MPI.Get_abi_version()))
 
 
 def about_itself() -> str:

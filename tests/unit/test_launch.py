@@ -177,6 +177,20 @@ def test_no_mpi_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
         find_mpi.loaded_library()
 
 
+def test_the_standard_abi(monkeypatch: pytest.MonkeyPatch) -> None:
+    says = "print('/opt/lib/libmpi_abi.so.1'); print(1, 0); print('MPICH Version:      5.0.2')"
+    monkeypatch.setattr(find_mpi, "_PROBE", says)
+    library = find_mpi.loaded_library()
+    assert library == Mpich("5.0.2", "/opt/lib/libmpi_abi.so.1", "1.0")
+    assert (library.name, library.description) == ("MPICH 5.0.2", "MPICH 5.0.2 by MPI's standard ABI 1.0")
+    assert MPICH.description == "MPICH 5.0.2"
+    assert MPICH.can_start(library)  # its mpiexec is that of the library
+    assert not OpenMpi("6.0.0", "", "1.0").can_lose_ranks
+    monkeypatch.setattr(find_mpi, "_PROBE", "raise ImportError('libmpi_abi.so.1: cannot open shared object file')")
+    with pytest.raises(ImportError, match=r"This mpi4py needs MPI's standard ABI, .*: take MPICH 5"):
+        find_mpi.loaded_library()
+
+
 def test_threads_of_a_core_stay_together(tmp_path: Path) -> None:
     for cpu in range(8):
         topology = tmp_path / f"cpu{cpu}" / "topology"
@@ -491,7 +505,7 @@ class Mpt(Library):
 
 def test_a_new_mpi_library(program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(find_mpi, "LIBRARIES", (*LIBRARIES, Mpt))
-    monkeypatch.setattr(find_mpi, "_PROBE", "print('/opt/libmpi.so'); print('HPE MPT 2.23  03/01/20')")
+    monkeypatch.setattr(find_mpi, "_PROBE", "print('/opt/libmpi.so'); print(-1, -1); print('HPE MPT 2.23  03/01/20')")
     library = find_mpi.loaded_library()
     assert library == Mpt("2.23", "/opt/libmpi.so")
     monkeypatch.setattr(run, "loaded_library", lambda: library)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 from pycollective.launch.job import Job
+from pycollective.launch.libraries import standard_abi
 
 OF_NETWORKS = ("UCX_TLS", "UCX_NET", "FI_PROVIDER", "FI_TCP_IFACE")
 """Settings of the network libraries under most MPI libraries: UCX and libfabric."""
@@ -37,6 +38,7 @@ class Library(ABC):
     Attributes:
         version: its version number.
         path: its file.
+        abi: the version of MPI's standard ABI by which it was loaded (:mod:`standard_abi`); "" by its own interface.
         family: the library's name, which its later versions keep.
         patterns: how the library and its mpiexec name themselves; the group is the version.
         mpiexec_names: the names that its mpiexec may have.
@@ -57,6 +59,7 @@ class Library(ABC):
 
     version: str
     path: str
+    abi: str = ""
     family: ClassVar[str]
     patterns: ClassVar[tuple[str, ...]]
     mpiexec_names: ClassVar[tuple[str, ...]]
@@ -73,12 +76,20 @@ class Library(ABC):
 
     @property
     def can_lose_ranks(self) -> bool:
-        """Whether its mpiexec can let the other ranks live on when one has died."""
-        return self.ulfm is not None and self.major >= self.ulfm.major
+        """Whether its mpiexec can let the other ranks live on when one has died.
+
+        Not by the standard ABI: its attributes have numbers of their own, and none for :class:`Ulfm`.
+        """
+        return self.ulfm is not None and self.major >= self.ulfm.major and not self.abi
 
     @property
     def name(self) -> str:
         return f"{self.family} {self.version}"
+
+    @property
+    def description(self) -> str:
+        """Its name, and how it was loaded."""
+        return f"{self.name} {standard_abi.described(self.abi)}".rstrip()
 
     @property
     def major(self) -> int:
