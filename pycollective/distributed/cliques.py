@@ -19,10 +19,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from pycollective.distributed.program_text import Collective, collectives_in, without_metadata
+from pycollective.distributed.program_collectives import Collective, collectives_in
 from pycollective.errors import fail
 from pycollective.jax_support import jax_dispatch
 from pycollective.jax_support.jaxprs import NO_MESH
+from pycollective.jax_support.program_text import without_metadata
 from pycollective.ranks.communicator import Communicator
 from pycollective.transport import native
 

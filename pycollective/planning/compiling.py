@@ -19,7 +19,8 @@ import jax
 
 from pycollective import files
 from pycollective.errors import message
-from pycollective.planning import compiled, program_text, program_work, reading_order, scratch
+from pycollective.jax_support import program_text
+from pycollective.planning import compiled, program_work, reading_order, scratch
 from pycollective.planning.compiled import READY, Compiled, Request
 
 # Where the program stands in its source, and from where it was traced.

@@ -9,8 +9,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pycollective.distributed.program_text import groups_in
-from pycollective.planning.program_text import Instruction, Program, Shape, attribute, numbers, users
+from pycollective.jax_support.program_text import (
+    Instruction,
+    Program,
+    Shape,
+    attribute,
+    groups_in,
+    numbers,
+    pairs_in,
+    users,
+)
 from pycollective.planning.reading_order import bytes_read_across
 from pycollective.planning.scratch import scratch_of
 
@@ -139,7 +147,6 @@ _COLLECTIVES = {
 }
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 """What writes a part of an array, and the place of that part among the operands."""
-_PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
 _TURNS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 
 
@@ -181,8 +188,8 @@ class _Reader:
                     self.add(called, times)
             elif instruction.opcode == "conditional":
                 self.add(max(instruction.called, key=self._bytes_of), times)
-            elif (kind := instruction.opcode.removesuffix("-start")) in _COLLECTIVES:
-                self.communication[self._collective(kind, instruction, shapes)] += times
+            elif instruction.collective:
+                self.communication[self._collective(instruction.collective, instruction, shapes)] += times
             else:
                 for each in self._computed(instruction, shapes):
                     self.computing[each] += times
@@ -239,8 +246,7 @@ class _Reader:
 
 def _group(attributes: str, devices: int) -> tuple[int, ...]:
     """The devices with which the first one speaks in a collective. In a permutation, the longest way: it ends last."""
-    if listed := _PAIRS.search(attributes):
-        pairs = [numbers(pair) for pair in re.findall(r"\{(\d+,\d+)\}", listed[1])]
+    if (pairs := pairs_in(attributes)) is not None:
         ways = [_way_through(start, pairs) for start, _ in pairs]
         return max(ways, key=lambda way: (len(way), [-device for device in way]), default=(0,))
     groups = groups_in(attributes, devices) or [range(devices)]

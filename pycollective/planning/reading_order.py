@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from pycollective.planning.program_text import Instruction, Shape, attribute, numbers
+from pycollective.jax_support.program_text import Instruction, Shape, attribute, numbers
 
 _NO_WALK = ("gather", "scatter", "dot", "convolution", "reduce", "reduce-window", "sort", "custom-call", "iota", "rng")
 """What reads its operands in an order of its own."""
@@ -21,7 +21,7 @@ def bytes_read_across(instructions: Sequence[Instruction], shapes: Mapping[str, 
         shapes: the arrays by their names, also those that are not made here.
 
     Example:
-        >>> from pycollective.planning.program_text import Program
+        >>> from pycollective.jax_support.program_text import Program
         >>> text = '''HloModule f
         ...
         ... ENTRY %main (x: f32[8,4]) -> f32[4,8] {

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import jax
 
-from pycollective.planning.program_text import Instruction, Shape, attribute
+from pycollective.jax_support.program_text import Instruction, Shape, attribute
 
 COPIES_OPERANDS = jax.__version_info__[:2] == (0, 10)
 """Whether the library copies the operands of a convolution. That of JAX 0.11 and 0.12 does not; JAX 0.9 has none."""
@@ -45,7 +45,7 @@ def _copies(conv: Instruction, shapes: dict[str, tuple[Shape, ...]]) -> float:
     written down instead.
 
     Example:
-        >>> from pycollective.planning.program_text import Program
+        >>> from pycollective.jax_support.program_text import Program
         >>> program = Program.read('''ENTRY %main (x: f32[4,10,6], w: f32[3,6,8]) -> f32[4,10,8] {
         ...   %x = f32[4,10,6]{2,1,0} parameter(0)
         ...   %w = f32[3,6,8]{2,1,0} parameter(1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pycollective.distributed.program_text import collectives_in
+from pycollective.distributed.program_collectives import collectives_in
 
 
 @pytest.mark.parametrize(

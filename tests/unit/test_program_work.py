@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from pycollective.planning.program_text import Program
+from pycollective.jax_support.program_text import Program
 from pycollective.planning.program_work import Communication, Convolution, Product, Stream, Work, work_of
 from pycollective.planning.scratch import COPIES_OPERANDS, scratch_of
 
