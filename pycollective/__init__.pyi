@@ -33,7 +33,7 @@ from .collectives.replicated import reduce_from as reduce_from
 from .errors import CollectiveMismatch as CollectiveMismatch
 from .named_axes.mesh import Mesh as Mesh
 from .named_axes.mesh import make_mesh as make_mesh
-from .planning.search import plan as plan
+from .planning.by_compiling.search import plan as plan
 from .ranks.begin import init as init
 from .ranks.communicator import Communicator as Communicator
 from .ranks.world import world as world

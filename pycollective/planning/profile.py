@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,6 +49,17 @@ class Group(NamedTuple):
     def size(self) -> int:
         """The number of devices."""
         return self.per_host * self.hosts
+
+
+def group_of(devices: Sequence[int], per_host: int) -> Group:
+    """The kind of a group: on how many hosts its devices are, and how many on each.
+
+    Example:
+        >>> group_of((0, 1), 2), group_of((0, 2), 2)
+        (Group(per_host=2, hosts=1), Group(per_host=1, hosts=2))
+    """
+    hosts = Counter(device // per_host for device in devices)
+    return Group(max(hosts.values()), len(hosts))
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from jax import lax
 
 import pycollective as pc
 from pycollective.errors import fail
-from pycollective.planning.prediction import predict
+from pycollective.planning.by_compiling.prediction import predict
+from pycollective.planning.by_compiling.program_work import work_of
 from pycollective.planning.profile import Profile
-from pycollective.planning.program_work import work_of
 from pycollective.profiling.turns import TURNS, Programs, measure_curves
 from pycollective.transport.mpi import MPI
 

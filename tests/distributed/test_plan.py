@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import pycollective as pc
-from pycollective.planning import allocation, measure, verify
+from pycollective.planning import allocation, measure
+from pycollective.planning.by_compiling import verify
 from pycollective.planning.example import profile as two_hosts
 from tests.under_mpirun import SIZE
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from pycollective.planning import Estimator, Layout
+from pycollective.planning.by_formulas.step_record import Steps
 from pycollective.planning.example import profile as example
-from pycollective.planning.step_record import Steps
 from tests import unoptimised
 from tests.e2e.launch import EXAMPLES, mpirun
 

@@ -93,6 +93,14 @@ def test_arrows_between_rooms_point_down(name: str) -> None:
         assert ROOMS.index(room_of(other)) >= own, f"{name} imports {other} from above"
 
 
+@pytest.mark.parametrize("name", [name for name in FILES if name.startswith("planning.")])
+def test_planners_do_not_know_each_other(name: str) -> None:
+    """What both need lies beside them, in ``planning`` itself, which knows neither."""
+    own, *_ = name.split(".")[1:]
+    inner = {other.split(".")[1] for other in ARROWS[name] if other.startswith("planning.by_")}
+    assert inner <= {own}, f"{name} imports from {inner}"
+
+
 def test_no_circle_of_files() -> None:
     graphlib.TopologicalSorter({name: set(others) - {name} for name, others in ARROWS.items()}).prepare()
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, NamedSharding
 
-from pycollective.planning.candidates import Axes, Candidate, Leaf, Spec, candidates, variations
+from pycollective.planning.by_compiling.candidates import Axes, Candidate, Leaf, Spec, candidates, variations
 
 _SHAPES = st.lists(st.sampled_from([0, 1, 2, 3, 4, 6, 8, 12]), max_size=4).map(tuple)
 _LEAVES = st.lists(st.tuples(_SHAPES, st.sampled_from([None, 0, 1, 2])), max_size=6).map(

@@ -23,10 +23,10 @@ import pycollective as pc
 from pycollective.bench.global_arrays import GlobalArrays
 from pycollective.bench.workloads import count_wrong, expected, make_workload, operands
 from pycollective.planning import timing
+from pycollective.planning.by_compiling.program_work import Product, work_of
 from pycollective.planning.curves import Curve, across
 from pycollective.planning.example import profile as example
 from pycollective.planning.profile import ARRAYS, AXES, NARROW, OPERATIONS, Group, Profile
-from pycollective.planning.program_work import Product, work_of
 from pycollective.profiling import collectives, command, computing, main, turns
 from pycollective.profiling.collectives import count_turns, groups_in
 

@@ -17,13 +17,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pycollective.planning import command
+from pycollective.planning.by_formulas import command
+from pycollective.planning.by_formulas.layouts import Estimator, Layout, Row, layouts
+from pycollective.planning.by_formulas.network import Held, MatMul, Network, Part, transformer
+from pycollective.planning.by_formulas.stage_cuts import cut_evenly
 from pycollective.planning.curves import Curve
 from pycollective.planning.example import profile as example
-from pycollective.planning.layouts import Estimator, Layout, Row, layouts
-from pycollective.planning.network import Held, MatMul, Network, Part, transformer
 from pycollective.planning.profile import AXES, NARROW, OPERATIONS, Group
-from pycollective.planning.stage_cuts import cut_evenly
 
 ONE_PART = Part(
     name="layer",
@@ -544,7 +544,7 @@ def test_a_picture_without_what_draws_it(program: Path, monkeypatch: pytest.Monk
     """It is said before anything is estimated or run."""
     monkeypatch.chdir(program.parent)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.delitem(sys.modules, "pycollective.planning.picture", raising=False)
+    monkeypatch.delitem(sys.modules, "pycollective.planning.by_formulas.picture", raising=False)
     assert command.main(["--profile", "cluster.json", "--plot", "plans.svg", "program.py", "--layers", "2"]) == 1
     told = capsys.readouterr()
     assert "expected matplotlib, which draws --plot, got import of matplotlib" in told.err
@@ -669,7 +669,7 @@ def test_what_has_run_is_kept(program: Path, monkeypatch: pytest.MonkeyPatch, ca
 
 def test_the_command_starts_no_mpi(program: Path) -> None:
     words = ["--profile", str(program.parent / "cluster.json"), str(program), "--layers", "2"]
-    code = f"import sys; from pycollective.planning.command import main; status = main({words}); "
+    code = f"import sys; from pycollective.planning.by_formulas.command import main; status = main({words}); "
     code += "sys.exit(status or 'mpi4py.MPI' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr

@@ -21,15 +21,15 @@ import pytest
 from jax.experimental import io_callback
 
 import pycollective as pc
-from pycollective.planning import search
-from pycollective.planning.candidates import Candidate, Leaf
-from pycollective.planning.compiled import READY, Compiled, Request, compile_candidate, from_json
+from pycollective.planning.by_compiling import search
+from pycollective.planning.by_compiling.candidates import Candidate, Leaf
+from pycollective.planning.by_compiling.compiled_candidate import READY, Compiled, Request, compile_candidate, from_json
+from pycollective.planning.by_compiling.plans import Measured, Plan, Ranking
+from pycollective.planning.by_compiling.prediction import Prediction, predict
+from pycollective.planning.by_compiling.program_work import Communication, Convolution, Product, Stream, Work
+from pycollective.planning.by_compiling.trace import trace
 from pycollective.planning.example import profile as four
-from pycollective.planning.plans import Measured, Plan, Ranking
-from pycollective.planning.prediction import Prediction, group_of, predict
-from pycollective.planning.profile import Group
-from pycollective.planning.program_work import Communication, Convolution, Product, Stream, Work
-from pycollective.planning.trace import trace
+from pycollective.planning.profile import Group, group_of
 from tests.cases import values
 
 Array = Any

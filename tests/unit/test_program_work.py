@@ -12,8 +12,8 @@ import pytest
 from jax import lax
 
 from pycollective.jax_support.program_text import Program
-from pycollective.planning.program_work import Communication, Convolution, Product, Stream, Work, work_of
-from pycollective.planning.scratch import COPIES_OPERANDS, scratch_of
+from pycollective.planning.by_compiling.program_work import Communication, Convolution, Product, Stream, Work, work_of
+from pycollective.planning.by_compiling.scratch import COPIES_OPERANDS, scratch_of
 
 Array = Any
 P = jax.P

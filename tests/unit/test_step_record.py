@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 
 import pycollective as pc
-from pycollective.planning import allocation, step_record
-from pycollective.planning.step_record import StepRecord, Steps
+from pycollective.planning import allocation
+from pycollective.planning.by_formulas import step_record
+from pycollective.planning.by_formulas.step_record import StepRecord, Steps
 
 comm = pc.init()
 MIB = 1 << 20

@@ -1,9 +1,9 @@
 """``pycollective plan`` ranks the layouts of a program that is written with ``pycollective.parallel``.
 
 The program says what it trains: it has a function ``network`` that takes the words of its command line and returns a
-:class:`~pycollective.planning.network.Network`. It has the options of ``examples/train_gpt.py`` for a layout, and for
+:class:`~pycollective.planning.Network`. It has the options of ``examples/train_gpt.py`` for a layout, and for
 ``--verify`` also ``--steps`` and ``--step-times``, a file for what the steps take
-(:class:`~pycollective.planning.step_record.StepRecord`).
+(:class:`~pycollective.planning.StepRecord`).
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from rich.progress import track
 from pycollective import files
 from pycollective.errors import message
 from pycollective.launch.arguments import not_negative, positive
-from pycollective.planning.layouts import Estimator, Layout, Row, layouts
-from pycollective.planning.network import Network
+from pycollective.planning.by_formulas.layouts import Estimator, Layout, Row, layouts
+from pycollective.planning.by_formulas.network import Network
+from pycollective.planning.by_formulas.report import table
+from pycollective.planning.by_formulas.step_record import WATCHED_STEPS, Steps
 from pycollective.planning.profile import Profile
-from pycollective.planning.report import table
-from pycollective.planning.step_record import WATCHED_STEPS, Steps
 
 _WHERE = "plan"
 
@@ -134,7 +134,7 @@ def _run(options: argparse.Namespace) -> int:
 
 def _picture() -> Callable[[Sequence[Row], Path], None]:
     try:
-        module = importlib.import_module("pycollective.planning.picture")
+        module = importlib.import_module("pycollective.planning.by_formulas.picture")
     except ImportError as error:
         raise ValueError(
             message(_WHERE, "matplotlib, which draws --plot", str(error), "pip install matplotlib")

@@ -12,7 +12,7 @@ from typing import IO
 
 import jax
 
-from pycollective.planning.compiled import READY, Compiled, compile_candidate
+from pycollective.planning.by_compiling.compiled_candidate import READY, Compiled, compile_candidate
 
 
 def main() -> None:

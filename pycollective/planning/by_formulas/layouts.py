@@ -12,10 +12,9 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from pycollective.planning.network import Held, MatMul, Network, Part
-from pycollective.planning.prediction import group_of
-from pycollective.planning.profile import AXES, NARROW, Group, Profile
-from pycollective.planning.stage_cuts import cut_evenly
+from pycollective.planning.by_formulas.network import Held, MatMul, Network, Part
+from pycollective.planning.by_formulas.stage_cuts import cut_evenly
+from pycollective.planning.profile import AXES, NARROW, Group, Profile, group_of
 
 _CHUNKS = 2  # of each stage in the interleaved schedule, where layouts are enumerated
 

@@ -19,8 +19,8 @@ from pycollective.jax_support.program_text import (
     pairs_in,
     users,
 )
-from pycollective.planning.reading_order import bytes_read_across
-from pycollective.planning.scratch import scratch_of
+from pycollective.planning.by_compiling.reading_order import bytes_read_across
+from pycollective.planning.by_compiling.scratch import scratch_of
 
 
 class Product(NamedTuple):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich import box
 from rich.table import Table
 
-from pycollective.planning.layouts import Row
+from pycollective.planning.by_formulas.layouts import Row
 
 
 def table(rows: Sequence[Row]) -> Table:

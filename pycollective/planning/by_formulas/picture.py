@@ -9,7 +9,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
 from pycollective import files
-from pycollective.planning.layouts import Row
+from pycollective.planning.by_formulas.layouts import Row
 
 _PARTS = (("computing_s", "computing"), ("communication_s", "sending"), ("bubble_s", "bubble"))
 

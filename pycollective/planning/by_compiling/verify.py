@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from pycollective.planning import allocation
-from pycollective.planning.plans import Measured, Plan
+from pycollective.planning.by_compiling.plans import Measured, Plan
 from pycollective.planning.timing import settled_s, slowest_s
 from pycollective.ranks.world import world
 from pycollective.transport.mpi import MPI

@@ -10,15 +10,15 @@ from dataclasses import replace
 from typing import Any
 
 from pycollective.errors import fail
-from pycollective.planning.candidates import Candidate, Spec, candidates, variations
-from pycollective.planning.compiled import Request
-from pycollective.planning.compiling import Compilers
-from pycollective.planning.plans import Measured, Plan, Ranking, devices_of_job
-from pycollective.planning.prediction import Prediction, predict
+from pycollective.planning.by_compiling.candidates import Candidate, Spec, candidates, variations
+from pycollective.planning.by_compiling.compiled_candidate import Request
+from pycollective.planning.by_compiling.compiling import Compilers
+from pycollective.planning.by_compiling.plans import Measured, Plan, Ranking, devices_of_job
+from pycollective.planning.by_compiling.prediction import Prediction, predict
+from pycollective.planning.by_compiling.trace import Step, trace
+from pycollective.planning.by_compiling.verify import measure
 from pycollective.planning.profile import Profile
 from pycollective.planning.progress import progress
-from pycollective.planning.trace import Step, trace
-from pycollective.planning.verify import measure
 from pycollective.ranks.agreement import gather_from_all
 from pycollective.ranks.communicator import Communicator
 from pycollective.ranks.world import world_if_known

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from pycollective.errors import fail, message
-from pycollective.planning.candidates import Leaf
+from pycollective.planning.by_compiling.candidates import Leaf
 
 _WHERE = "plan"
 

@@ -20,8 +20,8 @@ import jax
 from pycollective import files
 from pycollective.errors import message
 from pycollective.jax_support import program_text
-from pycollective.planning import compiled, program_work, reading_order, scratch
-from pycollective.planning.compiled import READY, Compiled, Request
+from pycollective.planning.by_compiling import compiled_candidate, program_work, reading_order, scratch
+from pycollective.planning.by_compiling.compiled_candidate import READY, Compiled, Request
 
 # Where the program stands in its source, and from where it was traced.
 _LOCATION = re.compile(r'^#loc.*\n| loc\((?:#\w+|unknown|"(?:[^"\\]|\\.)*")\)', re.MULTILINE)
@@ -95,7 +95,7 @@ class Compilers:
         path = self._folder / f"{self._key(request)}.json" if self._folder else None
         if path and path.exists():
             with contextlib.suppress(FileNotFoundError, ValueError):  # it was removed, or is damaged: made again
-                return compiled.from_json(path.read_text())
+                return compiled_candidate.from_json(path.read_text())
         idle = self._idle.get()
         process = idle or self._start()
         try:
@@ -112,7 +112,7 @@ class Compilers:
             return found
         self._idle.put(process)
         if path and isinstance(found, Compiled):
-            files.write(path, compiled.as_json(found))
+            files.write(path, compiled_candidate.as_json(found))
         return found
 
     def _start(self) -> subprocess.Popen[bytes]:
@@ -125,7 +125,7 @@ class Compilers:
             if self._closed:
                 raise RuntimeError("these processes have been ended")
             process = subprocess.Popen(
-                [sys.executable, "-m", "pycollective.planning.worker"],
+                [sys.executable, "-m", "pycollective.planning.by_compiling.worker"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 env=environ,
@@ -147,7 +147,7 @@ class Compilers:
 
     def _key(self, request: Request) -> str:
         about = repr((jax.__version__, os.environ.get("XLA_FLAGS"), self._devices, request)).encode()
-        modules = (compiled, program_text, program_work, reading_order, scratch)
+        modules = (compiled_candidate, program_text, program_work, reading_order, scratch)
         readers = (inspect.getsource(module).encode() for module in modules)
         return hashlib.sha256(b"".join([about, *readers, self._text])).hexdigest()
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Sequence
 from typing import NamedTuple
 
-from pycollective.planning.profile import ARRAYS, Group, Profile
-from pycollective.planning.program_work import Communication, Convolution, Product, Stream, Work
+from pycollective.planning.by_compiling.program_work import Communication, Convolution, Product, Stream, Work
+from pycollective.planning.profile import ARRAYS, Profile, group_of
 
 _MOST = 1.1
 """How many times the predicted memory was needed at most: docs/plan.md has what was measured."""
@@ -80,14 +78,3 @@ def _buffer_of(item: Communication, profile: Profile) -> int:
     if item.operation != "psum" or group.hosts == 1:
         return 0
     return (item.largest or item.nbytes) // group.per_host  # a rank's share
-
-
-def group_of(devices: Sequence[int], per_host: int) -> Group:
-    """The kind of a group: on how many hosts its devices are, and how many on each.
-
-    Example:
-        >>> group_of((0, 1), 2), group_of((0, 2), 2)
-        (Group(per_host=2, hosts=1), Group(per_host=1, hosts=2))
-    """
-    hosts = Counter(device // per_host for device in devices)
-    return Group(max(hosts.values()), len(hosts))

@@ -10,10 +10,10 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from pycollective.errors import fail
-from pycollective.planning.candidates import Candidate, Spec
-from pycollective.planning.compiled import mesh_of
-from pycollective.planning.prediction import Prediction
-from pycollective.planning.trace import Signature
+from pycollective.planning.by_compiling.candidates import Candidate, Spec
+from pycollective.planning.by_compiling.compiled_candidate import mesh_of
+from pycollective.planning.by_compiling.prediction import Prediction
+from pycollective.planning.by_compiling.trace import Signature
 
 _WHERE = "plan"
 

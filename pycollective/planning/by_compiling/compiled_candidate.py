@@ -10,8 +10,8 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-from pycollective.planning.candidates import Candidate, Spec
-from pycollective.planning.program_work import Communication, Convolution, Product, Stream, Work, work_of
+from pycollective.planning.by_compiling.candidates import Candidate, Spec
+from pycollective.planning.by_compiling.program_work import Communication, Convolution, Product, Stream, Work, work_of
 
 READY = "ready"
 """What a worker answers when it has started."""
