@@ -24,7 +24,7 @@ from pycollective.launch.started_by import launched_sizes
 from pycollective.ranks import accelerators
 from pycollective.ranks.xla_threads import shared_cores
 from pycollective.transport import runtime
-from pycollective.transport.mpi import MPI, about_itself, host_of, library
+from pycollective.transport.mpi import MPI, about_itself, host_of, mpi_library
 
 _LEVELS = {
     MPI.THREAD_SINGLE: "single",
@@ -98,7 +98,7 @@ def launchers_agree(size: int, environ: Mapping[str, str]) -> Finding:
 
 def transport() -> Finding:
     """What carries messages: this package's library, MPI's device, and the user's settings for it."""
-    own = library()
+    own = mpi_library()
     device = own.device_in(about_itself()) if own else ""
     begins = tuple(begin for known in LIBRARIES for begin in known.settings)
     settings = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(begins)]
@@ -109,7 +109,7 @@ def transport() -> Finding:
 
 def facts() -> Facts:
     """The facts of this rank. Starts JAX's devices. All ranks must make this call."""
-    own = library()
+    own = mpi_library()
     found: list[jax.Device] = []
     try:
         with host_of(MPI.COMM_WORLD) as neighbours:

@@ -12,8 +12,8 @@ import jax
 
 from pycollective import recorder
 from pycollective.config import DEFAULT_TIMEOUT_S
+from pycollective.elastic.failure_watch import watching
 from pycollective.elastic.state import State
-from pycollective.elastic.watch import watching
 from pycollective.errors import fail, name_ranks
 from pycollective.faults import rank_exit
 from pycollective.launch.find_mpi import ELASTIC_LAUNCH

@@ -37,7 +37,7 @@ from typing import Any, ClassVar, NoReturn
 from pycollective.errors import message
 from pycollective.faults import before_init, exit_status, monitor
 from pycollective.launch.child_processes import is_forked, wait_until_read
-from pycollective.transport import compiled, watch
+from pycollective.transport import native_library, watch
 from pycollective.transport.mpi import MPI, remember
 
 _PATIENCE_S = 5.0
@@ -293,7 +293,7 @@ def _end(flush: Callable[[], None], limit_s: float | None) -> None:
 
 def _stop_monitor() -> None:
     """Ends the monitor's threads before Python ends, and takes away what they need of Python."""
-    if compiled.has_started():
+    if native_library.has_started():
         monitor.stop()
 
 

@@ -14,8 +14,8 @@ import os
 import secrets
 from contextlib import suppress
 
-from pycollective.transport import compiled
 from pycollective.transport.mpi import MPI
+from pycollective.transport.native_library import int32s, library
 
 
 def open_board(neighbours: MPI.Intracomm, may_read: bool = True) -> bool:
@@ -32,7 +32,7 @@ def open_board(neighbours: MPI.Intracomm, may_read: bool = True) -> bool:
     if neighbours.size == 1:
         return False
     first = neighbours.rank == 0
-    size = compiled.library().pycollective_board_bytes(neighbours.size)
+    size = library().pycollective_board_bytes(neighbours.size)
     mark = secrets.token_bytes(16)
     file = None
     if first:
@@ -52,15 +52,15 @@ def open_board(neighbours: MPI.Intracomm, may_read: bool = True) -> bool:
     cores = frozenset().union(*neighbours.allgather(os.sched_getaffinity(0)))
     if is_open:
         crowded = neighbours.size > len(cores)
-        is_open = bool(compiled.library().pycollective_board_open(file, neighbours.size, crowded))
+        is_open = bool(library().pycollective_board_open(file, neighbours.size, crowded))
     if is_open and may_read:
-        compiled.library().pycollective_board_show_memory(neighbours.rank)
+        library().pycollective_board_show_memory(neighbours.rank)
     is_open = neighbours.allreduce(is_open, op=MPI.LAND)  # so the first rank does not close its file before
     if not is_open:
-        compiled.library().pycollective_board_close()
+        library().pycollective_board_close()
     elif may_read:
-        read_bytes = neighbours.allreduce(compiled.library().pycollective_board_read_bytes(), op=MPI.MIN)
-        compiled.library().pycollective_board_set_read_bytes(ctypes.c_int64(read_bytes))
+        read_bytes = neighbours.allreduce(library().pycollective_board_read_bytes(), op=MPI.MIN)
+        library().pycollective_board_set_read_bytes(ctypes.c_int64(read_bytes))
     if file is not None:
         os.close(file)
     return is_open
@@ -78,12 +78,12 @@ def tell_hosts(ranks: MPI.Intracomm, neighbours: MPI.Intracomm) -> None:
     hosts = [-1] * MPI.COMM_WORLD.size
     for rank, host_of_rank in ranks.allgather((number, host)):
         hosts[rank] = host_of_rank
-    compiled.library().pycollective_set_hosts(compiled.int32s(hosts), len(hosts), host)
+    library().pycollective_set_hosts(int32s(hosts), len(hosts), host)
 
 
 def clear() -> None:
     """Makes the whole board free. One rank of this host calls it, when none may post or read any more."""
-    compiled.library().pycollective_board_clear()
+    library().pycollective_board_clear()
 
 
 def _has(mark: bytes, file: int, where: int) -> bool:

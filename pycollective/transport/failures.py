@@ -9,8 +9,8 @@ from __future__ import annotations
 import ctypes
 from contextlib import suppress
 
-from pycollective.transport import compiled
-from pycollective.transport.mpi import MPI, known, library
+from pycollective.transport import native_library
+from pycollective.transport.mpi import MPI, known, mpi_library
 
 _ROOM = 1 << 12
 """How many communicators calls may have made."""
@@ -21,7 +21,7 @@ def why_not() -> str:
 
     That a library has the functions of ULFM is not enough: its launcher may end the job.
     """
-    own = library()
+    own = mpi_library()
     if own is None or own.ulfm is None or not own.can_lose_ranks:
         name, version = MPI.get_vendor()
         return own.description if own else f"{name} {'.'.join(map(str, version))}"
@@ -43,7 +43,7 @@ def has_failed(comm: MPI.Intracomm) -> bool:
 def revoke_all() -> None:
     """Ends all calls on the communicators of this package, on all their ranks, now and later, with an error."""
     handles = (ctypes.c_int64 * _ROOM)()
-    number = compiled.library().pycollective_own_comms(handles, ctypes.c_int64(_ROOM))
+    number = native_library.library().pycollective_own_comms(handles, ctypes.c_int64(_ROOM))
     made_by_calls = [MPI.Intracomm.fromhandle(handle) for handle in handles[: min(number, _ROOM)]]
     for comm in [*known.values(), *made_by_calls]:
         with suppress(MPI.Exception):  # another thread has just freed it
@@ -52,7 +52,7 @@ def revoke_all() -> None:
 
 def abandon_all() -> None:
     """Gives up all communicators of this package, without a call of MPI: not all their ranks can make it any more."""
-    compiled.library().pycollective_abandon_all()
+    native_library.library().pycollective_abandon_all()
     known.clear()
 
 

@@ -70,14 +70,14 @@ __all__ = [
     "forget",
     "host_of",
     "known",
-    "library",
+    "mpi_library",
     "number_in_mpi",
     "remember",
 ]
 
 
 @functools.cache
-def library() -> Library | None:
+def mpi_library() -> Library | None:
     """The MPI library of this process; None if it is not known here."""
     return identify(about_itself(), abi=standard_abi.version(MPI.Get_abi_version()))
 

@@ -24,7 +24,7 @@ from pycollective.config import DEFAULT_TIMEOUT_S, config
 from pycollective.environment import NATIVE_LIBRARY
 from pycollective.launch.child_processes import parent_rank, refuse_child
 from pycollective.launch.started_by import is_rank, place_in_job, rank_variables
-from pycollective.transport import compiled
+from pycollective.transport import native_library
 
 __all__ = ["install", "watched", "within"]
 
@@ -55,7 +55,7 @@ def watched() -> Iterator[None]:
         yield
         return
     limit_s = _State.limit_s or config.timeout or DEFAULT_TIMEOUT_S
-    library = compiled.load(NATIVE_LIBRARY)
+    library = native_library.load(NATIVE_LIBRARY)
     library.pycollective_start_watch_begin(
         place.rank,
         place.size,

@@ -20,9 +20,9 @@ import numpy as np
 from pycollective.config import config
 from pycollective.environment import NATIVE_LIBRARY
 from pycollective.errors import FROM_A_CLONE, message
-from pycollective.transport import compiled, runtime
-from pycollective.transport.compiled import BUILD, int32s, int64s, library, load, table
+from pycollective.transport import native_library, runtime
 from pycollective.transport.mpi import MPI
+from pycollective.transport.native_library import BUILD, int32s, int64s, library, load, table
 
 XLA_MARK_COUNT = 4
 """The number of integers by which the library tells a program of :func:`xla_learns` (native/xla_mpi.cc)."""
@@ -114,7 +114,7 @@ def start(ranks: int = 1) -> None:
     Args:
         ranks: number of ranks on this host, which share its memory.
     """
-    if compiled.has_started():
+    if native_library.has_started():
         return
     bound = load(NATIVE_LIBRARY)
     _bind(bound)
@@ -122,7 +122,7 @@ def start(ranks: int = 1) -> None:
     bound.pycollective_set_all_lanes(int(config.all_lanes))
     if config.malloc:
         bound.pycollective_tune_malloc(ranks)
-    compiled.set_library(bound)
+    native_library.set_library(bound)
     register(bound, [*host_targets(), *async_targets(), *guard_targets()], "cpu", bound.pycollective_instantiate)
     register(bound, ["async_results"], "cpu")
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from pycollective.transport import compiled
+from pycollective.transport.native_library import has_started, int32s, library, table
 
 END = "the end of the other ranks"
 """The wait of a rank that has ended, as native/recorder.h names it. Others may be at work, so it has no limit there."""
@@ -16,12 +16,12 @@ END = "the end of the other ranks"
 
 def add_site(site: int, text: str) -> None:
     """Names the line of the user's code that programs call ``site``, as ``"train.py:12 (step)"``."""
-    compiled.library().pycollective_site_add(ctypes.c_int64(site), text.encode())
+    library().pycollective_site_add(ctypes.c_int64(site), text.encode())
 
 
 @functools.cache
 def _waits() -> tuple[str, ...]:
-    return compiled.table(compiled.library().pycollective_wait_name)
+    return table(library().pycollective_wait_name)
 
 
 @contextmanager
@@ -32,13 +32,13 @@ def waiting(what: str, group: int = 0) -> Iterator[None]:
         what: one of the waits of native/recorder.h.
         group: the identity of the ranks; 0 for all.
     """
-    begun = compiled.library().pycollective_wait_begin(ctypes.c_int64(_waits().index(what)), ctypes.c_int64(group))
+    begun = library().pycollective_wait_begin(ctypes.c_int64(_waits().index(what)), ctypes.c_int64(group))
     succeeded = False
     try:
         yield
         succeeded = True
     finally:
-        compiled.library().pycollective_wait_end(ctypes.c_void_p(begun), int(succeeded))
+        library().pycollective_wait_end(ctypes.c_void_p(begun), int(succeeded))
 
 
 def _text(address: int) -> str:
@@ -46,43 +46,43 @@ def _text(address: int) -> str:
     try:
         return ctypes.string_at(address).decode(errors="replace")
     finally:
-        compiled.library().pycollective_text_free(ctypes.c_void_p(address))
+        library().pycollective_text_free(ctypes.c_void_p(address))
 
 
 def recorder_json(rank: int, size: int, reason: str) -> str:
     """The records of the last calls, and of those under way, as JSON."""
-    return _text(compiled.library().pycollective_recorder_json(rank, size, reason.encode()))
+    return _text(library().pycollective_recorder_json(rank, size, reason.encode()))
 
 
 def start_trace(most: int) -> None:
     """Lets the recorder keep each call that ends, up to so many of them, until :func:`stop_trace`."""
-    compiled.library().pycollective_trace_start(ctypes.c_int64(most))
+    library().pycollective_trace_start(ctypes.c_int64(most))
 
 
 @functools.cache
 def record_words() -> tuple[str, ...]:
     """The names of the words of a record, each an int64. Times are those of CLOCK_MONOTONIC in nanoseconds."""
-    return compiled.table(compiled.library().pycollective_record_word)
+    return table(library().pycollective_record_word)
 
 
 def stop_trace() -> tuple[bytes, int]:
     """Returns the words of the records since :func:`start_trace`, record after record, and how many were dropped."""
     count, dropped = ctypes.c_int64(), ctypes.c_int64()
-    address = compiled.library().pycollective_trace_stop(ctypes.byref(count), ctypes.byref(dropped))
+    address = library().pycollective_trace_stop(ctypes.byref(count), ctypes.byref(dropped))
     try:
         return ctypes.string_at(address, count.value * len(record_words()) * 8), dropped.value
     finally:
-        compiled.library().pycollective_text_free(ctypes.c_void_p(address))
+        library().pycollective_text_free(ctypes.c_void_p(address))
 
 
 def record_json(words: bytes) -> str:
     """A record as JSON, as :func:`recorder_json` has it among its entries."""
-    return _text(compiled.library().pycollective_record_json(words))
+    return _text(library().pycollective_record_json(words))
 
 
 def group_json(identity: int) -> str:
     """A group of ranks as JSON, as :func:`recorder_json` has it; "null" if nobody knows it."""
-    return _text(compiled.library().pycollective_group_json(ctypes.c_int64(identity)))
+    return _text(library().pycollective_group_json(ctypes.c_int64(identity)))
 
 
 class Process(NamedTuple):
@@ -123,7 +123,7 @@ NO_PROCESS = Process((), 0, 0, 0, "")
 def listen_on(host: str) -> tuple[int, int] | None:
     """The socket that listens on an address and its port, 0 for a name; None if there is none to be had."""
     socket, port = ctypes.c_int32(), ctypes.c_int32()
-    found = compiled.library().pycollective_monitor_listen(host.encode(), ctypes.byref(socket), ctypes.byref(port))
+    found = library().pycollective_monitor_listen(host.encode(), ctypes.byref(socket), ctypes.byref(port))
     return (socket.value, port.value) if found else None
 
 
@@ -160,12 +160,12 @@ def start_monitor(monitoring: Monitoring) -> None:
         RuntimeError: the system gives no thread.
     """
     packed = b"".join(process.packed() for process in monitoring.processes)
-    error = compiled.library().pycollective_monitor_start(
+    error = library().pycollective_monitor_start(
         monitoring.rank,
         len(monitoring.processes),
         packed,
         ctypes.c_int64(len(packed)),
-        compiled.int32s(monitoring.sockets),
+        int32s(monitoring.sockets),
         len(monitoring.sockets),
         monitoring.secret,
         len(monitoring.secret),
@@ -181,12 +181,12 @@ def start_monitor(monitoring: Monitoring) -> None:
 
 def set_monitor_timeout(warn_s: float, timeout_s: float) -> None:
     """Changes two settings of the monitor."""
-    compiled.library().pycollective_monitor_set_timeout(ctypes.c_double(warn_s), ctypes.c_double(timeout_s))
+    library().pycollective_monitor_set_timeout(ctypes.c_double(warn_s), ctypes.c_double(timeout_s))
 
 
 def stop_monitor() -> None:
     """Ends the monitor's threads."""
-    compiled.library().pycollective_monitor_stop()
+    library().pycollective_monitor_stop()
 
 
 def set_stack_signal(number: int, file: int, main_thread: int) -> None:
@@ -197,29 +197,27 @@ def set_stack_signal(number: int, file: int, main_thread: int) -> None:
         file: the number of an open file.
         main_thread: the main thread's ``ident``.
     """
-    compiled.library().pycollective_stacks_set_signal(number, file, main_thread)
+    library().pycollective_stacks_set_signal(number, file, main_thread)
 
 
 def next_ask_for_stacks() -> bool:
     """Waits, without the interpreter's lock, until a report needs Python's frames. False: none will."""
-    return bool(compiled.library().pycollective_stacks_next_ask())
+    return bool(library().pycollective_stacks_next_ask())
 
 
 def read_stacks() -> None:
     """Tells the monitor that this thread reads the frames. It has the interpreter's lock, and keeps it in this call."""
-    ctypes.PyDLL(None, handle=compiled.library()._handle).pycollective_stacks_read()
+    ctypes.PyDLL(None, handle=library()._handle).pycollective_stacks_read()
 
 
 def answer_stacks(main_thread: str, callbacks: str) -> None:
     """Gives the monitor the main thread's frames, and those of the threads in which XLA calls the user's functions."""
-    compiled.library().pycollective_stacks_answer(
-        main_thread.encode(errors="replace"), callbacks.encode(errors="replace")
-    )
+    library().pycollective_stacks_answer(main_thread.encode(errors="replace"), callbacks.encode(errors="replace"))
 
 
 def end_stacks() -> None:
     """Ends :func:`next_ask_for_stacks`."""
-    compiled.library().pycollective_stacks_end()
+    library().pycollective_stacks_end()
 
 
 def take_stacks(times: int) -> tuple[int, int, str]:
@@ -229,30 +227,30 @@ def take_stacks(times: int) -> tuple[int, int, str]:
         How often they came; how many of these were read by the signal; the main thread's last ones.
     """
     came, by_signal = ctypes.c_int64(), ctypes.c_int64()
-    take = compiled.library().pycollective_stacks_take
+    take = library().pycollective_stacks_take
     text = _text(take(ctypes.c_int64(times), ctypes.byref(came), ctypes.byref(by_signal)))
     return came.value, by_signal.value, text
 
 
 def last_failure() -> str:
     """The message of the error in which this process's last call in a program has ended; "" if it has succeeded."""
-    return _text(compiled.library().pycollective_last_failure()) if compiled.has_started() else ""
+    return _text(library().pycollective_last_failure()) if has_started() else ""
 
 
 def leave() -> None:
     """Tells the rank that guards this one that this process ends, in order."""
-    if compiled.has_started():
-        compiled.library().pycollective_monitor_leave()
+    if has_started():
+        library().pycollective_monitor_leave()
 
 
 def begin_end(status: int, cause: str) -> bool:
     """Tells all ranks that the job ends with this status. False if it ends already, for another cause."""
-    return not compiled.has_started() or bool(compiled.library().pycollective_end_begin(status, cause.encode()))
+    return not has_started() or bool(library().pycollective_end_begin(status, cause.encode()))
 
 
 def forget_rank(rank: int) -> None:
     """Leaves a rank of MPI_COMM_WORLD out of all reports: it has failed, and the others go on."""
-    compiled.library().pycollective_monitor_forget(rank)
+    library().pycollective_monitor_forget(rank)
 
 
 def exit_instead_of_finalizing(status: int) -> None:
@@ -260,5 +258,5 @@ def exit_instead_of_finalizing(status: int) -> None:
 
     mpi4py finalizes in a function of ``Py_AtExit``. Of these the last one comes first.
     """
-    exit_now = compiled.library().pycollective_exit_now(status)
+    exit_now = library().pycollective_exit_now(status)
     ctypes.pythonapi.Py_AtExit(ctypes.c_void_p(exit_now))

@@ -39,7 +39,7 @@ if fault == "no reading":  # before MPI begins, which reads so itself
 
 from mpi4py import MPI
 import pycollective as pc
-from pycollective.transport import compiled
+from pycollective.transport import native_library
 
 rank = MPI.COMM_WORLD.rank
 opens = os.open
@@ -70,7 +70,7 @@ for count in (3, 3000, 100_000, 1_000_000)[: 3 if fault == "many communicators" 
         np.testing.assert_array_equal(gathered[-1], np.arange(count) + world.size - 1)
 maps = Path("/proc/self/smaps").read_text()
 shared = re.findall(r"memfd:pycollective-board.*\\n(?:.+\\n)*?Rss: +(\\d+) kB", maps)
-sys.stdout.write(f"{sum(map(int, shared))} {compiled.library().pycollective_board_may_read()}\\n")
+sys.stdout.write(f"{sum(map(int, shared))} {native_library.library().pycollective_board_may_read()}\\n")
 """
 
 FAULTS: dict[str, tuple[Container[int], bool]] = {

@@ -118,9 +118,9 @@ FAILED = """
 import os, sys
 from pathlib import Path
 from pycollective.environment import NATIVE_LIBRARY
-from pycollective.transport import compiled, watch
+from pycollective.transport import native_library, watch
 
-compiled.set_library(compiled.load(Path(NATIVE_LIBRARY)))
+native_library.set_library(native_library.load(Path(NATIVE_LIBRARY)))
 here = watch.Process([], os.getpid(), 1, 0, "here")
 watch.start_monitor(watch.Monitoring(0, [here], [], bytes(64), 0.0, 0.0, sys.argv[1], True, False))
 watch.begin_end(1, "cause")

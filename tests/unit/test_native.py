@@ -18,7 +18,7 @@ from mpi4py import MPI
 import pycollective as pc
 from pycollective.environment import NATIVE_LIBRARY
 from pycollective.primitives import define, dtypes, exchanges, messages, reductions
-from pycollective.transport import compiled, native
+from pycollective.transport import native, native_library
 from tests.standin import compile_cpp
 
 X = jax.ShapeDtypeStruct((4, 2), jnp.float32)
@@ -82,7 +82,7 @@ def exported() -> set[str]:
 
 def test_the_table_has_every_function(world: pc.Communicator) -> None:
     """A function without its types returns an int, and takes a number of 64 bits for one of 32."""
-    entries = [entry.split()[0] for entry in compiled.table(native.library().pycollective_functions)]
+    entries = [entry.split()[0] for entry in native_library.table(native.library().pycollective_functions)]
     assert len(set(entries)) == len(entries)
     assert set(entries) == exported()
     spans_hosts = native.library().pycollective_spans_hosts

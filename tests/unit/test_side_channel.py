@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 from pycollective.environment import NATIVE_LIBRARY
-from pycollective.transport import compiled
+from pycollective.transport import native_library
 
 SECRET = bytes(range(64))
 NONCE = MAC = 32
@@ -32,9 +32,9 @@ MONITORED = """
 import os, resource, sys
 from pathlib import Path
 from pycollective.environment import NATIVE_LIBRARY
-from pycollective.transport import compiled, watch
+from pycollective.transport import native_library, watch
 
-compiled.set_library(compiled.load(Path(NATIVE_LIBRARY)))
+native_library.set_library(native_library.load(Path(NATIVE_LIBRARY)))
 secret, host, other = bytes.fromhex(sys.argv[1]), sys.argv[2], sys.argv[3]
 listening, port = watch.listen_on(host)
 here = watch.Process([(host, port)], os.getpid(), 1, 0, "here")
@@ -162,7 +162,7 @@ def is_sent_away(connection: socket.socket) -> bool:
 def mac(own: bytes, text: bytes) -> bytes:
     made = ctypes.create_string_buffer(MAC)
     sizes = ctypes.c_int64(len(own)), ctypes.c_int64(len(text))
-    compiled.load(NATIVE_LIBRARY).pycollective_hmac(own, sizes[0], text, sizes[1], made)
+    native_library.load(NATIVE_LIBRARY).pycollective_hmac(own, sizes[0], text, sizes[1], made)
     return made.raw
 
 
