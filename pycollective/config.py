@@ -18,7 +18,6 @@ MUST_AGREE = {
     "PYCOLLECTIVE_SHARED_MEMORY": "shared_memory",
     "PYCOLLECTIVE_BUCKET_BYTES": "bucket_bytes",
     "PYCOLLECTIVE_STAGE_BYTES": "stage_bytes",
-    "PYCOLLECTIVE_LANES": "all_lanes",
     "PYCOLLECTIVE_OVERLAP": "overlap",
 }
 """The variables, and their attributes, that must be the same on all ranks: ranks with others would make other calls."""
@@ -26,7 +25,6 @@ MUST_AGREE = {
 _BOOLEANS = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
 _SHARED_MEMORY = {text: "on" if on else "off" for text, on in _BOOLEANS.items()} | {"buffers": "buffers"}
 _OVERLAP = {text: "on" if on else "off" for text, on in _BOOLEANS.items()} | {"auto": "auto"}
-_LANES = {"one": False, "all": True}
 _CHECKS = {"never": 0, "first": 1, "every": 2, "always": 3}
 
 
@@ -73,8 +71,6 @@ class Config:
         stage_bytes: where MPI does not, arrays go through page-locked buffers in pieces of this many bytes
             (``PYCOLLECTIVE_STAGE_BYTES``, default 4 MiB). The same on all ranks.
         allow_shared_gpu: several ranks may drive one GPU (``PYCOLLECTIVE_ALLOW_SHARED_GPU=on|off``, default ``off``).
-        all_lanes: for a large array one of several local devices calls MPI for all, or each calls it for its slice
-            (``PYCOLLECTIVE_LANES=one|all``, default ``one``). The same on all ranks.
         overlap: calls travel while the program computes what does not need them: where that pays, always, or never
             (``PYCOLLECTIVE_OVERLAP=auto|on|off``, default ``auto``: sums on accelerators, and arrays of 512 KiB and
             more between hosts, which ``shared_memory`` must know). The same on all ranks.
@@ -90,7 +86,6 @@ class Config:
     gpu_direct: bool | None = None  # None: ask MPI
     stage_bytes: int = 4 << 20
     allow_shared_gpu: bool = False
-    all_lanes: bool = False
     overlap: str = "auto"
 
 
@@ -169,7 +164,6 @@ def read(environ: Mapping[str, str]) -> Config:
         gpu_direct=_choice(environ, "PYCOLLECTIVE_GPU_DIRECT", _BOOLEANS, None),  # type: ignore[arg-type]
         stage_bytes=_bytes(environ, "PYCOLLECTIVE_STAGE_BYTES", 4 << 20, least=1),
         allow_shared_gpu=_choice(environ, "PYCOLLECTIVE_ALLOW_SHARED_GPU", _BOOLEANS, False),  # type: ignore[arg-type]
-        all_lanes=_choice(environ, "PYCOLLECTIVE_LANES", _LANES, False),  # type: ignore[arg-type]
         overlap=_choice(environ, "PYCOLLECTIVE_OVERLAP", _OVERLAP, "auto"),  # type: ignore[arg-type]
     )
 

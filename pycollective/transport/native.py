@@ -119,7 +119,6 @@ def start(ranks: int = 1) -> None:
     bound = load(NATIVE_LIBRARY)
     _bind(bound)
     bound.pycollective_set_check(config.check.when, int(config.check.nan))
-    bound.pycollective_set_all_lanes(int(config.all_lanes))
     if config.malloc:
         bound.pycollective_tune_malloc(ranks)
     native_library.set_library(bound)

@@ -93,7 +93,7 @@ def stderr_of_failure(tmp_path: Path, program: str, env: Mapping[str, str] | Non
 
 @pytest.mark.parametrize(
     ("variable", "value"),
-    [("CHECK", "first"), ("SHARED_MEMORY", "off"), ("BUCKET_BYTES", "4096"), ("STAGE_BYTES", "1"), ("LANES", "all")],
+    [("CHECK", "first"), ("SHARED_MEMORY", "off"), ("BUCKET_BYTES", "4096"), ("STAGE_BYTES", "1")],
 )
 def test_settings_that_must_agree(tmp_path: Path, variable: str, value: str) -> None:
     stderr = stderr_of_failure(

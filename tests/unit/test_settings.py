@@ -30,13 +30,12 @@ def test_values() -> None:
             "PYCOLLECTIVE_STAGE_BYTES": "4096",
             "PYCOLLECTIVE_ALLOW_SHARED_GPU": "on",
             "PYCOLLECTIVE_BUCKET_BYTES": "0",
-            "PYCOLLECTIVE_LANES": "all",
             "PYCOLLECTIVE_RECORDS": "off",
             "PYCOLLECTIVE_SHARED_MEMORY": "off",
         }
     )
     gpus = {"gpu_direct": False, "stage_bytes": 4096, "allow_shared_gpu": True}
-    hosts = {"bucket_bytes": 0, "all_lanes": True}
+    hosts = {"bucket_bytes": 0}
     assert read == config.Config(
         check=config.Check(when=3),
         shared_memory="off",
