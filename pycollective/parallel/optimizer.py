@@ -21,16 +21,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 
 from pycollective.errors import message
 from pycollective.parallel.axes import (
     AxisName,
     axis_size,
     own_slice,
-    rows_of_slices,
 )
-from pycollective.parallel.buckets import gather_whole, in_buckets
+from pycollective.parallel.buckets import gather_whole
 from pycollective.parallel.elementwise import Check, Cutting, check_numbers, cut_in_slices
 from pycollective.parallel.per_device import check_not_summed
 from pycollective.parallel.wire import floating, mean_slices
@@ -103,29 +101,16 @@ def zero(
         devices = axis_size("zero", axis_name)
         check_not_summed("zero", grads, axis_name)
         check.at_update(cutting(grads), grads, params, extra_args)
-        slices = _mean_slices(grads, axis_name, devices, stage, wire)
+        of_grads, tree = jax.tree.flatten(grads)
+        means = mean_slices("zero", of_grads, axis_name, wire, by_psum=stage == 1)
+        slices = tree.unflatten([x.astype(like.dtype) for x, like in zip(means, of_grads, strict=True)])
         own = None if params is None else jax.tree.map(lambda x: own_slice(x, axis_name, devices), params)
         updates, state = inner.update(slices, state, own, **extra_args)
         leaves, tree = jax.tree.flatten(updates)
-        shapes = [x.shape for x in jax.tree.leaves(grads)]
+        shapes = [x.shape for x in of_grads]
         return tree.unflatten(gather_whole(leaves, shapes, axis_name)), state
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _mean_slices(grads: Tree, axis_name: AxisName, devices: int, stage: int, wire: Any) -> Tree:
-    """Returns this device's slices of the means of the gradients."""
-    leaves, tree = jax.tree.flatten(grads)
-    narrow = [wire is not None and jnp.issubdtype(x.dtype, jnp.floating) for x in leaves]
-    means = iter(mean_slices("zero", [x for x, yes in zip(leaves, narrow, strict=True) if yes], axis_name, wire))
-    others = [x for x, yes in zip(leaves, narrow, strict=True) if not yes]
-    if stage == 1:
-        slices = [own_slice(x, axis_name, devices) for x in lax.psum(others, axis_name)]
-    else:
-        slices = in_buckets(lambda x: lax.psum_scatter(x, axis_name), [rows_of_slices(x, devices) for x in others])
-    sums = iter(slices)
-    own = [next(means) if yes else next(sums) / devices for yes in narrow]
-    return tree.unflatten([x.astype(like.dtype) for x, like in zip(own, leaves, strict=True)])
 
 
 def unshard_state(inner: optax.GradientTransformation, state: Any, params: Tree, axis_name: AxisName) -> Any:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pycollective.errors import message
-from pycollective.parallel.axes import AxisName, axis_size, rows_of_slices
+from pycollective.parallel.axes import AxisName, axis_size, own_slice, rows_of_slices
 from pycollective.parallel.buckets import in_buckets
 
 Array = Any
@@ -34,14 +34,18 @@ def floating(where: str, wire_dtype: Any) -> Any:
     return dtype
 
 
-def mean_slices(where: str, arrays: Sequence[Array], axis_name: AxisName, wire_dtype: Any) -> list[Array]:
-    """Returns this device's slices of the means over devices, in float32.
+def mean_slices(
+    where: str, arrays: Sequence[Array], axis_name: AxisName, wire_dtype: Any, *, by_psum: bool = False
+) -> list[Array]:
+    """Returns this device's slices of the means over devices: in float32 of those that travel in ``wire_dtype``.
 
     Args:
         where: the function that asks, for messages.
-        arrays: floating-point arrays, of the same shapes on all devices.
+        arrays: the arrays, of the same shapes on all devices.
         axis_name: the axis.
-        wire_dtype: the dtype in which they travel. As many bytes do as in a reduce-scatter of such numbers.
+        wire_dtype: the dtype in which those with a floating point travel, as many bytes as in a reduce-scatter of such
+            numbers. All others travel as they are, and so do all with None.
+        by_psum: whether the others are added up on all devices, instead of by a reduce-scatter.
 
     Example:
         >>> import jax
@@ -51,6 +55,14 @@ def mean_slices(where: str, arrays: Sequence[Array], axis_name: AxisName, wire_d
                [4.]], dtype=float32)
     """
     devices = axis_size(where, axis_name)
-    rows = [rows_of_slices(x.astype(wire_dtype), devices) for x in arrays]
-    received = in_buckets(lambda x: lax.all_to_all(x, axis_name, 0, 0), rows)
-    return [jnp.mean(x.astype(jnp.float32), axis=0) for x in received]
+    narrow = [wire_dtype is not None and jnp.issubdtype(x.dtype, jnp.floating) for x in arrays]
+    rows = [rows_of_slices(x.astype(wire_dtype), devices) for x, yes in zip(arrays, narrow, strict=True) if yes]
+    received = iter(in_buckets(lambda x: lax.all_to_all(x, axis_name, 0, 0), rows))
+    means = [jnp.mean(next(received).astype(jnp.float32), axis=0) if yes else None for yes in narrow]
+    others = [x for x, yes in zip(arrays, narrow, strict=True) if not yes]
+    if by_psum:
+        sums = [own_slice(x, axis_name, devices) for x in lax.psum(others, axis_name)]
+    else:
+        sums = in_buckets(lambda x: lax.psum_scatter(x, axis_name), [rows_of_slices(x, devices) for x in others])
+    of_others = iter(sums)
+    return [next(of_others) / devices if mean is None else mean for mean in means]
