@@ -2,7 +2,7 @@
 
     python benchmarks/tables.py build/performance > build/performance/tables.md
 
-It reads NAME.json, from ``pycollective bench --json``, and the command from the first line of NAME.txt.
+It reads NAME.json, from ``benchmarks/peers.py --json``, and the command from the first line of NAME.txt.
 """
 
 from __future__ import annotations

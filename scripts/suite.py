@@ -148,8 +148,7 @@ def has_mpiexec() -> str:
     return "" if shutil.which("mpiexec") else "there is none"
 
 
-# torch_gloo.py needs PyTorch, which only those who compare with it install.
-DOCTESTS = ("--doctest-modules", "pycollective", "--ignore", "pycollective/bench/torch_gloo.py")
+DOCTESTS = ("--doctest-modules", "pycollective")
 
 ABI_PYTHON = ".venv-abi/bin/python"
 

@@ -1,4 +1,4 @@
-"""The implementations that are measured in this process: this package, raw MPI, and mpi4jax where it is installed."""
+"""The implementations that ``pycollective bench`` has: this package, raw MPI, and mpi4jax where it is installed."""
 
 from __future__ import annotations
 

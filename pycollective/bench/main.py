@@ -7,9 +7,11 @@ import importlib
 import json
 import platform
 import sys
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -29,21 +31,27 @@ from pycollective.bench.implementations import (
     ThroughNumPy,
 )
 from pycollective.bench.measure import ROUNDS, InProcess, Runner, Timing, measure
-from pycollective.bench.options import IN_SUBPROCESSES, JAX_MPI
+from pycollective.bench.options import JAX_MPI
 from pycollective.bench.report import COLUMNS, UNITS, Row
 from pycollective.bench.roofline import Roofline, measure_roofline
-from pycollective.bench.subprocesses import InSubprocess
 from pycollective.bench.workloads import Workload, keeps_shape, make_workload, tree_workload
 from pycollective.errors import message
 from pycollective.transport import native
 from pycollective.transport.mpi import MPI
 
+Peer = Callable[[MPI.Intracomm, int], Runner]
 
-def run(options: argparse.Namespace) -> int:
+
+def run(options: argparse.Namespace, peers: Mapping[str, Peer] = MappingProxyType({})) -> int:
     """Measures; on rank 0 it prints and writes the results. All ranks must make this call.
 
+    Args:
+        options: the command line.
+        peers: implementations of other projects that ``--against`` may name: functions from the ranks and the number of
+            local devices of each.
+
     Returns:
-        The exit status: 1 if a result was wrong, except for implementations in subprocesses.
+        The exit status: 1 if a result was wrong, except for those of peers.
 
     Raises:
         ValueError: an operation or dtype is unknown, or it cannot do what is asked.
@@ -57,6 +65,8 @@ def run(options: argparse.Namespace) -> int:
     plot = importlib.import_module("pycollective.bench.plot") if options.plot else None
     workloads = list(_workloads(options, comm.size * options.devices))
     runners = _runners(options, comm, world)
+    others = [make(world, options.devices) for name, make in peers.items() if name in options.against]
+    runners += others
     other_hosts = max(comm.mpi.allgather((comm.host_index > 0, -comm.rank)))  # and the first rank there, if any
     partner = -other_hosts[1] if other_hosts[0] else comm.size - 1
     roofline = measure_roofline(world, comm.host_count, partner, options.link_gbps)
@@ -80,11 +90,11 @@ def run(options: argparse.Namespace) -> int:
             files.write(options.json, json.dumps({**about, "rows": [row.as_json() for row in rows]}, indent=1) + "\n")
         if plot is not None:
             plot.plot(rows, title[0], options.plot)
-    others = {runner.name for runner in runners if isinstance(runner, InSubprocess)}
-    wrong = sum(row.wrong for row in rows if row.implementation not in others)
-    wrong_in_others = sum(row.wrong for row in rows if row.implementation in others)
-    say(f"\n# wrong results: {wrong}", f"; in subprocesses: {wrong_in_others}" if others else "", sep="")
-    return 1 if wrong else 0
+    wrong: Counter[bool] = Counter()
+    for row in rows:
+        wrong[row.implementation in {runner.name for runner in others}] += row.wrong
+    say(f"\n# wrong results: {wrong[False]}", f"; of peers: {wrong[True]}" if others else "", sep="")
+    return 1 if wrong[False] else 0
 
 
 def _runners(options: argparse.Namespace, comm: pc.Communicator, world: MPI.Intracomm) -> list[Runner]:
@@ -100,8 +110,7 @@ def _runners(options: argparse.Namespace, comm: pc.Communicator, world: MPI.Intr
         JAX_MPI: lambda: GlobalArrays("jax MPI"),
     }
     implementations += [make() for name, make in others.items() if name in options.against]
-    runners: list[Runner] = [InProcess(one, world.rank, world.size, world.Barrier) for one in implementations]
-    return runners + [InSubprocess(world, name, options.devices) for name in options.against if name in IN_SUBPROCESSES]
+    return [InProcess(one, world.rank, world.size, world.Barrier) for one in implementations]
 
 
 def _workloads(options: argparse.Namespace, n: int) -> Iterator[tuple[str, Workload]]:

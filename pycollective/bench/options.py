@@ -10,9 +10,8 @@ from pycollective.bench.operations import OPERATIONS
 from pycollective.bench.workloads import GRADIENTS, MODES, TREES
 from pycollective.launch.arguments import positive
 
-IN_SUBPROCESSES = ("jax-gloo", "torch-gloo")
 JAX_MPI = "jax-mpi"
-AGAINST = ("floor", "numpy", "copies", "mpi4jax", JAX_MPI, *IN_SUBPROCESSES)
+AGAINST = ("floor", "numpy", "copies", "mpi4jax", JAX_MPI)
 OPS = (*OPERATIONS, *GRADIENTS)
 
 _EXAMPLES = """examples:
@@ -74,8 +73,13 @@ def several(known: tuple[str, ...]) -> type:
     return parse  # type: ignore[return-value]
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds all options of the command."""
+def add_options(parser: argparse.ArgumentParser, peers: tuple[str, ...] = ()) -> None:
+    """Adds all options of the command.
+
+    Args:
+        parser: gets the options.
+        peers: what ``--against`` knows beside the implementations of this package.
+    """
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EXAMPLES
     names = f"operations: {', '.join(OPS)} (default psum)"
@@ -106,13 +110,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ranks", type=positive, default=2, help="number of ranks to start where no launcher has (default 2)"
     )
+    against = (*AGAINST, *peers)
     parser.add_argument(
         "--against",
-        type=several(AGAINST),
+        type=several(against),
         default=(),
-        help=f"what is measured too, between commas: {', '.join(AGAINST)}. floor: a jitted function that does nothing, "
+        help=f"what is measured too, between commas: {', '.join(against)}. floor: a jitted function that does nothing, "
         "then raw MPI; numpy: a copy to NumPy, raw MPI, and a copy back; copies: copies from a GPU to the host and "
-        "back, without MPI; jax-mpi, jax-gloo: programs of global arrays, XLA's collectives by MPI or by gloo",
+        "back, without MPI; jax-mpi: programs of global arrays, XLA's collectives by MPI",
     )
     parser.add_argument("--wire-dtype", choices=("bfloat16",), help="measure also sums that are sent in this dtype")
     parser.add_argument("--link-gbps", type=rate, help="rate of the network, for the roofline (default: measured)")

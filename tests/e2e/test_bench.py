@@ -19,10 +19,15 @@ pytestmark = pytest.mark.whole
 EVERY = [*OPERATIONS, "step", "tree"]
 
 
-def bench(tmp_path: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], list[dict[str, Any]]]:
+PEERS = str(Path(__file__).parents[2] / "benchmarks" / "peers.py")
+
+
+def bench(
+    tmp_path: Path, *arguments: str, program: tuple[str, ...] = ("-m", "pycollective", "bench")
+) -> tuple[subprocess.CompletedProcess[str], list[dict[str, Any]]]:
     """Runs it on 2 ranks; returns the process and the rows of its table. Results are whole numbers."""
     data = tmp_path / "bench.json"
-    start = ("-m", "pycollective", "bench", *arguments, "--json", str(data))
+    start = (*program, *arguments, "--json", str(data))
     done = mpirun(2, *start, timeout=200, env={"XLA_FLAGS": unoptimised.flags()})
     assert done.returncode == 0, done.stderr
     rows = json.loads(data.read_text())["rows"]
@@ -65,10 +70,10 @@ def test_modes_and_donation(tmp_path: Path) -> None:
     assert others == [call for call in own if call[1] != "eager"]
 
 
-def test_several_devices_and_an_implementation_in_subprocesses(tmp_path: Path) -> None:
+def test_several_devices_and_a_peer(tmp_path: Path) -> None:
     operations = ["psum", "all_gather", "broadcast"]
     options = ["-b", "4K", "-e", "4K", "-n", "3", "--devices", "2", "--donate", "both", "--against", "floor,jax-gloo"]
-    done, rows = bench(tmp_path, *operations, *options)
+    done, rows = bench(tmp_path, *operations, *options, program=(PEERS,))
     assert "connected to" not in done.stdout  # gloo prints this, but it must not get into the table
     assert "Warning" not in done.stderr  # it shares the cores with our ranks, which have their devices already
     measured: dict[str, set[tuple[str, str]]] = {}

@@ -1,4 +1,4 @@
-"""Implementations without MPI, which run in subprocesses of the ranks.
+"""A peer without MPI, which runs in subprocesses of the ranks: :mod:`jax_gloo`, :mod:`torch_gloo`.
 
 Each rank starts one subprocess for each of them. A rank sleeps while its subprocess works: a rank that waited in MPI
 would poll, and take a core from the subprocess. A subprocess sleeps while its rank works. In one process the threads of
@@ -33,13 +33,13 @@ class InSubprocess:
         process: the subprocess.
     """
 
-    def __init__(self, comm: MPI.Intracomm, option: str, devices: int) -> None:
+    def __init__(self, comm: MPI.Intracomm, devices: int, option: str) -> None:
         """Starts the subprocess and waits until it has met those of the other ranks.
 
         Args:
             comm: the ranks.
-            option: the implementation, "jax-gloo" or "torch-gloo".
             devices: the number of local devices of each rank.
+            option: the implementation, "jax-gloo" or "torch-gloo".
 
         Raises:
             ImportError: the implementation is not installed.
@@ -92,7 +92,7 @@ def _serve(link: Connection, option: str, place: tuple[str, int, int, int]) -> N
     os.dup2(2, 1)  # gloo writes to standard output, which belongs to the table
     threading.Thread(target=_end_with_rank, daemon=True).start()
     address, rank, size, devices = place
-    module = importlib.import_module(f"pycollective.bench.{option.replace('-', '_')}")
+    module = importlib.import_module(option.replace("-", "_"))
     with link, suppress(EOFError):  # EOFError: the rank has closed its end
         implementation = module.join(address, rank, size, devices)
         runner = InProcess(implementation, rank, size, implementation.barrier)

@@ -1,24 +1,29 @@
-"""How implementations in subprocesses end. What they measure is tested end to end."""
+"""How peers of the benchmark in subprocesses end. What they measure is tested end to end."""
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 
-from pycollective.bench import subprocesses
 from pycollective.bench.workloads import make_workload
 from pycollective.transport.mpi import MPI
 
 WORLD = MPI.COMM_WORLD
 
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # its subprocesses get this, too
+import peer_process  # noqa: E402
+
 
 def test_one_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(subprocesses, "find_spec", lambda _: None)
+    monkeypatch.setattr(peer_process, "find_spec", lambda _: None)
     with pytest.raises(ImportError, match="pip install torch"):
-        subprocesses.InSubprocess(WORLD, "torch-gloo", 1)
+        peer_process.InSubprocess(WORLD, 1, "torch-gloo")
 
 
 def test_one_whose_process_ends() -> None:
-    runner = subprocesses.InSubprocess(WORLD, "jax-gloo", 1)
+    runner = peer_process.InSubprocess(WORLD, 1, "jax-gloo")
     runner.process.kill()
     runner.process.join(10)
     with pytest.raises(RuntimeError, match="an answer of jax gloo's process"):
@@ -26,7 +31,7 @@ def test_one_whose_process_ends() -> None:
 
 
 def test_one_that_fails() -> None:
-    runner = subprocesses.InSubprocess(WORLD, "jax-gloo", 1)
+    runner = peer_process.InSubprocess(WORLD, 1, "jax-gloo")
     with pytest.raises(RuntimeError, match="an answer of jax gloo's process"):
         runner.time_calls("many")  # type: ignore[arg-type]
     runner.process.join(10)
