@@ -65,8 +65,9 @@ setup(
     ext_modules=[
         Extension(
             "pycollective._native",
-            sources=sorted(str(path) for path in Path("native").glob("*.cc")),
-            depends=sorted(str(path) for path in Path("native").glob("*.h")),
+            sources=sorted(str(path) for path in Path("native").rglob("*.cc")),
+            depends=sorted(str(path) for path in Path("native").rglob("*.h")),
+            include_dirs=["native"],
             language="c++",
             extra_compile_args=[
                 "-std=c++17",

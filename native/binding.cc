@@ -11,18 +11,18 @@
 #include <memory>
 #include <string>
 
-#include "call.h"
-#include "collectives.h"
-#include "communicators.h"
-#include "device.h"
-#include "exports.h"
-#include "monitor.h"
-#include "operations.h"
-#include "process_memory.h"
-#include "recorder.h"
-#include "settings.h"
-#include "team_collectives.h"
-#include "wait.h"
+#include "base/exports.h"
+#include "base/operations.h"
+#include "calls/call.h"
+#include "calls/communicators.h"
+#include "calls/settings.h"
+#include "devices/device.h"
+#include "devices/team_collectives.h"
+#include "monitor/monitor.h"
+#include "mpi/collectives.h"
+#include "mpi/wait.h"
+#include "records/recorder.h"
+#include "shared_memory/process_memory.h"
 
 using pycollective::FindCommunicator;
 using pycollective::Lane;

@@ -32,7 +32,7 @@ class Check(NamedTuple):
     """What ranks look at before a call.
 
     Attributes:
-        when: when they compare their calls; the numbers are those of ``Check`` in native/settings.h.
+        when: when they compare their calls; the numbers are those of ``Check`` in native/calls/settings.h.
         nan: whether they look for NaN and Inf in what they bring to it.
     """
 

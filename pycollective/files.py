@@ -1,7 +1,8 @@
 """Files that the package writes. In a folder in which others may write, none goes where another user has pointed it.
 
 A file is written under a new name beside its place, and then takes its own. So a link that lies in its place, or under
-a name that somebody has guessed, leads nowhere. ``native/own_file.h`` does the same for what is written without Python.
+a name that somebody has guessed, leads nowhere. ``native/monitor/own_file.h`` does the same for what is written without
+Python.
 """
 
 from __future__ import annotations

@@ -73,19 +73,20 @@ def build(kinds: list[str], tree: Path) -> None:
     # Where JAX comes first XLA does not open the library: it would do so with RTLD_DEEPBIND, which the sanitizers
     # refuse.
     (tree / "sitecustomize.py").write_text("import jax\n")
+    native = ROOT / "native"
     objects = tree / "objects"
     objects.mkdir(exist_ok=True)
     flags = [flag for kind in kinds for flag in FLAGS[kind]]
     common = [compiler(), "-std=c++17", "-O1", "-g1", "-fno-omit-frame-pointer", "-fPIC", "-fvisibility=hidden", *flags]
 
     def compiled(source: Path) -> str:
-        made = str(objects / f"{source.stem}.o")
-        command = [*common, "-isystem", include_dir(), "-c", str(source), "-o", made]
+        made = str(objects / f"{source.stem}.o")  # no two files have the same name
+        command = [*common, "-I", str(native), "-isystem", include_dir(), "-c", str(source), "-o", made]
         subprocess.run(command, check=True, timeout=600)
         return made
 
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        made = list(pool.map(compiled, sorted((ROOT / "native").glob("*.cc"))))
+        made = list(pool.map(compiled, sorted(native.rglob("*.cc"))))
     library = str(tree / "pycollective" / "_native.so")
     subprocess.run([*common, "-shared", *made, "-pthread", "-o", library], check=True, timeout=600)
 

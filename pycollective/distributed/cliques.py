@@ -1,9 +1,9 @@
 """Names to the native library the members of each set of processes for which XLA will want an MPI communicator.
 
 XLA calls such a set a clique. It asks for a communicator when a program first needs it, and then names neither the
-members nor their number (``native/xla_mpi.cc``). The compiled program names them, in the groups of its collectives. So
-each program is read before it first runs. For a clique that is new here, a program of that clique alone then lets XLA
-ask while the answer is known. That program sends nothing: a process may compile alone.
+members nor their number (``native/xla/xla_mpi.cc``). The compiled program names them, in the groups of its collectives.
+So each program is read before it first runs. For a clique that is new here, a program of that clique alone then lets
+XLA ask while the answer is known. That program sends nothing: a process may compile alone.
 """
 
 from __future__ import annotations

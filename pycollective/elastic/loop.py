@@ -37,13 +37,13 @@ _ABLE = f"{ELASTIC_LAUNCH} goes on."
 _REMEDY = "pycollective run --restarts N starts the job again after a fault, from its last checkpoint."
 
 _OF_HANDLER = "expected MPI_"
-"""What the error of a handler says of a function of MPI that has failed (native/call.cc)."""
+"""What the error of a handler says of a function of MPI that has failed (native/calls/call.cc)."""
 
 _LEARN_S = 2.0
 """How long after an error of a call this rank may learn that another one has failed."""
 
 _REPORT_ENDS_S = 10.0
-"""Within this time after a report has killed the stopped ranks it has ended the others (native/monitor.cc)."""
+"""Within this time after a report has killed the stopped ranks it has ended the others (native/monitor/monitor.cc)."""
 
 
 class _State:

@@ -1,7 +1,7 @@
 """The monitor of a rank: native threads that watch its waits and speak with the other ranks without MPI.
 
 Here is what they need to begin: where each process listens, and a secret of the job. What they do is in
-``native/monitor.h``.
+``native/monitor/monitor.h``.
 """
 
 from __future__ import annotations

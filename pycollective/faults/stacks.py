@@ -1,4 +1,4 @@
-"""The frames of Python's threads for reports, read with the interpreter's lock (``native/python_stacks.h``).
+"""The frames of Python's threads for reports, read with the interpreter's lock (``native/monitor/python_stacks.h``).
 
 A thread waits in the compiled library, which costs nothing. It reads the frames when a report is about to name this
 rank. A signal, whose handler ``faulthandler`` has installed, reads them where no thread gets the lock.

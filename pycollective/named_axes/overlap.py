@@ -5,7 +5,7 @@ first, though the program may have them in another order, that of the leaves of 
 orders, the sums keep the order of the program. Nothing moves past another collective.
 
 On CPU devices no more is needed. A call between hosts runs in a thread of its own, and XLA goes on with what does not
-need its results (``native/async_calls.h``). The pass joins sums (``fusion.py``) when they have their new order, so
+need its results (``native/xla/async_calls.h``). The pass joins sums (``fusion.py``) when they have their new order, so
 that a call carries gradients that are there at the same time.
 
 On accelerators an allreduce can be two calls. The start returns while a thread of the device makes the call; the end

@@ -2,7 +2,7 @@
 
 All local devices call MPI at once, each on its own lane. Where possible a device sends only its part of the array: so a
 reduction moves ``2 (R - 1) / R`` of the array between ranks, for any number of local devices (Traeff's multi-lane
-decomposition). CPU devices use shared memory instead (``native/team_collectives.h``).
+decomposition). CPU devices use shared memory instead (``native/devices/team_collectives.h``).
 
 Each function computes what the primitive of its name means over ranks x devices in row-major order. Its argument
 ``bind`` is that primitive over the ranks of one lane. The functions are traced when a program is lowered, after

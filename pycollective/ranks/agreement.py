@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 _LATER_S = 10.0
 """How much later than its limit a wait of this file raises. Before that the monitor reports the wait, with the ranks
-that are missing, and ends the job (native/monitor.h)."""
+that are missing, and ends the job (native/monitor/monitor.h)."""
 
 
 class CollectiveLine(NamedTuple):

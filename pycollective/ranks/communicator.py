@@ -134,7 +134,7 @@ class Communicator:
         # between devices, out-of-band messages.
         calls, rest = _duplicate(mpi), _duplicate(mpi)
         own_fingerprint = fingerprint(world_ranks, mpi.rank, lanes)
-        free_tag = 2 * len(lanes) ** 2  # native/communicators.cc uses the smaller and the larger tags
+        free_tag = 2 * len(lanes) ** 2  # native/calls/communicators.cc uses the smaller and the larger tags
         # The ranks of a communicator make their communicators in one order.
         _made[world_ranks] += 1
         identity = fingerprint(world_ranks, _made[world_ranks], *_losses)

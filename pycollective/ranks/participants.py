@@ -126,7 +126,7 @@ class SubCommunicator:
     """Some ranks of a communicator, in an order of their own. Primitives use it as they use a communicator.
 
     Making one sends no message to other ranks, since each rank traces programs on its own. The first call on it makes
-    its MPI communicators (``native/communicators.h``). Freeing the parent frees it.
+    its MPI communicators (``native/calls/communicators.h``). Freeing the parent frees it.
 
     Attributes:
         rank: the place of this rank in the part.

@@ -120,7 +120,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 _LAST_WORDS_OF_RANKS = "pycollective: .*; ending all ranks"
-"""What every report of a fault has, as a regular expression (faults/rank_exit.py, native/monitor.cc)."""
+"""What every report of a fault has, as a regular expression (faults/rank_exit.py, native/monitor/monitor.cc)."""
 
 
 def main(arguments: Sequence[str]) -> int:

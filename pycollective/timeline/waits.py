@@ -12,7 +12,7 @@ def awaited(operation: str, place: int, root: int, size: int) -> Sequence[int]:
     """The places without whom a place cannot end its call. Of other operations than these it tells none.
 
     Args:
-        operation: its name (native/operations.h).
+        operation: its name (native/base/operations.h).
         place: a rank of the group.
         root: the root of the operation; -1: it has none.
         size: the number of ranks in the group.

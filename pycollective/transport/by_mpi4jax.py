@@ -3,8 +3,8 @@
 An operation becomes mpi4jax's function of that name, or is made of others (``mpi4jax_operations.py``). The native
 library still knows the communicators: before each operation one handler looks for the communicator, compares the call
 with the other ranks' and tells the watchdog; another one behind it tells that the operation has ended
-(``native/guards.cc``). So the order, the agreement and the reports are those of the native transport. An error inside
-MPI is mpi4jax's: it ends the job by ``MPI_Abort``, with its own message.
+(``native/xla/guards.cc``). So the order, the agreement and the reports are those of the native transport. An error
+inside MPI is mpi4jax's: it ends the job by ``MPI_Abort``, with its own message.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def _share_one_arena() -> None:
 
     The threads of an MPI library would have an arena of their own, which glibc then gives to some of XLA's threads as
     well. A large array from there is always new memory, whose pages fault one by one: an allreduce of 64 MiB took three
-    times as long. The other settings are in native/malloc.cc (``pycollective_tune_malloc``).
+    times as long. The other settings are in native/base/malloc.cc (``pycollective_tune_malloc``).
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if config.malloc and mallopt is not None:

@@ -1,9 +1,9 @@
 """The import of ``mpi4py.MPI``, which starts MPI: in a rank it is watched, and in a child of a rank it starts nothing.
 
 MPI starts when all ranks start it, and waits for them without a word: a rank may have ended before. The native library
-watches that wait (``native/start_watch.h``), since the import holds the interpreter's lock. ``import pycollective``
-installs this, so it concerns whoever imports ``mpi4py.MPI`` later, the program itself for example. It needs neither MPI
-nor JAX.
+watches that wait (``native/monitor/start_watch.h``), since the import holds the interpreter's lock.
+``import pycollective`` installs this, so it concerns whoever imports ``mpi4py.MPI`` later, the program itself for
+example. It needs neither MPI nor JAX.
 """
 
 from __future__ import annotations

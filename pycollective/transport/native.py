@@ -1,7 +1,7 @@
 """The native transport: loads the C++ library, binds it to the MPI that mpi4py loaded, registers its handlers.
 
 Nothing here knows JAX's tracing or the meaning of a collective. The names of operations, reductions and element types
-come from the library, where each stands once (``native/operations.h``, ``native/mpi.h``).
+come from the library, where each stands once (``native/base/operations.h``, ``native/mpi/mpi.h``).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from pycollective.transport.mpi import MPI
 from pycollective.transport.native_library import BUILD, int32s, int64s, library, load, table
 
 XLA_MARK_COUNT = 4
-"""The number of integers by which the library tells a program of :func:`xla_learns` (native/xla_mpi.cc)."""
+"""The number of integers by which the library tells a program of :func:`xla_learns` (native/xla/xla_mpi.cc)."""
 
 
 class _Binding(ctypes.Structure):
-    """``Binding`` of native/mpi.h."""
+    """``Binding`` of native/mpi/mpi.h."""
 
     _fields_ = [
         ("handle_bytes", ctypes.c_int64),
@@ -133,8 +133,8 @@ def register(library: ctypes.CDLL, targets: Sequence[str], platform: str, instan
         library: the library.
         targets: the names of the handlers.
         platform: the platform.
-        instantiate: the function by which a program holds the communicator of each of its calls (native/programs.cc);
-            None: it holds none.
+        instantiate: the function by which a program holds the communicator of each of its calls
+            (native/xla/programs.cc); None: it holds none.
     """
     for target in targets:
         stages = {"execute": jax.ffi.pycapsule(getattr(library, f"pycollective_{target}"))}
@@ -186,7 +186,7 @@ def op_number(name: str) -> int:
 
 
 _KEY_DTYPES = 1 << 16
-"""The numbers of keys begin here (native/dtypes.h)."""
+"""The numbers of keys begin here (native/mpi/dtypes.h)."""
 
 
 @functools.cache
@@ -346,7 +346,9 @@ def is_held(number: int) -> bool:
 
 
 def letter(data: bytes) -> tuple[str, bool]:
-    """What a message of a program is, and whether it is whole, from the bytes of MPI's message (native/messages.h).
+    """What a message of a program is, and whether it is whole, from the bytes of MPI's message.
+
+    native/calls/messages.h has its form.
 
     Example:
         >>> letter(b"the data of a message without a letter")

@@ -31,7 +31,7 @@ _TYPES: dict[str, Any] = {
     "U": ctypes.POINTER(ctypes.c_uint32),
     "L": ctypes.POINTER(ctypes.c_int64),
 }
-"""The types of results and arguments, by the letters of native/exports.h."""
+"""The types of results and arguments, by the letters of native/base/exports.h."""
 
 
 class _Library(ctypes.CDLL):

@@ -1,7 +1,8 @@
 """The runtime library of an accelerator, CUDA's or HIP's: where it is, and what it and its driver say of a device.
 
-The C++ library is compiled without them; it gets the addresses of the functions that it calls (``native/runtime.h``).
-HIP has the same functions under other names. HIP is untested: no such device was at hand.
+The C++ library is compiled without them; it gets the addresses of the functions that it calls
+(``native/devices/runtime.h``). HIP has the same functions under other names. HIP is untested: no such device was at
+hand.
 """
 
 from __future__ import annotations

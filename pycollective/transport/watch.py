@@ -1,4 +1,7 @@
-"""What the compiled library records of this process's calls, and the monitor that watches them (native/monitor.h)."""
+"""What the compiled library records of this process's calls, and the monitor that watches them.
+
+The monitor is that of native/monitor/monitor.h.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,10 @@ from typing import NamedTuple
 from pycollective.transport.native_library import has_started, int32s, library, table
 
 END = "the end of the other ranks"
-"""The wait of a rank that has ended, as native/recorder.h names it. Others may be at work, so it has no limit there."""
+"""The wait of a rank that has ended, as native/records/recorder.h names it.
+
+Others may be at work, so it has no limit there.
+"""
 
 
 def add_site(site: int, text: str) -> None:
@@ -29,7 +35,7 @@ def waiting(what: str, group: int = 0) -> Iterator[None]:
     """Records that this rank waits for others outside programs, as long as the context lasts.
 
     Args:
-        what: one of the waits of native/recorder.h.
+        what: one of the waits of native/records/recorder.h.
         group: the identity of the ranks; 0 for all.
     """
     begun = library().pycollective_wait_begin(ctypes.c_int64(_waits().index(what)), ctypes.c_int64(group))
@@ -103,7 +109,7 @@ class Process(NamedTuple):
     host_name: str
 
     def packed(self) -> bytes:
-        """As ``Writer`` of native/side_channel.h packs it."""
+        """As ``Writer`` of native/monitor/side_channel.h packs it."""
 
         def number(value: int) -> bytes:
             return value.to_bytes(8, "little", signed=True)
@@ -128,7 +134,7 @@ def listen_on(host: str) -> tuple[int, int] | None:
 
 
 class Monitoring(NamedTuple):
-    """What the monitor needs (native/monitor.h).
+    """What the monitor needs (native/monitor/monitor.h).
 
     Attributes:
         rank: this process's place in MPI_COMM_WORLD.

@@ -1,7 +1,7 @@
 """Calls that differ between ranks and that the ranks know already: an error on every rank, and the next call is right.
 
-All ranks are on one host here, so each sees what all others call (native/board.h). With
-``PYCOLLECTIVE_SHARED_MEMORY=off`` they gather their calls, as between hosts (native/comparison.h).
+All ranks are on one host here, so each sees what all others call (native/shared_memory/board.h). With
+``PYCOLLECTIVE_SHARED_MEMORY=off`` they gather their calls, as between hosts (native/calls/comparison.h).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Faults of one rank: each ends the job within its bound, and one report names the rank and the cause.
 
-The reports come from the monitor of a rank, which asks the others on sockets (native/monitor.h). The tests of
+The reports come from the monitor of a rank, which asks the others on sockets (native/monitor/monitor.h). The tests of
 ``test_ends.py`` are about ranks that end by themselves.
 """
 

@@ -1,7 +1,8 @@
 """Reads from a profile of JAX how long sums between ranks take, and for how much of this time the GPU computes.
 
-A staged sum copies each piece from the device and back to it, on two streams of its own (``native/device.cc``). So a
-sum is under way from its first copy from the device until as many copies to the device have ended.
+A staged sum copies each piece from the device and back to it, on two streams of its own
+(``native/devices/device.cc``). So a sum is under way from its first copy from the device until as many copies to the
+device have ended.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-// Tests of what a call beside computation is made of: native/async_calls.h, native/patience.h, native/waiting_calls.h.
+// Tests of what a call beside computation is made of: native/xla/async_calls.h, native/mpi/patience.h, native/mpi/waiting_calls.h.
 
 #include <atomic>
 #include <cstdint>
@@ -9,11 +9,11 @@
 #include <thread>
 #include <vector>
 
-#include "async_calls.h"
+#include "xla/async_calls.h"
 #include "harness.h"
-#include "patience.h"
-#include "wait.h"
-#include "waiting_calls.h"
+#include "mpi/patience.h"
+#include "mpi/wait.h"
+#include "mpi/waiting_calls.h"
 
 namespace pc = pycollective;
 namespace ffi = xla::ffi;

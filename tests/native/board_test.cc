@@ -1,13 +1,13 @@
 // Tests of the board and of the flight recorder: threads in the place of ranks.
 
-#include "board.h"
+#include "shared_memory/board.h"
 
 #include <atomic>
 #include <thread>
 #include <vector>
 
 #include "harness.h"
-#include "recorder.h"
+#include "records/recorder.h"
 
 namespace pc = pycollective;
 

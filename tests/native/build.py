@@ -12,22 +12,28 @@ FOLDER = Path(__file__).parent
 _ROOT = FOLDER.parents[1]
 _NATIVE = _ROOT / "native"
 
-_RECORDER = ("recorder.cc", "signature.cc", "dtypes.cc")
-_BOARD = ("board.cc", "carried.cc", "combine.cc", "reduction.cc", *_RECORDER)
-_HOSTS = ("host_collectives.cc", "host_levels.cc", "exchange.cc", "process_memory.cc")
-_LIBRARY = ("collectives.cc", "own_reductions.cc", *_HOSTS, *_BOARD)
-_SIDE_CHANNEL = ("side_channel.cc", "side_connection.cc", "hmac.cc", "exports.cc")
-_REPORT = ("inquiry.cc", "own_end.cc", "own_file.cc", "process.cc", "python_stacks.cc", "rank_guard.cc", "status.cc")
-_MONITOR = ("monitor.cc", *_REPORT, *_SIDE_CHANNEL, *_RECORDER)
+
+def _room(name: str) -> list[Path]:
+    return sorted((_NATIVE / name).glob("*.cc"))
+
+
+_RECORDER = [*_room("records"), _NATIVE / "mpi" / "dtypes.cc"]
+_BOARD = [_NATIVE / "shared_memory" / name for name in ("board.cc", "carried.cc", "combine.cc")]
+_LIBRARY = [*_room("mpi"), *_room("records"), *_room("shared_memory")]
 
 SOURCES = {
-    "async_calls_test": [_NATIVE / name for name in ("async_calls.cc", *_RECORDER)],
-    "device_test": [_NATIVE / name for name in ("device.cc", *_LIBRARY)],
-    "team_test": [_NATIVE / "team.cc"],
-    "board_test": [_NATIVE / name for name in _BOARD],
-    "exchange_test": [_NATIVE / name for name in _LIBRARY],
-    "monitor_test": [_NATIVE / name for name in _MONITOR],
-    "recorder_cost": [_NATIVE / name for name in _RECORDER],
+    "async_calls_test": [_NATIVE / "xla" / "async_calls.cc", *_RECORDER],
+    "device_test": [_NATIVE / "devices" / "device.cc", *_LIBRARY],
+    "team_test": [_NATIVE / "devices" / "team.cc"],
+    "board_test": [*_BOARD, _NATIVE / "mpi" / "reduction.cc", *_RECORDER],
+    "exchange_test": _LIBRARY,
+    "monitor_test": [
+        *_room("monitor"),
+        _NATIVE / "base" / "exports.cc",
+        _NATIVE / "mpi" / "collectives.cc",
+        *_RECORDER,
+    ],
+    "recorder_cost": _RECORDER,
 }
 """The sources of each program, beside its own file and CUDA's runtime or the stand-in for it."""
 

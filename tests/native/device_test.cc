@@ -1,4 +1,4 @@
-// Tests native/device.cc on the stand-in for CUDA's runtime, or on CUDA's own (PYCOLLECTIVE_CUDART).
+// Tests native/devices/device.cc on the stand-in for CUDA's runtime, or on CUDA's own (PYCOLLECTIVE_CUDART).
 
 #include <algorithm>
 #include <atomic>
@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "cudart.h"
-#include "device.h"
+#include "devices/device.h"
 #include "harness.h"
 #include "on_device.h"
 

@@ -18,13 +18,13 @@
 #include <thread>
 #include <vector>
 
-#include "board.h"
-#include "carried.h"
-#include "collectives.h"
-#include "exchange.h"
+#include "shared_memory/board.h"
+#include "shared_memory/carried.h"
+#include "mpi/collectives.h"
+#include "shared_memory/exchange.h"
 #include "harness.h"
-#include "host_collectives.h"
-#include "packing.h"
+#include "shared_memory/host_collectives.h"
+#include "mpi/packing.h"
 
 namespace pc = pycollective;
 

@@ -13,16 +13,16 @@
 #include <utility>
 #include <vector>
 
-#include "collectives.h"
+#include "mpi/collectives.h"
 #include "harness.h"
-#include "inquiry.h"
-#include "monitor.h"
-#include "operations.h"
-#include "process.h"
-#include "recorder.h"
-#include "settings.h"
-#include "side_channel.h"
-#include "status.h"
+#include "monitor/inquiry.h"
+#include "monitor/monitor.h"
+#include "base/operations.h"
+#include "monitor/process.h"
+#include "records/recorder.h"
+#include "calls/settings.h"
+#include "monitor/side_channel.h"
+#include "monitor/status.h"
 
 namespace {
 
@@ -44,9 +44,6 @@ void operator delete(void* memory) noexcept { std::free(memory); }
 void operator delete(void* memory, size_t) noexcept { std::free(memory); }
 
 namespace pycollective {
-
-Library* library = nullptr;  // no MPI
-
 namespace {
 
 constexpr int64_t kSecondNs = 1000000000;

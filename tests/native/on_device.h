@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "cudart.h"
-#include "device.h"
+#include "devices/device.h"
 #include "harness.h"
 
 namespace pc = pycollective;
@@ -47,7 +47,7 @@ inline void Launch(void* stream, std::function<void()> kernel) {
       new std::function<void()>(std::move(kernel))));
 }
 
-// native/device.cc calls the runtime through ObservedRuntime, which counts the calls, and makes them slow or fail as
+// native/devices/device.cc calls the runtime through ObservedRuntime, which counts the calls, and makes them slow or fail as
 // these variables say. The tests call the runtime itself.
 inline std::atomic<int> slow_us{0};           // each copy takes at least this time
 inline std::atomic<int64_t> until_failure{0};  // which copy or set from now on fails, from 1; 0: none fails
@@ -80,7 +80,7 @@ inline void SlowCopies(int us) {
 }
 
 inline pc::Runtime ObservedRuntime() {
-  pc::Runtime runtime{cudaGetDevice,  // in the order of the table in native/runtime.h
+  pc::Runtime runtime{cudaGetDevice,  // in the order of the table in native/devices/runtime.h
                       cudaSetDevice,
                       cudaStreamCreateWithFlags,
                       cudaStreamSynchronize,
@@ -202,7 +202,7 @@ inline std::vector<Array> Late(void* stream, const std::vector<Ints>& values) {
   return arrays;
 }
 
-// The events of one call, as DevicePlace (native/place.h) makes them.
+// The events of one call, as DevicePlace (native/devices/place.h) makes them.
 struct Events {
   explicit Events(void* stream) : stream(stream) {
     device.AcquireEvent(&ready);

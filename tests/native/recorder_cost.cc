@@ -4,7 +4,7 @@
 #include <array>
 #include <cstdio>
 
-#include "recorder.h"
+#include "records/recorder.h"
 
 namespace pycollective {
 namespace {

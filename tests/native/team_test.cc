@@ -1,10 +1,10 @@
-// Tests native/team.cc.
+// Tests native/devices/team.cc.
 
 #include <atomic>
 #include <thread>
 
 #include "harness.h"
-#include "team.h"
+#include "devices/team.h"
 
 namespace pc = pycollective;
 

@@ -72,7 +72,7 @@ def library() -> ctypes.CDLL:
     """Returns the stand-in's library. It is compiled once for all runs with the same sources and the same JAX."""
     sources = [_HERE / "cudart.cc", _HERE / "xla.cc"]
     made_from = hashlib.sha256(f"{compiler()} {include_dir()} {jaxlib.__version__}".encode())
-    for path in (Path(__file__), *sources, *sorted(_HERE.glob("*.h")), *sorted(_NATIVE.glob("*.h"))):
+    for path in (Path(__file__), *sources, *sorted(_HERE.glob("*.h")), *sorted(_NATIVE.rglob("*.h"))):
         made_from.update(path.read_bytes())
     out = _NATIVE.parent / "build" / f"standin-{made_from.hexdigest()[:16]}.so"
     if not out.exists():

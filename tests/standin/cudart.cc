@@ -1,4 +1,4 @@
-// A stand-in for CUDA's runtime on machines without a GPU: the functions of native/runtime.h on host memory.
+// A stand-in for CUDA's runtime on machines without a GPU: the functions of native/devices/runtime.h on host memory.
 //
 // A stream is a thread, so its work is done late, as CUDA allows: a copy first overwrites its target with a pattern,
 // waits, and only then copies. Code that forgets to wait for an event reads or sends the pattern. The stand-in

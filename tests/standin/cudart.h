@@ -8,7 +8,7 @@
 
 extern "C" {
 
-// The functions of CUDA that native/runtime.h lists.
+// The functions of CUDA that native/devices/runtime.h lists.
 int cudaGetDevice(int* device);
 int cudaSetDevice(int device);
 int cudaStreamCreateWithFlags(void** stream, unsigned flags);

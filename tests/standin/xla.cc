@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "cudart.h"
-#include "operations.h"
+#include "base/operations.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace {

@@ -1,4 +1,7 @@
-"""Files that the package writes in folders in which others may write (pycollective/files.py, native/own_file.h)."""
+"""Files that the package writes in folders in which others may write.
+
+See pycollective/files.py and native/monitor/own_file.h.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The side channel of a monitor (native/side_channel.h), as a stranger and as a rank of its job meet it.
+"""The side channel of a monitor (native/monitor/side_channel.h), as a stranger and as a rank of its job meet it.
 
 The protocol is written here a second time. Each monitor is a process of its own: rank 0 of two ranks, without MPI.
 """

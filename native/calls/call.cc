@@ -1,0 +1,313 @@
+// Implementation of call.h.
+
+#include "calls/call.h"
+
+#include <algorithm>
+#include <atomic>
+#include <mutex>
+#include <random>
+
+#include "shared_memory/host_collectives.h"
+
+namespace ffi = xla::ffi;
+
+namespace pycollective {
+
+Check check = Check::kEvery;
+bool check_numbers = false;
+
+namespace {
+
+int64_t RandomNumber() {
+  std::random_device device;
+  return static_cast<int64_t>((uint64_t{device()} << 32 | device()) | 1);  // not 0, which programs without addresses have
+}
+
+}  // namespace
+
+const int64_t this_process = RandomNumber();
+
+namespace {
+
+std::mutex failure_mutex;
+auto& last_failure = *new std::string;
+std::atomic<bool> has_failed{false};
+
+}  // namespace
+
+void NoteEnd(const ffi::Error& error) {
+  if (error.success() && !has_failed.load(std::memory_order_relaxed)) return;
+  const std::lock_guard<std::mutex> lock(failure_mutex);
+  last_failure = error.success() ? "" : error.message();
+  has_failed = error.failure();
+}
+
+std::string LastFailure() {
+  const std::lock_guard<std::mutex> lock(failure_mutex);
+  return last_failure;
+}
+
+Call::Call(Operation operation, const Participants& participants, int64_t lane_id, int64_t staging)
+    : operation_(operation),
+      participants_(participants),
+      lane_id_(lane_id),
+      staging_(staging),
+      communicator_(FindCommunicator(participants.number())) {
+  if (communicator_ == nullptr) return;
+  if (participants.spread < -1) copies_ = &communicator_->TeamOfCopies(static_cast<int>(-participants.spread));
+  lane_ = participants.spread > 1 ? communicator_->LaneOf(lane_id) : &communicator_->single_lane;
+}
+
+ffi::Error Call::CheckParticipants() const {
+  if (library == nullptr || (communicator_ == nullptr && !WasCommunicator(participants_.number()))) {
+    return Error(ffi::ErrorCode::kInternal, "expected a communicator of this process, got an unknown one",
+                 "Call pycollective.init() before running a compiled program, and compile it in this process.");
+  }
+  if (communicator_ != nullptr && communicator_->lost) {
+    return Error(ffi::ErrorCode::kFailedPrecondition,
+                 "expected a live communicator, got one that has lost a rank, or that MPI.Finalize() has ended",
+                 "After a loss, trace the program again, with pycollective.world() as it is now.");
+  }
+  if (communicator_ == nullptr || communicator_->freed) {
+    return Error(ffi::ErrorCode::kFailedPrecondition, "expected a live communicator, got a freed one",
+                 "Do not run programs that name a communicator after its free().");
+  }
+  if (communicator_->fingerprint != participants_.fingerprint()) {
+    return Error(ffi::ErrorCode::kFailedPrecondition,
+                 "expected the communicator that this program was compiled for, got one of other ranks or devices",
+                 "Compile it again in this process.");
+  }
+  if (lane_ == nullptr) {
+    return Error(ffi::ErrorCode::kFailedPrecondition,
+                 std::string("expected a device of pycollective.init(devices=...), got ") +
+                     (lane_id_ >> 32 == 0 ? "CPU device " : "accelerator ") + std::to_string(lane_id_ & 0xFFFFFFFF),
+                 "Name that device in init, or run the program on one of its devices.");
+  }
+  if (participants_.spread <= 1 && !communicator_->teams.empty()) {
+    return Error(ffi::ErrorCode::kFailedPrecondition,
+                 "expected a program on the devices of its mesh, got one on a single device", "Please report this.");
+  }
+  return ffi::Error::Success();
+}
+
+ffi::Error Call::CheckProcess(int64_t process) const {
+  if (process == 0 || process == this_process) return ffi::Error::Success();
+  return Error(ffi::ErrorCode::kFailedPrecondition,
+               "expected a program of this process, since it holds addresses of its own process, got another one's",
+               "Compile it again in this process.");
+}
+
+ffi::Error Call::Enter(const Signature& signature, int64_t nbytes) {
+  // Where the last such call was. These calls come one after another. If a program fails before Leave, XLA does not run
+  // that: its record ends here.
+  static std::mutex mutex;
+  static auto& last = *new std::shared_ptr<Communicator>;
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (last != nullptr) last->entered.Finish(kFailed);
+  const ffi::Error wrong = CheckParticipants();
+  if (wrong.failure()) return wrong;
+  const Record record = RecordOf(signature, nbytes, kStarted);
+  Recorded recorded(record);
+  const ffi::Error error = Prepare(signature, record.seq);
+  if (error.failure()) return error;
+  communicator_->entered = std::move(recorded);
+  last = communicator_;
+  return error;
+}
+
+int64_t Call::PeerOf(int64_t rank) {
+  if (rank >= 0) return rank;
+  return library == nullptr || rank == library->proc_null() ? Record::kNoPeer : Record::kAnyPeer;
+}
+
+Record Call::RecordOf(const Signature& signature, int64_t nbytes, CallState state) const {
+  Record record;
+  record.group = communicator_->ranks->identity();
+  record.channel = lane_->channel_number;
+  record.operation = operation_;
+  if (state == kStarted) {
+    std::atomic<int64_t>& calls = IsCollective(operation_) ? lane_->channel.collectives : lane_->channel.messages_made;
+    record.seq = calls.fetch_add(1, std::memory_order_relaxed) + 1;
+  }
+  record.dtype = signature.dtype;
+  record.reduce_op = signature.reduce_op;
+  record.root = signature.root;
+  record.dest = dest_;
+  record.source = source_;
+  record.count = signature.count;
+  record.dimensions = signature.dimensions;
+  record.nbytes = nbytes;
+  record.site = participants_.site;
+  record.state = state;
+  return record;
+}
+
+ffi::Error Call::Prepare(Signature signature, int64_t seq) {
+  if (IsCollective(operation_)) {  // for a message the others would not make the channel
+    const Outcome made = communicator_->ranks->MakeChannel(*library, lane_->channel_number);
+    if (!made.ok()) return ErrorOf(made);
+    signature.staging = staging_;
+    signature.devices = static_cast<int32_t>(participants_.spread > 0 ? participants_.spread : 1);
+    signature.team = lane_->team != nullptr ? lane_->team->size() : 1;
+    if (lane_->channel.size > 1) {
+      const ffi::Error differs = CompareWithRanks(signature, seq);
+      if (differs.failure()) return differs;
+    }
+  }
+  return check_numbers ? CheckNumbers(signature) : ffi::Error::Success();
+}
+
+ffi::Error Call::CheckNumbers(const Signature& mine) {
+  const Channel& own = lane_->channel;
+  const int64_t number = lane_->team != nullptr ? int64_t{own.rank} * lane_->team->size() + lane_->member : own.rank;
+  const bool is_roots = mine.operation == kBcast || mine.operation == kScatter;
+  const bool sends = routes_.size() == 0 || routes_[static_cast<size_t>(lane_->index)] >= 0;
+  BadNumbers bad;
+  if (sends && (!is_roots || number == mine.root)) bad = FindBadNumbers(operands_, mine.reduce_op);
+  bad.rank = own.rank;
+  Outcome outcome;
+  if (IsCollective(operation_)) outcome = lane_->team != nullptr ? TellTeam(&bad) : TellRanks(own, &bad);
+  if (!outcome.ok()) return ErrorOf(outcome);
+  if (bad.count == 0) return ffi::Error::Success();
+  const std::string line = SiteText(participants_.site);
+  const std::string who = "rank " + std::to_string(bad.rank);
+  return Error(ffi::ErrorCode::kInvalidArgument,
+               "expected finite numbers, got " + Describe(bad) + ", in " + Describe(mine, false) +
+                   (line.empty() ? "" : " at " + line),
+               "Look at what " + who + " has computed before this call. PYCOLLECTIVE_CHECK=nan finds such numbers.");
+}
+
+Outcome Call::TellRanks(const Channel& channel, BadNumbers* bad) {
+  if (channel.size == 1) return {};
+  std::vector<int64_t> counts(static_cast<size_t>(channel.size));
+  PYCOLLECTIVE_RETURN_IF_FAILED(library->Allgather(channel, {&bad->count, counts.data(), 1, Type::kInt64}));
+  const auto first = std::find_if(counts.begin(), counts.end(), [](int64_t count) { return count > 0; });
+  if (first == counts.end()) return {};
+  Arguments told{bad, bad, sizeof(BadNumbers), Type::kUint8};
+  told.root = static_cast<int>(first - counts.begin());
+  return library->Bcast(channel, told);
+}
+
+Outcome Call::TellTeam(BadNumbers* bad) {
+  Team& team = *lane_->team;
+  bad->device = lane_->member;
+  team.SetBuffers(lane_->member, {nullptr, bad});
+  team.Meet([&] {
+    const auto of = [&](int member) { return static_cast<BadNumbers*>(team.BuffersOf(member).out); };
+    BadNumbers first = *of(0);
+    for (int member = 1; member < team.size() && first.count == 0; ++member) first = *of(member);
+    team.outcome = CatchAsOutcome([&] { return TellRanks(lane_->first->channel, &first); });
+    for (int member = 0; member < team.size(); ++member) *of(member) = first;
+  });
+  return team.outcome;
+}
+
+ffi::Error Call::CompareOnBoard(const Signature& mine) {
+  LazyChannel& channel = lane_->channel;
+  const Post post{mine, participants_.site, 0, participants_.order};
+  const bool meets = IsMeeting(mine.operation);
+  const bool waits = meets || channel.agreed.count(mine) == 0;
+  const bool in_cell = MayBeCarried() && BoardSlot::IsCarried(*carried_, channel.size);
+  bool in_buffer = false;
+  if (!in_cell && meets && MayBeCarried() && may_use_buffer_ && channel.exchange != nullptr &&
+      carried_->nbytes() <= Exchange::kBufferBytes) {
+    const Outcome outcome = HostCollective(*library, channel).FreeBuffer(channel.board.next_call(), &in_buffer);
+    if (!outcome.ok()) return ErrorOf(outcome);
+  }
+  const BoardSlot::BufferOfRank buffer_of = [&](int rank, uint64_t call) { return channel.exchange->BufferOf(rank, call); };
+  Outcome progress;
+  const Difference found = channel.board.Compare(post, waits, [&](int rank) {
+    progress = library->Progress(channel, rank);
+    return progress.ok();
+  }, in_cell || in_buffer ? carried_ : nullptr, in_buffer ? &buffer_of : nullptr);
+  if (!progress.ok()) return ErrorOf(progress);
+  if (found.rank >= 0) return Differs(post, found);
+  if (waits && !meets) channel.agreed.insert(mine);
+  is_done_ = found.is_made || (mine.operation == kBarrier && lane_->team == nullptr);  // no rank goes on before all have come
+  return ffi::Error::Success();
+}
+
+void Call::BreakTeams() const {
+  if (copies_ != nullptr) copies_->Break();
+  if (lane_ != nullptr && lane_->team != nullptr) lane_->team->Break();
+}
+
+ffi::Error Call::Differs(const Post& mine, const Difference& found) const {
+  const Post& theirs = found.theirs;
+  const bool known = IsCollective(theirs.signature.operation);
+  const bool same_call = theirs.signature == mine.signature, same_number = theirs.seq == mine.seq;
+  const bool moved = same_call && same_number && mine.site == theirs.site && mine.IsMoved(theirs);
+  Signature as_staged_here = theirs.signature;
+  as_staged_here.staging = mine.signature.staging;
+  const bool staging = !same_call && as_staged_here == mine.signature;  // it is all that differs
+  // A rank that has not noticed the difference tells no line. Where this rank has the same one, it knows its name.
+  const std::string line_of_theirs = found.line.empty() ? SiteText(theirs.site) : found.line;
+  const auto text = [&](const Post& post, const std::string& line) {
+    return Describe(post.signature, staging) + (line.empty() ? "" : " at " + line) +
+           (same_number ? "" : ", collective " + std::to_string(post.seq) + " of its ranks,") +
+           (moved ? ", of operand #" + std::to_string(static_cast<uint64_t>(post.order) >> 48) + "," : "");
+  };
+  return Error(ffi::ErrorCode::kInvalidArgument,
+               "CollectiveMismatch: expected the same call on every rank, got " + text(mine, SiteText(mine.site)) +
+                   " here and " + (known ? text(theirs, line_of_theirs) : std::string("another call")) + " on rank " +
+                   std::to_string(found.rank),
+               moved ? "Sum in the same order on all ranks. A set of strings has another order in each process: sort it."
+               : same_call && same_number
+                   ? "All ranks must make such calls in the same order of lines, by the same function, and over a named axis in "
+                     "programs with the same collectives: else data of one is taken for data of another. "
+                     "PYCOLLECTIVE_CHECK=first compares no lines."
+               : staging ? "All ranks must use devices of one kind, with the same settings."
+                         : "All ranks must run the same collectives in the same order, with the same shapes, dtypes and "
+                           "pytrees.");
+}
+
+ffi::Error Call::CompareWithRanks(const Signature& mine, int64_t seq) {
+  if (check == Check::kNever) return ffi::Error::Success();
+  LazyChannel& channel = lane_->channel;
+  const std::lock_guard<std::mutex> lock(channel.mutex);
+  if (check >= Check::kEvery && channel.board.exists()) return CompareOnBoard(mine);
+  const bool each = check == Check::kAlways || (check == Check::kEvery && IsMeeting(mine.operation));
+  if (!each && channel.agreed.count(mine) != 0) return ffi::Error::Success();
+  // Only if it is so at each call: MPI may add in another order, and equal calls shall have equal bits.
+  const bool carries = each && MayBeCarried() && carried_->nbytes() <= kCarriedBytes;
+  const Post post = check == Check::kFirst ? Post{mine, 0, seq} : Post{mine, participants_.site, seq, participants_.order};
+  Difference found;
+  const Outcome outcome = CompareWithAll(*library, channel, post, carries ? carried_ : nullptr, &found);
+  if (!outcome.ok()) return ErrorOf(outcome);
+  if (found.rank >= 0) return Differs(post, found);
+  is_done_ = carries || (mine.operation == kBarrier && lane_->team == nullptr);  // no rank goes on before all have come
+  if (!each) channel.agreed.insert(mine);
+  return ffi::Error::Success();
+}
+
+ffi::Error Call::ErrorOf(const Outcome& outcome) const {
+  if (outcome.of_runtime) {
+    return Error(ffi::ErrorCode::kInternal,
+                 std::string("expected ") + outcome.call + " of the accelerator's runtime to succeed, got \"" +
+                     outcome.detail + "\"",
+                 "The cause may be an earlier error of this program on the device.");
+  }
+  if (outcome.remedy != nullptr) {
+    return Error(ffi::ErrorCode::kInvalidArgument, outcome.detail, outcome.remedy);
+  }
+  if (!outcome.detail.empty()) {
+    return Error(ffi::ErrorCode::kDataLoss, std::string(outcome.call) + ": " + outcome.detail,
+                 "Give both ends the same shape and dtype.");
+  }
+  return Error(ffi::ErrorCode::kInternal,
+               std::string("expected ") + outcome.call + " to succeed, got \"" + library->ErrorString(outcome.code) +
+                   "\"",
+               "Check that all ranks run the same calls in the same order.");
+}
+
+ffi::Error Call::Error(ffi::ErrorCode code, const std::string& what, const std::string& remedy) const {
+  std::string where;
+  if (communicator_ != nullptr) {
+    where = " (rank " + std::to_string(communicator_->ranks->rank()) + " of " +
+            std::to_string(communicator_->ranks->size()) + ", communicator " + communicator_->name + ")";
+  }
+  return ffi::Error(code,
+                    std::string("pycollective.") + kOperationNames[operation_] + ": " + what + where + ". " + remedy);
+}
+
+}  // namespace pycollective

@@ -1,0 +1,314 @@
+// Implementation of device.h.
+
+#include "devices/device.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+namespace pycollective {
+
+Runtime runtime;
+bool direct = false;
+int64_t stage_bytes = 4 << 20;
+int64_t max_pitch = INT32_MAX;
+
+namespace {
+
+Outcome RuntimeError(const char* call, int code) { return {call, code, runtime.GetErrorString(code), true}; }
+
+// Calls a function of the runtime; returns from the enclosing function if the call fails.
+#define PYCOLLECTIVE_RUNTIME(name, ...)                            \
+  do {                                                             \
+    const int code_ = runtime.name(__VA_ARGS__);                   \
+    if (code_ != 0) return RuntimeError(#name, code_);             \
+  } while (false)
+
+}  // namespace
+
+Device& Device::Get(int ordinal) {
+  static std::mutex making;
+  static auto* devices = new std::unordered_map<int, Device*>;  // never destroyed: its threads may outlive main
+  const std::lock_guard<std::mutex> lock(making);
+  Device*& device = (*devices)[ordinal];
+  if (device == nullptr) device = new Device(ordinal);
+  return *device;
+}
+
+Outcome Device::FindCurrent(int* ordinal) {
+  PYCOLLECTIVE_RUNTIME(GetDevice, ordinal);
+  return {};
+}
+
+Device::Device(int ordinal) : ordinal_(ordinal) {}
+
+// The order of calls -----------------------------------------------------------------------------------------------
+
+void Device::Run(const std::function<void()>& work) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (completed_ < posted_) {  // earlier work is not done: wait for it, in the device's thread
+    lock.unlock();
+    Wait(Post(work));
+    return;
+  }
+  const uint64_t ticket = ++posted_;
+  lock.unlock();
+  work();
+  lock.lock();
+  completed_ = ticket;
+  changed_.notify_all();
+}
+
+uint64_t Device::Post(std::function<void()> work) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (!worker_.joinable()) worker_ = std::thread([this] { RunPosted(); });
+  waiting_.push_back({++posted_, std::move(work)});
+  changed_.notify_all();
+  return posted_;
+}
+
+void Device::Wait(uint64_t ticket) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  changed_.wait(lock, [&] { return completed_ >= ticket; });
+}
+
+void Device::RunPosted() {
+  runtime.SetDevice(ordinal_);
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (true) {
+    // Work that Run has taken into another thread may still be before the first that waits here.
+    changed_.wait(lock, [&] { return !waiting_.empty() && completed_ + 1 == waiting_.front().ticket; });
+    const Task task = std::move(waiting_.front());
+    waiting_.pop_front();
+    lock.unlock();
+    task.work();
+    lock.lock();
+    completed_ = task.ticket;
+    changed_.notify_all();
+  }
+}
+
+// Events -----------------------------------------------------------------------------------------------------------
+
+Outcome Device::AcquireEvent(void** event) {
+  const std::lock_guard<std::mutex> lock(events_mutex_);
+  if (events_.empty()) {
+    PYCOLLECTIVE_RUNTIME(EventCreate, event, kEventDisableTiming);
+  } else {
+    *event = events_.back();
+    events_.pop_back();
+  }
+  return {};
+}
+
+void Device::ReleaseEvent(void* event) {
+  const std::lock_guard<std::mutex> lock(events_mutex_);
+  events_.push_back(event);
+}
+
+Outcome Device::RecordEvent(void* event, void* stream) {
+  PYCOLLECTIVE_RUNTIME(EventRecord, event, stream);
+  return {};
+}
+
+Outcome Device::WaitForEvent(void* stream, void* event) {
+  PYCOLLECTIVE_RUNTIME(StreamWaitEvent, stream, event, 0);
+  return {};
+}
+
+// Arrays -----------------------------------------------------------------------------------------------------------
+
+Outcome Device::Grow(char** buffer, int64_t* held, int64_t wanted) {
+  if (wanted <= *held) return {};
+  if (*buffer != nullptr) {
+    PYCOLLECTIVE_RUNTIME(StreamSynchronize, to_device_);  // a copy may still read it; after an error also write it
+    PYCOLLECTIVE_RUNTIME(StreamSynchronize, from_device_);
+    PYCOLLECTIVE_RUNTIME(HostUnregister, *buffer);
+    munmap(*buffer, static_cast<size_t>(*held));
+    *buffer = nullptr;
+    *held = 0;
+  }
+  // Memory of this process, which the runtime then locks. Other ranks of the host can read it; whether they can read what
+  // the runtime's own allocator returns depends on the driver.
+  const auto nbytes = static_cast<size_t>(wanted);
+  void* const made = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (made == MAP_FAILED) return {"mmap", errno, std::strerror(errno), true};
+  if (const int code = runtime.HostRegister(made, nbytes, kHostPortable); code != 0) {
+    munmap(made, nbytes);
+    return RuntimeError("HostRegister", code);
+  }
+  *buffer = static_cast<char*>(made);
+  *held = wanted;
+  return {};
+}
+
+Outcome Device::Prepare(int64_t pieces, int64_t in_bytes, int64_t out_bytes) {
+  if (from_device_ == nullptr) PYCOLLECTIVE_RUNTIME(StreamCreate, &from_device_, kStreamNonBlocking);
+  if (to_device_ == nullptr) PYCOLLECTIVE_RUNTIME(StreamCreate, &to_device_, kStreamNonBlocking);
+  for (Slot& slot : slots_) {
+    if (slot.fetched == nullptr) PYCOLLECTIVE_RUNTIME(EventCreate, &slot.fetched, kEventDisableTiming);
+    if (slot.stored == nullptr) PYCOLLECTIVE_RUNTIME(EventCreate, &slot.stored, kEventDisableTiming);
+    if (pieces-- <= 0) continue;
+    PYCOLLECTIVE_RETURN_IF_FAILED(Grow(&slot.in, &slot.in_bytes, in_bytes));
+    PYCOLLECTIVE_RETURN_IF_FAILED(Grow(&slot.out, &slot.out_bytes, out_bytes));
+  }
+  return {};
+}
+
+namespace {
+
+// Calls copy(data, offset, pitch, width, height) for elements first to first + count of each block of a side: `height`
+// rows of `width` bytes, `pitch` bytes apart from `data` on, and without gaps from byte `offset` on where the blocks
+// are together.
+template <typename Copy>
+Outcome ForEachCopy(const Side& side, int64_t first, int64_t count, Copy copy) {
+  if (side.blocks > 1) {
+    char* const data = static_cast<char*>(side.arrays[0].data) + first * side.element_bytes;
+    const int64_t pitch = side.count * side.element_bytes;
+    const int64_t width = count * side.element_bytes;
+    if (pitch <= max_pitch) return copy(data, int64_t{0}, pitch, width, side.blocks);
+    for (int64_t block = 0; block < side.blocks; ++block) {
+      PYCOLLECTIVE_RETURN_IF_FAILED(copy(data + block * pitch, block * width, width, width, int64_t{1}));
+    }
+    return {};
+  }
+  int64_t start = 0;  // where the array begins in the block
+  for (const Side::Array& array : side.arrays) {
+    const int64_t from = std::max(first, start);
+    const int64_t to = std::min(first + count, start + array.count);
+    if (from < to) {
+      char* const data = static_cast<char*>(array.data) + (from - start) * side.element_bytes;
+      const int64_t width = (to - from) * side.element_bytes;
+      PYCOLLECTIVE_RETURN_IF_FAILED(copy(data, (from - first) * side.element_bytes, width, width, int64_t{1}));
+    }
+    start += array.count;
+  }
+  return {};
+}
+
+}  // namespace
+
+Outcome Device::Fetch(const Side& side, int64_t first, int64_t count, char* host) {
+  return ForEachCopy(side, first, count, [&](const char* data, int64_t offset, auto pitch, auto width, auto height) {
+    return Copy2D(host + offset, width, data, pitch, width, height, kDeviceToHost, from_device_);
+  });
+}
+
+Outcome Device::Store(const Side& side, int64_t first, int64_t count, char* host) {
+  return ForEachCopy(side, first, count, [&](char* data, int64_t offset, auto pitch, auto width, auto height) {
+    return Copy2D(data, pitch, host + offset, width, width, height, kHostToDevice, to_device_);
+  });
+}
+
+Outcome Device::Copy2D(void* to, int64_t to_pitch, const void* from, int64_t from_pitch, int64_t width, int64_t height,
+                       int kind, void* stream) {
+  const auto bytes = [](int64_t n) { return static_cast<size_t>(n); };
+  if (height == 1) {
+    PYCOLLECTIVE_RUNTIME(MemcpyAsync, to, from, bytes(width), kind, stream);
+  } else {
+    PYCOLLECTIVE_RUNTIME(Memcpy2DAsync, to, bytes(to_pitch), from, bytes(from_pitch), bytes(width), bytes(height), kind,
+                         stream);
+  }
+  return {};
+}
+
+Outcome Device::Stage(const Transfer& transfer, int64_t piece_bytes, void* ready, void* done, const MpiCall& call) {
+  const Side& in = transfer.in;
+  const Side& out = transfer.out;
+  const bool reads = in.nbytes() > 0;
+  const bool writes = out.nbytes() > 0;
+  const int64_t count = std::max(in.count, out.count);
+  // All ranks must make the same pieces, so these depend only on what the ranks have in common.
+  const int64_t bytes_of_one = std::max(in.element_bytes * in.blocks, out.element_bytes * out.blocks);
+  const int64_t piece = transfer.in_pieces ? std::max<int64_t>(1, piece_bytes / bytes_of_one) : count;
+  const auto buffer_bytes = [&](const Side& side) {
+    return transfer.in_pieces ? std::min(piece, side.count) * side.element_bytes * side.blocks : side.nbytes();
+  };
+  const int64_t pieces = piece > 0 ? (count + piece - 1) / piece : 0;
+  const auto prepare = [&]() -> Outcome {
+    PYCOLLECTIVE_RETURN_IF_FAILED(Prepare(pieces, buffer_bytes(in), transfer.in_place ? 0 : buffer_bytes(out)));
+    PYCOLLECTIVE_RUNTIME(StreamWaitEvent, from_device_, ready, 0);
+    PYCOLLECTIVE_RUNTIME(StreamWaitEvent, to_device_, ready, 0);
+    return {};
+  };
+  const auto size = [&](const Side& side, int64_t i) {
+    return transfer.in_pieces ? std::min(piece, side.count - i * piece) : side.count;
+  };
+  const auto fetch = [&](int64_t i) -> Outcome {
+    Slot& slot = slots_[i % kSlots];
+    // The slot's last piece may still leave from the same buffer: of an earlier call, too.
+    PYCOLLECTIVE_RUNTIME(StreamWaitEvent, from_device_, slot.stored, 0);
+    PYCOLLECTIVE_RETURN_IF_FAILED(Fetch(in, i * piece, size(in, i), slot.in));
+    PYCOLLECTIVE_RUNTIME(EventRecord, slot.fetched, from_device_);
+    return {};
+  };
+  const auto store = [&](int64_t i) -> Outcome {
+    Slot& slot = slots_[i % kSlots];
+    PYCOLLECTIVE_RETURN_IF_FAILED(Store(out, i * piece, size(out, i), transfer.in_place ? slot.in : slot.out));
+    PYCOLLECTIVE_RUNTIME(EventRecord, slot.stored, to_device_);
+    return {};
+  };
+  const auto wait_for_buffers = [&](const Slot& slot) -> Outcome {
+    if (reads) PYCOLLECTIVE_RUNTIME(EventSynchronize, slot.fetched);
+    if (!transfer.in_place) PYCOLLECTIVE_RUNTIME(EventSynchronize, slot.stored);
+    return {};
+  };
+
+  Outcome first = prepare();
+  if (!first.ok()) {
+    // Other ranks wait in the calls, so they are made all the same: with memory whose contents mean nothing.
+    const std::unique_ptr<char[]> from(new char[static_cast<size_t>(buffer_bytes(in))]());
+    const std::unique_ptr<char[]> to(new char[static_cast<size_t>(buffer_bytes(out))]());
+    for (int64_t i = 0; i < std::max<int64_t>(pieces, 1); ++i) {
+      call(from.get(), transfer.in_place ? from.get() : to.get(), pieces > 0 ? size(reads ? in : out, i) : 0);
+    }
+    return first;
+  }
+  const auto note = [&](const Outcome& outcome) {
+    if (first.ok()) first = outcome;
+  };
+  const auto wait_until_ready = [&]() -> Outcome {
+    PYCOLLECTIVE_RUNTIME(EventSynchronize, ready);
+    return {};
+  };
+  if (!reads && !writes) note(wait_until_ready());
+  int64_t fetched = 0;
+  for (int64_t i = 0; i < pieces; ++i) {
+    while (reads && fetched < std::min(pieces, i + kSlots)) note(fetch(fetched++));
+    Slot& slot = slots_[i % kSlots];
+    note(wait_for_buffers(slot));
+    // After an error the other calls are made all the same, since other ranks wait in them.
+    note(call(slot.in, transfer.in_place ? slot.in : slot.out, size(reads ? in : out, i)));
+    if (writes) note(store(i));
+  }
+  if (pieces == 0) note(call(nullptr, nullptr, 0));
+  PYCOLLECTIVE_RUNTIME(EventRecord, done, to_device_);
+  return first;
+}
+
+Outcome Device::Direct(const Transfer& transfer, void* ready, void* done, const MpiCall& call) {
+  // If this fails, there is no memory with which the call could be made for the other ranks.
+  PYCOLLECTIVE_RETURN_IF_FAILED(Prepare(0, 0, 0));
+  PYCOLLECTIVE_RUNTIME(EventSynchronize, ready);
+  const auto data = [](const Side& side) { return side.arrays.empty() ? nullptr : side.arrays[0].data; };
+  const Outcome outcome =
+      call(data(transfer.in), data(transfer.out), std::max(transfer.in.count, transfer.out.count));
+  PYCOLLECTIVE_RUNTIME(EventRecord, done, to_device_);
+  return outcome;
+}
+
+Outcome Device::DeviceMemory::Clear(void* to, size_t nbytes) const {
+  PYCOLLECTIVE_RUNTIME(MemsetAsync, to, 0, nbytes, device_.to_device_);
+  PYCOLLECTIVE_RUNTIME(StreamSynchronize, device_.to_device_);
+  return {};
+}
+
+Outcome Device::DeviceMemory::Copy(void* to, const void* from, size_t nbytes) const {
+  PYCOLLECTIVE_RUNTIME(MemcpyAsync, to, from, nbytes, kByAddress, device_.to_device_);
+  PYCOLLECTIVE_RUNTIME(StreamSynchronize, device_.to_device_);
+  return {};
+}
+
+}  // namespace pycollective

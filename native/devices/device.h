@@ -1,0 +1,155 @@
+// One accelerator of this process: in which order its calls reach MPI, and how arrays in its memory get there.
+//
+// MPI knows nothing of streams. So a call waits for an event that says that its operands are ready, goes to MPI after
+// all earlier calls of the device, and records an event when its results are there. Meanwhile the work that XLA has put
+// on its own streams goes on.
+
+#ifndef PYCOLLECTIVE_NATIVE_DEVICES_DEVICE_H_
+#define PYCOLLECTIVE_NATIVE_DEVICES_DEVICE_H_
+
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include "devices/runtime.h"
+#include "mpi/collectives.h"
+
+namespace pycollective {
+
+// One side of a call, what it reads or what it writes: `blocks` blocks of `count` elements in one array; or one block
+// that lies in several arrays.
+struct Side {
+  struct Array {
+    void* data;
+    int64_t count;  // elements
+  };
+  std::vector<Array> arrays;
+  int64_t count = 0;
+  int64_t element_bytes = 1;
+  int64_t blocks = 1;
+
+  int64_t nbytes() const { return count * element_bytes * blocks; }
+};
+
+// The arrays of one call of collectives.h.
+struct Transfer {
+  Side in, out;
+  // Whether MPI may get pieces of the blocks one by one. False for a message: the other end may cut it differently.
+  bool in_pieces = true;
+  // Whether MPI may write over what it reads.
+  bool in_place = false;
+};
+
+// Calls MPI for `count` elements of each block, in memory that MPI can read and write. Blocks follow each other without
+// gaps.
+using MpiCall = std::function<Outcome(const void* in, void* out, int64_t count)>;
+
+class Device {
+ public:
+  // Returns the device with a number. Makes it at the first call, and keeps it until the process ends.
+  static Device& Get(int ordinal);
+  // Finds the number of this thread's device, which XLA makes current before it calls a handler.
+  static Outcome FindCurrent(int* ordinal);
+
+  // Runs `work` after all that was posted before, and returns when it is done. If `work` need not wait, it runs in this
+  // thread.
+  void Run(const std::function<void()>& work);
+  // Runs `work` after all that was posted before, in a thread of the device. Wait(ticket) returns when it is done.
+  uint64_t Post(std::function<void()> work);
+  void Wait(uint64_t ticket);
+
+  // Events for the caller: any number may be in use at once.
+  Outcome AcquireEvent(void** event);
+  void ReleaseEvent(void* event);
+  Outcome RecordEvent(void* event, void* stream);
+  // What the stream gets from now on waits for the event.
+  Outcome WaitForEvent(void* stream, void* event);
+
+  // The two ways to MPI. Only work of Run and Post may call them: they use the device's buffers and streams. Event
+  // `ready` says that operands may be read and results written; they record event `done` after the last result.
+
+  // Staged: pieces of at most `piece_bytes` go through page-locked buffers of the host. One piece comes from the
+  // device, one is with MPI and one goes back at the same time.
+  Outcome Stage(const Transfer& transfer, int64_t piece_bytes, void* ready, void* done, const MpiCall& call);
+  // Direct: MPI reads and writes the device's memory. Each side must be one array.
+  Outcome Direct(const Transfer& transfer, void* ready, void* done, const MpiCall& call);
+  // Makes zeros and copies in this device's memory, for a library that is handed that memory.
+  const Memory& memory() const { return memory_; }
+
+ private:
+  class DeviceMemory : public Memory {
+   public:
+    explicit DeviceMemory(Device& device) : device_(device) {}
+    Outcome Clear(void* to, size_t nbytes) const override;
+    Outcome Copy(void* to, const void* from, size_t nbytes) const override;
+
+   private:
+    Device& device_;
+  };
+
+  // Page-locked buffers for one piece, and events: its input has arrived from the device, its output has left for it.
+  struct Slot {
+    char* in = nullptr;
+    char* out = nullptr;
+    int64_t in_bytes = 0;
+    int64_t out_bytes = 0;
+    void* fetched = nullptr;
+    void* stored = nullptr;
+  };
+  static constexpr int64_t kSlots = 3;
+
+  explicit Device(int ordinal);
+  // Runs what was posted, in the device's thread.
+  void RunPosted();
+  // Makes what Stage and Direct use and what is not there yet: streams, events, buffers of these sizes for `pieces`.
+  Outcome Prepare(int64_t pieces, int64_t in_bytes, int64_t out_bytes);
+  Outcome Grow(char** buffer, int64_t* held, int64_t wanted);
+  // Copy elements first to first + count of each block of a side to or from `host`, where they lie without gaps.
+  Outcome Fetch(const Side& side, int64_t first, int64_t count, char* host);
+  Outcome Store(const Side& side, int64_t first, int64_t count, char* host);
+  Outcome Copy2D(void* to, int64_t to_pitch, const void* from, int64_t from_pitch, int64_t width, int64_t height,
+                 int kind, void* stream);
+
+  const int ordinal_;
+  DeviceMemory memory_{*this};
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  struct Task {
+    uint64_t ticket;
+    std::function<void()> work;
+  };
+  std::deque<Task> waiting_;
+  uint64_t posted_ = 0;
+  uint64_t completed_ = 0;
+  std::thread worker_;  // runs from the first Post on
+
+  std::mutex events_mutex_;
+  std::vector<void*> events_;
+
+  // For Stage and Direct.
+  void* from_device_ = nullptr;  // a stream
+  void* to_device_ = nullptr;    // a stream
+  Slot slots_[kSlots];
+};
+
+// Python sets these before the first program runs.
+extern Runtime runtime;
+// Whether MPI reads and writes device memory, and the size of the pieces if it does not. Both are the same on all
+// ranks.
+extern bool direct;
+extern int64_t stage_bytes;
+
+// The largest distance of blocks, in bytes, that one copy takes: CUDA's limit. Blocks further apart are copied one by
+// one. Tests lower it.
+extern int64_t max_pitch;
+
+}  // namespace pycollective
+
+#endif  // PYCOLLECTIVE_NATIVE_DEVICES_DEVICE_H_

@@ -1,0 +1,190 @@
+// Where a call's arrays lie, in host memory or on an accelerator, and so how and when they get to MPI.
+//
+// Handlers are templates over these classes. Exchange(...) gets the arrays of a call to MPI. On an accelerator that
+// happens inside Run(work), which runs a call's work when the earlier calls of the device are done.
+
+#ifndef PYCOLLECTIVE_NATIVE_DEVICES_PLACE_H_
+#define PYCOLLECTIVE_NATIVE_DEVICES_PLACE_H_
+
+#include <algorithm>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "devices/device.h"
+#include "mpi/collectives.h"
+#include "mpi/packing.h"
+#include "records/signature.h"
+
+namespace pycollective {
+
+// One array of a call: `blocks` blocks of `count` elements.
+struct View {
+  void* data = nullptr;
+  int64_t count = 0;
+  int64_t element_bytes = 1;
+  int64_t blocks = 1;
+};
+
+// How arrays may get to MPI.
+struct ExchangeOptions {
+  bool in_pieces = true;  // as in Transfer (device.h)
+  bool in_place = false;  // as in Transfer
+  bool direct = true;     // MPI may be handed the accelerator's memory
+};
+
+// Arrays in host memory: MPI reads and writes them where they are.
+class HostPlace {
+ public:
+  static constexpr bool kInHostMemory = true;
+  static constexpr bool kIsAsync = false;
+
+  explicit HostPlace(int32_t device) : lane_id_(device) {}
+
+  // The number by which lanes know the device.
+  int64_t lane_id() const { return lane_id_; }
+  // Signature::staging.
+  int64_t staging() const { return 0; }
+
+  // Calls call(channel, in, out, count) until all elements of the blocks have been exchanged.
+  template <typename Call>
+  Outcome Exchange(const Channel& channel, const View& in, const View& out, ExchangeOptions, Call call) {
+    return call(channel, in.data, out.data, std::max(in.count, out.count));
+  }
+
+ private:
+  int64_t lane_id_;
+};
+
+// The same for a call that runs beside XLA's computation (async_calls.h).
+class AsyncHostPlace : public HostPlace {
+ public:
+  static constexpr bool kIsAsync = true;
+
+  using HostPlace::HostPlace;
+
+  int64_t staging() const { return Signature::kBesideComputation; }
+};
+
+// Arrays in the memory of the accelerator that is current in this thread. Work on `stream` writes and reads them.
+class DevicePlace {
+ public:
+  static constexpr bool kInHostMemory = false;
+  static constexpr bool kIsAsync = false;  // a call in two halves is: allreduce_halves.cc
+
+  explicit DevicePlace(void* stream) : stream_(stream) {
+    found_ = Device::FindCurrent(&ordinal_);
+    device_ = &Device::Get(ordinal_);
+  }
+
+  // The numbers of accelerators begin above those of CPU devices.
+  int64_t lane_id() const { return (int64_t{1} << 32) + ordinal_; }
+  int64_t staging() const { return direct ? -stage_bytes : stage_bytes; }
+
+  // Returns when `work` is done. The stream's later work waits for the results.
+  template <typename Work>
+  Outcome Run(Work work) {
+    const Outcome begun = Begin();
+    if (!begun.ok()) return begun;
+    device_->Run(work);
+    return End();
+  }
+
+  // Run in two steps. What the stream gets between them runs meanwhile; it must leave the arrays alone.
+  template <typename Work>
+  Outcome Start(Work work) {
+    const Outcome begun = Begin();
+    if (begun.ok()) ticket_ = device_->Post(std::move(work));
+    return begun;
+  }
+  Outcome Finish() {
+    device_->Wait(ticket_);
+    return End();
+  }
+  // Waits until nothing that was started is under way.
+  void Drain() {
+    device_->Run([] {});
+  }
+
+  template <typename Call>
+  Outcome Exchange(const Channel& channel, const View& in, const View& out, ExchangeOptions options, Call call) {
+    const Transfer transfer{SideOf(in), SideOf(out), options.in_pieces, options.in_place};
+    return Exchange(channel, transfer, options.direct, call);
+  }
+
+  // Exchange for an elementwise operation on arrays of one type, as if they were one array. If MPI reads the device's
+  // memory, arrays of half a bucket or more go by themselves.
+  template <typename Call>
+  Outcome ExchangeArrays(const Channel& channel, const std::vector<const ArrayPair*>& arrays, int64_t bucket_bytes,
+                         bool may_direct, Call call) {
+    Outcome first;
+    Transfer staged{{}, {}, true, true};
+    const auto note = [&](const Outcome& outcome) {
+      if (first.ok()) first = outcome;
+    };
+    for (const ArrayPair* array : arrays) {
+      void* x = const_cast<void*>(array->x);
+      const int64_t element_bytes = kTypeBytes[int(array->type)];
+      staged.in.element_bytes = staged.out.element_bytes = element_bytes;
+      if (direct && may_direct && 2 * array->nbytes() >= bucket_bytes) {
+        const View in{x, array->count, element_bytes}, out{array->y, array->count, element_bytes};
+        note(Exchange(channel, in, out, {}, call));
+      } else {
+        staged.in.arrays.push_back({x, array->count});
+        staged.in.count += array->count;
+        staged.out.arrays.push_back({array->y, array->count});
+        staged.out.count += array->count;
+      }
+    }
+    if (!staged.in.arrays.empty()) note(Exchange(channel, staged, false, call));
+    return first;
+  }
+
+ private:
+  static Side SideOf(const View& view) {
+    Side side;
+    if (view.data != nullptr) side.arrays.push_back({view.data, view.count});
+    side.count = view.count;
+    side.element_bytes = view.element_bytes;
+    side.blocks = view.blocks;
+    return side;
+  }
+
+  template <typename Call>
+  Outcome Exchange(const Channel& of_lane, const Transfer& transfer, bool may_direct, Call call) {
+    Channel channel = of_lane;
+    const bool directly = direct && may_direct;
+    if (directly) channel.memory = &device_->memory();
+    const MpiCall on_channel = [&](const void* in, void* out, int64_t count) {
+      return call(channel, in, out, count);
+    };
+    return directly ? device_->Direct(transfer, ready_, done_, on_channel)
+                    : device_->Stage(transfer, stage_bytes, ready_, done_, on_channel);
+  }
+
+  Outcome Begin() {
+    Outcome outcome = found_;
+    if (outcome.ok()) outcome = device_->AcquireEvent(&ready_);
+    if (outcome.ok()) outcome = device_->AcquireEvent(&done_);
+    if (outcome.ok()) outcome = device_->RecordEvent(ready_, stream_);
+    return outcome;
+  }
+  Outcome End() {
+    const Outcome outcome = device_->WaitForEvent(stream_, done_);
+    device_->ReleaseEvent(ready_);
+    device_->ReleaseEvent(done_);
+    return outcome;
+  }
+
+  void* stream_;
+  int ordinal_ = 0;
+  Outcome found_;
+  Device* device_;
+  void* ready_ = nullptr;
+  void* done_ = nullptr;
+  uint64_t ticket_ = 0;
+};
+
+}  // namespace pycollective
+
+#endif  // PYCOLLECTIVE_NATIVE_DEVICES_PLACE_H_

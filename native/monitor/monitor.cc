@@ -1,0 +1,438 @@
+// Implementation of monitor.h.
+
+#include "monitor/monitor.h"
+
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <cstdio>
+#include <cstdlib>
+#include <future>
+#include <list>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <thread>
+
+#include "base/clock.h"
+#include "monitor/inquiry.h"
+#include "monitor/own_end.h"
+#include "monitor/own_file.h"
+#include "monitor/process.h"
+#include "monitor/python_stacks.h"
+#include "monitor/rank_guard.h"
+#include "monitor/status.h"
+#include "records/recorder.h"
+
+namespace pycollective {
+namespace {
+
+constexpr int64_t kSecondNs = 1000000000;
+constexpr int64_t kTellNs = 2 * kSecondNs;      // for all ranks to hear that they shall end
+constexpr int64_t kReportNs = 8 * kSecondNs;    // after it has told another rank of a wait, this one reports itself
+constexpr int64_t kEndedNs = 10 * kSecondNs;    // a rank that has ended asks what the others do
+constexpr int64_t kDeathNs = 6 * kSecondNs;     // whoever waits for a rank that has died then waits for long
+constexpr auto kAfterFailure = std::chrono::milliseconds(200);  // before a thread goes on that has met an error
+
+// Why a rank asks another one to report; the greater one matters more.
+enum Reason : int64_t { kSomeHaveEnded = 1, kLongWait, kTooLongWait };
+
+class Monitor {
+ public:
+  explicit Monitor(MonitorSettings settings)
+      : settings_(std::move(settings)),
+        channel_(settings_.rank, Addresses(), settings_.secret),
+        warn_ns_(settings_.warn_ns),
+        timeout_ns_(settings_.timeout_ns) {
+    for (const int guarded : RanksGuardedBy(settings_.rank, settings_.processes)) {
+      guards_.emplace_back(channel_, guarded, [this](int rank) { OnDeath(rank); });
+    }
+  }
+
+  void SetTimeout(int64_t warn_ns, int64_t timeout_ns) {
+    warn_ns_ = warn_ns;
+    timeout_ns_ = timeout_ns;
+  }
+
+  // Throws std::system_error if there is a thread that cannot be made. Then none runs.
+  void Start() {
+    try {
+      server_ = std::thread([this] { Serve(); });
+      watcher_ = std::thread([this] { Watch(); });
+      for (RankGuard& guard : guards_) guard.Start();
+    } catch (...) {
+      Stop();
+      throw;
+    }
+  }
+  void Stop() {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      stopping_ = true;
+    }
+    Leave();
+    changed_.notify_all();
+    for (const int fd : settings_.listening) shutdown(fd, SHUT_RDWR);  // it wakes the server
+    if (watcher_.joinable()) watcher_.join();
+    if (server_.joinable()) server_.join();
+    for (RankGuard& guard : guards_) guard.Stop();
+    for (const int fd : settings_.listening) close(fd);
+  }
+
+  void Forget(int rank) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    forgotten_.insert(rank);
+  }
+
+  void Leave() {
+    if (getpid() == Own().pid) channel_.Leave();  // a forked child has these connections, too
+  }
+
+  bool BeginEnd(int status, const std::string& cause) {
+    if (!SetEnd(status)) return false;
+    TellEnd(status, cause);
+    Tried("write its records", [&] { WriteRecords(cause); });
+    return true;
+  }
+
+ private:
+  int size() const { return static_cast<int>(settings_.processes.size()); }
+  std::vector<std::vector<Address>> Addresses() const {
+    std::vector<std::vector<Address>> all;
+    for (const Process& process : settings_.processes) all.push_back(process.addresses);
+    return all;
+  }
+  std::vector<int> Others() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    std::vector<int> others;
+    for (int rank = 0; rank < size(); ++rank) {
+      const bool is_there = settings_.processes[static_cast<size_t>(rank)].pid != 0 && forgotten_.count(rank) == 0;
+      if (rank != settings_.rank && is_there) others.push_back(rank);
+    }
+    return others;
+  }
+
+  void TellEnd(int status, const std::string& cause) {
+    Tried("tell the other ranks to end", [&] {
+      channel_.Ask(Others(), kEndNow, Writer().Put(status).Put(cause).text(), kTellNs);
+    });
+  }
+
+  // Writes this process's records to the folder of the settings. Returns a line of a report that says so, or why not.
+  std::string WriteRecords(const std::string& reason) {
+    if (settings_.folder.empty()) return "";
+    const std::lock_guard<std::mutex> lock(records_mutex_);  // several threads may learn of the end
+    const std::string name = "rank-" + std::to_string(settings_.rank) + ".json";
+    const std::string wrong = WriteOwnFile(settings_.folder, name, RecorderJson(settings_.rank, size(), reason));
+    if (wrong.empty()) return "  The last calls of each rank are in " + settings_.folder + ".\n";
+    return "  The last calls are not in " + settings_.folder + ": " + wrong + ". Name another folder by PYCOLLECTIVE_RECORDS.\n";
+  }
+
+  // Another rank has died. A rank of its host says so. On another host nobody can know whether the launcher did it: it
+  // ends the ranks of one host after those of another. Others may die of the first death, by their MPI: it is not said
+  // of them. All write their records, as far as the launcher lets them.
+  void OnDeath(int rank) {
+    const Process& process = settings_.processes[static_cast<size_t>(rank)];
+    const std::string what = "rank " + std::to_string(rank) + " of " + std::to_string(size()) + " died: process " +
+                             std::to_string(process.pid) + " on host " + process.host_name +
+                             " was killed, crashed or called _exit.";
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      if (death_ns_ == 0) death_ns_ = NowNs();
+      if (settings_.may_lose_ranks || stopping_ || has_end_ || process.host != Own().host) return;
+      if (std::exchange(is_death_known_, true)) return;
+    }
+    if (settings_.says_deaths) Say("pycollective: " + what + "\n");
+    // At the same time, since the launcher may end this rank in a few milliseconds.
+    const auto told = std::async([&] { channel_.Ask(Others(), kDeathIsKnown, Writer().Put(what).text(), kTellNs); });
+    WriteRecords(what);
+    told.wait();  // without a thread it is done now
+  }
+
+  // Returns whether this is the first end that this rank knows.
+  bool SetEnd(int status) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (has_end_) return false;
+    has_end_ = true;
+    status_ = status;
+    return true;
+  }
+
+  // What other ranks ask -----------------------------------------------------------------------------------------
+
+  void Serve() {
+    const auto answer = [this](int64_t kind, const std::string& text) { return Answer(kind, text); };
+    while (!IsStopping()) {
+      const bool served = Tried("answer other ranks",
+                                [&] { channel_.Serve(settings_.listening, answer, [this] { return IsStopping(); }); });
+      if (!served) std::this_thread::sleep_for(kAfterFailure);
+    }
+  }
+
+  std::string Answer(int64_t kind, const std::string& text) {
+    Reader reader(text);
+    switch (kind) {
+      case kAreYouThere: return "yes";
+      case kTellStatus: return Packed(StatusOfThisProcess(settings_.rank));
+      case kTellFrames: return Packed(StacksOfPython().Now());
+      case kProcessState: {
+        const int64_t rank = reader.Number();
+        const bool is_known = 0 <= rank && rank < size();
+        return Writer().Put(is_known ? StateOf(settings_.processes[static_cast<size_t>(rank)]) : 0).text();
+      }
+      case kDeathIsKnown: {
+        {
+          const std::lock_guard<std::mutex> lock(mutex_);
+          is_death_known_ = true;
+          if (stopping_ || has_end_) return "yes";
+        }
+        WriteRecords(reader.Text());
+        return "yes";
+      }
+      case kReport: {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        asked_ = std::max(asked_, reader.Number());
+        asked_for_ns_ = std::max(asked_for_ns_, reader.Number());
+        changed_.notify_all();
+        return "yes";
+      }
+      case kEndNow: {
+        const int status = static_cast<int>(reader.Number());
+        const std::string cause = reader.Text();
+        if (SetEnd(status)) {
+          {
+            const std::lock_guard<std::mutex> lock(mutex_);
+            is_told_ = true;
+            changed_.notify_all();
+          }
+          WriteRecords(cause);
+        }
+        return "yes";
+      }
+      default: return "";
+    }
+  }
+
+  // The watch -----------------------------------------------------------------------------------------------------
+
+  bool IsStopping() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return stopping_;
+  }
+
+  void Watch() {
+    bool goes_on = true;
+    while (goes_on) {
+      const bool watched = Tried("watch this rank's waits", [&] { goes_on = WatchOnce(); });
+      if (!watched) std::this_thread::sleep_for(kAfterFailure);
+    }
+  }
+
+  // One look at the calls under way. Returns false if the monitor stops.
+  bool WatchOnce() {
+    const int64_t warn_after_ns = warn_ns_, timeout_ns = timeout_ns_;
+    int64_t interval_ns = kSecondNs;
+    if (timeout_ns > 0) interval_ns = std::min(interval_ns, timeout_ns / 4);
+    int64_t asked, asked_for_ns, death_ns;
+    bool is_told;
+    int status;
+    {
+      std::unique_lock<std::mutex> lock(mutex_);
+      changed_.wait_for(lock, std::chrono::nanoseconds(interval_ns),
+                        [this] { return stopping_ || is_told_ || asked_ != 0; });
+      if (stopping_) return false;
+      is_told = is_told_;
+      status = status_;
+      if (has_end_ && !is_told) return true;  // this rank ends the job
+      asked = std::exchange(asked_, 0);
+      asked_for_ns = std::exchange(asked_for_ns_, 0);
+      death_ns = death_ns_;
+    }
+    if (is_told) EndAsTold(status, settings_.processes, Own().host);
+    if (getppid() != parent_) {
+      Leave();
+      Say("pycollective: the launcher of rank " + std::to_string(settings_.rank) + " has ended; ending this rank.\n");
+      _exit(1);
+    }
+    int64_t oldest_id = -1, oldest_ns = 0, reason = asked;
+    const int64_t now = NowNs();
+    bool has_ended = death_ns != 0 && now - death_ns > kDeathNs;
+    for (const Record& record : RecordsUnderWay()) {
+      const int64_t age_ns = now - record.created_ns;
+      if (record.operation == kEnd) {
+        has_ended = has_ended || age_ns > kEndedNs;
+        continue;
+      }
+      if (timeout_ns > 0 && age_ns > timeout_ns) reason = kTooLongWait;
+      if (reason == 0 && warn_after_ns > 0 && age_ns > warn_after_ns && record.id > warned_of_) reason = kLongWait;
+      if (reason != 0 && age_ns > oldest_ns) oldest_id = record.id, oldest_ns = age_ns;
+    }
+    // A rank may end long before the others, or die without a word from its launcher. From time to time this one asks
+    // whether others wait for it.
+    if (reason == 0 && has_ended && now - asked_at_end_ns_ > kEndedNs) reason = kSomeHaveEnded, asked_at_end_ns_ = now;
+    if (reason == 0) return true;
+    if (asked == 0) warned_of_ = std::max(warned_of_, oldest_id);
+    oldest_ns = std::max(oldest_ns, asked_for_ns);
+    const bool reported = Tried("report a long wait", [&] {
+      if (asked != 0 || !AnotherReports(reason, oldest_ns)) Report(reason, oldest_ns);
+    });
+    if (!reported && reason == kTooLongWait) EndJob("pycollective: a call has waited too long; ending all ranks.\n");
+    return true;
+  }
+
+  // Lets a lower rank report. Returns false if none answers, so that this rank must.
+  bool AnotherReports(int64_t reason, int64_t age_ns) {
+    // Lower ranks in larger and larger groups: often rank 0 answers, and a whole host may be silent.
+    for (int first = 0, count = 1; first < settings_.rank; first += count, count *= 8) {
+      std::vector<int> lower;
+      for (const int rank : Others()) {
+        if (first <= rank && rank < std::min(first + count, settings_.rank)) lower.push_back(rank);
+      }
+      const std::vector<Reply> alive = channel_.Ask(lower, kAreYouThere, "", kTellNs);
+      for (size_t i = 0; i < lower.size(); ++i) {
+        if (!alive[i].came) continue;
+        const std::string text = Writer().Put(reason).Put(age_ns).text();
+        if (!channel_.Ask({lower[i]}, kReport, text, kTellNs)[0].came) continue;
+        if (reason != kTooLongWait) return true;
+        // That rank ends the job. If it does not, this one does.
+        std::unique_lock<std::mutex> lock(mutex_);
+        return changed_.wait_for(lock, std::chrono::nanoseconds(kReportNs),
+                                 [this] { return stopping_ || has_end_; });
+      }
+    }
+    return false;
+  }
+
+  const Process& Own() const { return settings_.processes[static_cast<size_t>(settings_.rank)]; }
+
+  void Report(int64_t reason, int64_t age_ns) {
+    const int64_t now = NowNs();
+    int64_t& last_ns = last_report_ns_[reason];
+    if (reason != kTooLongWait && last_ns != 0 && now - last_ns < kReportNs) return;
+    last_ns = now;
+    const std::vector<int> others = Others();
+    auto [statuses, silent] = AskAll(channel_, settings_.processes, others, StatusOfThisProcess(settings_.rank));
+    const bool for_ever = WaitForEnded(statuses, settings_.may_lose_ranks ? std::vector<SilentRank>() : silent);
+    const bool ends = for_ever || (reason == kTooLongWait && IsLongWait(statuses, timeout_ns_));
+    const bool warns = reason == kLongWait && IsLongWait(statuses, warn_ns_);  // else it has ended in the meantime
+    if (!ends && !warns) return;
+    std::string text = "pycollective: ";
+    if (for_ever && !IsLongWait(statuses, timeout_ns_)) {
+      text += "some ranks wait for a rank that has ended; ending all ranks.\n";
+    } else if (ends) {
+      text += "expected an answer from the other ranks within " + LimitText(timeout_ns_) + ", got none for " +
+              Seconds(age_ns) + "; ending all ranks (PYCOLLECTIVE_TIMEOUT, or init(timeout=)).\n";
+    } else {
+      text += "a call has waited for " + Seconds(age_ns) + ".";
+      if (timeout_ns_ > 0) text += " All ranks end after " + LimitText(timeout_ns_) + ".";
+      text += "\n";
+    }
+    AskForFrames(channel_, settings_.rank, &statuses);
+    text += DescribeAll(statuses, silent);
+    if (ends) {
+      EndJob(text);
+    } else {
+      Say(text);
+    }
+  }
+
+  // Ends the job for the cause that `text` tells. Each step has a limit, and is made though another one has failed.
+  void EndJob(const std::string& text) {
+    if (!SetEnd(1)) return;
+    LimitOwnEnd();
+    // At the same time: who is told may end, and the launcher then ends this rank, too.
+    const auto told = std::async([&] { TellEnd(1, text); });
+    Say(text);
+    told.wait();  // without a thread it is done now
+    Tried("write its records", [&] {
+      const std::string where = WriteRecords(text);
+      if (!where.empty()) Say(where);
+    });
+    AbortJob(settings_.processes, Own().host);
+  }
+
+  const MonitorSettings settings_;
+  const SideChannel channel_;
+  std::atomic<int64_t> warn_ns_;
+  std::atomic<int64_t> timeout_ns_;
+  std::thread server_;
+  std::thread watcher_;
+  std::list<RankGuard> guards_;
+  std::mutex records_mutex_;
+  const pid_t parent_ = getppid();
+  // Of the watcher.
+  std::map<int64_t, int64_t> last_report_ns_;  // by the reason
+  int64_t warned_of_ = -1;                     // the record of the youngest call of a warning
+  int64_t asked_at_end_ns_ = 0;
+
+  std::mutex mutex_;  // guards what follows
+  std::condition_variable changed_;
+  bool stopping_ = false;
+  bool has_end_ = false;
+  bool is_told_ = false;  // another rank has told the end
+  int status_ = 0;
+  int64_t asked_ = 0;  // Reason
+  int64_t asked_for_ns_ = 0;
+  int64_t death_ns_ = 0;  // when another rank died; 0: none has
+  bool is_death_known_ = false;  // by a rank of its host, which has told all others
+  std::set<int> forgotten_;  // ranks that have failed
+};
+
+std::mutex monitor_mutex;
+Monitor* monitor = nullptr;  // never deleted: a thread may use it while the process ends
+
+Monitor* Current() {
+  const std::lock_guard<std::mutex> lock(monitor_mutex);
+  return monitor;
+}
+
+}  // namespace
+
+std::string StartMonitor(MonitorSettings settings) {
+  const std::lock_guard<std::mutex> lock(monitor_mutex);
+  if (monitor != nullptr) return "";
+  auto* const started = new Monitor(std::move(settings));
+  try {
+    started->Start();
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+  monitor = started;
+  std::atexit(LeaveMonitor);
+  return "";
+}
+
+void LeaveMonitor() {
+  Monitor* const current = Current();
+  if (current != nullptr) current->Leave();
+}
+
+void StopMonitor() {
+  Monitor* stopped;
+  {
+    const std::lock_guard<std::mutex> lock(monitor_mutex);
+    stopped = std::exchange(monitor, nullptr);
+  }
+  if (stopped != nullptr) stopped->Stop();
+}
+
+void SetMonitorTimeout(int64_t warn_ns, int64_t timeout_ns) {
+  Monitor* const current = Current();
+  if (current != nullptr) current->SetTimeout(warn_ns, timeout_ns);
+}
+
+void ForgetRank(int rank) {
+  Monitor* const current = Current();
+  if (current != nullptr) current->Forget(rank);
+}
+
+bool BeginEnd(int status, const std::string& cause) {
+  Monitor* const current = Current();
+  return current == nullptr || current->BeginEnd(status, cause);
+}
+
+}  // namespace pycollective

@@ -1,0 +1,48 @@
+// The monitor of a process: threads that need neither Python nor MPI.
+//
+// One answers what other ranks ask on the side channel: what this process does (Status), and that it shall end. The other
+// looks at the calls under way. When one lasts too long it tells the lowest rank that answers, which asks all ranks what
+// they do, writes one report, and ends the job.
+//
+// One or two more notice the deaths of other ranks (rank_guard.h).
+
+#ifndef PYCOLLECTIVE_NATIVE_MONITOR_MONITOR_H_
+#define PYCOLLECTIVE_NATIVE_MONITOR_MONITOR_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "monitor/process.h"
+
+namespace pycollective {
+
+struct MonitorSettings {
+  int rank = 0;
+  std::vector<Process> processes;  // by their ranks in MPI_COMM_WORLD
+  std::vector<int> listening;  // sockets of this process
+  std::string secret;
+  int64_t warn_ns = 0;     // the age of a call at which all ranks are asked once; 0: never
+  int64_t timeout_ns = 0;  // the age at which the job ends; 0: never
+  // Where this process writes its records when the job fails; "": nowhere.
+  std::string folder;
+  bool may_lose_ranks = false;  // whether MPI ends the waits for a rank that has died, and the others may go on
+  bool says_deaths = false;  // whether it says that a rank of its host has died: the launcher may not
+};
+
+// Starts the threads. They live as long as the process, or until StopMonitor. Returns why it could not; "" if it could.
+std::string StartMonitor(MonitorSettings settings);
+void SetMonitorTimeout(int64_t warn_ns, int64_t timeout_ns);
+void StopMonitor();
+// Tells the rank that guards this one that this process ends, in order.
+void LeaveMonitor();
+// Leaves a rank out from now on: it has failed, and the others go on without it.
+void ForgetRank(int rank);
+
+// Ends the job: tells all other ranks, which write their records, and writes this rank's. Then the caller ends this
+// process. Returns false if another rank has told this one to end before: then that one's cause is the first.
+bool BeginEnd(int status, const std::string& cause);
+
+}  // namespace pycollective
+
+#endif  // PYCOLLECTIVE_NATIVE_MONITOR_MONITOR_H_

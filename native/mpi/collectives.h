@@ -1,0 +1,210 @@
+// The plain collectives and messages: they know MPI, not XLA.
+//
+// Counts are int64. MPI 3's counts are int, so a longer array goes in chunks (elementwise operations) or as one element
+// of a derived datatype (blocks, messages). Where MPI leaves a rank's result undefined, it is zeros.
+
+#ifndef PYCOLLECTIVE_NATIVE_MPI_COLLECTIVES_H_
+#define PYCOLLECTIVE_NATIVE_MPI_COLLECTIVES_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/operations.h"
+#include "mpi/mpi.h"
+
+namespace pycollective {
+
+// The outcome of a call. `call` names the function that failed; null on success.
+struct Outcome {
+  const char* call = nullptr;
+  int code = 0;
+  std::string detail;            // set instead of `code` if MPI succeeded but the result cannot be used
+  bool of_runtime = false;       // `call` is a function of an accelerator's runtime (runtime.h), `detail` its message
+  const char* remedy = nullptr;  // set if `detail` is the whole message; then this says what to do
+  bool ok() const { return call == nullptr; }
+};
+
+// The outcome of a call that ended in an exception.
+inline Outcome OutcomeOfException(const std::exception& error) {
+  Outcome outcome{"C++", 0, std::string("expected memory for the call, got the exception ") + error.what()};
+  outcome.remedy = "Use smaller arrays, or fewer ranks on this host.";
+  return outcome;
+}
+
+// Returns from the enclosing function if a call has failed.
+#define PYCOLLECTIVE_RETURN_IF_FAILED(expression)      \
+  do {                                                 \
+    ::pycollective::Outcome outcome_ = (expression);   \
+    if (!outcome_.ok()) return outcome_;               \
+  } while (false)
+
+class Exchange;
+class HostLevels;
+
+// Zeros and copies in the memory that a library is handed: here in host memory; DeviceMemory (device.h) overrides them.
+class Memory {
+ public:
+  virtual ~Memory() = default;
+  virtual Outcome Clear(void* to, size_t nbytes) const;
+  virtual Outcome Copy(void* to, const void* from, size_t nbytes) const;
+};
+
+// The MPI communicators on which one device of this process makes its calls; their handles are widened to 64 bits. They
+// are private: no receive of a user can match a message here, and no receive with wildcards a message of ppermute.
+struct Channel {
+  int64_t collective = 0;
+  int64_t messages = 0;
+  int64_t permute = 0;  // the whole communicator: ranks of Permute are its ranks
+  int rank = 0;
+  int size = 1;
+  int first_tag = 0;  // a message with tag t travels under the tag first_tag + t * tag_step
+  int tag_step = 1;
+  const Memory* memory = nullptr;  // null: host memory
+  Exchange* exchange = nullptr;    // memory that the ranks share; null: they share none
+  HostLevels* levels = nullptr;    // of ranks on several hosts, where those of a host may share memory
+};
+
+// What a collective works on. For an array of blocks, `count` is the size of one block; `channel.size` blocks follow
+// each other in the order of the ranks. If `send` equals `recv`, the collective works in place, where MPI can.
+struct Arguments {
+  const void* send;
+  void* recv;
+  int64_t count;
+  Type type;
+  Op op = Op::kSum;  // of reductions
+  int root = 0;      // of collectives with a root
+  int to = -1;       // of a permutation: the ranks to which this one's array goes, and from which it gets one; -1: none
+  int from = -1;
+
+  // The same call on other arrays.
+  Arguments On(const void* other_send, void* other_recv, int64_t other_count) const {
+    Arguments other = *this;
+    other.send = other_send;
+    other.recv = other_recv;
+    other.count = other_count;
+    return other;
+  }
+};
+
+// What a rank brings to an allreduce and takes from it, where that is not one array in memory. `bring` writes some of the
+// elements of what it brings, `take` gets as many of the result. They are called for all elements, in pieces, in any order. `take` may come
+// before `bring` of other elements: so a result lies in the operand of its own element, or in none.
+struct ScatteredArray {
+  std::function<void(int64_t first, int64_t count, void* to)> bring;
+  std::function<void(int64_t first, int64_t count, const void* from)> take;
+};
+
+// Makes a call on one array with all elements: call(arguments), in place. It is `a.recv`, or if that is null, new memory.
+template <typename Call>
+Outcome InOneArray(const Arguments& a, const ScatteredArray& array, Call call) {
+  std::unique_ptr<char[]> own;
+  if (a.recv == nullptr) own.reset(new char[static_cast<size_t>(a.count * kTypeBytes[int(a.type)])]);
+  void* const whole = a.recv == nullptr ? own.get() : a.recv;
+  array.bring(0, a.count, whole);
+  PYCOLLECTIVE_RETURN_IF_FAILED(call(a.On(whole, whole, a.count)));
+  array.take(0, a.count, whole);
+  return {};
+}
+
+// A message that this rank sends. `dest` may be MPI_PROC_NULL: then nothing is sent.
+struct Outgoing {
+  const void* data;
+  int64_t count;
+  Type type;
+  int dest;
+  int tag;
+};
+
+// Where a message came from, and the tag that its sender gave it.
+struct Envelope {
+  int source;
+  int tag;
+};
+
+// A message that this rank receives. `source` may be MPI_PROC_NULL: then zeros are received. `status` is where MPI writes
+// the MPI_Status of the caller, and `envelope` is set; null: there is none.
+struct Incoming {
+  void* data;
+  int64_t count;
+  Type type;
+  int source;
+  int tag;
+  void* status = nullptr;
+  Envelope* envelope = nullptr;
+};
+
+// The MPI library.
+class Library {
+ public:
+  virtual ~Library() = default;
+
+  // recv[i] = op over ranks of send[i].
+  virtual Outcome Allreduce(const Channel&, const Arguments&) const = 0;
+  // The same for elements that are not in one array. `send` is not used; `recv`: memory for all elements, or null.
+  virtual Outcome AllreduceScattered(const Channel& channel, const Arguments& a, const ScatteredArray& array) const {
+    return InOneArray(a, array, [&](const Arguments& whole) { return Allreduce(channel, whole); });
+  }
+  // The collectives of one array in the table: Outcome Allgather(const Channel&, const Arguments&) const, ...
+#define PYCOLLECTIVE_DECLARE(name, Name, ...) virtual Outcome Name(const Channel&, const Arguments&) const = 0;
+#define PYCOLLECTIVE_NOTHING(...)
+  PYCOLLECTIVE_OPERATIONS(PYCOLLECTIVE_DECLARE, PYCOLLECTIVE_NOTHING)
+#undef PYCOLLECTIVE_NOTHING
+#undef PYCOLLECTIVE_DECLARE
+  virtual Outcome Barrier(const Channel&) const = 0;
+
+  // Whether a program may use the tag on the channel.
+  virtual Outcome CheckTag(const Channel&, int tag) const = 0;
+  // A message whose length is not `count` is an error.
+  virtual Outcome Send(const Channel&, const Outgoing&) const = 0;
+  virtual Outcome Recv(const Channel&, const Incoming&) const = 0;
+  virtual Outcome Sendrecv(const Channel&, const Outgoing&, const Incoming&) const = 0;
+  // Whether the message that another library has received has the length of `in`, whose status it has written.
+  virtual Outcome CheckReceived(const char* call, const Incoming& in) const = 0;
+  // Lets the status of `in` say that a message of its length and type has come.
+  virtual Outcome SetReceived(const Incoming& in) const = 0;
+  // Sendrecv of equal arrays on a communicator of its own, where no receive of a program can match. `on_channel`: the
+  // same call, if all ranks' ends are on the channel; else null.
+  virtual Outcome Permute(const Channel&, const Outgoing&, const Incoming&, const Arguments* on_channel) const = 0;
+
+  // Starts a message. WaitAll ends those that were started, by the handles that they set.
+  virtual Outcome Isend(const Channel&, const Outgoing&, int64_t* handle) const = 0;
+  virtual Outcome Irecv(const Channel&, const Incoming&, int64_t* handle) const = 0;
+  virtual Outcome WaitAll(std::vector<int64_t>* handles) const = 0;
+
+  // Makes a communicator of those ranks of `from` (empty: all ranks), in their order. Only those ranks make this call;
+  // the tag keeps apart the communicators that several threads make at once.
+  virtual Outcome CreateComm(int64_t from, const std::vector<int>& ranks, int tag, int64_t* made) const = 0;
+  virtual Outcome FreeComm(int64_t comm) const = 0;
+
+  // Whether our own code makes the reduction (own_reductions.h). It needs host memory.
+  virtual bool IsOwn(Op, Type) const = 0;
+
+  // Lets MPI work on what is under way. Fails if `rank` of the channel has failed, or if somebody has revoked the
+  // channel's communicator; only an MPI that outlives a failed rank says so.
+  virtual Outcome Progress(const Channel&, int rank) const = 0;
+
+  // Ends all processes of MPI_COMM_WORLD.
+  virtual void Abort(int status) const = 0;
+
+  virtual std::string ErrorString(int code) const = 0;
+  virtual int proc_null() const = 0;
+
+  // Larger counts go in pieces. It is INT_MAX but in tests, which lower it to reach the code for larger counts.
+  int64_t max_count = INT32_MAX;
+};
+
+// Binds to an MPI library. `addresses`: those of the functions in kFunctionNames, in that order. Returns null and sets
+// `error` if the library cannot be used.
+std::unique_ptr<Library> MakeLibrary(const Binding& binding, void* const* addresses, std::string* error);
+
+// The one of this process. It is set before the first program runs; null: there is none.
+extern Library* library;
+
+}  // namespace pycollective
+
+#endif  // PYCOLLECTIVE_NATIVE_MPI_COLLECTIVES_H_

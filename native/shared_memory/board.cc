@@ -1,0 +1,180 @@
+// Implementation of board.h.
+//
+// Each rank has kCells cells in a slot, which it uses in turns. It posts call n when all others have posted call
+// n - kCells + 1: then they are done with its post of call n - kCells, which lay in the same cell. So a rank may be some calls
+// ahead of the others, where these calls let it. Of two ranks at least one sees the post of the other: posts and looks at
+// `posted` have one order on all ranks.
+//
+// Where a rank brings data in a buffer, the others read it in that call. In the next call the rank waits until all others have
+// posted that, and so have read the data: whatever it does to the buffer then, nobody reads it. The next call itself may
+// bring data in another buffer before.
+
+#include "shared_memory/board.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+
+#include "base/clock.h"
+#include "mpi/wait.h"
+#include "records/recorder.h"
+
+namespace pycollective {
+namespace {
+
+constexpr uint64_t kCells = 8;
+constexpr int64_t kSlots = BoardSlot::kSlots;
+constexpr size_t kHeadBytes = 64;        // a bit for each slot; then cells begin at a line of the cache
+static_assert(kHeadBytes * 8 >= kSlots);
+constexpr int64_t kTellNs = 2000000000;  // how long a rank waits for the line of a call that does not match
+
+// Whether the data of all ranks has the same part in the call.
+bool IsSymmetric(int32_t operation) {
+  return IsCollective(operation) && operation != kBarrier && operation != kBcast && operation != kReduce &&
+         operation != kGather && operation != kScatter;
+}
+
+char* board = nullptr;
+int ranks_of_host = 0;
+
+std::atomic<uint64_t>* Taken() { return reinterpret_cast<std::atomic<uint64_t>*>(board); }
+
+}  // namespace
+
+bool IsMeeting(int32_t operation) {
+  return operation == kAllreduce || operation == kAllgather || operation == kAlltoall || operation == kReduceScatter ||
+         operation == kBarrier;
+}
+
+bool Post::Matches(const Post& other) const {
+  if (!(signature == other.signature) || seq != other.seq || IsMoved(other)) return false;
+  if (site == other.site || site == 0 || other.site == 0 || !IsSymmetric(signature.operation)) return true;
+  const bool same_function = FunctionOf(site) == FunctionOf(other.site);
+  const bool same_collective = CollectiveOf(site) == CollectiveOf(other.site);
+  return same_collective && !same_function && SiteText(other.site).empty();
+}
+
+bool Post::IsMoved(const Post& other) const {
+  return order != 0 && order != other.order && static_cast<uint32_t>(order) == static_cast<uint32_t>(other.order);
+}
+
+uint64_t Post::Digest() const {
+  const int64_t line = IsSymmetric(signature.operation) ? site : 0;
+  uint64_t hash = signature.Digest();
+  for (const int64_t word : {seq, line, order}) hash = Mix(hash, static_cast<uint64_t>(word));
+  return hash;
+}
+
+void CopyLine(const std::string& line, char (&to)[kLineBytes]) {
+  const size_t size = std::min(line.size(), kLineBytes - 1);
+  std::memset(to, 0, kLineBytes);
+  std::memcpy(to, line.data(), size);
+}
+
+struct alignas(64) BoardSlot::Cell {
+  std::atomic<uint64_t> posted;  // the number of the call; calls begin at 1
+  int64_t site;
+  int64_t order;
+  std::atomic<uint64_t> told;    // the number of the call whose line stands below
+  int64_t brings;                // whether the rank brings data to the call
+  char padding[24];
+  Signature signature;
+  char line[kLineBytes];
+  alignas(64) char carried[kCarriedBytes];
+};
+
+size_t BoardSlot::BytesOf(int ranks) {
+  static_assert(kHeadBytes % alignof(Cell) == 0);
+  return kHeadBytes + static_cast<size_t>(kSlots) * static_cast<size_t>(ranks) * kCells * sizeof(Cell);
+}
+
+void BoardSlot::OpenBoard(void* memory, int ranks) {
+  board = static_cast<char*>(memory);
+  ranks_of_host = ranks;
+}
+
+bool BoardSlot::HasBoard() { return board != nullptr; }
+
+BoardSlot::Cell& BoardSlot::CellOf(int rank, uint64_t call) const {
+  const size_t place = static_cast<size_t>(number_) * static_cast<size_t>(ranks_of_host) + static_cast<size_t>(rank);
+  return reinterpret_cast<Cell*>(board + kHeadBytes)[place * kCells + call % kCells];
+}
+
+int64_t BoardSlot::Take() {
+  if (board == nullptr) return -1;
+  for (int64_t number = 0; number < kSlots; ++number) {
+    std::atomic<uint64_t>& word = Taken()[number / 64];
+    const uint64_t bit = uint64_t{1} << (number % 64);
+    if ((word.fetch_or(bit, std::memory_order_acq_rel) & bit) != 0) continue;
+    for (int rank = 0; rank < ranks_of_host; ++rank) {
+      for (uint64_t call = 0; call < kCells; ++call) {
+        Cell& cell = BoardSlot(number, 0, 0).CellOf(rank, call);
+        cell.posted.store(0, std::memory_order_relaxed);
+        cell.told.store(0, std::memory_order_relaxed);
+      }
+    }
+    return number;
+  }
+  return -1;
+}
+
+void BoardSlot::Release(int64_t number) {
+  if (board == nullptr || number < 0) return;
+  Taken()[number / 64].fetch_and(~(uint64_t{1} << (number % 64)), std::memory_order_acq_rel);
+}
+
+void BoardSlot::ReleaseAll() {
+  for (int64_t word = 0; board != nullptr && word < kSlots / 64; ++word) {
+    Taken()[word].store(0, std::memory_order_release);
+  }
+}
+
+Difference BoardSlot::Compare(const Post& post, bool waits, const std::function<bool(int)>& progress,
+                              const Carried* carried, const BufferOfRank* buffer_of) {
+  const uint64_t call = ++calls_;
+  const auto wait = [&](int rank, const std::atomic<uint64_t>& number, uint64_t wanted, int64_t until_ns) {
+    return WaitUntil(number, wanted, [&] { return progress(rank); }, until_ns);
+  };
+  // A cell whose number is larger holds a later call: its rank has posted this one, too.
+  for (int rank = 0; rank < size_ && call >= kCells; ++rank) {
+    if (rank != rank_ && !wait(rank, CellOf(rank, call + 1).posted, call + 1 - kCells, 0)) return {};
+  }
+  const bool in_buffer = carried != nullptr && buffer_of != nullptr;
+  const bool waits_for_all = waits || (call > 1 && last_in_buffer_ == call - 1);
+  Cell& own = CellOf(rank_, call);
+  own.site = post.site;
+  own.order = post.order;
+  own.signature = post.signature;
+  own.brings = carried != nullptr;
+  if (carried != nullptr) carried->Bring({rank_, size_}, in_buffer ? (*buffer_of)(rank_, call) : own.carried);
+  if (in_buffer) last_in_buffer_ = call;
+  own.posted.store(call, std::memory_order_seq_cst);
+
+  Difference difference;
+  bool all_bring = carried != nullptr;
+  for (int rank = 0; rank < size_; ++rank) {
+    if (rank == rank_) continue;
+    const Cell& cell = CellOf(rank, call);
+    const bool must_wait = waits_for_all || (carried != nullptr && carried->Needs({rank_, size_}, rank));
+    if (must_wait && !wait(rank, cell.posted, call, 0)) return {};
+    if (difference.rank >= 0 || cell.posted.load(std::memory_order_seq_cst) < call) continue;
+    const Post theirs{cell.signature, cell.site, 0, cell.order};
+    if (!post.Matches(theirs)) difference = {rank, theirs, ""};
+    all_bring = all_bring && cell.brings != 0;
+  }
+  if (difference.rank < 0) {
+    difference.is_made = all_bring;
+    if (all_bring) {
+      carried->Take({rank_, size_}, [&](int rank) { return in_buffer ? (*buffer_of)(rank, call) : CellOf(rank, call).carried; });
+    }
+    return difference;
+  }
+  CopyLine(SiteText(post.site), own.line);
+  own.told.store(call, std::memory_order_release);
+  const Cell& theirs = CellOf(difference.rank, call);
+  if (waits && !wait(difference.rank, theirs.told, call, NowNs() + kTellNs)) return difference;
+  if (theirs.told.load(std::memory_order_acquire) == call) difference.line = theirs.line;
+  return difference;
+}
+
+}  // namespace pycollective

@@ -1,0 +1,67 @@
+// Implementation of carried.h.
+
+#include "shared_memory/carried.h"
+
+#include <cstring>
+#include <limits>
+
+#include "mpi/elements.h"
+#include "mpi/reduction.h"
+
+namespace pycollective {
+
+namespace {
+
+constexpr int64_t kTooMany = std::numeric_limits<int64_t>::max();
+
+}  // namespace
+
+int64_t CarriedReduction::nbytes() const {
+  if (arrays_.empty() || op_ == Op::kSumBfloat16) return kTooMany;
+  int64_t nbytes = 0;
+  for (const ArrayPair& array : arrays_) {
+    if (array.type != arrays_.front().type) return kTooMany;
+    nbytes += array.nbytes();
+  }
+  return nbytes;
+}
+
+void CarriedReduction::Bring(Member, char* to) const {
+  for (const ArrayPair& array : arrays_) {
+    if (array.count > 0) std::memcpy(to, array.x, static_cast<size_t>(array.nbytes()));
+    to += array.nbytes();
+  }
+}
+
+bool CarriedReduction::Needs(Member, int) const { return true; }
+
+void CarriedReduction::Take(Member member, const BytesOfRank& of) const {
+  int64_t first = 0;  // of the array, in bytes
+  for (const ArrayPair& array : arrays_) {
+    const auto operand_of = [&](int rank) -> const void* { return rank == member.rank ? array.x : of(rank) + first; };
+    ReduceInOrder(member.size, operand_of, array.count, array.y, array.type, op_);
+    first += array.nbytes();
+  }
+}
+
+int64_t CarriedCollective::nbytes() const {
+  return CanCombine(operation_) ? blocks_ * static_cast<int64_t>(Bytes(a_.count, a_.type)) : kTooMany;
+}
+
+void CarriedCollective::Bring(Member member, char* to) const {
+  if (a_.count == 0) return;
+  for (int64_t block = 0; block < blocks_; ++block) {
+    if (blocks_ > 1 && block == member.rank) continue;  // for this rank itself
+    std::memcpy(At(to, block * a_.count, a_.type), At(a_.send, block * a_.count, a_.type), Bytes(a_.count, a_.type));
+  }
+}
+
+bool CarriedCollective::Needs(Member member, int other) const { return Reads(operation_, a_, member, other); }
+
+void CarriedCollective::Take(Member member, const BytesOfRank& of) const {
+  if (a_.count == 0) return;
+  const auto blocks_of = [&](int rank) { return Blocks{rank == member.rank ? a_.send : of(rank), a_.count}; };
+  Combine(operation_, a_, member, 0, a_.count, blocks_of);
+}
+
+}  // namespace pycollective

@@ -1,0 +1,164 @@
+// Implementation of exchange.h.
+
+#include "shared_memory/exchange.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+
+#include "base/clock.h"
+#include "shared_memory/process_memory.h"
+
+namespace pycollective {
+namespace {
+
+constexpr size_t kLine = 64;  // of the cache
+constexpr size_t kPage = 4096;
+constexpr int64_t kUnitBytes = 2 * Exchange::kBufferBytes;  // what one rank takes
+constexpr int64_t kLeastUnits = 256;
+constexpr int64_t kUnitsPerRank = 4;
+constexpr int kMostRanks = 8192;  // a buffer has room for an element of each rank
+static_assert(kMostRanks * 16 <= Exchange::kBufferBytes);
+constexpr int kTries = 8;  // another channel may take the same ones at the same time
+
+char* memory = nullptr;
+int ranks_of_host = 0;
+
+int64_t read_bytes = 0;
+
+// Its rank alone writes it. The others read the arrays after the number.
+struct alignas(kLine) Line {
+  std::atomic<uint64_t> number;
+  Exchange::Arrays arrays;
+  std::atomic<uint64_t> has_given_up;
+  std::atomic<uint64_t> ways;  // of a slot
+};
+
+constexpr size_t AtPage(size_t nbytes) { return (nbytes + kPage - 1) / kPage * kPage; }
+
+int64_t Units(int ranks) { return std::max(kLeastUnits, kUnitsPerRank * ranks); }
+
+// In the memory: a line of each rank of the host, for MayRead; for each slot the number of its first unit, and ways; the counters
+// of each slot's ranks; a word for each unit, which is 1 when it is taken; the units.
+size_t BytesOfShown(int ranks) { return static_cast<size_t>(ranks) * kLine; }
+size_t BytesOfFirsts() { return BoardSlot::kSlots * kLine; }
+size_t BytesOfCounters(int ranks) { return BoardSlot::kSlots * static_cast<size_t>(ranks) * kLine; }
+size_t BytesOfTaken(int ranks) { return static_cast<size_t>(Units(ranks)) * sizeof(std::atomic<uint32_t>); }
+size_t BytesBeforeUnits(int ranks) {
+  return AtPage(BytesOfShown(ranks) + BytesOfFirsts() + BytesOfCounters(ranks) + BytesOfTaken(ranks));
+}
+
+Line* Firsts() { return reinterpret_cast<Line*>(memory + BytesOfShown(ranks_of_host)); }
+
+Line& CounterLine(int64_t slot, int rank) {
+  return (Firsts() + BoardSlot::kSlots)[slot * ranks_of_host + rank];
+}
+
+std::atomic<uint32_t>* Taken() {
+  return reinterpret_cast<std::atomic<uint32_t>*>(&CounterLine(BoardSlot::kSlots, 0));
+}
+
+// What a rank shows for MayRead: a number, and where that lies in its own memory. Zero: not chosen yet.
+uint64_t own_number = 0;
+int64_t own_process = 0;
+Line& Shown(int rank) { return reinterpret_cast<Line*>(memory)[rank]; }
+
+}  // namespace
+
+size_t Exchange::BytesOf(int ranks) {
+  return BytesBeforeUnits(ranks) + static_cast<size_t>(Units(ranks)) * kUnitBytes;
+}
+
+void Exchange::OpenMemory(void* begin, int ranks) {
+  memory = static_cast<char*>(begin);
+  ranks_of_host = ranks;
+}
+
+std::atomic<uint64_t>& Exchange::FirstOf(int64_t slot) { return Firsts()[slot].number; }
+
+std::atomic<uint64_t>& Exchange::WaysOf(int64_t slot) { return Firsts()[slot].ways; }
+
+std::atomic<uint64_t>& Exchange::CounterOf(int rank) const { return CounterLine(slot_, rank).number; }
+
+char* Exchange::BufferOf(int rank, uint64_t piece) const {
+  const uint64_t unit = first_ - kNone - 1 + static_cast<uint64_t>(rank);
+  return memory + BytesBeforeUnits(ranks_of_host) + unit * kUnitBytes + piece % 2 * kBufferBytes;
+}
+
+uint64_t Exchange::TakeBuffers(int ranks) {
+  std::atomic<uint32_t>* const taken = Taken();
+  if (ranks > kMostRanks) return kNone;
+  for (int attempt = 0; attempt < kTries; ++attempt) {
+    for (int64_t first = 0; first + ranks <= Units(ranks_of_host); ++first) {
+      int64_t own = 0;  // taken here, one after another
+      while (own < ranks && taken[first + own].exchange(1, std::memory_order_acq_rel) == 0) ++own;
+      if (own == ranks) return static_cast<uint64_t>(first) + kNone + 1;
+      for (int64_t i = 0; i < own; ++i) taken[first + i].store(0, std::memory_order_release);
+      first += own;  // the next one after that which somebody else has
+    }
+  }
+  return kNone;
+}
+
+void Exchange::Begin(int64_t slot) {
+  FirstOf(slot).store(0, std::memory_order_relaxed);
+  WaysOf(slot).store(0, std::memory_order_relaxed);
+  for (int rank = 0; rank < ranks_of_host; ++rank) {
+    CounterLine(slot, rank).number.store(0, std::memory_order_relaxed);
+    CounterLine(slot, rank).has_given_up.store(0, std::memory_order_relaxed);
+  }
+}
+
+void Exchange::End(int64_t slot, int ranks) {
+  const uint64_t first = FirstOf(slot).exchange(0, std::memory_order_relaxed);
+  for (int rank = 0; first > kNone && rank < ranks; ++rank) {
+    Taken()[first - kNone - 1 + static_cast<uint64_t>(rank)].store(0, std::memory_order_release);
+  }
+}
+
+void Exchange::EndAll() {
+  for (int64_t unit = 0; unit < Units(ranks_of_host); ++unit) Taken()[unit].store(0, std::memory_order_release);
+}
+
+void Exchange::ShowMemory(int rank) {
+  LetOthersRead(true);
+  // A process of that number in another container has another one there, or nothing.
+  own_process = getpid();
+  if (own_number == 0) own_number = static_cast<uint64_t>(NowNs()) ^ static_cast<uint64_t>(own_process) << 40;
+  Line& shown = Shown(rank);
+  shown.arrays = {own_process, &own_number, nullptr};
+  shown.number.store(own_number, std::memory_order_release);
+}
+
+bool Exchange::ReadsAll() {
+  for (int rank = 0; rank < ranks_of_host; ++rank) {
+    const uint64_t wanted = Shown(rank).number.load(std::memory_order_acquire);
+    uint64_t found = 0;
+    if (CopyFromProcess(Shown(rank).arrays.process, &found, Shown(rank).arrays.send, sizeof(found)) != 0) return false;
+    if (found != wanted) return false;
+  }
+  return true;
+}
+
+void Exchange::SetReadBytes(int64_t nbytes) {
+  read_bytes = nbytes;
+  if (nbytes == 0) LetOthersRead(false);
+}
+int64_t Exchange::ReadBytes() { return read_bytes; }
+
+// Its memory may be used anew after GiveUp. A rank that asks after it has read does not miss that.
+void Exchange::GiveUp() {
+  CounterLine(slot_, rank_).has_given_up.store(1, std::memory_order_release);
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+}
+
+bool Exchange::HasGivenUp(int rank) const {
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  return CounterLine(slot_, rank).has_given_up.load(std::memory_order_acquire) != 0;
+}
+
+void Exchange::ShowArrays(const void* send, const void* recv) { CounterLine(slot_, rank_).arrays = {own_process, send, recv}; }
+
+Exchange::Arrays Exchange::ArraysOf(int rank) const { return CounterLine(slot_, rank).arrays; }
+
+}  // namespace pycollective

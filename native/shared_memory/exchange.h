@@ -1,0 +1,140 @@
+// The memory through which ranks of one host exchange arrays.
+//
+// Each slot of the board (board.h) has a counter for each of its ranks, which only that rank writes. The ranks of a
+// channel make the same collectives in the same order, so each knows the number to which another one's counter comes at
+// each step.
+//
+// The arrays themselves go through buffers. The ranks of a channel take theirs when they first need them, and keep them until
+// the channel is freed. If none are left, MPI carries the arrays of that channel. Large arrays need no buffers where the kernel
+// lets a rank read another one's memory: beside its counter a rank shows the others where its arrays are. Large allreduces go the
+// way that is faster.
+
+#ifndef PYCOLLECTIVE_NATIVE_SHARED_MEMORY_EXCHANGE_H_
+#define PYCOLLECTIVE_NATIVE_SHARED_MEMORY_EXCHANGE_H_
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <map>
+
+#include "mpi/elements.h"
+#include "mpi/wait.h"
+#include "shared_memory/board.h"
+#include "shared_memory/trial.h"
+
+namespace pycollective {
+
+class Exchange {
+ public:
+  // A rank has two buffers of this size, which it uses in turns: it fills one while others may still read the other one.
+  static constexpr int64_t kBufferBytes = 128 << 10;
+
+  // The bytes of the shared memory of `ranks` ranks. It begins with zeros, and takes memory of the host where it is used:
+  // at most so much for any number of communicators.
+  static size_t BytesOf(int ranks);
+  // Opens it: the ranks of this host have it in common. It begins at a line of the cache.
+  static void OpenMemory(void* memory, int ranks);
+
+  // Before a channel takes a slot of the board, and when it gives the slot back: one of its ranks does this.
+  static void Begin(int64_t slot);
+  static void End(int64_t slot, int ranks);
+  // Gives all buffers back. No rank of this host may use one any more.
+  static void EndAll();
+
+  // Whether the ranks may read each other's arrays. Rank number `rank` of the host shows the others where to try; when all
+  // have, each tries. Then they all set how many bytes the arrays of a call may have that they read; 0: none.
+  static void ShowMemory(int rank);
+  static bool ReadsAll();
+  static void SetReadBytes(int64_t nbytes);
+  static int64_t ReadBytes();
+  static bool MayRead() { return ReadBytes() > 0; }
+
+  Exchange() = default;
+  // Rank number `rank` of `size`, with a slot of the board.
+  Exchange(int64_t slot, int rank, int size) : slot_(slot), rank_(rank), size_(size) {}
+
+  bool exists() const { return slot_ >= 0; }
+
+  // Finds this channel's buffers; rank 0 takes them. Returns false if the wait for rank 0 has no end; `progress`: as in
+  // WaitUntil, with the rank. Then HasBuffers() says whether there are any: the same on all ranks.
+  template <typename Progress>
+  bool FindBuffers(Progress progress) {
+    if (first_ != 0) return true;
+    std::atomic<uint64_t>& first = FirstOf(slot_);
+    if (rank_ == 0) first.store(TakeBuffers(size_), std::memory_order_release);
+    if (!WaitUntil(first, 1, [&] { return progress(0); })) return false;
+    first_ = first.load(std::memory_order_acquire);
+    return true;
+  }
+  bool HasBuffers() const { return first_ > kNone; }
+
+  // The memory in which a rank has its part of a piece. Pieces count up, from 0. What ranks bring to a comparison (board.h) lies
+  // in the buffers, too, by the call's number.
+  char* BufferOf(int rank, uint64_t piece) const;
+
+  // Where another rank finds a rank's arrays, in the memory of its process.
+  struct Arrays {
+    int64_t process;
+    const void* send;
+    const void* recv;
+  };
+  // Before this rank posts a step. The others may read it when they have waited for that step, until this rank shows others.
+  void ShowArrays(const void* send, const void* recv);
+  Arrays ArraysOf(int rank) const;
+
+  // A rank that must leave a call before the others have read its arrays says so. What they have read may be wrong.
+  void GiveUp();
+  bool HasGivenUp(int rank) const;
+
+  // The way (trial.h) of the channel's next large allreduce of so many bytes. Rank 0 tells the way in each large allreduce for the next
+  // one. By then all ranks have begun, so they have read the old way. All wait for rank 0's next step before they end, so they
+  // read the new one in the next call.
+  int NextWay(int64_t nbytes) const {
+    return static_cast<int>(WaysOf(slot_).load(std::memory_order_relaxed) >> PowerOfTwo(nbytes) & 1);
+  }
+  void TellNextWay(int64_t nbytes) {
+    if (rank_ != 0) return;
+    const int size = PowerOfTwo(nbytes);  // each size learns for itself
+    const uint64_t others = WaysOf(slot_).load(std::memory_order_relaxed) & ~(uint64_t{1} << size);
+    WaysOf(slot_).store(others | static_cast<uint64_t>(trials_[size].Next()) << size, std::memory_order_relaxed);
+  }
+  // A large allreduce has taken so long in a way.
+  void Learn(int way, int64_t nbytes, int64_t nanoseconds) {
+    if (rank_ == 0) trials_[PowerOfTwo(nbytes)].Learn(way, nbytes, nanoseconds);
+  }
+
+  // Tells the others that this rank has done a step. Returns the number to which each rank's counter comes by that step.
+  uint64_t Post() {
+    CounterOf(rank_).store(++posted_, std::memory_order_release);
+    return posted_;
+  }
+  const std::atomic<uint64_t>& counter(int rank) const { return CounterOf(rank); }
+
+  // A piece begins: returns its number.
+  uint64_t BeginPiece() { return pieces_++; }
+  // The number of the others' counters at which none of them reads a piece in this rank's buffer of such a number.
+  uint64_t FreeAt(uint64_t number) const { return free_at_[number % 2]; }
+  // All steps of the piece are posted.
+  void EndPiece(uint64_t piece) { free_at_[piece % 2] = posted_; }
+
+ private:
+  static constexpr uint64_t kNone = 1;  // of first_: there are no buffers
+
+  static std::atomic<uint64_t>& FirstOf(int64_t slot);
+  static std::atomic<uint64_t>& WaysOf(int64_t slot);
+  static uint64_t TakeBuffers(int ranks);
+  std::atomic<uint64_t>& CounterOf(int rank) const;
+
+  int64_t slot_ = -1;
+  int rank_ = 0;
+  int size_ = 0;
+  uint64_t first_ = 0;  // 0: not known yet; kNone; or the number of rank 0's buffers, and kNone + 1
+  uint64_t posted_ = 0;
+  uint64_t pieces_ = 0;
+  uint64_t free_at_[2] = {0, 0};
+  std::map<int, Trial> trials_;  // for each size, of rank 0
+};
+
+}  // namespace pycollective
+
+#endif  // PYCOLLECTIVE_NATIVE_SHARED_MEMORY_EXCHANGE_H_

@@ -1,0 +1,433 @@
+// Implementation of host_collectives.h.
+
+#include "shared_memory/host_collectives.h"
+
+#include <errno.h>
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "base/clock.h"
+#include "mpi/elements.h"
+#include "mpi/reduction.h"
+#include "shared_memory/process_memory.h"
+
+namespace pycollective {
+namespace {
+
+// Up to this size each rank reduces everything: the second step would cost more than it saves. And what others read stays in
+// the caches: see WriteForOthers.
+constexpr int64_t kSmallBytes = 8 << 10;
+
+// The smallest block that ranks read straight from each other's arrays, and the smallest array of an allreduce, in
+// which they do so twice.
+constexpr int64_t kReadBytes = 8 << 10;
+constexpr int64_t kReadAllreduceBytes = 1 << 20;
+
+// The ways of an allreduce, as Exchange::NextWay() counts them. The first is tried first.
+constexpr int kReading = 0, kBuffering = 1;
+
+// What a rank reads at once of the arrays that it reduces: what stays in the cache of its core, since each time the kernel must look
+// up the pages of the other process.
+int64_t ScratchBytes() { return std::max<int64_t>(256 << 10, CacheBytesOfCore()); }
+
+struct Layouts {
+  Layout operand, result;
+};
+constexpr Layouts LayoutsOf(Operation operation) {
+  constexpr Layouts kAnswers[] = {
+#define PYCOLLECTIVE_AS_ROW_SAYS(name, Name, attributes, operand, result, ...) {operand, result},
+#define PYCOLLECTIVE_WHOLE(...) {kWhole, kWhole},
+      PYCOLLECTIVE_OPERATIONS(PYCOLLECTIVE_AS_ROW_SAYS, PYCOLLECTIVE_WHOLE)
+#undef PYCOLLECTIVE_WHOLE
+#undef PYCOLLECTIVE_AS_ROW_SAYS
+  };
+  return kAnswers[operation];
+}
+
+// The bytes of the arrays of all ranks. What the caches cannot hold, it pays to write past them.
+int64_t BytesOfAll(Operation operation, const Arguments& a, int ranks) {
+  const Layouts layouts = LayoutsOf(operation);
+  const int64_t blocks = (layouts.operand == kBlocks ? ranks : 1) + (layouts.result == kBlocks ? ranks : 1);
+  return static_cast<int64_t>(Bytes(a.count, a.type)) * blocks * ranks;
+}
+
+// Whether no element is read twice: then it does not matter whether the caches can hold it.
+bool GoesToOneRank(Operation operation) {
+  return operation == kAlltoall || operation == kScatter || operation == kGather || operation == kPpermute;
+}
+
+void Copy(void* to, const void* from, size_t nbytes, bool past_caches) {
+  if (past_caches) {
+    CopyPastCaches(to, from, nbytes);
+  } else {
+    std::memcpy(to, from, nbytes);
+  }
+}
+
+// Writes elements that another core reads next, past the caches: else that core must give up each line that it has read before,
+// and where the cores share no cache, that takes many times as long. fill(first, n, to) makes some of the elements.
+template <typename Fill>
+void WriteForOthers(void* to, int64_t count, Type type, Fill fill) {
+  constexpr int64_t kAtOnceBytes = 16 << 10;  // it stays in the first cache
+  alignas(64) char made[kAtOnceBytes];
+  const int64_t at_once = kAtOnceBytes / kTypeBytes[int(type)];
+  for (int64_t first = 0; first < count; first += at_once) {
+    const int64_t n = std::min(at_once, count - first);
+    fill(first, n, made);
+    CopyPastCaches(At(to, first, type), made, Bytes(n, type));
+  }
+}
+
+// The arrays that this rank shows. If it leaves a call before End, the others must not believe what they have read.
+class ShownArrays {
+ public:
+  ShownArrays(Exchange& exchange, const void* send, const void* recv) : exchange_(exchange) {
+    exchange.ShowArrays(send, recv);
+  }
+  ~ShownArrays() {
+    if (!has_ended_) exchange_.GiveUp();
+  }
+  ShownArrays(const ShownArrays&) = delete;
+  ShownArrays& operator=(const ShownArrays&) = delete;
+  void End() { has_ended_ = true; }
+
+ private:
+  Exchange& exchange_;
+  bool has_ended_ = false;
+};
+
+Outcome CannotRead(int rank, const std::string& why) {
+  Outcome outcome{"process_vm_readv", 0, {}};
+  outcome.detail = "expected to read the array of rank " + std::to_string(rank) + ", got " + why;
+  outcome.remedy = "Set PYCOLLECTIVE_SHARED_MEMORY=buffers.";
+  return outcome;
+}
+
+const auto& kNothingBetween = *new HostCollective::Between([](void*, int64_t) -> Outcome { return {}; });
+
+// Cuts an array into pieces. A rank fills the next one before it waits for the others' parts of this one: so they wait
+// less for it.
+template <typename Piece, typename Fill, typename Reduce, typename Take>
+Outcome InPieces(int64_t count, int64_t at_once, Fill fill, Reduce reduce, Take take) {
+  Piece piece{}, next{};
+  PYCOLLECTIVE_RETURN_IF_FAILED(fill(0, &piece));
+  for (int64_t first = 0; first < count; first += at_once) {
+    PYCOLLECTIVE_RETURN_IF_FAILED(reduce(&piece));
+    if (first + at_once < count) PYCOLLECTIVE_RETURN_IF_FAILED(fill(first + at_once, &next));
+    PYCOLLECTIVE_RETURN_IF_FAILED(take(piece));
+    piece = next;
+  }
+  return {};
+}
+
+}  // namespace
+
+HostCollective::Way HostCollective::WayOf(Operation operation, const Arguments& a, int ranks) {
+  if (!CanCombine(operation)) return Way::kByMpi;
+  const int64_t least = operation == kAllreduce ? kReadAllreduceBytes : kReadBytes;
+  const bool reads = CanReadOperands(operation) && Exchange::MayRead() && static_cast<int64_t>(Bytes(a.count, a.type)) >= least &&
+                     (GoesToOneRank(operation) || BytesOfAll(operation, a, ranks) <= Exchange::ReadBytes());
+  return reads ? Way::kByReading : Way::kThroughBuffers;
+}
+
+bool HostCollective::GoesWithComparison(Operation operation, const Arguments& a, int ranks) {
+  const auto nbytes = static_cast<int64_t>(Bytes(a.count, a.type));
+  const int64_t blocks = LayoutsOf(operation).operand == kBlocks ? ranks : 1;
+  return nbytes <= kSmallBytes && nbytes * blocks <= Exchange::kBufferBytes &&
+         WayOf(operation, a, ranks) == Way::kThroughBuffers;
+}
+
+Outcome HostCollective::FreeBuffer(uint64_t comparison, bool* has) {
+  *has = exchange_.HasBuffers();
+  return *has ? WaitForAll(exchange_.FreeAt(comparison)) : Outcome{};
+}
+
+HostCollective::Way HostCollective::FasterWay(const Arguments& a) {
+  is_trial_ = true;
+  return exchange_.NextWay(static_cast<int64_t>(Bytes(a.count, a.type))) == kReading ? Way::kByReading : Way::kThroughBuffers;
+}
+
+Outcome HostCollective::HasBuffers(bool* has) {
+  Outcome progress;
+  exchange_.FindBuffers([&](int rank) {
+    progress = mpi_.Progress(channel_, rank);
+    return progress.ok();
+  });
+  *has = exchange_.HasBuffers();
+  return progress;
+}
+
+Outcome HostCollective::WaitFor(int rank, uint64_t number) {
+  const std::atomic<uint64_t>& counter = exchange_.counter(rank);
+  if (counter.load(std::memory_order_acquire) >= number) return {};
+  Outcome progress;
+  WaitUntil(counter, number, [&] {
+    progress = mpi_.Progress(channel_, rank);
+    return progress.ok();
+  });
+  return progress;
+}
+
+Outcome HostCollective::WaitForAll(uint64_t number) {
+  for (int rank = 0; rank < member_.size; ++rank) {
+    if (rank != member_.rank) PYCOLLECTIVE_RETURN_IF_FAILED(WaitFor(rank, number));
+  }
+  return {};
+}
+
+Outcome HostCollective::ThroughBuffers(Operation operation, const Arguments& a) {
+  if (a.count == 0) return {};
+  const bool in_two_steps = operation == kAllreduce && static_cast<int64_t>(Bytes(a.count, a.type)) > kSmallBytes;
+  return in_two_steps ? AllreduceThroughBuffers(a, nullptr) : InOneStep(operation, a);
+}
+
+bool HostCollective::TakesScattered(const Arguments& a) { return static_cast<int64_t>(Bytes(a.count, a.type)) > kSmallBytes; }
+
+Outcome HostCollective::Barrier() { return WaitForAll(exchange_.Post()); }
+
+Outcome HostCollective::InOneStep(Operation operation, const Arguments& a) {
+  const int64_t blocks = LayoutsOf(operation).operand == kBlocks ? member_.size : 1;
+  const bool past_caches = BytesOfAll(operation, a, member_.size) > CacheBytesOfHost();
+  const int64_t at_once = std::max<int64_t>(1, Exchange::kBufferBytes / (blocks * kTypeBytes[int(a.type)]));
+  struct Piece {
+    uint64_t number;
+    int64_t first, count;
+    uint64_t filled;
+  };
+  const int own = member_.rank;
+  const auto fill = [&](int64_t first, Piece* piece) -> Outcome {
+    const uint64_t number = exchange_.BeginPiece();
+    *piece = {number, first, std::min(at_once, a.count - first), 0};
+    PYCOLLECTIVE_RETURN_IF_FAILED(WaitForAll(exchange_.FreeAt(number)));
+    for (int64_t block = 0; block < blocks && Brings(operation, a, member_); ++block) {
+      if (blocks > 1 && block == own) continue;  // for this rank itself
+      const size_t nbytes = Bytes(piece->count, a.type);
+      Copy(At(exchange_.BufferOf(own, number), block * piece->count, a.type), At(a.send, block * a.count + first, a.type),
+           nbytes, static_cast<int64_t>(nbytes) > kSmallBytes);
+    }
+    piece->filled = exchange_.Post();
+    return {};
+  };
+  const auto take = [&](const Piece& piece) -> Outcome {
+    for (int rank = 0; rank < member_.size; ++rank) {
+      if (rank != own && Reads(operation, a, member_, rank)) PYCOLLECTIVE_RETURN_IF_FAILED(WaitFor(rank, piece.filled));
+    }
+    const auto blocks_of = [&](int rank) {
+      return rank == own ? Blocks{At(a.send, piece.first, a.type), a.count}
+                         : Blocks{exchange_.BufferOf(rank, piece.number), piece.count};
+    };
+    const auto copy = [&](int, void* to, const void* from, size_t nbytes) -> Outcome {
+      if (to != from) Copy(to, from, nbytes, past_caches);
+      return {};
+    };
+    PYCOLLECTIVE_RETURN_IF_FAILED(Combine(operation, a, member_, piece.first, piece.count, blocks_of, copy));
+    exchange_.Post();
+    exchange_.EndPiece(piece.number);
+    return {};
+  };
+  return InPieces<Piece>(a.count, at_once, fill, [](Piece*) { return Outcome{}; }, take);
+}
+
+Outcome HostCollective::Allreduce(const Arguments& a, int sharers, const Between& between) {
+  if (a.count == 0) return {};
+  if (Exchange::MayRead()) return AllreduceByReading(a, sharers, between);
+  // The shares are those of AllreduceByReading: on another host the ranks may read.
+  const Shares shares(a.count, sharers, a.type);
+  const auto share_of = [&](int rank, const void* from) {
+    Arguments share = a.On(At(from, shares.Begin(rank), a.type), At(a.recv, shares.Begin(rank), a.type), shares.CountOf(rank));
+    share.root = rank;
+    return share;
+  };
+  for (int rank = 0; rank < sharers; ++rank) {
+    PYCOLLECTIVE_RETURN_IF_FAILED(mpi_.Reduce(channel_, share_of(rank, a.send)));
+  }
+  const Arguments own = share_of(member_.rank, a.recv);
+  if (own.count > 0) PYCOLLECTIVE_RETURN_IF_FAILED(between(own.recv, own.count));
+  for (int rank = 0; rank < sharers; ++rank) PYCOLLECTIVE_RETURN_IF_FAILED(mpi_.Bcast(channel_, share_of(rank, a.recv)));
+  return {};
+}
+
+Outcome HostCollective::AllreduceThroughBuffers(const Arguments& a, const ScatteredArray* scattered) {
+  const int64_t at_once = Exchange::kBufferBytes / kTypeBytes[int(a.type)];
+  const bool past_caches = BytesOfAll(kAllreduce, a, member_.size) > CacheBytesOfHost();
+  struct Piece {
+    uint64_t number;
+    int64_t first;
+    Shares shares;
+    uint64_t filled, reduced;
+  };
+  const auto buffer = [&](int rank, const Piece& piece, int64_t element) {
+    return At(exchange_.BufferOf(rank, piece.number), element, a.type);
+  };
+  const auto operand = [&](const Piece& piece, int64_t element) { return At(a.send, piece.first + element, a.type); };
+  const int own = member_.rank;
+  const auto nbytes = static_cast<int64_t>(Bytes(a.count, a.type));
+  int64_t begin_ns = 0;  // without the wait for ranks that come late
+
+  // Copies what the others reduce.
+  const auto fill = [&](int64_t first, Piece* piece) -> Outcome {
+    const uint64_t number = exchange_.BeginPiece();
+    const int64_t count = std::min(at_once, a.count - first);
+    *piece = {number, first, Shares(count, member_.size, a.type), 0, 0};
+    PYCOLLECTIVE_RETURN_IF_FAILED(WaitForAll(exchange_.FreeAt(number)));
+    const int64_t filling_ns = NowNs();
+    const auto copy = [&](int64_t from, int64_t n) {
+      void* const to = buffer(own, *piece, from);
+      if (scattered == nullptr) {
+        CopyPastCaches(to, operand(*piece, from), Bytes(n, a.type));
+      } else {
+        WriteForOthers(to, n, a.type, [&](int64_t at, int64_t some, void* made) { scattered->bring(first + from + at, some, made); });
+      }
+    };
+    const int64_t begin = piece->shares.Begin(own), end = piece->shares.Begin(own + 1);
+    copy(0, begin);
+    copy(end, count - end);
+    piece->filled = exchange_.Post();
+    if (first == 0) begin_ns = filling_ns - NowNs();
+    return {};
+  };
+  // Reduces the own share. Its place in the own buffer is free for the result.
+  const auto reduce = [&](Piece* piece) -> Outcome {
+    PYCOLLECTIVE_RETURN_IF_FAILED(WaitForAll(piece->filled));
+    if (piece->first == 0) {
+      begin_ns += NowNs();
+      if (is_trial_) exchange_.TellNextWay(nbytes);
+    }
+    const int64_t begin = piece->shares.Begin(own);
+    WriteForOthers(buffer(own, *piece, begin), piece->shares.CountOf(own), a.type, [&](int64_t at, int64_t n, void* to) {
+      if (scattered != nullptr) scattered->bring(piece->first + begin + at, n, to);  // `to` may be an operand's memory
+      const auto operand_of = [&](int rank) -> const void* {
+        if (rank != own) return buffer(rank, *piece, begin + at);
+        return scattered == nullptr ? operand(*piece, begin + at) : to;
+      };
+      ReduceInOrder(member_.size, operand_of, n, to, a.type, a.op);
+    });
+    piece->reduced = exchange_.Post();
+    return {};
+  };
+  // Copies all shares.
+  const auto take = [&](const Piece& piece) -> Outcome {
+    for (int step = 0; step < member_.size; ++step) {
+      const int rank = (own + step) % member_.size;
+      if (step > 0) PYCOLLECTIVE_RETURN_IF_FAILED(WaitFor(rank, piece.reduced));
+      const int64_t begin = piece.shares.Begin(rank);
+      const int64_t first = piece.first + begin, count = piece.shares.CountOf(rank);
+      if (scattered != nullptr) {
+        scattered->take(first, count, buffer(rank, piece, begin));
+      } else {
+        Copy(At(a.recv, first, a.type), buffer(rank, piece, begin), Bytes(count, a.type), past_caches);
+      }
+    }
+    exchange_.Post();
+    exchange_.EndPiece(piece.number);
+    return {};
+  };
+
+  PYCOLLECTIVE_RETURN_IF_FAILED(InPieces<Piece>(a.count, at_once, fill, reduce, take));
+  if (is_trial_) exchange_.Learn(kBuffering, nbytes, NowNs() - begin_ns);
+  return {};
+}
+
+Outcome HostCollective::ByReading(Operation operation, const Arguments& a) {
+  if (a.count == 0) return {};
+  if (operation == kAllreduce) return AllreduceByReading(a, member_.size, kNothingBetween);
+  ShownArrays own(exchange_, a.send, a.recv);
+  const uint64_t shown = exchange_.Post();
+  for (int rank = 0; rank < member_.size; ++rank) {
+    if (rank != member_.rank && Reads(operation, a, member_, rank)) PYCOLLECTIVE_RETURN_IF_FAILED(WaitFor(rank, shown));
+  }
+  const Outcome outcome = operation == kReduceScatter ? ReadAndReduce(a, member_.rank * a.count, a.count, a.recv)
+                                                      : ReadBlocks(operation, a);
+  // After an error, too: the others wait for this step.
+  const uint64_t read = exchange_.Post();
+  for (int rank = 0; rank < member_.size; ++rank) {
+    const bool is_read = rank != member_.rank && IsReadBy(operation, a, member_, rank);
+    if (is_read) PYCOLLECTIVE_RETURN_IF_FAILED(WaitFor(rank, read));
+  }
+  own.End();
+  return outcome;
+}
+
+Outcome HostCollective::ReadBlocks(Operation operation, const Arguments& a) {
+  const auto blocks_of = [&](int rank) {
+    return Blocks{rank == member_.rank ? a.send : exchange_.ArraysOf(rank).send, a.count};
+  };
+  return Combine(operation, a, member_, 0, a.count, blocks_of,
+                 [&](int rank, void* to, const void* from, size_t nbytes) { return Read(rank, to, from, nbytes); });
+}
+
+Outcome HostCollective::ReadAndReduce(const Arguments& a, int64_t first, int64_t count, void* to) {
+  const int64_t others = member_.size - 1;
+  const int64_t at_once = std::max<int64_t>(1, ScratchBytes() / (others * kTypeBytes[int(a.type)]));
+  thread_local std::vector<char> scratch;
+  scratch.resize(Bytes(others * at_once, a.type));
+  const auto scratch_of = [&](int rank) {
+    return At(static_cast<void*>(scratch.data()), (rank < member_.rank ? rank : rank - 1) * at_once, a.type);
+  };
+  for (int64_t done = 0; done < count; done += at_once) {
+    const int64_t n = std::min(at_once, count - done);
+    for (int rank = 0; rank < member_.size; ++rank) {
+      if (rank == member_.rank) continue;
+      const void* const from = At(exchange_.ArraysOf(rank).send, first + done, a.type);
+      PYCOLLECTIVE_RETURN_IF_FAILED(Read(rank, scratch_of(rank), from, Bytes(n, a.type)));
+    }
+    ReduceInOrder(
+        member_.size,
+        [&](int rank) -> const void* {
+          return rank == member_.rank ? At(a.send, first + done, a.type) : scratch_of(rank);
+        },
+        n, At(to, done, a.type), a.type, a.op);
+  }
+  return {};
+}
+
+Outcome HostCollective::AllreduceByReading(const Arguments& a, int sharers, const Between& between) {
+  const Shares shares(a.count, sharers, a.type);
+  const int own = member_.rank;
+  ShownArrays arrays(exchange_, a.send, a.recv);
+  PYCOLLECTIVE_RETURN_IF_FAILED(WaitForAll(exchange_.Post()));
+  const auto nbytes = static_cast<int64_t>(Bytes(a.count, a.type));
+  const int64_t begin_ns = NowNs();
+  if (is_trial_) exchange_.TellNextWay(nbytes);
+  void* const share = At(a.recv, shares.Begin(own), a.type);
+  Outcome outcome;
+  if (shares.CountOf(own) > 0) {
+    outcome = ReadAndReduce(a, shares.Begin(own), shares.CountOf(own), share);
+    if (outcome.ok()) {
+      PYCOLLECTIVE_RETURN_IF_FAILED(between(share, shares.CountOf(own)));
+    } else {
+      exchange_.ShowArrays(a.send, nullptr);  // there is no result to be read
+    }
+  }
+  const uint64_t reduced = exchange_.Post();
+  for (int step = 1; step < member_.size; ++step) {
+    const int rank = (own + step) % member_.size;
+    PYCOLLECTIVE_RETURN_IF_FAILED(WaitFor(rank, reduced));
+    const int64_t begin = shares.Begin(rank);
+    const void* const result = exchange_.ArraysOf(rank).recv;
+    const Outcome read = result == nullptr ? CannotRead(rank, "an error there")
+                                           : Read(rank, At(a.recv, begin, a.type), At(result, begin, a.type),
+                                                  Bytes(shares.CountOf(rank), a.type));
+    if (outcome.ok()) outcome = read;
+  }
+  PYCOLLECTIVE_RETURN_IF_FAILED(WaitForAll(exchange_.Post()));
+  arrays.End();
+  if (is_trial_ && outcome.ok()) exchange_.Learn(kReading, nbytes, NowNs() - begin_ns);
+  return outcome;
+}
+
+Outcome HostCollective::Read(int rank, void* to, const void* from, size_t nbytes) {
+  if (rank == member_.rank) {
+    if (to != from) Copy(to, from, nbytes, static_cast<int64_t>(nbytes) * 2 >= CacheBytesOfCore());
+    return {};
+  }
+  const int error = CopyFromProcess(exchange_.ArraysOf(rank).process, to, from, nbytes);
+  // Its process is gone, or has left the call. This wait ends when MPI or the monitor says so, as each wait for it does.
+  if (error == ESRCH || exchange_.HasGivenUp(rank)) return WaitFor(rank, UINT64_MAX);
+  return error == 0 ? Outcome{} : CannotRead(rank, std::strerror(error));
+}
+
+}  // namespace pycollective

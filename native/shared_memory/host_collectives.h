@@ -1,0 +1,92 @@
+// The collectives between ranks of one host, through memory that they share (exchange.h), without MPI.
+//
+// A long array goes in pieces. Of each piece, a rank copies into its buffer what the others need of it, waits until
+// those whose data it needs have done so, and takes its part of the result from their buffers. An allreduce takes one
+// step more: each rank reduces a share of the piece, and copies the others' shares. A rank fills its buffer with the next piece
+// before it waits for the others' parts of this one.
+//
+// Large arrays that fit into the caches, or no element of which goes to two ranks, go without buffers, where the kernel lets a
+// rank read another one's memory: the ranks tell each other where their arrays are, and each takes its part of the result
+// straight from there. A rank ends the call when no other reads its arrays. A large allreduce goes the way that is faster here
+// (trial.h).
+//
+// Reductions combine the ranks in their order: all ranks get the same bits, in each run.
+
+#ifndef PYCOLLECTIVE_NATIVE_SHARED_MEMORY_HOST_COLLECTIVES_H_
+#define PYCOLLECTIVE_NATIVE_SHARED_MEMORY_HOST_COLLECTIVES_H_
+
+#include <cstdint>
+#include <functional>
+
+#include "base/operations.h"
+#include "mpi/collectives.h"
+#include "shared_memory/combine.h"
+#include "shared_memory/exchange.h"
+
+namespace pycollective {
+
+class HostCollective {
+ public:
+  // The channel's ranks must be on one host: `channel.exchange` is not null, and its arrays lie in host memory.
+  HostCollective(const Library& mpi, const Channel& channel)
+      : mpi_(mpi), channel_(channel), exchange_(*channel.exchange), member_{channel.rank, channel.size} {}
+
+  // The fastest way for a call between so many ranks (docs/performance.md): the same on all of them, since they agree on
+  // Exchange::ReadBytes. If it is kByReading for an allreduce, FasterWay decides.
+  enum class Way { kByMpi, kThroughBuffers, kByReading };
+  static Way WayOf(Operation operation, const Arguments&, int ranks);
+
+  // Whether one piece holds a small call, so that its data may lie in the buffers when the ranks compare the call (board.h): they
+  // wait once for each other, not twice.
+  static bool GoesWithComparison(Operation operation, const Arguments&, int ranks);
+  // Waits until no rank reads a piece in this rank's buffer for the comparison of such a number. There is one if the channel has
+  // found its buffers before.
+  Outcome FreeBuffer(uint64_t comparison, bool* has);
+
+  // For a large allreduce that WayOf would make by reading, and for which there are buffers: the way that is faster here. All
+  // ranks must ask; they get the same answer.
+  Way FasterWay(const Arguments&);
+
+  // Whether the channel has buffers. All its ranks must ask; they get the same answer.
+  Outcome HasBuffers(bool* has);
+
+  // An operation of one array, or an allreduce.
+  Outcome ThroughBuffers(Operation operation, const Arguments&);
+  Outcome ByReading(Operation operation, const Arguments&);
+  Outcome Barrier();
+
+  // Whether AllreduceScattered makes such an allreduce, if there are buffers: the same on all ranks.
+  static bool TakesScattered(const Arguments&);
+  Outcome AllreduceScattered(const Arguments& a, const ScatteredArray& array) { return AllreduceThroughBuffers(a, &array); }
+
+  // An allreduce in which the first `sharers` ranks reduce a share each. Before the others take it, between(share,
+  // count) may change it: by what other hosts bring. After an error of that the others wait, until the job ends or MPI
+  // says that a rank has failed.
+  using Between = std::function<Outcome(void* share, int64_t count)>;
+  Outcome Allreduce(const Arguments&, int sharers, const Between& between);
+
+ private:
+  // `scattered`: what this rank brings and takes; null: one array.
+  Outcome AllreduceThroughBuffers(const Arguments&, const ScatteredArray* scattered);
+  Outcome AllreduceByReading(const Arguments&, int sharers, const Between& between);
+  Outcome InOneStep(Operation operation, const Arguments&);
+
+  Outcome ReadAndReduce(const Arguments&, int64_t first, int64_t count, void* to);
+  Outcome ReadBlocks(Operation operation, const Arguments&);
+  // Copies from an array of a rank, which is at that address in its process.
+  Outcome Read(int rank, void* to, const void* from, size_t nbytes);
+
+  // Waits until a rank's counter has come to a number.
+  Outcome WaitFor(int rank, uint64_t number);
+  Outcome WaitForAll(uint64_t number);
+
+  const Library& mpi_;
+  const Channel& channel_;
+  Exchange& exchange_;
+  const Member member_;
+  bool is_trial_ = false;  // FasterWay has chosen
+};
+
+}  // namespace pycollective
+
+#endif  // PYCOLLECTIVE_NATIVE_SHARED_MEMORY_HOST_COLLECTIVES_H_

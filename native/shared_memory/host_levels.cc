@@ -1,0 +1,214 @@
+// Implementation of host_levels.h.
+
+#include "shared_memory/host_levels.h"
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <memory>
+
+#include "mpi/elements.h"
+#include "mpi/reduction.h"
+#include "shared_memory/board.h"
+
+namespace pycollective {
+namespace {
+
+// Smaller arrays go by MPI alone: the ranks of a host would meet twice (docs/performance.md).
+constexpr int64_t kLeastBytes = 1 << 10;
+
+int PlaceOf(int rank, const std::vector<int>& ranks) {
+  return static_cast<int>(std::find(ranks.begin(), ranks.end(), rank) - ranks.begin());
+}
+
+}  // namespace
+
+std::vector<int> AtPlaces(const std::vector<int>& values, const std::vector<int>& places) {
+  std::vector<int> found;
+  for (const int place : places) found.push_back(values[static_cast<size_t>(place)]);
+  return found;
+}
+
+HostLevels::HostLevels(std::vector<int> hosts, int rank, int64_t from, std::vector<int> members, int tag)
+    : hosts_(std::move(hosts)), rank_(rank), from_(from), members_(std::move(members)), tag_(tag) {
+  std::map<int, std::vector<int>> ranks_of;  // by host
+  for (size_t i = 0; i < hosts_.size(); ++i) ranks_of[hosts_[i]].push_back(static_cast<int>(i));
+  local_ranks_ = ranks_of[HostOf(rank)];
+  const auto number = static_cast<size_t>(PlaceOf(rank, local_ranks_));
+  lanes_ = static_cast<int>(hosts_.size());
+  const int host_count = static_cast<int>(ranks_of.size());
+  in_blocks_ = in_turns_ = true;
+  for (const auto& [host, ranks] : ranks_of) {
+    const int count = static_cast<int>(ranks.size());
+    const auto is_sequence = [&](int step) {  // ranks.front(), ranks.front() + step, ...
+      for (int i = 0; i < count; ++i) {
+        if (ranks[static_cast<size_t>(i)] != ranks.front() + i * step) return false;
+      }
+      return ranks.size() == local_ranks_.size();
+    };
+    lanes_ = std::min(lanes_, count);
+    largest_ = std::max(largest_, count);
+    in_blocks_ = in_blocks_ && is_sequence(1);
+    in_turns_ = in_turns_ && is_sequence(host_count);
+    if (number < ranks.size()) lane_ranks_.push_back(ranks[number]);
+  }
+  // A lane has its ranks in their order. So lanes may have the hosts in different orders, unless in_blocks_ or in_turns_.
+  std::sort(lane_ranks_.begin(), lane_ranks_.end());
+  local_.rank = static_cast<int>(number);
+  local_.size = static_cast<int>(local_ranks_.size());
+  lane_.rank = PlaceOf(rank, lane_ranks_);
+  lane_.size = static_cast<int>(lane_ranks_.size());
+}
+
+bool HostLevels::Has(Operation operation, const Arguments& a) const {
+  if (largest_ == 1 || static_cast<int64_t>(Bytes(a.count, a.type)) < kLeastBytes) return false;
+  if (operation == kAllreduce || operation == kReduce || operation == kBcast) return true;
+  return (in_blocks_ || in_turns_) && (operation == kReduceScatter || operation == kAllgather);
+}
+
+Outcome HostLevels::Make(const Library& mpi, const Channel& channel, bool* has) {
+  if (!made_) {
+    const auto make = [&](const std::vector<int>& ranks, Channel* made, std::atomic<int64_t>* comm) -> Outcome {
+      PYCOLLECTIVE_RETURN_IF_FAILED(mpi.CreateComm(from_, AtPlaces(members_, ranks), tag_, &made->collective));
+      comm->store(made->collective, std::memory_order_release);
+      return {};
+    };
+    const bool has_local = make(local_ranks_, &local_, &comms_[0]).ok();
+    if (has_local && local_.rank == 0 && local_.size > 1 && BoardSlot::HasBoard()) slot_ = BoardSlot::Take();
+    if (slot_ >= 0) Exchange::Begin(slot_);
+    int64_t slot = slot_;
+    if (has_local) PYCOLLECTIVE_RETURN_IF_FAILED(mpi.Bcast(local_, {&slot, &slot, 1, Type::kInt64}));
+    int64_t all_share = has_local && (slot >= 0 || local_.size == 1);
+    Channel flat = channel;
+    flat.levels = nullptr;
+    PYCOLLECTIVE_RETURN_IF_FAILED(mpi.Allreduce(flat, {&all_share, &all_share, 1, Type::kInt64, Op::kMin}));
+    has_ = all_share != 0;
+    if (slot >= 0) {
+      memory_of_local_ = Exchange(slot, local_.rank, local_.size);
+      local_.exchange = &memory_of_local_;
+    }
+    // Ranks beyond the lanes of some host send nothing.
+    if (has_ && local_.rank < lanes_) PYCOLLECTIVE_RETURN_IF_FAILED(make(lane_ranks_, &lane_, &comms_[1]));
+    made_ = true;
+  }
+  *has = has_;
+  return {};
+}
+
+Outcome HostLevels::Run(const Library& mpi, Operation operation, const Arguments& a) {
+  switch (operation) {
+    case kAllreduce: return Allreduce(mpi, a);
+    case kReduce: return Reduce(mpi, a);
+    case kBcast: return Bcast(mpi, a);
+    case kReduceScatter: return ReduceScatter(mpi, a);
+    default: return Allgather(mpi, a);  // Has says so
+  }
+}
+
+Outcome HostLevels::Allreduce(const Library& mpi, const Arguments& a) {
+  return AddUp(mpi, a, [&](void* share, int64_t count) { return mpi.Allreduce(lane_, a.On(share, share, count)); });
+}
+
+Outcome HostLevels::AddUp(const Library& mpi, const Arguments& a, const HostCollective::Between& between) {
+  if (local_.size > 1) return HostCollective(mpi, local_).Allreduce(a, lanes_, between);
+  // A rank alone on its host has all of it, and there is one lane.
+  PYCOLLECTIVE_RETURN_IF_FAILED(CopyInMemory(0, a.recv, a.send, Bytes(a.count, a.type)));
+  return between(a.recv, a.count);
+}
+
+int HostLevels::LaneRootOf(int root) const {
+  const auto found = std::find_if(lane_ranks_.begin(), lane_ranks_.end(), [&](int rank) { return HostOf(rank) == HostOf(root); });
+  return static_cast<int>(found - lane_ranks_.begin());
+}
+
+Outcome HostLevels::Reduce(const Library& mpi, const Arguments& a) {
+  PYCOLLECTIVE_RETURN_IF_FAILED(AddUp(mpi, a, [&](void* share, int64_t count) {
+    Arguments sum = a.On(share, share, count);
+    sum.root = LaneRootOf(a.root);
+    return mpi.Reduce(lane_, sum);
+  }));
+  if (rank_ != a.root) std::memset(a.recv, 0, Bytes(a.count, a.type));
+  return {};
+}
+
+// The root's host gets the array. Each lane brings a share of it to the other hosts, where its ranks hand it on.
+Outcome HostLevels::Bcast(const Library& mpi, const Arguments& a) {
+  const bool is_roots_host = HostOf(rank_) == HostOf(a.root);
+  if (is_roots_host) {
+    Arguments within = a;
+    within.root = PlaceOf(a.root, local_ranks_);
+    PYCOLLECTIVE_RETURN_IF_FAILED(mpi.Bcast(local_, within));
+  }
+  const Shares shares(a.count, lanes_, a.type);
+  const auto share_of = [&](int lane, int root) {
+    void* const share = At(a.recv, shares.Begin(lane), a.type);
+    Arguments of_lane = a.On(share, share, shares.CountOf(lane));
+    of_lane.root = root;
+    return of_lane;
+  };
+  if (local_.rank < lanes_) PYCOLLECTIVE_RETURN_IF_FAILED(mpi.Bcast(lane_, share_of(local_.rank, LaneRootOf(a.root))));
+  for (int lane = 0; lane < lanes_ && !is_roots_host && local_.size > 1; ++lane) {
+    PYCOLLECTIVE_RETURN_IF_FAILED(mpi.Bcast(local_, share_of(lane, lane)));
+  }
+  return {};
+}
+
+// Of H hosts with n ranks each, the ranks of host h have the blocks h * n, h * n + 1, ...; or, in turns, h, h + H, ...
+Outcome HostLevels::ReduceScatter(const Library& mpi, const Arguments& a) {
+  const std::unique_ptr<char[]> sums(new char[Bytes(a.count * lane_.size, a.type)]);
+  if (in_turns_) PYCOLLECTIVE_RETURN_IF_FAILED(mpi.ReduceScatter(local_, a.On(a.send, sums.get(), a.count * lane_.size)));
+  for (int host = 0; host < lane_.size && !in_turns_; ++host) {
+    const void* const blocks = At(a.send, int64_t{host} * local_.size * a.count, a.type);
+    void* const sum = At(static_cast<void*>(sums.get()), host * a.count, a.type);
+    PYCOLLECTIVE_RETURN_IF_FAILED(mpi.ReduceScatter(local_, a.On(blocks, sum, a.count)));
+  }
+  // Each host gets its block of all sums, and adds them up in the order of the hosts. MPI may let one host add up all.
+  const std::unique_ptr<char[]> blocks(new char[Bytes(a.count * lane_.size, a.type)]);
+  PYCOLLECTIVE_RETURN_IF_FAILED(mpi.Alltoall(lane_, a.On(sums.get(), blocks.get(), a.count)));
+  const auto block = [&](int host) { return At(static_cast<const void*>(blocks.get()), host * a.count, a.type); };
+  ReduceInOrder(lane_.size, block, a.count, a.recv, a.type, a.op);
+  return {};
+}
+
+Outcome HostLevels::Allgather(const Library& mpi, const Arguments& a) {
+  const std::unique_ptr<char[]> blocks(new char[Bytes(a.count * lane_.size, a.type)]);
+  PYCOLLECTIVE_RETURN_IF_FAILED(mpi.Allgather(lane_, a.On(a.send, blocks.get(), a.count)));
+  if (in_turns_) return mpi.Allgather(local_, a.On(blocks.get(), a.recv, a.count * lane_.size));
+  for (int host = 0; host < lane_.size; ++host) {
+    const void* const block = At(static_cast<const void*>(blocks.get()), host * a.count, a.type);
+    void* const of_host = At(a.recv, int64_t{host} * local_.size * a.count, a.type);
+    PYCOLLECTIVE_RETURN_IF_FAILED(mpi.Allgather(local_, a.On(block, of_host, a.count)));
+  }
+  return {};
+}
+
+void HostLevels::AddOwnComms(std::vector<int64_t>* comms) const {
+  for (const auto& comm : comms_) {
+    const int64_t own = comm.load(std::memory_order_acquire);
+    if (own != 0) comms->push_back(own);
+  }
+}
+
+Outcome HostLevels::Free(const Library& mpi) {
+  Outcome first;
+  const auto keep = [&](const Outcome& outcome) {
+    if (first.ok()) first = outcome;
+  };
+  if (local_.exchange != nullptr) {
+    local_.exchange = nullptr;  // the barrier is MPI's: it leaves the slot alone
+    keep(mpi.Barrier(local_));  // no rank reads the slot any more
+  }
+  if (slot_ >= 0) {
+    Exchange::End(slot_, local_.size);
+    BoardSlot::Release(slot_);
+    slot_ = -1;
+  }
+  made_ = false;
+  for (auto& comm : comms_) {
+    const int64_t own = comm.exchange(0);
+    if (own != 0) keep(mpi.FreeComm(own));
+  }
+  return first;
+}
+
+}  // namespace pycollective

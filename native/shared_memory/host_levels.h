@@ -1,0 +1,78 @@
+// A channel with ranks on several hosts, in two levels: the ranks of a host share memory, and MPI connects the hosts.
+//
+// A rank's *lane* are the ranks with the same number on the other hosts. All lanes work at once, each on its share of
+// the data, so no rank sends between hosts what another one of its host has sent already.
+
+#ifndef PYCOLLECTIVE_NATIVE_SHARED_MEMORY_HOST_LEVELS_H_
+#define PYCOLLECTIVE_NATIVE_SHARED_MEMORY_HOST_LEVELS_H_
+
+#include <atomic>
+#include <cstdint>
+#include <vector>
+
+#include "base/operations.h"
+#include "mpi/collectives.h"
+#include "shared_memory/exchange.h"
+#include "shared_memory/host_collectives.h"
+
+namespace pycollective {
+
+// Of the members of a communicator, those with these numbers; or another value of each of them.
+std::vector<int> AtPlaces(const std::vector<int>& values, const std::vector<int>& places);
+
+class HostLevels {
+ public:
+  // `hosts`: a number for the host of each rank of the channel; the same on all ranks. `from`, `members`, `tag`: as
+  // Library::CreateComm takes them, to make communicators of some of these ranks. `members`: all of them.
+  HostLevels(std::vector<int> hosts, int rank, int64_t from, std::vector<int> members, int tag);
+  HostLevels(const HostLevels&) = delete;
+  HostLevels& operator=(const HostLevels&) = delete;
+
+  // Whether the call is made in levels: the same on all ranks.
+  bool Has(Operation operation, const Arguments&) const;
+
+  // Makes the levels at the first call. All ranks of the channel must ask; they get the same answer: false if the ranks
+  // of some host share no memory.
+  Outcome Make(const Library& mpi, const Channel& channel, bool* has);
+
+  // A call that Has says is made in levels.
+  Outcome Run(const Library& mpi, Operation operation, const Arguments&);
+
+  // For Ranks, which says when they may be called.
+  void AddOwnComms(std::vector<int64_t>* comms) const;
+  Outcome Free(const Library& mpi);
+
+ private:
+  Outcome Allreduce(const Library& mpi, const Arguments&);
+  Outcome Reduce(const Library& mpi, const Arguments&);
+  Outcome Bcast(const Library& mpi, const Arguments&);
+  Outcome ReduceScatter(const Library& mpi, const Arguments&);
+  Outcome Allgather(const Library& mpi, const Arguments&);
+
+  // An allreduce within the host, in which between(share, count) brings in what the other hosts of the lane have.
+  Outcome AddUp(const Library& mpi, const Arguments&, const HostCollective::Between& between);
+  int HostOf(int rank) const { return hosts_[static_cast<size_t>(rank)]; }
+  // The number in this rank's lane of the rank on the root's host.
+  int LaneRootOf(int root) const;
+
+  const std::vector<int> hosts_;
+  const int rank_;
+  const int64_t from_;
+  const std::vector<int> members_;
+  const int tag_;
+  std::vector<int> local_ranks_, lane_ranks_;  // of the channel
+  int lanes_ = 0;                              // the least number of ranks on a host
+  int largest_ = 0;                            // the largest
+  // Each host has as many ranks, in the channel one after another; or one of each host in turns.
+  bool in_blocks_ = false, in_turns_ = false;
+
+  bool made_ = false, has_ = false;
+  Channel local_, lane_;
+  Exchange memory_of_local_;
+  int64_t slot_ = -1;
+  std::atomic<int64_t> comms_[2] = {};  // what MPI has made, for AddOwnComms
+};
+
+}  // namespace pycollective
+
+#endif  // PYCOLLECTIVE_NATIVE_SHARED_MEMORY_HOST_LEVELS_H_

@@ -1,0 +1,116 @@
+// XLA FFI handlers of the two halves of an allreduce on an accelerator: the table of device operations in operations.h.
+// XLA may run between them what does not depend on the sums.
+//
+// The second half has no token: otherwise the next sum could not begin before it. It finds its call by its results'
+// memory.
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+#include <vector>
+
+#include "base/operations.h"
+#include "calls/call.h"
+#include "devices/place.h"
+#include "mpi/packing.h"
+#include "xla/allreduce.h"
+#include "xla/decode.h"
+
+namespace pycollective {
+namespace {
+
+// An allreduce between its start and its end.
+struct Started {
+  Started(DevicePlace place, Call call) : place(place), call(call) {}
+
+  DevicePlace place;
+  Call call;
+  AllreduceArrays all;
+  ffi::Error error;
+};
+
+// By the address of the first result, which belongs to this call alone until its end.
+std::mutex started_mutex;
+auto& started_calls = *new std::unordered_map<const void*, std::shared_ptr<Started>>;
+
+const void* KeyOf(const std::vector<ArrayPair>& arrays) {
+  for (const ArrayPair& array : arrays) {
+    if (array.count > 0) return array.y;
+  }
+  return nullptr;
+}
+
+bool AreInPlace(const std::vector<ArrayPair>& arrays) {
+  return std::all_of(arrays.begin(), arrays.end(), [](const ArrayPair& a) { return a.count == 0 || a.x == a.y; });
+}
+
+// Returns when the call is under way. Operands lie in the buffers of the results, which XLA keeps until AllreduceDone.
+ffi::Error AllreduceStart(DevicePlace place, const Participants& participants, InToken, ffi::RemainingArgs operands,
+                          OutToken, ffi::RemainingRets results, int64_t op, int64_t bucket_bytes) {
+  const auto started = std::make_shared<Started>(place, CallIn(place, kAllreduce, participants));
+  AllreduceArrays& all = started->all;
+  const ffi::Error bad = all.Decode(started->call, participants, operands, results, op);
+  if (bad.failure()) return bad;
+  const void* const key = KeyOf(all.arrays);
+  if (key == nullptr) return ffi::Error::Success();  // only empty arrays: no rank makes a call
+  if (!AreInPlace(all.arrays)) {
+    return started->call.Error(ffi::ErrorCode::kInternal, "expected operands in the results' buffers, got others",
+                               "Please report this.");
+  }
+  const Outcome begun = started->place.Start([started, op, bucket_bytes] {
+    const auto body = [&](const Library& mpi, const Lane& lane) {
+      return AllreduceIn(started->place, mpi, lane, started->all.arrays, static_cast<Op>(op), bucket_bytes);
+    };
+    started->error = CatchAsError(kAllreduce, [&] {
+      return started->call.RunNow(started->all.signature, started->all.nbytes, {}, body);
+    });
+  });
+  if (!begun.ok()) return started->call.ErrorOf(begun);
+  const std::lock_guard<std::mutex> lock(started_mutex);
+  started_calls[key] = started;
+  return ffi::Error::Success();
+}
+
+// Waits for the end of the call. The operands are the results of AllreduceStart, in the same buffers as the results
+// here.
+ffi::Error AllreduceDone(DevicePlace place, const Participants& participants, ffi::RemainingArgs operands,
+                         ffi::RemainingRets results) {
+  const Call call = CallIn(place, kAllreduce, participants);
+  std::vector<ArrayPair> arrays;
+  for (size_t i = 0; i < results.size(); ++i) {
+    const auto x = operands.get<ffi::AnyBuffer>(i);
+    auto y = results.get<ffi::AnyBuffer>(i);
+    if (x.has_error()) return x.error();
+    if (y.has_error()) return y.error();
+    arrays.push_back({x->untyped_data(), (*y)->untyped_data(), Count(*x), Type::kUint8});
+  }
+  const void* const key = KeyOf(arrays);
+  if (key == nullptr) return ffi::Error::Success();
+  std::shared_ptr<Started> started;
+  {
+    const std::lock_guard<std::mutex> lock(started_mutex);
+    const auto found = started_calls.find(key);
+    if (found != started_calls.end()) {
+      started = found->second;
+      started_calls.erase(found);
+    }
+  }
+  if (started == nullptr || !AreInPlace(arrays)) {
+    place.Drain();  // the call still reads and writes its memory
+    return call.Error(ffi::ErrorCode::kInternal, "expected the results of a call that was started, got others",
+                      "XLA has moved them in between. Please report this.");
+  }
+  const Outcome finished = started->place.Finish();
+  return started->error.failure() || finished.ok() ? started->error : call.ErrorOf(finished);
+}
+
+}  // namespace
+
+#define PYCOLLECTIVE_HALF(name, Name, binding)                          \
+  PYCOLLECTIVE_EXPORT_HANDLER(pycollective_device_##name, DevicePlace,  \
+                              NewHandler<Place>(kAllreduce, binding, Name))
+PYCOLLECTIVE_DEVICE_OPERATIONS(PYCOLLECTIVE_HALF)
+
+}  // namespace pycollective

@@ -1,0 +1,103 @@
+// XLA FFI handlers of the collectives of one array: the rows COLLECTIVE of operations.h.
+
+#include <algorithm>
+#include <cstdint>
+
+#include "base/operations.h"
+#include "calls/call.h"
+#include "devices/team_collectives.h"
+#include "mpi/collectives.h"
+#include "mpi/dtypes.h"
+#include "shared_memory/host_collectives.h"
+#include "xla/decode.h"
+
+namespace pycollective {
+namespace {
+
+struct Row {
+  Operation operation;
+  bool is_reduction;
+  Layout operand;
+  Layout result;
+  Outcome (Library::*call)(const Channel&, const Arguments&) const;
+  Outcome (TeamCollective::*on_team)(const Arguments&);
+};
+
+Outcome NotOnTeams() {
+  Outcome outcome{"TeamCollective", 0, {}};
+  outcome.detail = "expected a collective over ranks, got one over several devices of each rank";
+  outcome.remedy = "Write a function of class TeamCollective for it; native/base/operations.h says how.";
+  return outcome;
+}
+
+// Runs the collective of a row. `op` and `root` are -1 if it has none.
+template <typename Place>
+ffi::Error Run(const Row& row, Place place, const Participants& participants, const ffi::AnyBuffer& x,
+               const ffi::AnyBuffer& y, int64_t op, int64_t root) {
+  Call call = CallIn(place, row.operation, participants);
+  Type type;
+  const bool has_type = row.is_reduction ? ReduceType(x.element_type(), op, &type) : MoveType(x.element_type(), &type);
+  if (!has_type) return call.Unsupported(x.element_type());
+  Arguments arguments{x.untyped_data(), y.untyped_data(), 0, type};
+  if (op >= 0) arguments.op = static_cast<Op>(op);
+  if (root >= 0) arguments.root = static_cast<int>(root);
+  const ResultMemory result = ResultOf(y);
+  call.Brings(x);
+  const int64_t size = call.size();
+  const int64_t blocks_in = row.operand == kBlocks ? size : 1;
+  const Arguments of_rank = arguments.On(arguments.send, arguments.recv, Count(x) / blocks_in);
+  const CarriedCollective carried(row.operation, of_rank, blocks_in);
+  if (Place::kInHostMemory) call.Makes(carried, HostCollective::GoesWithComparison(row.operation, of_rank, static_cast<int>(size)));
+  return call.Run(
+      place, SignatureOf(row.operation, participants, x, op, root, participants.tree()), std::max(NBytes(x), NBytes(y)), {&result, 1},
+      [&](const Library& mpi, const Lane& lane) {
+        const int64_t ranks = lane.channel.size;
+        if constexpr (Place::kInHostMemory) {
+          if (lane.team != nullptr) {
+            if (row.on_team == nullptr) return NotOnTeams();
+            const int64_t blocks = row.operand == kBlocks ? ranks * lane.team->size() : 1;
+            const Arguments of_team = arguments.On(arguments.send, arguments.recv, Count(x) / blocks);
+            return (TeamCollective(mpi, lane.in_team()).*row.on_team)(of_team);
+          }
+        }
+        const View in = ViewOf(x, type, row.operand == kBlocks ? ranks : 1);
+        const View out = ViewOf(y, type, row.result == kBlocks ? ranks : 1);
+        const bool in_place = row.operand == kWhole && row.result == kWhole;
+        const bool is_own = row.is_reduction && mpi.IsOwn(arguments.op, type);
+        return place.Exchange(lane.channel, in, out, {true, in_place, !is_own},
+                              [&](const Channel& channel, const void* send, void* recv, int64_t count) {
+                                return (mpi.*row.call)(channel, arguments.On(send, recv, count));
+                              });
+      });
+}
+
+// Makes the handler of a row for a place. XLA hands over exactly the attributes that the row names.
+template <typename Place, int kAttributes>
+ffi::Ffi* NewHandlerOf(const Row& row) {
+  constexpr bool kHasOp = (kAttributes & kOp) != 0;
+  constexpr bool kHasRoot = (kAttributes & kRoot) != 0;
+  const auto run = [row](Place place, const Participants& participants, InToken, In x, OutToken, Out y,
+                         auto... attributes) {
+    const int64_t values[] = {attributes..., -1};
+    return Run(row, place, participants, x, *y, kHasOp ? values[0] : -1, kHasRoot ? values[kHasOp ? 1 : 0] : -1);
+  };
+  if constexpr (kHasOp && kHasRoot) {
+    return NewHandler<Place>(row.operation, BindArray<Place>("op", "root"), run);
+  } else if constexpr (kHasOp) {
+    return NewHandler<Place>(row.operation, BindArray<Place>("op"), run);
+  } else if constexpr (kHasRoot) {
+    return NewHandler<Place>(row.operation, BindArray<Place>("root"), run);
+  } else {
+    return NewHandler<Place>(row.operation, BindArray<Place>(), run);
+  }
+}
+
+}  // namespace
+
+#define PYCOLLECTIVE_COLLECTIVE(name, Name, attributes, operand, result, on_team)                              \
+  PYCOLLECTIVE_EXPORT_HANDLERS(name, NewHandlerOf<Place, attributes>({k##Name, ((attributes) & kOp) != 0, operand, \
+                                                                      result, &Library::Name, on_team}))
+#define PYCOLLECTIVE_NOTHING(...)
+PYCOLLECTIVE_OPERATIONS(PYCOLLECTIVE_COLLECTIVE, PYCOLLECTIVE_NOTHING)
+
+}  // namespace pycollective

@@ -1,0 +1,155 @@
+// From what XLA hands to a handler to what a call needs, and the C functions that XLA calls.
+//
+// Every handler takes XLA's token first and returns one first: the token orders the calls of one program. (The halves
+// of an allreduce differ: allreduce_halves.cc.) Attributes are int64, with the names that Python gives them.
+
+#ifndef PYCOLLECTIVE_NATIVE_XLA_DECODE_H_
+#define PYCOLLECTIVE_NATIVE_XLA_DECODE_H_
+
+#include <cstdint>
+#include <utility>
+
+#include "base/exports.h"
+#include "base/operations.h"
+#include "calls/call.h"
+#include "devices/place.h"
+#include "mpi/collectives.h"
+#include "mpi/elements.h"
+#include "records/signature.h"
+#include "xla/async_calls.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace pycollective {
+
+namespace ffi = xla::ffi;
+
+using In = ffi::AnyBuffer;
+using Out = ffi::Result<ffi::AnyBuffer>;
+using InToken = ffi::Token;
+using OutToken = ffi::Result<ffi::Token>;
+
+inline int64_t Count(const ffi::AnyBuffer& buffer) { return static_cast<int64_t>(buffer.element_count()); }
+inline int64_t NBytes(const ffi::AnyBuffer& buffer) { return static_cast<int64_t>(buffer.size_bytes()); }
+inline ResultMemory ResultOf(const ffi::AnyBuffer& y) { return {y.untyped_data(), y.size_bytes()}; }
+
+inline View ViewOf(const ffi::AnyBuffer& buffer, Type type, int64_t blocks = 1) {
+  return {buffer.untyped_data(), Count(buffer) / blocks, kTypeBytes[int(type)], blocks};
+}
+
+inline Signature SignatureOf(Operation operation, const Participants& participants, const ffi::AnyBuffer& x,
+                             int64_t reduce_op = -1, int64_t root = -1, int64_t pattern = 0) {
+  Signature signature{operation, participants.DtypeOf(0, x.element_type()), Count(x), static_cast<int32_t>(reduce_op),
+                      static_cast<int32_t>(root), pattern};
+  signature.dimensions = Dimensions(x.dimensions());
+  return signature;
+}
+
+template <typename Place>
+Call CallIn(const Place& place, Operation operation, const Participants& participants) {
+  return Call(operation, participants, place.lane_id(), place.staging());
+}
+
+// Bindings -------------------------------------------------------------------------------------------------------
+
+// Returns the binding that `bind` makes, with int64 attributes of these names. (XLA's bindings cannot be copied or
+// moved.)
+template <typename Bind>
+auto WithAttributes(Bind bind) {
+  return bind();
+}
+template <typename Bind, typename... Names>
+auto WithAttributes(Bind bind, const char* name, Names... names) {
+  return WithAttributes([=] { return bind().template Attr<int64_t>(name); }, names...);
+}
+
+// What every handler gets: where its arrays lie, from XLA, and who takes part, from the program.
+template <typename Place>
+auto BindCall() {
+  const auto with_participants = [](auto&& binding) {
+    auto with_comm = std::move(binding).template Attr<ffi::Span<const int64_t>>("comm");
+    return std::move(with_comm).template Attr<int64_t>("spread").template Attr<int64_t>("site").template Attr<int64_t>(
+        "order");
+  };
+  if constexpr (Place::kInHostMemory) {
+    return with_participants(ffi::Ffi::Bind().Ctx<ffi::DeviceOrdinal>());
+  } else {
+    return with_participants(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<void*>>());
+  }
+}
+
+// token -> token
+template <typename Place>
+auto BindTokens() {
+  return BindCall<Place>().template Arg<InToken>().template Ret<ffi::Token>();
+}
+
+// token, x -> token
+template <typename Place, typename... Names>
+auto BindOperand(Names... names) {
+  const auto bind = [] {
+    return BindCall<Place>().template Arg<InToken>().template Arg<In>().template Ret<ffi::Token>();
+  };
+  return WithAttributes(bind, names...);
+}
+
+// token, x -> token, y
+template <typename Place, typename... Names>
+auto BindArray(Names... names) {
+  const auto bind = [] {
+    auto binding = BindCall<Place>().template Arg<InToken>().template Arg<In>();
+    return std::move(binding).template Ret<ffi::Token>().template Ret<ffi::AnyBuffer>();
+  };
+  return WithAttributes(bind, names...);
+}
+
+// token, xs -> token, ys
+template <typename Place, typename... Names>
+auto BindArrays(Names... names) {
+  const auto bind = [] {
+    auto binding = BindCall<Place>().template Arg<InToken>().RemainingArgs();
+    return std::move(binding).template Ret<ffi::Token>().RemainingRets();
+  };
+  return WithAttributes(bind, names...);
+}
+
+// Makes a handler of a binding and function(place, participants, arguments of the binding...). It is never deleted.
+template <typename Place, typename Binding, typename Function>
+ffi::Ffi* NewHandler(Operation operation, Binding binding, Function function) {
+  const auto run = [operation, function](auto where, const Participants& participants, auto... arguments) {
+    ffi::Error error =
+        CatchAsError(operation, [&] { return function(Place(where), participants, arguments...); });
+    NoteEnd(error);
+    return error;
+  };
+  return std::move(binding)
+      .To([operation, run](auto where, ffi::Span<const int64_t> comm, int64_t spread, int64_t site, int64_t order,
+                auto... arguments) {
+        if constexpr (Place::kIsAsync) {
+          const auto make_call = [=](ffi::Span<const int64_t> comm, auto... arguments) {
+            return run(where, {comm, spread, site, order}, arguments...);
+          };
+          return RunAsync(make_call, comm, arguments...);
+        } else {
+          return run(where, {comm, spread, site, order}, arguments...);
+        }
+      })
+      .release();
+}
+
+// Exports a handler as a C function. `new_handler`, an ffi::Ffi*, may use the type Place.
+#define PYCOLLECTIVE_EXPORT_HANDLER(symbol, PlaceType, new_handler)             \
+  PYCOLLECTIVE_EXPORT XLA_FFI_Error* symbol(XLA_FFI_CallFrame* call_frame) {    \
+    using Place = PlaceType;                                                    \
+    static ffi::Ffi* const handler = new_handler;                               \
+    return handler->Call(call_frame);                                           \
+  }
+
+// Exports the handlers of an operation: for CPU devices, for calls beside computation there, and for accelerators.
+#define PYCOLLECTIVE_EXPORT_HANDLERS(name, ...)                                              \
+  PYCOLLECTIVE_EXPORT_HANDLER(pycollective_##name, HostPlace, (__VA_ARGS__))                 \
+  PYCOLLECTIVE_EXPORT_HANDLER(pycollective_async_##name, AsyncHostPlace, (__VA_ARGS__))      \
+  PYCOLLECTIVE_EXPORT_HANDLER(pycollective_device_##name, DevicePlace, (__VA_ARGS__))
+
+}  // namespace pycollective
+
+#endif  // PYCOLLECTIVE_NATIVE_XLA_DECODE_H_

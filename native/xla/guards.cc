@@ -1,0 +1,96 @@
+// XLA FFI handlers that stand before and after an operation that another library carries out: the table of guards in
+// operations.h. So a program whose data another library carries still names a live communicator of this process, the
+// ranks compare its calls, they have records, and a short message is an error.
+
+#include <cstdint>
+#include <cstring>
+#include <utility>
+
+#include "base/operations.h"
+#include "calls/call.h"
+#include "devices/place.h"
+#include "mpi/dtypes.h"
+#include "records/signature.h"
+#include "xla/decode.h"
+
+namespace pycollective {
+namespace {
+
+// `operands`: those of the operation. `process`: where the program was compiled.
+template <typename Place>
+ffi::Error Enter(Place place, const Participants& participants, InToken, ffi::RemainingArgs operands, OutToken,
+                 int64_t operation, int64_t process, int64_t op, int64_t root, int64_t pattern) {
+  // Before it looks at anything else: another build may have other numbers, and the other library has written addresses
+  // and handles into the program.
+  const bool is_known = operation >= 0 && operation < kOperationCount;
+  Call call = CallIn(place, is_known ? static_cast<Operation>(operation) : kBarrier, participants);
+  const ffi::Error foreign = call.CheckProcess(process);
+  if (foreign.failure()) return foreign;
+  Signature signature{static_cast<int32_t>(operation), participants.DtypeOf(0, ffi::DataType::INVALID)};
+  signature.reduce_op = static_cast<int32_t>(op);
+  signature.root = static_cast<int32_t>(root);
+  signature.pattern = pattern != 0 ? pattern : operation == kAllreduce ? 0 : participants.tree();
+  int64_t nbytes = 0;
+  for (size_t i = 0; i < operands.size(); ++i) {
+    const auto x = operands.get<ffi::AnyBuffer>(i);
+    if (x.has_error()) return x.error();
+    if (i == 0) {
+      signature.dtype = participants.DtypeOf(0, x->element_type());
+      signature.dimensions = Dimensions(x->dimensions());
+    }
+    if (operation != kRecv) call.Brings(*x);
+    signature.count += Count(*x);
+    nbytes += NBytes(*x);
+  }
+  return call.Enter(signature, nbytes);
+}
+
+// `results`: those of the operation. `check`: whether the first one is a message, whose length `status` tells. `status`:
+// where the other library has written the MPI_Status of `status_bytes`, or 0; it is copied to `copy_to`, if that is not 0.
+template <typename Place>
+ffi::Error Leave(Place place, const Participants& participants, InToken, ffi::RemainingArgs results, OutToken,
+                 int64_t operation, int64_t check, int64_t status, int64_t copy_to, int64_t status_bytes) {
+  Call call = CallIn(place, static_cast<Operation>(operation), participants);
+  call.Leave();
+  void* const written = reinterpret_cast<void*>(status);
+  if (copy_to != 0) std::memcpy(reinterpret_cast<void*>(copy_to), written, static_cast<size_t>(status_bytes));
+  if (check == 0) return ffi::Error::Success();
+  const auto y = results.get<ffi::AnyBuffer>(0);
+  if (y.has_error()) return y.error();
+  Type type;
+  if (!MoveType(y->element_type(), &type)) return call.Unsupported(y->element_type());
+  const char* const name = operation == kRecv ? "MPI_Recv" : "MPI_Sendrecv";
+  const Outcome outcome = library->CheckReceived(name, {nullptr, Count(*y), type, 0, 0, written});
+  return outcome.ok() ? ffi::Error::Success() : call.ErrorOf(outcome);
+}
+
+// token, xs -> token
+template <typename Place, typename... Names>
+auto BindGuard(Names... names) {
+  const auto bind = [] {
+    return BindCall<Place>().template Arg<InToken>().RemainingArgs().template Ret<ffi::Token>();
+  };
+  return WithAttributes(bind, names...);
+}
+
+// Makes a handler as NewHandler does; the operation is an attribute.
+template <typename Place, typename Binding, typename Function>
+ffi::Ffi* NewGuard(Binding binding, Function function) {
+  return std::move(binding)
+      .To([function](auto where, ffi::Span<const int64_t> comm, int64_t spread, int64_t site, int64_t order, InToken token,
+                     ffi::RemainingArgs arrays, OutToken out_token, int64_t operation, auto... attributes) {
+        return CatchAsError(static_cast<Operation>(operation), [&] {
+          return function(Place(where), Participants{comm, spread, site, order}, token, arrays, out_token, operation,
+                          attributes...);
+        });
+      })
+      .release();
+}
+
+}  // namespace
+
+#define PYCOLLECTIVE_GUARD(name, Name, ...) \
+  PYCOLLECTIVE_EXPORT_HANDLER(pycollective_##name, HostPlace, (NewGuard<Place>(__VA_ARGS__, Name<Place>)))
+PYCOLLECTIVE_GUARDS(PYCOLLECTIVE_GUARD)
+
+}  // namespace pycollective

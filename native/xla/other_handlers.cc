@@ -1,0 +1,185 @@
+// XLA FFI handlers of the operations that are no collective of one array: the rows OTHER of operations.h.
+
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "base/operations.h"
+#include "calls/call.h"
+#include "calls/communicators.h"
+#include "calls/messages.h"
+#include "devices/place.h"
+#include "mpi/collectives.h"
+#include "mpi/dtypes.h"
+#include "shared_memory/host_collectives.h"
+#include "xla/allreduce.h"
+#include "xla/decode.h"
+
+namespace pycollective {
+namespace {
+
+template <typename Place>
+ffi::Error Allreduce(Place place, const Participants& participants, InToken, ffi::RemainingArgs operands, OutToken,
+                     ffi::RemainingRets results, int64_t op, int64_t bucket_bytes) {
+  Call call = CallIn(place, kAllreduce, participants);
+  AllreduceArrays all;
+  const ffi::Error bad = all.Decode(call, participants, operands, results, op);
+  if (bad.failure()) return bad;
+  const CarriedReduction carried(all.arrays, static_cast<Op>(op));
+  const Arguments as_bytes{nullptr, nullptr, all.nbytes, Type::kUint8};
+  if (Place::kInHostMemory) call.Makes(carried, HostCollective::GoesWithComparison(kAllreduce, as_bytes, call.size()));
+  for (size_t i = 0; i < operands.size(); ++i) call.Brings(*operands.get<ffi::AnyBuffer>(i));
+  std::vector<ResultMemory> written;
+  if (participants.spread < 0) {
+    for (const ArrayPair& array : all.arrays) written.push_back({array.y, static_cast<size_t>(array.nbytes())});
+  }
+  return call.Run(place, all.signature, all.nbytes, {written.data(), written.size()},
+                  [&](const Library& mpi, const Lane& lane) {
+                    return AllreduceIn(place, mpi, lane, all.arrays, static_cast<Op>(op), bucket_bytes);
+                  });
+}
+
+// dest, source: for each lane the number of a device, rank * lanes + lane, or -1 for none. Devices exchange their
+// arrays directly, whatever their lanes: there is a tag for each pair of devices. A mesh has tags of its own, as it has
+// channels.
+template <typename Place>
+ffi::Error Ppermute(Place place, const Participants& participants, InToken, In x, OutToken, Out y,
+                    ffi::Span<const int64_t> dest, ffi::Span<const int64_t> source, int64_t pattern) {
+  Call call = CallIn(place, kPpermute, participants);
+  Type type;
+  if (!MoveType(x.element_type(), &type)) return call.Unsupported(x.element_type());
+  const ResultMemory result = ResultOf(*y);
+  call.Brings(x);
+  call.SetRoutes(dest);
+  // If each rank has one device, all arrays stay on one channel.
+  const bool on_channel = dest.size() == 1;
+  Arguments whole{x.untyped_data(), y->untyped_data(), Count(x), type};
+  if (on_channel) {
+    whole.to = static_cast<int>(dest[0]);
+    whole.from = static_cast<int>(source[0]);
+  }
+  const CarriedCollective carried(kPpermute, whole, 1);
+  if (Place::kInHostMemory && on_channel) call.Makes(carried, false);  // ranks do not wait for all in it
+  return call.Run(
+      place, SignatureOf(kPpermute, participants, x, -1, -1, pattern), NBytes(x), {&result, 1},
+      [&](const Library& mpi, const Lane& lane) {
+        const Communicator& communicator = call.communicator();
+        const auto lanes = static_cast<int64_t>(communicator.lanes.size());
+        const int64_t devices = communicator.ranks->devices();
+        const int64_t to = dest[static_cast<size_t>(lane.index)];
+        const int64_t from = source[static_cast<size_t>(lane.index)];
+        const auto rank_of = [&](int64_t number) {
+          return number < 0 ? mpi.proc_null() : communicator.ranks->RankInWhole(static_cast<int>(number / lanes));
+        };
+        const auto tag_of = [&](int64_t sender, int64_t receiver) {
+          return int((communicator.is_mesh ? devices : 0) * devices + sender * devices + receiver);
+        };
+        const int to_rank = rank_of(to), from_rank = rank_of(from);
+        const int to_tag = to < 0 ? 0 : tag_of(lane.index, to % lanes);
+        const int from_tag = from < 0 ? 0 : tag_of(from % lanes, lane.index);
+        return place.Exchange(lane.channel, ViewOf(x, type), ViewOf(*y, type), {},
+                              [&](const Channel& channel, const void* in, void* out, int64_t count) {
+                                const Arguments a = whole.On(in, out, count);
+                                return mpi.Permute(channel, {in, count, type, to_rank, to_tag},
+                                                   {out, count, type, from_rank, from_tag}, on_channel ? &a : nullptr);
+                              });
+      });
+}
+
+template <typename Place>
+auto BindPpermute() {
+  using Routes = ffi::Span<const int64_t>;
+  auto binding = BindArray<Place>().template Attr<Routes>("dest").template Attr<Routes>("source");
+  return std::move(binding).template Attr<int64_t>("pattern");
+}
+
+template <typename Place>
+ffi::Error Barrier(Place place, const Participants& participants, InToken, OutToken) {
+  Call call = CallIn(place, kBarrier, participants);
+  const Signature signature{kBarrier, participants.DtypeOf(0, ffi::DataType::INVALID)};
+  return call.Run(place, signature, 0, {}, [&](const Library& mpi, const Lane& lane) {
+    return place.Exchange(lane.channel, {}, {}, {},
+                          [&](const Channel& channel, const void*, void*, int64_t) { return mpi.Barrier(channel); });
+  });
+}
+
+// Messages go whole: the other end may cut them into other pieces, or into none.
+constexpr ExchangeOptions kWholeMessage{false, false, true};
+
+template <typename Place>
+ffi::Error Send(Place place, const Participants& participants, InToken, In x, OutToken, int64_t dest, int64_t tag) {
+  Call call = CallIn(place, kSend, participants);
+  Type type;
+  if (!MoveType(x.element_type(), &type)) return call.Unsupported(x.element_type());
+  call.SetDest(dest);
+  if (call.has_dest()) call.Brings(x);
+  return call.Run(place, SignatureOf(kSend, participants, x), NBytes(x), {}, [&](const Library& mpi, const Lane& lane) {
+    return place.Exchange(lane.channel, ViewOf(x, type), {}, kWholeMessage,
+                          [&](const Channel& channel, const void* in, void*, int64_t) {
+                            return pycollective::Send(
+                                mpi, channel,
+                                {{in, Count(x), type, static_cast<int>(dest), static_cast<int>(tag)},
+                                 {SignatureOf(kSend, participants, x), participants.site}});
+                          });
+  });
+}
+
+template <typename Place>
+ffi::Error Recv(Place place, const Participants& participants, InToken, In, OutToken, Out y, int64_t source,
+                int64_t tag, int64_t process, int64_t status) {
+  Call call = CallIn(place, kRecv, participants);
+  const ffi::Error foreign = call.CheckProcess(process);
+  if (foreign.failure()) return foreign;
+  Type type;
+  if (!MoveType(y->element_type(), &type)) return call.Unsupported(y->element_type());
+  const ResultMemory result = ResultOf(*y);
+  call.SetSource(source);
+  return call.Run(place, SignatureOf(kRecv, participants, *y), NBytes(*y), {&result, 1}, [&](const Library& mpi, const Lane& lane) {
+    return place.Exchange(lane.channel, {}, ViewOf(*y, type), kWholeMessage,
+                          [&](const Channel& channel, const void*, void* out, int64_t) {
+                            return pycollective::Recv(
+                                mpi, channel,
+                                {{out, Count(*y), type, static_cast<int>(source), static_cast<int>(tag),
+                                  reinterpret_cast<void*>(status)},
+                                 {SignatureOf(kRecv, participants, *y), participants.site}});
+                          });
+  });
+}
+
+template <typename Place>
+ffi::Error Sendrecv(Place place, const Participants& participants, InToken, In x, OutToken, Out y, int64_t dest,
+                    int64_t send_tag, int64_t source, int64_t recv_tag, int64_t process, int64_t status) {
+  Call call = CallIn(place, kSendrecv, participants);
+  const ffi::Error foreign = call.CheckProcess(process);
+  if (foreign.failure()) return foreign;
+  Type send_type, recv_type;
+  if (!MoveType(x.element_type(), &send_type)) return call.Unsupported(x.element_type());
+  if (!MoveType(y->element_type(), &recv_type)) return call.Unsupported(y->element_type());
+  const ResultMemory result = ResultOf(*y);
+  call.SetDest(dest);
+  if (call.has_dest()) call.Brings(x);
+  call.SetSource(source);
+  const Signature signature = SignatureOf(kSendrecv, participants, x);
+  const int64_t site = participants.site;
+  return call.Run(place, signature, NBytes(x) + NBytes(*y), {&result, 1}, [&](const Library& mpi, const Lane& lane) {
+    return place.Exchange(
+        lane.channel, ViewOf(x, send_type), ViewOf(*y, recv_type), kWholeMessage,
+        [&](const Channel& channel, const void* in, void* out, int64_t) {
+          return pycollective::Sendrecv(
+              mpi, channel,
+              {{in, Count(x), send_type, static_cast<int>(dest), static_cast<int>(send_tag)}, {signature, site}},
+              {{out, Count(*y), recv_type, static_cast<int>(source), static_cast<int>(recv_tag),
+                reinterpret_cast<void*>(status)},
+               {SignatureOf(kSendrecv, participants, *y), site}});
+        });
+  });
+}
+
+}  // namespace
+
+#define PYCOLLECTIVE_NOTHING(...)
+#define PYCOLLECTIVE_OTHER(name, Name, is_collective, ...) \
+  PYCOLLECTIVE_EXPORT_HANDLERS(name, NewHandler<Place>(k##Name, __VA_ARGS__, Name<Place>))
+PYCOLLECTIVE_OPERATIONS(PYCOLLECTIVE_NOTHING, PYCOLLECTIVE_OTHER)
+
+}  // namespace pycollective
