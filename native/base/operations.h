@@ -10,7 +10,7 @@
 // 2. Here: add a row COLLECTIVE.
 // Then a Python primitive with the row's name can call it. Only if programs shall call it over named axes of several
 // CPU devices of each rank: write Outcome Name(const Arguments&) in class TeamCollective too, and name it in the row. Only if
-// ranks of one host shall make it without MPI: add it to the functions of shared_memory/combine.cc.
+// ranks of one host shall make it without MPI: add it to Combine in shared_memory/combine.cc; the row says kBuffered or more.
 
 #ifndef PYCOLLECTIVE_NATIVE_BASE_OPERATIONS_H_
 #define PYCOLLECTIVE_NATIVE_BASE_OPERATIONS_H_
@@ -23,30 +23,60 @@ namespace pycollective {
 enum Attributes { kNone = 0, kOp = 1, kRoot = 2 };
 enum Layout { kWhole, kBlocks };
 
-// COLLECTIVE(name, Name, attributes, operand, result, on a team): a collective of one array, which all ranks call.
+// The ranks on whose data the result of a rank depends.
+enum Dataflow {
+  kAllToAll,   // all ranks
+  kFromRoot,   // the root
+  kToRoot,     // all ranks; the other ranks than the root have no result
+  kFromLower,  // the ranks below this one
+  kPermuted,   // the rank that a permutation names
+  kNoData,     // there are no data; the ranks wait for each other
+  kMessage,    // it is a message, not a collective
+};
+
+// How the ranks of one host exchange the arrays.
+enum HostExchange {
+  kByMpi,         // MPI carries them
+  kBuffered,      // through shared buffers: results may lie where others have not read the operands yet
+  kReadable,      // through shared buffers, or each rank reads the others' operands in their memory
+  kReadableOnce,  // the same; and no element is read by two ranks
+};
+
+// Whether the collective is hierarchical where ranks are on several hosts: within each host, and between hosts.
+enum Hierarchy {
+  kFlat,
+  kHierarchical,
+  kHierarchicalIfEqual,  // where all hosts have as many ranks, in blocks or in turns
+};
+
+// COLLECTIVE(name, Name, attributes, operand, result, dataflow, host exchange, hierarchy, on a team): a collective of one
+// array, which all ranks call.
 //   attributes: kNone, kOp for a reduction, kRoot, or kOp | kRoot.
 //   operand, result: kWhole; or kBlocks for an array that holds one block for each rank.
 //   on a team: the function for several devices of a rank that work together, or nullptr.
 //   collective_handlers.cc makes the handlers of these rows.
-// OTHER(name, Name, is collective, binding): an operation with a handler of its own.
-//   is collective: whether all ranks call it. Then they compare the call; ranks do not compare messages.
+// OTHER(name, Name, dataflow, host exchange, hierarchy, binding): an operation with a handler of its own.
+//   dataflow: collectives are compared before they begin; messages are not.
 //   binding: what XLA hands to the handler (decode.h), which is Name<Place>, a function in other_handlers.cc.
-#define PYCOLLECTIVE_OPERATIONS(COLLECTIVE, OTHER)                                                   \
-  COLLECTIVE(allgather, Allgather, kNone, kWhole, kBlocks, &TeamCollective::Allgather)               \
-  COLLECTIVE(alltoall, Alltoall, kNone, kBlocks, kBlocks, &TeamCollective::Alltoall)                 \
-  COLLECTIVE(reduce_scatter, ReduceScatter, kOp, kBlocks, kWhole, &TeamCollective::ReduceScatter)    \
-  COLLECTIVE(bcast, Bcast, kRoot, kWhole, kWhole, &TeamCollective::Bcast)                            \
-  COLLECTIVE(reduce, Reduce, kOp | kRoot, kWhole, kWhole, &TeamCollective::Reduce)                   \
-  COLLECTIVE(gather, Gather, kRoot, kWhole, kBlocks, nullptr)                                        \
-  COLLECTIVE(scatter, Scatter, kRoot, kBlocks, kWhole, nullptr)                                      \
-  COLLECTIVE(scan, Scan, kOp, kWhole, kWhole, nullptr)                                               \
-  COLLECTIVE(exscan, Exscan, kOp, kWhole, kWhole, nullptr)                                           \
-  OTHER(allreduce, Allreduce, true, BindArrays<Place>("op", "bucket_bytes"))                         \
-  OTHER(ppermute, Ppermute, true, BindPpermute<Place>())                                             \
-  OTHER(barrier, Barrier, true, BindTokens<Place>())                                                 \
-  OTHER(sendrecv, Sendrecv, false, BindArray<Place>("dest", "send_tag", "source", "recv_tag", "process", "status")) \
-  OTHER(send, Send, false, BindOperand<Place>("dest", "tag"))                                        \
-  OTHER(recv, Recv, false, BindArray<Place>("source", "tag", "process", "status"))
+#define PYCOLLECTIVE_OPERATIONS(COLLECTIVE, OTHER)                                                                       \
+  COLLECTIVE(allgather, Allgather, kNone, kWhole, kBlocks, kAllToAll, kReadable, kHierarchicalIfEqual,                   \
+             &TeamCollective::Allgather)                                                                                 \
+  COLLECTIVE(alltoall, Alltoall, kNone, kBlocks, kBlocks, kAllToAll, kReadableOnce, kFlat, &TeamCollective::Alltoall)    \
+  COLLECTIVE(reduce_scatter, ReduceScatter, kOp, kBlocks, kWhole, kAllToAll, kReadable, kHierarchicalIfEqual,            \
+             &TeamCollective::ReduceScatter)                                                                             \
+  COLLECTIVE(bcast, Bcast, kRoot, kWhole, kWhole, kFromRoot, kReadable, kHierarchical, &TeamCollective::Bcast)           \
+  COLLECTIVE(reduce, Reduce, kOp | kRoot, kWhole, kWhole, kToRoot, kBuffered, kHierarchical, &TeamCollective::Reduce)    \
+  COLLECTIVE(gather, Gather, kRoot, kWhole, kBlocks, kToRoot, kReadableOnce, kFlat, nullptr)                             \
+  COLLECTIVE(scatter, Scatter, kRoot, kBlocks, kWhole, kFromRoot, kReadableOnce, kFlat, nullptr)                         \
+  COLLECTIVE(scan, Scan, kOp, kWhole, kWhole, kFromLower, kBuffered, kFlat, nullptr)                                     \
+  COLLECTIVE(exscan, Exscan, kOp, kWhole, kWhole, kFromLower, kBuffered, kFlat, nullptr)                                 \
+  OTHER(allreduce, Allreduce, kAllToAll, kReadable, kHierarchical, BindArrays<Place>("op", "bucket_bytes"))              \
+  OTHER(ppermute, Ppermute, kPermuted, kReadableOnce, kFlat, BindPpermute<Place>())                                      \
+  OTHER(barrier, Barrier, kNoData, kByMpi, kFlat, BindTokens<Place>())                                                   \
+  OTHER(sendrecv, Sendrecv, kMessage, kByMpi, kFlat,                                                                     \
+        BindArray<Place>("dest", "send_tag", "source", "recv_tag", "process", "status"))                                 \
+  OTHER(send, Send, kMessage, kByMpi, kFlat, BindOperand<Place>("dest", "tag"))                                          \
+  OTHER(recv, Recv, kMessage, kByMpi, kFlat, BindArray<Place>("source", "tag", "process", "status"))
 
 // HALF(name, Name, binding): half of an allreduce, for accelerators alone. Its handler, the function Name, stands in
 // allreduce_halves.cc.
@@ -86,16 +116,42 @@ inline constexpr const char* kGuardNames[] = {
 #undef PYCOLLECTIVE_NAME
 };
 
-// Whether all ranks call the operation. `operation` may come from another rank: an unknown number is no collective.
-constexpr bool IsCollective(int32_t operation) {
-  constexpr bool kAnswers[] = {
-#define PYCOLLECTIVE_YES(...) true,
-#define PYCOLLECTIVE_AS_ROW_SAYS(name, Name, is_collective, ...) is_collective,
-      PYCOLLECTIVE_OPERATIONS(PYCOLLECTIVE_YES, PYCOLLECTIVE_AS_ROW_SAYS)
-#undef PYCOLLECTIVE_AS_ROW_SAYS
-#undef PYCOLLECTIVE_YES
-  };
-  return operation >= 0 && operation < kOperationCount && kAnswers[operation];
+// What a row says of its operation, besides.
+struct Traits {
+  Dataflow dataflow;
+  HostExchange host_exchange;
+  Hierarchy hierarchy;
+  Layout operand, result;
+};
+inline constexpr Traits kTraits[] = {
+#define PYCOLLECTIVE_COLLECTIVE(name, Name, attributes, operand, result, dataflow, host_exchange, hierarchy, on_team) \
+  {dataflow, host_exchange, hierarchy, operand, result},
+#define PYCOLLECTIVE_OTHER(name, Name, dataflow, host_exchange, hierarchy, ...) \
+  {dataflow, host_exchange, hierarchy, kWhole, kWhole},
+    PYCOLLECTIVE_OPERATIONS(PYCOLLECTIVE_COLLECTIVE, PYCOLLECTIVE_OTHER)
+#undef PYCOLLECTIVE_OTHER
+#undef PYCOLLECTIVE_COLLECTIVE
+};
+inline constexpr Traits kUnknownTraits = {kMessage, kByMpi, kFlat, kWhole, kWhole};
+
+// `operation` may come from another rank: an unknown number is no collective.
+constexpr const Traits& TraitsOf(int32_t operation) {
+  return operation >= 0 && operation < kOperationCount ? kTraits[operation] : kUnknownTraits;
+}
+
+// Whether all ranks call the operation.
+constexpr bool IsCollective(int32_t operation) { return TraitsOf(operation).dataflow != kMessage; }
+
+// Whether no rank can end the call before all have come to it.
+constexpr bool IsMeeting(int32_t operation) {
+  const Dataflow dataflow = TraitsOf(operation).dataflow;
+  return dataflow == kAllToAll || dataflow == kNoData;
+}
+
+// Whether the data of all ranks have the same part in the call.
+constexpr bool IsSymmetric(int32_t operation) {
+  const Dataflow dataflow = TraitsOf(operation).dataflow;
+  return dataflow == kAllToAll || dataflow == kFromLower || dataflow == kPermuted;
 }
 
 }  // namespace pycollective

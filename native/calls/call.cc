@@ -160,7 +160,7 @@ ffi::Error Call::Prepare(Signature signature, int64_t seq) {
 ffi::Error Call::CheckNumbers(const Signature& mine) {
   const Channel& own = lane_->channel;
   const int64_t number = lane_->team != nullptr ? int64_t{own.rank} * lane_->team->size() + lane_->member : own.rank;
-  const bool is_roots = mine.operation == kBcast || mine.operation == kScatter;
+  const bool is_roots = TraitsOf(mine.operation).dataflow == kFromRoot;
   const bool sends = routes_.size() == 0 || routes_[static_cast<size_t>(lane_->index)] >= 0;
   BadNumbers bad;
   if (sends && (!is_roots || number == mine.root)) bad = FindBadNumbers(operands_, mine.reduce_op);

@@ -35,7 +35,7 @@ std::string DescribeArray(const Dimensions& dimensions, int32_t dtype) {
 
 std::string Describe(const Signature& s, bool with_staging) {
   std::string text = kOperationNames[s.operation];
-  const bool brings_nothing = s.operation == kBarrier && s.dtype != kEmptyTree;
+  const bool brings_nothing = TraitsOf(s.operation).dataflow == kNoData && s.dtype != kEmptyTree;
   if (brings_nothing) return s.devices > 1 ? text + "(on " + std::to_string(s.devices) + " devices)" : text;
   text += "(" + DescribeArray(s.dimensions, s.dtype);
   if (s.reduce_op >= 0) text += std::string(", op=") + OpName(s.reduce_op);

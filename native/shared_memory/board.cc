@@ -28,23 +28,12 @@ constexpr size_t kHeadBytes = 64;        // a bit for each slot; then cells begi
 static_assert(kHeadBytes * 8 >= kSlots);
 constexpr int64_t kTellNs = 2000000000;  // how long a rank waits for the line of a call that does not match
 
-// Whether the data of all ranks has the same part in the call.
-bool IsSymmetric(int32_t operation) {
-  return IsCollective(operation) && operation != kBarrier && operation != kBcast && operation != kReduce &&
-         operation != kGather && operation != kScatter;
-}
-
 char* board = nullptr;
 int ranks_of_host = 0;
 
 std::atomic<uint64_t>* Taken() { return reinterpret_cast<std::atomic<uint64_t>*>(board); }
 
 }  // namespace
-
-bool IsMeeting(int32_t operation) {
-  return operation == kAllreduce || operation == kAllgather || operation == kAlltoall || operation == kReduceScatter ||
-         operation == kBarrier;
-}
 
 bool Post::Matches(const Post& other) const {
   if (!(signature == other.signature) || seq != other.seq || IsMoved(other)) return false;

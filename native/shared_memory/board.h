@@ -19,9 +19,6 @@
 
 namespace pycollective {
 
-// Whether no rank can end the call before all have come to it.
-bool IsMeeting(int32_t operation);
-
 // What a rank posts for one call.
 struct Post {
   Signature signature;

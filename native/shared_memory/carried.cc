@@ -45,7 +45,7 @@ void CarriedReduction::Take(Member member, const BytesOfRank& of) const {
 }
 
 int64_t CarriedCollective::nbytes() const {
-  return CanCombine(operation_) ? blocks_ * static_cast<int64_t>(Bytes(a_.count, a_.type)) : kTooMany;
+  return TraitsOf(operation_).host_exchange != kByMpi ? blocks_ * static_cast<int64_t>(Bytes(a_.count, a_.type)) : kTooMany;
 }
 
 void CarriedCollective::Bring(Member member, char* to) const {

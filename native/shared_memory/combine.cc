@@ -9,48 +9,25 @@
 
 namespace pycollective {
 
-bool CanCombine(Operation operation) {
-  switch (operation) {
-    case kAllreduce:
-    case kReduce:
-    case kReduceScatter:
-    case kScan:
-    case kExscan:
-    case kBcast:
-    case kScatter:
-    case kAllgather:
-    case kAlltoall:
-    case kGather:
-    case kPpermute: return true;
-    default: return false;
-  }
-}
-
-bool CanReadOperands(Operation operation) {
-  return CanCombine(operation) && operation != kReduce && operation != kScan && operation != kExscan;
-}
-
 bool Reads(Operation operation, const Arguments& a, Member member, int other) {
-  switch (operation) {
-    case kBcast:
-    case kScatter: return other == a.root;
-    case kReduce:
-    case kGather: return member.rank == a.root;
-    case kScan:
-    case kExscan: return other < member.rank;
-    case kPpermute: return other == a.from;
+  switch (TraitsOf(operation).dataflow) {
+    case kFromRoot: return other == a.root;
+    case kToRoot: return member.rank == a.root;
+    case kFromLower: return other < member.rank;
+    case kPermuted: return other == a.from;
     default: return true;
   }
 }
 
 bool IsReadBy(Operation operation, const Arguments& a, Member member, int other) {
-  if (operation == kPpermute) return other == a.to;  // only the other one knows where its array comes from
+  if (TraitsOf(operation).dataflow == kPermuted) return other == a.to;  // only the other one knows where its array comes from
   return Brings(operation, a, member) && Reads(operation, a, {other, member.size}, member.rank);
 }
 
 bool Brings(Operation operation, const Arguments& a, Member member) {
-  if (operation == kPpermute) return a.to >= 0;
-  return (operation != kBcast && operation != kScatter) || member.rank == a.root;
+  const Dataflow dataflow = TraitsOf(operation).dataflow;
+  if (dataflow == kPermuted) return a.to >= 0;
+  return dataflow != kFromRoot || member.rank == a.root;
 }
 
 Outcome CopyInMemory(int, void* to, const void* from, size_t nbytes) {
@@ -96,7 +73,7 @@ Outcome Combine(Operation operation, const Arguments& a, Member member, int64_t 
         PYCOLLECTIVE_RETURN_IF_FAILED(gets ? move(to, rank, operation == kAlltoall ? member.rank : 0) : clear(to));
       }
       return {};
-    default: return {};  // CanCombine says so
+    default: return {};  // MPI carries the arrays: kByMpi
   }
 }
 

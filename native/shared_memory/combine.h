@@ -24,13 +24,6 @@ struct Member {
   int size;
 };
 
-// Whether Combine knows the operation.
-bool CanCombine(Operation operation);
-
-// Whether the ranks may read each other's operands while they write their results, which may lie in the same memory. In a
-// scan they would overwrite what others still need.
-bool CanReadOperands(Operation operation);
-
 // Whether this rank's result depends on what another rank brings.
 bool Reads(Operation operation, const Arguments& a, Member member, int other);
 // Whether another rank's result depends on what this rank brings, and whether any rank's does.
@@ -41,7 +34,7 @@ bool Brings(Operation operation, const Arguments& a, Member member);
 using CopyOfRank = std::function<Outcome(int rank, void* to, const void* from, size_t nbytes)>;
 Outcome CopyInMemory(int rank, void* to, const void* from, size_t nbytes);
 
-// Elements `first` to `first + count` of a collective's result, or of each block of it. The operands hold these elements alone.
+// Elements `first` to `first + count` of the result of a collective that is not kByMpi (operations.h), or of each block of it. The operands hold these elements alone.
 // Reductions combine the ranks in their order, so that the result does not depend on how it is cut into pieces, nor on the
 // rank. A rank that gets nothing gets zeros. What is not reduced comes by `copy` alone, which may take it from memory that this
 // process has no part in.

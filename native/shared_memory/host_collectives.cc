@@ -33,30 +33,11 @@ constexpr int kReading = 0, kBuffering = 1;
 // up the pages of the other process.
 int64_t ScratchBytes() { return std::max<int64_t>(256 << 10, CacheBytesOfCore()); }
 
-struct Layouts {
-  Layout operand, result;
-};
-constexpr Layouts LayoutsOf(Operation operation) {
-  constexpr Layouts kAnswers[] = {
-#define PYCOLLECTIVE_AS_ROW_SAYS(name, Name, attributes, operand, result, ...) {operand, result},
-#define PYCOLLECTIVE_WHOLE(...) {kWhole, kWhole},
-      PYCOLLECTIVE_OPERATIONS(PYCOLLECTIVE_AS_ROW_SAYS, PYCOLLECTIVE_WHOLE)
-#undef PYCOLLECTIVE_WHOLE
-#undef PYCOLLECTIVE_AS_ROW_SAYS
-  };
-  return kAnswers[operation];
-}
-
 // The bytes of the arrays of all ranks. What the caches cannot hold, it pays to write past them.
 int64_t BytesOfAll(Operation operation, const Arguments& a, int ranks) {
-  const Layouts layouts = LayoutsOf(operation);
-  const int64_t blocks = (layouts.operand == kBlocks ? ranks : 1) + (layouts.result == kBlocks ? ranks : 1);
+  const Traits& traits = TraitsOf(operation);
+  const int64_t blocks = (traits.operand == kBlocks ? ranks : 1) + (traits.result == kBlocks ? ranks : 1);
   return static_cast<int64_t>(Bytes(a.count, a.type)) * blocks * ranks;
-}
-
-// Whether no element is read twice: then it does not matter whether the caches can hold it.
-bool GoesToOneRank(Operation operation) {
-  return operation == kAlltoall || operation == kScatter || operation == kGather || operation == kPpermute;
 }
 
 void Copy(void* to, const void* from, size_t nbytes, bool past_caches) {
@@ -126,16 +107,18 @@ Outcome InPieces(int64_t count, int64_t at_once, Fill fill, Reduce reduce, Take 
 }  // namespace
 
 HostCollective::Way HostCollective::WayOf(Operation operation, const Arguments& a, int ranks) {
-  if (!CanCombine(operation)) return Way::kByMpi;
+  const HostExchange exchange = TraitsOf(operation).host_exchange;
+  if (exchange == kByMpi) return Way::kByMpi;
   const int64_t least = operation == kAllreduce ? kReadAllreduceBytes : kReadBytes;
-  const bool reads = CanReadOperands(operation) && Exchange::MayRead() && static_cast<int64_t>(Bytes(a.count, a.type)) >= least &&
-                     (GoesToOneRank(operation) || BytesOfAll(operation, a, ranks) <= Exchange::ReadBytes());
+  // If no element is read twice, it does not matter whether the caches can hold the arrays.
+  const bool pays = exchange == kReadableOnce || (exchange == kReadable && BytesOfAll(operation, a, ranks) <= Exchange::ReadBytes());
+  const bool reads = pays && Exchange::MayRead() && static_cast<int64_t>(Bytes(a.count, a.type)) >= least;
   return reads ? Way::kByReading : Way::kThroughBuffers;
 }
 
 bool HostCollective::GoesWithComparison(Operation operation, const Arguments& a, int ranks) {
   const auto nbytes = static_cast<int64_t>(Bytes(a.count, a.type));
-  const int64_t blocks = LayoutsOf(operation).operand == kBlocks ? ranks : 1;
+  const int64_t blocks = TraitsOf(operation).operand == kBlocks ? ranks : 1;
   return nbytes <= kSmallBytes && nbytes * blocks <= Exchange::kBufferBytes &&
          WayOf(operation, a, ranks) == Way::kThroughBuffers;
 }
@@ -189,7 +172,7 @@ bool HostCollective::TakesScattered(const Arguments& a) { return static_cast<int
 Outcome HostCollective::Barrier() { return WaitForAll(exchange_.Post()); }
 
 Outcome HostCollective::InOneStep(Operation operation, const Arguments& a) {
-  const int64_t blocks = LayoutsOf(operation).operand == kBlocks ? member_.size : 1;
+  const int64_t blocks = TraitsOf(operation).operand == kBlocks ? member_.size : 1;
   const bool past_caches = BytesOfAll(operation, a, member_.size) > CacheBytesOfHost();
   const int64_t at_once = std::max<int64_t>(1, Exchange::kBufferBytes / (blocks * kTypeBytes[int(a.type)]));
   struct Piece {

@@ -62,8 +62,8 @@ HostLevels::HostLevels(std::vector<int> hosts, int rank, int64_t from, std::vect
 
 bool HostLevels::Has(Operation operation, const Arguments& a) const {
   if (largest_ == 1 || static_cast<int64_t>(Bytes(a.count, a.type)) < kLeastBytes) return false;
-  if (operation == kAllreduce || operation == kReduce || operation == kBcast) return true;
-  return (in_blocks_ || in_turns_) && (operation == kReduceScatter || operation == kAllgather);
+  const Hierarchy hierarchy = TraitsOf(operation).hierarchy;
+  return hierarchy == kHierarchical || (hierarchy == kHierarchicalIfEqual && (in_blocks_ || in_turns_));
 }
 
 Outcome HostLevels::Make(const Library& mpi, const Channel& channel, bool* has) {

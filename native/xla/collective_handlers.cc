@@ -17,8 +17,6 @@ namespace {
 struct Row {
   Operation operation;
   bool is_reduction;
-  Layout operand;
-  Layout result;
   Outcome (Library::*call)(const Channel&, const Arguments&) const;
   Outcome (TeamCollective::*on_team)(const Arguments&);
 };
@@ -44,7 +42,8 @@ ffi::Error Run(const Row& row, Place place, const Participants& participants, co
   const ResultMemory result = ResultOf(y);
   call.Brings(x);
   const int64_t size = call.size();
-  const int64_t blocks_in = row.operand == kBlocks ? size : 1;
+  const Traits& traits = TraitsOf(row.operation);
+  const int64_t blocks_in = traits.operand == kBlocks ? size : 1;
   const Arguments of_rank = arguments.On(arguments.send, arguments.recv, Count(x) / blocks_in);
   const CarriedCollective carried(row.operation, of_rank, blocks_in);
   if (Place::kInHostMemory) call.Makes(carried, HostCollective::GoesWithComparison(row.operation, of_rank, static_cast<int>(size)));
@@ -55,14 +54,14 @@ ffi::Error Run(const Row& row, Place place, const Participants& participants, co
         if constexpr (Place::kInHostMemory) {
           if (lane.team != nullptr) {
             if (row.on_team == nullptr) return NotOnTeams();
-            const int64_t blocks = row.operand == kBlocks ? ranks * lane.team->size() : 1;
+            const int64_t blocks = traits.operand == kBlocks ? ranks * lane.team->size() : 1;
             const Arguments of_team = arguments.On(arguments.send, arguments.recv, Count(x) / blocks);
             return (TeamCollective(mpi, lane.in_team()).*row.on_team)(of_team);
           }
         }
-        const View in = ViewOf(x, type, row.operand == kBlocks ? ranks : 1);
-        const View out = ViewOf(y, type, row.result == kBlocks ? ranks : 1);
-        const bool in_place = row.operand == kWhole && row.result == kWhole;
+        const View in = ViewOf(x, type, traits.operand == kBlocks ? ranks : 1);
+        const View out = ViewOf(y, type, traits.result == kBlocks ? ranks : 1);
+        const bool in_place = traits.operand == kWhole && traits.result == kWhole;
         const bool is_own = row.is_reduction && mpi.IsOwn(arguments.op, type);
         return place.Exchange(lane.channel, in, out, {true, in_place, !is_own},
                               [&](const Channel& channel, const void* send, void* recv, int64_t count) {
@@ -94,9 +93,9 @@ ffi::Ffi* NewHandlerOf(const Row& row) {
 
 }  // namespace
 
-#define PYCOLLECTIVE_COLLECTIVE(name, Name, attributes, operand, result, on_team)                              \
-  PYCOLLECTIVE_EXPORT_HANDLERS(name, NewHandlerOf<Place, attributes>({k##Name, ((attributes) & kOp) != 0, operand, \
-                                                                      result, &Library::Name, on_team}))
+#define PYCOLLECTIVE_COLLECTIVE(name, Name, attributes, operand, result, dataflow, host_exchange, hierarchy, on_team) \
+  PYCOLLECTIVE_EXPORT_HANDLERS(                                                                                        \
+      name, NewHandlerOf<Place, attributes>({k##Name, ((attributes) & kOp) != 0, &Library::Name, on_team}))
 #define PYCOLLECTIVE_NOTHING(...)
 PYCOLLECTIVE_OPERATIONS(PYCOLLECTIVE_COLLECTIVE, PYCOLLECTIVE_NOTHING)
 

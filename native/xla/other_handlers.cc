@@ -178,7 +178,7 @@ ffi::Error Sendrecv(Place place, const Participants& participants, InToken, In x
 }  // namespace
 
 #define PYCOLLECTIVE_NOTHING(...)
-#define PYCOLLECTIVE_OTHER(name, Name, is_collective, ...) \
+#define PYCOLLECTIVE_OTHER(name, Name, dataflow, host_exchange, hierarchy, ...) \
   PYCOLLECTIVE_EXPORT_HANDLERS(name, NewHandler<Place>(k##Name, __VA_ARGS__, Name<Place>))
 PYCOLLECTIVE_OPERATIONS(PYCOLLECTIVE_NOTHING, PYCOLLECTIVE_OTHER)
 

@@ -7,6 +7,7 @@ part of the ranks, which has no communicator of mpi4py's.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -50,24 +51,6 @@ _FUNCTIONS: dict[str, Callable[[Array, Array], Array]] = {
     "min": lax.min,
     "max": lax.max,
 }
-ATTRIBUTES: dict[str, tuple[str, ...]] = {
-    "allreduce": ("op",),
-    "reduce": ("op", "root"),
-    "reduce_scatter": ("op",),
-    "scan": ("op",),
-    "exscan": ("op",),
-    "bcast": ("root",),
-    "gather": ("root",),
-    "scatter": ("root",),
-    "allgather": (),
-    "alltoall": (),
-    "barrier": (),
-    "ppermute": ("dest", "source"),
-    "send": ("dest", "tag"),
-    "recv": ("source", "tag"),
-    "sendrecv": ("source", "dest", "send_tag", "recv_tag"),
-}
-"""The attributes of each operation that say what it does."""
 
 
 class _Operations:
@@ -239,6 +222,19 @@ class OfAll(_Operations):
         name = native.op_names()[op]
         there, back = _for_mpi(x.dtype, name)
         return back(function(there(x), op=MPI_OPS[name], comm=self._ranks.main, **options))
+
+
+def _attributes_of(method: Callable[..., list[Array]]) -> tuple[str, ...]:
+    parameters = inspect.signature(method).parameters.values()
+    return tuple(one.name for one in parameters if one.kind is one.KEYWORD_ONLY and one.name != "status")
+
+
+ATTRIBUTES = {
+    name: _attributes_of(method)
+    for name, method in {**vars(_Operations), **vars(OfAll)}.items()
+    if not name.startswith("_")
+}
+"""The attributes of each operation that say what it does: the parameters of its method."""
 
 
 def _reduced(op: int, blocks: Sequence[Array]) -> Array:

@@ -41,7 +41,7 @@ def test_several_devices_are_refused(transport: ByMpi4jax) -> None:
 
 def test_an_operation_that_it_does_not_know(transport: ByMpi4jax) -> None:
     with pytest.raises(
-        NotImplementedError, match="permute_all: expected one of allreduce, .* with transport='mpi4jax'"
+        NotImplementedError, match="permute_all: expected one of allgather, .* with transport='mpi4jax'"
     ):
         by_mpi4jax._check("permute_all", -1, [], [])
 
