@@ -121,7 +121,7 @@ const char* ErrorOf(const pycollective::Outcome& outcome, std::string* text) {
 }  // namespace
 
 // Adds a communicator on `lane_count` devices of each rank, given by their ids. `main`, `auxiliary`, `identity`,
-// `world_ranks`: see Ranks. Returns its number.
+// `world_ranks`: see RankGroup. Returns its number.
 PYCOLLECTIVE_EXPORT int64_t pycollective_communicator_add(const char* name, int64_t fingerprint, int32_t rank,
                                                           int32_t size, int32_t lane_count, const int64_t* device_ids,
                                                           int64_t main, int64_t auxiliary, int64_t identity,
@@ -129,7 +129,7 @@ PYCOLLECTIVE_EXPORT int64_t pycollective_communicator_add(const char* name, int6
   const std::vector<int> world(world_ranks, world_ranks + size);
   pycollective::AddGroup(identity, {name, world});
   const auto ranks =
-      std::make_shared<pycollective::Ranks>(rank, size, lane_count, main, auxiliary, identity, world);
+      std::make_shared<pycollective::RankGroup>(rank, size, lane_count, main, auxiliary, identity, world);
   auto communicator = std::make_shared<pycollective::Communicator>(name, fingerprint, ranks);
   for (int i = 0; i < lane_count; ++i) {
     communicator->lanes.push_back(std::make_unique<Lane>(device_ids[i], i, ranks->channel(i), i));
@@ -175,7 +175,7 @@ PYCOLLECTIVE_EXPORT int64_t pycollective_part_add(const char* name, int64_t fing
   return pycollective::AddCommunicator(std::move(part));
 }
 
-// Lets the ranks of a communicator that was just added know their hosts: see Ranks::JoinHosts. Returns null, or a message
+// Lets the ranks of a communicator that was just added know their hosts: see RankGroup::JoinHosts. Returns null, or a message
 // that stays valid until the next call.
 PYCOLLECTIVE_EXPORT const char* pycollective_board_join(int64_t number) {
   static auto& error = *new std::string;

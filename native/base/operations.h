@@ -57,7 +57,7 @@ enum Hierarchy {
 //   collective_handlers.cc makes the handlers of these rows.
 // OTHER(name, Name, dataflow, host exchange, hierarchy, binding): an operation with a handler of its own.
 //   dataflow: collectives are compared before they begin; messages are not.
-//   binding: what XLA hands to the handler (decode.h), which is Name<Place>, a function in other_handlers.cc.
+//   binding: what XLA hands to the handler (decode.h), which is Name<Buffers>, a function in other_handlers.cc.
 #define PYCOLLECTIVE_OPERATIONS(COLLECTIVE, OTHER)                                                                       \
   COLLECTIVE(allgather, Allgather, kNone, kWhole, kBlocks, kAllToAll, kReadable, kHierarchicalIfEqual,                   \
              &TeamCollective::Allgather)                                                                                 \
@@ -70,25 +70,25 @@ enum Hierarchy {
   COLLECTIVE(scatter, Scatter, kRoot, kBlocks, kWhole, kFromRoot, kReadableOnce, kFlat, nullptr)                         \
   COLLECTIVE(scan, Scan, kOp, kWhole, kWhole, kFromLower, kBuffered, kFlat, nullptr)                                     \
   COLLECTIVE(exscan, Exscan, kOp, kWhole, kWhole, kFromLower, kBuffered, kFlat, nullptr)                                 \
-  OTHER(allreduce, Allreduce, kAllToAll, kReadable, kHierarchical, BindArrays<Place>("op", "bucket_bytes"))              \
-  OTHER(ppermute, Ppermute, kPermuted, kReadableOnce, kFlat, BindPpermute<Place>())                                      \
-  OTHER(barrier, Barrier, kNoData, kByMpi, kFlat, BindTokens<Place>())                                                   \
+  OTHER(allreduce, Allreduce, kAllToAll, kReadable, kHierarchical, BindArrays<Buffers>("op", "bucket_bytes"))              \
+  OTHER(ppermute, Ppermute, kPermuted, kReadableOnce, kFlat, BindPpermute<Buffers>())                                      \
+  OTHER(barrier, Barrier, kNoData, kByMpi, kFlat, BindTokens<Buffers>())                                                   \
   OTHER(sendrecv, Sendrecv, kMessage, kByMpi, kFlat,                                                                     \
-        BindArray<Place>("dest", "send_tag", "source", "recv_tag", "process", "status"))                                 \
-  OTHER(send, Send, kMessage, kByMpi, kFlat, BindOperand<Place>("dest", "tag"))                                          \
-  OTHER(recv, Recv, kMessage, kByMpi, kFlat, BindArray<Place>("source", "tag", "process", "status"))
+        BindArray<Buffers>("dest", "send_tag", "source", "recv_tag", "process", "status"))                                 \
+  OTHER(send, Send, kMessage, kByMpi, kFlat, BindOperand<Buffers>("dest", "tag"))                                          \
+  OTHER(recv, Recv, kMessage, kByMpi, kFlat, BindArray<Buffers>("source", "tag", "process", "status"))
 
 // HALF(name, Name, binding): half of an allreduce, for accelerators alone. Its handler, the function Name, stands in
 // allreduce_halves.cc.
 #define PYCOLLECTIVE_DEVICE_OPERATIONS(HALF)                                        \
-  HALF(allreduce_start, AllreduceStart, BindArrays<Place>("op", "bucket_bytes"))    \
-  HALF(allreduce_done, AllreduceDone, BindCall<Place>().RemainingArgs().RemainingRets())
+  HALF(allreduce_start, AllreduceStart, BindArrays<Buffers>("op", "bucket_bytes"))    \
+  HALF(allreduce_done, AllreduceDone, BindCall<Buffers>().RemainingArgs().RemainingRets())
 
 // GUARD(name, Name, binding): a handler that stands before or after an operation that another library carries out, on CPU
 // devices alone. Its handler, the function Name, stands in guards.cc.
 #define PYCOLLECTIVE_GUARDS(GUARD)                                                                 \
-  GUARD(enter, Enter, BindGuard<Place>("operation", "process", "op", "root", "pattern"))           \
-  GUARD(leave, Leave, BindGuard<Place>("operation", "check", "status", "copy_to", "status_bytes"))
+  GUARD(enter, Enter, BindGuard<Buffers>("operation", "process", "op", "root", "pattern"))           \
+  GUARD(leave, Leave, BindGuard<Buffers>("operation", "check", "status", "copy_to", "status_bytes"))
 
 // The index of an operation in the table. Signature::operation holds it.
 enum Operation : int32_t {
@@ -143,7 +143,7 @@ constexpr const Traits& TraitsOf(int32_t operation) {
 constexpr bool IsCollective(int32_t operation) { return TraitsOf(operation).dataflow != kMessage; }
 
 // Whether no rank can end the call before all have come to it.
-constexpr bool IsMeeting(int32_t operation) {
+constexpr bool IsSynchronizing(int32_t operation) {
   const Dataflow dataflow = TraitsOf(operation).dataflow;
   return dataflow == kAllToAll || dataflow == kNoData;
 }

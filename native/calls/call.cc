@@ -47,15 +47,17 @@ std::string LastFailure() {
   return last_failure;
 }
 
-Call::Call(Operation operation, const Participants& participants, int64_t lane_id, int64_t staging)
+Call::Call(Operation operation, const Participants& participants, int64_t lane_id, Staging staging, int64_t piece_bytes)
     : operation_(operation),
       participants_(participants),
       lane_id_(lane_id),
       staging_(staging),
+      piece_bytes_(piece_bytes),
       communicator_(FindCommunicator(participants.number())) {
   if (communicator_ == nullptr) return;
-  if (participants.spread < -1) copies_ = &communicator_->TeamOfCopies(static_cast<int>(-participants.spread));
-  lane_ = participants.spread > 1 ? communicator_->LaneOf(lane_id) : &communicator_->single_lane;
+  const bool has_replicas = participants.replicated && participants.devices > 1;
+  if (has_replicas) replicas_ = &communicator_->ReplicaTeam(static_cast<int>(participants.devices));
+  lane_ = participants.callers() > 1 ? communicator_->LaneOf(lane_id) : &communicator_->single_lane;
 }
 
 ffi::Error Call::CheckParticipants() const {
@@ -83,7 +85,7 @@ ffi::Error Call::CheckParticipants() const {
                      (lane_id_ >> 32 == 0 ? "CPU device " : "accelerator ") + std::to_string(lane_id_ & 0xFFFFFFFF),
                  "Name that device in init, or run the program on one of its devices.");
   }
-  if (participants_.spread <= 1 && !communicator_->teams.empty()) {
+  if (participants_.callers() <= 1 && !communicator_->teams.empty()) {
     return Error(ffi::ErrorCode::kFailedPrecondition,
                  "expected a program on the devices of its mesh, got one on a single device", "Please report this.");
   }
@@ -147,8 +149,9 @@ ffi::Error Call::Prepare(Signature signature, int64_t seq) {
     const Outcome made = communicator_->ranks->MakeChannel(*library, lane_->channel_number);
     if (!made.ok()) return ErrorOf(made);
     signature.staging = staging_;
-    signature.devices = static_cast<int32_t>(participants_.spread > 0 ? participants_.spread : 1);
-    signature.team = lane_->team != nullptr ? lane_->team->size() : 1;
+    signature.piece_bytes = piece_bytes_;
+    signature.devices = static_cast<int32_t>(participants_.callers());
+    signature.team = static_cast<int16_t>(lane_->team != nullptr ? lane_->team->size() : 1);
     if (lane_->channel.size > 1) {
       const ffi::Error differs = CompareWithRanks(signature, seq);
       if (differs.failure()) return differs;
@@ -183,9 +186,9 @@ Outcome Call::TellRanks(const Channel& channel, BadNumbers* bad) {
   PYCOLLECTIVE_RETURN_IF_FAILED(library->Allgather(channel, {&bad->count, counts.data(), 1, Type::kInt64}));
   const auto first = std::find_if(counts.begin(), counts.end(), [](int64_t count) { return count > 0; });
   if (first == counts.end()) return {};
-  Arguments told{bad, bad, sizeof(BadNumbers), Type::kUint8};
-  told.root = static_cast<int>(first - counts.begin());
-  return library->Bcast(channel, told);
+  Arguments shared{bad, bad, sizeof(BadNumbers), Type::kUint8};
+  shared.root = static_cast<int>(first - counts.begin());
+  return library->Bcast(channel, shared);
 }
 
 Outcome Call::TellTeam(BadNumbers* bad) {
@@ -205,12 +208,12 @@ Outcome Call::TellTeam(BadNumbers* bad) {
 ffi::Error Call::CompareOnBoard(const Signature& mine) {
   LazyChannel& channel = lane_->channel;
   const Post post{mine, participants_.site, 0, participants_.order};
-  const bool meets = IsMeeting(mine.operation);
-  const bool waits = meets || channel.agreed.count(mine) == 0;
-  const bool in_cell = MayBeCarried() && BoardSlot::IsCarried(*carried_, channel.size);
+  const bool synchronizes = IsSynchronizing(mine.operation);
+  const bool waits = synchronizes || channel.agreed.count(mine) == 0;
+  const bool in_cell = MayPiggyback() && BoardSlot::FitsCell(*piggybacked_, channel.size);
   bool in_buffer = false;
-  if (!in_cell && meets && MayBeCarried() && may_use_buffer_ && channel.exchange != nullptr &&
-      carried_->nbytes() <= Exchange::kBufferBytes) {
+  if (!in_cell && synchronizes && MayPiggyback() && may_use_buffer_ && channel.exchange != nullptr &&
+      piggybacked_->nbytes() <= Exchange::kBufferBytes) {
     const Outcome outcome = HostCollective(*library, channel).FreeBuffer(channel.board.next_call(), &in_buffer);
     if (!outcome.ok()) return ErrorOf(outcome);
   }
@@ -219,16 +222,16 @@ ffi::Error Call::CompareOnBoard(const Signature& mine) {
   const Difference found = channel.board.Compare(post, waits, [&](int rank) {
     progress = library->Progress(channel, rank);
     return progress.ok();
-  }, in_cell || in_buffer ? carried_ : nullptr, in_buffer ? &buffer_of : nullptr);
+  }, in_cell || in_buffer ? piggybacked_ : nullptr, in_buffer ? &buffer_of : nullptr);
   if (!progress.ok()) return ErrorOf(progress);
   if (found.rank >= 0) return Differs(post, found);
-  if (waits && !meets) channel.agreed.insert(mine);
+  if (waits && !synchronizes) channel.agreed.insert(mine);
   is_done_ = found.is_made || (mine.operation == kBarrier && lane_->team == nullptr);  // no rank goes on before all have come
   return ffi::Error::Success();
 }
 
 void Call::BreakTeams() const {
-  if (copies_ != nullptr) copies_->Break();
+  if (replicas_ != nullptr) replicas_->Break();
   if (lane_ != nullptr && lane_->team != nullptr) lane_->team->Break();
 }
 
@@ -236,27 +239,28 @@ ffi::Error Call::Differs(const Post& mine, const Difference& found) const {
   const Post& theirs = found.theirs;
   const bool known = IsCollective(theirs.signature.operation);
   const bool same_call = theirs.signature == mine.signature, same_number = theirs.seq == mine.seq;
-  const bool moved = same_call && same_number && mine.site == theirs.site && mine.IsMoved(theirs);
+  const bool reordered = same_call && same_number && mine.site == theirs.site && mine.HasReorderedOperands(theirs);
   Signature as_staged_here = theirs.signature;
   as_staged_here.staging = mine.signature.staging;
-  const bool staging = !same_call && as_staged_here == mine.signature;  // it is all that differs
+  as_staged_here.piece_bytes = mine.signature.piece_bytes;
+  const bool only_staging = !same_call && as_staged_here == mine.signature;  // that is all that differs
   // A rank that has not noticed the difference tells no line. Where this rank has the same one, it knows its name.
   const std::string line_of_theirs = found.line.empty() ? SiteText(theirs.site) : found.line;
   const auto text = [&](const Post& post, const std::string& line) {
-    return Describe(post.signature, staging) + (line.empty() ? "" : " at " + line) +
+    return Describe(post.signature, only_staging) + (line.empty() ? "" : " at " + line) +
            (same_number ? "" : ", collective " + std::to_string(post.seq) + " of its ranks,") +
-           (moved ? ", of operand #" + std::to_string(static_cast<uint64_t>(post.order) >> 48) + "," : "");
+           (reordered ? ", of operand #" + std::to_string(static_cast<uint64_t>(post.order) >> 48) + "," : "");
   };
   return Error(ffi::ErrorCode::kInvalidArgument,
                "CollectiveMismatch: expected the same call on every rank, got " + text(mine, SiteText(mine.site)) +
                    " here and " + (known ? text(theirs, line_of_theirs) : std::string("another call")) + " on rank " +
                    std::to_string(found.rank),
-               moved ? "Sum in the same order on all ranks. A set of strings has another order in each process: sort it."
+               reordered ? "Sum in the same order on all ranks. A set of strings has another order in each process: sort it."
                : same_call && same_number
                    ? "All ranks must make such calls in the same order of lines, by the same function, and over a named axis in "
                      "programs with the same collectives: else data of one is taken for data of another. "
                      "PYCOLLECTIVE_CHECK=first compares no lines."
-               : staging ? "All ranks must use devices of one kind, with the same settings."
+               : only_staging ? "All ranks must use devices of one kind, with the same settings."
                          : "All ranks must run the same collectives in the same order, with the same shapes, dtypes and "
                            "pytrees.");
 }
@@ -266,16 +270,16 @@ ffi::Error Call::CompareWithRanks(const Signature& mine, int64_t seq) {
   LazyChannel& channel = lane_->channel;
   const std::lock_guard<std::mutex> lock(channel.mutex);
   if (check >= Check::kEvery && channel.board.exists()) return CompareOnBoard(mine);
-  const bool each = check == Check::kAlways || (check == Check::kEvery && IsMeeting(mine.operation));
+  const bool each = check == Check::kAlways || (check == Check::kEvery && IsSynchronizing(mine.operation));
   if (!each && channel.agreed.count(mine) != 0) return ffi::Error::Success();
   // Only if it is so at each call: MPI may add in another order, and equal calls shall have equal bits.
-  const bool carries = each && MayBeCarried() && carried_->nbytes() <= kCarriedBytes;
+  const bool piggybacks = each && MayPiggyback() && piggybacked_->nbytes() <= kPiggybackBytes;
   const Post post = check == Check::kFirst ? Post{mine, 0, seq} : Post{mine, participants_.site, seq, participants_.order};
   Difference found;
-  const Outcome outcome = CompareWithAll(*library, channel, post, carries ? carried_ : nullptr, &found);
+  const Outcome outcome = CompareWithAll(*library, channel, post, piggybacks ? piggybacked_ : nullptr, &found);
   if (!outcome.ok()) return ErrorOf(outcome);
   if (found.rank >= 0) return Differs(post, found);
-  is_done_ = carries || (mine.operation == kBarrier && lane_->team == nullptr);  // no rank goes on before all have come
+  is_done_ = piggybacks || (mine.operation == kBarrier && lane_->team == nullptr);  // no rank goes on before all have come
   if (!each) channel.agreed.insert(mine);
   return ffi::Error::Success();
 }

@@ -30,11 +30,11 @@ struct Participants {
   // one that the user passed, the dtype of each operand as the user passed it; kEmptyTree for a tree without arrays. Last,
   // of a call with a root whose operand is a leaf of a tree, a hash of the tree's structure.
   xla::ffi::Span<const int64_t> comm;
-  // How the program lies on the devices of this process. 1: on one device. n > 1: on n devices, each of which makes the
-  // call itself, on a channel of its own. -n: on n devices that have the same data; they meet, one makes the call as a
-  // single device would, and its results are copied to the others. So ranks may have their arrays on different numbers
-  // of devices.
-  int64_t spread;
+  // The devices of this process on which the program runs. Each makes the call itself, on a channel of its own, unless they are
+  // `replicated`: then all have the same data; they meet, one makes the call as a single device would, and its results are
+  // copied to the others. So ranks may have their arrays on different numbers of devices.
+  int64_t devices;
+  bool replicated = false;
   // The line of the user's code (recorder.h); 0: unknown.
   int64_t site = 0;
   // The place of this reduction among those of the line, as in Post; 0: unknown.
@@ -42,6 +42,8 @@ struct Participants {
 
   int64_t number() const { return comm.size() > 0 ? comm[0] : -1; }
   int64_t fingerprint() const { return comm.size() > 1 ? comm[1] : 0; }
+  // The devices that make the call, each for itself.
+  int64_t callers() const { return replicated ? 1 : devices; }
   // The structure of the tree around the one operand; 0: it is no leaf of a tree, or nobody compares that.
   int64_t tree() const { return comm.size() > 3 ? comm[3] : 0; }
   // The dtype of an operand as the user passed it. `travels`: the one in which it travels.
@@ -50,7 +52,7 @@ struct Participants {
   }
 };
 
-// The results of a call. Devices with the same data copy them from each other. The caller keeps the list.
+// The results of a call. Replicas copy them from each other. The caller keeps the list.
 struct ResultMemory {
   void* data;
   size_t nbytes;
@@ -60,8 +62,8 @@ struct Results {
   size_t count = 0;
 };
 
-// Remembers how the last call of this process has ended. XLA hands its error to whoever reads a result of the program, and to
-// nobody if nobody does.
+// Remembers how the last call of this process has ended. XLA reports the error of a call only when a result of its program is
+// read. We keep the error, so that the exit of the process can report it.
 void NoteEnd(const xla::ffi::Error& error);
 // The message of the last call's error, "" if it has succeeded.
 std::string LastFailure();
@@ -88,8 +90,8 @@ xla::ffi::Error CatchAsError(Operation operation, Work work) {
 
 class Call {
  public:
-  // `lane_id`: the device that calls, as lanes know it. `staging`: how its arrays reach MPI, as in Signature.
-  Call(Operation operation, const Participants& participants, int64_t lane_id, int64_t staging);
+  // `lane_id`: the device that calls, as lanes know it. `staging`, `piece_bytes`: how its arrays reach MPI, as in Signature.
+  Call(Operation operation, const Participants& participants, int64_t lane_id, Staging staging, int64_t piece_bytes);
   // If an exception ends the call, the other devices of the program must not wait for this one.
   ~Call() {
     if (std::uncaught_exceptions() > exceptions_) BreakTeams();
@@ -97,14 +99,14 @@ class Call {
   Call(const Call&) = default;
   Call& operator=(const Call&) = delete;
 
-  // Runs body(library, lane) in `place`, when the calls before it are done.
-  template <typename Place, typename Body>
-  xla::ffi::Error Run(Place& place, const Signature& signature, int64_t nbytes, const Results& results, Body body) {
-    if constexpr (Place::kInHostMemory) {
+  // Runs body(library, lane) where the buffers lie, when the calls before it are done.
+  template <typename Buffers, typename Body>
+  xla::ffi::Error Run(Buffers& buffers, const Signature& signature, int64_t nbytes, const Results& results, Body body) {
+    if constexpr (Buffers::kInHostMemory) {
       return RunNow(signature, nbytes, results, body);
     } else {
       xla::ffi::Error error;
-      const Outcome outcome = place.Run([&] {  // perhaps in the device's thread
+      const Outcome outcome = buffers.Run([&] {  // perhaps in the device's thread
         error = CatchAsError(operation_, [&] { return RunNow(signature, nbytes, results, body); });
       });
       return error.failure() || outcome.ok() ? error : ErrorOf(outcome);
@@ -117,7 +119,7 @@ class Call {
     xla::ffi::Error wrong = CheckParticipants();
     if (wrong.failure()) return wrong;
     const auto work = [&] { return RunOnLane(signature, nbytes, body); };
-    return copies_ == nullptr ? work() : RunForCopies(signature, nbytes, results, work);
+    return replicas_ == nullptr ? work() : RunForReplicas(signature, nbytes, results, work);
   }
 
   // Returns an error if the program holds addresses of another process; 0: it holds none.
@@ -135,19 +137,19 @@ class Call {
   void SetSource(int64_t source) { source_ = PeerOf(source); }
   bool has_dest() const { return dest_ != Record::kNoPeer; }
 
-  // What this rank brings to the call: the numbers guard looks at it.
-  void Brings(const xla::ffi::AnyBuffer& x) {
+  // Adds an operand of this rank, in which the numbers guard looks for NaN and Inf.
+  void AddOperandForNanCheck(const xla::ffi::AnyBuffer& x) {
     if (!check_numbers) return;
     const auto count = static_cast<int64_t>(x.element_count());
-    Brings({x.untyped_data(), count, static_cast<int32_t>(x.element_type()), Dimensions(x.dimensions())});
+    AddOperandForNanCheck({x.untyped_data(), count, static_cast<int32_t>(x.element_type()), Dimensions(x.dimensions())});
   }
-  void Brings(const Operand& operand) {
+  void AddOperandForNanCheck(const Operand& operand) {
     if (check_numbers) operands_.push_back(operand);
   }
-  // The call is this one, in host memory, which may travel with the comparison. It lives as long as the call. `in_buffer`: if it
-  // is too large for the board, it may do so in the buffers of the ranks.
-  void Makes(const Carried& carried, bool in_buffer) {
-    carried_ = &carried;
+  // The operands of the call, in host memory, may be piggybacked on its comparison. `piggybacked` lives as long as the call.
+  // `in_buffer`: operands that are too large for the board may lie in the buffers of the ranks.
+  void AllowPiggyback(const PiggybackedCollective& piggybacked, bool in_buffer) {
+    piggybacked_ = &piggybacked;
     may_use_buffer_ = in_buffer;
   }
   // The number of ranks, if the participants are right.
@@ -179,9 +181,9 @@ class Call {
     const xla::ffi::Error wrong = Prepare(signature, record.seq);
     if (wrong.failure()) return wrong;
     const Outcome outcome = is_done_ ? Outcome{} : [&] {
-      Pace::Call paced(&lane_->channel.pace, nbytes);
+      BandwidthEstimate::Sample sample(&lane_->channel.bandwidth, nbytes);
       const Outcome made = body(*library, *lane_);
-      if (made.ok()) paced.Succeed();
+      if (made.ok()) sample.Succeed();
       return made;
     }();
     if (!outcome.ok()) return ErrorOf(outcome);
@@ -198,21 +200,21 @@ class Call {
   Record RecordOf(const Signature& signature, int64_t nbytes, CallState state) const;
   static int64_t PeerOf(int64_t rank);  // as records name it
 
-  // Devices that have copies of the same data meet; the last to come runs work() and copies its results to the others.
+  // Replicas, devices that have the same data, meet. The last to come runs work() and copies its results to the others.
   template <typename Work>
-  xla::ffi::Error RunForCopies(const Signature& signature, int64_t nbytes, const Results& results, Work work) {
-    struct Copy {
+  xla::ffi::Error RunForReplicas(const Signature& signature, int64_t nbytes, const Results& results, Work work) {
+    struct Replica {
       const Results& results;
       xla::ffi::Error error;
     };
-    Copy own{results, {}};
+    Replica own{results, {}};
     Recorded meeting(RecordOf(signature, nbytes, kScheduled));
-    copies_->AddBuffers({nullptr, &own});
-    copies_->Meet([&] {
+    replicas_->AddBuffers({nullptr, &own});
+    replicas_->Meet([&] {
       meeting.Finish(kUnused);  // the call has a record of its own
       const xla::ffi::Error error = CatchAsError(operation_, work);
-      for (int member = 0; member < copies_->size(); ++member) {
-        Copy& other = *static_cast<Copy*>(copies_->BuffersOf(member).out);
+      for (int member = 0; member < replicas_->size(); ++member) {
+        Replica& other = *static_cast<Replica*>(replicas_->BuffersOf(member).out);
         other.error = error;
         for (size_t i = 0; i < results.count && &other != &own; ++i) {
           const ResultMemory& from = results.first[i];
@@ -228,8 +230,8 @@ class Call {
   // every rank instead of a hang or a wrong sum. It may make the call itself (comparison.h).
   xla::ffi::Error CompareWithRanks(const Signature& mine, int64_t seq);
   xla::ffi::Error CompareOnBoard(const Signature& mine);
-  // Whether the call may travel with its comparison.
-  bool MayBeCarried() const { return carried_ != nullptr && lane_->team == nullptr && !check_numbers; }
+  // Whether the operands may be piggybacked on the comparison.
+  bool MayPiggyback() const { return piggybacked_ != nullptr && lane_->team == nullptr && !check_numbers; }
   // Returns an error if a rank brings a NaN or an Inf. All ranks of a collective get it, before they call MPI; of a message
   // only the rank that sends.
   xla::ffi::Error CheckNumbers(const Signature& mine);
@@ -241,15 +243,16 @@ class Call {
   Operation operation_;
   Participants participants_;
   int64_t lane_id_;
-  int64_t staging_;
+  Staging staging_;
+  int64_t piece_bytes_;
   std::shared_ptr<Communicator> communicator_;
   Lane* lane_ = nullptr;
-  Team* copies_ = nullptr;  // the devices with copies of the same data
+  Team* replicas_ = nullptr;  // the devices that have the same data
   int64_t dest_ = Record::kNoPeer;
   int64_t source_ = Record::kNoPeer;
   std::vector<Operand> operands_;  // if the numbers guard looks at them
   xla::ffi::Span<const int64_t> routes_;
-  const Carried* carried_ = nullptr;
+  const PiggybackedCollective* piggybacked_ = nullptr;
   bool may_use_buffer_ = false;
   bool is_done_ = false;  // the comparison has made the call
   int exceptions_ = std::uncaught_exceptions();

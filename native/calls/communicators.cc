@@ -22,7 +22,7 @@ int64_t IdentityOfPart(int64_t whole, const std::vector<int>& members) {
 
 }  // namespace
 
-Ranks::Ranks(int rank, int size, int devices, int64_t main, int64_t auxiliary, int64_t identity,
+RankGroup::RankGroup(int rank, int size, int devices, int64_t main, int64_t auxiliary, int64_t identity,
              std::vector<int> world)
     : devices_(devices),
       auxiliary_(auxiliary),
@@ -46,7 +46,7 @@ Ranks::Ranks(int rank, int size, int devices, int64_t main, int64_t auxiliary, i
   channels_[0].made = true;
 }
 
-Ranks::Ranks(const Ranks& whole, std::vector<int> members, int rank)
+RankGroup::RankGroup(const RankGroup& whole, std::vector<int> members, int rank)
     : devices_(whole.devices_),
       auxiliary_(whole.auxiliary_),
       members_(std::move(members)),
@@ -66,7 +66,7 @@ Ranks::Ranks(const Ranks& whole, std::vector<int> members, int rank)
   first_tag_ = static_cast<int>(1 + hash % blocks) * 2 * devices_;
 }
 
-Outcome Ranks::MakeChannel(const Library& mpi, int number) {
+Outcome RankGroup::MakeChannel(const Library& mpi, int number) {
   LazyChannel& channel = this->channel(number);
   if (channel.made.load(std::memory_order_acquire)) return {};
   int64_t made = 0;
@@ -78,7 +78,7 @@ Outcome Ranks::MakeChannel(const Library& mpi, int number) {
   return {};
 }
 
-Outcome Ranks::JoinHosts(const Library& mpi, int number) {
+Outcome RankGroup::JoinHosts(const Library& mpi, int number) {
   LazyChannel& channel = this->channel(number);
   if (channel.size == 1) return {};
   if (!AreOnThisHost(world_)) {
@@ -102,13 +102,13 @@ Outcome Ranks::JoinHosts(const Library& mpi, int number) {
   return {};
 }
 
-bool Ranks::SpanHosts() const {
+bool RankGroup::SpanHosts() const {
   const std::vector<int> hosts = HostsOf(world_);
   const bool all_known = std::find(hosts.begin(), hosts.end(), -1) == hosts.end();
   return all_known && std::any_of(hosts.begin(), hosts.end(), [&](int host) { return host != hosts.front(); });
 }
 
-void Ranks::AddOwnComms(std::vector<int64_t>* comms) const {
+void RankGroup::AddOwnComms(std::vector<int64_t>* comms) const {
   for (const LazyChannel& channel : channels_) {
     const int64_t own = channel.own.load(std::memory_order_acquire);
     if (own != 0) comms->push_back(own);
@@ -117,7 +117,7 @@ void Ranks::AddOwnComms(std::vector<int64_t>* comms) const {
   }
 }
 
-Outcome Ranks::FreeChannels(const Library& mpi) {
+Outcome RankGroup::FreeChannels(const Library& mpi) {
   Outcome first;
   for (LazyChannel& channel : channels_) {
     if (channel.made && channel.levels_of_ranks != nullptr) {
@@ -144,9 +144,9 @@ Outcome Ranks::FreeChannels(const Library& mpi) {
   return first;
 }
 
-Team& Communicator::TeamOfCopies(int size) {
+Team& Communicator::ReplicaTeam(int size) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return teams_of_copies_.try_emplace(size, size).first->second;
+  return replica_teams_.try_emplace(size, size).first->second;
 }
 
 // Hosts ----------------------------------------------------------------------------------------------------------
@@ -209,10 +209,10 @@ bool WasCommunicator(int64_t number) {
   return 0 <= number && number < next_number;
 }
 
-std::shared_ptr<Ranks> PartOf(Communicator& whole, const std::vector<int>& members, int rank) {
+std::shared_ptr<RankGroup> PartOf(Communicator& whole, const std::vector<int>& members, int rank) {
   const std::lock_guard<std::mutex> lock(mutex);
-  std::shared_ptr<Ranks>& part = whole.parts[members];
-  if (part == nullptr) part = std::make_shared<Ranks>(*whole.ranks, members, rank);
+  std::shared_ptr<RankGroup>& part = whole.parts[members];
+  if (part == nullptr) part = std::make_shared<RankGroup>(*whole.ranks, members, rank);
   return part;
 }
 

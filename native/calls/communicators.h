@@ -18,8 +18,8 @@
 
 #include "devices/team.h"
 #include "devices/team_collectives.h"
+#include "mpi/backoff.h"
 #include "mpi/collectives.h"
-#include "mpi/patience.h"
 #include "records/recorder.h"
 #include "records/signature.h"
 #include "shared_memory/board.h"
@@ -43,8 +43,8 @@ struct LazyChannel : Channel {
   std::unique_ptr<HostLevels> levels_of_ranks;
   std::atomic<const HostLevels*> known_levels{nullptr};
 
-  // Of its calls that run beside XLA's computation.
-  Pace pace;
+  // Of its calls that run beside XLA's computation: how long their threads may sleep.
+  BandwidthEstimate bandwidth;
 
   // How many collectives and messages its records have counted.
   std::atomic<int64_t> collectives{0};
@@ -69,17 +69,17 @@ struct LazyChannel : Channel {
 // MPI_Comm_create_group: the threads that are about to make that call, one on each rank, and no others. So making a
 // channel needs no order and no meeting that the call itself does not need. Several devices may make channels at once:
 // the tag has the channel's number, and one device makes its calls one after another.
-class Ranks {
+class RankGroup {
  public:
   // The ranks of a communicator with `devices` devices each. `main` is for collectives, and for messages under the
   // program's own tags; `auxiliary` for making channels, for ppermute, and for messages between devices. The caller
   // owns both. `identity` is the same on all ranks, and no other communicator of these ranks has it. `world`: the place
   // of each rank in MPI_COMM_WORLD.
-  Ranks(int rank, int size, int devices, int64_t main, int64_t auxiliary, int64_t identity, std::vector<int> world);
+  RankGroup(int rank, int size, int devices, int64_t main, int64_t auxiliary, int64_t identity, std::vector<int> world);
   // The ranks `members` of a whole communicator, in that order; this process is number `rank` among them.
-  Ranks(const Ranks& whole, std::vector<int> members, int rank);
-  Ranks(const Ranks&) = delete;
-  Ranks& operator=(const Ranks&) = delete;
+  RankGroup(const RankGroup& whole, std::vector<int> members, int rank);
+  RankGroup(const RankGroup&) = delete;
+  RankGroup& operator=(const RankGroup&) = delete;
 
   int rank() const { return channels_[0].rank; }
   int size() const { return channels_[0].size; }
@@ -127,7 +127,7 @@ struct Lane {
 
   const int64_t device_id;
   LazyChannel& channel;
-  const int channel_number;     // in Ranks
+  const int channel_number;     // in RankGroup
   const int index;              // in Communicator::lanes
   Team* team = nullptr;         // the local devices that make one collective together; null: this device alone
   int member = 0;               // number in the team
@@ -139,7 +139,7 @@ struct Lane {
 
 // What a program names: ranks, and the part that the devices of each rank have.
 struct Communicator {
-  Communicator(std::string name, int64_t fingerprint, std::shared_ptr<Ranks> ranks)
+  Communicator(std::string name, int64_t fingerprint, std::shared_ptr<RankGroup> ranks)
       : name(std::move(name)),
         fingerprint(fingerprint),
         ranks(std::move(ranks)),
@@ -147,7 +147,7 @@ struct Communicator {
 
   const std::string name;
   const int64_t fingerprint;
-  const std::shared_ptr<Ranks> ranks;
+  const std::shared_ptr<RankGroup> ranks;
   std::atomic<bool> freed{false};
   std::atomic<bool> lost{false};  // freed since one of its ranks has failed
   bool is_mesh = false;  // lanes have the numbers that the devices have in a mesh, not in init
@@ -159,7 +159,7 @@ struct Communicator {
   // In a part: the communicator that it is a part of.
   std::shared_ptr<Communicator> whole;
   // In a whole: the ranks of its parts, by their members. Guarded by the table's lock.
-  std::map<std::vector<int>, std::shared_ptr<Ranks>> parts;
+  std::map<std::vector<int>, std::shared_ptr<RankGroup>> parts;
 
   Lane* LaneOf(int64_t device_id) const {
     for (const auto& lane : lanes) {
@@ -167,12 +167,12 @@ struct Communicator {
     }
     return nullptr;
   }
-  // The team in which `size` devices meet that have copies of the same data.
-  Team& TeamOfCopies(int size);
+  // The team in which `size` replicas meet: devices that have the same data.
+  Team& ReplicaTeam(int size);
 
  private:
   std::mutex mutex_;
-  std::map<int, Team> teams_of_copies_;  // by their size; guarded by `mutex_`
+  std::map<int, Team> replica_teams_;  // by their size; guarded by `mutex_`
 };
 
 // The table of communicators. Any thread may call these functions.
@@ -185,7 +185,7 @@ std::shared_ptr<Communicator> FindCommunicator(int64_t number);
 // Returns whether the number was ever used.
 bool WasCommunicator(int64_t number);
 // Returns the ranks of a part of a communicator: the same object for the same members.
-std::shared_ptr<Ranks> PartOf(Communicator& whole, const std::vector<int>& members, int rank);
+std::shared_ptr<RankGroup> PartOf(Communicator& whole, const std::vector<int>& members, int rank);
 // Marks a communicator and its parts as freed, and frees the channels that calls have made. All ranks must make this
 // call, and none of them may have a call under way.
 Outcome FreeCommunicator(const Library& mpi, int64_t number);

@@ -2,7 +2,7 @@
 //
 // Before the call each rank gathers a block from all: a hash of the call, its line and its number on the channel. If they
 // differ, all ranks see it, and gather the calls themselves. A small collective needs no call of its own then: its operands travel
-// in the blocks (carried.h).
+// in the blocks (piggyback.h).
 
 #ifndef PYCOLLECTIVE_NATIVE_CALLS_COMPARISON_H_
 #define PYCOLLECTIVE_NATIVE_CALLS_COMPARISON_H_
@@ -12,16 +12,16 @@
 
 #include "mpi/collectives.h"
 #include "shared_memory/board.h"
-#include "shared_memory/carried.h"
+#include "shared_memory/piggyback.h"
 
 namespace pycollective {
 
 // What the block of a rank has room for, beside the hash.
-inline constexpr int64_t kCarriedBytes = 120;
+inline constexpr int64_t kPiggybackBytes = 120;
 
 // Compares the call of this rank with those of all ranks of the channel, which must all make this call. Sets `found` to the
-// first one that does not match. Else, if `carried` is not null, it also makes that collective: it must fit.
-Outcome CompareWithAll(const Library& mpi, const Channel& channel, const Post& own, const Carried* carried,
+// first one that does not match. Else, if `piggybacked` is not null, it also makes that collective: it must fit.
+Outcome CompareWithAll(const Library& mpi, const Channel& channel, const Post& own, const PiggybackedCollective* piggybacked,
                        Difference* found);
 
 }  // namespace pycollective

@@ -18,23 +18,23 @@
 namespace pycollective {
 namespace {
 
-struct Letter {
-  Told told;
+struct MessageHeader {
+  CallDescription call;
   int64_t encloses = 0;  // 1: the data lie here
-  char data[256] = {};   // of host memory; a letter of 512 bytes goes at once in any MPI library
+  char data[256] = {};   // of host memory; a header of 512 bytes goes at once in any MPI library
 
-  Letter() = default;
-  Letter(const Channel& channel, const SentMessage& sent) : told(sent.post) {
+  MessageHeader() = default;
+  MessageHeader(const Channel& channel, const SentMessage& sent) : call(sent.post) {
     const size_t nbytes = Bytes(sent.data.count, sent.data.type);
     if (channel.memory != nullptr || nbytes > sizeof(data)) return;
     encloses = 1;
     if (nbytes > 0) std::memcpy(data, sent.data.data, nbytes);
   }
 };
-static_assert(sizeof(Letter) == 512, "ranks send it as bytes, so it must have no padding");
+static_assert(sizeof(MessageHeader) == 512, "ranks send it as bytes, so it must have no padding");
 
-Outgoing Sent(const Letter& letter, const SentMessage& sent) {
-  return {&letter, sizeof(Letter), Type::kUint8, sent.data.dest, sent.data.tag};
+Outgoing Sent(const MessageHeader& header, const SentMessage& sent) {
+  return {&header, sizeof(MessageHeader), Type::kUint8, sent.data.dest, sent.data.tag};
 }
 
 std::string DescribeMessage(const Post& post, const std::string& line) {
@@ -42,13 +42,13 @@ std::string DescribeMessage(const Post& post, const std::string& line) {
   return line.empty() ? array : array + " at " + line;
 }
 
-// Takes the data out of a letter, as MPI_Recv would.
-Outcome Take(const Library& mpi, const Channel& channel, const Letter& letter, const Incoming& to) {
+// Takes the data out of a header, as MPI_Recv would.
+Outcome Take(const Library& mpi, const Channel& channel, const MessageHeader& header, const Incoming& to) {
   static const auto& host = *new Memory;
   const size_t nbytes = Bytes(to.count, to.type);
   if (nbytes > 0) {
     const Memory& memory = channel.memory != nullptr ? *channel.memory : host;
-    PYCOLLECTIVE_RETURN_IF_FAILED(memory.Copy(to.data, letter.data, nbytes));
+    PYCOLLECTIVE_RETURN_IF_FAILED(memory.Copy(to.data, header.data, nbytes));
   }
   return to.status != nullptr ? mpi.SetReceived(to) : Outcome{};
 }
@@ -69,33 +69,33 @@ Outcome Drop(const Library& mpi, const Channel& channel, const Post& post, int s
 
 }  // namespace
 
-Told::Told(const Post& post) : post(post) { CopyLine(SiteText(post.site), line); }
+CallDescription::CallDescription(const Post& post) : post(post) { CopyLine(SiteText(post.site), line); }
 
 Outcome Send(const Library& mpi, const Channel& channel, const SentMessage& sent) {
   if (check < Check::kEvery) return mpi.Send(channel, sent.data);
-  const Letter letter(channel, sent);
-  const Outcome outcome = mpi.Send(channel, Sent(letter, sent));
-  return letter.encloses != 0 || !outcome.ok() ? outcome : mpi.Send(channel, sent.data);
+  const MessageHeader header(channel, sent);
+  const Outcome outcome = mpi.Send(channel, Sent(header, sent));
+  return header.encloses != 0 || !outcome.ok() ? outcome : mpi.Send(channel, sent.data);
 }
 
 Outcome Recv(const Library& mpi, const Channel& channel, const ExpectedMessage& expected) {
   Incoming data = expected.data;
   if (check < Check::kEvery || data.source == mpi.proc_null()) return mpi.Recv(channel, data);
-  Letter letter;
+  MessageHeader header;
   Envelope envelope;
   PYCOLLECTIVE_RETURN_IF_FAILED(
-      mpi.Recv(channel, {&letter, sizeof(Letter), Type::kUint8, data.source, data.tag, data.status, &envelope}));
+      mpi.Recv(channel, {&header, sizeof(MessageHeader), Type::kUint8, data.source, data.tag, data.status, &envelope}));
   data.source = envelope.source;  // the data come from there, even if the program takes a message from any rank
   data.tag = envelope.tag;
-  const Told& told = letter.told;
-  const Signature &here = expected.post.signature, &there = told.post.signature;
+  const CallDescription& described = header.call;
+  const Signature &here = expected.post.signature, &there = described.post.signature;
   if (there.dtype == here.dtype && there.dimensions == here.dimensions) {
-    return letter.encloses != 0 ? Take(mpi, channel, letter, data) : mpi.Recv(channel, data);
+    return header.encloses != 0 ? Take(mpi, channel, header, data) : mpi.Recv(channel, data);
   }
-  if (letter.encloses == 0) PYCOLLECTIVE_RETURN_IF_FAILED(Drop(mpi, channel, told.post, data.source, data.tag));
+  if (header.encloses == 0) PYCOLLECTIVE_RETURN_IF_FAILED(Drop(mpi, channel, described.post, data.source, data.tag));
   Outcome outcome{"MPI_Recv", 0, {}};
   outcome.detail = "CollectiveMismatch: expected a message of " + DescribeMessage(expected.post, SiteText(expected.post.site)) +
-                   ", got one of " + DescribeMessage(told.post, told.line) + " from rank " +
+                   ", got one of " + DescribeMessage(described.post, described.line) + " from rank " +
                    std::to_string(data.source);
   outcome.remedy = "Give both ends the same shape and dtype.";
   return outcome;
@@ -105,7 +105,7 @@ Outcome Sendrecv(const Library& mpi, const Channel& channel, const SentMessage& 
   if (check < Check::kEvery) return mpi.Sendrecv(channel, sent.data, expected.data);
   // Once a message has begun, this call must wait until MPI has read it: the receive must not fail before it waits, too.
   PYCOLLECTIVE_RETURN_IF_FAILED(mpi.CheckTag(channel, expected.data.tag));
-  const Letter letter(channel, sent);
+  const MessageHeader header(channel, sent);
   std::vector<int64_t> started;
   const auto start = [&](const Outgoing& message) {
     int64_t handle = 0;
@@ -113,8 +113,8 @@ Outcome Sendrecv(const Library& mpi, const Channel& channel, const SentMessage& 
     if (outcome.ok()) started.push_back(handle);
     return outcome;
   };
-  Outcome outcome = start(Sent(letter, sent));
-  if (outcome.ok() && letter.encloses == 0) outcome = start(sent.data);
+  Outcome outcome = start(Sent(header, sent));
+  if (outcome.ok() && header.encloses == 0) outcome = start(sent.data);
   if (outcome.ok()) outcome = Recv(mpi, channel, expected);
   const Outcome gone = mpi.WaitAll(&started);
   return outcome.ok() ? gone : outcome;
@@ -122,26 +122,26 @@ Outcome Sendrecv(const Library& mpi, const Channel& channel, const SentMessage& 
 
 }  // namespace pycollective
 
-// What a message of a program is, from the bytes of its letter: "float32[3] at train.py:12 (step)". "": they are no letter.
-PYCOLLECTIVE_EXPORT const char* pycollective_letter_text(const char* bytes, int64_t nbytes) {
+// What a message of a program is, from the bytes of its header: "float32[3] at train.py:12 (step)". "": they are no header.
+PYCOLLECTIVE_EXPORT const char* pycollective_message_header_text(const char* bytes, int64_t nbytes) {
   static thread_local std::string text;
   text.clear();
-  if (nbytes == sizeof(pycollective::Letter)) {
-    pycollective::Letter letter;
-    std::memcpy(&letter, bytes, sizeof letter);
-    letter.told.line[pycollective::kLineBytes - 1] = 0;
-    text = pycollective::DescribeMessage(letter.told.post, letter.told.line);
+  if (nbytes == sizeof(pycollective::MessageHeader)) {
+    pycollective::MessageHeader header;
+    std::memcpy(&header, bytes, sizeof header);
+    header.call.line[pycollective::kLineBytes - 1] = 0;
+    text = pycollective::DescribeMessage(header.call.post, header.call.line);
   }
   return text.c_str();
 }
 
-// Whether the data lie in the letter, so that no second message follows it.
-PYCOLLECTIVE_EXPORT bool pycollective_letter_encloses(const char* bytes) {
-  pycollective::Letter letter;
-  std::memcpy(&letter, bytes, sizeof letter);
-  return letter.encloses != 0;
+// Whether the data lie in the header, so that no second message follows it.
+PYCOLLECTIVE_EXPORT bool pycollective_message_header_encloses(const char* bytes) {
+  pycollective::MessageHeader header;
+  std::memcpy(&header, bytes, sizeof header);
+  return header.encloses != 0;
 }
 
 namespace {
-const pycollective::Listed listed{PYCOLLECTIVE_TYPED(letter_text), PYCOLLECTIVE_TYPED(letter_encloses)};
+const pycollective::Listed listed{PYCOLLECTIVE_TYPED(message_header_text), PYCOLLECTIVE_TYPED(message_header_encloses)};
 }  // namespace

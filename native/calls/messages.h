@@ -1,7 +1,7 @@
 // Messages of programs: send, recv, sendrecv.
 //
-// A message goes in two: first a letter that says what it is (`Told`: dtype, shape, the line that sent it), then its data,
-// under the same tag. Few data lie in the letter, and nothing comes after it. MPI keeps the order of messages of one sender with
+// A message goes in two: first a header that says what it is (`CallDescription`: dtype, shape, the line that sent it), then its
+// data, under the same tag. Few data lie in the header, and nothing comes after it. MPI keeps the order of messages of one sender with
 // one tag, so the receiver knows what comes before it takes the data. A message of another dtype or shape is an error there,
 // which names both lines.
 
@@ -14,12 +14,12 @@
 namespace pycollective {
 
 // What ranks tell each other of a call, where they share no memory.
-struct Told {
+struct CallDescription {
   Post post;
   char line[kLineBytes] = {};
 
-  Told() = default;
-  explicit Told(const Post& post);
+  CallDescription() = default;
+  explicit CallDescription(const Post& post);
 };
 
 // A message that this rank sends, or one that it expects. `post` has its dtype, its shape and the line that makes the call.

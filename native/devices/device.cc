@@ -163,25 +163,25 @@ namespace {
 // rows of `width` bytes, `pitch` bytes apart from `data` on, and without gaps from byte `offset` on where the blocks
 // are together.
 template <typename Copy>
-Outcome ForEachCopy(const Side& side, int64_t first, int64_t count, Copy copy) {
-  if (side.blocks > 1) {
-    char* const data = static_cast<char*>(side.arrays[0].data) + first * side.element_bytes;
-    const int64_t pitch = side.count * side.element_bytes;
-    const int64_t width = count * side.element_bytes;
-    if (pitch <= max_pitch) return copy(data, int64_t{0}, pitch, width, side.blocks);
-    for (int64_t block = 0; block < side.blocks; ++block) {
+Outcome ForEachCopy(const TransferEnd& end, int64_t first, int64_t count, Copy copy) {
+  if (end.blocks > 1) {
+    char* const data = static_cast<char*>(end.arrays[0].data) + first * end.element_bytes;
+    const int64_t pitch = end.count * end.element_bytes;
+    const int64_t width = count * end.element_bytes;
+    if (pitch <= max_pitch) return copy(data, int64_t{0}, pitch, width, end.blocks);
+    for (int64_t block = 0; block < end.blocks; ++block) {
       PYCOLLECTIVE_RETURN_IF_FAILED(copy(data + block * pitch, block * width, width, width, int64_t{1}));
     }
     return {};
   }
   int64_t start = 0;  // where the array begins in the block
-  for (const Side::Array& array : side.arrays) {
+  for (const TransferEnd::Array& array : end.arrays) {
     const int64_t from = std::max(first, start);
     const int64_t to = std::min(first + count, start + array.count);
     if (from < to) {
-      char* const data = static_cast<char*>(array.data) + (from - start) * side.element_bytes;
-      const int64_t width = (to - from) * side.element_bytes;
-      PYCOLLECTIVE_RETURN_IF_FAILED(copy(data, (from - first) * side.element_bytes, width, width, int64_t{1}));
+      char* const data = static_cast<char*>(array.data) + (from - start) * end.element_bytes;
+      const int64_t width = (to - from) * end.element_bytes;
+      PYCOLLECTIVE_RETURN_IF_FAILED(copy(data, (from - first) * end.element_bytes, width, width, int64_t{1}));
     }
     start += array.count;
   }
@@ -190,14 +190,14 @@ Outcome ForEachCopy(const Side& side, int64_t first, int64_t count, Copy copy) {
 
 }  // namespace
 
-Outcome Device::Fetch(const Side& side, int64_t first, int64_t count, char* host) {
-  return ForEachCopy(side, first, count, [&](const char* data, int64_t offset, auto pitch, auto width, auto height) {
+Outcome Device::Fetch(const TransferEnd& end, int64_t first, int64_t count, char* host) {
+  return ForEachCopy(end, first, count, [&](const char* data, int64_t offset, auto pitch, auto width, auto height) {
     return Copy2D(host + offset, width, data, pitch, width, height, kDeviceToHost, from_device_);
   });
 }
 
-Outcome Device::Store(const Side& side, int64_t first, int64_t count, char* host) {
-  return ForEachCopy(side, first, count, [&](char* data, int64_t offset, auto pitch, auto width, auto height) {
+Outcome Device::Store(const TransferEnd& end, int64_t first, int64_t count, char* host) {
+  return ForEachCopy(end, first, count, [&](char* data, int64_t offset, auto pitch, auto width, auto height) {
     return Copy2D(data, pitch, host + offset, width, width, height, kHostToDevice, to_device_);
   });
 }
@@ -215,16 +215,16 @@ Outcome Device::Copy2D(void* to, int64_t to_pitch, const void* from, int64_t fro
 }
 
 Outcome Device::Stage(const Transfer& transfer, int64_t piece_bytes, void* ready, void* done, const MpiCall& call) {
-  const Side& in = transfer.in;
-  const Side& out = transfer.out;
+  const TransferEnd& in = transfer.in;
+  const TransferEnd& out = transfer.out;
   const bool reads = in.nbytes() > 0;
   const bool writes = out.nbytes() > 0;
   const int64_t count = std::max(in.count, out.count);
   // All ranks must make the same pieces, so these depend only on what the ranks have in common.
   const int64_t bytes_of_one = std::max(in.element_bytes * in.blocks, out.element_bytes * out.blocks);
   const int64_t piece = transfer.in_pieces ? std::max<int64_t>(1, piece_bytes / bytes_of_one) : count;
-  const auto buffer_bytes = [&](const Side& side) {
-    return transfer.in_pieces ? std::min(piece, side.count) * side.element_bytes * side.blocks : side.nbytes();
+  const auto buffer_bytes = [&](const TransferEnd& end) {
+    return transfer.in_pieces ? std::min(piece, end.count) * end.element_bytes * end.blocks : end.nbytes();
   };
   const int64_t pieces = piece > 0 ? (count + piece - 1) / piece : 0;
   const auto prepare = [&]() -> Outcome {
@@ -233,8 +233,8 @@ Outcome Device::Stage(const Transfer& transfer, int64_t piece_bytes, void* ready
     PYCOLLECTIVE_RUNTIME(StreamWaitEvent, to_device_, ready, 0);
     return {};
   };
-  const auto size = [&](const Side& side, int64_t i) {
-    return transfer.in_pieces ? std::min(piece, side.count - i * piece) : side.count;
+  const auto size = [&](const TransferEnd& end, int64_t i) {
+    return transfer.in_pieces ? std::min(piece, end.count - i * piece) : end.count;
   };
   const auto fetch = [&](int64_t i) -> Outcome {
     Slot& slot = slots_[i % kSlots];
@@ -292,7 +292,7 @@ Outcome Device::Direct(const Transfer& transfer, void* ready, void* done, const 
   // If this fails, there is no memory with which the call could be made for the other ranks.
   PYCOLLECTIVE_RETURN_IF_FAILED(Prepare(0, 0, 0));
   PYCOLLECTIVE_RUNTIME(EventSynchronize, ready);
-  const auto data = [](const Side& side) { return side.arrays.empty() ? nullptr : side.arrays[0].data; };
+  const auto data = [](const TransferEnd& end) { return end.arrays.empty() ? nullptr : end.arrays[0].data; };
   const Outcome outcome =
       call(data(transfer.in), data(transfer.out), std::max(transfer.in.count, transfer.out.count));
   PYCOLLECTIVE_RUNTIME(EventRecord, done, to_device_);

@@ -24,7 +24,7 @@ namespace pycollective {
 
 // One side of a call, what it reads or what it writes: `blocks` blocks of `count` elements in one array; or one block
 // that lies in several arrays.
-struct Side {
+struct TransferEnd {
   struct Array {
     void* data;
     int64_t count;  // elements
@@ -39,7 +39,7 @@ struct Side {
 
 // The arrays of one call of collectives.h.
 struct Transfer {
-  Side in, out;
+  TransferEnd in, out;
   // Whether MPI may get pieces of the blocks one by one. False for a message: the other end may cut it differently.
   bool in_pieces = true;
   // Whether MPI may write over what it reads.
@@ -111,8 +111,8 @@ class Device {
   Outcome Prepare(int64_t pieces, int64_t in_bytes, int64_t out_bytes);
   Outcome Grow(char** buffer, int64_t* held, int64_t wanted);
   // Copy elements first to first + count of each block of a side to or from `host`, where they lie without gaps.
-  Outcome Fetch(const Side& side, int64_t first, int64_t count, char* host);
-  Outcome Store(const Side& side, int64_t first, int64_t count, char* host);
+  Outcome Fetch(const TransferEnd& end, int64_t first, int64_t count, char* host);
+  Outcome Store(const TransferEnd& end, int64_t first, int64_t count, char* host);
   Outcome Copy2D(void* to, int64_t to_pitch, const void* from, int64_t from_pitch, int64_t width, int64_t height,
                  int kind, void* stream);
 

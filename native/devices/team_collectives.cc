@@ -52,14 +52,14 @@ Outcome TeamCollective::ByLastMember(Work work) {
   return team_.outcome;
 }
 
-template <typename Local, typename Between>
-Outcome TeamCollective::BySlices(const Arguments& a, bool wants_result, Local local, Between between) {
-  return all_lanes || ranks_ == 1 ? OnAllLanes(a, wants_result, local, between)
-                                  : OnOneLane(a, wants_result, local, between);
+template <typename Local, typename InterRankStep>
+Outcome TeamCollective::BySlices(const Arguments& a, bool wants_result, Local local, InterRankStep inter_rank_step) {
+  return all_lanes || ranks_ == 1 ? OnAllLanes(a, wants_result, local, inter_rank_step)
+                                  : OnOneLane(a, wants_result, local, inter_rank_step);
 }
 
-template <typename Local, typename Between>
-Outcome TeamCollective::OnAllLanes(const Arguments& a, bool wants_result, Local local, Between between) {
+template <typename Local, typename InterRankStep>
+Outcome TeamCollective::OnAllLanes(const Arguments& a, bool wants_result, Local local, InterRankStep inter_rank_step) {
   const Slices slices{a.count, members_};
   const int64_t own = slices.First(member_);
   const int64_t n = slices.First(member_ + 1) - own;
@@ -67,7 +67,7 @@ Outcome TeamCollective::OnAllLanes(const Arguments& a, bool wants_result, Local 
   team_.Meet();
   local(own, n, slice);
   const Outcome outcome =
-      n > 0 && ranks_ > 1 ? CatchAsOutcome([&] { return between(channel_, slice, n); }) : Outcome{};
+      n > 0 && ranks_ > 1 ? CatchAsOutcome([&] { return inter_rank_step(channel_, slice, n); }) : Outcome{};
   team_.Meet();
   for (int member = 0; wants_result && member < members_; ++member) {
     const int64_t start = slices.First(member);
@@ -77,8 +77,8 @@ Outcome TeamCollective::OnAllLanes(const Arguments& a, bool wants_result, Local 
   return outcome;
 }
 
-template <typename Local, typename Between>
-Outcome TeamCollective::OnOneLane(const Arguments& a, bool wants_result, Local local, Between between) {
+template <typename Local, typename InterRankStep>
+Outcome TeamCollective::OnOneLane(const Arguments& a, bool wants_result, Local local, InterRankStep inter_rank_step) {
   const int64_t at_once = kPieceBytes / kTypeBytes[int(a.type)];
   const int64_t pieces = (a.count + at_once - 1) / at_once;
   const auto first = [&](int64_t piece) { return std::min(a.count, piece * at_once); };
@@ -93,7 +93,7 @@ Outcome TeamCollective::OnOneLane(const Arguments& a, bool wants_result, Local l
       if (outcome.ok() && step >= 1 && step <= pieces) {
         const int64_t piece = step - 1;
         outcome =
-            CatchAsOutcome([&] { return between(first_channel_, At(whole, first(piece), a.type), size(piece)); });
+            CatchAsOutcome([&] { return inter_rank_step(first_channel_, At(whole, first(piece), a.type), size(piece)); });
       }
     } else {
       if (step < pieces) {
@@ -133,10 +133,10 @@ Outcome TeamCollective::Allreduce(const Arguments& a) {
 }
 
 Outcome TeamCollective::Reduce(const Arguments& a) {
-  Arguments between = a;
-  between.root = static_cast<int>(a.root / members_);
+  Arguments of_ranks = a;
+  of_ranks.root = static_cast<int>(a.root / members_);
   const int root_member = static_cast<int>(a.root % members_);
-  const bool is_root = channel_.rank == between.root && member_ == root_member;
+  const bool is_root = channel_.rank == of_ranks.root && member_ == root_member;
   team_.SetBuffers(member_, {a.send, a.recv});
   Outcome outcome;
   if (IsSmall(a.count, a.type)) {
@@ -144,15 +144,15 @@ Outcome TeamCollective::Reduce(const Arguments& a) {
       const auto sum = Scratch(a.count, a.type);
       ReduceMembers(0, a.count, sum.get(), a.type, a.op);
       const Outcome reduced =
-          ranks_ > 1 ? mpi_.Reduce(first_channel_, between.On(sum.get(), sum.get(), a.count)) : Outcome{};
-      if (channel_.rank == between.root) Copy(Out(root_member), sum.get(), a.count, a.type);
+          ranks_ > 1 ? mpi_.Reduce(first_channel_, of_ranks.On(sum.get(), sum.get(), a.count)) : Outcome{};
+      if (channel_.rank == of_ranks.root) Copy(Out(root_member), sum.get(), a.count, a.type);
       return reduced;
     });
   } else {
     outcome = BySlices(
         a, is_root, [&](int64_t first, int64_t n, void* slice) { ReduceMembers(first, n, slice, a.type, a.op); },
         [&](const Channel& channel, void* slice, int64_t n) {
-          return mpi_.Reduce(channel, between.On(slice, slice, n));
+          return mpi_.Reduce(channel, of_ranks.On(slice, slice, n));
         });
   }
   if (!is_root && a.count > 0) std::memset(a.recv, 0, Bytes(a.count, a.type));
@@ -160,16 +160,16 @@ Outcome TeamCollective::Reduce(const Arguments& a) {
 }
 
 Outcome TeamCollective::Bcast(const Arguments& a) {
-  Arguments between = a;
-  between.root = static_cast<int>(a.root / members_);
+  Arguments of_ranks = a;
+  of_ranks.root = static_cast<int>(a.root / members_);
   const int root_member = static_cast<int>(a.root % members_);
-  const bool has_root = channel_.rank == between.root;
+  const bool has_root = channel_.rank == of_ranks.root;
   team_.SetBuffers(member_, {a.send, a.recv});
   if (IsSmall(a.count, a.type)) {
     return ByLastMember([&]() -> Outcome {
       if (has_root) Copy(a.recv, In(root_member), a.count, a.type);
       const Outcome outcome =
-          ranks_ > 1 ? mpi_.Bcast(first_channel_, between.On(a.recv, a.recv, a.count)) : Outcome{};
+          ranks_ > 1 ? mpi_.Bcast(first_channel_, of_ranks.On(a.recv, a.recv, a.count)) : Outcome{};
       for (int member = 0; member < members_; ++member) Copy(Out(member), a.recv, a.count, a.type);
       return outcome;
     });
@@ -179,7 +179,7 @@ Outcome TeamCollective::Bcast(const Arguments& a) {
       [&](int64_t first, int64_t n, void* slice) {
         if (has_root) Copy(slice, At(In(root_member), first, a.type), n, a.type);
       },
-      [&](const Channel& channel, void* slice, int64_t n) { return mpi_.Bcast(channel, between.On(slice, slice, n)); });
+      [&](const Channel& channel, void* slice, int64_t n) { return mpi_.Bcast(channel, of_ranks.On(slice, slice, n)); });
 }
 
 Outcome TeamCollective::Allgather(const Arguments& a) {

@@ -52,16 +52,16 @@ class TeamCollective {
   template <typename Work>
   Outcome ByLastMember(Work work);
   // For large arrays: members share the work. local(first, count, to) makes a slice of what this rank brings; then
-  // between(channel, slice, count) makes the collective between ranks, in place; last, each member with `wants_result`
+  // inter_rank_step(channel, slice, count) makes the collective between ranks, in place; last, each member with `wants_result`
   // copies the whole result.
-  template <typename Local, typename Between>
-  Outcome BySlices(const Arguments&, bool wants_result, Local local, Between between);
+  template <typename Local, typename InterRankStep>
+  Outcome BySlices(const Arguments&, bool wants_result, Local local, InterRankStep inter_rank_step);
   // Each member sends its own slice on its own lane.
-  template <typename Local, typename Between>
-  Outcome OnAllLanes(const Arguments&, bool wants_result, Local local, Between between);
+  template <typename Local, typename InterRankStep>
+  Outcome OnAllLanes(const Arguments&, bool wants_result, Local local, InterRankStep inter_rank_step);
   // Member 0 sends piece by piece, while the others make the next piece and copy the last one.
-  template <typename Local, typename Between>
-  Outcome OnOneLane(const Arguments&, bool wants_result, Local local, Between between);
+  template <typename Local, typename InterRankStep>
+  Outcome OnOneLane(const Arguments&, bool wants_result, Local local, InterRankStep inter_rank_step);
 
   const void* In(int member) const { return team_.BuffersOf(member).in; }
   void* Out(int member) const { return team_.BuffersOf(member).out; }

@@ -35,7 +35,7 @@ constexpr int64_t kSecondNs = 1000000000;
 constexpr int64_t kTellNs = 2 * kSecondNs;      // for all ranks to hear that they shall end
 constexpr int64_t kReportNs = 8 * kSecondNs;    // after it has told another rank of a wait, this one reports itself
 constexpr int64_t kEndedNs = 10 * kSecondNs;    // a rank that has ended asks what the others do
-constexpr int64_t kDeathNs = 6 * kSecondNs;     // whoever waits for a rank that has died then waits for long
+constexpr int64_t kDeathNs = 6 * kSecondNs;     // after a rank has died, a wait for it counts as a long wait
 constexpr auto kAfterFailure = std::chrono::milliseconds(200);  // before a thread goes on that has met an error
 
 // Why a rank asks another one to report; the greater one matters more.

@@ -29,10 +29,10 @@ inline int PowerOfTwo(int64_t number) {
 // An array of `count` elements in a share for each of the first ranks. Shares begin at lines of the cache.
 struct Shares {
   Shares() = default;
-  Shares(int64_t whole, int sharers, Type type) : count(whole) {
+  Shares(int64_t whole, int num_shares, Type type) : count(whole) {
     constexpr int64_t kLineBytes = 64;
     const int64_t line = std::max<int64_t>(1, kLineBytes / kTypeBytes[int(type)]);
-    each = ((count + sharers - 1) / sharers + line - 1) / line * line;
+    each = ((count + num_shares - 1) / num_shares + line - 1) / line * line;
   }
   int64_t Begin(int64_t rank) const { return std::min(count, rank * each); }
   int64_t CountOf(int64_t rank) const { return Begin(rank + 1) - Begin(rank); }

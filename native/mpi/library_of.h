@@ -7,11 +7,11 @@
 #include <cstring>
 #include <type_traits>
 
+#include "mpi/backoff.h"
 #include "mpi/collectives.h"
 #include "mpi/elements.h"
 #include "mpi/large_counts.h"
 #include "mpi/own_reductions.h"
-#include "mpi/patience.h"
 #include "mpi/waiting_calls.h"
 
 namespace pycollective {
@@ -24,7 +24,7 @@ namespace pycollective {
   } while (false)
 
 // Calls an MPI function; one that waits for other ranks (waiting_calls.h); a collective, by its blocking or its nonblocking
-// function (patience.h).
+// function (backoff.h).
 #define PYCOLLECTIVE_CALL(name, ...) PYCOLLECTIVE_CHECK_CODE(name, functions_.name(__VA_ARGS__))
 #define PYCOLLECTIVE_CALL_WAITING(name, ...) PYCOLLECTIVE_CHECK_CODE(name, waiting_.name(__VA_ARGS__))
 #define PYCOLLECTIVE_CALL_COLLECTIVE(name, nonblocking, ...)                             \

@@ -11,7 +11,7 @@
 
 #include "base/clock.h"
 #include "base/relax.h"
-#include "mpi/patience.h"
+#include "mpi/backoff.h"
 
 namespace pycollective {
 
@@ -27,15 +27,15 @@ template <typename Progress>
 bool WaitUntil(const std::atomic<uint64_t>& number, uint64_t wanted, Progress progress, int64_t until_ns = 0) {
   constexpr int kYieldsPerProgress = 16;
   const bool patient = is_patient;
-  std::optional<Naps> naps;
+  std::optional<Backoff> backoff;
   for (int64_t spins = 0; number.load(std::memory_order_acquire) < wanted; ++spins) {
     if (spins < spins_of_wait) {
       Relax();
       continue;
     }
     if (patient) {
-      if (!naps.has_value()) naps.emplace();
-      naps->Take();
+      if (!backoff.has_value()) backoff.emplace();
+      backoff->Sleep();
     } else {
       sched_yield();
     }

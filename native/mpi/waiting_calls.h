@@ -1,4 +1,4 @@
-// The calls of MPI that wait for other ranks, in a thread that may be patient (patience.h).
+// The calls of MPI that wait for other ranks, in a thread that may be patient (backoff.h).
 
 #ifndef PYCOLLECTIVE_NATIVE_MPI_WAITING_CALLS_H_
 #define PYCOLLECTIVE_NATIVE_MPI_WAITING_CALLS_H_
@@ -7,8 +7,8 @@
 
 #include <cstdint>
 
+#include "mpi/backoff.h"
 #include "mpi/mpi.h"
-#include "mpi/patience.h"
 #include "mpi/wait.h"
 
 namespace pycollective {
@@ -70,13 +70,13 @@ class WaitingCalls {
   // Waits until the request is complete. `status`: where MPI writes of a message; null: nowhere.
   int Complete(H* request, void* status = nullptr) const {
     Status own;
-    Naps naps;
+    Backoff backoff;
     for (int64_t looks = 0;; ++looks) {
       int done = 0;
       const int code = functions_.Test(request, &done, status != nullptr ? status : &own);
       if (code != 0 || done != 0) return code;
       if (is_patient) {
-        naps.Take();
+        backoff.Sleep();
       } else if (looks >= spins_of_wait) {  // MPI's test does not give the core away, as its blocking calls do
         sched_yield();
       }

@@ -55,8 +55,8 @@ inline constexpr const char* kStateNames[] = {"unused", "scheduled", "started", 
 // One call. All fields have 64 bits: the recorder copies a record word by word.
 struct Record {
   int64_t id = 0;         // the number of the record in this process, from 0
-  int64_t group = 0;      // Ranks::identity; 0: none
-  int64_t channel = 0;    // its number in Ranks
+  int64_t group = 0;      // RankGroup::identity; 0: none
+  int64_t channel = 0;    // its number in the RankGroup
   int64_t operation = 0;  // Operation or Wait
   int64_t seq = 0;        // the number of the call among the collectives of the channel, or among its messages; from 1
   int64_t dtype = 0;      // XLA's number
@@ -146,7 +146,7 @@ inline int64_t CollectiveOf(int64_t site) { return site & 0xFFFFF; }
 void AddSite(int64_t site, const std::string& text);
 std::string SiteText(int64_t site);  // "" if it is not known
 
-// Groups of ranks, by Ranks::identity.
+// Groups of ranks, by RankGroup::identity.
 struct Group {
   std::string name;
   std::vector<int> ranks;  // in MPI_COMM_WORLD

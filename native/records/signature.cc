@@ -10,6 +10,16 @@
 namespace pycollective {
 namespace {
 
+const char* StagingName(Staging staging) {
+  switch (staging) {
+    case Staging::kHostMemory: return ", host memory";
+    case Staging::kHostMemoryBesideComputation: return ", host memory, beside computation";
+    case Staging::kPieces: return ", device memory";
+    case Staging::kDirect: return ", device memory that MPI reads";
+  }
+  return "";
+}
+
 const char* OpName(int32_t op) { return op >= 0 && op < kOpCount ? kOpNames[op] : "?"; }
 
 }  // namespace
@@ -46,12 +56,9 @@ std::string Describe(const Signature& s, bool with_staging) {
   if (has_root && s.pattern != 0) text += ", leaf of tree #" + std::to_string(s.pattern);
   if (s.devices > 1) text += ", on " + std::to_string(s.devices) + " devices";
   if (s.team > 1) text += ", of which " + std::to_string(s.team) + " work together";
-  if (with_staging && s.staging == Signature::kBesideComputation) {
-    text += ", host memory, beside computation";
-  } else if (with_staging) {
-    const int64_t bytes = s.staging < 0 ? -s.staging : s.staging;
-    text += s.staging == 0 ? ", host memory" : s.staging < 0 ? ", device memory that MPI reads" : ", device memory";
-    if (bytes > 0) text += ", pieces of " + std::to_string(bytes) + " B";
+  if (with_staging) {
+    text += StagingName(s.staging);
+    if (s.piece_bytes > 0) text += ", pieces of " + std::to_string(s.piece_bytes) + " B";
   }
   return text + ")";
 }

@@ -55,6 +55,14 @@ inline uint64_t Mix(uint64_t hash, uint64_t word) {
   return hash ^ (hash >> 32);
 }
 
+// How the arrays of a call reach MPI.
+enum class Staging : int16_t {
+  kHostMemory,                   // they lie in host memory
+  kHostMemoryBesideComputation,  // so they do, and MPI's nonblocking collectives carry them (backoff.h)
+  kPieces,                       // they are copied from the device and to it, in pieces
+  kDirect,                       // MPI reads and writes the memory of the device
+};
+
 // What must be the same on every rank in one collective call.
 struct Signature {
   int32_t operation = 0;   // Operation (operations.h)
@@ -63,19 +71,17 @@ struct Signature {
   int32_t reduce_op = -1;  // Op; -1: no reduction
   int32_t root = -1;       // -1: no root
   int64_t pattern = 0;     // a hash: of ppermute's permutation, of an allreduce's later arrays, of a root's tree; 0: none
-  int64_t staging = 0;     // how arrays reach MPI: 0 in host memory, > 0 in pieces of so many bytes, < 0 on the device
+  int64_t piece_bytes = 0;  // of arrays on a device
   int32_t devices = 1;     // devices of each rank that make the call, each for itself
-  int32_t team = 1;        // devices of each rank that make the call together
+  int16_t team = 1;        // devices of each rank that make the call together
+  Staging staging = Staging::kHostMemory;
   Dimensions dimensions = {};  // of the operand, of the first one if there are several
-
-  // A `staging` too: in host memory, by MPI's nonblocking collectives (patience.h).
-  static constexpr int64_t kBesideComputation = INT64_MIN;
 
   bool operator==(const Signature& other) const {
     return operation == other.operation && dtype == other.dtype && count == other.count &&
            reduce_op == other.reduce_op && root == other.root && pattern == other.pattern &&
-           staging == other.staging && devices == other.devices && team == other.team &&
-           dimensions == other.dimensions;
+           piece_bytes == other.piece_bytes && devices == other.devices && team == other.team &&
+           staging == other.staging && dimensions == other.dimensions;
   }
   // The same on all ranks; of unequal signatures it is unequal, but for one pair in 2^64.
   uint64_t Digest() const;
@@ -89,7 +95,7 @@ struct SignatureHash {
 // An array as messages write it: "float32[2,3]".
 std::string DescribeArray(const Dimensions& dimensions, int32_t dtype);
 
-// The call as messages write it. `with_staging`: with the way that its arrays take to MPI.
+// The call as messages write it. `with_staging`: and how its arrays reach MPI.
 std::string Describe(const Signature& signature, bool with_staging);
 
 }  // namespace pycollective

@@ -5,9 +5,9 @@
 // ahead of the others, where these calls let it. Of two ranks at least one sees the post of the other: posts and looks at
 // `posted` have one order on all ranks.
 //
-// Where a rank brings data in a buffer, the others read it in that call. In the next call the rank waits until all others have
-// posted that, and so have read the data: whatever it does to the buffer then, nobody reads it. The next call itself may
-// bring data in another buffer before.
+// Where a rank piggybacks its operand in a buffer, the others read the buffer in that call. In the next call the rank waits until
+// all others have posted. By then they have read the buffer, so the rank may write it again. The operand of the next call may
+// be piggybacked in the other buffer before that wait.
 
 #include "shared_memory/board.h"
 
@@ -26,7 +26,7 @@ constexpr uint64_t kCells = 8;
 constexpr int64_t kSlots = BoardSlot::kSlots;
 constexpr size_t kHeadBytes = 64;        // a bit for each slot; then cells begin at a line of the cache
 static_assert(kHeadBytes * 8 >= kSlots);
-constexpr int64_t kTellNs = 2000000000;  // how long a rank waits for the line of a call that does not match
+constexpr int64_t kLineNs = 2000000000;  // how long a rank waits for the line of a call that does not match
 
 char* board = nullptr;
 int ranks_of_host = 0;
@@ -36,14 +36,14 @@ std::atomic<uint64_t>* Taken() { return reinterpret_cast<std::atomic<uint64_t>*>
 }  // namespace
 
 bool Post::Matches(const Post& other) const {
-  if (!(signature == other.signature) || seq != other.seq || IsMoved(other)) return false;
+  if (!(signature == other.signature) || seq != other.seq || HasReorderedOperands(other)) return false;
   if (site == other.site || site == 0 || other.site == 0 || !IsSymmetric(signature.operation)) return true;
   const bool same_function = FunctionOf(site) == FunctionOf(other.site);
   const bool same_collective = CollectiveOf(site) == CollectiveOf(other.site);
   return same_collective && !same_function && SiteText(other.site).empty();
 }
 
-bool Post::IsMoved(const Post& other) const {
+bool Post::HasReorderedOperands(const Post& other) const {
   return order != 0 && order != other.order && static_cast<uint32_t>(order) == static_cast<uint32_t>(other.order);
 }
 
@@ -64,12 +64,12 @@ struct alignas(64) BoardSlot::Cell {
   std::atomic<uint64_t> posted;  // the number of the call; calls begin at 1
   int64_t site;
   int64_t order;
-  std::atomic<uint64_t> told;    // the number of the call whose line stands below
-  int64_t brings;                // whether the rank brings data to the call
+  std::atomic<uint64_t> described;  // the number of the call whose line stands below
+  int64_t has_operand;           // whether the rank has piggybacked its operand
   char padding[24];
   Signature signature;
   char line[kLineBytes];
-  alignas(64) char carried[kCarriedBytes];
+  alignas(64) char piggybacked[kPiggybackBytes];
 };
 
 size_t BoardSlot::BytesOf(int ranks) {
@@ -99,7 +99,7 @@ int64_t BoardSlot::Take() {
       for (uint64_t call = 0; call < kCells; ++call) {
         Cell& cell = BoardSlot(number, 0, 0).CellOf(rank, call);
         cell.posted.store(0, std::memory_order_relaxed);
-        cell.told.store(0, std::memory_order_relaxed);
+        cell.described.store(0, std::memory_order_relaxed);
       }
     }
     return number;
@@ -119,50 +119,52 @@ void BoardSlot::ReleaseAll() {
 }
 
 Difference BoardSlot::Compare(const Post& post, bool waits, const std::function<bool(int)>& progress,
-                              const Carried* carried, const BufferOfRank* buffer_of) {
+                              const PiggybackedCollective* piggybacked, const BufferOfRank* buffer_of) {
   const uint64_t call = ++calls_;
   const auto wait = [&](int rank, const std::atomic<uint64_t>& number, uint64_t wanted, int64_t until_ns) {
     return WaitUntil(number, wanted, [&] { return progress(rank); }, until_ns);
   };
-  // A cell whose number is larger holds a later call: its rank has posted this one, too.
+  // `posted` only grows, so `posted >= n` means that call n was posted.
   for (int rank = 0; rank < size_ && call >= kCells; ++rank) {
     if (rank != rank_ && !wait(rank, CellOf(rank, call + 1).posted, call + 1 - kCells, 0)) return {};
   }
-  const bool in_buffer = carried != nullptr && buffer_of != nullptr;
+  const bool in_buffer = piggybacked != nullptr && buffer_of != nullptr;
   const bool waits_for_all = waits || (call > 1 && last_in_buffer_ == call - 1);
   Cell& own = CellOf(rank_, call);
   own.site = post.site;
   own.order = post.order;
   own.signature = post.signature;
-  own.brings = carried != nullptr;
-  if (carried != nullptr) carried->Bring({rank_, size_}, in_buffer ? (*buffer_of)(rank_, call) : own.carried);
+  own.has_operand = piggybacked != nullptr;
+  if (piggybacked != nullptr) piggybacked->Pack({rank_, size_}, in_buffer ? (*buffer_of)(rank_, call) : own.piggybacked);
   if (in_buffer) last_in_buffer_ = call;
   own.posted.store(call, std::memory_order_seq_cst);
 
   Difference difference;
-  bool all_bring = carried != nullptr;
+  bool all_have_operands = piggybacked != nullptr;
   for (int rank = 0; rank < size_; ++rank) {
     if (rank == rank_) continue;
     const Cell& cell = CellOf(rank, call);
-    const bool must_wait = waits_for_all || (carried != nullptr && carried->Needs({rank_, size_}, rank));
+    const bool must_wait = waits_for_all || (piggybacked != nullptr && piggybacked->Needs({rank_, size_}, rank));
     if (must_wait && !wait(rank, cell.posted, call, 0)) return {};
     if (difference.rank >= 0 || cell.posted.load(std::memory_order_seq_cst) < call) continue;
     const Post theirs{cell.signature, cell.site, 0, cell.order};
     if (!post.Matches(theirs)) difference = {rank, theirs, ""};
-    all_bring = all_bring && cell.brings != 0;
+    all_have_operands = all_have_operands && cell.has_operand != 0;
   }
   if (difference.rank < 0) {
-    difference.is_made = all_bring;
-    if (all_bring) {
-      carried->Take({rank_, size_}, [&](int rank) { return in_buffer ? (*buffer_of)(rank, call) : CellOf(rank, call).carried; });
+    difference.is_made = all_have_operands;
+    if (all_have_operands) {
+      piggybacked->Complete({rank_, size_}, [&](int rank) {
+        return in_buffer ? (*buffer_of)(rank, call) : CellOf(rank, call).piggybacked;
+      });
     }
     return difference;
   }
   CopyLine(SiteText(post.site), own.line);
-  own.told.store(call, std::memory_order_release);
+  own.described.store(call, std::memory_order_release);
   const Cell& theirs = CellOf(difference.rank, call);
-  if (waits && !wait(difference.rank, theirs.told, call, NowNs() + kTellNs)) return difference;
-  if (theirs.told.load(std::memory_order_acquire) == call) difference.line = theirs.line;
+  if (waits && !wait(difference.rank, theirs.described, call, NowNs() + kLineNs)) return difference;
+  if (theirs.described.load(std::memory_order_acquire) == call) difference.line = theirs.line;
   return difference;
 }
 

@@ -15,7 +15,7 @@
 #include <string>
 
 #include "records/signature.h"
-#include "shared_memory/carried.h"
+#include "shared_memory/piggyback.h"
 
 namespace pycollective {
 
@@ -24,18 +24,18 @@ struct Post {
   Signature signature;
   int64_t site = 0;  // the line that made the call; 0: unknown
   int64_t seq = 0;   // the number of the call on its channel, where its place among the calls does not tell it
-  // Of a line that makes several reductions in a program. The upper half is a hash of how the operands of this one come from
-  // the arguments of the program, the lower half one of how those of all come. 0: it makes one, or they all come alike.
+  // Of a line that makes several reductions in a program. The high 32 bits hash where the operands of this reduction come from,
+  // among the arguments of the program. The low 32 bits hash the same over all these reductions, in any order. 0: the line
+  // makes one reduction, or the hashes of all are equal.
   int64_t order = 0;
 
-  // Whether the other rank makes the same call as this one. That concerns the line too, where the data of all ranks has the
-  // same part in the call: two sums of equal shapes in another order would mix, and so would a sum and a mean, which are one
-  // call. A rank may make the call in a function that this rank does not run. What JAX makes of a call, such as its transpose, is
-  // another collective, whoever makes it.
+  // Whether the other rank makes the same call. In a symmetric call the lines are compared, too: else two sums of equal shapes in
+  // another order would mix, and so would a sum and a mean, which are the same call. The lines may differ if this rank does not
+  // run the other's function. What JAX derives from a call, such as its transpose, is another collective.
   bool Matches(const Post& other) const;
 
-  // Whether the other rank makes the reductions of one line in another order.
-  bool IsMoved(const Post& other) const;
+  // Whether the other rank makes the reductions of one line in another order, so that their operands are exchanged.
+  bool HasReorderedOperands(const Post& other) const;
 
   // A hash of all that Matches compares. Posts with unequal hashes may match all the same, by their lines.
   uint64_t Digest() const;
@@ -46,7 +46,7 @@ struct Difference {
   int rank = -1;  // -1: all calls match
   Post theirs;
   std::string line;
-  bool is_made = false;  // all match, and the comparison has made the collective
+  bool is_made = false;  // all match, and the comparison has completed the piggybacked collective
 };
 
 // A line as ranks tell each other; the end of a long one is cut off.
@@ -76,23 +76,26 @@ class BoardSlot {
   bool exists() const { return number_ >= 0; }
   int64_t number() const { return number_; }
 
-  // What a rank may bring to a call in its cell, beside its post. More ranks may bring less, since each rank reads all.
-  static constexpr int64_t kCarriedBytes = 1 << 10;
-  static bool IsCarried(const Carried& carried, int ranks) {
+  // The operands that may be piggybacked in a rank's cell, beside its post. With more ranks they are smaller, since each rank
+  // reads those of all.
+  static constexpr int64_t kPiggybackBytes = 1 << 10;
+  static bool FitsCell(const PiggybackedCollective& piggybacked, int ranks) {
     constexpr int64_t kOfAllRanks = 16 << 10;
-    return carried.nbytes() <= std::min(kCarriedBytes, kOfAllRanks / ranks);
+    return piggybacked.nbytes() <= std::min(kPiggybackBytes, kOfAllRanks / ranks);
   }
 
-  // Posts a call and compares it with those of the others. `waits`: it waits until all have posted theirs. Meanwhile
-  // `progress` is called from time to time, with the rank that it waits for. If that returns false, the wait ends, and what
-  // Compare returns has no meaning: that rank will not post, or the ranks have given the channel up. `carried`: a collective
-  // that it also makes, if no call differs, when those have posted whose data it needs; null: none. `buffer_of`: where a rank
-  // brings its data to that call, if not to its cell. Calls whose numbers are both even or both odd may have the same one. Then it
-  // makes the collective only if all ranks have brought theirs to buffers, so a rank that has none passes null for `carried`;
-  // `waits` must be true.
+  // Posts a call and compares it with those of the others.
+  // - `waits`: waits until all have posted theirs. progress(rank) is called from time to time, with the rank that the wait is
+  //   for. If it returns false, that rank will not post, or the channel is abandoned; the wait ends, and the result of Compare
+  //   has no meaning.
+  // - `piggybacked`: a collective whose operands travel with the posts; null: none. If no call differs, Compare also completes
+  //   it, as soon as the ranks have posted whose data it needs.
+  // - `buffer_of`: the memory of a rank's operand, if that does not lie in its cell. Calls whose numbers are both even or both
+  //   odd may have the same memory. `waits` must be true. The collective is completed only if every rank has passed
+  //   `piggybacked`; a rank without a buffer passes null.
   using BufferOfRank = std::function<char*(int rank, uint64_t call)>;
   Difference Compare(const Post& post, bool waits, const std::function<bool(int)>& progress,
-                     const Carried* carried = nullptr, const BufferOfRank* buffer_of = nullptr);
+                     const PiggybackedCollective* piggybacked = nullptr, const BufferOfRank* buffer_of = nullptr);
   // The number of the next call.
   uint64_t next_call() const { return calls_ + 1; }
 
@@ -107,7 +110,7 @@ class BoardSlot {
   int rank_ = 0;
   int size_ = 0;
   uint64_t calls_ = 0;
-  uint64_t last_in_buffer_ = 0;  // the last call to which this rank has brought data in a buffer; 0: none
+  uint64_t last_in_buffer_ = 0;  // the last call whose operand this rank has piggybacked in a buffer; 0: none
 };
 
 }  // namespace pycollective

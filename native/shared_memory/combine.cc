@@ -21,10 +21,10 @@ bool Reads(Operation operation, const Arguments& a, Member member, int other) {
 
 bool IsReadBy(Operation operation, const Arguments& a, Member member, int other) {
   if (TraitsOf(operation).dataflow == kPermuted) return other == a.to;  // only the other one knows where its array comes from
-  return Brings(operation, a, member) && Reads(operation, a, {other, member.size}, member.rank);
+  return IsRead(operation, a, member) && Reads(operation, a, {other, member.size}, member.rank);
 }
 
-bool Brings(Operation operation, const Arguments& a, Member member) {
+bool IsRead(Operation operation, const Arguments& a, Member member) {
   const Dataflow dataflow = TraitsOf(operation).dataflow;
   if (dataflow == kPermuted) return a.to >= 0;
   return dataflow != kFromRoot || member.rank == a.root;

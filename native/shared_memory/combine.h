@@ -1,4 +1,4 @@
-// What a rank gets from a collective when it can read what the others bring to it.
+// The result of a rank in a collective, from the operands of the others, where the rank can read them.
 
 #ifndef PYCOLLECTIVE_NATIVE_SHARED_MEMORY_COMBINE_H_
 #define PYCOLLECTIVE_NATIVE_SHARED_MEMORY_COMBINE_H_
@@ -11,7 +11,7 @@
 
 namespace pycollective {
 
-// What a rank brings: block b begins at element b * stride. If the operand is one array, there is only block 0.
+// The operand of a rank: block b begins at element b * stride. If the operand is one array, there is only block 0.
 struct Blocks {
   const void* data;
   int64_t stride;
@@ -24,20 +24,21 @@ struct Member {
   int size;
 };
 
-// Whether this rank's result depends on what another rank brings.
+// Whether the result of this rank depends on the operand of another rank.
 bool Reads(Operation operation, const Arguments& a, Member member, int other);
-// Whether another rank's result depends on what this rank brings, and whether any rank's does.
+// Whether the result of another rank depends on the operand of this rank.
 bool IsReadBy(Operation operation, const Arguments& a, Member member, int other);
-bool Brings(Operation operation, const Arguments& a, Member member);
+// Whether the result of any rank depends on the operand of this rank.
+bool IsRead(Operation operation, const Arguments& a, Member member);
 
-// Copies what lies in `from`, which a rank brings.
+// Copies from the operand of a rank.
 using CopyOfRank = std::function<Outcome(int rank, void* to, const void* from, size_t nbytes)>;
 Outcome CopyInMemory(int rank, void* to, const void* from, size_t nbytes);
 
-// Elements `first` to `first + count` of the result of a collective that is not kByMpi (operations.h), or of each block of it. The operands hold these elements alone.
-// Reductions combine the ranks in their order, so that the result does not depend on how it is cut into pieces, nor on the
-// rank. A rank that gets nothing gets zeros. What is not reduced comes by `copy` alone, which may take it from memory that this
-// process has no part in.
+// Computes elements `first` to `first + count` of the result, or of each block of it. The collective is not kByMpi (operations.h).
+// The operands in `of` hold only these elements. Reductions combine the ranks in their order, so the result depends neither on
+// the pieces nor on the rank. Where a rank has no result, it is zeros. `copy` copies what is not reduced: the operands of others
+// may lie in the memory of another process.
 Outcome Combine(Operation operation, const Arguments& a, Member member, int64_t first, int64_t count, const BlocksOfRank& of,
                 const CopyOfRank& copy = CopyInMemory);
 

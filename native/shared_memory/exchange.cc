@@ -31,15 +31,15 @@ struct alignas(kLine) Line {
   std::atomic<uint64_t> number;
   Exchange::Arrays arrays;
   std::atomic<uint64_t> has_given_up;
-  std::atomic<uint64_t> ways;  // of a slot
+  std::atomic<uint64_t> algorithms;  // of a slot
 };
 
 constexpr size_t AtPage(size_t nbytes) { return (nbytes + kPage - 1) / kPage * kPage; }
 
 int64_t Units(int ranks) { return std::max(kLeastUnits, kUnitsPerRank * ranks); }
 
-// In the memory: a line of each rank of the host, for MayRead; for each slot the number of its first unit, and ways; the counters
-// of each slot's ranks; a word for each unit, which is 1 when it is taken; the units.
+// In the memory: a line of each rank of the host, for MayRead; for each slot the number of its first unit, and the algorithms
+// of its next large allreduces; the counters of each slot's ranks; a word for each unit, which is 1 when it is taken; the units.
 size_t BytesOfShown(int ranks) { return static_cast<size_t>(ranks) * kLine; }
 size_t BytesOfFirsts() { return BoardSlot::kSlots * kLine; }
 size_t BytesOfCounters(int ranks) { return BoardSlot::kSlots * static_cast<size_t>(ranks) * kLine; }
@@ -76,7 +76,7 @@ void Exchange::OpenMemory(void* begin, int ranks) {
 
 std::atomic<uint64_t>& Exchange::FirstOf(int64_t slot) { return Firsts()[slot].number; }
 
-std::atomic<uint64_t>& Exchange::WaysOf(int64_t slot) { return Firsts()[slot].ways; }
+std::atomic<uint64_t>& Exchange::AlgorithmsOf(int64_t slot) { return Firsts()[slot].algorithms; }
 
 std::atomic<uint64_t>& Exchange::CounterOf(int rank) const { return CounterLine(slot_, rank).number; }
 
@@ -102,7 +102,7 @@ uint64_t Exchange::TakeBuffers(int ranks) {
 
 void Exchange::Begin(int64_t slot) {
   FirstOf(slot).store(0, std::memory_order_relaxed);
-  WaysOf(slot).store(0, std::memory_order_relaxed);
+  AlgorithmsOf(slot).store(0, std::memory_order_relaxed);
   for (int rank = 0; rank < ranks_of_host; ++rank) {
     CounterLine(slot, rank).number.store(0, std::memory_order_relaxed);
     CounterLine(slot, rank).has_given_up.store(0, std::memory_order_relaxed);

@@ -6,8 +6,8 @@
 //
 // The arrays themselves go through buffers. The ranks of a channel take theirs when they first need them, and keep them until
 // the channel is freed. If none are left, MPI carries the arrays of that channel. Large arrays need no buffers where the kernel
-// lets a rank read another one's memory: beside its counter a rank shows the others where its arrays are. Large allreduces go the
-// way that is faster.
+// lets a rank read another one's memory: beside its counter a rank shows the others where its arrays are. For large allreduces the
+// faster algorithm is autotuned.
 
 #ifndef PYCOLLECTIVE_NATIVE_SHARED_MEMORY_EXCHANGE_H_
 #define PYCOLLECTIVE_NATIVE_SHARED_MEMORY_EXCHANGE_H_
@@ -19,8 +19,8 @@
 
 #include "mpi/elements.h"
 #include "mpi/wait.h"
+#include "shared_memory/autotuner.h"
 #include "shared_memory/board.h"
-#include "shared_memory/trial.h"
 
 namespace pycollective {
 
@@ -68,8 +68,8 @@ class Exchange {
   }
   bool HasBuffers() const { return first_ > kNone; }
 
-  // The memory in which a rank has its part of a piece. Pieces count up, from 0. What ranks bring to a comparison (board.h) lies
-  // in the buffers, too, by the call's number.
+  // The memory in which a rank has its part of a piece. Pieces count up, from 0. Operands that are piggybacked on a comparison
+  // (board.h) lie in the buffers, too, by the number of the call.
   char* BufferOf(int rank, uint64_t piece) const;
 
   // Where another rank finds a rank's arrays, in the memory of its process.
@@ -82,25 +82,25 @@ class Exchange {
   void ShowArrays(const void* send, const void* recv);
   Arrays ArraysOf(int rank) const;
 
-  // A rank that must leave a call before the others have read its arrays says so. What they have read may be wrong.
+  // A rank that must leave a call before the others have read its arrays marks them invalid. Readers discard what they copied.
   void GiveUp();
   bool HasGivenUp(int rank) const;
 
-  // The way (trial.h) of the channel's next large allreduce of so many bytes. Rank 0 tells the way in each large allreduce for the next
-  // one. By then all ranks have begun, so they have read the old way. All wait for rank 0's next step before they end, so they
-  // read the new one in the next call.
-  int NextWay(int64_t nbytes) const {
-    return static_cast<int>(WaysOf(slot_).load(std::memory_order_relaxed) >> PowerOfTwo(nbytes) & 1);
+  // The algorithm (autotuner.h) of the channel's next large allreduce of so many bytes. Rank 0 autotunes: in each large allreduce
+  // it publishes the algorithm of the next one. It does so when all ranks have begun the call, and so have read the algorithm of
+  // this call. No rank ends the call before rank 0's next step, so all read the new algorithm in the next call.
+  int NextAlgorithm(int64_t nbytes) const {
+    return static_cast<int>(AlgorithmsOf(slot_).load(std::memory_order_relaxed) >> PowerOfTwo(nbytes) & 1);
   }
-  void TellNextWay(int64_t nbytes) {
+  void PublishNextAlgorithm(int64_t nbytes) {
     if (rank_ != 0) return;
     const int size = PowerOfTwo(nbytes);  // each size learns for itself
-    const uint64_t others = WaysOf(slot_).load(std::memory_order_relaxed) & ~(uint64_t{1} << size);
-    WaysOf(slot_).store(others | static_cast<uint64_t>(trials_[size].Next()) << size, std::memory_order_relaxed);
+    const uint64_t others = AlgorithmsOf(slot_).load(std::memory_order_relaxed) & ~(uint64_t{1} << size);
+    AlgorithmsOf(slot_).store(others | static_cast<uint64_t>(autotuners_[size].Next()) << size, std::memory_order_relaxed);
   }
-  // A large allreduce has taken so long in a way.
-  void Learn(int way, int64_t nbytes, int64_t nanoseconds) {
-    if (rank_ == 0) trials_[PowerOfTwo(nbytes)].Learn(way, nbytes, nanoseconds);
+  // A large allreduce of `nbytes` by `algorithm` has taken `nanoseconds`.
+  void Learn(int algorithm, int64_t nbytes, int64_t nanoseconds) {
+    if (rank_ == 0) autotuners_[PowerOfTwo(nbytes)].Learn(algorithm, nbytes, nanoseconds);
   }
 
   // Tells the others that this rank has done a step. Returns the number to which each rank's counter comes by that step.
@@ -121,7 +121,7 @@ class Exchange {
   static constexpr uint64_t kNone = 1;  // of first_: there are no buffers
 
   static std::atomic<uint64_t>& FirstOf(int64_t slot);
-  static std::atomic<uint64_t>& WaysOf(int64_t slot);
+  static std::atomic<uint64_t>& AlgorithmsOf(int64_t slot);
   static uint64_t TakeBuffers(int ranks);
   std::atomic<uint64_t>& CounterOf(int rank) const;
 
@@ -132,7 +132,7 @@ class Exchange {
   uint64_t posted_ = 0;
   uint64_t pieces_ = 0;
   uint64_t free_at_[2] = {0, 0};
-  std::map<int, Trial> trials_;  // for each size, of rank 0
+  std::map<int, TwoWayAutotuner> autotuners_;  // for each size, of rank 0
 };
 
 }  // namespace pycollective

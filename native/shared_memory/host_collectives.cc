@@ -26,7 +26,7 @@ constexpr int64_t kSmallBytes = 8 << 10;
 constexpr int64_t kReadBytes = 8 << 10;
 constexpr int64_t kReadAllreduceBytes = 1 << 20;
 
-// The ways of an allreduce, as Exchange::NextWay() counts them. The first is tried first.
+// The algorithms of an allreduce, as Exchange::NextAlgorithm() counts them. The first is tried first.
 constexpr int kReading = 0, kBuffering = 1;
 
 // What a rank reads at once of the arrays that it reduces: what stays in the cache of its core, since each time the kernel must look
@@ -87,7 +87,7 @@ Outcome CannotRead(int rank, const std::string& why) {
   return outcome;
 }
 
-const auto& kNothingBetween = *new HostCollective::Between([](void*, int64_t) -> Outcome { return {}; });
+const auto& kNoInterHostStep = *new HostCollective::InterHostStep([](void*, int64_t) -> Outcome { return {}; });
 
 // Cuts an array into pieces. A rank fills the next one before it waits for the others' parts of this one: so they wait
 // less for it.
@@ -106,21 +106,21 @@ Outcome InPieces(int64_t count, int64_t at_once, Fill fill, Reduce reduce, Take 
 
 }  // namespace
 
-HostCollective::Way HostCollective::WayOf(Operation operation, const Arguments& a, int ranks) {
+HostCollective::Algorithm HostCollective::AlgorithmOf(Operation operation, const Arguments& a, int ranks) {
   const HostExchange exchange = TraitsOf(operation).host_exchange;
-  if (exchange == kByMpi) return Way::kByMpi;
+  if (exchange == kByMpi) return Algorithm::kByMpi;
   const int64_t least = operation == kAllreduce ? kReadAllreduceBytes : kReadBytes;
   // If no element is read twice, it does not matter whether the caches can hold the arrays.
   const bool pays = exchange == kReadableOnce || (exchange == kReadable && BytesOfAll(operation, a, ranks) <= Exchange::ReadBytes());
   const bool reads = pays && Exchange::MayRead() && static_cast<int64_t>(Bytes(a.count, a.type)) >= least;
-  return reads ? Way::kByReading : Way::kThroughBuffers;
+  return reads ? Algorithm::kByReading : Algorithm::kThroughBuffers;
 }
 
 bool HostCollective::GoesWithComparison(Operation operation, const Arguments& a, int ranks) {
   const auto nbytes = static_cast<int64_t>(Bytes(a.count, a.type));
   const int64_t blocks = TraitsOf(operation).operand == kBlocks ? ranks : 1;
   return nbytes <= kSmallBytes && nbytes * blocks <= Exchange::kBufferBytes &&
-         WayOf(operation, a, ranks) == Way::kThroughBuffers;
+         AlgorithmOf(operation, a, ranks) == Algorithm::kThroughBuffers;
 }
 
 Outcome HostCollective::FreeBuffer(uint64_t comparison, bool* has) {
@@ -128,9 +128,10 @@ Outcome HostCollective::FreeBuffer(uint64_t comparison, bool* has) {
   return *has ? WaitForAll(exchange_.FreeAt(comparison)) : Outcome{};
 }
 
-HostCollective::Way HostCollective::FasterWay(const Arguments& a) {
-  is_trial_ = true;
-  return exchange_.NextWay(static_cast<int64_t>(Bytes(a.count, a.type))) == kReading ? Way::kByReading : Way::kThroughBuffers;
+HostCollective::Algorithm HostCollective::FasterAlgorithm(const Arguments& a) {
+  is_autotuned_ = true;
+  const int next = exchange_.NextAlgorithm(static_cast<int64_t>(Bytes(a.count, a.type)));
+  return next == kReading ? Algorithm::kByReading : Algorithm::kThroughBuffers;
 }
 
 Outcome HostCollective::HasBuffers(bool* has) {
@@ -185,7 +186,7 @@ Outcome HostCollective::InOneStep(Operation operation, const Arguments& a) {
     const uint64_t number = exchange_.BeginPiece();
     *piece = {number, first, std::min(at_once, a.count - first), 0};
     PYCOLLECTIVE_RETURN_IF_FAILED(WaitForAll(exchange_.FreeAt(number)));
-    for (int64_t block = 0; block < blocks && Brings(operation, a, member_); ++block) {
+    for (int64_t block = 0; block < blocks && IsRead(operation, a, member_); ++block) {
       if (blocks > 1 && block == own) continue;  // for this rank itself
       const size_t nbytes = Bytes(piece->count, a.type);
       Copy(At(exchange_.BufferOf(own, number), block * piece->count, a.type), At(a.send, block * a.count + first, a.type),
@@ -214,22 +215,22 @@ Outcome HostCollective::InOneStep(Operation operation, const Arguments& a) {
   return InPieces<Piece>(a.count, at_once, fill, [](Piece*) { return Outcome{}; }, take);
 }
 
-Outcome HostCollective::Allreduce(const Arguments& a, int sharers, const Between& between) {
+Outcome HostCollective::Allreduce(const Arguments& a, int num_shares, const InterHostStep& inter_host_step) {
   if (a.count == 0) return {};
-  if (Exchange::MayRead()) return AllreduceByReading(a, sharers, between);
+  if (Exchange::MayRead()) return AllreduceByReading(a, num_shares, inter_host_step);
   // The shares are those of AllreduceByReading: on another host the ranks may read.
-  const Shares shares(a.count, sharers, a.type);
+  const Shares shares(a.count, num_shares, a.type);
   const auto share_of = [&](int rank, const void* from) {
     Arguments share = a.On(At(from, shares.Begin(rank), a.type), At(a.recv, shares.Begin(rank), a.type), shares.CountOf(rank));
     share.root = rank;
     return share;
   };
-  for (int rank = 0; rank < sharers; ++rank) {
+  for (int rank = 0; rank < num_shares; ++rank) {
     PYCOLLECTIVE_RETURN_IF_FAILED(mpi_.Reduce(channel_, share_of(rank, a.send)));
   }
   const Arguments own = share_of(member_.rank, a.recv);
-  if (own.count > 0) PYCOLLECTIVE_RETURN_IF_FAILED(between(own.recv, own.count));
-  for (int rank = 0; rank < sharers; ++rank) PYCOLLECTIVE_RETURN_IF_FAILED(mpi_.Bcast(channel_, share_of(rank, a.recv)));
+  if (own.count > 0) PYCOLLECTIVE_RETURN_IF_FAILED(inter_host_step(own.recv, own.count));
+  for (int rank = 0; rank < num_shares; ++rank) PYCOLLECTIVE_RETURN_IF_FAILED(mpi_.Bcast(channel_, share_of(rank, a.recv)));
   return {};
 }
 
@@ -277,7 +278,7 @@ Outcome HostCollective::AllreduceThroughBuffers(const Arguments& a, const Scatte
     PYCOLLECTIVE_RETURN_IF_FAILED(WaitForAll(piece->filled));
     if (piece->first == 0) {
       begin_ns += NowNs();
-      if (is_trial_) exchange_.TellNextWay(nbytes);
+      if (is_autotuned_) exchange_.PublishNextAlgorithm(nbytes);
     }
     const int64_t begin = piece->shares.Begin(own);
     WriteForOthers(buffer(own, *piece, begin), piece->shares.CountOf(own), a.type, [&](int64_t at, int64_t n, void* to) {
@@ -310,13 +311,13 @@ Outcome HostCollective::AllreduceThroughBuffers(const Arguments& a, const Scatte
   };
 
   PYCOLLECTIVE_RETURN_IF_FAILED(InPieces<Piece>(a.count, at_once, fill, reduce, take));
-  if (is_trial_) exchange_.Learn(kBuffering, nbytes, NowNs() - begin_ns);
+  if (is_autotuned_) exchange_.Learn(kBuffering, nbytes, NowNs() - begin_ns);
   return {};
 }
 
 Outcome HostCollective::ByReading(Operation operation, const Arguments& a) {
   if (a.count == 0) return {};
-  if (operation == kAllreduce) return AllreduceByReading(a, member_.size, kNothingBetween);
+  if (operation == kAllreduce) return AllreduceByReading(a, member_.size, kNoInterHostStep);
   ShownArrays own(exchange_, a.send, a.recv);
   const uint64_t shown = exchange_.Post();
   for (int rank = 0; rank < member_.size; ++rank) {
@@ -367,20 +368,20 @@ Outcome HostCollective::ReadAndReduce(const Arguments& a, int64_t first, int64_t
   return {};
 }
 
-Outcome HostCollective::AllreduceByReading(const Arguments& a, int sharers, const Between& between) {
-  const Shares shares(a.count, sharers, a.type);
+Outcome HostCollective::AllreduceByReading(const Arguments& a, int num_shares, const InterHostStep& inter_host_step) {
+  const Shares shares(a.count, num_shares, a.type);
   const int own = member_.rank;
   ShownArrays arrays(exchange_, a.send, a.recv);
   PYCOLLECTIVE_RETURN_IF_FAILED(WaitForAll(exchange_.Post()));
   const auto nbytes = static_cast<int64_t>(Bytes(a.count, a.type));
   const int64_t begin_ns = NowNs();
-  if (is_trial_) exchange_.TellNextWay(nbytes);
+  if (is_autotuned_) exchange_.PublishNextAlgorithm(nbytes);
   void* const share = At(a.recv, shares.Begin(own), a.type);
   Outcome outcome;
   if (shares.CountOf(own) > 0) {
     outcome = ReadAndReduce(a, shares.Begin(own), shares.CountOf(own), share);
     if (outcome.ok()) {
-      PYCOLLECTIVE_RETURN_IF_FAILED(between(share, shares.CountOf(own)));
+      PYCOLLECTIVE_RETURN_IF_FAILED(inter_host_step(share, shares.CountOf(own)));
     } else {
       exchange_.ShowArrays(a.send, nullptr);  // there is no result to be read
     }
@@ -398,7 +399,7 @@ Outcome HostCollective::AllreduceByReading(const Arguments& a, int sharers, cons
   }
   PYCOLLECTIVE_RETURN_IF_FAILED(WaitForAll(exchange_.Post()));
   arrays.End();
-  if (is_trial_ && outcome.ok()) exchange_.Learn(kReading, nbytes, NowNs() - begin_ns);
+  if (is_autotuned_ && outcome.ok()) exchange_.Learn(kReading, nbytes, NowNs() - begin_ns);
   return outcome;
 }
 

@@ -7,8 +7,8 @@
 //
 // Large arrays that fit into the caches, or no element of which goes to two ranks, go without buffers, where the kernel lets a
 // rank read another one's memory: the ranks tell each other where their arrays are, and each takes its part of the result
-// straight from there. A rank ends the call when no other reads its arrays. A large allreduce goes the way that is faster here
-// (trial.h).
+// straight from there. A rank ends the call when no other reads its arrays. The algorithm of a large allreduce is autotuned
+// (autotuner.h).
 //
 // Reductions combine the ranks in their order: all ranks get the same bits, in each run.
 
@@ -31,21 +31,21 @@ class HostCollective {
   HostCollective(const Library& mpi, const Channel& channel)
       : mpi_(mpi), channel_(channel), exchange_(*channel.exchange), member_{channel.rank, channel.size} {}
 
-  // The fastest way for a call between so many ranks (docs/performance.md): the same on all of them, since they agree on
-  // Exchange::ReadBytes. If it is kByReading for an allreduce, FasterWay decides.
-  enum class Way { kByMpi, kThroughBuffers, kByReading };
-  static Way WayOf(Operation operation, const Arguments&, int ranks);
+  // The fastest algorithm for a call between so many ranks (docs/performance.md): the same on all of them, since they agree on
+  // Exchange::ReadBytes. If it is kByReading for an allreduce, FasterAlgorithm decides.
+  enum class Algorithm { kByMpi, kThroughBuffers, kByReading };
+  static Algorithm AlgorithmOf(Operation operation, const Arguments&, int ranks);
 
-  // Whether one piece holds a small call, so that its data may lie in the buffers when the ranks compare the call (board.h): they
-  // wait once for each other, not twice.
+  // Whether one piece holds the operand of a call, so that it may be piggybacked on the comparison (board.h) in the buffers: the
+  // ranks wait once for each other, not twice.
   static bool GoesWithComparison(Operation operation, const Arguments&, int ranks);
   // Waits until no rank reads a piece in this rank's buffer for the comparison of such a number. There is one if the channel has
   // found its buffers before.
   Outcome FreeBuffer(uint64_t comparison, bool* has);
 
-  // For a large allreduce that WayOf would make by reading, and for which there are buffers: the way that is faster here. All
+  // For a large allreduce that AlgorithmOf would make by reading, and for which there are buffers: the one that is faster here. All
   // ranks must ask; they get the same answer.
-  Way FasterWay(const Arguments&);
+  Algorithm FasterAlgorithm(const Arguments&);
 
   // Whether the channel has buffers. All its ranks must ask; they get the same answer.
   Outcome HasBuffers(bool* has);
@@ -59,16 +59,16 @@ class HostCollective {
   static bool TakesScattered(const Arguments&);
   Outcome AllreduceScattered(const Arguments& a, const ScatteredArray& array) { return AllreduceThroughBuffers(a, &array); }
 
-  // An allreduce in which the first `sharers` ranks reduce a share each. Before the others take it, between(share,
-  // count) may change it: by what other hosts bring. After an error of that the others wait, until the job ends or MPI
+  // A hierarchical allreduce: the first `num_shares` ranks reduce a share each within the host, then inter_host_step(share, count)
+  // reduces it between hosts, then all ranks copy the shares. If that step fails, the other ranks wait, until the job ends or MPI
   // says that a rank has failed.
-  using Between = std::function<Outcome(void* share, int64_t count)>;
-  Outcome Allreduce(const Arguments&, int sharers, const Between& between);
+  using InterHostStep = std::function<Outcome(void* share, int64_t count)>;
+  Outcome Allreduce(const Arguments&, int num_shares, const InterHostStep& inter_host_step);
 
  private:
   // `scattered`: what this rank brings and takes; null: one array.
   Outcome AllreduceThroughBuffers(const Arguments&, const ScatteredArray* scattered);
-  Outcome AllreduceByReading(const Arguments&, int sharers, const Between& between);
+  Outcome AllreduceByReading(const Arguments&, int num_shares, const InterHostStep& inter_host_step);
   Outcome InOneStep(Operation operation, const Arguments&);
 
   Outcome ReadAndReduce(const Arguments&, int64_t first, int64_t count, void* to);
@@ -84,7 +84,7 @@ class HostCollective {
   const Channel& channel_;
   Exchange& exchange_;
   const Member member_;
-  bool is_trial_ = false;  // FasterWay has chosen
+  bool is_autotuned_ = false;  // FasterAlgorithm has chosen
 };
 
 }  // namespace pycollective

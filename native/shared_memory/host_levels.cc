@@ -109,11 +109,11 @@ Outcome HostLevels::Allreduce(const Library& mpi, const Arguments& a) {
   return AddUp(mpi, a, [&](void* share, int64_t count) { return mpi.Allreduce(lane_, a.On(share, share, count)); });
 }
 
-Outcome HostLevels::AddUp(const Library& mpi, const Arguments& a, const HostCollective::Between& between) {
-  if (local_.size > 1) return HostCollective(mpi, local_).Allreduce(a, lanes_, between);
+Outcome HostLevels::AddUp(const Library& mpi, const Arguments& a, const HostCollective::InterHostStep& inter_host_step) {
+  if (local_.size > 1) return HostCollective(mpi, local_).Allreduce(a, lanes_, inter_host_step);
   // A rank alone on its host has all of it, and there is one lane.
   PYCOLLECTIVE_RETURN_IF_FAILED(CopyInMemory(0, a.recv, a.send, Bytes(a.count, a.type)));
-  return between(a.recv, a.count);
+  return inter_host_step(a.recv, a.count);
 }
 
 int HostLevels::LaneRootOf(int root) const {

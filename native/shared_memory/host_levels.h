@@ -1,4 +1,4 @@
-// A channel with ranks on several hosts, in two levels: the ranks of a host share memory, and MPI connects the hosts.
+// Hierarchical collectives of a channel with ranks on several hosts: the ranks of a host share memory, and MPI connects the hosts.
 //
 // A rank's *lane* are the ranks with the same number on the other hosts. All lanes work at once, each on its share of
 // the data, so no rank sends between hosts what another one of its host has sent already.
@@ -38,7 +38,7 @@ class HostLevels {
   // A call that Has says is made in levels.
   Outcome Run(const Library& mpi, Operation operation, const Arguments&);
 
-  // For Ranks, which says when they may be called.
+  // For RankGroup, which says when they may be called.
   void AddOwnComms(std::vector<int64_t>* comms) const;
   Outcome Free(const Library& mpi);
 
@@ -49,8 +49,8 @@ class HostLevels {
   Outcome ReduceScatter(const Library& mpi, const Arguments&);
   Outcome Allgather(const Library& mpi, const Arguments&);
 
-  // An allreduce within the host, in which between(share, count) brings in what the other hosts of the lane have.
-  Outcome AddUp(const Library& mpi, const Arguments&, const HostCollective::Between& between);
+  // An allreduce within the host, in which inter_host_step(share, count) brings in what the other hosts of the lane have.
+  Outcome AddUp(const Library& mpi, const Arguments&, const HostCollective::InterHostStep& inter_host_step);
   int HostOf(int rank) const { return hosts_[static_cast<size_t>(rank)]; }
   // The number in this rank's lane of the rank on the root's host.
   int LaneRootOf(int root) const;

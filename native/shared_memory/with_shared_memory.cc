@@ -53,7 +53,7 @@ class WithSharedMemory final : public Mpi {
  private:
   template <typename ByMpi>
   Outcome Run(Operation operation, const Channel& channel, const Arguments& a, ByMpi by_mpi) const {
-    using Way = HostCollective::Way;
+    using Algorithm = HostCollective::Algorithm;
     if (channel.memory != nullptr) return by_mpi();
     if (channel.levels != nullptr && channel.levels->Has(operation, a)) {
       bool has_levels = false;
@@ -61,14 +61,14 @@ class WithSharedMemory final : public Mpi {
       if (has_levels) return channel.levels->Run(*this, operation, a);
     }
     if (channel.exchange == nullptr) return by_mpi();
-    Way way = HostCollective::WayOf(operation, a, channel.size);
-    if (way == Way::kByMpi) return by_mpi();
+    Algorithm algorithm = HostCollective::AlgorithmOf(operation, a, channel.size);
+    if (algorithm == Algorithm::kByMpi) return by_mpi();
     HostCollective collective(*this, channel);
-    const bool may_choose = way == Way::kByReading && operation == kAllreduce;
+    const bool may_choose = algorithm == Algorithm::kByReading && operation == kAllreduce;
     bool has_buffers = false;
-    if (may_choose || way == Way::kThroughBuffers) PYCOLLECTIVE_RETURN_IF_FAILED(collective.HasBuffers(&has_buffers));
-    if (may_choose && has_buffers) way = collective.FasterWay(a);
-    if (way == Way::kByReading) return collective.ByReading(operation, a);
+    if (may_choose || algorithm == Algorithm::kThroughBuffers) PYCOLLECTIVE_RETURN_IF_FAILED(collective.HasBuffers(&has_buffers));
+    if (may_choose && has_buffers) algorithm = collective.FasterAlgorithm(a);
+    if (algorithm == Algorithm::kByReading) return collective.ByReading(operation, a);
     return has_buffers ? collective.ThroughBuffers(operation, a) : by_mpi();
   }
 };

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "calls/call.h"
-#include "devices/place.h"
+#include "devices/buffers.h"
 #include "devices/team_collectives.h"
 #include "mpi/collectives.h"
 #include "mpi/dtypes.h"
@@ -52,7 +52,7 @@ struct AllreduceArrays {
 
 // In host memory: small arrays of a type travel together, at most `bucket_bytes` at once. An array of half that size or more
 // goes by itself, since copying it would cost more than a call.
-inline Outcome AllreduceIn(HostPlace&, const Library& mpi, const Lane& lane, const std::vector<ArrayPair>& arrays,
+inline Outcome AllreduceIn(HostBuffers&, const Library& mpi, const Lane& lane, const std::vector<ArrayPair>& arrays,
                            Op op, int64_t bucket_bytes) {
   const auto of_array = [&](const ArrayPair& array) {
     const Arguments arguments{array.x, array.y, array.count, array.type, op};
@@ -71,7 +71,7 @@ inline Outcome AllreduceIn(HostPlace&, const Library& mpi, const Lane& lane, con
 }
 
 // On an accelerator: all arrays of a type travel as one, in pieces.
-inline Outcome AllreduceIn(DevicePlace& place, const Library& mpi, const Lane& lane,
+inline Outcome AllreduceIn(DeviceBuffers& buffers, const Library& mpi, const Lane& lane,
                            const std::vector<ArrayPair>& arrays, Op op, int64_t bucket_bytes) {
   Outcome first;
   for (int number = 0; number < kTypeCount; ++number) {
@@ -82,7 +82,7 @@ inline Outcome AllreduceIn(DevicePlace& place, const Library& mpi, const Lane& l
     }
     if (of_type.empty()) continue;
     // After an error the other calls are made all the same, since other ranks wait in them.
-    const Outcome outcome = place.ExchangeArrays(
+    const Outcome outcome = buffers.ExchangeArrays(
         lane.channel, of_type, bucket_bytes, !mpi.IsOwn(op, type),
         [&](const Channel& channel, const void* x, void* y, int64_t count) {
           return mpi.Allreduce(channel, {x, y, count, type, op});

@@ -13,7 +13,7 @@
 
 #include "base/operations.h"
 #include "calls/call.h"
-#include "devices/place.h"
+#include "devices/buffers.h"
 #include "mpi/packing.h"
 #include "xla/allreduce.h"
 #include "xla/decode.h"
@@ -23,9 +23,9 @@ namespace {
 
 // An allreduce between its start and its end.
 struct Started {
-  Started(DevicePlace place, Call call) : place(place), call(call) {}
+  Started(DeviceBuffers buffers, Call call) : buffers(buffers), call(call) {}
 
-  DevicePlace place;
+  DeviceBuffers buffers;
   Call call;
   AllreduceArrays all;
   ffi::Error error;
@@ -47,9 +47,9 @@ bool AreInPlace(const std::vector<ArrayPair>& arrays) {
 }
 
 // Returns when the call is under way. Operands lie in the buffers of the results, which XLA keeps until AllreduceDone.
-ffi::Error AllreduceStart(DevicePlace place, const Participants& participants, InToken, ffi::RemainingArgs operands,
+ffi::Error AllreduceStart(DeviceBuffers buffers, const Participants& participants, InToken, ffi::RemainingArgs operands,
                           OutToken, ffi::RemainingRets results, int64_t op, int64_t bucket_bytes) {
-  const auto started = std::make_shared<Started>(place, CallIn(place, kAllreduce, participants));
+  const auto started = std::make_shared<Started>(buffers, CallIn(buffers, kAllreduce, participants));
   AllreduceArrays& all = started->all;
   const ffi::Error bad = all.Decode(started->call, participants, operands, results, op);
   if (bad.failure()) return bad;
@@ -59,9 +59,9 @@ ffi::Error AllreduceStart(DevicePlace place, const Participants& participants, I
     return started->call.Error(ffi::ErrorCode::kInternal, "expected operands in the results' buffers, got others",
                                "Please report this.");
   }
-  const Outcome begun = started->place.Start([started, op, bucket_bytes] {
+  const Outcome begun = started->buffers.Start([started, op, bucket_bytes] {
     const auto body = [&](const Library& mpi, const Lane& lane) {
-      return AllreduceIn(started->place, mpi, lane, started->all.arrays, static_cast<Op>(op), bucket_bytes);
+      return AllreduceIn(started->buffers, mpi, lane, started->all.arrays, static_cast<Op>(op), bucket_bytes);
     };
     started->error = CatchAsError(kAllreduce, [&] {
       return started->call.RunNow(started->all.signature, started->all.nbytes, {}, body);
@@ -75,9 +75,9 @@ ffi::Error AllreduceStart(DevicePlace place, const Participants& participants, I
 
 // Waits for the end of the call. The operands are the results of AllreduceStart, in the same buffers as the results
 // here.
-ffi::Error AllreduceDone(DevicePlace place, const Participants& participants, ffi::RemainingArgs operands,
+ffi::Error AllreduceDone(DeviceBuffers buffers, const Participants& participants, ffi::RemainingArgs operands,
                          ffi::RemainingRets results) {
-  const Call call = CallIn(place, kAllreduce, participants);
+  const Call call = CallIn(buffers, kAllreduce, participants);
   std::vector<ArrayPair> arrays;
   for (size_t i = 0; i < results.size(); ++i) {
     const auto x = operands.get<ffi::AnyBuffer>(i);
@@ -98,19 +98,19 @@ ffi::Error AllreduceDone(DevicePlace place, const Participants& participants, ff
     }
   }
   if (started == nullptr || !AreInPlace(arrays)) {
-    place.Drain();  // the call still reads and writes its memory
+    buffers.Drain();  // the call still reads and writes its memory
     return call.Error(ffi::ErrorCode::kInternal, "expected the results of a call that was started, got others",
                       "XLA has moved them in between. Please report this.");
   }
-  const Outcome finished = started->place.Finish();
+  const Outcome finished = started->buffers.Finish();
   return started->error.failure() || finished.ok() ? started->error : call.ErrorOf(finished);
 }
 
 }  // namespace
 
 #define PYCOLLECTIVE_HALF(name, Name, binding)                          \
-  PYCOLLECTIVE_EXPORT_HANDLER(pycollective_device_##name, DevicePlace,  \
-                              NewHandler<Place>(kAllreduce, binding, Name))
+  PYCOLLECTIVE_EXPORT_HANDLER(pycollective_device_##name, DeviceBuffers,  \
+                              NewHandler<Buffers>(kAllreduce, binding, Name))
 PYCOLLECTIVE_DEVICE_OPERATIONS(PYCOLLECTIVE_HALF)
 
 }  // namespace pycollective

@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "base/exports.h"
-#include "mpi/patience.h"
+#include "mpi/backoff.h"
 
 namespace pycollective {
 namespace {
@@ -28,7 +28,7 @@ struct Task {
 
 void Run(Task* task) {
   const xla::ffi::Error error = [&] {
-    const WithNonblocking waits_in_naps;
+    const WithNonblocking as_other_ranks;
     is_patient = true;
     return task->make_call();
   }();

@@ -16,13 +16,13 @@
 #include <memory>
 #include <new>
 
-#include "mpi/patience.h"
+#include "mpi/backoff.h"
 #include "xla/ffi/api/ffi.h"
 #include "xla/kept_arguments.h"
 
 namespace pycollective {
 
-// Runs make_call() in a patient thread (patience.h) of the package's, and fulfils the promise with the error that it returns.
+// Runs make_call() in a patient thread (backoff.h) of the package's, and fulfils the promise with the error that it returns.
 // Returns false if no thread can be had, and may throw std::bad_alloc: then the call has not begun.
 bool StartInThread(std::function<xla::ffi::Error()> make_call, const xla::ffi::Promise& promise);
 

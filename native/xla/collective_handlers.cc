@@ -29,10 +29,10 @@ Outcome NotOnTeams() {
 }
 
 // Runs the collective of a row. `op` and `root` are -1 if it has none.
-template <typename Place>
-ffi::Error Run(const Row& row, Place place, const Participants& participants, const ffi::AnyBuffer& x,
+template <typename Buffers>
+ffi::Error Run(const Row& row, Buffers buffers, const Participants& participants, const ffi::AnyBuffer& x,
                const ffi::AnyBuffer& y, int64_t op, int64_t root) {
-  Call call = CallIn(place, row.operation, participants);
+  Call call = CallIn(buffers, row.operation, participants);
   Type type;
   const bool has_type = row.is_reduction ? ReduceType(x.element_type(), op, &type) : MoveType(x.element_type(), &type);
   if (!has_type) return call.Unsupported(x.element_type());
@@ -40,18 +40,21 @@ ffi::Error Run(const Row& row, Place place, const Participants& participants, co
   if (op >= 0) arguments.op = static_cast<Op>(op);
   if (root >= 0) arguments.root = static_cast<int>(root);
   const ResultMemory result = ResultOf(y);
-  call.Brings(x);
+  call.AddOperandForNanCheck(x);
   const int64_t size = call.size();
   const Traits& traits = TraitsOf(row.operation);
   const int64_t blocks_in = traits.operand == kBlocks ? size : 1;
   const Arguments of_rank = arguments.On(arguments.send, arguments.recv, Count(x) / blocks_in);
-  const CarriedCollective carried(row.operation, of_rank, blocks_in);
-  if (Place::kInHostMemory) call.Makes(carried, HostCollective::GoesWithComparison(row.operation, of_rank, static_cast<int>(size)));
+  const PiggybackedArrayCollective piggybacked(row.operation, of_rank, blocks_in);
+  if (Buffers::kInHostMemory) {
+    call.AllowPiggyback(piggybacked, HostCollective::GoesWithComparison(row.operation, of_rank, static_cast<int>(size)));
+  }
   return call.Run(
-      place, SignatureOf(row.operation, participants, x, op, root, participants.tree()), std::max(NBytes(x), NBytes(y)), {&result, 1},
+      buffers, SignatureOf(row.operation, participants, x, op, root, participants.tree()), std::max(NBytes(x), NBytes(y)),
+      {&result, 1},
       [&](const Library& mpi, const Lane& lane) {
         const int64_t ranks = lane.channel.size;
-        if constexpr (Place::kInHostMemory) {
+        if constexpr (Buffers::kInHostMemory) {
           if (lane.team != nullptr) {
             if (row.on_team == nullptr) return NotOnTeams();
             const int64_t blocks = traits.operand == kBlocks ? ranks * lane.team->size() : 1;
@@ -63,31 +66,31 @@ ffi::Error Run(const Row& row, Place place, const Participants& participants, co
         const View out = ViewOf(y, type, traits.result == kBlocks ? ranks : 1);
         const bool in_place = traits.operand == kWhole && traits.result == kWhole;
         const bool is_own = row.is_reduction && mpi.IsOwn(arguments.op, type);
-        return place.Exchange(lane.channel, in, out, {true, in_place, !is_own},
+        return buffers.Exchange(lane.channel, in, out, {true, in_place, !is_own},
                               [&](const Channel& channel, const void* send, void* recv, int64_t count) {
                                 return (mpi.*row.call)(channel, arguments.On(send, recv, count));
                               });
       });
 }
 
-// Makes the handler of a row for a place. XLA hands over exactly the attributes that the row names.
-template <typename Place, int kAttributes>
+// Makes the handler of a row, for buffers of one kind. XLA hands over exactly the attributes that the row names.
+template <typename Buffers, int kAttributes>
 ffi::Ffi* NewHandlerOf(const Row& row) {
   constexpr bool kHasOp = (kAttributes & kOp) != 0;
   constexpr bool kHasRoot = (kAttributes & kRoot) != 0;
-  const auto run = [row](Place place, const Participants& participants, InToken, In x, OutToken, Out y,
+  const auto run = [row](Buffers buffers, const Participants& participants, InToken, In x, OutToken, Out y,
                          auto... attributes) {
     const int64_t values[] = {attributes..., -1};
-    return Run(row, place, participants, x, *y, kHasOp ? values[0] : -1, kHasRoot ? values[kHasOp ? 1 : 0] : -1);
+    return Run(row, buffers, participants, x, *y, kHasOp ? values[0] : -1, kHasRoot ? values[kHasOp ? 1 : 0] : -1);
   };
   if constexpr (kHasOp && kHasRoot) {
-    return NewHandler<Place>(row.operation, BindArray<Place>("op", "root"), run);
+    return NewHandler<Buffers>(row.operation, BindArray<Buffers>("op", "root"), run);
   } else if constexpr (kHasOp) {
-    return NewHandler<Place>(row.operation, BindArray<Place>("op"), run);
+    return NewHandler<Buffers>(row.operation, BindArray<Buffers>("op"), run);
   } else if constexpr (kHasRoot) {
-    return NewHandler<Place>(row.operation, BindArray<Place>("root"), run);
+    return NewHandler<Buffers>(row.operation, BindArray<Buffers>("root"), run);
   } else {
-    return NewHandler<Place>(row.operation, BindArray<Place>(), run);
+    return NewHandler<Buffers>(row.operation, BindArray<Buffers>(), run);
   }
 }
 
@@ -95,7 +98,7 @@ ffi::Ffi* NewHandlerOf(const Row& row) {
 
 #define PYCOLLECTIVE_COLLECTIVE(name, Name, attributes, operand, result, dataflow, host_exchange, hierarchy, on_team) \
   PYCOLLECTIVE_EXPORT_HANDLERS(                                                                                        \
-      name, NewHandlerOf<Place, attributes>({k##Name, ((attributes) & kOp) != 0, &Library::Name, on_team}))
+      name, NewHandlerOf<Buffers, attributes>({k##Name, ((attributes) & kOp) != 0, &Library::Name, on_team}))
 #define PYCOLLECTIVE_NOTHING(...)
 PYCOLLECTIVE_OPERATIONS(PYCOLLECTIVE_COLLECTIVE, PYCOLLECTIVE_NOTHING)
 

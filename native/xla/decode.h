@@ -12,7 +12,7 @@
 #include "base/exports.h"
 #include "base/operations.h"
 #include "calls/call.h"
-#include "devices/place.h"
+#include "devices/buffers.h"
 #include "mpi/collectives.h"
 #include "mpi/elements.h"
 #include "records/signature.h"
@@ -44,9 +44,9 @@ inline Signature SignatureOf(Operation operation, const Participants& participan
   return signature;
 }
 
-template <typename Place>
-Call CallIn(const Place& place, Operation operation, const Participants& participants) {
-  return Call(operation, participants, place.lane_id(), place.staging());
+template <typename Buffers>
+Call CallIn(const Buffers& buffers, Operation operation, const Participants& participants) {
+  return Call(operation, participants, buffers.lane_id(), buffers.staging(), buffers.piece_bytes());
 }
 
 // Bindings -------------------------------------------------------------------------------------------------------
@@ -63,14 +63,14 @@ auto WithAttributes(Bind bind, const char* name, Names... names) {
 }
 
 // What every handler gets: where its arrays lie, from XLA, and who takes part, from the program.
-template <typename Place>
+template <typename Buffers>
 auto BindCall() {
   const auto with_participants = [](auto&& binding) {
     auto with_comm = std::move(binding).template Attr<ffi::Span<const int64_t>>("comm");
-    return std::move(with_comm).template Attr<int64_t>("spread").template Attr<int64_t>("site").template Attr<int64_t>(
-        "order");
+    auto with_devices = std::move(with_comm).template Attr<int64_t>("devices").template Attr<int64_t>("replicated");
+    return std::move(with_devices).template Attr<int64_t>("site").template Attr<int64_t>("order");
   };
-  if constexpr (Place::kInHostMemory) {
+  if constexpr (Buffers::kInHostMemory) {
     return with_participants(ffi::Ffi::Bind().Ctx<ffi::DeviceOrdinal>());
   } else {
     return with_participants(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<void*>>());
@@ -78,77 +78,77 @@ auto BindCall() {
 }
 
 // token -> token
-template <typename Place>
+template <typename Buffers>
 auto BindTokens() {
-  return BindCall<Place>().template Arg<InToken>().template Ret<ffi::Token>();
+  return BindCall<Buffers>().template Arg<InToken>().template Ret<ffi::Token>();
 }
 
 // token, x -> token
-template <typename Place, typename... Names>
+template <typename Buffers, typename... Names>
 auto BindOperand(Names... names) {
   const auto bind = [] {
-    return BindCall<Place>().template Arg<InToken>().template Arg<In>().template Ret<ffi::Token>();
+    return BindCall<Buffers>().template Arg<InToken>().template Arg<In>().template Ret<ffi::Token>();
   };
   return WithAttributes(bind, names...);
 }
 
 // token, x -> token, y
-template <typename Place, typename... Names>
+template <typename Buffers, typename... Names>
 auto BindArray(Names... names) {
   const auto bind = [] {
-    auto binding = BindCall<Place>().template Arg<InToken>().template Arg<In>();
+    auto binding = BindCall<Buffers>().template Arg<InToken>().template Arg<In>();
     return std::move(binding).template Ret<ffi::Token>().template Ret<ffi::AnyBuffer>();
   };
   return WithAttributes(bind, names...);
 }
 
 // token, xs -> token, ys
-template <typename Place, typename... Names>
+template <typename Buffers, typename... Names>
 auto BindArrays(Names... names) {
   const auto bind = [] {
-    auto binding = BindCall<Place>().template Arg<InToken>().RemainingArgs();
+    auto binding = BindCall<Buffers>().template Arg<InToken>().RemainingArgs();
     return std::move(binding).template Ret<ffi::Token>().RemainingRets();
   };
   return WithAttributes(bind, names...);
 }
 
-// Makes a handler of a binding and function(place, participants, arguments of the binding...). It is never deleted.
-template <typename Place, typename Binding, typename Function>
+// Makes a handler of a binding and function(buffers, participants, arguments of the binding...). It is never deleted.
+template <typename Buffers, typename Binding, typename Function>
 ffi::Ffi* NewHandler(Operation operation, Binding binding, Function function) {
   const auto run = [operation, function](auto where, const Participants& participants, auto... arguments) {
     ffi::Error error =
-        CatchAsError(operation, [&] { return function(Place(where), participants, arguments...); });
+        CatchAsError(operation, [&] { return function(Buffers(where), participants, arguments...); });
     NoteEnd(error);
     return error;
   };
   return std::move(binding)
-      .To([operation, run](auto where, ffi::Span<const int64_t> comm, int64_t spread, int64_t site, int64_t order,
-                auto... arguments) {
-        if constexpr (Place::kIsAsync) {
+      .To([operation, run](auto where, ffi::Span<const int64_t> comm, int64_t devices, int64_t replicated, int64_t site,
+                           int64_t order, auto... arguments) {
+        if constexpr (Buffers::kIsAsync) {
           const auto make_call = [=](ffi::Span<const int64_t> comm, auto... arguments) {
-            return run(where, {comm, spread, site, order}, arguments...);
+            return run(where, {comm, devices, replicated != 0, site, order}, arguments...);
           };
           return RunAsync(make_call, comm, arguments...);
         } else {
-          return run(where, {comm, spread, site, order}, arguments...);
+          return run(where, {comm, devices, replicated != 0, site, order}, arguments...);
         }
       })
       .release();
 }
 
-// Exports a handler as a C function. `new_handler`, an ffi::Ffi*, may use the type Place.
-#define PYCOLLECTIVE_EXPORT_HANDLER(symbol, PlaceType, new_handler)             \
+// Exports a handler as a C function. `new_handler`, an ffi::Ffi*, may use the type Buffers.
+#define PYCOLLECTIVE_EXPORT_HANDLER(symbol, BuffersType, new_handler)             \
   PYCOLLECTIVE_EXPORT XLA_FFI_Error* symbol(XLA_FFI_CallFrame* call_frame) {    \
-    using Place = PlaceType;                                                    \
+    using Buffers = BuffersType;                                                    \
     static ffi::Ffi* const handler = new_handler;                               \
     return handler->Call(call_frame);                                           \
   }
 
 // Exports the handlers of an operation: for CPU devices, for calls beside computation there, and for accelerators.
 #define PYCOLLECTIVE_EXPORT_HANDLERS(name, ...)                                              \
-  PYCOLLECTIVE_EXPORT_HANDLER(pycollective_##name, HostPlace, (__VA_ARGS__))                 \
-  PYCOLLECTIVE_EXPORT_HANDLER(pycollective_async_##name, AsyncHostPlace, (__VA_ARGS__))      \
-  PYCOLLECTIVE_EXPORT_HANDLER(pycollective_device_##name, DevicePlace, (__VA_ARGS__))
+  PYCOLLECTIVE_EXPORT_HANDLER(pycollective_##name, HostBuffers, (__VA_ARGS__))                 \
+  PYCOLLECTIVE_EXPORT_HANDLER(pycollective_async_##name, AsyncHostBuffers, (__VA_ARGS__))      \
+  PYCOLLECTIVE_EXPORT_HANDLER(pycollective_device_##name, DeviceBuffers, (__VA_ARGS__))
 
 }  // namespace pycollective
 

@@ -8,7 +8,7 @@
 
 #include "base/operations.h"
 #include "calls/call.h"
-#include "devices/place.h"
+#include "devices/buffers.h"
 #include "mpi/dtypes.h"
 #include "records/signature.h"
 #include "xla/decode.h"
@@ -17,13 +17,13 @@ namespace pycollective {
 namespace {
 
 // `operands`: those of the operation. `process`: where the program was compiled.
-template <typename Place>
-ffi::Error Enter(Place place, const Participants& participants, InToken, ffi::RemainingArgs operands, OutToken,
+template <typename Buffers>
+ffi::Error Enter(Buffers buffers, const Participants& participants, InToken, ffi::RemainingArgs operands, OutToken,
                  int64_t operation, int64_t process, int64_t op, int64_t root, int64_t pattern) {
   // Before it looks at anything else: another build may have other numbers, and the other library has written addresses
   // and handles into the program.
   const bool is_known = operation >= 0 && operation < kOperationCount;
-  Call call = CallIn(place, is_known ? static_cast<Operation>(operation) : kBarrier, participants);
+  Call call = CallIn(buffers, is_known ? static_cast<Operation>(operation) : kBarrier, participants);
   const ffi::Error foreign = call.CheckProcess(process);
   if (foreign.failure()) return foreign;
   Signature signature{static_cast<int32_t>(operation), participants.DtypeOf(0, ffi::DataType::INVALID)};
@@ -38,7 +38,7 @@ ffi::Error Enter(Place place, const Participants& participants, InToken, ffi::Re
       signature.dtype = participants.DtypeOf(0, x->element_type());
       signature.dimensions = Dimensions(x->dimensions());
     }
-    if (operation != kRecv) call.Brings(*x);
+    if (operation != kRecv) call.AddOperandForNanCheck(*x);
     signature.count += Count(*x);
     nbytes += NBytes(*x);
   }
@@ -47,10 +47,10 @@ ffi::Error Enter(Place place, const Participants& participants, InToken, ffi::Re
 
 // `results`: those of the operation. `check`: whether the first one is a message, whose length `status` tells. `status`:
 // where the other library has written the MPI_Status of `status_bytes`, or 0; it is copied to `copy_to`, if that is not 0.
-template <typename Place>
-ffi::Error Leave(Place place, const Participants& participants, InToken, ffi::RemainingArgs results, OutToken,
+template <typename Buffers>
+ffi::Error Leave(Buffers buffers, const Participants& participants, InToken, ffi::RemainingArgs results, OutToken,
                  int64_t operation, int64_t check, int64_t status, int64_t copy_to, int64_t status_bytes) {
-  Call call = CallIn(place, static_cast<Operation>(operation), participants);
+  Call call = CallIn(buffers, static_cast<Operation>(operation), participants);
   call.Leave();
   void* const written = reinterpret_cast<void*>(status);
   if (copy_to != 0) std::memcpy(reinterpret_cast<void*>(copy_to), written, static_cast<size_t>(status_bytes));
@@ -65,23 +65,23 @@ ffi::Error Leave(Place place, const Participants& participants, InToken, ffi::Re
 }
 
 // token, xs -> token
-template <typename Place, typename... Names>
+template <typename Buffers, typename... Names>
 auto BindGuard(Names... names) {
   const auto bind = [] {
-    return BindCall<Place>().template Arg<InToken>().RemainingArgs().template Ret<ffi::Token>();
+    return BindCall<Buffers>().template Arg<InToken>().RemainingArgs().template Ret<ffi::Token>();
   };
   return WithAttributes(bind, names...);
 }
 
 // Makes a handler as NewHandler does; the operation is an attribute.
-template <typename Place, typename Binding, typename Function>
+template <typename Buffers, typename Binding, typename Function>
 ffi::Ffi* NewGuard(Binding binding, Function function) {
   return std::move(binding)
-      .To([function](auto where, ffi::Span<const int64_t> comm, int64_t spread, int64_t site, int64_t order, InToken token,
-                     ffi::RemainingArgs arrays, OutToken out_token, int64_t operation, auto... attributes) {
+      .To([function](auto where, ffi::Span<const int64_t> comm, int64_t devices, int64_t replicated, int64_t site, int64_t order,
+                     InToken token, ffi::RemainingArgs arrays, OutToken out_token, int64_t operation, auto... attributes) {
         return CatchAsError(static_cast<Operation>(operation), [&] {
-          return function(Place(where), Participants{comm, spread, site, order}, token, arrays, out_token, operation,
-                          attributes...);
+          const Participants participants{comm, devices, replicated != 0, site, order};
+          return function(Buffers(where), participants, token, arrays, out_token, operation, attributes...);
         });
       })
       .release();
@@ -90,7 +90,7 @@ ffi::Ffi* NewGuard(Binding binding, Function function) {
 }  // namespace
 
 #define PYCOLLECTIVE_GUARD(name, Name, ...) \
-  PYCOLLECTIVE_EXPORT_HANDLER(pycollective_##name, HostPlace, (NewGuard<Place>(__VA_ARGS__, Name<Place>)))
+  PYCOLLECTIVE_EXPORT_HANDLER(pycollective_##name, HostBuffers, (NewGuard<Buffers>(__VA_ARGS__, Name<Buffers>)))
 PYCOLLECTIVE_GUARDS(PYCOLLECTIVE_GUARD)
 
 }  // namespace pycollective

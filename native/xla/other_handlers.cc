@@ -8,7 +8,7 @@
 #include "calls/call.h"
 #include "calls/communicators.h"
 #include "calls/messages.h"
-#include "devices/place.h"
+#include "devices/buffers.h"
 #include "mpi/collectives.h"
 #include "mpi/dtypes.h"
 #include "shared_memory/host_collectives.h"
@@ -18,38 +18,40 @@
 namespace pycollective {
 namespace {
 
-template <typename Place>
-ffi::Error Allreduce(Place place, const Participants& participants, InToken, ffi::RemainingArgs operands, OutToken,
+template <typename Buffers>
+ffi::Error Allreduce(Buffers buffers, const Participants& participants, InToken, ffi::RemainingArgs operands, OutToken,
                      ffi::RemainingRets results, int64_t op, int64_t bucket_bytes) {
-  Call call = CallIn(place, kAllreduce, participants);
+  Call call = CallIn(buffers, kAllreduce, participants);
   AllreduceArrays all;
   const ffi::Error bad = all.Decode(call, participants, operands, results, op);
   if (bad.failure()) return bad;
-  const CarriedReduction carried(all.arrays, static_cast<Op>(op));
+  const PiggybackedAllreduce piggybacked(all.arrays, static_cast<Op>(op));
   const Arguments as_bytes{nullptr, nullptr, all.nbytes, Type::kUint8};
-  if (Place::kInHostMemory) call.Makes(carried, HostCollective::GoesWithComparison(kAllreduce, as_bytes, call.size()));
-  for (size_t i = 0; i < operands.size(); ++i) call.Brings(*operands.get<ffi::AnyBuffer>(i));
+  if (Buffers::kInHostMemory) {
+    call.AllowPiggyback(piggybacked, HostCollective::GoesWithComparison(kAllreduce, as_bytes, call.size()));
+  }
+  for (size_t i = 0; i < operands.size(); ++i) call.AddOperandForNanCheck(*operands.get<ffi::AnyBuffer>(i));
   std::vector<ResultMemory> written;
-  if (participants.spread < 0) {
+  if (participants.replicated) {
     for (const ArrayPair& array : all.arrays) written.push_back({array.y, static_cast<size_t>(array.nbytes())});
   }
-  return call.Run(place, all.signature, all.nbytes, {written.data(), written.size()},
+  return call.Run(buffers, all.signature, all.nbytes, {written.data(), written.size()},
                   [&](const Library& mpi, const Lane& lane) {
-                    return AllreduceIn(place, mpi, lane, all.arrays, static_cast<Op>(op), bucket_bytes);
+                    return AllreduceIn(buffers, mpi, lane, all.arrays, static_cast<Op>(op), bucket_bytes);
                   });
 }
 
 // dest, source: for each lane the number of a device, rank * lanes + lane, or -1 for none. Devices exchange their
 // arrays directly, whatever their lanes: there is a tag for each pair of devices. A mesh has tags of its own, as it has
 // channels.
-template <typename Place>
-ffi::Error Ppermute(Place place, const Participants& participants, InToken, In x, OutToken, Out y,
+template <typename Buffers>
+ffi::Error Ppermute(Buffers buffers, const Participants& participants, InToken, In x, OutToken, Out y,
                     ffi::Span<const int64_t> dest, ffi::Span<const int64_t> source, int64_t pattern) {
-  Call call = CallIn(place, kPpermute, participants);
+  Call call = CallIn(buffers, kPpermute, participants);
   Type type;
   if (!MoveType(x.element_type(), &type)) return call.Unsupported(x.element_type());
   const ResultMemory result = ResultOf(*y);
-  call.Brings(x);
+  call.AddOperandForNanCheck(x);
   call.SetRoutes(dest);
   // If each rank has one device, all arrays stay on one channel.
   const bool on_channel = dest.size() == 1;
@@ -58,10 +60,10 @@ ffi::Error Ppermute(Place place, const Participants& participants, InToken, In x
     whole.to = static_cast<int>(dest[0]);
     whole.from = static_cast<int>(source[0]);
   }
-  const CarriedCollective carried(kPpermute, whole, 1);
-  if (Place::kInHostMemory && on_channel) call.Makes(carried, false);  // ranks do not wait for all in it
+  const PiggybackedArrayCollective piggybacked(kPpermute, whole, 1);
+  if (Buffers::kInHostMemory && on_channel) call.AllowPiggyback(piggybacked, false);  // ranks do not wait for all in it
   return call.Run(
-      place, SignatureOf(kPpermute, participants, x, -1, -1, pattern), NBytes(x), {&result, 1},
+      buffers, SignatureOf(kPpermute, participants, x, -1, -1, pattern), NBytes(x), {&result, 1},
       [&](const Library& mpi, const Lane& lane) {
         const Communicator& communicator = call.communicator();
         const auto lanes = static_cast<int64_t>(communicator.lanes.size());
@@ -77,7 +79,7 @@ ffi::Error Ppermute(Place place, const Participants& participants, InToken, In x
         const int to_rank = rank_of(to), from_rank = rank_of(from);
         const int to_tag = to < 0 ? 0 : tag_of(lane.index, to % lanes);
         const int from_tag = from < 0 ? 0 : tag_of(from % lanes, lane.index);
-        return place.Exchange(lane.channel, ViewOf(x, type), ViewOf(*y, type), {},
+        return buffers.Exchange(lane.channel, ViewOf(x, type), ViewOf(*y, type), {},
                               [&](const Channel& channel, const void* in, void* out, int64_t count) {
                                 const Arguments a = whole.On(in, out, count);
                                 return mpi.Permute(channel, {in, count, type, to_rank, to_tag},
@@ -86,19 +88,19 @@ ffi::Error Ppermute(Place place, const Participants& participants, InToken, In x
       });
 }
 
-template <typename Place>
+template <typename Buffers>
 auto BindPpermute() {
   using Routes = ffi::Span<const int64_t>;
-  auto binding = BindArray<Place>().template Attr<Routes>("dest").template Attr<Routes>("source");
+  auto binding = BindArray<Buffers>().template Attr<Routes>("dest").template Attr<Routes>("source");
   return std::move(binding).template Attr<int64_t>("pattern");
 }
 
-template <typename Place>
-ffi::Error Barrier(Place place, const Participants& participants, InToken, OutToken) {
-  Call call = CallIn(place, kBarrier, participants);
+template <typename Buffers>
+ffi::Error Barrier(Buffers buffers, const Participants& participants, InToken, OutToken) {
+  Call call = CallIn(buffers, kBarrier, participants);
   const Signature signature{kBarrier, participants.DtypeOf(0, ffi::DataType::INVALID)};
-  return call.Run(place, signature, 0, {}, [&](const Library& mpi, const Lane& lane) {
-    return place.Exchange(lane.channel, {}, {}, {},
+  return call.Run(buffers, signature, 0, {}, [&](const Library& mpi, const Lane& lane) {
+    return buffers.Exchange(lane.channel, {}, {}, {},
                           [&](const Channel& channel, const void*, void*, int64_t) { return mpi.Barrier(channel); });
   });
 }
@@ -106,15 +108,15 @@ ffi::Error Barrier(Place place, const Participants& participants, InToken, OutTo
 // Messages go whole: the other end may cut them into other pieces, or into none.
 constexpr ExchangeOptions kWholeMessage{false, false, true};
 
-template <typename Place>
-ffi::Error Send(Place place, const Participants& participants, InToken, In x, OutToken, int64_t dest, int64_t tag) {
-  Call call = CallIn(place, kSend, participants);
+template <typename Buffers>
+ffi::Error Send(Buffers buffers, const Participants& participants, InToken, In x, OutToken, int64_t dest, int64_t tag) {
+  Call call = CallIn(buffers, kSend, participants);
   Type type;
   if (!MoveType(x.element_type(), &type)) return call.Unsupported(x.element_type());
   call.SetDest(dest);
-  if (call.has_dest()) call.Brings(x);
-  return call.Run(place, SignatureOf(kSend, participants, x), NBytes(x), {}, [&](const Library& mpi, const Lane& lane) {
-    return place.Exchange(lane.channel, ViewOf(x, type), {}, kWholeMessage,
+  if (call.has_dest()) call.AddOperandForNanCheck(x);
+  return call.Run(buffers, SignatureOf(kSend, participants, x), NBytes(x), {}, [&](const Library& mpi, const Lane& lane) {
+    return buffers.Exchange(lane.channel, ViewOf(x, type), {}, kWholeMessage,
                           [&](const Channel& channel, const void* in, void*, int64_t) {
                             return pycollective::Send(
                                 mpi, channel,
@@ -124,18 +126,18 @@ ffi::Error Send(Place place, const Participants& participants, InToken, In x, Ou
   });
 }
 
-template <typename Place>
-ffi::Error Recv(Place place, const Participants& participants, InToken, In, OutToken, Out y, int64_t source,
+template <typename Buffers>
+ffi::Error Recv(Buffers buffers, const Participants& participants, InToken, In, OutToken, Out y, int64_t source,
                 int64_t tag, int64_t process, int64_t status) {
-  Call call = CallIn(place, kRecv, participants);
+  Call call = CallIn(buffers, kRecv, participants);
   const ffi::Error foreign = call.CheckProcess(process);
   if (foreign.failure()) return foreign;
   Type type;
   if (!MoveType(y->element_type(), &type)) return call.Unsupported(y->element_type());
   const ResultMemory result = ResultOf(*y);
   call.SetSource(source);
-  return call.Run(place, SignatureOf(kRecv, participants, *y), NBytes(*y), {&result, 1}, [&](const Library& mpi, const Lane& lane) {
-    return place.Exchange(lane.channel, {}, ViewOf(*y, type), kWholeMessage,
+  return call.Run(buffers, SignatureOf(kRecv, participants, *y), NBytes(*y), {&result, 1}, [&](const Library& mpi, const Lane& lane) {
+    return buffers.Exchange(lane.channel, {}, ViewOf(*y, type), kWholeMessage,
                           [&](const Channel& channel, const void*, void* out, int64_t) {
                             return pycollective::Recv(
                                 mpi, channel,
@@ -146,10 +148,10 @@ ffi::Error Recv(Place place, const Participants& participants, InToken, In, OutT
   });
 }
 
-template <typename Place>
-ffi::Error Sendrecv(Place place, const Participants& participants, InToken, In x, OutToken, Out y, int64_t dest,
+template <typename Buffers>
+ffi::Error Sendrecv(Buffers buffers, const Participants& participants, InToken, In x, OutToken, Out y, int64_t dest,
                     int64_t send_tag, int64_t source, int64_t recv_tag, int64_t process, int64_t status) {
-  Call call = CallIn(place, kSendrecv, participants);
+  Call call = CallIn(buffers, kSendrecv, participants);
   const ffi::Error foreign = call.CheckProcess(process);
   if (foreign.failure()) return foreign;
   Type send_type, recv_type;
@@ -157,12 +159,12 @@ ffi::Error Sendrecv(Place place, const Participants& participants, InToken, In x
   if (!MoveType(y->element_type(), &recv_type)) return call.Unsupported(y->element_type());
   const ResultMemory result = ResultOf(*y);
   call.SetDest(dest);
-  if (call.has_dest()) call.Brings(x);
+  if (call.has_dest()) call.AddOperandForNanCheck(x);
   call.SetSource(source);
   const Signature signature = SignatureOf(kSendrecv, participants, x);
   const int64_t site = participants.site;
-  return call.Run(place, signature, NBytes(x) + NBytes(*y), {&result, 1}, [&](const Library& mpi, const Lane& lane) {
-    return place.Exchange(
+  return call.Run(buffers, signature, NBytes(x) + NBytes(*y), {&result, 1}, [&](const Library& mpi, const Lane& lane) {
+    return buffers.Exchange(
         lane.channel, ViewOf(x, send_type), ViewOf(*y, recv_type), kWholeMessage,
         [&](const Channel& channel, const void* in, void* out, int64_t) {
           return pycollective::Sendrecv(
@@ -179,7 +181,7 @@ ffi::Error Sendrecv(Place place, const Participants& participants, InToken, In x
 
 #define PYCOLLECTIVE_NOTHING(...)
 #define PYCOLLECTIVE_OTHER(name, Name, dataflow, host_exchange, hierarchy, ...) \
-  PYCOLLECTIVE_EXPORT_HANDLERS(name, NewHandler<Place>(k##Name, __VA_ARGS__, Name<Place>))
+  PYCOLLECTIVE_EXPORT_HANDLERS(name, NewHandler<Buffers>(k##Name, __VA_ARGS__, Name<Buffers>))
 PYCOLLECTIVE_OPERATIONS(PYCOLLECTIVE_NOTHING, PYCOLLECTIVE_OTHER)
 
 }  // namespace pycollective

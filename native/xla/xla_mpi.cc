@@ -155,8 +155,8 @@ int Run(Token comm, Operation operation, const Signature& signature, const Opera
   const Clique* clique = CliqueOf(comm);
   if (!clique->is_known()) return Failure(kUnlearned);
   return CodeOf(CatchAsError(operation, [&] {
-    Call call(operation, {{clique->comm, 2}, 1}, 0, 0);
-    if (operand != nullptr) call.Brings(*operand);
+    Call call(operation, {{clique->comm, 2}, 1}, 0, Staging::kHostMemory, 0);
+    if (operand != nullptr) call.AddOperandForNanCheck(*operand);
     return call.RunNow(signature, nbytes, {}, [&](const Library& mpi, Lane& lane) { return body(call, mpi, lane); });
   }));
 }
@@ -203,7 +203,7 @@ struct Peers {
       : clique(*call.communicator().ranks),
         channel((call.communicator().whole != nullptr ? call.communicator().whole->ranks : call.communicator().ranks)
                     ->channel(0)) {}
-  const Ranks& clique;
+  const RankGroup& clique;
   const Channel& channel;
   Outgoing To(const void* data, int count, Token datatype, int dest, int tag) const {
     return {data, CountOf(count), kDatatypes[datatype - 1].type, clique.RankInWhole(dest), tag};
@@ -355,8 +355,8 @@ PYCOLLECTIVE_EXPORT int MPIABI_Comm_size(Token comm, int* size) {
   return kSuccess;
 }
 
-// Nobody has named the members yet: the calls on the communicator return an error until the mark makes it known. The
-// key is this process's place in the clique. XLA ignores the code that this returns.
+// The members of the new communicator are unknown. Calls on it return an error until the program that gathers the mark has named
+// them. `key` is the rank of this process in the clique. XLA ignores the code that this function returns.
 PYCOLLECTIVE_EXPORT int MPIABI_Comm_split(Token, int, int key, Token* made) {
   const int size = is_learning.load(std::memory_order_acquire) ? learned.size : world->size;
   *made = reinterpret_cast<Token>(new Clique{{-1, 0}, key, size});  // as long as the process lives

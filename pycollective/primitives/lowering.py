@@ -92,10 +92,9 @@ def lower(
         # On accelerators each device that has a copy makes the call itself, together with its partners on the other
         # ranks: these need as many copies. One call for all, as on the host, would copy from device to device.
         one_call_for_all = manual == (_COPIES,) and on_host
-        spread = -devices if one_call_for_all else devices
         site = call_site.site_of_lowered(passed.derivative, passed.program)
         own = _with_dtypes(form.attributes, ctx.avals_in, passed)
-        attributes = {**own, "spread": spread, "site": site, "order": 0}
+        attributes = {**own, "devices": devices, "replicated": one_call_for_all, "site": site, "order": 0}
         with jax_internals.location_named(ctx, name_in_profiles(primitive.name, _structs(ctx.avals_in))):
             taken = operands if on_host else apart(operands)
             results = jax_internals.lower_call(ctx, effect, form.rule, taken, attributes)
@@ -205,7 +204,8 @@ def _lower_decomposition(ctx: Any, form: Decomposition, operands: Sequence[Any])
 
 
 def _lower_composition(ctx: Any, form: Composition, operands: Sequence[Any], passed: Passed) -> Sequence[Any]:
-    one_device = {"spread": 1, "site": call_site.site_of_lowered(passed.derivative, passed.program), "order": 0}
+    site = call_site.site_of_lowered(passed.derivative, passed.program)
+    one_device = {"devices": 1, "replicated": False, "site": site, "order": 0}
     before = form.before.rule, _with_dtypes(form.before.attributes, ctx.avals_in, passed) | one_device
     after = form.after.rule, form.after.attributes | one_device
     with jax.enable_x64(True):  # the operands may have 64 bits where the program around may not make such arrays

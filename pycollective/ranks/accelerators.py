@@ -19,7 +19,7 @@ _OPTION = "jax_cuda_visible_devices"
 CUDA_VISIBLE_DEVICES it works after MPI has started CUDA, and MPI can still reach the other GPUs of the host."""
 
 LANES = 1 << 32
-"""The first lane id of accelerators, larger than those of CPU devices. native/devices/place.h has the same number."""
+"""The first lane id of accelerators, larger than those of CPU devices. native/devices/buffers.h has the same number."""
 
 
 def kind_of(device: jax.Device) -> str:

@@ -369,7 +369,7 @@ def lose_all(losses: int) -> None:
 
 rank_exit.when_all_have_ended(
     lambda: unreceived.tell_at_end(
-        (kept, receive_what_is_left(kept.calls, unreceived.letter())) for kept in in_use.values()
+        (kept, receive_what_is_left(kept.calls, unreceived.header_reader())) for kept in in_use.values()
     )
 )
 

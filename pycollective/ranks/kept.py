@@ -90,7 +90,7 @@ class Kept:
             self.end = "freed"
             eager.forget(self._keys())
             in_use.pop(self.identity)
-            lost = discard_messages(self.calls, unreceived.letter())
+            lost = discard_messages(self.calls, unreceived.header_reader())
             forget(self.mpi)
             if not mpi_is_freed:
                 self.mpi.Delete_attr(keyval())

@@ -12,11 +12,11 @@ from pycollective.errors import message
 from pycollective.transport import native
 from pycollective.transport.chosen import transport
 from pycollective.transport.handlers import Native
-from pycollective.transport.mpi import Letter
+from pycollective.transport.mpi import HeaderReader
 
 
 def _some(senders: Sequence[str]) -> str:
-    """A few of the messages, each once: without a letter a message may be several of MPI's.
+    """A few of the messages, each once: without a header a message may be several of MPI's.
 
     Example:
         >>> _some(["from rank 0 with tag 1", "from rank 0 with tag 1"])
@@ -25,9 +25,9 @@ def _some(senders: Sequence[str]) -> str:
     return "; ".join(list(dict.fromkeys(senders))[:4])
 
 
-def letter() -> Letter | None:
-    """What reads the letters of the messages of programs; None if they have none."""
-    return native.letter if config.check.when >= 2 and isinstance(transport(), Native) else None
+def header_reader() -> HeaderReader | None:
+    """What reads the headers of the messages of programs; None if they have none."""
+    return native.message_header if config.check.when >= 2 and isinstance(transport(), Native) else None
 
 
 def warn(comm: Any, senders: Sequence[str]) -> None:

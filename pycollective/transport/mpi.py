@@ -59,12 +59,12 @@ except (ImportError, RuntimeError) as error:
         )
     ) from error
 
-Letter = Callable[[bytes], tuple[str, bool]]
+HeaderReader = Callable[[bytes], tuple[str, bool]]
 """Reads the first message of a message of a program: what that is, and whether no second one follows."""
 
 __all__ = [
     "MPI",
-    "Letter",
+    "HeaderReader",
     "about_itself",
     "discard_messages",
     "forget",
@@ -107,7 +107,7 @@ def number_in_mpi(value: int | MessageConstant) -> int:
     return int(getattr(MPI, value.name)) if isinstance(value, MessageConstant) else value
 
 
-def discard_messages(comm: MPI.Intracomm, letter: Letter | None = None) -> list[str]:
+def discard_messages(comm: MPI.Intracomm, read_header: HeaderReader | None = None) -> list[str]:
     """Receives the messages that this rank has not received, and says of each what it is, its sender and its tag.
 
     All ranks must make this call, before the communicator is freed: MPI may give the next communicator the same
@@ -115,32 +115,32 @@ def discard_messages(comm: MPI.Intracomm, letter: Letter | None = None) -> list[
 
     Args:
         comm: the communicator.
-        letter: see :func:`receive_what_is_left`.
+        read_header: see :func:`receive_what_is_left`.
     """
     comm.Barrier()
-    return receive_what_is_left(comm, letter)
+    return receive_what_is_left(comm, read_header)
 
 
-def receive_what_is_left(comm: MPI.Intracomm, letter: Letter | None = None) -> list[str]:
+def receive_what_is_left(comm: MPI.Intracomm, read_header: HeaderReader | None = None) -> list[str]:
     """Receives the messages that have arrived and that nobody has received; what each is, its sender and its tag.
 
     Args:
         comm: the communicator.
-        letter: reads the letter with which each message begins; None: messages have none.
+        read_header: reads the header with which each message begins; None: messages have none.
     """
     found: list[str] = []
-    after_letter: set[tuple[int, int]] = set()  # whose next message is the data of a letter
+    after_header: set[tuple[int, int]] = set()  # whose next message is the data of a header
     status = MPI.Status()
     while (late := comm.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, status)) is not None:
         data = bytearray(status.Get_count(MPI.BYTE))
         late.Recv(data)
         sender = status.source, status.tag
-        if sender in after_letter:
-            after_letter.remove(sender)
+        if sender in after_header:
+            after_header.remove(sender)
             continue
-        what, is_whole = ("", True) if letter is None else letter(bytes(data))
+        what, is_whole = ("", True) if read_header is None else read_header(bytes(data))
         if not is_whole:
-            after_letter.add(sender)
+            after_header.add(sender)
         found.append(f"{what} from rank {status.source} with tag {status.tag}".lstrip())
     return found
 

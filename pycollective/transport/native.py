@@ -345,17 +345,17 @@ def is_held(number: int) -> bool:
     return bool(library().pycollective_communicator_is_held(ctypes.c_int64(number)))
 
 
-def letter(data: bytes) -> tuple[str, bool]:
+def message_header(data: bytes) -> tuple[str, bool]:
     """What a message of a program is, and whether it is whole, from the bytes of MPI's message.
 
     native/calls/messages.h has its form.
 
     Example:
-        >>> letter(b"the data of a message without a letter")
+        >>> message_header(b"the data of a message without a header")
         ('', True)
     """
-    text = library().pycollective_letter_text(data, ctypes.c_int64(len(data))).decode()
-    return text, not text or bool(library().pycollective_letter_encloses(data))
+    text = library().pycollective_message_header_text(data, ctypes.c_int64(len(data))).decode()
+    return text, not text or bool(library().pycollective_message_header_encloses(data))
 
 
 def spans_hosts(number: int) -> bool:
@@ -439,5 +439,6 @@ def results_lowering(number: int) -> Any:
 def done_lowering(number: int) -> Any:
     """The rule for ``device_allreduce_done`` of so many arrays."""
     rule = _in_place_lowering("device_allreduce_done", number, has_side_effect=True)
-    one_device = {"spread": np.int64(1), "site": np.int64(0), "order": np.int64(0)}
-    return lambda ctx, *operands, comm: rule(ctx, *operands, comm=np.array(comm, np.int64), **one_device)
+    one_device = {"devices": 1, "replicated": 0, "site": 0, "order": 0}
+    as_int64 = {name: np.int64(value) for name, value in one_device.items()}
+    return lambda ctx, *operands, comm: rule(ctx, *operands, comm=np.array(comm, np.int64), **as_int64)

@@ -51,7 +51,7 @@ def test_a_message_that_nobody_receives(world: pc.Communicator) -> None:
             pc.send(jnp.float32(1), part, dest=1, tag=3)
         part.free()
     got = [str(each.message) for each in caught if each.category is RuntimeWarning]
-    what = r"(float32\[\] at test_messages.py:\d+ \(\w+\) )?"  # by its letter, if messages have any
+    what = r"(float32\[\] at test_messages.py:\d+ \(\w+\) )?"  # by its header, if messages have any
     words = rf"expected no messages under way, got some that nobody received: {what}from rank 0 with tag 3 \(rank 1"
     assert len(got) == (world.rank == 1)
     assert [text for text in got if not re.search(words, text)] == []

@@ -457,7 +457,7 @@ def test_a_command_that_takes_too_long_is_told_from_others(monkeypatch: pytest.M
     assert launch.limited(["sh", "-c", "trap '' TERM; sleep 60"], 0.5).returncode == 137
 
 
-# Rank 0 sends 1 and 3; rank 1 receives once, and so takes 1 for 3. A letter is small, a message of its own data is not.
+# Rank 0 sends 1 and 3; rank 1 receives once, and so takes 1 for 3. A header is small, a message of its own data is not.
 UNRECEIVED = """
 x = jnp.ones(int(sys.argv[1]))
 if comm.rank == 0:

@@ -1,4 +1,4 @@
-// Tests of what a call beside computation is made of: native/xla/async_calls.h, native/mpi/patience.h, native/mpi/waiting_calls.h.
+// Tests of what a call beside computation is made of: native/xla/async_calls.h, native/mpi/backoff.h, native/mpi/waiting_calls.h.
 
 #include <atomic>
 #include <cstdint>
@@ -9,11 +9,11 @@
 #include <thread>
 #include <vector>
 
-#include "xla/async_calls.h"
 #include "harness.h"
-#include "mpi/patience.h"
+#include "mpi/backoff.h"
 #include "mpi/wait.h"
 #include "mpi/waiting_calls.h"
+#include "xla/async_calls.h"
 
 namespace pc = pycollective;
 namespace ffi = xla::ffi;
@@ -173,24 +173,24 @@ void TestAWaitGivesTheCoreAway() {
 }
 
 // Three calls of a size tell how fast they travel. A call that fails tells nothing.
-void TestThePaceLearnsFromSuccess() {
+void TestTheEstimateLearnsFromSuccess() {
   constexpr int64_t kBytes = 1 << 20;
   pc::is_patient = true;
-  pc::Pace pace;
-  for (int i = 0; i < 3; ++i) pc::Pace::Call failed(&pace, kBytes);
-  CHECK(pace.LongestNap(kBytes) == 0);
+  pc::BandwidthEstimate estimate;
+  for (int i = 0; i < 3; ++i) pc::BandwidthEstimate::Sample failed(&estimate, kBytes);
+  CHECK(estimate.LongestSleep(kBytes) == 0);
   for (int i = 0; i < 3; ++i) {
-    pc::Pace::Call call(&pace, kBytes);
-    CHECK(pc::longest_nap == 0);
+    pc::BandwidthEstimate::Sample call(&estimate, kBytes);
+    CHECK(pc::longest_sleep == 0);
     Sleep(20);
     call.Succeed();
   }
-  CHECK(pace.LongestNap(kBytes) > 0);
+  CHECK(estimate.LongestSleep(kBytes) > 0);
   {
-    pc::Pace::Call call(&pace, kBytes);
-    CHECK(pc::longest_nap == pace.LongestNap(kBytes));
+    pc::BandwidthEstimate::Sample call(&estimate, kBytes);
+    CHECK(pc::longest_sleep == estimate.LongestSleep(kBytes));
   }
-  CHECK(pc::longest_nap == pc::kLongestNap);
+  CHECK(pc::longest_sleep == pc::kLongestSleep);
   pc::is_patient = false;
 }
 
@@ -199,7 +199,7 @@ const Tests kTests = {
     {"a_receive_ends_with_its_send", TestAReceiveEndsWithItsSend},
     {"a_wait_gives_the_core_away", TestAWaitGivesTheCoreAway},
     {"calls_run_in_patient_threads", TestCallsRunInPatientThreads},
-    {"the_pace_learns_from_success", TestThePaceLearnsFromSuccess},
+    {"the_estimate_learns_from_success", TestTheEstimateLearnsFromSuccess},
 };
 
 }  // namespace

@@ -18,7 +18,7 @@ def _room(name: str) -> list[Path]:
 
 
 _RECORDER = [*_room("records"), _NATIVE / "mpi" / "dtypes.cc"]
-_BOARD = [_NATIVE / "shared_memory" / name for name in ("board.cc", "carried.cc", "combine.cc")]
+_BOARD = [_NATIVE / "shared_memory" / name for name in ("board.cc", "piggyback.cc", "combine.cc")]
 _LIBRARY = [*_room("mpi"), *_room("records"), *_room("shared_memory")]
 
 SOURCES = {

@@ -24,7 +24,7 @@ bool DoublesInPieces() {
   Launch(stream, [] { Sleep(kLateMs); });
   y[1].CopyTo(before, stream);  // an earlier reader of the results' memory: it must still see zeros
   Events events(stream);
-  const pc::Transfer transfer{SideOf(x), SideOf(y), true, true};
+  const pc::Transfer transfer{EndOf(x), EndOf(y), true, true};
   int64_t calls = 0;
   const pc::Outcome outcome = events.device.Stage(
       transfer, 64, events.ready, events.done, [&](const void* in, void* out, int64_t count) -> pc::Outcome {
@@ -65,7 +65,7 @@ void TestBlocks() {
       const std::vector<Array> y{Array(values.size())};
       const std::vector<Array> x = Late(stream, {values});
       Events events(stream);
-      const pc::Transfer transfer{SideOf(x, kBlocks), SideOf(y, kBlocks), true, false};
+      const pc::Transfer transfer{EndOf(x, kBlocks), EndOf(y, kBlocks), true, false};
       const pc::Outcome outcome = events.device.Stage(
           transfer, stage_bytes, events.ready, events.done,
           [&](const void* in, void* out, int64_t n) -> pc::Outcome {
@@ -94,7 +94,7 @@ void TestSidesOfDifferentShapes() {
   const std::vector<Array> x = Late(stream, {values});
   Events events(stream);
   CHECK(events.device
-            .Stage({SideOf(x), SideOf(y, 2)}, 64, events.ready, events.done,
+            .Stage({EndOf(x), EndOf(y, 2)}, 64, events.ready, events.done,
                    [&](const void* in, void* out, int64_t n) -> pc::Outcome {
                      std::memcpy(out, in, static_cast<size_t>(4 * n));
                      std::memcpy(static_cast<int32_t*>(out) + n, in, static_cast<size_t>(4 * n));
@@ -111,7 +111,7 @@ void TestSidesOfDifferentShapes() {
   received[0].CopyTo(before, stream);
   Events receive(stream);
   CHECK(receive.device
-            .Stage({{}, SideOf(received), false, false}, 8, receive.ready, receive.done,
+            .Stage({{}, EndOf(received), false, false}, 8, receive.ready, receive.done,
                    [&](const void*, void* out, int64_t n) -> pc::Outcome {
                      CHECK(n == 7);  // a message is not cut into pieces
                      std::memcpy(out, values.data(), 28);
@@ -136,7 +136,7 @@ void TestCallsFollowEachOther() {
   uint64_t last = 0;
   for (size_t i = 0; i < results.size(); ++i) {
     last = events[i].device.Post([&, i] {
-      const pc::Transfer transfer{SideOf(x), SideOf(results[i]), true, i % 3 == 0};
+      const pc::Transfer transfer{EndOf(x), EndOf(results[i]), true, i % 3 == 0};
       CHECK(events[i]
                 .device
                 .Stage(transfer, i % 4 == 1 ? 128 : 512, events[i].ready, events[i].done,
@@ -170,7 +170,7 @@ void TestMemoryOfAMessage() {
   const std::vector<Array> x = Late(stream, {Counting(1000)});
   Events events(stream);
   CHECK(events.device
-            .Stage({SideOf(x), {}, false, false}, 64, events.ready, events.done,
+            .Stage({EndOf(x), {}, false, false}, 64, events.ready, events.done,
                    [&](const void* in, void*, int64_t) -> pc::Outcome {
                      CHECK(std::memcmp(in, Counting(1000).data(), 4000) == 0);
                      return {};
@@ -187,7 +187,7 @@ void TestNoMemory() {
   const std::vector<Array> x = Late(stream, {Counting(80)});
   Events events(stream);
   int64_t calls = 0;
-  const pc::Outcome outcome = events.device.Stage({SideOf(x), SideOf(y, 2)}, 64, events.ready, events.done,
+  const pc::Outcome outcome = events.device.Stage({EndOf(x), EndOf(y, 2)}, 64, events.ready, events.done,
                                                   [&](const void* in, void* out, int64_t count) -> pc::Outcome {
                                                     ++calls;
                                                     std::memcpy(out, in, static_cast<size_t>(4 * count));
@@ -241,7 +241,7 @@ void TestPiecesOverlap() {
   Events events(stream);
   int64_t calls = 0;
   CHECK(events.device
-            .Stage({SideOf(x), SideOf(y), true, true}, 64, events.ready, events.done,
+            .Stage({EndOf(x), EndOf(y), true, true}, 64, events.ready, events.done,
                    [&](const void* in, void* out, int64_t count) -> pc::Outcome {
                      // During each call except the last ones, another copy ends.
                      const int64_t before = copied.load();
@@ -268,7 +268,7 @@ void TestOtherWorkGoesOn() {
   std::atomic<bool> on_other{false}, on_same{false};
   pc::Outcome outcome;
   const uint64_t ticket = events.device.Post([&] {
-    outcome = events.device.Stage({SideOf(x), SideOf(y), true, true}, 1 << 20, events.ready, events.done,
+    outcome = events.device.Stage({EndOf(x), EndOf(y), true, true}, 1 << 20, events.ready, events.done,
                                   [&](const void* in, void* out, int64_t count) -> pc::Outcome {
                                     Launch(other, [&] { on_other = true; });
                                     CHECK(BecomesTrue([&] { return on_other.load() && on_same.load(); }));
@@ -311,7 +311,7 @@ void TestErrors() {
     int64_t calls = 0;
     until_failure = nth;
     const pc::Outcome outcome =
-        events.device.Stage({SideOf(x), SideOf(y), true, true}, 64, events.ready, events.done,
+        events.device.Stage({EndOf(x), EndOf(y), true, true}, 64, events.ready, events.done,
                             [&](const void*, void*, int64_t) -> pc::Outcome {
                               ++calls;
                               return {};
@@ -331,7 +331,7 @@ void TestDirect() {
   const std::vector<Array> x = Late(stream, {Counting(10)});
   Events events(stream);
   CHECK(events.device
-            .Direct({SideOf(x), SideOf(y)}, events.ready, events.done,
+            .Direct({EndOf(x), EndOf(y)}, events.ready, events.done,
                     [&](const void* in, void* out, int64_t count) -> pc::Outcome {
                       CHECK(in == x[0].data() && out == y[0].data() && count == 10);
                       CHECK(x[0].Now() == Counting(10));

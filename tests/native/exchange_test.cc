@@ -18,13 +18,13 @@
 #include <thread>
 #include <vector>
 
-#include "shared_memory/board.h"
-#include "shared_memory/carried.h"
-#include "mpi/collectives.h"
-#include "shared_memory/exchange.h"
 #include "harness.h"
-#include "shared_memory/host_collectives.h"
+#include "mpi/collectives.h"
 #include "mpi/packing.h"
+#include "shared_memory/board.h"
+#include "shared_memory/exchange.h"
+#include "shared_memory/host_collectives.h"
+#include "shared_memory/piggyback.h"
 
 namespace pc = pycollective;
 
@@ -271,7 +271,7 @@ void TestABucketOfArrays() {
   }
 }
 
-// No way is by MPI, whether the kernel lets ranks read each other's memory or not.
+// No algorithm is by MPI, whether the kernel lets ranks read each other's memory or not.
 void TestTheLibraryCallsNoMpi() {
   OnRanks(2, [](const pc::Library& library, Member& member) {
     std::vector<float> x(static_cast<size_t>(2 * kPiece), 1.0f), y(x);
@@ -287,15 +287,15 @@ void TestTheLibraryCallsNoMpi() {
     }
     CHECK(library.Barrier(member.channel).ok());
   });
-  using Way = pc::HostCollective::Way;
+  using Algorithm = pc::HostCollective::Algorithm;
   const Host host(2);
   const pc::Arguments large{nullptr, nullptr, kPiece, pc::Type::kFloat32}, larger{nullptr, nullptr, 16 * kPiece, pc::Type::kFloat32};
-  CHECK(pc::HostCollective::WayOf(pc::kAllgather, large, 2) == Way::kByReading);
-  CHECK(pc::HostCollective::WayOf(pc::kScan, large, 2) == Way::kThroughBuffers);
-  CHECK(pc::HostCollective::WayOf(pc::kAllreduce, larger, 2) == Way::kByReading);
+  CHECK(pc::HostCollective::AlgorithmOf(pc::kAllgather, large, 2) == Algorithm::kByReading);
+  CHECK(pc::HostCollective::AlgorithmOf(pc::kScan, large, 2) == Algorithm::kThroughBuffers);
+  CHECK(pc::HostCollective::AlgorithmOf(pc::kAllreduce, larger, 2) == Algorithm::kByReading);
   pc::Exchange::SetReadBytes(0);
-  CHECK(pc::HostCollective::WayOf(pc::kAllgather, large, 2) == Way::kThroughBuffers);
-  CHECK(pc::HostCollective::WayOf(pc::kAllreduce, larger, 2) == Way::kThroughBuffers);
+  CHECK(pc::HostCollective::AlgorithmOf(pc::kAllgather, large, 2) == Algorithm::kThroughBuffers);
+  CHECK(pc::HostCollective::AlgorithmOf(pc::kAllreduce, larger, 2) == Algorithm::kThroughBuffers);
 }
 
 // A rank ends a call that reads arrays when the others have read its own: it may overwrite them then.
@@ -430,7 +430,7 @@ void TestDataThatTravelWithComparisons() {
         is_late();
         bool is_made = false;
         MakeAndCheck(member, call, [&](const pc::Arguments& a) {
-          const pc::CarriedCollective carried(kOperations[call.kind], a, HasBlocks(call.kind) ? size : 1);
+          const pc::PiggybackedArrayCollective piggybacked(kOperations[call.kind], a, HasBlocks(call.kind) ? size : 1);
           bool has_buffer = false;
           const bool brings = meets && !(some_bring_nothing && own() % 2 == 0);
           if (brings) CHECK(pc::HostCollective(library, member.channel).FreeBuffer(member.board.next_call(), &has_buffer).ok());
@@ -438,7 +438,7 @@ void TestDataThatTravelWithComparisons() {
             if (of != rank) is_late();
             return member.exchange.BufferOf(of, number);
           };
-          const auto found = member.board.Compare(post, meets, [](int) { return true; }, has_buffer ? &carried : nullptr,
+          const auto found = member.board.Compare(post, meets, [](int) { return true; }, has_buffer ? &piggybacked : nullptr,
                                                   has_buffer ? &buffer_of : nullptr);
           CHECK((found.rank >= 0) == (one_differs && meets && rank > 0 && size > 2));
           is_made = found.is_made;
@@ -453,47 +453,47 @@ void TestDataThatTravelWithComparisons() {
   }
 }
 
-// The way of a large allreduce changes while ranks come late, and all take the same: else they would wait for ever.
-void TestAllRanksTakeTheSameWay() {
+// The algorithm of a large allreduce changes while ranks come late, and all take the same: else they would wait for ever.
+void TestAllRanksTakeTheSameAlgorithm() {
   for (const int size : {2, 3}) {
     OnRanks(size, [&](const pc::Library& library, Member& member) {
       std::mt19937 random(static_cast<unsigned>(member.channel.rank));
       std::vector<float> x(8 * kPiece + 3), y(x.size());
       for (size_t i = 0; i < x.size(); ++i) x[i] = Value(member.channel.rank, static_cast<int64_t>(i));
       const auto nbytes = static_cast<int64_t>(x.size() * sizeof(float));
-      int ways[2] = {};
+      int algorithms[2] = {};
       for (int call = 0; call < 300; ++call) {
         if (random() % 4 == 0) std::this_thread::sleep_for(std::chrono::microseconds(random() % 300));
-        ++ways[member.exchange.NextWay(nbytes)];
+        ++algorithms[member.exchange.NextAlgorithm(nbytes)];
         CHECK(library.Allreduce(member.channel, {x.data(), y.data(), static_cast<int64_t>(x.size()), pc::Type::kFloat32}).ok());
         for (size_t i = 0; i < y.size(); i += 997) CHECK(y[i] == Sum(size, static_cast<int64_t>(i)));
-        // Whatever the calls have taken, the other way seems to be better now and then.
-        for (int way : {0, 1}) member.exchange.Learn(way, nbytes, static_cast<int64_t>(random() % 1000));
+        // Whatever the calls have taken, the other algorithm seems to be better now and then.
+        for (int algorithm : {0, 1}) member.exchange.Learn(algorithm, nbytes, static_cast<int64_t>(random() % 1000));
       }
-      CHECK(ways[0] > 30 && ways[1] > 30);
+      CHECK(algorithms[0] > 30 && algorithms[1] > 30);
     });
   }
 }
 
-// It finds the faster way, tries the other one seldom, and notices when that has become the faster one. The next way is told before
-// it is known what a call has taken.
-void TestATrialOfTwoWays() {
-  pc::Trial trial;
+// It finds the faster algorithm, probes the other one seldom, and notices when that has become the faster one. The next algorithm
+// is chosen before the time of a call is known.
+void TestATwoWayAutotuner() {
+  pc::TwoWayAutotuner autotuner;
   int next = 0;
-  const auto calls_of = [&](int way, int calls, int64_t cost_of_0, int64_t cost_of_1) {
+  const auto calls_of = [&](int algorithm, int calls, int64_t cost_of_0, int64_t cost_of_1) {
     int found = 0;
     for (int call = 0; call < calls; ++call) {
       const int own = next;
-      if (own == way) ++found;
-      next = trial.Next();
-      trial.Learn(own, 1000, own == 0 ? cost_of_0 : cost_of_1);
+      if (own == algorithm) ++found;
+      next = autotuner.Next();
+      autotuner.Learn(own, 1000, own == 0 ? cost_of_0 : cost_of_1);
     }
     return found;
   };
   CHECK(calls_of(1, 20, 5000, 2000) >= 15);
   CHECK(calls_of(0, 3000, 5000, 2000) == 5);     // after 64, 128, 256, 512 and 1024 more
-  CHECK(calls_of(0, 3000, 1000, 2000) >= 1900);  // a trial of the first way shows it
-  CHECK(calls_of(1, 100, 6000, 2000) >= 85);     // the first way itself has become slow
+  CHECK(calls_of(0, 3000, 1000, 2000) >= 1900);  // a probe of the first algorithm shows it
+  CHECK(calls_of(1, 100, 6000, 2000) >= 85);     // the first algorithm itself has become slow
   CHECK(calls_of(1, 1000, 6000, 2100) >= 980);
 }
 
@@ -605,8 +605,8 @@ const Tests kTests = {
     {"random_calls_of_late_ranks", TestRandomCallsOfLateRanks},
     {"a_reader_that_is_late", TestAReaderThatIsLate},
     {"data_that_travel_with_comparisons", TestDataThatTravelWithComparisons},
-    {"all_ranks_take_the_same_way", TestAllRanksTakeTheSameWay},
-    {"a_trial_of_two_ways", TestATrialOfTwoWays},
+    {"all_ranks_take_the_same_algorithm", TestAllRanksTakeTheSameAlgorithm},
+    {"a_two_way_autotuner", TestATwoWayAutotuner},
     {"barrier", TestBarrier},
     {"buffers_run_out", TestBuffersRunOut},
     {"a_slot_is_used_again", TestASlotIsUsedAgain},

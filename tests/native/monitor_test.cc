@@ -13,16 +13,16 @@
 #include <utility>
 #include <vector>
 
-#include "mpi/collectives.h"
+#include "base/operations.h"
+#include "calls/settings.h"
 #include "harness.h"
 #include "monitor/inquiry.h"
 #include "monitor/monitor.h"
-#include "base/operations.h"
 #include "monitor/process.h"
-#include "records/recorder.h"
-#include "calls/settings.h"
 #include "monitor/side_channel.h"
 #include "monitor/status.h"
+#include "mpi/collectives.h"
+#include "records/recorder.h"
 
 namespace {
 

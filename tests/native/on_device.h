@@ -177,16 +177,16 @@ class Array {
   void* read_ = nullptr;
 };
 
-inline pc::Side SideOf(const std::vector<Array>& arrays, int64_t blocks = 1) {
-  pc::Side side;
-  side.element_bytes = 4;
-  side.blocks = blocks;
+inline pc::TransferEnd EndOf(const std::vector<Array>& arrays, int64_t blocks = 1) {
+  pc::TransferEnd end;
+  end.element_bytes = 4;
+  end.blocks = blocks;
   for (const Array& array : arrays) {
     const auto count = static_cast<int64_t>(array.size()) / blocks;
-    side.arrays.push_back({array.data(), count});
-    side.count += count;
+    end.arrays.push_back({array.data(), count});
+    end.count += count;
   }
-  return side;
+  return end;
 }
 
 // The time that a slow kernel takes: code that does not wait for it reads too early.
@@ -202,7 +202,7 @@ inline std::vector<Array> Late(void* stream, const std::vector<Ints>& values) {
   return arrays;
 }
 
-// The events of one call, as DevicePlace (native/devices/place.h) makes them.
+// The events of one call, as DeviceBuffers (native/devices/buffers.h) makes them.
 struct Events {
   explicit Events(void* stream) : stream(stream) {
     device.AcquireEvent(&ready);

@@ -3,8 +3,8 @@
 #include <atomic>
 #include <thread>
 
-#include "harness.h"
 #include "devices/team.h"
+#include "harness.h"
 
 namespace pc = pycollective;
 

@@ -1,10 +1,10 @@
-// Waiting in a thread that must leave its core to others.
+// Waiting with a backoff, in a thread that must leave its core to others.
 //
-// MPI libraries poll while they wait, and so do the ranks of a host. That is the fastest way where the program can do nothing
-// meanwhile. A thread that makes a call beside XLA's computation is *patient*: it sleeps between two looks.
+// MPI libraries poll while they wait, and so do the ranks of a host. Polling is fastest where the program has nothing to compute
+// meanwhile. A thread that makes a call beside XLA's computation is *patient*: it sleeps between two polls.
 
-#ifndef PYCOLLECTIVE_NATIVE_MPI_PATIENCE_H_
-#define PYCOLLECTIVE_NATIVE_MPI_PATIENCE_H_
+#ifndef PYCOLLECTIVE_NATIVE_MPI_BACKOFF_H_
+#define PYCOLLECTIVE_NATIVE_MPI_BACKOFF_H_
 
 #include <sched.h>
 
@@ -23,8 +23,8 @@ namespace pycollective {
 inline thread_local bool is_patient = false;
 
 // A patient thread's longest sleep, in nanoseconds; 0: it does not sleep, but lets other threads run first.
-inline constexpr int64_t kLongestNap = 200'000;
-inline thread_local int64_t longest_nap = kLongestNap;
+inline constexpr int64_t kLongestSleep = 200'000;
+inline thread_local int64_t longest_sleep = kLongestSleep;
 
 // Whether this thread makes collectives by MPI's nonblocking functions. A patient thread must, and in one call all ranks must do
 // it or none: MPI's blocking and nonblocking collectives do not match. Messages do.
@@ -42,60 +42,60 @@ class WithNonblocking {
   const bool before_;
 };
 
-// The sleeps of one wait. The first last some microseconds, each later one a sixteenth of the time waited so far: a wait ends
-// by no more than that too late.
-class Naps {
+// The backoff of one wait. The first sleeps last some microseconds, each later one a sixteenth of the time waited so far. So a
+// wait is at most a sixteenth longer than with polling.
+class Backoff {
  public:
-  void Take() {
+  void Sleep() {
     constexpr int64_t kShortest = 5'000;
-    if (longest_nap == 0) {
+    if (longest_sleep == 0) {
       sched_yield();
       return;
     }
     const int64_t waited = NowNs() - begin_;
-    std::this_thread::sleep_for(std::chrono::nanoseconds(std::clamp(waited / 16, kShortest, longest_nap)));
+    std::this_thread::sleep_for(std::chrono::nanoseconds(std::clamp(waited / 16, kShortest, longest_sleep)));
   }
 
  private:
   const int64_t begin_ = NowNs();
 };
 
-// How fast the data of a channel's calls travel, and so how long a patient thread may sleep: MPI moves data while somebody looks
-// after them, and a link must not run out of them meanwhile. To find it out, the first calls of each size are made without sleep:
-// what a call takes that sleeps says nothing of the link.
-class Pace {
+// An estimate of the bandwidth of a channel, and so of how long a patient thread may sleep: MPI moves data only while it is
+// called, and the link must not run idle meanwhile. The first calls of each size are samples and are made without sleep, since
+// the time of a call that sleeps says nothing of the link.
+class BandwidthEstimate {
  public:
   // Inside its scope a patient thread sleeps as the calls before allow.
-  class Call {
+  class Sample {
    public:
-    Call(Pace* pace, int64_t nbytes) : pace_(is_patient ? pace : nullptr), nbytes_(nbytes) {
-      if (pace_ == nullptr) return;
-      longest_nap = pace_->LongestNap(nbytes);
+    Sample(BandwidthEstimate* estimate, int64_t nbytes) : estimate_(is_patient ? estimate : nullptr), nbytes_(nbytes) {
+      if (estimate_ == nullptr) return;
+      longest_sleep = estimate_->LongestSleep(nbytes);
       begin_ = NowNs();
     }
-    ~Call() {
-      if (pace_ != nullptr) longest_nap = kLongestNap;
+    ~Sample() {
+      if (estimate_ != nullptr) longest_sleep = kLongestSleep;
     }
-    Call(const Call&) = delete;
-    Call& operator=(const Call&) = delete;
+    Sample(const Sample&) = delete;
+    Sample& operator=(const Sample&) = delete;
 
-    // The call has succeeded, and the pace learns from it: one that fails may end before its data have travelled.
+    // The call has succeeded, and the estimate learns from it: one that fails may end before its data have travelled.
     void Succeed() {
-      if (pace_ != nullptr) pace_->Learn(nbytes_, NowNs() - begin_);
+      if (estimate_ != nullptr) estimate_->Learn(nbytes_, NowNs() - begin_);
     }
 
    private:
-    Pace* const pace_;
+    BandwidthEstimate* const estimate_;
     const int64_t nbytes_;
     int64_t begin_ = 0;
   };
 
-  int64_t LongestNap(int64_t nbytes) const {
+  int64_t LongestSleep(int64_t nbytes) const {
     constexpr int kFirstCalls = 3;
-    constexpr int64_t kBytesPerNap = 24 << 10;  // a socket holds at least as many
+    constexpr int64_t kBytesPerSleep = 24 << 10;  // a socket holds at least as many
     constexpr int64_t kShortestWorthwhile = 25'000;  // to fall asleep and to wake up costs some microseconds
     if (calls_[PowerOfTwo(nbytes)] < kFirstCalls) return 0;
-    const int64_t longest = std::min<int64_t>(kLongestNap, kBytesPerNap * 1'000'000 / std::max<int64_t>(1, bytes_per_ms_));
+    const int64_t longest = std::min<int64_t>(kLongestSleep, kBytesPerSleep * 1'000'000 / std::max<int64_t>(1, bytes_per_ms_));
     return longest < kShortestWorthwhile ? 0 : longest;
   }
 
@@ -114,4 +114,4 @@ class Pace {
 
 }  // namespace pycollective
 
-#endif  // PYCOLLECTIVE_NATIVE_MPI_PATIENCE_H_
+#endif  // PYCOLLECTIVE_NATIVE_MPI_BACKOFF_H_

@@ -1,10 +1,10 @@
-// Where a call's arrays lie, in host memory or on an accelerator, and so how and when they get to MPI.
+// The arrays of a call, in host memory or on an accelerator, and so how and when they get to MPI.
 //
 // Handlers are templates over these classes. Exchange(...) gets the arrays of a call to MPI. On an accelerator that
 // happens inside Run(work), which runs a call's work when the earlier calls of the device are done.
 
-#ifndef PYCOLLECTIVE_NATIVE_DEVICES_PLACE_H_
-#define PYCOLLECTIVE_NATIVE_DEVICES_PLACE_H_
+#ifndef PYCOLLECTIVE_NATIVE_DEVICES_BUFFERS_H_
+#define PYCOLLECTIVE_NATIVE_DEVICES_BUFFERS_H_
 
 #include <algorithm>
 #include <cstdint>
@@ -34,17 +34,17 @@ struct ExchangeOptions {
 };
 
 // Arrays in host memory: MPI reads and writes them where they are.
-class HostPlace {
+class HostBuffers {
  public:
   static constexpr bool kInHostMemory = true;
   static constexpr bool kIsAsync = false;
 
-  explicit HostPlace(int32_t device) : lane_id_(device) {}
+  explicit HostBuffers(int32_t device) : lane_id_(device) {}
 
   // The number by which lanes know the device.
   int64_t lane_id() const { return lane_id_; }
-  // Signature::staging.
-  int64_t staging() const { return 0; }
+  Staging staging() const { return Staging::kHostMemory; }
+  int64_t piece_bytes() const { return 0; }
 
   // Calls call(channel, in, out, count) until all elements of the blocks have been exchanged.
   template <typename Call>
@@ -57,29 +57,30 @@ class HostPlace {
 };
 
 // The same for a call that runs beside XLA's computation (async_calls.h).
-class AsyncHostPlace : public HostPlace {
+class AsyncHostBuffers : public HostBuffers {
  public:
   static constexpr bool kIsAsync = true;
 
-  using HostPlace::HostPlace;
+  using HostBuffers::HostBuffers;
 
-  int64_t staging() const { return Signature::kBesideComputation; }
+  Staging staging() const { return Staging::kHostMemoryBesideComputation; }
 };
 
 // Arrays in the memory of the accelerator that is current in this thread. Work on `stream` writes and reads them.
-class DevicePlace {
+class DeviceBuffers {
  public:
   static constexpr bool kInHostMemory = false;
   static constexpr bool kIsAsync = false;  // a call in two halves is: allreduce_halves.cc
 
-  explicit DevicePlace(void* stream) : stream_(stream) {
+  explicit DeviceBuffers(void* stream) : stream_(stream) {
     found_ = Device::FindCurrent(&ordinal_);
     device_ = &Device::Get(ordinal_);
   }
 
   // The numbers of accelerators begin above those of CPU devices.
   int64_t lane_id() const { return (int64_t{1} << 32) + ordinal_; }
-  int64_t staging() const { return direct ? -stage_bytes : stage_bytes; }
+  Staging staging() const { return direct ? Staging::kDirect : Staging::kPieces; }
+  int64_t piece_bytes() const { return stage_bytes; }
 
   // Returns when `work` is done. The stream's later work waits for the results.
   template <typename Work>
@@ -108,7 +109,7 @@ class DevicePlace {
 
   template <typename Call>
   Outcome Exchange(const Channel& channel, const View& in, const View& out, ExchangeOptions options, Call call) {
-    const Transfer transfer{SideOf(in), SideOf(out), options.in_pieces, options.in_place};
+    const Transfer transfer{EndOf(in), EndOf(out), options.in_pieces, options.in_place};
     return Exchange(channel, transfer, options.direct, call);
   }
 
@@ -141,13 +142,13 @@ class DevicePlace {
   }
 
  private:
-  static Side SideOf(const View& view) {
-    Side side;
-    if (view.data != nullptr) side.arrays.push_back({view.data, view.count});
-    side.count = view.count;
-    side.element_bytes = view.element_bytes;
-    side.blocks = view.blocks;
-    return side;
+  static TransferEnd EndOf(const View& view) {
+    TransferEnd end;
+    if (view.data != nullptr) end.arrays.push_back({view.data, view.count});
+    end.count = view.count;
+    end.element_bytes = view.element_bytes;
+    end.blocks = view.blocks;
+    return end;
   }
 
   template <typename Call>
@@ -187,4 +188,4 @@ class DevicePlace {
 
 }  // namespace pycollective
 
-#endif  // PYCOLLECTIVE_NATIVE_DEVICES_PLACE_H_
+#endif  // PYCOLLECTIVE_NATIVE_DEVICES_BUFFERS_H_

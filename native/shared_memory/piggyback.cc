@@ -1,6 +1,6 @@
-// Implementation of carried.h.
+// Implementation of piggyback.h.
 
-#include "shared_memory/carried.h"
+#include "shared_memory/piggyback.h"
 
 #include <cstring>
 #include <limits>
@@ -16,7 +16,7 @@ constexpr int64_t kTooMany = std::numeric_limits<int64_t>::max();
 
 }  // namespace
 
-int64_t CarriedReduction::nbytes() const {
+int64_t PiggybackedAllreduce::nbytes() const {
   if (arrays_.empty() || op_ == Op::kSumBfloat16) return kTooMany;
   int64_t nbytes = 0;
   for (const ArrayPair& array : arrays_) {
@@ -26,16 +26,16 @@ int64_t CarriedReduction::nbytes() const {
   return nbytes;
 }
 
-void CarriedReduction::Bring(Member, char* to) const {
+void PiggybackedAllreduce::Pack(Member, char* to) const {
   for (const ArrayPair& array : arrays_) {
     if (array.count > 0) std::memcpy(to, array.x, static_cast<size_t>(array.nbytes()));
     to += array.nbytes();
   }
 }
 
-bool CarriedReduction::Needs(Member, int) const { return true; }
+bool PiggybackedAllreduce::Needs(Member, int) const { return true; }
 
-void CarriedReduction::Take(Member member, const BytesOfRank& of) const {
+void PiggybackedAllreduce::Complete(Member member, const BytesOfRank& of) const {
   int64_t first = 0;  // of the array, in bytes
   for (const ArrayPair& array : arrays_) {
     const auto operand_of = [&](int rank) -> const void* { return rank == member.rank ? array.x : of(rank) + first; };
@@ -44,11 +44,11 @@ void CarriedReduction::Take(Member member, const BytesOfRank& of) const {
   }
 }
 
-int64_t CarriedCollective::nbytes() const {
+int64_t PiggybackedArrayCollective::nbytes() const {
   return TraitsOf(operation_).host_exchange != kByMpi ? blocks_ * static_cast<int64_t>(Bytes(a_.count, a_.type)) : kTooMany;
 }
 
-void CarriedCollective::Bring(Member member, char* to) const {
+void PiggybackedArrayCollective::Pack(Member member, char* to) const {
   if (a_.count == 0) return;
   for (int64_t block = 0; block < blocks_; ++block) {
     if (blocks_ > 1 && block == member.rank) continue;  // for this rank itself
@@ -56,9 +56,9 @@ void CarriedCollective::Bring(Member member, char* to) const {
   }
 }
 
-bool CarriedCollective::Needs(Member member, int other) const { return Reads(operation_, a_, member, other); }
+bool PiggybackedArrayCollective::Needs(Member member, int other) const { return Reads(operation_, a_, member, other); }
 
-void CarriedCollective::Take(Member member, const BytesOfRank& of) const {
+void PiggybackedArrayCollective::Complete(Member member, const BytesOfRank& of) const {
   if (a_.count == 0) return;
   const auto blocks_of = [&](int rank) { return Blocks{rank == member.rank ? a_.send : of(rank), a_.count}; };
   Combine(operation_, a_, member, 0, a_.count, blocks_of);
