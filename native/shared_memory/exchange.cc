@@ -29,7 +29,9 @@ int64_t read_bytes = 0;
 // Its rank alone writes it. The others read the arrays after the number.
 struct alignas(kLine) Line {
   std::atomic<uint64_t> number;
-  Exchange::Arrays arrays;
+  int64_t process;
+  const void* send;
+  std::atomic<const void*> recv;  // others may read it while HideResult writes it
   std::atomic<uint64_t> has_given_up;
   std::atomic<uint64_t> algorithms;  // of a slot
 };
@@ -126,7 +128,8 @@ void Exchange::ShowMemory(int rank) {
   own_process = getpid();
   if (own_number == 0) own_number = static_cast<uint64_t>(NowNs()) ^ static_cast<uint64_t>(own_process) << 40;
   Line& shown = Shown(rank);
-  shown.arrays = {own_process, &own_number, nullptr};
+  shown.process = own_process;
+  shown.send = &own_number;
   shown.number.store(own_number, std::memory_order_release);
 }
 
@@ -134,7 +137,7 @@ bool Exchange::ReadsAll() {
   for (int rank = 0; rank < ranks_of_host; ++rank) {
     const uint64_t wanted = Shown(rank).number.load(std::memory_order_acquire);
     uint64_t found = 0;
-    if (CopyFromProcess(Shown(rank).arrays.process, &found, Shown(rank).arrays.send, sizeof(found)) != 0) return false;
+    if (CopyFromProcess(Shown(rank).process, &found, Shown(rank).send, sizeof(found)) != 0) return false;
     if (found != wanted) return false;
   }
   return true;
@@ -157,8 +160,18 @@ bool Exchange::HasGivenUp(int rank) const {
   return CounterLine(slot_, rank).has_given_up.load(std::memory_order_acquire) != 0;
 }
 
-void Exchange::ShowArrays(const void* send, const void* recv) { CounterLine(slot_, rank_).arrays = {own_process, send, recv}; }
+void Exchange::ShowArrays(const void* send, const void* recv) {
+  Line& line = CounterLine(slot_, rank_);
+  line.process = own_process;
+  line.send = send;
+  line.recv.store(recv, std::memory_order_relaxed);
+}
 
-Exchange::Arrays Exchange::ArraysOf(int rank) const { return CounterLine(slot_, rank).arrays; }
+void Exchange::HideResult() { CounterLine(slot_, rank_).recv.store(nullptr, std::memory_order_relaxed); }
+
+Exchange::Arrays Exchange::ArraysOf(int rank) const {
+  const Line& line = CounterLine(slot_, rank);
+  return {line.process, line.send, line.recv.load(std::memory_order_relaxed)};
+}
 
 }  // namespace pycollective

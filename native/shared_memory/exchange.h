@@ -80,6 +80,8 @@ class Exchange {
   };
   // Before this rank posts a step. The others may read it when they have waited for that step, until this rank shows others.
   void ShowArrays(const void* send, const void* recv);
+  // Shows null for `recv` from this rank's next step on: it has no result. Others may still read `send`.
+  void HideResult();
   Arrays ArraysOf(int rank) const;
 
   // A rank that must leave a call before the others have read its arrays marks them invalid. Readers discard what they copied.

@@ -383,7 +383,7 @@ Outcome HostCollective::AllreduceByReading(const Arguments& a, int num_shares, c
     if (outcome.ok()) {
       PYCOLLECTIVE_RETURN_IF_FAILED(inter_host_step(share, shares.CountOf(own)));
     } else {
-      exchange_.ShowArrays(a.send, nullptr);  // there is no result to be read
+      exchange_.HideResult();
     }
   }
   const uint64_t reduced = exchange_.Post();
