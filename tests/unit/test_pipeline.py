@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -260,6 +261,18 @@ def test_show_prints_each_pass(tmp_path: Path) -> None:
         )
         assert bad.returncode == 2
         assert said in bad.stderr
+
+
+@pytest.mark.skipif(jax.__version_info__[:2] != (0, 10), reason="LOUD: docs/pictures/pipeline.txt is JAX 0.10's text")
+def test_the_page_shows_what_the_command_prints() -> None:
+    docs = Path(__file__).parents[2] / "docs" / "pictures"
+    command = [sys.executable, "-m", "pycollective.spmd.show", str(docs / "pipeline.py:step"), "f32[]", "f32[3]"]
+    environ = {**os.environ, "JAX_NUM_CPU_DEVICES": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=environ)
+    before_lowering = [
+        text.partition("# after the pass: lower")[0] for text in (done.stdout, (docs / "pipeline.txt").read_text())
+    ]
+    assert before_lowering[0] == before_lowering[1]
 
 
 def test_stages_end_with_the_lowered_text(world: pc.Communicator) -> None:
