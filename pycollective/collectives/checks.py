@@ -5,6 +5,7 @@ Each check returns the argument in one form, or raises an error that names the p
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -27,7 +28,7 @@ Groups = Sequence[Sequence[int]] | None
 
 def array(where: str, comm: Participants, leaf: Any) -> Array:
     """Returns a leaf as an array. Python scalars take JAX's default dtypes."""
-    if isinstance(leaf, jax.core.Tracer):
+    if isinstance(leaf, jax.Array):
         return leaf
     try:
         return jnp.asarray(leaf)
@@ -99,9 +100,14 @@ def op(where: str, comm: Participants, op: Any) -> str:
     return op
 
 
+@functools.lru_cache(maxsize=256)  # JAX's questions about dtypes cost more than a small call
+def _is_number(dtype: Any) -> bool:
+    return bool(jnp.issubdtype(dtype, jnp.number) or dtype == jnp.bool_)
+
+
 def reducible(where: str, comm: Participants, x: Array, op: str) -> Array:
     """Returns ``x``, whose dtype must have the reduction ``op``."""
-    if not (jnp.issubdtype(x.dtype, jnp.number) or x.dtype == jnp.bool_):
+    if not _is_number(x.dtype):
         fail(TypeError, where, comm, f"a dtype that {op} is defined for", x.dtype, "Reduce numbers or bools.")
     if op in ("min", "max") and jnp.issubdtype(x.dtype, jnp.complexfloating):
         fail(

@@ -124,10 +124,18 @@ def line_of_caller() -> CallSite | None:
 
 
 def _frames(frame: FrameType | None) -> Iterator[frames.Frame]:
+    # An eager call costs as much as a walk over ten frames: those of JAX are passed over first.
     while frame is not None:
         code = frame.f_code
-        yield frames.Frame(code.co_filename, code.co_qualname, code.co_firstlineno, frame.f_lineno)
+        if _counts(code.co_filename):
+            yield frames.Frame(code.co_filename, code.co_qualname, code.co_firstlineno, frame.f_lineno)
         frame = frame.f_back
+
+
+@functools.lru_cache(maxsize=4096)
+def _counts(file: str) -> bool:
+    """Whether a frame of this file may be the user's, or that of the function that the user called."""
+    return is_of_user(file) or file.startswith(_COLLECTIVES)
 
 
 @functools.lru_cache(maxsize=4096)

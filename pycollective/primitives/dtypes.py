@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -23,20 +24,26 @@ def wide(x: Array, op: str) -> Array:
     Floats of 16 and 8 bits are reduced in float32 and rounded once, integers of less than a byte in int8 or uint8, sums
     and products of bool in int32, as :func:`jax.lax.psum` does.
     """
-    dtype = x.dtype
+    dtype = _wide_dtype(x.dtype, op)
+    return x if dtype is None else x.astype(dtype)
+
+
+@functools.lru_cache(maxsize=256)  # JAX's questions about dtypes cost more than a small call
+def _wide_dtype(dtype: Any, op: str) -> Any:
+    """The dtype in which MPI reduces arrays of a dtype; None if it is the same."""
     if dtype == jnp.bool_:
-        return x.astype(jnp.int32) if op in (*SUMS, "prod") else x
+        return jnp.int32 if op in (*SUMS, "prod") else None
     if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32:
-        return x.astype(jnp.float32)
+        return jnp.float32
     if jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < 8:
-        return x.astype(jnp.int8 if jnp.issubdtype(dtype, jnp.signedinteger) else jnp.uint8)
-    return x
+        return jnp.int8 if jnp.issubdtype(dtype, jnp.signedinteger) else jnp.uint8
+    return None
 
 
 def narrow(y: Array, like: Array) -> Array:
     """The inverse of :func:`wide`, for a result of the dtype of ``like``; sums of bool stay int32."""
     # Where JAX has no 64-bit types, astype would cut the values of an array of such a type.
-    return y if like.dtype in (jnp.bool_, y.dtype) else y.astype(like.dtype)
+    return y if y.dtype == like.dtype or like.dtype == bool else y.astype(like.dtype)
 
 
 def reduced(bind: Callable[..., Array], x: Array, op: str, **params: Any) -> Array:

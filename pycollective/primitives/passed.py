@@ -8,6 +8,7 @@ call as well, without data: another rank may pass arrays, and would wait.
 from __future__ import annotations
 
 import contextlib
+import functools
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -26,6 +27,9 @@ _derivative: ContextVar[str] = ContextVar("derivative", default="")
 
 _program: ContextVar[int] = ContextVar("program", default=0)
 """The program over named axes whose collectives are replaced now."""
+
+
+_name = functools.lru_cache(maxsize=256)(str)  # of a dtype: NumPy puts the name together at each call
 
 
 class Passed(NamedTuple):
@@ -52,7 +56,7 @@ class Passed(NamedTuple):
             >>> Passed.of([jnp.zeros(2, "bfloat16")])
             Passed(dtypes=('bfloat16',), derivative='', tree=0, program=0)
         """
-        return cls(tuple(str(x.dtype) for x in xs), _derivative.get(), _tree.get(), _program.get())
+        return cls(tuple([_name(x.dtype) for x in xs]), _derivative.get(), _tree.get(), _program.get())
 
     def at(self, places: Sequence[int]) -> Passed:
         """Some of the operands."""
