@@ -65,8 +65,8 @@ def _connect(mpi: MPI.Intracomm, options: dict[str, Any]) -> None:
     if not one_host:
         progress = Progress(mpi)
         progress.start()
-        rank_exit.at_end(progress.stop)
-    rank_exit.at_end(jax.distributed.shutdown)
+        rank_exit.call_at_end(progress.stop)
+    rank_exit.call_at_end(jax.distributed.shutdown)
     with ExitStack() as held:
         if not mpi.allreduce("coordinator_address" in options, op=MPI.LAND):
             address = held.enter_context(coordinator.chosen(mpi, one_host=one_host, leads_host=leads_host))

@@ -113,7 +113,7 @@ def facts() -> Facts:
     found: list[jax.Device] = []
     try:
         with host_of(MPI.COMM_WORLD) as neighbours:
-            accelerators.take_own(neighbours)
+            accelerators.take_share(neighbours)
             with shared_cores(neighbours):
                 found = jax.local_devices()
     except Exception as error:  # of any kind: the other ranks wait for these facts, which then hold the reason

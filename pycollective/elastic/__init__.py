@@ -1,4 +1,4 @@
-"""Training that goes on without the ranks that fail, where MPI can; else a new start of the job does it."""
+"""Training that continues without failed ranks, where the MPI library supports that; elsewhere the job is restarted."""
 
 from pycollective.elastic.loop import run
 from pycollective.elastic.state import State

@@ -10,15 +10,16 @@ from pycollective.transport import failures
 from pycollective.transport.mpi import MPI
 
 _INTERVAL_S = 0.02
-"""How often a rank looks; a look takes some 30 us, and asks no other rank."""
+"""The seconds between two checks. A check takes about 30 us and does not communicate."""
 
 
 @contextmanager
 def watching(comm: MPI.Intracomm) -> Iterator[None]:
     """Inside, the failure of any rank of ``comm`` ends all calls of this rank with an error, on whichever communicator.
 
-    It does so as well if another rank has revoked ``comm``. A rank may wait for one that lives but has given up, on a
-    communicator that the latter does not know, since its making has failed there. So each rank must end its own calls.
+    If another rank has revoked ``comm``, that ends all calls, too. A rank may wait for a rank that is alive but has met
+    the failure elsewhere, on a communicator that does not exist there because its creation has failed. So each rank
+    must end its own calls.
     """
     over = threading.Event()
 
@@ -26,7 +27,7 @@ def watching(comm: MPI.Intracomm) -> Iterator[None]:
         while not over.wait(_INTERVAL_S):
             if failures.has_failed(comm):
                 comm.Revoke()
-                failures.revoke_all()  # again and again: a communicator may be new
+                failures.revoke_all()  # repeated, since the program may have made another communicator
 
     thread = threading.Thread(target=watch, name="pycollective-elastic", daemon=True)
     thread.start()

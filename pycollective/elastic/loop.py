@@ -1,4 +1,4 @@
-"""``run``: calls a training, and calls it again with the ranks that are left when a rank has failed."""
+"""``run``: calls a training function, and calls it again with the remaining ranks when a rank has failed."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ _ABLE = f"{ELASTIC_LAUNCH} goes on."
 _REMEDY = "pycollective run --restarts N starts the job again after a fault, from its last checkpoint."
 
 _OF_HANDLER = "expected MPI_"
-"""What the error of a handler says of a function of MPI that has failed (native/calls/call.cc)."""
+"""The words of a handler's error for an MPI function that has failed (native/calls/call.cc)."""
 
 _LEARN_S = 2.0
-"""How long after an error of a call this rank may learn that another one has failed."""
+"""How long after the error of a call this rank may learn of the failure of another rank."""
 
 _REPORT_ENDS_S = 10.0
-"""Within this time after a report has killed the stopped ranks it has ended the others (native/monitor/monitor.cc)."""
+"""The longest time between the kill of stopped ranks by a report and its end of the other ranks (native/monitor/monitor.cc)."""
 
 
 class _State:
@@ -51,9 +51,9 @@ class _State:
 
     Attributes:
         runs: whether :func:`run` is under way.
-        told: whether it has said that a failure ends the job.
-        losses: how often it has gone on with fewer ranks.
-        lost: the ranks of MPI_COMM_WORLD that have failed in :func:`run`, and have been named.
+        told: whether it has printed that a failure ends the job.
+        losses: how often it has continued with fewer ranks.
+        lost: the failed ranks of MPI_COMM_WORLD that :func:`run` has named.
     """
 
     runs = False
@@ -62,8 +62,8 @@ class _State:
     lost: ClassVar[set[int]] = set()
 
 
-def _why_not() -> str:
-    """With what a failure ends the job; empty if it does not."""
+def _reason_to_end_job() -> str:
+    """The MPI library or setting with which a failure ends the job; empty if the remaining ranks can continue."""
     return failures.why_not() if (name := transport().name) == "native" else f"init(transport={name!r})"
 
 
@@ -72,24 +72,23 @@ def run(train: Train[R], state: State, *, min_ranks: int = 1, required: bool = F
 @overload
 def run(train: Train[R], state: None = None, *, min_ranks: int = 1, required: bool = False) -> Callable[[State], R]: ...
 def run(train: Train[Any], state: State | None = None, *, min_ranks: int = 1, required: bool = False) -> Any:
-    """Returns ``train(state, world)``, which is called again with the ranks that are left when a rank has failed.
+    """Returns ``train(state, world)``, and calls ``train`` again with the remaining ranks when a rank has failed.
 
-    A rank fails when its process dies by a signal; with a host that goes away the launcher ends the job. When a rank
-    fails, each call of the others ends in an error, which ``train`` should let pass. They go on as a smaller world:
-    :func:`pycollective.world` is a new communicator, all others are unusable, and so are programs that were lowered for
-    them. All values of ``state`` become those of the newest commit of any rank that is left, and ``train`` is called
-    again; functions are traced again. An exception of another kind in ``train`` ends all ranks, as it does without
-    ``run``.
+    A rank fails when its process dies by a signal; if a host fails, the launcher ends the job. When a rank fails, each
+    call of the other ranks ends in an error, which ``train`` should not catch. The remaining ranks continue as a
+    smaller world: :func:`pycollective.world` is a new communicator; all older communicators, and programs that were
+    lowered for them, are unusable. All values of ``state`` become those of the newest commit of any remaining rank, and
+    ``train`` is called again; functions are traced again. An exception of another kind in ``train`` ends all ranks, as
+    it does without ``run``.
 
-    That needs Open MPI 5 under ``mpiexec --with-ft ulfm``. Elsewhere a failure ends the job, and this function says so
-    once, on rank 0.
+    This needs Open MPI 5 under ``mpiexec --with-ft ulfm``. Elsewhere a failure ends the job; rank 0 prints that once.
 
     Args:
-        train: a function of the state and of the world. It goes on from what the state holds, and commits.
-        state: the state, which is committed as it is before the first call. All ranks must have the same. Without it,
-            ``run`` returns a function of the state, and so it is a decorator.
-        min_ranks: with fewer ranks the job ends.
-        required: whether this is an error where ranks cannot go on.
+        train: a function of the state and of the world. It continues from the values of the state, and commits.
+        state: the state, the same on all ranks. It is committed before the first call. Without it, ``run`` returns a
+            function of the state, so ``run`` is a decorator.
+        min_ranks: the job ends if fewer ranks remain.
+        required: whether to raise an error where the remaining ranks could not continue.
 
     Returns:
         What ``train`` returns, when all ranks have returned from it.
@@ -97,7 +96,7 @@ def run(train: Train[Any], state: State | None = None, *, min_ranks: int = 1, re
     Raises:
         TypeError: ``state`` is not a :class:`State`.
         ValueError: there are fewer ranks than ``min_ranks`` at the start.
-        RuntimeError: fewer are left; or ranks cannot go on here, and ``required``; or ``run`` is under way.
+        RuntimeError: fewer ranks remain; or ranks could not continue here, and ``required``; or ``run`` is under way.
 
     Source: User-Level Failure Mitigation (MPI standard 5.0): revoke, shrink, agree. The form is that of
     ``horovod.elastic.run``.
@@ -124,7 +123,7 @@ def run(train: Train[Any], state: State | None = None, *, min_ranks: int = 1, re
         fail(ValueError, _WHERE, world, f"min_ranks={min_ranks} ranks or more", world.size, "Start more ranks.")
     if _State.runs:
         fail(RuntimeError, _WHERE, world, "one call at a time", "a call inside another one", "Call it once, outside.")
-    if why := _why_not():
+    if why := _reason_to_end_job():
         if required:
             fail(RuntimeError, _WHERE, world, "an MPI that goes on when a rank fails", why, f"{_ABLE} {_REMEDY}")
         if not _State.told and world.rank == 0 and world.size > 1:
@@ -138,12 +137,12 @@ def run(train: Train[Any], state: State | None = None, *, min_ranks: int = 1, re
         while True:
             with watching(world.mpi):
                 fine, result = _attempt(train, state, world)
-            # A rank that has returned makes no call until the others have: that is what its end means, too.
+            # A rank that has returned makes no call until all others have returned; the end of a rank means the same.
             with waiting(END if fine else _WHERE, world._identity):
                 all_fine = failures.agree(world.mpi, fine)
             if all_fine:
                 return result
-            world = _go_on(state, world, min_ranks)
+            world = _rebuild_and_restore(state, world, min_ranks)
     finally:
         _State.runs = False
 
@@ -160,7 +159,7 @@ def _attempt(train: Train[R], state: State, world: Communicator) -> tuple[bool, 
     except Exception as error:
         if not _follows_from_failure(error, world.mpi):
             raise
-        world.mpi.Revoke()  # the watch may not have come to it
+        world.mpi.Revoke()  # the watch may not have done so yet
         failures.revoke_all()
         return False, None
     return True, result
@@ -190,10 +189,10 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def _go_on(state: State, world: Communicator, min_ranks: int) -> Communicator:
-    """Makes the world of the ranks that are left, and restores the state. All of them call it.
+def _rebuild_and_restore(state: State, world: Communicator, min_ranks: int) -> Communicator:
+    """Makes the world of the remaining ranks, and restores the state. All remaining ranks must make this call.
 
-    They agree on whether that has succeeded on all, so that a rank that fails meanwhile is met by a new trial on all.
+    The ranks agree whether this has succeeded on all of them. If a rank fails meanwhile, all ranks try again.
     """
     mpi, before = world.mpi, world._world_ranks
     while True:
@@ -204,14 +203,14 @@ def _go_on(state: State, world: Communicator, min_ranks: int) -> Communicator:
         with waiting(_WHERE):
             shrunk = mpi.Shrink()
         assert isinstance(shrunk, MPI.Intracomm)
-        _let_report_end()  # the others wait for this rank in what follows, and so nobody says that ranks go on
+        _wait_for_report()  # the next calls need all ranks, so no rank prints before this wait that ranks continue
         mpi = shrunk
         _State.losses += 1
         commit = None
         with watching(mpi):
             try:
                 left = MPI.Group.Translate_ranks(mpi.Get_group(), None, MPI.COMM_WORLD.Get_group())
-                rank_exit.go_on_without(set(before) - set(left))
+                rank_exit.exclude_failed_ranks(set(before) - set(left))
                 new = worlds.rebuild_world_after_failure(mpi, _State.losses)
                 commit = state._restore(new)
             except (MPI.Exception, RuntimeError) as error:
@@ -234,12 +233,12 @@ def _go_on(state: State, world: Communicator, min_ranks: int) -> Communicator:
     return new
 
 
-def _let_report_end() -> None:
-    """Waits as long as the report of a long wait may be about to end the job, and so this process.
+def _wait_for_report() -> None:
+    """Waits while the report of a long wait may be about to end the job, and with it this process.
 
-    Before a report ends the ranks that wait, it kills those that are stopped. MPI takes such a rank for one that has
-    failed. But the report comes only when a call has waited for longer than the limit, and that call fails when the
-    rank is killed. So it is among this rank's last records, or among those of another one.
+    A report first kills the ranks that are stopped, and then ends the ranks that wait. MPI sees a killed rank as
+    failed. A report is made only after a call has waited for longer than the limit, and the kill makes that call fail.
+    So the failed call is among the last records of this rank, or of another one.
     """
     limit = setup.timeout()
     limit_ns = (DEFAULT_TIMEOUT_S if limit is None else limit) * 1e9

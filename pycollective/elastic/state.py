@@ -40,7 +40,7 @@ class _Leaf(NamedTuple):
             return _Leaf(copy.deepcopy(x), None, None)
         is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
         data = jax.random.key_data(x) if is_key else x
-        # A copy: on a CPU device NumPy would hold the array's own memory, and no program could take that over.
+        # A copy: on a CPU device NumPy would share the array's memory, and then no program could donate it.
         return _Leaf(
             np.array(data, copy=True),
             jax.random.key_impl(x) if is_key else None,
@@ -76,8 +76,8 @@ class State:
     """Named values of a training, which :func:`run` restores when a rank has failed. All ranks have the same.
 
     Each value is an attribute: ``state.step += 1``. A value is a pytree of arrays and of Python values that can be
-    copied. It must not depend on the rank nor on the number of ranks, as the parameters of data-parallel training,
-    since it may come from any rank.
+    copied. A value may be restored from any rank, so it must depend neither on the rank nor on the number of ranks. The
+    parameters of data-parallel training are an example.
 
     Args:
         values: the values, by their names.
@@ -128,8 +128,8 @@ class State:
     def commit(self) -> None:
         """Copies the values to the memory of the host, when the programs that compute them have run.
 
-        It sends nothing. All ranks call it at the same place of the program: after a step, say. A failure in the
-        meantime leaves the commit before as it is.
+        A commit does not communicate. All ranks commit at the same place of the program, for example after a step. A
+        failure during a commit leaves the previous commit unchanged.
         """
         number = 0 if self._commit is None else self._commit.number + 1
         found, tree = jax.tree_util.tree_flatten_with_path(self._values)
@@ -141,7 +141,7 @@ class State:
         object.__setattr__(self, "_commit", commit)
 
     def _restore(self, comm: Communicator) -> int:
-        """Restores the newest commit of any rank, on all ranks of ``comm``, which must all call it.
+        """Restores the newest commit of any rank, on all ranks of ``comm``. All ranks must make this call.
 
         Returns:
             The number of that commit.

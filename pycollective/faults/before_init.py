@@ -20,11 +20,11 @@ from pycollective.launch.child_processes import parent_rank, wait_until_read
 from pycollective.launch.started_by import is_rank
 from pycollective.transport import mpi_start
 
-__all__ = ["install", "leave_to_others", "let_lower_ranks_speak"]
+__all__ = ["install", "disable", "wait_for_lower_ranks"]
 
 _HEAD_START_S, _STEP_S = 0.5, 0.05
-"""How much earlier rank 0 prints its error than rank 1, and rank r than rank r + 1, when all ranks raise. The first
-rank ends the others, which print nothing."""
+"""When all ranks raise: the delay of rank 1's error after rank 0's, and of rank r + 1's after rank r's. The first rank
+ends the others, which print nothing."""
 
 
 class _State:
@@ -59,13 +59,13 @@ def install() -> None:
     atexit.register(_end)
 
 
-def leave_to_others() -> None:
-    """Lets this module do nothing from now on."""
+def disable() -> None:
+    """Disables the hooks of this module."""
     _State.over = True
 
 
-def let_lower_ranks_speak(rank: int) -> None:
-    """Sleeps a moment that grows with the rank, so that one rank speaks if all have the same error."""
+def wait_for_lower_ranks(rank: int) -> None:
+    """Sleeps for a time that grows with the rank, so that one rank alone prints an error that all ranks have."""
     if rank > 0:
         time.sleep(_HEAD_START_S + _STEP_S * min(rank, 20))
 
@@ -77,16 +77,16 @@ def _end() -> None:
 
 
 def _end_all(status: int, what: str, show: Callable[[], object]) -> None:
-    """Shows an error. If MPI runs, with several ranks, it ends all of them then."""
+    """Shows an error. If MPI runs with several ranks, it then ends all of them."""
     mpi: Any = sys.modules.get("mpi4py.MPI")
     is_mine = not _State.over and os.getpid() == _State.pid
     if not is_mine or mpi is None or not mpi.Is_initialized() or mpi.Is_finalized() or mpi.COMM_WORLD.size == 1:
         show()
         return
     world = mpi.COMM_WORLD
-    let_lower_ranks_speak(world.rank)
+    wait_for_lower_ranks(world.rank)
     sys.stderr.write(f"pycollective: rank {world.rank} of {world.size} {what} before init; ending all ranks.\n")
     show()
     wait_until_read()
-    exit_status.end_later()
+    exit_status.end_after_timeout()
     world.Abort(status)

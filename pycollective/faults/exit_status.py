@@ -9,11 +9,11 @@ import os
 import sys
 from typing import Any, NoReturn
 
-__all__ = ["LAST_S", "end_later", "record", "set_status", "status"]
+__all__ = ["LAST_S", "end_after_timeout", "record", "set_status", "status"]
 
 
 LAST_S = 5.0
-"""How long a rank that MPI or another rank ends waits for that, before it ends itself."""
+"""How long a rank waits for MPI or another rank to end it, before it ends itself."""
 
 
 class _State:
@@ -29,20 +29,20 @@ class _State:
 
 
 def status() -> int | None:
-    """The exit status; None without a ``SystemExit`` or an exception that was shown."""
+    """The exit status; None if Python has shown neither a ``SystemExit`` nor another exception."""
     return _State.status
 
 
 def set_status(number: int) -> None:
-    """Sets the status, of a process that ends with an exception."""
+    """Sets the status of a process that ends with an exception."""
     _State.status = number
 
 
-def end_later() -> None:
+def end_after_timeout() -> None:
     """Ends this process after ``LAST_S`` seconds, with status 1, if it has not ended by itself.
 
-    ``MPI_Abort`` may not come back when the launcher is stuck. While Python ends it starts no thread, but
-    ``faulthandler`` does.
+    ``MPI_Abort`` may not return when the launcher is stuck. Python starts no thread while it ends, but ``faulthandler``
+    can.
     """
     faulthandler.dump_traceback_later(LAST_S, exit=True, file=os.open(os.devnull, os.O_WRONLY))
 

@@ -1,8 +1,8 @@
-"""An interrupt (SIGINT) of a rank that waits for others: Python shows it only when the wait ends, which may be never.
+"""An interrupt (SIGINT) of a rank that waits for others. Python alone raises it only after the wait, which may not end.
 
 Python's own handler of the signal runs between two steps of the interpreter, and a wait in XLA or MPI is one step. A
-thread hears of the signal at once. If the interpreter has not gone on after a moment, and a call is under way, the rank
-ends all ranks.
+thread of this module is told of the signal at once. If the interpreter has not made a step after a moment, and a call
+is under way, the rank ends all ranks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The monitor of a rank: native threads that watch its waits and speak with the other ranks without MPI.
+"""The monitor of a rank: native threads that watch its waits, and exchange messages with the other ranks without MPI.
 
-Here is what they need to begin: where each process listens, and a secret of the job. What they do is in
-``native/monitor/monitor.h``.
+This module gives them what they need at the start: the addresses of all processes, and a secret of the job.
+``native/monitor/monitor.h`` describes their work.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def start(mpi: MPI.Intracomm, limit: float | None) -> None:
     everybody = mpi.allgather((MPI.COMM_WORLD.rank, own))
     processes = [watch.NO_PROCESS] * MPI.COMM_WORLD.size
     for rank, process in everybody:
-        processes[rank] = process._replace(addresses=_reached(process, own.host))
-    may_lose_ranks = not failures.why_not()  # then a program goes on, and says itself whom it has lost
+        processes[rank] = process._replace(addresses=_addresses_for(process, own.host))
+    may_lose_ranks = not failures.why_not()  # then a program may continue, and it names the lost ranks itself
     secret = mpi.bcast(secrets.token_bytes(_SECRET_BYTES) if mpi.rank == 0 else None)
     folder = mpi.bcast(_folder() if mpi.rank == 0 else None)
     warn_s, timeout_s = _seconds(limit)
@@ -86,12 +86,12 @@ def _listen(hosts_of_job: int) -> tuple[list[int], list[tuple[str, int]]]:
     return [socket for _, (socket, _) in found], [(address, port) for address, (_, port) in found]
 
 
-def _reached(process: watch.Process, host: int) -> list[tuple[str, int]]:
+def _addresses_for(process: watch.Process, host: int) -> list[tuple[str, int]]:
     """The addresses by which a rank on a host reaches a process.
 
     Example:
         >>> process = watch.Process([("@name", 0), ("10.0.0.1", 4000)], pid=1, started=1, host=0, host_name="alpha")
-        >>> _reached(process, 0), _reached(process, 1)
+        >>> _addresses_for(process, 0), _addresses_for(process, 1)
         ([('@name', 0)], [('10.0.0.1', 4000)])
     """
     of_host = [(name, port) for name, port in process.addresses if name.startswith("@")]
@@ -99,7 +99,7 @@ def _reached(process: watch.Process, host: int) -> list[tuple[str, int]]:
 
 
 def _seconds(limit: float | None) -> tuple[float, float]:
-    """After which wait the monitor prints a report, and after which it ends the job; 0 for never.
+    """The seconds of waiting after which the monitor prints a report, and after which it ends the job; 0 for never.
 
     Example:
         >>> _seconds(None), _seconds(10.0), _seconds(math.inf)
@@ -110,14 +110,14 @@ def _seconds(limit: float | None) -> tuple[float, float]:
 
 
 def _host() -> tuple[str, ...]:
-    """The host's name, and what tells the containers and network namespaces of one machine apart."""
+    """The host's name, and what distinguishes the containers and network namespaces of one machine."""
     facts = [socket.gethostname()]
     for fact in (
         Path("/proc/sys/kernel/random/boot_id").read_text,
         Path("/proc/self/ns/net").readlink,
         Path("/proc/self/ns/pid").readlink,
     ):
-        with suppress(OSError):  # some sandboxes do not show them
+        with suppress(OSError):  # some sandboxes hide these files
             facts.append(str(fact()))
     return tuple(facts)
 

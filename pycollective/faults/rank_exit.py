@@ -5,16 +5,16 @@ What a rank does at each kind of end that Python shows to a process:
 - an exception that nothing catches, in any thread: the rank ends all ranks;
 - an exit with a code other than 0 (``sys.exit(3)``, ``raise SystemExit``): the rank ends all ranks with that code,
   unless they end by themselves within :data:`_PATIENCE_S`;
-- a normal end: the rank finishes its work, and waits for the other ranks. If its last call had failed, and perhaps
-  nobody has seen that, the first such rank says so;
+- a normal end: the rank finishes its work, and waits for the other ranks. If the last calls of ranks have failed, the
+  first of these ranks prints its error, since the program may not have shown it;
 - an interrupt (Ctrl-C, SIGINT) in a call that does not end: the rank ends all ranks (:mod:`interrupts`);
 - an end at once, by ``os._exit``: the rank ends all ranks, since the launcher may take that for success;
 - an exception in a cell of IPython or of a notebook: the rank prints its number, and the session goes on;
 - an exception that Python ignores, in a finalizer, ``__del__`` or an exit handler: the rank prints its number and goes
   on, as a program of one process does.
 
-The rank that ends the others tells them the cause first (``native/monitor/monitor.h``). They write their records, and
-print nothing of the errors that follow from it: the user reads one cause.
+The rank that ends the others first tells them the cause (``native/monitor/monitor.h``). They write their records, and do not
+print the errors that follow from that cause, so the user reads one cause.
 
 This concerns the process that has started MPI. In a forked child the hooks do nothing.
 """
@@ -49,10 +49,10 @@ NOTICE_S = 10.0
 
 
 _NO_RANK = 2**31 - 1
-"""A larger number than any rank, which fits a C int."""
+"""A number that is larger than any rank and fits a C int."""
 
 GRACE_S = 2.0
-"""How much later than its limit a rank ends the others, so that another one that knows more can end them before."""
+"""How much later than its limit a rank ends the others, so that a rank that knows the cause can end them first."""
 
 
 class _State:
@@ -62,9 +62,9 @@ class _State:
         has_hooks: whether the hooks that see errors are installed.
         old_error: the exception that Python showed last before the hooks were installed.
         exit_comm: the communicator on which ranks wait for each other at exit.
-        lost: the ranks of MPI_COMM_WORLD that have failed, if this one has gone on.
-        checks: what this rank looks at when all ranks have ended without an error.
-        last: what this rank does when all ranks have ended.
+        lost: the ranks of MPI_COMM_WORLD that have failed and without which this rank has continued.
+        checks: functions to call when all ranks have ended without an error.
+        last: functions to call when all ranks have ended.
         ends: whether this rank ends the job.
     """
 
@@ -85,7 +85,7 @@ def end_all_on_error() -> None:
     if _State.has_hooks:
         return
     _State.has_hooks = True
-    before_init.leave_to_others()
+    before_init.disable()
     previous, previous_in_thread, previous_ignored = sys.excepthook, threading.excepthook, sys.unraisablehook
     _State.old_error = getattr(sys, "last_value", None)
 
@@ -122,11 +122,11 @@ def place() -> str:
 
 
 def _end_all(show: Callable[[], object], what: str, error: BaseException | None) -> None:
-    """Shows an error of this process by ``show``. If there are several ranks, it ends all of them then."""
+    """Shows an error of this process by ``show``. If there are several ranks, it then ends all of them."""
     if not _is_one_of_several():
         show()
         return
-    before_init.let_lower_ranks_speak(MPI.COMM_WORLD.rank)
+    before_init.wait_for_lower_ranks(MPI.COMM_WORLD.rank)
     _announce_end_or_exit(1, f"{place()} {what}: {type(error).__name__}: {error}")
     try:
         sys.stdout.flush()
@@ -141,13 +141,13 @@ def _end_all(show: Callable[[], object], what: str, error: BaseException | None)
 
 
 def end_all_interrupted(call: str, stack: str) -> NoReturn:
-    """Ends all ranks, since this one got an interrupt (SIGINT) in a call that does not end.
+    """Ends all ranks, since this rank got an interrupt (SIGINT) in a call that does not end.
 
     Args:
-        call: in which it waits.
-        stack: where its program stands.
+        call: the call in which this rank waits.
+        stack: the stack of its program.
     """
-    before_init.let_lower_ranks_speak(MPI.COMM_WORLD.rank)
+    before_init.wait_for_lower_ranks(MPI.COMM_WORLD.rank)
     what = f"{place()} was interrupted while it waited in {call}"
     _announce_end_or_exit(128 + signal.SIGINT, what)
     sys.stderr.write(f"pycollective: {what}; ending all ranks.\n{stack}")
@@ -171,7 +171,7 @@ _os_exit = os._exit
 
 
 def _exit_at_once(status: int) -> NoReturn:
-    """``os._exit``, which a rank whose MPI runs may not call alone: MPICH would report success for a status of 0."""
+    """``os._exit`` of a rank whose MPI runs. It ends all ranks: MPICH would report success for a status of 0."""
     if _is_one_of_several() and not _State.ends:
         _announce_end_or_exit(status or 1, f"{place()} called os._exit({status})")
         sys.stderr.write(f"pycollective: {place()} called os._exit({status}) before the job's end; ending all ranks.\n")
@@ -181,7 +181,7 @@ def _exit_at_once(status: int) -> NoReturn:
 
 
 def _announce_end_or_exit(status: int, cause: str) -> None:
-    """Tells all ranks that the job ends. Does not return if it ends already, for the cause of another rank."""
+    """Announces to all ranks that the job ends; exits instead if another rank has announced another cause before."""
     if not watch.begin_end(status, cause) and not _State.ends:
         time.sleep(exit_status.LAST_S)
         _os_exit(status)
@@ -192,9 +192,9 @@ def abort(status: int = 1) -> NoReturn:
     """Ends all ranks after the launcher has read what this rank wrote."""
     _State.ends = True
     wait_until_read()
-    # If the last one that is left aborts, the status of Open MPI's mpiexec is 0.
+    # If the last remaining rank aborts, the status of Open MPI's mpiexec is 0.
     if MPI.COMM_WORLD.size - len(_State.lost) > 1:
-        exit_status.end_later()
+        exit_status.end_after_timeout()
         MPI.COMM_WORLD.Abort(status)
     _os_exit(status)  # MPICH's Abort returns when the launcher is slow to end this process
 
@@ -202,7 +202,7 @@ def abort(status: int = 1) -> NoReturn:
 # The end ----------------------------------------------------------------------------------------------------
 
 
-def end_in_order(flush: Callable[[], None], limit_s: float | None) -> None:
+def register_exit_handler(flush: Callable[[], None], limit_s: float | None) -> None:
     """Installs an exit handler after JAX's and mpi4py's, so that it runs before them.
 
     Args:
@@ -218,11 +218,11 @@ def wait_for_all_at_exit(world: MPI.Intracomm) -> None:
         _State.exit_comm = remember(world.Dup())
 
 
-def go_on_without(ranks: Collection[int]) -> None:
-    """Lets this process end without those ranks of MPI_COMM_WORLD, which have failed.
+def exclude_failed_ranks(ranks: Collection[int]) -> None:
+    """Excludes failed ranks of MPI_COMM_WORLD from the end of this process, which will not wait for them.
 
-    Open MPI's MPI_Finalize may wait for ever after that: one of five jobs that ended at once did so. So this process
-    never calls it.
+    After a failure MPI_Finalize of Open MPI may wait for ever (it did in one of five jobs). So this process never calls
+    it.
     """
     for rank in ranks:
         watch.forget_rank(rank)
@@ -230,15 +230,16 @@ def go_on_without(ranks: Collection[int]) -> None:
     _State.exit_comm = None
 
 
-def at_end(function: Callable[[], object]) -> None:
-    """Lets this rank call ``function`` when all ranks have ended, before other exit handlers; the last one first."""
+def call_at_end(function: Callable[[], object]) -> None:
+    """Registers a function to call when all ranks have ended, before other exit handlers; the last one comes first."""
     _State.last.append(function)
 
 
-def when_all_have_ended(function: Callable[[], object]) -> None:
-    """Lets this rank call ``function`` when all ranks have come to their ends and no last call of any has failed.
+def check_at_clean_end(function: Callable[[], object]) -> None:
+    """Registers a function to call when all ranks have reached their ends, if no rank's last call has failed.
 
-    It is called after the wait for the others, so it may look at what they have left, but must not wait for them.
+    The function is called after the wait for the others. So it may read messages that they have sent, but must not wait
+    for the other ranks.
     """
     _State.checks.append(function)
 
@@ -246,8 +247,8 @@ def when_all_have_ended(function: Callable[[], object]) -> None:
 def _end(flush: Callable[[], None], limit_s: float | None) -> None:
     """Ends this rank in order: flushes programs, and waits for the other ranks.
 
-    MPI_Finalize would wait for the others as well, but it polls at full speed and prints nothing: nobody would see that
-    one rank has ended while the others wait for it in a collective.
+    MPI_Finalize would wait for the others as well, but it polls at full speed and prints nothing. The user would not
+    see that one rank has ended while the others wait for it in a collective.
     """
     status = exit_status.status()
     if status is None:  # no SystemExit; but a hook that has replaced ours may have shown an exception
@@ -264,7 +265,7 @@ def _end(flush: Callable[[], None], limit_s: float | None) -> None:
         flush()
     except Exception as error:
         what, cause = f"{place()} ends with an error in a program", f"{type(error).__name__}: {error}"
-        before_init.let_lower_ranks_speak(MPI.COMM_WORLD.rank)
+        before_init.wait_for_lower_ranks(MPI.COMM_WORLD.rank)
         _announce_end_or_exit(status or 1, f"{what}: {cause}")
         sys.stderr.write(f"pycollective: {what}; ending all ranks.\n{cause}\n")
         abort(status or 1)
@@ -292,7 +293,7 @@ def _end(flush: Callable[[], None], limit_s: float | None) -> None:
 
 
 def _stop_monitor() -> None:
-    """Ends the monitor's threads before Python ends, and takes away what they need of Python."""
+    """Ends the monitor's threads, and what they use of Python, before Python ends."""
     if native_library.has_started():
         monitor.stop()
 
@@ -317,7 +318,7 @@ def _end_all_unless_they_end(status: int, limit_s: float | None) -> None:
     if _State.exit_comm is None:
         time.sleep(patience_s)
     else:
-        have_ended, _ = _meet_at_end(_State.exit_comm, _NO_RANK)
+        have_ended, _ = _begin_exit_allreduce(_State.exit_comm, _NO_RANK)
         for waited in poll_until(have_ended, 0.05):
             if waited > patience_s:
                 break
@@ -328,20 +329,21 @@ def _end_all_unless_they_end(status: int, limit_s: float | None) -> None:
     abort(status)
 
 
-def _meet_at_end(comm: MPI.Intracomm, own: int) -> tuple[Callable[[], bool], array[int]]:
-    """Lets this rank meet the others at their ends.
+def _begin_exit_allreduce(comm: MPI.Intracomm, own: int) -> tuple[Callable[[], bool], array[int]]:
+    """Begins an allreduce of all ranks at their ends.
 
     Args:
         comm: the ranks; each of them makes this call once.
-        own: a number that this rank tells the others.
+        own: this rank's number.
 
     Returns:
-        A function that says whether all have come, and a place for the least of their numbers.
+        A function that returns whether all ranks have made this call, and the array in which the minimum of their
+        numbers is then.
     """
     mine, least = array("i", [own]), array("i", [_NO_RANK])
     request = comm.Iallreduce(mine, least, op=MPI.MIN)
 
-    def have_come(_: object = mine) -> bool:  # MPI reads that memory until then
+    def have_come(_: object = mine) -> bool:  # the default value keeps the memory that MPI reads until then
         return request.Test()
 
     return have_come, least
@@ -363,9 +365,9 @@ def _wait_for_all(limit_s: float | None, *, has_failed: bool) -> int:
     remedy = "look for a collective that this rank did not reach."
     notice = f"{place()} has ended and waits for the other ranks to end. If they do not, {remedy}"
     with watch.waiting(watch.END):
-        have_ended, least = _meet_at_end(_State.exit_comm, own)
+        have_ended, least = _begin_exit_allreduce(_State.exit_comm, own)
         for waited in poll_until(have_ended, 0.05, NOTICE_S, notice):
-            # If a rank waits in a call, its report comes first: it says more.
+            # If a rank waits in a call, its report comes first: the report names the cause.
             if limit_s is not None and waited > limit_s + GRACE_S:
                 end_all_late(
                     "exit",
@@ -377,13 +379,13 @@ def _wait_for_all(limit_s: float | None, *, has_failed: bool) -> int:
 
 
 def end_all_late(where: str, expected: str, got: str, remedy: str) -> NoReturn:
-    """Ends all ranks since some do not come to a point where this rank waits for them.
+    """Ends all ranks since some ranks do not reach a point at which this rank waits for them.
 
     Args:
         where: the operation.
-        expected: by when they should have come.
-        got: who has not come.
-        remedy: where to look.
+        expected: the time limit, for the message.
+        got: the missing ranks, for the message.
+        remedy: the advice to the user.
     """
     rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
     text = message(where, expected, got, f"Ending all ranks. {remedy}\n", rank=rank, size=size)

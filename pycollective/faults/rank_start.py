@@ -10,13 +10,13 @@ from pycollective.transport.mpi import MPI
 __all__ = ["wait_for_all"]
 
 _TAG = 4713
-"""Of the messages of a roll call. The job ends after one, so they disturb no other messages."""
+"""The tag of the messages of a roll call. The job ends after a roll call, so these disturb no other messages."""
 
 
 def wait_for_all(ranks: MPI.Intracomm, limit_s: float | None) -> None:
-    """Waits until every rank has come here. Prints a notice if that takes long, and ends all ranks after ``limit_s``.
+    """Waits until every rank has made this call. Prints a notice if that takes long; ends all ranks after ``limit_s``.
 
-    Rank 0 ends them. If it has not come itself, rank 1 does so a moment later, and then the others.
+    Rank 0 ends all ranks. If rank 0 has not made the call itself, rank 1 ends them a moment later, and so on.
 
     Args:
         ranks: the ranks, which must all make this call.

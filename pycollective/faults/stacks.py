@@ -22,7 +22,7 @@ _CALLBACKS = "/jax/_src/callback.py"
 """A file in the stack of each thread in which XLA calls a function of the user's."""
 
 _MOST_BYTES = 1 << 18
-"""Of the frames of all threads; what is beyond is not shown."""
+"""The most bytes of the frames of all threads that are shown."""
 
 _LAST_S = 1.0
 """How long the end of Python waits for the thread."""
@@ -44,19 +44,19 @@ def start() -> None:
 
 
 def stop() -> None:
-    """Ends that thread. Python ends soon, and a thread that asked for the lock then would never get it."""
+    """Ends that thread before Python ends: a thread that then asks for the interpreter's lock never gets it."""
     if _State.thread is not None:
         watch.end_stacks()
         _State.thread.join(_LAST_S)
 
 
 def _signal() -> tuple[int, int]:
-    """A signal whose handler writes the frames of all threads to a file, and the file. (0, 0): there is none."""
+    """A signal whose handler writes the frames of all threads to a file, and the file's descriptor; (0, 0): none."""
     for number in range(signal.SIGRTMAX - 1, signal.SIGRTMIN, -1):
         if signal.getsignal(number) == signal.SIG_DFL:
             with suppress(OSError):  # a sandbox may refuse the file
                 _State.file = os.memfd_create("pycollective-stacks")
-                # What faulthandler goes back to when Python ends: by default such a signal ends the process.
+                # faulthandler restores this disposition when Python ends. By default such a signal ends the process.
                 ctypes.pythonapi.PyOS_setsig(number, signal.SIG_IGN)
                 faulthandler.register(number, file=_State.file, all_threads=True)
                 return number, _State.file
@@ -68,7 +68,7 @@ def _serve() -> None:
         watch.read_stacks()
         try:
             main, callbacks = _stacks(_dump())
-        except Exception as error:  # the report says it, and the rank goes on
+        except Exception as error:  # the report says so, and the rank continues
             main, callbacks = f"  no frames, since they could not be read: {type(error).__name__}: {error}\n", ""
         watch.answer_stacks(main, callbacks)
 
@@ -92,13 +92,13 @@ def _file() -> IO[bytes]:
 
 
 _WITH_LOCK = ctypes.PyDLL(None)
-"""Functions of C that Python calls without giving the lock away."""
+"""Functions of C that Python calls while it holds the interpreter's lock."""
 
 
 def _dump() -> str:
-    """The frames of all threads, at most a hundred. The lock is kept, so no thread changes them meanwhile.
+    """The frames of all threads, at most a hundred. The interpreter's lock is held, so no thread changes them.
 
-    Frame objects would not do. Other threads go on between two steps of a walk over them.
+    A walk over frame objects in Python would release the lock between two steps, and other threads would run.
 
     Example:
         >>> "in <module>" in _dump()

@@ -66,7 +66,7 @@ def share(lists: Sequence[Sequence[str]], rank: int) -> list[int] | None:
     return list(share_of(range(len(own)), Place(rank, len(lists))))
 
 
-def take_own(neighbours: MPI.Intracomm, environ: Mapping[str, str] = os.environ) -> None:
+def take_share(neighbours: MPI.Intracomm, environ: Mapping[str, str] = os.environ) -> None:
     """Lets JAX start only this rank's share of its host's GPUs. All ranks of the host must make this call.
 
     Nothing changes if JAX's devices have started, or if the user or the launcher has chosen GPUs.

@@ -72,7 +72,7 @@ def collect_reports() -> Iterator[list[TraceReport]]:
 
 
 def report_errors(comm: Communicator, where: str, fun: Callable[..., Any], trace: Callable[[], T]) -> T:
-    """Returns ``trace()``. If it raises, the call that collects reports gets one of the error.
+    """Returns ``trace()``. If it raises, the error becomes a report for the call that collects reports.
 
     Args:
         comm: the ranks.
@@ -134,7 +134,7 @@ def _compare(report: TraceReport, own: list[CollectiveLine], others: list[Any]) 
         here, there = ([_text(line) for line in lines] for lines in (own, other))
         if here != there:
             _refuse(report, CollectiveMismatch, rank, *_difference(here, there), _ALIKE)
-        if (moved := _moved(own, other)) is not None:
+        if (moved := _first_reordered(own, other)) is not None:
             number, place = moved
             _refuse(
                 report,
@@ -155,7 +155,7 @@ def _refuse(report: TraceReport, kind: type[RuntimeError], rank: int, here: str,
 
 
 def _text(line: Any) -> str:
-    """What ranks compare of a line. A rank that makes another call than a function's first one sends other objects."""
+    """The text of a line that ranks compare. A rank in a call that is no function's first call sends other objects."""
     return line.text if isinstance(line, CollectiveLine) else str(line)
 
 
@@ -169,14 +169,15 @@ def _difference(own: list[str], other: list[str]) -> tuple[str, str]:
     raise AssertionError("called for programs that differ")
 
 
-def _moved(own: list[CollectiveLine], other: list[CollectiveLine]) -> tuple[int, int] | None:
-    """The first reduction that the other rank makes in another place, and that place; None if there is none.
+def _first_reordered(own: list[CollectiveLine], other: list[CollectiveLine]) -> tuple[int, int] | None:
+    """The place of the first reduction that the other rank makes at another place, and that place.
 
-    What stands in its place there must be elsewhere here: else the ranks just compute other operands.
+    It is None if there is no such reduction. The other rank's line at the first place must be at another place here,
+    too: otherwise the ranks compute different operands, which is allowed.
 
     Example:
         >>> a, b, c = (CollectiveLine("psum", origin) for origin in (1, 2, 3))
-        >>> _moved([a, b], [b, a]), _moved([a, b], [a, c]), _moved([a, b, c], [a, c, b])
+        >>> _first_reordered([a, b], [b, a]), _first_reordered([a, b], [a, c]), _first_reordered([a, b, c], [a, c, b])
         ((0, 1), None, (1, 2))
     """
     differ = [i for i, (here, there) in enumerate(zip(own, other, strict=True)) if here != there]

@@ -12,8 +12,8 @@ from pycollective.errors import message
 from pycollective.faults import rank_exit
 from pycollective.jax_support import jax_internals
 from pycollective.ordering import dispatch
-from pycollective.ranks import accelerators, running_out, setup, unreceived
-from pycollective.ranks.kept import Kept, abandon_all, in_use, keyval
+from pycollective.ranks import accelerators, communicator_limit, setup, unreceived
+from pycollective.ranks.communicator_resources import CommunicatorResources, abandon_all, in_use, keyval
 from pycollective.ranks.out_of_band import OutOfBand
 from pycollective.ranks.participants import (
     LaneRoutes,
@@ -68,12 +68,12 @@ class Communicator:
     __slots__ = (
         "__weakref__",
         "_identity",
-        "_kept",
         "_keys",
         "_name",
         "_out_of_band",
         "_parts",
         "_program_key",
+        "_resources",
         "_world_ranks",
         "host_count",
         "host_index",
@@ -98,7 +98,7 @@ class Communicator:
     _program_key: ProgramKey
     _parts: dict[Any, SubCommunicator]
     _keys: dict[Any, ProgramKey]  # the keys of its parts and of groups of devices
-    _kept: Kept  # what was made for mpi; another object may stand for it when this one is gone
+    _resources: CommunicatorResources  # what was made for mpi; it outlives this object
 
     def __new__(cls, mpi: MPI.Intracomm) -> Communicator:
         if not isinstance(mpi, MPI.Intracomm) or mpi == MPI.COMM_NULL:
@@ -121,7 +121,7 @@ class Communicator:
 
     @classmethod
     def _make(cls, mpi: MPI.Comm, name: str, *, owned: bool) -> Communicator:
-        """Makes the object; all ranks must make this call. ``owned``: :meth:`free` frees ``mpi`` as well."""
+        """Makes the object. All ranks must make this call. ``owned``: :meth:`free` frees ``mpi`` as well."""
         assert isinstance(mpi, MPI.Intracomm)
         # A host name would not do: containers may share one, and a host may have several.
         with _communicators_of_mpi(), host_of(mpi) as shared:
@@ -154,19 +154,19 @@ class Communicator:
             "_keys": {},
         }
         _end_with_mpi()
-        kept = Kept(mpi, calls, rest, facts, owned=owned)
-        mpi.Set_attr(keyval(), kept)
-        return cls._of(kept, mpi)
+        resources = CommunicatorResources(mpi, calls, rest, facts, owned=owned)
+        mpi.Set_attr(keyval(), resources)
+        return cls._of(resources, mpi)
 
     @classmethod
-    def _of(cls, kept: Kept, mpi: MPI.Intracomm) -> Communicator:
-        """The object that stands for an MPI communicator: a new one if the program has none any more."""
-        known: Communicator | None = kept.object(cls)
+    def _of(cls, resources: CommunicatorResources, mpi: MPI.Intracomm) -> Communicator:
+        """The object of an MPI communicator: the program's own, or a new one if the program has dropped it."""
+        known: Communicator | None = resources.object(cls)
         if known is None:
             known = object.__new__(cls)
-            for name, value in {**kept.facts, "mpi": mpi, "_kept": kept, "_parts": {}}.items():
+            for name, value in {**resources.facts, "mpi": mpi, "_resources": resources, "_parts": {}}.items():
                 object.__setattr__(known, name, value)  # the class is frozen
-            kept.named_by(known, mpi)
+            resources.register_objects(known, mpi)
         return known
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -187,7 +187,8 @@ class Communicator:
         )
 
     def __repr__(self) -> str:
-        return f"Communicator({self._name}, rank {self.rank} of {self.size}{self._kept.end and f', {self._kept.end}'})"
+        end = self._resources.end and f", {self._resources.end}"
+        return f"Communicator({self._name}, rank {self.rank} of {self.size}{end})"
 
     @property
     def name(self) -> str:
@@ -196,8 +197,8 @@ class Communicator:
 
     @property
     def _is_freed(self) -> bool:
-        """Whether it is of no use any more: it was freed, has lost a rank, or the program has ended MPI."""
-        return self._kept.end != ""
+        """Whether the communicator is unusable: it was freed, has lost a rank, or the program has ended MPI."""
+        return self._resources.end != ""
 
     @property
     def _key(self) -> ProgramKey:
@@ -220,9 +221,9 @@ class Communicator:
         return self
 
     def _check_live(self, where: str) -> None:
-        """Raises ValueError in the name of the operation ``where`` if the communicator is of no use any more."""
-        if self._kept.end:
-            what, remedy = _ENDS[self._kept.end]
+        """Raises ValueError, in the name of the operation ``where``, if the communicator is unusable."""
+        if self._resources.end:
+            what, remedy = _ENDS[self._resources.end]
             got = f"{self._name}, which {what}"
             raise ValueError(message(where, "a live communicator", got, remedy, rank=self.rank, size=self.size))
 
@@ -234,8 +235,8 @@ class Communicator:
             key: ranks are ordered by it in the new communicator, and by their old order where it is equal.
 
         Returns:
-            The new communicator; None for ``color=None``. When no rank has it, its :attr:`mpi` or a program with it any
-            more, a later split of this communicator gives it back, as :meth:`free` would.
+            The new communicator; None for ``color=None``. When no rank refers to it, to its :attr:`mpi` or to a program
+            with it, a later split of this communicator frees it, as :meth:`free` would.
 
         Source: MPI_Comm_split (MPI standard, 7.4.2).
 
@@ -263,13 +264,13 @@ class Communicator:
 
     def _split(self, color: int, key: int, name: str) -> Communicator | None:
         with waiting("split", self._identity):
-            number = self._kept.split()
+            number = self._resources.split()
             with _communicators_of_mpi():
                 part = self.mpi.Split(color, key)
             if color == MPI.UNDEFINED:
                 return None
             made = Communicator._make(part, name, owned=True)
-            self._kept.add_split(number, made._kept)
+            self._resources.add_split(number, made._resources)
             return made
 
     def _groups(self, groups: Sequence[Sequence[int]]) -> Participants:
@@ -334,9 +335,9 @@ class Communicator:
         If :meth:`split` made the communicator, its :attr:`mpi` is freed as well. If the program frees :attr:`mpi`, it
         frees the communicator. Messages that were sent and never received are lost, with a RuntimeWarning.
         """
-        if not self._kept.end:
+        if not self._resources.end:
             dispatch.flush()
-            self._kept.give_back(mpi=self.mpi)
+            self._resources.release(mpi=self.mpi)
 
 
 _made: Counter[tuple[int, ...]] = Counter()
@@ -357,25 +358,27 @@ _ENDS = {
 
 
 def lose_all(losses: int) -> None:
-    """Makes all communicators unusable, without a call of MPI, since a rank has failed. All that are left must call it.
+    """Makes all communicators unusable, without a call of MPI, since a rank has failed.
+
+    All remaining ranks must make this call.
 
     Args:
-        losses: the number of such calls so far, this one with them; the same on all ranks.
+        losses: the number of such calls so far, including this one; the same on all ranks.
     """
     abandon_all("lost")
     _made.clear()
     _losses[:] = [losses]
 
 
-rank_exit.when_all_have_ended(
+rank_exit.check_at_clean_end(
     lambda: unreceived.tell_at_end(
-        (kept, receive_what_is_left(kept.calls, unreceived.header_reader())) for kept in in_use.values()
+        (resources, receive_what_is_left(resources.calls, unreceived.header_reader())) for resources in in_use.values()
     )
 )
 
 
 def _communicators_of_mpi() -> contextlib.AbstractContextManager[None]:
-    return running_out.named(lambda: [kept.name for kept in in_use.values()])
+    return communicator_limit.explain_exhaustion(lambda: [resources.name for resources in in_use.values()])
 
 
 def _duplicate(mpi: MPI.Intracomm) -> MPI.Intracomm:
@@ -387,11 +390,11 @@ def _duplicate(mpi: MPI.Intracomm) -> MPI.Intracomm:
 
 @functools.cache
 def _end_with_mpi() -> None:
-    """Makes all communicators unusable when the program ends MPI, which begins with the attributes of ``COMM_SELF``."""
+    """Makes all communicators unusable at MPI_Finalize, which first deletes the attributes of ``COMM_SELF``."""
     MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=lambda *_: abandon_all("finalized")), True)
 
 
 def made_for(mpi: MPI.Intracomm) -> Communicator | None:
     """The :class:`Communicator` that was made for an MPI communicator; None if none was."""
-    kept = mpi.Get_attr(keyval())
-    return Communicator._of(kept, mpi) if isinstance(kept, Kept) else None
+    resources = mpi.Get_attr(keyval())
+    return Communicator._of(resources, mpi) if isinstance(resources, CommunicatorResources) else None

@@ -111,7 +111,7 @@ def start_mpi(mpi: MPI.Intracomm, limit: float | None) -> None:
         monitor.start(mpi, limit)
         if mpi.size > 1:
             interrupts.end_all_on_interrupt()
-        accelerators.take_own(neighbours)
+        accelerators.take_share(neighbours)
     _state.mpi_started = True
 
 
@@ -123,7 +123,7 @@ def start(
     *,
     warns: bool = True,
 ) -> None:
-    """Does all of :func:`init` but make the communicator. All ranks of ``mpi`` must make this call.
+    """Does the work of :func:`init` except for the communicator. All ranks of ``mpi`` must make this call.
 
     A later call changes nothing, and raises if its options are not those of the first. ``warns``: whether to warn of
     threads that have started before.
@@ -167,7 +167,7 @@ def start(
             if direct is None:
                 direct = bool(runtime.takes_device_memory(runtime.KINDS[kind]))
             native.start_accelerators(kind, direct=mpi.allreduce(direct, op=MPI.LAND))
-    rank_exit.end_in_order(dispatch.flush, _state.timeout)
+    rank_exit.register_exit_handler(dispatch.flush, _state.timeout)
     _state.started = True
 
 
@@ -186,7 +186,7 @@ def _compare_settings(mpi: MPI.Intracomm) -> None:
 
 
 def _choose_transport(mpi: MPI.Intracomm, name: str | None) -> None:
-    """Chooses the transport. Ranks with different ones would take each other's data for what it is not."""
+    """Chooses the transport. Ranks with different transports would misread each other's data."""
     missing = None
     try:
         chosen.choose(name)

@@ -1,4 +1,4 @@
-"""What to say of messages of programs that nobody has received."""
+"""Warnings of messages of programs that no rank has received."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def _some(senders: Sequence[str]) -> str:
 
 
 def header_reader() -> HeaderReader | None:
-    """What reads the headers of the messages of programs; None if they have none."""
+    """The function that reads the headers of messages of programs; None if messages have no headers."""
     return native.message_header if config.check.when >= 2 and isinstance(transport(), Native) else None
 
 
 def warn(comm: Any, senders: Sequence[str]) -> None:
-    """Warns that a communicator that is given back had messages under way."""
+    """Warns that a communicator that is released had unreceived messages."""
     got = f"some that nobody received: {_some(senders)}"
     remedy = "Receive them before: what is left would reach another communicator, so it is thrown away."
     text = message("Communicator.free", "no messages under way", got, remedy, rank=comm.rank, size=comm.size)
@@ -39,7 +39,7 @@ def warn(comm: Any, senders: Sequence[str]) -> None:
 
 
 def tell_at_end(left: Iterable[tuple[Any, Sequence[str]]]) -> None:
-    """Says which messages this rank has not received, when all ranks have ended. ``left``: by communicator."""
+    """Writes which messages this rank has not received, when all ranks have ended. ``left``: by communicator."""
     for comm, senders in sorted(left, key=lambda item: str(item[0].name)):
         if senders:
             got = f"some of communicator {comm.name} that it has not: {_some(senders)}"

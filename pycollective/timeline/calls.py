@@ -14,11 +14,11 @@ from pycollective.transport.mpi import MPI
 
 _TIMES = ("created", "started", "completed")
 _OF_ONE_CALL = {"id", "seq", *_TIMES}
-"""The words of a record in which calls of one kind differ."""
+"""The words of a record that differ between calls of one kind."""
 
 
 class Part(NamedTuple):
-    """What rank 0 learns of a rank.
+    """The data of one rank that rank 0 receives.
 
     Attributes:
         rank: its place in MPI_COMM_WORLD.
@@ -28,7 +28,7 @@ class Part(NamedTuple):
         seq: the number of each call among those of its channel.
         times: created, started and completed of each call, [calls, 3], nanoseconds of this rank's clock.
         groups: the groups of ranks, by their ids.
-        dropped: how many calls there were beyond those that the trace keeps.
+        dropped: the number of calls that the trace did not keep.
         begin: the reading of the clock before the trace.
         end: the reading after it.
         span: when the trace began and ended, by this rank's clock.

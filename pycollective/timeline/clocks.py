@@ -1,8 +1,8 @@
 """The clocks of the ranks: how far each is from rank 0's.
 
-Hosts have clocks of their own, which run apart. So a rank asks rank 0 for the time by a message there and back, many
-times, and believes the fastest answer: half of its round trip is the most that the reading can be wrong. It does so
-before a trace and after it. In between, the distance is taken to change evenly.
+The clocks of hosts drift apart. So each rank asks rank 0 for the time many times, by messages there and back, and takes
+the answer with the shortest round trip: the reading is wrong by at most half of that round trip. Each rank does this
+before and after a trace. Between the two readings the offset is interpolated linearly.
 
 Source: D. L. Mills, "Internet time synchronization: the network time protocol", IEEE Transactions on Communications 39
 (1991): the offset by the exchange of the least delay.
@@ -26,12 +26,12 @@ _TURN, _QUESTION, _ANSWER = range(3)  # tags
 
 
 class Reading(NamedTuple):
-    """How far this rank's clock is from rank 0's at one moment.
+    """The offset between this rank's clock and rank 0's at one moment.
 
     Attributes:
         at: the moment by this rank's clock, in nanoseconds.
         offset: what to add to a time of this rank's clock, in nanoseconds.
-        error: the most that the offset can be wrong, in nanoseconds.
+        error: the largest error of the offset, in nanoseconds.
     """
 
     at: int

@@ -22,7 +22,7 @@ from pycollective.timeline.waits import wait_of
 Event = dict[str, Any]
 
 _Call = tuple[str, str, int]
-"""A group, a channel and a number: what ranks call one collective."""
+"""A group, a channel and a number, which identify one collective on all ranks."""
 
 _OUTSIDE = "outside programs"
 """The name of the thread of waits that are no operation of a program: split, the first call of a function, ..."""
@@ -31,7 +31,7 @@ _NS_PER_US = 1000
 
 
 def other_data(parts: Sequence[Part]) -> dict[str, Any]:
-    """What the file tells beside the events: the ranks, their clocks, the groups; times in microseconds."""
+    """The file's data beside the events: the ranks, their clocks, the groups; times in microseconds."""
     start = _start(parts)
     ranks = []
     for part in parts:
@@ -129,7 +129,7 @@ def _names(part: Part, labels: Mapping[int, str], size: int) -> Iterator[Event]:
 
 
 def _spans(parts: Sequence[Part], times: Sequence[Any]) -> dict[_Call, dict[int, tuple[int, int]]]:
-    """When each rank came to each collective, and when it left."""
+    """The times at which each rank entered and left each collective."""
     spans: dict[_Call, dict[int, tuple[int, int]]] = defaultdict(dict)
     for part, own in zip(parts, times, strict=True):
         keys = [(entry["pg_id"], _lane(entry)[1]) if _is_collective(entry) else None for entry in part.kinds]
@@ -181,7 +181,7 @@ def _root(description: str) -> int:
 
 
 def _source(entry: Event) -> str:
-    """The line of the program; "" if nobody knows it."""
+    """The line of the program; "" if it is unknown."""
     return "".join(f"{frame['filename']}:{frame['line']} ({frame['name']})" for frame in entry["frames"][:1])
 
 

@@ -25,7 +25,7 @@ from pycollective.transport.mpi import MPI
 _WHERE = "trace"
 
 _CALL = "a call of trace"
-"""The first part of what a rank sends first. Where another rank makes the first call of a function, it reads this."""
+"""The first part of the first message of a rank. A rank in the first call of a function compares it with its own."""
 
 _LEFT, _NEXT, _PART, _DONE = range(4)  # tags
 
@@ -33,7 +33,7 @@ _MOST_CALLS = 1 << 18
 
 
 class _State:
-    """Whether this rank is inside a trace; and messages that nobody has received yet, whose memory MPI may read."""
+    """Whether this rank is inside a trace; and messages that are not received yet, whose memory MPI may still read."""
 
     is_on = False
     unreceived: list[MPI.Request] = []  # noqa: RUF012
@@ -68,13 +68,13 @@ def trace(
     of the file.
 
     The clocks of the ranks are compared by messages when the trace begins and when it ends. ``clock_error_us`` in the
-    file's ``otherData`` says how far off a rank's times may be.
+    file's ``otherData`` is the largest error of a rank's times.
 
     A rank keeps its calls in memory until the trace ends: 184 B for each. If there are more than ``most_calls``, the
     later ones are missing, and rank 0 warns how many.
 
-    If a rank leaves by an exception, no file is written, and nobody waits for that rank: the exception goes on there,
-    and rank 0 warns if it has not raised itself.
+    If a rank leaves by an exception, no file is written, and no rank waits for that rank. The exception propagates
+    there, and rank 0 warns if it has not raised itself.
 
     Args:
         file: where rank 0 writes, by a temporary file in the same folder. A file of this name is replaced.
@@ -146,7 +146,7 @@ def _begin(file: Path, comm: Communicator | None, most_calls: int) -> _Session:
         mpi = comm.mpi.Dup()
         wait = waiter(comm, _WHERE, "compare clocks")
         reading = clocks.compare(mpi, wait)
-        wait(mpi.Ibarrier().Test)  # while it sleeps it does not disturb those who still compare
+        wait(mpi.Ibarrier().Test)  # sleeping, so that this rank does not disturb ranks that still compare
         mpi.Barrier()
     _State.is_on = True
     watch.start_trace(most_calls)
@@ -154,7 +154,7 @@ def _begin(file: Path, comm: Communicator | None, most_calls: int) -> _Session:
 
 
 def _give_up(mpi: MPI.Intracomm, why: str) -> None:
-    """Tells those who would wait for this rank that it raised; waits for nobody, so the duplicate is never freed."""
+    """Tells the ranks that would wait for this rank that it has raised. The duplicate is never freed then."""
     others = range(1, mpi.size) if mpi.rank == 0 else [0]
     _State.unreceived += [mpi.isend(why, other, _NEXT if mpi.rank == 0 else _LEFT) for other in others]
 
@@ -193,7 +193,7 @@ def _end(session: _Session, records: bytes, dropped: int, span: tuple[int, int],
 def _tell_all(
     mpi: MPI.Intracomm, parts: Sequence[Part], file: Path, wait: Callable[[Callable[[], bool]], None]
 ) -> OSError | None:
-    """Writes the file, and tells the other ranks that it is there, or why not."""
+    """Writes the file, and tells the other ranks that it is written, or the error."""
     problem = None
     try:
         _write(parts, file)
@@ -223,7 +223,7 @@ def _receive(mpi: MPI.Intracomm, source: int, tag: int, wait: Callable[[Callable
 
 
 def _write(parts: Sequence[Part], file: Path) -> None:
-    """Writes the timeline; whoever opens the file sees all of it, or what was there before."""
+    """Writes the timeline atomically: a reader of the file sees all of it, or the previous file."""
     with files.replaced(file) as out:
         out.write('{"displayTimeUnit": "ns",\n"otherData": ' + json.dumps(events.other_data(parts)))
         out.write(',\n"traceEvents": [')

@@ -1,15 +1,15 @@
-"""For whom a rank waits in a collective, and how long: from the moment when it comes to the moment when they have."""
+"""The ranks for which a rank waits in a collective, and how long: from its own arrival to the last of theirs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
 WAIT_FOR_ALL = frozenset(["allreduce", "allgather", "alltoall", "reduce_scatter", "barrier"])
-"""The operations that no rank ends before all have come."""
+"""The synchronizing collectives: no rank leaves one before all ranks have entered it."""
 
 
 def awaited(operation: str, place: int, root: int, size: int) -> Sequence[int]:
-    """The places without whom a place cannot end its call. Of other operations than these it tells none.
+    """The ranks without which a rank cannot end its call; none for other operations than the collectives here.
 
     Args:
         operation: its name (native/base/operations.h).
@@ -31,7 +31,7 @@ def awaited(operation: str, place: int, root: int, size: int) -> Sequence[int]:
 def wait_of(
     operation: str, rank: int, root: int, ranks: Sequence[int], spans: Mapping[int, tuple[int, int]]
 ) -> tuple[int, int]:
-    """How long a rank waited in a call, and the rank that came last of those that it waited for.
+    """The time that a rank waited in a call, and the last rank to arrive of those that it waited for.
 
     Args:
         operation: its name.

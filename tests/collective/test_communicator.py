@@ -17,7 +17,7 @@ from mpi4py import MPI
 
 import pycollective as pc
 from pycollective.ordering import region
-from pycollective.ranks import kept
+from pycollective.ranks import communicator_resources
 from pycollective.transport.mpi import known
 
 
@@ -154,8 +154,8 @@ def test_many_communicators(world: pc.Communicator) -> None:
 def in_use(world: pc.Communicator) -> int:
     """How many communicators this rank has, once those that no rank uses are given back."""
     gc.collect()
-    world._kept._give_back_splits(world.mpi)
-    return len(kept.in_use)
+    world._resources._release_unused_splits(world.mpi)
+    return len(communicator_resources.in_use)
 
 
 def program_of_a_split(world: pc.Communicator) -> Callable[[jax.Array], jax.Array]:
@@ -186,7 +186,7 @@ def test_dropped_splits_are_given_back(world: pc.Communicator) -> None:
             pc.psum(i, inner)
             pc.psum(i, inner, axis_index_groups=[range(inner.size)])
     del part, inner
-    assert len(kept.in_use) < before + 2 * 64  # most have gone in the loop
+    assert len(communicator_resources.in_use) < before + 2 * 64  # most have gone in the loop
     assert in_use(world) == before
     assert len(known) == shared
 
@@ -206,7 +206,7 @@ def test_cycles_are_collected_where_splits_stay(in_cycles: bool, world: pc.Commu
             cycle: list[Any] = [world.split(color=0)]
             if in_cycles:
                 cycle.append(cycle)
-        assert len(kept.in_use) < before + 2 * 64
+        assert len(communicator_resources.in_use) < before + 2 * 64
         assert bool(collections) == in_cycles
     finally:
         gc.callbacks.remove(note)
@@ -248,9 +248,9 @@ def test_a_split_that_is_used_stays(what: str, world: pc.Communicator) -> None:
     if own is not None and what in ("object", "inner"):
         assert not own._is_freed
     elif what == "mpi":
-        kept_by_other = [k for k in kept.in_use.values() if k.facts["_program_key"] == key]
-        assert len(kept_by_other) == 1
-        again = pc.Communicator(kept_by_other[0].mpi if own is None else own)
+        of_other = [k for k in communicator_resources.in_use.values() if k.facts["_program_key"] == key]
+        assert len(of_other) == 1
+        again = pc.Communicator(of_other[0].mpi if own is None else own)
         assert pc.psum(1, again) == world.size
         assert pc.Communicator(again.mpi) is again
     elif own is not None:

@@ -196,7 +196,7 @@ if finalizes:
 if rank == 1:
     exec(leaves)
 else:
-    rank_exit.at_end(lambda: time.sleep(1))
+    rank_exit.call_at_end(lambda: time.sleep(1))
 time.sleep(1)
 """
 

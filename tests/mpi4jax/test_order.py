@@ -44,7 +44,7 @@ def turns(start: Array, x: Array) -> Array:
     package than rank 0 sends with.
     """
     world = pc.world()
-    calls = world._kept.calls  # the MPI communicator on which the programs of one device send
+    calls = world._resources.calls  # the MPI communicator on which the programs of one device send
     start = jnp.asarray(start, jnp.float32)
     numbers = []
     for i in range(MESSAGES):
@@ -217,7 +217,7 @@ def test_between_programs(x: Array, world: pc.Communicator) -> None:
     assert len(devices) == 2, "needs JAX_NUM_CPU_DEVICES=2 or more"
     here, there = (jax.device_put(jnp.eye(200) / 100, device) for device in devices)
     first = [jax.device_put(jnp.zeros((1, 1)), device) for device in devices]
-    calls = world._kept.calls
+    calls = world._resources.calls
     ours = pc.jit(lambda number, x: pc.send(number + slow(x), world, dest=1, tag=TAG))
     theirs = jax.jit(lambda number, x: mpi4jax.send(number + slow(x), dest=1, tag=TAG, comm=calls))
     both = pc.jit(lambda n, x: [pc.send(n + slow(x), world, dest=1, tag=TAG), mpi4jax.send(n, 1, tag=TAG, comm=calls)])

@@ -86,7 +86,7 @@ def test_a_rank_takes_its_share(environ: dict[str, str], chosen: str | None, mon
     updates: dict[str, Any] = {}
     monkeypatch.setattr(jax.config, "update", updates.__setitem__)
     seen = environ["CUDA_VISIBLE_DEVICES"].split(",")
-    accelerators.take_own(Ranks(1, [seen, seen]), environ)  # type: ignore[arg-type]
+    accelerators.take_share(Ranks(1, [seen, seen]), environ)  # type: ignore[arg-type]
     assert updates == ({} if chosen is None else {"jax_cuda_visible_devices": chosen})
 
 
@@ -94,7 +94,7 @@ def test_what_the_user_has_chosen_stands(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(jax.config, "read", lambda _: "1")
     updates: dict[str, Any] = {}
     monkeypatch.setattr(jax.config, "update", updates.__setitem__)
-    accelerators.take_own(Ranks(1, [[], []]), {"CUDA_VISIBLE_DEVICES": "0,1"})  # type: ignore[arg-type]
+    accelerators.take_share(Ranks(1, [[], []]), {"CUDA_VISIBLE_DEVICES": "0,1"})  # type: ignore[arg-type]
     assert updates == {}
 
 

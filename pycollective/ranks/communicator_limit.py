@@ -1,4 +1,4 @@
-"""What to say where MPI has no communicator left."""
+"""The error where MPI can make no more communicators."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pycollective.transport.mpi import MPI
 
 
 @contextlib.contextmanager
-def named(names: Callable[[], list[str]]) -> Iterator[None]:
-    """Says what is alive if MPI cannot make the communicator that is made inside.
+def explain_exhaustion(names: Callable[[], list[str]]) -> Iterator[None]:
+    """Raises an error that lists the existing communicators, if MPI cannot make the communicator that is made inside.
 
     Args:
-        names: returns the names of the communicators that are alive.
+        names: returns the names of the existing communicators.
 
     Raises:
         RuntimeError: MPI cannot make it.

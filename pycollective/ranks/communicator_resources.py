@@ -1,4 +1,7 @@
-"""What is made for an MPI communicator: it outlives the objects that name it, and goes when no rank uses it."""
+"""The resources of a communicator: its private duplicates and its number in the transport.
+
+They outlive the Python objects of the communicator, and are released when no rank uses them any more.
+"""
 
 from __future__ import annotations
 
@@ -16,23 +19,23 @@ from pycollective.transport.mpi import MPI, discard_messages, forget, remember
 from pycollective.transport.watch import waiting
 
 _SPLITS = 64
-"""The ranks of a communicator agree after so many splits of it which of them are not used any more, or after as many as
-are left, so that many that are used cost little."""
+"""After so many splits of a communicator its ranks agree which of the splits are unused. If more splits are in use, the
+next agreement comes after as many further splits, so that many used splits cost little."""
 
 
-class Kept:
-    """What is made for an MPI communicator.
+class CommunicatorResources:
+    """The resources of one MPI communicator.
 
     Args:
         mpi: the communicator, the program's object.
-        owned: whether it is freed with what was made for it.
+        owned: whether ``mpi`` is freed with the resources.
         calls: the duplicate for collectives.
         rest: the duplicate for everything else.
         facts: the attributes of each ``Communicator`` of it.
 
     Attributes:
         mpi: the communicator, in an object that the program does not have.
-        end: why it is of no use any more; "": it is of use.
+        end: why the communicator is unusable; "": it is usable.
     """
 
     def __init__(
@@ -42,17 +45,17 @@ class Kept:
         self.calls, self.rest, self.facts, self._owned = calls, rest, facts, owned
         self.end = ""
         self._objects: list[weakref.ref[Any]] = []
-        self._splits: dict[int, Kept | None] = {}  # None: this rank has no part in it
+        self._splits: dict[int, CommunicatorResources | None] = {}  # None: this rank has no part in it
         self._made = 0
         self._next_agreement = _SPLITS
         in_use[self.identity] = self
 
-    def named_by(self, *objects: Any) -> None:
-        """Notes objects of the program that stand for the communicator."""
+    def register_objects(self, *objects: Any) -> None:
+        """Remembers objects of the program that refer to the communicator."""
         self._objects = [known for known in self._objects if known() is not None] + [*map(weakref.ref, objects)]
 
     def object(self, kind: type) -> Any:
-        """The program's object of this type that stands for it; None if there is none any more."""
+        """The program's object of this type that refers to the communicator; None if the program has none."""
         return next((known for ref in self._objects if isinstance(known := ref(), kind)), None)
 
     @property
@@ -61,31 +64,31 @@ class Kept:
         return int(self.facts["_identity"])
 
     def split(self) -> int:
-        """Begins a split, and returns its number, which is the same on all ranks. All of them must make this call."""
+        """Begins a split, and returns its number, which is the same on all ranks. All ranks must make this call."""
         if self._made >= self._next_agreement:
             before = len(self._splits)
-            self._give_back_splits(self.mpi)
-            if len(self._splits) > before / 2:  # alike on all ranks
+            self._release_unused_splits(self.mpi)
+            if len(self._splits) > before / 2:  # the same on all ranks
                 gc.collect()  # an object in a cycle is not used
-                self._give_back_splits(self.mpi)
+                self._release_unused_splits(self.mpi)
             self._next_agreement = self._made + max(_SPLITS, len(self._splits))
         self._made += 1
         self._splits[self._made] = None
         return self._made
 
-    def add_split(self, number: int, made: Kept) -> None:
+    def add_split(self, number: int, made: CommunicatorResources) -> None:
         """Keeps this rank's part of a split."""
         self._splits[number] = made
 
-    def give_back(self, *, mpi: MPI.Intracomm | None, mpi_is_freed: bool = False) -> None:
-        """Gives back all that was made. All ranks must make this call, when none of them has a program that uses it.
+    def release(self, *, mpi: MPI.Intracomm | None, mpi_is_freed: bool = False) -> None:
+        """Releases all resources. All ranks must make this call, when no rank has a program that uses the communicator.
 
         Args:
             mpi: the program's object; None: it has none.
             mpi_is_freed: whether the call is a part of the program's ``mpi.Free()``.
         """
         with waiting("free", self.identity):
-            self._give_back_splits(self.calls)
+            self._release_unused_splits(self.calls)
             transport().free(self.facts["_program_key"][0])
             self.end = "freed"
             eager.forget(self._keys())
@@ -101,13 +104,13 @@ class Kept:
         if lost:
             unreceived.warn(self, lost)
 
-    def _give_back_splits(self, comm: MPI.Intracomm) -> None:
-        """Gives back the splits that no rank uses. All ranks must make this call.
+    def _release_unused_splits(self, comm: MPI.Intracomm) -> None:
+        """Releases the splits that no rank uses. All ranks must make this call.
 
         Args:
             comm: a communicator of these ranks.
         """
-        if not self._splits:  # alike on all ranks
+        if not self._splits:  # the same on all ranks
             return
         mine = array("B", [split is not None and split._is_used() for split in self._splits.values()])
         anywhere = array("B", mine)
@@ -115,10 +118,10 @@ class Kept:
         unused = [number for number, used in zip(self._splits, anywhere, strict=True) if not used]
         for split in [self._splits.pop(number) for number in unused]:
             if split is not None and not split.end:
-                split.give_back(mpi=None)
+                split.release(mpi=None)
 
     def _is_used(self) -> bool:
-        """Whether this rank uses it: an object stands for it or for a split of it, or a program or a call holds it."""
+        """Whether this rank uses the communicator: by an object of it or of a split of it, a program, or a call."""
         if self.end:
             return False
         if any(known() is not None for known in self._objects):
@@ -149,32 +152,32 @@ class Kept:
         return str(self.facts["_name"])
 
 
-in_use: dict[int, Kept] = {}
-"""The communicators of this process that are of use, by their identities."""
+in_use: dict[int, CommunicatorResources] = {}
+"""The resources of the usable communicators of this process, by the identity of the communicator."""
 
 _keyvals: list[int] = []
 
 
 def keyval() -> int:
-    """The key of the attribute of an MPI communicator that holds what was made for it."""
+    """The key of the attribute of an MPI communicator that holds its resources."""
     if not _keyvals:
         _keyvals.append(MPI.Comm.Create_keyval(delete_fn=_mpi_is_freed))
     return _keyvals[0]
 
 
-def _mpi_is_freed(mpi: MPI.Comm, _: int, kept: Kept) -> None:
-    """Gives back what was made for an MPI communicator that the program frees. All its ranks are in that call.
+def _mpi_is_freed(mpi: MPI.Comm, _: int, resources: CommunicatorResources) -> None:
+    """Releases the resources of an MPI communicator that the program frees. All its ranks are in that call.
 
-    The end of MPI deletes the attributes of its own two communicators as well. Nothing is given back then.
+    MPI_Finalize deletes the attributes of COMM_WORLD and COMM_SELF as well. Nothing is released then.
     """
-    if not kept.end and mpi not in (MPI.COMM_WORLD, MPI.COMM_SELF):
+    if not resources.end and mpi not in (MPI.COMM_WORLD, MPI.COMM_SELF):
         dispatch.flush()
-        kept.give_back(mpi=None, mpi_is_freed=True)
+        resources.release(mpi=None, mpi_is_freed=True)
 
 
 def abandon_all(end: str) -> None:
     """Makes all communicators unusable, without a call of MPI. ``end``: why."""
     failures.abandon_all()
-    for kept in in_use.values():
-        kept.end = end
+    for resources in in_use.values():
+        resources.end = end
     in_use.clear()
