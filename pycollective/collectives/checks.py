@@ -49,14 +49,14 @@ def map_arrays(where: str, comm: Participants, function: Callable[[Array], Any],
 
 
 def call_for_leaves(where: str, comm: Participants, call: Callable[[Array], Any], tree: PyTree) -> PyTree:
-    """Makes a collective call for each leaf of ``tree``. A tree without leaves makes one as well, which has no data."""
+    """Makes a collective call for each leaf of ``tree``. A tree without leaves makes one call without data."""
     if not jax.tree.leaves(tree):
         barrier(comm, EMPTY_TREE)
     return map_arrays(where, comm, call, tree)
 
 
 def call_for_leaves_of_root(where: str, comm: Participants, call: Callable[[Array], Any], tree: PyTree) -> PyTree:
-    """Does what :func:`call_for_leaves` does, for a call with a root: all ranks must pass trees of one structure."""
+    """As :func:`call_for_leaves`, for a call with a root: all ranks must pass trees of the same structure."""
     if not jax.tree.leaves(tree) and jax.tree.leaves(tree, is_leaf=lambda node: node is None):
         fail(
             TypeError,
@@ -106,7 +106,7 @@ def _is_number(dtype: Any) -> bool:
 
 
 def reducible(where: str, comm: Participants, x: Array, op: str) -> Array:
-    """Returns ``x``, whose dtype must have the reduction ``op``."""
+    """Returns ``x``, for whose dtype the reduction ``op`` must be defined."""
     if not _is_number(x.dtype):
         fail(TypeError, where, comm, f"a dtype that {op} is defined for", x.dtype, "Reduce numbers or bools.")
     if op in ("min", "max") and jnp.issubdtype(x.dtype, jnp.complexfloating):

@@ -1,8 +1,8 @@
 """The comparison of arrays between ranks, outside programs: which leaf differs on which rank, and by how much.
 
-Digests of the leaves travel first. They are all that travels where nothing differs. Of the leaves that differ, rank 0's
-first ones travel to the other ranks, in blocks. Each rank finds its own differences, and all ranks make the same
-message of them.
+The ranks first exchange digests of the leaves. If no digest differs, they exchange nothing else. Otherwise rank 0 sends
+the first of the leaves that differ to the other ranks, in blocks. Each rank finds its own differences, and all ranks
+make the same message of them.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from pycollective.ranks.world import given_or_world
 _WHERE = "assert_equal_across"
 
 _CALL = f"a call of {_WHERE}"
-"""The first part of what a rank sends first. Where another rank makes the first call of a function, it reads this."""
+"""The first part of the first message of a rank. A rank in the first call of a function compares it with its own."""
 
 _MOST_LINES = 5
-"""How many leaves that differ the message shows."""
+"""The largest number of differing leaves that the message shows."""
 
 _BLOCK_BYTES = 8 << 20
-"""The largest part of a leaf that travels at once."""
+"""The largest part of a leaf that is sent at once."""
 
 
 class _Entry(NamedTuple):
-    """What rank 0 tells the others of a leaf."""
+    """The description of a leaf that rank 0 sends to the other ranks."""
 
     path: str
     type: str
@@ -49,7 +49,7 @@ class _Entry(NamedTuple):
 
 
 class _Report(NamedTuple):
-    """What a rank has to tell of its leaves.
+    """The differences of a rank's leaves from rank 0's.
 
     Attributes:
         bits: the numbers of rank 0's leaves that have other bits here.
@@ -140,7 +140,7 @@ def _gather(comm: Communicator, own: Any) -> list[Any]:
 
 
 def _by_path(tree: PyTree) -> dict[str, Any]:
-    """The leaves by their paths, which are made unique.
+    """The leaves by their paths; equal paths get numbers.
 
     Example:
         >>> _by_path({"a": [1, 2], "b": None}), _by_path(3)
@@ -252,7 +252,7 @@ def _lines(comm: Communicator, from_first: list[_Entry], reports: list[_Report],
 
 
 def _numbers(comm: Communicator, entry: _Entry, ranks: list[int], leaves: dict[str, Any]) -> str:
-    """How much a leaf differs on some ranks, the same sentence on all ranks. Rank 0's elements travel, in blocks."""
+    """How much a leaf differs on some ranks, the same sentence on all ranks. Rank 0 sends its elements, in blocks."""
     is_first = comm.rank == 0
     elements = _read(comm, entry.path, leaves[entry.path]).elements if is_first or comm.rank in ranks else None
     length = max(1, _BLOCK_BYTES // entry.element_bytes)

@@ -57,7 +57,7 @@ class Difference(NamedTuple):
 
     @property
     def weight(self) -> tuple[bool, bool, float | int]:
-        """The larger it is, the more there is to tell: values come before bits, and NaNs before numbers."""
+        """The larger the weight, the worse the difference: values are worse than bits, and NaNs worse than numbers."""
         largest = 0 if self.largest is None else self.largest
         is_nan = math.isnan(largest)
         return self.values > 0, is_nan, 0 if is_nan else largest
@@ -84,7 +84,7 @@ def read(leaf: Any) -> HostLeaf:
 
 
 def _is_known(dtype: np.dtype[Any]) -> bool:
-    # numpy.longdouble has bytes that mean nothing. JAX does not have it either.
+    # numpy.longdouble has padding bytes of undefined values, and JAX does not have this dtype.
     is_number = jnp.issubdtype(dtype, jnp.number) and dtype.type not in (np.longdouble, np.clongdouble)
     return is_number or dtype in (np.dtype(bool), jax.dtypes.float0)
 
@@ -112,7 +112,7 @@ def _from_devices(array: jax.Array) -> tuple[np.ndarray[Any, Any], tuple[str, ..
 
 
 def _from_device(part: jax.Array) -> np.ndarray[Any, Any]:
-    # JAX keeps an array's copy on the host as long as the array. This one goes away at once.
+    # JAX keeps a copy on the host as long as the array lives. The array of this copy is dropped at once.
     temporary = jax.make_array_from_single_device_arrays(part.shape, part.sharding, [part])
     if jnp.issubdtype(part.dtype, jax.dtypes.prng_key):
         temporary = jax.random.key_data(temporary)
@@ -123,7 +123,7 @@ def _rows(elements: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """The bytes of the elements, a row for each entry of the first axis."""
     elements = np.ascontiguousarray(elements)
     length = elements.shape[0] if elements.ndim else 1
-    if elements.nbytes == 0:  # NumPy makes no bytes of elements without any
+    if elements.nbytes == 0:  # NumPy cannot view an array without elements as bytes
         return np.empty((length, 0), np.uint8)
     return elements.reshape(length, -1).view(np.uint8)
 

@@ -1,8 +1,8 @@
 """Sums in computations that all ranks make alike: a loss that is the same on all ranks counts once.
 
 The transpose of :func:`psum` is :func:`psum`, so a loss that all ranks have counts once for each rank. In most programs
-that is a factor; in a solver it is a wrong number, for the solver's derivative is a system with the transpose of its
-operator. The two functions here have the transposes of an operator that all ranks apply to one vector:
+that is a constant factor. In a solver it gives wrong derivatives, since the derivative solves a system with the
+transpose of the operator. The two functions here have the transposes of an operator that all ranks apply to one vector:
 
     function      from     to       of values        of cotangents
     copy_to       same     own      nothing          psum
@@ -30,11 +30,11 @@ from pycollective.ranks.world import given_or_world
 
 
 def with_transpose(forward: Callable[[PyTree], PyTree], transpose: Callable[[PyTree], PyTree], x: PyTree) -> PyTree:
-    """Returns ``forward(x)``, a linear map to the same shapes and dtypes, which has ``transpose`` as its transpose.
+    """Returns ``forward(x)``, where ``forward`` is linear, keeps shapes and dtypes, and has the given transpose.
 
     It can be differentiated in both modes, as often as needed, and batched. The tangent is ``forward`` of a tangent.
     """
-    # y = x is a linear equation, and a caller of custom_linear_solve says how JAX solves it, and its transpose.
+    # y = x is a linear equation. The caller of custom_linear_solve defines how JAX solves it and its transpose.
     # jax.custom_vjp refuses forward mode; JAX cannot batch jax.custom_derivatives.linear_call along a named axis.
     x = jax.tree.map(jnp.asarray, x)
     return lax.custom_linear_solve(lambda y: y, x, lambda _, b: forward(b), lambda _, ct: transpose(ct))
@@ -43,9 +43,10 @@ def with_transpose(forward: Callable[[PyTree], PyTree], transpose: Callable[[PyT
 def copy_to(x: PyTree, axis_name: AxisName | Communicator | None = None) -> PyTree:
     """Returns ``x``, which is the same on all ranks, for computations that differ: ``y_r = x``. Cotangents are summed.
 
-    With :func:`reduce_from` behind such computations, the derivative of a loss that all ranks have is that of one loss:
-    whole, and the same on all ranks, for what all ranks have; for what a rank alone has, that of its own part.
-    A parameter that all ranks have, and use for a part of the work each, needs it as well.
+    If :func:`reduce_from` follows these computations, a loss that all ranks have counts once in derivatives. The
+    derivative with respect to a value that all ranks share is complete, and the same on all ranks. The derivative with
+    respect to a value of one rank is that of its own part. A parameter that all ranks share, and with which each rank
+    does a part of the work, needs ``copy_to`` as well.
 
     Args:
         x: an array or a pytree of arrays, the same on all ranks.

@@ -1,4 +1,4 @@
-"""Sums that travel between ranks in fewer bits than the arrays have in memory: ``psum(..., wire_dtype=...)``.
+"""Sums that are sent between ranks in fewer bits than the arrays have in memory: ``psum(..., wire_dtype=...)``.
 
 Over a communicator such a sum is an allreduce with an operation of its own. Over named axes it is first a primitive of
 its own, ``wire_sum``, since JAX's psum has no such option; ``discharge`` replaces both by allreduces.
@@ -22,7 +22,7 @@ from pycollective.primitives import reductions
 
 _START = "Start with jax.tree.map(jnp.zeros_like, x); sum what is not float32 by itself."
 _OPS = {jnp.dtype(jnp.bfloat16): "sum_bfloat16"}
-"""The name of the reduction for each dtype that can travel."""
+"""The name of the reduction for each dtype that can be sent."""
 
 
 def _op(where: str, wire_dtype: Any) -> str:
@@ -70,7 +70,7 @@ def round_with_residual(where: str, x: PyTree, residual: PyTree, wire_dtype: Any
         wanted = x + left
         # XLA may remove a conversion to bfloat16 and back; it keeps reduce_precision.
         sent = jax.lax.reduce_precision(wanted, jnp.finfo(wire_dtype).nexp, jnp.finfo(wire_dtype).nmant)
-        return sent, jnp.where(jnp.isfinite(sent), wanted - sent, 0)  # an overflow must not come back in the next call
+        return sent, jnp.where(jnp.isfinite(sent), wanted - sent, 0)  # an overflow must not be added in the next call
 
     pairs = list(map(one, jax.tree.leaves(x), jax.tree.leaves(residual)))
     tree = jax.tree.structure(x)
@@ -118,14 +118,14 @@ batching.primitive_batchers[_wire_sum_p] = lambda xs, dims, **params: (_wire_sum
 def sum_on_wire(
     where: str, x: PyTree, axis_name: Any, wire_dtype: Any, sum_all_bits: Callable[[PyTree], PyTree]
 ) -> PyTree:
-    """Sums a tree: floats of at most 32 bits travel as ``wire_dtype``, other leaves as they are.
+    """Sums a tree: floats of at most 32 bits are sent as ``wire_dtype``, other leaves as they are.
 
     Args:
         where: the public function, for messages.
         x: the tree.
         axis_name: the name of an axis, a tuple of names, or a communicator.
-        wire_dtype: the dtype that travels between ranks.
-        sum_all_bits: the sum of a list of arrays that travel as they are.
+        wire_dtype: the dtype of the floats that are sent.
+        sum_all_bits: sums a list of arrays that are sent as they are.
 
     Raises:
         TypeError: no reduction sends ``wire_dtype``.

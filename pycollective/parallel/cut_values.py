@@ -1,4 +1,4 @@
-"""What a program makes of arrays that are cut among devices, found out from its jaxpr without numbers.
+"""Abstract interpretation of a jaxpr whose arrays are cut among devices: which results are those of one device.
 
 Each value of the program is of one kind, for all numbers that its arguments may have:
 

@@ -1,13 +1,13 @@
-"""Updates that a NaN or an Inf of one device skips on all devices.
+"""Updates that all devices skip if one device has a NaN or an Inf.
 
-Devices that train one model have to skip the same steps: else what all of them have drifts apart, and a device that
-skips a collective lets the others wait. So they agree:
+Devices that train one model have to skip the same steps: otherwise their parameters diverge, and a device that skips a
+collective leaves the others waiting. So the devices agree:
 
     ok        = minimum over devices of (all gradients are finite)        pmin of one number
     updates   = ok ? inner's : 0
     state     = ok ? inner's : as it was
 
-``inner`` is computed in each step, and its results are chosen or not. So its collectives stand in no branch.
+``inner`` is computed in each step, and its results are selected or not. So its collectives are in no branch.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Uneven inputs: devices that have run out of batches go on with weight zero until all have.
+"""Uneven inputs: devices that have run out of batches continue with weight zero until all devices have.
 
 With a number of examples n_r and gradients g_r, the means over the examples of device r, the gradient of all examples:
 
     g = sum over r of n_r g_r / sum over r of n_r
 
-The sum of the numbers travels in the same call as that of the gradients, so a step has no call more.
+The sum of the numbers is in the same call as that of the gradients, so a step has no additional call.
 
 Source: PyTorch's ``torch.distributed.algorithms.Join`` and the ``join`` of its DistributedDataParallel. There a rank
 that has run out answers the calls of the others with zeros, and each step has one more call, of one number.

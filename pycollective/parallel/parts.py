@@ -1,8 +1,8 @@
-"""Optimizers for parameters of which each device has a part: what looks at all elements has to look at all devices'.
+"""Optimizers for parameters of which each device has a part: norms have to cover the parts of all devices.
 
-An optimizer that is called on parts as if they were parameters takes their norm, say, for that of the parameters. Each
-device then gets another one, and what all devices have drifts apart. So :func:`for_parts` refuses such an optimizer,
-and :func:`clip_by_global_norm` is the norm of all parts.
+An optimizer that is called on parts as if they were whole parameters may take, for example, the norm of the parts for
+the norm of the parameters. Each device then has another norm, and values that all devices share diverge. So
+:func:`for_parts` refuses such an optimizer, and :func:`clip_by_global_norm` uses the norm of all parts.
 """
 
 from __future__ import annotations

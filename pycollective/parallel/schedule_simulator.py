@@ -1,4 +1,4 @@
-"""Simulates schedules of pipelines: do ranks wait for each other for ever, how large is the bubble, what do they keep?
+"""Simulates schedules of pipelines: deadlocks, the bubble, and the activations that ranks keep.
 
 Ranks compute for C_0, C_1, ... and all are done after T. Then the bubble is
 
@@ -71,8 +71,7 @@ def simulate(
 ) -> Simulation:
     """Finds out when each action of a schedule runs, if a rank that sends waits for the rank that receives.
 
-    That is the worst case: MPI may take small messages at once. A schedule that runs here cannot make ranks wait for
-    each other for ever.
+    That is the worst case, since MPI may buffer small messages. A schedule that ends here cannot deadlock.
 
     Args:
         schedule: the schedule.
@@ -132,7 +131,7 @@ def _other_end(action: Action, rank: int, schedule: Schedule) -> Action:
 
 
 def _waits(next_of: Mapping[int, Action]) -> str:
-    """Says for each rank of a circle what it waits for."""
+    """Describes for each rank of a cycle of waits what it waits for."""
     circle = [min(next_of)]
     while (peer := next_of[circle[-1]].peer) not in circle:
         circle.append(peer)  # type: ignore[arg-type]  # only messages wait

@@ -1,7 +1,7 @@
 """Splits a backward pass in two: first the gradients of a stage's inputs, later those of its weights.
 
-The rank before waits for the first part alone. It has the equations that the first results need. The second part has
-the others, and takes from the first one what both need, so nothing is computed twice:
+The previous rank waits for the first part only. The first part has the equations that the first results need. The
+second part has the other equations, and takes shared values from the first part, so nothing is computed twice:
 
     dy' = dy * f'(z)        first; both need dy'
     dx  = dy' w^T           first

@@ -35,7 +35,7 @@ def activation_shapes(
     *,
     axis_env: Sequence[tuple[Any, int]] = (),
 ) -> list[Tree]:
-    """Finds out what passes from each stage of a pipeline to the next. All ranks must make this call, outside traces.
+    """Finds the shapes that each stage of a pipeline gives to the next. All ranks must make this call, outside traces.
 
     Each rank traces its own stages. The shapes go from rank to rank. If a stage does not fit what it gets, all ranks
     raise the same error.

@@ -1,7 +1,7 @@
-"""Means of arrays that travel in a narrower floating-point dtype.
+"""Means of arrays that are sent in a narrower floating-point dtype.
 
-A sum of narrow floats would not do: it travels in float32, in which it is added up (docs/semantics.md). So each device
-receives a slice of all devices' arrays, by an all-to-all, and adds that up itself.
+A psum of narrow floats sends float32, in which it adds (docs/semantics.md). So each device receives a slice of all
+devices' arrays by an all-to-all, and adds the slices itself.
 """
 
 from __future__ import annotations
