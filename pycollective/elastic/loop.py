@@ -43,7 +43,7 @@ _LEARN_S = 2.0
 """How long after the error of a call this rank may learn of the failure of another rank."""
 
 _REPORT_ENDS_S = 10.0
-"""The longest time between the kill of stopped ranks by a report and its end of the other ranks (native/monitor/monitor.cc)."""
+"""The longest time from a report's kill of stopped ranks to its end of the other ranks (native/monitor/monitor.cc)."""
 
 
 class _State:

@@ -13,8 +13,8 @@ What a rank does at each kind of end that Python shows to a process:
 - an exception that Python ignores, in a finalizer, ``__del__`` or an exit handler: the rank prints its number and goes
   on, as a program of one process does.
 
-The rank that ends the others first tells them the cause (``native/monitor/monitor.h``). They write their records, and do not
-print the errors that follow from that cause, so the user reads one cause.
+The rank that ends the others first tells them the cause (``native/monitor/monitor.h``). They write their records, and
+do not print the errors that follow from that cause, so the user reads one cause.
 
 This concerns the process that has started MPI. In a forked child the hooks do nothing.
 """
