@@ -400,9 +400,6 @@ PYCOLLECTIVE_EXPORT void pycollective_set_check(int32_t when, int32_t numbers) {
   pycollective::check_numbers = numbers != 0;
 }
 
-// Sets all_lanes (team_collectives.h).
-PYCOLLECTIVE_EXPORT void pycollective_set_all_lanes(int32_t all) { pycollective::all_lanes = all != 0; }
-
 // For tests: counts above this take the way of counts beyond MPI's int.
 PYCOLLECTIVE_EXPORT void pycollective_set_max_count(int64_t max_count) {
   pycollective::library->max_count = max_count;
@@ -428,5 +425,5 @@ const pycollective::Listed listed{
     PYCOLLECTIVE_TYPED(group_json), PYCOLLECTIVE_TYPED(monitor_listen), PYCOLLECTIVE_TYPED(monitor_start),
     PYCOLLECTIVE_TYPED(monitor_set_timeout), PYCOLLECTIVE_TYPED(monitor_stop), PYCOLLECTIVE_TYPED(monitor_leave),
     PYCOLLECTIVE_TYPED(monitor_forget), PYCOLLECTIVE_TYPED(end_begin), PYCOLLECTIVE_TYPED(this_process),
-    PYCOLLECTIVE_TYPED(set_check), PYCOLLECTIVE_TYPED(set_all_lanes), PYCOLLECTIVE_TYPED(set_max_count)};
+    PYCOLLECTIVE_TYPED(set_check), PYCOLLECTIVE_TYPED(set_max_count)};
 }  // namespace

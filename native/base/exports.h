@@ -23,7 +23,7 @@ namespace pycollective {
 template <typename T, typename To>
 constexpr bool kPointsTo = std::is_pointer_v<T> && std::is_same_v<std::remove_const_t<std::remove_pointer_t<T>>, To>;
 
-// The letter of a type, as transport/compiled.py reads it.
+// The letter of a type, as transport/native_library.py reads it.
 template <typename T>
 constexpr char LetterOf() {
   if constexpr (std::is_void_v<T>) return 'v';
@@ -36,7 +36,7 @@ constexpr char LetterOf() {
   else if constexpr (kPointsTo<T, uint32_t>) return 'U';
   else if constexpr (kPointsTo<T, int64_t>) return 'L';
   else {
-    static_assert(std::is_pointer_v<T>, "Python has no letter for this type: give it one in LetterOf and in compiled.py");
+    static_assert(std::is_pointer_v<T>, "no letter for this type: give it one in LetterOf and in native_library.py");
     return 'p';
   }
 }

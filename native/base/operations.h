@@ -28,7 +28,7 @@ enum Dataflow {
   kAllToAll,   // all ranks
   kFromRoot,   // the root
   kToRoot,     // all ranks; the other ranks than the root have no result
-  kFromLower,  // the ranks below this one
+  kFromLower,  // the ranks below this one; in a scan itself as well
   kPermuted,   // the rank that a permutation names
   kNoData,     // there are no data; the ranks wait for each other
   kMessage,    // it is a message, not a collective
@@ -58,36 +58,36 @@ enum Hierarchy {
 // OTHER(name, Name, dataflow, host exchange, hierarchy, binding): an operation with a handler of its own.
 //   dataflow: collectives are compared before they begin; messages are not.
 //   binding: what XLA hands to the handler (decode.h), which is Name<Buffers>, a function in other_handlers.cc.
-#define PYCOLLECTIVE_OPERATIONS(COLLECTIVE, OTHER)                                                                       \
-  COLLECTIVE(allgather, Allgather, kNone, kWhole, kBlocks, kAllToAll, kReadable, kHierarchicalIfEqual,                   \
-             &TeamCollective::Allgather)                                                                                 \
-  COLLECTIVE(alltoall, Alltoall, kNone, kBlocks, kBlocks, kAllToAll, kReadableOnce, kFlat, &TeamCollective::Alltoall)    \
-  COLLECTIVE(reduce_scatter, ReduceScatter, kOp, kBlocks, kWhole, kAllToAll, kReadable, kHierarchicalIfEqual,            \
-             &TeamCollective::ReduceScatter)                                                                             \
-  COLLECTIVE(bcast, Bcast, kRoot, kWhole, kWhole, kFromRoot, kReadable, kHierarchical, &TeamCollective::Bcast)           \
-  COLLECTIVE(reduce, Reduce, kOp | kRoot, kWhole, kWhole, kToRoot, kBuffered, kHierarchical, &TeamCollective::Reduce)    \
-  COLLECTIVE(gather, Gather, kRoot, kWhole, kBlocks, kToRoot, kReadableOnce, kFlat, nullptr)                             \
-  COLLECTIVE(scatter, Scatter, kRoot, kBlocks, kWhole, kFromRoot, kReadableOnce, kFlat, nullptr)                         \
-  COLLECTIVE(scan, Scan, kOp, kWhole, kWhole, kFromLower, kBuffered, kFlat, nullptr)                                     \
-  COLLECTIVE(exscan, Exscan, kOp, kWhole, kWhole, kFromLower, kBuffered, kFlat, nullptr)                                 \
-  OTHER(allreduce, Allreduce, kAllToAll, kReadable, kHierarchical, BindArrays<Buffers>("op", "bucket_bytes"))              \
-  OTHER(ppermute, Ppermute, kPermuted, kReadableOnce, kFlat, BindPpermute<Buffers>())                                      \
-  OTHER(barrier, Barrier, kNoData, kByMpi, kFlat, BindTokens<Buffers>())                                                   \
-  OTHER(sendrecv, Sendrecv, kMessage, kByMpi, kFlat,                                                                     \
-        BindArray<Buffers>("dest", "send_tag", "source", "recv_tag", "process", "status"))                                 \
-  OTHER(send, Send, kMessage, kByMpi, kFlat, BindOperand<Buffers>("dest", "tag"))                                          \
+#define PYCOLLECTIVE_OPERATIONS(COLLECTIVE, OTHER)                                                                    \
+  COLLECTIVE(allgather, Allgather, kNone, kWhole, kBlocks, kAllToAll, kReadable, kHierarchicalIfEqual,                \
+             &TeamCollective::Allgather)                                                                              \
+  COLLECTIVE(alltoall, Alltoall, kNone, kBlocks, kBlocks, kAllToAll, kReadableOnce, kFlat, &TeamCollective::Alltoall) \
+  COLLECTIVE(reduce_scatter, ReduceScatter, kOp, kBlocks, kWhole, kAllToAll, kReadable, kHierarchicalIfEqual,         \
+             &TeamCollective::ReduceScatter)                                                                          \
+  COLLECTIVE(bcast, Bcast, kRoot, kWhole, kWhole, kFromRoot, kReadable, kHierarchical, &TeamCollective::Bcast)        \
+  COLLECTIVE(reduce, Reduce, kOp | kRoot, kWhole, kWhole, kToRoot, kBuffered, kHierarchical, &TeamCollective::Reduce) \
+  COLLECTIVE(gather, Gather, kRoot, kWhole, kBlocks, kToRoot, kReadableOnce, kFlat, nullptr)                          \
+  COLLECTIVE(scatter, Scatter, kRoot, kBlocks, kWhole, kFromRoot, kReadableOnce, kFlat, nullptr)                      \
+  COLLECTIVE(scan, Scan, kOp, kWhole, kWhole, kFromLower, kBuffered, kFlat, nullptr)                                  \
+  COLLECTIVE(exscan, Exscan, kOp, kWhole, kWhole, kFromLower, kBuffered, kFlat, nullptr)                              \
+  OTHER(allreduce, Allreduce, kAllToAll, kReadable, kHierarchical, BindArrays<Buffers>("op", "bucket_bytes"))         \
+  OTHER(ppermute, Ppermute, kPermuted, kReadableOnce, kFlat, BindPpermute<Buffers>())                                 \
+  OTHER(barrier, Barrier, kNoData, kByMpi, kFlat, BindTokens<Buffers>())                                              \
+  OTHER(sendrecv, Sendrecv, kMessage, kByMpi, kFlat,                                                                  \
+        BindArray<Buffers>("dest", "send_tag", "source", "recv_tag", "process", "status"))                            \
+  OTHER(send, Send, kMessage, kByMpi, kFlat, BindOperand<Buffers>("dest", "tag"))                                     \
   OTHER(recv, Recv, kMessage, kByMpi, kFlat, BindArray<Buffers>("source", "tag", "process", "status"))
 
 // HALF(name, Name, binding): half of an allreduce, for accelerators alone. Its handler, the function Name, stands in
 // allreduce_halves.cc.
-#define PYCOLLECTIVE_DEVICE_OPERATIONS(HALF)                                        \
-  HALF(allreduce_start, AllreduceStart, BindArrays<Buffers>("op", "bucket_bytes"))    \
+#define PYCOLLECTIVE_DEVICE_OPERATIONS(HALF)                                       \
+  HALF(allreduce_start, AllreduceStart, BindArrays<Buffers>("op", "bucket_bytes")) \
   HALF(allreduce_done, AllreduceDone, BindCall<Buffers>().RemainingArgs().RemainingRets())
 
 // GUARD(name, Name, binding): a handler that stands before or after an operation that another library carries out, on CPU
 // devices alone. Its handler, the function Name, stands in guards.cc.
-#define PYCOLLECTIVE_GUARDS(GUARD)                                                                 \
-  GUARD(enter, Enter, BindGuard<Buffers>("operation", "process", "op", "root", "pattern"))           \
+#define PYCOLLECTIVE_GUARDS(GUARD)                                                         \
+  GUARD(enter, Enter, BindGuard<Buffers>("operation", "process", "op", "root", "pattern")) \
   GUARD(leave, Leave, BindGuard<Buffers>("operation", "check", "status", "copy_to", "status_bytes"))
 
 // The index of an operation in the table. Signature::operation holds it.

@@ -12,8 +12,6 @@
 
 namespace pycollective {
 
-bool all_lanes = false;
-
 namespace {
 
 // Up to this size of one member's array the last member does all the work: two more meetings would cost more than the
@@ -54,7 +52,7 @@ Outcome TeamCollective::ByLastMember(Work work) {
 
 template <typename Local, typename InterRankStep>
 Outcome TeamCollective::BySlices(const Arguments& a, bool wants_result, Local local, InterRankStep inter_rank_step) {
-  return all_lanes || ranks_ == 1 ? OnAllLanes(a, wants_result, local, inter_rank_step)
+  return ranks_ == 1 ? OnAllLanes(a, wants_result, local, inter_rank_step)
                                   : OnOneLane(a, wants_result, local, inter_rank_step);
 }
 

@@ -15,9 +15,6 @@
 
 namespace pycollective {
 
-// Whether reductions and broadcasts of large arrays use all lanes at once. Set before the first program runs.
-extern bool all_lanes;
-
 // A device of this process among those that make one collective together.
 struct TeamMember {
   Team& team;
