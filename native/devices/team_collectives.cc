@@ -52,27 +52,22 @@ Outcome TeamCollective::ByLastMember(Work work) {
 
 template <typename Local, typename InterRankStep>
 Outcome TeamCollective::BySlices(const Arguments& a, bool wants_result, Local local, InterRankStep inter_rank_step) {
-  return ranks_ == 1 ? OnAllLanes(a, wants_result, local, inter_rank_step)
-                                  : OnOneLane(a, wants_result, local, inter_rank_step);
+  return ranks_ == 1 ? WithinRank(a, wants_result, local) : OnOneLane(a, wants_result, local, inter_rank_step);
 }
 
-template <typename Local, typename InterRankStep>
-Outcome TeamCollective::OnAllLanes(const Arguments& a, bool wants_result, Local local, InterRankStep inter_rank_step) {
+template <typename Local>
+Outcome TeamCollective::WithinRank(const Arguments& a, bool wants_result, Local local) {
   const Slices slices{a.count, members_};
   const int64_t own = slices.First(member_);
-  const int64_t n = slices.First(member_ + 1) - own;
-  void* const slice = At(a.recv, own, a.type);
   team_.Meet();
-  local(own, n, slice);
-  const Outcome outcome =
-      n > 0 && ranks_ > 1 ? CatchAsOutcome([&] { return inter_rank_step(channel_, slice, n); }) : Outcome{};
+  local(own, slices.First(member_ + 1) - own, At(a.recv, own, a.type));
   team_.Meet();
   for (int member = 0; wants_result && member < members_; ++member) {
     const int64_t start = slices.First(member);
     Copy(At(a.recv, start, a.type), At(Out(member), start, a.type), slices.First(member + 1) - start, a.type);
   }
   team_.Meet();
-  return outcome;
+  return Outcome{};
 }
 
 template <typename Local, typename InterRankStep>

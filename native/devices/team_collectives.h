@@ -53,9 +53,9 @@ class TeamCollective {
   // copies the whole result.
   template <typename Local, typename InterRankStep>
   Outcome BySlices(const Arguments&, bool wants_result, Local local, InterRankStep inter_rank_step);
-  // Each member sends its own slice on its own lane.
-  template <typename Local, typename InterRankStep>
-  Outcome OnAllLanes(const Arguments&, bool wants_result, Local local, InterRankStep inter_rank_step);
+  // Of a communicator of one rank: each member makes its own slice.
+  template <typename Local>
+  Outcome WithinRank(const Arguments&, bool wants_result, Local local);
   // Member 0 sends piece by piece, while the others make the next piece and copy the last one.
   template <typename Local, typename InterRankStep>
   Outcome OnOneLane(const Arguments&, bool wants_result, Local local, InterRankStep inter_rank_step);
