@@ -381,8 +381,9 @@ def _any_to_replace(jaxpr: Any) -> bool:
 
 def _is_to_replace(eqn: JaxprEqn) -> bool:
     """Returns whether ``replace_device_programs`` replaces an equation, or one in the jaxprs that it holds."""
+    if eqn.primitive in discharge.DEVICE_PROGRAMS or jaxprs.is_high(eqn):
+        return True
     inner = jaxprs.inner_jaxprs(eqn)
     # A primitive of another library may lack the effect of the collectives that it holds.
     hides = effect not in eqn.effects and any(effect in jaxpr.effects for jaxpr in inner)
-    is_program = eqn.primitive in discharge.DEVICE_PROGRAMS
-    return hides or is_program or jaxprs.is_high(eqn) or any(map(_any_to_replace, inner))
+    return hides or any(map(_any_to_replace, inner))
