@@ -9,6 +9,10 @@ import ast
 import re
 from pathlib import Path
 
+import pycollective as pc
+from pycollective.timeline.waits import WAIT_FOR_ALL, awaited
+from pycollective.transport import native
+
 ROOT = Path(__file__).parents[2]
 
 # What makes up exscan, and no other operation.
@@ -50,6 +54,20 @@ def test_a_collective_stands_in_few_places() -> None:
         str(file.relative_to(ROOT)): places_in(file) for file in files if file.suffix in (".cc", ".h", ".py", ".pyi")
     }
     assert {name: count for name, count in places.items() if count > 0} == dict.fromkeys(PLACES, 1)
+
+
+def test_synchronizing_collectives_are_those_of_the_table() -> None:
+    """``awaited`` says for which ranks each call waits; the table of operations says on whose data it depends."""
+    table = (ROOT / "native" / "base" / "operations.h").read_text()
+    rows = re.findall(r"(?:COLLECTIVE|OTHER)\((\w+), [^()]*?(kAllToAll|kNoData|kFromRoot|kToRoot)\b", table)
+    pc.init()
+    found: dict[str, set[str]] = {}
+    for name, dataflow in rows:
+        found.setdefault(dataflow, set()).add(name)
+    assert found["kAllToAll"] | found["kNoData"] == WAIT_FOR_ALL
+    assert {name for name in native.host_targets() if list(awaited(name, 0, 1, 3)) == [1]} == found["kFromRoot"]
+    waiting_roots = {name for name in native.host_targets() if list(awaited(name, 1, 1, 3)) == [0, 1, 2]}
+    assert waiting_roots - WAIT_FOR_ALL == found["kToRoot"]
 
 
 def test_places_are_counted(tmp_path: Path) -> None:
