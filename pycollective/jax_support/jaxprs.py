@@ -137,6 +137,11 @@ def rebind(eqn: JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]:
     return bind(eqn, operands, eqn.params)
 
 
+def with_constants_as_inputs(jaxpr: Any) -> Any:
+    """A jaxpr whose constants are its first inputs."""
+    return jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
+
+
 def as_function(jaxpr: Any) -> Callable[..., list[Any]]:
     """A jaxpr without constants, as a function.
 
@@ -164,7 +169,7 @@ def bind_with_jaxprs(
         if isinstance(value, Jaxpr):  # without constants, as in checkpoint: new constants become operands
             closed = change(ClosedJaxpr(value, ()))
             consts.extend(closed.consts)
-            return closed.jaxpr.replace(constvars=[], invars=[*closed.jaxpr.constvars, *closed.jaxpr.invars])
+            return with_constants_as_inputs(closed.jaxpr)
         if isinstance(value, (tuple, list)):
             return _sequence_like(value, list(map(new, value)))
         return value
@@ -277,15 +282,12 @@ def on_devices(
         out_specs: the spec of each result.
     """
     consts = list(program.consts)
-    jaxpr = program.jaxpr.replace(constvars=[], invars=[*program.jaxpr.constvars, *program.jaxpr.invars])
+    jaxpr = with_constants_as_inputs(program.jaxpr)
 
     def mapped(function: Callable[..., Any]) -> Callable[..., Any]:
         shared = [jax.sharding.PartitionSpec()] * len(consts)
         specs = (*shared, *in_specs)
         return jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=list(out_specs), check_vma=False)
-
-    def run(*blocks: Any) -> list[Any]:
-        return evaluate(ClosedJaxpr(jaxpr, ()), rebind, *blocks)
 
     def results(*_: Any) -> list[Any]:
         return [jnp.zeros(var.aval.shape, var.aval.dtype) for var in jaxpr.outvars]
@@ -293,7 +295,7 @@ def on_devices(
     # JAX's checks want the types, and the effects of references have the numbers of inputs.
     must_trace = jax.config.jax_enable_checks or jax_internals.without_references(jaxpr.effects) != jaxpr.effects
     with jax.sharding.use_abstract_mesh(NO_MESH):
-        function = mapped(run if must_trace else results)
+        function = mapped(as_function(jaxpr) if must_trace else results)
         closed = jax.make_jaxpr(lambda *operands: function(*consts, *operands))(*operands)
     if must_trace:
         return closed

@@ -57,6 +57,26 @@ def rewritten(closed: ClosedJaxpr, change: Change, axes: Axes = ()) -> ClosedJax
     return jax.make_jaxpr(again, axis_env=list(axes))(*avals)
 
 
+class Rewriter:
+    """:func:`rewritten` for the programs that equations hold: each once, so that XLA compiles a shared program once.
+
+    Args:
+        change: what replaces an equation.
+        axes: the axes that the new programs may name.
+    """
+
+    def __init__(self, change: Change, axes: Axes = ()) -> None:
+        self._change = change
+        self._axes = axes
+        # The new programs by the ids of the old jaxprs. It holds the old ones too, so that no id is used again.
+        self._known: dict[int, tuple[Any, ClosedJaxpr]] = {}
+
+    def __call__(self, closed: ClosedJaxpr) -> ClosedJaxpr:
+        if id(closed.jaxpr) not in self._known:
+            self._known[id(closed.jaxpr)] = closed.jaxpr, rewritten(closed, self._change, self._axes)
+        return self._known[id(closed.jaxpr)][1]
+
+
 def evaluate(closed: ClosedJaxpr, change: Change, *args: Any) -> list[Any]:
     """Evaluates a program with ``change`` applied to its equations, under the caller's trace and mesh."""
     return jaxprs.evaluate(closed, changing(change), *args)

@@ -204,14 +204,7 @@ class _Discharge:
         self._ours = names  # without axes whose names an equation around has bound again
         self._full = [(axis.name, axis.size) for axis in mesh.axes if axis.name in names]
         self._local = [(axis.local_name, axis.local) for axis in mesh.axes if axis.local > 1 and axis.name in names]
-        # The discharged jaxprs by the ids of the old ones. It holds the old ones too, so that no id is used again.
-        self._known: dict[int, tuple[Any, ClosedJaxpr]] = {}
-
-    def program(self, closed: ClosedJaxpr) -> ClosedJaxpr:
-        """Returns a program with its collectives replaced; always the same one, so that XLA compiles it once."""
-        if id(closed.jaxpr) not in self._known:
-            self._known[id(closed.jaxpr)] = closed.jaxpr, rewriting.rewritten(closed, self._change, self._local)
-        return self._known[id(closed.jaxpr)][1]
+        self.program = rewriting.Rewriter(self._change, self._local)
 
     def _evaluate(self, closed: ClosedJaxpr) -> Callable[..., list[Any]]:
         return partial(rewriting.evaluate, closed, self._change)

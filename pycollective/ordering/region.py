@@ -145,8 +145,7 @@ class Region:
         """Traces ``fun``. Under ``JAX_DISABLE_JIT`` it calls ``fun``, and each collective runs by itself."""
         if jax.config.jax_disable_jit:
             return self._fun(*args, **kwargs)
-        arrays, _ = split_arrays(args, kwargs)
-        program, out_tree = self.trace(args, kwargs)
+        program, arrays, out_tree = self._trace(args, kwargs)
         for change in self._passes:
             program = change(program)
         closed = program.closed
@@ -161,8 +160,8 @@ class Region:
             return results
         return dispatch.WithCompletion(results, completion)
 
-    def trace(self, args: Any, kwargs: Any) -> tuple[Program, Any]:
-        """The program before the first pass, and the tree structure of its results.
+    def _trace(self, args: Any, kwargs: Any) -> tuple[Program, list[Any], Any]:
+        """The program before the first pass, the arrays that are its operands, and the tree structure of its results.
 
         Its last result is the completion, an array without elements.
         """
@@ -177,7 +176,8 @@ class Region:
 
         closed = jax.make_jaxpr(flat)(*arrays)
         donated = self._donated.arrays(args, kwargs) if self._donated is not None else ()
-        return Program(closed, frozenset(place for place, x in enumerate(arrays) if id(x) in donated)), out_tree
+        free = frozenset(place for place, x in enumerate(arrays) if id(x) in donated)
+        return Program(closed, free), arrays, out_tree
 
     def _record_devices(self, devices: dispatch.Devices | str | None) -> None:
         if dispatch.has_one_device():

@@ -316,10 +316,10 @@ def of_this_rank(
         program = finish(discharge.discharge(body, mesh))
     if _is_default_device(mesh):
         return program
+    avals = [var.aval for var in body.invars]
     own = [
-        jax.ShapeDtypeStruct(_multiplied(mesh, spec, var.aval.shape, "local"), var.aval.dtype, weak_type=weak)
-        for var, spec in zip(body.invars, in_specs, strict=True)
-        for weak in [getattr(var.aval, "weak_type", False)]
+        jax.ShapeDtypeStruct(_multiplied(mesh, spec, aval.shape, "local"), aval.dtype, weak_type=aval.weak_type)
+        for aval, spec in zip(avals, in_specs, strict=True)
     ]
     specs = [[local_spec(mesh, spec) for spec in each] for each in (in_specs, out_specs)]
     return jaxprs.on_devices(program, mesh.local_mesh, own, *specs)
@@ -349,14 +349,9 @@ def replace_device_programs(closed: ClosedJaxpr) -> ClosedJaxpr:
     It also replaces two kinds of primitives that hide functions: those of other libraries that hold collectives without
     the effect that says so, and JAX's high-level primitives, which JAX would replace when it lowers the program.
     """
-    known: dict[int, tuple[Any, ClosedJaxpr]] = {}  # by the id of the old jaxpr, which it keeps alive
 
     def program(closed: ClosedJaxpr) -> ClosedJaxpr:
-        if not _any_to_replace(closed.jaxpr):
-            return closed
-        if id(closed.jaxpr) not in known:
-            known[id(closed.jaxpr)] = closed.jaxpr, rewriting.rewritten(closed, change)
-        return known[id(closed.jaxpr)][1]
+        return rewriter(closed) if _any_to_replace(closed.jaxpr) else closed
 
     def change(eqn: JaxprEqn) -> rewriting.Replacement | None:
         if eqn.primitive in discharge.DEVICE_PROGRAMS:
@@ -372,6 +367,7 @@ def replace_device_programs(closed: ClosedJaxpr) -> ClosedJaxpr:
             return partial(rewriting.evaluate, inner, change)
         return lambda *operands: jaxprs.bind_with_jaxprs(eqn, operands, program)
 
+    rewriter = rewriting.Rewriter(change)
     return program(closed)
 
 

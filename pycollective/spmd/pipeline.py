@@ -1,6 +1,6 @@
 """The pipeline: the way of a function to a compiled program, as a list of passes in their order.
 
-1. *Trace* (``Region.trace``). JAX differentiates and batches while it traces. A function over named axes is one
+1. *Trace* (``Region``). JAX differentiates and batches while it traces. A function over named axes is one
    equation, a device program, which holds the function of one device's arrays (``device_program.py``).
 2. *Compare*. The ranks compare the collectives over named axes at the function's first call (``ranks/agreement.py``).
 3. *Discharge*. jax.lax's collectives over named axes become primitives of this package, and each device program becomes

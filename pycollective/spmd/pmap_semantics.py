@@ -48,10 +48,9 @@ def trace(fun: Callable[..., Any], mesh: Mesh, arrays: Sequence[Any], specs: Spe
 
 def apply(closed: ClosedJaxpr, mesh: Mesh, args: Sequence[Any], in_specs: Specs, out_specs: Specs) -> list[Any]:
     """Applies a jaxpr of :func:`trace` to this rank's own blocks. All devices share the arrays that it closes over."""
-    jaxpr = closed.jaxpr
-    body = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
+    body = jaxprs.with_constants_as_inputs(closed.jaxpr)
     shared = [PartitionSpec()] * len(closed.consts)
-    effects = jax_internals.without_names(jaxpr.effects, mesh.shape)
+    effects = jax_internals.without_names(body.effects, mesh.shape)
     return list(
         pmap_p.bind(
             *closed.consts, *args, **device_program.parameters(mesh, body, [*shared, *in_specs], out_specs, effects)
