@@ -139,34 +139,33 @@ def _without_mesh(value: Any) -> Any:
 
 
 def _spliced(closed: ClosedJaxpr, programs: Mapping[int, ClosedJaxpr]) -> ClosedJaxpr:
-    """The program with the equations of ``programs`` in the places of the equations with these ids."""
+    """The program with the equations of ``programs`` in the places of the equations with these ids.
+
+    Variables of the new equations keep their names, but where the program has these names already: it may hold one
+    function several times.
+    """
     jaxpr = closed.jaxpr
     eqns: list[JaxprEqn] = []
     constants: dict[Var, tuple[Var, Any]] = {}  # the new ones, by their names in the programs that have them
     renamed: dict[Any, Any] = {}  # results of replaced equations, to what stands for them
+    taken = {var for eqn in jaxpr.eqns for var in eqn.outvars} | {*jaxpr.invars, *jaxpr.constvars}
     for eqn in jaxpr.eqns:
         new = programs.get(id(eqn))
         if new is None:
-            reads_renamed = any(isinstance(atom, Var) and atom in renamed for atom in eqn.invars)
-            invars = [_new_name(renamed, atom) for atom in eqn.invars]
-            eqns.append(eqn.replace(invars=invars) if reads_renamed else eqn)
+            eqns.append(_with_names(eqn, renamed))
             continue
-        names: dict[Any, Any] = dict(
-            zip(new.jaxpr.invars, [_new_name(renamed, atom) for atom in eqn.invars], strict=True)
-        )
+        names: dict[Any, Any] = {
+            var: _new_name(renamed, atom) for var, atom in zip(new.jaxpr.invars, eqn.invars, strict=True)
+        }
         for var, value in zip(new.jaxpr.constvars, new.consts, strict=True):
             names[var] = constants.setdefault(var, (Var(var.aval), value))[0]
         _name_results(eqn, new.jaxpr, names, renamed)
+        scopes = eqn.source_info.name_stack
         for inner in new.jaxpr.eqns:
-            for var in inner.outvars:
-                names.setdefault(var, Var(var.aval))
-            eqns.append(
-                inner.replace(
-                    invars=[_new_name(names, atom) for atom in inner.invars],
-                    outvars=[names[var] for var in inner.outvars],
-                    source_info=_scoped(inner.source_info, eqn.source_info.name_stack),
-                )
-            )
+            if not taken.isdisjoint(inner.outvars):
+                names |= {var: Var(var.aval) for var in inner.outvars if var in taken and var not in names}
+            taken.update(inner.outvars)
+            eqns.append(_with_names(inner, names, scopes))
     effects = frozenset().union(*(eqn.effects for eqn in eqns))
     new_jaxpr = jaxpr.replace(
         constvars=[*jaxpr.constvars, *(var for var, _ in constants.values())],
@@ -175,6 +174,19 @@ def _spliced(closed: ClosedJaxpr, programs: Mapping[int, ClosedJaxpr]) -> Closed
         effects=effects,
     )
     return ClosedJaxpr(new_jaxpr, [*closed.consts, *(value for _, value in constants.values())])
+
+
+def _with_names(eqn: JaxprEqn, names: Mapping[Any, Any], scopes: Any = None) -> JaxprEqn:
+    """The equation with new names of its variables, inside the scopes of an equation that it replaces."""
+    changes: dict[str, Any] = {}
+    if not names.keys().isdisjoint([atom for atom in eqn.invars if type(atom) is not Literal]):
+        changes["invars"] = [_new_name(names, atom) for atom in eqn.invars]
+    if not names.keys().isdisjoint(eqn.outvars):
+        changes["outvars"] = [names.get(var, var) for var in eqn.outvars]
+    if scopes is not None and scopes.stack:
+        source = eqn.source_info
+        changes["source_info"] = source.replace(name_stack=scopes + source.name_stack)
+    return eqn.replace(**changes) if changes else eqn
 
 
 class _Traces:
@@ -221,8 +233,3 @@ def _name_results(eqn: JaxprEqn, new: Any, names: dict[Any, Any], renamed: dict[
             names[atom] = old
         else:
             renamed[old] = _new_name(names, atom)
-
-
-def _scoped(source: Any, scopes: Any) -> Any:
-    """The user's line of an equation, inside the scopes of the equation that it replaces."""
-    return source.replace(name_stack=scopes + source.name_stack) if scopes.stack else source

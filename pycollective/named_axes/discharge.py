@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import jax
 from jax import lax
 from jax.extend import source_info_util
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive, Var
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive
 
 from pycollective.errors import message
 from pycollective.jax_support import jaxprs, rewriting
@@ -28,7 +28,7 @@ from pycollective.named_axes.discharge_rules import RULES, WITHOUT_COMMUNICATION
 from pycollective.named_axes.mesh import Mesh
 from pycollective.named_axes.names import AxisName
 from pycollective.ordering.effect import effect
-from pycollective.ordering.operand_order import number_of
+from pycollective.ordering.operand_order import Origins, number_of
 from pycollective.primitives.passed import as_transpose, part_of
 from pycollective.ranks.agreement import CollectiveLine
 
@@ -61,7 +61,7 @@ def collective_lines(body: Any, mesh: Mesh) -> list[CollectiveLine]:
     """
     known, axes = _LINES.setdefault(body, {}), tuple(mesh.shape.items())
     if axes not in known:
-        known[axes] = _lines(body, mesh.shape, range(len(body.invars)))
+        known[axes] = _lines(body, mesh.shape, range(1, len(body.invars) + 1))
     return known[axes]
 
 
@@ -74,12 +74,12 @@ def _lines(jaxpr: Any, sizes: Mapping[AxisName, int], origins: Sequence[int]) ->
         origins: where the inputs of the program come from, as numbers.
     """
     lines = []
-    known = dict(zip(jaxpr.invars, origins, strict=True))
+    found = Origins(jaxpr.invars, origins)
     names = frozenset(sizes)
     for eqn in jaxpr.eqns:
-        of_operands = [known.get(atom, -1) if isinstance(atom, Var) else -1 for atom in eqn.invars]
-        own = number_of(eqn.primitive.name, *of_operands)
-        known.update((var, number_of(own, i) if i else own) for i, var in enumerate(eqn.outvars))
+        of_operands, own = found.add(eqn)
+        if eqn.primitive in jaxprs.PLAIN:
+            continue
         if _names(eqn, names):
             operands = ", ".join(str(var.aval) for var in eqn.invars)
             params = ", ".join(f"{name}={value}" for name, value in sorted(eqn.params.items()) if value is not None)
@@ -92,7 +92,9 @@ def _lines(jaxpr: Any, sizes: Mapping[AxisName, int], origins: Sequence[int]) ->
             visible = {name: size for name, size in sizes.items() if name not in _rebound_names(eqn)}
         for inner in inner_programs:
             has_operands = len(inner.invars) == len(of_operands)
-            inside = of_operands if has_operands else [number_of(own, i) for i in range(len(inner.invars))]
+            inside = (
+                of_operands if has_operands else [number_of(own, i) if own else 0 for i in range(len(inner.invars))]
+            )
             lines += _lines(inner, visible, inside)
     return lines
 
@@ -188,11 +190,15 @@ def _rebound_names(eqn: JaxprEqn) -> Names:
 
 
 def _any_equation(wanted: Callable[[JaxprEqn, Names], bool], jaxpr: Any, names: Names) -> bool:
-    """Returns whether ``wanted`` holds for an equation of a program, or of the jaxprs in it, given the names there."""
+    """Returns whether ``wanted`` holds for an equation of a program, or of the jaxprs in it, given the names there.
+
+    It does not ask for equations of plain primitives.
+    """
     return any(
         wanted(eqn, names)
         or any(_any_equation(wanted, inner, names - _rebound_names(eqn)) for inner in inner_jaxprs(eqn))
         for eqn in jaxpr.eqns
+        if eqn.primitive not in jaxprs.PLAIN
     )
 
 
@@ -211,6 +217,8 @@ class _Discharge:
 
     def _change(self, eqn: JaxprEqn) -> Callable[..., Sequence[Any]] | None:
         """Returns what replaces an equation, a function of its operands; None: it stays."""
+        if eqn.primitive in jaxprs.PLAIN:
+            return None
         function = self._replacement(eqn)
         if function is None or not is_transposed(eqn):
             return function

@@ -8,11 +8,15 @@ order. If they agree on neither, they compute other operands, which they may.
 
 A constant does not come from the arguments. A reduction of constants alone has no number: one rank may bring zeros
 where another one brings an array.
+
+A program that is a region gets its numbers by a pass (:func:`with_numbers`). A program of plain :func:`jax.jit` is seen
+only while JAX lowers it, call by call (:func:`number_reduction`).
 """
 
 from __future__ import annotations
 
 import functools
+import operator
 import re
 import threading
 import zlib
@@ -20,12 +24,95 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from jax.extend.core import JaxprEqn, Literal, Var
+from jax.extend.core.primitives import cond_p
 from jax.extend.mlir import ir
 
 from pycollective.jax_support import jax_internals
 from pycollective.jax_support.call_site import as_int64
+from pycollective.jax_support.jaxprs import inner_jaxprs, map_jaxprs
 
-__all__ = ["forget_program", "number_of", "number_reduction"]
+__all__ = ["REDUCTIONS", "Origins", "number_of", "number_reduction", "with_numbers"]
+
+REDUCTIONS = frozenset({"allreduce", "reduce_scatter"})
+"""Primitives that combine the operands of all ranks alike."""
+
+
+class Origins:
+    """How the values of a program come from its inputs, as numbers that are the same in each process; 0 of a constant.
+
+    Args:
+        inputs: the inputs of the program.
+        numbers: a number for each of them.
+    """
+
+    def __init__(self, inputs: Iterable[Var], numbers: Iterable[int]) -> None:
+        self._known = dict(zip(inputs, numbers, strict=True))
+
+    def add(self, eqn: JaxprEqn) -> tuple[list[int], int]:
+        """Takes the next equation of the program. Returns the numbers of its operands, and that of its first result."""
+        known = self._known
+        operands = [0 if type(atom) is Literal else known.get(atom, 0) for atom in eqn.invars]
+        if not any(operands):
+            return operands, 0
+        parameters = [str(eqn.params[name]) for name in ("start_indices", "name") if name in eqn.params]
+        own = number_of(eqn.primitive.name, *parameters, *operands)
+        known.update((var, number_of(own, i) if i else own) for i, var in enumerate(eqn.outvars))
+        return operands, own
+
+
+def with_numbers(jaxpr: Any) -> Any:
+    """A whole program, each of whose reductions has its number in the parameter ``passed``."""
+    calls: dict[Any, list[tuple[int, list[int]]]] = defaultdict(list)  # for each kind ids of equations, and origins
+    visited: set[int] = set()
+
+    def collect(jaxpr: Any, inputs: Sequence[int]) -> None:
+        visited.add(id(jaxpr))
+        origins = Origins(jaxpr.invars, inputs)
+        for eqn in jaxpr.eqns:
+            operands, _ = origins.add(eqn)
+            if eqn.primitive.name in REDUCTIONS and any(operands):
+                calls[_kind(eqn)].append((id(eqn), operands))
+            for inner in inner_jaxprs(eqn):
+                if id(inner) in visited:
+                    continue
+                if eqn.primitive is cond_p:  # ranks may make one call in two branches
+                    collect(inner, operands[1:])
+                else:
+                    collect(inner, [number_of(eqn.primitive.name, i) for i in range(len(inner.invars))])
+
+    def numbered(jaxpr: Any) -> Any:
+        eqns = [_with_number(eqn, found) if eqn.primitive.name in REDUCTIONS else eqn for eqn in jaxpr.eqns]
+        return jaxpr if all(map(operator.is_, eqns, jaxpr.eqns)) else jaxpr.replace(eqns=eqns)
+
+    collect(jaxpr, range(1, len(jaxpr.invars) + 1))
+    found: dict[int, int] = {}
+    for alike in calls.values():
+        ids, origins = zip(*alike, strict=True)
+        found |= zip(ids, _orders(origins), strict=True)
+    return map_jaxprs(jaxpr, numbered)
+
+
+def _with_number(eqn: JaxprEqn, numbers: dict[int, int]) -> JaxprEqn:
+    passed = eqn.params["passed"]._replace(order=numbers.get(id(eqn), 0))
+    return eqn.replace(params={**eqn.params, "passed": passed})
+
+
+def _kind(eqn: JaxprEqn) -> Any:
+    """What a reduction has in common with those that are like it."""
+    params = eqn.params
+    own = [params[name] for name in sorted(params) if name not in ("passed", "in_place")]
+    types = [(var.aval.shape, var.aval.dtype) for var in eqn.invars]
+    return (eqn.primitive, *own, params["passed"].dtypes, *types)
+
+
+def _orders(alike: Sequence[Sequence[int]]) -> list[int]:
+    """The numbers of reductions that are alike, each of which has the origins of its operands."""
+    of_all = [origin for origins in alike for origin in origins]
+    if len(set(of_all)) == 1:
+        return [0] * len(alike)  # nothing could be in another order
+    together = sum(map(number_of, of_all)) & 0xFFFFFFFF
+    return [as_int64(number_of(*origins) << 32 | together) for origins in alike]
 
 
 class _Program:
@@ -68,17 +155,8 @@ def number_reduction(module: ir.Module, kind: str, call: ir.Operation, operands:
         return
     calls = _state.program.calls[kind]
     calls.append((call, own))
-    of_all = [origin for _, origins in calls for origin in origins]
-    if len(set(of_all)) == 1:
-        return  # nothing could be in another order
-    together = sum(map(number_of, of_all)) & 0xFFFFFFFF
-    for earlier, origins in calls:
-        jax_internals.set_attribute(earlier, "order", as_int64(number_of(*origins) << 32 | together))
-
-
-def forget_program() -> None:
-    """Forgets the program that this thread has lowered. Its module is free then."""
-    _state.program = None
+    for (earlier, _), order in zip(calls, _orders([origins for _, origins in calls]), strict=True):
+        jax_internals.set_attribute(earlier, "order", order)
 
 
 def _origin(value: ir.Value, known: dict[ir.Value, int]) -> int:

@@ -35,9 +35,7 @@ def _region_abstract_eval(*_: Any, jaxpr: Any) -> Any:
 
 
 def _region_lowering(ctx: Any, *args: Any, jaxpr: Any) -> Sequence[Any]:
-    results = jax_internals.lower_with_new_token(ctx, effect, jaxpr, args, as_function)
-    operand_order.forget_program()  # a region is a whole program
-    return results
+    return jax_internals.lower_with_new_token(ctx, effect, jaxpr, args, as_function)
 
 
 mlir.register_lowering(region_p, _region_lowering)
@@ -96,6 +94,11 @@ def avoid_copies(program: Program) -> Program:
     return program.changed(functools.partial(without_copies, free=frozenset(inputs[place] for place in program.free)))
 
 
+def number_reductions(program: Program) -> Program:
+    """The pass that gives each reduction its number among those that are alike."""
+    return program.changed(operand_order.with_numbers)
+
+
 class Region:
     """A function whose trace is one region, to be compiled by :func:`jax.jit` as a whole program.
 
@@ -114,7 +117,7 @@ class Region:
         self,
         fun: Callable[..., Any],
         *,
-        passes: Sequence[Pass] = (avoid_copies,),
+        passes: Sequence[Pass] = (avoid_copies, number_reductions),
         donated: Donated | None = None,
         with_completion: bool = False,
         devices: frozenset[jax.Device] = frozenset(),

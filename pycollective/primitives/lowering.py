@@ -29,10 +29,6 @@ ACCELERATORS: tuple[str, ...] = ("cuda", "rocm")
 """JAX's names of the platforms that we lower for. MPI can read and write the memory of the devices of ``HOSTS``."""
 
 
-_REDUCTIONS = {"allreduce", "reduce_scatter"}
-"""Primitives that combine the operands of all ranks alike."""
-
-
 class Decomposition(NamedTuple):
     """A primitive in terms of other primitives.
 
@@ -94,11 +90,17 @@ def lower(
         one_call_for_all = manual == (_COPIES,) and on_host
         site = call_site.site_of_lowered(passed.derivative, passed.program)
         own = _with_dtypes(form.attributes, ctx.avals_in, passed)
-        attributes = {**own, "devices": devices, "replicated": one_call_for_all, "site": site, "order": 0}
+        attributes = {
+            **own,
+            "devices": devices,
+            "replicated": one_call_for_all,
+            "site": site,
+            "order": passed.order or 0,
+        }
         with jax_internals.location_named(ctx, name_in_profiles(primitive.name, _structs(ctx.avals_in))):
             taken = operands if on_host else apart(operands)
             results = jax_internals.lower_call(ctx, effect, form.rule, taken, attributes)
-        if primitive.name in _REDUCTIONS:
+        if passed.order is None and primitive.name in operand_order.REDUCTIONS:
             kind = repr((primitive.name, own, ctx.avals_in))
             operand_order.number_reduction(ctx.module_context.module, kind, results[0].owner, operands)
         if not on_host:

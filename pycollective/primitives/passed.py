@@ -40,12 +40,14 @@ class Passed(NamedTuple):
         derivative: "" for the call that the user made; else what JAX has made of it, such as "transpose of tangent".
         tree: of a call with a root, a hash of the paths to the leaves of its tree; 0: it is compared by other means.
         program: of a collective over named axes, a hash of all collectives of the program; else 0.
+        order: of a reduction, its number among those that are alike (``ordering/operand_order.py``); None: it has none.
     """
 
     dtypes: tuple[str, ...]
     derivative: str = ""
     tree: int = 0
     program: int = 0
+    order: int | None = None
 
     @classmethod
     def of(cls, xs: Sequence[Any]) -> Passed:
@@ -54,7 +56,7 @@ class Passed(NamedTuple):
         Example:
             >>> import jax.numpy as jnp
             >>> Passed.of([jnp.zeros(2, "bfloat16")])
-            Passed(dtypes=('bfloat16',), derivative='', tree=0, program=0)
+            Passed(dtypes=('bfloat16',), derivative='', tree=0, program=0, order=None)
         """
         return cls(tuple([_name(x.dtype) for x in xs]), _derivative.get(), _tree.get(), _program.get())
 

@@ -332,6 +332,8 @@ def collective_lines(jaxpr: Any) -> dict[Communicator, list[CollectiveLine]]:
     """
     lines: dict[Communicator, list[CollectiveLine]] = {}
     for eqn in jaxpr.eqns:
+        if eqn.primitive in jaxprs.PLAIN:
+            continue
         if eqn.primitive in discharge.DEVICE_PROGRAMS:
             mesh, body = eqn.params["mesh"], eqn.params["body"]
             own = [CollectiveLine(repr(mesh)), *discharge.collective_lines(body, mesh)]
@@ -377,6 +379,8 @@ def _any_to_replace(jaxpr: Any) -> bool:
 
 def _is_to_replace(eqn: JaxprEqn) -> bool:
     """Returns whether ``replace_device_programs`` replaces an equation, or one in the jaxprs that it holds."""
+    if eqn.primitive in jaxprs.PLAIN:
+        return False
     if eqn.primitive in discharge.DEVICE_PROGRAMS or jaxprs.is_high(eqn):
         return True
     inner = jaxprs.inner_jaxprs(eqn)

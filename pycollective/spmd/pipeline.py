@@ -8,7 +8,9 @@
 4. *Avoid copies*. A collective overwrites an operand where XLA need not copy it first (``jax_support/donation.py``).
 5. *Arrange sums*. Sums that do not depend on each other are joined (``named_axes/fusion.py``), and begin as early as
    they can, beside the computation (``named_axes/overlap.py``).
-6. *Region*. The program becomes one primitive without effects (``ordering/region.py``), which :func:`jax.jit`
+6. *Number reductions*. Reductions that are alike get numbers, by which the ranks see that they make them in one order
+   (``ordering/operand_order.py``).
+7. *Region*. The program becomes one primitive without effects (``ordering/region.py``), which :func:`jax.jit`
    compiles.
 
 Each pass between the trace and the region is a function from a program to a program. The command
@@ -21,7 +23,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pycollective.named_axes import overlap
-from pycollective.ordering.region import Pass, Program, avoid_copies
+from pycollective.ordering.region import Pass, Program, avoid_copies, number_reductions
 from pycollective.ranks import agreement
 from pycollective.spmd import device_program
 
@@ -46,4 +48,10 @@ def passes_of(where: str, fun: Callable[..., Any], arrange: overlap.Overlap) -> 
     def arrange_sums(program: Program) -> Program:
         return program.changed(arrange)
 
-    return {"compare": compare, "discharge": discharge, "avoid copies": avoid_copies, "arrange sums": arrange_sums}
+    return {
+        "compare": compare,
+        "discharge": discharge,
+        "avoid copies": avoid_copies,
+        "arrange sums": arrange_sums,
+        "number reductions": number_reductions,
+    }
