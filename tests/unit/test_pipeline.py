@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -31,10 +32,7 @@ def world() -> pc.Communicator:
 
 def names(jaxpr: Any) -> list[str]:
     """The primitives of a program, each before those of the programs that it holds."""
-    found = []
-    for eqn in jaxpr.eqns:
-        found += [eqn.primitive.name, *(name for inner in jaxprs.inner_jaxprs(eqn) for name in names(inner))]
-    return found
+    return [eqn.primitive.name for eqn in equations(jaxpr)]
 
 
 def replacing(name: str, by: Callable[..., Sequence[Any]] | ClosedJaxpr) -> rewriting.Change:
@@ -86,6 +84,18 @@ def test_one_program_in_several_places() -> None:
     fun = lambda x: jnp.sin(jnp.sin(x) * 1) * 1
     new = check(fun, replacing("sin", program), lambda x: jnp.cos(jnp.cos(x) * ten) * ten, A)
     assert len(new.jaxpr.constvars) == 1
+
+
+def test_a_program_that_has_variables_of_the_program_around() -> None:
+    """A program is put into a rewritten form of itself, with the inner equations that both share."""
+    inner = jax.make_jaxpr(lambda x: [jnp.sin(jnp.cos(x))])(A)
+    host = rewriting.rewritten(jax.make_jaxpr(lambda x: jnp.exp(x) * jnp.log(x))(A), replacing("exp", inner))
+    new = rewriting.rewritten(host, replacing("log", inner))
+    jax_internals.check(new.jaxpr)
+    made = [var for eqn in new.jaxpr.eqns for var in eqn.outvars]
+    assert len(made) == len(set(made))
+    (got,) = jaxprs.evaluate(new, jaxprs.rebind, A)
+    np.testing.assert_allclose(got, np.sin(np.cos(A)) ** 2, rtol=1e-6)
 
 
 def test_a_replacement_is_traced_once_for_each_line() -> None:
@@ -197,6 +207,57 @@ def test_overwriting_is_allowed_where_nothing_is_copied(world: pc.Communicator) 
         found = pc.jit(lambda x: lax.psum(x, "i"), axis_name="i", donate_argnums=donated).programs(X)
         assert hints(found["discharge"]) == [(True,)]
         assert hints(found["avoid copies"]) == [want]
+
+
+def orders(function: Any, *args: Any) -> list[int]:
+    """The numbers of the reductions in a program, in its order."""
+    return [
+        eqn.params["passed"].order
+        for eqn in equations(function.programs(*args)["number reductions"].closed.jaxpr)
+        if eqn.primitive.name in ("allreduce", "reduce_scatter")
+    ]
+
+
+def equations(jaxpr: Any) -> list[JaxprEqn]:
+    return [
+        each for eqn in jaxpr.eqns for each in [eqn, *(e for jp in jaxprs.inner_jaxprs(eqn) for e in equations(jp))]
+    ]
+
+
+def test_numbers_tell_another_order_from_other_operands(world: pc.Communicator) -> None:
+    def sums(*steps: Callable[[Any, Any], Any]) -> Any:
+        return pc.jit(lambda x, y: [pc.psum(step(x, y), world) for step in steps])
+
+    one, two, three = lambda x, y: x, lambda x, y: jnp.sin(y), lambda x, y: x + y
+    own, swapped, others = (orders(sums(*steps), A, B) for steps in ((one, two), (two, one), (one, three)))
+    assert own == swapped[::-1]
+    assert own != swapped
+    assert len({*own, *others}) == 4  # one half is of all of them
+    assert len({order & 0xFFFFFFFF for order in own + swapped}) == 1
+    assert orders(sums(one, one), A, B) == [0, 0]  # nothing could be in another order
+    constant = lambda x, y: jnp.ones(2)
+    assert orders(sums(constant, one, constant), A, B) == [0, 0, 0]
+    first, last = lambda x, y: x[:1], lambda x, y: x[1:]
+    assert len(set(orders(sums(first, last), A, B))) == 2
+
+
+def test_numbers_of_calls_in_programs_that_equations_hold(world: pc.Communicator) -> None:
+    """Ranks may make one call in two branches. A call in a loop or a function is alike to those around it."""
+    total = lambda x: pc.psum(x, world)
+    branches = pc.jit(lambda x, y: jax.lax.cond(x[0] > 1, lambda x: total(jnp.sin(x)), lambda x: total(jnp.sin(x)), y))
+    assert orders(branches, A, B) == [0, 0]
+    unlike = pc.jit(lambda x, y: jax.lax.cond(x[0] > 1, lambda x, _: total(x), lambda _, y: total(y), x, y))
+    assert len(set(orders(unlike, A, B))) == 2
+    loop = pc.jit(lambda x, y: (total(x), jax.lax.fori_loop(0, 3, lambda _, y: total(jnp.cos(y)), y)))
+    assert len(set(orders(loop, A, B))) == 2
+
+
+def test_the_handler_gets_the_number_of_its_reduction(world: pc.Communicator) -> None:
+    function = pc.jit(lambda x, y: (pc.psum(x, world), pc.psum(jnp.sin(y), world)))
+    text = function.lower(A, B).as_text()
+    found = [int(number) for number in re.findall(r"order = (-?\d+) : i64", text)]
+    assert found == orders(function, A, B)
+    assert 0 not in found
 
 
 def test_lines_of_a_program_are_the_users(world: pc.Communicator) -> None:
