@@ -246,6 +246,8 @@ def test_numbers_of_calls_in_programs_that_equations_hold(world: pc.Communicator
     total = lambda x: pc.psum(x, world)
     branches = pc.jit(lambda x, y: jax.lax.cond(x[0] > 1, lambda x: total(jnp.sin(x)), lambda x: total(jnp.sin(x)), y))
     assert orders(branches, A, B) == [0, 0]
+    around = pc.jit(lambda x, y: (total(y), jax.lax.cond(x[0] > 1, total, lambda y: y, y)))
+    assert orders(around, A, B) == [0, 0]
     unlike = pc.jit(lambda x, y: jax.lax.cond(x[0] > 1, lambda x, _: total(x), lambda _, y: total(y), x, y))
     assert len(set(orders(unlike, A, B))) == 2
     loop = pc.jit(lambda x, y: (total(x), jax.lax.fori_loop(0, 3, lambda _, y: total(jnp.cos(y)), y)))
