@@ -270,6 +270,16 @@ def rebuilt_shard_map(eqn: JaxprEqn, equation: Equation) -> Callable[..., Any]:
     return outside_meshes(program)
 
 
+_results_p = Primitive("results")
+"""Arrays of given shapes and dtypes: the results of a program that takes the place of this equation."""
+_results_p.multiple_results = True
+
+
+@_results_p.def_abstract_eval
+def _results_abstract_eval(*, types: Sequence[tuple[tuple[int, ...], Any]]) -> list[Any]:
+    return [jax.core.ShapedArray(shape, dtype) for shape, dtype in types]
+
+
 def on_devices(
     program: ClosedJaxpr,
     mesh: jax.sharding.Mesh,
@@ -298,7 +308,7 @@ def on_devices(
         return jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=list(out_specs), check_vma=False)
 
     def results(*_: Any) -> list[Any]:
-        return [jnp.zeros(var.aval.shape, var.aval.dtype) for var in jaxpr.outvars]
+        return _results_p.bind(types=tuple((var.aval.shape, var.aval.dtype) for var in jaxpr.outvars))
 
     # JAX's checks want the types, and the effects of references have the numbers of inputs.
     must_trace = jax.config.jax_enable_checks or jax_internals.without_references(jaxpr.effects) != jaxpr.effects

@@ -38,6 +38,10 @@ REDUCTIONS = frozenset({"allreduce", "reduce_scatter"})
 """Primitives that combine the operands of all ranks alike."""
 
 
+_PARAMETERS = {"slice": "start_indices", "jit": "name", "pjit": "name"}
+"""For primitives the parameter that tells an equation from others with the same operands."""
+
+
 class Origins:
     """How the values of a program come from its inputs, as numbers that are the same in each process; 0 of a constant.
 
@@ -55,9 +59,13 @@ class Origins:
         operands = [0 if type(atom) is Literal else known.get(atom, 0) for atom in eqn.invars]
         if not any(operands):
             return operands, 0
-        parameters = [str(eqn.params[name]) for name in ("start_indices", "name") if name in eqn.params]
-        own = number_of(eqn.primitive.name, *parameters, *operands)
-        known.update((var, number_of(own, i) if i else own) for i, var in enumerate(eqn.outvars))
+        name = eqn.primitive.name
+        parameter = _PARAMETERS.get(name)
+        own = (
+            number_of(name, *operands) if parameter is None else number_of(name, str(eqn.params[parameter]), *operands)
+        )
+        for i, var in enumerate(eqn.outvars):
+            known[var] = number_of(own, i) if i else own
         return operands, own
 
 
@@ -195,7 +203,7 @@ def number_of(*parts: int | str) -> int:
         True
     """
     # Python's hash of a tuple of numbers is the same in each process, and a fifth of the time of a checksum.
-    return hash(tuple([_number_of_text(part) if isinstance(part, str) else part for part in parts])) & 0xFFFFFFFF
+    return hash(tuple([_number_of_text(part) if type(part) is str else part for part in parts])) & 0xFFFFFFFF
 
 
 @functools.lru_cache(maxsize=4096)
