@@ -1,27 +1,33 @@
 """Tensor parallelism: each device along an axis has a part of each weight, and computes a part of each layer.
 
-A value is the *same* on all devices, or each device has a *part* of it, or a *term*: then the value is the sum of all
-devices' terms. A layer goes from one form to another by an operator. Its transpose goes back:
+A distributed value has one of four forms:
 
-    operator      from     to       of values        of cotangents
-    copy_to       same     own      nothing          psum
-    reduce_from   terms    same     psum             nothing
+    same     all devices have the whole value
+    own      all devices have the whole value, and each one computes something else from it
+    parts    each device has a block of the value
+    terms    each device has a summand; the value is the sum over the devices
+
+An operator converts one form into another. Its transpose converts the cotangents in the opposite direction:
+
+    operator      from     to       communication    communication of cotangents
+    copy_to       same     own      none             psum
+    reduce_from   terms    same     psum             none
     gather_from   parts    own      all_gather       reduce_scatter
     scatter_to    terms    parts    reduce_scatter   all_gather
-    join_from     parts    same     all_gather       the own part
-    split_to      same     parts    the own part     joined
+    join_from     parts    same     all_gather       none: each device takes its block
+    split_to      same     parts    none             all_gather
 
-*Own* means: each device has the whole value, and computes something of its own from it. The loss is the same on all
-devices and counts once. So the gradient of a parameter that all devices have is whole, and the same on all devices;
-the gradient of a part of a parameter is a part of the whole gradient. Without JAX's types (``check_vma=True``) that is
-so where the axis is bound: take gradients inside the function that pmap or shard_map maps, not of the mapped function.
+The loss is the same on all devices and counts once. So the gradient of a parameter that all devices have is the whole
+gradient, the same on all devices. The gradient of a part of a parameter is the same part of the whole gradient. With
+JAX's types (``check_vma=True``) this holds everywhere. Without them it holds only where the axis is bound: take
+gradients inside the function that pmap or shard_map maps, not of the mapped function.
 
 A block of two layers has one psum forward and one backward:
 
     y = reduce_from(f(copy_to(x) @ A_r) @ B_r)        A = [A_0 A_1 ...] cut by columns, B by rows
 
-If x and y are cut along the sequence, then gather_from and scatter_to take the places of copy_to and reduce_from. As
-many bytes travel, and what is between two blocks needs 1 / N of the memory.
+If x and y are cut along the sequence, gather_from replaces copy_to and scatter_to replaces reduce_from. The number of
+bytes on the wire is the same, and the activations between two blocks need 1 / N of the memory.
 
 Sources: Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism",
 arXiv:1909.08053, section 3; Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models",
@@ -45,26 +51,33 @@ from pycollective.parallel.marked import mark
 Array = Any
 
 _WRAPPER = "for_parts(optimizer, specs)"
-"""How an optimizer is told of parts of weights."""
+"""The wrapper that error messages recommend for an optimizer whose parameters are parts."""
 
 
 def gather_from(x: Array, axis_name: AxisName, axis: int) -> Array:
-    """Joins the parts of all devices along ``axis``, for computations that differ. Cotangents are summed, and cut.
+    """Concatenates the parts of all devices, for computations that differ: ``y_r = [x_0 x_1 ...]`` along ``axis``.
 
-    :func:`join_from` is for a value with which all devices go on alike.
+    Use :func:`join_from` if all devices make the same computation with the result.
 
     Args:
-        x: an array, this device's part.
-        axis_name: the axis of devices, or a tuple of axes.
-        axis: the axis of the array.
+        x: an array, this device's part. All devices' parts have the same shape and dtype.
+        axis_name: the name of the axis of devices, or a tuple of names.
+        axis: the axis of the array along which the parts lie.
 
     Returns:
-        The whole array. By JAX's types it varies along the axis.
+        The whole array, with ``axis`` N times as long, in the dtype of ``x``. By JAX's types it varies along the axis.
 
     Raises:
         NameError: the axis is not bound.
 
-    Differentiation: as for :func:`copy_to`. Source: g in arXiv:2205.05198, section 4.2.2.
+    Differentiation:
+        As for :func:`copy_to`. The transpose sums the devices' cotangents and gives each device its part of the sum.
+
+    Order:
+        Program order.
+
+    Source:
+        g in Korthikanti et al., arXiv:2205.05198, section 4.2.2.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -77,21 +90,28 @@ def gather_from(x: Array, axis_name: AxisName, axis: int) -> Array:
 
 
 def scatter_to(x: Array, axis_name: AxisName, axis: int) -> Array:
-    """Returns this device's part of the sum of all devices' ``x``, cut along ``axis``. Cotangents are joined.
+    """Sums over devices and returns this device's part of the sum: ``y_r = (sum_s x_s)[r]`` along ``axis``.
 
     Args:
-        x: an array, a term of the sum.
-        axis_name: the axis of devices, or a tuple of axes.
-        axis: the axis of the array. Its length must be a multiple of the number of devices.
+        x: an array, this device's term of the sum. All terms have the same shape and dtype.
+        axis_name: the name of the axis of devices, or a tuple of names.
+        axis: the axis of the array that is cut. Its length must be a multiple of the number of devices, N.
 
     Returns:
-        The part of the sum.
+        This device's part of the sum, with ``1 / N`` of the length of ``axis``, in the dtype of ``x``.
 
     Raises:
         ValueError: the length is no multiple of the number of devices.
         NameError: the axis is not bound.
 
-    Differentiation: as for :func:`copy_to`. Source: g-bar in arXiv:2205.05198, section 4.2.2.
+    Differentiation:
+        As for :func:`copy_to`. The transpose concatenates the devices' cotangents.
+
+    Order:
+        Program order.
+
+    Source:
+        g-bar in Korthikanti et al., arXiv:2205.05198, section 4.2.2.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -104,20 +124,27 @@ def scatter_to(x: Array, axis_name: AxisName, axis: int) -> Array:
 
 
 def join_from(x: Array, axis_name: AxisName, axis: int) -> Array:
-    """Joins the parts of all devices along ``axis``. All devices go on with the whole alike. Cotangents are cut.
+    """Concatenates the parts of all devices, for one computation on all devices: ``y = [x_0 x_1 ...]`` along ``axis``.
+
+    Use :func:`gather_from` if the devices make different computations with the result.
 
     Args:
-        x: an array, this device's part.
-        axis_name: the axis of devices, or a tuple of axes.
-        axis: the axis of the array.
+        x: an array, this device's part. All devices' parts have the same shape and dtype.
+        axis_name: the name of the axis of devices, or a tuple of names.
+        axis: the axis of the array along which the parts lie.
 
     Returns:
-        The whole array, the same on all devices.
+        The whole array, the same on all devices, with ``axis`` N times as long, in the dtype of ``x``.
 
     Raises:
         NameError: the axis is not bound.
 
-    Differentiation: as for :func:`copy_to`.
+    Differentiation:
+        As for :func:`copy_to`. The transpose gives each device its part of the cotangent, which must be the same on
+        all devices.
+
+    Order:
+        Program order.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -131,27 +158,31 @@ def join_from(x: Array, axis_name: AxisName, axis: int) -> Array:
     if has_types(axis_name):
         x = x if varies(x, axis_name) else lax.pcast(x, axis_name, to="varying")
         return all_gather_invarying(x, axis_name, axis=axis, tiled=True)
-    # In front of the sum of all devices' equal cotangents, which all_gather has as its transpose.
+    # The transpose of all_gather sums the devices' cotangents. These are equal, so each is divided by their number.
     x = with_transpose(lambda x: x, lambda ct: ct / devices, x)
     return lax.all_gather(x, axis_name, axis=axis, tiled=True)
 
 
 def split_to(x: Array, axis_name: AxisName, axis: int) -> Array:
-    """Returns this device's part of ``x``, cut along ``axis``. Cotangents are joined.
+    """Returns this device's part of ``x``: ``y_r = x[r]``, block r along ``axis``.
 
     Args:
         x: an array, the same on all devices along the axis.
-        axis_name: the axis of devices, or a tuple of axes.
-        axis: the axis of the array. Its length must be a multiple of the number of devices.
+        axis_name: the name of the axis of devices, or a tuple of names.
+        axis: the axis of the array that is cut. Its length must be a multiple of the number of devices, N.
 
     Returns:
-        The part.
+        This device's part, with ``1 / N`` of the length of ``axis``, in the dtype of ``x``.
 
     Raises:
         ValueError: the length is no multiple of the number of devices; by JAX's types, the array varies along the axis.
         NameError: the axis is not bound.
 
-    Differentiation: as for :func:`copy_to`.
+    Differentiation:
+        As for :func:`copy_to`. The transpose concatenates the devices' cotangents.
+
+    Order:
+        No communication in the call itself; cotangents have program order.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -169,19 +200,29 @@ def column_parallel(x: Array, w: Array, axis_name: AxisName, *, sequence_axis: i
 
     Args:
         x: an array of shape (..., in), the same on all devices; with ``sequence_axis`` this device's part of it.
-        w: this device's part of the weight, (in, out / N). It may have more dimensions behind the first, such as
-            (in, heads / N, width).
-        axis_name: the axis, or a tuple of axes, of tensor parallelism.
-        sequence_axis: the axis of ``x`` along which it is cut. It is one of the leading ones, from 0. None: it is not.
+        w: this device's part of the weight, of shape (in, out / N). It may have more dimensions after the first, such
+            as (in, heads / N, width).
+        axis_name: the name of the axis of tensor parallelism, or a tuple of names.
+        sequence_axis: the axis of ``x`` along which ``x`` is cut, one of its leading axes, counted from 0. Default
+            None: ``x`` is not cut.
 
     Returns:
-        This device's part of the product, (..., out / N). A bias is cut as the columns are: add the own part.
+        This device's part of the product, of shape (..., out / N) and the dtype of the product. A bias is cut like the
+        columns: add this device's part of it.
 
     Raises:
         ValueError: the shapes do not fit; by JAX's types, an ``x`` that is not cut varies along the axis.
         NameError: the axis is not bound.
 
-    Differentiation: as for :func:`copy_to`. Source: arXiv:1909.08053, section 3.
+    Differentiation:
+        As for :func:`copy_to`.
+
+    Order:
+        Program order: with ``sequence_axis`` an all-gather, without it no communication. The transpose has a
+        reduce-scatter or a sum.
+
+    Source:
+        Shoeybi et al., "Megatron-LM", arXiv:1909.08053, section 3.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -205,22 +246,30 @@ def row_parallel(x: Array, w: Array, axis_name: AxisName, *, sequence_axis: int 
     """Multiplies by a matrix whose rows are cut: ``y = sum_r x_r @ w_r``, the second layer of a block.
 
     Args:
-        x: this device's part of an array, (..., in / N), as :func:`column_parallel` gives it.
-        w: this device's part of the weight, (in / N, out). It may have more dimensions before the last, such as
-            (heads / N, width, out). All of them are contracted with the last ones of ``x``.
-        axis_name: the axis, or a tuple of axes, of tensor parallelism.
-        sequence_axis: the axis along which the result is cut. It is one of the leading ones, from 0. None: the result
-            is whole.
+        x: this device's part of an array, of shape (..., in / N), as :func:`column_parallel` returns it.
+        w: this device's part of the weight, of shape (in / N, out). It may have more dimensions before the last, such
+            as (heads / N, width, out). All dimensions but the last are contracted with the last dimensions of ``x``.
+        axis_name: the name of the axis of tensor parallelism, or a tuple of names.
+        sequence_axis: the axis along which the result is cut, one of its leading axes, counted from 0. Default None:
+            the result is not cut.
 
     Returns:
-        The product, (..., out), the same on all devices; with ``sequence_axis`` this device's part. A bias is added to
-        the result, once: as it is to a whole result, by :func:`copy_to` to a part.
+        The product, of shape (..., out), the same on all devices; with ``sequence_axis`` this device's part of it. Add
+        a bias to the result, not to a term of the sum: ``y + b`` without ``sequence_axis``, ``y + copy_to(b, ...)``
+        with it.
 
     Raises:
         ValueError: the shapes do not fit, or the axis of the sequence cannot be cut into equal parts.
         NameError: the axis is not bound.
 
-    Differentiation: as for :func:`copy_to`. Source: arXiv:1909.08053, section 3.
+    Differentiation:
+        As for :func:`copy_to`.
+
+    Order:
+        Program order: a sum, or with ``sequence_axis`` a reduce-scatter, whose transpose is an all-gather.
+
+    Source:
+        Shoeybi et al., "Megatron-LM", arXiv:1909.08053, section 3.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -242,23 +291,33 @@ def row_parallel(x: Array, w: Array, axis_name: AxisName, *, sequence_axis: int 
 def vocabulary_embedding(
     table: Array, tokens: Array, axis_name: AxisName, *, sequence_axis: int | None = None
 ) -> Array:
-    """Looks tokens up in a table whose rows are cut. Each device masks the tokens that are not its own.
+    """Looks tokens up in a table whose rows are cut: ``y = table[tokens]``.
+
+    Each device looks up the tokens whose rows it has, and has zeros for the others; the result is the sum.
 
     Args:
-        table: this device's rows, (V / N, width). The first device has the first rows.
-        tokens: integers from 0 to V - 1, of any shape, the same on all devices. Another token gets zeros.
-        axis_name: the axis, or a tuple of axes, of tensor parallelism.
-        sequence_axis: the axis of the tokens along which the result is cut; None: it is whole.
+        table: this device's rows of the table, of shape (V / N, width). The first device has the first rows.
+        tokens: integers from 0 to V - 1, of any shape, the same on all devices. A token outside this range gets zeros.
+        axis_name: the name of the axis of tensor parallelism, or a tuple of names.
+        sequence_axis: the axis of the tokens along which the result is cut. Default None: the result is not cut.
 
     Returns:
-        The rows, (..., width), the same on all devices; with ``sequence_axis`` this device's part.
+        The rows, of shape (..., width) and the dtype of ``table``, the same on all devices; with ``sequence_axis`` this
+        device's part of them.
 
     Raises:
-        ValueError: the table has not two dimensions, tokens are not integers, or the axis of the sequence cannot be
-            cut into equal parts.
+        ValueError: the table does not have two dimensions, tokens are not integers, or the axis of the sequence cannot
+            be cut into equal parts.
         NameError: the axis is not bound.
 
-    Differentiation: as for :func:`copy_to`, with respect to the table. Source: arXiv:1909.08053, section 3.
+    Differentiation:
+        With respect to the table, as for :func:`copy_to`.
+
+    Order:
+        Program order: a sum, or with ``sequence_axis`` a reduce-scatter, whose transpose is an all-gather.
+
+    Source:
+        Shoeybi et al., "Megatron-LM", arXiv:1909.08053, section 3.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -279,24 +338,33 @@ def vocabulary_embedding(
 
 
 def vocabulary_cross_entropy(logits: Array, targets: Array, axis_name: AxisName) -> Array:
-    """Returns ``log(sum_v exp(logits_v)) - logits_target``, where the logits are cut along the vocabulary.
+    """Computes the cross entropy of logits cut along the vocabulary: ``log(sum_v exp(logits_v)) - logits_target``.
 
-    Logits are not gathered: for each position, a maximum and two sums travel. It computes in float32 at least.
+    The logits are not gathered: for each position the devices reduce one maximum and two sums.
 
     Args:
-        logits: this device's part, (..., V / N), as :func:`column_parallel` gives it. The first device has the first
-            ones.
-        targets: integers from 0 to V - 1, of shape (...), the same on all devices. Another target has the loss NaN.
-        axis_name: the axis, or a tuple of axes, of tensor parallelism.
+        logits: this device's part of the logits, of shape (..., V / N), as :func:`column_parallel` returns it. The
+            first device has the first logits.
+        targets: integers from 0 to V - 1, of shape (...), the same on all devices. A target outside this range has the
+            loss NaN.
+        axis_name: the name of the axis of tensor parallelism, or a tuple of names.
 
     Returns:
-        The loss of each position, of shape (...), in nats, the same on all devices.
+        The loss of each position in nats, of shape (...), in float32 or the wider dtype of ``logits``, the same on all
+        devices.
 
     Raises:
         ValueError: the shapes do not fit, or targets are not integers.
         NameError: the axis is not bound.
 
-    Differentiation: as for :func:`copy_to`, with respect to the logits. Source: arXiv:1909.08053, section 3.
+    Differentiation:
+        With respect to the logits, as for :func:`copy_to`.
+
+    Order:
+        Program order: a maximum, then a sum.
+
+    Source:
+        Shoeybi et al., "Megatron-LM", arXiv:1909.08053, section 3.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -312,7 +380,7 @@ def vocabulary_cross_entropy(logits: Array, targets: Array, axis_name: AxisName)
     length = logits.shape[-1]
     own, place = _own_tokens(where, targets, length, axis_name)
     z = logits.astype(np.promote_types(logits.dtype, np.float32))
-    # The loss does not depend on the shift, so its derivative is left out.
+    # The loss does not depend on the maximum that is subtracted, so the derivative of the maximum is not needed.
     z = z - lax.pmax(lax.stop_gradient(z.max(axis=-1)), axis_name)[..., None]
     of_target = jnp.where(own, jnp.take_along_axis(z, place[..., None], axis=-1)[..., 0], 0)
     total, of_target = reduce_from(jnp.stack([jnp.exp(z).sum(axis=-1), of_target]), axis_name)
@@ -321,7 +389,10 @@ def vocabulary_cross_entropy(logits: Array, targets: Array, axis_name: AxisName)
 
 
 def _own_tokens(where: str, tokens: Array, length: int, axis_name: AxisName) -> tuple[Array, Array]:
-    """Returns which tokens are among this device's ``length`` ones, and their places there; any place for others."""
+    """Returns which tokens are among this device's ``length`` tokens, and their indices there.
+
+    The index of a token of another device is not meaningful; it is in range.
+    """
     axis_size(where, axis_name)
     if not jnp.issubdtype(tokens.dtype, jnp.integer):
         _fail(where, "integers, one for each position", f"{tokens.dtype}", "Pass the numbers of tokens.")
