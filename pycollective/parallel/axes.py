@@ -1,4 +1,4 @@
-"""What a strategy asks of a named axis: its size, and arrays that are cut along it."""
+"""The size of a named axis, and arrays that are cut into slices along it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from pycollective.named_axes.names import varies as varies
 
 Array = Any
 AxisName = Hashable
-"""The name of an axis, or a tuple of names, which are one axis then: the first name counts slowest."""
+"""The name of an axis, or a tuple of names. A tuple stands for one axis over all of them; the last counts fastest."""
 
 
 def axis_size(where: str, axis_name: AxisName) -> int:
     """Returns the number of devices along an axis.
 
     Raises:
-        NameError: no function around binds the axis.
+        NameError: no transform around the call binds the axis.
     """
     try:
         return int(lax.psum(1, axis_name))
@@ -40,28 +40,31 @@ def axis_size(where: str, axis_name: AxisName) -> int:
 
 
 def in_order(names: Iterable[Hashable]) -> tuple[Hashable, ...]:
-    """Returns names in an order that is the same on all ranks, as that of a set is not: programs are compared."""
+    """Returns names in sorted order.
+
+    The ranks compare their programs, so the order must be the same on all ranks. The order of a set is not.
+    """
     return tuple(sorted(names, key=str))
 
 
 def vary(x: Array, names: Iterable[Hashable]) -> Array:
-    """Returns ``x``, of a type that varies along these names as well. JAX must have types for them."""
+    """Casts ``x`` to a type that also varies along these axes. JAX must have types for them."""
     lacking = in_order(name for name in names if not varies(x, name))
     return lax.pcast(x, lacking, to="varying") if lacking else x
 
 
 def shapes_of(tree: Any) -> Any:
-    """Returns a tree of the shapes and dtypes of arrays, or of what has such."""
+    """Returns the shapes and dtypes of a tree of arrays or of :class:`jax.ShapeDtypeStruct`."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), tree)
 
 
 def slice_length(size: int, devices: int) -> int:
-    """Returns the number of elements of a slice: ``size`` elements are cut into one slice for each device."""
+    """Returns the number of elements of one device's slice of ``size`` elements, rounded up."""
     return -(-size // devices)
 
 
 def rows_of_slices(x: Array, devices: int) -> Array:
-    """Returns an array of shape (devices, elements of a slice) with the elements of ``x``, and zeros at the end."""
+    """Returns the slices of ``x`` as rows, of shape (devices, slice length). Zeros fill the last slices."""
     length = slice_length(x.size, devices)
     return jnp.pad(jnp.ravel(x), (0, devices * length - x.size)).reshape(devices, length)
 
@@ -73,15 +76,15 @@ def own_slice(x: Array, axis_name: AxisName, devices: int) -> Array:
 
 
 def whole(rows: Array, shape: tuple[int, ...]) -> Array:
-    """Returns the array of this shape of which ``rows`` are the slices."""
+    """Returns the array of this shape from the slices of all devices, the inverse of :func:`rows_of_slices`."""
     return rows.reshape(-1)[: math.prod(shape)].reshape(shape)
 
 
 def gather(x: Array, axis_name: AxisName) -> Array:
-    """Stacks ``x`` of all devices along a new axis in front. By JAX's types the result is the same on all devices."""
+    """Stacks ``x`` of all devices along a new first axis. By JAX's types the result is the same on all devices."""
     return all_gather_invarying(x, axis_name) if varies(x, axis_name) else lax.all_gather(x, axis_name)
 
 
 def name_of(path: Any) -> str:
-    """Returns how messages name a leaf of a tree."""
+    """Returns the name of a leaf of a tree in error messages."""
     return jax.tree_util.keystr(path) or "the only leaf"

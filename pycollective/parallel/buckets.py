@@ -1,8 +1,8 @@
-"""Collectives of many slices in few calls.
+"""Collectives on many arrays in few calls.
 
-An array with rows, one for each device, may stand beside others of its dtype that vary along the same axes, by JAX's
-types: else what is the same along an axis would vary along it beside a part. Small ones do, so they travel together.
-A large one goes alone, since a copy would cost more than a call.
+Small arrays are concatenated into buckets, and each bucket is one call. An array that has half a bucket's bytes or more
+is a call of its own, since its copy would cost more than a call. The arrays of a bucket have one dtype, and by JAX's
+types they vary along the same axes: otherwise an array that is the same along an axis would vary along it afterwards.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from pycollective.parallel.axes import AxisName, gather, whole
 Array = Any
 
 _BUCKET_BYTES = 1 << 20
-"""The most bytes that small arrays have together: such a bucket stays in a core's cache."""
+"""The largest number of bytes of a bucket of several arrays: a bucket of this size stays in a core's cache."""
 
 
 def in_buckets(call: Callable[[Array], Array], arrays: Sequence[Array]) -> list[Array]:
-    """Applies a function of arrays to ``arrays``, in as few calls as buckets have room for.
+    """Applies a function to each array, with one call for each bucket of arrays.
 
     Args:
-        call: the function. It does the same for each column of its operand, the last axis.
-        arrays: they may differ in dtype and in the length of the last axis.
+        call: the function. It must treat each index of its operand's last axis independently of the others.
+        arrays: the arrays. They may differ in dtype and in the length of the last axis.
 
     Returns:
-        What the function gives for each array.
+        The function's result for each array.
 
     Example:
         >>> in_buckets(lambda x: x.sum(axis=0), [jnp.ones((2, 3)), jnp.full((2, 1), 5.0)])
@@ -46,15 +46,15 @@ def in_buckets(call: Callable[[Array], Array], arrays: Sequence[Array]) -> list[
 
 
 def gather_whole(slices: Sequence[Array], shapes: Sequence[tuple[int, ...]], axis_name: AxisName) -> list[Array]:
-    """Returns the arrays of these shapes of which each device has a slice, the same on all devices."""
+    """Gathers whole arrays of these shapes from the devices' slices. The arrays are the same on all devices."""
     rows = in_buckets(lambda x: gather(x, axis_name), slices)
     return [whole(x, shape) for x, shape in zip(rows, shapes, strict=True)]
 
 
 def _places_of_buckets(arrays: Sequence[Array]) -> list[list[int]]:
-    """Returns the places of the arrays of each bucket."""
+    """Returns for each bucket the indices of its arrays."""
     buckets: list[list[int]] = []
-    open_buckets: dict[Any, tuple[list[int], int]] = {}  # by dtype and axes: places, and bytes so far
+    open_buckets: dict[Any, tuple[list[int], int]] = {}  # by dtype and axes: indices, and bytes so far
     for i, x in enumerate(arrays):
         nbytes = x.size * x.dtype.itemsize
         like = x.dtype, jax_internals.varying_axes(x)

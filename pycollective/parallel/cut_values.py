@@ -1,15 +1,17 @@
-"""Abstract interpretation of a jaxpr whose arrays are cut among devices: which results are those of one device.
+"""Abstract interpretation of a jaxpr whose arrays are cut among devices: which results agree with one device's.
 
-Each value of the program is of one kind, for all numbers that its arguments may have:
+The reference is one device that computes the same program with the whole arrays. Each value has one of four kinds, for
+all numbers that the program's arguments may have:
 
-    Same      all devices have the value that one device would have, which has the whole arrays
-    Cut       each device has its elements of the value that one device would have; each element comes from the elements
-              at the same place of other cut arrays
-    Term      a sum, a maximum or a minimum over a device's own elements, which a collective completes: then it is Same
-    Mixed     none of these: what devices have need not be what one device would have
+    Same      replicated: all devices have the reference value
+    Cut       sharded: each device has its elements of the reference value, and each element is computed from the
+              elements at the same place of other cut arrays
+    Term      partial: a sum, maximum or minimum over a device's own elements. A collective makes it Same.
+    Mixed     none of these: the devices' values need not agree with the reference value
 
-An operation that is not known here, of values that are not all Same, gives Mixed. Equal *expressions* are equal
-numbers: they count shapes for nothing, so a program for whole arrays and one for parts can be compared.
+An operation that this file does not know gives Mixed, unless all its operands are Same. Each value also has an
+*expression*, a number for the formula that computes it. Values with equal expressions are equal. Shapes are not part of
+an expression, so the program for whole arrays can be compared with the program for parts.
 """
 
 from __future__ import annotations
@@ -42,13 +44,13 @@ ELEMENTWISE = _words(
     "population_count pow real reduce_precision regularized_incomplete_beta rem round rsqrt select_n shift_left "
     "shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh xor zeta"
 )
-"""Operations whose element i comes from the elements i of arrays, and from scalars."""
+"""Operations that compute element i of the result from element i of each array operand, and from scalars."""
 
 IDENTITIES = _words("device_put name optimization_barrier pcast pvary sharding_constraint stop_gradient")
-"""Operations that return their operands, with the same shapes."""
+"""Operations that return their operands with the same values and shapes."""
 
 RESHAPES = _words("broadcast_in_dim reshape squeeze")
-"""Operations that keep the order of elements where they keep their number."""
+"""Operations that keep the order of the elements if the result has as many elements as the operand."""
 
 REDUCTIONS = {
     "reduce_sum": "sum",
@@ -64,18 +66,25 @@ _KEEP_ZEROS = _words(
     "abs add add_any and conj convert_element_type copy imag integer_pow max min neg or real reduce_precision round "
     "select_n sign sqrt square sub tanh"
 )
-"""Operations that give zero for zeros."""
+"""Operations whose result is zero if all operands are zero."""
 
 _LINEAR = _words("convert_element_type copy imag neg real reduce_precision")
 
 Pad = str | None
-"""What a :class:`Cut` value has where zeros fill up the last slice: "least", zeros that no element is below; "zero";
-"true"; None: not known."""
+"""The values in the padding at the end of the last slice of a :class:`Cut` value.
+
+"zero": zeros. "least": zeros, and no element of the value is less. "true": True. None: not known.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
 class Same:
-    """See above. ``uniform``: all elements are equal."""
+    """A replicated value (see the top of the file).
+
+    Attributes:
+        expression: the number of its expression.
+        uniform: whether all its elements are equal.
+    """
 
     expression: int
     uniform: bool
@@ -83,7 +92,14 @@ class Same:
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """See above. Elements of two arrays stand at the same places if ``place`` is the same."""
+    """A sharded value (see the top of the file).
+
+    Attributes:
+        expression: the number of its expression.
+        place: how it is cut. Two arrays with equal places have corresponding elements on the same device.
+        names: the mesh axes along which it is cut.
+        pad: what is known about the padding of the last slice.
+    """
 
     expression: int
     place: Hashable
@@ -93,7 +109,13 @@ class Cut:
 
 @dataclasses.dataclass(frozen=True)
 class Term:
-    """See above. ``names`` are the axes over which collectives have to go."""
+    """A partial reduction (see the top of the file).
+
+    Attributes:
+        expression: the number of its expression.
+        op: "sum", "max" or "min".
+        names: the mesh axes over which collectives still have to reduce it.
+    """
 
     expression: int
     op: str
@@ -102,7 +124,12 @@ class Term:
 
 @dataclasses.dataclass(frozen=True)
 class Mixed:
-    """See above. ``why`` ends a sentence that begins with "it"; ``branches``: the reason is a condition."""
+    """A value that need not agree with one device's (see the top of the file).
+
+    Attributes:
+        why: the reason, the end of a sentence that begins with "it".
+        branches: whether the reason is a condition on which the devices may differ.
+    """
 
     why: str
     branches: bool = False
@@ -115,9 +142,10 @@ class Layout(NamedTuple):
     """How arrays are cut.
 
     Attributes:
-        flat: as vectors of their elements in order, so that other shapes of the same size have the same places.
-        padded: whether the last part may have zeros behind its elements.
-        names: all axes along which something is cut.
+        flat: whether an array is cut as the vector of its elements in order. Then a reshape does not move elements
+            between devices.
+        padded: whether the last part may end with padding.
+        names: all mesh axes along which an array is cut.
     """
 
     flat: bool
@@ -130,7 +158,7 @@ class Layout(NamedTuple):
 
 
 class Expressions:
-    """Numbers of expressions: equal ones have one number."""
+    """Assigns numbers to expressions. Equal expressions have equal numbers."""
 
     def __init__(self) -> None:
         self._numbers: dict[Any, int] = {}
@@ -140,12 +168,12 @@ class Expressions:
 
 
 def meet_pads(a: Pad, b: Pad) -> Pad:
-    """Returns what is known of the end of a slice that is one of these."""
+    """Returns what is known about the padding of a value that is one of two values."""
     return a if a == b else "zero" if {a, b} == {"zero", "least"} else None
 
 
 def meet(values: Sequence[Value]) -> Value:
-    """Returns the kind of a value that is one of these. Its expression is that of the first one."""
+    """Returns the kind of a value that is one of these values, with the expression of the first one."""
     for value in values:
         if isinstance(value, Mixed):
             return value
@@ -168,7 +196,7 @@ class Interpreter:
 
     Args:
         layout: how arrays are cut.
-        expressions: where expressions are numbered; the same for programs that are compared.
+        expressions: the numbers of expressions. Programs that are compared need the same object.
     """
 
     def __init__(self, layout: Layout, expressions: Expressions) -> None:
@@ -182,7 +210,7 @@ class Interpreter:
         return value.expression == self._zero
 
     def run(self, closed: ClosedJaxpr, args: Sequence[Value]) -> list[Value]:
-        """Returns the kinds of the results."""
+        """Returns the kinds of the results of a jaxpr."""
         jaxpr = closed.jaxpr
         values: dict[Any, Value] = dict(zip(jaxpr.constvars, map(self.constant, closed.consts), strict=True))
         values.update(zip(jaxpr.invars, args, strict=True))
@@ -195,8 +223,8 @@ class Interpreter:
         return list(map(read, jaxpr.outvars))
 
     def constant(self, x: Any) -> Value:
-        """Returns the kind of a value that the program has not as an argument."""
-        if isinstance(x, jax.core.Tracer):  # of the trace around
+        """Returns the kind of a constant of the program."""
+        if isinstance(x, jax.core.Tracer):  # a value of the surrounding trace
             if self._layout.names & jax_internals.varying_axes(x):
                 return Mixed("computes with a value that each device has of its own, by JAX's types")
             return Same(self._expression("outside", id(x)), x.ndim == 0)
@@ -253,7 +281,10 @@ class Interpreter:
         return Mixed(f"computes lax.{name} of a leaf's elements, which are on several devices")
 
     def _named(self, eqn: JaxprEqn, operands: Iterable[Any], leave: Iterable[str] = ()) -> int:
-        """Returns the expression of an equation. The shape of its result, and parameters to ``leave``, do not count."""
+        """Returns the expression of an equation: its primitive, parameters and operands.
+
+        The parameters in ``leave`` and the shape of the result are not part of the expression.
+        """
         ignored = {"sharding", "out_sharding", "weak_type", *leave}
         static = tuple((key, str(eqn.params[key])) for key in sorted(eqn.params) if key not in ignored)
         return self._expression(eqn.primitive.name, static, *(v.expression for v in operands))
@@ -340,7 +371,10 @@ class Interpreter:
         return dataclasses.replace(x, expression=self._named(eqn, [x]), pad=x.pad if op == "sum" else None)
 
     def _of_terms(self, eqn: JaxprEqn, operands: list[Value]) -> Value:
-        """Operations for which it makes no difference whether they come before a collective or after it."""
+        """Returns the kind of an operation on partial reductions.
+
+        It is a Term if the operation commutes with the collective that completes the reduction, else Mixed.
+        """
         name = eqn.primitive.name
         terms = [v for v in operands if isinstance(v, Term)]
         others = [v for v in operands if not isinstance(v, Term)]
@@ -394,7 +428,10 @@ class Interpreter:
     def _repeat(
         self, body: Callable[[list[Value]], list[Value]], start: list[Value]
     ) -> tuple[list[Value], list[Value]]:
-        """Returns the kinds of what a loop carries, as the body sees it, and what the body makes of it."""
+        """Returns the kinds of a loop's carry as the body reads it, and as the body returns it.
+
+        The body is interpreted until the kinds of the carry do not change any more.
+        """
         self._depth += 1
         carried = start
         while True:
@@ -457,7 +494,7 @@ class Interpreter:
 
 
 def _keeps_order(eqn: JaxprEqn, op: str) -> bool:
-    """Whether a conversion may come before a sum, or before a maximum or minimum, as well as after it."""
+    """Whether a conversion of the dtype commutes with a sum, or with a maximum or minimum."""
     from_bool, to_bool = (var.aval.dtype.kind == "b" for var in (*eqn.invars, *eqn.outvars))
     return from_bool == to_bool or (from_bool and op != "sum")
 

@@ -1,12 +1,14 @@
-"""Finds out whether an optimizer may be given slices or parts of leaves, from the jaxprs of its two functions.
+"""Decides from the jaxprs of an optimizer's two functions whether it may be applied to parts of parameters.
 
-It may, if these hold for whole leaves and for parts of them (the kinds are those of :mod:`cut_values`):
+An optimizer may be applied to parts, slices included, if three conditions hold for whole leaves and for parts of them
+(:mod:`cut_values` defines Same and Cut):
 
-    init      gives a state whose leaves are Same, or Cut as a parameter is
-    update    gives such a state from any such state, and updates that are Cut as the parameters are
+    init      returns a state whose leaves are Same, or Cut like a parameter
+    update    maps each such state to such a state, and returns updates that are Cut like the parameters
     both      have the same expressions for whole leaves and for parts
 
-By induction over steps, each device then has its elements of what one device would have after any number of steps.
+By induction over the steps, each device then has its elements of the parameters and of the state that one device would
+have with the whole leaves, after any number of steps.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ Tree = Any
 Shape = tuple[int, ...]
 
 _MARK = 1_000_003
-"""The length of a cut dimension by which a state's leaves are known: that of leaf i has this length + i."""
+"""A length that no real dimension has. Parameter i is traced with a cut dimension of length ``_MARK + i``, so a leaf of
+the state with that length has the shape of parameter i.
+"""
 
 _MIXES = (
     "LAMB, Adafactor, Muon and optax.clip_by_global_norm do not. parallel.clip_by_global_norm takes the place of the "
@@ -46,13 +50,13 @@ _BY_SHAPE = (
 
 
 class Cutting(NamedTuple):
-    """How a device's parts are cut out of parameters. The sequences have an item for each leaf.
+    """How parameters are cut into the devices' parts. The sequences have an item for each leaf.
 
     Attributes:
         whole: the shapes of the whole leaves.
         own: the shapes of this device's parts.
-        axes: for each dimension of a part the axes along which it is cut.
-        flat: whether parts are slices of all elements in order.
+        axes: for each dimension of a part the mesh axes along which it is cut.
+        flat: whether a part is a slice of the flattened leaf.
     """
 
     whole: tuple[Shape, ...]
@@ -62,12 +66,12 @@ class Cutting(NamedTuple):
 
     @property
     def names(self) -> tuple[frozenset[Hashable], ...]:
-        """The axes along which each leaf is cut."""
+        """For each leaf the mesh axes along which it is cut."""
         return tuple(frozenset(itertools.chain(*axes)) for axes in self.axes)
 
     @property
     def marked(self) -> tuple[Shape, ...]:
-        """The shapes of parts by which a state's leaves are known."""
+        """The shapes of parts with marked lengths in their cut dimensions, see :data:`_MARK`."""
         return tuple(
             tuple(_MARK + i if cut else length for length, cut in zip(shape, axes, strict=True))
             for i, (shape, axes) in enumerate(zip(self.own, self.axes, strict=True))
@@ -84,12 +88,12 @@ class Cutting(NamedTuple):
 
 
 def cut_in_slices(shapes: Sequence[Shape], axis_name: AxisName, own: Sequence[Shape] | None = None) -> Cutting:
-    """Returns how leaves of these shapes are cut along an axis, which is bound, by :func:`own_slice`.
+    """Returns how :func:`own_slice` cuts leaves of these shapes along an axis, which must be bound.
 
     Args:
-        shapes: of the whole leaves.
+        shapes: the shapes of the whole leaves.
         axis_name: the axis.
-        own: the shapes of slices, if layers are stacked in front of them.
+        own: the shapes of the slices. Default: one dimension; stacked layers have more dimensions before it.
     """
     devices = axis_size("zero", axis_name)
     own = [(slice_length(math.prod(shape), devices),) for shape in shapes] if own is None else own
@@ -98,11 +102,11 @@ def cut_in_slices(shapes: Sequence[Shape], axis_name: AxisName, own: Sequence[Sh
 
 
 class Check:
-    """Raises ValueError if an optimizer may not be given parts of leaves. What has passed once is not looked at again.
+    """Raises ValueError if an optimizer may not be applied to parts of leaves. Arguments that have passed are cached.
 
     Args:
-        where: the function that asks, for messages.
-        inner: the optimizer. It may have collectives over all axes that are bound.
+        where: the name of the calling function, for messages.
+        inner: the optimizer. It may call collectives over all axes that are bound.
     """
 
     def __init__(self, where: str, inner: optax.GradientTransformationExtraArgs) -> None:
@@ -111,8 +115,11 @@ class Check:
         self._passed: set[Any] = set()
 
     def at_init(self, cutting: Cutting, params: Tree) -> None:
-        """Checks what ``init`` can know. An ``update`` that asks for more arguments is checked where it is called."""
-        with contextlib.suppress(TypeError):  # of an update that lacks an argument, which at_update will see
+        """Checks ``init``, and ``update`` without extra arguments.
+
+        An ``update`` that needs extra arguments is checked by :meth:`at_update`.
+        """
+        with contextlib.suppress(TypeError):  # update misses an argument that it needs
             self.at_update(cutting, params, params, {})
 
     def at_update(self, cutting: Cutting, grads: Tree, params: Tree | None, extra_args: Mapping[str, Any]) -> None:
@@ -120,9 +127,9 @@ class Check:
 
         Args:
             cutting: how the parameters are cut.
-            grads: the gradients, whole or cut: dtypes and JAX's types matter.
-            params: the same for the parameters; None: there are none.
-            extra_args: the other arguments.
+            grads: the gradients, whole or cut. Only their dtypes and JAX's types count.
+            params: the parameters, in the same way; None if ``update`` gets none.
+            extra_args: the other arguments of ``update``.
         """
         arrays, extra_tree = jax.tree.flatten(dict(extra_args))
         static = [None if _is_number(x) else x for x in arrays]
@@ -138,7 +145,7 @@ class Check:
 
 
 def check_numbers(where: str, tree: Tree) -> None:
-    """Raises TypeError if a leaf has no numbers, such as a key of jax.random, which cannot be cut."""
+    """Raises TypeError if a leaf is not an array of numbers. A key of :mod:`jax.random`, for example, cannot be cut."""
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
         dtype = getattr(x, "dtype", None)
         if dtype is not None and (dtype == jax.dtypes.float0 or jax.dtypes.issubdtype(dtype, jax.dtypes.extended)):
@@ -147,7 +154,7 @@ def check_numbers(where: str, tree: Tree) -> None:
 
 
 class _Found(NamedTuple):
-    """Why an optimizer may not be given parts. ``what`` goes on after "got one that"."""
+    """The reason why an optimizer may not be applied to parts. ``what`` completes the sentence "got one that"."""
 
     what: str
     remedy: str
@@ -160,7 +167,13 @@ class _RefusedError(Exception):
 
 
 class _Side(NamedTuple):
-    """The programs for whole leaves, or for parts: the kinds of what they give, and the names of these."""
+    """The kinds of the results of ``init`` and ``update``, for whole leaves or for parts.
+
+    Attributes:
+        state: the kinds of the state that ``update`` gets.
+        results: the kinds of the updates and of the new state.
+        names: the names of all these values, for messages.
+    """
 
     state: list[Value]
     results: list[Value]
@@ -168,7 +181,7 @@ class _Side(NamedTuple):
 
 
 class _Trial:
-    """Traces and interprets an optimizer, for whole leaves and for parts."""
+    """Traces an optimizer for whole leaves and for parts, interprets both programs, and compares the results."""
 
     def __init__(
         self,
@@ -215,7 +228,7 @@ class _Trial:
         return self._inner.init(tree.unflatten(leaves))
 
     def _place_of(self, shape: Shape) -> int | None:
-        """Returns the parameter as which a leaf of the state is cut; None: it is not cut."""
+        """Returns the index of the parameter like which a leaf of the state is cut; None if the leaf is not cut."""
         marks = [length - _MARK for length in shape if length >= _MARK]
         if not marks:
             return None
@@ -225,10 +238,10 @@ class _Trial:
         return marks[0]
 
     def _side(self, shapes: Sequence[Shape]) -> _Side:
-        """Interprets ``init`` and ``update``.
+        """Interprets ``init`` and ``update`` for parameters of these shapes.
 
         Raises:
-            _RefusedError: something is neither Same nor Cut as it has to be.
+            _RefusedError: a result is neither Same nor Cut like its parameter.
         """
         grads = self._on(shapes, self._grads)
         params = None if self._params is None else self._on(shapes, self._params)
@@ -277,7 +290,7 @@ class _Trial:
         for i, (x, axes) in enumerate(zip(extra.shapes, extra.varying, strict=True)):
             same = Same(self._expressions("extra", i), x.ndim == 0)
             fixed.append(Mixed("computes with an argument that varies") if axes & self._layout.names else same)
-        # What fills up slices in the state is known of the first state. It has to stay so.
+        # The padding of the slices is known for the state of init. Repeat until update keeps what is known about it.
         pads = [self._pad(v) for v in state_kinds]
         while True:
             seen = [self._state_kind(i, shapes, x.ndim, pads[i]) for i, (_, x) in enumerate(state_leaves)]
@@ -312,7 +325,7 @@ class _Trial:
     def _require(
         self, values: Sequence[Value], places: Sequence[int | None], shapes: Sequence[Shape], names: Sequence[str]
     ) -> None:
-        """Raises _RefusedError unless each value is cut as the parameter in its place is, or Same."""
+        """Raises _RefusedError unless each value is Same, or Cut like the parameter whose index is in ``places``."""
         for value, place, name in zip(values, places, names, strict=True):
             if isinstance(value, Mixed):
                 raise _RefusedError(f"{value.why}, {name}", _BRANCHES if value.branches else _MIXES)
@@ -326,7 +339,7 @@ class _Trial:
 
 
 class _Leaves(NamedTuple):
-    """Leaves of a tree, with the axes along which each varies, by JAX's types."""
+    """The leaves of a tree, and for each leaf the axes along which it varies by JAX's types."""
 
     tree: Any
     shapes: list[jax.ShapeDtypeStruct]
@@ -337,7 +350,10 @@ class _Leaves(NamedTuple):
 
 
 def _typed(names: Iterable[Hashable]) -> set[Hashable]:
-    """Returns the axes for which JAX has types. It adds nothing to the program around, which ranks compare."""
+    """Returns the axes for which JAX has types.
+
+    The call adds no equation to the surrounding program, which the ranks compare.
+    """
     found: set[Hashable] = set()
 
     def ask() -> int:

@@ -1,15 +1,17 @@
-"""Refuses optax's norms of parts, where a program shows that an array is one device's part of a parameter.
+"""Finds optimizers of optax that take the norm of one device's part of a gradient for the norm of the whole.
 
-A function that is given a part of a parameter *marks* it: the value stays, and its tangent and its cotangent pass
-through an equation that names the axis, and the dimensions along one of which the parameter is cut. So a program of
-one device, as it is lowered, shows which of its values are gradients of parts. They are followed through it:
+The functions of this package that use a part of a parameter *mark* it. A mark does not change the value. The tangent
+and the cotangent of the value pass through an equation that names the axis, and the dimensions along one of which the
+parameter is cut. So the program of one device shows which of its values are gradients of parts. Before the program is
+lowered, this file follows these values through it. A value is a
 
-    Part    what is computed from a marked value element by element
-    Term    what is computed from a reduction of a part over the cut dimensions, and from no collective over the axis
+    Part    if it is computed element by element from a marked value
+    Term    if it is computed from a reduction of a part over the cut dimensions, and no collective over the axis
+            completes the reduction
 
-Where a function of optax computes with a term and a part, its result is not that of one device with the whole arrays.
-Such a program is refused. Everything else that is not known to be a part or a term is taken for neither, and terms in
-the user's own functions are not looked at: a scale with which a device rounds its part, say, may well be its own.
+If a function of optax computes with a term and a part, its result differs from that of one device with the whole
+arrays, and the program is refused. A value that is not known to be a part or a term counts as neither. Terms in the
+user's own functions are allowed: for example, each device may round its part with a scale of its own.
 """
 
 from __future__ import annotations
@@ -51,15 +53,15 @@ batching.primitive_batchers[marked_p] = _batch
 
 
 def mark(x: Array, axis_name: AxisName, cut: Iterable[int], wrapper: str) -> Array:
-    """Returns ``x``, a part of a parameter. Its tangents and cotangents are marked.
+    """Returns ``x``, a part of a parameter, whose tangents and cotangents are marked.
 
-    Only the derivative has an equation more: what a loop or :func:`jax.checkpoint` keeps for it is ``x`` itself.
+    Only the derivative has an additional equation. A loop or :func:`jax.checkpoint` saves ``x`` itself as residual.
 
     Args:
         x: this device's part.
-        axis_name: the axis, or a tuple of axes, along which the parameter is cut.
-        cut: dimensions, along one of which it is.
-        wrapper: for messages, how an optimizer is told of such parts.
+        axis_name: the name of the axis along which the parameter is cut, or a tuple of names.
+        cut: the dimensions that may be cut. The parameter is cut along one of them.
+        wrapper: the wrapper that messages recommend for an optimizer of such parts.
     """
     return _marking(names_of(axis_name), tuple(cut), wrapper)(x)
 
@@ -81,20 +83,30 @@ def _marking(names: tuple[Hashable, ...], cut: tuple[int, ...], wrapper: str) ->
 
 
 class Part(NamedTuple):
-    """See above. ``cut``: dimensions along one of which it is cut. ``wrapper``: that of :func:`mark`."""
+    """A value that is computed element by element from a marked value.
+
+    Attributes:
+        names: the axes along which the parameter is cut.
+        cut: the dimensions that may be cut.
+        wrapper: that of :func:`mark`.
+    """
 
     names: Axes
     cut: frozenset[int]
     wrapper: str
 
     def over(self, places: Sequence[int | None]) -> Part | None:
-        """Returns the part when its dimension i has gone to ``places[i]``; None if no dimension is left that is cut."""
+        """Returns the part after its dimension i has moved to ``places[i]``; None if no cut dimension is left."""
         cut = frozenset(place for i in self.cut if (place := places[i]) is not None)
         return self._replace(cut=cut) if cut else None
 
 
 class Term(NamedTuple):
-    """See above."""
+    """A value that is computed from a reduction of a part, over the elements of one device alone.
+
+    Attributes:
+        names: the axes over which the reduction is not completed.
+    """
 
     names: Axes
 
@@ -103,11 +115,11 @@ Value = Part | Term | None
 
 
 def refuse_norms_of_parts(body: Any, mesh: Mesh) -> None:
-    """Raises ValueError if a function of optax computes with a norm of one device's parts, by what the program shows.
+    """Raises ValueError if a function of optax computes with the norm of one device's parts.
 
     Args:
         body: the program of one device.
-        mesh: the axes that it names.
+        mesh: the mesh whose axes the program names.
     """
     if _has_marks(body):
         cut = frozenset(axis.name for axis in mesh.axes if axis.size > 1)
@@ -127,7 +139,7 @@ class _Walk:
         self._mesh = mesh
 
     def run(self, jaxpr: Any, args: Sequence[Value], caller: frames.Frame | None) -> list[Value]:
-        """Returns what the results are. ``caller``: where the user's code, or a library's, calls this program."""
+        """Returns the kinds of the results. ``caller``: the line of the user or of a library that calls the program."""
         values: dict[Any, Value] = dict(zip(jaxpr.invars, args, strict=True))
 
         def read(atom: Any) -> Value:
@@ -164,7 +176,7 @@ class _Walk:
         return [self._result(eqn, operands, place)] * count
 
     def _result(self, eqn: JaxprEqn, operands: list[Value], place: frames.Frame | None) -> Value:
-        """Returns what the result of an equation is that holds no program and is no collective."""
+        """Returns the kind of the result of an equation without inner programs that is no collective."""
         name, x = eqn.primitive.name, operands[0]
         if name in ELEMENTWISE:
             self._look(operands, place)
@@ -193,7 +205,7 @@ class _Walk:
         return None
 
     def _moved(self, eqn: JaxprEqn, x: Part) -> Value:
-        """Returns a part in another layout."""
+        """Returns the kind of an equation that moves the elements of a part."""
         params, before, after = eqn.params, eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
         match eqn.primitive.name:
             case "transpose":
@@ -211,7 +223,7 @@ class _Walk:
         return None
 
     def _collective(self, eqn: JaxprEqn, x: Value) -> Value:
-        """Returns what a sum, a maximum or a minimum over axes is."""
+        """Returns the kind of a sum, maximum or minimum over named axes."""
         if x is None:
             return None
         left = x.names.difference(discharge.names_in(eqn))
@@ -238,7 +250,10 @@ class _Walk:
         place: frames.Frame | None,
         carries: int | None = None,
     ) -> list[Value]:
-        """Returns what a loop's body returns at last: a carry is what any step may make of it."""
+        """Returns the kinds of the results of a loop's last step.
+
+        The body is interpreted until the kinds of the carry do not change any more.
+        """
         last = len(args) if carries is None else consts + carries
         carry = list(args[consts:last])
         while True:
@@ -269,12 +284,15 @@ class _Walk:
 
 
 def _covers(part: Part, dims: Iterable[int]) -> bool:
-    """Whether a reduction over these dimensions goes over all along which a part may be cut."""
+    """Whether these dimensions include all dimensions along which the part may be cut."""
     return part.cut.issubset(dims)
 
 
 def _places_without(eqn: JaxprEqn, dims: Sequence[int], x: Part) -> list[int | None]:
-    """Returns where dimensions go if ``dims`` are taken out; nowhere if one of these may be cut."""
+    """Returns for each dimension its number after ``dims`` are removed, None for a removed one.
+
+    If one of ``dims`` may be cut, all are None.
+    """
     ndim = eqn.invars[0].aval.ndim
     if x.cut.intersection(dims):
         return [None] * ndim
@@ -283,7 +301,7 @@ def _places_without(eqn: JaxprEqn, dims: Sequence[int], x: Part) -> list[int | N
 
 
 def _meet(a: Value, b: Value) -> Value:
-    """Returns what is computed from both, element by element, or is one of them."""
+    """Returns the kind of a value that is one of two values, or is computed element by element from both."""
     if a is None or b is None:
         return b if a is None else a
     if isinstance(a, Part):
