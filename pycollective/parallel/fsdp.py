@@ -2,13 +2,17 @@
 
 A layer's parameters are gathered right before the layer is computed, and again in the backward pass:
 
-    w = s_0, s_1, ... of all devices                              all_gather, forward and backward
+    w = [s_0 s_1 ...]                                               all_gather, forward and backward
     h = f(w, h)
-    g_r = slice r of mean over devices of the gradients by w      reduce_scatter, backward
+    g_r = slice r of the mean over devices of the gradients of w    reduce_scatter, backward
 
-Of P parameters in float32, with gradients and two moments of Adam, each of N devices keeps 16 P / N bytes, and those of
-one gathered layer and of its gradient for a while. Plain data parallelism keeps 16 P, ZeRO's stage 2
-(``parallel.zero``) 8 P + 8 P / N. A step moves 1.5 times as many bytes as an allreduce of the gradients.
+With P parameters in float32, their gradients and two moments of Adam, each of N devices keeps
+
+    plain data parallelism                16 P bytes
+    ZeRO stage 2 (``parallel.zero``)      8 P + 8 P / N
+    fully sharded                         16 P / N, and temporarily one gathered layer and its gradient
+
+A step moves 1.5 times as many bytes as an allreduce of the gradients.
 
 Sources: Rajbhandari, Rasley, Ruwase, He, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
 arXiv:1910.02054, section 5.3 (stage 3); Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data
@@ -48,25 +52,34 @@ Tree = Any
 
 
 def shard(params: Tree, axis_name: AxisName) -> Tree:
-    """Returns this device's slices of parameters.
+    """Returns this device's slices of parameters: ``s_r = x.ravel()[r L : (r + 1) L]`` with ``L = ceil(size / N)``.
 
-    The elements of each array are cut in their order into one vector for each device. The vectors have equal lengths,
-    ``ceil(size / N)``, so the last ones end with zeros. An optimizer that treats each element by itself can be given
-    slices as its parameters.
-
-    Args:
-        params: arrays, the same on all devices. Where the model is cut along other axes, they are this device's part.
-        axis_name: the axis, or a tuple of axes, of data parallelism.
-
-    Returns:
-        A tree like ``params`` of vectors.
-
-    Raises:
-        TypeError: a leaf has no numbers, such as a key of ``jax.random``.
-        NameError: the axis is not bound.
+    Zeros fill the slices of the last devices up to the length L. An optimizer that updates each element by itself can
+    be applied to slices as its parameters.
 
     For layers that are stacked along a first axis, for :func:`jax.lax.scan`, use ``jax.vmap(lambda p: shard(p,
-    axis_name))(params)``: it keeps that axis in front of the slices.
+    axis_name))(params)``: the slices keep the first axis.
+
+    Args:
+        params: an array or a pytree of arrays, the same on all devices. If the model is cut along other axes, they are
+            this device's part of it.
+        axis_name: the name of the axis of data parallelism, or a tuple of names.
+
+    Returns:
+        A tree like ``params`` of vectors of length L, in the dtypes of ``params``.
+
+    Raises:
+        TypeError: a leaf is not an array of numbers: a key of :mod:`jax.random`, for example.
+        NameError: the axis is not bound.
+
+    Differentiation:
+        Both modes: the transpose puts the cotangent into zeros, at the place of this device's slice.
+
+    Order:
+        No communication.
+
+    Source:
+        Rajbhandari et al., "ZeRO", arXiv:1910.02054, section 5.3.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -80,22 +93,25 @@ def shard(params: Tree, axis_name: AxisName) -> Tree:
 
 
 def unshard(slices: Tree, shapes: Tree, axis_name: AxisName) -> Tree:
-    """The inverse of :func:`shard`: returns whole arrays, to save them.
+    """Gathers whole arrays from the devices' slices, the inverse of :func:`shard`: ``x = [s_0 s_1 ...]``.
+
+    Save whole arrays in checkpoints: :func:`shard` cuts them again for any number of devices. For stacked layers use
+    ``jax.vmap(lambda s: unshard(s, shapes_of_a_layer, axis_name))(slices)``.
 
     Args:
-        slices: this device's slices of parameters, or of gradients or moments.
-        shapes: the parameters, or what has their shapes, such as :class:`jax.ShapeDtypeStruct`.
-        axis_name: the axis of :func:`shard`, which is bound.
+        slices: this device's slices of parameters, of gradients or of moments.
+        shapes: the parameters, or a tree of :class:`jax.ShapeDtypeStruct` with their shapes.
+        axis_name: the axis of :func:`shard`.
 
     Returns:
-        A tree like ``shapes`` of arrays with the dtypes of the slices, the same on all devices.
+        A tree like ``shapes`` of arrays with these shapes and the dtypes of the slices, the same on all devices.
 
     Raises:
-        ValueError: the slices are none of arrays with these shapes.
+        ValueError: the slices do not have the tree or the lengths that ``shapes`` implies.
         NameError: the axis is not bound.
 
-    Slices go to another number of devices as whole arrays: :func:`shard` cuts them again. For stacked layers use
-    ``jax.vmap(lambda s: unshard(s, shapes_of_a_layer, axis_name))(slices)``.
+    Order:
+        Program order: one all-gather for each bucket of small slices, and one for each large slice.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -117,35 +133,42 @@ def gathered(
     wire_dtype: Any = None,
     policy: Callable[..., Any] | None = jax.checkpoint_policies.dots_saveable,
 ) -> Callable[..., Any]:
-    """Lets a function take this device's slices in the place of its first argument, whole parameters.
+    """Makes a function of slices from a function of whole parameters: ``f_r(s, ...) = fun([s_0 s_1 ...], ...)``.
 
-    The parameters are gathered for a call, and not kept for the backward pass, which gathers them again. Memory is
-    saved where ``fun`` is a part of the model: a layer, in :func:`jax.lax.scan` best, or an embedding.
+    Each call gathers the parameters. They are not kept for the backward pass, which gathers them again. This saves
+    memory if ``fun`` is a part of the model: an embedding or a layer, best one inside :func:`jax.lax.scan`.
 
     Args:
         fun: a function of parameters and other arrays. Its results are those of the device's own examples.
-        shapes: the parameters, or what has their shapes, such as :class:`jax.ShapeDtypeStruct`.
-        axis_name: the axis, or a tuple of axes, of :func:`shard`.
-        wire_dtype: the floating-point dtype in which parameters travel, such as ``jnp.bfloat16``; None: that of the
-            slices. Gradients are rounded to it as well, but their sums travel in float32.
-        policy: of :func:`jax.checkpoint`, which says what the backward pass does not compute again. By default these
-            are the products of matrices. With None there are none, and only the arguments are kept.
-            ``jax.checkpoint_policies.everything_saveable`` keeps the parameters as well, and they travel once less.
+        shapes: the parameters, or a tree of :class:`jax.ShapeDtypeStruct` with their shapes.
+        axis_name: the axis of :func:`shard`, a name or a tuple of names.
+        wire_dtype: the floating-point dtype in which parameters are sent, such as ``jnp.bfloat16``. Default None: the
+            dtype of the slices. Gradients are rounded to it as well, but their sums are sent in float32.
+        policy: the policy of :func:`jax.checkpoint`, which says what the backward pass does not compute again. Default:
+            it keeps products of matrices. None: it keeps the arguments alone.
+            ``jax.checkpoint_policies.everything_saveable`` also keeps the parameters, which are then gathered once
+            only.
 
     Returns:
-        A function of slices and of the other arguments of ``fun``, which are arrays. The parameters have the dtypes of
-        the slices.
+        A function of slices and of the other arguments of ``fun``, which are arrays. ``fun`` gets parameters with the
+        shapes of ``shapes`` and the dtypes of the slices.
 
     Raises:
-        ValueError: the slices are none of parameters with these shapes; the wire's dtype has no fractions; by JAX's
-            types, all results are the same on all devices.
+        ValueError: the slices do not have the tree or the lengths that ``shapes`` implies; ``wire_dtype`` is no
+            floating-point dtype; by JAX's types, all results are the same on all devices.
         NameError: the axis is not bound.
 
-    Differentiation: take gradients where the axis is bound. The gradient by the slices is this device's slice of the
-    *mean* over devices of the gradients that each has for its own examples, as in :func:`~pycollective.parallel.zero`.
-    So differentiate the loss of the device's own examples, and average the loss afterwards: where JAX's types say what
-    varies, a loss that is averaged before counts 1 / N on each device. In forward mode the tangents of the slices are
-    gathered.
+    Differentiation:
+        Take gradients where the axis is bound. The gradient of the slices is this device's slice of the *mean* over
+        devices of the gradients for each device's own examples, as in :func:`~pycollective.parallel.zero`. So
+        differentiate the loss of the device's own examples, and average the loss afterwards: by JAX's types, a loss
+        that is averaged before counts 1 / N on each device. Forward mode gathers the tangents of the slices.
+
+    Order:
+        Program order: all-gathers forward; all-gathers and reduce-scatters in the derivative.
+
+    Source:
+        Rajbhandari et al., "ZeRO", arXiv:1910.02054, section 5.3: stage 3.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -187,17 +210,26 @@ def gathered(
 def sliced(
     inner: optax.GradientTransformation, shapes: Tree, axis_name: AxisName
 ) -> optax.GradientTransformationExtraArgs:
-    """Returns ``inner`` for slices. It refuses an optimizer whose updates of slices would be wrong.
+    """Applies an optimizer to slices, and refuses one whose updates of slices would differ from those of whole arrays.
+
+    Call ``init`` and ``update`` where the axis is bound.
 
     Args:
-        inner: an optimizer that updates each element by its own gradient, state and value. Norms over all elements are
-            for :func:`~pycollective.parallel.clip_by_global_norm`.
-        shapes: the parameters, or what has their shapes.
-        axis_name: the axis of :func:`shard`, which is bound where ``init`` and ``update`` are called.
+        inner: an optimizer that updates each element by its own gradient, state and value. For a norm over all
+            elements use :func:`~pycollective.parallel.clip_by_global_norm`.
+        shapes: the parameters, or a tree of :class:`jax.ShapeDtypeStruct` with their shapes.
+        axis_name: the axis of :func:`shard`.
+
+    Returns:
+        The optimizer. Its state is that of ``inner`` for slices, and its updates have the shapes of the slices.
 
     Raises:
-        ValueError: an update of an element depends on other elements, as in LAMB, Adafactor and Muon, or on the shapes
-            of leaves; the slices are in another tree than the shapes.
+        ValueError: when ``init`` or ``update`` is called: the update of an element depends on other elements, as in
+            LAMB, Adafactor and Muon, or on the shapes of leaves; the slices have another tree than ``shapes``.
+        NameError: when ``init`` or ``update`` is called: the axis is not bound.
+
+    Order:
+        No communication but that of ``inner``.
 
     Example:
         >>> import jax, optax
@@ -232,10 +264,10 @@ def sliced(
 
 
 def _gathered_rows(leaves: list[Array], axis_name: AxisName, wire_dtype: Any) -> list[Array]:
-    """Returns the slices of all devices. A cotangent of the own slice is the mean of what all devices have for it."""
+    """Returns the slices of all devices. The transpose gives the mean over devices of the cotangents of this slice."""
     devices = axis_size("gathered", axis_name)
 
-    def as_mean(x: Array) -> Array:  # in front of the sum over devices, which all_gather has as its transpose
+    def as_mean(x: Array) -> Array:  # the transpose of all_gather is a sum over devices: it is divided here
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             return x
         x = mark(x, axis_name, [0], "sliced(optimizer, shapes, axis_name)")
@@ -245,23 +277,23 @@ def _gathered_rows(leaves: list[Array], axis_name: AxisName, wire_dtype: Any) ->
         narrow = wire_dtype is not None and jnp.issubdtype(x.dtype, jnp.floating)
         return x.astype(wire_dtype) if narrow else x
 
-    # By JAX's types what is gathered varies: then each device has a gradient of its own, and the transpose adds and
-    # cuts them in one call.
+    # By JAX's types the gathered array varies along the axis, so each device has its own gradient of it. The transpose
+    # sums and cuts these gradients in one call, a reduce-scatter.
     rows = in_buckets(lambda x: lax.all_gather(x, axis_name), [on_wire(as_mean(x)) for x in leaves])
     return [x.astype(like.dtype) for x, like in zip(rows, leaves, strict=True)]
 
 
 def _joined(rows: list[Array], shapes: Tree) -> Tree:
-    """Returns a tree like ``shapes`` of the arrays of which ``rows`` are the slices."""
+    """Returns a tree like ``shapes`` of whole arrays, from ``rows``: for each array the slices of all devices."""
     leaves, tree = jax.tree.flatten(shapes)
     return tree.unflatten([whole(x, like.shape) for x, like in zip(rows, leaves, strict=True)])
 
 
 def _checked(where: str, slices: Tree, shapes: Tree, axis_name: AxisName) -> list[Array]:
-    """Returns the leaves of ``slices``, which are slices of arrays with these shapes.
+    """Returns the leaves of ``slices``.
 
     Raises:
-        ValueError: they are not.
+        ValueError: they are not slices of arrays with these shapes.
     """
     devices = axis_size(where, axis_name)
     of_shapes, tree = jax.tree_util.tree_flatten_with_path(shapes)

@@ -1,14 +1,15 @@
-"""ZeRO: each device along an axis keeps, and updates, a part of what an optimizer keeps of all parameters.
+"""ZeRO: each device along an axis keeps, and updates, one slice of an optimizer's state.
 
-Plain data parallelism has the whole state of the optimizer on each of N devices, and each computes the whole update.
-Here the parameters are cut into N slices, and each device has the state of its slice:
+In plain data parallelism each of N devices has the whole state of the optimizer and computes the whole update. Here the
+parameters are cut into N slices, and each device has the state of its slice:
 
-    g_r = slice r of mean over devices of their gradients        reduce_scatter
+    g_r = slice r of the mean over devices of their gradients     reduce_scatter
     u_r, s_r = inner.update(g_r, s_r, slice r of the parameters)
-    updates = u_0, u_1, ...                                       all_gather
+    updates = [u_0 u_1 ...]                                       all_gather
 
-The result is that of the inner optimizer on the mean of the gradients, if that treats each element by itself. Of P
-parameters in float32 Adam keeps 8 P / N bytes on each device instead of 8 P. As many bytes travel as in an allreduce.
+If the inner optimizer updates each element by itself, the result is that of the inner optimizer for the mean of the
+gradients. For P parameters in float32 Adam keeps 8 P / N bytes on each device instead of 8 P. The number of bytes on
+the wire is that of an allreduce.
 
 Source: Rajbhandari, Rasley, Ruwase, He, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
 arXiv:1910.02054, sections 5.1 (stage 1) and 5.2 (stage 2).
@@ -40,32 +41,40 @@ Tree = Any
 def zero(
     inner: optax.GradientTransformation, axis_name: AxisName, *, stage: int = 2, wire_dtype: Any = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Lets each device along an axis keep the state of ``inner`` for its slice of the parameters, and update that.
+    """Lets each device along an axis keep and update the state of ``inner`` for its own slice of the parameters.
 
-    ``init`` and ``update`` are called where the axis is bound. The leaves of the state are vectors: each has this
-    device's slice of a parameter, whose elements are cut in their order into equal slices. The last one is filled with
-    zeros.
+    Slice r of the updates is ``inner.update(slice r of mean_s g_s, state_r, slice r of the parameters)``. A parameter
+    is cut as by :func:`shard`, so the leaves of the state are vectors. Call ``init`` and ``update`` where the axis is
+    bound.
 
     Args:
         inner: an optimizer that updates each element by its own gradient, state and value: SGD, Adam, AdamW, Lion and
-            most others. Whether it does is read off its program, in each step that is traced. It may have
+            most others. Each trace of a step checks this on the optimizer's program. ``inner`` may contain
             :func:`clip_by_global_norm` and :func:`apply_if_finite`, and :class:`optax.MultiSteps` around these.
-        axis_name: the axis, or a tuple of axes, of data parallelism.
-        stage: of ZeRO. 2: the gradients are reduced to slices at once. 1: each device has the mean of all gradients
-            first, and 1.5 times as many bytes travel. The results are the same.
-        wire_dtype: the floating-point dtype in which gradients travel, such as ``jnp.bfloat16``; None: their own. They
-            are added up in float32, and both stages send slices alone then.
+        axis_name: the name of the axis of data parallelism, or a tuple of names.
+        stage: the stage of ZeRO. 2, the default: a reduce-scatter gives each device its slice of the mean gradients.
+            1: an allreduce gives each device all mean gradients, with 1.5 times as many bytes on the wire. The results
+            are the same.
+        wire_dtype: the floating-point dtype in which gradients are sent, such as ``jnp.bfloat16``. Default None: their
+            own dtype. With a wire dtype the gradients are added in float32, and both stages send slices only.
 
     Returns:
-        The optimizer. Its ``update`` takes the gradients of this device's own examples, not averaged, and returns the
-        updates of all parameters, the same on all devices.
+        The optimizer. Its ``update`` takes the gradients of this device's own examples, not averaged. It returns the
+        updates of all parameters, with the shapes of the gradients, the same on all devices.
 
     Raises:
-        TypeError: the wire's dtype has no floating point; a parameter has no numbers, such as a key of ``jax.random``.
-        ValueError: the stage is neither 1 nor 2; an update of an element depends on other elements, as in LAMB,
-            Adafactor and Muon, or on the shapes of leaves, as a mask by ``ndim``; devices may take different branches;
-            the gradients are averaged already, by JAX's types.
+        TypeError: ``wire_dtype`` is no floating-point dtype; a parameter is not an array of numbers: a key of
+            :mod:`jax.random`, for example.
+        ValueError: the stage is neither 1 nor 2; the update of an element depends on other elements, as in LAMB,
+            Adafactor and Muon, or on the shapes of leaves, as with a mask by ``ndim``; devices may take different
+            branches; by JAX's types, the gradients are averaged already.
         NameError: the axis is not bound.
+
+    Order:
+        Program order, in ``update``: the gradients' reduce-scatter, the calls of ``inner``, the updates' all-gather.
+
+    Source:
+        Rajbhandari et al., "ZeRO", arXiv:1910.02054, sections 5.1 and 5.2.
 
     Example:
         >>> import jax, optax
@@ -114,17 +123,23 @@ def zero(
 
 
 def unshard_state(inner: optax.GradientTransformation, state: Any, params: Tree, axis_name: AxisName) -> Any:
-    """Returns the state that ``inner`` would have without :func:`zero`: to save it.
+    """Gathers the state that ``inner`` would have without :func:`zero`, for a checkpoint.
 
     Args:
         inner: the optimizer inside :func:`zero`.
         state: the state of :func:`zero` on this device.
-        params: the parameters, or what has their shapes.
-        axis_name: the axis of :func:`zero`, which is bound.
+        params: the parameters, or a tree of :class:`jax.ShapeDtypeStruct` with their shapes.
+        axis_name: the axis of :func:`zero`.
 
     Returns:
-        A state as ``inner.init(params)`` makes it, the same on all devices. Parameters that ``inner`` leaves out, by
-        :func:`optax.masked` or :func:`optax.multi_transform`, have no leaves in it.
+        A state with the tree, shapes and dtypes of ``inner.init(params)``, the same on all devices. A parameter that
+        :func:`optax.masked` or :func:`optax.multi_transform` leaves out has no leaf in it.
+
+    Raises:
+        NameError: the axis is not bound.
+
+    Order:
+        Program order: all-gathers of the slices.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax
@@ -140,7 +155,7 @@ def unshard_state(inner: optax.GradientTransformation, state: Any, params: Tree,
     slices: list[tuple[Array, tuple[int, ...]]] = []
 
     def take(s: Any, p: Any) -> None:
-        if not isinstance(s, optax.MaskedNode):  # of a parameter that inner leaves out
+        if not isinstance(s, optax.MaskedNode):  # the node of a parameter that inner leaves out
             slices.append((s, jnp.shape(p)))
 
     optax.tree.map_params(inner, take, state, params, is_leaf=lambda s: isinstance(s, optax.MaskedNode))
@@ -149,15 +164,32 @@ def unshard_state(inner: optax.GradientTransformation, state: Any, params: Tree,
 
 
 def shard_state(inner: optax.GradientTransformation, state: Any, axis_name: AxisName) -> Any:
-    """The inverse of :func:`unshard_state`, on as many devices as the axis has now.
+    """Cuts a whole state into the state of :func:`zero` on this device, the inverse of :func:`unshard_state`.
+
+    The axis may have another number of devices than when the state was gathered.
 
     Args:
         inner: the optimizer inside :func:`zero`.
-        state: a state as ``inner.init(params)`` makes it.
-        axis_name: the axis of :func:`zero`, which is bound.
+        state: a state as ``inner.init(params)`` makes it, the same on all devices.
+        axis_name: the axis of :func:`zero`.
 
     Returns:
-        The state of :func:`zero` on this device.
+        The state of :func:`zero` on this device: a vector of length ``ceil(size / N)`` for each leaf that is cut, in
+        the dtype of the leaf.
+
+    Raises:
+        NameError: the axis is not bound.
+
+    Order:
+        No communication.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, optax
+        >>> inner = optax.trace(0.9)
+        >>> state = inner.init(jnp.ones(3))
+        >>> own = jax.vmap(lambda s: shard_state(inner, s, "batch"), None, axis_name="batch", axis_size=2)(state)
+        >>> own.trace.shape  # on each of two devices: two of the three elements, the last one is padding
+        (2, 2)
     """
     devices = axis_size("shard_state", axis_name)
     return optax.tree.map_params(inner, lambda s: own_slice(s, axis_name, devices), state)

@@ -1,8 +1,8 @@
-"""Optimizers for parameters of which each device has a part: norms have to cover the parts of all devices.
+"""Optimizers for parameters of which each device has a part: a norm must cover the parts of all devices.
 
-An optimizer that is called on parts as if they were whole parameters may take, for example, the norm of the parts for
-the norm of the parameters. Each device then has another norm, and values that all devices share diverge. So
-:func:`for_parts` refuses such an optimizer, and :func:`clip_by_global_norm` uses the norm of all parts.
+An optimizer may compute with the norm of its gradients. If its gradients are parts, each device has another norm, and
+values that should be the same on all devices diverge. So :func:`for_parts` refuses such an optimizer, and
+:func:`clip_by_global_norm` computes the norm over the parts of all devices.
 """
 
 from __future__ import annotations
@@ -28,25 +28,29 @@ Tree = Any
 
 
 def for_parts(inner: optax.GradientTransformation, specs: Tree = None) -> optax.GradientTransformationExtraArgs:
-    """Returns ``inner`` for parameters of which each device has parts. It refuses an update that would be wrong.
+    """Applies an optimizer to parts of parameters, and refuses one whose updates would differ from those of the whole.
 
-    It is for parts of arrays: tensor parallelism, experts. :func:`sliced` is for slices of :func:`shard`, and
-    :func:`zero` does the same by itself.
+    Use it for tensor parallelism and for experts. For slices of :func:`shard` use :func:`sliced`; :func:`zero` makes
+    this check itself. Call ``init`` and ``update`` where the axes are bound.
 
     Args:
-        inner: an optimizer that updates each element of a part by its own gradient, state and value. What it does with
-            arrays that all devices have is not restricted, where it stays apart from parts. Norms over all elements
-            are for :func:`clip_by_global_norm`.
-        specs: for each parameter a :class:`jax.sharding.PartitionSpec`, as in the ``in_specs`` of ``shard_map``: the
-            axis along which each dimension is cut; a tree like the parameters, or a prefix of it. None: by JAX's
-            types, a parameter is cut along the axes along which it varies.
+        inner: an optimizer that updates each element of a part by its own gradient, state and value. Arrays that all
+            devices have are not restricted, unless it computes with them and with parts together. For a norm over all
+            elements use :func:`clip_by_global_norm`.
+        specs: for each parameter a :class:`jax.sharding.PartitionSpec`, as in the ``in_specs`` of ``shard_map``: it
+            names the axes along which each dimension is cut. A tree like the parameters, or a prefix of it. Default
+            None: a parameter is cut along the axes along which it varies by JAX's types.
 
     Returns:
-        The optimizer. ``init`` and ``update`` are called where the axes are bound.
+        The optimizer. Its state and its updates are those of ``inner`` for this device's parts.
 
     Raises:
-        ValueError: an update of an element of a part depends on other elements, as in LAMB, Adafactor, Muon and
-            :func:`optax.clip_by_global_norm`; ``specs`` is needed, or does not fit.
+        ValueError: when ``init`` or ``update`` is called: the update of an element of a part depends on other elements,
+            as in LAMB, Adafactor, Muon and :func:`optax.clip_by_global_norm`; ``specs`` is needed, or does not fit.
+        NameError: when ``init`` or ``update`` is called: an axis of ``specs`` is not bound.
+
+    Order:
+        No communication but that of ``inner``.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax
@@ -75,20 +79,32 @@ def for_parts(inner: optax.GradientTransformation, specs: Tree = None) -> optax.
 
 
 def clip_by_global_norm(limit: float, axis_name: AxisName = (), *, specs: Tree = None) -> optax.GradientTransformation:
-    """Scales gradients down to a norm of at most ``limit``, where each device has slices or parts of them.
+    """Scales slices or parts of gradients so that the norm of the whole gradients is at most ``limit``.
 
-    It is :func:`optax.clip_by_global_norm` of the whole gradients: ``g * limit / norm`` if the norm is larger. All
-    devices get the same norm, and what all of them have counts once.
+    ``y = g * min(1, limit / norm)``, where ``norm`` is the 2-norm over the slices and parts of all devices. A gradient
+    that all devices have counts once. This is :func:`optax.clip_by_global_norm` of the whole gradients.
 
     Args:
         limit: the largest norm.
-        axis_name: the axis of :func:`zero` or :func:`shard`, along which each gradient is a slice; none: ``()``.
-        specs: how gradients are cut along other axes, as in :func:`for_parts`. None: by JAX's types. Where JAX has no
-            types and other axes are bound, it is needed: ``jax.P()`` says that nothing is cut along them.
+        axis_name: the axis of :func:`zero` or :func:`shard`, along which each gradient is a slice. Default ``()``: no
+            such axis.
+        specs: how gradients are cut along other axes, as in :func:`for_parts`. Default None: as JAX's types say. If
+            JAX has no types and other axes are bound, it must be given: ``jax.P()`` means that nothing is cut along
+            them.
+
+    Returns:
+        A transformation without state. Its updates have the shapes and dtypes of the gradients.
 
     Raises:
-        ValueError: other axes than ``axis_name`` are bound, and neither ``specs`` nor JAX's types say what is cut.
-        NameError: an axis is not bound.
+        ValueError: when ``update`` is called: axes other than ``axis_name`` are bound, and neither ``specs`` nor JAX's
+            types say how gradients are cut along them.
+        NameError: when ``update`` is called: an axis is not bound.
+
+    Order:
+        Program order, in ``update``: one sum of a number for each set of axes along which gradients are cut.
+
+    Source:
+        :func:`optax.clip_by_global_norm`.
 
     Example:
         >>> import jax, optax
@@ -123,10 +139,10 @@ def _total(x: Array, names: frozenset[Hashable]) -> Array:
 
 
 def _cut_along(where: str, tree: Tree, axis_name: AxisName, specs: Tree) -> list[frozenset[Hashable]]:
-    """Returns the axes along which each leaf is cut: ``axis_name``, and others by ``specs`` or JAX's types.
+    """Returns for each leaf the axes along which it is cut: ``axis_name``, and others by ``specs`` or JAX's types.
 
     Raises:
-        ValueError: it is not known.
+        ValueError: neither of them says whether a leaf is cut along an axis that is bound.
     """
     for name in names_of(axis_name):
         axis_size(where, name)
@@ -151,8 +167,8 @@ def _spec_of_each(where: str, tree: Tree, specs: Tree) -> list[jax.sharding.Part
     """Returns the specification of each leaf.
 
     Raises:
-        ValueError: one does not fit.
-        NameError: one names an axis that is not bound.
+        ValueError: a specification does not fit its leaf.
+        NameError: a specification names an axis that is not bound.
     """
     remedy = "Pass a jax.P for each parameter, as in the in_specs of shard_map."
     try:
@@ -177,13 +193,13 @@ def _names_of_entry(entry: Any) -> tuple[Hashable, ...]:
 
 
 def _cut_by_specs(params: Tree, specs: Tree) -> Cutting:
-    """Returns how parameters are cut, of which ``params`` are this device's parts."""
+    """Returns how the parameters are cut; ``params`` are this device's parts of them."""
     where = "for_parts"
     check_numbers(where, params)
     leaves = jax.tree.leaves(params)
     own = [jnp.shape(x) for x in leaves]
     names = _cut_along(where, params, (), specs)
-    if specs is None:  # which dimensions are cut is not known, so all of them may be
+    if specs is None:  # JAX's types name the axes but not the dimensions that are cut: each dimension may be
         cuts = [in_order(leaf) for leaf in names]
         return Cutting(tuple(own), tuple(own), tuple((cut,) * len(s) for s, cut in zip(own, cuts, strict=True)), False)
     axes, whole = [], []

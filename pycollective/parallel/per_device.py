@@ -1,4 +1,4 @@
-"""Checks and types of values that each device has of its own: gradients that are not summed, parameters that differ."""
+"""Checks and types of values that differ between devices: gradients before their sum, parameters of one device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Tree = Any
 
 
 def check_not_summed(where: str, grads: Tree, axis_name: AxisName) -> None:
-    """Checks that JAX has not summed the gradients over the axis already. Summed gradients do not vary along it.
+    """Checks that JAX has not summed the gradients over the axis already: a summed gradient does not vary along it.
 
     Raises:
         ValueError: by JAX's types, a gradient does not vary along the axis.
@@ -42,9 +42,9 @@ def check_params_given(where: str, params: Tree | None) -> None:
 
 
 def as_varying(tree: Tree, axis_name: AxisName) -> Tree:
-    """Returns the tree with the types of values that vary along the axis, where JAX has such types.
+    """Casts a tree to types that vary along the axis, if JAX has types for the axis.
 
-    Both branches of a ``cond``, and all steps of a loop, need the same types.
+    The branches of a ``cond``, and the steps of a loop, must return the same types.
     """
     names = [name for name in names_of(axis_name) if has_types(name)]
     return jax.tree.map(lambda x: vary(x, names), tree)

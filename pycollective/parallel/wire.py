@@ -1,7 +1,7 @@
 """Means of arrays that are sent in a narrower floating-point dtype.
 
-A psum of narrow floats sends float32, in which it adds (docs/semantics.md). So each device receives a slice of all
-devices' arrays by an all-to-all, and adds the slices itself.
+A psum of narrow floats adds in float32, and sends float32 (docs/semantics.md). Here an all-to-all sends the narrow
+floats: each device receives its slice of all devices' arrays, and adds these slices in float32.
 """
 
 from __future__ import annotations
@@ -20,7 +20,11 @@ Array = Any
 
 
 def floating(where: str, wire_dtype: Any) -> Any:
-    """Returns the dtype, or None; raises TypeError if it has no floating point."""
+    """Returns ``wire_dtype`` as a dtype, or None for None.
+
+    Raises:
+        TypeError: it is no floating-point dtype.
+    """
     if wire_dtype is None:
         return None
     try:
@@ -37,15 +41,18 @@ def floating(where: str, wire_dtype: Any) -> Any:
 def mean_slices(
     where: str, arrays: Sequence[Array], axis_name: AxisName, wire_dtype: Any, *, by_psum: bool = False
 ) -> list[Array]:
-    """Returns this device's slices of the means over devices: in float32 of those that travel in ``wire_dtype``.
+    """Returns this device's slices of the means over devices.
 
     Args:
-        where: the function that asks, for messages.
+        where: the name of the calling function, for messages.
         arrays: the arrays, of the same shapes on all devices.
         axis_name: the axis.
-        wire_dtype: the dtype in which those with a floating point travel, as many bytes as in a reduce-scatter of such
-            numbers. All others travel as they are, and so do all with None.
-        by_psum: whether the others are added up on all devices, instead of by a reduce-scatter.
+        wire_dtype: the dtype in which floating-point arrays are sent. The number of bytes is that of a reduce-scatter
+            of such numbers. None: each array is sent in its own dtype. Other arrays always are.
+        by_psum: whether an allreduce adds the arrays that are sent in their own dtype. Default False: a reduce-scatter.
+
+    Returns:
+        For each array the slice. It is float32 for an array that was sent in ``wire_dtype``.
 
     Example:
         >>> import jax
