@@ -1,13 +1,13 @@
 """Updates that all devices skip if one device has a NaN or an Inf.
 
-Devices that train one model have to skip the same steps: otherwise their parameters diverge, and a device that skips a
-collective leaves the others waiting. So the devices agree:
+All devices that train one model must skip the same steps. Otherwise their parameters diverge, and if a device skips a
+collective, the other devices wait for it without end. So the devices agree:
 
-    ok        = minimum over devices of (all gradients are finite)        pmin of one number
-    updates   = ok ? inner's : 0
-    state     = ok ? inner's : as it was
+    ok             = minimum over devices of (all gradients are finite)        pmin of one number
+    updates, state = inner.update(...)  if ok,  else  zeros, the old state
 
-``inner`` is computed in each step, and its results are selected or not. So its collectives are in no branch.
+``inner.update`` is computed in each step, and its results are selected afterwards. So its collectives are not inside a
+branch.
 """
 
 from __future__ import annotations
@@ -30,21 +30,31 @@ Tree = Any
 def apply_if_finite(
     inner: optax.GradientTransformation, max_consecutive_errors: int, axis_name: AxisName
 ) -> optax.GradientTransformationExtraArgs:
-    """Skips an update, on all devices, if a gradient of any device has a NaN or an Inf.
+    """Skips an update on all devices if a gradient of any device has a NaN or an Inf.
 
-    It is :func:`optax.apply_if_finite` of what all devices have. It may stand around :func:`zero` and inside of it.
+    It is :func:`optax.apply_if_finite` for the gradients of all devices. It may wrap :func:`zero`, or be an argument of
+    it.
 
     Args:
         inner: the optimizer.
-        max_consecutive_errors: the largest number of updates in a row that are skipped. The next one is made.
-        axis_name: the axis, or a tuple of axes, along which devices train one model: all of the mesh, mostly.
+        max_consecutive_errors: the largest number of consecutive updates that are skipped. After these an update is
+            applied even if it is not finite.
+        axis_name: the name of the axis along which devices train one model, or a tuple of names: usually all axes of
+            the mesh.
 
     Returns:
-        The optimizer. Its state is an :class:`optax.ApplyIfFiniteState`, whose counts are the same on all devices.
+        The optimizer. Its updates have the shapes and dtypes that ``inner`` gives them. Its state is an
+        :class:`optax.ApplyIfFiniteState`, whose counts are the same on all devices.
 
     Raises:
-        TypeError: the number is no integer.
-        NameError: the axis is not bound.
+        TypeError: ``max_consecutive_errors`` is no integer.
+        NameError: when ``init`` or ``update`` is called: the axis is not bound.
+
+    Order:
+        Program order: a minimum of one number before the calls of ``inner``, in each ``update``.
+
+    Source:
+        :func:`optax.apply_if_finite`.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax
@@ -78,11 +88,11 @@ def apply_if_finite(
 
 
 class LossScaleState(NamedTuple):
-    """The state of :func:`scaled_loss`, the same on all devices, but for ``inner``.
+    """The state of :func:`scaled_loss`. The scale and the number of steps are the same on all devices.
 
     Attributes:
-        scale: the number by which the next loss is to be multiplied.
-        steps: the updates since the scale changed.
+        scale: the factor of the next loss; a float32.
+        steps: the number of updates since the scale changed; an int32.
         inner: the state of the inner optimizer.
     """
 
@@ -94,26 +104,31 @@ class LossScaleState(NamedTuple):
 def scaled_loss(
     inner: optax.GradientTransformation, axis_name: AxisName, *, initial: float = 2.0**15, every: int = 2000
 ) -> optax.GradientTransformationExtraArgs:
-    """Keeps the scale of a loss, for gradients in float16, and divides the gradients by it.
+    """Adapts the scale of a loss for gradients in float16, and divides the gradients by it: ``inner(g / scale)``.
 
     Multiply the loss by ``state.scale`` before it is differentiated. If a gradient of any device has a NaN or an Inf,
-    all devices skip the update and halve the scale. After ``every`` updates without one they double it.
+    all devices skip the update and halve the scale. After ``every`` finite updates in a row they double the scale.
 
     Args:
-        inner: the optimizer. It sees gradients without the scale, in float32 if they are narrower.
-        axis_name: the axis, or a tuple of axes, along which devices train one model.
-        initial: the first scale.
-        every: the number of updates after which the scale is doubled.
+        inner: the optimizer. It gets the gradients without the scale, in float32 or their own wider dtype.
+        axis_name: the name of the axis along which devices train one model, or a tuple of names.
+        initial: the first scale. Default 2 ** 15.
+        every: the number of finite updates after which the scale is doubled, from 1. Default 2000.
 
     Returns:
-        The optimizer. Its state is a :class:`LossScaleState`. It may stand around :func:`zero`.
+        The optimizer. It may wrap :func:`zero`. Its updates have the shapes and dtypes that ``inner`` gives them. Its
+        state is a :class:`LossScaleState`.
 
     Raises:
         TypeError: ``every`` is no integer.
         ValueError: ``every`` is below 1.
-        NameError: the axis is not bound.
+        NameError: when ``init`` or ``update`` is called: the axis is not bound.
 
-    Source: Micikevicius et al., "Mixed Precision Training", arXiv:1710.03740, section 3.2.
+    Order:
+        Program order: a minimum of one number before the calls of ``inner``, in each ``update``.
+
+    Source:
+        Micikevicius et al., "Mixed Precision Training", arXiv:1710.03740, section 3.2.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax
@@ -155,7 +170,7 @@ def scaled_loss(
 
 
 def _over(grad: Array, scale: Array) -> Array:
-    """Returns the gradient over the scale, in float32 at least."""
+    """Returns ``grad / scale``, in float32 or the wider dtype of the gradient."""
     wide = grad.astype(jnp.promote_types(grad.dtype, jnp.float32))
     return wide / scale.astype(wide.dtype)
 

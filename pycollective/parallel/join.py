@@ -1,13 +1,13 @@
-"""Uneven inputs: devices that have run out of batches continue with weight zero until all devices have.
+"""Uneven inputs: a device without further batches takes part in the steps with weight zero until no device has any.
 
-With a number of examples n_r and gradients g_r, the means over the examples of device r, the gradient of all examples:
+Device r has n_r examples, and g_r is the mean of their gradients. The mean gradient of all examples is
 
     g = sum over r of n_r g_r / sum over r of n_r
 
-The sum of the numbers is in the same call as that of the gradients, so a step has no additional call.
+Both sums are made in one call, so a step has no additional call.
 
 Source: PyTorch's ``torch.distributed.algorithms.Join`` and the ``join`` of its DistributedDataParallel. There a rank
-that has run out answers the calls of the others with zeros, and each step has one more call, of one number.
+without further batches answers the calls of the others with zeros, and each step has an additional call of one number.
 """
 
 from __future__ import annotations
@@ -34,25 +34,31 @@ _WHERE = "parallel.join"
 
 
 def join(loader: Iterable[Any], comm: Communicator | None = None) -> Iterator[tuple[Any, bool]]:
-    """Yields as many batches on each rank as the rank with most of them has.
+    """Yields equally many batches on all ranks: as many as the rank with the most batches has.
 
-    All ranks make this call, and compare the numbers of their batches once, before the first batch. A rank that has run
-    out yields its last batch again, so arrays keep their shapes and no function is compiled anew. A last batch that is
-    smaller than others has another shape; fill it up, and count its examples (docs/parallel.md).
+    All ranks must make this call. They exchange the numbers of their batches once, before the first batch. A rank
+    without further batches yields its last batch again, so arrays keep their shapes and no function is compiled again.
+    Pad a last batch that is smaller than the others, and count its examples (docs/parallel.md).
 
     Args:
-        loader: the batches of this rank for one pass. ``len(loader)`` is their number.
-        comm: the ranks; by default the world.
+        loader: the batches of this rank for one epoch. ``len(loader)`` is their number.
+        comm: a communicator, the world by default.
 
     Yields:
-        A batch, and whether it is a new one of this rank: False when the rank has run out. Give
-        :func:`mean_over_examples` the number zero then.
+        A batch, and whether it is a new batch of this rank. If it is not, pass the number zero to
+        :func:`mean_over_examples`.
 
     Raises:
-        TypeError: the loader of a rank has no length.
-        ValueError: a rank has no batch, and another one has; or, on its own rank only, a loader does not have as many
-            batches as its length says.
+        TypeError: on all ranks: the loader of a rank has no length.
+        ValueError: on all ranks: a rank has no batch, and another rank has one. On one rank: the loader's number of
+            batches is not its length.
         RuntimeError: another rank does not make this call within the timeout of ``init``.
+
+    Order:
+        Outside programs: the ranks exchange their numbers when the first batch is read.
+
+    Source:
+        The ``join`` of PyTorch's DistributedDataParallel.
 
     Example:
         >>> import pycollective as pc
@@ -99,24 +105,27 @@ def _refuse(ranks: Communicator, length: int, got: str) -> NoReturn:
 
 
 def mean_over_examples(values: Tree, count: Array, axis_name: AxisName) -> tuple[Tree, Array]:
-    """Returns the means over the examples of all devices, from each device's means over its own; and their number.
+    """Averages each device's means over the examples of all devices: ``y = sum_r n_r x_r / sum_r n_r``.
 
-    The numbers of examples travel with the values: in one call, where sums are joined. Values narrower than float32
-    travel in float32, since a product with a number of examples may leave their range.
+    The number of examples is summed in the same call as the values, if sums are joined. Values narrower than float32
+    are sent in float32, since their product with a number of examples may overflow.
 
     Args:
-        values: gradients, or a loss with them: each a mean over this device's examples. Where the number is zero they
-            may be anything.
-        count: the number of this device's examples, a scalar; 0 for a batch that counts for nothing.
-        axis_name: the axis, or a tuple of axes, of data parallelism.
+        values: a tree of floating-point arrays, each a mean over this device's examples: gradients, or gradients and
+            the loss. If the number of examples is zero, they are not read.
+        count: the number of this device's examples, a scalar; 0 for a batch without weight.
+        axis_name: the name of the axis of data parallelism, or a tuple of names.
 
     Returns:
-        The means, of the shapes and dtypes of ``values``, and the number of examples, of the dtype of ``count``; the
-        same on all devices. Without any examples the means are zeros.
+        The means, of the shapes and dtypes of ``values``, and the number of all examples, of the dtype of ``count``;
+        both the same on all devices. If there are no examples at all, the means are zeros.
 
     Raises:
-        ValueError: ``count`` is no scalar; a value is an integer; values are summed already, by JAX's types.
+        ValueError: ``count`` is no scalar; a value is an integer; by JAX's types, values are summed already.
         NameError: the axis is not bound.
+
+    Order:
+        Program order: one sum.
 
     Example:
         >>> import jax
@@ -138,11 +147,11 @@ def mean_over_examples(values: Tree, count: Array, axis_name: AxisName) -> tuple
 
     def weighted(x: Array) -> Array:
         wide = np.promote_types(x.dtype, np.float32)
-        # A mean over no examples may be NaN, which a product with zero does not remove.
+        # The mean over zero examples may be NaN, and so would be its product with zero.
         return jnp.where(count.astype(bool), x.astype(wide) * count.astype(wide), jnp.zeros((), wide))
 
     sums, total = lax.psum((jax.tree.map(weighted, values), count), axis_name)
-    # Without examples the sums are zeros, whatever they are divided by.
+    # Without examples the sums are zeros; the divisor must only be nonzero.
     divisor = jnp.where(total.astype(bool), total, jnp.ones_like(total))
     means = jax.tree.map(lambda s, x: (s / divisor.astype(s.dtype)).astype(x.dtype), sums, values)
     return means, total

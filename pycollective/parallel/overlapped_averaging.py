@@ -1,12 +1,13 @@
 """Data parallelism whose averages overlap with the computation of a step: delayed gradients, and gossip.
 
-Plain data parallelism averages the gradients of a step at its end, so a step takes the time of the computation and most
-of the time of the communication. Here the operand of each collective is known before the step begins.
+Plain data parallelism averages the gradients at the end of a step, so a step takes the time of the computation plus
+most of the time of the communication. Here the operand of each collective is known before the step begins, so the
+communication overlaps with the computation.
 
-Delayed:      x <- x + inner(mean over r of g_r(previous x))     the gradients of the step before
-Gossip:       x_r <- (x_r + x_s) / 2 + inner(g_r(x_r))           s = r - 2^k modulo N, k = 0, 1, ... in turn
+    delayed      x <- x + inner(mean over r of g_r(previous x))     the gradients of the previous step
+    gossip       x_r <- (x_r + x_s) / 2 + inner(g_r(x_r))           s = r - 2^k modulo N, k = 0, 1, ... in turn
 
-In gossip a device waits for one other device, not for all, and receives P bytes instead of about 2 P.
+In gossip a device waits for one other device, not for all. It receives P bytes of parameters instead of about 2 P.
 
 Source: Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", arXiv:1705.09056, algorithm 1;
 Assran et al., "Stochastic Gradient Push for Distributed Deep Learning", arXiv:1811.10792, section 3 and appendix A: the
@@ -36,8 +37,8 @@ class DelayedState(NamedTuple):
     """The state of :func:`delayed` on one device.
 
     Attributes:
-        begun: whether at least one step was made.
-        pending: this device's gradients of the last step.
+        begun: whether ``update`` was called at least once; a bool.
+        pending: this device's gradients of the last step, in their shapes and dtypes.
         inner: the state of the inner optimizer, the same on all devices.
     """
 
@@ -47,22 +48,27 @@ class DelayedState(NamedTuple):
 
 
 def delayed(inner: optax.GradientTransformation, axis_name: AxisName) -> optax.GradientTransformationExtraArgs:
-    """Steps by the mean of the gradients of the step before, which is communicated while this step computes its own.
+    """Applies the mean gradients of the previous step, which are summed while the current gradients are computed.
 
-    The first step changes neither the parameters nor the state of ``inner``; the last gradients are never applied.
-    ``init`` and ``update`` are called where the axis is bound.
+    Step t: ``x_{t+1} = x_t + inner(mean_r g_r(x_{t-1}))``. The first step changes neither the parameters nor the state
+    of ``inner``, and the gradients of the last step are never applied. Call ``init`` and ``update`` where the axis is
+    bound.
 
     Args:
-        inner: an optimizer. It sees the mean of the gradients of all devices, one step late.
-        axis_name: the axis, or a tuple of axes, of data parallelism.
+        inner: an optimizer. It gets the mean of the gradients of all devices, one step late.
+        axis_name: the name of the axis of data parallelism, or a tuple of names.
 
     Returns:
-        The optimizer. Its ``update`` takes the gradients of this device's own examples, not averaged, and returns
-        updates that are the same on all devices. The state has P bytes more than that of ``inner``.
+        The optimizer. Its ``update`` takes the gradients of this device's own examples, not averaged. It returns
+        updates of their shapes, the same on all devices. The state is a :class:`DelayedState`, with one copy of the
+        gradients more than that of ``inner``.
 
     Raises:
-        ValueError: the gradients are summed already, by JAX's types.
+        ValueError: by JAX's types, the gradients are summed already.
         NameError: the axis is not bound.
+
+    Order:
+        Program order: one mean of the previous gradients in each ``update``.
 
     Example:
         >>> import jax, optax
@@ -89,10 +95,10 @@ def delayed(inner: optax.GradientTransformation, axis_name: AxisName) -> optax.G
     ) -> tuple[Tree, DelayedState]:
         check_not_summed(where, grads, axis_name)
         mean = lax.pmean(state.pending, axis_name)
-        if not has_types(axis_name):  # else the mean would vary along the axis
+        if not has_types(axis_name):  # with JAX's types the result of _after would vary along the axis
             mean = _after(mean, grads)
         updates, inner_state = inner.update(mean, state.inner, params, **extra_args)
-        # In the first step there is no mean yet. A step by zeros would count in Adam, and would decay weights.
+        # The first step has no gradients yet. Zeros instead would advance Adam's step count, and weights would decay.
         updates = jax.tree.map(lambda u: jnp.where(state.begun, u, jnp.zeros_like(u)), updates)
         inner_state = jax.tree.map(lambda new, old: jnp.where(state.begun, new, old), inner_state, state.inner)
         return updates, DelayedState(jnp.ones((), bool), grads, inner_state)
@@ -104,8 +110,8 @@ class GossipState(NamedTuple):
     """The state of :func:`gossip` on one device.
 
     Attributes:
-        round: which partner is next: that at distance 2 ** ``round``.
-        inner: the state of the inner optimizer, each device's own.
+        round: the number k of the next step's partner, at distance ``2 ** k``; an int32.
+        inner: the state of the inner optimizer. The devices' states differ.
     """
 
     round: Array
@@ -113,27 +119,33 @@ class GossipState(NamedTuple):
 
 
 def gossip(inner: optax.GradientTransformation, axis_name: AxisName) -> optax.GradientTransformationExtraArgs:
-    """Averages the parameters with those of one partner in each step, while the step computes.
+    """Averages the parameters with those of one partner in each step: ``x_r <- (x_r + x_s) / 2 + inner(g_r(x_r))``.
 
-    In turn a device receives the parameters of the device at distance 1, 2, 4, ... before it. The parameters at the
-    begin of the step are averaged, so the messages depend on no gradient of the step. Each average keeps the mean over
-    all devices. Without gradients, N devices all have the mean after log2 N steps if N is a power of two; for other N
-    each round reduces the distance to the mean by a factor. ``init`` and ``update`` are called where the axis is bound.
+    The partner is the device ``s = r - 2^k`` modulo N, with k = 0, 1, 2, ... in turn. The parameters are those at the
+    beginning of the step, so the messages do not depend on its gradients and overlap with their computation. Averaging
+    does not change the mean over all devices. Without gradients, all N devices have this mean after log2 N steps if N
+    is a power of two; for other N each pass through all k reduces the distance from the mean by a factor. Call ``init``
+    and ``update`` where the axis is bound.
 
     Args:
-        inner: an optimizer. It sees the gradients and parameters of this device alone.
-        axis_name: the axis, or a tuple of axes, of data parallelism.
+        inner: an optimizer. It gets the gradients and the parameters of this device alone.
+        axis_name: the name of the axis of data parallelism, or a tuple of names.
 
     Returns:
-        The optimizer. Its ``update`` takes the gradients of this device's own examples, and the parameters; it returns
-        the updates of this device. The parameters of the devices differ; take their mean at the end.
+        The optimizer. Its ``update`` takes the gradients of this device's own examples, and the parameters. It returns
+        this device's updates, of the shapes and dtypes that ``inner`` gives them. The parameters of the devices differ;
+        take their mean at the end. The state is a :class:`GossipState`.
 
     Raises:
-        ValueError: ``update`` has no parameters; the gradients are summed already, by JAX's types.
+        ValueError: ``update`` gets no parameters; by JAX's types, the gradients are summed already.
         NameError: the axis is not bound.
 
-    Source: arXiv:1705.09056, algorithm 1, with the exponential graph of arXiv:1811.10792. In the papers the partner
-    may be some steps behind; here all ranks make the same calls, and a device waits for its partner.
+    Order:
+        Program order: one exchange with the partner in each ``update``. In the papers a partner may be some steps
+        behind; here a device waits for its partner.
+
+    Source:
+        Lian et al., arXiv:1705.09056, algorithm 1, with the exponential graph of Assran et al., arXiv:1811.10792.
 
     Example:
         >>> import jax, optax
@@ -163,7 +175,7 @@ def gossip(inner: optax.GradientTransformation, axis_name: AxisName) -> optax.Gr
         devices = axis_size(where, axis_name)
         rounds = max(1, (devices - 1).bit_length())
         leaves, structure = jax.tree.flatten(as_varying(params, axis_name))
-        # All devices have the same round, so all of them make the same call.
+        # The round is the same on all devices, so all of them take the same branch and make the same call.
         received = lax.switch(state.round, [_from(2**k, devices, axis_name) for k in range(rounds)], leaves)
         others = structure.unflatten(_after(received, grads))
         updates, inner_state = inner.update(grads, state.inner, params, **extra_args)
@@ -174,7 +186,7 @@ def gossip(inner: optax.GradientTransformation, axis_name: AxisName) -> optax.Gr
 
 
 def _from(distance: int, devices: int, axis_name: AxisName) -> Callable[[list[Array]], list[Array]]:
-    """Returns a function by which each device receives the arrays of the device at this distance before it."""
+    """Returns a function by which device r receives the arrays of device ``r - distance`` modulo ``devices``."""
     perm = [(r, (r + distance) % devices) for r in range(devices)]
 
     def receive(arrays: list[Array]) -> list[Array]:
@@ -187,10 +199,10 @@ def _from(distance: int, devices: int, axis_name: AxisName) -> Callable[[list[Ar
 def _after(arrays: Tree, others: Tree) -> Tree:
     """Returns ``arrays`` with a dependency on ``others``: XLA computes all of ``others`` before it reads the result.
 
-    Without it XLA would place the readers of a received array early in the program and reuse the array's memory for
-    the gradients, which would then wait for the message. On CPU devices XLA removes ``optimization_barrier`` before it
-    schedules a program. So the arrays depend on a comparison that is always false, which XLA cannot know: that a number
-    is larger than infinity.
+    Without the dependency XLA would place the readers of a received array early in the program, and reuse the memory of
+    the array for the gradients. Then the gradients would wait for the message. ``optimization_barrier`` is not enough:
+    on CPU devices XLA removes it before it schedules the program. So the result depends on a comparison of ``others``
+    with infinity, which is always false and which XLA does not simplify.
     """
     first = [jnp.any(jnp.abs(jnp.ravel(x)[:1]) > jnp.inf) for x in jax.tree.leaves(others)]
     never = functools.reduce(jnp.logical_or, first, jnp.zeros((), bool))

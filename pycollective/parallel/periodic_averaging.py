@@ -1,14 +1,14 @@
 """Data parallelism with periodic averages: local SGD and DiLoCo.
 
-Plain data parallelism averages gradients in each step. Here device r steps from its own parameters x_r by its own
+Plain data parallelism averages gradients in each step. Here device r updates its own parameters x_r by its own
 gradients g_r, and the N devices communicate in every H-th step only.
 
-Local SGD:    x_r <- x_r + inner(g_r)              in each step
-              x_r <- mean over s of x_s            after each H-th step
+    Local SGD:    x_r <- x_r + inner(g_r)              in each step
+                  x_r <- mean over s of x_s            after each H-th step
 
-DiLoCo:       x_r <- x_r + inner(g_r)              in each step
-              d   <- a - mean over s of x_s        after each H-th step: the outer gradient, from the anchor a
-              a   <- a + outer(d);  x_r <- a       the anchor is the same on all devices
+    DiLoCo:       x_r <- x_r + inner(g_r)              in each step
+                  d   <- a - mean over s of x_s        after each H-th step: the outer gradient at the anchor a
+                  a   <- a + outer(d);  x_r <- a       the anchor is the same on all devices
 
 Source: Stich, "Local SGD Converges Fast and Communicates Little", arXiv:1805.09767; Douillard et al., "DiLoCo:
 Distributed Low-Communication Training of Language Models", arXiv:2311.08105; Douillard et al., "Streaming DiLoCo with
@@ -38,8 +38,8 @@ class LocalState(NamedTuple):
     """The state of :func:`local_sgd` on one device.
 
     Attributes:
-        phase: the steps since the last mean, from 0 to ``every`` - 1.
-        inner: the state of the inner optimizer.
+        phase: the number of steps since the last mean, from 0 to ``every`` - 1; an int32.
+        inner: the state of the inner optimizer. The devices' states differ.
     """
 
     phase: Array
@@ -49,28 +49,33 @@ class LocalState(NamedTuple):
 def local_sgd(
     inner: optax.GradientTransformation, every: int, axis_name: AxisName
 ) -> optax.GradientTransformationExtraArgs:
-    """Lets each device step by itself, and gives all of them the mean of their parameters after ``every`` steps.
+    """Lets each device update its own parameters, and averages the parameters after each ``every``-th step.
 
-    With ``every=1`` and SGD it is plain data parallelism. ``init`` and ``update`` are called where the axis is bound,
-    and all devices begin with the same parameters. The state of ``inner`` stays each device's own.
+    ``x_r <- x_r + inner(g_r)`` in each step; ``x_r <- mean_s x_s`` after each ``every``-th step. With ``every=1`` and
+    SGD this is plain data parallelism. The devices must begin with the same parameters. The states of ``inner`` are not
+    averaged. Call ``init`` and ``update`` where the axis is bound.
 
     Args:
-        inner: an optimizer. It sees the gradients of this device alone.
-        every: the number of steps between two means.
-        axis_name: the axis, or a tuple of axes, of data parallelism.
+        inner: an optimizer. It gets the gradients of this device alone.
+        every: the number of steps between two means, H, from 1.
+        axis_name: the name of the axis of data parallelism, or a tuple of names.
 
     Returns:
-        The optimizer. Its ``update`` takes the gradients of this device's own examples, and the parameters; it returns
-        the updates of this device. P bytes of parameters travel every ``every`` steps. Then all devices have the mean,
-        up to the rounding of the sum of parameters and updates.
+        The optimizer. Its ``update`` takes the gradients of this device's own examples, and the parameters. It returns
+        this device's updates, of the shapes and dtypes that ``inner`` gives them. After a mean the devices' parameters
+        agree up to the rounding of the sum of parameters and updates. The state is a :class:`LocalState`.
 
     Raises:
         TypeError: ``every`` is no integer.
-        ValueError: ``every`` is below 1; ``update`` has no parameters; the gradients are summed already, by JAX's
-            types.
+        ValueError: ``every`` is below 1; ``update`` gets no parameters; by JAX's types, the gradients are summed
+            already.
         NameError: the axis is not bound.
 
-    Source: Stich, arXiv:1805.09767, algorithm 1.
+    Order:
+        Program order: one mean of the parameters in each ``every``-th ``update``.
+
+    Source:
+        Stich, arXiv:1805.09767, algorithm 1.
 
     Example:
         >>> import jax, optax
@@ -108,7 +113,7 @@ def local_sgd(
         def average(updates: Tree, params: Tree) -> Tree:
             return _towards(lax.pmean(optax.apply_updates(params, updates), axis_name), params, updates)
 
-        # All devices have the same phase, so either all of them average or none.
+        # The phase is the same on all devices, so all of them take the same branch.
         updates = lax.cond(
             phase == 0,
             lambda *args: as_varying(average(*args), axis_name),
@@ -124,8 +129,8 @@ class DiLoCoState(NamedTuple):
     """The state of :func:`diloco` on one device.
 
     Attributes:
-        phase: the steps since the first fragment was synchronised, from 0 to ``every`` - 1.
-        inner: the state of the inner optimizer, each device's own.
+        phase: the number of steps since the first fragment was synchronised, from 0 to ``every`` - 1; an int32.
+        inner: the state of the inner optimizer. The devices' states differ.
         anchor: the parameters after the last outer step; the same on all devices.
         outer: the state of the outer optimizer for each fragment; the same on all devices.
     """
@@ -145,38 +150,45 @@ def diloco(
     fragments: int = 1,
     wire_dtype: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Lets each device step by itself; after ``every`` steps an outer optimizer takes their mean change as a gradient.
+    """Lets each device update its own parameters, and applies an outer optimizer to their mean change.
 
-    ``init`` and ``update`` are called where the axis is bound, and all devices begin with the same parameters. In the
-    streaming form the leaves are divided into F ``fragments`` of about equal bytes. Each has its own outer step every H
-    steps, fragment f when the number of steps is ``f * H // F`` modulo H. So about P / F bytes are sent at a time. This
-    is the first of the three parts of arXiv:2501.18512. The second part, in which a sum overlaps with some later steps
-    and its result is mixed with the device's own parameters, is not implemented. For the third part, ``wire_dtype``
-    takes floats; the paper has four bits.
+    ``x_r <- x_r + inner(g_r)`` in each step. After each ``every``-th step the outer gradient is ``d = a - mean_s x_s``,
+    the anchor becomes ``a + outer(d)``, and all devices continue from the anchor. The devices must begin with the same
+    parameters. Call ``init`` and ``update`` where the axis is bound.
+
+    The streaming form divides the leaves into F ``fragments`` of about equal bytes. Fragment f has its outer step when
+    the number of steps is ``f * H // F`` modulo H, so about P / F bytes are sent at a time. This is one of the three
+    parts of arXiv:2501.18512. Its second part, in which a sum overlaps with later steps and the result is mixed with
+    the device's own parameters, is not implemented. Its third part are narrow numbers on the wire: four bits there,
+    floats of ``wire_dtype`` here.
 
     Args:
-        inner: the optimizer of each device. It sees the gradients of this device alone. The paper has AdamW.
-        outer: the optimizer of the anchor; None is the paper's, ``optax.sgd(0.7, momentum=0.9, nesterov=True)``. With
-            several fragments its trees have None in place of the leaves of other fragments.
-        every: the number of steps, H, between two sums of the same parameters. The paper has 500.
-        axis_name: the axis, or a tuple of axes, of data parallelism.
-        fragments: F, from 1 to ``every`` and to the number of leaves.
-        wire_dtype: the floating-point dtype in which outer gradients travel, such as ``jnp.bfloat16``; None: that of
-            the parameters. They are added up in float32.
+        inner: the optimizer of each device. It gets the gradients of this device alone. In the paper it is AdamW.
+        outer: the optimizer of the anchor. None: that of the paper, ``optax.sgd(0.7, momentum=0.9, nesterov=True)``.
+            With several fragments its trees have None in place of the leaves of other fragments.
+        every: the number of steps between two sums of the same parameters, H, from 1. In the paper it is 500.
+        axis_name: the name of the axis of data parallelism, or a tuple of names.
+        fragments: the number of fragments, F, from 1, at most ``every`` and at most the number of leaves. Default 1.
+        wire_dtype: the floating-point dtype in which outer gradients are sent, such as ``jnp.bfloat16``. They are added
+            in float32. Default None: the dtype of the parameters.
 
     Returns:
-        The optimizer. Its ``update`` takes the gradients of this device's own examples, and the parameters; it returns
-        the updates of this device. P bytes of parameters travel every ``every`` steps, or half as many in bfloat16. The
-        anchor is the same on all devices to the last bit; the parameters are it up to the rounding of the sum of
-        parameters and updates.
+        The optimizer. Its ``update`` takes the gradients of this device's own examples, and the parameters. It returns
+        this device's updates, of the shapes and dtypes that ``inner`` gives them. The anchor is the same on all devices
+        to the last bit. After an outer step the parameters are equal to it up to the rounding of the sum of parameters
+        and updates. The state is a :class:`DiLoCoState`.
 
     Raises:
         TypeError: ``every`` or ``fragments`` is no integer; ``wire_dtype`` is no floating-point dtype.
-        ValueError: ``every`` or ``fragments`` is below 1; there are more fragments than steps or leaves; ``update`` has
-            no parameters; the gradients are summed already, by JAX's types.
+        ValueError: ``every`` or ``fragments`` is below 1; there are more fragments than steps or leaves; ``update``
+            gets no parameters; by JAX's types, the gradients are summed already.
         NameError: the axis is not bound.
 
-    Source: Douillard et al., arXiv:2311.08105, algorithm 1, and arXiv:2501.18512, section 3.1.
+    Order:
+        Program order: one mean of each fragment in every ``every`` calls of ``update``.
+
+    Source:
+        Douillard et al., arXiv:2311.08105, algorithm 1, and arXiv:2501.18512, section 3.1.
 
     Example:
         >>> import jax, optax
@@ -210,7 +222,7 @@ def diloco(
         return as_varying(DiLoCoState(jnp.int32(0), inner.init(params), anchor, outers), axis_name)
 
     def outer_step(updates: Tree, params: Tree, anchor: Tree, outer_state: Any) -> tuple[Tree, Tree, Any]:
-        """Returns the updates that lead to the new anchor, that anchor, and the outer optimizer's state."""
+        """Returns the updates that set the parameters to the new anchor, the anchor, and the outer state."""
         moved = optax.apply_updates(params, updates)
         outer_grads = _mean(jax.tree.map(jnp.subtract, anchor, moved), axis_name, wire)
         outer_updates, outer_state = outer.update(outer_grads, outer_state, anchor)
@@ -227,7 +239,7 @@ def diloco(
         new_updates, new_anchor = jax.tree.leaves(updates), jax.tree.leaves(state.anchor)
         outers = []
         for f, places in enumerate(_places_of_fragments(where, params, count)):
-            # All devices have the same phase, so either all of them make the outer step or none.
+            # The phase is the same on all devices, so all of them take the same branch.
             *parts, outer_state = lax.cond(
                 phase == f * every // count,
                 lambda *args: as_varying(outer_step(*args), axis_name),
@@ -247,7 +259,7 @@ def diloco(
 
 
 def _places_of_fragments(where: str, params: Tree, count: int) -> list[list[int]]:
-    """Returns the places of the leaves of each fragment, in ascending order."""
+    """Returns for each fragment the indices of its leaves, in ascending order."""
     leaves = jax.tree.leaves(params)
     if count > len(leaves):
         error = message(
@@ -259,20 +271,20 @@ def _places_of_fragments(where: str, params: Tree, count: int) -> list[list[int]
         raise ValueError(error)
     nbytes = [x.size * x.dtype.itemsize for x in map(jnp.asarray, leaves)]
     places: list[list[int]] = [[] for _ in range(count)]
-    # The largest leaf first, into the fragment that is the smallest so far.
+    # Greedy partition: the largest leaf comes first, and each leaf goes to the smallest fragment so far.
     for i in sorted(range(len(leaves)), key=lambda i: -nbytes[i]):
         min(places, key=lambda own: (sum(nbytes[j] for j in own), len(own))).append(i)
     return [sorted(own) for own in places]
 
 
 def _part(tree: Tree, places: list[int]) -> Tree:
-    """Returns the tree with None in place of all leaves but these."""
+    """Returns the tree with None in place of the leaves that are not at ``places``."""
     leaves, structure = jax.tree.flatten(tree)
     return structure.unflatten([x if i in places else None for i, x in enumerate(leaves)])
 
 
 def _mean(tree: Tree, axis_name: AxisName, wire_dtype: Any) -> Tree:
-    """Returns the mean over the devices. Floats travel in the wire dtype if there is one, and others as they are."""
+    """Returns the mean over the devices. Floats are sent in ``wire_dtype`` if given, other arrays in their dtype."""
     devices = axis_size("diloco", axis_name)
     leaves, structure = jax.tree.flatten(tree)
     narrow = [wire_dtype is not None and jnp.issubdtype(x.dtype, jnp.floating) for x in leaves]
@@ -282,14 +294,14 @@ def _mean(tree: Tree, axis_name: AxisName, wire_dtype: Any) -> Tree:
 
 
 def _mean_on_wire(arrays: list[Array], axis_name: AxisName, wire_dtype: Any) -> list[Array]:
-    """Returns the means of arrays that travel in the wire dtype: as many bytes as a psum of such numbers would send."""
+    """Returns the means of arrays that are sent in ``wire_dtype``, with the bytes of an allreduce of such numbers."""
     means = [x.astype(wire_dtype) for x in mean_slices("diloco", arrays, axis_name, wire_dtype)]
     gathered = gather_whole(means, [x.shape for x in arrays], axis_name)
     return [x.astype(like.dtype) for x, like in zip(gathered, arrays, strict=True)]
 
 
 def _towards(target: Tree, params: Tree, like: Tree) -> Tree:
-    """Returns the updates that lead from ``params`` to ``target``, in the dtypes of ``like``."""
+    """Returns the updates that change ``params`` into ``target``, in the dtypes of ``like``."""
     return jax.tree.map(lambda t, p, u: (t - p).astype(u.dtype), target, params, like)
 
 
