@@ -1,13 +1,13 @@
-"""Mixture of experts: experts are cut along an axis, and each token goes to the devices of the few that it chooses.
+"""Mixture of experts: the experts are cut along an axis, and each token is sent to the devices of its experts.
 
-Of E experts each of N devices has E/N, in order. A device has T tokens of its own, and p = softmax(logits):
+Each of N devices has E/N of the E experts, in order, and T tokens of its own. With p = softmax(logits):
 
     y_t = sum_j gate_tj expert_{e_tj}(x_t)           e_t1 ... e_tk: the k experts with the largest p
     gate_tj = p_{e_tj} / sum_i p_{e_ti}              for k = 1: p_{e_t1}
-    C = ceil(capacity_factor k T / E)                places that an expert has for the tokens of one device
+    C = ceil(capacity_factor k T / E)                capacity: places of an expert for the tokens of one device
 
-First choices of all tokens are placed before second ones, and earlier tokens before later ones. A choice for which no
-place is left is dropped: its term is missing. The balance loss is 1 where the experts share the tokens evenly:
+First choices of all tokens get places before second choices, and earlier tokens before later ones. A choice without a
+place is dropped: its term is missing in the sum. The balance loss is 1 if all experts get equally many tokens:
 
     loss = E sum_e f_e P_e           f_e: the share of tokens whose first choice is e;  P_e: the mean of p_e
 
@@ -36,12 +36,13 @@ class Routing(NamedTuple):
     """Where the tokens of one device go.
 
     Attributes:
-        experts: the experts that each token chooses, the best first; int32, of shape (tokens, k).
-        places: the place of each choice among those of the same expert, from 0 on; int32, of shape (tokens, k).
-        kept: whether the place is one that the expert has, less than its capacity; of shape (tokens, k).
-        gates: the weights of the choices, also of those that are dropped; float32, of shape (tokens, k).
-        dropped: the number of choices that are dropped; an int32.
-        balance_loss: a float32.
+        experts: the experts that each token chooses, the best first; int32 of shape (tokens, k).
+        places: the number of each choice among the choices of the same expert, from 0; int32 of shape (tokens, k).
+        kept: whether a choice has a place, ``places < capacity``; bool of shape (tokens, k).
+        gates: the weights of all choices, dropped ones included; float32, or float64 for logits of float64, of shape
+            (tokens, k).
+        dropped: the number of dropped choices; an int32.
+        balance_loss: the balance loss, in the dtype of ``gates``.
     """
 
     experts: Array
@@ -53,11 +54,12 @@ class Routing(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """What :func:`experts` tells of the tokens of all devices along its axis.
+    """Statistics of :func:`experts` over the tokens of all devices along its axis.
 
     Attributes:
-        dropped: the number of choices that are dropped, of ``k`` for each token; an int32.
-        balance_loss: a float32, to be added to the loss with a weight such as 0.01.
+        dropped: the number of dropped choices, of ``k`` choices for each token; an int32.
+        balance_loss: the balance loss; a float32, or float64 for logits of float64. Add it to the loss with a weight
+            such as 0.01.
     """
 
     dropped: Array
@@ -65,25 +67,35 @@ class Statistics(NamedTuple):
 
 
 def route(logits: Array, *, k: int, capacity: int, axis_name: AxisName | None = None) -> Routing:
-    """Chooses ``k`` experts for each token, and a place for the token in each expert's buffer.
+    """Chooses ``k`` experts for each token, and a place for the token in the buffer of each of these experts.
+
+    ``experts_t = argtop_k(p_t)`` and ``gates_t = p_t[experts_t]``, with ``p = softmax(logits)``. For ``k > 1`` the
+    gates of a token are divided by their sum.
 
     Args:
-        logits: of shape (tokens, experts) and a floating-point dtype. What is made of them is float32, or float64 for
-            float64.
-        k: the number of experts of a token.
-        capacity: the number of places that each expert has.
-        axis_name: the axis over which ``dropped`` is a sum, and the shares and means of the balance loss go; all its
-            devices have as many tokens. Default None: those of these tokens alone.
+        logits: an array of shape (tokens, experts) and a floating-point dtype. The probabilities are float32, or
+            float64 for float64.
+        k: the number of experts of a token, from 1 to the number of experts.
+        capacity: the number of places of each expert, from 0.
+        axis_name: the name of the axis, or a tuple of names, over whose devices ``dropped`` is summed and the balance
+            loss is computed. All its devices must have equally many tokens. Default None: these tokens alone.
 
     Returns:
-        The routing.
+        The :class:`Routing` of these tokens.
 
     Raises:
-        ValueError: ``logits`` is no matrix of floats of at least one token and ``k`` experts, ``k`` is less than 1, or
-            ``capacity`` is negative.
+        ValueError: ``logits`` is no matrix of floats with at least one token and ``k`` experts, ``k`` is less than 1,
+            or ``capacity`` is negative.
         NameError: the axis is not bound.
 
-    Differentiation: with respect to ``logits``, through ``gates`` and ``balance_loss``. The choices are constants.
+    Differentiation:
+        With respect to ``logits``, through ``gates`` and ``balance_loss``. The choices are constants.
+
+    Order:
+        Program order: with ``axis_name`` one sum of 2 E + 1 numbers.
+
+    Source:
+        Lepikhin et al., "GShard", arXiv:2006.16668, algorithm 1; Fedus et al., arXiv:2101.03961, section 2.2.
 
     Example:
         >>> import jax.numpy as jnp
@@ -101,7 +113,7 @@ def route(logits: Array, *, k: int, capacity: int, axis_name: AxisName | None = 
     tokens, count = logits.shape
     probabilities = jax.nn.softmax(logits.astype(np.promote_types(logits.dtype, np.float32)))
     gates, chosen = lax.top_k(probabilities, k)
-    if k > 1:  # else the only gate would be 1, and the router would learn nothing from the loss of the results
+    if k > 1:  # for k = 1 the gate would be 1, and the router would get no gradient through the results
         gates = gates / jnp.sum(gates, axis=-1, keepdims=True)
 
     in_order = chosen.T.ravel()  # first choices before second ones
@@ -127,35 +139,43 @@ def experts(
     k: int = 2,
     capacity_factor: float = 1.25,
 ) -> tuple[Array, Statistics]:
-    """Sends each token to the ``k`` experts that it chooses, on whatever device they are, and adds up what they return.
+    """Sends each token to the ``k`` experts that it chooses: ``y_t = sum_j gate_tj expert_{e_tj}(x_t)``.
 
-    An expert has C = ``ceil(capacity_factor k T / E)`` places for the T tokens of each device, at most T. So which
-    choices are dropped depends on the number of devices; where none is, the result does not. Two all-to-alls of
-    ``E C width`` elements carry the tokens and the results; one sum of 2 E + 1 numbers has the statistics.
+    An expert has ``C = min(ceil(capacity_factor k T / E), T)`` places for the T tokens of each device. So the number of
+    devices determines which choices are dropped. If no choice is dropped, the result does not depend on it.
 
     Args:
-        apply: this device's experts, E/N in order along the axis. It maps tokens of shape (E/N, N C, width), those
-            of each expert, to an array of shape (E/N, N C, ...). An example is
-            ``lambda tokens: jax.vmap(mlp)(params, tokens)``. Places without a token have zeros: ``apply`` and its
+        apply: this device's experts, E/N in order along the axis. It maps the tokens of each expert, of shape
+            (E/N, N C, width), to an array of shape (E/N, N C, ...). An example is
+            ``lambda tokens: jax.vmap(mlp)(params, tokens)``. Places without a token are zeros: ``apply`` and its
             derivative must be finite there.
         x: this device's tokens, of shape (..., width).
-        logits: of the router, of shape (..., E) and a floating-point dtype; E is a multiple of N.
-        axis_name: the axis along which experts and tokens are cut, or a tuple of names.
-        k: the number of experts of a token.
-        capacity_factor: the places of an expert, as a multiple of those that it needs if the tokens choose all experts
-            evenly. ``math.inf``: no choice is dropped.
+        logits: the logits of the router, of shape (..., E) and a floating-point dtype. E is a multiple of N.
+        axis_name: the name of the axis along which experts and tokens are cut, or a tuple of names.
+        k: the number of experts of a token, from 1 to E. Default 2.
+        capacity_factor: the capacity of an expert, as a multiple of the number of tokens that it gets if the tokens
+            choose all experts equally often. Default 1.25. With ``math.inf`` no choice is dropped.
 
     Returns:
-        An array of shape (..., what ``apply`` returns), in its dtype, and the :class:`Statistics`, the same on all
-        devices. A token whose choices are all dropped has zeros: add the result to ``x``.
+        The sum for each token, of shape (..., *result shape of ``apply`` for a token*) and the dtype of its result; and
+        the :class:`Statistics`, the same on all devices. A token whose choices are all dropped has zeros: add the
+        result to ``x``.
 
     Raises:
         ValueError: the shapes do not fit, there is no token, N does not divide E, ``k`` is not from 1 to E, or
             ``capacity_factor`` is not positive.
         NameError: the axis is not bound.
 
-    Differentiation: both modes. The gradients of a device's own experts are those of the sum of all devices' losses,
-    whose tokens they have seen. So never sum or average them along this axis. Divide them by N if the loss is the mean.
+    Differentiation:
+        Both modes. The gradient of a device's own experts is that of the sum of all devices' losses, since they get
+        tokens of all devices. So do not sum or average it along this axis. Divide it by N if the loss is the mean.
+
+    Order:
+        Program order: a sum of 2 E + 1 numbers for the statistics, then two all-to-alls of ``E C width`` elements, for
+        the tokens and for the results.
+
+    Source:
+        Lepikhin et al., "GShard", arXiv:2006.16668, section 2.2.
 
     Example:
         >>> import jax
@@ -205,7 +225,7 @@ def experts(
 
 
 def _rows(x: Array, numbers: Array) -> Array:
-    """Returns the rows of ``x`` with these numbers, and zeros for a number behind the last row."""
+    """Returns the rows of ``x`` with these numbers, and zeros for a number that is too large."""
     return x.at[numbers].get(mode="fill", fill_value=0)
 
 

@@ -1,17 +1,21 @@
-"""Independent subnets: each device trains a random part of the hidden units, and the parts are put together again.
+"""Independent subnets: each device trains a random part of the hidden units, and the parts are joined again.
 
-The units of each hidden layer are divided at random among the N devices. A device has the weights between its own
-units: a dense network that is N times narrower. It trains that alone for some steps. Then the parts are put together,
-and the units are divided anew. A round is
+The units of each hidden layer are divided at random among N devices. A device has the weights between its own units:
+a dense network that is N times narrower, its subnet. The device trains the subnet alone for some steps. Then the
+subnets are joined, and the units are divided again. One round is
 
-    units              = draw_subnets(key, sizes)       disjoint, all units have an owner
+    units              = draw_subnets(key, sizes)        disjoint, each unit belongs to one device
     s_r                = params[units_r]                 no communication
     s_r                = some steps of training of s_r   no communication
-    params[units_r]    = s_r       for every r           all_gather
+    params[units_r]    = s_r       for each r            all_gather
 
-Of P bytes of weights between two hidden layers, P / N^2 belong to a device, and (N - 1) P / N^2 reach each device in a
-round. Of weights with one hidden side these are (N - 1) P / N. Weights between units of different devices stay as they
-are. In data parallelism 2 (N - 1) P / N bytes reach each device in each step.
+Weights between units of different devices do not change in a round. Of P bytes of weights
+
+    weights between            a device trains    a device receives in a round
+    two hidden layers          P / N^2            (N - 1) P / N^2
+    a hidden and other layer   P / N              (N - 1) P / N
+
+In data parallelism a device trains all P bytes, and receives 2 (N - 1) P / N bytes of gradients in each step.
 
 Source: Yuan, Wolfe, Dun, Tang, Kyrillidis, Jermaine, "Distributed Learning of Deep Neural Networks using Independent
 Subnet Training", arXiv:1910.02120.
@@ -40,18 +44,27 @@ Layer = str
 def draw_subnets(key: Array, sizes: Mapping[Layer, int], axis_name: AxisName) -> dict[Layer, Array]:
     """Divides the units of hidden layers at random among the devices of an axis.
 
+    For each layer ``units = permutation(key, size).reshape(N, size / N)``.
+
     Args:
-        key: of :func:`jax.random.key`. The first device's key counts, so that no unit has two owners.
+        key: a key of :func:`jax.random.key`. All devices use the first device's key, so that each unit belongs to one
+            device.
         sizes: the number of units of each hidden layer, by its name.
-        axis_name: the axis, or a tuple of axes.
+        axis_name: the name of the axis, or a tuple of names.
 
     Returns:
-        For each layer an array of int32 with shape (devices, units of a device): row r has the units of device r. It is
-        the same on all devices, and each unit is in one row.
+        For each layer an array of int32 with shape (N, units of a device), the same on all devices: row r has the
+        units of device r. Each unit is in exactly one row.
 
     Raises:
         ValueError: the number of units of a layer is no multiple of the number of devices.
         NameError: the axis is not bound.
+
+    Order:
+        Program order: one sum of the key's words.
+
+    Source:
+        Yuan et al., arXiv:1910.02120.
 
     Example:
         >>> import jax
@@ -80,22 +93,28 @@ def draw_subnets(key: Array, sizes: Mapping[Layer, int], axis_name: AxisName) ->
 
 
 def take_subnet(params: Tree, spec: Tree, units: Mapping[Layer, Array], axis_name: AxisName) -> Tree:
-    """Returns this device's part of the parameters: those of its own units alone.
+    """Returns this device's subnet, the parameters of its own units: ``s_r = params[units_r]``.
 
     Args:
         params: the parameters, the same on all devices.
-        spec: a tree like ``params``, with a tuple for each array. The tuple names, for each dimension of the array, the
-            hidden layer whose units it counts, or None for one that is not divided, such as inputs and outputs. The
-            bias of a layer that is not divided has ``(None,)``.
-        units: of :func:`draw_subnets`.
-        axis_name: the axis that was divided among.
+        spec: a tree like ``params``, with a tuple for each array. The tuple has an entry for each dimension of the
+            array: the name of the hidden layer whose units the dimension counts, or None for a dimension that is not
+            divided, such as inputs and outputs. The bias of a layer that is not divided has ``(None,)``.
+        units: the result of :func:`draw_subnets`.
+        axis_name: the axis of :func:`draw_subnets`.
 
     Returns:
-        A tree like ``params``. A dimension that counts hidden units is N times shorter.
+        A tree like ``params``, in its dtypes. A dimension that counts hidden units is N times shorter.
 
     Raises:
         ValueError: a tuple of ``spec`` does not fit its array.
         NameError: the axis is not bound.
+
+    Order:
+        No communication.
+
+    Source:
+        Yuan et al., arXiv:1910.02120.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -114,7 +133,8 @@ def take_subnet(params: Tree, spec: Tree, units: Mapping[Layer, Array], axis_nam
     def take(x: Array, layers: tuple[Layer | None, ...]) -> Array:
         for dimension, layer in _divided(layers).items():
             x = jnp.take(x, own[layer], axis=dimension, unique_indices=True, mode="clip")
-        # Each device trains its own copy of what is not divided: else JAX's types would sum its gradient in each step.
+        # An array that is not divided is cast to a type that varies, since each device trains its own copy. Otherwise
+        # JAX would sum the gradient of the array over the devices in each step.
         return as_varying(x, axis_name)
 
     leaves, tree, specs = _with_specs("take_subnet", params, spec, units, devices)
@@ -122,24 +142,30 @@ def take_subnet(params: Tree, spec: Tree, units: Mapping[Layer, Array], axis_nam
 
 
 def join_subnets(params: Tree, subnet: Tree, spec: Tree, units: Mapping[Layer, Array], axis_name: AxisName) -> Tree:
-    """Puts the parts of all devices together.
+    """Joins the subnets of all devices: ``params[units_r] = s_r`` for each r.
 
     Args:
-        params: the parameters from which :func:`take_subnet` has taken the parts.
-        subnet: this device's part, which it has trained.
+        params: the parameters that :func:`take_subnet` got.
+        subnet: this device's subnet after its training.
         spec: as in :func:`take_subnet`.
         units: as in :func:`take_subnet`.
-        axis_name: the axis that was divided among.
+        axis_name: as in :func:`take_subnet`.
 
     Returns:
-        The parameters, the same on all devices. A weight whose units all belong to one device has that device's value,
-        a weight between units of different devices the value of ``params``. An array without hidden units is the mean
-        of the devices' arrays.
+        The parameters, the same on all devices, with the shapes and dtypes of ``params``. A weight between units of one
+        device has this device's value. A weight between units of different devices has its value in ``params``. An
+        array without hidden units is the mean of the devices' arrays.
 
     Raises:
         ValueError: a tuple of ``spec`` or an array of ``subnet`` does not fit; an array without hidden units has
             integers, which have no mean.
         NameError: the axis is not bound.
+
+    Order:
+        Program order: one mean of the arrays without hidden units, then all-gathers of the others.
+
+    Source:
+        Yuan et al., arXiv:1910.02120.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -160,7 +186,7 @@ def join_subnets(params: Tree, subnet: Tree, spec: Tree, units: Mapping[Layer, A
     joined = dict(zip(shared, lax.pmean([parts[i] for i in shared], axis_name), strict=True)) if shared else {}
     rows = in_buckets(lambda x: gather(x, axis_name), [jnp.ravel(parts[i]) for i in divided])
     for i, row in zip(divided, rows, strict=True):
-        # The dimensions of units come first, so that each unit, or pair of units, has one slice of the array.
+        # The dimensions that count units are moved to the front, so that a unit, or a pair of units, is one index.
         layers = _divided(specs[i])
         places, front = list(layers), list(range(len(layers)))
         whole = jnp.moveaxis(leaves[i], places, front)
@@ -182,7 +208,11 @@ def _divided(layers: tuple[Layer | None, ...]) -> dict[int, Layer]:
 def _with_specs(
     where: str, params: Tree, spec: Tree, units: Mapping[Layer, Array], devices: int
 ) -> tuple[list[Array], Any, list[tuple[Layer | None, ...]]]:
-    """Returns the arrays, their tree, and the layers of each array, which fit."""
+    """Returns the arrays, their tree, and the layers of each array.
+
+    Raises:
+        ValueError: the layers of an array do not fit its shape.
+    """
     leaves, tree = jax.tree.flatten(params)
     remedy = "Name a layer of draw_subnets or None for each dimension of each array."
     try:
@@ -209,7 +239,11 @@ def _with_specs(
 
 
 def _parts(subnet: Tree, params: Tree, specs: list[Any], units: Mapping[Layer, Array]) -> list[Array]:
-    """Returns the arrays of this device's part, which fit."""
+    """Returns the arrays of this device's subnet.
+
+    Raises:
+        ValueError: they do not have the tree, shapes and dtypes that :func:`take_subnet` returns.
+    """
     where, remedy = "parallel.join_subnets", "Pass what take_subnet has returned, with other values."
     parts, tree = jax.tree.flatten(subnet)
     if tree != jax.tree.structure(params):
