@@ -1,15 +1,17 @@
-"""Context parallelism: a sequence is cut along an axis, in order, and attention sees all of it.
+"""Context parallelism: attention over a sequence that is cut along an axis.
 
-Of T positions each of P devices has T/P: device r those from r T/P on. All else in a layer treats positions one by one.
+Each of P devices has T/P of the T positions: device r has those from r T/P on. All other operations of a layer treat
+each position by itself, so they need no communication.
 
-Ring attention: each device keeps its queries, while blocks of keys and values go round. Device r sees the block of
-device r - s at step s, and keeps the largest score m, the sum l and the output o of the keys so far (online softmax):
+Ring attention: each device keeps its queries, while the blocks of keys and values are passed around the ring. At step s
+device r has the block of device r - s. It updates the largest score m, the sum l and the output o of the keys so far
+(online softmax):
 
     s_ij = scale q_i k_j            m' = max(m, max_j s_ij)
     l'   = l exp(m - m') + sum_j exp(s_ij - m')
     o'   = o exp(m - m') + sum_j exp(s_ij - m') v_j                 attention = o / l
 
-Ulysses: an all-to-all gives each device all positions of its part of the heads, and another one takes that back.
+Ulysses: an all-to-all gives each device all positions of its part of the heads. A second one restores the first layout.
 
 Source: Liu, Zaharia, Abbeel, "Ring Attention with Blockwise Transformers for Near-Infinite Context", arXiv:2310.01889,
 section 3; Milakov, Gimelshein, "Online normalizer calculation for softmax", arXiv:1805.02867; Dao, "FlashAttention-2",
@@ -49,33 +51,41 @@ def ring_attention(
 ) -> Array:
     """Computes attention over a sequence that is cut along an axis: ``softmax(scale q k^T) v``.
 
-    The result is that of :func:`jax.nn.dot_product_attention` of the whole sequence. Scores and sums are float32, or
-    float64 for float64. Beside its own part of the sequence a device has two blocks of keys and values, one of which is
-    on its way, and the scores of ``keys_at_once`` keys; in the derivative also gradients.
+    The result is that of :func:`jax.nn.dot_product_attention` for the whole sequence. Scores and sums are float32, or
+    float64 for float64. In addition to its own part of the sequence a device holds two blocks of keys and values, one
+    of which is in transit, and the scores of ``keys_at_once`` keys. The derivative needs memory for gradients as well.
 
     Args:
         q: this device's queries, of shape (..., T/P, heads, dim) and a floating-point dtype.
-        k: this device's keys, of shape (..., S/P, key heads, dim). The key heads divide the heads: each is for as many
-            heads in a row (grouped queries).
-        v: this device's values, of shape (..., S/P, key heads, dim of values).
-        axis_name: the axis along which the sequence is cut: one name.
-        causal: whether query i sees the keys 0 to i alone. A device computes nothing for keys that none of its queries
-            sees. So the last device has the most to do, and the others wait for it.
-        scale: of the scores, a Python number; ``dim ** -0.5`` by default.
-        keys_at_once: the most keys whose scores a device has at a time. Fewer need less memory and more steps.
+        k: this device's keys, of shape (..., S/P, key heads, dim) and the dtype of ``q``. The number of heads must be a
+            multiple of the number of key heads: consecutive heads share a key head (grouped queries).
+        v: this device's values, of shape (..., S/P, key heads, dim of values) and the dtype of ``q``.
+        axis_name: the name of the axis along which the sequence is cut. It is one name, not a tuple.
+        causal: whether query i attends only to the keys 0 to i. Default False. A device skips keys to which none of its
+            queries attends, so the last device computes the most, and the others wait for it.
+        scale: the factor of the scores, a Python number. Default ``dim ** -0.5``.
+        keys_at_once: the largest number of keys whose scores a device holds at one time, from 1. Default 256. A smaller
+            number needs less memory and more steps.
 
     Returns:
         An array of shape (..., T/P, heads, dim of values), in the dtype of ``q``.
 
     Raises:
-        ValueError: the shapes or dtypes do not fit, or the axis has several names.
+        ValueError: the shapes or dtypes do not fit, or ``axis_name`` has several names.
         TypeError: ``scale`` is no Python number.
         NameError: the axis is not bound.
 
-    Differentiation: reverse mode, any number of times, and forward over reverse; forward mode alone is a TypeError of
-    JAX. The scores are computed again. JAX finds no axis if the derivative is taken around ``jax.vmap(axis_name=)``:
-    take it inside. Calls: keys and values travel together, P - 1 times. In the derivative they do so once more, and
-    their gradients P times, back to where they belong.
+    Differentiation:
+        Reverse mode, any number of times, and forward over reverse. Forward mode alone is a TypeError of JAX. The
+        backward pass computes the scores again. Take derivatives inside ``jax.vmap(axis_name=)``; outside JAX does not
+        find the axis.
+
+    Order:
+        Program order: P - 1 permutations, each of a block of keys and values. The backward pass has P - 1 more, and P
+        permutations of the gradients of a block, the last of which returns them to their device.
+
+    Source:
+        Liu et al., "Ring Attention", arXiv:2310.01889; backward: Dao, "FlashAttention-2", arXiv:2307.08691, section 3.
 
     Example:
         >>> import jax
@@ -104,7 +114,7 @@ def ring_attention(
 
 
 class _Ring(NamedTuple):
-    """What a ring has fixed when it is traced. A block of keys is looked at in ``tiles`` of equal length, in order."""
+    """The static parameters of a ring. A block of keys is processed in ``tiles`` tiles of equal length, in order."""
 
     axis_name: AxisName
     devices: int
@@ -118,7 +128,7 @@ class _Ring(NamedTuple):
 
 
 def _of_one_type(axis_name: AxisName, *arrays: Array) -> list[Array]:
-    """Casts arrays so that all vary along the axis, and along each axis along which one of them does."""
+    """Casts arrays so that all of them vary along the same axes: the ring's axis, and each axis of one of them."""
     varying = [jax_internals.varying_axes(x) for x in (lax.axis_index(axis_name), *arrays)]
     union = frozenset().union(*varying)
     return [vary(x, sorted(union, key=str)) for x in arrays]
@@ -142,7 +152,8 @@ def _forward(ring: _Ring, q: Array, k: Array, v: Array) -> tuple[Array, Tree]:
         total = total * rest + jnp.sum(weights, axis=-1, keepdims=True)
         return (new, total, out * rest + _matmul(weights.astype(values.dtype), values)), grads
 
-    # A row that has seen no key yet has a wrong sum. exp(largest - new) is 0 at its first key, and makes it right.
+    # A row whose keys so far are all masked has a wrong sum. At its first key that is not masked the factor
+    # exp(largest - new) is 0, which removes the wrong sum.
     start = functools.partial(jnp.full_like, rows, dtype=wide)
     column = (*rows.shape[:-1], 1)
     sums = start(_masked(wide), shape=column), start(0, shape=column), start(0, shape=(*rows.shape[:-1], v.shape[-1]))
@@ -155,7 +166,7 @@ def _backward(ring: _Ring, residuals: Tree, dy: Array) -> tuple[Array, Array, Ar
     q, k, v, y, log_total = residuals
     rows, drows = _rows(ring, q), _rows(ring, dy)
     # Of p_ij = exp(s_ij - log_total_i) and dp_ij = dy_i v_j:  ds_ij = p_ij (dp_ij - sum_j p_ij dp_ij).
-    # The sum is dy_i y_i, which needs no other device.
+    # The sum is dy_i y_i, so it needs no communication.
     mean = jnp.sum(drows.astype(log_total.dtype) * _rows(ring, y).astype(log_total.dtype), axis=-1, keepdims=True)
 
     def look(dq: Array, tile: Array, grads: Array, seen: Array | None) -> tuple[Array, Array]:
@@ -223,7 +234,7 @@ def _go_round(ring: _Ring, look: Callable[..., Any], own: Tree, tiles: Array, gr
 
 
 def _seen(ring: _Ring, device: Array, first: Array, start: Array, length: int) -> Array | None:
-    """Returns which keys of a tile each row sees, an array of shape (queries, length), or None for all.
+    """Returns the mask of a tile, of shape (queries, length): whether a query attends to a key. None: to all keys.
 
     Args:
         ring: the ring.
@@ -235,7 +246,7 @@ def _seen(ring: _Ring, device: Array, first: Array, start: Array, length: int) -
     keys = start + jnp.arange(length, dtype=jnp.int32)
     seen = None
     if ring.tiles * length > ring.keys:
-        seen = jnp.broadcast_to(keys < ring.keys, (ring.queries, length))  # the last tiles are filled with zeros
+        seen = jnp.broadcast_to(keys < ring.keys, (ring.queries, length))  # the last tiles end with padding
     if ring.causal:
         queries = device * ring.queries + jnp.arange(ring.queries, dtype=jnp.int32)
         before = queries[:, None] >= (first + keys)[None, :]
@@ -247,12 +258,12 @@ def _scores(ring: _Ring, rows: Array, keys: Array, seen: Array | None) -> Array:
     scores = ring.scale * _matmul(rows, keys.mT)
     if seen is None:
         return scores
-    each = scores.shape[-2] // ring.queries  # the rows have the queries of one head after those of another
+    each = scores.shape[-2] // ring.queries  # the rows are the queries of one head, then those of the next head
     return jnp.where(jnp.broadcast_to(jnp.tile(seen, (each, 1)), scores.shape), scores, _masked(scores.dtype))
 
 
 def _masked(dtype: Any) -> float:
-    """Returns the score of a key that is not seen: finite, since the difference of two infinities is no number."""
+    """Returns the score of a masked key. It is finite, since the difference of two infinities is NaN."""
     return -0.7 * float(jnp.finfo(dtype).max)
 
 
@@ -265,7 +276,10 @@ def _matmul(a: Array, b: Array) -> Array:
 
 
 def _rows(ring: _Ring, x: Array) -> Array:
-    """From (..., positions, heads, dim) to (..., key heads, rows, dim): all that one key head is for are its rows."""
+    """Reshapes (..., positions, heads, dim) to (..., key heads, rows, dim).
+
+    The rows of a key head are the positions of all heads that share it, head after head.
+    """
     *batch, positions, heads, dim = x.shape
     each = heads // ring.key_heads
     grouped = x.reshape(*batch, positions, ring.key_heads, each, dim)
@@ -273,7 +287,7 @@ def _rows(ring: _Ring, x: Array) -> Array:
 
 
 def _unrow(ring: _Ring, rows: Array) -> Array:
-    """The inverse of :func:`_rows`, of queries."""
+    """Reshapes the rows of queries back, the inverse of :func:`_rows`."""
     *batch, key_heads, count, dim = rows.shape
     each = count // ring.queries
     grouped = rows.reshape(*batch, key_heads, each, ring.queries, dim)
@@ -281,7 +295,7 @@ def _unrow(ring: _Ring, rows: Array) -> Array:
 
 
 def _tiles(ring: _Ring, k: Array, v: Array) -> Array:
-    """Returns keys and values, joined so that they travel in one call: (tiles, ..., key heads, length, dims)."""
+    """Returns keys and values as tiles, joined for one call: (tiles, ..., key heads, length, dims of both)."""
     both = _rows(ring, jnp.concatenate([k, v], axis=-1))
     length = -(-ring.keys // ring.tiles)
     padded = jnp.pad(both, [(0, 0)] * (both.ndim - 2) + [(0, ring.tiles * length - ring.keys), (0, 0)])
@@ -323,25 +337,34 @@ def _check_ring(q: Array, k: Array, v: Array, axis_name: AxisName, scale: Any, k
 
 
 def ulysses(attention: Callable[..., Array], axis_name: AxisName) -> Callable[..., Array]:
-    """Lets ``attention`` of a whole sequence work on one that is cut along an axis.
+    """Makes attention over a cut sequence from ``attention`` over a whole one: each device computes some of the heads.
 
-    All-to-alls give each of P devices the whole sequence of its own heads. A last one takes the result back. Small
-    arrays travel in one call.
+    All-to-alls of q, k and v give each of P devices the whole sequence for 1/P of the heads. A last one restores the
+    layout of the sequence for the result.
 
     Args:
-        attention: a function of q (..., T, heads/P, dim), k and v (..., S, key heads/P, dim) and more arguments. It
+        attention: a function of q (..., T, heads/P, dim), k and v (..., S, key heads/P, dim) and further arguments. It
             returns an array of shape (..., T, heads/P, any). An example is :func:`jax.nn.dot_product_attention`.
-        axis_name: the axis along which the sequence is cut, or a tuple of names.
+        axis_name: the name of the axis along which the sequence is cut, or a tuple of names.
 
     Returns:
-        A function of q (..., T/P, heads, dim), k and v (..., S/P, key heads, dim), and of ``attention``'s other
-        arguments, which it passes on as they are. It returns an array of shape (..., T/P, heads, any).
+        A function of q (..., T/P, heads, dim), k and v (..., S/P, key heads, dim), and of the further arguments of
+        ``attention``, which it passes unchanged. It returns an array of shape (..., T/P, heads, any), in the dtype of
+        the result of ``attention``.
 
     Raises:
-        ValueError: P does not divide the heads of q, k or v, or the result of ``attention`` has another shape.
+        ValueError: P does not divide the number of heads of q, k or v, or the result of ``attention`` has another
+            shape.
         NameError: the axis is not bound.
 
-    Differentiation: both modes, as ``attention`` has.
+    Differentiation:
+        The modes that ``attention`` has.
+
+    Order:
+        Program order: an all-to-all of q, k and v, joined if they are small, and one of the result.
+
+    Source:
+        Jacobs et al., "DeepSpeed Ulysses", arXiv:2309.14509, section 3.
 
     Example:
         >>> import functools

@@ -1,16 +1,17 @@
-"""Arrays cut along a dimension, such as an image too large for one device: the borders travel, the inner part stays.
+"""Arrays cut along a dimension, such as an image too large for one device: devices exchange only the block borders.
 
 The array is cut into N equal blocks of L entries, in the order of the devices. Device r has the entries r L to
-(r + 1) L - 1. Of a window with K entries, a stride s and ``low`` entries of padding, output j reads the entries
+(r + 1) L - 1. With a window, a stride s and ``low`` entries of padding, output j reads the K entries
 
     j s - low,  ...,  j s - low + K - 1                            K = (window - 1) dilation + 1
 
-The M outputs are cut into N equal blocks as well. So device r reads, for its M / N outputs, the entries from
-r s M / N - low on. It has most of them, and the others come from its neighbours. The result is that of the whole array.
+The M outputs are cut into N equal blocks as well. So device r reads the entries from r s M / N - low on for its M / N
+outputs. It has most of these entries itself and receives the others, its halo, from its neighbours. The result is that
+of the whole array.
 
 Sources: Dryden, Maruyama, Benson, Moon, Snir, Van Essen, "Improving Strong-Scaling of CNN Training by Exploiting
 Finer-Grained Parallelism", arXiv:1903.06681 (spatial parallelism); Xu et al., "GSPMD", arXiv:2105.04663 (halo exchange
-where windows of devices differ).
+if the devices' windows begin at different places of their blocks).
 """
 
 from __future__ import annotations
@@ -37,29 +38,40 @@ def halo_exchange(
     periodic: bool = False,
     fill: Any = 0,
 ) -> Array:
-    """Adds to this device's block the entries of the neighbours that lie next to it.
+    """Adds the adjacent entries of the neighbours' blocks to this device's block, its halo.
 
-    Each device sends one message each way. It is as long as the halo, or there is one for each block that the halo
-    reaches into. Arrays cut along several axes need a call for each: the second call carries what the first has
-    fetched, so the corners come right.
+    With the whole array X and blocks of L entries, ``y_r = X[r L - before : (r + 1) L + after]`` along ``axis``.
+
+    Each device sends one message in each direction, of the size of the halo. If the halo is longer than a block, there
+    is one message for each block that it covers. For an array that is cut along several dimensions make one call for
+    each dimension: the second call also sends the entries that the first has added, so the corners are right.
 
     Args:
         x: this device's block, of any dtype. All blocks have the same shape.
-        axis_name: the axis along whose devices the array is cut, or a tuple of axes.
-        width: how many entries to add before the block and after it, or one number for both. Any width is right, also
-            one that is larger than a block.
+        axis_name: the name of the axis along whose devices the array is cut, or a tuple of names.
+        width: the numbers of entries to add before and after the block, or one number for both. A width may be larger
+            than a block.
         axis: the dimension of ``x`` along which the array is cut.
-        periodic: whether the last block lies before the first one.
-        fill: the entries beyond the borders of an array that is not periodic; cast as by :func:`jax.numpy.full_like`.
+        periodic: whether the array is a ring: its last block precedes its first block. Default False.
+        fill: the value of the entries beyond the ends of an array that is not periodic, cast as by
+            :func:`jax.numpy.full_like`. Default 0.
 
     Returns:
-        The block with ``before + x.shape[axis] + after`` entries along ``axis``.
+        The block with ``before + x.shape[axis] + after`` entries along ``axis``, in the dtype of ``x``.
 
     Raises:
-        ValueError: a width is negative, ``x`` has no such dimension, or it has no entries along it.
+        ValueError: a width is negative, ``x`` has no such dimension, or its length there is 0.
         NameError: the axis is not bound.
 
-    Differentiation: the cotangents of the added entries travel back and are added to those of the neighbours' blocks.
+    Differentiation:
+        Both modes. The transpose sends the cotangents of the added entries back to the neighbours, which add them to
+        those of their blocks.
+
+    Order:
+        Program order.
+
+    Source:
+        Xu et al., "GSPMD", arXiv:2105.04663.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -83,20 +95,20 @@ def halo_exchange(
         raise ValueError(error)
 
     def fetched(step: int, width: int) -> list[Array]:
-        """Returns what the devices at ``step``, ``2 step``, ... from this one send, the nearest first."""
+        """Returns the pieces from the devices at distance ``step``, ``2 step``, ..., the nearest first."""
         pieces = []
         for hop in range(1, -(-width // length) + 1):
             taken = min(length, width - (hop - 1) * length)
             start = length - taken if step < 0 else 0
             piece = lax.slice_in_dim(x, start, start + taken, axis=axis)
-            # The blocks form a ring here, since jax.vmap knows no other permutation.
+            # The permutation is a full ring, since jax.vmap supports only full permutations.
             piece = lax.ppermute(piece, axis_name, [((k + step * hop) % devices, k) for k in range(devices)])
             source = lax.axis_index(axis_name) + step * hop
             exists = periodic | ((source >= 0) & (source < devices))
             pieces.append(jnp.where(exists, piece, jnp.full_like(piece, fill)))
         return pieces
 
-    # What lies beyond all other blocks is not fetched.
+    # Entries beyond the ends of the array are not fetched.
     reach = max(before, after) if periodic else (devices - 1) * length
     parts = [*fetched(-1, min(before, reach))[::-1], x, *fetched(1, min(after, reach))]
     outside = [(0, 0, 0)] * x.ndim
@@ -118,36 +130,45 @@ def conv(
     preferred_element_type: Any = None,
     periodic: bool = False,
 ) -> Array:
-    """Returns this device's block of the convolution of an array that is cut along some of its spatial dimensions.
+    """Computes this device's block of the convolution of an array that is cut along some of its spatial dimensions.
 
-    It is :func:`jax.lax.conv_general_dilated` of the whole array, cut into equal blocks as that is. "SAME" and "VALID"
-    mean what they mean for the whole array.
+    The result is block r of :func:`jax.lax.conv_general_dilated` of the whole array. "SAME" and "VALID" have their
+    meaning for the whole array.
 
     Args:
-        x: this device's block.
+        x: this device's block of the array.
         kernel: the whole kernel, the same on all devices.
-        axes: for each dimension of ``x`` that is cut, the axis along whose devices it is.
-        window_strides: as in :func:`jax.lax.conv_general_dilated`, like all arguments that are not explained here.
+        axes: for each dimension of ``x`` that is cut, the name of the axis along whose devices it is cut.
+        window_strides: the strides, one for each spatial dimension, as in :func:`jax.lax.conv_general_dilated`.
         padding: "SAME", "SAME_LOWER", "VALID", or a pair of numbers for each spatial dimension of the whole array.
-        rhs_dilation: the dilation of the kernel; default 1.
-        dimension_numbers: the meaning of the dimensions, such as ``("NHWC", "HWIO", "NHWC")``; default NCHW and OIHW.
-        feature_group_count: the number of groups of features.
-        precision: of the products.
-        preferred_element_type: the dtype of the result.
-        periodic: whether the cut dimensions are rings, whose padding is the array's other end instead of zeros.
+        rhs_dilation: the dilation of the kernel, for each spatial dimension. Default 1.
+        dimension_numbers: the layouts of ``x``, ``kernel`` and the result, such as ``("NHWC", "HWIO", "NHWC")``.
+            Default NCHW, OIHW and NCHW.
+        feature_group_count: the number of groups of features. Default 1.
+        precision: the precision of the products, as in :func:`jax.lax.conv_general_dilated`. Default None.
+        preferred_element_type: the dtype of the result. Default None: that of the operands.
+        periodic: whether the cut dimensions are rings. Their padding is then the array's other end instead of zeros.
+            Default False.
 
     Returns:
-        A block of the output. Along a cut dimension it has M / N of the M outputs of the whole array.
+        This device's block of the output. Along a cut dimension it has M / N of the M outputs of the whole array.
 
     Raises:
-        ValueError: the number of outputs is no multiple of the number of devices (the message says which padding makes
-            it one); a cut dimension is not spatial; two dimensions are cut along one axis; a window, stride or dilation
-            is no positive number.
+        ValueError: the number of outputs is no multiple of the number of devices (the message names a padding that
+            makes it one); a cut dimension is not spatial; two dimensions are cut along one axis; a window, stride or
+            dilation is no positive number.
         NameError: an axis is not bound.
 
-    Differentiation: the gradient of ``x`` is that of its block. The gradient of ``kernel`` is this device's part of a
-    sum over all devices, as in data parallelism: add them up by :func:`jax.lax.psum`. With JAX's varying types
-    (:func:`jax.shard_map`) JAX adds them up itself.
+    Differentiation:
+        Both modes. The gradient of ``x`` is that of this device's block. The gradient of ``kernel`` is this device's
+        term of a sum over all devices, as in data parallelism: sum it by :func:`jax.lax.psum`. With JAX's varying types
+        (:func:`jax.shard_map`) JAX sums it.
+
+    Order:
+        Program order: one halo exchange for each cut dimension.
+
+    Source:
+        :func:`jax.lax.conv_general_dilated`; Dryden et al., arXiv:1903.06681.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -189,28 +210,37 @@ def reduce_window(
     window_dilation: Sequence[int] | None = None,
     periodic: bool = False,
 ) -> Array:
-    """Returns this device's block of a pooling of an array that is cut along some of its dimensions.
+    """Computes this device's block of a pooling of an array that is cut along some of its dimensions.
 
-    It is :func:`jax.lax.reduce_window` of the whole array, as :func:`conv` is a convolution of it. Divide a sum by
-    ``math.prod(window_dimensions)`` for an average.
+    The result is block r of :func:`jax.lax.reduce_window` of the whole array. For an average divide the sum by
+    ``math.prod(window_dimensions)``.
 
     Args:
-        x: this device's block.
-        init_value: the neutral value of ``computation``, such as ``-jnp.inf`` for ``lax.max``; it is the padding.
-        computation: ``lax.max``, ``lax.min`` or ``lax.add``; another one has no derivative.
-        axes: for each dimension of ``x`` that is cut, the axis along whose devices it is.
-        window_dimensions: the window, with one number for each dimension of ``x``.
-        window_strides: the strides, in the same form.
+        x: this device's block of the array.
+        init_value: the neutral value of ``computation``, such as ``-jnp.inf`` for ``lax.max``. It is also the padding.
+        computation: ``lax.max``, ``lax.min`` or ``lax.add``. Another function has no derivative.
+        axes: for each dimension of ``x`` that is cut, the name of the axis along whose devices it is cut.
+        window_dimensions: the lengths of the window, one for each dimension of ``x``.
+        window_strides: the strides, one for each dimension of ``x``.
         padding: as in :func:`conv`, with a pair for each dimension of ``x``.
-        window_dilation: the dilation of the window, in the same form; default 1.
-        periodic: as in :func:`conv`.
+        window_dilation: the dilations of the window, one for each dimension of ``x``. Default 1.
+        periodic: as in :func:`conv`. Default False.
 
     Returns:
-        A block of the output, as of :func:`conv`.
+        This device's block of the output. Along a cut dimension it has M / N of the M outputs of the whole array.
 
     Raises:
-        ValueError: as :func:`conv`.
+        ValueError: for the reasons of :func:`conv`.
         NameError: an axis is not bound.
+
+    Differentiation:
+        That of :func:`jax.lax.reduce_window`: the gradient of ``x`` is that of this device's block.
+
+    Order:
+        Program order: one halo exchange for each cut dimension.
+
+    Source:
+        :func:`jax.lax.reduce_window`.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -251,19 +281,19 @@ def _with_what_is_read(
     periodic: bool,
     fill: Any,
 ) -> tuple[Array, list[tuple[int, int]]]:
-    """Returns what the outputs of this device read, and the padding that is left to do.
+    """Returns the entries that the outputs of this device read, and the padding that remains for each dimension.
 
     Args:
-        where: the function, for messages.
+        where: the name of the calling function, for messages.
         x: this device's block.
         axes: the axis of each cut dimension.
-        dimensions: the dimensions of ``x`` along which windows go.
-        window: the window along each of them.
+        dimensions: the dimensions of ``x`` that the window has.
+        window: the length of the window along each of these dimensions.
         strides: the strides.
         dilation: the dilation of the window.
         padding: the padding of the whole array.
         periodic: whether the cut dimensions are rings.
-        fill: the padding's value.
+        fill: the value of the padding.
     """
     cut = _cut_dimensions(where, axes, dimensions, x.ndim)
     for name, numbers in (("window", window), ("stride", strides), ("dilation", dilation)):
@@ -323,8 +353,8 @@ def _read_along(
         )
         raise ValueError(error)
 
-    # The first entry that each device reads, counted from its own first entry. The blocks of outputs may begin a little
-    # before or after the blocks of entries that they are made of, and so the devices' halos differ.
+    # For each device the first entry that it reads, relative to its own first entry. Blocks of outputs and blocks of
+    # entries need not begin at the same place of the array, so the devices need different halos.
     own = outputs // devices
     starts = [device * (own * stride - length) - low for device in range(devices)]
     read = (own - 1) * stride + span
@@ -337,7 +367,7 @@ def _read_along(
 def _cut_dimensions(
     where: str, axes: Mapping[int, AxisName], dimensions: Sequence[int], ndim: int
 ) -> dict[int, AxisName]:
-    """Returns the axis of each cut dimension, whose number is not negative."""
+    """Returns the axis of each cut dimension, by the dimension's number counted from 0."""
     remedy = "Pass a dictionary such as {2: 'rows'}, with an axis of its own for each dimension that is cut."
     expected = f"axes to have some of the dimensions {tuple(dimensions)}"
     if not isinstance(axes, Mapping):
