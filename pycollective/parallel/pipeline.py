@@ -5,9 +5,10 @@ Each rank compiles one program with the actions of its own stages, in the order 
     value = 1/m sum_k loss_k      on all ranks
     grads = d value / d params    of this rank's stages
 
-The messages keep their order by themselves. The computations between them would not: XLA runs what is ready, all
-forward passes first, say, and keeps all their activations. So between two computations stands a loop that never runs,
-which XLA does not know. It carries the results of the one and the operands of the other.
+The messages have program order. The computations between them have not: XLA may run each computation as soon as its
+operands are there, for example all forward passes first, and then it keeps the activations of all of them. So the
+results of a computation and the operands of the next one pass through a loop. The loop has no iterations at run time,
+but XLA does not know this when it compiles the program, so it keeps the order.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from pycollective.transport.message_constants import PROC_NULL
 Array = Any
 Tree = Any
 Record = list[tuple[Action, float]]
-"""When the computations of a rank begin and end, by turns: the action and the time in seconds since 1970."""
+"""Two entries for each computation of a rank, at its beginning and at its end: the action, and seconds since 1970."""
 
 
 def pipeline(
@@ -46,41 +47,54 @@ def pipeline(
     varying: AxisName = (),
     record: Record | None = None,
 ) -> Callable[[Tree, Tree], tuple[Array, Tree]]:
-    """Makes the function that gives the value and the gradients of this rank's stages, as :func:`jax.value_and_grad`.
+    """Makes the function that returns the value and the gradients of a pipeline, as :func:`jax.value_and_grad` does.
+
+    ``value = 1/m sum_k loss_k`` over m microbatches, and ``grads = d value / d params`` for this rank's stages. Call
+    the function on all ranks, inside :func:`pycollective.jit`, or inside :func:`pycollective.shard_map` over other
+    axes.
 
     Args:
-        stage: this rank's stage: ``stage(params, x, microbatch)``. ``x`` is what the stage before gave, or None on the
-            first stage. The result goes to the next stage: an array or a tree of arrays. The last stage gives the
-            loss, a number. Stages may differ in shapes and code. With v chunks: a sequence of v stages; the rank r of
-            p has the stages r, p + r, ...
+        stage: this rank's stage, a function ``stage(params, x, microbatch)``. ``x`` is the result of the previous
+            stage, or None for the first stage. The result is an array or a tree of arrays for the next stage; the last
+            stage returns the loss, a scalar. Stages may differ in shapes and code. With v chunks: a sequence of v
+            stages; rank r of p has the stages r, p + r, ...
         schedule: a schedule for as many ranks as ``comm`` has, the same on all of them.
-        between: a tree of :class:`jax.ShapeDtypeStruct`: what passes from each stage to the next. If it differs: a
-            list of such trees, one for each stage but the last, as :func:`activation_shapes` gives them.
-        comm: the ranks of the pipeline.
-        varying: in ``shard_map(check_vma=True)`` the axes along which what passes varies, in general those of the data.
-        record: a list that gets each computation and the time in seconds since 1970 when it begins, and again when it
-            ends; None, the default, costs nothing. See :func:`measured`. For programs on one device of each rank.
+        between: the result of each stage but the last, a tree of :class:`jax.ShapeDtypeStruct`. If the stages' results
+            differ: a list of such trees, one for each stage but the last, as :func:`activation_shapes` returns it.
+        comm: the communicator whose ranks have the stages.
+        varying: the axes along which the results of stages vary, for ``shard_map(check_vma=True)``: in general those of
+            the data. Default ``()``: none.
+        record: a list to which each computation appends its action and the time in seconds since 1970, when it begins
+            and again when it ends. See :func:`measured`. Only for programs on one device of each rank. Default None:
+            no record, and no cost.
 
     Returns:
-        A function of this rank's parameters (with v chunks a sequence of v trees) and of a tree of arrays with a
-        leading axis of length m, the microbatches. A stage gets one microbatch without that axis. All ranks may pass
-        the same arrays, or each those that its stages read. It returns
+        A function of this rank's parameters (with v chunks: a sequence of v trees) and of a tree of arrays with a
+        leading axis of length m, the microbatches. A stage gets one microbatch, without that axis. All ranks may pass
+        the same arrays, or each rank those that its stages read. The function returns
 
         - the mean of the losses of the microbatches, on all ranks: a scalar of JAX's default floating-point dtype. By
           JAX's types it varies along ``varying``;
-        - its gradients with respect to the parameters, in their shapes and dtypes. They are added up in that dtype.
-
-        Call it on all ranks, inside :func:`pycollective.jit`, or :func:`pycollective.shard_map` over other axes.
+        - its gradients with respect to this rank's parameters, in their shapes and dtypes. They are summed in these
+          dtypes.
 
     Raises:
-        ValueError: the schedule is for another number of ranks, or would make them wait for ever; the numbers of
-            stages, parameters or microbatches are not those of the schedule; a stage gives something else than
-            ``between`` says; the loss is no number. What this rank's stage gives is checked on this rank alone: take
-            ``between`` from :func:`activation_shapes`, which raises on all ranks.
+        ValueError: the schedule is for another number of ranks, or deadlocks; the numbers of stages, parameters or
+            microbatches are not those of the schedule; the result of a stage is not that of ``between``; the loss is no
+            scalar. Each rank checks the results of its own stages alone: take ``between`` from
+            :func:`activation_shapes`, which raises on all ranks.
         NameError: an axis of ``varying`` is not bound.
 
-    Differentiation: none. Over other axes derivatives are those of :func:`jax.grad` at that place: with pmap's meaning
-    of the sum of all devices' losses, which ``lax.pmean(grads, "data")`` makes a mean. Order: that of the schedule.
+    Differentiation:
+        None: the function returns gradients itself. Over other axes they are those of :func:`jax.grad` inside the
+        mapped function: in :func:`pycollective.pmap` those of the sum of all devices' losses, which
+        ``lax.pmean(grads, "data")`` averages.
+
+    Order:
+        Program order, which is that of the schedule on each rank.
+
+    Source:
+        That of the schedule, such as :func:`one_f_one_b`.
 
     Example:
         >>> import jax, jax.numpy as jnp, pycollective as pc
@@ -130,22 +144,27 @@ def pipeline(
 
 
 def measured(schedule: Schedule, record: Record, comm: Communicator) -> Simulation:
-    """Collects from all ranks when their computations ran. All ranks must make this call, outside traces.
+    """Gathers the times of all ranks' computations, and computes the bubble.
 
-    The times are those of the hosts' clocks, so the clocks of several hosts must agree.
+    ``bubble = (p T - sum_r C_r) / (p T)`` with p ranks, the time T of the run and the time C_r that rank r computes.
+    All ranks must make this call, outside traces. The times come from the hosts' clocks, so on several hosts the clocks
+    must agree.
 
     Args:
         schedule: the schedule that ran.
-        record: what :func:`pipeline` has recorded on this rank. The last run counts, if there are more. Wait for the
-            results of the run first.
-        comm: the ranks of the pipeline.
+        record: the list that :func:`pipeline` has filled on this rank. If it has several runs, the last one counts.
+            Wait for the results of the run before this call.
+        comm: the communicator of the pipeline.
 
     Returns:
-        The spans of the computations in seconds, from the first one on, and the bubble, on all ranks. A rank that waits
-        for another one, sends or receives does not compute.
+        A :class:`Simulation`, the same on all ranks: the spans of the computations in seconds since the first one, and
+        the bubble. The time in which a rank waits, sends or receives is not computation.
 
     Raises:
-        ValueError: on all ranks, if the record of a rank has not the computations of its schedule.
+        ValueError: on all ranks: the record of a rank does not have the computations of its schedule.
+
+    Order:
+        Outside programs, by messages of mpi4py.
 
     Example:
         >>> import jax, jax.numpy as jnp, pycollective as pc
@@ -186,9 +205,10 @@ def _check(is_right: bool, expected: str, got: Any) -> None:
 
 
 class _Run:
-    """Goes through the actions of this rank, while JAX traces.
+    """Traces the actions of this rank in their order.
 
-    ``_zero`` is 0, which XLA does not know. It goes from each action to the next one, as a token does.
+    ``_zero`` is a number that is 0 at run time, which XLA does not know. Each action takes it from the previous action,
+    like a token.
     """
 
     def __init__(
@@ -198,12 +218,12 @@ class _Run:
         self._microbatches, self._record = microbatches, record
         self._zero = mpi.sendrecv(jnp.zeros((), jnp.int32), comm, source=PROC_NULL, dest=PROC_NULL)
         self._value = jnp.zeros(())
-        self._there: dict[Action, Tree] = {}  # what has arrived, by the action that receives it
+        self._there: dict[Action, Tree] = {}  # what was received, by the action that receives it
         self._made: dict[Action, Tree] = {}  # what is to be sent, by the action that sends it
         self._kept: dict[tuple[int, ...], list[Array]] = {}  # for the backward passes, by chunk and microbatch
 
     def run(self) -> Array:
-        """Returns the value, the same on all ranks. The chunks have the gradients then."""
+        """Traces all actions and returns the value, the same on all ranks. Afterwards the chunks have the gradients."""
         for action in self._schedule.actions[self._comm.rank]:
             if action.peer is None:
                 self._compute(action)
@@ -217,7 +237,7 @@ class _Run:
     def _receive(self, action: Action, source: int) -> Tree:
         place = self._chunks[action.chunk].place
         like = place.takes if action.kind is Kind.RECEIVE_ACTIVATION else with_gradients(place.gives)
-        # Not recv: that has no operand, so XLA could let it wait in the way of the computations before it.
+        # recv would not do: it has no operand, so XLA could run it, and wait in it, before earlier computations.
         operands = jax.tree.map(lambda _: self._zero, like)
         got = mpi.sendrecv(operands, self._comm, source=source, dest=PROC_NULL, like=like)
         return jax.tree.map(lambda x: vary(x, place.axes), got)
@@ -255,7 +275,7 @@ class _Run:
         )
 
     def _tie(self, action: Action, arrays: Tree) -> Tree:
-        """Returns the operands or results of a computation. What reads them comes after all that is before."""
+        """Returns the operands or results of a computation, after all earlier actions: see :func:`_tie`."""
         self._zero, arrays = _tie(self._zero, arrays)
         if self._record is not None:
             self._zero, arrays = _tie(_note_time(self._record, action, self._zero), arrays)
@@ -263,7 +283,7 @@ class _Run:
 
 
 def _note_time(record: Record, action: Action, zero: Array) -> Array:
-    """Records the time when ``zero`` is there; what reads the result, which is ``zero``, comes after that."""
+    """Records the time when ``zero`` is computed, and returns ``zero``. Readers of the result run afterwards."""
 
     def note(zero: Array) -> Array:
         record.append((action, time.time()))
@@ -273,15 +293,15 @@ def _note_time(record: Record, action: Action, zero: Array) -> Array:
 
 
 def _tie(zero: Array, tree: Tree) -> tuple[Array, Tree]:
-    """Returns its arguments. What reads a result comes after all that computes the arguments.
+    """Returns its arguments, such that a reader of one result runs after the computation of all arguments.
 
-    The loop never runs, since ``zero`` is 0. It leaves its arrays where they are.
+    The arguments are the carry of a loop without iterations, since ``zero`` is 0 at run time. XLA does not copy them.
     """
     leaves, structure = jax.tree.flatten(tree)
     places = [i for i, x in enumerate(leaves) if not jnp.issubdtype(x.dtype, jax.dtypes.extended)]
 
     def body(state: tuple[Array, list[Array]]) -> tuple[Array, list[Array]]:
-        return state[0] + 1, [-x if is_inexact(x.dtype) else ~x for x in state[1]]  # XLA leaves out what stays the same
+        return state[0] + 1, [-x if is_inexact(x.dtype) else ~x for x in state[1]]  # XLA removes a constant carry
 
     tied = lax.while_loop(lambda state: state[0] < zero, body, (jnp.zeros_like(zero), [leaves[i] for i in places]))
     for i, x in zip(places, tied[1], strict=True):

@@ -1,4 +1,4 @@
-"""Pictures of schedules, as they are planned and as they ran."""
+"""Pictures of simulated and measured schedules."""
 
 from __future__ import annotations
 
@@ -20,14 +20,17 @@ _COLOURS = {
 
 
 def picture(simulation: Simulation, path: str | Path) -> None:
-    """Draws when each rank computes what.
+    """Draws the computations of all ranks over time, into a file.
 
-    Each rank has a row, and each computation a bar with the number of its microbatch. The title has the
-    numbers of ranks p, of microbatches m and of stages of each rank v, and the bubble. Later chunks have paler bars.
+    Each rank has a row, and each computation a bar with the number of its microbatch. The title has the number of ranks
+    p, of microbatches m and of stages of each rank v, and the bubble. Later chunks have paler bars.
 
     Args:
-        simulation: what :func:`simulate` or :func:`measured` gives.
+        simulation: the result of :func:`simulate` or :func:`measured`.
         path: the file to write, in the format that its suffix names, such as ``.svg`` or ``.png``.
+
+    Raises:
+        OSError: the file cannot be written.
 
     Example:
         >>> import tempfile
@@ -53,7 +56,7 @@ def draw(simulation: Simulation) -> Figure:
             paler = 1 - 0.6 * action.chunk / schedule.chunks
             axes.barh(rank, end - start, left=start, color=_COLOURS[action.kind][0], alpha=paler, edgecolor="white")
             if end - start < simulation.total / 100:
-                continue  # a number has no room
+                continue  # too narrow for a number
             axes.text((start + end) / 2, rank, str(action.microbatch), ha="center", va="center", fontsize="x-small")
     axes.set_yticks(range(schedule.stages), [f"rank {rank}" for rank in range(schedule.stages)])
     axes.invert_yaxis()

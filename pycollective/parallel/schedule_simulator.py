@@ -1,10 +1,9 @@
 """Simulates schedules of pipelines: deadlocks, the bubble, and the activations that ranks keep.
 
-Ranks compute for C_0, C_1, ... and all are done after T. Then the bubble is
+Rank r computes for the time C_r, and all p ranks end at the time T. The bubble is the share of the ranks' time in which
+they do not compute:
 
     (p T - (C_0 + C_1 + ...)) / (p T)
-
-which is the share of their time in which they do not compute.
 """
 
 from __future__ import annotations
@@ -19,7 +18,13 @@ from pycollective.parallel.schedules import Action, Kind, Schedule, costs_of, le
 
 
 class Span(NamedTuple):
-    """When an action began and ended."""
+    """The times of an action.
+
+    Attributes:
+        action: the action.
+        start: the time of its start, in the unit of the simulation, or in seconds for :func:`measured`.
+        end: the time of its end.
+    """
 
     action: Action
     start: float
@@ -28,15 +33,15 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Simulation:
-    """How a schedule runs.
+    """The run of a schedule, simulated or measured.
 
     Attributes:
         schedule: the schedule.
-        spans: for each rank when its actions run, in their order.
+        spans: for each rank the times of its actions, in program order.
         total: the time from the start of the first action to the end of the last one.
         bubble: the share of the ranks' time in which they do not compute.
-        peaks: for each rank the most activations that it keeps at one time: one for each chunk and microbatch from its
-            forward pass to the end of its backward passes.
+        peaks: for each rank the largest number of activations that it keeps at one time: one for each chunk and
+            microbatch, from its forward pass to the end of its backward passes.
     """
 
     schedule: Schedule
@@ -47,7 +52,7 @@ class Simulation:
 
     @classmethod
     def of(cls, schedule: Schedule, spans: Sequence[Sequence[Span]]) -> Simulation:
-        """Makes one from the times of actions."""
+        """Makes a simulation from the times of actions."""
         every = [span for own in spans for span in own]
         total = max(span.end for span in every) - min(span.start for span in every)
         computing = sum(span.end - span.start for span in every if span.action.peer is None)
@@ -69,23 +74,24 @@ def simulate(
     backward_weights: float = 1.0,
     send: float = 0.0,
 ) -> Simulation:
-    """Finds out when each action of a schedule runs, if a rank that sends waits for the rank that receives.
+    """Simulates a schedule: the time of each action, if each send waits for its receive.
 
-    That is the worst case, since MPI may buffer small messages. A schedule that ends here cannot deadlock.
+    Synchronous sends are the worst case, since MPI may buffer small messages. A schedule that ends in the simulation
+    cannot deadlock.
 
     Args:
         schedule: the schedule.
-        forward: the time of a forward pass of one stage and microbatch, in any unit.
-        backward_inputs: the time of a backward pass of inputs. A whole backward pass takes both times.
-        backward_weights: the time of a backward pass of weights.
-        send: the time of a message, for both ranks.
+        forward: the time of a forward pass of one stage and microbatch, in any unit. Default 1.
+        backward_inputs: the time of a backward pass of inputs, in the same unit. A whole backward pass takes
+            ``backward_inputs + backward_weights``. Default 1.
+        backward_weights: the time of a backward pass of weights, in the same unit. Default 1.
+        send: the time of a message, on both ranks, in the same unit. Default 0.
 
     Returns:
-        The times, the bubble, and what each rank keeps.
+        The times, the bubble, and the numbers of activations that the ranks keep.
 
     Raises:
-        ValueError: ranks would wait for each other for ever, or a rank's actions are not those that the numbers of
-            stages, microbatches and chunks need, in an order in which each has what it needs.
+        ValueError: the ranks deadlock; an action is missing, or comes twice, or comes before an action that it needs.
 
     Example:
         >>> from pycollective.parallel.schedules import one_f_one_b
@@ -121,7 +127,7 @@ def simulate(
 
 
 def _other_end(action: Action, rank: int, schedule: Schedule) -> Action:
-    """Returns the action of the peer that belongs to a message of this rank."""
+    """Returns the peer's action at the other end of this rank's message."""
     is_activation = action.kind in (Kind.SEND_ACTIVATION, Kind.RECEIVE_ACTIVATION)
     is_send = action.kind in (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT)
     stage = action.chunk * schedule.stages + rank + (1 if is_activation is is_send else -1)
@@ -131,7 +137,7 @@ def _other_end(action: Action, rank: int, schedule: Schedule) -> Action:
 
 
 def _waits(next_of: Mapping[int, Action]) -> str:
-    """Describes for each rank of a cycle of waits what it waits for."""
+    """Describes a cycle of ranks that wait for each other, with the action of each."""
     circle = [min(next_of)]
     while (peer := next_of[circle[-1]].peer) not in circle:
         circle.append(peer)  # type: ignore[arg-type]  # only messages wait
@@ -140,13 +146,13 @@ def _waits(next_of: Mapping[int, Action]) -> str:
 
 
 def _check_actions(schedule: Schedule) -> None:
-    """Raises ValueError if some rank has not the actions that it needs, each once and after those that it needs."""
+    """Raises ValueError if an action of a rank is missing, comes twice, or comes before an action that it needs."""
     stages, chunks = schedule.stages, schedule.chunks
     if len(schedule.actions) != stages:
         refuse("simulate", f"the actions of {stages} ranks", f"those of {len(schedule.actions)}")
     for rank, actions in enumerate(schedule.actions):
         split = {action[1:3] for action in actions if action.kind is Kind.BACKWARD_INPUTS}
-        earlier: dict[Action, list[Action]] = {}  # for each action those that must come before it
+        earlier: dict[Action, list[Action]] = {}  # for each action the actions that must come before it
         for place in product(range(chunks), range(schedule.microbatches)):
             forward = Action(Kind.FORWARD, *place)
             backward = Action(Kind.BACKWARD_INPUTS if place in split else Kind.BACKWARD, *place)

@@ -1,10 +1,10 @@
-"""Schedules of pipelines: which rank computes and sends what, in which order. A schedule is data.
+"""Schedules of pipelines: for each rank a list of its computations and messages, in their order.
 
-A network is cut into stages, one after another, and a batch into m microbatches. Each of p ranks has v stages, its
-chunks: rank r has the stages r, p + r, 2 p + r, ... A schedule lists the actions of each rank.
+A network is cut into consecutive stages, and a batch into m microbatches. Each of p ranks has v stages, its chunks:
+rank r has the stages r, p + r, 2 p + r, ...
 
-Ranks wait for each other for a share of the time, the *bubble*. If a backward pass takes twice as long as a forward
-pass, a half of that for the gradients of the weights, and messages take no time, it is
+The *bubble* is the share of the ranks' time in which they wait for each other. If a backward pass takes twice as long
+as a forward pass, half of it for the gradients of the weights, and if messages take no time, the bubble is
 
     gpipe, one_f_one_b    (p - 1) / (m + p - 1)      for all times of passes that are the same on all stages
     interleaved           (p - 1) / (v m + p - 1)    if p divides m
@@ -25,7 +25,7 @@ from pycollective.errors import message, name_ranks
 
 
 class Kind(enum.StrEnum):
-    """What an action does."""
+    """The kind of an action."""
 
     FORWARD = "forward"
     BACKWARD = "backward"  # of inputs and weights at once
@@ -41,10 +41,10 @@ class Action(NamedTuple):
     """One step of a rank.
 
     Attributes:
-        kind: what it does.
-        chunk: which of the rank's stages computes, or makes what is sent, or takes what is received.
+        kind: the kind of the computation or message.
+        chunk: the number of the rank's stage that computes, whose result is sent, or that needs what is received.
         microbatch: the number of the microbatch.
-        peer: the rank at the other end of a message; None for a computation.
+        peer: the rank at the other end of a message; None for a computation. Default None.
     """
 
     kind: Kind
@@ -62,11 +62,11 @@ class Schedule:
     """The actions of all ranks.
 
     Attributes:
-        name: its name.
+        name: a name for messages and pictures.
         stages: p, the number of ranks.
         microbatches: m, the number of microbatches.
         chunks: v, the number of stages of each rank.
-        actions: for each rank its actions, in their order.
+        actions: for each rank its actions, in program order.
     """
 
     name: str
@@ -79,11 +79,11 @@ class Schedule:
 def gpipe(stages: int, microbatches: int) -> Schedule:
     """Makes the schedule of GPipe: all forward passes, then all backward passes.
 
-    A rank keeps the activations of all m microbatches.
+    The bubble is ``(p - 1) / (m + p - 1)``. A rank keeps the activations of all m microbatches.
 
     Args:
-        stages: p, the number of ranks, from 1.
-        microbatches: m, from 1.
+        stages: the number of ranks, p, from 1.
+        microbatches: the number of microbatches, m, from 1.
 
     Returns:
         The schedule, with one stage on each rank.
@@ -91,7 +91,8 @@ def gpipe(stages: int, microbatches: int) -> Schedule:
     Raises:
         ValueError: a number is below 1.
 
-    Source: arXiv:1811.06965, section 2.3.
+    Source:
+        Huang et al., "GPipe", arXiv:1811.06965, section 2.3.
 
     Example:
         >>> from pycollective.parallel import schedule_simulator
@@ -104,13 +105,14 @@ def gpipe(stages: int, microbatches: int) -> Schedule:
 
 
 def one_f_one_b(stages: int, microbatches: int) -> Schedule:
-    """Makes the schedule of PipeDream-Flush: after the first forward passes, one forward and one backward by turns.
+    """Makes the 1F1B schedule of PipeDream-Flush: after a warmup, forward and backward passes alternate.
 
-    Rank r keeps the activations of at most p - r microbatches. The bubble is that of :func:`gpipe`.
+    The bubble is ``(p - 1) / (m + p - 1)``, that of :func:`gpipe`. Rank r keeps the activations of at most p - r
+    microbatches.
 
     Args:
-        stages: p, the number of ranks, from 1.
-        microbatches: m, from 1.
+        stages: the number of ranks, p, from 1.
+        microbatches: the number of microbatches, m, from 1.
 
     Returns:
         The schedule, with one stage on each rank.
@@ -118,7 +120,8 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
     Raises:
         ValueError: a number is below 1.
 
-    Source: arXiv:2006.09503, section 3.2.
+    Source:
+        Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", arXiv:2006.09503, section 3.2.
 
     Example:
         >>> from pycollective.parallel import schedule_simulator
@@ -135,22 +138,24 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
 def interleaved(stages: int, microbatches: int, chunks: int) -> Schedule:
     """Makes the interleaved schedule of Megatron-LM: 1F1B with v stages on each rank.
 
-    The bubble is about v times smaller than that of :func:`one_f_one_b`, and v times as many messages travel. Rank 0
-    keeps the activations of p v + p - 1 of its chunks' microbatches, where 1F1B keeps p of stages that are v times as
-    large.
+    If p divides m, the bubble is ``(p - 1) / (v m + p - 1)``, about v times smaller than that of :func:`one_f_one_b`,
+    with v times as many messages. Rank 0 keeps p v + p - 1 activations, each of one chunk and microbatch. 1F1B keeps p
+    activations of stages that are v times as large.
 
     Args:
-        stages: p, the number of ranks, from 1.
-        microbatches: m, from 1. The bubble is smallest if p divides it.
-        chunks: v, the number of stages on each rank, from 1.
+        stages: the number of ranks, p, from 1.
+        microbatches: the number of microbatches, m, from 1. The bubble is smallest if m is a multiple of p.
+        chunks: the number of stages on each rank, v, from 1.
 
     Returns:
-        The schedule.
+        The schedule, with v stages on each rank.
 
     Raises:
         ValueError: a number is below 1.
 
-    Source: arXiv:2104.04473, section 2.2.
+    Source:
+        Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM",
+        arXiv:2104.04473, section 2.2.
 
     Example:
         >>> from pycollective.parallel import schedule_simulator
@@ -160,7 +165,8 @@ def interleaved(stages: int, microbatches: int, chunks: int) -> Schedule:
     _check_numbers("interleaved", stages=stages, microbatches=microbatches, chunks=chunks)
 
     def passes(kind: Kind, order: Sequence[int]) -> list[Action]:
-        # A group has p microbatches. The last one may lack some: what others wait for stays in their order.
+        # Microbatches come in groups of p. The last group may be smaller: of_rank removes the missing ones and keeps
+        # the order of the others.
         firsts = range(0, microbatches, stages)
         return [Action(kind, c, k) for first in firsts for c in order for k in range(first, first + stages)]
 
@@ -174,15 +180,16 @@ def interleaved(stages: int, microbatches: int, chunks: int) -> Schedule:
 
 
 def zero_bubble(stages: int, microbatches: int) -> Schedule:
-    """Makes ZB-H1: 1F1B whose backward passes of weights wait until a rank has nothing else to do.
+    """Makes the schedule ZB-H1: 1F1B with delayed backward passes of weights, which fill the bubble.
 
-    A backward pass has two parts. The rank before waits for the gradients of the inputs. Nobody waits for those of the
-    weights. The bubble is a third of that of :func:`one_f_one_b` if all three passes take the same time. A rank keeps
-    at most p microbatches, as many as rank 0 does in 1F1B.
+    A backward pass has two parts. The previous rank waits for the gradients of the inputs; no rank waits for those of
+    the weights. If the forward pass and both parts take the same time, the bubble is ``(p - 1) / (3 m + p - 1)``, about
+    a third of that of :func:`one_f_one_b`. A rank keeps the activations of at most p microbatches, as many as rank 0
+    keeps in 1F1B.
 
     Args:
-        stages: p, the number of ranks, from 1.
-        microbatches: m, from 1.
+        stages: the number of ranks, p, from 1.
+        microbatches: the number of microbatches, m, from 1.
 
     Returns:
         The schedule, with one stage on each rank.
@@ -190,7 +197,8 @@ def zero_bubble(stages: int, microbatches: int) -> Schedule:
     Raises:
         ValueError: a number is below 1.
 
-    Source: arXiv:2401.10241, section 2, ZB-H1.
+    Source:
+        Qi et al., "Zero Bubble Pipeline Parallelism", arXiv:2401.10241, section 2, ZB-H1.
 
     Example:
         >>> from pycollective.parallel import schedule_simulator
@@ -206,7 +214,7 @@ def zero_bubble(stages: int, microbatches: int) -> Schedule:
         actions: list[Action] = []
         for action in _by_turns(forward, backward, stages - 1 - rank):
             actions.append(action)
-            # Rank r of 1F1B keeps p - r microbatches. So r more may wait for their backward pass of weights.
+            # In 1F1B rank r keeps p - r microbatches. So r more may be kept for their backward pass of weights.
             if action.kind is Kind.BACKWARD_INPUTS and action.microbatch >= rank:
                 actions.append(Action(Kind.BACKWARD_WEIGHTS, 0, action.microbatch - rank))
         late = range(max(0, microbatches - rank), microbatches)
@@ -222,7 +230,7 @@ def _check_numbers(where: str, **numbers: int) -> None:
 
 
 def _by_turns(forward: Sequence[Action], backward: Sequence[Action], warmup: int) -> list[Action]:
-    """Returns ``warmup`` forward passes, then a forward and a backward one by turns, then the other backward ones."""
+    """Returns ``warmup`` forward passes, then forward and backward passes in turn, then the other backward passes."""
     ahead = min(warmup, len(forward))
     turns = [action for pair in zip(forward[ahead:], backward, strict=False) for action in pair]
     return [*forward[:ahead], *turns, *backward[len(forward) - ahead :]]
@@ -236,26 +244,27 @@ def with_messages(
     backward_inputs: float = 1.0,
     backward_weights: float = 1.0,
 ) -> Schedule:
-    """Makes a schedule of what each rank computes: it adds what they send and receive.
+    """Makes a schedule from the ranks' computations: it adds the messages.
 
-    A rank sends what it has made at once. It receives between two computations, as soon as another rank waits to send.
-    That is found by going through all ranks in the order of time. So all messages have one order, and each rank's
-    actions are a part of it: no ranks can wait for each other in a circle, even if a rank that sends waits for the one
-    that receives. A stage takes what another stage of the same rank has made without a message.
+    A rank sends a result right after the computation. It receives between two computations, as soon as the sender
+    waits. The places of the messages come from a simulation of all ranks in the order of time. So all messages have one
+    global order that contains the order of each rank, and the ranks cannot deadlock, even if each send waits for its
+    receive. A result for another stage of the same rank needs no message.
 
     Args:
         name: a name for messages and pictures.
-        computations: for each rank its computations, in their order. There are as many ranks as lists.
-        forward: the time of a forward pass of one stage and microbatch, in any unit. The times decide when a rank
-            receives. The makers of schedules take 1 for each.
-        backward_inputs: the time of a backward pass of inputs. A whole backward pass takes both times.
-        backward_weights: the time of a backward pass of weights.
+        computations: for each rank its computations, in their order. The number of ranks is that of the lists.
+        forward: the time of a forward pass of one stage and microbatch, in any unit. Default 1, as the functions that
+            make schedules use it. The times decide between which computations a rank receives.
+        backward_inputs: the time of a backward pass of inputs, in the same unit. A whole backward pass takes
+            ``backward_inputs + backward_weights``. Default 1.
+        backward_weights: the time of a backward pass of weights, in the same unit. Default 1.
 
     Returns:
         The schedule.
 
     Raises:
-        ValueError: no order of the messages is possible.
+        ValueError: no order of the messages is possible: a computation waits for a result that is computed after it.
 
     Example:
         >>> passes = [Action(Kind.FORWARD, 0, 0), Action(Kind.BACKWARD, 0, 0)]
@@ -268,16 +277,16 @@ def with_messages(
     left = [list(order)[::-1] for order in computations]  # the next one is the last
     actions: list[list[Action]] = [[] for _ in left]
     there: list[set[Action]] = [set() for _ in left]  # what each rank has received
-    ready: list[Letter | None] = [None] * stages  # what each rank sends now
-    free = [0.0] * stages  # when each rank has done what it began
+    ready: list[Letter | None] = [None] * stages  # the message that each rank waits to send
+    free = [0.0] * stages  # the time at which each rank ends its last action
 
     def needs(rank: int) -> Action | None:
-        """Returns what the rank must receive for its next computation."""
+        """Returns the receive that is missing for the next computation of the rank; None if there is none."""
         need = need_of(left[rank][-1], rank, stages, chunks) if left[rank] else None
         return None if need in there[rank] else need
 
     def possible() -> Iterator[tuple[float, int, int]]:
-        """Yields what can happen next: when, whether it is a computation, and to which rank."""
+        """Yields the actions that can be next: the time, 1 for a computation or 0 for a message, and the rank."""
         for rank, letter in enumerate(ready):
             if letter is not None:
                 yield max(free[rank], free[letter.peer]), 0, rank
@@ -318,7 +327,13 @@ def costs_of(forward: float, backward_inputs: float, backward_weights: float) ->
 
 
 class Letter(NamedTuple):
-    """A result that another stage needs: the rank of that stage, and the actions of both ranks."""
+    """A result for another stage.
+
+    Attributes:
+        peer: the rank of that stage.
+        send: the action that sends the result.
+        receive: the action of ``peer`` that receives it.
+    """
 
     peer: int
     send: Action
@@ -326,18 +341,21 @@ class Letter(NamedTuple):
 
 
 def _direction(kind: Kind) -> int:
-    """Returns how far from a stage the one is that takes the results of such a computation; 0 if none does."""
+    """Returns the distance from a stage to the stage that takes the result of such a computation; 0 if none does."""
     return {Kind.FORWARD: 1, Kind.BACKWARD_WEIGHTS: 0}.get(kind, -1)
 
 
 def _receive(kind: Kind, chunk: int, microbatch: int, peer: int) -> Action:
-    """Returns how a computation of this kind gets what it needs."""
+    """Returns the action that receives the operand of a computation of this kind."""
     how = Kind.RECEIVE_ACTIVATION if kind is Kind.FORWARD else Kind.RECEIVE_GRADIENT
     return Action(how, chunk, microbatch, peer)
 
 
 def need_of(action: Action, rank: int, stages: int, chunks: int) -> Action | None:
-    """Returns what must be received before a computation, perhaps from another stage of the same rank."""
+    """Returns the action that receives the operand of a computation; ``peer`` may be the rank itself.
+
+    None: the computation needs no result of another stage.
+    """
     step = _direction(action.kind)
     source = action.chunk * stages + rank - step
     if step == 0 or not 0 <= source < stages * chunks:
@@ -346,7 +364,10 @@ def need_of(action: Action, rank: int, stages: int, chunks: int) -> Action | Non
 
 
 def letter_of(action: Action, rank: int, stages: int, chunks: int) -> Letter | None:
-    """Returns what a computation makes for another stage, perhaps of the same rank."""
+    """Returns the message with the result of a computation; ``peer`` may be the rank itself.
+
+    None: no other stage needs the result.
+    """
     step = _direction(action.kind)
     target = action.chunk * stages + rank + step
     if step == 0 or not 0 <= target < stages * chunks:
@@ -358,6 +379,6 @@ def letter_of(action: Action, rank: int, stages: int, chunks: int) -> Letter | N
 
 
 def refuse(where: str, expected: str, got: str) -> NoReturn:
-    """Raises ValueError for a schedule that is not possible."""
+    """Raises ValueError for an impossible schedule."""
     remedy = "Take pycollective.parallel.with_messages: it brings computations into an order that is possible."
     raise ValueError(message(f"parallel.{where}", expected, got, remedy))

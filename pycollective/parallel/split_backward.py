@@ -1,9 +1,9 @@
-"""Splits a backward pass in two: first the gradients of a stage's inputs, later those of its weights.
+"""Splits a backward pass in two parts: the gradients of a stage's inputs, and later those of its weights.
 
-The previous rank waits for the first part only. The first part has the equations that the first results need. The
-second part has the other equations, and takes shared values from the first part, so nothing is computed twice:
+The previous rank waits for the first part only. The first part has the equations on which the first results depend. The
+second part has the other equations. It takes shared values from the first part, so no equation is computed twice:
 
-    dy' = dy * f'(z)        first; both need dy'
+    dy' = dy * f'(z)        first; both parts need dy'
     dx  = dy' w^T           first
     dw  = x^T dy'           second
 
@@ -26,9 +26,9 @@ class Split(NamedTuple):
     """A program in two parts.
 
     Attributes:
-        first: gives the first results, and then what the second part takes from it.
-        second: gives the other results from some arguments of the program, and then from what the first part gives.
-        again: the places of the arguments that the second part takes.
+        first: returns the first results, followed by the values that the second part needs from it.
+        second: returns the other results. Its arguments are some arguments of the program, followed by these values.
+        again: the indices of the program's arguments that the second part takes.
     """
 
     first: ClosedJaxpr
@@ -39,9 +39,9 @@ class Split(NamedTuple):
 def split(closed: ClosedJaxpr, results: int, *args: Array) -> Split:
     """Splits a program after its first results.
 
-    An equation that gives something for both, such as a scan or a checkpoint, is in the first part as a whole. A call
-    of a jitted function is not one equation: it stands for those inside. A program with references is not split: its
-    second part is empty.
+    An equation with results for both parts, such as a scan or a checkpoint, is in the first part as a whole. A call of
+    a jitted function is replaced by the equations inside it. A program with references is not split: its second part
+    has no equations.
 
     Args:
         closed: the program.
@@ -84,14 +84,14 @@ def split(closed: ClosedJaxpr, results: int, *args: Array) -> Split:
 
 
 def _inlined(eqn: JaxprEqn, operands: list[Array]) -> Any:
-    """Evaluates an equation; of a jitted function each equation inside."""
+    """Evaluates an equation; for a call of a jitted function, the equations inside it."""
     if eqn.primitive.name in ("jit", "pjit"):
         return evaluate(eqn.params["jaxpr"], _inlined, *operands)
     return rebind(eqn, operands)
 
 
 def _needed(eqns: list[JaxprEqn], results: list[Any], *, effects: bool) -> list[JaxprEqn]:
-    """Returns the equations that some results need, and those with effects if asked."""
+    """Returns the equations on which some results depend; with ``effects`` also those that have effects."""
     needed = {var for var in results if isinstance(var, Var)}
     found = []
     for eqn in reversed(eqns):

@@ -1,4 +1,4 @@
-"""The stages of a pipeline on one rank: the programs of each, traced once for all microbatches; what passes between.
+"""The stages of a pipeline on one rank: their programs, traced once for all microbatches, and the shapes of results.
 
 y, residuals = forward(params, x, microbatch)
 dx, dparams  = backward(residuals, dy)        or in two parts, see split_backward
@@ -24,7 +24,7 @@ from pycollective.ranks.communicator import Communicator
 Array = Any
 Tree = Any
 Stage = Callable[[Tree, Tree, Tree], Tree]
-"""A function of parameters, of what the stage before gave (None on the first one), and of a microbatch."""
+"""A function of parameters, of the previous stage's result (None for the first stage), and of a microbatch."""
 
 
 def activation_shapes(
@@ -35,24 +35,28 @@ def activation_shapes(
     *,
     axis_env: Sequence[tuple[Any, int]] = (),
 ) -> list[Tree]:
-    """Finds the shapes that each stage of a pipeline gives to the next. All ranks must make this call, outside traces.
+    """Finds the shapes of the results of a pipeline's stages. All ranks must make this call, outside traces.
 
-    Each rank traces its own stages. The shapes go from rank to rank. If a stage does not fit what it gets, all ranks
-    raise the same error.
+    Each rank traces its own stages, in the order of the stages, and sends the shapes of their results to all ranks. If
+    a stage raises an error for the shapes that it gets, all ranks raise the same error.
 
     Args:
         stage: this rank's stage, or its v stages, as for :func:`pipeline`.
-        params: this rank's parameters, or a sequence of v trees of them. Arrays or :class:`jax.ShapeDtypeStruct`.
-        microbatch: one microbatch, without the axis of microbatches. Arrays or :class:`jax.ShapeDtypeStruct`.
-        comm: the ranks of the pipeline.
-        axis_env: names and sizes of the other axes that stages name: ``[("data", 2)]``.
+        params: this rank's parameters, or a sequence of v trees of them; arrays or :class:`jax.ShapeDtypeStruct`.
+        microbatch: one microbatch, without the axis of microbatches; arrays or :class:`jax.ShapeDtypeStruct`.
+        comm: the communicator whose ranks have the stages.
+        axis_env: names and sizes of other axes that the stages name, such as ``[("data", 2)]``. Default: none.
 
     Returns:
-        A tree of :class:`jax.ShapeDtypeStruct` for each stage but the last one, the same on all ranks.
+        For each stage but the last a tree of :class:`jax.ShapeDtypeStruct`, the same on all ranks: the argument
+        ``between`` of :func:`pipeline`.
 
     Raises:
-        ValueError: on all ranks, if a stage cannot take what the stage before gives, if the last one gives no loss, or
-            if ranks have different numbers of stages.
+        ValueError: on all ranks: a stage raises an error for the previous stage's result; the last stage returns no
+            scalar; the ranks have different numbers of stages.
+
+    Order:
+        Outside programs, by messages of mpi4py.
 
     Example:
         >>> import jax.numpy as jnp, pycollective as pc
@@ -78,7 +82,7 @@ def activation_shapes(
             try:
                 traced = jax.make_jaxpr(functions[chunk], axis_env=list(axis_env), return_shape=True)
                 y = jax.tree.map(_struct, traced(of_chunks[chunk], x, microbatch)[1])
-            except Exception as error:  # whatever a stage raises: all ranks must hear of it
+            except Exception as error:  # any error of a stage must reach all ranks
                 what = "a microbatch alone" if x is None else f"what the stage before gives, {describe(x)}"
                 problem, cause = f"{what}: {type(error).__name__}: {error}", error
         y, problem = comm.mpi.bcast((y, problem), root=owner)
@@ -130,12 +134,12 @@ def with_gradients(tree: Tree) -> list[Any]:
 
 
 class Place(NamedTuple):
-    """Where a stage is.
+    """The place of a stage in the pipeline.
 
     Attributes:
-        number: its number.
-        shapes: what passes after each stage but the last.
-        varying: the axes along which that varies.
+        number: the number of the stage.
+        shapes: the results of all stages but the last.
+        varying: the axes along which these results vary.
     """
 
     number: int
@@ -144,30 +148,30 @@ class Place(NamedTuple):
 
     @property
     def takes(self) -> Tree:
-        """What the stage before gives."""
+        """The result of the previous stage; None for the first stage."""
         return self.shapes[self.number - 1] if self.number > 0 else None
 
     @property
     def gives(self) -> Tree:
-        """What passes after this stage; None after the last one."""
+        """The result of this stage for the next one; None for the last stage."""
         return None if self.is_last else self.shapes[self.number]
 
     @property
     def is_last(self) -> bool:
-        """Whether it gives the loss."""
+        """Whether the stage returns the loss."""
         return self.number == len(self.shapes)
 
     @property
     def axes(self) -> tuple[Any, ...]:
-        """The axes along which what passes varies, where JAX's types say that."""
+        """The axes along which results vary by JAX's types; empty if JAX has no types for them."""
         names = names_of(self.varying)
         return names if names and has_types(names) else ()
 
     def checked(self, y: Tree) -> Tree:
-        """Returns what the stage gives, of the type that passes.
+        """Returns the stage's result ``y``, cast to a type that varies along :attr:`axes`.
 
         Raises:
-            ValueError: it is not what passes after this stage.
+            ValueError: the result does not have the shapes and dtypes of :attr:`gives`, or varies along other axes.
         """
         if self.is_last:
             check_loss("pipeline", y)
@@ -182,7 +186,7 @@ class Place(NamedTuple):
                 remedy = "Name these axes in varying, on all ranks."
                 expected = f"what stage {self.number} gives to vary along {list(self.axes)} at most"
                 raise ValueError(message("parallel.pipeline", expected, f"along {sorted(map(str, others))}", remedy))
-        # The gradient of a loss that is the same along an axis counts it once, so it must stay so.
+        # The loss is not cast: the gradient of a loss that is the same along an axis counts the loss once.
         return y if self.is_last else jax.tree.map(lambda x: vary(x, self.axes), y)
 
 
@@ -190,8 +194,8 @@ class Chunk:
     """A stage of this rank, and the sum of its gradients.
 
     Attributes:
-        place: where it is.
-        grads: the leaves of the gradients so far; None before the first ones.
+        place: the place of the stage in the pipeline.
+        grads: the leaves of the sum of the gradients so far; None before the first backward pass.
     """
 
     def __init__(self, function: Stage, params: Tree, place: Place) -> None:
@@ -204,7 +208,7 @@ class Chunk:
         self._shared: dict[int, Array] = {}
 
     def forward(self, x: Tree, microbatch: Tree) -> tuple[Tree, list[Array]]:
-        """Returns what the stage gives, and this microbatch's residuals.
+        """Returns the stage's result and this microbatch's residuals.
 
         A residual that depends on parameters alone, such as weights in another dtype, is kept once for all of them.
         """
@@ -233,7 +237,7 @@ class Chunk:
         return _compiled(closed)
 
     def cotangent_of_loss(self, weight: float) -> list[Array]:
-        """Returns the cotangent of the loss: its weight in the value."""
+        """Returns the cotangent of the loss: the weight of a microbatch's loss in the value."""
         return [vary(jnp.asarray(weight, self._given[0].dtype), self._loss_axes)]
 
     def backward(self, residuals: list[Array], dy: list[Array]) -> tuple[list[Array], list[Array]]:
@@ -246,7 +250,7 @@ class Chunk:
         return outs[:inputs], outs[inputs:]
 
     def backward_inputs(self, residuals: list[Array], dy: list[Array]) -> tuple[list[Array], list[Array]]:
-        """Returns the gradients of the inputs, and what :meth:`backward_weights` takes of this microbatch."""
+        """Returns the gradients of the inputs, and this microbatch's argument of :meth:`backward_weights`."""
         args = self._with_shared(residuals) + dy
         inputs = len(with_gradients(self.place.takes))
         if not self._parts:
@@ -257,13 +261,13 @@ class Chunk:
         return outs[:inputs], [args[i] for i in self._again if i not in self._shared] + outs[inputs:]
 
     def backward_weights(self, taken: list[Array]) -> list[Array]:
-        """Returns the gradients of the parameters."""
+        """Returns the gradients of the parameters from the second result of :meth:`backward_inputs`."""
         rest = iter(taken)
         again = [self._shared[i] if i in self._shared else next(rest) for i in self._again]
         return self._parts[1](*again, *rest)
 
     def add(self, grads: list[Array]) -> None:
-        """Adds gradients of the parameters."""
+        """Adds a microbatch's gradients of the parameters to the sum."""
         self.grads = grads if self.grads is None else [a + b for a, b in zip(self.grads, grads, strict=True)]
 
     def _with_shared(self, residuals: list[Array]) -> list[Array]:
@@ -279,5 +283,5 @@ class Chunk:
 
 
 def _compiled(closed: Any) -> Callable[..., list[Array]]:
-    """Returns a program as a function that JAX lowers once, however often it is called."""
+    """Returns a program as a jitted function: JAX lowers it once for all calls."""
     return jax.jit(lambda *args: evaluate(closed, rebind, *args))
