@@ -1,8 +1,9 @@
-"""Device programs under :func:`jax.checkpoint`: what the forward program keeps, and what the backward one repeats.
+"""Device programs under :func:`jax.checkpoint`: the residuals of the forward program, and the repeated program.
 
-The policy is asked for each equation inside, as under :func:`jax.pmap` and :func:`jax.shard_map`. The program becomes
-two: the first has all results, and what the policy saves as further results; the second computes from these what
-the derivative needs. What turns out not to be needed is left out of both, with its collectives.
+JAX asks the policy for each equation inside, as under :func:`jax.pmap` and :func:`jax.shard_map`. The device program is
+split into two. The first returns all results and the residuals that the policy saves. The second, in the backward pass,
+computes from these the values that the derivative needs. Equations that are not needed are removed from both programs,
+collectives included.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pycollective.spmd import device_program
 from pycollective.spmd.device_program import names_of
 
 Inside = Callable[[dict[str, Any], Callable[[], Any]], Any]
-"""Calls a function where the axes of a program with these parameters are bound, as they are where it was traced."""
+"""Calls a function in a context in which the axes of a program with these parameters are bound."""
 
 
 def register(primitive: Primitive, inside: Inside, own_axes: Callable[[dict[str, Any], Any], Sequence[Any]]) -> None:
@@ -32,15 +33,15 @@ def register(primitive: Primitive, inside: Inside, own_axes: Callable[[dict[str,
     Args:
         primitive: the primitive.
         inside: see :data:`Inside`.
-        own_axes: a function from the parameters and the type of a value inside to the axes along which each device may
-            have a value of its own.
+        own_axes: a function that returns the axes along which a value may differ between devices, from the parameters
+            and the type of a value inside.
     """
     partial_eval_jaxpr_custom_rules[primitive] = partial(_split, inside, own_axes)
     dce_rules[primitive] = partial(_without_unused, inside)
 
 
 def called_in(trace: Callable[[Callable[[], Any]], Any], call: Callable[[], Any]) -> Any:
-    """What ``call`` returns while ``trace`` traces a function, so in the surroundings that it has there."""
+    """Returns the result of ``call`` inside a function that ``trace`` traces, that is, in the context of the trace."""
     returned = []
 
     def fun() -> tuple[()]:
@@ -88,7 +89,7 @@ def _split(
 ) -> transforms.Split:
     """The rule of a device program for :func:`jax.checkpoint`.
 
-    A program with an unknown operand is linear in it: the rule for jvp has left all else to another program.
+    A program with an unknown operand is linear in it: the jvp rule has put everything else into another program.
     """
     if any(unks_in):
         return transforms.left_to_backward(inst_in, eqn)
@@ -100,15 +101,15 @@ def _split(
     residuals = first.outvars[count:]
     assert second.invars[: len(residuals)] == residuals, "residuals in another order"
 
-    # Where each residual lies: it may be an operand, or a result that lies as a new residual would.
+    # The variable and spec of each residual. It may be an operand, or a result with the spec of a new residual.
     places = dict(zip(first.invars, operands, strict=True))
     for var, (result, spec) in zip(first.outvars, results, strict=False):
         lies_alike = isinstance(var, Var) and set(names_of(spec)) == set(own_axes(params, var.aval))
-        if lies_alike and type(result) is Var:  # no result that nobody reads
+        if lies_alike and type(result) is Var:  # not a result without readers
             places.setdefault(var, (result, spec))
     new = [var for var in residuals if var not in places]
     specs = [PartitionSpec(tuple(own_axes(params, var.aval))) for var in new]
-    # A scalar gets an axis, along which the devices' own ones lie.
+    # A scalar residual gets an axis with the devices' own scalars.
     kept = {var: Var(jax_internals.result((1,), var.aval.dtype, var.aval)) for var in new if not var.aval.shape}
     expand, squeeze = partial(lax.expand_dims, dimensions=(0,)), partial(lax.squeeze, dimensions=(0,))
 
@@ -136,18 +137,19 @@ def _unzipped(pairs: Sequence[tuple[Any, PartitionSpec]]) -> tuple[list[Any], li
 
 
 def _equation(fun: Callable[[Any], Any], operand: Var, result: Var) -> JaxprEqn:
-    """An equation of a function with one operand, which JAX knows by one primitive."""
+    """Returns the equation of a function with one operand that is one primitive of JAX."""
     struct = jax.ShapeDtypeStruct(operand.aval.shape, operand.aval.dtype)
     (eqn,) = jax.make_jaxpr(fun)(struct).jaxpr.eqns
     return eqn.replace(invars=[operand], outvars=[result])
 
 
 def _without_unused(inside: Inside, used: Sequence[bool], *rest: Any) -> tuple[list[bool], JaxprEqn | None]:
-    """The rule for dead code: a collective that is repeated is left out if nobody needs its result.
+    """The rule for dead-code elimination: a repeated program loses collectives whose results are not used.
 
-    Any other program keeps what it has. One rank may read a result that another one does not, and all make the call.
+    Other programs keep all their collectives: one rank may read a result that another rank does not read, and both must
+    make the call.
     """
-    eqn = rest[-1]  # from JAX 0.12 on, what is before says which references are read
+    eqn = rest[-1]  # from JAX 0.12 on, an argument before it says which references are read
     params = eqn.params
     body, read, effects = params["body"], [True] * len(eqn.invars), eqn.effects
     if params["repeated"]:

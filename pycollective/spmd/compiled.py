@@ -39,8 +39,8 @@ def _is_about_devices(error: Exception) -> bool:
 def _is_about_meshes(error: Exception) -> bool:
     """Returns whether XLA of JAX 0.12 has refused to compile a program for the mesh on which an argument lies.
 
-    Of two meshes over the same devices it takes one for both. If that one has an axis of size 1 more, our calls are not
-    manual over all axes any more. Nothing has run then.
+    If two meshes have the same devices, XLA uses one of them for both. If this one has an additional axis of size 1,
+    our calls are not manual over all axes, and XLA refuses them. The error comes before anything has run.
     """
     return "side-effect HLO cannot have a replicated sharding" in str(error)
 
@@ -52,7 +52,7 @@ def _devices_named(shardings: Any) -> frozenset[jax.Device]:
 
 
 class _ToCompare(NamedTuple):
-    """What a trace has found that the ranks must compare at the function's first call.
+    """The findings of a trace that the ranks must compare at the function's first call.
 
     Attributes:
         notes: the collectives over named axes.
@@ -67,8 +67,8 @@ class CompiledFunction(Generic[P, R]):
     """A compiled function: what :func:`pycollective.jit`, ``pmap`` and ``shard_map`` return.
 
     A call at top level runs one region (``ordering/region.py``), which JAX dispatches at full speed. A call inside
-    another trace must keep the order of its collectives with those around it. So it is a call of plain :func:`jax.jit`,
-    with an effect that JAX keeps in order, and JAX can differentiate and batch it.
+    another trace must keep its collectives in order with those of the surrounding program. So it is a call of plain
+    :func:`jax.jit` with an ordered effect, and JAX can differentiate and batch it.
     """
 
     def __init__(
@@ -84,8 +84,8 @@ class CompiledFunction(Generic[P, R]):
         Args:
             fun: the function of this rank's own arrays.
             options: options of :func:`jax.jit`.
-            place: moves arguments, positional and by keyword, to the devices of the program; None if the program runs
-                where its arguments lie.
+            place: a function that moves arguments, positional and by keyword, to the devices of the program. None: the
+                program runs on the devices of its arguments.
             where: the name of the public function, for messages.
             wrapped: the user's function, if ``fun`` binds axes around it.
         """
@@ -115,12 +115,12 @@ class CompiledFunction(Generic[P, R]):
         return f"<pycollective function {self._fun!r}>"
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        # Every call pays for each look-up here; a call with 4 B takes 8 us in all.
+        # This is the hot path: a call with 4 B takes 8 us in total, so each look-up here counts.
         if not (self._agreed and at_top_level()):
             return self._call_first_or_nested(args, kwargs)
         if self._program.devices is not dispatch.ONLY_DEVICE:
             return self._dispatch(args, kwargs)
-        # This is `_dispatch` for a rank with one device: there is nothing to move and nothing to look up.
+        # A copy of `_dispatch` for a rank with one device: no arguments to move, no devices to look up.
         must_limit = wait_for_earlier_programs(dispatch.ONLY_DEVICE)
         outs = self._top_level(*args, **kwargs)
         return limit_programs_in_flight(outs) if must_limit or type(outs) is WithCompletion else outs
@@ -162,7 +162,7 @@ class CompiledFunction(Generic[P, R]):
         except (ValueError, jax.errors.JaxRuntimeError) as error:
             if self._place is None or self._always_places or not (_is_about_devices(error) or _is_about_meshes(error)):
                 raise
-            self._always_places = True  # from now on; programs that never need it pay nothing
+            self._always_places = True  # for all later calls: other programs do not pay for the move
             return self._dispatch(args, kwargs)
         return limit_programs_in_flight(outs) if must_limit or type(outs) is WithCompletion else outs
 
@@ -173,7 +173,7 @@ class CompiledFunction(Generic[P, R]):
         return limit_programs_in_flight(outs) if must_limit or type(outs) is WithCompletion else outs
 
     def _prepare_first_call(self, args: Any, kwargs: Any) -> None:
-        """Prepares the first call: all ranks trace, and compare what they have found."""
+        """Prepares the first call: all ranks trace the function, and compare the findings."""
         with explain_unbound_names(), self._collect_for_comparison(may_reorder=True) as (notes, orders):
             try:
                 self._top_level.trace(*args, **kwargs)  # JAX keeps the trace: the call does not trace again
@@ -185,15 +185,15 @@ class CompiledFunction(Generic[P, R]):
 
     @contextlib.contextmanager
     def _collect_for_comparison(self, *, may_reorder: bool) -> Iterator[_ToCompare]:
-        """Collects what the trace inside finds. ``may_reorder``: see :meth:`overlap.Overlap.collect_orders`."""
-        if self._program.traced:  # by `lower`; JAX keeps that trace, and would not trace again
+        """Collects the findings of a trace. ``may_reorder``: see :meth:`overlap.Overlap.collect_orders`."""
+        if self._program.traced:  # `lower` has traced it: JAX would reuse this trace
             self._top_level.clear_cache()
         collect_orders = self._overlap.collect_orders(may_reorder=may_reorder)
         with agreement.collect_reports() as notes, collect_orders as orders:
             yield _ToCompare(notes, orders)
 
     def _agree_on_lowered(self, found: _ToCompare) -> None:
-        """Comes before the first call of a program that was lowered before the ranks agreed: compares what it found."""
+        """Compares the findings of a program that was lowered before the ranks agreed, before its first call."""
         if not self._agreed:
             agreement.compare_reports(found.notes)
             self._overlap.agree_on(found.orders)
@@ -212,7 +212,7 @@ class CompiledFunction(Generic[P, R]):
         return self if instance is None else MethodType(self, instance)  # in a class: a method, as with jax.jit
 
     def trace(self, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Traced:
-        """Does what :meth:`jax.stages.Wrapped.trace` does. A program compiled from it takes JAX's slower dispatch."""
+        """Traces a call, as :meth:`jax.stages.Wrapped.trace` does. JAX dispatches a program compiled from it slowly."""
         return self._nested.trace(*args, **kwargs)
 
     def eval_shape(self, *args: P.args, **kwargs: P.kwargs) -> Any:
@@ -227,7 +227,7 @@ class CompiledFunction(Generic[P, R]):
             return Lowered(self._top_level.lower(*args, **kwargs), self, found)
 
     def programs(self, *args: P.args, **kwargs: P.kwargs) -> dict[str, region.Program]:
-        """Returns the program of a call at top level: as it is traced, and after each pass by the name of the pass."""
+        """Returns the program of a call at top level after the trace and after each pass, by the pass's name."""
         found: dict[str, region.Program] = {}
 
         def recorded(name: str, change: region.Pass) -> region.Pass:
@@ -249,7 +249,7 @@ _functions: weakref.WeakSet[CompiledFunction[..., Any]] = weakref.WeakSet()
 
 
 def forget_agreements() -> None:
-    """Lets the next call of each function be a first call: other ranks than before must agree on its programs."""
+    """Makes the next call of each function a first call, since another set of ranks must agree on its programs."""
     for function in list(_functions):
         function._agreed = False
         function._overlap.forget()
@@ -257,12 +257,12 @@ def forget_agreements() -> None:
 
 
 class _Stage:
-    """A stage of JAX's for a region's program. It hides the completion that may be among the results."""
+    """Wraps a stage of JAX (lowered, compiled) of a region. It hides the completion that may be among the results."""
 
     def __init__(self, stage: Any, function: CompiledFunction[..., Any], found: _ToCompare | None) -> None:
         self._stage = stage
         self._function = function
-        self._found = found  # what the ranks have not compared yet
+        self._found = found  # findings that the ranks have not compared yet
 
     def __repr__(self) -> str:
         return f"<pycollective {type(self).__name__} of {self._function._fun!r}>"
@@ -289,7 +289,7 @@ class _Stage:
 
 
 class Lowered(_Stage):
-    """What :meth:`CompiledFunction.lower` returns. It has all that :class:`jax.stages.Lowered` has."""
+    """The result of :meth:`CompiledFunction.lower`, with all attributes of :class:`jax.stages.Lowered`."""
 
     def compile(self, *args: Any, **kwargs: Any) -> Compiled:
         """Compiles the program; see :meth:`jax.stages.Lowered.compile`."""
@@ -297,7 +297,7 @@ class Lowered(_Stage):
 
 
 class Compiled(_Stage):
-    """A compiled program, with all that :class:`jax.stages.Compiled` has. Its calls keep their order with others."""
+    """A compiled program, with all attributes of :class:`jax.stages.Compiled`. Its calls have program order."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._found is not None:

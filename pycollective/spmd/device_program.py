@@ -1,13 +1,13 @@
-"""Device programs: functions of one device's arrays over the devices of all ranks, each one primitive until lowered.
+"""Device programs: functions of one device's arrays over the devices of all ranks, each one primitive until lowering.
 
-The operands and results of such a primitive are this rank's own blocks of global arrays. It holds the function's
-jaxpr, traced with the full sizes of the axes, so that JAX's rules can differentiate and batch it. There are two of
-them, with the meanings of :func:`jax.shard_map` (``shard_map_semantics``) and of :func:`jax.pmap` (``pmap_semantics``);
-each module has the rules of its primitive.
+The operands and results of the primitive are this rank's own blocks of global arrays. Its parameter is the function's
+jaxpr, traced with the full sizes of the axes, so that JAX's rules can differentiate and batch it. There are two such
+primitives, with the meanings of :func:`jax.shard_map` (``shard_map_semantics``) and of :func:`jax.pmap`
+(``pmap_semantics``). Each of these modules has the rules of its primitive.
 
-In its lowering, or in a region, nothing transforms the primitive any more, and it becomes the program of this rank's
-devices: its collectives are discharged and its sums joined; where the rank has several devices, the program runs on
-them through :func:`jax.shard_map`.
+After all transforms, in its lowering or in a region, the primitive is replaced by the program of this rank's devices:
+the collectives are discharged and the sums joined. If the rank has several devices, the program runs on them through
+:func:`jax.shard_map`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def names_of(spec: PartitionSpec) -> list[AxisName]:
 
 
 def local_spec(mesh: Mesh, spec: PartitionSpec) -> PartitionSpec:
-    """Returns the spec of this rank's own block over this rank's devices."""
+    """Returns the spec by which this rank's own block is cut among this rank's devices."""
     local = {axis.name: axis.local_name for axis in mesh.axes}
 
     def of(part: Any) -> Any:
@@ -52,7 +52,7 @@ def local_spec(mesh: Mesh, spec: PartitionSpec) -> PartitionSpec:
 
 
 def _multiplied(mesh: Mesh, spec: PartitionSpec, shape: Sequence[int], attribute: str) -> tuple[int, ...]:
-    """Returns ``shape`` with each length times ``attribute`` of the axes that the spec names there.
+    """Multiplies each length of ``shape`` by ``attribute`` of the axes that the spec names for it.
 
     Args:
         mesh: the mesh of the axes.
@@ -70,13 +70,13 @@ def _multiplied(mesh: Mesh, spec: PartitionSpec, shape: Sequence[int], attribute
 
 
 def global_aval(mesh: Mesh, x: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
-    """Returns shape and dtype of the global array of which ``x`` is this rank's own block."""
+    """Returns the shape and dtype of a global array from ``x``, this rank's own block of it."""
     shape = _multiplied(mesh, spec, x.shape, "ranks")
     return jax.ShapeDtypeStruct(shape, x.dtype, weak_type=getattr(x, "weak_type", False))
 
 
 def device_aval(mesh: Mesh, x: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
-    """Returns shape and dtype of one device's part of ``x``, which is this rank's own block."""
+    """Returns the shape and dtype of one device's part of ``x``, this rank's own block."""
     sizes = {axis.name: axis.local for axis in mesh.axes}
     shape = list(x.shape)
     for i, part in enumerate(spec):
@@ -94,7 +94,7 @@ def new_primitive(name: str) -> Primitive:
     new.multiple_results = True
     new.def_effectful_abstract_eval(abstract_eval)
     new.def_impl(run_on_this_rank)
-    jax_internals.never_high(new)  # even if its body holds high-level primitives: `run_on_this_rank` replaces them
+    jax_internals.never_high(new)  # its body may have high-level primitives: `run_on_this_rank` replaces them
     mlir.register_lowering(new, mlir.lower_fun(run_on_this_rank, multiple_results=True))
     discharge.DEVICE_PROGRAMS[new] = run_on_this_rank
     return new
@@ -116,8 +116,8 @@ def parameters(
         body: the jaxpr from one device's blocks to one device's blocks. It names the axes at their full sizes.
         in_specs: the spec of each operand.
         out_specs: the spec of each result.
-        effects: the effects of the body, without those that say that it names the axes.
-        repeated: whether :func:`jax.checkpoint` repeats the program, and may leave out what it does not need.
+        effects: the effects of the body, without JAX's effects for its named axes.
+        repeated: whether the program is one that :func:`jax.checkpoint` repeats, whose unused results may be removed.
     """
     jax_internals.checkify()
     body_effects = frozenset(jax_internals.without_references(effects))
@@ -152,7 +152,7 @@ class Batch(NamedTuple):
     """A device program under :func:`jax.vmap`.
 
     Attributes:
-        operands: the operands. Those that are batched have the batch as their first axis.
+        operands: the operands. The first axis of a batched operand is the batch.
         in_specs: the spec of each operand.
         function: the function of one device's blocks of these operands.
         out_specs: the spec of each result.
@@ -169,10 +169,10 @@ class Batch(NamedTuple):
 def batch(
     axis_data: Any, args: Sequence[Any], dims: Sequence[Any], *, body: Any, mesh: Mesh, in_specs: Any, out_specs: Any
 ) -> Batch:
-    """Batches a device program: the batch of ``args`` lies along ``dims``, on an axis that may have a name.
+    """Batches a device program. ``dims`` are the batch axes of ``args``; ``axis_data`` has the batch's size and name.
 
     Raises:
-        NotImplementedError: the batch is to lie along an axis of the mesh.
+        NotImplementedError: ``spmd_axis_name`` names an axis of the mesh.
     """
     spread = [name for name in axis_data.spmd_name or () if name in mesh.shape]
     if spread:
@@ -180,7 +180,7 @@ def batch(
         remedy = "Leave it out, or map the function over the axis: name the axis in in_specs and vmap inside."
         expected = f"jax.vmap around a program over {mesh!r} without spmd_axis_name={spread[0]!r}"
         errors.fail(NotImplementedError, "vmap", mesh.comm, expected, got, remedy)
-    # If the mesh has an axis of the same name, the body means that one.
+    # If the mesh has an axis of the same name, the name means the axis of the mesh in the body.
     named = {} if axis_data.name in mesh.shape else {"axis_name": axis_data.name}
     if named:
         discharge.refuse_mixed(body, mesh, axis_data.name)
@@ -211,10 +211,10 @@ def return_errors(
     in_specs: Sequence[PartitionSpec],
     apply: Callable[[Callable[..., Any], Sequence[Any], Sequence[PartitionSpec], PartitionSpec], list[Any]],
 ) -> tuple[Any, list[Any]]:
-    """The rule of ``jax.experimental.checkify``: a program that finds errors and returns them beside its results.
+    """The rule of ``jax.experimental.checkify``: a program that returns the errors that it finds and its results.
 
-    As with :func:`jax.pmap`, each device of this rank has its own errors, along a first axis. A rank with one device
-    has errors without that axis, which JAX can join with those of other operations.
+    As with :func:`jax.pmap`, the errors have a first axis with an entry for each device of this rank. On a rank with
+    one device they have no such axis, so JAX can join them with the errors of other operations.
 
     Args:
         error: the errors so far.
@@ -223,8 +223,8 @@ def return_errors(
         body: the jaxpr from one device's blocks to one device's blocks.
         mesh: the mesh over ranks x devices.
         in_specs: the spec of each operand.
-        apply: traces a function of one device's blocks, and applies it to operands with these specs. The function
-            returns errors, whose spec is the last argument, and results.
+        apply: a function that traces a function of one device's blocks, and applies it to operands with these specs.
+            The traced function returns errors, whose spec is the last argument, and results.
     """
     checkify = jax_internals.checkify()
     earlier, tree = jax.tree.flatten(error)
@@ -250,12 +250,12 @@ def return_errors(
 
 
 def zero_if_none(ct: Any, aval: Any) -> Any:
-    """Returns a tangent or cotangent; for None a symbolic zero."""
+    """Returns the tangent or cotangent ``ct``, or a symbolic zero for None."""
     return ad.Zero(aval.to_tangent_aval()) if ct is None else ct
 
 
 def _is_default_device(mesh: Mesh) -> bool:
-    """Returns whether the mesh has one device of this rank, on which JAX runs programs by default."""
+    """Returns whether the mesh has one device of this rank, JAX's default device."""
     return mesh.devices == dispatch.default_devices()
 
 
@@ -264,7 +264,7 @@ def _is_default_device(mesh: Mesh) -> bool:
 def _jaxpr_on_devices(mesh: jax.sharding.Mesh) -> Any:
     """Returns a jaxpr that names the devices of the mesh, as a parameter of the primitive.
 
-    JAX must know a program's devices before it lowers the program, and looks for them in the jaxprs of its equations.
+    JAX must know a program's devices before it lowers the program. It finds them in the jaxprs of its equations.
     """
     somewhere = jax.shard_map(lambda: jnp.zeros(()), mesh=mesh, in_specs=(), out_specs=PartitionSpec())
     with jax.sharding.use_abstract_mesh(jaxprs.NO_MESH):
@@ -272,9 +272,9 @@ def _jaxpr_on_devices(mesh: jax.sharding.Mesh) -> Any:
 
 
 def run_on_this_rank(*args: Any, mesh: Mesh, **params: Any) -> list[Any]:
-    """Evaluates a device program on this rank's own blocks, where it is part of a program that is no region.
+    """Evaluates a device program on this rank's own blocks, inside a program that is no region.
 
-    Its sums are joined. It may overwrite its operands; the program around knows whether it reads them again.
+    Its sums are joined. It may overwrite its operands: XLA copies an operand that the surrounding program reads again.
     """
 
     def finished(program: ClosedJaxpr) -> ClosedJaxpr:
@@ -294,17 +294,17 @@ def of_this_rank(
     finish: Callable[[ClosedJaxpr], ClosedJaxpr] = lambda program: program,
     **_: Any,
 ) -> ClosedJaxpr:
-    """Returns the program of this rank's devices for its own blocks: the discharged device program on each of them.
+    """Returns the program of this rank's devices for its own blocks: each device runs the discharged device program.
 
     Args:
         body: see :func:`parameters`.
         mesh: see :func:`parameters`.
         in_specs: see :func:`parameters`.
         out_specs: see :func:`parameters`.
-        finish: changes the discharged program of one device.
+        finish: a pass over the discharged program of one device.
 
     Raises:
-        NotImplementedError: a program around runs this one on several devices.
+        NotImplementedError: the surrounding program runs this program on several devices.
     """
     around = jax.sharding.get_abstract_mesh()
     if any(size > 1 for size in jaxprs.manual_sizes(around)):
@@ -326,9 +326,9 @@ def of_this_rank(
 
 
 def collective_lines(jaxpr: Any) -> dict[Communicator, list[CollectiveLine]]:
-    """Returns for each communicator lines for the program's collectives over axes of its ranks.
+    """Returns for each communicator a description of the program's collectives over axes of its ranks, as lines.
 
-    The lines must be the same on all ranks of the communicator.
+    The ranks compare these lines: they must be the same on all ranks of the communicator.
     """
     lines: dict[Communicator, list[CollectiveLine]] = {}
     for eqn in jaxpr.eqns:
@@ -346,10 +346,10 @@ def collective_lines(jaxpr: Any) -> dict[Communicator, list[CollectiveLine]]:
 
 
 def replace_device_programs(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """Replaces each device program in a program that nothing transforms any more by the program of this rank's devices.
+    """Replaces each device program by the program of this rank's devices. It runs after all transforms.
 
-    It also replaces two kinds of primitives that hide functions: those of other libraries that hold collectives without
-    the effect that says so, and JAX's high-level primitives, which JAX would replace when it lowers the program.
+    It also replaces two kinds of primitives with inner functions: primitives of other libraries that hold collectives
+    but lack our effect, and JAX's high-level primitives, which JAX would replace when it lowers the program.
     """
 
     def program(closed: ClosedJaxpr) -> ClosedJaxpr:
@@ -378,7 +378,7 @@ def _any_to_replace(jaxpr: Any) -> bool:
 
 
 def _is_to_replace(eqn: JaxprEqn) -> bool:
-    """Returns whether ``replace_device_programs`` replaces an equation, or one in the jaxprs that it holds."""
+    """Returns whether ``replace_device_programs`` replaces an equation or an equation inside it."""
     if eqn.primitive in jaxprs.PLAIN:
         return False
     if eqn.primitive in discharge.DEVICE_PROGRAMS or jaxprs.is_high(eqn):

@@ -32,7 +32,7 @@ R = TypeVar("R")
 def _bind_axis(
     fun: Callable[..., Any], axis_name: AxisName, mesh: Callable[[], Mesh], check_vma: bool
 ) -> Callable[..., Any]:
-    """Binds the axis of ranks, the one axis of ``mesh()``. Arguments and results are the rank's own arrays."""
+    """Binds the axis of ranks, the only axis of ``mesh()``. Arguments and results are the rank's own arrays."""
     spec = PartitionSpec(axis_name)  # the global arrays have a first axis with one entry for each rank
 
     @functools.wraps(fun)
@@ -86,33 +86,43 @@ def jit(
     check_vma: bool = False,
     **options: Any,
 ) -> Any:
-    """Compiles a function whose body may call collectives. It is also a decorator, with or without options.
+    """Compiles a function whose body may call collectives: ``y_r = fun(x_r)`` on each rank r.
 
-    The function runs on one device of each rank, and its arrays are the rank's own. All ranks must call their compiled
-    functions in the same order. A call costs about as much as a call of :func:`jax.jit` without collectives. Plain
-    ``jax.jit`` works too, but JAX dispatches a program with ordered effects more slowly.
+    It is also a decorator, with or without options. The function runs on one device of each rank, and its arrays are
+    the rank's own. All ranks must call their compiled functions in the same order. A call costs about as much as a call
+    of :func:`jax.jit` without collectives. Plain ``jax.jit`` works as well, but JAX dispatches a program with ordered
+    effects more slowly.
 
     Args:
-        fun: a function that :func:`jax.jit` can compile.
-        axis_name: the name of the axis of ranks, for :mod:`jax.lax`'s collectives in ``fun`` and in what it calls.
-            Default None: no axis is bound.
-        comm: the ranks along the axis; by default the world.
+        fun: a function that :func:`jax.jit` can compile. None, the default, makes a decorator.
+        axis_name: the name of the axis of ranks, for :mod:`jax.lax`'s collectives in ``fun`` and in the functions that
+            it calls. Default None: no axis is bound.
+        comm: the communicator whose ranks are along the axis. Default None: the world.
         check_vma: whether JAX's types say which values vary along the axis, as in :func:`jax.shard_map`. Then a sum
-            over the axis is one value that all ranks share, the gradient of a summed loss counts it once, and the
-            arguments vary along the axis. Default False, which is the meaning of :func:`jax.pmap`: the cotangent of a
-            sum over the axis is the sum of all ranks' cotangents.
+            over the axis is one value that all ranks share, the gradient of a summed loss counts the sum once, and the
+            arguments vary along the axis. Default False, the meaning of :func:`jax.pmap`: the cotangent of a sum over
+            the axis is the sum of all ranks' cotangents.
         **options: the options of :func:`jax.jit`: ``static_argnums``, ``static_argnames``, ``donate_argnums``, ... The
             buffer of a donated array can be reduced in place.
 
     Returns:
-        The compiled function. It can be differentiated, batched, and called inside other JAX functions.
+        The compiled function, with the arguments and results of ``fun``. It can be differentiated, batched, and called
+        inside other JAX functions. It has the methods ``lower``, ``trace``, ``eval_shape`` and ``clear_cache`` of
+        :func:`jax.jit`.
 
     Raises:
         NotImplementedError: while tracing, for a collective over ``axis_name`` that this package does not know.
         RuntimeError: at the first call, if the ranks' collectives over ``axis_name`` differ.
 
-    Order: the collectives of a program run in program order; programs run in the order in which one Python thread calls
-    them. Source: :func:`jax.jit`.
+    Differentiation:
+        Both modes. A derivative outside the function is that of the sum of all ranks' results.
+
+    Order:
+        The collectives of a program run in program order. Programs run in the order in which one Python thread calls
+        them.
+
+    Source:
+        :func:`jax.jit`.
 
     Example:
         >>> import jax, jax.numpy as jnp, pycollective as pc
@@ -128,12 +138,12 @@ def jit(
     if axis_name is None:
         return CompiledFunction(fun, options)
 
-    @functools.lru_cache(maxsize=1)  # the world may become another one (pycollective.elastic)
+    @functools.lru_cache(maxsize=1)  # the world changes when pycollective.elastic continues after a failure
     def mesh_over(comm: Communicator) -> Mesh:
         return one_axis_mesh(axis_name, comm, devices_of_this_rank()[:1])
 
     def mesh() -> Mesh:
-        return mesh_over(ranks())  # which starts MPI and the transport: that must come before JAX's devices
+        return mesh_over(ranks())  # ranks() starts MPI and the transport, which must come before JAX's devices
 
     def place(args: Any, kwargs: Any) -> Any:
         arrays, with_arrays = jaxprs.split_arrays(args, kwargs)

@@ -1,13 +1,14 @@
-"""The pipeline: the way of a function to a compiled program, as a list of passes in their order.
+"""The compiler pipeline: the passes from a function to a compiled program, in their order.
 
 1. *Trace* (``Region``). JAX differentiates and batches while it traces. A function over named axes is one
-   equation, a device program, which holds the function of one device's arrays (``device_program.py``).
+   equation, a device program, whose parameter is the function of one device's arrays (``device_program.py``).
 2. *Compare*. The ranks compare the collectives over named axes at the function's first call (``ranks/agreement.py``).
 3. *Discharge*. jax.lax's collectives over named axes become primitives of this package, and each device program becomes
    the program of this rank's devices (``named_axes/discharge.py``).
-4. *Avoid copies*. A collective overwrites an operand where XLA need not copy it first (``jax_support/donation.py``).
-5. *Arrange sums*. Sums that do not depend on each other are joined (``named_axes/fusion.py``), and begin as early as
-   they can, beside the computation (``named_axes/overlap.py``).
+4. *Avoid copies*. A collective overwrites an operand if XLA need not copy the operand first
+   (``jax_support/donation.py``).
+5. *Arrange sums*. Sums that do not depend on each other are joined (``named_axes/fusion.py``). A sum begins as early as
+   possible, to overlap with the computation (``named_axes/overlap.py``).
 6. *Number reductions*. Reductions that are alike get numbers, by which the ranks see that they make them in one order
    (``ordering/operand_order.py``).
 7. *Region*. The program becomes one primitive without effects (``ordering/region.py``), which :func:`jax.jit`
@@ -29,12 +30,12 @@ from pycollective.spmd import device_program
 
 
 def passes_of(where: str, fun: Callable[..., Any], arrange: overlap.Overlap) -> dict[str, Pass]:
-    """The passes of a function's programs by their names, in their order.
+    """Returns the passes of a function's programs by their names, in their order.
 
     Args:
         where: the name of the public function, for messages.
-        fun: the function, whose name is for messages.
-        arrange: the pass that joins and moves its sums; it keeps the orders that the ranks have agreed on.
+        fun: the function; messages show its name.
+        arrange: the pass that joins and moves sums; it keeps the orders that the ranks have agreed on.
     """
 
     def compare(program: Program) -> Program:

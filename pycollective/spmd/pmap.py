@@ -77,36 +77,46 @@ def pmap(
 ) -> Any:
     """Maps a function over the local devices of all ranks, as :func:`jax.pmap` does over the devices of one process.
 
-    It is also a decorator, with options. Each array has a *mapped axis* (``in_axes``, ``out_axes``) with one entry for
-    each of this rank's own devices. Collectives over ``axis_name``, in ``fun`` and in what it calls, go over all
-    devices of all ranks; the index of a device is ``rank * local devices + local index``.
+    ``y[i] = fun(x[i])`` on local device i. It is also a decorator, with or without options. Each array has a *mapped
+    axis* (``in_axes``, ``out_axes``) with one entry for each of this rank's own devices. Collectives over
+    ``axis_name``, in ``fun`` and in the functions that it calls, go over all devices of all ranks. The index of a
+    device along the axis is ``rank * local devices + local index``.
 
     Args:
-        fun: maps the arrays of one device to the arrays of one device.
+        fun: a function from the arrays of one device to the arrays of one device. None, the default, makes a decorator.
         axis_name: the name of the axis. Default None: the axis has no name.
-        in_axes: the mapped axis of each positional argument: an int, None for a value that all devices of all ranks
-            share, or a prefix of the tree of arguments with these as leaves. Default 0. Keyword arguments are mapped
-            over axis 0.
+        in_axes: the mapped axis of each positional argument: an int; None for a value that all devices of all ranks
+            share; or a prefix of the tree of arguments with such leaves. Default 0. Keyword arguments are mapped over
+            axis 0.
         out_axes: the place of the mapped axis in each result, in the same form; None for a result that is the same on
             all devices of all ranks. Default 0.
-        static_broadcasted_argnums: the positional arguments that are compile-time constants. Default none.
-        devices: this rank's devices. Default: as many devices of :func:`pycollective.init`, from the first on, as the
-            mapped axis has entries.
+        static_broadcasted_argnums: the positional arguments that are compile-time constants. Default: none.
+        devices: this rank's devices. Default: the first devices of :func:`pycollective.init`, as many as the mapped
+            axis has entries.
         backend: None. ``devices`` and :func:`pycollective.init` choose the devices.
-        axis_size: the size of the whole axis, ranks x devices. It is needed only where no argument is mapped.
-        donate_argnums: the positional arguments whose buffers the results may take. Default none.
-        comm: the ranks; by default the world.
+        axis_size: the size of the whole axis, ranks x devices. It is needed only if no argument is mapped.
+        donate_argnums: the positional arguments whose buffers the results may reuse. Default: none.
+        comm: the communicator whose ranks take part. Default None: the world.
 
     Returns:
-        The compiled function. It can be differentiated, batched, and called inside other JAX functions.
+        The compiled function of this rank's own arrays. It can be differentiated, batched, and called inside other JAX
+        functions. It has the methods ``lower``, ``trace``, ``eval_shape`` and ``clear_cache`` of :func:`jax.jit`.
 
     Raises:
         ValueError: while tracing, for a mapped axis of a wrong length, or a bad ``in_axes`` or ``out_axes``.
         NotImplementedError: while tracing, for a collective that this package does not know.
         RuntimeError: at the first call, if the ranks' collectives over ``axis_name`` differ.
 
-    Differentiation: an argument with ``in_axes=None`` gets the sum of all devices' cotangents, as in :func:`jax.pmap`
-    on one process with as many devices. Order: as for :func:`pycollective.jit`. Source: :func:`jax.pmap`.
+    Differentiation:
+        Both modes, with the meaning of :func:`jax.pmap` in one process with as many devices: a derivative outside the
+        function is that of the sum of all devices' results, so an argument with ``in_axes=None`` gets the sum of all
+        devices' cotangents.
+
+    Order:
+        As for :func:`pycollective.jit`.
+
+    Source:
+        :func:`jax.pmap`.
 
     Example:
         >>> import jax, jax.numpy as jnp, pycollective as pc
@@ -160,7 +170,7 @@ def pmap(
             )
 
     def mesh_for(lengths: list[int]) -> Mesh:
-        size = ranks().size  # first, since it starts MPI and the transport, which must come before JAX's devices
+        size = ranks().size  # first: ranks() starts MPI and the transport, which must come before JAX's devices
         own = devices_of_this_rank() if devices is None else tuple(devices)
         if not lengths and axis_size is None and devices is None:
             fail("an argument with a mapped axis", f"in_axes={in_axes}", "Map one, or pass axis_size.")
@@ -187,7 +197,7 @@ def pmap(
         return PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, name)
 
     def place(args: Any, kwargs: Any) -> tuple[PlacedArguments, list[int | None]]:
-        """Finds how the arrays among the arguments lie, and which axis of each is mapped."""
+        """Finds the specs of the arrays among the arguments, and the mapped axis of each."""
         static = {i % len(args) for i in statics if -len(args) <= i < len(args)}
         dynamic = [i for i in range(len(args)) if i not in static]
         given = tuple(args[i] for i in dynamic)
@@ -220,7 +230,7 @@ def pmap(
 
     @functools.wraps(fun)
     def bound(*args: Any, **kwargs: Any) -> Any:
-        # For each result its mapped axis if that is negative, else None. The trace puts such an axis first.
+        # For each result its mapped axis if the axis is negative, else None. The trace puts a negative axis first.
         from_end: list[int | None] = []
 
         def trace() -> tuple[PlacedArguments, TracedFunction]:

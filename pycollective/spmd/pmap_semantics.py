@@ -1,9 +1,9 @@
 """Device programs with the meaning of :func:`jax.pmap`: the cotangent of a collective is always a collective.
 
-A function is traced with the axes bound and no mesh around, so its values have no types of a mesh, and it may use
-meshes of its own. The rules for differentiation and batching transform that function. Each device keeps its own
-residuals. An operand that several devices share gets the sum of their cotangents, and each of these devices takes an
-equal part of the cotangent of a shared result, as :func:`jax.shard_map` with ``check_vma=False`` does.
+A function is traced with the axes bound and without a surrounding mesh. So its values have no types of a mesh, and it
+may use meshes of its own. The rules for differentiation and batching transform this function. Each device keeps its own
+residuals. As in :func:`jax.shard_map` with ``check_vma=False``, an operand that several devices share gets the sum of
+their cotangents, and each of N devices that share a result gets ``1 / N`` of its cotangent.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def trace(fun: Callable[..., Any], mesh: Mesh, arrays: Sequence[Any], specs: Spe
 
 
 def apply(closed: ClosedJaxpr, mesh: Mesh, args: Sequence[Any], in_specs: Specs, out_specs: Specs) -> list[Any]:
-    """Applies a jaxpr of :func:`trace` to this rank's own blocks. All devices share the arrays that it closes over."""
+    """Applies a jaxpr of :func:`trace` to this rank's own blocks. All devices share its constants."""
     body = jaxprs.with_constants_as_inputs(closed.jaxpr)
     shared = [PartitionSpec()] * len(closed.consts)
     effects = jax_internals.without_names(body.effects, mesh.shape)
@@ -95,9 +95,9 @@ def _jvp_rule(
         scalars.extend(jnp.ndim(x) == 0 for x in leaves)
         return [*outs, *(jnp.expand_dims(x, 0) if jnp.ndim(x) == 0 else x for x in leaves)]
 
-    # Two programs: the first needs no tangents, the second is linear in them. Reverse mode keeps the results of the
-    # first, and transposes the second.
-    scalars: list[bool] = []  # of the residuals; a scalar gets an axis, along which the devices' own ones lie
+    # Two programs: the first needs no tangents, and the second is linear in them. Reverse mode keeps the results of the
+    # first program and transposes the second.
+    scalars: list[bool] = []  # whether a residual is a scalar: then it gets an axis with the devices' own scalars
     first = _traced(forward, mesh, _block_avals(body))
     outs, residuals, specs = _with_residuals(first, mesh, primals, in_specs, out_specs)
 
@@ -115,9 +115,9 @@ def _jvp_rule(
 def _with_residuals(
     closed: ClosedJaxpr, mesh: Mesh, args: Sequence[Any], in_specs: Specs, out_specs: Specs
 ) -> tuple[list[Any], list[Any], list[PartitionSpec]]:
-    """Applies a jaxpr that returns results, and then residuals for its derivative.
+    """Applies a jaxpr that returns results, followed by residuals for the derivative.
 
-    The program does not return a residual that is also an operand or a result.
+    A residual that is also an operand or a result is not returned again by the program.
 
     Returns:
         The results, the residuals, and the specs of the residuals.
@@ -130,7 +130,7 @@ def _with_residuals(
     results = list(jaxpr.outvars[:count])
     new = [var for var in jaxpr.outvars[count:] if isinstance(var, Var) and var not in known and var not in results]
     new = list(dict.fromkeys(new))
-    own = PartitionSpec(tuple(mesh.shape))  # each device has its own; they lie one after the other along the first axis
+    own = PartitionSpec(tuple(mesh.shape))  # the devices' own residuals, concatenated along the first axis
     reduced = ClosedJaxpr(jaxpr.replace(outvars=[*results, *new]), closed.consts)
     specs = [*out_specs, *[own] * len(new)]
     values = apply(reduced, mesh, args, in_specs, specs)
@@ -146,11 +146,11 @@ def _with_residuals(
 def _apply_where_dependent(
     closed: ClosedJaxpr, mesh: Mesh, args: Sequence[Any], in_specs: Specs, out_specs: Specs
 ) -> list[Any]:
-    """Does what :func:`apply` does, but returns None for a result that depends on no operand: a derivative of zero."""
+    """Applies a jaxpr as :func:`apply` does. A result that depends on no operand is None: its derivative is zero."""
     reached = jaxprs.dependents(closed.jaxpr, closed.jaxpr.invars)
     outvars = closed.jaxpr.outvars
     places = [i for i, var in enumerate(outvars) if isinstance(var, Var) and var in reached]
-    # Before JAX 0.10.1 jax.linearize keeps such results as constants of a trace that has ended, so they are left out.
+    # Before JAX 0.10.1 jax.linearize keeps such results as constants of a finished trace, so the program omits them.
     jaxpr = closed.jaxpr.replace(outvars=[outvars[i] for i in places])
     used = jaxprs.all_reads(jaxpr)
     pairs = [pair for pair in zip(jaxpr.constvars, closed.consts, strict=True) if pair[0] in used]
@@ -173,7 +173,7 @@ def _transpose_rule(
     cts: Sequence[Any], *args: Any, body: Any, mesh: Mesh, in_specs: Specs, out_specs: Specs, **_: Any
 ) -> list[Any]:
     function = jaxprs.as_function(body)
-    # Places: of the operands that get cotangents, of the other operands, and of the results that have cotangents.
+    # Indices of the operands that get cotangents, of the other operands, and of the results that have cotangents.
     linear = [i for i, x in enumerate(args) if ad.is_undefined_primal(x)]
     known = [i for i in range(len(args)) if i not in linear]
     wanted = [i for i, ct in enumerate(cts) if type(ct) is not ad.Zero]
@@ -193,7 +193,7 @@ def _transpose_rule(
         counts = [math.prod(mesh.shape[name] for name in shared_along(out_specs[i])) for i in wanted]
         parts = [ct / count if count > 1 else ct for ct, count in zip(given, counts, strict=True)]
         results = list(_transposed(of_linear, [blocks[i] for i in linear], references)(parts))
-        # One sum for all operands that the same devices share.
+        # One sum for all operands that are shared along the same axes.
         for names in dict.fromkeys(shared_along(in_specs[i]) for i in linear):
             places = [k for k, i in enumerate(linear) if shared_along(in_specs[i]) == names]
             if names:

@@ -33,7 +33,7 @@ _NOT_GIVEN = object()
 
 @jax.tree_util.register_static
 class _Static:
-    """A leaf of the arguments that is no array, as a tree without leaves: :func:`jax.jit` compiles a program for each.
+    """A leaf of the arguments that is no array. It is a pytree without leaves: :func:`jax.jit` treats it as static.
 
     Attributes:
         value: the leaf.
@@ -50,13 +50,13 @@ class _Static:
 
 
 def _with_values(args: Any) -> Any:
-    """The arguments that the user has given."""
+    """Returns the user's arguments: each :class:`_Static` is replaced by its value."""
     leaves, tree = jax.tree.flatten(args, is_leaf=lambda x: isinstance(x, _Static))
     return jax.tree.unflatten(tree, [x.value if isinstance(x, _Static) else x for x in leaves])
 
 
 class _WithStatics(CompiledFunction[Any, Any]):
-    """A compiled function whose arguments may be something else than arrays, where ``hide`` finds it."""
+    """A compiled function with arguments that are no arrays. ``hide`` puts them into :class:`_Static`."""
 
     def __init__(self, hide: Callable[[Any], Any], *of_function: Any) -> None:
         super().__init__(*of_function)
@@ -119,28 +119,31 @@ def shard_map(
 ) -> Any:
     """Maps a function over the blocks of global arrays on the devices of all ranks, as :func:`jax.shard_map` does.
 
-    It is also a decorator. Each rank passes and gets its *own block* of each global array: the part that its devices
-    hold. For example, where all devices of a rank lie along ``"model"``, the rank's own block of an array with the spec
-    ``P("data", "model")`` is cut along the first axis alone: its own devices hold all parts along the second one.
+    ``y[block d] = fun(x[block d])`` on device d. It is also a decorator. Each rank passes and gets its *own block* of
+    each global array: the part that its devices hold. For example, if all devices of a rank lie along ``"model"``, the
+    rank's own block of an array with the spec ``P("data", "model")`` is cut along the first axis only: the rank's
+    devices hold all parts along the second axis.
 
     Args:
-        fun: maps one device's blocks to one device's blocks. It may name the axes of ``mesh``.
+        fun: a function from one device's blocks to one device's blocks. It may name the axes of ``mesh``. None, the
+            default, makes a decorator.
         mesh: a mesh of :func:`pycollective.make_mesh`.
-        in_specs: a :class:`jax.sharding.PartitionSpec` for each argument, or a prefix of the tree of arguments with
-            these as leaves. It says along which axes of the mesh each axis of the array is cut. Along an axis that it
-            does not name, all devices have the same values. None stands for what ``fun`` gets as it is: strings,
-            functions, numbers of Python, of which each value has a program of its own; arrays that all devices share.
-            It must be given.
+        in_specs: for each argument a :class:`jax.sharding.PartitionSpec`, or a prefix of the tree of arguments with
+            such leaves. It must be given. A spec names the axes of the mesh along which each axis of the array is cut.
+            Along an axis that it does not name, all devices have the same values. None instead of a spec is for a
+            value that ``fun`` gets unchanged: an array that all devices share; or a string, a function or a Python
+            number, and each of its values compiles a program of its own.
         out_specs: the same for the results.
-        axis_names: all axes of the mesh, or empty, the default. A function of some axes alone, which JAX has, is
-            refused.
+        axis_names: all axes of the mesh, or empty, the default. Functions that are mapped over some of the axes, which
+            JAX supports, are refused.
         check_vma: whether JAX's types say along which axes a value varies, as in :func:`jax.shard_map`. Default True:
             the types must show that a result is the same along each axis that its spec does not name, and the gradient
-            of a summed loss, taken inside, counts the sum once.
-        donate_argnums: the arguments whose buffers the results may take. Default none.
+            of a summed loss, taken inside ``fun``, counts the sum once.
+        donate_argnums: the arguments whose buffers the results may reuse. Default: none.
 
     Returns:
-        The compiled function. It can be differentiated, batched, and called inside other JAX functions.
+        The compiled function of this rank's own blocks. It can be differentiated, batched, and called inside other JAX
+        functions. It has the methods ``lower``, ``trace``, ``eval_shape`` and ``clear_cache`` of :func:`jax.jit`.
 
     Raises:
         ValueError: while tracing, for a block that cannot be cut into equal parts for this rank's devices, or a spec
@@ -148,9 +151,15 @@ def shard_map(
         NotImplementedError: while tracing, for a collective that this package does not know.
         RuntimeError: at the first call, if the ranks' collectives over the axes differ.
 
-    Differentiation: an argument gets the sum of the cotangents of all devices that share it, as in
-    :func:`jax.shard_map` on one process with as many devices. Order: as for :func:`pycollective.jit`.
-    Source: :func:`jax.shard_map`.
+    Differentiation:
+        Both modes, with the meaning of :func:`jax.shard_map` in one process with as many devices: an argument gets the
+        sum of the cotangents of all devices that share it.
+
+    Order:
+        As for :func:`pycollective.jit`.
+
+    Source:
+        :func:`jax.shard_map`.
 
     Example:
         >>> import jax, jax.numpy as jnp, pycollective as pc
@@ -248,7 +257,7 @@ def shard_map(
             try:
                 placed = place(args, {})
             except (ValueError, TypeError):
-                # It raises JAX's own error, if JAX finds one too.
+                # Trace as JAX would: if JAX finds an error too, the user gets JAX's own.
                 shard_map_semantics.trace(fun, mesh, (), arguments=lambda _: args, **options)
                 raise
             entries = [entry for entry in broadcast_prefix(in_specs, args) if entry[1] is not None]

@@ -1,9 +1,9 @@
 """Device programs with the meaning of :func:`jax.shard_map`.
 
-:func:`jax.shard_map` over an abstract mesh of the full sizes needs no devices. Traced on the shapes of the global
-arrays, it gives one equation: JAX has made its checks, found its types, and taken the derivatives inside. The primitive
-here holds the parts of that equation. Its rules for differentiation and batching rebuild JAX's equation on the global
-shapes and let JAX transform it, which gives equations of the same kind.
+:func:`jax.shard_map` over an abstract mesh of the full sizes needs no devices. Its trace for the shapes of the global
+arrays is one equation: JAX has made its checks, found its types, and taken the derivatives inside the function. The
+primitive of this file holds the parts of this equation. Its rules for differentiation and batching rebuild JAX's
+equation for the global shapes and let JAX transform it. The results are again equations of :func:`jax.shard_map`.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ def trace(
     """Traces :func:`jax.shard_map` of ``fun``. Returns its jaxpr, and the tree structure of its results.
 
     Args:
-        fun: maps one device's blocks to one device's blocks; it may name the axes of ``mesh``.
+        fun: a function from one device's blocks to one device's blocks; it may name the axes of ``mesh``.
         mesh: the mesh, whose axes are bound.
         arrays: arrays, or shapes and dtypes, of the global arguments.
         in_specs: the option of :func:`jax.shard_map`.
         out_specs: the option of :func:`jax.shard_map`.
         check_vma: the option of :func:`jax.shard_map`.
-        arguments: makes the arguments of ``fun`` from ``arrays``.
+        arguments: a function that makes the arguments of ``fun`` from ``arrays``.
     """
 
     def traced(check_vma: bool) -> tuple[ClosedJaxpr, Any]:
@@ -61,7 +61,8 @@ def trace(
             if error.args or not check_vma:
                 raise
             failed = error
-        # With types JAX fails so, without a message, where an axis is not bound. Without types it names the axis.
+        # If an axis is not bound, JAX with types raises an AssertionError without a message. Without types its error
+        # names the axis.
         try:
             traced(check_vma=False)
         except NameError:
@@ -76,10 +77,10 @@ def _shard_map(fun: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: An
 
 
 def apply(closed: ClosedJaxpr, mesh: Mesh, args: Sequence[Any]) -> list[Any]:
-    """Applies a jaxpr of :func:`trace`, or one that JAX has made from such a jaxpr, to this rank's own blocks.
+    """Applies a jaxpr of :func:`trace`, or a transform of such a jaxpr, to this rank's own blocks.
 
     Returns:
-        The results; None for a result that depends on no argument, which is a derivative of zero.
+        The results; None for a result that depends on no argument, whose derivative is zero.
     """
     values: dict[Any, Any] = dict(
         zip([*closed.jaxpr.constvars, *closed.jaxpr.invars], [*closed.consts, *args], strict=True)
@@ -96,7 +97,7 @@ def apply(closed: ClosedJaxpr, mesh: Mesh, args: Sequence[Any]) -> list[Any]:
             results: Sequence[Any] = shard_map_p.bind(*operands, **params, check_vma=eqn.params["check_vma"])
         elif any(x is None for x in operands) or all(isinstance(var, Literal) for var in eqn.invars):
             continue
-        else:  # an elementwise operation, such as the division of a cotangent by the number of devices that share it
+        else:  # an elementwise operation, such as a cotangent divided by the number of devices that share the result
             results = jaxprs.rebind(eqn, operands)
             assert all(y.shape in {jnp.shape(x) for x in operands} for y in results), (
                 f"{eqn.primitive} is not elementwise"
@@ -177,7 +178,7 @@ def _transpose_rule(
     **_: Any,
 ) -> list[Any]:
     function = _function(body, mesh, in_specs, out_specs, check_vma)
-    # Places: of the operands that get cotangents, of the other operands, and of the results that have cotangents.
+    # Indices of the operands that get cotangents, of the other operands, and of the results that have cotangents.
     linear = [i for i, x in enumerate(args) if ad.is_undefined_primal(x)]
     known = [i for i in range(len(args)) if i not in linear]
     wanted = [i for i, ct in enumerate(cts) if type(ct) is not ad.Zero]

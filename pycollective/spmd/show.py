@@ -3,8 +3,8 @@
     python -m pycollective.spmd.show                                  an example
     python -m pycollective.spmd.show train.py:step f32[8,4] f32[4]    a function of a file, and shapes of its arguments
 
-The function is what :func:`pycollective.jit`, ``pmap`` or ``shard_map`` returns. Nothing runs and no other rank is
-asked, so one process shows what it would run as the only rank; under ``mpirun`` rank 0 prints its own program.
+The function is a result of :func:`pycollective.jit`, ``pmap`` or ``shard_map``. Nothing runs, and the ranks exchange
+no messages. One process shows the program of a job with one rank; under ``mpirun`` rank 0 prints its own program.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _TYPES = {"f": "float", "bf": "bfloat", "i": "int", "u": "uint", "c": "complex"}
 
 
 def stages(function: CompiledFunction[..., Any], *args: Any, **kwargs: Any) -> Iterator[tuple[str, str]]:
-    """The program of a call, as a text after each pass.
+    """Yields the text of a call's program after each pass.
 
     Args:
-        function: what :func:`pycollective.jit`, ``pmap`` or ``shard_map`` returns.
+        function: a result of :func:`pycollective.jit`, ``pmap`` or ``shard_map``.
         *args: the arguments of the call. An array may be a :class:`jax.ShapeDtypeStruct`.
         **kwargs: the arguments by keyword.
 
     Yields:
-        The name of the pass, and the program as JAX prints jaxprs; at last "lower" and the StableHLO text.
+        The name of a pass, and the program as JAX prints jaxprs; last "lower" and the StableHLO text.
 
     Example:
         >>> import jax, pycollective as pc

@@ -1,7 +1,7 @@
-"""What ``jit``, ``pmap`` and ``shard_map`` share: how arguments lie on a mesh, and how a function is traced.
+"""The common parts of ``jit``, ``pmap`` and ``shard_map``: the places of arguments on a mesh, and the trace.
 
 Each of them traces its function once with the full sizes of the named axes, as a device program (``device_program``).
-What this rank's devices run follows from it when the program is lowered.
+The lowering makes the program of this rank's devices from it.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from pycollective.spmd.device_program import global_aval, local_spec
 
 
 class PlacedArguments(NamedTuple):
-    """The arrays among the arguments of a call, and how they lie.
+    """The arrays among the arguments of a call, and their places on a mesh.
 
     Attributes:
         mesh: the mesh over ranks x devices.
         arrays: this rank's own blocks.
         specs: the spec of each array.
-        with_arrays: makes the arguments, positional and by keyword, with other arrays in the places of these.
+        with_arrays: a function that returns the arguments, positional and by keyword, with other arrays instead.
     """
 
     mesh: Mesh
@@ -38,7 +38,7 @@ class PlacedArguments(NamedTuple):
     with_arrays: Callable[[Sequence[Any]], tuple[Any, Any]]
 
     def global_avals(self) -> list[jax.ShapeDtypeStruct]:
-        """Returns shape and dtype of each global array."""
+        """Returns the shape and dtype of each global array."""
         return [global_aval(self.mesh, *pair) for pair in zip(self.arrays, self.specs, strict=True)]
 
     def on_mesh_devices(self) -> tuple[Any, Any]:
@@ -53,7 +53,7 @@ class TracedFunction(NamedTuple):
 
     Attributes:
         out_tree: the tree structure of its results.
-        apply: maps this rank's own blocks of the arguments to those of the results.
+        apply: a function from this rank's own blocks of the arguments to those of the results.
     """
 
     out_tree: Any
@@ -73,8 +73,9 @@ def trace_as_shard_map(fun: Callable[..., Any], placed: PlacedArguments, **optio
 def trace_as_pmap(fun: Callable[..., Any], placed: PlacedArguments, out_specs: Any) -> TracedFunction:
     """Traces ``fun`` with the meaning of :func:`jax.pmap`. ``out_specs`` is a prefix of the tree of its results."""
     mesh = placed.mesh
-    # jax.shard_map without types has the same meaning. It serves in the two cases where a trace without a mesh fails:
-    # in another shard_map, whose types JAX would take for ours, and where `fun` calls lax.pcast, which needs a mesh.
+    # jax.shard_map without types has the same meaning. It is used in the two cases in which a trace without a mesh
+    # fails: inside another shard_map, whose types JAX would apply here; and if `fun` calls lax.pcast, which needs a
+    # mesh.
     untyped = {"in_specs": tuple(placed.specs), "out_specs": out_specs, "check_vma": False}
     if jaxprs.manual_sizes(jax.sharding.get_abstract_mesh()):
         return trace_as_shard_map(fun, placed, **untyped)
@@ -96,7 +97,7 @@ def trace_and_apply(where: str, fun: Any, comm: Communicator, trace: Trace) -> A
 
 
 def broadcast_prefix(prefix: Any, tree: Any) -> list[tuple[str, Any]]:
-    """Returns, for each leaf of ``tree``, the path and the value of the entry of ``prefix`` that stands for it.
+    """Returns for each leaf of ``tree`` the path and the value of its entry in ``prefix``.
 
     Raises:
         ValueError: ``prefix`` is no prefix of ``tree``.
@@ -116,5 +117,5 @@ def as_indices(numbers: SupportsIndex | Iterable[SupportsIndex]) -> tuple[int, .
 
 
 def as_arrays(leaves: Sequence[Any]) -> list[Any]:
-    """Returns the leaves, with Python numbers as arrays."""
+    """Converts Python numbers among the leaves to arrays."""
     return [x if hasattr(x, "ndim") else jnp.asarray(x) for x in leaves]
