@@ -1,14 +1,14 @@
 """The functions of mpi4jax, by its names and signatures: ``import pycollective.compat.mpi4jax as mpi4jax``.
 
-The package mpi4jax need not be installed. Results, and the derivatives that mpi4jax has, are those of mpi4jax. All
-functions but ``send``, ``recv`` and ``barrier`` have derivatives here, reductions those of SUM, ``allreduce`` also of
-MIN and MAX; all have batching.
+The package mpi4jax need not be installed. The results are those of mpi4jax, and so are the derivatives that mpi4jax
+has. Here all functions except ``send``, ``recv`` and ``barrier`` have derivatives: reductions for SUM, ``allreduce``
+for MIN and MAX as well. All functions can be batched.
 
-``y, token = allreduce(...)``, the form before mpi4jax 0.8, is an error, also where ``y`` has two rows.
+``y, token = allreduce(...)``, the form before mpi4jax 0.8, is an error, even if ``y`` has two rows.
 
-The first call on an MPI communicator is collective over its ranks (:class:`pycollective.Communicator`), the first of
-all over the world. A program in which some ranks alone exchange messages begins with ``pycollective.init()``, and with
-``pycollective.Communicator(comm)`` for each communicator of its own.
+The first call on an MPI communicator must be made by all its ranks (:class:`pycollective.Communicator`), and the first
+call of all by all ranks of the world. So a program in which only some ranks exchange messages must begin with
+``pycollective.init()``, and with ``pycollective.Communicator(comm)`` for each communicator of its own.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _communicator(where: str, comm: Any, token: Any) -> pc.Communicator:
             message(f"compat.{where}", "an mpi4py intracommunicator, or None", repr(comm), "Pass MPI.COMM_WORLD, say.")
         )
     if worlds.world_if_known() is None:
-        worlds.init(warns=False)  # programs for mpi4jax use jax.numpy before, and mpi4jax does not mind
+        worlds.init(warns=False)  # programs for mpi4jax may use jax.numpy before their first call
     return pc.Communicator(MPI.COMM_WORLD if comm is None else comm)
 
 
@@ -127,7 +127,7 @@ _FOLDS: tuple[tuple[MPI.Op, Callable[[Array, Array], Array]], ...] = (
 def _reduction(
     where: str, comm: pc.Communicator, op: Any, by_name: Callable[[str], Array], by_fold: Callable[[Any], Array]
 ) -> Array:
-    """Returns ``by_name`` of an operation's name here, or ``by_fold`` of a function of two arrays."""
+    """Reduces by ``by_name`` for an operation of this package, else by ``by_fold`` with a function of two arrays."""
     op = getattr(op, "wrapped", op)
     if not isinstance(op, MPI.Op):
         fail(TypeError, f"compat.{where}", comm, "op to be an mpi4py.MPI.Op", repr(op), "Pass mpi4py.MPI.SUM, say.")
@@ -168,16 +168,28 @@ def allreduce(x: Any, op: Any, *, comm: Any = None, token: Any = _NOT_GIVEN) -> 
     """Reduces over ranks: ``y_r = op_s x_s``.
 
     Args:
-        x: an array or a number, of the same shape and dtype on all ranks.
+        x: an array or a number, with the same shape and dtype on all ranks.
         op: an mpi4py ``Op``: SUM, PROD, MIN, MAX, LAND, LOR, LXOR, BAND, BOR or BXOR.
-        comm: an mpi4py communicator; default all processes.
-        token: there is none.
+        comm: an mpi4py communicator. Default None: all processes.
+        token: not supported: leave it out.
 
     Returns:
         The reduction, of the shape and dtype of ``x``.
 
-    Differentiation: for SUM, the transpose is the identity, as in mpi4jax; :func:`pycollective.psum` has another rule.
-    MIN and MAX as :func:`pycollective.pmin`.
+    Raises:
+        TypeError: while tracing: an argument has a wrong type; or two names get the result, ``y, token = ...``.
+        RuntimeError: while tracing: ``token`` is given.
+        NotImplementedError: while tracing: ``op`` is another operation, or it has no derivative.
+
+    Differentiation:
+        For SUM, the transpose is the identity, as in mpi4jax; :func:`pycollective.psum` has another rule. For MIN and
+        MAX, as for :func:`pycollective.pmin`.
+
+    Order:
+        Program order.
+
+    Source:
+        ``mpi4jax.allreduce``; MPI_Allreduce (MPI standard, 6.9.6).
 
     Example:
         >>> from mpi4py import MPI
@@ -203,13 +215,36 @@ def reduce(x: Any, op: Any, root: int, *, comm: Any = None, token: Any = _NOT_GI
     """Reduces over ranks for the root: ``y_root = op_s x_s``. The other ranks get their own ``x``.
 
     Args:
-        x: an array or a number, of the same shape and dtype on all ranks.
+        x: an array or a number, with the same shape and dtype on all ranks.
         op: as for :func:`allreduce`.
         root: the rank that gets the result.
-        comm: an mpi4py communicator; default all processes.
-        token: there is none.
+        comm: an mpi4py communicator. Default None: all processes.
+        token: not supported: leave it out.
 
-    Differentiation: for SUM, that of the linear map over all ranks.
+    Returns:
+        On the root the reduction, on the other ranks ``x``; of the shape and dtype of ``x``.
+
+    Raises:
+        TypeError: while tracing: an argument has a wrong type; or two names get the result, ``y, token = ...``.
+        RuntimeError: while tracing: ``token`` is given.
+        ValueError: while tracing: an argument has a wrong shape or value.
+        NotImplementedError: while tracing: ``op`` is another operation than those of :func:`allreduce`.
+
+    Differentiation:
+        For SUM, that of the linear map over all ranks.
+
+    Order:
+        Program order.
+
+    Source:
+        ``mpi4jax.reduce``; MPI_Reduce (MPI standard, 6.9.1).
+
+    Example:
+        >>> from mpi4py import MPI
+        >>> import pycollective.compat.mpi4jax as mpi4jax
+        >>> world = MPI.COMM_WORLD
+        >>> int(mpi4jax.reduce(1, MPI.SUM, 0)) == (world.size if world.rank == 0 else 1)
+        True
     """
     ranks = _communicator("reduce", comm, token)
     x, root = _array("reduce", ranks, "x", x), _integer("reduce", ranks, "root", root)
@@ -226,12 +261,33 @@ def scan(x: Any, op: Any, *, comm: Any = None, token: Any = _NOT_GIVEN) -> Array
     """Reduces over this rank and the ranks before it: ``y_r = op_{s <= r} x_s``.
 
     Args:
-        x: an array or a number, of the same shape and dtype on all ranks.
+        x: an array or a number, with the same shape and dtype on all ranks.
         op: as for :func:`allreduce`.
-        comm: an mpi4py communicator; default all processes.
-        token: there is none.
+        comm: an mpi4py communicator. Default None: all processes.
+        token: not supported: leave it out.
 
-    Differentiation: for SUM, that of :func:`pycollective.scan`.
+    Returns:
+        The reduction up to this rank, of the shape and dtype of ``x``.
+
+    Raises:
+        TypeError: while tracing: an argument has a wrong type; or two names get the result, ``y, token = ...``.
+        RuntimeError: while tracing: ``token`` is given.
+        NotImplementedError: while tracing: ``op`` is another operation than those of :func:`allreduce`.
+
+    Differentiation:
+        For SUM, that of :func:`pycollective.scan`.
+
+    Order:
+        Program order.
+
+    Source:
+        ``mpi4jax.scan``; MPI_Scan (MPI standard, 6.11.1).
+
+    Example:
+        >>> from mpi4py import MPI
+        >>> import pycollective.compat.mpi4jax as mpi4jax
+        >>> int(mpi4jax.scan(1, MPI.SUM)) == MPI.COMM_WORLD.rank + 1
+        True
     """
     ranks = _communicator("scan", comm, token)
     x = _array("scan", ranks, "x", x)
@@ -248,23 +304,44 @@ def scan(x: Any, op: Any, *, comm: Any = None, token: Any = _NOT_GIVEN) -> Array
 def _at_root(comm: pc.Communicator, root: int, result: Array, x: Array) -> Array:
     """Returns ``result`` on the root, and ``x`` on the other ranks.
 
-    There the barrier makes ``x`` depend on the collective that made ``result``: so all ranks make the call of its
-    transpose, or none.
+    On the other ranks the barrier makes ``x`` depend on the collective that made ``result``. So either all ranks make
+    the call of the transpose, or none does.
     """
     return result if comm.rank == root else lax.optimization_barrier((x, result))[0]
 
 
 @returns_no_token
 def bcast(x: Any, root: int, *, comm: Any = None, token: Any = _NOT_GIVEN) -> Array:
-    """Copies the root's array to all ranks.
+    """Copies the root's array to all ranks: ``y_r = x_root``.
 
     Args:
         x: an array or a number, of the same shape and dtype on all ranks. Only the root's values are read.
         root: the rank whose values all ranks get.
-        comm: an mpi4py communicator; default all processes.
-        token: there is none.
+        comm: an mpi4py communicator. Default None: all processes.
+        token: not supported: leave it out.
 
-    Differentiation: that of :func:`pycollective.broadcast`.
+    Returns:
+        The root's array, of the shape and dtype of ``x``.
+
+    Raises:
+        TypeError: while tracing: an argument has a wrong type; or two names get the result, ``y, token = ...``.
+        RuntimeError: while tracing: ``token`` is given.
+        ValueError: while tracing: an argument has a wrong shape or value.
+
+    Differentiation:
+        That of :func:`pycollective.broadcast`.
+
+    Order:
+        Program order.
+
+    Source:
+        ``mpi4jax.bcast``; MPI_Bcast (MPI standard, 6.4).
+
+    Example:
+        >>> from mpi4py import MPI
+        >>> import pycollective.compat.mpi4jax as mpi4jax
+        >>> int(mpi4jax.bcast(MPI.COMM_WORLD.rank, 0))
+        0
     """
     ranks = _communicator("bcast", comm, token)
     return pc.broadcast(_array("bcast", ranks, "x", x), ranks, root=_integer("bcast", ranks, "root", root))
@@ -275,15 +352,34 @@ def gather(x: Any, root: int, *, comm: Any = None, token: Any = _NOT_GIVEN) -> A
     """Gathers the ranks' arrays on the root: ``y_root[s] = x_s``. The other ranks get their own ``x``.
 
     Args:
-        x: an array or a number, of the same shape and dtype on all ranks.
+        x: an array or a number, with the same shape and dtype on all ranks.
         root: the rank that gets the result.
-        comm: an mpi4py communicator; default all processes.
-        token: there is none.
+        comm: an mpi4py communicator. Default None: all processes.
+        token: not supported: leave it out.
 
     Returns:
-        On the root an array of shape ``(size, *x.shape)``, on the other ranks ``x``.
+        On the root an array of shape ``(size, *x.shape)``, on the other ranks ``x``; of the dtype of ``x``.
 
-    Differentiation: that of the linear map over all ranks.
+    Raises:
+        TypeError: while tracing: an argument has a wrong type; or two names get the result, ``y, token = ...``.
+        RuntimeError: while tracing: ``token`` is given.
+        ValueError: while tracing: an argument has a wrong shape or value.
+
+    Differentiation:
+        That of the linear map over all ranks.
+
+    Order:
+        Program order.
+
+    Source:
+        ``mpi4jax.gather``; MPI_Gather (MPI standard, 6.5).
+
+    Example:
+        >>> from mpi4py import MPI
+        >>> import pycollective.compat.mpi4jax as mpi4jax
+        >>> world = MPI.COMM_WORLD
+        >>> mpi4jax.gather(1, 0).shape == ((world.size,) if world.rank == 0 else ())
+        True
     """
     ranks = _communicator("gather", comm, token)
     x, root = _array("gather", ranks, "x", x), _integer("gather", ranks, "root", root)
@@ -298,15 +394,39 @@ def scatter(x: Any, root: int, *, comm: Any = None, token: Any = _NOT_GIVEN) -> 
         x: on the root an array of shape ``(size, ...)``; on the other ranks an array of the shape and dtype of the
             result, whose values are not read.
         root: the rank whose array is cut.
-        comm: an mpi4py communicator; default all processes.
-        token: there is none.
+        comm: an mpi4py communicator. Default None: all processes.
+        token: not supported: leave it out.
 
-    Differentiation: that of the linear map over all ranks.
+    Returns:
+        This rank's entry, of the shape of the root's ``x`` without its first axis and the dtype of ``x``.
+
+    Raises:
+        TypeError: while tracing: an argument has a wrong type; or two names get the result, ``y, token = ...``.
+        RuntimeError: while tracing: ``token`` is given.
+        ValueError: while tracing: an argument has a wrong shape or value.
+
+    Differentiation:
+        That of the linear map over all ranks.
+
+    Order:
+        Program order.
+
+    Source:
+        ``mpi4jax.scatter``; MPI_Scatter (MPI standard, 6.6).
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from mpi4py import MPI
+        >>> import pycollective.compat.mpi4jax as mpi4jax
+        >>> world = MPI.COMM_WORLD
+        >>> x = jnp.arange(world.size) if world.rank == 0 else jnp.zeros((), int)
+        >>> int(mpi4jax.scatter(x, 0)) == world.rank
+        True
     """
     ranks = _communicator("scatter", comm, token)
     x, root = _array("scatter", ranks, "x", x), _integer("scatter", ranks, "root", root)
     if ranks.rank != root:
-        x = jnp.broadcast_to(x, (ranks.size, *x.shape))  # it depends on x: all ranks must make the transpose's call
+        x = jnp.broadcast_to(x, (ranks.size, *x.shape))  # depends on x: all ranks make the transpose's call
     elif x.ndim == 0 or x.shape[0] != ranks.size:
         expected = "Scatter input must have shape (nproc, ...), that is"
         fail(
@@ -325,11 +445,32 @@ def allgather(x: Any, *, comm: Any = None, token: Any = _NOT_GIVEN) -> Array:
     """Gathers the ranks' arrays on all ranks: ``y[s] = x_s``.
 
     Args:
-        x: an array or a number, of the same shape and dtype on all ranks.
-        comm: an mpi4py communicator; default all processes.
-        token: there is none.
+        x: an array or a number, with the same shape and dtype on all ranks.
+        comm: an mpi4py communicator. Default None: all processes.
+        token: not supported: leave it out.
 
-    Differentiation: that of :func:`pycollective.all_gather`.
+    Returns:
+        The arrays of all ranks, of shape ``(size, *x.shape)`` and the dtype of ``x``.
+
+    Raises:
+        TypeError: while tracing: an argument has a wrong type; or two names get the result, ``y, token = ...``.
+        RuntimeError: while tracing: ``token`` is given.
+
+    Differentiation:
+        That of :func:`pycollective.all_gather`.
+
+    Order:
+        Program order.
+
+    Source:
+        ``mpi4jax.allgather``; MPI_Allgather (MPI standard, 6.7).
+
+    Example:
+        >>> from mpi4py import MPI
+        >>> import pycollective.compat.mpi4jax as mpi4jax
+        >>> world = MPI.COMM_WORLD
+        >>> mpi4jax.allgather(world.rank).tolist() == list(range(world.size))
+        True
     """
     ranks = _communicator("allgather", comm, token)
     return pc.all_gather(_array("allgather", ranks, "x", x), ranks)
@@ -340,11 +481,34 @@ def alltoall(x: Any, *, comm: Any = None, token: Any = _NOT_GIVEN) -> Array:
     """Exchanges rows among all ranks: ``y_r[s] = x_s[r]``.
 
     Args:
-        x: an array of shape ``(size, ...)``, the same on all ranks.
-        comm: an mpi4py communicator; default all processes.
-        token: there is none.
+        x: an array of shape ``(size, ...)``, with the same shape and dtype on all ranks.
+        comm: an mpi4py communicator. Default None: all processes.
+        token: not supported: leave it out.
 
-    Differentiation: that of :func:`pycollective.all_to_all`.
+    Returns:
+        The rows from all ranks, of the shape and dtype of ``x``.
+
+    Raises:
+        TypeError: while tracing: an argument has a wrong type; or two names get the result, ``y, token = ...``.
+        RuntimeError: while tracing: ``token`` is given.
+        ValueError: while tracing: an argument has a wrong shape or value.
+
+    Differentiation:
+        That of :func:`pycollective.all_to_all`.
+
+    Order:
+        Program order.
+
+    Source:
+        ``mpi4jax.alltoall``; MPI_Alltoall (MPI standard, 6.8).
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from mpi4py import MPI
+        >>> import pycollective.compat.mpi4jax as mpi4jax
+        >>> world = MPI.COMM_WORLD
+        >>> mpi4jax.alltoall(jnp.full(world.size, world.rank)).tolist() == list(range(world.size))
+        True
     """
     ranks = _communicator("alltoall", comm, token)
     x = _array("alltoall", ranks, "x", x)
@@ -358,8 +522,25 @@ def barrier(*, comm: Any = None, token: Any = _NOT_GIVEN) -> None:
     """Waits until every rank has called it.
 
     Args:
-        comm: an mpi4py communicator; default all processes.
-        token: there is none.
+        comm: an mpi4py communicator. Default None: all processes.
+        token: not supported: leave it out.
+
+    Raises:
+        TypeError: while tracing: ``comm`` is no communicator.
+        RuntimeError: while tracing: ``token`` is given.
+
+    Differentiation:
+        None: there is no operand.
+
+    Order:
+        Program order.
+
+    Source:
+        ``mpi4jax.barrier``; MPI_Barrier (MPI standard, 6.3).
+
+    Example:
+        >>> import pycollective.compat.mpi4jax as mpi4jax
+        >>> mpi4jax.barrier()
     """
     pc.barrier(_communicator("barrier", comm, token))
 
@@ -372,10 +553,32 @@ def send(x: Any, dest: int, *, tag: int = 0, comm: Any = None, token: Any = _NOT
 
     Args:
         x: an array or a number.
-        dest: the rank that receives. ``MPI.PROC_NULL``: nobody.
-        tag: the tag of the message.
-        comm: an mpi4py communicator; default all processes.
-        token: there is none.
+        dest: the rank that receives. ``MPI.PROC_NULL``: nothing is sent.
+        tag: the tag of the message. Default 0.
+        comm: an mpi4py communicator. Default None: all processes.
+        token: not supported: leave it out.
+
+    Raises:
+        TypeError, ValueError: while tracing: an argument has a wrong type or value.
+        RuntimeError: while tracing: ``token`` is given.
+        NotImplementedError: while tracing: a derivative with respect to ``x``.
+
+    Differentiation:
+        None: raises NotImplementedError.
+
+    Order:
+        Program order. The call may wait for the receiver.
+
+    Source:
+        ``mpi4jax.send``; MPI_Send (MPI standard, 3.2.1).
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from mpi4py import MPI
+        >>> import pycollective.compat.mpi4jax as mpi4jax
+        >>> world = MPI.COMM_WORLD
+        >>> if world.size > 1 and world.rank == 0: mpi4jax.send(jnp.arange(3), 1)
+        >>> if world.rank == 1: assert mpi4jax.recv(jnp.zeros(3, int), 0).tolist() == [0, 1, 2]
     """
     ranks = _communicator("send", comm, token)
     x, dest = _array("send", ranks, "x", x), _integer("send", ranks, "dest", dest)
@@ -397,11 +600,33 @@ def recv(
 
     Args:
         x: an array of the shape and dtype of what arrives. Its values are not read.
-        source: the rank that sends; default any. ``MPI.PROC_NULL``: nobody, and the result is zeros.
-        tag: the tag of the message; default any.
-        comm: an mpi4py communicator; default all processes.
-        status: an mpi4py ``Status``, written when the message has arrived.
-        token: there is none.
+        source: the rank that sends. Default ``MPI.ANY_SOURCE``. ``MPI.PROC_NULL``: nothing is received, and the result
+            is zeros.
+        tag: the tag of the message. Default ``MPI.ANY_TAG``.
+        comm: an mpi4py communicator. Default None: all processes.
+        status: an mpi4py ``Status``, which is written when the message has arrived. Default None.
+        token: not supported: leave it out.
+
+    Returns:
+        The array that arrived, of the shape and dtype of ``x``.
+
+    Raises:
+        TypeError: while tracing: an argument has a wrong type; or two names get the result, ``y, token = ...``.
+        RuntimeError: while tracing: ``token`` is given.
+        ValueError: while tracing: an argument has a wrong shape or value.
+        NotImplementedError: while tracing: a derivative with respect to ``x``.
+
+    Differentiation:
+        None: raises NotImplementedError.
+
+    Order:
+        Program order.
+
+    Source:
+        ``mpi4jax.recv``; MPI_Recv (MPI standard, 3.2.4).
+
+    Example:
+        See :func:`send`.
     """
     ranks = _communicator("recv", comm, token)
     x, source, tag = (
@@ -433,21 +658,43 @@ def sendrecv(
     status: Any = None,
     token: Any = _NOT_GIVEN,
 ) -> Array:
-    """Sends to one rank and receives from another at the same time.
+    """Sends to one rank and receives from another at the same time, without deadlock in any pattern of ranks.
 
     Args:
         sendbuf: an array or a number to send.
         recvbuf: an array of the shape and dtype of what arrives. Its values are not read.
-        source: the rank to receive from. ``MPI.PROC_NULL``: nobody, and the result is zeros.
-        dest: the rank to send to. ``MPI.PROC_NULL``: nobody.
-        sendtag: the tag of the message that is sent.
-        recvtag: the tag of the message that is received; default any.
-        comm: an mpi4py communicator; default all processes.
-        status: an mpi4py ``Status``, written when the message has arrived.
-        token: there is none.
+        source: the rank to receive from. ``MPI.PROC_NULL``: nothing is received, and the result is zeros.
+        dest: the rank to send to. ``MPI.PROC_NULL``: nothing is sent.
+        sendtag: the tag of the message that is sent. Default 0.
+        recvtag: the tag of the message that is received. Default ``MPI.ANY_TAG``.
+        comm: an mpi4py communicator. Default None: all processes.
+        status: an mpi4py ``Status``, which is written when the message has arrived. Default None.
+        token: not supported: leave it out.
 
-    Differentiation: the transpose has ``source`` and ``dest`` swapped and the same tags, as in mpi4jax. Forward mode
-    works too.
+    Returns:
+        The array that arrived, of the shape and dtype of ``recvbuf``.
+
+    Raises:
+        TypeError: while tracing: an argument has a wrong type; or two names get the result, ``y, token = ...``.
+        RuntimeError: while tracing: ``token`` is given.
+        ValueError: while tracing: an argument has a wrong shape or value.
+        NotImplementedError: while tracing: ``source`` is ``MPI.ANY_SOURCE``.
+
+    Differentiation:
+        Both modes. The transpose has ``source`` and ``dest`` swapped and the same tags, as in mpi4jax.
+
+    Order:
+        Program order.
+
+    Source:
+        ``mpi4jax.sendrecv``; MPI_Sendrecv (MPI standard, 3.10).
+
+    Example:
+        >>> from mpi4py import MPI
+        >>> import pycollective.compat.mpi4jax as mpi4jax
+        >>> size, rank = MPI.COMM_WORLD.size, MPI.COMM_WORLD.rank
+        >>> int(mpi4jax.sendrecv(rank, 0, source=(rank - 1) % size, dest=(rank + 1) % size)) == (rank - 1) % size
+        True
     """
     ranks = _communicator("sendrecv", comm, token)
     x, like = _array("sendrecv", ranks, "sendbuf", sendbuf), _array("sendrecv", ranks, "recvbuf", recvbuf)
@@ -487,10 +734,22 @@ def sendrecv(
 
 
 def has_cuda_support() -> bool:
-    """Returns True: the compiled library of this package serves arrays on CUDA devices in every build."""
+    """Returns True: every build of this package's compiled library supports arrays on CUDA devices.
+
+    Example:
+        >>> import pycollective.compat.mpi4jax as mpi4jax
+        >>> mpi4jax.has_cuda_support()
+        True
+    """
     return True
 
 
 def has_sycl_support() -> bool:
-    """Returns False: this package has no handlers for SYCL devices."""
+    """Returns False: this package has no handlers for SYCL devices.
+
+    Example:
+        >>> import pycollective.compat.mpi4jax as mpi4jax
+        >>> mpi4jax.has_sycl_support()
+        False
+    """
     return False

@@ -1,4 +1,4 @@
-"""Refuses ``y, token = allreduce(...)``: before mpi4jax 0.8 its functions returned a token beside the array."""
+"""Refuses ``y, token = allreduce(...)``: before mpi4jax 0.8 its functions returned an array and a token."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def returns_no_token(function: _Function) -> _Function:
-    """Lets ``y, token = function(...)`` raise, the form before mpi4jax 0.8, where it would take the rows of an array.
+    """Makes ``y, token = function(...)`` an error. Without it, ``y`` and ``token`` would be the rows of the result.
 
-    An array of another length raises by itself. The result is JAX's array, which can be iterated over, so the caller's
-    bytecode tells. A result that has a name first, or that a function returns, is not looked at.
+    This is only needed for a result with two rows, since Python raises an error for another number. The result is an
+    array of JAX, which can be iterated over, so the check reads the caller's bytecode. It does not find an assignment
+    that follows later: of a result that has a name first, or that a function returns.
     """
 
     @functools.wraps(function)
@@ -37,7 +38,7 @@ def returns_no_token(function: _Function) -> _Function:
 
 
 _seen: dict[tuple[int, int], tuple[CodeType, bool]] = {}
-"""What :func:`_goes_to_two_names` has found, by the identity of the code, which thus lives on, and the place."""
+"""The results of :func:`_goes_to_two_names`, by the identity of the code and the place. They keep the code alive."""
 
 
 def _goes_to_two_names(code: CodeType, place: int) -> bool:
