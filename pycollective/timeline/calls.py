@@ -1,4 +1,4 @@
-"""The calls of one rank between the begin and the end of a trace, as it sends them to rank 0."""
+"""The calls of one rank in a trace, in the form in which the rank sends them to rank 0."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ class Part(NamedTuple):
     """The data of one rank that rank 0 receives.
 
     Attributes:
-        rank: its place in MPI_COMM_WORLD.
-        host: the name of its host.
-        kinds: a record of each kind of call, as the recorder writes it: operation, shape, line, group, ...
+        rank: the rank in MPI_COMM_WORLD.
+        host: the name of the host.
+        kinds: one record for each kind of call, as the recorder writes it: operation, shape, line, group, ...
         kind: the kind of each call, an index of ``kinds``.
-        seq: the number of each call among those of its channel.
-        times: created, started and completed of each call, [calls, 3], nanoseconds of this rank's clock.
+        seq: the number of each call among the calls of its channel.
+        times: the times created, started and completed of each call, [calls, 3], in nanoseconds of this rank's clock.
         groups: the groups of ranks, by their ids.
         dropped: the number of calls that the trace did not keep.
         begin: the reading of the clock before the trace.
-        end: the reading after it.
-        span: when the trace began and ended, by this rank's clock.
+        end: the reading of the clock after the trace.
+        span: the times when the trace began and ended, by this rank's clock.
     """
 
     rank: int
@@ -52,10 +52,10 @@ def part_of_this_rank(records: bytes, dropped: int, begin: Reading, end: Reading
 
     Args:
         records: the words of the records (``watch.stop_trace``).
-        dropped: how many more there were.
+        dropped: the number of calls that the trace did not keep.
         begin: the reading of the clock before the trace.
-        end: the reading after it.
-        span: when the trace began and ended.
+        end: the reading of the clock after the trace.
+        span: the times when the trace began and ended, by this rank's clock.
     """
     words = watch.record_words()
     table = np.frombuffer(records, np.int64).reshape(-1, len(words))

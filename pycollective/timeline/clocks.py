@@ -1,8 +1,8 @@
-"""The clocks of the ranks: how far each is from rank 0's.
+"""The offset of each rank's clock from rank 0's clock.
 
-The clocks of hosts drift apart. So each rank asks rank 0 for the time many times, by messages there and back, and takes
-the answer with the shortest round trip: the reading is wrong by at most half of that round trip. Each rank does this
-before and after a trace. Between the two readings the offset is interpolated linearly.
+Each rank asks rank 0 for the time many times, by a message and its answer, and takes the answer with the shortest round
+trip. The error of this reading is at most half of the round trip. The clocks of hosts drift, so each rank makes a
+reading before and one after a trace, and interpolates the offset linearly between them.
 
 Source: D. L. Mills, "Internet time synchronization: the network time protocol", IEEE Transactions on Communications 39
 (1991): the offset by the exchange of the least delay.
@@ -30,7 +30,7 @@ class Reading(NamedTuple):
 
     Attributes:
         at: the moment by this rank's clock, in nanoseconds.
-        offset: what to add to a time of this rank's clock, in nanoseconds.
+        offset: rank 0's clock minus this rank's clock, in nanoseconds.
         error: the largest error of the offset, in nanoseconds.
     """
 
@@ -49,8 +49,8 @@ def compare(mpi: MPI.Intracomm, wait: Callable[[Callable[[], bool]], None]) -> R
 
     Args:
         mpi: a communicator without other messages.
-        wait: returns when the function that it is given returns True; it may sleep. The ranks ask one after another,
-            so that they do not disturb each other, and each waits for its turn.
+        wait: a function that calls its argument until this returns True; it may sleep. Each rank waits for its turn,
+            since only one rank at a time compares its clock: otherwise ranks would disturb each other.
     """
     answer = np.zeros(1, np.int64)
     question = np.zeros(1, np.int64)
@@ -75,12 +75,12 @@ def compare(mpi: MPI.Intracomm, wait: Callable[[Callable[[], bool]], None]) -> R
 
 
 def aligned(times: Array, begin: Reading, end: Reading) -> Array:
-    """Times of a rank's clock as times of rank 0's, in nanoseconds.
+    """Converts times of a rank's clock to times of rank 0's clock, in nanoseconds.
 
     Args:
         times: times of the rank's clock, int64.
         begin: the reading before the trace.
-        end: the reading after it.
+        end: the reading after the trace.
 
     Example:
         >>> begin, end = Reading(0, 100, 1), Reading(1000, 110, 1)  # this clock loses 1 %

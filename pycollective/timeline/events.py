@@ -1,7 +1,7 @@
 """The timeline in the trace-event format, which Perfetto and chrome://tracing open.
 
-A rank is a process of the timeline, a channel of a communicator a thread of it. A call is a complete event. Inside it
-lies another one, as long as the rank waited for others.
+A rank is a process of the timeline, and a channel of a communicator is a thread. A call is a complete event. If the
+rank waited for other ranks, an event inside the call shows this wait.
 
 Source: "Trace Event Format", the document of the Chromium project.
 """
@@ -25,13 +25,13 @@ _Call = tuple[str, str, int]
 """A group, a channel and a number, which identify one collective on all ranks."""
 
 _OUTSIDE = "outside programs"
-"""The name of the thread of waits that are no operation of a program: split, the first call of a function, ..."""
+"""The name of the thread of waits outside programs: split, the first call of a function, ..."""
 
 _NS_PER_US = 1000
 
 
 def other_data(parts: Sequence[Part]) -> dict[str, Any]:
-    """The file's data beside the events: the ranks, their clocks, the groups; times in microseconds."""
+    """Returns the file's data beside the events: the ranks, their clocks, the groups; times in microseconds."""
     start = _start(parts)
     ranks = []
     for part in parts:
@@ -55,10 +55,10 @@ def other_data(parts: Sequence[Part]) -> dict[str, Any]:
 
 
 def events(parts: Sequence[Part]) -> Iterator[Event]:
-    """The events of all ranks.
+    """Yields the events of all ranks.
 
     Args:
-        parts: those of the ranks.
+        parts: the parts of all ranks.
     """
     start = _start(parts)
     times = [aligned(part.times, part.begin, part.end) - start for part in parts]
@@ -104,14 +104,14 @@ def events(parts: Sequence[Part]) -> Iterator[Event]:
                     "waited_for_rank": last,
                 },
             }
-            if waited > error:  # less may be the clocks
+            if waited > error:  # a shorter wait may be an error of the clocks
                 what = {"name": f"waits for rank {last}", "cat": "skew", "ph": "X", **place, "args": {}}
                 yield {**what, "ts": came / _NS_PER_US, "dur": waited / _NS_PER_US}
         yield from _names(part, labels, len(parts))
 
 
 def _start(parts: Sequence[Part]) -> int:
-    """When the first rank's trace began, by the clock of rank 0: the timeline's 0."""
+    """Returns the time 0 of the timeline: when the first rank's trace began, by the clock of rank 0."""
     return min(int(aligned(np.array(part.span), part.begin, part.end)[0]) for part in parts)
 
 
@@ -152,7 +152,7 @@ def _name(entry: Event) -> str:
 
 
 def _is_collective(entry: Event) -> bool:
-    """Whether it is a collective of a program; a wait outside programs has no arguments in its description."""
+    """Whether a record is a collective of a program. The description of a wait outside programs has no arguments."""
     return not entry["is_p2p"] and (entry["description"] != _name(entry) or _name(entry) == "barrier")
 
 
@@ -164,13 +164,13 @@ def _lane(entry: Event) -> tuple[str, str]:
 
 
 def _label(entry: Event) -> str:
-    """The name of that thread."""
+    """The name of the thread of a record."""
     group, channel = entry["process_group"]
     return f"{group}, {channel}" if any(_lane(entry)) else _OUTSIDE
 
 
 def _root(description: str) -> int:
-    """The root in a description; -1: there is none.
+    """The root in a description; -1 if there is none.
 
     Example:
         >>> _root("bcast(float32[2,3], root=4)"), _root("barrier")

@@ -33,7 +33,7 @@ _MOST_CALLS = 1 << 18
 
 
 class _State:
-    """Whether this rank is inside a trace; and messages that are not received yet, whose memory MPI may still read."""
+    """Whether this rank is inside a trace, and messages that are not received yet: MPI may still read their memory."""
 
     is_on = False
     unreceived: list[MPI.Request] = []  # noqa: RUF012
@@ -45,8 +45,8 @@ class _Session(NamedTuple):
     Attributes:
         comm: the ranks.
         mpi: a duplicate of their communicator, for the messages of this trace alone.
-        reading: that of this rank's clock before the trace.
-        began: when the trace began, by this rank's clock.
+        reading: the reading of this rank's clock before the trace.
+        began: the time when the trace began, by this rank's clock, in nanoseconds.
     """
 
     comm: Communicator
@@ -59,36 +59,39 @@ class _Session(NamedTuple):
 def trace(
     file: str | os.PathLike[str], comm: Communicator | None = None, *, most_calls: int = _MOST_CALLS
 ) -> Iterator[None]:
-    """Writes the calls that all ranks make inside a ``with`` to one file: a timeline for Perfetto or chrome://tracing.
+    """Writes all ranks' calls inside a ``with`` block to one file: a timeline for Perfetto or chrome://tracing.
 
-    All ranks of the communicator enter and leave it, at top level. A rank of the timeline is a process, and each of its
-    channels (a communicator, on a device where there are several) is a thread. Each call is an event with its
-    operation, shape, dtype, line of the program, bytes, state and number among the calls of its channel. Inside it
-    lies another event as long as the rank waited for a rank that came later. ``pycollective report FILE`` makes a table
-    of the file.
+    All ranks of the communicator must enter and leave the block, at top level. In the timeline a rank is a process, and
+    each of its channels is a thread; a channel is a communicator, or one device's lane of it. Each call is an event
+    with its operation, shape, dtype, line of the program, bytes, state and number among the calls of its channel. If
+    the rank waited for a later rank, another event inside it shows this wait. ``pycollective report FILE`` prints a
+    table of the file.
 
-    The clocks of the ranks are compared by messages when the trace begins and when it ends. ``clock_error_us`` in the
-    file's ``otherData`` is the largest error of a rank's times.
+    The ranks compare their clocks by messages when the trace begins and when it ends. ``clock_error_us`` in the file's
+    ``otherData`` is the largest error of a rank's times.
 
-    A rank keeps its calls in memory until the trace ends: 184 B for each. If there are more than ``most_calls``, the
-    later ones are missing, and rank 0 warns how many.
+    A rank keeps its calls in memory until the trace ends, 184 B for each. Calls after the first ``most_calls`` are not
+    in the trace, and rank 0 warns how many there were.
 
-    If a rank leaves by an exception, no file is written, and no rank waits for that rank. The exception propagates
-    there, and rank 0 warns if it has not raised itself.
+    If a rank leaves the block by an exception, no file is written, and no rank waits for this rank. The exception
+    propagates on this rank. Rank 0 warns, unless it has raised an exception itself.
 
     Args:
-        file: where rank 0 writes, by a temporary file in the same folder. A file of this name is replaced.
-        comm: a communicator, the world by default. Calls on all communicators of its ranks are in the trace.
-        most_calls: how many calls of a rank to keep.
+        file: the file that rank 0 writes. A file of this name is replaced atomically.
+        comm: a communicator, the world by default. The trace has the calls of its ranks on all communicators.
+        most_calls: the largest number of calls that a rank keeps, from 1. Default 2 ** 18.
 
     Raises:
         ValueError: ``most_calls`` is not positive.
         RuntimeError: the call is inside :func:`jax.jit` or another transform; a trace of some rank is on already; or
             another rank does not enter or leave within the timeout of :func:`init`.
-        OSError: rank 0 cannot write the file; the other ranks raise RuntimeError.
+        OSError: rank 0 cannot write the file. The other ranks raise RuntimeError.
 
-    Order: it waits for the programs that were dispatched before it, and at the end for those inside.
-    Source: the trace-event format of the Chromium project.
+    Order:
+        At its begin it waits for the programs that were dispatched before it, and at its end for those inside.
+
+    Source:
+        The trace-event format of the Chromium project.
 
     Example:
         >>> import json, pathlib, tempfile
@@ -121,7 +124,7 @@ def trace(
 
 
 def _begin(file: Path, comm: Communicator | None, most_calls: int) -> _Session:
-    """Waits until all ranks are there, compares the clocks, and lets the recorder keep all calls from now on."""
+    """Waits until all ranks have entered, compares the clocks, and makes the recorder keep all calls from now on."""
     if not at_top_level():
         remedy = "Put the function's call inside the with, not the with inside the function."
         fail(RuntimeError, _WHERE, None, "a call at top level", "one inside jax.jit or another transform", remedy)
@@ -146,7 +149,7 @@ def _begin(file: Path, comm: Communicator | None, most_calls: int) -> _Session:
         mpi = comm.mpi.Dup()
         wait = waiter(comm, _WHERE, "compare clocks")
         reading = clocks.compare(mpi, wait)
-        wait(mpi.Ibarrier().Test)  # sleeping, so that this rank does not disturb ranks that still compare
+        wait(mpi.Ibarrier().Test)  # sleeps, so that this rank does not disturb ranks that still compare
         mpi.Barrier()
     _State.is_on = True
     watch.start_trace(most_calls)
@@ -154,13 +157,13 @@ def _begin(file: Path, comm: Communicator | None, most_calls: int) -> _Session:
 
 
 def _give_up(mpi: MPI.Intracomm, why: str) -> None:
-    """Tells the ranks that would wait for this rank that it has raised. The duplicate is never freed then."""
+    """Tells the ranks that would wait for this rank that it has raised. The duplicate is then never freed."""
     others = range(1, mpi.size) if mpi.rank == 0 else [0]
     _State.unreceived += [mpi.isend(why, other, _NEXT if mpi.rank == 0 else _LEFT) for other in others]
 
 
 def _end(session: _Session, records: bytes, dropped: int, span: tuple[int, int], file: Path) -> None:
-    """Brings the parts of all ranks to rank 0, which writes the file. Returns without one if a rank raised."""
+    """Sends the parts of all ranks to rank 0, which writes the file. If a rank raised, no file is written."""
     comm, mpi = session.comm, session.mpi
     wait = waiter(comm, _WHERE, "leave trace")
     if mpi.rank != 0:
@@ -193,7 +196,7 @@ def _end(session: _Session, records: bytes, dropped: int, span: tuple[int, int],
 def _tell_all(
     mpi: MPI.Intracomm, parts: Sequence[Part], file: Path, wait: Callable[[Callable[[], bool]], None]
 ) -> OSError | None:
-    """Writes the file, and tells the other ranks that it is written, or the error."""
+    """Writes the file, and sends the other ranks the error, or None."""
     problem = None
     try:
         _write(parts, file)
@@ -223,7 +226,7 @@ def _receive(mpi: MPI.Intracomm, source: int, tag: int, wait: Callable[[Callable
 
 
 def _write(parts: Sequence[Part], file: Path) -> None:
-    """Writes the timeline atomically: a reader of the file sees all of it, or the previous file."""
+    """Writes the timeline atomically: a reader sees the whole new file, or the previous one."""
     with files.replaced(file) as out:
         out.write('{"displayTimeUnit": "ns",\n"otherData": ' + json.dumps(events.other_data(parts)))
         out.write(',\n"traceEvents": [')

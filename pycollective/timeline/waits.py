@@ -1,4 +1,4 @@
-"""The ranks for which a rank waits in a collective, and how long: from its own arrival to the last of theirs."""
+"""The time that a rank waits in a collective: from its own arrival to the last arrival of the ranks that it needs."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ WAIT_FOR_ALL = frozenset(["allreduce", "allgather", "alltoall", "reduce_scatter"
 
 
 def awaited(operation: str, place: int, root: int, size: int) -> Sequence[int]:
-    """The ranks without which a rank cannot end its call; none for other operations than the collectives here.
+    """Returns the ranks that must enter a call before a rank can end it; none for operations without this property.
 
     Args:
-        operation: its name (native/base/operations.h).
-        place: a rank of the group.
-        root: the root of the operation; -1: it has none.
+        operation: the name of the operation (native/base/operations.h).
+        place: the rank in the group.
+        root: the root of the operation; -1 if it has none.
         size: the number of ranks in the group.
 
     Example:
@@ -31,17 +31,18 @@ def awaited(operation: str, place: int, root: int, size: int) -> Sequence[int]:
 def wait_of(
     operation: str, rank: int, root: int, ranks: Sequence[int], spans: Mapping[int, tuple[int, int]]
 ) -> tuple[int, int]:
-    """The time that a rank waited in a call, and the last rank to arrive of those that it waited for.
+    """Returns the time that a rank waited in a call, and the last rank to arrive of the ranks that it needs.
 
     Args:
-        operation: its name.
+        operation: the name of the operation.
         rank: the rank that waits, one of ``spans``.
-        root: the root, as a place among ``ranks``; -1: none.
-        ranks: the ranks of the group, by their places.
-        spans: when each rank came to the call, and when it left; ranks whose call is not in the trace are missing.
+        root: the root, as an index of ``ranks``; -1 if there is none.
+        ranks: the ranks of the group, in its order.
+        spans: for each rank the times when it entered and left the call. Ranks whose call is not in the trace are
+            missing.
 
     Returns:
-        The time, in the unit of ``spans``, and the rank; (0, rank) if it waited for nobody.
+        The time, in the unit of ``spans``, and the last rank; (0, rank) if it did not wait.
 
     Example:
         >>> wait_of("allreduce", 0, -1, [0, 1], {0: (10, 35), 1: (30, 36)})
