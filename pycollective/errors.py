@@ -25,11 +25,12 @@ def message(
 
 
 class CollectiveMismatch(RuntimeError):  # noqa: N818 (the word is what users look for in logs)
-    """Ranks do not make the same call: another operation, shape, dtype or line, or in another order.
+    """An error: the ranks do not make the same calls in the same order.
 
-    It is raised on every rank where ranks compare a function that they have traced, at its first call, before any of
-    them calls MPI. A difference that shows while a program runs is an error of that program, as JAX raises it:
-    a :class:`jax.errors.JaxRuntimeError` or a ValueError whose text has the word ``CollectiveMismatch``.
+    The operation, shape, dtype, line or order of a call differs between ranks. The error is raised on all ranks when
+    they compare a traced function, at its first call, before any rank calls MPI. A difference that appears while a
+    program runs is an error of that program, as JAX raises it: a :class:`jax.errors.JaxRuntimeError` or a ValueError
+    whose text has the word ``CollectiveMismatch``.
 
     Example:
         >>> import pycollective as pc

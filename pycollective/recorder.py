@@ -1,6 +1,6 @@
-"""The flight recorder: the last calls of this rank, and those under way.
+"""The flight recorder: the last calls of this rank, and the calls in progress.
 
-It is always on; a call costs some tens of nanoseconds more. The fields have the names of PyTorch's flight recorder.
+It is always on and adds some tens of nanoseconds to a call. The fields have the names of PyTorch's flight recorder.
 When a job of several ranks fails, each rank writes its records to a file ``rank-R.json`` in the folder of
 ``PYCOLLECTIVE_RECORDS``; a rank that was killed cannot.
 """
@@ -17,16 +17,17 @@ __all__ = ["dump"]
 
 
 def dump() -> dict[str, Any]:
-    """Returns the last calls of this rank, the oldest first; it speaks with no other rank.
+    """Returns the last calls of this rank, the oldest first.
 
     Returns:
-        A dictionary that :func:`json.dumps` takes, with ``rank``, ``world_size``, ``host_name``, ``pid``, ``pg_config``
+        A dictionary for :func:`json.dumps`, with ``rank``, ``world_size``, ``host_name``, ``pid``, ``pg_config``
         (the groups of ranks, by their ids) and ``entries``. Each entry has
 
         - ``record_id``, the number of the call in this process;
-        - ``profiling_name``, as ``"pycollective:allreduce"``, and ``description``, with shape, dtype, reduction, root;
+        - ``profiling_name``, such as ``"pycollective:allreduce"``, and ``description``, with shape, dtype, reduction,
+          root;
         - ``pg_id`` and ``process_group``, the ranks that take part; ``collective_seq_id`` or ``p2p_seq_id``, the number
-          of the call among the collectives or the messages of these ranks, which is the same on all of them;
+          of the call among the collectives or the messages of these ranks, the same on all of them;
         - ``input_sizes`` and ``input_dtypes`` of the operand, ``nbytes`` of the larger of operand and result;
         - ``frames``, the line of the program that made the call: ``name``, ``filename`` and ``line``;
         - ``state``: ``scheduled`` (it waits for other devices of this rank), ``started`` (it waits for other ranks),
@@ -37,7 +38,11 @@ def dump() -> dict[str, Any]:
     Raises:
         RuntimeError: the package has not started.
 
-    Source: the fields of PyTorch's ``torch._C._distributed_c10d._dump_nccl_trace``.
+    Order:
+        No communication, and no wait for programs: it also returns calls in progress.
+
+    Source:
+        The fields of PyTorch's ``torch._C._distributed_c10d._dump_nccl_trace``.
 
     Example:
         >>> import jax.numpy as jnp, pycollective as pc

@@ -1,6 +1,6 @@
 """``pycollective.distributed.initialize``, the counterpart of ``jax.distributed.initialize``.
 
-It knows its limit before MPI starts: the import of what it needs starts MPI.
+It sets its time limit before MPI starts: the import of ``distributed.start`` starts MPI.
 """
 
 from __future__ import annotations
@@ -26,31 +26,37 @@ def initialize(
     timeout: float | None = None,
     **options: Any,
 ) -> Communicator:
-    """Starts JAX on all ranks as one: ``jax.devices()`` are then the devices of all of them. All ranks must call it.
+    """Starts JAX on all ranks as one process group: ``jax.devices()`` then has the devices of all ranks.
 
-    It is ``jax.distributed.initialize`` and :func:`pycollective.init` in one. MPI says which process this is, of how
-    many; rank 0 finds an address that the other hosts reach, and a free port. On CPUs XLA's own collectives, in
-    programs of global arrays, then go through MPI. On GPUs XLA has NCCL. Call it before the first use of JAX's devices,
-    and import pycollective before jax.
+    All ranks must make this call. It does what ``jax.distributed.initialize`` and :func:`pycollective.init` do. MPI
+    gives the number of this process and of all processes. Rank 0 finds a free port at an address that the other hosts
+    reach. On CPUs XLA's own collectives, in programs of global arrays, then use MPI. On GPUs XLA uses NCCL. Call it
+    before the first use of JAX's devices, and import pycollective before jax.
 
     Args:
-        comm: the ranks, an mpi4py communicator; default ``COMM_WORLD``. The number of a process is its rank.
-        collectives: what carries XLA's collectives between CPU devices: "mpi", for one CPU device of each rank, or
-            "gloo"; default ``JAX_CPU_COLLECTIVES_IMPLEMENTATION``, else "mpi".
+        comm: an mpi4py communicator with the ranks. The number of a process is its rank. Default None: ``COMM_WORLD``.
+        collectives: the implementation of XLA's collectives between CPU devices: "mpi", for one CPU device of each
+            rank, or "gloo". Default ``JAX_CPU_COLLECTIVES_IMPLEMENTATION``, else "mpi".
         devices: as for :func:`pycollective.init`.
-        timeout: the seconds that a rank may wait for others, as for :func:`pycollective.init`; also here.
-        options: for ``jax.distributed.initialize``: ``local_device_ids``, ``heartbeat_timeout_seconds``, ...; if all
-            ranks give ``coordinator_address``, JAX's service listens there, and nobody looks for an address.
+        timeout: the seconds that a rank may wait for others, as for :func:`pycollective.init`; it also limits this
+            call.
+        options: options of ``jax.distributed.initialize``: ``local_device_ids``, ``heartbeat_timeout_seconds``, ... If
+            all ranks give ``coordinator_address``, JAX's service listens there, and rank 0 does not look for an
+            address.
 
     Returns:
         The world, as :func:`pycollective.init` returns it.
 
     Raises:
         RuntimeError: JAX or this package has started before; jax was imported before pycollective; a rank has several
-            CPU devices, which MPI cannot tell apart; the hosts do not reach each other.
-        ValueError: ``collectives`` is no name of an implementation.
+            CPU devices, which XLA's MPI collectives do not distinguish; the hosts do not reach each other.
+        ValueError: ``collectives`` is not one of the two names.
 
-    Source: jax.distributed.initialize.
+    Order:
+        Outside programs: it starts MPI, and the ranks exchange messages.
+
+    Source:
+        ``jax.distributed.initialize``.
 
     Example:
         >>> import pycollective as pc

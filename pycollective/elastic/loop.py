@@ -72,7 +72,7 @@ def run(train: Train[R], state: State, *, min_ranks: int = 1, required: bool = F
 @overload
 def run(train: Train[R], state: None = None, *, min_ranks: int = 1, required: bool = False) -> Callable[[State], R]: ...
 def run(train: Train[Any], state: State | None = None, *, min_ranks: int = 1, required: bool = False) -> Any:
-    """Returns ``train(state, world)``, and calls ``train`` again with the remaining ranks when a rank has failed.
+    """Runs ``train(state, world)``, and calls ``train`` again with the remaining ranks when a rank has failed.
 
     A rank fails when its process dies by a signal; if a host fails, the launcher ends the job. When a rank fails, each
     call of the other ranks ends in an error, which ``train`` should not catch. The remaining ranks continue as a
@@ -85,21 +85,26 @@ def run(train: Train[Any], state: State | None = None, *, min_ranks: int = 1, re
 
     Args:
         train: a function of the state and of the world. It continues from the values of the state, and commits.
-        state: the state, the same on all ranks. It is committed before the first call. Without it, ``run`` returns a
+        state: the state, the same on all ranks. It is committed before the first call. Default None: ``run`` returns a
             function of the state, so ``run`` is a decorator.
-        min_ranks: the job ends if fewer ranks remain.
-        required: whether to raise an error where the remaining ranks could not continue.
+        min_ranks: the smallest number of ranks: with fewer the job ends. Default 1.
+        required: whether to raise an error if the MPI library does not let the remaining ranks continue. Default False.
 
     Returns:
-        What ``train`` returns, when all ranks have returned from it.
+        The result of ``train``, when it has returned on all ranks.
 
     Raises:
         TypeError: ``state`` is not a :class:`State`.
         ValueError: there are fewer ranks than ``min_ranks`` at the start.
-        RuntimeError: fewer ranks remain; or ranks could not continue here, and ``required``; or ``run`` is under way.
+        RuntimeError: fewer than ``min_ranks`` ranks remain; the remaining ranks could not continue here, and
+            ``required`` is True; or another call of ``run`` is in progress.
 
-    Source: User-Level Failure Mitigation (MPI standard 5.0): revoke, shrink, agree. The form is that of
-    ``horovod.elastic.run``.
+    Order:
+        Outside programs. All ranks must make this call, at the same place among their other calls.
+
+    Source:
+        User-Level Failure Mitigation (MPI standard 5.0): revoke, shrink, agree. The interface is that of
+        ``horovod.elastic.run``.
 
     Example:
         >>> import jax.numpy as jnp, pycollective as pc

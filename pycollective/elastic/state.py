@@ -80,10 +80,11 @@ class State:
     parameters of data-parallel training are an example.
 
     Args:
-        values: the values, by their names.
+        values: the values, as keyword arguments.
 
     Raises:
-        AttributeError: at an assignment to a name that is not among them.
+        ValueError: a name begins with an underscore, or is one of the class itself.
+        AttributeError: at an assignment to a name that the constructor did not get.
 
     Example:
         >>> import pycollective as pc
@@ -126,10 +127,13 @@ class State:
         return [*super().__dir__(), *self._values]
 
     def commit(self) -> None:
-        """Copies the values to the memory of the host, when the programs that compute them have run.
+        """Copies the values to the memory of the host, as the state to which a failure returns.
 
-        A commit does not communicate. All ranks commit at the same place of the program, for example after a step. A
-        failure during a commit leaves the previous commit unchanged.
+        All ranks must commit at the same place of the program, for example after a step. A failure during a commit
+        leaves the previous commit unchanged.
+
+        Order:
+            No communication. It waits for the programs that compute the values.
         """
         number = 0 if self._commit is None else self._commit.number + 1
         found, tree = jax.tree_util.tree_flatten_with_path(self._values)

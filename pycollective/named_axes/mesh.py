@@ -263,13 +263,14 @@ def make_mesh(
 ) -> Mesh:
     """Lays the devices of all ranks out along named axes, in row-major order. All ranks must make this call.
 
-    A device's number is ``rank * local devices + local index``; the last axis counts fastest.
+    ``numbers = arange(ranks * local devices).reshape(axis_shapes)``, where a device's number is ``rank * local devices
+    + local index``. So the last axis counts fastest.
 
     Args:
-        axis_shapes: the number of devices along each axis. One of them may be -1: it takes all devices that are left.
+        axis_shapes: the number of devices along each axis. One of them may be -1, for all remaining devices.
         axis_names: the name of each axis.
-        comm: the ranks; by default the world.
-        devices: this rank's devices, as many as every other rank's; by default all devices of
+        comm: the communicator whose ranks take part. Default None: the world.
+        devices: this rank's devices. All ranks must pass the same number. Default: all devices of
             :func:`pycollective.init`.
 
     Returns:
@@ -279,7 +280,11 @@ def make_mesh(
         ValueError: the product of the shapes is not ``ranks * local devices``; a name or a device comes twice; or the
             devices of a rank would not form a box in the mesh.
 
-    Source: :func:`jax.make_mesh`.
+    Order:
+        No communication. Ranks compare their meshes with the first call of a function over them.
+
+    Source:
+        :func:`jax.make_mesh`.
 
     Example:
         >>> import pycollective as pc

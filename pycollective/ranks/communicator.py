@@ -36,10 +36,10 @@ from pycollective.transport.watch import waiting
 class Communicator:
     """A group of ranks that call collectives together.
 
-    Its messages go over private duplicates of :attr:`mpi`, so they cannot mix with those that the program itself sends
-    on :attr:`mpi`. Two duplicates are made at once, and others when a program on several devices needs them. There is
-    one object for each MPI communicator, so two are equal if their MPI handles are equal. Communicators are hashable,
-    and may be static arguments of :func:`jax.jit`.
+    Its messages use private duplicates of :attr:`mpi`, so they do not mix with the program's own messages on
+    :attr:`mpi`. The constructor makes two duplicates. A program on several devices makes more of them when it needs
+    them. There is one object for each MPI communicator, so two objects are equal if their MPI handles are equal.
+    Communicators are hashable, and may be static arguments of :func:`jax.jit`.
 
     Args:
         mpi: an mpi4py intracommunicator. All its ranks must make this call.
@@ -47,12 +47,12 @@ class Communicator:
     Attributes:
         rank: the rank of this process, from 0.
         size: the number of ranks.
-        local_rank: the place of this rank among the ranks on this host.
+        local_rank: the place of this rank among the ranks on this host, from 0.
         local_size: the number of ranks on this host.
-        host_index: the number of this host; hosts are numbered in the order of their lowest ranks.
+        host_index: the number of this host, from 0; hosts are numbered in the order of their lowest ranks.
         host_count: the number of hosts.
         mpi: the mpi4py communicator, which the program may use for its own messages. Keep this object, or the
-            communicator, as long as a library of another language has its handle.
+            communicator, as long as a library of another language uses its handle.
 
     Raises:
         TypeError: ``mpi`` is not an mpi4py intracommunicator.
@@ -231,14 +231,22 @@ class Communicator:
         """Splits the communicator into one for each color. All its ranks must make this call.
 
         Args:
-            color: the ranks of one color form a new communicator; None: this rank is in none.
-            key: ranks are ordered by it in the new communicator, and by their old order where it is equal.
+            color: the ranks with the same color form a new communicator. None: this rank is in no new communicator.
+            key: the ranks of a new communicator are ordered by their keys; ranks with equal keys keep their order.
+                Default 0.
 
         Returns:
-            The new communicator; None for ``color=None``. When no rank refers to it, to its :attr:`mpi` or to a program
-            with it, a later split of this communicator frees it, as :meth:`free` would.
+            The new communicator; None for ``color=None``. When no rank refers any more to it, to its :attr:`mpi` or to
+            a program that uses it, a later split of this communicator frees it, as :meth:`free` does.
 
-        Source: MPI_Comm_split (MPI standard, 7.4.2).
+        Raises:
+            ValueError: this communicator was freed.
+
+        Order:
+            Outside programs, in the order of the calls.
+
+        Source:
+            MPI_Comm_split (MPI standard, 7.4.2).
 
         Example:
             >>> import pycollective as pc
@@ -250,7 +258,19 @@ class Communicator:
         return self._split(MPI.UNDEFINED if color is None else color, key, f"{self._name}/{color}")
 
     def split_by_host(self) -> Communicator:
-        """The ranks on this rank's host, in the order of this communicator. All its ranks must make this call.
+        """Splits the communicator into one for each host. All its ranks must make this call.
+
+        Returns:
+            The communicator of the ranks on this rank's host, in the order of this communicator.
+
+        Raises:
+            ValueError: this communicator was freed.
+
+        Order:
+            Outside programs, in the order of the calls.
+
+        Source:
+            MPI_Comm_split_type (MPI standard, 7.4.2).
 
         Example:
             >>> import pycollective as pc
@@ -330,10 +350,20 @@ class Communicator:
     def free(self) -> None:
         """Frees the communicator's MPI resources. All its ranks must make this call.
 
-        It waits for programs that were dispatched before. A later call of a program that names the communicator is an
-        error.
-        If :meth:`split` made the communicator, its :attr:`mpi` is freed as well. If the program frees :attr:`mpi`, it
-        frees the communicator. Messages that were sent and never received are lost, with a RuntimeWarning.
+        If :meth:`split` made the communicator, its :attr:`mpi` is freed as well. If the program frees :attr:`mpi`, the
+        communicator is freed, too. A later call of a program that names the communicator raises an error. Messages that
+        were sent and never received are lost, with a RuntimeWarning.
+
+        Order:
+            Outside programs: it waits for programs that were dispatched before.
+
+        Source:
+            MPI_Comm_free (MPI standard, 7.4.3).
+
+        Example:
+            >>> import pycollective as pc
+            >>> part = pc.world().split(color=0)
+            >>> part.free()
         """
         if not self._resources.end:
             dispatch.flush()

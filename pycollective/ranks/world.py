@@ -29,7 +29,7 @@ def init(
     *,
     warns: bool = True,
 ) -> Communicator:
-    """:func:`pycollective.init`. ``warns``: whether to warn of threads of XLA's that have started before."""
+    """See :func:`pycollective.init`. ``warns``: whether to warn if threads of XLA have started before."""
     refuse_child("init")
     if MPI.Is_finalized():
         remedy = "Use it before MPI.Finalize(); without that call, mpi4py ends MPI with the process."
@@ -95,7 +95,20 @@ def world_if_known() -> Communicator | None:
 
 
 def world() -> Communicator:
-    """Returns the communicator of :func:`init`, and calls :func:`init` if nobody has.
+    """Returns the communicator of all ranks. The first call of it calls :func:`init`, if the program has not done so.
+
+    Returns:
+        The :class:`Communicator` that :func:`init` returns. Each call returns the same object, until
+        :func:`pycollective.elastic.run` continues with fewer ranks.
+
+    Raises:
+        RuntimeError: this process is a child of a rank; or for the reasons of :func:`init`.
+
+    Order:
+        No communication, except in :func:`init`.
+
+    Source:
+        MPI_COMM_WORLD (MPI standard, 7.2.4).
 
     Example:
         >>> import pycollective as pc

@@ -41,35 +41,38 @@ def plan(
 ) -> Ranking:
     """Finds the best way to spread a step of training, or any other function of arrays, over devices.
 
-    Each candidate is a mesh with the axes "data" and "model", and for each array the axes along which it is cut. XLA
-    compiles the candidates for virtual devices of this machine, in other processes; the result says what each device
-    computes, sends and keeps. No cluster is needed, and no data. In a job all ranks make this call; the first one
-    compiles, and all return the same. An argument that the step returns with the same tree
-    and shapes is *state*, which is spread in the same way before and after; the others are *data*.
+    Each candidate is a mesh with the axes "data" and "model", and for each array the axes along which it is cut. Other
+    processes compile the candidates for virtual devices of this machine. XLA's programs show what each device computes,
+    sends and keeps. No cluster is needed, and no data. In a job all ranks must make this call; rank 0 compiles, and
+    all ranks return the same result. An argument that the step returns with the same tree and shapes is *state*: it is
+    spread in the same way before and after the step. The other arguments are *data*.
 
     Args:
-        step: a function of trees of arrays that :func:`jax.jit` takes, written for global arrays.
-        args: its arguments, arrays or :class:`jax.ShapeDtypeStruct`, with the shapes of all devices together.
-        profile: the speed of the cluster, the file that ``pycollective profile`` has written, or the
-            name of a ready-made one, such as "dgx-a100".
-        devices: the number of devices; default those of the profile.
-        memory: the bytes that a device can use; default those of the profile.
-        donate_argnums: the arguments whose memory the results may take, as in :func:`jax.jit`.
-        compilations: how many candidates are compiled at most.
-        processes: how many are compiled at a time; default the number of cores.
-        progress: whether to show a bar on a terminal.
-        verify: how many of the best plans are run for some steps on the devices of this job
-            (:func:`pycollective.planning.measure`). They come first, by the time that they took; but those that needed
-            more memory than there is come last.
+        step: a function of trees of arrays that :func:`jax.jit` can compile, written for global arrays.
+        args: the arguments of ``step``, arrays or :class:`jax.ShapeDtypeStruct`, with the shapes of global arrays.
+        profile: the speed of the cluster: a :class:`pycollective.planning.Profile`, the file that
+            ``pycollective profile`` has written, or the name of a ready-made profile, such as "dgx-a100".
+        devices: the number of devices. Default: that of the profile.
+        memory: the number of bytes that a device can use. Default: that of the profile.
+        donate_argnums: the arguments whose memory the results may reuse, as in :func:`jax.jit`. Default: none.
+        compilations: the largest number of candidates that are compiled. Default 60.
+        processes: the number of candidates that are compiled at the same time. Default: the number of cores.
+        progress: whether to show a progress bar on a terminal. Default True.
+        verify: the number of the best plans that are run for some steps on the devices of this job
+            (:func:`pycollective.planning.measure`). These plans come first, in the order of their times. A plan that
+            needed more memory than ``memory`` comes last. Default 0.
 
     Returns:
         The plans that fit into memory, the fastest first.
 
     Raises:
-        ValueError: the step cannot be traced, has side effects, or no plan fits, or none of those that were run; the
-            numbers do not fit each other; the ranks of a host in this job have no neighbouring numbers, or are not as
-            many as in the profile.
+        ValueError: the step cannot be traced or has side effects; no plan fits into memory, or no plan that was run;
+            ``devices`` and the profile do not fit each other; the ranks of a host in this job are not consecutive, or
+            their number is not that of the profile.
         RuntimeError: the processes that compile cannot start.
+
+    Order:
+        Outside programs: rank 0 sends its result to the other ranks.
 
     Example:
         >>> import jax, jax.numpy as jnp, pycollective as pc
