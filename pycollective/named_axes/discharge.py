@@ -1,10 +1,10 @@
 """Replaces jax.lax's collectives over the axes of a mesh by this package's primitives: the *discharge*.
 
-The program of one device was traced with the full sizes of the axes. It is discharged where it is lowered, when JAX's
-own rules have differentiated and batched its collectives, and nothing will do so again. :func:`discharge` replaces a
-collective over our axes as ``discharge_rules`` says, discharges the jaxprs that an equation holds, and keeps all other
-equations as they are (``rewriting``). It leaves collectives over other axes alone. It drops JAX's types that say along
-which axes a value varies, since JAX has checked them by then.
+The program of one device was traced with the full sizes of the axes. It is discharged when it is lowered. By then
+JAX's own rules have differentiated and batched its collectives, and no transform follows. :func:`discharge` replaces a
+collective over our axes by its rule in ``discharge_rules``. It also discharges the jaxprs inside an equation. All other
+equations stay as they are (``rewriting``), collectives over other axes included. The types that say along which axes a
+value varies are dropped, since JAX has checked them by then.
 """
 
 from __future__ import annotations
@@ -35,10 +35,13 @@ from pycollective.ranks.agreement import CollectiveLine
 Names = frozenset[AxisName]
 
 DEVICE_PROGRAMS: dict[Primitive, Callable[..., list[Any]]] = {}
-"""For each primitive that holds a function over the axes of a ``mesh``: what runs it, from operands and parameters."""
+"""For each primitive that holds a function over the axes of a ``mesh``: the function that runs it.
+
+Its arguments are the operands and the parameters of the equation.
+"""
 
 CHECKS: list[Callable[[Any, Mesh], None]] = []
-"""What looks at a program over a mesh before it is discharged. A check that refuses the program raises an error."""
+"""Functions that check a program over a mesh before it is discharged. A check raises an error to refuse the program."""
 
 _OVER_OTHER_AXES: dict[str, Callable[..., Any]] = {
     "psum": lax.psum,
@@ -46,18 +49,21 @@ _OVER_OTHER_AXES: dict[str, Callable[..., Any]] = {
     "pmax": lax.pmax,
     "pmin": lax.pmin,
 }
-"""The collectives that may go over our axes and others at once: over ours first, then by these functions."""
+"""The collectives that may be over our axes and other axes together.
+
+The rule reduces over our axes first. Then the function here reduces over the others.
+"""
 
 
 _LINES: weakref.WeakKeyDictionary[Any, dict[Any, list[CollectiveLine]]] = weakref.WeakKeyDictionary()
-"""What :func:`collective_lines` has found, for each device program that is alive and the axes of its mesh."""
+"""The results of :func:`collective_lines`, for each live device program and the axes of its mesh."""
 
 
 def collective_lines(body: Any, mesh: Mesh) -> list[CollectiveLine]:
     """Returns a line for each collective of a device program over the axes of its mesh.
 
-    The lines must be the same on all ranks. They are found once for a program: the ranks compare them, and each
-    collective carries a hash of them.
+    The ranks compare the lines, which must be the same on all of them. Each collective has a hash of the lines as an
+    attribute. So they are computed once for each program.
     """
     known, axes = _LINES.setdefault(body, {}), tuple(mesh.shape.items())
     if axes not in known:
@@ -71,7 +77,7 @@ def _lines(jaxpr: Any, sizes: Mapping[AxisName, int], origins: Sequence[int]) ->
     Args:
         jaxpr: the program.
         sizes: the axes and their sizes.
-        origins: where the inputs of the program come from, as numbers.
+        origins: for each input of the program a number for how it is computed.
     """
     lines = []
     found = Origins(jaxpr.invars, origins)
@@ -100,7 +106,7 @@ def _lines(jaxpr: Any, sizes: Mapping[AxisName, int], origins: Sequence[int]) ->
 
 
 def mentions(eqn: JaxprEqn, names: Names) -> bool:
-    """Returns whether an equation, or one in a jaxpr that it holds, names one of these axes."""
+    """Returns whether an equation, or an equation inside it, names one of these axes."""
     return _names(eqn, names) or any(
         _any_equation(_names, inner, names - _rebound_names(eqn)) for inner in inner_jaxprs(eqn)
     )
@@ -119,9 +125,9 @@ def discharge(jaxpr: Any, mesh: Mesh) -> ClosedJaxpr:
     """Returns the discharged program of one device's arrays. It names the local axes of ``mesh``.
 
     Raises:
-        NotImplementedError: a collective has no rule, or goes over our axes and others at once.
-        ValueError: a collective has wrong parameters, which JAX leaves for XLA to refuse; one of :data:`CHECKS` refuses
-            the program.
+        NotImplementedError: a collective has no rule, or is over our axes and other axes together.
+        ValueError: a collective has wrong parameters, which JAX does not check before XLA does; or one of
+            :data:`CHECKS` refuses the program.
     """
     for check in CHECKS:
         check(jaxpr, mesh)
@@ -131,7 +137,7 @@ def discharge(jaxpr: Any, mesh: Mesh) -> ClosedJaxpr:
 
 
 def refuse_mixed(jaxpr: Any, mesh: Mesh, other: AxisName) -> None:
-    """Refuses a collective over axes of the mesh and over ``other`` at once, if JAX cannot batch it along ``other``.
+    """Refuses a collective over axes of the mesh and ``other`` together, if JAX cannot batch it along ``other``.
 
     Raises:
         NotImplementedError: the program has such a collective.
@@ -171,18 +177,18 @@ def names_in(eqn: JaxprEqn) -> Names:
 
 def _names(eqn: JaxprEqn, names: Names) -> bool:
     params = eqn.params
-    if "axes" not in params and "axis_name" not in params:  # as nearly all equations
+    if "axes" not in params and "axis_name" not in params:  # the case of nearly all equations
         return False
     return not names.isdisjoint(names_in(eqn))
 
 
 def _may_name(eqn: JaxprEqn, names: Names) -> bool:
-    """Returns whether an equation names one of these axes, or hides a function that may do so when JAX traces it."""
+    """Returns whether an equation names one of these axes, or hides a function that may name one when it is traced."""
     return _names(eqn, names) or jaxprs.hides_program(eqn)
 
 
 def _rebound_names(eqn: JaxprEqn) -> Names:
-    """Returns the names that the equation binds itself: in its jaxprs they mean axes of its own."""
+    """Returns the names that the equation binds: inside the equation they are other axes."""
     mesh = eqn.params.get("mesh")
     if isinstance(mesh, Mesh):
         return frozenset(mesh.shape)
@@ -190,9 +196,10 @@ def _rebound_names(eqn: JaxprEqn) -> Names:
 
 
 def _any_equation(wanted: Callable[[JaxprEqn, Names], bool], jaxpr: Any, names: Names) -> bool:
-    """Returns whether ``wanted`` holds for an equation of a program, or of the jaxprs in it, given the names there.
+    """Returns whether ``wanted`` is true for an equation of a program or of its inner jaxprs.
 
-    It does not ask for equations of plain primitives.
+    The second argument of ``wanted`` are those of ``names`` that no surrounding equation binds again.
+    ``wanted`` is not called for equations of plain primitives.
     """
     return any(
         wanted(eqn, names)
@@ -203,11 +210,11 @@ def _any_equation(wanted: Callable[[JaxprEqn, Names], bool], jaxpr: Any, names: 
 
 
 class _Discharge:
-    """Rewrites programs: replaces the collectives over ``names``, axes of ``mesh``."""
+    """Rewrites programs: replaces the collectives over ``names``, which are axes of ``mesh``."""
 
     def __init__(self, mesh: Mesh, names: Names) -> None:
         self._mesh = mesh
-        self._ours = names  # without axes whose names an equation around has bound again
+        self._ours = names  # without names that a surrounding equation binds again
         self._full = [(axis.name, axis.size) for axis in mesh.axes if axis.name in names]
         self._local = [(axis.local_name, axis.local) for axis in mesh.axes if axis.local > 1 and axis.name in names]
         self.program = rewriting.Rewriter(self._change, self._local)
@@ -216,7 +223,7 @@ class _Discharge:
         return partial(rewriting.evaluate, closed, self._change)
 
     def _change(self, eqn: JaxprEqn) -> Callable[..., Sequence[Any]] | None:
-        """Returns what replaces an equation, a function of its operands; None: it stays."""
+        """Returns the replacement of an equation, a function of its operands; None if the equation stays."""
         if eqn.primitive in jaxprs.PLAIN:
             return None
         function = self._replacement(eqn)
@@ -252,7 +259,7 @@ class _Discharge:
         _fail(self._mesh, eqn, f"a program over {self._mesh!r} by itself", f"{got} inside", remedy)
 
     def _needs_discharge(self, jaxpr: Any) -> bool:
-        """Returns whether a jaxpr has collectives or programs of ours, or types with the mesh of its trace."""
+        """Returns whether a jaxpr has collectives over our axes, device programs, or types with its trace's mesh."""
 
         def wanted(eqn: JaxprEqn, names: Names) -> bool:
             return _may_name(eqn, names) or eqn.primitive in DEVICE_PROGRAMS
@@ -260,7 +267,7 @@ class _Discharge:
         return _any_equation(wanted, jaxpr, self._ours) or rewriting.names_mesh(jaxpr)
 
     def _device_program(self, eqn: JaxprEqn) -> Callable[..., Sequence[Any]] | None:
-        """Discharges a program over another mesh inside this one: first over its own axes, and then over ours."""
+        """Discharges a device program over another mesh inside this one: first over its own axes, then over ours."""
         if self._local:
             self._refuse_inside_devices(eqn, f"a program over {eqn.params['mesh']!r}")
         if not _any_equation(_may_name, eqn.params["body"], self._ours - _rebound_names(eqn)):

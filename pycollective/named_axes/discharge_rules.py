@@ -1,9 +1,9 @@
-"""The rule for each of jax.lax's collectives: how the primitives compute it over a group of devices.
+"""For each of jax.lax's collectives the rule that computes it by our primitives over a group of devices.
 
-A rule takes the group of devices, the operands, and the parameters of the equation without its axes; it returns the
-results. The blocks of a primitive lie in the order of the mesh, and the blocks of jax.lax in the order in which the
-program names the axes. Where a rank has one device, ``axis_index_groups`` become communicators. Where it has several,
-the groups may differ from lane to lane, so there every device gets the arrays of all devices and takes its part.
+A rule takes the group of devices, the operands, and the parameters of the equation without its axes. It returns the
+results. The blocks of a primitive are in the order of the mesh. The blocks of jax.lax are in the order in which the
+program names the axes. If a rank has one device, ``axis_index_groups`` become communicators. If it has several devices,
+the groups may differ between lanes. Then each device gathers the arrays of all devices and takes those of its group.
 """
 
 from __future__ import annotations
@@ -25,12 +25,10 @@ Groups = tuple[tuple[int, ...], ...] | None
 
 
 def wrong_parameters(size: int, name: str, params: dict[str, Any]) -> tuple[str, str, str] | None:
-    """Returns what is wrong with the parameters of a collective over ``size`` devices; None if nothing is.
-
-    It checks what JAX does not check while tracing, because XLA would do so later.
+    """Checks the parameters of a collective over ``size`` devices, as far as JAX leaves these checks to XLA.
 
     Returns:
-        The parts of a message: what was expected, what came, what to do.
+        The parts of an error message (expected, got, remedy), or None if the parameters are right.
     """
     groups = params.get("axis_index_groups")
     if groups is not None and sorted(i for members in groups for i in members) != list(range(size)):
@@ -50,14 +48,14 @@ def wrong_parameters(size: int, name: str, params: dict[str, Any]) -> tuple[str,
 
 
 def _int_vector(values: Sequence[int]) -> Array:
-    """Returns a small vector, made of scalars: the jaxprs of some equations may not have an array as a constant."""
+    """Returns a small vector, made from scalars, since the jaxprs of some equations may not have array constants."""
     return lax.concatenate([lax.full((1,), value, jnp.int32) for value in values], 0)
 
 
 def _own_group(group: DeviceGroup, groups: Sequence[Sequence[int]]) -> tuple[Array, Array]:
-    """Returns, for each device, whether it is in this device's group, and its place in its own group.
+    """Returns for each device whether it is in this device's group, and the device's place in its own group.
 
-    Both have shape (size,).
+    Both arrays have shape (size,).
     """
     group_of = {member: i for i, members in enumerate(groups) for member in members}
     place_of = {member: place for members in groups for place, member in enumerate(members)}
@@ -84,7 +82,7 @@ def _gathered(group: DeviceGroup, x: Array) -> Array:
 
 
 def _to_program_axes(group: DeviceGroup, blocks: Array) -> Array:
-    """Puts blocks from the axis order of the mesh into the axis order of the program."""
+    """Reorders blocks from the axis order of the mesh to the axis order of the program."""
     if group.is_in_mesh_order:
         return blocks
     grid = blocks.reshape(*group.shape, *blocks.shape[1:])
@@ -93,7 +91,7 @@ def _to_program_axes(group: DeviceGroup, blocks: Array) -> Array:
 
 
 def _to_mesh_axes(group: DeviceGroup, blocks: Array) -> Array:
-    """Puts blocks from the axis order of the program into the axis order of the mesh."""
+    """Reorders blocks from the axis order of the program to the axis order of the mesh."""
     if group.is_in_mesh_order:
         return blocks
     axes = group.program_axes
@@ -103,7 +101,7 @@ def _to_mesh_axes(group: DeviceGroup, blocks: Array) -> Array:
 
 
 def _reduction(op: str, reduce: Callable[..., Array]) -> Rule:
-    """Makes the rule of a reduction; ``reduce`` is the same reduction over axes of one array."""
+    """Makes the rule of a reduction. ``reduce`` is the same reduction over axes of one array."""
 
     def over_groups(group: DeviceGroup, xs: Sequence[Array], groups: tuple[tuple[int, ...], ...]) -> list[Array]:
         if group.local == 1:
@@ -112,7 +110,7 @@ def _reduction(op: str, reduce: Callable[..., Array]) -> Rule:
         def one(x: Array) -> Array:
             taken = _own_group(group, groups)[0].reshape(-1, *[1] * x.ndim)
             own = lax.broadcast(x, (group.size,))
-            neutral = jnp.zeros_like(own) if op == "sum" else own  # itself changes no extreme
+            neutral = jnp.zeros_like(own) if op == "sum" else own  # its own value does not change an extreme
             return reduce(jnp.where(taken, _gathered(group, x), neutral), axis=0, dtype=x.dtype)
 
         return list(map(one, xs))
@@ -124,8 +122,8 @@ def _reduction(op: str, reduce: Callable[..., Array]) -> Rule:
             operands = tuple(reduce(x, axis=positional, dtype=x.dtype) for x in operands)
         if axis_index_groups is not None:
             return over_groups(group, operands, axis_index_groups)
-        # An axis of one device, "model" for a model that is not cut, say, costs nothing. A job of one rank makes its
-        # calls all the same: it shall find its NaNs, and measure its times, by them.
+        # A reduction over an axis of one device makes no call: "model", for example, if the model is not cut. But in a
+        # job of one rank all calls are made, so that their checks for NaNs and their times exist there as well.
         if group.size == 1 < group.mesh.comm.size:
             return [dtypes.narrow(dtypes.wide(x, op), x) for x in operands]
         return reductions.allreduce_all(operands, comm=group, op=op)
@@ -176,7 +174,7 @@ def _reduce_scatter(
 def _all_to_all(
     group: DeviceGroup, x: Array, *, split_axis: int, concat_axis: int, tiled: bool, axis_index_groups: Groups = None
 ) -> list[Array]:
-    del tiled  # jax.lax reshapes around the equation, so both forms are the same here
+    del tiled  # jax.lax reshapes before and after the equation, so both forms are the same here
     blocks = cut(x, split_axis, group.size if axis_index_groups is None else len(axis_index_groups[0]))
     if axis_index_groups is None:
         received = _to_program_axes(group, exchanges.alltoall(_to_mesh_axes(group, blocks), comm=group))
@@ -189,7 +187,7 @@ def _all_to_all(
 
 
 def _ppermute(group: DeviceGroup, x: Array, *, perm: Sequence[tuple[int, int]]) -> list[Array]:
-    # A negative number counts from the end, as in JAX.
+    # As in JAX, negative numbers count from the end.
     devices = group.by_program_axes
     pairs = tuple((devices[source % group.size], devices[dest % group.size]) for source, dest in perm)
     return [exchanges.ppermute(x, comm=group, perm=pairs)]
@@ -210,7 +208,7 @@ def _ragged_all_to_all(
     *,
     axis_index_groups: Groups = None,
 ) -> list[Array]:
-    # The sizes are known at run time alone, so every device gets all operands. This is right, but not fast.
+    # The sizes are only known at run time, so each device gathers all operands. This is correct, but not fast.
     del recv_sizes  # they equal the senders' send_sizes
     groups = axis_index_groups or (tuple(range(group.size)),)
     members, place = _own_members(group, groups), _own_place(group, groups)

@@ -1,13 +1,14 @@
-"""Joins sums over an axis that do not depend on each other into one call: a whole gradient tree travels together.
+"""Joins sums over an axis that do not depend on each other into one call, such as all leaves of a gradient tree.
 
 :func:`jax.lax.psum` makes one equation for each leaf of a tree, :func:`jax.lax.pmean` divides after each of them, and a
-program may have several sums in a row. One call of the transport carries any number of arrays. So this pass collects
-such equations in a *bucket* and makes one equation of them, in the place of the last. What reads a result of the
-bucket moves behind it. Nothing moves past another collective. Maxima and minima are joined in the same way.
+program may have several sums in a row. One call of the transport can take any number of arrays. So this pass collects
+such equations in a *bucket* and replaces them by one equation, at the place of the last one. Equations that read a
+result of the bucket move after it. No equation moves past another collective. Maxima and minima are joined in the same
+way.
 
-The pass joins sums over named axes alone. A program that names axes has the same sums, in the same order, on all ranks.
-In a program that names a communicator, which sum depends on which may differ from rank to rank, so there only the
-leaves of one tree travel together.
+The pass joins only sums over named axes. A program that names axes has the same sums, in the same order, on all ranks.
+In a program that names a communicator, the dependencies between sums may differ between ranks, so there only the leaves
+of one tree are joined.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from pycollective.primitives.reductions import allreduce_p
 
 
 def join_reductions(jaxpr: Any) -> Any:
-    """Returns a program of the same meaning with fewer, larger calls; ``jaxpr`` itself if no calls can be joined."""
+    """Returns an equivalent program with fewer and larger calls; ``jaxpr`` itself if no calls can be joined."""
     return map_jaxprs(jaxpr, _join)
 
 
@@ -39,7 +40,7 @@ def _join(jaxpr: Any) -> Any:
 
 
 def split_reductions(jaxpr: Any) -> Any:
-    """Returns ``jaxpr`` with a call for each operand of its sums over named axes: the opposite of joining."""
+    """Returns an equivalent program with one call for each operand of its sums over named axes."""
     eqns: list[JaxprEqn] = []
     for eqn in jaxpr.eqns:
         if not is_over_axes(eqn) or len(eqn.invars) == 1:
@@ -53,12 +54,12 @@ def split_reductions(jaxpr: Any) -> Any:
 
 
 def is_over_axes(eqn: JaxprEqn) -> bool:
-    """Returns whether an equation is a sum over named axes, or another reduction to all."""
+    """Returns whether an equation is an allreduce over named axes."""
     return eqn.primitive is allreduce_p and isinstance(eqn.params["comm"], DeviceGroup)
 
 
 class _Joiner:
-    """Collects sums in a bucket, while it takes the equations of a jaxpr one by one.
+    """Takes the equations of a jaxpr one after another, and collects sums in a bucket.
 
     Attributes:
         eqns: the equations so far, in their new order.
@@ -66,8 +67,8 @@ class _Joiner:
 
     def __init__(self) -> None:
         self.eqns: list[JaxprEqn] = []
-        self._bucket: list[JaxprEqn] = []  # sums that differ in their operands alone
-        self._readers: list[JaxprEqn] = []  # equations that need a result of the bucket, so they must follow it
+        self._bucket: list[JaxprEqn] = []  # sums that differ only in their operands
+        self._readers: list[JaxprEqn] = []  # equations that depend on the bucket, so they must follow it
         self._pending: set[Var] = set()  # results of the bucket and of its readers
         self._nbytes = 0  # of the bucket's operands
 
@@ -83,7 +84,7 @@ class _Joiner:
             self._nbytes += sum(math.prod(var.aval.shape) * var.aval.dtype.itemsize for var in eqn.invars)
             if self._nbytes >= config.bucket_bytes:
                 self.flush()
-        elif eqn.effects:  # another collective, or an equation whose place in the order matters for another reason
+        elif eqn.effects:  # another collective, or another equation that must keep its place in the order
             self.flush()
             self.eqns.append(eqn)
         elif reads_pending:
@@ -93,7 +94,7 @@ class _Joiner:
             self.eqns.append(eqn)
 
     def flush(self) -> None:
-        """Ends the bucket: appends one equation for all its sums, and then the readers."""
+        """Ends the bucket: appends one equation for all its sums, followed by the readers."""
         if len(self._bucket) > 1:
             first = self._bucket[0]
             in_place = tuple(hint for eqn in self._bucket for hint in eqn.params["in_place"])

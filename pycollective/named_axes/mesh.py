@@ -1,8 +1,9 @@
 """Meshes: the devices of all ranks laid out along named axes, and groups of devices along some of the axes.
 
 A device's number is ``rank * local devices + local index``. A mesh lays the numbers out in row-major order, as
-:class:`jax.sharding.Mesh` does with its devices, and each rank's devices must form a box in it. So at most one axis
-lies across ranks and inside ranks at once; the axes before it lie across ranks, the axes after it inside each rank.
+:class:`jax.sharding.Mesh` does with its devices. The devices of each rank must form a box in the mesh. So at most one
+axis has both several ranks and several devices of a rank. The axes before it have devices of different ranks only, and
+the axes after it devices of one rank only.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ class Axis:
     def local_name(self) -> str:
         """The name of the axis in the program of this rank's devices, where its size is ``local``.
 
-        It is the axis's own name, so that results lie on a mesh with the names that the user's own meshes have. Only a
-        discharged program means the local part by it.
+        It is the axis's own name, so that the meshes of results have the names of the user's own meshes. Only in a
+        discharged program does the name mean the local part of the axis.
         """
         return str(self.name)
 
@@ -65,8 +66,8 @@ class Mesh:
 
     Attributes:
         comm: the ranks.
-        lane_ids: this rank's devices in the order of the mesh, as ``accelerators.lane_id`` names them: after
-            ``jax.extend.backend.clear_backends`` the mesh means JAX's new devices.
+        lane_ids: the ids of this rank's devices (``accelerators.lane_id``), in the order of the mesh. JAX's new devices
+            after ``jax.extend.backend.clear_backends`` have the same ids.
         axes: the axes, outermost first.
     """
 
@@ -91,7 +92,7 @@ class Mesh:
 
     @property
     def local_mesh(self) -> jax.sharding.Mesh:
-        """This rank's devices as a mesh of JAX's. An axis that lies across ranks alone has the size 1."""
+        """This rank's devices as a mesh of JAX. An axis with devices of different ranks only has the size 1."""
         grid = np.array(self.devices, dtype=object).reshape([axis.local for axis in self.axes])
         return jax.sharding.Mesh(grid, tuple(axis.local_name for axis in self.axes))
 
@@ -101,7 +102,7 @@ class Mesh:
         return jaxprs.abstract_mesh(self.shape)
 
     def index(self, name: AxisName) -> Any:
-        """Returns the calling device's index along an axis: an int if the rank decides it, else a traced number."""
+        """Returns the calling device's index along an axis: an int if the rank determines it, else a traced number."""
         parts = np.unravel_index(self.comm.rank, [axis.ranks for axis in self.axes])
         for axis, part in zip(self.axes, parts, strict=True):
             if axis.name == name:
@@ -110,16 +111,16 @@ class Mesh:
         raise KeyError(name)
 
     def group_along(self, names: Sequence[AxisName]) -> DeviceGroup:
-        """Returns, for each device, the group of devices that differ from it along ``names`` alone."""
+        """Returns for each device the group of devices that differ from it only along ``names``."""
         return DeviceGroup(self, tuple(names))
 
 
 def _lines_of_grid(sizes: Sequence[int], along: Sequence[int]) -> Any:
-    """Numbers the places of a grid in row-major order, and returns one row for each of its lines.
+    """Numbers the places of a grid in row-major order, and returns one row for each line of the grid.
 
     Args:
         sizes: the lengths of the grid's axes.
-        along: the axes along which a line runs; several axes make a line of all their places.
+        along: the axes along which a line runs. With several axes a line has all places along them.
 
     Example:
         >>> _lines_of_grid([2, 3], [0]).tolist()
@@ -135,8 +136,8 @@ class DeviceGroup:
     """The devices along some axes of a mesh, which take part in one collective. Primitives take it as a communicator.
 
     A device's number in the group is ``rank in comm * local + member``, where ``member`` counts the group's devices of
-    one rank in the order of the mesh; the numbers follow the order of the mesh. Groups along the same axes of equal
-    meshes are equal. A rank makes a group without the other ranks.
+    one rank in the order of the mesh. So the numbers follow the order of the mesh. Groups along the same axes of equal
+    meshes are equal. A rank makes a group without communication.
 
     Attributes:
         mesh: the mesh.
@@ -154,8 +155,8 @@ class DeviceGroup:
         # A team is this rank's part of one group. Its members, the devices, meet in shared memory.
         self._teams = _lines_of_grid([axis.local for axis in mesh.axes], along).tolist()
         self.local = len(self._teams[0])
-        # The ranks along the axes, in row-major order. A device works with the devices of the same place in the mesh on
-        # these ranks. In a program on one device of each rank that device may be any, so the part need not know it.
+        # The ranks along the axes, in row-major order. A device communicates with the devices at the same local place
+        # of the mesh on these ranks. In a program on one device of each rank the device may be any, so the part has no ids.
         self._comm = mesh.comm._part(self._ranks, mesh.lane_ids if len(mesh.lane_ids) > 1 else None)
         self.rank = self._comm.rank
         self.size = self._comm.size * self.local
@@ -189,7 +190,7 @@ class DeviceGroup:
         return tuple((axis.local_name, axis.local) for axis in self._axes if axis.local > 1)
 
     def _lane_routes(self, perm: Perm) -> LaneRoutes:
-        """Returns for each of this rank's devices where it sends to, and where it receives from.
+        """Returns the destination and the source of each of this rank's devices.
 
         Args:
             perm: pairs of numbers of devices in this group, (source, destination).
@@ -224,9 +225,9 @@ class DeviceGroup:
         return self._comm._reversed()
 
     def index(self) -> Any:
-        """Returns the calling device's index along the axes as the program orders them: an int if the rank decides it.
+        """Returns the calling device's index along the axes, in the program's order of the axes.
 
-        Else it is a traced number.
+        It is an int if the rank determines it, else a traced number.
         """
         index: Any = 0
         for name in self._names:
@@ -315,7 +316,7 @@ def make_mesh(
             "Change the shape, the number of ranks, or JAX_NUM_CPU_DEVICES.",
         )
     axes: list[Axis] = []
-    left = len(own)  # of this rank's devices, those that no axis has yet; the axes come innermost first
+    left = len(own)  # the number of this rank's devices that no axis has yet; the loop begins with the innermost axis
     for name, size in zip(reversed(names), reversed(sizes), strict=True):
         local = math.gcd(size, left) if left < size else size
         if left % local or (local < size and local != left):
@@ -337,7 +338,7 @@ def one_axis_mesh(name: AxisName, comm: Communicator, devices: Sequence[jax.Devi
 def _mesh(comm: Communicator, devices: Sequence[jax.Device], axes: tuple[Axis, ...]) -> Mesh:
     own = set(map(accelerators.lane_id, devices_of_this_rank()))
     unknown = [device for device in devices if accelerators.lane_id(device) not in own]
-    if unknown:  # at run time the other devices of its team would wait for such a device for ever
+    if unknown:  # at run time the other devices of its team would wait for such a device without end
         errors.fail(
             ValueError,
             "Mesh",

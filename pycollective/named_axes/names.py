@@ -1,4 +1,4 @@
-"""Names of axes: which names are bound around a call, and the errors for a name that is not bound."""
+"""Names of axes: the names that are bound at a call, and the errors for a name that is not bound."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ def by_name(where: str, axis_name: Any, function: Callable[..., Any], *args: Any
         where: the public function, for messages.
         axis_name: the name of an axis, or a tuple of names.
         function: the function of jax.lax.
-        *args: its arguments.
-        **kwargs: its keyword arguments.
+        *args: the arguments of the function.
+        **kwargs: the keyword arguments of the function.
 
     Raises:
         NameError: no transform around this call binds the name.
-        TypeError: it is no name.
+        TypeError: ``axis_name`` cannot be hashed, so it is no name.
     """
     try:
         lax.axis_size(axis_name)
-    except TypeError:  # it cannot be hashed
+    except TypeError:  # axis_name cannot be hashed
         remedy = "Pass pycollective.world(), or a name that a transform around this call binds."
         raise TypeError(message(where, "a Communicator, or an axis name", repr(axis_name), remedy)) from None
     except NameError:
@@ -58,12 +58,12 @@ def by_name(where: str, axis_name: Any, function: Callable[..., Any], *args: Any
 
 
 def names_of(axis_name: AxisName) -> tuple[Hashable, ...]:
-    """Returns the names of an axis."""
+    """Returns the names of an axis as a tuple."""
     return axis_name if isinstance(axis_name, tuple) else (axis_name,)
 
 
 def has_types(axis_name: AxisName) -> bool:
-    """Returns whether JAX knows of each value whether it varies along the axis (``shard_map`` with ``check_vma``)."""
+    """Returns whether JAX has types that say whether a value varies along the axis (``shard_map(check_vma=True)``)."""
     return varies(lax.axis_index(axis_name), axis_name)
 
 
@@ -78,12 +78,12 @@ def _listed(names: Sequence[AxisName]) -> str:
 
 @contextmanager
 def explain_unbound_names(*names: AxisName) -> Iterator[None]:
-    """Adds a note to JAX's error for an unbound axis name: which names are bound, and what binds one.
+    """Adds a note to JAX's error for an unbound axis name: the names that are bound, and how to bind one.
 
-    It goes around the trace of a user's function.
+    Use it around the trace of a user's function.
 
     Args:
-        *names: the axes that are bound during that trace alone.
+        *names: the axes that are bound only during this trace.
     """
     try:
         yield

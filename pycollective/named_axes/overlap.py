@@ -1,21 +1,22 @@
 """Overlaps sums between ranks with the computation that does not need their results.
 
-The sums over named axes begin in the order in which a program makes their operands: the gradient of the last layer goes
-first, though the program may have them in another order, that of the leaves of a tree, say. If the ranks find different
-orders, the sums keep the order of the program. Nothing moves past another collective.
+The sums over named axes begin in the order in which the program computes their operands: in the backward pass, the
+gradient of the last layer first. The program may have the sums in another order, for example that of the leaves of a
+tree. If the ranks find different orders, the sums keep the order of the program. No equation moves past another
+collective.
 
-On CPU devices no more is needed. A call between hosts runs in a thread of its own, and XLA goes on with what does not
-need its results (``native/xla/async_calls.h``). The pass joins sums (``fusion.py``) when they have their new order, so
-that a call carries gradients that are there at the same time.
+On CPU devices the new order is enough. A call between hosts runs in a thread of its own, and XLA continues with
+operations that do not need its results (``native/xla/async_calls.h``). The pass joins sums (``fusion.py``) after they
+have their new order, so that the operands of a joined call are ready at about the same time.
 
-On accelerators an allreduce can be two calls. The start returns while a thread of the device makes the call; the end
-waits for it and has the results. For XLA they are two kernels like any others, and it would run the end right behind
-the start. So this pass starts each sum as soon as its operands are there, ends it where its results are needed, and
-ties the computation between to both by barriers:
+On accelerators an allreduce can be two calls. The start returns while a thread of the device makes the call. The end
+waits for this call and returns the results. For XLA both are ordinary kernels, so XLA would run the end right after the
+start. So this pass puts each start where its operands are ready, and each end where its results are needed. Barriers
+keep the computation between start and end:
 
     a = matmul(...)                  a = matmul(...)
     b = matmul(a)                    s' = start(a)
-    s = psum(a)             ->       a', s'' = optimization_barrier(a, s')    # what reads a comes after the start
+    s = psum(a)             ->       a', s'' = optimization_barrier(a, s')    # readers of a come after the start
     t = psum(b)                      b = matmul(a')
     c = a / s + b / t                t' = start(b)
                                      b', s* = optimization_barrier(b, s'')    # the end comes after b
@@ -23,7 +24,7 @@ ties the computation between to both by barriers:
                                      t = done(t')
                                      c = a' / s + b' / t
 
-There the pass takes sums that go from each device to one device of each other rank.
+On accelerators the pass moves only sums in which each device works with one device of each other rank.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def _done_abstract_eval(*ys: Any, **_: Any) -> Any:
 
 
 def _start(params: dict[str, Any], *_: Structs) -> HandlerCall:
-    # In place, so that XLA keeps the operands as long as the results. It copies an operand that is read again.
+    # In place, so that XLA keeps the operands as long as the results. XLA copies an operand that is read again.
     in_place = (True,) * params.pop("number")
     rule = native.ffi_lowering("device_allreduce_start", in_place)
     return HandlerCall(rule, allreduce_attributes(**params))
@@ -90,19 +91,19 @@ mlir.register_lowering(done_p, _done_lowering)
 
 
 Order = list[int]
-"""The order in which the sums of one jaxpr begin: their places in the program as it was written."""
+"""The order in which the sums of one jaxpr begin, as indices of the sums in the original program."""
 
 Sums = tuple[str, ...]
-"""A line of text for each sum of a program. They are the same on all ranks, whatever a rank computes between them."""
+"""A line of text for each sum of a program. The lines are the same on all ranks; the other equations may differ."""
 
 
 class FoundOrders(NamedTuple):
-    """The orders that the pass finds while one program is traced, before all ranks have made the function's first call.
+    """The orders that the pass finds in the trace of a program, before all ranks have made the function's first call.
 
     Attributes:
-        may_reorder: whether sums take the order that this rank finds; else they keep the order of the program.
+        may_reorder: whether sums take the order that this rank finds. If not, they keep the order of the program.
         orders: for the sums of each program the order of each of its jaxprs.
-        comms: the communicators of the sums, each once; a dict, since that keeps its order.
+        comms: the communicators of the sums, each once; a dict, since a dict keeps the order of insertion.
     """
 
     may_reorder: bool
@@ -111,10 +112,11 @@ class FoundOrders(NamedTuple):
 
 
 class Overlap:
-    """The pass for the programs of one function. It knows the orders of sums that all ranks have agreed on.
+    """The pass for the programs of one function. It keeps the orders of sums that all ranks have agreed on.
 
-    The ranks compare the orders that they find at the function's first call, in :meth:`agree_on`. A rank may trace a
-    program later, perhaps alone: its sums take the order that the ranks have agreed on, or else that of the program.
+    At the function's first call the ranks compare the orders that they have found, in :meth:`agree_on`. A rank may
+    trace a program later, perhaps alone. Then the sums take the order that the ranks have agreed on, if there is one,
+    and else the order of the program.
     """
 
     def __init__(self) -> None:
@@ -122,16 +124,16 @@ class Overlap:
         self._found: FoundOrders | None = None
 
     def forget(self) -> None:
-        """Forgets what the ranks have agreed on, since they are others now."""
+        """Forgets the orders that the ranks have agreed on, since the set of ranks has changed."""
         self._agreed.clear()
 
     @contextlib.contextmanager
     def collect_orders(self, *, may_reorder: bool) -> Iterator[FoundOrders]:
-        """Collects the orders that the pass finds in the trace inside, for :meth:`agree_on`.
+        """Collects the orders that the pass finds in a trace, for :meth:`agree_on`.
 
         Args:
-            may_reorder: whether the sums take the order that this rank finds. The program must be traced again if the
-                ranks do not agree on it.
+            may_reorder: whether the sums take the order that this rank finds. If the ranks then do not agree on the
+                order, the program must be traced again.
         """
         self._found = found = FoundOrders(may_reorder, {}, {})
         try:
@@ -145,7 +147,8 @@ class Overlap:
         Returns:
             Whether the ranks agree. If not, the program must be traced again.
         """
-        # With several communicators they do not. But other ranks may have one, and wait for this rank's answer.
+        # A program with several communicators counts as no agreement. The exchange is made nevertheless: another rank
+        # may have found one communicator only, and waits for this rank's answer.
         own = found.orders if len(found.comms) == 1 else None
         others = [gather_from_all(comm, "jit", "this program", own) for comm in found.comms]
         same = len(others) == 1 and all(other == own for other in others[0])
@@ -154,7 +157,7 @@ class Overlap:
         return same or not found.comms
 
     def has_agreed_order(self, found: FoundOrders) -> bool:
-        """Returns whether a program that was traced before the ranks agreed has the order that they agreed on."""
+        """Returns whether a program that was traced before the agreement has the orders of the agreement."""
         return all(self._agreed.get(sums, orders) == orders for sums, orders in found.orders.items())
 
     def __call__(self, jaxpr: Any) -> Any:
@@ -169,7 +172,10 @@ class Overlap:
         return fusion.join_reductions(jaxpr)
 
     def _in_order(self, jaxpr: Any, kind: _Kind) -> Any:
-        """Returns the program with its sums in the order that the ranks have agreed on, or may agree on."""
+        """Returns the program with its sums in the order that the ranks have agreed on.
+
+        Before the agreement the order is the one that this rank finds, if the sums may be reordered.
+        """
         eqns = [eqn for eqn in _all_equations(jaxpr) if kind.moves(eqn)]
         sums = tuple(f"{eqn.params['comm']!r} {eqn.params['op']} {[str(v.aval) for v in eqn.invars]}" for eqn in eqns)
         comms = dict.fromkeys(eqn.params["comm"].mesh.comm for eqn in eqns)
@@ -185,7 +191,7 @@ class Overlap:
 
 
 def _all_equations(jaxpr: Any) -> Iterator[JaxprEqn]:
-    """Yields the equations of a program, each before those of the jaxprs that it holds."""
+    """Yields the equations of a program. Each equation comes before the equations inside it."""
     for eqn in jaxpr.eqns:
         yield eqn
         for inner in inner_jaxprs(eqn):
@@ -193,14 +199,14 @@ def _all_equations(jaxpr: Any) -> Iterator[JaxprEqn]:
 
 
 def _arrange(jaxpr: Any, kind: _Kind, orders: list[Order], given_orders: Iterator[Order] | None) -> Any:
-    """Returns ``jaxpr`` with its own sums overlapped, and not those of the jaxprs that it holds.
+    """Returns ``jaxpr`` with its own sums overlapped. Sums of inner jaxprs do not change.
 
     Args:
         jaxpr: the program.
-        kind: which sums move, and how.
-        orders: the function appends the order that the sums have in the result.
-        given_orders: the next of them is the order that the sums must have; if none is left, they keep the order of
-            the program. None: they may have any order.
+        kind: the sums that move, and how they move.
+        orders: a list to which the function appends the order of the sums in the result.
+        given_orders: the next item is the order that the sums must have. If there is no next item, they keep the order
+            of the program. None: they may have any order.
     """
     sums = [eqn for eqn in jaxpr.eqns if kind.moves(eqn)]
     if not sums:
@@ -244,15 +250,15 @@ def _refuse_order(eqn: JaxprEqn) -> NoReturn:
 
 @dataclass
 class _Part:
-    """What the segments of one jaxpr share.
+    """The common data of the segments of one jaxpr.
 
     Attributes:
         moves: whether an equation is a sum that may move.
         read: the variables that the whole jaxpr reads.
-        slots: for the id of each sum its place in the order of beginning; None: a sum begins when its operands are
-            there.
-        renamed: the new names of variables that went through a barrier.
-        order: the sums that have begun, in order.
+        slots: for the id of each sum its place in the order in which sums begin. None: a sum begins when its operands
+            are ready.
+        renamed: the new variables of values that passed through a barrier.
+        order: the sums that have begun, in their order.
     """
 
     moves: Callable[[JaxprEqn], bool]
@@ -262,16 +268,16 @@ class _Part:
     order: list[JaxprEqn] = field(default_factory=list)
 
     def renamed_equation(self, eqn: JaxprEqn) -> JaxprEqn:
-        """Returns the equation with the new names of its operands."""
+        """Returns the equation with the new variables of its operands."""
         return eqn.replace(invars=[self.renamed.get(var, var) if isinstance(var, Var) else var for var in eqn.invars])
 
 
 def _order_segment(segment: list[JaxprEqn], part: _Part) -> list[JaxprEqn]:
-    """Returns the equations of a part of a program, which has no other collectives, with its sums in their order."""
+    """Returns the equations of a segment, a part of a program without other collectives, with its sums in order."""
     eqns: list[JaxprEqn] = []
     feeding = _that_feed_others(segment, part)
     while segment:
-        # A sum that another one waits for comes first: behind a large array it would hold up the program.
+        # A sum whose result another sum needs comes first: after the sum of a large array it would delay the program.
         first = feeding.intersection(map(id, segment))
         early, sums, segment = _divide(segment, part, first or None)
         part.order += [eqn for _, eqn in sums]
@@ -284,9 +290,9 @@ def _order_segment(segment: list[JaxprEqn], part: _Part) -> list[JaxprEqn]:
 
 
 def _that_feed_others(segment: list[JaxprEqn], part: _Part) -> set[int]:
-    """Returns the ids of the sums without whose results another sum of the segment cannot begin."""
+    """Returns the ids of the sums whose results another sum of the segment needs."""
     found: set[int] = set()
-    needed: set[Var] = set()  # by sums
+    needed: set[Var] = set()  # the variables that sums need
     for eqn in reversed(segment):
         feeds = not needed.isdisjoint(eqn.outvars)
         if part.moves(eqn) and feeds:
@@ -297,12 +303,13 @@ def _that_feed_others(segment: list[JaxprEqn], part: _Part) -> set[int]:
 
 
 def _new_equation(like: JaxprEqn, fun: Callable[..., Any], operands: Sequence[Var]) -> JaxprEqn:
-    """Returns the one equation that ``fun`` makes of ``operands``, with new variables as results.
+    """Returns the equation of ``fun``, which makes one equation, for these operands, with new variables as results.
 
-    It takes the place of ``like``, so it has that one's line of the user's code.
+    The equation replaces ``like``, so it gets the line of the user's code of ``like``.
     """
     avals = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in operands]
-    # The lambda is new to JAX. For a function that it has traced before, it would return the same variables again.
+    # The lambda is a new function in each call. For a function that JAX has traced before, JAX would return the cached
+    # trace with the same variables.
     (eqn,) = jax.make_jaxpr(lambda *values: fun(*values))(*avals).jaxpr.eqns
     return eqn.replace(invars=list(operands), source_info=like.source_info)
 
@@ -312,11 +319,11 @@ def _barrier(values: Sequence[Var], like: JaxprEqn) -> JaxprEqn:
 
 
 def _overlap_segment(segment: list[JaxprEqn], part: _Part) -> list[JaxprEqn]:
-    """Returns the equations of a part of a program, which has no other collectives, with each sum in two halves."""
+    """Returns the equations of a segment, a part of a program without other collectives, with each sum in two calls."""
     eqns: list[JaxprEqn] = []
 
     def through_barrier(var: Var, results: list[Var], like: JaxprEqn) -> list[Var]:
-        """Sends ``var`` and the results of starts through a barrier. Returns the names of the results behind it."""
+        """Passes ``var`` and the results of starts through a barrier. Returns the new variables of the results."""
         eqns.append(barrier := _barrier([part.renamed.get(var, var), *results], like))
         part.renamed[var] = barrier.outvars[0]
         return list(barrier.outvars[1:])
@@ -324,11 +331,11 @@ def _overlap_segment(segment: list[JaxprEqn], part: _Part) -> list[JaxprEqn]:
     while segment:
         early, sums, late = _divide(segment, part)
         part.order += [eqn for _, eqn in sums]
-        if not sums or all(is_reshape(eqn) for eqn in early[sums[0][0] :]):  # there is nothing to compute meanwhile
+        if not sums or all(is_reshape(eqn) for eqn in early[sums[0][0] :]):  # no computation to overlap with
             eqns += [part.renamed_equation(eqn) for eqn in (*early, *(eqn for _, eqn in sums))]
             segment = late
             continue
-        begun: list[tuple[JaxprEqn, list[Var]]] = []  # a sum, and the names of its start's results so far
+        begun: list[tuple[JaxprEqn, list[Var]]] = []  # a sum, and the current variables of its start's results
         for place, eqn in enumerate((*early, None)):
             while sums and sums[0][0] <= place:
                 _, one = sums.pop(0)
@@ -341,10 +348,10 @@ def _overlap_segment(segment: list[JaxprEqn], part: _Part) -> list[JaxprEqn]:
                 begun.append((one, results))
             if eqn is not None:
                 eqns.append(part.renamed_equation(eqn))
-        # All ends come after the last start, and after the last equation that needs no sum.
+        # All ends come after the last start, and after the last equation that does not depend on a sum.
         results = [var for _, results in begun for var in results]
         last = next((var for eqn in reversed(early) for var in eqn.outvars if var in part.read), None)
-        if last is None or any(last in reads(one) for one, _ in begun):  # a start needs it
+        if last is None or any(last in reads(one) for one, _ in begun):  # a start reads it
             eqns.append(barrier := _barrier(results, begun[0][0]))
             behind = iter(barrier.outvars)
         else:
@@ -359,16 +366,18 @@ def _overlap_segment(segment: list[JaxprEqn], part: _Part) -> list[JaxprEqn]:
 def _divide(
     segment: list[JaxprEqn], part: _Part, first: set[int] | None = None
 ) -> tuple[list[JaxprEqn], list[tuple[int, JaxprEqn]], list[JaxprEqn]]:
-    """Divides a segment by what its equations need.
+    """Divides a segment by the dependencies of its equations.
 
     Args:
         segment: the segment.
-        part: what it belongs to.
-        first: the ids of the sums that may begin; the others count as equations that need a sum. None: all.
+        part: the data of its jaxpr.
+        first: the ids of the sums that may begin. Other sums count as equations that depend on a sum. None: all sums
+            may begin.
 
     Returns:
-        The equations that need no sum; the sums that need no other sum, in the order in which they begin, each with
-        the number of those equations that come before it; and the equations that need a sum.
+        Three lists: the equations that depend on no sum; the sums that depend on no other sum, in the order in which
+        they begin, each with the number of equations of the first list that come before it; and the equations that
+        depend on a sum.
     """
     constants: list[JaxprEqn] = []
     early: list[JaxprEqn] = []
@@ -383,7 +392,7 @@ def _divide(
             (sums if first is None or id(eqn) in first else late).append(eqn)
             of_sums.update(eqn.outvars)
         elif eqn.primitive.name in ("broadcast_in_dim", "iota") and not reads(eqn):
-            constants.append(eqn)  # they take no time, so they come first
+            constants.append(eqn)  # constants take no time, so they come first
         else:
             early.append(eqn)
     early = constants + early
@@ -391,7 +400,7 @@ def _divide(
     needed = [max((made.get(var, 0) for var in reads(eqn)), default=0) for eqn in sums]
     slots = part.slots
     pairs = sorted(zip(needed, sums, strict=True), key=lambda pair: pair[0] if slots is None else slots[id(pair[1])])
-    ready = itertools.accumulate((place for place, _ in pairs), max)  # a sum waits for the sums before it, too
+    ready = itertools.accumulate((place for place, _ in pairs), max)  # a sum also waits for the sums before it
     return early, list(zip(ready, (eqn for _, eqn in pairs), strict=True)), late
 
 
@@ -401,11 +410,11 @@ def _start_of(eqn: JaxprEqn) -> JaxprEqn:
 
 
 class _Kind(NamedTuple):
-    """How sums are overlapped on devices of a kind.
+    """The way in which sums are overlapped on a kind of devices.
 
     Attributes:
         moves: whether an equation is a sum that may move.
-        arrange: returns the equations of a segment with its sums overlapped.
+        arrange: a function that returns the equations of a segment with its sums overlapped.
     """
 
     moves: Callable[[JaxprEqn], bool]
@@ -413,14 +422,14 @@ class _Kind(NamedTuple):
 
 
 def _has_two_halves(eqn: JaxprEqn) -> bool:
-    """Returns whether an equation can be a start and an end: each device works for itself."""
+    """Returns whether an equation can be split into start and end: the devices of a rank are in different groups."""
     return fusion.is_over_axes(eqn) and not eqn.params["comm"]._local_axes
 
 
 def _is_async(eqn: JaxprEqn) -> bool:
-    """Returns whether an equation is a sum in a mesh between whose CPU devices large sums run beside computation.
+    """Returns whether an equation is a sum in a mesh on whose CPU devices large sums overlap with computation.
 
-    All ranks of the mesh get the same answer, wherever the ranks of their own groups are.
+    The result is the same on all ranks of the mesh. It does not depend on the hosts of the ranks of one group.
     """
     return fusion.is_over_axes(eqn) and transport().overlaps(eqn.params["comm"].mesh.comm._key[0])
 
