@@ -1,9 +1,9 @@
-"""The order between programs: before a dispatch, wait for the earlier programs that XLA would not run first.
+"""The order between programs: a dispatch waits for the earlier programs that XLA does not order before the new one.
 
-XLA's CPU client makes a program on one device wait for the last program that the same thread enqueued on that device
-(``PjRtCpuClient``, "last enqueue event"), and a program on several devices wait for the last program on several devices
-("last collective launch event"). It orders no other pair. So a program whose devices are not those of the last program
-waits here until that one has run.
+XLA's CPU client orders two kinds of pairs. A program on one device waits for the last program that the same thread
+enqueued on that device (``PjRtCpuClient``, "last enqueue event"). A program on several devices waits for the last
+program on several devices ("last collective launch event"). Other pairs have no order. So if the devices of a program
+are not those of the last program, its dispatch waits here until the last program has run.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ ONLY_DEVICE: Devices = ()
 """The value of :data:`Devices` on a rank that has one device only."""
 
 DEVICES_OF_ARGUMENTS = "of the arguments"
-"""A value in the place of devices: those on which the arguments of the call lie."""
+"""A value in place of devices: the devices of the call's arguments."""
 
 _NO_PROGRAM = ("none",)
-"""A value in the place of devices: no program is in flight."""
+"""A value in place of devices: no program is in flight."""
 
 _MOST_IN_FLIGHT = 4
-"""How many programs on several devices may be dispatched before the oldest has run.
+"""The largest number of programs on several devices that may be in flight.
 
-XLA's CPU client may have only one thread for each device. The dispatch of the 33rd program on a device holds one of
-these threads until another program ends. If that other program needs all threads, since its devices meet in a
-collective, both wait for ever; ``jax.pmap`` with XLA's own collectives does so too. A limit far below 33 leaves room
-for the programs without our collectives that the user dispatches in between."""
+XLA's CPU client may have only one thread for each device. The dispatch of the 33rd program on a device blocks one of
+these threads until another program ends. If the other program needs all threads, since its devices meet in a
+collective, both deadlock; so does ``jax.pmap`` with XLA's own collectives. The limit is far below 33, since the user
+may dispatch programs without our collectives in between."""
 
 
 class WithCompletion(NamedTuple):
-    """The results of a program, with an array that is ready when the program has run.
+    """The results of a program, and an empty array that is ready when the program has run.
 
-    There are two reasons to return it. No result may be computed in the region, as when the program only sends: JAX
-    drops an equation without effects whose results nothing uses. Or the program runs on several devices:
-    :func:`limit_programs_in_flight` waits for the array, which is empty and so keeps no memory.
+    A program returns the array for one of two reasons. First, the region may compute no result, for example if the
+    program only sends: JAX would drop an equation without effects and without used results. Second, the program may run
+    on several devices: then :func:`limit_programs_in_flight` waits for the array. It is empty, so it needs no memory.
 
     Attributes:
         outs: the results of the function.
@@ -63,15 +63,16 @@ class WithCompletion(NamedTuple):
 
 
 class _State:
-    """What this process has dispatched.
+    """The programs that this process has dispatched.
 
     Attributes:
-        last_devices: the devices of the last program; None: any.
+        last_devices: the devices of the last program; None if they are not known.
         thread: the Python thread that dispatches.
-        waits_for_each: whether each program is waited for at once, since the thread is not the main one.
+        waits_for_each: whether the thread waits for each of its programs, since it is not the main thread.
         limits: whether the results of the last program go to :func:`limit_programs_in_flight`.
         in_flight: completions of the last programs on several devices, the oldest first.
-        without_results: completions of the programs whose errors no result shows, the oldest first.
+        without_results: completions of the programs without results, whose errors JAX would not raise; the oldest
+            first.
     """
 
     last_devices: Devices | tuple[str] | None = ONLY_DEVICE
@@ -83,7 +84,7 @@ class _State:
 
 
 class _ThisThread(threading.local):
-    """The running thread, once it has dispatched; a look-up here is faster than ``threading.current_thread``."""
+    """The running thread, if it has dispatched. This look-up is faster than ``threading.current_thread``."""
 
     itself: object = _NO_PROGRAM  # not None, which `_State.thread` is at first
 
@@ -92,20 +93,20 @@ _this_thread = _ThisThread()
 
 
 def wait_for_earlier_programs(devices: Devices | None) -> bool:
-    """Waits for the programs that XLA would not order before the next one.
+    """Waits for the earlier programs that XLA does not order before the next program.
 
     Each dispatch of a program with our effect calls it first.
 
     Args:
-        devices: the devices of the next program; None if they are not known: then all programs are waited for.
+        devices: the devices of the next program. None: they are not known, and it waits for all programs.
 
     Returns:
-        Whether the results of the program must go to :func:`limit_programs_in_flight`, be they a
-        :class:`WithCompletion` or not.
+        Whether the results of the program must go to :func:`limit_programs_in_flight` even if they are no
+        :class:`WithCompletion`.
 
     Raises:
         RuntimeError: another Python thread has dispatched programs with our effect, and has not ended.
-        jax.errors.JaxRuntimeError: an earlier program without results has failed. It is raised once.
+        jax.errors.JaxRuntimeError: an earlier program without results has failed. The error is raised once.
     """
     if _this_thread.itself is not _State.thread:
         _admit_this_thread()
@@ -119,13 +120,13 @@ def wait_for_earlier_programs(devices: Devices | None) -> bool:
 
 
 def wait_for_all_programs() -> None:
-    """Waits for all programs, so that the next program need not wait."""
+    """Waits for all programs. The next program then need not wait."""
     wait_for_earlier_programs(None)
     _State.last_devices = _NO_PROGRAM
 
 
 def _admit_this_thread() -> None:
-    """Makes this thread the one that dispatches: ranks need one order of programs, and two threads have none."""
+    """Makes this thread the dispatching thread. Ranks need one order of programs, and two threads have no order."""
     this, last = threading.current_thread(), _State.thread
     if last is not None and last.is_alive():
         raise RuntimeError(
@@ -145,7 +146,7 @@ def _admit_this_thread() -> None:
 
 
 def results_of(outs: Any) -> Any:
-    """What a program returns, without the completion that may be there."""
+    """Returns the results of a program without the completion, if there is one."""
     return outs.outs if type(outs) is WithCompletion else outs
 
 
@@ -155,7 +156,7 @@ def limit_programs_in_flight(outs: Any) -> Any:
     Each dispatch of one of our programs calls it last. A later dispatch raises the error of a program without results.
 
     Args:
-        outs: what the program returned, a :class:`WithCompletion` or the results.
+        outs: the results of the program, or a :class:`WithCompletion` of them.
     """
     if type(outs) is WithCompletion:
         if not jax.tree.leaves(outs.outs):
@@ -163,8 +164,8 @@ def limit_programs_in_flight(outs: Any) -> Any:
         limit_completions_in_flight(outs.completion)
         return outs.outs
     if _State.limits:
-        # All results of a program are ready together. The smallest stands for them: to hold a large one would keep its
-        # memory when the user has dropped it.
+        # All results of a program are ready at the same time, so it is enough to keep the smallest one. A large one
+        # would keep its memory after the user has dropped it.
         limit_completions_in_flight(min(jax.tree.leaves(outs), key=lambda x: x.size, default=None))
     return outs
 
@@ -172,11 +173,11 @@ def limit_programs_in_flight(outs: Any) -> Any:
 def limit_completions_in_flight(completion: Any) -> None:
     """Waits while too many programs are in flight.
 
-    Each dispatch of a program with our effect calls it. A thread other than the main one waits for each of its programs
-    here: when that thread has ended, neither a later thread nor the exit handler could wait for them.
+    Each dispatch of a program with our effect calls it. A thread other than the main thread waits for each of its
+    programs here, since after its end neither a later thread nor the exit handler can wait for them.
 
     Args:
-        completion: what is ready when the program has run.
+        completion: an array that is ready when the program has run.
     """
     if _State.waits_for_each:
         _wait_until_computed(completion)
@@ -190,7 +191,7 @@ def _raise_errors_without_results(*, wait: bool) -> None:
     """Raises the error of the first program without results that has failed.
 
     Args:
-        wait: whether to wait for the programs that have not run.
+        wait: whether to wait for programs that have not run yet.
     """
     programs = _State.without_results
     while programs and (wait or programs[0].is_ready()):
@@ -198,7 +199,8 @@ def _raise_errors_without_results(*, wait: bool) -> None:
 
 
 def _wait_until_computed(arrays: Any) -> None:
-    # JAX raises an error of the program where its results are used. It need not come here, in another program's call.
+    # JAX raises the error of a program when its results are used, so it need not be raised here, in the call of another
+    # program.
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         jax.block_until_ready(
             [x for x in jax.tree.leaves(arrays) if not isinstance(x, jax.Array) or not x.is_deleted()]
@@ -211,7 +213,7 @@ def by_id(devices: Iterable[jax.Device]) -> Devices:
 
 
 def emptied_by_jax(cache: CacheT) -> CacheT:
-    """Lets ``jax.clear_caches`` and ``jax.extend.backend.clear_backends`` empty a cache that holds devices."""
+    """Registers a cache of devices, so that ``jax.clear_caches`` and ``clear_backends`` empty it."""
     jax.extend.backend.register_backend_cache(cache, repr(cache))
     return cache
 
@@ -219,14 +221,15 @@ def emptied_by_jax(cache: CacheT) -> CacheT:
 _clients: weakref.WeakSet[Any] = weakref.WeakSet()
 """XLA's clients in this process. Each has the devices of one kind: a rank with accelerators has CPU devices as well.
 
-After ``jax.extend.backend.clear_backends`` JAX makes new ones. An old one lives on while something names its devices,
-as an array does, or a compiled program, which still runs there. It waits for its programs before it ends."""
+After ``jax.extend.backend.clear_backends`` JAX makes new clients. An old client lives as long as an object refers to
+its devices, for example an array, or a compiled program, which still runs there. At its end it waits for its
+programs."""
 
 
 @emptied_by_jax
 @functools.cache
 def has_one_device() -> bool:
-    """Whether this process has one device, counting those of JAX's earlier clients."""
+    """Whether this process has one device, those of JAX's earlier clients included."""
     _clients.update(jax.extend.backend.backends().values())
     return sum(len(client.local_devices()) for client in _clients) == 1
 
@@ -234,17 +237,17 @@ def has_one_device() -> bool:
 @emptied_by_jax
 @functools.cache
 def traces() -> object:
-    """Stands for the traces that JAX keeps; another object when it has emptied its caches, and traces anew."""
+    """Returns an object that identifies JAX's current cache of traces: another one after JAX has emptied its caches."""
     return object()
 
 
 def devices_of_program(devices: Iterable[jax.Device]) -> Devices:
-    """The devices of a program, which names them; :data:`ONLY_DEVICE` if there is one in this process."""
+    """Returns the devices that a program names; :data:`ONLY_DEVICE` if this process has one device."""
     return ONLY_DEVICE if has_one_device() else by_id(devices)
 
 
 def devices_for(args: Sequence[Any], kwargs: dict[str, Any]) -> Devices:
-    """The devices on which :func:`jax.jit` runs a program with these arguments, if the program names none itself."""
+    """Returns the devices on which :func:`jax.jit` runs a program with these arguments, if the program names none."""
     return ONLY_DEVICE if has_one_device() else committed_devices(args, kwargs) or default_devices()
 
 
@@ -266,7 +269,7 @@ def committed_devices(args: Sequence[Any], kwargs: dict[str, Any]) -> Devices | 
 
 
 def default_devices() -> Devices:
-    """The device on which :func:`jax.jit` runs a program whose arguments name none."""
+    """Returns the device on which :func:`jax.jit` runs a program without committed arguments."""
     default = jax.config.jax_default_device
     return (default,) if default is not None and isinstance(default, jax.Device) else _first_device()
 
@@ -278,7 +281,7 @@ def _first_device() -> Devices:
 
 
 def flush() -> None:
-    """Waits until all programs that this thread has dispatched have run. The error of one is raised once."""
+    """Waits until all programs that this thread has dispatched have run. It raises the error of a program once."""
     try:
         jax.effects_barrier()
     except jax.errors.JaxRuntimeError:
@@ -289,7 +292,7 @@ def flush() -> None:
 
 
 def forget_failed_programs() -> None:
-    """Waits until all programs that this thread has dispatched have ended, well or not, and forgets their errors."""
+    """Waits until all programs that this thread has dispatched have ended, and forgets their errors."""
     while True:
         try:
             flush()
@@ -300,11 +303,11 @@ def forget_failed_programs() -> None:
 
 
 def _wait_for_programs_on(devices: Any) -> None:
-    """Waits until the programs on these devices have run; None and :data:`ONLY_DEVICE`: those on any devices."""
+    """Waits until the programs on these devices have run; for None and :data:`ONLY_DEVICE`, those on all devices."""
     if devices is _NO_PROGRAM:
         return
     groups = [devices]
-    if not devices:  # XLA orders programs on one device and programs on several apart, so wait for both
+    if not devices:  # XLA has one order for programs on one device and another for programs on several: wait for both
         kinds = [tuple(client.local_devices()) for client in _clients]
         groups = list(dict.fromkeys(group for kind in kinds for group in (kind, *((device,) for device in kind))))
     for group in groups:
@@ -314,7 +317,7 @@ def _wait_for_programs_on(devices: Any) -> None:
 
 
 def _run_probe(devices: Devices) -> None:
-    """Runs a small program on the devices and waits for it. XLA runs it after all earlier programs on them."""
+    """Runs a small program on the devices and waits for it. XLA runs it after all earlier programs on these devices."""
     with jax.disable_jit(False):  # the user may have switched jit off
         program, x = _probe(devices)
         program(x).block_until_ready()
@@ -323,7 +326,7 @@ def _run_probe(devices: Devices) -> None:
 @emptied_by_jax
 @functools.cache
 def _probe(devices: Devices) -> tuple[Any, jax.Array]:
-    """A compiled program on these devices, under no mesh of the user's, and its argument."""
+    """Returns a compiled program on these devices, compiled outside the user's meshes, and its argument."""
 
     def compiled() -> tuple[Any, jax.Array]:
         own = jax.sharding.NamedSharding(jax.sharding.Mesh(np.array(devices), "d"), jax.sharding.PartitionSpec("d"))

@@ -16,10 +16,10 @@ from pycollective.ordering.region import Region
 
 
 class _Lent:
-    """The participants of a program, for the time of a call: JAX keeps programs, which must keep no communicator.
+    """Stands for the participants of a program in JAX's caches, so that a cached program keeps no communicator alive.
 
     Attributes:
-        owner: the participants; None between the calls.
+        owner: the participants during a call; None between calls.
     """
 
     def __init__(self) -> None:
@@ -32,8 +32,8 @@ class _Lent:
 def _compiled(
     primitive: Primitive,
     params: tuple[tuple[str, Any], ...],
-    local_axes: Hashable,  # noqa: ARG001 (participants that differ in it alone have programs of their own)
-    site: int,  # noqa: ARG001 (the program has it as an attribute, so each site has a program)
+    local_axes: Hashable,  # noqa: ARG001 (part of the cache's key: participants with other axes have other programs)
+    site: int,  # noqa: ARG001 (part of the cache's key: the site is an attribute of the program)
 ) -> tuple[Callable[..., Any], Region, _Lent]:
     lent = _Lent()
     region = Region(lambda *operands: primitive.bind(*operands, comm=lent, **dict(params)))
@@ -43,11 +43,11 @@ def _compiled(
 _of_participants: defaultdict[Hashable, Callable[..., tuple[Callable[..., Any], Region, _Lent]]] = defaultdict(
     lambda: functools.lru_cache(maxsize=4096)(_compiled)
 )
-"""The programs by the keys of those who take part in them."""
+"""The programs, by the keys of their participants."""
 
 
 def forget(keys: Iterable[Hashable]) -> None:
-    """Lets go of the programs of communicators, or parts of them, that are gone. Each takes a megabyte."""
+    """Drops the programs of communicators, or of parts of them, that were freed. A program takes a megabyte."""
     for key in keys:
         _of_participants.pop(key, None)
 
@@ -55,8 +55,8 @@ def forget(keys: Iterable[Hashable]) -> None:
 def apply(primitive: Primitive, *operands: Any, **params: Any) -> Any:
     """Runs a primitive with our effect outside any trace. It is the implementation rule of our primitives.
 
-    JAX compiles a program once for each combination of shapes, dtypes and parameters, which are all hashable, and for
-    each line that makes the call: ranks compare the lines.
+    JAX compiles one program for each combination of shapes, dtypes, parameters and line of the call. The ranks compare
+    the lines.
     """
     line = call_site.line_of_caller()
     comm = params.pop("comm")
@@ -66,9 +66,9 @@ def apply(primitive: Primitive, *operands: Any, **params: Any) -> Any:
     devices = region.devices
     dispatch.wait_for_earlier_programs(dispatch.devices_for(operands, {}) if isinstance(devices, str) else devices)
     lent.owner = comm
-    outside = call_site.call_outside_jit.set(line)  # if the program is compiled now, it has no line of its own
+    outside = call_site.call_outside_jit.set(line)  # used if the program is compiled in this call
     try:
-        if jax.config.jax_disable_jit:  # JAX compiles its own primitives even then, so we do too
+        if jax.config.jax_disable_jit:  # JAX compiles its own primitives even then, and so does this function
             with jax.disable_jit(False):
                 outs = program(*operands)
         else:
@@ -78,6 +78,6 @@ def apply(primitive: Primitive, *operands: Any, **params: Any) -> Any:
         lent.owner = None
     results = dispatch.results_of(outs)
     if not any(x.size for x in jax.tree.leaves(results)):
-        jax.block_until_ready(outs)  # nobody looks at a result without elements, so errors must show here
+        jax.block_until_ready(outs)  # a result without elements is never read, so its errors must be raised here
         return results
     return dispatch.limit_programs_in_flight(outs)

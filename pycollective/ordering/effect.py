@@ -1,8 +1,8 @@
 """The order of MPI calls inside a program: JAX's ordered effect.
 
-MPI needs every rank to make the same calls in the same order, but XLA's CPU runtime runs independent calls at the same
-time. So each of our primitives has an ordered effect, and its lowering takes a token of XLA's and returns a new one.
-JAX itself passes the token through scan, while, cond and nested jit.
+In MPI all ranks must make the same calls in the same order, but XLA's CPU runtime runs independent calls at the same
+time. So each of our primitives has an ordered effect. Its lowering takes a token of XLA and returns a new token. JAX
+passes the token through scan, while, cond and nested jit.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ def _is_of_mpi4jax(kind: object) -> bool:
 
 
 class OrderedCollective(jax_internals.OrderedEffect):
-    """The effect of every primitive of this package: it communicates with other ranks, so its order matters.
+    """The effect of all primitives of this package: they communicate with other ranks, so their order matters.
 
-    All communicators share one effect. Calls on two communicators must keep one order as well, or ranks that belong to
-    both could wait for each other. For the same reason it is equal to mpi4jax's effect, with the same hash: JAX keeps
-    effects in sets and tokens in dictionaries, so it takes the two for one, and passes one token through the calls of
-    both packages. That needs no import of mpi4jax, which may come before or after ours.
+    All communicators share one effect, since calls on two communicators need one order as well: otherwise ranks that
+    belong to both could deadlock. For the same reason our effect is equal to mpi4jax's effect and has the same hash.
+    JAX keeps effects in sets and tokens in dictionaries. So for JAX both are one effect, and one token passes through
+    the calls of both packages. This works without an import of mpi4jax, which may come before or after ours.
     """
 
     def __eq__(self, other: object) -> bool:
@@ -52,11 +52,11 @@ transforms.mask_batched_loops(effect)
 
 
 def _check_mpi4jax(kind: Any, primitive: Primitive) -> None:
-    """Refuses a call of mpi4jax that would have no order with ours, or that several devices would make.
+    """Refuses a call of mpi4jax without an order with our calls, or in a program on several devices.
 
     Args:
         kind: the effect of the call.
-        primitive: the primitive of the call, or one that holds it.
+        primitive: the primitive of the call, or a primitive with a program that makes it.
     """
     if kind != effect or hash(kind) != hash(effect):
         raise RuntimeError(
@@ -76,7 +76,7 @@ def _check_mpi4jax(kind: Any, primitive: Primitive) -> None:
                 "Import pycollective.compat.mpi4jax in its place.",
             )
         )
-    jax_internals.allow_in_checkpoint(kind)  # as ours; a program with both has one of the two objects
+    jax_internals.allow_in_checkpoint(kind)  # a program with calls of both packages has one of the two objects
 
 
 @functools.lru_cache(maxsize=4096)
@@ -89,8 +89,9 @@ def _effects_of_program(primitive: Primitive, avals: tuple[Any, ...], params: tu
 def _effects_of(
     primitive: Primitive, operands: Sequence[Any], params: dict[str, Any], declared: Iterable[Any]
 ) -> Iterable[Any]:
-    """The effects that the primitive declares. If there are none, if it is another library's, and if its implementation
-    has our effect: our effect.
+    """Returns the effects that a primitive declares.
+
+    A primitive of another library may declare none although its implementation has our effect: then it is our effect.
     """
     if declared:
         for kind in declared:
@@ -99,7 +100,7 @@ def _effects_of(
         return declared
     if is_foreign(primitive):
         avals = tuple(x.aval for x in operands)
-        # A primitive that JAX cannot trace, or whose parameters have no order or hash, holds no collective of ours.
+        # A primitive that JAX cannot trace, or whose parameters cannot be sorted or hashed, has no collective of ours.
         with contextlib.suppress(
             AssertionError, AttributeError, LookupError, NameError, NotImplementedError, TypeError, ValueError
         ):
@@ -110,7 +111,8 @@ def _effects_of(
 jax_internals.report_effects(_effects_of)
 
 
-# JAX itself dispatches the programs of plain jax.jit, and ours inside a transform. They wait for earlier programs too.
+# JAX itself dispatches the programs of plain jax.jit, and our programs inside a transform. Through this hook they wait
+# for earlier programs as well.
 def _before_dispatch(devices: Sequence[jax.Device]) -> None:
     dispatch.wait_for_earlier_programs(dispatch.devices_of_program(devices))
 
@@ -118,10 +120,11 @@ def _before_dispatch(devices: Sequence[jax.Device]) -> None:
 jax_dispatch.see_each_dispatch(effect, _before_dispatch, dispatch.limit_completions_in_flight)
 
 
-# XLA of JAX 0.12 inlines a function whose only operand is a token, and makes the constants in it wait for the token.
-# Where an equal constant stands outside, it then joins the two, and ends the process, since the one that waits cannot
-# be removed. A collective of constants makes such a function, and so does one of arrays without elements, which are
-# constants to XLA. Without this pass it is inlined later, and its constants wait for nothing.
+# XLA of JAX 0.12 has a pass that inlines a function whose only operand is a token, and makes the function's constants
+# depend on the token. If an equal constant exists outside the function, a later pass merges the two constants. That
+# pass cannot remove the one that depends on the token, and ends the process. A collective of constants makes such a
+# function. So does a collective of arrays without elements, which are constants for XLA. Without the first pass the
+# function is inlined later, and its constants have no dependency.
 def _before_compilation(module: Any, options: Any) -> None:
     bytecode = io.BytesIO()
     module.operation.write_bytecode(file=bytecode)

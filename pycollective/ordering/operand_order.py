@@ -1,16 +1,17 @@
 """The order in which a program reduces several operands of one shape: it must be the same on all ranks.
 
-A loop over a set of strings has another order in each process. Its reductions are alike: one line, equal shapes. So are
-those of two lines whose operands have changed places. So each gets a number, the attribute ``order``. One half is a
-hash of how its operands come from the arguments of the program, the other half one of how those of all reductions like
-it do, in any order. If the ranks agree on the second and not on the first, they reduce the same operands in another
-order. If they agree on neither, they compute other operands, which they may.
+A loop over a set of strings has another order in each process. Its reductions have one line and equal shapes, so the
+comparison of lines and shapes does not find a difference. Nor does it if the operands of two reductions have changed
+places. So each reduction gets a number, its attribute ``order``. The high 32 bits hash how its operands are computed
+from the program's arguments. The low 32 bits hash the same over all reductions of its kind, in any order. If two ranks
+have equal low bits and other high bits, they reduce the same operands in another order, which is an error. If the low
+bits differ, the ranks compute other operands, which is allowed.
 
-A constant does not come from the arguments. A reduction of constants alone has no number: one rank may bring zeros
-where another one brings an array.
+A constant is not computed from the arguments. A reduction of constants has the number 0, since one rank may pass zeros
+where another rank passes an array.
 
-A program that is a region gets its numbers by a pass (:func:`with_numbers`). A program of plain :func:`jax.jit` is seen
-only while JAX lowers it, call by call (:func:`number_reduction`).
+In a region the reductions get their numbers by a pass over its program (:func:`with_numbers`). A program of plain
+:func:`jax.jit` is seen only while JAX lowers it, one call at a time (:func:`number_reduction`).
 """
 
 from __future__ import annotations
@@ -124,11 +125,11 @@ def _orders(alike: Sequence[Sequence[int]]) -> list[int]:
 
 
 class _Program:
-    """What is known of a program while it is lowered.
+    """The reductions of a program that is being lowered.
 
     Attributes:
-        module: its module.
-        origins: for each value a hash of how it comes from the arguments; 0, if it does not.
+        module: the module of the program.
+        origins: for each value a hash of how it is computed from the arguments; 0 for a constant.
         calls: for each kind the reductions, each with the origins of its operands.
     """
 
@@ -139,7 +140,7 @@ class _Program:
 
 
 class _State(threading.local):
-    """The program that this thread lowers, or has lowered last."""
+    """The program that this thread lowers now, or has lowered last."""
 
     program: _Program | None = None
 
@@ -148,13 +149,13 @@ _state = _State()
 
 
 def number_reduction(module: ir.Module, kind: str, call: ir.Operation, operands: Sequence[Any]) -> None:
-    """Numbers a reduction that has just been lowered, and anew the earlier ones that are like it.
+    """Numbers a reduction that has just been lowered, and renumbers the earlier reductions of its kind.
 
     Args:
-        module: the module around it.
-        kind: what it has in common with those that are like it: the operation, the communicator, shapes and dtypes.
-        call: the operation, whose attribute ``order`` is 0.
-        operands: its operands.
+        module: the module of the reduction.
+        kind: the kind of the reduction: the operation, the communicator, shapes and dtypes.
+        call: the reduction in the module, whose attribute ``order`` is 0.
+        operands: the operands of the reduction.
     """
     if _state.program is None or _state.program.module != module:
         _state.program = _Program(module)
@@ -168,9 +169,9 @@ def number_reduction(module: ir.Module, kind: str, call: ir.Operation, operands:
 
 
 def _origin(value: ir.Value, known: dict[ir.Value, int]) -> int:
-    """A hash of how a value comes from arguments, the same in each process; 0 of a constant.
+    """Returns a hash of how a value is computed from the arguments, the same in all processes; 0 for a constant.
 
-    It adds those on the way to ``known``.
+    The hashes of the values that it depends on are added to ``known``.
     """
     path = [value]
     while path:
@@ -189,14 +190,14 @@ def _origin(value: ir.Value, known: dict[ir.Value, int]) -> int:
 
 
 def _parameters(operation: Any) -> Iterable[str]:
-    """What tells an operation from others on the same operands: which part it takes, which function it calls."""
+    """Yields the attributes that distinguish operations on the same operands: a slice's start, a called function."""
     for name in ("start_indices", "callee"):
         if name in operation.attributes:
             yield re.sub(r"_\d+$", "", str(operation.attributes[name]))  # JAX numbers functions of one name
 
 
 def number_of(*parts: int | str) -> int:
-    """A hash of 32 bits that is the same in each process.
+    """Returns a hash of 32 bits that is the same in all processes.
 
     Example:
         >>> number_of("add", 1, 2) == number_of("add", 1, 2) != number_of("add", 2, 1)

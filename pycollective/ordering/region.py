@@ -1,8 +1,8 @@
 """The region: a whole program as one primitive without effects, so that JAX dispatches it at full speed.
 
 JAX dispatches a program with an ordered effect slowly. A region has no effect: its body is lowered with a token of its
-own. That token orders the calls inside the program; ``dispatch`` orders programs. A region must be a whole program: two
-regions inside one program would have no order between them.
+own. This token orders the calls inside the program, and ``dispatch`` orders programs. A region must be a whole program,
+since two regions inside one program would have no order.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ mlir.register_lowering(region_p, _region_lowering)
 
 @region_p.def_impl
 def _region_impl(*args: Any, jaxpr: Any) -> list[Any]:
-    """Runs the program operation by operation, as far as the first collective.
+    """Runs the program operation by operation, up to the first collective.
 
-    JAX does so under ``jax_debug_nans`` to find the origin of a NaN in the results. Only this rank does it now, so no
-    other rank would answer a collective.
+    JAX calls it under ``jax_debug_nans`` to find the origin of a NaN in the results. Only this rank calls it, so the
+    other ranks would not take part in a collective.
     """
 
     def equation(eqn: Any, operands: list[Any]) -> Sequence[Any]:
@@ -69,27 +69,27 @@ def _region_impl(*args: Any, jaxpr: Any) -> list[Any]:
 
 
 class Program(NamedTuple):
-    """A traced program, which passes change before it is one region.
+    """A traced program. Passes change it before it becomes a region.
 
     Attributes:
-        closed: the program. No transform will see it any more.
-        free: the places of the inputs that it may overwrite.
+        closed: the program, after all transforms.
+        free: the indices of the inputs that it may overwrite.
     """
 
     closed: ClosedJaxpr
     free: frozenset[int] = frozenset()
 
     def changed(self, change: Callable[[Any], Any]) -> Program:
-        """The program with ``change`` applied to its jaxpr, which keeps its inputs and constants."""
+        """Returns the program with ``change`` applied to its jaxpr. The inputs and constants must stay the same."""
         return self._replace(closed=ClosedJaxpr(change(self.closed.jaxpr), self.closed.consts))
 
 
 Pass = Callable[[Program], Program]
-"""A step of the way from a traced function to a region."""
+"""A step from a traced function to a region."""
 
 
 def avoid_copies(program: Program) -> Program:
-    """The pass that lets collectives overwrite an operand only where XLA need not copy it first."""
+    """The pass that lets a collective overwrite an operand only if XLA need not copy the operand first."""
     inputs = program.closed.jaxpr.invars
     return program.changed(functools.partial(without_copies, free=frozenset(inputs[place] for place in program.free)))
 
@@ -100,7 +100,7 @@ def number_reductions(program: Program) -> Program:
 
 
 class Region:
-    """A function whose trace is one region, to be compiled by :func:`jax.jit` as a whole program.
+    """A function whose trace is one region, which :func:`jax.jit` compiles as a whole program.
 
     A call takes the arguments of ``fun`` and returns the results of ``fun``, or a :class:`dispatch.WithCompletion` of
     them.
@@ -126,7 +126,7 @@ class Region:
 
         Args:
             fun: any function that JAX can trace.
-            passes: what changes the traced program, in this order.
+            passes: the passes over the traced program, in their order.
             donated: the inputs that the program may overwrite.
             with_completion: whether every call returns a :class:`dispatch.WithCompletion`.
             devices: the devices of the shardings that :func:`jax.jit` has for arguments and results.
@@ -138,7 +138,7 @@ class Region:
         self._donated = donated
         self._devices_of_options = devices
         self.traced = False
-        self._among: object = None  # what `dispatch.traces` returned at the last trace
+        self._among: object = None  # the result of `dispatch.traces` at the last trace
         self.devices: dispatch.Devices | str | None = dispatch.DEVICES_OF_ARGUMENTS
 
     def __repr__(self) -> str:  # JAX shows it in its messages
@@ -164,9 +164,9 @@ class Region:
         return dispatch.WithCompletion(results, completion)
 
     def _trace(self, args: Any, kwargs: Any) -> tuple[Program, list[Any], Any]:
-        """The program before the first pass, the arrays that are its operands, and the tree structure of its results.
+        """Returns the program before the first pass, its operands, and the tree structure of its results.
 
-        Its last result is the completion, an array without elements.
+        The last result of the program is the completion, an array without elements.
         """
         arrays, with_arrays = split_arrays(args, kwargs)
         out_tree = None
@@ -187,7 +187,7 @@ class Region:
             devices = dispatch.ONLY_DEVICE
         is_first = not self.traced or self._among is not dispatch.traces()
         if self.traced and devices != self.devices:
-            # This trace is part of a dispatch that has waited for the programs on other devices. Wait for all now.
+            # This trace is part of a dispatch that has waited for programs on other devices, so wait for all programs.
             with jax.ensure_compile_time_eval():
                 dispatch.wait_for_earlier_programs(None)
         self.devices = devices if is_first or devices == self.devices else None
@@ -195,7 +195,7 @@ class Region:
 
 
 def devices_of_sharding(sharding: Any) -> frozenset[jax.Device]:
-    """The devices of a sharding; none if it is no sharding, or names no devices."""
+    """Returns the devices of a sharding; none for another object, or for a sharding without devices."""
     if not isinstance(sharding, jax.sharding.Sharding) or isinstance(
         getattr(sharding, "mesh", None), jax.sharding.AbstractMesh
     ):
@@ -204,7 +204,7 @@ def devices_of_sharding(sharding: Any) -> frozenset[jax.Device]:
 
 
 def _devices_of(jaxpr: Any) -> frozenset[jax.Device]:
-    """The devices that a program names by a :func:`jax.shard_map`, or by a sharding."""
+    """Returns the devices that a program names in a :func:`jax.shard_map` or in a sharding."""
     found: frozenset[jax.Device] = frozenset()
     for eqn in jaxpr.eqns:
         if isinstance(mesh := eqn.params.get("mesh"), jax.sharding.Mesh):

@@ -1,11 +1,11 @@
-"""Rules of JAX's transforms that take for granted that nobody batches or differentiates an ordered effect.
+"""Replacements of JAX's rules that assume that equations with an ordered effect are never batched or differentiated.
 
-JAX refuses to batch its own ordered effects, and :func:`jax.checkpoint` does not repeat them. So some of its rules are
-wrong, or costly, for ours:
+JAX refuses to batch its own ordered effects, and :func:`jax.checkpoint` does not repeat them. So two of its rules are
+wrong, or costly, for our effect:
 
-- a while loop whose condition has an ordered effect and is batched runs its body for all elements until the last one
-  has ended, and no element keeps its result;
-- :func:`jax.checkpoint` keeps each result of an equation with an effect, whatever its policy says.
+- if the condition of a while loop has an ordered effect and is batched, the body runs for all elements until the last
+  element has ended, and the elements that have ended earlier do not keep their results;
+- :func:`jax.checkpoint` keeps each result of an equation with an effect, independently of its policy.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from pycollective.jax_support.jaxprs import inner_jaxprs
 
 
 def mask_batched_loops(effect: jax_internals.OrderedEffect) -> None:
-    """Lets each element of a batched while loop end by itself, where the condition of the loop has ``effect``.
+    """Lets each element of a batched while loop end by itself, if the condition of the loop has ``effect``.
 
-    The loop goes on while the condition holds for any element, and an element for which it does not hold keeps its
-    values. That is what JAX's own lowering does for a condition without effects. A trip evaluates the condition once,
-    and the body once, for all elements: the collectives in them are made for the whole batch.
+    The loop runs as long as the condition is true for some element. An element for which it is false keeps its values.
+    JAX's own lowering does the same for a condition without effects. An iteration evaluates the condition and the body
+    once for all elements, so each collective in them is one call for the whole batch.
     """
 
     def lowering(
@@ -66,17 +66,18 @@ def mask_batched_loops(effect: jax_internals.OrderedEffect) -> None:
 
 
 def _select(which: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
-    """``new`` for the elements for which ``which`` is true, else ``old``; these may have more axes than ``which``."""
+    """Selects ``new`` where ``which`` is true, else ``old``; both may have more axes than ``which``."""
     return lax.select(lax.broadcast_in_dim(which, new.shape, range(which.ndim)), new, old)
 
 
 # Rematerialisation ----------------------------------------------------------------------------------------------
 
 Split = tuple[JaxprEqn | None, JaxprEqn | None, Sequence[bool], Sequence[bool], list[Var]]
-"""What a rule for :func:`jax.checkpoint` returns for an equation.
+"""The result of a rule for :func:`jax.checkpoint` for one equation, five items.
 
-The equation of the forward program, the equation of the backward program, which results the first does not know, which
-results the second has, and the variables that the second needs from the first.
+The equation of the forward program; the equation of the backward program; for each result whether the forward program
+does not compute it; for each result whether the backward program has it; and the variables that the backward program
+needs from the forward program.
 """
 
 _collectives: set[Primitive] = set()
@@ -85,8 +86,8 @@ _collectives: set[Primitive] = set()
 def repeat_by_policy(primitive: Primitive) -> None:
     """Lets :func:`jax.checkpoint` repeat equations of a collective in the backward program, if its policy says so.
 
-    All ranks make a collective, so all of them repeat it. A message (send, recv) is another matter: the program at its
-    other end need not be under a checkpoint. Its result is kept, as JAX does with any effect.
+    All ranks make a collective, so all ranks repeat it. A message (send, recv) is not repeated, since the program of
+    the peer need not be under a checkpoint. Its result is kept, as JAX does for all effects.
     """
     _collectives.add(primitive)
     partial_eval_jaxpr_custom_rules[primitive] = _split
@@ -109,12 +110,12 @@ def left_to_backward(inst_in: Sequence[bool], eqn: JaxprEqn) -> Split:
 
 
 def _needed(inst_in: Sequence[bool], eqn: JaxprEqn) -> list[Var]:
-    """The variables that the backward program needs from the forward one, to evaluate an equation."""
+    """Returns the variables of the forward program that the backward program needs for an equation."""
     return [var for var, inst in zip(eqn.invars, inst_in, strict=True) if isinstance(var, Var) and not inst]
 
 
 def _split(saveable: Callable[..., Any], unks_in: Sequence[bool], inst_in: Sequence[bool], eqn: JaxprEqn) -> Split:
-    """JAX's default rule, where an equation of collectives counts as one without effects."""
+    """JAX's default rule, except that an equation of collectives counts as an equation without effects."""
     count = len(eqn.outvars)
     if any(unks_in):
         return left_to_backward(inst_in, eqn)
