@@ -20,7 +20,7 @@ namespace {
 
 int64_t RandomNumber() {
   std::random_device device;
-  return static_cast<int64_t>((uint64_t{device()} << 32 | device()) | 1);  // not 0, which programs without addresses have
+  return static_cast<int64_t>((uint64_t{device()} << 32 | device()) | 1);  // not 0, the number of programs without addresses
 }
 
 }  // namespace
@@ -100,8 +100,8 @@ ffi::Error Call::CheckProcess(int64_t process) const {
 }
 
 ffi::Error Call::Enter(const Signature& signature, int64_t nbytes) {
-  // Where the last such call was. These calls come one after another. If a program fails before Leave, XLA does not run
-  // that: its record ends here.
+  // The communicator of the last such call. These calls come one after another. If a program fails before Leave, XLA does
+  // not run Leave, so the record of that call ends here.
   static std::mutex mutex;
   static auto& last = *new std::shared_ptr<Communicator>;
   const std::lock_guard<std::mutex> lock(mutex);
@@ -145,7 +145,7 @@ Record Call::RecordOf(const Signature& signature, int64_t nbytes, CallState stat
 }
 
 ffi::Error Call::Prepare(Signature signature, int64_t seq) {
-  if (IsCollective(operation_)) {  // for a message the others would not make the channel
+  if (IsCollective(operation_)) {  // not for a message: the other ranks would not take part in making the channel
     const Outcome made = communicator_->ranks->MakeChannel(*library, lane_->channel_number);
     if (!made.ok()) return ErrorOf(made);
     signature.staging = staging_;
@@ -226,7 +226,7 @@ ffi::Error Call::CompareOnBoard(const Signature& mine) {
   if (!progress.ok()) return ErrorOf(progress);
   if (found.rank >= 0) return Differs(post, found);
   if (waits && !synchronizes) channel.agreed.insert(mine);
-  is_done_ = found.is_made || (mine.operation == kBarrier && lane_->team == nullptr);  // no rank goes on before all have come
+  is_done_ = found.is_made || (mine.operation == kBarrier && lane_->team == nullptr);  // no rank continues before all have arrived
   return ffi::Error::Success();
 }
 
@@ -243,8 +243,8 @@ ffi::Error Call::Differs(const Post& mine, const Difference& found) const {
   Signature as_staged_here = theirs.signature;
   as_staged_here.staging = mine.signature.staging;
   as_staged_here.piece_bytes = mine.signature.piece_bytes;
-  const bool only_staging = !same_call && as_staged_here == mine.signature;  // that is all that differs
-  // A rank that has not noticed the difference tells no line. Where this rank has the same one, it knows its name.
+  const bool only_staging = !same_call && as_staged_here == mine.signature;  // nothing else differs
+  // A rank that has not found the difference sends no line. If this rank has the same line, it knows the text.
   const std::string line_of_theirs = found.line.empty() ? SiteText(theirs.site) : found.line;
   const auto text = [&](const Post& post, const std::string& line) {
     return Describe(post.signature, only_staging) + (line.empty() ? "" : " at " + line) +
@@ -272,14 +272,14 @@ ffi::Error Call::CompareWithRanks(const Signature& mine, int64_t seq) {
   if (check >= Check::kEvery && channel.board.exists()) return CompareOnBoard(mine);
   const bool each = check == Check::kAlways || (check == Check::kEvery && IsSynchronizing(mine.operation));
   if (!each && channel.agreed.count(mine) != 0) return ffi::Error::Success();
-  // Only if it is so at each call: MPI may add in another order, and equal calls shall have equal bits.
+  // Only if each such call is piggybacked: MPI may add in another order, but equal calls must have equal bits.
   const bool piggybacks = each && MayPiggyback() && piggybacked_->nbytes() <= kPiggybackBytes;
   const Post post = check == Check::kFirst ? Post{mine, 0, seq} : Post{mine, participants_.site, seq, participants_.order};
   Difference found;
   const Outcome outcome = CompareWithAll(*library, channel, post, piggybacks ? piggybacked_ : nullptr, &found);
   if (!outcome.ok()) return ErrorOf(outcome);
   if (found.rank >= 0) return Differs(post, found);
-  is_done_ = piggybacks || (mine.operation == kBarrier && lane_->team == nullptr);  // no rank goes on before all have come
+  is_done_ = piggybacks || (mine.operation == kBarrier && lane_->team == nullptr);  // no rank continues before all have arrived
   if (!each) channel.agreed.insert(mine);
   return ffi::Error::Success();
 }

@@ -1,5 +1,5 @@
-// One call as the handlers see it: finds the lane, compares the call with those of the other ranks, runs it, and makes
-// an error of a failure.
+// One call of a handler: finds the lane, compares the call with the calls of the other ranks, runs it, and returns a
+// failure as an error.
 
 #ifndef PYCOLLECTIVE_NATIVE_CALLS_CALL_H_
 #define PYCOLLECTIVE_NATIVE_CALLS_CALL_H_
@@ -24,35 +24,35 @@
 
 namespace pycollective {
 
-// Who takes part in a call, and where the user made it, as attributes of the program say it.
+// The participants of a call and the line of the user's code, from the attributes of the program.
 struct Participants {
-  // The attribute comm: the communicator's number and its fingerprint. Then, where an operand travels in another dtype than the
-  // one that the user passed, the dtype of each operand as the user passed it; kEmptyTree for a tree without arrays. Last,
-  // of a call with a root whose operand is a leaf of a tree, a hash of the tree's structure.
+  // The attribute comm: the communicator's number and its fingerprint. If an operand is sent in another dtype than the user
+  // passed, the dtype of each operand as the user passed it follows; kEmptyTree for a tree without arrays. The last item is a
+  // hash of the tree's structure, for a call with a root whose operand is a leaf of a tree.
   xla::ffi::Span<const int64_t> comm;
-  // The devices of this process on which the program runs. Each makes the call itself, on a channel of its own, unless they are
-  // `replicated`: then all have the same data; they meet, one makes the call as a single device would, and its results are
-  // copied to the others. So ranks may have their arrays on different numbers of devices.
+  // The number of this process's devices on which the program runs. If they are not `replicated`, each device makes the call
+  // itself, on a channel of its own. Replicated devices all have the same data: they meet, one of them makes the call like a
+  // single device, and its results are copied to the others. So ranks may have their arrays on different numbers of devices.
   int64_t devices;
   bool replicated = false;
-  // The line of the user's code (recorder.h); 0: unknown.
+  // The number of the line of the user's code (recorder.h); 0: unknown.
   int64_t site = 0;
-  // The place of this reduction among those of the line, as in Post; 0: unknown.
+  // The order of this reduction among the reductions of the line, as in Post; 0: unknown.
   int64_t order = 0;
 
   int64_t number() const { return comm.size() > 0 ? comm[0] : -1; }
   int64_t fingerprint() const { return comm.size() > 1 ? comm[1] : 0; }
-  // The devices that make the call, each for itself.
+  // The number of devices that make the call themselves.
   int64_t callers() const { return replicated ? 1 : devices; }
-  // The structure of the tree around the one operand; 0: it is no leaf of a tree, or nobody compares that.
+  // The hash of the structure of the operand's tree; 0: the operand is no leaf of a tree, or the structure is not compared.
   int64_t tree() const { return comm.size() > 3 ? comm[3] : 0; }
-  // The dtype of an operand as the user passed it. `travels`: the one in which it travels.
+  // The dtype of an operand as the user passed it. `travels`: the dtype in which it is sent.
   int32_t DtypeOf(size_t operand, xla::ffi::DataType travels) const {
     return comm.size() > 2 + operand ? static_cast<int32_t>(comm[2 + operand]) : static_cast<int32_t>(travels);
   }
 };
 
-// The results of a call. Replicas copy them from each other. The caller keeps the list.
+// The results of a call, for copies between replicas. The caller owns the list.
 struct ResultMemory {
   void* data;
   size_t nbytes;
@@ -62,14 +62,14 @@ struct Results {
   size_t count = 0;
 };
 
-// Remembers how the last call of this process has ended. XLA reports the error of a call only when a result of its program is
-// read. We keep the error, so that the exit of the process can report it.
+// Remembers the error of the last call of this process, if it failed. XLA reports the error of a call only when a result of its
+// program is read. We keep the error, so that the exit of the process can report it.
 void NoteEnd(const xla::ffi::Error& error);
-// The message of the last call's error, "" if it has succeeded.
+// The message of the last call's error; "" if the call succeeded.
 std::string LastFailure();
 
-// Returns what work() returns. If work() ends in an exception, returns an Error that says so: no exception may pass
-// through XLA, or end a thread of ours.
+// Returns the result of work(), or an Error if work() throws: an exception must neither pass through XLA nor end one of
+// our threads.
 template <typename Work>
 xla::ffi::Error CatchAsError(Operation operation, Work work) {
   const auto error = [&](xla::ffi::ErrorCode code, const std::string& what, const std::string& remedy) {
@@ -90,16 +90,16 @@ xla::ffi::Error CatchAsError(Operation operation, Work work) {
 
 class Call {
  public:
-  // `lane_id`: the device that calls, as lanes know it. `staging`, `piece_bytes`: how its arrays reach MPI, as in Signature.
+  // `lane_id`: the calling device's id in lanes. `staging`, `piece_bytes`: the way of its arrays to MPI, as in Signature.
   Call(Operation operation, const Participants& participants, int64_t lane_id, Staging staging, int64_t piece_bytes);
-  // If an exception ends the call, the other devices of the program must not wait for this one.
+  // If an exception ends the call, it ends the waits of the program's other devices for this device.
   ~Call() {
     if (std::uncaught_exceptions() > exceptions_) BreakTeams();
   }
   Call(const Call&) = default;
   Call& operator=(const Call&) = delete;
 
-  // Runs body(library, lane) where the buffers lie, when the calls before it are done.
+  // Runs body(library, lane) after the earlier calls: in this thread for buffers in host memory, else by the device.
   template <typename Buffers, typename Body>
   xla::ffi::Error Run(Buffers& buffers, const Signature& signature, int64_t nbytes, const Results& results, Body body) {
     if constexpr (Buffers::kInHostMemory) {
@@ -113,7 +113,7 @@ class Call {
     }
   }
 
-  // The same at once, in this thread.
+  // Runs it immediately, in this thread.
   template <typename Body>
   xla::ffi::Error RunNow(const Signature& signature, int64_t nbytes, const Results& results, Body body) {
     xla::ffi::Error wrong = CheckParticipants();
@@ -122,22 +122,22 @@ class Call {
     return replicas_ == nullptr ? work() : RunForReplicas(signature, nbytes, results, work);
   }
 
-  // Returns an error if the program holds addresses of another process; 0: it holds none.
+  // Returns an error if the program holds addresses of another process. `process` is 0 for a program without addresses.
   xla::ffi::Error CheckProcess(int64_t process) const;
 
-  // For a call that another library makes: checks and compares as Run does. The record is under way until Leave.
+  // For a call that another library makes: checks and compares it as Run does, and begins its record.
   xla::ffi::Error Enter(const Signature& signature, int64_t nbytes);
-  // That call has returned.
+  // Ends the record of Enter, when the other library's call has returned.
   void Leave() {
     if (communicator_ != nullptr) communicator_->entered.Finish(kCompleted);
   }
 
-  // For a message: the rank to which it goes, and the rank from which one comes, as MPI numbers them.
+  // For a message: its destination and its source, as MPI ranks.
   void SetDest(int64_t dest) { dest_ = PeerOf(dest); }
   void SetSource(int64_t source) { source_ = PeerOf(source); }
   bool has_dest() const { return dest_ != Record::kNoPeer; }
 
-  // Adds an operand of this rank, in which the numbers guard looks for NaN and Inf.
+  // Adds an operand of this rank that the numbers guard searches for NaN and Inf.
   void AddOperandForNanCheck(const xla::ffi::AnyBuffer& x) {
     if (!check_numbers) return;
     const auto count = static_cast<int64_t>(x.element_count());
@@ -146,15 +146,15 @@ class Call {
   void AddOperandForNanCheck(const Operand& operand) {
     if (check_numbers) operands_.push_back(operand);
   }
-  // The operands of the call, in host memory, may be piggybacked on its comparison. `piggybacked` lives as long as the call.
-  // `in_buffer`: operands that are too large for the board may lie in the buffers of the ranks.
+  // Allows the comparison to carry the operands of the call, which are in host memory. `piggybacked` must live as long as the
+  // call. `in_buffer`: operands that are too large for the board may be in the buffers of the ranks.
   void AllowPiggyback(const PiggybackedCollective& piggybacked, bool in_buffer) {
     piggybacked_ = &piggybacked;
     may_use_buffer_ = in_buffer;
   }
-  // The number of ranks, if the participants are right.
+  // The number of ranks; 1 if the participants are wrong.
   int size() const { return lane_ == nullptr ? 1 : lane_->channel.size; }
-  // For ppermute: where each lane sends to; -1: nowhere.
+  // For ppermute: the destination of each lane; -1: none.
   void SetRoutes(xla::ffi::Span<const int64_t> dest) { routes_ = dest; }
 
   // Valid while the call runs.
@@ -171,7 +171,7 @@ class Call {
   xla::ffi::Error Error(xla::ffi::ErrorCode code, const std::string& what, const std::string& remedy) const;
 
  private:
-  // Returns an error if the program cannot run here, on any device of this rank.
+  // Returns an error if the program cannot run on this device of this process.
   xla::ffi::Error CheckParticipants() const;
 
   template <typename Body>
@@ -191,16 +191,15 @@ class Call {
     return xla::ffi::Error::Success();
   }
 
-  // What comes before the call itself: its channel, and the comparison with the other ranks.
-  // `seq`: its number on the channel.
+  // Makes the channel if it does not exist, and compares the call with the other ranks. `seq`: its number on the channel.
   xla::ffi::Error Prepare(Signature signature, int64_t seq);
-  // The error of a call that another rank makes differently.
+  // The error for a call that differs on another rank.
   xla::ffi::Error Differs(const Post& mine, const Difference& found) const;
 
   Record RecordOf(const Signature& signature, int64_t nbytes, CallState state) const;
-  static int64_t PeerOf(int64_t rank);  // as records name it
+  static int64_t PeerOf(int64_t rank);  // the number of a peer in records
 
-  // Replicas, devices that have the same data, meet. The last to come runs work() and copies its results to the others.
+  // The replicas, devices with the same data, meet. The last one to arrive runs work() and copies its results to the others.
   template <typename Work>
   xla::ffi::Error RunForReplicas(const Signature& signature, int64_t nbytes, const Results& results, Work work) {
     struct Replica {
@@ -226,16 +225,16 @@ class Call {
     return own.error;
   }
 
-  // Returns an error if another rank makes another call on the channel: a wrong order, shape or dtype ends in an error on
-  // every rank instead of a hang or a wrong sum. It may make the call itself (comparison.h).
+  // Returns an error if another rank makes another call on the channel. So a wrong order, shape or dtype is an error on all
+  // ranks instead of a hang or a wrong sum. The comparison may also make the call (comparison.h).
   xla::ffi::Error CompareWithRanks(const Signature& mine, int64_t seq);
   xla::ffi::Error CompareOnBoard(const Signature& mine);
-  // Whether the operands may be piggybacked on the comparison.
+  // Whether the comparison may carry the operands.
   bool MayPiggyback() const { return piggybacked_ != nullptr && lane_->team == nullptr && !check_numbers; }
-  // Returns an error if a rank brings a NaN or an Inf. All ranks of a collective get it, before they call MPI; of a message
-  // only the rank that sends.
+  // Returns an error if an operand has a NaN or an Inf. In a collective all ranks return it, before they call MPI; for a message
+  // only the sender.
   xla::ffi::Error CheckNumbers(const Signature& mine);
-  // Lets all ranks, or all devices of all ranks, have what the first of them has found that has found any.
+  // Sends the findings of the first rank (TellTeam: device) that has any to all ranks (all devices of all ranks).
   static Outcome TellRanks(const Channel& channel, BadNumbers* bad);
   Outcome TellTeam(BadNumbers* bad);
   void BreakTeams() const;
@@ -247,10 +246,10 @@ class Call {
   int64_t piece_bytes_;
   std::shared_ptr<Communicator> communicator_;
   Lane* lane_ = nullptr;
-  Team* replicas_ = nullptr;  // the devices that have the same data
+  Team* replicas_ = nullptr;  // the devices with the same data
   int64_t dest_ = Record::kNoPeer;
   int64_t source_ = Record::kNoPeer;
-  std::vector<Operand> operands_;  // if the numbers guard looks at them
+  std::vector<Operand> operands_;  // for the numbers guard; empty if it is off
   xla::ffi::Span<const int64_t> routes_;
   const PiggybackedCollective* piggybacked_ = nullptr;
   bool may_use_buffer_ = false;

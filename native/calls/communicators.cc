@@ -12,7 +12,7 @@ namespace pycollective {
 
 namespace {
 
-constexpr int kTags = 1 << 15;  // every MPI library has so many tags
+constexpr int kTags = 1 << 15;  // the number of tags that each MPI library has at least
 
 int64_t IdentityOfPart(int64_t whole, const std::vector<int>& members) {
   uint64_t hash = static_cast<uint64_t>(whole);
@@ -35,8 +35,8 @@ RankGroup::RankGroup(int rank, int size, int devices, int64_t main, int64_t auxi
     channel.rank = rank;
     channel.size = size;
     channel.permute = auxiliary;
-    // Messages between other devices than the first travel on `auxiliary`, with ppermute's. Their tags come after both
-    // kinds of ppermute's tags and one more, 2 * devices * devices, which ranks use outside programs
+    // Messages of devices other than the first one are sent on `auxiliary`, like those of ppermute. Their tags follow the
+    // two ranges of ppermute's tags and the tag 2 * devices * devices, which ranks use outside programs
     // (ranks/out_of_band.py).
     channel.messages = number == 0 ? main : auxiliary;
     channel.first_tag = number == 0 ? 0 : 2 * devices * devices + number;
@@ -58,8 +58,8 @@ RankGroup::RankGroup(const RankGroup& whole, std::vector<int> members, int rank)
     channel.rank = rank;
     channel.size = static_cast<int>(members_.size());
   }
-  // Other tags than other parts have, if the hashes differ. Equal ones do no harm: each device makes one channel at a
-  // time, and all ranks make them in one order.
+  // Parts with other members have other tags, unless their hashes are equal. Equal tags are safe: each device makes one
+  // channel at a time, and all ranks make the channels in one order.
   uint32_t hash = 0;
   for (const int member : members_) hash = hash * 1000003u + static_cast<uint32_t>(member) + 1;
   const uint32_t blocks = static_cast<uint32_t>(std::max(1, kTags / (2 * devices_) - 1));
@@ -91,7 +91,7 @@ Outcome RankGroup::JoinHosts(const Library& mpi, int number) {
     channel.known_levels.store(channel.levels, std::memory_order_release);
     return {};
   }
-  const WithNonblocking on_all_ranks;  // whichever call a rank is about to make
+  const WithNonblocking on_all_ranks;  // nonblocking on all ranks, since the ranks may come from different calls
   int64_t slot = channel.rank == 0 ? BoardSlot::Take() : -1;
   if (slot >= 0) Exchange::Begin(slot);
   PYCOLLECTIVE_RETURN_IF_FAILED(mpi.Bcast(channel, {&slot, &slot, 1, Type::kInt64}));
@@ -125,8 +125,8 @@ Outcome RankGroup::FreeChannels(const Library& mpi) {
       if (first.ok()) first = freed;
     }
     if (!channel.made || !channel.board.exists()) continue;
-    channel.exchange = nullptr;                // the barrier is MPI's: it leaves the slot alone
-    const Outcome met = mpi.Barrier(channel);  // no rank reads the slot any more
+    channel.exchange = nullptr;                // so the barrier is MPI's, and does not use the slot
+    const Outcome met = mpi.Barrier(channel);  // after it no rank reads the slot
     if (first.ok()) first = met;
     if (channel.rank == 0) {
       Exchange::End(channel.board.number(), channel.size);
@@ -182,7 +182,7 @@ bool AreOnThisHost(const std::vector<int>& world_ranks) {
 
 namespace {
 
-// So many of the freed communicators stay in the table, the latest ones, for their names in error messages.
+// The number of freed communicators, the latest ones, that stay in the table for their names in error messages.
 constexpr size_t kRemembered = 1000;
 
 std::mutex mutex;
@@ -217,7 +217,7 @@ std::shared_ptr<RankGroup> PartOf(Communicator& whole, const std::vector<int>& m
 }
 
 bool IsHeld(int64_t number) {
-  // Under the lock nobody takes an entry out of the table, and who shares one may only let go of it.
+  // Under the lock no thread can take a share from the table, so the number of shares can only decrease.
   const std::lock_guard<std::mutex> lock(mutex);
   const auto found = table.find(number);
   if (found == table.end()) return false;
@@ -263,7 +263,7 @@ Outcome FreeCommunicator(const Library& mpi, int64_t number) {
     for (; freed.size() > kRemembered; freed.pop_front()) table.erase(freed.front());
   }
   Outcome first = whole->ranks->FreeChannels(mpi);
-  // All ranks have the parts in one order: MPI may wait for the other ranks.
+  // MPI may wait for the other ranks, so all ranks must free the parts in one order: that of the map.
   for (const auto& [members, ranks] : whole->parts) {
     const Outcome outcome = ranks->FreeChannels(mpi);
     if (first.ok()) first = outcome;

@@ -21,7 +21,7 @@ static_assert(sizeof(Block) == 128, "ranks send it as bytes");
 
 Outcome CompareWithAll(const Library& mpi, const Channel& channel, const Post& own, const PiggybackedCollective* piggybacked,
                        Difference* found) {
-  const WithNonblocking on_all_ranks;  // whichever call a rank is about to make
+  const WithNonblocking on_all_ranks;  // nonblocking on all ranks, since the ranks may come from different calls
   Block mine{own.Digest(), {}};
   if (piggybacked != nullptr) piggybacked->Pack({channel.rank, channel.size}, mine.data);
   std::vector<Block> all(static_cast<size_t>(channel.size));

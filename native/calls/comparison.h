@@ -1,8 +1,8 @@
-// How the ranks compare a call where they share no memory, as between hosts.
+// The comparison of a call between ranks that do not share memory, for example on several hosts.
 //
-// Before the call each rank gathers a block from all: a hash of the call, its line and its number on the channel. If they
-// differ, all ranks see it, and gather the calls themselves. A small collective needs no call of its own then: its operands travel
-// in the blocks (piggyback.h).
+// Before the call each rank gathers a block from all ranks: a hash of the call, its line and its number on the channel. If the
+// hashes differ, all ranks see this, and gather the descriptions of the calls. A small collective needs no call of its own: its
+// operands are sent in the blocks (piggyback.h).
 
 #ifndef PYCOLLECTIVE_NATIVE_CALLS_COMPARISON_H_
 #define PYCOLLECTIVE_NATIVE_CALLS_COMPARISON_H_
@@ -16,11 +16,11 @@
 
 namespace pycollective {
 
-// What the block of a rank has room for, beside the hash.
+// The room for operands in the block of a rank, in bytes.
 inline constexpr int64_t kPiggybackBytes = 120;
 
-// Compares the call of this rank with those of all ranks of the channel, which must all make this call. Sets `found` to the
-// first one that does not match. Else, if `piggybacked` is not null, it also makes that collective: it must fit.
+// Compares the call of this rank with the calls of all ranks of the channel, which must all make this call. Sets `found` to the
+// first call that does not match. If all match and `piggybacked` is not null, it also makes this collective, which must fit.
 Outcome CompareWithAll(const Library& mpi, const Channel& channel, const Post& own, const PiggybackedCollective* piggybacked,
                        Difference* found);
 

@@ -20,8 +20,8 @@ namespace {
 
 struct MessageHeader {
   CallDescription call;
-  int64_t encloses = 0;  // 1: the data lie here
-  char data[256] = {};   // of host memory; a header of 512 bytes goes at once in any MPI library
+  int64_t encloses = 0;  // 1: the data are in the header
+  char data[256] = {};   // from host memory; each MPI library sends a header of 512 bytes eagerly
 
   MessageHeader() = default;
   MessageHeader(const Channel& channel, const SentMessage& sent) : call(sent.post) {
@@ -42,7 +42,7 @@ std::string DescribeMessage(const Post& post, const std::string& line) {
   return line.empty() ? array : array + " at " + line;
 }
 
-// Takes the data out of a header, as MPI_Recv would.
+// Copies the data out of a header to where MPI_Recv would write them.
 Outcome Take(const Library& mpi, const Channel& channel, const MessageHeader& header, const Incoming& to) {
   static const auto& host = *new Memory;
   const size_t nbytes = Bytes(to.count, to.type);
@@ -53,7 +53,7 @@ Outcome Take(const Library& mpi, const Channel& channel, const MessageHeader& he
   return to.status != nullptr ? mpi.SetReceived(to) : Outcome{};
 }
 
-// Takes the data of a message that is not the expected one, so that its sender does not wait for ever.
+// Receives the data of an unexpected message and drops them, so that the sender does not wait without end.
 Outcome Drop(const Library& mpi, const Channel& channel, const Post& post, int source, int tag) {
   Type type = Type::kUint8;
   const Signature& theirs = post.signature;
@@ -85,7 +85,7 @@ Outcome Recv(const Library& mpi, const Channel& channel, const ExpectedMessage& 
   Envelope envelope;
   PYCOLLECTIVE_RETURN_IF_FAILED(
       mpi.Recv(channel, {&header, sizeof(MessageHeader), Type::kUint8, data.source, data.tag, data.status, &envelope}));
-  data.source = envelope.source;  // the data come from there, even if the program takes a message from any rank
+  data.source = envelope.source;  // the data have the header's source, even if the program receives from any rank
   data.tag = envelope.tag;
   const CallDescription& described = header.call;
   const Signature &here = expected.post.signature, &there = described.post.signature;
@@ -103,7 +103,7 @@ Outcome Recv(const Library& mpi, const Channel& channel, const ExpectedMessage& 
 
 Outcome Sendrecv(const Library& mpi, const Channel& channel, const SentMessage& sent, const ExpectedMessage& expected) {
   if (check < Check::kEvery) return mpi.Sendrecv(channel, sent.data, expected.data);
-  // Once a message has begun, this call must wait until MPI has read it: the receive must not fail before it waits, too.
+  // A message that has begun must be waited for until MPI has read it, so the tag of the receive is checked before.
   PYCOLLECTIVE_RETURN_IF_FAILED(mpi.CheckTag(channel, expected.data.tag));
   const MessageHeader header(channel, sent);
   std::vector<int64_t> started;
@@ -122,7 +122,7 @@ Outcome Sendrecv(const Library& mpi, const Channel& channel, const SentMessage& 
 
 }  // namespace pycollective
 
-// What a message of a program is, from the bytes of its header: "float32[3] at train.py:12 (step)". "": they are no header.
+// Describes a message of a program, from the bytes of its header: "float32[3] at train.py:12 (step)"; "" for other bytes.
 PYCOLLECTIVE_EXPORT const char* pycollective_message_header_text(const char* bytes, int64_t nbytes) {
   static thread_local std::string text;
   text.clear();
@@ -135,7 +135,7 @@ PYCOLLECTIVE_EXPORT const char* pycollective_message_header_text(const char* byt
   return text.c_str();
 }
 
-// Whether the data lie in the header, so that no second message follows it.
+// Whether the data are in the header, so that no second part follows.
 PYCOLLECTIVE_EXPORT bool pycollective_message_header_encloses(const char* bytes) {
   pycollective::MessageHeader header;
   std::memcpy(&header, bytes, sizeof header);

@@ -1,9 +1,9 @@
 // Messages of programs: send, recv, sendrecv.
 //
-// A message goes in two: first a header that says what it is (`CallDescription`: dtype, shape, the line that sent it), then its
-// data, under the same tag. Few data lie in the header, and nothing comes after it. MPI keeps the order of messages of one sender with
-// one tag, so the receiver knows what comes before it takes the data. A message of another dtype or shape is an error there,
-// which names both lines.
+// A message is sent in two parts with the same tag: first a header with a description (`CallDescription`: dtype, shape, the line
+// of the sender), then the data. Small data are in the header, and no second part follows. MPI keeps the order of messages of one
+// sender with one tag, so the receiver knows the description before it receives the data. If the dtype or shape differs, the
+// receiver returns an error that names both lines.
 
 #ifndef PYCOLLECTIVE_NATIVE_CALLS_MESSAGES_H_
 #define PYCOLLECTIVE_NATIVE_CALLS_MESSAGES_H_
@@ -13,7 +13,7 @@
 
 namespace pycollective {
 
-// What ranks tell each other of a call, where they share no memory.
+// The description of a call, for ranks that do not share memory.
 struct CallDescription {
   Post post;
   char line[kLineBytes] = {};
@@ -22,7 +22,7 @@ struct CallDescription {
   explicit CallDescription(const Post& post);
 };
 
-// A message that this rank sends, or one that it expects. `post` has its dtype, its shape and the line that makes the call.
+// A message that this rank sends or expects. `post` has its dtype, its shape and the line of the call.
 struct SentMessage {
   Outgoing data;
   Post post;
@@ -34,7 +34,7 @@ struct ExpectedMessage {
 
 Outcome Send(const Library& mpi, const Channel& channel, const SentMessage& sent);
 Outcome Recv(const Library& mpi, const Channel& channel, const ExpectedMessage& expected);
-// Neither message waits for the other.
+// Sends and receives at the same time: neither message waits for the other.
 Outcome Sendrecv(const Library& mpi, const Channel& channel, const SentMessage& sent, const ExpectedMessage& expected);
 
 }  // namespace pycollective

@@ -1,6 +1,6 @@
-// Implementation of numbers.h. An element is looked at as an unsigned integer: without its sign, Inf is the exponent's
-// bits, and NaN is more. So one addition lifts the bad numbers, and no others, into the highest bit: compilers make vector
-// instructions of that.
+// Implementation of numbers.h. An element is read as an unsigned integer. Without the sign bit, Inf has exactly the bits of
+// the exponent, and NaN is a larger integer. So one addition sets the highest bit for bad numbers only. Compilers vectorize
+// this test.
 
 #include "calls/numbers.h"
 
@@ -14,10 +14,10 @@ namespace ffi = xla::ffi;
 namespace pycollective {
 namespace {
 
-// An integer of a block's length fits into the smallest element type.
+// The length of a block. The number of bad elements of a block fits into the smallest element type.
 constexpr int64_t kBlock = 1 << 14;
 
-// What tells bad numbers of a float with the exponent bits `exponent`: highest bit of (x & mask) + lift.
+// Finds bad numbers of a float with the exponent bits `exponent`: the highest bit of (x & mask) + lift is set for them.
 template <typename U>
 struct Test {
   Test(U exponent, bool inf_is_bad)
@@ -33,7 +33,7 @@ struct Test {
   U lift;
 };
 
-// Counts the bad ones among `count` elements of kParts floats each, at most kBlock.
+// Counts the bad elements among `count` elements of kParts floats each; `count` is at most kBlock.
 template <typename U, int kParts>
 int64_t CountBad(const U* x, int64_t count, Test<U> test) {
   U bad = 0;
@@ -45,7 +45,7 @@ int64_t CountBad(const U* x, int64_t count, Test<U> test) {
   return static_cast<int64_t>(bad);
 }
 
-// Adds the bad numbers of one operand.
+// Adds the bad numbers of one operand to `found`.
 template <typename U, int kParts>
 void Look(const Operand& operand, int64_t number, U exponent, bool inf_is_bad, BadNumbers* found) {
   const U* const x = static_cast<const U*>(operand.data);
@@ -66,7 +66,7 @@ void Look(const Operand& operand, int64_t number, U exponent, bool inf_is_bad, B
   }
 }
 
-// The place as a user counts it, "[0,2]"; the number of the element if there are more dimensions than are known.
+// The index as a user writes it, "[0,2]". If not all dimensions are known, it is the index in the flat array.
 std::string IndexText(const Dimensions& dimensions, int64_t index) {
   if (dimensions.rank > static_cast<int64_t>(Dimensions::kShown)) return "element " + std::to_string(index);
   std::string text;

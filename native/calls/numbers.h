@@ -1,4 +1,4 @@
-// The numbers guard: finds NaN and Inf in what a rank brings to a call (PYCOLLECTIVE_CHECK=nan).
+// The numbers guard: finds NaN and Inf in a rank's operands of a call (PYCOLLECTIVE_CHECK=nan).
 
 #ifndef PYCOLLECTIVE_NATIVE_CALLS_NUMBERS_H_
 #define PYCOLLECTIVE_NATIVE_CALLS_NUMBERS_H_
@@ -12,7 +12,7 @@
 
 namespace pycollective {
 
-// An array in host memory that a rank brings to a call.
+// An operand of a call, in host memory.
 struct Operand {
   const void* data;
   int64_t count;  // elements
@@ -20,27 +20,27 @@ struct Operand {
   Dimensions dimensions;
 };
 
-// The elements of a rank's operands that are not finite, and where the first one is.
+// The elements of a rank's operands that are not finite, and the place of the first one.
 struct BadNumbers {
   enum Kind : int32_t { kNan, kInf, kMinusInf };
 
-  int64_t count = 0;     // 0: there is none
-  int64_t array = 0;     // which operand has the first one
-  int64_t arrays = 1;    // how many operands there are
-  int64_t index = 0;     // where it is in that operand, whose dimensions count as one
-  int32_t kind = kNan;   // what it is
-  int32_t dtype = 0;     // of that operand
-  int64_t rank = 0;      // who brings it
-  int64_t device = -1;   // which of this rank's devices that make the call together; -1: it is one alone
-  Dimensions dimensions;  // of that operand
+  int64_t count = 0;     // the number of such elements
+  int64_t array = 0;     // the number of the operand with the first one
+  int64_t arrays = 1;    // the number of operands
+  int64_t index = 0;     // the index of the first one in its operand, as in a flat array
+  int32_t kind = kNan;   // the kind of the first one
+  int32_t dtype = 0;     // the dtype of its operand
+  int64_t rank = 0;      // the rank of its operand
+  int64_t device = -1;   // the device, if several devices of the rank make the call together; else -1
+  Dimensions dimensions;  // the dimensions of its operand
 };
 static_assert(std::is_trivially_copyable<BadNumbers>::value, "ranks send it as bytes");
 
-// Looks at all elements of float16, bfloat16, float32, float64, complex64 and complex128. Other dtypes have no bad
-// numbers. For a maximum or a minimum (`reduce_op`, an Op) Inf is none, since it is where such a reduction begins.
+// Checks all elements of float16, bfloat16, float32, float64, complex64 and complex128. Other dtypes have no bad numbers.
+// For a maximum or minimum (`reduce_op`, an Op) Inf is allowed, since it is the neutral element of such a reduction.
 BadNumbers FindBadNumbers(const std::vector<Operand>& operands, int32_t reduce_op);
 
-// As messages write it: "2 NaN or Inf on rank 1, the first is nan at [0,2] of float32[2,3]".
+// The text for messages: "2 NaN or Inf on rank 1, the first is nan at [0,2] of float32[2,3]".
 std::string Describe(const BadNumbers& bad);
 
 }  // namespace pycollective

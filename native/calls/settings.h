@@ -1,4 +1,4 @@
-// What binding.cc sets for the handlers.
+// Settings of the handlers, which binding.cc sets.
 
 #ifndef PYCOLLECTIVE_NATIVE_CALLS_SETTINGS_H_
 #define PYCOLLECTIVE_NATIVE_CALLS_SETTINGS_H_
@@ -7,16 +7,19 @@
 
 namespace pycollective {
 
-// When ranks compare what they call: never; when a channel first meets a call, all with all; each call, on the board or in a
-// ring; each call, all with all.
+// When ranks compare their calls.
+//   kNever
+//   kFirst   a call that is new on the channel
+//   kEvery   each call, if the ranks share a board; else each synchronizing call, and other calls that are new
+//   kAlways  each call
 enum class Check : int { kNever, kFirst, kEvery, kAlways };
 
 // Python sets these before the first program runs; they do not change while one runs.
 extern Check check;
-// Whether a call looks for NaN and Inf in what the ranks bring to it.
+// Whether a call checks its operands for NaN and Inf.
 extern bool check_numbers;
 
-// A random number of this process. A program that holds addresses of this process carries it.
+// A random number of this process. A program that holds addresses of this process also holds this number.
 extern const int64_t this_process;
 
 }  // namespace pycollective

@@ -1,7 +1,7 @@
-// The arrays of a call, in host memory or on an accelerator, and so how and when they get to MPI.
+// The arrays of a call, in host memory or on an accelerator, and their way to MPI.
 //
-// Handlers are templates over these classes. Exchange(...) gets the arrays of a call to MPI. On an accelerator that
-// happens inside Run(work), which runs a call's work when the earlier calls of the device are done.
+// Handlers are templates over these classes. Exchange(...) passes the arrays of a call to MPI. On an accelerator it is
+// called inside Run(work), which runs a call's work after the earlier calls of the device.
 
 #ifndef PYCOLLECTIVE_NATIVE_DEVICES_BUFFERS_H_
 #define PYCOLLECTIVE_NATIVE_DEVICES_BUFFERS_H_
@@ -26,11 +26,11 @@ struct View {
   int64_t blocks = 1;
 };
 
-// How arrays may get to MPI.
+// The ways in which arrays may be passed to MPI.
 struct ExchangeOptions {
   bool in_pieces = true;  // as in Transfer (device.h)
   bool in_place = false;  // as in Transfer
-  bool direct = true;     // MPI may be handed the accelerator's memory
+  bool direct = true;     // MPI may get pointers to the accelerator's memory
 };
 
 // Arrays in host memory: MPI reads and writes them where they are.
@@ -41,7 +41,7 @@ class HostBuffers {
 
   explicit HostBuffers(int32_t device) : lane_id_(device) {}
 
-  // The number by which lanes know the device.
+  // The device's id in lanes.
   int64_t lane_id() const { return lane_id_; }
   Staging staging() const { return Staging::kHostMemory; }
   int64_t piece_bytes() const { return 0; }
@@ -56,7 +56,7 @@ class HostBuffers {
   int64_t lane_id_;
 };
 
-// The same for a call that runs beside XLA's computation (async_calls.h).
+// Arrays in host memory, for a call that overlaps with XLA's computation (async_calls.h).
 class AsyncHostBuffers : public HostBuffers {
  public:
   static constexpr bool kIsAsync = true;
@@ -70,14 +70,14 @@ class AsyncHostBuffers : public HostBuffers {
 class DeviceBuffers {
  public:
   static constexpr bool kInHostMemory = false;
-  static constexpr bool kIsAsync = false;  // a call in two halves is: allreduce_halves.cc
+  static constexpr bool kIsAsync = false;  // calls in two halves are asynchronous: allreduce_halves.cc
 
   explicit DeviceBuffers(void* stream) : stream_(stream) {
     found_ = Device::FindCurrent(&ordinal_);
     device_ = &Device::Get(ordinal_);
   }
 
-  // The numbers of accelerators begin above those of CPU devices.
+  // The ids of accelerators are larger than those of CPU devices.
   int64_t lane_id() const { return (int64_t{1} << 32) + ordinal_; }
   Staging staging() const { return direct ? Staging::kDirect : Staging::kPieces; }
   int64_t piece_bytes() const { return stage_bytes; }
@@ -91,7 +91,7 @@ class DeviceBuffers {
     return End();
   }
 
-  // Run in two steps. What the stream gets between them runs meanwhile; it must leave the arrays alone.
+  // Run in two steps. The stream's work between the steps overlaps with the call; it must not use the arrays.
   template <typename Work>
   Outcome Start(Work work) {
     const Outcome begun = Begin();
@@ -102,7 +102,7 @@ class DeviceBuffers {
     device_->Wait(ticket_);
     return End();
   }
-  // Waits until nothing that was started is under way.
+  // Waits until all started work has ended.
   void Drain() {
     device_->Run([] {});
   }
@@ -113,8 +113,8 @@ class DeviceBuffers {
     return Exchange(channel, transfer, options.direct, call);
   }
 
-  // Exchange for an elementwise operation on arrays of one type, as if they were one array. If MPI reads the device's
-  // memory, arrays of half a bucket or more go by themselves.
+  // Exchange for an elementwise operation on arrays of one type, joined to one array. If MPI reads the device's memory,
+  // an array of half a bucket or more is a call of its own.
   template <typename Call>
   Outcome ExchangeArrays(const Channel& channel, const std::vector<const ArrayPair*>& arrays, int64_t bucket_bytes,
                          bool may_direct, Call call) {

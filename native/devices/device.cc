@@ -48,7 +48,7 @@ Device::Device(int ordinal) : ordinal_(ordinal) {}
 
 void Device::Run(const std::function<void()>& work) {
   std::unique_lock<std::mutex> lock(mutex_);
-  if (completed_ < posted_) {  // earlier work is not done: wait for it, in the device's thread
+  if (completed_ < posted_) {  // earlier work is not done: the device's thread runs this work after it
     lock.unlock();
     Wait(Post(work));
     return;
@@ -78,7 +78,7 @@ void Device::RunPosted() {
   runtime.SetDevice(ordinal_);
   std::unique_lock<std::mutex> lock(mutex_);
   while (true) {
-    // Work that Run has taken into another thread may still be before the first that waits here.
+    // Work that Run runs in another thread may come before the first posted work.
     changed_.wait(lock, [&] { return !waiting_.empty() && completed_ + 1 == waiting_.front().ticket; });
     const Task task = std::move(waiting_.front());
     waiting_.pop_front();
@@ -123,15 +123,15 @@ Outcome Device::WaitForEvent(void* stream, void* event) {
 Outcome Device::Grow(char** buffer, int64_t* held, int64_t wanted) {
   if (wanted <= *held) return {};
   if (*buffer != nullptr) {
-    PYCOLLECTIVE_RUNTIME(StreamSynchronize, to_device_);  // a copy may still read it; after an error also write it
+    PYCOLLECTIVE_RUNTIME(StreamSynchronize, to_device_);  // a copy may still read the buffer, and after an error also write it
     PYCOLLECTIVE_RUNTIME(StreamSynchronize, from_device_);
     PYCOLLECTIVE_RUNTIME(HostUnregister, *buffer);
     munmap(*buffer, static_cast<size_t>(*held));
     *buffer = nullptr;
     *held = 0;
   }
-  // Memory of this process, which the runtime then locks. Other ranks of the host can read it; whether they can read what
-  // the runtime's own allocator returns depends on the driver.
+  // Memory of this process, which the runtime page-locks afterwards. Other ranks of the host can read it. Memory of the
+  // runtime's own allocator can be read by them with some drivers only.
   const auto nbytes = static_cast<size_t>(wanted);
   void* const made = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (made == MAP_FAILED) return {"mmap", errno, std::strerror(errno), true};
@@ -160,8 +160,8 @@ Outcome Device::Prepare(int64_t pieces, int64_t in_bytes, int64_t out_bytes) {
 namespace {
 
 // Calls copy(data, offset, pitch, width, height) for elements first to first + count of each block of a side: `height`
-// rows of `width` bytes, `pitch` bytes apart from `data` on, and without gaps from byte `offset` on where the blocks
-// are together.
+// rows of `width` bytes. On the device the rows begin at `data` with distance `pitch`; in the contiguous copy they begin at
+// byte `offset`.
 template <typename Copy>
 Outcome ForEachCopy(const TransferEnd& end, int64_t first, int64_t count, Copy copy) {
   if (end.blocks > 1) {
@@ -220,7 +220,7 @@ Outcome Device::Stage(const Transfer& transfer, int64_t piece_bytes, void* ready
   const bool reads = in.nbytes() > 0;
   const bool writes = out.nbytes() > 0;
   const int64_t count = std::max(in.count, out.count);
-  // All ranks must make the same pieces, so these depend only on what the ranks have in common.
+  // All ranks must make the same pieces, so the pieces depend only on values that are the same on all ranks.
   const int64_t bytes_of_one = std::max(in.element_bytes * in.blocks, out.element_bytes * out.blocks);
   const int64_t piece = transfer.in_pieces ? std::max<int64_t>(1, piece_bytes / bytes_of_one) : count;
   const auto buffer_bytes = [&](const TransferEnd& end) {
@@ -238,7 +238,7 @@ Outcome Device::Stage(const Transfer& transfer, int64_t piece_bytes, void* ready
   };
   const auto fetch = [&](int64_t i) -> Outcome {
     Slot& slot = slots_[i % kSlots];
-    // The slot's last piece may still leave from the same buffer: of an earlier call, too.
+    // The slot's previous piece, perhaps of an earlier call, may still be copied from the same buffer.
     PYCOLLECTIVE_RUNTIME(StreamWaitEvent, from_device_, slot.stored, 0);
     PYCOLLECTIVE_RETURN_IF_FAILED(Fetch(in, i * piece, size(in, i), slot.in));
     PYCOLLECTIVE_RUNTIME(EventRecord, slot.fetched, from_device_);
@@ -258,7 +258,7 @@ Outcome Device::Stage(const Transfer& transfer, int64_t piece_bytes, void* ready
 
   Outcome first = prepare();
   if (!first.ok()) {
-    // Other ranks wait in the calls, so they are made all the same: with memory whose contents mean nothing.
+    // After an error the calls are made nevertheless, since other ranks wait in them. The memory's contents are arbitrary.
     const std::unique_ptr<char[]> from(new char[static_cast<size_t>(buffer_bytes(in))]());
     const std::unique_ptr<char[]> to(new char[static_cast<size_t>(buffer_bytes(out))]());
     for (int64_t i = 0; i < std::max<int64_t>(pieces, 1); ++i) {
@@ -279,7 +279,7 @@ Outcome Device::Stage(const Transfer& transfer, int64_t piece_bytes, void* ready
     while (reads && fetched < std::min(pieces, i + kSlots)) note(fetch(fetched++));
     Slot& slot = slots_[i % kSlots];
     note(wait_for_buffers(slot));
-    // After an error the other calls are made all the same, since other ranks wait in them.
+    // After an error the remaining calls are made nevertheless, since other ranks wait in them.
     note(call(slot.in, transfer.in_place ? slot.in : slot.out, size(reads ? in : out, i)));
     if (writes) note(store(i));
   }
@@ -289,7 +289,7 @@ Outcome Device::Stage(const Transfer& transfer, int64_t piece_bytes, void* ready
 }
 
 Outcome Device::Direct(const Transfer& transfer, void* ready, void* done, const MpiCall& call) {
-  // If this fails, there is no memory with which the call could be made for the other ranks.
+  // If this fails, no memory is available to make the call for the other ranks.
   PYCOLLECTIVE_RETURN_IF_FAILED(Prepare(0, 0, 0));
   PYCOLLECTIVE_RUNTIME(EventSynchronize, ready);
   const auto data = [](const TransferEnd& end) { return end.arrays.empty() ? nullptr : end.arrays[0].data; };

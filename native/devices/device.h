@@ -1,8 +1,8 @@
-// One accelerator of this process: in which order its calls reach MPI, and how arrays in its memory get there.
+// One accelerator of this process: the order of its MPI calls, and the way of arrays in its memory to MPI.
 //
-// MPI knows nothing of streams. So a call waits for an event that says that its operands are ready, goes to MPI after
-// all earlier calls of the device, and records an event when its results are there. Meanwhile the work that XLA has put
-// on its own streams goes on.
+// MPI does not use streams. So a call waits for an event that its operands are ready, is made after all earlier calls of
+// the device, and records an event when its results are written. The work that XLA has put on its own streams continues
+// in the meantime.
 
 #ifndef PYCOLLECTIVE_NATIVE_DEVICES_DEVICE_H_
 #define PYCOLLECTIVE_NATIVE_DEVICES_DEVICE_H_
@@ -22,8 +22,8 @@
 
 namespace pycollective {
 
-// One side of a call, what it reads or what it writes: `blocks` blocks of `count` elements in one array; or one block
-// that lies in several arrays.
+// The operands or the results of a call: `blocks` blocks of `count` elements in one array, or one block that is spread over
+// several arrays.
 struct TransferEnd {
   struct Array {
     void* data;
@@ -40,27 +40,25 @@ struct TransferEnd {
 // The arrays of one call of collectives.h.
 struct Transfer {
   TransferEnd in, out;
-  // Whether MPI may get pieces of the blocks one by one. False for a message: the other end may cut it differently.
+  // Whether MPI may get pieces of the blocks one by one. False for a message: the peer may cut it differently.
   bool in_pieces = true;
-  // Whether MPI may write over what it reads.
+  // Whether MPI may overwrite the operands.
   bool in_place = false;
 };
 
-// Calls MPI for `count` elements of each block, in memory that MPI can read and write. Blocks follow each other without
-// gaps.
+// Calls MPI for `count` elements of each block, in memory that MPI can read and write. The blocks are contiguous.
 using MpiCall = std::function<Outcome(const void* in, void* out, int64_t count)>;
 
 class Device {
  public:
-  // Returns the device with a number. Makes it at the first call, and keeps it until the process ends.
+  // Returns the device with a number. The first call makes it; it lives until the process ends.
   static Device& Get(int ordinal);
   // Finds the number of this thread's device, which XLA makes current before it calls a handler.
   static Outcome FindCurrent(int* ordinal);
 
-  // Runs `work` after all that was posted before, and returns when it is done. If `work` need not wait, it runs in this
-  // thread.
+  // Runs `work` after all earlier work, and returns when it is done. If `work` need not wait, it runs in this thread.
   void Run(const std::function<void()>& work);
-  // Runs `work` after all that was posted before, in a thread of the device. Wait(ticket) returns when it is done.
+  // Runs `work` after all earlier work, in a thread of the device. Wait(ticket) returns when it is done.
   uint64_t Post(std::function<void()> work);
   void Wait(uint64_t ticket);
 
@@ -68,18 +66,19 @@ class Device {
   Outcome AcquireEvent(void** event);
   void ReleaseEvent(void* event);
   Outcome RecordEvent(void* event, void* stream);
-  // What the stream gets from now on waits for the event.
+  // Later work of the stream waits for the event.
   Outcome WaitForEvent(void* stream, void* event);
 
-  // The two ways to MPI. Only work of Run and Post may call them: they use the device's buffers and streams. Event
-  // `ready` says that operands may be read and results written; they record event `done` after the last result.
+  // The two ways to MPI. Only the work of Run and Post may call them, since they use the device's buffers and streams.
+  // The event `ready` says that operands may be read and results written. They record the event `done` after the last
+  // result.
 
-  // Staged: pieces of at most `piece_bytes` go through page-locked buffers of the host. One piece comes from the
-  // device, one is with MPI and one goes back at the same time.
+  // Staged: pieces of at most `piece_bytes` are copied through page-locked buffers of the host. The copy of one piece from
+  // the device, MPI's call for another and the copy of a third back to the device overlap.
   Outcome Stage(const Transfer& transfer, int64_t piece_bytes, void* ready, void* done, const MpiCall& call);
   // Direct: MPI reads and writes the device's memory. Each side must be one array.
   Outcome Direct(const Transfer& transfer, void* ready, void* done, const MpiCall& call);
-  // Makes zeros and copies in this device's memory, for a library that is handed that memory.
+  // Writes zeros and copies in this device's memory, for a library that gets pointers to it.
   const Memory& memory() const { return memory_; }
 
  private:
@@ -93,7 +92,7 @@ class Device {
     Device& device_;
   };
 
-  // Page-locked buffers for one piece, and events: its input has arrived from the device, its output has left for it.
+  // Page-locked buffers for one piece, and two events: the input was copied from the device, the output to the device.
   struct Slot {
     char* in = nullptr;
     char* out = nullptr;
@@ -105,12 +104,12 @@ class Device {
   static constexpr int64_t kSlots = 3;
 
   explicit Device(int ordinal);
-  // Runs what was posted, in the device's thread.
+  // Runs posted work, in the device's thread.
   void RunPosted();
-  // Makes what Stage and Direct use and what is not there yet: streams, events, buffers of these sizes for `pieces`.
+  // Makes the streams, events and buffers (of these sizes, for `pieces`) of Stage and Direct that do not exist yet.
   Outcome Prepare(int64_t pieces, int64_t in_bytes, int64_t out_bytes);
   Outcome Grow(char** buffer, int64_t* held, int64_t wanted);
-  // Copy elements first to first + count of each block of a side to or from `host`, where they lie without gaps.
+  // Copy elements first to first + count of each block of a side to or from `host`, where they are contiguous.
   Outcome Fetch(const TransferEnd& end, int64_t first, int64_t count, char* host);
   Outcome Store(const TransferEnd& end, int64_t first, int64_t count, char* host);
   Outcome Copy2D(void* to, int64_t to_pitch, const void* from, int64_t from_pitch, int64_t width, int64_t height,
@@ -128,7 +127,7 @@ class Device {
   std::deque<Task> waiting_;
   uint64_t posted_ = 0;
   uint64_t completed_ = 0;
-  std::thread worker_;  // runs from the first Post on
+  std::thread worker_;  // started by the first Post
 
   std::mutex events_mutex_;
   std::vector<void*> events_;
@@ -141,13 +140,12 @@ class Device {
 
 // Python sets these before the first program runs.
 extern Runtime runtime;
-// Whether MPI reads and writes device memory, and the size of the pieces if it does not. Both are the same on all
-// ranks.
+// Whether MPI reads and writes device memory, and otherwise the size of the pieces. Both are the same on all ranks.
 extern bool direct;
 extern int64_t stage_bytes;
 
-// The largest distance of blocks, in bytes, that one copy takes: CUDA's limit. Blocks further apart are copied one by
-// one. Tests lower it.
+// The largest distance between blocks, in bytes, for one strided copy: CUDA's limit. Blocks with a larger distance are
+// copied one by one. Tests lower it.
 extern int64_t max_pitch;
 
 }  // namespace pycollective

@@ -1,6 +1,6 @@
-// The part of an accelerator's runtime library that the transport calls: CUDA's functions, or HIP's under its own
-// names. They are bound at run time as MPI's are (mpi.h): their addresses come from the library that JAX has loaded, so
-// one build serves machines with and without GPUs. Streams and events are opaque pointers; 0 is success.
+// The functions of an accelerator's runtime library that the transport calls: those of CUDA, or of HIP under its own
+// names. They are bound at run time, like those of MPI (mpi.h): their addresses come from the library that JAX has loaded,
+// so one build works with and without GPUs. Streams and events are opaque pointers; 0 is success.
 
 #ifndef PYCOLLECTIVE_NATIVE_DEVICES_RUNTIME_H_
 #define PYCOLLECTIVE_NATIVE_DEVICES_RUNTIME_H_

@@ -1,5 +1,5 @@
-// Implementation of team.h. A member that waits spins briefly, since members arrive together, and then sleeps, since a
-// team may have more members than there are cores.
+// Implementation of team.h. A waiting member first spins briefly, since members usually arrive at about the same time. Then
+// it sleeps, since a team may have more members than there are cores.
 
 #include "devices/team.h"
 
@@ -8,7 +8,7 @@
 namespace pycollective {
 namespace {
 
-constexpr int kSpins = 100;  // 1-5 us; with few cores, more would keep them from the members that others wait for
+constexpr int kSpins = 100;  // 1-5 us; with few cores, longer spins would keep cores from the members that are awaited
 
 }  // namespace
 

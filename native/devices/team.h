@@ -1,4 +1,4 @@
-// A team: the devices of this process that make one collective together, and the threads that run the program on them.
+// A team: the devices of this process that make one collective together. Each has a thread that runs the program on it.
 
 #ifndef PYCOLLECTIVE_NATIVE_DEVICES_TEAM_H_
 #define PYCOLLECTIVE_NATIVE_DEVICES_TEAM_H_
@@ -13,18 +13,17 @@
 
 namespace pycollective {
 
-// Members share an address space, so they read each other's buffers instead of sending them. They meet: Meet() is their
-// barrier.
+// The members share an address space, so they read each other's buffers instead of sending them. Meet() is their barrier.
 //
-// A member that cannot come, since memory has run out, breaks the team: each member that waits for it, or comes later,
-// gets the exception Broken out of Meet(), from then on. That is safe before the first meeting of a call, when no
-// member reads another's buffers. After it a member must not fail but in an Outcome; CatchAsOutcome() makes one of an
-// exception.
+// A member that cannot take part, because memory has run out, breaks the team: from then on Meet() throws Broken, for
+// members that wait in it and for later calls. This is safe before the first meeting of a call, when no member reads
+// another's buffers. After the first meeting a member must report failures as an Outcome only; CatchAsOutcome() converts
+// exceptions.
 class Team {
  public:
   struct Broken {};
 
-  // The buffers that a member brings to a collective.
+  // The buffers of a member in a collective.
   struct Buffers {
     const void* in = nullptr;
     void* out = nullptr;
@@ -34,27 +33,27 @@ class Team {
 
   int size() const { return static_cast<int>(buffers_.size()); }
 
-  // The outcome of what one member did for all: written in Meet(work), read after it.
+  // The outcome of work that one member did for all: written inside Meet(work), read after it.
   Outcome outcome;
 
-  // A member sets its buffers before a meeting. Others may read them from then to the meeting after their last read.
+  // Sets a member's buffers, before a meeting. Other members may read them after it, until the meeting after their last read.
   void SetBuffers(int member, Buffers buffers) { buffers_[static_cast<size_t>(member)] = buffers; }
-  // The same for a member without a number of its own: takes the next free one.
+  // Sets the buffers of a member without a number: it gets the next free number.
   void AddBuffers(Buffers buffers) {
     if (broken_) throw Broken();
     SetBuffers(added_.fetch_add(1, std::memory_order_acq_rel), buffers);
   }
   const Buffers& BuffersOf(int member) const { return buffers_[static_cast<size_t>(member)]; }
 
-  // Returns when every member has called it. What members wrote before is then visible to all.
+  // Returns when each member has called it. Earlier writes of all members are then visible to all.
   void Meet() {
     Meet([] {});
   }
-  // The same; the last member to come runs `work` before any member returns. For small work, which ends before another
-  // member would have woken up.
+  // Meets, and the last member to arrive runs `work` before any member returns. Use it for small work, which takes less time
+  // than it takes to wake up another member.
   template <typename Work>
   void Meet(Work work) {
-    if (broken_) throw Broken();  // so the last of those who came before never completes the meeting
+    if (broken_) throw Broken();  // so no later member can complete a meeting in which others have thrown
     const uint32_t phase = phase_.load(std::memory_order_acquire);
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size()) {
       work();
@@ -81,7 +80,7 @@ class Team {
   std::condition_variable met_;
 };
 
-// Returns what work() returns. If work() ends in an exception, returns an outcome that says so.
+// Returns the result of work(), or an outcome with the exception if work() throws.
 template <typename Work>
 Outcome CatchAsOutcome(Work work) {
   try {

@@ -1,5 +1,5 @@
-// Implementation of team_collectives.h. A member returns an error after the last meeting: no member leaves another one
-// waiting.
+// Implementation of team_collectives.h. A member returns an error only after the last meeting, so that no other member
+// waits for it.
 
 #include "devices/team_collectives.h"
 
@@ -14,11 +14,11 @@ namespace pycollective {
 
 namespace {
 
-// Up to this size of one member's array the last member does all the work: two more meetings would cost more than the
-// help of the others saves (docs/performance.md).
+// Up to this size of a member's array the last member does all the work: two more meetings would take more time than the
+// work of the other members saves (docs/performance.md).
 constexpr int64_t kSmallBytes = 256 << 10;
 
-// The size of the pieces in which one lane carries a large array.
+// The size of the pieces in which one lane sends a large array.
 constexpr int64_t kPieceBytes = 2 << 20;
 
 // An array of `count` elements in equal slices; the last ones may be shorter.
@@ -79,10 +79,11 @@ Outcome TeamCollective::OnOneLane(const Arguments& a, bool wants_result, Local l
   Outcome outcome;
   team_.Meet();
   void* const whole = Out(0);
-  // In each step one piece is made, the piece before it is between ranks, and the one before that is copied.
+  // In step i piece i is computed, piece i - 1 is sent between ranks, and piece i - 2 is copied.
   for (int64_t step = 0; step < pieces + 2; ++step) {
     if (member_ == 0) {
-      // After an error the other ranks' calls would find no partner here either way; the team goes on to its end.
+      // After an error no further call is made: with or without it the other ranks' calls would have no partner here. The
+      // team continues to the end.
       if (outcome.ok() && step >= 1 && step <= pieces) {
         const int64_t piece = step - 1;
         outcome =
@@ -250,7 +251,7 @@ Outcome TeamCollective::Alltoall(const Arguments& a) {
   team_.SetBuffers(member_, {a.send, a.recv});
   if (IsSmall(count * members_ * ranks_, a.type)) {
     return ByLastMember([&]() -> Outcome {
-      // In the order of MPI's blocks, [rank][to][from]: for each rank what each of its members gets from each of ours.
+      // In the order of MPI's blocks, [rank][to][from]: for each rank, the data of each of our members for each of its members.
       const int64_t total = count * members_ * members_ * ranks_;
       const auto sent = Scratch(total, a.type);
       const auto received = Scratch(total, a.type);

@@ -1,9 +1,9 @@
-// Collectives of the local devices x ranks: the devices of one process form a team and work through shared memory.
-// Between the ranks one of them calls MPI for the team, or each calls it on its own lane, all lanes at once (Traeff's
-// multi-lane decomposition).
+// Collectives of local devices x ranks. The devices of one process form a team and work through shared memory. Between
+// ranks either one member calls MPI for the team, or each member calls MPI on its own lane, all lanes at the same time
+// (Traeff's multi-lane decomposition).
 //
-// Between ranks a reduction moves 2 (R - 1) / R of the array, however many devices a rank has. In a team of D devices,
-// member d on rank r is device number r D + d; roots and blocks are counted in that order.
+// Between R ranks an allreduce moves 2 (R - 1) / R of the array, independently of the number of devices of a rank. In a
+// team of D devices, member d on rank r is device number r D + d. Roots and blocks are numbered in this order.
 
 #ifndef PYCOLLECTIVE_NATIVE_DEVICES_TEAM_COLLECTIVES_H_
 #define PYCOLLECTIVE_NATIVE_DEVICES_TEAM_COLLECTIVES_H_
@@ -20,12 +20,11 @@ struct TeamMember {
   Team& team;
   int number;                    // in the team
   const Channel& channel;        // of this member's lane
-  const Channel& first_channel;  // of member 0's lane, on which one member calls MPI for the team
+  const Channel& first_channel;  // of member 0's lane: on it one member calls MPI for the team
 };
 
-// One device's part in a collective of its team. Every member makes the same call, and returns when no other member
-// reads its buffers any more. Arguments are those of collectives.h, with `team size x channel size` blocks instead of
-// `size`.
+// One device's part of a collective of its team. Each member makes the same call, and returns when no other member reads
+// its buffers any more. The arguments are those of collectives.h, with `team size x channel size` blocks instead of `size`.
 class TeamCollective {
  public:
   TeamCollective(const Library& mpi, const TeamMember& member)
@@ -45,18 +44,18 @@ class TeamCollective {
   Outcome Bcast(const Arguments&);
 
  private:
-  // For small arrays: the last member to come runs work(), which does the whole collective for all members.
+  // For small arrays: the last member to arrive runs work(), which makes the whole collective for all members.
   template <typename Work>
   Outcome ByLastMember(Work work);
-  // For large arrays: members share the work. local(first, count, to) makes a slice of what this rank brings; then
-  // inter_rank_step(channel, slice, count) makes the collective between ranks, in place; last, each member with `wants_result`
-  // copies the whole result.
+  // For large arrays: the members share the work. local(first, count, to) computes a slice of this rank's operand. Then
+  // inter_rank_step(channel, slice, count) makes the collective between ranks, in place. Last, each member with
+  // `wants_result` copies the whole result.
   template <typename Local, typename InterRankStep>
   Outcome BySlices(const Arguments&, bool wants_result, Local local, InterRankStep inter_rank_step);
-  // Of a communicator of one rank: each member makes its own slice.
+  // For a communicator of one rank: each member computes its own slice.
   template <typename Local>
   Outcome WithinRank(const Arguments&, bool wants_result, Local local);
-  // Member 0 sends piece by piece, while the others make the next piece and copy the last one.
+  // Member 0 sends one piece after another. Meanwhile the others compute the next piece and copy the previous one.
   template <typename Local, typename InterRankStep>
   Outcome OnOneLane(const Arguments&, bool wants_result, Local local, InterRankStep inter_rank_step);
 

@@ -1,7 +1,7 @@
 // Waiting with a backoff, in a thread that must leave its core to others.
 //
-// MPI libraries poll while they wait, and so do the ranks of a host. Polling is fastest where the program has nothing to compute
-// meanwhile. A thread that makes a call beside XLA's computation is *patient*: it sleeps between two polls.
+// MPI libraries poll while they wait, and so do the ranks of a host. Polling is fastest if the program has nothing to compute in
+// the meantime. A thread whose call overlaps with XLA's computation is *patient*: it sleeps between two polls.
 
 #ifndef PYCOLLECTIVE_NATIVE_MPI_BACKOFF_H_
 #define PYCOLLECTIVE_NATIVE_MPI_BACKOFF_H_
@@ -22,15 +22,15 @@ namespace pycollective {
 // Whether this thread is patient.
 inline thread_local bool is_patient = false;
 
-// A patient thread's longest sleep, in nanoseconds; 0: it does not sleep, but lets other threads run first.
+// A patient thread's longest sleep, in nanoseconds; 0: it does not sleep but yields its core.
 inline constexpr int64_t kLongestSleep = 200'000;
 inline thread_local int64_t longest_sleep = kLongestSleep;
 
-// Whether this thread makes collectives by MPI's nonblocking functions. A patient thread must, and in one call all ranks must do
-// it or none: MPI's blocking and nonblocking collectives do not match. Messages do.
+// Whether this thread makes collectives by MPI's nonblocking functions. A patient thread must do so. In one call either all ranks
+// do so or none: MPI's blocking and nonblocking collectives do not match each other, but its messages do.
 inline thread_local bool uses_nonblocking = false;
 
-// Inside the scope of such an object this thread uses them.
+// In the scope of such an object this thread uses the nonblocking functions.
 class WithNonblocking {
  public:
   WithNonblocking() : before_(uses_nonblocking) { uses_nonblocking = true; }
@@ -43,7 +43,7 @@ class WithNonblocking {
 };
 
 // The backoff of one wait. The first sleeps last some microseconds, each later one a sixteenth of the time waited so far. So a
-// wait is at most a sixteenth longer than with polling.
+// wait is at most a sixteenth longer than by polling.
 class Backoff {
  public:
   void Sleep() {
@@ -60,12 +60,12 @@ class Backoff {
   const int64_t begin_ = NowNs();
 };
 
-// An estimate of the bandwidth of a channel, and so of how long a patient thread may sleep: MPI moves data only while it is
-// called, and the link must not run idle meanwhile. The first calls of each size are samples and are made without sleep, since
-// the time of a call that sleeps says nothing of the link.
+// An estimate of a channel's bandwidth, which limits the sleep of a patient thread: MPI moves data only while it is called, and
+// the link must not be idle during a sleep. The first calls of each size are samples and are made without sleep, since sleeps
+// would be part of the measured time.
 class BandwidthEstimate {
  public:
-  // Inside its scope a patient thread sleeps as the calls before allow.
+  // In its scope a patient thread sleeps for at most the time that the estimate allows.
   class Sample {
    public:
     Sample(BandwidthEstimate* estimate, int64_t nbytes) : estimate_(is_patient ? estimate : nullptr), nbytes_(nbytes) {
@@ -79,7 +79,7 @@ class BandwidthEstimate {
     Sample(const Sample&) = delete;
     Sample& operator=(const Sample&) = delete;
 
-    // The call has succeeded, and the estimate learns from it: one that fails may end before its data have travelled.
+    // Says that the call has succeeded, so that its time counts: a failed call may end before its data were sent.
     void Succeed() {
       if (estimate_ != nullptr) estimate_->Learn(nbytes_, NowNs() - begin_);
     }
@@ -92,14 +92,14 @@ class BandwidthEstimate {
 
   int64_t LongestSleep(int64_t nbytes) const {
     constexpr int kFirstCalls = 3;
-    constexpr int64_t kBytesPerSleep = 24 << 10;  // a socket holds at least as many
-    constexpr int64_t kShortestWorthwhile = 25'000;  // to fall asleep and to wake up costs some microseconds
+    constexpr int64_t kBytesPerSleep = 24 << 10;  // the buffer of a socket has at least this size
+    constexpr int64_t kShortestWorthwhile = 25'000;  // nanoseconds; a sleep and a wake-up cost some microseconds
     if (calls_[PowerOfTwo(nbytes)] < kFirstCalls) return 0;
     const int64_t longest = std::min<int64_t>(kLongestSleep, kBytesPerSleep * 1'000'000 / std::max<int64_t>(1, bytes_per_ms_));
     return longest < kShortestWorthwhile ? 0 : longest;
   }
 
-  // A call with so many bytes has taken so long.
+  // Adds a sample: the bytes and the time of a call.
   void Learn(int64_t nbytes, int64_t nanoseconds) {
     std::atomic<int64_t>& calls = calls_[PowerOfTwo(nbytes)];
     calls = calls + 1;
@@ -107,9 +107,9 @@ class BandwidthEstimate {
   }
 
  private:
-  // The calls of a channel come one after another, but perhaps in different threads.
+  // The calls of a channel come one after another, but may be in different threads.
   std::atomic<int64_t> calls_[64] = {};
-  std::atomic<int64_t> bytes_per_ms_{0};  // of the fastest
+  std::atomic<int64_t> bytes_per_ms_{0};  // of the fastest sample
 };
 
 }  // namespace pycollective

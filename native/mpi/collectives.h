@@ -1,7 +1,7 @@
-// The plain collectives and messages: they know MPI, not XLA.
+// The plain collectives and messages: they use MPI and not XLA.
 //
-// Counts are int64. MPI 3's counts are int, so a longer array goes in chunks (elementwise operations) or as one element
-// of a derived datatype (blocks, messages). Where MPI leaves a rank's result undefined, it is zeros.
+// Counts are int64. MPI 3's counts are int, so a longer array is sent in chunks (elementwise operations) or as one element
+// of a derived datatype (blocks, messages). If MPI leaves a rank's result undefined, it is zeros here.
 
 #ifndef PYCOLLECTIVE_NATIVE_MPI_COLLECTIVES_H_
 #define PYCOLLECTIVE_NATIVE_MPI_COLLECTIVES_H_
@@ -23,9 +23,9 @@ namespace pycollective {
 struct Outcome {
   const char* call = nullptr;
   int code = 0;
-  std::string detail;            // set instead of `code` if MPI succeeded but the result cannot be used
+  std::string detail;            // set instead of `code` if MPI succeeded but the result is unusable
   bool of_runtime = false;       // `call` is a function of an accelerator's runtime (runtime.h), `detail` its message
-  const char* remedy = nullptr;  // set if `detail` is the whole message; then this says what to do
+  const char* remedy = nullptr;  // set if `detail` is the whole message: the advice for the user
   bool ok() const { return call == nullptr; }
 };
 
@@ -46,7 +46,7 @@ inline Outcome OutcomeOfException(const std::exception& error) {
 class Exchange;
 class HostLevels;
 
-// Zeros and copies in the memory that a library is handed: here in host memory; DeviceMemory (device.h) overrides them.
+// Writes zeros and copies in the memory of a call's arrays: here host memory; DeviceMemory (device.h) overrides it.
 class Memory {
  public:
   virtual ~Memory() = default;
@@ -54,23 +54,23 @@ class Memory {
   virtual Outcome Copy(void* to, const void* from, size_t nbytes) const;
 };
 
-// The MPI communicators on which one device of this process makes its calls; their handles are widened to 64 bits. They
-// are private: no receive of a user can match a message here, and no receive with wildcards a message of ppermute.
+// The MPI communicators of one device of this process; the handles are widened to 64 bits. They are private: no receive of a
+// user can match a message here, and no receive with wildcards can match a message of ppermute.
 struct Channel {
   int64_t collective = 0;
   int64_t messages = 0;
   int64_t permute = 0;  // the whole communicator: ranks of Permute are its ranks
   int rank = 0;
   int size = 1;
-  int first_tag = 0;  // a message with tag t travels under the tag first_tag + t * tag_step
+  int first_tag = 0;  // a message with tag t is sent with the tag first_tag + t * tag_step
   int tag_step = 1;
   const Memory* memory = nullptr;  // null: host memory
-  Exchange* exchange = nullptr;    // memory that the ranks share; null: they share none
-  HostLevels* levels = nullptr;    // of ranks on several hosts, where those of a host may share memory
+  Exchange* exchange = nullptr;    // memory that the ranks share; null: none
+  HostLevels* levels = nullptr;    // for ranks on several hosts: the levels by which ranks of a host share memory
 };
 
-// What a collective works on. For an array of blocks, `count` is the size of one block; `channel.size` blocks follow
-// each other in the order of the ranks. If `send` equals `recv`, the collective works in place, where MPI can.
+// The arguments of a collective. For an array of blocks, `count` is the size of one block; `channel.size` blocks are
+// contiguous in the order of the ranks. If `send` equals `recv`, the collective works in place, if MPI can.
 struct Arguments {
   const void* send;
   void* recv;
@@ -78,10 +78,10 @@ struct Arguments {
   Type type;
   Op op = Op::kSum;  // of reductions
   int root = 0;      // of collectives with a root
-  int to = -1;       // of a permutation: the ranks to which this one's array goes, and from which it gets one; -1: none
+  int to = -1;       // of a permutation: this rank's destination and source; -1: none
   int from = -1;
 
-  // The same call on other arrays.
+  // The arguments with other arrays.
   Arguments On(const void* other_send, void* other_recv, int64_t other_count) const {
     Arguments other = *this;
     other.send = other_send;
@@ -91,15 +91,15 @@ struct Arguments {
   }
 };
 
-// What a rank brings to an allreduce and takes from it, where that is not one array in memory. `bring` writes some of the
-// elements of what it brings, `take` gets as many of the result. They are called for all elements, in pieces, in any order. `take` may come
-// before `bring` of other elements: so a result lies in the operand of its own element, or in none.
+// The operand and the result of an allreduce that are not one array in memory. `bring` writes a range of the operand's elements,
+// and `take` reads a range of the result's elements. They are called for all elements, in pieces, in any order. `take` of some
+// elements may come before `bring` of others. So the result may overlap with the operand only element by element.
 struct ScatteredArray {
   std::function<void(int64_t first, int64_t count, void* to)> bring;
   std::function<void(int64_t first, int64_t count, const void* from)> take;
 };
 
-// Makes a call on one array with all elements: call(arguments), in place. It is `a.recv`, or if that is null, new memory.
+// Makes call(arguments), in place, on one array with all elements: `a.recv`, or new memory if it is null.
 template <typename Call>
 Outcome InOneArray(const Arguments& a, const ScatteredArray& array, Call call) {
   std::unique_ptr<char[]> own;
@@ -120,14 +120,14 @@ struct Outgoing {
   int tag;
 };
 
-// Where a message came from, and the tag that its sender gave it.
+// The source and the tag of a message.
 struct Envelope {
   int source;
   int tag;
 };
 
-// A message that this rank receives. `source` may be MPI_PROC_NULL: then zeros are received. `status` is where MPI writes
-// the MPI_Status of the caller, and `envelope` is set; null: there is none.
+// A message that this rank receives. `source` may be MPI_PROC_NULL: then zeros are received. MPI writes the caller's
+// MPI_Status at `status`, and `envelope` is set; both may be null.
 struct Incoming {
   void* data;
   int64_t count;
@@ -145,7 +145,7 @@ class Library {
 
   // recv[i] = op over ranks of send[i].
   virtual Outcome Allreduce(const Channel&, const Arguments&) const = 0;
-  // The same for elements that are not in one array. `send` is not used; `recv`: memory for all elements, or null.
+  // The same operation on elements that are not in one array. `send` is not used; `recv`: memory for all elements, or null.
   virtual Outcome AllreduceScattered(const Channel& channel, const Arguments& a, const ScatteredArray& array) const {
     return InOneArray(a, array, [&](const Arguments& whole) { return Allreduce(channel, whole); });
   }
@@ -163,29 +163,29 @@ class Library {
   virtual Outcome Send(const Channel&, const Outgoing&) const = 0;
   virtual Outcome Recv(const Channel&, const Incoming&) const = 0;
   virtual Outcome Sendrecv(const Channel&, const Outgoing&, const Incoming&) const = 0;
-  // Whether the message that another library has received has the length of `in`, whose status it has written.
+  // Whether a message of another library has the length of `in`; that library has written the status of `in`.
   virtual Outcome CheckReceived(const char* call, const Incoming& in) const = 0;
-  // Lets the status of `in` say that a message of its length and type has come.
+  // Sets the status of `in` as for a message of its length and type.
   virtual Outcome SetReceived(const Incoming& in) const = 0;
-  // Sendrecv of equal arrays on a communicator of its own, where no receive of a program can match. `on_channel`: the
-  // same call, if all ranks' ends are on the channel; else null.
+  // Sendrecv of equal arrays on a communicator of its own, on which no receive of a program can match. `on_channel`: the
+  // same call on the channel, if all sources and destinations are on it; else null.
   virtual Outcome Permute(const Channel&, const Outgoing&, const Incoming&, const Arguments* on_channel) const = 0;
 
-  // Starts a message. WaitAll ends those that were started, by the handles that they set.
+  // Starts a message and sets its handle. WaitAll ends started messages, by their handles.
   virtual Outcome Isend(const Channel&, const Outgoing&, int64_t* handle) const = 0;
   virtual Outcome Irecv(const Channel&, const Incoming&, int64_t* handle) const = 0;
   virtual Outcome WaitAll(std::vector<int64_t>* handles) const = 0;
 
-  // Makes a communicator of those ranks of `from` (empty: all ranks), in their order. Only those ranks make this call;
-  // the tag keeps apart the communicators that several threads make at once.
+  // Makes a communicator of these ranks of `from` (empty: all ranks), in their order. Only these ranks make this call. The
+  // tag distinguishes communicators that several threads make at the same time.
   virtual Outcome CreateComm(int64_t from, const std::vector<int>& ranks, int tag, int64_t* made) const = 0;
   virtual Outcome FreeComm(int64_t comm) const = 0;
 
-  // Whether our own code makes the reduction (own_reductions.h). It needs host memory.
+  // Whether our own code makes the reduction (own_reductions.h), which needs host memory.
   virtual bool IsOwn(Op, Type) const = 0;
 
-  // Lets MPI work on what is under way. Fails if `rank` of the channel has failed, or if somebody has revoked the
-  // channel's communicator; only an MPI that outlives a failed rank says so.
+  // Lets MPI make progress. Fails if `rank` of the channel has failed, or if the channel's communicator was revoked. Only an
+  // MPI library with fault tolerance reports this.
   virtual Outcome Progress(const Channel&, int rank) const = 0;
 
   // Ends all processes of MPI_COMM_WORLD.
@@ -194,15 +194,15 @@ class Library {
   virtual std::string ErrorString(int code) const = 0;
   virtual int proc_null() const = 0;
 
-  // Larger counts go in pieces. It is INT_MAX but in tests, which lower it to reach the code for larger counts.
+  // Larger counts are sent in pieces. It is INT_MAX; tests lower it to reach the code for larger counts.
   int64_t max_count = INT32_MAX;
 };
 
-// Binds to an MPI library. `addresses`: those of the functions in kFunctionNames, in that order. Returns null and sets
-// `error` if the library cannot be used.
+// Binds to an MPI library. `addresses`: the addresses of the functions in kFunctionNames, in this order. Returns null and
+// sets `error` if the library cannot be used.
 std::unique_ptr<Library> MakeLibrary(const Binding& binding, void* const* addresses, std::string* error);
 
-// The one of this process. It is set before the first program runs; null: there is none.
+// The MPI library of this process. It is set before the first program runs; null before that.
 extern Library* library;
 
 }  // namespace pycollective

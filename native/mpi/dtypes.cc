@@ -7,10 +7,10 @@ namespace ffi = xla::ffi;
 namespace pycollective {
 namespace {
 
-// Which reductions MPI's arithmetic on the type gives right. Bytes 0 and 1 of a bool: min is "and", max is "or".
+// The reductions for which MPI's arithmetic on the type is right. For the bytes 0 and 1 of a bool, min is "and", max is "or".
 enum Reductions { kNone, kMinMax, kSumProd, kAll };
 
-// One row for each dtype: XLA's constant, its name, the type that carries it, the reductions in that type.
+// One row for each dtype: XLA's constant, its name, the type in which it is sent, the reductions in this type.
 #define PYCOLLECTIVE_DTYPES(X)                            \
   X(PRED, "bool", kUint8, kMinMax)                        \
   X(S8, "int8", kInt8, kAll)                              \
@@ -36,7 +36,7 @@ enum Reductions { kNone, kMinMax, kSumProd, kAll };
   X(F8E3M4, "float8_e3m4", kUint8, kNone)                 \
   X(F8E8M0FNU, "float8_e8m0fnu", kUint8, kNone)
 
-// Those that do not travel as they are: dtypes below a byte, and that of a tree without arrays.
+// The dtypes that are not sent: those smaller than a byte, and the value for a tree without arrays.
 #define PYCOLLECTIVE_OTHER_DTYPES(X) \
   X(S1, "int1")                      \
   X(U1, "uint1")                     \

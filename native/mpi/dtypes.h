@@ -1,4 +1,4 @@
-// XLA's dtypes: which of MPI's element types they travel as, and what messages call them.
+// XLA's dtypes: the MPI types in which they are sent, and their names in messages.
 
 #ifndef PYCOLLECTIVE_NATIVE_MPI_DTYPES_H_
 #define PYCOLLECTIVE_NATIVE_MPI_DTYPES_H_
@@ -15,13 +15,13 @@ namespace pycollective {
 // numbers from kKeyDtypes on, one for each implementation.
 const char* DtypeName(int32_t dtype);
 inline constexpr int32_t kKeyDtypes = 1 << 16;
-// What stands for a dtype in a call whose tree has no arrays.
+// The value in place of a dtype for a call whose tree has no arrays.
 inline constexpr auto kEmptyTree = static_cast<int32_t>(xla::ffi::DataType::TOKEN);
 // The number of a dtype that is no key; -1: it is unknown.
 int32_t DtypeNumber(const std::string& name);
-// Finds the type that carries `dtype` unchanged. Returns false if there is none: for dtypes packed below a byte.
+// Finds the type in which `dtype` is sent unchanged. Returns false if there is none: for dtypes smaller than a byte.
 bool MoveType(xla::ffi::DataType dtype, Type* type);
-// Finds the type in which MPI reduces `dtype`. Returns false if MPI's arithmetic would not be that of the dtype.
+// Finds the type in which MPI reduces `dtype`. Returns false if MPI's arithmetic is not that of the dtype.
 bool ReduceType(xla::ffi::DataType dtype, int64_t op, Type* type);
 
 }  // namespace pycollective

@@ -26,7 +26,7 @@ inline int PowerOfTwo(int64_t number) {
   return power;
 }
 
-// An array of `count` elements in a share for each of the first ranks. Shares begin at lines of the cache.
+// Cuts an array of `count` elements into shares for the first ranks. Shares begin at cache lines.
 struct Shares {
   Shares() = default;
   Shares(int64_t whole, int num_shares, Type type) : count(whole) {

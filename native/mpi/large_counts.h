@@ -23,7 +23,7 @@ Outcome InChunks(int64_t count, int64_t max_count, Call call) {
 }
 
 // For blocks and messages: `count` elements as count() elements of the datatype type(), where count() fits MPI's int.
-// The datatype is the elements' own, or one that holds all of them and lives as long as this object.
+// The datatype is that of the elements, or a derived one with all of them, which lives as long as this object.
 template <typename H>
 class Block {
  public:

@@ -1,4 +1,4 @@
-// Implementation of class Library (collectives.h) over either kind of MPI handle.
+// Implementation of class Library (collectives.h), for both kinds of MPI handles.
 
 #ifndef PYCOLLECTIVE_NATIVE_MPI_LIBRARY_OF_H_
 #define PYCOLLECTIVE_NATIVE_MPI_LIBRARY_OF_H_
@@ -23,8 +23,8 @@ namespace pycollective {
     if (code_ != 0) return Outcome{"MPI_" #name, code_, {}};           \
   } while (false)
 
-// Calls an MPI function; one that waits for other ranks (waiting_calls.h); a collective, by its blocking or its nonblocking
-// function (backoff.h).
+// Three ways to call MPI: any function; a function that waits for other ranks (waiting_calls.h); a collective, by its blocking
+// or its nonblocking function (backoff.h).
 #define PYCOLLECTIVE_CALL(name, ...) PYCOLLECTIVE_CHECK_CODE(name, functions_.name(__VA_ARGS__))
 #define PYCOLLECTIVE_CALL_WAITING(name, ...) PYCOLLECTIVE_CHECK_CODE(name, waiting_.name(__VA_ARGS__))
 #define PYCOLLECTIVE_CALL_COLLECTIVE(name, nonblocking, ...)                             \
@@ -40,7 +40,7 @@ inline const Memory& MemoryOf(const Channel& channel) {
   return channel.memory != nullptr ? *channel.memory : host;
 }
 
-// Sets the result of a rank to zeros where MPI leaves it undefined.
+// Sets a result that MPI leaves undefined to zeros.
 inline Outcome Clear(const Channel& channel, void* base, int64_t count, Type type) {
   return count > 0 ? MemoryOf(channel).Clear(base, Bytes(count, type)) : Outcome{};
 }
@@ -104,7 +104,7 @@ class LibraryOf : public Library {
   Outcome Reduce(const Channel& channel, const Arguments& a) const override {
     const bool is_root = channel.rank == a.root;
     PYCOLLECTIVE_RETURN_IF_FAILED(InChunks(a, [&](const void* send, void* recv, int n) -> Outcome {
-      // MPI allows IN_PLACE at the root alone; elsewhere it ignores the receive buffer.
+      // MPI allows IN_PLACE only at the root; on other ranks it ignores the receive buffer.
       PYCOLLECTIVE_CALL_COLLECTIVE(Reduce, Ireduce, is_root ? SendOrInPlace(send, recv) : send,
                                    is_root ? recv : nullptr, n, Datatype(a),
                                    MpiOp(a), a.root, Handle(channel.collective));
@@ -121,7 +121,7 @@ class LibraryOf : public Library {
                                    Handle(channel.collective));
       return {};
     }
-    // MPI's own operations work on no derived datatype: each rank in turn is the root of its block.
+    // MPI's own operations do not work on derived datatypes, so each rank in turn is the root for its block.
     for (int root = 0; root < channel.size; ++root) {
       const bool is_root = channel.rank == root;
       const Arguments block = a.On(At(a.send, root * a.count, a.type), a.recv, a.count);
@@ -243,7 +243,7 @@ class LibraryOf : public Library {
   Outcome Isend(const Channel& channel, const Outgoing& out, int64_t* handle) const override {
     int tag = 0;
     PYCOLLECTIVE_RETURN_IF_FAILED(FindTag(channel, out.tag, &tag));
-    const Block<H> block = BlockOf(out.count, out.type);  // MPI keeps the datatype until the message has gone
+    const Block<H> block = BlockOf(out.count, out.type);  // MPI keeps the datatype until the message is sent
     PYCOLLECTIVE_RETURN_IF_FAILED(block.made());
     H request{};
     PYCOLLECTIVE_CALL(Isend, out.data, block.count(), block.type(), out.dest, tag, Handle(channel.messages), &request);
@@ -296,7 +296,7 @@ class LibraryOf : public Library {
   }
 
   Outcome Progress(const Channel& channel, int rank) const override {
-    int found = 0;  // of no interest: a probe receives nothing
+    int found = 0;  // not used: a probe receives nothing
     Status status;
     PYCOLLECTIVE_CALL(Iprobe, rank, 0, Handle(channel.collective), &found, &status);
     return {};
@@ -394,7 +394,7 @@ class LibraryOf : public Library {
     return CheckLength("MPI_Sendrecv", in, received, status);
   }
 
-  // MPI itself reports a longer message as an error (truncation); a shorter one would leave the end unwritten.
+  // MPI reports a longer message as an error (truncation). A shorter message would leave the end of the array unwritten.
   Outcome CheckLength(const char* call, const Incoming& in, const Block<H>& block, void* status) const {
     int received = 0;
     PYCOLLECTIVE_CALL(Get_count, status, block.type(), &received);
@@ -419,7 +419,7 @@ class LibraryOf : public Library {
   int64_t largest_tag_;
   H types_[kTypeCount];
   H ops_[kMpiOpCount][kTypeCount];
-  bool own_[kMpiOpCount][kTypeCount] = {};  // the operations that are ours
+  bool own_[kMpiOpCount][kTypeCount] = {};  // the operations that our code makes
 };
 
 #undef PYCOLLECTIVE_CALL_COLLECTIVE

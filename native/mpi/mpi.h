@@ -1,11 +1,10 @@
-// The part of MPI that the transport uses: functions, element types and reductions, bound at run time instead of by
-// <mpi.h>.
+// The functions, element types and reductions of MPI that the transport uses. They are bound at run time, not by <mpi.h>.
 //
-// MPI's standard fixes the C signatures but not the type of a handle: an int in the MPICH family (MPICH, Intel MPI,
-// MVAPICH), a pointer in Open MPI. `Functions<H>` holds the functions' addresses for either. They come from the library
-// that mpi4py has loaded, so one build serves every MPI, and no MPI is needed to compile.
+// The MPI standard defines the C signatures but not the type of a handle: it is an int in the MPICH family (MPICH, Intel
+// MPI, MVAPICH), and a pointer in Open MPI. `Functions<H>` holds the functions' addresses for both. The addresses come from
+// the library that mpi4py has loaded. So one build works with all MPI libraries, and no MPI is needed to compile it.
 //
-// Each table here stands once: Python reads its names through binding.cc, in this order, and hands over what they name.
+// Python reads the names of each table through binding.cc, and passes the values in the order of the table.
 
 #ifndef PYCOLLECTIVE_NATIVE_MPI_MPI_H_
 #define PYCOLLECTIVE_NATIVE_MPI_MPI_H_
@@ -82,7 +81,7 @@ inline constexpr const char* kFunctionNames[] = {
 inline constexpr size_t kFunctionCount = sizeof(kFunctionNames) / sizeof(kFunctionNames[0]);
 
 // Element types that MPI can reduce. One row for each: its constant, its C++ type, and mpi4py's name of its datatype.
-// Other dtypes travel as the unsigned integer of their size (dtypes.h).
+// Other dtypes are sent as the unsigned integer of their size (dtypes.h).
 #define PYCOLLECTIVE_TYPES(X)                             \
   X(kInt8, int8_t, "INT8_T")                              \
   X(kInt16, int16_t, "INT16_T")                           \
@@ -120,7 +119,7 @@ inline constexpr int kTypeCount = sizeof(kTypeBytes) / sizeof(kTypeBytes[0]);
   X(kProd, "prod", "PROD")      \
   X(kMin, "min", "MIN")         \
   X(kMax, "max", "MAX")
-// The last is not MPI's: a sum of float32 whose terms travel between ranks as bfloat16.
+// The last one is not MPI's: a sum of float32 whose terms are sent between ranks as bfloat16.
 #define PYCOLLECTIVE_OPS(X) PYCOLLECTIVE_MPI_OPS(X) X(kSumBfloat16, "sum_bfloat16", nullptr)
 
 enum class Op : int {
@@ -151,8 +150,8 @@ struct Binding {
   int64_t proc_null;
   int64_t any_tag;
   int64_t largest_tag;
-  int64_t status_source;  // where an MPI_Status has MPI_SOURCE, in bytes from its begin
-  int64_t status_tag;     // where it has MPI_TAG
+  int64_t status_source;  // the offset of MPI_SOURCE in an MPI_Status, in bytes
+  int64_t status_tag;     // the offset of MPI_TAG, in bytes
   const int64_t* types;  // datatypes, in the order of kTypeNames
   const int64_t* ops;    // operations, in the order of kMpiOpNames
 };

@@ -1,5 +1,5 @@
-// Reductions that are our own code: where MPI's arithmetic is not XLA's, and the sum in bfloat16, which MPI does not
-// have.
+// Reductions by our own code: those for which MPI's arithmetic differs from XLA's, and the sum in bfloat16, which MPI does
+// not have.
 
 #ifndef PYCOLLECTIVE_NATIVE_MPI_OWN_REDUCTIONS_H_
 #define PYCOLLECTIVE_NATIVE_MPI_OWN_REDUCTIONS_H_
@@ -10,8 +10,8 @@
 
 namespace pycollective {
 
-// One row for each operation that MPI gets from us: MPI_MIN and MPI_MAX are compiled as `a < b ? a : b`, which loses
-// NaN on one side, so that ranks could even disagree; and Open MPI adds short integers with saturation
+// One row for each operation that we define for MPI. MPI_MIN and MPI_MAX are compiled as `a < b ? a : b`, which drops a NaN
+// of one operand, so that ranks may even get different results. Open MPI adds short integers with saturation
 // (open-mpi/ompi#8045).
 #define PYCOLLECTIVE_OWN_OPS(X) \
   X(kMin, kFloat32, float)      \
@@ -23,7 +23,7 @@ namespace pycollective {
   X(kSum, kUint8, uint8_t)      \
   X(kSum, kUint16, uint16_t)
 
-// An MPI_User_function that does what XLA does.
+// An MPI_User_function with XLA's arithmetic.
 template <Op kOp, typename T, typename H>
 void OwnReduction(void* in, void* in_out, int* count, H*) {
   const T* a = static_cast<const T*>(in);
@@ -31,9 +31,9 @@ void OwnReduction(void* in, void* in_out, int* count, H*) {
   for (int i = 0; i < *count; ++i) b[i] = Apply<kOp>(a[i], b[i]);
 }
 
-// Allreduce with Op::kSumBfloat16: the sum of float32 arrays, where each operand and the sum are rounded to bfloat16 on
-// the way between ranks: half the bytes. Each rank adds up one block of all ranks in float32, in the order of the
-// ranks, so that all ranks get the same bits. In levels of hosts the operands are the sums of each host (host_levels.h).
+// Allreduce with Op::kSumBfloat16: the sum of float32 arrays. Operands and sum are rounded to bfloat16 when they are sent
+// between ranks, which halves the bytes. Each rank adds one block of all ranks in float32, in the order of the ranks, so all
+// ranks get the same bits. In levels of hosts the operands are the sums of the hosts (host_levels.h).
 Outcome SumAsBfloat16(const Library& library, const Channel& channel, const Arguments& arguments);
 
 }  // namespace pycollective

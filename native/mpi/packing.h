@@ -1,4 +1,4 @@
-// Groups the small arrays of one operation, so that few calls carry them.
+// Groups the small arrays of one operation into few calls.
 
 #ifndef PYCOLLECTIVE_NATIVE_MPI_PACKING_H_
 #define PYCOLLECTIVE_NATIVE_MPI_PACKING_H_
@@ -25,7 +25,7 @@ struct ArrayPair {
   int64_t nbytes() const { return count * kTypeBytes[static_cast<int>(type)]; }
 };
 
-// Some arrays of one type, as if they were one.
+// Several arrays of one type as one array.
 class Bucket {
  public:
   void Add(const ArrayPair& array) {
@@ -58,7 +58,7 @@ class Bucket {
   // Calls use(array, begin, place, n) for the n elements of each array, from `begin` on, that are at `place` of the range.
   template <typename Use>
   void ForEach(int64_t first, int64_t count, Use use) const {
-    int64_t of_array = 0;  // where it begins
+    int64_t of_array = 0;  // the begin of the array in the bucket
     for (const ArrayPair* array : arrays_) {
       const int64_t begin = std::max(first, of_array), end = std::min(first + count, of_array + array->count);
       if (begin < end) use(*array, begin - of_array, begin - first, end - begin);
@@ -71,13 +71,13 @@ class Bucket {
   int64_t count_ = 0;  // of all elements
 };
 
-// Makes an elementwise operation on all `arrays`. A bucket has several small arrays of one type, in their order, of at most
-// `bucket_bytes` together. Calls of_bucket(bucket) for each, and of_array(array) for each array of half that size or more, or
-// that is alone. The sizes alone decide which arrays share a bucket, so ranks agree on it. After an error the other
-// calls are made all the same, since other ranks wait in them; the first error is returned.
+// Makes an elementwise operation on all `arrays`. A bucket has several small arrays of one type, in their order, with at most
+// `bucket_bytes` together. Calls of_bucket(bucket) for each bucket. Calls of_array(array) for each array of half that size or
+// more, and for an array that would be alone in its bucket. The buckets depend only on the sizes, so they are the same on all
+// ranks. After an error the remaining calls are made nevertheless, since other ranks wait in them. The first error is returned.
 template <typename OfArray, typename OfBucket>
 Outcome CallPacked(const std::vector<ArrayPair>& arrays, int64_t bucket_bytes, OfArray of_array, OfBucket of_bucket) {
-  if (arrays.size() == 1) return arrays[0].count == 0 ? Outcome{} : of_array(arrays[0]);  // most calls: spare them the lists
+  if (arrays.size() == 1) return arrays[0].count == 0 ? Outcome{} : of_array(arrays[0]);  // most calls: no lists needed
   Bucket bucket;
   Outcome first;
   const auto note = [&](const Outcome& outcome) {

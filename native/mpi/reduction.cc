@@ -15,7 +15,7 @@ struct IsComplex<std::complex<T>> : std::true_type {};
 
 template <Op kOp, typename T>
 void ReduceAs(int operands, const OperandOf& operand_of, int64_t count, T* y) {
-  if (operands == 2) {  // most calls: each result depends on the elements of its own place alone
+  if (operands == 2) {  // most calls: element i of y depends only on element i of the operands, so `sum` is not needed
     const T* const a = static_cast<const T*>(operand_of(0));
     const T* const b = static_cast<const T*>(operand_of(1));
     for (int64_t i = 0; i < count; ++i) y[i] = Apply<kOp>(a[i], b[i]);

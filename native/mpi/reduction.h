@@ -1,4 +1,4 @@
-// How a reduction combines two numbers, as XLA defines it.
+// The combination of two numbers in a reduction, as XLA defines it.
 
 #ifndef PYCOLLECTIVE_NATIVE_MPI_REDUCTION_H_
 #define PYCOLLECTIVE_NATIVE_MPI_REDUCTION_H_
@@ -13,8 +13,8 @@
 
 namespace pycollective {
 
-// The larger or the smaller of two floats. NaN wins, as in XLA. Ranks combine the same numbers in other orders, and must get
-// the same bits: so 0 is larger than -0, and each NaN becomes the same one.
+// The larger or the smaller of two floats; NaN if one of them is NaN, as in XLA. Ranks combine the same numbers in different
+// orders and must get the same bits. So 0 is larger than -0, and each NaN becomes the same NaN.
 template <Op kOp, typename T>
 T Extremum(T a, T b) {
   using Bits = std::conditional_t<sizeof(T) == sizeof(uint32_t), uint32_t, uint64_t>;
@@ -39,7 +39,7 @@ template <Op kOp, typename T>
 T Apply(T a, T b) {
   if constexpr (std::is_integral_v<T> && (kOp == Op::kSum || kOp == Op::kProd)) {
     using U = std::make_unsigned_t<T>;
-    using Wide = std::common_type_t<U, unsigned>;  // C++ would promote smaller types to a signed int
+    using Wide = std::common_type_t<U, unsigned>;  // C++ promotes smaller types to a signed int
     const Wide wide = kOp == Op::kSum ? Wide(U(a)) + Wide(U(b)) : Wide(U(a)) * Wide(U(b));
     return static_cast<T>(static_cast<U>(wide));
   } else if constexpr (kOp == Op::kSum) {

@@ -1,4 +1,4 @@
-// Waiting for another rank of this host, by a number in memory that both share.
+// Waiting for another rank of this host, by a number in shared memory.
 
 #ifndef PYCOLLECTIVE_NATIVE_MPI_WAIT_H_
 #define PYCOLLECTIVE_NATIVE_MPI_WAIT_H_
@@ -15,14 +15,15 @@
 
 namespace pycollective {
 
-// How often a wait looks before it gives the core away: for a few microseconds. Where ranks share cores the one that it waits for
-// may need this core, and all waits are shorter if it gets it at once. Set before the first wait.
+// The number of polls before a wait yields its core: some microseconds. If ranks share cores, the awaited rank may need this
+// core, and all waits are shorter if the core is yielded at once. Set before the first wait.
 inline constexpr int kSpinsOnOwnCore = 200, kSpinsOnSharedCore = 10;
 inline int spins_of_wait = kSpinsOnOwnCore;
 
-// Waits until the number is at least `wanted`, or until the time `until_ns` if that is not 0. It spins at first.
-// Then it gives the core away in each round, since the other rank may need it, and calls progress() from time to time: if that
-// returns false, the wait has no end, and so does this function. A patient thread sleeps instead.
+// Waits until the number is at least `wanted`, or until the time `until_ns` if it is not 0. It spins at first. Then it yields
+// its core after each poll, since the other rank may need it, and calls progress() from time to time. A false result of
+// progress() means that the awaited value will never come: then this function returns false. A patient thread sleeps after the
+// spins instead of yielding.
 template <typename Progress>
 bool WaitUntil(const std::atomic<uint64_t>& number, uint64_t wanted, Progress progress, int64_t until_ns = 0) {
   constexpr int kYieldsPerProgress = 16;

@@ -1,4 +1,4 @@
-// The calls of MPI that wait for other ranks, in a thread that may be patient (backoff.h).
+// MPI functions that wait for other ranks, in a thread that may be patient (backoff.h).
 
 #ifndef PYCOLLECTIVE_NATIVE_MPI_WAITING_CALLS_H_
 #define PYCOLLECTIVE_NATIVE_MPI_WAITING_CALLS_H_
@@ -18,7 +18,7 @@ struct alignas(16) Status {
   char bytes[256] = {};
 };
 
-// Each function takes what MPI's function of its name takes, and returns what that returns: 0, or the code of an error.
+// Each function has the arguments and the result of MPI's function of the same name: 0, or an error code.
 template <typename H>
 class WaitingCalls {
  public:
@@ -48,7 +48,7 @@ class WaitingCalls {
     const int code = functions_.Irecv(received, recv_count, recv_type, source, recv_tag, comm, &requests[0]);
     if (code != 0) return code;
     const int sending = functions_.Isend(sent, send_count, send_type, dest, send_tag, comm, &requests[1]);
-    if (sending != 0) {  // nothing may write to `received` when this has returned
+    if (sending != 0) {  // MPI must not write to `received` after the return
       if (functions_.Cancel(&requests[0]) == 0) Complete(&requests[0]);
       return sending;
     }
@@ -60,14 +60,14 @@ class WaitingCalls {
   int Waitall(int count, H* requests, void* statuses) const {
     if (!is_patient) return functions_.Waitall(count, requests, statuses);
     int first = 0;
-    for (int i = 0; i < count; ++i) {  // after an error too, since MPI still writes to the others' memory
+    for (int i = 0; i < count; ++i) {  // also after an error, since MPI still writes to the memory of the other requests
       const int code = Complete(&requests[i]);
       if (first == 0) first = code;
     }
     return first;
   }
 
-  // Waits until the request is complete. `status`: where MPI writes of a message; null: nowhere.
+  // Waits until the request is complete. `status`: the address for a message's MPI_Status; may be null.
   int Complete(H* request, void* status = nullptr) const {
     Status own;
     Backoff backoff;
@@ -77,7 +77,7 @@ class WaitingCalls {
       if (code != 0 || done != 0) return code;
       if (is_patient) {
         backoff.Sleep();
-      } else if (looks >= spins_of_wait) {  // MPI's test does not give the core away, as its blocking calls do
+      } else if (looks >= spins_of_wait) {  // MPI's test does not yield the core, but its blocking calls do
         sched_yield();
       }
     }

@@ -22,7 +22,7 @@ struct AllreduceArrays {
   Signature signature{kAllreduce};
   int64_t nbytes = 0;
 
-  // Reads what XLA hands over. Returns an error if an operand cannot be reduced.
+  // Reads XLA's arguments. Returns an error if an operand cannot be reduced.
   ffi::Error Decode(const Call& call, const Participants& participants, const ffi::RemainingArgs& operands,
                     const ffi::RemainingRets& results, int64_t op) {
     signature.reduce_op = static_cast<int32_t>(op);
@@ -50,8 +50,8 @@ struct AllreduceArrays {
   }
 };
 
-// In host memory: small arrays of a type travel together, at most `bucket_bytes` at once. An array of half that size or more
-// goes by itself, since copying it would cost more than a call.
+// In host memory: small arrays of one type are joined into buckets of at most `bucket_bytes`. An array of half that size or more
+// is a call of its own, since its copy would cost more than a call.
 inline Outcome AllreduceIn(HostBuffers&, const Library& mpi, const Lane& lane, const std::vector<ArrayPair>& arrays,
                            Op op, int64_t bucket_bytes) {
   const auto of_array = [&](const ArrayPair& array) {
@@ -70,7 +70,7 @@ inline Outcome AllreduceIn(HostBuffers&, const Library& mpi, const Lane& lane, c
   return CallPacked(arrays, bucket_bytes, of_array, of_bucket);
 }
 
-// On an accelerator: all arrays of a type travel as one, in pieces.
+// On an accelerator: all arrays of one type are joined to one array, which is sent in pieces.
 inline Outcome AllreduceIn(DeviceBuffers& buffers, const Library& mpi, const Lane& lane,
                            const std::vector<ArrayPair>& arrays, Op op, int64_t bucket_bytes) {
   Outcome first;
@@ -81,7 +81,7 @@ inline Outcome AllreduceIn(DeviceBuffers& buffers, const Library& mpi, const Lan
       if (array.type == type && array.count > 0) of_type.push_back(&array);
     }
     if (of_type.empty()) continue;
-    // After an error the other calls are made all the same, since other ranks wait in them.
+    // After an error the remaining calls are made nevertheless, since other ranks wait in them.
     const Outcome outcome = buffers.ExchangeArrays(
         lane.channel, of_type, bucket_bytes, !mpi.IsOwn(op, type),
         [&](const Channel& channel, const void* x, void* y, int64_t count) {

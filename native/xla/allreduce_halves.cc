@@ -1,8 +1,8 @@
 // XLA FFI handlers of the two halves of an allreduce on an accelerator: the table of device operations in operations.h.
-// XLA may run between them what does not depend on the sums.
+// Between them XLA may run operations that do not depend on the sums.
 //
-// The second half has no token: otherwise the next sum could not begin before it. It finds its call by its results'
-// memory.
+// The second half has no token: otherwise the next sum could not begin before it. It finds its call by the address of its
+// results.
 
 #include <algorithm>
 #include <cstdint>
@@ -31,7 +31,7 @@ struct Started {
   ffi::Error error;
 };
 
-// By the address of the first result, which belongs to this call alone until its end.
+// The calls, by the address of the first result, which no other call uses until the end of this one.
 std::mutex started_mutex;
 auto& started_calls = *new std::unordered_map<const void*, std::shared_ptr<Started>>;
 
@@ -46,7 +46,7 @@ bool AreInPlace(const std::vector<ArrayPair>& arrays) {
   return std::all_of(arrays.begin(), arrays.end(), [](const ArrayPair& a) { return a.count == 0 || a.x == a.y; });
 }
 
-// Returns when the call is under way. Operands lie in the buffers of the results, which XLA keeps until AllreduceDone.
+// Starts the call and returns. The operands are in the buffers of the results, which XLA keeps until AllreduceDone.
 ffi::Error AllreduceStart(DeviceBuffers buffers, const Participants& participants, InToken, ffi::RemainingArgs operands,
                           OutToken, ffi::RemainingRets results, int64_t op, int64_t bucket_bytes) {
   const auto started = std::make_shared<Started>(buffers, CallIn(buffers, kAllreduce, participants));

@@ -32,20 +32,21 @@ void Run(Task* task) {
     is_patient = true;
     return task->make_call();
   }();
-  is_patient = false;  // XLA goes on in this thread, perhaps with another call
-  task->make_call = nullptr;  // it holds arguments that nobody needs any more
+  is_patient = false;  // XLA continues in this thread, perhaps with another call
+  task->make_call = nullptr;  // frees arguments that are not needed any more
   Fulfil(task->promise, error);
 }
 
 class Threads {
  public:
-  // Hands the task to a thread that has nothing to do, or to a new one. Returns false if there is none and none can be made.
+  // Gives the task to an idle thread or a new one. Returns false if no thread is idle and no thread can be made.
   bool Take(Task task) {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (idle_.empty()) {
       try {
-        idle_.reserve(count_ + 1);  // a thread that has nothing to do must find room there
-        // XLA will go on in the new thread, which inherits from this one, XLA's, how to round and to take denormal numbers for zero.
+        idle_.reserve(count_ + 1);  // a thread that becomes idle must find room there
+        // XLA will continue in the new thread, which inherits the rounding mode and the handling of denormals from this thread of
+        // XLA.
         std::thread([this, first = std::move(task)]() mutable { Work(std::move(first)); }).detach();
       } catch (const std::system_error&) {
         return false;
@@ -53,7 +54,7 @@ class Threads {
       ++count_;
       return true;
     }
-    Idle& thread = *idle_.back();  // the last to come: the caches know it
+    Idle& thread = *idle_.back();  // the last one to become idle, since its data may still be in the caches
     idle_.pop_back();
     thread.task = std::move(task);
     thread.called.notify_one();
@@ -68,7 +69,7 @@ class Threads {
 
   void Work(Task&& first) {
     pthread_setname_np(pthread_self(), "pc-async-call");
-    prctl(PR_SET_TIMERSLACK, 1'000);  // nanoseconds; Linux would let a short sleep last 50 us longer
+    prctl(PR_SET_TIMERSLACK, 1'000);  // nanoseconds; Linux's default makes a short sleep up to 50 us longer
     Idle own;
     own.task = std::move(first);
     while (true) {
@@ -82,7 +83,7 @@ class Threads {
 
   std::mutex mutex_;
   std::vector<Idle*> idle_;
-  size_t count_ = 0;  // of all threads
+  size_t count_ = 0;  // the number of all threads
 };
 
 }  // namespace
@@ -121,8 +122,8 @@ ffi::Error Copy(ffi::RemainingArgs operands, ffi::RemainingRets results) {
   return ffi::Error::Success();
 }
 
-// Hands the results of a call on to what reads them: see async_calls.h. XLA gives operands and results the same buffers, where
-// it can.
+// Passes the results of a call to their readers: see async_calls.h. If possible, XLA gives operands and results the same
+// buffers.
 ffi::Future HandOn(ffi::RemainingArgs operands, ffi::RemainingRets results) { return RunAsync(Copy, operands, results); }
 
 }  // namespace

@@ -1,13 +1,14 @@
-// Calls that run beside XLA's computation, in threads of ours.
+// Calls that overlap with XLA's computation, in threads of this package.
 //
-// The handler of such a call returns a future, and XLA's CPU client goes on with what does not need the call's results. The
-// token makes the next call of the program wait for the future, so calls keep their order, and each device has one call under
-// way. When the call is done, its thread fulfils the future, and XLA goes on *in that thread* with what waited for it. That may
-// be much of the program. So the next call gets another thread, and there are as many threads as are needed at once.
+// The handler of such a call returns a future, and XLA's CPU client continues with operations that do not need the call's
+// results. The token makes the next call of the program wait for the future. So calls keep their order, and each device has one
+// call in progress. When the call is done, its thread fulfils the future, and XLA runs the operations that waited for it *in
+// this thread*. They may be a large part of the program, so the next call gets another thread. The number of threads grows to
+// the number that is needed at the same time.
 //
-// XLA would go on with what reads the results before it comes to the next call, and nothing would travel meanwhile. So
-// another handler, pycollective_async_results, stands between a call and those that read its results. Its future is
-// fulfilled by yet another thread, so that the first comes to the next call at once.
+// XLA would run the readers of the results before the next call, and no data would be sent in the meantime. So another
+// handler, pycollective_async_results, is between a call and the readers of its results. Another thread fulfils the future of
+// this handler, so the first thread starts the next call immediately.
 
 #ifndef PYCOLLECTIVE_NATIVE_XLA_ASYNC_CALLS_H_
 #define PYCOLLECTIVE_NATIVE_XLA_ASYNC_CALLS_H_
@@ -22,15 +23,15 @@
 
 namespace pycollective {
 
-// Runs make_call() in a patient thread (backoff.h) of the package's, and fulfils the promise with the error that it returns.
-// Returns false if no thread can be had, and may throw std::bad_alloc: then the call has not begun.
+// Runs make_call() in a patient thread (backoff.h) of this package, and fulfils the promise with the error that it returns.
+// Returns false if there is no thread, and may throw std::bad_alloc: in both cases the call has not begun.
 bool StartInThread(std::function<xla::ffi::Error()> make_call, const xla::ffi::Promise& promise);
 
 // Fulfils a promise with an error or a success.
 void Fulfil(xla::ffi::Promise promise, const xla::ffi::Error& error);
 
-// Returns a future, and fulfils it with the error that make_call(arguments...) returns. That runs in a patient thread, or here if
-// there is no thread or no memory for it. A thread of XLA's calls it, with arguments of a handler.
+// Returns a future that gets the error that make_call(arguments...) returns. make_call runs in a patient thread, or in this
+// thread if there is no other thread or no memory. A thread of XLA calls this function, with the arguments of a handler.
 template <typename Function, typename... T>
 xla::ffi::Future RunAsync(Function make_call, T... arguments) {
   const xla::ffi::Promise promise;
@@ -40,7 +41,7 @@ xla::ffi::Future RunAsync(Function make_call, T... arguments) {
     if (StartInThread([=] { return kept->Apply(make_call); }, promise)) return future;
   } catch (const std::bad_alloc&) {  // the call has not begun
   }
-  const WithNonblocking as_other_ranks;  // they may have threads for the call
+  const WithNonblocking as_other_ranks;  // other ranks may make the call in a patient thread
   Fulfil(promise, make_call(arguments...));
   return future;
 }

@@ -73,7 +73,7 @@ ffi::Error Run(const Row& row, Buffers buffers, const Participants& participants
       });
 }
 
-// Makes the handler of a row, for buffers of one kind. XLA hands over exactly the attributes that the row names.
+// Makes the handler of a row, for buffers of one kind. XLA passes exactly the attributes that the row names.
 template <typename Buffers, int kAttributes>
 ffi::Ffi* NewHandlerOf(const Row& row) {
   constexpr bool kHasOp = (kAttributes & kOp) != 0;

@@ -1,6 +1,6 @@
-// From what XLA hands to a handler to what a call needs, and the C functions that XLA calls.
+// Decodes the arguments of handlers, and exports the C functions that XLA calls.
 //
-// Every handler takes XLA's token first and returns one first: the token orders the calls of one program. (The halves
+// The first operand and the first result of each handler are tokens of XLA, which order the calls of a program. (The halves
 // of an allreduce differ: allreduce_halves.cc.) Attributes are int64, with the names that Python gives them.
 
 #ifndef PYCOLLECTIVE_NATIVE_XLA_DECODE_H_
@@ -62,7 +62,7 @@ auto WithAttributes(Bind bind, const char* name, Names... names) {
   return WithAttributes([=] { return bind().template Attr<int64_t>(name); }, names...);
 }
 
-// What every handler gets: where its arrays lie, from XLA, and who takes part, from the program.
+// The arguments of all handlers: the buffers, from XLA, and the participants, from the program's attributes.
 template <typename Buffers>
 auto BindCall() {
   const auto with_participants = [](auto&& binding) {
@@ -112,7 +112,7 @@ auto BindArrays(Names... names) {
   return WithAttributes(bind, names...);
 }
 
-// Makes a handler of a binding and function(buffers, participants, arguments of the binding...). It is never deleted.
+// Makes a handler from a binding and function(buffers, participants, arguments of the binding...). It is never deleted.
 template <typename Buffers, typename Binding, typename Function>
 ffi::Ffi* NewHandler(Operation operation, Binding binding, Function function) {
   const auto run = [operation, function](auto where, const Participants& participants, auto... arguments) {
@@ -144,7 +144,7 @@ ffi::Ffi* NewHandler(Operation operation, Binding binding, Function function) {
     return handler->Call(call_frame);                                           \
   }
 
-// Exports the handlers of an operation: for CPU devices, for calls beside computation there, and for accelerators.
+// Exports the handlers of an operation: for CPU devices, for calls on them that overlap with computation, and for accelerators.
 #define PYCOLLECTIVE_EXPORT_HANDLERS(name, ...)                                              \
   PYCOLLECTIVE_EXPORT_HANDLER(pycollective_##name, HostBuffers, (__VA_ARGS__))                 \
   PYCOLLECTIVE_EXPORT_HANDLER(pycollective_async_##name, AsyncHostBuffers, (__VA_ARGS__))      \

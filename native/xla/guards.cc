@@ -1,6 +1,6 @@
-// XLA FFI handlers that stand before and after an operation that another library carries out: the table of guards in
-// operations.h. So a program whose data another library carries still names a live communicator of this process, the
-// ranks compare its calls, they have records, and a short message is an error.
+// XLA FFI handlers before and after an operation of another library: the table of guards in operations.h. They make sure that
+// the program names a live communicator of this process, that the ranks compare the calls of the other library, that the
+// calls have records, and that a message of a wrong length is an error.
 
 #include <cstdint>
 #include <cstring>
@@ -16,12 +16,12 @@
 namespace pycollective {
 namespace {
 
-// `operands`: those of the operation. `process`: where the program was compiled.
+// `operands`: the operands of the operation. `process`: the process in which the program was compiled.
 template <typename Buffers>
 ffi::Error Enter(Buffers buffers, const Participants& participants, InToken, ffi::RemainingArgs operands, OutToken,
                  int64_t operation, int64_t process, int64_t op, int64_t root, int64_t pattern) {
-  // Before it looks at anything else: another build may have other numbers, and the other library has written addresses
-  // and handles into the program.
+  // This check is the first: another build may have other numbers of operations, and the other library has written
+  // addresses and handles into the program.
   const bool is_known = operation >= 0 && operation < kOperationCount;
   Call call = CallIn(buffers, is_known ? static_cast<Operation>(operation) : kBarrier, participants);
   const ffi::Error foreign = call.CheckProcess(process);
@@ -45,8 +45,9 @@ ffi::Error Enter(Buffers buffers, const Participants& participants, InToken, ffi
   return call.Enter(signature, nbytes);
 }
 
-// `results`: those of the operation. `check`: whether the first one is a message, whose length `status` tells. `status`:
-// where the other library has written the MPI_Status of `status_bytes`, or 0; it is copied to `copy_to`, if that is not 0.
+// `results`: the results of the operation. `check`: whether the first one is a message, whose length is in `status`. `status`:
+// the address at which the other library has written an MPI_Status of `status_bytes` bytes, or 0. `copy_to`: the address to
+// which the status is copied, or 0.
 template <typename Buffers>
 ffi::Error Leave(Buffers buffers, const Participants& participants, InToken, ffi::RemainingArgs results, OutToken,
                  int64_t operation, int64_t check, int64_t status, int64_t copy_to, int64_t status_bytes) {

@@ -1,7 +1,7 @@
-// What XLA hands to a handler, kept for a thread that works on when the handler has returned.
+// Copies of a handler's arguments, for a thread that continues after the handler has returned.
 //
-// XLA's descriptions of arrays, shapes and attributes are gone then. The arrays themselves stay until the handler's future
-// is fulfilled.
+// By then XLA has freed its descriptions of arrays, shapes and attributes. The arrays themselves stay until the handler's
+// future is fulfilled.
 
 #ifndef PYCOLLECTIVE_NATIVE_XLA_KEPT_ARGUMENTS_H_
 #define PYCOLLECTIVE_NATIVE_XLA_KEPT_ARGUMENTS_H_
@@ -16,7 +16,7 @@
 
 namespace pycollective {
 
-// One argument of a handler: get() returns it again.
+// The copy of one argument of a handler. get() returns the argument.
 template <typename T>
 class Kept {  // a number
  public:
@@ -27,7 +27,7 @@ class Kept {  // a number
   T value_;
 };
 
-// Handlers do not look at tokens: XLA keeps the order by them.
+// Handlers do not read tokens; XLA uses them for the order.
 template <>
 class Kept<xla::ffi::Token> {
  public:
@@ -80,12 +80,12 @@ class Kept<xla::ffi::Span<const T>> {
   std::vector<T> values_;
 };
 
-// Any number of operands or results. `Description`: XLA's structure of them; `kSize`, `kBuffer`: its size, and what says in it that
-// one is an array.
+// Any number of operands or results. `Description`: XLA's structure for them. `kSize`: its size. `kBuffer`: the value by which
+// it marks an array.
 template <typename Remaining, typename Description, size_t kSize, auto kBuffer>
 class KeptRemaining {
  public:
-  // One that cannot be read is left out, and so are those after it: the handler finds too few and says so.
+  // An item that cannot be read is left out, with all later items. The handler then reports that there are too few.
   explicit KeptRemaining(const Remaining& arrays) {
     for (size_t i = 0; i < arrays.size(); ++i) {
       auto array = arrays.template get<xla::ffi::AnyBuffer>(i);
@@ -124,7 +124,7 @@ class Kept<xla::ffi::RemainingRets>
   using KeptRemaining::KeptRemaining;
 };
 
-// The arguments of a handler.
+// Copies of all arguments of a handler.
 template <typename... T>
 class KeptArguments {
  public:

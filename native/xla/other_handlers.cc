@@ -1,4 +1,4 @@
-// XLA FFI handlers of the operations that are no collective of one array: the rows OTHER of operations.h.
+// XLA FFI handlers of the operations that are not collectives of one array: the rows OTHER of operations.h.
 
 #include <cstdint>
 #include <utility>
@@ -41,9 +41,8 @@ ffi::Error Allreduce(Buffers buffers, const Participants& participants, InToken,
                   });
 }
 
-// dest, source: for each lane the number of a device, rank * lanes + lane, or -1 for none. Devices exchange their
-// arrays directly, whatever their lanes: there is a tag for each pair of devices. A mesh has tags of its own, as it has
-// channels.
+// dest, source: for each lane the number of a device, rank * lanes + lane, or -1 for none. Devices on different lanes also
+// exchange their arrays directly: there is a tag for each pair of devices. A mesh has tags and channels of its own.
 template <typename Buffers>
 ffi::Error Ppermute(Buffers buffers, const Participants& participants, InToken, In x, OutToken, Out y,
                     ffi::Span<const int64_t> dest, ffi::Span<const int64_t> source, int64_t pattern) {
@@ -53,7 +52,7 @@ ffi::Error Ppermute(Buffers buffers, const Participants& participants, InToken, 
   const ResultMemory result = ResultOf(*y);
   call.AddOperandForNanCheck(x);
   call.SetRoutes(dest);
-  // If each rank has one device, all arrays stay on one channel.
+  // If each rank has one device, all arrays are sent on one channel.
   const bool on_channel = dest.size() == 1;
   Arguments whole{x.untyped_data(), y->untyped_data(), Count(x), type};
   if (on_channel) {
@@ -61,7 +60,7 @@ ffi::Error Ppermute(Buffers buffers, const Participants& participants, InToken, 
     whole.from = static_cast<int>(source[0]);
   }
   const PiggybackedArrayCollective piggybacked(kPpermute, whole, 1);
-  if (Buffers::kInHostMemory && on_channel) call.AllowPiggyback(piggybacked, false);  // ranks do not wait for all in it
+  if (Buffers::kInHostMemory && on_channel) call.AllowPiggyback(piggybacked, false);  // it does not synchronize all ranks
   return call.Run(
       buffers, SignatureOf(kPpermute, participants, x, -1, -1, pattern), NBytes(x), {&result, 1},
       [&](const Library& mpi, const Lane& lane) {
@@ -105,7 +104,7 @@ ffi::Error Barrier(Buffers buffers, const Participants& participants, InToken, O
   });
 }
 
-// Messages go whole: the other end may cut them into other pieces, or into none.
+// Messages are sent as a whole: the peer may cut them into other pieces, or not at all.
 constexpr ExchangeOptions kWholeMessage{false, false, true};
 
 template <typename Buffers>

@@ -1,8 +1,8 @@
-// What a compiled program holds of the communicators that it names, and whether any program or call holds one.
+// The shares that compiled programs hold of their communicators.
 //
-// XLA makes the state of a handler when it makes an executable, for each call of the program, and deletes it with the
-// executable, which it keeps while it runs. So a communicator whose entry nobody shares but the table
-// is in no program of this process, and in no call.
+// XLA makes a state of a handler for each call of a program when it makes the executable, and deletes the state with the
+// executable. It keeps an executable while it runs. So if only the table shares a communicator, no program and no call of this
+// process uses it.
 
 #include <memory>
 
@@ -22,7 +22,7 @@ enum class Table { kHost, kPlugin };
 template <Table table>
 struct InProgram {
   static ffi::TypeId id;
-  std::shared_ptr<Communicator> communicator;  // null: the program comes from another process, and its calls are errors
+  std::shared_ptr<Communicator> communicator;  // null: the program comes from another process, so its calls return errors
 };
 template <Table table>
 ffi::TypeId InProgram<table>::id = XLA_FFI_UNKNOWN_TYPE_ID;
@@ -41,7 +41,8 @@ XLA_FFI_Error* Instantiate(XLA_FFI_CallFrame* call_frame) {
                                          return held;
                                        })
                                        .release();
-  // XLA must know the type before the handler. It asks the handler what it is when it registers it: that call comes first.
+  // XLA must know the type before the handler. When XLA registers the handler, it calls it for its metadata: the first call,
+  // which registers the type.
   static XLA_FFI_TypeInfo type_info = ffi::MakeTypeInfo<Held>();
   static XLA_FFI_Error* const registered = ffi::Ffi::RegisterTypeId(
       call_frame->api, table == Table::kHost ? "pycollective_program" : "pycollective_plugin_program", &Held::id, &type_info);

@@ -1,16 +1,16 @@
-// The MPI library that XLA's own collectives call: what global arrays need on CPU devices (pycollective.distributed).
+// The MPI library that XLA's own collectives call, for global arrays on CPU devices (pycollective.distributed).
 //
-// XLA contains MPItrampoline. When XLA is loaded, that opens the library which MPITRAMPOLINE_LIB names, this one, looks
-// up the names of xla_mpi_names.h, and reads the constants. MPI has not started then, so the constants are tokens of
-// our own. The functions are called later, when pycollective has bound MPI; each makes the call that a handler would
+// XLA contains MPItrampoline. When XLA is loaded, MPItrampoline opens this library, which MPITRAMPOLINE_LIB names, looks up
+// the names of xla_mpi_names.h, and reads the constants. MPI has not started by then, so the constants are tokens of our
+// own. The functions are called later, when pycollective has bound MPI. Each function makes the call that a handler would
 // make (call.h), so ranks compare new calls, and the watchdog sees waits.
 //
-// When XLA first needs a communicator for a set of devices, its "clique", it calls MPI_Comm_split on the world, with
-// the number of the first device and its own place. It does not name the other members. A split waits for every
-// process, and if processes ask for different cliques at one time, it makes communicators of wrong members. So nothing
-// is split here. pycollective_xla_learn names the members of a clique while XLA runs a program of that one clique: its
-// allgather is not made, it only lets XLA ask for the communicator. The first real call makes that communicator, with
-// its members alone, as it makes any channel (communicators.h).
+// When XLA first needs a communicator for a set of devices, a "clique", it calls MPI_Comm_split on the world, with the
+// number of the first device and its own place. It does not name the other members. A real split would wait for all
+// processes, and if processes ask for different cliques at the same time, it would make communicators with wrong members.
+// So this library does not split. pycollective_xla_learn names the members of a clique while XLA runs a program over this
+// clique only. The allgather of that program is not made; its only purpose is that XLA asks for the communicator. The first
+// real call makes the communicator, by its members only, like any channel (communicators.h).
 
 #include <unistd.h>
 
@@ -35,8 +35,8 @@ namespace {
 
 // Constants ------------------------------------------------------------------------------------------------------
 //
-// A datatype or a reduction is its row in the table, counted from 1. What XLA does not use has other tokens. MPI's
-// world is kWorld; any other communicator is the address of a Clique.
+// The token of a datatype or a reduction is the number of its row in the table, counted from 1. Constants that XLA does not
+// use have other tokens. The token of MPI's world is kWorld, that of another communicator the address of a Clique.
 
 using Token = uintptr_t;
 
@@ -87,9 +87,9 @@ constexpr Op kReductions[] = {
 
 constexpr int kSuccess = 0;
 constexpr int kFailure = 1;
-constexpr size_t kErrorBytes = 512;  // XLA's buffer for the text of an error has at least so many
+constexpr size_t kErrorBytes = 512;  // XLA's buffer for the text of an error is at least this large
 
-// XLA asks for the text of an error in the thread that got it, before it makes another call.
+// XLA asks for the text of an error in the thread that got the error, before it makes another call.
 thread_local std::string last_error;
 
 int Failure(std::string text) {
@@ -99,7 +99,7 @@ int Failure(std::string text) {
 
 int CodeOf(const ffi::Error& error) { return error.success() ? kSuccess : Failure(error.message()); }
 
-// For a call that has no way to return an error. The launcher ends the other ranks.
+// For a call that cannot return an error. The launcher ends the other ranks.
 [[noreturn]] void EndProcess(const std::string& what) {
   std::fprintf(stderr, "pycollective.distributed: %s\n", what.c_str());
   std::fflush(stderr);
@@ -113,12 +113,12 @@ int CodeOf(const ffi::Error& error) { return error.success() ? kSuccess : Failur
 
 // Cliques --------------------------------------------------------------------------------------------------------
 
-// A communicator of XLA: the number of ours, and its fingerprint. It lives as long as the process. XLA keeps what it
-// got when it asked first, the rank and the size too, so a clique whose members nobody has named yet is one as well.
+// A communicator of XLA: the number and the fingerprint of ours. It lives as long as the process. XLA keeps the communicator,
+// rank and size of its first request, so a clique whose members are not named yet also has an object.
 struct Clique {
   bool is_known() const { return comm[0] >= 0; }
   int64_t comm[2] = {-1, 0};
-  int rank;  // as XLA was told
+  int rank;  // the rank that XLA got
   int size;
 };
 
@@ -131,11 +131,11 @@ const World* world = nullptr;  // null: pycollective.distributed.initialize was 
 constexpr size_t kMarkCount = 4;
 constexpr size_t kMarkBytes = kMarkCount * sizeof(uint32_t);
 
-// The clique that XLA will ask for, while `is_learning`. Another program may ask for another clique at that time, so it
-// becomes known only to the program that gathers the mark.
+// While `is_learning`: the clique for which XLA will ask. Another program may ask for another clique at the same time, so the
+// members are only given to the program that gathers the mark.
 std::atomic<bool> is_learning{false};
 Clique learned;
-uint32_t mark[kMarkCount];  // the data of the program that makes XLA ask
+uint32_t mark[kMarkCount];  // the operand of the program that makes XLA ask
 
 Clique* CliqueOf(Token comm) { return reinterpret_cast<Clique*>(comm); }
 
@@ -148,8 +148,8 @@ constexpr char kAskedBefore[] =
     "one that another program has used before. Compile that program here, or use "
     "pycollective.distributed.initialize(collectives=\"gloo\").";
 
-// Makes a call as a handler would make it. body(library, lane) returns its outcome. `operand`: what this rank brings, for the
-// numbers guard; null: it does not look.
+// Makes a call as a handler would make it. body(library, lane) returns its outcome. `operand`: this rank's operand, for the
+// numbers guard; null: no check.
 template <typename Body>
 int Run(Token comm, Operation operation, const Signature& signature, const Operand* operand, int64_t nbytes, Body body) {
   const Clique* clique = CliqueOf(comm);
@@ -167,8 +167,7 @@ constexpr char kUnknown[] =
     "pycollective.distributed: expected a datatype and a reduction that XLA used when this was written, got others. "
     "Please report this.";
 
-// XLA's counts are larger than MPI's int, and it cuts off their upper half. What is left of a count below 2^32 tells
-// the count.
+// XLA's counts have 64 bits, and XLA cuts them to MPI's int. A count below 2^32 can be recovered from the lower half.
 int64_t CountOf(int count) { return static_cast<uint32_t>(count); }
 
 int64_t NBytes(int count, Token datatype) {
@@ -196,8 +195,8 @@ int RunCollective(Token comm, Operation operation, Token datatype, Token reducti
              [&](const Call&, const Library& mpi, const Lane& lane) { return (mpi.*call)(lane.channel, arguments); });
 }
 
-// A message between two members. It travels on the communicator of all processes: a clique's own one can only be made
-// by all its members, and a member may have nothing to send.
+// A message between two members. It uses the communicator of all processes: the clique's own communicator can only be made by
+// all its members, and a member may take part in no message.
 struct Peers {
   explicit Peers(const Call& call)
       : clique(*call.communicator().ranks),
@@ -213,7 +212,7 @@ struct Peers {
   }
 };
 
-// A message under way: MPI's request, and the clique that waits for it.
+// A message in progress: MPI's request, and the clique that waits for it.
 struct Request {
   Token comm;
   int64_t handle;
@@ -243,14 +242,14 @@ static bool is_open = false;
 
 PYCOLLECTIVE_EXPORT bool pycollective_xla_is_open() { return is_open; }
 
-// Lets XLA start: this process is `rank` of `size`. MPI is bound.
+// Allows XLA's calls: this process is `rank` of `size`. MPI must be bound.
 PYCOLLECTIVE_EXPORT void pycollective_xla_start(int32_t rank, int32_t size) {
   world = new World{rank, size};
 }
 
-// From now until the next call XLA asks for the communicator of one clique, in a program that gathers the
-// kMarkCount numbers `of_program`. The clique is a communicator or a part of one, by its number and fingerprint. null:
-// that program has run.
+// Names the clique for whose communicator XLA will ask, until the next call of this function, in a program that gathers the
+// kMarkCount numbers `of_program`. The clique is a communicator or a part of one, by its number and fingerprint. null: the
+// program has run.
 PYCOLLECTIVE_EXPORT void pycollective_xla_learn(int64_t number, int64_t fingerprint, const uint32_t* of_program) {
   if (of_program == nullptr) {
     is_learning.store(false, std::memory_order_release);
@@ -301,10 +300,10 @@ PYCOLLECTIVE_XLA_OTHER_FUNCTIONS(PYCOLLECTIVE_ROW)
 PYCOLLECTIVE_XLA_EXTENSIONS(PYCOLLECTIVE_ROW)
 #undef PYCOLLECTIVE_ROW
 
-// MPItrampoline calls it when it has opened the library. There is nothing of Fortran.
+// MPItrampoline calls it after it has opened the library. There are no Fortran constants.
 PYCOLLECTIVE_EXPORT void mpiwrapper_export_fortran_constants_() { is_open = true; }
 
-// MPI is mpi4py's to start and to end.
+// mpi4py starts and ends MPI, so these functions do neither.
 
 PYCOLLECTIVE_EXPORT int MPIABI_Init_thread(int*, char***, int, int* provided) {
   if (world == nullptr) {
@@ -332,7 +331,7 @@ PYCOLLECTIVE_EXPORT int MPIABI_Finalized(int* flag) {
 
 PYCOLLECTIVE_EXPORT int MPIABI_Finalize() { return kSuccess; }
 
-// XLA makes communicators only in a thread that gets a yes. Every thread may, at THREAD_MULTIPLE.
+// XLA makes communicators only in a thread for which this returns true. With THREAD_MULTIPLE it is true for all threads.
 PYCOLLECTIVE_EXPORT int MPIABI_Is_thread_main(int* flag) {
   *flag = 1;
   return kSuccess;
@@ -363,7 +362,8 @@ PYCOLLECTIVE_EXPORT int MPIABI_Comm_split(Token, int, int key, Token* made) {
   return kSuccess;
 }
 
-// XLA frees its communicators when its process ends, each process at a time of its own. MPI_Finalize frees them.
+// XLA frees its communicators when its process ends, each process at another time. So this does nothing; MPI_Finalize frees
+// them.
 PYCOLLECTIVE_EXPORT int MPIABI_Comm_free(Token*) { return kSuccess; }
 
 PYCOLLECTIVE_EXPORT int MPIABI_Allreduce(const void* send, void* recv, int count, Token datatype, Token reduction,
@@ -376,7 +376,7 @@ PYCOLLECTIVE_EXPORT int MPIABI_Allgather(const void* send, int count, Token data
   if (is_learning.load(std::memory_order_acquire) && IsKnown(datatype) &&
       NBytes(count, datatype) == static_cast<int64_t>(kMarkBytes) && std::memcmp(send, mark, kMarkBytes) == 0) {
     Clique* const clique = CliqueOf(comm);
-    // XLA may have asked before, in a program that was refused.
+    // XLA may have asked for this communicator before, in a program that was refused.
     if (clique->rank != learned.rank || clique->size != learned.size) return Failure(kAskedBefore);
     *clique = learned;
     return kSuccess;
@@ -384,7 +384,7 @@ PYCOLLECTIVE_EXPORT int MPIABI_Allgather(const void* send, int count, Token data
   return RunCollective(comm, kAllgather, datatype, kNoReduction, send, recv, count, &Library::Allgather);
 }
 
-// XLA gives every rank a block of the same size.
+// In XLA's call each rank gets a block of the same size.
 PYCOLLECTIVE_EXPORT int MPIABI_Reduce_scatter(const void* send, void* recv, const int* counts, Token datatype,
                                               Token reduction, Token comm) {
   return RunCollective(comm, kReduceScatter, datatype, reduction, send, recv, counts[0], &Library::ReduceScatter);

@@ -1,13 +1,13 @@
 // The names that XLA looks up when it loads the library named by MPITRAMPOLINE_LIB: the ABI 2.9 of MPItrampoline 5.3,
-// which XLA contains. Each stands here once, without its "MPIABI_", or "MPIXABI_" for MPI's extensions.
+// which XLA contains. The names are written here without the prefix "MPIABI_", or "MPIXABI_" for MPI's extensions.
 //
-// XLA looks up all of them, and ends the process if one is missing. It reads the constants once, and calls few of the
+// XLA looks up all names, and ends the process if one is missing. It reads the constants once, and calls few of the
 // functions. tests/unit/test_xla_mpi.py compares this table with the names in the installed XLA.
 
 #ifndef PYCOLLECTIVE_NATIVE_XLA_XLA_MPI_NAMES_H_
 #define PYCOLLECTIVE_NATIVE_XLA_XLA_MPI_NAMES_H_
 
-// Integers with a meaning for XLA, and their values.
+// Integers that XLA uses, and their values.
 #define PYCOLLECTIVE_XLA_INTS(X) \
   X(SUCCESS, 0)           \
   X(THREAD_SINGLE, 0)     \
@@ -64,7 +64,7 @@
   X(WIN_FLAVOR_ALLOCATE) X(WIN_FLAVOR_CREATE) X(WIN_FLAVOR_DYNAMIC) X(WIN_FLAVOR_SHARED) X(WIN_MODEL) \
   X(WIN_SEPARATE) X(WIN_SIZE) X(WIN_UNIFIED) X(WTIME_IS_GLOBAL)
 
-// Handles and pointers that XLA does not use, or compares with nothing; all are as large as a pointer.
+// Handles and pointers that XLA does not use or does not compare; all are as large as a pointer.
 #define PYCOLLECTIVE_XLA_OTHER_HANDLES(X) \
   X(2DOUBLE_PRECISION) X(2INT) X(2INTEGER) X(2REAL) X(AINT) X(ARGVS_NULL) X(ARGV_NULL) X(BAND) X(BOR) X(BOTTOM) \
   X(BXOR) X(CHAR) X(CHARACTER) X(COMM_DUP_FN) X(COMM_NULL) X(COMM_NULL_COPY_FN) X(COMM_NULL_DELETE_FN) \
@@ -142,7 +142,7 @@
   X(Win_shared_query) X(Win_start) X(Win_sync) X(Win_test) X(Win_unlock) X(Win_unlock_all) X(Win_wait) X(Wtick) \
   X(Wtime)
 
-// The same, of MPI's extensions.
+// Functions of MPI's extensions that XLA does not call.
 #define PYCOLLECTIVE_XLA_EXTENSIONS(X) \
   X(Query_cuda_support) X(Query_hip_support) X(Query_ze_support)
 

@@ -156,7 +156,7 @@ class DeviceGroup:
         self._teams = _lines_of_grid([axis.local for axis in mesh.axes], along).tolist()
         self.local = len(self._teams[0])
         # The ranks along the axes, in row-major order. A device communicates with the devices at the same local place
-        # of the mesh on these ranks. In a program on one device of each rank this may be any device, so there are no ids.
+        # of the mesh on these ranks. In a program on one device of each rank it may be any device, so there are no ids.
         self._comm = mesh.comm._part(self._ranks, mesh.lane_ids if len(mesh.lane_ids) > 1 else None)
         self.rank = self._comm.rank
         self.size = self._comm.size * self.local
