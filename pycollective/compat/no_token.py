@@ -28,7 +28,7 @@ def returns_no_token(function: _Function) -> _Function:
     @functools.wraps(function)
     def checked(*args: Any, **options: Any) -> Any:
         y = function(*args, **options)
-        if y.shape[:1] == (2,) and _goes_to_two_names(sys._getframe(1).f_code, sys._getframe(1).f_lasti):
+        if y.shape[:1] == (2,) and _is_unpacked_into_two(sys._getframe(1).f_code, sys._getframe(1).f_lasti):
             name = f"compat.{function.__name__}"
             remedy = "Write y = ... without a token, as for mpi4jax 0.8 and later; and then a, b = y for the two rows."
             fail(TypeError, name, pc.world(), "one name for the result, an array", "two names for its two rows", remedy)
@@ -38,10 +38,10 @@ def returns_no_token(function: _Function) -> _Function:
 
 
 _seen: dict[tuple[int, int], tuple[CodeType, bool]] = {}
-"""The results of :func:`_goes_to_two_names`, by the identity of the code and the place. They keep the code alive."""
+"""The results of :func:`_is_unpacked_into_two`, by the identity of the code and the place. They keep the code alive."""
 
 
-def _goes_to_two_names(code: CodeType, place: int) -> bool:
+def _is_unpacked_into_two(code: CodeType, place: int) -> bool:
     """Whether the bytecode's instruction after ``place`` unpacks a sequence of two."""
     key = id(code), place
     if key not in _seen:

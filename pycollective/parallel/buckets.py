@@ -37,7 +37,7 @@ def in_buckets(call: Callable[[Array], Array], arrays: Sequence[Array]) -> list[
         [Array([2., 2., 2.], dtype=float32), Array([10.], dtype=float32)]
     """
     results: list[Array] = [None] * len(arrays)
-    for places in _places_of_buckets(arrays):
+    for places in _indices_by_bucket(arrays):
         joined = arrays[places[0]] if len(places) == 1 else jnp.concatenate([arrays[i] for i in places], axis=-1)
         ends = np.cumsum([arrays[i].shape[-1] for i in places])
         for i, part in zip(places, jnp.split(call(joined), ends[:-1].tolist(), axis=-1), strict=True):
@@ -51,7 +51,7 @@ def gather_whole(slices: Sequence[Array], shapes: Sequence[tuple[int, ...]], axi
     return [whole(x, shape) for x, shape in zip(rows, shapes, strict=True)]
 
 
-def _places_of_buckets(arrays: Sequence[Array]) -> list[list[int]]:
+def _indices_by_bucket(arrays: Sequence[Array]) -> list[list[int]]:
     """Returns for each bucket the indices of its arrays."""
     buckets: list[list[int]] = []
     open_buckets: dict[Any, tuple[list[int], int]] = {}  # by dtype and axes: indices, and bytes so far

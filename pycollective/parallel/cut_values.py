@@ -267,11 +267,11 @@ class Interpreter:
         if name == "axis_index" and self._layout.names.intersection(names_of(eqn.params["axis_name"])):
             return Mixed("computes with lax.axis_index, so a device's result depends on its place")
         if all(isinstance(v, Same) for v in operands):
-            return self._of_same(eqn, operands)  # type: ignore[arg-type]
+            return self._same(eqn, operands)  # type: ignore[arg-type]
         if name in COLLECTIVES:
             return self._collective(eqn, operands[0])
         if any(isinstance(v, Term) for v in operands):
-            return self._of_terms(eqn, operands)
+            return self._terms(eqn, operands)
         if name in REDUCTIONS:
             return self._reduction(eqn, operands[0])
         if name in RESHAPES:
@@ -280,7 +280,7 @@ class Interpreter:
             return self._elementwise(eqn, operands)
         return Mixed(f"computes lax.{name} of a leaf's elements, which are on several devices")
 
-    def _named(self, eqn: JaxprEqn, operands: Iterable[Any], leave: Iterable[str] = ()) -> int:
+    def _expression_of(self, eqn: JaxprEqn, operands: Iterable[Any], leave: Iterable[str] = ()) -> int:
         """Returns the expression of an equation: its primitive, parameters and operands.
 
         The parameters in ``leave`` and the shape of the result are not part of the expression.
@@ -289,14 +289,16 @@ class Interpreter:
         static = tuple((key, str(eqn.params[key])) for key in sorted(eqn.params) if key not in ignored)
         return self._expression(eqn.primitive.name, static, *(v.expression for v in operands))
 
-    def _of_same(self, eqn: JaxprEqn, operands: Sequence[Same]) -> Value:
+    def _same(self, eqn: JaxprEqn, operands: Sequence[Same]) -> Value:
         uniform = all(v.uniform for v in operands)
         name = eqn.primitive.name
         if name in RESHAPES and uniform:
             return Same(operands[0].expression, True)
         if name in _KEEP_ZEROS and name not in ("integer_pow", "select_n") and all(map(self.is_zero, operands)):
             return Same(operands[0].expression, uniform)
-        return Same(self._named(eqn, operands), eqn.outvars[0].aval.ndim == 0 or (name in ELEMENTWISE and uniform))
+        return Same(
+            self._expression_of(eqn, operands), eqn.outvars[0].aval.ndim == 0 or (name in ELEMENTWISE and uniform)
+        )
 
     def _elementwise(self, eqn: JaxprEqn, operands: list[Value]) -> Value:
         cuts = [v for v in operands if isinstance(v, Cut)]
@@ -304,7 +306,7 @@ class Interpreter:
             return Mixed("computes with an array that is not cut, beside elements that are")
         if len({(v.place, v.names) for v in cuts}) > 1:
             return Mixed("computes with elements of leaves that are cut in different ways")
-        expression = self._named(eqn, operands)
+        expression = self._expression_of(eqn, operands)
         return dataclasses.replace(cuts[0], expression=expression, pad=self._pad(eqn, operands))
 
     def _pad(self, eqn: JaxprEqn, operands: list[Value]) -> Pad:
@@ -350,7 +352,7 @@ class Interpreter:
             neutral = ("least", "zero")
         if self._layout.padded and x.pad not in neutral:
             return Mixed(f"computes lax.{eqn.primitive.name} of what need not be neutral in the zeros at a slice's end")
-        return Term(self._named(eqn, [x], leave=["axes"]), op, x.names)
+        return Term(self._expression_of(eqn, [x], leave=["axes"]), op, x.names)
 
     def _collective(self, eqn: JaxprEqn, x: Value) -> Value:
         names = frozenset(eqn.params["axes"])
@@ -364,13 +366,13 @@ class Interpreter:
             if op == "sum" and names - x.names:
                 others = sorted(map(repr, names - x.names))
                 return Mixed(f"adds up along {', '.join(others)} too, where devices may have the same elements")
-            return Term(self._named(eqn, [x]), op, left) if left else Same(self._named(eqn, [x]), True)
+            return Term(self._expression_of(eqn, [x]), op, left) if left else Same(self._expression_of(eqn, [x]), True)
         assert isinstance(x, Cut)
         if x.names & names:
             return Mixed(f"computes lax.{eqn.primitive.name} over devices that have other elements of a leaf")
-        return dataclasses.replace(x, expression=self._named(eqn, [x]), pad=x.pad if op == "sum" else None)
+        return dataclasses.replace(x, expression=self._expression_of(eqn, [x]), pad=x.pad if op == "sum" else None)
 
-    def _of_terms(self, eqn: JaxprEqn, operands: list[Value]) -> Value:
+    def _terms(self, eqn: JaxprEqn, operands: list[Value]) -> Value:
         """Returns the kind of an operation on partial reductions.
 
         It is a Term if the operation commutes with the collective that completes the reduction, else Mixed.
@@ -382,10 +384,12 @@ class Interpreter:
         alike = all((v.op, v.names) == (term.op, term.names) for v in terms)
         same = all(isinstance(v, Same) for v in others)
         zeros = all(isinstance(v, Same) and v.expression == self._zero for v in others)
-        expression = self._named(eqn, operands, leave=["shape", "dimensions", "broadcast_dimensions", "new_sizes"])
+        expression = self._expression_of(
+            eqn, operands, leave=["shape", "dimensions", "broadcast_dimensions", "new_sizes"]
+        )
         kept = Term(expression, term.op, term.names)
         if name in RESHAPES or name in ("convert_element_type", "copy", "reduce_precision"):
-            return kept if name != "convert_element_type" or _keeps_order(eqn, term.op) else self._part(eqn, term)
+            return kept if name != "convert_element_type" or _commutes(eqn, term.op) else self._part(eqn, term)
         if term.op == "sum":
             if name in ("add", "add_any", "sub") and alike and zeros:
                 return kept
@@ -425,7 +429,7 @@ class Interpreter:
             results.append(value)
         return results
 
-    def _repeat(
+    def _fixed_point(
         self, body: Callable[[list[Value]], list[Value]], start: list[Value]
     ) -> tuple[list[Value], list[Value]]:
         """Returns the kinds of a loop's carry as the body reads it, and as the body returns it.
@@ -453,11 +457,11 @@ class Interpreter:
         test_consts, body_consts = operands[:of_test], operands[of_test : of_test + of_body]
         start = operands[of_test + of_body :]
         body, test = eqn.params["body_jaxpr"], eqn.params["cond_jaxpr"]
-        seen, made = self._repeat(lambda carry: self.run(body, [*body_consts, *carry]), start)
-        (goes_on,) = self.run(test, [*test_consts, *seen])
-        if not isinstance(goes_on, Same):
+        seen, made = self._fixed_point(lambda carry: self.run(body, [*body_consts, *carry]), start)
+        (condition,) = self.run(test, [*test_consts, *seen])
+        if not isinstance(condition, Same):
             return [Mixed("repeats a loop by a condition on which devices may differ", branches=True)] * len(start)
-        loop = self._expression("while", goes_on.expression, *_expressions([*start, *made]))
+        loop = self._expression("while", condition.expression, *_expressions([*start, *made]))
         return [self._result(v, loop, i) for i, v in enumerate(seen)]
 
     def _scan(self, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
@@ -473,7 +477,7 @@ class Interpreter:
                 rows.append(
                     stack if isinstance(stack, Mixed) else Mixed("goes over the elements of a leaf by lax.scan")
                 )
-        seen, _ = self._repeat(lambda carry: self.run(closed, [*fixed, *carry, *rows])[:carries], start)
+        seen, _ = self._fixed_point(lambda carry: self.run(closed, [*fixed, *carry, *rows])[:carries], start)
         results = self.run(closed, [*fixed, *seen, *rows])
         length = eqn.params["length"], eqn.params["reverse"]
         loop = self._expression("scan", length, *_expressions([*start, *results]))
@@ -493,7 +497,7 @@ class Interpreter:
         return dataclasses.replace(value, expression=self._expression("result", loop, place))
 
 
-def _keeps_order(eqn: JaxprEqn, op: str) -> bool:
+def _commutes(eqn: JaxprEqn, op: str) -> bool:
     """Whether a conversion of the dtype commutes with a sum, or with a maximum or minimum."""
     from_bool, to_bool = (var.aval.dtype.kind == "b" for var in (*eqn.invars, *eqn.outvars))
     return from_bool == to_bool or (from_bool and op != "sum")

@@ -137,7 +137,7 @@ class Check:
         key = repr(known), jax_internals.bound_axes()
         if key in self._passed:
             return
-        found = _Trial(self._inner, cutting, grads, params, arrays, extra_tree).difference()
+        found = _Comparison(self._inner, cutting, grads, params, arrays, extra_tree).difference()
         if found is not None:
             expected = "an optimizer that updates each element by itself"
             raise ValueError(message(f"parallel.{self._where}", expected, f"one that {found.what}", found.remedy))
@@ -166,7 +166,7 @@ class _RefusedError(Exception):
         self.found = _Found(what, remedy)
 
 
-class _Side(NamedTuple):
+class _Interpreted(NamedTuple):
     """The kinds of the results of ``init`` and ``update``, for whole leaves or for parts.
 
     Attributes:
@@ -180,7 +180,7 @@ class _Side(NamedTuple):
     names: list[str]
 
 
-class _Trial:
+class _Comparison:
     """Traces an optimizer for whole leaves and for parts, interprets both programs, and compares the results."""
 
     def __init__(
@@ -204,11 +204,11 @@ class _Trial:
 
     def difference(self) -> _Found | None:
         try:
-            marked = self._on(self._cutting.marked, self._grads if self._params is None else self._params)
+            marked = self._leaves_like(self._cutting.marked, self._grads if self._params is None else self._params)
             state = jax.eval_shape(lambda *leaves: self._init(marked.tree, leaves), *marked.shapes)
             self._state_tree = jax.tree.structure(state)
             self._places = [self._place_of(x.shape) for x in jax.tree.leaves(state)]
-            whole, own = (self._side(shapes) for shapes in (self._cutting.whole, self._cutting.own))
+            whole, own = (self._interpreted(shapes) for shapes in (self._cutting.whole, self._cutting.own))
             for a, b, name in zip([*whole.state, *whole.results], [*own.state, *own.results], own.names, strict=True):
                 if a.expression != b.expression:  # type: ignore[union-attr]
                     raise _RefusedError(
@@ -218,7 +218,7 @@ class _Trial:
             return refused.found
         return None
 
-    def _on(self, shapes: Sequence[Shape], like: Tree) -> _Leaves:
+    def _leaves_like(self, shapes: Sequence[Shape], like: Tree) -> _Leaves:
         leaves, tree = jax.tree.flatten(like)
         structs = [jax.ShapeDtypeStruct(s, _dtype(x)) for s, x in zip(shapes, leaves, strict=True)]
         names = [_varying(x) | own for x, own in zip(leaves, self._varying, strict=True)]
@@ -237,14 +237,14 @@ class _Trial:
             raise _RefusedError(what, _MIXES)
         return marks[0]
 
-    def _side(self, shapes: Sequence[Shape]) -> _Side:
+    def _interpreted(self, shapes: Sequence[Shape]) -> _Interpreted:
         """Interprets ``init`` and ``update`` for parameters of these shapes.
 
         Raises:
             _RefusedError: a result is neither Same nor Cut like its parameter.
         """
-        grads = self._on(shapes, self._grads)
-        params = None if self._params is None else self._on(shapes, self._params)
+        grads = self._leaves_like(shapes, self._grads)
+        params = None if self._params is None else self._leaves_like(shapes, self._params)
         like = grads if params is None else params
 
         closed, state = jax.make_jaxpr(lambda *x: self._init(like.tree, like.vary(x)), return_shape=True)(*like.shapes)
@@ -256,7 +256,7 @@ class _Trial:
             if place is not None and x.shape != shapes[place]:
                 raise _RefusedError(f"has the shape {x.shape} for a leaf of shape {shapes[place]}, {name}", _BY_SHAPE)
         state_kinds = self._interpreter.run(closed, self._kinds("params", shapes))
-        self._require(state_kinds, self._places, shapes, state_names)
+        self._require_kinds(state_kinds, self._places, shapes, state_names)
 
         count, arity = len(grads.shapes), 1 if params is None else 2
         states = _Leaves(
@@ -300,8 +300,8 @@ class _Trial:
             if met == pads:
                 break
             pads = met
-        self._require(results, [*range(count), *self._places], shapes, names)
-        return _Side(state_kinds, results, state_names + names)
+        self._require_kinds(results, [*range(count), *self._places], shapes, names)
+        return _Interpreted(state_kinds, results, state_names + names)
 
     def _kinds(self, what: str, shapes: Sequence[Shape]) -> list[Value]:
         """Returns the kinds of parameters or gradients."""
@@ -322,7 +322,7 @@ class _Trial:
             return value.pad
         return "least" if isinstance(value, Same) and self._interpreter.is_zero(value) else None
 
-    def _require(
+    def _require_kinds(
         self, values: Sequence[Value], places: Sequence[int | None], shapes: Sequence[Shape], names: Sequence[str]
     ) -> None:
         """Raises _RefusedError unless each value is Same, or Cut like the parameter whose index is in ``places``."""

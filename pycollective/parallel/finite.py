@@ -79,9 +79,9 @@ def apply_if_finite(
         total = jnp.where(finite, state.total_notfinite, optax.safe_increment(state.total_notfinite))
         updates, inner_state = inner.update(grads, state.inner_state, params, **extra_args)
         apply = finite | (in_a_row > most)
-        updates = _choose(apply, updates, jax.tree.map(jnp.zeros_like, updates))
+        updates = _select(apply, updates, jax.tree.map(jnp.zeros_like, updates))
         return updates, optax.ApplyIfFiniteState(
-            in_a_row, finite, total, _choose(apply, inner_state, state.inner_state)
+            in_a_row, finite, total, _select(apply, inner_state, state.inner_state)
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -157,19 +157,19 @@ def scaled_loss(
     def update(
         grads: Tree, state: LossScaleState, params: Tree | None = None, **extra_args: Any
     ) -> tuple[Tree, LossScaleState]:
-        grads = jax.tree.map(lambda g: _over(g, state.scale), grads)
+        grads = jax.tree.map(lambda g: _unscaled(g, state.scale), grads)
         finite = _all_finite(where, grads, axis_name)
         updates, inner_state = inner.update(grads, state.inner, params, **extra_args)
-        updates = _choose(finite, updates, jax.tree.map(jnp.zeros_like, updates))
+        updates = _select(finite, updates, jax.tree.map(jnp.zeros_like, updates))
         grows = state.steps + 1 >= every
         scale = jnp.where(finite, jnp.where(grows, 2 * state.scale, state.scale), state.scale / 2)
         steps = jnp.where(finite & ~grows, state.steps + 1, 0)
-        return updates, LossScaleState(scale, steps, _choose(finite, inner_state, state.inner))
+        return updates, LossScaleState(scale, steps, _select(finite, inner_state, state.inner))
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _over(grad: Array, scale: Array) -> Array:
+def _unscaled(grad: Array, scale: Array) -> Array:
     """Returns ``grad / scale``, in float32 or the wider dtype of the gradient."""
     wide = grad.astype(jnp.promote_types(grad.dtype, jnp.float32))
     return wide / scale.astype(wide.dtype)
@@ -183,5 +183,5 @@ def _all_finite(where: str, tree: Tree, axis_name: AxisName) -> Array:
     return lax.pmin(vary(ok, [name for name in names_of(axis_name) if has_types(name)]), axis_name) == 1
 
 
-def _choose(condition: Array, of_true: Tree, of_false: Tree) -> Tree:
+def _select(condition: Array, of_true: Tree, of_false: Tree) -> Tree:
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), of_true, of_false)

@@ -95,7 +95,7 @@ class Part(NamedTuple):
     cut: frozenset[int]
     wrapper: str
 
-    def over(self, places: Sequence[int | None]) -> Part | None:
+    def with_dimensions_at(self, places: Sequence[int | None]) -> Part | None:
         """Returns the part after its dimension i has moved to ``places[i]``; None if no cut dimension is left."""
         cut = frozenset(place for i in self.cut if (place := places[i]) is not None)
         return self._replace(cut=cut) if cut else None
@@ -123,7 +123,7 @@ def refuse_norms_of_parts(body: Any, mesh: Mesh) -> None:
     """
     if _has_marks(body):
         cut = frozenset(axis.name for axis in mesh.axes if axis.size > 1)
-        _Walk(cut, mesh).run(body, [None] * len(body.invars), None)
+        _Interpreter(cut, mesh).run(body, [None] * len(body.invars), None)
 
 
 discharge.CHECKS.append(refuse_norms_of_parts)
@@ -133,7 +133,7 @@ def _has_marks(jaxpr: Any) -> bool:
     return any(eqn.primitive is marked_p or any(map(_has_marks, inner_jaxprs(eqn))) for eqn in jaxpr.eqns)
 
 
-class _Walk:
+class _Interpreter:
     def __init__(self, names: Axes, mesh: Mesh) -> None:
         self._names = names
         self._mesh = mesh
@@ -166,7 +166,7 @@ class _Walk:
             (inner,) = inner_jaxprs(eqn)
             return self.run(inner, operands, place)
         if name == "cond":
-            self._look(operands, place)
+            self._refuse_term_with_part(operands, place)
             return _joined(*(self.run(branch.jaxpr, operands[1:], place) for branch in eqn.params["branches"]))
         if name == "scan":
             return self._scan(eqn, operands, place)
@@ -179,10 +179,10 @@ class _Walk:
         """Returns the kind of the result of an equation without inner programs that is no collective."""
         name, x = eqn.primitive.name, operands[0]
         if name in ELEMENTWISE:
-            self._look(operands, place)
+            self._refuse_term_with_part(operands, place)
             return functools.reduce(_meet, operands)
         if name == "dot_general":
-            self._look(operands, place)
+            self._refuse_term_with_part(operands, place)
             contracted = eqn.params["dimension_numbers"][0]
             sums = [
                 Term(v.names)
@@ -195,7 +195,7 @@ class _Walk:
         if name in REDUCTIONS:
             if isinstance(x, Part):
                 axes = eqn.params["axes"]
-                return Term(x.names) if _covers(x, axes) else x.over(_places_without(eqn, axes, x))
+                return Term(x.names) if _covers(x, axes) else x.with_dimensions_at(_places_without(eqn, axes, x))
             return x
         if isinstance(x, Term):
             layouts = ("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose", "slice", "integer_pow")
@@ -209,11 +209,11 @@ class _Walk:
         params, before, after = eqn.params, eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
         match eqn.primitive.name:
             case "transpose":
-                return x.over([params["permutation"].index(i) for i in range(len(before))])
+                return x.with_dimensions_at([params["permutation"].index(i) for i in range(len(before))])
             case "broadcast_in_dim":
-                return x.over(params["broadcast_dimensions"])
+                return x.with_dimensions_at(params["broadcast_dimensions"])
             case "squeeze":
-                return x.over(_places_without(eqn, params["dimensions"], x))
+                return x.with_dimensions_at(_places_without(eqn, params["dimensions"], x))
             case "reshape" if before == after:
                 return x
             case "reshape":
@@ -232,7 +232,7 @@ class _Walk:
     def _scan(self, eqn: JaxprEqn, operands: list[Value], place: frames.Frame | None) -> list[Value]:
         consts, carries = jax_internals.counts_of_scan(eqn)
         rows = [
-            x.over([i - 1 if i else None for i in range(var.aval.ndim)]) if isinstance(x, Part) else x
+            x.with_dimensions_at([i - 1 if i else None for i in range(var.aval.ndim)]) if isinstance(x, Part) else x
             for x, var in zip(operands[consts + carries :], eqn.invars[consts + carries :], strict=True)
         ]
         args = [*operands[: consts + carries], *rows]
@@ -263,7 +263,7 @@ class _Walk:
                 return [*carry, *results[len(carry) :]]
             carry = met
 
-    def _look(self, operands: Sequence[Value], place: frames.Frame | None) -> None:
+    def _refuse_term_with_part(self, operands: Sequence[Value], place: frames.Frame | None) -> None:
         """Raises ValueError if a function of optax computes with a term and a part of the same axis."""
         library = place is not None and frames.is_in_package(place, "optax")
         for part in [x for x in operands if isinstance(x, Part)] if library else ():

@@ -32,7 +32,7 @@ from pycollective.parallel.axes import (
 from pycollective.parallel.buckets import gather_whole
 from pycollective.parallel.elementwise import Check, Cutting, check_numbers, cut_in_slices
 from pycollective.parallel.per_device import check_not_summed
-from pycollective.parallel.wire import floating, mean_slices
+from pycollective.parallel.wire import checked_wire_dtype, mean_slices
 
 Array = Any
 Tree = Any
@@ -93,7 +93,7 @@ def zero(
         remedy = "Stage 3 of ZeRO cuts the parameters as well, which an optimizer alone cannot."
         error = message("parallel.zero", "stage=1 or stage=2", f"stage={stage!r}", remedy)
         raise ValueError(error)
-    wire = floating("zero", wire_dtype)
+    wire = checked_wire_dtype("zero", wire_dtype)
     inner = optax.with_extra_args_support(inner)
     check = Check("zero", inner)
 

@@ -95,8 +95,8 @@ def delayed(inner: optax.GradientTransformation, axis_name: AxisName) -> optax.G
     ) -> tuple[Tree, DelayedState]:
         check_not_summed(where, grads, axis_name)
         mean = lax.pmean(state.pending, axis_name)
-        if not has_types(axis_name):  # with JAX's types the result of _after would vary along the axis
-            mean = _after(mean, grads)
+        if not has_types(axis_name):  # with JAX's types the result would vary along the axis
+            mean = _depending_on(mean, grads)
         updates, inner_state = inner.update(mean, state.inner, params, **extra_args)
         # The first step has no gradients yet. Zeros instead would advance Adam's step count, and weights would decay.
         updates = jax.tree.map(lambda u: jnp.where(state.begun, u, jnp.zeros_like(u)), updates)
@@ -176,8 +176,8 @@ def gossip(inner: optax.GradientTransformation, axis_name: AxisName) -> optax.Gr
         rounds = max(1, (devices - 1).bit_length())
         leaves, structure = jax.tree.flatten(as_varying(params, axis_name))
         # The round is the same on all devices, so all of them take the same branch and make the same call.
-        received = lax.switch(state.round, [_from(2**k, devices, axis_name) for k in range(rounds)], leaves)
-        others = structure.unflatten(_after(received, grads))
+        received = lax.switch(state.round, [_receive_from(2**k, devices, axis_name) for k in range(rounds)], leaves)
+        others = structure.unflatten(_depending_on(received, grads))
         updates, inner_state = inner.update(grads, state.inner, params, **extra_args)
         updates = jax.tree.map(lambda u, own, other: u + ((other - own) / 2).astype(u.dtype), updates, params, others)
         return as_varying((updates, GossipState((state.round + 1) % rounds, inner_state)), axis_name)
@@ -185,7 +185,7 @@ def gossip(inner: optax.GradientTransformation, axis_name: AxisName) -> optax.Gr
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _from(distance: int, devices: int, axis_name: AxisName) -> Callable[[list[Array]], list[Array]]:
+def _receive_from(distance: int, devices: int, axis_name: AxisName) -> Callable[[list[Array]], list[Array]]:
     """Returns a function by which device r receives the arrays of device ``r - distance`` modulo ``devices``."""
     perm = [(r, (r + distance) % devices) for r in range(devices)]
 
@@ -196,7 +196,7 @@ def _from(distance: int, devices: int, axis_name: AxisName) -> Callable[[list[Ar
     return receive
 
 
-def _after(arrays: Tree, others: Tree) -> Tree:
+def _depending_on(arrays: Tree, others: Tree) -> Tree:
     """Returns ``arrays`` with a dependency on ``others``: XLA computes all of ``others`` before it reads the result.
 
     Without the dependency XLA would place the readers of a received array early in the program, and reuse the memory of

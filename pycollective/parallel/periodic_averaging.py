@@ -28,7 +28,7 @@ from pycollective.errors import integer, message
 from pycollective.parallel.axes import AxisName, axis_size
 from pycollective.parallel.buckets import gather_whole
 from pycollective.parallel.per_device import as_varying, check_not_summed, check_params_given
-from pycollective.parallel.wire import floating, mean_slices
+from pycollective.parallel.wire import checked_wire_dtype, mean_slices
 
 Array = Any
 Tree = Any
@@ -111,7 +111,7 @@ def local_sgd(
         phase = (state.phase + 1) % every
 
         def average(updates: Tree, params: Tree) -> Tree:
-            return _towards(lax.pmean(optax.apply_updates(params, updates), axis_name), params, updates)
+            return _updates_to(lax.pmean(optax.apply_updates(params, updates), axis_name), params, updates)
 
         # The phase is the same on all devices, so all of them take the same branch.
         updates = lax.cond(
@@ -210,7 +210,7 @@ def diloco(
     if count > every:
         remedy = "Each fragment has a step of its own, so choose at most as many as there are steps."
         raise ValueError(message(f"parallel.{where}", f"at most every={every} fragments", f"fragments={count}", remedy))
-    wire = floating(where, wire_dtype)
+    wire = checked_wire_dtype(where, wire_dtype)
     inner = optax.with_extra_args_support(inner)
     outer = optax.sgd(0.7, momentum=0.9, nesterov=True) if outer is None else outer
     outer = optax.with_extra_args_support(outer)
@@ -227,7 +227,7 @@ def diloco(
         outer_grads = _mean(jax.tree.map(jnp.subtract, anchor, moved), axis_name, wire)
         outer_updates, outer_state = outer.update(outer_grads, outer_state, anchor)
         anchor = optax.apply_updates(anchor, outer_updates)
-        return _towards(anchor, params, updates), anchor, outer_state
+        return _updates_to(anchor, params, updates), anchor, outer_state
 
     def update(
         grads: Tree, state: DiLoCoState, params: Tree | None = None, **extra_args: Any
@@ -300,7 +300,7 @@ def _mean_on_wire(arrays: list[Array], axis_name: AxisName, wire_dtype: Any) -> 
     return [x.astype(like.dtype) for x, like in zip(gathered, arrays, strict=True)]
 
 
-def _towards(target: Tree, params: Tree, like: Tree) -> Tree:
+def _updates_to(target: Tree, params: Tree, like: Tree) -> Tree:
     """Returns the updates that change ``params`` into ``target``, in the dtypes of ``like``."""
     return jax.tree.map(lambda t, p, u: (t - p).astype(u.dtype), target, params, like)
 

@@ -27,7 +27,7 @@ from pycollective.collectives import mpi_collectives as mpi
 from pycollective.errors import message
 from pycollective.parallel.axes import AxisName, axis_size, name_of, names_of, vary
 from pycollective.parallel.schedule_simulator import Simulation, Span, simulate
-from pycollective.parallel.schedules import Action, Kind, Schedule, letter_of, need_of
+from pycollective.parallel.schedules import Action, Kind, Schedule, receive_of, transfer_of
 from pycollective.parallel.stages import Chunk, Place, Stage, is_inexact, with_gradients
 from pycollective.ranks.communicator import Communicator
 from pycollective.transport.message_constants import PROC_NULL
@@ -218,9 +218,9 @@ class _Run:
         self._microbatches, self._record = microbatches, record
         self._zero = mpi.sendrecv(jnp.zeros((), jnp.int32), comm, source=PROC_NULL, dest=PROC_NULL)
         self._value = jnp.zeros(())
-        self._there: dict[Action, Tree] = {}  # what was received, by the action that receives it
-        self._made: dict[Action, Tree] = {}  # what is to be sent, by the action that sends it
-        self._kept: dict[tuple[int, ...], list[Array]] = {}  # for the backward passes, by chunk and microbatch
+        self._received: dict[Action, Tree] = {}  # what was received, by the action that receives it
+        self._to_send: dict[Action, Tree] = {}  # what is to be sent, by the action that sends it
+        self._residuals: dict[tuple[int, ...], list[Array]] = {}  # for the backward passes, by chunk and microbatch
 
     def run(self) -> Array:
         """Traces all actions and returns the value, the same on all ranks. Afterwards the chunks have the gradients."""
@@ -228,15 +228,15 @@ class _Run:
             if action.peer is None:
                 self._compute(action)
             elif action.kind in (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT):
-                mpi.send(self._made.pop(action), self._comm, dest=action.peer)
+                mpi.send(self._to_send.pop(action), self._comm, dest=action.peer)
             else:
-                self._there[action] = self._receive(action, action.peer)
+                self._received[action] = self._receive(action, action.peer)
         value = vary(self._value, self._chunks[0].place.axes)
         return mpi.broadcast(value, self._comm, root=self._comm.size - 1)
 
     def _receive(self, action: Action, source: int) -> Tree:
         place = self._chunks[action.chunk].place
-        like = place.takes if action.kind is Kind.RECEIVE_ACTIVATION else with_gradients(place.gives)
+        like = place.operand if action.kind is Kind.RECEIVE_ACTIVATION else with_gradients(place.result)
         # recv would not do: it has no operand, so XLA could run it, and wait in it, before earlier computations.
         operands = jax.tree.map(lambda _: self._zero, like)
         got = mpi.sendrecv(operands, self._comm, source=source, dest=PROC_NULL, like=like)
@@ -245,14 +245,14 @@ class _Run:
     def _compute(self, action: Action) -> None:
         chunk, place = self._chunks[action.chunk], action[1:3]
         of_rank = self._comm.rank, self._schedule.stages, self._schedule.chunks
-        need, letter = need_of(action, *of_rank), letter_of(action, *of_rank)
-        taken = None if need is None else self._there.pop(need)
+        receive, transfer = receive_of(action, *of_rank), transfer_of(action, *of_rank)
+        taken = None if receive is None else self._received.pop(receive)
         if chunk.place.is_last and action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUTS):
             taken = chunk.cotangent_of_loss(1 / self._schedule.microbatches)
-        kept, taken = self._tie(action, (self._kept.pop(place, []), taken))
+        kept, taken = self._tie(action, (self._residuals.pop(place, []), taken))
         made: Tree = None
         if action.kind is Kind.FORWARD:
-            made, self._kept[place] = chunk.forward(taken, self._microbatch(action.microbatch))
+            made, self._residuals[place] = chunk.forward(taken, self._microbatch(action.microbatch))
             if chunk.place.is_last:
                 self._value += made.astype(self._value.dtype) / self._schedule.microbatches
                 made = None
@@ -260,14 +260,14 @@ class _Run:
             made, grads = chunk.backward(kept, taken)
             chunk.add(grads)
         elif action.kind is Kind.BACKWARD_INPUTS:
-            made, self._kept[place] = chunk.backward_inputs(kept, taken)
+            made, self._residuals[place] = chunk.backward_inputs(kept, taken)
         else:
             chunk.add(chunk.backward_weights(kept))
         made, chunk.grads, self._value = self._tie(action, (made, chunk.grads, self._value))
-        if letter is not None and letter.peer == self._comm.rank:
-            self._there[letter.receive] = made
-        elif letter is not None:
-            self._made[letter.send] = made
+        if transfer is not None and transfer.peer == self._comm.rank:
+            self._received[transfer.receive] = made
+        elif transfer is not None:
+            self._to_send[transfer.send] = made
 
     def _microbatch(self, number: int) -> Tree:
         return jax.tree.map(

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import accumulate, product
 from typing import NamedTuple
 
-from pycollective.parallel.schedules import Action, Kind, Schedule, costs_of, letter_of, need_of, refuse
+from pycollective.parallel.schedules import Action, Kind, Schedule, costs_of, receive_of, refuse, transfer_of
 
 
 class Span(NamedTuple):
@@ -58,10 +58,10 @@ class Simulation:
         computing = sum(span.end - span.start for span in every if span.action.peer is None)
         of_all = schedule.stages * total
         bubble = (of_all - computing) / of_all if total else 0.0
-        return cls(schedule, tuple(map(tuple, spans)), total, bubble, tuple(map(_peak, schedule.actions)))
+        return cls(schedule, tuple(map(tuple, spans)), total, bubble, tuple(map(_peak_activations, schedule.actions)))
 
 
-def _peak(actions: Sequence[Action]) -> int:
+def _peak_activations(actions: Sequence[Action]) -> int:
     steps = [(a.kind is Kind.FORWARD) - (a.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHTS)) for a in actions]
     return max(accumulate(steps))
 
@@ -115,18 +115,18 @@ def simulate(
         while left[rank] and (action := left[rank][-1]).peer is None:
             run(rank, free[rank], costs[action.kind])
         peer = left[rank][-1].peer if left[rank] else None
-        if peer is not None and left[peer] and left[peer][-1] == _other_end(left[rank][-1], rank, schedule):
+        if peer is not None and left[peer] and left[peer][-1] == _action_of_peer(left[rank][-1], rank, schedule):
             start = max(free[rank], free[peer])
             run(rank, start, send)
             run(peer, start, send)
             running += [rank, peer]
     if any(left):
         next_of = {rank: order[-1] for rank, order in enumerate(left) if order}
-        refuse("simulate", "an order in which no ranks wait for each other for ever", _waits(next_of))
+        refuse("simulate", "an order in which no ranks wait for each other for ever", _describe_cycle(next_of))
     return Simulation.of(schedule, spans)
 
 
-def _other_end(action: Action, rank: int, schedule: Schedule) -> Action:
+def _action_of_peer(action: Action, rank: int, schedule: Schedule) -> Action:
     """Returns the peer's action at the other end of this rank's message."""
     is_activation = action.kind in (Kind.SEND_ACTIVATION, Kind.RECEIVE_ACTIVATION)
     is_send = action.kind in (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT)
@@ -136,13 +136,13 @@ def _other_end(action: Action, rank: int, schedule: Schedule) -> Action:
     return Action(kind, stage // schedule.stages, action.microbatch, rank)
 
 
-def _waits(next_of: Mapping[int, Action]) -> str:
+def _describe_cycle(next_of: Mapping[int, Action]) -> str:
     """Describes a cycle of ranks that wait for each other, with the action of each."""
-    circle = [min(next_of)]
-    while (peer := next_of[circle[-1]].peer) not in circle:
-        circle.append(peer)  # type: ignore[arg-type]  # only messages wait
-    circle = circle[circle.index(peer) :]
-    return "; ".join(f"rank {rank} waits for rank {next_of[rank].peer} in its {next_of[rank]}" for rank in circle)
+    cycle = [min(next_of)]
+    while (peer := next_of[cycle[-1]].peer) not in cycle:
+        cycle.append(peer)  # type: ignore[arg-type]  # only messages wait
+    cycle = cycle[cycle.index(peer) :]
+    return "; ".join(f"rank {rank} waits for rank {next_of[rank].peer} in its {next_of[rank]}" for rank in cycle)
 
 
 def _check_actions(schedule: Schedule) -> None:
@@ -160,11 +160,11 @@ def _check_actions(schedule: Schedule) -> None:
             if place in split:
                 earlier[Action(Kind.BACKWARD_WEIGHTS, *place)] = [backward]
             for action in (forward, backward):
-                if (need := need_of(action, rank, stages, chunks)) is not None:
+                if (need := receive_of(action, rank, stages, chunks)) is not None:
                     earlier[action].append(need)
                     earlier |= {need: []} if need.peer != rank else {}
-                if (letter := letter_of(action, rank, stages, chunks)) is not None and letter.peer != rank:
-                    earlier[letter.send] = [action]
+                if (transfer := transfer_of(action, rank, stages, chunks)) is not None and transfer.peer != rank:
+                    earlier[transfer.send] = [action]
         wrong = Counter(actions)
         wrong.subtract(list(earlier))
         if others := [action for action, times in wrong.items() if times != 0]:
@@ -176,6 +176,6 @@ def _check_actions(schedule: Schedule) -> None:
             if late := [other for other in earlier[action] if other not in done]:
                 refuse("simulate", f"{late[0]} before {action} on rank {rank}", "it after that, or never")
             done.add(action)
-            letter = letter_of(action, rank, stages, chunks) if action.peer is None else None
-            if letter is not None and letter.peer == rank:
-                done.add(letter.receive)
+            transfer = transfer_of(action, rank, stages, chunks) if action.peer is None else None
+            if transfer is not None and transfer.peer == rank:
+                done.add(transfer.receive)

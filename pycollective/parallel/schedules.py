@@ -132,7 +132,7 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
     _check_numbers("one_f_one_b", stages=stages, microbatches=microbatches)
     forward = [Action(Kind.FORWARD, 0, k) for k in range(microbatches)]
     backward = [Action(Kind.BACKWARD, 0, k) for k in range(microbatches)]
-    return with_messages("one_f_one_b", [_by_turns(forward, backward, stages - 1 - r) for r in range(stages)])
+    return with_messages("one_f_one_b", [_alternated(forward, backward, stages - 1 - r) for r in range(stages)])
 
 
 def interleaved(stages: int, microbatches: int, chunks: int) -> Schedule:
@@ -174,7 +174,7 @@ def interleaved(stages: int, microbatches: int, chunks: int) -> Schedule:
         warmup = 2 * (stages - 1 - rank) + (chunks - 1) * stages
         forward = passes(Kind.FORWARD, range(chunks))
         backward = passes(Kind.BACKWARD, range(chunks)[::-1])
-        return [a for a in _by_turns(forward, backward, warmup) if a.microbatch < microbatches]
+        return [a for a in _alternated(forward, backward, warmup) if a.microbatch < microbatches]
 
     return with_messages("interleaved", [of_rank(rank) for rank in range(stages)])
 
@@ -212,7 +212,7 @@ def zero_bubble(stages: int, microbatches: int) -> Schedule:
         forward = [Action(Kind.FORWARD, 0, k) for k in range(microbatches)]
         backward = [Action(Kind.BACKWARD_INPUTS, 0, k) for k in range(microbatches)]
         actions: list[Action] = []
-        for action in _by_turns(forward, backward, stages - 1 - rank):
+        for action in _alternated(forward, backward, stages - 1 - rank):
             actions.append(action)
             # In 1F1B rank r keeps p - r microbatches. So r more may be kept for their backward pass of weights.
             if action.kind is Kind.BACKWARD_INPUTS and action.microbatch >= rank:
@@ -229,7 +229,7 @@ def _check_numbers(where: str, **numbers: int) -> None:
             raise ValueError(message(f"parallel.{where}", f"{name} of at least 1", number, "Give the number of them."))
 
 
-def _by_turns(forward: Sequence[Action], backward: Sequence[Action], warmup: int) -> list[Action]:
+def _alternated(forward: Sequence[Action], backward: Sequence[Action], warmup: int) -> list[Action]:
     """Returns ``warmup`` forward passes, then forward and backward passes in turn, then the other backward passes."""
     ahead = min(warmup, len(forward))
     turns = [action for pair in zip(forward[ahead:], backward, strict=False) for action in pair]
@@ -276,42 +276,42 @@ def with_messages(
     costs = costs_of(forward, backward_inputs, backward_weights)
     left = [list(order)[::-1] for order in computations]  # the next one is the last
     actions: list[list[Action]] = [[] for _ in left]
-    there: list[set[Action]] = [set() for _ in left]  # what each rank has received
-    ready: list[Letter | None] = [None] * stages  # the message that each rank waits to send
+    received: list[set[Action]] = [set() for _ in left]  # what each rank has received
+    ready: list[Transfer | None] = [None] * stages  # the message that each rank waits to send
     free = [0.0] * stages  # the time at which each rank ends its last action
 
-    def needs(rank: int) -> Action | None:
+    def missing_receive(rank: int) -> Action | None:
         """Returns the receive that is missing for the next computation of the rank; None if there is none."""
-        need = need_of(left[rank][-1], rank, stages, chunks) if left[rank] else None
-        return None if need in there[rank] else need
+        need = receive_of(left[rank][-1], rank, stages, chunks) if left[rank] else None
+        return None if need in received[rank] else need
 
-    def possible() -> Iterator[tuple[float, int, int]]:
+    def next_events() -> Iterator[tuple[float, int, int]]:
         """Yields the actions that can be next: the time, 1 for a computation or 0 for a message, and the rank."""
-        for rank, letter in enumerate(ready):
-            if letter is not None:
-                yield max(free[rank], free[letter.peer]), 0, rank
-            elif left[rank] and needs(rank) is None:
+        for rank, transfer in enumerate(ready):
+            if transfer is not None:
+                yield max(free[rank], free[transfer.peer]), 0, rank
+            elif left[rank] and missing_receive(rank) is None:
                 yield free[rank], 1, rank
 
     while any(left) or any(ready):
-        if (first := min(possible(), default=None)) is None:
+        if (first := min(next_events(), default=None)) is None:
             waiting = name_ranks([rank for rank in range(stages) if left[rank]])
             refuse("with_messages", "computations that come after what they need", f"others on {waiting}")
         time, _, rank = first
-        if (letter := ready[rank]) is not None:
-            actions[rank].append(letter.send)
-            actions[letter.peer].append(letter.receive)
-            there[letter.peer].add(letter.receive)
-            free[rank] = free[letter.peer] = time
+        if (transfer := ready[rank]) is not None:
+            actions[rank].append(transfer.send)
+            actions[transfer.peer].append(transfer.receive)
+            received[transfer.peer].add(transfer.receive)
+            free[rank] = free[transfer.peer] = time
             ready[rank] = None
             continue
         actions[rank].append(action := left[rank].pop())
         free[rank] = time + costs[action.kind]
-        letter = letter_of(action, rank, stages, chunks)
-        if letter is not None and letter.peer == rank:
-            there[rank].add(letter.receive)
+        transfer = transfer_of(action, rank, stages, chunks)
+        if transfer is not None and transfer.peer == rank:
+            received[rank].add(transfer.receive)
         else:
-            ready[rank] = letter
+            ready[rank] = transfer
     microbatches = 1 + max(action.microbatch for action in every)
     return Schedule(name, stages, microbatches, chunks, tuple(map(tuple, actions)))
 
@@ -326,7 +326,7 @@ def costs_of(forward: float, backward_inputs: float, backward_weights: float) ->
     }
 
 
-class Letter(NamedTuple):
+class Transfer(NamedTuple):
     """A result for another stage.
 
     Attributes:
@@ -351,7 +351,7 @@ def _receive(kind: Kind, chunk: int, microbatch: int, peer: int) -> Action:
     return Action(how, chunk, microbatch, peer)
 
 
-def need_of(action: Action, rank: int, stages: int, chunks: int) -> Action | None:
+def receive_of(action: Action, rank: int, stages: int, chunks: int) -> Action | None:
     """Returns the action that receives the operand of a computation; ``peer`` may be the rank itself.
 
     None: the computation needs no result of another stage.
@@ -363,7 +363,7 @@ def need_of(action: Action, rank: int, stages: int, chunks: int) -> Action | Non
     return _receive(action.kind, action.chunk, action.microbatch, source % stages)
 
 
-def letter_of(action: Action, rank: int, stages: int, chunks: int) -> Letter | None:
+def transfer_of(action: Action, rank: int, stages: int, chunks: int) -> Transfer | None:
     """Returns the message with the result of a computation; ``peer`` may be the rank itself.
 
     None: no other stage needs the result.
@@ -375,7 +375,7 @@ def letter_of(action: Action, rank: int, stages: int, chunks: int) -> Letter | N
     chunk, peer = divmod(target, stages)
     how = Kind.SEND_ACTIVATION if action.kind is Kind.FORWARD else Kind.SEND_GRADIENT
     send = Action(how, action.chunk, action.microbatch, peer)
-    return Letter(peer, send, _receive(action.kind, chunk, action.microbatch, rank))
+    return Transfer(peer, send, _receive(action.kind, chunk, action.microbatch, rank))
 
 
 def refuse(where: str, expected: str, got: str) -> NoReturn:

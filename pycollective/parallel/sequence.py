@@ -110,7 +110,7 @@ def ring_attention(
         key_dim=k.shape[-1],
         tiles=-(-k.shape[-3] // keys_at_once),
     )
-    return _attention(ring, *_of_one_type(axis_name, q, k, v))
+    return _attention(ring, *_varying_alike(axis_name, q, k, v))
 
 
 class _Ring(NamedTuple):
@@ -127,7 +127,7 @@ class _Ring(NamedTuple):
     tiles: int
 
 
-def _of_one_type(axis_name: AxisName, *arrays: Array) -> list[Array]:
+def _varying_alike(axis_name: AxisName, *arrays: Array) -> list[Array]:
     """Casts arrays so that all of them vary along the same axes: the ring's axis, and each axis of one of them."""
     varying = [jax_internals.varying_axes(x) for x in (lax.axis_index(axis_name), *arrays)]
     union = frozenset().union(*varying)
@@ -140,13 +140,13 @@ def _attention(ring: _Ring, q: Array, k: Array, v: Array) -> Array:
 
 
 def _forward(ring: _Ring, q: Array, k: Array, v: Array) -> tuple[Array, Tree]:
-    rows = _rows(ring, q)
+    rows = _to_rows(ring, q)
     wide = _wide(q)
 
-    def look(sums: Tree, tile: Array, grads: None, seen: Array | None) -> tuple[Tree, None]:
+    def attend(sums: Tree, tile: Array, grads: None, mask: Array | None) -> tuple[Tree, None]:
         largest, total, out = sums
         keys, values = tile[..., : ring.key_dim], tile[..., ring.key_dim :]
-        scores = _scores(ring, rows, keys, seen)
+        scores = _scores(ring, rows, keys, mask)
         new = jnp.maximum(largest, jnp.max(scores, axis=-1, keepdims=True))
         weights, rest = jnp.exp(scores - new), jnp.exp(largest - new)
         total = total * rest + jnp.sum(weights, axis=-1, keepdims=True)
@@ -156,45 +156,49 @@ def _forward(ring: _Ring, q: Array, k: Array, v: Array) -> tuple[Array, Tree]:
     # exp(largest - new) is 0, which removes the wrong sum.
     start = functools.partial(jnp.full_like, rows, dtype=wide)
     column = (*rows.shape[:-1], 1)
-    sums = start(_masked(wide), shape=column), start(0, shape=column), start(0, shape=(*rows.shape[:-1], v.shape[-1]))
-    (largest, total, out), _ = _go_round(ring, look, sums, _tiles(ring, k, v), None)
-    y = _unrow(ring, out / total).astype(q.dtype)
+    sums = (
+        start(_masked_score(wide), shape=column),
+        start(0, shape=column),
+        start(0, shape=(*rows.shape[:-1], v.shape[-1])),
+    )
+    (largest, total, out), _ = _ring_pass(ring, attend, sums, _to_tiles(ring, k, v), None)
+    y = _from_rows(ring, out / total).astype(q.dtype)
     return y, (q, k, v, y, largest + jnp.log(total))
 
 
 def _backward(ring: _Ring, residuals: Tree, dy: Array) -> tuple[Array, Array, Array]:
     q, k, v, y, log_total = residuals
-    rows, drows = _rows(ring, q), _rows(ring, dy)
+    rows, drows = _to_rows(ring, q), _to_rows(ring, dy)
     # Of p_ij = exp(s_ij - log_total_i) and dp_ij = dy_i v_j:  ds_ij = p_ij (dp_ij - sum_j p_ij dp_ij).
     # The sum is dy_i y_i, so it needs no communication.
-    mean = jnp.sum(drows.astype(log_total.dtype) * _rows(ring, y).astype(log_total.dtype), axis=-1, keepdims=True)
+    mean = jnp.sum(drows.astype(log_total.dtype) * _to_rows(ring, y).astype(log_total.dtype), axis=-1, keepdims=True)
 
-    def look(dq: Array, tile: Array, grads: Array, seen: Array | None) -> tuple[Array, Array]:
+    def attend(dq: Array, tile: Array, grads: Array, mask: Array | None) -> tuple[Array, Array]:
         keys, values = tile[..., : ring.key_dim], tile[..., ring.key_dim :]
-        weights = jnp.exp(_scores(ring, rows, keys, seen) - log_total)
+        weights = jnp.exp(_scores(ring, rows, keys, mask) - log_total)
         dscores = (weights * (_matmul(drows, values.mT) - mean) * ring.scale).astype(q.dtype)
         dkeys, dvalues = _matmul(dscores.mT, rows), _matmul(weights.astype(q.dtype).mT, drows)
         return dq + _matmul(dscores, keys), grads + jnp.concatenate([dkeys, dvalues], axis=-1)
 
-    tiles = _tiles(ring, k, v)
+    tiles = _to_tiles(ring, k, v)
     dq, grads = (jnp.zeros_like(x, _wide(x)) for x in (rows, tiles))
-    dq, grads = _go_round(ring, look, dq, tiles, grads)
-    dk, dv = _untile(ring, grads)
-    return _unrow(ring, dq).astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
+    dq, grads = _ring_pass(ring, attend, dq, tiles, grads)
+    dk, dv = _from_tiles(ring, grads)
+    return _from_rows(ring, dq).astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
 
 
 _attention.defvjp(_forward, _backward)
 
 
-def _go_round(ring: _Ring, look: Callable[..., Any], own: Tree, tiles: Array, grads: Tree) -> tuple[Tree, Tree]:
-    """Lets each device look at the tiles of all devices.
+def _ring_pass(ring: _Ring, attend: Callable[..., Any], own: Tree, tiles: Array, grads: Tree) -> tuple[Tree, Tree]:
+    """Passes the tiles around the ring, so that each device computes with the tiles of all devices.
 
     Args:
         ring: the ring.
-        look: maps ``own``, a tile, its part of ``grads`` and which scores are seen to the new ``own`` and part.
-        own: what stays on this device.
-        tiles: this device's tiles, stacked. They go to the next device before they are looked at.
-        grads: what belongs to the tiles, and goes round with them, or None. It follows when they were looked at.
+        attend: maps ``own``, a tile, its part of ``grads`` and the mask to the new ``own`` and the new part.
+        own: the values that stay on this device.
+        tiles: this device's tiles, stacked. They are sent to the next device before the computation with them.
+        grads: gradients of the tiles, or None. They are sent to the next device after the computation with the tiles.
 
     Returns:
         ``own``, and ``grads`` of this device's own tiles.
@@ -204,36 +208,36 @@ def _go_round(ring: _Ring, look: Callable[..., Any], own: Tree, tiles: Array, gr
     def send(x: Tree) -> Tree:
         return lax.ppermute(x, ring.axis_name, [(r, (r + 1) % ring.devices) for r in range(ring.devices)])
 
-    def look_at_all(own: Tree, tiles: Array, grads: Tree, step: Any) -> tuple[Tree, Tree]:
+    def attend_to_block(own: Tree, tiles: Array, grads: Tree, step: Any) -> tuple[Tree, Tree]:
         first = (device - step) % ring.devices * ring.keys
         length = tiles.shape[-2]
 
-        def look_at_one(own: Tree, each: Tree) -> tuple[Tree, Tree]:
+        def attend_to_tile(own: Tree, each: Tree) -> tuple[Tree, Tree]:
             tile, part, place = each
 
-            def see(own: Tree, part: Tree) -> tuple[Tree, Tree]:
-                return look(own, tile, part, _seen(ring, device, first, place * length, length))
+            def attend_with_mask(own: Tree, part: Tree) -> tuple[Tree, Tree]:
+                return attend(own, tile, part, _mask(ring, device, first, place * length, length))
 
             if not ring.causal:
-                return see(own, part)
+                return attend_with_mask(own, part)
             last_query = (device + 1) * ring.queries - 1
-            return lax.cond(first + place * length <= last_query, see, lambda *unseen: unseen, own, part)
+            return lax.cond(first + place * length <= last_query, attend_with_mask, lambda *unseen: unseen, own, part)
 
-        return lax.scan(look_at_one, own, (tiles, grads, jnp.arange(ring.tiles, dtype=jnp.int32)))
+        return lax.scan(attend_to_tile, own, (tiles, grads, jnp.arange(ring.tiles, dtype=jnp.int32)))
 
     def one_step(state: Tree, step: Array) -> tuple[Tree, None]:
         own, tiles, grads = state
         following = send(tiles)
-        own, grads = look_at_all(own, tiles, grads, step)
+        own, grads = attend_to_block(own, tiles, grads, step)
         return (own, following, send(grads)), None
 
     steps = jnp.arange(ring.devices - 1, dtype=jnp.int32)
     (own, tiles, grads), _ = lax.scan(one_step, (own, tiles, grads), steps, unroll=2)  # the two buffers change roles
-    own, grads = look_at_all(own, tiles, grads, ring.devices - 1)
+    own, grads = attend_to_block(own, tiles, grads, ring.devices - 1)
     return own, send(grads)
 
 
-def _seen(ring: _Ring, device: Array, first: Array, start: Array, length: int) -> Array | None:
+def _mask(ring: _Ring, device: Array, first: Array, start: Array, length: int) -> Array | None:
     """Returns the mask of a tile, of shape (queries, length): whether a query attends to a key. None: to all keys.
 
     Args:
@@ -244,25 +248,25 @@ def _seen(ring: _Ring, device: Array, first: Array, start: Array, length: int) -
         length: the number of keys of a tile.
     """
     keys = start + jnp.arange(length, dtype=jnp.int32)
-    seen = None
+    mask = None
     if ring.tiles * length > ring.keys:
-        seen = jnp.broadcast_to(keys < ring.keys, (ring.queries, length))  # the last tiles end with padding
+        mask = jnp.broadcast_to(keys < ring.keys, (ring.queries, length))  # the last tiles end with padding
     if ring.causal:
         queries = device * ring.queries + jnp.arange(ring.queries, dtype=jnp.int32)
         before = queries[:, None] >= (first + keys)[None, :]
-        seen = before if seen is None else seen & before
-    return seen
+        mask = before if mask is None else mask & before
+    return mask
 
 
-def _scores(ring: _Ring, rows: Array, keys: Array, seen: Array | None) -> Array:
+def _scores(ring: _Ring, rows: Array, keys: Array, mask: Array | None) -> Array:
     scores = ring.scale * _matmul(rows, keys.mT)
-    if seen is None:
+    if mask is None:
         return scores
     each = scores.shape[-2] // ring.queries  # the rows are the queries of one head, then those of the next head
-    return jnp.where(jnp.broadcast_to(jnp.tile(seen, (each, 1)), scores.shape), scores, _masked(scores.dtype))
+    return jnp.where(jnp.broadcast_to(jnp.tile(mask, (each, 1)), scores.shape), scores, _masked_score(scores.dtype))
 
 
-def _masked(dtype: Any) -> float:
+def _masked_score(dtype: Any) -> float:
     """Returns the score of a masked key. It is finite, since the difference of two infinities is NaN."""
     return -0.7 * float(jnp.finfo(dtype).max)
 
@@ -275,7 +279,7 @@ def _matmul(a: Array, b: Array) -> Array:
     return jnp.matmul(a, b, preferred_element_type=_wide(a))
 
 
-def _rows(ring: _Ring, x: Array) -> Array:
+def _to_rows(ring: _Ring, x: Array) -> Array:
     """Reshapes (..., positions, heads, dim) to (..., key heads, rows, dim).
 
     The rows of a key head are the positions of all heads that share it, head after head.
@@ -286,24 +290,24 @@ def _rows(ring: _Ring, x: Array) -> Array:
     return jnp.moveaxis(grouped, -4, -2).reshape(*batch, ring.key_heads, each * positions, dim)
 
 
-def _unrow(ring: _Ring, rows: Array) -> Array:
-    """Reshapes the rows of queries back, the inverse of :func:`_rows`."""
+def _from_rows(ring: _Ring, rows: Array) -> Array:
+    """Reshapes the rows of queries back, the inverse of :func:`_to_rows`."""
     *batch, key_heads, count, dim = rows.shape
     each = count // ring.queries
     grouped = rows.reshape(*batch, key_heads, each, ring.queries, dim)
     return jnp.moveaxis(grouped, -2, -4).reshape(*batch, ring.queries, key_heads * each, dim)
 
 
-def _tiles(ring: _Ring, k: Array, v: Array) -> Array:
+def _to_tiles(ring: _Ring, k: Array, v: Array) -> Array:
     """Returns keys and values as tiles, joined for one call: (tiles, ..., key heads, length, dims of both)."""
-    both = _rows(ring, jnp.concatenate([k, v], axis=-1))
+    both = _to_rows(ring, jnp.concatenate([k, v], axis=-1))
     length = -(-ring.keys // ring.tiles)
     padded = jnp.pad(both, [(0, 0)] * (both.ndim - 2) + [(0, ring.tiles * length - ring.keys), (0, 0)])
     return jnp.moveaxis(padded.reshape(*both.shape[:-2], ring.tiles, length, both.shape[-1]), -3, 0)
 
 
-def _untile(ring: _Ring, tiles: Array) -> tuple[Array, Array]:
-    """The inverse of :func:`_tiles`."""
+def _from_tiles(ring: _Ring, tiles: Array) -> tuple[Array, Array]:
+    """Returns the keys and values of tiles, the inverse of :func:`_to_tiles`."""
     padded = jnp.moveaxis(tiles, 0, -3)
     *rest, count, length, dims = padded.shape
     both = padded.reshape(*rest, count * length, dims)[..., : ring.keys, :]

@@ -182,9 +182,7 @@ def conv(
     numbers = lax.conv_dimension_numbers(x.shape, kernel.shape, dimension_numbers)
     window = [kernel.shape[d] for d in numbers.rhs_spec[2:]]
     dilation = [1] * len(window) if rhs_dilation is None else rhs_dilation
-    x, pads = _with_what_is_read(
-        "conv", x, axes, numbers.lhs_spec[2:], window, window_strides, dilation, padding, periodic, 0
-    )
+    x, pads = _with_halos("conv", x, axes, numbers.lhs_spec[2:], window, window_strides, dilation, padding, periodic, 0)
     return lax.conv_general_dilated(
         x,
         kernel,
@@ -252,7 +250,7 @@ def reduce_window(
          [6. 7.]]
     """
     dilation = [1] * x.ndim if window_dilation is None else window_dilation
-    x, pads = _with_what_is_read(
+    x, pads = _with_halos(
         "reduce_window",
         x,
         axes,
@@ -269,7 +267,7 @@ def reduce_window(
     )
 
 
-def _with_what_is_read(
+def _with_halos(
     where: str,
     x: Array,
     axes: Mapping[int, AxisName],
@@ -318,12 +316,12 @@ def _with_what_is_read(
         raise ValueError(error)
     for i, dimension in enumerate(dimensions):
         if dimension in cut:
-            x = _read_along(where, x, cut[dimension], dimension, spans[i], strides[i], pads[i], periodic, fill)
+            x = _entries_along(where, x, cut[dimension], dimension, spans[i], strides[i], pads[i], periodic, fill)
             pads[i] = (0, 0)
     return x, pads
 
 
-def _read_along(
+def _entries_along(
     where: str,
     x: Array,
     axis_name: AxisName,

@@ -28,12 +28,12 @@ class Split(NamedTuple):
     Attributes:
         first: returns the first results, followed by the values that the second part needs from it.
         second: returns the other results. Its arguments are some arguments of the program, followed by these values.
-        again: the indices of the program's arguments that the second part takes.
+        reused_args: the indices of the program's arguments that the second part takes.
     """
 
     first: ClosedJaxpr
     second: ClosedJaxpr
-    again: tuple[int, ...]
+    reused_args: tuple[int, ...]
 
 
 def split(closed: ClosedJaxpr, results: int, *args: Array) -> Split:
@@ -71,15 +71,17 @@ def split(closed: ClosedJaxpr, results: int, *args: Array) -> Split:
     made = {var for eqn in second for var in eqn.outvars}
     read = [var for eqn in second for var in reads(eqn)] + [var for var in outs[results:] if isinstance(var, Var)]
     taken = dict.fromkeys(var for var in read if var not in made and var not in jaxpr.constvars)
-    again = tuple(i for i, var in enumerate(jaxpr.invars) if var in taken)
+    reused_args = tuple(i for i, var in enumerate(jaxpr.invars) if var in taken)
     given = [var for var in taken if var not in jaxpr.invars]
     return Split(
         ClosedJaxpr(jaxpr.replace(eqns=first, outvars=[*outs[:results], *given]), closed.consts),
         ClosedJaxpr(
-            jaxpr.replace(eqns=second, invars=[*(jaxpr.invars[i] for i in again), *given], outvars=outs[results:]),
+            jaxpr.replace(
+                eqns=second, invars=[*(jaxpr.invars[i] for i in reused_args), *given], outvars=outs[results:]
+            ),
             closed.consts,
         ),
-        again,
+        reused_args,
     )
 
 

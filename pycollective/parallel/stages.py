@@ -147,12 +147,12 @@ class Place(NamedTuple):
     varying: AxisName
 
     @property
-    def takes(self) -> Tree:
+    def operand(self) -> Tree:
         """The result of the previous stage; None for the first stage."""
         return self.shapes[self.number - 1] if self.number > 0 else None
 
     @property
-    def gives(self) -> Tree:
+    def result(self) -> Tree:
         """The result of this stage for the next one; None for the last stage."""
         return None if self.is_last else self.shapes[self.number]
 
@@ -171,15 +171,15 @@ class Place(NamedTuple):
         """Returns the stage's result ``y``, cast to a type that varies along :attr:`axes`.
 
         Raises:
-            ValueError: the result does not have the shapes and dtypes of :attr:`gives`, or varies along other axes.
+            ValueError: the result does not have the shapes and dtypes of :attr:`result`, or varies along other axes.
         """
         if self.is_last:
             check_loss("pipeline", y)
         else:
             for say in (describe, jax.tree.structure):
-                if say(y) != say(self.gives):
+                if say(y) != say(self.result):
                     remedy = "Take what passes from activation_shapes, which all ranks call."
-                    expected = f"stage {self.number} to give {say(self.gives)}, as between says"
+                    expected = f"stage {self.number} to give {say(self.result)}, as between says"
                     raise ValueError(message("parallel.pipeline", expected, say(y), remedy))
         for x in jax.tree.leaves(y):
             if others := jax_internals.varying_axes(x).difference(self.axes):
@@ -204,7 +204,7 @@ class Chunk:
         self._function, self._params = function, params
         self._forward: Callable[..., list[Array]] | None = None
         self._backward: Callable[..., list[Array]] | None = None
-        self._parts: tuple[Callable[..., list[Array]], ...] = ()
+        self._backward_parts: tuple[Callable[..., list[Array]], ...] = ()
         self._shared: dict[int, Array] = {}
 
     def forward(self, x: Tree, microbatch: Tree) -> tuple[Tree, list[Array]]:
@@ -215,11 +215,13 @@ class Chunk:
         if self._forward is None:
             self._forward = self._trace_forward(x, microbatch)
         outs = self._forward(*jax.tree.leaves((self._params, x, microbatch)))
-        results = self._results.num_leaves
+        results = self._result_tree.num_leaves
         for i, residual in enumerate(outs[results:]):
-            if not self._own[i]:
+            if not self._per_microbatch[i]:
                 self._shared.setdefault(i, residual)
-        return self._results.unflatten(outs[:results]), [outs[results + i] for i, own in enumerate(self._own) if own]
+        return self._result_tree.unflatten(outs[:results]), [
+            outs[results + i] for i, own in enumerate(self._per_microbatch) if own
+        ]
 
     def _trace_forward(self, x: Tree, microbatch: Tree) -> Callable[..., list[Array]]:
         def forward(params: Tree, x: Tree, microbatch: Tree) -> tuple[Tree, list[Array]]:
@@ -229,42 +231,42 @@ class Chunk:
             return y, residuals
 
         closed, (y, _) = jax.make_jaxpr(forward, return_shape=True)(self._params, x, microbatch)
-        self._results, self._given = jax.tree.structure(y), [_struct(leaf) for leaf in jax.tree.leaves(y)]
+        self._result_tree, self._result_structs = jax.tree.structure(y), [_struct(leaf) for leaf in jax.tree.leaves(y)]
         params = len(jax.tree.leaves(self._params))
         changing = dependents(closed.jaxpr, closed.jaxpr.invars[params:])
-        residuals = closed.jaxpr.outvars[len(self._given) :]
-        self._own = [isinstance(var, Var) and var in changing for var in residuals]
+        residuals = closed.jaxpr.outvars[len(self._result_structs) :]
+        self._per_microbatch = [isinstance(var, Var) and var in changing for var in residuals]
         return _compiled(closed)
 
     def cotangent_of_loss(self, weight: float) -> list[Array]:
         """Returns the cotangent of the loss: the weight of a microbatch's loss in the value."""
-        return [vary(jnp.asarray(weight, self._given[0].dtype), self._loss_axes)]
+        return [vary(jnp.asarray(weight, self._result_structs[0].dtype), self._loss_axes)]
 
     def backward(self, residuals: list[Array], dy: list[Array]) -> tuple[list[Array], list[Array]]:
         """Returns the gradients of the inputs and of the parameters."""
         args = self._with_shared(residuals) + dy
         if self._backward is None:
-            self._backward = _compiled(jax.make_jaxpr(self._pull)(*args))
+            self._backward = _compiled(jax.make_jaxpr(self._pull_back)(*args))
         outs = self._backward(*args)
-        inputs = len(with_gradients(self.place.takes))
+        inputs = len(with_gradients(self.place.operand))
         return outs[:inputs], outs[inputs:]
 
     def backward_inputs(self, residuals: list[Array], dy: list[Array]) -> tuple[list[Array], list[Array]]:
         """Returns the gradients of the inputs, and this microbatch's argument of :meth:`backward_weights`."""
         args = self._with_shared(residuals) + dy
-        inputs = len(with_gradients(self.place.takes))
-        if not self._parts:
-            parts = split(jax.make_jaxpr(self._pull)(*args), inputs, *args)
-            self._parts = _compiled(parts.first), _compiled(parts.second)
-            self._again = parts.again
-        outs = self._parts[0](*args)
-        return outs[:inputs], [args[i] for i in self._again if i not in self._shared] + outs[inputs:]
+        inputs = len(with_gradients(self.place.operand))
+        if not self._backward_parts:
+            parts = split(jax.make_jaxpr(self._pull_back)(*args), inputs, *args)
+            self._backward_parts = _compiled(parts.first), _compiled(parts.second)
+            self._reused_args = parts.reused_args
+        outs = self._backward_parts[0](*args)
+        return outs[:inputs], [args[i] for i in self._reused_args if i not in self._shared] + outs[inputs:]
 
     def backward_weights(self, taken: list[Array]) -> list[Array]:
         """Returns the gradients of the parameters from the second result of :meth:`backward_inputs`."""
         rest = iter(taken)
-        again = [self._shared[i] if i in self._shared else next(rest) for i in self._again]
-        return self._parts[1](*again, *rest)
+        reused_args = [self._shared[i] if i in self._shared else next(rest) for i in self._reused_args]
+        return self._backward_parts[1](*reused_args, *rest)
 
     def add(self, grads: list[Array]) -> None:
         """Adds a microbatch's gradients of the parameters to the sum."""
@@ -272,13 +274,15 @@ class Chunk:
 
     def _with_shared(self, residuals: list[Array]) -> list[Array]:
         rest = iter(residuals)
-        return [next(rest) if own else self._shared[i] for i, own in enumerate(self._own)]
+        return [next(rest) if own else self._shared[i] for i, own in enumerate(self._per_microbatch)]
 
-    def _pull(self, *args: Array) -> list[Array]:
+    def _pull_back(self, *args: Array) -> list[Array]:
         """Applies the pullback to residuals and to the cotangents of the leaves that have gradients."""
-        residuals, rest = list(args[: len(self._own)]), iter(args[len(self._own) :])
-        cotangents = [next(rest) if is_inexact(y.dtype) else np.zeros(y.shape, jax.dtypes.float0) for y in self._given]
-        dparams, dx = jax.tree.unflatten(self._pullback, residuals)(self._results.unflatten(cotangents))
+        residuals, rest = list(args[: len(self._per_microbatch)]), iter(args[len(self._per_microbatch) :])
+        cotangents = [
+            next(rest) if is_inexact(y.dtype) else np.zeros(y.shape, jax.dtypes.float0) for y in self._result_structs
+        ]
+        dparams, dx = jax.tree.unflatten(self._pullback, residuals)(self._result_tree.unflatten(cotangents))
         return with_gradients(dx) + jax.tree.leaves(dparams)
 
 

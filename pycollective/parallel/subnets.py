@@ -137,7 +137,7 @@ def take_subnet(params: Tree, spec: Tree, units: Mapping[Layer, Array], axis_nam
         # JAX would sum the gradient of the array over the devices in each step.
         return as_varying(x, axis_name)
 
-    leaves, tree, specs = _with_specs("take_subnet", params, spec, units, devices)
+    leaves, tree, specs = _checked_specs("take_subnet", params, spec, units, devices)
     return tree.unflatten([take(x, layers) for x, layers in zip(leaves, specs, strict=True)])
 
 
@@ -179,8 +179,8 @@ def join_subnets(params: Tree, subnet: Tree, spec: Tree, units: Mapping[Layer, A
         [[2.0, 0.0], [0.0, 1.0]] [1.5]
     """
     devices = axis_size("join_subnets", axis_name)
-    leaves, tree, specs = _with_specs("join_subnets", params, spec, units, devices)
-    parts = _parts(subnet, params, specs, units)
+    leaves, tree, specs = _checked_specs("join_subnets", params, spec, units, devices)
+    parts = _checked_parts(subnet, params, specs, units)
     shared = [i for i, layers in enumerate(specs) if not _divided(layers)]
     divided = [i for i, layers in enumerate(specs) if _divided(layers)]
     joined = dict(zip(shared, lax.pmean([parts[i] for i in shared], axis_name), strict=True)) if shared else {}
@@ -205,7 +205,7 @@ def _divided(layers: tuple[Layer | None, ...]) -> dict[int, Layer]:
     return {dimension: layer for dimension, layer in enumerate(layers) if layer is not None}
 
 
-def _with_specs(
+def _checked_specs(
     where: str, params: Tree, spec: Tree, units: Mapping[Layer, Array], devices: int
 ) -> tuple[list[Array], Any, list[tuple[Layer | None, ...]]]:
     """Returns the arrays, their tree, and the layers of each array.
@@ -238,7 +238,7 @@ def _with_specs(
     return leaves, tree, specs
 
 
-def _parts(subnet: Tree, params: Tree, specs: list[Any], units: Mapping[Layer, Array]) -> list[Array]:
+def _checked_parts(subnet: Tree, params: Tree, specs: list[Any], units: Mapping[Layer, Array]) -> list[Array]:
     """Returns the arrays of this device's subnet.
 
     Raises:

@@ -19,7 +19,7 @@ from pycollective.parallel.buckets import in_buckets
 Array = Any
 
 
-def floating(where: str, wire_dtype: Any) -> Any:
+def checked_wire_dtype(where: str, wire_dtype: Any) -> Any:
     """Returns ``wire_dtype`` as a dtype, or None for None.
 
     Raises:

@@ -23,24 +23,26 @@ from pycollective.ordering import transforms
 from pycollective.spmd import device_program
 from pycollective.spmd.device_program import names_of
 
-Inside = Callable[[dict[str, Any], Callable[[], Any]], Any]
+WithAxesBound = Callable[[dict[str, Any], Callable[[], Any]], Any]
 """Calls a function in a context in which the axes of a program with these parameters are bound."""
 
 
-def register(primitive: Primitive, inside: Inside, own_axes: Callable[[dict[str, Any], Any], Sequence[Any]]) -> None:
+def register(
+    primitive: Primitive, with_axes_bound: WithAxesBound, own_axes: Callable[[dict[str, Any], Any], Sequence[Any]]
+) -> None:
     """Registers the rules of a device program for :func:`jax.checkpoint`.
 
     Args:
         primitive: the primitive.
-        inside: see :data:`Inside`.
+        with_axes_bound: see :data:`WithAxesBound`.
         own_axes: a function that returns the axes along which a value may differ between devices, from the parameters
             and the type of a value inside.
     """
-    partial_eval_jaxpr_custom_rules[primitive] = partial(_split, inside, own_axes)
-    dce_rules[primitive] = partial(_without_unused, inside)
+    partial_eval_jaxpr_custom_rules[primitive] = partial(_partial_eval_rule, with_axes_bound, own_axes)
+    dce_rules[primitive] = partial(_dce_rule, with_axes_bound)
 
 
-def called_in(trace: Callable[[Callable[[], Any]], Any], call: Callable[[], Any]) -> Any:
+def call_inside(trace: Callable[[Callable[[], Any]], Any], call: Callable[[], Any]) -> Any:
     """Returns the result of ``call`` inside a function that ``trace`` traces, that is, in the context of the trace."""
     returned = []
 
@@ -79,8 +81,8 @@ def _part(
     return eqn.replace(invars=invars, outvars=outvars, params=params, effects=own_effects)
 
 
-def _split(
-    inside: Inside,
+def _partial_eval_rule(
+    with_axes_bound: WithAxesBound,
     own_axes: Callable[[dict[str, Any], Any], Sequence[Any]],
     saveable: Callable[..., Any],
     unks_in: Sequence[bool],
@@ -97,15 +99,15 @@ def _split(
     operands = list(zip(eqn.invars, params["in_specs"], strict=True))
     results = list(zip(eqn.outvars, params["out_specs"], strict=True))
     divide = partial(jax_internals.divided_by_policy, params["body"], inst_in, saveable)
-    first, second, inst_out = inside(params, divide)
+    first, second, inst_out = with_axes_bound(params, divide)
     residuals = first.outvars[count:]
     assert second.invars[: len(residuals)] == residuals, "residuals in another order"
 
     # The variable and spec of each residual. It may be an operand, or a result with the spec of a new residual.
     places = dict(zip(first.invars, operands, strict=True))
     for var, (result, spec) in zip(first.outvars, results, strict=False):
-        lies_alike = isinstance(var, Var) and set(names_of(spec)) == set(own_axes(params, var.aval))
-        if lies_alike and type(result) is Var:  # not a result without readers
+        has_new_spec = isinstance(var, Var) and set(names_of(spec)) == set(own_axes(params, var.aval))
+        if has_new_spec and type(result) is Var:  # not a result without readers
             places.setdefault(var, (result, spec))
     new = [var for var in residuals if var not in places]
     specs = [PartitionSpec(tuple(own_axes(params, var.aval))) for var in new]
@@ -143,7 +145,7 @@ def _equation(fun: Callable[[Any], Any], operand: Var, result: Var) -> JaxprEqn:
     return eqn.replace(invars=[operand], outvars=[result])
 
 
-def _without_unused(inside: Inside, used: Sequence[bool], *rest: Any) -> tuple[list[bool], JaxprEqn | None]:
+def _dce_rule(with_axes_bound: WithAxesBound, used: Sequence[bool], *rest: Any) -> tuple[list[bool], JaxprEqn | None]:
     """The rule for dead-code elimination: a repeated program loses collectives whose results are not used.
 
     Other programs keep all their collectives: one rank may read a result that another rank does not read, and both must
@@ -153,7 +155,7 @@ def _without_unused(inside: Inside, used: Sequence[bool], *rest: Any) -> tuple[l
     params = eqn.params
     body, read, effects = params["body"], [True] * len(eqn.invars), eqn.effects
     if params["repeated"]:
-        body, read = inside(params, partial(dce_jaxpr, body, list(used)))
+        body, read = with_axes_bound(params, partial(dce_jaxpr, body, list(used)))
         effects = body.effects
     if not any(used) and not jax_internals.effects_kept_by_checkpoint(effects):
         return [False] * len(eqn.invars), None

@@ -51,7 +51,7 @@ def _devices_named(shardings: Any) -> frozenset[jax.Device]:
     return frozenset(device for leaf in found for device in region.devices_of_sharding(leaf))
 
 
-class _ToCompare(NamedTuple):
+class _Findings(NamedTuple):
     """The findings of a trace that the ranks must compare at the function's first call.
 
     Attributes:
@@ -184,15 +184,15 @@ class CompiledFunction(Generic[P, R]):
         self._agreed = True
 
     @contextlib.contextmanager
-    def _collect_for_comparison(self, *, may_reorder: bool) -> Iterator[_ToCompare]:
+    def _collect_for_comparison(self, *, may_reorder: bool) -> Iterator[_Findings]:
         """Collects the findings of a trace. ``may_reorder``: see :meth:`overlap.Overlap.collect_orders`."""
         if self._program.traced:  # `lower` has traced it: JAX would reuse this trace
             self._top_level.clear_cache()
         collect_orders = self._overlap.collect_orders(may_reorder=may_reorder)
         with agreement.collect_reports() as notes, collect_orders as orders:
-            yield _ToCompare(notes, orders)
+            yield _Findings(notes, orders)
 
-    def _agree_on_lowered(self, found: _ToCompare) -> None:
+    def _agree_on_lowered(self, found: _Findings) -> None:
         """Compares the findings of a program that was lowered before the ranks agreed, before its first call."""
         if not self._agreed:
             agreement.compare_reports(found.notes)
@@ -259,7 +259,7 @@ def forget_agreements() -> None:
 class _Stage:
     """Wraps a stage of JAX (lowered, compiled) of a region. It hides the completion that may be among the results."""
 
-    def __init__(self, stage: Any, function: CompiledFunction[..., Any], found: _ToCompare | None) -> None:
+    def __init__(self, stage: Any, function: CompiledFunction[..., Any], found: _Findings | None) -> None:
         self._stage = stage
         self._function = function
         self._found = found  # findings that the ranks have not compared yet

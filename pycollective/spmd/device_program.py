@@ -281,11 +281,11 @@ def run_on_this_rank(*args: Any, mesh: Mesh, **params: Any) -> list[Any]:
         jaxpr = fusion.join_reductions(program.jaxpr)
         return ClosedJaxpr(donation.without_copies(jaxpr, frozenset(jaxpr.invars)), program.consts)
 
-    run = partial(jaxprs.evaluate, of_this_rank(mesh=mesh, **params, finish=finished), jaxprs.rebind)
+    run = partial(jaxprs.evaluate, program_of_this_rank(mesh=mesh, **params, finish=finished), jaxprs.rebind)
     return run(*args) if _is_default_device(mesh) else jaxprs.outside_meshes(run)(*args)
 
 
-def of_this_rank(
+def program_of_this_rank(
     *,
     body: Any,
     mesh: Mesh,
@@ -353,14 +353,14 @@ def replace_device_programs(closed: ClosedJaxpr) -> ClosedJaxpr:
     """
 
     def program(closed: ClosedJaxpr) -> ClosedJaxpr:
-        return rewriter(closed) if _any_to_replace(closed.jaxpr) else closed
+        return rewriter(closed) if _has_replaceable(closed.jaxpr) else closed
 
     def change(eqn: JaxprEqn) -> rewriting.Replacement | None:
         if eqn.primitive in discharge.DEVICE_PROGRAMS:
             if jax.sharding.get_abstract_mesh().empty:
-                return of_this_rank(**eqn.params)
+                return program_of_this_rank(**eqn.params)
             return partial(run_on_this_rank, **eqn.params)
-        if not _is_to_replace(eqn):
+        if not _is_replaceable(eqn):
             return None
         if eqn.primitive.name == "shard_map":
             return jaxprs.rebuilt_shard_map(eqn, rewriting.changing(change))
@@ -373,11 +373,11 @@ def replace_device_programs(closed: ClosedJaxpr) -> ClosedJaxpr:
     return program(closed)
 
 
-def _any_to_replace(jaxpr: Any) -> bool:
-    return any(map(_is_to_replace, jaxpr.eqns))
+def _has_replaceable(jaxpr: Any) -> bool:
+    return any(map(_is_replaceable, jaxpr.eqns))
 
 
-def _is_to_replace(eqn: JaxprEqn) -> bool:
+def _is_replaceable(eqn: JaxprEqn) -> bool:
     """Returns whether ``replace_device_programs`` replaces an equation or an equation inside it."""
     if eqn.primitive in jaxprs.PLAIN:
         return False
@@ -386,4 +386,4 @@ def _is_to_replace(eqn: JaxprEqn) -> bool:
     inner = jaxprs.inner_jaxprs(eqn)
     # A primitive of another library may lack the effect of the collectives that it holds.
     hides = effect not in eqn.effects and any(effect in jaxpr.effects for jaxpr in inner)
-    return hides or any(map(_any_to_replace, inner))
+    return hides or any(map(_has_replaceable, inner))

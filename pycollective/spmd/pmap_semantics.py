@@ -251,6 +251,6 @@ ad.primitive_transposes[pmap_p] = _transpose_rule
 batching.fancy_primitive_batchers[pmap_p] = _batching_rule
 checkpoints.register(
     pmap_p,
-    lambda params, call: checkpoints.called_in(lambda fun: _traced(fun, params["mesh"], ()), call),
+    lambda params, call: checkpoints.call_inside(lambda fun: _traced(fun, params["mesh"], ()), call),
     lambda params, _: tuple(params["mesh"].shape),
 )

@@ -248,9 +248,9 @@ ad.primitive_transposes[shard_map_p] = _transpose_rule
 batching.fancy_primitive_batchers[shard_map_p] = _batching_rule
 
 
-def _inside(params: dict[str, Any], call: Callable[[], Any]) -> Any:
+def _with_axes_bound(params: dict[str, Any], call: Callable[[], Any]) -> Any:
     mapped = partial(_shard_map, mesh=params["mesh"], in_specs=(), out_specs=(), check_vma=params["check_vma"])
-    return checkpoints.called_in(lambda fun: _jaxpr(mapped(fun)), call)
+    return checkpoints.call_inside(lambda fun: _jaxpr(mapped(fun)), call)
 
 
 def _own_axes(params: dict[str, Any], aval: Any) -> tuple[Any, ...]:
@@ -258,4 +258,4 @@ def _own_axes(params: dict[str, Any], aval: Any) -> tuple[Any, ...]:
     return tuple(name for name in params["mesh"].shape if name in varying)
 
 
-checkpoints.register(shard_map_p, _inside, _own_axes)
+checkpoints.register(shard_map_p, _with_axes_bound, _own_axes)

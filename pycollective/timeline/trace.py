@@ -114,7 +114,7 @@ def trace(
     except BaseException as error:
         watch.stop_trace()
         _State.is_on = False
-        _give_up(session.mpi, f"rank {session.comm.rank} raised {type(error).__name__}: {error}")
+        _announce_failure(session.mpi, f"rank {session.comm.rank} raised {type(error).__name__}: {error}")
         raise
     span = session.began, clocks.now_ns()
     records, dropped = watch.stop_trace()
@@ -156,7 +156,7 @@ def _begin(file: Path, comm: Communicator | None, most_calls: int) -> _Session:
     return _Session(comm, mpi, reading, clocks.now_ns())
 
 
-def _give_up(mpi: MPI.Intracomm, why: str) -> None:
+def _announce_failure(mpi: MPI.Intracomm, why: str) -> None:
     """Tells the ranks that would wait for this rank that it has raised. The duplicate is then never freed."""
     others = range(1, mpi.size) if mpi.rank == 0 else [0]
     _State.unreceived += [mpi.isend(why, other, _NEXT if mpi.rank == 0 else _LEFT) for other in others]
@@ -173,7 +173,7 @@ def _end(session: _Session, records: bytes, dropped: int, span: tuple[int, int],
     else:
         raised = [why for other in range(1, mpi.size) if (why := _receive(mpi, other, _LEFT, wait)) is not None]
         if raised:
-            _give_up(mpi, raised[0])
+            _announce_failure(mpi, raised[0])
             expected, remedy = "all ranks to leave the trace", f"{file} is not written."
             warnings.warn(message(_WHERE, expected, "; ".join(raised), remedy), RuntimeWarning, stacklevel=4)
             return
@@ -182,7 +182,7 @@ def _end(session: _Session, records: bytes, dropped: int, span: tuple[int, int],
     own = part_of_this_rank(records, dropped, session.reading, clocks.compare(mpi, wait), span)
     if mpi.rank == 0:
         parts = [own, *(_receive(mpi, other, _PART, wait) for other in range(1, mpi.size))]
-        problem = _tell_all(mpi, parts, file, wait)
+        problem = _write_and_answer(mpi, parts, file, wait)
     else:
         wait(mpi.isend(own, 0, _PART).Test)
         problem = _receive(mpi, 0, _DONE, wait)
@@ -193,7 +193,7 @@ def _end(session: _Session, records: bytes, dropped: int, span: tuple[int, int],
         fail(RuntimeError, _WHERE, comm, f"rank 0 to write {file}", problem, "Look at the error of rank 0.")
 
 
-def _tell_all(
+def _write_and_answer(
     mpi: MPI.Intracomm, parts: Sequence[Part], file: Path, wait: Callable[[Callable[[], bool]], None]
 ) -> OSError | None:
     """Writes the file, and sends the other ranks the error, or None."""

@@ -130,7 +130,7 @@ def test_the_sum_of_delayed_needs_nothing_of_its_step() -> None:
 
 @pytest.mark.parametrize("optimizer", [delayed(optax.sgd(0.1), "i"), gossip(optax.sgd(0.1), "i")], ids=["d", "g"])
 def test_what_was_received_is_used_after_the_gradients(optimizer: Any) -> None:
-    """XLA cannot foresee it, so it keeps the order; see ``late._after``."""
+    """XLA cannot foresee it, so it keeps the order; see ``late._depending_on``."""
 
     def step(w: Array, state: Any, x: Array) -> Array:
         grads = jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(w)

@@ -69,7 +69,7 @@ def test_two_parts_are_the_whole(name: str) -> None:
     closed = jax.make_jaxpr(backward)(*args)
     parts = split(closed, 1, *args)
     dx, *given = evaluate(parts.first, rebind, *args)
-    got = [dx, *evaluate(parts.second, rebind, *(args[i] for i in parts.again), *given)]
+    got = [dx, *evaluate(parts.second, rebind, *(args[i] for i in parts.reused_args), *given)]
     for a, b in zip(got, backward(*args), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4)
     # Nothing is computed twice.
@@ -95,7 +95,7 @@ def test_an_effect_is_kept() -> None:
     first = evaluate(parts.first, rebind, *args)
     jax.effects_barrier()
     assert (first, printed) == ([2.0], [])
-    assert evaluate(parts.second, rebind, *(args[i] for i in parts.again)) == [6.0]
+    assert evaluate(parts.second, rebind, *(args[i] for i in parts.reused_args)) == [6.0]
     jax.effects_barrier()
     assert printed == [2.0]
 
