@@ -67,7 +67,7 @@ class Training(NamedTuple):
             fused=True,
         )
         # Megatron-LM makes all of the forward pass again, also what the backward pass does not need.
-        parts = [replace(part, products=[p._replace(again=True) for p in part.products]) for part in network.parts]
+        parts = [replace(part, products=[p._replace(recomputed=True) for p in part.products]) for part in network.parts]
         estimate = Estimator(replace(network, parts=parts), profile, "bfloat16").estimate(self.layout)
         return self.operations / estimate.seconds / self.devices * 1e-12, estimate.memory
 

@@ -265,7 +265,7 @@ def test_remat_computes_again_and_keeps_less() -> None:
 
 def test_remat_makes_no_result_again_that_is_not_needed() -> None:
     """The first product has as many operations as the second; only that one's result goes on unchanged."""
-    two = replace(ONE_PART, products=[MatMul(4, 8, 16, "n"), MatMul(4, 16, 8, "k", again=False)])
+    two = replace(ONE_PART, products=[MatMul(4, 8, 16, "n"), MatMul(4, 16, 8, "k", recomputed=False)])
     network = replace(NETWORK, parts=(two,) * 4)
     product, stream = 4 * 16 * 2 * 4 * 8 * 16, 4 * 16 * 120 * 4 * 2
     update = 7 * 4040 * 4
@@ -300,7 +300,7 @@ def test_jax_leaves_out_the_product_that_transformer_says() -> None:
 
     said = transformer(layers=1, width=width, heads=1, positions=rows, vocabulary=8, examples=1).parts[1].products
     dense = [product for product in said if product.cut != "heads"]
-    forward, again = (sum(2 * p.m * p.k * p.n for p in dense if p.again or every) for every in (True, False))
+    forward, again = (sum(2 * p.m * p.k * p.n for p in dense if p.recomputed or every) for every in (True, False))
     direct = products(lambda fun: fun)
     assert direct == 2 * 3 * forward
     assert products(jax.checkpoint) == direct + 2 * again
@@ -342,11 +342,11 @@ def test_what_a_compiled_program_has_in_memory() -> None:
         plain=(1, 2),
         pipeline=(3, 4),
         working=(5, 6),
-        again=(7, 8),
-        remat_bytes_with_grad_sum=(9, 10),
-        working_again=(11, 12),
+        remat=(7, 8),
+        remat_with_grad_sum=(9, 10),
+        remat_working=(11, 12),
         gathered=(13, 14),
-        again_gathered=(15, 16),
+        remat_gathered=(15, 16),
     )
     more = Held(*((10 * cut, 10 * whole) for cut, whole in held))
     parts = (replace(ONE_PART, held=held), replace(ONE_PART, held=more), replace(ONE_PART, held=more))

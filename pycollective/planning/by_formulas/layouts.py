@@ -209,22 +209,22 @@ class _Seconds(NamedTuple):
     """Seconds that a microbatch takes in a part, or in a stage.
 
     Attributes:
-        forward: those of computation in the forward pass.
-        backward: those in the backward pass.
-        again: those of what the backward pass of remat makes again.
-        sending: those of communication in both passes.
-        sending_again: those of communication in what remat makes again.
+        forward: computation in the forward pass.
+        backward: computation in the backward pass, without remat.
+        recomputation: computation that the backward pass of remat repeats.
+        sending: communication in both passes, without remat.
+        recomputed_sending: communication that the backward pass of remat repeats.
     """
 
     forward: float
     backward: float
-    again: float
+    recomputation: float
     sending: float
-    sending_again: float
+    recomputed_sending: float
 
     @property
     def of_passes(self) -> float:
-        """Those of both passes without remat."""
+        """The seconds of both passes without remat."""
         return self.forward + self.backward + self.sending
 
 
@@ -279,8 +279,8 @@ class Estimator:
         b = self._network.examples // layout.data // layout.microbatches
         stages = self._stages(layout.model, layout.context, layout.stage, layout.chunks, b)
         own = stages.seconds
-        both = own.forward + layout.remat * own.again + own.backward
-        sums = own.sending + layout.remat * own.sending_again + self._messages(layout, b)
+        both = own.forward + layout.remat * own.recomputation + own.backward
+        sums = own.sending + layout.remat * own.recomputed_sending + self._messages(layout, b)
         parameters = stages.parameters[stages.slowest]
         optimizer_s, gradients_s = self._update(parameters, layout)
         # The gradients of each microbatch but the first are added to those before: two arrays are read, one is written.
@@ -351,7 +351,7 @@ class Estimator:
         starts = part.instructions * self._profile.instruction
         products = [self._product_s(product, model, context, b) for product in part.products]
         forward = sum(products)
-        again = sum(s for s, product in zip(products, part.products, strict=True) if product.again)
+        recomputation = sum(s for s, product in zip(products, part.products, strict=True) if product.recomputed)
         gradients = sum(
             self._product_s(product, model, context, b, of) for product in part.products for of in ("inputs", "weights")
         )
@@ -361,7 +361,7 @@ class Estimator:
         sending = sums + (context - 1) * hop  # of one pass
         backward = gradients + 2 * activations + 2 / 3 * starts
         forward += activations + starts / 3
-        return _Seconds(forward, backward, again + activations, 2 * sending + context * hop, sending)
+        return _Seconds(forward, backward, recomputation + activations, 2 * sending + context * hop, sending)
 
     def _product_s(self, product: MatMul, model: int, context: int, b: int, gradients: str = "") -> float:
         """Seconds of a product, or of the one that gives the gradients of its "inputs" or of its "weights"."""
@@ -443,8 +443,8 @@ class Estimator:
         state = (1 / n if layout.zero == 3 else 1.0) + gradients + moments / (n if layout.zero else 1)
         more = 1 + (layout.stage - 1) / (layout.stage * layout.chunks) if layout.chunks > 1 else 1.0
         if layout.remat:
-            summed = "remat_bytes_with_grad_sum" if layout.stage == 1 and n > 1 else "again"
-            held, working = stages.held["again_gathered" if layout.zero == 3 else summed], stages.most["working_again"]
+            summed = "remat_with_grad_sum" if layout.stage == 1 and n > 1 else "remat"
+            held, working = stages.held["remat_gathered" if layout.zero == 3 else summed], stages.most["remat_working"]
         else:
             alone = "gathered" if layout.zero == 3 else "plain"
             held, working = stages.held["pipeline" if layout.stage > 1 else alone], stages.most["working"]

@@ -1,4 +1,4 @@
-"""What a network computes, keeps and sends, written down by its author for each part between which it can be cut."""
+"""The description of a network by its author: what each of its parts computes, keeps and sends."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ class MatMul(NamedTuple):
     """Products of matrices (m, k) and (k, n) in the forward pass of one example.
 
     Attributes:
-        m: the rows: positions. Those of several examples form one matrix. A device along the axis of the context has
-            its part of them.
-        k: what is summed over.
-        n: the columns.
-        cut: what each device along the axis of the model has a part of: "k" or "n", or "heads" for attention. There the
-            products of heads and examples are made one by one, and k or n counts positions, as m does.
-        heads: the number of heads.
-        again: whether the backward pass needs the result, so that remat (:func:`jax.checkpoint`) makes it again. Where
-            it is only added to something and goes to the next part, it does not.
+        m: the number of rows: positions. The rows of several examples form one matrix. They are cut along the axis of
+            the context.
+        k: the length of the sums.
+        n: the number of columns.
+        cut: the dimension that is cut along the axis of the model: "k" or "n", or "heads" for attention. In attention
+            each head of each example is a product of its own, and k or n is a number of positions, like m.
+        heads: the number of heads. Default 1.
+        recomputed: whether the backward pass needs the result, so that remat (:func:`jax.checkpoint`) computes it
+            again. It does not need a result that is only added to another array and passed to the next part. Default
+            True.
     """
 
     m: int
@@ -27,34 +28,36 @@ class MatMul(NamedTuple):
     n: int
     cut: str
     heads: int = 1
-    again: bool = True
+    recomputed: bool = True
 
 
 class Held(NamedTuple):
-    """What a compiled program has in memory of a part, as it is and not as it would have to be.
+    """The activations of a part that a compiled program has in memory, as measured and not as the theory needs.
 
-    Each is a pair of elements for one example: those that are cut along the axes of the model and of the context, and
-    those that are cut along the context alone.
+    Each attribute is a pair of numbers of elements for one example: those that are cut along the axes of the model and
+    of the context, and those that are cut along the context only.
 
     Attributes:
         plain: from the forward pass to the backward pass, in a program without a pipeline.
-        pipeline: the same in a pipeline, where what :func:`jax.vjp` has kept goes from one pass to the other.
-        gathered: the same with ZeRO 3, which computes again what is cheap (:func:`pycollective.parallel.gathered`).
-        working: beside that, while the backward pass of this part is under way.
-        again: with remat, while the backward pass of a microbatch is under way: what is computed again too early.
-        remat_bytes_with_grad_sum: the same without a pipeline where gradients are summed over devices.
-        again_gathered: the same with ZeRO 3.
-        working_again: with remat, beside that, while the backward pass of this part is under way.
+        pipeline: from the forward pass to the backward pass, in a pipeline, which keeps the residuals of
+            :func:`jax.vjp`.
+        gathered: from the forward pass to the backward pass, with ZeRO 3, which computes cheap values again
+            (:func:`pycollective.parallel.gathered`).
+        working: in addition, during the backward pass of this part.
+        remat: with remat, during the backward pass of a microbatch: the values that XLA computes again too early.
+        remat_with_grad_sum: ``remat`` without a pipeline, if gradients are summed over devices.
+        remat_gathered: ``remat`` with ZeRO 3.
+        remat_working: with remat, in addition, during the backward pass of this part.
     """
 
     plain: tuple[float, float]
     pipeline: tuple[float, float]
     gathered: tuple[float, float]
     working: tuple[float, float] = (0.0, 0.0)
-    again: tuple[float, float] = (0.0, 0.0)
-    remat_bytes_with_grad_sum: tuple[float, float] = (0.0, 0.0)
-    again_gathered: tuple[float, float] = (0.0, 0.0)
-    working_again: tuple[float, float] = (0.0, 0.0)
+    remat: tuple[float, float] = (0.0, 0.0)
+    remat_with_grad_sum: tuple[float, float] = (0.0, 0.0)
+    remat_gathered: tuple[float, float] = (0.0, 0.0)
+    remat_working: tuple[float, float] = (0.0, 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +98,7 @@ class Part:
     def in_memory(self) -> Held:
         """What a program has in memory of it."""
         needed = (float(self.kept), float(self.kept_whole))
-        return self.held or Held(plain=needed, pipeline=needed, gathered=needed, working_again=needed)
+        return self.held or Held(plain=needed, pipeline=needed, gathered=needed, remat_working=needed)
 
     def __post_init__(self) -> None:
         """Makes tuples of what the author may have given as lists, so that equal parts have the same hash."""
@@ -166,7 +169,7 @@ def transformer(
             MatMul(positions, positions, width // heads, "heads", heads),
             MatMul(positions, width, width, "k"),
             MatMul(positions, width, 4 * width, "n"),
-            MatMul(positions, 4 * width, width, "k", again=False),
+            MatMul(positions, 4 * width, width, "k", recomputed=False),
         ),
         kept=(3 + 1 + 4 + 4) * positions * width + 2 * heads * positions**2,
         kept_whole=4 * positions * width,
@@ -181,10 +184,10 @@ def transformer(
             pipeline=(28 * size, 8 * size),
             gathered=(15 * size, 7 * size),
             working=(11 * size, 2 * size),
-            again=(7.4 * size, 3.2 * size),
-            remat_bytes_with_grad_sum=(18.4 * size, 8 * size),
-            again_gathered=(3 * size, 1.4 * size),
-            working_again=(22 * size, 10 * size),
+            remat=(7.4 * size, 3.2 * size),
+            remat_with_grad_sum=(18.4 * size, 8 * size),
+            remat_gathered=(3 * size, 1.4 * size),
+            remat_working=(22 * size, 10 * size),
         ),
     )
     first = Part(
