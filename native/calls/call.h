@@ -46,7 +46,7 @@ struct Participants {
   int64_t callers() const { return replicated ? 1 : devices; }
   // The hash of the structure of the operand's tree; 0: the operand is no leaf of a tree, or the structure is not compared.
   int64_t tree() const { return comm.size() > 3 ? comm[3] : 0; }
-  // The dtype of an operand as the user passed it. `travels`: the dtype in which it is sent.
+  // The dtype of an operand as the user passed it. `travels`: the dtype on the wire.
   int32_t DtypeOf(size_t operand, xla::ffi::DataType travels) const {
     return comm.size() > 2 + operand ? static_cast<int32_t>(comm[2 + operand]) : static_cast<int32_t>(travels);
   }

@@ -363,7 +363,7 @@ class LibraryOf : public Library {
     return call(block.count(), block.type());
   }
 
-  // Finds the tag under which a message with a program's `tag` travels on the channel.
+  // Finds the tag on the channel for a message with a program's `tag`.
   Outcome FindTag(const Channel& channel, int tag, int* found) const {
     *found = tag;
     if (channel.tag_step == 1) return {};

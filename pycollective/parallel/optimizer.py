@@ -71,7 +71,8 @@ def zero(
         NameError: the axis is not bound.
 
     Order:
-        Program order, in ``update``: the gradients' reduce-scatter, the calls of ``inner``, the updates' all-gather.
+        Program order, in ``update``: the gradients' reduce-scatter, or allreduce for stage 1; the calls of ``inner``;
+        the updates' all-gather.
 
     Source:
         Rajbhandari et al., "ZeRO", arXiv:1910.02054, sections 5.1 and 5.2.

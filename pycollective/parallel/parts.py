@@ -101,7 +101,7 @@ def clip_by_global_norm(limit: float, axis_name: AxisName = (), *, specs: Tree =
         NameError: when ``update`` is called: an axis is not bound.
 
     Order:
-        Program order, in ``update``: one sum of a number for each set of axes along which gradients are cut.
+        Program order, in ``update``: sums of one number over each set of axes along which gradients are cut.
 
     Source:
         :func:`optax.clip_by_global_norm`.

@@ -218,8 +218,8 @@ class _Run:
         self._microbatches, self._record = microbatches, record
         self._zero = mpi.sendrecv(jnp.zeros((), jnp.int32), comm, source=PROC_NULL, dest=PROC_NULL)
         self._value = jnp.zeros(())
-        self._received: dict[Action, Tree] = {}  # what was received, by the action that receives it
-        self._to_send: dict[Action, Tree] = {}  # what is to be sent, by the action that sends it
+        self._received: dict[Action, Tree] = {}  # the received arrays, by the action that receives them
+        self._to_send: dict[Action, Tree] = {}  # the arrays to send, by the action that sends them
         self._residuals: dict[tuple[int, ...], list[Array]] = {}  # for the backward passes, by chunk and microbatch
 
     def run(self) -> Array:

@@ -42,7 +42,7 @@ class Action(NamedTuple):
 
     Attributes:
         kind: the kind of the computation or message.
-        chunk: the number of the rank's stage that computes, whose result is sent, or that needs what is received.
+        chunk: the number of the rank's stage that computes, whose result is sent, or whose operand is received.
         microbatch: the number of the microbatch.
         peer: the rank at the other end of a message; None for a computation. Default None.
     """
