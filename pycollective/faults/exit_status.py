@@ -1,4 +1,9 @@
-"""The status with which Python ends this process, known before its exit handlers run."""
+"""The status with which Python ends this process, known before its exit handlers run.
+
+A rank needs it there: after an error it must end the other ranks, else it must wait for them, and mpi4py calls
+``MPI_Finalize``, which waits for them, as soon as the exit handlers have run. For an exception Python calls
+``sys.excepthook``. For a ``SystemExit`` it calls nothing, and exit handlers see neither the exception nor the status.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +12,10 @@ import faulthandler
 import gc
 import os
 import sys
+import warnings
 from typing import Any, NoReturn
+
+from pycollective.errors import message
 
 __all__ = ["LAST_S", "end_after_timeout", "record", "set_status", "status"]
 
@@ -50,13 +58,25 @@ def end_after_timeout() -> None:
 def record() -> None:
     """Lets a ``SystemExit`` that ends this process set the status. A second call does nothing.
 
-    Python calls no hook for a ``SystemExit``, and forgets it before exit handlers run. But Python reads its attribute
-    ``code`` while no Python function runs. So a property takes the place of that attribute.
+    When Python ends, it reads the attribute ``code`` of the exception while no Python function runs. So a property
+    takes the place of that attribute. Python refuses to set an attribute of a class that is written in C, but the
+    garbage collector knows the dictionary behind its read-only view.
+
+    Nothing plainer works for a program that plain ``mpirun python train.py`` has started. A runner such as
+    ``python -m`` would have to be in every command line. A function in the place of ``sys.exit`` does not see
+    ``raise SystemExit``, nor ``exit``, and does not know whether the program catches the exception. C's ``on_exit``
+    gets the status, but runs after ``MPI_Finalize``. ``sys.monitoring`` shows the exception that leaves the last frame,
+    but Python 3.11 lacks it, and it calls a function for each frame that any exception leaves.
     """
     if _State.records:
         return
     _State.records = True
-    attributes: Any = next(part for part in gc.get_referents(SystemExit.__dict__) if isinstance(part, dict))
+    attributes: Any = next((part for part in gc.get_referents(SystemExit.__dict__) if isinstance(part, dict)), None)
+    if attributes is None:
+        expected = "CPython's dictionary of the attributes of SystemExit"
+        remedy = "A rank that calls sys.exit(n) is taken for one that ends without an error: it waits for the others."
+        warnings.warn(message("init", expected, "none", remedy), RuntimeWarning, stacklevel=2)
+        return
     member = attributes["code"]
 
     def code(self: SystemExit) -> object:
