@@ -178,18 +178,18 @@ class Runner:
         if self.wanted(name):
             self.note(Result(name, SKIPPED, reason))
 
-    def step(self, name: str, limit_s: float, work: Callable[[Step], str], *, share: float = 0.0) -> bool:
+    def step(self, name: str, limit_s: float, work: Callable[[Step], str], *, fraction: float = 0.0) -> bool:
         """Does the work of one step and notes its result, even if it fails. Returns whether it went well.
 
         Args:
             name: the name of the step.
             limit_s: the seconds that the step may take; fewer if the deadline is nearer.
             work: the function that does the work and returns the text for the table.
-            share: the part of the time until the deadline that the step may take, if that is more.
+            fraction: the fraction of the time until the deadline that the step may take, if that is more.
         """
         if not self.wanted(name):
             return False
-        limit_s = max(limit_s * self._patience, share * self.left_s())
+        limit_s = max(limit_s * self._patience, fraction * self.left_s())
         if self.left_s() < min(limit_s, _LEAST_S):
             self.skip(name, "out of time")
             return False

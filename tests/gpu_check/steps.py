@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tests.gpu_check.running import AbsentError, Runner, Step, StepError, last_lines
 
@@ -38,8 +38,6 @@ _PIECES = {"256 KiB": 1 << 18, "1 MiB": 1 << 20, "4 MiB": 4 << 20, "16 MiB": 16 
 """The sizes of the pieces in which arrays are staged, of which the step "pieces" finds the fastest."""
 _TO_END_S = 30
 """The seconds that the tests get after the last one has begun, or fewer if they may take few in all."""
-_SHARES = {"collective tests, 2 ranks": 0.4, "named axes, 2 ranks": 0.6, "collective tests, 4 ranks": 0.6}
-"""The parts of the time that is left which steps may take."""
 _SOAK_S = 10
 """The seconds of each part of the step "soak", besides those to compile."""
 _TOLERANCE = 1e-3
@@ -415,8 +413,24 @@ def about(place: Place) -> Mapping[str, str]:
     }
 
 
-def steps_of(place: Place) -> list[tuple[str, float, Callable[[Step], str]]]:
-    """Returns the name, limit in seconds and work of each step, most important first. The limits add up to 480 s."""
+class PlannedStep(NamedTuple):
+    """A step that is not begun.
+
+    Attributes:
+        name: its name.
+        limit_s: the seconds that it may take.
+        work: does it, and returns the text for the table.
+        fraction: the fraction of the time until the deadline that it may take, if that is more.
+    """
+
+    name: str
+    limit_s: float
+    work: Callable[[Step], str]
+    fraction: float = 0.0
+
+
+def steps_of(place: Place) -> list[PlannedStep]:
+    """Returns the steps, most important first. Their limits add up to 480 s."""
     quick = place.quick
     largest = "16M" if quick else "256M"
 
@@ -424,33 +438,33 @@ def steps_of(place: Place) -> list[tuple[str, float, Callable[[Step], str]]]:
         return lambda step: tests(place, step, "collective", FILES, ranks, "off")
 
     return [
-        ("what is there", 15, lambda step: look(place, step)),
-        ("pycollective doctor", 10, lambda step: doctor(place, step)),
-        ("C++ device tests", 40, lambda step: device_tests(place, step)),
-        ("latency", 20, lambda step: latency(place, step)),
-        ("bandwidth, 2 ranks", 45, lambda step: bandwidth(place, step, ("1M", largest))),
-        ("pieces", 45, lambda step: pieces(place, step, largest)),
-        ("overlap, by the clock", 20, lambda step: overlap(place, step)),
-        ("overlap, in a profile", 1, lambda step: overlap_in_profile(place, step)),
-        ("training, 2 ranks", 30, lambda step: training(place, step)),
-        ("soak", 50, lambda step: soak(place, step)),
-        ("NCCL beside MPI", 24, lambda step: several_gpus(place, step)),
-        ("collective tests, 2 ranks", 50, collective(2)),
-        ("named axes, 2 ranks", 45, lambda step: named_axes(place, step)),
-        ("collective tests, 4 ranks", 35, collective(4)),
-        ("collective tests, 1 rank", 35, collective(1)),
-        ("collective tests, 2 ranks, direct", 15, lambda step: direct_tests(place, step)),
+        PlannedStep("what is there", 15, lambda step: look(place, step)),
+        PlannedStep("pycollective doctor", 10, lambda step: doctor(place, step)),
+        PlannedStep("C++ device tests", 40, lambda step: device_tests(place, step)),
+        PlannedStep("latency", 20, lambda step: latency(place, step)),
+        PlannedStep("bandwidth, 2 ranks", 45, lambda step: bandwidth(place, step, ("1M", largest))),
+        PlannedStep("pieces", 45, lambda step: pieces(place, step, largest)),
+        PlannedStep("overlap, by the clock", 20, lambda step: overlap(place, step)),
+        PlannedStep("overlap, in a profile", 1, lambda step: overlap_in_profile(place, step)),
+        PlannedStep("training, 2 ranks", 30, lambda step: training(place, step)),
+        PlannedStep("soak", 50, lambda step: soak(place, step)),
+        PlannedStep("NCCL beside MPI", 24, lambda step: several_gpus(place, step)),
+        PlannedStep("collective tests, 2 ranks", 50, collective(2), 0.4),
+        PlannedStep("named axes, 2 ranks", 45, lambda step: named_axes(place, step), 0.6),
+        PlannedStep("collective tests, 4 ranks", 35, collective(4), 0.6),
+        PlannedStep("collective tests, 1 rank", 35, collective(1)),
+        PlannedStep("collective tests, 2 ranks, direct", 15, lambda step: direct_tests(place, step)),
     ]
 
 
 def run_all(runner: Runner, place: Place) -> None:
     """Runs all steps. If the first finds out nothing about the machine, the others are not begun."""
     first, *others = steps_of(place)
-    runner.step(*first)
-    for name, limit_s, work in others:
+    runner.step(first.name, first.limit_s, first.work)
+    for name, limit_s, work, fraction in others:
         if "jax" not in place.facts:
-            runner.skip(name, f"nothing is known about this machine: {first[0]!r} has failed")
+            runner.skip(name, f"nothing is known about this machine: {first.name!r} has failed")
             continue
-        runner.step(name, limit_s, work, share=0 if place.quick else _SHARES.get(name, 0))
+        runner.step(name, limit_s, work, fraction=0.0 if place.quick else fraction)
         if name.startswith("bandwidth") and (why := place.facts["mpi4jax"]):
             runner.skip("bandwidth of mpi4jax's staging", why)

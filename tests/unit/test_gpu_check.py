@@ -99,8 +99,8 @@ def test_what_comes_after_the_deadline_is_skipped(tmp_path: Path) -> None:
     runner = Runner(tmp_path, 6, patience=2)
     assert runner.step("short", 30, lambda step: f"{step.left_s() <= 12}")
     assert runner.results[0].text == "True"
-    # A share of what is left may be more than the limit.
-    assert runner.step("tests", 1, lambda step: f"{5 < step.left_s() <= 6}", share=0.5)
+    # A fraction of what is left may be more than the limit.
+    assert runner.step("tests", 1, lambda step: f"{5 < step.left_s() <= 6}", fraction=0.5)
     assert runner.results[1].text == "True"
 
 
@@ -114,7 +114,7 @@ def test_some_steps_alone(tmp_path: Path) -> None:
 
 def test_limits_leave_time_for_all() -> None:
     place = steps.Place(Path(sys.executable), ROOT, Path())
-    assert sum(limit_s for _, limit_s, _ in steps.steps_of(place)) <= 480
+    assert sum(step.limit_s for step in steps.steps_of(place)) <= 480
     assert gpu_check.SECONDS < 480
 
 
