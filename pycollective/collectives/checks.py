@@ -50,9 +50,27 @@ def map_arrays(where: str, comm: Participants, function: Callable[[Array], Any],
 
 def call_for_leaves(where: str, comm: Participants, call: Callable[[Array], Any], tree: PyTree) -> PyTree:
     """Makes a collective call for each leaf of ``tree``. A tree without leaves makes one call without data."""
+    return call_with_leaves(
+        lambda leaf: call(array(where, comm, leaf)), tree, without_leaves=lambda: barrier(comm, EMPTY_TREE)
+    )
+
+
+def call_with_leaves(
+    call: Callable[..., Any], tree: PyTree, *others: PyTree, without_leaves: Callable[[], object]
+) -> PyTree:
+    """Maps ``call`` over the leaves of trees. Trees without leaves make one call without data.
+
+    Another rank may pass arrays, and would wait.
+
+    Args:
+        call: the call with a leaf of each tree.
+        tree: a tree.
+        others: more trees, of the same structure.
+        without_leaves: the call without data.
+    """
     if not jax.tree.leaves(tree):
-        barrier(comm, EMPTY_TREE)
-    return map_arrays(where, comm, call, tree)
+        without_leaves()
+    return jax.tree.map(call, tree, *others)
 
 
 def call_for_leaves_of_root(where: str, comm: Participants, call: Callable[[Array], Any], tree: PyTree) -> PyTree:

@@ -323,9 +323,11 @@ def send(x: PyTree, comm: Communicator | None = None, *, dest: int | MessageCons
     arrays = checks.map_arrays("send", comm, lambda leaf: leaf, x)
     if dest is PROC_NULL:
         return
-    if not jax.tree.leaves(arrays):
-        messages.send_empty_tree(comm=comm, **params)
-    jax.tree.map(lambda leaf: messages.send(leaf, comm=comm, **params), arrays)
+    checks.call_with_leaves(
+        lambda leaf: messages.send(leaf, comm=comm, **params),
+        arrays,
+        without_leaves=lambda: messages.send_empty_tree(comm=comm, **params),
+    )
 
 
 def recv(
@@ -385,9 +387,11 @@ def recv(
         if status is not None:
             messages.recv_empty_tree(comm=comm, **params)  # MPI writes the status
         return jax.tree.map(_filled, like)
-    if not jax.tree.leaves(like):
-        messages.recv_empty_tree(comm=comm, **params)
-    return jax.tree.map(lambda leaf: messages.recv(leaf, comm=comm, **params), like)
+    return checks.call_with_leaves(
+        lambda leaf: messages.recv(leaf, comm=comm, **params),
+        like,
+        without_leaves=lambda: messages.recv_empty_tree(comm=comm, **params),
+    )
 
 
 def _filled(template: Array | jax.ShapeDtypeStruct) -> Array:
@@ -479,9 +483,9 @@ def sendrecv(
         template = _template("sendrecv", comm, template)
         return messages.sendrecv(checks.array("sendrecv", comm, leaf), template, comm=comm, **params)
 
-    if not jax.tree.leaves(x):
-        messages.sendrecv_empty_tree(comm=comm, **params)
-    return jax.tree.map(exchange_leaf, x, like)
+    return checks.call_with_leaves(
+        exchange_leaf, x, like, without_leaves=lambda: messages.sendrecv_empty_tree(comm=comm, **params)
+    )
 
 
 def barrier(comm: Communicator | None = None) -> None:
