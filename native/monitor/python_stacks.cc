@@ -6,10 +6,10 @@
 #include <signal.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
+#include <sstream>
 #include <utility>
 
 #include "base/exports.h"
@@ -21,6 +21,18 @@ namespace {
 constexpr int kLooks = 20;
 constexpr auto kLook = std::chrono::milliseconds(50);
 
+constexpr char kThread[] = "Thread 0x";
+constexpr char kCurrentThread[] = "Current thread 0x";
+constexpr char kCallbacks[] = "/jax/_src/callback.py";  // in the stack of each thread in which XLA calls the user's function
+
+// The number of the thread whose frames follow a line of a dump; 0: the line begins no thread.
+uint64_t ThreadOf(const std::string& line) {
+  for (const std::string& head : {std::string(kThread), std::string(kCurrentThread)}) {
+    if (line.rfind(head, 0) == 0) return std::strtoull(line.c_str() + head.size(), nullptr, 16);
+  }
+  return 0;
+}
+
 std::string ContentOf(int file) {
   std::string all;
   char part[4096];
@@ -31,6 +43,31 @@ std::string ContentOf(int file) {
 }
 
 }  // namespace
+
+PythonFrames FramesIn(const std::string& dump, uint64_t main_thread) {
+  PythonFrames frames;
+  std::istringstream lines(dump);
+  uint64_t thread = 0;
+  std::string own;  // the frames of this thread
+  const auto end_thread = [&] {
+    if (thread == main_thread) {
+      frames.main_thread += own;
+    } else if (own.find(kCallbacks) != std::string::npos) {
+      frames.callbacks += own;
+    }
+    own.clear();
+  };
+  for (std::string line; std::getline(lines, line);) {
+    if (const uint64_t next = ThreadOf(line); next != 0) {
+      end_thread();
+      thread = next;
+    } else if (thread != 0 && !line.empty()) {
+      own += line + '\n';
+    }
+  }
+  end_thread();
+  return frames;
+}
 
 void PythonStacks::SetSignal(int signal, int file, uint64_t main_thread) {
   const std::lock_guard<std::mutex> lock(mutex_);
@@ -65,9 +102,10 @@ void PythonStacks::Reads() {
   phase_ = kReads;
 }
 
-void PythonStacks::Answer(PythonFrames frames) {
+void PythonStacks::Answer(const std::string& dump, const std::string& without_main) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  answer_ = std::move(frames);
+  answer_ = FramesIn(dump, main_thread_);
+  if (answer_.main_thread.empty()) answer_.main_thread = without_main;
   ++answers_;
   phase_ = kReturns;
   changed_.notify_all();
@@ -82,25 +120,8 @@ void PythonStacks::End() {
 PythonFrames PythonStacks::BySignal() const {
   if (signal_ == 0 || ftruncate(file_, 0) != 0 || lseek(file_, 0, SEEK_SET) != 0) return {};
   if (pthread_kill(pthread_self(), signal_) != 0) return {};  // it has run when this returns: it is for this thread
-  const std::string all = ContentOf(file_);
-  // Each thread has a line with its number, then its frames, then an empty line. There are at most a hundred threads, and
-  // the main one may not be among them.
-  static constexpr char kHead[] = "hread 0x";
-  PythonFrames frames;
+  PythonFrames frames = FramesIn(ContentOf(file_), main_thread_);
   frames.by_signal = true;
-  for (size_t begin = all.find(kHead); begin != std::string::npos;) {
-    const size_t next = all.find(kHead, begin + 1);
-    const size_t head_end = all.find('\n', begin);
-    if (head_end == std::string::npos) break;
-    const size_t end = std::min(all.find("\n\n", head_end), next);
-    const std::string thread = all.substr(head_end + 1, end == std::string::npos ? end : end - head_end);
-    if (std::strtoull(all.c_str() + begin + sizeof(kHead) - 1, nullptr, 16) == main_thread_) {
-      frames.main_thread = thread;
-    } else if (thread.find("/jax/_src/callback.py") != std::string::npos) {
-      frames.callbacks += thread;
-    }
-    begin = next;
-  }
   return frames;
 }
 
@@ -120,8 +141,8 @@ PYCOLLECTIVE_EXPORT void pycollective_stacks_set_signal(int32_t signal, int32_t 
 }
 PYCOLLECTIVE_EXPORT bool pycollective_stacks_next_ask() { return StacksOfPython().NextAsk(); }
 PYCOLLECTIVE_EXPORT void pycollective_stacks_read() { StacksOfPython().Reads(); }
-PYCOLLECTIVE_EXPORT void pycollective_stacks_answer(const char* main_thread, const char* callbacks) {
-  StacksOfPython().Answer({main_thread, callbacks});
+PYCOLLECTIVE_EXPORT void pycollective_stacks_answer(const char* dump, const char* without_main) {
+  StacksOfPython().Answer(dump, without_main);
 }
 PYCOLLECTIVE_EXPORT void pycollective_stacks_end() { StacksOfPython().End(); }
 

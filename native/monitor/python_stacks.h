@@ -22,6 +22,10 @@ struct PythonFrames {
   bool by_signal = false;  // whether they were read without the interpreter's lock
 };
 
+// The frames in a dump of Python's faulthandler: for each thread a line with its number, a line for each frame, and an empty
+// line. A dump has at most a hundred threads, the newest; the main one may not be among them.
+PythonFrames FramesIn(const std::string& dump, uint64_t main_thread);
+
 class PythonStacks {
  public:
   // `signal`: its handler writes the frames of all threads to `file`; 0: there is none. `main_thread`: as pthread_self
@@ -31,10 +35,11 @@ class PythonStacks {
   PythonFrames Now();
 
   // Python's thread calls these: NextAsk waits until somebody asks, and returns false after End. Then it calls Reads, which
-  // keeps the interpreter's lock: so no frame changes while a signal reads them. Then Answer.
+  // keeps the interpreter's lock: so no frame changes while a signal reads them. Then Answer, with a dump; `without_main`: what
+  // a report shows where the main thread is not in the dump.
   bool NextAsk();
   void Reads();
-  void Answer(PythonFrames frames);
+  void Answer(const std::string& dump, const std::string& without_main);
   // Nobody is answered from now on.
   void End();
 

@@ -18,9 +18,6 @@ from typing import IO
 
 from pycollective.transport import watch
 
-_CALLBACKS = "/jax/_src/callback.py"
-"""A file in the stack of each thread in which XLA calls a function of the user's."""
-
 _MOST_BYTES = 1 << 18
 """The most bytes of the frames of all threads that are shown."""
 
@@ -67,23 +64,10 @@ def _serve() -> None:
     while watch.next_ask_for_stacks():
         watch.read_stacks()
         try:
-            main, callbacks = _stacks(_dump())
+            dump, without_main = _dump(), "  no frames: this process has more than a hundred Python threads\n"
         except Exception as error:  # the report says so, and the rank continues
-            main, callbacks = f"  no frames, since they could not be read: {type(error).__name__}: {error}\n", ""
-        watch.answer_stacks(main, callbacks)
-
-
-def _stacks(dump: str) -> tuple[str, str]:
-    """The frames of the main thread, and those of the callbacks of programs, in what ``faulthandler`` has written."""
-    main = f"0x{threading.main_thread().ident or 0:016x}"
-    found, callbacks = "", []
-    for thread in dump.split("\n\n"):
-        head, _, frames = thread.partition("\n")
-        if main in head:
-            found = frames.rstrip("\n") + "\n"
-        elif _CALLBACKS in frames:
-            callbacks.append(frames.rstrip("\n") + "\n")
-    return found or "  no frames: this process has more than a hundred Python threads\n", "".join(callbacks)
+            dump, without_main = b"", f"  no frames, since they could not be read: {type(error).__name__}: {error}\n"
+        watch.answer_stacks(dump, without_main)
 
 
 @functools.cache
@@ -95,13 +79,13 @@ _WITH_LOCK = ctypes.PyDLL(None)
 """Functions of C that Python calls while it holds the interpreter's lock."""
 
 
-def _dump() -> str:
+def _dump() -> bytes:
     """The frames of all threads, at most a hundred. The interpreter's lock is held, so no thread changes them.
 
     A walk over frame objects in Python would release the lock between two steps, and other threads would run.
 
     Example:
-        >>> "in <module>" in _dump()
+        >>> b"in <module>" in _dump()
         True
     """
     number = _file().fileno()
@@ -110,4 +94,4 @@ def _dump() -> str:
     faulthandler.dump_traceback(number, all_threads=True)
     text = ctypes.create_string_buffer(_MOST_BYTES)
     _WITH_LOCK.pread(number, text, ctypes.c_size_t(_MOST_BYTES - 1), ctypes.c_long(0))
-    return text.value.decode(errors="replace")
+    return text.value

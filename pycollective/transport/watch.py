@@ -216,9 +216,14 @@ def read_stacks() -> None:
     ctypes.PyDLL(None, handle=library()._handle).pycollective_stacks_read()
 
 
-def answer_stacks(main_thread: str, callbacks: str) -> None:
-    """Gives the monitor the main thread's frames, and those of the threads in which XLA calls the user's functions."""
-    library().pycollective_stacks_answer(main_thread.encode(errors="replace"), callbacks.encode(errors="replace"))
+def answer_stacks(dump: bytes, without_main: str) -> None:
+    """Gives the monitor the frames of all threads.
+
+    Args:
+        dump: what ``faulthandler`` has written.
+        without_main: what a report shows where the main thread is not in the dump.
+    """
+    library().pycollective_stacks_answer(dump, without_main.encode(errors="replace"))
 
 
 def end_stacks() -> None:
