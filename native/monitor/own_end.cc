@@ -12,7 +12,6 @@
 namespace pycollective {
 namespace {
 
-constexpr int64_t kReadNs = 2000000000;               // for the launcher to read what this process has written
 constexpr auto kLastWords = std::chrono::seconds(4);  // for a process that was told to end to end by itself
 constexpr auto kWholeEnd = std::chrono::seconds(20);  // for all that the rank does which ends the job
 
@@ -35,7 +34,7 @@ void EndAsTold(int status, const std::vector<Process>& processes, int64_t host) 
 
 void AbortJob(const std::vector<Process>& processes, int64_t host) {
   Tried("end stopped ranks", [&] { EndStopped(processes, host); });
-  WaitUntilRead(kReadNs);
+  WaitUntilRead();
   Tried("call MPI_Abort", [] {
     std::thread([] {  // MPI may not come back
       if (library != nullptr) library->Abort(1);

@@ -21,6 +21,7 @@
 #include <thread>
 
 #include "base/clock.h"
+#include "base/exports.h"
 
 
 namespace pycollective {
@@ -53,6 +54,9 @@ void EndStopped(const std::vector<Process>& processes, int64_t host) {
 }
 
 namespace {
+
+std::atomic<double> read_timeout_s{0};  // how long the launcher may take to read
+std::atomic<double> forwarding_s{0};    // how long its part on this host may take then to forward this to it
 
 // The standard error for writing without waiting. To set that on the descriptor would set it for all processes that share
 // it. Regular files never wait, and have a place that a descriptor of its own would not share.
@@ -96,14 +100,23 @@ void SayFailure(const char* what, const char* why) {
   Say(text);
 }
 
-void WaitUntilRead(int64_t limit_ns) {
-  constexpr auto kPassingOn = std::chrono::milliseconds(100);  // from the launcher's part on this host to the launcher
-  const int64_t until_ns = NowNs() + limit_ns;
+void WaitUntilRead() {
+  const int64_t until_ns = NowNs() + static_cast<int64_t>(read_timeout_s * 1e9);
   int left = 0;
   while (ioctl(STDERR_FILENO, FIONREAD, &left) == 0 && left > 0 && NowNs() < until_ns) {
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
   }
-  std::this_thread::sleep_for(kPassingOn);
+  std::this_thread::sleep_for(std::chrono::duration<double>(forwarding_s));
 }
 
 }  // namespace pycollective
+
+// Sets the times of WaitUntilRead: when Python loads the library, before it starts a thread.
+PYCOLLECTIVE_EXPORT void pycollective_set_read_times(double timeout_s, double forwarding_s) {
+  pycollective::read_timeout_s = timeout_s;
+  pycollective::forwarding_s = forwarding_s;
+}
+
+namespace {
+const pycollective::Listed listed{PYCOLLECTIVE_TYPED(set_read_times)};
+}  // namespace

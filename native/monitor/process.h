@@ -32,8 +32,11 @@ void EndStopped(const std::vector<Process>& processes, int64_t host);
 // Writes a text to the standard error, as far as the launcher or the terminal takes it within `limit_ns`: nobody may read it.
 // It needs no memory.
 void Say(std::string_view text, int64_t limit_ns = 2000000000);
-// Waits until the launcher has read it, at most `limit_ns`: it may throw away what it has not read when the job ends.
-void WaitUntilRead(int64_t limit_ns);
+// Waits until the launcher has read it: the launcher may throw away what it has not read when the job ends.
+//
+// launch/child_processes.py has the same for processes that have not loaded this library, such as a rank before `init`. This
+// one runs in threads that must not need the interpreter, whose lock another thread may keep. The times are Python's.
+void WaitUntilRead();
 
 // Says, for the first failures of this process, that its monitor could not do something.
 void SayFailure(const char* what, const char* why);

@@ -35,7 +35,6 @@ constexpr char kThreadName[] = "pc mpi start";  // at most 15 letters
 constexpr std::chrono::seconds kNotice(30);     // the wait after which a sentence is printed
 constexpr std::chrono::seconds kLook(5);        // between two looks
 constexpr std::chrono::seconds kSpawned(10);    // by when a launcher has started all processes of a host
-constexpr int64_t kReadNs = 2000000000;         // for the launcher to read the last sentence
 constexpr std::chrono::seconds kDeath(1);       // by a signal, which a thread may block
 
 std::string TextOf(const std::string& path) {
@@ -188,7 +187,7 @@ class StartWatch {
     Say("pycollective.init: expected all ranks to start MPI" + within + ", got a wait of " + Seconds(now) + " (" +
         Place() + "). " + Describe(ranks, settings_) +
         " Look for a rank that raised or exited before it imported mpi4py or called init; ending all ranks.\n");
-    WaitUntilRead(kReadNs);
+    WaitUntilRead();
     // The launcher ends the others; MPI_Abort may not be called yet. MPICH's does so on several hosts if a process dies by a
     // signal, and not if it exits.
     if (settings_.local_size < settings_.size) {

@@ -24,11 +24,11 @@ from pycollective.launch.started_by import is_rank, rank_variables
 
 _VARIABLE = "PYCOLLECTIVE_RANK"
 
-_LONGEST_READ_S = 2.0
+READ_TIMEOUT_S = 2.0
 """How long a process waits until its launcher has read what it wrote."""
 
-_PASSING_ON_S = 0.1
-"""How long it waits afterwards, until the launcher's part on this host has passed this on."""
+FORWARDING_S = 0.1
+"""How long it waits afterwards, until the launcher's part on this host has forwarded this to the launcher."""
 
 
 class Parent(NamedTuple):
@@ -138,8 +138,13 @@ def _is_importing_main() -> bool:
 
 
 def wait_until_read() -> None:
-    """Waits until the launcher has read what this process wrote. It may throw away what it has not read."""
-    deadline = time.monotonic() + _LONGEST_READ_S
+    """Waits until the launcher has read what this process wrote. It may throw away what it has not read.
+
+    ``WaitUntilRead`` (``native/monitor/process.h``) does the same, with the same times, for the monitor's threads,
+    which must not need the interpreter. This function is for processes that may not have loaded the native library: a
+    rank before ``init``, a worker that a rank has started.
+    """
+    deadline = time.monotonic() + READ_TIMEOUT_S
     for stream in (sys.stdout, sys.stderr):
         with suppress(AttributeError, OSError, ValueError):  # no stream, a closed one, or one without a file
             stream.flush()
@@ -147,4 +152,4 @@ def wait_until_read() -> None:
                 if time.monotonic() > deadline:
                     break
                 time.sleep(0.01)
-    time.sleep(_PASSING_ON_S)
+    time.sleep(FORWARDING_S)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pycollective.errors import message
+from pycollective.launch import child_processes
 
 BUILD = "Build the library again: install the package with pip, or run python setup.py build_ext --inplace in a clone."
 """What to do about a library that does not fit these files."""
@@ -68,6 +69,7 @@ def load(path: Path) -> ctypes.CDLL:
         name, letters = entry.split()
         function = getattr(library, f"pycollective_{name}")
         function.restype, *function.argtypes = (_TYPES[letter] for letter in letters)
+    library.pycollective_set_read_times(child_processes.READ_TIMEOUT_S, child_processes.FORWARDING_S)
     return library
 
 

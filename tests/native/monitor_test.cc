@@ -19,10 +19,14 @@
 #include "monitor/inquiry.h"
 #include "monitor/monitor.h"
 #include "monitor/process.h"
+#include "monitor/python_stacks.h"
 #include "monitor/side_channel.h"
 #include "monitor/status.h"
 #include "mpi/collectives.h"
 #include "records/recorder.h"
+
+// Of native/monitor/process.cc, for Python.
+extern "C" void pycollective_set_read_times(double timeout_s, double forwarding_s);
 
 namespace {
 
@@ -188,6 +192,44 @@ void TestFramesOfTheBlamed() {
   CHECK(RanksWithoutPlace({In(0, {split}), In(1, {})}) == (std::vector<int>{0, 1}));
 }
 
+// What faulthandler writes becomes the main thread's frames and those of callbacks, wherever they stand in it.
+void TestFramesInADump() {
+  const std::string main = "  File \"train.py\", line 3 in step\n  File \"train.py\", line 9 in <module>\n";
+  const std::string callback = "  File \"a/jax/_src/callback.py\", line 70 in _callback\n";
+  const std::string dump = "Thread 0x00000000000000a1 (most recent call first):\n" + callback +
+                           "\nCurrent thread 0x00000000000000a2 (most recent call first):\n  File \"Thread 0x\", line 1 in a\n" +
+                           "\nThread 0x00000000000000a3 [python] (most recent call first):\n" + main;
+  for (const std::string& end : {std::string(), std::string("\n")}) {
+    CHECK(FramesIn(dump + end, 0xa3).main_thread == main);
+    CHECK(FramesIn(dump + end, 0xa3).callbacks == callback);
+  }
+  CHECK(FramesIn(dump, 0xa2).main_thread == "  File \"Thread 0x\", line 1 in a\n");
+  CHECK(FramesIn(dump, 0xa1).main_thread == callback);
+  CHECK(FramesIn(dump, 0xa1).callbacks.empty());
+  CHECK(FramesIn(dump, 0xa).main_thread.empty());
+  CHECK(FramesIn("", 0xa3).main_thread.empty());
+}
+
+// A process that ends waits until somebody has read what it has written, as long as Python says.
+void TestWaitUntilRead() {
+  const int reading = ReadingOfStderr();
+  CHECK(write(STDERR_FILENO, "last words", 10) == 10);
+  std::atomic<bool> is_read{false};
+  std::thread reader([&] {
+    Sleep(50);
+    is_read = true;
+    char text[10];
+    CHECK(read(reading, text, sizeof(text)) == 10);
+  });
+  pycollective_set_read_times(60, 0);
+  WaitUntilRead();
+  CHECK(is_read);
+  reader.join();
+  CHECK(write(STDERR_FILENO, "last words", 10) == 10);
+  pycollective_set_read_times(0.01, 0);
+  WaitUntilRead();  // nobody reads it
+}
+
 // The guard closes its connection, under the lock under which another thread may shut it down.
 void TestConnectionStaysOpen() {
   int ends[2];
@@ -209,6 +251,8 @@ int main(int argc, char** argv) {
                  {"slots_have_one_owner", TestSlotsHaveOneOwner},
                  {"verdict_on_messages", TestVerdictOnMessages},
                  {"frames_of_the_blamed", TestFramesOfTheBlamed},
+                 {"frames_in_a_dump", TestFramesInADump},
+                 {"wait_until_read", TestWaitUntilRead},
                  {"connection_stays_open", TestConnectionStaysOpen}},
                 argc, argv);
 }

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import types
+import unittest.mock
 from pathlib import Path
 
 import jax
@@ -17,6 +18,7 @@ from mpi4py import MPI
 
 import pycollective as pc
 from pycollective.environment import NATIVE_LIBRARY
+from pycollective.launch import child_processes
 from pycollective.primitives import define, dtypes, exchanges, messages, reductions
 from pycollective.transport import native, native_library
 from tests.standin import compile_cpp
@@ -93,6 +95,13 @@ def test_the_types_of_arguments_are_checked(world: pc.Communicator) -> None:
         native.library().pycollective_wait_begin(0, "all")
     with pytest.raises(TypeError, match="at least 1 argument"):
         native.library().pycollective_monitor_forget()
+
+
+def test_the_library_waits_for_its_reader_as_long_as_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_times = unittest.mock.Mock()
+    monkeypatch.setattr(native_library._Library, "pycollective_set_read_times", set_times, raising=False)
+    native.load(NATIVE_LIBRARY)
+    set_times.assert_called_once_with(child_processes.READ_TIMEOUT_S, child_processes.FORWARDING_S)
 
 
 def test_a_library_of_another_version() -> None:
