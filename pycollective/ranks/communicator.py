@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 from pycollective.errors import message
-from pycollective.faults import rank_exit
 from pycollective.jax_support import jax_internals
 from pycollective.ordering import dispatch
-from pycollective.ranks import accelerators, communicator_limit, setup, unreceived
-from pycollective.ranks.communicator_resources import CommunicatorResources, abandon_all, in_use, keyval
+from pycollective.ranks import accelerators, setup
+from pycollective.ranks.communicator_resources import CommunicatorResources, abandon_all, explain_exhaustion, keyval
 from pycollective.ranks.out_of_band import OutOfBand
 from pycollective.ranks.participants import (
     LaneRoutes,
@@ -27,7 +25,7 @@ from pycollective.ranks.participants import (
     lane_routes,
 )
 from pycollective.transport.chosen import transport
-from pycollective.transport.mpi import MPI, host_of, receive_what_is_left, remember
+from pycollective.transport.mpi import MPI, host_of, remember
 from pycollective.transport.native import Part, Whole
 from pycollective.transport.watch import waiting
 
@@ -124,7 +122,7 @@ class Communicator:
         """Makes the object. All ranks must make this call. ``owned``: :meth:`free` frees ``mpi`` as well."""
         assert isinstance(mpi, MPI.Intracomm)
         # A host name would not do: containers may share one, and a host may have several.
-        with _communicators_of_mpi(), host_of(mpi) as shared:
+        with explain_exhaustion(), host_of(mpi) as shared:
             hosts = mpi.allgather(shared.bcast(mpi.rank))
         local = [rank for rank in range(mpi.size) if hosts[rank] == hosts[mpi.rank]]
         leaders = sorted(set(hosts))
@@ -285,7 +283,7 @@ class Communicator:
     def _split(self, color: int, key: int, name: str) -> Communicator | None:
         with waiting("split", self._identity):
             number = self._resources.split()
-            with _communicators_of_mpi():
+            with explain_exhaustion():
                 part = self.mpi.Split(color, key)
             if color == MPI.UNDEFINED:
                 return None
@@ -400,19 +398,8 @@ def lose_all(losses: int) -> None:
     _losses[:] = [losses]
 
 
-rank_exit.check_at_clean_end(
-    lambda: unreceived.tell_at_end(
-        (resources, receive_what_is_left(resources.calls, unreceived.header_reader())) for resources in in_use.values()
-    )
-)
-
-
-def _communicators_of_mpi() -> contextlib.AbstractContextManager[None]:
-    return communicator_limit.explain_exhaustion(lambda: [resources.name for resources in in_use.values()])
-
-
 def _duplicate(mpi: MPI.Intracomm) -> MPI.Intracomm:
-    with _communicators_of_mpi():
+    with explain_exhaustion():
         duplicate = remember(mpi.Dup())
     duplicate.Set_errhandler(MPI.ERRORS_RETURN)
     return duplicate

@@ -1,21 +1,29 @@
 """The resources of a communicator: its private duplicates and its number in the transport.
 
-They outlive the Python objects of the communicator, and are released when no rank uses them any more.
+They outlive the Python objects of the communicator, and are released when no rank uses them any more. The messages that
+no rank has received then are named, and so are the communicators that exist when MPI can make no more.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import sys
+import warnings
 import weakref
 from array import array
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from pycollective.config import config
+from pycollective.errors import message
+from pycollective.faults import rank_exit
 from pycollective.ordering import dispatch, eager
-from pycollective.ranks import unreceived
 from pycollective.transport import failures, native
 from pycollective.transport.chosen import transport
-from pycollective.transport.mpi import MPI, discard_messages, forget, remember
+from pycollective.transport.handlers import Native
+from pycollective.transport.mpi import MPI, HeaderReader, discard_messages, forget, receive_what_is_left, remember
 from pycollective.transport.watch import waiting
 
 _SPLITS = 64
@@ -93,7 +101,7 @@ class CommunicatorResources:
             self.end = "freed"
             eager.forget(self._keys())
             in_use.pop(self.identity)
-            lost = discard_messages(self.calls, unreceived.header_reader())
+            lost = discard_messages(self.calls, _header_reader())
             forget(self.mpi)
             if not mpi_is_freed:
                 self.mpi.Delete_attr(keyval())
@@ -102,7 +110,7 @@ class CommunicatorResources:
                 forget(own)
                 own.Free()
         if lost:
-            unreceived.warn(self, lost)
+            _warn_of_unreceived(self, lost)
 
     def _release_unused_splits(self, comm: MPI.Intracomm) -> None:
         """Releases the splits that no rank uses. All ranks must make this call.
@@ -155,6 +163,26 @@ class CommunicatorResources:
 in_use: dict[int, CommunicatorResources] = {}
 """The resources of the usable communicators of this process, by the identity of the communicator."""
 
+
+@contextlib.contextmanager
+def explain_exhaustion() -> Iterator[None]:
+    """Raises an error that lists the existing communicators, if MPI cannot make the communicator that is made inside.
+
+    Raises:
+        RuntimeError: MPI cannot make it.
+    """
+    try:
+        yield
+    except MPI.Exception as error:
+        alive = Counter(resources.name for resources in in_use.values())
+        kinds = ", ".join(f"{count} x {name}" for name, count in alive.most_common(4))
+        got = f'"{error}" with {sum(alive.values())} communicators alive ({kinds})'
+        remedy = "Call free() on those that are not needed any more."
+        world = MPI.COMM_WORLD
+        text = message("Communicator", "MPI to make one more", got, remedy, rank=world.rank, size=world.size)
+        raise RuntimeError(text) from error
+
+
 _keyvals: list[int] = []
 
 
@@ -181,3 +209,42 @@ def abandon_all(end: str) -> None:
     for resources in in_use.values():
         resources.end = end
     in_use.clear()
+
+
+# Messages of programs that no rank has received ----------------------------------------------------------------
+
+
+def _header_reader() -> HeaderReader | None:
+    """The function that reads the headers of messages of programs; None if messages have no headers."""
+    return native.message_header if config.check.when >= 2 and isinstance(transport(), Native) else None
+
+
+def _some(senders: Sequence[str]) -> str:
+    """A few of the messages, each once: without a header a message may be several of MPI's.
+
+    Example:
+        >>> _some(["from rank 0 with tag 1", "from rank 0 with tag 1"])
+        'from rank 0 with tag 1'
+    """
+    return "; ".join(list(dict.fromkeys(senders))[:4])
+
+
+def _warn_of_unreceived(comm: CommunicatorResources, senders: Sequence[str]) -> None:
+    """Warns that a communicator that is released had unreceived messages."""
+    got = f"some that nobody received: {_some(senders)}"
+    remedy = "Receive them before: what is left would reach another communicator, so it is thrown away."
+    text = message("Communicator.free", "no messages under way", got, remedy, rank=comm.rank, size=comm.size)
+    warnings.warn(text, RuntimeWarning, stacklevel=4)
+
+
+def _tell_unreceived() -> None:
+    """Writes which messages this rank has not received, when all ranks have ended."""
+    for comm in sorted(in_use.values(), key=lambda resources: resources.name):
+        if senders := receive_what_is_left(comm.calls, _header_reader()):
+            got = f"some of communicator {comm.name} that it has not: {_some(senders)}"
+            remedy = "A send lacks its recv; a later recv with that tag has taken an older array."
+            text = message("exit", "a rank that has received its messages", got, remedy, rank=comm.rank, size=comm.size)
+            sys.stderr.write(f"{text}\n")
+
+
+rank_exit.check_at_clean_end(_tell_unreceived)
