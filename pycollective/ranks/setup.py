@@ -14,7 +14,6 @@ from pycollective.faults import interrupts, monitor, rank_exit, rank_start
 from pycollective.launch import child_processes, started_by
 from pycollective.ordering import dispatch
 from pycollective.ranks import accelerators
-from pycollective.ranks.devices import local_devices
 from pycollective.ranks.xla_threads import shared_cores
 from pycollective.transport import board, chosen, mpi_start, native, runtime, watch
 from pycollective.transport.mpi import MPI, host_of
@@ -52,6 +51,25 @@ def timeout() -> float | None:
 def devices_of_this_rank() -> tuple[jax.Device, ...]:
     """The devices of :func:`init`; each has a lane in every communicator."""
     return _devices_now(_state.devices)
+
+
+def local_devices(devices: Sequence[jax.Device] | int | None) -> tuple[jax.Device, ...]:
+    """The devices that the argument ``devices`` of ``init`` means: a number of them, some of them, or None for all."""
+    local = tuple(jax.local_devices())
+    if devices is None:
+        return local
+    if isinstance(devices, int):
+        if not 0 < devices <= len(local):
+            raise ValueError(
+                message("init", f"devices from 1 to {len(local)}", devices, "This process has no more local devices.")
+            )
+        return local[:devices]
+    chosen = tuple(devices)
+    if not chosen or any(not isinstance(device, jax.Device) for device in chosen):
+        raise TypeError(
+            message("init", "devices: a number or a sequence of jax.Device", repr(devices), "See jax.local_devices().")
+        )
+    return chosen
 
 
 @dispatch.emptied_by_jax
