@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 
-from pycollective.bench.global_arrays import GlobalArrays
+from pycollective.bench.implementations import GlobalArrays
 
 
 def join(address: str, rank: int, size: int, devices: int) -> GlobalArrays:

@@ -19,10 +19,10 @@ import numpy as np
 
 import pycollective as pc
 from pycollective import files
-from pycollective.bench.global_arrays import GlobalArrays
 from pycollective.bench.implementations import (
     Copies,
     Floor,
+    GlobalArrays,
     Implementation,
     Mpi4jax,
     NoCommunication,

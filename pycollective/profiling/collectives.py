@@ -9,8 +9,7 @@ import jax
 import numpy as np
 
 import pycollective as pc
-from pycollective.bench.global_arrays import GlobalArrays
-from pycollective.bench.implementations import Implementation, Pycollective
+from pycollective.bench.implementations import GlobalArrays, Implementation, Pycollective
 from pycollective.bench.measure import InProcess, measure
 from pycollective.bench.workloads import make_workload
 from pycollective.planning.curves import Curve

@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pycollective as pc
-from pycollective.bench.global_arrays import GlobalArrays
+from pycollective.bench.implementations import GlobalArrays
 from pycollective.bench.workloads import count_wrong, expected, make_workload, operands
 from pycollective.planning import timing
 from pycollective.planning.by_compiling.program_work import Product, work_of
