@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -12,7 +13,6 @@ import jax
 from pycollective.config import config
 from pycollective.distributed import coordinator
 from pycollective.distributed.cliques import Cliques, learn_from_each_compilation
-from pycollective.distributed.progress import Progress
 from pycollective.environment import XLA_MPI, without_proxies
 from pycollective.errors import fail
 from pycollective.faults import rank_exit
@@ -26,6 +26,7 @@ from pycollective.transport.mpi import MPI, host_of
 _WHERE = "distributed.initialize"
 _OPTION = "jax_cpu_collectives_implementation"
 _COLLECTIVES = ("mpi", "gloo")
+_PROGRESS_INTERVAL_S = 0.01
 
 
 def initialize(
@@ -63,7 +64,7 @@ def _connect(mpi: MPI.Intracomm, options: dict[str, Any]) -> None:
         one_host = mpi.allreduce(neighbours.size == mpi.size, op=MPI.LAND)
         leads_host = neighbours.rank == 0
     if not one_host:
-        progress = Progress(mpi)
+        progress = _MpiProgress(mpi)
         progress.start()
         rank_exit.call_at_end(progress.stop)
     rank_exit.call_at_end(jax.distributed.shutdown)
@@ -78,6 +79,32 @@ def _connect(mpi: MPI.Intracomm, options: dict[str, Any]) -> None:
             process_id=mpi.rank,
             cluster_detection_method="deactivate",
         )
+
+
+class _MpiProgress(threading.Thread):
+    """A thread that calls MPI now and then, until :meth:`stop`.
+
+    A call of MPI may return before its last message has left for another host; MPI then sends it in a later call. JAX's
+    processes also wait for each other through JAX's own service, where MPI gets no calls. A rank that waits there for a
+    rank that waits for its message would wait for ever.
+
+    Args:
+        mpi: any communicator of this process.
+    """
+
+    def __init__(self, mpi: MPI.Intracomm) -> None:
+        super().__init__(name="pycollective-progress", daemon=True)
+        self._mpi = mpi
+        self._done = threading.Event()
+
+    def run(self) -> None:
+        while not self._done.wait(_PROGRESS_INTERVAL_S):
+            self._mpi.Iprobe()
+
+    def stop(self) -> None:
+        """Ends the thread. It must come before MPI ends."""
+        self._done.set()
+        self.join()
 
 
 def _chosen(collectives: str | None) -> str:
