@@ -22,15 +22,16 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+from rich import box
 from rich.console import Console
 from rich.progress import track
+from rich.table import Table
 
 from pycollective import files
 from pycollective.errors import message
 from pycollective.launch.arguments import not_negative, positive
 from pycollective.planning.by_formulas.layouts import Estimator, Layout, Row, layouts
 from pycollective.planning.by_formulas.network import Network
-from pycollective.planning.by_formulas.report import table
 from pycollective.planning.by_formulas.step_record import WATCHED_STEPS, Steps
 from pycollective.planning.profile import Profile
 
@@ -123,13 +124,33 @@ def _run(options: argparse.Namespace) -> int:
     console = Console()
     console.print(profile.source, markup=False, highlight=False, soft_wrap=True)
     console.print(f"{len(rows)} layouts on {devices} devices, {len(fitting)} fit into {limit / 2**30:.3g} GiB")
-    console.print(table(chosen))
+    console.print(_table(chosen))
     words = shlex.join([options.program.name, *options.arguments, *chosen[0].arguments()])
     console.print(f"best: {words}", markup=False, highlight=False, soft_wrap=True)
     save(chosen)
     if picture:
         picture(chosen, options.plot)
     return status
+
+
+def _table(rows: Sequence[Row]) -> Table:
+    """Layouts with what they are predicted to take, beside what they took where they were run."""
+    shown = Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+    shown.add_column("layout")
+    verified = any(row.measured_s is not None for row in rows)
+    measured = ("measured\nms", "measured\nMiB") if verified else ()
+    for name in ("step\nms", "computing\nms", "sending\nms", "bubble\nms", "memory\nMiB", *measured):
+        shown.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        estimate = row.estimate
+        numbers = (estimate.seconds, estimate.computing_s, estimate.communication_s, estimate.bubble_s)
+        cells = [str(row.layout), *(f"{seconds * 1e3:.2f}" for seconds in numbers), f"{estimate.memory / 2**20:.1f}"]
+        if verified:
+            unknown = "failed" if row.failure else "-"
+            cells.append(unknown if row.measured_s is None else f"{row.measured_s * 1e3:.2f}")
+            cells.append("-" if row.measured_memory is None else f"{row.measured_memory / 2**20:.1f}")
+        shown.add_row(*cells)
+    return shown
 
 
 def _picture() -> Callable[[Sequence[Row], Path], None]:
