@@ -171,12 +171,6 @@ def test_only_launch_knows_mpi_libraries_by_name(name: str) -> None:
     assert bool(found) == (name in MAY_NAME_A_LIBRARY), f"{name} names an MPI library: {found}"
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_rooms_are_small(name: str) -> None:
-    code = [line for line in FILES[name].read_text().splitlines() if line.strip()]
-    assert len(code) <= 400, f"{name} has {len(code)} lines"
-
-
 def test_a_program_may_import_jax_after_the_hooks_for_errors() -> None:
     """``pycollective.distributed.__main__`` needs that: programs set variables that JAX reads when it is imported."""
     code = "import sys, pycollective.faults.rank_exit, pycollective.faults.monitor; sys.exit('jax' in sys.modules)"
