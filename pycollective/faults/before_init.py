@@ -32,11 +32,11 @@ class _State:
 
     Attributes:
         pid: the process that has the hook; a forked child has another number.
-        over: whether :mod:`rank_exit` has taken over.
+        is_disabled: whether :mod:`rank_exit` has taken over.
     """
 
     pid = 0
-    over = False
+    is_disabled = False
 
 
 def install() -> None:
@@ -61,7 +61,7 @@ def install() -> None:
 
 def disable() -> None:
     """Disables the hooks of this module."""
-    _State.over = True
+    _State.is_disabled = True
 
 
 def wait_for_lower_ranks(rank: int) -> None:
@@ -79,7 +79,7 @@ def _end() -> None:
 def _end_all(status: int, what: str, show: Callable[[], object]) -> None:
     """Shows an error. If MPI runs with several ranks, it then ends all of them."""
     mpi: Any = sys.modules.get("mpi4py.MPI")
-    is_mine = not _State.over and os.getpid() == _State.pid
+    is_mine = not _State.is_disabled and os.getpid() == _State.pid
     if not is_mine or mpi is None or not mpi.Is_initialized() or mpi.Is_finalized() or mpi.COMM_WORLD.size == 1:
         show()
         return
@@ -88,5 +88,5 @@ def _end_all(status: int, what: str, show: Callable[[], object]) -> None:
     sys.stderr.write(f"pycollective: rank {world.rank} of {world.size} {what} before init; ending all ranks.\n")
     show()
     wait_until_read()
-    exit_status.end_after_timeout()
+    exit_status.force_exit_after_timeout()
     world.Abort(status)

@@ -17,10 +17,10 @@ from typing import Any, NoReturn
 
 from pycollective.errors import message
 
-__all__ = ["LAST_S", "end_after_timeout", "record", "set_status", "status"]
+__all__ = ["EXIT_TIMEOUT_S", "force_exit_after_timeout", "record", "set_status", "status"]
 
 
-LAST_S = 5.0
+EXIT_TIMEOUT_S = 5.0
 """How long a rank waits for MPI or another rank to end it, before it ends itself."""
 
 
@@ -28,11 +28,11 @@ class _State:
     """What Python has shown.
 
     Attributes:
-        records: whether :func:`record` was called.
+        is_recording: whether :func:`record` was called.
         status: the exit status; None as long as Python has shown none.
     """
 
-    records = False
+    is_recording = False
     status: int | None = None
 
 
@@ -46,13 +46,13 @@ def set_status(number: int) -> None:
     _State.status = number
 
 
-def end_after_timeout() -> None:
-    """Ends this process after ``LAST_S`` seconds, with status 1, if it has not ended by itself.
+def force_exit_after_timeout() -> None:
+    """Ends this process after ``EXIT_TIMEOUT_S`` seconds, with status 1, if it has not ended by itself.
 
     ``MPI_Abort`` may not return when the launcher is stuck. Python starts no thread while it ends, but ``faulthandler``
     can.
     """
-    faulthandler.dump_traceback_later(LAST_S, exit=True, file=os.open(os.devnull, os.O_WRONLY))
+    faulthandler.dump_traceback_later(EXIT_TIMEOUT_S, exit=True, file=os.open(os.devnull, os.O_WRONLY))
 
 
 def record() -> None:
@@ -68,9 +68,9 @@ def record() -> None:
     gets the status, but runs after ``MPI_Finalize``. ``sys.monitoring`` shows the exception that leaves the last frame,
     but Python 3.11 lacks it, and it calls a function for each frame that any exception leaves.
     """
-    if _State.records:
+    if _State.is_recording:
         return
-    _State.records = True
+    _State.is_recording = True
     attributes: Any = next((part for part in gc.get_referents(SystemExit.__dict__) if isinstance(part, dict)), None)
     if attributes is None:
         expected = "CPython's dictionary of the attributes of SystemExit"

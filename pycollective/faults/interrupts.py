@@ -23,7 +23,7 @@ from pycollective.transport import watch
 
 __all__ = ["end_all_on_interrupt"]
 
-_PATIENCE_S = 2.0
+_INTERRUPT_TIMEOUT_S = 2.0
 """How long an interrupted call may go on."""
 
 
@@ -41,15 +41,15 @@ def end_all_on_interrupt() -> None:
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or "IPython" in sys.modules or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         return
-    hears, tells = socket.socketpair()
-    tells.setblocking(False)
-    earlier = signal.set_wakeup_fd(tells.fileno(), warn_on_full_buffer=False)
+    receiver, sender = socket.socketpair()
+    sender.setblocking(False)
+    earlier = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
     if earlier != -1:  # an event loop runs
         signal.set_wakeup_fd(earlier)
         return
-    tells.detach()  # it lives as long as the process
+    sender.detach()  # it lives as long as the process
     signal.signal(signal.SIGINT, _show)
-    threading.Thread(target=_listen, args=(hears,), name="pycollective interrupts", daemon=True).start()
+    threading.Thread(target=_listen, args=(receiver,), name="pycollective interrupts", daemon=True).start()
 
 
 def _show(number: int, frame: FrameType | None) -> NoReturn:
@@ -57,12 +57,12 @@ def _show(number: int, frame: FrameType | None) -> NoReturn:
     signal.default_int_handler(number, frame)
 
 
-def _listen(hears: socket.socket) -> None:
-    while received := hears.recv(1):
+def _listen(receiver: socket.socket) -> None:
+    while received := receiver.recv(1):
         if received[0] != signal.SIGINT:
             continue
         shown = _State.shown
-        time.sleep(_PATIENCE_S)
+        time.sleep(_INTERRUPT_TIMEOUT_S)
         is_mine = signal.getsignal(signal.SIGINT) is _show
         if is_mine and _State.shown == shown and (call := _call_under_way()):
             rank_exit.end_all_interrupted(call, _stack_of_main_thread())

@@ -36,19 +36,19 @@ def start(mpi: MPI.Intracomm, limit: float | None) -> None:
     """
     if mpi.size == 1:
         return
-    hosts = mpi.allgather(_host())
+    hosts = mpi.allgather(_host_identity())
     hosts_of_job = len(set(hosts))
     sockets, addresses = _listen(hosts_of_job)
     host = hosts[mpi.rank]
-    own = watch.Process(addresses, os.getpid(), _start_of_this_process(), hosts.index(host), host[0])
-    everybody = mpi.allgather((MPI.COMM_WORLD.rank, own))
+    own = watch.Process(addresses, os.getpid(), _start_time_of_this_process(), hosts.index(host), host[0])
+    of_all_ranks = mpi.allgather((MPI.COMM_WORLD.rank, own))
     processes = [watch.NO_PROCESS] * MPI.COMM_WORLD.size
-    for rank, process in everybody:
+    for rank, process in of_all_ranks:
         processes[rank] = process._replace(addresses=_addresses_for(process, own.host))
     may_lose_ranks = not failures.why_not()  # then a program may continue, and it names the lost ranks itself
     secret = mpi.bcast(secrets.token_bytes(_SECRET_BYTES) if mpi.rank == 0 else None)
-    folder = mpi.bcast(_folder() if mpi.rank == 0 else None)
-    warn_s, timeout_s = _seconds(limit)
+    folder = mpi.bcast(_records_folder() if mpi.rank == 0 else None)
+    warn_s, timeout_s = _warning_and_timeout(limit)
     monitoring = watch.Monitoring(
         MPI.COMM_WORLD.rank,
         processes,
@@ -70,7 +70,7 @@ def start(mpi: MPI.Intracomm, limit: float | None) -> None:
 
 def set_limit(limit: float | None) -> None:
     """Changes the limit of :func:`start`."""
-    watch.set_monitor_timeout(*_seconds(limit))
+    watch.set_monitor_timeout(*_warning_and_timeout(limit))
 
 
 def _listen(hosts_of_job: int) -> tuple[list[int], list[tuple[str, int]]]:
@@ -98,18 +98,18 @@ def _addresses_for(process: watch.Process, host: int) -> list[tuple[str, int]]:
     return of_host if of_host and process.host == host else [at for at in process.addresses if at not in of_host]
 
 
-def _seconds(limit: float | None) -> tuple[float, float]:
+def _warning_and_timeout(limit: float | None) -> tuple[float, float]:
     """The seconds of waiting after which the monitor prints a report, and after which it ends the job; 0 for never.
 
     Example:
-        >>> _seconds(None), _seconds(10.0), _seconds(math.inf)
+        >>> _warning_and_timeout(None), _warning_and_timeout(10.0), _warning_and_timeout(math.inf)
         ((60.0, 600.0), (0.0, 10.0), (60.0, 0.0))
     """
     limit = DEFAULT_TIMEOUT_S if limit is None else limit
     return _WARNING_S if limit > _WARNING_S else 0.0, 0.0 if math.isinf(limit) else limit
 
 
-def _host() -> tuple[str, ...]:
+def _host_identity() -> tuple[str, ...]:
     """The host's name, and what distinguishes the containers and network namespaces of one machine."""
     facts = [socket.gethostname()]
     for fact in (
@@ -122,12 +122,12 @@ def _host() -> tuple[str, ...]:
     return tuple(facts)
 
 
-def _start_of_this_process() -> int:
+def _start_time_of_this_process() -> int:
     """Field 22 of ``/proc/self/stat``; the name in field 2 may hold anything."""
     return int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[22 - 3])
 
 
-def _folder() -> str:
+def _records_folder() -> str:
     """Where the ranks write their records."""
     if not config.records:
         return ""

@@ -4,7 +4,7 @@ What a rank does at each kind of end that Python shows to a process:
 
 - an exception that nothing catches, in any thread: the rank ends all ranks;
 - an exit with a code other than 0 (``sys.exit(3)``, ``raise SystemExit``): the rank ends all ranks with that code,
-  unless they end by themselves within :data:`_PATIENCE_S`;
+  unless they end by themselves within :data:`_OTHERS_EXIT_TIMEOUT_S`;
 - a normal end: the rank finishes its work, and waits for the other ranks. If the last calls of ranks have failed, the
   first of these ranks prints its error, since the program may not have shown it;
 - an interrupt (Ctrl-C, SIGINT) in a call that does not end: the rank ends all ranks (:mod:`interrupts`);
@@ -40,7 +40,7 @@ from pycollective.launch.child_processes import is_forked, wait_until_read
 from pycollective.transport import native_library, watch
 from pycollective.transport.mpi import MPI, remember
 
-_PATIENCE_S = 5.0
+_OTHERS_EXIT_TIMEOUT_S = 5.0
 """How long a rank that exits with a code waits for the others to end by themselves, as when tests fail on all ranks."""
 
 
@@ -60,21 +60,21 @@ class _State:
 
     Attributes:
         has_hooks: whether the hooks that see errors are installed.
-        old_error: the exception that Python showed last before the hooks were installed.
+        earlier_error: the exception that Python showed last before the hooks were installed.
         exit_comm: the communicator on which ranks wait for each other at exit.
         lost: the ranks of MPI_COMM_WORLD that have failed and without which this rank has continued.
-        checks: functions to call when all ranks have ended without an error.
-        last: functions to call when all ranks have ended.
-        ends: whether this rank ends the job.
+        clean_end_checks: functions to call when all ranks have ended without an error.
+        end_functions: functions to call when all ranks have ended.
+        is_ending: whether this rank ends the job.
     """
 
     has_hooks = False
-    ends = False
-    old_error: object = None
+    is_ending = False
+    earlier_error: object = None
     exit_comm: MPI.Intracomm | None = None
     lost: ClassVar[set[int]] = set()
-    checks: ClassVar[list[Callable[[], object]]] = []
-    last: ClassVar[list[Callable[[], object]]] = []
+    clean_end_checks: ClassVar[list[Callable[[], object]]] = []
+    end_functions: ClassVar[list[Callable[[], object]]] = []
 
 
 # Errors -----------------------------------------------------------------------------------------------------
@@ -87,7 +87,7 @@ def end_all_on_error() -> None:
     _State.has_hooks = True
     before_init.disable()
     previous, previous_in_thread, previous_ignored = sys.excepthook, threading.excepthook, sys.unraisablehook
-    _State.old_error = getattr(sys, "last_value", None)
+    _State.earlier_error = getattr(sys, "last_value", None)
 
     def raised(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         exit_status.set_status(1)
@@ -102,7 +102,7 @@ def end_all_on_error() -> None:
 
     def ignored(unraisable: sys.UnraisableHookArgs) -> None:
         if _is_one_of_several():
-            sys.stderr.write(f"pycollective: {place()} goes on after this exception, which Python ignores:\n")
+            sys.stderr.write(f"pycollective: {describe_rank()} goes on after this exception, which Python ignores:\n")
         previous_ignored(unraisable)
 
     sys.excepthook, threading.excepthook, sys.unraisablehook = raised, raised_in_thread, ignored
@@ -116,7 +116,7 @@ def _is_one_of_several() -> bool:
     return not is_forked() and not MPI.Is_finalized() and MPI.COMM_WORLD.size > 1
 
 
-def place() -> str:
+def describe_rank() -> str:
     """The rank of this process, for messages."""
     return f"rank {MPI.COMM_WORLD.rank} of {MPI.COMM_WORLD.size}"
 
@@ -127,14 +127,14 @@ def _end_all(show: Callable[[], object], what: str, error: BaseException | None)
         show()
         return
     before_init.wait_for_lower_ranks(MPI.COMM_WORLD.rank)
-    _announce_end_or_exit(1, f"{place()} {what}: {type(error).__name__}: {error}")
+    _announce_end_or_exit(1, f"{describe_rank()} {what}: {type(error).__name__}: {error}")
     try:
         sys.stdout.flush()
     except Exception as flushing:  # the cause comes first, and the other ranks wait
         unread = f"Its standard output could not be flushed: {type(flushing).__name__}: {flushing}\n"
     else:
         unread = ""
-    sys.stderr.write(f"pycollective: {place()} {what}; ending all ranks.\n")
+    sys.stderr.write(f"pycollective: {describe_rank()} {what}; ending all ranks.\n")
     show()
     sys.stderr.write(unread)
     abort()
@@ -148,7 +148,7 @@ def end_all_interrupted(call: str, stack: str) -> NoReturn:
         stack: the stack of its program.
     """
     before_init.wait_for_lower_ranks(MPI.COMM_WORLD.rank)
-    what = f"{place()} was interrupted while it waited in {call}"
+    what = f"{describe_rank()} was interrupted while it waited in {call}"
     _announce_end_or_exit(128 + signal.SIGINT, what)
     sys.stderr.write(f"pycollective: {what}; ending all ranks.\n{stack}")
     abort(128 + signal.SIGINT)
@@ -162,7 +162,8 @@ def _report_errors_of_cells() -> None:
 
     def ran(result: Any) -> None:
         if not result.success and _is_one_of_several():
-            sys.stderr.write(f"pycollective: {place()}: a cell has raised; ranks that wait for this one wait on.\n")
+            text = f"{describe_rank()}: a cell has raised; ranks that wait for this one wait on."
+            sys.stderr.write(f"pycollective: {text}\n")
 
     shell.events.register("post_run_cell", ran)
 
@@ -172,29 +173,30 @@ _os_exit = os._exit
 
 def _exit_at_once(status: int) -> NoReturn:
     """``os._exit`` of a rank whose MPI runs. It ends all ranks: MPICH would report success for a status of 0."""
-    if _is_one_of_several() and not _State.ends:
-        _announce_end_or_exit(status or 1, f"{place()} called os._exit({status})")
-        sys.stderr.write(f"pycollective: {place()} called os._exit({status}) before the job's end; ending all ranks.\n")
+    if _is_one_of_several() and not _State.is_ending:
+        what = f"{describe_rank()} called os._exit({status})"
+        _announce_end_or_exit(status or 1, what)
+        sys.stderr.write(f"pycollective: {what} before the job's end; ending all ranks.\n")
         abort(status or 1)
-    watch.leave()
+    watch.announce_exit()
     _os_exit(status)
 
 
 def _announce_end_or_exit(status: int, cause: str) -> None:
     """Announces to all ranks that the job ends; exits instead if another rank has announced another cause before."""
-    if not watch.begin_end(status, cause) and not _State.ends:
-        time.sleep(exit_status.LAST_S)
+    if not watch.announce_end(status, cause) and not _State.is_ending:
+        time.sleep(exit_status.EXIT_TIMEOUT_S)
         _os_exit(status)
-    _State.ends = True
+    _State.is_ending = True
 
 
 def abort(status: int = 1) -> NoReturn:
     """Ends all ranks after the launcher has read what this rank wrote."""
-    _State.ends = True
+    _State.is_ending = True
     wait_until_read()
     # If the last remaining rank aborts, the status of Open MPI's mpiexec is 0.
     if MPI.COMM_WORLD.size - len(_State.lost) > 1:
-        exit_status.end_after_timeout()
+        exit_status.force_exit_after_timeout()
         MPI.COMM_WORLD.Abort(status)
     _os_exit(status)  # MPICH's Abort returns when the launcher is slow to end this process
 
@@ -232,7 +234,7 @@ def exclude_failed_ranks(ranks: Collection[int]) -> None:
 
 def call_at_end(function: Callable[[], object]) -> None:
     """Registers a function to call when all ranks have ended, before other exit handlers; the last one comes first."""
-    _State.last.append(function)
+    _State.end_functions.append(function)
 
 
 def check_at_clean_end(function: Callable[[], object]) -> None:
@@ -241,7 +243,7 @@ def check_at_clean_end(function: Callable[[], object]) -> None:
     The function is called after the wait for the others. So it may read messages that they have sent, but must not wait
     for the other ranks.
     """
-    _State.checks.append(function)
+    _State.clean_end_checks.append(function)
 
 
 def _end(flush: Callable[[], None], limit_s: float | None) -> None:
@@ -253,7 +255,7 @@ def _end(flush: Callable[[], None], limit_s: float | None) -> None:
     status = exit_status.status()
     if status is None:  # no SystemExit; but a hook that has replaced ours may have shown an exception
         shown = getattr(sys, "last_value", None)
-        status = int(shown is not _State.old_error and not hasattr(sys, "ps1"))
+        status = int(shown is not _State.earlier_error and not hasattr(sys, "ps1"))
     if is_forked():
         _end_forked_child(status)
     if MPI.Is_finalized():
@@ -264,7 +266,7 @@ def _end(flush: Callable[[], None], limit_s: float | None) -> None:
     try:
         flush()
     except Exception as error:
-        what, cause = f"{place()} ends with an error in a program", f"{type(error).__name__}: {error}"
+        what, cause = f"{describe_rank()} ends with an error in a program", f"{type(error).__name__}: {error}"
         before_init.wait_for_lower_ranks(MPI.COMM_WORLD.rank)
         _announce_end_or_exit(status or 1, f"{what}: {cause}")
         sys.stderr.write(f"pycollective: {what}; ending all ranks.\n{cause}\n")
@@ -275,17 +277,17 @@ def _end(flush: Callable[[], None], limit_s: float | None) -> None:
             first = _wait_for_all(limit_s, has_failed=bool(failure))
             if failure and first == MPI.COMM_WORLD.rank:
                 sys.stderr.write(
-                    f"pycollective: {place()} has ended; its last call had failed. "
+                    f"pycollective: {describe_rank()} has ended; its last call had failed. "
                     f"If the program has not caught that error, nobody has seen it: {failure}\n"
                 )
             if first == _NO_RANK and _State.exit_comm is not None:
-                for check in _State.checks:
+                for check in _State.clean_end_checks:
                     check()
         except MPI.Exception as error:  # of an MPI that outlives a failed rank
-            _announce_end_or_exit(1, f"{place()} has ended, and a rank has failed since: {error}")
-            sys.stderr.write(f"pycollective: {place()} has ended, and another one has failed since: {error}.\n")
+            _announce_end_or_exit(1, f"{describe_rank()} has ended, and a rank has failed since: {error}")
+            sys.stderr.write(f"pycollective: {describe_rank()} has ended, and another one has failed since: {error}.\n")
             abort()
-    for function in reversed(_State.last):
+    for function in reversed(_State.end_functions):
         function()
     _stop_monitor()
     if _State.lost:
@@ -311,21 +313,22 @@ def _end_forked_child(status: int) -> NoReturn:
 
 
 def _end_all_unless_they_end(status: int, limit_s: float | None) -> None:
-    """Ends all ranks with this rank's status, unless all end by themselves within :data:`_PATIENCE_S`."""
+    """Ends all ranks with this rank's status, unless all end by themselves within :data:`_OTHERS_EXIT_TIMEOUT_S`."""
     if MPI.COMM_WORLD.size == 1:
         return
-    patience_s = _PATIENCE_S if limit_s is None else min(_PATIENCE_S, limit_s / 2)  # before others report their wait
+    # Half of the limit: then this rank ends the others before they report their wait.
+    timeout_s = _OTHERS_EXIT_TIMEOUT_S if limit_s is None else min(_OTHERS_EXIT_TIMEOUT_S, limit_s / 2)
     if _State.exit_comm is None:
-        time.sleep(patience_s)
+        time.sleep(timeout_s)
     else:
         have_ended, _ = _begin_exit_allreduce(_State.exit_comm, _NO_RANK)
         for waited in poll_until(have_ended, 0.05):
-            if waited > patience_s:
+            if waited > timeout_s:
                 break
         else:
             return
-    _announce_end_or_exit(status, f"{place()} exited with code {status}")
-    sys.stderr.write(f"pycollective: {place()} exited with code {status}, others did not; ending all ranks.\n")
+    _announce_end_or_exit(status, f"{describe_rank()} exited with code {status}")
+    sys.stderr.write(f"pycollective: {describe_rank()} exited with code {status}, others did not; ending all ranks.\n")
     abort(status)
 
 
@@ -363,13 +366,13 @@ def _wait_for_all(limit_s: float | None, *, has_failed: bool) -> int:
     if _State.exit_comm is None:
         return own
     remedy = "look for a collective that this rank did not reach."
-    notice = f"{place()} has ended and waits for the other ranks to end. If they do not, {remedy}"
+    notice = f"{describe_rank()} has ended and waits for the other ranks to end. If they do not, {remedy}"
     with watch.waiting(watch.END):
         have_ended, least = _begin_exit_allreduce(_State.exit_comm, own)
         for waited in poll_until(have_ended, 0.05, NOTICE_S, notice):
             # If a rank waits in a call, its report comes first: the report names the cause.
             if limit_s is not None and waited > limit_s + GRACE_S:
-                end_all_late(
+                end_all_after_timeout(
                     "exit",
                     f"the other ranks to end within {limit_s:g} s",
                     f"some that have not ended after {waited:.1f} s",
@@ -378,7 +381,7 @@ def _wait_for_all(limit_s: float | None, *, has_failed: bool) -> int:
     return least[0]
 
 
-def end_all_late(where: str, expected: str, got: str, remedy: str) -> NoReturn:
+def end_all_after_timeout(where: str, expected: str, got: str, remedy: str) -> NoReturn:
     """Ends all ranks since some ranks do not reach a point at which this rank waits for them.
 
     Args:

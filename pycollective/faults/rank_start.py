@@ -24,7 +24,7 @@ def wait_for_all(ranks: MPI.Intracomm, limit_s: float | None) -> None:
     """
     have_come = ranks.Ibarrier().Test
     remedy = "look for a rank that does not call init: it may have raised, or ended, before that."
-    notice = f"{rank_exit.place()} has started and waits for the other ranks to start. If they do not, {remedy}"
+    notice = f"{rank_exit.describe_rank()} has started and waits for the other ranks to start. If they do not, {remedy}"
     late_s = rank_exit.GRACE_S * min(ranks.rank, 2)
 
     def is_over() -> bool:
@@ -35,7 +35,7 @@ def wait_for_all(ranks: MPI.Intracomm, limit_s: float | None) -> None:
     for waited in rank_exit.poll_until(is_over, 0.05, notice_s, notice):
         if limit_s is not None and waited > limit_s + late_s:
             absent = ", ".join(map(str, _absent(ranks)))
-            rank_exit.end_all_late(
+            rank_exit.end_all_after_timeout(
                 "init",
                 f"the other ranks to start within {limit_s:g} s",
                 f"no start of rank {absent or 'some'} after {waited:.1f} s",

@@ -18,10 +18,10 @@ from typing import IO
 
 from pycollective.transport import watch
 
-_MOST_BYTES = 1 << 18
+_MAX_BYTES = 1 << 18
 """The most bytes of the frames of all threads that are shown."""
 
-_LAST_S = 1.0
+_JOIN_TIMEOUT_S = 1.0
 """How long the end of Python waits for the thread."""
 
 
@@ -44,7 +44,7 @@ def stop() -> None:
     """Ends that thread before Python ends: a thread that then asks for the interpreter's lock never gets it."""
     if _State.thread is not None:
         watch.end_stacks()
-        _State.thread.join(_LAST_S)
+        _State.thread.join(_JOIN_TIMEOUT_S)
 
 
 def _signal() -> tuple[int, int]:
@@ -92,6 +92,6 @@ def _dump() -> bytes:
     _WITH_LOCK.ftruncate(number, ctypes.c_long(0))
     _WITH_LOCK.lseek(number, ctypes.c_long(0), os.SEEK_SET)
     faulthandler.dump_traceback(number, all_threads=True)
-    text = ctypes.create_string_buffer(_MOST_BYTES)
-    _WITH_LOCK.pread(number, text, ctypes.c_size_t(_MOST_BYTES - 1), ctypes.c_long(0))
+    text = ctypes.create_string_buffer(_MAX_BYTES)
+    _WITH_LOCK.pread(number, text, ctypes.c_size_t(_MAX_BYTES - 1), ctypes.c_long(0))
     return text.value

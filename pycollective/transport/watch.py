@@ -248,13 +248,13 @@ def last_failure() -> str:
     return _text(library().pycollective_last_failure()) if has_started() else ""
 
 
-def leave() -> None:
+def announce_exit() -> None:
     """Tells the rank that guards this one that this process ends, in order."""
     if has_started():
         library().pycollective_monitor_leave()
 
 
-def begin_end(status: int, cause: str) -> bool:
+def announce_end(status: int, cause: str) -> bool:
     """Tells all ranks that the job ends with this status. False if it ends already, for another cause."""
     return not has_started() or bool(library().pycollective_end_begin(status, cause.encode()))
 

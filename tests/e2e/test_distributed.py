@@ -143,7 +143,7 @@ def test_a_command_that_exits_with_a_code_ends_all() -> None:
     text = """
 assert sys.argv == ["-c", "word"], sys.argv
 from pycollective.faults import rank_exit
-rank_exit._PATIENCE_S = 1.0
+rank_exit._OTHERS_EXIT_TIMEOUT_S = 1.0
 if rank == 1: sys.exit(3)
 total()
 """

@@ -17,7 +17,7 @@ whole = pytest.mark.whole
 SHORT = 120  # seconds: none of these should take a tenth of it
 
 # A rank that exits with a code waits for the others for less time than it does for users.
-IMPATIENT = "from pycollective.faults import rank_exit\nrank_exit._PATIENCE_S = 1.0\n"
+IMPATIENT = "from pycollective.faults import rank_exit\nrank_exit._OTHERS_EXIT_TIMEOUT_S = 1.0\n"
 WAIT = "pc.psum(jnp.ones(3)).block_until_ready()\n"
 
 

@@ -126,7 +126,7 @@ from pycollective.transport import native_library, watch
 native_library.set_library(native_library.load(Path(NATIVE_LIBRARY)))
 here = watch.Process([], os.getpid(), 1, 0, "here")
 watch.start_monitor(watch.Monitoring(0, [here], [], bytes(64), 0.0, 0.0, sys.argv[1], True, False))
-watch.begin_end(1, "cause")
+watch.announce_end(1, "cause")
 """
 
 
