@@ -100,9 +100,9 @@ def transport() -> Finding:
     """What carries messages: this package's library, MPI's device, and the user's settings for it."""
     own = mpi_library()
     device = own.device_in(about_itself()) if own else ""
-    begins = tuple(begin for known in LIBRARIES for begin in known.settings)
+    begins = tuple(begin for known in LIBRARIES for begin in known.setting_prefixes)
     settings = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(begins)]
-    abi = standard_abi.described(own.abi) if own else ""
+    abi = standard_abi.describe(own.abi) if own else ""
     parts = [f"native {abi}".rstrip(), f"MPI's device {device}" if device else "", ", ".join(settings)]
     return Finding("transport", OK, "; ".join(filter(None, parts)))
 

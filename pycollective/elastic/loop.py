@@ -34,16 +34,16 @@ Train = Callable[[State, Communicator], R]
 
 _WHERE = "elastic.run"
 
-_ABLE = f"{ELASTIC_LAUNCH} goes on."
+_SUPPORTED = f"{ELASTIC_LAUNCH} goes on."
 _REMEDY = "pycollective run --restarts N starts the job again after a fault, from its last checkpoint."
 
-_OF_HANDLER = "expected MPI_"
+_HANDLER_ERROR = "expected MPI_"
 """The words of a handler's error for an MPI function that has failed (native/calls/call.cc)."""
 
-_LEARN_S = 2.0
+_DETECTION_TIMEOUT_S = 2.0
 """How long after the error of a call this rank may learn of the failure of another rank."""
 
-_REPORT_ENDS_S = 10.0
+_REPORT_DURATION_S = 10.0
 """The longest time from a report's kill of stopped ranks to its end of the other ranks (native/monitor/monitor.cc)."""
 
 _WATCH_INTERVAL_S = 0.02
@@ -54,21 +54,23 @@ class _State:
     """What this process knows.
 
     Attributes:
-        runs: whether :func:`run` is under way.
-        told: whether it has printed that a failure ends the job.
+        is_running: whether :func:`run` is under way.
+        has_warned: whether it has printed that a failure ends the job.
         losses: how often it has continued with fewer ranks.
         lost: the failed ranks of MPI_COMM_WORLD that :func:`run` has named.
     """
 
-    runs = False
-    told = False
+    is_running = False
+    has_warned = False
     losses = 0
     lost: ClassVar[set[int]] = set()
 
 
 def _reason_to_end_job() -> str:
     """The MPI library or setting with which a failure ends the job; empty if the remaining ranks can continue."""
-    return failures.why_not() if (name := transport().name) == "native" else f"init(transport={name!r})"
+    return (
+        failures.describe_missing_support() if (name := transport().name) == "native" else f"init(transport={name!r})"
+    )
 
 
 @overload
@@ -130,17 +132,19 @@ def run(train: Train[Any], state: State | None = None, *, min_ranks: int = 1, re
         )
     if world.size < min_ranks:
         fail(ValueError, _WHERE, world, f"min_ranks={min_ranks} ranks or more", world.size, "Start more ranks.")
-    if _State.runs:
+    if _State.is_running:
         fail(RuntimeError, _WHERE, world, "one call at a time", "a call inside another one", "Call it once, outside.")
     if why := _reason_to_end_job():
         if required:
-            fail(RuntimeError, _WHERE, world, "an MPI that goes on when a rank fails", why, f"{_ABLE} {_REMEDY}")
-        if not _State.told and world.rank == 0 and world.size > 1:
-            sys.stderr.write(f"pycollective.{_WHERE}: with {why} a rank that fails ends the job. {_ABLE} {_REMEDY}\n")
+            fail(RuntimeError, _WHERE, world, "an MPI that goes on when a rank fails", why, f"{_SUPPORTED} {_REMEDY}")
+        if not _State.has_warned and world.rank == 0 and world.size > 1:
+            sys.stderr.write(
+                f"pycollective.{_WHERE}: with {why} a rank that fails ends the job. {_SUPPORTED} {_REMEDY}\n"
+            )
             sys.stderr.flush()
-        _State.told = True
+        _State.has_warned = True
         return train(state, world)
-    _State.runs = True
+    _State.is_running = True
     try:
         state.commit()
         while True:
@@ -153,7 +157,7 @@ def run(train: Train[Any], state: State | None = None, *, min_ranks: int = 1, re
                 return result
             world = _rebuild_and_restore(state, world, min_ranks)
     finally:
-        _State.runs = False
+        _State.is_running = False
 
 
 @contextmanager
@@ -201,9 +205,9 @@ def _attempt(train: Train[R], state: State, world: Communicator) -> tuple[bool, 
 
 def _follows_from_failure(error: BaseException, mpi: MPI.Intracomm) -> bool:
     """Whether an error is that of a call, and a rank has failed: the error may come before this rank knows of that."""
-    if not any(map(_is_of_call, _causes(error))):
+    if not any(map(_is_error_of_call, _exception_chain(error))):
         return False
-    deadline = time.monotonic() + _LEARN_S
+    deadline = time.monotonic() + _DETECTION_TIMEOUT_S
     while not failures.has_failed(mpi):
         if time.monotonic() > deadline:
             return False
@@ -211,13 +215,13 @@ def _follows_from_failure(error: BaseException, mpi: MPI.Intracomm) -> bool:
     return True
 
 
-def _is_of_call(error: BaseException) -> bool:
+def _is_error_of_call(error: BaseException) -> bool:
     # JAX raises the error of a program as a JaxRuntimeError, but as a ValueError where it dispatches from C++.
-    of_program = isinstance(error, ValueError) and _OF_HANDLER in str(error)
+    of_program = isinstance(error, ValueError) and _HANDLER_ERROR in str(error)
     return of_program or isinstance(error, (MPI.Exception, jax.errors.JaxRuntimeError))
 
 
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
+def _exception_chain(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
@@ -281,4 +285,4 @@ def _wait_for_report() -> None:
         end_ns = entry["time_discovered_completed_ns"] or 0
         if entry["description"] != END and end_ns - entry["time_created_ns"] > limit_ns:
             ended_ns = max(ended_ns, end_ns)
-    time.sleep(max(0.0, ended_ns / 1e9 + _REPORT_ENDS_S - time.time()))
+    time.sleep(max(0.0, ended_ns / 1e9 + _REPORT_DURATION_S - time.time()))

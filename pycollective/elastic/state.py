@@ -14,7 +14,7 @@ from pycollective.errors import fail, message
 from pycollective.ranks.communicator import Communicator
 from pycollective.transport.mpi import MPI
 
-_PIECE = 1 << 30
+_MAX_BROADCAST_BYTES = 1 << 30
 """The bytes of one broadcast: MPI 3 counts by int."""
 
 
@@ -160,7 +160,7 @@ class State:
         return newest
 
 
-class _Described(NamedTuple):
+class _CommitHeader(NamedTuple):
     """A commit without the contents of its arrays, which travel as bytes; the rest travels by pickle.
 
     Attributes:
@@ -180,7 +180,7 @@ class _Described(NamedTuple):
     are_arrays: list[bool]
 
     @staticmethod
-    def of(commit: _Commit) -> _Described:
+    def of(commit: _Commit) -> _CommitHeader:
         are_arrays = [isinstance(leaf.value, np.ndarray) for leaf in commit.leaves]
         leaves = [
             leaf._replace(
@@ -193,32 +193,32 @@ class _Described(NamedTuple):
             structure = pickle.dumps(jax.tree.unflatten(commit.tree, range(len(leaves))))
         except (pickle.PicklingError, AttributeError, TypeError):
             structure = None
-        return _Described(commit.number, commit.paths, structure, leaves, are_arrays)
+        return _CommitHeader(commit.number, commit.paths, structure, leaves, are_arrays)
 
 
 def _broadcast(comm: Communicator, root: int, own: _Commit) -> _Commit:
     """The root's commit on all ranks. A leaf takes the place that it has in this rank's own commit."""
     mpi, is_root = comm.mpi, comm.rank == root
-    described = mpi.bcast(_Described.of(own) if is_root else None, root)
-    assert described is not None
+    header = mpi.bcast(_CommitHeader.of(own) if is_root else None, root)
+    assert header is not None
     leaves = []
-    for i, (leaf, is_array) in enumerate(zip(described.leaves, described.are_arrays, strict=True)):
+    for i, (leaf, is_array) in enumerate(zip(header.leaves, header.are_arrays, strict=True)):
         value = leaf.value
         if is_array:
             value = own.leaves[i].value if is_root else np.empty(*value)
             flat = value.reshape(-1).view(np.uint8)
-            for first in range(0, flat.size, _PIECE):
-                mpi.Bcast([flat[first : first + _PIECE], MPI.BYTE], root)
+            for first in range(0, flat.size, _MAX_BROADCAST_BYTES):
+                mpi.Bcast([flat[first : first + _MAX_BROADCAST_BYTES], MPI.BYTE], root)
         leaves.append(leaf._replace(value=value))
     if is_root:
         return own
-    if own.paths == described.paths:
+    if own.paths == header.paths:
         pairs = zip(leaves, own.leaves, strict=True)
         leaves = [leaf._replace(place=leaf.place and (mine.place or leaf.place)) for leaf, mine in pairs]
-        return _Commit(described.number, own.paths, own.tree, leaves)
-    if described.structure is None:
+        return _Commit(header.number, own.paths, own.tree, leaves)
+    if header.structure is None:
         expected = f"the structure of this rank's commit, or one that pickle can send, in the commit of rank {root}"
-        got = f"{len(described.paths)} leaves there and {len(own.paths)} here, in a structure with functions"
+        got = f"{len(header.paths)} leaves there and {len(own.paths)} here, in a structure with functions"
         fail(RuntimeError, "elastic.run", comm, expected, got, "Keep the structure of the values.")
-    tree = jax.tree.structure(pickle.loads(described.structure))
-    return _Commit(described.number, described.paths, tree, leaves)
+    tree = jax.tree.structure(pickle.loads(header.structure))
+    return _Commit(header.number, header.paths, tree, leaves)

@@ -45,7 +45,9 @@ def start(mpi: MPI.Intracomm, limit: float | None) -> None:
     processes = [watch.NO_PROCESS] * MPI.COMM_WORLD.size
     for rank, process in of_all_ranks:
         processes[rank] = process._replace(addresses=_addresses_for(process, own.host))
-    may_lose_ranks = not failures.why_not()  # then a program may continue, and it names the lost ranks itself
+    may_lose_ranks = (
+        not failures.describe_missing_support()
+    )  # then a program may continue, and it names the lost ranks itself
     secret = mpi.bcast(secrets.token_bytes(_SECRET_BYTES) if mpi.rank == 0 else None)
     folder = mpi.bcast(_records_folder() if mpi.rank == 0 else None)
     warn_s, timeout_s = _warning_and_timeout(limit)

@@ -25,8 +25,8 @@ ELASTIC = " or ".join(name for name, _ in _ELASTIC)
 ELASTIC_LAUNCH = " or ".join(f"{name} under mpiexec {' '.join(ulfm.options)}" for name, ulfm in _ELASTIC)
 """The same, with the options of their launchers."""
 
-_LOADING_S = 60
-_ANSWER_S = 20
+_LOAD_TIMEOUT_S = 60
+_VERSION_TIMEOUT_S = 20
 
 
 def identify(text: str, path: str = "", abi: str = "") -> Library | None:
@@ -66,9 +66,9 @@ def loaded_library() -> Library:
     """
     command = [sys.executable, "-c", _PROBE]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_LOADING_S, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_LOAD_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
-        got, remedy = f"no end within {_LOADING_S} s", "Try: python -c 'from mpi4py import MPI'."
+        got, remedy = f"no end within {_LOAD_TIMEOUT_S} s", "Try: python -c 'from mpi4py import MPI'."
         raise RuntimeError(message("run", "mpi4py to load its MPI library", got, remedy)) from None
     if done.returncode != 0:
         got = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
@@ -108,7 +108,9 @@ def mpiexec_of(library: Library, environ: Mapping[str, str]) -> Library:
 def identify_mpiexec(path: str) -> Library | None:
     """The library whose mpiexec ``path`` is, by what ``path --version`` says; None if it is not known here."""
     try:
-        done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=_ANSWER_S, check=False)
+        done = subprocess.run(
+            [path, "--version"], capture_output=True, text=True, timeout=_VERSION_TIMEOUT_S, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return identify(done.stdout + done.stderr, path)

@@ -13,7 +13,7 @@ from pathlib import Path
 from pycollective.errors import message
 from pycollective.launch.find_mpi import LIBRARIES
 
-_CONNECT_S = 10
+_CONNECT_TIMEOUT_S = 10
 
 
 def parse_hosts(text: str) -> tuple[tuple[str, int | None], ...]:
@@ -62,11 +62,11 @@ def check_hosts(names: Sequence[str], environ: Mapping[str, str]) -> None:
     Raises:
         ConnectionError: a host does not answer.
     """
-    agents = (environ.get(name) for library in LIBRARIES for name in library.agent_variables)
+    agents = (environ.get(name) for library in LIBRARIES for name in library.remote_shell_variables)
     agent = next(filter(None, agents), "ssh").split(":")[0].strip()
     call = shlex.split(agent)
     if Path(call[0]).name == "ssh":
-        call += ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT_S}", "--"]
+        call += ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT_TIMEOUT_S}", "--"]
     here = {"localhost", "127.0.0.1", os.uname().nodename, os.uname().nodename.split(".")[0]}
 
     def complaint(name: str) -> str | None:
@@ -75,7 +75,7 @@ def check_hosts(names: Sequence[str], environ: Mapping[str, str]) -> None:
                 [*call, name, "true"],
                 capture_output=True,
                 text=True,
-                timeout=2 * _CONNECT_S,
+                timeout=2 * _CONNECT_TIMEOUT_S,
                 check=False,
                 stdin=subprocess.DEVNULL,
             )

@@ -47,11 +47,11 @@ class Job:
         parts = [(name, next(rest) if number is None else number) for name, number in self.hosts]
         return [(name, number) for name, number in parts if number > 0]
 
-    def room(self) -> dict[str, int]:
+    def capacity(self) -> dict[str, int]:
         """How many ranks each host can take: its number, or as many as the fullest host without a number gets.
 
         Example:
-            >>> Job(5, (), [("a", None), ("b", None), ("c", 1)]).room()
+            >>> Job(5, (), [("a", None), ("b", None), ("c", 1)]).capacity()
             {'a': 2, 'b': 2, 'c': 1}
         """
         open_hosts = sum(number is None for _, number in self.hosts)

@@ -16,7 +16,7 @@ from rich.console import Console
 from pycollective.errors import message, name_ranks
 from pycollective.report import tables, timeline, verdicts
 
-_MOST_VERDICTS = 20
+_MAX_VERDICTS = 20
 """How many calls that are not fully matched the table shows."""
 
 
@@ -44,9 +44,9 @@ def main(arguments: Sequence[str]) -> int:
         return _refuse_path(got)
     summary = timeline.summary(found)
     console = _console()
-    console.print(tables.table(tables.CALLS, tables.of_calls(summary.rows)))
-    console.print(tables.table(tables.RANKS, tables.of_ranks(summary.ranks)))
-    console.print(tables.sentence(summary), highlight=False)
+    console.print(tables.table(tables.CALLS, tables.call_cells(summary.rows)))
+    console.print(tables.table(tables.RANKS, tables.rank_cells(summary.ranks)))
+    console.print(tables.summarize(summary), highlight=False)
     if options.html:
         importlib.import_module("pycollective.report.page").write(found, summary, path.name, options.html)
     return 0
@@ -85,9 +85,9 @@ def _show_records(folder: Path) -> int:
     findings = verdicts.judge([own for _, own in records if own["world_size"] == job["world_size"]])
     console = _console()
     if findings.verdicts:
-        console.print(tables.table(tables.VERDICTS, tables.of_verdicts(findings.verdicts[:_MOST_VERDICTS])))
-    if len(findings.verdicts) > _MOST_VERDICTS:
-        notes.append(f"{len(findings.verdicts) - _MOST_VERDICTS} more calls are not fully matched.")
+        console.print(tables.table(tables.VERDICTS, tables.verdict_cells(findings.verdicts[:_MAX_VERDICTS])))
+    if len(findings.verdicts) > _MAX_VERDICTS:
+        notes.append(f"{len(findings.verdicts) - _MAX_VERDICTS} more calls are not fully matched.")
     for sentence in [*notes, *findings.sentences]:
         console.print(sentence, highlight=False, markup=False)
     return 0

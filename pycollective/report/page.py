@@ -20,9 +20,9 @@ _STYLE = (
     "svg{max-width:100%;height:auto}"
 )
 
-_MOST_BARS = 12
+_MAX_BARS = 12
 
-_MOST_POINTS = 1000
+_MAX_POINTS = 1000
 """More calls of one operation become a picture of pixels, which is smaller."""
 
 
@@ -38,8 +38,9 @@ def write(trace: Mapping[str, Any], timeline: Timeline, title: str, file: Path) 
     files.write(
         file,
         f"<!doctype html>\n<meta charset=utf-8>\n<title>{html.escape(title)}</title>\n<style>{_STYLE}</style>\n"
-        f"<h1>{html.escape(title)}</h1>\n<p>{html.escape(tables.sentence(timeline))}</p>\n"
-        f"{_table(tables.CALLS, tables.of_calls(timeline.rows))}{_table(tables.RANKS, tables.of_ranks(timeline.ranks))}"
+        f"<h1>{html.escape(title)}</h1>\n<p>{html.escape(tables.summarize(timeline))}</p>\n"
+        f"{_table(tables.CALLS, tables.call_cells(timeline.rows))}"
+        f"{_table(tables.RANKS, tables.rank_cells(timeline.ranks))}"
         f"{_svg(trace, timeline)}\n",
     )
 
@@ -53,7 +54,7 @@ def _table(columns: Sequence[str], cells: tables.Cells) -> str:
 
 def _svg(trace: Mapping[str, Any], timeline: Timeline) -> str:
     """The plots of a trace: where the time goes, who comes late, and how the time of a call changes."""
-    rows = timeline.rows[:_MOST_BARS][::-1]
+    rows = timeline.rows[:_MAX_BARS][::-1]
     figure, (shares, ranks, calls) = plt.subplots(3, 1, figsize=(10, 11), layout="constrained")
     labels = [f"{row.op}, {row.nbytes} B" for row in rows]
     shares.barh(labels, [row.share * 100 for row in rows])
@@ -72,7 +73,7 @@ def _svg(trace: Mapping[str, Any], timeline: Timeline) -> str:
     for op in dict.fromkeys(row.op for row in timeline.rows):
         chosen = [event for event in events if event["name"] == op]
         times, durations = [event["ts"] / 1e6 for event in chosen], [event["dur"] for event in chosen]
-        calls.plot(times, durations, ".", markersize=3, label=op, rasterized=len(chosen) > _MOST_POINTS)
+        calls.plot(times, durations, ".", markersize=3, label=op, rasterized=len(chosen) > _MAX_POINTS)
     calls.set(yscale="log", xlabel="time since the trace began (s)", ylabel="time of a call (us)", title="Calls")
     if events:
         calls.legend(fontsize="small")

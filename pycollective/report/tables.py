@@ -33,10 +33,10 @@ RANKS = ("rank", "host", "traced", "in calls", "waiting", "others waited for it"
 VERDICTS = ("communicator", "number", "verdict", "who", "call", "line", "state")
 """The columns of the table of verdicts."""
 
-_LEFT = {"operation", "slowest", "host", "communicator", "verdict", "who", "call", "line", "state"}
+_LEFT_ALIGNED = {"operation", "slowest", "host", "communicator", "verdict", "who", "call", "line", "state"}
 
 
-def of_calls(rows: Sequence[Row]) -> Cells:
+def call_cells(rows: Sequence[Row]) -> Cells:
     """The cells of the table of calls."""
     return [
         [
@@ -56,13 +56,13 @@ def of_calls(rows: Sequence[Row]) -> Cells:
     ]
 
 
-def of_ranks(ranks: Sequence[Rank]) -> Cells:
+def rank_cells(ranks: Sequence[Rank]) -> Cells:
     """The cells of the table of ranks."""
     times = [(rank.traced_us, rank.in_calls_us, rank.waited_us, rank.waited_for_us) for rank in ranks]
     return [[str(rank.rank), rank.host, *map(duration, own)] for rank, own in zip(ranks, times, strict=True)]
 
 
-def of_verdicts(verdicts: Sequence[Verdict]) -> Cells:
+def verdict_cells(verdicts: Sequence[Verdict]) -> Cells:
     """The cells of the table of verdicts: a line for each call that ranks made, and one for those that made none."""
     cells = []
     for verdict in verdicts:
@@ -77,13 +77,13 @@ def table(columns: Sequence[str], cells: Cells) -> Table:
     """A table for a terminal."""
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in columns:
-        made.add_column(column, justify="left" if column in _LEFT else "right", overflow="fold")
+        made.add_column(column, justify="left" if column in _LEFT_ALIGNED else "right", overflow="fold")
     for line in cells:
         made.add_row(*line)
     return made
 
 
-def sentence(timeline: Timeline) -> str:
+def summarize(timeline: Timeline) -> str:
     """One sentence on a trace, and one on what is not in it."""
     ranks = timeline.ranks
     traced = sum(rank.traced_us for rank in ranks)

@@ -135,8 +135,8 @@ def judge(records: Sequence[Records]) -> Findings:
     shown = [verdict for verdict in undecided if not _matches_on_files(verdict, absent)]
     left_out = len(undecided) - len(shown)
     sentences = [*_reasons(records), *_without_file(absent, size)]
-    sentences += [*_outside_collectives(records, histories, absent)]
-    sentences += [*_summary(counts, left_out), *_look_at(found, records, histories, absent)]
+    sentences += [*_waits_and_messages(records, histories, absent)]
+    sentences += [*_summary(counts, left_out), *_advice(found, records, histories, absent)]
     return Findings(counts, [*wrong, *shown], sentences)
 
 
@@ -209,7 +209,7 @@ def _verdict(
     if name == FULLY_MATCHED and missing:
         name, culprits = STATE, missing
     if name == FULLY_MATCHED and len({entry["state"] for entry in entries.values()}) > 1:
-        name, culprits = STATE, _fewer(entries, lambda entry: entry["state"])
+        name, culprits = STATE, _minority(entries, lambda entry: entry["state"])
     if name == FULLY_MATCHED and unknown:
         name = UNDECIDED
     first = next(iter(entries.values()))
@@ -241,14 +241,14 @@ def _mismatch(entries: Mapping[int, Entry]) -> tuple[str, list[int]]:
         (DTYPE, lambda entry: str(entry["input_dtypes"])),
         (SIZE, lambda entry: (str(entry["input_sizes"]), entry["description"])),
     ):
-        if culprits := _fewer(entries, fact):
+        if culprits := _minority(entries, fact):
             return name, culprits
-    if any(entry["state"] == "failed" for entry in entries.values()) and (culprits := _fewer(entries, _line)):
+    if any(entry["state"] == "failed" for entry in entries.values()) and (culprits := _minority(entries, _line)):
         return SIZE, culprits
     return FULLY_MATCHED, []
 
 
-def _fewer(entries: Mapping[int, Entry], fact: Any) -> list[int]:
+def _minority(entries: Mapping[int, Entry], fact: Any) -> list[int]:
     """The ranks whose ``fact`` is not that of most ranks; where as many have each, that of the lowest rank counts."""
     by_fact: dict[Any, list[int]] = defaultdict(list)
     for rank in sorted(entries):
@@ -285,7 +285,7 @@ def _without_file(absent: Sequence[int], size: int) -> Iterator[str]:
         yield f"No records of {name_ranks(absent)} of {size}: {they} stopped or killed, or could not write here."
 
 
-def _outside_collectives(
+def _waits_and_messages(
     records: Sequence[Records], histories: Mapping[int, _History], absent: Sequence[int]
 ) -> Iterator[str]:
     """The messages that ranks were in at last, and their waits outside programs, with the ranks not in them."""
@@ -301,14 +301,15 @@ def _outside_collectives(
                 messages[entry["description"], entry["process_group"][0], _line(entry)].append(rank)
             busy.add(rank)
     for (description, communicator, line), ranks in messages.items():
-        yield f"{_were(ranks)} in {_call(description, communicator, line)}."
+        yield f"{_begin_of_sentence(ranks)} in {_describe_call(description, communicator, line)}."
     for wait, entries in waits.items():
         first = next(iter(entries.values()))
         if wait.description == END:
-            subject, _, _ = _were(list(entries)).rpartition(" ")
+            subject, _, _ = _begin_of_sentence(list(entries)).rpartition(" ")
             yield f"{subject} had ended, and waited for the other ranks."
             continue
-        told = f"{_were(list(entries))} in {_call(wait.description, first['process_group'][0], _line(first))}"
+        call = _describe_call(wait.description, first["process_group"][0], _line(first))
+        told = f"{_begin_of_sentence(list(entries))} in {call}"
         times = max(histories[rank].count(wait) for rank in entries)
         members = [rank for rank in _members(wait.group, records) if rank not in entries and rank not in absent]
         missing = [rank for rank in members if not histories[rank].has_waited(wait, times)]
@@ -319,17 +320,17 @@ def _outside_collectives(
         yield f"{told}."
 
 
-def _were(ranks: Sequence[int]) -> str:
+def _begin_of_sentence(ranks: Sequence[int]) -> str:
     """The begin of a sentence on ranks.
 
     Example:
-        >>> _were([1]), _were([0, 2])
+        >>> _begin_of_sentence([1]), _begin_of_sentence([0, 2])
         ('Rank 1 was', 'Ranks 0, 2 were')
     """
     return f"{name_ranks(ranks).capitalize()} {'was' if len(ranks) == 1 else 'were'}"
 
 
-def _call(description: str, communicator: str, line: str) -> str:
+def _describe_call(description: str, communicator: str, line: str) -> str:
     return description + (f" of communicator {communicator}" if communicator else "") + (f", at {line}" if line else "")
 
 
@@ -343,7 +344,7 @@ def _summary(counts: Counter[str], left_out: int) -> Iterator[str]:
         yield f"Not shown: {left_out} {UNDECIDED} that all ranks with a file have ended alike."
 
 
-def _look_at(
+def _advice(
     found: Sequence[Verdict], records: Sequence[Records], histories: Mapping[int, _History], absent: Sequence[int]
 ) -> Iterator[str]:
     """Where to begin: the first mismatch, and the ranks without a file for which others may have waited."""

@@ -25,7 +25,7 @@ from pycollective.launch.launchers.batch_system import BatchSystem
 from pycollective.launch.launchers.launcher import BatchLauncher
 from pycollective.launch.libraries.library import Library
 from pycollective.run import restarts
-from pycollective.run.supervise import FaultText
+from pycollective.run.supervise import FaultPatterns
 
 _EXAMPLES = """examples:
   pycollective run -n 4 train.py --epochs 3
@@ -40,7 +40,7 @@ OPENBLAS_NUM_THREADS and MKL_NUM_THREADS become its number of cores, unless you 
 itself (memory, XLA's threads) works without this command too.
 """
 
-_PASSED_ON = ("PYCOLLECTIVE_", "JAX_", "XLA_", "MPI4PY_", "OMP_", "NPROC", "PATH", "LD_LIBRARY_PATH", "PYTHONPATH")
+_CARRIED = ("PYCOLLECTIVE_", "JAX_", "XLA_", "MPI4PY_", "OMP_", "NPROC", "PATH", "LD_LIBRARY_PATH", "PYTHONPATH")
 """The beginnings of the names of variables that ranks on other hosts need. Some launchers pass on only named ones."""
 
 
@@ -119,7 +119,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     program.required = arguments.required = False  # -c and -m give both
 
 
-_LAST_WORDS_OF_RANKS = "pycollective: .*; ending all ranks"
+_RANK_ENDS_JOB = "pycollective: .*; ending all ranks"
 """What every report of a fault has, as a regular expression (faults/rank_exit.py, native/monitor/monitor.cc)."""
 
 
@@ -139,7 +139,7 @@ def main(arguments: Sequence[str]) -> int:
             check_hosts([name for name, _ in _named_hosts(options)], os.environ)
     except (ImportError, OSError, RuntimeError, ValueError) as error:
         parser.exit(2, f"{error}\n")
-    if (options.restarts or start.text) and not options.dry_run:
+    if (options.restarts or start.fault_patterns) and not options.dry_run:
         return restarts.run(start, options.restarts, options.min_ranks or options.ranks, os.environ)
     if not options.dry_run:
         os.execvpe(command[0], command, {**os.environ, **start.variables})
@@ -187,9 +187,9 @@ def prepare(options: argparse.Namespace, environ: Mapping[str, str]) -> restarts
     system = batch_system(environ)
     if system is not None:
         system.check(environ, names_hosts=bool(options.hosts))
-        variables |= {**system.launcher_variables(environ), **(system.sharing if options.restarts else {})}
+        variables |= {**system.launcher_variables(environ), **(system.overlap_variables if options.restarts else {})}
     rank = [sys.executable, "-m", "pycollective.run.rank_wrapper", "--bind", options.bind, "--", *program]
-    carried = [name for name in {**environ, **variables} if name.startswith(_PASSED_ON)]
+    carried = [name for name in {**environ, **variables} if name.startswith(_CARRIED)]
     job = Job(
         options.ranks,
         rank,
@@ -208,19 +208,19 @@ def prepare(options: argparse.Namespace, environ: Mapping[str, str]) -> restarts
         got = launcher.name if isinstance(launcher, Library) else launcher.option
         remedy = "Leave --elastic out: --restarts starts the job again when a rank has died."
         raise ValueError(message("run", f"the mpiexec of {ELASTIC} for --elastic", got, remedy))
-    room = replace(job, hosts=_named_hosts(options)).room()
+    capacity = replace(job, hosts=_named_hosts(options)).capacity()
     lost_host = launcher.lost_host if isinstance(launcher, Library) else ""
-    if not room and (options.restarts or lost_host):
-        room = dict(_allocated_hosts(job, system, environ))
+    if not capacity and (options.restarts or lost_host):
+        capacity = dict(_allocated_hosts(job, system, environ))
     if isinstance(launcher, Library):
-        job = _over_allocation(job, library, system, environ)
-        if len(room) > 1:
-            variables |= {name: value for name, value in launcher.attentive.items() if name not in environ}
+        job = _over_all_hosts(job, library, system, environ)
+        if len(capacity) > 1:
+            variables |= {name: value for name, value in launcher.keepalive_variables.items() if name not in environ}
             if lost_host:
-                text = FaultText(lost_host, "|".join((_LAST_WORDS_OF_RANKS, *launcher.last_words)))
-                return restarts.Start(job, launcher.command_line, variables, room, text)
-        return restarts.Start(job, launcher.command_line, variables, room)
-    return restarts.Start(job, lambda job: launcher.command_line(job, library, environ), variables, room)
+                patterns = FaultPatterns(lost_host, "|".join((_RANK_ENDS_JOB, *launcher.job_failure)))
+                return restarts.Start(job, launcher.command_line, variables, capacity, patterns)
+        return restarts.Start(job, launcher.command_line, variables, capacity)
+    return restarts.Start(job, lambda job: launcher.command_line(job, library, environ), variables, capacity)
 
 
 def _check_capacity(job: Job, system: type[BatchSystem] | None, environ: Mapping[str, str]) -> None:
@@ -273,7 +273,7 @@ def _choose_launcher(wish: str | None, library: Library, environ: Mapping[str, s
         raise
 
 
-def _over_allocation(job: Job, library: Library, system: type[BatchSystem] | None, environ: Mapping[str, str]) -> Job:
+def _over_all_hosts(job: Job, library: Library, system: type[BatchSystem] | None, environ: Mapping[str, str]) -> Job:
     """Spreads a job over all hosts of the allocation, since an mpiexec would fill the first ones."""
     hosts = [] if job.hosts or job.hostfile else _allocated_hosts(job, system, environ)
     if len({number for _, number in hosts}) > 1 and not library.takes_unequal_hosts:

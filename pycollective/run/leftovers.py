@@ -19,13 +19,15 @@ from pycollective.launch.find_mpi import LIBRARIES
 SHARED_MEMORY = Path("/dev/shm")
 
 
-def files(folder: Path = SHARED_MEMORY) -> set[Path]:
+def shared_memory_files(folder: Path = SHARED_MEMORY) -> set[Path]:
     """The files of MPI libraries, of all jobs on this host."""
-    begins = tuple(begin for library in LIBRARIES for begin in library.shared_files)
+    begins = tuple(begin for library in LIBRARIES for begin in library.shared_file_prefixes)
     return {path for path in folder.glob("*") if path.name.startswith(begins)}
 
 
-def remove(before: set[Path], folder: Path = SHARED_MEMORY, proc: Path = Path("/proc")) -> list[Path]:
+def remove_shared_memory_files(
+    before: set[Path], folder: Path = SHARED_MEMORY, proc: Path = Path("/proc")
+) -> list[Path]:
     """Removes what a job has left.
 
     The names do not tell whose a file is. So a file is removed only if it was not there ``before`` the job, belongs to
@@ -36,13 +38,13 @@ def remove(before: set[Path], folder: Path = SHARED_MEMORY, proc: Path = Path("/
         The removed files.
     """
     left = []
-    for path in sorted(files(folder) - before):
+    for path in sorted(shared_memory_files(folder) - before):
         with suppress(FileNotFoundError):  # its job has ended
             if path.stat().st_uid == os.getuid():
                 left.append(path)
     if not left:
         return []
-    used = _used(proc)
+    used = _files_in_use(proc)
     left = [path for path in left if used is not None and str(path) not in used]
     for path in left:
         path.unlink(missing_ok=True)
@@ -61,7 +63,7 @@ def remove_session(launcher: int, folder: Path | None = None) -> None:
             shutil.rmtree((folder or Path(tempfile.gettempdir())) / name, ignore_errors=True)
 
 
-def _used(proc: Path) -> set[str] | None:
+def _files_in_use(proc: Path) -> set[str] | None:
     """The files that processes have open or in their memory; None if a process of this user does not show its own."""
     used: set[str] = set()
     for process in proc.glob("[0-9]*"):

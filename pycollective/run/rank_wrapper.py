@@ -16,10 +16,10 @@ from pycollective.launch.started_by import launcher_gives_gpus, local_place
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
-ARENAS = "MALLOC_ARENA_MAX"
+ARENAS_VARIABLE = "MALLOC_ARENA_MAX"
 """glibc's variable for what transport/mpi.py sets, too late where a program imports mpi4py first."""
 
-HASH_SEED = "PYTHONHASHSEED"
+HASH_SEED_VARIABLE = "PYTHONHASHSEED"
 """Python's variable for the order of sets of strings, in which a program may add up its arrays."""
 
 
@@ -39,8 +39,8 @@ def main() -> None:
         if not launcher_gives_gpus(os.environ) and (gpus := visible_gpus(os.environ)):
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(share_of(gpus, place))
     if config.malloc:
-        os.environ.setdefault(ARENAS, "1")
-    os.environ.setdefault(HASH_SEED, "0")
+        os.environ.setdefault(ARENAS_VARIABLE, "1")
+    os.environ.setdefault(HASH_SEED_VARIABLE, "0")
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     try:
         os.execvp(command[0], command)

@@ -10,13 +10,13 @@ import ctypes
 from contextlib import suppress
 
 from pycollective.transport import native_library
-from pycollective.transport.mpi import MPI, known, mpi_library
+from pycollective.transport.mpi import MPI, mpi_library, own_communicators
 
-_ROOM = 1 << 12
+_MAX_COMMUNICATORS = 1 << 12
 """How many communicators calls may have made."""
 
 
-def why_not() -> str:
+def describe_missing_support() -> str:
     """The MPI, if it ends the job when a rank fails; empty if it does not.
 
     That a library has the functions of ULFM is not enough: its launcher may end the job.
@@ -42,10 +42,10 @@ def has_failed(comm: MPI.Intracomm) -> bool:
 
 def revoke_all() -> None:
     """Ends all calls on the communicators of this package, on all their ranks, now and later, with an error."""
-    handles = (ctypes.c_int64 * _ROOM)()
-    number = native_library.library().pycollective_own_comms(handles, ctypes.c_int64(_ROOM))
-    made_by_calls = [MPI.Intracomm.fromhandle(handle) for handle in handles[: min(number, _ROOM)]]
-    for comm in [*known.values(), *made_by_calls]:
+    handles = (ctypes.c_int64 * _MAX_COMMUNICATORS)()
+    number = native_library.library().pycollective_own_comms(handles, ctypes.c_int64(_MAX_COMMUNICATORS))
+    made_by_calls = [MPI.Intracomm.fromhandle(handle) for handle in handles[: min(number, _MAX_COMMUNICATORS)]]
+    for comm in [*own_communicators.values(), *made_by_calls]:
         with suppress(MPI.Exception):  # another thread has just freed it
             comm.Revoke()
 
@@ -53,7 +53,7 @@ def revoke_all() -> None:
 def abandon_all() -> None:
     """Gives up all communicators of this package, without a call of MPI: not all their ranks can make it any more."""
     native_library.library().pycollective_abandon_all()
-    known.clear()
+    own_communicators.clear()
 
 
 def agree(comm: MPI.Intracomm, fine: bool) -> bool:

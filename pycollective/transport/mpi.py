@@ -69,9 +69,9 @@ __all__ = [
     "discard_messages",
     "forget",
     "host_of",
-    "known",
     "mpi_library",
     "number_in_mpi",
+    "own_communicators",
     "remember",
 ]
 
@@ -87,19 +87,19 @@ def about_itself() -> str:
     return MPI.Get_library_version().strip(" \x00\n")
 
 
-known: dict[int, MPI.Intracomm] = {}
+own_communicators: dict[int, MPI.Intracomm] = {}
 """The communicators of this package that are in use, by their handles."""
 
 
 def remember(comm: MPI.Intracomm) -> MPI.Intracomm:
     """Returns the communicator, which is in use from now on."""
-    known[MPI._handleof(comm)] = comm
+    own_communicators[MPI._handleof(comm)] = comm
     return comm
 
 
 def forget(comm: MPI.Intracomm) -> None:
     """Comes before the communicator is freed."""
-    known.pop(MPI._handleof(comm), None)
+    own_communicators.pop(MPI._handleof(comm), None)
 
 
 def number_in_mpi(value: int | MessageConstant) -> int:

@@ -18,7 +18,7 @@ from mpi4py import MPI
 import pycollective as pc
 from pycollective.ordering import region
 from pycollective.ranks import communicator_resources
-from pycollective.transport.mpi import known
+from pycollective.transport.mpi import own_communicators
 
 
 def test_world(world: pc.Communicator) -> None:
@@ -169,7 +169,7 @@ def program_of_a_split(world: pc.Communicator) -> Callable[[jax.Array], jax.Arra
 @pytest.mark.native  # programs by mpi4jax hold their communicators for ever
 def test_dropped_splits_are_given_back(world: pc.Communicator) -> None:
     before = in_use(world)
-    shared = len(known)
+    shared = len(own_communicators)
     for i in range(200):
         part = world.split(color=world.rank % 2 if i % 2 else 0)
         assert part is not None
@@ -188,7 +188,7 @@ def test_dropped_splits_are_given_back(world: pc.Communicator) -> None:
     del part, inner
     assert len(communicator_resources.in_use) < before + 2 * 64  # most have gone in the loop
     assert in_use(world) == before
-    assert len(known) == shared
+    assert len(own_communicators) == shared
 
 
 @pytest.mark.parametrize("in_cycles", [False, True])

@@ -12,7 +12,7 @@ import pytest
 
 from pycollective.launch.job import Job
 from pycollective.run import leftovers
-from pycollective.run.restarts import on_hosts
+from pycollective.run.restarts import fit_to_hosts
 
 # Each line of the file of statuses is for one attempt. A host is down if there is a file of its name.
 LAUNCHER = """
@@ -20,10 +20,10 @@ import sys
 from pathlib import Path
 from pycollective.launch.job import Job
 from pycollective.run.restarts import Start, run
-from pycollective.run.supervise import FaultText
+from pycollective.run.supervise import FaultPatterns
 
 where, restarts, least = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-text = FaultText("lost a host", "never said") if sys.argv[4] == "hides" else None
+text = FaultPatterns("lost a host", "never said") if sys.argv[4] == "hides" else None
 script = '''
 if [ "$3" = sleep ]; then test ! -e "$1/$2"; exit; fi
 echo "attempt $PYCOLLECTIVE_RESTART: $2"
@@ -41,7 +41,7 @@ def line(job):
 
 
 job = Job(4, ["program"], [("a", None), ("b", None)])
-sys.exit(run(Start(job, line, {}, job.room(), text), restarts, least, {"PATH": "/usr/bin:/bin"}))
+sys.exit(run(Start(job, line, {}, job.capacity(), text), restarts, least, {"PATH": "/usr/bin:/bin"}))
 """
 
 
@@ -107,12 +107,12 @@ def test_a_success_is_believed_whether_or_not_the_hosts_answer(tmp_path: Path) -
 
 def test_spare_hosts_and_hosts_that_are_back() -> None:
     job = Job(4, (), [("a", 4), ("b", 4), ("c", 4)])
-    assert on_hosts(job, job.room(), ["a"]).shares() == [("b", 2), ("c", 2)]
-    assert on_hosts(job, job.room(), ["a", "b"]).shares() == [("c", 4)]
-    assert on_hosts(job, job.room(), []) is job
-    assert on_hosts(job, job.room(), ["a", "b", "c"]).ranks == 0
+    assert fit_to_hosts(job, job.capacity(), ["a"]).shares() == [("b", 2), ("c", 2)]
+    assert fit_to_hosts(job, job.capacity(), ["a", "b"]).shares() == [("c", 4)]
+    assert fit_to_hosts(job, job.capacity(), []) is job
+    assert fit_to_hosts(job, job.capacity(), ["a", "b", "c"]).ranks == 0
     named = Job(3, (), hostfile="my.hosts")
-    assert on_hosts(named, {"a": 2, "b": 1}, ["b"]) == Job(2, (), [("a", 2)])
+    assert fit_to_hosts(named, {"a": 2, "b": 1}, ["b"]) == Job(2, (), [("a", 2)])
 
 
 # This process leaves a child in a session of its own, and is its reaper.
@@ -158,11 +158,11 @@ def test_shared_memory_of_a_dead_job(tmp_path: Path) -> None:
     shm = tmp_path / "shm"
     shm.mkdir()
     (shm / "mpich_shm_1_0").touch()
-    before = leftovers.files(shm)
+    before = leftovers.shared_memory_files(shm)
     for name in ("mpich_shm_2_0", "mpich_shm_3_0", "sm_segment.h.0.1.0", "sem.of-a-program"):
         (shm / name).touch()
     with (shm / "mpich_shm_3_0").open():  # another job's, which runs
-        removed = leftovers.remove(before, shm)
+        removed = leftovers.remove_shared_memory_files(before, shm)
     assert [path.name for path in removed] == ["mpich_shm_2_0", "sm_segment.h.0.1.0"]
     assert sorted(path.name for path in shm.iterdir()) == ["mpich_shm_1_0", "mpich_shm_3_0", "sem.of-a-program"]
 
@@ -183,11 +183,11 @@ def test_processes_that_hide_what_they_use_keep_all_files(tmp_path: Path, monkey
     shm.mkdir()
     for name in ("mpich_shm_2_0", "mpich_shm_3_0"):
         (shm / name).touch()
-    assert leftovers.remove(set(), shm, proc) == [shm / "mpich_shm_3_0"]
+    assert leftovers.remove_shared_memory_files(set(), shm, proc) == [shm / "mpich_shm_3_0"]
     (shm / "mpich_shm_3_0").touch()
 
     def refuse(_: Path) -> NoReturn:
         raise PermissionError
 
     monkeypatch.setattr(Path, "iterdir", refuse)
-    assert leftovers.remove(set(), shm, proc) == []
+    assert leftovers.remove_shared_memory_files(set(), shm, proc) == []

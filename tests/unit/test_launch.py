@@ -497,7 +497,7 @@ class Mpt(Library):
     patterns = (r"HPE MPT (\d[\w.]*)",)
     mpiexec_names = ("mpiexec_mpt",)
     pmi = "pmi2"
-    agent_variables = ("MPT_AGENT",)
+    remote_shell_variables = ("MPT_AGENT",)
 
     def options(self, job: Job) -> list[str]:
         return ["--label"] if job.label else []

@@ -14,12 +14,12 @@ class BatchSystem:
     Attributes:
         job_variable: a variable that is set inside an allocation.
         how_to_get_more: what a user does to start more ranks.
-        sharing: the variables by which a job starts although one that has lost a host has not quite ended.
+        overlap_variables: the variables by which a job starts although one that has lost a host has not quite ended.
     """
 
     job_variable: ClassVar[str]
     how_to_get_more: ClassVar[str] = "ask for more"
-    sharing: ClassVar[Mapping[str, str]] = {}
+    overlap_variables: ClassVar[Mapping[str, str]] = {}
 
     @classmethod
     def capacity(cls, environ: Mapping[str, str]) -> list[int]:

@@ -15,8 +15,8 @@ from pycollective.launch.launchers.batch_system import BatchSystem
 from pycollective.launch.launchers.launcher import BatchLauncher, Place
 from pycollective.launch.libraries.library import Library
 
-_SCONTROL_S = 10
-_SRUN_S = 20
+_SCONTROL_TIMEOUT_S = 10
+_SRUN_TIMEOUT_S = 20
 
 
 class Slurm(BatchSystem):
@@ -24,7 +24,7 @@ class Slurm(BatchSystem):
 
     job_variable = "SLURM_JOB_ID"
     how_to_get_more = "ask Slurm for more --ntasks"
-    sharing: ClassVar[Mapping[str, str]] = {"SLURM_OVERLAP": "1"}
+    overlap_variables: ClassVar[Mapping[str, str]] = {"SLURM_OVERLAP": "1"}
 
     @classmethod
     def capacity(cls, environ: Mapping[str, str]) -> list[int]:
@@ -57,7 +57,7 @@ class Slurm(BatchSystem):
         hosts = environ["SLURM_JOB_NODELIST"]
         command = ["scontrol", "show", "hostnames", hosts]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=_SCONTROL_S, check=True)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_SCONTROL_TIMEOUT_S, check=True)
         except (OSError, subprocess.SubprocessError) as error:
             expected = f"scontrol to name the hosts {hosts}"
             raise RuntimeError(message("run", expected, repr(error), "Say --hosts.")) from error
@@ -148,9 +148,11 @@ def _plugins() -> set[str]:
     if shutil.which("srun") is None:
         return set()
     try:
-        done = subprocess.run(["srun", "--mpi=list"], capture_output=True, text=True, timeout=_SRUN_S, check=False)
+        done = subprocess.run(
+            ["srun", "--mpi=list"], capture_output=True, text=True, timeout=_SRUN_TIMEOUT_S, check=False
+        )
     except subprocess.TimeoutExpired:
-        got = f"no answer within {_SRUN_S} s"
+        got = f"no answer within {_SRUN_TIMEOUT_S} s"
         raise RuntimeError(message("run", "srun --mpi=list to answer", got, "Say --mpi PATH of an mpiexec.")) from None
     return set(re.findall(r"[a-z0-9_]+", done.stdout + done.stderr))
 

@@ -11,7 +11,7 @@ from typing import ClassVar, NamedTuple
 from pycollective.launch.job import Job
 from pycollective.launch.libraries import standard_abi
 
-OF_NETWORKS = ("UCX_TLS", "UCX_NET", "FI_PROVIDER", "FI_TCP_IFACE")
+NETWORK_SETTINGS = ("UCX_TLS", "UCX_NET", "FI_PROVIDER", "FI_TCP_IFACE")
 """Settings of the network libraries under most MPI libraries: UCX and libfabric."""
 
 
@@ -43,18 +43,19 @@ class Library(ABC):
         patterns: how the library and its mpiexec name themselves; the group is the version.
         mpiexec_names: the names that its mpiexec may have.
         pmi: the process management interface by which its ranks find each other under ``srun --mpi=...``.
-        agent_variables: the variables that name a program which its mpiexec calls instead of ssh.
+        remote_shell_variables: the variables that name a program which its mpiexec calls instead of ssh.
         takes_unequal_hosts: whether its mpiexec takes another number of ranks for each host.
         lost_host: a regular expression of what its mpiexec prints on its standard error when a host has gone away, if
             it may end with status 0 then; else "".
-        last_words: regular expressions of what such an mpiexec prints before it ends the ranks of a job; it may wait
+        job_failure: regular expressions of what such an mpiexec prints before it ends the ranks of a job; it may wait
             for ever then.
-        attentive: the variables by which its mpiexec notices within a minute that it cannot reach a host any more.
+        keepalive_variables: the variables by which its mpiexec notices within a minute that it cannot reach a host any
+            more.
         ulfm: how the other ranks can live on when one has died; None: they cannot.
-        settings: how the names of variables begin by which a user chooses how its messages travel.
-        device: a regular expression of what the library says about its device for messages; the group is the device.
-            "" where it says nothing.
-        shared_files: how the names of its files in /dev/shm begin, which stay there when its ranks are killed.
+        setting_prefixes: how the names of variables begin by which a user chooses how its messages travel.
+        device_pattern: a regular expression of what the library says about its device for messages; the group is the
+            device. "" where it says nothing.
+        shared_file_prefixes: how the names of its files in /dev/shm begin, which stay there when its ranks are killed.
     """
 
     version: str
@@ -64,15 +65,15 @@ class Library(ABC):
     patterns: ClassVar[tuple[str, ...]]
     mpiexec_names: ClassVar[tuple[str, ...]]
     pmi: ClassVar[str]
-    agent_variables: ClassVar[tuple[str, ...]] = ()
+    remote_shell_variables: ClassVar[tuple[str, ...]] = ()
     takes_unequal_hosts: ClassVar[bool] = True
     lost_host: ClassVar[str] = ""
-    last_words: ClassVar[tuple[str, ...]] = ()
-    attentive: ClassVar[Mapping[str, str]] = {}
+    job_failure: ClassVar[tuple[str, ...]] = ()
+    keepalive_variables: ClassVar[Mapping[str, str]] = {}
     ulfm: ClassVar[Ulfm | None] = None
-    settings: ClassVar[tuple[str, ...]] = OF_NETWORKS
-    device: ClassVar[str] = ""
-    shared_files: ClassVar[tuple[str, ...]] = ()
+    setting_prefixes: ClassVar[tuple[str, ...]] = NETWORK_SETTINGS
+    device_pattern: ClassVar[str] = ""
+    shared_file_prefixes: ClassVar[tuple[str, ...]] = ()
 
     @property
     def can_lose_ranks(self) -> bool:
@@ -89,7 +90,7 @@ class Library(ABC):
     @property
     def description(self) -> str:
         """Its name, and how it was loaded."""
-        return f"{self.name} {standard_abi.described(self.abi)}".rstrip()
+        return f"{self.name} {standard_abi.describe(self.abi)}".rstrip()
 
     @property
     def major(self) -> int:
@@ -104,7 +105,7 @@ class Library(ABC):
     @classmethod
     def device_in(cls, text: str) -> str:
         """The device that the library names in ``text``, what it says about itself; "" if it names none."""
-        found = re.search(cls.device, text) if cls.device else None
+        found = re.search(cls.device_pattern, text) if cls.device_pattern else None
         return found[1].strip() if found else ""
 
     @classmethod

@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import ClassVar
 
 from pycollective.launch.job import Job
-from pycollective.launch.libraries.library import OF_NETWORKS, Library
+from pycollective.launch.libraries.library import NETWORK_SETTINGS, Library
 
 _NETWORK = "MPIR_CVAR_CH4_NETMOD"
 
@@ -22,11 +22,11 @@ class Mpich(Library):
     )
     mpiexec_names: ClassVar[tuple[str, ...]] = ("mpiexec", "mpirun", "mpiexec.hydra", "mpiexec.mpich")
     pmi = "pmi2"
-    agent_variables: ClassVar[tuple[str, ...]] = ("HYDRA_LAUNCHER_EXEC",)
-    settings: ClassVar[tuple[str, ...]] = (*OF_NETWORKS, "MPIR_CVAR_")
-    device = r"Device:\s*(.+)"
-    shared_files: ClassVar[tuple[str, ...]] = ("mpich_shm_", "mpich_vci_")
-    unbound: ClassVar[tuple[str, ...]] = ("-bind-to", "none")
+    remote_shell_variables: ClassVar[tuple[str, ...]] = ("HYDRA_LAUNCHER_EXEC",)
+    setting_prefixes: ClassVar[tuple[str, ...]] = (*NETWORK_SETTINGS, "MPIR_CVAR_")
+    device_pattern = r"Device:\s*(.+)"
+    shared_file_prefixes: ClassVar[tuple[str, ...]] = ("mpich_shm_", "mpich_vci_")
+    without_binding: ClassVar[tuple[str, ...]] = ("-bind-to", "none")
 
     @classmethod
     def variables_to_start(cls, environ: Mapping[str, str]) -> Mapping[str, str]:
@@ -45,7 +45,7 @@ class Mpich(Library):
         return {_NETWORK: "ofi"}
 
     def options(self, job: Job) -> list[str]:
-        options = [*self.unbound]
+        options = [*self.without_binding]
         if job.hosts:
             options += self.host_options(job)
         elif job.hostfile:

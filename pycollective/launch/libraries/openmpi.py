@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from pycollective.launch.job import Job
-from pycollective.launch.libraries.library import OF_NETWORKS, Library, Ulfm
+from pycollective.launch.libraries.library import NETWORK_SETTINGS, Library, Ulfm
 
 
 class OpenMpi(Library):
@@ -16,18 +16,18 @@ class OpenMpi(Library):
     patterns = (r"(?:Open MPI v|\(Open(?:RTE| MPI)\) |PRRTE[^\d]*)(\d[\w.]*)",)
     mpiexec_names = ("mpiexec", "mpirun", "mpiexec.openmpi", "mpirun.openmpi", "orterun")
     pmi = "pmix"
-    agent_variables = ("PRTE_MCA_plm_ssh_agent", "OMPI_MCA_plm_rsh_agent")  # of version 5, and of version 4
+    remote_shell_variables = ("PRTE_MCA_plm_ssh_agent", "OMPI_MCA_plm_rsh_agent")  # of version 5, and of version 4
     lost_host = "(PRTE|ORTE) has lost communication with a remote daemon"  # of version 5, and of version 4
-    last_words = (r"(prterun|mpirun|mpiexec) (has exited due to|noticed that) process rank",)
-    attentive: ClassVar[Mapping[str, str]] = {  # by default it takes 8 minutes
+    job_failure = (r"(prterun|mpirun|mpiexec) (has exited due to|noticed that) process rank",)
+    keepalive_variables: ClassVar[Mapping[str, str]] = {  # by default it takes 8 minutes
         f"{prefix}_oob_tcp_keepalive_{name}": value
         for prefix in ("PRTE_MCA", "OMPI_MCA")  # of version 5, and of version 4
         for name, value in {"time": "30", "intvl": "10", "probes": "3"}.items()
     }
     ulfm = Ulfm(major=5, options=("--with-ft", "ulfm"), attribute=12)  # of mpi.h: MPI_FT
     # Open MPI itself sets variables of other frameworks.
-    settings = (*OF_NETWORKS, *(f"OMPI_MCA_{framework}" for framework in ("pml", "mtl", "btl", "coll")))
-    shared_files = ("sm_segment.",)
+    setting_prefixes = (*NETWORK_SETTINGS, *(f"OMPI_MCA_{framework}" for framework in ("pml", "mtl", "btl", "coll")))
+    shared_file_prefixes = ("sm_segment.",)
 
     @classmethod
     def session_folder(cls, launcher: int) -> str:

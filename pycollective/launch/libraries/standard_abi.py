@@ -20,7 +20,7 @@ def version(numbers: tuple[int, int]) -> str:
     return "" if numbers[0] < 0 else ".".join(map(str, numbers))
 
 
-def described(abi: str) -> str:
+def describe(abi: str) -> str:
     """That a library was loaded by this version of the ABI; "" for its own interface."""
     return f"by MPI's standard ABI {abi}" if abi else ""
 
