@@ -38,7 +38,7 @@ from pycollective.errors import message
 from pycollective.faults import before_init, exit_status, monitor
 from pycollective.launch.child_processes import is_forked, wait_until_read
 from pycollective.transport import native_library, watch
-from pycollective.transport.mpi import MPI, remember
+from pycollective.transport.mpi import MPI, register_communicator
 
 _OTHERS_EXIT_TIMEOUT_S = 5.0
 """How long a rank that exits with a code waits for the others to end by themselves, as when tests fail on all ranks."""
@@ -217,7 +217,7 @@ def register_exit_handler(flush: Callable[[], None], limit_s: float | None) -> N
 def wait_for_all_at_exit(world: MPI.Intracomm) -> None:
     """Lets this rank wait at its exit until all ranks of ``world`` exit. All ranks must make this call."""
     if _State.exit_comm is None:
-        _State.exit_comm = remember(world.Dup())
+        _State.exit_comm = register_communicator(world.Dup())
 
 
 def exclude_failed_ranks(ranks: Collection[int]) -> None:

@@ -63,7 +63,7 @@ def lower(primitive: Primitive, attributes: Callable[..., Attributes] = attribut
 
     def for_host(params: dict[str, Any], operands: Structs, results: Structs) -> lowering.Form:
         in_place = params.pop("in_place", ())
-        return transport().form(primitive.name, attributes(**params), in_place, operands, results)
+        return transport().lower_operation(primitive.name, attributes(**params), in_place, operands, results)
 
     def for_accelerator(params: dict[str, Any], *_: Structs) -> lowering.Form:
         axes = params["comm"]._local_axes

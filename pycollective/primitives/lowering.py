@@ -105,7 +105,7 @@ def lower(
             operand_order.number_reduction(ctx.module_context.module, kind, results[0].owner, operands)
         if not on_host:
             results = apart(results)
-        return results if form.hand_on is None else jax_internals.lower_on_results(ctx, form.hand_on, results)
+        return results if form.results_rule is None else jax_internals.lower_on_results(ctx, form.results_rule, results)
 
     def other_platform(ctx: Any, *operands: Any, **params: Any) -> Sequence[Any]:
         raise NotImplementedError(

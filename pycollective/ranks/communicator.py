@@ -25,7 +25,7 @@ from pycollective.ranks.participants import (
     lane_routes,
 )
 from pycollective.transport.chosen import transport
-from pycollective.transport.mpi import MPI, host_of, remember
+from pycollective.transport.mpi import MPI, host_of, register_communicator
 from pycollective.transport.native import Part, Whole
 from pycollective.transport.watch import waiting
 
@@ -400,7 +400,7 @@ def lose_all(losses: int) -> None:
 
 def _duplicate(mpi: MPI.Intracomm) -> MPI.Intracomm:
     with explain_exhaustion():
-        duplicate = remember(mpi.Dup())
+        duplicate = register_communicator(mpi.Dup())
     duplicate.Set_errhandler(MPI.ERRORS_RETURN)
     return duplicate
 

@@ -23,7 +23,14 @@ from pycollective.ordering import dispatch, eager
 from pycollective.transport import failures, native
 from pycollective.transport.chosen import transport
 from pycollective.transport.handlers import Native
-from pycollective.transport.mpi import MPI, HeaderReader, discard_messages, forget, receive_what_is_left, remember
+from pycollective.transport.mpi import (
+    MPI,
+    HeaderReader,
+    discard_messages,
+    receive_what_is_left,
+    register_communicator,
+    unregister_communicator,
+)
 from pycollective.transport.watch import waiting
 
 _SPLITS = 64
@@ -49,7 +56,7 @@ class CommunicatorResources:
     def __init__(
         self, mpi: MPI.Intracomm, calls: MPI.Intracomm, rest: MPI.Intracomm, facts: dict[str, Any], *, owned: bool
     ) -> None:
-        self.mpi = remember(MPI.Intracomm(mpi))
+        self.mpi = register_communicator(MPI.Intracomm(mpi))
         self.calls, self.rest, self.facts, self._owned = calls, rest, facts, owned
         self.end = ""
         self._objects: list[weakref.ref[Any]] = []
@@ -102,12 +109,12 @@ class CommunicatorResources:
             eager.forget(self._keys())
             in_use.pop(self.identity)
             lost = discard_messages(self.calls, _header_reader())
-            forget(self.mpi)
+            unregister_communicator(self.mpi)
             if not mpi_is_freed:
                 self.mpi.Delete_attr(keyval())
             for own in (self.calls, self.rest, *([mpi or self.mpi] if self._owned and not mpi_is_freed else ())):
                 discard_messages(own)
-                forget(own)
+                unregister_communicator(own)
                 own.Free()
         if lost:
             _warn_of_unreceived(self, lost)

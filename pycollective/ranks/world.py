@@ -14,7 +14,7 @@ from pycollective.launch.child_processes import is_forked, refuse_child
 from pycollective.ranks import setup
 from pycollective.ranks.communicator import Communicator, lose_all, made_for
 from pycollective.transport import board
-from pycollective.transport.mpi import MPI, host_of, remember
+from pycollective.transport.mpi import MPI, host_of, register_communicator
 
 
 class _State:
@@ -81,7 +81,7 @@ def rebuild_world_after_failure(mpi: MPI.Intracomm, losses: int) -> Communicator
     old = _State.world
     assert old is not None
     lose_all(losses)
-    remember(mpi)
+    register_communicator(mpi)
     with host_of(mpi) as neighbours:
         if neighbours.rank == 0:
             board.clear()  # before any rank can take a slot

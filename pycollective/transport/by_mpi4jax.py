@@ -82,7 +82,7 @@ class ByMpi4jax:
         """Never: mpi4jax's functions wait."""
         return False
 
-    def form(
+    def lower_operation(
         self,
         operation: str,
         attributes: dict[str, Any],

@@ -25,7 +25,7 @@ class Native:
     def check(self, _: Sequence[jax.Device]) -> None:
         """Serves all devices that JAX has."""
 
-    def form(
+    def lower_operation(
         self,
         operation: str,
         attributes: dict[str, Any],
@@ -38,8 +38,8 @@ class Native:
         large = config.overlap == "on" or nbytes >= _LEAST_OVERLAPPED_BYTES
         if not (large and self.overlaps(attributes["comm"][0])):
             return HandlerCall(_rule(operation, in_place), attributes)
-        hand_on = native.results_lowering(len(results)) if results else None
-        return HandlerCall(_rule(f"async_{operation}", in_place), attributes, hand_on)
+        results_rule = native.results_lowering(len(results)) if results else None
+        return HandlerCall(_rule(f"async_{operation}", in_place), attributes, results_rule)
 
     def overlaps(self, number: int) -> bool:
         """Whether large arrays between these ranks travel while the program computes: between hosts, or if asked to."""

@@ -67,12 +67,12 @@ __all__ = [
     "HeaderReader",
     "about_itself",
     "discard_messages",
-    "forget",
     "host_of",
     "mpi_library",
     "number_in_mpi",
     "own_communicators",
-    "remember",
+    "register_communicator",
+    "unregister_communicator",
 ]
 
 
@@ -91,13 +91,13 @@ own_communicators: dict[int, MPI.Intracomm] = {}
 """The communicators of this package that are in use, by their handles."""
 
 
-def remember(comm: MPI.Intracomm) -> MPI.Intracomm:
+def register_communicator(comm: MPI.Intracomm) -> MPI.Intracomm:
     """Returns the communicator, which is in use from now on."""
     own_communicators[MPI._handleof(comm)] = comm
     return comm
 
 
-def forget(comm: MPI.Intracomm) -> None:
+def unregister_communicator(comm: MPI.Intracomm) -> None:
     """Comes before the communicator is freed."""
     own_communicators.pop(MPI._handleof(comm), None)
 
@@ -150,7 +150,7 @@ def host_of(comm: MPI.Intracomm) -> Iterator[MPI.Intracomm]:
     """The ranks of ``comm`` on this rank's host, in their order. All ranks must make this call."""
     neighbours = comm.Split_type(MPI.COMM_TYPE_SHARED)
     assert isinstance(neighbours, MPI.Intracomm)
-    remember(neighbours)
+    register_communicator(neighbours)
     yield neighbours
-    forget(neighbours)
+    unregister_communicator(neighbours)
     neighbours.Free()  # skipped after an error: it needs all ranks, and the error may be on this rank only

@@ -19,13 +19,13 @@ class HandlerCall(NamedTuple):
     Attributes:
         rule: a lowering rule of JAX's FFI, whose first operand and first result are tokens.
         attributes: the attributes of the handler.
-        hand_on: the rule of a handler without tokens that gets the results and has them as its own; None: there is
+        results_rule: the rule of a handler without tokens that gets the results and has them as its own; None: there is
             none.
     """
 
     rule: Callable[..., Any]
     attributes: dict[str, Any]
-    hand_on: Callable[..., Any] | None = None
+    results_rule: Callable[..., Any] | None = None
 
 
 class Composition(NamedTuple):
@@ -51,7 +51,7 @@ class Transport(Protocol):
 
     name: str
 
-    def form(
+    def lower_operation(
         self,
         operation: str,
         attributes: dict[str, Any],
