@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from pycollective.errors import message, name_ranks
-from pycollective.report import tables, timeline, verdicts
+from pycollective.report import reading, tables, timeline, verdicts
 
 _MAX_VERDICTS = 20
 """How many calls that are not fully matched the table shows."""
@@ -69,13 +68,16 @@ def _refuse_path(got: str) -> int:
 
 def _show_records(folder: Path) -> int:
     """Prints the verdicts on the records in a folder."""
-    files = sorted(folder.glob("rank-*.json"))
-    records, notes = [], []
-    for file in files:
-        if (own := _records_in(file)) is None:
-            notes.append(f"{file.name} holds no whole records.")
+    records: list[tuple[float, dict[str, Any]]] = []
+    notes = []
+    for file in sorted(folder.glob("rank-*.json")):
+        found = reading.load(file)
+        wrong = reading.wrong_in(found, verdicts.FORM)
+        if wrong is None:
+            records.append((file.stat().st_mtime, found))
         else:
-            records.append((file.stat().st_mtime, own))
+            place = f": {wrong} is missing, or of another kind" if wrong else ""
+            notes.append(f"{file.name} holds no whole records{place}.")
     if not records:
         return _refuse_path(f"the folder {folder} without whole ones")
     job = max(records, key=lambda record: record[0])[1]
@@ -91,13 +93,3 @@ def _show_records(folder: Path) -> int:
     for sentence in [*notes, *findings.sentences]:
         console.print(sentence, highlight=False, markup=False)
     return 0
-
-
-def _records_in(file: Path) -> dict[str, Any] | None:
-    """The records in a file; None if it holds none, or was not written to its end."""
-    try:
-        found = json.loads(file.read_text())
-    except ValueError:
-        return None
-    wanted = ("rank", "world_size", "reason", "pg_config", "entries")
-    return found if isinstance(found, dict) and all(name in found for name in wanted) else None

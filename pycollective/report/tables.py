@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from rich import box
 from rich.table import Table
+from rich.text import Text
 
 from pycollective.report.timeline import Rank, Row, Timeline
 from pycollective.report.verdicts import Verdict
@@ -79,7 +80,7 @@ def table(columns: Sequence[str], cells: Cells) -> Table:
     for column in columns:
         made.add_column(column, justify="left" if column in _LEFT_ALIGNED else "right", overflow="fold")
     for line in cells:
-        made.add_row(*line)
+        made.add_row(*map(Text, line))  # names of the user's may look like rich's markup
     return made
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import statistics
 from collections import Counter, defaultdict
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pycollective.bench.operations import OPERATIONS
+from pycollective.report import reading
 
 Event = Mapping[str, Any]
 
@@ -99,13 +99,55 @@ class Timeline(NamedTuple):
 
 
 def read(file: Path) -> dict[str, Any] | None:
-    """The contents of a file of ``pycollective.trace``; None if it is none."""
-    try:
-        found = json.loads(file.read_text())
-    except (OSError, ValueError):  # it is not there, no text, or no JSON
-        return None
-    is_ours = isinstance(found, dict) and isinstance(found.get("otherData"), dict)
-    return found if is_ours and found["otherData"].get("producer") == "pycollective" else None
+    """The contents of a file of ``pycollective.trace``; None if it is none, or lacks what :func:`summary` needs."""
+    found = reading.load(file)
+    return found if reading.wrong_in(found, _FORM) is None else None
+
+
+def _is_ours(value: Any) -> bool:
+    return bool(value == "pycollective")
+
+
+def _are_ranks(value: Any) -> bool:
+    return bool(value) and reading.wrong_in(value, [_RANK]) is None
+
+
+def _is_event(value: Any) -> bool:
+    """Whether an event is that of a call, with what the summary needs, or one that the summary passes over."""
+    if not isinstance(value, dict) or not isinstance(value.get("ph"), str):
+        return False
+    is_call = value["ph"] == "X" and value.get("cat") != "skew"
+    return not is_call or reading.wrong_in(value, _CALL) is None
+
+
+def _is_operation(value: Any) -> bool:
+    return isinstance(value, str) and re.fullmatch(r"[\w. ]+", value, re.ASCII) is not None
+
+
+_RANK = {
+    "rank": reading.rank,
+    "host": reading.text,
+    "began_us": reading.microseconds,
+    "ended_us": reading.microseconds,
+    "clock_error_us": reading.microseconds,
+    "dropped": reading.count,
+}
+_CALL = {
+    "name": _is_operation,
+    "cat": reading.text,
+    "ts": reading.microseconds,
+    "dur": reading.microseconds,
+    "pid": reading.rank,
+    "args": {
+        "group": reading.text,
+        "channel": reading.text,
+        "seq": reading.count,
+        "nbytes": reading.count,
+        "waited_us": reading.microseconds,
+        "waited_for_rank": reading.rank,
+    },
+}
+_FORM = {"otherData": {"producer": _is_ours, "ranks": _are_ranks, "groups": reading.groups}, "traceEvents": [_is_event]}
 
 
 def summary(trace: Mapping[str, Any]) -> Timeline:

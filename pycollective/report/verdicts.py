@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from pycollective.errors import name_ranks
+from pycollective.report import reading
 from pycollective.transport.watch import END
 
 FULLY_MATCHED = "FULLY_MATCHED"
@@ -38,6 +39,34 @@ UNDECIDED = "UNDECIDED"
 
 Entry = Mapping[str, Any]
 Records = Mapping[str, Any]
+
+
+def _is_process_group(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(map(reading.text, value))
+
+
+_ENTRY = {
+    "record_id": reading.count,
+    "pg_id": reading.text,
+    "process_group": _is_process_group,
+    "collective_seq_id": reading.count,
+    "profiling_name": reading.text,
+    "input_sizes": [lambda _: True],
+    "input_dtypes": [reading.text],
+    "description": reading.text,
+    "state": reading.text,
+    "time_created_ns": reading.whole,
+    "is_p2p": reading.flag,
+    "frames": [{"filename": reading.text, "line": reading.count, "name": reading.text}],
+}
+FORM = {
+    "rank": reading.rank,
+    "world_size": reading.size,
+    "reason": reading.text,
+    "pg_config": reading.groups,
+    "entries": [_ENTRY],
+}
+"""What the records of a rank must have for :func:`judge`."""
 
 
 class Side(NamedTuple):

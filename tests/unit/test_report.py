@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -229,6 +230,58 @@ def test_a_folder_of_records(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         assert line in told
 
 
+@pytest.mark.parametrize(
+    ("change", "place"),
+    [
+        (lambda own: own.update(rank="0"), "rank"),
+        (lambda own: own.update(world_size=1 << 40), "world_size"),
+        (lambda own: own.update(reason=None), "reason"),
+        (lambda own: own["pg_config"].update({"8": {"ranks": "[0, 123456789]"}}), "pg_config"),
+        (lambda own: own["pg_config"].update({"8": None}), "pg_config"),
+        (lambda own: own.update(entries={}), "entries"),
+        (lambda own: own["entries"].append(3), "entries[2]"),
+        (lambda own: own["entries"][1].pop("state"), "entries[1].state"),
+        (lambda own: own["entries"][1].update(process_group=["world"]), "entries[1].process_group"),
+        (lambda own: own["entries"][1].update(time_created_ns=None), "entries[1].time_created_ns"),
+        (lambda own: own["entries"][1].update(is_p2p=0), "entries[1].is_p2p"),
+        (lambda own: own["entries"][0].update(description="\ud800"), "entries[0].description"),
+        (lambda own: own["entries"][0]["frames"].append({"filename": "a", "name": "b"}), "entries[0].frames[1].line"),
+    ],
+)
+def test_records_with_a_value_that_is_none_of_ours(
+    change: Callable[[dict[str, Any]], Any], place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path, {0: [entry(1), entry(2)], 1: [entry(1), entry(2)]})
+    file = tmp_path / "rank-0.json"
+    facts = json.loads(file.read_text())
+    change(facts)
+    file.write_text(json.dumps(facts))
+    assert command.main([str(tmp_path)]) == 0
+    told = capsys.readouterr().out
+    assert f"rank-0.json holds no whole records: {place} is missing, or of another kind." in told
+    assert "No records of ranks 0, 2 of 3" in told
+
+
+@pytest.mark.parametrize("text", [b"[" * 100_000, b"\xff\xfe", b"3"])
+def test_what_is_no_json_of_records(text: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, {0: [entry(1)]})
+    (tmp_path / "rank-1.json").write_bytes(text)
+    (tmp_path / "rank-2.json").mkdir()
+    assert command.main([str(tmp_path)]) == 0
+    told = capsys.readouterr().out
+    assert "rank-1.json holds no whole records." in told
+    assert "rank-2.json holds no whole records." in told
+
+
+def test_names_that_look_like_markup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    group = {"process_group": ["[/x]", "channel 0"]}
+    write(tmp_path, {0: [entry(1, description="[red]sum", **group)], 1: [entry(1, **group)]})
+    assert command.main([str(tmp_path)]) == 0
+    told = capsys.readouterr().out
+    assert "[/x]" in told
+    assert "[red]sum" in told
+
+
 def test_records_of_an_earlier_job_in_the_same_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path, {2: [entry(1, **GATHER)]}, size=4)
     os.utime(tmp_path / "rank-2.json", (1, 1))
@@ -300,6 +353,35 @@ def test_time_is_the_mean_of_the_ranks_that_make_the_call() -> None:
     (row,) = timeline.rows
     assert (row.ranks, row.calls, row.total_us, row.median_us) == (2, 1, pytest.approx(22), pytest.approx(22))
     assert row.share == pytest.approx((30 + 14) / 3000)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda trace: trace["traceEvents"].append(3),
+        lambda trace: trace["traceEvents"][0].pop("dur"),
+        lambda trace: trace["traceEvents"][0].update(ts=float("nan")),
+        lambda trace: trace["traceEvents"][0].update(name="$\\frac"),
+        lambda trace: trace["traceEvents"][0]["args"].pop("nbytes"),
+        lambda trace: trace["traceEvents"][0]["args"].update(seq=[]),
+        lambda trace: trace["otherData"].pop("groups"),
+        lambda trace: trace["otherData"]["groups"].update({"7": {}}),
+        lambda trace: trace["otherData"].update(ranks=[]),
+        lambda trace: trace["otherData"]["ranks"][0].update(dropped="none"),
+        lambda trace: trace["otherData"]["ranks"][0].update(ended_us=10**400),
+    ],
+)
+def test_a_trace_with_a_value_that_is_none_of_ours(
+    change: Callable[[dict[str, Any]], Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = trace_of(part(0, [(100, 130)]), part(1, [(120, 134)]))
+    file = tmp_path / "trace.json"
+    file.write_text(json.dumps(trace))
+    assert command.main([str(file)]) == 0
+    change(trace)
+    file.write_text(json.dumps(trace))
+    assert command.main([str(file)]) == 1
+    assert "expected a file of pycollective.trace" in capsys.readouterr().err
 
 
 def test_the_timeline_starts_with_the_first_rank() -> None:
