@@ -22,6 +22,7 @@ _TABLES = ("products", "transposed_second", "outer", "transposed", "convolutions
 _PASSES = ("streams", "transposes", "tanh")
 # Without these what is transposed counts as what is not.
 _OPTIONAL = ("transposed_second", "outer", "transposed", "transposes")
+_MOST = 1e30  # of all numbers in a file; products of some of them are finite
 _WHERE = "plan"
 _MEASURE = "Measure one with `pycollective profile -o cluster.json`."
 
@@ -262,7 +263,7 @@ class Profile:
             path = ready_made
         try:
             return cls._from_json(json.loads(path.read_text()))
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError, OverflowError, RecursionError) as error:
             got = f"{path}: {type(error).__name__}: {error}"
             raise ValueError(message(_WHERE, "a profile of a cluster", got, _MEASURE)) from error
 
@@ -272,24 +273,27 @@ class Profile:
             raise ValueError(f"it has format {read['format']}, and this version reads {_FORMAT}")
         collectives: dict[str, dict[str, dict[Group, Curve]]] = {}
         for row in read["collectives"]:
-            curves = collectives.setdefault(row["programs"], {}).setdefault(row["operation"], {})
+            curves = collectives.setdefault(_text(row, "programs"), {}).setdefault(_text(row, "operation"), {})
             group = Group(row["per_host"], row["hosts"])
-            if min(group) < 1 or group.size == 1:
+            if not all(map(_is_count, group)) or group.size == 1:
                 raise ValueError(f"devices that make a collective together are 2 or more, not {tuple(group)}")
             curves[group] = _curve(row)
         rest: dict[str, Any] = {key: read[key] for key in _FLAT}
+        rest["source"] = _text(read, "source")
         hosts, ranks, devices, memory = counts = [rest[key] for key in ("hosts", "ranks", "devices", "memory")]
-        if not all(isinstance(n, int) and n > 0 for n in counts) or ranks % hosts:
+        if not all(map(_is_count, counts)) or ranks % hosts:
             got = f"{hosts} hosts, {ranks} ranks, {devices} devices of {memory} B"
             raise ValueError(f"it needs whole numbers above 0, and as many ranks on each host, not {got}")
         call, instruction = float(read["call"]), float(read.get("instruction", 0.0))
-        if not (0 <= call < math.inf and 0 <= instruction < math.inf):
+        if not (0 <= call < _MOST and 0 <= instruction < _MOST):
             raise ValueError(f"call and instruction take 0 s or more, not {call} and {instruction}")
         rest.update(call=call, instruction=instruction)
         for name in _TABLES:
             table = rest[name] = {}
             for row in read.get(name, ()) if name in _OPTIONAL else read[name]:
-                table.setdefault(row["dtype"], {})[row["smallest"]] = _curve(row)
+                if not _is_count(row["smallest"]):
+                    raise ValueError(f"the smallest number of {name} is a whole number above 0, not {row['smallest']}")
+                table.setdefault(_text(row, "dtype"), {})[row["smallest"]] = _curve(row)
             if not table and name not in _OPTIONAL:
                 raise ValueError(f"it has no {name}")
         for name in _PASSES:
@@ -297,9 +301,19 @@ class Profile:
         return cls(**rest, collectives=collectives)
 
 
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 < value < _MOST
+
+
+def _text(row: Mapping[str, Any], name: str) -> str:
+    if not isinstance(row[name], str):
+        raise ValueError(f"{name} is a text, not {row[name]}")
+    return row[name]
+
+
 def _curve(row: Mapping[str, Any]) -> Curve:
     sizes, seconds = tuple(map(float, row["sizes"])), tuple(map(float, row["seconds"]))
-    rising = list(sizes) == sorted({*sizes}) and all(0 < number < math.inf for number in (*sizes, *seconds))
+    rising = list(sizes) == sorted({*sizes}) and all(1 / _MOST < number < _MOST for number in (*sizes, *seconds))
     if not sizes or len(sizes) != len(seconds) or not rising:
         raise ValueError(f"a curve needs sizes that rise from above 0, and a time for each, not {sizes} and {seconds}")
     return Curve(sizes, seconds)

@@ -310,7 +310,7 @@ def test_no_file(tmp_path: Path) -> None:
         Profile.load(tmp_path / "nowhere.json")
 
 
-@pytest.mark.parametrize("text", [b"", b"{", b"no JSON", b"\xff\xfe\x00", b"[]", b"3", b"null", b"{}"])
+@pytest.mark.parametrize("text", [b"", b"{", b"no JSON", b"\xff\xfe\x00", b"[]", b"3", b"null", b"{}", b"[" * 100_000])
 def test_a_file_of_something_else(tmp_path: Path, text: bytes) -> None:
     path = tmp_path / "cluster.json"
     path.write_bytes(text)
@@ -354,6 +354,19 @@ CURVE = "a curve needs sizes that rise from above 0, and a time for each"
         (change("collectives", 0, "seconds", to=[]), CURVE),
         (change("products", to=[]), "it has no products"),
         (change("convolutions", to=[]), "it has no convolutions"),
+        (change("tanh", "sizes", 0, to=10**400), "OverflowError"),
+        (change("tanh", "seconds", 0, to=1e300), CURVE),
+        (
+            change("products", 0, "smallest", to=8.5),
+            "the smallest number of products is a whole number above 0, not 8.5",
+        ),
+        (change("products", 0, "smallest", to="8"), "the smallest number of products is a whole number above 0, not 8"),
+        (change("products", 0, "smallest", to=0), "the smallest number of products is a whole number above 0, not 0"),
+        (change("products", 0, "dtype", to=3), "dtype is a text, not 3"),
+        (change("source", to=None), "source is a text, not None"),
+        (change("collectives", 0, "operation", to=True), "operation is a text, not True"),
+        (change("collectives", 0, "hosts", to=2.0), r"2 or more, not \(\d+, 2.0\)"),
+        (change("memory", to=10**400), "it needs whole numbers above 0"),
         (change("collectives", 0, "per_host", to=0), r"2 or more, not \(0, 1\)"),
         (change("collectives", 0, "per_host", to=1), r"2 or more, not \(1, 1\)"),
         (change("hosts", to=0), "as many ranks on each host, not 0 hosts, 4 ranks"),

@@ -647,6 +647,13 @@ def test_no_layout_runs(program: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     assert len(rows) == 10
 
 
+def test_a_program_that_records_no_steps(program: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    text = VERIFIED.replace("json.dumps(found)", "'[]'")
+    status, _ = verified(program, monkeypatch, "8", text)
+    assert status == 1
+    assert "expected a run that ends well, got no steps of env " in capsys.readouterr().err
+
+
 def test_what_has_run_is_kept(program: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """The second run interrupts the command."""
     text = f"""{VERIFIED}

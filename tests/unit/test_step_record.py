@@ -131,3 +131,27 @@ def test_a_list_of_seconds(tmp_path: Path) -> None:
     file = tmp_path / "steps.json"
     file.write_text(json.dumps([0.5, 0.25]))
     assert Steps.load(file) == ([0.5, 0.25], None)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "{}",
+        "3",
+        '["a"]',
+        "[NaN]",
+        "[-1]",
+        '{"seconds": 3}',
+        '{"seconds": [1], "memory": "2"}',
+        "[" * 100_000,
+    ],
+)
+def test_a_file_without_times(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "times.json"
+    file.write_text(text)
+    with pytest.raises(
+        ValueError, match=r"plan: expected the times of steps, got .*times\.json\. Let the program write"
+    ):
+        Steps.load(file)

@@ -256,5 +256,7 @@ def _with_measured(row: Row, options: argparse.Namespace, ranks: int) -> Row:
             failure = f"status {process.returncode} of {shlex.join(command)}: {told.strip()[-500:]}"
             return row._replace(failure=failure)
         seconds, memory = Steps.load(times)
+        if not seconds:
+            return row._replace(failure=f"no steps of {shlex.join(command)}")
     first = max(len(seconds) // 4, min(WATCHED_STEPS[-1] + 1, len(seconds) - 1))
     return row._replace(measured_s=statistics.median(seconds[first:]), measured_memory=memory)

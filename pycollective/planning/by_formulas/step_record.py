@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 
 from pycollective import files
+from pycollective.errors import message
 from pycollective.planning import allocation
 
 if TYPE_CHECKING:
@@ -37,9 +38,23 @@ class Steps(NamedTuple):
 
     @classmethod
     def load(cls, file: Path) -> Steps:
-        """Reads what :meth:`StepRecord.save` has written, or a list of seconds."""
-        found = json.loads(file.read_text())
-        return cls(found, None) if isinstance(found, list) else cls(found["seconds"], found["memory"])
+        """Reads what :meth:`StepRecord.save` has written, or a list of seconds.
+
+        Raises:
+            ValueError: the file is neither.
+        """
+        try:
+            found = json.loads(file.read_text())
+        except (ValueError, RecursionError):
+            found = None
+        seconds, memory = (found.get("seconds"), found.get("memory")) if isinstance(found, dict) else (found, None)
+        are_seconds = isinstance(seconds, list) and all(
+            type(one) in (int, float) and 0 <= one < 1e30 for one in seconds
+        )
+        if not are_seconds or not (memory is None or type(memory) is int):
+            remedy = "Let the program write them by StepRecord.save, or as a list of seconds."
+            raise ValueError(message("plan", "the times of steps", str(file), remedy))
+        return cls(seconds, memory)
 
 
 class StepRecord:
