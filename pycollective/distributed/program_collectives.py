@@ -45,7 +45,7 @@ def collectives_in(text: str, size: int) -> Iterator[Collective]:
         ([range(0, 2)], 32)
     """
     for line, instruction in that_name_devices(text):
-        groups = [range(size)] if "source_target_pairs=" in line else groups_in(line, size)
+        groups = _groups(line, size)
         if instruction is None or not instruction.collective or groups is None:
             remedy = 'Use pycollective.distributed.initialize(collectives="gloo"), and please report this.'
             expected = "collectives in a known form in XLA's program"
@@ -54,6 +54,14 @@ def collectives_in(text: str, size: int) -> Iterator[Collective]:
             (_count(instruction.collective, shape, len(groups[0])) for shape in instruction.results), default=0
         )
         yield Collective(instruction.collective, groups, largest)
+
+
+def _groups(line: str, size: int) -> Sequence[Sequence[int]] | None:
+    """The groups in a line; None if they are written in another form."""
+    try:
+        return [range(size)] if "source_target_pairs=" in line else groups_in(line, size)
+    except ValueError:
+        return None
 
 
 def _count(kind: str, result: Shape, ranks: int) -> int:

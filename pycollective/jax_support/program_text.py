@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 _BITS = {"bool": 8, "token": 0, "opaque": 0}
-_ARRAY = re.compile(r"(?P<dtype>[a-z]+\d*\w*)\[(?P<dims>[\d,]*)\](?:\{(?P<order>[\d,]*))?")
+_ARRAY = re.compile(r"(?<!\w)(?P<dtype>[a-z]\w*)\[(?P<dims>[\d,]*)\](?:\{(?P<order>[\d,]*))?")
 _NAME = re.compile(r"%([\w.\-]+)")
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%(?P<name>[\w.\-]+) \(.*\) -> .* \{$")
 _INSTRUCTION = re.compile(r"^\s*(?P<root>ROOT )?%(?P<name>[\w.\-]+) = (?P<rest>.*)$")
@@ -135,6 +135,9 @@ class Program:
     def read(cls, text: str) -> Program:
         """Reads the text that JAX's ``compiled.as_text()`` returns.
 
+        Raises:
+            ValueError: an instruction is written in another form.
+
         Example:
             >>> program = Program.read('''HloModule f, num_partitions=2
             ...
@@ -148,15 +151,15 @@ class Program:
             ('transpose', ('x',), (Shape(dtype='float32', dims=(4, 8), order=(1, 0)),), 128.0)
         """
         entry, name = "", ""
-        computations: dict[str, tuple[Instruction, ...]] = {}
+        computations: dict[str, list[Instruction]] = {}
         for line in without_metadata(text).splitlines():
             if head := _COMPUTATION.match(line):
                 name = head["name"]
-                computations[name] = ()
+                computations[name] = []
                 entry = name if line.startswith("ENTRY") else entry
             elif name and _INSTRUCTION.match(line):
-                computations[name] += (_instruction(line),)
-        return cls(entry, computations)
+                computations[name].append(_instruction(line))
+        return cls(entry, {name: tuple(instructions) for name, instructions in computations.items()})
 
 
 def without_metadata(text: str) -> str:
@@ -221,8 +224,10 @@ def _shapes(text: str) -> Iterator[Shape]:
         letters = re.match(r"[a-z]+", found["dtype"])
         assert letters is not None
         kind = _DTYPES.get(letters[0], letters[0])
-        order = numbers(found["order"] or "")
-        yield Shape(kind + found["dtype"][letters.end() :], numbers(found["dims"]), order)
+        dims, order = numbers(found["dims"]), numbers(found["order"] or "")
+        if order and sorted(order) != list(range(len(dims))):
+            raise ValueError(f"no order of {len(dims)} dimensions: {order}")
+        yield Shape(kind + found["dtype"][letters.end() :], dims, order)
 
 
 def numbers(text: str) -> tuple[int, ...]:
@@ -255,6 +260,13 @@ def users(computation: Sequence[Instruction], name: str) -> list[Instruction]:
 def groups_in(attributes: str, size: int) -> Sequence[Sequence[int]] | None:
     """The groups of devices that an instruction names, by their places in the program's list; None if it names none.
 
+    Args:
+        attributes: the instruction's.
+        size: the number of the program's devices.
+
+    Raises:
+        ValueError: the groups are not of these devices, or written in another form.
+
     Example:
         >>> groups_in("replica_groups=[2,2]<=[2,2]T(1,0), ...", 4), groups_in("replica_groups={}", 2)
         ([[0, 2], [1, 3]], [range(0, 2)])
@@ -262,7 +274,10 @@ def groups_in(attributes: str, size: int) -> Sequence[Sequence[int]] | None:
     match = _GROUPS.search(attributes)
     if match is None:
         return None
-    return _listed(match, size) if match["listed"] else _computed(match)
+    groups = _listed(match, size) if match["listed"] else _computed(match, size)
+    if not groups or not all(len(group) and max(group) < size for group in groups):
+        raise ValueError(f"expected groups of {size} devices, got {match[0][:100]}")
+    return groups
 
 
 def pairs_in(attributes: str) -> list[tuple[int, ...]] | None:
@@ -281,14 +296,18 @@ def _listed(match: re.Match[str], size: int) -> Sequence[Sequence[int]]:
     return groups or [range(size)]
 
 
-def _computed(match: re.Match[str]) -> Sequence[Sequence[int]]:
+def _computed(match: re.Match[str], size: int) -> Sequence[Sequence[int]]:
     if match["shape"]:
-        rows: list[list[int]] = _range(match["range"]).reshape(numbers(match["shape"])).tolist()
+        rows: list[list[int]] = _range(match["range"], size).reshape(numbers(match["shape"])).tolist()
         return rows
-    sizes = {name: int(size) for name, size in _AXIS.findall(match["mesh"])}
-    ids = _range(match["ids"] or f"[{math.prod(sizes.values())}]")
+    sizes = {name: int(length) for name, length in _AXIS.findall(match["mesh"])}
+    ids = _range(match["ids"] or f"[{math.prod(sizes.values())}]", size)
     # An axis may be cut: 'a':(2)4 is the part of size 4 that comes after parts of size 2.
-    chosen = [(name, int(before or 1), int(size or sizes[name])) for name, before, size in _PART.findall(match["axes"])]
+    parts = _PART.findall(match["axes"])
+    chosen = [(name, int(before or 1), int(length or sizes.get(name, 0))) for name, before, length in parts]
+    lengths = [*sizes.values(), *(length for _, *own in chosen for length in own)]
+    if min(lengths, default=1) < 1 or not {name for name, *_ in chosen} <= sizes.keys():
+        raise ValueError(f"expected axes of the mesh, got {match[0][:100]}")
     cuts = {name: sorted({1, full, *_cuts_of(name, chosen)}) for name, full in sizes.items()}
     pieces = [(name, low, high // low) for name in sizes for low, high in zip(cuts[name], cuts[name][1:], strict=False)]
     array = ids.reshape([size for _, _, size in pieces])
@@ -304,11 +323,13 @@ def _computed(match: re.Match[str]) -> Sequence[Sequence[int]]:
     return found
 
 
-def _range(text: str) -> np.ndarray:
-    """The numbers that XLA writes as a list, or as the shape and the transposition of a range."""
+def _range(text: str, most: int) -> np.ndarray:
+    """The numbers that XLA writes as a list, or as the shape and transposition of a range of at most ``most``."""
     if not text.startswith("["):
         return np.array(numbers(text))
     shape, _, order = text.partition("T")
+    if math.prod(numbers(shape)) > most:
+        raise ValueError(f"expected a range of {most} devices, got {text[:100]}")
     array = np.arange(math.prod(numbers(shape))).reshape(numbers(shape))
     return array.transpose(numbers(order)) if order else array
 

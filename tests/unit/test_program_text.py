@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pycollective.distributed.program_collectives import collectives_in
+from pycollective.jax_support.program_text import Program
 
 
 @pytest.mark.parametrize(
@@ -55,8 +56,29 @@ def test_kinds_and_counts(line: str, kind: str, count: int) -> None:
 
 @pytest.mark.parametrize(
     "line",
-    ["%a = f32[] all-reduce(%x), replica_groups=<new form>", "%a = f32[] new-collective(%x), replica_groups={{0,1}}"],
+    [
+        "%a = f32[] all-reduce(%x), replica_groups=<new form>",
+        "%a = f32[] new-collective(%x), replica_groups={{0,1}}",
+        "%a = f32[] all-reduce(%x), replica_groups={{0,4}}",
+        "%a = f32[] all-reduce(%x), replica_groups={{,}}",
+        "%a = f32[] all-reduce(%x), replica_groups=[0,4]<=[0]",
+        "%a = f32[] all-reduce(%x), replica_groups=[2,2]<=[5]",
+        "%a = f32[] all-reduce(%x), replica_groups=[2,3]<=[4]",
+        "%a = f32[] all-reduce(%x), replica_groups=[99999,99999]<=[99999,99999]",
+        "%a = f32[] all-reduce(%x), replica_groups=mesh['a'=99999,'b'=99999] {'a'}",
+        "%a = f32[] all-reduce(%x), replica_groups=mesh['a'=4] {'b'}",
+        "%a = f32[] all-reduce(%x), replica_groups=mesh['a'=4] {'a':(0)2}",
+        "%a = f32[] all-reduce(%x), replica_groups=mesh['a'=4] {'a':(3)2}",
+        "%a = f32[4,4]{2,1} all-reduce(%x), replica_groups={{0,1}}",
+    ],
 )
 def test_another_form_is_an_error(line: str) -> None:
     with pytest.raises(RuntimeError, match=r"expected collectives in a known form in XLA's program, got %a = f32"):
         list(collectives_in(line, 4))
+
+
+def test_a_program_in_another_form() -> None:
+    head = "ENTRY %main (x: f32[4]) -> f32[4] {"
+    for line in ("%y = f32[4]", "%y = (f32[4] add(%x, %x)", "%y = f32[4] +(%x)", "%y = f32[4]{1} add(%x, %x)"):
+        with pytest.raises(ValueError, match=r"no name|substring|a bracket|no order"):
+            Program.read(f"{head}\n  {line}\n}}")
