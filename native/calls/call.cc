@@ -207,7 +207,17 @@ Outcome Call::TellTeam(BadNumbers* bad) {
 
 ffi::Error Call::CompareOnBoard(const Signature& mine) {
   LazyChannel& channel = lane_->channel;
-  const Post post{mine, participants_.site, 0, participants_.order};
+  Outcome progress;
+  const auto make_progress = [&](int rank) {
+    progress = library->Progress(channel, rank);
+    return progress.ok();
+  };
+  Post post{mine, participants_.site, 0, participants_.order};
+  if (channel.is_out_of_step) {
+    post.seq = Post::kOutOfStep;
+    channel.board.Compare(post, false, make_progress);  // tells the others
+    return progress.ok() ? OutOfStep(post, channel.rank) : ErrorOf(progress);
+  }
   const bool synchronizes = IsSynchronizing(mine.operation);
   const bool waits = synchronizes || channel.agreed.count(mine) == 0;
   const bool in_cell = MayPiggyback() && BoardSlot::FitsCell(*piggybacked_, channel.size);
@@ -218,13 +228,13 @@ ffi::Error Call::CompareOnBoard(const Signature& mine) {
     if (!outcome.ok()) return ErrorOf(outcome);
   }
   const BoardSlot::BufferOfRank buffer_of = [&](int rank, uint64_t call) { return channel.exchange->BufferOf(rank, call); };
-  Outcome progress;
-  const Difference found = channel.board.Compare(post, waits, [&](int rank) {
-    progress = library->Progress(channel, rank);
-    return progress.ok();
-  }, in_cell || in_buffer ? piggybacked_ : nullptr, in_buffer ? &buffer_of : nullptr);
+  const Difference found = channel.board.Compare(post, waits, make_progress, in_cell || in_buffer ? piggybacked_ : nullptr,
+                                                 in_buffer ? &buffer_of : nullptr);
   if (!progress.ok()) return ErrorOf(progress);
-  if (found.rank >= 0) return Differs(post, found);
+  if (found.rank >= 0) {
+    channel.is_out_of_step = found.others_may_go_on;
+    return Differs(post, found);
+  }
   if (waits && !synchronizes) channel.agreed.insert(mine);
   is_done_ = found.is_made || (mine.operation == kBarrier && lane_->team == nullptr);  // no rank continues before all have arrived
   return ffi::Error::Success();
@@ -235,8 +245,18 @@ void Call::BreakTeams() const {
   if (lane_ != nullptr && lane_->team != nullptr) lane_->team->Break();
 }
 
+ffi::Error Call::OutOfStep(const Post& mine, int rank) const {
+  const std::string line = SiteText(mine.site);
+  return Error(ffi::ErrorCode::kInvalidArgument,
+               "CollectiveMismatch: expected ranks that have made the same calls, got " + Describe(mine.signature, false) +
+                   (line.empty() ? "" : " at " + line) + " after a call that differed on rank " + std::to_string(rank) +
+                   ", and that another rank may have made",
+               "Start the ranks again, and look at the first error: from then on each call on this communicator fails.");
+}
+
 ffi::Error Call::Differs(const Post& mine, const Difference& found) const {
   const Post& theirs = found.theirs;
+  if (theirs.seq == Post::kOutOfStep) return OutOfStep(mine, found.rank);
   const bool known = IsCollective(theirs.signature.operation);
   const bool same_call = theirs.signature == mine.signature, same_number = theirs.seq == mine.seq;
   const bool reordered = same_call && same_number && mine.site == theirs.site && mine.HasReorderedOperands(theirs);

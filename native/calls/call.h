@@ -195,6 +195,8 @@ class Call {
   xla::ffi::Error Prepare(Signature signature, int64_t seq);
   // The error for a call that differs on another rank.
   xla::ffi::Error Differs(const Post& mine, const Difference& found) const;
+  // The error of each call after one that a rank has refused and others may have made. `rank`: that has refused it.
+  xla::ffi::Error OutOfStep(const Post& mine, int rank) const;
 
   Record RecordOf(const Signature& signature, int64_t nbytes, CallState state) const;
   static int64_t PeerOf(int64_t rank);  // the number of a peer in records

@@ -53,6 +53,8 @@ struct LazyChannel : Channel {
   // Calls that the ranks have compared here and found equal. Guarded by `mutex`.
   std::mutex mutex;
   std::unordered_set<Signature, SignatureHash> agreed;
+  // Whether this rank has refused a call that another rank may have made (Post). Guarded by `mutex`.
+  bool is_out_of_step = false;
 };
 
 // The ranks of a communicator, or of a part of one, and their channels. With D devices, those of pycollective.init:

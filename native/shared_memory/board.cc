@@ -66,7 +66,9 @@ struct alignas(64) BoardSlot::Cell {
   int64_t order;
   std::atomic<uint64_t> described;  // the number of the call whose line stands below
   int64_t has_operand;           // whether the rank has piggybacked its operand
-  char padding[24];
+  int64_t waits_for_all;         // whether the rank goes on only when it has seen all posts
+  int64_t seq;
+  char padding[8];
   Signature signature;
   char line[kLineBytes];
   alignas(64) char piggybacked[kPiggybackBytes];
@@ -135,19 +137,31 @@ Difference BoardSlot::Compare(const Post& post, bool waits, const std::function<
   own.order = post.order;
   own.signature = post.signature;
   own.has_operand = piggybacked != nullptr;
+  own.waits_for_all = waits_for_all;
+  own.seq = post.seq;
   if (piggybacked != nullptr) piggybacked->Pack({rank_, size_}, in_buffer ? (*buffer_of)(rank_, call) : own.piggybacked);
   if (in_buffer) last_in_buffer_ = call;
+  const auto describe = [&] {
+    CopyLine(SiteText(post.site), own.line);
+    own.described.store(call, std::memory_order_release);
+  };
+  if (post.seq == Post::kOutOfStep) describe();
   own.posted.store(call, std::memory_order_seq_cst);
 
   Difference difference;
   bool all_have_operands = piggybacked != nullptr;
+  bool others_may_go_on = false;
   for (int rank = 0; rank < size_; ++rank) {
     if (rank == rank_) continue;
     const Cell& cell = CellOf(rank, call);
     const bool must_wait = waits_for_all || (piggybacked != nullptr && piggybacked->Needs({rank_, size_}, rank));
     if (must_wait && !wait(rank, cell.posted, call, 0)) return {};
-    if (difference.rank >= 0 || cell.posted.load(std::memory_order_seq_cst) < call) continue;
-    const Post theirs{cell.signature, cell.site, 0, cell.order};
+    // A rank that posts later sees this rank's post, too.
+    if (cell.posted.load(std::memory_order_seq_cst) < call) continue;
+    // A piggybacked collective needs neither MPI nor the buffers.
+    others_may_go_on = others_may_go_on || (cell.waits_for_all == 0 && cell.has_operand == 0);
+    if (difference.rank >= 0) continue;
+    const Post theirs{cell.signature, cell.site, cell.seq, cell.order};
     if (!post.Matches(theirs)) difference = {rank, theirs, ""};
     all_have_operands = all_have_operands && cell.has_operand != 0;
   }
@@ -160,8 +174,8 @@ Difference BoardSlot::Compare(const Post& post, bool waits, const std::function<
     }
     return difference;
   }
-  CopyLine(SiteText(post.site), own.line);
-  own.described.store(call, std::memory_order_release);
+  difference.others_may_go_on = others_may_go_on;
+  describe();
   const Cell& theirs = CellOf(difference.rank, call);
   if (waits && !wait(difference.rank, theirs.described, call, NowNs() + kLineNs)) return difference;
   if (theirs.described.load(std::memory_order_acquire) == call) difference.line = theirs.line;

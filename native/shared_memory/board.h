@@ -3,7 +3,9 @@
 // Before a collective each rank posts its call. If no rank can end the call before all have come to it, as in a sum, it waits
 // until all others have posted theirs: it would otherwise wait in the collective. If they differ, every rank gets an error,
 // and none has called MPI. So it does in a call that is new to it. In other calls, such as a broadcast, a rank looks at the
-// posts that are there: of two ranks whose calls differ the one that comes last gets the error, before it calls MPI.
+// posts that are there: of two ranks whose calls differ the one that comes last gets the error, before it calls MPI. The other one
+// may have made its call, so their numbers of calls differ in MPI and in the buffers. From then on the rank that has the error
+// posts that it is out of step, and each further call on the channel is an error.
 
 #ifndef PYCOLLECTIVE_NATIVE_SHARED_MEMORY_BOARD_H_
 #define PYCOLLECTIVE_NATIVE_SHARED_MEMORY_BOARD_H_
@@ -29,6 +31,9 @@ struct Post {
   // makes one reduction, or the hashes of all are equal.
   int64_t order = 0;
 
+  // `seq` of a rank that has refused an earlier call, which another rank may have made. It matches no call of other ranks.
+  static constexpr int64_t kOutOfStep = -1;
+
   // Whether the other rank makes the same call. In a symmetric call the lines are compared, too: else two sums of equal shapes in
   // another order would mix, and so would a sum and a mean, which are the same call. The lines may differ if this rank does not
   // run the other's function. What JAX derives from a call, such as its transpose, is another collective.
@@ -47,6 +52,7 @@ struct Difference {
   Post theirs;
   std::string line;
   bool is_made = false;  // all match, and the comparison has completed the piggybacked collective
+  bool others_may_go_on = false;  // one differs, and another rank may make its call all the same
 };
 
 // A line as ranks tell each other; the end of a long one is cut off.

@@ -162,22 +162,43 @@ def test_each_rank_brings_its_array_to_a_sum_of_its_own_and_zeros_to_the_others(
 @pytest.mark.skipif(
     config.shared_memory == "off", reason="LOUD: without shared memory known broadcasts are not compared"
 )
-def test_other_roots_at_one_line_name_it_on_both_ranks(world: pc.Communicator) -> None:
-    """Each rank is done with its first broadcast when another one may still compare: nobody tells it the line."""
-    programs = [jax.jit(lambda x, root=root: pc.broadcast(x, world, root=root)) for root in range(world.size)]
+@pytest.mark.parametrize("count", [6, 300], ids=["beside the post", "through buffers"])
+def test_other_roots_at_one_line_name_it_on_both_ranks(count: int, world: pc.Communicator) -> None:
+    """Each rank is done with its first broadcast when another one may still compare: nobody tells it the line.
+
+    The ranks that have refused a broadcast have made fewer calls than the others, so later data would be mixed.
+    """
+    comm = world.split(0)  # perhaps not a usable one in the end
+    assert comm is not None
+    x = np.full(count, 7, np.float32)
+    programs = [jax.jit(lambda x, root=root: pc.broadcast(x, comm, root=root)) for root in range(comm.size)]
+    total = jax.jit(lambda x: pc.psum(x, comm))
+
+    def error_of(program: Program, x: np.ndarray, want: np.ndarray | None) -> str:
+        try:
+            got = jax.block_until_ready(program(x))
+        except RUNTIME_ERRORS as error:
+            return str(error)
+        if want is not None:
+            np.testing.assert_array_equal(got, want)
+        return ""
+
     for program in programs:
-        jax.block_until_ready(program(X))
-    found = ""
-    try:
-        jax.block_until_ready(programs[world.rank](X))
-    except RUNTIME_ERRORS as error:
-        found = str(error)
-    lines = [line for line in MPI.COMM_WORLD.allgather(found) if line]
-    assert lines
-    for line in lines:
+        jax.block_until_ready(program(x))
+    errors = MPI.COMM_WORLD.allgather(error_of(programs[comm.rank], x, None))
+    assert any(errors)
+    for line in filter(None, errors):
         assert re.search(r"test_agreement.py:\d+ .* here and .*root=\d\) at test_agreement.py:\d+ .* on rank", line), (
             line
         )
+    for trip in range(2):
+        ones = np.full(3000, 1 + trip, np.float32)  # through the buffers in which the broadcast may lie
+        later = MPI.COMM_WORLD.allgather(error_of(total, ones, ones * comm.size))
+        if all(errors):
+            assert not any(later)
+        elif any(later) or count == 300:
+            for error in later:
+                assert re.search(r"CollectiveMismatch: .* after a call that differed on rank \d, and that", error)
     np.testing.assert_array_equal(pc.psum(X, world), X * world.size)
 
 

@@ -70,6 +70,31 @@ void TestAllSeeTheOneThatDiffers() {
   });
 }
 
+// It tells so with each call, and waits for nobody. Where others may have made the call that a rank refuses, Compare says so.
+void TestOneThatIsOutOfStepMatchesNobody() {
+  std::atomic<bool> is_posted{false};
+  OnRanks([&](int rank, pc::BoardSlot slot) {
+    if (rank != 0) {
+      while (!is_posted) std::this_thread::yield();
+    }
+    const auto refused = slot.Compare(PostOf(pc::kBcast, rank == 0 ? 1 : 2), false, Polls);
+    is_posted = true;
+    CHECK(refused.rank == (rank == 0 ? -1 : 0));
+    CHECK(refused.others_may_go_on == (rank != 0));
+    for (int call = 0; call < 20; ++call) {
+      pc::Post post = PostOf(call % 2 == 0 ? pc::kAllreduce : pc::kBcast, call);
+      if (rank != 0) post.seq = pc::Post::kOutOfStep;
+      const auto found = slot.Compare(post, rank == 0, Polls);
+      CHECK(rank != 0 || (found.rank == 1 && found.theirs.seq == pc::Post::kOutOfStep));
+    }
+  });
+  // Where all wait for all posts, none goes on.
+  OnRanks([](int rank, pc::BoardSlot slot) {
+    const auto found = slot.Compare(PostOf(pc::kAllreduce, rank), true, Polls);
+    CHECK(found.rank >= 0 && !found.others_may_go_on);
+  });
+}
+
 // Threads write records while others read them.
 void TestRecordsAreReadWhileTheyAreWritten() {
   std::atomic<bool> ends{false};
@@ -102,6 +127,7 @@ const Tests kTests = {
     {"equal_calls_match", TestEqualCallsMatch},
     {"known_broadcasts_match", TestKnownBroadcastsMatch},
     {"all_see_the_one_that_differs", TestAllSeeTheOneThatDiffers},
+    {"one_that_is_out_of_step_matches_nobody", TestOneThatIsOutOfStepMatchesNobody},
     {"records_are_read_while_they_are_written", TestRecordsAreReadWhileTheyAreWritten},
 };
 
