@@ -48,13 +48,11 @@ class Steps(NamedTuple):
         except (ValueError, RecursionError):
             found = None
         seconds, memory = (found.get("seconds"), found.get("memory")) if isinstance(found, dict) else (found, None)
-        are_seconds = isinstance(seconds, list) and all(
-            type(one) in (int, float) and 0 <= one < 1e30 for one in seconds
-        )
-        if not are_seconds or not (memory is None or type(memory) is int):
-            remedy = "Let the program write them by StepRecord.save, or as a list of seconds."
-            raise ValueError(message("plan", "the times of steps", str(file), remedy))
-        return cls(seconds, memory)
+        if isinstance(seconds, list) and (memory is None or type(memory) is int):
+            if all(type(one) in (int, float) and 0 <= one < 1e30 for one in seconds):
+                return cls(seconds, memory)
+        remedy = "Let the program write them by StepRecord.save, or as a list of seconds."
+        raise ValueError(message("plan", "the times of steps", str(file), remedy))
 
 
 class StepRecord:
