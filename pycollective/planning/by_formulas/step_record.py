@@ -48,9 +48,12 @@ class Steps(NamedTuple):
         except (ValueError, RecursionError):
             found = None
         seconds, memory = (found.get("seconds"), found.get("memory")) if isinstance(found, dict) else (found, None)
-        if isinstance(seconds, list) and (memory is None or type(memory) is int):
-            if all(type(one) in (int, float) and 0 <= one < 1e30 for one in seconds):
-                return cls(seconds, memory)
+        if (
+            isinstance(seconds, list)
+            and all(type(one) in (int, float) and 0 <= one < 1e30 for one in seconds)
+            and (memory is None or type(memory) is int)
+        ):
+            return cls(seconds, memory)
         remedy = "Let the program write them by StepRecord.save, or as a list of seconds."
         raise ValueError(message("plan", "the times of steps", str(file), remedy))
 
