@@ -61,7 +61,7 @@ Inquiry AskAll(const SideChannel& channel, const std::vector<Process>& processes
   std::vector<size_t> without;
   for (size_t i = 0; i < others.size(); ++i) {
     Status status;
-    if (replies[i].came && Unpack(replies[i].text, &status)) {
+    if (replies[i].came && Unpack(replies[i].text, &status) && status.rank == others[i]) {
       inquiry.statuses.push_back(status);
     } else {
       without.push_back(i);

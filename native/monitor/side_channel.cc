@@ -110,7 +110,9 @@ class Asking {
       of_reply_ = keys.Replies();
       farewell_ = keys.Farewell();
       state_ = kAsks;
-      if (!connection_.Send(Frame(keys.Requests(), kind_, text_))) TryNext();
+      // A rank that has left says its farewell right after its reply. HasDied reads that.
+      const size_t most = kind_ == SideChannel::kStay ? kEmptyFrameBytes : SIZE_MAX;
+      if (!connection_.Send(Frame(keys.Requests(), kind_, text_), most)) TryNext();
       return;
     }
     int64_t kind = 0;

@@ -7,6 +7,7 @@
 #include <sys/un.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstddef>
 #include <cstring>
@@ -97,8 +98,9 @@ int Connection::Release() {
   return std::exchange(fd_, -1);
 }
 
-bool Connection::Send(std::string text) {
+bool Connection::Send(std::string text, size_t most) {
   sends_ = std::move(text);
+  most_ = most;
   sent_ = 0;
   received_.clear();
   return Step();
@@ -111,7 +113,7 @@ bool Connection::Step() {
     return n >= 0 || errno == EAGAIN || errno == EINTR;
   }
   char part[1 << 16];
-  const ssize_t n = recv(fd_, part, sizeof(part), 0);
+  const ssize_t n = recv(fd_, part, std::min(sizeof(part), most_ - received_.size()), 0);
   if (n < 0) return errno == EAGAIN || errno == EINTR;
   received_.append(part, static_cast<size_t>(n));
   return n > 0;

@@ -25,11 +25,13 @@
 #include <cstdint>
 #include <string>
 
+#include "monitor/hmac.h"
 #include "monitor/side_channel.h"
 
 namespace pycollective {
 
 constexpr size_t kNonceBytes = 32;
+constexpr size_t kEmptyFrameBytes = 2 * sizeof(int64_t) + 2 * kMacBytes;  // of a frame without a text
 
 // An address as sockets take it. Returns its length, 0 if it is none.
 socklen_t ParseAddress(const Address& address, sockaddr_storage* parsed);
@@ -79,8 +81,9 @@ class Connection {
   void Close();
   int Release();  // the socket stays open, and is the caller's
 
-  // Sends a text, as far as the socket takes it, and forgets what was received before. Step() sends the rest.
-  bool Send(std::string text);
+  // Sends a text, as far as the socket takes it, and forgets what was received before. Step() sends the rest. Of what comes
+  // then it takes at most so many bytes: the others are for who gets the socket by Release().
+  bool Send(std::string text, size_t most = SIZE_MAX);
   // Goes on to send, or receives what is there. Returns false if the connection has ended.
   bool Step();
 
@@ -89,6 +92,7 @@ class Connection {
   std::string sends_;
   size_t sent_ = 0;
   std::string received_;
+  size_t most_ = SIZE_MAX;  // bytes of received_
 };
 
 }  // namespace pycollective

@@ -17,23 +17,33 @@ def _room(name: str) -> list[Path]:
     return sorted((_NATIVE / name).glob("*.cc"))
 
 
-_RECORDER = [*_room("records"), _NATIVE / "mpi" / "dtypes.cc"]
+RECORDER = [*_room("records"), _NATIVE / "mpi" / "dtypes.cc"]
+"""What the recorder is made of."""
+
+SIDE_CHANNEL = [_NATIVE / "monitor" / f"{name}.cc" for name in ("hmac", "side_channel", "side_connection")]
+SIDE_CHANNEL.append(_NATIVE / "base" / "exports.cc")
+"""What the side channel is made of."""
+
 _BOARD = [_NATIVE / "shared_memory" / name for name in ("board.cc", "piggyback.cc", "combine.cc")]
+_MONITOR = [
+    *_room("monitor"),
+    _NATIVE / "base" / "exports.cc",
+    _NATIVE / "mpi" / "collectives.cc",
+    *RECORDER,
+]
 _LIBRARY = [*_room("mpi"), *_room("records"), *_room("shared_memory")]
 
 SOURCES = {
-    "async_calls_test": [_NATIVE / "xla" / "async_calls.cc", *_RECORDER],
+    "async_calls_test": [_NATIVE / "xla" / "async_calls.cc", *RECORDER],
     "device_test": [_NATIVE / "devices" / "device.cc", *_LIBRARY],
     "team_test": [_NATIVE / "devices" / "team.cc"],
-    "board_test": [*_BOARD, _NATIVE / "mpi" / "reduction.cc", *_RECORDER],
+    "board_test": [*_BOARD, _NATIVE / "mpi" / "reduction.cc", *RECORDER],
     "exchange_test": _LIBRARY,
-    "monitor_test": [
-        *_room("monitor"),
-        _NATIVE / "base" / "exports.cc",
-        _NATIVE / "mpi" / "collectives.cc",
-        *_RECORDER,
-    ],
-    "recorder_cost": _RECORDER,
+    "monitor_test": _MONITOR,
+    "inquiry_test": _MONITOR,
+    "status_test": _MONITOR,
+    "side_channel_test": SIDE_CHANNEL,
+    "recorder_cost": RECORDER,
 }
 """The sources of each program, beside its own file and CUDA's runtime or the stand-in for it."""
 

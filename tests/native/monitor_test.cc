@@ -1,12 +1,19 @@
-// Tests of the monitor when something is missing: memory, somebody who reads the console, a free slot of the recorder.
+// Tests of the monitor: what it tells other ranks, which the test plays, and what it does when something is missing: memory,
+// somebody who reads the console, a free slot of the recorder.
 
 #include <fcntl.h>
+#include <signal.h>
 #include <sys/socket.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <list>
 #include <new>
 #include <string>
 #include <thread>
@@ -23,6 +30,7 @@
 #include "monitor/side_channel.h"
 #include "monitor/status.h"
 #include "mpi/collectives.h"
+#include "ranks.h"
 #include "records/recorder.h"
 
 // Of native/monitor/process.cc, for Python.
@@ -49,8 +57,6 @@ void operator delete(void* memory, size_t) noexcept { std::free(memory); }
 
 namespace pycollective {
 namespace {
-
-constexpr int64_t kSecondNs = 1000000000;
 
 // A monitor whose thread meets a lack of memory goes on, and answers when there is memory again.
 void TestLackOfMemory() {
@@ -125,6 +131,182 @@ void TestFileIsContinued() {
   char text[64] = "";
   CHECK(pread(file, text, sizeof(text) - 1, 0) == 13);
   CHECK(std::strcmp(text, "one two three") == 0);
+}
+
+// What the monitor tells other ranks --------------------------------------------------------------------------------
+
+// The settings of a rank's monitor in this process. `others`: where the other ranks are.
+class Settings {
+ public:
+  explicit Settings(int rank, const std::vector<Address>& others) {
+    char name[] = "/tmp/pycollective-records-XXXXXX";
+    CHECK(mkdtemp(name) != nullptr);
+    settings_.folder = name;
+    settings_.rank = rank;
+    settings_.secret = kSecret;
+    size_t next = 0;
+    for (int other = 0; other <= static_cast<int>(others.size()); ++other) {
+      Address address = other == rank ? NewAddress() : others[next++];
+      if (other == rank) settings_.listening = {Listening(&address)};
+      settings_.processes.push_back(ProcessAt(address, getpid(), 1));
+    }
+  }
+  ~Settings() { std::filesystem::remove_all(settings_.folder); }
+
+  MonitorSettings* operator->() { return &settings_; }
+  const MonitorSettings& operator*() const { return settings_; }
+  // What asks this monitor.
+  Reply Ask(int64_t kind, const std::string& text = "") const {
+    std::vector<std::vector<Address>> addresses;
+    for (const Process& process : settings_.processes) addresses.push_back(process.addresses);
+    return SideChannel(-1, addresses, kSecret).Ask({settings_.rank}, kind, text, 20 * kSecondNs)[0];
+  }
+  std::string Records() const {
+    std::ifstream file(settings_.folder + "/rank-" + std::to_string(settings_.rank) + ".json");
+    return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
+  }
+  bool HasRecords(const std::string& reason) const {
+    return Records().find("\"reason\": \"" + reason + "\"") != std::string::npos;
+  }
+
+ private:
+  MonitorSettings settings_;
+};
+
+void TestRequests() {
+  Settings settings(0, {NewAddress()});
+  CHECK(StartMonitor(*settings).empty());
+  CHECK(StartMonitor(*settings).empty());  // it runs already
+  CHECK(settings.Ask(kAreYouThere).text == "yes");
+  Status status;
+  CHECK(Unpack(settings.Ask(kTellStatus).text, &status) && status.rank == 0);
+  PythonFrames frames;
+  CHECK(Unpack(settings.Ask(kTellFrames).text, &frames) && frames.main_thread.empty());
+  const auto state = [&](int64_t rank) {
+    const Reply reply = settings.Ask(kProcessState, Writer().Put(rank).text());
+    CHECK(reply.came && reply.text.size() == 8);
+    return Reader(reply.text).Number();
+  };
+  CHECK(state(1) == 'S' || state(1) == 'R');
+  for (const int64_t rank : {int64_t{-1}, int64_t{2}, INT64_MAX, INT64_MIN}) CHECK(state(rank) == 0);
+  CHECK(settings.Ask(kProcessState).came);
+  const Reply unknown = settings.Ask(99, "what");
+  CHECK(unknown.came && unknown.text.empty());
+  CHECK(settings.Records().empty());
+  CHECK(settings.Ask(kDeathIsKnown, Writer().Put("rank 1 died").text()).text == "yes");
+  CHECK(settings.HasRecords("rank 1 died"));
+  StopMonitor();
+  CHECK(!settings.Ask(kAreYouThere).came);
+}
+
+void TestEndIsTold() {
+  CHECK(BeginEnd(2, "nobody is told"));  // without a monitor
+  PlayedRank one(1), two(2);
+  Settings settings(0, {one.address(), two.address()});
+  CHECK(StartMonitor(*settings).empty());
+  ForgetRank(2);
+  CHECK(BeginEnd(3, "rank 0 raised"));
+  const std::vector<Asked> told = {{kEndNow, Writer().Put(3).Put("rank 0 raised").text()}};
+  CHECK(one.requests() == told && two.requests().empty());
+  CHECK(settings.HasRecords("rank 0 raised"));
+  CHECK(!BeginEnd(4, "another cause"));
+  CHECK(settings.Ask(kEndNow, Writer().Put(5).Put("a third one").text()).text == "yes");
+  CHECK(settings.Ask(kDeathIsKnown, Writer().Put("a death").text()).text == "yes");
+  CHECK(one.requests() == told && settings.HasRecords("rank 0 raised"));
+  StopMonitor();
+}
+
+// The status with which a monitor ends its process.
+void TestEndsAsTold() {
+  std::list<Settings> all;
+  std::vector<pid_t> children;
+  for (int status : {7, 0}) {
+    Settings& settings = all.emplace_back(0, std::vector<Address>{NewAddress()});
+    children.push_back(fork());
+    if (children.back() == 0) {
+      settings->processes[0].pid = getpid();
+      CHECK(StartMonitor(*settings).empty());
+      while (true) pause();
+    }
+    CHECK(BecomesTrue([&] { return settings.Ask(kEndNow, Writer().Put(status).Put("told").text()).text == "yes"; }));
+    CHECK(settings.HasRecords("told"));
+  }
+  for (const int expected : {7, 1}) {  // none ends well while others fail
+    int status = 0;
+    CHECK(waitpid(children[expected == 7 ? 0 : 1], &status, 0) > 0 && WIFEXITED(status) && WEXITSTATUS(status) == expected);
+  }
+}
+
+// Rank 1 dies. This monitor says so if it `says` deaths, and tells rank 2 of it, unless the ranks go on without it, or it was on
+// another host.
+void Death(bool may_lose_ranks, bool says, bool is_on_this_host) {
+  const int reading = ReadingOfStderr();
+  Address address = NewAddress();
+  const int fd = Listening(&address);
+  const pid_t child = ServingChild(1, fd);
+  PlayedRank two(2);
+  Settings settings(0, {address, two.address()});
+  settings->processes[1].pid = child;
+  settings->processes[2].host = 2;
+  if (!is_on_this_host) settings->processes[1].host = 2;
+  settings->may_lose_ranks = may_lose_ranks;
+  settings->says_deaths = says;
+  CHECK(StartMonitor(*settings).empty());
+  const SideChannel asking(-1, {{}, {address}}, kSecret);
+  CHECK(asking.Ask({1}, kAreYouThere, "", 20 * kSecondNs)[0].came);
+  Sleep(200);  // the guard is connected
+  CHECK(two.requests().empty());
+  kill(child, SIGKILL);
+  waitpid(child, nullptr, 0);
+  const std::string what = "rank 1 of 3 died: process " + std::to_string(child) + " on host host1 was killed, crashed or called _exit.";
+  if (may_lose_ranks || !is_on_this_host) {
+    Sleep(200);
+    CHECK(two.requests().empty() && settings.Records().empty());
+  } else {
+    CHECK(BecomesTrue([&] { return !two.requests().empty() && settings.HasRecords(what); }));
+    CHECK(two.requests() == std::vector<Asked>({{kDeathIsKnown, Writer().Put(what).text()}}));
+  }
+  StopMonitor();
+  CHECK(fcntl(reading, F_SETFL, O_NONBLOCK) == 0);
+  std::string said;
+  char part[1000];
+  for (ssize_t n; (n = read(reading, part, sizeof(part))) > 0;) said.append(part, static_cast<size_t>(n));
+  CHECK(said == (says && !may_lose_ranks && is_on_this_host ? "pycollective: " + what + "\n" : ""));
+  close(reading);
+  close(fd);
+}
+
+void TestDeathOfARank() {
+  const int console = dup(STDERR_FILENO);
+  Death(false, true, true);
+  Death(false, false, true);
+  Death(true, true, true);
+  Death(false, true, false);  // the launcher may have ended it
+  CHECK(dup2(console, STDERR_FILENO) == STDERR_FILENO);
+}
+
+// A rank whose call waits long lets a lower rank report, and does so once for a call.
+void TestALowerRankReports() {
+  const auto answer = [](int64_t, const std::string&) { return "yes"; };
+  PlayedRank zero(0, answer), two(2, answer);
+  Settings settings(1, {zero.address(), two.address()});
+  settings->warn_ns = kSecondNs / 10;
+  CHECK(StartMonitor(*settings).empty());
+  Record record;
+  record.operation = kBarrier;
+  record.state = kStarted;
+  Recorded call(record);
+  CHECK(BecomesTrue([&] { return zero.requests().size() >= 2; }));
+  Sleep(1500);  // the next look
+  CHECK(zero.requests().size() == 2 && two.requests().empty());
+  CHECK(zero.requests()[0] == Asked(kAreYouThere, ""));
+  CHECK(zero.requests()[1].first == kReport);
+  const std::string text = zero.requests()[1].second;
+  Reader reader(text);
+  CHECK(reader.Number() == 2);  // a long wait
+  const int64_t age_ns = reader.Number();
+  CHECK(reader.ok() && kSecondNs / 10 < age_ns && age_ns < 20 * kSecondNs);
+  StopMonitor();
 }
 
 // Threads that come to a free slot at one time. One of them gets it.
@@ -248,6 +430,11 @@ int main(int argc, char** argv) {
                  {"nobody_reads", TestNobodyReads},
                  {"all_is_said", TestAllIsSaid},
                  {"file_is_continued", TestFileIsContinued},
+                 {"requests", TestRequests},
+                 {"end_is_told", TestEndIsTold},
+                 {"ends_as_told", TestEndsAsTold},
+                 {"death_of_a_rank", TestDeathOfARank},
+                 {"a_lower_rank_reports", TestALowerRankReports},
                  {"slots_have_one_owner", TestSlotsHaveOneOwner},
                  {"verdict_on_messages", TestVerdictOnMessages},
                  {"frames_of_the_blamed", TestFramesOfTheBlamed},
