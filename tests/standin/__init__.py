@@ -33,7 +33,9 @@ def compiler() -> str:
     return os.environ.get("CXX") or (sysconfig.get_config_var("CXX") or "g++").split()[0]
 
 
-def compile_cpp(sources: list[Path], out: Path, *flags: str, objects: Path | None = None) -> Path:
+def compile_cpp(
+    sources: list[Path], out: Path, *flags: str, objects: Path | None = None, by: str | None = None
+) -> Path:
     """Compiles C++ into ``out``, a source on each core. Returns ``out``.
 
     Args:
@@ -41,10 +43,11 @@ def compile_cpp(sources: list[Path], out: Path, *flags: str, objects: Path | Non
         out: the program or library.
         flags: of the compiler, besides.
         objects: an existing directory for what the sources become, which later calls with the same flags take from
-            there; None: it is not kept.
+            there, unless a source or a header has changed since; None: it is not kept.
+        by: the compiler; default that of Python.
     """
     include = ["-isystem", include_dir(), "-I", str(_NATIVE), "-I", str(_HERE)]
-    command = [compiler(), "-std=c++17", "-O1", "-g", "-fPIC", "-pthread", "-Wall", "-Wextra", *include, *flags]
+    command = [by or compiler(), "-std=c++17", "-O1", "-g", "-fPIC", "-pthread", "-Wall", "-Wextra", *include, *flags]
 
     # In a directory of this process, since several ranks may compile at the same time.
     with tempfile.TemporaryDirectory(dir=objects or out.parent) as folder:
@@ -54,7 +57,7 @@ def compile_cpp(sources: list[Path], out: Path, *flags: str, objects: Path | Non
                 return str(source)
             file = Path(folder) / f"{source.stem}.o"
             kept = (objects or file.parent) / file.name
-            if not kept.exists():
+            if not kept.exists() or kept.stat().st_mtime <= _changed_at(source):
                 subprocess.run([*command, "-c", str(source), "-o", str(file)], check=True, timeout=300)
                 file.replace(kept)
             return str(kept)
@@ -65,6 +68,12 @@ def compile_cpp(sources: list[Path], out: Path, *flags: str, objects: Path | Non
         subprocess.run([*command, *parts, "-ldl", "-o", str(made)], check=True, timeout=300)
         made.replace(out)
     return out
+
+
+def _changed_at(source: Path) -> float:
+    """When a source, or a header that it may include, was changed last."""
+    headers = (header for folder in (_NATIVE, _HERE, source.parent) for header in folder.rglob("*.h"))
+    return max(path.stat().st_mtime for path in (source, *headers))
 
 
 @functools.cache

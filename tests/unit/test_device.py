@@ -8,12 +8,32 @@ from pathlib import Path
 import pytest
 
 from tests.native.build import FOLDER, NAMES, SOURCES, build
+from tests.standin import compile_cpp
 
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("native")
     return {program: build(program, folder) for program in SOURCES}
+
+
+def test_an_object_is_kept_until_its_source_or_a_header_changes(tmp_path: Path) -> None:
+    source, header, objects = tmp_path / "a.cc", tmp_path / "number.h", tmp_path / "objects"
+    objects.mkdir()
+    source.write_text('#include <cstdio>\n#include "number.h"\nint main() { std::printf("%d", NUMBER); }\n')
+
+    def built() -> tuple[str, int]:
+        out = subprocess.run([compile_cpp([source], tmp_path / "a", objects=objects)], capture_output=True, text=True)
+        return out.stdout, (objects / "a.o").stat().st_mtime_ns
+
+    header.write_text("#define NUMBER 1\n")
+    first = built()
+    assert first[0] == "1"
+    assert built() == first
+    header.write_text("#define NUMBER 2\n")
+    assert built()[0] == "2"
+    source.write_text("int main() {}\n")
+    assert built()[0] == ""
 
 
 def test_every_file_is_compiled() -> None:
