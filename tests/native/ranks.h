@@ -3,6 +3,7 @@
 #ifndef PYCOLLECTIVE_TESTS_NATIVE_RANKS_H_
 #define PYCOLLECTIVE_TESTS_NATIVE_RANKS_H_
 
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -61,6 +62,7 @@ class PlayedRank {
   // It serves nobody any more.
   void End() {
     is_over_ = true;
+    if (fd_ >= 0) shutdown(fd_, SHUT_RDWR);  // it wakes the thread
     if (thread_.joinable()) thread_.join();
     if (fd_ >= 0) close(std::exchange(fd_, -1));
   }

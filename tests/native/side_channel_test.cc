@@ -48,17 +48,25 @@ void TestManyRanks() {
   for (const PlayedRank& rank : ranks) CHECK(rank.requests() == std::vector<Asked>({{5, "I am "}}));
 }
 
-// Texts that no socket takes at once, as long as a text may be, in both directions.
+// Texts that no socket takes at once, in both directions.
 void TestLargeTexts() {
-  constexpr size_t kMost = size_t{16} << 20;
   PlayedRank rank(0, [](int64_t, const std::string& text) { return text; });
-  std::string text(kMost, 'a');
+  std::string text(size_t{2} << 20, 'a');
   for (size_t i = 0; i < text.size(); ++i) text[i] = static_cast<char>(i * i >> 7);
   const Reply reply = AskOne({rank.address()}, 7, text);
   CHECK(reply.came && reply.text == text);
-  CHECK(!AskOne({rank.address()}, 7, text + "b").came);
-  CHECK(rank.requests().size() == 1);
-  CHECK(AskOne({rank.address()}, 7, "c").text == "c");
+}
+
+// Nobody keeps more of a text than a text may have.
+void TestTooLongTexts() {
+  constexpr int64_t kMost = int64_t{16} << 20;
+  for (const int64_t length : {int64_t{0}, kMost, kMost + 1, INT64_MAX, int64_t{-1}, INT64_MIN}) {
+    const std::string head = Writer().Put(7).Put(length).text();
+    int64_t kind = 0;
+    std::string text;
+    const Came came = TakeFrame("key", head + HmacSha256("key", head), &kind, &text);
+    CHECK(came == (0 <= length && length <= kMost ? Came::kHead : Came::kForged));
+  }
 }
 
 void TestWhoDoesNotKnowTheSecret() {
@@ -220,6 +228,7 @@ int main(int argc, char** argv) {
   using namespace pycollective;
   return RunOne({{"many_ranks", TestManyRanks},
                  {"large_texts", TestLargeTexts},
+                 {"too_long_texts", TestTooLongTexts},
                  {"who_does_not_know_the_secret", TestWhoDoesNotKnowTheSecret},
                  {"other_addresses", TestOtherAddresses},
                  {"limit", TestLimit},
