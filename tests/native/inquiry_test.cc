@@ -105,11 +105,11 @@ void TestAnswersThatAreNoStatus() {
   }
 }
 
-// A child that sleeps until `end`.
+// A child that sleeps.
 struct Child {
   pid_t pid;
 
-  Child() : pid(fork()) {
+  Child() : pid(Fork()) {
     if (pid != 0) return;
     while (true) pause();
   }

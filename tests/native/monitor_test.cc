@@ -222,7 +222,7 @@ void TestEndsAsTold() {
   std::vector<pid_t> children;
   for (int status : {7, 0}) {
     Settings& settings = all.emplace_back(0, std::vector<Address>{NewAddress()});
-    children.push_back(fork());
+    children.push_back(Fork());
     if (children.back() == 0) {
       settings->processes[0].pid = getpid();
       CHECK(StartMonitor(*settings).empty());

@@ -3,6 +3,8 @@
 #ifndef PYCOLLECTIVE_TESTS_NATIVE_RANKS_H_
 #define PYCOLLECTIVE_TESTS_NATIVE_RANKS_H_
 
+#include <signal.h>
+#include <sys/prctl.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -91,9 +93,17 @@ class PlayedRank {
   std::vector<Asked> requests_;
 };
 
+// A child that ends with the test, also where that fails.
+inline pid_t Fork() {
+  const pid_t pid = fork();
+  CHECK(pid >= 0);
+  if (pid == 0) CHECK(prctl(PR_SET_PDEATHSIG, SIGKILL) == 0);
+  return pid;
+}
+
 // A child, which has no other threads, that serves as a rank until it is killed.
 inline pid_t ServingChild(int rank, int fd) {
-  const pid_t pid = fork();
+  const pid_t pid = Fork();
   if (pid != 0) return pid;
   SideChannel(rank, {}, kSecret).Serve({fd}, [](int64_t, const std::string&) { return ""; }, [] { return false; });
   _exit(0);
