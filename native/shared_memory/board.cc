@@ -96,7 +96,7 @@ int64_t BoardSlot::Take() {
   for (int64_t number = 0; number < kSlots; ++number) {
     std::atomic<uint64_t>& word = Taken()[number / 64];
     const uint64_t bit = uint64_t{1} << (number % 64);
-    if ((word.fetch_or(bit, std::memory_order_acq_rel) & bit) != 0) continue;
+    if ((word.fetch_or(bit, std::memory_order_acquire) & bit) != 0) continue;
     for (int rank = 0; rank < ranks_of_host; ++rank) {
       for (uint64_t call = 0; call < kCells; ++call) {
         Cell& cell = BoardSlot(number, 0, 0).CellOf(rank, call);
@@ -111,7 +111,7 @@ int64_t BoardSlot::Take() {
 
 void BoardSlot::Release(int64_t number) {
   if (board == nullptr || number < 0) return;
-  Taken()[number / 64].fetch_and(~(uint64_t{1} << (number % 64)), std::memory_order_acq_rel);
+  Taken()[number / 64].fetch_and(~(uint64_t{1} << (number % 64)), std::memory_order_release);
 }
 
 void BoardSlot::ReleaseAll() {

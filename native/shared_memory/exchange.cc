@@ -93,8 +93,9 @@ uint64_t Exchange::TakeBuffers(int ranks) {
   for (int attempt = 0; attempt < kTries; ++attempt) {
     for (int64_t first = 0; first + ranks <= Units(ranks_of_host); ++first) {
       int64_t own = 0;  // taken here, one after another
-      while (own < ranks && taken[first + own].exchange(1, std::memory_order_acq_rel) == 0) ++own;
+      while (own < ranks && taken[first + own].exchange(1, std::memory_order_acquire) == 0) ++own;
       if (own == ranks) return static_cast<uint64_t>(first) + kNone + 1;
+      // Release: who takes them next must see what this rank has seen of those who had them before.
       for (int64_t i = 0; i < own; ++i) taken[first + i].store(0, std::memory_order_release);
       first += own;  // the next one after that which somebody else has
     }
@@ -130,7 +131,7 @@ void Exchange::ShowMemory(int rank) {
   Line& shown = Shown(rank);
   shown.process = own_process;
   shown.send = &own_number;
-  shown.number.store(own_number, std::memory_order_release);
+  shown.number.store(own_number, std::memory_order_release);  // MPI orders it as well: all ranks meet before ReadsAll
 }
 
 bool Exchange::ReadsAll() {
@@ -149,15 +150,17 @@ void Exchange::SetReadBytes(int64_t nbytes) {
 }
 int64_t Exchange::ReadBytes() { return read_bytes; }
 
-// Its memory may be used anew after GiveUp. A rank that asks after it has read does not miss that.
+// Its memory may be used anew after GiveUp, by any thread of its process. A rank that asks after it has read does not miss that:
+// if it has read what was written anew, the fence of GiveUp is before its own in the order of all fences with memory_order_seq_cst.
+// Fences of release and acquire would order what the thread of GiveUp writes, and not what other threads write.
 void Exchange::GiveUp() {
-  CounterLine(slot_, rank_).has_given_up.store(1, std::memory_order_release);
+  CounterLine(slot_, rank_).has_given_up.store(1, std::memory_order_relaxed);
   std::atomic_thread_fence(std::memory_order_seq_cst);
 }
 
 bool Exchange::HasGivenUp(int rank) const {
   std::atomic_thread_fence(std::memory_order_seq_cst);
-  return CounterLine(slot_, rank).has_given_up.load(std::memory_order_acquire) != 0;
+  return CounterLine(slot_, rank).has_given_up.load(std::memory_order_relaxed) != 0;
 }
 
 void Exchange::ShowArrays(const void* send, const void* recv) {

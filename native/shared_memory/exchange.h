@@ -63,7 +63,7 @@ class Exchange {
     std::atomic<uint64_t>& first = FirstOf(slot_);
     if (rank_ == 0) first.store(TakeBuffers(size_), std::memory_order_release);
     if (!WaitUntil(first, 1, [&] { return progress(0); })) return false;
-    first_ = first.load(std::memory_order_acquire);
+    first_ = first.load(std::memory_order_relaxed);  // the wait has acquired it, or this rank has stored it
     return true;
   }
   bool HasBuffers() const { return first_ > kNone; }
