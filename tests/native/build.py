@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.standin import compile_cpp
+from tests.standin import compile_cpp, compile_objects
 
 FOLDER = Path(__file__).parent
 _ROOT = FOLDER.parents[1]
@@ -33,19 +33,42 @@ _MONITOR = [
 ]
 _LIBRARY = [*_room("mpi"), *_room("records"), *_room("shared_memory")]
 
+EXPLORED = {
+    "explore_test": [
+        *sorted((FOLDER / "explored").glob("*.cc")),
+        *(_NATIVE / "shared_memory" / f"{name}.cc" for name in ("board", "exchange", "host_collectives")),
+        *(_NATIVE / "shared_memory" / f"{name}.cc" for name in ("combine", "piggyback")),
+        _NATIVE / "mpi" / "reduction.cc",
+    ]
+}
+"""The sources of a program that run under the explorer (``explore.h``). The flags of sanitizers are not for them."""
+
+_EXPLORED_FLAGS = (
+    "-fsanitize=thread",  # a call for each access to memory; the program has functions of its own for these calls
+    "-Wno-tsan",  # the library of GCC's sanitizer has no fences; explore.h has
+    "-fno-builtin",  # memcpy is a call
+    "-Dthread_local=",  # ranks are fibers of one thread
+)
+_EXPLORER_FLAGS = (
+    "-no-pie",  # the addresses of code are those of the file
+    *(f"-Wl,--wrap={name}" for name in ("memcpy", "memmove", "memset", "strlen", "sched_yield")),
+    "-Wl,--wrap=_ZNSt6chrono3_V212steady_clock3nowEv",
+)
+
 SOURCES = {
     "async_calls_test": [_NATIVE / "xla" / "async_calls.cc", *RECORDER],
     "device_test": [_NATIVE / "devices" / "device.cc", *_LIBRARY],
     "team_test": [_NATIVE / "devices" / "team.cc"],
     "board_test": [*_BOARD, _NATIVE / "mpi" / "reduction.cc", *RECORDER],
     "exchange_test": _LIBRARY,
+    "explore_test": [_NATIVE / "mpi" / "collectives.cc", *RECORDER],
     "monitor_test": _MONITOR,
     "inquiry_test": _MONITOR,
     "status_test": _MONITOR,
     "side_channel_test": SIDE_CHANNEL,
     "recorder_cost": RECORDER,
 }
-"""The sources of each program, beside its own file and CUDA's runtime or the stand-in for it."""
+"""The sources of each program, beside its own file, those in ``EXPLORED``, and CUDA's runtime or its stand-in."""
 
 NAMES = {
     program: re.findall(r'\{"(\w+)", Test\w+\}', (FOLDER / f"{program}.cc").read_text())
@@ -67,6 +90,11 @@ def build(program: str, folder: Path, cudart: Path | None = None, flags: Sequenc
     sources = [FOLDER / f"{program}.cc", *SOURCES[program]]
     objects = folder / "objects"  # most sources belong to several programs
     objects.mkdir(exist_ok=True)
+    if program in EXPLORED:
+        explored = folder / "explored"
+        explored.mkdir(exist_ok=True)
+        sources += compile_objects(EXPLORED[program], explored, *_EXPLORED_FLAGS)
+        flags = (*_EXPLORER_FLAGS, *flags)
     if cudart is None:
         standin = _ROOT / "tests" / "standin" / "cudart.cc"
         return compile_cpp([*sources, standin], folder / program, *flags, objects=objects)

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -33,6 +34,36 @@ def compiler() -> str:
     return os.environ.get("CXX") or (sysconfig.get_config_var("CXX") or "g++").split()[0]
 
 
+def _command(flags: Sequence[str], by: str | None) -> list[str]:
+    include = ["-isystem", include_dir(), "-I", str(_NATIVE), "-I", str(_HERE)]
+    return [by or compiler(), "-std=c++17", "-O1", "-g", "-fPIC", "-pthread", "-Wall", "-Wextra", *include, *flags]
+
+
+def compile_objects(sources: Sequence[Path], objects: Path, *flags: str, by: str | None = None) -> list[Path]:
+    """Compiles C++, a source on each core. Returns the object files, in the order of ``sources``.
+
+    Args:
+        sources: files of C++, no two of one name.
+        objects: an existing directory for the object files. One that is there is compiled again only if its source or a
+            header has changed since.
+        flags: of the compiler, besides.
+        by: the compiler; default that of Python.
+    """
+    # In a directory of this process, since several ranks may compile at the same time.
+    with tempfile.TemporaryDirectory(dir=objects) as folder:
+
+        def compiled(source: Path) -> Path:
+            file = Path(folder) / f"{source.stem}.o"
+            kept = objects / file.name
+            if not kept.exists() or kept.stat().st_mtime <= _changed_at(source):
+                subprocess.run([*_command(flags, by), "-c", str(source), "-o", str(file)], check=True, timeout=300)
+                file.replace(kept)
+            return kept
+
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            return list(pool.map(compiled, sources))
+
+
 def compile_cpp(
     sources: list[Path], out: Path, *flags: str, objects: Path | None = None, by: str | None = None
 ) -> Path:
@@ -46,26 +77,12 @@ def compile_cpp(
             there, unless a source or a header has changed since; None: it is not kept.
         by: the compiler; default that of Python.
     """
-    include = ["-isystem", include_dir(), "-I", str(_NATIVE), "-I", str(_HERE)]
-    command = [by or compiler(), "-std=c++17", "-O1", "-g", "-fPIC", "-pthread", "-Wall", "-Wextra", *include, *flags]
-
-    # In a directory of this process, since several ranks may compile at the same time.
-    with tempfile.TemporaryDirectory(dir=objects or out.parent) as folder:
-
-        def compiled(source: Path) -> str:
-            if source.suffix != ".cc":
-                return str(source)
-            file = Path(folder) / f"{source.stem}.o"
-            kept = (objects or file.parent) / file.name
-            if not kept.exists() or kept.stat().st_mtime <= _changed_at(source):
-                subprocess.run([*command, "-c", str(source), "-o", str(file)], check=True, timeout=300)
-                file.replace(kept)
-            return str(kept)
-
-        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-            parts = list(pool.map(compiled, sources))
+    with tempfile.TemporaryDirectory(dir=out.parent) as folder:
+        own = [source for source in sources if source.suffix == ".cc"]
+        parts = [source for source in sources if source.suffix != ".cc"]
+        parts = [*compile_objects(own, objects or Path(folder), *flags, by=by), *parts]
         made = Path(folder) / out.name
-        subprocess.run([*command, *parts, "-ldl", "-o", str(made)], check=True, timeout=300)
+        subprocess.run([*_command(flags, by), *map(str, parts), "-ldl", "-o", str(made)], check=True, timeout=300)
         made.replace(out)
     return out
 

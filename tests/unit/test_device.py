@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.native.build import FOLDER, NAMES, SOURCES, build
+from tests.native import weakened
+from tests.native.build import EXPLORED, FOLDER, NAMES, SOURCES, build
 from tests.standin import compile_cpp
 
 
@@ -50,3 +51,21 @@ def test_every_test_is_run(program: str, programs: dict[str, Path]) -> None:
 def test_native(program: str, name: str, programs: dict[str, Path]) -> None:
     run = subprocess.run([programs[program], name], capture_output=True, text=True, timeout=60)
     assert run.returncode == 0, run.stderr
+
+
+UNNOTICED = {
+    "shown.number.store(own_number, std::memory_order_release);": "MPI's allreduce between orders it",
+    "const uint64_t wanted = Shown(rank).number.load(std::memory_order_acquire);": "MPI's allreduce between orders it",
+}
+"""The lines whose memory orders are stronger than the explored scenarios need, and why they may stay."""
+
+
+def test_each_weaker_memory_order_is_noticed(programs: dict[str, Path]) -> None:
+    verdicts = weakened.verdicts(programs["explore_test"])
+    unnoticed = {mutant.place.line.split("  //")[0] for mutant, verdict in verdicts.items() if not verdict}
+    assert unnoticed == set(UNNOTICED), [f"{m.place}: {m.order} -> {m.weaker}" for m, v in verdicts.items() if not v]
+
+
+def test_each_memory_order_is_explored(programs: dict[str, Path]) -> None:
+    explored = {(mutant.place.file, mutant.place.number) for mutant in weakened.mutants(programs["explore_test"])}
+    assert explored == weakened.lines_with_orders(EXPLORED["explore_test"])
