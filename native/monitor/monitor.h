@@ -5,6 +5,22 @@
 // they do, writes one report, and ends the job.
 //
 // One or two more notice the deaths of other ranks (rank_guard.h).
+//
+// The states of a wait of this rank, which the watcher changes (Monitor::WatchOnce):
+//
+//   silent --- it is as old as warn_ns, and the first warning of it ---> asking: (a)
+//   silent or warned --- it is as old as timeout_ns ---> asking: (a), and the job shall end
+//   asking --- (a) a lower rank answers, and takes the report ---> told: that rank reports; this one says nothing
+//   asking --- (a) no lower rank answers ---> reporting: this rank asks all ranks what they do
+//   told --- the job shall end, and this rank has heard of no end after 8 s ---> reporting
+//   reporting --- by the answers the wait has ended, or is not a long one ---> silent
+//   reporting --- it is a long wait ---> warned: this rank has printed a report, at most one in 8 s
+//   reporting --- the job shall end, or a rank has ended for which others wait for ever ---> ended
+//   any --- the wait ends ---> no record is under way any more
+//   any --- another rank has told the end (kEndNow), or the launcher has ended ---> ended
+//
+// A rank that others ask to report (kReport) goes from any of these states to reporting. A rank that has come to its end asks from
+// time to time as well, since others may wait for it (kSomeHaveEnded).
 
 #ifndef PYCOLLECTIVE_NATIVE_MONITOR_MONITOR_H_
 #define PYCOLLECTIVE_NATIVE_MONITOR_MONITOR_H_

@@ -6,6 +6,32 @@
 // posts that are there: of two ranks whose calls differ the one that comes last gets the error, before it calls MPI. The other one
 // may have made its call, so their numbers of calls differ in MPI and in the buffers. From then on the rank that has the error
 // posts that it is out of step, and each further call on the channel is an error.
+//
+// The states of a slot, for one channel at a time:
+//
+//   free --- Take: one rank of the channel; MPI's broadcast tells the others ---> taken
+//   taken --- Release: one rank, after MPI's barrier of all ranks of the channel ---> free
+//   taken --- ReleaseAll: one rank of the host, after a failure, when none uses a slot any more ---> free
+//
+// The states of a cell of a rank R, which holds every eighth call of a channel; here it is call n:
+//
+//   free --- R writes the call, and an operand that is piggybacked there ---> filled
+//   filled --- R stores `posted` = n ---> posted: each other rank may read the call and the operand
+//   posted --- R has found a call that differs, writes its line, and stores `described` = n ---> described: others may read it
+//   filled --- R is out of step, and stores `described` = n before `posted` = n ---> described
+//   posted or described --- each other rank has posted call n + 1, so it reads no cell of call n any more ---> free
+//
+// R sees the last transition in call n + 8, which lies in the same cell: it waits until all others have posted call n + 1.
+// `posted` and `described` stay; they are numbers of calls, so nobody takes those of call n for those of call n + 8.
+//
+// The states of a buffer of R in which it piggybacks an operand, of every second call:
+//
+//   free --- R copies the operand of call n ---> filled
+//   filled --- R stores `posted` = n ---> posted: each other rank may read the operand
+//   posted --- all others have posted call n + 1, for which R waits in its own call n + 1 ---> free
+//
+// A state is published by a store with release order, and seen by a load with acquire order. `posted` has memory_order_seq_cst:
+// else each of two ranks might see that the other has not posted yet. tests/native/explore_test.cc explores these transitions.
 
 #ifndef PYCOLLECTIVE_NATIVE_SHARED_MEMORY_BOARD_H_
 #define PYCOLLECTIVE_NATIVE_SHARED_MEMORY_BOARD_H_
@@ -37,9 +63,11 @@ struct Post {
   // Whether the other rank makes the same call. In a symmetric call the lines are compared, too: else two sums of equal shapes in
   // another order would mix, and so would a sum and a mean, which are the same call. The lines may differ if this rank does not
   // run the other's function. What JAX derives from a call, such as its transpose, is another collective.
+  // @param other: the post of the other rank for this call.
   bool Matches(const Post& other) const;
 
   // Whether the other rank makes the reductions of one line in another order, so that their operands are exchanged.
+  // @param other: the post of the other rank for this call.
   bool HasReorderedOperands(const Post& other) const;
 
   // A hash of all that Matches compares. Posts with unequal hashes may match all the same, by their lines.
@@ -56,6 +84,8 @@ struct Difference {
 };
 
 // A line as ranks tell each other; the end of a long one is cut off.
+// @param line: the text.
+// @param to: where it is written; zeros follow it.
 inline constexpr size_t kLineBytes = 128;
 void CopyLine(const std::string& line, char (&to)[kLineBytes]);
 
@@ -64,19 +94,27 @@ class BoardSlot {
  public:
   static constexpr int64_t kSlots = 256;
 
-  // The bytes of the shared memory of `ranks` ranks. It begins with zeros.
+  // The bytes of the shared memory of a host. It begins with zeros.
+  // @param ranks: how many ranks the host has.
   static size_t BytesOf(int ranks);
 
-  // Opens the board of this host, in memory that its ranks share: `ranks` of them.
+  // Opens the board of this host.
+  // @param memory: what the ranks of the host share, BytesOf(ranks) bytes; null: closes the board.
+  // @param ranks: how many ranks the host has.
   static void OpenBoard(void* memory, int ranks);
   static bool HasBoard();
 
   // Takes a free slot and returns its number; -1: there is none. One rank of the channel does so, and tells the others.
   static int64_t Take();
+  // Gives a slot back. One rank of the channel does so, when no rank of it posts or reads any more.
+  // @param number: of the slot; -1: there is none.
   static void Release(int64_t number);
 
   BoardSlot() = default;
-  // The slot of this rank, number `rank` of `size`.
+  // The slot of a channel, as one of its ranks uses it.
+  // @param number: of the slot; -1: there is none.
+  // @param rank: this rank's number in the channel.
+  // @param size: how many ranks the channel has.
   BoardSlot(int64_t number, int rank, int size) : number_(number), rank_(rank), size_(size) {}
 
   bool exists() const { return number_ >= 0; }
@@ -85,21 +123,26 @@ class BoardSlot {
   // The operands that may be piggybacked in a rank's cell, beside its post. With more ranks they are smaller, since each rank
   // reads those of all.
   static constexpr int64_t kPiggybackBytes = 1 << 10;
+  // Whether an operand may be piggybacked there.
+  // @param piggybacked: the collective.
+  // @param ranks: how many ranks the channel has.
   static bool FitsCell(const PiggybackedCollective& piggybacked, int ranks) {
     constexpr int64_t kOfAllRanks = 16 << 10;
     return piggybacked.nbytes() <= std::min(kPiggybackBytes, kOfAllRanks / ranks);
   }
 
-  // Posts a call and compares it with those of the others.
-  // - `waits`: waits until all have posted theirs. progress(rank) is called from time to time, with the rank that the wait is
-  //   for. If it returns false, that rank will not post, or the channel is abandoned; the wait ends, and the result of Compare
-  //   has no meaning.
-  // - `piggybacked`: a collective whose operands travel with the posts; null: none. If no call differs, Compare also completes
-  //   it, as soon as the ranks have posted whose data it needs.
-  // - `buffer_of`: the memory of a rank's operand, if that does not lie in its cell. Calls whose numbers are both even or both
-  //   odd may have the same memory. `waits` must be true. The collective is completed only if every rank has passed
-  //   `piggybacked`; a rank without a buffer passes null.
+  // The memory of a rank's operand, for a call of that number.
   using BufferOfRank = std::function<char*(int rank, uint64_t call)>;
+  // Posts a call and compares it with those of the others.
+  // @param post: the call.
+  // @param waits: whether to wait until all have posted theirs.
+  // @param progress: called from time to time, with the rank that the wait is for. If it returns false, that rank will not post,
+  //     or the channel is abandoned; the wait ends, and the result of Compare has no meaning.
+  // @param piggybacked: a collective whose operands travel with the posts; null: none. If no call differs, Compare also
+  //     completes it, as soon as the ranks have posted whose data it needs.
+  // @param buffer_of: where operands lie; null: in the cells. Calls whose numbers are both even or both odd may have the same
+  //     memory. `waits` must be true. The collective is completed only if every rank has passed `piggybacked`; a rank without a
+  //     buffer passes null.
   Difference Compare(const Post& post, bool waits, const std::function<bool(int)>& progress,
                      const PiggybackedCollective* piggybacked = nullptr, const BufferOfRank* buffer_of = nullptr);
   // The number of the next call.
@@ -110,6 +153,8 @@ class BoardSlot {
 
  private:
   struct Cell;
+  // @param rank: of the channel.
+  // @param call: the number of a call on the channel; calls begin at 1.
   Cell& CellOf(int rank, uint64_t call) const;
 
   int64_t number_ = -1;

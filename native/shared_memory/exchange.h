@@ -8,6 +8,33 @@
 // the channel is freed. If none are left, MPI carries the arrays of that channel. Large arrays need no buffers where the kernel
 // lets a rank read another one's memory: beside its counter a rank shows the others where its arrays are. For large allreduces the
 // faster algorithm is autotuned.
+//
+// The states of a buffer of a rank R, for piece p; the steps are those of host_collectives.cc:
+//
+//   free --- R copies what others need of the piece, and posts ---> filled: others may read it
+//   filled --- R has waited until all have filled theirs, reduces its share into its own buffer, and posts; only an allreduce
+//              in two steps ---> reduced: others may read the share
+//   filled or reduced --- each other rank takes what it needs, and posts ---> free
+//
+// R sees the last transition at piece p + 2, which lies in the same buffer: it waits until the others' counters have come to
+// FreeAt(p + 2). Where the buffer has held the operand of comparison n, it is free when all have posted call n + 1 (board.h).
+//
+// The states of the arrays of a rank R in a call that reads them:
+//
+//   hidden --- ShowArrays, and Post ---> shown: others may read `send`
+//   shown --- R reduces its share in `recv`, and posts; only an allreduce ---> reduced: others may read that share of `recv`, or
+//             find null there after HideResult
+//   shown or reduced --- each rank that reads them has posted that it has ---> hidden: R leaves the call
+//   shown or reduced --- R must leave before that: GiveUp ---> given up: others discard what they have read
+//
+// The states of a pair of buffers:
+//
+//   free --- TakeBuffers: rank 0 of a channel, which tells the others by FirstOf ---> taken
+//   taken --- End: rank 0, after MPI's barrier of all ranks of the channel ---> free
+//   taken --- EndAll: one rank of the host, after a failure, when none uses a buffer any more ---> free
+//
+// A state is published by a store with release order, and seen by a load with acquire order. GiveUp has a fence besides
+// (exchange.cc). tests/native/explore_test.cc explores these transitions.
 
 #ifndef PYCOLLECTIVE_NATIVE_SHARED_MEMORY_EXCHANGE_H_
 #define PYCOLLECTIVE_NATIVE_SHARED_MEMORY_EXCHANGE_H_
@@ -29,34 +56,47 @@ class Exchange {
   // A rank has two buffers of this size, which it uses in turns: it fills one while others may still read the other one.
   static constexpr int64_t kBufferBytes = 128 << 10;
 
-  // The bytes of the shared memory of `ranks` ranks. It begins with zeros, and takes memory of the host where it is used:
+  // The bytes of the shared memory of a host. It begins with zeros, and takes memory of the host where it is used:
   // at most so much for any number of communicators.
+  // @param ranks: how many ranks the host has.
   static size_t BytesOf(int ranks);
-  // Opens it: the ranks of this host have it in common. It begins at a line of the cache.
+  // Opens it.
+  // @param memory: what the ranks of this host have in common, BytesOf(ranks) bytes. It begins at a line of the cache.
+  // @param ranks: how many ranks the host has.
   static void OpenMemory(void* memory, int ranks);
 
-  // Before a channel takes a slot of the board, and when it gives the slot back: one of its ranks does this.
+  // When a channel has taken a slot of the board, before its ranks use it: one of its ranks does this.
+  // @param slot: the number of the slot.
   static void Begin(int64_t slot);
+  // When no rank of a channel uses its slot any more, before that is given back: one of its ranks does this.
+  // @param slot: the number of the slot.
+  // @param ranks: how many ranks the channel has.
   static void End(int64_t slot, int ranks);
   // Gives all buffers back. No rank of this host may use one any more.
   static void EndAll();
 
-  // Whether the ranks may read each other's arrays. Rank number `rank` of the host shows the others where to try; when all
-  // have, each tries. Then they all set how many bytes the arrays of a call may have that they read; 0: none.
+  // Whether the ranks may read each other's arrays. Each rank shows the others where to try; when all have, each tries. Then they
+  // all set how many bytes the arrays of a call may have that they read.
+  // @param rank: this rank's number on the host.
   static void ShowMemory(int rank);
   static bool ReadsAll();
+  // @param nbytes: of the arrays of all ranks in a call; 0: they read none.
   static void SetReadBytes(int64_t nbytes);
   static int64_t ReadBytes();
   static bool MayRead() { return ReadBytes() > 0; }
 
   Exchange() = default;
-  // Rank number `rank` of `size`, with a slot of the board.
+  // The exchange of a channel, as one of its ranks uses it.
+  // @param slot: the number of its slot of the board; -1: there is none.
+  // @param rank: this rank's number in the channel.
+  // @param size: how many ranks the channel has.
   Exchange(int64_t slot, int rank, int size) : slot_(slot), rank_(rank), size_(size) {}
 
   bool exists() const { return slot_ >= 0; }
 
-  // Finds this channel's buffers; rank 0 takes them. Returns false if the wait for rank 0 has no end; `progress`: as in
-  // WaitUntil, with the rank. Then HasBuffers() says whether there are any: the same on all ranks.
+  // Finds this channel's buffers; rank 0 takes them. Returns false if the wait for rank 0 has no end. Then HasBuffers() says
+  // whether there are any: the same on all ranks.
+  // @param progress: as in WaitUntil, with the rank for which this one waits.
   template <typename Progress>
   bool FindBuffers(Progress progress) {
     if (first_ != 0) return true;
@@ -70,6 +110,8 @@ class Exchange {
 
   // The memory in which a rank has its part of a piece. Pieces count up, from 0. Operands that are piggybacked on a comparison
   // (board.h) lie in the buffers, too, by the number of the call.
+  // @param rank: of the channel.
+  // @param piece: the number of the piece, or of the call.
   char* BufferOf(int rank, uint64_t piece) const;
 
   // Where another rank finds a rank's arrays, in the memory of its process.
@@ -79,28 +121,37 @@ class Exchange {
     const void* recv;
   };
   // Before this rank posts a step. The others may read it when they have waited for that step, until this rank shows others.
+  // @param send: the operand, in the memory of this process.
+  // @param recv: the result.
   void ShowArrays(const void* send, const void* recv);
   // Shows null for `recv` from this rank's next step on: it has no result. Others may still read `send`.
   void HideResult();
+  // @param rank: of the channel.
   Arrays ArraysOf(int rank) const;
 
   // A rank that must leave a call before the others have read its arrays marks them invalid. Readers discard what they copied.
   void GiveUp();
+  // @param rank: of the channel, whose arrays this rank has read.
   bool HasGivenUp(int rank) const;
 
-  // The algorithm (autotuner.h) of the channel's next large allreduce of so many bytes. Rank 0 autotunes: in each large allreduce
+  // The algorithm (autotuner.h) of the channel's next large allreduce. Rank 0 autotunes: in each large allreduce
   // it publishes the algorithm of the next one. It does so when all ranks have begun the call, and so have read the algorithm of
   // this call. No rank ends the call before rank 0's next step, so all read the new algorithm in the next call.
+  // @param nbytes: of the array.
   int NextAlgorithm(int64_t nbytes) const {
     return static_cast<int>(AlgorithmsOf(slot_).load(std::memory_order_relaxed) >> PowerOfTwo(nbytes) & 1);
   }
+  // @param nbytes: of the array.
   void PublishNextAlgorithm(int64_t nbytes) {
     if (rank_ != 0) return;
     const int size = PowerOfTwo(nbytes);  // each size learns for itself
     const uint64_t others = AlgorithmsOf(slot_).load(std::memory_order_relaxed) & ~(uint64_t{1} << size);
     AlgorithmsOf(slot_).store(others | static_cast<uint64_t>(autotuners_[size].Next()) << size, std::memory_order_relaxed);
   }
-  // A large allreduce of `nbytes` by `algorithm` has taken `nanoseconds`.
+  // A large allreduce has ended.
+  // @param algorithm: by which it was made.
+  // @param nbytes: of the array.
+  // @param nanoseconds: what it has taken.
   void Learn(int algorithm, int64_t nbytes, int64_t nanoseconds) {
     if (rank_ == 0) autotuners_[PowerOfTwo(nbytes)].Learn(algorithm, nbytes, nanoseconds);
   }
@@ -110,18 +161,22 @@ class Exchange {
     CounterOf(rank_).store(++posted_, std::memory_order_release);
     return posted_;
   }
+  // @param rank: of the channel.
   const std::atomic<uint64_t>& counter(int rank) const { return CounterOf(rank); }
 
   // A piece begins: returns its number.
   uint64_t BeginPiece() { return pieces_++; }
-  // The number of the others' counters at which none of them reads a piece in this rank's buffer of such a number.
+  // The number of the others' counters at which none of them reads a piece in this rank's buffer for `number`.
+  // @param number: of a piece, or of a call.
   uint64_t FreeAt(uint64_t number) const { return free_at_[number % 2]; }
   // All steps of the piece are posted.
+  // @param piece: its number.
   void EndPiece(uint64_t piece) { free_at_[piece % 2] = posted_; }
 
  private:
   static constexpr uint64_t kNone = 1;  // of first_: there are no buffers
 
+  // In these, @param slot: the number of a slot; @param ranks: how many ranks a channel has; @param rank: of the channel.
   static std::atomic<uint64_t>& FirstOf(int64_t slot);
   static std::atomic<uint64_t>& AlgorithmsOf(int64_t slot);
   static uint64_t TakeBuffers(int ranks);
