@@ -14,7 +14,6 @@ import signal
 import tempfile
 import threading
 from contextlib import suppress
-from typing import IO
 
 from pycollective.transport import watch
 
@@ -71,8 +70,10 @@ def _serve() -> None:
 
 
 @functools.cache
-def _file() -> IO[bytes]:
-    return tempfile.TemporaryFile(buffering=0)
+def _file() -> int:
+    """The descriptor of a file for the frames. It stays open, since the thread may write until the process ends."""
+    with tempfile.TemporaryFile(buffering=0) as file:
+        return os.dup(file.fileno())
 
 
 _WITH_LOCK = ctypes.PyDLL(None)
@@ -88,7 +89,7 @@ def _dump() -> bytes:
         >>> b"in <module>" in _dump()
         True
     """
-    number = _file().fileno()
+    number = _file()
     _WITH_LOCK.ftruncate(number, ctypes.c_long(0))
     _WITH_LOCK.lseek(number, ctypes.c_long(0), os.SEEK_SET)
     faulthandler.dump_traceback(number, all_threads=True)

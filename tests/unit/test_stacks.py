@@ -116,3 +116,11 @@ def test_no_other_thread_is_taken_for_the_main_one() -> None:
 
 def test_a_late_take_meets_no_default_action() -> None:
     assert run(ENDS) == ["True 0", "0 False True"]
+
+
+def test_the_file_of_the_frames_is_no_object_that_nobody_closes() -> None:
+    program = START + "taken = take(1)\ntaken[0].join()\nassert taken[1], taken\n"
+    command = [sys.executable, "-X", "dev", "-W", "ignore", "-W", "always::ResourceWarning", "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "ResourceWarning" not in done.stderr
