@@ -338,7 +338,8 @@ def flags_for_fast_compilation() -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout.strip()
 
 
-def environment(step: Step) -> dict[str, str]:
+def environment(step: Step, programs: Path) -> dict[str, str]:
+    """The variables of a step. `programs`: a folder for what steps have compiled (tests/under_mpirun.py)."""
     env = {**os.environ, "JAX_PLATFORMS": "cpu", **step.env}
     # Hundreds of processes import JAX. Where Python may not keep what it compiles, that takes each 2 s more.
     env.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -347,6 +348,8 @@ def environment(step: Step) -> dict[str, str]:
     if step.kind in ("unit", "collective"):
         env["JAX_NUM_CPU_DEVICES"] = "8"  # for the oracle, jax.pmap: ranks x those that take part
         env["PATH"] = f"{ROOT / bin_of(step.mpi)}:{env['PATH']}"
+    if step.kind == "collective" and step.ranks >= CORES:  # no other such step runs beside it
+        env["PYCOLLECTIVE_TEST_PROGRAMS"] = str(programs / f"{step.ranks} ranks")
     if step.fast:
         env["XLA_FLAGS"] = flags_for_fast_compilation()
     return env
@@ -405,7 +408,11 @@ class Runner:
         with log.open("wb") as out:
             # Into a file: by a pipe, a process that the step leaves would keep us.
             process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, env=environment(step)
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=environment(step, self.logs / "programs"),
             )
         self.running.append(Running(step, number, log, process, time.monotonic()))
 

@@ -1,7 +1,8 @@
 """For tests that every rank runs under mpirun: one report for all ranks; a hang becomes a failure with all stacks.
 
 ``PYCOLLECTIVE_TEST_PLATFORM=cuda`` makes it an error if other devices than GPUs take part, and
-``PYCOLLECTIVE_TEST_SECONDS`` skips the tests that would begin so much later than the first.
+``PYCOLLECTIVE_TEST_SECONDS`` skips the tests that would begin so much later than the first. Runs with the same folder
+``PYCOLLECTIVE_TEST_PROGRAMS`` compile a program once. They must come one after another.
 """
 
 from __future__ import annotations
@@ -36,6 +37,17 @@ _SECONDS = os.environ.get("PYCOLLECTIVE_TEST_SECONDS")
 
 _EXIT_AFTER_S = 5.0
 """The time from the dump of a stuck rank's stacks (pytest's faulthandler_timeout) to its exit, so that all can dump."""
+
+
+def keep_programs() -> None:
+    """Lets JAX take programs that an earlier run has compiled: in most runs, compiling takes half of the time.
+
+    Each rank has a folder of its own, since JAX's cache may read a file while another process writes that file.
+    """
+    if folder := os.environ.get("PYCOLLECTIVE_TEST_PROGRAMS"):
+        jax.config.update("jax_compilation_cache_dir", f"{folder}/{RANK}")
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 
 def check_platform(name: str) -> None:

@@ -14,7 +14,9 @@ from mpi4py import MPI
 
 import pycollective as pc
 from tests.under_mpirun import *  # noqa: F403
-from tests.under_mpirun import SIZE
+from tests.under_mpirun import SIZE, keep_programs
+
+keep_programs()
 
 # One device takes part; the others are for the oracle, jax.pmap. The call comes before a test module makes an array:
 # an array would start JAX's devices, with a thread for each core on every rank.

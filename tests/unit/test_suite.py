@@ -98,7 +98,21 @@ def test_an_environment_may_lack_an_extra(suite: ModuleType, tmp_path: Path) -> 
 
 def test_python_keeps_what_it_compiles(suite: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
-    assert "PYTHONDONTWRITEBYTECODE" not in suite.environment(shell(suite, "step"))
+    assert "PYTHONDONTWRITEBYTECODE" not in suite.environment(shell(suite, "step"), Path("programs"))
+
+
+def test_steps_that_never_run_side_by_side_share_what_jax_compiles(suite: ModuleType) -> None:
+    """JAX's cache may read a file while another process writes it."""
+
+    def programs(**options: Any) -> str | None:
+        step = shell(suite, "step", **options)
+        folder: str | None = suite.environment(step, Path("/programs")).get("PYCOLLECTIVE_TEST_PROGRAMS")
+        return folder
+
+    assert programs(kind="collective", ranks=1) is None
+    assert programs(kind="unit", ranks=2) is None  # it may have several workers
+    assert programs(kind="collective", ranks=2) == programs(kind="collective", ranks=2, mpi="openmpi")
+    assert len({programs(kind="collective", ranks=ranks) for ranks in (2, 3, 4)}) == 3
 
 
 @pytest.mark.parametrize("everything", [False, True])
