@@ -233,6 +233,8 @@ def steps(*, everything: bool, install: bool) -> list[Step]:
             kind="unit", limit=900, fast=True,
         ),
         on_ranks(2, "docstring examples", *DOCTESTS, kind="unit", fast=False),
+        # Most of its jobs wait: for a limit, or for Slurm. So it runs beside the steps of one rank.
+        by_itself("several hosts, Slurm", *side_by_side, *hosts, kind="e2e", limit=1200, **whole | {"ranks": 1}),
         Step(name="documentation", command=("scripts/docs",), kind="unit", limit=600, **whole),
         #
         on_ranks(1, "tests/spmd", *files("spmd", f"{DEVICES} bad_input like_jax"), "-k", VALUES),
@@ -277,6 +279,7 @@ def steps(*, everything: bool, install: bool) -> list[Step]:
         on_ranks(
             2, "stand-in for GPUs, staged", *files("collective", f"{PLACES} order alone"),
             "tests/collective/test_control_flow.py::test_value", "tests/collective/test_wire.py::test_bits[world]",
+            "tests/collective/test_agreement.py::test_other_roots_at_one_line_name_it_on_both_ranks",
             **standin("staged", PYCOLLECTIVE_STAGE_BYTES="1024"),
         ),
         on_ranks(
@@ -301,7 +304,6 @@ def steps(*, everything: bool, install: bool) -> list[Step]:
             "end-to-end tests", *core, *beside_waits, "tests/e2e", *(f"--ignore={file}" for file in hosts),
             kind="e2e", limit=1800,
         ),
-        by_itself("several hosts, Slurm", *side_by_side, *hosts, kind="e2e", limit=900, **whole),
         #
         on_ranks(
             2, "tests/collective", *files("collective", f"{PLACES} order errors large out_of_band equality"),
@@ -314,13 +316,14 @@ def steps(*, everything: bool, install: bool) -> list[Step]:
         on_ranks(2, "tests/distributed", "tests/distributed", mpi="openmpi", **whole),
         doctor("openmpi", **whole),
         demo("openmpi", **whole),
-        by_itself(
-            "end-to-end tests", "-m", "library", *beside_waits, "tests/e2e", *(f"--ignore={file}" for file in hosts),
-            mpi="openmpi", kind="e2e", limit=900, **whole,
-        ),
+        # These two together have one worker more than the first would have alone.
         by_itself(
             "several hosts, Slurm", "-m", "library", *side_by_side, *hosts,
-            mpi="openmpi", kind="e2e", limit=900, **whole,
+            mpi="openmpi", kind="e2e", limit=1200, **whole | {"ranks": 1},
+        ),
+        by_itself(
+            "end-to-end tests", "-m", "library", *side_by_side, "tests/e2e", *(f"--ignore={file}" for file in hosts),
+            mpi="openmpi", kind="e2e", limit=1200, **whole | {"ranks": 1},
         ),
         #
         doctor("system", **whole),
