@@ -146,6 +146,9 @@ def join_from(x: Array, axis_name: AxisName, axis: int) -> Array:
     Order:
         Program order.
 
+    Source:
+        ``gather_from_tensor_model_parallel_region`` of Megatron-LM.
+
     Example:
         >>> import jax, jax.numpy as jnp
         >>> def loss(x):
@@ -183,6 +186,9 @@ def split_to(x: Array, axis_name: AxisName, axis: int) -> Array:
 
     Order:
         No communication in the call itself; cotangents have program order.
+
+    Source:
+        ``scatter_to_tensor_model_parallel_region`` of Megatron-LM.
 
     Example:
         >>> import jax, jax.numpy as jnp
