@@ -135,9 +135,10 @@ void TestSilentRanksOfThisHost() {
   Job job;
   job.Add(NewAddress());
   job.Add(Nobody(), 1, stopped.pid);
-  job.Add(Nobody(), 1, zombie.pid);
-  job.Add(Nobody(), 1, gone.pid);
-  job.Add(Nobody());
+  const Address unknown{"no address", 0};  // what the network says does not tell
+  job.Add(unknown, 1, zombie.pid);
+  job.Add(unknown, 1, gone.pid);
+  job.Add(unknown);
   job.processes[4].started += 1;  // another process has its number
   stopped.BecomesStopped();
   zombie.BecomesZombie();

@@ -115,7 +115,7 @@ void TestReportOnARankThatIsElsewhere() {
   CallStatus longer = sum;
   longer.age_ns = 12 * kSecondNs;
   const std::string waits = "have waited in collective 3 of communicator world, allreduce(float32[4]), at train.py:3 (step) for ";
-  CHECK(Is(DescribeAll({In(0, {sum}), In(1, {}, {before}), In(2, {longer})}, {}),
+  CHECK(Is(DescribeAll({In(0, {longer}), In(1, {}, {before}), In(2, {sum})}, {}),
            "  ranks 0, 2 " + waits + "12.0 s.\n"
            "  rank 1 makes no call. Its last one was collective 2 of communicator world, allgather(float32[4]), at train.py:3"
            " (step), 1.5 s ago.\n"
