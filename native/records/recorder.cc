@@ -323,14 +323,18 @@ std::string ShapeJson(const Record& record) {
   return text + "]]";
 }
 
-// "train.py:12 (step)" as {"name": "step", "filename": "train.py", "line": 12}.
+// "train.py:12 (step)" as {"name": "step", "filename": "train.py", "line": 12}. The names of files and functions may hold
+// colons and brackets: what counts is the last number between these.
 std::string FramesJson(const std::string& site) {
-  const size_t colon = site.rfind(':', site.rfind(" ("));
-  const size_t open = site.rfind(" (");
-  if (colon == std::string::npos || open == std::string::npos || open < colon) return "[]";
-  return "[{\"name\": " + Quoted(site.substr(open + 2, site.size() - open - 3)) +
-         ", \"filename\": " + Quoted(site.substr(0, colon)) +
-         ", \"line\": " + site.substr(colon + 1, open - colon - 1) + "}]";
+  for (size_t open = site.rfind(" ("); open != std::string::npos && open > 0; open = site.rfind(" (", open - 1)) {
+    const size_t colon = site.find_last_not_of("0123456789", open - 1);
+    if (colon == std::string::npos || site[colon] != ':' || colon + 1 == open || site.back() != ')') continue;
+    const std::string line = site.substr(colon + 1, open - colon - 1);
+    if (line[0] == '0' && line.size() > 1) continue;  // JSON has no such numbers
+    return "[{\"name\": " + Quoted(site.substr(open + 2, site.size() - open - 3)) +
+           ", \"filename\": " + Quoted(site.substr(0, colon)) + ", \"line\": " + line + "}]";
+  }
+  return "[]";
 }
 
 std::string RecordJson(const Record& record, int64_t to_wall_ns) {

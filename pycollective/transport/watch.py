@@ -22,7 +22,7 @@ Others may be at work, so it has no limit there.
 
 def add_site(site: int, text: str) -> None:
     """Names the line of the user's code that programs call ``site``, as ``"train.py:12 (step)"``."""
-    library().pycollective_site_add(ctypes.c_int64(site), text.encode())
+    library().pycollective_site_add(ctypes.c_int64(site), text.encode(errors="backslashreplace"))
 
 
 @functools.cache

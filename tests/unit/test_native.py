@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.extend.core import Primitive
 from mpi4py import MPI
@@ -20,7 +22,7 @@ import pycollective as pc
 from pycollective.environment import NATIVE_LIBRARY
 from pycollective.launch import child_processes
 from pycollective.primitives import define, dtypes, exchanges, messages, reductions
-from pycollective.transport import native, native_library
+from pycollective.transport import native, native_library, watch
 from tests.standin import compile_cpp
 
 X = jax.ShapeDtypeStruct((4, 2), jnp.float32)
@@ -88,6 +90,32 @@ def test_the_table_has_every_function(world: pc.Communicator) -> None:
     assert set(entries) == exported()
     spans_hosts = native.library().pycollective_spans_hosts
     assert (spans_hosts.restype, spans_hosts.argtypes) == (ctypes.c_int32, [ctypes.c_int64])
+
+
+def frame(file: str, line: int, name: str) -> dict[str, object]:
+    return {"filename": file, "line": line, "name": name}
+
+
+@pytest.mark.parametrize(
+    ("site", "text", "frames"),
+    [
+        (101, "train.py:12 (step, transpose)", [frame("train.py", 12, "step, transpose")]),
+        (102, "a:7 (b).py:3 (f (g: h))", [frame("a:7 (b).py", 3, "f (g: h)")]),
+        (103, 'caf\udce9 "1".py:3 (<lambda>)', [frame('caf\\udce9 "1".py', 3, "<lambda>")]),
+        (104, "é\n.py:1 (f)", [frame("é\n.py", 1, "f")]),
+        (105, "train.py:x (step)", []),
+        (106, "train.py:007 (step)", []),
+        (107, "train.py:7 (step", []),
+        (108, "", []),
+    ],
+)
+def test_the_line_of_a_call_is_json(world: pc.Communicator, site: int, text: str, frames: list[object]) -> None:
+    """Whatever the names of the file and of the function are."""
+    watch.add_site(site, text)
+    words = watch.record_words()
+    record = np.zeros(len(words), np.int64)
+    record[words.index("site")] = site
+    assert json.loads(watch.record_json(record.tobytes()))["frames"] == frames
 
 
 def test_the_types_of_arguments_are_checked(world: pc.Communicator) -> None:
