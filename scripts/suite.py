@@ -233,6 +233,9 @@ def steps(*, everything: bool, install: bool) -> list[Step]:
             kind="unit", limit=900, fast=True,
         ),
         on_ranks(2, "docstring examples", *DOCTESTS, kind="unit", fast=False),
+        by_itself(
+            "fuzzing", "-n", str(CORES), "--dist", "load", "tests/fuzz", kind="unit", limit=600, fast=True, **whole,
+        ),
         # Most of its jobs wait: for a limit, or for Slurm. So it runs beside the steps of one rank.
         by_itself("several hosts, Slurm", *side_by_side, *hosts, kind="e2e", limit=1200, **whole | {"ranks": 1}),
         Step(name="documentation", command=("scripts/docs",), kind="unit", limit=600, **whole),
