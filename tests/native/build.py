@@ -45,7 +45,7 @@ EXPLORED = {
 
 _EXPLORED_FLAGS = (
     "-fsanitize=thread",  # a call for each access to memory; the program has functions of its own for these calls
-    "-Wno-tsan",  # the library of GCC's sanitizer has no fences; explore.h has
+    *("-Wno-tsan", "-Wno-unknown-warning-option"),  # the library of GCC's sanitizer has no fences; explore.h has
     "-fno-builtin",  # memcpy is a call
     "-Dthread_local=",  # ranks are fibers of one thread
 )

@@ -161,6 +161,9 @@ struct Tracked {
   std::vector<uint32_t> lines;  // the number of the line in `lines_` and 1; 0: nobody has come there
 };
 
+// Whether the code under exploration runs. Else its accesses are no events: they may be those of the explorer itself.
+inline bool in_code = false;
+
 class Explorer {
  public:
   Result Run(const Scenario& scenario) {
@@ -387,9 +390,9 @@ class Explorer {
 
   static void Begin(unsigned high, unsigned low) {
     auto* const self = reinterpret_cast<Explorer*>(uintptr_t{high} << 32 | low);
-    self->in_code = true;
+    in_code = true;
     self->scenario_->run(self->current_);
-    self->in_code = false;
+    in_code = false;
     self->WaitFor(kHasEnded);
   }
 
@@ -464,7 +467,7 @@ class Explorer {
   }
 
   bool OnlyGrows(const Event& event) const {
-    if (event.kind != kLoad || event.IsOrdered()) return false;
+    if (event.kind != kLoad || event.order != __ATOMIC_ACQUIRE) return false;
     const auto address = reinterpret_cast<uintptr_t>(locations_[event.location].address);
     if (address % kLineBytes != 0) return false;
     const auto has = [&](const std::pair<uintptr_t, uintptr_t>& one) { return one.first <= address && address < one.second; };
@@ -675,9 +678,8 @@ class Explorer {
   }
 
  public:
-  bool in_code = false;  // the code under exploration runs; else its hooks do nothing
   bool has_sleep_sets = true;
-  bool says = false;     // a violation shows the steps that led to it
+  bool says = false;  // a violation shows the steps that led to it
 
  private:
   const Scenario* scenario_ = nullptr;
@@ -709,9 +711,9 @@ inline Explorer& The() {
 // Runs a function of the explorer on behalf of the code under exploration.
 template <typename Function>
 auto FromCode(Function function) {
-  The().in_code = false;
+  in_code = false;
   struct Back {
-    ~Back() { The().in_code = true; }
+    ~Back() { in_code = true; }
   } const back;
   return function();
 }
@@ -728,7 +730,7 @@ void Meet() {
 void FailRank() { The().FailRank(); }
 bool IsInterrupted() { return The().IsInterrupted(); }
 void Fail(const std::string& what) {
-  The().in_code = false;
+  in_code = false;
   The().Fail(what);
 }
 
@@ -744,16 +746,16 @@ void __tsan_func_exit() {}
 void __tsan_vptr_update(void**, void*) {}
 void __tsan_vptr_read(void**) {}
 
-#define EXPLORE_TOUCH(begin, nbytes, writes)                                          \
-  do {                                                                                \
-    if (!explore::The().in_code) return;                                              \
-    const void* const site = __builtin_return_address(0);                             \
-    explore::FromCode([&] { explore::The().Touch(begin, nbytes, writes, site); });    \
+#define EXPLORE_TOUCH(begin, nbytes, writes)                                       \
+  do {                                                                             \
+    if (!explore::in_code) return;                                                 \
+    const void* const site = __builtin_return_address(0);                          \
+    explore::FromCode([&] { explore::The().Touch(begin, nbytes, writes, site); }); \
   } while (false)
-#define EXPLORE_ACCESSES(nbytes)                                                        \
-  void __tsan_read##nbytes(void* at) { EXPLORE_TOUCH(at, nbytes, false); }              \
-  void __tsan_write##nbytes(void* at) { EXPLORE_TOUCH(at, nbytes, true); }              \
-  void __tsan_unaligned_read##nbytes(void* at) { EXPLORE_TOUCH(at, nbytes, false); }    \
+#define EXPLORE_ACCESSES(nbytes)                                                     \
+  void __tsan_read##nbytes(void* at) { EXPLORE_TOUCH(at, nbytes, false); }           \
+  void __tsan_write##nbytes(void* at) { EXPLORE_TOUCH(at, nbytes, true); }           \
+  void __tsan_unaligned_read##nbytes(void* at) { EXPLORE_TOUCH(at, nbytes, false); } \
   void __tsan_unaligned_write##nbytes(void* at) { EXPLORE_TOUCH(at, nbytes, true); }
 EXPLORE_ACCESSES(1)
 EXPLORE_ACCESSES(2)
@@ -763,30 +765,30 @@ EXPLORE_ACCESSES(16)
 void __tsan_read_range(void* at, size_t nbytes) { EXPLORE_TOUCH(at, nbytes, false); }
 void __tsan_write_range(void* at, size_t nbytes) { EXPLORE_TOUCH(at, nbytes, true); }
 
-#define EXPLORE_ATOMIC(address, nbytes, ...)                                                                          \
-  [&](const void* site) {                                                                                             \
+#define EXPLORE_ATOMIC(address, nbytes, ...)                                                                             \
+  [&](const void* site) {                                                                                                \
     return explore::FromCode([&] { return explore::The().Access(address, nbytes, explore::Event{__VA_ARGS__}, site); }); \
   }(__builtin_return_address(0))
-#define EXPLORE_UPDATE(bits, name, function, builtin)                                                   \
+#define EXPLORE_UPDATE(bits, name, function, builtin)                                                         \
   uint##bits##_t __tsan_atomic##bits##_##name(volatile uint##bits##_t* at, uint##bits##_t value, int order) { \
-    if (!explore::The().in_code) return builtin(at, value, __ATOMIC_SEQ_CST);                           \
-    return static_cast<uint##bits##_t>(                                                                 \
-        EXPLORE_ATOMIC(at, bits / 8, explore::kUpdate, order, -1, explore::function, value));           \
+    if (!explore::in_code) return builtin(at, value, __ATOMIC_SEQ_CST);                                       \
+    return static_cast<uint##bits##_t>(                                                                       \
+        EXPLORE_ATOMIC(at, bits / 8, explore::kUpdate, order, -1, explore::function, value));                 \
   }
-#define EXPLORE_ATOMICS(bits)                                                                            \
-  uint##bits##_t __tsan_atomic##bits##_load(const volatile uint##bits##_t* at, int order) {              \
-    if (!explore::The().in_code) return __atomic_load_n(at, __ATOMIC_SEQ_CST);                           \
-    return static_cast<uint##bits##_t>(EXPLORE_ATOMIC(at, bits / 8, explore::kLoad, order));             \
-  }                                                                                                      \
-  void __tsan_atomic##bits##_store(volatile uint##bits##_t* at, uint##bits##_t value, int order) {       \
-    if (!explore::The().in_code) return __atomic_store_n(at, value, __ATOMIC_SEQ_CST);                   \
-    EXPLORE_ATOMIC(at, bits / 8, explore::kStore, order, -1, explore::kExchange, value);                 \
-  }                                                                                                      \
-  EXPLORE_UPDATE(bits, exchange, kExchange, __atomic_exchange_n)                                         \
-  EXPLORE_UPDATE(bits, fetch_add, kAdd, __atomic_fetch_add)                                              \
-  EXPLORE_UPDATE(bits, fetch_sub, kSub, __atomic_fetch_sub)                                              \
-  EXPLORE_UPDATE(bits, fetch_and, kAnd, __atomic_fetch_and)                                              \
-  EXPLORE_UPDATE(bits, fetch_or, kOr, __atomic_fetch_or)                                                 \
+#define EXPLORE_ATOMICS(bits)                                                                      \
+  uint##bits##_t __tsan_atomic##bits##_load(const volatile uint##bits##_t* at, int order) {        \
+    if (!explore::in_code) return __atomic_load_n(at, __ATOMIC_SEQ_CST);                           \
+    return static_cast<uint##bits##_t>(EXPLORE_ATOMIC(at, bits / 8, explore::kLoad, order));       \
+  }                                                                                                \
+  void __tsan_atomic##bits##_store(volatile uint##bits##_t* at, uint##bits##_t value, int order) { \
+    if (!explore::in_code) return __atomic_store_n(at, value, __ATOMIC_SEQ_CST);                   \
+    EXPLORE_ATOMIC(at, bits / 8, explore::kStore, order, -1, explore::kExchange, value);           \
+  }                                                                                                \
+  EXPLORE_UPDATE(bits, exchange, kExchange, __atomic_exchange_n)                                   \
+  EXPLORE_UPDATE(bits, fetch_add, kAdd, __atomic_fetch_add)                                        \
+  EXPLORE_UPDATE(bits, fetch_sub, kSub, __atomic_fetch_sub)                                        \
+  EXPLORE_UPDATE(bits, fetch_and, kAnd, __atomic_fetch_and)                                        \
+  EXPLORE_UPDATE(bits, fetch_or, kOr, __atomic_fetch_or)                                           \
   EXPLORE_UPDATE(bits, fetch_xor, kXor, __atomic_fetch_xor)
 EXPLORE_ATOMICS(32)
 EXPLORE_ATOMICS(64)
@@ -795,7 +797,7 @@ EXPLORE_ATOMICS(64)
 uint8_t __tsan_atomic8_load(const volatile uint8_t* at, int) { return __atomic_load_n(at, __ATOMIC_SEQ_CST); }
 
 void __tsan_atomic_thread_fence(int order) {
-  if (explore::The().in_code) EXPLORE_ATOMIC(nullptr, 0, explore::kFence, order);
+  if (explore::in_code) EXPLORE_ATOMIC(nullptr, 0, explore::kFence, order);
 }
 
 // The linker calls these in the place of memcpy and the like (--wrap).
@@ -809,15 +811,15 @@ static void TouchCopied(void* to, const void* from, size_t nbytes, const void* s
   });
 }
 void* __wrap_memcpy(void* to, const void* from, size_t nbytes) {
-  if (explore::The().in_code) TouchCopied(to, from, nbytes, __builtin_return_address(0));
+  if (explore::in_code) TouchCopied(to, from, nbytes, __builtin_return_address(0));
   return __real_memcpy(to, from, nbytes);
 }
 void* __wrap_memmove(void* to, const void* from, size_t nbytes) {
-  if (explore::The().in_code) TouchCopied(to, from, nbytes, __builtin_return_address(0));
+  if (explore::in_code) TouchCopied(to, from, nbytes, __builtin_return_address(0));
   return __real_memmove(to, from, nbytes);
 }
 void* __wrap_memset(void* to, int value, size_t nbytes) {
-  if (explore::The().in_code) {
+  if (explore::in_code) {
     const void* const site = __builtin_return_address(0);
     explore::FromCode([&] { explore::The().Touch(to, nbytes, true, site); });
   }
@@ -827,7 +829,7 @@ void* __wrap_memset(void* to, int value, size_t nbytes) {
 size_t __real_strlen(const char* text);
 size_t __wrap_strlen(const char* text) {
   const size_t nbytes = __real_strlen(text);
-  if (explore::The().in_code) {
+  if (explore::in_code) {
     const void* const site = __builtin_return_address(0);
     explore::FromCode([&] { explore::The().Touch(text, nbytes + 1, false, site); });
   }
@@ -836,7 +838,7 @@ size_t __wrap_strlen(const char* text) {
 
 // What a wait calls in each round, and the clock of its limit.
 int __wrap_sched_yield() {
-  if (explore::The().in_code) explore::FromCode([] { explore::The().Yield(); });
+  if (explore::in_code) explore::FromCode([] { explore::The().Yield(); });
   return 0;
 }
 int64_t __wrap__ZNSt6chrono3_V212steady_clock3nowEv() { return explore::The().now_ns(); }

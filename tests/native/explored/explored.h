@@ -48,9 +48,9 @@ Result ExploreAll(const Scenario& scenario);
 // Whether an access of another thread to this memory that does not happen before or after is a race.
 void Track(const void* begin, size_t nbytes);
 
-// In this memory the first atomic object of each 64 bytes is a number that only grows, and loads but those with
-// memory_order_seq_cst only compare it with a limit: of two values that both reach it, the older one is read. The newer one would let
-// the thread see more, so it can do nothing that it cannot do after the older one.
+// In this memory the first atomic object of each 64 bytes is a number that only grows, and loads with memory_order_acquire only
+// compare it with a limit, and load it again until it has reached that. Of two values that both reach it the older one is read: the
+// newer one would let the thread see more, so it can do nothing that it cannot do after the older one. Other loads read any value.
 void OnlyGrow(const void* begin, size_t nbytes);
 
 // Ends the prelude of this thread. It goes on when all threads have called this, which orders nothing between them.
