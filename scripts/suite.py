@@ -345,7 +345,7 @@ def flags_for_fast_compilation() -> str:
 
 
 def environment(step: Step, programs: Path) -> dict[str, str]:
-    """The variables of a step. `programs`: a folder for what steps have compiled (tests/under_mpirun.py)."""
+    """The variables of a step. `programs`: a folder for what tests/collective compiles (tests/under_mpirun.py)."""
     env = {**os.environ, "JAX_PLATFORMS": "cpu", **step.env}
     # Hundreds of processes import JAX. Where Python may not keep what it compiles, that takes each 2 s more.
     env.pop("PYTHONDONTWRITEBYTECODE", None)

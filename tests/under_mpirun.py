@@ -1,8 +1,8 @@
 """For tests that every rank runs under mpirun: one report for all ranks; a hang becomes a failure with all stacks.
 
 ``PYCOLLECTIVE_TEST_PLATFORM=cuda`` makes it an error if other devices than GPUs take part, and
-``PYCOLLECTIVE_TEST_SECONDS`` skips the tests that would begin so much later than the first. Runs with the same folder
-``PYCOLLECTIVE_TEST_PROGRAMS`` compile a program once. They must come one after another.
+``PYCOLLECTIVE_TEST_SECONDS`` skips the tests that would begin so much later than the first. Runs of tests/collective
+with the same folder ``PYCOLLECTIVE_TEST_PROGRAMS`` compile a program once. They must come one after another.
 """
 
 from __future__ import annotations
@@ -40,9 +40,11 @@ _EXIT_AFTER_S = 5.0
 
 
 def keep_programs() -> None:
-    """Lets JAX take programs that an earlier run has compiled: in most runs, compiling takes half of the time.
+    """Lets JAX take programs that an earlier run has compiled. They must run on one device of this rank.
 
-    Each rank has a folder of its own, since JAX's cache may read a file while another process writes that file.
+    Each rank has a folder of its own, since JAX's cache may read a file while another process writes that file. A
+    program with a token on several devices must not be written: that ends the process (jaxlib 0.10, the token has no
+    layout).
     """
     if folder := os.environ.get("PYCOLLECTIVE_TEST_PROGRAMS"):
         jax.config.update("jax_compilation_cache_dir", f"{folder}/{RANK}")

@@ -8,9 +8,7 @@ import pytest
 import pycollective as pc
 from tests.libraries.programs import WAYS, Way
 from tests.under_mpirun import *  # noqa: F403
-from tests.under_mpirun import SIZE, keep_programs
-
-keep_programs()
+from tests.under_mpirun import SIZE
 
 LOCAL = (1, 2)
 

@@ -8,9 +8,7 @@ import pytest
 import pycollective as pc
 from pycollective.ranks.setup import devices_of_this_rank
 from tests.under_mpirun import *  # noqa: F403
-from tests.under_mpirun import PLATFORM, SIZE, keep_programs
-
-keep_programs()
+from tests.under_mpirun import PLATFORM, SIZE
 
 _LOCAL = {1: (1, 4), 2: (1, 4), 4: (2,)}
 if SIZE not in _LOCAL:
