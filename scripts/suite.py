@@ -161,7 +161,7 @@ PLACES = "forward options messages communicator"  # ranks, roots, groups, neighb
 # One rank differs from the others, or the ranks from each other.
 EACH_RANKS_OWN = "alone out_of_band errors guide wire equality"
 # Of tests/spmd; the others look at programs, in which more ranks and devices change nothing but numbers.
-DEVICES = "pmap shard_map order places placement"
+DEVICES = "pmap_on_devices shard_map order_on_devices places_on_devices placement"
 VALUES = "not gradient and not jvp and not hessian and not linear_solvers and not soak"
 """Another number of ranks, or another place of the arrays, changes nothing about what was differentiated before."""
 NUMBERS = "not every_dtype and not every_ordered_dtype and not elsewhere and not intermediate"
@@ -241,7 +241,7 @@ def steps(*, everything: bool, install: bool) -> list[Step]:
         Step(name="documentation", command=("scripts/docs",), kind="unit", limit=600, **whole),
         #
         on_ranks(1, "tests/spmd", *files("spmd", f"{DEVICES} bad_input like_jax"), "-k", VALUES),
-        on_ranks(1, "tests/collective", *files("collective", f"{PLACES} order {EACH_RANKS_OWN}")),
+        on_ranks(1, "tests/collective", *files("collective", f"{PLACES} order_on_ranks {EACH_RANKS_OWN}")),
         on_ranks(2, "tests/collective", *core, "tests/collective"),
         on_ranks(2, "tests/spmd", *core, "tests/spmd"),
         on_ranks(2, "tests/distributed", *core, "tests/distributed"),
@@ -249,45 +249,55 @@ def steps(*, everything: bool, install: bool) -> list[Step]:
             3, "tests/collective", *files("collective", f"{PLACES} derivatives properties equality"), "-k", NUMBERS,
             **whole,
         ),
-        on_ranks(4, "tests/collective", *files("collective", f"{PLACES} parallel_pipeline"), "-k", NUMBERS, **whole),
         on_ranks(
-            4, "tests/spmd", *files("spmd", "pmap shard_map order random_programs"), "-k",
+            4, "tests/collective", *files("collective", f"{PLACES} parallel_pipeline_on_ranks"), "-k", NUMBERS, **whole,
+        ),
+        on_ranks(
+            4, "tests/spmd", *files("spmd", "pmap_on_devices shard_map order_on_devices random_programs"), "-k",
             f"{VALUES} and not value_in", **whole,
         ),
         on_ranks(4, "tests/distributed", "tests/distributed", "-k", NUMBERS, **whole),
         on_ranks(2, "functions by mpi4jax's names", *files("mpi4jax", "functions compat"), "-k", "compat"),
         on_ranks(2, "mpi4jax", "tests/mpi4jax", "-k", "not compat", **with_mpi4jax(env=messages_alone)),
         on_ranks(
-            2, "mpi4jax imported first", "tests/mpi4jax/test_order.py", "-k", "between or in_scan or eagerly",
+            2, "mpi4jax imported first", *files("mpi4jax", "order_with_mpi4jax"), "-k", "between or in_scan or eagerly",
             **with_mpi4jax(env=messages_alone | {"PYCOLLECTIVE_TEST_IMPORT_FIRST": "mpi4jax"}),
         ),
         on_ranks(
-            2, "mpi4jax as the transport", *files("collective", f"{PLACES} order errors derivatives by_mpi4jax"),
+            2, "mpi4jax as the transport",
+            *files("collective", f"{PLACES} order_on_ranks errors derivatives by_mpi4jax_on_ranks"),
             **with_mpi4jax(env={"PYCOLLECTIVE_TEST_TRANSPORT": "mpi4jax"}),
         ),
         on_ranks(
-            2, "calls compared without shared memory", *files("collective", "agreement alone order forward"),
+            2, "calls compared without shared memory",
+            *files("collective", "agreement_on_ranks alone order_on_ranks forward"),
             env={"PYCOLLECTIVE_SHARED_MEMORY": "off"},
         ),
         on_ranks(2, "tests/libraries", "tests/libraries", **whole),
-        on_ranks(2, "compiled as users compile", *files("spmd", "order random_programs overlap"), fast=False, **whole),
         on_ranks(
-            2, "collectives beside computation",
-            *files("collective", "forward order control_flow derivatives agreement errors messages"), **beside,
+            2, "compiled as users compile", *files("spmd", "order_on_devices random_programs overlap_on_devices"),
+            fast=False, **whole,
         ),
         on_ranks(
-            2, "tests/spmd beside computation", *files("spmd", "order random_programs overlap pmap"), "-k",
+            2, "collectives beside computation",
+            *files("collective", "forward order_on_ranks control_flow derivatives agreement_on_ranks errors messages"),
+            **beside,
+        ),
+        on_ranks(
+            2, "tests/spmd beside computation",
+            *files("spmd", "order_on_devices random_programs overlap_on_devices pmap_on_devices"), "-k",
             VALUES.replace(" and not soak", ""), **beside,
         ),
         on_ranks(
-            2, "stand-in for GPUs, staged", *files("collective", f"{PLACES} order alone"),
+            2, "stand-in for GPUs, staged", *files("collective", f"{PLACES} order_on_ranks alone"),
             "tests/collective/test_control_flow.py::test_value", "tests/collective/test_wire.py::test_bits[world]",
-            "tests/collective/test_agreement.py::test_other_roots_at_one_line_name_it_on_both_ranks",
+            "tests/collective/test_agreement_on_ranks.py::test_other_roots_at_one_line_name_it_on_both_ranks",
             **standin("staged", PYCOLLECTIVE_STAGE_BYTES="1024"),
         ),
         on_ranks(
-            2, "tests/spmd on it", *files("spmd", f"{DEVICES} random_programs bad_input overlap trees calls"),
-            "-k", VALUES, **standin("staged", PYCOLLECTIVE_STAGE_BYTES="4096"),
+            2, "tests/spmd on it",
+            *files("spmd", f"{DEVICES} random_programs bad_input overlap_on_devices trees calls"), "-k", VALUES,
+            **standin("staged", PYCOLLECTIVE_STAGE_BYTES="4096"),
         ),
         on_ranks(2, "stand-in for GPUs, direct", *files("collective", "forward messages options"), **standin("direct")),
         by_standard_abi(
@@ -309,12 +319,13 @@ def steps(*, everything: bool, install: bool) -> list[Step]:
         ),
         #
         on_ranks(
-            2, "tests/collective", *files("collective", f"{PLACES} order errors large out_of_band equality"),
+            2, "tests/collective", *files("collective", f"{PLACES} order_on_ranks errors large out_of_band equality"),
             mpi="openmpi", **whole,
         ),
         on_ranks(2, "tests/spmd", "tests/spmd", "-k", "soak or test_order", mpi="openmpi", **whole),
         on_ranks(
-            2, "beside computation", *files("collective", "forward order"), "-k", NUMBERS, mpi="openmpi", **beside,
+            2, "beside computation", *files("collective", "forward order_on_ranks"), "-k", NUMBERS,
+            mpi="openmpi", **beside,
         ),
         on_ranks(2, "tests/distributed", "tests/distributed", mpi="openmpi", **whole),
         doctor("openmpi", **whole),

@@ -1,7 +1,7 @@
 """Communicators that tests are parametrised over.
 
-``PYCOLLECTIVE_TEST_TRANSPORT=mpi4jax`` chooses that transport. Then test_by_mpi4jax.py runs too, but not what has
-the mark ``native``.
+``PYCOLLECTIVE_TEST_TRANSPORT=mpi4jax`` chooses that transport. Then test_by_mpi4jax_on_ranks.py runs too, but not what
+has the mark ``native``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ keep_programs()
 TRANSPORT = os.environ.get("PYCOLLECTIVE_TEST_TRANSPORT", "native")
 pc.init(devices=1, transport=TRANSPORT)
 
-collect_ignore = [] if TRANSPORT == "mpi4jax" else ["test_by_mpi4jax.py"]
+collect_ignore = [] if TRANSPORT == "mpi4jax" else ["test_by_mpi4jax_on_ranks.py"]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

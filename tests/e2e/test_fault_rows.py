@@ -2,7 +2,7 @@
 
 Other tests have those that are not here: reports of long waits and ranks that leave in ``test_faults.py``, exceptions
 and exit codes in ``test_ends.py``, settings that differ in ``test_check.py``, calls that all ranks know and that differ
-in ``tests/collective/test_agreement.py``.
+in ``tests/collective/test_agreement_on_ranks.py``.
 """
 
 from __future__ import annotations

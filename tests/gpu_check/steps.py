@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 from tests.gpu_check.running import AbsentError, Runner, Step, StepError, last_lines
 
 FILES = (
-    *("test_communicator.py", "test_messages.py", "test_forward.py", "test_order.py", "test_options.py"),
+    *("test_communicator.py", "test_messages.py", "test_forward.py", "test_order_on_ranks.py", "test_options.py"),
     *("test_derivatives.py", "test_vmap.py", "test_wire.py", "test_control_flow.py"),
 )
 """The files of tests/collective that run, in this order: if time is short, the last ones are left out."""
 AXES = (
-    *("test_overlap.py", "test_random_programs.py", "test_trees.py"),
-    *("test_calls.py", "test_pmap.py", "test_shard_map.py"),
+    *("test_overlap_on_devices.py", "test_random_programs.py", "test_trees.py"),
+    *("test_calls.py", "test_pmap_on_devices.py", "test_shard_map.py"),
 )
 """The files of tests/spmd that run."""
 _WORLD = ("-k", "(not self and not split) or test_communicator")

@@ -131,3 +131,33 @@ def test_no_other_pytest_clears_the_root_of_temporary_directories(tmp_path_facto
     base = tmp_path_factory.getbasetemp()
     assert default not in base.parents
     assert Path(os.environ["PYTEST_DEBUG_TEMPROOT"]) in base.parents
+
+
+SUFFIXES = {
+    "collective": "_on_ranks",
+    "spmd": "_on_devices",
+    "distributed": "_of_global_arrays",
+    "mpi4jax": "_with_mpi4jax",
+    "e2e": "_in_jobs",
+}
+"""How the names of files end in each folder, if other folders test the same subject (docs/contributing.md)."""
+
+
+def test_the_name_of_a_test_file_tells_its_folder() -> None:
+    folders: dict[str, list[str]] = {}
+    for path in SCRIPT.parents[1].glob("tests/*/test_*.py"):
+        folders.setdefault(path.stem, []).append(path.parent.name)
+    assert len(folders) > 100
+    assert {name: found for name, found in folders.items() if len(found) > 1} == {}
+    for name, (folder,) in folders.items():
+        ends = [other for other, suffix in SUFFIXES.items() if name.endswith(suffix)]
+        assert ends in ([], [folder]), name
+
+
+def test_each_file_that_a_step_names_is_there(suite: ModuleType) -> None:
+    root = SCRIPT.parents[1]
+    for everything in (False, True):
+        for step in suite.steps(everything=everything, install=False):
+            for part in step.command:
+                file = part.removeprefix("--ignore=").partition("::")[0]
+                assert not file.startswith("tests/") or (root / file).exists(), f"{step.name}: {file}"

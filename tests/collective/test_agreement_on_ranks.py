@@ -80,7 +80,8 @@ def test_equal_sums_in_another_order(jit: Callable[[Any], Any], world: pc.Commun
         second = pc.psum(y, world)
         return pc.psum(x, world), second
 
-    message = r"allreduce\(float32\[2,3\], op=sum\) at test_agreement.py:\d+ .* here and .* at test_agreement.py:\d+ "
+    line = r"test_agreement_on_ranks.py:\d+"
+    message = rf"allreduce\(float32\[2,3\], op=sum\) at {line} .* here and .* at {line} "
     with pytest.raises(RUNTIME_ERRORS, match=message):
         jax.block_until_ready(swapped(X, 2 * X))
     np.testing.assert_array_equal(pc.psum(X, world), X * world.size)
@@ -103,7 +104,7 @@ def test_the_lines_of_equal_calls(jit: Callable[[Any], Any], world: pc.Communica
         return second() + third() if world.rank == 0 else third() + second()
 
     with pytest.raises(
-        RUNTIME_ERRORS, match=r"test_agreement.py:\d+ .*(second|third)\) here and .*(second|third)\) on"
+        RUNTIME_ERRORS, match=r"test_agreement_on_ranks.py:\d+ .*(second|third)\) here and .*(second|third)\) on"
     ):
         jax.block_until_ready(swapped(X, 2 * X))
     np.testing.assert_array_equal(pc.psum(X, world), X * world.size)
@@ -188,9 +189,9 @@ def test_other_roots_at_one_line_name_it_on_both_ranks(count: int, world: pc.Com
     errors = MPI.COMM_WORLD.allgather(error_of(programs[comm.rank], x, None))
     assert any(errors)
     for line in filter(None, errors):
-        assert re.search(r"test_agreement.py:\d+ .* here and .*root=\d\) at test_agreement.py:\d+ .* on rank", line), (
-            line
-        )
+        assert re.search(
+            r"test_agreement_on_ranks.py:\d+ .* here and .*root=\d\) at test_agreement_on_ranks.py:\d+ .* on rank", line
+        ), line
     for trip in range(2):
         ones = np.full(3000, 1 + trip, np.float32)  # through the buffers in which the broadcast may lie
         later = MPI.COMM_WORLD.allgather(error_of(total, ones, ones * comm.size))
@@ -352,7 +353,7 @@ def test_a_function_here_and_its_derivative_there(
     if world.rank == 0:
         function(x)
     word = "transpose of tangent" if derivative == "grad" else "tangent"
-    with pytest.raises(RUNTIME_ERRORS, match=rf"at test_agreement.py:\d+ \(\S+f, {word}\)"):
+    with pytest.raises(RUNTIME_ERRORS, match=rf"at test_agreement_on_ranks.py:\d+ \(\S+f, {word}\)"):
         jax.block_until_ready(function(x) if world.rank == 0 else other(x))
     np.testing.assert_array_equal(pc.psum(X, world), X * world.size)
 
@@ -390,7 +391,7 @@ def test_a_function_by_name_here_and_its_transpose_there(in_scan: bool, world: p
 
         return jax.lax.fori_loop(0, trips, trip, x)
 
-    with pytest.raises(RUNTIME_ERRORS, match=r"at test_agreement.py:\d+ \(\S+step, transpose\)"):
+    with pytest.raises(RUNTIME_ERRORS, match=r"at test_agreement_on_ranks.py:\d+ \(\S+step, transpose\)"):
         jax.block_until_ready(pc.jit(program, axis_name="i")(jnp.arange(2.0), 2 if world.rank == 0 else 1))
 
 

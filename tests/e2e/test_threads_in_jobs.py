@@ -24,7 +24,7 @@ if comm.rank == 0:
 
 
 def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Other numbers of ranks and cores, and the user's own NPROC, are in tests/unit/test_threads.py.
+    # Other numbers of ranks and cores, and the user's own NPROC, are in tests/unit/test_threads_in_jobs.py.
     monkeypatch.delenv("NPROC", raising=False)
     done = mpirun(2, "-c", PROGRAM, timeout=60, env={"JAX_NUM_CPU_DEVICES": "1"})
     assert done.returncode == 0, done.stderr
