@@ -162,10 +162,18 @@ PLACES = "forward options messages communicator"  # ranks, roots, groups, neighb
 EACH_RANKS_OWN = "alone out_of_band errors guide wire equality"
 # Of tests/spmd; the others look at programs, in which more ranks and devices change nothing but numbers.
 DEVICES = "pmap_on_devices shard_map order_on_devices places_on_devices placement"
+# Of tests/distributed: all functions of MPI that XLA calls, all dtypes, communicators. The others look at programs.
+BY_XLA = "collectives cliques"
 VALUES = "not gradient and not jvp and not hessian and not linear_solvers and not soak"
 """Another number of ranks, or another place of the arrays, changes nothing about what was differentiated before."""
 NUMBERS = "not every_dtype and not every_ordered_dtype and not elsewhere and not intermediate"
 """Dtypes and places of arrays change nothing about who sends what to whom."""
+
+FIRST_ORDER = (
+    "not second_order and not first_order_elsewhere and not test_grad and not policies and not no_derivative"
+    " and not no_tangent"
+)
+"""JAX's rules for a call are the same, whatever carries the call. The calls that they make are those of first order."""
 
 WHOLE_EXTRAS, EXTRAS = "bench,docs,examples,flax,libraries,test", "examples,test"
 
@@ -265,7 +273,7 @@ def steps(*, everything: bool, install: bool) -> list[Step]:
         ),
         on_ranks(
             2, "mpi4jax as the transport",
-            *files("collective", f"{PLACES} order_on_ranks errors derivatives by_mpi4jax_on_ranks"),
+            *files("collective", f"{PLACES} order_on_ranks errors derivatives by_mpi4jax_on_ranks"), "-k", FIRST_ORDER,
             **with_mpi4jax(env={"PYCOLLECTIVE_TEST_TRANSPORT": "mpi4jax"}),
         ),
         on_ranks(
@@ -281,7 +289,7 @@ def steps(*, everything: bool, install: bool) -> list[Step]:
         on_ranks(
             2, "collectives beside computation",
             *files("collective", "forward order_on_ranks control_flow derivatives agreement_on_ranks errors messages"),
-            **beside,
+            "-k", FIRST_ORDER, **beside,
         ),
         on_ranks(
             2, "tests/spmd beside computation",
@@ -327,7 +335,9 @@ def steps(*, everything: bool, install: bool) -> list[Step]:
             2, "beside computation", *files("collective", "forward order_on_ranks"), "-k", NUMBERS,
             mpi="openmpi", **beside,
         ),
-        on_ranks(2, "tests/distributed", "tests/distributed", mpi="openmpi", **whole),
+        on_ranks(
+            2, "tests/distributed", *files("distributed", f"{BY_XLA} multihost_utils beside"), mpi="openmpi", **whole,
+        ),
         doctor("openmpi", **whole),
         demo("openmpi", **whole),
         # These two together have one worker more than the first would have alone.
