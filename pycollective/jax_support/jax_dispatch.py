@@ -3,7 +3,8 @@
 =======================================  ==============================================================
 ``jax._src.dispatch.RuntimeTokenSet``    two of its methods are wrapped, to see each dispatch of a program with our
                                          effect; the object is emptied when programs have failed
-``compiler.compile_or_get_cached``       wrapped, to disable a pass of XLA, and to read programs of global arrays
+``compiler.compile_or_get_cached``       wrapped, to disable a pass of XLA, to read programs of global arrays, and to
+                                         keep programs out of JAX's cache
 ``xla_disable_hlo_passes``               an option of XLA's, which JAX hands on
 =======================================  ==============================================================
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -103,6 +105,37 @@ def see_each_compilation(
         return executable
 
     compiler.compile_or_get_cached = seen
+
+
+def keep_tokens_out_of_cache() -> None:
+    """Lets JAX write no program to its persistent cache that takes a token on several devices.
+
+    XLA gives such a token no layout. To write the program, it reads the layout, which ends the process. JAX itself has
+    no such programs, since it refuses ordered effects on several devices.
+    """
+    compile_or_get_cached = compiler.compile_or_get_cached
+    least_time = "jax_persistent_cache_min_compile_time_secs"
+
+    @functools.wraps(compile_or_get_cached)
+    def compiled(backend: Any, computation: Any, devices: Any, *args: Any, **kwargs: Any) -> Any:
+        if devices.size == 1 or not _takes_token(computation):
+            return compile_or_get_cached(backend, computation, devices, *args, **kwargs)
+        seconds = getattr(jax.config, least_time)
+        jax.config.update(least_time, math.inf)
+        try:
+            return compile_or_get_cached(backend, computation, devices, *args, **kwargs)
+        finally:
+            jax.config.update(least_time, seconds)
+
+    compiler.compile_or_get_cached = compiled
+
+
+def _takes_token(module: Any) -> bool:
+    """Whether an argument of the program is a token."""
+    for operation in module.body.operations:
+        if "sym_name" in operation.attributes and operation.attributes["sym_name"].value == "main":
+            return any("token" in str(argument.type) for argument in operation.regions[0].blocks[0].arguments)
+    return False
 
 
 def disable_pass(options: Any, name: str) -> None:

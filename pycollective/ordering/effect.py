@@ -117,6 +117,7 @@ def _before_dispatch(devices: Sequence[jax.Device]) -> None:
     dispatch.wait_for_earlier_programs(dispatch.devices_of_program(devices))
 
 
+jax_dispatch.keep_tokens_out_of_cache()
 jax_dispatch.see_each_dispatch(effect, _before_dispatch, dispatch.limit_completions_in_flight)
 
 

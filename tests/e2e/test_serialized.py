@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -113,3 +115,36 @@ def test_the_compilation_cache(tmp_path: Path) -> None:
         told = run(tmp_path, CACHED.format(comms=", ".join(comms)), cache=cache)
         assert sorted(told) == sorted([f"[{size}, 1, 2] {size}" for size in sizes] * 2)
     assert list(cache.iterdir())
+
+
+TOKENS = """
+import sys
+import jax
+import jax.numpy as jnp
+import pycollective as pc
+
+jax.config.update("jax_num_cpu_devices", 4)
+jax.config.update("jax_compilation_cache_dir", sys.argv[1])
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+world = pc.init(devices=4)
+f = pc.pmap(lambda x: 2 * jax.lax.psum(x, "i"), "i")
+for transformed in (jax.jit(f), jax.grad(lambda x: f(x).sum())):
+    assert (transformed(jnp.ones((4, 3))) == 8).all()
+
+
+@jax.jit
+def on_one_device(x):
+    return pc.psum(x, world)
+
+
+assert on_one_device(jnp.ones(3))[0] == 1
+assert jax.config.jax_persistent_cache_min_compile_time_secs == 0
+"""
+
+
+def test_programs_with_a_token_on_several_devices_stay_out_of_the_compilation_cache(tmp_path: Path) -> None:
+    """XLA gives the token no layout, and to write the program it reads that."""
+    command = [sys.executable, "-c", TOKENS, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert [*tmp_path.glob("jit_on_one_device*")]
