@@ -38,7 +38,6 @@ __all__ = ["REDUCTIONS", "Origins", "number_of", "number_reduction", "with_numbe
 REDUCTIONS = frozenset({"allreduce", "reduce_scatter"})
 """Primitives that combine the operands of all ranks alike."""
 
-
 _PARAMETERS = {"slice": "start_indices", "jit": "name", "pjit": "name"}
 """For primitives the parameter that tells an equation from others with the same operands."""
 
@@ -61,10 +60,8 @@ class Origins:
         if not any(operands):
             return operands, 0
         name = eqn.primitive.name
-        parameter = _PARAMETERS.get(name)
-        own = (
-            number_of(name, *operands) if parameter is None else number_of(name, str(eqn.params[parameter]), *operands)
-        )
+        parameters = [str(eqn.params[_PARAMETERS[name]])] if name in _PARAMETERS else []
+        own = number_of(name, *parameters, *operands)
         for i, var in enumerate(eqn.outvars):
             known[var] = number_of(own, i) if i else own
         return operands, own
