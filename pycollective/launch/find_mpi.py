@@ -25,6 +25,10 @@ ELASTIC = " or ".join(name for name, _ in _ELASTIC)
 ELASTIC_LAUNCH = " or ".join(f"{name} under mpiexec {' '.join(ulfm.options)}" for name, ulfm in _ELASTIC)
 """The same, with the options of their launchers."""
 
+_FAMILIES = {pmi: [each.family for each in LIBRARIES if each.pmi == pmi] for pmi in sorted({x.pmi for x in LIBRARIES})}
+SRUN_COMMANDS = " or ".join(f"'srun --mpi={pmi}' ({', '.join(families)})" for pmi, families in _FAMILIES.items())
+"""How srun starts ranks of each library, for messages."""
+
 _LOAD_TIMEOUT_S = 60
 _VERSION_TIMEOUT_S = 20
 

@@ -22,6 +22,8 @@ import pycollective as pc
 from pycollective.jax_support import jax_internals, jaxprs, rewriting
 from pycollective.spmd.show import stages
 
+PASSES = ["trace", "compare", "discharge", "avoid copies", "arrange sums", "number reductions"]
+
 X = jax.ShapeDtypeStruct((4, 2), jnp.float32)
 
 
@@ -190,7 +192,7 @@ def programs(function: Any, *args: Any) -> dict[str, list[str]]:
 
 def test_each_pass_does_its_part(world: pc.Communicator) -> None:
     found = programs(pc.jit(step, axis_name="i"), W, X)
-    assert list(found) == ["trace", "compare", "discharge", "avoid copies", "arrange sums", "number reductions"]
+    assert list(found) == PASSES
     assert "pycollective_pmap" in found["trace"]
     assert found["trace"].count("psum") == 2
     assert found["compare"] == found["trace"]
@@ -312,7 +314,7 @@ def test_show_prints_each_pass(tmp_path: Path) -> None:
     titles = [
         line.removeprefix("# after the pass: ") for line in done.stdout.splitlines() if line.startswith("# after")
     ]
-    assert titles == ["trace", "compare", "discharge", "avoid copies", "arrange sums", "number reductions", "lower"]
+    assert titles == [*PASSES, "lower"]
     assert "bf16[3]" in done.stdout
     for wrong, said in (["f32[3"], "expected a dtype and a shape"), ([f"{file}:g"], "expected FILE.py:FUNCTION"):
         bad = subprocess.run(

@@ -84,3 +84,11 @@ def test_places_are_counted(tmp_path: Path) -> None:
 def test_the_page_names_them() -> None:
     page = (ROOT / "docs" / "contributing.md").read_text()
     assert {place for place in PLACES if place not in page} == set()
+    named = re.findall(r"`(\w+)`\s+\(`([\w/]+\.(?:py|pyi|cc|h))`\)", page)
+    assert len(named) > 10
+    missing = []
+    for name, place in named:
+        files = [path for path in (ROOT / place, ROOT / "pycollective" / place) if path.exists()]
+        if not any(re.search(rf"\b{name}\b", path.read_text()) for path in files):
+            missing.append((name, place))
+    assert missing == []

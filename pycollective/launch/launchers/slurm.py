@@ -10,6 +10,7 @@ from itertools import zip_longest
 from typing import ClassVar
 
 from pycollective.errors import message
+from pycollective.launch.find_mpi import SRUN_COMMANDS
 from pycollective.launch.job import Job
 from pycollective.launch.launchers.batch_system import BatchSystem
 from pycollective.launch.launchers.launcher import BatchLauncher, Place
@@ -95,10 +96,7 @@ class Srun(BatchLauncher):
     rank_variable = "SLURM_PROCID"
     rank_variables = ("SLURM_STEP_ID", "SLURM_PROCID")
     starts_launchers = True
-    remedy = (
-        "Launch with 'srun --mpi=pmi2' (MPICH, Intel MPI) or 'srun --mpi=pmix' (Open MPI), or with mpiexec inside "
-        "the allocation."
-    )
+    remedy = f"Launch with {SRUN_COMMANDS}, or with mpiexec inside the allocation."
 
     @classmethod
     def place(cls, environ: Mapping[str, str]) -> Place | None:
