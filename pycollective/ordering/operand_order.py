@@ -29,7 +29,7 @@ from jax.extend.core import JaxprEqn, Literal, Var
 from jax.extend.core.primitives import cond_p
 from jax.extend.mlir import ir
 
-from pycollective.jax_support import jax_internals
+from pycollective.jax_support import jax_dispatch, jax_internals
 from pycollective.jax_support.call_site import as_int64
 from pycollective.jax_support.jaxprs import inner_jaxprs, map_jaxprs
 
@@ -163,6 +163,14 @@ def number_reduction(module: ir.Module, kind: str, call: ir.Operation, operands:
     calls.append((call, own))
     for (earlier, _), order in zip(calls, _orders([origins for _, origins in calls]), strict=True):
         jax_internals.set_attribute(earlier, "order", order)
+
+
+def _forget_program(*_: Any) -> None:
+    """Forgets the program that this thread has lowered, so that its module and its communicators can be freed."""
+    _state.program = None
+
+
+jax_dispatch.see_each_compilation(before=_forget_program)
 
 
 def _origin(value: ir.Value, known: dict[ir.Value, int]) -> int:
