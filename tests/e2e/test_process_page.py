@@ -13,7 +13,6 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-import jax
 import pytest
 
 from tests import unoptimised
@@ -46,7 +45,7 @@ MPI = {
     "*.partial_eval_jaxpr_custom_rules*.custom_vjp_call_p]": "`custom_vjp`",
     "*.partial_eval_jaxpr_custom_rules*.linear_solve_p]": "and `custom_linear_solve`",
     "*.mlir._lowerings*.while_p]": "the lowering of `while_loop`",
-    "*.compile_or_get_cached": "with JAX 0.12 the call that compiles",
+    "*.compile_or_get_cached": "the call that compiles",
 }
 INIT = {
     "sys.excepthook": "`sys.excepthook`",
@@ -88,7 +87,6 @@ def unseen() -> dict[str, str]:
     """What does not happen in these processes, and why."""
     reasons = {
         "config jax_cuda_visible_devices": (True, "it needs GPUs"),
-        "*.compile_or_get_cached": (jax.__version_info__ < (0, 12), "only JAX 0.12 and newer"),
         "*.exit": (sys.version_info >= (3, 12), "only Python 3.11"),
         "putenv MPIR_CVAR_CH4_NETMOD": (is_open_mpi(), "only MPICH"),
         "putenv NPROC": (os.cpu_count() == 1, "only where ranks share several cores"),
