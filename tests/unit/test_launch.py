@@ -490,28 +490,30 @@ def test_a_new_batch_system_and_its_launcher(program: str, monkeypatch: pytest.M
     assert planned("-n", "5", program, environ={**environ, "ALPS_CAN": "1"})[0][0] == "aprun"
 
 
-class Mpt(Library):
+class ExampleMpi(Library):
     """An MPI library that the package does not know: all that a new one needs."""
 
-    family = "HPE MPT"
-    patterns = (r"HPE MPT (\d[\w.]*)",)
-    mpiexec_names = ("mpiexec_mpt",)
+    family = "Example MPI"
+    patterns = (r"Example MPI (\d[\w.]*)",)
+    mpiexec_names = ("mpiexec_example",)
     pmi = "pmi2"
-    remote_shell_variables = ("MPT_AGENT",)
+    remote_shell_variables = ("EXAMPLE_AGENT",)
 
     def options(self, job: Job) -> list[str]:
         return ["--label"] if job.label else []
 
 
 def test_a_new_mpi_library(program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(find_mpi, "LIBRARIES", (*LIBRARIES, Mpt))
-    monkeypatch.setattr(find_mpi, "_PROBE", "print('/opt/libmpi.so'); print(-1, -1); print('HPE MPT 2.23  03/01/20')")
+    monkeypatch.setattr(find_mpi, "LIBRARIES", (*LIBRARIES, ExampleMpi))
+    monkeypatch.setattr(
+        find_mpi, "_PROBE", "print('/opt/libmpi.so'); print(-1, -1); print('Example MPI 2.23  03/01/20')"
+    )
     library = find_mpi.loaded_library()
-    assert library == Mpt("2.23", "/opt/libmpi.so")
+    assert library == ExampleMpi("2.23", "/opt/libmpi.so")
     monkeypatch.setattr(run, "loaded_library", lambda: library)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "nowhere" / "python"))
     launcher(tmp_path / "bin" / "mpiexec", "mpirun (Open MPI) 5.0.11")
-    right = launcher(tmp_path / "bin" / "mpiexec_mpt", "HPE MPT 2.23")
+    right = launcher(tmp_path / "bin" / "mpiexec_example", "Example MPI 2.23")
     environ = {"PATH": str(tmp_path / "bin")}
     assert shlex.join(planned("-n", "1", "--label", program, environ=environ)[0]).startswith(f"{right} -n 1 --label ")
     assert planned("-n", "1", "--mpi", "srun", program, environ=environ)[0][:2] == ["srun", "--mpi=pmi2"]
