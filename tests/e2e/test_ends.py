@@ -230,7 +230,8 @@ def test_a_rank_that_does_not_start_is_waited_for_as_long_as_the_timeout(tmp_pat
 def test_a_rank_that_has_ended_says_that_it_waits_and_the_timeout_bounds_that(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(
-        "import sys, time\nimport pycollective as pc\nfrom pycollective.faults import rank_exit\n"
+        "import sys, time\nimport jax\nimport pycollective as pc\nfrom pycollective.faults import rank_exit\n"
+        "from mpi4py import MPI\nMPI.COMM_WORLD.Barrier()\n"  # the timeout is also one for the start
         "rank_exit.NOTICE_S = 0.2\n"
         "comm = pc.init(timeout=1)\nif comm.rank == 0: time.sleep(60)\nsys.exit(0)\n"
     )
