@@ -301,3 +301,31 @@ def test_a_monitor_without_threads_is_an_error(tmp_path: Path) -> None:
         r"limits of this host \(ulimit -u, ulimit -v\)\."
     )
     assert re.search(expected, done.stderr), done.stderr
+
+
+def test_a_rank_that_waits_in_a_call_which_another_rank_has_refused_is_reported(tmp_path: Path) -> None:
+    """The root of a known gather is ahead: it compares with no post, and waits for data of a rank that sends none."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import time, jax, jax.numpy as jnp\n"
+        "import pycollective as pc\n"
+        "comm = pc.init(timeout=3)\n"
+        "x = jnp.ones(2000)\n"
+        "gather = pc.jit(lambda x: pc.gather(x, comm, root=0))\n"
+        "bcast = pc.jit(lambda x: pc.broadcast(x, comm, root=0))\n"
+        "for known in (gather, bcast) * 3:\n"
+        "    jax.block_until_ready(known(x))\n"
+        "if comm.rank == 0:\n"
+        "    jax.block_until_ready(gather(x))\n"
+        "time.sleep(1)\n"
+        "try:\n"
+        "    jax.block_until_ready(bcast(x))\n"
+        "except jax.errors.JaxRuntimeError as error:\n"
+        "    print(error, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    done = mpirun(2, str(program), timeout=SHORT)
+    assert done.returncode not in (0, 124, 137), done.stderr
+    assert "expected the same call on every rank, got bcast(float32[2000], root=0)" in done.stdout
+    assert re.search(r"rank 0 has waited in collective \d+ of communicator world, gather\(float32\[2000\]", done.stderr)
+    assert "Look at rank 1: the others wait for it." in done.stderr
