@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import jax
@@ -87,6 +87,14 @@ def inner_jaxprs(eqn: Any) -> Sequence[Any]:
         elif isinstance(value, (ClosedJaxpr, Jaxpr)):
             found.append(value)
     return [part.jaxpr if isinstance(part, ClosedJaxpr) else part for part in found]
+
+
+def all_equations(jaxpr: Any) -> Iterator[JaxprEqn]:
+    """The equations of a program and of the programs in it. Each equation comes before the equations inside it."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in inner_jaxprs(eqn):
+            yield from all_equations(inner)
 
 
 def reads(reader: JaxprEqn | Jaxpr) -> list[Var]:

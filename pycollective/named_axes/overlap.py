@@ -43,7 +43,7 @@ from jax.interpreters import mlir
 
 from pycollective.config import config
 from pycollective.errors import message
-from pycollective.jax_support.jaxprs import all_reads, inner_jaxprs, is_reshape, map_jaxprs, reads
+from pycollective.jax_support.jaxprs import all_equations, all_reads, is_reshape, map_jaxprs, reads
 from pycollective.named_axes import fusion
 from pycollective.named_axes.mesh import DeviceGroup
 from pycollective.ordering.effect import effect
@@ -167,7 +167,7 @@ class Overlap:
         devices = devices_of_this_rank()
         if devices and accelerators.kind_of(devices[0]) in lowering.ACCELERATORS:
             return self._in_order(fusion.join_reductions(jaxpr), _ON_ACCELERATORS)
-        if any(_is_async(eqn) for eqn in _all_equations(jaxpr)):
+        if any(_is_async(eqn) for eqn in all_equations(jaxpr)):
             jaxpr = self._in_order(map_jaxprs(jaxpr, fusion.split_reductions), _ON_HOSTS)
         return fusion.join_reductions(jaxpr)
 
@@ -176,7 +176,7 @@ class Overlap:
 
         Before the agreement the order is the one that this rank finds, if the sums may be reordered.
         """
-        eqns = [eqn for eqn in _all_equations(jaxpr) if kind.moves(eqn)]
+        eqns = [eqn for eqn in all_equations(jaxpr) if kind.moves(eqn)]
         sums = tuple(f"{eqn.params['comm']!r} {eqn.params['op']} {[str(v.aval) for v in eqn.invars]}" for eqn in eqns)
         comms = dict.fromkeys(eqn.params["comm"].mesh.comm for eqn in eqns)
         alone = all(comm.size == 1 for comm in comms)
@@ -188,14 +188,6 @@ class Overlap:
             self._found.orders[sums] = orders
             self._found.comms.update(comms)
         return arranged
-
-
-def _all_equations(jaxpr: Any) -> Iterator[JaxprEqn]:
-    """Yields the equations of a program. Each equation comes before the equations inside it."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for inner in inner_jaxprs(eqn):
-            yield from _all_equations(inner)
 
 
 def _arrange(jaxpr: Any, kind: _Kind, orders: list[Order], given_orders: Iterator[Order] | None) -> Any:

@@ -26,7 +26,7 @@ from jax.interpreters import ad, batching, mlir
 
 from pycollective.errors import message
 from pycollective.jax_support import frames, jax_internals
-from pycollective.jax_support.jaxprs import inner_jaxprs
+from pycollective.jax_support.jaxprs import all_equations, inner_jaxprs
 from pycollective.named_axes import discharge
 from pycollective.named_axes.mesh import Mesh
 from pycollective.parallel.axes import AxisName, names_of
@@ -130,7 +130,7 @@ discharge.CHECKS.append(refuse_norms_of_parts)
 
 
 def _has_marks(jaxpr: Any) -> bool:
-    return any(eqn.primitive is marked_p or any(map(_has_marks, inner_jaxprs(eqn))) for eqn in jaxpr.eqns)
+    return any(eqn.primitive is marked_p for eqn in all_equations(jaxpr))
 
 
 class _Interpreter:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from pycollective.jax_support.jaxprs import inner_jaxprs
+from pycollective.jax_support.jaxprs import all_equations, inner_jaxprs
 from pycollective.parallel import buckets
 from pycollective.parallel.sequence import ring_attention, ulysses
 from tests.cases import values
@@ -237,7 +237,7 @@ def test_the_number_of_messages() -> None:
 
 def order_of(jaxpr: Any) -> list[str]:
     """Returns the names of the primitives in the order of the program."""
-    return [x for eqn in jaxpr.eqns for x in (eqn.primitive.name, *(y for j in inner_jaxprs(eqn) for y in order_of(j)))]
+    return [eqn.primitive.name for eqn in all_equations(jaxpr)]
 
 
 def test_a_block_travels_while_it_is_computed() -> None:

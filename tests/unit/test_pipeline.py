@@ -34,7 +34,7 @@ def world() -> pc.Communicator:
 
 def names(jaxpr: Any) -> list[str]:
     """The primitives of a program, each before those of the programs that it holds."""
-    return [eqn.primitive.name for eqn in equations(jaxpr)]
+    return [eqn.primitive.name for eqn in jaxprs.all_equations(jaxpr)]
 
 
 def replacing(name: str, by: Callable[..., Sequence[Any]] | ClosedJaxpr) -> rewriting.Change:
@@ -215,14 +215,8 @@ def orders(function: Any, *args: Any) -> list[int]:
     """The numbers of the reductions in a program, in its order."""
     return [
         eqn.params["passed"].order
-        for eqn in equations(function.programs(*args)["number reductions"].closed.jaxpr)
+        for eqn in jaxprs.all_equations(function.programs(*args)["number reductions"].closed.jaxpr)
         if eqn.primitive.name in ("allreduce", "reduce_scatter")
-    ]
-
-
-def equations(jaxpr: Any) -> list[JaxprEqn]:
-    return [
-        each for eqn in jaxpr.eqns for each in [eqn, *(e for jp in jaxprs.inner_jaxprs(eqn) for e in equations(jp))]
     ]
 
 
