@@ -18,25 +18,10 @@
 #include "monitor/rank_guard.h"
 #include "monitor/status.h"
 #include "ranks.h"
+#include "statuses.h"
 
 namespace pycollective {
 namespace {
-
-CallStatus Waits(Operation operation, std::vector<int> members) {
-  CallStatus call;
-  call.operation = operation;
-  call.state = kStarted;
-  call.members = std::move(members);
-  call.site = "train.py:1 (step)";
-  return call;
-}
-
-Status In(int rank, std::vector<CallStatus> under_way) {
-  Status status;
-  status.rank = rank;
-  status.under_way = std::move(under_way);
-  return status;
-}
 
 // A rank that answers with a status to kTellStatus, and to other requests with what answer says.
 SideChannel::Answer Tells(const Status& status, std::function<std::string(int64_t, const std::string&)> answer = {}) {

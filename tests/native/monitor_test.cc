@@ -32,6 +32,7 @@
 #include "mpi/collectives.h"
 #include "ranks.h"
 #include "records/recorder.h"
+#include "statuses.h"
 
 // Of native/monitor/process.cc, for Python.
 extern "C" void pycollective_set_read_times(double timeout_s, double forwarding_s);
@@ -325,22 +326,6 @@ void TestSlotsHaveOneOwner() {
   }
   for (std::thread& thread : threads) thread.join();
   CHECK(owners == kRounds);
-}
-
-CallStatus Waits(Operation operation, std::vector<int> members) {
-  CallStatus call;
-  call.operation = operation;
-  call.state = kStarted;
-  call.members = std::move(members);
-  call.site = "train.py:1";
-  return call;
-}
-
-Status In(int rank, std::vector<CallStatus> under_way) {
-  Status status;
-  status.rank = rank;
-  status.under_way = std::move(under_way);
-  return status;
 }
 
 bool Says(const std::vector<Status>& statuses, const std::string& verdict) {
