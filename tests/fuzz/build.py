@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 import subprocess
 import tempfile
@@ -27,6 +28,7 @@ SANITIZED = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", 
 """The flags of all targets."""
 
 
+@functools.cache
 def clang() -> str | None:
     """clang++ with libFuzzer, or None if there is none."""
     found = shutil.which("clang++")

@@ -27,6 +27,15 @@ def _limited() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def file_with(text: str, name: str) -> Iterator[Path]:
+    """A file of this name and text, by itself in a folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / name
+        file.write_text(text, errors="surrogatepass")
+        yield file
+
+
 # What a job has left ----------------------------------------------------------------------------------------------
 
 RECORDS = files("records")
@@ -53,12 +62,10 @@ def report(folder: Path, *more: str) -> tuple[int, str]:
 @given(changed_json(RECORDS) | changed_texts(RECORDS, TOKENS), st.sampled_from([None, *RECORDS]))
 @example(DEEP, RECORDS[0])
 def test_records(text: str, other: str | None) -> None:
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        (folder / "rank-0.json").write_text(text, errors="surrogatepass")
+    with file_with(text, "rank-0.json") as file:
         if other is not None:
-            (folder / "rank-1.json").write_text(other)
-        status, told = report(folder)
+            file.with_name("rank-1.json").write_text(other)
+        status, told = report(file.parent)
     assert status == 0 or other is None
     assert "collectives" in told or status == 1
 
@@ -67,9 +74,7 @@ def test_records(text: str, other: str | None) -> None:
 @given(changed_json(TRACES) | changed_texts(TRACES, TOKENS))
 @example(DEEP)
 def test_traces(text: str) -> None:
-    with tempfile.TemporaryDirectory() as name:
-        file = Path(name) / "trace.json"
-        file.write_text(text, errors="surrogatepass")
+    with file_with(text, "trace.json") as file:
         status, told = report(file)
     assert "traced for" in told or status == 1
 
@@ -84,9 +89,7 @@ PROFILES = [READY_MADE.read_text(), *files("profiles")]
 @given(changed_json(PROFILES) | changed_texts(PROFILES, TOKENS))
 @example(DEEP)
 def test_profiles(text: str) -> None:
-    with tempfile.TemporaryDirectory() as name:
-        file = Path(name) / "cluster.json"
-        file.write_text(text, errors="surrogatepass")
+    with file_with(text, "cluster.json") as file:
         try:
             profile = Profile.load(file)
         except ValueError as error:
@@ -115,9 +118,7 @@ STEPS = ['{"seconds": [0.5, 0.25, 0.125, 0.125], "memory": 1048576}', '{"seconds
 @given(changed_json(STEPS) | changed_texts(STEPS, TOKENS))
 @example(DEEP)
 def test_steps(text: str) -> None:
-    with tempfile.TemporaryDirectory() as name:
-        file = Path(name) / "steps.json"
-        file.write_text(text, errors="surrogatepass")
+    with file_with(text, "steps.json") as file:
         try:
             seconds, memory = Steps.load(file)
         except ValueError as error:

@@ -49,13 +49,13 @@ class Steps(NamedTuple):
             found = None
         seconds, memory = (found.get("seconds"), found.get("memory")) if isinstance(found, dict) else (found, None)
         is_memory = memory is None or type(memory) is int
-        if not isinstance(seconds, list) or not all(map(_are_seconds, seconds)) or not is_memory:
+        if not isinstance(seconds, list) or not all(map(_is_duration, seconds)) or not is_memory:
             remedy = "Let the program write them by StepRecord.save, or as a list of seconds."
             raise ValueError(message("plan", "the times of steps", str(file), remedy))
         return cls(seconds, memory)
 
 
-def _are_seconds(value: Any) -> bool:
+def _is_duration(value: Any) -> bool:
     return type(value) in (int, float) and 0 <= value < 1e30
 
 
