@@ -194,6 +194,15 @@ PYCOLLECTIVE_EXPORT int32_t pycollective_spans_hosts(int64_t number) {
   return communicator != nullptr && communicator->ranks->SpanHosts() ? 1 : 0;
 }
 
+// Whether the ranks of a communicator or part are on this host, and compare their calls on its board.
+PYCOLLECTIVE_EXPORT int32_t pycollective_share_board(int64_t number) {
+  const auto communicator = FindCommunicator(number);
+  return communicator != nullptr && pycollective::AreOnThisHost(communicator->ranks->world()) ? 1 : 0;
+}
+
+// How many comparisons by messages this process has made.
+PYCOLLECTIVE_EXPORT int64_t pycollective_comparisons() { return pycollective::Comparison::made(); }
+
 // Says on which host each rank of MPI_COMM_WORLD is: see SetHosts.
 PYCOLLECTIVE_EXPORT void pycollective_set_hosts(const int32_t* hosts, int32_t count, int32_t own) {
   pycollective::SetHosts({hosts, hosts + count}, own);

@@ -291,12 +291,18 @@ ffi::Error Call::CompareWithRanks(const Signature& mine, int64_t seq) {
   const std::lock_guard<std::mutex> lock(channel.mutex);
   if (check >= Check::kEvery && channel.board.exists()) return CompareOnBoard(mine);
   const bool each = check == Check::kAlways || (check == Check::kEvery && IsSynchronizing(mine.operation));
-  if (!each && channel.agreed.count(mine) != 0) return ffi::Error::Success();
+  const bool is_known = !each && channel.agreed.count(mine) != 0;
   // Only if each such call is piggybacked: MPI may add in another order, but equal calls must have equal bits.
-  const bool piggybacks = each && MayPiggyback() && piggybacked_->nbytes() <= kPiggybackBytes;
+  const bool piggybacks = each && MayPiggyback() && piggybacked_sum_ != nullptr && piggybacked_->nbytes() <= kPiggybackBytes;
+  // The guard of numbers needs to know that all ranks make the call.
+  const bool has_sections = check == Check::kEvery && !check_numbers;
+  const bool is_covered = channel.comparison.sections.Enter(has_sections ? participants_.section : Section{});
+  if (is_known) channel.comparison.sections.Known(mine.Digest());
+  if (is_known || (is_covered && !piggybacks)) return ffi::Error::Success();
   const Post post = check == Check::kFirst ? Post{mine, 0, seq} : Post{mine, participants_.site, seq, participants_.order};
   Difference found;
-  const Outcome outcome = CompareWithAll(*library, channel, post, piggybacks ? piggybacked_ : nullptr, &found);
+  const PiggybackedAllreduce* const sum = piggybacks ? piggybacked_sum_ : nullptr;
+  const Outcome outcome = channel.comparison.Compare(*library, channel, post, sum, &found);
   if (!outcome.ok()) return ErrorOf(outcome);
   if (found.rank >= 0) return Differs(post, found);
   is_done_ = piggybacks || (mine.operation == kBarrier && lane_->team == nullptr);  // no rank continues before all have arrived

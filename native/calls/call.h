@@ -39,6 +39,8 @@ struct Participants {
   int64_t site = 0;
   // The order of this reduction among the reductions of the line, as in Post; 0: unknown.
   int64_t order = 0;
+  // The section of the program to which the call belongs (comparison.h).
+  Section section = {};
 
   int64_t number() const { return comm.size() > 0 ? comm[0] : -1; }
   int64_t fingerprint() const { return comm.size() > 1 ? comm[1] : 0; }
@@ -152,6 +154,10 @@ class Call {
     piggybacked_ = &piggybacked;
     may_use_buffer_ = in_buffer;
   }
+  void AllowPiggyback(const PiggybackedAllreduce& piggybacked, bool in_buffer) {
+    AllowPiggyback(static_cast<const PiggybackedCollective&>(piggybacked), in_buffer);
+    piggybacked_sum_ = &piggybacked;
+  }
   // The number of ranks; 1 if the participants are wrong.
   int size() const { return lane_ == nullptr ? 1 : lane_->channel.size; }
   // For ppermute: the destination of each lane; -1: none.
@@ -254,6 +260,7 @@ class Call {
   std::vector<Operand> operands_;  // for the numbers guard; empty if it is off
   xla::ffi::Span<const int64_t> routes_;
   const PiggybackedCollective* piggybacked_ = nullptr;
+  const PiggybackedAllreduce* piggybacked_sum_ = nullptr;  // the same, if it is an allreduce
   bool may_use_buffer_ = false;
   bool is_done_ = false;  // the comparison has made the call
   int exceptions_ = std::uncaught_exceptions();

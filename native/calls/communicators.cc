@@ -36,11 +36,12 @@ RankGroup::RankGroup(int rank, int size, int devices, int64_t main, int64_t auxi
     channel.size = size;
     channel.permute = auxiliary;
     // Messages of devices other than the first one are sent on `auxiliary`, like those of ppermute. Their tags follow the
-    // two ranges of ppermute's tags and the tag 2 * devices * devices, which ranks use outside programs
-    // (ranks/out_of_band.py).
+    // two ranges of ppermute's tags, the tag 2 * devices * devices, which ranks use outside programs
+    // (ranks/out_of_band.py), and one tag for the comparisons of each channel.
     channel.messages = number == 0 ? main : auxiliary;
-    channel.first_tag = number == 0 ? 0 : 2 * devices * devices + number;
+    channel.first_tag = number == 0 ? 0 : 2 * devices * devices + 2 * devices + number;
     channel.tag_step = number == 0 ? 1 : devices;
+    channel.comparison = ComparisonOf(number);
   }
   channels_[0].collective = main;
   channels_[0].made = true;
@@ -57,6 +58,7 @@ RankGroup::RankGroup(const RankGroup& whole, std::vector<int> members, int rank)
     channel.permute = auxiliary_;
     channel.rank = rank;
     channel.size = static_cast<int>(members_.size());
+    channel.comparison = ComparisonOf(static_cast<int>(&channel - channels_.data()));
   }
   // Parts with other members have other tags, unless their hashes are equal. Equal tags are safe: each device makes one
   // channel at a time, and all ranks make the channels in one order.
@@ -64,6 +66,12 @@ RankGroup::RankGroup(const RankGroup& whole, std::vector<int> members, int rank)
   for (const int member : members_) hash = hash * 1000003u + static_cast<uint32_t>(member) + 1;
   const uint32_t blocks = static_cast<uint32_t>(std::max(1, kTags / (2 * devices_) - 1));
   first_tag_ = static_cast<int>(1 + hash % blocks) * 2 * devices_;
+}
+
+Comparison RankGroup::ComparisonOf(int number) const {
+  // The devices of a rank compare at the same time. One of them in two levels is enough: others would take communicators of MPI.
+  const bool in_levels = number % devices_ == 0;
+  return Comparison(auxiliary_, members_, 2 * devices_ * devices_ + 1 + number, in_levels);
 }
 
 Outcome RankGroup::MakeChannel(const Library& mpi, int number) {

@@ -16,6 +16,7 @@
 #include <unordered_set>
 #include <vector>
 
+#include "calls/comparison.h"
 #include "devices/team.h"
 #include "devices/team_collectives.h"
 #include "mpi/backoff.h"
@@ -49,6 +50,9 @@ struct LazyChannel : Channel {
   // The numbers of collectives and messages that the records of the channel have counted.
   std::atomic<int64_t> collectives{0};
   std::atomic<int64_t> messages_made{0};
+
+  // If the ranks do not post their calls on a board. Guarded by `mutex`.
+  Comparison comparison;
 
   // Calls that the ranks have compared here and found equal. Guarded by `mutex`.
   std::mutex mutex;
@@ -104,6 +108,9 @@ class RankGroup {
   Outcome FreeChannels(const Library& mpi);
 
  private:
+  // The comparison of a channel's calls.
+  Comparison ComparisonOf(int number) const;
+
   const int devices_;
   const int64_t auxiliary_;         // of the whole communicator
   const std::vector<int> members_;  // ranks in the whole communicator; empty: all

@@ -3,42 +3,264 @@
 #include "calls/comparison.h"
 
 #include <algorithm>
-#include <vector>
+#include <atomic>
+#include <cstring>
+#include <mutex>
+#include <random>
 
-#include "calls/messages.h"
 #include "mpi/backoff.h"
+#include "mpi/reduction.h"
+#include "records/recorder.h"
 
 namespace pycollective {
+
+CallDescription::CallDescription(const Post& post) : post(post) { CopyLine(SiteText(post.site), line); }
+
+// Sections -------------------------------------------------------------------------------------------------------
+
+bool Sections::Enter(const Section& section) {
+  const bool continues = section.id != 0 && !section.begins && section.id == own_.id && section.run == own_.run;
+  is_covered_ = continues && now_.calls < covered_;
+  if (is_covered_ && ++now_.calls == covered_) now_.hash = known_[own_.id].hash;
+  if (continues) return is_covered_;
+  // A run that has ended early, by an error, tells less than the history.
+  if (own_.id != 0 && now_.calls >= covered_) {
+    constexpr size_t kMost = 1 << 14;  // a rank that forgets compares again
+    if (known_.size() >= kMost) known_.clear();
+    known_[own_.id] = now_;
+  }
+  own_ = section;
+  now_ = {};
+  covered_ = 0;
+  has_offered_ = false;
+  return false;
+}
+
+std::optional<uint64_t> Sections::Offer() {
+  if (own_.id == 0 || is_covered_ || has_offered_) return {};
+  const auto found = known_.find(own_.id);
+  if (found == known_.end() || found->second.calls <= now_.calls) return {};
+  has_offered_ = true;
+  uint64_t offer = 0;
+  for (const History& history : {found->second, now_}) {
+    offer = Mix(Mix(offer, history.hash), static_cast<uint64_t>(history.calls));
+  }
+  return offer;
+}
+
+void Sections::Add(uint64_t call) {
+  if (own_.id == 0 || is_covered_) return;
+  now_.hash = Mix(now_.hash, call);
+  now_.calls += 1;
+}
+
+void Sections::Compared(uint64_t call, bool all_offer) {
+  Add(call);
+  if (!all_offer) return;
+  const History& history = known_[own_.id];
+  covered_ = history.calls;
+  if (now_.calls == covered_) now_.hash = history.hash;
+}
+
+void Sections::Known(uint64_t call) { Add(Mix(1, call)); }
+
+// Blocks ---------------------------------------------------------------------------------------------------------
+
+// What the ranks combine. The sums are of hashes: they are what they must be if all ranks have the same, and else but once in
+// 2^50 comparisons that differ.
+struct Comparison::Block {
+  uint64_t calls;     // of the calls
+  uint64_t by_rank;   // of the calls with the numbers of their ranks
+  uint64_t numbers;   // of the numbers of the calls on the channel
+  uint64_t offers;    // of the histories of sections
+  int32_t type, op;   // of the operand
+  int64_t count;      // of its elements
+  alignas(8) char data[kPiggybackBytes];
+
+  // Adds the block of the ranks that come next. The order of the additions decides the bits of a sum.
+  void Add(const Block& next) {
+    calls += next.calls;
+    by_rank += next.by_rank;
+    numbers += next.numbers;
+    offers += next.offers;
+    if (count == 0 || type != next.type || op != next.op || count != next.count) return;  // else the calls differ
+    const auto operand = [&](int number) -> const void* { return number == 0 ? data : next.data; };
+    ReduceInOrder(2, operand, count, data, static_cast<Type>(type), static_cast<Op>(op));
+  }
+};
+
+// The blocks of the ranks of a host, on its board. The first rank combines them.
+struct Comparison::BlocksOfHost final : PiggybackedCollective {
+  explicit BlocksOfHost(Block* block) : block(block) { static_assert(sizeof(Block) <= BoardSlot::kPiggybackBytes); }
+  int64_t nbytes() const override { return sizeof(Block); }
+  void Pack(Member, char* to) const override { std::memcpy(to, block, sizeof(Block)); }
+  bool Needs(Member member, int) const override { return member.rank == 0; }
+  void Complete(Member member, const BytesOfRank& of) const override {
+    for (int rank = 1; rank < member.size && member.rank == 0; ++rank) {
+      Block next;
+      std::memcpy(&next, of(rank), sizeof(Block));
+      block->Add(next);
+    }
+  }
+  Block* const block;
+};
+
+// The block of all ranks, which the first rank of a host hands to the others.
+struct Comparison::BlockOfAll final : PiggybackedCollective {
+  explicit BlockOfAll(Block* block) : block(block) {}
+  int64_t nbytes() const override { return sizeof(Block); }
+  void Pack(Member member, char* to) const override {
+    if (member.rank == 0) std::memcpy(to, block, sizeof(Block));
+  }
+  bool Needs(Member member, int other) const override { return member.rank != 0 && other == 0; }
+  void Complete(Member member, const BytesOfRank& of) const override {
+    if (member.rank != 0) std::memcpy(block, of(0), sizeof(Block));
+  }
+  Block* const block;
+};
+
+// The concatenation of binary trees: recursive doubling. If the number of ranks is no power of two, the first ranks combine in
+// pairs before, and one of each pair hands the result to the other afterwards. Each block stands for ranks that follow each other,
+// and the lower ones come first, so all ranks get the same bits, on each run.
+template <typename RankOf>
+Outcome Comparison::CombineByMessages(const Library& mpi, const Channel& channel, int tag, int rank, int size, RankOf rank_of,
+                                      Block* block) {
+  Block theirs;
+  const auto outgoing = [&](int to) { return Outgoing{block, sizeof(Block), Type::kUint8, rank_of(to), tag}; };
+  const auto incoming = [&](int from, Block* into) { return Incoming{into, sizeof(Block), Type::kUint8, rank_of(from), tag}; };
+  const auto add = [&](bool they_come_next) {
+    if (!they_come_next) std::swap(*block, theirs);
+    block->Add(theirs);
+  };
+  int power = 1;
+  while (power * 2 <= size) power *= 2;
+  const int pairs = size - power;  // ranks 2 i and 2 i + 1
+  if (rank < 2 * pairs && rank % 2 == 0) {
+    PYCOLLECTIVE_RETURN_IF_FAILED(mpi.Send(channel, outgoing(rank + 1)));
+    return mpi.Recv(channel, incoming(rank + 1, block));
+  }
+  if (rank < 2 * pairs) {
+    PYCOLLECTIVE_RETURN_IF_FAILED(mpi.Recv(channel, incoming(rank - 1, &theirs)));
+    add(false);
+  }
+  const int place = rank < 2 * pairs ? rank / 2 : rank - pairs;
+  for (int distance = 1; distance < power; distance *= 2) {
+    const int other = place ^ distance;
+    const int partner = other < pairs ? 2 * other + 1 : other + pairs;
+    PYCOLLECTIVE_RETURN_IF_FAILED(mpi.Sendrecv(channel, outgoing(partner), incoming(partner, &theirs)));
+    add(other > place);
+  }
+  return rank < 2 * pairs ? mpi.Send(channel, outgoing(rank - 1)) : Outcome{};
+}
+
+Outcome Comparison::CombineAll(const Library& mpi, const Channel& channel, Block* block) {
+  bool has_levels = false;
+  if (in_levels_ && channel.levels != nullptr && channel.levels->HasSharedHost()) {
+    PYCOLLECTIVE_RETURN_IF_FAILED(channel.levels->Make(mpi, channel, &has_levels));
+  }
+  if (!has_levels) {
+    Channel of_all;
+    of_all.messages = comm_;
+    const auto rank_of = [&](int rank) { return ranks_.empty() ? rank : ranks_[static_cast<size_t>(rank)]; };
+    return CombineByMessages(mpi, of_all, tag_, channel.rank, channel.size, rank_of, block);
+  }
+  HostLevels& levels = *channel.levels;
+  PYCOLLECTIVE_RETURN_IF_FAILED(levels.OnBoard(mpi, channel, BlocksOfHost(block)));
+  if (const Channel* const leaders = levels.leaders()) {
+    const auto rank_of = [](int rank) { return rank; };
+    PYCOLLECTIVE_RETURN_IF_FAILED(CombineByMessages(mpi, *leaders, 0, leaders->rank, leaders->size, rank_of, block));
+  }
+  return levels.OnBoard(mpi, channel, BlockOfAll(block));
+}
+
+// Comparisons ----------------------------------------------------------------------------------------------------
+
 namespace {
 
-struct Block {
-  uint64_t digest;
-  alignas(8) char data[kPiggybackBytes];
-};
-static_assert(sizeof(Block) == 128, "ranks send it as bytes");
+// A number that no other call has, for a rank that has no history to offer.
+uint64_t NoOffer() {
+  static auto& numbers = *new std::mt19937_64(std::random_device{}());
+  static std::mutex mutex;
+  const std::lock_guard<std::mutex> lock(mutex);
+  return numbers();
+}
+
+std::atomic<int64_t> comparisons{0};
+
+// Finds the same difference on all ranks, if there is one. Each rank compares its call with a reference: first rank 0's call, then
+// calls that match the references before, but are equal to none of them. So each pair of unequal calls is compared on both sides: a
+// rank alone knows whether it has the other's line in a program of its own.
+Outcome FindDifference(const Library& mpi, const Channel& channel, const Post& own, Difference* found) {
+  Channel flat = channel;  // not in levels, since a rank may come from another call
+  flat.levels = nullptr;
+  flat.exchange = nullptr;
+  const CallDescription own_call(own);
+  const auto of_rank = [&](int64_t rank, CallDescription* call) {
+    *call = own_call;
+    Arguments a{call, call, sizeof(CallDescription), Type::kUint8};
+    a.root = static_cast<int>(rank);
+    return mpi.Bcast(flat, a);
+  };
+  // The first rank for which a condition is true; the number of ranks if there is none.
+  const auto first = [&](bool is_true, int64_t* rank) {
+    const int64_t mine = is_true ? channel.rank : channel.size;
+    return mpi.Allreduce(flat, {&mine, rank, 1, Type::kInt64, Op::kMin});
+  };
+  bool is_reference = false;  // the call of this rank is equal to a reference
+  for (int64_t reference = 0; reference < channel.size;) {
+    CallDescription theirs;
+    PYCOLLECTIVE_RETURN_IF_FAILED(of_rank(reference, &theirs));
+    const bool matches = own.Matches(theirs.post);
+    int64_t other = 0;
+    PYCOLLECTIVE_RETURN_IF_FAILED(first(!matches, &other));
+    if (other < channel.size) {
+      CallDescription others;
+      PYCOLLECTIVE_RETURN_IF_FAILED(of_rank(other, &others));
+      const CallDescription& shown = matches ? others : theirs;
+      *found = {static_cast<int>(matches ? other : reference), shown.post, shown.line};
+      return {};
+    }
+    is_reference = is_reference || own.Digest() == theirs.post.Digest();
+    PYCOLLECTIVE_RETURN_IF_FAILED(first(!is_reference, &reference));
+  }
+  return {};
+}
 
 }  // namespace
 
-Outcome CompareWithAll(const Library& mpi, const Channel& channel, const Post& own, const PiggybackedCollective* piggybacked,
-                       Difference* found) {
+int64_t Comparison::made() { return comparisons.load(std::memory_order_relaxed); }
+
+Outcome Comparison::Compare(const Library& mpi, const Channel& channel, const Post& own, const PiggybackedAllreduce* piggybacked,
+                            Difference* found) {
   const WithNonblocking on_all_ranks;  // nonblocking on all ranks, since the ranks may come from different calls
-  Block mine{own.Digest(), {}};
-  if (piggybacked != nullptr) piggybacked->Pack({channel.rank, channel.size}, mine.data);
-  std::vector<Block> all(static_cast<size_t>(channel.size));
-  PYCOLLECTIVE_RETURN_IF_FAILED(mpi.Allgather(channel, {&mine, all.data(), sizeof(Block), Type::kUint8}));
-  if (std::any_of(all.begin(), all.end(), [&](const Block& block) { return block.digest != mine.digest; })) {
-    const CallDescription own_call(own);
-    std::vector<CallDescription> calls(all.size());
-    PYCOLLECTIVE_RETURN_IF_FAILED(mpi.Allgather(channel, {&own_call, calls.data(), sizeof(CallDescription), Type::kUint8}));
-    for (size_t rank = 0; rank < calls.size(); ++rank) {
-      if (own.Matches(calls[rank].post)) continue;
-      *found = {static_cast<int>(rank), calls[rank].post, calls[rank].line};
-      return {};
-    }
-  }
+  comparisons.fetch_add(1, std::memory_order_relaxed);
+  Post unnumbered = own;
+  unnumbered.seq = 0;
+  const uint64_t call = Mix(0, unnumbered.Digest());
+  const uint64_t number = Mix(1, static_cast<uint64_t>(own.seq));
+  const std::optional<uint64_t> history = sections.Offer();
+  const uint64_t offer = history.has_value() ? Mix(2, *history) : NoOffer();
+  Block block{call, Mix(call, static_cast<uint64_t>(channel.rank)), number, offer, 0, 0, 0, {}};
   if (piggybacked != nullptr) {
-    piggybacked->Complete({channel.rank, channel.size}, [&](int rank) { return all[static_cast<size_t>(rank)].data; });
+    block.type = static_cast<int32_t>(piggybacked->type());
+    block.op = static_cast<int32_t>(piggybacked->op());
+    block.count = piggybacked->count();
+    piggybacked->Pack({channel.rank, channel.size}, block.data);
   }
+  PYCOLLECTIVE_RETURN_IF_FAILED(CombineAll(mpi, channel, &block));
+  const auto all_have = [&](uint64_t sum, uint64_t of_this_rank) {
+    return sum == of_this_rank * static_cast<uint64_t>(channel.size);
+  };
+  const bool are_known = all_have(block.calls, call) || matching_.count(block.by_rank) != 0;
+  if (!are_known || !all_have(block.numbers, number)) {
+    PYCOLLECTIVE_RETURN_IF_FAILED(FindDifference(mpi, channel, own, found));
+    if (found->rank >= 0) return {};
+    constexpr size_t kMost = 1 << 14;
+    if (matching_.size() >= kMost) matching_.clear();  // on all ranks at the same call
+    matching_.insert(block.by_rank);
+  }
+  sections.Compared(block.by_rank, history.has_value() && all_have(block.offers, offer));
+  if (piggybacked != nullptr) piggybacked->Unpack(block.data);
   return {};
 }
 

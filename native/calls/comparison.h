@@ -1,28 +1,125 @@
-// The comparison of a call between ranks that do not share memory, for example on several hosts.
+// The comparison of a call between ranks that do not all share memory, for example on several hosts.
 //
-// Before the call each rank gathers a block from all ranks: a hash of the call, its line and its number on the channel. If the
-// hashes differ, all ranks see this, and gather the descriptions of the calls. A small collective needs no call of its own: its
-// operands are sent in the blocks (piggyback.h).
+// Before the call each rank makes a block: sums of hashes, and the operand of a small sum. The blocks of all ranks are combined,
+// so that the costs grow with the logarithm of the number of ranks: within a host on the board, where the first rank of the host
+// combines them, and between these first ranks by messages. By the sums each rank sees whether all ranks make the same call; all
+// ranks come to the same verdict. Only if they do not, their descriptions travel. So the operands of a small sum arrive with the
+// verdict, in the same messages.
+//
+// A program makes most of its calls in the same order at each run. Such calls are a *section*: those of a program between two
+// places where its control flow depends on data. The ranks compare each call of a section in its first run. Each rank keeps a
+// hash of what they have compared, the *history* of the section, which is the same on all ranks. In a later run they compare
+// their histories with the first call. If these are equal, the calls of the section need no comparison in that run.
 
 #ifndef PYCOLLECTIVE_NATIVE_CALLS_COMPARISON_H_
 #define PYCOLLECTIVE_NATIVE_CALLS_COMPARISON_H_
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
+#include <unordered_map>
+#include <unordered_set>
+#include <vector>
 
 #include "mpi/collectives.h"
 #include "shared_memory/board.h"
+#include "shared_memory/host_levels.h"
 #include "shared_memory/piggyback.h"
 
 namespace pycollective {
 
-// The room for operands in the block of a rank, in bytes.
+// The room for an operand in a block, in bytes.
 inline constexpr int64_t kPiggybackBytes = 120;
 
-// Compares the call of this rank with the calls of all ranks of the channel, which must all make this call. Sets `found` to the
-// first call that does not match. If all match and `piggybacked` is not null, it also makes this collective, which must fit.
-Outcome CompareWithAll(const Library& mpi, const Channel& channel, const Post& own, const PiggybackedCollective* piggybacked,
-                       Difference* found);
+// The description of a call, for ranks that do not share memory.
+struct CallDescription {
+  Post post;
+  char line[kLineBytes] = {};
+
+  CallDescription() = default;
+  explicit CallDescription(const Post& post);
+};
+
+// The section of a call, as its program says.
+struct Section {
+  // A hash of all calls of the section, as this rank makes them; 0: the call is in no section.
+  int64_t id = 0;
+  // Whether the call is the first one after a place where the control flow depends on data.
+  bool begins = false;
+  // The number of the run of the program in this process.
+  int64_t run = 0;
+};
+
+// The sections of one channel, as this rank knows them.
+class Sections {
+ public:
+  // Takes the next call of the channel. Returns whether it is covered: the ranks have compared their histories in this run, and
+  // need not compare the call.
+  bool Enter(const Section& section);
+  // For a call that is not covered, and is compared: the history of its section. Nothing if there is none, or if this run has
+  // offered it.
+  std::optional<uint64_t> Offer();
+  // The call was compared. `call`: a hash of the calls of all ranks, the same on all of them. `all_offer`: whether all ranks have
+  // offered the same history.
+  void Compared(uint64_t call, bool all_offer);
+  // The call was not compared, since the ranks have agreed on such a call before. `call`: its hash.
+  void Known(uint64_t call);
+
+ private:
+  struct History {
+    uint64_t hash = 0;
+    int64_t calls = 0;
+  };
+  void Add(uint64_t call);
+
+  Section own_;              // of the last call
+  History now_;              // of its run
+  bool has_offered_ = false;
+  bool is_covered_ = false;  // the last call
+  int64_t covered_ = 0;      // the number of the last call of this run that is covered; 0: none
+  std::unordered_map<int64_t, History> known_;
+};
+
+// The comparisons of one channel.
+class Comparison {
+ public:
+  Comparison() = default;
+  // `comm`: a communicator of MPI with all ranks of the channel. `ranks`: their numbers in it; empty: those of the channel. `tag`:
+  // of messages on it, which nobody else uses. `in_levels`: whether ranks of one host meet in their memory, if they can.
+  Comparison(int64_t comm, std::vector<int> ranks, int tag, bool in_levels)
+      : comm_(comm), ranks_(std::move(ranks)), tag_(tag), in_levels_(in_levels) {}
+
+  // Compares the call of this rank with the calls of all ranks of the channel, which must all make this call. Sets `found` to a
+  // call that does not match, on all ranks or on none. If all match and `piggybacked` is not null, it also makes this sum, which
+  // must fit.
+  Outcome Compare(const Library& mpi, const Channel& channel, const Post& own, const PiggybackedAllreduce* piggybacked,
+                  Difference* found);
+
+  // How many comparisons this process has made, on all channels.
+  static int64_t made();
+
+  Sections sections;
+
+ private:
+  struct Block;
+  struct BlocksOfHost;
+  struct BlockOfAll;
+
+  // Combines the blocks of all ranks of the channel.
+  Outcome CombineAll(const Library& mpi, const Channel& channel, Block* block);
+  // Combines the blocks of `size` ranks by messages. `rank`: this rank's number among them. `channel`: of these messages.
+  // `rank_of`: their numbers there.
+  template <typename RankOf>
+  static Outcome CombineByMessages(const Library& mpi, const Channel& channel, int tag, int rank, int size, RankOf rank_of,
+                                   Block* block);
+
+  int64_t comm_ = 0;
+  std::vector<int> ranks_;
+  int tag_ = 0;
+  bool in_levels_ = false;
+  // Hashes of calls that differ between ranks, and match all the same.
+  std::unordered_set<uint64_t> matching_;
+};
 
 }  // namespace pycollective
 

@@ -69,8 +69,6 @@ Outcome Drop(const Library& mpi, const Channel& channel, const Post& post, int s
 
 }  // namespace
 
-CallDescription::CallDescription(const Post& post) : post(post) { CopyLine(SiteText(post.site), line); }
-
 Outcome Send(const Library& mpi, const Channel& channel, const SentMessage& sent) {
   if (check < Check::kEvery) return mpi.Send(channel, sent.data);
   const MessageHeader header(channel, sent);

@@ -8,19 +8,11 @@
 #ifndef PYCOLLECTIVE_NATIVE_CALLS_MESSAGES_H_
 #define PYCOLLECTIVE_NATIVE_CALLS_MESSAGES_H_
 
+#include "calls/comparison.h"
 #include "mpi/collectives.h"
 #include "shared_memory/board.h"
 
 namespace pycollective {
-
-// The description of a call, for ranks that do not share memory.
-struct CallDescription {
-  Post post;
-  char line[kLineBytes] = {};
-
-  CallDescription() = default;
-  explicit CallDescription(const Post& post);
-};
 
 // A message that this rank sends or expects. `post` has its dtype, its shape and the line of the call.
 struct SentMessage {

@@ -86,13 +86,26 @@ Outcome HostLevels::Make(const Library& mpi, const Channel& channel, bool* has) 
     if (slot >= 0) {
       memory_of_local_ = Exchange(slot, local_.rank, local_.size);
       local_.exchange = &memory_of_local_;
+      board_of_local_ = BoardSlot(slot, local_.rank, local_.size);
     }
     // Ranks beyond the lanes of some host send nothing.
     if (has_ && local_.rank < lanes_) PYCOLLECTIVE_RETURN_IF_FAILED(make(lane_ranks_, &lane_, &comms_[1]));
+    lane_.messages = lane_.collective;
     made_ = true;
   }
   *has = has_;
   return {};
+}
+
+Outcome HostLevels::OnBoard(const Library& mpi, const Channel& channel, const PiggybackedCollective& collective) {
+  if (local_.size == 1) return {};
+  Outcome progress;
+  const auto make_progress = [&](int rank) {
+    progress = mpi.Progress(channel, local_ranks_[static_cast<size_t>(rank)]);
+    return progress.ok();
+  };
+  board_of_local_.Compare(Post{}, false, make_progress, &collective);
+  return progress;
 }
 
 Outcome HostLevels::Run(const Library& mpi, Operation operation, const Arguments& a) {
@@ -203,6 +216,7 @@ Outcome HostLevels::Free(const Library& mpi) {
     BoardSlot::Release(slot_);
     slot_ = -1;
   }
+  board_of_local_ = BoardSlot();
   made_ = false;
   for (auto& comm : comms_) {
     const int64_t own = comm.exchange(0);

@@ -12,8 +12,10 @@
 
 #include "base/operations.h"
 #include "mpi/collectives.h"
+#include "shared_memory/board.h"
 #include "shared_memory/exchange.h"
 #include "shared_memory/host_collectives.h"
+#include "shared_memory/piggyback.h"
 
 namespace pycollective {
 
@@ -34,6 +36,14 @@ class HostLevels {
   // Makes the levels at the first call. All ranks of the channel must ask; they get the same answer: false if the ranks
   // of some host share no memory.
   Outcome Make(const Library& mpi, const Channel& channel, bool* has);
+
+  // Whether a host has several of the ranks.
+  bool HasSharedHost() const { return largest_ > 1; }
+  // After Make has answered true: a small collective of the ranks of this host, on its board.
+  Outcome OnBoard(const Library& mpi, const Channel& channel, const PiggybackedCollective& collective);
+  // After Make has answered true: the first ranks of all hosts, if this rank is one of them; else null. Nobody else sends
+  // messages there.
+  const Channel* leaders() const { return local_.rank == 0 ? &lane_ : nullptr; }
 
   // A call that Has says is made in levels.
   Outcome Run(const Library& mpi, Operation operation, const Arguments&);
@@ -69,6 +79,7 @@ class HostLevels {
   bool made_ = false, has_ = false;
   Channel local_, lane_;
   Exchange memory_of_local_;
+  BoardSlot board_of_local_;
   int64_t slot_ = -1;
   std::atomic<int64_t> comms_[2] = {};  // what MPI has made, for AddOwnComms
 };

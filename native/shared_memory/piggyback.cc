@@ -35,6 +35,19 @@ void PiggybackedAllreduce::Pack(Member, char* to) const {
 
 bool PiggybackedAllreduce::Needs(Member, int) const { return true; }
 
+int64_t PiggybackedAllreduce::count() const {
+  int64_t count = 0;
+  for (const ArrayPair& array : arrays_) count += array.count;
+  return count;
+}
+
+void PiggybackedAllreduce::Unpack(const char* from) const {
+  for (const ArrayPair& array : arrays_) {
+    if (array.count > 0) std::memcpy(array.y, from, static_cast<size_t>(array.nbytes()));
+    from += array.nbytes();
+  }
+}
+
 void PiggybackedAllreduce::Complete(Member member, const BytesOfRank& of) const {
   int64_t first = 0;  // of the array, in bytes
   for (const ArrayPair& array : arrays_) {

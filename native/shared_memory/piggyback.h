@@ -41,6 +41,13 @@ class PiggybackedAllreduce final : public PiggybackedCollective {
   bool Needs(Member member, int other) const override;
   void Complete(Member member, const BytesOfRank& of) const override;
 
+  // Of a call that may be piggybacked: the type, the operation and the number of elements of all arrays together.
+  Type type() const { return arrays_.front().type; }
+  Op op() const { return op_; }
+  int64_t count() const;
+  // Copies the result, which lies as Pack has written the operands.
+  void Unpack(const char* from) const;
+
  private:
   const std::vector<ArrayPair>& arrays_;
   const Op op_;

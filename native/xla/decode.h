@@ -68,12 +68,13 @@ auto BindCall() {
   const auto with_participants = [](auto&& binding) {
     auto with_comm = std::move(binding).template Attr<ffi::Span<const int64_t>>("comm");
     auto with_devices = std::move(with_comm).template Attr<int64_t>("devices").template Attr<int64_t>("replicated");
-    return std::move(with_devices).template Attr<int64_t>("site").template Attr<int64_t>("order");
+    auto with_site = std::move(with_devices).template Attr<int64_t>("site").template Attr<int64_t>("order");
+    return std::move(with_site).template Attr<int64_t>("section");
   };
   if constexpr (Buffers::kInHostMemory) {
-    return with_participants(ffi::Ffi::Bind().Ctx<ffi::DeviceOrdinal>());
+    return with_participants(ffi::Ffi::Bind().Ctx<ffi::DeviceOrdinal>().Ctx<ffi::RunId>());
   } else {
-    return with_participants(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<void*>>());
+    return with_participants(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<void*>>().Ctx<ffi::RunId>());
   }
 }
 
@@ -112,6 +113,9 @@ auto BindArrays(Names... names) {
   return WithAttributes(bind, names...);
 }
 
+// The section of a call, from its attribute, whose lowest bit says that the call begins a section (ordering/sections.py).
+inline Section SectionOf(int64_t attribute, ffi::RunId run) { return {attribute >> 1, (attribute & 1) != 0, run.run_id}; }
+
 // Makes a handler from a binding and function(buffers, participants, arguments of the binding...). It is never deleted.
 template <typename Buffers, typename Binding, typename Function>
 ffi::Ffi* NewHandler(Operation operation, Binding binding, Function function) {
@@ -122,15 +126,16 @@ ffi::Ffi* NewHandler(Operation operation, Binding binding, Function function) {
     return error;
   };
   return std::move(binding)
-      .To([operation, run](auto where, ffi::Span<const int64_t> comm, int64_t devices, int64_t replicated, int64_t site,
-                           int64_t order, auto... arguments) {
+      .To([operation, run](auto where, ffi::RunId number, ffi::Span<const int64_t> comm, int64_t devices, int64_t replicated,
+                           int64_t site, int64_t order, int64_t section, auto... arguments) {
+        const Section own = SectionOf(section, number);
         if constexpr (Buffers::kIsAsync) {
           const auto make_call = [=](ffi::Span<const int64_t> comm, auto... arguments) {
-            return run(where, {comm, devices, replicated != 0, site, order}, arguments...);
+            return run(where, {comm, devices, replicated != 0, site, order, own}, arguments...);
           };
           return RunAsync(make_call, comm, arguments...);
         } else {
-          return run(where, {comm, devices, replicated != 0, site, order}, arguments...);
+          return run(where, {comm, devices, replicated != 0, site, order, own}, arguments...);
         }
       })
       .release();

@@ -78,10 +78,11 @@ auto BindGuard(Names... names) {
 template <typename Buffers, typename Binding, typename Function>
 ffi::Ffi* NewGuard(Binding binding, Function function) {
   return std::move(binding)
-      .To([function](auto where, ffi::Span<const int64_t> comm, int64_t devices, int64_t replicated, int64_t site, int64_t order,
-                     InToken token, ffi::RemainingArgs arrays, OutToken out_token, int64_t operation, auto... attributes) {
+      .To([function](auto where, ffi::RunId number, ffi::Span<const int64_t> comm, int64_t devices, int64_t replicated,
+                     int64_t site, int64_t order, int64_t section, InToken token, ffi::RemainingArgs arrays, OutToken out_token,
+                     int64_t operation, auto... attributes) {
         return CatchAsError(static_cast<Operation>(operation), [&] {
-          const Participants participants{comm, devices, replicated != 0, site, order};
+          const Participants participants{comm, devices, replicated != 0, site, order, SectionOf(section, number)};
           return function(Buffers(where), participants, token, arrays, out_token, operation, attributes...);
         });
       })

@@ -22,8 +22,9 @@ from pycollective.jax_support import jax_internals
 from pycollective.jax_support.donation import Donated, without_copies
 from pycollective.jax_support.jax_internals import without_references
 from pycollective.jax_support.jaxprs import all_equations, as_function, evaluate, rebind, split_arrays
-from pycollective.ordering import dispatch, operand_order
+from pycollective.ordering import dispatch, operand_order, sections
 from pycollective.ordering.effect import effect
+from pycollective.transport import native
 
 region_p = Primitive("pycollective_region")
 region_p.multiple_results = True
@@ -99,6 +100,16 @@ def number_reductions(program: Program) -> Program:
     return program.changed(operand_order.with_numbers)
 
 
+def mark_sections(program: Program) -> Program:
+    """The pass that tells the calls that each run makes in the same order, where ranks compare them by messages."""
+    return program.changed(functools.partial(sections.with_sections, is_counted=_compares_by_messages))
+
+
+def _compares_by_messages(participants: Any) -> bool:
+    number, *_ = participants._key
+    return not native.share_board(number)
+
+
 class Region:
     """A function whose trace is one region, which :func:`jax.jit` compiles as a whole program.
 
@@ -117,7 +128,7 @@ class Region:
         self,
         fun: Callable[..., Any],
         *,
-        passes: Sequence[Pass] = (avoid_copies, number_reductions),
+        passes: Sequence[Pass] = (avoid_copies, number_reductions, mark_sections),
         donated: Donated | None = None,
         with_completion: bool = False,
         devices: frozenset[jax.Device] = frozenset(),

@@ -96,6 +96,7 @@ def lower(
             "replicated": one_call_for_all,
             "site": site,
             "order": passed.order or 0,
+            "section": passed.section,
         }
         with jax_internals.location_named(ctx, name_in_profiles(primitive.name, _structs(ctx.avals_in))):
             taken = operands if on_host else apart(operands)
@@ -207,7 +208,7 @@ def _lower_decomposition(ctx: Any, form: Decomposition, operands: Sequence[Any])
 
 def _lower_composition(ctx: Any, form: Composition, operands: Sequence[Any], passed: Passed) -> Sequence[Any]:
     site = call_site.site_of_lowered(passed.derivative, passed.program)
-    one_device = {"devices": 1, "replicated": False, "site": site, "order": 0}
+    one_device = {"devices": 1, "replicated": False, "site": site, "order": 0, "section": 0}
     before = form.before.rule, _with_dtypes(form.before.attributes, ctx.avals_in, passed) | one_device
     after = form.after.rule, form.after.attributes | one_device
     with jax.enable_x64(True):  # the operands may have 64 bits where the program around may not make such arrays

@@ -41,6 +41,7 @@ class Passed(NamedTuple):
         tree: of a call with a root, a hash of the paths to the leaves of its tree; 0: it is compared by other means.
         program: of a collective over named axes, a hash of all collectives of the program; else 0.
         order: of a reduction, its number among those that are alike (``ordering/operand_order.py``); None: it has none.
+        section: the section of the program to which the call belongs (``ordering/sections.py``); 0: it is in none.
     """
 
     dtypes: tuple[str, ...]
@@ -48,6 +49,7 @@ class Passed(NamedTuple):
     tree: int = 0
     program: int = 0
     order: int | None = None
+    section: int = 0
 
     @classmethod
     def of(cls, xs: Sequence[Any]) -> Passed:
@@ -56,7 +58,7 @@ class Passed(NamedTuple):
         Example:
             >>> import jax.numpy as jnp
             >>> Passed.of([jnp.zeros(2, "bfloat16")])
-            Passed(dtypes=('bfloat16',), derivative='', tree=0, program=0, order=None)
+            Passed(dtypes=('bfloat16',), derivative='', tree=0, program=0, order=None, section=0)
         """
         return cls(tuple([_name(x.dtype) for x in xs]), _derivative.get(), _tree.get(), _program.get())
 

@@ -11,7 +11,9 @@
    possible, to overlap with the computation (``named_axes/overlap.py``).
 6. *Number reductions*. Reductions that are alike get numbers, by which the ranks see that they make them in one order
    (``ordering/operand_order.py``).
-7. *Region*. The program becomes one primitive without effects (``ordering/region.py``), which :func:`jax.jit`
+7. *Mark sections*. The collectives that each run makes in the same order become sections. Ranks on several hosts
+   compare a section once in each run (``ordering/sections.py``).
+8. *Region*. The program becomes one primitive without effects (``ordering/region.py``), which :func:`jax.jit`
    compiles.
 
 Each pass between the trace and the region is a function from a program to a program. The command
@@ -24,7 +26,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pycollective.named_axes import overlap
-from pycollective.ordering.region import Pass, Program, avoid_copies, number_reductions
+from pycollective.ordering.region import Pass, Program, avoid_copies, mark_sections, number_reductions
 from pycollective.ranks import agreement
 from pycollective.spmd import device_program
 
@@ -55,4 +57,5 @@ def passes_of(where: str, fun: Callable[..., Any], arrange: overlap.Overlap) -> 
         "avoid copies": avoid_copies,
         "arrange sums": arrange_sums,
         "number reductions": number_reductions,
+        "mark sections": mark_sections,
     }

@@ -363,6 +363,16 @@ def spans_hosts(number: int) -> bool:
     return bool(library().pycollective_spans_hosts(ctypes.c_int64(number)))
 
 
+def share_board(number: int) -> bool:
+    """Whether the ranks of a communicator or part are on this host, and compare their calls on its board."""
+    return bool(library().pycollective_share_board(ctypes.c_int64(number)))
+
+
+def comparisons() -> int:
+    """How many comparisons by messages this process has made: of calls whose ranks share no board."""
+    return int(library().pycollective_comparisons())
+
+
 def xla_can_call() -> bool:
     """Whether XLA has opened the library, so that its own collectives go through it."""
     return bool(library().pycollective_xla_is_open())
@@ -439,6 +449,6 @@ def results_lowering(number: int) -> Any:
 def done_lowering(number: int) -> Any:
     """The rule for ``device_allreduce_done`` of so many arrays."""
     rule = _in_place_lowering("device_allreduce_done", number, has_side_effect=True)
-    one_device = {"devices": 1, "replicated": 0, "site": 0, "order": 0}
+    one_device = {"devices": 1, "replicated": 0, "site": 0, "order": 0, "section": 0}
     as_int64 = {name: np.int64(value) for name, value in one_device.items()}
     return lambda ctx, *operands, comm: rule(ctx, *operands, comm=np.array(comm, np.int64), **as_int64)

@@ -580,3 +580,90 @@ def test_gradients_travel_beside_computation(overlap: str, hosts: dict[str, str]
     done = run(environ, "-n", "4", "--hosts", "h0,h1", "--bind", "none", str(program))
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.split() == ["agrees", str(overlap == "auto")] * 4
+
+
+# Calls are compared within a host on its board, and between the first ranks of the hosts by messages.
+COMPARED = """
+import sys
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pycollective as pc
+from mpi4py import MPI
+from pycollective.transport import native
+
+world = pc.init()
+n = world.size
+in_turns = world.split(0, key=-world.rank)  # the ranks of a host need not follow each other
+x = np.arange(100, dtype=np.float32)
+
+
+def comparisons(call):
+    before = native.comparisons()
+    result = np.asarray(call())
+    return native.comparisons() - before, result
+
+
+for comm in (world, in_turns):
+    @pc.jit
+    def program(x, flag):
+        x = pc.psum(pc.pmax(x, comm), comm) / n
+        x = jax.lax.scan(lambda x, _: (pc.psum(x, comm) / n, None), x, None, length=3)[0]
+        x = jax.lax.cond(flag, lambda x: pc.psum(x, comm) / n, lambda x: x, x)
+        return pc.pmax(pc.pmin(x, comm), comm)
+
+    # In the first run five sums, the one that depends on data, two more; then each section once, and that one.
+    for count, flag in ((8, True), (3, True), (2, False), (3, True)):
+        made, result = comparisons(lambda: program(x, flag))
+        assert made == count, (made, count)
+        np.testing.assert_allclose(result, x)
+    try:
+        jax.block_until_ready(program(x, bool(world.rank == 1)))  # after the history is known
+    except (RuntimeError, ValueError) as error:
+        assert "CollectiveMismatch" in str(error), error
+    else:
+        raise AssertionError("no error")
+    made, result = comparisons(lambda: program(x, True))
+    np.testing.assert_allclose(result, x)
+
+    # A sum of 100 bytes travels with the comparison. Its bits are those of the sums of the hosts.
+    small = pc.jit(lambda x: pc.psum(x, comm))
+    operands = [np.random.default_rng(rank).normal(size=25).astype(np.float32) for rank in range(n)]
+    places = world.mpi.allgather((comm.rank, world.host_index, world.rank))
+    hosts = {}
+    for _, host, rank in sorted(places):
+        hosts[host] = hosts[host] + operands[rank] if host in hosts else operands[rank]
+    a, b = hosts.values()
+    for _ in range(3):
+        made, result = comparisons(lambda: small(operands[world.rank]))
+        assert made == 1
+        np.testing.assert_array_equal(result, a + b)
+
+    # Another call on one rank, behind a call that is the same: an error that names that rank, on all ranks.
+    head = lambda x: pc.psum(x, comm)
+    sums, gathers = pc.jit(lambda x: pc.psum(head(x), comm)), pc.jit(lambda x: pc.all_gather(head(x), comm))
+    for _ in range(2):
+        jax.block_until_ready((sums(x), gathers(x)))
+    odd = n - 1
+    try:
+        jax.block_until_ready((gathers if comm.rank == odd else sums)(x))
+    except (RuntimeError, ValueError) as error:
+        assert f"on rank {0 if comm.rank == odd else odd} " in str(error), error
+    else:
+        raise AssertionError("no error")
+    np.testing.assert_allclose(sums(x), n * n * x)
+in_turns.free()
+sys.stdout.write(f"rank {world.rank} agrees\\n")
+"""
+
+
+@pytest.mark.library
+@pytest.mark.parametrize("where", ["h0,h1", "h0:1,h1:3", "h0:1,h1:1"])
+def test_calls_are_compared_in_levels(where: str, hosts: dict[str, str], tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(COMPARED)
+    ranks = "2" if where == "h0:1,h1:1" else "4"
+    environ = {**hosts, "XLA_FLAGS": unoptimised.flags()}
+    done = run(environ, "-n", ranks, "--hosts", where, "--bind", "none", str(program))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(re.findall(r"rank (\d) agrees", done.stdout)) == [str(rank) for rank in range(int(ranks))]

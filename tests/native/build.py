@@ -60,6 +60,7 @@ SOURCES = {
     "device_test": [_NATIVE / "devices" / "device.cc", *_LIBRARY],
     "team_test": [_NATIVE / "devices" / "team.cc"],
     "board_test": [*_BOARD, _NATIVE / "mpi" / "reduction.cc", *RECORDER],
+    "comparison_test": [_NATIVE / "calls" / "comparison.cc", *_LIBRARY],
     "exchange_test": _LIBRARY,
     "explore_test": [_NATIVE / "mpi" / "collectives.cc", *RECORDER],
     "monitor_test": _MONITOR,

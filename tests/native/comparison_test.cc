@@ -1,0 +1,393 @@
+// Tests of the comparison of calls by messages, and of sections: threads in the place of ranks, and a library that hands
+// messages from thread to thread and counts them.
+
+#include "calls/comparison.h"
+
+#include <cmath>
+#include <condition_variable>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <tuple>
+#include <vector>
+
+#include "harness.h"
+#include "mpi/collectives.h"
+#include "mpi/packing.h"
+#include "records/recorder.h"
+
+namespace pc = pycollective;
+
+namespace {
+
+thread_local int rank_of_thread = 0;
+
+pc::Outcome IsCalled() {
+  std::fprintf(stderr, "a function of MPI was called that comparisons do not need\n");
+  std::_Exit(1);
+}
+
+// Messages between threads. Collectives are made of them.
+class Mailboxes final : public pc::Library {
+ public:
+  explicit Mailboxes(int ranks) : size_(ranks), sent(size()), bytes(size()), collectives(size()) {}
+
+  pc::Outcome Send(const pc::Channel&, const pc::Outgoing& out) const override {
+    const auto from = static_cast<size_t>(rank_of_thread);
+    sent[from] += 1;
+    bytes[from] += out.count;
+    Post(out.dest, out.tag, std::string(static_cast<const char*>(out.data), static_cast<size_t>(out.count)));
+    return {};
+  }
+  pc::Outcome Recv(const pc::Channel&, const pc::Incoming& in) const override {
+    const std::string data = Take(in.source, in.tag);
+    CHECK(static_cast<int64_t>(data.size()) == in.count);
+    std::memcpy(in.data, data.data(), data.size());
+    return {};
+  }
+  pc::Outcome Sendrecv(const pc::Channel& channel, const pc::Outgoing& out, const pc::Incoming& in) const override {
+    Send(channel, out);
+    return Recv(channel, in);
+  }
+  pc::Outcome Bcast(const pc::Channel&, const pc::Arguments& a) const override {
+    collectives[static_cast<size_t>(rank_of_thread)] += 1;
+    const auto count = static_cast<size_t>(a.count);
+    for (int rank = 0; rank < size_ && rank_of_thread == a.root; ++rank) {
+      if (rank != a.root) Post(rank, kCollectives, std::string(static_cast<const char*>(a.send), count));
+    }
+    if (rank_of_thread != a.root) std::memcpy(a.recv, Take(a.root, kCollectives).data(), count);
+    return {};
+  }
+  pc::Outcome Allreduce(const pc::Channel&, const pc::Arguments& a) const override {
+    CHECK(a.op == pc::Op::kMin && a.type == pc::Type::kInt64 && a.count == 1);
+    collectives[static_cast<size_t>(rank_of_thread)] += 1;
+    for (int rank = 0; rank < size_; ++rank) Post(rank, kCollectives, std::string(static_cast<const char*>(a.send), 8));
+    int64_t least = INT64_MAX;
+    for (int rank = 0; rank < size_; ++rank) {
+      int64_t number;
+      std::memcpy(&number, Take(rank, kCollectives).data(), sizeof(number));
+      least = std::min(least, number);
+    }
+    std::memcpy(a.recv, &least, sizeof(least));
+    return {};
+  }
+  int proc_null() const override { return -1; }
+
+  pc::Outcome Allgather(const pc::Channel&, const pc::Arguments&) const override { return IsCalled(); }
+  pc::Outcome Alltoall(const pc::Channel&, const pc::Arguments&) const override { return IsCalled(); }
+  pc::Outcome ReduceScatter(const pc::Channel&, const pc::Arguments&) const override { return IsCalled(); }
+  pc::Outcome Reduce(const pc::Channel&, const pc::Arguments&) const override { return IsCalled(); }
+  pc::Outcome Gather(const pc::Channel&, const pc::Arguments&) const override { return IsCalled(); }
+  pc::Outcome Scatter(const pc::Channel&, const pc::Arguments&) const override { return IsCalled(); }
+  pc::Outcome Scan(const pc::Channel&, const pc::Arguments&) const override { return IsCalled(); }
+  pc::Outcome Exscan(const pc::Channel&, const pc::Arguments&) const override { return IsCalled(); }
+  pc::Outcome Barrier(const pc::Channel&) const override { return IsCalled(); }
+  pc::Outcome CheckTag(const pc::Channel&, int) const override { return IsCalled(); }
+  pc::Outcome CheckReceived(const char*, const pc::Incoming&) const override { return IsCalled(); }
+  pc::Outcome SetReceived(const pc::Incoming&) const override { return IsCalled(); }
+  pc::Outcome Permute(const pc::Channel&, const pc::Outgoing&, const pc::Incoming&, const pc::Arguments*) const override {
+    return IsCalled();
+  }
+  pc::Outcome Isend(const pc::Channel&, const pc::Outgoing&, int64_t*) const override { return IsCalled(); }
+  pc::Outcome Irecv(const pc::Channel&, const pc::Incoming&, int64_t*) const override { return IsCalled(); }
+  pc::Outcome WaitAll(std::vector<int64_t>*) const override { return IsCalled(); }
+  pc::Outcome CreateComm(int64_t, const std::vector<int>&, int, int64_t*) const override { return IsCalled(); }
+  pc::Outcome FreeComm(int64_t) const override { return IsCalled(); }
+  bool IsOwn(pc::Op, pc::Type) const override { return false; }
+  pc::Outcome Progress(const pc::Channel&, int) const override { return IsCalled(); }
+  void Abort(int) const override { IsCalled(); }
+  std::string ErrorString(int) const override { return ""; }
+
+ private:
+  static constexpr int kCollectives = -1;  // their tag
+  using Key = std::tuple<int, int, int>;   // source, destination, tag
+
+  void Post(int dest, int tag, std::string data) const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    boxes_[{rank_of_thread, dest, tag}].push_back(std::move(data));
+    arrived_.notify_all();
+  }
+  std::string Take(int source, int tag) const {
+    std::unique_lock<std::mutex> lock(mutex_);
+    std::deque<std::string>& box = boxes_[{source, rank_of_thread, tag}];
+    CHECK(arrived_.wait_for(lock, std::chrono::seconds(20), [&] { return !box.empty(); }));
+    std::string data = std::move(box.front());
+    box.pop_front();
+    return data;
+  }
+
+  size_t size() const { return static_cast<size_t>(size_); }
+
+  const int size_;
+  mutable std::mutex mutex_;
+  mutable std::condition_variable arrived_;
+  mutable std::map<Key, std::deque<std::string>> boxes_;
+
+ public:
+  mutable std::vector<int64_t> sent, bytes, collectives;  // by each rank
+};
+
+// A rank of a channel.
+struct Rank {
+  const pc::Library& mpi;
+  pc::Channel channel;
+  pc::Comparison comparison;
+
+  pc::Difference Compare(const pc::Post& post, const pc::PiggybackedAllreduce* sum = nullptr) {
+    pc::Difference found;
+    CHECK(comparison.Compare(mpi, channel, post, sum, &found).ok());
+    return found;
+  }
+};
+
+// Runs function(rank) on so many ranks. The numbers of the ranks in the communicator of messages are those of the channel.
+void OnRanks(const pc::Library& mpi, int size, const std::function<void(Rank&)>& function) {
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < size; ++rank) {
+    threads.emplace_back([&, rank] {
+      rank_of_thread = rank;
+      pc::Channel channel;
+      channel.rank = rank;
+      channel.size = size;
+      Rank own{mpi, channel, pc::Comparison(0, {}, 7, true)};
+      function(own);
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+pc::Post PostOf(pc::Operation operation, int64_t count, int64_t site = 0, int64_t seq = 1) {
+  pc::Post post{{operation, 1, count}, site, seq, 0};
+  return post;
+}
+
+int RoundsOf(int ranks) { return static_cast<int>(std::ceil(std::log2(ranks))); }
+
+// Each rank sends a message of one size for each doubling of the ranks, and one more if their number is no power of two.
+void TestMessagesGrowWithTheLogarithm() {
+  for (const int size : {2, 3, 4, 5, 7, 8, 12, 16, 33, 64, 100, 128}) {
+    Mailboxes mpi(size);
+    OnRanks(mpi, size, [](Rank& own) { CHECK(own.Compare(PostOf(pc::kAllreduce, 1000)).rank == -1); });
+    for (int rank = 0; rank < size; ++rank) {
+      const auto place = static_cast<size_t>(rank);
+      CHECK(mpi.sent[place] >= 1 && mpi.sent[place] <= RoundsOf(size));
+      CHECK(mpi.bytes[place] <= 192 * mpi.sent[place]);
+    }
+  }
+}
+
+// All ranks get the same bits, those of a tree in which lower ranks come first.
+void TestSmallSumsHaveOneOrder() {
+  const std::function<float(int, int, const std::function<float(int)>&)> tree = [&](int first, int count, const auto& of) {
+    return count == 1 ? of(first) : tree(first, count / 2, of) + tree(first + count / 2, count / 2, of);
+  };
+  for (const int size : {2, 3, 4, 6, 7, 8, 16, 23}) {
+    Mailboxes mpi(size);
+    const auto operand = [](int rank) { return 1.0f / static_cast<float>(3 * rank + 1) - 0.3f * static_cast<float>(rank); };
+    int power = 1;
+    while (power * 2 <= size) power *= 2;
+    const int pairs = size - power;
+    const auto of_place = [&](int place) {
+      return place < pairs ? operand(2 * place) + operand(2 * place + 1) : operand(place + pairs);
+    };
+    const float want = tree(0, power, of_place);
+    OnRanks(mpi, size, [&](Rank& own) {
+      for (int64_t number = 1; number <= 3; ++number) {
+        const std::vector<float> x(30, operand(own.channel.rank));
+        std::vector<float> y(30);
+        const std::vector<pc::ArrayPair> arrays{{x.data(), y.data(), 20, pc::Type::kFloat32},
+                                                {x.data() + 20, y.data() + 20, 10, pc::Type::kFloat32}};
+        const pc::PiggybackedAllreduce sum(arrays, pc::Op::kSum);
+        CHECK(sum.nbytes() == pc::kPiggybackBytes);
+        CHECK(own.Compare(PostOf(pc::kAllreduce, 30, 0, number), &sum).rank == -1);
+        for (const float got : y) CHECK(std::memcmp(&got, &want, sizeof(got)) == 0);
+      }
+    });
+  }
+}
+
+// One rank makes another call. All ranks learn of it, and which rank it is; that rank learns of rank 0's call, or of rank 1's.
+void TestADifferenceIsFoundOnAllRanks() {
+  for (const int size : {2, 3, 5, 8}) {
+    for (int odd = 0; odd < size; ++odd) {
+      for (const bool by_number : {false, true}) {
+        Mailboxes mpi(size);
+        OnRanks(mpi, size, [&](Rank& own) {
+          const bool is_odd = own.channel.rank == odd;
+          CHECK(own.Compare(PostOf(pc::kAllreduce, 5)).rank == -1);
+          const pc::Post post = PostOf(pc::kAllreduce, is_odd && !by_number ? 6 : 5, 0, is_odd && by_number ? 3 : 2);
+          const pc::Difference found = own.Compare(post);
+          CHECK(found.rank == (odd == 0 ? (is_odd ? 1 : 0) : (is_odd ? 0 : odd)));
+          CHECK(found.theirs.signature.count == (by_number || is_odd ? 5 : 6));
+          CHECK(own.Compare(PostOf(pc::kAllreduce, 5, 0, 3)).rank == -1);
+        });
+      }
+    }
+  }
+}
+
+// Ranks call a sum at lines that the others do not have: they match, and the ranks look at the lines once.
+void TestLinesThatMayDifferCostOnce() {
+  constexpr int kRanks = 5;
+  Mailboxes mpi(kRanks);
+  OnRanks(mpi, kRanks, [&](Rank& own) {
+    // Other functions, of one collective.
+    const int64_t site = int64_t{own.channel.rank + 1} << 40 | 1;
+    const int64_t& looks = mpi.collectives[static_cast<size_t>(own.channel.rank)];
+    CHECK(own.Compare(PostOf(pc::kAllreduce, 9, site, 1)).rank == -1);
+    const int64_t once = looks;
+    CHECK(once > 0);
+    for (int64_t number = 2; number <= 4; ++number) CHECK(own.Compare(PostOf(pc::kAllreduce, 9, site, number)).rank == -1);
+    CHECK(looks == once);
+    // The lines of two ranks change places.
+    const int64_t other = own.channel.rank < 4 ? int64_t{(own.channel.rank ^ 1) + 1} << 40 | 1 : site;
+    CHECK(own.Compare(PostOf(pc::kAllreduce, 9, other, 5)).rank == -1);
+    CHECK(looks == 2 * once);
+  });
+}
+
+// Two ranks differ from each other, but not from rank 0, whose line is unknown: any two calls are compared.
+void TestCallsThatMatchTheFirstRankMayDiffer() {
+  constexpr int kRanks = 4;
+  Mailboxes mpi(kRanks);
+  OnRanks(mpi, kRanks, [&](Rank& own) {
+    const int64_t line = own.channel.rank == 0 ? 0 : own.channel.rank == 3 ? 7 << 20 | 1 : 8 << 20 | 1;
+    const pc::Difference found = own.Compare(PostOf(pc::kAllreduce, 9, line));
+    CHECK(found.rank == (own.channel.rank == 3 ? 1 : 3));
+  });
+}
+
+// Sections -------------------------------------------------------------------------------------------------------
+
+constexpr pc::Section kNone{};
+constexpr pc::Section kOf(int64_t id, int64_t run, bool begins = false) { return {id, begins, run}; }
+
+// Makes a call that the ranks compare if it is not covered. Returns whether they do. `offer`: that of the other ranks; null: the
+// same as this rank's.
+bool IsCompared(pc::Sections& sections, const pc::Section& section, uint64_t call, const uint64_t* offer = nullptr) {
+  if (sections.Enter(section)) return false;
+  const std::optional<uint64_t> own = sections.Offer();
+  sections.Compared(call, own.has_value() && (offer == nullptr || *offer == *own));
+  return true;
+}
+
+std::string Run(pc::Sections& sections, int64_t id, int64_t run, int calls, uint64_t first = 1) {
+  std::string compared;
+  for (int i = 0; i < calls; ++i) compared += IsCompared(sections, kOf(id, run), first + static_cast<uint64_t>(i)) ? "c" : "-";
+  return compared;
+}
+
+void TestASectionIsComparedOnceInLaterRuns() {
+  pc::Sections sections;
+  CHECK(Run(sections, 5, 1, 4) == "cccc");
+  CHECK(Run(sections, 5, 2, 4) == "c---");
+  CHECK(Run(sections, 5, 3, 4) == "c---");
+  CHECK(IsCompared(sections, kNone, 9));
+  CHECK(IsCompared(sections, kNone, 9));
+  CHECK(Run(sections, 5, 4, 4) == "c---");
+  CHECK(Run(sections, 6, 4, 3) == "ccc");  // another section of the same run
+  CHECK(Run(sections, 6, 5, 3) == "c--");
+  CHECK(Run(sections, 5, 5, 1) == "c");
+}
+
+void TestARunThatBeginsAgainIsComparedAgain() {
+  pc::Sections sections;
+  const auto trip = [&] {
+    std::string compared;
+    for (int i = 0; i < 3; ++i) compared += IsCompared(sections, kOf(5, 1, i == 0), static_cast<uint64_t>(i)) ? "c" : "-";
+    return compared;
+  };
+  CHECK(trip() == "ccc");
+  CHECK(trip() == "c--");
+  CHECK(IsCompared(sections, kNone, 9));  // a call that depends on data
+  CHECK(trip() == "c--");
+}
+
+// Histories are equal only if the ranks have made the same calls together.
+void TestHistoriesTellWhatWasCompared() {
+  const auto offer_after = [](std::vector<uint64_t> calls) {
+    pc::Sections sections;
+    for (const uint64_t call : calls) IsCompared(sections, kOf(5, 1), call);
+    CHECK(!sections.Enter(kOf(5, 2)));
+    return *sections.Offer();
+  };
+  CHECK(offer_after({1, 2, 3}) == offer_after({1, 2, 3}));
+  for (const std::vector<uint64_t>& other : {std::vector<uint64_t>{1, 2}, {1, 3, 2}, {1, 2, 3, 4}, {1, 2, 4}, {3}}) {
+    CHECK(offer_after(other) != offer_after({1, 2, 3}));
+  }
+  // Where the others offer another one, each call is compared, and the history stays.
+  pc::Sections sections;
+  CHECK(Run(sections, 5, 1, 3) == "ccc");
+  const uint64_t other = offer_after({1, 2, 4});
+  CHECK(IsCompared(sections, kOf(5, 2), 1, &other));
+  CHECK(IsCompared(sections, kOf(5, 2), 2, &other));
+  CHECK(IsCompared(sections, kOf(5, 2), 3, &other));
+  CHECK(Run(sections, 5, 3, 3) == "c--");
+}
+
+// A run that ends early, since its program has failed, covers no more calls than the ranks have compared.
+void TestRunsThatEndEarly() {
+  pc::Sections sections;
+  CHECK(Run(sections, 5, 1, 2) == "cc");
+  CHECK(Run(sections, 5, 2, 4) == "c-cc");  // this one is whole
+  CHECK(Run(sections, 5, 3, 4) == "c---");
+  CHECK(Run(sections, 5, 4, 2) == "c-");  // it ends early
+  CHECK(Run(sections, 5, 5, 4) == "c---");
+  pc::Sections whole;
+  CHECK(Run(whole, 5, 1, 4) == "cccc");
+  CHECK(!whole.Enter(kOf(5, 2)) && !sections.Enter(kOf(5, 6)));
+  CHECK(*whole.Offer() == *sections.Offer());  // the same calls, however the ranks have come to compare them
+}
+
+// Calls that the ranks know, which need no comparison, are a part of the history.
+void TestKnownCalls() {
+  const auto run = [](pc::Sections& sections, int64_t number, std::vector<uint64_t> known, std::vector<uint64_t> compared) {
+    std::string text;
+    for (const uint64_t call : known) {
+      if (sections.Enter(kOf(5, number))) {
+        text += "-";
+      } else {
+        sections.Known(call);
+        text += "k";
+      }
+    }
+    for (const uint64_t call : compared) text += IsCompared(sections, kOf(5, number), call) ? "c" : "-";
+    return text;
+  };
+  pc::Sections sections;
+  CHECK(run(sections, 1, {8}, {1, 2}) == "kcc");
+  CHECK(run(sections, 2, {8}, {1, 2}) == "kc-");
+  CHECK(run(sections, 3, {8}, {1, 2}) == "kc-");
+  // The same history, but this run has begun with another known call: the ranks must not take the offers for equal.
+  pc::Sections other;
+  CHECK(run(other, 1, {8}, {1, 2}) == "kcc");
+  CHECK(!other.Enter(kOf(5, 2)));
+  other.Known(9);
+  CHECK(!other.Enter(kOf(5, 2)));
+  CHECK(!sections.Enter(kOf(5, 4)));
+  sections.Known(8);
+  CHECK(!sections.Enter(kOf(5, 4)));
+  CHECK(*other.Offer() != *sections.Offer());
+  CHECK(!other.Offer().has_value());  // once in a run
+}
+
+const Tests kTests = {
+    {"messages_grow_with_the_logarithm", TestMessagesGrowWithTheLogarithm},
+    {"small_sums_have_one_order", TestSmallSumsHaveOneOrder},
+    {"a_difference_is_found_on_all_ranks", TestADifferenceIsFoundOnAllRanks},
+    {"lines_that_may_differ_cost_once", TestLinesThatMayDifferCostOnce},
+    {"calls_that_match_the_first_rank_may_differ", TestCallsThatMatchTheFirstRankMayDiffer},
+    {"a_section_is_compared_once_in_later_runs", TestASectionIsComparedOnceInLaterRuns},
+    {"a_run_that_begins_again_is_compared_again", TestARunThatBeginsAgainIsComparedAgain},
+    {"histories_tell_what_was_compared", TestHistoriesTellWhatWasCompared},
+    {"runs_that_end_early", TestRunsThatEndEarly},
+    {"known_calls", TestKnownCalls},
+};
+
+}  // namespace
+
+int main(int argc, char** argv) { return RunOne(kTests, argc, argv); }
