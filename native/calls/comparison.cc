@@ -39,7 +39,7 @@ bool Sections::Enter(const Section& section) {
 std::optional<uint64_t> Sections::Offer() {
   if (own_.id == 0 || is_covered_ || has_offered_) return {};
   const auto found = known_.find(own_.id);
-  if (found == known_.end() || found->second.calls <= now_.calls) return {};
+  if (found == known_.end()) return {};
   has_offered_ = true;
   uint64_t offer = 0;
   for (const History& history : {found->second, now_}) {
@@ -121,7 +121,8 @@ struct Comparison::BlockOfAll final : PiggybackedCollective {
 
 // The concatenation of binary trees: recursive doubling. If the number of ranks is no power of two, the first ranks combine in
 // pairs before, and one of each pair hands the result to the other afterwards. Each block stands for ranks that follow each other,
-// and the lower ones come first, so all ranks get the same bits, on each run.
+// and the lower ones come first, so all ranks get the same bits, on each run. (With fused multiplications the product of two complex
+// numbers has other bits in the other order.)
 template <typename RankOf>
 Outcome Comparison::CombineByMessages(const Library& mpi, const Channel& channel, int tag, int rank, int size, RankOf rank_of,
                                       Block* block) {
