@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
+#include <cstddef>
 #include <cstdio>
 #include <cstdlib>
 #include <future>
@@ -15,16 +16,19 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <random>
 #include <set>
 #include <thread>
 
 #include "base/clock.h"
+#include "monitor/ask_tree.h"
 #include "monitor/inquiry.h"
 #include "monitor/own_end.h"
 #include "monitor/own_file.h"
 #include "monitor/process.h"
 #include "monitor/python_stacks.h"
 #include "monitor/rank_guard.h"
+#include "monitor/rank_runs.h"
 #include "monitor/status.h"
 #include "records/recorder.h"
 
@@ -32,8 +36,10 @@ namespace pycollective {
 namespace {
 
 constexpr int64_t kSecondNs = 1000000000;
-constexpr int64_t kTellNs = 2 * kSecondNs;      // for all ranks to hear that they shall end
-constexpr int64_t kReportNs = 8 * kSecondNs;    // after it has told another rank of a wait, this one reports itself
+constexpr int64_t kTellNs = 2 * kSecondNs;      // for a rank to hear of a wait
+constexpr int64_t kReportNs = 15 * kSecondNs;   // after another rank has begun a report, or was told to, this one reports itself
+constexpr int64_t kLeaderNs = 3 * kSecondNs;    // more, if that rank has to find the one that reports
+constexpr int64_t kTurnNs = 1000000;            // times the number of hosts: until the leader of a host speaks to another host
 constexpr int64_t kEndedNs = 10 * kSecondNs;    // a rank that has ended asks what the others do
 constexpr int64_t kDeathNs = 6 * kSecondNs;     // after a rank has died, a wait for it counts as a long wait
 constexpr auto kAfterFailure = std::chrono::milliseconds(200);  // before a thread goes on that has met an error
@@ -117,9 +123,8 @@ class Monitor {
   }
 
   void TellEnd(int status, const std::string& cause) {
-    Tried("tell the other ranks to end", [&] {
-      channel_.Ask(Others(), kEndNow, Writer().Put(status).Put(cause).text(), kTellNs);
-    });
+    Tried("tell the other ranks to end",
+          [&] { TellAll(channel_, settings_.processes, settings_.rank, Others(), kEndNow, Writer().Put(status).Put(cause).text()); });
   }
 
   // Writes this process's records to the folder of the settings. Returns a line of a report that says so, or why not.
@@ -148,7 +153,8 @@ class Monitor {
     }
     if (settings_.says_deaths) Say("pycollective: " + what + "\n");
     // At the same time, since the launcher may end this rank in a few milliseconds.
-    const auto told = std::async([&] { channel_.Ask(Others(), kDeathIsKnown, Writer().Put(what).text(), kTellNs); });
+    const auto told = std::async(
+        [&] { TellAll(channel_, settings_.processes, settings_.rank, Others(), kDeathIsKnown, Writer().Put(what).text()); });
     WriteRecords(what);
     told.wait();  // without a thread it is done now
   }
@@ -167,54 +173,89 @@ class Monitor {
   void Serve() {
     const auto answer = [this](int64_t kind, const std::string& text) { return Answer(kind, text); };
     while (!IsStopping()) {
-      const bool served = Tried("answer other ranks",
-                                [&] { channel_.Serve(settings_.listening, answer, [this] { return IsStopping(); }); });
+      const bool served = Tried("answer other ranks", [&] {
+        channel_.Serve(settings_.listening, answer, [this] { return IsStopping(); }, AsksOthers);
+      });
       if (!served) std::this_thread::sleep_for(kAfterFailure);
     }
   }
 
+  static bool GoesByTree(int64_t kind) { return kind == kTellStatus || kind == kEndNow || kind == kDeathIsKnown; }
+  // Whether this rank has to ask others for its answer.
+  static bool AsksOthers(int64_t kind, const std::string& text) { return GoesByTree(kind) && Reader(text).Number() > 0; }
+
+  // Several threads call it at a time.
   std::string Answer(int64_t kind, const std::string& text) {
     Reader reader(text);
+    std::vector<int> others;
+    if (GoesByTree(kind)) {
+      others = RanksFrom(reader, size());
+      if (!reader.ok()) return "";
+    }
     switch (kind) {
       case kAreYouThere: return "yes";
-      case kTellStatus: return Packed(StatusOfThisProcess(settings_.rank));
-      case kTellFrames: return Packed(StacksOfPython().Now());
-      case kProcessState: {
-        const int64_t rank = reader.Number();
-        const bool is_known = 0 <= rank && rank < size();
-        return Writer().Put(is_known ? StateOf(settings_.processes[static_cast<size_t>(rank)]) : 0).text();
+      case kTellStatus: {
+        const int64_t reason = reader.Number();
+        NoteReport(reason);
+        return Packed(HearFor(channel_, settings_.processes, StatusOfThisProcess(settings_.rank), others, reason));
       }
+      case kTellFrames: return Packed(StacksOfPython().Now());
+      case kTellGroup: return MembersOf(text);
+      case kProcessState: return StatesOf(settings_.processes, settings_.rank, text);
       case kDeathIsKnown: {
+        const std::string rest = reader.Rest();
+        bool writes;
         {
           const std::lock_guard<std::mutex> lock(mutex_);
           is_death_known_ = true;
-          if (stopping_ || has_end_) return "yes";
+          writes = !stopping_ && !has_end_;
         }
-        WriteRecords(reader.Text());
-        return "yes";
+        const std::string told = HandedOn(kind, others, rest);
+        if (writes) WriteRecords(Reader(rest).Text());
+        return told;
       }
       case kReport: {
+        const int64_t reason = reader.Number(), age_ns = reader.Number(), is_of_host = reader.Number();
         const std::lock_guard<std::mutex> lock(mutex_);
-        asked_ = std::max(asked_, reader.Number());
-        asked_for_ns_ = std::max(asked_for_ns_, reader.Number());
+        asked_ = std::max(asked_, reason);
+        asked_for_ns_ = std::max(asked_for_ns_, age_ns);
+        asked_by_other_host_ = asked_by_other_host_ || is_of_host == 0;
         changed_.notify_all();
         return "yes";
       }
       case kEndNow: {
-        const int status = static_cast<int>(reader.Number());
-        const std::string cause = reader.Text();
-        if (SetEnd(status)) {
-          {
-            const std::lock_guard<std::mutex> lock(mutex_);
-            is_told_ = true;
-            changed_.notify_all();
-          }
-          WriteRecords(cause);
+        const std::string rest = reader.Rest();
+        Reader of_end(rest);
+        const int status = static_cast<int>(of_end.Number());
+        const std::string cause = of_end.Text();
+        const bool is_new = SetEnd(status);
+        if (is_new) {
+          const std::lock_guard<std::mutex> lock(mutex_);
+          is_told_ = true;
+          changed_.notify_all();
         }
-        return "yes";
+        const std::string told = HandedOn(kind, others, rest);  // first: a file system may hang
+        if (is_new) WriteRecords(cause);
+        return told;
       }
       default: return "";
     }
+  }
+
+  // Hands a request on, and returns the reply to it; "" if that fails, so that the rank that asks tells these ranks itself.
+  std::string HandedOn(int64_t kind, const std::vector<int>& others, const std::string& text) {
+    std::string told;
+    Tried("tell other ranks", [&] { told = HandOn(channel_, settings_.processes, settings_.rank, others, kind, text); });
+    return told;
+  }
+
+  // Another rank asks what this one does: it makes a report.
+  void NoteReport(int64_t reason) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const int64_t now = NowNs();
+    if (reason < seen_reason_ && now - seen_ns_ < kReportNs) return;
+    seen_reason_ = reason;
+    seen_ns_ = now;
   }
 
   // The watch -----------------------------------------------------------------------------------------------------
@@ -238,7 +279,7 @@ class Monitor {
     int64_t interval_ns = kSecondNs;
     if (timeout_ns > 0) interval_ns = std::min(interval_ns, timeout_ns / 4);
     int64_t asked, asked_for_ns, death_ns;
-    bool is_told;
+    bool is_told, is_reporter;
     int status;
     {
       std::unique_lock<std::mutex> lock(mutex_);
@@ -250,6 +291,7 @@ class Monitor {
       if (has_end_ && !is_told) return true;  // this rank ends the job
       asked = std::exchange(asked_, 0);
       asked_for_ns = std::exchange(asked_for_ns_, 0);
+      is_reporter = std::exchange(asked_by_other_host_, false);
       death_ns = death_ns_;
     }
     if (is_told) EndAsTold(status, settings_.processes, Own().host);
@@ -278,33 +320,70 @@ class Monitor {
     if (asked == 0) warned_of_ = std::max(warned_of_, oldest_id);
     oldest_ns = std::max(oldest_ns, asked_for_ns);
     const bool reported = Tried("report a long wait", [&] {
-      if (asked != 0 || !AnotherReports(reason, oldest_ns)) Report(reason, oldest_ns);
+      if (is_reporter || !AnotherReports(reason, oldest_ns, asked != 0)) Report(reason, oldest_ns);
     });
     if (!reported && reason == kTooLongWait) EndJob("pycollective: a call has waited too long; ending all ranks.\n");
     return true;
   }
 
-  // Lets a lower rank report. Returns false if none answers, so that this rank must.
-  bool AnotherReports(int64_t reason, int64_t age_ns) {
-    // Lower ranks in larger and larger groups: often rank 0 answers, and a whole host may be silent.
-    for (int first = 0, count = 1; first < settings_.rank; first += count, count *= 8) {
-      std::vector<int> lower;
-      for (const int rank : Others()) {
-        if (first <= rank && rank < std::min(first + count, settings_.rank)) lower.push_back(rank);
-      }
-      const std::vector<Reply> alive = channel_.Ask(lower, kAreYouThere, "", kTellNs);
-      for (size_t i = 0; i < lower.size(); ++i) {
-        if (!alive[i].came) continue;
-        const std::string text = Writer().Put(reason).Put(age_ns).text();
-        if (!channel_.Ask({lower[i]}, kReport, text, kTellNs)[0].came) continue;
-        if (reason != kTooLongWait) return true;
-        // That rank ends the job. If it does not, this one does.
-        std::unique_lock<std::mutex> lock(mutex_);
-        return changed_.wait_for(lock, std::chrono::nanoseconds(kReportNs),
-                                 [this] { return stopping_ || has_end_; });
+  // Lets a lower rank report: the leader of this host, which is its lowest rank that answers; the leader lets the lowest rank of
+  // other hosts. So a rank hears from those of its host and from the leaders of other hosts. Returns false if no lower rank
+  // answers, so that this one must report. `leads`: other ranks of this host have found it to be the leader.
+  bool AnotherReports(int64_t reason, int64_t age_ns, bool leads) {
+    if (IsReportUnderWay(reason)) return Told(reason, 0);
+    std::vector<int> here, there;
+    std::set<int64_t> hosts;
+    for (const int rank : Others()) {
+      const int64_t host = settings_.processes[static_cast<size_t>(rank)].host;
+      hosts.insert(host);
+      if (rank < settings_.rank) (host == Own().host ? here : there).push_back(rank);
+    }
+    if (!leads && OneReports(here, reason, age_ns, true)) return Told(reason, kLeaderNs);
+    if (there.empty()) return false;
+    // Leaders speak one after another, so that the first report makes the others silent.
+    std::minstd_rand random(static_cast<uint32_t>(settings_.rank) + static_cast<uint32_t>(NowNs()));
+    const int64_t turns = std::min(static_cast<int64_t>(hosts.size()) * kTurnNs, kSecondNs);
+    {
+      std::unique_lock<std::mutex> lock(mutex_);
+      changed_.wait_for(lock, std::chrono::nanoseconds(static_cast<int64_t>(random()) % turns),
+                        [this] { return stopping_ || has_end_; });
+    }
+    if (IsReportUnderWay(reason)) return Told(reason, 0);
+    return OneReports(there, reason, age_ns, false) && Told(reason, 0);
+  }
+
+  // Asks `lower`, which ascend, for a report. Returns whether one of them has taken it.
+  bool OneReports(const std::vector<int>& lower, int64_t reason, int64_t age_ns, bool is_of_host) {
+    const std::string text = Writer().Put(reason).Put(age_ns).Put(is_of_host ? 1 : 0).text();
+    // In larger and larger groups: often the lowest answers, and a whole host may be silent.
+    for (size_t first = 0, count = 1; first < lower.size(); first += count, count *= 8) {
+      const std::vector<int> group(lower.begin() + static_cast<std::ptrdiff_t>(first),
+                                   lower.begin() + static_cast<std::ptrdiff_t>(std::min(first + count, lower.size())));
+      const std::vector<Reply> alive = channel_.Ask(group, kAreYouThere, "", kTellNs);
+      for (size_t i = 0; i < group.size(); ++i) {
+        if (alive[i].came && channel_.Ask({group[i]}, kReport, text, kTellNs)[0].came) return true;
       }
     }
     return false;
+  }
+
+  bool IsReportUnderWay(int64_t reason) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return seen_reason_ >= reason && NowNs() - seen_ns_ < kReportNs;
+  }
+
+  // Another rank makes the report. Where it must end the job this one waits for that end, and returns false if none comes.
+  bool Told(int64_t reason, int64_t more_ns) {
+    if (reason != kTooLongWait) return true;
+    const int64_t begun_ns = NowNs();
+    std::unique_lock<std::mutex> lock(mutex_);
+    while (!stopping_ && !has_end_) {
+      const int64_t seen_ns = seen_reason_ >= reason ? seen_ns_ : 0;
+      const int64_t left_ns = std::max(begun_ns, seen_ns) + kReportNs + more_ns - NowNs();
+      if (left_ns <= 0) return false;
+      changed_.wait_for(lock, std::chrono::nanoseconds(std::min(left_ns, kSecondNs)));
+    }
+    return true;
   }
 
   const Process& Own() const { return settings_.processes[static_cast<size_t>(settings_.rank)]; }
@@ -315,7 +394,8 @@ class Monitor {
     if (reason != kTooLongWait && last_ns != 0 && now - last_ns < kReportNs) return;
     last_ns = now;
     const std::vector<int> others = Others();
-    auto [statuses, silent] = AskAll(channel_, settings_.processes, others, StatusOfThisProcess(settings_.rank));
+    const auto [statuses, silent] =
+        AskAll(channel_, settings_.processes, others, StatusOfThisProcess(settings_.rank), reason);
     const bool for_ever = WaitForEnded(statuses, settings_.may_lose_ranks ? std::vector<SilentRank>() : silent);
     const bool ends = for_ever || (reason == kTooLongWait && IsLongWait(statuses, timeout_ns_));
     const bool warns = reason == kLongWait && IsLongWait(statuses, warn_ns_);  // else it has ended in the meantime
@@ -331,8 +411,7 @@ class Monitor {
       if (timeout_ns_ > 0) text += " All ranks end after " + LimitText(timeout_ns_) + ".";
       text += "\n";
     }
-    AskForFrames(channel_, settings_.rank, &statuses);
-    text += DescribeAll(statuses, silent);
+    text += DescribeAll(statuses, silent, AskForFrames(channel_, settings_.rank, statuses));
     if (ends) {
       EndJob(text);
     } else {
@@ -377,6 +456,9 @@ class Monitor {
   int status_ = 0;
   int64_t asked_ = 0;  // Reason
   int64_t asked_for_ns_ = 0;
+  bool asked_by_other_host_ = false;
+  int64_t seen_reason_ = 0;  // of the last report of another rank that has asked this one
+  int64_t seen_ns_ = 0;      // when that was
   int64_t death_ns_ = 0;  // when another rank died; 0: none has
   bool is_death_known_ = false;  // by a rank of its host, which has told all others
   std::set<int> forgotten_;  // ranks that have failed

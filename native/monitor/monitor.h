@@ -4,23 +4,31 @@
 // looks at the calls under way. When one lasts too long it tells the lowest rank that answers, which asks all ranks what
 // they do, writes one report, and ends the job.
 //
-// One or two more notice the deaths of other ranks (rank_guard.h).
+// One or two more notice the deaths of other ranks (rank_guard.h). Answers for which this rank has to ask others have threads of their
+// own (ask_tree.h).
 //
-// The states of a wait of this rank, which the watcher changes (Monitor::WatchOnce):
+// The leader of a host is its lowest rank that answers. The states of a wait of this rank, which the watcher changes
+// (Monitor::WatchOnce):
 //
 //   silent --- it is as old as warn_ns, and the first warning of it ---> asking: (a)
 //   silent or warned --- it is as old as timeout_ns ---> asking: (a), and the job shall end
-//   asking --- (a) a lower rank answers, and takes the report ---> told: that rank reports; this one says nothing
-//   asking --- (a) no lower rank answers ---> reporting: this rank asks all ranks what they do
-//   told --- the job shall end, and this rank has heard of no end after 8 s ---> reporting
+//   asking --- (a) a rank has asked this one for its status, for this reason or a graver one, in the last 15 s ---> told
+//   asking --- (a) a lower rank of this host answers, and takes the report to the lowest rank ---> told
+//   asking --- (a) there is none: this rank leads its host ---> leading
+//   leading --- some ms later, a rank of another host has asked for the status by now ---> told
+//   leading --- some ms later, a lower rank of another host answers, and takes the report ---> told
+//   leading --- no lower rank answers ---> reporting: this rank asks all ranks what they do
+//   told --- that rank reports; this one says nothing, unless the job shall end
+//   told --- the job shall end, and this rank has heard of no end 15 s after the last question for its status (18 s if it had told
+//     its leader) ---> reporting
 //   reporting --- by the answers the wait has ended, or is not a long one ---> silent
-//   reporting --- it is a long wait ---> warned: this rank has printed a report, at most one in 8 s
+//   reporting --- it is a long wait ---> warned: this rank has printed a report, at most one in 15 s
 //   reporting --- the job shall end, or a rank has ended for which others wait for ever ---> ended
 //   any --- the wait ends ---> no record is under way any more
 //   any --- another rank has told the end (kEndNow), or the launcher has ended ---> ended
 //
-// A rank that others ask to report (kReport) goes from any of these states to reporting. A rank that has come to its end asks from
-// time to time as well, since others may wait for it (kSomeHaveEnded).
+// A rank that others ask to report (kReport) goes from any of these states to leading, if those are of its host, else to
+// reporting. A rank that has come to its end asks from time to time as well, since others may wait for it (kSomeHaveEnded).
 
 #ifndef PYCOLLECTIVE_NATIVE_MONITOR_MONITOR_H_
 #define PYCOLLECTIVE_NATIVE_MONITOR_MONITOR_H_

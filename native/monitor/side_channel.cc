@@ -5,12 +5,17 @@
 #include <fcntl.h>
 #include <netinet/in.h>
 #include <poll.h>
+#include <sys/eventfd.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
+#include <exception>
+#include <future>
 #include <list>
 #include <memory>
 #include <utility>
@@ -142,6 +147,64 @@ class Asking {
   std::string nonce_, of_reply_, farewell_;
 };
 
+// Makes answers that take long, each in a thread of its own.
+class LongAnswers {
+ public:
+  LongAnswers(const SideChannel::Answer& answer, const SideChannel::TakesLong& takes_long)
+      : answer_(answer), takes_long_(takes_long), event_(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {}
+  ~LongAnswers() {
+    if (event_ >= 0) close(event_);
+  }
+  LongAnswers(const LongAnswers&) = delete;
+  LongAnswers& operator=(const LongAnswers&) = delete;
+
+  bool Takes(int64_t kind, const std::string& text) const { return takes_long_ && takes_long_(kind, text); }
+
+  struct Later {
+    std::future<std::string> answer;  // not valid if no thread makes one
+    std::future<void> thread;         // its destructor waits for the thread's end
+  };
+  Later Begin(int64_t kind, const std::string& text) {
+    if (running_ >= SideChannel::kMostLong) return {};
+    ++running_;
+    try {
+      const auto made = std::make_shared<std::promise<std::string>>();
+      Later later{made->get_future(), {}};
+      later.thread = std::async(std::launch::async, [this, made, kind, text] { Make(kind, text, *made); });
+      return later;
+    } catch (const std::exception&) {
+      --running_;
+      return {};
+    }
+  }
+
+  // Poll this, and call Seen after it: it is readable if an answer has come since.
+  pollfd waits_for() const { return {event_, POLLIN, 0}; }
+  void Seen() const {
+    uint64_t count;
+    if (event_ >= 0 && read(event_, &count, sizeof(count)) < 0) return;  // none has come
+  }
+
+ private:
+  void Make(int64_t kind, const std::string& text, std::promise<std::string>& made) {
+    std::string answer;
+    try {
+      answer = answer_(kind, text);
+    } catch (const std::exception&) {
+      answer.clear();  // there is no memory, say: an empty reply lets the other side ask other ranks
+    }
+    --running_;
+    made.set_value(std::move(answer));
+    const uint64_t one = 1;  // now Serve finds the answer
+    if (event_ >= 0 && write(event_, &one, sizeof(one)) < 0) return;  // the count is at its end, so Serve wakes anyway
+  }
+
+  const SideChannel::Answer& answer_;
+  const SideChannel::TakesLong& takes_long_;
+  const int event_;  // -1: there was no descriptor; Serve looks from time to time
+  std::atomic<int> running_{0};
+};
+
 // One request of Serve.
 class Serving {
  public:
@@ -151,25 +214,29 @@ class Serving {
   bool over() const { return !connection_.is_open(); }
   bool is_proven() const { return is_proven_; }
   int64_t begun_ns() const { return begun_ns_; }
-  pollfd waits_for() const { return connection_.waits_for(); }
+  pollfd waits_for() const { return state_ == kAnswers ? pollfd{-1, 0, 0} : connection_.waits_for(); }
 
   // The socket is ready, or time has passed. keep(fd, farewell) takes a connection of kStay.
   template <class Keep>
-  void Step(bool ready, const SideChannel::Answer& answer, const Keep& keep) {
+  void Step(bool ready, const SideChannel::Answer& answer, LongAnswers* long_answers, const Keep& keep) {
+    if (state_ == kAnswers) {
+      if (later_.answer.wait_for(std::chrono::seconds(0)) == std::future_status::ready) SendReply(later_.answer.get(), keep);
+      return;
+    }
     // The time counts for a side that is slow, not for a request that lay here while another one was answered: first it is
     // read. Until the proof one read gets all that may come.
     if (ready) {
       if (!connection_.Step()) return connection_.Close();
-      if (!connection_.is_sending()) Go(answer, keep);
+      if (!connection_.is_sending()) Go(answer, long_answers, keep);
     }
     if (!(ready && is_proven_) && NowNs() > until_ns_) connection_.Close();
   }
 
  private:
-  enum State { kGreeted, kAsked, kAnswered };
+  enum State { kGreeted, kAsked, kAnswers, kAnswered };
 
   template <class Keep>
-  void Go(const SideChannel::Answer& answer, const Keep& keep) {
+  void Go(const SideChannel::Answer& answer, LongAnswers* long_answers, const Keep& keep) {
     const std::string& received = connection_.received();
     if (state_ == kGreeted) {
       if (received.size() < kNonceBytes) return;
@@ -188,15 +255,28 @@ class Serving {
       if (came == Came::kForged) return connection_.Close();
       if (came != Came::kPart && !std::exchange(is_proven_, true)) until_ns_ = NowNs() + kRequestNs;
       if (came != Came::kAll) return;
-      const std::string reply = kind_ == SideChannel::kStay ? "" : answer(kind_, text);
-      until_ns_ = NowNs() + kRequestNs;
-      state_ = kAnswered;
-      if (!connection_.Send(Frame(of_reply_, kind_, reply))) return connection_.Close();
-      if (!connection_.is_sending()) Go(answer, keep);
+      if (kind_ == SideChannel::kStay) return SendReply("", keep);
+      if (!long_answers->Takes(kind_, text)) return SendReply(answer(kind_, text), keep);
+      later_ = long_answers->Begin(kind_, text);
+      if (!later_.answer.valid()) return SendReply("", keep);
+      state_ = kAnswers;
     } else {
-      if (kind_ == SideChannel::kStay) keep(connection_.Release(), farewell_);
-      connection_.Close();
+      Finish(keep);
     }
+  }
+
+  template <class Keep>
+  void SendReply(const std::string& reply, const Keep& keep) {
+    until_ns_ = NowNs() + kRequestNs;
+    state_ = kAnswered;
+    if (!connection_.Send(Frame(of_reply_, kind_, reply))) return connection_.Close();
+    if (!connection_.is_sending()) Finish(keep);
+  }
+
+  template <class Keep>
+  void Finish(const Keep& keep) {
+    if (kind_ == SideChannel::kStay) keep(connection_.Release(), farewell_);
+    connection_.Close();
   }
 
   Connection connection_;
@@ -208,6 +288,7 @@ class Serving {
   bool is_proven_ = false;
   int64_t kind_ = 0;
   std::string of_request_, of_reply_, farewell_;
+  LongAnswers::Later later_;  // in kAnswers
 };
 
 // The connections of Serve.
@@ -252,6 +333,11 @@ SideChannel::SideChannel(int rank, std::vector<std::vector<Address>> addresses, 
 
 std::vector<Reply> SideChannel::Ask(const std::vector<int>& ranks, int64_t kind, const std::string& text,
                                     int64_t limit_ns) const {
+  return Ask(ranks, kind, std::vector<std::string>(ranks.size(), text), limit_ns);
+}
+
+std::vector<Reply> SideChannel::Ask(const std::vector<int>& ranks, int64_t kind, const std::vector<std::string>& texts,
+                                    int64_t limit_ns) const {
   std::vector<Reply> replies(ranks.size());
   std::vector<std::unique_ptr<Asking>> under_way;
   const int64_t until_ns = NowNs() + limit_ns;
@@ -262,7 +348,7 @@ std::vector<Reply> SideChannel::Ask(const std::vector<int>& ranks, int64_t kind,
     for (; begun < ranks.size() && under_way.size() < kAtOnce; ++begun) {
       const int rank = ranks[begun];
       under_way.push_back(
-          std::make_unique<Asking>(addresses_[static_cast<size_t>(rank)], rank, kind, text, secret_, &replies[begun]));
+          std::make_unique<Asking>(addresses_[static_cast<size_t>(rank)], rank, kind, texts[begun], secret_, &replies[begun]));
     }
     if (under_way.empty() && begun == ranks.size()) break;
     std::vector<pollfd> sockets;
@@ -273,9 +359,10 @@ std::vector<Reply> SideChannel::Ask(const std::vector<int>& ranks, int64_t kind,
   return replies;
 }
 
-void SideChannel::Serve(const std::vector<int>& listening, const Answer& answer,
-                        const std::function<bool()>& is_over) const {
+void SideChannel::Serve(const std::vector<int>& listening, const Answer& answer, const std::function<bool()>& is_over,
+                        const TakesLong& takes_long) const {
   const auto keep = [this](int fd, const std::string& farewell) { Keep(fd, farewell); };
+  LongAnswers long_answers(answer, takes_long);  // it outlives the servings, which wait for their threads
   Servings servings;
   int64_t accept_from_ns = 0;
   while (!is_over()) {
@@ -284,9 +371,12 @@ void SideChannel::Serve(const std::vector<int>& listening, const Answer& answer,
     std::vector<pollfd> sockets;
     for (const Serving& one : servings.all) sockets.push_back(one.waits_for());
     for (const int fd : listening) sockets.push_back({accepts ? fd : -1, POLLIN, 0});
+    sockets.push_back(long_answers.waits_for());
     poll(sockets.data(), sockets.size(), accepts ? kLookMs : kLookSoonMs);
+    sockets.pop_back();
+    long_answers.Seen();
     size_t at = 0;
-    for (Serving& one : servings.all) one.Step(sockets[at++].revents != 0, answer, keep);
+    for (Serving& one : servings.all) one.Step(sockets[at++].revents != 0, answer, &long_answers, keep);
     servings.all.remove_if([](const Serving& one) { return one.over(); });
     if (servings.IsFull()) servings.MakeRoom();
     for (; at < sockets.size(); ++at) {
@@ -353,10 +443,19 @@ Writer& Writer::Put(const std::string& text) {
   return *this;
 }
 
+Writer& Writer::Append(const std::string& written) {
+  text_ += written;
+  return *this;
+}
+
+void Reader::Refuse() {
+  ok_ = false;
+  at_ = text_.size();
+}
+
 int64_t Reader::Number() {
   if (text_.size() - at_ < sizeof(int64_t)) {
-    ok_ = false;
-    at_ = text_.size();
+    Refuse();
     return 0;
   }
   uint64_t number = 0;
@@ -364,11 +463,15 @@ int64_t Reader::Number() {
   return static_cast<int64_t>(number);
 }
 
+std::string Reader::Rest() {
+  const size_t begin = std::exchange(at_, text_.size());
+  return text_.substr(begin);
+}
+
 std::string Reader::Text() {
   const int64_t length = Number();
   if (length < 0 || static_cast<uint64_t>(length) > text_.size() - at_) {
-    ok_ = false;
-    at_ = text_.size();
+    Refuse();
     return "";
   }
   at_ += static_cast<size_t>(length);

@@ -45,6 +45,9 @@ class SideChannel {
   // Sends a request to each of `ranks`, to all at the same time, and waits for their replies, at most `limit_ns`. The
   // replies have the order of `ranks`. Any thread may call it.
   std::vector<Reply> Ask(const std::vector<int>& ranks, int64_t kind, const std::string& text, int64_t limit_ns) const;
+  // The same with a text for each of the ranks.
+  std::vector<Reply> Ask(const std::vector<int>& ranks, int64_t kind, const std::vector<std::string>& texts,
+                         int64_t limit_ns) const;
 
   // Waits at a connection of kStay until the other process ends. Returns false if that one has called Leave, and so has
   // said its farewell; true if it has died, or if somebody shuts the connection down.
@@ -53,10 +56,16 @@ class SideChannel {
   void Leave() const;
 
   // Answers the requests that come on the sockets with answer(kind, text), until is_over(), for which it looks a few times
-  // a second. One thread calls it. Whoever does not prove in time to be of this job is sent away, however many they are;
+  // a second. One thread calls it. A connection without a proof of this job is sent away in time, however many there are;
   // none of them keeps others from being answered.
+  //
+  // An answer that takes_long(kind, text) is made in a thread of its own, so that the others are answered meanwhile. If there are
+  // kMostLong such answers, or no thread can be made, the reply is empty. Serve returns when these threads have ended.
   using Answer = std::function<std::string(int64_t kind, const std::string& text)>;
-  void Serve(const std::vector<int>& listening, const Answer& answer, const std::function<bool()>& is_over) const;
+  using TakesLong = std::function<bool(int64_t kind, const std::string& text)>;
+  static constexpr int kMostLong = 8;
+  void Serve(const std::vector<int>& listening, const Answer& answer, const std::function<bool()>& is_over,
+             const TakesLong& takes_long = {}) const;
 
  private:
   // Keeps a connection of kStay.
@@ -79,6 +88,8 @@ class Writer {
  public:
   Writer& Put(int64_t number);
   Writer& Put(const std::string& text);
+  // What another Writer has written.
+  Writer& Append(const std::string& written);
   const std::string& text() const { return text_; }
 
  private:
@@ -90,7 +101,10 @@ class Reader {
   // What was put, in the same order. After the end of the text: 0 and "".
   int64_t Number();
   std::string Text();
-  bool ok() const { return ok_; }  // whether nothing was missing
+  std::string Rest();  // all that is left
+  bool ok() const { return ok_; }  // whether nothing was missing, or refused
+  // What was read is no such text: nothing more is read of it.
+  void Refuse();
 
  private:
   const std::string& text_;

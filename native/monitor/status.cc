@@ -11,6 +11,7 @@
 #include <tuple>
 
 #include "base/clock.h"
+#include "monitor/rank_runs.h"
 #include "monitor/side_channel.h"
 
 namespace pycollective {
@@ -18,6 +19,8 @@ namespace {
 
 constexpr size_t kLastChannels = 256;
 constexpr size_t kStackLines = 8;
+constexpr size_t kMostLines = 16;   // of a report, on one matter
+constexpr size_t kMostPieces = 32;  // of a list of ranks
 constexpr char kBySignal[] = " (read without the interpreter's lock, which a thread in C code keeps)";
 constexpr int64_t kLongNs = 5000000000;  // a wait so long is no message that is about to come
 
@@ -39,18 +42,19 @@ CallStatus CallStatusOf(const Record& record, int64_t now) {
         call.members.push_back(group->ranks[static_cast<size_t>(peer)]);
       }
     }
+    SortRanks(&call.members);
+    if (call.is_for_all()) call.group_size = static_cast<int64_t>(call.members.size());
   }
   return call;
 }
 
 void Put(Writer& to, const CallStatus& call) {
   to.Put(call.group).Put(call.channel).Put(call.operation).Put(call.seq).Put(call.state).Put(call.age_ns);
-  to.Put(call.description).Put(call.site).Put(call.group_name);
-  to.Put(static_cast<int64_t>(call.members.size()));
-  for (const int member : call.members) to.Put(member);
+  to.Put(call.description).Put(call.site).Put(call.group_name).Put(call.group_size);
+  PutRanks(to, call.group_size > 0 && RunCount(call.members) > kMostRuns ? std::vector<int>() : call.members);
 }
 
-CallStatus CallFrom(Reader& from) {
+CallStatus CallFrom(Reader& from, int size) {
   CallStatus call;
   call.group = from.Number();
   call.channel = from.Number();
@@ -61,7 +65,8 @@ CallStatus CallFrom(Reader& from) {
   call.description = from.Text();
   call.site = from.Text();
   call.group_name = from.Text();
-  for (int64_t left = from.Number(); left > 0 && from.ok(); --left) call.members.push_back(static_cast<int>(from.Number()));
+  call.group_size = from.Number();
+  call.members = RanksFrom(from, size);
   return call;
 }
 
@@ -70,50 +75,116 @@ void Put(Writer& to, const std::vector<CallStatus>& calls) {
   for (const CallStatus& call : calls) Put(to, call);
 }
 
-std::vector<CallStatus> CallsFrom(Reader& from) {
+std::vector<CallStatus> CallsFrom(Reader& from, int size) {
   std::vector<CallStatus> calls;
-  for (int64_t left = from.Number(); left > 0 && from.ok(); --left) calls.push_back(CallFrom(from));
+  for (int64_t left = from.Number(); left > 0 && from.ok(); --left) calls.push_back(CallFrom(from, size));
   return calls;
+}
+
+// The last call of each channel that has ended, the latest in front. `has_all`: whether there are no others.
+std::vector<CallStatus> LastCalls(int64_t now, bool* has_all) {
+  std::vector<CallStatus> last;
+  std::set<std::tuple<int64_t, int64_t, bool>> seen;
+  const std::vector<Record> records = Records();
+  // No slot has been used twice. The record with number 0 may be there all the same: a call under way keeps its slot.
+  *has_all = records.empty() || records.back().id < static_cast<int64_t>(kRecords);
+  for (auto record = records.rbegin(); record != records.rend(); ++record) {
+    if (record->is_under_way() || record->operation >= kFirstWait) continue;
+    if (!seen.emplace(record->group, record->channel, record->is_collective()).second) continue;
+    if (last.size() == kLastChannels) {
+      *has_all = false;
+      break;
+    }
+    last.push_back(CallStatusOf(*record, now));
+  }
+  return last;
+}
+
+bool HasEnded(const Status& status) {
+  return std::any_of(status.under_way.begin(), status.under_way.end(),
+                     [](const CallStatus& call) { return call.is_wait(kEnd); });
+}
+
+// What statuses have in common that are joined: all but their ranks and times.
+std::string Common(Status status) {
+  status.ranks.clear();
+  for (std::vector<CallStatus>* calls : {&status.under_way, &status.last}) {
+    for (CallStatus& call : *calls) call.age_ns = 0;
+  }
+  Writer writer;
+  Put(writer, {status});
+  return writer.text();
+}
+
+// Joins calls that differ in times alone. `newer`: of ages the least counts.
+void Join(const std::vector<CallStatus>& calls, bool newer, std::vector<CallStatus>* to) {
+  for (size_t i = 0; i < to->size(); ++i) {
+    CallStatus& call = (*to)[i];
+    call.age_ns = newer ? std::min(call.age_ns, calls[i].age_ns) : std::max(call.age_ns, calls[i].age_ns);
+    if (call.lacks_members()) call.members = calls[i].members;
+  }
 }
 
 }  // namespace
 
 Status StatusOfThisProcess(int rank) {
   Status status;
-  status.rank = rank;
+  status.ranks = {rank};
   const int64_t now = NowNs();
   for (const Record& record : RecordsUnderWay()) status.under_way.push_back(CallStatusOf(record, now));
-  std::set<std::tuple<int64_t, int64_t, bool>> seen;
-  const std::vector<Record> records = Records();
-  status.has_all = records.empty() || records.front().id == 0;
-  for (auto record = records.rbegin(); record != records.rend(); ++record) {
-    if (record->is_under_way() || record->operation >= kFirstWait) continue;
-    if (!seen.emplace(record->group, record->channel, record->is_collective()).second) continue;
-    if (status.last.size() == kLastChannels) {
-      status.has_all = false;
-      break;
-    }
-    status.last.push_back(CallStatusOf(*record, now));
+  const bool has_ended = HasEnded(status);
+  if (!status.under_way.empty() && !has_ended) return status;
+  bool has_all = false;
+  std::vector<CallStatus> last = LastCalls(now, &has_all);
+  if (!has_ended && last.size() > 1) last.resize(1);
+  for (size_t i = 1; i < last.size(); ++i) {
+    for (std::string* text : {&last[i].description, &last[i].site, &last[i].group_name}) text->clear();
   }
+  status.last = std::move(last);
+  status.has_all = has_ended && has_all;
   return status;
 }
 
-std::string Packed(const Status& status) {
-  Writer writer;
-  writer.Put(status.rank);
-  Put(writer, status.under_way);
-  Put(writer, status.last);
-  writer.Put(status.has_all ? 1 : 0);
-  return writer.text();
+std::vector<Status> Joined(const std::vector<Status>& statuses) {
+  std::map<std::string, Status> by_common;
+  for (const Status& status : statuses) {
+    const auto [place, is_new] = by_common.try_emplace(Common(status), status);
+    if (is_new) continue;
+    Status& joined = place->second;
+    joined.ranks.insert(joined.ranks.end(), status.ranks.begin(), status.ranks.end());
+    Join(status.under_way, false, &joined.under_way);
+    Join(status.last, true, &joined.last);
+  }
+  std::vector<Status> all;
+  for (auto& [common, status] : by_common) {
+    SortRanks(&status.ranks);
+    all.push_back(std::move(status));
+  }
+  std::sort(all.begin(), all.end(), [](const Status& a, const Status& b) { return a.ranks < b.ranks; });
+  return all;
 }
 
-bool Unpack(const std::string& text, Status* status) {
-  Reader reader(text);
-  status->rank = static_cast<int>(reader.Number());
-  status->under_way = CallsFrom(reader);
-  status->last = CallsFrom(reader);
-  status->has_all = reader.Number() != 0;
-  return reader.ok();
+void Put(Writer& to, const std::vector<Status>& statuses) {
+  to.Put(static_cast<int64_t>(statuses.size()));
+  for (const Status& status : statuses) {
+    PutRanks(to, status.ranks);
+    Put(to, status.under_way);
+    Put(to, status.last);
+    to.Put(status.has_all ? 1 : 0);
+  }
+}
+
+std::vector<Status> StatusesFrom(Reader& from, int size) {
+  std::vector<Status> statuses;
+  for (int64_t left = from.Number(); left > 0 && from.ok(); --left) {
+    Status status;
+    status.ranks = RanksFrom(from, size);
+    status.under_way = CallsFrom(from, size);
+    status.last = CallsFrom(from, size);
+    status.has_all = from.Number() != 0;
+    statuses.push_back(std::move(status));
+  }
+  return statuses;
 }
 
 std::string Packed(const PythonFrames& frames) {
@@ -133,7 +204,9 @@ bool Unpack(const std::string& text, PythonFrames* frames) {
 std::string RankList(std::vector<int> ranks) {
   std::sort(ranks.begin(), ranks.end());
   std::string text;
+  size_t pieces = 0;
   for (size_t first = 0; first < ranks.size();) {
+    if (pieces++ == kMostPieces) return "ranks " + text + " and " + std::to_string(ranks.size() - first) + " others";
     size_t last = first;
     while (last + 1 < ranks.size() && ranks[last + 1] == ranks[last] + 1) ++last;
     text += (text.empty() ? "" : ", ") + std::to_string(ranks[first]);
@@ -184,11 +257,6 @@ std::string UsersFrames(const std::string& stack) {
   return users.empty() ? all : users;
 }
 
-bool HasEnded(const Status& status) {
-  return std::any_of(status.under_way.begin(), status.under_way.end(),
-                     [](const CallStatus& call) { return call.is_wait(kEnd); });
-}
-
 // The verdict on two ranks in one collective, by the name that PyTorch gives it; "" if they match.
 std::string Mismatch(const CallStatus& a, const CallStatus& b) {
   if (a.operation != b.operation) return "COLLECTIVE_TYPE_MISMATCH";
@@ -197,44 +265,71 @@ std::string Mismatch(const CallStatus& a, const CallStatus& b) {
   return dtype(a) != dtype(b) ? "COLLECTIVE_DTYPE_MISMATCH" : "SIZE_OR_SYNTAX_MISMATCH";
 }
 
+// "rank 1 waits", "ranks 0, 2 wait"
+std::string WaitsText(const std::vector<int>& ranks) { return RankList(ranks) + (ranks.size() == 1 ? " waits" : " wait"); }
+
 // What is wrong with the calls on one channel of a group, as far as its ranks tell.
 class ChannelReport {
  public:
-  void Add(int rank, const CallStatus& call) {
-    waiting_.emplace(rank, &call);
-    for (const int member : call.members) members_.insert(member);
+  void Add(const Status& status, const CallStatus& call) {
+    waits_.push_back({&status, &call});
+    waiting_.insert(status.ranks.begin(), status.ranks.end());
+    members_.insert(call.members.begin(), call.members.end());
+    if (call.lacks_members()) {
+      size_ = std::max(size_, static_cast<size_t>(call.group_size));
+      name_ = call.group_name;
+    }
   }
 
   // The ranks that do not wait on this channel although others do.
   std::vector<int> Missing() const {
     std::vector<int> missing;
-    for (const int member : members_) {
-      if (waiting_.count(member) == 0) missing.push_back(member);
-    }
+    std::set_difference(members_.begin(), members_.end(), waiting_.begin(), waiting_.end(), std::back_inserter(missing));
     return missing;
   }
-  std::vector<int> Waiting() const {
-    std::vector<int> waiting;
-    for (const auto& [rank, call] : waiting_) waiting.push_back(rank);
-    return waiting;
+  // How many members neither wait nor are known: nobody has told which ranks the group has.
+  size_t UnknownCount() const {
+    std::set<int> known = members_;
+    known.insert(waiting_.begin(), waiting_.end());
+    return size_ > known.size() ? size_ - known.size() : 0;
   }
+  const std::string& name() const { return name_; }
+  const std::set<int>& waiting() const { return waiting_; }
 
   // "" if all that wait make the same call.
   std::string Difference() const {
-    const auto& [first_rank, first] = *waiting_.begin();
-    for (const auto& [rank, call] : waiting_) {
-      const std::string who = "rank " + std::to_string(first_rank) + " waits in " + Named(*first) + "; rank " +
-                              std::to_string(rank) + " in " + Named(*call);
-      if (call->seq != first->seq) return "COLLECTIVE_STATE_MISMATCH: " + who;
-      const std::string mismatch = Mismatch(*first, *call);
-      if (!mismatch.empty()) return mismatch + ": " + who;
+    const CallStatus& first = *waits_.front().call;
+    for (const Wait& wait : waits_) {
+      const std::string mismatch =
+          wait.call->seq != first.seq ? "COLLECTIVE_STATE_MISMATCH" : Mismatch(first, *wait.call);
+      if (mismatch.empty()) continue;
+      return mismatch + ": " + WaitsText(InCall(first)) + " in " + Named(first) + "; " + RankList(InCall(*wait.call)) + " in " +
+             Named(*wait.call);
     }
     return "";
   }
 
  private:
-  std::map<int, const CallStatus*> waiting_;
+  struct Wait {
+    const Status* status;
+    const CallStatus* call;
+  };
+  // The ranks whose call is the same but for its line.
+  std::vector<int> InCall(const CallStatus& call) const {
+    std::vector<int> ranks;
+    for (const Wait& wait : waits_) {
+      if (wait.call->seq != call.seq || !Mismatch(*wait.call, call).empty()) continue;
+      ranks.insert(ranks.end(), wait.status->ranks.begin(), wait.status->ranks.end());
+    }
+    SortRanks(&ranks);
+    return ranks;
+  }
+
+  std::vector<Wait> waits_;  // in the order of the lowest ranks
+  std::set<int> waiting_;
   std::set<int> members_;
+  size_t size_ = 0;
+  std::string name_;
 };
 
 using Channels = std::map<std::pair<int64_t, int64_t>, ChannelReport>;
@@ -244,7 +339,7 @@ Channels ChannelsOf(const std::vector<Status>& statuses) {
   for (const Status& status : statuses) {
     for (const CallStatus& call : status.under_way) {
       if (!call.is_for_all() || call.state != kStarted) continue;
-      channels[{call.group, call.operation < kFirstWait ? call.channel : -call.operation}].Add(status.rank, call);
+      channels[{call.group, call.operation < kFirstWait ? call.channel : -call.operation}].Add(status, call);
     }
   }
   return channels;
@@ -265,7 +360,8 @@ bool HasNotMade(const Status& status, const CallStatus& call) {
 bool WaitForEnded(const std::vector<Status>& statuses, const std::vector<SilentRank>& silent) {
   std::map<int, const Status*> ended;  // nullptr: nobody knows what it has done
   for (const Status& status : statuses) {
-    if (HasEnded(status)) ended[status.rank] = &status;
+    if (!HasEnded(status)) continue;
+    for (const int rank : status.ranks) ended[rank] = &status;
   }
   for (const SilentRank& rank : silent) {
     if (rank.has_ended) ended[rank.rank] = nullptr;
@@ -297,45 +393,51 @@ namespace {
 
 // Who makes the others wait.
 struct Verdict {
-  std::set<int> idle;       // make no call
   std::set<int> blamed;     // others wait for these, which do not wait themselves
   std::string differences;  // between calls that should match
   std::string circle;       // how ranks wait for each other; "" if they do not
+  std::string unknown;      // of which groups nobody knows who is missing
 };
 
 // All ranks of a channel may be in one call that does not end, since a device of one of them waits for another device of
 // that rank: such a rank does not wait for the others there.
 //
-// Whoever waits in a message is not to blame, but the rank at its other end, unless that one waits for others too. If all
+// A rank that waits in a message is not to blame, but the rank at its other end, unless that rank waits for others too. If all
 // wait, it is those at the other end that are in no message: a send waits for a receive that is left out.
 Verdict VerdictOn(const std::vector<Status>& statuses) {
   Verdict verdict;
-  for (const Status& status : statuses) {
-    if (status.under_way.empty()) verdict.idle.insert(status.rank);
-  }
   const Channels channels = ChannelsOf(statuses);
   std::set<int> waiting;
   for (const auto& [key, channel] : channels) {
-    if (channel.Missing().empty() && channel.Difference().empty()) continue;
-    for (const int rank : channel.Waiting()) waiting.insert(rank);
+    if (channel.Missing().empty() && channel.UnknownCount() == 0 && channel.Difference().empty()) continue;
+    waiting.insert(channel.waiting().begin(), channel.waiting().end());
   }
   std::set<int> in_message, other_ends;
   for (const Status& status : statuses) {
     for (const CallStatus& call : status.under_way) {
       if (call.is_for_all() || call.is_wait(kEnd)) continue;
-      in_message.insert(status.rank);
+      in_message.insert(status.ranks.begin(), status.ranks.end());
+      const bool is_of_one = status.ranks.size() == 1;  // a rank that waits for itself is to blame by no other
       for (const int member : call.members) {
-        if (member != status.rank) other_ends.insert(member);
+        if (!is_of_one || member != status.ranks.front()) other_ends.insert(member);
       }
     }
   }
   waiting.insert(in_message.begin(), in_message.end());
+  size_t differences = 0, unknown = 0;
   for (const auto& [key, channel] : channels) {
     const std::string difference = channel.Difference();
-    if (!difference.empty()) verdict.differences += "  " + difference + ".\n";
+    if (!difference.empty() && differences++ < kMostLines) verdict.differences += "  " + difference + ".\n";
+    if (const size_t count = channel.UnknownCount(); count > 0 && unknown++ < kMostLines) {
+      verdict.unknown += "  " + std::to_string(count) + (count == 1 ? " rank" : " ranks") + " of communicator " + channel.name() +
+                         (count == 1 ? " is" : " are") + " not in this call; the ranks that answer do not know which.\n";
+    }
     for (const int rank : channel.Missing()) {
       if (waiting.count(rank) == 0) verdict.blamed.insert(rank);
     }
+  }
+  if (differences > kMostLines) {
+    verdict.differences += "  Calls differ on " + std::to_string(differences - kMostLines) + " more channels.\n";
   }
   for (const int rank : other_ends) {
     if (waiting.count(rank) == 0) verdict.blamed.insert(rank);
@@ -343,7 +445,7 @@ Verdict VerdictOn(const std::vector<Status>& statuses) {
   if (!verdict.blamed.empty() || !verdict.differences.empty()) return verdict;
   std::set_difference(other_ends.begin(), other_ends.end(), in_message.begin(), in_message.end(),
                       std::inserter(verdict.blamed, verdict.blamed.end()));
-  if (!verdict.blamed.empty()) return verdict;
+  if (!verdict.blamed.empty() || !verdict.unknown.empty()) return verdict;
   if (channels.size() > 1) {
     verdict.circle = "in calls on different communicators or channels";
   } else if (!in_message.empty()) {
@@ -352,66 +454,170 @@ Verdict VerdictOn(const std::vector<Status>& statuses) {
   return verdict;
 }
 
-// Whether Python's frames tell where a rank stands, and nothing else does.
-bool HasNoPlace(const Status& status, const Verdict& verdict) {
-  if (HasEnded(status)) return false;
-  if (verdict.blamed.count(status.rank) != 0) return true;
-  return !status.under_way.empty() && std::all_of(status.under_way.begin(), status.under_way.end(),
-                                                  [](const CallStatus& call) { return call.site.empty(); });
+// The ranks of a status where Python's frames tell where they stand, and nothing else does.
+std::vector<int> WithoutPlace(const Status& status, const Verdict& verdict) {
+  if (HasEnded(status)) return {};
+  const auto lacks_line = [](const CallStatus& call) { return call.site.empty(); };
+  if (!status.under_way.empty() && std::all_of(status.under_way.begin(), status.under_way.end(), lacks_line)) return status.ranks;
+  std::vector<int> blamed;
+  for (const int rank : status.ranks) {
+    if (verdict.blamed.count(rank) != 0) blamed.push_back(rank);
+  }
+  return blamed;
+}
+
+// A call as it stands in a report on many calls: without its number, and a message without the ranks at its ends.
+std::string BrieflyNamed(const CallStatus& call) {
+  const size_t shape_end = call.is_for_all() ? std::string::npos : call.description.rfind(')');
+  const std::string what = call.description.substr(0, shape_end == std::string::npos ? shape_end : shape_end + 1);
+  return call.site.empty() ? what : what + ", at " + call.site;
+}
+
+// Ranks of which a report says the same.
+struct Line {
+  std::vector<int> ranks;
+  int64_t age_ns = 0;
+  std::set<std::string> groups;
+};
+using Lines = std::map<std::string, Line>;
+
+// Adds ranks to a line. `newer`: of ages the least counts.
+Line& AddTo(Lines* lines, const std::string& what, const Status& status, int64_t age_ns, bool newer) {
+  const auto [place, is_new] = lines->try_emplace(what);
+  Line& line = place->second;
+  line.ranks.insert(line.ranks.end(), status.ranks.begin(), status.ranks.end());
+  line.age_ns = is_new ? age_ns : newer ? std::min(line.age_ns, age_ns) : std::max(line.age_ns, age_ns);
+  return line;
+}
+
+// Writes each line by text(what, line); of many the lines with the fewest ranks, and which ranks the others have.
+template <typename Text>
+std::string Written(const Lines& lines, const std::string& others_do, const Text& text_of) {
+  std::vector<Lines::const_iterator> order;
+  for (auto line = lines.begin(); line != lines.end(); ++line) order.push_back(line);
+  if (order.size() > kMostLines) {
+    std::stable_sort(order.begin(), order.end(),
+                     [](const auto& a, const auto& b) { return a->second.ranks.size() < b->second.ranks.size(); });
+  }
+  std::string text;
+  std::vector<int> others;
+  for (size_t i = 0; i < order.size(); ++i) {
+    std::vector<int> ranks = order[i]->second.ranks;
+    if (i < kMostLines) {
+      SortRanks(&ranks);
+      text += "  " + text_of(order[i]->first, ranks, order[i]->second) + "\n";
+    } else {
+      others.insert(others.end(), ranks.begin(), ranks.end());
+    }
+  }
+  if (others.empty()) return text;
+  SortRanks(&others);
+  return text + "  " + RankList(others) + (others.size() == 1 ? " has " : " have ") + others_do + ".\n";
+}
+
+constexpr char kEndedText[] = "ended, and waited for the others";
+
+// Who waits where: one line for all ranks that say the same.
+std::string DescribeWaits(const std::vector<Status>& statuses) {
+  Lines full, brief;
+  for (const Status& status : statuses) {
+    for (const CallStatus& call : status.under_way) {
+      const bool is_end = call.is_wait(kEnd);
+      AddTo(&full, is_end ? kEndedText : "waited in " + Named(call), status, call.age_ns, false);
+      Line& line = AddTo(&brief, is_end ? kEndedText : "waited in " + BrieflyNamed(call), status, call.age_ns, false);
+      if (!is_end && !call.group_name.empty()) line.groups.insert(call.group_name);
+    }
+  }
+  const auto text_of = [](const std::string& what, const std::vector<int>& ranks, const Line& line) {
+    const std::string on = line.groups.empty()       ? ""
+                           : line.groups.size() == 1 ? " on communicator " + *line.groups.begin()
+                                                     : " on " + std::to_string(line.groups.size()) + " communicators";
+    return RankList(ranks) + (ranks.size() == 1 ? " has " : " have ") + what + on + " for " + Seconds(line.age_ns) + ".";
+  };
+  return Written(full.size() > kMostLines ? brief : full, "waited in other calls", text_of);
+}
+
+std::string DescribeIdle(const std::vector<Status>& statuses) {
+  Lines idle;
+  for (const Status& status : statuses) {
+    if (!status.under_way.empty()) continue;
+    if (status.last.empty()) {
+      AddTo(&idle, "", status, 0, true);
+    } else {
+      AddTo(&idle, Named(status.last.front()), status, status.last.front().age_ns, true);
+    }
+  }
+  return Written(idle, "made no call, after other calls", [](const std::string& what, const std::vector<int>& ranks, const Line& line) {
+    const bool is_one = ranks.size() == 1;
+    const std::string begin = RankList(ranks) + (is_one ? " makes no call. " : " make no call. ");
+    if (what.empty()) return begin + (is_one ? "It has made none yet." : "They have made none yet.");
+    return begin + (is_one ? "Its last one was " : "Their last one was ") + what + ", " + Seconds(line.age_ns) +
+           (is_one ? " ago." : " ago or more.");
+  });
+}
+
+std::string DescribeFrames(const std::vector<Status>& statuses, const std::vector<RankFrames>& frames, const Verdict& verdict) {
+  std::map<std::pair<std::string, std::string>, std::vector<int>> stacks;
+  for (const RankFrames& of_rank : frames) {
+    const std::string how = of_rank.frames.by_signal ? kBySignal : "";
+    const std::string shown = UsersFrames(of_rank.frames.main_thread);
+    if (!shown.empty()) stacks[{"Python on ", how + ":\n" + shown}].push_back(of_rank.rank);
+    const bool is_blamed = verdict.blamed.count(of_rank.rank) != 0;
+    const std::string callbacks = is_blamed ? UsersFrames(of_rank.frames.callbacks) : "";
+    if (!callbacks.empty()) stacks[{"A callback of a program on ", how + ":\n" + callbacks}].push_back(of_rank.rank);
+  }
+  std::string text;
+  for (const auto& [what, ranks] : stacks) text += "  " + what.first + RankList(ranks) + what.second;
+  size_t without_place = 0;
+  for (const Status& status : statuses) without_place += WithoutPlace(status, verdict).size();
+  if (!text.empty() && without_place > kMostFrames) {
+    text += "  Of " + std::to_string(without_place) + " ranks whose place in Python matters, " + std::to_string(kMostFrames) +
+            " were asked.\n";
+  }
+  return text;
+}
+
+std::string DescribeSilent(const std::vector<SilentRank>& silent) {
+  constexpr size_t kSingly = 4;  // so many ranks of one kind have a line of their own
+  std::map<std::string, size_t> counts;
+  for (const SilentRank& rank : silent) ++counts[rank.why_of_many];
+  std::map<std::string, std::vector<int>> without;
+  for (const SilentRank& rank : silent) {
+    const bool is_of_many = !rank.why_of_many.empty() && counts[rank.why_of_many] > kSingly;
+    without[is_of_many ? rank.why_of_many : rank.why].push_back(rank.rank);
+  }
+  Lines lines;
+  for (auto& [why, ranks] : without) lines[why].ranks = ranks;
+  return Written(lines, "not answered either", [](const std::string& why, const std::vector<int>& ranks, const Line&) {
+    return RankList(ranks) + " " + why + ".";
+  });
 }
 
 }  // namespace
 
 std::vector<int> RanksWithoutPlace(const std::vector<Status>& statuses) {
   const Verdict verdict = VerdictOn(statuses);
-  std::vector<int> ranks;
+  std::vector<std::vector<int>> all;
+  size_t longest = 0;
   for (const Status& status : statuses) {
-    if (HasNoPlace(status, verdict)) ranks.push_back(status.rank);
+    all.push_back(WithoutPlace(status, verdict));
+    longest = std::max(longest, all.back().size());
   }
+  std::vector<int> ranks;
+  for (size_t turn = 0; turn < longest; ++turn) {
+    for (const std::vector<int>& of_status : all) {
+      if (turn < of_status.size() && ranks.size() < kMostFrames) ranks.push_back(of_status[turn]);
+    }
+  }
+  SortRanks(&ranks);
   return ranks;
 }
 
-std::string DescribeAll(const std::vector<Status>& statuses, const std::vector<SilentRank>& silent) {
+std::string DescribeAll(const std::vector<Status>& statuses, const std::vector<SilentRank>& silent,
+                        const std::vector<RankFrames>& frames) {
   const Verdict verdict = VerdictOn(statuses);
-  std::string text;
-  // Who waits where: one line for all ranks that say the same.
-  std::map<std::string, std::pair<std::vector<int>, int64_t>> waits;
-  for (const Status& status : statuses) {
-    for (const CallStatus& call : status.under_way) {
-      auto& [ranks, age_ns] = waits[call.is_wait(kEnd) ? "ended, and waited for the others" : "waited in " + Named(call)];
-      ranks.push_back(status.rank);
-      age_ns = std::max(age_ns, call.age_ns);
-    }
-  }
-  for (const auto& [what, wait] : waits) {
-    text += "  " + RankList(wait.first) + (wait.first.size() == 1 ? " has " : " have ") + what + " for " +
-            Seconds(wait.second) + ".\n";
-  }
-  for (const Status& status : statuses) {
-    if (verdict.idle.count(status.rank) == 0) continue;
-    text += "  " + RankList({status.rank}) + " makes no call. ";
-    if (status.last.empty()) {
-      text += "It has made none yet.";
-    } else {
-      text += "Its last one was " + Named(status.last.front()) + ", " + Seconds(status.last.front().age_ns) + " ago.";
-    }
-    text += "\n";
-  }
-  std::map<std::pair<std::string, std::string>, std::vector<int>> stacks;
-  for (const Status& status : statuses) {
-    const std::string how = status.stacks.by_signal ? kBySignal : "";
-    const std::string frames = UsersFrames(status.stacks.main_thread);
-    if (!frames.empty()) stacks[{"Python on ", how + ":\n" + frames}].push_back(status.rank);
-    const bool is_blamed = verdict.blamed.count(status.rank) != 0;
-    const std::string callbacks = is_blamed ? UsersFrames(status.stacks.callbacks) : "";
-    if (!callbacks.empty()) stacks[{"A callback of a program on ", how + ":\n" + callbacks}].push_back(status.rank);
-  }
-  for (const auto& [what, ranks] : stacks) text += "  " + what.first + RankList(ranks) + what.second;
-  std::map<std::string, std::vector<int>> without;
-  for (const SilentRank& rank : silent) without[rank.why].push_back(rank.rank);
-  for (const auto& [why, ranks] : without) text += "  " + RankList(ranks) + " " + why + ".\n";
-
-  text += verdict.differences;
+  std::string text = DescribeWaits(statuses) + DescribeIdle(statuses) + DescribeFrames(statuses, frames, verdict) +
+                     DescribeSilent(silent) + verdict.differences + verdict.unknown;
   if (!verdict.blamed.empty()) {
     text += "  Look at " + RankList({verdict.blamed.begin(), verdict.blamed.end()}) + ": the others wait for " +
             (verdict.blamed.size() == 1 ? "it" : "them") + ".\n";

@@ -8,6 +8,8 @@
 #include <vector>
 
 #include "monitor/python_stacks.h"
+#include "monitor/rank_runs.h"
+#include "monitor/side_channel.h"
 #include "records/recorder.h"
 
 namespace pycollective {
@@ -25,27 +27,41 @@ struct CallStatus {
   std::string group_name;
   // Those without whom the call does not end, in MPI_COMM_WORLD; only if it is under way.
   std::vector<int> members;
+  // Of a call of a whole group, if it is under way: how many members it has. A status that travels has the number alone where the
+  // members are more than kMostRuns runs.
+  int64_t group_size = 0;
 
   // Whether all its members must make it.
   bool is_for_all() const {
     return IsCollective(static_cast<int32_t>(operation)) || (operation >= kFirstWait && operation != kEnd);
   }
   bool is_wait(Wait wait) const { return operation == wait; }
+  // Whether the members are known to be others than those in `members`.
+  bool lacks_members() const { return members.empty() && group_size > 0; }
 };
 
+// The most runs (rank_runs.h) of a call's members in a status that travels. An axis of a mesh is one run.
+inline constexpr size_t kMostRuns = 16;
+
+// What some ranks do, all of them the same but for times: a call that is under way is as old as the oldest one of theirs, and the
+// last call of a rank ended when the latest one of theirs did.
 struct Status {
-  int rank = 0;
+  std::vector<int> ranks;             // ascending
   std::vector<CallStatus> under_way;  // the one that began first in front
-  std::vector<CallStatus> last;       // the last call of each channel that has ended, the latest in front
-  bool has_all = false;               // whether `last` has all channels on which the rank has ever called
-  PythonFrames stacks;                // if it was asked for: RanksWithoutPlace
+  // Of a rank without a call under way its last call. Of a rank at its end the last call of each channel; only the first of
+  // these, the latest, has texts.
+  std::vector<CallStatus> last;
+  bool has_all = false;  // at the end: whether `last` has all channels on which the rank has ever called
 };
 
 // Finds out what this process does. It does not ask Python.
 Status StatusOfThisProcess(int rank);
-std::string Packed(const Status& status);
-// Returns whether `text` holds a whole status.
-bool Unpack(const std::string& text, Status* status);
+// Joins those that differ in times alone. The result is in the order of the lowest ranks.
+std::vector<Status> Joined(const std::vector<Status>& statuses);
+
+void Put(Writer& to, const std::vector<Status>& statuses);
+// The reader is not ok if they are no statuses of ranks below `size`.
+std::vector<Status> StatusesFrom(Reader& from, int size);
 std::string Packed(const PythonFrames& frames);
 bool Unpack(const std::string& text, PythonFrames* frames);
 
@@ -54,14 +70,24 @@ struct SilentRank {
   int rank;
   std::string why;
   bool has_ended;  // its process is gone
+  std::string why_of_many;  // the same of several ranks, without their processes; "": `why` has none
+};
+
+// Where Python stands on a rank.
+struct RankFrames {
+  int rank;
+  PythonFrames frames;
 };
 
 // The ranks whose frames a report shows: those that the others wait for, and those that wait in a call whose line nobody
-// knows.
+// knows. Of many it names kMostFrames, some of each status.
 std::vector<int> RanksWithoutPlace(const std::vector<Status>& statuses);
+inline constexpr size_t kMostFrames = 16;
 
-// What all ranks do: which wait in which call, which do not, and what does not match.
-std::string DescribeAll(const std::vector<Status>& statuses, const std::vector<SilentRank>& silent);
+// What all ranks do: which wait in which call, which do not, and what does not match. The text has at most some dozens of lines,
+// however many ranks there are.
+std::string DescribeAll(const std::vector<Status>& statuses, const std::vector<SilentRank>& silent,
+                        const std::vector<RankFrames>& frames = {});
 
 // Whether some ranks wait for a rank that has ended, and so will wait for ever.
 bool WaitForEnded(const std::vector<Status>& statuses, const std::vector<SilentRank>& silent);
@@ -69,7 +95,7 @@ bool WaitForEnded(const std::vector<Status>& statuses, const std::vector<SilentR
 // Whether any rank waits so long for others, before its end. 0: there is no such limit.
 bool IsLongWait(const std::vector<Status>& statuses, int64_t limit_ns);
 
-// Ranks as messages name them: "rank 1", "ranks 0, 2-5".
+// Ranks as messages name them: "rank 1", "ranks 0, 2-5". Of more than some dozens of pieces the text counts the last ones.
 std::string RankList(std::vector<int> ranks);
 
 // "12.3 s"

@@ -15,11 +15,13 @@ FOLDER = Path(__file__).parent
 CORPUS = FOLDER / "corpus"
 _NATIVE = FOLDER.parents[1] / "native"
 
+_STATUS = [_NATIVE / "monitor" / f"{name}.cc" for name in ("heard", "rank_runs", "status")]
+
 SOURCES = {
     "frames_fuzz": native_tests.SIDE_CHANNEL,
     "serving_fuzz": native_tests.SIDE_CHANNEL,
     "asking_fuzz": native_tests.SIDE_CHANNEL,
-    "statuses_fuzz": [*native_tests.SIDE_CHANNEL, _NATIVE / "monitor" / "status.cc", *native_tests.RECORDER],
+    "statuses_fuzz": [*native_tests.SIDE_CHANNEL, *_STATUS, *native_tests.RECORDER],
     "records_fuzz": native_tests.RECORDER,
 }
 """The sources of each target, beside its own file. Its corpus lies in the folder of its name in :data:`CORPUS`."""

@@ -27,6 +27,7 @@
 #include "monitor/monitor.h"
 #include "monitor/process.h"
 #include "monitor/python_stacks.h"
+#include "monitor/rank_runs.h"
 #include "monitor/side_channel.h"
 #include "monitor/status.h"
 #include "mpi/collectives.h"
@@ -59,6 +60,19 @@ void operator delete(void* memory, size_t) noexcept { std::free(memory); }
 namespace pycollective {
 namespace {
 
+// The text of a request that a tree carries: the ranks to which it is handed on, and what it says.
+std::string Through(const std::vector<int>& ranks, const std::string& text) {
+  Writer writer;
+  PutRanks(writer, ranks);
+  return writer.Append(text).text();
+}
+std::string TellText(int64_t reason, const std::vector<int>& ranks = {}) { return Through(ranks, Writer().Put(reason).text()); }
+std::string EndText(int status, const std::string& cause, const std::vector<int>& ranks = {}) {
+  return Through(ranks, Writer().Put(status).Put(cause).text());
+}
+std::string DeathText(const std::string& what) { return Through({}, Writer().Put(what).text()); }
+const std::string kAllTold = Through({}, "");  // the reply of a head that has told all ranks of its part
+
 // A monitor whose thread meets a lack of memory goes on, and answers when there is memory again.
 void TestLackOfMemory() {
   is_of_test = true;
@@ -73,7 +87,7 @@ void TestLackOfMemory() {
   settings.listening = {fd};
   settings.secret = std::string(64, 's');
   const SideChannel other(1, {own.addresses, {}}, settings.secret);
-  const auto tells = [&other] { return other.Ask({0}, kTellStatus, "", kSecondNs)[0].came; };
+  const auto tells = [&other] { return other.Ask({0}, kTellStatus, TellText(1), kSecondNs)[0].came; };
   CHECK(StartMonitor(settings).empty());
   CHECK(tells());
   no_memory = true;
@@ -179,22 +193,29 @@ void TestRequests() {
   CHECK(StartMonitor(*settings).empty());
   CHECK(StartMonitor(*settings).empty());  // it runs already
   CHECK(settings.Ask(kAreYouThere).text == "yes");
-  Status status;
-  CHECK(Unpack(settings.Ask(kTellStatus).text, &status) && status.rank == 0);
+  Heard heard;
+  CHECK(Unpack(settings.Ask(kTellStatus, TellText(1)).text, 2, {0}, &heard) && heard.statuses.size() == 1);
+  CHECK(Unpack(settings.Ask(kTellStatus, TellText(1, {1})).text, 2, {0, 1}, &heard));  // nobody is there as rank 1
+  CHECK(heard.unheard.size() == 1 && heard.unheard[0].rank == 1 && heard.unheard[0].is_asked && heard.unheard[0].refused);
+  for (const int64_t kind : {kTellStatus, kEndNow, kDeathIsKnown}) {  // no ranks of this job
+    for (const std::string& text : {std::string(), TellText(1, {2}), TellText(1).substr(1)}) CHECK(settings.Ask(kind, text).text.empty());
+  }
+  AddGroup(4711, {"odd", {1, 0}});
+  CHECK(settings.Ask(kTellGroup, Writer().Put(4711).text()).text == Through({0, 1}, ""));
   PythonFrames frames;
   CHECK(Unpack(settings.Ask(kTellFrames).text, &frames) && frames.main_thread.empty());
-  const auto state = [&](int64_t rank) {
-    const Reply reply = settings.Ask(kProcessState, Writer().Put(rank).text());
-    CHECK(reply.came && reply.text.size() == 8);
-    return Reader(reply.text).Number();
-  };
-  CHECK(state(1) == 'S' || state(1) == 'R');
-  for (const int64_t rank : {int64_t{-1}, int64_t{2}, INT64_MAX, INT64_MIN}) CHECK(state(rank) == 0);
+  const std::string states = settings.Ask(kProcessState, Through({0, 1}, "")).text;
+  Reader of_states(states);
+  for (int rank = 0; rank < 2; ++rank) {
+    const int64_t state = of_states.Number();
+    CHECK(state == 'S' || state == 'R');
+  }
+  CHECK(of_states.ok() && of_states.Rest().empty() && settings.Ask(kProcessState, Through({2}, "")).text.empty());
   CHECK(settings.Ask(kProcessState).came);
   const Reply unknown = settings.Ask(99, "what");
   CHECK(unknown.came && unknown.text.empty());
   CHECK(settings.Records().empty());
-  CHECK(settings.Ask(kDeathIsKnown, Writer().Put("rank 1 died").text()).text == "yes");
+  CHECK(settings.Ask(kDeathIsKnown, DeathText("rank 1 died")).text == kAllTold);
   CHECK(settings.HasRecords("rank 1 died"));
   StopMonitor();
   CHECK(!settings.Ask(kAreYouThere).came);
@@ -202,17 +223,17 @@ void TestRequests() {
 
 void TestEndIsTold() {
   CHECK(BeginEnd(2, "nobody is told"));  // without a monitor
-  PlayedRank one(1), two(2);
+  PlayedRank one(1, [](int64_t, const std::string&) { return kAllTold; }), two(2);
   Settings settings(0, {one.address(), two.address()});
   CHECK(StartMonitor(*settings).empty());
   ForgetRank(2);
   CHECK(BeginEnd(3, "rank 0 raised"));
-  const std::vector<Asked> told = {{kEndNow, Writer().Put(3).Put("rank 0 raised").text()}};
+  const std::vector<Asked> told = {{kEndNow, EndText(3, "rank 0 raised")}};
   CHECK(one.requests() == told && two.requests().empty());
   CHECK(settings.HasRecords("rank 0 raised"));
   CHECK(!BeginEnd(4, "another cause"));
-  CHECK(settings.Ask(kEndNow, Writer().Put(5).Put("a third one").text()).text == "yes");
-  CHECK(settings.Ask(kDeathIsKnown, Writer().Put("a death").text()).text == "yes");
+  CHECK(settings.Ask(kEndNow, EndText(5, "a third one")).text == kAllTold);
+  CHECK(settings.Ask(kDeathIsKnown, DeathText("a death")).text == kAllTold);
   CHECK(one.requests() == told && settings.HasRecords("rank 0 raised"));
   StopMonitor();
 }
@@ -229,7 +250,7 @@ void TestEndsAsTold() {
       CHECK(StartMonitor(*settings).empty());
       while (true) pause();
     }
-    CHECK(BecomesTrue([&] { return settings.Ask(kEndNow, Writer().Put(status).Put("told").text()).text == "yes"; }));
+    CHECK(BecomesTrue([&] { return settings.Ask(kEndNow, EndText(status, "told")).text == kAllTold; }));
     CHECK(settings.HasRecords("told"));
   }
   for (const int expected : {7, 1}) {  // none ends well while others fail
@@ -245,7 +266,7 @@ void Death(bool may_lose_ranks, bool says, bool is_on_this_host) {
   Address address = NewAddress();
   const int fd = Listening(&address);
   const pid_t child = ServingChild(1, fd);
-  PlayedRank two(2);
+  PlayedRank two(2, [](int64_t, const std::string&) { return kAllTold; });
   Settings settings(0, {address, two.address()});
   settings->processes[1].pid = child;
   settings->processes[2].host = 2;
@@ -265,7 +286,7 @@ void Death(bool may_lose_ranks, bool says, bool is_on_this_host) {
     CHECK(two.requests().empty() && settings.Records().empty());
   } else {
     CHECK(BecomesTrue([&] { return !two.requests().empty() && settings.HasRecords(what); }));
-    CHECK(two.requests() == std::vector<Asked>({{kDeathIsKnown, Writer().Put(what).text()}}));
+    CHECK(two.requests() == std::vector<Asked>({{kDeathIsKnown, DeathText(what)}}));
   }
   StopMonitor();
   CHECK(fcntl(reading, F_SETFL, O_NONBLOCK) == 0);
@@ -306,8 +327,116 @@ void TestALowerRankReports() {
   Reader reader(text);
   CHECK(reader.Number() == 2);  // a long wait
   const int64_t age_ns = reader.Number();
+  CHECK(reader.Number() == 1);  // the two are of one host: rank 0 leads it
   CHECK(reader.ok() && kSecondNs / 10 < age_ns && age_ns < 20 * kSecondNs);
   StopMonitor();
+}
+
+// A long wait of this process.
+Record LongWait() {
+  Record record;
+  record.operation = kBarrier;
+  record.state = kStarted;
+  return record;
+}
+
+// How many requests of one kind a rank has got.
+size_t CountOf(const PlayedRank& rank, int64_t kind) {
+  size_t count = 0;
+  for (const auto& [asked, text] : rank.requests()) count += asked == kind ? 1 : 0;
+  return count;
+}
+
+// Rank 2 of hosts (0, 1), (2, 3): it leads its host, and lets rank 0 report, which is on another one.
+void TestALeaderSpeaksToOtherHosts() {
+  const auto answer = [](int64_t, const std::string&) { return "yes"; };
+  PlayedRank zero(0, answer), one(1, answer), three(3, answer);
+  Settings settings(2, {zero.address(), one.address(), three.address()});
+  for (const size_t rank : {2, 3}) settings->processes[rank].host = 2;
+  settings->warn_ns = kSecondNs / 10;
+  CHECK(StartMonitor(*settings).empty());
+  Recorded call(LongWait());
+  CHECK(BecomesTrue([&] { return CountOf(zero, kReport) == 1; }));
+  const std::string text = zero.requests().back().second;
+  Reader of_text(text);
+  CHECK(of_text.Number() == 2 && of_text.Number() > 0 && of_text.Number() == 0 && of_text.ok());
+  CHECK(CountOf(one, kReport) == 0 && three.requests().empty());
+  StopMonitor();
+}
+
+// Rank 3 of the same hosts tells rank 2, and no rank of another host.
+void TestOtherRanksSpeakToTheirLeader() {
+  const auto answer = [](int64_t, const std::string&) { return "yes"; };
+  PlayedRank zero(0, answer), one(1, answer), two(2, answer);
+  Settings settings(3, {zero.address(), one.address(), two.address()});
+  for (const size_t rank : {2, 3}) settings->processes[rank].host = 2;
+  settings->warn_ns = kSecondNs / 10;
+  CHECK(StartMonitor(*settings).empty());
+  Recorded call(LongWait());
+  CHECK(BecomesTrue([&] { return CountOf(two, kReport) == 1; }));
+  Sleep(300);
+  CHECK(zero.requests().empty() && one.requests().empty());
+  StopMonitor();
+}
+
+// What rank 2 does that ranks of its host have told of a wait: it asks rank 0 to report. Asked by another host, it reports.
+void TestALeaderThatIsAsked() {
+  for (const bool is_of_host : {true, false}) {
+    const auto answer = [](int64_t kind, const std::string&) {
+      return kind == kTellStatus ? Packed(Heard{{In(0, {})}, {}}) : std::string("yes");
+    };
+    PlayedRank zero(0, answer), one(1, answer), three(3, answer);
+    Settings settings(2, {zero.address(), one.address(), three.address()});
+    for (const size_t rank : {2, 3}) settings->processes[rank].host = 2;
+    CHECK(StartMonitor(*settings).empty());
+    const std::string text = Writer().Put(2).Put(kSecondNs).Put(is_of_host ? 1 : 0).text();
+    CHECK(settings.Ask(kReport, text).text == "yes");
+    CHECK(BecomesTrue([&] { return CountOf(zero, is_of_host ? kReport : kTellStatus) > 0; }));
+    Sleep(300);
+    CHECK(CountOf(zero, is_of_host ? kTellStatus : kReport) == 0 && CountOf(three, kReport) == 0);
+    StopMonitor();
+  }
+}
+
+// A rank that another one has asked for its status leaves the report of this reason to that one. A less grave report does
+// not silence it.
+void TestOneReportMakesOthersSilent() {
+  for (const int64_t reason : {1, 2, 3}) {
+    const auto answer = [](int64_t, const std::string&) { return "yes"; };
+    PlayedRank zero(0, answer), two(2, answer);
+    Settings settings(1, {zero.address(), two.address()});
+    settings->warn_ns = kSecondNs / 5;
+    CHECK(StartMonitor(*settings).empty());
+    CHECK(settings.Ask(kTellStatus, TellText(reason)).came);
+    Recorded call(LongWait());
+    if (reason < 2) {
+      CHECK(BecomesTrue([&] { return CountOf(zero, kReport) == 1; }));
+    } else {
+      Sleep(1800);  // two looks
+      CHECK(zero.requests().empty() && two.requests().empty());
+    }
+    StopMonitor();
+  }
+}
+
+// The head of a part hands the end on, and tells to whom it has not come.
+void TestTheEndIsHandedOn() {
+  const pid_t child = Fork();
+  if (child == 0) {  // its monitor ends it
+    const auto answer = [](int64_t, const std::string&) { return kAllTold; };
+    PlayedRank one(1, answer), two(2, answer);
+    Settings settings(0, {one.address(), two.address(), Nobody()});
+    CHECK(StartMonitor(*settings).empty());
+    CHECK(settings.Ask(kEndNow, EndText(7, "the end", {1, 2, 3})).text == Through({3}, ""));
+    for (const PlayedRank* rank : {&one, &two}) CHECK(rank->requests() == std::vector<Asked>({{kEndNow, EndText(7, "the end")}}));
+    CHECK(BecomesTrue([&] { return settings.HasRecords("the end"); }));
+    // What comes again is handed on again: the rank that asks wants to know who has heard.
+    CHECK(settings.Ask(kEndNow, EndText(7, "the end", {1})).text == kAllTold);
+    std::fflush(nullptr);
+    _exit(0);
+  }
+  int status = 0;
+  CHECK(waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0);
 }
 
 // Threads that come to a free slot at one time. One of them gets it.
@@ -420,6 +549,11 @@ int main(int argc, char** argv) {
                  {"ends_as_told", TestEndsAsTold},
                  {"death_of_a_rank", TestDeathOfARank},
                  {"a_lower_rank_reports", TestALowerRankReports},
+                 {"a_leader_speaks_to_other_hosts", TestALeaderSpeaksToOtherHosts},
+                 {"other_ranks_speak_to_their_leader", TestOtherRanksSpeakToTheirLeader},
+                 {"a_leader_that_is_asked", TestALeaderThatIsAsked},
+                 {"one_report_makes_others_silent", TestOneReportMakesOthersSilent},
+                 {"the_end_is_handed_on", TestTheEndIsHandedOn},
                  {"slots_have_one_owner", TestSlotsHaveOneOwner},
                  {"verdict_on_messages", TestVerdictOnMessages},
                  {"frames_of_the_blamed", TestFramesOfTheBlamed},

@@ -40,17 +40,24 @@ inline int Listening(Address* address) {
   return fd;
 }
 
+// An address where nobody listens any more.
+inline Address Nobody() {
+  Address address = NewAddress();
+  close(Listening(&address));
+  return address;
+}
+
 using Asked = std::pair<int64_t, std::string>;
 
 // A rank that answers with answer(kind, text) until it is destroyed.
 class PlayedRank {
  public:
   explicit PlayedRank(int rank, SideChannel::Answer answer = [](int64_t, const std::string& text) { return "re: " + text; },
-                      const std::string& secret = kSecret)
-      : address_(NewAddress()), fd_(Listening(&address_)), channel_(rank, {}, secret), answer_(std::move(answer)) {
+                      const std::string& secret = kSecret, SideChannel::TakesLong takes_long = {})
+      : address_(NewAddress()), fd_(Listening(&address_)), channel_(rank, {}, secret), answer_(std::move(answer)), takes_long_(std::move(takes_long)) {
     thread_ = std::thread([this] {
       channel_.Serve({fd_}, [this](int64_t kind, const std::string& text) { return Answer(kind, text); },
-                     [this] { return is_over_.load(); });
+                     [this] { return is_over_.load(); }, takes_long_);
     });
   }
   ~PlayedRank() {
@@ -87,6 +94,7 @@ class PlayedRank {
   int fd_;
   const SideChannel channel_;
   const SideChannel::Answer answer_;
+  const SideChannel::TakesLong takes_long_;
   std::atomic<bool> is_over_{false};
   std::thread thread_;
   mutable std::mutex mutex_;  // guards what follows

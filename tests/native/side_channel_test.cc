@@ -5,8 +5,10 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cstring>
 #include <list>
+#include <new>
 #include <string>
 #include <thread>
 #include <vector>
@@ -203,6 +205,66 @@ void TestDeaths() {
   }
 }
 
+// While some answers take long the others come, and so many of them at most have a thread.
+void TestLongAnswers() {
+  constexpr int64_t kLong = 8, kShort = 9;
+  std::atomic<bool> goes_on{false};
+  std::atomic<int> under_way{0};
+  const auto answer = [&](int64_t kind, const std::string& text) {
+    if (kind == kShort) return text;
+    ++under_way;
+    while (!goes_on) Sleep(1);
+    --under_way;
+    if (text == "throws") throw std::bad_alloc();
+    return "long " + text;
+  };
+  PlayedRank rank(0, answer, kSecret, [](int64_t kind, const std::string&) { return kind == kLong; });
+  std::vector<Reply> replies(SideChannel::kMostLong + 2);
+  std::vector<std::thread> asking;
+  for (size_t i = 0; i < replies.size() - 2; ++i) {
+    asking.emplace_back([&, i] { replies[i] = AskOne({rank.address()}, kLong, i == 0 ? "throws" : std::to_string(i)); });
+  }
+  CHECK(BecomesTrue([&] { return under_way == SideChannel::kMostLong; }));
+  CHECK(AskOne({rank.address()}, kShort, "short").text == "short");
+  const Reply one_more = AskOne({rank.address()}, kLong, "one more");
+  CHECK(one_more.came && one_more.text.empty() && under_way == SideChannel::kMostLong);
+  CHECK(!AskOne({rank.address()}, kShort, "", kSecondNs / 10, "x").came);  // nor do strangers keep it busy
+  goes_on = true;
+  for (std::thread& thread : asking) thread.join();
+  CHECK(replies[0].came && replies[0].text.empty());
+  for (size_t i = 1; i < replies.size() - 2; ++i) CHECK(replies[i].text == "long " + std::to_string(i));
+  CHECK(BecomesTrue([&] { return AskOne({rank.address()}, kLong, "again").text == "long again"; }));
+}
+
+// The end of the service waits for the threads of answers, which use what belongs to its caller.
+void TestEndOfServiceWaitsForLongAnswers() {
+  std::atomic<bool> begun{false};
+  bool is_over = false;
+  std::thread asker;
+  {
+    PlayedRank rank(0, [&](int64_t, const std::string&) {
+      begun = true;
+      Sleep(100);
+      is_over = true;
+      return std::string();
+    }, kSecret, [](int64_t, const std::string&) { return true; });
+    asker = std::thread([address = rank.address()] { AskOne({address}, 7, ""); });
+    CHECK(BecomesTrue([&] { return begun.load(); }));
+    rank.End();
+    CHECK(is_over);
+  }
+  asker.join();
+}
+
+// A text for each of the ranks.
+void TestTextsOfRanks() {
+  PlayedRank zero(0), one(1);
+  const SideChannel channel(2, {{zero.address()}, {one.address()}}, kSecret);
+  const std::vector<Reply> replies = channel.Ask({1, 0}, 7, std::vector<std::string>{"a", "b"}, kLongNs);
+  CHECK(replies[0].text == "re: a" && replies[1].text == "re: b");
+  CHECK(one.requests() == std::vector<Asked>({{7, "a"}}) && zero.requests() == std::vector<Asked>({{7, "b"}}));
+}
+
 void TestTexts() {
   const std::string text = Writer().Put(-2).Put("").Put("ab").Put(INT64_MAX).text();
   Reader reader(text);
@@ -236,6 +298,9 @@ int main(int argc, char** argv) {
                  {"peers_that_end_in_the_middle", TestPeersThatEndInTheMiddle},
                  {"ends_of_ranks", TestEndsOfRanks},
                  {"deaths", TestDeaths},
+                 {"long_answers", TestLongAnswers},
+                 {"end_of_service_waits_for_long_answers", TestEndOfServiceWaitsForLongAnswers},
+                 {"texts_of_ranks", TestTextsOfRanks},
                  {"texts", TestTexts}},
                 argc, argv);
 }

@@ -17,6 +17,7 @@ inline CallStatus Waits(Operation operation, std::vector<int> members) {
   call.operation = operation;
   call.state = kStarted;
   call.members = std::move(members);
+  if (call.is_for_all()) call.group_size = static_cast<int64_t>(call.members.size());
   call.site = "train.py:1 (step)";
   return call;
 }
@@ -24,10 +25,18 @@ inline CallStatus Waits(Operation operation, std::vector<int> members) {
 // A rank in these calls.
 inline Status In(int rank, std::vector<CallStatus> under_way) {
   Status status;
-  status.rank = rank;
+  status.ranks = {rank};
   status.under_way = std::move(under_way);
   return status;
 }
+
+// As many ranks, from 0 on.
+inline std::vector<int> Count(int ranks) {
+  std::vector<int> all;
+  for (int rank = 0; rank < ranks; ++rank) all.push_back(rank);
+  return all;
+}
+
 
 }  // namespace pycollective
 
