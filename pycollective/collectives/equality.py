@@ -1,16 +1,14 @@
 """The comparison of arrays between ranks, outside programs: which leaf differs on which rank, and by how much.
 
-The ranks first exchange digests of the leaves. If no digest differs, they exchange nothing else. Otherwise rank 0 sends
-the first of the leaves that differ to the other ranks, in blocks. Each rank finds its own differences, and all ranks
-make the same message of them.
+The ranks first combine one digest of all leaves. If it is the same on all ranks, they exchange nothing else. Otherwise
+rank 0 sends the first of the leaves that differ to the other ranks, in blocks. Each rank finds its own differences.
+These are combined as well, and all ranks make the same message of them.
 """
 
 from __future__ import annotations
 
 import collections
-import hashlib
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,14 +20,12 @@ from pycollective.collectives.host_leaves import Difference, HostLeaf
 from pycollective.errors import fail, message, name_ranks
 from pycollective.jax_support.jax_internals import at_top_level
 from pycollective.ordering import dispatch
-from pycollective.ranks.agreement import gather_from_all
 from pycollective.ranks.communicator import Communicator
+from pycollective.ranks.meeting import Sameness, complete, digest_of, first_of, meet, same_call
+from pycollective.ranks.out_of_band import Steps
 from pycollective.ranks.world import given_or_world
 
 _WHERE = "assert_equal_across"
-
-_CALL = f"a call of {_WHERE}"
-"""The first part of the first message of a rank. A rank in the first call of a function compares it with its own."""
 
 _MOST_LINES = 5
 """The largest number of differing leaves that the message shows."""
@@ -49,20 +45,90 @@ class _Entry(NamedTuple):
 
 
 class _Report(NamedTuple):
-    """The differences of a rank's leaves from rank 0's.
+    """The differences of some ranks' leaves from rank 0's.
 
     Attributes:
-        bits: the numbers of rank 0's leaves that have other bits here.
-        types: the types of rank 0's leaves that have another one here, by their number; None for those that are not
-            here.
+        bits: the numbers of rank 0's leaves that have other bits there.
+        types: the numbers of rank 0's leaves that have another type there, and this type; None for those that are not
+            there.
         only_here: the paths that rank 0 does not have.
-        copies: the devices whose copy of a leaf differs from the first copy here, by path.
+        copies: paths, and for each the devices whose copy of the leaf differs from the first copy of the rank.
     """
 
-    bits: list[int]
-    types: dict[int, str | None]
-    only_here: list[str]
+    bits: tuple[int, ...]
+    types: tuple[tuple[int, str | None], ...]
+    only_here: tuple[str, ...]
+    copies: tuple[tuple[str, tuple[str, ...]], ...]
+
+
+_Reports = dict[_Report, list[range]]
+"""The reports of all ranks, each once, with the ranks that have it; the report of the lowest rank comes first."""
+
+
+class _Own(NamedTuple):
+    """What a rank has read.
+
+    Attributes:
+        leaves: the leaves by their paths.
+        entries: their descriptions, by path.
+        copies: the devices whose copies differ, by path.
+        failure: why it cannot read its leaves, if it cannot.
+    """
+
+    leaves: dict[str, Any]
+    entries: dict[str, _Entry]
     copies: dict[str, tuple[str, ...]]
+    failure: Exception | None
+
+
+class _Outcome(NamedTuple):
+    """What consecutive ranks have read.
+
+    Attributes:
+        failure: the lowest rank that cannot read its leaves, and its error.
+        leaves: whether their leaves are the same.
+        have_copies: whether a rank has copies that differ.
+    """
+
+    failure: tuple[int, str] | None
+    leaves: Sameness
+    have_copies: bool
+
+    def followed_by(self, later: _Outcome) -> _Outcome:
+        """That of these ranks and of those that follow them."""
+        failure, have_copies = first_of(self.failure, later.failure), self.have_copies or later.have_copies
+        return _Outcome(failure, self.leaves.followed_by(later.leaves), have_copies)
+
+
+class _Worst(NamedTuple):
+    """The differences of the elements of a leaf on consecutive ranks.
+
+    Attributes:
+        rank: the lowest of the ranks with the worst difference.
+        difference: that difference.
+        values: the largest number of elements of a rank that differ in value.
+        only_bits: the largest number of elements of a rank that differ in their bits alone.
+        alike: whether these numbers are the same on all of the ranks that differ.
+    """
+
+    rank: int
+    difference: Difference
+    values: int
+    only_bits: int
+    alike: bool
+
+    @staticmethod
+    def of(rank: int, difference: Difference) -> _Worst:
+        """That of one rank."""
+        return _Worst(rank, difference, difference.values, difference.only_bits, alike=True)
+
+    def followed_by(self, later: _Worst) -> _Worst:
+        """That of these ranks and of those that follow them."""
+        worst = later if later.difference.weight > self.difference.weight else self
+        counts = self.values, self.only_bits
+        alike = self.alike and later.alike and counts == (later.values, later.only_bits)
+        values, only_bits = max(self.values, later.values), max(self.only_bits, later.only_bits)
+        return _Worst(worst.rank, worst.difference, values, only_bits, alike)
 
 
 def assert_equal_across(tree: PyTree, comm: Communicator | None = None) -> None:
@@ -114,13 +180,9 @@ def assert_equal_across(tree: PyTree, comm: Communicator | None = None) -> None:
         )
     comm = given_or_world(_WHERE, comm)
     dispatch.wait_for_all_programs()
-    leaves = _by_path(tree)
-    entries, copies = _read_alike(comm, leaves)
-    if entries is None:
-        return
-    from_first: list[_Entry] = _gather(comm, list(entries.values()) if comm.rank == 0 else None)[0]
-    reports: list[_Report] = _gather(comm, _report(from_first, entries, copies))
-    lines = _lines(comm, from_first, reports, leaves)
+    own = _read_all(comm, tree)
+    key = _WHERE, digest_of((list(own.entries.values()), own.copies, repr(own.failure)))
+    lines = complete(comm, _WHERE, _WHERE, key, lambda: _compare(comm, own))
     if lines:
         more = [f"and {len(lines) - _MOST_LINES} more"] if len(lines) > _MOST_LINES else []
         found = ";\n  ".join([*lines[:_MOST_LINES], *more])
@@ -133,10 +195,6 @@ def assert_equal_across(tree: PyTree, comm: Communicator | None = None) -> None:
                 "what rank 0 has.",
             )
         )
-
-
-def _gather(comm: Communicator, own: Any) -> list[Any]:
-    return gather_from_all(comm, _WHERE, _WHERE, own)
 
 
 def _by_path(tree: PyTree) -> dict[str, Any]:
@@ -155,42 +213,57 @@ def _by_path(tree: PyTree) -> dict[str, Any]:
     return found
 
 
-def _read_alike(
-    comm: Communicator, leaves: dict[str, Any]
-) -> tuple[dict[str, _Entry] | None, dict[str, tuple[str, ...]]]:
-    """This rank's entries by path, and the devices whose copies differ; no entries if all ranks have the same ones.
-
-    Raises an error on all ranks if a rank cannot read its leaves.
-    """
-    entries: dict[str, _Entry] = {}
-    copies: dict[str, tuple[str, ...]] = {}
-    digest = hashlib.sha256()
-    failure: Exception | None = None
+def _read_all(comm: Communicator, tree: PyTree) -> _Own:
+    own = _Own(_by_path(tree), {}, {}, None)
     try:
-        for path, value in leaves.items():
+        for path, value in own.leaves.items():
             leaf = _read(comm, path, value)
             element_bytes = leaf.elements.nbytes // max(1, len(leaf.elements))
-            entries[path] = _Entry(path, leaf.type, leaf.shape, element_bytes, leaf.digest())
-            digest.update(repr(entries[path]).encode())
+            own.entries[path] = _Entry(path, leaf.type, leaf.shape, element_bytes, leaf.digest())
             if leaf.copies:
-                copies[path] = leaf.copies
-    except Exception as error:
-        failure = error
-    text = None if failure is None else f"{type(failure).__name__}: {failure}"
-    outcomes = _gather(comm, (_CALL, text, digest.digest(), bool(copies)))
-    if failure is not None:
-        raise failure
-    for rank, other in enumerate(outcomes):
-        # A rank that makes the first call of a function sends the lines of its program, or an error.
-        if not (isinstance(other, tuple) and other[0] == _CALL):
-            expected, got = f"the other ranks to call {_WHERE} too", f"the first call of a function on rank {rank}"
-            fail(RuntimeError, _WHERE, comm, expected, got, "All ranks must make the same calls in the same order.")
-        if other[1] is not None:
-            expected, got = "leaves that every rank can read", f"an error on rank {rank}: {other[1]}"
-            fail(RuntimeError, _WHERE, comm, expected, got, "Look at the error of that rank.")
-    if len({other[2:] for other in outcomes}) == 1 and not copies:
-        return None, copies
-    return entries, copies
+                own.copies[path] = leaf.copies
+    except Exception as error:  # all ranks raise it
+        return own._replace(failure=error)
+    return own
+
+
+def _compare(comm: Communicator, own: _Own) -> Steps[list[str]]:
+    """A sentence for each difference, the same on all ranks. Raises an error on all if one cannot read its leaves."""
+    out = comm._out_of_band
+    failure = None if own.failure is None else (comm.rank, f"{type(own.failure).__name__}: {own.failure}")
+    outcome = _Outcome(failure, Sameness.of(comm, list(own.entries.values())), bool(own.copies))
+    met = yield from meet(comm, f"a call of {_WHERE}", outcome, _Outcome.followed_by)
+    if own.failure is not None:
+        raise own.failure
+    found = same_call(comm, _WHERE, met)
+    if found.failure is not None:
+        rank, text = found.failure
+        expected, got = "leaves that every rank can read", f"an error on rank {rank}: {text}"
+        fail(RuntimeError, _WHERE, comm, expected, got, "Look at the error of that rank.")
+    if found.leaves.other is None and not found.have_copies:
+        return []
+    from_first: list[_Entry] = yield from out.tell(list(own.entries.values()))
+    mine: _Reports = {_report(from_first, own): [range(comm.rank, comm.rank + 1)]}
+    reports: _Reports = yield from out.tell((yield from out.reduce(mine, _together)))
+    return (yield from _lines(comm, from_first, reports, own.leaves))
+
+
+def _together(lower: _Reports, higher: _Reports) -> _Reports:
+    """The reports of some ranks and of those that follow them.
+
+    Example:
+        >>> none, other = _Report((), (), (), ()), _Report((1,), (), (), ())
+        >>> found = _together({none: [range(0, 1)], other: [range(1, 2)]}, {other: [range(2, 3)]})
+        >>> found == {none: [range(0, 1)], other: [range(1, 3)]}
+        True
+    """
+    reports = {report: list(ranks) for report, ranks in lower.items()}
+    for report, ranks in higher.items():
+        known = reports.setdefault(report, [])
+        if known and known[-1].stop == ranks[0].start:
+            ranks = [range(known.pop().start, ranks[0].stop), *ranks[1:]]
+        known += ranks
+    return reports
 
 
 def _read(comm: Communicator, path: str, leaf: Any) -> HostLeaf:
@@ -208,93 +281,102 @@ def _read(comm: Communicator, path: str, leaf: Any) -> HostLeaf:
         )
 
 
-def _report(from_first: list[_Entry], own: dict[str, _Entry], copies: dict[str, tuple[str, ...]]) -> _Report:
+def _report(from_first: list[_Entry], own: _Own) -> _Report:
     """This rank's report on rank 0's leaves."""
     bits: list[int] = []
     types: dict[int, str | None] = {}
     for number, first in enumerate(from_first):
-        here = own.get(first.path)
+        here = own.entries.get(first.path)
         if here is None or here.type != first.type:
             types[number] = None if here is None else here.type
         elif here.digest != first.digest:
             bits.append(number)
     paths = {first.path for first in from_first}
-    return _Report(bits, types, [path for path in own if path not in paths], copies)
+    only_here = tuple(path for path in own.entries if path not in paths)
+    return _Report(tuple(bits), tuple(types.items()), only_here, tuple(own.copies.items()))
 
 
-def _lines(comm: Communicator, from_first: list[_Entry], reports: list[_Report], leaves: dict[str, Any]) -> list[str]:
+def _lines(comm: Communicator, from_first: list[_Entry], reports: _Reports, leaves: dict[str, Any]) -> Steps[list[str]]:
     """A sentence for each difference, the same on all ranks; only the first ones are complete.
 
     Differences of structure come first: they may explain the others.
     """
     lines = []
     everywhere = range(comm.size)
+
+    def ranks_with(field: str, item: Any) -> list[int]:
+        runs = [run for report, runs in reports.items() if item in getattr(report, field) for run in runs]
+        return sorted(rank for run in runs for rank in run)
+
     for path in dict.fromkeys(path for report in reports for path in report.only_here):
-        there = [rank for rank in everywhere if path in reports[rank].only_here]
+        there = ranks_with("only_here", path)
         lines.append(f"{path}: on {name_ranks(there)}, not on {name_ranks(set(everywhere) - set(there))}")
-    for number, first in enumerate(from_first):
-        types = {rank: report.types[number] for rank, report in enumerate(reports) if number in report.types}
-        for kind in dict.fromkeys(types.values()):
-            there = [rank for rank in types if types[rank] == kind]
-            what = f"not on {name_ranks(there)}" if kind is None else f"{kind} on {name_ranks(there)}"
-            lines.append(f"{first.path}: {first.type} on rank 0, {what}")
-    for path in dict.fromkeys(path for report in reports for path in report.copies):
-        for rank, report in enumerate(reports):
-            if path in report.copies:
-                devices = ", ".join(report.copies[path])
-                lines.append(f"{path}: on rank {rank} the copies on {devices} differ from that on its first device")
-    for number, first in enumerate(from_first):
-        ranks = [rank for rank, report in enumerate(reports) if number in report.bits]
-        if ranks:
-            is_shown = len(lines) < _MOST_LINES
-            lines.append(f"{first.path}: {_numbers(comm, first, ranks, leaves)}" if is_shown else first.path)
+    kinds = dict.fromkeys(item for report in reports for item in report.types)
+    for number, kind in sorted(kinds, key=lambda item: item[0]):  # stable: of a leaf that of the lowest rank first
+        there = ranks_with("types", (number, kind))
+        what = f"not on {name_ranks(there)}" if kind is None else f"{kind} on {name_ranks(there)}"
+        lines.append(f"{from_first[number].path}: {from_first[number].type} on rank 0, {what}")
+    copies = dict.fromkeys(item for report in reports for item in report.copies)
+    devices_of = {(path, rank): devices for path, devices in copies for rank in ranks_with("copies", (path, devices))}
+    for path in dict.fromkeys(path for path, _ in copies):
+        for rank in sorted(rank for other, rank in devices_of if other == path):
+            devices = ", ".join(devices_of[path, rank])
+            lines.append(f"{path}: on rank {rank} the copies on {devices} differ from that on its first device")
+    for number in sorted({number for report in reports for number in report.bits}):
+        first = from_first[number]
+        if len(lines) < _MOST_LINES:
+            ranks = ranks_with("bits", number)
+            lines.append(f"{first.path}: {(yield from _numbers(comm, first, ranks, leaves))}")
+        else:
+            lines.append(first.path)
     return lines
 
 
-def _numbers(comm: Communicator, entry: _Entry, ranks: list[int], leaves: dict[str, Any]) -> str:
+def _numbers(comm: Communicator, entry: _Entry, ranks: list[int], leaves: dict[str, Any]) -> Steps[str]:
     """How much a leaf differs on some ranks, the same sentence on all ranks. Rank 0 sends its elements, in blocks."""
-    is_first = comm.rank == 0
+    out, is_first = comm._out_of_band, comm.rank == 0
     elements = _read(comm, entry.path, leaves[entry.path]).elements if is_first or comm.rank in ranks else None
     length = max(1, _BLOCK_BYTES // entry.element_bytes)
     parts: list[Difference | None] = []
     for start in range(0, math.prod(entry.shape), length):
         own = None if elements is None else elements[start : start + length]
-        first = _gather(comm, own if is_first else None)[0]
+        first = yield from out.tell(own)
         if own is not None and not is_first:
             parts.append(host_leaves.difference(first, own, start))
-    found: list[Difference | None] = _gather(comm, host_leaves.merged(parts))
-    return _sentence(ranks, found, entry.shape)
+    mine = host_leaves.merged(parts)
+    worst = yield from out.reduce(None if mine is None else _Worst.of(comm.rank, mine), _worst_of)
+    return _sentence(ranks, (yield from out.tell(worst)), entry.shape)
 
 
-def _sentence(ranks: list[int], found: Sequence[Difference | None], shape: tuple[int, ...]) -> str:
+def _worst_of(lower: _Worst | None, higher: _Worst | None) -> _Worst | None:
+    return first_of(lower, higher) if lower is None or higher is None else lower.followed_by(higher)
+
+
+def _sentence(ranks: list[int], found: _Worst, shape: tuple[int, ...]) -> str:
     """A sentence on the differences of some ranks from rank 0.
 
     Example:
-        >>> two, one = Difference(2, 0, 0.1, 4, "1.0", "1.1", ""), Difference(1, 0, 0.5, 4, "1.0", "1.5", "")
-        >>> _sentence([1], [None, two], (2, 3))
+        >>> two = _Worst.of(1, Difference(2, 0, 0.1, 4, "1.0", "1.1", ""))
+        >>> one = _Worst.of(2, Difference(1, 0, 0.5, 4, "1.0", "1.5", ""))
+        >>> _sentence([1], two, (2, 3))
         'rank 1 differs from rank 0 in 2 of 6 elements, by at most 0.1, at [1, 1]: 1.0 on rank 0, 1.1 on rank 1'
-        >>> _sentence([1, 2], [None, two, one], (6,))[:59]
+        >>> _sentence([1, 2], two.followed_by(one), (6,))[:59]
         'ranks 1, 2 differ from rank 0 in up to 2 of 6 elements, by '
     """
-    present = {rank: part for rank in ranks if (part := found[rank]) is not None}
-    worst_rank = max(present, key=lambda rank: present[rank].weight)
-    worst = present[worst_rank]
-    count = math.prod(shape)
-    up_to = "up to " if len({(part.values, part.only_bits) for part in present.values()}) > 1 else ""
-    values = max(part.values for part in present.values())
-    only_bits = max(part.only_bits for part in present.values())
+    worst, count = found.difference, math.prod(shape)
+    up_to = "" if found.alike else "up to "
     verb = "differs" if len(ranks) == 1 else "differ"
     of_all = f"of {count} element{'s' * (count != 1)}"
-    bits = f"the bits alone of {up_to}{only_bits} {of_all}"
-    how = f"{up_to}{values} {of_all}" if values else f"{bits}, whose values are equal"
-    if values and only_bits:
+    bits = f"the bits alone of {up_to}{found.only_bits} {of_all}"
+    how = f"{up_to}{found.values} {of_all}" if found.values else f"{bits}, whose values are equal"
+    if found.values and found.only_bits:
         how += f", and in {bits}"
-    if worst.largest is not None and values:
+    if worst.largest is not None and found.values:
         amount = f"{worst.largest:.6g}" if isinstance(worst.largest, float) else str(worst.largest)
         how += ", by a NaN" if amount == "nan" else f", by at most {amount}"
     if worst.reason:
         how += f" ({worst.reason})"
     index = [int(i) for i in np.unravel_index(worst.place, shape)]
     place = f", at {index}" if index else ""
-    values_there = f"{worst.first} on rank 0, {worst.other} on rank {worst_rank}"
+    values_there = f"{worst.first} on rank 0, {worst.other} on rank {found.rank}"
     return f"{name_ranks(ranks)} {verb} from rank 0 in {how}{place}: {values_there}"

@@ -50,8 +50,9 @@ from pycollective.ordering.effect import effect
 from pycollective.primitives import lowering
 from pycollective.primitives.reductions import allreduce_attributes
 from pycollective.ranks import accelerators
-from pycollective.ranks.agreement import gather_from_all
 from pycollective.ranks.communicator import Communicator
+from pycollective.ranks.meeting import Sameness, complete, digest_of, meet_or_fail
+from pycollective.ranks.out_of_band import Steps
 from pycollective.ranks.setup import devices_of_this_rank
 from pycollective.transport import native
 from pycollective.transport.chosen import transport
@@ -149,9 +150,13 @@ class Overlap:
         """
         # A program with several communicators counts as no agreement. The exchange is made nevertheless: another rank
         # may have found one communicator only, and waits for this rank's answer.
-        own = found.orders if len(found.comms) == 1 else None
-        others = [gather_from_all(comm, "jit", "this program", own) for comm in found.comms]
-        same = len(others) == 1 and all(other == own for other in others[0])
+        own = sorted(found.orders.items()) if len(found.comms) == 1 else None
+        key = _WHAT, digest_of(own)
+        alike = [
+            complete(comm, "jit", "this program", key, functools.partial(compare_orders, comm, own))
+            for comm in found.comms
+        ]
+        same = alike == [True]
         if same:
             self._agreed |= found.orders
         return same or not found.comms
@@ -188,6 +193,16 @@ class Overlap:
             self._found.orders[sums] = orders
             self._found.comms.update(comms)
         return arranged
+
+
+def compare_orders(comm: Communicator, own: Any) -> Steps[bool]:
+    """Whether all ranks have found the same orders, of which only a digest travels; the same on all ranks."""
+    found = yield from meet_or_fail(comm, "jit", Sameness.of(comm, own), Sameness.followed_by, what=_WHAT)
+    return found.other is None
+
+
+_WHAT = "the first call of a function, for the order of its sums,"
+"""The call, for the messages of ranks that make another one."""
 
 
 def _arrange(jaxpr: Any, kind: _Kind, orders: list[Order], given_orders: Iterator[Order] | None) -> Any:

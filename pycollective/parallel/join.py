@@ -12,8 +12,9 @@ without further batches answers the calls of the others with zeros, and each ste
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +24,8 @@ from jax import lax
 from pycollective.errors import fail, message
 from pycollective.parallel.axes import AxisName, name_of
 from pycollective.parallel.per_device import as_varying, check_not_summed
-from pycollective.ranks.agreement import gather_from_all
 from pycollective.ranks.communicator import Communicator
+from pycollective.ranks.meeting import complete, first_of, meet_or_fail
 from pycollective.ranks.world import when_needed
 
 Array = Any
@@ -71,19 +72,20 @@ def join(loader: Iterable[Any], comm: Communicator | None = None) -> Iterator[tu
         own: int | str = len(loader)  # type: ignore[arg-type]
     except TypeError as error:
         own = str(error)
-    lengths = gather_from_all(ranks, _WHERE, _WHERE, own)
-    for rank, length in enumerate(lengths):
-        if isinstance(length, str):
-            remedy = "Pass a list of the batches, or a loader that knows their number."
-            fail(
-                TypeError, _WHERE, None, "loaders with a length on all ranks", f"none on rank {rank}: {length}", remedy
-            )
-    most = max(lengths)
-    if most > 0 and 0 in lengths:
-        got = f"none on rank {lengths.index(0)} and {most} on rank {lengths.index(most)}"
+    of_this_rank = _Lengths.of(ranks.rank, own)
+    steps = functools.partial(meet_or_fail, ranks, _WHERE, of_this_rank, _Lengths.followed_by)
+    of_all = complete(ranks, _WHERE, _WHERE, (_WHERE, own), steps)
+    if of_all.without is not None:
+        rank, why = of_all.without
+        remedy = "Pass a list of the batches, or a loader that knows their number."
+        fail(TypeError, _WHERE, None, "loaders with a length on all ranks", f"none on rank {rank}: {why}", remedy)
+    most, rank_with_most = of_all.most
+    if most > 0 and of_all.empty is not None:
+        got = f"none on rank {of_all.empty} and {most} on rank {rank_with_most}"
         fail(ValueError, _WHERE, None, "a batch or more on each rank", got, "Divide the examples otherwise.")
 
-    length = lengths[ranks.rank]
+    assert isinstance(own, int)
+    length = own
     batches = iter(loader)
     for i in range(length):
         batch = next(batches, _END)
@@ -94,6 +96,32 @@ def join(loader: Iterable[Any], comm: Communicator | None = None) -> Iterator[tu
         _refuse(ranks, length, "more")
     for _ in range(most - length):
         yield batch, False
+
+
+class _Lengths(NamedTuple):
+    """The lengths of the loaders of consecutive ranks.
+
+    Attributes:
+        most: the largest length, and the lowest rank that has it.
+        empty: the lowest rank without a batch.
+        without: the lowest rank whose loader has no length, and why.
+    """
+
+    most: tuple[int, int]
+    empty: int | None
+    without: tuple[int, str] | None
+
+    @staticmethod
+    def of(rank: int, length: int | str) -> _Lengths:
+        """That of one rank. ``length``: why its loader has no length, if it has none."""
+        if isinstance(length, str):
+            return _Lengths((0, rank), None, (rank, length))
+        return _Lengths((length, rank), rank if length == 0 else None, None)
+
+    def followed_by(self, later: _Lengths) -> _Lengths:
+        """That of these ranks and of those that follow them."""
+        most = later.most if later.most[0] > self.most[0] else self.most
+        return _Lengths(most, first_of(self.empty, later.empty), first_of(self.without, later.without))
 
 
 _END = object()

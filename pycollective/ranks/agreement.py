@@ -10,21 +10,18 @@ traced such a function before, and does not trace it again.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import functools
+import itertools
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from pycollective.config import config
-from pycollective.errors import CollectiveMismatch, fail, message
-from pycollective.faults import rank_exit
+from pycollective.errors import CollectiveMismatch, fail
 from pycollective.ranks.communicator import Communicator
-from pycollective.ranks.setup import timeout
-from pycollective.transport.watch import waiting
+from pycollective.ranks.meeting import FIRST_CALL, OtherCall, Sameness, complete, digest_of, meet
+from pycollective.ranks.out_of_band import Steps
 
 T = TypeVar("T")
-
-_LATER_S = 10.0
-"""How much later than its limit a wait of this file raises. Before that the monitor reports the wait, with the ranks
-that are missing, and ends the job (native/monitor/monitor.h)."""
 
 
 class CollectiveLine(NamedTuple):
@@ -119,57 +116,112 @@ def compare_reports(reports: list[TraceReport]) -> None:
     """
     for report in reports:
         if report.comm.size > 1 and config.check.when != 0:
-            others = gather_from_all(report.comm, report.where, report.name, report.outcome)
-            # If the trace of this rank failed, its error is raised already.
-            if isinstance(report.outcome, list):
-                _compare(report, report.outcome, others)
+            key = FIRST_CALL, digest_of(report.outcome)
+            complete(report.comm, report.where, report.name, key, functools.partial(compare, report))
 
 
-def _compare(report: TraceReport, own: list[CollectiveLine], others: list[Any]) -> None:
-    for rank, other in enumerate(others):
-        if other == own:
-            continue
-        if isinstance(other, str):
-            _refuse(report, RuntimeError, rank, "no error", other, _ALIKE)
-        here, there = ([_text(line) for line in lines] for lines in (own, other))
-        if here != there:
-            _refuse(report, CollectiveMismatch, rank, *_difference(here, there), _ALIKE)
+_Texts = list[str] | str
+"""The texts of a program's lines, or an error."""
+
+
+def compare(report: TraceReport) -> Steps[None]:
+    """The comparison of a report with those of the other ranks; docs/design.md has its invariants.
+
+    Where all programs are equal, only their digests travel.
+    """
+    comm, own = report.comm, report.outcome
+    texts: _Texts = own if isinstance(own, str) else [line.text for line in own]
+    digests = _Digests(Sameness.of(comm, texts), Sameness.of(comm, own))
+    met = yield from meet(comm, FIRST_CALL, digests, _Digests.followed_by)
+    if isinstance(met, OtherCall):
+        if isinstance(own, list):  # if the trace of this rank failed, its error is raised already
+            _refuse(report, CollectiveMismatch, [*texts, _END][0], f"{met.what} on rank {met.rank}", _ALIKE)
+    elif met.texts.other is not None:
+        yield from _compare_texts(report, texts, met.texts)
+    elif met.whole.other is not None and isinstance(own, list):
+        yield from _compare_origins(report, own)
+
+
+class _Digests(NamedTuple):
+    texts: Sameness
+    whole: Sameness  # with the origins of operands
+
+    def followed_by(self, later: _Digests) -> _Digests:
+        return _Digests(self.texts.followed_by(later.texts), self.whole.followed_by(later.whole))
+
+
+class _Difference(NamedTuple):
+    """The first difference between the programs of two ranks, as the first of them sees it."""
+
+    here: str
+    there: str
+    is_error: bool
+
+
+def _compare_texts(report: TraceReport, own: _Texts, found: Sameness) -> Steps[None]:
+    """Raises an error on each rank whose trace has not failed. The texts of the program of some rank differ."""
+    out, other = report.comm._out_of_band, found.other
+    assert other is not None
+    of_other = yield from out.hand(own, other)
+    told = None if of_other is None else (own, _difference(own, of_other))
+    first, difference = yield from out.tell(told)
+    if isinstance(own, str):
+        return
+    rank = other
+    if digest_of(own) != found.digest:
+        rank, difference = 0, _difference(own, first)
+    kind = RuntimeError if difference.is_error else CollectiveMismatch
+    _refuse(report, kind, difference.here, f"{difference.there} on rank {rank}", _ALIKE)
+
+
+def _compare_origins(report: TraceReport, own: list[CollectiveLine]) -> Steps[None]:
+    """Raises an error on all ranks if two of them make the same reductions in another order. The texts are equal."""
+    comm, out = report.comm, report.comm._out_of_band
+    mine = {tuple(line.origin for line in own): comm.rank}
+    lists = yield from out.reduce(mine, lambda lower, higher: {**higher, **lower})
+    told = _reordered_pair([line.text for line in own], lists) if comm.rank == 0 else None
+    pair = yield from out.tell(told)
+    if pair is None:
+        return
+    remedy = "Sum in the same order on all ranks. A set of strings has another order in each process: sort it."
+    programs = [
+        (rank, [line._replace(origin=origin) for line, origin in zip(own, origins, strict=True)])
+        for rank, origins in pair
+    ]
+    for rank, other in programs:
         if (moved := _first_reordered(own, other)) is not None:
             number, place = moved
-            _refuse(
-                report,
-                CollectiveMismatch,
-                rank,
-                f"{own[number].text} as collective {number}",
-                f"its operands in collective {place}",
-                "Sum in the same order on all ranks. A set of strings has another order in each process: sort it.",
-            )
+            here = f"{own[number].text} as collective {number}"
+            _refuse(report, CollectiveMismatch, here, f"its operands in collective {place} on rank {rank}", remedy)
+    (rank, one), (other_rank, other) = programs
+    moved = _first_reordered(one, other)
+    assert moved is not None
+    number, place = moved
+    expected = f"the same program on every rank, on rank {rank} with {own[number].text} as collective {number}"
+    got = f"its operands in collective {place} on rank {other_rank}"
+    fail(CollectiveMismatch, report.where, comm, expected, got, remedy)
 
 
 _ALIKE = "All ranks must call the same functions in the same order, with the same shapes and dtypes."
 
-
-def _refuse(report: TraceReport, kind: type[RuntimeError], rank: int, here: str, there: str, remedy: str) -> NoReturn:
-    expected = f"the same program on every rank, here with {here}"
-    fail(kind, report.where, report.comm, expected, f"{there} on rank {rank}", remedy)
+_END = "no further collective"
 
 
-def _text(line: Any) -> str:
-    """The text of a line that ranks compare. A rank in a call that is no function's first call sends other objects."""
-    return line.text if isinstance(line, CollectiveLine) else str(line)
+def _refuse(report: TraceReport, kind: type[RuntimeError], here: str, there: str, remedy: str) -> NoReturn:
+    fail(kind, report.where, report.comm, f"the same program on every rank, here with {here}", there, remedy)
 
 
-def _difference(own: list[str], other: list[str]) -> tuple[str, str]:
-    """The first line that differs, here and on the other rank."""
-    end = "no further collective"
-    for i in range(max(len(own), len(other))):
-        here, there = (lines[i] if i < len(lines) else end for lines in (own, other))
+def _difference(own: _Texts, other: _Texts) -> _Difference:
+    """The first difference between two programs whose texts differ."""
+    if isinstance(other, str):
+        return _Difference("no error", other, is_error=True)
+    for here, there in itertools.zip_longest([own] if isinstance(own, str) else own, other, fillvalue=_END):
         if here != there:
-            return here, there
+            return _Difference(here, there, is_error=False)
     raise AssertionError("called for programs that differ")
 
 
-def _first_reordered(own: list[CollectiveLine], other: list[CollectiveLine]) -> tuple[int, int] | None:
+def _first_reordered(own: Sequence[Hashable], other: Sequence[Hashable]) -> tuple[int, int] | None:
     """The place of the first reduction that the other rank makes at another place, and that place.
 
     It is None if there is no such reduction. The other rank's line at the first place must be at another place here,
@@ -185,41 +237,40 @@ def _first_reordered(own: list[CollectiveLine], other: list[CollectiveLine]) -> 
     return next(((i, there[own[i]]) for i in differ if own[i] in there and other[i] in here), None)
 
 
-def gather_from_all(comm: Communicator, where: str, name: str, own: Any) -> list[Any]:
-    """Returns ``own`` of every rank. All ranks must make this call; it sleeps until they do, since tracing takes long.
+_Origins = tuple[int, ...]
+
+
+def _reordered_pair(
+    texts: Sequence[str], lists: Mapping[_Origins, int]
+) -> tuple[tuple[int, _Origins], tuple[int, _Origins]] | None:
+    """The first two ranks that make the same reductions in another order, with the origins of their operands.
 
     Args:
-        comm: the ranks.
-        where: the operation, for messages.
-        name: the function that is called, for messages.
-        own: an object that can be pickled.
+        texts: the texts of the lines, the same on all ranks.
+        lists: the lowest rank that has a list of origins, for each list.
 
-    Raises:
-        RuntimeError: another rank does not make this call within the timeout of ``init``.
+    Example:
+        >>> _reordered_pair(["psum"] * 3, {(1, 2, 3): 0, (1, 4, 3): 1, (3, 4, 1): 5, (3, 5, 1): 6})
+        ((0, (1, 2, 3)), (5, (3, 4, 1)))
+        >>> _reordered_pair(["psum", "psum", "pmax"], {(1, 2, 3): 0, (1, 3, 2): 1, (4, 1, 3): 2})
     """
-    comm._check_live(where)
-    with waiting("the first call of a function", comm._identity):
-        return comm._out_of_band.allgather(own, waiter(comm, where, f"call {name}"))
-
-
-def waiter(comm: Communicator, where: str, what: str) -> Callable[[Callable[[], bool]], None]:
-    """A function that sleeps until the function that it is given returns True. The caller records the wait.
-
-    It raises RuntimeError when it has waited for longer than the timeout of ``init``, and no report has ended the job.
-
-    Args:
-        comm: the ranks, for messages.
-        where: the operation, for messages.
-        what: what the other ranks have to do, for messages.
-    """
-    missing = f"the other ranks to {what} too"
-    remedy = "Look for a rank that calls something else, or has ended."
-    limit = timeout()
-
-    def wait(has_come: Callable[[], bool]) -> None:
-        for waited in rank_exit.poll_until(has_come, 0.01):
-            if limit is not None and waited > limit + _LATER_S:
-                got = f"no call from some of them for {waited:.0f} s"
-                raise RuntimeError(message(where, missing, got, remedy, rank=comm.rank, size=comm.size))
-
-    return wait
+    # An operand is a text and an origin. Of two ranks that reduce in another order, each has two operands of the other
+    # one at another place. So an operand that all ranks have at one and the same place, if they have it, takes no part.
+    by_rank = sorted(lists, key=lists.__getitem__)
+    differ = [i for i, origins in enumerate(zip(*by_rank, strict=True)) if len(set(origins)) > 1]
+    places: dict[tuple[str, int], int | None] = {}
+    for origins in by_rank:
+        for i in differ:
+            operand = texts[i], origins[i]
+            if places.setdefault(operand, i) != i:
+                places[operand] = None  # several places
+    of_several: dict[tuple[Hashable, ...], _Origins] = {}
+    for origins in by_rank:
+        operands = [(texts[i], origins[i]) for i in differ]
+        short = tuple(place if (place := places[operand]) is not None else operand for operand in operands)
+        of_several.setdefault(short, origins)
+    for one, other in itertools.combinations(of_several, 2):
+        if _first_reordered(one, other) is not None:
+            first, second = of_several[one], of_several[other]
+            return (lists[first], first), (lists[second], second)
+    return None

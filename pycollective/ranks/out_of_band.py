@@ -1,11 +1,53 @@
-"""Messages between the ranks of a communicator that are not part of programs."""
+"""Messages between the ranks of a communicator that are not part of programs.
+
+The ranks are a binomial tree. The parent of a rank is the rank without its lowest bit that is set, so rank 0 is the
+root, and the ranks of a subtree have consecutive numbers:
+
+    0 ── 1
+    ├─── 2 ── 3
+    ├─── 4 ── 5
+    │    └─── 6 ── 7
+    └─── 8 ── ...
+
+A value goes up the tree (:meth:`OutOfBand.reduce`) or down (:meth:`OutOfBand.tell`), in at most ceil(log2(ranks))
+messages one after another. Each goes over n - 1 edges, so a rank sends one message up on average, and one down.
+
+A call is a generator. It yields what it waits for, and makes the same steps on all ranks. So a rank may leave a call
+whose wait has raised, and go on with it later (:meth:`OutOfBand.complete`): each message is sent and received once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Generator, Hashable, Iterator
+from typing import Any, NamedTuple, TypeVar
 
+from pycollective.errors import message
 from pycollective.transport.mpi import MPI
+
+T = TypeVar("T")
+
+Condition = Callable[[], bool]
+"""Whether a wait is over."""
+
+Steps = Generator[Condition, None, T]
+"""A call, or a part of one: it yields the conditions for which it waits."""
+
+Wait = Callable[[Condition], None]
+"""A function that returns when a condition holds; it may raise before."""
+
+
+class _Call(NamedTuple):
+    """A call that has begun and has not ended.
+
+    Attributes:
+        key: what the call is, with what this rank brings to it.
+        steps: its steps that are left.
+        awaited: the condition that comes before the next step, at most one.
+    """
+
+    key: Hashable
+    steps: Steps[Any]
+    awaited: list[Condition]
 
 
 class OutOfBand:
@@ -19,42 +61,120 @@ class OutOfBand:
     def __init__(self, mpi: MPI.Intracomm, tag: int) -> None:
         self._mpi = mpi
         self._tag = tag
-        self._completed = 0  # the number of calls of `allgather` that have ended
+        self._call: _Call | None = None
+        self._ended = 0  # the number of calls that have ended
+        self._step = 0  # the number of steps of the call so far
+        self._sent: list[MPI.Request] = []  # messages of the call that may still need their memory
+        self._left: list[MPI.Request] = []  # such messages of calls that have ended by an error
 
-    def allgather(self, own: Any, wait: Callable[[Callable[[], bool]], None]) -> list[Any]:
-        """Returns ``own`` of every rank, in the order of the ranks. All ranks must make this call.
+    def complete(self, key: Hashable, begin: Callable[[], Steps[T]], wait: Wait) -> T:
+        """Makes a call, or goes on with it, and returns its result. All ranks must make it.
 
-        A rank on which ``wait`` raised may make the call again.
+        If ``wait`` raises, the call stays begun. The rank may make it again: with an equal key it goes on. With another
+        key the rank first ends the call that has begun, since other ranks may have its messages, and then makes this
+        one. If the call that has begun ends by an error, this error is raised.
 
         Args:
-            own: an object that can be pickled. A call that is made again must bring the same object, since some ranks
-                may have received it.
+            key: what the call is, with what this rank brings to it.
+            begin: returns the steps. They must be the same on all ranks.
             wait: returns when the function that it is given returns True; may raise.
-
-        Source: J. Bruck et al., "Efficient algorithms for all-to-all communications in multiport message-passing
-        systems", IEEE Transactions on Parallel and Distributed Systems 8 (1997): the concatenation, in
-        ceil(log2(ranks)) rounds.
         """
-        rank, size = self._mpi.rank, self._mpi.size
-        known = [own]  # from this rank and the ranks that follow it
-        while (distance := len(known)) < size:
-            part = self._completed, known[: size - distance]
-            sent = self._mpi.isend(part, (rank - distance) % size, self._tag)
-            known += self._receive((rank + distance) % size, wait)
-            wait(sent.Test)
-        self._completed += 1
-        return [known[(other - rank) % size] for other in range(size)]
+        if self._call is not None and self._call.key != key:
+            self._end(self._call, wait)
+        if self._call is None:
+            self._call = _Call(key, begin(), [])
+        result: T = self._end(self._call, wait)
+        return result
 
-    def _receive(self, source: int, wait: Callable[[Callable[[], bool]], None]) -> list[Any]:
-        received: list[list[Any]] = []
+    def _end(self, call: _Call, wait: Wait) -> Any:
+        while True:
+            if call.awaited:
+                wait(call.awaited[0])  # if this raises, the call stays begun
+                call.awaited.clear()
+            try:
+                call.awaited.append(next(call.steps))
+            except BaseException as end:
+                self._call = None
+                self._ended += 1
+                self._step = 0
+                if isinstance(end, StopIteration):
+                    self._left = [sent for sent in self._left if not sent.Test()]
+                    return end.value
+                self._left += self._sent
+                self._sent = []
+                raise
+
+    # Steps ----------------------------------------------------------------------------------------------------
+
+    def reduce(self, own: T, combine: Callable[[T, T], T]) -> Steps[T]:
+        """Combines the values of all ranks, in the order of the ranks.
+
+        Args:
+            own: this rank's value, an object that can be pickled.
+            combine: combines the value of some ranks with that of the ranks that follow them. It is associative.
+
+        Returns:
+            The combined value of this rank's subtree: on rank 0 that of all ranks.
+        """
+        self._step += 1
+        value = own
+        for child in self._children():
+            value = combine(value, (yield from self._receive(child)))
+        if self._mpi.rank != 0:
+            self._send(value, self._mpi.rank & (self._mpi.rank - 1))
+            yield self._have_left
+        return value
+
+    def tell(self, value: Any) -> Steps[Any]:
+        """Returns rank 0's ``value`` on all ranks; the values of other ranks do not count."""
+        self._step += 1
+        if self._mpi.rank != 0:
+            value = yield from self._receive(self._mpi.rank & (self._mpi.rank - 1))
+        for child in [*self._children()][::-1]:  # the largest subtree first
+            self._send(value, child)
+        yield self._have_left
+        return value
+
+    def hand(self, value: T, source: int) -> Steps[T | None]:
+        """Returns the ``value`` of the rank ``source`` on rank 0, and None on the other ranks."""
+        self._step += 1
+        if self._mpi.rank == 0:
+            return value if source == 0 else (yield from self._receive(source))
+        if self._mpi.rank == source:
+            self._send(value, 0)
+            yield self._have_left
+        return None
+
+    def _children(self) -> Iterator[int]:
+        bit = 1
+        while not self._mpi.rank & bit and self._mpi.rank + bit < self._mpi.size:
+            yield self._mpi.rank + bit
+            bit <<= 1
+
+    def _send(self, value: Any, dest: int) -> None:
+        self._sent.append(self._mpi.isend((self._ended, self._step, value), dest, self._tag))
+
+    def _have_left(self) -> bool:
+        """Whether the messages of this call need their memory no longer. MPI may need this rank until then."""
+        self._sent = [sent for sent in self._sent if not sent.Test()]
+        return not self._sent
+
+    def _receive(self, source: int) -> Steps[Any]:
+        found: list[tuple[int, int, Any]] = []
 
         def has_come() -> bool:
-            message = self._mpi.improbe(source, self._tag)
-            if message is not None:
-                call, part = message.recv()
-                if call == self._completed:  # else it belongs to a call that has ended here and that rank made again
-                    received.append(part)
-            return bool(received)
+            come = self._mpi.improbe(source, self._tag)
+            if come is not None:
+                call, step, value = come.recv()
+                if call >= self._ended:  # else it belongs to a call that has ended here by an error
+                    found.append((call, step, value))
+            return bool(found)
 
-        wait(has_come)
-        return received[0]
+        yield has_come
+        call, step, value = found[0]
+        if (call, step) != (self._ended, self._step):
+            expected = f"rank {source} in step {self._step} of call {self._ended} outside programs"
+            got = f"a message of step {step} of its call {call}"
+            remedy = f"Look at the error by which a call of rank {source} has ended."
+            raise RuntimeError(message("Communicator", expected, got, remedy, rank=self._mpi.rank, size=self._mpi.size))
+        return value

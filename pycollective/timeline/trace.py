@@ -14,8 +14,8 @@ from pycollective import files
 from pycollective.errors import fail, integer, message
 from pycollective.jax_support.jax_internals import at_top_level
 from pycollective.ordering import dispatch
-from pycollective.ranks.agreement import gather_from_all, waiter
 from pycollective.ranks.communicator import Communicator
+from pycollective.ranks.meeting import complete, first_of, meet_or_fail, waiter
 from pycollective.ranks.world import given_or_world
 from pycollective.timeline import clocks, events
 from pycollective.timeline.calls import Part, part_of_this_rank
@@ -23,9 +23,6 @@ from pycollective.transport import watch
 from pycollective.transport.mpi import MPI
 
 _WHERE = "trace"
-
-_CALL = "a call of trace"
-"""The first part of the first message of a rank. A rank in the first call of a function compares it with its own."""
 
 _LEFT, _NEXT, _PART, _DONE = range(4)  # tags
 
@@ -135,16 +132,11 @@ def _begin(file: Path, comm: Communicator | None, most_calls: int) -> _Session:
     got = "a trace that is on already" if _State.is_on else None
     if comm.rank == 0 and not file.absolute().parent.is_dir():
         got = f"{file}, whose folder does not exist"
-    for rank, other in enumerate(gather_from_all(comm, _WHERE, _WHERE, (_CALL, got))):
-        if not (isinstance(other, tuple) and other[0] == _CALL):
-            expected, found = f"the other ranks to call {_WHERE} too", f"the first call of a function on rank {rank}"
-            fail(RuntimeError, _WHERE, comm, expected, found, "All ranks must make the same calls in the same order.")
-        if other[1] is not None:
-            expected, remedy = (
-                "a folder that exists, and one trace at a time",
-                "Make the folder, or leave the other trace.",
-            )
-            fail(RuntimeError, _WHERE, comm, expected, f"{other[1]}, on rank {rank}", remedy)
+    own = None if got is None else f"{got}, on rank {comm.rank}"
+    problem = complete(comm, _WHERE, _WHERE, (_WHERE, own), lambda: meet_or_fail(comm, _WHERE, own, first_of))
+    if problem is not None:
+        expected, remedy = "a folder that exists, and one trace at a time", "Make the folder, or leave the other trace."
+        fail(RuntimeError, _WHERE, comm, expected, problem, remedy)
     with watch.waiting(_WHERE, comm._identity):
         mpi = comm.mpi.Dup()
         wait = waiter(comm, _WHERE, "compare clocks")

@@ -19,8 +19,8 @@ from pycollective.planning.by_compiling.trace import Step, trace
 from pycollective.planning.by_compiling.verify import measure
 from pycollective.planning.profile import Profile
 from pycollective.planning.progress import progress
-from pycollective.ranks.agreement import gather_from_all
 from pycollective.ranks.communicator import Communicator
+from pycollective.ranks.meeting import complete, first_of, meet_or_fail
 from pycollective.ranks.world import world_if_known
 
 _WHERE = "plan"
@@ -133,13 +133,13 @@ def _on_one_rank(devices: int, profile: Profile, search: Callable[[], list[Found
         return search()
     if devices == comm.size:
         _check_hosts(comm, profile)
-    own: list[Found] | Exception | None = None
+    own: Any = None  # the plans, or an error
     if comm.rank == 0:
         try:
             own = search()
         except Exception as error:  # all ranks raise it
             own = error
-    found = gather_from_all(comm, _WHERE, _WHERE, own)[0]
+    found = complete(comm, _WHERE, _WHERE, _WHERE, lambda: meet_or_fail(comm, _WHERE, own, first_of))
     if isinstance(found, Exception):
         raise found
     return list(found)
