@@ -42,7 +42,7 @@ class _Session(NamedTuple):
     Attributes:
         comm: the ranks.
         mpi: a duplicate of their communicator, for the messages of this trace alone.
-        reading: the reading of this rank's clock before the trace.
+        reading: the reading of this rank's clock before the trace, against its leader's clock.
         began: the time when the trace began, by this rank's clock, in nanoseconds.
     """
 
@@ -140,7 +140,7 @@ def _begin(file: Path, comm: Communicator | None, most_calls: int) -> _Session:
     with watch.waiting(_WHERE, comm._identity):
         mpi = comm.mpi.Dup()
         wait = waiter(comm, _WHERE, "compare clocks")
-        reading = clocks.compare(mpi, wait)
+        reading = clocks.compare(mpi, wait, leaders_first=True)
         wait(mpi.Ibarrier().Test)  # sleeps, so that this rank does not disturb ranks that still compare
         mpi.Barrier()
     _State.is_on = True
@@ -171,7 +171,9 @@ def _end(session: _Session, records: bytes, dropped: int, span: tuple[int, int],
             return
         for other in range(1, mpi.size):
             wait(mpi.isend(None, other, _NEXT).Test)
-    own = part_of_this_rank(records, dropped, session.reading, clocks.compare(mpi, wait), span)
+    reading = clocks.compare(mpi, wait, leaders_first=False)
+    begin, end = clocks.to_first(mpi, session.reading, reading, wait)
+    own = part_of_this_rank(records, dropped, begin, end, span)
     if mpi.rank == 0:
         parts = [own, *(_receive(mpi, other, _PART, wait) for other in range(1, mpi.size))]
         problem = _write_and_answer(mpi, parts, file, wait)

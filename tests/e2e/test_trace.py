@@ -134,13 +134,16 @@ def report(*arguments: str) -> Any:
     return limited([sys.executable, "-m", "pycollective", "report", *arguments], SHORT)
 
 
-def test_clocks_of_other_hosts(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("ranks", "odd"), [(2, 1), (4, 2)])
+def test_clocks_of_other_hosts(ranks: int, odd: int, tmp_path: Path) -> None:
+    """Of four ranks the last one compares its clock with that of the odd one, and that one with rank 0's."""
     trace, _ = trace_of(
         tmp_path,
-        """
+        f"""
 import numpy as np
 
-if rank == 1:  # its clock is 1000 s ahead, and gains 1 %
+clocks._FAN_OUT = 2
+if rank == {odd}:  # its clock is 1000 s ahead, and gains 1 %
     started = time.monotonic_ns()
     wrong = lambda ns: ns + 1_000_000_000_000 + (ns - started) // 100
     clocks.now_ns = lambda: wrong(time.monotonic_ns())
@@ -159,14 +162,17 @@ with pc.trace(file):
         time.sleep(0.02)
         x = step(x).block_until_ready()
 """,
+        ranks=ranks,
     )
-    error_us = sum(rank["clock_error_us"] for rank in trace["otherData"]["ranks"])
-    assert abs(trace["otherData"]["ranks"][1]["clock_offset_us"] + 1e9) < 1e8
-    assert len(calls_in(trace, 0)) == 50
-    for here, there in zip(calls_in(trace, 0), calls_in(trace, 1), strict=True):
-        # A sum ends on no rank before the other has come.
-        assert here["ts"] <= there["ts"] + there["dur"] + error_us
-        assert there["ts"] <= here["ts"] + here["dur"] + error_us
+    of_ranks = trace["otherData"]["ranks"]
+    for rank in range(1, ranks):
+        error_us = of_ranks[0]["clock_error_us"] + of_ranks[rank]["clock_error_us"]
+        assert abs(of_ranks[rank]["clock_offset_us"] + (1e9 if rank == odd else 0)) < 1e8
+        assert len(calls_in(trace, 0)) == len(calls_in(trace, rank)) == 50
+        for here, there in zip(calls_in(trace, 0), calls_in(trace, rank), strict=True):
+            # A sum ends on no rank before the other has come.
+            assert here["ts"] <= there["ts"] + there["dur"] + error_us
+            assert there["ts"] <= here["ts"] + here["dur"] + error_us
 
 
 def test_calls_beyond_the_limit_are_counted(tmp_path: Path) -> None:
