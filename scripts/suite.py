@@ -159,7 +159,7 @@ APT = "apt-get install -qq -y --no-install-recommends " + " ".join(PACKAGES)
 # Files of tests/collective by what their tests depend on.
 PLACES = "forward options messages communicator"  # ranks, roots, groups, neighbours
 # One rank differs from the others, or the ranks from each other.
-EACH_RANKS_OWN = "alone out_of_band errors guide wire equality"
+EACH_RANKS_OWN = "alone out_of_band_on_ranks errors guide wire equality"
 # Of tests/spmd; the others look at programs, in which more ranks and devices change nothing but numbers.
 DEVICES = "pmap_on_devices shard_map order_on_devices places_on_devices placement"
 # Of tests/distributed: all functions of MPI that XLA calls, all dtypes, communicators. The others look at programs.
@@ -327,7 +327,8 @@ def steps(*, everything: bool, install: bool) -> list[Step]:
         ),
         #
         on_ranks(
-            2, "tests/collective", *files("collective", f"{PLACES} order_on_ranks errors large out_of_band equality"),
+            2, "tests/collective",
+            *files("collective", f"{PLACES} order_on_ranks errors large out_of_band_on_ranks equality"),
             mpi="openmpi", **whole,
         ),
         on_ranks(2, "tests/spmd", "tests/spmd", "-k", "soak or test_order", mpi="openmpi", **whole),

@@ -23,6 +23,7 @@ from pycollective.ordering import dispatch
 from pycollective.ranks.communicator import Communicator
 from pycollective.ranks.meeting import Sameness, complete, digest_of, first_of, meet, same_call
 from pycollective.ranks.out_of_band import Steps
+from pycollective.ranks.ranks_by_value import RanksByValue, of_rank, ranks_in, together
 from pycollective.ranks.world import given_or_world
 
 _WHERE = "assert_equal_across"
@@ -61,8 +62,7 @@ class _Report(NamedTuple):
     copies: tuple[tuple[str, tuple[str, ...]], ...]
 
 
-_Reports = dict[_Report, list[range]]
-"""The reports of all ranks, each once, with the ranks that have it; the report of the lowest rank comes first."""
+_Reports = RanksByValue[_Report]
 
 
 class _Own(NamedTuple):
@@ -243,27 +243,9 @@ def _compare(comm: Communicator, own: _Own) -> Steps[list[str]]:
     if found.leaves.other is None and not found.have_copies:
         return []
     from_first: list[_Entry] = yield from out.tell(list(own.entries.values()))
-    mine: _Reports = {_report(from_first, own): [range(comm.rank, comm.rank + 1)]}
-    reports: _Reports = yield from out.tell((yield from out.reduce(mine, _together)))
+    mine: _Reports = of_rank(comm.rank, _report(from_first, own))
+    reports: _Reports = yield from out.tell((yield from out.reduce(mine, together)))
     return (yield from _lines(comm, from_first, reports, own.leaves))
-
-
-def _together(lower: _Reports, higher: _Reports) -> _Reports:
-    """The reports of some ranks and of those that follow them.
-
-    Example:
-        >>> none, other = _Report((), (), (), ()), _Report((1,), (), (), ())
-        >>> found = _together({none: [range(0, 1)], other: [range(1, 2)]}, {other: [range(2, 3)]})
-        >>> found == {none: [range(0, 1)], other: [range(1, 3)]}
-        True
-    """
-    reports = {report: list(ranks) for report, ranks in lower.items()}
-    for report, ranks in higher.items():
-        known = reports.setdefault(report, [])
-        if known and known[-1].stop == ranks[0].start:
-            ranks = [range(known.pop().start, ranks[0].stop), *ranks[1:]]
-        known += ranks
-    return reports
 
 
 def _read(comm: Communicator, path: str, leaf: Any) -> HostLeaf:
@@ -305,8 +287,9 @@ def _lines(comm: Communicator, from_first: list[_Entry], reports: _Reports, leav
     everywhere = range(comm.size)
 
     def ranks_with(field: str, item: Any) -> list[int]:
-        runs = [run for report, runs in reports.items() if item in getattr(report, field) for run in runs]
-        return sorted(rank for run in runs for rank in run)
+        return sorted(
+            rank for report, runs in reports.items() if item in getattr(report, field) for rank in ranks_in(runs)
+        )
 
     for path in dict.fromkeys(path for report in reports for path in report.only_here):
         there = ranks_with("only_here", path)

@@ -6,6 +6,7 @@ This module gives them what they need at the start: the addresses of all process
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import secrets
@@ -36,11 +37,12 @@ def start(mpi: MPI.Intracomm, limit: float | None) -> None:
     """
     if mpi.size == 1:
         return
-    hosts = mpi.allgather(_host_identity())
+    identity = _host_identity()
+    host = hashlib.sha256(repr(identity).encode()).digest()[:16]
+    hosts = mpi.allgather(host)
     hosts_of_job = len(set(hosts))
     sockets, addresses = _listen(hosts_of_job)
-    host = hosts[mpi.rank]
-    own = watch.Process(addresses, os.getpid(), _start_time_of_this_process(), hosts.index(host), host[0])
+    own = watch.Process(addresses, os.getpid(), _start_time_of_this_process(), hosts.index(host), identity[0])
     of_all_ranks = mpi.allgather((MPI.COMM_WORLD.rank, own))
     processes = [watch.NO_PROCESS] * MPI.COMM_WORLD.size
     for rank, process in of_all_ranks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from array import array
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -123,9 +124,7 @@ class Communicator:
         assert isinstance(mpi, MPI.Intracomm)
         # A host name would not do: containers may share one, and a host may have several.
         with explain_exhaustion(), host_of(mpi) as shared:
-            hosts = mpi.allgather(shared.bcast(mpi.rank))
-        local = [rank for rank in range(mpi.size) if hosts[rank] == hosts[mpi.rank]]
-        leaders = sorted(set(hosts))
+            place = _place_of_host(mpi, shared)
         lanes = tuple(map(accelerators.lane_id, setup.devices_of_this_rank()))
         world_ranks = tuple(MPI.Group.Translate_ranks(mpi.Get_group(), None, MPI.COMM_WORLD.Get_group()))
         # One for collectives, and for messages under the program's own tags; one for channels, ppermute, messages
@@ -140,10 +139,7 @@ class Communicator:
         facts = {
             "rank": mpi.rank,
             "size": mpi.size,
-            "local_rank": local.index(mpi.rank),
-            "local_size": len(local),
-            "host_index": leaders.index(hosts[mpi.rank]),
-            "host_count": len(leaders),
+            **place,
             "_out_of_band": OutOfBand(rest, free_tag),
             "_world_ranks": world_ranks,
             "_identity": identity,
@@ -396,6 +392,26 @@ def lose_all(losses: int) -> None:
     abandon_all("lost")
     _made.clear()
     _losses[:] = [losses]
+
+
+def _place_of_host(mpi: MPI.Intracomm, shared: MPI.Intracomm) -> dict[str, int]:
+    """The facts of a communicator about hosts. All its ranks must make this call.
+
+    Args:
+        mpi: the ranks.
+        shared: those of this host, in the same order.
+    """
+    is_first = array("i", [shared.rank == 0])
+    hosts_so_far, host_count = array("i", [0]), array("i", [0])
+    mpi.Scan(is_first, hosts_so_far, op=MPI.SUM)  # the hosts whose lowest rank is this one or a lower one
+    mpi.Allreduce(is_first, host_count, op=MPI.SUM)
+    shared.Bcast(hosts_so_far)
+    return {
+        "local_rank": shared.rank,
+        "local_size": shared.size,
+        "host_index": hosts_so_far[0] - 1,
+        "host_count": host_count[0],
+    }
 
 
 def _duplicate(mpi: MPI.Intracomm) -> MPI.Intracomm:

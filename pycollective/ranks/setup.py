@@ -5,15 +5,17 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 
 from pycollective.config import DEFAULT_TIMEOUT_S, MUST_AGREE, config
-from pycollective.errors import message
+from pycollective.errors import message, name_ranks
 from pycollective.faults import interrupts, monitor, rank_exit, rank_start
 from pycollective.launch import child_processes, started_by
 from pycollective.ordering import dispatch
 from pycollective.ranks import accelerators
+from pycollective.ranks.ranks_by_value import of_rank, ranks_in, together
 from pycollective.ranks.xla_threads import shared_cores
 from pycollective.transport import board, chosen, mpi_start, native, runtime, watch
 from pycollective.transport.mpi import MPI, host_of
@@ -191,16 +193,40 @@ def start(
 
 def _compare_settings(mpi: MPI.Intracomm) -> None:
     """Raises ValueError on all ranks if a setting that must be the same on all differs."""
-    mine = [(getattr(config, name), os.environ.get(variable) or "no value") for variable, name in MUST_AGREE.items()]
-    everybody = mpi.allgather(mine)
-    for number, variable in enumerate(MUST_AGREE):
-        settings = [rank[number] for rank in everybody]
-        other = next((rank for rank, (value, _) in enumerate(settings) if value != settings[0][0]), None)
-        if other is not None:
+    mine = [
+        _Setting(mpi.rank, getattr(config, name), os.environ.get(variable) or "no value", None)
+        for variable, name in MUST_AGREE.items()
+    ]
+    of_all = mpi.allreduce(mine, op=lambda lower, higher: list(map(_Setting.followed_by, lower, higher)))
+    for variable, setting in zip(MUST_AGREE, of_all, strict=True):
+        if setting.other is not None:
+            rank, text = setting.other
             expected = f"the same {variable} on all ranks"
-            got = f"{settings[0][1]} on rank 0 and {settings[other][1]} on rank {other}"
+            got = f"{setting.text} on rank 0 and {text} on rank {rank}"
             remedy = f"Set {variable} alike on all hosts, or nowhere."
             raise ValueError(message("init", expected, got, remedy, rank=mpi.rank, size=mpi.size))
+
+
+class _Setting(NamedTuple):
+    """A setting of consecutive ranks.
+
+    Attributes:
+        rank: the lowest of the ranks.
+        value: its value.
+        text: the text of its variable.
+        other: the lowest rank that has another value, and the text there.
+    """
+
+    rank: int
+    value: Any
+    text: str
+    other: tuple[int, str] | None
+
+    def followed_by(self, later: _Setting) -> _Setting:
+        """That of these ranks and of those that follow them."""
+        if self.other is not None:
+            return self
+        return self._replace(other=(later.rank, later.text) if later.value != self.value else later.other)
 
 
 def _choose_transport(mpi: MPI.Intracomm, name: str | None) -> None:
@@ -210,10 +236,11 @@ def _choose_transport(mpi: MPI.Intracomm, name: str | None) -> None:
         chosen.choose(name)
     except ImportError as error:
         missing = error
-    names = mpi.allgather("none" if missing else chosen.transport().name)
+    names = mpi.allreduce(of_rank(mpi.rank, "none" if missing else chosen.transport().name), op=together)
     if missing:
         raise missing
-    if len(set(names)) > 1:
-        expected, got = "the same transport on all ranks", ", ".join(f"{rank}: {own}" for rank, own in enumerate(names))
+    if len(names) > 1:
+        expected = "the same transport on all ranks"
+        got = ", ".join(f"{name} on {name_ranks(ranks_in(runs))}" for name, runs in names.items())
         remedy = "Give each rank the same argument, and install mpi4jax for each or for none."
         raise ValueError(message("init", expected, got, remedy, rank=mpi.rank, size=mpi.size))

@@ -8,11 +8,12 @@ from typing import Any
 
 import jax
 
-from pycollective.errors import fail, message
+from pycollective.errors import fail, message, name_ranks
 from pycollective.faults import rank_exit
 from pycollective.launch.child_processes import is_forked, refuse_child
 from pycollective.ranks import setup
 from pycollective.ranks.communicator import Communicator, lose_all, made_for
+from pycollective.ranks.ranks_by_value import of_rank, ranks_in, together
 from pycollective.transport import board
 from pycollective.transport.mpi import MPI, host_of, register_communicator
 
@@ -45,14 +46,13 @@ def init(
                 message("init", f"the world of the first call, {first!r}", repr(comm), "Call init only once.")
             )
         return first
-    counts = mpi.allgather(len(setup.devices_of_this_rank()))
-    if len(set(counts)) > 1:
-        by_count = {n: [rank for rank, count in enumerate(counts) if count == n] for n in sorted(set(counts))}
+    counts = mpi.allreduce(of_rank(mpi.rank, len(setup.devices_of_this_rank())), op=together)
+    if len(counts) > 1:
         raise RuntimeError(
             message(
                 "init",
                 "the same number of local devices on every rank",
-                ", ".join(f"{n} on ranks {ranks}" for n, ranks in by_count.items()),
+                ", ".join(f"{n} on {name_ranks(ranks_in(counts[n]))}" for n in sorted(counts)),
                 "Pass devices=, or set JAX_NUM_CPU_DEVICES alike.",
                 rank=mpi.rank,
                 size=mpi.size,

@@ -18,6 +18,7 @@ from mpi4py import MPI
 import pycollective as pc
 from pycollective.ordering import region
 from pycollective.ranks import communicator_resources
+from pycollective.ranks.communicator import _place_of_host
 from pycollective.transport.mpi import own_communicators
 
 
@@ -44,6 +45,26 @@ def test_hosts(world: pc.Communicator) -> None:
     assert (host.rank, host.size) == (world.rank, world.size)
     assert pc.psum(1, host) == world.size
     host.free()
+
+
+@pytest.mark.parametrize(
+    "host_of",
+    [lambda rank: 0, lambda rank: rank, lambda rank: rank % 2, lambda rank: rank // 2, lambda rank: -rank % 3],
+    ids=["one", "each", "round robin", "blocks", "backwards"],
+)
+def test_hosts_have_the_order_of_their_lowest_ranks(host_of: Callable[[int], int]) -> None:
+    ranks = MPI.COMM_WORLD
+    hosts = [host_of(rank) for rank in range(ranks.size)]
+    own = hosts[ranks.rank]
+    shared = ranks.Split(own - min(hosts))
+    neighbours = [rank for rank, host in enumerate(hosts) if host == own]
+    assert _place_of_host(ranks, shared) == {
+        "local_rank": neighbours.index(ranks.rank),
+        "local_size": len(neighbours),
+        "host_index": list(dict.fromkeys(hosts)).index(own),
+        "host_count": len(set(hosts)),
+    }
+    shared.Free()
 
 
 def test_split(world: pc.Communicator) -> None:

@@ -51,18 +51,19 @@ def other_rank(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The ranks, of which the other one has mpi4jax; the list of what this one told it."""
     told: list[str] = []
 
-    def allgather(name: str) -> list[str]:
-        told.append(name)
-        return [name, "mpi4jax"]
+    def allreduce(own: dict[str, list[range]], op: Any) -> dict[str, list[range]]:
+        told.extend(own)
+        return dict(op(own, {"mpi4jax": [range(1, 2)]}))
 
     monkeypatch.setattr(chosen, "_chosen", [])
-    return types.SimpleNamespace(rank=0, size=2, allgather=allgather), told
+    return types.SimpleNamespace(rank=0, size=2, allreduce=allreduce), told
 
 
 def test_ranks_with_different_transports_are_refused(other_rank: Any) -> None:
     ranks, _ = other_rank
     with pytest.raises(
-        ValueError, match=r"init: expected the same transport on all ranks, got 0: native, 1: mpi4jax \(rank 0 of 2\)"
+        ValueError,
+        match=r"init: expected the same transport on all ranks, got native on rank 0, mpi4jax on rank 1 \(rank",
     ):
         setup._choose_transport(ranks, None)
 
