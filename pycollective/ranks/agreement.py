@@ -116,7 +116,7 @@ def compare_reports(reports: list[TraceReport]) -> None:
     """
     for report in reports:
         if report.comm.size > 1 and config.check.when != 0:
-            key = FIRST_CALL, digest_of(report.outcome)
+            key = FIRST_CALL, report.name, digest_of(report.outcome)
             complete(report.comm, report.where, report.name, key, functools.partial(compare, report))
 
 

@@ -27,7 +27,7 @@ from pycollective.transport.mpi import MPI
 T = TypeVar("T")
 
 Condition = Callable[[], bool]
-"""Whether a wait is over."""
+"""Whether a wait is over; once true, always true."""
 
 Steps = Generator[Condition, None, T]
 """A call, or a part of one: it yields the conditions for which it waits."""
@@ -163,8 +163,8 @@ class OutOfBand:
         found: list[tuple[int, int, Any]] = []
 
         def has_come() -> bool:
-            come = self._mpi.improbe(source, self._tag)
-            if come is not None:
+            # The wait may have raised after this was true. Another message is one of a later step.
+            if not found and (come := self._mpi.improbe(source, self._tag)) is not None:
                 call, step, value = come.recv()
                 if call >= self._ended:  # else it belongs to a call that has ended here by an error
                     found.append((call, step, value))

@@ -1,7 +1,7 @@
 """Ranks in one thread, which take turns in a random order, and the messages between them, which are counted.
 
-A rank that has to wait raises, and makes its call again at its next turn. So each call is left and made again at all
-its waits.
+A rank that has to wait raises, and makes its call again at its next turn; sometimes it does so though the wait is over.
+So each call is left and made again at all its waits.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class Network:
 
     Attributes:
         size: the number of ranks.
-        delay: the probability that a rank that looks for a message does not see it yet.
+        delay: the probability that a rank that looks for a message does not see it yet, and that it leaves a call whose
+            wait is over.
         random: the source of the random numbers.
     """
 
@@ -119,12 +120,12 @@ class Rank:
 
     def turn(self, key: Hashable, begin: Callable[[], Steps[Any]]) -> Any:
         """Makes a call, or goes on with it. Raises MustWait where the rank would sleep."""
-        return self._out_of_band.complete(key, begin, _go_or_wait)
+        return self._out_of_band.complete(key, begin, self._go_or_wait)
 
-
-def _go_or_wait(condition: Condition) -> None:
-    if not condition():
-        raise MustWait
+    def _go_or_wait(self, condition: Condition) -> None:
+        network = self.mpi.network
+        if not condition() or network.random.random() < network.delay:
+            raise MustWait
 
 
 def ranks_of(size: int, *, seed: int = 0, delay: float = 0.3) -> list[Any]:
