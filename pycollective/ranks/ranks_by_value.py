@@ -25,6 +25,8 @@ def together(lower: Mapping[K, Sequence[range]], higher: Mapping[K, Sequence[ran
     Example:
         >>> together(together(of_rank(0, "a"), of_rank(1, "b")), of_rank(2, "b"))
         {'a': [range(0, 1)], 'b': [range(1, 3)]}
+        >>> together(together(of_rank(0, "a"), of_rank(1, "b")), of_rank(2, "a"))
+        {'a': [range(0, 1), range(2, 3)], 'b': [range(1, 2)]}
     """
     found = {value: list(runs) for value, runs in lower.items()}
     for value, runs in higher.items():

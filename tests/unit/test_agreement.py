@@ -15,7 +15,7 @@ from pycollective.errors import CollectiveMismatch
 from pycollective.named_axes import overlap
 from pycollective.ranks import agreement
 from pycollective.ranks.agreement import CollectiveLine, TraceReport
-from pycollective.ranks.meeting import FIRST_CALL, digest_of
+from pycollective.ranks.meeting import FIRST_CALL, digest_of, first_of, meet_or_fail
 from tests.unit.simulated_ranks import call_all, ranks_of
 from tests.unit.test_out_of_band import MESSAGE_BYTES, SIZES, log2
 
@@ -119,6 +119,27 @@ def test_an_error_of_one_rank_reaches_all(size: int) -> None:
                 assert not isinstance(error, CollectiveMismatch)
                 assert re.search(rf"here with no error, got TypeError: only here on rank {odd} \(rank", str(error))
         assert results[odd] is None
+
+
+def test_a_rank_in_another_call() -> None:
+    """A rank whose trace has failed raises that error, and no other one."""
+    ranks = ranks_of(3)
+    outcomes: list[Outcome] = [lines(1, text="psum"), "ValueError: own"]
+
+    def call(rank: Any) -> Any:
+        if rank.rank == 2:
+            return "trace", functools.partial(meet_or_fail, rank, "trace", None, first_of)
+        return "first", functools.partial(agreement.compare, TraceReport(rank, "jit", "step", outcomes[rank.rank]))
+
+    first, failed, other = call_all(ranks, call)
+    assert isinstance(first, CollectiveMismatch)
+    assert "expected the same program on every rank, here with psum, got a call of trace on rank 2 (rank 0" in str(
+        first
+    )
+    assert failed is None
+    assert "expected the other ranks to call trace too, got the first call of a function on rank 0 (rank 2" in str(
+        other
+    )
 
 
 def test_texts_travel_where_they_are_needed() -> None:

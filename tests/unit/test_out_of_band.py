@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from pycollective.ranks.meeting import OtherCall, Sameness, digest_of, first_of, meet
+from pycollective.ranks.meeting import OtherCall, Sameness, digest_of, meet
 from pycollective.ranks.out_of_band import Steps
 from tests.unit.simulated_ranks import MustWait, call_all, ranks_of
 
@@ -82,7 +83,8 @@ def test_ranks_in_different_calls(size: int) -> None:
             whats[other] = "join"
 
             def steps(rank: Any, whats: list[str] = whats) -> Steps[Any]:
-                return meet(rank, whats[rank.rank], None, first_of)
+                what = whats[rank.rank]  # values of two calls can't be combined
+                return meet(rank, what, {"plan": 1, "trace": "text", "join": None}[what], operator.add)
 
             ranks = ranks_of(size, seed=10 * other + second)
             results = call_all(ranks, lambda rank, steps=steps: (whats[rank.rank], lambda: steps(rank)))
@@ -147,14 +149,44 @@ def test_a_rank_that_makes_another_call_after_one_that_it_has_left(left_by: int)
     assert results == [everybody] * 4
 
 
-def test_messages_that_another_rank_takes_late() -> None:
+@pytest.mark.parametrize("step", ["reduce", "tell", "hand"])
+def test_messages_that_another_rank_takes_late(step: str) -> None:
     """A rank leaves a step when its messages have left: MPI may need it until then, and they need their memory."""
     ranks = ranks_of(2, delay=0.0)
-    leave(ranks[1], "all", all_ranks(ranks[1]))  # the message to rank 0 is under way
-    assert len(ranks[1]._out_of_band._sent) == 1
-    assert ranks[0].mpi.network.queues[1, 0]
+    sender, other = ranks if step == "tell" else reversed(ranks)
+    arguments = {"reduce": (1, operator.add), "tell": ("text",), "hand": ("text", 1)}[step]
+
+    def steps(rank: Any) -> Steps[Any]:
+        result = yield from getattr(rank._out_of_band, step)(*arguments)
+        return result
+
+    for _ in range(2):
+        leave(sender, step, steps(sender))
+        assert len(sender._out_of_band._sent) == 1
+    expected = 2 if step == "reduce" else "text"
+    assert other.turn(step, lambda: steps(other)) == expected
+    sender.turn(step, lambda: steps(sender))
+    assert sender._out_of_band._sent == []
+
+
+def test_messages_of_a_call_that_has_ended_by_an_error_on_both_sides() -> None:
+    """They keep their memory until the other rank has taken them, and it does not mistake them for later ones."""
+    ranks = ranks_of(2, delay=0.0)
+
+    def failing(rank: Any) -> Steps[Any]:
+        out = rank._out_of_band
+        if rank.rank == 1:
+            out._step += 1
+            out._send(["old"], 0)
+        raise MemoryError(f"on rank {rank.rank}")
+        yield
+
+    for rank in ranks:
+        with pytest.raises(MemoryError, match=f"on rank {rank.rank}"):
+            rank.turn("failing", lambda rank=rank: failing(rank))
+    assert len(ranks[1]._out_of_band._left) == 1
     assert call_all(ranks, lambda rank: ("all", lambda: all_ranks(rank))) == [[0, 1]] * 2
-    assert ranks[1]._out_of_band._sent == []
+    assert ranks[1]._out_of_band._left == []
 
 
 def test_a_rank_whose_call_has_ended_by_an_error_of_its_own() -> None:
