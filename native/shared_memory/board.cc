@@ -61,12 +61,12 @@ void CopyLine(const std::string& line, char (&to)[kLineBytes]) {
 }
 
 struct alignas(64) BoardSlot::Cell {
-  std::atomic<uint64_t> posted;  // the number of the call; calls begin at 1
+  PostedNumber posted;  // the number of the call; calls begin at 1
   int64_t site;
   int64_t order;
-  std::atomic<uint64_t> described;  // the number of the call whose line stands below
-  int64_t has_operand;           // whether the rank has piggybacked its operand
-  int64_t waits_for_all;         // whether the rank goes on only when it has seen all posts
+  PostedNumber described;  // the number of the call whose line stands below
+  int64_t has_operand;  // whether the rank has piggybacked its operand
+  int64_t waits_for_all;  // whether the rank goes on only when it has seen all posts
   int64_t seq;
   char padding[8];
   Signature signature;
@@ -100,8 +100,8 @@ int64_t BoardSlot::Take() {
     for (int rank = 0; rank < ranks_of_host; ++rank) {
       for (uint64_t call = 0; call < kCells; ++call) {
         Cell& cell = BoardSlot(number, 0, 0).CellOf(rank, call);
-        cell.posted.store(0, std::memory_order_relaxed);
-        cell.described.store(0, std::memory_order_relaxed);
+        cell.posted.Clear();
+        cell.described.Clear();
       }
     }
     return number;
@@ -123,7 +123,7 @@ void BoardSlot::ReleaseAll() {
 Difference BoardSlot::Compare(const Post& post, bool waits, const std::function<bool(int)>& progress,
                               const PiggybackedCollective* piggybacked, const BufferOfRank* buffer_of) {
   const uint64_t call = ++calls_;
-  const auto wait = [&](int rank, const std::atomic<uint64_t>& number, uint64_t wanted, int64_t until_ns) {
+  const auto wait = [&](int rank, PostedNumber& number, uint64_t wanted, int64_t until_ns) {
     return WaitUntil(number, wanted, [&] { return progress(rank); }, until_ns);
   };
   // `posted` only grows, so `posted >= n` means that call n was posted.
@@ -143,21 +143,21 @@ Difference BoardSlot::Compare(const Post& post, bool waits, const std::function<
   if (in_buffer) last_in_buffer_ = call;
   const auto describe = [&] {
     CopyLine(SiteText(post.site), own.line);
-    own.described.store(call, std::memory_order_release);
+    own.described.Post(call, std::memory_order_release);
   };
   if (post.seq == Post::kOutOfStep) describe();
-  own.posted.store(call, std::memory_order_seq_cst);
+  own.posted.Post(call, std::memory_order_seq_cst);
 
   Difference difference;
   bool all_have_operands = piggybacked != nullptr;
   bool others_may_go_on = false;
   for (int rank = 0; rank < size_; ++rank) {
     if (rank == rank_) continue;
-    const Cell& cell = CellOf(rank, call);
+    Cell& cell = CellOf(rank, call);
     const bool must_wait = waits_for_all || (piggybacked != nullptr && piggybacked->Needs({rank_, size_}, rank));
     if (must_wait && !wait(rank, cell.posted, call, 0)) return {};
     // A rank that posts later sees this rank's post, too.
-    if (cell.posted.load(std::memory_order_seq_cst) < call) continue;
+    if (cell.posted.Load(std::memory_order_seq_cst) < call) continue;
     // A piggybacked collective needs neither MPI nor the buffers.
     others_may_go_on = others_may_go_on || (cell.waits_for_all == 0 && cell.has_operand == 0);
     if (difference.rank >= 0) continue;
@@ -176,9 +176,9 @@ Difference BoardSlot::Compare(const Post& post, bool waits, const std::function<
   }
   difference.others_may_go_on = others_may_go_on;
   describe();
-  const Cell& theirs = CellOf(difference.rank, call);
+  Cell& theirs = CellOf(difference.rank, call);
   if (waits && !wait(difference.rank, theirs.described, call, NowNs() + kLineNs)) return difference;
-  if (theirs.described.load(std::memory_order_acquire) == call) difference.line = theirs.line;
+  if (theirs.described.Load(std::memory_order_acquire) == call) difference.line = theirs.line;
   return difference;
 }
 

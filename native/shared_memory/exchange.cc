@@ -26,14 +26,16 @@ int ranks_of_host = 0;
 
 int64_t read_bytes = 0;
 
-// Its rank alone writes it. The others read the arrays after the number.
+// Its rank alone writes it, but for the bit of a rank that sleeps until `number` is posted. The others read the arrays after
+// the number.
 struct alignas(kLine) Line {
-  std::atomic<uint64_t> number;
+  PostedNumber number;
   int64_t process;
   const void* send;
   std::atomic<const void*> recv;  // others may read it while HideResult writes it
   std::atomic<uint64_t> has_given_up;
   std::atomic<uint64_t> algorithms;  // of a slot
+  std::atomic<uint64_t> shown;       // of a rank, for MayRead
 };
 
 constexpr size_t AtPage(size_t nbytes) { return (nbytes + kPage - 1) / kPage * kPage; }
@@ -76,11 +78,11 @@ void Exchange::OpenMemory(void* begin, int ranks) {
   ranks_of_host = ranks;
 }
 
-std::atomic<uint64_t>& Exchange::FirstOf(int64_t slot) { return Firsts()[slot].number; }
+PostedNumber& Exchange::FirstOf(int64_t slot) { return Firsts()[slot].number; }
 
 std::atomic<uint64_t>& Exchange::AlgorithmsOf(int64_t slot) { return Firsts()[slot].algorithms; }
 
-std::atomic<uint64_t>& Exchange::CounterOf(int rank) const { return CounterLine(slot_, rank).number; }
+PostedNumber& Exchange::CounterOf(int rank) const { return CounterLine(slot_, rank).number; }
 
 char* Exchange::BufferOf(int rank, uint64_t piece) const {
   const uint64_t unit = first_ - kNone - 1 + static_cast<uint64_t>(rank);
@@ -104,16 +106,17 @@ uint64_t Exchange::TakeBuffers(int ranks) {
 }
 
 void Exchange::Begin(int64_t slot) {
-  FirstOf(slot).store(0, std::memory_order_relaxed);
+  FirstOf(slot).Clear();
   AlgorithmsOf(slot).store(0, std::memory_order_relaxed);
   for (int rank = 0; rank < ranks_of_host; ++rank) {
-    CounterLine(slot, rank).number.store(0, std::memory_order_relaxed);
+    CounterLine(slot, rank).number.Clear();
     CounterLine(slot, rank).has_given_up.store(0, std::memory_order_relaxed);
   }
 }
 
 void Exchange::End(int64_t slot, int ranks) {
-  const uint64_t first = FirstOf(slot).exchange(0, std::memory_order_relaxed);
+  const uint64_t first = FirstOf(slot).Load(std::memory_order_relaxed);
+  FirstOf(slot).Clear();
   for (int rank = 0; first > kNone && rank < ranks; ++rank) {
     Taken()[first - kNone - 1 + static_cast<uint64_t>(rank)].store(0, std::memory_order_release);
   }
@@ -128,15 +131,15 @@ void Exchange::ShowMemory(int rank) {
   // A process of that number in another container has another one there, or nothing.
   own_process = getpid();
   if (own_number == 0) own_number = static_cast<uint64_t>(NowNs()) ^ static_cast<uint64_t>(own_process) << 40;
-  Line& shown = Shown(rank);
-  shown.process = own_process;
-  shown.send = &own_number;
-  shown.number.store(own_number, std::memory_order_release);  // MPI orders it as well: all ranks meet before ReadsAll
+  Line& line = Shown(rank);
+  line.process = own_process;
+  line.send = &own_number;
+  line.shown.store(own_number, std::memory_order_release);  // MPI orders it as well: all ranks meet before ReadsAll
 }
 
 bool Exchange::ReadsAll() {
   for (int rank = 0; rank < ranks_of_host; ++rank) {
-    const uint64_t wanted = Shown(rank).number.load(std::memory_order_acquire);
+    const uint64_t wanted = Shown(rank).shown.load(std::memory_order_acquire);
     uint64_t found = 0;
     if (CopyFromProcess(Shown(rank).process, &found, Shown(rank).send, sizeof(found)) != 0) return false;
     if (found != wanted) return false;

@@ -100,10 +100,10 @@ class Exchange {
   template <typename Progress>
   bool FindBuffers(Progress progress) {
     if (first_ != 0) return true;
-    std::atomic<uint64_t>& first = FirstOf(slot_);
-    if (rank_ == 0) first.store(TakeBuffers(size_), std::memory_order_release);
+    PostedNumber& first = FirstOf(slot_);
+    if (rank_ == 0) first.Post(TakeBuffers(size_), std::memory_order_release);
     if (!WaitUntil(first, 1, [&] { return progress(0); })) return false;
-    first_ = first.load(std::memory_order_relaxed);  // the wait has acquired it, or this rank has stored it
+    first_ = first.Load(std::memory_order_relaxed);  // the wait has acquired it, or this rank has stored it
     return true;
   }
   bool HasBuffers() const { return first_ > kNone; }
@@ -158,11 +158,11 @@ class Exchange {
 
   // Tells the others that this rank has done a step. Returns the number to which each rank's counter comes by that step.
   uint64_t Post() {
-    CounterOf(rank_).store(++posted_, std::memory_order_release);
+    CounterOf(rank_).Post(++posted_, std::memory_order_release);
     return posted_;
   }
   // @param rank: of the channel.
-  const std::atomic<uint64_t>& counter(int rank) const { return CounterOf(rank); }
+  PostedNumber& counter(int rank) const { return CounterOf(rank); }
 
   // A piece begins: returns its number.
   uint64_t BeginPiece() { return pieces_++; }
@@ -177,10 +177,10 @@ class Exchange {
   static constexpr uint64_t kNone = 1;  // of first_: there are no buffers
 
   // In these, @param slot: the number of a slot; @param ranks: how many ranks a channel has; @param rank: of the channel.
-  static std::atomic<uint64_t>& FirstOf(int64_t slot);
+  static PostedNumber& FirstOf(int64_t slot);
   static std::atomic<uint64_t>& AlgorithmsOf(int64_t slot);
   static uint64_t TakeBuffers(int ranks);
-  std::atomic<uint64_t>& CounterOf(int rank) const;
+  PostedNumber& CounterOf(int rank) const;
 
   int64_t slot_ = -1;
   int rank_ = 0;

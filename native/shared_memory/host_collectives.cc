@@ -145,8 +145,8 @@ Outcome HostCollective::HasBuffers(bool* has) {
 }
 
 Outcome HostCollective::WaitFor(int rank, uint64_t number) {
-  const std::atomic<uint64_t>& counter = exchange_.counter(rank);
-  if (counter.load(std::memory_order_acquire) >= number) return {};
+  PostedNumber& counter = exchange_.counter(rank);
+  if (counter.Load(std::memory_order_acquire) >= number) return {};
   Outcome progress;
   WaitUntil(counter, number, [&] {
     progress = mpi_.Progress(channel_, rank);

@@ -25,13 +25,14 @@ SIDE_CHANNEL.append(_NATIVE / "base" / "exports.cc")
 """What the side channel is made of."""
 
 _BOARD = [_NATIVE / "shared_memory" / name for name in ("board.cc", "piggyback.cc", "combine.cc")]
+_BOARD.append(_NATIVE / "base" / "futex.cc")
 _MONITOR = [
     *_room("monitor"),
     _NATIVE / "base" / "exports.cc",
     _NATIVE / "mpi" / "collectives.cc",
     *RECORDER,
 ]
-_LIBRARY = [*_room("mpi"), *_room("records"), *_room("shared_memory")]
+_LIBRARY = [*_room("mpi"), *_room("records"), *_room("shared_memory"), _NATIVE / "base" / "futex.cc"]
 
 EXPLORED = {
     "explore_test": [
@@ -67,6 +68,7 @@ SOURCES = {
     "inquiry_test": _MONITOR,
     "status_test": _MONITOR,
     "side_channel_test": SIDE_CHANNEL,
+    "wait_test": [_NATIVE / "base" / "futex.cc"],
     "recorder_cost": RECORDER,
 }
 """The sources of each program, beside its own file, those in ``EXPLORED``, and CUDA's runtime or its stand-in."""

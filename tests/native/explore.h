@@ -22,9 +22,14 @@
 // Two alternatives of different threads that commute are executed in one order (*sleep sets*, Godefroid 1996). So the executions
 // that remain differ in what is read from where.
 //
-// A loop that waits calls sched_yield. A load before it, whose value did not end the loop, did not happen: the thread
+// A loop that waits calls sched_yield, or sleeps at a futex. A load before it, whose value did not end the loop, did not happen: the thread
 // tries another value, and waits for a later one if there is none. If no thread can go on, one hour passes on the clock of the
 // program, and waits with a limit end. If nothing goes on then, that is a deadlock.
+//
+// A futex has the kernel's semantics, with a weaker memory model: SleepWhile reads the word and falls asleep in one event, and reads
+// any value that its thread may read, but none that is older than what a thread had seen that has called WakeAll. WakeAll wakes the
+// threads that sleep then, and orders nothing else. A sleep has no limit, and ends by WakeAll alone, or since a rank has failed. So a
+// wake-up that is lost is a deadlock.
 //
 // Accesses that are not atomic are checked with vector clocks, where Track() has named the memory: for each 4 bytes the last
 // write, and the last read of each thread.
@@ -50,6 +55,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/futex.h"
 #include "explored/explored.h"
 
 namespace explore {
@@ -86,7 +92,7 @@ struct Location {
   std::vector<uint16_t> position;  // of each write there
 };
 
-enum Kind : uint8_t { kLoad, kStore, kUpdate, kFence };
+enum Kind : uint8_t { kLoad, kStore, kUpdate, kFence, kSleep, kWake };
 enum Function : uint8_t { kExchange, kAdd, kSub, kAnd, kOr, kXor };
 
 struct Event {
@@ -106,7 +112,7 @@ struct Event {
 // What a thread may do next.
 struct Alternative {
   int thread;
-  int write;  // that it reads, or after which its own comes; -1: of a fence; kInterrupt
+  int write;  // that it reads, or after which its own comes; -1: of a fence, or of WakeAll; kInterrupt
   Event event;
 
   bool operator==(const Alternative& other) const { return thread == other.thread && write == other.write; }
@@ -117,6 +123,7 @@ constexpr int kInterrupt = -2;  // the wait ends, since a rank has failed
 inline bool Depend(const Event& a, const Event& b) {
   if (a.kind == kFence || b.kind == kFence) return a.IsOrdered() && b.IsOrdered();
   if (a.location != b.location) return false;
+  if (a.kind == kWake || b.kind == kWake) return a.kind == kSleep || b.kind == kSleep;
   // A store that was executed late can still come early in the modification order, and a load can read what was written long ago.
   return (a.IsOrdered() && b.IsOrdered()) || (a.Writes() && b.Writes());
 }
@@ -126,7 +133,7 @@ struct Node {
   Alternative chosen;
 };
 
-enum State : uint8_t { kRuns, kHasEvent, kMeets, kBegins, kHasEnded };
+enum State : uint8_t { kRuns, kHasEvent, kSleeps, kMeets, kBegins, kHasEnded };
 
 struct Thread {
   ucontext_t context;
@@ -232,6 +239,13 @@ class Explorer {
     Leave();
   }
 
+  // SleepWhile and WakeAll. The former returns whether the limit has not ended the sleep.
+  bool Sleep(const void* word, uint32_t value) {
+    MakeFutexEvent(kSleep, word, value);
+    return threads_[current_].result != 0;
+  }
+  void WakeSleepers(const void* word) { MakeFutexEvent(kWake, word, 0); }
+
   // An access that is not atomic.
   void Touch(const void* begin, size_t nbytes, bool writes, const void* site) {
     const auto address = reinterpret_cast<uintptr_t>(begin);
@@ -286,6 +300,15 @@ class Explorer {
   std::map<const void*, int> weakened;  // those that are made with this order instead
 
  private:
+  void MakeFutexEvent(Kind kind, const void* word, uint32_t value) {
+    Thread& own = threads_[current_];
+    own.event = {kind, __ATOMIC_RELAXED, LocationOf(word, sizeof(uint64_t)), kExchange, value, nullptr};
+    own.just_loaded = own.at_yield = own.is_timed = own.is_stuck = false;
+    own.failed.clear();
+    own.state = kHasEvent;
+    Leave();
+  }
+
   // Executions -----------------------------------------------------------------------------------------------------
 
   // Returns whether it is a whole one.
@@ -364,7 +387,7 @@ class Explorer {
     asleep_.clear();
     locations_.clear();
     numbers_.clear();
-    ordered_ = View{};
+    ordered_ = woken_ = View{};
     for (uint32_t* line : touched_) *line = 0;
     touched_.clear();
     used_lines_ = 0;
@@ -436,6 +459,7 @@ class Explorer {
     std::vector<Alternative> all;
     for (int thread = 0; thread < scenario_->threads; ++thread) {
       const Thread& one = threads_[thread];
+      if (one.state == kSleeps && has_failed_ && !one.is_interrupted) all.push_back({thread, kInterrupt, one.event});
       if (one.state != kHasEvent) continue;
       const std::vector<Alternative> some = AlternativesOf(thread);
       // The place of a plain store concerns no other thread, nor does a load of a number that only grows.
@@ -450,10 +474,11 @@ class Explorer {
   std::vector<Alternative> AlternativesOf(int thread) {
     const Thread& one = threads_[thread];
     const Event& event = one.event;
-    if (event.kind == kFence) return {{thread, -1, event}};
+    if (event.kind == kFence || event.kind == kWake) return {{thread, -1, event}};
     const Location& location = locations_[event.location];
     size_t first = location.position[one.current.seen[event.location]];
     if (event.IsOrdered()) first = std::max<size_t>(first, location.position[ordered_.seen[event.location]]);
+    if (event.kind == kSleep) first = std::max<size_t>(first, location.position[woken_.seen[event.location]]);
     std::vector<Alternative> some;
     for (size_t at = first; at < location.order.size(); ++at) {
       const int write = location.order[at];
@@ -467,7 +492,7 @@ class Explorer {
   }
 
   bool OnlyGrows(const Event& event) const {
-    if (event.kind != kLoad || event.order != __ATOMIC_ACQUIRE) return false;
+    if (event.kind != kLoad || event.order != __ATOMIC_ACQUIRE || scenario_->sleeps) return false;
     const auto address = reinterpret_cast<uintptr_t>(locations_[event.location].address);
     if (address % kLineBytes != 0) return false;
     const auto has = [&](const std::pair<uintptr_t, uintptr_t>& one) { return one.first <= address && address < one.second; };
@@ -482,7 +507,12 @@ class Explorer {
       steps_.push_back(std::to_string(chosen.thread) + ": its wait ends");
       thread.is_interrupted = true;
       Wake(chosen);
-      LoopAgain(chosen.thread);
+      if (thread.state == kSleeps) {
+        thread.result = 0;
+        Resume(chosen.thread);
+      } else {
+        LoopAgain(chosen.thread);
+      }
       return true;
     }
     if (thread.event.kind == kLoad) {
@@ -494,7 +524,8 @@ class Explorer {
     Perform(chosen);
     Wake(chosen);
     thread.has_loaded_ahead = thread.at_yield;
-    Resume(chosen.thread);
+    if (thread.state != kSleeps) Resume(chosen.thread);
+    if (chosen.event.kind == kWake) ResumeWoken(chosen.event.location);
     if (!violation_.empty() || !thread.at_yield || thread.state != kHasEvent) return true;
     // It has loaded and yielded: that did not happen.
     thread.current = thread.before;
@@ -504,6 +535,15 @@ class Explorer {
     thread.failed.push_back(chosen.write);
     steps_.resize(step);
     return false;
+  }
+
+  void ResumeWoken(int location) {
+    for (int number = 0; number < scenario_->threads && violation_.empty(); ++number) {
+      Thread& thread = threads_[number];
+      if (thread.state != kSleeps || thread.event.location != location) continue;
+      thread.result = 1;
+      Resume(number);
+    }
   }
 
   // Lets a thread go on that has loaded in vain, and may see now why it must end its wait.
@@ -596,6 +636,21 @@ class Explorer {
       return;
     }
     Location& location = locations_[event.location];
+    if (event.kind == kWake) {
+      uint16_t& newest = woken_.seen[event.location];
+      const uint16_t known = thread.current.seen[event.location];
+      if (location.position[known] > location.position[newest]) newest = known;
+      Say(chosen, "WakeAll", location.writes[known].value);
+      return;
+    }
+    if (event.kind == kSleep) {
+      const uint64_t word = location.writes[chosen.write].value;
+      thread.current.seen[event.location] = static_cast<uint16_t>(chosen.write);
+      thread.result = 1;
+      if (static_cast<uint32_t>(word) == event.operand) thread.state = kSleeps;
+      Say(chosen, thread.state == kSleeps ? "SleepWhile, asleep" : "SleepWhile, not asleep", word);
+      return;
+    }
     const View read = location.writes[chosen.write].view;
     const uint64_t value = location.writes[chosen.write].value;
     uint16_t& seen = thread.current.seen[event.location];
@@ -696,6 +751,7 @@ class Explorer {
   std::vector<Location> locations_;
   std::unordered_map<const volatile void*, int> numbers_;
   View ordered_;  // what events with memory_order_seq_cst have seen and written
+  View woken_;    // what threads that called WakeAll had seen of the word
   std::vector<Tracked> tracked_;
   std::set<std::pair<uintptr_t, uintptr_t>> grow_;
   std::vector<Line> lines_;
@@ -735,6 +791,18 @@ void Fail(const std::string& what) {
 }
 
 }  // namespace explore
+
+// What the code under exploration calls of the kernel.
+namespace pycollective {
+
+bool SleepWhile(const void* word, uint32_t value, int64_t) {
+  return explore::FromCode([&] { return explore::The().Sleep(word, value); });
+}
+void WakeAll(const void* word) {
+  if (explore::in_code) explore::FromCode([&] { explore::The().WakeSleepers(word); });
+}
+
+}  // namespace pycollective
 
 // What the compiler calls -----------------------------------------------------------------------------------------
 

@@ -54,16 +54,25 @@ void TestAll(const std::vector<explore::Scenario>& scenarios) {
 
 void TestBoard() { TestAll(explore::BoardScenarios()); }
 void TestExchange() { TestAll(explore::ExchangeScenarios()); }
+void TestSleepingWaits() { TestAll(explore::SleepingWaitScenarios()); }
+void TestSleepingBoard() { TestAll(explore::SleepingBoardScenarios()); }
+void TestSleepingExchange() { TestAll(explore::SleepingExchangeScenarios()); }
 
 const Tests kTests = {
     {"litmus", TestLitmus},
     {"board", TestBoard},
     {"exchange", TestExchange},
+    {"sleeping_waits", TestSleepingWaits},
+    {"sleeping_board", TestSleepingBoard},
+    {"sleeping_exchange", TestSleepingExchange},
 };
 
 std::vector<explore::Scenario> AllScenarios() {
-  std::vector<explore::Scenario> all = explore::BoardScenarios();
-  for (explore::Scenario& scenario : explore::ExchangeScenarios()) all.push_back(std::move(scenario));
+  std::vector<explore::Scenario> all;
+  for (const auto& scenarios : {explore::BoardScenarios, explore::ExchangeScenarios, explore::SleepingWaitScenarios,
+                                explore::SleepingBoardScenarios, explore::SleepingExchangeScenarios}) {
+    for (explore::Scenario& scenario : scenarios()) all.push_back(std::move(scenario));
+  }
   return all;
 }
 

@@ -52,13 +52,19 @@ class Mutant(NamedTuple):
 
 
 def _place(frames: list[str]) -> Place | None:
+    """The line that names the order: of an access in an inline function it may be the call of that function."""
+    places = []
     for frame in frames:
         path, _, number = frame.split(" ")[0].rpartition(":")
         file = Path(path).resolve()
         if _NATIVE in file.parents:
             line = file.read_text().splitlines()[int(number) - 1].strip()
-            return Place(str(file.relative_to(_NATIVE)), int(number), line)
-    return None  # of a scenario
+            places.append(Place(str(file.relative_to(_NATIVE)), int(number), line))
+    return next((place for place in places if _names_an_order(place.line)), None)
+
+
+def _names_an_order(line: str) -> bool:
+    return re.search(r"std::memory_order_(?!relaxed)", line.split("//")[0]) is not None
 
 
 def _frames(program: Path, address: str) -> list[str]:
@@ -102,5 +108,5 @@ def lines_with_orders(sources: Iterable[Path]) -> set[tuple[str, int]]:
         (str(file.relative_to(_NATIVE)), number)
         for file in files
         for number, line in enumerate(file.read_text().splitlines(), 1)
-        if re.search(r"std::memory_order_(?!relaxed)", line.split("//")[0])
+        if _names_an_order(line)
     }

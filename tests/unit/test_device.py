@@ -54,8 +54,8 @@ def test_native(program: str, name: str, programs: dict[str, Path]) -> None:
 
 
 UNNOTICED = {
-    "shown.number.store(own_number, std::memory_order_release);": "MPI's allreduce between orders it",
-    "const uint64_t wanted = Shown(rank).number.load(std::memory_order_acquire);": "MPI's allreduce between orders it",
+    "line.shown.store(own_number, std::memory_order_release);": "MPI's allreduce between orders it",
+    "const uint64_t wanted = Shown(rank).shown.load(std::memory_order_acquire);": "MPI's allreduce between orders it",
 }
 """The lines whose memory orders are stronger than the explored scenarios need, and why they may stay."""
 

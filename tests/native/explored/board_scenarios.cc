@@ -10,8 +10,7 @@
 #include <vector>
 
 #include "explored.h"
-#include "mpi/backoff.h"
-#include "mpi/wait.h"
+#include "waits.h"
 #include "records/recorder.h"
 #include "shared_memory/piggyback.h"
 
@@ -40,9 +39,7 @@ void Open(int ranks) {
   AddSite(kSite, "a line");
   AddSite(kOtherSite, "another line");
   found = {};
-  spins_of_wait = 0;
-  is_patient = true;
-  longest_sleep = 0;
+  YieldInWaits();
 }
 
 Scenario Of(std::string name, int ranks, std::function<void(int rank, BoardSlot& slot)> run) {
@@ -195,6 +192,15 @@ std::vector<Scenario> BoardScenarios() {
     EXPLORE_CHECK(found[0].rank != found[1].rank);
   };
   return all;
+}
+
+std::vector<Scenario> SleepingBoardScenarios() {
+  std::vector<Scenario> some;
+  for (Scenario& scenario : BoardScenarios()) {
+    const bool is_small = scenario.threads == 2 && !scenario.has_prelude;  // the others have too many executions
+    if (is_small) some.push_back(Sleeping(std::move(scenario)));
+  }
+  return some;
 }
 
 }  // namespace explore

@@ -13,8 +13,7 @@
 #include <vector>
 
 #include "explored.h"
-#include "mpi/backoff.h"
-#include "mpi/wait.h"
+#include "waits.h"
 #include "shared_memory/board.h"
 #include "shared_memory/exchange.h"
 #include "shared_memory/host_collectives.h"
@@ -126,9 +125,7 @@ void Open(int ranks) {
   unreadable = nullptr;
   copies_words = false;
   is_free = 0;
-  spins_of_wait = 0;
-  is_patient = true;
-  longest_sleep = 0;
+  YieldInWaits();
 }
 
 // A channel of ranks, as one of them sees it.
@@ -415,6 +412,33 @@ std::vector<Scenario> ExchangeScenarios() {
     Meet();
     EXPLORE_CHECK(Exchange::ReadsAll());
   }));
+  return all;
+}
+
+// One call each: a wait has many more executions where it may sleep.
+std::vector<Scenario> SleepingExchangeScenarios() {
+  std::vector<Scenario> all;
+  all.push_back(Of("a broadcast through buffers", 2, [](Rank& own) {
+    own.FindBuffers();
+    own.Broadcast(0, false);
+  }));
+  all.push_back(Of("a sum in one step", 2, [](Rank& own) {
+    own.FindBuffers();
+    own.Allreduce(0, 24, false);
+  }));
+  all.push_back(Of("a broadcast by reading", 2, [](Rank& own) { own.Broadcast(0, true); }));
+  all.push_back(Of("two barriers", 2, [](Rank& own) {
+    for (int time = 0; time < 2; ++time) EXPLORE_CHECK(own.collective().Barrier().ok());
+  }));
+  all.push_back(Of("a root that gives up", 2, [](Rank& own) {
+    FailRank();
+    Arguments a{own.send(), own.recv(), 1, Type::kInt64};
+    if (own.rank == 0) own.send()[0] = 5;
+    const bool is_ok = own.collective().ByReading(kBcast, a).ok();
+    EXPLORE_CHECK(own.rank == 0 || !is_ok || own.recv()[0] == 5);
+  }));
+  all.back().has_failure = true;
+  for (Scenario& scenario : all) scenario = Sleeping(std::move(scenario));
   return all;
 }
 

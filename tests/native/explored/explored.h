@@ -29,6 +29,8 @@ struct Scenario {
   // Takes fences with memory_order_seq_cst for fences of release and acquire: these have no order in which they could be
   // executed, and allow all that the former allow.
   bool weakens_fences = false;
+  // Whether waits sleep. Then a load that does not end a wait has consequences, and may read any value.
+  bool sleeps = false;
   // The exploration ends after so many executions, and is *bounded* then.
   int64_t most_executions = 200'000;
 };
@@ -75,6 +77,11 @@ bool IsInterrupted();
 // The scenarios of the library's own code, and small programs whose outcomes are known.
 std::vector<Scenario> BoardScenarios();
 std::vector<Scenario> ExchangeScenarios();
+// Waits for a number, each of which sleeps at once, as with busy neighbours; and some of the scenarios above, or small ones like
+// them, with such waits.
+std::vector<Scenario> SleepingWaitScenarios();
+std::vector<Scenario> SleepingBoardScenarios();
+std::vector<Scenario> SleepingExchangeScenarios();
 
 struct Litmus {
   Scenario scenario;

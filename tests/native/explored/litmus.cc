@@ -8,12 +8,16 @@
 #include <chrono>
 #include <string>
 
+#include "base/futex.h"
 #include "explored.h"
 
 namespace explore {
 namespace {
 
 using Order = std::memory_order;
+using pycollective::SleepWhile;
+using pycollective::WakeAll;
+
 constexpr Order kRelaxed = std::memory_order_relaxed, kAcquire = std::memory_order_acquire, kRelease = std::memory_order_release,
                 kAcqRel = std::memory_order_acq_rel, kSeqCst = std::memory_order_seq_cst;
 
@@ -198,6 +202,48 @@ std::vector<Litmus> LitmusTests() {
     while ((thread == 0 ? x : y).load(kAcquire) == 0) sched_yield();
     (thread == 0 ? y : x).store(1, kRelease);
   })));
+  // A futex: x is the word. A rank that wakes others must have written it before, and nobody sleeps who could not be woken.
+  for (const bool wakes_late : {true, false}) {
+    Litmus sleeping = Of(wakes_late ? "a sleep, and a wake-up after the store" : "a sleep, and a wake-up before the store", 2, 1, {"1"},
+                         [wakes_late](int thread) {
+                           if (thread == 1) {
+                             while (x.load(kRelaxed) == 0) SleepWhile(&x, 0, 1);
+                             r[0] = 1;
+                             return;
+                           }
+                           if (!wakes_late) WakeAll(&x);
+                           x.store(1, kRelaxed);
+                           if (wakes_late) WakeAll(&x);
+                         });
+    all.push_back(wakes_late ? sleeping : Wrong("deadlock", sleeping));
+  }
+  all.push_back(Of("two sleeps, and one wake-up", 3, 2, {"11"}, [](int thread) {
+    if (thread == 2) {
+      x.store(1, kRelaxed);
+      WakeAll(&x);
+      return;
+    }
+    while (x.load(kRelaxed) == 0) SleepWhile(&x, 0, 1);
+    r[thread] = 1;
+  }));
+  // y says that somebody may sleep. It is store buffering: only fences with memory_order_seq_cst will do.
+  for (const Order fence : {kSeqCst, kAcqRel}) {
+    const bool orders = fence == kSeqCst;
+    Litmus flag = Of(orders ? "a sleeper's flag in another word, seq_cst fences" : "a sleeper's flag in another word, weaker fences", 2, 1,
+                     {"1"}, [fence](int thread) {
+                       if (thread == 0) {
+                         x.store(1, kRelaxed);
+                         std::atomic_thread_fence(fence);
+                         if (y.load(kRelaxed) != 0) WakeAll(&x);
+                         return;
+                       }
+                       y.store(1, kRelaxed);
+                       std::atomic_thread_fence(fence);
+                       while (x.load(kRelaxed) == 0) SleepWhile(&x, 0, 1);
+                       r[0] = 1;
+                     });
+    all.push_back(orders ? flag : Wrong("deadlock", flag));
+  }
   all.push_back(Of("a wait for a number that never comes, with a limit", 1, 1, {"1"}, [](int) {
     using Clock = std::chrono::steady_clock;
     const Clock::time_point end = Clock::now() + std::chrono::seconds(2);
