@@ -211,6 +211,8 @@ def steps(*, everything: bool, install: bool) -> list[Step]:
     # longest tests has few, and would come last.
     beside_waits = ("-n", str(CORES + 1), "--dist", "loadfile", "--no-loadscope-reorder")
     hosts = files("e2e", "hosts slurm")  # each has a bridge of its own
+    # They measure for minutes if ranks of other tests poll on the same cores, and for one minute if none do.
+    measuring = files("e2e", "profile_in_jobs layouts_in_jobs")
     whole: dict[str, Any] = {"whole": True}
     # Every call in a thread of the package, as large ones between hosts are.
     beside = {"env": {"PYCOLLECTIVE_OVERLAP": "on"}, **whole}
@@ -322,9 +324,11 @@ def steps(*, everything: bool, install: bool) -> list[Step]:
         doctor("mpich"),
         demo("mpich"),
         by_itself(
-            "end-to-end tests", *core, *beside_waits, "tests/e2e", *(f"--ignore={file}" for file in hosts),
+            "end-to-end tests", *core, *beside_waits, "tests/e2e",
+            *(f"--ignore={file}" for file in [*hosts, *measuring]),
             kind="e2e", limit=1800,
         ),
+        by_itself("end-to-end tests that measure", *measuring, kind="e2e", limit=900, **whole),
         #
         on_ranks(
             2, "tests/collective",
