@@ -423,6 +423,7 @@ const pycollective::Listed listed{
     PYCOLLECTIVE_TYPED(guard_name), PYCOLLECTIVE_TYPED(runtime_name), PYCOLLECTIVE_TYPED(bind),
     PYCOLLECTIVE_TYPED(bind_runtime), PYCOLLECTIVE_TYPED(communicator_add), PYCOLLECTIVE_TYPED(part_add),
     PYCOLLECTIVE_TYPED(board_join), PYCOLLECTIVE_TYPED(board_bytes), PYCOLLECTIVE_TYPED(spans_hosts),
+    PYCOLLECTIVE_TYPED(share_board), PYCOLLECTIVE_TYPED(comparisons),
     PYCOLLECTIVE_TYPED(set_hosts), PYCOLLECTIVE_TYPED(board_open), PYCOLLECTIVE_TYPED(board_show_memory),
     PYCOLLECTIVE_TYPED(board_read_bytes), PYCOLLECTIVE_TYPED(board_set_read_bytes),
     PYCOLLECTIVE_TYPED(board_may_read), PYCOLLECTIVE_TYPED(board_close), PYCOLLECTIVE_TYPED(communicator_free),

@@ -285,6 +285,18 @@ ffi::Error Call::Differs(const Post& mine, const Difference& found) const {
                            "pytrees.");
 }
 
+Section Call::SectionOfCall() const {
+  // The guard of numbers needs to know that all ranks make the call.
+  if (participants_.section.id == 0 || check != Check::kEvery || check_numbers) return {};
+  Section section = participants_.section;
+  uint64_t hash = static_cast<uint64_t>(section.id);
+  for (const int64_t word : {lane_id_ >> 32, participants_.devices, int64_t{participants_.replicated}}) {
+    hash = Mix(hash, static_cast<uint64_t>(word));
+  }
+  section.id = static_cast<int64_t>(hash | 1);
+  return section;
+}
+
 ffi::Error Call::CompareWithRanks(const Signature& mine, int64_t seq) {
   if (check == Check::kNever) return ffi::Error::Success();
   LazyChannel& channel = lane_->channel;
@@ -294,12 +306,17 @@ ffi::Error Call::CompareWithRanks(const Signature& mine, int64_t seq) {
   const bool is_known = !each && channel.agreed.count(mine) != 0;
   // Only if each such call is piggybacked: MPI may add in another order, but equal calls must have equal bits.
   const bool piggybacks = each && MayPiggyback() && piggybacked_sum_ != nullptr && piggybacked_->nbytes() <= kPiggybackBytes;
-  // The guard of numbers needs to know that all ranks make the call.
-  const bool has_sections = check == Check::kEvery && !check_numbers;
-  const bool is_covered = channel.comparison.sections.Enter(has_sections ? participants_.section : Section{});
-  if (is_known) channel.comparison.sections.Known(mine.Digest());
-  if (is_known || (is_covered && !piggybacks)) return ffi::Error::Success();
   const Post post = check == Check::kFirst ? Post{mine, 0, seq} : Post{mine, participants_.site, seq, participants_.order};
+  using Coverage = Sections::Coverage;
+  const Coverage coverage = channel.comparison.sections.Enter(SectionOfCall(), post.DigestWithoutNumber());
+  if (coverage == Coverage::kDiffers) {
+    return Error(ffi::ErrorCode::kInternal,
+                 "expected the call that this program has made here in earlier runs, got " + Describe(mine, true) + " at " +
+                     SiteText(participants_.site),
+                 "Please report this. PYCOLLECTIVE_CHECK=always compares each call.");
+  }
+  if (is_known) channel.comparison.sections.Known(mine.Digest());
+  if (is_known || (coverage == Coverage::kCovered && !piggybacks)) return ffi::Error::Success();
   Difference found;
   const PiggybackedAllreduce* const sum = piggybacks ? piggybacked_sum_ : nullptr;
   const Outcome outcome = channel.comparison.Compare(*library, channel, post, sum, &found);

@@ -237,6 +237,8 @@ class Call {
   // ranks instead of a hang or a wrong sum. The comparison may also make the call (comparison.h).
   xla::ffi::Error CompareWithRanks(const Signature& mine, int64_t seq);
   xla::ffi::Error CompareOnBoard(const Signature& mine);
+  // The section of the call, if calls of sections need not be compared. One program may run on devices of several kinds.
+  Section SectionOfCall() const;
   // Whether the comparison may carry the operands.
   bool MayPiggyback() const { return piggybacked_ != nullptr && lane_->team == nullptr && !check_numbers; }
   // Returns an error if an operand has a NaN or an Inf. In a collective all ranks return it, before they call MPI; for a message

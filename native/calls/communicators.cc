@@ -37,9 +37,9 @@ RankGroup::RankGroup(int rank, int size, int devices, int64_t main, int64_t auxi
     channel.permute = auxiliary;
     // Messages of devices other than the first one are sent on `auxiliary`, like those of ppermute. Their tags follow the
     // two ranges of ppermute's tags, the tag 2 * devices * devices, which ranks use outside programs
-    // (ranks/out_of_band.py), and one tag for the comparisons of each channel.
+    // (ranks/out_of_band.py), and that of the comparisons of channel 0.
     channel.messages = number == 0 ? main : auxiliary;
-    channel.first_tag = number == 0 ? 0 : 2 * devices * devices + 2 * devices + number;
+    channel.first_tag = number == 0 ? 0 : 2 * devices * devices + 1 + number;
     channel.tag_step = number == 0 ? 1 : devices;
     channel.comparison = ComparisonOf(number);
   }
@@ -71,7 +71,9 @@ RankGroup::RankGroup(const RankGroup& whole, std::vector<int> members, int rank)
 Comparison RankGroup::ComparisonOf(int number) const {
   // The devices of a rank compare at the same time. One of them in two levels is enough: others would take communicators of MPI.
   const bool in_levels = number % devices_ == 0;
-  return Comparison(auxiliary_, members_, 2 * devices_ * devices_ + 1 + number, in_levels);
+  // The communicator of channel 0 of all ranks carries messages of programs.
+  return members_.empty() && number == 0 ? Comparison(auxiliary_, 2 * devices_ * devices_ + 1, in_levels)
+                                         : Comparison(0, 0, in_levels);
 }
 
 Outcome RankGroup::MakeChannel(const Library& mpi, int number) {

@@ -18,48 +18,49 @@ CallDescription::CallDescription(const Post& post) : post(post) { CopyLine(SiteT
 
 // Sections -------------------------------------------------------------------------------------------------------
 
-bool Sections::Enter(const Section& section) {
+Sections::Coverage Sections::Enter(const Section& section, uint64_t call) {
   const bool continues = section.id != 0 && !section.begins && section.id == own_.id && section.run == own_.run;
-  is_covered_ = continues && now_.calls < covered_;
-  if (is_covered_ && ++now_.calls == covered_) now_.hash = known_[own_.id].hash;
-  if (continues) return is_covered_;
-  // A run that has ended early, by an error, tells less than the history.
-  if (own_.id != 0 && now_.calls >= covered_) {
-    constexpr size_t kMost = 1 << 14;  // a rank that forgets compares again
-    if (known_.size() >= kMost) known_.clear();
-    known_[own_.id] = now_;
-  }
+  call_ = call;
+  is_covered_ = continues && made_ < covered_;
+  if (is_covered_) return known_[own_.id].history.own[made_++] == call ? Coverage::kCovered : Coverage::kDiffers;
+  if (continues) return Coverage::kNone;
+  // A run that was covered, or that has ended early by an error, tells no more than the history.
+  if (has_history_ && made_ > covered_) known_[own_.id].history = std::move(now_);
   own_ = section;
   now_ = {};
-  covered_ = 0;
-  has_offered_ = false;
-  return false;
+  made_ = covered_ = 0;
+  has_offered_ = has_history_ = false;
+  constexpr size_t kMost = 1 << 14;
+  if (section.id == 0 || (known_.size() >= kMost && known_.count(section.id) == 0)) return Coverage::kNone;
+  // Other calls may have come between two parts of a section. Then the second part is no run of it.
+  Past& past = known_[section.id];
+  has_history_ = section.begins || past.run != section.run;
+  past.run = section.run;
+  return Coverage::kNone;
 }
 
 std::optional<uint64_t> Sections::Offer() {
-  if (own_.id == 0 || is_covered_ || has_offered_) return {};
-  const auto found = known_.find(own_.id);
-  if (found == known_.end()) return {};
+  if (!has_history_ || is_covered_ || has_offered_) return {};
+  const History& history = known_[own_.id].history;
+  if (history.own.size() <= made_ || history.own[made_] != call_) return {};
   has_offered_ = true;
   uint64_t offer = 0;
-  for (const History& history : {found->second, now_}) {
-    offer = Mix(Mix(offer, history.hash), static_cast<uint64_t>(history.calls));
-  }
+  for (const uint64_t word : {history.hash, uint64_t{history.own.size()}, now_.hash, uint64_t{made_}}) offer = Mix(offer, word);
   return offer;
 }
 
 void Sections::Add(uint64_t call) {
-  if (own_.id == 0 || is_covered_) return;
+  constexpr size_t kMost = 1 << 16;  // those that follow are compared in each run
+  if (!has_history_ || is_covered_ || made_ >= kMost) return;
+  if (now_.own.size() < made_) now_ = known_[own_.id].history;  // this run was covered up to here
   now_.hash = Mix(now_.hash, call);
-  now_.calls += 1;
+  now_.own.push_back(call_);
+  ++made_;
 }
 
 void Sections::Compared(uint64_t call, bool all_offer) {
   Add(call);
-  if (!all_offer) return;
-  const History& history = known_[own_.id];
-  covered_ = history.calls;
-  if (now_.calls == covered_) now_.hash = history.hash;
+  if (all_offer) covered_ = known_[own_.id].history.own.size();
 }
 
 void Sections::Known(uint64_t call) { Add(Mix(1, call)); }
@@ -123,12 +124,11 @@ struct Comparison::BlockOfAll final : PiggybackedCollective {
 // pairs before, and one of each pair hands the result to the other afterwards. Each block stands for ranks that follow each other,
 // and the lower ones come first, so all ranks get the same bits, on each run. (With fused multiplications the product of two complex
 // numbers has other bits in the other order.)
-template <typename RankOf>
-Outcome Comparison::CombineByMessages(const Library& mpi, const Channel& channel, int tag, int rank, int size, RankOf rank_of,
-                                      Block* block) {
+Outcome Comparison::CombineByMessages(const Library& mpi, const Channel& channel, int tag, Block* block) {
+  const int rank = channel.rank, size = channel.size;
   Block theirs;
-  const auto outgoing = [&](int to) { return Outgoing{block, sizeof(Block), Type::kUint8, rank_of(to), tag}; };
-  const auto incoming = [&](int from, Block* into) { return Incoming{into, sizeof(Block), Type::kUint8, rank_of(from), tag}; };
+  const auto outgoing = [&](int to) { return Outgoing{block, sizeof(Block), Type::kUint8, to, tag}; };
+  const auto incoming = [&](int from, Block* into) { return Incoming{into, sizeof(Block), Type::kUint8, from, tag}; };
   const auto add = [&](bool they_come_next) {
     if (!they_come_next) std::swap(*block, theirs);
     block->Add(theirs);
@@ -161,16 +161,14 @@ Outcome Comparison::CombineAll(const Library& mpi, const Channel& channel, Block
   }
   if (!has_levels) {
     Channel of_all;
-    of_all.messages = comm_;
-    const auto rank_of = [&](int rank) { return ranks_.empty() ? rank : ranks_[static_cast<size_t>(rank)]; };
-    return CombineByMessages(mpi, of_all, tag_, channel.rank, channel.size, rank_of, block);
+    of_all.messages = comm_ != 0 ? comm_ : channel.collective;
+    of_all.rank = channel.rank;
+    of_all.size = channel.size;
+    return CombineByMessages(mpi, of_all, tag_, block);
   }
   HostLevels& levels = *channel.levels;
   PYCOLLECTIVE_RETURN_IF_FAILED(levels.OnBoard(mpi, channel, BlocksOfHost(block)));
-  if (const Channel* const leaders = levels.leaders()) {
-    const auto rank_of = [](int rank) { return rank; };
-    PYCOLLECTIVE_RETURN_IF_FAILED(CombineByMessages(mpi, *leaders, 0, leaders->rank, leaders->size, rank_of, block));
-  }
+  if (const Channel* const leaders = levels.leaders()) PYCOLLECTIVE_RETURN_IF_FAILED(CombineByMessages(mpi, *leaders, 0, block));
   return levels.OnBoard(mpi, channel, BlockOfAll(block));
 }
 
@@ -235,9 +233,7 @@ Outcome Comparison::Compare(const Library& mpi, const Channel& channel, const Po
                             Difference* found) {
   const WithNonblocking on_all_ranks;  // nonblocking on all ranks, since the ranks may come from different calls
   comparisons.fetch_add(1, std::memory_order_relaxed);
-  Post unnumbered = own;
-  unnumbered.seq = 0;
-  const uint64_t call = Mix(0, unnumbered.Digest());
+  const uint64_t call = Mix(0, own.DigestWithoutNumber());
   const uint64_t number = Mix(1, static_cast<uint64_t>(own.seq));
   const std::optional<uint64_t> history = sections.Offer();
   const uint64_t offer = history.has_value() ? Mix(2, *history) : NoOffer();

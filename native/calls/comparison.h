@@ -53,11 +53,15 @@ struct Section {
 // The sections of one channel, as this rank knows them.
 class Sections {
  public:
-  // Takes the next call of the channel. Returns whether it is covered: the ranks have compared their histories in this run, and
-  // need not compare the call.
-  bool Enter(const Section& section);
-  // For a call that is not covered, and is compared: the history of its section. Nothing if there is none, or if this run has
-  // offered it.
+  enum class Coverage {
+    kNone,     // the ranks must compare the call
+    kCovered,  // the ranks have compared their histories in this run, and need not compare the call
+    kDiffers,  // it is covered, but this rank has made another call there before
+  };
+  // Takes the next call of the channel. `call`: a hash of it, as this rank makes it.
+  Coverage Enter(const Section& section, uint64_t call);
+  // For a call that is compared: the history of its section. Nothing if there is none, if it has another call of this rank here, or
+  // if this run has offered it.
   std::optional<uint64_t> Offer();
   // The call was compared. `call`: a hash of the calls of all ranks, the same on all of them. `all_offer`: whether all ranks have
   // offered the same history.
@@ -67,27 +71,33 @@ class Sections {
 
  private:
   struct History {
-    uint64_t hash = 0;
-    int64_t calls = 0;
+    uint64_t hash = 0;          // of what all ranks have compared
+    std::vector<uint64_t> own;  // hashes of the calls of this rank
+  };
+  struct Past {
+    History history;  // of the last run that was compared
+    int64_t run = -1;  // the last one
   };
   void Add(uint64_t call);
 
   Section own_;              // of the last call
-  History now_;              // of its run
-  bool has_offered_ = false;
+  uint64_t call_ = 0;        // a hash of the last call
   bool is_covered_ = false;  // the last call
-  int64_t covered_ = 0;      // the number of the last call of this run that is covered; 0: none
-  std::unordered_map<int64_t, History> known_;
+  bool has_history_ = false; // whether this run counts: it is in a section, and has entered it once, or where the section begins
+  bool has_offered_ = false;
+  size_t made_ = 0;     // the number of calls of this run
+  size_t covered_ = 0;  // how many of them need no comparison, from the first on; 0: none
+  History now_;         // of this run, as long as its calls are compared
+  std::unordered_map<int64_t, Past> known_;
 };
 
 // The comparisons of one channel.
 class Comparison {
  public:
   Comparison() = default;
-  // `comm`: a communicator of MPI with all ranks of the channel. `ranks`: their numbers in it; empty: those of the channel. `tag`:
-  // of messages on it, which nobody else uses. `in_levels`: whether ranks of one host meet in their memory, if they can.
-  Comparison(int64_t comm, std::vector<int> ranks, int tag, bool in_levels)
-      : comm_(comm), ranks_(std::move(ranks)), tag_(tag), in_levels_(in_levels) {}
+  // `comm`: a communicator of MPI with the ranks of the channel, in their order; 0: that of the channel, on which nobody else sends
+  // messages. `tag`: of messages that nobody else sends. `in_levels`: whether ranks of one host meet in their memory, if they can.
+  Comparison(int64_t comm, int tag, bool in_levels) : comm_(comm), tag_(tag), in_levels_(in_levels) {}
 
   // Compares the call of this rank with the calls of all ranks of the channel, which must all make this call. Sets `found` to a
   // call that does not match, on all ranks or on none. If all match and `piggybacked` is not null, it also makes this sum, which
@@ -107,14 +117,10 @@ class Comparison {
 
   // Combines the blocks of all ranks of the channel.
   Outcome CombineAll(const Library& mpi, const Channel& channel, Block* block);
-  // Combines the blocks of `size` ranks by messages. `rank`: this rank's number among them. `channel`: of these messages.
-  // `rank_of`: their numbers there.
-  template <typename RankOf>
-  static Outcome CombineByMessages(const Library& mpi, const Channel& channel, int tag, int rank, int size, RankOf rank_of,
-                                   Block* block);
+  // Combines the blocks of the ranks of a channel by messages.
+  static Outcome CombineByMessages(const Library& mpi, const Channel& channel, int tag, Block* block);
 
   int64_t comm_ = 0;
-  std::vector<int> ranks_;
   int tag_ = 0;
   bool in_levels_ = false;
   // Hashes of calls that differ between ranks, and match all the same.

@@ -54,6 +54,12 @@ uint64_t Post::Digest() const {
   return hash;
 }
 
+uint64_t Post::DigestWithoutNumber() const {
+  Post unnumbered = *this;
+  unnumbered.seq = 0;
+  return unnumbered.Digest();
+}
+
 void CopyLine(const std::string& line, char (&to)[kLineBytes]) {
   const size_t size = std::min(line.size(), kLineBytes - 1);
   std::memset(to, 0, kLineBytes);

@@ -72,6 +72,8 @@ struct Post {
 
   // A hash of all that Matches compares. Posts with unequal hashes may match all the same, by their lines.
   uint64_t Digest() const;
+  // The same without the number of the call on its channel.
+  uint64_t DigestWithoutNumber() const;
 };
 
 // A call of another rank that does not match.

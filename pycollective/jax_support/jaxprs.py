@@ -382,6 +382,7 @@ def map_jaxprs(jaxpr: Any, change: Callable[[Any], Any]) -> Any:
     One jaxpr gives one result, itself if nothing changes: so JAX compiles a function once that is called twice.
     """
     changed: dict[int, Any] = {}
+    closed: dict[int, Any] = {}
 
     def with_inner_changed(jaxpr: Any) -> Any:
         if id(jaxpr) not in changed:
@@ -390,24 +391,38 @@ def map_jaxprs(jaxpr: Any, change: Callable[[Any], Any]) -> Any:
                 if not inner_jaxprs(eqn):
                     eqns.append(eqn)
                     continue
-                params = {name: new_value(value) for name, value in eqn.params.items()}
-                same = all(params[name] is value for name, value in eqn.params.items())
-                eqns.append(eqn if same else eqn.replace(params=params))
+                eqns.append(with_inner(eqn, with_inner_changed, closed))
             same = all(map(operator.is_, eqns, jaxpr.eqns))
             changed[id(jaxpr)] = change(jaxpr if same else jaxpr.replace(eqns=eqns))
         return changed[id(jaxpr)]
 
+    return with_inner_changed(jaxpr)
+
+
+def with_inner(eqn: JaxprEqn, change: Callable[[Any], Any], closed: dict[int, Any] | None = None) -> JaxprEqn:
+    """An equation with ``change`` applied to the jaxprs that it holds; itself if nothing changes.
+
+    Args:
+        eqn: the equation.
+        change: a function from a jaxpr to a jaxpr.
+        closed: the closed jaxprs that earlier calls with this ``change`` have made, by the ids of the old ones. So one
+            closed jaxpr gives one.
+    """
+    known = {} if closed is None else closed
+
     def new_value(value: Any) -> Any:
         if isinstance(value, ClosedJaxpr):
-            new = with_inner_changed(value.jaxpr)
+            new = change(value.jaxpr)
             if new is value.jaxpr:
                 return value
-            return changed.setdefault(id(value), ClosedJaxpr(new, value.consts))
+            return known.setdefault(id(value), ClosedJaxpr(new, value.consts))
         if isinstance(value, Jaxpr):
-            return with_inner_changed(value)
+            return change(value)
         if isinstance(value, tuple) and any(isinstance(part, (Jaxpr, ClosedJaxpr)) for part in value):
             parts = [new_value(part) for part in value]
             return value if all(map(operator.is_, parts, value)) else _sequence_like(value, parts)
         return value
 
-    return with_inner_changed(jaxpr)
+    params = {name: new_value(value) for name, value in eqn.params.items()}
+    same = all(params[name] is value for name, value in eqn.params.items())
+    return eqn if same else eqn.replace(params=params)

@@ -19,7 +19,9 @@ from typing import Any
 from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn
 
-from pycollective.jax_support.jaxprs import inner_jaxprs, map_jaxprs
+from pycollective.jax_support import call_site
+from pycollective.jax_support.jaxprs import inner_jaxprs, with_inner
+from pycollective.ordering.effect import effect
 
 _RUN_ONCE = frozenset(
     {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "shard_map"}
@@ -40,33 +42,22 @@ def with_sections(jaxpr: Any, is_counted: Callable[[Any], bool]) -> Any:
     """
     if not _communicates(jaxpr, is_counted):
         return jaxpr
-    opaque: set[int] = set()  # ids of programs that run in several sections
-    while (found := _Sections(jaxpr, is_counted, opaque)).conflicts:
-        opaque |= found.conflicts
-    numbers = {place: _number(text) for place, text in enumerate(found.texts)}
-    marks = {eqn: numbers[place] << 1 | begins for eqn, (place, begins) in found.places.items()}
-
-    def marked(jaxpr: Any) -> Any:
-        eqns = [_with_section(eqn, marks[id(eqn)]) if id(eqn) in marks else eqn for eqn in jaxpr.eqns]
-        return jaxpr.replace(eqns=eqns) if any(id(eqn) in marks for eqn in jaxpr.eqns) else jaxpr
-
-    return map_jaxprs(jaxpr, marked)
+    collected = _Walk(is_counted)
+    collected.program(jaxpr)
+    return _Walk(is_counted, [_number([str(place), *calls]) for place, calls in enumerate(collected.texts)]).program(
+        jaxpr
+    )
 
 
-def _number(calls: list[str]) -> int:
+def _number(facts: list[str]) -> int:
     """A hash of 62 bits, not 0: with the bit that says whether a call begins the section, an attribute holds it."""
-    digest = hashlib.blake2b("\n".join(calls).encode(), digest_size=8).digest()
+    digest = hashlib.blake2b("\n".join(facts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 2 | 1
 
 
-def _with_section(eqn: JaxprEqn, section: int) -> JaxprEqn:
-    return eqn.replace(params={**eqn.params, "passed": eqn.params["passed"]._replace(section=section)})
-
-
 def _is_call(eqn: JaxprEqn, is_counted: Callable[[Any], bool]) -> bool:
-    params = eqn.params
-    is_ours = "passed" in params and "comm" in params and eqn.primitive.name not in _MESSAGES
-    return is_ours and is_counted(params["comm"])
+    is_ours = "passed" in eqn.params and "comm" in eqn.params and eqn.primitive.name not in _MESSAGES
+    return is_ours and is_counted(eqn.params["comm"])
 
 
 def _communicates(jaxpr: Any, is_counted: Callable[[Any], bool]) -> bool:
@@ -76,69 +67,124 @@ def _communicates(jaxpr: Any, is_counted: Callable[[Any], bool]) -> bool:
     )
 
 
-class _Sections:
-    """The sections of a program.
+class _Walk:
+    """A walk over a program in the order in which it runs. The first one collects the calls, the second one marks them.
 
     Attributes:
         texts: for each section a text for each call and loop.
-        places: for each call, by the id of its equation, the number of its section, and whether the call begins it.
-        conflicts: ids of programs whose calls would have several sections, since they run in several places.
     """
 
-    def __init__(self, jaxpr: Any, is_counted: Callable[[Any], bool], opaque: set[int]) -> None:
+    def __init__(self, is_counted: Callable[[Any], bool], numbers: list[int] | None = None) -> None:
         self._is_counted = is_counted
-        self._opaque = opaque
-        self._begins = False  # the next call: the first one of a run needs no mark
+        self._numbers = numbers  # of the sections; None: the walk collects
+        self._begun: set[Any] = set()  # the participants that have made a call in this section
+        self._meshes: tuple[Any, ...] = ()  # around this place
+        self._marked: dict[Any, tuple[Any, set[Any]]] = {}  # programs, by where they stand: JAX compiles each once
         self.texts: list[list[str]] = [[]]
-        self.places: dict[int, tuple[int, bool]] = {}
-        self.conflicts: set[int] = set()
-        self._visit(jaxpr)
 
-    def _visit(self, jaxpr: Any) -> None:
-        for eqn in jaxpr.eqns:
-            if _is_call(eqn, self._is_counted):
-                place = len(self.texts) - 1, self._begins
-                if self.places.setdefault(id(eqn), place) != place:
-                    self.conflicts.add(id(jaxpr))
-                self.texts[-1].append(_text(eqn))
-                self._begins = False
-                continue
-            inner = [each for each in inner_jaxprs(eqn) if _communicates(each, self._is_counted)]
-            if not inner:
-                continue
-            (program, *others) = inner
-            is_loop = eqn.primitive.name == "scan"
-            if others or not (is_loop or eqn.primitive.name in _RUN_ONCE) or id(program) in self._opaque:
+    def program(self, jaxpr: Any) -> Any:
+        """Walks over a program. The second walk returns the program with marks."""
+        place = id(jaxpr), len(self.texts), frozenset(self._begun), self._meshes
+        if place in self._marked:
+            new, self._begun = self._marked[place]
+            return new
+        new = jaxpr.replace(eqns=[self._equation(eqn) for eqn in jaxpr.eqns]) if _has_effect(jaxpr) else jaxpr
+        if self._numbers is not None and len(self.texts) == place[1]:
+            self._marked[place] = new, set(self._begun)
+        return new
+
+    def _equation(self, eqn: JaxprEqn) -> JaxprEqn:
+        if _is_call(eqn, self._is_counted):
+            return self._call(eqn)
+        inner = [each for each in inner_jaxprs(eqn) if _communicates(each, self._is_counted)]
+        if not inner:
+            if _is_foreign(eqn):
                 self._end()
-            elif not is_loop:
-                self._visit(program)
-            elif self._depends_on_data(program):
-                self._end()  # a trip may follow another one
-                self._visit(program)
-                self._end()
-            else:
-                self.texts[-1].append(f"{eqn.params['length']} times")
-                self._visit(program)
-                self.texts[-1].append("end")
+            return eqn
+        if not self._is_run_in_order(eqn, inner):
+            self._end()
+            return eqn
+        meshes, self._meshes = self._meshes, (*self._meshes, *_mesh_of(eqn))
+        (program,) = inner
+        new_of = {id(each): each for each in inner_jaxprs(eqn)}
+        if eqn.primitive.name != "scan":
+            new_of[id(program)] = self.program(program)
+        elif self._ends(program) or (len(self.texts) > 1 and not self._makers(program) <= self._begun):
+            # In each trip the first calls begin a section: the trip before may have made calls that depend on data, or
+            # the section would begin in each trip, and go on behind the loop.
+            self._end()
+            new_of[id(program)] = self.program(program)
+            self._end()
+        else:
+            self.texts[-1].append(f"{eqn.params['length']} times")
+            new_of[id(program)] = self.program(program)
+            self.texts[-1].append("end")
+        self._meshes = meshes
+        return eqn if self._numbers is None else with_inner(eqn, lambda jaxpr: new_of[id(jaxpr)])
+
+    def _call(self, eqn: JaxprEqn) -> JaxprEqn:
+        maker = self._maker(eqn)
+        begins = len(self.texts) > 1 and maker not in self._begun  # the first call of a run needs no mark
+        self._begun = self._begun | {maker}
+        if self._numbers is None:
+            self.texts[-1].append(_text(eqn, self._meshes))
+            return eqn
+        section = self._numbers[len(self.texts) - 1] << 1 | begins
+        return eqn.replace(params={**eqn.params, "passed": eqn.params["passed"]._replace(section=section)})
+
+    def _maker(self, eqn: JaxprEqn) -> Any:
+        """What decides on which channel a call is made."""
+        return eqn.params["comm"]._key, self._meshes
+
+    def _makers(self, jaxpr: Any) -> set[Any]:
+        inside = _Walk(self._is_counted)
+        inside._meshes = self._meshes
+        inside.program(jaxpr)
+        return inside._begun
 
     def _end(self) -> None:
         """Ends the section."""
         self.texts.append([])
-        self._begins = True
+        self._begun = set()
 
-    def _depends_on_data(self, jaxpr: Any) -> bool:
-        """Whether a program makes calls that are in no section."""
-        return any(
-            eqn.primitive.name not in _RUN_ONCE | {"scan"} or id(inner) in self._opaque or self._depends_on_data(inner)
-            for eqn in jaxpr.eqns
-            for inner in inner_jaxprs(eqn)
-            if _communicates(inner, self._is_counted)
-        )
+    def _is_run_in_order(self, eqn: JaxprEqn, inner: list[Any]) -> bool:
+        """Whether an equation runs the one program with calls that it holds, each time in the same way."""
+        return len(inner) == 1 and eqn.primitive.name in _RUN_ONCE | {"scan"}
+
+    def _ends(self, jaxpr: Any) -> bool:
+        """Whether a section ends in a program."""
+        for eqn in jaxpr.eqns:
+            if _is_call(eqn, self._is_counted):
+                continue
+            inner = [each for each in inner_jaxprs(eqn) if _communicates(each, self._is_counted)]
+            if _is_foreign(eqn) if not inner else not self._is_run_in_order(eqn, inner) or self._ends(inner[0]):
+                return True
+        return False
 
 
-def _text(eqn: JaxprEqn) -> str:
+def _has_effect(jaxpr: Any) -> bool:
+    return effect in jaxpr.effects
+
+
+def _is_foreign(eqn: JaxprEqn) -> bool:
+    """Whether an equation that holds no calls in its programs may make some all the same: nobody sees which.
+
+    Such are another library's operations, and primitives that hide a program until they are lowered.
+    """
+    is_ours = "comm" in eqn.params  # a message, or a collective between ranks that share a board
+    return effect in eqn.effects and not is_ours and not any(map(_has_effect, inner_jaxprs(eqn)))
+
+
+def _mesh_of(eqn: JaxprEqn) -> tuple[Any, ...]:
+    mesh = eqn.params.get("mesh")
+    return () if mesh is None else (tuple(mesh.shape.items()),)
+
+
+def _text(eqn: JaxprEqn, meshes: tuple[Any, ...]) -> str:
     """All that decides what a call posts for the comparison, as far as this rank's program does."""
+    passed = eqn.params["passed"]
     params = {name: value for name, value in eqn.params.items() if name not in ("comm", "in_place")}
     types = [(var.aval.shape, str(var.aval.dtype)) for var in eqn.invars]
-    line = source_info_util.summarize(eqn.source_info)
-    return repr((eqn.primitive.name, eqn.params["comm"]._key, types, sorted(params.items()), line))
+    with source_info_util.user_context(eqn.source_info.traceback):
+        site = call_site.site_of_lowered(passed.derivative, passed.program)
+    return repr((eqn.primitive.name, eqn.params["comm"]._key, meshes, types, sorted(params.items()), site))

@@ -123,6 +123,58 @@ def test_a_function_that_is_called_before_and_after(world: pc.Communicator) -> N
     check_comparisons(program, X, first=7, later=3)
 
 
+def test_a_function_in_a_loop_and_in_a_branch(world: pc.Communicator) -> None:
+    """The branch makes calls of a function that a section has, too. Ranks that take other branches get an error."""
+    total, largest = jax.jit(lambda x: pc.psum(x, world) / world.size), jax.jit(lambda x: pc.pmax(x, world))
+
+    @pc.jit
+    def program(x: jax.Array, flag: jax.Array) -> jax.Array:
+        x = jax.lax.scan(lambda x, _: (largest(total(x)), None), x, None, length=1)[0]
+        return jax.lax.cond(flag, total, largest, x)
+
+    check_comparisons(lambda x: program(x, True), X, first=3, later=2)
+    with pytest.raises(RUNTIME_ERRORS, match="CollectiveMismatch"):
+        jax.block_until_ready(program(X, world.rank == 0))
+    np.testing.assert_array_equal(program(X, False), X)
+
+
+def test_two_communicators_in_trips_of_a_loop(world: pc.Communicator) -> None:
+    """Each of them begins its section. On one of them the rank is alone, and waits for nobody."""
+    own = world.split(color=world.rank)
+    assert own is not None
+
+    @pc.jit
+    def program(x: jax.Array, flags: jax.Array) -> jax.Array:
+        def trip(x: jax.Array, flag: jax.Array) -> tuple[jax.Array, None]:
+            x = jax.lax.cond(flag, lambda x: pc.pmax(x, world), lambda x: x, x)
+            return pc.psum(pc.psum(x, own), world) / world.size, None
+
+        return jax.lax.scan(trip, x, flags)[0]
+
+    flags = jnp.array([False, True, False])
+    for _ in range(3):
+        np.testing.assert_allclose(program(X, flags), X, rtol=1e-6)
+    with pytest.raises(RUNTIME_ERRORS, match="CollectiveMismatch"):
+        jax.block_until_ready(program(X, flags.at[1].set(world.rank != 0)))
+    np.testing.assert_allclose(program(X, flags), X, rtol=1e-6)
+
+
+def test_trips_of_a_loop_after_a_conditional(world: pc.Communicator) -> None:
+    """Programs that differ in the length of a loop alone, on two ranks, after both have run on all."""
+
+    def program(x: jax.Array, length: int) -> jax.Array:
+        x = jax.lax.cond(x[1] > 0, lambda x: pc.psum(x, world) / world.size, lambda x: x, x)
+        x = jax.lax.scan(lambda x, _: (pc.pmin(pc.pmax(x, world), world), None), x, None, length=length)[0]
+        return pc.psum(x, world) / world.size
+
+    programs = [pc.jit(lambda x, length=length: program(x, length)) for length in (2, 3)]
+    for _ in range(3):
+        for each in programs:
+            np.testing.assert_allclose(each(X), X, rtol=1e-6)
+    with pytest.raises(RUNTIME_ERRORS, match="CollectiveMismatch"):
+        jax.block_until_ready(programs[int(world.rank == 0)](X))
+
+
 def test_another_program_with_the_same_first_call(world: pc.Communicator) -> None:
     def head(x: jax.Array) -> jax.Array:
         return pc.psum(x, world)

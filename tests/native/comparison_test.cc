@@ -153,7 +153,7 @@ void OnRanks(const pc::Library& mpi, int size, const std::function<void(Rank&)>&
       pc::Channel channel;
       channel.rank = rank;
       channel.size = size;
-      Rank own{mpi, channel, pc::Comparison(0, {}, 7, true)};
+      Rank own{mpi, channel, pc::Comparison(3, 7, true)};
       function(own);
     });
   }
@@ -263,13 +263,14 @@ void TestCallsThatMatchTheFirstRankMayDiffer() {
 
 // Sections -------------------------------------------------------------------------------------------------------
 
+using Coverage = pc::Sections::Coverage;
 constexpr pc::Section kNone{};
 constexpr pc::Section kOf(int64_t id, int64_t run, bool begins = false) { return {id, begins, run}; }
 
 // Makes a call that the ranks compare if it is not covered. Returns whether they do. `offer`: that of the other ranks; null: the
 // same as this rank's.
 bool IsCompared(pc::Sections& sections, const pc::Section& section, uint64_t call, const uint64_t* offer = nullptr) {
-  if (sections.Enter(section)) return false;
+  if (sections.Enter(section, call) == Coverage::kCovered) return false;
   const std::optional<uint64_t> own = sections.Offer();
   sections.Compared(call, own.has_value() && (offer == nullptr || *offer == *own));
   return true;
@@ -312,7 +313,7 @@ void TestHistoriesTellWhatWasCompared() {
   const auto offer_after = [](std::vector<uint64_t> calls) {
     pc::Sections sections;
     for (const uint64_t call : calls) IsCompared(sections, kOf(5, 1), call);
-    CHECK(!sections.Enter(kOf(5, 2)));
+    CHECK(sections.Enter(kOf(5, 2), calls.front()) == Coverage::kNone);
     return *sections.Offer();
   };
   CHECK(offer_after({1, 2, 3}) == offer_after({1, 2, 3}));
@@ -339,8 +340,53 @@ void TestRunsThatEndEarly() {
   CHECK(Run(sections, 5, 5, 4) == "c---");
   pc::Sections whole;
   CHECK(Run(whole, 5, 1, 4) == "cccc");
-  CHECK(!whole.Enter(kOf(5, 2)) && !sections.Enter(kOf(5, 6)));
+  CHECK(whole.Enter(kOf(5, 2), 1) == Coverage::kNone);
+  CHECK(sections.Enter(kOf(5, 6), 1) == Coverage::kNone);
   CHECK(*whole.Offer() == *sections.Offer());  // the same calls, however the ranks have come to compare them
+}
+
+// Other calls come between two parts of a section, which nobody can foresee: a callback makes them, or another library. The second part
+// is compared in each run.
+void TestASectionThatIsInterrupted() {
+  pc::Sections sections;
+  for (int64_t run = 1; run <= 3; ++run) {
+    CHECK(Run(sections, 5, run, 2, 1) == (run == 1 ? "cc" : "c-"));
+    CHECK(IsCompared(sections, kNone, 9));
+    CHECK(Run(sections, 5, run, 2, 3) == "cc");
+    CHECK(IsCompared(sections, kNone, 9));
+    CHECK(Run(sections, 5, run, 2, 5) == "cc");
+  }
+}
+
+// A covered call of this rank is the one that it has made there before, whatever the program says.
+void TestACallThatIsNotThatOfTheHistory() {
+  pc::Sections sections;
+  CHECK(Run(sections, 5, 1, 3) == "ccc");
+  CHECK(IsCompared(sections, kOf(5, 2), 1));
+  CHECK(sections.Enter(kOf(5, 2), 7) == Coverage::kDiffers);
+  CHECK(sections.Enter(kOf(5, 2), 3) == Coverage::kCovered);
+  CHECK(sections.Enter(kOf(5, 3), 7) == Coverage::kNone);
+  CHECK(!sections.Offer().has_value());  // the first one is another one
+}
+
+// A history has a limit. What follows is compared in each run.
+void TestALongSection() {
+  constexpr int kCalls = (1 << 16) + 5;
+  pc::Sections sections;
+  CHECK(Run(sections, 5, 1, kCalls) == std::string(kCalls, 'c'));
+  for (int64_t run = 2; run <= 3; ++run) CHECK(Run(sections, 5, run, kCalls) == "c" + std::string((1 << 16) - 1, '-') + "ccccc");
+}
+
+// So does the number of sections. More are compared call by call.
+void TestManySections() {
+  pc::Sections sections;
+  constexpr int64_t kMost = 1 << 14;
+  for (int64_t run = 1; run <= 2; ++run) {
+    for (int64_t id = 1; id <= kMost + 2; ++id) {
+      const std::string want = run == 1 || id > kMost ? "ccc" : "c--";
+      CHECK(Run(sections, id, run, 3) == want);
+    }
+  }
 }
 
 // Calls that the ranks know, which need no comparison, are a part of the history.
@@ -348,7 +394,7 @@ void TestKnownCalls() {
   const auto run = [](pc::Sections& sections, int64_t number, std::vector<uint64_t> known, std::vector<uint64_t> compared) {
     std::string text;
     for (const uint64_t call : known) {
-      if (sections.Enter(kOf(5, number))) {
+      if (sections.Enter(kOf(5, number), call) == Coverage::kCovered) {
         text += "-";
       } else {
         sections.Known(call);
@@ -365,12 +411,12 @@ void TestKnownCalls() {
   // The same history, but this run has begun with another known call: the ranks must not take the offers for equal.
   pc::Sections other;
   CHECK(run(other, 1, {8}, {1, 2}) == "kcc");
-  CHECK(!other.Enter(kOf(5, 2)));
+  CHECK(other.Enter(kOf(5, 2), 9) == Coverage::kNone);
   other.Known(9);
-  CHECK(!other.Enter(kOf(5, 2)));
-  CHECK(!sections.Enter(kOf(5, 4)));
+  CHECK(other.Enter(kOf(5, 2), 1) == Coverage::kNone);
+  CHECK(sections.Enter(kOf(5, 4), 8) == Coverage::kNone);
   sections.Known(8);
-  CHECK(!sections.Enter(kOf(5, 4)));
+  CHECK(sections.Enter(kOf(5, 4), 1) == Coverage::kNone);
   CHECK(*other.Offer() != *sections.Offer());
   CHECK(!other.Offer().has_value());  // once in a run
 }
@@ -385,6 +431,10 @@ const Tests kTests = {
     {"a_run_that_begins_again_is_compared_again", TestARunThatBeginsAgainIsComparedAgain},
     {"histories_tell_what_was_compared", TestHistoriesTellWhatWasCompared},
     {"runs_that_end_early", TestRunsThatEndEarly},
+    {"a_section_that_is_interrupted", TestASectionThatIsInterrupted},
+    {"a_call_that_is_not_that_of_the_history", TestACallThatIsNotThatOfTheHistory},
+    {"a_long_section", TestALongSection},
+    {"many_sections", TestManySections},
     {"known_calls", TestKnownCalls},
 };
 

@@ -22,7 +22,7 @@ import pycollective as pc
 from pycollective.jax_support import jax_internals, jaxprs, rewriting
 from pycollective.spmd.show import stages
 
-PASSES = ["trace", "compare", "discharge", "avoid copies", "arrange sums", "number reductions"]
+PASSES = ["trace", "compare", "discharge", "avoid copies", "arrange sums", "number reductions", "mark sections"]
 
 X = jax.ShapeDtypeStruct((4, 2), jnp.float32)
 

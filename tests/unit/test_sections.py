@@ -8,9 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.extend.core import Primitive
 
 import pycollective as pc
 from pycollective.jax_support.jaxprs import all_equations
+from pycollective.ordering.effect import effect
 from pycollective.ordering.sections import with_sections
 
 X = jnp.ones(3)
@@ -99,8 +101,8 @@ def test_messages_are_in_no_section(comm: pc.Communicator) -> None:
     assert sorted(marks(function, X)) == [(0, False), (1, False), (1, False)]
 
 
-def test_a_program_that_runs_in_two_sections_is_in_none(comm: pc.Communicator) -> None:
-    """JAX compiles it once, so its calls have one attribute."""
+def test_a_function_in_two_sections_and_in_a_branch(comm: pc.Communicator) -> None:
+    """JAX has one program for all its calls. Each place gets the program with its own marks."""
 
     @jax.jit
     def shared(x: jax.Array) -> jax.Array:
@@ -108,31 +110,94 @@ def test_a_program_that_runs_in_two_sections_is_in_none(comm: pc.Communicator) -
 
     def function(x: jax.Array) -> jax.Array:
         x = shared(pc.pmin(x, comm))
-        x = jax.lax.cond(x[0] > 0, lambda x: pc.pmax(x, comm), lambda x: x, x)
+        x = jax.lax.cond(x[0] > 0, shared, lambda x: x, x)
         return pc.pmin(shared(x), comm)
 
     closed = jax.make_jaxpr(function)(X)
     programs = {id(eqn.params["jaxpr"].jaxpr) for eqn in closed.jaxpr.eqns if eqn.params.get("name") == "shared"}
     assert len(programs) == 1
-    # The shared program is counted twice, and the branch of the conditional once.
-    assert sorted(marks(function, X)) == [(0, False)] * 3 + [(1, False), (2, True)]
+    assert sorted(marks(function, X)) == [(0, False), (1, False), (1, False), (2, False), (2, True)]
+
+
+def test_a_function_in_a_loop_and_in_a_branch(comm: pc.Communicator) -> None:
+    @jax.jit
+    def shared(x: jax.Array) -> jax.Array:
+        return pc.psum(x, comm)
+
+    def function(x: jax.Array) -> jax.Array:
+        x = jax.lax.scan(lambda x, _: (shared(x), None), x, None, length=2)[0]
+        return jax.lax.cond(x[0] > 0, shared, lambda x: x, x)
+
+    assert sorted(marks(function, X)) == [(0, False), (1, False)]
+
+
+def test_a_function_that_is_called_twice_stays_one(comm: pc.Communicator) -> None:
+    @jax.jit
+    def shared(x: jax.Array) -> jax.Array:
+        return pc.pmax(pc.psum(x, comm), comm)
+
+    jaxpr = with_sections(jax.make_jaxpr(lambda x: shared(shared(shared(x))))(X).jaxpr, lambda _: True)
+    first, second, third = (id(eqn.params["jaxpr"].jaxpr) for eqn in jaxpr.eqns)
+    assert second == third  # the first one stands where no call has come before
+    assert len({first, second}) <= 2
+
+
+def test_each_communicator_begins_its_section(comm: pc.Communicator) -> None:
+    other = comm.split(0)
+    assert other is not None
+
+    def function(x: jax.Array) -> jax.Array:
+        x = jax.lax.cond(x[0] > 0, lambda x: pc.psum(x, comm), lambda x: x, x)
+        return pc.psum(pc.psum(pc.psum(pc.psum(x, other), comm), other), comm)
+
+    assert sorted(marks(function, X)) == [(0, False), (1, False), (1, False), (1, True), (1, True)]
+    other.free()
+
+
+def test_a_loop_after_a_conditional_is_a_section_of_its_own(comm: pc.Communicator) -> None:
+    """Its first call begins the section in each trip, so what follows the loop must not belong to it."""
+
+    def function(x: jax.Array) -> jax.Array:
+        x = jax.lax.cond(x[0] > 0, lambda x: pc.psum(x, comm), lambda x: x, x)
+        x = jax.lax.scan(lambda x, _: (pc.pmax(pc.pmin(x, comm), comm), None), x, None, length=3)[0]
+        return pc.psum(x, comm)
+
+    assert sorted(marks(function, X)) == [(0, False), (1, False), (1, True), (2, True)]
+
+
+def test_what_hides_calls_ends_a_section(comm: pc.Communicator) -> None:
+    """As another library's operations do, which have the same effect."""
+    hidden = Primitive("hidden")
+    hidden.def_effectful_abstract_eval(lambda x: (x, {effect}))
+
+    def function(x: jax.Array) -> jax.Array:
+        return pc.psum(hidden.bind(pc.psum(x, comm)), comm)
+
+    assert marks(function, X) == [(1, False), (2, True)]
 
 
 def test_the_number_follows_from_the_calls(comm: pc.Communicator) -> None:
     """It is the same in each trace and process, and another one for other calls, also for those behind the first."""
 
-    def function(x: jax.Array, *, length: int = 3, last: Any = pc.psum) -> jax.Array:
-        x = pc.psum(x, comm)
-        x = jax.lax.scan(lambda x, _: (pc.psum(x, comm), None), x, None, length=length)[0]
-        return last(x, comm)
+    def function(x: jax.Array, *, length: int = 3, last: Any = pc.psum, inside: bool = False) -> jax.Array:
+        def trip(x: jax.Array, _: None) -> tuple[jax.Array, None]:
+            x = pc.psum(x, comm)
+            return last(x, comm) if inside else x, None
+
+        x = jax.lax.scan(trip, pc.psum(x, comm), None, length=length)[0]
+        return x if inside else last(x, comm)
 
     def of(**options: Any) -> int:
         return attribute(lambda x: function(x, **options), X)
 
     assert of() == of()
-    others = [of(length=4), of(last=pc.pmax), of(last=lambda x, comm: pc.psum(x, comm))]
-    others.append(attribute(function, jnp.ones(4)))
-    assert len({of(), *others}) == 5
+    another = comm.split(0)
+    assert another is not None
+    others = [of(length=4), of(last=pc.pmax), of(last=lambda x, comm: pc.psum(x, comm)), of(last=pc.pmean)]
+    others += [of(last=lambda x, _: pc.psum(x, another)), attribute(function, jnp.ones(4))]
+    others.append(of(inside=True))
+    assert len({of(), *others}) == 8
+    another.free()
 
 
 def test_participants_that_share_a_board_are_not_marked(comm: pc.Communicator) -> None:
