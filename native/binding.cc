@@ -194,10 +194,11 @@ PYCOLLECTIVE_EXPORT int32_t pycollective_spans_hosts(int64_t number) {
   return communicator != nullptr && communicator->ranks->SpanHosts() ? 1 : 0;
 }
 
-// Whether the ranks of a communicator or part are on this host, and compare their calls on its board.
-PYCOLLECTIVE_EXPORT int32_t pycollective_share_board(int64_t number) {
+// Whether the ranks of a communicator or part compare their calls by messages: there are several, and they share no board.
+PYCOLLECTIVE_EXPORT int32_t pycollective_compares_by_messages(int64_t number) {
   const auto communicator = FindCommunicator(number);
-  return communicator != nullptr && pycollective::AreOnThisHost(communicator->ranks->world()) ? 1 : 0;
+  if (communicator == nullptr || communicator->ranks->size() == 1) return 0;
+  return pycollective::AreOnThisHost(communicator->ranks->world()) ? 0 : 1;
 }
 
 // How many comparisons by messages this process has made.
@@ -423,7 +424,7 @@ const pycollective::Listed listed{
     PYCOLLECTIVE_TYPED(guard_name), PYCOLLECTIVE_TYPED(runtime_name), PYCOLLECTIVE_TYPED(bind),
     PYCOLLECTIVE_TYPED(bind_runtime), PYCOLLECTIVE_TYPED(communicator_add), PYCOLLECTIVE_TYPED(part_add),
     PYCOLLECTIVE_TYPED(board_join), PYCOLLECTIVE_TYPED(board_bytes), PYCOLLECTIVE_TYPED(spans_hosts),
-    PYCOLLECTIVE_TYPED(share_board), PYCOLLECTIVE_TYPED(comparisons),
+    PYCOLLECTIVE_TYPED(compares_by_messages), PYCOLLECTIVE_TYPED(comparisons),
     PYCOLLECTIVE_TYPED(set_hosts), PYCOLLECTIVE_TYPED(board_open), PYCOLLECTIVE_TYPED(board_show_memory),
     PYCOLLECTIVE_TYPED(board_read_bytes), PYCOLLECTIVE_TYPED(board_set_read_bytes),
     PYCOLLECTIVE_TYPED(board_may_read), PYCOLLECTIVE_TYPED(board_close), PYCOLLECTIVE_TYPED(communicator_free),

@@ -107,7 +107,7 @@ def mark_sections(program: Program) -> Program:
 
 def _compares_by_messages(participants: Any) -> bool:
     number, *_ = participants._key
-    return not native.share_board(number)
+    return native.compares_by_messages(number)
 
 
 class Region:

@@ -363,9 +363,9 @@ def spans_hosts(number: int) -> bool:
     return bool(library().pycollective_spans_hosts(ctypes.c_int64(number)))
 
 
-def share_board(number: int) -> bool:
-    """Whether the ranks of a communicator or part are on this host, and compare their calls on its board."""
-    return bool(library().pycollective_share_board(ctypes.c_int64(number)))
+def compares_by_messages(number: int) -> bool:
+    """Whether the ranks of a communicator or part compare calls by messages: several ranks that share no board."""
+    return bool(library().pycollective_compares_by_messages(ctypes.c_int64(number)))
 
 
 def comparisons() -> int:
