@@ -77,6 +77,7 @@ TWO_RANKS = {
     "3 native threads": "two of the monitor, and one for each rank that this rank guards",
     "opens listens on @pycollective": "an abstract address of the host",
     "opens socket": "connections to guarded ranks",
+    "opens anon_inode:*eventfd*": "an eventfd",
     "opens /memfd:pycollective-board": "a memory file for the ranks of each host",
     "prctl 1499557217": "`prctl(PR_SET_PTRACER_ANY)`",
 }
