@@ -40,8 +40,8 @@ STEPS, ROWS, RATE = 20, 12, np.float32(0.02)
 SLEEPS = {"trace": 1.5, "slow": 20}
 """Seconds."""
 
-READ_LATE_S = 3.0
-"""A report tells the ranks of the end for 2 s, kills those that are stopped, and waits up to 2 s until it is read."""
+READ_LATE_S = 2.5
+"""A report tells a stopped rank of the end for 1 s, kills it, and waits up to 2 s until it is read."""
 
 COMMITS = 5
 """After so many steps comes a commit."""
