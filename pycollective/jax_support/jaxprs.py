@@ -382,7 +382,7 @@ def map_jaxprs(jaxpr: Any, change: Callable[[Any], Any]) -> Any:
     One jaxpr gives one result, itself if nothing changes: so JAX compiles a function once that is called twice.
     """
     changed: dict[int, Any] = {}
-    closed: dict[int, Any] = {}
+    closed: dict[Any, Any] = {}
 
     def with_inner_changed(jaxpr: Any) -> Any:
         if id(jaxpr) not in changed:
@@ -399,23 +399,22 @@ def map_jaxprs(jaxpr: Any, change: Callable[[Any], Any]) -> Any:
     return with_inner_changed(jaxpr)
 
 
-def with_inner(eqn: JaxprEqn, change: Callable[[Any], Any], closed: dict[int, Any] | None = None) -> JaxprEqn:
+def with_inner(eqn: JaxprEqn, change: Callable[[Any], Any], closed: dict[Any, Any]) -> JaxprEqn:
     """An equation with ``change`` applied to the jaxprs that it holds; itself if nothing changes.
 
     Args:
         eqn: the equation.
         change: a function from a jaxpr to a jaxpr.
-        closed: the closed jaxprs that earlier calls with this ``change`` have made, by the ids of the old ones. So one
-            closed jaxpr gives one.
+        closed: the closed jaxprs that earlier calls have made, to which this one adds. So a closed jaxpr and the new
+            jaxpr in it give one closed jaxpr, which JAX compiles once.
     """
-    known = {} if closed is None else closed
 
     def new_value(value: Any) -> Any:
         if isinstance(value, ClosedJaxpr):
             new = change(value.jaxpr)
             if new is value.jaxpr:
                 return value
-            return known.setdefault(id(value), ClosedJaxpr(new, value.consts))
+            return closed.setdefault((id(value), id(new)), ClosedJaxpr(new, value.consts))
         if isinstance(value, Jaxpr):
             return change(value)
         if isinstance(value, tuple) and any(isinstance(part, (Jaxpr, ClosedJaxpr)) for part in value):

@@ -102,7 +102,7 @@ def number_reductions(program: Program) -> Program:
 
 def mark_sections(program: Program) -> Program:
     """The pass that tells the calls that each run makes in the same order, where ranks compare them by messages."""
-    return program.changed(functools.partial(sections.with_sections, is_counted=_compares_by_messages))
+    return program.changed(functools.partial(sections.with_sections, is_counted=functools.cache(_compares_by_messages)))
 
 
 def _compares_by_messages(participants: Any) -> bool:

@@ -20,14 +20,14 @@ from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn
 
 from pycollective.jax_support import call_site
-from pycollective.jax_support.jaxprs import inner_jaxprs, with_inner
+from pycollective.jax_support.jaxprs import PLAIN, all_equations, inner_jaxprs, with_inner
 from pycollective.ordering.effect import effect
 
-_RUN_ONCE = frozenset(
-    {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "shard_map"}
+_RUN_IN_ORDER = frozenset(
+    {"scan", "jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "shard_map"}
     | {"checkpoint", "remat", "remat2"}  # jax.checkpoint in different versions of JAX
 )
-"""Primitives that run the program that they hold once."""
+"""Primitives that run the program that they hold in the same way each time."""
 
 _MESSAGES = frozenset({"send", "recv", "sendrecv"})
 """Primitives that are no collectives: ranks compare the two ends of a message alone."""
@@ -61,10 +61,7 @@ def _is_call(eqn: JaxprEqn, is_counted: Callable[[Any], bool]) -> bool:
 
 
 def _communicates(jaxpr: Any, is_counted: Callable[[Any], bool]) -> bool:
-    return any(
-        _is_call(eqn, is_counted) or any(_communicates(inner, is_counted) for inner in inner_jaxprs(eqn))
-        for eqn in jaxpr.eqns
-    )
+    return _has_effect(jaxpr) and any(_is_call(eqn, is_counted) for eqn in all_equations(jaxpr))
 
 
 class _Walk:
@@ -77,23 +74,26 @@ class _Walk:
     def __init__(self, is_counted: Callable[[Any], bool], numbers: list[int] | None = None) -> None:
         self._is_counted = is_counted
         self._numbers = numbers  # of the sections; None: the walk collects
-        self._begun: set[Any] = set()  # the participants that have made a call in this section
+        self._begun: frozenset[Any] = frozenset()  # the participants that have made a call in this section
         self._meshes: tuple[Any, ...] = ()  # around this place
-        self._marked: dict[Any, tuple[Any, set[Any]]] = {}  # programs, by where they stand: JAX compiles each once
+        self._marked: dict[Any, tuple[Any, frozenset[Any]]] = {}  # by where a program stands: JAX compiles each once
+        self._closed: dict[Any, Any] = {}
         self.texts: list[list[str]] = [[]]
 
     def program(self, jaxpr: Any) -> Any:
         """Walks over a program. The second walk returns the program with marks."""
-        place = id(jaxpr), len(self.texts), frozenset(self._begun), self._meshes
+        place = id(jaxpr), len(self.texts), self._begun, self._meshes
         if place in self._marked:
             new, self._begun = self._marked[place]
             return new
         new = jaxpr.replace(eqns=[self._equation(eqn) for eqn in jaxpr.eqns]) if _has_effect(jaxpr) else jaxpr
         if self._numbers is not None and len(self.texts) == place[1]:
-            self._marked[place] = new, set(self._begun)
+            self._marked[place] = new, self._begun
         return new
 
     def _equation(self, eqn: JaxprEqn) -> JaxprEqn:
+        if eqn.primitive in PLAIN:
+            return eqn
         if _is_call(eqn, self._is_counted):
             return self._call(eqn)
         inner = [each for each in inner_jaxprs(eqn) if _communicates(each, self._is_counted)]
@@ -101,7 +101,7 @@ class _Walk:
             if _is_foreign(eqn):
                 self._end()
             return eqn
-        if not self._is_run_in_order(eqn, inner):
+        if len(inner) > 1 or eqn.primitive.name not in _RUN_IN_ORDER:
             self._end()
             return eqn
         meshes, self._meshes = self._meshes, (*self._meshes, *_mesh_of(eqn))
@@ -109,7 +109,7 @@ class _Walk:
         new_of = {id(each): each for each in inner_jaxprs(eqn)}
         if eqn.primitive.name != "scan":
             new_of[id(program)] = self.program(program)
-        elif self._ends(program) or (len(self.texts) > 1 and not self._makers(program) <= self._begun):
+        elif self._begins_in_each_trip(program):
             # In each trip the first calls begin a section: the trip before may have made calls that depend on data, or
             # the section would begin in each trip, and go on behind the loop.
             self._end()
@@ -120,7 +120,7 @@ class _Walk:
             new_of[id(program)] = self.program(program)
             self.texts[-1].append("end")
         self._meshes = meshes
-        return eqn if self._numbers is None else with_inner(eqn, lambda jaxpr: new_of[id(jaxpr)])
+        return eqn if self._numbers is None else with_inner(eqn, lambda jaxpr: new_of[id(jaxpr)], self._closed)
 
     def _call(self, eqn: JaxprEqn) -> JaxprEqn:
         maker = self._maker(eqn)
@@ -136,30 +136,17 @@ class _Walk:
         """What decides on which channel a call is made."""
         return eqn.params["comm"]._key, self._meshes
 
-    def _makers(self, jaxpr: Any) -> set[Any]:
+    def _begins_in_each_trip(self, jaxpr: Any) -> bool:
+        """Whether a section ends in the program of a loop, or a call in it would begin the section under way."""
         inside = _Walk(self._is_counted)
         inside._meshes = self._meshes
         inside.program(jaxpr)
-        return inside._begun
+        return len(inside.texts) > 1 or (len(self.texts) > 1 and not inside._begun <= self._begun)
 
     def _end(self) -> None:
         """Ends the section."""
         self.texts.append([])
-        self._begun = set()
-
-    def _is_run_in_order(self, eqn: JaxprEqn, inner: list[Any]) -> bool:
-        """Whether an equation runs the one program with calls that it holds, each time in the same way."""
-        return len(inner) == 1 and eqn.primitive.name in _RUN_ONCE | {"scan"}
-
-    def _ends(self, jaxpr: Any) -> bool:
-        """Whether a section ends in a program."""
-        for eqn in jaxpr.eqns:
-            if _is_call(eqn, self._is_counted):
-                continue
-            inner = [each for each in inner_jaxprs(eqn) if _communicates(each, self._is_counted)]
-            if _is_foreign(eqn) if not inner else not self._is_run_in_order(eqn, inner) or self._ends(inner[0]):
-                return True
-        return False
+        self._begun = frozenset()
 
 
 def _has_effect(jaxpr: Any) -> bool:

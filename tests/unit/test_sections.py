@@ -139,6 +139,7 @@ def test_a_function_that_is_called_twice_stays_one(comm: pc.Communicator) -> Non
     jaxpr = with_sections(jax.make_jaxpr(lambda x: shared(shared(shared(x))))(X).jaxpr, lambda _: True)
     first, second, third = (id(eqn.params["jaxpr"].jaxpr) for eqn in jaxpr.eqns)
     assert second == third  # the first one stands where no call has come before
+    assert jaxpr.eqns[1].params["jaxpr"] is jaxpr.eqns[2].params["jaxpr"]
     assert len({first, second}) <= 2
 
 
