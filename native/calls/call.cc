@@ -304,8 +304,9 @@ ffi::Error Call::CompareWithRanks(const Signature& mine, int64_t seq) {
   if (check >= Check::kEvery && channel.board.exists()) return CompareOnBoard(mine);
   const bool each = check == Check::kAlways || (check == Check::kEvery && IsSynchronizing(mine.operation));
   const bool is_known = !each && channel.agreed.count(mine) != 0;
-  // Only if each such call is piggybacked: MPI may add in another order, but equal calls must have equal bits.
-  const bool piggybacks = each && MayPiggyback() && piggybacked_sum_ != nullptr && piggybacked_->nbytes() <= kPiggybackBytes;
+  const bool piggybacks = each && MayPiggyback() && channel.comparison.Carries(channel, *piggybacked_);
+  // Each such call: MPI may add in another order, but equal calls must have equal bits.
+  const bool always = piggybacks && piggybacked_->reduction().has_value();
   const Post post = check == Check::kFirst ? Post{mine, 0, seq} : Post{mine, participants_.site, seq, participants_.order};
   using Coverage = Sections::Coverage;
   const Coverage coverage = channel.comparison.sections.Enter(SectionOfCall(), post.DigestWithoutNumber());
@@ -316,10 +317,9 @@ ffi::Error Call::CompareWithRanks(const Signature& mine, int64_t seq) {
                  "Please report this. PYCOLLECTIVE_CHECK=always compares each call.");
   }
   if (is_known) channel.comparison.sections.Known(mine.Digest());
-  if (is_known || (coverage == Coverage::kCovered && !piggybacks)) return ffi::Error::Success();
+  if (is_known || (coverage == Coverage::kCovered && !always)) return ffi::Error::Success();
   Difference found;
-  const PiggybackedAllreduce* const sum = piggybacks ? piggybacked_sum_ : nullptr;
-  const Outcome outcome = channel.comparison.Compare(*library, channel, post, sum, &found);
+  const Outcome outcome = channel.comparison.Compare(*library, channel, post, piggybacks ? piggybacked_ : nullptr, &found);
   if (!outcome.ok()) return ErrorOf(outcome);
   if (found.rank >= 0) return Differs(post, found);
   is_done_ = piggybacks || (mine.operation == kBarrier && lane_->team == nullptr);  // no rank continues before all have arrived

@@ -154,10 +154,6 @@ class Call {
     piggybacked_ = &piggybacked;
     may_use_buffer_ = in_buffer;
   }
-  void AllowPiggyback(const PiggybackedAllreduce& piggybacked, bool in_buffer) {
-    AllowPiggyback(static_cast<const PiggybackedCollective&>(piggybacked), in_buffer);
-    piggybacked_sum_ = &piggybacked;
-  }
   // The number of ranks; 1 if the participants are wrong.
   int size() const { return lane_ == nullptr ? 1 : lane_->channel.size; }
   // For ppermute: the destination of each lane; -1: none.
@@ -262,7 +258,6 @@ class Call {
   std::vector<Operand> operands_;  // for the numbers guard; empty if it is off
   xla::ffi::Span<const int64_t> routes_;
   const PiggybackedCollective* piggybacked_ = nullptr;
-  const PiggybackedAllreduce* piggybacked_sum_ = nullptr;  // the same, if it is an allreduce
   bool may_use_buffer_ = false;
   bool is_done_ = false;  // the comparison has made the call
   int exceptions_ = std::uncaught_exceptions();

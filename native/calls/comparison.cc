@@ -74,9 +74,21 @@ struct Comparison::Block {
   uint64_t by_rank;   // of the calls with the numbers of their ranks
   uint64_t numbers;   // of the numbers of the calls on the channel
   uint64_t offers;    // of the histories of sections
-  int32_t type, op;   // of the operand
-  int64_t count;      // of its elements
-  alignas(8) char data[kPiggybackBytes];
+  int32_t type, op;   // of the operands of a reduction; kGathered: the operands stand one after another
+  int32_t nbytes;     // of the data
+  int32_t total;      // of the data of all ranks together
+  alignas(16) char data[kMostBytes];
+
+  static constexpr int64_t kHeadBytes = 48;  // what stands before the data
+  static constexpr int32_t kGathered = -1;
+
+  // Messages and the board hold no more of a block than this.
+  int64_t size() const { return kHeadBytes + nbytes; }
+  void CopyTo(void* to) const { std::memcpy(to, this, static_cast<size_t>(size())); }
+  void CopyFrom(const void* from) {
+    std::memcpy(static_cast<void*>(this), from, kHeadBytes);
+    std::memcpy(data, static_cast<const char*>(from) + kHeadBytes, static_cast<size_t>(nbytes));
+  }
 
   // Adds the block of the ranks that come next. The order of the additions decides the bits of a sum.
   void Add(const Block& next) {
@@ -84,22 +96,27 @@ struct Comparison::Block {
     by_rank += next.by_rank;
     numbers += next.numbers;
     offers += next.offers;
-    if (count == 0 || type != next.type || op != next.op || count != next.count) return;  // else the calls differ
+    if (total == 0 || total != next.total || type != next.type || op != next.op) return;  // no data, or the calls differ
+    if (type == kGathered) {
+      std::memcpy(data + nbytes, next.data, static_cast<size_t>(next.nbytes));
+      nbytes += next.nbytes;
+      return;
+    }
     const auto operand = [&](int number) -> const void* { return number == 0 ? data : next.data; };
-    ReduceInOrder(2, operand, count, data, static_cast<Type>(type), static_cast<Op>(op));
+    ReduceInOrder(2, operand, nbytes / kTypeBytes[type], data, static_cast<Type>(type), static_cast<Op>(op));
   }
 };
 
 // The blocks of the ranks of a host, on its board. The first rank combines them.
 struct Comparison::BlocksOfHost final : PiggybackedCollective {
-  explicit BlocksOfHost(Block* block) : block(block) { static_assert(sizeof(Block) <= BoardSlot::kPiggybackBytes); }
-  int64_t nbytes() const override { return sizeof(Block); }
-  void Pack(Member, char* to) const override { std::memcpy(to, block, sizeof(Block)); }
+  explicit BlocksOfHost(Block* block) : block(block) {}
+  int64_t nbytes() const override { return block->size(); }
+  void Pack(Member, char* to) const override { block->CopyTo(to); }
   bool Needs(Member member, int) const override { return member.rank == 0; }
   void Complete(Member member, const BytesOfRank& of) const override {
     for (int rank = 1; rank < member.size && member.rank == 0; ++rank) {
       Block next;
-      std::memcpy(&next, of(rank), sizeof(Block));
+      next.CopyFrom(of(rank));
       block->Add(next);
     }
   }
@@ -109,13 +126,13 @@ struct Comparison::BlocksOfHost final : PiggybackedCollective {
 // The block of all ranks, which the first rank of a host hands to the others.
 struct Comparison::BlockOfAll final : PiggybackedCollective {
   explicit BlockOfAll(Block* block) : block(block) {}
-  int64_t nbytes() const override { return sizeof(Block); }
+  int64_t nbytes() const override { return block->size(); }
   void Pack(Member member, char* to) const override {
-    if (member.rank == 0) std::memcpy(to, block, sizeof(Block));
+    if (member.rank == 0) block->CopyTo(to);
   }
   bool Needs(Member member, int other) const override { return member.rank != 0 && other == 0; }
   void Complete(Member member, const BytesOfRank& of) const override {
-    if (member.rank != 0) std::memcpy(block, of(0), sizeof(Block));
+    if (member.rank != 0) block->CopyFrom(of(0));
   }
   Block* const block;
 };
@@ -124,41 +141,49 @@ struct Comparison::BlockOfAll final : PiggybackedCollective {
 // pairs before, and one of each pair hands the result to the other afterwards. Each block stands for ranks that follow each other,
 // and the lower ones come first, so all ranks get the same bits, on each run. (With fused multiplications the product of two complex
 // numbers has other bits in the other order.)
-Outcome Comparison::CombineByMessages(const Library& mpi, const Channel& channel, int tag, Block* block) {
+Outcome Comparison::CombineByMessages(const Library& mpi, const Channel& channel, int tag, Block* combined) {
   const int rank = channel.rank, size = channel.size;
-  Block theirs;
-  const auto outgoing = [&](int to) { return Outgoing{block, sizeof(Block), Type::kUint8, to, tag}; };
-  const auto incoming = [&](int from, Block* into) { return Incoming{into, sizeof(Block), Type::kUint8, from, tag}; };
+  Block second;
+  Block *own = combined, *theirs = &second;
+  const auto outgoing = [&](int to) { return Outgoing{own, own->size(), Type::kUint8, to, tag}; };
+  const auto incoming = [&](int from) {
+    Incoming in{theirs, sizeof(Block), Type::kUint8, from, tag};
+    in.may_be_shorter = true;
+    return in;
+  };
   const auto add = [&](bool they_come_next) {
-    if (!they_come_next) std::swap(*block, theirs);
-    block->Add(theirs);
+    if (!they_come_next) std::swap(own, theirs);
+    own->Add(*theirs);
   };
   int power = 1;
   while (power * 2 <= size) power *= 2;
   const int pairs = size - power;  // ranks 2 i and 2 i + 1
   if (rank < 2 * pairs && rank % 2 == 0) {
     PYCOLLECTIVE_RETURN_IF_FAILED(mpi.Send(channel, outgoing(rank + 1)));
-    return mpi.Recv(channel, incoming(rank + 1, block));
+    PYCOLLECTIVE_RETURN_IF_FAILED(mpi.Recv(channel, incoming(rank + 1)));
+    combined->CopyFrom(theirs);
+    return {};
   }
   if (rank < 2 * pairs) {
-    PYCOLLECTIVE_RETURN_IF_FAILED(mpi.Recv(channel, incoming(rank - 1, &theirs)));
+    PYCOLLECTIVE_RETURN_IF_FAILED(mpi.Recv(channel, incoming(rank - 1)));
     add(false);
   }
   const int place = rank < 2 * pairs ? rank / 2 : rank - pairs;
   for (int distance = 1; distance < power; distance *= 2) {
     const int other = place ^ distance;
     const int partner = other < pairs ? 2 * other + 1 : other + pairs;
-    PYCOLLECTIVE_RETURN_IF_FAILED(mpi.Sendrecv(channel, outgoing(partner), incoming(partner, &theirs)));
+    PYCOLLECTIVE_RETURN_IF_FAILED(mpi.Sendrecv(channel, outgoing(partner), incoming(partner)));
     add(other > place);
   }
-  return rank < 2 * pairs ? mpi.Send(channel, outgoing(rank - 1)) : Outcome{};
+  if (rank < 2 * pairs) PYCOLLECTIVE_RETURN_IF_FAILED(mpi.Send(channel, outgoing(rank - 1)));
+  if (own != combined) combined->CopyFrom(own);
+  return {};
 }
 
-Outcome Comparison::CombineAll(const Library& mpi, const Channel& channel, Block* block) {
+Outcome Comparison::CombineAll(const Library& mpi, const Channel& channel, Block* block, bool* by_host) {
   bool has_levels = false;
-  if (in_levels_ && channel.levels != nullptr && channel.levels->HasSharedHost()) {
-    PYCOLLECTIVE_RETURN_IF_FAILED(channel.levels->Make(mpi, channel, &has_levels));
-  }
+  if (InLevels(channel)) PYCOLLECTIVE_RETURN_IF_FAILED(channel.levels->Make(mpi, channel, &has_levels));
+  *by_host = has_levels;
   if (!has_levels) {
     Channel of_all;
     of_all.messages = comm_ != 0 ? comm_ : channel.collective;
@@ -227,9 +252,25 @@ Outcome FindDifference(const Library& mpi, const Channel& channel, const Post& o
 
 }  // namespace
 
+bool Comparison::InLevels(const Channel& channel) const {
+  return in_levels_ && channel.levels != nullptr && channel.levels->HasSharedHost();
+}
+
+bool Comparison::Carries(const Channel& channel, const PiggybackedCollective& piggybacked) const {
+  static_assert(offsetof(Block, data) == Block::kHeadBytes);
+  const int64_t room = InLevels(channel) ? BoardSlot::kPiggybackBytes - Block::kHeadBytes : kMostBytes;
+  const int64_t nbytes = piggybacked.nbytes();
+  if (nbytes > room) return false;
+  const auto reduction = piggybacked.reduction();
+  if (!reduction.has_value()) return nbytes * channel.size <= room;
+  int64_t rounds = 0;  // in each of them a rank sends its array
+  while (int64_t{1} << rounds < channel.size) ++rounds;
+  return nbytes * rounds <= (reduction->is_whole ? kMostSent : kMostSentForBlock);
+}
+
 int64_t Comparison::made() { return comparisons.load(std::memory_order_relaxed); }
 
-Outcome Comparison::Compare(const Library& mpi, const Channel& channel, const Post& own, const PiggybackedAllreduce* piggybacked,
+Outcome Comparison::Compare(const Library& mpi, const Channel& channel, const Post& own, const PiggybackedCollective* piggybacked,
                             Difference* found) {
   const WithNonblocking on_all_ranks;  // nonblocking on all ranks, since the ranks may come from different calls
   comparisons.fetch_add(1, std::memory_order_relaxed);
@@ -237,14 +278,28 @@ Outcome Comparison::Compare(const Library& mpi, const Channel& channel, const Po
   const uint64_t number = Mix(1, static_cast<uint64_t>(own.seq));
   const std::optional<uint64_t> history = sections.Offer();
   const uint64_t offer = history.has_value() ? Mix(2, *history) : NoOffer();
-  Block block{call, Mix(call, static_cast<uint64_t>(channel.rank)), number, offer, 0, 0, 0, {}};
+  const Member member{channel.rank, channel.size};
+  Block block;  // its data are not set
+  block.calls = call;
+  block.by_rank = Mix(call, static_cast<uint64_t>(channel.rank));
+  block.numbers = number;
+  block.offers = offer;
+  block.type = Block::kGathered;
+  block.op = block.nbytes = block.total = 0;
+  const auto own_bytes = static_cast<int32_t>(piggybacked != nullptr ? piggybacked->nbytes() : 0);
   if (piggybacked != nullptr) {
-    block.type = static_cast<int32_t>(piggybacked->type());
-    block.op = static_cast<int32_t>(piggybacked->op());
-    block.count = piggybacked->count();
-    piggybacked->Pack({channel.rank, channel.size}, block.data);
+    block.nbytes = own_bytes;
+    if (const auto reduction = piggybacked->reduction()) {
+      block.type = static_cast<int32_t>(reduction->type);
+      block.op = static_cast<int32_t>(reduction->op);
+      block.total = own_bytes;
+    } else {
+      block.total = own_bytes * channel.size;
+    }
+    piggybacked->Pack(member, block.data);
   }
-  PYCOLLECTIVE_RETURN_IF_FAILED(CombineAll(mpi, channel, &block));
+  bool by_host = false;
+  PYCOLLECTIVE_RETURN_IF_FAILED(CombineAll(mpi, channel, &block, &by_host));
   const auto all_have = [&](uint64_t sum, uint64_t of_this_rank) {
     return sum == of_this_rank * static_cast<uint64_t>(channel.size);
   };
@@ -257,7 +312,14 @@ Outcome Comparison::Compare(const Library& mpi, const Channel& channel, const Po
     matching_.insert(block.by_rank);
   }
   sections.Compared(block.by_rank, history.has_value() && all_have(block.offers, offer));
-  if (piggybacked != nullptr) piggybacked->Unpack(block.data);
+  if (piggybacked == nullptr) return {};
+  if (piggybacked->reduction().has_value()) {
+    piggybacked->CompleteReduced(member, block.data);
+  } else {
+    piggybacked->Complete(member, [&](int rank) {
+      return block.data + int64_t{by_host ? channel.levels->PlaceByHost(rank) : rank} * own_bytes;
+    });
+  }
   return {};
 }
 

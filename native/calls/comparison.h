@@ -1,10 +1,10 @@
 // The comparison of a call between ranks that do not all share memory, for example on several hosts.
 //
-// Before the call each rank makes a block: sums of hashes, and the operand of a small sum. The blocks of all ranks are combined,
+// Before the call each rank makes a block: sums of hashes, and the operand of a small collective. The blocks of all ranks are combined,
 // so that the costs grow with the logarithm of the number of ranks: within a host on the board, where the first rank of the host
 // combines them, and between these first ranks by messages. By the sums each rank sees whether all ranks make the same call; all
-// ranks come to the same verdict. Only if they do not, their descriptions travel. So the operands of a small sum arrive with the
-// verdict, in the same messages.
+// ranks come to the same verdict. Only if they do not, their descriptions travel. So what a
+// small collective brings arrives with the verdict, in the same messages: the reduction of all operands, or all operands.
 //
 // A program makes most of its calls in the same order at each run. Such calls are a *section*: those of a program between two
 // places where its control flow depends on data. The ranks compare each call of a section in its first run. Each rank keeps a
@@ -27,9 +27,6 @@
 #include "shared_memory/piggyback.h"
 
 namespace pycollective {
-
-// The room for an operand in a block, in bytes.
-inline constexpr int64_t kPiggybackBytes = 120;
 
 // The description of a call, for ranks that do not share memory.
 struct CallDescription {
@@ -99,10 +96,13 @@ class Comparison {
   // messages. `tag`: of messages that nobody else sends. `in_levels`: whether ranks of one host meet in their memory, if they can.
   Comparison(int64_t comm, int tag, bool in_levels) : comm_(comm), tag_(tag), in_levels_(in_levels) {}
 
+  // Whether a comparison can carry the data of a collective: the same on all ranks that make this call.
+  bool Carries(const Channel& channel, const PiggybackedCollective& piggybacked) const;
+
   // Compares the call of this rank with the calls of all ranks of the channel, which must all make this call. Sets `found` to a
-  // call that does not match, on all ranks or on none. If all match and `piggybacked` is not null, it also makes this sum, which
-  // must fit.
-  Outcome Compare(const Library& mpi, const Channel& channel, const Post& own, const PiggybackedAllreduce* piggybacked,
+  // call that does not match, on all ranks or on none. If all match and `piggybacked` is not null, it also makes this collective,
+  // which it must be able to carry.
+  Outcome Compare(const Library& mpi, const Channel& channel, const Post& own, const PiggybackedCollective* piggybacked,
                   Difference* found);
 
   // How many comparisons this process has made, on all channels.
@@ -115,10 +115,17 @@ class Comparison {
   struct BlocksOfHost;
   struct BlockOfAll;
 
-  // Combines the blocks of all ranks of the channel.
-  Outcome CombineAll(const Library& mpi, const Channel& channel, Block* block);
+  // The room for data in a block, in bytes. Where ranks of one host meet on their board, its cells have less.
+  static constexpr int64_t kMostBytes = 32 << 10;
+  // What a rank sends of a reduction, in bytes. With more, the algorithms of MPI are faster (docs/performance.md).
+  static constexpr int64_t kMostSent = kMostBytes, kMostSentForBlock = 1 << 10;
+
+  // Whether ranks of one host meet in their memory, if they can.
+  bool InLevels(const Channel& channel) const;
+  // Combines the blocks of all ranks of the channel. Sets `by_host` if their data stand host by host, not rank by rank.
+  Outcome CombineAll(const Library& mpi, const Channel& channel, Block* block, bool* by_host);
   // Combines the blocks of the ranks of a channel by messages.
-  static Outcome CombineByMessages(const Library& mpi, const Channel& channel, int tag, Block* block);
+  static Outcome CombineByMessages(const Library& mpi, const Channel& channel, int tag, Block* combined);
 
   int64_t comm_ = 0;
   int tag_ = 0;

@@ -127,7 +127,8 @@ struct Envelope {
 };
 
 // A message that this rank receives. `source` may be MPI_PROC_NULL: then zeros are received. MPI writes the caller's
-// MPI_Status at `status`, and `envelope` is set; both may be null.
+// MPI_Status at `status`, and `envelope` is set; both may be null. A message whose length is not `count` is an error, unless
+// `may_be_shorter`.
 struct Incoming {
   void* data;
   int64_t count;
@@ -136,6 +137,7 @@ struct Incoming {
   int tag;
   void* status = nullptr;
   Envelope* envelope = nullptr;
+  bool may_be_shorter = false;
 };
 
 // The MPI library.
@@ -159,7 +161,6 @@ class Library {
 
   // Whether a program may use the tag on the channel.
   virtual Outcome CheckTag(const Channel&, int tag) const = 0;
-  // A message whose length is not `count` is an error.
   virtual Outcome Send(const Channel&, const Outgoing&) const = 0;
   virtual Outcome Recv(const Channel&, const Incoming&) const = 0;
   virtual Outcome Sendrecv(const Channel&, const Outgoing&, const Incoming&) const = 0;

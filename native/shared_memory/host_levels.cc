@@ -52,6 +52,14 @@ HostLevels::HostLevels(std::vector<int> hosts, int rank, int64_t from, std::vect
     in_turns_ = in_turns_ && is_sequence(host_count);
     if (number < ranks.size()) lane_ranks_.push_back(ranks[number]);
   }
+  std::vector<std::vector<int>> by_host;
+  for (const auto& [host, ranks] : ranks_of) by_host.push_back(ranks);
+  std::sort(by_host.begin(), by_host.end());  // by their first ranks
+  places_.resize(hosts_.size());
+  int place = 0;
+  for (const std::vector<int>& ranks : by_host) {
+    for (const int of_host : ranks) places_[static_cast<size_t>(of_host)] = place++;
+  }
   // A lane has its ranks in their order. So lanes may have the hosts in different orders, unless in_blocks_ or in_turns_.
   std::sort(lane_ranks_.begin(), lane_ranks_.end());
   local_.rank = static_cast<int>(number);

@@ -45,6 +45,9 @@ class HostLevels {
   // messages there.
   const Channel* leaders() const { return local_.rank == 0 ? &lane_ : nullptr; }
 
+  // The place of a rank of the channel among all, host by host: hosts in the order of their first ranks, ranks of a host in their order.
+  int PlaceByHost(int rank) const { return places_[static_cast<size_t>(rank)]; }
+
   // A call that Has says is made in levels.
   Outcome Run(const Library& mpi, Operation operation, const Arguments&);
 
@@ -71,6 +74,7 @@ class HostLevels {
   const std::vector<int> members_;
   const int tag_;
   std::vector<int> local_ranks_, lane_ranks_;  // of the channel
+  std::vector<int> places_;                    // PlaceByHost of each rank
   int lanes_ = 0;                              // the least number of ranks on a host
   int largest_ = 0;                            // the largest
   // Each host has as many ranks, in the channel one after another; or one of each host in turns.

@@ -35,16 +35,10 @@ void PiggybackedAllreduce::Pack(Member, char* to) const {
 
 bool PiggybackedAllreduce::Needs(Member, int) const { return true; }
 
-int64_t PiggybackedAllreduce::count() const {
-  int64_t count = 0;
-  for (const ArrayPair& array : arrays_) count += array.count;
-  return count;
-}
-
-void PiggybackedAllreduce::Unpack(const char* from) const {
+void PiggybackedAllreduce::CompleteReduced(Member, const char* reduced) const {
   for (const ArrayPair& array : arrays_) {
-    if (array.count > 0) std::memcpy(array.y, from, static_cast<size_t>(array.nbytes()));
-    from += array.nbytes();
+    if (array.count > 0) std::memcpy(array.y, reduced, static_cast<size_t>(array.nbytes()));
+    reduced += array.nbytes();
   }
 }
 
@@ -64,7 +58,7 @@ int64_t PiggybackedArrayCollective::nbytes() const {
 void PiggybackedArrayCollective::Pack(Member member, char* to) const {
   if (a_.count == 0) return;
   for (int64_t block = 0; block < blocks_; ++block) {
-    if (blocks_ > 1 && block == member.rank) continue;  // for this rank itself
+    if (blocks_ > 1 && block == member.rank && operation_ != kReduceScatter) continue;  // for this rank itself
     std::memcpy(At(to, block * a_.count, a_.type), At(a_.send, block * a_.count, a_.type), Bytes(a_.count, a_.type));
   }
 }
@@ -75,6 +69,15 @@ void PiggybackedArrayCollective::Complete(Member member, const BytesOfRank& of) 
   if (a_.count == 0) return;
   const auto blocks_of = [&](int rank) { return Blocks{rank == member.rank ? a_.send : of(rank), a_.count}; };
   Combine(operation_, a_, member, 0, a_.count, blocks_of);
+}
+
+std::optional<PiggybackedCollective::Reduction> PiggybackedArrayCollective::reduction() const {
+  if (operation_ != kReduceScatter) return {};
+  return Reduction{a_.type, a_.op, false};
+}
+
+void PiggybackedArrayCollective::CompleteReduced(Member member, const char* reduced) const {
+  if (a_.count > 0) std::memcpy(a_.recv, At(reduced, member.rank * a_.count, a_.type), Bytes(a_.count, a_.type));
 }
 
 }  // namespace pycollective

@@ -1,12 +1,13 @@
 // Small collectives whose operands are piggybacked on the comparison of the call: on the board of a host or in buffers beside it,
-// or in the block that a rank sends to the ranks of other hosts. When a rank has compared the call with all others, it has
-// their operands, too.
+// or in the block that a rank sends to the ranks of other hosts (comparison.h). When a rank has compared the call with all others, it
+// has their operands, too, or what they are reduced to.
 
 #ifndef PYCOLLECTIVE_NATIVE_SHARED_MEMORY_PIGGYBACK_H_
 #define PYCOLLECTIVE_NATIVE_SHARED_MEMORY_PIGGYBACK_H_
 
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <vector>
 
 #include "base/operations.h"
@@ -29,6 +30,17 @@ class PiggybackedCollective {
   virtual bool Needs(Member member, int other) const = 0;
   // Computes the result of this rank from the operands of the ranks that it needs.
   virtual void Complete(Member member, const BytesOfRank& of) const = 0;
+
+  // How the operands of all ranks may be reduced on their way to this rank, element by element.
+  struct Reduction {
+    Type type;
+    Op op;
+    bool is_whole;  // whether this rank needs the whole result, not a block of it
+  };
+  // Nothing: a rank needs the operands themselves.
+  virtual std::optional<Reduction> reduction() const { return {}; }
+  // Computes the result of this rank from what the operands are reduced to.
+  virtual void CompleteReduced(Member, const char*) const {}
 };
 
 // An allreduce of arrays in host memory.
@@ -41,12 +53,8 @@ class PiggybackedAllreduce final : public PiggybackedCollective {
   bool Needs(Member member, int other) const override;
   void Complete(Member member, const BytesOfRank& of) const override;
 
-  // Of a call that may be piggybacked: the type, the operation and the number of elements of all arrays together.
-  Type type() const { return arrays_.front().type; }
-  Op op() const { return op_; }
-  int64_t count() const;
-  // Copies the result, which lies as Pack has written the operands.
-  void Unpack(const char* from) const;
+  std::optional<Reduction> reduction() const override { return Reduction{arrays_.front().type, op_, true}; }
+  void CompleteReduced(Member member, const char* reduced) const override;
 
  private:
   const std::vector<ArrayPair>& arrays_;
@@ -62,6 +70,8 @@ class PiggybackedArrayCollective final : public PiggybackedCollective {
   void Pack(Member member, char* to) const override;
   bool Needs(Member member, int other) const override;
   void Complete(Member member, const BytesOfRank& of) const override;
+  std::optional<Reduction> reduction() const override;
+  void CompleteReduced(Member member, const char* reduced) const override;
 
  private:
   const Operation operation_;

@@ -27,7 +27,7 @@ pytestmark = [
     pytest.mark.skipif(config.check.when != 2, reason="LOUD: PYCOLLECTIVE_CHECK leaves calls out, or compares each"),
 ]
 
-X = np.arange(100, dtype=np.float32)  # too large to travel with a comparison
+X = np.arange(10_000, dtype=np.float32)  # too large to travel with a comparison
 
 
 def made(call: Callable[[], Any]) -> tuple[np.ndarray, int]:
@@ -52,11 +52,11 @@ def test_a_program_compares_once_in_later_runs(world: pc.Communicator) -> None:
     @pc.jit
     def program(x: jax.Array) -> jax.Array:
         total = pc.psum(x, world)
-        largest = pc.pmax(jnp.max(x, keepdims=True) + jnp.zeros(50), world)
+        largest = pc.pmax(jnp.max(x, keepdims=True) + jnp.zeros(len(X)), world)
         pc.barrier(world)  # MPI's own, where it is not compared
         return total + jnp.sum(pc.all_gather(x, world), axis=0) + largest[0]
 
-    check_comparisons(program, 2 * world.size * X + 99, first=4, later=1)
+    check_comparisons(program, 2 * world.size * X + X[-1], first=4, later=1)
 
 
 def test_loops_of_a_known_length_belong_to_the_section(world: pc.Communicator) -> None:
@@ -83,6 +83,24 @@ def test_small_sums_travel_with_a_comparison_in_each_run(world: pc.Communicator)
         bits |= set(MPI.COMM_WORLD.allgather(result.tobytes()))
         assert comparisons == (count if BY_MESSAGES else 0)
     assert len(bits) == 1
+
+
+def test_small_collectives_travel_with_the_comparison_that_they_need(world: pc.Communicator) -> None:
+    """In later runs sums alone do, so that their bits stay the same."""
+
+    @pc.jit
+    def program(x: jax.Array) -> jax.Array:
+        blocks = jnp.outer(jnp.arange(1.0, world.size + 1), x)
+        gathered = pc.all_gather(x, world)
+        return jnp.concatenate([gathered, pc.all_to_all(blocks, world, 0, 0), pc.psum_scatter(blocks, world)[None]])
+
+    of = np.random.default_rng(3).normal(size=(world.size, 5)).astype(np.float32)
+    own = (world.rank + 1) * of
+    for count in (3, 2, 2):
+        result, comparisons = made(lambda: program(of[world.rank]))
+        assert comparisons == (count if BY_MESSAGES else 0)
+        np.testing.assert_array_equal(result[:-1], np.concatenate([of, own]))
+        np.testing.assert_allclose(result[-1], own.sum(axis=0), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("loop", [False, True])
@@ -214,7 +232,7 @@ def test_a_program_that_begins_with_a_known_broadcast(world: pc.Communicator) ->
         x = pc.broadcast(x, world, root=0)
         return pc.psum(pc.psum(x, world), world) / world.size**2
 
-    x = X[:70]
+    x = X[:9000]
     check_comparisons(program, x, first=3, later=1, x=x)
     check_comparisons(program, x, first=1, later=1, x=x)
 

@@ -615,7 +615,7 @@ from pycollective.transport import native
 world = pc.init()
 n = world.size
 in_turns = world.split(0, key=-world.rank)  # the ranks of a host need not follow each other
-x = np.arange(100, dtype=np.float32)
+x = np.arange(10_000, dtype=np.float32)  # more than travels with a comparison
 
 
 def comparisons(call):
@@ -646,18 +646,30 @@ for comm in (world, in_turns):
     made, result = comparisons(lambda: program(x, True))
     np.testing.assert_allclose(result, x)
 
-    # A sum of 100 bytes travels with the comparison. Its bits are those of the sums of the hosts.
-    small = pc.jit(lambda x: pc.psum(x, comm))
-    operands = [np.random.default_rng(rank).normal(size=25).astype(np.float32) for rank in range(n)]
+    # What is small travels with the comparison: all operands, or their sum, with the bits of the sums of the hosts.
+    @pc.jit
+    def small(x):
+        blocks = jnp.outer(jnp.arange(1, n + 1, dtype=x.dtype), x)
+        total, own = pc.psum(x, comm), pc.psum_scatter(blocks, comm)
+        return jnp.concatenate([total[None], own[None], pc.all_gather(x, comm), pc.all_to_all(blocks, comm, 0, 0)])
+
+    operands = [np.random.default_rng(rank).normal(size=10).astype(np.float32) for rank in range(n)]
     places = world.mpi.allgather((comm.rank, world.host_index, world.rank))
-    hosts = {}
-    for _, host, rank in sorted(places):
-        hosts[host] = hosts[host] + operands[rank] if host in hosts else operands[rank]
-    a, b = hosts.values()
-    for _ in range(3):
+    def total(scale):
+        hosts = {}
+        for _, host, rank in sorted(places):
+            hosts[host] = hosts.get(host, np.float32(0)) + scale * operands[rank]
+        a, b = hosts.values()
+        return a + b
+
+    by_rank = np.array([operands[rank] for _, _, rank in sorted(places)])
+    place = comm.rank + 1
+    for run in range(3):
         made, result = comparisons(lambda: small(operands[world.rank]))
-        assert made == 1
-        np.testing.assert_array_equal(result, a + b)
+        assert made == (2 if run else 4), made  # later the sums alone
+        np.testing.assert_array_equal(result[0], total(1))
+        np.testing.assert_array_equal(result[1], total(place))
+        np.testing.assert_array_equal(result[2:], np.concatenate([by_rank, place * by_rank]))
 
     # Another call on one rank, behind a call that is the same: an error that names that rank, on all ranks.
     head = lambda x: pc.psum(x, comm)
