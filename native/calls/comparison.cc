@@ -9,6 +9,7 @@
 #include <random>
 
 #include "mpi/backoff.h"
+#include "mpi/doubling.h"
 #include "mpi/reduction.h"
 #include "records/recorder.h"
 
@@ -137,47 +138,12 @@ struct Comparison::BlockOfAll final : PiggybackedCollective {
   Block* const block;
 };
 
-// The concatenation of binary trees: recursive doubling. If the number of ranks is no power of two, the first ranks combine in
-// pairs before, and one of each pair hands the result to the other afterwards. Each block stands for ranks that follow each other,
-// and the lower ones come first, so all ranks get the same bits, on each run. (With fused multiplications the product of two complex
-// numbers has other bits in the other order.)
+// Each block stands for ranks that follow each other, and the lower ones come first.
 Outcome Comparison::CombineByMessages(const Library& mpi, const Channel& channel, int tag, Block* combined) {
-  const int rank = channel.rank, size = channel.size;
-  Block second;
-  Block *own = combined, *theirs = &second;
-  const auto outgoing = [&](int to) { return Outgoing{own, own->size(), Type::kUint8, to, tag}; };
-  const auto incoming = [&](int from) {
-    Incoming in{theirs, sizeof(Block), Type::kUint8, from, tag};
-    in.may_be_shorter = true;
-    return in;
-  };
-  const auto add = [&](bool they_come_next) {
-    if (!they_come_next) std::swap(own, theirs);
-    own->Add(*theirs);
-  };
-  int power = 1;
-  while (power * 2 <= size) power *= 2;
-  const int pairs = size - power;  // ranks 2 i and 2 i + 1
-  if (rank < 2 * pairs && rank % 2 == 0) {
-    PYCOLLECTIVE_RETURN_IF_FAILED(mpi.Send(channel, outgoing(rank + 1)));
-    PYCOLLECTIVE_RETURN_IF_FAILED(mpi.Recv(channel, incoming(rank + 1)));
-    combined->CopyFrom(theirs);
-    return {};
-  }
-  if (rank < 2 * pairs) {
-    PYCOLLECTIVE_RETURN_IF_FAILED(mpi.Recv(channel, incoming(rank - 1)));
-    add(false);
-  }
-  const int place = rank < 2 * pairs ? rank / 2 : rank - pairs;
-  for (int distance = 1; distance < power; distance *= 2) {
-    const int other = place ^ distance;
-    const int partner = other < pairs ? 2 * other + 1 : other + pairs;
-    PYCOLLECTIVE_RETURN_IF_FAILED(mpi.Sendrecv(channel, outgoing(partner), incoming(partner)));
-    add(other > place);
-  }
-  if (rank < 2 * pairs) PYCOLLECTIVE_RETURN_IF_FAILED(mpi.Send(channel, outgoing(rank - 1)));
-  if (own != combined) combined->CopyFrom(own);
-  return {};
+  Block memory;
+  const auto nbytes = [](const void* block) { return static_cast<const Block*>(block)->size(); };
+  const auto add = [](void* block, const void* next) { static_cast<Block*>(block)->Add(*static_cast<const Block*>(next)); };
+  return CombineByDoubling(mpi, channel, tag, combined, &memory, sizeof(Block), nbytes, add);
 }
 
 Outcome Comparison::CombineAll(const Library& mpi, const Channel& channel, Block* block, bool* by_host) {

@@ -1,0 +1,71 @@
+// Recursive doubling: messages by which each rank of a channel gets what all ranks bring, combined in the order of the ranks.
+//
+// In each round a rank exchanges with a partner all that both have combined so far. If the number of ranks is no power of two, the
+// first ranks combine in pairs before, and one of each pair hands the result to the other afterwards. So a rank sends at most
+// 1 + log2(ranks) messages. What is combined stands for ranks that follow each other, and the lower ones come first, so all
+// ranks get the same bits, on each run. (With fused multiplications the product of two complex numbers has other bits in the other
+// order.)
+
+#ifndef PYCOLLECTIVE_NATIVE_MPI_DOUBLING_H_
+#define PYCOLLECTIVE_NATIVE_MPI_DOUBLING_H_
+
+#include <cstdint>
+#include <cstring>
+#include <utility>
+
+#include "mpi/collectives.h"
+
+namespace pycollective {
+
+// @param tag: of messages on `channel.messages` that nobody else sends.
+// @param data: what this rank brings, and then the result.
+// @param memory: as much memory as `data` has.
+// @param capacity: of both, in bytes.
+// @param nbytes: nbytes(x) is the length of what lies at x, in bytes.
+// @param add: add(x, next) adds what lies at `next` to what lies at x, of ranks before those of `next`.
+template <typename NBytes, typename Add>
+Outcome CombineByDoubling(const Library& mpi, const Channel& channel, int tag, void* data, void* memory, int64_t capacity,
+                          NBytes nbytes, Add add) {
+  const int rank = channel.rank, size = channel.size;
+  void *own = data, *theirs = memory;
+  const auto outgoing = [&](int to) { return Outgoing{own, nbytes(own), Type::kUint8, to, tag}; };
+  const auto incoming = [&](int from) {
+    Incoming in{theirs, capacity, Type::kUint8, from, tag};
+    in.may_be_shorter = true;
+    return in;
+  };
+  const auto combine = [&](bool they_come_next) {
+    if (!they_come_next) std::swap(own, theirs);
+    add(own, theirs);
+  };
+  const auto keep = [&](const void* result) {
+    if (result != data) std::memcpy(data, result, static_cast<size_t>(nbytes(result)));
+  };
+  int power = 1;
+  while (power * 2 <= size) power *= 2;
+  const int pairs = size - power;  // ranks 2 i and 2 i + 1
+  if (rank < 2 * pairs && rank % 2 == 0) {
+    PYCOLLECTIVE_RETURN_IF_FAILED(mpi.Send(channel, outgoing(rank + 1)));
+    PYCOLLECTIVE_RETURN_IF_FAILED(mpi.Recv(channel, incoming(rank + 1)));
+    keep(theirs);
+    return {};
+  }
+  if (rank < 2 * pairs) {
+    PYCOLLECTIVE_RETURN_IF_FAILED(mpi.Recv(channel, incoming(rank - 1)));
+    combine(false);
+  }
+  const int place = rank < 2 * pairs ? rank / 2 : rank - pairs;
+  for (int distance = 1; distance < power; distance *= 2) {
+    const int other = place ^ distance;
+    const int partner = other < pairs ? 2 * other + 1 : other + pairs;
+    PYCOLLECTIVE_RETURN_IF_FAILED(mpi.Sendrecv(channel, outgoing(partner), incoming(partner)));
+    combine(other > place);
+  }
+  if (rank < 2 * pairs) PYCOLLECTIVE_RETURN_IF_FAILED(mpi.Send(channel, outgoing(rank - 1)));
+  keep(own);
+  return {};
+}
+
+}  // namespace pycollective
+
+#endif  // PYCOLLECTIVE_NATIVE_MPI_DOUBLING_H_
