@@ -229,9 +229,8 @@ bool Comparison::Carries(const Channel& channel, const PiggybackedCollective& pi
   if (nbytes > room) return false;
   const auto reduction = piggybacked.reduction();
   if (!reduction.has_value()) return nbytes * channel.size <= room;
-  int64_t rounds = 0;  // in each of them a rank sends its array
-  while (int64_t{1} << rounds < channel.size) ++rounds;
-  return nbytes * rounds <= (reduction->is_whole ? kMostSent : kMostSentForBlock);
+  constexpr int64_t kMostForBlock = 1 << 10;  // MPI sends a rank less than the whole
+  return SentByDoubling(nbytes, channel.size) <= (reduction->is_whole ? kMostByDoubling : kMostForBlock);
 }
 
 int64_t Comparison::made() { return comparisons.load(std::memory_order_relaxed); }

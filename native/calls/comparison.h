@@ -117,8 +117,6 @@ class Comparison {
 
   // The room for data in a block, in bytes. Where ranks of one host meet on their board, its cells have less.
   static constexpr int64_t kMostBytes = 32 << 10;
-  // What a rank sends of a reduction, in bytes. With more, the algorithms of MPI are faster (docs/performance.md).
-  static constexpr int64_t kMostSent = kMostBytes, kMostSentForBlock = 1 << 10;
 
   // Whether ranks of one host meet in their memory, if they can.
   bool InLevels(const Channel& channel) const;

@@ -17,6 +17,15 @@
 
 namespace pycollective {
 
+// What a rank sends of an array in all rounds, in bytes.
+inline int64_t SentByDoubling(int64_t nbytes, int ranks) {
+  int64_t rounds = 0;
+  while (int64_t{1} << rounds < ranks) ++rounds;
+  return nbytes * rounds;
+}
+// If a rank would send more than this of an array, the algorithms of MPI are faster (docs/performance.md).
+inline constexpr int64_t kMostByDoubling = 32 << 10;
+
 // @param tag: of messages on `channel.messages` that nobody else sends.
 // @param data: what this rank brings, and then the result.
 // @param memory: as much memory as `data` has.
