@@ -305,8 +305,9 @@ ffi::Error Call::CompareWithRanks(const Signature& mine, int64_t seq) {
   const bool each = check == Check::kAlways || (check == Check::kEvery && IsSynchronizing(mine.operation));
   const bool is_known = !each && channel.agreed.count(mine) != 0;
   const bool piggybacks = each && MayPiggyback() && channel.comparison.Carries(channel, *piggybacked_);
-  // Each such call: MPI may add in another order, but equal calls must have equal bits.
-  const bool always = piggybacks && piggybacked_->reduction().has_value();
+  // A reduction travels with a comparison also where the call is covered: MPI may add in another order, and equal calls must have
+  // equal bits.
+  const bool also_if_covered = piggybacks && piggybacked_->reduction().has_value();
   const Post post = check == Check::kFirst ? Post{mine, 0, seq} : Post{mine, participants_.site, seq, participants_.order};
   using Coverage = Sections::Coverage;
   const Coverage coverage = channel.comparison.sections.Enter(SectionOfCall(), post.DigestWithoutNumber());
@@ -317,12 +318,12 @@ ffi::Error Call::CompareWithRanks(const Signature& mine, int64_t seq) {
                  "Please report this. PYCOLLECTIVE_CHECK=always compares each call.");
   }
   if (is_known) channel.comparison.sections.Known(mine.Digest());
-  if (is_known || (coverage == Coverage::kCovered && !always)) return ffi::Error::Success();
+  if (is_known || (coverage == Coverage::kCovered && !also_if_covered)) return ffi::Error::Success();
   Difference found;
   const Outcome outcome = channel.comparison.Compare(*library, channel, post, piggybacks ? piggybacked_ : nullptr, &found);
   if (!outcome.ok()) return ErrorOf(outcome);
   if (found.rank >= 0) return Differs(post, found);
-  is_done_ = piggybacks || (mine.operation == kBarrier && lane_->team == nullptr);  // no rank continues before all have arrived
+  is_done_ = found.is_made || (mine.operation == kBarrier && lane_->team == nullptr);  // no rank continues before all have arrived
   if (!each) channel.agreed.insert(mine);
   return ffi::Error::Success();
 }

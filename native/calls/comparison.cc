@@ -73,11 +73,11 @@ void Sections::Known(uint64_t call) { Add(Mix(1, call)); }
 struct Comparison::Block {
   uint64_t calls;     // of the calls
   uint64_t by_rank;   // of the calls with the numbers of their ranks
-  uint64_t numbers;   // of the numbers of the calls on the channel
+  uint64_t numbers;   // of the numbers of the calls on the channel, and of what data the ranks bring
   uint64_t offers;    // of the histories of sections
   int32_t type, op;   // of the operands of a reduction; kGathered: the operands stand one after another
   int32_t nbytes;     // of the data
-  int32_t total;      // of the data of all ranks together
+  int32_t total;      // of the data when those of all ranks are in: a rank brings its share of it, or as much
   alignas(16) char data[kMostBytes];
 
   static constexpr int64_t kHeadBytes = 48;  // what stands before the data
@@ -229,7 +229,7 @@ bool Comparison::Carries(const Channel& channel, const PiggybackedCollective& pi
   if (nbytes > room) return false;
   const auto reduction = piggybacked.reduction();
   if (!reduction.has_value()) return nbytes * channel.size <= room;
-  constexpr int64_t kMostForBlock = 1 << 10;  // MPI sends a rank less than the whole
+  constexpr int64_t kMostForBlock = 1 << 10;  // by MPI's algorithms a rank sends less than the whole array
   return SentByDoubling(nbytes, channel.size) <= (reduction->is_whole ? kMostByDoubling : kMostForBlock);
 }
 
@@ -240,18 +240,17 @@ Outcome Comparison::Compare(const Library& mpi, const Channel& channel, const Po
   const WithNonblocking on_all_ranks;  // nonblocking on all ranks, since the ranks may come from different calls
   comparisons.fetch_add(1, std::memory_order_relaxed);
   const uint64_t call = Mix(0, own.DigestWithoutNumber());
-  const uint64_t number = Mix(1, static_cast<uint64_t>(own.seq));
   const std::optional<uint64_t> history = sections.Offer();
   const uint64_t offer = history.has_value() ? Mix(2, *history) : NoOffer();
   const Member member{channel.rank, channel.size};
   Block block;  // its data are not set
   block.calls = call;
   block.by_rank = Mix(call, static_cast<uint64_t>(channel.rank));
-  block.numbers = number;
   block.offers = offer;
   block.type = Block::kGathered;
   block.op = block.nbytes = block.total = 0;
   const auto own_bytes = static_cast<int32_t>(piggybacked != nullptr ? piggybacked->nbytes() : 0);
+  uint64_t number = Mix(1, static_cast<uint64_t>(own.seq));
   if (piggybacked != nullptr) {
     block.nbytes = own_bytes;
     if (const auto reduction = piggybacked->reduction()) {
@@ -262,14 +261,17 @@ Outcome Comparison::Compare(const Library& mpi, const Channel& channel, const Po
       block.total = own_bytes * channel.size;
     }
     piggybacked->Pack(member, block.data);
+    for (const int32_t word : {block.type, block.op, block.total}) number = Mix(number, static_cast<uint64_t>(word));
   }
+  block.numbers = number;
   bool by_host = false;
   PYCOLLECTIVE_RETURN_IF_FAILED(CombineAll(mpi, channel, &block, &by_host));
   const auto all_have = [&](uint64_t sum, uint64_t of_this_rank) {
     return sum == of_this_rank * static_cast<uint64_t>(channel.size);
   };
   const bool are_known = all_have(block.calls, call) || matching_.count(block.by_rank) != 0;
-  if (!are_known || !all_have(block.numbers, number)) {
+  const bool bring_alike = all_have(block.numbers, number);
+  if (!are_known || !bring_alike) {
     PYCOLLECTIVE_RETURN_IF_FAILED(FindDifference(mpi, channel, own, found));
     if (found->rank >= 0) return {};
     constexpr size_t kMost = 1 << 14;
@@ -277,7 +279,8 @@ Outcome Comparison::Compare(const Library& mpi, const Channel& channel, const Po
     matching_.insert(block.by_rank);
   }
   sections.Compared(block.by_rank, history.has_value() && all_have(block.offers, offer));
-  if (piggybacked == nullptr) return {};
+  found->is_made = piggybacked != nullptr && bring_alike;
+  if (!found->is_made) return {};
   if (piggybacked->reduction().has_value()) {
     piggybacked->CompleteReduced(member, block.data);
   } else {

@@ -3,8 +3,8 @@
 // Before the call each rank makes a block: sums of hashes, and the operand of a small collective. The blocks of all ranks are combined,
 // so that the costs grow with the logarithm of the number of ranks: within a host on the board, where the first rank of the host
 // combines them, and between these first ranks by messages. By the sums each rank sees whether all ranks make the same call; all
-// ranks come to the same verdict. Only if they do not, their descriptions travel. So what a
-// small collective brings arrives with the verdict, in the same messages: the reduction of all operands, or all operands.
+// ranks come to the same verdict. Only if they do not, their descriptions travel. So the
+// data of a small collective arrive with the verdict, in the same messages: the reduction of all operands, or all operands.
 //
 // A program makes most of its calls in the same order at each run. Such calls are a *section*: those of a program between two
 // places where its control flow depends on data. The ranks compare each call of a section in its first run. Each rank keeps a
@@ -100,8 +100,8 @@ class Comparison {
   bool Carries(const Channel& channel, const PiggybackedCollective& piggybacked) const;
 
   // Compares the call of this rank with the calls of all ranks of the channel, which must all make this call. Sets `found` to a
-  // call that does not match, on all ranks or on none. If all match and `piggybacked` is not null, it also makes this collective,
-  // which it must be able to carry.
+  // call that does not match, on all ranks or on none. If all match and bring data of one kind and length, it also makes the
+  // collective `piggybacked`, which it must be able to carry, and says so in `found->is_made`, on all ranks or on none; null: no data.
   Outcome Compare(const Library& mpi, const Channel& channel, const Post& own, const PiggybackedCollective* piggybacked,
                   Difference* found);
 

@@ -81,7 +81,7 @@ struct Difference {
   int rank = -1;  // -1: all calls match
   Post theirs;
   std::string line;
-  bool is_made = false;  // all match, and the comparison has completed the piggybacked collective
+  bool is_made = false;  // all match, and the comparison has made the piggybacked collective
   bool others_may_go_on = false;  // one differs, and another rank may make its call all the same
 };
 

@@ -52,13 +52,14 @@ void PiggybackedAllreduce::Complete(Member member, const BytesOfRank& of) const 
 }
 
 int64_t PiggybackedArrayCollective::nbytes() const {
-  return TraitsOf(operation_).host_exchange != kByMpi ? blocks_ * static_cast<int64_t>(Bytes(a_.count, a_.type)) : kTooMany;
+  const bool is_carried = TraitsOf(operation_).host_exchange != kByMpi && a_.op != Op::kSumBfloat16;
+  return is_carried ? blocks_ * static_cast<int64_t>(Bytes(a_.count, a_.type)) : kTooMany;
 }
 
 void PiggybackedArrayCollective::Pack(Member member, char* to) const {
   if (a_.count == 0) return;
   for (int64_t block = 0; block < blocks_; ++block) {
-    if (blocks_ > 1 && block == member.rank && operation_ != kReduceScatter) continue;  // for this rank itself
+    if (blocks_ > 1 && block == member.rank && operation_ != kReduceScatter) continue;  // no other rank needs it
     std::memcpy(At(to, block * a_.count, a_.type), At(a_.send, block * a_.count, a_.type), Bytes(a_.count, a_.type));
   }
 }

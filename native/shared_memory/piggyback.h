@@ -39,7 +39,7 @@ class PiggybackedCollective {
   };
   // Nothing: a rank needs the operands themselves.
   virtual std::optional<Reduction> reduction() const { return {}; }
-  // Computes the result of this rank from what the operands are reduced to.
+  // Computes the result of this rank from what the operands are reduced to. Only where reduction() has a value.
   virtual void CompleteReduced(Member, const char*) const {}
 };
 

@@ -285,6 +285,65 @@ void TestPlacesByHost() {
   for (int rank = 0; rank < 5; ++rank) CHECK(levels.PlaceByHost(rank) == places[rank]);
 }
 
+// A rank makes the call without data, as XLA's own collectives do: no rank takes its result from the block.
+void TestARankWithoutDataLetsAllCallMpi() {
+  for (const int size : {2, 3, 4, 7}) {
+    for (const pc::Operation operation : {pc::kAllreduce, pc::kAllgather, pc::kReduceScatter}) {
+      Mailboxes mpi(size);
+      OnRanks(mpi, size, [&](Rank& own) {
+        const bool brings = own.channel.rank != size / 2;
+        std::vector<char> x(static_cast<size_t>(size), 1), y(static_cast<size_t>(size), 9);
+        const pc::PiggybackedArrayCollective array(operation, {x.data(), y.data(), 1, pc::Type::kUint8},
+                                                   operation == pc::kReduceScatter ? size : 1);
+        const std::vector<pc::ArrayPair> arrays{{x.data(), y.data(), 1, pc::Type::kUint8}};
+        const pc::PiggybackedAllreduce sum(arrays, pc::Op::kSum);
+        const pc::PiggybackedCollective& all = operation == pc::kAllreduce ? static_cast<const pc::PiggybackedCollective&>(sum) : array;
+        for (int64_t number = 1; number <= 3; ++number) {
+          const pc::Difference found = own.Compare(PostOf(operation, 1, brings ? 0 : 5, number), brings ? &all : nullptr);
+          CHECK(found.rank == -1 && !found.is_made && y[0] == 9);
+        }
+        const pc::Difference found = own.Compare(PostOf(operation, 1, 0, 4), &all);
+        CHECK(found.rank == -1 && found.is_made && y[0] != 9);
+      });
+    }
+  }
+}
+
+// With PYCOLLECTIVE_CHECK=always broadcasts, scans and the like travel as well.
+void TestEachOperationTravels() {
+  for (const int size : {2, 3, 5, 8}) {
+    const int root = size / 2;
+    Mailboxes mpi(size);
+    OnRanks(mpi, size, [&](Rank& own) {
+      const int rank = own.channel.rank;
+      const auto length = static_cast<size_t>(size);
+      std::vector<int32_t> x(length), y(length);
+      for (int block = 0; block < size; ++block) x[static_cast<size_t>(block)] = 100 * rank + block;
+      int64_t number = 0;
+      const auto run = [&](pc::Operation operation, int64_t blocks) {
+        pc::Arguments a{x.data(), y.data(), 1, pc::Type::kInt32};
+        a.root = root;
+        a.to = (rank + 1) % size;
+        a.from = (rank + size - 1) % size;
+        std::fill(y.begin(), y.end(), -1);
+        const pc::PiggybackedArrayCollective array(operation, a, blocks);
+        CHECK(own.comparison.Carries(own.channel, array));
+        CHECK(own.Compare(PostOf(operation, 1, 0, ++number), &array).is_made);
+        return y[0];
+      };
+      const auto sum_of_first = [](int ranks) { return 100 * ranks * (ranks - 1) / 2; };
+      CHECK(run(pc::kBcast, 1) == 100 * root);
+      CHECK(run(pc::kScatter, size) == 100 * root + rank);
+      CHECK(run(pc::kReduce, 1) == (rank == root ? sum_of_first(size) : 0));
+      CHECK(run(pc::kScan, 1) == sum_of_first(rank + 1));
+      CHECK(run(pc::kExscan, 1) == sum_of_first(rank));
+      CHECK(run(pc::kPpermute, 1) == 100 * ((rank + size - 1) % size));
+      run(pc::kGather, 1);
+      for (int from = 0; from < size; ++from) CHECK(y[static_cast<size_t>(from)] == (rank == root ? 100 * from : 0));
+    });
+  }
+}
+
 // The ranks bring operands of other lengths, which have no room together, or other collectives: each rank gets the error.
 void TestOperandsOfOtherLengthsAreADifference() {
   for (const int size : {2, 3, 4, 7}) {
@@ -521,6 +580,8 @@ const Tests kTests = {
     {"a_block_of_a_small_sum_has_its_bits", TestABlockOfASmallSumHasItsBits},
     {"what_finds_room_in_a_block", TestWhatFindsRoomInABlock},
     {"operands_of_other_lengths_are_a_difference", TestOperandsOfOtherLengthsAreADifference},
+    {"a_rank_without_data_lets_all_call_mpi", TestARankWithoutDataLetsAllCallMpi},
+    {"each_operation_travels", TestEachOperationTravels},
     {"places_by_host", TestPlacesByHost},
     {"a_difference_is_found_on_all_ranks", TestADifferenceIsFoundOnAllRanks},
     {"lines_that_may_differ_cost_once", TestLinesThatMayDifferCostOnce},
