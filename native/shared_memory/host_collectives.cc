@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -25,6 +26,10 @@ constexpr int64_t kSmallBytes = 8 << 10;
 // which they do so twice.
 constexpr int64_t kReadBytes = 8 << 10;
 constexpr int64_t kReadAllreduceBytes = 1 << 20;
+
+// What the rank of a lane may read to reduce its share alone. Of more, all ranks of the host reduce a part, and the ranks of the lanes
+// gather these.
+constexpr int64_t kAloneBytes = 64 << 10;
 
 // The algorithms of an allreduce, as Exchange::NextAlgorithm() counts them. The first is tried first.
 constexpr int kReading = 0, kBuffering = 1;
@@ -100,6 +105,16 @@ Outcome InPieces(int64_t count, int64_t at_once, Fill fill, Reduce reduce, Take 
     if (first + at_once < count) PYCOLLECTIVE_RETURN_IF_FAILED(fill(first + at_once, &next));
     PYCOLLECTIVE_RETURN_IF_FAILED(take(piece));
     piece = next;
+  }
+  return {};
+}
+
+// Calls make(rank, element of the array, element of the rank's part, number of elements) for each block, in the same order on all ranks.
+template <typename Make>
+Outcome EachBlock(const Distribution& parts, Make make) {
+  for (int rank = 0; rank < parts.ranks; ++rank) {
+    PYCOLLECTIVE_RETURN_IF_FAILED(parts.ForEachRun(
+        rank, 0, parts.count, [&](int64_t element, int64_t at, int64_t n) { return make(rank, element, at, n); }));
   }
   return {};
 }
@@ -213,25 +228,6 @@ Outcome HostCollective::InOneStep(Operation operation, const Arguments& a) {
     return {};
   };
   return InPieces<Piece>(a.count, at_once, fill, [](Piece*) { return Outcome{}; }, take);
-}
-
-Outcome HostCollective::Allreduce(const Arguments& a, int num_shares, const InterHostStep& inter_host_step) {
-  if (a.count == 0) return {};
-  if (Exchange::MayRead()) return AllreduceByReading(a, num_shares, inter_host_step);
-  // The shares are those of AllreduceByReading: on another host the ranks may read.
-  const Shares shares(a.count, num_shares, a.type);
-  const auto share_of = [&](int rank, const void* from) {
-    Arguments share = a.On(At(from, shares.Begin(rank), a.type), At(a.recv, shares.Begin(rank), a.type), shares.CountOf(rank));
-    share.root = rank;
-    return share;
-  };
-  for (int rank = 0; rank < num_shares; ++rank) {
-    PYCOLLECTIVE_RETURN_IF_FAILED(mpi_.Reduce(channel_, share_of(rank, a.send)));
-  }
-  const Arguments own = share_of(member_.rank, a.recv);
-  if (own.count > 0) PYCOLLECTIVE_RETURN_IF_FAILED(inter_host_step(own.recv, own.count));
-  for (int rank = 0; rank < num_shares; ++rank) PYCOLLECTIVE_RETURN_IF_FAILED(mpi_.Bcast(channel_, share_of(rank, a.recv)));
-  return {};
 }
 
 Outcome HostCollective::AllreduceThroughBuffers(const Arguments& a, const ScatteredArray* scattered) {
@@ -401,6 +397,200 @@ Outcome HostCollective::AllreduceByReading(const Arguments& a, int num_shares, c
   arrays.End();
   if (is_autotuned_ && outcome.ok()) exchange_.Learn(kReading, nbytes, NowNs() - begin_ns);
   return outcome;
+}
+
+// Distributed arrays ---------------------------------------------------------------------------------------------
+
+Outcome HostCollective::AlgorithmOf(const Distribution& parts, Type type, Algorithm* algorithm) {
+  const auto nbytes = static_cast<int64_t>(Bytes(parts.count, type));
+  const bool pays = static_cast<int64_t>(Bytes(std::min(parts.block, parts.CountOf(0)), type)) >= kReadBytes &&
+                    nbytes * (member_.size + 1) <= Exchange::ReadBytes();
+  *algorithm = Algorithm::kByReading;
+  if (pays && Exchange::MayRead()) return {};
+  bool has_buffers = false;
+  PYCOLLECTIVE_RETURN_IF_FAILED(HasBuffers(&has_buffers));
+  if (has_buffers) *algorithm = Algorithm::kThroughBuffers;
+  if (!has_buffers && !Exchange::MayRead()) *algorithm = Algorithm::kByMpi;
+  return {};
+}
+
+Outcome HostCollective::ReduceScatter(const Arguments& a, const Distribution& parts) {
+  Algorithm algorithm;
+  PYCOLLECTIVE_RETURN_IF_FAILED(AlgorithmOf(parts, a.type, &algorithm));
+  return ReduceScatter(a, parts, algorithm);
+}
+
+Outcome HostCollective::ReduceScatter(const Arguments& a, const Distribution& parts, Algorithm algorithm) {
+  if (algorithm == Algorithm::kThroughBuffers) return ReduceScatterThroughBuffers(a, parts);
+  if (algorithm == Algorithm::kByReading) return ReduceScatterByReading(a, parts);
+  const std::unique_ptr<char[]> unused(new char[Bytes(parts.block, a.type)]);
+  return EachBlock(parts, [&](int root, int64_t first, int64_t of_part, int64_t n) {
+    void* const to = root == member_.rank ? At(a.recv, of_part, a.type) : unused.get();
+    Arguments block = a.On(At(a.send, first, a.type), to, n);
+    block.root = root;
+    return mpi_.Reduce(channel_, block);
+  });
+}
+
+Outcome HostCollective::Allgather(const Arguments& a, const Distribution& parts) {
+  Algorithm algorithm;
+  PYCOLLECTIVE_RETURN_IF_FAILED(AlgorithmOf(parts, a.type, &algorithm));
+  return Allgather(a, parts, algorithm);
+}
+
+Outcome HostCollective::Allgather(const Arguments& a, const Distribution& parts, Algorithm algorithm) {
+  if (algorithm == Algorithm::kThroughBuffers) return AllgatherThroughBuffers(a, parts, 0, parts.count);
+  if (algorithm == Algorithm::kByReading) return AllgatherByReading(a, parts);
+  return EachBlock(parts, [&](int root, int64_t first, int64_t of_part, int64_t n) {
+    void* const to = At(a.recv, first, a.type);
+    Arguments block = a.On(root == member_.rank ? At(a.send, of_part, a.type) : to, to, n);
+    block.root = root;
+    return mpi_.Bcast(channel_, block);
+  });
+}
+
+Outcome HostCollective::ReduceScatterThroughBuffers(const Arguments& a, const Distribution& parts) {
+  const int64_t at_once = std::max<int64_t>(1, Exchange::kBufferBytes / (parts.ranks * kTypeBytes[int(a.type)]));
+  struct Piece {
+    uint64_t number;
+    int64_t first, count;  // of each part
+    uint64_t filled;
+  };
+  const int own = member_.rank;
+  const auto fill = [&](int64_t first, Piece* piece) -> Outcome {
+    const uint64_t number = exchange_.BeginPiece();
+    *piece = {number, first, std::min(at_once, parts.CountOf(0) - first), 0};
+    PYCOLLECTIVE_RETURN_IF_FAILED(WaitForAll(exchange_.FreeAt(number)));
+    const bool past_caches = static_cast<int64_t>(Bytes(piece->count * parts.ranks, a.type)) > kSmallBytes;
+    for (int rank = 0; rank < parts.ranks; ++rank) {
+      if (rank == own) continue;
+      void* const of_rank = At(exchange_.BufferOf(own, number), rank * piece->count, a.type);
+      PYCOLLECTIVE_RETURN_IF_FAILED(parts.ForEachRun(rank, first, piece->count, [&](int64_t element, int64_t at, int64_t n) -> Outcome {
+        Copy(At(of_rank, at - first, a.type), At(a.send, element, a.type), Bytes(n, a.type), past_caches);
+        return {};
+      }));
+    }
+    piece->filled = exchange_.Post();
+    return {};
+  };
+  const auto take = [&](const Piece& piece) -> Outcome {
+    if (piece.first < parts.CountOf(own)) PYCOLLECTIVE_RETURN_IF_FAILED(WaitForAll(piece.filled));
+    PYCOLLECTIVE_RETURN_IF_FAILED(parts.ForEachRun(own, piece.first, piece.count, [&](int64_t element, int64_t at, int64_t n) -> Outcome {
+      const auto operand_of = [&](int rank) -> const void* {
+        if (rank == own) return At(a.send, element, a.type);
+        return At(exchange_.BufferOf(rank, piece.number), own * piece.count + at - piece.first, a.type);
+      };
+      ReduceInOrder(member_.size, operand_of, n, At(a.recv, at, a.type), a.type, a.op);
+      return {};
+    }));
+    exchange_.Post();
+    exchange_.EndPiece(piece.number);
+    return {};
+  };
+  return InPieces<Piece>(parts.CountOf(0), at_once, fill, [](Piece*) { return Outcome{}; }, take);
+}
+
+Outcome HostCollective::AllgatherThroughBuffers(const Arguments& a, const Distribution& parts, int64_t begin, int64_t end) {
+  const int64_t at_once = Exchange::kBufferBytes / kTypeBytes[int(a.type)];
+  const bool past_caches = static_cast<int64_t>(Bytes(parts.count, a.type)) * (member_.size + 1) > CacheBytesOfHost();
+  struct Piece {
+    uint64_t number;
+    int64_t first, count;  // of each part
+    uint64_t filled;
+  };
+  const int own = member_.rank;
+  const auto fill = [&](int64_t first, Piece* piece) -> Outcome {
+    const uint64_t number = exchange_.BeginPiece();
+    *piece = {number, first, std::min(at_once, parts.CountOf(0) - first), 0};
+    PYCOLLECTIVE_RETURN_IF_FAILED(WaitForAll(exchange_.FreeAt(number)));
+    const size_t nbytes = Bytes(std::clamp<int64_t>(parts.CountOf(own) - first, 0, piece->count), a.type);
+    Copy(exchange_.BufferOf(own, number), At(a.send, first, a.type), nbytes, static_cast<int64_t>(nbytes) > kSmallBytes);
+    piece->filled = exchange_.Post();
+    return {};
+  };
+  const auto take = [&](const Piece& piece) -> Outcome {
+    for (int step = 0; step < member_.size; ++step) {
+      const int rank = (own + step) % member_.size;
+      const void* const part = rank == own ? At(a.send, piece.first, a.type) : exchange_.BufferOf(rank, piece.number);
+      PYCOLLECTIVE_RETURN_IF_FAILED(parts.ForEachRun(rank, piece.first, piece.count, [&](int64_t element, int64_t at, int64_t n) -> Outcome {
+        const int64_t first = std::max(begin, element), wanted = std::min(end, element + n) - first;
+        if (wanted <= 0) return {};
+        if (rank != own) PYCOLLECTIVE_RETURN_IF_FAILED(WaitFor(rank, piece.filled));
+        void* const to = At(a.recv, first, a.type);
+        const void* const from = At(part, at + first - element - piece.first, a.type);
+        if (to != from) Copy(to, from, Bytes(wanted, a.type), past_caches);
+        return {};
+      }));
+    }
+    exchange_.Post();
+    exchange_.EndPiece(piece.number);
+    return {};
+  };
+  return InPieces<Piece>(parts.CountOf(0), at_once, fill, [](Piece*) { return Outcome{}; }, take);
+}
+
+Outcome HostCollective::ReduceScatterByReading(const Arguments& a, const Distribution& parts) {
+  ShownArrays own(exchange_, a.send, a.recv);
+  const uint64_t shown = exchange_.Post();
+  Outcome outcome;
+  if (parts.CountOf(member_.rank) > 0) {
+    PYCOLLECTIVE_RETURN_IF_FAILED(WaitForAll(shown));
+    outcome = parts.ForEachRun(member_.rank, 0, parts.count, [&](int64_t element, int64_t at, int64_t n) {
+      return ReadAndReduce(a, element, n, At(a.recv, at, a.type));
+    });
+  }
+  const uint64_t read = exchange_.Post();  // after an error, too: the others wait for this step
+  for (int rank = 0; rank < parts.ranks; ++rank) {
+    if (rank != member_.rank) PYCOLLECTIVE_RETURN_IF_FAILED(WaitFor(rank, read));
+  }
+  own.End();
+  return outcome;
+}
+
+Outcome HostCollective::AllgatherByReading(const Arguments& a, const Distribution& parts) {
+  ShownArrays own(exchange_, a.send, a.recv);
+  const uint64_t shown = exchange_.Post();
+  Outcome outcome;
+  for (int step = 0; step < member_.size; ++step) {
+    const int rank = (member_.rank + step) % member_.size;
+    if (parts.CountOf(rank) == 0) continue;
+    if (step > 0) PYCOLLECTIVE_RETURN_IF_FAILED(WaitFor(rank, shown));
+    const void* const part = step == 0 ? a.send : exchange_.ArraysOf(rank).send;
+    const Outcome read = parts.ForEachRun(rank, 0, parts.count, [&](int64_t element, int64_t at, int64_t n) {
+      return Read(rank, At(a.recv, element, a.type), At(part, at, a.type), Bytes(n, a.type));
+    });
+    if (outcome.ok()) outcome = read;
+  }
+  const uint64_t read = exchange_.Post();  // after an error, too: the others wait for this step
+  if (parts.CountOf(member_.rank) > 0) PYCOLLECTIVE_RETURN_IF_FAILED(WaitForAll(read));
+  own.End();
+  return outcome;
+}
+
+Outcome HostCollective::Allreduce(const Arguments& a, int lanes, const InterHostStep& inter_host_step) {
+  if (a.count == 0) return {};
+  const auto nbytes = static_cast<int64_t>(Bytes(a.count, a.type));
+  bool has_buffers = false;
+  if (!Exchange::MayRead() || nbytes < kReadAllreduceBytes) PYCOLLECTIVE_RETURN_IF_FAILED(HasBuffers(&has_buffers));
+  if (Exchange::MayRead() && !has_buffers) return AllreduceByReading(a, lanes, inter_host_step);
+  const Algorithm algorithm = has_buffers ? Algorithm::kThroughBuffers : Algorithm::kByMpi;
+  // The shares are those of AllreduceByReading: on another host the ranks may read.
+  const auto parts_of = [&](int ranks) { return Distribution::Of(Shares(a.count, ranks, a.type), ranks); };
+  const auto own_part = [&](const Distribution& parts) {
+    return At(a.recv, std::min(a.count, member_.rank * parts.block), a.type);
+  };
+  const Distribution of_lanes = parts_of(lanes);
+  void* const share = own_part(of_lanes);
+  const int64_t count = of_lanes.CountOf(member_.rank);
+  const bool all_reduce = has_buffers && lanes < member_.size && nbytes / lanes * member_.size > kAloneBytes;
+  const Distribution of_reducers = all_reduce ? parts_of(member_.size) : of_lanes;
+  PYCOLLECTIVE_RETURN_IF_FAILED(ReduceScatter(a.On(a.send, own_part(of_reducers), a.count), of_reducers, algorithm));
+  if (all_reduce) {
+    const int64_t begin = std::min(a.count, member_.rank * of_lanes.block);
+    PYCOLLECTIVE_RETURN_IF_FAILED(AllgatherThroughBuffers(a.On(own_part(of_reducers), a.recv, a.count), of_reducers, begin, begin + count));
+  }
+  if (count > 0) PYCOLLECTIVE_RETURN_IF_FAILED(inter_host_step(share, count));
+  return Allgather(a.On(share, a.recv, a.count), of_lanes, algorithm);
 }
 
 Outcome HostCollective::Read(int rank, void* to, const void* from, size_t nbytes) {

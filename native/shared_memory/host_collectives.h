@@ -10,6 +10,10 @@
 // straight from there. A rank ends the call when no other reads its arrays. The algorithm of a large allreduce is autotuned
 // (autotuner.h).
 //
+// The parts of hierarchical collectives (host_levels.h) are block-cyclic distributions over the ranks of the host (distribution.h): a
+// reduce-scatter gives each rank the sum of its part, an allgather gives each rank the parts of all. A hierarchical allreduce is these
+// two, and the step between hosts between them. Each is one call, however many blocks a part has.
+//
 // Reductions combine the ranks in their order: all ranks get the same bits, in each run.
 
 #ifndef PYCOLLECTIVE_NATIVE_SHARED_MEMORY_HOST_COLLECTIVES_H_
@@ -21,6 +25,7 @@
 #include "base/operations.h"
 #include "mpi/collectives.h"
 #include "shared_memory/combine.h"
+#include "shared_memory/distribution.h"
 #include "shared_memory/exchange.h"
 
 namespace pycollective {
@@ -59,16 +64,30 @@ class HostCollective {
   static bool TakesScattered(const Arguments&);
   Outcome AllreduceScattered(const Arguments& a, const ScatteredArray& array) { return AllreduceThroughBuffers(a, &array); }
 
-  // A hierarchical allreduce: the first `num_shares` ranks reduce a share each within the host, then inter_host_step(share, count)
-  // reduces it between hosts, then all ranks copy the shares. If that step fails, the other ranks wait, until the job ends or MPI
-  // says that a rank has failed.
+  // A hierarchical allreduce: the first `lanes` ranks get a share each of the host's sum, inter_host_step(share, count) reduces it between
+  // hosts, and all ranks take the shares. If that step fails, the other ranks wait, until the job ends or MPI says that a rank has failed.
   using InterHostStep = std::function<Outcome(void* share, int64_t count)>;
-  Outcome Allreduce(const Arguments&, int num_shares, const InterHostStep& inter_host_step);
+  Outcome Allreduce(const Arguments&, int lanes, const InterHostStep& inter_host_step);
+
+  // Reduces the array `a.send`; `a.recv` gets this rank's part of the result. It may be the place of that part in `a.send`, if the part
+  // has one block.
+  Outcome ReduceScatter(const Arguments& a, const Distribution& parts);
+  // Gathers the parts `a.send` of all ranks in the array `a.recv`. A part may lie at its place in there, if it has one block.
+  Outcome Allgather(const Arguments& a, const Distribution& parts);
 
  private:
   // `scattered`: what this rank brings and takes; null: one array.
   Outcome AllreduceThroughBuffers(const Arguments&, const ScatteredArray* scattered);
   Outcome AllreduceByReading(const Arguments&, int num_shares, const InterHostStep& inter_host_step);
+  // How the ranks make ReduceScatter and Allgather: the same on all ranks of the host.
+  Outcome AlgorithmOf(const Distribution& parts, Type type, Algorithm* algorithm);
+  Outcome ReduceScatter(const Arguments&, const Distribution& parts, Algorithm algorithm);
+  Outcome Allgather(const Arguments&, const Distribution& parts, Algorithm algorithm);
+  Outcome ReduceScatterThroughBuffers(const Arguments&, const Distribution& parts);
+  Outcome ReduceScatterByReading(const Arguments&, const Distribution& parts);
+  // Elements `begin` to `end` of the array are gathered.
+  Outcome AllgatherThroughBuffers(const Arguments&, const Distribution& parts, int64_t begin, int64_t end);
+  Outcome AllgatherByReading(const Arguments&, const Distribution& parts);
   Outcome InOneStep(Operation operation, const Arguments&);
 
   Outcome ReadAndReduce(const Arguments&, int64_t first, int64_t count, void* to);

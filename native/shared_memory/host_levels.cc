@@ -17,6 +17,9 @@ namespace {
 // Smaller arrays go by MPI alone: the ranks of a host would meet twice (docs/performance.md).
 constexpr int64_t kLeastBytes = 1 << 10;
 
+// The least share of a lane: a message of this size takes little longer than an empty one.
+constexpr int64_t kLeastLaneBytes = 8 << 10;
+
 int PlaceOf(int rank, const std::vector<int>& ranks) {
   return static_cast<int>(std::find(ranks.begin(), ranks.end(), rank) - ranks.begin());
 }
@@ -131,10 +134,14 @@ Outcome HostLevels::Allreduce(const Library& mpi, const Arguments& a) {
 }
 
 Outcome HostLevels::AddUp(const Library& mpi, const Arguments& a, const HostCollective::InterHostStep& inter_host_step) {
-  if (local_.size > 1) return HostCollective(mpi, local_).Allreduce(a, lanes_, inter_host_step);
+  if (local_.size > 1) return HostCollective(mpi, local_).Allreduce(a, LanesOf(a), inter_host_step);
   // A rank alone on its host has all of it, and there is one lane.
   PYCOLLECTIVE_RETURN_IF_FAILED(CopyInMemory(0, a.recv, a.send, Bytes(a.count, a.type)));
   return inter_host_step(a.recv, a.count);
+}
+
+int HostLevels::LanesOf(const Arguments& a) const {
+  return static_cast<int>(std::clamp<int64_t>(static_cast<int64_t>(Bytes(a.count, a.type)) / kLeastLaneBytes, 1, lanes_));
 }
 
 int HostLevels::LaneRootOf(int root) const {
@@ -160,29 +167,26 @@ Outcome HostLevels::Bcast(const Library& mpi, const Arguments& a) {
     within.root = PlaceOf(a.root, local_ranks_);
     PYCOLLECTIVE_RETURN_IF_FAILED(mpi.Bcast(local_, within));
   }
-  const Shares shares(a.count, lanes_, a.type);
-  const auto share_of = [&](int lane, int root) {
-    void* const share = At(a.recv, shares.Begin(lane), a.type);
-    Arguments of_lane = a.On(share, share, shares.CountOf(lane));
-    of_lane.root = root;
-    return of_lane;
-  };
-  if (local_.rank < lanes_) PYCOLLECTIVE_RETURN_IF_FAILED(mpi.Bcast(lane_, share_of(local_.rank, LaneRootOf(a.root))));
-  for (int lane = 0; lane < lanes_ && !is_roots_host && local_.size > 1; ++lane) {
-    PYCOLLECTIVE_RETURN_IF_FAILED(mpi.Bcast(local_, share_of(lane, lane)));
+  const int lanes = LanesOf(a);
+  const Shares shares(a.count, lanes, a.type);
+  void* const share = At(a.recv, shares.Begin(local_.rank), a.type);
+  if (local_.rank < lanes) {
+    Arguments of_lane = a.On(share, share, shares.CountOf(local_.rank));
+    of_lane.root = LaneRootOf(a.root);
+    PYCOLLECTIVE_RETURN_IF_FAILED(mpi.Bcast(lane_, of_lane));
   }
-  return {};
+  if (is_roots_host || local_.size == 1) return {};
+  return HostCollective(mpi, local_).Allgather(a.On(share, a.recv, a.count), Distribution::Of(shares, lanes));
 }
 
 // Of H hosts with n ranks each, the ranks of host h have the blocks h * n, h * n + 1, ...; or, in turns, h, h + H, ...
+Distribution HostLevels::PartsOf(const Arguments& a) const {
+  return {a.count * lane_.size * local_.size, in_turns_ ? a.count * lane_.size : a.count, local_.size};
+}
+
 Outcome HostLevels::ReduceScatter(const Library& mpi, const Arguments& a) {
   const std::unique_ptr<char[]> sums(new char[Bytes(a.count * lane_.size, a.type)]);
-  if (in_turns_) PYCOLLECTIVE_RETURN_IF_FAILED(mpi.ReduceScatter(local_, a.On(a.send, sums.get(), a.count * lane_.size)));
-  for (int host = 0; host < lane_.size && !in_turns_; ++host) {
-    const void* const blocks = At(a.send, int64_t{host} * local_.size * a.count, a.type);
-    void* const sum = At(static_cast<void*>(sums.get()), host * a.count, a.type);
-    PYCOLLECTIVE_RETURN_IF_FAILED(mpi.ReduceScatter(local_, a.On(blocks, sum, a.count)));
-  }
+  PYCOLLECTIVE_RETURN_IF_FAILED(HostCollective(mpi, local_).ReduceScatter(a.On(a.send, sums.get(), a.count), PartsOf(a)));
   // Each host gets its block of all sums, and adds them up in the order of the hosts. MPI may let one host add up all.
   const std::unique_ptr<char[]> blocks(new char[Bytes(a.count * lane_.size, a.type)]);
   PYCOLLECTIVE_RETURN_IF_FAILED(mpi.Alltoall(lane_, a.On(sums.get(), blocks.get(), a.count)));
@@ -194,13 +198,7 @@ Outcome HostLevels::ReduceScatter(const Library& mpi, const Arguments& a) {
 Outcome HostLevels::Allgather(const Library& mpi, const Arguments& a) {
   const std::unique_ptr<char[]> blocks(new char[Bytes(a.count * lane_.size, a.type)]);
   PYCOLLECTIVE_RETURN_IF_FAILED(mpi.Allgather(lane_, a.On(a.send, blocks.get(), a.count)));
-  if (in_turns_) return mpi.Allgather(local_, a.On(blocks.get(), a.recv, a.count * lane_.size));
-  for (int host = 0; host < lane_.size; ++host) {
-    const void* const block = At(static_cast<const void*>(blocks.get()), host * a.count, a.type);
-    void* const of_host = At(a.recv, int64_t{host} * local_.size * a.count, a.type);
-    PYCOLLECTIVE_RETURN_IF_FAILED(mpi.Allgather(local_, a.On(block, of_host, a.count)));
-  }
-  return {};
+  return HostCollective(mpi, local_).Allgather(a.On(blocks.get(), a.recv, a.count), PartsOf(a));
 }
 
 void HostLevels::AddOwnComms(std::vector<int64_t>* comms) const {

@@ -1,7 +1,8 @@
 // Hierarchical collectives of a channel with ranks on several hosts: the ranks of a host share memory, and MPI connects the hosts.
 //
-// A rank's *lane* are the ranks with the same number on the other hosts. All lanes work at once, each on its share of
-// the data, so no rank sends between hosts what another one of its host has sent already.
+// A rank's *lane* are the ranks with the same number on the other hosts. Lanes work at once, each on its share of
+// the data, so no rank sends between hosts what another one of its host has sent already. A small array has few lanes, since each of them
+// costs a message.
 
 #ifndef PYCOLLECTIVE_NATIVE_SHARED_MEMORY_HOST_LEVELS_H_
 #define PYCOLLECTIVE_NATIVE_SHARED_MEMORY_HOST_LEVELS_H_
@@ -13,6 +14,7 @@
 #include "base/operations.h"
 #include "mpi/collectives.h"
 #include "shared_memory/board.h"
+#include "shared_memory/distribution.h"
 #include "shared_memory/exchange.h"
 #include "shared_memory/host_collectives.h"
 #include "shared_memory/piggyback.h"
@@ -65,6 +67,10 @@ class HostLevels {
   // An allreduce within the host, in which inter_host_step(share, count) brings in what the other hosts of the lane have.
   Outcome AddUp(const Library& mpi, const Arguments&, const HostCollective::InterHostStep& inter_host_step);
   int HostOf(int rank) const { return hosts_[static_cast<size_t>(rank)]; }
+  // How many lanes share an array: the same on all ranks.
+  int LanesOf(const Arguments&) const;
+  // The blocks of all ranks of the channel as parts of the ranks of this host.
+  Distribution PartsOf(const Arguments&) const;
   // The number in this rank's lane of the rank on the root's host.
   int LaneRootOf(int root) const;
 

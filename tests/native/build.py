@@ -63,6 +63,7 @@ SOURCES = {
     "board_test": [*_BOARD, _NATIVE / "mpi" / "reduction.cc", *RECORDER],
     "comparison_test": [_NATIVE / "calls" / "comparison.cc", *_LIBRARY],
     "exchange_test": _LIBRARY,
+    "levels_test": _LIBRARY,
     "explore_test": [_NATIVE / "mpi" / "collectives.cc", *RECORDER],
     "monitor_test": _MONITOR,
     "inquiry_test": _MONITOR,

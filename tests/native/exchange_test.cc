@@ -62,14 +62,14 @@ std::unique_ptr<pc::Library> MakeLibrary() {
 // The memory of a host with `ranks` ranks. Processes that this one starts share it.
 class Host {
  public:
-  explicit Host(int ranks) : board_(pc::BoardSlot::BytesOf(ranks)), nbytes_(board_ + pc::Exchange::BytesOf(ranks)) {
+  explicit Host(int ranks, int64_t read_bytes = 64 << 20) : board_(pc::BoardSlot::BytesOf(ranks)), nbytes_(board_ + pc::Exchange::BytesOf(ranks)) {
     memory_ = mmap(nullptr, nbytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     CHECK(memory_ != MAP_FAILED);
     pc::BoardSlot::OpenBoard(memory_, ranks);
     pc::Exchange::OpenMemory(static_cast<char*>(memory_) + board_, ranks);
     for (int rank = 0; rank < ranks; ++rank) pc::Exchange::ShowMemory(rank);
     CHECK(pc::Exchange::ReadsAll());
-    pc::Exchange::SetReadBytes(64 << 20);
+    pc::Exchange::SetReadBytes(read_bytes);
   }
   ~Host() { munmap(memory_, nbytes_); }
   Host(const Host&) = delete;
@@ -93,8 +93,8 @@ struct Member {
 };
 
 // Calls run(library, member) in a thread for each rank.
-void OnRanks(int size, const std::function<void(const pc::Library&, Member&)>& run) {
-  const Host host(size);
+void OnRanks(int size, const std::function<void(const pc::Library&, Member&)>& run, int64_t read_bytes = 64 << 20) {
+  const Host host(size, read_bytes);
   const auto library = MakeLibrary();
   const int64_t slot = pc::BoardSlot::Take();
   pc::Exchange::Begin(slot);
@@ -296,6 +296,96 @@ void TestTheLibraryCallsNoMpi() {
   pc::Exchange::SetReadBytes(0);
   CHECK(pc::HostCollective::AlgorithmOf(pc::kAllgather, large, 2) == Algorithm::kThroughBuffers);
   CHECK(pc::HostCollective::AlgorithmOf(pc::kAllreduce, larger, 2) == Algorithm::kThroughBuffers);
+}
+
+// Each element of an array that is distributed over the ranks belongs to one of them, in the order of the array.
+void TestADistribution() {
+  for (const pc::Distribution parts : {pc::Distribution{0, 3, 2}, {10, 3, 2}, {12, 3, 2}, {13, 3, 2}, {16, 3, 2}, {5, 8, 3}, {9, 1, 4}}) {
+    std::vector<int> owners(static_cast<size_t>(parts.count), -1);
+    for (int rank = 0; rank <= parts.ranks; ++rank) {
+      CHECK(parts.CountOf(rank) <= parts.CountOf(0) && (rank < parts.ranks || parts.CountOf(rank) == 0));
+      for (const int64_t at_once : {int64_t{1}, int64_t{2}, int64_t{100}}) {
+        int64_t next = 0, last = -1;
+        for (int64_t first = 0; first < parts.CountOf(rank); first += at_once) {
+          CHECK(parts.ForEachRun(rank, first, at_once, [&](int64_t element, int64_t at, int64_t n) -> pc::Outcome {
+            CHECK(at == next && n > 0 && element > last && element + n <= parts.count);
+            for (int64_t i = element; i < element + n; ++i) {
+              CHECK(i / parts.block % parts.ranks == rank);
+              owners[static_cast<size_t>(i)] = rank;
+            }
+            next += n;
+            last = element + n - 1;
+            return {};
+          }).ok());
+        }
+        CHECK(next == parts.CountOf(rank));
+      }
+    }
+    CHECK(std::find(owners.begin(), owners.end(), -1) == owners.end());
+  }
+}
+
+// Blocks of an array go to the ranks in turns, in one call, and come back in another one.
+void TestArraysThatAreDistributed() {
+  for (const int64_t read_bytes : {0, 64 << 20}) {
+    for (const int size : {2, 3, 5}) {
+      OnRanks(size, [size](const pc::Library& library, Member& member) {
+        const int rank = member.channel.rank;
+        pc::HostCollective collective(library, member.channel);
+        for (const int ranks : {1, size - 1, size}) {
+          for (const int64_t block : {int64_t{1}, int64_t{700}, int64_t{2500}, kPiece + 3}) {
+            for (const int64_t count : {int64_t{1}, 2 * block * ranks, 3 * block * ranks + block / 2, 5 * block * ranks + block + 1}) {
+              const pc::Distribution parts{count, block, ranks};
+              std::vector<float> x(static_cast<size_t>(count)), y(x.size(), -7.0f);
+              std::vector<float> part(static_cast<size_t>(parts.CountOf(rank)) + 1, -7.0f);
+              for (int64_t i = 0; i < count; ++i) x[static_cast<size_t>(i)] = Value(rank, i);
+              CHECK(collective.ReduceScatter({x.data(), part.data(), count, pc::Type::kFloat32}, parts).ok());
+              CHECK(part.back() == -7.0f);
+              CHECK(collective.Allgather({part.data(), y.data(), count, pc::Type::kFloat32}, parts).ok());
+              for (int64_t i = 0; i < count; ++i) CHECK(y[static_cast<size_t>(i)] == Sum(size, i));
+            }
+          }
+        }
+        CHECK(library.Barrier(member.channel).ok());
+      }, read_bytes);
+    }
+  }
+}
+
+// The first ranks get a share each of the host's sum, and hand on what the step between hosts has made of it: here twice the sum.
+void TestAHierarchicalAllreduce() {
+  for (const int64_t read_bytes : {0, 64 << 20}) {
+    for (const int size : {2, 3, 9}) {
+      std::atomic<int64_t> shared{0}, steps{0}, expected_steps{0}, expected_shared{0};
+      OnRanks(size, [&](const pc::Library& library, Member& member) {
+        const int rank = member.channel.rank;
+        std::mt19937 own(static_cast<unsigned>(rank));
+        for (const int lanes : {1, size - 1, size}) {
+          for (const int64_t count : {int64_t{1}, int64_t{7}, int64_t{3000}, kPiece, 3 * kPiece + 5, 9 * kPiece + 1}) {
+            for (const bool in_place : {false, true}) {
+              std::vector<float> x(static_cast<size_t>(count)), y(x.size(), -7.0f);
+              for (int64_t i = 0; i < count; ++i) x[static_cast<size_t>(i)] = Value(rank, i);
+              float* const to = in_place ? x.data() : y.data();
+              if (own() % 8 == 0) Sleep(1);
+              const auto doubles = [&](void* share, int64_t n) -> pc::Outcome {
+                for (int64_t i = 0; i < n; ++i) static_cast<float*>(share)[i] *= 2;
+                steps += 1;
+                shared += n;
+                return {};
+              };
+              const pc::Arguments a{x.data(), to, count, pc::Type::kFloat32};
+              CHECK(pc::HostCollective(library, member.channel).Allreduce(a, lanes, doubles).ok());
+              for (int64_t i = 0; i < count; ++i) CHECK(to[i] == 2 * Sum(size, i));
+              if (rank > 0) continue;
+              expected_shared += count;
+              for (int lane = 0; lane < lanes; ++lane) expected_steps += pc::Shares(count, lanes, pc::Type::kFloat32).CountOf(lane) > 0;
+            }
+          }
+        }
+      }, read_bytes);
+      CHECK(shared == expected_shared && steps == expected_steps);
+    }
+  }
 }
 
 // A rank ends a call that reads arrays when the others have read its own: it may overwrite them then.
@@ -597,6 +687,9 @@ const Tests kTests = {
     {"each_collective", TestEachCollective},
     {"a_bucket_of_arrays", TestABucketOfArrays},
     {"the_library_calls_no_mpi", TestTheLibraryCallsNoMpi},
+    {"a_distribution", TestADistribution},
+    {"arrays_that_are_distributed", TestArraysThatAreDistributed},
+    {"a_hierarchical_allreduce", TestAHierarchicalAllreduce},
     {"an_array_is_overwritten_after_the_call", TestAnArrayIsOverwrittenAfterTheCall},
     {"an_array_that_cannot_be_read", TestAnArrayThatCannotBeRead},
     {"a_process_that_is_gone", TestAProcessThatIsGone},

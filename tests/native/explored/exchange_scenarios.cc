@@ -59,6 +59,7 @@ using namespace pycollective;
 
 constexpr int kMostRanks = 3;
 constexpr int64_t kTwoSteps = 1025;  // elements: the fewest of an allreduce in two steps
+constexpr int64_t kAllReduce = 4097;  // elements: more than one of two ranks reduces alone
 constexpr int64_t kThreePieces = 2 * Exchange::kBufferBytes / 8 + 1;
 
 // MPI: its calls are not explored, but a wait asks whether a rank has failed.
@@ -103,7 +104,7 @@ int64_t slot_number;
 
 // The arrays of each rank.
 struct Arrays {
-  alignas(64) int64_t send[kThreePieces], recv[kThreePieces];
+  alignas(64) int64_t send[kThreePieces], recv[kThreePieces], part[4096];
 };
 std::array<Arrays, kMostRanks> arrays;
 std::atomic<int64_t> is_free;  // whether a root has left its array: 1, and not all have read it; 2, and all have
@@ -122,6 +123,7 @@ void Open(int ranks) {
   const Exchange exchange(slot_number, 0, ranks);
   for (int rank = 0; rank < ranks; ++rank) OnlyGrow(&exchange.counter(rank), sizeof(std::atomic<uint64_t>));
   OnlyGrow(board_memory + 64, BoardSlot::BytesOf(ranks) - 64);  // the numbers of posted calls; the slots come first
+  Exchange::SetReadBytes(0);
   unreadable = nullptr;
   copies_words = false;
   is_free = 0;
@@ -187,6 +189,24 @@ struct Rank {
     post.signature.operation = kAllreduce;
     EXPLORE_CHECK(board.Compare(post, true, [](int) { return !IsInterrupted(); }, &sum, &buffer_of).is_made);
     CheckSum(call, 1);
+  }
+  // The step between hosts adds 1.
+  void HierarchicalSum(int64_t call, int64_t count, int lanes) {
+    const Arguments a = Bring(call, count);
+    const auto add = [](void* share, int64_t n) -> Outcome {
+      for (int64_t i = 0; i < n; ++i) static_cast<int64_t*>(share)[i] += 1;
+      return {};
+    };
+    EXPLORE_CHECK(collective().Allreduce(a, lanes, add).ok());
+    for (int64_t i = 0; i < count; i += std::max<int64_t>(1, count / 8)) recv()[i] -= 1;
+    CheckSum(call, count);
+  }
+  // Each rank gets the sums of its blocks, and then the blocks of all.
+  void DistributedSum(int64_t call, const Distribution& parts, int64_t* part) {
+    const Arguments a = Bring(call, parts.count);
+    EXPLORE_CHECK(collective().ReduceScatter(a.On(a.send, part, parts.count), parts).ok());
+    EXPLORE_CHECK(collective().Allgather(a.On(part, a.recv, parts.count), parts).ok());
+    CheckSum(call, parts.count);
   }
   void ComparedBroadcast(int64_t call) {
     Post post;
@@ -282,6 +302,35 @@ std::vector<Scenario> ExchangeScenarios() {
       for (int call = 0; call < 2; ++call) own.Allreduce(call, 24, true);
     }));
     all.back().weakens_fences = ranks > 2;
+    // One lane: the first rank reduces alone, and a larger array all ranks.
+    for (const int64_t count : {int64_t{24}, kAllReduce}) {
+      const std::string name = count > 24 ? "hierarchical sums that all ranks reduce, two calls" : "hierarchical sums, two calls";
+      all.push_back(Of(name, ranks, [count](Rank& own) {
+        own.FindBuffers();
+        for (int call = 0; call < 2; ++call) own.HierarchicalSum(call, count, 1);
+      }));
+    }
+    all.push_back(Of("a hierarchical sum between broadcasts, in two lanes", ranks, [](Rank& own) {
+      own.FindBuffers();
+      own.Broadcast(0, false, own.size - 1);
+      own.HierarchicalSum(1, 24, 2);
+      own.Broadcast(2, false, own.size - 1);
+    }));
+    for (const bool by_reading : {false, true}) {
+      const std::string name = by_reading ? "sums of blocks by reading" : "sums of blocks through buffers, two calls";
+      all.push_back(Of(name, ranks, [by_reading](Rank& own) {
+        own.FindBuffers();
+        const int64_t block = by_reading ? 1024 : 2;
+        for (int call = 0; call < (by_reading ? 1 : 2); ++call) {
+          own.DistributedSum(call, {2 * block * own.size, block, own.size}, arrays[static_cast<size_t>(own.rank)].part);
+        }
+      }));
+      if (by_reading) all.back().begin = [ranks] {
+        Open(ranks);
+        Exchange::SetReadBytes(1 << 20);
+      };
+      all.back().weakens_fences = by_reading && ranks > 2;
+    }
     all.push_back(Of("barriers", ranks, [](Rank& own) {
       for (int call = 0; call < 2; ++call) {
         own.send()[0] = call;

@@ -1,0 +1,231 @@
+// Tests of the hierarchical collectives of a channel with ranks on several hosts: threads in the place of the ranks of one
+// host. The other hosts bring what this one brings, so the library makes a call between hosts alone; it counts them.
+
+#include "shared_memory/host_levels.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "harness.h"
+#include "mpi/reduction.h"
+
+namespace pc = pycollective;
+
+namespace {
+
+constexpr int kHosts = 3;
+constexpr int64_t kLocal = 1, kLane = 2;  // communicators
+
+// What the ranks of the host call between hosts.
+struct Counts {
+  std::atomic<int64_t> calls{0}, elements{0};
+};
+
+// The library of one rank. All hosts have the ranks in blocks.
+class OneHostOfMany final : public pc::Library {
+ public:
+  OneHostOfMany(int rank, std::atomic<int64_t>* slot, Counts* counts) : rank_(rank), slot_(slot), counts_(counts) {}
+
+  pc::Outcome CreateComm(int64_t, const std::vector<int>&, int, int64_t* comm) const override {
+    *comm = comms_++ == 0 ? kLocal : kLane;
+    return {};
+  }
+  pc::Outcome FreeComm(int64_t) const override { return {}; }
+  pc::Outcome Progress(const pc::Channel&, int) const override { return {}; }
+
+  pc::Outcome Bcast(const pc::Channel& channel, const pc::Arguments& a) const override {
+    if (channel.collective == kLane) return Between(a);
+    if (channel.exchange == nullptr) {  // Make tells the number of the slot
+      auto* const number = static_cast<int64_t*>(a.recv);
+      if (rank_ == 0) *slot_ = *number;
+      while (*slot_ < 0) std::this_thread::yield();
+      *number = *slot_;
+      return {};
+    }
+    return WithinHost(pc::kBcast, channel, a);
+  }
+  pc::Outcome Allreduce(const pc::Channel& channel, const pc::Arguments& a) const override {
+    if (channel.collective == kLane) return Sum(a);
+    if (a.send != a.recv) std::memcpy(a.recv, a.send, pc::Bytes(a.count, a.type));  // whether all share memory
+    return {};
+  }
+  pc::Outcome Reduce(const pc::Channel& channel, const pc::Arguments& a) const override {
+    CHECK(channel.collective == kLane);
+    return Sum(a);
+  }
+  pc::Outcome Allgather(const pc::Channel& channel, const pc::Arguments& a) const override {
+    CHECK(channel.collective == kLane);
+    for (int host = 0; host < kHosts; ++host) std::memcpy(pc::At(a.recv, host * a.count, a.type), a.send, pc::Bytes(a.count, a.type));
+    return Between(a);
+  }
+  // Each host gives this one, the first host, the block that it has for it.
+  pc::Outcome Alltoall(const pc::Channel& channel, const pc::Arguments& a) const override {
+    CHECK(channel.collective == kLane);
+    for (int host = 0; host < kHosts; ++host) std::memcpy(pc::At(a.recv, host * a.count, a.type), a.send, pc::Bytes(a.count, a.type));
+    return Between(a);
+  }
+
+#define NOT_CALLED(Name, ...) \
+  pc::Outcome Name(__VA_ARGS__) const override { return IsCalled(); }
+  NOT_CALLED(ReduceScatter, const pc::Channel&, const pc::Arguments&)
+  NOT_CALLED(Gather, const pc::Channel&, const pc::Arguments&)
+  NOT_CALLED(Scatter, const pc::Channel&, const pc::Arguments&)
+  NOT_CALLED(Scan, const pc::Channel&, const pc::Arguments&)
+  NOT_CALLED(Exscan, const pc::Channel&, const pc::Arguments&)
+  NOT_CALLED(Barrier, const pc::Channel&)
+  NOT_CALLED(CheckTag, const pc::Channel&, int)
+  NOT_CALLED(Send, const pc::Channel&, const pc::Outgoing&)
+  NOT_CALLED(Recv, const pc::Channel&, const pc::Incoming&)
+  NOT_CALLED(Sendrecv, const pc::Channel&, const pc::Outgoing&, const pc::Incoming&)
+  NOT_CALLED(CheckReceived, const char*, const pc::Incoming&)
+  NOT_CALLED(SetReceived, const pc::Incoming&)
+  NOT_CALLED(Permute, const pc::Channel&, const pc::Outgoing&, const pc::Incoming&, const pc::Arguments*)
+  NOT_CALLED(Isend, const pc::Channel&, const pc::Outgoing&, int64_t*)
+  NOT_CALLED(Irecv, const pc::Channel&, const pc::Incoming&, int64_t*)
+  NOT_CALLED(WaitAll, std::vector<int64_t>*)
+#undef NOT_CALLED
+  bool IsOwn(pc::Op, pc::Type) const override { return false; }
+  void Abort(int) const override { IsCalled(); }
+  std::string ErrorString(int) const override { return ""; }
+  int proc_null() const override { return -1; }
+
+ private:
+  static pc::Outcome IsCalled() {
+    std::fprintf(stderr, "a function of MPI was called that levels do not need\n");
+    std::_Exit(1);
+  }
+  pc::Outcome Between(const pc::Arguments& a) const {
+    counts_->calls += 1;
+    counts_->elements += a.count;
+    return {};
+  }
+  pc::Outcome Sum(const pc::Arguments& a) const {
+    CHECK(a.send == a.recv);
+    for (int64_t i = 0; i < a.count; ++i) static_cast<float*>(a.recv)[i] *= kHosts;
+    return Between(a);
+  }
+  pc::Outcome WithinHost(pc::Operation operation, const pc::Channel& channel, const pc::Arguments& a) const {
+    pc::HostCollective collective(*this, channel);
+    bool has_buffers = false;
+    PYCOLLECTIVE_RETURN_IF_FAILED(collective.HasBuffers(&has_buffers));
+    CHECK(has_buffers);
+    return collective.ThroughBuffers(operation, a);
+  }
+
+  const int rank_;
+  std::atomic<int64_t>* const slot_;
+  Counts* const counts_;
+  mutable int comms_ = 0;
+};
+
+float Value(int rank, int64_t i) { return static_cast<float>(rank + 1) + static_cast<float>(i % 977) / 8; }
+
+// Calls run(make, rank) in a thread for each rank of the first host. make(operation, arguments) makes a call in levels.
+using Make = std::function<void(pc::Operation, const pc::Arguments&)>;
+void OnHost(int ranks, Counts* counts, const std::function<void(const Make& make, int rank)>& run) {
+  const size_t board = pc::BoardSlot::BytesOf(ranks), nbytes = board + pc::Exchange::BytesOf(ranks);
+  void* const memory = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  CHECK(memory != MAP_FAILED);
+  pc::BoardSlot::OpenBoard(memory, ranks);
+  pc::Exchange::OpenMemory(static_cast<char*>(memory) + board, ranks);
+  std::vector<int> hosts, members;
+  for (int rank = 0; rank < kHosts * ranks; ++rank) {
+    hosts.push_back(rank / ranks);
+    members.push_back(rank);
+  }
+  std::atomic<int64_t> slot{-1};
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < ranks; ++rank) {
+    threads.emplace_back([&, rank] {
+      const OneHostOfMany library(rank, &slot, counts);
+      pc::HostLevels levels(hosts, rank, 0, members, 0);
+      pc::Channel channel;
+      channel.rank = rank;
+      channel.size = kHosts * ranks;
+      run([&](pc::Operation operation, const pc::Arguments& a) {
+        bool has = false;
+        CHECK(levels.Has(operation, a) && levels.Make(library, channel, &has).ok() && has);
+        CHECK(levels.Run(library, operation, a).ok());
+      }, rank);
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  munmap(memory, nbytes);
+}
+
+// The calls between hosts of one collective of `count` elements or blocks of them, and the elements in these calls.
+void Check(int ranks, pc::Operation operation, int64_t count, int64_t calls, int64_t elements, int root = 0) {
+  Counts counts;
+  OnHost(ranks, &counts, [&](const Make& make, int rank) {
+    const int size = kHosts * ranks;
+    const int64_t brought = count * (pc::TraitsOf(operation).operand == pc::kBlocks ? size : 1);
+    const int64_t got = count * (pc::TraitsOf(operation).result == pc::kBlocks ? size : 1);
+    std::vector<float> x(static_cast<size_t>(brought)), y(static_cast<size_t>(got), -7.0f);
+    for (int64_t i = 0; i < brought; ++i) x[static_cast<size_t>(i)] = Value(rank, i);
+    pc::Arguments a{x.data(), y.data(), count, pc::Type::kFloat32};
+    a.root = root;
+    if (operation == pc::kBcast && root >= ranks) {  // the call between hosts brings each lane its share
+      const pc::Shares shares(count, static_cast<int>(calls), a.type);
+      for (int64_t i = shares.Begin(rank); i < shares.Begin(rank + 1); ++i) y[static_cast<size_t>(i)] = Value(root, i);
+    }
+    make(operation, a);
+    const auto sum = [&](int64_t i) {
+      float of_host = 0;
+      for (int other = 0; other < ranks; ++other) of_host += Value(other, i);
+      return kHosts * of_host;
+    };
+    for (int64_t i = 0; i < got; ++i) {
+      float expected = 0;
+      switch (operation) {
+        case pc::kAllreduce: expected = sum(i); break;
+        case pc::kReduce: expected = rank == a.root ? sum(i) : 0; break;
+        case pc::kBcast: expected = Value(a.root, i); break;
+        case pc::kReduceScatter: expected = sum(rank * count + i); break;
+        default: expected = Value(static_cast<int>(i / count % ranks), i % count);
+      }
+      CHECK(y[static_cast<size_t>(i)] == expected);
+    }
+  });
+  CHECK(counts.calls == calls && counts.elements == elements);
+}
+
+// A lane has 8 KiB or more, unless it is the only one.
+void TestSmallArraysHaveFewLanes() {
+  for (const int ranks : {8, 64}) {
+    for (const int64_t count : {256, 2048, 4095, 4096, 10000, 1 << 16}) {
+      const int64_t lanes = std::clamp<int64_t>(count * static_cast<int64_t>(sizeof(float)) / (8 << 10), 1, ranks);
+      Check(ranks, pc::kAllreduce, count, lanes, count);
+      Check(ranks, pc::kReduce, count, lanes, count, ranks - 1);
+      for (const int root : {0, ranks - 1, 2 * ranks + 1}) Check(ranks, pc::kBcast, count, lanes, count, root);
+    }
+  }
+}
+
+// Each rank sends its block, or gets it, in one call.
+void TestBlocksGoOnce() {
+  for (const int ranks : {2, 8, 64}) {
+    for (const int64_t count : {256, 3000}) {
+      Check(ranks, pc::kAllgather, count, ranks, ranks * count);
+      Check(ranks, pc::kReduceScatter, count, ranks, ranks * count);
+    }
+  }
+}
+
+const Tests kTests = {
+    {"small_arrays_have_few_lanes", TestSmallArraysHaveFewLanes},
+    {"blocks_go_once", TestBlocksGoOnce},
+};
+
+}  // namespace
+
+int main(int argc, char** argv) { return RunOne(kTests, argc, argv); }
