@@ -7,6 +7,7 @@
 #include <map>
 #include <memory>
 
+#include "mpi/doubling.h"
 #include "mpi/elements.h"
 #include "mpi/reduction.h"
 #include "shared_memory/board.h"
@@ -19,6 +20,8 @@ constexpr int64_t kLeastBytes = 1 << 10;
 
 // The least share of a lane: a message of this size takes little longer than an empty one.
 constexpr int64_t kLeastLaneBytes = 8 << 10;
+
+constexpr int kTagOfSums = 1;  // of messages in a lane; comparisons have 0
 
 int PlaceOf(int rank, const std::vector<int>& ranks) {
   return static_cast<int>(std::find(ranks.begin(), ranks.end(), rank) - ranks.begin());
@@ -130,7 +133,17 @@ Outcome HostLevels::Run(const Library& mpi, Operation operation, const Arguments
 }
 
 Outcome HostLevels::Allreduce(const Library& mpi, const Arguments& a) {
-  return AddUp(mpi, a, [&](void* share, int64_t count) { return mpi.Allreduce(lane_, a.On(share, share, count)); });
+  return AddUp(mpi, a, [&](void* share, int64_t count) { return AllreduceOfLane(mpi, a.On(share, share, count)); });
+}
+
+Outcome HostLevels::AllreduceOfLane(const Library& mpi, const Arguments& a) {
+  const auto nbytes = static_cast<int64_t>(Bytes(a.count, a.type));
+  if (a.op == Op::kSumBfloat16 || SentByDoubling(nbytes, lane_.size) > kMostByDoubling) return mpi.Allreduce(lane_, a);
+  const std::unique_ptr<char[]> memory(new char[static_cast<size_t>(nbytes)]);
+  const auto add = [&](void* sum, const void* next) {
+    ReduceInOrder(2, [&](int number) { return number == 0 ? sum : next; }, a.count, sum, a.type, a.op);
+  };
+  return CombineByDoubling(mpi, lane_, kTagOfSums, a.recv, memory.get(), nbytes, [&](const void*) { return nbytes; }, add);
 }
 
 Outcome HostLevels::AddUp(const Library& mpi, const Arguments& a, const HostCollective::InterHostStep& inter_host_step) {
