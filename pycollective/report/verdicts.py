@@ -333,9 +333,7 @@ def _without_file(absent: Collection[int], unasked: Sequence[int], size: int) ->
         yield f"{len(unasked)} of {size} ranks were not asked for their records: {name_ranks(unasked)}."
 
 
-def _waits_and_messages(
-    records: Sequence[Records], histories: Mapping[int, _History]
-) -> Iterator[str]:
+def _waits_and_messages(records: Sequence[Records], histories: Mapping[int, _History]) -> Iterator[str]:
     """The messages that ranks were in at last, and their waits outside programs, with the ranks not in them."""
     messages: dict[tuple[str, str, str], list[int]] = defaultdict(list)
     waits: dict[_Wait, dict[int, Entry]] = defaultdict(dict)
@@ -395,7 +393,7 @@ def _summary(counts: Counter[str], left_out: int) -> Iterator[str]:
 def _advice(
     found: Sequence[Verdict], records: Sequence[Records], histories: Mapping[int, _History], absent: Collection[int]
 ) -> Iterator[str]:
-    """Where to begin: the first mismatch, and the ranks without the file that they were asked for, for which others may have waited."""
+    """Where to begin: the first mismatch, and the ranks without a file for which others may have waited."""
     first = next((verdict for verdict in found if verdict.name not in (FULLY_MATCHED, UNDECIDED)), None)
     if first is not None:
         yield (

@@ -160,9 +160,7 @@ def test_a_rank_that_was_asked_and_has_no_file_is_blamed(call: dict[str, Any]) -
     files = [records(rank, [entry(1), entry(2, state="started", **call)], **WRITERS) for rank in (0, 100, 1023)]
     told = verdicts.judge(files).sentences
     assert "No records of rank 512 of 1024: it was stopped or killed, or could not write here." in told
-    assert told[-1] == (
-        "Ranks were still in calls on communicators of rank 512, which has no file: look at rank 512."
-    )
+    assert told[-1] == ("Ranks were still in calls on communicators of rank 512, which has no file: look at rank 512.")
 
 
 def test_a_wait_outside_programs_in_which_ranks_are_that_were_not_asked() -> None:
