@@ -2,8 +2,8 @@
 
 It is always on and adds some tens of nanoseconds to a call. The fields have the names of PyTorch's flight recorder.
 When a job of several ranks fails, each rank writes its records to a file ``rank-R.json`` in the folder of
-``PYCOLLECTIVE_RECORDS``; a rank that was killed cannot. Of more than 16 ranks a part writes. Such a file has more fields:
-``reason``, why the job ended, ``job``, a name of the job, and ``writers``, the ranks that were asked to write.
+``PYCOLLECTIVE_RECORDS``; a rank that was killed cannot. Of more than 16 ranks a part writes. Such a file has more
+fields: ``reason``, why the job ended, ``job``, a name of the job, and ``writers``, the ranks that were asked to write.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ _NO_RECORD = "no record of the call"
 _NO_FILE = "has no file"
 
 _NOT_ASKED = "was not asked for a file"
-"""Of many ranks a part writes files (``native/monitor/record_writers.h``). The others are not blamed for having none."""
+"""Of many ranks a part writes files (``native/monitor/record_writers.h``). Nobody blames the others."""
 
 
 class _Wait(NamedTuple):
