@@ -39,7 +39,8 @@ class Ranks:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.queues: dict[Any, queue.Queue[Sent]] = defaultdict(queue.Queue)
+        # A SimpleQueue is made in one step: two threads that look for one get the same.
+        self.queues: dict[Any, queue.SimpleQueue[Sent]] = defaultdict(queue.SimpleQueue)
         self.messages: list[tuple[int, int]] = []
 
     def run(self, call: Callable[[Any], Any]) -> list[Any]:
