@@ -160,7 +160,7 @@ def _end(session: _Session, records: bytes, dropped: int, span: tuple[int, int],
     own = part_of_this_rank(records, dropped, begin, end, span)
     parts = leave.gather(mpi, own, wait)
     error = _write_unless_it_fails(parts, file) if mpi.rank == 0 else None
-    problem = leave.result(mpi, error and str(error), wait)
+    problem = leave.result(mpi, None if error is None else str(error), wait)
     mpi.Free()
     if error is not None:
         raise error
