@@ -310,7 +310,7 @@ PYCOLLECTIVE_EXPORT const char* pycollective_wait_name(int64_t index) {
 
 // All records as JSON: see RecorderJson. The caller gives the text back to pycollective_text_free.
 PYCOLLECTIVE_EXPORT char* pycollective_recorder_json(int32_t rank, int32_t size, const char* reason) {
-  return strdup(pycollective::RecorderJson(rank, size, reason).c_str());
+  return strdup(pycollective::RecorderJson(rank, size, {reason, "", {}}).c_str());
 }
 PYCOLLECTIVE_EXPORT void pycollective_text_free(char* text) { std::free(text); }
 

@@ -2,7 +2,8 @@
 
 It is always on and adds some tens of nanoseconds to a call. The fields have the names of PyTorch's flight recorder.
 When a job of several ranks fails, each rank writes its records to a file ``rank-R.json`` in the folder of
-``PYCOLLECTIVE_RECORDS``; a rank that was killed cannot.
+``PYCOLLECTIVE_RECORDS``; a rank that was killed cannot. Of more than 16 ranks a part writes. Such a file has more
+fields: ``reason``, why the job ended, ``job``, a name of the job, and ``writers``, the ranks that were asked to write.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ def dump() -> dict[str, Any]:
 
     Returns:
         A dictionary for :func:`json.dumps`, with ``rank``, ``world_size``, ``host_name``, ``pid``, ``pg_config``
-        (the groups of ranks, by their ids) and ``entries``. Each entry has
+        (the groups of ranks, by their ids), ``entries``, and ``complete_from``: all calls with this ``record_id`` or a
+        greater one are among the entries. Each entry has
 
         - ``record_id``, the number of the call in this process;
         - ``profiling_name``, such as ``"pycollective:allreduce"``, and ``description``, with shape, dtype, reduction,

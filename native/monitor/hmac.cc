@@ -99,6 +99,16 @@ std::string RandomBytes(size_t count) {
   return bytes;
 }
 
+std::string Hex(const std::string& bytes) {
+  constexpr char kDigits[] = "0123456789abcdef";
+  std::string text;
+  for (const char byte : bytes) {
+    const auto value = static_cast<unsigned char>(byte);
+    text += {kDigits[value >> 4], kDigits[value & 15]};
+  }
+  return text;
+}
+
 }  // namespace pycollective
 
 // For tests: HMAC-SHA-256 of a text, 32 bytes.

@@ -21,6 +21,9 @@ bool SameMac(const std::string& expected, const std::string& got);
 // Bytes from the kernel that nobody can guess; "" if there are none.
 std::string RandomBytes(size_t count);
 
+// The bytes in hexadecimal digits.
+std::string Hex(const std::string& bytes);
+
 }  // namespace pycollective
 
 #endif  // PYCOLLECTIVE_NATIVE_MONITOR_HMAC_H_

@@ -17,7 +17,6 @@ namespace {
 
 constexpr int64_t kAskNs = 3000000000;    // for a rank that is asked by itself
 constexpr int64_t kStateNs = 1000000000;  // for a rank to tell whether other processes of its host are there
-constexpr TreeLimits kHeadLimits{1000000000, kAskNs, 5000000000};  // of a head
 constexpr TreeLimits kRootLimits{kAskNs, kAskNs, 5000000000};      // of the rank that reports
 constexpr size_t kMostGroups = 64;  // whose members a report asks for
 
@@ -179,8 +178,8 @@ void FindMembers(const SideChannel& channel, int size, std::vector<Status>* stat
 }  // namespace
 
 Heard HearFor(const SideChannel& channel, const std::vector<Process>& processes, const Status& own, const std::vector<int>& ranks,
-              int64_t reason) {
-  Heard heard = HearParts(channel, processes, own.ranks.front(), ranks, reason, kHeadLimits);
+              int64_t reason, const TreeLimits& limits) {
+  Heard heard = HearParts(channel, processes, own.ranks.front(), ranks, reason, limits);
   heard.statuses.push_back(own);
   heard.statuses = Joined(heard.statuses);
   return heard;

@@ -28,9 +28,13 @@ enum Request : int64_t {
   kTellGroup,
 };
 
-// The answer of a rank to kTellStatus. `own`: its status; `ranks`: those that it asks, for the same reason (monitor.h).
+// The limits of a head, and of a rank that has an error and looks whose records are of use.
+inline constexpr TreeLimits kHeadLimits{1000000000, 3000000000, 5000000000};
+inline constexpr TreeLimits kBriefLimits{700000000, 1300000000, 2000000000};
+
+// What some ranks do, and `own`, this rank's status: the answer of a head to kTellStatus. `reason`: see monitor.h.
 Heard HearFor(const SideChannel& channel, const std::vector<Process>& processes, const Status& own, const std::vector<int>& ranks,
-              int64_t reason);
+              int64_t reason, const TreeLimits& limits = kHeadLimits);
 
 struct Inquiry {
   std::vector<Status> statuses;    // joined, this rank's among them

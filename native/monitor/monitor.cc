@@ -22,6 +22,7 @@
 
 #include "base/clock.h"
 #include "monitor/ask_tree.h"
+#include "monitor/hmac.h"
 #include "monitor/inquiry.h"
 #include "monitor/own_end.h"
 #include "monitor/own_file.h"
@@ -29,6 +30,7 @@
 #include "monitor/python_stacks.h"
 #include "monitor/rank_guard.h"
 #include "monitor/rank_runs.h"
+#include "monitor/record_writers.h"
 #include "monitor/status.h"
 #include "records/recorder.h"
 
@@ -46,6 +48,7 @@ constexpr auto kAfterFailure = std::chrono::milliseconds(200);  // before a thre
 
 // Why a rank asks another one to report; the greater one matters more.
 enum Reason : int64_t { kSomeHaveEnded = 1, kLongWait, kTooLongWait };
+constexpr int64_t kNoReport = 0;  // in the place of a reason: a rank asks what others do, and makes no report
 
 class Monitor {
  public:
@@ -100,8 +103,9 @@ class Monitor {
 
   bool BeginEnd(int status, const std::string& cause) {
     if (!SetEnd(status)) return false;
-    TellEnd(status, cause);
-    Tried("write its records", [&] { WriteRecords(cause); });
+    const std::vector<int> writers = WritersAtAnError();
+    TellEnd(status, cause, writers);
+    Tried("write its records", [&] { WriteRecords(cause, writers); });
     return true;
   }
 
@@ -122,18 +126,44 @@ class Monitor {
     return others;
   }
 
-  void TellEnd(int status, const std::string& cause) {
-    Tried("tell the other ranks to end",
-          [&] { TellAll(channel_, settings_.processes, settings_.rank, Others(), kEndNow, Writer().Put(status).Put(cause).text()); });
+  void TellEnd(int status, const std::string& cause, const std::vector<int>& writers) {
+    Writer writer;
+    writer.Put(status);
+    TellCause(kEndNow, std::move(writer), cause, writers);
+  }
+  // Tells all ranks a cause, and which of them write their records.
+  void TellCause(int64_t kind, Writer writer, const std::string& cause, const std::vector<int>& writers) {
+    PutRanks(writer.Put(cause), writers);
+    Tried("tell the other ranks",
+          [&] { TellAll(channel_, settings_.processes, settings_.rank, Others(), kind, writer.text()); });
   }
 
-  // Writes this process's records to the folder of the settings. Returns a line of a report that says so, or why not.
-  std::string WriteRecords(const std::string& reason) {
-    if (settings_.folder.empty()) return "";
+  // The ranks that write their records when this one has an error. It asks what the others do, for a short time.
+  std::vector<int> WritersAtAnError() {
+    Heard heard;
+    Tried("ask what other ranks do", [&] {
+      if (size() > kAllWrite) {
+        heard = HearFor(channel_, settings_.processes, StatusOfThisProcess(settings_.rank), Others(), kNoReport, kBriefLimits);
+      }
+    });
+    std::vector<int> silent;
+    for (const Unheard& one : heard.unheard) silent.push_back(one.rank);
+    SortRanks(&silent);
+    return RecordWriters(size(), settings_.rank, heard.statuses, silent);
+  }
+
+  // Writes this process's records to the folder of the settings, if it is one of `writers`. Returns a line of a report that says so, or
+  // why not. Where `anew` is false, records that lie there stay.
+  std::string WriteRecords(const std::string& reason, const std::vector<int>& writers, bool anew = true) {
+    if (settings_.folder.empty() || !std::binary_search(writers.begin(), writers.end(), settings_.rank)) return "";
     const std::lock_guard<std::mutex> lock(records_mutex_);  // several threads may learn of the end
+    if (has_written_ && !anew) return "";
     const std::string name = "rank-" + std::to_string(settings_.rank) + ".json";
-    const std::string wrong = WriteOwnFile(settings_.folder, name, RecorderJson(settings_.rank, size(), reason));
-    if (wrong.empty()) return "  The last calls of each rank are in " + settings_.folder + ".\n";
+    const std::string wrong = WriteOwnFile(settings_.folder, name, RecorderJson(settings_.rank, size(), {reason, job_, writers}));
+    has_written_ = wrong.empty();
+    const std::string count = std::to_string(writers.size()) + " of " + std::to_string(size()) + " ranks";
+    const std::string whose = static_cast<int>(writers.size()) == size() ? "each rank" : count;
+    if (wrong.empty()) return "  The last calls of " + whose + " are in " + settings_.folder + ".\n";
     return "  The last calls are not in " + settings_.folder + ": " + wrong + ". Name another folder by PYCOLLECTIVE_RECORDS.\n";
   }
 
@@ -153,9 +183,9 @@ class Monitor {
     }
     if (settings_.says_deaths) Say("pycollective: " + what + "\n");
     // At the same time, since the launcher may end this rank in a few milliseconds.
-    const auto told = std::async(
-        [&] { TellAll(channel_, settings_.processes, settings_.rank, Others(), kDeathIsKnown, Writer().Put(what).text()); });
-    WriteRecords(what);
+    const std::vector<int> writers = RecordWriters(size(), settings_.rank, {}, {rank});
+    const auto told = std::async([&] { TellCause(kDeathIsKnown, Writer(), what, writers); });
+    WriteRecords(what, writers);
     told.wait();  // without a thread it is done now
   }
 
@@ -204,6 +234,8 @@ class Monitor {
       case kProcessState: return StatesOf(settings_.processes, settings_.rank, text);
       case kDeathIsKnown: {
         const std::string rest = reader.Rest();
+        const Cause cause = CauseFrom(rest);
+        if (cause.writers.empty()) return "";
         bool writes;
         {
           const std::lock_guard<std::mutex> lock(mutex_);
@@ -211,7 +243,7 @@ class Monitor {
           writes = !stopping_ && !has_end_;
         }
         const std::string told = HandedOn(kind, others, rest);
-        if (writes) WriteRecords(Reader(rest).Text());
+        if (writes) WriteRecords(cause.text, cause.writers);
         return told;
       }
       case kReport: {
@@ -227,7 +259,8 @@ class Monitor {
         const std::string rest = reader.Rest();
         Reader of_end(rest);
         const int status = static_cast<int>(of_end.Number());
-        const std::string cause = of_end.Text();
+        const Cause cause = CauseFrom(of_end.Rest());
+        if (cause.writers.empty()) return "";
         const bool is_new = SetEnd(status);
         if (is_new) {
           const std::lock_guard<std::mutex> lock(mutex_);
@@ -235,11 +268,24 @@ class Monitor {
           changed_.notify_all();
         }
         const std::string told = HandedOn(kind, others, rest);  // first: a file system may hang
-        if (is_new) WriteRecords(cause);
+        WriteRecords(cause.text, cause.writers, is_new);  // several ranks may tell an end, with other writers
         return told;
       }
       default: return "";
     }
+  }
+
+  // What TellCause tells. Without writers it is none.
+  struct Cause {
+    std::string text;
+    std::vector<int> writers;
+  };
+  Cause CauseFrom(const std::string& text) const {
+    Reader reader(text);
+    Cause cause;
+    cause.text = reader.Text();
+    cause.writers = RanksFrom(reader, size());
+    return cause;
   }
 
   // Hands a request on, and returns the reply to it; "" if that fails, so that the rank that asks tells these ranks itself.
@@ -322,7 +368,9 @@ class Monitor {
     const bool reported = Tried("report a long wait", [&] {
       if (is_reporter || !AnotherReports(reason, oldest_ns, asked != 0)) Report(reason, oldest_ns);
     });
-    if (!reported && reason == kTooLongWait) EndJob("pycollective: a call has waited too long; ending all ranks.\n");
+    if (!reported && reason == kTooLongWait) {
+      EndJob("pycollective: a call has waited too long; ending all ranks.\n", RecordWriters(size(), settings_.rank, {}, {}));
+    }
     return true;
   }
 
@@ -413,22 +461,24 @@ class Monitor {
     }
     text += DescribeAll(statuses, silent, AskForFrames(channel_, settings_.rank, statuses));
     if (ends) {
-      EndJob(text);
+      std::vector<int> without;
+      for (const SilentRank& one : silent) without.push_back(one.rank);
+      EndJob(text, RecordWriters(size(), settings_.rank, statuses, without));
     } else {
       Say(text);
     }
   }
 
-  // Ends the job for the cause that `text` tells. Each step has a limit, and is made though another one has failed.
-  void EndJob(const std::string& text) {
+  // Ends the job for the cause that `text` tells. `writers`: the ranks that write their records. Each step has a limit, and is made though another one has failed.
+  void EndJob(const std::string& text, const std::vector<int>& writers) {
     if (!SetEnd(1)) return;
     LimitOwnEnd();
     // At the same time: who is told may end, and the launcher then ends this rank, too.
-    const auto told = std::async([&] { TellEnd(1, text); });
+    const auto told = std::async([&] { TellEnd(1, text, writers); });
     Say(text);
     told.wait();  // without a thread it is done now
     Tried("write its records", [&] {
-      const std::string where = WriteRecords(text);
+      const std::string where = WriteRecords(text, writers);
       if (!where.empty()) Say(where);
     });
     AbortJob(settings_.processes, Own().host);
@@ -436,12 +486,14 @@ class Monitor {
 
   const MonitorSettings settings_;
   const SideChannel channel_;
+  const std::string job_ = Hex(HmacSha256(settings_.secret, "the name of the job").substr(0, 8));
   std::atomic<int64_t> warn_ns_;
   std::atomic<int64_t> timeout_ns_;
   std::thread server_;
   std::thread watcher_;
   std::list<RankGuard> guards_;
   std::mutex records_mutex_;
+  bool has_written_ = false;  // whether this rank's records lie in the folder; guarded by records_mutex_
   const pid_t parent_ = getppid();
   // Of the watcher.
   std::map<int64_t, int64_t> last_report_ns_;  // by the reason

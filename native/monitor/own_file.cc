@@ -7,7 +7,6 @@
 #include <unistd.h>
 
 #include <cerrno>
-#include <cstdio>
 #include <cstring>
 
 #include "monitor/hmac.h"
@@ -19,13 +18,7 @@ std::string Error() { return std::strerror(errno); }
 
 // A name that nobody can guess.
 std::string NewName(const std::string& name) {
-  std::string digits;
-  for (const char byte : RandomBytes(8)) {
-    char two[3];
-    std::snprintf(two, sizeof(two), "%02x", static_cast<unsigned char>(byte));
-    digits += two;
-  }
-  return "." + name + "." + digits + ".part";
+  return "." + name + "." + Hex(RandomBytes(8)) + ".part";
 }
 
 std::string WriteIn(int folder, const std::string& name, const std::string& text) {

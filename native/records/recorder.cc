@@ -337,6 +337,12 @@ std::string FramesJson(const std::string& site) {
   return "[]";
 }
 
+std::string ListJson(const std::vector<int>& numbers) {
+  std::string text = "[";
+  for (size_t i = 0; i < numbers.size(); ++i) text += (i > 0 ? ", " : "") + std::to_string(numbers[i]);
+  return text + "]";
+}
+
 std::string RecordJson(const Record& record, int64_t to_wall_ns) {
   const auto group = FindGroup(record.group);
   const bool is_message = record.operation < kFirstWait && !record.is_collective();
@@ -371,13 +377,11 @@ std::string RecordJson(const Record& record) { return RecordJson(record, 0); }
 std::string GroupJson(int64_t identity) {
   const auto group = FindGroup(identity);
   if (group == nullptr) return "null";
-  std::string text =
-      "{\"name\": " + Quoted(std::to_string(identity)) + ", \"desc\": " + Quoted(group->name) + ", \"ranks\": \"[";
-  for (size_t i = 0; i < group->ranks.size(); ++i) text += (i > 0 ? ", " : "") + std::to_string(group->ranks[i]);
-  return text + "]\"}";
+  return "{\"name\": " + Quoted(std::to_string(identity)) + ", \"desc\": " + Quoted(group->name) +
+         ", \"ranks\": \"" + ListJson(group->ranks) + "\"}";
 }
 
-std::string RecorderJson(int rank, int size, const std::string& reason) {
+std::string RecorderJson(int rank, int size, const End& end) {
   timespec wall{};
   clock_gettime(CLOCK_REALTIME, &wall);
   const int64_t to_wall_ns = wall.tv_sec * int64_t{1000000000} + wall.tv_nsec - NowNs();
@@ -385,8 +389,11 @@ std::string RecorderJson(int rank, int size, const std::string& reason) {
   gethostname(host, sizeof(host) - 1);
   std::string text = "{\"version\": \"2.9\", \"rank\": " + std::to_string(rank) + ", \"world_size\": " +
                      std::to_string(size) + ", \"host_name\": " + Quoted(host) +
-                     ", \"pid\": " + std::to_string(getpid()) + ", \"reason\": " + Quoted(reason) + ", \"pg_config\": {";
+                     ", \"pid\": " + std::to_string(getpid()) + ", \"reason\": " + Quoted(end.reason);
+  if (!end.writers.empty()) text += ", \"job\": " + Quoted(end.job) + ", \"writers\": " + ListJson(end.writers);
   const std::vector<Record> records = Records();
+  const uint64_t begun = next.load(std::memory_order_relaxed);  // read last: a slot that is taken meanwhile has no older record
+  text += ", \"complete_from\": " + std::to_string(begun > kRecords ? begun - kRecords : 0) + ", \"pg_config\": {";
   std::vector<int64_t> shown;
   for (const Record& record : records) {
     if (record.group == 0 || std::find(shown.begin(), shown.end(), record.group) != shown.end()) continue;

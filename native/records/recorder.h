@@ -162,8 +162,16 @@ std::string RecordJson(const Record& record);
 // A group as RecorderJson has it in pg_config; "null" if it is not known.
 std::string GroupJson(int64_t identity);
 
-// All that the recorder knows, as one JSON object. The fields are those of PyTorch's flight recorder.
-std::string RecorderJson(int rank, int size, const std::string& reason);
+// What a job's end says to the ranks that write their records.
+struct End {
+  std::string reason;
+  std::string job;           // the job's name, which no other job has
+  std::vector<int> writers;  // the ranks that are asked to write; empty: there is no end
+};
+
+// All that the recorder knows, as one JSON object. The fields are those of PyTorch's flight recorder, and `complete_from`: all records
+// with this number or a greater one are among the entries.
+std::string RecorderJson(int rank, int size, const End& end);
 
 }  // namespace pycollective
 

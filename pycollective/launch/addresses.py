@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import socket
 from ipaddress import ip_address
-
-import psutil
+from typing import Any
 
 LOOPBACK = "127.0.0.1"
 
 
 def addresses_of_this_host() -> list[str]:
     """The addresses of this host's interfaces that are up, IPv4 first, without loopback and link-local ones."""
+    psutil: Any = importlib.import_module("psutil")  # a job on one host needs no addresses
     up = {name for name, status in psutil.net_if_stats().items() if status.isup}
     families = (socket.AF_INET, socket.AF_INET6)
     found = {

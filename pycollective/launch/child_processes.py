@@ -16,7 +16,6 @@ import termios
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from multiprocessing import parent_process
 from typing import NamedTuple
 
 from pycollective.errors import message
@@ -88,7 +87,7 @@ def parent_rank(environ: Mapping[str, str] = os.environ) -> Parent | None:
         >>> parent_rank({"PYCOLLECTIVE_RANK": mark, "PMI_RANK": "1"}) is None
         True
     """
-    is_worker = parent_process() is not None or _is_importing_main()
+    is_worker = _is_of_multiprocessing() or _is_importing_main()
     if _VARIABLE not in environ:
         return Parent(os.getppid(), "a rank") if is_worker and is_rank(environ) else None
     mark = json.loads(environ[_VARIABLE])
@@ -125,6 +124,12 @@ def refuse_child(where: str) -> None:
         with suppress(ProcessLookupError):  # another worker has ended it already
             os.kill(parent.pid, signal.SIGTERM)
     raise RuntimeError(error)
+
+
+def _is_of_multiprocessing() -> bool:
+    """Whether multiprocessing has started this process. Then it is imported; a rank need not read its files."""
+    multiprocessing = sys.modules.get("multiprocessing.process")
+    return multiprocessing is not None and multiprocessing.parent_process() is not None
 
 
 def _is_importing_main() -> bool:

@@ -15,6 +15,10 @@ from pycollective.launch.find_mpi import LIBRARIES
 
 _CONNECT_TIMEOUT_S = 10
 
+MOST_CHECKED = 32
+"""Up to so many hosts are checked, all at a time. More are left to the launcher: its tree of processes may have other
+ways to a host than one connection of this process to each."""
+
 
 def parse_hosts(text: str) -> tuple[tuple[str, int | None], ...]:
     """Host names between commas, each with its number of ranks or None: a type for argparse.
@@ -59,6 +63,8 @@ def parse_hostfile(text: str) -> tuple[tuple[str, int | None], ...]:
 def check_hosts(names: Sequence[str], environ: Mapping[str, str]) -> None:
     """Checks that every other host answers, by the program that the launcher will call to reach it.
 
+    More than :data:`MOST_CHECKED` hosts are not checked.
+
     Raises:
         ConnectionError: a host does not answer.
     """
@@ -84,7 +90,9 @@ def check_hosts(names: Sequence[str], environ: Mapping[str, str]) -> None:
         return None if done.returncode == 0 else done.stderr.strip() or f"exit status {done.returncode}"
 
     others = [name for name in dict.fromkeys(names) if name not in here]
-    with ThreadPoolExecutor(max(1, min(32, len(others)))) as pool:
+    if not 0 < len(others) <= MOST_CHECKED:
+        return
+    with ThreadPoolExecutor(len(others)) as pool:
         for name, wrong in zip(others, pool.map(complaint, others), strict=True):
             if wrong is not None:
                 expected = f"host {name} to answer '{agent} {name} true'"

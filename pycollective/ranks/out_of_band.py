@@ -36,6 +36,24 @@ Wait = Callable[[Condition], None]
 """A function that returns when a condition holds; it may raise before."""
 
 
+def parent_of(rank: int) -> int:
+    """The parent of a rank other than rank 0."""
+    return rank & (rank - 1)
+
+
+def children_of(rank: int, size: int) -> Iterator[int]:
+    """The children of a rank, in the order of the ranks, which is that of the sizes of their subtrees.
+
+    Example:
+        >>> [*children_of(0, 7)], [*children_of(4, 7)], [*children_of(5, 7)]
+        ([1, 2, 4], [5, 6], [])
+    """
+    bit = 1
+    while not rank & bit and rank + bit < size:
+        yield rank + bit
+        bit <<= 1
+
+
 class _Call(NamedTuple):
     """A call that has begun and has not ended.
 
@@ -118,10 +136,10 @@ class OutOfBand:
         """
         self._step += 1
         value = own
-        for child in self._children():
+        for child in children_of(self._mpi.rank, self._mpi.size):
             value = combine(value, (yield from self._receive(child)))
         if self._mpi.rank != 0:
-            self._send(value, self._mpi.rank & (self._mpi.rank - 1))
+            self._send(value, parent_of(self._mpi.rank))
             yield self._have_left
         return value
 
@@ -129,8 +147,8 @@ class OutOfBand:
         """Returns rank 0's ``value`` on all ranks; the values of other ranks do not count."""
         self._step += 1
         if self._mpi.rank != 0:
-            value = yield from self._receive(self._mpi.rank & (self._mpi.rank - 1))
-        for child in [*self._children()][::-1]:  # the largest subtree first
+            value = yield from self._receive(parent_of(self._mpi.rank))
+        for child in [*children_of(self._mpi.rank, self._mpi.size)][::-1]:  # the largest subtree first
             self._send(value, child)
         yield self._have_left
         return value
@@ -144,12 +162,6 @@ class OutOfBand:
             self._send(value, 0)
             yield self._have_left
         return None
-
-    def _children(self) -> Iterator[int]:
-        bit = 1
-        while not self._mpi.rank & bit and self._mpi.rank + bit < self._mpi.size:
-            yield self._mpi.rank + bit
-            bit <<= 1
 
     def _send(self, value: Any, dest: int) -> None:
         self._sent.append(self._mpi.isend((self._ended, self._step, value), dest, self._tag))

@@ -66,6 +66,11 @@ def _refuse_path(got: str) -> int:
     return _refuse(expected, got, "pycollective.trace writes the first, a failed job the second.")
 
 
+def _job(own: dict[str, Any]) -> tuple[int, str | None]:
+    """What the records of one job share: its number of ranks, and its name if it has ended by a failure."""
+    return own["world_size"], own.get("job")
+
+
 def _show_records(folder: Path) -> int:
     """Prints the verdicts on the records in a folder."""
     records: list[tuple[float, dict[str, Any]]] = []
@@ -81,10 +86,11 @@ def _show_records(folder: Path) -> int:
     if not records:
         return _refuse_path(f"the folder {folder} without whole ones")
     job = max(records, key=lambda record: record[0])[1]
-    others = [own["rank"] for _, own in records if own["world_size"] != job["world_size"]]
+    of_job = [own for _, own in records if _job(own) == _job(job)]
+    others = [own["rank"] for _, own in records if _job(own) != _job(job)]
     if others:
-        notes.append(f"The records of {name_ranks(others)} are of a job of another size, and left out.")
-    findings = verdicts.judge([own for _, own in records if own["world_size"] == job["world_size"]])
+        notes.append(f"The records of {name_ranks(others)} are of another job, and left out.")
+    findings = verdicts.judge(of_job)
     console = _console()
     if findings.verdicts:
         console.print(tables.table(tables.VERDICTS, tables.verdict_cells(findings.verdicts[:_MAX_VERDICTS])))

@@ -59,6 +59,11 @@ def flag(value: Any) -> bool:
     return isinstance(value, bool)
 
 
+def absent_or(form: Form) -> Check:
+    """A check: whether a value is not there, or has a form."""
+    return lambda value: value is None or wrong_in(value, form) is None
+
+
 def groups(value: Any) -> bool:
     """Whether a value is a dictionary of groups, each with its ranks."""
     return isinstance(value, dict) and wrong_in([*value.values()], [{"ranks": ranks}]) is None

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -65,6 +65,9 @@ FORM = {
     "reason": reading.text,
     "pg_config": reading.groups,
     "entries": [_ENTRY],
+    "complete_from": reading.count,
+    "job": reading.absent_or(reading.text),
+    "writers": reading.absent_or([reading.rank]),
 }
 """What the records of a rank must have for :func:`judge`."""
 
@@ -87,8 +90,10 @@ class Verdict(NamedTuple):
         seq: the number of the call.
         sides: the ranks by what they did.
         culprits: the ranks that differ from most others, or have not made the call.
-        suspects: the ranks without a file that take part in the call, if another rank was still in it, and nothing but
-            its state differs.
+        suspects: the ranks that were asked for a file, have none, and take part in the call, if another rank was still
+            in it, and nothing but its state differs.
+        is_shown: whether it has sides. A call has none if all ranks match, or if all ranks with a file have a record of
+            it and have ended it alike.
     """
 
     name: str
@@ -97,6 +102,7 @@ class Verdict(NamedTuple):
     sides: list[Side]
     culprits: list[int]
     suspects: list[int]
+    is_shown: bool
 
 
 @dataclass(frozen=True)
@@ -126,6 +132,9 @@ _NO_RECORD = "no record of the call"
 
 _NO_FILE = "has no file"
 
+_NOT_ASKED = "was not asked for a file"
+"""Of many ranks a part writes files (``native/monitor/record_writers.h``). Nobody blames the others."""
+
 
 class _Wait(NamedTuple):
     """A kind of wait outside programs: the id of its group, and what it is. Such waits have no numbers."""
@@ -153,18 +162,21 @@ def judge(records: Sequence[Records]) -> Findings:
                 calls[place][rank] = entry
     histories = {rank: _History(own) for rank, own in by_rank.items()}
     size = max(own["world_size"] for own in records)
-    absent = [rank for rank in range(size) if rank not in by_rank]
+    asked = {rank for own in records for rank in own.get("writers") or range(own["world_size"])}
+    absent = {rank for rank in asked if rank not in by_rank and rank < size}
+    unasked = [rank for rank in range(size) if rank not in by_rank and rank not in absent]
+    members = {group: _members(group, records) for group in {place.group for place in calls}}
     found = [
-        _verdict(place, entries, _members(place.group, records), histories, absent)
+        _verdict(place, entries, members[place.group], histories, absent)
         for place, entries in sorted(calls.items(), key=lambda call: min(map(_created, call[1].values())))
     ]
     counts = Counter(verdict.name for verdict in found)
     wrong = [verdict for verdict in found if verdict.name not in (FULLY_MATCHED, UNDECIDED)]
     undecided = [verdict for verdict in reversed(found) if verdict.name == UNDECIDED]
-    shown = [verdict for verdict in undecided if not _matches_on_files(verdict, absent)]
+    shown = [verdict for verdict in undecided if verdict.is_shown]
     left_out = len(undecided) - len(shown)
-    sentences = [*_reasons(records), *_without_file(absent, size)]
-    sentences += [*_waits_and_messages(records, histories, absent)]
+    sentences = [*_reasons(records), *_without_file(absent, unasked, size)]
+    sentences += [*_waits_and_messages(records, histories)]
     sentences += [*_summary(counts, left_out), *_advice(found, records, histories, absent)]
     return Findings(counts, [*wrong, *shown], sentences)
 
@@ -194,12 +206,13 @@ class _History:
     """Which calls a rank has made, as far as its ring tells, and which it was still in."""
 
     def __init__(self, records: Records) -> None:
-        entries = records["entries"]
-        self._has_all = not entries or min(entry["record_id"] for entry in entries) == 0
+        entries, complete_from = records["entries"], records["complete_from"]
+        self._has_all = complete_from == 0
+        # From which call of each lane on the ring has all. An older call may be there, since it stays under way.
         self._first: dict[tuple[str, str], int] = {}
         for entry in entries:
             lane, seq = (entry["pg_id"], entry["process_group"][1]), entry["collective_seq_id"]
-            if seq > 0:
+            if seq > 0 and entry["record_id"] >= complete_from:
                 self._first[lane] = min(seq, self._first.get(lane, seq))
         done = [entry["record_id"] for entry in entries if entry["state"] == "completed"]
         self._last_completed = max(done, default=-1)
@@ -229,11 +242,11 @@ def _verdict(
     entries: Mapping[int, Entry],
     members: Sequence[int],
     histories: Mapping[int, _History],
-    absent: Sequence[int],
+    absent: Collection[int],
 ) -> Verdict:
     others = [rank for rank in members if rank not in entries]
     missing = [rank for rank in others if rank in histories and histories[rank].has_not_made(place)]
-    unknown = [rank for rank in others if rank not in missing]
+    unknown = [rank for rank in others if rank not in histories or not histories[rank].has_not_made(place)]
     name, culprits = _mismatch(entries)
     if name == FULLY_MATCHED and missing:
         name, culprits = STATE, missing
@@ -243,24 +256,28 @@ def _verdict(
         name = UNDECIDED
     first = next(iter(entries.values()))
     channel = "" if place.channel == "channel 0" else f", {place.channel}"
-    sides = _sides(entries)
-    if missing:
-        sides.append(Side(name_ranks(missing), "has not made the call", "", ""))
-    lost = [rank for rank in unknown if rank not in absent]
-    if lost:
-        sides.append(Side(name_ranks(lost), _NO_RECORD, "", ""))
+    lost = [rank for rank in unknown if rank in histories]
     without = [rank for rank in unknown if rank in absent]
-    if without:
-        sides.append(Side(name_ranks(without), _NO_FILE, "", ""))
     is_open = name in (UNDECIDED, STATE) and any(histories[rank].is_in(entry) for rank, entry in entries.items())
     suspects = without if is_open else []
-    return Verdict(name, f"{first['process_group'][0]}{channel}", place.seq, sides, culprits, suspects)
+    is_shown = name != FULLY_MATCHED and (name != UNDECIDED or is_open or bool(lost))
+    sides = [*_sides(entries), *_sides_without_record(missing, lost, without, unknown)] if is_shown else []
+    communicator = f"{first['process_group'][0]}{channel}"
+    return Verdict(name, communicator, place.seq, sides, culprits, suspects, is_shown)
 
 
-def _matches_on_files(verdict: Verdict, absent: Sequence[int]) -> bool:
-    """Whether an undecided call is a matter of files alone: all ranks that have one have ended the call alike."""
-    lost = any(side.call == _NO_RECORD for side in verdict.sides)
-    return bool(absent) and not lost and not verdict.suspects
+def _sides_without_record(
+    missing: Sequence[int], lost: Sequence[int], without: Sequence[int], unknown: Sequence[int]
+) -> Iterator[Side]:
+    unasked = sorted({*unknown}.difference(lost, without))
+    for ranks, what in (
+        (missing, "has not made the call"),
+        (lost, _NO_RECORD),
+        (without, _NO_FILE),
+        (unasked, _NOT_ASKED),
+    ):
+        if ranks:
+            yield Side(name_ranks(ranks), what, "", "")
 
 
 def _mismatch(entries: Mapping[int, Entry]) -> tuple[str, list[int]]:
@@ -308,15 +325,15 @@ def _reasons(records: Sequence[Records]) -> Iterator[str]:
             yield f"The job ended because: {reason.removeprefix('pycollective: ')}"
 
 
-def _without_file(absent: Sequence[int], size: int) -> Iterator[str]:
+def _without_file(absent: Collection[int], unasked: Sequence[int], size: int) -> Iterator[str]:
     if absent:
         they = "it was" if len(absent) == 1 else "they were"
         yield f"No records of {name_ranks(absent)} of {size}: {they} stopped or killed, or could not write here."
+    if unasked:
+        yield f"{len(unasked)} of {size} ranks were not asked for their records: {name_ranks(unasked)}."
 
 
-def _waits_and_messages(
-    records: Sequence[Records], histories: Mapping[int, _History], absent: Sequence[int]
-) -> Iterator[str]:
+def _waits_and_messages(records: Sequence[Records], histories: Mapping[int, _History]) -> Iterator[str]:
     """The messages that ranks were in at last, and their waits outside programs, with the ranks not in them."""
     messages: dict[tuple[str, str, str], list[int]] = defaultdict(list)
     waits: dict[_Wait, dict[int, Entry]] = defaultdict(dict)
@@ -340,7 +357,7 @@ def _waits_and_messages(
         call = _describe_call(wait.description, first["process_group"][0], _line(first))
         told = f"{_begin_of_sentence(list(entries))} in {call}"
         times = max(histories[rank].count(wait) for rank in entries)
-        members = [rank for rank in _members(wait.group, records) if rank not in entries and rank not in absent]
+        members = [rank for rank in _members(wait.group, records) if rank not in entries and rank in histories]
         missing = [rank for rank in members if not histories[rank].has_waited(wait, times)]
         if missing:
             verb = "was" if len(missing) == 1 else "were"
@@ -374,7 +391,7 @@ def _summary(counts: Counter[str], left_out: int) -> Iterator[str]:
 
 
 def _advice(
-    found: Sequence[Verdict], records: Sequence[Records], histories: Mapping[int, _History], absent: Sequence[int]
+    found: Sequence[Verdict], records: Sequence[Records], histories: Mapping[int, _History], absent: Collection[int]
 ) -> Iterator[str]:
     """Where to begin: the first mismatch, and the ranks without a file for which others may have waited."""
     first = next((verdict for verdict in found if verdict.name not in (FULLY_MATCHED, UNDECIDED)), None)

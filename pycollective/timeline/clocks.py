@@ -34,7 +34,7 @@ _EXCHANGES = 200
 _FAN_OUT = 16
 """The larger, the more turns follow each other; the smaller, the more levels, each of which adds its error."""
 
-_TURN, _QUESTION, _ANSWER, _READINGS = range(4, 8)  # tags; timeline/trace.py has those before
+_TURN, _QUESTION, _ANSWER, _READINGS = range(4, 8)  # tags; timeline/leave.py has those before
 
 
 class Reading(NamedTuple):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from pycollective import files
 from pycollective.errors import fail, integer, message
@@ -17,23 +17,20 @@ from pycollective.ordering import dispatch
 from pycollective.ranks.communicator import Communicator
 from pycollective.ranks.meeting import complete, first_of, meet_or_fail, waiter
 from pycollective.ranks.world import given_or_world
-from pycollective.timeline import clocks, events
+from pycollective.timeline import clocks, events, leave
 from pycollective.timeline.calls import Part, part_of_this_rank
 from pycollective.transport import watch
 from pycollective.transport.mpi import MPI
 
 _WHERE = "trace"
 
-_LEFT, _NEXT, _PART, _DONE = range(4)  # tags
-
 _MOST_CALLS = 1 << 18
 
 
 class _State:
-    """Whether this rank is inside a trace, and messages that are not received yet: MPI may still read their memory."""
+    """Whether this rank is inside a trace."""
 
     is_on = False
-    unreceived: list[MPI.Request] = []  # noqa: RUF012
 
 
 class _Session(NamedTuple):
@@ -111,7 +108,7 @@ def trace(
     except BaseException as error:
         watch.stop_trace()
         _State.is_on = False
-        _announce_failure(session.mpi, f"rank {session.comm.rank} raised {type(error).__name__}: {error}")
+        leave.tell_error(session.mpi, f"rank {session.comm.rank} raised {type(error).__name__}: {error}")
         raise
     span = session.began, clocks.now_ns()
     records, dropped = watch.stop_trace()
@@ -148,75 +145,41 @@ def _begin(file: Path, comm: Communicator | None, most_calls: int) -> _Session:
     return _Session(comm, mpi, reading, clocks.now_ns())
 
 
-def _announce_failure(mpi: MPI.Intracomm, why: str) -> None:
-    """Tells the ranks that would wait for this rank that it has raised. The duplicate is then never freed."""
-    others = range(1, mpi.size) if mpi.rank == 0 else [0]
-    _State.unreceived += [mpi.isend(why, other, _NEXT if mpi.rank == 0 else _LEFT) for other in others]
-
-
 def _end(session: _Session, records: bytes, dropped: int, span: tuple[int, int], file: Path) -> None:
     """Sends the parts of all ranks to rank 0, which writes the file. If a rank raised, no file is written."""
     comm, mpi = session.comm, session.mpi
     wait = waiter(comm, _WHERE, "leave trace")
-    if mpi.rank != 0:
-        wait(mpi.isend(None, 0, _LEFT).Test)
-        if _receive(mpi, 0, _NEXT, wait) is not None:
-            return  # a rank raised
-    else:
-        raised = [why for other in range(1, mpi.size) if (why := _receive(mpi, other, _LEFT, wait)) is not None]
-        if raised:
-            _announce_failure(mpi, raised[0])
+    raised = leave.errors(mpi, wait)
+    if raised:
+        if mpi.rank == 0:
             expected, remedy = "all ranks to leave the trace", f"{file} is not written."
             warnings.warn(message(_WHERE, expected, "; ".join(raised), remedy), RuntimeWarning, stacklevel=4)
-            return
-        for other in range(1, mpi.size):
-            wait(mpi.isend(None, other, _NEXT).Test)
+        return
     reading = clocks.compare(mpi, wait, leaders_first=False)
     begin, end = clocks.to_first(mpi, session.reading, reading, wait)
     own = part_of_this_rank(records, dropped, begin, end, span)
-    if mpi.rank == 0:
-        parts = [own, *(_receive(mpi, other, _PART, wait) for other in range(1, mpi.size))]
-        problem = _write_and_answer(mpi, parts, file, wait)
-    else:
-        wait(mpi.isend(own, 0, _PART).Test)
-        problem = _receive(mpi, 0, _DONE, wait)
+    parts = leave.gather(mpi, own, wait)
+    error = _write_unless_it_fails(parts, file) if mpi.rank == 0 else None
+    problem = leave.result(mpi, None if error is None else str(error), wait)
     mpi.Free()
-    if isinstance(problem, OSError):
-        raise problem
+    if error is not None:
+        raise error
     if problem is not None:
         fail(RuntimeError, _WHERE, comm, f"rank 0 to write {file}", problem, "Look at the error of rank 0.")
-
-
-def _write_and_answer(
-    mpi: MPI.Intracomm, parts: Sequence[Part], file: Path, wait: Callable[[Callable[[], bool]], None]
-) -> OSError | None:
-    """Writes the file, and sends the other ranks the error, or None."""
-    problem = None
-    try:
-        _write(parts, file)
-    except OSError as error:
-        problem = error
-    for other in range(1, mpi.size):
-        wait(mpi.isend(problem and str(problem), other, _DONE).Test)
     for part in parts:
         if part.dropped:
             expected, got = f"at most {len(part.kind)} calls of a rank", f"{part.dropped} more on rank {part.rank}"
             remedy = "They are not in the trace: pass a larger most_calls, or trace fewer steps."
-            warnings.warn(message(_WHERE, expected, got, remedy), RuntimeWarning, stacklevel=5)
-    return problem
+            warnings.warn(message(_WHERE, expected, got, remedy), RuntimeWarning, stacklevel=4)
 
 
-def _receive(mpi: MPI.Intracomm, source: int, tag: int, wait: Callable[[Callable[[], bool]], None]) -> Any:
-    """Receives an object."""
-    found: list[MPI.Message] = []
-
-    def has_come() -> bool:
-        if (come := mpi.improbe(source, tag)) is not None:
-            found.append(come)
-        return come is not None
-
-    wait(has_come)
-    return found[0].recv()
+def _write_unless_it_fails(parts: Sequence[Part], file: Path) -> OSError | None:
+    """Writes the file. Returns the error, or None."""
+    try:
+        _write(parts, file)
+    except OSError as error:
+        return error
+    return None
 
 
 def _write(parts: Sequence[Part], file: Path) -> None:

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from pycollective.transport.by_mpi4jax import ByMpi4jax
+import importlib
+from collections.abc import Callable
+
 from pycollective.transport.handlers import Native
 from pycollective.transport.protocol import Transport
 
-TRANSPORTS: dict[str, type[Transport]] = {"native": Native, "mpi4jax": ByMpi4jax}
-"""The transports by their names; the first is the default."""
+
+def _by_mpi4jax() -> Transport:
+    module = importlib.import_module("pycollective.transport.by_mpi4jax")  # few jobs need its files
+    made: Transport = module.ByMpi4jax()
+    return made
+
+
+TRANSPORTS: dict[str, Callable[[], Transport]] = {"native": Native, "mpi4jax": _by_mpi4jax}
+"""What makes the transports, by their names; the first is the default."""
 
 _chosen: list[Transport] = []
 

@@ -8,6 +8,7 @@ example. It needs neither MPI nor JAX.
 
 from __future__ import annotations
 
+import importlib
 import math
 import os
 import sys
@@ -15,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from multiprocessing import spawn
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -79,6 +79,7 @@ def install() -> None:
     if not is_rank(os.environ):
         return
     if _MODULE in sys.modules:
+        spawn: Any = importlib.import_module("multiprocessing.spawn")
         spawn.get_command_line = _importing_this_first(spawn.get_command_line)
     else:
         sys.meta_path.insert(0, _Finder())

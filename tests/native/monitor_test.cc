@@ -7,6 +7,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
@@ -28,6 +29,7 @@
 #include "monitor/process.h"
 #include "monitor/python_stacks.h"
 #include "monitor/rank_runs.h"
+#include "monitor/record_writers.h"
 #include "monitor/side_channel.h"
 #include "monitor/status.h"
 #include "mpi/collectives.h"
@@ -67,10 +69,12 @@ std::string Through(const std::vector<int>& ranks, const std::string& text) {
   return writer.Append(text).text();
 }
 std::string TellText(int64_t reason, const std::vector<int>& ranks = {}) { return Through(ranks, Writer().Put(reason).text()); }
-std::string EndText(int status, const std::string& cause, const std::vector<int>& ranks = {}) {
-  return Through(ranks, Writer().Put(status).Put(cause).text());
+std::string EndText(int status, const std::string& cause, const std::vector<int>& writers, const std::vector<int>& ranks = {}) {
+  return Through(ranks, Writer().Put(status).Put(cause).Append(Through(writers, "")).text());
 }
-std::string DeathText(const std::string& what) { return Through({}, Writer().Put(what).text()); }
+std::string DeathText(const std::string& what, const std::vector<int>& writers) {
+  return Through({}, Writer().Put(what).Append(Through(writers, "")).text());
+}
 const std::string kAllTold = Through({}, "");  // the reply of a head that has told all ranks of its part
 
 // A monitor whose thread meets a lack of memory goes on, and answers when there is memory again.
@@ -200,6 +204,8 @@ void TestRequests() {
   for (const int64_t kind : {kTellStatus, kEndNow, kDeathIsKnown}) {  // no ranks of this job
     for (const std::string& text : {std::string(), TellText(1, {2}), TellText(1).substr(1)}) CHECK(settings.Ask(kind, text).text.empty());
   }
+  CHECK(settings.Ask(kEndNow, EndText(1, "nobody writes", {2})).text.empty());  // it is no end
+  CHECK(settings.Ask(kDeathIsKnown, DeathText("nobody writes", {})).text.empty() && settings.Records().empty());
   AddGroup(4711, {"odd", {1, 0}});
   CHECK(settings.Ask(kTellGroup, Writer().Put(4711).text()).text == Through({0, 1}, ""));
   PythonFrames frames;
@@ -215,7 +221,7 @@ void TestRequests() {
   const Reply unknown = settings.Ask(99, "what");
   CHECK(unknown.came && unknown.text.empty());
   CHECK(settings.Records().empty());
-  CHECK(settings.Ask(kDeathIsKnown, DeathText("rank 1 died")).text == kAllTold);
+  CHECK(settings.Ask(kDeathIsKnown, DeathText("rank 1 died", {0, 1})).text == kAllTold);
   CHECK(settings.HasRecords("rank 1 died"));
   StopMonitor();
   CHECK(!settings.Ask(kAreYouThere).came);
@@ -228,12 +234,12 @@ void TestEndIsTold() {
   CHECK(StartMonitor(*settings).empty());
   ForgetRank(2);
   CHECK(BeginEnd(3, "rank 0 raised"));
-  const std::vector<Asked> told = {{kEndNow, EndText(3, "rank 0 raised")}};
+  const std::vector<Asked> told = {{kEndNow, EndText(3, "rank 0 raised", {0, 1, 2})}};
   CHECK(one.requests() == told && two.requests().empty());
   CHECK(settings.HasRecords("rank 0 raised"));
   CHECK(!BeginEnd(4, "another cause"));
-  CHECK(settings.Ask(kEndNow, EndText(5, "a third one")).text == kAllTold);
-  CHECK(settings.Ask(kDeathIsKnown, DeathText("a death")).text == kAllTold);
+  CHECK(settings.Ask(kEndNow, EndText(5, "a third one", {0, 1, 2})).text == kAllTold);
+  CHECK(settings.Ask(kDeathIsKnown, DeathText("a death", {0, 1, 2})).text == kAllTold);
   CHECK(one.requests() == told && settings.HasRecords("rank 0 raised"));
   StopMonitor();
 }
@@ -250,7 +256,7 @@ void TestEndsAsTold() {
       CHECK(StartMonitor(*settings).empty());
       while (true) pause();
     }
-    CHECK(BecomesTrue([&] { return settings.Ask(kEndNow, EndText(status, "told")).text == kAllTold; }));
+    CHECK(BecomesTrue([&] { return settings.Ask(kEndNow, EndText(status, "told", {0, 1})).text == kAllTold; }));
     CHECK(settings.HasRecords("told"));
   }
   for (const int expected : {7, 1}) {  // none ends well while others fail
@@ -286,7 +292,7 @@ void Death(bool may_lose_ranks, bool says, bool is_on_this_host) {
     CHECK(two.requests().empty() && settings.Records().empty());
   } else {
     CHECK(BecomesTrue([&] { return !two.requests().empty() && settings.HasRecords(what); }));
-    CHECK(two.requests() == std::vector<Asked>({{kDeathIsKnown, DeathText(what)}}));
+    CHECK(two.requests() == std::vector<Asked>({{kDeathIsKnown, DeathText(what, {0, 1, 2})}}));
   }
   StopMonitor();
   CHECK(fcntl(reading, F_SETFL, O_NONBLOCK) == 0);
@@ -427,16 +433,141 @@ void TestTheEndIsHandedOn() {
     PlayedRank one(1, answer), two(2, answer);
     Settings settings(0, {one.address(), two.address(), Nobody()});
     CHECK(StartMonitor(*settings).empty());
-    CHECK(settings.Ask(kEndNow, EndText(7, "the end", {1, 2, 3})).text == Through({3}, ""));
-    for (const PlayedRank* rank : {&one, &two}) CHECK(rank->requests() == std::vector<Asked>({{kEndNow, EndText(7, "the end")}}));
+    CHECK(settings.Ask(kEndNow, EndText(7, "the end", {0, 1, 2, 3}, {1, 2, 3})).text == Through({3}, ""));
+    for (const PlayedRank* rank : {&one, &two}) CHECK(rank->requests() == std::vector<Asked>({{kEndNow, EndText(7, "the end", {0, 1, 2, 3})}}));
     CHECK(BecomesTrue([&] { return settings.HasRecords("the end"); }));
     // What comes again is handed on again: the rank that asks wants to know who has heard.
-    CHECK(settings.Ask(kEndNow, EndText(7, "the end", {1})).text == kAllTold);
+    CHECK(settings.Ask(kEndNow, EndText(7, "the end", {0, 1, 2, 3}, {1})).text == kAllTold);
     std::fflush(nullptr);
     _exit(0);
   }
   int status = 0;
   CHECK(waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0);
+}
+
+// Whether `all` has each of `ranks`.
+bool Has(const std::vector<int>& all, const std::vector<int>& ranks) {
+  return std::includes(all.begin(), all.end(), ranks.begin(), ranks.end());
+}
+// How many of `all` are among `ranks`, which ascend.
+size_t CountAmong(const std::vector<int>& all, const std::vector<int>& ranks) {
+  size_t count = 0;
+  for (const int rank : all) count += std::binary_search(ranks.begin(), ranks.end(), rank) ? 1 : 0;
+  return count;
+}
+
+// The ranks that write their records: those that differ, and a sample of each status, in which the most common one has the majority.
+void TestWriters() {
+  const auto status = [](const std::vector<int>& ranks) {
+    Status of_ranks;
+    of_ranks.ranks = ranks;
+    return of_ranks;
+  };
+  const auto without = [](std::vector<int> all, const std::vector<int>& ranks) {
+    for (const int rank : ranks) all.erase(std::find(all.begin(), all.end(), rank));
+    return all;
+  };
+  CHECK(RecordWriters(16, 3, {status({2}), status(without(Count(16), {2}))}, {}) == Count(16));
+  CHECK(RecordWriters(17, 3, {}, {4}) == Count(17));  // as many as a sample has
+  constexpr int kSize = 10240;
+  const std::vector<int> most = without(Count(kSize), {0, 77, 4000, 4001, 9000});
+  const std::vector<int> writers = RecordWriters(kSize, 4001, {status({0}), status(most), status({77, 4000, 4001})}, {9000});
+  CHECK(Has(writers, {0, 77, 4000, 4001, 9000}) && writers.size() == 5 + kMostUsual);
+  CHECK(*std::max_element(writers.begin(), writers.end()) > kSize - kSize / 30);  // they are spread
+  // A third of the ranks differ: fewer of their records are written.
+  std::vector<int> lower, upper;
+  for (int rank = 0; rank < 300; ++rank) (rank < 100 ? lower : upper).push_back(rank);
+  const std::vector<int> of_two = RecordWriters(300, 0, {status(lower), status(upper)}, {});
+  CHECK(CountAmong(of_two, upper) == kMostUsual && CountAmong(of_two, lower) == kMostOthers);
+  // As many states as ranks, and a host that is silent.
+  std::vector<Status> many;
+  for (int rank = 0; rank < 200; ++rank) many.push_back(status({rank}));
+  const std::vector<int> silent = without(Count(400), Count(200));
+  const std::vector<int> of_many = RecordWriters(400, 0, many, silent);
+  CHECK(CountAmong(of_many, silent) == kMostSilent && of_many.size() <= kMostSilent + kMostOthers + 2);
+  CHECK(RecordWriters(kSize, 5, {}, {6}).size() == kMostUsual + 2);  // nobody knows what ranks do
+}
+
+// Rank 0 of 64 has an error. Rank 5 waits in another call than the others, rank 7 is not there.
+void TestRecordsOfSomeRanks() {
+  constexpr int kSize = 64;
+  std::list<PlayedRank> ranks;
+  std::vector<Address> addresses;
+  for (int rank = 1; rank < kSize; ++rank) {
+    const auto call = rank == 5 ? Waits(kRecv, {0}) : Waits(kAllreduce, Count(kSize));
+    const auto answer = [rank, call](int64_t kind, const std::string&) {
+      return kind == kTellStatus ? Packed(Heard{{In(rank, {call})}, {}}) : kAllTold;
+    };
+    addresses.push_back(rank == 7 ? Nobody() : ranks.emplace_back(rank, answer).address());
+  }
+  Settings settings(0, addresses);
+  CHECK(StartMonitor(*settings).empty());
+  CHECK(BeginEnd(3, "rank 0 raised"));
+  const std::vector<Asked> requests = ranks.front().requests();
+  CHECK(requests.size() == 2 && requests[0] == Asked(kTellStatus, TellText(0)) && requests[1].first == kEndNow);
+  for (const PlayedRank& rank : ranks) CHECK(rank.requests() == requests);
+  Reader end(requests[1].second);
+  CHECK(RanksFrom(end, kSize).empty() && end.Number() == 3 && end.Text() == "rank 0 raised");
+  const std::vector<int> writers = RanksFrom(end, kSize);
+  CHECK(end.ok() && Has(writers, {0, 5, 7}) && writers.size() == 3 + kMostUsual);
+  std::string list;
+  for (const int rank : writers) list += (list.empty() ? "" : ", ") + std::to_string(rank);
+  CHECK(settings.HasRecords("rank 0 raised") && settings.Records().find("\"writers\": [" + list + "]") != std::string::npos);
+  CHECK(settings.Records().find("\"complete_from\": 0,") != std::string::npos);
+  StopMonitor();
+}
+
+// A rank that is told the end writes its records if it is asked for them, be it by the second rank that tells an end.
+void TestOnlyWritersWrite() {
+  const pid_t child = Fork();
+  if (child == 0) {  // its monitor ends it
+    Settings settings(0, {NewAddress()});
+    CHECK(StartMonitor(*settings).empty());
+    CHECK(settings.Ask(kDeathIsKnown, DeathText("rank 1 died", {1})).text == kAllTold);
+    CHECK(settings.Ask(kEndNow, EndText(1, "the first end", {1})).text == kAllTold);
+    CHECK(settings.Records().empty());
+    CHECK(settings.Ask(kEndNow, EndText(1, "the second end", {0, 1})).text == kAllTold);
+    CHECK(settings.HasRecords("the second end"));
+    CHECK(settings.Ask(kEndNow, EndText(1, "the third end", {0, 1})).text == kAllTold);
+    CHECK(settings.HasRecords("the second end"));
+    std::fflush(nullptr);
+    _exit(0);
+  }
+  int status = 0;
+  CHECK(waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0);
+}
+
+// Two jobs have two names; the ranks of one job have one.
+void TestRecordsNameTheirJob() {
+  std::vector<std::string> names;
+  for (const char secret : {'s', 's', 't'}) {
+    Settings settings(0, {NewAddress()});
+    settings->secret = std::string(64, secret);
+    CHECK(StartMonitor(*settings).empty());
+    CHECK(BeginEnd(1, "the end"));
+    const std::string records = settings.Records();
+    const size_t at = records.find("\"job\": \"");
+    CHECK(at != std::string::npos);
+    names.push_back(records.substr(at + 8, 16));
+    StopMonitor();
+  }
+  CHECK(names[0] == names[1] && names[0] != names[2] && names[0].find('"') == std::string::npos);
+}
+
+// The records before `complete_from` are not whole: the ring has lost some of them, not the one that stays under way.
+void TestFromWhichRecordAllAreThere() {
+  const auto says = [](int64_t id) {
+    return RecorderJson(0, 1, {}).find("\"complete_from\": " + std::to_string(id) + ",") != std::string::npos;
+  };
+  Record record;
+  record.operation = kBarrier;
+  record.state = kStarted;
+  const Recorded stays(record);
+  for (size_t i = 1; i < kRecords; ++i) Recorded(record).Finish(kCompleted);
+  CHECK(says(0));
+  Recorded(record).Finish(kCompleted);  // its slot is that of the call under way, so it gets the next one
+  CHECK(says(2));
+  CHECK(RecorderJson(0, 1, {}).find("{\"record_id\": 0,") != std::string::npos);
 }
 
 // Threads that come to a free slot at one time. One of them gets it.
@@ -554,6 +685,11 @@ int main(int argc, char** argv) {
                  {"a_leader_that_is_asked", TestALeaderThatIsAsked},
                  {"one_report_makes_others_silent", TestOneReportMakesOthersSilent},
                  {"the_end_is_handed_on", TestTheEndIsHandedOn},
+                 {"writers", TestWriters},
+                 {"records_of_some_ranks", TestRecordsOfSomeRanks},
+                 {"only_writers_write", TestOnlyWritersWrite},
+                 {"records_name_their_job", TestRecordsNameTheirJob},
+                 {"from_which_record_all_are_there", TestFromWhichRecordAllAreThere},
                  {"slots_have_one_owner", TestSlotsHaveOneOwner},
                  {"verdict_on_messages", TestVerdictOnMessages},
                  {"frames_of_the_blamed", TestFramesOfTheBlamed},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing.process
 import os
 
 import pytest
@@ -56,7 +57,7 @@ def test_a_forked_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_workers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYCOLLECTIVE_RANK", mark()["PYCOLLECTIVE_RANK"])
-    monkeypatch.setattr(child_processes, "parent_process", object)  # made by multiprocessing
+    monkeypatch.setattr(multiprocessing.process, "parent_process", object)  # as in its children
     expected = r"expected a rank, got process \d+, a child of rank 1 of 2\. Leave collectives to the rank, and put"
     with pytest.raises(RuntimeError, match=rf"pycollective\.init: {expected}"):
         pc.init()

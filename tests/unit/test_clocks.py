@@ -23,7 +23,8 @@ class Ranks:
     def __init__(self, size: int, seed: int) -> None:
         self.size = size
         self.random = random.Random(seed)
-        self.queues: dict[Any, queue.Queue[tuple[bytes, int]]] = defaultdict(queue.Queue)
+        # A SimpleQueue is made in one step: two threads that look for one get the same.
+        self.queues: dict[Any, queue.SimpleQueue[tuple[bytes, int]]] = defaultdict(queue.SimpleQueue)
         self.offset = [0, *(self.random.randrange(-(10**15), 10**15) for _ in range(size - 1))]
         self.drift = [0, *(self.random.randrange(-(10**5), 10**5) for _ in range(size - 1))]  # in 10^-7
         self.started = time.monotonic_ns()

@@ -18,7 +18,7 @@ from pycollective.launch import allocation, find_mpi, started_by
 from pycollective.launch.allocation import BATCH_SYSTEMS, batch_system
 from pycollective.launch.find_mpi import LIBRARIES, identify, mpiexec_of
 from pycollective.launch.host_share import physical_cores, visible_gpus
-from pycollective.launch.hosts import check_hosts
+from pycollective.launch.hosts import MOST_CHECKED, check_hosts
 from pycollective.launch.job import Job
 from pycollective.launch.launchers.batch_system import BatchSystem
 from pycollective.launch.launchers.launcher import BatchLauncher
@@ -379,6 +379,19 @@ def test_a_host_that_does_not_answer(tmp_path: Path) -> None:
     check_hosts(["good", "localhost"], environ)
     with pytest.raises(ConnectionError, match="expected host bad to answer .* got 'no route to bad'"):
         check_hosts(["good", "bad"], environ)
+
+
+def test_more_hosts_than_this_process_connects_to(tmp_path: Path) -> None:
+    """The launcher alone reaches them; each host of at most so many is asked once."""
+    agent, asked = tmp_path / "agent", tmp_path / "asked"
+    agent.write_text(f'#!/bin/sh\nprintf "%s\\n" "$1" >>{asked}\n')
+    agent.chmod(0o755)
+    environ = {"HYDRA_LAUNCHER_EXEC": str(agent)}
+    many = [f"host{i}" for i in range(MOST_CHECKED + 1)]
+    check_hosts(many, environ)
+    assert not asked.exists()
+    check_hosts([*many[1:], "localhost", many[1]], environ)
+    assert sorted(asked.read_text().split()) == sorted(many[1:])
 
 
 def test_a_host_whose_name_is_an_option_of_ssh(program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

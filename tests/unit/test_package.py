@@ -53,6 +53,46 @@ def test_names_of_nothing() -> None:
     assert (caught.value.name, caught.value.obj) == ("broadcst", pc)
 
 
+AT_IMPORT = """
+faulthandler lazy_loader pycollective pycollective.config pycollective.environment pycollective.errors
+pycollective.faults pycollective.faults.before_init pycollective.faults.exit_status
+pycollective.launch pycollective.launch.child_processes pycollective.launch.find_mpi pycollective.launch.job
+pycollective.launch.launchers pycollective.launch.launchers.batch_system pycollective.launch.launchers.flux
+pycollective.launch.launchers.hydra pycollective.launch.launchers.launcher pycollective.launch.launchers.openmpi
+pycollective.launch.launchers.slurm pycollective.launch.libraries pycollective.launch.libraries.intel_mpi
+pycollective.launch.libraries.library pycollective.launch.libraries.mpich pycollective.launch.libraries.openmpi
+pycollective.launch.libraries.standard_abi pycollective.launch.started_by
+pycollective.transport pycollective.transport.mpi_start pycollective.transport.native_library
+"""
+"""What ``import pycollective`` imports beside the modules of JAX and mpi4py. Each is a file that all ranks read."""
+
+AT_INIT = {"faults", "jax_support", "launch", "ordering", "ranks", "transport"}
+"""The rooms from which ``init`` imports more."""
+
+
+def modules_after(code: str) -> set[str]:
+    """The modules that a program has imported at its end, beside those of JAX and mpi4py."""
+    before = "import sys, jax, mpi4py.MPI; before = {*sys.modules}; "
+    code = f"{before}{code}; print(*{{*sys.modules}} - before)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    return {*done.stdout.split()}
+
+
+def test_an_import_reads_few_files() -> None:
+    assert modules_after("import pycollective") == {*AT_IMPORT.split()}
+
+
+def test_init_imports_what_every_rank_needs() -> None:
+    """Neither the commands, nor other transports, nor what a job on several hosts needs."""
+    found = modules_after("import pycollective as pc; pc.init()") - {*AT_IMPORT.split()}
+    own = {name for name in found if name.startswith("pycollective.")}
+    assert {name.split(".")[1] for name in own} == AT_INIT
+    assert not {name for name in own if "mpi4jax" in name}
+    others = {name.split(".")[0] for name in found - own}
+    assert others - {"jax"} <= set(sys.stdlib_module_names)
+    assert "multiprocessing" not in others
+
+
 def test_the_constants_of_messages_need_neither_mpi_nor_jax() -> None:
     code = (
         "import copy, pickle, sys, pycollective as pc; constants = [pc.ANY_SOURCE, pc.ANY_TAG, pc.PROC_NULL]; "

@@ -42,19 +42,20 @@ def entry(seq: int, **changes: Any) -> dict[str, Any]:
     }
 
 
+def records(rank: int, entries: list[dict[str, Any]], **changes: Any) -> dict[str, Any]:
+    """The file of a rank that has made these calls, and no others."""
+    facts = {"rank": rank, "world_size": 3, "reason": "", "pg_config": GROUP, "complete_from": 0, "entries": entries}
+    return {**facts, **changes}
+
+
 def write(folder: Path, entries: dict[int, list[dict[str, Any]]], *, size: int = 3, reason: str = "") -> None:
     for rank, own in entries.items():
-        facts = {"rank": rank, "world_size": size, "reason": reason, "pg_config": GROUP, "entries": own}
-        (folder / f"rank-{rank}.json").write_text(json.dumps(facts))
+        (folder / f"rank-{rank}.json").write_text(json.dumps(records(rank, own, world_size=size, reason=reason)))
 
 
 def judged(*ranks: list[dict[str, Any]]) -> verdicts.Findings:
     """The findings on the records of ranks 0, 1, ..."""
-    facts = [
-        {"rank": rank, "world_size": 3, "reason": "", "pg_config": GROUP, "entries": own}
-        for rank, own in enumerate(ranks)
-    ]
-    return verdicts.judge(facts)
+    return verdicts.judge([records(rank, own) for rank, own in enumerate(ranks)])
 
 
 GATHER = {"profiling_name": "pycollective:allgather", "description": "allgather(float32[4])"}
@@ -102,11 +103,89 @@ def test_a_call_that_a_rank_has_not_made() -> None:
 
 def test_a_call_that_a_ring_has_lost_or_whose_file_is_missing() -> None:
     late = [entry(seq, record_id=seq + 5000) for seq in (2, 3)]
-    found = judged([entry(1), entry(2), entry(3)], [entry(1), entry(2), entry(3)], late)
+    calls = [entry(1), entry(2), entry(3)]
+    found = verdicts.judge([records(0, calls), records(1, calls), records(2, late, complete_from=5002)])
     assert [(verdict.name, verdict.seq, verdict.culprits) for verdict in found.verdicts] == [("UNDECIDED", 1, [])]
     found = judged([entry(1)], [entry(1)])
     assert found.counts == {"UNDECIDED": 1}
     assert "No records of rank 2 of 3: it was stopped or killed, or could not write here." in found.sentences
+
+
+def test_a_ring_that_has_lost_calls_beside_one_that_stays_under_way() -> None:
+    """The first record is still there. So is the first call of a lane, and not the next ones."""
+    begun = entry(1, state="started")
+    calls = [entry(1), entry(2), entry(3)]
+    late = records(2, [begun, entry(3, record_id=5002)], complete_from=5000)
+    found = verdicts.judge([records(0, calls), records(1, calls), late])
+    assert [(verdict.name, verdict.seq) for verdict in found.verdicts] == [
+        ("COLLECTIVE_STATE_MISMATCH", 1),
+        ("UNDECIDED", 2),
+    ]
+    assert (found.verdicts[1].culprits, found.verdicts[1].sides[-1]) == (
+        [],
+        verdicts.Side("rank 2", "no record of the call", "", ""),
+    )
+    behind = records(2, [begun, entry(2, record_id=5001)], complete_from=5000)
+    assert verdicts.judge([records(0, calls), records(1, calls), behind]).verdicts[-1].culprits == [2]
+
+
+# Ranks that are not asked for their records -----------------------------------------------------------------------
+
+MANY = {"7": {"name": "7", "desc": "world", "ranks": str([*range(1024)])}}
+WRITERS = {"world_size": 1024, "pg_config": MANY, "writers": [0, 100, 512, 1023]}
+
+
+def test_ranks_that_were_not_asked_are_told_and_not_blamed() -> None:
+    last = entry(2, state="started")
+    files = [records(rank, [entry(1), last], **WRITERS) for rank in (0, 100, 1023)]
+    found = verdicts.judge([*files, records(512, [entry(1)], **WRITERS)])
+    assert found.counts == {"UNDECIDED": 1, "COLLECTIVE_STATE_MISMATCH": 1}
+    (verdict,) = found.verdicts
+    assert (verdict.seq, verdict.culprits, verdict.suspects) == (2, [512], [])
+    assert [(side.who, side.call) for side in verdict.sides] == [
+        ("ranks 0, 100, 1023", "allreduce(float32[4], op=sum)"),
+        ("rank 512", "has not made the call"),
+        ("ranks 1-99, 101-511, 513-1022", "was not asked for a file"),
+    ]
+    assert found.sentences == [
+        "1020 of 1024 ranks were not asked for their records: ranks 1-99, 101-511, 513-1022.",
+        "2 collectives: 1 UNDECIDED, 1 COLLECTIVE_STATE_MISMATCH.",
+        "Not shown: 1 UNDECIDED that all ranks with a file have ended alike.",
+        "The first that does not match is number 2 of communicator world: look at rank 512.",
+    ]
+
+
+@pytest.mark.parametrize("call", [{}, {"collective_seq_id": 0, "p2p_seq_id": 2, "is_p2p": True}])
+def test_a_rank_that_was_asked_and_has_no_file_is_blamed(call: dict[str, Any]) -> None:
+    files = [records(rank, [entry(1), entry(2, state="started", **call)], **WRITERS) for rank in (0, 100, 1023)]
+    told = verdicts.judge(files).sentences
+    assert "No records of rank 512 of 1024: it was stopped or killed, or could not write here." in told
+    assert told[-1] == ("Ranks were still in calls on communicators of rank 512, which has no file: look at rank 512.")
+
+
+def test_a_wait_outside_programs_in_which_ranks_are_that_were_not_asked() -> None:
+    files = [records(rank, [entry(1), wait(2, state="started")], **WRITERS) for rank in (0, 100, 1023)]
+    sentence = "Ranks 0, 100, 1023 were in the first call of a function of communicator world"
+    assert verdicts.judge([*files, records(512, [entry(1)], **WRITERS)]).sentences[1] == (
+        f"{sentence}; rank 512 was not: look at rank 512."
+    )
+    assert f"{sentence}." in verdicts.judge(files).sentences
+
+
+def test_a_call_under_way_on_all_ranks_with_a_file_is_shown() -> None:
+    files = [records(rank, [entry(1, state="started")], **WRITERS) for rank in (0, 100, 512, 1023)]
+    found = verdicts.judge(files)
+    assert [(verdict.name, verdict.suspects) for verdict in found.verdicts] == [("UNDECIDED", [])]
+    assert not any("look at" in told for told in found.sentences)
+
+
+def test_two_ranks_that_end_a_job_ask_for_the_records_of_both_their_lists() -> None:
+    first, second = {**WRITERS, "writers": [0, 1]}, {**WRITERS, "writers": [1, 2]}
+    told = verdicts.judge([records(0, [], **first), records(1, [], **second)]).sentences
+    assert told[:2] == [
+        "No records of rank 2 of 1024: it was stopped or killed, or could not write here.",
+        "1021 of 1024 ranks were not asked for their records: ranks 3-1023.",
+    ]
 
 
 def test_the_first_mismatch_comes_first() -> None:
@@ -194,8 +273,9 @@ def test_waits_that_blame_nobody() -> None:
 
     alone = "Rank 0 was in the first call of a function of communicator world."
     assert told([wait(1, state="started")], [wait(1)], [wait(1)]) == [alone]  # those are past it
-    lost = [wait(5001)]  # it may have been in others that its ring has lost
-    assert told([wait(1, state="started")], [wait(1)], lost) == [alone[:-1] + "; rank 2 was not: look at rank 2."]
+    lost = [records(0, [wait(1, state="started")]), records(1, [wait(1)]), records(2, [wait(5001)], complete_from=5000)]
+    # Rank 2 may have been in others that its ring has lost.
+    assert verdicts.judge(lost).sentences[:-1] == [alone[:-1] + "; rank 2 was not: look at rank 2."]
     assert told([wait(1, **FAILED), wait(2)], [wait(1), wait(2)], [wait(1), wait(2)]) == []
     ended = wait(2, state="started") | {"pg_id": "0", "description": "the end of the other ranks"}
     assert told([entry(1), ended], [entry(1)], [entry(1), ended]) == [
@@ -234,6 +314,10 @@ def test_a_folder_of_records(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     ("change", "place"),
     [
         (lambda own: own.update(rank="0"), "rank"),
+        (lambda own: own.update(complete_from=-1), "complete_from"),
+        (lambda own: own.pop("complete_from"), "complete_from"),
+        (lambda own: own.update(job=3), "job"),
+        (lambda own: own.update(writers=[0, "1"]), "writers"),
         (lambda own: own.update(world_size=1 << 40), "world_size"),
         (lambda own: own.update(reason=None), "reason"),
         (lambda own: own["pg_config"].update({"8": {"ranks": "[0, 123456789]"}}), "pg_config"),
@@ -288,7 +372,21 @@ def test_records_of_an_earlier_job_in_the_same_folder(tmp_path: Path, capsys: py
     write(tmp_path, {0: [entry(1)], 1: [entry(1)]})
     assert command.main([str(tmp_path)]) == 0
     told = capsys.readouterr().out
-    assert "The records of rank 2 are of a job of another size, and left out." in told
+    assert "The records of rank 2 are of another job, and left out." in told
+    assert "MISMATCH" not in told
+
+
+def test_records_of_an_earlier_job_of_the_same_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A rank that is not asked for its records leaves those of an earlier job where they are."""
+    for rank, job, own in ((0, "b", entry(1)), (1, "a", entry(1, **GATHER)), (2, "b", entry(1))):
+        facts = records(rank, [own], job=job, writers=[0, 2])
+        file = tmp_path / f"rank-{rank}.json"
+        file.write_text(json.dumps(facts))
+        os.utime(file, (1, 1) if job == "a" else None)
+    assert command.main([str(tmp_path)]) == 0
+    told = capsys.readouterr().out
+    assert "The records of rank 1 are of another job, and left out." in told
+    assert "1 of 3 ranks were not asked for their records: rank 1." in told
     assert "MISMATCH" not in told
 
 
