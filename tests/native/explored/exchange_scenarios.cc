@@ -110,13 +110,20 @@ std::array<Arrays, kMostRanks> arrays;
 std::atomic<int64_t> is_free;  // whether a root has left its array: 1, and not all have read it; 2, and all have
 Exchange taken;  // a channel of one rank, whose buffers were taken before an execution
 
+void Begin(int64_t slot, int ranks) {
+  for (int rank = 0; rank < ranks; ++rank) {
+    BoardSlot(slot, rank, ranks).Begin();
+    Exchange(slot, rank, ranks).Begin();
+  }
+}
+
 void Open(int ranks) {
   BoardSlot::OpenBoard(board_memory, ranks);
   BoardSlot::ReleaseAll();
   slot_number = BoardSlot::Take();
   Exchange::OpenMemory(memory, ranks);
   Exchange::EndAll();
-  Exchange::Begin(slot_number);
+  Begin(slot_number, ranks);
   Track(board_memory, BoardSlot::BytesOf(ranks));
   Track(memory, Exchange::BytesOf(ranks));
   Track(arrays.data(), sizeof(arrays));
@@ -422,7 +429,7 @@ std::vector<Scenario> ExchangeScenarios() {
   }));
   all.back().begin = [] {
     Open(3);
-    Exchange::Begin(slot_number + 1);
+    Begin(slot_number + 1, 2);
     taken = Exchange(slot_number, 0, 2);
     EXPLORE_CHECK(taken.FindBuffers(GoesOn));
   };
