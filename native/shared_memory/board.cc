@@ -107,7 +107,7 @@ int64_t BoardSlot::Take() {
   }
   static const bool is_said = std::fputs(
       "pycollective: expected a free slot of the memory that the ranks of this host share, got 256 communicators that have one. MPI makes the "
-      "calls of further communicators, which takes longer. Free the communicators that you do not need any more (Comm.free).\n", stderr) >= 0;
+      "calls of further communicators, which takes longer. Free the communicators that you do not need any more (Communicator.free).\n", stderr) >= 0;
   static_cast<void>(is_said);
   return -1;
 }

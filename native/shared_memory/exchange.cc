@@ -105,7 +105,7 @@ uint64_t Exchange::TakeBuffers(int ranks) {
   }
   static const bool is_said = std::fputs(
       "pycollective: expected free buffers in the memory that the ranks of this host share, got none. MPI carries the arrays of further "
-      "communicators, which takes longer. Free the communicators that you do not need any more (Comm.free).\n", stderr) >= 0;
+      "communicators, which takes longer. Free the communicators that you do not need any more (Communicator.free).\n", stderr) >= 0;
   static_cast<void>(is_said);
   return kNone;
 }
