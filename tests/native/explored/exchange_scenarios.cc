@@ -214,6 +214,7 @@ struct Rank {
     EXPLORE_CHECK(collective().ReduceScatter(a.On(a.send, part, parts.count), parts).ok());
     EXPLORE_CHECK(collective().Allgather(a.On(part, a.recv, parts.count), parts).ok());
     CheckSum(call, parts.count);
+    part[0] = -1;  // no other rank reads it any more
   }
   void ComparedBroadcast(int64_t call) {
     Post post;
@@ -338,6 +339,21 @@ std::vector<Scenario> ExchangeScenarios() {
       };
       all.back().weakens_fences = by_reading && ranks > 2;
     }
+    // Ranks without a part, or with the only one, are up to two calls ahead.
+    all.push_back(Of("sums of which one rank has all, and that part for all, three calls each", ranks, [](Rank& own) {
+      own.FindBuffers();
+      int64_t* const part = arrays[static_cast<size_t>(own.rank)].part;
+      for (int call = 0; call < 3; ++call) {
+        const Arguments a = own.Bring(call, 2);
+        EXPLORE_CHECK(own.collective().ReduceScatter(a.On(a.send, part, 2), {2, 2, 1}).ok());
+        EXPLORE_CHECK(own.rank > 0 || part[1] == own.size * (100 * call + 7) + own.size * (own.size - 1) / 2);
+      }
+      for (int call = 0; call < 3; ++call) {
+        part[1] = call;
+        EXPLORE_CHECK(own.collective().Allgather({part, own.recv(), 2, Type::kInt64}, {2, 2, 1}).ok());
+        EXPLORE_CHECK(own.recv()[1] == call);
+      }
+    }));
     all.push_back(Of("barriers", ranks, [](Rank& own) {
       for (int call = 0; call < 2; ++call) {
         own.send()[0] = call;
