@@ -103,11 +103,15 @@ Outcome RankGroup::JoinHosts(const Library& mpi, int number) {
   }
   const WithNonblocking on_all_ranks;  // nonblocking on all ranks, since the ranks may come from different calls
   int64_t slot = channel.rank == 0 ? BoardSlot::Take() : -1;
-  if (slot >= 0) Exchange::Begin(slot);
   PYCOLLECTIVE_RETURN_IF_FAILED(mpi.Bcast(channel, {&slot, &slot, 1, Type::kInt64}));
-  channel.board = BoardSlot(slot, channel.rank, channel.size);
   if (slot < 0) return {};
-  channel.memory_of_ranks = Exchange(slot, channel.rank, channel.size);
+  BoardSlot board(slot, channel.rank, channel.size);
+  Exchange memory(slot, channel.rank, channel.size);
+  board.Begin();
+  memory.Begin();
+  PYCOLLECTIVE_RETURN_IF_FAILED(mpi.Barrier(channel));  // all have begun
+  channel.board = board;
+  channel.memory_of_ranks = memory;
   channel.exchange = &channel.memory_of_ranks;
   return {};
 }

@@ -13,6 +13,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstdio>
 #include <cstring>
 
 #include "base/clock.h"
@@ -102,17 +103,20 @@ int64_t BoardSlot::Take() {
   for (int64_t number = 0; number < kSlots; ++number) {
     std::atomic<uint64_t>& word = Taken()[number / 64];
     const uint64_t bit = uint64_t{1} << (number % 64);
-    if ((word.fetch_or(bit, std::memory_order_acquire) & bit) != 0) continue;
-    for (int rank = 0; rank < ranks_of_host; ++rank) {
-      for (uint64_t call = 0; call < kCells; ++call) {
-        Cell& cell = BoardSlot(number, 0, 0).CellOf(rank, call);
-        cell.posted.Clear();
-        cell.described.Clear();
-      }
-    }
-    return number;
+    if ((word.fetch_or(bit, std::memory_order_acquire) & bit) == 0) return number;
   }
+  static const bool is_said = std::fputs(
+      "pycollective: expected a free slot of the memory that the ranks of this host share, got 256 communicators that have one. MPI makes the "
+      "calls of further communicators, which takes longer. Free the communicators that you do not need any more (Communicator.free).\n", stderr) >= 0;
+  static_cast<void>(is_said);
   return -1;
+}
+
+void BoardSlot::Begin() {
+  for (uint64_t call = 0; call < kCells; ++call) {
+    CellOf(rank_, call).posted.Clear();
+    CellOf(rank_, call).described.Clear();
+  }
 }
 
 void BoardSlot::Release(int64_t number) {

@@ -10,8 +10,9 @@
 // The states of a slot, for one channel at a time:
 //
 //   free --- Take: one rank of the channel; MPI's broadcast tells the others ---> taken
-//   taken --- Release: one rank, after MPI's barrier of all ranks of the channel ---> free
-//   taken --- ReleaseAll: one rank of the host, after a failure, when none uses a slot any more ---> free
+//   taken --- Begin: each rank clears its own cells, so that they lie in memory near its core; then MPI's barrier ---> in use
+//   in use --- Release: one rank, after MPI's barrier of all ranks of the channel ---> free
+//   in use --- ReleaseAll: one rank of the host, after a failure, when none uses a slot any more ---> free
 //
 // The states of a cell of a rank R, which holds every eighth call of a channel; here it is call n:
 //
@@ -106,7 +107,8 @@ class BoardSlot {
   static void OpenBoard(void* memory, int ranks);
   static bool HasBoard();
 
-  // Takes a free slot and returns its number; -1: there is none. One rank of the channel does so, and tells the others.
+  // Takes a free slot and returns its number; -1: there is none, of which the user is told once. One rank of the channel does so, and
+  // tells the others.
   static int64_t Take();
   // Gives a slot back. One rank of the channel does so, when no rank of it posts or reads any more.
   // @param number: of the slot; -1: there is none.
@@ -119,6 +121,8 @@ class BoardSlot {
   // @param size: how many ranks the channel has.
   BoardSlot(int64_t number, int rank, int size) : number_(number), rank_(rank), size_(size) {}
 
+  // Clears this rank's cells. Each rank of the channel does so when the slot is taken. No rank may post or look at posts before all have.
+  void Begin();
   bool exists() const { return number_ >= 0; }
   int64_t number() const { return number_; }
 

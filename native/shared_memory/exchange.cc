@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdio>
 
 #include "base/clock.h"
 #include "shared_memory/process_memory.h"
@@ -102,16 +103,20 @@ uint64_t Exchange::TakeBuffers(int ranks) {
       first += own;  // the next one after that which somebody else has
     }
   }
+  static const bool is_said = std::fputs(
+      "pycollective: expected free buffers in the memory that the ranks of this host share, got none. MPI carries the arrays of further "
+      "communicators, which takes longer. Free the communicators that you do not need any more (Communicator.free).\n", stderr) >= 0;
+  static_cast<void>(is_said);
   return kNone;
 }
 
-void Exchange::Begin(int64_t slot) {
-  FirstOf(slot).Clear();
-  AlgorithmsOf(slot).store(0, std::memory_order_relaxed);
-  for (int rank = 0; rank < ranks_of_host; ++rank) {
-    CounterLine(slot, rank).number.Clear();
-    CounterLine(slot, rank).has_given_up.store(0, std::memory_order_relaxed);
+void Exchange::Begin() {
+  if (rank_ == 0) {
+    FirstOf(slot_).Clear();
+    AlgorithmsOf(slot_).store(0, std::memory_order_relaxed);
   }
+  CounterLine(slot_, rank_).number.Clear();
+  CounterLine(slot_, rank_).has_given_up.store(0, std::memory_order_relaxed);
 }
 
 void Exchange::End(int64_t slot, int ranks) {

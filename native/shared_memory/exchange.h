@@ -65,9 +65,9 @@ class Exchange {
   // @param ranks: how many ranks the host has.
   static void OpenMemory(void* memory, int ranks);
 
-  // When a channel has taken a slot of the board, before its ranks use it: one of its ranks does this.
-  // @param slot: the number of the slot.
-  static void Begin(int64_t slot);
+  // When a channel has taken a slot of the board: each of its ranks does this, for the memory that it writes. No rank may use the slot
+  // before all have.
+  void Begin();
   // When no rank of a channel uses its slot any more, before that is given back: one of its ranks does this.
   // @param slot: the number of the slot.
   // @param ranks: how many ranks the channel has.

@@ -89,19 +89,20 @@ Outcome HostLevels::Make(const Library& mpi, const Channel& channel, bool* has) 
     };
     const bool has_local = make(local_ranks_, &local_, &comms_[0]).ok();
     if (has_local && local_.rank == 0 && local_.size > 1 && BoardSlot::HasBoard()) slot_ = BoardSlot::Take();
-    if (slot_ >= 0) Exchange::Begin(slot_);
     int64_t slot = slot_;
     if (has_local) PYCOLLECTIVE_RETURN_IF_FAILED(mpi.Bcast(local_, {&slot, &slot, 1, Type::kInt64}));
+    if (slot >= 0) {
+      memory_of_local_ = Exchange(slot, local_.rank, local_.size);
+      board_of_local_ = BoardSlot(slot, local_.rank, local_.size);
+      memory_of_local_.Begin();
+      board_of_local_.Begin();
+    }
     int64_t all_share = has_local && (slot >= 0 || local_.size == 1);
     Channel flat = channel;
     flat.levels = nullptr;
     PYCOLLECTIVE_RETURN_IF_FAILED(mpi.Allreduce(flat, {&all_share, &all_share, 1, Type::kInt64, Op::kMin}));
-    has_ = all_share != 0;
-    if (slot >= 0) {
-      memory_of_local_ = Exchange(slot, local_.rank, local_.size);
-      local_.exchange = &memory_of_local_;
-      board_of_local_ = BoardSlot(slot, local_.rank, local_.size);
-    }
+    has_ = all_share != 0;  // and all ranks have begun
+    if (slot >= 0) local_.exchange = &memory_of_local_;
     // Ranks beyond the lanes of some host send nothing.
     if (has_ && local_.rank < lanes_) PYCOLLECTIVE_RETURN_IF_FAILED(make(lane_ranks_, &lane_, &comms_[1]));
     lane_.messages = lane_.collective;

@@ -2,6 +2,7 @@
 
 #include "shared_memory/board.h"
 
+#include <algorithm>
 #include <atomic>
 #include <thread>
 #include <vector>
@@ -34,12 +35,34 @@ void OnRanks(Run run) {
   pc::BoardSlot::OpenBoard(reinterpret_cast<void*>((address + 63) / 64 * 64), kRanks);
   const int64_t number = pc::BoardSlot::Take();
   CHECK(number >= 0);
+  for (int rank = 0; rank < kRanks; ++rank) pc::BoardSlot(number, rank, kRanks).Begin();
   std::vector<std::thread> threads;
   for (int rank = 0; rank < kRanks; ++rank) {
     threads.emplace_back([&, rank] { run(rank, pc::BoardSlot(number, rank, kRanks)); });
   }
   for (std::thread& thread : threads) thread.join();
   pc::BoardSlot::Release(number);
+  pc::BoardSlot::OpenBoard(nullptr, 0);
+}
+
+// The kernel gives memory near the core that touches it first. So a rank writes no other one's cells when a channel begins.
+void TestARankBeginsItsOwnCells() {
+  constexpr int kSlots = static_cast<int>(pc::BoardSlot::kSlots);
+  alignas(64) static char memory[(1 << 20) * 16];
+  CHECK(pc::BoardSlot::BytesOf(kRanks) <= sizeof(memory));
+  const size_t head = 2 * pc::BoardSlot::BytesOf(1) - pc::BoardSlot::BytesOf(2);
+  const size_t of_rank = (pc::BoardSlot::BytesOf(1) - head) / kSlots;
+  char* const cells = memory + head;
+  char* const end = memory + sizeof(memory);
+  std::fill(cells, end, 1);
+  pc::BoardSlot::OpenBoard(memory, kRanks);
+  CHECK(pc::BoardSlot::Take() == 0 && pc::BoardSlot::Take() == 1);
+  CHECK(std::find(cells, end, 0) == end);
+  pc::BoardSlot(1, 1, kRanks).Begin();
+  char* const own = cells + (kRanks + 1) * of_rank;
+  CHECK(std::find(cells, own, 0) == own);
+  CHECK(std::find(own, own + of_rank, 0) != own + of_rank);
+  CHECK(std::find(own + of_rank, end, 0) == end);
   pc::BoardSlot::OpenBoard(nullptr, 0);
 }
 
@@ -124,6 +147,7 @@ void TestRecordsAreReadWhileTheyAreWritten() {
 }
 
 const Tests kTests = {
+    {"a_rank_begins_its_own_cells", TestARankBeginsItsOwnCells},
     {"equal_calls_match", TestEqualCallsMatch},
     {"known_broadcasts_match", TestKnownBroadcastsMatch},
     {"all_see_the_one_that_differs", TestAllSeeTheOneThatDiffers},

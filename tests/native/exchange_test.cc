@@ -80,6 +80,14 @@ class Host {
   void* memory_;
 };
 
+// What the ranks of a channel do first.
+void Begin(int64_t slot, int size) {
+  for (int rank = 0; rank < size; ++rank) {
+    pc::BoardSlot(slot, rank, size).Begin();
+    pc::Exchange(slot, rank, size).Begin();
+  }
+}
+
 // A channel of ranks 0 to size - 1, as one of them sees it.
 struct Member {
   Member(int64_t slot, int rank, int size) : board(slot, rank, size), exchange(slot, rank, size) {
@@ -97,7 +105,7 @@ void OnRanks(int size, const std::function<void(const pc::Library&, Member&)>& r
   const Host host(size, read_bytes);
   const auto library = MakeLibrary();
   const int64_t slot = pc::BoardSlot::Take();
-  pc::Exchange::Begin(slot);
+  Begin(slot, size);
   std::vector<std::thread> threads;
   for (int rank = 0; rank < size; ++rank) {
     threads.emplace_back([&, rank] {
@@ -422,7 +430,7 @@ void TestAnArrayThatCannotBeRead() {
 void TestAProcessThatIsGone() {
   const Host host(2);
   const int64_t slot = pc::BoardSlot::Take();
-  pc::Exchange::Begin(slot);
+  Begin(slot, 2);
   std::vector<float> x(1000, 1.0f), y(2000);
   const pid_t child = fork();
   if (child == 0) {
@@ -627,7 +635,7 @@ void TestBuffersRunOut() {
   std::vector<char*> buffers;
   for (int64_t slot = pc::BoardSlot::Take(); slot >= 0; slot = pc::BoardSlot::Take()) {
     slots.push_back(slot);
-    pc::Exchange::Begin(slot);
+    Begin(slot, size);
     const pc::Exchange found = find(slot);
     if (!found.HasBuffers()) break;
     for (const int rank : {0, 1}) {
@@ -640,8 +648,32 @@ void TestBuffersRunOut() {
   for (size_t i = 1; i < buffers.size(); ++i) CHECK(buffers[i] - buffers[i - 1] >= pc::Exchange::kBufferBytes);
   CHECK(buffers.size() * pc::Exchange::kBufferBytes <= pc::Exchange::BytesOf(size));
   pc::Exchange::End(slots[3], size);
-  pc::Exchange::Begin(slots.back());
+  Begin(slots.back(), size);
   CHECK(find(slots.back()).HasBuffers());
+}
+
+// The user is told once that slots or buffers have run out.
+void TestSlotsRunOut() {
+  const Host host(2);
+  std::FILE* const told = std::tmpfile();
+  const int own_stderr = dup(2);
+  CHECK(told != nullptr && own_stderr >= 0 && dup2(fileno(told), 2) == 2);
+  int64_t slots = 0;
+  for (int64_t slot = pc::BoardSlot::Take(); slot >= 0; slot = pc::BoardSlot::Take()) {
+    Begin(slot, 2);
+    CHECK(pc::Exchange(slot, 0, 2).FindBuffers([](int) { return true; }));
+    ++slots;
+  }
+  const bool has_none = pc::BoardSlot::Take() < 0;
+  CHECK(dup2(own_stderr, 2) == 2);
+  CHECK(has_none && slots == pc::BoardSlot::kSlots);
+  std::rewind(told);
+  char text[4096] = {};
+  CHECK(std::fread(text, 1, sizeof(text) - 1, told) > 0);
+  int of_slots = 0, of_buffers = 0;
+  for (const char* at = text; (at = std::strstr(at, "expected a free slot")) != nullptr; ++at) ++of_slots;
+  for (const char* at = text; (at = std::strstr(at, "expected free buffers")) != nullptr; ++at) ++of_buffers;
+  CHECK(of_slots == 1 && of_buffers == 1);
 }
 
 // A channel begins anew in a slot that another one has left.
@@ -651,7 +683,7 @@ void TestASlotIsUsedAgain() {
   const auto library = MakeLibrary();
   const int64_t slot = pc::BoardSlot::Take();
   for (int time = 0; time < 3; ++time) {
-    pc::Exchange::Begin(slot);
+    Begin(slot, size);
     std::vector<std::thread> threads;
     for (int rank = 0; rank < size; ++rank) {
       threads.emplace_back([&, rank] {
@@ -702,6 +734,7 @@ const Tests kTests = {
     {"a_two_way_autotuner", TestATwoWayAutotuner},
     {"barrier", TestBarrier},
     {"buffers_run_out", TestBuffersRunOut},
+    {"slots_run_out", TestSlotsRunOut},
     {"a_slot_is_used_again", TestASlotIsUsedAgain},
     {"a_wait_for_a_failed_rank_ends", TestAWaitForAFailedRankEnds},
 };

@@ -33,6 +33,7 @@ void Open(int ranks) {
   BoardSlot::OpenBoard(memory, ranks);
   BoardSlot::ReleaseAll();
   slot_number = BoardSlot::Take();
+  for (int rank = 0; rank < ranks; ++rank) BoardSlot(slot_number, rank, ranks).Begin();
   Track(memory, BoardSlot::BytesOf(ranks));
   Track(buffers, sizeof(buffers));
   OnlyGrow(memory + 64, BoardSlot::BytesOf(ranks) - 64);  // the numbers of posted calls; the slots come first
@@ -177,6 +178,8 @@ std::vector<Scenario> BoardScenarios() {
       const int64_t number = thread == 0 ? slot_number : BoardSlot::Take();
       EXPLORE_CHECK(number == slot_number || number == slot_number + 1);
       BoardSlot first(number, 0, 2), second(number, 1, 2);
+      if (thread == 1) first.Begin();
+      if (thread == 1) second.Begin();
       EXPLORE_CHECK(first.Compare(PostOf(kBcast, thread), false, GoesOn).rank < 0);
       EXPLORE_CHECK(second.Compare(PostOf(kBcast, thread), false, GoesOn).rank < 0);
       if (thread == 1) return;

@@ -110,13 +110,20 @@ std::array<Arrays, kMostRanks> arrays;
 std::atomic<int64_t> is_free;  // whether a root has left its array: 1, and not all have read it; 2, and all have
 Exchange taken;  // a channel of one rank, whose buffers were taken before an execution
 
+void Begin(int64_t slot, int ranks) {
+  for (int rank = 0; rank < ranks; ++rank) {
+    BoardSlot(slot, rank, ranks).Begin();
+    Exchange(slot, rank, ranks).Begin();
+  }
+}
+
 void Open(int ranks) {
   BoardSlot::OpenBoard(board_memory, ranks);
   BoardSlot::ReleaseAll();
   slot_number = BoardSlot::Take();
   Exchange::OpenMemory(memory, ranks);
   Exchange::EndAll();
-  Exchange::Begin(slot_number);
+  Begin(slot_number, ranks);
   Track(board_memory, BoardSlot::BytesOf(ranks));
   Track(memory, Exchange::BytesOf(ranks));
   Track(arrays.data(), sizeof(arrays));
@@ -207,6 +214,7 @@ struct Rank {
     EXPLORE_CHECK(collective().ReduceScatter(a.On(a.send, part, parts.count), parts).ok());
     EXPLORE_CHECK(collective().Allgather(a.On(part, a.recv, parts.count), parts).ok());
     CheckSum(call, parts.count);
+    part[0] = -1;  // no other rank reads it any more
   }
   void ComparedBroadcast(int64_t call) {
     Post post;
@@ -331,6 +339,21 @@ std::vector<Scenario> ExchangeScenarios() {
       };
       all.back().weakens_fences = by_reading && ranks > 2;
     }
+    // Ranks without a part, or with the only one, are up to two calls ahead.
+    all.push_back(Of("sums of which one rank has all, and that part for all, three calls each", ranks, [](Rank& own) {
+      own.FindBuffers();
+      int64_t* const part = arrays[static_cast<size_t>(own.rank)].part;
+      for (int call = 0; call < 3; ++call) {
+        const Arguments a = own.Bring(call, 2);
+        EXPLORE_CHECK(own.collective().ReduceScatter(a.On(a.send, part, 2), {2, 2, 1}).ok());
+        EXPLORE_CHECK(own.rank > 0 || part[1] == own.size * (100 * call + 7) + own.size * (own.size - 1) / 2);
+      }
+      for (int call = 0; call < 3; ++call) {
+        part[1] = call;
+        EXPLORE_CHECK(own.collective().Allgather({part, own.recv(), 2, Type::kInt64}, {2, 2, 1}).ok());
+        EXPLORE_CHECK(own.recv()[1] == call);
+      }
+    }));
     all.push_back(Of("barriers", ranks, [](Rank& own) {
       for (int call = 0; call < 2; ++call) {
         own.send()[0] = call;
@@ -422,7 +445,7 @@ std::vector<Scenario> ExchangeScenarios() {
   }));
   all.back().begin = [] {
     Open(3);
-    Exchange::Begin(slot_number + 1);
+    Begin(slot_number + 1, 2);
     taken = Exchange(slot_number, 0, 2);
     EXPLORE_CHECK(taken.FindBuffers(GoesOn));
   };
