@@ -53,6 +53,14 @@ class Job:
             assert time.monotonic() < deadline, self.said
             time.sleep(0.05)
 
+    def wait_until_says(self, text: str, seconds: float = 60) -> None:
+        """Returns when a text stands in its standard error."""
+        deadline = time.monotonic() + seconds
+        while text not in self.said:
+            assert self.process.poll() is None, self.said
+            assert time.monotonic() < deadline, self.said
+            time.sleep(0.05)
+
     def ranks(self) -> dict[int, int]:
         """The processes of the ranks that are left, also of those that are stopped, as this host numbers them."""
         mark = str(self.folder).encode()
@@ -93,7 +101,7 @@ class Hosts:
     calls: Path
 
     @contextmanager
-    def job(self, hosts: int, ranks: int, folder: Path, *arguments: str, timeout_s: float = 60) -> Iterator[Job]:
+    def job(self, hosts: int, ranks: int, folder: Path, *arguments: str) -> Iterator[Job]:
         """Starts ``rank.py`` on so many ranks of each of so many hosts. What is left of the job at the end is killed.
 
         Args:
@@ -101,13 +109,24 @@ class Hosts:
             ranks: the ranks of each.
             folder: where they write their files.
             arguments: of ``rank.py``.
-            timeout_s: the limit of a call.
         """
         where = ",".join(f"h{host}:{ranks}" for host in range(hosts))
-        run = [sys.executable, "-m", "pycollective", "run", "-n", str(hosts * ranks), "--hosts", where, "--bind", "none"]
+        run = [
+            sys.executable,
+            "-m",
+            "pycollective",
+            "run",
+            "-n",
+            str(hosts * ranks),
+            "--hosts",
+            where,
+            "--bind",
+            "none",
+        ]
         program = [str(ROOT / "tests" / "scale" / "rank.py"), str(self.calls), str(folder), *arguments]
         environ = {**os.environ, "PYCOLLECTIVE_HOSTS": str(self.state), "PYTHONPATH": str(ROOT)}
-        environ |= {"PYCOLLECTIVE_TIMEOUT": str(timeout_s), "PYCOLLECTIVE_RECORDS": "off", "OMP_NUM_THREADS": "1"}
+        environ |= {"PYCOLLECTIVE_TIMEOUT": "100", "PYCOLLECTIVE_RECORDS": "off", "OMP_NUM_THREADS": "1"}
+        environ |= {"UCX_TCP_KEEPIDLE": "inf"}  # otherwise connections send packets while MPI is idle
         with (folder / "stderr").open("wb") as out:
             process = subprocess.Popen(
                 [HOSTS, "exec", "timeout", "-k", "5", "240", *run, *program],

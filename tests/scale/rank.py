@@ -1,10 +1,11 @@
 """A rank without JAX. It starts MPI, the compiled library and the monitor as ``init`` does, and calls handlers as XLA does.
 
     pycollective run ... tests/scale/rank.py LIBRARY FOLDER count
-    pycollective run ... tests/scale/rank.py LIBRARY FOLDER calls [RANK]
+    pycollective run ... tests/scale/rank.py LIBRARY FOLDER calls WARNING LIMIT RANK
 
-LIBRARY is what ``calls.cc`` became. Each rank writes a file into FOLDER: what it has counted, or that it makes calls, which
-do not end. RANK makes no more calls after the first ones.
+LIBRARY is what ``calls.cc`` became. Each rank writes a file into FOLDER: what it has counted, or that it makes calls, one
+after another. A call that lasts WARNING seconds is reported, and one that lasts LIMIT seconds ends the job; 0: never. RANK
+makes no more calls after the first ones; -1: all ranks make them.
 """
 
 from __future__ import annotations
@@ -189,7 +190,7 @@ def count(rank: Rank) -> dict[str, dict[str, float]]:
 
 
 def make_calls(rank: Rank, folder: Path, idle: int) -> None:
-    """Makes calls without an end; rank number ``idle`` makes a few."""
+    """Makes calls until the job ends; rank number ``idle`` makes a few."""
     for _ in range(CALLS // 4):
         rank.check_sum(SMALL)
     (folder / f"{rank.mpi.rank}.pid").write_text(str(os.getpid()))
@@ -205,7 +206,8 @@ def main() -> None:
         counted = {"is_first_of_host": rank.is_first_of_host, **count(rank)}
         (folder / f"{rank.mpi.rank}.json").write_text(json.dumps(counted))
     else:
-        make_calls(rank, folder, int(sys.argv[4]) if sys.argv[4:] else -1)
+        watch.set_monitor_timeout(float(sys.argv[4]), float(sys.argv[5]))
+        make_calls(rank, folder, int(sys.argv[6]))
 
 
 if __name__ == "__main__":
