@@ -1,11 +1,11 @@
-"""A rank without JAX. It starts MPI, the compiled library and the monitor as ``init`` does, and calls handlers as XLA does.
+"""A rank without JAX: it starts MPI, the compiled library and the monitor as ``init`` does, and calls handlers.
 
     pycollective run ... tests/scale/rank.py LIBRARY FOLDER count
     pycollective run ... tests/scale/rank.py LIBRARY FOLDER calls WARNING LIMIT RANK
 
-LIBRARY is what ``calls.cc`` became. Each rank writes a file into FOLDER: what it has counted, or that it makes calls, one
-after another. A call that lasts WARNING seconds is reported, and one that lasts LIMIT seconds ends the job; 0: never. RANK
-makes no more calls after the first ones; -1: all ranks make them.
+LIBRARY is what ``calls.cc`` became. Each rank writes a file into FOLDER: what it has counted, or that it
+makes calls, one after another. A call that lasts WARNING seconds is reported, and one that lasts LIMIT seconds ends the
+job; 0: never. RANK makes no more calls after the first ones; -1: all ranks make them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy as np
 
 
 def _replace_jax() -> None:
-    """``pycollective.transport.native`` registers the handlers with ``jax.ffi``. Here they are called by :class:`Rank`."""
+    """For ``pycollective.transport.native``, which registers handlers with ``jax.ffi``: here :class:`Rank` calls them."""
     jax, ffi = ModuleType("jax"), ModuleType("jax.ffi")
     vars(ffi).update(pycapsule=lambda function: function, register_ffi_target=lambda *_, **__: None)
     vars(jax).update(ffi=ffi)

@@ -1,7 +1,7 @@
 """What a call, a meeting and a start cost on many hosts: laws of growth, by counts alone.
 
-The ranks are processes without JAX (``rank.py``), L on each of H hosts. They run the compiled library, its handlers, its
-monitor and the messages outside of programs.
+The ranks are processes without JAX (``rank.py``), L on each of H hosts. They run the compiled library, its handlers,
+its monitor and the messages outside of programs.
 """
 
 from __future__ import annotations
