@@ -28,8 +28,8 @@ SOURCES = [
 DRAGONFLY = {64: "4,3;2,3;4,1;2", 256: "4,3;4,3;4,1;4", 1024: "8,3;4,3;8,1;4", 10240: "20,3;8,3;16,1;4"}
 """Groups, chassis, routers and hosts, with the links of each level."""
 
-MOST_GATHERED = 1024
-"""Above this number of leaders an allgather is not simulated: it moves n^2 blocks."""
+MOST_GATHERED = 256
+"""Above this number of leaders an allgather is not simulated: SimGrid takes minutes for its n^2 blocks."""
 
 
 def networks(size: int) -> dict[str, str]:
@@ -62,7 +62,8 @@ def simulated_us(program: Path, size: int, cluster: str) -> list[float]:
     """The microseconds of the calls of ``leaders.cc``; 0 for one that was not made."""
     platform = program.with_name("platform.xml")
     platform.write_text(
-        '<?xml version="1.0"?>\n<!DOCTYPE platform SYSTEM "https://simgrid.org/simgrid.dtd">\n<platform version="4.1">\n'
+        '<?xml version="1.0"?>\n<!DOCTYPE platform SYSTEM "https://simgrid.org/simgrid.dtd">\n'
+        '<platform version="4.1">\n'
         f'<cluster id="c" prefix="h" suffix="" radical="0-{size - 1}" speed="1Gf" {cluster}/>\n</platform>\n'
     )
     # One address space, since the program has no state of a rank outside of it; no time for what a rank computes.

@@ -23,7 +23,7 @@ CALLS = 8
 """The calls of each phase of ``rank.py count``."""
 
 SMALL, MEDIUM, LARGE = 2, 64, 1 << 15
-"""Numbers of float32: 8 bytes travel with the comparison; 256 bytes do not; 128 KiB are summed up by levels of hosts."""
+"""Numbers of float32: 8 bytes travel with the comparison, 256 bytes do not; 128 KiB are summed by levels of hosts."""
 
 
 @dataclass

@@ -24,7 +24,7 @@ import numpy as np
 
 
 def _replace_jax() -> None:
-    """For ``pycollective.transport.native``, which registers handlers with ``jax.ffi``: here :class:`Rank` calls them."""
+    """For ``pycollective.transport.native``, which registers handlers with ``jax.ffi``; :class:`Rank` calls them."""
     jax, ffi = ModuleType("jax"), ModuleType("jax.ffi")
     vars(ffi).update(pycapsule=lambda function: function, register_ffi_target=lambda *_, **__: None)
     vars(jax).update(ffi=ffi)
@@ -95,7 +95,7 @@ class Rank:
         rank_exit.wait_for_all_at_exit(self.mpi)
 
     def allreduce(self, x: np.ndarray[Any, Any], section: int = 0, run: int = 0) -> np.ndarray[Any, Any]:
-        """The sum over all ranks, by the handler. ``section``: an attribute of its program, as ``run`` is its number."""
+        """The sum over all ranks, by the handler. ``section``: an attribute of its program; ``run``: its number."""
         y = np.empty_like(x)
         comm = (ctypes.c_int64 * 2)(self._number, self._fingerprint)
         handler = ctypes.cast(library().pycollective_allreduce, ctypes.c_void_p)

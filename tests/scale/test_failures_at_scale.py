@@ -100,7 +100,7 @@ def test_a_report_takes_a_bounded_number_of_bytes_for_each_connection(
 
 @pytest.mark.parametrize("failure", FAILURES)
 def test_of_64_ranks(failure: str, hosts: Hosts, tmp_path: Path) -> None:
-    """All end, and one text of a few lines says why: the ranges of ranks that wait, and the rank or host that failed."""
+    """All end, and a text of a few lines says why: the ranges of ranks that wait, and what has failed."""
     expected = FAILURES[failure]
     with hosts.job(HOSTS, LOCAL, tmp_path, "calls", "0", "8", "-1") as job:
         job.wait_until_all_call()
