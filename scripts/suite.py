@@ -248,6 +248,8 @@ def steps(*, everything: bool, install: bool) -> list[Step]:
         ),
         # Most of its jobs wait: for a limit, or for Slurm. So it runs beside the steps of one rank.
         by_itself("several hosts, Slurm", *side_by_side, *hosts, kind="e2e", limit=1200, **whole | {"ranks": 1}),
+        # Up to 64 ranks poll there, so nothing runs beside it.
+        by_itself("scale", "tests/scale", kind="e2e", limit=1200, **whole),
         Step(name="documentation", command=("scripts/docs",), kind="unit", limit=600, **whole),
         #
         on_ranks(1, "tests/spmd", *files("spmd", f"{DEVICES} bad_input like_jax"), "-k", VALUES),
