@@ -17,6 +17,7 @@ namespace {
 
 // Smaller arrays go by MPI alone: the ranks of a host would meet twice (docs/performance.md).
 constexpr int64_t kLeastBytes = 1 << 10;
+constexpr int64_t kLeastBroadcastBytes = 8 << 10;
 
 // The least share of a lane: a message of this size takes little longer than an empty one.
 constexpr int64_t kLeastLaneBytes = 8 << 10;
@@ -75,7 +76,8 @@ HostLevels::HostLevels(std::vector<int> hosts, int rank, int64_t from, std::vect
 }
 
 bool HostLevels::Has(Operation operation, const Arguments& a) const {
-  if (largest_ == 1 || static_cast<int64_t>(Bytes(a.count, a.type)) < kLeastBytes) return false;
+  const int64_t least = operation == kBcast ? kLeastBroadcastBytes : kLeastBytes;
+  if (largest_ == 1 || static_cast<int64_t>(Bytes(a.count, a.type)) < least) return false;
   const Hierarchy hierarchy = TraitsOf(operation).hierarchy;
   return hierarchy == kHierarchical || (hierarchy == kHierarchicalIfEqual && (in_blocks_ || in_turns_));
 }
