@@ -78,6 +78,20 @@ class OneHostOfMany final : public pc::Library {
     return Between(a);
   }
 
+  // A small sum of a lane: in a lane of three hosts the first one sends its sum to the second one, and gets that of all.
+  pc::Outcome Send(const pc::Channel& channel, const pc::Outgoing& out) const override {
+    CHECK(channel.messages == kLane);
+    sent_.assign(static_cast<const float*>(out.data), static_cast<const float*>(out.data) + out.count / 4);
+    counts_->calls += 1;
+    counts_->elements += out.count / 4;
+    return {};
+  }
+  pc::Outcome Recv(const pc::Channel& channel, const pc::Incoming& in) const override {
+    CHECK(channel.messages == kLane && in.count == static_cast<int64_t>(4 * sent_.size()));
+    for (size_t i = 0; i < sent_.size(); ++i) static_cast<float*>(in.data)[i] = kHosts * sent_[i];
+    return {};
+  }
+
 #define NOT_CALLED(Name, ...) \
   pc::Outcome Name(__VA_ARGS__) const override { return IsCalled(); }
   NOT_CALLED(ReduceScatter, const pc::Channel&, const pc::Arguments&)
@@ -87,8 +101,6 @@ class OneHostOfMany final : public pc::Library {
   NOT_CALLED(Exscan, const pc::Channel&, const pc::Arguments&)
   NOT_CALLED(Barrier, const pc::Channel&)
   NOT_CALLED(CheckTag, const pc::Channel&, int)
-  NOT_CALLED(Send, const pc::Channel&, const pc::Outgoing&)
-  NOT_CALLED(Recv, const pc::Channel&, const pc::Incoming&)
   NOT_CALLED(Sendrecv, const pc::Channel&, const pc::Outgoing&, const pc::Incoming&)
   NOT_CALLED(CheckReceived, const char*, const pc::Incoming&)
   NOT_CALLED(SetReceived, const pc::Incoming&)
@@ -130,6 +142,7 @@ class OneHostOfMany final : public pc::Library {
   std::atomic<int>* const arrived_;
   Counts* const counts_;
   mutable int comms_ = 0;
+  mutable std::vector<float> sent_;
 };
 
 float Value(int rank, int64_t i) { return static_cast<float>(rank + 1) + static_cast<float>(i % 977) / 8; }
@@ -211,6 +224,7 @@ void TestSmallArraysHaveFewLanes() {
       const int64_t lanes = std::clamp<int64_t>(count * static_cast<int64_t>(sizeof(float)) / (8 << 10), 1, ranks);
       Check(ranks, pc::kAllreduce, count, lanes, count);
       Check(ranks, pc::kReduce, count, lanes, count, ranks - 1);
+      if (count < 2048) continue;  // a broadcast goes by MPI alone
       for (const int root : {0, ranks - 1, 2 * ranks + 1}) Check(ranks, pc::kBcast, count, lanes, count, root);
     }
   }
