@@ -143,7 +143,7 @@ Outcome Comparison::CombineByMessages(const Library& mpi, const Channel& channel
   Block memory;
   const auto nbytes = [](const void* block) { return static_cast<const Block*>(block)->size(); };
   const auto add = [](void* block, const void* next) { static_cast<Block*>(block)->Add(*static_cast<const Block*>(next)); };
-  return CombineByDoubling(mpi, channel, tag, combined, &memory, sizeof(Block), nbytes, add);
+  return CombineByDoubling(mpi, channel, tag, combined, &memory, sizeof(Block), nbytes, true, add);
 }
 
 Outcome Comparison::CombineAll(const Library& mpi, const Channel& channel, Block* block, bool* by_host) {

@@ -31,16 +31,17 @@ inline constexpr int64_t kMostByDoubling = 32 << 10;
 // @param memory: as much memory as `data` has.
 // @param capacity: of both, in bytes.
 // @param nbytes: nbytes(x) is the length of what lies at x, in bytes.
+// @param lengths_differ: whether ranks may bring data of other lengths than this one.
 // @param add: add(x, next) adds what lies at `next` to what lies at x, of ranks before those of `next`.
 template <typename NBytes, typename Add>
 Outcome CombineByDoubling(const Library& mpi, const Channel& channel, int tag, void* data, void* memory, int64_t capacity,
-                          NBytes nbytes, Add add) {
+                          NBytes nbytes, bool lengths_differ, Add add) {
   const int rank = channel.rank, size = channel.size;
   void *own = data, *theirs = memory;
   const auto outgoing = [&](int to) { return Outgoing{own, nbytes(own), Type::kUint8, to, tag}; };
   const auto incoming = [&](int from) {
     Incoming in{theirs, capacity, Type::kUint8, from, tag};
-    in.may_be_shorter = true;
+    in.may_be_shorter = lengths_differ;
     return in;
   };
   const auto combine = [&](bool they_come_next) {

@@ -428,6 +428,7 @@ Outcome HostCollective::ReduceScatter(const Arguments& a, const Distribution& pa
     void* const to = root == member_.rank ? At(a.recv, of_part, a.type) : unused.get();
     Arguments block = a.On(At(a.send, first, a.type), to, n);
     block.root = root;
+    if (block.op == Op::kSumBfloat16) block.op = Op::kSum;  // it is one of float32 within a host
     return mpi_.Reduce(channel_, block);
   });
 }

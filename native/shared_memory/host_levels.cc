@@ -90,7 +90,8 @@ Outcome HostLevels::Make(const Library& mpi, const Channel& channel, bool* has) 
       return {};
     };
     const bool has_local = make(local_ranks_, &local_, &comms_[0]).ok();
-    if (has_local && local_.rank == 0 && local_.size > 1 && BoardSlot::HasBoard()) slot_ = BoardSlot::Take();
+    const bool takes_slot = has_local && local_.rank == 0 && local_.size > 1 && BoardSlot::HasBoard();
+    if (takes_slot && slot_ < 0) slot_ = BoardSlot::Take();
     int64_t slot = slot_;
     if (has_local) PYCOLLECTIVE_RETURN_IF_FAILED(mpi.Bcast(local_, {&slot, &slot, 1, Type::kInt64}));
     if (slot >= 0) {
@@ -99,14 +100,21 @@ Outcome HostLevels::Make(const Library& mpi, const Channel& channel, bool* has) 
       memory_of_local_.Begin();
       board_of_local_.Begin();
     }
-    int64_t all_share = has_local && (slot >= 0 || local_.size == 1);
     Channel flat = channel;
     flat.levels = nullptr;
-    PYCOLLECTIVE_RETURN_IF_FAILED(mpi.Allreduce(flat, {&all_share, &all_share, 1, Type::kInt64, Op::kMin}));
-    has_ = all_share != 0;  // and all ranks have begun
-    if (slot >= 0) local_.exchange = &memory_of_local_;
+    const auto all_have = [&](bool has_this, bool* all) {
+      const int64_t own = has_this;
+      int64_t least = 0;
+      const Outcome outcome = mpi.Allreduce(flat, {&own, &least, 1, Type::kInt64, Op::kMin});
+      *all = least != 0;
+      return outcome;
+    };
+    PYCOLLECTIVE_RETURN_IF_FAILED(all_have(has_local && (slot >= 0 || local_.size == 1), &has_));  // and all ranks have begun
     // Ranks beyond the lanes of some host send nothing.
-    if (has_ && local_.rank < lanes_) PYCOLLECTIVE_RETURN_IF_FAILED(make(lane_ranks_, &lane_, &comms_[1]));
+    const auto has_lane = [&] { return local_.rank >= lanes_ || make(lane_ranks_, &lane_, &comms_[1]).ok(); };
+    if (has_) PYCOLLECTIVE_RETURN_IF_FAILED(all_have(has_lane(), &has_));
+    if (has_ && slot >= 0) local_.exchange = &memory_of_local_;
+    if (!has_) GiveSlotBack();  // no rank has used it
     lane_.messages = lane_.collective;
     made_ = true;
   }
@@ -125,7 +133,28 @@ Outcome HostLevels::OnBoard(const Library& mpi, const Channel& channel, const Pi
   return progress;
 }
 
+void HostLevels::GiveSlotBack() {
+  if (slot_ >= 0) {
+    Exchange::End(slot_, local_.size);
+    BoardSlot::Release(slot_);
+    slot_ = -1;
+  }
+  board_of_local_ = BoardSlot();
+}
+
 Outcome HostLevels::Run(const Library& mpi, Operation operation, const Arguments& a) {
+  if (has_failed_) {
+    Outcome outcome{"MPI", 0, "expected a communicator whose last call has ended on this rank, got one whose call has failed"};
+    outcome.remedy = "Start the ranks again: their calls do not match any more.";
+    return outcome;
+  }
+  has_failed_ = true;  // until the call has ended, also if an exception ends it
+  const Outcome outcome = RunByOperation(mpi, operation, a);
+  has_failed_ = !outcome.ok();
+  return outcome;
+}
+
+Outcome HostLevels::RunByOperation(const Library& mpi, Operation operation, const Arguments& a) {
   switch (operation) {
     case kAllreduce: return Allreduce(mpi, a);
     case kReduce: return Reduce(mpi, a);
@@ -146,7 +175,7 @@ Outcome HostLevels::AllreduceOfLane(const Library& mpi, const Arguments& a) {
   const auto add = [&](void* sum, const void* next) {
     ReduceInOrder(2, [&](int number) { return number == 0 ? sum : next; }, a.count, sum, a.type, a.op);
   };
-  return CombineByDoubling(mpi, lane_, kTagOfSums, a.recv, memory.get(), nbytes, [&](const void*) { return nbytes; }, add);
+  return CombineByDoubling(mpi, lane_, kTagOfSums, a.recv, memory.get(), nbytes, [&](const void*) { return nbytes; }, false, add);
 }
 
 Outcome HostLevels::AddUp(const Library& mpi, const Arguments& a, const HostCollective::InterHostStep& inter_host_step) {
@@ -233,13 +262,8 @@ Outcome HostLevels::Free(const Library& mpi) {
     local_.exchange = nullptr;  // the barrier is MPI's: it leaves the slot alone
     keep(mpi.Barrier(local_));  // no rank reads the slot any more
   }
-  if (slot_ >= 0) {
-    Exchange::End(slot_, local_.size);
-    BoardSlot::Release(slot_);
-    slot_ = -1;
-  }
-  board_of_local_ = BoardSlot();
-  made_ = false;
+  GiveSlotBack();
+  made_ = has_failed_ = false;
   for (auto& comm : comms_) {
     const int64_t own = comm.exchange(0);
     if (own != 0) keep(mpi.FreeComm(own));

@@ -44,13 +44,14 @@ class HostLevels {
   // After Make has answered true: a small collective of the ranks of this host, on its board.
   Outcome OnBoard(const Library& mpi, const Channel& channel, const PiggybackedCollective& collective);
   // After Make has answered true: the first ranks of all hosts, if this rank is one of them; else null. Nobody else sends
-  // messages there.
+  // messages with the tag 0 there.
   const Channel* leaders() const { return local_.rank == 0 ? &lane_ : nullptr; }
 
   // The place of a rank of the channel among all, host by host: hosts in the order of their first ranks, ranks of a host in their order.
   int PlaceByHost(int rank) const { return places_[static_cast<size_t>(rank)]; }
 
-  // A call that Has says is made in levels.
+  // A call that Has says is made in levels. If it fails on this rank, other ranks of the host may wait for its next step. So each
+  // further call fails here: its first step would be taken for that one.
   Outcome Run(const Library& mpi, Operation operation, const Arguments&);
 
   // For RankGroup, which says when they may be called.
@@ -58,12 +59,14 @@ class HostLevels {
   Outcome Free(const Library& mpi);
 
  private:
+  Outcome RunByOperation(const Library& mpi, Operation operation, const Arguments&);
   Outcome Allreduce(const Library& mpi, const Arguments&);
   Outcome Reduce(const Library& mpi, const Arguments&);
   Outcome Bcast(const Library& mpi, const Arguments&);
   Outcome ReduceScatter(const Library& mpi, const Arguments&);
   Outcome Allgather(const Library& mpi, const Arguments&);
 
+  void GiveSlotBack();
   // An allreduce in place in this rank's lane: by recursive doubling if it is small.
   Outcome AllreduceOfLane(const Library& mpi, const Arguments&);
   // An allreduce within the host, in which inter_host_step(share, count) brings in what the other hosts of the lane have.
@@ -89,6 +92,7 @@ class HostLevels {
   bool in_blocks_ = false, in_turns_ = false;
 
   bool made_ = false, has_ = false;
+  bool has_failed_ = false;  // a call on this rank
   Channel local_, lane_;
   Exchange memory_of_local_;
   BoardSlot board_of_local_;

@@ -31,6 +31,9 @@ struct Counts {
   std::atomic<int64_t> calls{0}, elements{0};
 };
 
+// Whether a message between hosts fails, and each wait for another rank of the host.
+std::atomic<bool> is_broken{false};
+
 // The library of one rank. All hosts have the ranks in blocks.
 class OneHostOfMany final : public pc::Library {
  public:
@@ -42,7 +45,7 @@ class OneHostOfMany final : public pc::Library {
     return {};
   }
   pc::Outcome FreeComm(int64_t) const override { return {}; }
-  pc::Outcome Progress(const pc::Channel&, int) const override { return {}; }
+  pc::Outcome Progress(const pc::Channel&, int) const override { return is_broken ? Broken() : pc::Outcome{}; }
 
   pc::Outcome Bcast(const pc::Channel& channel, const pc::Arguments& a) const override {
     if (channel.collective == kLane) return Between(a);
@@ -60,6 +63,7 @@ class OneHostOfMany final : public pc::Library {
     // Make asks whether all share memory. No rank goes on before all have come.
     const int of_host = channel.size / kHosts;
     for (*arrived_ += 1; *arrived_ < of_host;) std::this_thread::yield();
+    std::memcpy(a.recv, a.send, pc::Bytes(a.count, a.type));
     return {};
   }
   pc::Outcome Reduce(const pc::Channel& channel, const pc::Arguments& a) const override {
@@ -81,6 +85,7 @@ class OneHostOfMany final : public pc::Library {
   // A small sum of a lane: in a lane of three hosts the first one sends its sum to the second one, and gets that of all.
   pc::Outcome Send(const pc::Channel& channel, const pc::Outgoing& out) const override {
     CHECK(channel.messages == kLane);
+    if (is_broken) return Broken();
     sent_.assign(static_cast<const float*>(out.data), static_cast<const float*>(out.data) + out.count / 4);
     counts_->calls += 1;
     counts_->elements += out.count / 4;
@@ -115,6 +120,7 @@ class OneHostOfMany final : public pc::Library {
   int proc_null() const override { return -1; }
 
  private:
+  static pc::Outcome Broken() { return {"MPI_Send", 1, {}}; }
   static pc::Outcome IsCalled() {
     std::fprintf(stderr, "a function of MPI was called that levels do not need\n");
     std::_Exit(1);
@@ -148,7 +154,7 @@ class OneHostOfMany final : public pc::Library {
 float Value(int rank, int64_t i) { return static_cast<float>(rank + 1) + static_cast<float>(i % 977) / 8; }
 
 // Calls run(make, rank) in a thread for each rank of the first host. make(operation, arguments) makes a call in levels.
-using Make = std::function<void(pc::Operation, const pc::Arguments&)>;
+using Make = std::function<pc::Outcome(pc::Operation, const pc::Arguments&)>;
 void OnHost(int ranks, Counts* counts, const std::function<void(const Make& make, int rank)>& run) {
   const size_t board = pc::BoardSlot::BytesOf(ranks), nbytes = board + pc::Exchange::BytesOf(ranks);
   void* const memory = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -173,7 +179,7 @@ void OnHost(int ranks, Counts* counts, const std::function<void(const Make& make
       run([&](pc::Operation operation, const pc::Arguments& a) {
         bool has = false;
         CHECK(levels.Has(operation, a) && levels.Make(library, channel, &has).ok() && has);
-        CHECK(levels.Run(library, operation, a).ok());
+        return levels.Run(library, operation, a);
       }, rank);
     });
   }
@@ -196,7 +202,7 @@ void Check(int ranks, pc::Operation operation, int64_t count, int64_t calls, int
       const pc::Shares shares(count, static_cast<int>(calls), a.type);
       for (int64_t i = shares.Begin(rank); i < shares.Begin(rank + 1); ++i) y[static_cast<size_t>(i)] = Value(root, i);
     }
-    make(operation, a);
+    CHECK(make(operation, a).ok());
     const auto sum = [&](int64_t i) {
       float of_host = 0;
       for (int other = 0; other < ranks; ++other) of_host += Value(other, i);
@@ -240,9 +246,24 @@ void TestBlocksGoOnce() {
   }
 }
 
+// After a call that has failed, the other ranks of the host may wait for its next step. No further call makes one.
+void TestNoCallFollowsAFailedOne() {
+  Counts counts;
+  OnHost(2, &counts, [&](const Make& make, int) {
+    std::vector<float> x(512, 1.0f), y(512);
+    const pc::Arguments a{x.data(), y.data(), 512, pc::Type::kFloat32};
+    is_broken = true;
+    CHECK(!make(pc::kAllreduce, a).ok());
+    const pc::Outcome outcome = make(pc::kAllreduce, a);
+    CHECK(!outcome.ok() && outcome.remedy != nullptr);
+  });
+  CHECK(counts.calls == 0);
+}
+
 const Tests kTests = {
     {"small_arrays_have_few_lanes", TestSmallArraysHaveFewLanes},
     {"blocks_go_once", TestBlocksGoOnce},
+    {"no_call_follows_a_failed_one", TestNoCallFollowsAFailedOne},
 };
 
 }  // namespace
