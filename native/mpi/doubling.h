@@ -23,7 +23,7 @@ inline int64_t SentByDoubling(int64_t nbytes, int ranks) {
   while (int64_t{1} << rounds < ranks) ++rounds;
   return nbytes * rounds;
 }
-// If a rank would send more than this of an array, the algorithms of MPI are faster (docs/performance.md).
+// If a host would send more than this of an array, the algorithms of MPI are faster (docs/performance.md).
 inline constexpr int64_t kMostByDoubling = 32 << 10;
 
 // @param tag: of messages on `channel.messages` that nobody else sends.

@@ -165,12 +165,16 @@ Outcome HostLevels::RunByOperation(const Library& mpi, Operation operation, cons
 }
 
 Outcome HostLevels::Allreduce(const Library& mpi, const Arguments& a) {
-  return AddUp(mpi, a, [&](void* share, int64_t count) { return AllreduceOfLane(mpi, a.On(share, share, count)); });
+  // All lanes of a host share its link.
+  const bool by_doubling = a.op != Op::kSumBfloat16 && SentByDoubling(static_cast<int64_t>(Bytes(a.count, a.type)), lane_.size) <= kMostByDoubling;
+  return AddUp(mpi, a, [&](void* share, int64_t count) {
+    const Arguments of_lane = a.On(share, share, count);
+    return by_doubling ? AddUpByDoubling(mpi, of_lane) : mpi.Allreduce(lane_, of_lane);
+  });
 }
 
-Outcome HostLevels::AllreduceOfLane(const Library& mpi, const Arguments& a) {
+Outcome HostLevels::AddUpByDoubling(const Library& mpi, const Arguments& a) {
   const auto nbytes = static_cast<int64_t>(Bytes(a.count, a.type));
-  if (a.op == Op::kSumBfloat16 || SentByDoubling(nbytes, lane_.size) > kMostByDoubling) return mpi.Allreduce(lane_, a);
   const std::unique_ptr<char[]> memory(new char[static_cast<size_t>(nbytes)]);
   const auto add = [&](void* sum, const void* next) {
     ReduceInOrder(2, [&](int number) { return number == 0 ? sum : next; }, a.count, sum, a.type, a.op);

@@ -67,8 +67,8 @@ class HostLevels {
   Outcome Allgather(const Library& mpi, const Arguments&);
 
   void GiveSlotBack();
-  // An allreduce in place in this rank's lane: by recursive doubling if it is small.
-  Outcome AllreduceOfLane(const Library& mpi, const Arguments&);
+  // An allreduce in place in this rank's lane, by recursive doubling.
+  Outcome AddUpByDoubling(const Library& mpi, const Arguments&);
   // An allreduce within the host, in which inter_host_step(share, count) brings in what the other hosts of the lane have.
   Outcome AddUp(const Library& mpi, const Arguments&, const HostCollective::InterHostStep& inter_host_step);
   int HostOf(int rank) const { return hosts_[static_cast<size_t>(rank)]; }

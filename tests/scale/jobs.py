@@ -22,8 +22,8 @@ MOST_HOSTS = 16
 CALLS = 8
 """The calls of each phase of ``rank.py count``."""
 
-SMALL, MEDIUM, LARGE = 2, 64, 1 << 15
-"""Numbers of float32: 8 bytes travel with the comparison, 256 bytes do not; 128 KiB are summed by levels of hosts."""
+SMALL, MEDIUM, LARGE = 2, 20_000, 1 << 15
+"""Numbers of float32: 8 bytes travel with the comparison; 80 and 128 KiB are summed by levels of hosts, and by MPI between them."""
 
 
 @dataclass

@@ -49,8 +49,8 @@ def test_the_bytes_of_a_comparison_grow_with_log2_of_hosts_and_not_with_their_ra
         (hosts, local): most(ranks, "comparisons", "link_bytes") / CALLS / math.log2(hosts)
         for (hosts, local), ranks in counted.items()
     }
-    # A block of 168 bytes goes each way, with the headers and acknowledgements of TCP and of MPI.
-    assert all(2 * 168 < nbytes < 800 for nbytes in of_round.values()), of_round
+    # A block of 56 bytes goes each way, with the headers and acknowledgements of TCP and of MPI.
+    assert all(2 * 56 < nbytes < 400 for nbytes in of_round.values()), of_round
 
 
 def test_a_later_run_of_a_program_is_compared_once(counted: Counted) -> None:
