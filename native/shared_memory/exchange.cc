@@ -128,7 +128,6 @@ void Exchange::End(int64_t slot, int ranks) {
 }
 
 void Exchange::EndAll() {
-  for (int64_t slot = 0; slot < BoardSlot::kSlots; ++slot) FirstOf(slot).Clear();
   for (int64_t unit = 0; unit < Units(ranks_of_host); ++unit) Taken()[unit].store(0, std::memory_order_release);
 }
 
