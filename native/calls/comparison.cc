@@ -103,8 +103,7 @@ struct Comparison::Block {
       nbytes += next.nbytes;
       return;
     }
-    const auto operand = [&](int number) -> const void* { return number == 0 ? data : next.data; };
-    ReduceInOrder(2, operand, nbytes / kTypeBytes[type], data, static_cast<Type>(type), static_cast<Op>(op));
+    ReduceInPlace(data, next.data, nbytes / kTypeBytes[type], static_cast<Type>(type), static_cast<Op>(op));
   }
 };
 

@@ -57,6 +57,11 @@ T Apply(T a, T b) {
 using OperandOf = std::function<const void*(int number)>;
 void ReduceInOrder(int operands, const OperandOf& operand_of, int64_t count, void* y, Type type, Op op);
 
+// y[i] = op(y[i], next[i]).
+inline void ReduceInPlace(void* y, const void* next, int64_t count, Type type, Op op) {
+  ReduceInOrder(2, [&](int number) { return number == 0 ? y : next; }, count, y, type, op);
+}
+
 }  // namespace pycollective
 
 #endif  // PYCOLLECTIVE_NATIVE_MPI_REDUCTION_H_

@@ -187,27 +187,37 @@ bool HostCollective::TakesScattered(const Arguments& a) { return static_cast<int
 
 Outcome HostCollective::Barrier() { return WaitForAll(exchange_.Post()); }
 
+template <typename Fill, typename Take>
+Outcome HostCollective::InOneStep(int64_t count, int64_t at_once, Fill fill, Take take) {
+  const auto begin = [&](int64_t first, Piece* piece) -> Outcome {
+    const uint64_t number = exchange_.BeginPiece();
+    *piece = {number, first, std::min(at_once, count - first), 0};
+    PYCOLLECTIVE_RETURN_IF_FAILED(WaitForAll(exchange_.FreeAt(number)));
+    PYCOLLECTIVE_RETURN_IF_FAILED(fill(*piece));
+    piece->filled = exchange_.Post();
+    return {};
+  };
+  const auto end = [&](const Piece& piece) -> Outcome {
+    PYCOLLECTIVE_RETURN_IF_FAILED(take(piece));
+    exchange_.Post();
+    exchange_.EndPiece(piece.number);
+    return {};
+  };
+  return InPieces<Piece>(count, at_once, begin, [](Piece*) { return Outcome{}; }, end);
+}
+
 Outcome HostCollective::InOneStep(Operation operation, const Arguments& a) {
   const int64_t blocks = TraitsOf(operation).operand == kBlocks ? member_.size : 1;
   const bool past_caches = BytesOfAll(operation, a, member_.size) > CacheBytesOfHost();
   const int64_t at_once = std::max<int64_t>(1, Exchange::kBufferBytes / (blocks * kTypeBytes[int(a.type)]));
-  struct Piece {
-    uint64_t number;
-    int64_t first, count;
-    uint64_t filled;
-  };
   const int own = member_.rank;
-  const auto fill = [&](int64_t first, Piece* piece) -> Outcome {
-    const uint64_t number = exchange_.BeginPiece();
-    *piece = {number, first, std::min(at_once, a.count - first), 0};
-    PYCOLLECTIVE_RETURN_IF_FAILED(WaitForAll(exchange_.FreeAt(number)));
+  const auto fill = [&](const Piece& piece) -> Outcome {
     for (int64_t block = 0; block < blocks && IsRead(operation, a, member_); ++block) {
       if (blocks > 1 && block == own) continue;  // for this rank itself
-      const size_t nbytes = Bytes(piece->count, a.type);
-      Copy(At(exchange_.BufferOf(own, number), block * piece->count, a.type), At(a.send, block * a.count + first, a.type),
+      const size_t nbytes = Bytes(piece.count, a.type);
+      Copy(At(exchange_.BufferOf(own, piece.number), block * piece.count, a.type), At(a.send, block * a.count + piece.first, a.type),
            nbytes, static_cast<int64_t>(nbytes) > kSmallBytes);
     }
-    piece->filled = exchange_.Post();
     return {};
   };
   const auto take = [&](const Piece& piece) -> Outcome {
@@ -222,12 +232,9 @@ Outcome HostCollective::InOneStep(Operation operation, const Arguments& a) {
       if (to != from) Copy(to, from, nbytes, past_caches);
       return {};
     };
-    PYCOLLECTIVE_RETURN_IF_FAILED(Combine(operation, a, member_, piece.first, piece.count, blocks_of, copy));
-    exchange_.Post();
-    exchange_.EndPiece(piece.number);
-    return {};
+    return Combine(operation, a, member_, piece.first, piece.count, blocks_of, copy);
   };
-  return InPieces<Piece>(a.count, at_once, fill, [](Piece*) { return Outcome{}; }, take);
+  return InOneStep(a.count, at_once, fill, take);
 }
 
 Outcome HostCollective::AllreduceThroughBuffers(const Arguments& a, const ScatteredArray* scattered) {
@@ -452,61 +459,40 @@ Outcome HostCollective::Allgather(const Arguments& a, const Distribution& parts,
 
 Outcome HostCollective::ReduceScatterThroughBuffers(const Arguments& a, const Distribution& parts) {
   const int64_t at_once = std::max<int64_t>(1, Exchange::kBufferBytes / (parts.ranks * kTypeBytes[int(a.type)]));
-  struct Piece {
-    uint64_t number;
-    int64_t first, count;  // of each part
-    uint64_t filled;
-  };
   const int own = member_.rank;
-  const auto fill = [&](int64_t first, Piece* piece) -> Outcome {
-    const uint64_t number = exchange_.BeginPiece();
-    *piece = {number, first, std::min(at_once, parts.CountOf(0) - first), 0};
-    PYCOLLECTIVE_RETURN_IF_FAILED(WaitForAll(exchange_.FreeAt(number)));
-    const bool past_caches = static_cast<int64_t>(Bytes(piece->count * parts.ranks, a.type)) > kSmallBytes;
+  const auto fill = [&](const Piece& piece) -> Outcome {
+    const bool past_caches = static_cast<int64_t>(Bytes(piece.count * parts.ranks, a.type)) > kSmallBytes;
     for (int rank = 0; rank < parts.ranks; ++rank) {
       if (rank == own) continue;
-      void* const of_rank = At(exchange_.BufferOf(own, number), rank * piece->count, a.type);
-      PYCOLLECTIVE_RETURN_IF_FAILED(parts.ForEachRun(rank, first, piece->count, [&](int64_t element, int64_t at, int64_t n) -> Outcome {
-        Copy(At(of_rank, at - first, a.type), At(a.send, element, a.type), Bytes(n, a.type), past_caches);
+      void* const of_rank = At(exchange_.BufferOf(own, piece.number), rank * piece.count, a.type);
+      PYCOLLECTIVE_RETURN_IF_FAILED(parts.ForEachRun(rank, piece.first, piece.count, [&](int64_t element, int64_t at, int64_t n) -> Outcome {
+        Copy(At(of_rank, at - piece.first, a.type), At(a.send, element, a.type), Bytes(n, a.type), past_caches);
         return {};
       }));
     }
-    piece->filled = exchange_.Post();
     return {};
   };
   const auto take = [&](const Piece& piece) -> Outcome {
     if (piece.first < parts.CountOf(own)) PYCOLLECTIVE_RETURN_IF_FAILED(WaitForAll(piece.filled));
-    PYCOLLECTIVE_RETURN_IF_FAILED(parts.ForEachRun(own, piece.first, piece.count, [&](int64_t element, int64_t at, int64_t n) -> Outcome {
+    return parts.ForEachRun(own, piece.first, piece.count, [&](int64_t element, int64_t at, int64_t n) -> Outcome {
       const auto operand_of = [&](int rank) -> const void* {
         if (rank == own) return At(a.send, element, a.type);
         return At(exchange_.BufferOf(rank, piece.number), own * piece.count + at - piece.first, a.type);
       };
       ReduceInOrder(member_.size, operand_of, n, At(a.recv, at, a.type), a.type, a.op);
       return {};
-    }));
-    exchange_.Post();
-    exchange_.EndPiece(piece.number);
-    return {};
+    });
   };
-  return InPieces<Piece>(parts.CountOf(0), at_once, fill, [](Piece*) { return Outcome{}; }, take);
+  return InOneStep(parts.CountOf(0), at_once, fill, take);
 }
 
 Outcome HostCollective::AllgatherThroughBuffers(const Arguments& a, const Distribution& parts, int64_t begin, int64_t end) {
   const int64_t at_once = Exchange::kBufferBytes / kTypeBytes[int(a.type)];
   const bool past_caches = static_cast<int64_t>(Bytes(parts.count, a.type)) * (member_.size + 1) > CacheBytesOfHost();
-  struct Piece {
-    uint64_t number;
-    int64_t first, count;  // of each part
-    uint64_t filled;
-  };
   const int own = member_.rank;
-  const auto fill = [&](int64_t first, Piece* piece) -> Outcome {
-    const uint64_t number = exchange_.BeginPiece();
-    *piece = {number, first, std::min(at_once, parts.CountOf(0) - first), 0};
-    PYCOLLECTIVE_RETURN_IF_FAILED(WaitForAll(exchange_.FreeAt(number)));
-    const size_t nbytes = Bytes(std::clamp<int64_t>(parts.CountOf(own) - first, 0, piece->count), a.type);
-    Copy(exchange_.BufferOf(own, number), At(a.send, first, a.type), nbytes, static_cast<int64_t>(nbytes) > kSmallBytes);
-    piece->filled = exchange_.Post();
+  const auto fill = [&](const Piece& piece) -> Outcome {
+    const size_t nbytes = Bytes(std::clamp<int64_t>(parts.CountOf(own) - piece.first, 0, piece.count), a.type);
+    Copy(exchange_.BufferOf(own, piece.number), At(a.send, piece.first, a.type), nbytes, static_cast<int64_t>(nbytes) > kSmallBytes);
     return {};
   };
   const auto take = [&](const Piece& piece) -> Outcome {
@@ -523,11 +509,9 @@ Outcome HostCollective::AllgatherThroughBuffers(const Arguments& a, const Distri
         return {};
       }));
     }
-    exchange_.Post();
-    exchange_.EndPiece(piece.number);
     return {};
   };
-  return InPieces<Piece>(parts.CountOf(0), at_once, fill, [](Piece*) { return Outcome{}; }, take);
+  return InOneStep(parts.CountOf(0), at_once, fill, take);
 }
 
 Outcome HostCollective::ReduceScatterByReading(const Arguments& a, const Distribution& parts) {

@@ -90,6 +90,16 @@ class HostCollective {
   Outcome AllgatherByReading(const Arguments&, const Distribution& parts);
   Outcome InOneStep(Operation operation, const Arguments&);
 
+  // A piece of a collective of one step: of each array, block or part.
+  struct Piece {
+    uint64_t number;
+    int64_t first, count;
+    uint64_t filled;  // the others' counters when their buffers have it
+  };
+  // Makes a collective of one step. fill(piece) writes what others need into this rank's buffer, take(piece) takes the result.
+  template <typename Fill, typename Take>
+  Outcome InOneStep(int64_t count, int64_t at_once, Fill fill, Take take);
+
   Outcome ReadAndReduce(const Arguments&, int64_t first, int64_t count, void* to);
   Outcome ReadBlocks(Operation operation, const Arguments&);
   // Copies from an array of a rank, which is at that address in its process.

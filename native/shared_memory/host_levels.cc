@@ -176,9 +176,7 @@ Outcome HostLevels::Allreduce(const Library& mpi, const Arguments& a) {
 Outcome HostLevels::AddUpByDoubling(const Library& mpi, const Arguments& a) {
   const auto nbytes = static_cast<int64_t>(Bytes(a.count, a.type));
   const std::unique_ptr<char[]> memory(new char[static_cast<size_t>(nbytes)]);
-  const auto add = [&](void* sum, const void* next) {
-    ReduceInOrder(2, [&](int number) { return number == 0 ? sum : next; }, a.count, sum, a.type, a.op);
-  };
+  const auto add = [&](void* sum, const void* next) { ReduceInPlace(sum, next, a.count, a.type, a.op); };
   return CombineByDoubling(mpi, lane_, kTagOfSums, a.recv, memory.get(), nbytes, [&](const void*) { return nbytes; }, false, add);
 }
 

@@ -15,6 +15,7 @@ import pytest
 
 from pycollective.timeline import clocks
 from pycollective.timeline.clocks import Reading, aligned, followers_of, leader_of
+from tests.unit.threaded_ranks import results_of
 
 
 class Ranks:
@@ -38,20 +39,14 @@ class Ranks:
 
     def run(self, call: Callable[[Any], Any]) -> list[Any]:
         """What ``call`` returns on each rank."""
-        results: dict[int, Any] = {}
 
-        def of_rank(rank: int) -> None:
+        def of_rank(rank: int) -> Any:
             self.of_thread.rank = rank
-            results[rank] = call(OneRank(self, rank))
+            return call(OneRank(self, rank))
 
-        threads = [threading.Thread(target=of_rank, args=(rank,), daemon=True) for rank in range(self.size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-        assert len(results) == self.size, "ranks wait for ever, or have raised"
+        results = results_of(self.size, of_rank)
         assert all(waiting.empty() for waiting in self.queues.values())
-        return [results[rank] for rank in range(self.size)]
+        return results
 
 
 class OneRank:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 import queue
 import random
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -15,6 +14,7 @@ import pytest
 
 from pycollective.timeline import leave
 from tests.unit.test_report import part
+from tests.unit.threaded_ranks import results_of
 
 SIZES = [1, 2, 3, 7, 16, 23]
 
@@ -45,19 +45,12 @@ class Ranks:
 
     def run(self, call: Callable[[Any], Any]) -> list[Any]:
         """What ``call`` returns on each rank."""
-        results: dict[int, Any] = {}
 
-        def of_rank(rank: int) -> None:
+        def of_rank(rank: int) -> Any:
             time.sleep(random.Random(rank).random() / 100)
-            results[rank] = call(OneRank(self, rank))
+            return call(OneRank(self, rank))
 
-        threads = [threading.Thread(target=of_rank, args=(rank,), daemon=True) for rank in range(self.size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-        assert len(results) == self.size, "ranks wait for ever, or have raised"
-        return [results[rank] for rank in range(self.size)]
+        return results_of(self.size, of_rank)
 
 
 class OneRank:
