@@ -23,7 +23,7 @@ CALLS = 8
 """The calls of each phase of ``rank.py count``."""
 
 SMALL, MEDIUM, LARGE = 2, 20_000, 1 << 15
-"""Numbers of float32: 8 bytes travel with the comparison; 80 and 128 KiB are summed by levels of hosts, and by MPI between them."""
+"""Numbers of float32: 8 bytes travel with the comparison; levels of hosts sum 80 KiB, and MPI 128 KiB between hosts."""
 
 
 @dataclass
