@@ -22,6 +22,7 @@
 #include "mpi/collectives.h"
 #include "mpi/wait.h"
 #include "records/recorder.h"
+#include "shared_memory/combining_tree.h"
 #include "shared_memory/process_memory.h"
 
 using pycollective::FindCommunicator;
@@ -183,9 +184,11 @@ PYCOLLECTIVE_EXPORT const char* pycollective_board_join(int64_t number) {
   return ErrorOf(ranks->JoinHosts(*pycollective::library, 0), &error);
 }
 
-// The bytes of the memory that so many ranks share: the board, and what they exchange arrays through.
+// The bytes of the memory that so many ranks share: the trees in which they combine blocks, the board, and what they exchange arrays
+// through.
 PYCOLLECTIVE_EXPORT int64_t pycollective_board_bytes(int32_t ranks) {
-  return static_cast<int64_t>(pycollective::BoardSlot::BytesOf(ranks) + pycollective::Exchange::BytesOf(ranks));
+  return static_cast<int64_t>(pycollective::CombiningTree::BytesOf(ranks) + pycollective::BoardSlot::BytesOf(ranks) +
+                              pycollective::Exchange::BytesOf(ranks));
 }
 
 // Whether the ranks of a communicator or part are on several hosts.
@@ -194,14 +197,14 @@ PYCOLLECTIVE_EXPORT int32_t pycollective_spans_hosts(int64_t number) {
   return communicator != nullptr && communicator->ranks->SpanHosts() ? 1 : 0;
 }
 
-// Whether the ranks of a communicator or part compare their calls by messages: there are several, and they share no board.
-PYCOLLECTIVE_EXPORT int32_t pycollective_compares_by_messages(int64_t number) {
+// Whether the ranks of a communicator or part compare the calls of a section once in each run (comparison.h): there are several, and
+// they do not post their calls on a board.
+PYCOLLECTIVE_EXPORT int32_t pycollective_compares_in_sections(int64_t number) {
   const auto communicator = FindCommunicator(number);
-  if (communicator == nullptr || communicator->ranks->size() == 1) return 0;
-  return pycollective::AreOnThisHost(communicator->ranks->world()) ? 0 : 1;
+  return communicator != nullptr && communicator->ranks->size() > 1 && !communicator->ranks->PostOnBoard() ? 1 : 0;
 }
 
-// How many comparisons by messages this process has made.
+// How many comparisons this process has made, other than on the board.
 PYCOLLECTIVE_EXPORT int64_t pycollective_comparisons() { return pycollective::Comparison::made(); }
 
 // Says on which host each rank of MPI_COMM_WORLD is: see SetHosts.
@@ -213,11 +216,14 @@ PYCOLLECTIVE_EXPORT void pycollective_set_hosts(const int32_t* hosts, int32_t co
 // cores than that. Returns whether it could be mapped.
 PYCOLLECTIVE_EXPORT bool pycollective_board_open(int32_t file, int32_t count, bool crowded) {
   const auto nbytes = static_cast<size_t>(pycollective_board_bytes(count));
-  void* const memory = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
-  if (memory == MAP_FAILED) return false;
+  void* const mapped = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+  if (mapped == MAP_FAILED) return false;
+  char* const trees = static_cast<char*>(mapped);
+  char* const board = trees + pycollective::CombiningTree::BytesOf(count);
   pycollective::spins_of_wait = crowded ? pycollective::kSpinsOnSharedCore : pycollective::kSpinsOnOwnCore;
-  pycollective::BoardSlot::OpenBoard(memory, count);
-  pycollective::Exchange::OpenMemory(static_cast<char*>(memory) + pycollective::BoardSlot::BytesOf(count), count);
+  pycollective::CombiningTree::OpenMemory(trees, count);
+  pycollective::BoardSlot::OpenBoard(board, count);
+  pycollective::Exchange::OpenMemory(board + pycollective::BoardSlot::BytesOf(count), count);
   return true;
 }
 
@@ -424,7 +430,7 @@ const pycollective::Listed listed{
     PYCOLLECTIVE_TYPED(guard_name), PYCOLLECTIVE_TYPED(runtime_name), PYCOLLECTIVE_TYPED(bind),
     PYCOLLECTIVE_TYPED(bind_runtime), PYCOLLECTIVE_TYPED(communicator_add), PYCOLLECTIVE_TYPED(part_add),
     PYCOLLECTIVE_TYPED(board_join), PYCOLLECTIVE_TYPED(board_bytes), PYCOLLECTIVE_TYPED(spans_hosts),
-    PYCOLLECTIVE_TYPED(compares_by_messages), PYCOLLECTIVE_TYPED(comparisons),
+    PYCOLLECTIVE_TYPED(compares_in_sections), PYCOLLECTIVE_TYPED(comparisons),
     PYCOLLECTIVE_TYPED(set_hosts), PYCOLLECTIVE_TYPED(board_open), PYCOLLECTIVE_TYPED(board_show_memory),
     PYCOLLECTIVE_TYPED(board_read_bytes), PYCOLLECTIVE_TYPED(board_set_read_bytes),
     PYCOLLECTIVE_TYPED(board_may_read), PYCOLLECTIVE_TYPED(board_close), PYCOLLECTIVE_TYPED(communicator_free),

@@ -106,15 +106,25 @@ Outcome RankGroup::JoinHosts(const Library& mpi, int number) {
   PYCOLLECTIVE_RETURN_IF_FAILED(mpi.Bcast(channel, {&slot, &slot, 1, Type::kInt64}));
   if (slot < 0) return {};
   BoardSlot board(slot, channel.rank, channel.size);
+  CombiningTree tree(slot, channel.rank, channel.size);
   Exchange memory(slot, channel.rank, channel.size);
   board.Begin();
+  tree.Begin();
   memory.Begin();
   PYCOLLECTIVE_RETURN_IF_FAILED(mpi.Barrier(channel));  // all have begun
-  channel.board = board;
+  channel.slot = slot;
+  if (PostOnBoard()) {
+    channel.board = board;
+  } else {
+    channel.tree_of_ranks = tree;
+    channel.tree = &channel.tree_of_ranks;
+  }
   channel.memory_of_ranks = memory;
   channel.exchange = &channel.memory_of_ranks;
   return {};
 }
+
+bool RankGroup::PostOnBoard() const { return AreOnThisHost(world_) && static_cast<int>(world_.size()) <= BoardSlot::kMostRanks; }
 
 bool RankGroup::SpanHosts() const {
   const std::vector<int> hosts = HostsOf(world_);
@@ -138,15 +148,17 @@ Outcome RankGroup::FreeChannels(const Library& mpi) {
       const Outcome freed = channel.levels_of_ranks->Free(mpi);
       if (first.ok()) first = freed;
     }
-    if (!channel.made || !channel.board.exists()) continue;
+    if (!channel.made || channel.slot < 0) continue;
     channel.exchange = nullptr;                // so the barrier is MPI's, and does not use the slot
     const Outcome met = mpi.Barrier(channel);  // after it no rank reads the slot
     if (first.ok()) first = met;
     if (channel.rank == 0) {
-      Exchange::End(channel.board.number(), channel.size);
-      BoardSlot::Release(channel.board.number());
+      Exchange::End(channel.slot, channel.size);
+      BoardSlot::Release(channel.slot);
     }
+    channel.slot = -1;
     channel.board = BoardSlot();
+    channel.tree = nullptr;
   }
   for (size_t number = members_.empty() ? 1 : 0; number < channels_.size(); ++number) {
     LazyChannel& channel = channels_[number];

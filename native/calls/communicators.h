@@ -24,6 +24,7 @@
 #include "records/recorder.h"
 #include "records/signature.h"
 #include "shared_memory/board.h"
+#include "shared_memory/combining_tree.h"
 #include "shared_memory/exchange.h"
 #include "shared_memory/host_levels.h"
 
@@ -37,8 +38,11 @@ struct LazyChannel : Channel {
   // The communicator that MakeChannel has made, for OwnCommsOfAll. It is set before the ranks meet on it.
   std::atomic<int64_t> own{0};
 
-  // If all ranks are on one host: the board on which they post their calls, and the memory by which they exchange arrays.
+  // If all ranks are on one host: their slot of its memory, or -1; the board on which they post their calls, or the tree in which they
+  // compare them; and the memory by which they exchange arrays.
+  int64_t slot = -1;
   BoardSlot board;
+  CombiningTree tree_of_ranks;
   Exchange memory_of_ranks;
   // If the ranks are on several hosts. Any thread may read the pointer.
   std::unique_ptr<HostLevels> levels_of_ranks;
@@ -96,6 +100,8 @@ class RankGroup {
   int RankInWhole(int rank) const { return members_.empty() ? rank : members_[static_cast<size_t>(rank)]; }
   // Whether the ranks are known to be on several hosts; the result is the same on all of them.
   bool SpanHosts() const;
+  // Whether the ranks share a host, and are so few that each reads the posts of all. More of them compare their calls in a tree.
+  bool PostOnBoard() const;
   LazyChannel& channel(int number) { return channels_[static_cast<size_t>(number)]; }
 
   // Makes a channel if it does not exist. The devices of all ranks on the lane must make this call.

@@ -12,6 +12,7 @@
 #include "mpi/doubling.h"
 #include "mpi/reduction.h"
 #include "records/recorder.h"
+#include "shared_memory/combining_tree.h"
 
 namespace pycollective {
 
@@ -107,36 +108,6 @@ struct Comparison::Block {
   }
 };
 
-// The blocks of the ranks of a host, on its board. The first rank combines them.
-struct Comparison::BlocksOfHost final : PiggybackedCollective {
-  explicit BlocksOfHost(Block* block) : block(block) {}
-  int64_t nbytes() const override { return block->size(); }
-  void Pack(Member, char* to) const override { block->CopyTo(to); }
-  bool Needs(Member member, int) const override { return member.rank == 0; }
-  void Complete(Member member, const BytesOfRank& of) const override {
-    for (int rank = 1; rank < member.size && member.rank == 0; ++rank) {
-      Block next;
-      next.CopyFrom(of(rank));
-      block->Add(next);
-    }
-  }
-  Block* const block;
-};
-
-// The block of all ranks, which the first rank of a host hands to the others.
-struct Comparison::BlockOfAll final : PiggybackedCollective {
-  explicit BlockOfAll(Block* block) : block(block) {}
-  int64_t nbytes() const override { return block->size(); }
-  void Pack(Member member, char* to) const override {
-    if (member.rank == 0) block->CopyTo(to);
-  }
-  bool Needs(Member member, int other) const override { return member.rank != 0 && other == 0; }
-  void Complete(Member member, const BytesOfRank& of) const override {
-    if (member.rank != 0) block->CopyFrom(of(0));
-  }
-  Block* const block;
-};
-
 // Each block stands for ranks that follow each other, and the lower ones come first.
 Outcome Comparison::CombineByMessages(const Library& mpi, const Channel& channel, int tag, Block* combined) {
   Block memory;
@@ -145,21 +116,33 @@ Outcome Comparison::CombineByMessages(const Library& mpi, const Channel& channel
   return CombineByDoubling(mpi, channel, tag, combined, &memory, sizeof(Block), nbytes, true, add);
 }
 
+Outcome Comparison::CombineInTree(const Library& mpi, const Channel& of_host, const Channel* leaders, Block* combined) {
+  static_assert(sizeof(Block) <= CombiningTree::kRoomBytes);
+  Outcome progress;
+  const auto make_progress = [&](int rank) {
+    progress = mpi.Progress(of_host, rank);
+    return progress.ok();
+  };
+  const auto add = [&](const void* next) { combined->Add(*static_cast<const Block*>(next)); };
+  const auto write = [&](void* room) { combined->CopyTo(room); };
+  const auto read = [&](const void* room) { combined->CopyFrom(room); };
+  if (of_host.tree != nullptr && !of_host.tree->Combine(make_progress, add, write)) return progress;
+  if (leaders != nullptr) PYCOLLECTIVE_RETURN_IF_FAILED(CombineByMessages(mpi, *leaders, 0, combined));
+  if (of_host.tree != nullptr && !of_host.tree->Share(make_progress, write, read)) return progress;
+  return {};
+}
+
 Outcome Comparison::CombineAll(const Library& mpi, const Channel& channel, Block* block, bool* by_host) {
-  bool has_levels = false;
-  if (InLevels(channel)) PYCOLLECTIVE_RETURN_IF_FAILED(channel.levels->Make(mpi, channel, &has_levels));
-  *by_host = has_levels;
-  if (!has_levels) {
-    Channel of_all;
-    of_all.messages = comm_ != 0 ? comm_ : channel.collective;
-    of_all.rank = channel.rank;
-    of_all.size = channel.size;
-    return CombineByMessages(mpi, of_all, tag_, block);
-  }
-  HostLevels& levels = *channel.levels;
-  PYCOLLECTIVE_RETURN_IF_FAILED(levels.OnBoard(mpi, channel, BlocksOfHost(block)));
-  if (const Channel* const leaders = levels.leaders()) PYCOLLECTIVE_RETURN_IF_FAILED(CombineByMessages(mpi, *leaders, 0, block));
-  return levels.OnBoard(mpi, channel, BlockOfAll(block));
+  *by_host = false;
+  if (channel.tree != nullptr) return CombineInTree(mpi, channel, nullptr, block);
+  const bool in_levels = in_levels_ && channel.levels != nullptr && channel.levels->HasSharedHost();
+  if (in_levels) PYCOLLECTIVE_RETURN_IF_FAILED(channel.levels->Make(mpi, channel, by_host));
+  if (*by_host) return CombineInTree(mpi, channel.levels->of_host(), channel.levels->leaders(), block);
+  Channel of_all;
+  of_all.messages = comm_ != 0 ? comm_ : channel.collective;
+  of_all.rank = channel.rank;
+  of_all.size = channel.size;
+  return CombineByMessages(mpi, of_all, tag_, block);
 }
 
 // Comparisons ----------------------------------------------------------------------------------------------------
@@ -217,17 +200,12 @@ Outcome FindDifference(const Library& mpi, const Channel& channel, const Post& o
 
 }  // namespace
 
-bool Comparison::InLevels(const Channel& channel) const {
-  return in_levels_ && channel.levels != nullptr && channel.levels->HasSharedHost();
-}
-
 bool Comparison::Carries(const Channel& channel, const PiggybackedCollective& piggybacked) const {
   static_assert(offsetof(Block, data) == Block::kHeadBytes);
-  const int64_t room = InLevels(channel) ? BoardSlot::kPiggybackBytes - Block::kHeadBytes : kMostBytes;
   const int64_t nbytes = piggybacked.nbytes();
-  if (nbytes > room) return false;
+  if (nbytes > kMostBytes) return false;
   const auto reduction = piggybacked.reduction();
-  if (!reduction.has_value()) return nbytes * channel.size <= room;
+  if (!reduction.has_value()) return nbytes * channel.size <= kMostBytes;
   constexpr int64_t kMostForBlock = 1 << 10;  // by MPI's algorithms a rank sends less than the whole array
   return SentByDoubling(nbytes, channel.size) <= (reduction->is_whole ? kMostByDoubling : kMostForBlock);
 }
@@ -264,7 +242,7 @@ Outcome Comparison::Compare(const Library& mpi, const Channel& channel, const Po
   }
   block.numbers = number;
   bool by_host = false;
-  PYCOLLECTIVE_RETURN_IF_FAILED(CombineAll(mpi, channel, &block, &by_host));
+  PYCOLLECTIVE_RETURN_IF_FAILED(meetings_.Run([&] { return CombineAll(mpi, channel, &block, &by_host); }));
   const auto all_have = [&](uint64_t sum, uint64_t of_this_rank) {
     return sum == of_this_rank * static_cast<uint64_t>(channel.size);
   };

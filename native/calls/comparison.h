@@ -1,8 +1,8 @@
-// The comparison of a call between ranks that do not all share memory, for example on several hosts.
+// The comparison of a call between ranks that do not post their calls on a board: ranks of several hosts, or many ranks of one.
 //
 // Before the call each rank makes a block: sums of hashes, and the operand of a small collective. The blocks of all ranks are combined,
-// so that the costs grow with the logarithm of the number of ranks: within a host on the board, where the first rank of the host
-// combines them, and between these first ranks by messages. By the sums each rank sees whether all ranks make the same call; all
+// so that the costs grow with the logarithm of the number of ranks: within a host in a tree in shared memory, and between the first ranks
+// of the hosts by messages. By the sums each rank sees whether all ranks make the same call; all
 // ranks come to the same verdict. Only if they do not, their descriptions travel. So the
 // data of a small collective arrive with the verdict, in the same messages: the reduction of all operands, or all operands.
 //
@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "mpi/collectives.h"
+#include "mpi/stop_after_failure.h"
 #include "shared_memory/board.h"
 #include "shared_memory/host_levels.h"
 #include "shared_memory/piggyback.h"
@@ -112,22 +113,22 @@ class Comparison {
 
  private:
   struct Block;
-  struct BlocksOfHost;
-  struct BlockOfAll;
 
-  // The room for data in a block, in bytes. Where ranks of one host meet on their board, its cells have less.
+  // The room for data in a block, in bytes.
   static constexpr int64_t kMostBytes = 32 << 10;
 
-  // Whether ranks of one host meet in their memory, if they can.
-  bool InLevels(const Channel& channel) const;
   // Combines the blocks of all ranks of the channel. Sets `by_host` if their data stand host by host, not rank by rank.
   Outcome CombineAll(const Library& mpi, const Channel& channel, Block* block, bool* by_host);
   // Combines the blocks of the ranks of a channel by messages.
   static Outcome CombineByMessages(const Library& mpi, const Channel& channel, int tag, Block* combined);
+  // The same for ranks of one host, in their tree, and for all hosts by messages of their first ranks. `leaders`: those, on one of them;
+  // else null.
+  static Outcome CombineInTree(const Library& mpi, const Channel& of_host, const Channel* leaders, Block* combined);
 
   int64_t comm_ = 0;
   int tag_ = 0;
   bool in_levels_ = false;
+  StopAfterFailure meetings_;
   // Hashes of calls that differ between ranks, and match all the same.
   std::unordered_set<uint64_t> matching_;
 };

@@ -44,6 +44,7 @@ inline Outcome OutcomeOfException(const std::exception& error) {
   } while (false)
 
 class Exchange;
+class CombiningTree;
 class HostLevels;
 
 // Writes zeros and copies in the memory of a call's arrays: here host memory; DeviceMemory (device.h) overrides it.
@@ -66,6 +67,7 @@ struct Channel {
   int tag_step = 1;
   const Memory* memory = nullptr;  // null: host memory
   Exchange* exchange = nullptr;    // memory that the ranks share; null: none
+  CombiningTree* tree = nullptr;   // of ranks on one host, which compare their calls in it; null: otherwise
   HostLevels* levels = nullptr;    // for ranks on several hosts: the levels by which ranks of a host share memory
 };
 

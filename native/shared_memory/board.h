@@ -96,6 +96,8 @@ void CopyLine(const std::string& line, char (&to)[kLineBytes]);
 class BoardSlot {
  public:
   static constexpr int64_t kSlots = 256;
+  // More ranks compare their calls in a tree (combining_tree.h): on a board each reads the posts of all.
+  static constexpr int kMostRanks = 32;
 
   // The bytes of the shared memory of a host. It begins with zeros.
   // @param ranks: how many ranks the host has.

@@ -96,9 +96,9 @@ Outcome HostLevels::Make(const Library& mpi, const Channel& channel, bool* has) 
     if (has_local) PYCOLLECTIVE_RETURN_IF_FAILED(mpi.Bcast(local_, {&slot, &slot, 1, Type::kInt64}));
     if (slot >= 0) {
       memory_of_local_ = Exchange(slot, local_.rank, local_.size);
-      board_of_local_ = BoardSlot(slot, local_.rank, local_.size);
+      tree_of_local_ = CombiningTree(slot, local_.rank, local_.size);
       memory_of_local_.Begin();
-      board_of_local_.Begin();
+      tree_of_local_.Begin();
     }
     Channel flat = channel;
     flat.levels = nullptr;
@@ -113,7 +113,10 @@ Outcome HostLevels::Make(const Library& mpi, const Channel& channel, bool* has) 
     // Ranks beyond the lanes of some host send nothing.
     const auto has_lane = [&] { return local_.rank >= lanes_ || make(lane_ranks_, &lane_, &comms_[1]).ok(); };
     if (has_) PYCOLLECTIVE_RETURN_IF_FAILED(all_have(has_lane(), &has_));
-    if (has_ && slot >= 0) local_.exchange = &memory_of_local_;
+    if (has_ && slot >= 0) {
+      local_.exchange = &memory_of_local_;
+      local_.tree = &tree_of_local_;
+    }
     if (!has_) GiveSlotBack();  // no rank has used it
     lane_.messages = lane_.collective;
     made_ = true;
@@ -122,36 +125,16 @@ Outcome HostLevels::Make(const Library& mpi, const Channel& channel, bool* has) 
   return {};
 }
 
-Outcome HostLevels::OnBoard(const Library& mpi, const Channel& channel, const PiggybackedCollective& collective) {
-  if (local_.size == 1) return {};
-  Outcome progress;
-  const auto make_progress = [&](int rank) {
-    progress = mpi.Progress(channel, local_ranks_[static_cast<size_t>(rank)]);
-    return progress.ok();
-  };
-  board_of_local_.Compare(Post{}, false, make_progress, &collective);
-  return progress;
-}
-
 void HostLevels::GiveSlotBack() {
   if (slot_ >= 0) {
     Exchange::End(slot_, local_.size);
     BoardSlot::Release(slot_);
     slot_ = -1;
   }
-  board_of_local_ = BoardSlot();
 }
 
 Outcome HostLevels::Run(const Library& mpi, Operation operation, const Arguments& a) {
-  if (has_failed_) {
-    Outcome outcome{"MPI", 0, "expected a communicator whose last call has ended on this rank, got one whose call has failed"};
-    outcome.remedy = "Start the ranks again: their calls do not match any more.";
-    return outcome;
-  }
-  has_failed_ = true;  // until the call has ended, also if an exception ends it
-  const Outcome outcome = RunByOperation(mpi, operation, a);
-  has_failed_ = !outcome.ok();
-  return outcome;
+  return calls_.Run([&] { return RunByOperation(mpi, operation, a); });
 }
 
 Outcome HostLevels::RunByOperation(const Library& mpi, Operation operation, const Arguments& a) {
@@ -262,10 +245,12 @@ Outcome HostLevels::Free(const Library& mpi) {
   };
   if (local_.exchange != nullptr) {
     local_.exchange = nullptr;  // the barrier is MPI's: it leaves the slot alone
+    local_.tree = nullptr;
     keep(mpi.Barrier(local_));  // no rank reads the slot any more
   }
   GiveSlotBack();
-  made_ = has_failed_ = false;
+  made_ = false;
+  calls_ = StopAfterFailure();
   for (auto& comm : comms_) {
     const int64_t own = comm.exchange(0);
     if (own != 0) keep(mpi.FreeComm(own));

@@ -13,11 +13,11 @@
 
 #include "base/operations.h"
 #include "mpi/collectives.h"
-#include "shared_memory/board.h"
+#include "mpi/stop_after_failure.h"
+#include "shared_memory/combining_tree.h"
 #include "shared_memory/distribution.h"
 #include "shared_memory/exchange.h"
 #include "shared_memory/host_collectives.h"
-#include "shared_memory/piggyback.h"
 
 namespace pycollective {
 
@@ -41,8 +41,8 @@ class HostLevels {
 
   // Whether a host has several of the ranks.
   bool HasSharedHost() const { return largest_ > 1; }
-  // After Make has answered true: a small collective of the ranks of this host, on its board.
-  Outcome OnBoard(const Library& mpi, const Channel& channel, const PiggybackedCollective& collective);
+  // After Make has answered true: the ranks of this host, with a tree if there are several.
+  const Channel& of_host() const { return local_; }
   // After Make has answered true: the first ranks of all hosts, if this rank is one of them; else null. Nobody else sends
   // messages with the tag 0 there.
   const Channel* leaders() const { return local_.rank == 0 ? &lane_ : nullptr; }
@@ -50,8 +50,7 @@ class HostLevels {
   // The place of a rank of the channel among all, host by host: hosts in the order of their first ranks, ranks of a host in their order.
   int PlaceByHost(int rank) const { return places_[static_cast<size_t>(rank)]; }
 
-  // A call that Has says is made in levels. If it fails on this rank, other ranks of the host may wait for its next step. So each
-  // further call fails here: its first step would be taken for that one.
+  // A call that Has says is made in levels.
   Outcome Run(const Library& mpi, Operation operation, const Arguments&);
 
   // For RankGroup, which says when they may be called.
@@ -92,10 +91,10 @@ class HostLevels {
   bool in_blocks_ = false, in_turns_ = false;
 
   bool made_ = false, has_ = false;
-  bool has_failed_ = false;  // a call on this rank
+  StopAfterFailure calls_;
   Channel local_, lane_;
   Exchange memory_of_local_;
-  BoardSlot board_of_local_;
+  CombiningTree tree_of_local_;
   int64_t slot_ = -1;
   std::atomic<int64_t> comms_[2] = {};  // what MPI has made, for AddOwnComms
 };

@@ -101,13 +101,13 @@ def number_reductions(program: Program) -> Program:
 
 
 def mark_sections(program: Program) -> Program:
-    """The pass that tells the calls that each run makes in the same order, where ranks compare them by messages."""
-    return program.changed(functools.partial(sections.with_sections, is_counted=functools.cache(_compares_by_messages)))
+    """The pass that tells the calls that each run makes in the same order, where ranks do not post them on a board."""
+    return program.changed(functools.partial(sections.with_sections, is_counted=functools.cache(_compares_in_sections)))
 
 
-def _compares_by_messages(participants: Any) -> bool:
+def _compares_in_sections(participants: Any) -> bool:
     number, *_ = participants._key
-    return native.compares_by_messages(number)
+    return native.compares_in_sections(number)
 
 
 class Region:

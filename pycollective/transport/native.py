@@ -363,13 +363,13 @@ def spans_hosts(number: int) -> bool:
     return bool(library().pycollective_spans_hosts(ctypes.c_int64(number)))
 
 
-def compares_by_messages(number: int) -> bool:
-    """Whether the ranks of a communicator or part compare calls by messages: several ranks that share no board."""
-    return bool(library().pycollective_compares_by_messages(ctypes.c_int64(number)))
+def compares_in_sections(number: int) -> bool:
+    """Whether the ranks of a communicator or part compare the calls of a section once in each run: they post none on a board."""
+    return bool(library().pycollective_compares_in_sections(ctypes.c_int64(number)))
 
 
 def comparisons() -> int:
-    """How many comparisons by messages this process has made: of calls whose ranks share no board."""
+    """How many comparisons this process has made of calls that ranks do not post on a board."""
     return int(library().pycollective_comparisons())
 
 

@@ -37,7 +37,7 @@ _LIBRARY = [*_room("mpi"), *_room("records"), *_room("shared_memory"), _NATIVE /
 EXPLORED = {
     "explore_test": [
         *sorted((FOLDER / "explored").glob("*.cc")),
-        *(_NATIVE / "shared_memory" / f"{name}.cc" for name in ("board", "exchange", "host_collectives")),
+        *(_NATIVE / "shared_memory" / f"{name}.cc" for name in ("board", "combining_tree", "exchange", "host_collectives")),
         *(_NATIVE / "shared_memory" / f"{name}.cc" for name in ("combine", "piggyback")),
         _NATIVE / "mpi" / "reduction.cc",
     ]

@@ -3,6 +3,9 @@
 
 #include "calls/comparison.h"
 
+#include <sys/mman.h>
+
+#include <atomic>
 #include <cmath>
 #include <condition_variable>
 #include <cstring>
@@ -19,6 +22,7 @@
 #include "mpi/collectives.h"
 #include "mpi/packing.h"
 #include "records/recorder.h"
+#include "shared_memory/combining_tree.h"
 
 namespace pc = pycollective;
 
@@ -98,7 +102,9 @@ class Mailboxes final : public pc::Library {
   pc::Outcome CreateComm(int64_t, const std::vector<int>&, int, int64_t*) const override { return IsCalled(); }
   pc::Outcome FreeComm(int64_t) const override { return IsCalled(); }
   bool IsOwn(pc::Op, pc::Type) const override { return false; }
-  pc::Outcome Progress(const pc::Channel&, int) const override { return IsCalled(); }
+  pc::Outcome Progress(const pc::Channel&, int) const override {
+    return is_broken ? pc::Outcome{"MPI_Iprobe", 1, {}} : pc::Outcome{};
+  }
   void Abort(int) const override { IsCalled(); }
   std::string ErrorString(int) const override { return ""; }
 
@@ -129,6 +135,7 @@ class Mailboxes final : public pc::Library {
 
  public:
   mutable std::vector<int64_t> sent, bytes, collectives;  // by each rank
+  std::atomic<bool> is_broken{false};                      // a rank has failed
 };
 
 // A rank of a channel.
@@ -145,7 +152,8 @@ struct Rank {
 };
 
 // Runs function(rank) on so many ranks. The numbers of the ranks in the communicator of messages are those of the channel.
-void OnRanks(const pc::Library& mpi, int size, const std::function<void(Rank&)>& function) {
+// `slot`: of the trees of a host, on which all ranks are; -1: they compare by messages.
+void OnRanks(const pc::Library& mpi, int size, const std::function<void(Rank&)>& function, int64_t slot = -1) {
   std::vector<std::thread> threads;
   for (int rank = 0; rank < size; ++rank) {
     threads.emplace_back([&, rank] {
@@ -153,11 +161,23 @@ void OnRanks(const pc::Library& mpi, int size, const std::function<void(Rank&)>&
       pc::Channel channel;
       channel.rank = rank;
       channel.size = size;
+      pc::CombiningTree tree(slot, rank, size);
+      if (tree.exists()) channel.tree = &tree;
       Rank own{mpi, channel, pc::Comparison(3, 7, true)};
       function(own);
     });
   }
   for (std::thread& thread : threads) thread.join();
+}
+
+// The same on a host with trees.
+void OnOneHost(const pc::Library& mpi, int size, const std::function<void(Rank&)>& function) {
+  const size_t nbytes = pc::CombiningTree::BytesOf(size);
+  void* const memory = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  CHECK(memory != MAP_FAILED);
+  pc::CombiningTree::OpenMemory(memory, size);
+  OnRanks(mpi, size, function, 5);
+  munmap(memory, nbytes);
 }
 
 pc::Post PostOf(pc::Operation operation, int64_t count, int64_t site = 0, int64_t seq = 1) {
@@ -271,11 +291,58 @@ void TestWhatFindsRoomInABlock() {
     return pc::Comparison(3, 7, true).Carries(channel, pc::PiggybackedAllreduce(arrays, pc::Op::kSum));
   };
   CHECK(carries_sum(kRoom / 3) && !carries_sum(kRoom / 3 + 1));
-  // Hosts of two ranks meet in the cells of their boards.
-  pc::HostLevels levels({0, 0, 1, 1, 2, 2, 3, 3}, 0, 0, {}, 0);
-  channel.levels = &levels;
-  CHECK(limits(channel, pc::kAllgather, 976 / 8, 1));
-  CHECK(carries_sum(976) && !carries_sum(977));
+}
+
+// Ranks of one host compare in their tree, and send no message. What they bring is combined in their order.
+void TestRanksOfAHostCompareInATree() {
+  for (const int size : {2, 16, 17, 40, 100}) {
+    Mailboxes mpi(size);
+    OnOneHost(mpi, size, [&](Rank& own) {
+      const int rank = own.channel.rank;
+      for (int64_t number = 1; number <= 20; ++number) {
+        const std::vector<int32_t> x(81, rank);  // with 100 ranks they fill the room
+        std::vector<int32_t> sum(81), all(static_cast<size_t>(81 * size));
+        const std::vector<pc::ArrayPair> arrays{{x.data(), sum.data(), 81, pc::Type::kInt32}};
+        const pc::PiggybackedAllreduce allreduce(arrays, pc::Op::kSum);
+        const pc::PiggybackedArrayCollective allgather(pc::kAllgather, {x.data(), all.data(), 81, pc::Type::kInt32}, 1);
+        CHECK(own.comparison.Carries(own.channel, allreduce) && own.comparison.Carries(own.channel, allgather));
+        CHECK(own.Compare(PostOf(pc::kAllreduce, 81, 0, 2 * number), &allreduce).is_made);
+        CHECK(own.Compare(PostOf(pc::kAllgather, 81, 0, 2 * number + 1), &allgather).is_made);
+        for (const int32_t of_all : sum) CHECK(of_all == size * (size - 1) / 2);
+        for (size_t i = 0; i < all.size(); ++i) CHECK(all[i] == static_cast<int32_t>(i) / 81);
+      }
+      CHECK(mpi.sent[static_cast<size_t>(rank)] == 0 && mpi.collectives[static_cast<size_t>(rank)] == 0);
+    });
+  }
+}
+
+// A rank of a host makes another call: all ranks learn of it, and go on afterwards.
+void TestADifferenceInATree() {
+  constexpr int kRanks = 40;
+  for (const int odd : {0, 1, 15, 16, 39}) {
+    Mailboxes mpi(kRanks);
+    OnOneHost(mpi, kRanks, [&](Rank& own) {
+      const bool is_odd = own.channel.rank == odd;
+      CHECK(own.Compare(PostOf(pc::kAllreduce, 5, 0, 1)).rank == -1);
+      const pc::Difference found = own.Compare(PostOf(is_odd ? pc::kAllgather : pc::kAllreduce, 5, 0, 2));
+      CHECK(found.rank == (odd == 0 ? (is_odd ? 1 : 0) : (is_odd ? 0 : odd)));
+      CHECK(own.Compare(PostOf(pc::kAllreduce, 5, 0, 3)).rank == -1);
+    });
+  }
+}
+
+// A rank waits for one that has failed. Its next comparison must not come to the others: they may still read its room.
+void TestNoComparisonFollowsAFailedOne() {
+  constexpr int kRanks = 3;
+  Mailboxes mpi(kRanks);
+  mpi.is_broken = true;
+  OnOneHost(mpi, kRanks, [&](Rank& own) {
+    if (own.channel.rank == 1) return;
+    pc::Difference found;
+    CHECK(!own.comparison.Compare(mpi, own.channel, PostOf(pc::kAllreduce, 1), nullptr, &found).ok());
+    const pc::Outcome outcome = own.comparison.Compare(mpi, own.channel, PostOf(pc::kAllreduce, 1), nullptr, &found);
+    CHECK(!outcome.ok() && outcome.remedy != nullptr);
+  });
 }
 
 // The places of ranks, host by host, where hosts come in the order of their first ranks.
@@ -583,6 +650,9 @@ const Tests kTests = {
     {"a_rank_without_data_lets_all_call_mpi", TestARankWithoutDataLetsAllCallMpi},
     {"each_operation_travels", TestEachOperationTravels},
     {"places_by_host", TestPlacesByHost},
+    {"ranks_of_a_host_compare_in_a_tree", TestRanksOfAHostCompareInATree},
+    {"a_difference_in_a_tree", TestADifferenceInATree},
+    {"no_comparison_follows_a_failed_one", TestNoComparisonFollowsAFailedOne},
     {"a_difference_is_found_on_all_ranks", TestADifferenceIsFoundOnAllRanks},
     {"lines_that_may_differ_cost_once", TestLinesThatMayDifferCostOnce},
     {"calls_that_match_the_first_rank_may_differ", TestCallsThatMatchTheFirstRankMayDiffer},

@@ -1,4 +1,4 @@
-// Explores the board and the exchange of arrays under the memory model of C++ (explore.h): all that ranks may see of each other, on
+// Explores the board, the combining tree and the exchange of arrays under the memory model of C++ (explore.h): all that ranks may see of each other, on
 // processors with weaker orders than this one's, too.
 //
 // Besides the tests, for the mutants of tests/native/weakened.py:
@@ -54,23 +54,27 @@ void TestAll(const std::vector<explore::Scenario>& scenarios) {
 
 void TestBoard() { TestAll(explore::BoardScenarios()); }
 void TestExchange() { TestAll(explore::ExchangeScenarios()); }
+void TestTree() { TestAll(explore::TreeScenarios()); }
 void TestSleepingWaits() { TestAll(explore::SleepingWaitScenarios()); }
 void TestSleepingBoard() { TestAll(explore::SleepingBoardScenarios()); }
 void TestSleepingExchange() { TestAll(explore::SleepingExchangeScenarios()); }
+void TestSleepingTree() { TestAll(explore::SleepingTreeScenarios()); }
 
 const Tests kTests = {
     {"litmus", TestLitmus},
     {"board", TestBoard},
     {"exchange", TestExchange},
+    {"tree", TestTree},
     {"sleeping_waits", TestSleepingWaits},
     {"sleeping_board", TestSleepingBoard},
     {"sleeping_exchange", TestSleepingExchange},
+    {"sleeping_tree", TestSleepingTree},
 };
 
 std::vector<explore::Scenario> AllScenarios() {
   std::vector<explore::Scenario> all;
-  for (const auto& scenarios : {explore::BoardScenarios, explore::ExchangeScenarios, explore::SleepingWaitScenarios,
-                                explore::SleepingBoardScenarios, explore::SleepingExchangeScenarios}) {
+  for (const auto& scenarios : {explore::BoardScenarios, explore::ExchangeScenarios, explore::TreeScenarios, explore::SleepingWaitScenarios,
+                                explore::SleepingBoardScenarios, explore::SleepingExchangeScenarios, explore::SleepingTreeScenarios}) {
     for (explore::Scenario& scenario : scenarios()) all.push_back(std::move(scenario));
   }
   return all;

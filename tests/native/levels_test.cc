@@ -156,11 +156,13 @@ float Value(int rank, int64_t i) { return static_cast<float>(rank + 1) + static_
 // Calls run(make, rank) in a thread for each rank of the first host. make(operation, arguments) makes a call in levels.
 using Make = std::function<pc::Outcome(pc::Operation, const pc::Arguments&)>;
 void OnHost(int ranks, Counts* counts, const std::function<void(const Make& make, int rank)>& run) {
-  const size_t board = pc::BoardSlot::BytesOf(ranks), nbytes = board + pc::Exchange::BytesOf(ranks);
+  const size_t trees = pc::CombiningTree::BytesOf(ranks), board = pc::BoardSlot::BytesOf(ranks);
+  const size_t nbytes = trees + board + pc::Exchange::BytesOf(ranks);
   void* const memory = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   CHECK(memory != MAP_FAILED);
-  pc::BoardSlot::OpenBoard(memory, ranks);
-  pc::Exchange::OpenMemory(static_cast<char*>(memory) + board, ranks);
+  pc::CombiningTree::OpenMemory(memory, ranks);
+  pc::BoardSlot::OpenBoard(static_cast<char*>(memory) + trees, ranks);
+  pc::Exchange::OpenMemory(static_cast<char*>(memory) + trees + board, ranks);
   std::vector<int> hosts, members;
   for (int rank = 0; rank < kHosts * ranks; ++rank) {
     hosts.push_back(rank / ranks);

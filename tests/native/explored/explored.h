@@ -77,11 +77,13 @@ bool IsInterrupted();
 // The scenarios of the library's own code, and small programs whose outcomes are known.
 std::vector<Scenario> BoardScenarios();
 std::vector<Scenario> ExchangeScenarios();
+std::vector<Scenario> TreeScenarios();
 // Waits for a number, each of which sleeps at once, as with busy neighbours; and some of the scenarios above, or small ones like
 // them, with such waits.
 std::vector<Scenario> SleepingWaitScenarios();
 std::vector<Scenario> SleepingBoardScenarios();
 std::vector<Scenario> SleepingExchangeScenarios();
+std::vector<Scenario> SleepingTreeScenarios();
 
 struct Litmus {
   Scenario scenario;
