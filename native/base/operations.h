@@ -61,7 +61,8 @@ enum Hierarchy {
 #define PYCOLLECTIVE_OPERATIONS(COLLECTIVE, OTHER)                                                                    \
   COLLECTIVE(allgather, Allgather, kNone, kWhole, kBlocks, kAllToAll, kReadable, kHierarchicalIfEqual,                \
              &TeamCollective::Allgather)                                                                              \
-  COLLECTIVE(alltoall, Alltoall, kNone, kBlocks, kBlocks, kAllToAll, kReadableOnce, kFlat, &TeamCollective::Alltoall) \
+  COLLECTIVE(alltoall, Alltoall, kNone, kBlocks, kBlocks, kAllToAll, kReadableOnce, kHierarchicalIfEqual,             \
+             &TeamCollective::Alltoall)                                                                               \
   COLLECTIVE(reduce_scatter, ReduceScatter, kOp, kBlocks, kWhole, kAllToAll, kReadable, kHierarchicalIfEqual,         \
              &TeamCollective::ReduceScatter)                                                                          \
   COLLECTIVE(bcast, Bcast, kRoot, kWhole, kWhole, kFromRoot, kReadable, kHierarchical, &TeamCollective::Bcast)        \

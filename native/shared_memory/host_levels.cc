@@ -19,6 +19,9 @@ namespace {
 constexpr int64_t kLeastBytes = 1 << 10;
 constexpr int64_t kLeastBroadcastBytes = 8 << 10;
 
+// Larger blocks of an all-to-all go by MPI alone: levels would copy them three times more.
+constexpr int64_t kMostBlockBytes = 4 << 10;
+
 // The least share of a lane: a message of this size takes little longer than an empty one.
 constexpr int64_t kLeastLaneBytes = 8 << 10;
 
@@ -26,6 +29,16 @@ constexpr int kTagOfSums = 1;  // of messages in a lane; comparisons have 0
 
 int PlaceOf(int rank, const std::vector<int>& ranks) {
   return static_cast<int>(std::find(ranks.begin(), ranks.end(), rank) - ranks.begin());
+}
+
+// Writes the blocks of a matrix of blocks column by column.
+void Transpose(const void* from, void* to, int rows, int columns, int64_t count, Type type) {
+  for (int64_t row = 0; row < rows; ++row) {
+    for (int64_t column = 0; column < columns; ++column) {
+      const void* const block = At(from, (row * columns + column) * count, type);
+      std::memcpy(At(to, (column * rows + row) * count, type), block, Bytes(count, type));
+    }
+  }
 }
 
 }  // namespace
@@ -76,8 +89,10 @@ HostLevels::HostLevels(std::vector<int> hosts, int rank, int64_t from, std::vect
 }
 
 bool HostLevels::Has(Operation operation, const Arguments& a) const {
-  const int64_t least = operation == kBcast ? kLeastBroadcastBytes : kLeastBytes;
-  if (largest_ == 1 || static_cast<int64_t>(Bytes(a.count, a.type)) < least) return false;
+  const auto nbytes = static_cast<int64_t>(Bytes(a.count, a.type));
+  const bool pays = operation == kAlltoall ? 0 < nbytes && nbytes <= kMostBlockBytes
+                                           : nbytes >= (operation == kBcast ? kLeastBroadcastBytes : kLeastBytes);
+  if (largest_ == 1 || !pays) return false;
   const Hierarchy hierarchy = TraitsOf(operation).hierarchy;
   return hierarchy == kHierarchical || (hierarchy == kHierarchicalIfEqual && (in_blocks_ || in_turns_));
 }
@@ -143,6 +158,7 @@ Outcome HostLevels::RunByOperation(const Library& mpi, Operation operation, cons
     case kReduce: return Reduce(mpi, a);
     case kBcast: return Bcast(mpi, a);
     case kReduceScatter: return ReduceScatter(mpi, a);
+    case kAlltoall: return Alltoall(mpi, a);
     default: return Allgather(mpi, a);  // Has says so
   }
 }
@@ -229,6 +245,22 @@ Outcome HostLevels::Allgather(const Library& mpi, const Arguments& a) {
   const std::unique_ptr<char[]> blocks(new char[Bytes(a.count * lane_.size, a.type)]);
   PYCOLLECTIVE_RETURN_IF_FAILED(mpi.Allgather(lane_, a.On(a.send, blocks.get(), a.count)));
   return HostCollective(mpi, local_).Allgather(a.On(blocks.get(), a.recv, a.count), PartsOf(a));
+}
+
+// Within each host a rank gets the blocks for its lane, and in its lane those for itself. Of H hosts with n ranks each, a rank has n rows of
+// H blocks between the two steps, and needs them as H rows of n blocks.
+Outcome HostLevels::Alltoall(const Library& mpi, const Arguments& a) {
+  const int hosts = lane_.size, ranks = local_.size;
+  const size_t nbytes = Bytes(a.count * hosts * ranks, a.type);
+  const std::unique_ptr<char[]> one(new char[nbytes]), other(new char[nbytes]);
+  if (!in_turns_) Transpose(a.send, one.get(), hosts, ranks, a.count, a.type);
+  const void* const by_lane = in_turns_ ? a.send : one.get();
+  PYCOLLECTIVE_RETURN_IF_FAILED(mpi.Alltoall(local_, a.On(by_lane, other.get(), a.count * hosts)));
+  Transpose(other.get(), one.get(), ranks, hosts, a.count, a.type);
+  void* const by_host = in_turns_ ? other.get() : a.recv;
+  PYCOLLECTIVE_RETURN_IF_FAILED(mpi.Alltoall(lane_, a.On(one.get(), by_host, a.count * ranks)));
+  if (in_turns_) Transpose(by_host, a.recv, hosts, ranks, a.count, a.type);
+  return {};
 }
 
 void HostLevels::AddOwnComms(std::vector<int64_t>* comms) const {

@@ -1,4 +1,6 @@
 // Hierarchical collectives of a channel with ranks on several hosts: the ranks of a host share memory, and MPI connects the hosts.
+// Fewer bytes go between hosts than by MPI alone; or, in an all-to-all of small blocks, fewer messages: those that the ranks of a host
+// send to the ranks of another host travel together.
 //
 // A rank's *lane* are the ranks with the same number on the other hosts. Lanes work at once, each on its share of
 // the data, so no rank sends between hosts what another one of its host has sent already. A small array has few lanes, since each of them
@@ -64,6 +66,7 @@ class HostLevels {
   Outcome Bcast(const Library& mpi, const Arguments&);
   Outcome ReduceScatter(const Library& mpi, const Arguments&);
   Outcome Allgather(const Library& mpi, const Arguments&);
+  Outcome Alltoall(const Library& mpi, const Arguments&);
 
   void GiveSlotBack();
   // An allreduce in place in this rank's lane, by recursive doubling.

@@ -464,16 +464,17 @@ comms = [world, world.split(0, key=-rank), world.split(0, key=(rank % 2) * n + r
 comms += [world.split(0, key=[0, 3, 1, 2][rank])]
 draw = np.random.default_rng(0)
 for comm in comms:
-    for count in (1, 255, 257, 4096, 100_003):
+    for count in (1, 255, 257, 1000, 4096, 100_003):
         ints = draw.integers(-9, 9, (n, n, count)).astype(np.float32)
         own = jnp.asarray(ints[comm.rank])
         np.testing.assert_array_equal(jax.jit(lambda x: pc.pmax(x, comm), donate_argnums=0)(own + 0), ints.max(0))
-        every = lambda x: [pc.psum(x, comm), pc.all_gather(x, comm), pc.psum_scatter(x, comm)]
+        every = lambda x: [pc.psum(x, comm), pc.all_gather(x, comm), pc.psum_scatter(x, comm), pc.all_to_all(x, comm, 0, 0)]
         at = lambda x, root: [pc.broadcast(x, comm, root=root), pc.reduce(x, comm, root=root)]
-        total, gathered, scattered, *of_roots = jax.jit(lambda x: every(x) + [at(x, root) for root in range(n)])(own)
+        total, gathered, scattered, exchanged, *of_roots = jax.jit(lambda x: every(x) + [at(x, root) for root in range(n)])(own)
         np.testing.assert_array_equal(total, ints.sum(0))
         np.testing.assert_array_equal(gathered, ints)
         np.testing.assert_array_equal(scattered, ints.sum(0)[comm.rank])
+        np.testing.assert_array_equal(exchanged, ints[:, comm.rank])
         for root, (shared, reduced) in enumerate(of_roots):
             np.testing.assert_array_equal(shared, ints[root])
             np.testing.assert_array_equal(reduced, ints.sum(0) * (comm.rank == root))
