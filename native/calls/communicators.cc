@@ -108,17 +108,15 @@ Outcome RankGroup::JoinHosts(const Library& mpi, int number) {
   BoardSlot board(slot, channel.rank, channel.size);
   CombiningTree tree(slot, channel.rank, channel.size);
   Exchange memory(slot, channel.rank, channel.size);
-  board.Begin();
-  tree.Begin();
+  const bool on_board = PostOnBoard();
+  if (on_board) board.Begin();
+  if (!on_board) tree.Begin();
   memory.Begin();
   PYCOLLECTIVE_RETURN_IF_FAILED(mpi.Barrier(channel));  // all have begun
   channel.slot = slot;
-  if (PostOnBoard()) {
-    channel.board = board;
-  } else {
-    channel.tree_of_ranks = tree;
-    channel.tree = &channel.tree_of_ranks;
-  }
+  if (on_board) channel.board = board;
+  channel.tree_of_ranks = tree;
+  if (!on_board) channel.tree = &channel.tree_of_ranks;
   channel.memory_of_ranks = memory;
   channel.exchange = &channel.memory_of_ranks;
   return {};
