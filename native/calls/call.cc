@@ -302,7 +302,8 @@ ffi::Error Call::CompareWithRanks(const Signature& mine, int64_t seq) {
   LazyChannel& channel = lane_->channel;
   const std::lock_guard<std::mutex> lock(channel.mutex);
   if (check >= Check::kEvery && channel.board.exists()) return CompareOnBoard(mine);
-  const bool each = check == Check::kAlways || (check == Check::kEvery && IsSynchronizing(mine.operation));
+  // Ranks of one host, in a tree, compare broadcasts and the like too, as they do on a board.
+  const bool each = check == Check::kAlways || (check == Check::kEvery && (IsSynchronizing(mine.operation) || channel.tree != nullptr));
   const bool is_known = !each && channel.agreed.count(mine) != 0;
   const bool piggybacks = each && MayPiggyback() && channel.comparison.Carries(channel, *piggybacked_);
   // A reduction travels with a comparison also where the call is covered: MPI may add in another order, and equal calls must have

@@ -84,7 +84,7 @@ struct Comparison::Block {
   static constexpr int64_t kHeadBytes = 48;  // what stands before the data
   static constexpr int32_t kGathered = -1;
 
-  // Messages and the board hold no more of a block than this.
+  // Messages and rooms of a tree hold no more of a block than this.
   int64_t size() const { return kHeadBytes + nbytes; }
   void CopyTo(void* to) const { std::memcpy(to, this, static_cast<size_t>(size())); }
   void CopyFrom(const void* from) {

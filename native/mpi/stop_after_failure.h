@@ -7,25 +7,20 @@
 
 namespace pycollective {
 
-// If such a call fails on this rank, other ranks may wait for its next step. So each further call fails: its first step would be taken
-// for that one.
+// If such a call fails on this rank, other ranks may wait for its next step. So each further call fails in the same way: its first step
+// would be taken for that one.
 class StopAfterFailure {
  public:
   template <typename Make>
   Outcome Run(Make make) {
-    if (has_failed_) {
-      Outcome outcome{"MPI", 0, "expected a communicator whose last call has ended on this rank, got one whose call has failed"};
-      outcome.remedy = "Start the ranks again: their calls do not match any more.";
-      return outcome;
-    }
-    has_failed_ = true;  // until the call has ended, also if an exception ends it
-    const Outcome outcome = make();
-    has_failed_ = !outcome.ok();
-    return outcome;
+    if (!last_.ok()) return last_;
+    last_ = {"MPI", 0, "expected a call that ends, got an exception in it"};  // until it has ended
+    last_ = make();
+    return last_;
   }
 
  private:
-  bool has_failed_ = false;
+  Outcome last_;
 };
 
 }  // namespace pycollective

@@ -44,13 +44,11 @@ class CombiningTree {
 
   CombiningTree() = default;
   // The tree of a channel, as one of its ranks uses it.
-  // @param slot: the number of the channel's slot of the board (board.h); -1: there is none.
+  // @param slot: the number of the channel's slot of the board (board.h).
   // @param rank: this rank's number in the channel.
   // @param size: how many ranks the channel has. All of them are on this host.
   // @param fan_in: how many ranks one of them combines.
   CombiningTree(int64_t slot, int rank, int size, int fan_in = kFanIn) : slot_(slot), rank_(rank), size_(size), fan_in_(fan_in) {}
-
-  bool exists() const { return slot_ >= 0; }
 
   // When the channel has taken its slot: each of its ranks does this, for the memory that it writes. No rank may use the tree before
   // all have.
@@ -104,7 +102,7 @@ class CombiningTree {
   // @param rank: of the channel.
   Room& RoomOf(int rank) const;
 
-  int64_t slot_ = -1;
+  int64_t slot_ = 0;
   int rank_ = 0;
   int size_ = 0;
   int fan_in_ = kFanIn;

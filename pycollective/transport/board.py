@@ -1,7 +1,8 @@
 """The memory that the ranks of a host share.
 
-In it are the board, on which they post what they are about to call (native/shared_memory/board.h), and the buffers
-through which they exchange arrays (native/shared_memory/exchange.h).
+In it are the board, on which they post what they are about to call (native/shared_memory/board.h), the trees in which
+they combine what they compare with other hosts (native/shared_memory/combining_tree.h), and the buffers through which
+they exchange arrays (native/shared_memory/exchange.h).
 
 It is a file without a name, which the ranks of the host open through the first of them. Nothing is left of it when they
 end, whatever ends them.

@@ -102,8 +102,8 @@ class Mailboxes final : public pc::Library {
   pc::Outcome CreateComm(int64_t, const std::vector<int>&, int, int64_t*) const override { return IsCalled(); }
   pc::Outcome FreeComm(int64_t) const override { return IsCalled(); }
   bool IsOwn(pc::Op, pc::Type) const override { return false; }
-  pc::Outcome Progress(const pc::Channel&, int) const override {
-    return is_broken ? pc::Outcome{"MPI_Iprobe", 1, {}} : pc::Outcome{};
+  pc::Outcome Progress(const pc::Channel&, int rank) const override {
+    return is_revoked || rank == failed_rank ? pc::Outcome{"MPI_Iprobe", 1, {}} : pc::Outcome{};
   }
   void Abort(int) const override { IsCalled(); }
   std::string ErrorString(int) const override { return ""; }
@@ -135,7 +135,8 @@ class Mailboxes final : public pc::Library {
 
  public:
   mutable std::vector<int64_t> sent, bytes, collectives;  // by each rank
-  std::atomic<bool> is_broken{false};                      // a rank has failed
+  std::atomic<int> failed_rank{-1};
+  std::atomic<bool> is_revoked{false};  // the communicator
 };
 
 // A rank of a channel.
@@ -162,7 +163,7 @@ void OnRanks(const pc::Library& mpi, int size, const std::function<void(Rank&)>&
       channel.rank = rank;
       channel.size = size;
       pc::CombiningTree tree(slot, rank, size);
-      if (tree.exists()) channel.tree = &tree;
+      if (slot >= 0) channel.tree = &tree;
       Rank own{mpi, channel, pc::Comparison(3, 7, true)};
       function(own);
     });
@@ -170,12 +171,20 @@ void OnRanks(const pc::Library& mpi, int size, const std::function<void(Rank&)>&
   for (std::thread& thread : threads) thread.join();
 }
 
-// The same on a host with trees.
+// The same on a host with trees. Another channel has used their slot before.
 void OnOneHost(const pc::Library& mpi, int size, const std::function<void(Rank&)>& function) {
   const size_t nbytes = pc::CombiningTree::BytesOf(size);
   void* const memory = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   CHECK(memory != MAP_FAILED);
   pc::CombiningTree::OpenMemory(memory, size);
+  pc::CombiningTree first(5, 0, 2), second(5, 1, 2);
+  const auto never = [](int) { return false; };
+  const auto nothing = [](auto) {};
+  for (int meeting = 0; meeting < 3; ++meeting) {
+    for (pc::CombiningTree* const tree : {&second, &first}) CHECK(tree->Combine(never, nothing, nothing));
+    CHECK(first.Share(never, nothing, nothing));
+  }
+  for (int rank = 0; rank < size; ++rank) pc::CombiningTree(5, rank, size).Begin();
   OnRanks(mpi, size, function, 5);
   munmap(memory, nbytes);
 }
@@ -331,17 +340,25 @@ void TestADifferenceInATree() {
   }
 }
 
-// A rank waits for one that has failed. Its next comparison must not come to the others: they may still read its room.
+// Rank 0 waits for one that has failed, and rank 2 for rank 0, until the communicator is revoked. Their next comparisons must not come to
+// other ranks, which may still read their rooms.
 void TestNoComparisonFollowsAFailedOne() {
   constexpr int kRanks = 3;
   Mailboxes mpi(kRanks);
-  mpi.is_broken = true;
+  mpi.failed_rank = 1;
+  std::atomic<int> left{0};
   OnOneHost(mpi, kRanks, [&](Rank& own) {
     if (own.channel.rank == 1) return;
-    pc::Difference found;
-    CHECK(!own.comparison.Compare(mpi, own.channel, PostOf(pc::kAllreduce, 1), nullptr, &found).ok());
-    const pc::Outcome outcome = own.comparison.Compare(mpi, own.channel, PostOf(pc::kAllreduce, 1), nullptr, &found);
-    CHECK(!outcome.ok() && outcome.remedy != nullptr);
+    const auto compare = [&] {
+      pc::Difference found;
+      return own.comparison.Compare(mpi, own.channel, PostOf(pc::kAllreduce, 1), nullptr, &found);
+    };
+    CHECK(!compare().ok());
+    mpi.is_revoked = true;
+    for (left += 1; left < 2;) std::this_thread::yield();
+    mpi.failed_rank = -1;
+    mpi.is_revoked = false;
+    CHECK(std::string(compare().call) == "MPI_Iprobe");
   });
 }
 

@@ -79,7 +79,7 @@ std::vector<Scenario> TreeScenarios() {
   all.push_back(Of("three meetings", 2, 2, meetings(2, 3)));
   all.push_back(Of("two meetings", 3, 3, meetings(3, 2)));
   all.push_back(Of("two meetings", 3, 2, meetings(3, 2)));
-  all.push_back(Of("a meeting", 4, 2, meetings(4, 1)));
+  all.push_back(Of("two meetings", 4, 2, meetings(4, 2)));
   for (const int fan_in : {2, 3}) {
     all.push_back(Of("the last rank fails before the second meeting", 3, fan_in, [](CombiningTree& tree, int rank) {
       EXPLORE_CHECK(MeetIn(tree, rank, 3, 1));
