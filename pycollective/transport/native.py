@@ -364,7 +364,7 @@ def spans_hosts(number: int) -> bool:
 
 
 def compares_in_sections(number: int) -> bool:
-    """Whether the ranks of a communicator or part compare the calls of a section once in each run: they post none on a board."""
+    """Whether the ranks of a communicator or part compare a section once in each run: they post no calls on a board."""
     return bool(library().pycollective_compares_in_sections(ctypes.c_int64(number)))
 
 

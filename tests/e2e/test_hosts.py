@@ -468,9 +468,10 @@ for comm in comms:
         ints = draw.integers(-9, 9, (n, n, count)).astype(np.float32)
         own = jnp.asarray(ints[comm.rank])
         np.testing.assert_array_equal(jax.jit(lambda x: pc.pmax(x, comm), donate_argnums=0)(own + 0), ints.max(0))
-        every = lambda x: [pc.psum(x, comm), pc.all_gather(x, comm), pc.psum_scatter(x, comm), pc.all_to_all(x, comm, 0, 0)]
+        of_all = lambda x: [pc.psum(x, comm), pc.all_gather(x, comm)]
+        of_blocks = lambda x: [pc.psum_scatter(x, comm), pc.all_to_all(x, comm, 0, 0)]
         at = lambda x, root: [pc.broadcast(x, comm, root=root), pc.reduce(x, comm, root=root)]
-        program = jax.jit(lambda x: every(x) + [at(x, root) for root in range(n)])
+        program = jax.jit(lambda x: of_all(x) + of_blocks(x) + [at(x, root) for root in range(n)])
         program(own)  # in the first run, what is small travels with the comparison
         total, gathered, scattered, exchanged, *of_roots = program(own)
         np.testing.assert_array_equal(total, ints.sum(0))
