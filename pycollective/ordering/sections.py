@@ -1,9 +1,9 @@
 """The sections of a program: the collectives that each run of it makes in the same order.
 
-Ranks on several hosts, and many ranks of one host, compare each call of a section in its first run. In later runs they
-compare once that it is this section, and its other calls need no comparison (native/calls/comparison.h). So a call
-tells its section, in the attribute ``section``. A section ends where a conditional or a loop with a condition makes collectives: which calls
-these are depends on data. They are in no section, and after them a new one begins.
+Ranks on several hosts, and many ranks of one host, compare each call of a section in its first run. In later runs
+they compare once that it is this section, and its other calls need no comparison (native/calls/comparison.h). So a
+call tells its section, in the attribute ``section``. A section ends where a conditional or a loop with a condition
+makes collectives: which calls these are depends on data. They are in no section, and after them a new one begins.
 
 The number of a section is a hash of its calls as this rank makes them: the same line, shapes, dtypes, parameters, and
 lengths of the loops around. So two programs of one rank whose sections have one number make the same calls there. Other
