@@ -398,6 +398,15 @@ class Running:
     log: Path
     process: subprocess.Popen[bytes]
     started: float
+    cpu_s: float = 0.0
+
+    def has_ended(self) -> bool:
+        """Then ``cpu_s`` is what its processes have taken, but for those that nobody has waited for."""
+        pid, status, used = os.wait4(self.process.pid, os.WNOHANG)
+        if pid:
+            self.process.returncode = os.waitstatus_to_exitcode(status)
+            self.cpu_s = used.ru_utime + used.ru_stime
+        return bool(pid)
 
 
 class Runner:
@@ -413,9 +422,12 @@ class Runner:
         self.without: set[str] = set()  # environments, and parts of them, that are not there
 
     def run(self) -> None:
-        for number, step in enumerate(self.chosen, 1):
-            while not self._may_start(step):
+        waiting = list(enumerate(self.chosen, 1))
+        while waiting:
+            if (place := self._next([step for _, step in waiting])) is None:
                 self._wait()
+                continue
+            number, step = waiting.pop(place)
             missing = [place for place in (step.mpi, step.environment) if place in self.without]
             why = f"there is no environment for {missing[0]}" if missing else step.lacks()
             if why:
@@ -427,13 +439,19 @@ class Runner:
         while self.running:
             self._wait()
 
-    def _may_start(self, step: Step) -> bool:
-        others = [running.step for running in self.running]
-        if any(other.kind == "setup" for other in others) and step.kind != "setup":
-            return False  # they all write the native library into the tree
-        if step.after in (other.name for other in others):
-            return False
-        return not others or sum(other.ranks for other in [*others, step]) <= CORES
+    def _next(self, waiting: list[Step]) -> int | None:
+        """The place of the first step that may start. One of one rank may overtake those that need all cores."""
+        running = [running.step for running in self.running]
+        unfinished = [*running, *waiting]
+        names = {step.name for step in unfinished}
+        setups = any(step.kind == "setup" for step in unfinished)  # they all write the native library into the tree
+
+        def may_start(step: Step) -> bool:
+            if step.after in names or (setups and step.kind != "setup"):
+                return False
+            return not running or sum(other.ranks for other in [*running, step]) <= CORES
+
+        return next((place for place, step in enumerate(waiting) if may_start(step)), None)
 
     def _start(self, step: Step, number: int) -> None:
         print(f"=== [{number}/{len(self.chosen)}] {step.name}", flush=True)
@@ -452,7 +470,7 @@ class Runner:
 
     def _wait(self) -> None:
         """Until a step has ended."""
-        while not (ended := [running for running in self.running if running.process.poll() is not None]):
+        while not (ended := [running for running in self.running if running.has_ended()]):
             time.sleep(0.1)
         for running in ended:
             self.running.remove(running)
@@ -460,15 +478,15 @@ class Runner:
 
     def _report(self, ended: Running) -> None:
         step, status = ended.step, ended.process.returncode
-        seconds = time.monotonic() - ended.started
+        times = f"{time.monotonic() - ended.started:.0f} s, CPU {ended.cpu_s:.0f} s"
         text = ended.log.read_text(errors="replace")
         head = f"=== [{ended.number}/{len(self.chosen)}] {step.name}"
         if status == 0:
             self.passed += 1
             summary = re.findall(r"^=* ?((?:\d+ \w+, )*\d+ \w+) in [\d.]+s", text, re.MULTILINE)
-            print(f"{head}: ok ({seconds:.0f} s){''.join(f', {found}' for found in summary[:1])}", flush=True)
+            print(f"{head}: ok ({times}){''.join(f', {found}' for found in summary[:1])}", flush=True)
         else:
-            print(f"{text}\n{head}: FAILED ({seconds:.0f} s, exit {status})", flush=True)
+            print(f"{text}\n{head}: FAILED ({times}, exit {status})", flush=True)
             if step.optional:
                 self.omitted.append(f"{step.optional}: {step.name} failed")
             else:
