@@ -186,7 +186,7 @@ def steps(*, everything: bool, install: bool) -> list[Step]:
     - 1 rank: MPI of one process, and axes that lie inside it;
     - 3 ranks: unequal groups, trees and rings of an odd number; 4: groups that are pairs. Dtypes, and what lies
       around a collective in a program, were seen before;
-    - compiled as users compile: XLA's optimisations;
+    - compiled as users compile: XLA's optimisations, which the demo and the cells of the documentation have too;
     - beside computation: other handlers, whose calls another thread makes, by other functions of MPI;
     - stand-in for GPUs: other lowerings and handlers. They do not see what was differentiated or traced before;
     - MPI's standard ABI: other handles and constants of the same library;
@@ -328,7 +328,7 @@ def steps(*, everything: bool, install: bool) -> list[Step]:
         by_itself(
             "end-to-end tests", *core, *beside_waits, "tests/e2e",
             *(f"--ignore={file}" for file in [*hosts, *measuring]),
-            kind="e2e", limit=1800,
+            kind="e2e", limit=1800, fast=True,
         ),
         by_itself("end-to-end tests that measure", *measuring, kind="e2e", limit=900, **whole),
         #
@@ -354,7 +354,7 @@ def steps(*, everything: bool, install: bool) -> list[Step]:
         ),
         by_itself(
             "end-to-end tests", "-m", "library", *side_by_side, "tests/e2e", *(f"--ignore={file}" for file in hosts),
-            mpi="openmpi", kind="e2e", limit=1200, **whole | {"ranks": 1},
+            mpi="openmpi", kind="e2e", limit=1200, fast=True, **whole | {"ranks": 1},
         ),
         #
         doctor("system", **whole),

@@ -164,7 +164,7 @@ if world.rank == 0:
     print(json.dumps(every))
 """
 
-ROUNDS_EACH = 100
+ROUNDS_EACH = 50
 
 
 @pytest.mark.parametrize("of", ["split", "compilation"])
