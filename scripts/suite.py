@@ -247,7 +247,9 @@ def steps(*, everything: bool, install: bool) -> list[Step]:
             "fuzzing", "-n", str(CORES), "--dist", "load", "tests/fuzz", kind="unit", limit=600, fast=True, **whole,
         ),
         # Most of its jobs wait: for a limit, or for Slurm. So it runs beside the steps of one rank.
-        by_itself("several hosts, Slurm", *side_by_side, *hosts, kind="e2e", limit=1200, **whole | {"ranks": 1}),
+        by_itself(
+            "several hosts, Slurm", *side_by_side, *hosts, kind="e2e", limit=1200, fast=True, **whole | {"ranks": 1},
+        ),
         # Up to 64 ranks poll there, so nothing runs beside it.
         by_itself("scale", "tests/scale", kind="e2e", limit=1200, **whole),
         Step(name="documentation", command=("scripts/docs",), kind="unit", limit=600, **whole),
@@ -350,7 +352,7 @@ def steps(*, everything: bool, install: bool) -> list[Step]:
         # These two together have one worker more than the first would have alone.
         by_itself(
             "several hosts, Slurm", "-m", "library", *side_by_side, *hosts,
-            mpi="openmpi", kind="e2e", limit=1200, **whole | {"ranks": 1},
+            mpi="openmpi", kind="e2e", limit=1200, fast=True, **whole | {"ranks": 1},
         ),
         by_itself(
             "end-to-end tests", "-m", "library", *side_by_side, "tests/e2e", *(f"--ignore={file}" for file in hosts),
