@@ -349,7 +349,7 @@ def steps(*, everything: bool, install: bool) -> list[Step]:
         ),
         doctor("openmpi", **whole),
         demo("openmpi", **whole),
-        # These two together have one worker more than the first would have alone.
+        # Two workers each, though each counts as one rank: many of their jobs wait.
         by_itself(
             "several hosts, Slurm", "-m", "library", *side_by_side, *hosts,
             mpi="openmpi", kind="e2e", limit=1200, fast=True, **whole | {"ranks": 1},
