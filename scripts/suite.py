@@ -37,7 +37,7 @@ class Step:
     Attributes:
         kind: "setup", "lint", "unit", "collective" or "e2e".
         limit: seconds; a step that takes longer has failed.
-        ranks: of MPI that it starts at a time. Beside a step of one rank another one runs.
+        ranks: of MPI that it starts at a time. Beside a step of one rank another one runs, a later one of the list too.
         fast: it compiles its programs fast, not well.
         whole: a part of everything, not of what everybody should run.
         lacks: says what is not there, where the step cannot run.
@@ -412,7 +412,7 @@ class Running:
 
 
 class Runner:
-    """Runs steps in their order, and remembers how they ended."""
+    """Runs steps, in their order where they need all cores, and remembers how they ended."""
 
     def __init__(self, chosen: list[Step], logs: Path) -> None:
         self.chosen, self.logs = chosen, logs
