@@ -176,4 +176,4 @@ def test_rounds_take_no_more_of_anything(of: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     for grown in json.loads(done.stdout):
         assert (grown["threads"], grown["files"]) == (0, 0)
-        assert grown["MiB"] < 20, grown
+        assert grown["MiB"] < 10, grown
