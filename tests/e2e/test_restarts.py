@@ -107,7 +107,6 @@ def test_a_killed_rank(tmp_path: Path, undisturbed: tuple[str, np.ndarray]) -> N
 @pytest.mark.parametrize(
     ("undisturbed", "event"),
     [
-        ("train_digits.py", 0),
         ("train_digits.py", EVENTS_OF_A_CHECKPOINT // 2),
         ("train_flax.py", EVENTS_OF_A_CHECKPOINT - 1),
     ],

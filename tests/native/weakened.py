@@ -6,7 +6,7 @@ import os
 import re
 import subprocess
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -94,10 +94,9 @@ def verdict(program: Path, mutant: Mutant) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout.strip()
 
 
-def verdicts(program: Path) -> dict[Mutant, str]:
-    all_mutants = list(mutants(program))
+def verdicts(program: Path, of: Sequence[Mutant]) -> dict[Mutant, str]:
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        return dict(zip(all_mutants, pool.map(lambda mutant: verdict(program, mutant), all_mutants), strict=True))
+        return dict(zip(of, pool.map(lambda mutant: verdict(program, mutant), of), strict=True))
 
 
 def lines_with_orders(sources: Iterable[Path]) -> set[tuple[str, int]]:

@@ -212,7 +212,7 @@ def test_a_part_is_made_by_its_ranks_alone(world: pc.Communicator) -> None:
 # Communicators come and go -----------------------------------------------------------------------------------
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def many(world: pc.Communicator) -> Iterator[list[pc.Communicator]]:
     """Makes 600 communicators of all ranks, which leave few of MPICH's 2048 context ids."""
     if world.size > 2:

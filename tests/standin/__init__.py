@@ -36,7 +36,7 @@ def compiler() -> str:
 
 def _command(flags: Sequence[str], by: str | None) -> list[str]:
     include = ["-isystem", include_dir(), "-I", str(_NATIVE), "-I", str(_HERE)]
-    return [by or compiler(), "-std=c++17", "-O1", "-g", "-fPIC", "-pthread", "-Wall", "-Wextra", *include, *flags]
+    return [by or compiler(), "-std=c++17", "-O1", "-g1", "-fPIC", "-pthread", "-Wall", "-Wextra", *include, *flags]
 
 
 def compile_objects(sources: Sequence[Path], objects: Path, *flags: str, by: str | None = None) -> list[Path]:

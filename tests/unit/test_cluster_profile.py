@@ -733,6 +733,12 @@ def test_it_measures_as_one_rank(
     assert options.output == tmp_path / "cluster.json"
 
 
+def test_it_measures_both_dtypes_by_default(called: list[Any], tmp_path: Path) -> None:
+    assert command.main(["-o", str(tmp_path / "cluster.json"), "--ranks", "1"]) == 0
+    (options,) = called
+    assert options.dtypes == ("float32", "bfloat16")
+
+
 def test_the_wider_of_two_curves_has_its_rate_where_it_begins_later() -> None:
     narrow, wide = Curve((10, 1000), (1e-5, 1e-4)), Curve((1000, 10000), (1e-4, 1e-3))
     curves = {8: narrow, 32: wide}

@@ -43,9 +43,9 @@ def test_a_step_that_fails_is_shown(suite: ModuleType, tmp_path: Path, capfd: py
     runner = ran(suite, tmp_path, good, bad)
     lines = re.sub(r"\d+ s", "1 s", capfd.readouterr().out).splitlines()
     assert lines[0] == "=== [1/2] good"
-    assert "=== [1/2] good: ok (1 s), 3 passed, 1 skipped" in lines
+    assert "=== [1/2] good: ok (1 s, CPU 1 s), 3 passed, 1 skipped" in lines
     assert "why" in lines
-    assert "=== [2/2] bad: FAILED (1 s, exit 3)" in lines
+    assert "=== [2/2] bad: FAILED (1 s, CPU 1 s, exit 3)" in lines
     assert (runner.passed, runner.failed) == (1, ["bad (exit 3)"])
     assert runner.skipped == {"needs two ranks": ["2 in good"]}
 
@@ -59,7 +59,34 @@ def test_steps_of_one_rank_run_side_by_side(suite: ModuleType, tmp_path: Path) -
     meets = [shell(suite, a, f"touch {tmp_path}/{a}; until [ -e {tmp_path}/{b} ]; do :; done") for a, b in ("ab", "ba")]
     leaves = f"rm {tmp_path}/a {tmp_path}/b"
     alone = shell(suite, "alone", f"{leaves}; sleep 0.5; [ ! -e {tmp_path}/c ]", ranks=2)
-    assert ran(suite, tmp_path, *meets, alone, shell(suite, "c", f"touch {tmp_path}/c")).passed == 4
+    assert ran(suite, tmp_path, *meets, alone, shell(suite, "c", f"touch {tmp_path}/c", ranks=2)).passed == 4
+
+
+def test_a_step_of_one_rank_overtakes_those_that_need_all_cores(suite: ModuleType, tmp_path: Path) -> None:
+    long = shell(suite, "long", f"until [ -e {tmp_path}/short ]; do sleep 0.1; done; touch {tmp_path}/ended")
+    alone = shell(suite, "alone", f"[ -e {tmp_path}/ended ]", ranks=2)
+    short = shell(suite, "short", f"[ ! -e {tmp_path}/ended ] && touch {tmp_path}/short")
+    assert ran(suite, tmp_path, long, alone, short).passed == 3
+
+
+def test_a_step_waits_for_the_one_that_it_needs_and_tests_for_all_environments(
+    suite: ModuleType, tmp_path: Path
+) -> None:
+    steps = [
+        shell(suite, "test", f"[ -e {tmp_path}/needed ]"),
+        shell(suite, "needs", f"[ -e {tmp_path}/needed ]", kind="setup", after="needed"),
+        shell(suite, "needed", f"touch {tmp_path}/needed", kind="setup"),
+    ]
+    assert ran(suite, tmp_path, *steps).passed == 3
+
+
+def test_the_cpu_time_is_that_of_the_step_alone(
+    suite: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    busy = f"{sys.executable} -c 'import time\nwhile time.process_time() < 0.7: pass'"
+    ran(suite, tmp_path, shell(suite, "busy", busy), shell(suite, "idle", "sleep 1"))
+    took = dict(re.findall(r"(busy|idle): ok \(\d+ s, CPU (\d+) s\)", capfd.readouterr().out))
+    assert took == {"busy": "1", "idle": "0"}
 
 
 def test_what_needs_an_environment_that_is_not_there_is_left_out(suite: ModuleType, tmp_path: Path) -> None:
