@@ -93,8 +93,18 @@ def all_equations(jaxpr: Any) -> Iterator[JaxprEqn]:
     """The equations of a program and of the programs in it. Each equation comes before the equations inside it."""
     for eqn in jaxpr.eqns:
         yield eqn
-        for inner in inner_jaxprs(eqn):
-            yield from all_equations(inner)
+        if eqn.primitive not in PLAIN:
+            for inner in inner_jaxprs(eqn):
+                yield from all_equations(inner)
+
+
+def not_plain_equations(jaxpr: Any) -> Iterator[JaxprEqn]:
+    """Those of :func:`all_equations` whose primitives are not plain."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive not in PLAIN:
+            yield eqn
+            for inner in inner_jaxprs(eqn):
+                yield from not_plain_equations(inner)
 
 
 def reads(reader: JaxprEqn | Jaxpr) -> list[Var]:
@@ -379,12 +389,10 @@ def map_jaxprs(jaxpr: Any, change: Callable[[Any], Any]) -> Any:
 
     def with_inner_changed(jaxpr: Any) -> Any:
         if id(jaxpr) not in changed:
-            eqns = []
-            for eqn in jaxpr.eqns:
-                if not inner_jaxprs(eqn):
-                    eqns.append(eqn)
-                    continue
-                eqns.append(with_inner(eqn, with_inner_changed, closed))
+            eqns = [
+                eqn if eqn.primitive in PLAIN or not inner_jaxprs(eqn) else with_inner(eqn, with_inner_changed, closed)
+                for eqn in jaxpr.eqns
+            ]
             same = all(map(operator.is_, eqns, jaxpr.eqns))
             changed[id(jaxpr)] = change(jaxpr if same else jaxpr.replace(eqns=eqns))
         return changed[id(jaxpr)]

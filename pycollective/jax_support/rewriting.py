@@ -155,7 +155,9 @@ def _spliced(closed: ClosedJaxpr, changes: Mapping[int, JaxprEqn | ClosedJaxpr])
     eqns: list[JaxprEqn] = []
     constants: dict[Var, tuple[Var, Any]] = {}  # the new ones, by their names in the programs that have them
     renamed: dict[Any, Any] = {}  # results of replaced equations, to what stands for them
-    taken = {var for eqn in jaxpr.eqns for var in eqn.outvars} | {*jaxpr.invars, *jaxpr.constvars}
+    taken: set[Var] = set()  # names that the equations of a program cannot have
+    if any(isinstance(new, ClosedJaxpr) for new in changes.values()):
+        taken = _made(jaxpr) | {*jaxpr.invars, *jaxpr.constvars}
     for eqn in jaxpr.eqns:
         new = changes.get(id(eqn), eqn)
         if isinstance(new, JaxprEqn):
@@ -166,13 +168,12 @@ def _spliced(closed: ClosedJaxpr, changes: Mapping[int, JaxprEqn | ClosedJaxpr])
         }
         for var, value in zip(new.jaxpr.constvars, new.consts, strict=True):
             names[var] = constants.setdefault(var, (Var(var.aval), value))[0]
-        _name_results(eqn, new.jaxpr, names, renamed)
+        made = _made(new.jaxpr)
+        _name_results(eqn, new.jaxpr, made, names, renamed)
+        names |= {var: Var(var.aval) for var in taken & made if var not in names}
+        taken |= made
         scopes = eqn.source_info.name_stack
-        for inner in new.jaxpr.eqns:
-            if not taken.isdisjoint(inner.outvars):
-                names |= {var: Var(var.aval) for var in inner.outvars if var in taken and var not in names}
-            taken.update(inner.outvars)
-            eqns.append(_with_names(inner, names, scopes))
+        eqns += [_with_names(inner, names, scopes) for inner in new.jaxpr.eqns]
     effects = frozenset().union(*(eqn.effects for eqn in eqns))
     new_jaxpr = jaxpr.replace(
         constvars=[*jaxpr.constvars, *(var for var, _ in constants.values())],
@@ -232,13 +233,17 @@ def _new_name(names: Mapping[Any, Any], atom: Any) -> Any:
     return atom if isinstance(atom, Literal) else names.get(atom, atom)
 
 
-def _name_results(eqn: JaxprEqn, new: Any, names: dict[Any, Any], renamed: dict[Any, Any]) -> None:
+def _made(jaxpr: Any) -> set[Var]:
+    """The variables that the equations of a program make."""
+    return {var for eqn in jaxpr.eqns for var in eqn.outvars}
+
+
+def _name_results(eqn: JaxprEqn, new: Any, made: set[Var], names: dict[Any, Any], renamed: dict[Any, Any]) -> None:
     """Gives the results of ``new`` the names that they have in ``eqn``.
 
     A result that is an input, a constant, a literal or an earlier result is not made by an equation of its own. Then
-    the old name goes, and ``renamed`` has what stands for it.
+    the old name goes, and ``renamed`` has what stands for it. ``made``: see :func:`_made`, of ``new``.
     """
-    made = {var for inner in new.eqns for var in inner.outvars}
     for old, atom in zip(eqn.outvars, new.outvars, strict=True):
         if type(old) is Var and not isinstance(atom, Literal) and atom in made and atom not in names:
             names[atom] = old

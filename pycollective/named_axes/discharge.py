@@ -10,6 +10,7 @@ value varies are dropped, since JAX has checked them by then.
 from __future__ import annotations
 
 import contextlib
+import functools
 import numbers
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -72,6 +73,9 @@ def collective_lines(body: Any, mesh: Mesh) -> list[CollectiveLine]:
     return known[axes]
 
 
+_text_of_type = functools.lru_cache(maxsize=4096)(str)  # JAX puts the text together at each call
+
+
 def _lines(jaxpr: Any, sizes: Mapping[AxisName, int], origins: Sequence[int]) -> list[CollectiveLine]:
     """Returns a line for each collective over these axes.
 
@@ -88,7 +92,7 @@ def _lines(jaxpr: Any, sizes: Mapping[AxisName, int], origins: Sequence[int]) ->
         if eqn.primitive in jaxprs.PLAIN:
             continue
         if _names(eqn, names):
-            operands = ", ".join(str(var.aval) for var in eqn.invars)
+            operands = ", ".join([_text_of_type(var.aval) for var in eqn.invars])
             params = ", ".join(f"{name}={value}" for name, value in sorted(eqn.params.items()) if value is not None)
             is_reduction = eqn.primitive.name.startswith(("psum", "pmax", "pmin", "reduce_scatter"))
             text = f"{eqn.primitive.name}({operands}; {params})"
@@ -218,6 +222,7 @@ class _Discharge:
         self._ours = names  # without names that a surrounding equation binds again
         self._full = [(axis.name, axis.size) for axis in mesh.axes if axis.name in names]
         self._local = [(axis.local_name, axis.local) for axis in mesh.axes if axis.local > 1 and axis.name in names]
+        self._group_along = functools.cache(mesh.group_along)
         self.program = rewriting.Rewriter(self._change, self._local)
 
     def _evaluate(self, closed: ClosedJaxpr) -> Callable[..., list[Any]]:
@@ -291,7 +296,7 @@ class _Discharge:
         if others and name not in _OVER_OTHER_AXES and name not in WITHOUT_COMMUNICATION:
             _refuse_other_axes(eqn, mesh)
         params = {key: value for key, value in eqn.params.items() if key not in ("axes", "axis_name", "axis_size")}
-        group = mesh.group_along(ours)
+        group = self._group_along(ours)
         if (problem := wrong_parameters(group.size, name, params)) is not None:
             fail(*problem, kind=ValueError)
         if positional:
