@@ -323,8 +323,9 @@ def program_of_this_rank(
     if _is_default_device(mesh):
         return program
     places = (body.invars, in_specs), (body.outvars, out_specs)
-    types = [[_rank_aval(mesh, atom.aval, spec) for atom, spec in zip(*pair, strict=True)] for pair in places]
-    specs = [[local_spec(mesh, spec) for spec in each] for each in (in_specs, out_specs)]
+    type_of, spec_of = functools.cache(partial(_rank_aval, mesh)), functools.cache(partial(local_spec, mesh))
+    types = [[type_of(atom.aval, spec) for atom, spec in zip(*pair, strict=True)] for pair in places]
+    specs = [list(map(spec_of, each)) for each in (in_specs, out_specs)]
     return jaxprs.on_devices(program, mesh.local_mesh, *types, *specs)
 
 
