@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import ClosedJaxpr, Var
 
-from pycollective.jax_support.jaxprs import is_reshape
+from pycollective.jax_support.jaxprs import PLAIN, is_reshape
 
-_INLINED = {"jit": "jaxpr", "pjit": "jaxpr", "linear_call": "callee"}
-"""Calls that JAX inlines, and the parameter with the program that each calls."""
+_CALLED = {"jit": "jaxpr", "pjit": "jaxpr", "linear_call": "callee", "shard_map": "jaxpr"}
+"""Calls that JAX inlines, and one that each device makes; each with the parameter that has the program it calls."""
 
 
 def without_copies(jaxpr: Any, free: frozenset[Var] = frozenset()) -> Any:
@@ -25,6 +25,9 @@ def without_copies(jaxpr: Any, free: frozenset[Var] = frozenset()) -> Any:
         jaxpr: the program.
         free: the inputs that it may overwrite.
     """
+    places = [place for place, eqn in enumerate(jaxpr.eqns) if eqn.primitive not in PLAIN and _may_overwrite(eqn)]
+    if not places:
+        return jaxpr
     buffers = _buffers(jaxpr)
 
     def buffers_of(atoms: Iterable[Any]) -> set[Var]:
@@ -33,24 +36,28 @@ def without_copies(jaxpr: Any, free: frozenset[Var] = frozenset()) -> Any:
     # From the last equation to the first: the buffers that the equations after this one need.
     needed = {*jaxpr.invars, *jaxpr.constvars} - free
     needed |= buffers_of(jaxpr.outvars)
-    eqns = []
-    for eqn in reversed(jaxpr.eqns):
-        reads = buffers_of(eqn.invars)
+    eqns = list(jaxpr.eqns)
+    end = len(eqns)
+    for place in reversed(places):
+        needed |= buffers_of(atom for later in eqns[place + 1 : end] for atom in later.invars)
+        eqn, end = eqns[place], place + 1
         if hints := eqn.params.get("in_place"):
             arrays = zip(hints, eqn.invars, strict=True)
             cheap = tuple(hint and isinstance(var, Var) and buffers.get(var, var) not in needed for hint, var in arrays)
-            eqn = eqn.replace(params={**eqn.params, "in_place": cheap})
-        if (name := _INLINED.get(eqn.primitive.name)) is not None:
-            closed = eqn.params[name]
-            inner = without_copies(closed.jaxpr, _free_inside(eqn, closed.jaxpr, needed, buffers))
-            eqn = eqn.replace(params={**eqn.params, name: ClosedJaxpr(inner, closed.consts)})
-        elif eqn.primitive.name == "shard_map":  # the same program on each device
-            inner = eqn.params["jaxpr"]
-            inner = without_copies(inner, _free_inside(eqn, inner, needed, buffers))
-            eqn = eqn.replace(params={**eqn.params, "jaxpr": inner})
-        eqns.append(eqn)
-        needed |= reads
-    return jaxpr.replace(eqns=eqns[::-1])
+            eqns[place] = eqn.replace(params={**eqn.params, "in_place": cheap})
+        elif (name := _CALLED.get(eqn.primitive.name)) is not None:
+            called = eqn.params[name]
+            whole = called.jaxpr if isinstance(called, ClosedJaxpr) else called
+            inner = without_copies(whole, _free_inside(eqn, whole, needed, buffers))
+            if inner is not whole:
+                new = ClosedJaxpr(inner, called.consts) if isinstance(called, ClosedJaxpr) else inner
+                eqns[place] = eqn.replace(params={**eqn.params, name: new})
+    return jaxpr.replace(eqns=eqns)
+
+
+def _may_overwrite(eqn: Any) -> bool:
+    """Whether an equation has the hint, or is a call whose program may have it."""
+    return "in_place" in eqn.params or eqn.primitive.name in _CALLED
 
 
 def _free_inside(eqn: Any, inner: Any, needed: set[Var], buffers: dict[Var, Var]) -> frozenset[Var]:

@@ -93,8 +93,18 @@ def all_equations(jaxpr: Any) -> Iterator[JaxprEqn]:
     """The equations of a program and of the programs in it. Each equation comes before the equations inside it."""
     for eqn in jaxpr.eqns:
         yield eqn
-        for inner in inner_jaxprs(eqn):
-            yield from all_equations(inner)
+        if eqn.primitive not in PLAIN:
+            for inner in inner_jaxprs(eqn):
+                yield from all_equations(inner)
+
+
+def not_plain_equations(jaxpr: Any) -> Iterator[JaxprEqn]:
+    """Those of :func:`all_equations` whose primitives are not plain."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive not in PLAIN:
+            yield eqn
+            for inner in inner_jaxprs(eqn):
+                yield from not_plain_equations(inner)
 
 
 def reads(reader: JaxprEqn | Jaxpr) -> list[Var]:
@@ -278,57 +288,50 @@ def rebuilt_shard_map(eqn: JaxprEqn, equation: Equation) -> Callable[..., Any]:
     return outside_meshes(program)
 
 
-_results_p = Primitive("results")
-"""Arrays of given shapes and dtypes: the results of a program that takes the place of this equation."""
-_results_p.multiple_results = True
-
-
-@_results_p.def_abstract_eval
-def _results_abstract_eval(*, types: Sequence[tuple[tuple[int, ...], Any]]) -> list[Any]:
-    return [jax.core.ShapedArray(shape, dtype) for shape, dtype in types]
-
-
 def on_devices(
     program: ClosedJaxpr,
     mesh: jax.sharding.Mesh,
     operands: Sequence[Any],
+    results: Sequence[Any],
     in_specs: Sequence[jax.sharding.PartitionSpec],
     out_specs: Sequence[jax.sharding.PartitionSpec],
 ) -> ClosedJaxpr:
     """A program that runs ``program`` on each device of a mesh by :func:`jax.shard_map`, without its types.
 
-    JAX traces the equation alone: ``program`` takes the place of a function with the same results. No type in
-    ``program`` names the mesh, as in the programs that the equations inside a shard_map hold.
+    JAX traces a shard_map without operands and results, since its other parameters do not depend on them. No type
+    names the mesh, as in the programs that the equations inside a shard_map hold.
 
     Args:
         program: the program of one device.
         mesh: the devices.
-        operands: the shapes and dtypes of the operands.
+        operands: the types of the operands, outside any mesh.
+        results: the types of the results, outside any mesh.
         in_specs: the spec of each operand.
         out_specs: the spec of each result.
     """
-    consts = list(program.consts)
     jaxpr = with_constants_as_inputs(program.jaxpr)
+    specs = (*[jax.sharding.PartitionSpec()] * len(program.consts), *in_specs), tuple(out_specs)
 
-    def mapped(function: Callable[..., Any]) -> Callable[..., Any]:
-        shared = [jax.sharding.PartitionSpec()] * len(consts)
-        specs = (*shared, *in_specs)
-        return jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=list(out_specs), check_vma=False)
-
-    def results(*_: Any) -> list[Any]:
-        return _results_p.bind(types=tuple((var.aval.shape, var.aval.dtype) for var in jaxpr.outvars))
+    def traced(function: Callable[..., Any], specs: Any, consts: Sequence[Any], operands: Sequence[Any]) -> ClosedJaxpr:
+        in_specs, out_specs = specs
+        with jax.sharding.use_abstract_mesh(NO_MESH):
+            mapped = jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+            return jax.make_jaxpr(lambda *operands: mapped(*consts, *operands))(*operands)
 
     # JAX's checks want the types, and the effects of references have the numbers of inputs.
-    must_trace = jax.config.jax_enable_checks or jax_internals.without_references(jaxpr.effects) != jaxpr.effects
-    with jax.sharding.use_abstract_mesh(NO_MESH):
-        function = mapped(as_function(jaxpr) if must_trace else results)
-        closed = jax.make_jaxpr(lambda *operands: function(*consts, *operands))(*operands)
-    if must_trace:
-        return closed
-    *_, eqn = closed.jaxpr.eqns
+    if jax.config.jax_enable_checks or jax_internals.without_references(jaxpr.effects) != jaxpr.effects:
+        function = as_function(jaxpr)
+        whole = list(map(aval_like, operands))
+        return traced(lambda *operands: tuple(function(*operands)), specs, program.consts, whole)
+    new = traced(lambda: (), ((), ()), (), ()).jaxpr
+    (eqn,) = new.eqns
+    params = {**eqn.params, "jaxpr": jaxpr, "in_specs": specs[0], "out_specs": specs[1]}
     effects = eqn.effects | jax_internals.without_names(jaxpr.effects, mesh.axis_names)
-    new = eqn.replace(params={**eqn.params, "jaxpr": jaxpr}, effects=effects)
-    return ClosedJaxpr(closed.jaxpr.replace(eqns=[new], effects=effects), closed.consts)
+    constvars = [Var(var.aval) for var in program.jaxpr.constvars]
+    invars, outvars = list(map(Var, operands)), list(map(Var, results))
+    eqn = eqn.replace(invars=[*constvars, *invars], outvars=outvars, params=params, effects=effects)
+    new = new.replace(constvars=constvars, invars=invars, outvars=outvars, eqns=[eqn], effects=effects)
+    return ClosedJaxpr(new, program.consts)
 
 
 def manual_sizes(mesh: jax.sharding.AbstractMesh) -> list[int]:
@@ -386,12 +389,10 @@ def map_jaxprs(jaxpr: Any, change: Callable[[Any], Any]) -> Any:
 
     def with_inner_changed(jaxpr: Any) -> Any:
         if id(jaxpr) not in changed:
-            eqns = []
-            for eqn in jaxpr.eqns:
-                if not inner_jaxprs(eqn):
-                    eqns.append(eqn)
-                    continue
-                eqns.append(with_inner(eqn, with_inner_changed, closed))
+            eqns = [
+                eqn if eqn.primitive in PLAIN or not inner_jaxprs(eqn) else with_inner(eqn, with_inner_changed, closed)
+                for eqn in jaxpr.eqns
+            ]
             same = all(map(operator.is_, eqns, jaxpr.eqns))
             changed[id(jaxpr)] = change(jaxpr if same else jaxpr.replace(eqns=eqns))
         return changed[id(jaxpr)]

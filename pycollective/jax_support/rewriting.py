@@ -6,7 +6,7 @@ of equations of which a pass replaces a few.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -15,8 +15,9 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
 from pycollective.jax_support import jax_internals, jaxprs
 
-Replacement: TypeAlias = ClosedJaxpr | Callable[..., Sequence[Any]]
-"""What replaces an equation: a program without types that name a mesh, or a function to be traced, of its operands."""
+Replacement: TypeAlias = JaxprEqn | ClosedJaxpr | Callable[..., Sequence[Any]]
+"""What replaces an equation: an equation with the same operands and results, a program without types that name a mesh,
+or a function to be traced, of the operands."""
 
 Change: TypeAlias = Callable[[JaxprEqn], Replacement | None]
 """A function from an equation to what replaces it; None: it stays.
@@ -38,17 +39,15 @@ def rewritten(closed: ClosedJaxpr, change: Change, axes: Axes = ()) -> ClosedJax
         change: what replaces an equation.
         axes: the axes that the new program may name.
     """
-    eqns = {id(eqn): eqn for eqn in closed.jaxpr.eqns}
-    found = {key: change(eqn) for key, eqn in eqns.items()}
-    changes = {key: replacement for key, replacement in found.items() if replacement is not None}
+    changes = {id(eqn): new for eqn in closed.jaxpr.eqns if (new := change(eqn)) is not None}
     if _can_splice(closed.jaxpr):
         if not changes:
             return closed
         trace = _Traces(axes)
-        programs = {key: trace(eqns[key], replacement) for key, replacement in changes.items()}
-        if not any(_makes_references(program.jaxpr) for program in programs.values()):
-            return _spliced(closed, programs)
-        changes = dict(programs)
+        traced = {id(eqn): trace(eqn, changes[id(eqn)]) for eqn in closed.jaxpr.eqns if id(eqn) in changes}
+        if not any(isinstance(new, ClosedJaxpr) and _makes_references(new.jaxpr) for new in traced.values()):
+            return _spliced(closed, traced)
+        changes = dict(traced)
     avals = [jaxprs.aval_like(var.aval) for var in closed.jaxpr.invars]
 
     def again(*args: Any) -> list[Any]:
@@ -89,6 +88,8 @@ def changing(change: Change) -> jaxprs.Equation:
         new = change(eqn)
         if isinstance(new, ClosedJaxpr):
             return jaxprs.evaluate(new, jaxprs.rebind, *operands)
+        if isinstance(new, JaxprEqn):
+            return jaxprs.rebind(new, operands)
         if new is not None:
             return new(*operands)
         return jaxprs.bind(eqn, operands, {name: _without_mesh(value) for name, value in eqn.params.items()})
@@ -102,33 +103,39 @@ def names_mesh(jaxpr: Any) -> bool:
     A program may have no equations: the body of a loop that only moves its carry, or a function that returns its
     argument.
     """
-    return any(map(_is_of_mesh, _variables(jaxpr))) or any(
+    return any(map(_is_of_mesh, _types(jaxpr))) or any(
         names_mesh(inner) for eqn in jaxpr.eqns for inner in jaxprs.inner_jaxprs(eqn)
     )
 
 
-def _is_of_mesh(atom: Any) -> bool:
-    sharding = getattr(atom.aval, "sharding", None)
+def _is_of_mesh(aval: Any) -> bool:
+    sharding = getattr(aval, "sharding", None)
     return sharding is not None and not sharding.mesh.empty
 
 
-def _variables(jaxpr: Any) -> list[Any]:
-    made = [var for eqn in jaxpr.eqns for var in eqn.outvars]
-    return [*jaxpr.constvars, *jaxpr.invars, *jaxpr.outvars, *made]
+def _types(jaxpr: Any) -> Iterable[Any]:
+    """The types of a program's variables. Variables of one type may share its object."""
+    found = {id(var.aval): var.aval for eqn in jaxpr.eqns for var in eqn.outvars}
+    found |= {id(var.aval): var.aval for var in (*jaxpr.constvars, *jaxpr.invars, *jaxpr.outvars)}
+    return found.values()
 
 
 def _can_splice(jaxpr: Any) -> bool:
     """Whether the equations that stay the same keep their meaning beside new ones, outside any mesh."""
     if not jax.sharding.get_abstract_mesh().empty or _makes_references(jaxpr):
         return False
-    if any(_is_of_mesh(atom) or hasattr(atom.aval, "inner_aval") for atom in _variables(jaxpr)):
+    if any(_is_of_mesh(aval) or hasattr(aval, "inner_aval") for aval in _types(jaxpr)):
         return False
-    return all(_without_mesh(value) is value for eqn in jaxpr.eqns for value in eqn.params.values())
+    values = (value for eqn in jaxpr.eqns for value in eqn.params.values() if isinstance(value, _OF_MESH))
+    return all(_without_mesh(value) is value for value in values)
 
 
 def _makes_references(jaxpr: Any) -> bool:
     """Whether a program makes references. The effects of its equations name their variables."""
     return bool(jax_internals.without_references(jaxpr.effects) != jaxpr.effects)
+
+
+_OF_MESH = (jax.sharding.NamedSharding, jax.sharding.AbstractMesh)
 
 
 def _without_mesh(value: Any) -> Any:
@@ -138,8 +145,8 @@ def _without_mesh(value: Any) -> Any:
     return jax.sharding.get_abstract_mesh() if isinstance(value, jax.sharding.AbstractMesh) else value
 
 
-def _spliced(closed: ClosedJaxpr, programs: Mapping[int, ClosedJaxpr]) -> ClosedJaxpr:
-    """The program with the equations of ``programs`` in the places of the equations with these ids.
+def _spliced(closed: ClosedJaxpr, changes: Mapping[int, JaxprEqn | ClosedJaxpr]) -> ClosedJaxpr:
+    """The program with the equation or program of ``changes`` in the place of each equation with this id.
 
     Variables of the new equations keep their names, but where the program has these names already: it may hold one
     function several times.
@@ -148,24 +155,25 @@ def _spliced(closed: ClosedJaxpr, programs: Mapping[int, ClosedJaxpr]) -> Closed
     eqns: list[JaxprEqn] = []
     constants: dict[Var, tuple[Var, Any]] = {}  # the new ones, by their names in the programs that have them
     renamed: dict[Any, Any] = {}  # results of replaced equations, to what stands for them
-    taken = {var for eqn in jaxpr.eqns for var in eqn.outvars} | {*jaxpr.invars, *jaxpr.constvars}
+    taken: set[Var] = set()  # names that the equations of a program cannot have
+    if any(isinstance(new, ClosedJaxpr) for new in changes.values()):
+        taken = _made(jaxpr) | {*jaxpr.invars, *jaxpr.constvars}
     for eqn in jaxpr.eqns:
-        new = programs.get(id(eqn))
-        if new is None:
-            eqns.append(_with_names(eqn, renamed))
+        new = changes.get(id(eqn), eqn)
+        if isinstance(new, JaxprEqn):
+            eqns.append(_with_names(new, renamed) if renamed else new)
             continue
         names: dict[Any, Any] = {
             var: _new_name(renamed, atom) for var, atom in zip(new.jaxpr.invars, eqn.invars, strict=True)
         }
         for var, value in zip(new.jaxpr.constvars, new.consts, strict=True):
             names[var] = constants.setdefault(var, (Var(var.aval), value))[0]
-        _name_results(eqn, new.jaxpr, names, renamed)
+        made = _made(new.jaxpr)
+        _name_results(eqn, new.jaxpr, made, names, renamed)
+        names |= {var: Var(var.aval) for var in taken & made if var not in names}
+        taken |= made
         scopes = eqn.source_info.name_stack
-        for inner in new.jaxpr.eqns:
-            if not taken.isdisjoint(inner.outvars):
-                names |= {var: Var(var.aval) for var in inner.outvars if var in taken and var not in names}
-            taken.update(inner.outvars)
-            eqns.append(_with_names(inner, names, scopes))
+        eqns += [_with_names(inner, names, scopes) for inner in new.jaxpr.eqns]
     effects = frozenset().union(*(eqn.effects for eqn in eqns))
     new_jaxpr = jaxpr.replace(
         constvars=[*jaxpr.constvars, *(var for var, _ in constants.values())],
@@ -179,10 +187,14 @@ def _spliced(closed: ClosedJaxpr, programs: Mapping[int, ClosedJaxpr]) -> Closed
 def _with_names(eqn: JaxprEqn, names: Mapping[Any, Any], scopes: Any = None) -> JaxprEqn:
     """The equation with new names of its variables, inside the scopes of an equation that it replaces."""
     changes: dict[str, Any] = {}
-    if not names.keys().isdisjoint([atom for atom in eqn.invars if type(atom) is not Literal]):
-        changes["invars"] = [_new_name(names, atom) for atom in eqn.invars]
-    if not names.keys().isdisjoint(eqn.outvars):
-        changes["outvars"] = [names.get(var, var) for var in eqn.outvars]
+    for atom in eqn.invars:
+        if type(atom) is not Literal and atom in names:
+            changes["invars"] = [_new_name(names, atom) for atom in eqn.invars]
+            break
+    for var in eqn.outvars:
+        if var in names:
+            changes["outvars"] = [names.get(var, var) for var in eqn.outvars]
+            break
     if scopes is not None and scopes.stack:
         source = eqn.source_info
         changes["source_info"] = source.replace(name_stack=scopes + source.name_stack)
@@ -196,8 +208,8 @@ class _Traces:
         self._axes = list(axes)
         self._known: dict[Any, ClosedJaxpr] = {}
 
-    def __call__(self, eqn: JaxprEqn, replacement: Replacement) -> ClosedJaxpr:
-        if isinstance(replacement, ClosedJaxpr):
+    def __call__(self, eqn: JaxprEqn, replacement: Replacement) -> JaxprEqn | ClosedJaxpr:
+        if isinstance(replacement, (JaxprEqn, ClosedJaxpr)):
             return replacement
         avals = [jaxprs.aval_like(var.aval) for var in eqn.invars]
         types = tuple((aval.shape, aval.dtype, aval.weak_type) for aval in avals)
@@ -221,13 +233,17 @@ def _new_name(names: Mapping[Any, Any], atom: Any) -> Any:
     return atom if isinstance(atom, Literal) else names.get(atom, atom)
 
 
-def _name_results(eqn: JaxprEqn, new: Any, names: dict[Any, Any], renamed: dict[Any, Any]) -> None:
+def _made(jaxpr: Any) -> set[Var]:
+    """The variables that the equations of a program make."""
+    return {var for eqn in jaxpr.eqns for var in eqn.outvars}
+
+
+def _name_results(eqn: JaxprEqn, new: Any, made: set[Var], names: dict[Any, Any], renamed: dict[Any, Any]) -> None:
     """Gives the results of ``new`` the names that they have in ``eqn``.
 
     A result that is an input, a constant, a literal or an earlier result is not made by an equation of its own. Then
-    the old name goes, and ``renamed`` has what stands for it.
+    the old name goes, and ``renamed`` has what stands for it. ``made``: see :func:`_made`, of ``new``.
     """
-    made = {var for inner in new.eqns for var in inner.outvars}
     for old, atom in zip(eqn.outvars, new.outvars, strict=True):
         if type(old) is Var and not isinstance(atom, Literal) and atom in made and atom not in names:
             names[atom] = old

@@ -9,6 +9,8 @@ value varies are dropped, since JAX has checked them by then.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import numbers
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +26,7 @@ from pycollective.errors import message
 from pycollective.jax_support import jaxprs, rewriting
 from pycollective.jax_support.jax_internals import is_transposed
 from pycollective.jax_support.jaxprs import inner_jaxprs
-from pycollective.named_axes.discharge_rules import RULES, WITHOUT_COMMUNICATION, wrong_parameters
+from pycollective.named_axes.discharge_rules import RULES, WITHOUT_COMMUNICATION, as_one_equation, wrong_parameters
 from pycollective.named_axes.mesh import Mesh
 from pycollective.named_axes.names import AxisName
 from pycollective.ordering.effect import effect
@@ -71,6 +73,9 @@ def collective_lines(body: Any, mesh: Mesh) -> list[CollectiveLine]:
     return known[axes]
 
 
+_text_of_type = functools.lru_cache(maxsize=4096)(str)  # JAX puts the text together at each call
+
+
 def _lines(jaxpr: Any, sizes: Mapping[AxisName, int], origins: Sequence[int]) -> list[CollectiveLine]:
     """Returns a line for each collective over these axes.
 
@@ -87,7 +92,7 @@ def _lines(jaxpr: Any, sizes: Mapping[AxisName, int], origins: Sequence[int]) ->
         if eqn.primitive in jaxprs.PLAIN:
             continue
         if _names(eqn, names):
-            operands = ", ".join(str(var.aval) for var in eqn.invars)
+            operands = ", ".join([_text_of_type(var.aval) for var in eqn.invars])
             params = ", ".join(f"{name}={value}" for name, value in sorted(eqn.params.items()) if value is not None)
             is_reduction = eqn.primitive.name.startswith(("psum", "pmax", "pmin", "reduce_scatter"))
             text = f"{eqn.primitive.name}({operands}; {params})"
@@ -217,28 +222,29 @@ class _Discharge:
         self._ours = names  # without names that a surrounding equation binds again
         self._full = [(axis.name, axis.size) for axis in mesh.axes if axis.name in names]
         self._local = [(axis.local_name, axis.local) for axis in mesh.axes if axis.local > 1 and axis.name in names]
+        self._group_along = functools.cache(mesh.group_along)
         self.program = rewriting.Rewriter(self._change, self._local)
 
     def _evaluate(self, closed: ClosedJaxpr) -> Callable[..., list[Any]]:
         return partial(rewriting.evaluate, closed, self._change)
 
-    def _change(self, eqn: JaxprEqn) -> Callable[..., Sequence[Any]] | None:
-        """Returns the replacement of an equation, a function of its operands; None if the equation stays."""
+    def _change(self, eqn: JaxprEqn) -> rewriting.Replacement | None:
+        """Returns the replacement of an equation; None if the equation stays."""
         if eqn.primitive in jaxprs.PLAIN:
             return None
-        function = self._replacement(eqn)
-        if function is None or not is_transposed(eqn):
-            return function
+        new = self._replacement(eqn)
+        if not callable(new) or not is_transposed(eqn):
+            return new
 
         def transposed(*operands: Any) -> Sequence[Any]:
             with as_transpose():
-                return function(*operands)
+                return new(*operands)
 
         return transposed
 
-    def _replacement(self, eqn: JaxprEqn) -> Callable[..., Sequence[Any]] | None:
+    def _replacement(self, eqn: JaxprEqn) -> rewriting.Replacement | None:
         if _names(eqn, self._ours):
-            return partial(self._collective, eqn)
+            return self._collective(eqn)
         if eqn.primitive in DEVICE_PROGRAMS:
             return self._device_program(eqn)
         if eqn.primitive.name == "shard_map":
@@ -276,7 +282,7 @@ class _Discharge:
         own = partial(DEVICE_PROGRAMS[eqn.primitive], **eqn.params)
         return self._evaluate(jax.make_jaxpr(own, axis_env=self._full)(*avals))
 
-    def _collective(self, eqn: JaxprEqn, *operands: Any) -> Any:
+    def _collective(self, eqn: JaxprEqn) -> rewriting.Replacement:
         mesh = self._mesh
         name = eqn.primitive.name
         fail = partial(_fail, mesh, eqn)
@@ -290,10 +296,12 @@ class _Discharge:
         if others and name not in _OVER_OTHER_AXES and name not in WITHOUT_COMMUNICATION:
             _refuse_other_axes(eqn, mesh)
         params = {key: value for key, value in eqn.params.items() if key not in ("axes", "axis_name", "axis_size")}
-        group = mesh.group_along(ours)
+        group = self._group_along(ours)
         if (problem := wrong_parameters(group.size, name, params)) is not None:
             fail(*problem, kind=ValueError)
         if positional:
             params["positional"] = positional
-        results = rule(group, *operands, **params)
-        return _OVER_OTHER_AXES[name](list(results), others) if others and name in _OVER_OTHER_AXES else results
+        if others and name in _OVER_OTHER_AXES:
+            return lambda *operands: _OVER_OTHER_AXES[name](list(rule(group, *operands, **params)), others)
+        with as_transpose() if is_transposed(eqn) else contextlib.nullcontext():
+            return as_one_equation(group, eqn, params) or partial(rule, group, **params)

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import JaxprEqn
 
 from pycollective.named_axes.mesh import DeviceGroup
 from pycollective.primitives import dtypes, exchanges, reductions
@@ -122,13 +123,19 @@ def _reduction(op: str, reduce: Callable[..., Array]) -> Rule:
             operands = tuple(reduce(x, axis=positional, dtype=x.dtype) for x in operands)
         if axis_index_groups is not None:
             return over_groups(group, operands, axis_index_groups)
-        # A reduction over an axis of one device makes no call: "model", for example, if the model is not cut. But in a
-        # job of one rank all calls are made, so that their checks for NaNs and their times exist there as well.
-        if group.size == 1 < group.mesh.comm.size:
+        if _makes_no_call(group):
             return [dtypes.narrow(dtypes.wide(x, op), x) for x in operands]
         return reductions.allreduce_all(operands, comm=group, op=op)
 
     return rule
+
+
+def _makes_no_call(group: DeviceGroup) -> bool:
+    """Returns whether a reduction is over an axis of one device: "model", for example, if the model is not cut.
+
+    But in a job of one rank all calls are made, so that their checks for NaNs and their times exist there as well.
+    """
+    return group.size == 1 < group.mesh.comm.size
 
 
 def _max(x: Array, axis: Any, dtype: Any) -> Array:
@@ -238,6 +245,25 @@ def _unchanged(_: DeviceGroup, *operands: Array, **__: Any) -> list[Array]:
 
 def _axis_index(group: DeviceGroup) -> list[Array]:
     return [jnp.asarray(group.index(), jnp.int32)]
+
+
+_OPS = {"psum": "sum", "psum_invariant": "sum", "pmax": "max", "pmin": "min"}
+
+
+def as_one_equation(group: DeviceGroup, eqn: JaxprEqn, params: dict[str, Any]) -> JaxprEqn | None:
+    """Returns the one equation that the rule of a reduction makes; None if it makes others, or several.
+
+    Most collectives of a training step are such reductions. JAX need not trace their rules.
+
+    Args:
+        group: the devices.
+        eqn: the equation of JAX's collective.
+        params: its parameters without its axes.
+    """
+    op = _OPS.get(eqn.primitive.name)
+    if op is None or any(value is not None for value in params.values()) or _makes_no_call(group):
+        return None
+    return reductions.allreduce_equation(eqn, comm=group, op=op)
 
 
 RULES: dict[str, Rule] = {

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 from jax.extend.core import JaxprEqn, Var
@@ -27,12 +28,16 @@ from pycollective.primitives.reductions import allreduce_p
 
 def join_reductions(jaxpr: Any) -> Any:
     """Returns an equivalent program with fewer and larger calls; ``jaxpr`` itself if no calls can be joined."""
-    return map_jaxprs(jaxpr, _join)
+    return map_jaxprs(jaxpr, join_own_reductions)
 
 
-def _join(jaxpr: Any) -> Any:
-    joiner = _Joiner()
-    for eqn in jaxpr.eqns:
+def join_own_reductions(jaxpr: Any) -> Any:
+    """Joins the reductions of a program, and not those of the programs in it."""
+    first = next((place for place, eqn in enumerate(jaxpr.eqns) if is_over_axes(eqn)), None)
+    if first is None:
+        return jaxpr
+    joiner = _Joiner(jaxpr.eqns[:first])
+    for eqn in jaxpr.eqns[first:]:
         joiner.add(eqn)
     joiner.flush()
     same = len(joiner.eqns) == len(jaxpr.eqns) and all(map(operator.is_, joiner.eqns, jaxpr.eqns))
@@ -62,11 +67,11 @@ class _Joiner:
     """Takes the equations of a jaxpr one after another, and collects sums in a bucket.
 
     Attributes:
-        eqns: the equations so far, in their new order.
+        eqns: the equations so far, in their new order: at first those before the first sum.
     """
 
-    def __init__(self) -> None:
-        self.eqns: list[JaxprEqn] = []
+    def __init__(self, eqns: Sequence[JaxprEqn]) -> None:
+        self.eqns: list[JaxprEqn] = [*eqns]
         self._bucket: list[JaxprEqn] = []  # sums that differ only in their operands
         self._readers: list[JaxprEqn] = []  # equations that depend on the bucket, so they must follow it
         self._pending: set[Var] = set()  # results of the bucket and of its readers

@@ -43,7 +43,7 @@ from jax.interpreters import mlir
 
 from pycollective.config import config
 from pycollective.errors import message
-from pycollective.jax_support.jaxprs import all_equations, all_reads, is_reshape, map_jaxprs, reads
+from pycollective.jax_support.jaxprs import all_reads, is_reshape, map_jaxprs, not_plain_equations, reads
 from pycollective.named_axes import fusion
 from pycollective.named_axes.mesh import DeviceGroup
 from pycollective.ordering.effect import effect
@@ -171,28 +171,34 @@ class Overlap:
             return fusion.join_reductions(jaxpr)
         devices = devices_of_this_rank()
         if devices and accelerators.kind_of(devices[0]) in lowering.ACCELERATORS:
-            return self._in_order(fusion.join_reductions(jaxpr), _ON_ACCELERATORS)
-        if any(_is_async(eqn) for eqn in all_equations(jaxpr)):
-            jaxpr = self._in_order(map_jaxprs(jaxpr, fusion.split_reductions), _ON_HOSTS)
-        return fusion.join_reductions(jaxpr)
+            jaxpr = fusion.join_reductions(jaxpr)
+            halves = [(eqn, eqn.invars) for eqn in not_plain_equations(jaxpr) if _has_two_halves(eqn)]
+            return map_jaxprs(jaxpr, self._arranging(halves, _ON_ACCELERATORS))
+        sums = [(eqn, [var]) for eqn in not_plain_equations(jaxpr) if _is_async(eqn) for var in eqn.invars]
+        if not sums:
+            return fusion.join_reductions(jaxpr)
+        arrange = self._arranging(sums, _ON_HOSTS)
+        return map_jaxprs(jaxpr, lambda own: fusion.join_own_reductions(arrange(fusion.split_reductions(own))))
 
-    def _in_order(self, jaxpr: Any, kind: _Kind) -> Any:
-        """Returns the program with its sums in the order that the ranks have agreed on.
+    def _arranging(self, calls: Sequence[tuple[JaxprEqn, Sequence[Any]]], kind: _Kind) -> Callable[[Any], Any]:
+        """Returns the function for the programs in a program that gives sums the order that the ranks have agreed on.
 
         Before the agreement the order is the one that this rank finds, if the sums may be reordered.
+
+        Args:
+            calls: the sums that move, in the order of the program. For each the equation that has it, and its operands.
+            kind: how they move.
         """
-        eqns = [eqn for eqn in all_equations(jaxpr) if kind.moves(eqn)]
-        sums = tuple(f"{eqn.params['comm']!r} {eqn.params['op']} {[str(v.aval) for v in eqn.invars]}" for eqn in eqns)
-        comms = dict.fromkeys(eqn.params["comm"].mesh.comm for eqn in eqns)
+        sums = tuple([f"{eqn.params['comm']!r} {eqn.params['op']} {[str(x.aval) for x in xs]}" for eqn, xs in calls])
+        comms = dict.fromkeys(eqn.params["comm"].mesh.comm for eqn, _ in calls)
         alone = all(comm.size == 1 for comm in comms)
         may_reorder = alone or (self._found is not None and self._found.may_reorder)
         orders: list[Order] = []
         given_orders = None if may_reorder else iter(self._agreed.get(sums, ()))
-        arranged = map_jaxprs(jaxpr, functools.partial(_arrange, kind=kind, orders=orders, given_orders=given_orders))
         if self._found is not None and not alone:
             self._found.orders[sums] = orders
             self._found.comms.update(comms)
-        return arranged
+        return functools.partial(_arrange, kind=kind, orders=orders, given_orders=given_orders)
 
 
 def compare_orders(comm: Communicator, own: Any) -> Steps[bool]:

@@ -31,7 +31,7 @@ from jax.extend.mlir import ir
 
 from pycollective.jax_support import jax_dispatch, jax_internals
 from pycollective.jax_support.call_site import as_int64
-from pycollective.jax_support.jaxprs import inner_jaxprs, map_jaxprs
+from pycollective.jax_support.jaxprs import PLAIN, inner_jaxprs, map_jaxprs
 
 __all__ = ["REDUCTIONS", "Origins", "number_of", "number_reduction", "with_numbers"]
 
@@ -60,10 +60,10 @@ class Origins:
         if not any(operands):
             return operands, 0
         name = eqn.primitive.name
-        parameters = [str(eqn.params[_PARAMETERS[name]])] if name in _PARAMETERS else []
-        own = number_of(name, *parameters, *operands)
+        parameters = [_number_of_text(str(eqn.params[_PARAMETERS[name]]))] if name in _PARAMETERS else ()
+        own = _hash((_number_of_text(name), *parameters, *operands))
         for i, var in enumerate(eqn.outvars):
-            known[var] = number_of(own, i) if i else own
+            known[var] = _hash((own, i)) if i else own
         return operands, own
 
 
@@ -79,7 +79,7 @@ def with_numbers(jaxpr: Any) -> Any:
             operands, _ = origins.add(eqn)
             if eqn.primitive.name in REDUCTIONS and any(operands):
                 calls[_kind(eqn)].append((id(eqn), operands))
-            for inner in inner_jaxprs(eqn):
+            for inner in () if eqn.primitive in PLAIN else inner_jaxprs(eqn):
                 if id(inner) in visited:
                     continue
                 if eqn.primitive is cond_p:  # ranks may make one call in two branches
@@ -208,8 +208,12 @@ def number_of(*parts: int | str) -> int:
         >>> number_of("add", 1, 2) == number_of("add", 1, 2) != number_of("add", 2, 1)
         True
     """
+    return _hash(tuple([_number_of_text(part) if isinstance(part, str) else part for part in parts]))
+
+
+def _hash(numbers: tuple[int, ...]) -> int:
     # Python's hash of a tuple of numbers is the same in each process, and a fifth of the time of a checksum.
-    return hash(tuple([_number_of_text(part) if type(part) is str else part for part in parts])) & 0xFFFFFFFF
+    return hash(numbers) & 0xFFFFFFFF
 
 
 @functools.lru_cache(maxsize=4096)

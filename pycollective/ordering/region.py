@@ -21,7 +21,7 @@ from pycollective.errors import message
 from pycollective.jax_support import jax_internals
 from pycollective.jax_support.donation import Donated, without_copies
 from pycollective.jax_support.jax_internals import without_references
-from pycollective.jax_support.jaxprs import all_equations, as_function, evaluate, rebind, split_arrays
+from pycollective.jax_support.jaxprs import PLAIN, all_equations, as_function, evaluate, rebind, split_arrays
 from pycollective.ordering import dispatch, operand_order, sections
 from pycollective.ordering.effect import effect
 from pycollective.transport import native
@@ -218,9 +218,12 @@ def _devices_of(jaxpr: Any) -> frozenset[jax.Device]:
     """Returns the devices that a program names in a :func:`jax.shard_map` or in a sharding."""
     found: frozenset[jax.Device] = frozenset()
     for eqn in all_equations(jaxpr):
+        if (sharding := eqn.params.get("sharding")) is not None:
+            found |= devices_of_sharding(sharding)
+        if eqn.primitive in PLAIN:
+            continue
         if isinstance(mesh := eqn.params.get("mesh"), jax.sharding.Mesh):
             found |= frozenset(mesh.devices.flat)
-        placed = eqn.params["devices"] if eqn.primitive.name == "device_put" else ()
-        for sharding in (eqn.params.get("sharding"), *placed):
+        for sharding in eqn.params["devices"] if eqn.primitive.name == "device_put" else ():
             found |= devices_of_sharding(sharding)
     return found

@@ -20,7 +20,7 @@ from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn
 
 from pycollective.jax_support import call_site
-from pycollective.jax_support.jaxprs import PLAIN, all_equations, inner_jaxprs, with_inner
+from pycollective.jax_support.jaxprs import PLAIN, inner_jaxprs, not_plain_equations, with_inner
 from pycollective.ordering.effect import effect
 
 _RUN_IN_ORDER = frozenset(
@@ -61,7 +61,7 @@ def _is_call(eqn: JaxprEqn, is_counted: Callable[[Any], bool]) -> bool:
 
 
 def _communicates(jaxpr: Any, is_counted: Callable[[Any], bool]) -> bool:
-    return _has_effect(jaxpr) and any(_is_call(eqn, is_counted) for eqn in all_equations(jaxpr))
+    return _has_effect(jaxpr) and any(_is_call(eqn, is_counted) for eqn in not_plain_equations(jaxpr))
 
 
 class _Walk:

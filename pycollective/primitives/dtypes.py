@@ -28,6 +28,11 @@ def wide(x: Array, op: str) -> Array:
     return x if dtype is None else x.astype(dtype)
 
 
+def is_wide(x: Any, op: str) -> bool:
+    """Whether MPI computes with the dtype of ``x``, so that :func:`wide` returns ``x``."""
+    return _wide_dtype(x.dtype, op) is None
+
+
 @functools.lru_cache(maxsize=256)  # JAX's questions about dtypes cost more than a small call
 def _wide_dtype(dtype: Any, op: str) -> Any:
     """The dtype in which MPI reduces arrays of a dtype; None if it is the same."""

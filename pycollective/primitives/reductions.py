@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax.extend.core import JaxprEqn
 from jax.interpreters import ad, batching
 
 from pycollective.config import config
@@ -46,9 +47,24 @@ def allreduce_all(xs: Sequence[Array], *, comm: Participants, op: str, passed: P
     if not xs:
         return []
     wide = [dtypes.wide(x, op) for x in xs]
-    passed = Passed.of(xs) if passed is None else passed
-    ys = allreduce_p.bind(*wide, comm=comm, op=op, passed=passed, in_place=(True,) * len(xs))
+    ys = allreduce_p.bind(*wide, **_allreduce_parameters(xs, comm, op, passed))
     return [dtypes.narrow(y, x) for y, x in zip(ys, xs, strict=True)]
+
+
+def _allreduce_parameters(xs: Sequence[Any], comm: Participants, op: str, passed: Passed | None) -> dict[str, Any]:
+    passed = Passed.of(xs) if passed is None else passed
+    return {"comm": comm, "op": op, "passed": passed, "in_place": (True,) * len(xs)}
+
+
+def allreduce_equation(like: JaxprEqn, *, comm: Participants, op: str) -> JaxprEqn | None:
+    """The one equation of :func:`allreduce_all` for the operands of an equation, with the same results.
+
+    None if :func:`allreduce_all` changes the dtype of an operand, which is another equation.
+    """
+    xs = [atom.aval for atom in like.invars]
+    if not all(dtypes.is_wide(x, op) for x in xs):
+        return None
+    return like.replace(primitive=allreduce_p, params=_allreduce_parameters(xs, comm, op, None), effects={effect})
 
 
 def _allreduce_nonzero(

@@ -85,6 +85,12 @@ def device_aval(mesh: Mesh, x: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct
     return jax.ShapeDtypeStruct(tuple(shape), x.dtype, weak_type=getattr(x, "weak_type", False))
 
 
+def _rank_aval(mesh: Mesh, aval: Any, spec: PartitionSpec) -> jax.core.ShapedArray:
+    """Returns the type of this rank's own block from that of one device's part of it, outside any mesh."""
+    shape = _multiplied(mesh, spec, aval.shape, "local")
+    return jax.core.ShapedArray(shape, aval.dtype, weak_type=aval.weak_type)
+
+
 # The primitive --------------------------------------------------------------------------------------------------
 
 
@@ -316,13 +322,11 @@ def program_of_this_rank(
         program = finish(discharge.discharge(body, mesh))
     if _is_default_device(mesh):
         return program
-    avals = [var.aval for var in body.invars]
-    own = [
-        jax.ShapeDtypeStruct(_multiplied(mesh, spec, aval.shape, "local"), aval.dtype, weak_type=aval.weak_type)
-        for aval, spec in zip(avals, in_specs, strict=True)
-    ]
-    specs = [[local_spec(mesh, spec) for spec in each] for each in (in_specs, out_specs)]
-    return jaxprs.on_devices(program, mesh.local_mesh, own, *specs)
+    places = (body.invars, in_specs), (body.outvars, out_specs)
+    type_of, spec_of = functools.cache(partial(_rank_aval, mesh)), functools.cache(partial(local_spec, mesh))
+    types = [[type_of(atom.aval, spec) for atom, spec in zip(*pair, strict=True)] for pair in places]
+    specs = [list(map(spec_of, each)) for each in (in_specs, out_specs)]
+    return jaxprs.on_devices(program, mesh.local_mesh, *types, *specs)
 
 
 def collective_lines(jaxpr: Any) -> dict[Communicator, list[CollectiveLine]]:

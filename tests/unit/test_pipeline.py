@@ -17,9 +17,11 @@ import pytest
 from jax import lax
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.sharding import PartitionSpec
 
 import pycollective as pc
 from pycollective.jax_support import jax_internals, jaxprs, rewriting
+from pycollective.named_axes import discharge
 from pycollective.spmd.show import stages
 
 PASSES = ["trace", "compare", "discharge", "avoid copies", "arrange sums", "number reductions", "mark sections"]
@@ -272,8 +274,48 @@ def test_a_rank_with_several_devices_runs_one_shard_map(world: pc.Communicator) 
     assert found["arrange sums"].count("allreduce") == 1
 
 
+@pytest.mark.parametrize("dtype", ["float32", "int32", "bfloat16", "bool"])
+def test_a_reduction_becomes_what_its_rule_makes(
+    dtype: str, world: pc.Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reduction that is one call is not traced; JAX would make the same equation of its rule."""
+
+    def reductions(x: Any) -> Any:
+        total, transpose = jax.vjp(lambda y: lax.psum(jnp.sin(y), "i"), x.astype("float32"))
+        return transpose(total), lax.pmax(x, "i"), lax.pmin(x, "i"), lax.psum({"a": x, "b": x[0]}, "i")
+
+    def found() -> tuple[str, list[Any]]:
+        jaxpr = pc.jit(reductions, axis_name="i").programs(X.update(dtype=dtype))["discharge"].closed.jaxpr
+        return str(jaxpr), [(eqn.effects, eqn.source_info.name_stack) for eqn in jaxpr.eqns]
+
+    own = found()
+    assert "derivative='transpose'" in own[0]
+    monkeypatch.setattr(discharge, "as_one_equation", lambda *_: None)
+    assert found() == own
+
+
+@pytest.mark.skipif(jax.local_device_count() < 2, reason="LOUD: needs two local devices")
+def test_a_program_on_devices_is_the_shard_map_that_jax_traces() -> None:
+    mesh = jax.sharding.Mesh(jax.devices()[:2], "d")
+    spec, whole = PartitionSpec("d"), PartitionSpec()
+    fun = lambda x, y: [x * np.float32([2, 3]) + y, lax.psum(y, "d")]
+    program = jax.make_jaxpr(fun, axis_env=[("d", 2)])(A, B)
+    assert program.consts
+    types = [jax.core.ShapedArray((size,), np.float32) for size in (4, 2)]
+    new = jaxprs.on_devices(program, mesh, types, types, [spec, whole], [spec, whole])
+    with jax.enable_checks(True):
+        traced = jaxprs.on_devices(program, mesh, types, types, [spec, whole], [spec, whole])
+    texts = [re.sub(r"Mesh\(.*?\)\)", "", str(closed.jaxpr)) for closed in (new, traced)]
+    assert texts[0] == texts[1]
+    assert new.jaxpr.effects == traced.jaxpr.effects
+    x = np.arange(4, dtype=np.float32)
+    got = jax.jit(lambda *args: jaxprs.evaluate(new, jaxprs.rebind, *args))(x, B)
+    np.testing.assert_array_equal(got[0], x * np.float32([2, 3, 2, 3]) + np.tile(B, 2))
+    np.testing.assert_array_equal(got[1], 2 * B)
+
+
 def test_a_pass_does_not_trace_what_stays(world: pc.Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A layer more costs a pass no more traces."""
+    """A layer more costs a pass no more traces, nor does a sum of another shape."""
     traced: list[int] = []
     make_jaxpr = jax.make_jaxpr
 
@@ -285,7 +327,7 @@ def test_a_pass_does_not_trace_what_stays(world: pc.Communicator, monkeypatch: p
         def fun(x: Any) -> Any:
             for _ in range(number):
                 x = jnp.tanh(x) * 2
-            return lax.psum(x, "i")
+            return [lax.psum(jnp.resize(x, i), "i") for i in range(number)]
 
         return pc.jit(fun, axis_name="i")
 
