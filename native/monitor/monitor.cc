@@ -295,7 +295,7 @@ class Monitor {
     return told;
   }
 
-  // Another rank asks what this one does: it makes a report.
+  // Another rank makes a report, or has taken it: it has asked what this one does, or this one has told it of a wait.
   void NoteReport(int64_t reason) {
     const std::lock_guard<std::mutex> lock(mutex_);
     const int64_t now = NowNs();
@@ -397,7 +397,9 @@ class Monitor {
                         [this] { return stopping_ || has_end_; });
     }
     if (IsReportUnderWay(reason)) return Told(reason, 0);
-    return OneReports(there, reason, age_ns, false) && Told(reason, 0);
+    if (!OneReports(there, reason, age_ns, false)) return false;
+    NoteReport(reason);  // ranks of this host that tell of the same wait need not be told on
+    return Told(reason, 0);
   }
 
   // Asks `lower`, which ascend, for a report. Returns whether one of them has taken it.

@@ -367,6 +367,15 @@ void TestALeaderSpeaksToOtherHosts() {
   Reader of_text(text);
   CHECK(of_text.Number() == 2 && of_text.Number() > 0 && of_text.Number() == 0 && of_text.ok());
   CHECK(CountOf(one, kReport) == 0 && three.requests().empty());
+  // Rank 3 waits there as well. Rank 0 has the report already, but not if the job shall end.
+  const auto told_of = [&](int64_t reason) {
+    CHECK(settings.Ask(kReport, Writer().Put(reason).Put(kSecondNs).Put(1).text()).text == "yes");
+  };
+  told_of(2);
+  Sleep(300);
+  CHECK(CountOf(zero, kReport) == 1);
+  told_of(3);
+  CHECK(BecomesTrue([&] { return CountOf(zero, kReport) == 2; }));
   StopMonitor();
 }
 

@@ -88,6 +88,13 @@ def _read(path: Path) -> bytes:
         return b""
 
 
+def _start(hosts: int, ranks: int) -> list[str]:
+    """The command that starts the Python program that follows it on so many ranks of each of so many hosts."""
+    where = ",".join(f"h{host}:{ranks}" for host in range(hosts))
+    run = [sys.executable, "-m", "pycollective", "run", "-n", str(hosts * ranks), "--hosts", where, "--bind", "none"]
+    return [HOSTS, "exec", "timeout", "-k", "5", "240", *run]
+
+
 @dataclass
 class Hosts:
     """Hosts that run.
@@ -110,26 +117,13 @@ class Hosts:
             folder: where they write their files.
             arguments: of ``rank.py``.
         """
-        where = ",".join(f"h{host}:{ranks}" for host in range(hosts))
-        run = [
-            sys.executable,
-            "-m",
-            "pycollective",
-            "run",
-            "-n",
-            str(hosts * ranks),
-            "--hosts",
-            where,
-            "--bind",
-            "none",
-        ]
         program = [str(ROOT / "tests" / "scale" / "rank.py"), str(self.calls), str(folder), *arguments]
         environ = {**os.environ, "PYCOLLECTIVE_HOSTS": str(self.state), "PYTHONPATH": str(ROOT)}
         environ |= {"PYCOLLECTIVE_TIMEOUT": "100", "PYCOLLECTIVE_RECORDS": "off", "OMP_NUM_THREADS": "1"}
         environ |= {"UCX_TCP_KEEPIDLE": "inf"}  # otherwise connections send packets while MPI is idle
         with (folder / "stderr").open("wb") as out:
             process = subprocess.Popen(
-                [HOSTS, "exec", "timeout", "-k", "5", "240", *run, *program],
+                [*_start(hosts, ranks), *program],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,
@@ -143,6 +137,16 @@ class Hosts:
                 os.kill(pid, signal.SIGKILL)
             process.terminate()
             process.wait(30)
+
+    def run_with_jax(self, hosts: int, ranks: int, program: Path) -> str:
+        """What a program with JAX writes on so many ranks of each of so many hosts. It must end in order."""
+        environ = {**os.environ, "PYCOLLECTIVE_HOSTS": str(self.state), "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+        command = [*_start(hosts, ranks), str(program)]
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=environ, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
 
     def count(self, hosts: int, ranks: int, folder: Path) -> list[dict[str, Any]]:
         """What the ranks of ``rank.py count`` have counted, in their order."""

@@ -93,6 +93,7 @@ def test_a_report_takes_a_bounded_number_of_bytes_for_each_connection(
         before = hosts.bytes_on_links()
         job.wait_until_says(f"  Look at rank {last}: the others wait for it.")
         taken = [now - then for then, now in zip(before, hosts.bytes_on_links(), strict=True)]
+    sys.stdout.write(f"{size[0]} x {size[1]}: {taken[0]:,} bytes on the link of the rank that reports\n")
     others = size[0] - 1
     assert 0 < taken[0] < 6000 * others, taken
     assert max(taken[1:]) < 12000, taken  # a leader may have told other leaders of its wait before it was asked

@@ -7,6 +7,7 @@ its monitor and the messages outside of programs.
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 import pytest
@@ -24,7 +25,38 @@ Counted = dict[tuple[int, int], list[dict[str, Any]]]
 @pytest.fixture(scope="module")
 def counted(hosts: Hosts, tmp_path_factory: pytest.TempPathFactory) -> Counted:
     """What the ranks of each size have counted."""
-    return {size: hosts.count(*size, tmp_path_factory.mktemp("job")) for size in SIZES}
+    found = {size: hosts.count(*size, tmp_path_factory.mktemp("job")) for size in SIZES}
+    sys.stdout.write(table_of(found))
+    return found
+
+
+def table_of(counted: Counted) -> str:
+    """The table of docs/performance.md."""
+    lines = {
+        "messages of the first rank of a host for a comparison": lambda ranks: most(
+            ranks, "first comparison", "messages"
+        ),
+        "bytes on the link of a host for a comparison": lambda ranks: most(ranks, "comparisons", "link_bytes") / CALLS,
+        "comparisons of 8 calls of a section, first run": lambda ranks: most(
+            ranks, "first run of a section", "comparisons"
+        ),
+        "the same, later run": lambda ranks: most(ranks, "later run of it", "comparisons"),
+        "bytes on the link for a sum of 128 KiB": lambda ranks: most(ranks, "large sum", "link_bytes"),
+        "messages of all ranks for a meeting outside programs": lambda ranks: sum(
+            rank["first meeting"]["out_of_band"] for rank in ranks
+        ),
+        "memory of the board that the ranks of a host touch": lambda ranks: most(ranks, "in all", "board_bytes"),
+        "of it the buffers of sums of 80 and 128 KiB": lambda ranks: sum(
+            most(ranks, phase, "board_bytes") for phase in ("first run of a section", "first large sum")
+        ),
+        "descriptors that the package opens": lambda ranks: most(ranks, "in all", "descriptors"),
+    }
+    sizes = " | ".join(f"{hosts} x {local}" for hosts, local in counted)
+    rows = [
+        f"| {name} | {' | '.join(f'{value(ranks):,.0f}' for ranks in counted.values())} |"
+        for name, value in lines.items()
+    ]
+    return "\n".join([f"\n| what | {sizes} |", "|---" * (1 + len(counted)) + "|", *rows, ""])
 
 
 def most(ranks: list[dict[str, Any]], phase: str, what: str) -> float:
