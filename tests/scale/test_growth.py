@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -120,3 +121,11 @@ def test_a_host_touches_memory_for_its_own_ranks_alone(counted: Counted) -> None
     touched = {size: most(ranks, "in all", "board_bytes") for size, ranks in counted.items()}
     assert touched[4, 2] == touched[8, 2] == touched[16, 2] > 0, touched
     assert touched[4, 8] <= 4 * touched[4, 2], touched
+
+
+def test_many_ranks_of_one_host_compare_in_its_memory(hosts: Hosts, tmp_path: Path) -> None:
+    for rank in hosts.count(1, 40, tmp_path):
+        for phase in ("first comparison", "comparisons", "first run of a section", "later run of it"):
+            times = CALLS if phase in ("comparisons", "first run of a section") else 1
+            assert rank[phase]["comparisons"] == times
+            assert rank[phase]["messages"] == rank[phase]["collectives"] == 0
