@@ -325,6 +325,21 @@ void TestRanksOfAHostCompareInATree() {
   }
 }
 
+// A rank of a tree combines what at most 15 others have, for each of its levels. The first rank of 128 has two.
+void TestARankReads15OthersForEachLevel() {
+  constexpr int kRanks = 128;
+  std::vector<int> reads(kRanks);
+  Mailboxes mpi(kRanks);
+  OnOneHost(mpi, kRanks, [&](Rank& own) {
+    int& read = reads[static_cast<size_t>(own.channel.rank)];
+    const auto goes_on = [](int) { return true; };
+    const auto nothing = [](void*) {};
+    const auto count = [&](const void*) { ++read; };
+    CHECK(own.channel.tree->Combine(goes_on, count, nothing) && own.channel.tree->Share(goes_on, nothing, count));
+  });
+  for (int rank = 0; rank < kRanks; ++rank) CHECK(reads[static_cast<size_t>(rank)] == (rank == 0 ? 22 : rank % 16 == 0 ? 16 : 1));
+}
+
 // A rank of a host makes another call: all ranks learn of it, and go on afterwards.
 void TestADifferenceInATree() {
   constexpr int kRanks = 40;
@@ -668,6 +683,7 @@ const Tests kTests = {
     {"each_operation_travels", TestEachOperationTravels},
     {"places_by_host", TestPlacesByHost},
     {"ranks_of_a_host_compare_in_a_tree", TestRanksOfAHostCompareInATree},
+    {"a_rank_reads_15_others_for_each_level", TestARankReads15OthersForEachLevel},
     {"a_difference_in_a_tree", TestADifferenceInATree},
     {"no_comparison_follows_a_failed_one", TestNoComparisonFollowsAFailedOne},
     {"a_difference_is_found_on_all_ranks", TestADifferenceIsFoundOnAllRanks},
