@@ -159,7 +159,8 @@ Outcome HostLevels::RunByOperation(const Library& mpi, Operation operation, cons
     case kBcast: return Bcast(mpi, a);
     case kReduceScatter: return ReduceScatter(mpi, a);
     case kAlltoall: return Alltoall(mpi, a);
-    default: return Allgather(mpi, a);  // Has says so
+    case kAllgather: return Allgather(mpi, a);
+    default: return {kOperationNames[operation], 0, "expected a collective that has a function of HostLevels, got another one"};
   }
 }
 
