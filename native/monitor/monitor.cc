@@ -295,7 +295,7 @@ class Monitor {
     return told;
   }
 
-  // Another rank makes a report, or has taken it: it has asked what this one does, or this one has told it of a wait.
+  // Another rank asks what this one does: it makes a report.
   void NoteReport(int64_t reason) {
     const std::lock_guard<std::mutex> lock(mutex_);
     const int64_t now = NowNs();
@@ -378,7 +378,7 @@ class Monitor {
   // other hosts. So a rank hears from those of its host and from the leaders of other hosts. Returns false if no lower rank
   // answers, so that this one must report. `leads`: other ranks of this host have found it to be the leader.
   bool AnotherReports(int64_t reason, int64_t age_ns, bool leads) {
-    if (IsReportUnderWay(reason)) return Told(reason, 0);
+    if (IsReportUnderWay(reason) || (leads && reason == kLongWait && HasToldOtherHost())) return Told(reason, 0);
     std::vector<int> here, there;
     std::set<int64_t> hosts;
     for (const int rank : Others()) {
@@ -398,7 +398,10 @@ class Monitor {
     }
     if (IsReportUnderWay(reason)) return Told(reason, 0);
     if (!OneReports(there, reason, age_ns, false)) return false;
-    NoteReport(reason);  // ranks of this host that tell of the same wait need not be told on
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      told_other_host_ns_ = NowNs();
+    }
     return Told(reason, 0);
   }
 
@@ -415,6 +418,13 @@ class Monitor {
       }
     }
     return false;
+  }
+
+  // Whether a rank of another host has just taken a report from this one. Then the warning of the same wait need not be told on for another rank of
+  // this host. An end is always told on: that other rank may have died.
+  bool HasToldOtherHost() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return told_other_host_ns_ != 0 && NowNs() - told_other_host_ns_ < kReportNs;
   }
 
   bool IsReportUnderWay(int64_t reason) {
@@ -513,6 +523,7 @@ class Monitor {
   bool asked_by_other_host_ = false;
   int64_t seen_reason_ = 0;  // of the last report of another rank that has asked this one
   int64_t seen_ns_ = 0;      // when that was
+  int64_t told_other_host_ns_ = 0;  // when a rank of another host has taken a report from this one; 0: never
   int64_t death_ns_ = 0;  // when another rank died; 0: none has
   bool is_death_known_ = false;  // by a rank of its host, which has told all others
   std::set<int> forgotten_;  // ranks that have failed

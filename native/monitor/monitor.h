@@ -12,11 +12,12 @@
 //
 //   silent --- it is as old as warn_ns, and the first warning of it ---> asking: (a)
 //   silent or warned --- it is as old as timeout_ns ---> asking: (a), and the job shall end
-//   asking --- (a) a report for this reason or a graver one is under way: in the last 15 s a rank has asked this one for its status,
-//     or has taken the report from it ---> told
+//   asking --- (a) a rank has asked this one for its status, for this reason or a graver one, in the last 15 s ---> told
+//   asking for another rank of this host, of a long wait --- (a) a rank of another host has taken a report from this one in the last 15 s
+//     ---> told
 //   asking --- (a) a lower rank of this host answers, and takes the report to the lowest rank ---> told
 //   asking --- (a) there is none: this rank leads its host ---> leading
-//   leading --- some ms later, such a report is under way by now ---> told
+//   leading --- some ms later, a rank of another host has asked for the status by now ---> told
 //   leading --- some ms later, a lower rank of another host answers, and takes the report ---> told
 //   leading --- no lower rank answers ---> reporting: this rank asks all ranks what they do
 //   told --- that rank reports; this one says nothing, unless the job shall end
