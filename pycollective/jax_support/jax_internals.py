@@ -53,7 +53,7 @@ from jax.interpreters.mlir import ir
 
 from pycollective.errors import message
 
-SUPPORTED_JAX = ">= 0.9, < 0.13"
+SUPPORTED_JAX = ">= 0.9.2, < 0.13"
 
 
 def unsupported(error: Exception) -> ImportError:

@@ -59,10 +59,10 @@ def _allreduce_parameters(xs: Sequence[Any], comm: Participants, op: str, passed
 def allreduce_equation(like: JaxprEqn, *, comm: Participants, op: str) -> JaxprEqn | None:
     """The one equation of :func:`allreduce_all` for the operands of an equation, with the same results.
 
-    None if :func:`allreduce_all` changes the dtype of an operand, which is another equation.
+    None if :func:`allreduce_all` makes none, or changes the dtype of an operand, which is another equation.
     """
     xs = [atom.aval for atom in like.invars]
-    if not all(dtypes.is_wide(x, op) for x in xs):
+    if not xs or not all(dtypes.is_wide(x, op) for x in xs):
         return None
     return like.replace(primitive=allreduce_p, params=_allreduce_parameters(xs, comm, op, None), effects={effect})
 
