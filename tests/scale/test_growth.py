@@ -46,7 +46,9 @@ def table_of(counted: Counted) -> str:
         "messages of all ranks for a meeting outside programs": lambda ranks: sum(
             rank["first meeting"]["out_of_band"] for rank in ranks
         ),
-        "memory that the ranks of a host share, as far as they touch it": lambda ranks: most(ranks, "in all", "board_bytes"),
+        "memory that the ranks of a host share, as far as they touch it": lambda ranks: most(
+            ranks, "in all", "board_bytes"
+        ),
         "of it the buffers of sums of 80 and 128 KiB": lambda ranks: sum(
             most(ranks, phase, "board_bytes") for phase in ("first run of a section", "first large sum")
         ),
