@@ -109,8 +109,11 @@ Outcome RankGroup::JoinHosts(const Library& mpi, int number) {
   CombiningTree tree(slot, channel.rank, channel.size);
   Exchange memory(slot, channel.rank, channel.size);
   const bool on_board = PostOnBoard();
-  if (on_board) board.Begin();
-  if (!on_board) tree.Begin();
+  if (on_board) {
+    board.Begin();
+  } else {
+    tree.Begin();
+  }
   memory.Begin();
   PYCOLLECTIVE_RETURN_IF_FAILED(mpi.Barrier(channel));  // all have begun
   channel.slot = slot;

@@ -13,14 +13,17 @@ class StopAfterFailure {
  public:
   template <typename Make>
   Outcome Run(Make make) {
-    if (!last_.ok()) return last_;
-    last_ = {"MPI", 0, "expected a call that ends, got an exception in it"};  // until it has ended
-    last_ = make();
-    return last_;
+    if (has_failed_) return failure_;
+    has_failed_ = true;  // until the call has ended, also if an exception ends it
+    Outcome outcome = make();
+    has_failed_ = !outcome.ok();
+    if (has_failed_) failure_ = outcome;
+    return outcome;
   }
 
  private:
-  Outcome last_;
+  bool has_failed_ = false;
+  Outcome failure_{"MPI", 0, "expected a call that ends, got an exception in it"};
 };
 
 }  // namespace pycollective

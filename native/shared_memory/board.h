@@ -126,7 +126,6 @@ class BoardSlot {
   // Clears this rank's cells. Each rank of the channel does so when the slot is taken. No rank may post or look at posts before all have.
   void Begin();
   bool exists() const { return number_ >= 0; }
-  int64_t number() const { return number_; }
 
   // The operands that may be piggybacked in a rank's cell, beside its post. With more ranks they are smaller, since each rank
   // reads those of all.

@@ -1,6 +1,6 @@
 """Calls of more ranks of one host than its board takes: results, the number of comparisons, a broadcast that differs.
 
-mpirun -n 34 python tests/scale/many_ranks_of_a_host.py
+    mpirun -n 34 python tests/scale/many_ranks_of_a_host.py
 
 Rank 0 writes that all is right. Each rank checks its own results.
 """
