@@ -154,7 +154,7 @@ Outcome RankGroup::FreeChannels(const Library& mpi) {
     const Outcome met = mpi.Barrier(channel);  // after it no rank reads the slot
     if (first.ok()) first = met;
     if (channel.rank == 0) {
-      Exchange::End(channel.slot, channel.size);
+      channel.memory_of_ranks.End();
       BoardSlot::Release(channel.slot);
     }
     channel.slot = -1;

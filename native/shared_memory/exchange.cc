@@ -44,10 +44,11 @@ constexpr size_t AtPage(size_t nbytes) { return (nbytes + kPage - 1) / kPage * k
 int64_t Units(int ranks) { return std::max(kLeastUnits, kUnitsPerRank * ranks); }
 
 // In the memory: a line of each rank of the host, for MayRead; for each slot the number of its first unit, and the algorithms
-// of its next large allreduces; the counters of each slot's ranks; a word for each unit, which is 1 when it is taken; the units.
+// of its next large allreduces; the counters of each slot's ranks, and their second counters; a word for each unit, which is 1 when it
+// is taken; the units.
 size_t BytesOfShown(int ranks) { return static_cast<size_t>(ranks) * kLine; }
 size_t BytesOfFirsts() { return BoardSlot::kSlots * kLine; }
-size_t BytesOfCounters(int ranks) { return BoardSlot::kSlots * static_cast<size_t>(ranks) * kLine; }
+size_t BytesOfCounters(int ranks) { return BoardSlot::kSlots * static_cast<size_t>(ranks) * 2 * kLine; }
 size_t BytesOfTaken(int ranks) { return static_cast<size_t>(Units(ranks)) * sizeof(std::atomic<uint32_t>); }
 size_t BytesBeforeUnits(int ranks) {
   return AtPage(BytesOfShown(ranks) + BytesOfFirsts() + BytesOfCounters(ranks) + BytesOfTaken(ranks));
@@ -56,8 +57,9 @@ size_t BytesBeforeUnits(int ranks) {
 Line* Firsts() { return reinterpret_cast<Line*>(memory + BytesOfShown(ranks_of_host)); }
 
 Line& CounterLine(int64_t slot, int rank) {
-  return (Firsts() + BoardSlot::kSlots)[slot * ranks_of_host + rank];
+  return (Firsts() + BoardSlot::kSlots)[slot * 2 * ranks_of_host + rank];
 }
+Line& BelowLine(int64_t slot, int rank) { return CounterLine(slot, ranks_of_host + rank); }
 
 std::atomic<uint32_t>* Taken() {
   return reinterpret_cast<std::atomic<uint32_t>*>(&CounterLine(BoardSlot::kSlots, 0));
@@ -84,6 +86,8 @@ PostedNumber& Exchange::FirstOf(int64_t slot) { return Firsts()[slot].number; }
 std::atomic<uint64_t>& Exchange::AlgorithmsOf(int64_t slot) { return Firsts()[slot].algorithms; }
 
 PostedNumber& Exchange::CounterOf(int rank) const { return CounterLine(slot_, rank).number; }
+
+PostedNumber& Exchange::CounterBelow(int rank) const { return BelowLine(slot_, rank).number; }
 
 char* Exchange::BufferOf(int rank, uint64_t piece) const {
   const uint64_t unit = first_ - kNone - 1 + static_cast<uint64_t>(rank);
@@ -116,15 +120,15 @@ void Exchange::Begin() {
     AlgorithmsOf(slot_).store(0, std::memory_order_relaxed);
   }
   CounterLine(slot_, rank_).number.Clear();
+  if (WaitsInTree() && rank_ % fan_in_ == 0) CounterBelow(rank_).Clear();
   CounterLine(slot_, rank_).has_given_up.store(0, std::memory_order_relaxed);
 }
 
-void Exchange::End(int64_t slot, int ranks) {
-  const uint64_t first = FirstOf(slot).Load(std::memory_order_relaxed);
-  FirstOf(slot).Clear();
-  for (int rank = 0; first > kNone && rank < ranks; ++rank) {
-    Taken()[first - kNone - 1 + static_cast<uint64_t>(rank)].store(0, std::memory_order_release);
+void Exchange::End() {
+  for (int rank = 0; first_ > kNone && rank < size_; ++rank) {
+    Taken()[first_ - kNone - 1 + static_cast<uint64_t>(rank)].store(0, std::memory_order_release);
   }
+  first_ = 0;
 }
 
 void Exchange::EndAll() {

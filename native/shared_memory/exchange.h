@@ -4,6 +4,10 @@
 // channel make the same collectives in the same order, so each knows the number to which another one's counter comes at
 // each step.
 //
+// Where a step needs all ranks, each of a few ranks reads the counters of all others. Many ranks wait in a tree: the first of each kFanIn
+// ranks that follow each other waits for the counters of these, and posts in a second counter that all of them have come so far; the
+// first of each kFanIn of those waits for their second counters, and so on. The second counter of the first rank stands for all ranks.
+//
 // The arrays themselves go through buffers. The ranks of a channel take theirs when they first need them, and keep them until
 // the channel is freed. If none are left, MPI carries the arrays of that channel. Large arrays need no buffers where the kernel
 // lets a rank read another one's memory: beside its counter a rank shows the others where its arrays are. For large allreduces the
@@ -39,6 +43,7 @@
 #ifndef PYCOLLECTIVE_NATIVE_SHARED_MEMORY_EXCHANGE_H_
 #define PYCOLLECTIVE_NATIVE_SHARED_MEMORY_EXCHANGE_H_
 
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -53,6 +58,7 @@ namespace pycollective {
 
 class Exchange {
  public:
+  static constexpr int kFanIn = 16;
   // A rank has two buffers of this size, which it uses in turns: it fills one while others may still read the other one.
   static constexpr int64_t kBufferBytes = 128 << 10;
 
@@ -68,11 +74,9 @@ class Exchange {
   // When a channel has taken a slot of the board: each of its ranks does this, for the memory that it writes. No rank may use the slot
   // before all have.
   void Begin();
-  // When no rank of a channel uses its slot any more, before that is given back: one of its ranks does this.
-  // @param slot: the number of the slot.
-  // @param ranks: how many ranks the channel has.
-  static void End(int64_t slot, int ranks);
-  // Gives all buffers back. No rank of this host may use one any more.
+  // When no rank of the channel uses its slot any more, before that is given back: rank 0 gives the buffers back that it has taken.
+  void End();
+  // Gives all buffers back. No rank of this host may use one any more, nor call End for them.
   static void EndAll();
 
   // Whether the ranks may read each other's arrays. Each rank shows the others where to try; when all have, each tries. Then they
@@ -90,7 +94,9 @@ class Exchange {
   // @param slot: the number of its slot of the board; -1: there is none.
   // @param rank: this rank's number in the channel.
   // @param size: how many ranks the channel has.
-  Exchange(int64_t slot, int rank, int size) : slot_(slot), rank_(rank), size_(size) {}
+  // @param fan_in: for how many ranks one of them waits in a tree; `size`: each rank reads the counters of all others.
+  Exchange(int64_t slot, int rank, int size, int fan_in) : slot_(slot), rank_(rank), size_(size), fan_in_(fan_in) {}
+  Exchange(int64_t slot, int rank, int size) : Exchange(slot, rank, size, size > BoardSlot::kMostRanks ? kFanIn : size) {}
 
   bool exists() const { return slot_ >= 0; }
 
@@ -164,6 +170,37 @@ class Exchange {
   // @param rank: of the channel.
   PostedNumber& counter(int rank) const { return CounterOf(rank); }
 
+  // Waits until a rank's counter has come to a number. Returns false if the wait has no end.
+  // @param rank: of the channel.
+  // @param progress: as in WaitUntil, with the rank for which this one waits.
+  template <typename Progress>
+  bool WaitFor(int rank, uint64_t number, Progress progress) const {
+    return WaitFor(CounterOf(rank), rank, number, progress);
+  }
+  // Waits until the counters of all ranks have come to a number, to which this rank has come. Returns false if a wait has no end.
+  // @param progress: as in WaitUntil, with the rank for which this one waits.
+  template <typename Progress>
+  bool WaitForAll(uint64_t number, Progress progress) {
+    if (!WaitsInTree()) {
+      for (int rank = 0; rank < size_; ++rank) {
+        if (rank != rank_ && !WaitFor(rank, number, progress)) return false;
+      }
+      return true;
+    }
+    for (int step = 1; step < size_ && rank_ % (step * fan_in_) == 0; step *= fan_in_) {
+      const int end = std::min(size_, rank_ + step * fan_in_);
+      for (int below = rank_ + step; below < end; below += step) {
+        if (!WaitFor(step == 1 ? CounterOf(below) : CounterBelow(below), below, number, progress)) return false;
+      }
+    }
+    if (rank_ % fan_in_ == 0 && CounterBelow(rank_).Load(std::memory_order_relaxed) < number) {
+      CounterBelow(rank_).Post(number, std::memory_order_release);
+    }
+    return rank_ == 0 || WaitFor(CounterBelow(0), 0, number, progress);
+  }
+  // Whether ranks wait for all in a tree: then all of them must make the same waits for all, in the same order.
+  bool WaitsInTree() const { return fan_in_ < size_; }
+
   // A piece begins: returns its number.
   uint64_t BeginPiece() { return pieces_++; }
   // The number of the others' counters at which none of them reads a piece in this rank's buffer for `number`.
@@ -181,10 +218,18 @@ class Exchange {
   static std::atomic<uint64_t>& AlgorithmsOf(int64_t slot);
   static uint64_t TakeBuffers(int ranks);
   PostedNumber& CounterOf(int rank) const;
+  // The second counter of the first rank of a group: that of all ranks below it in the tree, and of its own.
+  PostedNumber& CounterBelow(int rank) const;
+
+  template <typename Progress>
+  static bool WaitFor(PostedNumber& counter, int rank, uint64_t number, Progress progress) {
+    return counter.Load(std::memory_order_acquire) >= number || WaitUntil(counter, number, [&] { return progress(rank); });
+  }
 
   int64_t slot_ = -1;
   int rank_ = 0;
   int size_ = 0;
+  int fan_in_ = 0;
   uint64_t first_ = 0;  // 0: not known yet; kNone; or the number of rank 0's buffers, and kNone + 1
   uint64_t posted_ = 0;
   uint64_t pieces_ = 0;

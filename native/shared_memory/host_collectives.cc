@@ -160,21 +160,15 @@ Outcome HostCollective::HasBuffers(bool* has) {
 }
 
 Outcome HostCollective::WaitFor(int rank, uint64_t number) {
-  PostedNumber& counter = exchange_.counter(rank);
-  if (counter.Load(std::memory_order_acquire) >= number) return {};
   Outcome progress;
-  WaitUntil(counter, number, [&] {
-    progress = mpi_.Progress(channel_, rank);
-    return progress.ok();
-  });
+  exchange_.WaitFor(rank, number, [&](int other) { return (progress = mpi_.Progress(channel_, other)).ok(); });
   return progress;
 }
 
 Outcome HostCollective::WaitForAll(uint64_t number) {
-  for (int rank = 0; rank < member_.size; ++rank) {
-    if (rank != member_.rank) PYCOLLECTIVE_RETURN_IF_FAILED(WaitFor(rank, number));
-  }
-  return {};
+  Outcome progress;
+  exchange_.WaitForAll(number, [&](int other) { return (progress = mpi_.Progress(channel_, other)).ok(); });
+  return progress;
 }
 
 Outcome HostCollective::ThroughBuffers(Operation operation, const Arguments& a) {
@@ -473,7 +467,8 @@ Outcome HostCollective::ReduceScatterThroughBuffers(const Arguments& a, const Di
     return {};
   };
   const auto take = [&](const Piece& piece) -> Outcome {
-    if (piece.first < parts.CountOf(own)) PYCOLLECTIVE_RETURN_IF_FAILED(WaitForAll(piece.filled));
+    const bool waits = piece.first < parts.CountOf(own) || exchange_.WaitsInTree();
+    if (waits) PYCOLLECTIVE_RETURN_IF_FAILED(WaitForAll(piece.filled));
     return parts.ForEachRun(own, piece.first, piece.count, [&](int64_t element, int64_t at, int64_t n) -> Outcome {
       const auto operand_of = [&](int rank) -> const void* {
         if (rank == own) return At(a.send, element, a.type);
@@ -517,9 +512,10 @@ Outcome HostCollective::AllgatherThroughBuffers(const Arguments& a, const Distri
 Outcome HostCollective::ReduceScatterByReading(const Arguments& a, const Distribution& parts) {
   ShownArrays own(exchange_, a.send, a.recv);
   const uint64_t shown = exchange_.Post();
+  const bool has_part = parts.CountOf(member_.rank) > 0;
   Outcome outcome;
-  if (parts.CountOf(member_.rank) > 0) {
-    PYCOLLECTIVE_RETURN_IF_FAILED(WaitForAll(shown));
+  if (has_part || exchange_.WaitsInTree()) PYCOLLECTIVE_RETURN_IF_FAILED(WaitForAll(shown));
+  if (has_part) {
     outcome = parts.ForEachRun(member_.rank, 0, parts.count, [&](int64_t element, int64_t at, int64_t n) {
       return ReadAndReduce(a, element, n, At(a.recv, at, a.type));
     });
@@ -547,7 +543,8 @@ Outcome HostCollective::AllgatherByReading(const Arguments& a, const Distributio
     if (outcome.ok()) outcome = read;
   }
   const uint64_t read = exchange_.Post();  // after an error, too: the others wait for this step
-  if (parts.CountOf(member_.rank) > 0) PYCOLLECTIVE_RETURN_IF_FAILED(WaitForAll(read));
+  const bool is_read = parts.CountOf(member_.rank) > 0;
+  if (is_read || exchange_.WaitsInTree()) PYCOLLECTIVE_RETURN_IF_FAILED(WaitForAll(read));
   own.End();
   return outcome;
 }

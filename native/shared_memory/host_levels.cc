@@ -142,7 +142,7 @@ Outcome HostLevels::Make(const Library& mpi, const Channel& channel, bool* has) 
 
 void HostLevels::GiveSlotBack() {
   if (slot_ >= 0) {
-    Exchange::End(slot_, local_.size);
+    memory_of_local_.End();
     BoardSlot::Release(slot_);
     slot_ = -1;
   }

@@ -90,18 +90,20 @@ void Begin(int64_t slot, int size) {
 
 // A channel of ranks 0 to size - 1, as one of them sees it.
 struct Member {
-  Member(int64_t slot, int rank, int size) : board(slot, rank, size), exchange(slot, rank, size) {
+  // `fan_in`: of the tree in which ranks wait for all.
+  Member(int64_t slot, int rank, int size, int fan_in) : board(slot, rank, size), exchange(slot, rank, size, fan_in) {
     channel.rank = rank;
     channel.size = size;
     channel.exchange = &exchange;
   }
+  Member(int64_t slot, int rank, int size) : Member(slot, rank, size, size) {}
   pc::BoardSlot board;
   pc::Exchange exchange;
   pc::Channel channel;
 };
 
-// Calls run(library, member) in a thread for each rank.
-void OnRanks(int size, const std::function<void(const pc::Library&, Member&)>& run, int64_t read_bytes = 64 << 20) {
+// Calls run(library, member) in a thread for each rank. `fan_in`: 0: the ranks do not wait in a tree.
+void OnRanks(int size, const std::function<void(const pc::Library&, Member&)>& run, int64_t read_bytes = 64 << 20, int fan_in = 0) {
   const Host host(size, read_bytes);
   const auto library = MakeLibrary();
   const int64_t slot = pc::BoardSlot::Take();
@@ -109,12 +111,15 @@ void OnRanks(int size, const std::function<void(const pc::Library&, Member&)>& r
   std::vector<std::thread> threads;
   for (int rank = 0; rank < size; ++rank) {
     threads.emplace_back([&, rank] {
-      Member member(slot, rank, size);
+      Member member(slot, rank, size, fan_in == 0 ? size : fan_in);
       run(*library, member);
     });
   }
   for (std::thread& thread : threads) thread.join();
 }
+
+// The ranks of a host, and the fan-in of their tree of waits; 0: each waits for all others.
+const std::vector<std::pair<int, int>> kTrees = {{2, 0}, {3, 0}, {5, 0}, {3, 2}, {5, 2}, {9, 3}};
 
 // Calls and what they must give ----------------------------------------------------------------------------------
 
@@ -336,8 +341,8 @@ void TestADistribution() {
 // Blocks of an array go to the ranks in turns, in one call, and come back in another one.
 void TestArraysThatAreDistributed() {
   for (const int64_t read_bytes : {0, 64 << 20}) {
-    for (const int size : {2, 3, 5}) {
-      OnRanks(size, [size](const pc::Library& library, Member& member) {
+    for (const auto& [size, fan_in] : kTrees) {
+      OnRanks(size, [size = size](const pc::Library& library, Member& member) {
         const int rank = member.channel.rank;
         pc::HostCollective collective(library, member.channel);
         for (const int ranks : {1, size - 1, size}) {
@@ -355,7 +360,7 @@ void TestArraysThatAreDistributed() {
           }
         }
         CHECK(library.Barrier(member.channel).ok());
-      }, read_bytes);
+      }, read_bytes, fan_in);
     }
   }
 }
@@ -363,7 +368,8 @@ void TestArraysThatAreDistributed() {
 // The first ranks get a share each of the host's sum, and hand on what the step between hosts has made of it: here twice the sum.
 void TestAHierarchicalAllreduce() {
   for (const int64_t read_bytes : {0, 64 << 20}) {
-    for (const int size : {2, 3, 9}) {
+    for (const auto& [ranks, fan_in] : kTrees) {
+      const int size = ranks;
       std::atomic<int64_t> shared{0}, steps{0}, expected_steps{0}, expected_shared{0};
       OnRanks(size, [&](const pc::Library& library, Member& member) {
         const int rank = member.channel.rank;
@@ -390,7 +396,7 @@ void TestAHierarchicalAllreduce() {
             }
           }
         }
-      }, read_bytes);
+      }, read_bytes, fan_in);
       CHECK(shared == expected_shared && steps == expected_steps);
     }
   }
@@ -491,8 +497,8 @@ void TestAnAllreduceThatCannotRead() {
 // The same calls in the same order on all ranks, which are late at different moments. A step that waits for too few ranks, or
 // a buffer that is filled too early, gives wrong numbers.
 void TestRandomCallsOfLateRanks() {
-  for (const int size : {2, 3, 4}) {
-    OnRanks(size, [size](const pc::Library& library, Member& member) {
+  for (const auto& [size, fan_in] : kTrees) {
+    OnRanks(size, [size = size](const pc::Library& library, Member& member) {
       std::mt19937 calls(7), own(static_cast<unsigned>(member.channel.rank));
       for (int i = 0; i < 300; ++i) {
         const auto kind = static_cast<Kind>(calls() % kKinds);
@@ -503,7 +509,7 @@ void TestRandomCallsOfLateRanks() {
         MakeAndCheck(library, member, call);
         if (calls() % 16 == 0) CHECK(library.Barrier(member.channel).ok());
       }
-    });
+    }, 64 << 20, fan_in);
   }
 }
 
@@ -608,16 +614,45 @@ void TestAReaderThatIsLate() {
 
 // No rank leaves a barrier before all have come.
 void TestBarrier() {
-  constexpr int kSize = 3;
-  std::atomic<int> come{0};
-  OnRanks(kSize, [&](const pc::Library& library, Member& member) {
-    for (int call = 1; call <= 500; ++call) {
-      if (call % 50 == member.channel.rank) Sleep(2);
-      ++come;
-      CHECK(library.Barrier(member.channel).ok());
-      CHECK(come >= kSize * call);
-    }
-  });
+  for (const auto& [size, fan_in] : kTrees) {
+    std::atomic<int> come{0};
+    OnRanks(size, [&come, size = size](const pc::Library& library, Member& member) {
+      for (int call = 1; call <= 200; ++call) {
+        if (call % 50 == member.channel.rank) Sleep(2);
+        ++come;
+        CHECK(library.Barrier(member.channel).ok());
+        CHECK(come >= size * call);
+      }
+    }, 64 << 20, fan_in);
+  }
+}
+
+// The ranks of which a rank of 128 reads the counters, when it waits for all.
+void TestARankWaitsFor15OthersOnEachLevel() {
+  constexpr int kRanks = 128;
+  const Host host(kRanks);
+  const int64_t slot = pc::BoardSlot::Take();
+  Begin(slot, kRanks);
+  for (uint64_t turn = 1; turn <= kRanks; ++turn) {
+    std::vector<std::unique_ptr<pc::Exchange>> ranks;
+    for (int rank = 0; rank < kRanks; ++rank) ranks.push_back(std::make_unique<pc::Exchange>(slot, rank, kRanks));
+    // Each rank posts, and waits for all, when the first one waits for it. Its own wait for rank 0 ends, if that waits itself.
+    std::vector<int> waits(kRanks);
+    const std::function<bool(int)> come = [&](int rank) {
+      pc::Exchange& exchange = *ranks[static_cast<size_t>(rank)];
+      exchange.counter(rank).Post(turn, std::memory_order_release);
+      return exchange.WaitForAll(turn, [&](int other) {
+        ++waits[static_cast<size_t>(rank)];
+        if (other == 0 && waits[0] > 0) return false;
+        if (rank % 16 != 0 || other == 0 || other % 16 == 0) return come(other) || rank == 0;
+        ranks[static_cast<size_t>(other)]->counter(other).Post(turn, std::memory_order_release);
+        return true;
+      });
+    };
+    const int rank = static_cast<int>(turn) - 1;
+    CHECK(come(rank));
+    CHECK(waits[static_cast<size_t>(rank)] == (rank == 0 ? 22 : rank % 16 == 0 ? 16 : 1));
+  }
 }
 
 // Channels take buffers while there are some; what a channel gives back another one takes. The bound holds.
@@ -632,12 +667,14 @@ void TestBuffersRunOut() {
     return first;
   };
   std::vector<int64_t> slots;
+  std::vector<pc::Exchange> all;
   std::vector<char*> buffers;
   for (int64_t slot = pc::BoardSlot::Take(); slot >= 0; slot = pc::BoardSlot::Take()) {
     slots.push_back(slot);
     Begin(slot, size);
     const pc::Exchange found = find(slot);
     if (!found.HasBuffers()) break;
+    all.push_back(found);
     for (const int rank : {0, 1}) {
       for (const uint64_t piece : {0, 1}) buffers.push_back(found.BufferOf(rank, piece));
     }
@@ -647,9 +684,26 @@ void TestBuffersRunOut() {
   std::sort(buffers.begin(), buffers.end());
   for (size_t i = 1; i < buffers.size(); ++i) CHECK(buffers[i] - buffers[i - 1] >= pc::Exchange::kBufferBytes);
   CHECK(buffers.size() * pc::Exchange::kBufferBytes <= pc::Exchange::BytesOf(size));
-  pc::Exchange::End(slots[3], size);
+  all[3].End();
   Begin(slots.back(), size);
   CHECK(find(slots.back()).HasBuffers());
+}
+
+// After a failure all buffers are given back. A new channel in the slot of one that had some ends before it has taken any: it leaves those
+// alone that another new channel has taken.
+void TestBuffersAreGivenBackOnce() {
+  const Host host(1);
+  const auto goes_on = [](int) { return true; };
+  constexpr int64_t kOld = 1, kNew = 2, kThird = 3;
+  pc::Exchange old(kOld, 0, 1);
+  CHECK(old.FindBuffers(goes_on) && old.HasBuffers());
+  pc::Exchange::EndAll();
+  pc::Exchange other(kNew, 0, 1);
+  CHECK(other.FindBuffers(goes_on) && other.BufferOf(0, 0) == old.BufferOf(0, 0));
+  pc::Exchange failed(kOld, 0, 1);
+  failed.End();
+  pc::Exchange third(kThird, 0, 1);
+  CHECK(third.FindBuffers(goes_on) && third.BufferOf(0, 0) != other.BufferOf(0, 0));
 }
 
 // The user is told once that slots or buffers have run out.
@@ -687,12 +741,13 @@ void TestASlotIsUsedAgain() {
     std::vector<std::thread> threads;
     for (int rank = 0; rank < size; ++rank) {
       threads.emplace_back([&, rank] {
-        const Member member(slot, rank, size);
+        Member member(slot, rank, size);
         for (int call = 0; call < 5; ++call) MakeAndCheck(*library, member, {kAllreduce, kPiece + time, 0, false});
+        CHECK(library->Barrier(member.channel).ok());
+        if (rank == 0) member.exchange.End();
       });
     }
     for (std::thread& thread : threads) thread.join();
-    pc::Exchange::End(slot, size);
   }
 }
 
@@ -733,7 +788,9 @@ const Tests kTests = {
     {"all_ranks_take_the_same_algorithm", TestAllRanksTakeTheSameAlgorithm},
     {"a_two_way_autotuner", TestATwoWayAutotuner},
     {"barrier", TestBarrier},
+    {"a_rank_waits_for_15_others_on_each_level", TestARankWaitsFor15OthersOnEachLevel},
     {"buffers_run_out", TestBuffersRunOut},
+    {"buffers_are_given_back_once", TestBuffersAreGivenBackOnce},
     {"slots_run_out", TestSlotsRunOut},
     {"a_slot_is_used_again", TestASlotIsUsedAgain},
     {"a_wait_for_a_failed_rank_ends", TestAWaitForAFailedRankEnds},

@@ -113,7 +113,7 @@ Exchange taken;  // a channel of one rank, whose buffers were taken before an ex
 void Begin(int64_t slot, int ranks) {
   for (int rank = 0; rank < ranks; ++rank) {
     BoardSlot(slot, rank, ranks).Begin();
-    Exchange(slot, rank, ranks).Begin();
+    Exchange(slot, rank, ranks, 2).Begin();  // and for scenarios with a tree
   }
 }
 
@@ -128,7 +128,7 @@ void Open(int ranks) {
   Track(memory, Exchange::BytesOf(ranks));
   Track(arrays.data(), sizeof(arrays));
   const Exchange exchange(slot_number, 0, ranks);
-  for (int rank = 0; rank < ranks; ++rank) OnlyGrow(&exchange.counter(rank), sizeof(std::atomic<uint64_t>));
+  OnlyGrow(&exchange.counter(0), static_cast<size_t>(2 * ranks) * 64);  // the counters, and the second ones
   OnlyGrow(board_memory + 64, BoardSlot::BytesOf(ranks) - 64);  // the numbers of posted calls; the slots come first
   Exchange::SetReadBytes(0);
   unreadable = nullptr;
@@ -139,7 +139,9 @@ void Open(int ranks) {
 
 // A channel of ranks, as one of them sees it.
 struct Rank {
-  Rank(int64_t slot, int rank, int size) : rank(rank), size(size), board(slot, rank, size), exchange(slot, rank, size) {
+  // `fan_in`: of the tree in which ranks wait for all.
+  Rank(int64_t slot, int rank, int size, int fan_in)
+      : rank(rank), size(size), board(slot, rank, size), exchange(slot, rank, size, fan_in) {
     channel.rank = rank;
     channel.size = size;
     channel.exchange = &exchange;
@@ -229,13 +231,15 @@ struct Rank {
   Channel channel;
 };
 
-Scenario Of(std::string name, int ranks, std::function<void(Rank& own)> run) {
+// `fan_in`: 0: the ranks do not wait in a tree.
+Scenario Of(std::string name, int ranks, std::function<void(Rank& own)> run, int fan_in = 0) {
   Scenario scenario;
   scenario.name = std::to_string(ranks) + " ranks: " + name;
   scenario.threads = ranks;
+  if (fan_in > 0) scenario.name += ", in a tree of fan-in " + std::to_string(fan_in);
   scenario.begin = [ranks] { Open(ranks); };
-  scenario.run = [ranks, run](int rank) {
-    Rank own(slot_number, rank, ranks);
+  scenario.run = [ranks, run, fan_in](int rank) {
+    Rank own(slot_number, rank, ranks, fan_in == 0 ? ranks : fan_in);
     run(own);
   };
   return scenario;
@@ -249,6 +253,16 @@ Scenario OfThreads(std::string name, int threads, std::function<void(int thread)
 }
 
 bool GoesOn(int) { return true; }
+
+// What each rank has written before a barrier, all others may read until the next one.
+void Barriers(Rank& own) {
+  for (int call = 0; call < 2; ++call) {
+    own.send()[0] = call;
+    EXPLORE_CHECK(own.collective().Barrier().ok());
+    for (int other = 0; other < own.size; ++other) EXPLORE_CHECK(arrays[static_cast<size_t>(other)].send[0] == call);
+    EXPLORE_CHECK(own.collective().Barrier().ok());
+  }
+}
 
 }  // namespace
 
@@ -354,14 +368,7 @@ std::vector<Scenario> ExchangeScenarios() {
         EXPLORE_CHECK(own.recv()[1] == call);
       }
     }));
-    all.push_back(Of("barriers", ranks, [](Rank& own) {
-      for (int call = 0; call < 2; ++call) {
-        own.send()[0] = call;
-        EXPLORE_CHECK(own.collective().Barrier().ok());
-        for (int other = 0; other < own.size; ++other) EXPLORE_CHECK(arrays[static_cast<size_t>(other)].send[0] == call);
-        EXPLORE_CHECK(own.collective().Barrier().ok());
-      }
-    }));
+    all.push_back(Of("barriers", ranks, Barriers));
     all.push_back(Of("large sums whose algorithm changes", ranks, [](Rank& own) {
       own.FindBuffers();
       const auto nbytes = kTwoSteps * static_cast<int64_t>(sizeof(int64_t));
@@ -408,7 +415,7 @@ std::vector<Scenario> ExchangeScenarios() {
       return;
     }
     FailRank();
-    Rank own(slot_number, thread, 2);
+    Rank own(slot_number, thread, 2, 2);
     Arguments a{own.send(), own.recv(), 1, Type::kInt64};
     if (own.rank == 0) __atomic_store_n(own.send(), 5, __ATOMIC_RELAXED);
     const bool is_ok = own.collective().ByReading(kBcast, a).ok();
@@ -436,7 +443,7 @@ std::vector<Scenario> ExchangeScenarios() {
   all.push_back(OfThreads("buffers are given back, and taken", 3, [](int thread) {
     if (thread == 0) {
       for (const int rank : {0, 1}) std::memset(taken.BufferOf(rank, 0), 1, 8);
-      Exchange::End(slot_number, 2);
+      taken.End();
       return;
     }
     Exchange own(slot_number + 1, thread - 1, 2);
@@ -453,7 +460,7 @@ std::vector<Scenario> ExchangeScenarios() {
   all.push_back(OfThreads("a buffer is taken in vain between", 3, [](int thread) {
     if (thread == 0) {
       std::memset(taken.BufferOf(0, 0), 1, 8);
-      Exchange::End(slot_number, 1);
+      taken.End();
       return;
     }
     Exchange own(slot_number + thread, 0, thread == 1 ? 2 : 1);
@@ -479,6 +486,25 @@ std::vector<Scenario> ExchangeScenarios() {
     std::memset(own.BufferOf(0, 0), 1, 8);
     Exchange::EndAll();
   }));
+  // Ranks that wait for all in a tree. Rank 1 posts to rank 0, and rank 2 is the first of a group of its own.
+  all.push_back(Of("barriers", 3, Barriers, 2));
+  all.push_back(Of("a sum in two steps, and one in one step", 3, [](Rank& own) {
+    own.FindBuffers();
+    own.Allreduce(0, kTwoSteps, false);
+    own.Allreduce(1, 1, false);
+  }, 2));
+  all.push_back(Of("a sum of three pieces", 3, [](Rank& own) {
+    own.FindBuffers();
+    own.Allreduce(0, kThreePieces, false);
+  }, 2));
+  all.push_back(Of("a sum by reading", 3, [](Rank& own) { own.Allreduce(0, 24, true); }, 2));
+  all.back().weakens_fences = true;
+  all.push_back(Of("the last rank fails before a barrier", 3, [](Rank& own) {
+    EXPLORE_CHECK(own.collective().Barrier().ok());
+    if (own.rank == 2) return FailRank();
+    EXPLORE_CHECK(!own.collective().Barrier().ok() && IsInterrupted());
+  }, 2));
+  all.back().has_failure = true;
   all.push_back(OfThreads("ranks show their memory", 2, [](int thread) {
     Exchange::ShowMemory(thread);
     Meet();
