@@ -60,36 +60,42 @@ inline int spins_of_wait = kSpinsOnOwnCore;
 
 // How a thread gives its core away in a wait. To yield is fastest if no other process wants the core. If one does, it keeps the
 // core for its whole time slice, some milliseconds. A thread that sleeps gets the core back when it is woken. So a thread for
-// which a yield has lasted long sleeps instead, for some number of times. Then it yields again. If one of the next yields lasts long,
-// it sleeps twice as often.
+// which a yield has lasted long sleeps until the wait has ended, and in some further waits. Then it yields again. If one of the next yields
+// lasts long, it sleeps in twice as many waits.
+//
+// Where ranks share cores, a yield also lasts long while the awaited rank computes for long, as when it compiles. All that a thread waits for
+// such a rank is one wait. So there it sleeps in few waits afterwards.
 class Neighbours {
  public:
-  // Whether to sleep this time, rather than to yield.
-  bool CauseSleep() { return sleeps_left_ > 0 && sleeps_left_-- > 0; }
+  // A wait begins to give its core away. Returns whether to sleep in it, rather than to yield.
+  bool CauseSleep() { return waits_left_ > 0 && waits_left_-- > 0; }
 
-  void Yield() {
+  // Returns whether to sleep until the wait has ended.
+  bool Yield() {
     const int64_t begin_ns = NowNs();
     sched_yield();
-    Learn(NowNs() - begin_ns);
+    return Learn(NowNs() - begin_ns);
   }
 
-  // A yield has lasted so many nanoseconds.
-  void Learn(int64_t nanoseconds) {
+  // A yield has lasted so many nanoseconds. Returns whether that was long.
+  bool Learn(int64_t nanoseconds) {
     ++yields_;
-    if (nanoseconds <= kLongYieldNs) return;
-    sleeps_ = yields_ <= kFewYields ? std::min(2 * sleeps_, kMostSleeps) : kFewestSleeps;
-    sleeps_left_ = sleeps_;
+    if (nanoseconds <= kLongYieldNs) return false;
+    const int64_t fewest = spins_of_wait == kSpinsOnSharedCore ? kFewestOnSharedCore : kFewestOnOwnCore;
+    waits_ = yields_ <= kFewYields ? std::clamp(2 * waits_, fewest, kMostWaits) : fewest;
+    waits_left_ = waits_;
     yields_ = 0;
+    return true;
   }
 
  private:
   static constexpr int64_t kLongYieldNs = 500'000;  // two ranks on one core: up to 0.3 ms; a neighbour: 1 to 4 ms
-  static constexpr int64_t kFewestSleeps = 256, kMostSleeps = 8192;
-  static constexpr int64_t kFewYields = 1000;
+  static constexpr int64_t kFewestOnOwnCore = 256, kFewestOnSharedCore = 16, kMostWaits = 8192;
+  static constexpr int64_t kFewYields = 100;
 
-  int64_t sleeps_left_ = 0;
-  int64_t sleeps_ = kFewestSleeps / 2;  // how often to sleep after the last long yield
-  int64_t yields_ = 0;                  // since then
+  int64_t waits_left_ = 0;
+  int64_t waits_ = 0;   // in how many to sleep after the last long yield
+  int64_t yields_ = 0;  // since then
 };
 inline thread_local Neighbours neighbours;
 
@@ -103,6 +109,7 @@ bool WaitUntil(PostedNumber& number, uint64_t wanted, Progress progress, int64_t
   constexpr int64_t kLongestSleepNs = 500'000;  // then MPI makes progress
   const bool patient = is_patient;
   std::optional<Backoff> backoff;
+  std::optional<bool> sleeps;
   for (int64_t spins = 0; number.Load(std::memory_order_acquire) < wanted; ++spins) {
     if (spins < spins_of_wait) {
       Relax();
@@ -113,10 +120,10 @@ bool WaitUntil(PostedNumber& number, uint64_t wanted, Progress progress, int64_t
       if (!backoff.has_value()) backoff.emplace();
       backoff->Sleep();
       calls_progress = true;
-    } else if (neighbours.CauseSleep()) {
+    } else if (sleeps.has_value() ? *sleeps : *(sleeps = neighbours.CauseSleep())) {
       calls_progress = !number.SleepBelow(wanted, kLongestSleepNs);
     } else {
-      neighbours.Yield();
+      sleeps = neighbours.Yield();
     }
     if (calls_progress && !progress()) return false;
     if (until_ns != 0 && NowNs() > until_ns) break;

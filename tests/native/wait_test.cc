@@ -26,11 +26,16 @@ namespace pc = pycollective;
 namespace {
 
 std::atomic<int> yields{0}, sleeps{0}, wake_ups{0};
+std::atomic<int> long_yields{0};  // so many of the next yields last as long as with a neighbour
 
 }  // namespace
 
 extern "C" int sched_yield() noexcept {
   ++yields;
+  if (long_yields > 0) {
+    --long_yields;
+    usleep(2000);
+  }
   return 0;
 }
 
@@ -173,35 +178,55 @@ void TestAWaitYieldsAtFirst() {
   CHECK(sleeps == 0 && yields > 3);
 }
 
-int64_t SleepsInTurn(pc::Neighbours* neighbours) {
+// A long yield makes its wait sleep to the end, however long that is, and some waits that follow.
+void TestALongYieldMakesAWaitSleep() {
+  pc::PostedNumber number{};
+  pc::neighbours = pc::Neighbours();
+  ForgetCounts();
+  long_yields = 1;
+  int calls = 0;
+  CHECK(!pc::WaitUntil(number, 1, [&] { return ++calls < 40; }));
+  CHECK(yields == 1 && sleeps >= 39);
+  int waits = 0;
+  for (ForgetCounts(); yields == 0; ++waits) CHECK(!pc::WaitUntil(number, 1, [] { return false; }));
+  CHECK(waits > 1 && sleeps == waits - 1);  // one sleep in each
+}
+
+int64_t WaitsInTurn(pc::Neighbours* neighbours) {
   int64_t count = 0;
   while (neighbours->CauseSleep()) ++count;
   return count;
 }
 
-// A long yield causes sleeps. If long yields follow each other, the sleeps become more, up to a limit; if not, they are few again.
+// After a long yield some waits sleep. If long yields follow each other, these waits become more, up to a limit; if not, they are few again.
 void TestLongYieldsCauseSleeps() {
+  pc::spins_of_wait = pc::kSpinsOnSharedCore;
   constexpr int64_t kQuickNs = 1000;
   pc::Neighbours neighbours;
   for (int i = 0; i < 5000; ++i) neighbours.Learn(kQuickNs);
-  CHECK(SleepsInTurn(&neighbours) == 0);
+  CHECK(WaitsInTurn(&neighbours) == 0);
   neighbours.Learn(kSliceNs);
-  const int64_t fewest = SleepsInTurn(&neighbours);
+  const int64_t fewest = WaitsInTurn(&neighbours);
   CHECK(fewest > 0);
   int64_t most = fewest, repeated = 0;
-  for (int i = 0; i < 10; ++i) {
+  for (int i = 0; i < 14; ++i) {
     for (int yield = 0; yield < 10; ++yield) neighbours.Learn(kQuickNs);
     neighbours.Learn(kSliceNs);
-    const int64_t count = SleepsInTurn(&neighbours);
+    const int64_t count = WaitsInTurn(&neighbours);
     CHECK(count == 2 * most || (count == most && most > 8 * fewest));
     repeated += count == most;
     most = count;
   }
   CHECK(repeated > 0);
   for (int i = 0; i < 5000; ++i) neighbours.Learn(kQuickNs);
-  CHECK(SleepsInTurn(&neighbours) == 0);
+  CHECK(WaitsInTurn(&neighbours) == 0);
   neighbours.Learn(kSliceNs);
-  CHECK(SleepsInTurn(&neighbours) == fewest);
+  CHECK(WaitsInTurn(&neighbours) == fewest);
+  // On a core of its own a thread has no other rank that computes there.
+  pc::spins_of_wait = pc::kSpinsOnOwnCore;
+  pc::Neighbours of_own_core;
+  of_own_core.Learn(kSliceNs);
+  CHECK(WaitsInTurn(&of_own_core) > 4 * fewest);
 }
 
 const Tests kTests = {
@@ -211,6 +236,7 @@ const Tests kTests = {
     {"numbers_of_all_sizes", TestNumbersOfAllSizes},
     {"a_sleeping_wait_makes_progress", TestASleepingWaitMakesProgress},
     {"a_wait_yields_at_first", TestAWaitYieldsAtFirst},
+    {"a_long_yield_makes_a_wait_sleep", TestALongYieldMakesAWaitSleep},
     {"long_yields_cause_sleeps", TestLongYieldsCauseSleeps},
 };
 
