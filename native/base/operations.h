@@ -4,13 +4,9 @@
 // (pycollective_allgather and pycollective_async_allgather for CPU devices, pycollective_device_allgather for accelerators), and
 // the name under which Python registers them (transport/native.py). A row COLLECTIVE also declares the function in class Library.
 //
-// To add a collective of one array:
-// 1. mpi/library_of.h: write Outcome Name(const Channel&, const Arguments&) in class LibraryOf; it calls MPI. If no
-//    operation has called that MPI function before, mpi/mpi.h needs a row for it, and one for its nonblocking form.
-// 2. Here: add a row COLLECTIVE.
-// Then a Python primitive with the row's name can call it. Only if programs shall call it over named axes of several
-// CPU devices of each rank: write Outcome Name(const Arguments&) in class TeamCollective too, and name it in the row. Only if
-// ranks of one host shall make it without MPI: add it to Combine in shared_memory/combine.cc; the row says kBuffered or more.
+// docs/contributing.md has the steps. Only a collective that programs call over named axes of several CPU devices of each rank
+// needs a function Outcome Name(const Arguments&) in class TeamCollective, which its row names. Only a collective that ranks of one
+// host make without MPI needs a case in Combine (shared_memory/combine.cc); its row says kBuffered or more.
 
 #ifndef PYCOLLECTIVE_NATIVE_BASE_OPERATIONS_H_
 #define PYCOLLECTIVE_NATIVE_BASE_OPERATIONS_H_

@@ -261,7 +261,7 @@ Outcome Comparison::Compare(const Library& mpi, const Channel& channel, const Po
   if (piggybacked->reduction().has_value()) {
     piggybacked->CompleteReduced(member, block.data);
   } else {
-    piggybacked->Complete(member, [&](int rank) {
+    found->is_made = piggybacked->Complete(member, [&](int rank) {
       return block.data + int64_t{by_host ? channel.levels->PlaceByHost(rank) : rank} * own_bytes;
     });
   }

@@ -176,9 +176,8 @@ Difference BoardSlot::Compare(const Post& post, bool waits, const std::function<
     all_have_operands = all_have_operands && cell.has_operand != 0;
   }
   if (difference.rank < 0) {
-    difference.is_made = all_have_operands;
     if (all_have_operands) {
-      piggybacked->Complete({rank_, size_}, [&](int rank) {
+      difference.is_made = piggybacked->Complete({rank_, size_}, [&](int rank) {
         return in_buffer ? (*buffer_of)(rank, call) : CellOf(rank, call).piggybacked;
       });
     }

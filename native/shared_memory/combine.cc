@@ -3,11 +3,22 @@
 #include "shared_memory/combine.h"
 
 #include <cstring>
+#include <string>
 
 #include "mpi/elements.h"
 #include "mpi/reduction.h"
 
 namespace pycollective {
+namespace {
+
+Outcome HasNoCase(Operation operation) {
+  const std::string name = kOperationNames[operation];
+  Outcome outcome{kOperationNames[operation], 0, "expected a collective that has a case in combine.cc, got " + name};
+  outcome.remedy = "Write its case, or give its row in native/base/operations.h kByMpi.";
+  return outcome;
+}
+
+}  // namespace
 
 bool Reads(Operation operation, const Arguments& a, Member member, int other) {
   switch (TraitsOf(operation).dataflow) {
@@ -73,7 +84,7 @@ Outcome Combine(Operation operation, const Arguments& a, Member member, int64_t 
         PYCOLLECTIVE_RETURN_IF_FAILED(gets ? move(to, rank, operation == kAlltoall ? member.rank : 0) : clear(to));
       }
       return {};
-    default: return {};  // MPI carries the arrays: kByMpi
+    default: return HasNoCase(operation);
   }
 }
 

@@ -35,8 +35,8 @@ bool IsRead(Operation operation, const Arguments& a, Member member);
 using CopyOfRank = std::function<Outcome(int rank, void* to, const void* from, size_t nbytes)>;
 Outcome CopyInMemory(int rank, void* to, const void* from, size_t nbytes);
 
-// Computes elements `first` to `first + count` of the result, or of each block of it. The collective is not kByMpi (operations.h).
-// The operands in `of` hold only these elements. Reductions combine the ranks in their order, so the result depends neither on
+// Computes elements `first` to `first + count` of the result, or of each block of it. An operation without a case in combine.cc is an
+// error. The operands in `of` hold only these elements. Reductions combine the ranks in their order, so the result depends neither on
 // the pieces nor on the rank. Where a rank has no result, it is zeros. `copy` copies what is not reduced: the operands of others
 // may lie in the memory of another process.
 Outcome Combine(Operation operation, const Arguments& a, Member member, int64_t first, int64_t count, const BlocksOfRank& of,

@@ -42,13 +42,14 @@ void PiggybackedAllreduce::CompleteReduced(Member, const char* reduced) const {
   }
 }
 
-void PiggybackedAllreduce::Complete(Member member, const BytesOfRank& of) const {
+bool PiggybackedAllreduce::Complete(Member member, const BytesOfRank& of) const {
   int64_t first = 0;  // of the array, in bytes
   for (const ArrayPair& array : arrays_) {
     const auto operand_of = [&](int rank) -> const void* { return rank == member.rank ? array.x : of(rank) + first; };
     ReduceInOrder(member.size, operand_of, array.count, array.y, array.type, op_);
     first += array.nbytes();
   }
+  return true;
 }
 
 int64_t PiggybackedArrayCollective::nbytes() const {
@@ -66,10 +67,10 @@ void PiggybackedArrayCollective::Pack(Member member, char* to) const {
 
 bool PiggybackedArrayCollective::Needs(Member member, int other) const { return Reads(operation_, a_, member, other); }
 
-void PiggybackedArrayCollective::Complete(Member member, const BytesOfRank& of) const {
-  if (a_.count == 0) return;
+bool PiggybackedArrayCollective::Complete(Member member, const BytesOfRank& of) const {
+  if (a_.count == 0) return true;
   const auto blocks_of = [&](int rank) { return Blocks{rank == member.rank ? a_.send : of(rank), a_.count}; };
-  Combine(operation_, a_, member, 0, a_.count, blocks_of);
+  return Combine(operation_, a_, member, 0, a_.count, blocks_of).ok();
 }
 
 std::optional<PiggybackedCollective::Reduction> PiggybackedArrayCollective::reduction() const {

@@ -28,8 +28,9 @@ class PiggybackedCollective {
   virtual void Pack(Member member, char* to) const = 0;
   // Whether the result of this rank depends on the operand of another rank.
   virtual bool Needs(Member member, int other) const = 0;
-  // Computes the result of this rank from the operands of the ranks that it needs.
-  virtual void Complete(Member member, const BytesOfRank& of) const = 0;
+  // Computes the result of this rank from the operands of the ranks that it needs. False, on all ranks: the call must be made in
+  // another way.
+  virtual bool Complete(Member member, const BytesOfRank& of) const = 0;
 
   // How the operands of all ranks may be reduced on their way to this rank, element by element.
   struct Reduction {
@@ -51,7 +52,7 @@ class PiggybackedAllreduce final : public PiggybackedCollective {
   int64_t nbytes() const override;
   void Pack(Member member, char* to) const override;
   bool Needs(Member member, int other) const override;
-  void Complete(Member member, const BytesOfRank& of) const override;
+  bool Complete(Member member, const BytesOfRank& of) const override;
 
   std::optional<Reduction> reduction() const override { return Reduction{arrays_.front().type, op_, true}; }
   void CompleteReduced(Member member, const char* reduced) const override;
@@ -69,7 +70,7 @@ class PiggybackedArrayCollective final : public PiggybackedCollective {
   int64_t nbytes() const override;
   void Pack(Member member, char* to) const override;
   bool Needs(Member member, int other) const override;
-  void Complete(Member member, const BytesOfRank& of) const override;
+  bool Complete(Member member, const BytesOfRank& of) const override;
   std::optional<Reduction> reduction() const override;
   void CompleteReduced(Member member, const char* reduced) const override;
 

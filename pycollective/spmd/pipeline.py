@@ -13,10 +13,10 @@
    (``ordering/operand_order.py``).
 7. *Mark sections*. The collectives that each run makes in the same order become sections. Ranks on several hosts
    compare a section once in each run (``ordering/sections.py``).
-8. *Region*. The program becomes one primitive without effects (``ordering/region.py``), which :func:`jax.jit`
+8. *Lower*. The program becomes a region, one primitive without effects (``ordering/region.py``), which :func:`jax.jit`
    compiles.
 
-Each pass between the trace and the region is a function from a program to a program. The command
+Each pass between the trace and the lowering is a function from a program to a program. The command
 ``python -m pycollective.spmd.show`` prints a program after each of them.
 """
 

@@ -22,6 +22,7 @@
 #include "mpi/collectives.h"
 #include "mpi/packing.h"
 #include "shared_memory/board.h"
+#include "shared_memory/combine.h"
 #include "shared_memory/exchange.h"
 #include "shared_memory/host_collectives.h"
 #include "shared_memory/piggyback.h"
@@ -282,6 +283,18 @@ void TestABucketOfArrays() {
       });
     }
   }
+}
+
+// An operation that combine.cc lacks is an error. Its operands do not travel with a comparison, in which no rank sees the error.
+void TestACollectiveThatCannotBeCombined() {
+  float x = 1, y = -7;
+  const pc::Arguments a{&x, &y, 1, pc::Type::kFloat32};
+  const pc::Outcome outcome = pc::Combine(pc::kBarrier, a, {0, 2}, 0, 1, [&](int) { return pc::Blocks{&x, 1}; });
+  CHECK(std::string(outcome.call) == "barrier");
+  CHECK(outcome.detail == "expected a collective that has a case in combine.cc, got barrier");
+  const auto operand_of = [&](int) { return reinterpret_cast<const char*>(&x); };
+  CHECK(!pc::PiggybackedArrayCollective(pc::kBarrier, a, 1).Complete({0, 2}, operand_of) && y == -7);
+  CHECK(pc::PiggybackedArrayCollective(pc::kScan, a, 1).Complete({1, 2}, operand_of) && y == 2);
 }
 
 // No algorithm is by MPI, whether the kernel lets ranks read each other's memory or not.
@@ -773,6 +786,7 @@ void TestAWaitForAFailedRankEnds() {
 const Tests kTests = {
     {"each_collective", TestEachCollective},
     {"a_bucket_of_arrays", TestABucketOfArrays},
+    {"a_collective_that_cannot_be_combined", TestACollectiveThatCannotBeCombined},
     {"the_library_calls_no_mpi", TestTheLibraryCallsNoMpi},
     {"a_distribution", TestADistribution},
     {"arrays_that_are_distributed", TestArraysThatAreDistributed},

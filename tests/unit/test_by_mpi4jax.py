@@ -9,8 +9,9 @@ from typing import Any
 import jax
 import pytest
 
+import pycollective as pc
 from pycollective.ranks import setup
-from pycollective.transport import by_mpi4jax, chosen
+from pycollective.transport import by_mpi4jax, chosen, mpi4jax_operations, native
 from pycollective.transport.by_mpi4jax import ByMpi4jax
 
 
@@ -44,6 +45,14 @@ def test_an_operation_that_it_does_not_know(transport: ByMpi4jax) -> None:
         NotImplementedError, match="permute_all: expected one of allgather, .* with transport='mpi4jax'"
     ):
         by_mpi4jax._check("permute_all", -1, [], [])
+
+
+def test_each_operation_has_a_method() -> None:
+    """Over a part of the ranks, too, but the messages, which are a program's own."""
+    pc.init()
+    assert set(native.host_targets()) == set(mpi4jax_operations.ATTRIBUTES)
+    of_some = vars(mpi4jax_operations._Operations)
+    assert set(native.host_targets()) - set(of_some) == {"recv", "send", "sendrecv"}
 
 
 @pytest.fixture

@@ -37,31 +37,32 @@ INTEL = IntelMpi("2021.18", "L")
 
 
 # The first lines of what each says, from its own sources and installations.
-@pytest.mark.parametrize(
-    ("text", "library"),
-    [
-        ("MPICH Version:      5.0.2\nMPICH Release date: ...", Mpich("5.0.2", "")),
-        ("MPI VERSION    : CRAY MPICH version 8.1.29.19 (ANL base 3.4a2)", Mpich("8.1.29.19", "")),
-        ("MVAPICH2 Version      :\t2.3.7", Mpich("2.3.7", "")),
-        ("HYDRA build details:\n    Version:                                 4.0.2", Mpich("4.0.2", "")),
-        ("Open MPI v4.1.4, package: Debian OpenMPI, ident: 4.1.4", OpenMpi("4.1.4", "")),
-        ("mpiexec (OpenRTE) 4.1.4\n\nReport bugs to ...", OpenMpi("4.1.4", "")),
-        ("mpirun (Open MPI) 5.0.11\n", OpenMpi("5.0.11", "")),
-        ("Intel(R) MPI Library 2021.18 for Linux* OS", IntelMpi("2021.18", "")),
-        ("Intel(R) MPI Library for Linux* OS, Version 2021.18 Build 20260101", IntelMpi("2021.18", "")),
-        ("Another MPI 1.0", None),
-    ],
-)
+SAID: list[tuple[str, Library | None]] = [
+    ("MPICH Version:      5.0.2\nMPICH Release date: ...", Mpich("5.0.2", "")),
+    ("MPI VERSION    : CRAY MPICH version 8.1.29.19 (ANL base 3.4a2)", Mpich("8.1.29.19", "")),
+    ("MVAPICH2 Version      :\t2.3.7", Mpich("2.3.7", "")),
+    ("HYDRA build details:\n    Version:                                 4.0.2", Mpich("4.0.2", "")),
+    ("Open MPI v4.1.4, package: Debian OpenMPI, ident: 4.1.4", OpenMpi("4.1.4", "")),
+    ("mpiexec (OpenRTE) 4.1.4\n\nReport bugs to ...", OpenMpi("4.1.4", "")),
+    ("mpirun (Open MPI) 5.0.11\n", OpenMpi("5.0.11", "")),
+    ("Intel(R) MPI Library 2021.18 for Linux* OS", IntelMpi("2021.18", "")),
+    ("Intel(R) MPI Library for Linux* OS, Version 2021.18 Build 20260101", IntelMpi("2021.18", "")),
+    ("Another MPI 1.0", None),
+]
+
+
+@pytest.mark.parametrize(("text", "library"), SAID)
 def test_what_libraries_call_themselves(text: str, library: Library | None) -> None:
     assert identify(text) == library
 
 
+DIFFERENT = (MPICH, INTEL, OpenMpi("5.0.11", ""), OpenMpi("4.1.4", ""))
+"""Libraries of which each needs an mpiexec of its own."""
+
+
 def test_which_mpiexec_belongs_to_which_library() -> None:
-    five, four = OpenMpi("5.0.11", ""), OpenMpi("4.1.4", "")
-    assert [(a, b) for a in (MPICH, INTEL, five, four) for b in (MPICH, INTEL, five, four) if a.can_start(b)] == [
-        (one, one) for one in (MPICH, INTEL, five, four)
-    ]
-    assert OpenMpi("5.0.3", "").can_start(five)
+    assert [(a, b) for a in DIFFERENT for b in DIFFERENT if a.can_start(b)] == [(one, one) for one in DIFFERENT]
+    assert OpenMpi("5.0.3", "").can_start(OpenMpi("5.0.11", ""))
     assert Mpich("4.0.2", "").can_start(MPICH)
 
 
@@ -117,16 +118,23 @@ def test_variables_to_start_under_srun(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Mpich.variables_to_start(under_srun) == {}
 
 
-@pytest.mark.parametrize(
-    ("mpiexec", "line"),
-    [
-        (Mpich("5.0.2", "L"), "L -n 3 -bind-to none -f my.hosts prog"),
-        (INTEL, "L -n 3 -genv I_MPI_PIN off -f my.hosts prog"),
-        (OpenMpi("5.0.11", "L"), "L -n 3 --bind-to none --hostfile my.hosts prog"),
-    ],
-)
+WITH_HOSTFILE: list[tuple[Library, str]] = [
+    (Mpich("5.0.2", "L"), "L -n 3 -bind-to none -f my.hosts prog"),
+    (INTEL, "L -n 3 -genv I_MPI_PIN off -f my.hosts prog"),
+    (OpenMpi("5.0.11", "L"), "L -n 3 --bind-to none --hostfile my.hosts prog"),
+]
+
+
+@pytest.mark.parametrize(("mpiexec", "line"), WITH_HOSTFILE)
 def test_hostfiles(mpiexec: Library, line: str) -> None:
     assert shlex.join(mpiexec.command_line(Job(3, ["prog"], hostfile="my.hosts"))) == line
+
+
+def test_every_library_is_tested() -> None:
+    known = set(LIBRARIES)
+    assert {type(library) for _, library in SAID} - {type(None)} == known
+    assert {type(library) for library in DIFFERENT} == known
+    assert {type(mpiexec) for mpiexec, _ in WITH_HOSTFILE} == known
 
 
 def test_srun_takes_no_hostfile() -> None:

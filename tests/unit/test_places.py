@@ -70,6 +70,16 @@ def test_synchronizing_collectives_are_those_of_the_table() -> None:
     assert waiting_roots - WAIT_FOR_ALL == found["kToRoot"]
 
 
+def test_what_ranks_of_a_host_combine_has_a_case() -> None:
+    """A row whose arrays go through shared memory has a case in ``Combine``."""
+    table = (ROOT / "native" / "base" / "operations.h").read_text()
+    rows = re.findall(r"(?:COLLECTIVE|OTHER)\(\w+, (\w+), [^()]*?(kByMpi|kBuffered|kReadable|kReadableOnce)\b", table)
+    pc.init()
+    assert len(rows) == len(native.host_targets())
+    cases = re.findall(r"case k(\w+):", code_of(ROOT / "native" / "shared_memory" / "combine.cc"))
+    assert [name for name, exchange in rows if (name in cases) == (exchange == "kByMpi")] == []
+
+
 def test_places_are_counted(tmp_path: Path) -> None:
     python = tmp_path / "a.py"
     python.write_text(
