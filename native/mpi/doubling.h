@@ -1,6 +1,7 @@
-// Recursive doubling: messages by which each rank of a channel gets what all ranks bring, combined in the order of the ranks.
+// Recursive doubling: messages by which each rank of a channel gets what all ranks bring, combined in the order of the ranks. And recursive
+// halving, by which each rank gets its block of a sum.
 //
-// In each round a rank exchanges with a partner all that both have combined so far. If the number of ranks is no power of two, the
+// By doubling a rank exchanges with a partner, in each round, all that both have combined so far. If the number of ranks is no power of two, the
 // first ranks combine in pairs before, and one of each pair hands the result to the other afterwards. So a rank sends at most
 // 1 + log2(ranks) messages. What is combined stands for ranks that follow each other, and the lower ones come first, so all
 // ranks get the same bits, on each run. (With fused multiplications the product of two complex numbers has other bits in the other
@@ -73,6 +74,28 @@ Outcome CombineByDoubling(const Library& mpi, const Channel& channel, int tag, v
   }
   if (rank < 2 * pairs) PYCOLLECTIVE_RETURN_IF_FAILED(mpi.Send(channel, outgoing(rank - 1)));
   keep(own);
+  return {};
+}
+
+// A reduce-scatter by recursive halving: in each round a rank sends a partner the blocks that the partner's half of the ranks needs, and adds
+// what it gets to those of its own half. So a rank sends log2(ranks) messages, and each block is added up in the same order on each run.
+// @param channel: its ranks are a power of two.
+// @param tag: of messages on `channel.messages` that nobody else sends.
+// @param blocks: a block for each rank; then the one of this rank is the sum.
+// @param memory: as much memory as half of the blocks.
+// @param count: the elements of a block.
+// @param add: add(x, next, n) adds the n elements at `next` to those at x.
+template <typename Add>
+Outcome ScatterSumByHalving(const Library& mpi, const Channel& channel, int tag, void* blocks, void* memory, int64_t count, Type type,
+                            Add add) {
+  for (int half = channel.size / 2; half > 0; half /= 2) {
+    const int partner = channel.rank ^ half;
+    const auto of_half = [&](int rank) { return At(blocks, (rank & ~(half - 1)) * count, type); };
+    void* const own = of_half(channel.rank);
+    PYCOLLECTIVE_RETURN_IF_FAILED(
+        mpi.Sendrecv(channel, {of_half(partner), half * count, type, partner, tag}, {memory, half * count, type, partner, tag}));
+    add(own, memory, half * count);
+  }
   return {};
 }
 

@@ -25,6 +25,8 @@ constexpr int64_t kSmallBytes = 8 << 10;
 // The smallest block that ranks read straight from each other's arrays, and the smallest array of an allreduce, in
 // which they do so twice.
 constexpr int64_t kReadBytes = 8 << 10;
+// The smallest block of a part: the ranks without a part wait until theirs are read.
+constexpr int64_t kReadPartBytes = 32 << 10;
 constexpr int64_t kReadAllreduceBytes = 1 << 20;
 
 // What the rank of a lane may read to reduce its share alone. Of more, all ranks of the host reduce a part, and the ranks of the lanes
@@ -404,7 +406,7 @@ Outcome HostCollective::AllreduceByReading(const Arguments& a, int num_shares, c
 
 Outcome HostCollective::AlgorithmOf(const Distribution& parts, Type type, Algorithm* algorithm) {
   const auto nbytes = static_cast<int64_t>(Bytes(parts.count, type));
-  const bool pays = static_cast<int64_t>(Bytes(std::min(parts.block, parts.CountOf(0)), type)) >= kReadBytes &&
+  const bool pays = static_cast<int64_t>(Bytes(std::min(parts.block, parts.CountOf(0)), type)) >= kReadPartBytes &&
                     nbytes * (member_.size + 1) <= Exchange::ReadBytes();
   *algorithm = Algorithm::kByReading;
   if (pays && Exchange::MayRead()) return {};
@@ -434,15 +436,15 @@ Outcome HostCollective::ReduceScatter(const Arguments& a, const Distribution& pa
   });
 }
 
-Outcome HostCollective::Allgather(const Arguments& a, const Distribution& parts) {
+Outcome HostCollective::Allgather(const Arguments& a, const Distribution& parts, Range range) {
   Algorithm algorithm;
   PYCOLLECTIVE_RETURN_IF_FAILED(AlgorithmOf(parts, a.type, &algorithm));
-  return Allgather(a, parts, algorithm);
+  return Allgather(a, parts, range, algorithm);
 }
 
-Outcome HostCollective::Allgather(const Arguments& a, const Distribution& parts, Algorithm algorithm) {
-  if (algorithm == Algorithm::kThroughBuffers) return AllgatherThroughBuffers(a, parts, 0, parts.count);
-  if (algorithm == Algorithm::kByReading) return AllgatherByReading(a, parts);
+Outcome HostCollective::Allgather(const Arguments& a, const Distribution& parts, Range range, Algorithm algorithm) {
+  if (algorithm == Algorithm::kThroughBuffers) return AllgatherThroughBuffers(a, parts, range);
+  if (algorithm == Algorithm::kByReading) return AllgatherByReading(a, parts, range);
   return EachBlock(parts, [&](int root, int64_t first, int64_t of_part, int64_t n) {
     void* const to = At(a.recv, first, a.type);
     Arguments block = a.On(root == member_.rank ? At(a.send, of_part, a.type) : to, to, n);
@@ -481,7 +483,7 @@ Outcome HostCollective::ReduceScatterThroughBuffers(const Arguments& a, const Di
   return InOneStep(parts.CountOf(0), at_once, fill, take);
 }
 
-Outcome HostCollective::AllgatherThroughBuffers(const Arguments& a, const Distribution& parts, int64_t begin, int64_t end) {
+Outcome HostCollective::AllgatherThroughBuffers(const Arguments& a, const Distribution& parts, Range range) {
   const int64_t at_once = Exchange::kBufferBytes / kTypeBytes[int(a.type)];
   const bool past_caches = static_cast<int64_t>(Bytes(parts.count, a.type)) * (member_.size + 1) > CacheBytesOfHost();
   const int own = member_.rank;
@@ -495,8 +497,8 @@ Outcome HostCollective::AllgatherThroughBuffers(const Arguments& a, const Distri
       const int rank = (own + step) % member_.size;
       const void* const part = rank == own ? At(a.send, piece.first, a.type) : exchange_.BufferOf(rank, piece.number);
       PYCOLLECTIVE_RETURN_IF_FAILED(parts.ForEachRun(rank, piece.first, piece.count, [&](int64_t element, int64_t at, int64_t n) -> Outcome {
-        const int64_t first = std::max(begin, element), wanted = std::min(end, element + n) - first;
-        if (wanted <= 0) return {};
+        const int64_t first = range.First(element), wanted = range.CountOf(element, n);
+        if (wanted == 0) return {};
         if (rank != own) PYCOLLECTIVE_RETURN_IF_FAILED(WaitFor(rank, piece.filled));
         void* const to = At(a.recv, first, a.type);
         const void* const from = At(part, at + first - element - piece.first, a.type);
@@ -528,7 +530,7 @@ Outcome HostCollective::ReduceScatterByReading(const Arguments& a, const Distrib
   return outcome;
 }
 
-Outcome HostCollective::AllgatherByReading(const Arguments& a, const Distribution& parts) {
+Outcome HostCollective::AllgatherByReading(const Arguments& a, const Distribution& parts, Range range) {
   ShownArrays own(exchange_, a.send, a.recv);
   const uint64_t shown = exchange_.Post();
   Outcome outcome;
@@ -537,8 +539,10 @@ Outcome HostCollective::AllgatherByReading(const Arguments& a, const Distributio
     if (parts.CountOf(rank) == 0) continue;
     if (step > 0) PYCOLLECTIVE_RETURN_IF_FAILED(WaitFor(rank, shown));
     const void* const part = step == 0 ? a.send : exchange_.ArraysOf(rank).send;
-    const Outcome read = parts.ForEachRun(rank, 0, parts.count, [&](int64_t element, int64_t at, int64_t n) {
-      return Read(rank, At(a.recv, element, a.type), At(part, at, a.type), Bytes(n, a.type));
+    const Outcome read = parts.ForEachRun(rank, 0, parts.count, [&](int64_t element, int64_t at, int64_t n) -> Outcome {
+      const int64_t first = range.First(element), wanted = range.CountOf(element, n);
+      if (wanted == 0) return {};
+      return Read(rank, At(a.recv, first, a.type), At(part, at + first - element, a.type), Bytes(wanted, a.type));
     });
     if (outcome.ok()) outcome = read;
   }
@@ -569,10 +573,10 @@ Outcome HostCollective::Allreduce(const Arguments& a, int lanes, const InterHost
   PYCOLLECTIVE_RETURN_IF_FAILED(ReduceScatter(a.On(a.send, own_part(of_reducers), a.count), of_reducers, algorithm));
   if (all_reduce) {
     const int64_t begin = std::min(a.count, member_.rank * of_lanes.block);
-    PYCOLLECTIVE_RETURN_IF_FAILED(AllgatherThroughBuffers(a.On(own_part(of_reducers), a.recv, a.count), of_reducers, begin, begin + count));
+    PYCOLLECTIVE_RETURN_IF_FAILED(AllgatherThroughBuffers(a.On(own_part(of_reducers), a.recv, a.count), of_reducers, {begin, begin + count}));
   }
   if (count > 0) PYCOLLECTIVE_RETURN_IF_FAILED(inter_host_step(share, count));
-  return Allgather(a.On(share, a.recv, a.count), of_lanes, algorithm);
+  return Allgather(a.On(share, a.recv, a.count), of_lanes, {0, a.count}, algorithm);
 }
 
 Outcome HostCollective::Read(int rank, void* to, const void* from, size_t nbytes) {

@@ -19,6 +19,7 @@
 #ifndef PYCOLLECTIVE_NATIVE_SHARED_MEMORY_HOST_COLLECTIVES_H_
 #define PYCOLLECTIVE_NATIVE_SHARED_MEMORY_HOST_COLLECTIVES_H_
 
+#include <algorithm>
 #include <cstdint>
 #include <functional>
 
@@ -73,7 +74,16 @@ class HostCollective {
   // has one block.
   Outcome ReduceScatter(const Arguments& a, const Distribution& parts);
   // Gathers the parts `a.send` of all ranks in the array `a.recv`. A part may lie at its place in there, if it has one block.
-  Outcome Allgather(const Arguments& a, const Distribution& parts);
+  Outcome Allgather(const Arguments& a, const Distribution& parts) { return Allgather(a, parts, {0, parts.count}); }
+  // Some elements of an array.
+  struct Range {
+    int64_t begin, end;
+    // Of `n` elements from `element` on: the first in the range, and how many are in the range.
+    int64_t First(int64_t element) const { return std::max(begin, element); }
+    int64_t CountOf(int64_t element, int64_t n) const { return std::max<int64_t>(0, std::min(end, element + n) - First(element)); }
+  };
+  // The same for a range that this rank needs; other ranks may need other ones. The rest of `a.recv` has no meaning afterwards.
+  Outcome Allgather(const Arguments& a, const Distribution& parts, Range range);
 
  private:
   // `scattered`: what this rank brings and takes; null: one array.
@@ -82,12 +92,11 @@ class HostCollective {
   // How the ranks make ReduceScatter and Allgather: the same on all ranks of the host.
   Outcome AlgorithmOf(const Distribution& parts, Type type, Algorithm* algorithm);
   Outcome ReduceScatter(const Arguments&, const Distribution& parts, Algorithm algorithm);
-  Outcome Allgather(const Arguments&, const Distribution& parts, Algorithm algorithm);
+  Outcome Allgather(const Arguments&, const Distribution& parts, Range range, Algorithm algorithm);
   Outcome ReduceScatterThroughBuffers(const Arguments&, const Distribution& parts);
   Outcome ReduceScatterByReading(const Arguments&, const Distribution& parts);
-  // Elements `begin` to `end` of the array are gathered.
-  Outcome AllgatherThroughBuffers(const Arguments&, const Distribution& parts, int64_t begin, int64_t end);
-  Outcome AllgatherByReading(const Arguments&, const Distribution& parts);
+  Outcome AllgatherThroughBuffers(const Arguments&, const Distribution& parts, Range range);
+  Outcome AllgatherByReading(const Arguments&, const Distribution& parts, Range range);
   Outcome InOneStep(Operation operation, const Arguments&);
 
   // A piece of a collective of one step: of each array, block or part.

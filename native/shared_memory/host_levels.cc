@@ -15,15 +15,22 @@
 namespace pycollective {
 namespace {
 
-// Smaller arrays go by MPI alone: the ranks of a host would meet twice (docs/performance.md).
-constexpr int64_t kLeastBytes = 1 << 10;
-constexpr int64_t kLeastBroadcastBytes = 8 << 10;
+// Smaller arrays go by MPI alone: the ranks of a host would meet twice (docs/performance.md). So do empty ones.
+int64_t LeastBytes(Operation operation) {
+  switch (operation) {
+    case kBcast: return 8 << 10;
+    case kAllreduce:
+    case kReduce: return 1 << 10;
+    default: return 1;
+  }
+}
 
 // Larger blocks of an all-to-all go by MPI alone: levels would copy them three times more.
 constexpr int64_t kMostBlockBytes = 4 << 10;
 
-// The least share of a lane: a message of this size takes little longer than an empty one.
-constexpr int64_t kLeastLaneBytes = 8 << 10;
+// The least share of a lane: a message of this size takes little longer than an empty one. In an allgather it is that of the blocks of a
+// host; in a reduce-scatter too, and the rank of the lane also adds up as much for each host.
+constexpr int64_t kLeastLaneBytes = 8 << 10, kLeastBlocksBytes = 32 << 10, kLeastSumsBytes = 4 << 10;
 
 constexpr int kTagOfSums = 1;  // of messages in a lane; comparisons have 0
 
@@ -90,9 +97,7 @@ HostLevels::HostLevels(std::vector<int> hosts, int rank, int64_t from, std::vect
 
 bool HostLevels::Has(Operation operation, const Arguments& a) const {
   const auto nbytes = static_cast<int64_t>(Bytes(a.count, a.type));
-  const bool pays = operation == kAlltoall ? 0 < nbytes && nbytes <= kMostBlockBytes
-                                           : nbytes >= (operation == kBcast ? kLeastBroadcastBytes : kLeastBytes);
-  if (largest_ == 1 || !pays) return false;
+  if (largest_ == 1 || nbytes < LeastBytes(operation) || (operation == kAlltoall && nbytes > kMostBlockBytes)) return false;
   const Hierarchy hierarchy = TraitsOf(operation).hierarchy;
   return hierarchy == kHierarchical || (hierarchy == kHierarchicalIfEqual && (in_blocks_ || in_turns_));
 }
@@ -226,26 +231,80 @@ Outcome HostLevels::Bcast(const Library& mpi, const Arguments& a) {
   return HostCollective(mpi, local_).Allgather(a.On(share, a.recv, a.count), Distribution::Of(shares, lanes));
 }
 
-// Of H hosts with n ranks each, the ranks of host h have the blocks h * n, h * n + 1, ...; or, in turns, h, h + H, ...
-Distribution HostLevels::PartsOf(const Arguments& a) const {
-  return {a.count * lane_.size * local_.size, in_turns_ ? a.count * lane_.size : a.count, local_.size};
+int HostLevels::LanesOfBlocks(const Arguments& a, int64_t least_bytes) const {
+  const int64_t of_host = a.count * local_.size;
+  int64_t lanes = std::clamp<int64_t>(static_cast<int64_t>(Bytes(of_host, a.type)) / least_bytes, 1, local_.size);
+  if (!in_blocks_ && lanes > 1) lanes = local_.size;
+  while (of_host % lanes != 0) --lanes;
+  return static_cast<int>(lanes);
 }
 
-Outcome HostLevels::ReduceScatter(const Library& mpi, const Arguments& a) {
-  const std::unique_ptr<char[]> sums(new char[Bytes(a.count * lane_.size, a.type)]);
-  PYCOLLECTIVE_RETURN_IF_FAILED(HostCollective(mpi, local_).ReduceScatter(a.On(a.send, sums.get(), a.count), PartsOf(a)));
-  // Each host gets its block of all sums, and adds them up in the order of the hosts. MPI may let one host add up all.
-  const std::unique_ptr<char[]> blocks(new char[Bytes(a.count * lane_.size, a.type)]);
-  PYCOLLECTIVE_RETURN_IF_FAILED(mpi.Alltoall(lane_, a.On(sums.get(), blocks.get(), a.count)));
-  const auto block = [&](int host) { return At(static_cast<const void*>(blocks.get()), host * a.count, a.type); };
-  ReduceInOrder(lane_.size, block, a.count, a.recv, a.type, a.op);
+// Of H hosts with n ranks each, the ranks of host h have the blocks h * n, h * n + 1, ...; or, in turns, h, h + H, ... With fewer lanes than n
+// each lane has a share of each n blocks that follow each other; in turns there is one lane then, which has all.
+Distribution HostLevels::PartsOf(const Arguments& a, int lanes) const {
+  const int64_t count = a.count * lane_.size * local_.size;
+  return {count, in_blocks_ ? a.count * local_.size / lanes : count / lanes, lanes};
+}
+
+// Not by MPI's reduce-scatter: its library may let one rank add up all blocks.
+Outcome HostLevels::AddUpBlocks(const Library& mpi, const Arguments& a) {
+  const int hosts = lane_.size;
+  const std::unique_ptr<char[]> memory(new char[Bytes(a.count * hosts, a.type)]);
+  const auto add = [&](void* sum, const void* next, int64_t count) { ReduceInPlace(sum, next, count, a.type, a.op); };
+  if ((hosts & (hosts - 1)) == 0) {
+    void* const blocks = const_cast<void*>(a.send);
+    PYCOLLECTIVE_RETURN_IF_FAILED(ScatterSumByHalving(mpi, lane_, kTagOfSums, blocks, memory.get(), a.count, a.type, add));
+    return CopyInMemory(0, a.recv, At(a.send, lane_.rank * a.count, a.type), Bytes(a.count, a.type));
+  }
+  PYCOLLECTIVE_RETURN_IF_FAILED(mpi.Alltoall(lane_, a.On(a.send, memory.get(), a.count)));
+  const auto of = [&](int host) { return At(static_cast<const void*>(memory.get()), host * a.count, a.type); };
+  ReduceInOrder(hosts, of, a.count, a.recv, a.type, a.op);
   return {};
 }
 
+Outcome HostLevels::ReduceScatter(const Library& mpi, const Arguments& a) {
+  const int hosts = lane_.size, ranks = local_.size, lanes = LanesOfBlocks(a, kLeastSumsBytes);
+  const int64_t of_host = a.count * ranks, share = of_host / lanes;
+  HostCollective within_host(mpi, local_);
+  const std::unique_ptr<char[]> sums(new char[Bytes(share * hosts, a.type)]), result(new char[Bytes(of_host, a.type)]);
+  PYCOLLECTIVE_RETURN_IF_FAILED(within_host.ReduceScatter(a.On(a.send, sums.get(), a.count), PartsOf(a, lanes)));
+  void* const own = lanes == ranks ? a.recv : result.get();
+  if (local_.rank < lanes) {
+    const std::unique_ptr<char[]> by_host(new char[Bytes(share * hosts, a.type)]);
+    const bool is_by_host = in_blocks_ || lanes == ranks;
+    if (!is_by_host) Transpose(sums.get(), by_host.get(), ranks, hosts, a.count, a.type);
+    void* const send = is_by_host ? sums.get() : by_host.get();
+    PYCOLLECTIVE_RETURN_IF_FAILED(AddUpBlocks(mpi, a.On(send, own, share)));
+  }
+  if (lanes == ranks) return {};
+  const std::unique_ptr<char[]> blocks(new char[Bytes(of_host, a.type)]);  // of which this rank needs its own
+  const int64_t first = local_.rank * a.count;
+  PYCOLLECTIVE_RETURN_IF_FAILED(
+      within_host.Allgather(a.On(own, blocks.get(), of_host), {of_host, share, lanes}, {first, first + a.count}));
+  return CopyInMemory(0, a.recv, At(blocks.get(), first, a.type), Bytes(a.count, a.type));
+}
+
 Outcome HostLevels::Allgather(const Library& mpi, const Arguments& a) {
-  const std::unique_ptr<char[]> blocks(new char[Bytes(a.count * lane_.size, a.type)]);
-  PYCOLLECTIVE_RETURN_IF_FAILED(mpi.Allgather(lane_, a.On(a.send, blocks.get(), a.count)));
-  return HostCollective(mpi, local_).Allgather(a.On(blocks.get(), a.recv, a.count), PartsOf(a));
+  const int hosts = lane_.size, ranks = local_.size, lanes = LanesOfBlocks(a, kLeastBlocksBytes);
+  const int64_t of_host = a.count * ranks, share = of_host / lanes;
+  HostCollective within_host(mpi, local_);
+  const std::unique_ptr<char[]> blocks(new char[Bytes(of_host, a.type)]);  // of which this rank needs the share of its lane
+  const int64_t first = local_.rank * share;
+  if (lanes < ranks) {
+    const HostCollective::Range of_lane{first, local_.rank < lanes ? first + share : first};
+    PYCOLLECTIVE_RETURN_IF_FAILED(within_host.Allgather(a.On(a.send, blocks.get(), of_host), {of_host, a.count, ranks}, of_lane));
+  }
+  const std::unique_ptr<char[]> shares(new char[Bytes(share * hosts, a.type)]);
+  const void* own = shares.get();
+  if (local_.rank < lanes) {
+    const void* const send = lanes < ranks ? At(blocks.get(), first, a.type) : a.send;
+    PYCOLLECTIVE_RETURN_IF_FAILED(mpi.Allgather(lane_, a.On(send, shares.get(), share)));
+    if (!in_blocks_ && lanes < ranks) {
+      Transpose(shares.get(), a.recv, hosts, ranks, a.count, a.type);
+      own = a.recv;
+    }
+  }
+  return within_host.Allgather(a.On(own, a.recv, a.count), PartsOf(a, lanes));
 }
 
 // Within each host a rank gets the blocks for its lane, and in its lane those for itself. Of H hosts with n ranks each, a rank has n rows of

@@ -69,6 +69,8 @@ class HostLevels {
   Outcome Alltoall(const Library& mpi, const Arguments&);
 
   void GiveSlotBack();
+  // A reduce-scatter in this rank's lane. The blocks `a.send` do not stay.
+  Outcome AddUpBlocks(const Library& mpi, const Arguments& a);
   // An allreduce in place in this rank's lane, by recursive doubling.
   Outcome AddUpByDoubling(const Library& mpi, const Arguments&);
   // An allreduce within the host, in which inter_host_step(share, count) brings in what the other hosts of the lane have.
@@ -76,8 +78,11 @@ class HostLevels {
   int HostOf(int rank) const { return hosts_[static_cast<size_t>(rank)]; }
   // How many lanes share an array: the same on all ranks.
   int LanesOf(const Arguments&) const;
-  // The blocks of all ranks of the channel as parts of the ranks of this host.
-  Distribution PartsOf(const Arguments&) const;
+  // How many lanes share the blocks of all ranks: the same on all ranks.
+  // @param least_bytes: of the blocks of a host, for each lane.
+  int LanesOfBlocks(const Arguments&, int64_t least_bytes) const;
+  // The blocks of all ranks of the channel as parts of the lanes.
+  Distribution PartsOf(const Arguments&, int lanes) const;
   // The number in this rank's lane of the rank on the root's host.
   int LaneRootOf(int root) const;
 

@@ -20,6 +20,7 @@
 
 #include "harness.h"
 #include "mpi/collectives.h"
+#include "mpi/doubling.h"
 #include "mpi/packing.h"
 #include "records/recorder.h"
 #include "shared_memory/combining_tree.h"
@@ -44,12 +45,12 @@ class Mailboxes final : public pc::Library {
     const auto from = static_cast<size_t>(rank_of_thread);
     sent[from] += 1;
     bytes[from] += out.count;
-    Post(out.dest, out.tag, std::string(static_cast<const char*>(out.data), static_cast<size_t>(out.count)));
+    Post(out.dest, out.tag, std::string(static_cast<const char*>(out.data), pc::Bytes(out.count, out.type)));
     return {};
   }
   pc::Outcome Recv(const pc::Channel&, const pc::Incoming& in) const override {
     const std::string data = Take(in.source, in.tag);
-    CHECK(in.may_be_shorter ? static_cast<int64_t>(data.size()) <= in.count : static_cast<int64_t>(data.size()) == in.count);
+    CHECK(in.may_be_shorter ? data.size() <= pc::Bytes(in.count, in.type) : data.size() == pc::Bytes(in.count, in.type));
     std::memcpy(in.data, data.data(), data.size());
     return {};
   }
@@ -322,6 +323,30 @@ void TestRanksOfAHostCompareInATree() {
       }
       CHECK(mpi.sent[static_cast<size_t>(rank)] == 0 && mpi.collectives[static_cast<size_t>(rank)] == 0);
     });
+  }
+}
+
+// Each rank gets its block of the sum, and sends log2(ranks) messages.
+void TestSumsAreScatteredByHalving() {
+  for (const int size : {1, 2, 4, 16}) {
+    for (const int64_t count : {1, 5}) {
+      Mailboxes mpi(size);
+      OnRanks(mpi, size, [&](Rank& own) {
+        const int rank = own.channel.rank;
+        const auto value = [&](int of, int64_t i) { return (of + 1) * (i + 1); };
+        std::vector<int64_t> blocks(static_cast<size_t>(size * count)), memory(blocks.size() / 2 + 1, -7);
+        for (size_t i = 0; i < blocks.size(); ++i) blocks[i] = value(rank, static_cast<int64_t>(i));
+        const auto add = [](void* sum, const void* next, int64_t n) {
+          for (int64_t i = 0; i < n; ++i) static_cast<int64_t*>(sum)[i] += static_cast<const int64_t*>(next)[i];
+        };
+        CHECK(pc::ScatterSumByHalving(mpi, own.channel, 3, blocks.data(), memory.data(), count, pc::Type::kInt64, add).ok());
+        for (int64_t i = rank * count; i < (rank + 1) * count; ++i) {
+          CHECK(blocks[static_cast<size_t>(i)] == value(0, i) * size * (size + 1) / 2);
+        }
+        CHECK(memory.back() == -7);
+      });
+      for (const int64_t sent : mpi.sent) CHECK(1 << sent == size);
+    }
   }
 }
 
@@ -682,6 +707,7 @@ const Tests kTests = {
     {"a_rank_without_data_lets_all_call_mpi", TestARankWithoutDataLetsAllCallMpi},
     {"each_operation_travels", TestEachOperationTravels},
     {"places_by_host", TestPlacesByHost},
+    {"sums_are_scattered_by_halving", TestSumsAreScatteredByHalving},
     {"ranks_of_a_host_compare_in_a_tree", TestRanksOfAHostCompareInATree},
     {"a_rank_reads_15_others_for_each_level", TestARankReads15OthersForEachLevel},
     {"a_difference_in_a_tree", TestADifferenceInATree},

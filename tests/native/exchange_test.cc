@@ -369,6 +369,12 @@ void TestArraysThatAreDistributed() {
               CHECK(part.back() == -7.0f);
               CHECK(collective.Allgather({part.data(), y.data(), count, pc::Type::kFloat32}, parts).ok());
               for (int64_t i = 0; i < count; ++i) CHECK(y[static_cast<size_t>(i)] == Sum(size, i));
+              // Ranks need parts of it, and one needs nothing.
+              const pc::HostCollective::Range range{rank * count / size, rank == 1 ? rank * count / size : (rank + 2) * count / (size + 1)};
+              std::fill(y.begin(), y.end(), -7.0f);
+              CHECK(collective.Allgather({part.data(), y.data(), count, pc::Type::kFloat32}, parts, range).ok());
+              for (int64_t i = range.begin; i < range.end; ++i) CHECK(y[static_cast<size_t>(i)] == Sum(size, i));
+              part.assign(part.size(), -7.0f);  // no other rank reads it any more
             }
           }
         }

@@ -251,13 +251,20 @@ void TestSmallArraysHaveFewLanes() {
   }
 }
 
-// Each rank sends its block, or gets it, in one call.
+// The blocks of a host go to another one once. A lane has 32 KiB of an allgather or more, or 4 KiB of a reduce-scatter, unless it is the only one.
+// In turns there are one lane or all.
 void TestBlocksGoOnce() {
   for (const int ranks : {2, 8, 64}) {
-    for (const int64_t count : {256, 3000}) {
+    for (const int64_t count : {1, 20, 256, 300, 1023, 1024, 3000}) {
       for (const bool in_turns : {false, true}) {
-        Check(ranks, pc::kAllgather, count, ranks, ranks * count, 0, in_turns);
-        Check(ranks, pc::kReduceScatter, count, ranks, ranks * count, 0, in_turns);
+        const auto lanes_of = [&](int64_t least_bytes) {
+          int64_t lanes = std::clamp<int64_t>(ranks * count * static_cast<int64_t>(sizeof(float)) / least_bytes, 1, ranks);
+          if (in_turns && lanes > 1) lanes = ranks;
+          while (ranks * count % lanes != 0) --lanes;
+          return lanes;
+        };
+        Check(ranks, pc::kAllgather, count, lanes_of(32 << 10), ranks * count, 0, in_turns);
+        Check(ranks, pc::kReduceScatter, count, lanes_of(4 << 10), ranks * count, 0, in_turns);
       }
     }
   }
