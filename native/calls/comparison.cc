@@ -206,7 +206,7 @@ bool Comparison::Carries(const Channel& channel, const PiggybackedCollective& pi
   if (nbytes > kMostBytes) return false;
   const auto reduction = piggybacked.reduction();
   if (!reduction.has_value()) return nbytes * channel.size <= kMostBytes;
-  constexpr int64_t kMostForBlock = 1 << 10;  // by MPI's algorithms a rank sends less than the whole array
+  constexpr int64_t kMostForBlock = 8 << 10;  // without a comparison a rank sends less than the whole array
   return SentByDoubling(nbytes, channel.size) <= (reduction->is_whole ? kMostByDoubling : kMostForBlock);
 }
 
