@@ -18,7 +18,7 @@ namespace {
 // Smaller arrays go by MPI alone: the ranks of a host would meet twice (docs/performance.md). So do empty ones.
 int64_t LeastBytes(Operation operation) {
   switch (operation) {
-    case kBcast: return 8 << 10;
+    case kBcast: return 64 << 10;
     case kAllreduce:
     case kReduce: return 1 << 10;
     default: return 1;

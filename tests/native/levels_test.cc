@@ -241,11 +241,11 @@ void Check(int ranks, pc::Operation operation, int64_t count, int64_t calls, int
 // A lane has 8 KiB or more, unless it is the only one.
 void TestSmallArraysHaveFewLanes() {
   for (const int ranks : {8, 64}) {
-    for (const int64_t count : {256, 2048, 4095, 4096, 10000, 1 << 16}) {
+    for (const int64_t count : {256, 2048, 4095, 4096, 10000, 1 << 14, 1 << 16}) {
       const int64_t lanes = std::clamp<int64_t>(count * static_cast<int64_t>(sizeof(float)) / (8 << 10), 1, ranks);
       Check(ranks, pc::kAllreduce, count, lanes, count);
       Check(ranks, pc::kReduce, count, lanes, count, ranks - 1);
-      if (count < 2048) continue;  // a broadcast goes by MPI alone
+      if (count < 1 << 14) continue;  // a broadcast goes by MPI alone
       for (const int root : {0, ranks - 1, 2 * ranks + 1}) Check(ranks, pc::kBcast, count, lanes, count, root);
     }
   }
