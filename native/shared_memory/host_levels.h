@@ -69,6 +69,7 @@ class HostLevels {
   Outcome Alltoall(const Library& mpi, const Arguments&);
 
   void GiveSlotBack();
+  Outcome AlltoallInLane(const Library& mpi, const Arguments&);
   // A reduce-scatter in this rank's lane. The blocks `a.send` do not stay.
   Outcome AddUpBlocks(const Library& mpi, const Arguments& a);
   // An allreduce in place in this rank's lane, by recursive doubling.
