@@ -121,7 +121,7 @@ bool WaitUntil(PostedNumber& number, uint64_t wanted, Progress progress, int64_t
       backoff->Sleep();
       calls_progress = true;
     } else if (sleeps.has_value() ? *sleeps : *(sleeps = neighbours.CauseSleep())) {
-      calls_progress = !number.SleepBelow(wanted, kLongestSleepNs);
+      if (!number.SleepBelow(wanted, kLongestSleepNs)) calls_progress = true;
     } else {
       sleeps = neighbours.Yield();
     }

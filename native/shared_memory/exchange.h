@@ -4,7 +4,7 @@
 // channel make the same collectives in the same order, so each knows the number to which another one's counter comes at
 // each step.
 //
-// Where a step needs all ranks, each of a few ranks reads the counters of all others. Many ranks wait in a tree: the first of each kFanIn
+// Where all ranks need all in a step, each of a few ranks reads the counters of all others. Many ranks wait in a tree: the first of each kFanIn
 // ranks that follow each other waits for the counters of these, and posts in a second counter that all of them have come so far; the
 // first of each kFanIn of those waits for their second counters, and so on. The second counter of the first rank stands for all ranks.
 //
@@ -178,15 +178,20 @@ class Exchange {
     return WaitFor(CounterOf(rank), rank, number, progress);
   }
   // Waits until the counters of all ranks have come to a number, to which this rank has come. Returns false if a wait has no end.
+  // It reads the counter of each rank, unless the ranks have waited for all in a tree since.
   // @param progress: as in WaitUntil, with the rank for which this one waits.
   template <typename Progress>
-  bool WaitForAll(uint64_t number, Progress progress) {
-    if (!WaitsInTree()) {
-      for (int rank = 0; rank < size_; ++rank) {
-        if (rank != rank_ && !WaitFor(rank, number, progress)) return false;
-      }
-      return true;
+  bool WaitForEach(uint64_t number, Progress progress) const {
+    if (WaitsInTree() && CounterBelow(0).Load(std::memory_order_acquire) >= number) return true;
+    for (int rank = 0; rank < size_; ++rank) {
+      if (rank != rank_ && !WaitFor(rank, number, progress)) return false;
     }
+    return true;
+  }
+  // The same in a step in which all ranks wait for all.
+  template <typename Progress>
+  bool WaitForAll(uint64_t number, Progress progress) {
+    if (!WaitsInTree()) return WaitForEach(number, progress);
     for (int step = 1; step < size_ && rank_ % (step * fan_in_) == 0; step *= fan_in_) {
       const int end = std::min(size_, rank_ + step * fan_in_);
       for (int below = rank_ + step; below < end; below += step) {
@@ -198,7 +203,7 @@ class Exchange {
     }
     return rank_ == 0 || WaitFor(CounterBelow(0), 0, number, progress);
   }
-  // Whether ranks wait for all in a tree: then all of them must make the same waits for all, in the same order.
+  // Whether WaitForAll waits in a tree: then all ranks must call it with the same numbers, in the same order.
   bool WaitsInTree() const { return fan_in_ < size_; }
 
   // A piece begins: returns its number.

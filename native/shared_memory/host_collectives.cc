@@ -142,7 +142,7 @@ bool HostCollective::GoesWithComparison(Operation operation, const Arguments& a,
 
 Outcome HostCollective::FreeBuffer(uint64_t comparison, bool* has) {
   *has = exchange_.HasBuffers();
-  return *has ? WaitForAll(exchange_.FreeAt(comparison)) : Outcome{};
+  return *has ? WaitForEach(exchange_.FreeAt(comparison)) : Outcome{};
 }
 
 HostCollective::Algorithm HostCollective::FasterAlgorithm(const Arguments& a) {
@@ -167,6 +167,12 @@ Outcome HostCollective::WaitFor(int rank, uint64_t number) {
   return progress;
 }
 
+Outcome HostCollective::WaitForEach(uint64_t number) {
+  Outcome progress;
+  exchange_.WaitForEach(number, [&](int other) { return (progress = mpi_.Progress(channel_, other)).ok(); });
+  return progress;
+}
+
 Outcome HostCollective::WaitForAll(uint64_t number) {
   Outcome progress;
   exchange_.WaitForAll(number, [&](int other) { return (progress = mpi_.Progress(channel_, other)).ok(); });
@@ -188,7 +194,7 @@ Outcome HostCollective::InOneStep(int64_t count, int64_t at_once, Fill fill, Tak
   const auto begin = [&](int64_t first, Piece* piece) -> Outcome {
     const uint64_t number = exchange_.BeginPiece();
     *piece = {number, first, std::min(at_once, count - first), 0};
-    PYCOLLECTIVE_RETURN_IF_FAILED(WaitForAll(exchange_.FreeAt(number)));
+    PYCOLLECTIVE_RETURN_IF_FAILED(WaitForEach(exchange_.FreeAt(number)));
     PYCOLLECTIVE_RETURN_IF_FAILED(fill(*piece));
     piece->filled = exchange_.Post();
     return {};
@@ -255,7 +261,7 @@ Outcome HostCollective::AllreduceThroughBuffers(const Arguments& a, const Scatte
     const uint64_t number = exchange_.BeginPiece();
     const int64_t count = std::min(at_once, a.count - first);
     *piece = {number, first, Shares(count, member_.size, a.type), 0, 0};
-    PYCOLLECTIVE_RETURN_IF_FAILED(WaitForAll(exchange_.FreeAt(number)));
+    PYCOLLECTIVE_RETURN_IF_FAILED(WaitForEach(exchange_.FreeAt(number)));
     const int64_t filling_ns = NowNs();
     const auto copy = [&](int64_t from, int64_t n) {
       void* const to = buffer(own, *piece, from);

@@ -116,6 +116,8 @@ class HostCollective {
 
   // Waits until a rank's counter has come to a number.
   Outcome WaitFor(int rank, uint64_t number);
+  // The same for all counters; WaitForAll in a step in which all ranks wait for all (exchange.h).
+  Outcome WaitForEach(uint64_t number);
   Outcome WaitForAll(uint64_t number);
 
   const Library& mpi_;

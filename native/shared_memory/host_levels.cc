@@ -38,6 +38,8 @@ int PlaceOf(int rank, const std::vector<int>& ranks) {
   return static_cast<int>(std::find(ranks.begin(), ranks.end(), rank) - ranks.begin());
 }
 
+std::unique_ptr<char[]> MemoryFor(int64_t count, Type type) { return std::unique_ptr<char[]>(new char[Bytes(count, type)]); }
+
 // Writes the blocks of a matrix of blocks column by column.
 void Transpose(const void* from, void* to, int rows, int columns, int64_t count, Type type) {
   for (int64_t row = 0; row < rows; ++row) {
@@ -233,10 +235,11 @@ Outcome HostLevels::Bcast(const Library& mpi, const Arguments& a) {
 
 int HostLevels::LanesOfBlocks(const Arguments& a, int64_t least_bytes) const {
   const int64_t of_host = a.count * local_.size;
-  int64_t lanes = std::clamp<int64_t>(static_cast<int64_t>(Bytes(of_host, a.type)) / least_bytes, 1, local_.size);
-  if (!in_blocks_ && lanes > 1) lanes = local_.size;
+  const auto most = std::clamp<int64_t>(static_cast<int64_t>(Bytes(of_host, a.type)) / least_bytes, 1, local_.size);
+  if (!in_blocks_ && most > 1) return local_.size;
+  int64_t lanes = most;  // their shares must be equal
   while (of_host % lanes != 0) --lanes;
-  return static_cast<int>(lanes);
+  return 2 * lanes < most ? local_.size : static_cast<int>(lanes);
 }
 
 // Of H hosts with n ranks each, the ranks of host h have the blocks h * n, h * n + 1, ...; or, in turns, h, h + H, ... With fewer lanes than n
@@ -249,9 +252,10 @@ Distribution HostLevels::PartsOf(const Arguments& a, int lanes) const {
 // Not by MPI's reduce-scatter: its library may let one rank add up all blocks.
 Outcome HostLevels::AddUpBlocks(const Library& mpi, const Arguments& a) {
   const int hosts = lane_.size;
-  const std::unique_ptr<char[]> memory(new char[Bytes(a.count * hosts, a.type)]);
+  const bool by_halving = (hosts & (hosts - 1)) == 0;
+  const std::unique_ptr<char[]> memory = MemoryFor(a.count * (by_halving ? hosts / 2 : hosts), a.type);
   const auto add = [&](void* sum, const void* next, int64_t count) { ReduceInPlace(sum, next, count, a.type, a.op); };
-  if ((hosts & (hosts - 1)) == 0) {
+  if (by_halving) {
     void* const blocks = const_cast<void*>(a.send);
     PYCOLLECTIVE_RETURN_IF_FAILED(ScatterSumByHalving(mpi, lane_, kTagOfSums, blocks, memory.get(), a.count, a.type, add));
     return CopyInMemory(0, a.recv, At(a.send, lane_.rank * a.count, a.type), Bytes(a.count, a.type));
@@ -266,18 +270,18 @@ Outcome HostLevels::ReduceScatter(const Library& mpi, const Arguments& a) {
   const int hosts = lane_.size, ranks = local_.size, lanes = LanesOfBlocks(a, kLeastSumsBytes);
   const int64_t of_host = a.count * ranks, share = of_host / lanes;
   HostCollective within_host(mpi, local_);
-  const std::unique_ptr<char[]> sums(new char[Bytes(share * hosts, a.type)]), result(new char[Bytes(of_host, a.type)]);
+  const std::unique_ptr<char[]> sums = MemoryFor(share * hosts, a.type), result = MemoryFor(lanes < ranks ? of_host : 0, a.type);
   PYCOLLECTIVE_RETURN_IF_FAILED(within_host.ReduceScatter(a.On(a.send, sums.get(), a.count), PartsOf(a, lanes)));
   void* const own = lanes == ranks ? a.recv : result.get();
   if (local_.rank < lanes) {
-    const std::unique_ptr<char[]> by_host(new char[Bytes(share * hosts, a.type)]);
     const bool is_by_host = in_blocks_ || lanes == ranks;
+    const std::unique_ptr<char[]> by_host = MemoryFor(is_by_host ? 0 : share * hosts, a.type);
     if (!is_by_host) Transpose(sums.get(), by_host.get(), ranks, hosts, a.count, a.type);
     void* const send = is_by_host ? sums.get() : by_host.get();
     PYCOLLECTIVE_RETURN_IF_FAILED(AddUpBlocks(mpi, a.On(send, own, share)));
   }
   if (lanes == ranks) return {};
-  const std::unique_ptr<char[]> blocks(new char[Bytes(of_host, a.type)]);  // of which this rank needs its own
+  const std::unique_ptr<char[]> blocks = MemoryFor(of_host, a.type);  // of which this rank needs its own
   const int64_t first = local_.rank * a.count;
   PYCOLLECTIVE_RETURN_IF_FAILED(
       within_host.Allgather(a.On(own, blocks.get(), of_host), {of_host, share, lanes}, {first, first + a.count}));
@@ -288,13 +292,13 @@ Outcome HostLevels::Allgather(const Library& mpi, const Arguments& a) {
   const int hosts = lane_.size, ranks = local_.size, lanes = LanesOfBlocks(a, kLeastBlocksBytes);
   const int64_t of_host = a.count * ranks, share = of_host / lanes;
   HostCollective within_host(mpi, local_);
-  const std::unique_ptr<char[]> blocks(new char[Bytes(of_host, a.type)]);  // of which this rank needs the share of its lane
+  const std::unique_ptr<char[]> blocks = MemoryFor(lanes < ranks ? of_host : 0, a.type);  // of which this rank needs the share of its lane
   const int64_t first = local_.rank * share;
   if (lanes < ranks) {
     const HostCollective::Range of_lane{first, local_.rank < lanes ? first + share : first};
     PYCOLLECTIVE_RETURN_IF_FAILED(within_host.Allgather(a.On(a.send, blocks.get(), of_host), {of_host, a.count, ranks}, of_lane));
   }
-  const std::unique_ptr<char[]> shares(new char[Bytes(share * hosts, a.type)]);
+  const std::unique_ptr<char[]> shares = MemoryFor(local_.rank < lanes ? share * hosts : 0, a.type);
   const void* own = shares.get();
   if (local_.rank < lanes) {
     const void* const send = lanes < ranks ? At(blocks.get(), first, a.type) : a.send;

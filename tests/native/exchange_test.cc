@@ -646,6 +646,24 @@ void TestBarrier() {
   }
 }
 
+// A root of broadcasts sends a message to the first rank of another group after each of them, for which that rank waits before it begins the
+// broadcast: no rank waits for others that its step does not need.
+void TestARootMayBeAhead() {
+  constexpr int kSize = 5, kRoot = 1, kFanIn = 2;
+  for (const int to : {0, 2, 3, 4}) {
+    std::atomic<int> sent{0};
+    OnRanks(kSize, [&](const pc::Library& library, Member& member) {
+      bool has_buffers = false;  // rank 0 takes them
+      CHECK(pc::HostCollective(library, member.channel).HasBuffers(&has_buffers).ok() && has_buffers);
+      for (int call = 0; call < 20; ++call) {
+        while (member.channel.rank == to && sent <= call) std::this_thread::yield();
+        MakeAndCheck(library, member, {kBcast, 10, kRoot, false, call});
+        if (member.channel.rank == kRoot) ++sent;
+      }
+    }, 64 << 20, kFanIn);
+  }
+}
+
 // The ranks of which a rank of 128 reads the counters, when it waits for all.
 void TestARankWaitsFor15OthersOnEachLevel() {
   constexpr int kRanks = 128;
@@ -808,6 +826,7 @@ const Tests kTests = {
     {"all_ranks_take_the_same_algorithm", TestAllRanksTakeTheSameAlgorithm},
     {"a_two_way_autotuner", TestATwoWayAutotuner},
     {"barrier", TestBarrier},
+    {"a_root_may_be_ahead", TestARootMayBeAhead},
     {"a_rank_waits_for_15_others_on_each_level", TestARankWaitsFor15OthersOnEachLevel},
     {"buffers_run_out", TestBuffersRunOut},
     {"buffers_are_given_back_once", TestBuffersAreGivenBackOnce},

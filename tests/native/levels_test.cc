@@ -24,7 +24,7 @@ namespace pc = pycollective;
 
 namespace {
 
-constexpr int kHosts = 3;
+int hosts_of_job = 3;
 constexpr int64_t kLocal = 1, kLane = 2;  // communicators
 
 // What the ranks of the host call between hosts.
@@ -65,7 +65,7 @@ class OneHostOfMany final : public pc::Library {
   pc::Outcome Allreduce(const pc::Channel& channel, const pc::Arguments& a) const override {
     if (channel.collective == kLane) return Sum(a);
     // Make asks whether all share memory. No rank goes on before all have come.
-    const int of_host = channel.size / kHosts;
+    const int of_host = channel.size / hosts_of_job;
     for (*arrived_ += 1; *arrived_ < of_host;) std::this_thread::yield();
     std::memcpy(a.recv, a.send, pc::Bytes(a.count, a.type));
     return {};
@@ -76,13 +76,13 @@ class OneHostOfMany final : public pc::Library {
   }
   pc::Outcome Allgather(const pc::Channel& channel, const pc::Arguments& a) const override {
     CHECK(channel.collective == kLane);
-    for (int host = 0; host < kHosts; ++host) std::memcpy(pc::At(a.recv, host * a.count, a.type), a.send, pc::Bytes(a.count, a.type));
+    for (int host = 0; host < hosts_of_job; ++host) std::memcpy(pc::At(a.recv, host * a.count, a.type), a.send, pc::Bytes(a.count, a.type));
     return Between(a);
   }
   // Each host gives this one, the first host, the block that it has for it.
   pc::Outcome Alltoall(const pc::Channel& channel, const pc::Arguments& a) const override {
     if (channel.collective == kLocal) return WithinHost(pc::kAlltoall, channel, a);
-    for (int64_t i = 0; i < kHosts * a.count; ++i) {
+    for (int64_t i = 0; i < hosts_of_job * a.count; ++i) {
       static_cast<float*>(a.recv)[i] = static_cast<const float*>(a.send)[i % a.count] + OfHost(static_cast<int>(i / a.count));
     }
     return Between(a);
@@ -99,7 +99,17 @@ class OneHostOfMany final : public pc::Library {
   }
   pc::Outcome Recv(const pc::Channel& channel, const pc::Incoming& in) const override {
     CHECK(channel.messages == kLane && in.count == static_cast<int64_t>(4 * sent_.size()));
-    for (size_t i = 0; i < sent_.size(); ++i) static_cast<float*>(in.data)[i] = kHosts * sent_[i];
+    for (size_t i = 0; i < sent_.size(); ++i) static_cast<float*>(in.data)[i] = hosts_of_job * sent_[i];
+    return {};
+  }
+
+  // Of two hosts the other one gives this one the block that it has for it.
+  pc::Outcome Sendrecv(const pc::Channel& channel, const pc::Outgoing& out, const pc::Incoming& in) const override {
+    CHECK(channel.messages == kLane && hosts_of_job == 2 && out.dest == 1 && in.source == 1 && out.count == in.count && out.tag == in.tag);
+    const float* const own = static_cast<const float*>(out.data) - out.count;  // it stands before that for the other one
+    for (int64_t i = 0; i < in.count; ++i) static_cast<float*>(in.data)[i] = own[i] + OfHost(1);
+    counts_->calls += 1;
+    counts_->elements += out.count;
     return {};
   }
 
@@ -112,7 +122,6 @@ class OneHostOfMany final : public pc::Library {
   NOT_CALLED(Exscan, const pc::Channel&, const pc::Arguments&)
   NOT_CALLED(Barrier, const pc::Channel&)
   NOT_CALLED(CheckTag, const pc::Channel&, int)
-  NOT_CALLED(Sendrecv, const pc::Channel&, const pc::Outgoing&, const pc::Incoming&)
   NOT_CALLED(CheckReceived, const char*, const pc::Incoming&)
   NOT_CALLED(SetReceived, const pc::Incoming&)
   NOT_CALLED(Permute, const pc::Channel&, const pc::Outgoing&, const pc::Incoming&, const pc::Arguments*)
@@ -138,7 +147,7 @@ class OneHostOfMany final : public pc::Library {
   }
   pc::Outcome Sum(const pc::Arguments& a) const {
     CHECK(a.send == a.recv);
-    for (int64_t i = 0; i < a.count; ++i) static_cast<float*>(a.recv)[i] *= kHosts;
+    for (int64_t i = 0; i < a.count; ++i) static_cast<float*>(a.recv)[i] *= hosts_of_job;
     return Between(a);
   }
   pc::Outcome WithinHost(pc::Operation operation, const pc::Channel& channel, const pc::Arguments& a) const {
@@ -160,7 +169,7 @@ class OneHostOfMany final : public pc::Library {
 float Value(int rank, int64_t i) { return static_cast<float>(rank + 1) + static_cast<float>(i % 977) / 8; }
 
 // The number in the channel of a rank of a host. A channel has the ranks of each host one after another, or one of each host in turns.
-int RankOf(int host, int rank, int ranks, bool in_turns) { return in_turns ? rank * kHosts + host : host * ranks + rank; }
+int RankOf(int host, int rank, int ranks, bool in_turns) { return in_turns ? rank * hosts_of_job + host : host * ranks + rank; }
 
 // Calls run(make, rank) in a thread for each rank of the first host. make(operation, arguments) makes a call in levels.
 using Make = std::function<pc::Outcome(pc::Operation, const pc::Arguments&)>;
@@ -173,8 +182,8 @@ void OnHost(int ranks, bool in_turns, Counts* counts, const std::function<void(c
   pc::BoardSlot::OpenBoard(static_cast<char*>(memory) + trees, ranks);
   pc::Exchange::OpenMemory(static_cast<char*>(memory) + trees + board, ranks);
   std::vector<int> hosts, members;
-  for (int rank = 0; rank < kHosts * ranks; ++rank) {
-    hosts.push_back(in_turns ? rank % kHosts : rank / ranks);
+  for (int rank = 0; rank < hosts_of_job * ranks; ++rank) {
+    hosts.push_back(in_turns ? rank % hosts_of_job : rank / ranks);
     members.push_back(rank);
   }
   std::atomic<int64_t> slot{-1};
@@ -186,7 +195,7 @@ void OnHost(int ranks, bool in_turns, Counts* counts, const std::function<void(c
       pc::Channel channel;
       channel.rank = RankOf(0, rank, ranks, in_turns);
       pc::HostLevels levels(hosts, channel.rank, 0, members, 0);
-      channel.size = kHosts * ranks;
+      channel.size = hosts_of_job * ranks;
       run([&](pc::Operation operation, const pc::Arguments& a) {
         bool has = false;
         CHECK(levels.Has(operation, a) && levels.Make(library, channel, &has).ok() && has);
@@ -202,7 +211,7 @@ void OnHost(int ranks, bool in_turns, Counts* counts, const std::function<void(c
 void Check(int ranks, pc::Operation operation, int64_t count, int64_t calls, int64_t elements, int root = 0, bool in_turns = false) {
   Counts counts;
   OnHost(ranks, in_turns, &counts, [&](const Make& make, int rank) {
-    const int size = kHosts * ranks;
+    const int size = hosts_of_job * ranks;
     const int64_t brought = count * (pc::TraitsOf(operation).operand == pc::kBlocks ? size : 1);
     const int64_t got = count * (pc::TraitsOf(operation).result == pc::kBlocks ? size : 1);
     std::vector<float> x(static_cast<size_t>(brought)), y(static_cast<size_t>(got), -7.0f);
@@ -217,18 +226,21 @@ void Check(int ranks, pc::Operation operation, int64_t count, int64_t calls, int
     const auto sum = [&](int64_t i) {
       float of_host = 0;
       for (int other = 0; other < ranks; ++other) of_host += Value(other, i);
-      return kHosts * of_host;
+      return hosts_of_job * of_host;
     };
     const int own = RankOf(0, rank, ranks, in_turns);
-    const auto local_of = [&](int64_t other) { return static_cast<int>(in_turns ? other / kHosts : other % ranks); };
-    const auto host_of = [&](int64_t other) { return static_cast<int>(in_turns ? other % kHosts : other / ranks); };
+    const auto local_of = [&](int64_t other) { return static_cast<int>(in_turns ? other / hosts_of_job : other % ranks); };
+    const auto host_of = [&](int64_t other) { return static_cast<int>(in_turns ? other % hosts_of_job : other / ranks); };
     for (int64_t i = 0; i < got; ++i) {
       float expected = 0;
       switch (operation) {
         case pc::kAllreduce: expected = sum(i); break;
         case pc::kReduce: expected = rank == a.root ? sum(i) : 0; break;
         case pc::kBcast: expected = Value(a.root, i); break;
-        case pc::kReduceScatter: expected = sum(own * count + i) + OfHost(1) + OfHost(2); break;
+        case pc::kReduceScatter:
+          expected = sum(own * count + i);
+          for (int host = 1; host < hosts_of_job; ++host) expected += OfHost(host);
+          break;
         case pc::kAlltoall: expected = Value(local_of(i / count), own * count + i % count) + OfHost(host_of(i / count)); break;
         default: expected = Value(local_of(i / count), i % count);
       }
@@ -253,15 +265,17 @@ void TestSmallArraysHaveFewLanes() {
 
 // The blocks of a host go to another one once. A lane has 32 KiB of an allgather or more, or 4 KiB of a reduce-scatter, unless it is the only one.
 // In turns there are one lane or all.
-void TestBlocksGoOnce() {
-  for (const int ranks : {2, 8, 64}) {
-    for (const int64_t count : {1, 20, 256, 300, 1023, 1024, 3000}) {
+void TestBlocksGoOnce(int hosts) {
+  hosts_of_job = hosts;
+  for (const int ranks : {2, 7, 8, 64}) {
+    for (const int64_t count : {1, 20, 256, 300, 1021, 1024, 3000}) {
       for (const bool in_turns : {false, true}) {
         const auto lanes_of = [&](int64_t least_bytes) {
           int64_t lanes = std::clamp<int64_t>(ranks * count * static_cast<int64_t>(sizeof(float)) / least_bytes, 1, ranks);
           if (in_turns && lanes > 1) lanes = ranks;
+          const int64_t most = lanes;
           while (ranks * count % lanes != 0) --lanes;
-          return lanes;
+          return 2 * lanes < most ? int64_t{ranks} : lanes;
         };
         Check(ranks, pc::kAllgather, count, lanes_of(32 << 10), ranks * count, 0, in_turns);
         Check(ranks, pc::kReduceScatter, count, lanes_of(4 << 10), ranks * count, 0, in_turns);
@@ -269,6 +283,8 @@ void TestBlocksGoOnce() {
     }
   }
 }
+void TestBlocksOfTwoHosts() { TestBlocksGoOnce(2); }
+void TestBlocksOfThreeHosts() { TestBlocksGoOnce(3); }
 
 // Each rank sends another host the blocks of all ranks of its own in one call.
 void TestBlocksOfAnAllToAllTravelTogether() {
@@ -286,11 +302,11 @@ void TestAnAllToAllInPlace() {
   for (const bool in_turns : {false, true}) {
     Counts counts;
     OnHost(2, in_turns, &counts, [&](const Make& make, int rank) {
-      std::vector<float> x(kHosts * 2);
+      std::vector<float> x(static_cast<size_t>(hosts_of_job) * 2);
       for (size_t i = 0; i < x.size(); ++i) x[i] = Value(rank, static_cast<int64_t>(i));
       CHECK(make(pc::kAlltoall, {x.data(), x.data(), 1, pc::Type::kFloat32}).ok());
       const int own = RankOf(0, rank, 2, in_turns);
-      for (int host = 0; host < kHosts; ++host) {
+      for (int host = 0; host < hosts_of_job; ++host) {
         for (int other = 0; other < 2; ++other) {
           CHECK(x[static_cast<size_t>(RankOf(host, other, 2, in_turns))] == Value(other, own) + OfHost(host));
         }
@@ -317,7 +333,8 @@ void TestNoCallFollowsAFailedOne() {
 
 const Tests kTests = {
     {"small_arrays_have_few_lanes", TestSmallArraysHaveFewLanes},
-    {"blocks_go_once", TestBlocksGoOnce},
+    {"blocks_of_two_hosts_go_once", TestBlocksOfTwoHosts},
+    {"blocks_of_three_hosts_go_once", TestBlocksOfThreeHosts},
     {"blocks_of_an_all_to_all_travel_together", TestBlocksOfAnAllToAllTravelTogether},
     {"an_all_to_all_in_place", TestAnAllToAllInPlace},
     {"no_call_follows_a_failed_one", TestNoCallFollowsAFailedOne},

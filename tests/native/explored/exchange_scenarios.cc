@@ -488,6 +488,12 @@ std::vector<Scenario> ExchangeScenarios() {
   }));
   // Ranks that wait for all in a tree. Rank 1 posts to rank 0, and rank 2 is the first of a group of its own.
   all.push_back(Of("barriers", 3, Barriers, 2));
+  all.push_back(Of("two broadcasts and a sum in two steps", 3, [](Rank& own) {
+    own.FindBuffers();
+    own.Broadcast(0, false, 1);
+    own.Broadcast(1, false, 1);
+    own.Allreduce(2, kTwoSteps, false);
+  }, 2));
   all.push_back(Of("a sum in two steps, and one in one step", 3, [](Rank& own) {
     own.FindBuffers();
     own.Allreduce(0, kTwoSteps, false);
