@@ -48,7 +48,8 @@ enum Hierarchy {
 // COLLECTIVE(name, Name, attributes, operand, result, dataflow, host exchange, hierarchy, on a team): a collective of one
 // array, which all ranks call.
 //   attributes: kNone, kOp for a reduction, kRoot, or kOp | kRoot.
-//   operand, result: kWhole; or kBlocks for an array that holds one block for each rank.
+//   operand, result: kWhole; or kBlocks for an array that holds one block for each rank. Unless the row is kByMpi,
+//     no other rank reads a rank's own block of an operand.
 //   on a team: the function for several devices of a rank that work together, or nullptr.
 //   collective_handlers.cc makes the handlers of these rows.
 // OTHER(name, Name, dataflow, host exchange, hierarchy, binding): an operation with a handler of its own.

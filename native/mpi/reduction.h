@@ -17,6 +17,7 @@ namespace pycollective {
 // orders and must get the same bits. So 0 is larger than -0, and each NaN becomes the same NaN.
 template <Op kOp, typename T>
 T Extremum(T a, T b) {
+  static_assert(kOp == Op::kMax || kOp == Op::kMin, "the larger or the smaller");
   using Bits = std::conditional_t<sizeof(T) == sizeof(uint32_t), uint32_t, uint64_t>;
   static_assert(sizeof(T) == sizeof(Bits), "a float or a double");
   const auto bits_of = [](T x) {
@@ -49,6 +50,7 @@ T Apply(T a, T b) {
   } else if constexpr (std::is_floating_point_v<T>) {
     return Extremum<kOp>(a, b);
   } else {
+    static_assert(kOp == Op::kMax || kOp == Op::kMin, "another reduction needs a branch of its own");
     return (kOp == Op::kMax ? a > b : a < b) ? a : b;
   }
 }

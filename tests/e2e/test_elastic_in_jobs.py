@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pycollective.launch.find_mpi import ELASTIC_LAUNCH
 from tests import unoptimised
 from tests.e2e.launch import EXAMPLES, is_open_mpi, losses, mpirun
 
@@ -151,7 +152,7 @@ def test_an_exception_ends_all() -> None:
 def test_where_mpi_cannot() -> None:
     done = start(2, "axis", "nothing", ulfm=False)
     survivors(done)
-    assert done.stderr.count("a rank that fails ends the job. Open MPI 5 under mpiexec --with-ft ulfm goes on.") == 1
+    assert done.stderr.count(f"a rank that fails ends the job. {ELASTIC_LAUNCH} goes on.") == 1
     assert "pycollective run --restarts N" in done.stderr
 
 

@@ -11,6 +11,7 @@ from pycollective.config import Config
 from pycollective.doctor import installation, job
 from pycollective.doctor.findings import Finding, show
 from pycollective.doctor.job import Facts
+from pycollective.launch.launchers.hydra import Hydra
 from pycollective.launch.libraries.mpich import Mpich
 from tests.unit.fakes import launcher
 
@@ -60,7 +61,7 @@ def test_settings_of_all_libraries_are_shown(monkeypatch: pytest.MonkeyPatch) ->
     ("size", "environ", "status", "text"),
     [
         (4, {"SLURM_STEP_NUM_TASKS": "4"}, "ok", "4 rank(s), as srun says"),
-        (4, {"SLURM_STEP_NUM_TASKS": "2", "PMI_SIZE": "4"}, "ok", "as an MPICH or Intel MPI mpiexec says"),
+        (4, {"SLURM_STEP_NUM_TASKS": "2", "PMI_SIZE": "4"}, "ok", f"as {Hydra.name} says"),
         (1, {"SLURM_STEP_NUM_TASKS": "4"}, "wrong", "srun started 4 rank(s), MPI sees 1"),
         (2, {"OMPI_COMM_WORLD_SIZE": "4"}, "wrong", "an Open MPI mpirun started 4 rank(s), MPI sees 2"),
         (1, {}, "ok", "1 rank(s); no launcher's variables"),

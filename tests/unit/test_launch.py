@@ -16,11 +16,12 @@ import pytest
 
 from pycollective.launch import allocation, find_mpi, started_by
 from pycollective.launch.allocation import BATCH_SYSTEMS, batch_system
-from pycollective.launch.find_mpi import LIBRARIES, identify, mpiexec_of
+from pycollective.launch.find_mpi import ELASTIC, LIBRARIES, identify, mpiexec_of
 from pycollective.launch.host_share import physical_cores, visible_gpus
 from pycollective.launch.hosts import MOST_CHECKED, check_hosts
 from pycollective.launch.job import Job
 from pycollective.launch.launchers.batch_system import BatchSystem
+from pycollective.launch.launchers.hydra import Hydra
 from pycollective.launch.launchers.launcher import BatchLauncher
 from pycollective.launch.launchers.slurm import Srun
 from pycollective.launch.libraries import mpich
@@ -337,7 +338,7 @@ def test_other_batch_systems_are_left_to_mpiexec(program: str, monkeypatch: pyte
         (["-n", "100000"], ValueError, r"expected at most \d+ ranks for \d+ cores, got 100000"),
         (["-n", "4", "--hosts", "a:1,b:2"], ValueError, "expected at most 3 ranks on 2 hosts, got 4"),
         (["-n", "1", "--mpi", "/bin/true"], ValueError, "got /bin/true, which does not say what it is"),
-        (["-n", "1", "--elastic", "--mpi", "srun"], ValueError, "the mpiexec of Open MPI 5 for --elastic, got srun"),
+        (["-n", "1", "--elastic", "--mpi", "srun"], ValueError, f"the mpiexec of {ELASTIC} for --elastic, got srun"),
         (["-n", "1", "--hostfile", "/no/file"], FileNotFoundError, "expected a hostfile, got '/no/file'"),
     ],
 )
@@ -375,7 +376,7 @@ def test_no_such_program() -> None:
 
 
 def test_inside_a_rank(program: str) -> None:
-    with pytest.raises(RuntimeError, match="got one of 4 ranks of an MPICH or Intel MPI mpiexec"):
+    with pytest.raises(RuntimeError, match=f"got one of 4 ranks of {Hydra.name}"):
         planned("-n", "1", program, environ={"PMI_SIZE": "4"})
 
 

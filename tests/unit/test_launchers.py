@@ -14,6 +14,7 @@ from pycollective.doctor import job
 from pycollective.launch import allocation, started_by
 from pycollective.launch.allocation import BATCH_SYSTEMS, batch_system
 from pycollective.launch.child_processes import Parent, parent_rank
+from pycollective.launch.launchers.hydra import Hydra
 from pycollective.launch.launchers.launcher import Launcher, Place
 from pycollective.launch.started_by import (
     LAUNCHERS,
@@ -65,7 +66,7 @@ RANKS = {
         },
         (1, 2),
     ),
-    "an MPICH or Intel MPI mpiexec": (
+    Hydra.name: (
         {"PMI_SIZE": "2", "PMI_RANK": "1", "PMI_FD": "9", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"},
         (1, 2),
     ),
@@ -156,7 +157,7 @@ def test_an_mpiexec_inside_sbatch() -> None:
         "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
     }
     assert not is_rank(proxies)
-    for name in ("an Open MPI mpirun", "an MPICH or Intel MPI mpiexec"):
+    for name in ("an Open MPI mpirun", Hydra.name):
         environ, place = RANKS[name]
         assert local_place({**environ, **proxies}) == place
         assert is_rank({**environ, **proxies})

@@ -90,6 +90,13 @@ def test_layouts_are_all_that_fit() -> None:
         assert "--remat" in one.arguments() or not one.remat
 
 
+def test_a_layout_says_each_field() -> None:
+    layout = Layout(2, 1, 1, 2, schedule="interleaved", microbatches=4, chunks=2)
+    for name, value in layout._asdict().items():
+        other = not value if isinstance(value, bool) else value + type(value)(1)
+        assert str(layout._replace(**{name: other})) != str(layout), name
+
+
 def test_one_device() -> None:
     # 4 layers x 16 examples x 2 x 4 x 8 x 16 operations, three times; kept numbers are written and read, three times;
     # Adam goes seven times over 4 x 1010 numbers of 4 B.

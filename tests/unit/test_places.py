@@ -80,6 +80,18 @@ def test_what_ranks_of_a_host_combine_has_a_case() -> None:
     assert [name for name, exchange in rows if (name in cases) == (exchange == "kByMpi")] == []
 
 
+def test_only_two_reductions_may_be_read() -> None:
+    """``Combine`` reduces where arrays lie: in buffers. Another process's array is reduced by ``ReadAndReduce``."""
+    table = code_of(ROOT / "native" / "base" / "operations.h")
+    rows = re.findall(r"\b(?:COLLECTIVE|OTHER)\((\w+), (.*?)(?=\b(?:COLLECTIVE|OTHER)\(|#define)", table, re.DOTALL)
+    pc.init()
+    assert {name for name, _ in rows} == set(native.host_targets())
+    reductions = {name: row for name, row in rows if re.search(r'\bkOp\b|"op"', row)}
+    assert len(reductions) >= 5
+    read = {name for name, row in reductions.items() if re.search(r"\bkReadable(Once)?\b", row)}
+    assert read - {"allreduce", "reduce_scatter"} == set()
+
+
 def test_places_are_counted(tmp_path: Path) -> None:
     python = tmp_path / "a.py"
     python.write_text(

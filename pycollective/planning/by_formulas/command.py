@@ -176,11 +176,12 @@ def _setting(text: str) -> _Setting:
     if name not in Layout._fields or not value:
         names = ", ".join(Layout._fields)
         raise argparse.ArgumentTypeError(f"expected NAME=VALUE with a name of {names}, got {text}")
-    if name == "remat":
+    default = Layout._field_defaults.get(name, 1)
+    if isinstance(default, bool):
         if value not in ("yes", "no"):
-            raise argparse.ArgumentTypeError(f"expected remat=yes or remat=no, got {text}")
+            raise argparse.ArgumentTypeError(f"expected {name}=yes or {name}=no, got {text}")
         return _Setting(text, name, value == "yes")
-    if name in ("schedule", "wire_dtype"):
+    if isinstance(default, str):
         return _Setting(text, name, "" if value == "none" else value)
     return _Setting(text, name, not_negative(value))
 

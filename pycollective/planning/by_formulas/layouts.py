@@ -57,8 +57,9 @@ class Layout(NamedTuple):
             >>> print(Layout(2, 1, 1, 2, zero=1, schedule="1f1b", microbatches=4), "|", Layout(1, 1, 1, 1))
             data 2, stage 2, zero 1, 1f1b of 4 | one device
         """
-        axes = [f"{name} {getattr(self, name)}" for name in ("data", "model", "context", "stage", "zero")]
-        words = [word for word in axes if word.split()[1] not in ("1", "0") or word == "zero 1"]
+        below = ("schedule", "microbatches", "chunks", "wire_dtype", "remat")
+        others = {name: value for name, value in self._asdict().items() if name not in below}
+        words = [f"{name} {value}" for name, value in others.items() if value != self._field_defaults.get(name, 1)]
         pipeline = [f"{self.schedule} of {self.microbatches}"] if self.schedule else []
         chunks = [f"{self.chunks} chunks"] if self.chunks > 1 else []
         last = filter(None, [self.wire_dtype, "remat" if self.remat else ""])
