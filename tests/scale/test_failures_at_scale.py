@@ -91,9 +91,8 @@ def test_a_report_takes_a_bounded_number_of_bytes_for_each_connection(
         job.wait_until_all_call()
         time.sleep(2)  # now all wait for the last rank, and no rank sends anything
         before = hosts.bytes_on_links()
-        job.wait_until_says(
-            "the others wait for"
-        )  # on a busy machine some ranks may not answer in time, and are named as well
+        # On a busy machine some ranks may not answer in time. They are named as well.
+        job.wait_until_says("the others wait for")
         taken = [now - then for then, now in zip(before, hosts.bytes_on_links(), strict=True)]
     sys.stdout.write(f"{size[0]} x {size[1]}: {taken[0]:,} bytes on the link of the rank that reports\n")
     others = size[0] - 1

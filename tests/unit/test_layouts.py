@@ -554,7 +554,8 @@ def test_a_picture_without_what_draws_it(program: Path, monkeypatch: pytest.Monk
     monkeypatch.delitem(sys.modules, "pycollective.planning.by_formulas.picture", raising=False)
     assert command.main(["--profile", "cluster.json", "--plot", "plans.svg", "program.py", "--layers", "2"]) == 1
     told = capsys.readouterr()
-    assert "expected matplotlib, which draws --plot, got " in told.err and "pip install matplotlib" in told.err
+    assert "expected matplotlib, which draws --plot, got " in told.err
+    assert "pip install matplotlib" in told.err
     assert not told.out
 
 
