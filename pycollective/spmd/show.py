@@ -44,8 +44,16 @@ def stages(function: CompiledFunction[..., Any], *args: Any, **kwargs: Any) -> I
         >>> from pycollective.spmd.show import stages
         >>> total = pc.jit(lambda x: jax.lax.psum(x, "i"), axis_name="i")
         >>> texts = dict(stages(total, jax.ShapeDtypeStruct((2,), "float32")))
-        >>> list(texts)
-        ['trace', 'compare', 'discharge', 'avoid copies', 'arrange sums', 'number reductions', 'mark sections', 'lower']
+        >>> for name in texts:
+        ...     print(name)
+        trace
+        compare
+        discharge
+        avoid copies
+        arrange sums
+        number reductions
+        mark sections
+        lower
         >>> "psum" in texts["trace"], "allreduce" in texts["discharge"]
         (True, True)
     """
