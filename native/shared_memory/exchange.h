@@ -178,14 +178,15 @@ class Exchange {
     return WaitFor(CounterOf(rank), rank, number, progress);
   }
   // Waits until the counters of all ranks have come to a number, to which this rank has come. Returns false if a wait has no end.
-  // It reads the counter of each rank, unless the ranks have waited for all in a tree since.
+  // It reads the counter of each rank, unless this rank has waited for all since.
   // @param progress: as in WaitUntil, with the rank for which this one waits.
   template <typename Progress>
-  bool WaitForEach(uint64_t number, Progress progress) const {
-    if (WaitsInTree() && CounterBelow(0).Load(std::memory_order_acquire) >= number) return true;
+  bool WaitForEach(uint64_t number, Progress progress) {
+    if (number <= seen_of_all_) return true;
     for (int rank = 0; rank < size_; ++rank) {
       if (rank != rank_ && !WaitFor(rank, number, progress)) return false;
     }
+    seen_of_all_ = number;
     return true;
   }
   // The same in a step in which all ranks wait for all.
@@ -201,7 +202,9 @@ class Exchange {
     if (rank_ % fan_in_ == 0 && CounterBelow(rank_).Load(std::memory_order_relaxed) < number) {
       CounterBelow(rank_).Post(number, std::memory_order_release);
     }
-    return rank_ == 0 || WaitFor(CounterBelow(0), 0, number, progress);
+    if (rank_ != 0 && !WaitFor(CounterBelow(0), 0, number, progress)) return false;
+    seen_of_all_ = std::max(seen_of_all_, number);
+    return true;
   }
   // Whether WaitForAll waits in a tree: then all ranks must call it with the same numbers, in the same order.
   bool WaitsInTree() const { return fan_in_ < size_; }
@@ -237,6 +240,7 @@ class Exchange {
   int fan_in_ = 0;
   uint64_t first_ = 0;  // 0: not known yet; kNone; or the number of rank 0's buffers, and kNone + 1
   uint64_t posted_ = 0;
+  uint64_t seen_of_all_ = 0;  // this rank has seen that all counters have come so far
   uint64_t pieces_ = 0;
   uint64_t free_at_[2] = {0, 0};
   std::map<int, TwoWayAutotuner> autotuners_;  // for each size, of rank 0
