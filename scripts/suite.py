@@ -139,9 +139,9 @@ def standin(mode: str, **env: str) -> dict[str, Any]:
     """What GPUs run, on a stand-in for their runtime (tests/standin). Pieces are small, for there to be many.
 
     A GPU runs a program in one order. XLA's CPU client runs its own collectives beside our calls, and each that waits
-    keeps one of NPROC threads.
+    keeps one of NPROC threads. `test_lengths` has seven collectives in one program on each of four devices.
     """
-    return {"env": {"PYCOLLECTIVE_TEST_STANDIN": mode, "NPROC": "16", **env}, "whole": True}
+    return {"env": {"PYCOLLECTIVE_TEST_STANDIN": mode, "NPROC": "64", **env}, "whole": True}
 
 
 def has_mpiexec() -> str:
