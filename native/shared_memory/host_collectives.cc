@@ -179,6 +179,10 @@ Outcome HostCollective::WaitForAll(uint64_t number) {
   return progress;
 }
 
+Outcome HostCollective::WaitForAllIf(bool needs_all, uint64_t number) {
+  return needs_all || exchange_.WaitsInTree() ? WaitForAll(number) : Outcome{};
+}
+
 Outcome HostCollective::ThroughBuffers(Operation operation, const Arguments& a) {
   if (a.count == 0) return {};
   const bool in_two_steps = operation == kAllreduce && static_cast<int64_t>(Bytes(a.count, a.type)) > kSmallBytes;
@@ -475,8 +479,7 @@ Outcome HostCollective::ReduceScatterThroughBuffers(const Arguments& a, const Di
     return {};
   };
   const auto take = [&](const Piece& piece) -> Outcome {
-    const bool waits = piece.first < parts.CountOf(own) || exchange_.WaitsInTree();
-    if (waits) PYCOLLECTIVE_RETURN_IF_FAILED(WaitForAll(piece.filled));
+    PYCOLLECTIVE_RETURN_IF_FAILED(WaitForAllIf(piece.first < parts.CountOf(own), piece.filled));
     return parts.ForEachRun(own, piece.first, piece.count, [&](int64_t element, int64_t at, int64_t n) -> Outcome {
       const auto operand_of = [&](int rank) -> const void* {
         if (rank == own) return At(a.send, element, a.type);
@@ -522,7 +525,7 @@ Outcome HostCollective::ReduceScatterByReading(const Arguments& a, const Distrib
   const uint64_t shown = exchange_.Post();
   const bool has_part = parts.CountOf(member_.rank) > 0;
   Outcome outcome;
-  if (has_part || exchange_.WaitsInTree()) PYCOLLECTIVE_RETURN_IF_FAILED(WaitForAll(shown));
+  PYCOLLECTIVE_RETURN_IF_FAILED(WaitForAllIf(has_part, shown));
   if (has_part) {
     outcome = parts.ForEachRun(member_.rank, 0, parts.count, [&](int64_t element, int64_t at, int64_t n) {
       return ReadAndReduce(a, element, n, At(a.recv, at, a.type));
@@ -553,8 +556,7 @@ Outcome HostCollective::AllgatherByReading(const Arguments& a, const Distributio
     if (outcome.ok()) outcome = read;
   }
   const uint64_t read = exchange_.Post();  // after an error, too: the others wait for this step
-  const bool is_read = parts.CountOf(member_.rank) > 0;
-  if (is_read || exchange_.WaitsInTree()) PYCOLLECTIVE_RETURN_IF_FAILED(WaitForAll(read));
+  PYCOLLECTIVE_RETURN_IF_FAILED(WaitForAllIf(parts.CountOf(member_.rank) > 0, read));
   own.End();
   return outcome;
 }

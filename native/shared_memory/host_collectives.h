@@ -119,6 +119,8 @@ class HostCollective {
   // The same for all counters; WaitForAll in a step in which all ranks wait for all (exchange.h).
   Outcome WaitForEach(uint64_t number);
   Outcome WaitForAll(uint64_t number);
+  // The same in a step in which some ranks need all, and others none: those wait as well if the ranks wait in a tree.
+  Outcome WaitForAllIf(bool needs_all, uint64_t number);
 
   const Library& mpi_;
   const Channel& channel_;

@@ -182,7 +182,7 @@ Outcome HostLevels::Allreduce(const Library& mpi, const Arguments& a) {
 
 Outcome HostLevels::AddUpByDoubling(const Library& mpi, const Arguments& a) {
   const auto nbytes = static_cast<int64_t>(Bytes(a.count, a.type));
-  const std::unique_ptr<char[]> memory(new char[static_cast<size_t>(nbytes)]);
+  const std::unique_ptr<char[]> memory = MemoryFor(a.count, a.type);
   const auto add = [&](void* sum, const void* next) { ReduceInPlace(sum, next, a.count, a.type, a.op); };
   return CombineByDoubling(mpi, lane_, kTagOfSums, a.recv, memory.get(), nbytes, [&](const void*) { return nbytes; }, false, add);
 }
@@ -260,7 +260,7 @@ Outcome HostLevels::AddUpBlocks(const Library& mpi, const Arguments& a) {
     PYCOLLECTIVE_RETURN_IF_FAILED(ScatterSumByHalving(mpi, lane_, kTagOfSums, blocks, memory.get(), a.count, a.type, add));
     return CopyInMemory(0, a.recv, At(a.send, lane_.rank * a.count, a.type), Bytes(a.count, a.type));
   }
-  PYCOLLECTIVE_RETURN_IF_FAILED(AlltoallInLane(mpi, a.On(a.send, memory.get(), a.count)));
+  PYCOLLECTIVE_RETURN_IF_FAILED(mpi.Alltoall(lane_, a.On(a.send, memory.get(), a.count)));
   const auto of = [&](int host) { return At(static_cast<const void*>(memory.get()), host * a.count, a.type); };
   ReduceInOrder(hosts, of, a.count, a.recv, a.type, a.op);
   return {};
@@ -270,9 +270,10 @@ Outcome HostLevels::ReduceScatter(const Library& mpi, const Arguments& a) {
   const int hosts = lane_.size, ranks = local_.size, lanes = LanesOfBlocks(a, kLeastSumsBytes);
   const int64_t of_host = a.count * ranks, share = of_host / lanes;
   HostCollective within_host(mpi, local_);
-  const std::unique_ptr<char[]> sums = MemoryFor(share * hosts, a.type), result = MemoryFor(lanes < ranks ? of_host : 0, a.type);
+  const std::unique_ptr<char[]> sums = MemoryFor(share * hosts, a.type);
+  const std::unique_ptr<char[]> blocks = MemoryFor(lanes < ranks ? of_host : 0, a.type);  // of which this rank needs its own
   PYCOLLECTIVE_RETURN_IF_FAILED(within_host.ReduceScatter(a.On(a.send, sums.get(), a.count), PartsOf(a, lanes)));
-  void* const own = lanes == ranks ? a.recv : result.get();
+  void* const own = lanes == ranks ? a.recv : At(static_cast<void*>(blocks.get()), std::min(of_host, local_.rank * share), a.type);
   if (local_.rank < lanes) {
     const bool is_by_host = in_blocks_ || lanes == ranks;
     const std::unique_ptr<char[]> by_host = MemoryFor(is_by_host ? 0 : share * hosts, a.type);
@@ -281,7 +282,6 @@ Outcome HostLevels::ReduceScatter(const Library& mpi, const Arguments& a) {
     PYCOLLECTIVE_RETURN_IF_FAILED(AddUpBlocks(mpi, a.On(send, own, share)));
   }
   if (lanes == ranks) return {};
-  const std::unique_ptr<char[]> blocks = MemoryFor(of_host, a.type);  // of which this rank needs its own
   const int64_t first = local_.rank * a.count;
   PYCOLLECTIVE_RETURN_IF_FAILED(
       within_host.Allgather(a.On(own, blocks.get(), of_host), {of_host, share, lanes}, {first, first + a.count}));
@@ -315,8 +315,8 @@ Outcome HostLevels::Allgather(const Library& mpi, const Arguments& a) {
 // H blocks between the two steps, and needs them as H rows of n blocks.
 Outcome HostLevels::Alltoall(const Library& mpi, const Arguments& a) {
   const int hosts = lane_.size, ranks = local_.size;
-  const size_t nbytes = Bytes(a.count * hosts * ranks, a.type);
-  const std::unique_ptr<char[]> one(new char[nbytes]), other(new char[nbytes]);
+  const int64_t count = a.count * hosts * ranks;
+  const std::unique_ptr<char[]> one = MemoryFor(count, a.type), other = MemoryFor(count, a.type);
   if (!in_turns_) Transpose(a.send, one.get(), hosts, ranks, a.count, a.type);
   const void* const by_lane = in_turns_ ? a.send : one.get();
   PYCOLLECTIVE_RETURN_IF_FAILED(mpi.Alltoall(local_, a.On(by_lane, other.get(), a.count * hosts)));
