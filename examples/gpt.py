@@ -22,8 +22,8 @@ CUT = {"qkv": 2, "out": 0, "up": 1, "down": 0, "embed": 0, "output": 1}
 def init_params(rng, vocabulary, layers, width):
     """Returns the parameters of each part of the network, whole.
 
-    The vocabulary gets entries that never occur, up to a multiple of the heads, so that whoever can share the heads can
-    share it too.
+    The vocabulary gets entries that never occur, up to a multiple of the heads, so that devices that can share the
+    heads can share it too.
     """
 
     def normal(*shape, scale):

@@ -22,7 +22,7 @@ _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 def replaced(path: str | os.PathLike[str], mode: str = "w") -> Iterator[IO[Any]]:
     """Opens a new file, which takes the place of ``path`` at the end.
 
-    Whoever opens ``path`` sees all of it, or what was there before; after an error, what was there before. A link of
+    A reader of ``path`` sees all of it, or what was there before; after an error, what was there before. A link of
     this user, or of root, is followed, and so is what is no file of this user's, such as ``/dev/stdout``. A link of
     another user is replaced.
 

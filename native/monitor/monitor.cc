@@ -378,7 +378,7 @@ class Monitor {
   // other hosts. So a rank hears from those of its host and from the leaders of other hosts. Returns false if no lower rank
   // answers, so that this one must report. `leads`: other ranks of this host have found it to be the leader.
   bool AnotherReports(int64_t reason, int64_t age_ns, bool leads) {
-    if (IsReportUnderWay(reason) || (leads && reason == kLongWait && HasToldOtherHost())) return Told(reason, 0);
+    if (IsReportUnderWay(reason) || (leads && reason == kLongWait && HasToldOtherHost())) return LeaveReportToOther(reason, 0);
     std::vector<int> here, there;
     std::set<int64_t> hosts;
     for (const int rank : Others()) {
@@ -386,7 +386,7 @@ class Monitor {
       hosts.insert(host);
       if (rank < settings_.rank) (host == Own().host ? here : there).push_back(rank);
     }
-    if (!leads && OneReports(here, reason, age_ns, true)) return Told(reason, kLeaderNs);
+    if (!leads && OneReports(here, reason, age_ns, true)) return LeaveReportToOther(reason, kLeaderNs);
     if (there.empty()) return false;
     // Leaders speak one after another, so that the first report makes the others silent.
     std::minstd_rand random(static_cast<uint32_t>(settings_.rank) + static_cast<uint32_t>(NowNs()));
@@ -396,13 +396,13 @@ class Monitor {
       changed_.wait_for(lock, std::chrono::nanoseconds(static_cast<int64_t>(random()) % turns),
                         [this] { return stopping_ || has_end_; });
     }
-    if (IsReportUnderWay(reason)) return Told(reason, 0);
+    if (IsReportUnderWay(reason)) return LeaveReportToOther(reason, 0);
     if (!OneReports(there, reason, age_ns, false)) return false;
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       told_other_host_ns_ = NowNs();
     }
-    return Told(reason, 0);
+    return LeaveReportToOther(reason, 0);
   }
 
   // Asks `lower`, which ascend, for a report. Returns whether one of them has taken it.
@@ -432,8 +432,8 @@ class Monitor {
     return seen_reason_ >= reason && NowNs() - seen_ns_ < kReportNs;
   }
 
-  // Another rank makes the report. Where it must end the job this one waits for that end, and returns false if none comes.
-  bool Told(int64_t reason, int64_t more_ns) {
+  // Another rank makes the report. Where the report must end the job, this rank waits for the end, and returns false if none comes.
+  bool LeaveReportToOther(int64_t reason, int64_t more_ns) {
     if (reason != kTooLongWait) return true;
     const int64_t begun_ns = NowNs();
     std::unique_lock<std::mutex> lock(mutex_);

@@ -66,7 +66,7 @@ void LeaveMonitor();
 void ForgetRank(int rank);
 
 // Ends the job: tells all other ranks, which write their records, and writes this rank's. Then the caller ends this
-// process. Returns false if another rank has told this one to end before: then that one's cause is the first.
+// process. Returns false if another rank has told this one to end before: then the other rank's cause is the first.
 bool BeginEnd(int status, const std::string& cause);
 
 }  // namespace pycollective

@@ -7,8 +7,8 @@
 
 namespace pycollective {
 
-// Writes a file in a folder of this user's, which it makes if there is none; nobody else can read that. The file is written under
-// a new name, and then takes its own: whoever opens it sees all of it, and no link that lies there leads elsewhere. Returns "", or
+// Writes a file in a folder of this user's, which it makes if there is none; nobody else can read the folder. The file is written
+// under a new name, and then takes its own: a reader sees all of it, and no link that lies there leads elsewhere. Returns "", or
 // why there is no such file.
 std::string WriteOwnFile(const std::string& folder, const std::string& name, const std::string& text);
 

@@ -17,7 +17,7 @@
 
 namespace pycollective {
 
-// The ranks that a rank guards. It guards the next rank of its host: that one can say the death while the launcher still
+// The ranks that a rank guards. It guards the next rank of its host, which can say the death while the launcher still
 // ends the ranks of other hosts. The last rank of a host guards the first one of the next host as well: a rank may be
 // alone on its host, and all ranks of a host may die.
 std::vector<int> RanksGuardedBy(int rank, const std::vector<Process>& processes);

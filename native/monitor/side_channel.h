@@ -49,8 +49,8 @@ class SideChannel {
   std::vector<Reply> Ask(const std::vector<int>& ranks, int64_t kind, const std::vector<std::string>& texts,
                          int64_t limit_ns) const;
 
-  // Waits at a connection of kStay until the other process ends. Returns false if that one has called Leave, and so has
-  // said its farewell; true if it has died, or if somebody shuts the connection down.
+  // Waits at a connection of kStay until the other process ends. Returns false if the other process has said its farewell,
+  // which Leave sends; true if it has died, or if somebody shuts the connection down.
   static bool HasDied(int connection, const std::string& farewell);
   // Tells those who wait in HasDied that this process ends in order.
   void Leave() const;

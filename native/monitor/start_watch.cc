@@ -136,8 +136,8 @@ class StartWatch {
       if (HasStarted(next)) return;
       const nanoseconds now = Clock::now() - begin;
       const LocalRanks ranks = LookAtLocalRanks(settings_);
-      // The lowest rank that waits speaks and ends, the next one if that one cannot. If it has just ended, the launcher
-      // ends this one before the next look.
+      // The lowest rank that waits speaks and ends, or the next one if it cannot. If it has just ended, the launcher
+      // ends this rank before the next look.
       const bool is_lowest = ranks.waiting.empty() || ranks.waiting.front() == settings_.rank;
       const bool was_lowest = std::exchange(is_lowest_, is_lowest);
       if (now < limit + 2 * kLook && !(is_lowest && was_lowest)) continue;

@@ -7,8 +7,8 @@
 
 namespace pycollective {
 
-// If such a call fails on this rank, other ranks may wait for its next step. So each further call fails in the same way: its first step
-// would be taken for that one.
+// If such a call fails on this rank, other ranks may wait for its next step. So each further call fails in the same way: other ranks would
+// take its first step for the missing one.
 class StopAfterFailure {
  public:
   template <typename Make>

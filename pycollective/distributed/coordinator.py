@@ -85,7 +85,7 @@ def _socket_for(address: str) -> socket.socket:
 
 
 def _greet(listener: socket.socket, nonce: bytes) -> None:
-    """Sends ``nonce`` to whoever connects, until the listener is closed."""
+    """Sends ``nonce`` to each process that connects, until the listener is closed."""
     with suppress(OSError):
         while True:
             connection, _ = listener.accept()

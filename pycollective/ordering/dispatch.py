@@ -134,7 +134,7 @@ def _admit_this_thread() -> None:
                 "jit",
                 f"programs with collectives from one Python thread, {last.name!r}, which has dispatched some",
                 f"one from {this.name!r}",
-                "Call them all from one thread; another thread may take over when that one has ended.",
+                "Call them all from one thread; another thread may take over when the first has ended.",
             )
         )
     if last is threading.main_thread():

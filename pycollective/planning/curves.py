@@ -42,8 +42,8 @@ class Curve(NamedTuple):
     def __call__(self, size: float) -> float:
         """Returns the seconds of ``size``.
 
-        Between two measured sizes the logarithm of the time is linear in that of the size. A smaller size than the
-        smallest takes as long as that one, since latency is left. A larger size than the largest has its rate.
+        Between two measured sizes the logarithm of the time is linear in that of the size. A size below the
+        smallest takes as long as the smallest, since latency is left. A larger size than the largest has its rate.
         """
         sizes, seconds = self
         if size <= sizes[0]:

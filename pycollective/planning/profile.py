@@ -164,8 +164,8 @@ class Profile:
 
         They take as long as one product of as many operations that lies in the same way and whose smallest dimension is
         the same. If the first matrix lies transposed, each of its rows is read in steps, once for each column of the
-        second one: with few columns that is what takes long. So is each column of that one for each row of the first,
-        if it lies transposed too.
+        second: with few columns these reads take longest. If the second lies transposed too, each of its columns is
+        read in steps, once for each row of the first.
 
         Args:
             dtype: the dtype.

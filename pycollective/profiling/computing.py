@@ -166,7 +166,7 @@ def _streams() -> Programs:
 
 
 def _transposes() -> Programs:
-    """Passes over two arrays, one of them along the columns; the size is that one's bytes."""
+    """Passes over two arrays, one along the rows and one along the columns; the size is the bytes of one."""
     shapes = {4 * rows * columns: (rows, columns) for rows, columns in TRANSPOSED}
 
     def program(nbytes: int) -> tuple[Any, list[Array]]:

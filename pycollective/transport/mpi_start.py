@@ -2,8 +2,8 @@
 
 MPI starts when all ranks start it, and waits for them without a word: a rank may have ended before. The native library
 watches that wait (``native/monitor/start_watch.h``), since the import holds the interpreter's lock.
-``import pycollective`` installs this, so it concerns whoever imports ``mpi4py.MPI`` later, the program itself for
-example. It needs neither MPI nor JAX.
+``import pycollective`` installs this, so it concerns each later import of ``mpi4py.MPI``, that of the program
+for example. It needs neither MPI nor JAX.
 """
 
 from __future__ import annotations

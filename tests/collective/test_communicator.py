@@ -153,8 +153,8 @@ def test_groups_are_made_once(world: pc.Communicator) -> None:
 
 
 def test_many_communicators(world: pc.Communicator) -> None:
-    # An MPI library has a few thousand communicators, MPICH 2048. Freeing one must free its duplicates, too, whoever
-    # frees it; and so must dropping it.
+    # An MPI library has a few thousand communicators, MPICH 2048. Freeing one must free its duplicates, too, on
+    # each rank; and so must dropping it.
     if world.size > 2:
         pytest.skip("LOUD: takes minutes where more ranks than cores poll")
     taken = [world.mpi.Dup() for _ in range(1500)]  # few are left, so to lose one in each round is an error

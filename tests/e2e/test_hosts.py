@@ -642,7 +642,7 @@ for comm in (world, in_turns):
         x = jax.lax.cond(flag, lambda x: pc.psum(x, comm) / n, lambda x: x, x)
         return pc.pmax(pc.pmin(x, comm), comm)
 
-    # In the first run five sums, the one that depends on data, two more; then each section once, and that one.
+    # In the first run five sums, the sum that depends on data, two more; then each section once, and the dependent sum.
     for count, flag in ((8, True), (3, True), (2, False), (3, True)):
         made, result = comparisons(lambda: program(x, flag))
         assert made == count, (made, count)

@@ -107,7 +107,7 @@ def test_unbound_and_labelled(program: str) -> None:
 @pytest.mark.library
 def test_the_exit_status_is_the_programs(ends: str) -> None:
     statuses = [run("-n", "2", "--oversubscribe", ends, "fail").returncode]
-    # MPICH's mpiexec kills the other rank with signal 9. On a busy machine it sometimes reports that one.
+    # MPICH's mpiexec kills the other rank with signal 9. On a busy machine it sometimes reports the killed rank's.
     while statuses[-1] == signal.SIGKILL and len(statuses) < 3:
         statuses.append(run("-n", "2", "--oversubscribe", ends, "fail").returncode)
     assert statuses[-1] == 7, statuses

@@ -136,7 +136,7 @@ def report(*arguments: str) -> Any:
 
 @pytest.mark.parametrize(("ranks", "odd"), [(2, 1), (4, 2)])
 def test_clocks_of_other_hosts(ranks: int, odd: int, tmp_path: Path) -> None:
-    """Of four ranks the last one compares its clock with that of the odd one, and that one with rank 0's."""
+    """Of four ranks the last compares its clock with the odd rank's, and the odd rank its own with rank 0's."""
     trace, _ = trace_of(
         tmp_path,
         f"""

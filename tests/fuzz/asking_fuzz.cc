@@ -70,7 +70,7 @@ void Play(const Script& script, int fd, size_t request_bytes) {
   const size_t first = script.way == Script::kRight ? at : frame.size();
   SendTo(fd, frame.substr(0, first));
   if (first < frame.size()) SendTo(fd, frame.substr(first));
-  // Whoever asked has seen that this is forged, and ends the connection.
+  // The rank that asked has seen that this is forged, and ends the connection.
   if (script.way == Script::kChangedReply || script.way == Script::kWrongKey) ReadFrom(fd, 1);
 }
 

@@ -477,7 +477,7 @@ void TestAProcessThatIsGone() {
 }
 
 // A root leaves a broadcast that others have not read yet, since MPI says that a rank has failed. Its array may be anything
-// then: whoever comes late gets the error as well.
+// then: a rank that comes late gets the error as well.
 void TestARootThatGivesUp() {
   std::atomic<bool> has_left{false};
   OnRanks(2, [&](const pc::Library& library, Member& member) {

@@ -504,7 +504,7 @@ void TestEndsAreToldByATree() {
   }
 }
 
-// All hear of the end that can hear, whoever else is silent.
+// All that can hear, hear of the end, whichever others are silent.
 void TestEndsWithoutLeaders() {
   {
     const PlayedJob job(3, 4, AllBut(1, 0), {4}, {8});

@@ -413,7 +413,7 @@ void TestALeaderThatIsAsked() {
   }
 }
 
-// A rank that another one has asked for its status leaves the report of this reason to that one. A less grave report does
+// A rank that another one has asked for its status leaves the report of this reason to the asker. A less grave report does
 // not silence it.
 void TestOneReportMakesOthersSilent() {
   for (const int64_t reason : {1, 2, 3}) {

@@ -108,7 +108,7 @@ void TestLimit() {
   close(fd);
 }
 
-// Too many wait to be accepted: whoever asks tries again until the rank accepts.
+// Too many wait to be accepted: a rank that asks tries again until the other accepts.
 void TestFullQueue() {
   Address address = NewAddress();
   const int fd = Listening(&address);

@@ -54,7 +54,7 @@ def test_what_is_freed_does_not_count(nbytes: int) -> None:
 
 @pytest.mark.usefixtures("fresh")
 def test_another_malloc_has_no_account_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A library that was loaded before the GNU C library's malloc: that one's account stands still."""
+    """A library loaded before the GNU C library has its own malloc, so the C library's account stands still."""
 
     class Libc:
         def __init__(self, *_: object) -> None:

@@ -271,7 +271,7 @@ def test_remat_computes_again_and_keeps_less() -> None:
 
 
 def test_remat_makes_no_result_again_that_is_not_needed() -> None:
-    """The first product has as many operations as the second; only that one's result goes on unchanged."""
+    """The first product has as many operations as the second; only the second's result goes on unchanged."""
     two = replace(ONE_PART, products=[MatMul(4, 8, 16, "n"), MatMul(4, 16, 8, "k", recomputed=False)])
     network = replace(NETWORK, parts=(two,) * 4)
     product, stream = 4 * 16 * 2 * 4 * 8 * 16, 4 * 16 * 120 * 4 * 2

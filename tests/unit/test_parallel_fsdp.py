@@ -98,7 +98,7 @@ def test_a_training_is_that_of_plain_data_parallelism(way: str, devices: int) ->
 
 @pytest.mark.parametrize("way", ["vmap", "types"])
 def test_gradients_have_the_scale_of_zero(way: str) -> None:
-    """Whoever goes from one to the other keeps the learning rate."""
+    """A program that goes from one to the other keeps its learning rate."""
 
     def both(params: Tree, x: Array) -> tuple[Tree, Tree]:
         slices = fsdp.shard(params, AXIS)

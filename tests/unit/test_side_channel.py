@@ -279,7 +279,7 @@ def test_a_process_without_descriptors_rests() -> None:
 
 def test_another_user_of_this_host_is_sent_away() -> None:
     if os.geteuid() != 0:
-        pytest.skip("only root can become another user, to see how that one is sent away")
+        pytest.skip("only root can become another user, to see how the other user is sent away")
     host = f"@pycollective-test-{secrets.token_hex(8)}"
     program = (
         "import os, socket, sys; os.setuid(65534); s = socket.socket(socket.AF_UNIX); s.connect(chr(0) + sys.argv[1])\n"
@@ -337,7 +337,7 @@ def test_a_rank_that_proves_itself_is_asked() -> None:
 
 def test_another_user_who_has_the_name_of_a_rank_hears_nothing() -> None:
     if os.geteuid() != 0:
-        pytest.skip("only root can become another user, to see that nobody speaks to that one")
+        pytest.skip("only root can become another user, to see that nobody speaks to the other user")
     name = f"pycollective-test-{secrets.token_hex(8)}"
     program = (
         "import os, socket, sys; os.setuid(65534); s = socket.socket(socket.AF_UNIX); s.bind(chr(0) + sys.argv[1])\n"

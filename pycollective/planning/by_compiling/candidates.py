@@ -86,8 +86,8 @@ def candidates(leaves: Sequence[Leaf], devices: int) -> Iterator[Candidate]:
     The examples of the data are cut along the first axis, where they divide, or over all devices. Of the state,
     matrices are cut along the second axis: by their larger dimension, which for two layers in a row is what Megatron
     does, or all by the first or the last one. Along the first axis the state is whole (data parallelism), or cut (ZeRO
-    stage 3, FSDP), or cut but for the first argument (ZeRO stage 1, where that one is the parameters and the second the
-    optimizer's state).
+    stage 3, FSDP), or cut but for the first argument (ZeRO stage 1, where the first is the parameters and the second
+    the optimizer's state).
     """
     known = set()
     for candidate in itertools.chain(*(_by_rules(leaves, devices, over_all=over_all) for over_all in (False, True))):
