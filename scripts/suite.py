@@ -284,7 +284,7 @@ def steps(*, everything: bool, install: bool) -> list[Step]:
         ),
         on_ranks(
             2, "calls compared without shared memory",
-            *files("collective", "agreement_on_ranks sections_on_ranks alone order_on_ranks forward"),
+            *files("collective", "agreement_on_ranks sections_on_ranks alone order_on_ranks forward messages"),
             env={"PYCOLLECTIVE_SHARED_MEMORY": "off"},
         ),
         on_ranks(2, "tests/libraries", "tests/libraries", **whole),

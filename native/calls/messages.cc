@@ -2,8 +2,10 @@
 
 #include "calls/messages.h"
 
+#include <array>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <new>
 #include <string>
 #include <vector>
@@ -18,39 +20,64 @@
 namespace pycollective {
 namespace {
 
+// Where the data of a header are. The values are no numbers that data are likely to have: bytes without a header must not be taken
+// for one.
+enum class DataPlace : int64_t { kEnclosed = 0x70636d7367656e63, kNextMessage = 0x70636d7367736570 };
+
 struct MessageHeader {
   CallDescription call;
-  int64_t encloses = 0;  // 1: the data are in the header
-  char data[256] = {};   // from host memory; each MPI library sends a header of 512 bytes eagerly
+  DataPlace place = DataPlace::kNextMessage;
+};
+static_assert(sizeof(MessageHeader) == 256, "ranks send it as bytes, so it must have no padding");
 
-  MessageHeader() = default;
-  MessageHeader(const Channel& channel, const SentMessage& sent) : call(sent.post) {
-    const size_t nbytes = Bytes(sent.data.count, sent.data.type);
-    if (channel.memory != nullptr || nbytes > sizeof(data)) return;
-    encloses = 1;
-    if (nbytes > 0) std::memcpy(data, sent.data.data, nbytes);
+// Larger data are a message of their own. A copy of them takes longer than a second message: on one host, where a message takes
+// 2 us, from some 16 KiB on; over TCP, where it takes 10 us, from some 256 KiB on.
+constexpr size_t kEnclosedBytes = 256 << 10;
+constexpr size_t kEnclosedOnOneHost = 16 << 10;
+// Larger data are received where they belong, and smaller ones copied there: MPI needs a datatype for two places.
+constexpr size_t kCopiedBytes = 32 << 10;
+
+// The memory of a thread for one message that it sends and one that it receives.
+struct MessageMemory {
+  struct Message {
+    MessageHeader header;
+    char data[kEnclosedBytes];
+  };
+  Message sent;
+  Message received;
+
+  // Returns the memory of this thread; null: there is no memory left.
+  static MessageMemory* OfThisThread() {
+    // Not initialized, so that the kernel gives pages only for what is used.
+    static thread_local const std::unique_ptr<char[]> memory(new (std::nothrow) char[sizeof(MessageMemory)]);
+    return reinterpret_cast<MessageMemory*>(memory.get());
   }
 };
-static_assert(sizeof(MessageHeader) == 512, "ranks send it as bytes, so it must have no padding");
 
-Outgoing Sent(const MessageHeader& header, const SentMessage& sent) {
-  return {&header, sizeof(MessageHeader), Type::kUint8, sent.data.dest, sent.data.tag};
+// Writes the first message for `sent` at `to`. Larger data are not in it.
+Outgoing FirstMessage(const Channel& channel, const SentMessage& sent, MessageMemory::Message* to) {
+  const size_t nbytes = Bytes(sent.data.count, sent.data.type);
+  const size_t limit = channel.exchange != nullptr ? kEnclosedOnOneHost : kEnclosedBytes;
+  const bool encloses = channel.memory == nullptr && nbytes <= limit;
+  to->header = {CallDescription(sent.post), encloses ? DataPlace::kEnclosed : DataPlace::kNextMessage};
+  if (encloses && nbytes > 0) std::memcpy(to->data, sent.data.data, nbytes);
+  const auto size = static_cast<int64_t>(sizeof(MessageHeader) + (encloses ? nbytes : 0));
+  return {to, size, Type::kUint8, sent.data.dest, sent.data.tag};
 }
+
+Outcome NoMemory() { return OutcomeOfException(std::bad_alloc()); }
 
 std::string DescribeMessage(const Post& post, const std::string& line) {
   const std::string array = DescribeArray(post.signature.dimensions, post.signature.dtype);
   return line.empty() ? array : array + " at " + line;
 }
 
-// Copies the data out of a header to where MPI_Recv would write them.
-Outcome Take(const Library& mpi, const Channel& channel, const MessageHeader& header, const Incoming& to) {
+// Copies enclosed data to where MPI_Recv would write them.
+Outcome Copy(const Channel& channel, const char* data, const Incoming& to) {
   static const auto& host = *new Memory;
   const size_t nbytes = Bytes(to.count, to.type);
-  if (nbytes > 0) {
-    const Memory& memory = channel.memory != nullptr ? *channel.memory : host;
-    PYCOLLECTIVE_RETURN_IF_FAILED(memory.Copy(to.data, header.data, nbytes));
-  }
-  return to.status != nullptr ? mpi.SetReceived(to) : Outcome{};
+  if (nbytes == 0) return {};
+  return (channel.memory != nullptr ? *channel.memory : host).Copy(to.data, data, nbytes);
 }
 
 // Receives the data of an unexpected message and drops them, so that the sender does not wait without end.
@@ -71,26 +98,39 @@ Outcome Drop(const Library& mpi, const Channel& channel, const Post& post, int s
 
 Outcome Send(const Library& mpi, const Channel& channel, const SentMessage& sent) {
   if (check < Check::kEvery) return mpi.Send(channel, sent.data);
-  const MessageHeader header(channel, sent);
-  const Outcome outcome = mpi.Send(channel, Sent(header, sent));
-  return header.encloses != 0 || !outcome.ok() ? outcome : mpi.Send(channel, sent.data);
+  MessageMemory* const memory = MessageMemory::OfThisThread();
+  if (memory == nullptr) return NoMemory();
+  const Outcome outcome = mpi.Send(channel, FirstMessage(channel, sent, &memory->sent));
+  const bool is_sent = memory->sent.header.place == DataPlace::kEnclosed;
+  return is_sent || !outcome.ok() ? outcome : mpi.Send(channel, sent.data);
 }
 
 Outcome Recv(const Library& mpi, const Channel& channel, const ExpectedMessage& expected) {
   Incoming data = expected.data;
   if (check < Check::kEvery || data.source == mpi.proc_null()) return mpi.Recv(channel, data);
-  MessageHeader header;
+  MessageMemory* const memory = MessageMemory::OfThisThread();
+  if (memory == nullptr) return NoMemory();
+  MessageMemory::Message& received = memory->received;
+  const size_t nbytes = Bytes(data.count, data.type);
+  const bool in_place = channel.memory == nullptr && nbytes > kCopiedBytes && nbytes <= kEnclosedBytes;
   Envelope envelope;
-  PYCOLLECTIVE_RETURN_IF_FAILED(
-      mpi.Recv(channel, {&header, sizeof(MessageHeader), Type::kUint8, data.source, data.tag, data.status, &envelope}));
+  Incoming first{&received, sizeof(received), Type::kUint8, data.source, data.tag, data.status, &envelope, true};
+  // The sender may have other data than this rank expects. So there is room for the largest first message.
+  const std::array<MemoryRange, 3> places{{{&received.header, sizeof(MessageHeader)},
+                                           {data.data, static_cast<int64_t>(nbytes)},
+                                           {received.data + nbytes, static_cast<int64_t>(kEnclosedBytes - nbytes)}}};
+  PYCOLLECTIVE_RETURN_IF_FAILED(in_place ? mpi.RecvInPlaces(channel, first, places) : mpi.Recv(channel, first));
   data.source = envelope.source;  // the data have the header's source, even if the program receives from any rank
   data.tag = envelope.tag;
-  const CallDescription& described = header.call;
+  const bool is_enclosed = received.header.place == DataPlace::kEnclosed;
+  const CallDescription& described = received.header.call;
   const Signature &here = expected.post.signature, &there = described.post.signature;
   if (there.dtype == here.dtype && there.dimensions == here.dimensions) {
-    return header.encloses != 0 ? Take(mpi, channel, header, data) : mpi.Recv(channel, data);
+    if (!is_enclosed) return mpi.Recv(channel, data);
+    if (!in_place) PYCOLLECTIVE_RETURN_IF_FAILED(Copy(channel, received.data, data));
+    return data.status != nullptr ? mpi.SetReceived(data) : Outcome{};
   }
-  if (header.encloses == 0) PYCOLLECTIVE_RETURN_IF_FAILED(Drop(mpi, channel, described.post, data.source, data.tag));
+  if (!is_enclosed) PYCOLLECTIVE_RETURN_IF_FAILED(Drop(mpi, channel, described.post, data.source, data.tag));
   Outcome outcome{"MPI_Recv", 0, {}};
   outcome.detail = "CollectiveMismatch: expected a message of " + DescribeMessage(expected.post, SiteText(expected.post.site)) +
                    ", got one of " + DescribeMessage(described.post, described.line) + " from rank " +
@@ -103,7 +143,8 @@ Outcome Sendrecv(const Library& mpi, const Channel& channel, const SentMessage& 
   if (check < Check::kEvery) return mpi.Sendrecv(channel, sent.data, expected.data);
   // A message that has begun must be waited for until MPI has read it, so the tag of the receive is checked before.
   PYCOLLECTIVE_RETURN_IF_FAILED(mpi.CheckTag(channel, expected.data.tag));
-  const MessageHeader header(channel, sent);
+  MessageMemory* const memory = MessageMemory::OfThisThread();
+  if (memory == nullptr) return NoMemory();
   std::vector<int64_t> started;
   const auto start = [&](const Outgoing& message) {
     int64_t handle = 0;
@@ -111,8 +152,8 @@ Outcome Sendrecv(const Library& mpi, const Channel& channel, const SentMessage& 
     if (outcome.ok()) started.push_back(handle);
     return outcome;
   };
-  Outcome outcome = start(Sent(header, sent));
-  if (outcome.ok() && header.encloses == 0) outcome = start(sent.data);
+  Outcome outcome = start(FirstMessage(channel, sent, &memory->sent));
+  if (outcome.ok() && memory->sent.header.place == DataPlace::kNextMessage) outcome = start(sent.data);
   if (outcome.ok()) outcome = Recv(mpi, channel, expected);
   const Outcome gone = mpi.WaitAll(&started);
   return outcome.ok() ? gone : outcome;
@@ -120,24 +161,26 @@ Outcome Sendrecv(const Library& mpi, const Channel& channel, const SentMessage& 
 
 }  // namespace pycollective
 
-// Describes a message of a program, from the bytes of its header: "float32[3] at train.py:12 (step)"; "" for other bytes.
+// Describes a message of a program, from its bytes: "float32[3] at train.py:12 (step)"; "" for bytes without a header.
 PYCOLLECTIVE_EXPORT const char* pycollective_message_header_text(const char* bytes, int64_t nbytes) {
+  using pycollective::DataPlace;
   static thread_local std::string text;
   text.clear();
-  if (nbytes == sizeof(pycollective::MessageHeader)) {
-    pycollective::MessageHeader header;
-    std::memcpy(&header, bytes, sizeof header);
+  if (nbytes < int64_t{sizeof(pycollective::MessageHeader)}) return text.c_str();
+  pycollective::MessageHeader header;
+  std::memcpy(&header, bytes, sizeof header);
+  if (header.place == DataPlace::kEnclosed || header.place == DataPlace::kNextMessage) {
     header.call.line[pycollective::kLineBytes - 1] = 0;
     text = pycollective::DescribeMessage(header.call.post, header.call.line);
   }
   return text.c_str();
 }
 
-// Whether the data are in the header, so that no second part follows.
+// Whether the data follow their header in the same message, so that no second one comes.
 PYCOLLECTIVE_EXPORT bool pycollective_message_header_encloses(const char* bytes) {
   pycollective::MessageHeader header;
   std::memcpy(&header, bytes, sizeof header);
-  return header.encloses != 0;
+  return header.place == pycollective::DataPlace::kEnclosed;
 }
 
 namespace {

@@ -1,9 +1,9 @@
 // Messages of programs: send, recv, sendrecv.
 //
-// A message is sent in two parts with the same tag: first a header with a description (`CallDescription`: dtype, shape, the line
-// of the sender), then the data. Small data are in the header, and no second part follows. MPI keeps the order of messages of one
-// sender with one tag, so the receiver knows the description before it receives the data. If the dtype or shape differs, the
-// receiver returns an error that names both lines.
+// A message begins with a header: a description (`CallDescription`: dtype, shape, the line of the sender). Data of at most
+// kEnclosedBytes follow it in the same message of MPI. Larger data, and data in an accelerator's memory, are a second message with
+// the same tag. MPI keeps the order of messages of one sender with one tag, so the receiver knows the description before it
+// receives the second message. If the dtype or shape differs, the receiver returns an error that names both lines.
 
 #ifndef PYCOLLECTIVE_NATIVE_CALLS_MESSAGES_H_
 #define PYCOLLECTIVE_NATIVE_CALLS_MESSAGES_H_

@@ -6,6 +6,7 @@
 #ifndef PYCOLLECTIVE_NATIVE_MPI_COLLECTIVES_H_
 #define PYCOLLECTIVE_NATIVE_MPI_COLLECTIVES_H_
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <exception>
@@ -142,6 +143,12 @@ struct Incoming {
   bool may_be_shorter = false;
 };
 
+// Consecutive bytes in memory.
+struct MemoryRange {
+  void* data;
+  int64_t nbytes;
+};
+
 // The MPI library.
 class Library {
  public:
@@ -165,6 +172,9 @@ class Library {
   virtual Outcome CheckTag(const Channel&, int tag) const = 0;
   virtual Outcome Send(const Channel&, const Outgoing&) const = 0;
   virtual Outcome Recv(const Channel&, const Incoming&) const = 0;
+  // Receives a message of bytes into three places, one after the other. The memory, the length and the type of `in` are not used,
+  // and the message may be shorter.
+  virtual Outcome RecvInPlaces(const Channel&, const Incoming& in, const std::array<MemoryRange, 3>& places) const = 0;
   virtual Outcome Sendrecv(const Channel&, const Outgoing&, const Incoming&) const = 0;
   // Whether a message of another library has the length of `in`; that library has written the status of `in`.
   virtual Outcome CheckReceived(const char* call, const Incoming& in) const = 0;

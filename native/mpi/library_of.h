@@ -200,19 +200,32 @@ class LibraryOf : public Library {
   }
 
   Outcome Recv(const Channel& channel, const Incoming& in) const override {
-    int tag = 0;
-    PYCOLLECTIVE_RETURN_IF_FAILED(FindTag(channel, in.tag, &tag));
     const Block<H> block = BlockOf(in.count, in.type);
     PYCOLLECTIVE_RETURN_IF_FAILED(block.made());
     Status own;
     void* status = in.status == nullptr ? &own : in.status;
-    PYCOLLECTIVE_CALL_WAITING(Recv, in.data, block.count(), block.type(), in.source, tag, Handle(channel.messages),
-                              status);
+    PYCOLLECTIVE_RETURN_IF_FAILED(Receive(channel, in, in.data, block.count(), block.type(), status));
     if (in.source == proc_null_) return Clear(channel, in.data, in.count, in.type);
-    if (in.envelope != nullptr) {
-      *in.envelope = {IntAt(status, status_source_), channel.tag_step == 1 ? IntAt(status, status_tag_) : in.tag};
-    }
     return CheckLength("MPI_Recv", in, block, status);
+  }
+
+  Outcome RecvInPlaces(const Channel& channel, const Incoming& in, const std::array<MemoryRange, 3>& places) const override {
+    int lengths[3];
+    ptrdiff_t offsets[3];
+    H types[3];
+    for (size_t i = 0; i < places.size(); ++i) {
+      lengths[i] = static_cast<int>(places[i].nbytes);
+      offsets[i] = reinterpret_cast<intptr_t>(places[i].data) - reinterpret_cast<intptr_t>(places[0].data);
+      types[i] = types_[int(Type::kUint8)];
+    }
+    H whole{};
+    PYCOLLECTIVE_CALL(Type_create_struct, 3, lengths, offsets, types, &whole);
+    Status own;
+    Outcome outcome;
+    if (const int code = functions_.Type_commit(&whole); code != 0) outcome = {"MPI_Type_commit", code, {}};
+    if (outcome.ok()) outcome = Receive(channel, in, places[0].data, 1, whole, in.status == nullptr ? &own : in.status);
+    functions_.Type_free(&whole);
+    return outcome;
   }
 
   Outcome CheckReceived(const char* call, const Incoming& in) const override {
@@ -377,6 +390,17 @@ class LibraryOf : public Library {
       return outcome;
     }
     *found = channel.first_tag + tag * channel.tag_step;
+    return {};
+  }
+
+  // Receives `count` elements of `type` from the source of `in`, and sets the envelope of `in`.
+  Outcome Receive(const Channel& channel, const Incoming& in, void* data, int count, H type, void* status) const {
+    int tag = 0;
+    PYCOLLECTIVE_RETURN_IF_FAILED(FindTag(channel, in.tag, &tag));
+    PYCOLLECTIVE_CALL_WAITING(Recv, data, count, type, in.source, tag, Handle(channel.messages), status);
+    if (in.envelope != nullptr) {
+      *in.envelope = {IntAt(status, status_source_), channel.tag_step == 1 ? IntAt(status, status_tag_) : in.tag};
+    }
     return {};
   }
 

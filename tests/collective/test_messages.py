@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import time
 import warnings
@@ -366,6 +367,52 @@ def test_a_message_of_another_kind(jit: Any, call: str, other: str, world: pc.Co
         np.testing.assert_array_equal(pc.recv(LIKE, world, source=0), 2 * LIKE)
 
 
+# In bytes. Messages change their form at 16, 32 and 256 KiB (native/calls/messages.cc).
+LENGTHS = [0, 1, *(limit * 1024 + more for limit in (16, 32, 256) for more in (-1, 0, 1)), 1 << 20]
+
+
+def message_of(nbytes: int, number: int) -> np.ndarray:
+    """Bytes of which no two neighbours in memory, or in two messages, are alike."""
+    return (np.arange(nbytes, dtype=np.uint32) * 7 + 31 * number).astype(np.uint8)
+
+
+@needs_two
+def test_messages_of_all_lengths(world: pc.Communicator) -> None:
+    """Each comes whole, by each kind of call, and its status says its length."""
+    if world.rank > 1:
+        return
+    for nbytes in LENGTHS:
+        own, other = (message_of(nbytes, rank) for rank in (world.rank, 1 - world.rank))
+        status = MPI.Status()
+        got = pc.sendrecv(own, world, source=1 - world.rank, dest=1 - world.rank, status=status)
+        np.testing.assert_array_equal(got, other, err_msg=f"{nbytes} B, sendrecv")
+        assert status.Get_count(MPI.BYTE) == nbytes
+        if world.rank == 0:
+            pc.send(own, world, dest=1, tag=5)
+        else:
+            status = MPI.Status()
+            got = pc.recv(other, world, tag=5, status=status)
+            np.testing.assert_array_equal(got, other, err_msg=f"{nbytes} B, recv")
+            assert (status.Get_source(), status.Get_tag(), status.Get_count(MPI.BYTE)) == (0, 5, nbytes)
+
+
+@needs_two
+@pytest.mark.native
+@pytest.mark.skipif(config.check.when < 2, reason="LOUD: PYCOLLECTIVE_CHECK leaves messages out")
+def test_a_message_of_another_length(world: pc.Communicator) -> None:
+    """Of each length where another is expected: the receiver gets the error, and the next message is right."""
+    for sent, expected in itertools.permutations([1, 30_000, 200_000, 250_000, 300_000], 2):
+        if world.rank == 0:
+            pc.send(message_of(sent, 1), world, dest=1)
+            pc.send(message_of(expected, 2), world, dest=1)
+        elif world.rank == 1:
+            like = message_of(expected, 2)
+            message = rf"expected a message of uint8\[{expected}\] at .*, got one of uint8\[{sent}\] at"
+            with pytest.raises(RUNTIME_ERRORS, match=message):
+                pc.recv(like, world, source=0).block_until_ready()
+            np.testing.assert_array_equal(pc.recv(like, world, source=0), like, err_msg=f"after {sent} B")
+
+
 @needs_two
 @pytest.mark.native
 @pytest.mark.skipif(config.check.when < 2, reason="LOUD: PYCOLLECTIVE_CHECK leaves messages out")
@@ -386,7 +433,7 @@ def test_a_tree_without_arrays_is_a_message(world: pc.Communicator) -> None:
 @needs_two
 @pytest.mark.native
 def test_messages_from_any_rank_come_whole(world: pc.Communicator) -> None:
-    """What a message is and its data come from one sender, in the order in which that one sent."""
+    """What a message is and its data come from one sender, in the order in which the messages were sent."""
     world = world.split(0)
     if world.rank > 0:
         for number in range(20):

@@ -76,6 +76,7 @@ class NoMpi final : public Library {
   Outcome CheckTag(const Channel&, int) const override { return Called(); }
   Outcome Send(const Channel&, const Outgoing&) const override { return Called(); }
   Outcome Recv(const Channel&, const Incoming&) const override { return Called(); }
+  Outcome RecvInPlaces(const Channel&, const Incoming&, const std::array<MemoryRange, 3>&) const override { return Called(); }
   Outcome Sendrecv(const Channel&, const Outgoing&, const Incoming&) const override { return Called(); }
   Outcome CheckReceived(const char*, const Incoming&) const override { return Called(); }
   Outcome SetReceived(const Incoming&) const override { return Called(); }
