@@ -204,10 +204,8 @@ bool Comparison::Carries(const Channel& channel, const PiggybackedCollective& pi
   static_assert(offsetof(Block, data) == Block::kHeadBytes);
   const int64_t nbytes = piggybacked.nbytes();
   if (nbytes > kMostBytes) return false;
-  const auto reduction = piggybacked.reduction();
-  if (!reduction.has_value()) return nbytes * channel.size <= kMostBytes;
-  constexpr int64_t kMostForBlock = 8 << 10;  // without a comparison a rank sends less than the whole array
-  return SentByDoubling(nbytes, channel.size) <= (reduction->is_whole ? kMostByDoubling : kMostForBlock);
+  if (!piggybacked.reduction().has_value()) return nbytes * channel.size <= kMostBytes;
+  return SentByDoubling(nbytes, channel.size) <= kMostByDoubling;
 }
 
 int64_t Comparison::made() { return comparisons.load(std::memory_order_relaxed); }

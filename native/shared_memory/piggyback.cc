@@ -75,7 +75,7 @@ bool PiggybackedArrayCollective::Complete(Member member, const BytesOfRank& of) 
 
 std::optional<PiggybackedCollective::Reduction> PiggybackedArrayCollective::reduction() const {
   if (operation_ != kReduceScatter) return {};
-  return Reduction{a_.type, a_.op, false};
+  return Reduction{a_.type, a_.op};
 }
 
 void PiggybackedArrayCollective::CompleteReduced(Member member, const char* reduced) const {

@@ -36,7 +36,6 @@ class PiggybackedCollective {
   struct Reduction {
     Type type;
     Op op;
-    bool is_whole;  // whether this rank needs the whole result, not a block of it
   };
   // Nothing: a rank needs the operands themselves.
   virtual std::optional<Reduction> reduction() const { return {}; }
@@ -54,7 +53,7 @@ class PiggybackedAllreduce final : public PiggybackedCollective {
   bool Needs(Member member, int other) const override;
   bool Complete(Member member, const BytesOfRank& of) const override;
 
-  std::optional<Reduction> reduction() const override { return Reduction{arrays_.front().type, op_, true}; }
+  std::optional<Reduction> reduction() const override { return Reduction{arrays_.front().type, op_}; }
   void CompleteReduced(Member member, const char* reduced) const override;
 
  private:
