@@ -103,7 +103,9 @@ def _keeps_order(program: Program, one: Instruction) -> bool:
     )
 
 
-def _origins(named: dict[str, Instruction], name: str, place: int | None = None, *, tokens: bool = False) -> Iterator[str]:
+def _origins(
+    named: dict[str, Instruction], name: str, place: int | None = None, *, tokens: bool = False
+) -> Iterator[str]:
     """The names of the instructions that have made the arrays in a value, or its tokens.
 
     Args:

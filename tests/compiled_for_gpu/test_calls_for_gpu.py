@@ -65,7 +65,10 @@ def in_cond(over: Over) -> Callable[..., Any]:
     ("form", "calls"),
     [
         (in_scan, "(allreduce)"),
-        (in_while_loop, "allreduce (allreduce allreduce)"),  # JAX computes the condition before the loop and in its body
+        (
+            in_while_loop,
+            "allreduce (allreduce allreduce)",
+        ),  # JAX computes the condition before the loop and in its body
         (in_cond, "[allreduce | ppermute] allgather"),
     ],
 )

@@ -53,9 +53,7 @@ def test_zero() -> None:
 
 @pytest.mark.parametrize("stacks", [True, False], ids=["scan", "list"])
 def test_fsdp(stacks: bool) -> None:
-    layer = parallel.gathered(
-        lambda w, h: jnp.tanh(h @ w), W, "i", policy=jax.checkpoint_policies.dots_saveable
-    )
+    layer = parallel.gathered(lambda w, h: jnp.tanh(h @ w), W, "i", policy=jax.checkpoint_policies.dots_saveable)
 
     def total(slices: Tree, h: Array) -> Array:
         if stacks:
