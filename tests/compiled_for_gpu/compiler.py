@@ -1,7 +1,7 @@
 """XLA's compiler for GPUs on a machine without one: it compiles for an H100 from a description.
 
-It needs JAX's plugin for CUDA (``scripts/cuda-compiler``), and no driver. ``start`` comes first; then ``compiled`` makes the
-program that the first call of a function would make on these GPUs. No program runs.
+It needs JAX's plugin for CUDA (``scripts/cuda-compiler``), and no driver. :func:`start` comes first. :func:`compiled`
+makes the program that the first call of a function would make on these GPUs. No program runs.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def on_one_gpu() -> dict[str, Any]:
 
 
 def compiled(function: Any, *args: Any, **options: Any) -> Compiled:
-    """Compiles what the first call of a function would compile. All ranks must make this call, which calls nothing else.
+    """Compiles the program of the first call of a function. All ranks must make this call: they compare the program.
 
     Args:
         function: what :func:`pycollective.jit`, ``pmap`` or ``shard_map`` returns.

@@ -45,6 +45,15 @@ def test_calls_in_the_order_of_the_program() -> None:
     check(jitted(f, X, X), "allreduce allgather ppermute alltoall reduce_scatter")
 
 
+def test_a_call_whose_result_nobody_reads() -> None:
+    def f(x: Array) -> Array:
+        lax.psum(x, "i")
+        lax.ppermute(x, "i", [(0, 1), (1, 0)])
+        return x * 2
+
+    check(jitted(f, X), "allreduce ppermute")
+
+
 def in_scan(over: Over) -> Callable[..., Any]:
     return lambda x, w: lax.scan(lambda c, _: (over(jnp.tanh(c @ w)), None), x, None, length=3)[0]
 

@@ -30,9 +30,8 @@ def read_thunks(folder: Path) -> list[Thunk]:
     """The steps of the program that XLA has dumped into a folder, in their order."""
     first = _only(folder, "thunk_sequence.txt")
     after = first.with_name(first.name.replace("sequence.txt", "sequence_after_thunk_passes.txt"))
-    names = {
-        found["number"]: found["name"] for found in _METADATA.finditer(_only(folder, "thunk_metadata.txt").read_text())
-    }
+    metadata = _only(folder, "thunk_metadata.txt").read_text()
+    names = {found["number"]: found["name"] for found in _METADATA.finditer(metadata)}
     thunks: list[Thunk] = []
     buffer: int | None = None  # the indent of the command buffer around
     for found in _THUNK.finditer((after if after.exists() else first).read_text()):
