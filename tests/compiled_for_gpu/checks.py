@@ -83,8 +83,8 @@ def check_tokens(program: Program) -> None:
                 continue
             taken = {origin for operand in one.operands for origin in _origins(named, operand, tokens=True)}
             if last is None:
-                assert {named[origin].opcode for origin in taken} <= {"after-all", "parameter"}, (name, one.name, taken)
-                assert taken, (name, one.name)
+                first = "after-all" if name == program.entry else "parameter"
+                assert {named[origin].opcode for origin in taken} == {first}, f"{name}: {one.name} takes {taken}"
             else:
                 assert taken == {last}, f"{name}: {one.name} takes the token of {taken}, and stands behind {last}"
             last = one.name

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from tests.compiled_for_gpu import compiler
-from tests.under_mpirun import *  # noqa: F403
+import pytest
+
+pytest.register_assert_rewrite("tests.compiled_for_gpu.checks")
+
+from tests.compiled_for_gpu import compiler  # noqa: E402
+from tests.under_mpirun import *  # noqa: E402, F403
 
 DEVICES = 2
 """The GPUs of each rank."""
