@@ -1,20 +1,16 @@
 """XLA's compiler for GPUs on a machine without one: it compiles for an H100 from a description.
 
-It needs JAX's plugin for CUDA (``scripts/cuda-compiler``), and no driver. :func:`start` comes first. :func:`compiled`
-makes the program that the first call of a function would make on these GPUs. No program runs.
+Programs that use it run under ``scripts/cuda-compiler``, which brings JAX's plugin for CUDA. :func:`start` comes first.
+:func:`compiled` makes the program that the first call of a function would make on these GPUs. No program runs.
 """
 
 from __future__ import annotations
 
 import functools
-import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # there is no driver to ask
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA tells each time that it has found no driver
 
 import jax
 from jax.experimental import topologies

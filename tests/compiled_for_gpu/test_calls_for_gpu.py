@@ -108,7 +108,7 @@ def test_a_sum_overwrites_what_is_donated(number: int) -> None:
 
 
 def test_a_sum_of_a_slice_and_an_update_by_it() -> None:
-    """XLA would fuse the call with both (``lowering.apart``)."""
+    """XLA of JAX 0.11 would fuse the call with both, and end the process (``lowering.apart``)."""
 
     def f(x: Array, k: Array) -> Array:
         rows = lax.dynamic_slice_in_dim(x, k, 8)
