@@ -93,9 +93,27 @@ def with_mpi4jax(**options: Any) -> dict[str, Any]:
     return {"extra": "mpi4jax", "whole": True, **options}
 
 
-def on_ranks(ranks: int, name: str, *arguments: str, mpi: str = "mpich", fast: bool = True, **options: Any) -> Step:
-    """A call of pytest on each rank. What C++ writes is not captured: it may be the last words of the process."""
-    launch = (f"{bin_of(mpi)}/mpirun", *(["--oversubscribe"] if mpi == "openmpi" else []), "-n", str(ranks))
+def on_ranks(
+    ranks: int,
+    name: str,
+    *arguments: str,
+    mpi: str = "mpich",
+    fast: bool = True,
+    by: tuple[str, ...] = (),
+    **options: Any,
+) -> Step:
+    """A call of pytest on each rank. What C++ writes is not captured: it may be the last words of the process.
+
+    Args:
+        ranks: their number.
+        name: what is tested.
+        arguments: of pytest.
+        mpi: the MPI library.
+        fast: see :class:`Step`.
+        by: a command that runs the launcher.
+        options: of the step.
+    """
+    launch = (*by, f"{bin_of(mpi)}/mpirun", *(["--oversubscribe"] if mpi == "openmpi" else []), "-n", str(ranks))
     fixed = {"kind": "collective", "limit": 600, "mpi": mpi, "ranks": ranks, "fast": fast}
     return Step(
         name=f"{LIBRARIES[mpi]}{name}, {ranks} rank{'s' * (ranks > 1)}",
@@ -116,6 +134,11 @@ def by_standard_abi(name: str, *command: str, **options: Any) -> Step:
     """A step in the environment that scripts/standard-abi makes of that for MPICH."""
     more = {"extra": "the standard ABI", "whole": True, "ranks": 2, **options}
     return Step(name=f"MPI's standard ABI: {name}", command=command, **more)
+
+
+def for_gpu(**options: Any) -> dict[str, Any]:
+    """Options of steps that need XLA's compiler for GPUs, or download it."""
+    return {"extra": "JAX's plugin for CUDA", "whole": True, **options}
 
 
 def doctor(mpi: str, **options: Any) -> Step:
@@ -147,6 +170,8 @@ def standin(mode: str, **env: str) -> dict[str, Any]:
 def has_mpiexec() -> str:
     return "" if shutil.which("mpiexec") else "there is none"
 
+
+CUDA_COMPILER = ("scripts/cuda-compiler",)
 
 DOCTESTS = ("--doctest-modules", "pycollective")
 
@@ -189,6 +214,7 @@ def steps(*, everything: bool, install: bool) -> list[Step]:
     - compiled as users compile: XLA's optimisations, which the demo and the cells of the documentation have too;
     - beside computation: other handlers, whose calls another thread makes, by other functions of MPI;
     - stand-in for GPUs: other lowerings and handlers. They do not see what was differentiated or traced before;
+    - programs compiled for GPUs: what XLA's compiler for GPUs makes of programs with calls, for which no GPU is needed;
     - MPI's standard ABI: other handles and constants of the same library;
     - Open MPI: another library under the same programs.
     """
@@ -233,6 +259,10 @@ def steps(*, everything: bool, install: bool) -> list[Step]:
         by_standard_abi(
             "environment", "scripts/standard-abi", kind="setup", limit=600, ranks=1,
             optional="MPI's standard ABI", after="environment for mpich",
+        ),
+        Step(
+            name="XLA's compiler for GPUs", command=("scripts/cuda-compiler", "true"), kind="setup", limit=900,
+            optional="programs compiled for GPUs", after="environment for mpich", **for_gpu(),
         ),
         #
         Step(name="mypy", command=(f"{bin_of('mpich')}/mypy",), **apart),
@@ -314,6 +344,7 @@ def steps(*, everything: bool, install: bool) -> list[Step]:
             **standin("staged", PYCOLLECTIVE_STAGE_BYTES="4096"),
         ),
         on_ranks(2, "stand-in for GPUs, direct", *files("collective", "forward messages options"), **standin("direct")),
+        on_ranks(2, "programs compiled for GPUs", "tests/compiled_for_gpu", fast=False, **for_gpu(by=CUDA_COMPILER)),
         by_standard_abi(
             "tests/collective, 2 ranks", ABI_PYTHON, "-m", "pycollective", "run", "-n", "2", "--oversubscribe",
             ABI_PYTHON, *PYTEST, "--capture=sys", *files("collective", "forward messages"), "-k", NUMBERS,

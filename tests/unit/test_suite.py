@@ -166,6 +166,7 @@ SUFFIXES = {
     "distributed": "_of_global_arrays",
     "mpi4jax": "_with_mpi4jax",
     "e2e": "_in_jobs",
+    "compiled_for_gpu": "_for_gpu",
 }
 """How the names of files end in each folder, if other folders test the same subject (docs/contributing.md)."""
 
