@@ -22,13 +22,17 @@ namespace {
 
 // Where the data of a header are. The values are no numbers that data are likely to have: bytes without a header must not be taken
 // for one.
-enum class DataPlace : int64_t { kEnclosed = 0x70636d7367656e63, kNextMessage = 0x70636d7367736570 };
+enum class DataPlace : int64_t { kNone = 0, kEnclosed = 0x70636d7367656e63, kNextMessage = 0x70636d7367736570 };
 
 struct MessageHeader {
   CallDescription call;
-  DataPlace place = DataPlace::kNextMessage;
+  int64_t count;  // of the elements that MPI sends, and their type; `call` has the program's
+  int64_t type;
+  DataPlace place;  // the last member: it is there only if the whole header is
+
+  bool exists() const { return place == DataPlace::kEnclosed || place == DataPlace::kNextMessage; }
 };
-static_assert(sizeof(MessageHeader) == 256, "ranks send it as bytes, so it must have no padding");
+static_assert(sizeof(MessageHeader) == 272, "ranks send it as bytes, so it must have no padding");
 
 // Larger data are a message of their own. A copy of them takes longer than a second message: on one host, where a message takes
 // 2 us, from some 16 KiB on; over TCP, where it takes 10 us, from some 256 KiB on.
@@ -59,7 +63,8 @@ Outgoing FirstMessage(const Channel& channel, const SentMessage& sent, MessageMe
   const size_t nbytes = Bytes(sent.data.count, sent.data.type);
   const size_t limit = channel.exchange != nullptr ? kEnclosedOnOneHost : kEnclosedBytes;
   const bool encloses = channel.memory == nullptr && nbytes <= limit;
-  to->header = {CallDescription(sent.post), encloses ? DataPlace::kEnclosed : DataPlace::kNextMessage};
+  to->header = {CallDescription(sent.post), sent.data.count, static_cast<int64_t>(sent.data.type),
+                encloses ? DataPlace::kEnclosed : DataPlace::kNextMessage};
   if (encloses && nbytes > 0) std::memcpy(to->data, sent.data.data, nbytes);
   const auto size = static_cast<int64_t>(sizeof(MessageHeader) + (encloses ? nbytes : 0));
   return {to, size, Type::kUint8, sent.data.dest, sent.data.tag};
@@ -81,14 +86,11 @@ Outcome Copy(const Channel& channel, const char* data, const Incoming& to) {
 }
 
 // Receives the data of an unexpected message and drops them, so that the sender does not wait without end.
-Outcome Drop(const Library& mpi, const Channel& channel, const Post& post, int source, int tag) {
-  Type type = Type::kUint8;
-  const Signature& theirs = post.signature;
-  const bool has_type = MoveType(static_cast<xla::ffi::DataType>(theirs.dtype), &type);
-  if (!has_type && theirs.dtype != kEmptyTree) return {};
+Outcome Drop(const Library& mpi, const Channel& channel, const MessageHeader& header, int source, int tag) {
+  const auto type = static_cast<Type>(header.type);
   try {
-    std::vector<char> data(static_cast<size_t>(theirs.count * kTypeBytes[int(type)]));
-    return mpi.Recv(channel, {data.data(), theirs.count, type, source, tag});
+    std::vector<char> data(Bytes(header.count, type));
+    return mpi.Recv(channel, {data.data(), header.count, type, source, tag});
   } catch (const std::bad_alloc& error) {
     return OutcomeOfException(error);
   }
@@ -119,9 +121,16 @@ Outcome Recv(const Library& mpi, const Channel& channel, const ExpectedMessage& 
   const std::array<MemoryRange, 3> places{{{&received.header, sizeof(MessageHeader)},
                                            {data.data, static_cast<int64_t>(nbytes)},
                                            {received.data + nbytes, static_cast<int64_t>(kEnclosedBytes - nbytes)}}};
+  received.header.place = DataPlace::kNone;
   PYCOLLECTIVE_RETURN_IF_FAILED(in_place ? mpi.RecvInPlaces(channel, first, places) : mpi.Recv(channel, first));
   data.source = envelope.source;  // the data have the header's source, even if the program receives from any rank
   data.tag = envelope.tag;
+  if (!received.header.exists()) {
+    Outcome outcome{"MPI_Recv", 0, {}};
+    outcome.detail = "expected a message that begins with its dtype and shape, got other bytes from rank " + std::to_string(data.source);
+    outcome.remedy = "Set PYCOLLECTIVE_CHECK alike on all ranks. After an error in a message, end the program.";
+    return outcome;
+  }
   const bool is_enclosed = received.header.place == DataPlace::kEnclosed;
   const CallDescription& described = received.header.call;
   const Signature &here = expected.post.signature, &there = described.post.signature;
@@ -130,7 +139,7 @@ Outcome Recv(const Library& mpi, const Channel& channel, const ExpectedMessage& 
     if (!in_place) PYCOLLECTIVE_RETURN_IF_FAILED(Copy(channel, received.data, data));
     return data.status != nullptr ? mpi.SetReceived(data) : Outcome{};
   }
-  if (!is_enclosed) PYCOLLECTIVE_RETURN_IF_FAILED(Drop(mpi, channel, described.post, data.source, data.tag));
+  if (!is_enclosed) PYCOLLECTIVE_RETURN_IF_FAILED(Drop(mpi, channel, received.header, data.source, data.tag));
   Outcome outcome{"MPI_Recv", 0, {}};
   outcome.detail = "CollectiveMismatch: expected a message of " + DescribeMessage(expected.post, SiteText(expected.post.site)) +
                    ", got one of " + DescribeMessage(described.post, described.line) + " from rank " +
@@ -146,6 +155,7 @@ Outcome Sendrecv(const Library& mpi, const Channel& channel, const SentMessage& 
   MessageMemory* const memory = MessageMemory::OfThisThread();
   if (memory == nullptr) return NoMemory();
   std::vector<int64_t> started;
+  started.reserve(2);
   const auto start = [&](const Outgoing& message) {
     int64_t handle = 0;
     const Outcome outcome = mpi.Isend(channel, message, &handle);
@@ -154,7 +164,11 @@ Outcome Sendrecv(const Library& mpi, const Channel& channel, const SentMessage& 
   };
   Outcome outcome = start(FirstMessage(channel, sent, &memory->sent));
   if (outcome.ok() && memory->sent.header.place == DataPlace::kNextMessage) outcome = start(sent.data);
-  if (outcome.ok()) outcome = Recv(mpi, channel, expected);
+  try {
+    if (outcome.ok()) outcome = Recv(mpi, channel, expected);
+  } catch (const std::bad_alloc& error) {  // MPI still reads the messages
+    outcome = OutcomeOfException(error);
+  }
   const Outcome gone = mpi.WaitAll(&started);
   return outcome.ok() ? gone : outcome;
 }
@@ -163,13 +177,12 @@ Outcome Sendrecv(const Library& mpi, const Channel& channel, const SentMessage& 
 
 // Describes a message of a program, from its bytes: "float32[3] at train.py:12 (step)"; "" for bytes without a header.
 PYCOLLECTIVE_EXPORT const char* pycollective_message_header_text(const char* bytes, int64_t nbytes) {
-  using pycollective::DataPlace;
   static thread_local std::string text;
   text.clear();
   if (nbytes < int64_t{sizeof(pycollective::MessageHeader)}) return text.c_str();
   pycollective::MessageHeader header;
   std::memcpy(&header, bytes, sizeof header);
-  if (header.place == DataPlace::kEnclosed || header.place == DataPlace::kNextMessage) {
+  if (header.exists()) {
     header.call.line[pycollective::kLineBytes - 1] = 0;
     text = pycollective::DescribeMessage(header.call.post, header.call.line);
   }

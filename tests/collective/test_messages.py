@@ -416,6 +416,21 @@ def test_a_message_of_another_length(world: pc.Communicator) -> None:
 @needs_two
 @pytest.mark.native
 @pytest.mark.skipif(config.check.when < 2, reason="LOUD: PYCOLLECTIVE_CHECK leaves messages out")
+def test_random_keys_where_numbers_are_expected(world: pc.Communicator) -> None:
+    """MPI sends them as integers, in a second message: the sender does not wait for a receiver that got an error."""
+    keys = jax.random.split(jax.random.key(0), 100_000)
+    if world.rank == 0:
+        pc.send(keys, world, dest=1)
+        pc.send(LIKE, world, dest=1)
+    elif world.rank == 1:
+        with pytest.raises(RUNTIME_ERRORS, match=r"expected a message of float32\[2,3\] at .*, got one of "):
+            pc.recv(LIKE, world, source=0).block_until_ready()
+        np.testing.assert_array_equal(pc.recv(LIKE, world, source=0), LIKE)
+
+
+@needs_two
+@pytest.mark.native
+@pytest.mark.skipif(config.check.when < 2, reason="LOUD: PYCOLLECTIVE_CHECK leaves messages out")
 def test_a_tree_without_arrays_is_a_message(world: pc.Communicator) -> None:
     if world.rank < 2:
         assert pc.sendrecv({}, world, source=1 - world.rank, dest=1 - world.rank) == {}

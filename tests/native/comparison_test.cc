@@ -295,7 +295,7 @@ void TestWhatFindsRoomInABlock() {
   channel.size = 8;
   CHECK(limits(channel, pc::kAllgather, kRoom / 8, 1));
   CHECK(limits(channel, pc::kAlltoall, kRoom / 64, 8));
-  CHECK(limits(channel, pc::kReduceScatter, (8 << 10) / 3 / 8, 8));
+  CHECK(limits(channel, pc::kReduceScatter, kRoom / 3 / 8, 8));
   const auto carries_sum = [&](int64_t count) {
     const std::vector<pc::ArrayPair> arrays{{nullptr, nullptr, count, pc::Type::kUint8}};
     return pc::Comparison(3, 7, true).Carries(channel, pc::PiggybackedAllreduce(arrays, pc::Op::kSum));
