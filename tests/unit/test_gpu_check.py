@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import pytest
 
 from pycollective.bench.report import Row
+from pycollective.doctor import build_id
 from tests.gpu_check import __main__ as gpu_check
 from tests.gpu_check import environment, steps, streams, table
 from tests.gpu_check.running import (
@@ -31,6 +33,7 @@ from tests.gpu_check.running import (
 from tests.gpu_check.streams import Event, Span
 
 ROOT = Path(__file__).parents[2]
+NOTE = build_id._NOTE
 SLEEPS = "import time; print('on its way', flush=True); time.sleep(60)"
 
 
@@ -252,25 +255,60 @@ def test_a_profile_without_a_gpu(tmp_path: Path) -> None:
 # The environment ------------------------------------------------------------------------------------------------
 
 
-def test_a_wheel_of_this_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def pack(change: bytes = b"") -> Path:
-        wheel = tmp_path / "pycollective-0.1.0-py3-none-linux_x86_64.whl"
-        with zipfile.ZipFile(wheel, "w") as archive:
-            for file in (ROOT / "pycollective").rglob("*.py"):
-                archive.writestr(str(file.relative_to(ROOT)), file.read_bytes() + change)
-        return wheel
+def pack(folder: Path, build_id: str, change: bytes = b"", name: str = "pycollective-0.1.0-py3-none-any.whl") -> Path:
+    """Makes a wheel of this tree's Python files, with a native library of this build ID."""
+    wheel = folder / name
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr(environment.NATIVE, b"\x7fELF" + NOTE + bytes.fromhex(build_id))
+        for file in (ROOT / "pycollective").rglob("*.py"):
+            archive.writestr(str(file.relative_to(ROOT)), file.read_bytes() + change)
+    return wheel
 
+
+def test_a_wheel_of_this_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, other = build_id.of_sources(ROOT), "ab" * 32
     monkeypatch.setattr(environment, "has_compiler", lambda: False)
-    with pytest.raises(StepError, match="there is no wheel of the package, and there is no C"):
-        environment.wheel_of(tmp_path, ROOT)
-    wheel = pack()
-    assert environment.wheel_of(tmp_path, ROOT) == wheel
-    pack(b"# older\n")
-    with pytest.raises(StepError, match=r"pycollective-.*\.whl was made from another tree, and there is no C"):
+    with pytest.raises(StepError, match=r"expected a wheel of the package or a C\+\+ compiler, got neither"):
         environment.wheel_of(tmp_path, ROOT)
     monkeypatch.setattr(environment, "has_compiler", lambda: True)
     assert environment.wheel_of(tmp_path, ROOT) is None
     assert environment.wheel_of(None, ROOT) is None
+    # A wheel of other sources is refused, with or without a compiler.
+    remedy = rf"Make it from this tree: scripts/gpu-carry {tmp_path}"
+    wheel = pack(tmp_path, other)
+    native = rf"native library of this tree \(build ID {own[:12]}\), got one of other sources \(abababababab\)\. {remedy}"
+    with pytest.raises(StepError, match=native):
+        environment.wheel_of(tmp_path, ROOT)
+    pack(tmp_path, "")
+    with pytest.raises(StepError, match="got one without a build ID"):
+        environment.wheel_of(tmp_path, ROOT)
+    pack(tmp_path, own, b"# older\n")
+    python = rf"the Python files of this tree, got another pycollective/__init__\.py\. {remedy}"
+    with pytest.raises(StepError, match=python):
+        environment.wheel_of(tmp_path, ROOT)
+    pack(tmp_path, own)
+    assert environment.wheel_of(tmp_path, ROOT) == wheel
+    pack(tmp_path, other, name="pycollective-0.0.9-py3-none-any.whl")
+    assert environment.wheel_of(tmp_path, ROOT) == wheel, "an older one beside it"
+
+
+def test_the_build_id_is_that_of_the_sources(tmp_path: Path) -> None:
+    for name in ("setup.py", "pycollective/doctor/build_id.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / "native").mkdir()
+    (tmp_path / "native" / "one.cc").write_text('#include "one.h"\nint one() { return kOne; }\n')
+
+    def built(header: str) -> str:
+        (tmp_path / "native" / "one.h").write_text(header)
+        subprocess.run([sys.executable, "setup.py", "-q", "build_ext", "--inplace"], cwd=tmp_path, check=True)
+        found = build_id.of_library((tmp_path / environment.NATIVE).read_bytes())
+        assert found == build_id.of_sources(tmp_path)
+        return found
+
+    first = built("constexpr int kOne = 1;\n")
+    assert built("constexpr int kOne = 2;\n") != first
+    assert build_id.of_library(b"\x7fELF") == ""
 
 
 def test_no_folder_of_somebody_elses_is_emptied(tmp_path: Path) -> None:
