@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import tarfile
 import time
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -204,6 +207,38 @@ def test_report(tmp_path: Path) -> None:
 )
 def test_exit_status(statuses: list[str], on_devices: bool, want: int) -> None:
     assert gpu_check.status([Result("", status, "") for status in statuses], on_devices) == want
+
+
+INTERRUPTED = f"""
+import sys
+from tests.gpu_check import __main__ as gpu_check, steps
+sleeps = lambda step: step.run([sys.executable, "-c", {SLEEPS!r}])
+steps.steps_of = lambda place: [steps.PlannedStep("sleeps", 60, sleeps), steps.PlannedStep("later", 60, sleeps)]
+sys.exit(gpu_check.main(["--here", "--out", sys.argv[1]]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_run_with_a_report(tmp_path: Path, number: signal.Signals) -> None:
+    report, log = tmp_path / "report.md", tmp_path / "report-logs" / "sleeps.txt"
+    environ = {**os.environ, "PYCOLLECTIVE_TEST_STANDIN": "staged", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", INTERRUPTED, str(report)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ) as process:
+        while "on its way" not in (log.read_text() if log.exists() else ""):
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.send_signal(number)
+        time.sleep(0.05)
+        process.send_signal(number)  # a second one must not keep it from writing the report
+        out, errors = process.communicate(timeout=30)
+    assert process.returncode == 128 + number, errors
+    told = rf"\| sleeps \| FAILED \| \d+ \| interrupted by {number.name} \(full output: sleeps.txt\) \|"
+    assert re.search(told, out)
+    assert f"| the rest | SKIPPED |  | interrupted by {number.name} |" in out
+    assert "later" not in out
+    assert report.read_text() == out
+    with tarfile.open(tmp_path / "report-logs.tar.gz") as archive:
+        assert set(archive.getnames()) == {".", "./sleeps.txt", "./report.md"}
 
 
 # What others say ------------------------------------------------------------------------------------------------
