@@ -209,12 +209,10 @@ def test_exit_status(statuses: list[str], on_devices: bool, want: int) -> None:
     assert gpu_check.status([Result("", status, "") for status in statuses], on_devices) == want
 
 
-ENDS_SLOWLY = f"import os, signal; signal.signal(15, lambda *_: (time.sleep(0.5), os._exit(1))); {SLEEPS}"
-"""As a launcher ends its ranks, after SIGTERM."""
 INTERRUPTED = f"""
 import sys
 from tests.gpu_check import __main__ as gpu_check, steps
-sleeps = lambda step: step.run([sys.executable, "-c", {ENDS_SLOWLY!r}])
+sleeps = lambda step: step.run([sys.executable, "-c", {SLEEPS!r}])
 steps.steps_of = lambda place: [steps.PlannedStep("sleeps", 60, sleeps), steps.PlannedStep("later", 60, sleeps)]
 sys.exit(gpu_check.main(["--here", "--out", sys.argv[1]]))
 """
@@ -229,9 +227,9 @@ def test_a_signal_ends_the_run_with_a_report(tmp_path: Path, number: signal.Sign
         while "on its way" not in (log.read_text() if log.exists() else ""):
             assert process.poll() is None
             time.sleep(0.01)
-        process.send_signal(number)
-        time.sleep(0.1)
-        process.send_signal(number)  # a second one must not keep it from writing the report
+        while process.poll() is None:  # a later one must not keep it from writing the report
+            process.send_signal(number)
+            time.sleep(0.001)
         out, errors = process.communicate(timeout=30)
     assert process.returncode == 128 + number, errors
     told = rf"\| sleeps \| FAILED \| \d+ \| interrupted by {number.name} \(full output: sleeps.txt\) \|"
