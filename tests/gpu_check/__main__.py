@@ -36,15 +36,12 @@ _HELP = """\
 The Python that runs it (--python) needs no packages; if it has JAX for CUDA, the steps use that JAX. Everything else is
 installed in an environment of its own (--venv): MPICH, mpi4py, pytest, and the package, which is compiled.
 
-For a GPU machine without a network, download wheels on another machine with the same version of Python:
+For a GPU machine without a network, make a folder of wheels on another machine, for the same version of Python:
 
+    scripts/gpu-carry wheels                                    # prints the command for the GPU machine
     get="python3.12 -m pip download -d wheels"
-    $get 'mpich>=5' 'mpi4py>=4.1' 'mpi-pytest>=2026.0' 'pytest>=8' hypothesis 'lazy_loader>=0.4' 'setuptools>=77'
     $get optax scikit-learn matplotlib tqdm orbax-checkpoint    # optional: for the training step
     $get 'jax[cuda13]'                                          # if the GPU machine has no JAX
-    python3.12 -m pip wheel --no-deps -w wheels .               # if the GPU machine has no compiler
-
-Copy them to the GPU machine, and run there: scripts/gpu-check --wheels wheels
 
 Exit status 0: no step has failed; 1: a step has failed, or there is no GPU; 130 or 143: it was interrupted (SIGINT,
 SIGTERM), and has written what was there by then.
@@ -74,7 +71,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         epilog=_HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--python", metavar="PYTHON", help="3.11 or newer (default: the first that is found)")
+    parser.add_argument("--python", metavar="PYTHON", help="3.11 or newer (default: one that has JAX)")
     parser.add_argument("--wheels", type=_absolute, metavar="DIR", help="install from it only, without a network")
     parser.add_argument("--venv", type=_absolute, default=ROOT / ".venv-gpu", metavar="DIR", help="default .venv-gpu")
     parser.add_argument("--mpi", choices=tuple(environment.MPIS), default="mpich", help="system: what mpi4py finds")

@@ -21,7 +21,7 @@ import pytest
 from pycollective.bench.report import Row
 from pycollective.doctor import build_id
 from tests.gpu_check import __main__ as gpu_check
-from tests.gpu_check import environment, steps, streams, table
+from tests.gpu_check import carry, environment, steps, streams, table
 from tests.gpu_check.running import (
     FAILED,
     OK,
@@ -486,6 +486,64 @@ def test_the_build_id_is_that_of_the_sources(tmp_path: Path) -> None:
     first = built("constexpr int kOne = 1;\n")
     assert built("constexpr int kOne = 2;\n") != first
     assert build_id.of_library(b"\x7fELF") == ""
+
+
+def run_in_bash(command: str, folder: Path, **environ: str) -> subprocess.CompletedProcess[str]:
+    path = f"{folder}{os.pathsep}{os.environ['PATH']}"
+    environ = {**os.environ, "PATH": path, **environ}
+    return subprocess.run(["bash", "-c", command], cwd=folder, env=environ, capture_output=True, text=True, timeout=60)
+
+
+def script(path: Path, text: str) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"#!/usr/bin/env bash\n{text}\n")
+    path.chmod(0o755)
+
+
+def test_the_command_for_the_gpu_machine(tmp_path: Path) -> None:
+    command = carry.command("some wheels", "3.12", "v0.1.0-12-g6aff178-dirty")
+    assert len(command) <= carry.LONGEST == 2000
+    assert gpu_check.SECONDS <= carry.SECONDS < carry.TERM_S < 9 * 60
+    # The machine runs it in the tree, and brings back what is in $OUT.
+    out = tmp_path / "out put"
+    makes = (
+        'mkdir -p "$OUT/gpu-check-logs"; touch "$OUT/gpu-check-logs/a" "$OUT/gpu-check.md" "$OUT/gpu-check-logs.tar.gz"'
+    )
+    script(tmp_path / "scripts" / "gpu-check", f'{makes}; printf "%s\\n" "$@"; exit 3')
+    done = run_in_bash(command, tmp_path, OUT=str(out))
+    assert done.returncode == 3, done.stderr
+    options = gpu_check.parse(done.stdout.splitlines())
+    assert (options.python, options.out) == ("python3.12", out / "gpu-check.md")
+    assert (options.wheels.name, options.commit) == ("some wheels", "v0.1.0-12-g6aff178-dirty")
+    assert (options.seconds, options.only, options.here, options.quick) == (carry.SECONDS, "", False, False)
+    assert {file.name for file in out.iterdir()} == {"gpu-check.md", "gpu-check-logs.tar.gz"}
+
+
+def test_it_gets_a_signal_before_the_machine_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(carry, "TERM_S", 0.2)
+    script(tmp_path / "scripts" / "gpu-check", "trap 'echo report; exit 143' TERM; while :; do sleep 0.05; done")
+    assert run_in_bash(carry.command("wheels", "3.12", "x"), tmp_path).stdout == "report\n"
+
+
+def test_the_command_is_for_a_wheel_of_this_tree(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.gpu_check.carry", str(tmp_path), "3.12", "x"]
+    pack(tmp_path, "ab" * 32)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "a native library of this tree" in done.stderr
+    pack(tmp_path, build_id.of_sources(ROOT))
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, done.stdout) == (0, f"{carry.command(str(tmp_path), '3.12', 'x')}\n")
+
+
+def test_the_python_that_has_jax_is_taken(tmp_path: Path) -> None:
+    for name, has_jax in (("python3", 1), ("python3.13", 1), ("python3.12", 0), ("python3.11", 0)):
+        asked = f'case "$2" in *jax*) exit {has_jax} ;; "import sys; sys.exit"*) exit 0 ;; *) echo {name} ;; esac'
+        script(tmp_path / name, asked)
+    assert run_in_bash(str(ROOT / "scripts" / "gpu-check"), tmp_path, PYTHON="").stdout == "python3.12\n"
+    for name in ("python3.12", "python3.11"):
+        (tmp_path / name).write_text((tmp_path / name).read_text().replace("exit 0", "exit 1"))
+    assert run_in_bash(str(ROOT / "scripts" / "gpu-check"), tmp_path, PYTHON="").stdout == "python3\n"
 
 
 def test_no_folder_of_somebody_elses_is_emptied(tmp_path: Path) -> None:
