@@ -23,9 +23,10 @@ def command(folder: str, version: str, commit: str) -> str:
         commit: what the report calls the tree; the GPU machine may have no git.
     """
     options = ["--python", f"python{version}", "--wheels", folder, "--commit", commit, "--seconds", str(SECONDS)]
-    check = shlex.join(["timeout", "-k", "10", "-s", "TERM", str(TERM_S), "scripts/gpu-check", *options])
+    limit = ["timeout", "--preserve-status", "-k", "10", "-s", "TERM", str(TERM_S)]
+    check = shlex.join([*limit, "scripts/gpu-check", *options])
     out = 'out="${OUT:-results}"'
-    # Few files may be brought back, and the archive has all logs. timeout(1) would say 124 for any signal.
+    # Few files may be brought back, and the archive has all logs.
     return f'{out}; {check} --out "$out/gpu-check.md"; status=$?; rm -rf "$out/gpu-check-logs"; exit $status'
 
 

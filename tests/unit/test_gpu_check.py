@@ -522,7 +522,8 @@ def test_the_command_for_the_gpu_machine(tmp_path: Path) -> None:
 def test_it_gets_a_signal_before_the_machine_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(carry, "TERM_S", 0.2)
     script(tmp_path / "scripts" / "gpu-check", "trap 'echo report; exit 143' TERM; while :; do sleep 0.05; done")
-    assert run_in_bash(carry.command("wheels", "3.12", "x"), tmp_path).stdout == "report\n"
+    done = run_in_bash(carry.command("wheels", "3.12", "x"), tmp_path)
+    assert (done.stdout, done.returncode) == ("report\n", 143)
 
 
 def test_the_command_is_for_a_wheel_of_this_tree(tmp_path: Path) -> None:
