@@ -13,6 +13,7 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from pycollective.doctor import build_id
 from pycollective.doctor.findings import OK, WARNING, WRONG, Finding
 from pycollective.launch.find_mpi import identify_mpiexec, mpiexec_of
 from pycollective.launch.libraries.library import Library
@@ -64,7 +65,8 @@ def native() -> Finding:
         return Finding(
             "native library", WRONG, f"no {file}", "Install the package with pip; it needs a C++17 compiler."
         )
-    return Finding("native library", OK, str(file))
+    found = build_id.of_library(file.read_bytes())
+    return Finding("native library", OK, f"{file}, build ID {found[:12] or 'none'}")
 
 
 def trial() -> list[Finding]:

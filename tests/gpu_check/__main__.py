@@ -13,10 +13,20 @@ import time
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from tests.gpu_check import environment, steps, table
-from tests.gpu_check.running import FAILED, AbsentError, Result, Runner, Step, adopt_orphans, last_lines
+from tests.gpu_check.running import (
+    FAILED,
+    SKIPPED,
+    AbsentError,
+    Interrupted,
+    Result,
+    Runner,
+    Step,
+    adopt_orphans,
+    last_lines,
+)
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 470.0
@@ -26,23 +36,28 @@ _HELP = """\
 The Python that runs it (--python) needs no packages; if it has JAX for CUDA, the steps use that JAX. Everything else is
 installed in an environment of its own (--venv): MPICH, mpi4py, pytest, and the package, which is compiled.
 
-For a GPU machine without a network, download wheels on another machine with the same version of Python:
+For a GPU machine without a network, make a folder of wheels on another machine, for the same version of Python:
 
+    scripts/gpu-carry wheels                                    # prints the command for the GPU machine
     get="python3.12 -m pip download -d wheels"
-    $get 'mpich>=5' 'mpi4py>=4.1' 'mpi-pytest>=2026.0' 'pytest>=8' hypothesis 'lazy_loader>=0.4' 'setuptools>=77'
     $get optax scikit-learn matplotlib tqdm orbax-checkpoint    # optional: for the training step
     $get 'jax[cuda13]'                                          # if the GPU machine has no JAX
-    python3.12 -m pip wheel --no-deps -w wheels .               # if the GPU machine has no compiler
 
-Copy them to the GPU machine, and run there: scripts/gpu-check --wheels wheels
-
-Exit status 0: no step has failed; 1: a step has failed, or there is no GPU.
+Exit status 0: no step has failed; 1: a step has failed, or there is no GPU; 130 or 143: it was interrupted (SIGINT,
+SIGTERM), and has written what was there by then.
 """
 _FIND_GPUS = """
-import json, jax
-devices = jax.devices("cuda")
-print("gpus:", json.dumps({"kinds": [device.device_kind for device in devices]}))
+import json, time
+began = time.monotonic()
+import jax
+kinds = [device.device_kind for device in jax.devices("cuda")]
+print("gpus:", json.dumps({"kinds": kinds, "seconds": time.monotonic() - began}))
 """
+FIND_GPUS_S = 120.0
+"""The limit of the first start of JAX: its plugin for CUDA is 411 MB, which a cold disk may read for a minute."""
+ENVIRONMENT_S = 240.0
+"""The limit of all that is installed, with the package compiled."""
+_GIT_S = 10.0
 
 
 def _absolute(text: str) -> Path:
@@ -56,7 +71,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         epilog=_HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--python", metavar="PYTHON", help="3.11 or newer (default: the first that is found)")
+    parser.add_argument("--python", metavar="PYTHON", help="3.11 or newer (default: one that has JAX)")
     parser.add_argument("--wheels", type=_absolute, metavar="DIR", help="install from it only, without a network")
     parser.add_argument("--venv", type=_absolute, default=ROOT / ".venv-gpu", metavar="DIR", help="default .venv-gpu")
     parser.add_argument("--mpi", choices=tuple(environment.MPIS), default="mpich", help="system: what mpi4py finds")
@@ -66,6 +81,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     out = "results/gpu-check.md"
     parser.add_argument("--out", type=_absolute, default=out, metavar="FILE", help="the report (default %(default)s)")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="of the whole run (default %(default).0f)")
+    parser.add_argument("--commit", default="", help="of this tree, for the report (default: what git says)")
     parser.add_argument("--only", default="", help="run the steps whose names contain one of these words, WORD,WORD")
     return parser.parse_args(arguments)
 
@@ -81,15 +97,16 @@ def find_gpus(step: Step, python: Path | str, facts: dict[str, Any]) -> str:
     output = step.run([python, "-c", _FIND_GPUS], environ=environ, partly=True)
     if "gpus: " not in output:
         raise AbsentError(f"JAX sees no GPU: {last_lines(output, 1)}")
-    facts["gpus"] = kinds = steps.told("gpus", output)["kinds"]
-    return f"{len(kinds)} x {kinds[0]}"
+    found = steps.told("gpus", output)
+    facts["gpus"] = kinds = found["kinds"]
+    return f"{len(kinds)} x {kinds[0]}; the first start of JAX took {found['seconds']:.0f} s"
 
 
 def commit() -> str:
     """Returns the commit of the tree, or "" where git does not know it."""
     try:
         described = subprocess.run(
-            ["git", "-C", str(ROOT), "describe", "--always", "--dirty"], capture_output=True, text=True, timeout=10
+            ["git", "-C", str(ROOT), "describe", "--always", "--dirty"], capture_output=True, text=True, timeout=_GIT_S
         )
     except (OSError, subprocess.TimeoutExpired):
         return ""
@@ -103,11 +120,14 @@ def check(runner: Runner, options: argparse.Namespace, place: steps.Place) -> No
         """Returns whether there are GPUs; if there are none, notes that all other steps are skipped."""
         if place.standin:
             return True
-        found = runner.step("GPUs", 120, lambda step: find_gpus(step, place.python, place.facts))
-        if not found:
-            for name, *_ in steps.steps_of(place):
-                runner.skip(name, "there is no GPU")
-        return found
+        sys.stderr.write("JAX starts for the first time, which may take a minute.\n")
+        if runner.step("GPUs", FIND_GPUS_S, lambda step: find_gpus(step, place.python, place.facts)):
+            return True
+        failed = any(result.status == FAILED for result in runner.results)
+        why = "it is not known whether there is a GPU: the step 'GPUs' has failed" if failed else "there is no GPU"
+        for name, *_ in steps.steps_of(place):
+            runner.skip(name, why)
+        return False
 
     def make(step: Step) -> str:
         place.python, place.tree = environment.make(
@@ -118,7 +138,7 @@ def check(runner: Runner, options: argparse.Namespace, place: steps.Place) -> No
     ask_first = find_spec("jax") is not None
     if ask_first and not gpus():
         return
-    if not options.here and not runner.step("environment", 240, make):
+    if not options.here and not runner.step("environment", ENVIRONMENT_S, make):
         for name, *_ in steps.steps_of(place):
             runner.skip(name, "there is no environment to run it in")
         return
@@ -134,7 +154,8 @@ def main(arguments: Sequence[str]) -> int:
     out = options.out
     logs = out.parent / f"{out.stem}-logs"
     adopt_orphans()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, interrupt)
     only = [word for word in options.only.split(",") if word]
     if only:  # these steps find out what all others need
         only += ["GPUs", "environment", "what is there"]
@@ -143,20 +164,34 @@ def main(arguments: Sequence[str]) -> int:
         patience = 5 if standin else options.seconds / SECONDS
         runner = Runner(logs, SECONDS, patience=patience, only=only)
         place = steps.Place(Path(sys.executable), ROOT, Path(work), standin, options.quick)
+        interrupted = 0
         try:
             check(runner, options, place)
-        except KeyboardInterrupt:
-            runner.note(Result("the rest", FAILED, "interrupted"))
+        except Interrupted as interruption:
+            interrupted = interruption.number
+            runner.note(Result("the rest", SKIPPED, str(interruption)))
     kinds = steps.gpus_of_host(place)
     title = f"{kinds[0] if kinds else 'no GPU'}, {time.strftime('%Y-%m-%d')}"
-    facts = {"commit": commit(), **steps.about(place), "duration": f"{time.monotonic() - began:.0f} s"}
+    facts = {
+        "commit": options.commit or commit(),
+        **steps.about(place),
+        "duration": f"{time.monotonic() - began:.0f} s",
+    }
     text = table.report(title, facts, runner.results, place.rows)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(text)
-    sys.stdout.write(text)
+    shutil.copy(out, logs / out.name)
     archive = shutil.make_archive(str(logs), "gztar", logs)
-    sys.stderr.write(f"\nThis report is in {out}. The output of each step is in {logs}, and in {archive}.\n")
-    return status(runner.results, bool(kinds))
+    sys.stdout.write(text)
+    sys.stderr.write(f"\nThis report is in {out}; the output of each step is in {logs}. All of it is in {archive}.\n")
+    return 128 + interrupted if interrupted else status(runner.results, bool(kinds))
+
+
+def interrupt(number: int, _: object) -> NoReturn:
+    """Ends the running step. Later signals do nothing, so that the report is written."""
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.SIG_IGN)
+    raise Interrupted(number)
 
 
 def status(results: Sequence[Result], on_devices: bool) -> int:

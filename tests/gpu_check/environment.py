@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import runpy
 import shutil
 import site
 import sys
@@ -22,6 +23,9 @@ NEEDS = ("pytest>=8", "mpi-pytest>=2026.0", "hypothesis", "lazy_loader>=0.4")
 
 OWN_NEEDS = ("psutil", "rich>=13")
 """What the package itself needs besides (setup.cfg), without JAX and NumPy."""
+
+NATIVE = "pycollective/_native.so"
+"""The native library, in the repository and in a wheel."""
 
 _PARTS = ("native", "tests", "examples", "docs", "pyproject.toml")
 """The parts of the repository that the steps run in. The package is not among them, so that the installed one runs."""
@@ -65,25 +69,39 @@ def make(
 
 
 def wheel_of(wheels: Path | None, root: Path) -> Path | None:
-    """Returns the wheel of the package that has the same Python files as this tree; None if there is no such wheel.
+    """Returns the wheel of the package that was made from this tree; None if there is no wheel of the package.
 
     Raises:
-        StepError: there is no such wheel, and no compiler that could build the package.
+        StepError: all wheels of the package were made from other sources, or there is none and no compiler either.
     """
     found = sorted(wheels.glob("pycollective-*.whl")) if wheels is not None else []
-    for wheel in found:
-        with zipfile.ZipFile(wheel) as archive:
-            theirs = {
-                name: archive.read(name)
-                for name in archive.namelist()
-                if name.startswith("pycollective/") and name.endswith(".py")
-            }
-        if theirs == {str(file.relative_to(root)): file.read_bytes() for file in (root / "pycollective").rglob("*.py")}:
-            return wheel
+    differences = [difference(wheel, root) for wheel in found]
+    if "" in differences:
+        return found[differences.index("")]
+    if found:
+        remedy = f"Make it from this tree: scripts/gpu-carry {wheels}. Or remove it; then the package is compiled here"
+        raise StepError(f"{differences[-1]}. {remedy}")
     if not has_compiler():
-        problem = f"{found[0].name} was made from another tree" if found else "there is no wheel of the package"
-        raise StepError(f"{problem}, and there is no C++ compiler: see scripts/gpu-check --help")
+        raise StepError("expected a wheel of the package or a C++ compiler, got neither: see scripts/gpu-check --help")
     return None
+
+
+def difference(wheel: Path, root: Path) -> str:
+    """Returns what a wheel has from other sources than this tree; "" if its sources are those of this tree."""
+    build_id = runpy.run_path(str(root / "pycollective" / "doctor" / "build_id.py"))
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        theirs = {name: archive.read(name) for name in names if name.startswith("pycollective/")}
+    want = build_id["of_sources"](root)
+    got = build_id["of_library"](theirs.get(NATIVE, b""))
+    if got != want:
+        expected = f"expected {wheel.name} with a native library of this tree (build ID {want[:12]})"
+        return f"{expected}, got {f'one of other sources ({got[:12]})' if got else 'one without a build ID'}"
+    ours = {file.relative_to(root).as_posix(): file.read_bytes() for file in (root / "pycollective").rglob("*.py")}
+    python = {name: content for name, content in theirs.items() if name.endswith(".py")}
+    if other := sorted(name for name in {*ours, *python} if ours.get(name) != python.get(name)):
+        return f"expected {wheel.name} with the Python files of this tree, got another {other[0]}"
+    return ""
 
 
 def has_compiler() -> bool:

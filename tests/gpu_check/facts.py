@@ -21,6 +21,8 @@ import numpy as np
 from mpi4py import MPI
 
 import pycollective as pc
+from pycollective.doctor import build_id
+from pycollective.environment import NATIVE_LIBRARY
 from pycollective.transport import native, runtime
 from tests.standin import compiler
 
@@ -89,7 +91,7 @@ def facts(devices: list[list[str]] | None) -> dict[str, Any]:
         "jax": f"{jax.__version__} (jaxlib {version_of('jaxlib')})",
         "python": platform.python_version(),
         "mpi": MPI.Get_library_version().splitlines()[0].strip(" \x00"),
-        "pycollective": pc.__version__,
+        "pycollective": f"{pc.__version__}, build ID {build_id.of_library(NATIVE_LIBRARY.read_bytes())[:12] or 'none'}",
         "cores": len(os.sched_getaffinity(0)),
         "direct": native.is_direct(),
         "takes_device_memory": runtime.takes_device_memory(runtime.KINDS["cuda"]),

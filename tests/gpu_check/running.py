@@ -34,6 +34,18 @@ class StepError(Exception):
     """A step has failed; the message says how."""
 
 
+class Interrupted(KeyboardInterrupt):
+    """A signal that ends this program has come.
+
+    Attributes:
+        number: the number of the signal.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"interrupted by {signal.Signals(number).name}")
+        self.number = number
+
+
 @dataclass(frozen=True)
 class Result:
     """A line of the table.
@@ -60,15 +72,16 @@ class Step:
         log: the file with the output.
     """
 
-    def __init__(self, log: Path, ends: float) -> None:
+    def __init__(self, log: Path, limit_s: float) -> None:
         """Begins an empty log.
 
         Args:
             log: the file.
-            ends: the moment when the step must have ended, on the clock of ``time.monotonic``.
+            limit_s: the seconds from now in which the step must have ended.
         """
         self.log = log
-        self._ends = ends
+        self._limit_s = limit_s
+        self._ends = time.monotonic() + limit_s
         log.write_text("")
 
     def left_s(self) -> float:
@@ -89,7 +102,8 @@ class Step:
             command: the command and its arguments.
             environ: all its environment variables; None: those of this process.
             cwd: the directory that it runs in; None: that of this process.
-            partly: if the command fails, its output is returned too, and only the log tells of the failure.
+            partly: if the command fails, its output is returned too, and only the log tells of the failure. A command
+                that does not end in time fails all the same.
 
         Raises:
             StepError: the command could not be started, failed, or did not end in time.
@@ -115,7 +129,7 @@ class Step:
             status = process.wait(max(self.left_s(), 0.1))
             how = f"exit status {status}" if status >= 0 else f"ended by {signal.Signals(-status).name}"
         except subprocess.TimeoutExpired:
-            status, how = 1, "it did not end within its limit"
+            status, how, partly = 1, f"it did not end within the limit of this step, {self._limit_s:.3g} s", False
         finally:
             _end(process)
         output = self.log.read_bytes()[begins:].decode(errors="replace")
@@ -157,6 +171,8 @@ class Runner:
         self._deadline = time.monotonic() + seconds * patience
         self._others = _children()
         logs.mkdir(parents=True, exist_ok=True)
+        for log in logs.glob("*.txt"):  # of an earlier run, perhaps of other steps
+            log.unlink()
 
     def left_s(self) -> float:
         """Returns the seconds until the deadline."""
@@ -193,11 +209,11 @@ class Runner:
         if self.left_s() < min(limit_s, _LEAST_S):
             self.skip(name, "out of time")
             return False
-        sys.stderr.write(f"=== {name} ...\n")
         began = time.monotonic()
         log = self._logs / f"{'-'.join(''.join(c if c.isalnum() else ' ' for c in name).split())}.txt"
-        step = Step(log, began + min(limit_s, self.left_s()))
+        step = Step(log, min(limit_s, self.left_s()))
         try:
+            sys.stderr.write(f"=== {name} ...\n")
             status, text = OK, work(step)
         except AbsentError as absent:
             status, text = SKIPPED, str(absent)
@@ -205,6 +221,12 @@ class Runner:
             status, text = FAILED, str(failure)
         except Exception as error:  # an error of this program: the other steps still run
             status, text = FAILED, f"error in gpu-check itself: {type(error).__name__}: {error}"
+        except Interrupted as interrupted:
+            self._end(name, FAILED, str(interrupted), began, log)
+            raise
+        return self._end(name, status, text, began, log)
+
+    def _end(self, name: str, status: str, text: str, began: float, log: Path) -> bool:
         _end_orphans(self._others)
         return self.note(Result(name, status, text, time.monotonic() - began, log if log.stat().st_size else None))
 

@@ -102,5 +102,9 @@ def build(program: str, folder: Path, cudart: Path | None = None, flags: Sequenc
     if cudart is None:
         standin = _ROOT / "tests" / "standin" / "cudart.cc"
         return compile_cpp([*sources, standin], folder / program, *flags, objects=objects)
-    of_cuda = ("-DPYCOLLECTIVE_CUDART", f"-Wl,-rpath,{cudart.parent}")
-    return compile_cpp([*sources, cudart], folder / program, *of_cuda, *flags, objects=objects)
+    on_cudart = folder / "on_cudart"  # the program's own file is another one there; what it tests is the same
+    on_cudart.mkdir(exist_ok=True)
+    own, *others = sources
+    others += compile_objects([own], on_cudart, "-DPYCOLLECTIVE_CUDART", *flags)
+    rpath = f"-Wl,-rpath,{cudart.parent}"
+    return compile_cpp([*others, cudart], on_cudart / program, rpath, *flags, objects=objects)

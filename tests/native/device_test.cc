@@ -15,13 +15,12 @@
 namespace {
 
 // Doubles three arrays as one, in pieces of 16 elements. Returns whether the results are right.
-bool DoublesInPieces() {
-  void* stream = NewStream();
+bool DoublesInPieces(void* stream = NewStream()) {
   const std::vector<Ints> values{Counting(5), Counting(100), Counting(33)};
   const std::vector<Array> y{Array(5), Array(100), Array(33)};
   const Array before(100);
   const std::vector<Array> x = Late(stream, values);
-  Launch(stream, [] { Sleep(kLateMs); });
+  Delay(stream, late_us);
   y[1].CopyTo(before, stream);  // an earlier reader of the results' memory: it must still see zeros
   Events events(stream);
   const pc::Transfer transfer{EndOf(x), EndOf(y), true, true};
@@ -44,15 +43,41 @@ bool DoublesInPieces() {
 
 void TestPieces() { CHECK(DoublesInPieces()); }
 
+void* of_kernels = nullptr;    // the stream whose kernels write the operands and read the results
+int64_t stream_waits = 0;      // how often a stream was told to wait for an event
+bool (*forgets)(void* stream);  // whether this wait is left out
+
+// Returns whether results are wrong, in one of several runs, if some waits of streams are left out.
+bool IsNoticed(bool (*some_waits)(void* stream)) {
+  forgets = some_waits;
+  pc::runtime.StreamWaitEvent = [](void* stream, void* event, unsigned flags) {
+    ++stream_waits;
+    return forgets(stream) ? 0 : cudaStreamWaitEvent(stream, event, flags);
+  };
+  bool noticed = false;
+  for (int i = 0; i < 5 && !noticed; ++i) {
+    of_kernels = NewStream();
+    stream_waits = 0;
+    noticed = !DoublesInPieces(of_kernels);
+  }
+  pc::runtime = ObservedRuntime();
+  return noticed;
+}
+
 // If the runtime does not wait, results are wrong: so the other tests notice a forgotten wait.
 void TestForgottenWaits() {
   SlowCopies(2000);
+  late_us = 20000;
   pc::runtime.EventSynchronize = [](void*) { return 0; };
   CHECK(!DoublesInPieces());
   pc::runtime = ObservedRuntime();
-  CHECK(DoublesInPieces());
-  pc::runtime.StreamWaitEvent = [](void*, void*, unsigned) { return 0; };
-  CHECK(!DoublesInPieces());
+  CHECK(!IsNoticed([](void*) { return false; }));
+  // The first wait is that of the copies from the device, for the operands. The last one is that for the results.
+  CHECK(IsNoticed([](void*) { return stream_waits == 1; }));
+  CHECK(IsNoticed([](void* stream) { return stream == of_kernels; }));
+  // Those from the third one on are for buffers that are still copied to the device.
+  fetches_fast = true;
+  CHECK(IsNoticed([](void* stream) { return stream != of_kernels && stream_waits > 2; }));
 }
 
 // A call that reverses the order of the blocks has the right result for pieces of any size.
@@ -107,7 +132,7 @@ void TestSidesOfDifferentShapes() {
 
   const std::vector<Array> received{Array(7)};
   const Array before(7);
-  Launch(stream, [] { Sleep(kLateMs); });
+  Delay(stream, late_us);
   received[0].CopyTo(before, stream);
   Events receive(stream);
   CHECK(receive.device
@@ -201,10 +226,8 @@ void TestNoMemory() {
 void TestNothing() {
   void* stream = NewStream();
   std::atomic<bool> ran{false};
-  Launch(stream, [&] {
-    Sleep(5);
-    ran = true;
-  });
+  Delay(stream, late_us);
+  Launch(stream, [&] { ran = true; });
   Events events(stream);
   int calls = 0;
   CHECK(events.device

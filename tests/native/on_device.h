@@ -5,13 +5,13 @@
 #ifndef PYCOLLECTIVE_TESTS_NATIVE_ON_DEVICE_H_
 #define PYCOLLECTIVE_TESTS_NATIVE_ON_DEVICE_H_
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <cstring>
 #include <functional>
 #include <numeric>
-#include <thread>
 #include <vector>
 
 #include "cudart.h"
@@ -35,7 +35,42 @@ inline void* NewStream() {
   return stream;
 }
 
-// Launches a kernel: the stream calls a function of the host after its earlier work. The function must not call CUDA.
+// A fill of the device's memory that takes 0.1 ms or more.
+struct Fill {
+  Fill() {
+    constexpr size_t kMost = 1 << 30;
+    constexpr double kLeastUs = 100;
+    CUDA(cudaMalloc(&memory, kMost));
+    void* const stream = NewStream();
+    do {
+      nbytes *= 2;
+      us = 1e9;
+      for (int i = 0; i < 5; ++i) {  // the fastest one
+        const auto begin = std::chrono::steady_clock::now();
+        Enqueue(stream);
+        CUDA(cudaStreamSynchronize(stream));
+        const std::chrono::duration<double, std::micro> took = std::chrono::steady_clock::now() - begin;
+        us = std::min(us, took.count());
+      }
+    } while (us < kLeastUs && nbytes < kMost);
+  }
+  void Enqueue(void* stream) const { CUDA(cudaMemsetAsync(memory, 0, nbytes, stream)); }
+
+  void* memory = nullptr;
+  size_t nbytes = 1 << 18;
+  double us = 0;
+};
+
+// Makes a stream busy for about this time or longer, by fills of the device's memory. A function of the host that sleeps
+// would not do: CUDA may run those of independent streams one after the other, so it would hold up the streams that
+// must overtake this one. Fills need none of the engines that copy from the device or to it.
+inline void Delay(void* stream, int us) {
+  static const Fill fill;
+  for (double left = us; left > 0; left -= fill.us) fill.Enqueue(stream);
+}
+
+// Launches a kernel: the stream calls a function of the host after its earlier work. The function must not call CUDA,
+// and must not take long (`Delay`).
 inline void Launch(void* stream, std::function<void()> kernel) {
   CUDA(cudaLaunchHostFunc(
       stream,
@@ -49,7 +84,8 @@ inline void Launch(void* stream, std::function<void()> kernel) {
 
 // native/devices/device.cc calls the runtime through ObservedRuntime, which counts the calls, and makes them slow or fail as
 // these variables say. The tests call the runtime itself.
-inline std::atomic<int> slow_us{0};           // each copy takes at least this time
+inline std::atomic<int> slow_us{0};            // each copy takes at least this time
+inline std::atomic<bool> fetches_fast{false};  // but copies from the device do not
 inline std::atomic<int64_t> until_failure{0};  // which copy or set from now on fails, from 1; 0: none fails
 inline std::atomic<bool> no_memory{false};     // no memory can be page-locked
 inline std::atomic<int64_t> allocations{0};    // how often memory has been page-locked
@@ -61,11 +97,10 @@ inline constexpr int kMemoryAllocation = 2;    // cudaErrorMemoryAllocation
 inline bool Fails() { return until_failure.load() > 0 && until_failure.fetch_sub(1) == 1; }
 
 template <typename Copy>
-int Observed(void* stream, Copy copy) {
+int Observed(void* stream, int kind, Copy copy) {
   if (Fails()) return kInvalidValue;
-  if (const int us = slow_us; us > 0 && !kStandIn) {  // the stand-in's own copies are slow
-    Launch(stream, [us] { std::this_thread::sleep_for(std::chrono::microseconds(us)); });
-  }
+  const bool fast = kind == pc::kDeviceToHost && fetches_fast;
+  if (!kStandIn && !fast) Delay(stream, slow_us);  // the stand-in's own copies are slow
   const int code = copy();
   if (code == 0) Launch(stream, [] { ++copied; });
   return code;
@@ -105,11 +140,11 @@ inline pc::Runtime ObservedRuntime() {
     return cudaHostUnregister(memory);
   };
   runtime.MemcpyAsync = [](void* to, const void* from, size_t nbytes, int kind, void* stream) {
-    return Observed(stream, [&] { return cudaMemcpyAsync(to, from, nbytes, kind, stream); });
+    return Observed(stream, kind, [&] { return cudaMemcpyAsync(to, from, nbytes, kind, stream); });
   };
   runtime.Memcpy2DAsync = [](void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width,
                              size_t height, int kind, void* stream) {
-    return Observed(stream,
+    return Observed(stream, kind,
                     [&] { return cudaMemcpy2DAsync(to, to_pitch, from, from_pitch, width, height, kind, stream); });
   };
   runtime.MemsetAsync = [](void* to, int value, size_t nbytes, void* stream) {
@@ -190,14 +225,14 @@ inline pc::TransferEnd EndOf(const std::vector<Array>& arrays, int64_t blocks = 
 }
 
 // The time that a slow kernel takes: code that does not wait for it reads too early.
-inline constexpr int kLateMs = 5;
+inline int late_us = 5000;
 
 // Returns arrays in the device's memory that a slow kernel writes. A test makes its other arrays before, since an
 // allocation may wait for the device.
 inline std::vector<Array> Late(void* stream, const std::vector<Ints>& values) {
   std::vector<Array> arrays;
   for (const Ints& each : values) arrays.emplace_back(each.size(), -1);
-  Launch(stream, [] { Sleep(kLateMs); });
+  Delay(stream, late_us);
   for (size_t i = 0; i < values.size(); ++i) arrays[i].Write(stream, values[i]);
   return arrays;
 }

@@ -86,6 +86,7 @@ class Stream {
 thread_local int current_device = 0;
 
 std::mutex memory_mutex;
+std::mutex host_functions_mutex;  // CUDA may run the host functions of independent streams one after the other
 std::map<const char*, size_t> page_locked;
 std::atomic<int64_t> delay_us{0};
 std::atomic<int64_t> at_once{0};
@@ -225,7 +226,10 @@ int cudaMalloc(void** memory, size_t nbytes) {
 }
 
 int cudaLaunchHostFunc(void* stream, void (*function)(void*), void* argument) {
-  AsStream(stream).Enqueue([=] { function(argument); });
+  AsStream(stream).Enqueue([=] {
+    const std::lock_guard<std::mutex> lock(host_functions_mutex);
+    function(argument);
+  });
   return 0;
 }
 

@@ -11,6 +11,8 @@ from tests.native import weakened
 from tests.native.build import EXPLORED, FOLDER, NAMES, SOURCES, build
 from tests.standin import compile_cpp
 
+STANDIN = FOLDER.parent / "standin" / "cudart.cc"
+
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
@@ -57,6 +59,16 @@ def test_every_test_is_run(program: str, programs: dict[str, Path]) -> None:
 def test_native(program: str, name: str, programs: dict[str, Path]) -> None:
     run = subprocess.run([programs[program], name], capture_output=True, text=True, timeout=60)
     assert run.returncode == 0, run.stderr
+
+
+def test_on_a_library_of_cuda(programs: dict[str, Path]) -> None:
+    """The tests as they run on CUDA's own library: only fills of the device's memory make its streams late."""
+    folder = programs["device_test"].parent
+    library = compile_cpp([STANDIN], folder / "libcudart.so.13", "-shared")
+    program = build("device_test", folder, library)
+    for name in NAMES["device_test"]:
+        run = subprocess.run([program, name], capture_output=True, text=True, timeout=60)
+        assert run.returncode == 0, run.stderr
 
 
 UNNOTICED = {
