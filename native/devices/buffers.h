@@ -102,9 +102,10 @@ class DeviceBuffers {
     device_->Wait(ticket_);
     return End();
   }
-  // Waits until all started work has ended.
+  // Waits until no started work reads or writes arrays, in place of Finish.
   void Drain() {
-    device_->Run([] {});
+    device_->Drain();
+    ReleaseEvents();
   }
 
   template <typename Call>
@@ -130,6 +131,7 @@ class DeviceBuffers {
       if (direct && may_direct && 2 * array->nbytes() >= bucket_bytes) {
         const View in{x, array->count, element_bytes}, out{array->y, array->count, element_bytes};
         note(Exchange(channel, in, out, {}, call));
+        if (first.of_runtime) return first;
       } else {
         staged.in.arrays.push_back({x, array->count});
         staged.in.count += array->count;
@@ -168,13 +170,19 @@ class DeviceBuffers {
     if (outcome.ok()) outcome = device_->AcquireEvent(&ready_);
     if (outcome.ok()) outcome = device_->AcquireEvent(&done_);
     if (outcome.ok()) outcome = device_->RecordEvent(ready_, stream_);
+    if (!outcome.ok()) ReleaseEvents();
     return outcome;
   }
   Outcome End() {
     const Outcome outcome = device_->WaitForEvent(stream_, done_);
-    device_->ReleaseEvent(ready_);
-    device_->ReleaseEvent(done_);
+    ReleaseEvents();
     return outcome;
+  }
+  void ReleaseEvents() {
+    for (void** event : {&ready_, &done_}) {
+      if (*event != nullptr) device_->ReleaseEvent(*event);
+      *event = nullptr;
+    }
   }
 
   void* stream_;

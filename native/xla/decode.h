@@ -18,6 +18,7 @@
 #include "records/signature.h"
 #include "xla/async_calls.h"
 #include "xla/ffi/api/ffi.h"
+#include "xla/started_calls.h"
 
 namespace pycollective {
 
@@ -120,8 +121,17 @@ inline Section SectionOf(int64_t attribute, ffi::RunId run) { return {attribute 
 template <typename Buffers, typename Binding, typename Function>
 ffi::Ffi* NewHandler(Operation operation, Binding binding, Function function) {
   const auto run = [operation, function](auto where, const Participants& participants, auto... arguments) {
-    ffi::Error error =
-        CatchAsError(operation, [&] { return function(Buffers(where), participants, arguments...); });
+    const Buffers buffers(where);
+    ffi::Error error = CatchAsError(operation, [&] {
+      if constexpr (!Buffers::kInHostMemory) {
+        ffi::Error abandoned = FindAbandoned(buffers, participants.section.run);
+        if (abandoned.failure()) return abandoned;
+      }
+      return function(buffers, participants, arguments...);
+    });
+    if constexpr (!Buffers::kInHostMemory) {
+      if (error.failure()) ForgetStarted(buffers.lane_id());  // XLA ends the program now, and gives its arrays away
+    }
     NoteEnd(error);
     return error;
   };

@@ -186,7 +186,8 @@ def start(
             direct = config.gpu_direct
             if direct is None:
                 direct = bool(runtime.takes_device_memory(runtime.KINDS[kind]))
-            native.start_accelerators(kind, direct=mpi.allreduce(direct, op=MPI.LAND))
+            ordinals = [int(device.local_hardware_id) for device in own]
+            native.start_accelerators(kind, ordinals, direct=mpi.allreduce(direct, op=MPI.LAND))
     rank_exit.register_exit_handler(dispatch.flush, _state.timeout)
     _state.started = True
 
