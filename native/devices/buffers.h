@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -66,14 +67,23 @@ class AsyncHostBuffers : public HostBuffers {
   Staging staging() const { return Staging::kHostMemoryBesideComputation; }
 };
 
+// Where XLA runs a call: its stream, and its number of the device.
+struct StreamOfDevice {
+  void* stream;
+  int32_t ordinal;
+};
+
 // Arrays in the memory of the accelerator that is current in this thread. Work on `stream` writes and reads them.
 class DeviceBuffers {
  public:
   static constexpr bool kInHostMemory = false;
   static constexpr bool kIsAsync = false;  // calls in two halves are asynchronous: allreduce_halves.cc
 
-  explicit DeviceBuffers(void* stream) : stream_(stream) {
+  explicit DeviceBuffers(StreamOfDevice where) : stream_(where.stream) {
     found_ = Device::FindCurrent(&ordinal_);
+    if (found_.ok() && ordinal_ != where.ordinal) {
+      found_ = {"GetDevice", 0, "device " + std::to_string(ordinal_) + ", not XLA's " + std::to_string(where.ordinal), true};
+    }
     device_ = &Device::Get(ordinal_);
   }
 

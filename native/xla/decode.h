@@ -7,6 +7,7 @@
 #define PYCOLLECTIVE_NATIVE_XLA_DECODE_H_
 
 #include <cstdint>
+#include <optional>
 #include <utility>
 
 #include "base/exports.h"
@@ -19,6 +20,19 @@
 #include "xla/async_calls.h"
 #include "xla/ffi/api/ffi.h"
 #include "xla/started_calls.h"
+
+// Reads a StreamOfDevice from the context of a call.
+template <>
+struct xla::ffi::CtxDecoding<pycollective::StreamOfDevice> {
+  using Type = pycollective::StreamOfDevice;
+
+  static std::optional<Type> Decode(const XLA_FFI_Api* api, XLA_FFI_ExecutionContext* context, DiagnosticEngine& diagnostic) {
+    const auto stream = CtxDecoding<PlatformStream<void*>>::Decode(api, context, diagnostic);
+    const auto ordinal = CtxDecoding<DeviceOrdinal>::Decode(api, context, diagnostic);
+    if (!stream.has_value() || !ordinal.has_value()) return std::nullopt;
+    return Type{*stream, *ordinal};
+  }
+};
 
 namespace pycollective {
 
@@ -75,7 +89,7 @@ auto BindCall() {
   if constexpr (Buffers::kInHostMemory) {
     return with_participants(ffi::Ffi::Bind().Ctx<ffi::DeviceOrdinal>().Ctx<ffi::RunId>());
   } else {
-    return with_participants(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<void*>>().Ctx<ffi::RunId>());
+    return with_participants(ffi::Ffi::Bind().Ctx<StreamOfDevice>().Ctx<ffi::RunId>());
   }
 }
 

@@ -48,6 +48,7 @@ class Facts:
         devices: the number of its devices.
         gpu_aware: whether its MPI takes pointers to a GPU's memory; None where MPI does not say.
         gpus: an identity of each of its GPUs; None for a GPU that has none.
+        no_transports: what its setting ``UCX_TLS`` leaves out that GPUs need.
     """
 
     host: str
@@ -59,6 +60,7 @@ class Facts:
     devices: int
     gpu_aware: bool | None = None
     gpus: tuple[str | None, ...] = ()
+    no_transports: tuple[str, ...] = ()
 
 
 def main(*, as_json: bool) -> int:
@@ -131,6 +133,7 @@ def facts() -> Facts:
         devices=len(found),
         gpu_aware=runtime.takes_device_memory(known or runtime.KINDS["cuda"]),
         gpus=tuple(runtime.identity(known, device.local_hardware_id) for device in found) if known else (),
+        no_transports=runtime.missing_transports(known) if known else (),
     )
 
 
@@ -193,7 +196,13 @@ def gpu_awareness(ranks: Sequence[Facts]) -> Finding:
         return Finding("GPU awareness", OK, f"not needed on CPU devices ({text})")
     if config.gpu_direct is not None:
         text += f"; PYCOLLECTIVE_GPU_DIRECT={'on' if config.gpu_direct else 'off'} decides"
-    if all(rank.gpu_aware for rank in ranks) or config.gpu_direct is not None:
+    is_direct = all(rank.gpu_aware for rank in ranks) if config.gpu_direct is None else config.gpu_direct
+    without = next((rank for rank, facts_of_rank in enumerate(ranks) if facts_of_rank.no_transports), None)
+    if is_direct and without is not None:
+        names = ", ".join(ranks[without].no_transports)
+        remedy = f"If MPI uses UCX: add {names} to UCX_TLS, or unset it."
+        return Finding("GPU awareness", WARNING, f"{text}; UCX_TLS lacks {names} on rank {without}", remedy)
+    if is_direct or config.gpu_direct is not None:
         return Finding("GPU awareness", OK, text)
     text += f": arrays go through page-locked buffers, in pieces of {config.stage_bytes} B"
     return Finding("GPU awareness", WARNING, text, "Use an MPI library built for these GPUs, on all hosts.")

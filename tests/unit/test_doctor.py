@@ -85,6 +85,17 @@ def test_gpu_awareness() -> None:
         assert "built for these GPUs" in finding.remedy
 
 
+def test_transports_of_ucx_for_gpu_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = replace(RANK, platform="cuda", gpu_aware=True)
+    lacking = [gpu, replace(gpu, no_transports=("cuda_copy", "cuda_ipc"))]
+    finding = job.gpu_awareness(lacking)
+    assert finding.status == "warning"
+    assert finding.text.endswith("; UCX_TLS lacks cuda_copy, cuda_ipc on rank 1")
+    assert "add cuda_copy, cuda_ipc to UCX_TLS" in finding.remedy
+    monkeypatch.setattr(job, "config", Config(gpu_direct=False))  # MPI gets no such memory
+    assert job.gpu_awareness(lacking).status == "ok"
+
+
 def test_the_users_word_on_gpu_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = replace(RANK, platform="cuda", gpu_aware=False)
     assert "pieces of 4194304 B" in job.gpu_awareness([gpu]).text
