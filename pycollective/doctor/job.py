@@ -20,6 +20,7 @@ from pycollective.doctor.installation import version_numbers
 from pycollective.launch.find_mpi import LIBRARIES
 from pycollective.launch.host_share import physical_cores
 from pycollective.launch.libraries import standard_abi
+from pycollective.launch.libraries.library import lacks_for_gpus
 from pycollective.launch.started_by import launched_sizes
 from pycollective.ranks import accelerators
 from pycollective.ranks.xla_threads import shared_cores
@@ -48,7 +49,7 @@ class Facts:
         devices: the number of its devices.
         gpu_aware: whether its MPI takes pointers to a GPU's memory; None where MPI does not say.
         gpus: an identity of each of its GPUs; None for a GPU that has none.
-        no_transports: what its setting ``UCX_TLS`` leaves out that GPUs need.
+        network_lacks: what its settings of the network leave out that GPUs need; "" for nothing.
     """
 
     host: str
@@ -60,7 +61,7 @@ class Facts:
     devices: int
     gpu_aware: bool | None = None
     gpus: tuple[str | None, ...] = ()
-    no_transports: tuple[str, ...] = ()
+    network_lacks: str = ""
 
 
 def main(*, as_json: bool) -> int:
@@ -133,7 +134,7 @@ def facts() -> Facts:
         devices=len(found),
         gpu_aware=runtime.takes_device_memory(known or runtime.KINDS["cuda"]),
         gpus=tuple(runtime.identity(known, device.local_hardware_id) for device in found) if known else (),
-        no_transports=runtime.missing_transports(known) if known else (),
+        network_lacks=lacks_for_gpus(kind, os.environ),
     )
 
 
@@ -197,11 +198,10 @@ def gpu_awareness(ranks: Sequence[Facts]) -> Finding:
     if config.gpu_direct is not None:
         text += f"; PYCOLLECTIVE_GPU_DIRECT={'on' if config.gpu_direct else 'off'} decides"
     is_direct = all(rank.gpu_aware for rank in ranks) if config.gpu_direct is None else config.gpu_direct
-    without = next((rank for rank, facts_of_rank in enumerate(ranks) if facts_of_rank.no_transports), None)
-    if is_direct and without is not None:
-        names = ", ".join(ranks[without].no_transports)
-        remedy = f"If MPI uses UCX: add {names} to UCX_TLS, or unset it."
-        return Finding("GPU awareness", WARNING, f"{text}; UCX_TLS lacks {names} on rank {without}", remedy)
+    lacking = next((rank for rank, facts_of_rank in enumerate(ranks) if facts_of_rank.network_lacks), None)
+    if is_direct and lacking is not None:
+        text += f"; {ranks[lacking].network_lacks} on rank {lacking}"
+        return Finding("GPU awareness", WARNING, text, "Add it to that variable, or unset the variable.")
     if is_direct or config.gpu_direct is not None:
         return Finding("GPU awareness", OK, text)
     text += f": arrays go through page-locked buffers, in pieces of {config.stage_bytes} B"

@@ -8,8 +8,6 @@ hand.
 from __future__ import annotations
 
 import ctypes
-import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +24,6 @@ class Kind(NamedTuple):
         hip: whether the functions have HIP's names.
         queries: the functions by which an MPI library says whether it reads and writes the memory of such devices.
         gpu_type: their number for MPICH's ``MPIX_GPU_query_support``, which says the same.
-        ucx: the transports of UCX that their memory needs, and the alias for all of them.
         driver: the library that identifies a device.
         get_device: the driver's function from a number to a handle.
         get_uuid: the driver's functions from a handle to 16 bytes that identify the device; the first that exists is
@@ -38,7 +35,6 @@ class Kind(NamedTuple):
     hip: bool
     queries: tuple[str, ...]
     gpu_type: int
-    ucx: tuple[str, ...]
     driver: str
     get_device: str
     get_uuid: tuple[str, ...]
@@ -51,7 +47,6 @@ KINDS = {
         hip=False,
         queries=("MPIX_Query_cuda_support",),
         gpu_type=0,
-        ucx=("cuda_copy", "cuda_ipc", "cuda"),
         driver="libcuda.so.1",
         get_device="cuDeviceGet",
         get_uuid=("cuDeviceGetUuid_v2", "cuDeviceGetUuid"),  # the first one distinguishes the parts of one GPU
@@ -62,7 +57,6 @@ KINDS = {
         hip=True,
         queries=("MPIX_Query_rocm_support", "MPIX_Query_hip_support"),
         gpu_type=2,
-        ucx=("rocm_copy", "rocm_ipc", "rocm"),
         driver="libamdhip64.so",
         get_device="hipDeviceGet",
         get_uuid=("hipDeviceGetUuid",),
@@ -120,25 +114,6 @@ def takes_device_memory(kind: Kind, mpi: Any = None) -> bool | None:
         answer = ctypes.c_int(0)
         answers.append(query(kind.gpu_type, ctypes.byref(answer)) == 0 and bool(answer.value))
     return any(answers) if answers else None
-
-
-def missing_transports(kind: Kind, environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """The transports of UCX that such devices need and that its setting ``UCX_TLS`` leaves out.
-
-    Example:
-        >>> missing_transports(KINDS["cuda"], {"UCX_TLS": "rc,sm,cuda_copy"})
-        ('cuda_ipc',)
-        >>> missing_transports(KINDS["cuda"], {"UCX_TLS": "rc,sm,cuda"}), missing_transports(KINDS["cuda"], {})
-        ((), ())
-        >>> missing_transports(KINDS["cuda"], {"UCX_TLS": "^cuda_ipc,tcp"})
-        ('cuda_ipc',)
-    """
-    setting = environ.get("UCX_TLS", "all")
-    *needed, alias = kind.ucx
-    named = {name.strip().lstrip("\\") for name in setting.removeprefix("^").split(",")}
-    if setting.startswith("^"):
-        return tuple(name for name in needed if name in named or alias in named)
-    return tuple(name for name in needed if not named & {name, alias, "all"})
 
 
 def identity(kind: Kind, ordinal: int) -> str | None:

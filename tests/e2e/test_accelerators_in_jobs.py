@@ -154,7 +154,9 @@ def test_a_failed_program_leaves_no_call_behind(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_start_without_its_end_is_an_error(tmp_path: Path, ranks: int) -> None:
     done = run(tmp_path, WITHOUT_END.format(delay=20) + GOES_ON, ranks)
-    expected = "pycollective.allreduce: expected the end of each allreduce that a program starts, got a program that failed"
+    expected = (
+        "pycollective.allreduce: expected the end of each allreduce that a program starts, got a program that failed"
+    )
     if ranks == 1:
         assert done.returncode == 0, done.stderr
         assert done.stdout.startswith(f"caught INTERNAL: {expected}")

@@ -380,6 +380,7 @@ void TestErrors() {
 void TestEachFunctionFails() {
   pc::runtime = CudaRuntime();
   SlowCopies(0);
+  standin_open_memory();  // for the calls in direct mode
   const Ints counting = Counting(80);
   void* stream = NewStream();
   std::vector<Array> x{Array(80)};

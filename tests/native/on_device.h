@@ -139,7 +139,7 @@ inline void Copy(void* to, const void* from, size_t nbytes, int kind, void* stre
   CUDA(cudaMemcpyAsync(to, from, nbytes, kind, stream));
 #else
   static_cast<void>(kind);
-  Launch(stream, [=] { std::memcpy(to, from, nbytes); });
+  Launch(stream, [=] { std::memcpy(standin_view(to), standin_view(from), nbytes); });
 #endif
 }
 

@@ -125,6 +125,8 @@ def install(mode: str) -> None:
     native.start()
     assert standin.standin_use(native.library()._name.encode())
     standin.standin_set_delay_us(ctypes.c_int64(_DELAY_US))
+    if mode == "direct":
+        standin.standin_open_memory()
     native.bind_runtime(standin, hip=False, direct=mode == "direct")
     native.register(standin, native.device_targets(), "cpu", native.library().pycollective_instantiate_by_plugin)
     native.reserve_buffers(range(int(os.environ.get("JAX_NUM_CPU_DEVICES", "1"))))

@@ -9,9 +9,13 @@
 // - the copies of a device in one direction share one copy engine, and run one after the other;
 // - the host functions of all streams run in one thread;
 // - a thread that has set no device has no context: all functions but cudaGetDevice and cudaSetDevice fail there;
+// - memory of the device has addresses that the host cannot access, unless MPI is to take them (standin_open_memory);
 // - each function may fail, once or from then on (standin_fail).
 
 #include "cudart.h"
+
+#include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -29,6 +33,7 @@
 #include <string>
 #include <thread>
 #include <utility>
+#include <vector>
 
 namespace {
 
@@ -154,6 +159,69 @@ std::atomic<int64_t> at_once{0};
 std::atomic<int64_t> most_at_once{0};
 std::atomic<size_t> max_pitch{INT32_MAX};  // CUDA's cudaDevAttrMaxPitch
 
+// The memory of all devices: mapped once without access, at the addresses that the program knows, and once for the copies.
+class DeviceMemory {
+ public:
+  DeviceMemory() {
+    const int file = memfd_create("standin", 0);
+    if (file < 0 || ftruncate(file, kBytes) != 0) std::abort();
+    known_ = Map(file, PROT_NONE);
+    view_ = Map(file, PROT_READ | PROT_WRITE);
+    close(file);
+  }
+
+  void* Allocate(size_t nbytes) {
+    const size_t rounded = Rounded(nbytes);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    auto& free = free_[rounded];
+    if (!free.empty()) {
+      void* const memory = free.back();
+      free.pop_back();
+      return memory;
+    }
+    if (used_ + rounded > static_cast<size_t>(kBytes)) std::abort();
+    void* const memory = known_ + used_;
+    used_ += rounded;
+    return memory;
+  }
+  void Free(void* memory, size_t nbytes) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    free_[Rounded(nbytes)].push_back(memory);
+  }
+  char* View(const void* memory) const {
+    auto* const address = static_cast<char*>(const_cast<void*>(memory));
+    return address >= known_ && address < known_ + kBytes ? view_ + (address - known_) : address;
+  }
+  void Open() {
+    if (mprotect(known_, kBytes, PROT_READ | PROT_WRITE) != 0) std::abort();
+  }
+
+ private:
+  static constexpr off_t kBytes = off_t{16} << 30;  // of addresses; the system gives memory to those that are used
+
+  static char* Map(int file, int access) {
+    void* const made = mmap(nullptr, kBytes, access, MAP_SHARED | MAP_NORESERVE, file, 0);
+    if (made == MAP_FAILED) std::abort();
+    return static_cast<char*>(made);
+  }
+  static size_t Rounded(size_t nbytes) {
+    size_t rounded = 256;
+    while (rounded < nbytes) rounded *= 2;
+    return rounded;
+  }
+
+  char* known_;
+  char* view_;
+  size_t used_ = 0;
+  std::mutex mutex_;
+  std::map<size_t, std::vector<void*>> free_;
+};
+
+DeviceMemory& Memory() {
+  static auto* const memory = new DeviceMemory;
+  return *memory;
+}
+
 bool IsPageLocked(const void* memory, size_t nbytes) {
   const auto* first = static_cast<const char*>(memory);
   const std::lock_guard<std::mutex> lock(memory_mutex);
@@ -185,10 +253,12 @@ int CopyRows(void* to, size_t to_pitch, const void* from, size_t from_pitch, siz
     int64_t most = most_at_once.load();
     while (now > most && !most_at_once.compare_exchange_weak(most, now)) {
     }
-    for (size_t row = 0; row < height; ++row) std::memset(static_cast<char*>(to) + row * to_pitch, kSpoilt, width);
+    char* const target = Memory().View(to);
+    const char* const source = Memory().View(from);
+    for (size_t row = 0; row < height; ++row) std::memset(target + row * to_pitch, kSpoilt, width);
     std::this_thread::sleep_for(Delay());
     for (size_t row = 0; row < height; ++row) {
-      std::memcpy(static_cast<char*>(to) + row * to_pitch, static_cast<const char*>(from) + row * from_pitch, width);
+      std::memcpy(target + row * to_pitch, source + row * from_pitch, width);
     }
     --at_once;
   });
@@ -292,7 +362,7 @@ int cudaMemcpyAsync(void* to, const void* from, size_t nbytes, int kind, void* s
 
 int cudaMemsetAsync(void* to, int value, size_t nbytes, void* stream) {
   STANDIN_MAY_FAIL;
-  AsStream(stream).Enqueue([=] { std::memset(to, value, nbytes); });
+  AsStream(stream).Enqueue([=] { std::memset(Memory().View(to), value, nbytes); });
   return 0;
 }
 
@@ -318,9 +388,17 @@ int cuDeviceGetUuid_v2(char* uuid, int device) {
 }
 
 int cudaMalloc(void** memory, size_t nbytes) {
-  *memory = std::malloc(nbytes);
+  *memory = Memory().Allocate(nbytes);
   return 0;
 }
+
+void* standin_malloc(size_t nbytes) { return Memory().Allocate(nbytes); }
+
+void standin_free(void* memory, size_t nbytes) { Memory().Free(memory, nbytes); }
+
+void* standin_view(const void* memory) { return Memory().View(memory); }
+
+void standin_open_memory() { Memory().Open(); }
 
 int cudaLaunchHostFunc(void* stream, void (*function)(void*), void* argument) {
   STANDIN_MAY_FAIL;

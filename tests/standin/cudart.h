@@ -34,6 +34,14 @@ int cudaLaunchHostFunc(void* stream, void (*function)(void*), void* argument);
 int cuDeviceGet(int* device, int ordinal);
 int cuDeviceGetUuid_v2(char* uuid, int device);
 
+// Memory of the device, which only the stand-in's copies and kernels reach: any other access from the host ends the process. A
+// kernel gets the address for its accesses from standin_view, which returns other addresses as they are.
+void* standin_malloc(size_t nbytes);
+void standin_free(void* memory, size_t nbytes);
+void* standin_view(const void* memory);
+// Lets the host access it too, as an MPI library does that takes such memory.
+void standin_open_memory();
+
 // Like cudaLaunchHostFunc, but the function is a kernel: it runs in the order of its stream alone.
 int standin_launch(void* stream, void (*kernel)(void*), void* argument);
 

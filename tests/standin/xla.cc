@@ -62,35 +62,38 @@ const XLA_FFI_Api* WithStream(const XLA_FFI_Api* api) {
 // of XLA share one here, too.
 class Buffers {
  public:
+  ~Buffers() {
+    for (auto& [address, memory] : by_address_) standin_free(memory.data, memory.nbytes);
+  }
   void* For(void* address, size_t nbytes) {
-    std::unique_ptr<char[]>& memory = by_address_[address];
-    if (memory == nullptr) {
-      memory.reset(new char[nbytes + 1]);
-      std::memset(memory.get(), 0x5A, nbytes);
-      sizes_[address] = nbytes;
+    Memory& memory = by_address_[address];
+    if (memory.data == nullptr) {
+      memory = {standin_malloc(nbytes), nbytes};
+      std::memset(standin_view(memory.data), 0x5A, nbytes);
     }
-    return memory.get();
+    return memory.data;
   }
   bool Has(void* address) const { return by_address_.count(address) != 0; }
 
   // Gives the memory to another program, which writes it: checks later whether the writes are still there.
   void Reuse() {
-    for (auto& [address, memory] : by_address_) {
-      std::memset(memory.get(), kReused, sizes_[address]);
-    }
+    for (auto& [address, memory] : by_address_) std::memset(standin_view(memory.data), kReused, memory.nbytes);
   }
   bool IsAsReused() const {
     return std::all_of(by_address_.begin(), by_address_.end(), [&](const auto& each) {
-      const char* const first = each.second.get();
-      return std::all_of(first, first + sizes_.at(each.first), [](char byte) { return byte == kReused; });
+      const char* const first = static_cast<char*>(standin_view(each.second.data));
+      return std::all_of(first, first + each.second.nbytes, [](char byte) { return byte == kReused; });
     });
   }
 
  private:
   static constexpr char kReused = 0x77;
 
-  std::unordered_map<void*, std::unique_ptr<char[]>> by_address_;
-  std::unordered_map<void*, size_t> sizes_;
+  struct Memory {
+    void* data = nullptr;
+    size_t nbytes = 0;
+  };
+  std::unordered_map<void*, Memory> by_address_;
 };
 
 struct Copy {
@@ -105,7 +108,7 @@ void Enqueue(void* stream, Copy* copy) {
       stream,
       [](void* argument) {
         const std::unique_ptr<Copy> copy(static_cast<Copy*>(argument));
-        std::memcpy(copy->to, copy->from, copy->nbytes);
+        std::memcpy(standin_view(copy->to), standin_view(copy->from), copy->nbytes);
       },
       copy);
 }

@@ -196,10 +196,10 @@ class Faulty:
     def allgather(self, own: Any) -> list[Any]:
         return [own]
 
-    def allreduce(self, own: Any, op: Any) -> Any:
+    def allreduce(self, own: Any, **_: Any) -> Any:
         return own
 
-    def Allreduce(self, send: Any, receive: Any, op: Any) -> None:
+    def Allreduce(self, send: Any, receive: Any, op: Any) -> None:  # noqa: N802
         if self.fault == "refuses" and send[1] == self.count:
             raise MPI.Exception(MPI.ERR_BUFFER)
         MPI.COMM_SELF.Allreduce(send, receive, op=op)
@@ -208,15 +208,15 @@ class Faulty:
 
 
 @pytest.mark.parametrize("count", accelerators._PROBES)
-@pytest.mark.parametrize(
-    ("fault", "told"), [("refuses", "the error "), ("corrupts", "wrong sums of {} numbers")]
-)
+@pytest.mark.parametrize(("fault", "told"), [("refuses", "the error "), ("corrupts", "wrong sums of {} numbers")])
 def test_a_library_that_claims_to_take_device_memory(
     fault: str, told: str, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device, ranks = jax.devices("cpu")[0], cast(MPI.Intracomm, Faulty(fault, count))
     told = re.escape(told.format(count))
-    expected = f"init: expected an MPI library that sums arrays in the memory of cuda devices{{}}, got {told}.* on rank 0"
+    expected = (
+        f"init: expected an MPI library that sums arrays in the memory of cuda devices{{}}, got {told}.* on rank 0"
+    )
     monkeypatch.setattr(runtime, "takes_device_memory", lambda kind: True)
     with pytest.warns(RuntimeWarning, match=expected.format(", as it says")):
         assert not accelerators.use_direct(ranks, "cuda", device, chosen=None)
