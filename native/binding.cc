@@ -108,6 +108,15 @@ PYCOLLECTIVE_EXPORT void pycollective_bind_runtime(void* const* addresses, int32
   pycollective::stage_bytes = stage_bytes;
 }
 
+// Makes the page-locked buffers of a device. Returns null, or the message of a failure, which stays valid.
+PYCOLLECTIVE_EXPORT const char* pycollective_reserve_buffers(int32_t ordinal, int64_t stage_bytes) {
+  static auto& error = *new std::string;
+  const pycollective::Outcome outcome = pycollective::Device::Get(ordinal).Reserve(stage_bytes);
+  if (outcome.ok()) return nullptr;
+  error = std::string(outcome.call) + ": " + outcome.detail;
+  return error.c_str();
+}
+
 // Communicators --------------------------------------------------------------------------------------------------
 
 namespace {
@@ -428,7 +437,7 @@ const pycollective::Listed listed{
     PYCOLLECTIVE_TYPED(function_name), PYCOLLECTIVE_TYPED(type_name), PYCOLLECTIVE_TYPED(mpi_op_name),
     PYCOLLECTIVE_TYPED(op_name), PYCOLLECTIVE_TYPED(dtype_number), PYCOLLECTIVE_TYPED(operation_name), PYCOLLECTIVE_TYPED(device_operation_name),
     PYCOLLECTIVE_TYPED(guard_name), PYCOLLECTIVE_TYPED(runtime_name), PYCOLLECTIVE_TYPED(bind),
-    PYCOLLECTIVE_TYPED(bind_runtime), PYCOLLECTIVE_TYPED(communicator_add), PYCOLLECTIVE_TYPED(part_add),
+    PYCOLLECTIVE_TYPED(bind_runtime), PYCOLLECTIVE_TYPED(reserve_buffers), PYCOLLECTIVE_TYPED(communicator_add), PYCOLLECTIVE_TYPED(part_add),
     PYCOLLECTIVE_TYPED(board_join), PYCOLLECTIVE_TYPED(board_bytes), PYCOLLECTIVE_TYPED(spans_hosts),
     PYCOLLECTIVE_TYPED(compares_in_sections), PYCOLLECTIVE_TYPED(comparisons),
     PYCOLLECTIVE_TYPED(set_hosts), PYCOLLECTIVE_TYPED(board_open), PYCOLLECTIVE_TYPED(board_show_memory),

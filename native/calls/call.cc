@@ -7,6 +7,7 @@
 #include <mutex>
 #include <random>
 
+#include "monitor/monitor.h"
 #include "shared_memory/host_collectives.h"
 
 namespace ffi = xla::ffi;
@@ -331,8 +332,7 @@ ffi::Error Call::CompareWithRanks(const Signature& mine, int64_t seq) {
 
 ffi::Error Call::ErrorOf(const Outcome& outcome) const {
   if (outcome.of_runtime) {
-    return Error(ffi::ErrorCode::kInternal,
-                 std::string("expected ") + outcome.call + " of the accelerator's runtime to succeed, got \"" +
+    return Fatal(std::string("expected ") + outcome.call + " of the accelerator's runtime to succeed, got \"" +
                      outcome.detail + "\"",
                  "The cause may be an earlier error of this program on the device.");
   }
@@ -347,6 +347,15 @@ ffi::Error Call::ErrorOf(const Outcome& outcome) const {
                std::string("expected ") + outcome.call + " to succeed, got \"" + library->ErrorString(outcome.code) +
                    "\"",
                "Check that all ranks run the same calls in the same order.");
+}
+
+ffi::Error Call::Fatal(const std::string& what, const std::string& remedy) const {
+  const std::string line = SiteText(participants_.site);
+  const ffi::Error error = Error(ffi::ErrorCode::kInternal, what + (line.empty() ? "" : " at " + line), remedy);
+  if (size() > 1) {
+    EndJob("pycollective: " + error.message() + " Ending all ranks: they wait for data of this rank, or have got wrong data.\n");
+  }
+  return error;
 }
 
 ffi::Error Call::Error(ffi::ErrorCode code, const std::string& what, const std::string& remedy) const {

@@ -111,7 +111,7 @@ class Call {
       const Outcome outcome = buffers.Run([&] {  // perhaps in the device's thread
         error = CatchAsError(operation_, [&] { return RunNow(signature, nbytes, results, body); });
       });
-      return error.failure() || outcome.ok() ? error : ErrorOf(outcome);
+      return error.failure() || outcome.ok() ? error : ErrorOf(outcome);  // as in Begin of DeviceBuffers
     }
   }
 
@@ -169,7 +169,11 @@ class Call {
                  "Convert the array first.");
   }
 
+  // Returns a failure as an error. A failure of an accelerator's runtime is fatal: other ranks wait for this rank's data, and
+  // no data are sent that may be wrong.
   xla::ffi::Error ErrorOf(const Outcome& outcome) const;
+  // Returns the error of a call whose data may be wrong. If the call has other ranks, it ends the job instead.
+  xla::ffi::Error Fatal(const std::string& what, const std::string& remedy) const;
   xla::ffi::Error Error(xla::ffi::ErrorCode code, const std::string& what, const std::string& remedy) const;
 
  private:

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -66,14 +67,23 @@ class AsyncHostBuffers : public HostBuffers {
   Staging staging() const { return Staging::kHostMemoryBesideComputation; }
 };
 
+// Where XLA runs a call: its stream, and its number of the device.
+struct StreamOfDevice {
+  void* stream;
+  int32_t ordinal;
+};
+
 // Arrays in the memory of the accelerator that is current in this thread. Work on `stream` writes and reads them.
 class DeviceBuffers {
  public:
   static constexpr bool kInHostMemory = false;
   static constexpr bool kIsAsync = false;  // calls in two halves are asynchronous: allreduce_halves.cc
 
-  explicit DeviceBuffers(void* stream) : stream_(stream) {
+  explicit DeviceBuffers(StreamOfDevice where) : stream_(where.stream) {
     found_ = Device::FindCurrent(&ordinal_);
+    if (found_.ok() && ordinal_ != where.ordinal) {
+      found_ = {"GetDevice", 0, "device " + std::to_string(ordinal_) + ", not XLA's " + std::to_string(where.ordinal), true};
+    }
     device_ = &Device::Get(ordinal_);
   }
 
@@ -102,9 +112,10 @@ class DeviceBuffers {
     device_->Wait(ticket_);
     return End();
   }
-  // Waits until all started work has ended.
+  // Waits until no started work reads or writes arrays, in place of Finish.
   void Drain() {
-    device_->Run([] {});
+    device_->Drain();
+    ReleaseEvents();
   }
 
   template <typename Call>
@@ -130,6 +141,7 @@ class DeviceBuffers {
       if (direct && may_direct && 2 * array->nbytes() >= bucket_bytes) {
         const View in{x, array->count, element_bytes}, out{array->y, array->count, element_bytes};
         note(Exchange(channel, in, out, {}, call));
+        if (first.of_runtime) return first;
       } else {
         staged.in.arrays.push_back({x, array->count});
         staged.in.count += array->count;
@@ -168,13 +180,19 @@ class DeviceBuffers {
     if (outcome.ok()) outcome = device_->AcquireEvent(&ready_);
     if (outcome.ok()) outcome = device_->AcquireEvent(&done_);
     if (outcome.ok()) outcome = device_->RecordEvent(ready_, stream_);
+    if (!outcome.ok()) ReleaseEvents();
     return outcome;
   }
   Outcome End() {
     const Outcome outcome = device_->WaitForEvent(stream_, done_);
-    device_->ReleaseEvent(ready_);
-    device_->ReleaseEvent(done_);
+    ReleaseEvents();
     return outcome;
+  }
+  void ReleaseEvents() {
+    for (void** event : {&ready_, &done_}) {
+      if (*event != nullptr) device_->ReleaseEvent(*event);
+      *event = nullptr;
+    }
   }
 
   void* stream_;

@@ -75,7 +75,6 @@ void Device::Wait(uint64_t ticket) {
 }
 
 void Device::RunPosted() {
-  runtime.SetDevice(ordinal_);
   std::unique_lock<std::mutex> lock(mutex_);
   while (true) {
     // Work that Run runs in another thread may come before the first posted work.
@@ -122,14 +121,7 @@ Outcome Device::WaitForEvent(void* stream, void* event) {
 
 Outcome Device::Grow(char** buffer, int64_t* held, int64_t wanted) {
   if (wanted <= *held) return {};
-  if (*buffer != nullptr) {
-    PYCOLLECTIVE_RUNTIME(StreamSynchronize, to_device_);  // a copy may still read the buffer, and after an error also write it
-    PYCOLLECTIVE_RUNTIME(StreamSynchronize, from_device_);
-    PYCOLLECTIVE_RUNTIME(HostUnregister, *buffer);
-    munmap(*buffer, static_cast<size_t>(*held));
-    *buffer = nullptr;
-    *held = 0;
-  }
+  wanted = std::max(wanted, 2 * *held);  // the old buffer stays, so all buffers together take at most twice the largest
   // Memory of this process, which the runtime page-locks afterwards. Other ranks of the host can read it. Memory of the
   // runtime's own allocator can be read by them with some drivers only.
   const auto nbytes = static_cast<size_t>(wanted);
@@ -145,6 +137,7 @@ Outcome Device::Grow(char** buffer, int64_t* held, int64_t wanted) {
 }
 
 Outcome Device::Prepare(int64_t pieces, int64_t in_bytes, int64_t out_bytes) {
+  PYCOLLECTIVE_RUNTIME(SetDevice, ordinal_);  // of this thread
   if (from_device_ == nullptr) PYCOLLECTIVE_RUNTIME(StreamCreate, &from_device_, kStreamNonBlocking);
   if (to_device_ == nullptr) PYCOLLECTIVE_RUNTIME(StreamCreate, &to_device_, kStreamNonBlocking);
   for (Slot& slot : slots_) {
@@ -155,6 +148,18 @@ Outcome Device::Prepare(int64_t pieces, int64_t in_bytes, int64_t out_bytes) {
     PYCOLLECTIVE_RETURN_IF_FAILED(Grow(&slot.out, &slot.out_bytes, out_bytes));
   }
   return {};
+}
+
+Outcome Device::Reserve(int64_t nbytes) {
+  Outcome outcome;
+  Wait(Post([&] { outcome = Prepare(kSlots, nbytes, nbytes); }));  // the device stays current in no other thread
+  return outcome;
+}
+
+void Device::Settle() {
+  for (void* stream : {from_device_, to_device_}) {
+    if (stream != nullptr) runtime.StreamSynchronize(stream);  // it fails if the device runs nothing any more
+  }
 }
 
 namespace {
@@ -222,74 +227,85 @@ Outcome Device::Stage(const Transfer& transfer, int64_t piece_bytes, void* ready
   const int64_t count = std::max(in.count, out.count);
   // All ranks must make the same pieces, so the pieces depend only on values that are the same on all ranks.
   const int64_t bytes_of_one = std::max(in.element_bytes * in.blocks, out.element_bytes * out.blocks);
-  const int64_t piece = transfer.in_pieces ? std::max<int64_t>(1, piece_bytes / bytes_of_one) : count;
-  const auto buffer_bytes = [&](const TransferEnd& end) {
-    return transfer.in_pieces ? std::min(piece, end.count) * end.element_bytes * end.blocks : end.nbytes();
+  const int64_t piece = std::max<int64_t>(1, piece_bytes / bytes_of_one);
+  const int64_t pieces = (count + piece - 1) / piece;
+  const auto size = [&](const TransferEnd& end, int64_t i) {
+    return std::clamp<int64_t>(end.count - i * piece, 0, piece);
   };
-  const int64_t pieces = piece > 0 ? (count + piece - 1) / piece : 0;
-  const auto prepare = [&]() -> Outcome {
-    PYCOLLECTIVE_RETURN_IF_FAILED(Prepare(pieces, buffer_bytes(in), transfer.in_place ? 0 : buffer_bytes(out)));
-    PYCOLLECTIVE_RUNTIME(StreamWaitEvent, from_device_, ready, 0);
-    PYCOLLECTIVE_RUNTIME(StreamWaitEvent, to_device_, ready, 0);
+  const auto buffer_bytes = [&](const TransferEnd& end) { return size(end, 0) * end.element_bytes * end.blocks; };
+  const auto slot_of = [&](int64_t i) -> Slot& { return slots_[i % kSlots]; };
+  const auto out_of = [&](int64_t i) { return transfer.in_place ? slot_of(i).in : slot_of(i).out; };
+  const auto fetch = [&](int64_t i) -> Outcome {
+    // The slot's previous piece, perhaps of an earlier call, may still be copied from the same buffer.
+    PYCOLLECTIVE_RUNTIME(StreamWaitEvent, from_device_, slot_of(i).stored, 0);
+    PYCOLLECTIVE_RETURN_IF_FAILED(Fetch(in, i * piece, size(in, i), slot_of(i).in));
+    PYCOLLECTIVE_RUNTIME(EventRecord, slot_of(i).fetched, from_device_);
     return {};
   };
-  const auto size = [&](const TransferEnd& end, int64_t i) {
-    return transfer.in_pieces ? std::min(piece, end.count - i * piece) : end.count;
-  };
-  const auto fetch = [&](int64_t i) -> Outcome {
-    Slot& slot = slots_[i % kSlots];
-    // The slot's previous piece, perhaps of an earlier call, may still be copied from the same buffer.
-    PYCOLLECTIVE_RUNTIME(StreamWaitEvent, from_device_, slot.stored, 0);
-    PYCOLLECTIVE_RETURN_IF_FAILED(Fetch(in, i * piece, size(in, i), slot.in));
-    PYCOLLECTIVE_RUNTIME(EventRecord, slot.fetched, from_device_);
+  int64_t fetched = 0;
+  const auto wait_until_fetched = [&](int64_t i) -> Outcome {
+    if (!reads) return {};
+    while (fetched < std::min(pieces, i + kSlots)) PYCOLLECTIVE_RETURN_IF_FAILED(fetch(fetched++));
+    PYCOLLECTIVE_RUNTIME(EventSynchronize, slot_of(i).fetched);
     return {};
   };
   const auto store = [&](int64_t i) -> Outcome {
-    Slot& slot = slots_[i % kSlots];
-    PYCOLLECTIVE_RETURN_IF_FAILED(Store(out, i * piece, size(out, i), transfer.in_place ? slot.in : slot.out));
-    PYCOLLECTIVE_RUNTIME(EventRecord, slot.stored, to_device_);
+    if (!writes) return {};
+    PYCOLLECTIVE_RETURN_IF_FAILED(Store(out, i * piece, size(out, i), out_of(i)));
+    PYCOLLECTIVE_RUNTIME(EventRecord, slot_of(i).stored, to_device_);
     return {};
   };
-  const auto wait_for_buffers = [&](const Slot& slot) -> Outcome {
-    if (reads) PYCOLLECTIVE_RUNTIME(EventSynchronize, slot.fetched);
-    if (!transfer.in_place) PYCOLLECTIVE_RUNTIME(EventSynchronize, slot.stored);
-    return {};
+  Outcome of_mpi;
+  // After an error of MPI the remaining calls are made nevertheless, since other ranks wait in them.
+  const auto make_call = [&](const void* from, void* to, int64_t n) {
+    const Outcome outcome = call(from, to, n);
+    if (of_mpi.ok()) of_mpi = outcome;
   };
-
-  Outcome first = prepare();
-  if (!first.ok()) {
-    // After an error the calls are made nevertheless, since other ranks wait in them. The memory's contents are arbitrary.
-    const std::unique_ptr<char[]> from(new char[static_cast<size_t>(buffer_bytes(in))]());
-    const std::unique_ptr<char[]> to(new char[static_cast<size_t>(buffer_bytes(out))]());
-    for (int64_t i = 0; i < std::max<int64_t>(pieces, 1); ++i) {
-      call(from.get(), transfer.in_place ? from.get() : to.get(), pieces > 0 ? size(reads ? in : out, i) : 0);
+  const auto make_calls = [&]() -> Outcome {
+    for (int64_t i = 0; i < pieces; ++i) {
+      PYCOLLECTIVE_RETURN_IF_FAILED(wait_until_fetched(i));
+      if (!transfer.in_place) PYCOLLECTIVE_RUNTIME(EventSynchronize, slot_of(i).stored);
+      make_call(slot_of(i).in, out_of(i), size(reads ? in : out, i));
+      PYCOLLECTIVE_RETURN_IF_FAILED(store(i));
     }
-    return first;
-  }
-  const auto note = [&](const Outcome& outcome) {
-    if (first.ok()) first = outcome;
-  };
-  const auto wait_until_ready = [&]() -> Outcome {
-    PYCOLLECTIVE_RUNTIME(EventSynchronize, ready);
     return {};
   };
-  if (!reads && !writes) note(wait_until_ready());
-  int64_t fetched = 0;
-  for (int64_t i = 0; i < pieces; ++i) {
-    while (reads && fetched < std::min(pieces, i + kSlots)) note(fetch(fetched++));
-    Slot& slot = slots_[i % kSlots];
-    note(wait_for_buffers(slot));
-    // After an error the remaining calls are made nevertheless, since other ranks wait in them.
-    note(call(slot.in, transfer.in_place ? slot.in : slot.out, size(reads ? in : out, i)));
-    if (writes) note(store(i));
-  }
-  if (pieces == 0) note(call(nullptr, nullptr, 0));
-  PYCOLLECTIVE_RUNTIME(EventRecord, done, to_device_);
-  return first;
+  // One call for all pieces, in memory that is not page-locked: the pieces go through the slots as well.
+  const auto make_whole_call = [&]() -> Outcome {
+    const auto bytes = [](const TransferEnd& end, int64_t n) { return static_cast<size_t>(n * end.element_bytes); };
+    const std::unique_ptr<char[]> whole_in(new char[bytes(in, in.count)]), whole_out(new char[bytes(out, out.count)]);
+    for (int64_t i = 0; reads && i < pieces; ++i) {
+      PYCOLLECTIVE_RETURN_IF_FAILED(wait_until_fetched(i));
+      std::memcpy(whole_in.get() + bytes(in, i * piece), slot_of(i).in, bytes(in, size(in, i)));
+    }
+    make_call(whole_in.get(), whole_out.get(), reads ? in.count : out.count);
+    for (int64_t i = 0; writes && i < pieces; ++i) {
+      PYCOLLECTIVE_RUNTIME(EventSynchronize, slot_of(i).stored);
+      std::memcpy(slot_of(i).out, whole_out.get() + bytes(out, i * piece), bytes(out, size(out, i)));
+      PYCOLLECTIVE_RETURN_IF_FAILED(store(i));
+    }
+    return {};
+  };
+  const auto transfer_all = [&]() -> Outcome {
+    PYCOLLECTIVE_RETURN_IF_FAILED(Prepare(pieces, buffer_bytes(in), transfer.in_place ? 0 : buffer_bytes(out)));
+    PYCOLLECTIVE_RUNTIME(StreamWaitEvent, from_device_, ready, 0);
+    PYCOLLECTIVE_RUNTIME(StreamWaitEvent, to_device_, ready, 0);
+    if (!reads && !writes) PYCOLLECTIVE_RUNTIME(EventSynchronize, ready);
+    if (pieces == 0) {
+      make_call(nullptr, nullptr, 0);
+    } else {
+      PYCOLLECTIVE_RETURN_IF_FAILED(transfer.in_pieces || pieces == 1 ? make_calls() : make_whole_call());
+    }
+    PYCOLLECTIVE_RUNTIME(EventRecord, done, to_device_);
+    return {};
+  };
+  const Outcome of_runtime = transfer_all();
+  if (of_runtime.ok()) return of_mpi;
+  Settle();
+  return of_runtime;
 }
 
 Outcome Device::Direct(const Transfer& transfer, void* ready, void* done, const MpiCall& call) {
-  // If this fails, no memory is available to make the call for the other ranks.
   PYCOLLECTIVE_RETURN_IF_FAILED(Prepare(0, 0, 0));
   PYCOLLECTIVE_RUNTIME(EventSynchronize, ready);
   const auto data = [](const TransferEnd& end) { return end.arrays.empty() ? nullptr : end.arrays[0].data; };

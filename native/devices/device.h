@@ -61,6 +61,14 @@ class Device {
   // Runs `work` after all earlier work, in a thread of the device. Wait(ticket) returns when it is done.
   uint64_t Post(std::function<void()> work);
   void Wait(uint64_t ticket);
+  // Waits until all work has ended, and the copies that it has enqueued.
+  void Drain() {
+    Run([this] { Settle(); });
+  }
+
+  // Makes the streams, events and page-locked buffers that pieces of at most `nbytes` need. Page-locking may wait for all
+  // work of the device, so it is done before programs run: a kernel of NCCL may wait for a kernel that is launched later.
+  Outcome Reserve(int64_t nbytes);
 
   // Events for the caller: any number may be in use at once.
   Outcome AcquireEvent(void** event);
@@ -71,10 +79,12 @@ class Device {
 
   // The two ways to MPI. Only the work of Run and Post may call them, since they use the device's buffers and streams.
   // The event `ready` says that operands may be read and results written. They record the event `done` after the last
-  // result.
+  // result. MPI gets an operand only after the runtime has said that its copy has succeeded. If a function of the runtime
+  // fails, they make no further call, and return its error when nothing reads or writes the arrays any more.
 
   // Staged: pieces of at most `piece_bytes` are copied through page-locked buffers of the host. The copy of one piece from
-  // the device, MPI's call for another and the copy of a third back to the device overlap.
+  // the device, MPI's call for another and the copy of a third back to the device overlap. If MPI must get the array in one
+  // piece, the pieces are joined in memory of the host that is not page-locked.
   Outcome Stage(const Transfer& transfer, int64_t piece_bytes, void* ready, void* done, const MpiCall& call);
   // Direct: MPI reads and writes the device's memory. Each side must be one array.
   Outcome Direct(const Transfer& transfer, void* ready, void* done, const MpiCall& call);
@@ -93,6 +103,7 @@ class Device {
   };
 
   // Page-locked buffers for one piece, and two events: the input was copied from the device, the output to the device.
+  // The buffers only grow, and are never freed: that may wait for all work of the device, as Reserve says.
   struct Slot {
     char* in = nullptr;
     char* out = nullptr;
@@ -106,9 +117,12 @@ class Device {
   explicit Device(int ordinal);
   // Runs posted work, in the device's thread.
   void RunPosted();
-  // Makes the streams, events and buffers (of these sizes, for `pieces`) of Stage and Direct that do not exist yet.
+  // Makes the device current in this thread, and makes the streams, events and buffers (of these sizes, for `pieces`) of
+  // Stage and Direct that do not exist yet.
   Outcome Prepare(int64_t pieces, int64_t in_bytes, int64_t out_bytes);
   Outcome Grow(char** buffer, int64_t* held, int64_t wanted);
+  // Waits until nothing that was enqueued here reads or writes arrays.
+  void Settle();
   // Copy elements first to first + count of each block of a side to or from `host`, where they are contiguous.
   Outcome Fetch(const TransferEnd& end, int64_t first, int64_t count, char* host);
   Outcome Store(const TransferEnd& end, int64_t first, int64_t count, char* host);

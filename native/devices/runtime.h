@@ -20,7 +20,6 @@ namespace pycollective {
   X(EventRecord, "cudaEventRecord", "hipEventRecord", int, void*, void*)                                             \
   X(EventSynchronize, "cudaEventSynchronize", "hipEventSynchronize", int, void*)                                     \
   X(HostRegister, "cudaHostRegister", "hipHostRegister", int, void*, size_t, unsigned)                               \
-  X(HostUnregister, "cudaHostUnregister", "hipHostUnregister", int, void*)                                           \
   X(MemcpyAsync, "cudaMemcpyAsync", "hipMemcpyAsync", int, void*, const void*, size_t, int, void*)                   \
   X(Memcpy2DAsync, "cudaMemcpy2DAsync", "hipMemcpy2DAsync", int, void*, size_t, const void*, size_t, size_t, size_t, \
     int, void*)                                                                                                      \

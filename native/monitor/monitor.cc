@@ -109,6 +109,11 @@ class Monitor {
     return true;
   }
 
+  [[noreturn]] void EndJob(const std::string& text) {
+    EndJob(text, WritersAtAnError());
+    AwaitEnd();
+  }
+
  private:
   int size() const { return static_cast<int>(settings_.processes.size()); }
   std::vector<std::vector<Address>> Addresses() const {
@@ -580,6 +585,12 @@ void ForgetRank(int rank) {
 bool BeginEnd(int status, const std::string& cause) {
   Monitor* const current = Current();
   return current == nullptr || current->BeginEnd(status, cause);
+}
+
+void EndJob(const std::string& text) {
+  if (Monitor* const current = Current()) current->EndJob(text);
+  Say(text);
+  AbortJob({}, 0);
 }
 
 }  // namespace pycollective

@@ -69,6 +69,10 @@ void ForgetRank(int rank);
 // process. Returns false if another rank has told this one to end before: then the other rank's cause is the first.
 bool BeginEnd(int status, const std::string& cause);
 
+// Ends the job, and this process, in a call that this rank cannot make while others wait in it. If the job ends already, it
+// waits for that end: the call never returns.
+[[noreturn]] void EndJob(const std::string& text);
+
 }  // namespace pycollective
 
 #endif  // PYCOLLECTIVE_NATIVE_MONITOR_MONITOR_H_

@@ -26,6 +26,11 @@ void LimitOwnEnd() {
   });
 }
 
+void AwaitEnd() {
+  LimitOwnEnd();
+  while (true) std::this_thread::sleep_for(kWholeEnd);
+}
+
 void EndAsTold(int status, const std::vector<Process>& processes, int64_t host) {
   std::this_thread::sleep_for(kLastWords);
   Tried("end stopped ranks", [&] { EndStopped(processes, host); });

@@ -13,6 +13,9 @@ namespace pycollective {
 // Ends this process some time from now, whatever hangs until then.
 void LimitOwnEnd();
 
+// Waits for an end that is under way.
+[[noreturn]] void AwaitEnd();
+
 // Ends this process, since another rank has told it to. Its launcher ends it soon; if the launcher cannot, it ends itself.
 [[noreturn]] void EndAsTold(int status, const std::vector<Process>& processes, int64_t host);
 

@@ -81,13 +81,14 @@ inline Outcome AllreduceIn(DeviceBuffers& buffers, const Library& mpi, const Lan
       if (array.type == type && array.count > 0) of_type.push_back(&array);
     }
     if (of_type.empty()) continue;
-    // After an error the remaining calls are made nevertheless, since other ranks wait in them.
+    // After an error of MPI the remaining calls are made nevertheless, since other ranks wait in them.
     const Outcome outcome = buffers.ExchangeArrays(
         lane.channel, of_type, bucket_bytes, !mpi.IsOwn(op, type),
         [&](const Channel& channel, const void* x, void* y, int64_t count) {
           return mpi.Allreduce(channel, {x, y, count, type, op});
         });
     if (first.ok()) first = outcome;
+    if (outcome.of_runtime) return outcome;
   }
   return first;
 }

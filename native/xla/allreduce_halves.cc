@@ -7,8 +7,6 @@
 #include <algorithm>
 #include <cstdint>
 #include <memory>
-#include <mutex>
-#include <unordered_map>
 #include <vector>
 
 #include "base/operations.h"
@@ -17,23 +15,16 @@
 #include "mpi/packing.h"
 #include "xla/allreduce.h"
 #include "xla/decode.h"
+#include "xla/started_calls.h"
 
 namespace pycollective {
 namespace {
 
-// An allreduce between its start and its end.
-struct Started {
-  Started(DeviceBuffers buffers, Call call) : buffers(buffers), call(call) {}
+struct StartedAllreduce : StartedCall {
+  using StartedCall::StartedCall;
 
-  DeviceBuffers buffers;
-  Call call;
   AllreduceArrays all;
-  ffi::Error error;
 };
-
-// The calls, by the address of the first result, which no other call uses until the end of this one.
-std::mutex started_mutex;
-auto& started_calls = *new std::unordered_map<const void*, std::shared_ptr<Started>>;
 
 const void* KeyOf(const std::vector<ArrayPair>& arrays) {
   for (const ArrayPair& array : arrays) {
@@ -49,7 +40,8 @@ bool AreInPlace(const std::vector<ArrayPair>& arrays) {
 // Starts the call and returns. The operands are in the buffers of the results, which XLA keeps until AllreduceDone.
 ffi::Error AllreduceStart(DeviceBuffers buffers, const Participants& participants, InToken, ffi::RemainingArgs operands,
                           OutToken, ffi::RemainingRets results, int64_t op, int64_t bucket_bytes) {
-  const auto started = std::make_shared<Started>(buffers, CallIn(buffers, kAllreduce, participants));
+  const auto started = std::make_shared<StartedAllreduce>(buffers, CallIn(buffers, kAllreduce, participants),
+                                                          participants.section.run);
   AllreduceArrays& all = started->all;
   const ffi::Error bad = all.Decode(started->call, participants, operands, results, op);
   if (bad.failure()) return bad;
@@ -68,8 +60,7 @@ ffi::Error AllreduceStart(DeviceBuffers buffers, const Participants& participant
     });
   });
   if (!begun.ok()) return started->call.ErrorOf(begun);
-  const std::lock_guard<std::mutex> lock(started_mutex);
-  started_calls[key] = started;
+  AddStarted(key, started);
   return ffi::Error::Success();
 }
 
@@ -88,15 +79,7 @@ ffi::Error AllreduceDone(DeviceBuffers buffers, const Participants& participants
   }
   const void* const key = KeyOf(arrays);
   if (key == nullptr) return ffi::Error::Success();
-  std::shared_ptr<Started> started;
-  {
-    const std::lock_guard<std::mutex> lock(started_mutex);
-    const auto found = started_calls.find(key);
-    if (found != started_calls.end()) {
-      started = found->second;
-      started_calls.erase(found);
-    }
-  }
+  const std::shared_ptr<StartedCall> started = TakeStarted(key);
   if (started == nullptr || !AreInPlace(arrays)) {
     buffers.Drain();  // the call still reads and writes its memory
     return call.Error(ffi::ErrorCode::kInternal, "expected the results of a call that was started, got others",

@@ -7,6 +7,7 @@
 #define PYCOLLECTIVE_NATIVE_XLA_DECODE_H_
 
 #include <cstdint>
+#include <optional>
 #include <utility>
 
 #include "base/exports.h"
@@ -18,6 +19,20 @@
 #include "records/signature.h"
 #include "xla/async_calls.h"
 #include "xla/ffi/api/ffi.h"
+#include "xla/started_calls.h"
+
+// Reads a StreamOfDevice from the context of a call.
+template <>
+struct xla::ffi::CtxDecoding<pycollective::StreamOfDevice> {
+  using Type = pycollective::StreamOfDevice;
+
+  static std::optional<Type> Decode(const XLA_FFI_Api* api, XLA_FFI_ExecutionContext* context, DiagnosticEngine& diagnostic) {
+    const auto stream = CtxDecoding<PlatformStream<void*>>::Decode(api, context, diagnostic);
+    const auto ordinal = CtxDecoding<DeviceOrdinal>::Decode(api, context, diagnostic);
+    if (!stream.has_value() || !ordinal.has_value()) return std::nullopt;
+    return Type{*stream, *ordinal};
+  }
+};
 
 namespace pycollective {
 
@@ -74,7 +89,7 @@ auto BindCall() {
   if constexpr (Buffers::kInHostMemory) {
     return with_participants(ffi::Ffi::Bind().Ctx<ffi::DeviceOrdinal>().Ctx<ffi::RunId>());
   } else {
-    return with_participants(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<void*>>().Ctx<ffi::RunId>());
+    return with_participants(ffi::Ffi::Bind().Ctx<StreamOfDevice>().Ctx<ffi::RunId>());
   }
 }
 
@@ -120,8 +135,17 @@ inline Section SectionOf(int64_t attribute, ffi::RunId run) { return {attribute 
 template <typename Buffers, typename Binding, typename Function>
 ffi::Ffi* NewHandler(Operation operation, Binding binding, Function function) {
   const auto run = [operation, function](auto where, const Participants& participants, auto... arguments) {
-    ffi::Error error =
-        CatchAsError(operation, [&] { return function(Buffers(where), participants, arguments...); });
+    const Buffers buffers(where);
+    ffi::Error error = CatchAsError(operation, [&] {
+      if constexpr (!Buffers::kInHostMemory) {
+        ffi::Error abandoned = FindAbandoned(buffers, participants.section.run);
+        if (abandoned.failure()) return abandoned;
+      }
+      return function(buffers, participants, arguments...);
+    });
+    if constexpr (!Buffers::kInHostMemory) {
+      if (error.failure()) ForgetStarted(buffers.lane_id());  // XLA ends the program now, and gives its arrays away
+    }
     NoteEnd(error);
     return error;
   };

@@ -20,6 +20,7 @@ from pycollective.doctor.installation import version_numbers
 from pycollective.launch.find_mpi import LIBRARIES
 from pycollective.launch.host_share import physical_cores
 from pycollective.launch.libraries import standard_abi
+from pycollective.launch.libraries.library import lacks_for_gpus
 from pycollective.launch.started_by import launched_sizes
 from pycollective.ranks import accelerators
 from pycollective.ranks.xla_threads import shared_cores
@@ -48,6 +49,7 @@ class Facts:
         devices: the number of its devices.
         gpu_aware: whether its MPI takes pointers to a GPU's memory; None where MPI does not say.
         gpus: an identity of each of its GPUs; None for a GPU that has none.
+        network_lacks: what its settings of the network leave out that GPUs need; "" for nothing.
     """
 
     host: str
@@ -59,6 +61,7 @@ class Facts:
     devices: int
     gpu_aware: bool | None = None
     gpus: tuple[str | None, ...] = ()
+    network_lacks: str = ""
 
 
 def main(*, as_json: bool) -> int:
@@ -131,6 +134,7 @@ def facts() -> Facts:
         devices=len(found),
         gpu_aware=runtime.takes_device_memory(known or runtime.KINDS["cuda"]),
         gpus=tuple(runtime.identity(known, device.local_hardware_id) for device in found) if known else (),
+        network_lacks=lacks_for_gpus(kind, os.environ),
     )
 
 
@@ -193,7 +197,12 @@ def gpu_awareness(ranks: Sequence[Facts]) -> Finding:
         return Finding("GPU awareness", OK, f"not needed on CPU devices ({text})")
     if config.gpu_direct is not None:
         text += f"; PYCOLLECTIVE_GPU_DIRECT={'on' if config.gpu_direct else 'off'} decides"
-    if all(rank.gpu_aware for rank in ranks) or config.gpu_direct is not None:
+    is_direct = all(rank.gpu_aware for rank in ranks) if config.gpu_direct is None else config.gpu_direct
+    lacking = next((rank for rank, facts_of_rank in enumerate(ranks) if facts_of_rank.network_lacks), None)
+    if is_direct and lacking is not None:
+        text += f"; {ranks[lacking].network_lacks} on rank {lacking}"
+        return Finding("GPU awareness", WARNING, text, "Add it to that variable, or unset the variable.")
+    if is_direct or config.gpu_direct is not None:
         return Finding("GPU awareness", OK, text)
     text += f": arrays go through page-locked buffers, in pieces of {config.stage_bytes} B"
     return Finding("GPU awareness", WARNING, text, "Use an MPI library built for these GPUs, on all hosts.")

@@ -23,6 +23,7 @@ import numpy as np
 
 from pycollective.errors import message
 from pycollective.jax_support import jax_dispatch
+from pycollective.transport import native
 
 CacheT = TypeVar("CacheT")
 Devices = tuple[jax.Device, ...]
@@ -299,6 +300,7 @@ def forget_failed_programs() -> None:
         except jax.errors.JaxRuntimeError:  # of one program; there may be others
             continue
         break
+    native.forget_started()
     _State.last_devices = _NO_PROGRAM
 
 

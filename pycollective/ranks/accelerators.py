@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 
 import jax
+import numpy as np
 
 from pycollective.errors import message
 from pycollective.launch.host_share import share_of, visible_gpus
@@ -114,6 +116,68 @@ def check(mpi: MPI.Intracomm, devices: Sequence[jax.Device], *, may_share: bool)
             "--gpus-per-task=1, and no more ranks than there are GPUs. PYCOLLECTIVE_ALLOW_SHARED_GPU=1 accepts this.",
         )
     return kind
+
+
+_PROBES = (4, 1 << 16)
+"""How many int32 the sums of :func:`fault_in_device_memory` have: MPI sends short and long arrays in different ways."""
+
+
+def fault_in_device_memory(mpi: MPI.Intracomm, device: jax.Device) -> str | None:
+    """Sums small arrays in the memory of a device of each rank. All ranks of ``mpi`` must make this call.
+
+    A library that says that it takes such memory may lack what the sum needs at run time: a transport, a driver, an
+    option. A rank first sums alone, so that a library that refuses the memory does so before other ranks wait.
+
+    Returns:
+        What went wrong on the lowest rank where something did, the same on all ranks; None if all sums are right.
+    """
+    for comm in (MPI.COMM_SELF, mpi):
+        own = next(filter(None, (_fault_of_sum(comm, device, count) for count in _PROBES)), None)
+        for rank, fault in enumerate(mpi.allgather(own)):
+            if fault is not None:
+                return f"{fault} on rank {rank}"
+    return None
+
+
+def _fault_of_sum(comm: MPI.Intracomm, device: jax.Device, count: int) -> str | None:
+    """Sums ``count`` numbers in the memory of a device of each rank. Returns what went wrong; None if nothing did."""
+    numbers = np.arange(count, dtype=np.int32)
+    x, y = (jax.block_until_ready(jax.device_put(numbers + start, device)) for start in (comm.rank, -1))
+    where = [MPI.buffer.fromaddress(each.unsafe_buffer_pointer(), each.nbytes) for each in (x, y)]
+    try:
+        comm.Allreduce([where[0], count, MPI.INT32_T], [where[1], count, MPI.INT32_T], op=MPI.SUM)
+    except MPI.Exception as error:
+        return f"the error {error}"
+    right = numbers * comm.size + comm.size * (comm.size - 1) // 2
+    return None if (np.asarray(y) == right).all() else f"wrong sums of {count} numbers"
+
+
+def use_direct(mpi: MPI.Intracomm, kind: str, device: jax.Device, *, chosen: bool | None) -> bool:
+    """Whether MPI gets pointers to the memory of accelerators. All ranks of ``mpi`` must make this call.
+
+    Args:
+        mpi: the ranks.
+        kind: the kind of the accelerators, one of ``runtime.KINDS``.
+        device: an accelerator of this rank.
+        chosen: what the user has chosen; None: MPI is asked.
+
+    Raises:
+        RuntimeError: the user has chosen it on all ranks, and a sum in such memory is wrong.
+    """
+    wanted = bool(runtime.takes_device_memory(runtime.KINDS[kind])) if chosen is None else chosen
+    if not mpi.allreduce(wanted, op=MPI.LAND):
+        return False
+    fault = fault_in_device_memory(mpi, device)
+    if fault is None:
+        return True
+    expected, got = f"an MPI library that sums arrays in the memory of {kind} devices", fault
+    if mpi.allreduce(bool(chosen), op=MPI.LAND):
+        remedy = "Unset PYCOLLECTIVE_GPU_DIRECT, and look at what pycollective doctor says of MPI."
+        raise RuntimeError(message("init", expected, got, remedy, rank=mpi.rank, size=mpi.size))
+    if mpi.rank == 0:
+        remedy = "Arrays go through the host. PYCOLLECTIVE_GPU_DIRECT=off says so without this test."
+        warnings.warn(message("init", f"{expected}, as it says", got, remedy), RuntimeWarning, stacklevel=4)
+    return False
 
 
 def shared(identities: Sequence[Sequence[str | None]]) -> tuple[str, list[int]] | None:

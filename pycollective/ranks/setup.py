@@ -183,10 +183,8 @@ def start(
             if config.check.nan:
                 remedy = "Leave nan out of PYCOLLECTIVE_CHECK, and use jax.config.update('jax_debug_nans', True)."
                 raise ValueError(message("init", "CPU devices with PYCOLLECTIVE_CHECK=nan", kind, remedy))
-            direct = config.gpu_direct
-            if direct is None:
-                direct = bool(runtime.takes_device_memory(runtime.KINDS[kind]))
-            native.start_accelerators(kind, direct=mpi.allreduce(direct, op=MPI.LAND))
+            direct = accelerators.use_direct(mpi, kind, own[0], chosen=config.gpu_direct)
+            native.start_accelerators(kind, [int(device.local_hardware_id) for device in own], direct=direct)
     rank_exit.register_exit_handler(dispatch.flush, _state.timeout)
     _state.started = True
 

@@ -198,15 +198,17 @@ def dtype_number(name: str) -> int:
     return number
 
 
-def start_accelerators(kind: str, *, direct: bool) -> None:
+def start_accelerators(kind: str, ordinals: Sequence[int], *, direct: bool) -> None:
     """Binds the runtime of this rank's accelerators and registers their handlers. JAX's devices must have started.
 
     Args:
         kind: one of ``runtime.KINDS``.
+        ordinals: the runtime's numbers of the devices.
         direct: whether MPI reads and writes their memory; the same on all ranks.
     """
     known = runtime.KINDS[kind]
     bind_runtime(runtime.load(known), hip=known.hip, direct=direct)
+    reserve_buffers(ordinals)
     register(library(), device_targets(), known.platform, library().pycollective_instantiate_by_plugin)
 
 
@@ -226,6 +228,26 @@ def bind_runtime(found: ctypes.CDLL, *, hip: bool, direct: bool) -> None:
     library().pycollective_bind_runtime(addresses, int(direct), ctypes.c_int64(config.stage_bytes))
     global _direct
     _direct = direct
+
+
+def reserve_buffers(ordinals: Sequence[int]) -> None:
+    """Makes the page-locked buffers of devices, before programs run (``Device::Reserve`` in native/devices/device.h).
+
+    Raises:
+        RuntimeError: the runtime has no memory for them.
+    """
+    for ordinal in ordinals:
+        failed = library().pycollective_reserve_buffers(ordinal, config.stage_bytes)
+        if failed:
+            wanted = f"page-locked buffers of {6 * config.stage_bytes} B for device {ordinal}"
+            remedy = "Set a smaller PYCOLLECTIVE_STAGE_BYTES on all ranks, or raise ulimit -l."
+            raise RuntimeError(message("init", wanted, failed.decode(), remedy))
+
+
+def forget_started() -> None:
+    """Waits until no call that a failed program has started on an accelerator reads or writes its arrays."""
+    if native_library.has_started():
+        library().pycollective_forget_started()
 
 
 def is_direct() -> bool:

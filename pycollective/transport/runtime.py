@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pycollective.errors import message
 from pycollective.transport.mpi import MPI
@@ -23,6 +23,7 @@ class Kind(NamedTuple):
         library: the beginning of the file name of its runtime.
         hip: whether the functions have HIP's names.
         queries: the functions by which an MPI library says whether it reads and writes the memory of such devices.
+        gpu_type: their number for MPICH's ``MPIX_GPU_query_support``, which says the same.
         driver: the library that identifies a device.
         get_device: the driver's function from a number to a handle.
         get_uuid: the driver's functions from a handle to 16 bytes that identify the device; the first that exists is
@@ -33,6 +34,7 @@ class Kind(NamedTuple):
     library: str
     hip: bool
     queries: tuple[str, ...]
+    gpu_type: int
     driver: str
     get_device: str
     get_uuid: tuple[str, ...]
@@ -44,6 +46,7 @@ KINDS = {
         library="libcudart.so",
         hip=False,
         queries=("MPIX_Query_cuda_support",),
+        gpu_type=0,
         driver="libcuda.so.1",
         get_device="cuDeviceGet",
         get_uuid=("cuDeviceGetUuid_v2", "cuDeviceGetUuid"),  # the first one distinguishes the parts of one GPU
@@ -53,6 +56,7 @@ KINDS = {
         library="libamdhip64.so",
         hip=True,
         queries=("MPIX_Query_rocm_support", "MPIX_Query_hip_support"),
+        gpu_type=2,
         driver="libamdhip64.so",
         get_device="hipDeviceGet",
         get_uuid=("hipDeviceGetUuid",),
@@ -96,11 +100,19 @@ def load(kind: Kind) -> ctypes.CDLL:
     )
 
 
-def takes_device_memory(kind: Kind) -> bool | None:
-    """Whether the MPI library reads and writes the memory of such devices; None if it does not say."""
-    # A look-up through mpi4py's own extension finds the MPI library that mpi4py uses.
-    mpi = ctypes.CDLL(MPI.__file__)
+def takes_device_memory(kind: Kind, mpi: Any = None) -> bool | None:
+    """Whether the MPI library says that it reads and writes the memory of such devices; None if it does not say.
+
+    Args:
+        kind: the kind of the devices.
+        mpi: the library; None for that of this process.
+    """
+    if mpi is None:  # a look-up through mpi4py's own extension finds the MPI library that mpi4py uses
+        mpi = ctypes.CDLL(MPI.__file__)
     answers = [bool(query()) for name in kind.queries if (query := getattr(mpi, name, None)) is not None]
+    if (query := getattr(mpi, "MPIX_GPU_query_support", None)) is not None:
+        answer = ctypes.c_int(0)
+        answers.append(query(kind.gpu_type, ctypes.byref(answer)) == 0 and bool(answer.value))
     return any(answers) if answers else None
 
 

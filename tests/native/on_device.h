@@ -82,6 +82,16 @@ inline void Launch(void* stream, std::function<void()> kernel) {
       new std::function<void()>(std::move(kernel))));
 }
 
+// Launches a kernel that waits for something: no host function, which would keep those of other streams from running.
+inline void Kernel(void* stream, void (*kernel)()) {
+#ifdef PYCOLLECTIVE_CUDART
+  Launch(stream, kernel);
+#else
+  CUDA(standin_launch(
+      stream, [](void* argument) { reinterpret_cast<void (*)()>(argument)(); }, reinterpret_cast<void*>(kernel)));
+#endif
+}
+
 // native/devices/device.cc calls the runtime through ObservedRuntime, which counts the calls, and makes them slow or fail as
 // these variables say. The tests call the runtime itself.
 inline std::atomic<int> slow_us{0};            // each copy takes at least this time
@@ -89,7 +99,6 @@ inline std::atomic<bool> fetches_fast{false};  // but copies from the device do 
 inline std::atomic<int64_t> until_failure{0};  // which copy or set from now on fails, from 1; 0: none fails
 inline std::atomic<bool> no_memory{false};     // no memory can be page-locked
 inline std::atomic<int64_t> allocations{0};    // how often memory has been page-locked
-inline std::atomic<int64_t> held{0};           // the number of them that are not freed
 inline std::atomic<int64_t> copied{0};         // the number of copies that have ended
 inline constexpr int kInvalidValue = 1;        // cudaErrorInvalidValue
 inline constexpr int kMemoryAllocation = 2;    // cudaErrorMemoryAllocation
@@ -114,30 +123,28 @@ inline void SlowCopies(int us) {
 #endif
 }
 
+inline pc::Runtime CudaRuntime() {
+  return {cudaGetDevice,  // in the order of the table in native/devices/runtime.h
+          cudaSetDevice,
+          cudaStreamCreateWithFlags,
+          cudaStreamSynchronize,
+          cudaStreamWaitEvent,
+          cudaEventCreateWithFlags,
+          cudaEventRecord,
+          cudaEventSynchronize,
+          cudaHostRegister,
+          cudaMemcpyAsync,
+          cudaMemcpy2DAsync,
+          cudaMemsetAsync,
+          cudaGetErrorString};
+}
+
 inline pc::Runtime ObservedRuntime() {
-  pc::Runtime runtime{cudaGetDevice,  // in the order of the table in native/devices/runtime.h
-                      cudaSetDevice,
-                      cudaStreamCreateWithFlags,
-                      cudaStreamSynchronize,
-                      cudaStreamWaitEvent,
-                      cudaEventCreateWithFlags,
-                      cudaEventRecord,
-                      cudaEventSynchronize,
-                      cudaHostRegister,
-                      cudaHostUnregister,
-                      cudaMemcpyAsync,
-                      cudaMemcpy2DAsync,
-                      cudaMemsetAsync,
-                      cudaGetErrorString};
+  pc::Runtime runtime = CudaRuntime();
   runtime.HostRegister = [](void* memory, size_t nbytes, unsigned flags) {
     if (no_memory) return kMemoryAllocation;
     ++allocations;
-    ++held;
     return cudaHostRegister(memory, nbytes, flags);
-  };
-  runtime.HostUnregister = [](void* memory) {
-    --held;
-    return cudaHostUnregister(memory);
   };
   runtime.MemcpyAsync = [](void* to, const void* from, size_t nbytes, int kind, void* stream) {
     return Observed(stream, kind, [&] { return cudaMemcpyAsync(to, from, nbytes, kind, stream); });
@@ -167,7 +174,7 @@ inline void Copy(void* to, const void* from, size_t nbytes, int kind, void* stre
   CUDA(cudaMemcpyAsync(to, from, nbytes, kind, stream));
 #else
   static_cast<void>(kind);
-  Launch(stream, [=] { std::memcpy(to, from, nbytes); });
+  Launch(stream, [=] { std::memcpy(standin_view(to), standin_view(from), nbytes); });
 #endif
 }
 

@@ -18,7 +18,6 @@ int cudaEventCreateWithFlags(void** event, unsigned flags);
 int cudaEventRecord(void* event, void* stream);
 int cudaEventSynchronize(void* event);
 int cudaHostRegister(void* memory, size_t nbytes, unsigned flags);
-int cudaHostUnregister(void* memory);
 int cudaMemcpyAsync(void* to, const void* from, size_t nbytes, int kind, void* stream);
 int cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width, size_t height,
                       int kind, void* stream);
@@ -35,10 +34,25 @@ int cudaLaunchHostFunc(void* stream, void (*function)(void*), void* argument);
 int cuDeviceGet(int* device, int ordinal);
 int cuDeviceGetUuid_v2(char* uuid, int device);
 
-// Makes every copy take at least this time.
+// Memory of the device, which only the stand-in's copies and kernels reach: any other access from the host ends the process. A
+// kernel gets the address for its accesses from standin_view, which returns other addresses as they are.
+void* standin_malloc(size_t nbytes);
+void standin_free(void* memory, size_t nbytes);
+void* standin_view(const void* memory);
+// Lets the host access it too, as an MPI library does that takes such memory.
+void standin_open_memory();
+
+// Like cudaLaunchHostFunc, but the function is a kernel: it runs in the order of its stream alone.
+int standin_launch(void* stream, void (*kernel)(void*), void* argument);
+
+// Makes every copy take at least this time, and a random time of up to as much besides, which the seed decides.
 void standin_set_delay_us(int64_t delay);
+void standin_set_seed(uint64_t seed);
 // Makes copies fail whose rows are further apart than this.
 void standin_set_max_pitch(int64_t nbytes);
+// Makes a call to a function of the runtime fail, by its name: the `nth` from now, from 1. "" counts all functions. `sticky`: all
+// later calls fail as well, as after a fault of a kernel.
+void standin_fail(const char* function, int64_t nth, bool sticky);
 // Returns the largest number of copies, from and to the device, that were under way at the same time.
 int64_t standin_most_at_once();
 }

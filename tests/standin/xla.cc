@@ -7,6 +7,7 @@
 #include <dlfcn.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <map>
 #include <memory>
@@ -61,18 +62,38 @@ const XLA_FFI_Api* WithStream(const XLA_FFI_Api* api) {
 // of XLA share one here, too.
 class Buffers {
  public:
+  ~Buffers() {
+    for (auto& [address, memory] : by_address_) standin_free(memory.data, memory.nbytes);
+  }
   void* For(void* address, size_t nbytes) {
-    std::unique_ptr<char[]>& memory = by_address_[address];
-    if (memory == nullptr) {
-      memory.reset(new char[nbytes + 1]);
-      std::memset(memory.get(), 0x5A, nbytes);
+    Memory& memory = by_address_[address];
+    if (memory.data == nullptr) {
+      memory = {standin_malloc(nbytes), nbytes};
+      std::memset(standin_view(memory.data), 0x5A, nbytes);
     }
-    return memory.get();
+    return memory.data;
   }
   bool Has(void* address) const { return by_address_.count(address) != 0; }
 
+  // Gives the memory to another program, which writes it: checks later whether the writes are still there.
+  void Reuse() {
+    for (auto& [address, memory] : by_address_) std::memset(standin_view(memory.data), kReused, memory.nbytes);
+  }
+  bool IsAsReused() const {
+    return std::all_of(by_address_.begin(), by_address_.end(), [&](const auto& each) {
+      const char* const first = static_cast<char*>(standin_view(each.second.data));
+      return std::all_of(first, first + each.second.nbytes, [](char byte) { return byte == kReused; });
+    });
+  }
+
  private:
-  std::unordered_map<void*, std::unique_ptr<char[]>> by_address_;
+  static constexpr char kReused = 0x77;
+
+  struct Memory {
+    void* data = nullptr;
+    size_t nbytes = 0;
+  };
+  std::unordered_map<void*, Memory> by_address_;
 };
 
 struct Copy {
@@ -83,11 +104,11 @@ struct Copy {
 };
 
 void Enqueue(void* stream, Copy* copy) {
-  cudaLaunchHostFunc(
+  standin_launch(
       stream,
       [](void* argument) {
         const std::unique_ptr<Copy> copy(static_cast<Copy*>(argument));
-        std::memcpy(copy->to, copy->from, copy->nbytes);
+        std::memcpy(standin_view(copy->to), standin_view(copy->from), copy->nbytes);
       },
       copy);
 }
@@ -113,6 +134,8 @@ void SpoilLater(void* stream, void* memory, size_t nbytes) {
 
 // The buffers of allreduces that have started and not ended, by the address of XLA's first result.
 std::mutex begun_mutex;
+auto& reused = *new std::vector<std::shared_ptr<Buffers>>;
+std::atomic<int> device_shift{0};
 std::unordered_map<void*, std::shared_ptr<Buffers>>* begun = new std::unordered_map<void*, std::shared_ptr<Buffers>>;
 
 // What a handler does: a whole call, or one half of an allreduce.
@@ -124,7 +147,7 @@ XLA_FFI_Error* Call(const char* name, Part part, XLA_FFI_CallFrame* frame) {
   if (frame->extension_start != nullptr || frame->stage != XLA_FFI_ExecutionStage_EXECUTE) return handler(frame);
   XLA_FFI_DeviceOrdinal_Get_Args ordinal{XLA_FFI_DeviceOrdinal_Get_Args_STRUCT_SIZE, nullptr, frame->ctx, 0};
   if (XLA_FFI_Error* error = frame->api->XLA_FFI_DeviceOrdinal_Get(&ordinal)) return error;
-  cudaSetDevice(ordinal.device_ordinal);
+  cudaSetDevice(ordinal.device_ordinal + device_shift);
   void* const stream = current_stream = StreamOf(ordinal.device_ordinal);
 
   const auto buffer_of = [](void* buffer) -> XLA_FFI_Buffer& { return *static_cast<XLA_FFI_Buffer*>(buffer); };
@@ -189,6 +212,27 @@ XLA_FFI_Error* Call(const char* name, Part part, XLA_FFI_CallFrame* frame) {
 extern "C" bool standin_use(const char* path) {
   native = dlopen(path, RTLD_NOW | RTLD_NOLOAD);
   return native != nullptr;
+}
+
+// Makes another device current in the handlers' threads than XLA's.
+extern "C" void standin_shift_device(int shift) { device_shift = shift; }
+
+// XLA's part after a program has failed between a start and its end: another program gets the arrays at once, and writes them.
+// Returns the number of such calls.
+extern "C" int64_t standin_reuse() {
+  const std::lock_guard<std::mutex> lock(begun_mutex);
+  for (auto& [address, buffers] : *begun) {
+    buffers->Reuse();
+    reused.push_back(buffers);
+  }
+  begun->clear();
+  return static_cast<int64_t>(reused.size());
+}
+
+// Returns for how many of them a late copy has written over what that program wrote.
+extern "C" int64_t standin_spoilt() {
+  const std::lock_guard<std::mutex> lock(begun_mutex);
+  return std::count_if(reused.begin(), reused.end(), [](const auto& buffers) { return !buffers->IsAsReused(); });
 }
 
 // Defines a handler for each of the package's handlers for accelerators, with the same name.

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
 
 import jax
+import numpy as np
 import pytest
+from mpi4py import MPI
 
 import pycollective as pc
 from pycollective.ranks import accelerators
@@ -163,6 +167,62 @@ def test_a_runtime_that_lacks_a_function() -> None:
 
 def test_whether_mpi_takes_device_memory() -> None:
     kind = runtime.KINDS["cuda"]
-    assert runtime.takes_device_memory(kind._replace(queries=("MPIX_No_such_query",))) is None
+    assert runtime.takes_device_memory(kind, SimpleNamespace()) is None
     # MPI_Pcontrol stands for a query: every MPI has it, and it returns 0.
     assert runtime.takes_device_memory(kind._replace(queries=("MPIX_No_such_query", "MPI_Pcontrol"))) is False
+
+    def query(answers: dict[int, int], code: int = 0) -> Any:
+        def answer(gpu_type: int, flag: Any) -> int:
+            flag._obj.value = answers[gpu_type]
+            return code
+
+        return answer
+
+    for supported in (0, 1):  # MPICH's second query counts where the first one says no
+        mpi = SimpleNamespace(MPIX_Query_cuda_support=lambda: 0, MPIX_GPU_query_support=query({0: supported}))
+        assert runtime.takes_device_memory(kind, mpi) is bool(supported)
+    assert runtime.takes_device_memory(runtime.KINDS["rocm"], SimpleNamespace(MPIX_GPU_query_support=query({2: 1})))
+    assert not runtime.takes_device_memory(kind, SimpleNamespace(MPIX_GPU_query_support=query({0: 1}, code=13)))
+
+
+class Faulty:
+    """A communicator of one rank whose library has a fault with arrays of some length."""
+
+    rank, size = 0, 1
+
+    def __init__(self, fault: str, count: int) -> None:
+        self.fault, self.count = fault, count
+
+    def allgather(self, own: Any) -> list[Any]:
+        return [own]
+
+    def allreduce(self, own: Any, **_: Any) -> Any:
+        return own
+
+    def Allreduce(self, send: Any, receive: Any, op: Any) -> None:  # noqa: N802
+        if self.fault == "refuses" and send[1] == self.count:
+            raise MPI.Exception(MPI.ERR_BUFFER)
+        MPI.COMM_SELF.Allreduce(send, receive, op=op)
+        if self.fault == "corrupts" and send[1] == self.count:
+            np.asarray(receive[0]).view(np.int32)[-1] += 1
+
+
+@pytest.mark.parametrize("count", accelerators._PROBES)
+@pytest.mark.parametrize(("fault", "told"), [("refuses", "the error "), ("corrupts", "wrong sums of {} numbers")])
+def test_a_library_that_claims_to_take_device_memory(
+    fault: str, told: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, ranks = jax.devices("cpu")[0], cast(MPI.Intracomm, Faulty(fault, count))
+    told = re.escape(told.format(count))
+    expected = (
+        f"init: expected an MPI library that sums arrays in the memory of cuda devices{{}}, got {told}.* on rank 0"
+    )
+    monkeypatch.setattr(runtime, "takes_device_memory", lambda kind: True)
+    with pytest.warns(RuntimeWarning, match=expected.format(", as it says")):
+        assert not accelerators.use_direct(ranks, "cuda", device, chosen=None)
+    with pytest.raises(RuntimeError, match=expected.format("")):
+        accelerators.use_direct(ranks, "cuda", device, chosen=True)
+    assert accelerators.use_direct(MPI.COMM_WORLD, "cuda", device, chosen=None)
+    assert not accelerators.use_direct(ranks, "cuda", device, chosen=False)
+    monkeypatch.setattr(runtime, "takes_device_memory", lambda kind: None)
+    assert not accelerators.use_direct(MPI.COMM_WORLD, "cuda", device, chosen=None)

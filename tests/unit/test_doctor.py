@@ -12,6 +12,7 @@ from pycollective.doctor import installation, job
 from pycollective.doctor.findings import Finding, show
 from pycollective.doctor.job import Facts
 from pycollective.launch.launchers.hydra import Hydra
+from pycollective.launch.libraries.library import lacks_for_gpus
 from pycollective.launch.libraries.mpich import Mpich
 from tests.unit.fakes import launcher
 
@@ -83,6 +84,17 @@ def test_gpu_awareness() -> None:
         finding = job.gpu_awareness([replace(gpu, gpu_aware=True), replace(gpu, gpu_aware=aware)])
         assert finding.status == "warning"
         assert "built for these GPUs" in finding.remedy
+
+
+def test_transports_of_ucx_for_gpu_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = replace(RANK, platform="cuda", gpu_aware=True)
+    lacking = [gpu, replace(gpu, network_lacks=lacks_for_gpus("cuda", {"UCX_TLS": "rc,sm"}))]
+    finding = job.gpu_awareness(lacking)
+    assert finding.status == "warning"
+    assert finding.text.endswith("; UCX_TLS lacks cuda_copy, cuda_ipc on rank 1")
+    assert finding.remedy
+    monkeypatch.setattr(job, "config", Config(gpu_direct=False))  # MPI gets no such memory
+    assert job.gpu_awareness(lacking).status == "ok"
 
 
 def test_the_users_word_on_gpu_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,28 @@ from pycollective.launch.libraries import standard_abi
 NETWORK_SETTINGS = ("UCX_TLS", "UCX_NET", "FI_PROVIDER", "FI_TCP_IFACE")
 """Settings of the network libraries under most MPI libraries: UCX and libfabric."""
 
+_GPU_TRANSPORTS = {"cuda": ("cuda_copy", "cuda_ipc"), "rocm": ("rocm_copy", "rocm_ipc")}
+"""The transports of UCX that the memory of GPUs needs. The platform's name stands for all of them."""
+
+
+def lacks_for_gpus(platform: str, environ: Mapping[str, str]) -> str:
+    """What a setting of the network library leaves out that the memory of GPUs needs, for messages; "" for nothing.
+
+    Example:
+        >>> lacks_for_gpus("cuda", {"UCX_TLS": "rc,sm,cuda_copy"})
+        'UCX_TLS lacks cuda_ipc'
+        >>> lacks_for_gpus("rocm", {"UCX_TLS": "^rocm,tcp"})
+        'UCX_TLS lacks rocm_copy, rocm_ipc'
+        >>> lacks_for_gpus("cuda", {"UCX_TLS": "rc,sm,cuda"}), lacks_for_gpus("cuda", {}), lacks_for_gpus("cpu", {})
+        ('', '', '')
+    """
+    setting = environ.get("UCX_TLS", "all")
+    named = {name.strip().lstrip("\\") for name in setting.removeprefix("^").split(",")}
+    is_left_out = setting.startswith("^")
+    meanings = {platform} if is_left_out else {platform, "all"}
+    missing = [name for name in _GPU_TRANSPORTS.get(platform, ()) if named.isdisjoint({name, *meanings}) != is_left_out]
+    return f"UCX_TLS lacks {', '.join(missing)}" if missing else ""
+
 
 class Ulfm(NamedTuple):
     """How ranks live on when one has failed: User-Level Failure Mitigation, of MPI 5.0.
