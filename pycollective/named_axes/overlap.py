@@ -24,7 +24,9 @@ keep the computation between start and end:
                                      t = done(t')
                                      c = a' / s + b' / t
 
-On accelerators the pass moves only sums in which each device works with one device of each other rank.
+On accelerators the pass moves only sums in which each device works with one device of each other rank. Each stays one
+call in a program that calls functions of the host: if one failed between a start and its end, XLA would give the arrays
+of the sum away while they are in use (``native/xla/started_calls.h``).
 """
 
 from __future__ import annotations
@@ -173,7 +175,8 @@ class Overlap:
         if devices and accelerators.kind_of(devices[0]) in lowering.ACCELERATORS:
             jaxpr = fusion.join_reductions(jaxpr)
             halves = [(eqn, eqn.invars) for eqn in not_plain_equations(jaxpr) if _has_two_halves(eqn)]
-            return map_jaxprs(jaxpr, self._arranging(halves, _ON_ACCELERATORS))
+            kind = _WHOLE_ON_ACCELERATORS if _calls_the_host(jaxpr) else _ON_ACCELERATORS
+            return map_jaxprs(jaxpr, self._arranging(halves, kind))
         sums = [(eqn, [var]) for eqn in not_plain_equations(jaxpr) if _is_async(eqn) for var in eqn.invars]
         if not sums:
             return fusion.join_reductions(jaxpr)
@@ -439,6 +442,14 @@ def _has_two_halves(eqn: JaxprEqn) -> bool:
     return fusion.is_over_axes(eqn) and not eqn.params["comm"]._local_axes
 
 
+_HOST_CALLS = {"pure_callback", "io_callback", "ffi_call"}
+"""The primitives that call functions of the host, from outside JAX and this package."""
+
+
+def _calls_the_host(jaxpr: Any) -> bool:
+    return any(eqn.primitive.name in _HOST_CALLS for eqn in not_plain_equations(jaxpr))
+
+
 def _is_async(eqn: JaxprEqn) -> bool:
     """Returns whether an equation is a sum in a mesh on whose CPU devices large sums overlap with computation.
 
@@ -448,4 +459,5 @@ def _is_async(eqn: JaxprEqn) -> bool:
 
 
 _ON_ACCELERATORS = _Kind(_has_two_halves, _overlap_segment)
+_WHOLE_ON_ACCELERATORS = _Kind(_has_two_halves, _order_segment)
 _ON_HOSTS = _Kind(_is_async, _order_segment)

@@ -79,6 +79,22 @@ def test_the_order_of_other_collectives_stays() -> None:
     assert text.index("S") < text.rindex("m", 0, text.index("D"))
 
 
+@pytest.mark.parametrize("is_inner", [False, True])
+def test_no_function_of_the_host_runs_between_start_and_end(is_inner: bool) -> None:
+    """If it raised, XLA would give the arrays of the sum away while they are in use."""
+
+    def on_host(x: jax.Array) -> jax.Array:
+        return jax.ffi.ffi_call("of_another_library", jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
+
+    def f(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        a = x @ x
+        s = lax.psum(a, "i")
+        return s, (jax.jit(on_host) if is_inner else on_host)(a @ x)
+
+    x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    assert sorted(order(lowered(f, x))) == ["A", "m", "m"]
+
+
 def test_a_sum_of_the_forward_pass_hides_no_other() -> None:
     def normalised(params: list[jax.Array], x: jax.Array, weight: jax.Array) -> list[jax.Array]:
         grads = jax.grad(lambda params: loss(params, x) / lax.psum(weight.sum(), "i"))(params)
