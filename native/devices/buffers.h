@@ -131,8 +131,8 @@ class DeviceBuffers {
                          bool may_direct, Call call) {
     Outcome first;
     Transfer staged{{}, {}, true, true};
-    const auto note = [&](const Outcome& outcome) {
-      if (first.ok()) first = outcome;
+    const auto note = [&](const Outcome& outcome) {  // an error of the runtime ends the calls
+      if (first.ok() || outcome.of_runtime) first = outcome;
     };
     for (const ArrayPair* array : arrays) {
       void* x = const_cast<void*>(array->x);

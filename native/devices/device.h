@@ -40,7 +40,8 @@ struct TransferEnd {
 // The arrays of one call of collectives.h.
 struct Transfer {
   TransferEnd in, out;
-  // Whether MPI may get pieces of the blocks one by one. False for a message: the peer may cut it differently.
+  // Whether MPI may get pieces of the blocks one by one. False for a message, which the peer may cut differently: it is one
+  // block, and not in place.
   bool in_pieces = true;
   // Whether MPI may overwrite the operands.
   bool in_place = false;

@@ -51,6 +51,7 @@ ffi::Error AllreduceStart(DeviceBuffers buffers, const Participants& participant
     return started->call.Error(ffi::ErrorCode::kInternal, "expected operands in the results' buffers, got others",
                                "Please report this.");
   }
+  AddStarted(key, started);
   const Outcome begun = started->buffers.Start([started, op, bucket_bytes] {
     const auto body = [&](const Library& mpi, const Lane& lane) {
       return AllreduceIn(started->buffers, mpi, lane, started->all.arrays, static_cast<Op>(op), bucket_bytes);
@@ -59,9 +60,9 @@ ffi::Error AllreduceStart(DeviceBuffers buffers, const Participants& participant
       return started->call.RunNow(started->all.signature, started->all.nbytes, {}, body);
     });
   });
-  if (!begun.ok()) return started->call.ErrorOf(begun);
-  AddStarted(key, started);
-  return ffi::Error::Success();
+  if (begun.ok()) return ffi::Error::Success();
+  TakeStarted(key);
+  return started->call.ErrorOf(begun);
 }
 
 // Waits for the end of the call. The operands are the results of AllreduceStart, in the same buffers as the results

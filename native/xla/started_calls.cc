@@ -2,6 +2,7 @@
 
 #include "xla/started_calls.h"
 
+#include <algorithm>
 #include <mutex>
 #include <unordered_map>
 #include <utility>
@@ -51,7 +52,9 @@ ffi::Error FindAbandoned(const DeviceBuffers& buffers, int64_t run) {
       [&](const StartedCall& call) { return call.buffers.lane_id() == buffers.lane_id() && call.run != run; });
   if (abandoned.empty()) return ffi::Error::Success();
   for (const auto& call : abandoned) call->buffers.Drain();
-  return abandoned.front()->call.Fatal(
+  const auto has_others = [](const std::shared_ptr<StartedCall>& call) { return call->call.size() > 1; };
+  const auto worst = std::find_if(abandoned.begin(), abandoned.end(), has_others);
+  return (worst != abandoned.end() ? *worst : abandoned.front())->call.Fatal(
       "expected the end of each allreduce that a program starts, got a program that failed in between: XLA has given the "
       "arrays of the allreduce away while it used them",
       "Look at the first error of that program.");

@@ -132,7 +132,8 @@ def fault_in_device_memory(mpi: MPI.Intracomm, device: jax.Device) -> str | None
         What went wrong on the lowest rank where something did, the same on all ranks; None if all sums are right.
     """
     for comm in (MPI.COMM_SELF, mpi):
-        own = next(filter(None, (_fault_of_sum(comm, device, count) for count in _PROBES)), None)
+        faults = [_fault_of_sum(comm, device, count) for count in _PROBES]  # all of them: the other ranks wait in each
+        own = next(filter(None, faults), None)
         for rank, fault in enumerate(mpi.allgather(own)):
             if fault is not None:
                 return f"{fault} on rank {rank}"

@@ -92,6 +92,9 @@ class Mailboxes final : public pc::Library {
   pc::Outcome Exscan(const pc::Channel&, const pc::Arguments&) const override { return IsCalled(); }
   pc::Outcome Barrier(const pc::Channel&) const override { return IsCalled(); }
   pc::Outcome CheckTag(const pc::Channel&, int) const override { return IsCalled(); }
+  pc::Outcome RecvInPlaces(const pc::Channel&, const pc::Incoming&, const std::array<pc::MemoryRange, 3>&) const override {
+    return IsCalled();
+  }
   pc::Outcome CheckReceived(const char*, const pc::Incoming&) const override { return IsCalled(); }
   pc::Outcome SetReceived(const pc::Incoming&) const override { return IsCalled(); }
   pc::Outcome Permute(const pc::Channel&, const pc::Outgoing&, const pc::Incoming&, const pc::Arguments*) const override {

@@ -122,6 +122,8 @@ class OneHostOfMany final : public pc::Library {
   NOT_CALLED(Exscan, const pc::Channel&, const pc::Arguments&)
   NOT_CALLED(Barrier, const pc::Channel&)
   NOT_CALLED(CheckTag, const pc::Channel&, int)
+  using Places = std::array<pc::MemoryRange, 3>;
+  NOT_CALLED(RecvInPlaces, const pc::Channel&, const pc::Incoming&, const Places&)
   NOT_CALLED(CheckReceived, const char*, const pc::Incoming&)
   NOT_CALLED(SetReceived, const pc::Incoming&)
   NOT_CALLED(Permute, const pc::Channel&, const pc::Outgoing&, const pc::Incoming&, const pc::Arguments*)
