@@ -23,6 +23,7 @@ bool DoublesInPieces(void* stream = NewStream()) {
   const std::vector<Array> x = Late(stream, values);
   Delay(stream, late_us);
   y[1].CopyTo(before, stream);  // an earlier reader of the results' memory: it must still see zeros
+  Sleep(2);                     // until the stream works: no other stream may begin before it
   Events events(stream);
   const pc::Transfer transfer{EndOf(x), EndOf(y), true, true};
   int64_t calls = 0;
@@ -48,18 +49,18 @@ void* of_kernels = nullptr;    // the stream whose kernels write the operands an
 int64_t stream_waits = 0;      // how often a stream was told to wait for an event
 bool (*forgets)(void* stream);  // whether this wait is left out
 
-// Returns whether results are wrong, in one of several runs, if some waits of streams are left out.
-bool IsNoticed(bool (*some_waits)(void* stream)) {
+// Returns in how many of three runs results are wrong if some waits of streams are left out.
+int TimesNoticed(bool (*some_waits)(void* stream)) {
   forgets = some_waits;
   pc::runtime.StreamWaitEvent = [](void* stream, void* event, unsigned flags) {
     ++stream_waits;
     return forgets(stream) ? 0 : cudaStreamWaitEvent(stream, event, flags);
   };
-  bool noticed = false;
-  for (int i = 0; i < 5 && !noticed; ++i) {
+  int noticed = 0;
+  for (int i = 0; i < 3; ++i) {
     of_kernels = NewStream();
     stream_waits = 0;
-    noticed = !DoublesInPieces(of_kernels);
+    if (!DoublesInPieces(of_kernels)) ++noticed;
   }
   pc::runtime = ObservedRuntime();
   return noticed;
@@ -68,17 +69,18 @@ bool IsNoticed(bool (*some_waits)(void* stream)) {
 // If the runtime does not wait, results are wrong: so the other tests notice a forgotten wait.
 void TestForgottenWaits() {
   SlowCopies(2000);
-  late_us = 20000;
+  late_us = 50000;
   pc::runtime.EventSynchronize = [](void*) { return 0; };
   CHECK(!DoublesInPieces());
   pc::runtime = ObservedRuntime();
-  CHECK(!IsNoticed([](void*) { return false; }));
+  CHECK(TimesNoticed([](void*) { return false; }) == 0);
   // The first wait is that of the copies from the device, for the operands. The last one is that for the results.
-  CHECK(IsNoticed([](void*) { return stream_waits == 1; }));
-  CHECK(IsNoticed([](void* stream) { return stream == of_kernels; }));
+  CHECK(TimesNoticed([](void*) { return stream_waits == 1; }) >= 2);
+  SlowCopies(10000);  // later than this thread, too, where other programs have the cores
+  CHECK(TimesNoticed([](void* stream) { return stream == of_kernels; }) >= 2);
   // Those from the third one on are for buffers that are still copied to the device.
   fetches_fast = true;
-  CHECK(IsNoticed([](void* stream) { return stream != of_kernels && stream_waits > 2; }));
+  CHECK(TimesNoticed([](void* stream) { return stream != of_kernels && stream_waits > 2; }) >= 2);
 }
 
 // A call that reverses the order of the blocks has the right result for pieces of any size.
