@@ -168,6 +168,7 @@ def use_direct(mpi: MPI.Intracomm, kind: str, device: jax.Device, *, chosen: boo
     wanted = bool(runtime.takes_device_memory(runtime.KINDS[kind])) if chosen is None else chosen
     if not mpi.allreduce(wanted, op=MPI.LAND):
         return False
+    runtime.make_current(runtime.KINDS[kind], int(device.local_hardware_id or 0))
     fault = fault_in_device_memory(mpi, device)
     if fault is None:
         return True

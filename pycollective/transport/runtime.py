@@ -100,6 +100,16 @@ def load(kind: Kind) -> ctypes.CDLL:
     )
 
 
+def make_current(kind: Kind, ordinal: int) -> None:
+    """Makes a device current in this thread, as in each thread in which the C++ library calls MPI.
+
+    Args:
+        kind: the kind of the device.
+        ordinal: the runtime's number of the device in this process.
+    """
+    getattr(load(kind), "hipSetDevice" if kind.hip else "cudaSetDevice")(ordinal)
+
+
 def takes_device_memory(kind: Kind, mpi: Any = None) -> bool | None:
     """Whether the MPI library says that it reads and writes the memory of such devices; None if it does not say.
 

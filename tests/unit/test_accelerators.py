@@ -217,9 +217,12 @@ def test_a_library_that_claims_to_take_device_memory(
     expected = (
         f"init: expected an MPI library that sums arrays in the memory of cuda devices{{}}, got {told}.* on rank 0"
     )
+    current: list[int] = []
     monkeypatch.setattr(runtime, "takes_device_memory", lambda kind: True)
+    monkeypatch.setattr(runtime, "make_current", lambda kind, ordinal: current.append(ordinal))
     with pytest.warns(RuntimeWarning, match=expected.format(", as it says")):
         assert not accelerators.use_direct(ranks, "cuda", device, chosen=None)
+    assert current == [0]
     with pytest.raises(RuntimeError, match=expected.format("")):
         accelerators.use_direct(ranks, "cuda", device, chosen=True)
     assert accelerators.use_direct(MPI.COMM_WORLD, "cuda", device, chosen=None)
