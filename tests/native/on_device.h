@@ -82,10 +82,11 @@ inline void Launch(void* stream, std::function<void()> kernel) {
       new std::function<void()>(std::move(kernel))));
 }
 
-// Launches a kernel that waits for something: no host function, which would keep those of other streams from running.
-inline void Kernel(void* stream, void (*kernel)()) {
+// Launches a kernel that waits for something: no host function, which would keep those of other streams from running. On CUDA's
+// library, for which no kernel is compiled here, fills of 10 ms take its place.
+inline void Kernel(void* stream, [[maybe_unused]] void (*kernel)()) {
 #ifdef PYCOLLECTIVE_CUDART
-  Launch(stream, kernel);
+  Delay(stream, 10'000);
 #else
   CUDA(standin_launch(
       stream, [](void* argument) { reinterpret_cast<void (*)()>(argument)(); }, reinterpret_cast<void*>(kernel)));

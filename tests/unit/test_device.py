@@ -66,7 +66,9 @@ def test_on_a_library_of_cuda(programs: dict[str, Path]) -> None:
     folder = programs["device_test"].parent
     library = compile_cpp([STANDIN], folder / "libcudart.so.13", "-shared")
     program = build("device_test", folder, library)
-    for name in NAMES["device_test"]:
+    names = subprocess.run([program], capture_output=True, text=True, check=True).stdout.split()
+    assert "forgotten_waits" in names  # some tests are for the stand-in alone
+    for name in names:
         run = subprocess.run([program, name], capture_output=True, text=True, timeout=60)
         assert run.returncode == 0, run.stderr
 
