@@ -12,6 +12,7 @@
 #include <cstring>
 #include <functional>
 #include <numeric>
+#include <thread>
 #include <vector>
 
 #include "cudart.h"
@@ -45,7 +46,7 @@ struct Fill {
     do {
       nbytes *= 2;
       us = 1e9;
-      for (int i = 0; i < 5; ++i) {  // the fastest one
+      for (int i = 0; i < 20; ++i) {  // the fastest one
         const auto begin = std::chrono::steady_clock::now();
         Enqueue(stream);
         CUDA(cudaStreamSynchronize(stream));
@@ -61,12 +62,17 @@ struct Fill {
   double us = 0;
 };
 
-// Makes a stream busy for about this time or longer, by fills of the device's memory. A function of the host that sleeps
-// would not do: CUDA may run those of independent streams one after the other, so it would hold up the streams that
-// must overtake this one. Fills need none of the engines that copy from the device or to it.
+// Makes a stream busy for about this time or longer: on CUDA's library by fills of the device's memory, since no kernel is compiled
+// here. A function of the host that sleeps would not do: CUDA may run those of independent streams one after the other, so it
+// would hold up the streams that must overtake this one. Fills need none of the engines that copy from the device or to it.
 inline void Delay(void* stream, int us) {
+#ifdef PYCOLLECTIVE_CUDART
   static const Fill fill;
   for (double left = us; left > 0; left -= fill.us) fill.Enqueue(stream);
+#else
+  const auto sleep = [](void* for_us) { std::this_thread::sleep_for(std::chrono::microseconds(reinterpret_cast<intptr_t>(for_us))); };
+  CUDA(standin_launch(stream, sleep, reinterpret_cast<void*>(intptr_t{us})));
+#endif
 }
 
 // Launches a kernel: the stream calls a function of the host after its earlier work. The function must not call CUDA,
@@ -121,6 +127,14 @@ inline void SlowCopies(int us) {
   slow_us = us;
 #ifndef PYCOLLECTIVE_CUDART
   standin_set_delay_us(us);
+#endif
+}
+
+// Makes copies from the device take no time of their own.
+inline void FetchQuickly() {
+  fetches_fast = true;
+#ifndef PYCOLLECTIVE_CUDART
+  standin_set_fetches_fast(true);
 #endif
 }
 

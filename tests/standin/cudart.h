@@ -47,6 +47,8 @@ int standin_launch(void* stream, void (*kernel)(void*), void* argument);
 
 // Makes every copy take at least this time, and a random time of up to as much besides, which the seed decides.
 void standin_set_delay_us(int64_t delay);
+// But not copies from the device.
+void standin_set_fetches_fast(bool fast);
 void standin_set_seed(uint64_t seed);
 // Makes copies fail whose rows are further apart than this.
 void standin_set_max_pitch(int64_t nbytes);
