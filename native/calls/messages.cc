@@ -77,14 +77,6 @@ std::string DescribeMessage(const Post& post, const std::string& line) {
   return line.empty() ? array : array + " at " + line;
 }
 
-// Copies enclosed data to where MPI_Recv would write them.
-Outcome Copy(const Channel& channel, const char* data, const Incoming& to) {
-  static const auto& host = *new Memory;
-  const size_t nbytes = Bytes(to.count, to.type);
-  if (nbytes == 0) return {};
-  return (channel.memory != nullptr ? *channel.memory : host).Copy(to.data, data, nbytes);
-}
-
 // Receives the data of an unexpected message and drops them, so that the sender does not wait without end.
 Outcome Drop(const Library& mpi, const Channel& channel, const MessageHeader& header, int source, int tag) {
   const auto type = static_cast<Type>(header.type);
@@ -136,7 +128,7 @@ Outcome Recv(const Library& mpi, const Channel& channel, const ExpectedMessage& 
   const Signature &here = expected.post.signature, &there = described.post.signature;
   if (there.dtype == here.dtype && there.dimensions == here.dimensions) {
     if (!is_enclosed) return mpi.Recv(channel, data);
-    if (!in_place) PYCOLLECTIVE_RETURN_IF_FAILED(Copy(channel, received.data, data));
+    if (!in_place && nbytes > 0) PYCOLLECTIVE_RETURN_IF_FAILED(MemoryOf(channel).Copy(data.data, received.data, nbytes));
     return data.status != nullptr ? mpi.SetReceived(data) : Outcome{};
   }
   if (!is_enclosed) PYCOLLECTIVE_RETURN_IF_FAILED(Drop(mpi, channel, received.header, data.source, data.tag));

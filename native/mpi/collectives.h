@@ -72,6 +72,12 @@ struct Channel {
   HostLevels* levels = nullptr;    // for ranks on several hosts: the levels by which ranks of a host share memory
 };
 
+// The memory of the arrays of calls on a channel.
+inline const Memory& MemoryOf(const Channel& channel) {
+  static const auto& host = *new Memory;
+  return channel.memory != nullptr ? *channel.memory : host;
+}
+
 // The arguments of a collective. For an array of blocks, `count` is the size of one block; `channel.size` blocks are
 // contiguous in the order of the ranks. If `send` equals `recv`, the collective works in place, if MPI can.
 struct Arguments {

@@ -35,11 +35,6 @@ namespace pycollective {
     if (uses_nonblocking) PYCOLLECTIVE_CHECK_CODE(name, waiting_.Complete(&request_));   \
   } while (false)
 
-inline const Memory& MemoryOf(const Channel& channel) {
-  static const auto& host = *new Memory;
-  return channel.memory != nullptr ? *channel.memory : host;
-}
-
 // Sets a result that MPI leaves undefined to zeros.
 inline Outcome Clear(const Channel& channel, void* base, int64_t count, Type type) {
   return count > 0 ? MemoryOf(channel).Clear(base, Bytes(count, type)) : Outcome{};

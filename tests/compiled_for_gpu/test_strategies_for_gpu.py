@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from jax import lax
 
 import pycollective as pc
 from pycollective import parallel
 from pycollective.parallel.schedules import Kind
 from tests.compiled_for_gpu.checks import check, letters
 from tests.compiled_for_gpu.compiler import compiled, on_one_gpu
+from tests.spmd.test_parallel_fsdp_on_devices import sum_of_layers
 from tests.unit.test_overlap import loss
 
 pytestmark = pytest.mark.usefixtures("promotion_of_optax")
@@ -55,15 +56,9 @@ def test_zero() -> None:
 def test_fsdp(stacks: bool) -> None:
     layer = parallel.gathered(lambda w, h: jnp.tanh(h @ w), W, "i", policy=jax.checkpoint_policies.dots_saveable)
 
-    def total(slices: Tree, h: Array) -> Array:
-        if stacks:
-            return jnp.sum(lax.scan(lambda h, s: (layer(s, h), None), h, slices)[0])
-        for own in slices:
-            h = layer(own, h)
-        return jnp.sum(h)
-
     def step(slices: Tree, h: Array) -> Tree:
-        return jax.tree.map(lambda p, g: p - 0.1 * g, slices, jax.grad(total)(slices, h))
+        grads = jax.grad(partial(sum_of_layers, layer))(slices, h)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, slices, grads)
 
     length = N * N // RANKS
     slices = (

@@ -36,6 +36,7 @@ inline void* NewStream() {
   return stream;
 }
 
+#ifdef PYCOLLECTIVE_CUDART
 // A fill of the device's memory that takes 0.1 ms or more.
 struct Fill {
   Fill() {
@@ -61,6 +62,7 @@ struct Fill {
   size_t nbytes = 1 << 18;
   double us = 0;
 };
+#endif
 
 // Makes a stream busy for about this time or longer: on CUDA's library by fills of the device's memory, since no kernel is compiled
 // here. A function of the host that sleeps would not do: CUDA may run those of independent streams one after the other, so it

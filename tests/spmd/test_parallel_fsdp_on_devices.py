@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Any
 
 import jax
@@ -107,6 +108,15 @@ WIDE = 256
 DEPTH = 8
 
 
+def sum_of_layers(layer: Any, slices: Tree, h: Array) -> Array:
+    """The sum of what a stack of layers returns. ``slices``: a list with those of each layer, or a stack of them."""
+    if not isinstance(slices, list):
+        return jnp.sum(lax.scan(lambda h, s: (layer(s, h), None), h, slices)[0])
+    for s in slices:
+        h = layer(s, h)
+    return jnp.sum(h)
+
+
 def compiled(world: pc.Communicator, policy: Any, *, stacked: bool) -> Any:
     """Returns a lowered step: gradients of a stack of layers, and an update by AdamW."""
     one = fsdp.gathered(
@@ -114,15 +124,9 @@ def compiled(world: pc.Communicator, policy: Any, *, stacked: bool) -> Any:
     )
     optimizer = optax.adamw(1e-3)
 
-    def of_stack(slices: Tree, h: Array) -> Array:
-        if stacked:
-            return jnp.sum(lax.scan(lambda h, s: (one(s, h), None), h, slices)[0])
-        for s in slices:
-            h = one(s, h)
-        return jnp.sum(h)
-
     def step(slices: Tree, state: Any, h: Array) -> Any:
-        updates, state = optimizer.update(jax.grad(of_stack)(slices, h), state, slices)
+        grads = jax.grad(partial(sum_of_layers, one))(slices, h)
+        updates, state = optimizer.update(grads, state, slices)
         return optax.apply_updates(slices, updates), state
 
     length = WIDE * WIDE // world.size

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.gpu_check import device_tests
 from tests.native import weakened
 from tests.native.build import EXPLORED, FOLDER, NAMES, SOURCES, build
 from tests.standin import compile_cpp
-
-STANDIN = FOLDER.parent / "standin" / "cudart.cc"
 
 
 @pytest.fixture(scope="module")
@@ -63,14 +62,9 @@ def test_native(program: str, name: str, programs: dict[str, Path]) -> None:
 
 def test_on_a_library_of_cuda(programs: dict[str, Path]) -> None:
     """The tests as they run on CUDA's own library: only fills of the device's memory make its streams late."""
-    folder = programs["device_test"].parent
-    library = compile_cpp([STANDIN], folder / "libcudart.so.13", "-shared")
-    program = build("device_test", folder, library)
-    names = subprocess.run([program], capture_output=True, text=True, check=True).stdout.split()
-    assert "forgotten_waits" in names  # some tests are for the stand-in alone
-    for name in names:
-        run = subprocess.run([program, name], capture_output=True, text=True, timeout=60)
-        assert run.returncode == 0, run.stderr
+    results = dict(device_tests.results(programs["device_test"].parent, "standin", seconds=60))
+    assert "forgotten_waits" in results
+    assert set(results.values()) == {"ok"}, results
 
 
 UNNOTICED = {
