@@ -23,9 +23,13 @@ before_init.install()
 # Names in MPI and in other packages, in lower case and without underscores, and what stands for them here.
 _OTHER_NAMES = {
     "allgather": "all_gather",
+    "allgatherv": "ragged_all_gather",
     "allreduce": "psum, pmax or pmin",
     "alltoall": "all_to_all",
+    "alltoallv": "ragged_exchange or ragged_all_to_all",
     "bcast": "broadcast",
+    "gatherv": "ragged_gather",
+    "scatterv": "ragged_scatter",
     "commworld": "world()",
     "getrank": "world().rank",
     "getsize": "world().size",

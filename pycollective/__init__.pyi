@@ -28,6 +28,11 @@ from .collectives.mpi_collectives import scan as scan
 from .collectives.mpi_collectives import scatter as scatter
 from .collectives.mpi_collectives import send as send
 from .collectives.mpi_collectives import sendrecv as sendrecv
+from .collectives.ragged import ragged_all_gather as ragged_all_gather
+from .collectives.ragged import ragged_all_to_all as ragged_all_to_all
+from .collectives.ragged import ragged_exchange as ragged_exchange
+from .collectives.ragged import ragged_gather as ragged_gather
+from .collectives.ragged import ragged_scatter as ragged_scatter
 from .collectives.replicated import copy_to as copy_to
 from .collectives.replicated import reduce_from as reduce_from
 from .errors import CollectiveMismatch as CollectiveMismatch

@@ -113,6 +113,45 @@ def _neighbours(x: Array, comm: pc.Communicator) -> Array:
     return pc.sendrecv(x, comm, source=(comm.rank - 1) % comm.size, dest=(comm.rank + 1) % comm.size)
 
 
+def _some(rank: int, other: int = 0) -> int:
+    """A number of rows, from 0 to 2."""
+    return (rank + other) % 3
+
+
+def _some_for_each(rank: int, size: int) -> Array:
+    return (rank + jnp.arange(size)) % 3
+
+
+def _two_for_each(size: int) -> tuple[int, ...]:
+    return (2 * size, 3)
+
+
+def _packed(rows: list[Array], capacity: int) -> Array:
+    """The rows, one array's behind the other's, and zeros."""
+    joined = jnp.concatenate(rows)
+    return jnp.zeros((capacity, *joined.shape[1:]), joined.dtype).at[: len(joined)].set(joined)
+
+
+def _own_rows(xs: Array) -> Array:
+    return _packed([x[: _some(rank)] for rank, x in enumerate(xs)], len(xs) * xs.shape[1])
+
+
+def _exchanged_rows(xs: Array) -> Array:
+    starts = np.cumsum([[0] + [_some(rank, other) for other in range(len(xs))] for rank in range(len(xs))], axis=1)
+
+    def of(rank: int) -> list[Array]:
+        return [x[start[rank] : start[rank + 1]] for x, start in zip(xs, starts, strict=True)]
+
+    return jnp.stack([_packed(of(rank), xs.shape[1]) for rank in range(len(xs))])
+
+
+def _scattered_rows(xs: Array) -> Array:
+    root = len(xs) - 1
+    ends = np.cumsum([_some(root, rank) for rank in range(len(xs))])
+    rows = [xs[root, end - _some(root, rank) : end] for rank, end in enumerate(ends)]
+    return jnp.stack([_packed([each], 2) for each in rows])
+
+
 CASES = (
     Case("psum", pc.psum, _lax(lambda x: lax.psum(x, "ranks")), kind="sum"),
     Case("psum_scalar", pc.psum, _lax(lambda x: lax.psum(x, "ranks")), lambda size: (), kind="sum"),
@@ -171,6 +210,30 @@ CASES = (
     Case("scatter", lambda x, comm: pc.scatter(x, comm, root=comm.size - 1), lambda xs: xs[-1], _per_rank),
     Case("scan", pc.scan, _inclusive, kind="sum"),
     Case("exscan", pc.exscan, _exclusive, kind="sum"),
+    Case(
+        "ragged_exchange",
+        lambda x, comm: pc.ragged_exchange(x, _some_for_each(comm.rank, comm.size), comm, capacity=x.shape[0])[0],
+        _exchanged_rows,
+        _two_for_each,
+    ),
+    Case(
+        "ragged_all_gather",
+        lambda x, comm: pc.ragged_all_gather(x, _some(comm.rank), comm)[0],
+        lambda xs: jnp.broadcast_to(_own_rows(xs), (len(xs), *_own_rows(xs).shape)),
+    ),
+    Case(
+        "ragged_gather",
+        lambda x, comm: pc.ragged_gather(x, _some(comm.rank), comm, root=comm.size - 1)[0],
+        _at(-1, _own_rows),
+    ),
+    Case(
+        "ragged_scatter",
+        lambda x, comm: pc.ragged_scatter(
+            x, _some_for_each(comm.rank, comm.size), comm, root=comm.size - 1, capacity=2
+        )[0],
+        _scattered_rows,
+        _two_for_each,
+    ),
     Case("sendrecv", _neighbours, lambda xs: jnp.roll(xs, 1, axis=0)),
 )
 
@@ -180,7 +243,7 @@ EACH_PRIMITIVE = tuple(
     by_id[id_]
     for id_ in (
         *("psum", "pmax", "all_gather", "psum_scatter", "all_to_all_tiled", "ppermute_partial", "broadcast"),
-        *("reduce_last", "gather", "scatter", "scan", "exscan", "sendrecv"),
+        *("reduce_last", "gather", "scatter", "scan", "exscan", "ragged_exchange", "sendrecv"),
     )
 )
 """One operation of each primitive, for tests of what is around a call. The others differ in the call's options."""

@@ -70,6 +70,7 @@ enum Hierarchy {
   COLLECTIVE(exscan, Exscan, kOp, kWhole, kWhole, kFromLower, kBuffered, kFlat, nullptr)                              \
   OTHER(allreduce, Allreduce, kAllToAll, kReadable, kHierarchical, BindArrays<Buffers>("op", "bucket_bytes"))         \
   OTHER(ppermute, Ppermute, kPermuted, kReadableOnce, kFlat, BindPpermute<Buffers>())                                 \
+  OTHER(ragged_alltoall, RaggedAlltoall, kAllToAll, kByMpi, kFlat, BindRaggedAlltoall<Buffers>())                     \
   OTHER(barrier, Barrier, kNoData, kByMpi, kFlat, BindTokens<Buffers>())                                              \
   OTHER(sendrecv, Sendrecv, kMessage, kByMpi, kFlat,                                                                  \
         BindArray<Buffers>("dest", "send_tag", "source", "recv_tag", "process", "status"))                            \

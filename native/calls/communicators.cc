@@ -37,12 +37,15 @@ RankGroup::RankGroup(int rank, int size, int devices, int64_t main, int64_t auxi
     channel.permute = auxiliary;
     // Messages of devices other than the first one are sent on `auxiliary`, like those of ppermute. Their tags follow the
     // two ranges of ppermute's tags, the tag 2 * devices * devices, which ranks use outside programs
-    // (ranks/out_of_band.py), and that of the comparisons of channel 0.
+    // (ranks/out_of_band.py), and that of this package's own messages of channel 0.
     channel.messages = number == 0 ? main : auxiliary;
     channel.first_tag = number == 0 ? 0 : 2 * devices * devices + 1 + number;
     channel.tag_step = number == 0 ? 1 : devices;
     channel.comparison = ComparisonOf(number);
   }
+  // Its communicator carries messages of programs.
+  channels_[0].own_messages = auxiliary;
+  channels_[0].own_tag = 2 * devices * devices + 1;
   channels_[0].collective = main;
   channels_[0].made = true;
 }
@@ -70,10 +73,7 @@ RankGroup::RankGroup(const RankGroup& whole, std::vector<int> members, int rank)
 
 Comparison RankGroup::ComparisonOf(int number) const {
   // The devices of a rank compare at the same time. One of them in two levels is enough: others would take communicators of MPI.
-  const bool in_levels = number % devices_ == 0;
-  // The communicator of channel 0 of all ranks carries messages of programs.
-  return members_.empty() && number == 0 ? Comparison(auxiliary_, 2 * devices_ * devices_ + 1, in_levels)
-                                         : Comparison(0, 0, in_levels);
+  return Comparison(number % devices_ == 0);
 }
 
 Outcome RankGroup::MakeChannel(const Library& mpi, int number) {

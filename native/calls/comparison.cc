@@ -138,11 +138,7 @@ Outcome Comparison::CombineAll(const Library& mpi, const Channel& channel, Block
   const bool in_levels = in_levels_ && channel.levels != nullptr && channel.levels->HasSharedHost();
   if (in_levels) PYCOLLECTIVE_RETURN_IF_FAILED(channel.levels->Make(mpi, channel, by_host));
   if (*by_host) return CombineInTree(mpi, channel.levels->of_host(), channel.levels->leaders(), block);
-  Channel of_all;
-  of_all.messages = comm_ != 0 ? comm_ : channel.collective;
-  of_all.rank = channel.rank;
-  of_all.size = channel.size;
-  return CombineByMessages(mpi, of_all, tag_, block);
+  return CombineByMessages(mpi, ChannelOfOwnMessages(channel), channel.own_tag, block);
 }
 
 // Comparisons ----------------------------------------------------------------------------------------------------

@@ -93,9 +93,8 @@ class Sections {
 class Comparison {
  public:
   Comparison() = default;
-  // `comm`: a communicator of MPI with the ranks of the channel, in their order; 0: that of the channel, on which nobody else sends
-  // messages. `tag`: of messages that nobody else sends. `in_levels`: whether ranks of one host meet in their memory, if they can.
-  Comparison(int64_t comm, int tag, bool in_levels) : comm_(comm), tag_(tag), in_levels_(in_levels) {}
+  // `in_levels`: whether ranks of one host meet in their memory, if they can.
+  explicit Comparison(bool in_levels) : in_levels_(in_levels) {}
 
   // Whether a comparison can carry the data of a collective: the same on all ranks that make this call.
   bool Carries(const Channel& channel, const PiggybackedCollective& piggybacked) const;
@@ -125,8 +124,6 @@ class Comparison {
   // else null.
   static Outcome CombineInTree(const Library& mpi, const Channel& of_host, const Channel* leaders, Block* combined);
 
-  int64_t comm_ = 0;
-  int tag_ = 0;
   bool in_levels_ = false;
   StopAfterFailure meetings_;
   // Hashes of calls that differ between ranks, and match all the same.

@@ -40,6 +40,12 @@ std::unique_ptr<char[]> Scratch(int64_t count, Type type) {
 
 }  // namespace
 
+Outcome NotOnTeams() {
+  Outcome outcome{"TeamCollective", 0, "expected a collective over ranks, got one over several devices of each rank"};
+  outcome.remedy = "Write a function of class TeamCollective for it; native/base/operations.h says how.";
+  return outcome;
+}
+
 void TeamCollective::ReduceMembers(int64_t first, int64_t count, void* y, Type type, Op op) const {
   ReduceInOrder(team_.size(), [&](int member) { return At(team_.BuffersOf(member).in, first, type); }, count, y, type, op);
 }

@@ -23,6 +23,9 @@ struct TeamMember {
   const Channel& first_channel;  // of member 0's lane: on it one member calls MPI for the team
 };
 
+// The error of a collective that no function of TeamCollective makes.
+Outcome NotOnTeams();
+
 // One device's part of a collective of its team. Each member makes the same call, and returns when no other member reads
 // its buffers any more. The arguments are those of collectives.h, with `team size x channel size` blocks instead of `size`.
 class TeamCollective {

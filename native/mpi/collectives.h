@@ -62,6 +62,9 @@ struct Channel {
   int64_t collective = 0;
   int64_t messages = 0;
   int64_t permute = 0;  // the whole communicator: ranks of Permute are its ranks
+  // For messages of this package between the ranks of the channel, with a tag of their own. 0: `collective`.
+  int64_t own_messages = 0;
+  int own_tag = 0;
   int rank = 0;
   int size = 1;
   int first_tag = 0;  // a message with tag t is sent with the tag first_tag + t * tag_step
@@ -71,6 +74,17 @@ struct Channel {
   CombiningTree* tree = nullptr;   // of ranks on one host, which compare their calls in it; null: otherwise
   HostLevels* levels = nullptr;    // for ranks on several hosts: the levels by which ranks of a host share memory
 };
+
+// The channel for messages of this package between the ranks of a channel, which have the tag `own_tag`. A rank sends them in the
+// order of its calls on the channel, and receives them in that order.
+inline Channel ChannelOfOwnMessages(const Channel& channel) {
+  Channel own;
+  own.messages = channel.own_messages != 0 ? channel.own_messages : channel.collective;
+  own.own_tag = channel.own_tag;
+  own.rank = channel.rank;
+  own.size = channel.size;
+  return own;
+}
 
 // The memory of the arrays of calls on a channel.
 inline const Memory& MemoryOf(const Channel& channel) {

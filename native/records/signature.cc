@@ -52,7 +52,8 @@ std::string Describe(const Signature& s, bool with_staging) {
   if (s.root >= 0) text += ", root=" + std::to_string(s.root);
   if (s.operation == kAllreduce && s.pattern != 0) text += ", several arrays #" + std::to_string(s.pattern);
   if (s.operation == kPpermute) text += ", perm #" + std::to_string(s.pattern);
-  const bool has_root = s.operation != kAllreduce && s.operation != kPpermute;
+  if (s.operation == kRaggedAlltoall) text += ", operand, slices and tree #" + std::to_string(s.pattern);
+  const bool has_root = s.operation != kAllreduce && s.operation != kPpermute && s.operation != kRaggedAlltoall;
   if (has_root && s.pattern != 0) text += ", leaf of tree #" + std::to_string(s.pattern);
   if (s.devices > 1) text += ", on " + std::to_string(s.devices) + " devices";
   if (s.team > 1) text += ", of which " + std::to_string(s.team) + " work together";

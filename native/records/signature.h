@@ -70,7 +70,7 @@ struct Signature {
   int64_t count = 0;       // elements of the operand
   int32_t reduce_op = -1;  // Op; -1: no reduction
   int32_t root = -1;       // -1: no root
-  int64_t pattern = 0;     // a hash: of ppermute's permutation, of an allreduce's later arrays, of a root's tree; 0: none
+  int64_t pattern = 0;     // a hash: of ppermute's permutation, of later arrays, of a root's tree; 0: none
   int64_t piece_bytes = 0;  // of arrays on a device
   int32_t devices = 1;     // devices of each rank that make the call, each for itself
   int16_t team = 1;        // devices of each rank that make the call together

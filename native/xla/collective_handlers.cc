@@ -21,13 +21,6 @@ struct Row {
   Outcome (TeamCollective::*on_team)(const Arguments&);
 };
 
-Outcome NotOnTeams() {
-  Outcome outcome{"TeamCollective", 0, {}};
-  outcome.detail = "expected a collective over ranks, got one over several devices of each rank";
-  outcome.remedy = "Write a function of class TeamCollective for it; native/base/operations.h says how.";
-  return outcome;
-}
-
 // Runs the collective of a row. `op` and `root` are -1 if it has none.
 template <typename Buffers>
 ffi::Error Run(const Row& row, Buffers buffers, const Participants& participants, const ffi::AnyBuffer& x,

@@ -1,6 +1,8 @@
 // XLA FFI handlers of the operations that are not collectives of one array: the rows OTHER of operations.h.
 
 #include <cstdint>
+#include <cstring>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -8,7 +10,9 @@
 #include "calls/call.h"
 #include "calls/communicators.h"
 #include "calls/messages.h"
+#include "calls/ragged_rows.h"
 #include "devices/buffers.h"
+#include "devices/team_collectives.h"
 #include "mpi/collectives.h"
 #include "mpi/dtypes.h"
 #include "shared_memory/host_collectives.h"
@@ -92,6 +96,63 @@ auto BindPpermute() {
   using Routes = ffi::Span<const int64_t>;
   auto binding = BindArray<Buffers>().template Attr<Routes>("dest").template Attr<Routes>("source");
   return std::move(binding).template Attr<int64_t>("pattern");
+}
+
+// slices: int32[4, K], the rows of `RowSlices`. If `adds`, what arrives is added to the rows of `output`.
+template <typename Buffers>
+ffi::Error RaggedAlltoall(Buffers buffers, const Participants& participants, InToken, In output, In x, In slices, OutToken,
+                          Out y, int64_t adds) {
+  Call call = CallIn(buffers, kRaggedAlltoall, participants);
+  Type type;
+  const bool has_type = adds != 0 ? ReduceType(x.element_type(), static_cast<int64_t>(Op::kSum), &type)
+                                  : MoveType(x.element_type(), &type);
+  if (!has_type) return call.Unsupported(x.element_type());
+  const ResultMemory result = ResultOf(*y);
+  uint64_t pattern = Mix(static_cast<uint64_t>(adds), static_cast<uint64_t>(Count(slices)));
+  for (const int64_t length : x.dimensions()) pattern = Mix(pattern, static_cast<uint64_t>(length));
+  pattern = Mix(pattern, static_cast<uint64_t>(participants.tree()));
+  return call.Run(
+      buffers, SignatureOf(kRaggedAlltoall, participants, output, -1, -1, static_cast<int64_t>(pattern)),
+      NBytes(x) + NBytes(*y), {&result, 1},
+      [&](const Library& mpi, const Lane& lane) -> Outcome {
+        if (lane.team != nullptr) return NotOnTeams();
+        // The sizes are read on the host, and the rows may not be cut.
+        constexpr ExchangeOptions kOnHost{false, false, false};
+        std::vector<int32_t> sizes(static_cast<size_t>(Count(slices)));
+        PYCOLLECTIVE_RETURN_IF_FAILED(buffers.Exchange(lane.channel, ViewOf(slices, Type::kInt32), {}, kOnHost,
+                                                     [&](const Channel&, const void* in, void*, int64_t) {
+                                                       std::memcpy(sizes.data(), in, sizes.size() * sizeof(int32_t));
+                                                       return Outcome{};
+                                                     }));
+        const auto nbytes = static_cast<size_t>(NBytes(*y));
+        std::unique_ptr<char[]> fetched;  // the output, if it is on an accelerator
+        if (!Buffers::kInHostMemory && nbytes > 0) {
+          fetched.reset(new char[nbytes]);
+          PYCOLLECTIVE_RETURN_IF_FAILED(buffers.Exchange(lane.channel, ViewOf(output, type), {}, kOnHost,
+                                                       [&](const Channel&, const void* in, void*, int64_t) {
+                                                         std::memcpy(fetched.get(), in, nbytes);
+                                                         return Outcome{};
+                                                       }));
+        }
+        const void* const before = fetched != nullptr ? fetched.get() : output.untyped_data();
+        return buffers.Exchange(lane.channel, ViewOf(x, type), ViewOf(*y, type), kOnHost,
+                              [&](const Channel& channel, const void* in, void* out, int64_t) {
+                                if (before != out && nbytes > 0) std::memcpy(out, before, nbytes);
+                                const int64_t from = x.dimensions().front(), to = y->dimensions().front();
+                                const int64_t row = Count(x) > 0 ? Count(x) / from : to > 0 ? Count(*y) / to : 0;
+                                return ExchangeRows(mpi, channel, RowSlices(sizes, channel.size), {in, from}, {out, to},
+                                                    row, type, adds != 0);
+                              });
+      });
+}
+
+template <typename Buffers>
+auto BindRaggedAlltoall() {
+  const auto bind = [] {
+    auto binding = BindCall<Buffers>().template Arg<InToken>().template Arg<In>().template Arg<In>();
+    return std::move(binding).template Arg<In>().template Ret<ffi::Token>().template Ret<ffi::AnyBuffer>();
+  };
+  return WithAttributes(bind, "adds");
 }
 
 template <typename Buffers>

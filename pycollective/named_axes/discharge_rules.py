@@ -17,8 +17,9 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from pycollective.named_axes.mesh import DeviceGroup
-from pycollective.primitives import dtypes, exchanges, reductions
+from pycollective.primitives import dtypes, exchanges, ragged, reductions
 from pycollective.primitives.blocks import cut, join
+from pycollective.transport.gathered_rows import with_slices
 
 Array = jax.Array
 Rule = Callable[..., Sequence[Any]]
@@ -215,6 +216,14 @@ def _ragged_all_to_all(
     *,
     axis_index_groups: Groups = None,
 ) -> list[Array]:
+    if group.local == 1:
+        slices = ragged.slices_of(input_offsets, send_sizes, output_offsets, recv_sizes)
+        if axis_index_groups is not None:
+            ranks = group._comm._groups(axis_index_groups)
+            return [ragged.ragged_alltoall(output, operand, slices, comm=ranks)]
+        blocks = _to_mesh_axes(group, jnp.moveaxis(slices.reshape(4, group.size, -1), 1, 0))
+        slices = jnp.moveaxis(blocks, 0, 1).reshape(slices.shape)
+        return [ragged.ragged_alltoall(output, operand, slices, comm=group)]
     # The sizes are only known at run time, so each device gathers all operands. This is correct, but not fast.
     del recv_sizes  # they equal the senders' send_sizes
     groups = axis_index_groups or (tuple(range(group.size)),)
@@ -227,16 +236,8 @@ def _ragged_all_to_all(
     def for_this_device(x: Array) -> Array:
         return lax.dynamic_slice_in_dim(of_senders(x), place * each, each, axis=1)
 
-    operands = of_senders(operand)
-    starts, sizes, targets = map(for_this_device, (input_offsets, send_sizes, output_offsets))
-    rows = jnp.arange(output.shape[0], dtype=starts.dtype)
-    for sender in range(members.shape[0]):
-        for i in range(each):
-            start, size, target = starts[sender, i], sizes[sender, i], targets[sender, i]
-            sent = jnp.take(operands[sender], rows - target + start, axis=0, mode="clip")
-            received = (rows >= target) & (rows < target + size)
-            output = jnp.where(received.reshape(-1, *[1] * (output.ndim - 1)), sent, output)
-    return [output]
+    parts = map(for_this_device, (input_offsets, send_sizes, output_offsets))
+    return [with_slices(output, list(of_senders(operand)), *parts)]
 
 
 def _unchanged(_: DeviceGroup, *operands: Array, **__: Any) -> list[Array]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-WAIT_FOR_ALL = frozenset(["allreduce", "allgather", "alltoall", "reduce_scatter", "barrier"])
+WAIT_FOR_ALL = frozenset(["allreduce", "allgather", "alltoall", "ragged_alltoall", "reduce_scatter", "barrier"])
 """The synchronizing collectives: no rank leaves one before all ranks have entered it."""
 
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pycollective.transport import native
+from pycollective.transport.gathered_rows import with_slices
 from pycollective.transport.mpi import MPI
 from pycollective.transport.protocol import Structs
 
@@ -100,6 +101,12 @@ class _Operations:
 
     def scatter(self, x: Array, *, root: int) -> list[Array]:
         return [self.alltoall(x)[0][root]]
+
+    def ragged_alltoall(self, output: Array, x: Array, slices: Array, *, adds: int) -> list[Array]:
+        each = slices.shape[1] // self._size
+        to_this_rank = slice(self._rank * each, (self._rank + 1) * each)
+        starts, sizes, targets, _ = jnp.moveaxis(self.allgather(slices)[0][:, :, to_this_rank], 1, 0)
+        return [with_slices(output, self._blocks(x), starts, sizes, targets, adds=bool(adds))]
 
     def barrier(self) -> list[Array]:
         self.allgather(jnp.zeros(1, jnp.uint8))

@@ -25,9 +25,28 @@ needs_two_devices = pytest.mark.skipif(jax.local_device_count() < 2, reason="LOU
 needs_two = pytest.mark.skipif(MPI.COMM_WORLD.size < 2, reason="LOUD: needs two ranks (run under mpirun -n 2)")
 
 X = jnp.ones((5, 7))
-BY_ROOT = [pc.broadcast, pc.reduce, pc.gather]
 COLLECTIVES = [pc.psum, pc.pmean, pc.pmax, pc.pmin, pc.all_gather, pc.psum_scatter, pc.all_to_all, pc.pswapaxes]
-MPI_ONLY = [pc.broadcast, pc.reduce, pc.gather, pc.scatter, pc.scan, pc.exscan]
+
+
+def ragged_exchange(x: Any, comm: Any) -> Any:
+    return pc.ragged_exchange(x, jnp.zeros(pc.axis_size(), int), comm, capacity=3)
+
+
+def ragged_all_gather(x: Any, comm: Any) -> Any:
+    return pc.ragged_all_gather(x, 1, comm)
+
+
+def ragged_gather(x: Any, comm: Any, root: Any = 0) -> Any:
+    return pc.ragged_gather(x, 1, comm, root=root)
+
+
+def ragged_scatter(x: Any, comm: Any) -> Any:
+    return pc.ragged_scatter(x, jnp.zeros(pc.axis_size(), int), comm, capacity=3)
+
+
+RAGGED = [ragged_exchange, ragged_all_gather, ragged_gather, ragged_scatter]
+MPI_ONLY = [pc.broadcast, pc.reduce, pc.gather, pc.scatter, pc.scan, pc.exscan, *RAGGED]
+BY_ROOT = [pc.broadcast, pc.reduce, pc.gather, ragged_gather]
 
 
 def each(functions: list[Callable[..., Any]]) -> Any:

@@ -88,7 +88,16 @@ def expected_sum(xs: np.ndarray, dtype: str) -> np.ndarray:
     return xs.astype(np.int64).sum(axis=0).astype(jnp.dtype(WIDE.get(dtype, dtype)))
 
 
-MOVES = ("all_gather", "all_to_all", "ppermute_partial", "broadcast", "gather", "scatter", "sendrecv")
+MOVES = (
+    "all_gather",
+    "all_to_all",
+    "ppermute_partial",
+    "broadcast",
+    "gather",
+    "scatter",
+    "sendrecv",
+    "ragged_exchange",
+)
 
 
 def test_every_dtype_moves_unchanged(world: pc.Communicator) -> None:

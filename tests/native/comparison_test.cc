@@ -166,9 +166,11 @@ void OnRanks(const pc::Library& mpi, int size, const std::function<void(Rank&)>&
       pc::Channel channel;
       channel.rank = rank;
       channel.size = size;
+      channel.own_messages = 3;
+      channel.own_tag = 7;
       pc::CombiningTree tree(slot, rank, size);
       if (slot >= 0) channel.tree = &tree;
-      Rank own{mpi, channel, pc::Comparison(3, 7, true)};
+      Rank own{mpi, channel, pc::Comparison(true)};
       function(own);
     });
   }
@@ -287,7 +289,7 @@ void TestABlockOfASmallSumHasItsBits() {
 // Of most collectives the operands of all ranks must find room, of a reduction what a rank sends in all rounds.
 void TestWhatFindsRoomInABlock() {
   const auto carries = [&](pc::Channel& channel, pc::Operation operation, int64_t count, int64_t blocks) {
-    return pc::Comparison(3, 7, true)
+    return pc::Comparison(true)
         .Carries(channel, pc::PiggybackedArrayCollective(operation, {nullptr, nullptr, count, pc::Type::kUint8}, blocks));
   };
   const auto limits = [&](pc::Channel& channel, pc::Operation operation, int64_t count, int64_t blocks) {
@@ -301,7 +303,7 @@ void TestWhatFindsRoomInABlock() {
   CHECK(limits(channel, pc::kReduceScatter, kRoom / 3 / 8, 8));
   const auto carries_sum = [&](int64_t count) {
     const std::vector<pc::ArrayPair> arrays{{nullptr, nullptr, count, pc::Type::kUint8}};
-    return pc::Comparison(3, 7, true).Carries(channel, pc::PiggybackedAllreduce(arrays, pc::Op::kSum));
+    return pc::Comparison(true).Carries(channel, pc::PiggybackedAllreduce(arrays, pc::Op::kSum));
   };
   CHECK(carries_sum(kRoom / 3) && !carries_sum(kRoom / 3 + 1));
 }

@@ -104,11 +104,15 @@ def test_the_constants_of_messages_need_neither_mpi_nor_jax() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["broadcast", "reduce", "gather", "scatter", "scan", "exscan", "send", "recv", "sendrecv", "barrier"]
+    "name",
+    [
+        *("broadcast", "reduce", "gather", "scatter", "scan", "exscan", "send", "recv", "sendrecv", "barrier"),
+        *("ragged_exchange", "ragged_all_gather", "ragged_gather", "ragged_scatter"),
+    ],
 )
 def test_what_takes_no_axis_name_calls_its_communicator_comm(name: str) -> None:
     parameters = list(inspect.signature(getattr(pc, name)).parameters)
-    assert parameters[0 if name == "barrier" else 1] == "comm"
+    assert parameters.index("comm") == {"barrier": 0}.get(name, 2 if name.startswith("ragged") else 1)
     assert "axis_name" not in parameters
 
 
