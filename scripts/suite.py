@@ -334,7 +334,8 @@ def steps(*, everything: bool, install: bool) -> list[Step]:
         ),
         on_ranks(
             2, "stand-in for GPUs, staged", *files("collective", f"{PLACES} order_on_ranks alone"),
-            "tests/collective/test_control_flow.py::test_value", "tests/collective/test_wire.py::test_bits[world]",
+            "tests/collective/test_ragged.py", "tests/collective/test_control_flow.py::test_value",
+            "tests/collective/test_wire.py::test_bits[world]",
             "tests/collective/test_agreement_on_ranks.py::test_other_roots_at_one_line_name_it_on_both_ranks",
             **standin("staged", PYCOLLECTIVE_STAGE_BYTES="1024"),
         ),
