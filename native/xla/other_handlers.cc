@@ -111,38 +111,34 @@ ffi::Error RaggedAlltoall(Buffers buffers, const Participants& participants, InT
   uint64_t pattern = Mix(static_cast<uint64_t>(adds), static_cast<uint64_t>(Count(slices)));
   for (const int64_t length : x.dimensions()) pattern = Mix(pattern, static_cast<uint64_t>(length));
   pattern = Mix(pattern, static_cast<uint64_t>(participants.tree()));
+  const View sent = ViewOf(x, type), kept = ViewOf(output, type), of_slices = ViewOf(slices, Type::kInt32), received = ViewOf(*y, type);
+  const int64_t from = x.dimensions().front(), to = y->dimensions().front();
+  const int64_t length = from > 0 ? Count(x) / from : to > 0 ? Count(*y) / to : 0;
   return call.Run(
       buffers, SignatureOf(kRaggedAlltoall, participants, output, -1, -1, static_cast<int64_t>(pattern)),
-      NBytes(x) + NBytes(*y), {&result, 1},
-      [&](const Library& mpi, const Lane& lane) -> Outcome {
+      NBytes(x) + NBytes(*y), {&result, 1}, [=, &buffers](const Library& mpi, const Lane& lane) -> Outcome {
         if (lane.team != nullptr) return NotOnTeams();
         // The sizes are read on the host, and the rows may not be cut.
         constexpr ExchangeOptions kOnHost{false, false, false};
-        std::vector<int32_t> sizes(static_cast<size_t>(Count(slices)));
-        PYCOLLECTIVE_RETURN_IF_FAILED(buffers.Exchange(lane.channel, ViewOf(slices, Type::kInt32), {}, kOnHost,
-                                                     [&](const Channel&, const void* in, void*, int64_t) {
-                                                       std::memcpy(sizes.data(), in, sizes.size() * sizeof(int32_t));
-                                                       return Outcome{};
-                                                     }));
-        const auto nbytes = static_cast<size_t>(NBytes(*y));
+        const auto read = [&](const View& view, void* copy) {
+          return buffers.Exchange(lane.channel, view, {}, kOnHost, [&](const Channel&, const void* in, void*, int64_t) {
+            std::memcpy(copy, in, static_cast<size_t>(view.count * view.element_bytes));
+            return Outcome{};
+          });
+        };
+        std::vector<int32_t> sizes(static_cast<size_t>(of_slices.count));
+        PYCOLLECTIVE_RETURN_IF_FAILED(read(of_slices, sizes.data()));
+        const auto nbytes = static_cast<size_t>(received.count * received.element_bytes);
         std::unique_ptr<char[]> fetched;  // the output, if it is on an accelerator
         if (!Buffers::kInHostMemory && nbytes > 0) {
           fetched.reset(new char[nbytes]);
-          PYCOLLECTIVE_RETURN_IF_FAILED(buffers.Exchange(lane.channel, ViewOf(output, type), {}, kOnHost,
-                                                       [&](const Channel&, const void* in, void*, int64_t) {
-                                                         std::memcpy(fetched.get(), in, nbytes);
-                                                         return Outcome{};
-                                                       }));
+          PYCOLLECTIVE_RETURN_IF_FAILED(read(kept, fetched.get()));
         }
-        const void* const before = fetched != nullptr ? fetched.get() : output.untyped_data();
-        return buffers.Exchange(lane.channel, ViewOf(x, type), ViewOf(*y, type), kOnHost,
-                              [&](const Channel& channel, const void* in, void* out, int64_t) {
-                                if (before != out && nbytes > 0) std::memcpy(out, before, nbytes);
-                                const int64_t from = x.dimensions().front(), to = y->dimensions().front();
-                                const int64_t row = Count(x) > 0 ? Count(x) / from : to > 0 ? Count(*y) / to : 0;
-                                return ExchangeRows(mpi, channel, RowSlices(sizes, channel.size), {in, from}, {out, to},
-                                                    row, type, adds != 0);
-                              });
+        const void* const before = fetched != nullptr ? fetched.get() : kept.data;
+        return buffers.Exchange(lane.channel, sent, received, kOnHost, [&](const Channel& channel, const void* in, void* out, int64_t) {
+          if (before != out && nbytes > 0) std::memcpy(out, before, nbytes);
+          return ExchangeRows(mpi, channel, RowSlices(sizes, channel.size), {in, from}, {out, to}, length, type, adds != 0);
+        });
       });
 }
 
