@@ -405,6 +405,20 @@ void TestErrors() {
   CHECK(DoublesInPieces());
 }
 
+// Of the parts of a call the first error stays, but one of the runtime goes before one of MPI.
+void TestOutcomesOfParts() {
+  const pc::Outcome of_mpi{"MPI_Allreduce", 1, {}}, later{"MPI_Bcast", 2, {}}, of_runtime{"MemcpyAsync", 3, "invalid argument", true};
+  const auto add = [](std::vector<pc::Outcome> parts) {
+    pc::Outcome all;
+    for (const pc::Outcome& part : parts) all.Add(part);
+    return all.code;
+  };
+  CHECK(add({{}, {}}) == 0);
+  CHECK(add({{}, of_mpi, later, {}}) == 1);
+  CHECK(add({of_mpi, of_runtime, later}) == 3);
+  CHECK(add({of_runtime, of_mpi, {"StreamWaitEvent", 4, "unknown error", true}}) == 3);
+}
+
 #ifndef PYCOLLECTIVE_CUDART
 // Each function of the runtime that a call uses may fail, once or for ever. The call has its right result, or returns an error
 // and MPI has got no wrong number.
@@ -519,6 +533,7 @@ const Tests kTests = {
     {"errors", TestErrors},
     {"direct", TestDirect},
 #ifndef PYCOLLECTIVE_CUDART
+    {"outcomes_of_parts", TestOutcomesOfParts},
     {"each_function_fails", TestEachFunctionFails},
     {"thread_without_context", TestThreadWithoutContext},
     {"random_delays", TestRandomDelays},
