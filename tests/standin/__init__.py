@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import jaxlib
 from jax.ffi import include_dir
@@ -129,5 +130,12 @@ def install(mode: str) -> None:
         standin.standin_open_memory()
     native.bind_runtime(standin, hip=False, direct=mode == "direct")
     native.register(standin, native.device_targets(), "cpu", native.library().pycollective_instantiate_by_plugin)
-    native.reserve_buffers(range(int(os.environ.get("JAX_NUM_CPU_DEVICES", "1"))))
     accelerators.lane_id = lambda device: accelerators.LANES + device.id
+    check = accelerators.check
+
+    def check_and_reserve(mpi: Any, own: Any, **options: Any) -> Any:
+        kind = check(mpi, own, **options)  # init starts accelerators next, if there are any
+        native.reserve_buffers(mpi, range(int(os.environ.get("JAX_NUM_CPU_DEVICES", "1"))))
+        return kind
+
+    accelerators.check = check_and_reserve
