@@ -36,7 +36,7 @@ void SharedArrays::Close() {
   Open(nullptr, 0, nullptr, 0);
 }
 
-char* SharedArrays::Take(size_t nbytes) {
+void* SharedArrays::Take(size_t nbytes) {
   const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
   nbytes = (nbytes + page - 1) / page * page;
   const std::lock_guard<std::mutex> lock(mutex);
@@ -46,9 +46,9 @@ char* SharedArrays::Take(size_t nbytes) {
   return taken;
 }
 
-void SharedArrays::GiveBack(char* taken) {
+void SharedArrays::GiveBack(void* taken) {
   const std::lock_guard<std::mutex> lock(mutex);
-  free_begin = taken;
+  free_begin = static_cast<char*>(taken);
 }
 
 bool SharedArrays::Has(const void* data) { return OffsetIn(memory, data) < bytes_of_memory; }
