@@ -202,6 +202,7 @@ def dtype_number(name: str) -> int:
 _BUFFERS = 6
 """How many buffers a device has: three pieces are under way, each with an operand and a result (``Device::Slot``)."""
 _MOST_ELEMENT_BYTES = 16
+"""Of complex128."""
 
 
 def start_accelerators(mpi: MPI.Intracomm, kind: str, ordinals: Sequence[int], *, direct: bool) -> None:
