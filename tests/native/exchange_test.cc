@@ -522,10 +522,18 @@ void TestArraysInSharedMemory() {
       });
       CHECK(!member.exchange.HasBuffers());
     }
+    for (const int lanes : {1, 2, kSize}) {
+      MakeAndCheck(member, {kAllreduce, 8 * kPiece + 5, 0, true, lanes}, [&](const pc::Arguments& a) {
+        CHECK(pc::HostCollective(*library, member.channel).Allreduce(a, lanes, [](void*, int64_t) { return pc::Outcome{}; }).ok());
+        return true;
+      });
+      CHECK(!member.exchange.HasBuffers());
+    }
     // A large allreduce may take either algorithm, and a scan overwrites what others have yet to read.
     for (int i = 0; i < 20; ++i) {
       MakeAndCheck(member, {kAllreduce, 8 * kPiece + 5, 0, i % 2 == 0, i}, [&](const pc::Arguments& a) {
-        return library->Allreduce(member.channel, a).ok();
+        CHECK(library->Allreduce(member.channel, a).ok());
+        return true;
       });
       MakeAndCheck(member, {kScan, 3 * kPiece, 0, true, i}, [&](const pc::Arguments& a) {
         CHECK(library->Scan(member.channel, a).ok());
