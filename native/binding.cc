@@ -24,6 +24,7 @@
 #include "records/recorder.h"
 #include "shared_memory/combining_tree.h"
 #include "shared_memory/process_memory.h"
+#include "shared_memory/shared_arrays.h"
 
 using pycollective::FindCommunicator;
 using pycollective::Lane;
@@ -253,6 +254,20 @@ PYCOLLECTIVE_EXPORT bool pycollective_board_may_read() {
   return pycollective::BoardSlot::HasBoard() && pycollective::Exchange::MayRead();
 }
 
+// Opens memory for arrays of the ranks of this host: `file` is open and has `nbytes` bytes, of which `own_bytes` from `own_begin` on are
+// this rank's. Returns whether it could be mapped, and the ranks have a board, on which they show where their arrays are.
+PYCOLLECTIVE_EXPORT bool pycollective_arrays_open(int32_t file, int64_t nbytes, int64_t own_begin, int64_t own_bytes) {
+  if (!pycollective::BoardSlot::HasBoard()) return false;
+  void* const mapped = mmap(nullptr, static_cast<size_t>(nbytes), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+  if (mapped == MAP_FAILED) return false;
+  char* const memory = static_cast<char*>(mapped);
+  pycollective::SharedArrays::Open(memory, static_cast<size_t>(nbytes), memory + own_begin, static_cast<size_t>(own_bytes));
+  return true;
+}
+
+// There is none after all: another rank could not open it.
+PYCOLLECTIVE_EXPORT void pycollective_arrays_close() { pycollective::SharedArrays::Close(); }
+
 // There is no such memory after all.
 PYCOLLECTIVE_EXPORT void pycollective_board_close() {
   pycollective::BoardSlot::OpenBoard(nullptr, 0);
@@ -442,7 +457,8 @@ const pycollective::Listed listed{
     PYCOLLECTIVE_TYPED(compares_in_sections), PYCOLLECTIVE_TYPED(comparisons),
     PYCOLLECTIVE_TYPED(set_hosts), PYCOLLECTIVE_TYPED(board_open), PYCOLLECTIVE_TYPED(board_show_memory),
     PYCOLLECTIVE_TYPED(board_read_bytes), PYCOLLECTIVE_TYPED(board_set_read_bytes),
-    PYCOLLECTIVE_TYPED(board_may_read), PYCOLLECTIVE_TYPED(board_close), PYCOLLECTIVE_TYPED(communicator_free),
+    PYCOLLECTIVE_TYPED(board_may_read), PYCOLLECTIVE_TYPED(board_close), PYCOLLECTIVE_TYPED(arrays_open),
+    PYCOLLECTIVE_TYPED(arrays_close), PYCOLLECTIVE_TYPED(communicator_free),
     PYCOLLECTIVE_TYPED(own_comms), PYCOLLECTIVE_TYPED(abandon_all), PYCOLLECTIVE_TYPED(board_clear),
     PYCOLLECTIVE_TYPED(exit_now), PYCOLLECTIVE_TYPED(last_failure), PYCOLLECTIVE_TYPED(site_add),
     PYCOLLECTIVE_TYPED(wait_begin), PYCOLLECTIVE_TYPED(wait_end), PYCOLLECTIVE_TYPED(wait_name),

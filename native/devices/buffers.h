@@ -129,19 +129,16 @@ class DeviceBuffers {
   template <typename Call>
   Outcome ExchangeArrays(const Channel& channel, const std::vector<const ArrayPair*>& arrays, int64_t bucket_bytes,
                          bool may_direct, Call call) {
-    Outcome first;
+    Outcome all;
     Transfer staged{{}, {}, true, true};
-    const auto note = [&](const Outcome& outcome) {  // an error of the runtime ends the calls
-      if (first.ok() || outcome.of_runtime) first = outcome;
-    };
     for (const ArrayPair* array : arrays) {
       void* x = const_cast<void*>(array->x);
       const int64_t element_bytes = kTypeBytes[int(array->type)];
       staged.in.element_bytes = staged.out.element_bytes = element_bytes;
       if (direct && may_direct && 2 * array->nbytes() >= bucket_bytes) {
         const View in{x, array->count, element_bytes}, out{array->y, array->count, element_bytes};
-        note(Exchange(channel, in, out, {}, call));
-        if (first.of_runtime) return first;
+        all.Add(Exchange(channel, in, out, {}, call));
+        if (all.of_runtime) return all;
       } else {
         staged.in.arrays.push_back({x, array->count});
         staged.in.count += array->count;
@@ -149,8 +146,8 @@ class DeviceBuffers {
         staged.out.count += array->count;
       }
     }
-    if (!staged.in.arrays.empty()) note(Exchange(channel, staged, false, call));
-    return first;
+    if (!staged.in.arrays.empty()) all.Add(Exchange(channel, staged, false, call));
+    return all;
   }
 
  private:

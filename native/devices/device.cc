@@ -8,6 +8,8 @@
 #include <cerrno>
 #include <cstring>
 
+#include "shared_memory/shared_arrays.h"
+
 namespace pycollective {
 
 Runtime runtime;
@@ -122,13 +124,18 @@ Outcome Device::WaitForEvent(void* stream, void* event) {
 Outcome Device::Grow(char** buffer, int64_t* held, int64_t wanted) {
   if (wanted <= *held) return {};
   wanted = std::max(wanted, 2 * *held);  // the old buffer stays, so all buffers together take at most twice the largest
-  // Memory of this process, which the runtime page-locks afterwards. Other ranks of the host can read it. Memory of the
-  // runtime's own allocator can be read by them with some drivers only.
+  // Memory that the ranks of the host have mapped, or if there is none memory of this process. The runtime page-locks it afterwards, so
+  // other ranks can read it. Memory of the runtime's own allocator can be read by them with some drivers only.
   const auto nbytes = static_cast<size_t>(wanted);
-  void* const made = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  const bool shares = SharedArrays::begin() != nullptr;
+  void* const made = shares ? SharedArrays::Take(nbytes)
+                            : mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (made == MAP_FAILED) return {"mmap", errno, std::strerror(errno), true};
+  // Not in other memory: the other ranks would expect this one's buffers in the shared memory.
+  if (made == nullptr) return {"HostRegister", 0, "the memory for buffers that the ranks of this host share is full", true};
   if (const int code = runtime.HostRegister(made, nbytes, kHostPortable); code != 0) {
-    munmap(made, nbytes);
+    if (shares) SharedArrays::GiveBack(made);
+    if (!shares) munmap(made, nbytes);
     return RuntimeError("HostRegister", code);
   }
   *buffer = static_cast<char*>(made);

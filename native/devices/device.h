@@ -68,7 +68,8 @@ class Device {
   }
 
   // Makes the streams, events and page-locked buffers that pieces of at most `nbytes` need. Page-locking may wait for all
-  // work of the device, so it is done before programs run: a kernel of NCCL may wait for a kernel that is launched later.
+  // work of the device, so it is done before programs run: a kernel of NCCL may wait for a kernel that is launched later. The buffers
+  // lie in memory that the ranks of the host share, if that is open (shared_arrays.h).
   Outcome Reserve(int64_t nbytes);
 
   // Events for the caller: any number may be in use at once.

@@ -28,6 +28,11 @@ struct Outcome {
   bool of_runtime = false;       // `call` is a function of an accelerator's runtime (runtime.h), `detail` its message
   const char* remedy = nullptr;  // set if `detail` is the whole message: the advice for the user
   bool ok() const { return call == nullptr; }
+  // Adds the outcome of a later part of the call. The first error stays, but one of the runtime, which ends the call, goes before one of
+  // MPI.
+  void Add(const Outcome& later) {
+    if (ok() || (later.of_runtime && !of_runtime)) *this = later;
+  }
 };
 
 // The outcome of a call that ended in an exception.

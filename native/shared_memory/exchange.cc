@@ -9,6 +9,7 @@
 
 #include "base/clock.h"
 #include "shared_memory/process_memory.h"
+#include "shared_memory/shared_arrays.h"
 
 namespace pycollective {
 namespace {
@@ -32,12 +33,14 @@ int64_t read_bytes = 0;
 struct alignas(kLine) Line {
   PostedNumber number;
   int64_t process;
+  const void* shared;  // where its process has mapped the memory of shared_arrays.h
   const void* send;
   std::atomic<const void*> recv;  // others may read it while HideResult writes it
   std::atomic<uint64_t> has_given_up;
   std::atomic<uint64_t> algorithms;  // of a slot
   std::atomic<uint64_t> shown;       // of a rank, for MayRead
 };
+static_assert(sizeof(Line) == kLine);
 
 constexpr size_t AtPage(size_t nbytes) { return (nbytes + kPage - 1) / kPage * kPage; }
 
@@ -178,6 +181,7 @@ bool Exchange::HasGivenUp(int rank) const {
 void Exchange::ShowArrays(const void* send, const void* recv) {
   Line& line = CounterLine(slot_, rank_);
   line.process = own_process;
+  line.shared = SharedArrays::begin();
   line.send = send;
   line.recv.store(recv, std::memory_order_relaxed);
 }
@@ -187,6 +191,10 @@ void Exchange::HideResult() { CounterLine(slot_, rank_).recv.store(nullptr, std:
 Exchange::Arrays Exchange::ArraysOf(int rank) const {
   const Line& line = CounterLine(slot_, rank);
   return {line.process, line.send, line.recv.load(std::memory_order_relaxed)};
+}
+
+const void* Exchange::Mapped(int rank, const void* data) const {
+  return SharedArrays::Mapped(CounterLine(slot_, rank).shared, data);
 }
 
 }  // namespace pycollective

@@ -10,8 +10,8 @@
 //
 // The arrays themselves go through buffers. The ranks of a channel take theirs when they first need them, and keep them until
 // the channel is freed. If none are left, MPI carries the arrays of that channel. Large arrays need no buffers where the kernel
-// lets a rank read another one's memory: beside its counter a rank shows the others where its arrays are. For large allreduces the
-// faster algorithm is autotuned.
+// lets a rank read another one's memory, or where they lie in memory that all have mapped (shared_arrays.h): beside its counter a rank
+// shows the others where its arrays are. For large allreduces the faster algorithm is autotuned.
 //
 // The states of a buffer of a rank R, for piece p; the steps are those of host_collectives.cc:
 //
@@ -134,6 +134,11 @@ class Exchange {
   void HideResult();
   // @param rank: of the channel.
   Arrays ArraysOf(int rank) const;
+  // Where this rank reads an array of another rank, or an element of it, with plain loads: it lies in memory that both have mapped
+  // (shared_arrays.h). Null if it does not: then the kernel copies it.
+  // @param rank: of the channel.
+  // @param data: as ArraysOf shows it, or behind it.
+  const void* Mapped(int rank, const void* data) const;
 
   // A rank that must leave a call before the others have read its arrays marks them invalid. Readers discard what they copied.
   void GiveUp();

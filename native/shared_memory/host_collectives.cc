@@ -14,6 +14,7 @@
 #include "mpi/elements.h"
 #include "mpi/reduction.h"
 #include "shared_memory/process_memory.h"
+#include "shared_memory/shared_arrays.h"
 
 namespace pycollective {
 namespace {
@@ -68,6 +69,9 @@ void WriteForOthers(void* to, int64_t count, Type type, Fill fill) {
     CopyPastCaches(At(to, first, type), made, Bytes(n, type));
   }
 }
+
+// Whether the arrays of a call lie in memory that all ranks of the host have mapped: the same on all of them (shared_arrays.h).
+bool AreShared(const Arguments& a) { return SharedArrays::Has(a.send) && SharedArrays::Has(a.recv); }
 
 // The arrays that this rank shows. If it leaves a call before End, the others must not believe what they have read.
 class ShownArrays {
@@ -129,8 +133,8 @@ HostCollective::Algorithm HostCollective::AlgorithmOf(Operation operation, const
   const int64_t least = operation == kAllreduce ? kReadAllreduceBytes : kReadBytes;
   // If no element is read twice, it does not matter whether the caches can hold the arrays.
   const bool pays = exchange == kReadableOnce || (exchange == kReadable && BytesOfAll(operation, a, ranks) <= Exchange::ReadBytes());
-  const bool reads = pays && Exchange::MayRead() && static_cast<int64_t>(Bytes(a.count, a.type)) >= least;
-  return reads ? Algorithm::kByReading : Algorithm::kThroughBuffers;
+  const bool reads = AreShared(a) ? exchange != kBuffered : pays && Exchange::MayRead();
+  return reads && static_cast<int64_t>(Bytes(a.count, a.type)) >= least ? Algorithm::kByReading : Algorithm::kThroughBuffers;
 }
 
 bool HostCollective::GoesWithComparison(Operation operation, const Arguments& a, int ranks) {
@@ -360,19 +364,25 @@ Outcome HostCollective::ReadAndReduce(const Arguments& a, int64_t first, int64_t
   const auto scratch_of = [&](int rank) {
     return At(static_cast<void*>(scratch.data()), (rank < member_.rank ? rank : rank - 1) * at_once, a.type);
   };
+  const auto mapped_of = [&](int rank) { return exchange_.Mapped(rank, exchange_.ArraysOf(rank).send); };
   for (int64_t done = 0; done < count; done += at_once) {
     const int64_t n = std::min(at_once, count - done);
     for (int rank = 0; rank < member_.size; ++rank) {
-      if (rank == member_.rank) continue;
+      if (rank == member_.rank || mapped_of(rank) != nullptr) continue;
       const void* const from = At(exchange_.ArraysOf(rank).send, first + done, a.type);
       PYCOLLECTIVE_RETURN_IF_FAILED(Read(rank, scratch_of(rank), from, Bytes(n, a.type)));
     }
     ReduceInOrder(
         member_.size,
         [&](int rank) -> const void* {
-          return rank == member_.rank ? At(a.send, first + done, a.type) : scratch_of(rank);
+          const void* const whole = rank == member_.rank ? a.send : mapped_of(rank);
+          return whole != nullptr ? At(whole, first + done, a.type) : scratch_of(rank);
         },
         n, At(to, done, a.type), a.type, a.op);
+  }
+  for (int rank = 0; rank < member_.size; ++rank) {  // those that Read has not asked
+    if (rank == member_.rank || mapped_of(rank) == nullptr) continue;
+    if (exchange_.HasGivenUp(rank)) return WaitFor(rank, UINT64_MAX);
   }
   return {};
 }
@@ -565,8 +575,9 @@ Outcome HostCollective::Allreduce(const Arguments& a, int lanes, const InterHost
   if (a.count == 0) return {};
   const auto nbytes = static_cast<int64_t>(Bytes(a.count, a.type));
   bool has_buffers = false;
-  if (!Exchange::MayRead() || nbytes < kReadAllreduceBytes) PYCOLLECTIVE_RETURN_IF_FAILED(HasBuffers(&has_buffers));
-  if (Exchange::MayRead() && !has_buffers) return AllreduceByReading(a, lanes, inter_host_step);
+  const bool may_read = Exchange::MayRead() || AreShared(a);
+  if (!may_read || nbytes < kReadAllreduceBytes) PYCOLLECTIVE_RETURN_IF_FAILED(HasBuffers(&has_buffers));
+  if (may_read && !has_buffers) return AllreduceByReading(a, lanes, inter_host_step);
   const Algorithm algorithm = has_buffers ? Algorithm::kThroughBuffers : Algorithm::kByMpi;
   // The shares are those of AllreduceByReading: on another host the ranks may read.
   const auto parts_of = [&](int ranks) { return Distribution::Of(Shares(a.count, ranks, a.type), ranks); };
@@ -592,7 +603,9 @@ Outcome HostCollective::Read(int rank, void* to, const void* from, size_t nbytes
     if (to != from) Copy(to, from, nbytes, static_cast<int64_t>(nbytes) * 2 >= CacheBytesOfCore());
     return {};
   }
-  const int error = CopyFromProcess(exchange_.ArraysOf(rank).process, to, from, nbytes);
+  const void* const mapped = exchange_.Mapped(rank, from);
+  if (mapped != nullptr) Copy(to, mapped, nbytes, static_cast<int64_t>(nbytes) * 2 >= CacheBytesOfCore());
+  const int error = mapped != nullptr ? 0 : CopyFromProcess(exchange_.ArraysOf(rank).process, to, from, nbytes);
   // Its process is gone, or has left the call. This wait ends when MPI or the monitor says so, as each wait for it does.
   if (error == ESRCH || exchange_.HasGivenUp(rank)) return WaitFor(rank, UINT64_MAX);
   return error == 0 ? Outcome{} : CannotRead(rank, std::strerror(error));

@@ -6,9 +6,9 @@
 // before it waits for the others' parts of this one.
 //
 // Large arrays that fit into the caches, or no element of which goes to two ranks, go without buffers, where the kernel lets a
-// rank read another one's memory: the ranks tell each other where their arrays are, and each takes its part of the result
-// straight from there. A rank ends the call when no other reads its arrays. The algorithm of a large allreduce is autotuned
-// (autotuner.h).
+// rank read another one's memory. So do all large arrays in memory that the ranks have mapped (shared_arrays.h). The ranks tell each
+// other where their arrays are, and each takes its part of the result straight from there. A rank ends the call when no other reads
+// its arrays. The algorithm of a large allreduce is autotuned (autotuner.h).
 //
 // The parts of hierarchical collectives (host_levels.h) are block-cyclic distributions over the ranks of the host (distribution.h): a
 // reduce-scatter gives each rank the sum of its part, an allgather gives each rank the parts of all. A hierarchical allreduce is these
@@ -38,7 +38,8 @@ class HostCollective {
       : mpi_(mpi), channel_(channel), exchange_(*channel.exchange), member_{channel.rank, channel.size} {}
 
   // The fastest algorithm for a call between so many ranks (docs/performance.md): the same on all of them, since they agree on
-  // Exchange::ReadBytes. If it is kByReading for an allreduce, FasterAlgorithm decides.
+  // Exchange::ReadBytes, and all of them have their arrays in the memory of shared_arrays.h, or none. If it is kByReading for an
+  // allreduce, FasterAlgorithm decides.
   enum class Algorithm { kByMpi, kThroughBuffers, kByReading };
   static Algorithm AlgorithmOf(Operation operation, const Arguments&, int ranks);
 
@@ -111,7 +112,8 @@ class HostCollective {
 
   Outcome ReadAndReduce(const Arguments&, int64_t first, int64_t count, void* to);
   Outcome ReadBlocks(Operation operation, const Arguments&);
-  // Copies from an array of a rank, which is at that address in its process.
+  // Copies from an array of a rank, which is at that address in its process: with plain loads if this rank has mapped it, else by the
+  // kernel.
   Outcome Read(int rank, void* to, const void* from, size_t nbytes);
 
   // Waits until a rank's counter has come to a number.

@@ -73,7 +73,7 @@ inline Outcome AllreduceIn(HostBuffers&, const Library& mpi, const Lane& lane, c
 // On an accelerator: all arrays of one type are joined to one array, which is sent in pieces.
 inline Outcome AllreduceIn(DeviceBuffers& buffers, const Library& mpi, const Lane& lane,
                            const std::vector<ArrayPair>& arrays, Op op, int64_t bucket_bytes) {
-  Outcome first;
+  Outcome all;
   for (int number = 0; number < kTypeCount; ++number) {
     const auto type = static_cast<Type>(number);
     std::vector<const ArrayPair*> of_type;
@@ -82,15 +82,14 @@ inline Outcome AllreduceIn(DeviceBuffers& buffers, const Library& mpi, const Lan
     }
     if (of_type.empty()) continue;
     // After an error of MPI the remaining calls are made nevertheless, since other ranks wait in them.
-    const Outcome outcome = buffers.ExchangeArrays(
+    all.Add(buffers.ExchangeArrays(
         lane.channel, of_type, bucket_bytes, !mpi.IsOwn(op, type),
         [&](const Channel& channel, const void* x, void* y, int64_t count) {
           return mpi.Allreduce(channel, {x, y, count, type, op});
-        });
-    if (first.ok()) first = outcome;
-    if (outcome.of_runtime) return outcome;
+        }));
+    if (all.of_runtime) return all;
   }
-  return first;
+  return all;
 }
 
 }  // namespace pycollective

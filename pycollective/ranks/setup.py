@@ -184,7 +184,10 @@ def start(
                 remedy = "Leave nan out of PYCOLLECTIVE_CHECK, and use jax.config.update('jax_debug_nans', True)."
                 raise ValueError(message("init", "CPU devices with PYCOLLECTIVE_CHECK=nan", kind, remedy))
             direct = accelerators.use_direct(mpi, kind, own[0], chosen=config.gpu_direct)
-            native.start_accelerators(kind, [int(device.local_hardware_id) for device in own], direct=direct)
+            # A program may run on any device of the process, with init's devices or without.
+            local = jax.local_devices(backend=own[0].platform)
+            ordinals = [int(device.local_hardware_id) for device in local]
+            native.start_accelerators(mpi, kind, ordinals, direct=direct)
     rank_exit.register_exit_handler(dispatch.flush, _state.timeout)
     _state.started = True
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import mmap
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,8 +21,8 @@ import numpy as np
 from pycollective.config import config
 from pycollective.environment import NATIVE_LIBRARY
 from pycollective.errors import FROM_A_CLONE, message
-from pycollective.transport import native_library, runtime
-from pycollective.transport.mpi import MPI
+from pycollective.transport import board, native_library, runtime
+from pycollective.transport.mpi import MPI, host_of
 from pycollective.transport.native_library import BUILD, int32s, int64s, library, load, table
 
 XLA_MARK_COUNT = 4
@@ -198,17 +199,26 @@ def dtype_number(name: str) -> int:
     return number
 
 
-def start_accelerators(kind: str, ordinals: Sequence[int], *, direct: bool) -> None:
+_BUFFERS = 6
+"""How many buffers a device has: three pieces are under way, each with an operand and a result (``Device::Slot``)."""
+_MOST_ELEMENT_BYTES = 16
+"""Of complex128."""
+
+
+def start_accelerators(mpi: MPI.Intracomm, kind: str, ordinals: Sequence[int], *, direct: bool) -> None:
     """Binds the runtime of this rank's accelerators and registers their handlers. JAX's devices must have started.
 
+    All ranks of ``mpi`` must make this call.
+
     Args:
+        mpi: the ranks.
         kind: one of ``runtime.KINDS``.
         ordinals: the runtime's numbers of the devices.
         direct: whether MPI reads and writes their memory; the same on all ranks.
     """
     known = runtime.KINDS[kind]
     bind_runtime(runtime.load(known), hip=known.hip, direct=direct)
-    reserve_buffers(ordinals)
+    reserve_buffers(mpi, ordinals)
     register(library(), device_targets(), known.platform, library().pycollective_instantiate_by_plugin)
 
 
@@ -230,16 +240,24 @@ def bind_runtime(found: ctypes.CDLL, *, hip: bool, direct: bool) -> None:
     _direct = direct
 
 
-def reserve_buffers(ordinals: Sequence[int]) -> None:
+def reserve_buffers(mpi: MPI.Intracomm, ordinals: Sequence[int]) -> None:
     """Makes the page-locked buffers of devices, before programs run (``Device::Reserve`` in native/devices/device.h).
+
+    All ranks of ``mpi`` must make this call.
 
     Raises:
         RuntimeError: the runtime has no memory for them.
     """
+    least = _MOST_ELEMENT_BYTES * MPI.COMM_WORLD.size  # a piece of blocks has at least an element of each
+    of_piece = -(-max(config.stage_bytes, least) // mmap.PAGESIZE) * mmap.PAGESIZE
+    of_device = _BUFFERS * of_piece
+    if config.shared_memory != "off":
+        with host_of(mpi) as neighbours:
+            board.open_arrays(neighbours, of_device * len(ordinals))
     for ordinal in ordinals:
-        failed = library().pycollective_reserve_buffers(ordinal, config.stage_bytes)
+        failed = library().pycollective_reserve_buffers(ordinal, of_piece)
         if failed:
-            wanted = f"page-locked buffers of {6 * config.stage_bytes} B for device {ordinal}"
+            wanted = f"page-locked buffers of {of_device} B for device {ordinal}"
             remedy = "Set a smaller PYCOLLECTIVE_STAGE_BYTES on all ranks, or raise ulimit -l."
             raise RuntimeError(message("init", wanted, failed.decode(), remedy))
 

@@ -1,4 +1,7 @@
-"""Failures of an accelerator, on stand-ins for GPUs: no rank uses a wrong number, and the job ends with the cause."""
+"""Failures of an accelerator, on stand-ins for GPUs: no rank uses a wrong number, and the job ends with the cause.
+
+And which memory MPI gets.
+"""
 
 from __future__ import annotations
 
@@ -165,3 +168,45 @@ def test_a_start_without_its_end_is_an_error(tmp_path: Path, ranks: int) -> None
         assert done.returncode not in (0, 124, 137)
         assert done.stdout == ""
         assert 1 <= done.stderr.count(f"pycollective: {expected}") <= 2
+
+
+MEMORY = """
+from pycollective.transport import native
+if {handlers!r} != {mode!r}:
+    native.bind_runtime(cuda, hip=False, direct={handlers!r} == "direct")
+x = jnp.arange(12000.0) + comm.rank
+blocks = x.reshape(comm.size, -1)
+for dtype in (jnp.float32, jnp.int32):
+    collectives = jax.jit(lambda x, blocks: (
+        pc.all_gather(x, comm), pc.all_to_all(blocks, comm, 0, 0), pc.broadcast(x, comm, root=1),
+        pc.gather(x, comm, root=1), pc.scatter(blocks, comm, root=1), pc.ppermute(x, comm, [(0, 1), (1, 0)]),
+        pc.psum([x, x[:3]], comm), pc.psum_scatter(blocks, comm), pc.scan(x, comm),
+        pc.pmax(x, comm), pc.psum(x.astype(jnp.int8), comm),  # MPI has no operation for these
+    ))
+    jax.block_until_ready(collectives(x.astype(dtype), blocks.astype(dtype)))
+if comm.rank == 0:
+    pc.send(x, comm, dest=1)
+else:
+    pc.recv(jnp.zeros_like(x), comm, source=0)
+told(pc.psum(x, comm))
+"""
+
+
+@pytest.mark.parametrize(
+    ("mode", "handlers", "sentence"),
+    [
+        ("direct", "direct", ""),
+        ("direct", "staged", "standin: expected memory of the device for MPI_Allgather, got memory of the host"),
+        ("staged", "direct", "standin: expected memory of the host for MPI_Allgather, got memory of the device"),
+    ],
+)
+def test_mpi_gets_memory_of_the_right_kind(mode: str, handlers: str, sentence: str, tmp_path: Path) -> None:
+    env = {"PYCOLLECTIVE_STAGE_BYTES": "4096", "PYCOLLECTIVE_BUCKET_BYTES": "0", "PYCOLLECTIVE_SHARED_MEMORY": "off"}
+    done = run(tmp_path, MEMORY.format(mode=mode, handlers=handlers), 2, mode, **env)
+    assert sentence in done.stderr
+    if sentence:
+        assert done.returncode not in (0, 124, 137)
+        assert "got [" not in done.stdout
+    else:
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.splitlines() == ["got [1.0, 3.0, 5.0]"] * 2

@@ -38,7 +38,7 @@ EXPLORED = {
     "explore_test": [
         *sorted((FOLDER / "explored").glob("*.cc")),
         *(_NATIVE / "shared_memory" / f"{name}.cc" for name in ("board", "combine", "combining_tree", "exchange")),
-        *(_NATIVE / "shared_memory" / f"{name}.cc" for name in ("host_collectives", "piggyback")),
+        *(_NATIVE / "shared_memory" / f"{name}.cc" for name in ("host_collectives", "piggyback", "shared_arrays")),
         _NATIVE / "mpi" / "reduction.cc",
     ]
 }

@@ -1,5 +1,8 @@
 // Tests native/devices/device.cc on the stand-in for CUDA's runtime, or on CUDA's own (PYCOLLECTIVE_CUDART).
 
+#include <sys/mman.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -12,6 +15,7 @@
 #include "devices/device.h"
 #include "harness.h"
 #include "on_device.h"
+#include "shared_memory/shared_arrays.h"
 
 namespace {
 
@@ -269,6 +273,45 @@ void TestNoMemory() {
   CHECK(pc::Device::Get(0).Reserve(64).of_runtime);
 }
 
+// The buffers lie in this rank's part of the memory that ranks share, so another rank finds there what comes from the device. What is
+// wanted beyond that part is an error: the other ranks would look for it there.
+void TestBuffersInSharedMemory() {
+  const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE)), part = 6 * page;
+  const int file = memfd_create("arrays", 0);
+  CHECK(file >= 0 && ftruncate(file, static_cast<off_t>(2 * part)) == 0);
+  const auto map = [&] {
+    void* const mapped = mmap(nullptr, 2 * part, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    CHECK(mapped != MAP_FAILED);
+    return static_cast<char*>(mapped);
+  };
+  char *const memory = map(), *const of_other_rank = map();
+  pc::SharedArrays::Open(memory, 2 * part, memory + part, part);
+  pc::Device& device = pc::Device::Get(0);
+  no_memory = true;
+  CHECK(device.Reserve(static_cast<int64_t>(page)).of_runtime);  // what it has taken is free again
+  no_memory = false;
+  CHECK(device.Reserve(static_cast<int64_t>(page)).ok());
+  void* stream = NewStream();
+  const std::vector<Array> y{Array(80)};
+  const std::vector<Array> x = Late(stream, {Counting(80)});
+  Events events(stream);
+  int64_t read = 0;
+  CHECK(events.device
+            .Stage({EndOf(x), EndOf(y)}, 64, events.ready, events.done,
+                   [&](const void* in, void* out, int64_t count) -> pc::Outcome {
+                     CHECK(static_cast<const char*>(in) >= memory + part && pc::SharedArrays::Has(in) && pc::SharedArrays::Has(out));
+                     const void* const there = of_other_rank + (static_cast<const char*>(in) - memory);
+                     for (int64_t i = 0; i < count; ++i) CHECK(static_cast<const int32_t*>(there)[i] == ++read);
+                     Double(there, out, count);
+                     return {};
+                   })
+            .ok());
+  events.End();
+  CHECK(read == 80 && y[0].Read(stream)[79] == 160);
+  const pc::Outcome outcome = device.Reserve(static_cast<int64_t>(page) + 1);
+  CHECK(outcome.of_runtime && outcome.detail == "the memory for buffers that the ranks of this host share is full");
+}
+
 // A barrier moves no data: MPI is called once, after the stream's earlier work.
 void TestNothing() {
   void* stream = NewStream();
@@ -405,6 +448,20 @@ void TestErrors() {
   CHECK(DoublesInPieces());
 }
 
+// Of the parts of a call the first error stays, but one of the runtime goes before one of MPI.
+void TestOutcomesOfParts() {
+  const pc::Outcome of_mpi{"MPI_Allreduce", 1, {}}, later{"MPI_Bcast", 2, {}}, of_runtime{"MemcpyAsync", 3, "invalid argument", true};
+  const auto add = [](std::vector<pc::Outcome> parts) {
+    pc::Outcome all;
+    for (const pc::Outcome& part : parts) all.Add(part);
+    return all.code;
+  };
+  CHECK(add({{}, {}}) == 0);
+  CHECK(add({{}, of_mpi, later, {}}) == 1);
+  CHECK(add({of_mpi, of_runtime, later}) == 3);
+  CHECK(add({of_runtime, of_mpi, {"StreamWaitEvent", 4, "unknown error", true}}) == 3);
+}
+
 #ifndef PYCOLLECTIVE_CUDART
 // Each function of the runtime that a call uses may fail, once or for ever. The call has its right result, or returns an error
 // and MPI has got no wrong number.
@@ -511,6 +568,7 @@ const Tests kTests = {
     {"message_of_many_pieces", TestMessageOfManyPieces},
     {"no_allocation_while_programs_run", TestNoAllocationWhileProgramsRun},
     {"no_memory", TestNoMemory},
+    {"buffers_in_shared_memory", TestBuffersInSharedMemory},
     {"nothing", TestNothing},
     {"no_allocation_in_steady_state", TestNoAllocationInSteadyState},
     {"pieces_overlap", TestPiecesOverlap},
@@ -519,6 +577,7 @@ const Tests kTests = {
     {"errors", TestErrors},
     {"direct", TestDirect},
 #ifndef PYCOLLECTIVE_CUDART
+    {"outcomes_of_parts", TestOutcomesOfParts},
     {"each_function_fails", TestEachFunctionFails},
     {"thread_without_context", TestThreadWithoutContext},
     {"random_delays", TestRandomDelays},

@@ -1,7 +1,9 @@
 // Tests of the collectives through memory that ranks share: threads in the place of ranks, and no MPI. A call of MPI but
 // those that start or that wait ends the test.
 
+#include <signal.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -26,6 +28,7 @@
 #include "shared_memory/exchange.h"
 #include "shared_memory/host_collectives.h"
 #include "shared_memory/piggyback.h"
+#include "shared_memory/shared_arrays.h"
 
 namespace pc = pycollective;
 
@@ -101,6 +104,7 @@ struct Member {
   pc::BoardSlot board;
   pc::Exchange exchange;
   pc::Channel channel;
+  float* memory = nullptr;  // for the arrays of all its calls; null: each call has memory of its own
 };
 
 // Calls run(library, member) in a thread for each rank. `fan_in`: 0: the ranks do not wait in a tree.
@@ -188,10 +192,13 @@ void MakeAndCheck(const Member& member, const Try& call, const std::function<boo
   const int rank = member.channel.rank, size = member.channel.size;
   const int64_t brought = call.count * (HasBlocks(call.kind) ? size : 1);
   const int64_t got = call.count * (GivesBlocks(call.kind) ? size : 1);
-  std::vector<float> x(static_cast<size_t>(brought)), y(static_cast<size_t>(got), -7.0f);
-  for (int64_t i = 0; i < brought; ++i) x[static_cast<size_t>(i)] = Value(rank, i + call.salt);
+  std::vector<float> of_call(member.memory == nullptr ? static_cast<size_t>(brought + got) : 0);
+  float* const x = member.memory == nullptr ? of_call.data() : member.memory;
+  float* const y = x + brought;
+  for (int64_t i = 0; i < brought; ++i) x[i] = Value(rank, i + call.salt);
+  std::fill(y, y + got, -7.0f);
   const bool in_place = call.in_place && !HasBlocks(call.kind) && !GivesBlocks(call.kind) && call.kind != kPermute;
-  pc::Arguments a{x.data(), in_place ? x.data() : y.data(), call.count, pc::Type::kFloat32};
+  pc::Arguments a{x, in_place ? x : y, call.count, pc::Type::kFloat32};
   a.root = call.root;
   if (call.kind == kPermute) {  // a ring without the arrow to `root`
     const int next = (rank + 1) % size;
@@ -201,7 +208,7 @@ void MakeAndCheck(const Member& member, const Try& call, const std::function<boo
   if (!make(a)) return;
   const auto* result = static_cast<const float*>(a.recv);
   for (int64_t i = 0; i < got; ++i) CHECK(result[i] == Expected(call, rank, size, i));
-  for (int64_t i = 0; i < brought && !in_place; ++i) CHECK(x[static_cast<size_t>(i)] == Value(rank, i + call.salt));
+  for (int64_t i = 0; i < brought && !in_place; ++i) CHECK(x[i] == Value(rank, i + call.salt));
 }
 
 void MakeAndCheck(const pc::Library& library, const Member& member, const Try& call) {
@@ -474,6 +481,97 @@ void TestAProcessThatIsGone() {
   const pc::Outcome outcome = pc::HostCollective(*library, member.channel).ByReading(pc::kBcast, a);
   CHECK(!outcome.ok() && std::string(outcome.call) == "MPI_Iprobe");
   failed_rank = kNoRank;
+}
+
+// Arrays in memory that all ranks have mapped, each at another address. No rank can read another one's memory by the kernel, nor takes
+// buffers for what it reads. Ranks come late, and overwrite their arrays at once when a call has ended.
+void TestArraysInSharedMemory() {
+  constexpr int kSize = 3;
+  constexpr size_t kPart = 32 << 20;
+  const Host host(kSize, 0);  // this process has shown its own memory, in which the arrays are not
+  const int64_t slot = pc::BoardSlot::Take();
+  Begin(slot, kSize);
+  const int file = memfd_create("arrays", 0);
+  CHECK(file >= 0 && ftruncate(file, kSize * kPart) == 0);
+  std::vector<pid_t> processes;
+  for (int rank = 0; rank < kSize; ++rank) {
+    processes.push_back(fork());
+    if (processes.back() > 0) continue;
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
+    const size_t before = static_cast<size_t>(rank + 1) * kSize * kPart;  // so the addresses differ
+    CHECK(mmap(nullptr, before, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0) != MAP_FAILED);
+    void* const mapped = mmap(nullptr, kSize * kPart, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    CHECK(mapped != MAP_FAILED);
+    char* const memory = static_cast<char*>(mapped);
+    pc::SharedArrays::Open(memory, kSize * kPart, memory + static_cast<size_t>(rank) * kPart, kPart);
+    Member member(slot, rank, kSize);
+    member.memory = static_cast<float*>(pc::SharedArrays::Take(kPart));
+    CHECK(member.memory != nullptr && pc::SharedArrays::Take(1) == nullptr);
+    const auto library = MakeLibrary();
+    std::mt19937 calls(7), own(static_cast<unsigned>(rank));
+    for (int i = 0; i < 200; ++i) {
+      Try call{static_cast<Kind>(calls() % kKinds), static_cast<int64_t>(2048 + calls() % (2 * kPiece)), static_cast<int>(calls() % kSize),
+               calls() % 2 == 0, i, true};
+      if (!CanRead(call.kind)) call.kind = kAllgather;
+      if (own() % 8 == 0) Sleep(static_cast<int>(own() % 3));
+      MakeAndCheck(member, call, [&](const pc::Arguments& a) {
+        const auto algorithm = pc::HostCollective::AlgorithmOf(kOperations[call.kind], a, kSize);
+        CHECK((algorithm == pc::HostCollective::Algorithm::kByReading) == (call.kind != kAllreduce));  // those are too small
+        CHECK(Make(*library, member.channel, call, a).ok());
+        return true;
+      });
+      CHECK(!member.exchange.HasBuffers());
+    }
+    for (const int lanes : {1, 2, kSize}) {
+      MakeAndCheck(member, {kAllreduce, 8 * kPiece + 5, 0, true, lanes}, [&](const pc::Arguments& a) {
+        CHECK(pc::HostCollective(*library, member.channel).Allreduce(a, lanes, [](void*, int64_t) { return pc::Outcome{}; }).ok());
+        return true;
+      });
+      CHECK(!member.exchange.HasBuffers());
+    }
+    // A large allreduce may take either algorithm, and a scan overwrites what others have yet to read.
+    for (int i = 0; i < 20; ++i) {
+      MakeAndCheck(member, {kAllreduce, 8 * kPiece + 5, 0, i % 2 == 0, i}, [&](const pc::Arguments& a) {
+        CHECK(library->Allreduce(member.channel, a).ok());
+        return true;
+      });
+      MakeAndCheck(member, {kScan, 3 * kPiece, 0, true, i}, [&](const pc::Arguments& a) {
+        CHECK(library->Scan(member.channel, a).ok());
+        return true;
+      });
+    }
+    _exit(0);
+  }
+  for (size_t ended = 0; ended < processes.size(); ++ended) {  // those that wait for one that has failed end with this process
+    int status = 0;
+    CHECK(waitpid(-1, &status, 0) > 0 && status == 0);
+  }
+}
+
+// A rank without a part leaves before the rank with the part has reduced the arrays, since MPI says that a rank has failed: its array
+// may be anything then.
+void TestAnArrayThatIsGivenUp() {
+  constexpr size_t kPart = 1 << 20;
+  for (const bool is_shared : {false, true}) {
+    void* const memory = mmap(nullptr, 2 * kPart, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    CHECK(memory != MAP_FAILED);
+    if (is_shared) pc::SharedArrays::Open(static_cast<char*>(memory), 2 * kPart, static_cast<char*>(memory), 2 * kPart);
+    std::atomic<bool> has_left{false};
+    OnRanks(2, [&](const pc::Library& library, Member& member) {
+      const int rank = member.channel.rank;
+      float* const x = static_cast<float*>(memory) + static_cast<size_t>(rank) * kPart / sizeof(float);
+      while (rank == 0 && !has_left) Sleep(1);
+      failed_rank = 1 - rank;
+      const pc::Arguments a{x, x, kPiece, pc::Type::kFloat32};
+      const pc::Outcome outcome = pc::HostCollective(library, member.channel).ReduceScatter(a, {kPiece, kPiece, 1});
+      CHECK(!outcome.ok() && std::string(outcome.call) == "MPI_Iprobe");
+      x[0] = -1.0f;
+      has_left = true;
+    });
+    failed_rank = kNoRank;
+    if (is_shared) pc::SharedArrays::Close();
+    if (!is_shared) munmap(memory, 2 * kPart);
+  }
 }
 
 // A root leaves a broadcast that others have not read yet, since MPI says that a rank has failed. Its array may be anything
@@ -818,6 +916,8 @@ const Tests kTests = {
     {"an_array_is_overwritten_after_the_call", TestAnArrayIsOverwrittenAfterTheCall},
     {"an_array_that_cannot_be_read", TestAnArrayThatCannotBeRead},
     {"a_process_that_is_gone", TestAProcessThatIsGone},
+    {"arrays_in_shared_memory", TestArraysInSharedMemory},
+    {"an_array_that_is_given_up", TestAnArrayThatIsGivenUp},
     {"a_root_that_gives_up", TestARootThatGivesUp},
     {"an_allreduce_that_cannot_read", TestAnAllreduceThatCannotRead},
     {"random_calls_of_late_ranks", TestRandomCallsOfLateRanks},

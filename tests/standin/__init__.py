@@ -2,7 +2,8 @@
 
 ``PYCOLLECTIVE_TEST_STANDIN=staged`` (or ``direct``) makes the suites under mpirun use every CPU device as a stand-in.
 Lowering, handlers, streams, events, page-locked buffers and MPI work as on a GPU. ``cudart.cc`` replaces CUDA's
-runtime, and ``xla.cc`` makes XLA's CPU runtime call the handlers as XLA's GPU runtime does.
+runtime, and ``xla.cc`` makes XLA's CPU runtime call the handlers as XLA's GPU runtime does. ``mpi.cc`` looks at the
+memory that MPI gets.
 """
 
 from __future__ import annotations
@@ -16,15 +17,19 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import jaxlib
 from jax.ffi import include_dir
 
 _DELAY_US = 20
 """The shortest time that a copy takes; the longest is twice that."""
+
+_TYPES_OF_DATA = ("INT8_T", "INT16_T", "INT32_T", "UINT16_T", "UINT32_T", "FLOAT", "DOUBLE", "C_FLOAT_COMPLEX")
+"""Ranks send headers and comparisons as bytes and as integers of 64 bits, which are no sign of data."""
 
 _HERE = Path(__file__).parent
 _NATIVE = _HERE.parents[1] / "native"
@@ -96,7 +101,7 @@ def _changed_at(source: Path) -> float:
 @functools.cache
 def library() -> ctypes.CDLL:
     """Returns the stand-in's library. It is compiled once for all runs with the same sources and the same JAX."""
-    sources = [_HERE / "cudart.cc", _HERE / "xla.cc"]
+    sources = [_HERE / "cudart.cc", _HERE / "mpi.cc", _HERE / "xla.cc"]
     made_from = hashlib.sha256(f"{compiler()} {include_dir()} {jaxlib.__version__}".encode())
     for path in (Path(__file__), *sources, *sorted(_HERE.glob("*.h")), *sorted(_NATIVE.rglob("*.h"))):
         made_from.update(path.read_bytes())
@@ -122,6 +127,7 @@ def install(mode: str) -> None:
     accelerators = importlib.import_module("pycollective.ranks.accelerators")
     standin = library()
     standin.standin_use.restype = ctypes.c_bool
+    _watch_mpi(standin, native, direct=mode == "direct")
     native.start()
     assert standin.standin_use(native.library()._name.encode())
     standin.standin_set_delay_us(ctypes.c_int64(_DELAY_US))
@@ -129,5 +135,30 @@ def install(mode: str) -> None:
         standin.standin_open_memory()
     native.bind_runtime(standin, hip=False, direct=mode == "direct")
     native.register(standin, native.device_targets(), "cpu", native.library().pycollective_instantiate_by_plugin)
-    native.reserve_buffers(range(int(os.environ.get("JAX_NUM_CPU_DEVICES", "1"))))
     accelerators.lane_id = lambda device: accelerators.LANES + device.id
+    check = accelerators.check
+
+    def check_and_reserve(mpi: Any, own: Any, **options: Any) -> Any:
+        kind = check(mpi, own, **options)  # init starts accelerators next, if there are any
+        native.reserve_buffers(mpi, range(int(os.environ.get("JAX_NUM_CPU_DEVICES", "1"))))
+        return kind
+
+    accelerators.check = check_and_reserve
+
+
+def _watch_mpi(standin: ctypes.CDLL, native: Any, *, direct: bool) -> None:
+    """Lets the stand-in look at the memory that MPI gets, from when ``native`` binds the library to MPI."""
+    addresses = native._addresses
+
+    def watched(found: Any, names: Iterable[str], *texts: str) -> Any:
+        names = tuple(names)
+        made = addresses(found, names, *texts)
+        if names[0].startswith("MPI_"):
+            mpi = native.MPI
+            types = native.int64s([native._handle(getattr(mpi, name)) for name in _TYPES_OF_DATA])
+            of_mpi = ctypes.c_int64(mpi._sizeof(mpi.Comm)), ctypes.c_int64(int(mpi.IN_PLACE))
+            is_strict = native.config.bucket_bytes == 0
+            standin.standin_watch_mpi(made, *of_mpi, direct, is_strict, types, ctypes.c_int64(len(types)))
+        return made
+
+    native._addresses = watched

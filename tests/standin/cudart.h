@@ -55,6 +55,16 @@ void standin_set_max_pitch(int64_t nbytes);
 // Makes a call to a function of the runtime fail, by its name: the `nth` from now, from 1. "" counts all functions. `sticky`: all
 // later calls fail as well, as after a fault of a kernel.
 void standin_fail(const char* function, int64_t nth, bool sticky);
+// Puts functions that look at the memory of each call in the place of MPI's, which stand in the order of
+// pycollective::kFunctionNames (native/mpi/mpi.h). A call with memory of the wrong kind ends the process with a sentence.
+// @param handle_bytes: of MPI's handles.
+// @param in_place: MPI_IN_PLACE.
+// @param direct: an array of one of these datatypes, if no operation of the package's own reduces it, must lie on the device; else no array
+//     may.
+// @param strict: the arrays of an allreduce as well, of which small ones go through the host, unless buckets have 0 bytes; and those of
+//     MPI_Recv, which gets memory of the host for a message of another dtype or shape than the expected one.
+void standin_watch_mpi(void** functions, int64_t handle_bytes, int64_t in_place, bool direct, bool strict, const int64_t* types,
+                       int64_t count);
 // Returns the largest number of copies, from and to the device, that were under way at the same time.
 int64_t standin_most_at_once();
 }

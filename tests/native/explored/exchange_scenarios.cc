@@ -19,11 +19,13 @@
 #include "shared_memory/host_collectives.h"
 #include "shared_memory/piggyback.h"
 #include "shared_memory/process_memory.h"
+#include "shared_memory/shared_arrays.h"
 
 namespace explore {
 namespace {
 
 const void* unreadable = nullptr;  // an array that no rank can read
+bool copies_nothing = false;       // the kernel is not to copy any array
 bool copies_words = false;         // a rank may write the array while the kernel copies it, which is no race
 
 }  // namespace
@@ -35,7 +37,7 @@ namespace pycollective {
 void LetOthersRead(bool) {}
 
 int CopyFromProcess(int64_t, void* to, const void* from, size_t nbytes) {
-  if (from == explore::unreadable) return EFAULT;
+  if (from == explore::unreadable || explore::copies_nothing) return EFAULT;
   if (!explore::copies_words) {
     std::memcpy(to, from, nbytes);
     return 0;
@@ -132,7 +134,9 @@ void Open(int ranks) {
   OnlyGrow(&exchange.counter(0), static_cast<size_t>(2 * ranks) * 64);  // the counters, and the second ones
   OnlyGrow(board_memory + 64, BoardSlot::BytesOf(ranks) - 64);  // the numbers of posted calls; the slots come first
   Exchange::SetReadBytes(0);
+  SharedArrays::Open(nullptr, 0, nullptr, 0);
   unreadable = nullptr;
+  copies_nothing = false;
   copies_words = false;
   is_free = 0;
   YieldInWaits();
@@ -324,6 +328,18 @@ std::vector<Scenario> ExchangeScenarios() {
     all.push_back(Of("sums by reading, two calls", ranks, [](Rank& own) {
       for (int call = 0; call < 2; ++call) own.Allreduce(call, 24, true);
     }));
+    all.back().weakens_fences = ranks > 2;
+    // All ranks have mapped the arrays, so the kernel copies none.
+    all.push_back(Of("sums and broadcasts of shared arrays by reading, two calls", ranks, [](Rank& own) {
+      own.Allreduce(0, 24, true);
+      own.Broadcast(1, true, 1);
+    }));
+    all.back().begin = [ranks] {
+      Open(ranks);
+      auto* const memory = reinterpret_cast<char*>(arrays.data());
+      SharedArrays::Open(memory, sizeof(arrays), memory, sizeof(arrays));
+      copies_nothing = true;
+    };
     all.back().weakens_fences = ranks > 2;
     // One lane: the first rank reduces alone, and a larger array all ranks.
     for (const int64_t count : {int64_t{24}, kAllReduce}) {
