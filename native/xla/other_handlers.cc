@@ -36,8 +36,8 @@ ffi::Error Allreduce(Buffers buffers, const Participants& participants, InToken,
     for (const ArrayPair& array : all.arrays) written.push_back({array.y, static_cast<size_t>(array.nbytes())});
   }
   return call.Run(buffers, all.signature, all.nbytes, {written.data(), written.size()},
-                  [&](const Library& mpi, const Lane& lane) {
-                    return AllreduceIn(buffers, mpi, lane, all.arrays, static_cast<Op>(op), bucket_bytes);
+                  [arrays = all.arrays, op, bucket_bytes](Buffers& on, const Library& mpi, const Lane& lane) {
+                    return AllreduceIn(on, mpi, lane, arrays, static_cast<Op>(op), bucket_bytes);
                   });
 }
 
@@ -61,14 +61,17 @@ ffi::Error Ppermute(Buffers buffers, const Participants& participants, InToken, 
   }
   const PiggybackedArrayCollective piggybacked(kPpermute, whole, 1);
   if (Buffers::kInHostMemory && on_channel) call.AllowPiggyback(piggybacked, false);  // it does not synchronize all ranks
+  const Communicator* const shared = call.communicator();  // the call shares it
+  const size_t lane_index = call.lane_index();
+  const int64_t to = lane_index < dest.size() ? dest[lane_index] : -1;
+  const int64_t from = lane_index < source.size() ? source[lane_index] : -1;
+  const View in_view = ViewOf(x, type), out_view = ViewOf(*y, type);
   return call.Run(
       buffers, SignatureOf(kPpermute, participants, x, -1, -1, pattern), NBytes(x), {&result, 1},
-      [&](const Library& mpi, const Lane& lane) {
-        const Communicator& communicator = call.communicator();
+      [=](Buffers& on, const Library& mpi, const Lane& lane) {
+        const Communicator& communicator = *shared;
         const auto lanes = static_cast<int64_t>(communicator.lanes.size());
         const int64_t devices = communicator.ranks->devices();
-        const int64_t to = dest[static_cast<size_t>(lane.index)];
-        const int64_t from = source[static_cast<size_t>(lane.index)];
         const auto rank_of = [&](int64_t number) {
           return number < 0 ? mpi.proc_null() : communicator.ranks->RankInWhole(static_cast<int>(number / lanes));
         };
@@ -78,7 +81,7 @@ ffi::Error Ppermute(Buffers buffers, const Participants& participants, InToken, 
         const int to_rank = rank_of(to), from_rank = rank_of(from);
         const int to_tag = to < 0 ? 0 : tag_of(lane.index, to % lanes);
         const int from_tag = from < 0 ? 0 : tag_of(from % lanes, lane.index);
-        return buffers.Exchange(lane.channel, ViewOf(x, type), ViewOf(*y, type), {},
+        return on.Exchange(lane.channel, in_view, out_view, {},
                               [&](const Channel& channel, const void* in, void* out, int64_t count) {
                                 const Arguments a = whole.On(in, out, count);
                                 return mpi.Permute(channel, {in, count, type, to_rank, to_tag},
@@ -98,8 +101,8 @@ template <typename Buffers>
 ffi::Error Barrier(Buffers buffers, const Participants& participants, InToken, OutToken) {
   Call call = CallIn(buffers, kBarrier, participants);
   const Signature signature{kBarrier, participants.DtypeOf(0, ffi::DataType::INVALID)};
-  return call.Run(buffers, signature, 0, {}, [&](const Library& mpi, const Lane& lane) {
-    return buffers.Exchange(lane.channel, {}, {}, {},
+  return call.Run(buffers, signature, 0, {}, [](Buffers& on, const Library& mpi, const Lane& lane) {
+    return on.Exchange(lane.channel, {}, {}, {},
                           [&](const Channel& channel, const void*, void*, int64_t) { return mpi.Barrier(channel); });
   });
 }
@@ -114,8 +117,8 @@ ffi::Error Send(Buffers buffers, const Participants& participants, InToken, In x
   if (!MoveType(x.element_type(), &type)) return call.Unsupported(x.element_type());
   call.SetDest(dest);
   if (call.has_dest()) call.AddOperandForNanCheck(x);
-  return call.Run(buffers, SignatureOf(kSend, participants, x), NBytes(x), {}, [&](const Library& mpi, const Lane& lane) {
-    return buffers.Exchange(lane.channel, ViewOf(x, type), {}, kWholeMessage,
+  return call.Run(buffers, SignatureOf(kSend, participants, x), NBytes(x), {}, [&](Buffers& on, const Library& mpi, const Lane& lane) {
+    return on.Exchange(lane.channel, ViewOf(x, type), {}, kWholeMessage,
                           [&](const Channel& channel, const void* in, void*, int64_t) {
                             return pycollective::Send(
                                 mpi, channel,
@@ -135,8 +138,8 @@ ffi::Error Recv(Buffers buffers, const Participants& participants, InToken, In, 
   if (!MoveType(y->element_type(), &type)) return call.Unsupported(y->element_type());
   const ResultMemory result = ResultOf(*y);
   call.SetSource(source);
-  return call.Run(buffers, SignatureOf(kRecv, participants, *y), NBytes(*y), {&result, 1}, [&](const Library& mpi, const Lane& lane) {
-    return buffers.Exchange(lane.channel, {}, ViewOf(*y, type), kWholeMessage,
+  return call.Run(buffers, SignatureOf(kRecv, participants, *y), NBytes(*y), {&result, 1}, [&](Buffers& on, const Library& mpi, const Lane& lane) {
+    return on.Exchange(lane.channel, {}, ViewOf(*y, type), kWholeMessage,
                           [&](const Channel& channel, const void*, void* out, int64_t) {
                             return pycollective::Recv(
                                 mpi, channel,
@@ -162,8 +165,8 @@ ffi::Error Sendrecv(Buffers buffers, const Participants& participants, InToken, 
   call.SetSource(source);
   const Signature signature = SignatureOf(kSendrecv, participants, x);
   const int64_t site = participants.site;
-  return call.Run(buffers, signature, NBytes(x) + NBytes(*y), {&result, 1}, [&](const Library& mpi, const Lane& lane) {
-    return buffers.Exchange(
+  return call.Run(buffers, signature, NBytes(x) + NBytes(*y), {&result, 1}, [&](Buffers& on, const Library& mpi, const Lane& lane) {
+    return on.Exchange(
         lane.channel, ViewOf(x, send_type), ViewOf(*y, recv_type), kWholeMessage,
         [&](const Channel& channel, const void* in, void* out, int64_t) {
           return pycollective::Sendrecv(

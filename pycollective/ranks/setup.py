@@ -184,7 +184,12 @@ def start(
                 remedy = "Leave nan out of PYCOLLECTIVE_CHECK, and use jax.config.update('jax_debug_nans', True)."
                 raise ValueError(message("init", "CPU devices with PYCOLLECTIVE_CHECK=nan", kind, remedy))
             direct = accelerators.use_direct(mpi, kind, own[0], chosen=config.gpu_direct)
-            native.start_accelerators(kind, [int(device.local_hardware_id) for device in own], direct=direct)
+            known = runtime.KINDS[kind]
+            found = runtime.load(known)
+            native.bind_runtime(found, hip=known.hip, direct=direct)
+            if config.gpu_dispatch == "ahead":
+                accelerators.use_ahead(mpi, kind, own, (found, runtime.load_driver(known)))
+            native.start_accelerators(kind, [int(device.local_hardware_id) for device in own])
     rank_exit.register_exit_handler(dispatch.flush, _state.timeout)
     _state.started = True
 

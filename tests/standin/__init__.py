@@ -26,6 +26,8 @@ from jax.ffi import include_dir
 _DELAY_US = 20
 """The shortest time that a copy takes; the longest is twice that."""
 
+_TRIAL_BYTES = 256
+
 _HERE = Path(__file__).parent
 _NATIVE = _HERE.parents[1] / "native"
 
@@ -119,15 +121,23 @@ def install(mode: str) -> None:
     assert "pycollective.primitives.define" not in sys.modules, "the lowerings are registered already"
     lowering.HOSTS, lowering.ACCELERATORS = (), ("cpu",)
     native = importlib.import_module("pycollective.transport.native")
+    config = importlib.import_module("pycollective.config").config
     accelerators = importlib.import_module("pycollective.ranks.accelerators")
     standin = library()
     standin.standin_use.restype = ctypes.c_bool
+    standin.standin_malloc.restype = ctypes.c_int64
     native.start()
     assert standin.standin_use(native.library()._name.encode())
     standin.standin_set_delay_us(ctypes.c_int64(_DELAY_US))
     if mode == "direct":
         standin.standin_open_memory()
     native.bind_runtime(standin, hip=False, direct=mode == "direct")
+    ordinals = range(int(os.environ.get("JAX_NUM_CPU_DEVICES", "1")))
+    if config.gpu_dispatch == "ahead":
+        assert native.bind_ahead(standin) is None
+        memory = standin.standin_malloc(ctypes.c_size_t(_TRIAL_BYTES))
+        assert not any(native.fault_in_ahead(ordinal, memory, _TRIAL_BYTES) for ordinal in ordinals)
+        native.set_ahead(True)
     native.register(standin, native.device_targets(), "cpu", native.library().pycollective_instantiate_by_plugin)
-    native.reserve_buffers(range(int(os.environ.get("JAX_NUM_CPU_DEVICES", "1"))))
+    native.reserve_buffers(ordinals)
     accelerators.lane_id = lambda device: accelerators.LANES + device.id
