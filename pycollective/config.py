@@ -72,8 +72,8 @@ class Config:
             says of itself).
         stage_bytes: where MPI does not, arrays go through page-locked buffers in pieces of this many bytes
             (``PYCOLLECTIVE_STAGE_BYTES``, default 4 MiB). The same on all ranks.
-        gpu_dispatch: a collective on a GPU holds the thread that dispatches its program until MPI is done, or the program
-            is dispatched ahead of its collectives, where that works; then an error of MPI ends the job
+        gpu_dispatch: a collective on a GPU holds the thread that dispatches its program until MPI is done; or the
+            program is dispatched ahead of its collectives, where that works, and an error of MPI ends the job
             (``PYCOLLECTIVE_GPU_DISPATCH=wait|ahead``, default ``wait``). The same on all ranks.
         allow_shared_gpu: several ranks may drive one GPU (``PYCOLLECTIVE_ALLOW_SHARED_GPU=on|off``, default ``off``).
         overlap: calls travel while the program computes what does not need them: where that pays, always, or never

@@ -261,6 +261,7 @@ Outcome Device::TryAheadHere(char* memory, size_t nbytes) {
   }
   if (outcome.ok()) outcome = copy(true);
   if (outcome.ok() && !has(kAfter)) outcome = {"StreamWaitValue", 0, "a stream that does not go on", true};
+  const std::lock_guard<std::mutex> lock(mutex_);
   if (outcome.ok()) last_number_ = number;
   return outcome;
 }

@@ -74,8 +74,8 @@ ffi::Error AllreduceStart(DeviceBuffers buffers, const Participants& participant
   return started->call.ErrorOf(begun);
 }
 
-// Waits for the end of the call, or lets XLA's stream wait. The operands are the results of AllreduceStart, in the same buffers as the results
-// here.
+// Waits for the end of the call, or lets XLA's stream wait for it. The operands are the results of AllreduceStart, in the same
+// buffers as the results here.
 ffi::Error AllreduceDone(DeviceBuffers buffers, const Participants& participants, ffi::RemainingArgs operands,
                          ffi::RemainingRets results) {
   const Call call = CallIn(buffers, kAllreduce, participants);

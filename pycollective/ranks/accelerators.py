@@ -201,21 +201,19 @@ def use_ahead(
         libraries: the runtime and the driver of the devices.
     """
     missing = native.bind_ahead(*libraries)
-    own = None if missing is None else f"none of the name {missing}"
-    for device in devices:
-        if own is not None:
-            break
-        memory = jax.block_until_ready(jax.device_put(np.zeros(_TRIAL_BYTES, np.uint8), device))
-        own = native.fault_in_ahead(int(device.local_hardware_id or 0), memory.unsafe_buffer_pointer(), _TRIAL_BYTES)
-    faults = mpi.allgather(own)
-    rank = next((rank for rank, fault in enumerate(faults) if fault is not None), None)
-    native.set_ahead(rank is None)
-    if rank is not None and mpi.rank == 0:
+    own = next(filter(None, map(_fault_in_ahead, devices)), None) if missing is None else f"no {missing}"
+    faults = {rank: fault for rank, fault in enumerate(mpi.allgather(own)) if fault is not None}
+    native.set_ahead(not faults)
+    if faults and mpi.rank == 0:
         expected = f"{kind} devices that copy while other streams wait for a number (PYCOLLECTIVE_GPU_DISPATCH=ahead)"
+        rank, fault = next(iter(faults.items()))
         remedy = "Programs wait for their collectives, as with PYCOLLECTIVE_GPU_DISPATCH=wait."
-        warnings.warn(
-            message("init", expected, f"{faults[rank]} on rank {rank}", remedy), RuntimeWarning, stacklevel=4
-        )
+        warnings.warn(message("init", expected, f"{fault} on rank {rank}", remedy), RuntimeWarning, stacklevel=4)
+
+
+def _fault_in_ahead(device: jax.Device) -> str | None:
+    memory = jax.block_until_ready(jax.device_put(np.zeros(_TRIAL_BYTES, np.uint8), device))
+    return native.fault_in_ahead(int(device.local_hardware_id or 0), memory.unsafe_buffer_pointer(), _TRIAL_BYTES)
 
 
 def shared(identities: Sequence[Sequence[str | None]]) -> tuple[str, list[int]] | None:

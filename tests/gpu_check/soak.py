@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import pycollective as pc
+from pycollective.transport import native
 
 _PRIME = 251
 _SIZES = (1, 130, 4096, 70_000, 1 << 20, 3_000_001)
@@ -96,7 +97,7 @@ def main() -> None:
                 break
     wrong = world.mpi.allreduce(int(bad))
     if world.rank == 0:
-        sys.stdout.write(f"soak: {json.dumps({'calls': calls, 'wrong': wrong})}\n")
+        sys.stdout.write(f"soak: {json.dumps({'calls': calls, 'wrong': wrong, 'ahead': native.is_ahead()})}\n")
 
 
 if __name__ == "__main__":
