@@ -159,7 +159,7 @@ class Call {
   xla::ffi::Error FinishAhead(Buffers& buffers) const {
     const Outcome waits = buffers.FinishAhead();
     if (waits.ok()) return xla::ffi::Error::Success();
-    buffers.WaitForEarlier();  // XLA gives the arrays away now
+    buffers.Drain();  // XLA gives the arrays away now
     return ErrorOf(waits);
   }
 

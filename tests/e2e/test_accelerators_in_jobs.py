@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 from pathlib import Path
 
@@ -59,8 +58,6 @@ if comm.size < 2:  # another device is current than XLA's
         (b"cudaMemcpyAsync", 5, False, "staged", "wait"),  # in the middle of it
         (b"cudaEventSynchronize", 1, True, "direct", "wait"),  # an earlier kernel has failed
         (b"cudaMemcpyAsync", 5, False, "staged", "ahead"),  # when the handler has returned
-        (b"cuStreamWaitValue32_v2", 1, False, "staged", "ahead"),
-        (b"cuStreamWriteValue32_v2", 1, False, "direct", "ahead"),
     ],
 )
 def test_a_failure_of_one_rank_ends_all(
@@ -70,11 +67,9 @@ def test_a_failure_of_one_rank_ends_all(
     done = run(tmp_path, text, 2, mode, PYCOLLECTIVE_GPU_DISPATCH=dispatch)
     assert done.returncode not in (0, 124, 137)
     assert done.stdout.split("\n").count("got [2.0, 4.0, 6.0]") == 2  # of the first call, on both ranks
-    # If the numbers that streams wait for fail, rank 1 has sent its data, and rank 0 has a right sum.
-    assert done.stdout.count("got") == 2 + done.stdout.count("got [4.0, 8.0, 12.0]") * function.startswith(b"cuStream")
-    assert done.stdout.count("got [4.0") <= 1
+    assert done.stdout.count("got") == 2
     assert "caught" not in done.stdout
-    name = re.sub(r"^cu(da)?|32_v2$", "", function.decode())
+    name = function.decode().removeprefix("cuda")
     expected = f"pycollective.allreduce: expected {name} of the accelerator's runtime to succeed, got "
     assert done.stderr.count(f"pycollective: {expected}") == 1
     assert "program.py:" in done.stderr
