@@ -17,6 +17,7 @@ import pycollective as pc
 from tests.standin import library
 cuda = library()
 cuda.standin_set_delay_us.argtypes = [ctypes.c_int64]
+cuda.standin_set_fetches_fast.argtypes = [ctypes.c_bool]
 cuda.standin_fail.argtypes = [ctypes.c_char_p, ctypes.c_int64, ctypes.c_bool]
 comm = pc.init()
 def told(y):
@@ -137,6 +138,7 @@ w = jnp.ones((1, 16, 16)) * (comm.rank + 1)
 healthy = pc.pmap(overlapped, axis_name="i")
 right = np.asarray(healthy(x, w))
 cuda.standin_set_delay_us({delay})
+cuda.standin_set_fetches_fast(True)  # what is late is the copy of the sum: it writes other numbers than those that are there
 with_end, native.done_lowering = native.done_lowering, without_end
 jax.block_until_ready(pc.pmap(lambda x, w: overlapped(x, w), axis_name="i")(x, w))
 native.done_lowering = with_end
