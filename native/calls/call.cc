@@ -362,8 +362,8 @@ ffi::Error Call::Fatal(const std::string& what, const std::string& remedy) const
 void Call::EndAhead(const ffi::Error& error) const {
   const std::string line = SiteText(participants_.site);
   EndJob("pycollective: " + error.message() + (line.empty() ? "" : " The call is at " + line + ".") +
-         " Ending all ranks: the program has gone on before the call, so no result can raise the error "
-         "(PYCOLLECTIVE_GPU_DISPATCH=wait lets it).\n");
+         " Ending all ranks: the program was dispatched ahead of the call, so no result can raise the error. With "
+         "PYCOLLECTIVE_GPU_DISPATCH=wait the program raises it.\n");
 }
 
 ffi::Error Call::Error(ffi::ErrorCode code, const std::string& what, const std::string& remedy) const {

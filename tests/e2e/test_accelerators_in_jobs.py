@@ -95,7 +95,7 @@ def test_a_rank_alone_that_was_dispatched_ahead_ends(tmp_path: Path) -> None:
     assert done.stdout.splitlines() == ["got [1.0, 2.0, 3.0]"]
     expected = "pycollective: pycollective.allreduce: expected MemcpyAsync of the accelerator's runtime to succeed"
     assert done.stderr.count(expected) == 1
-    assert "Ending all ranks: the program has gone on before the call" in done.stderr
+    assert "Ending all ranks: the program was dispatched ahead of the call" in done.stderr
     assert "program.py:" in done.stderr
 
 

@@ -63,12 +63,13 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=10)
     parser.add_argument("--largest", type=int, default=_SIZES[-1], help="size of the largest arrays, in elements")
+    parser.add_argument("--forms", nargs="+", choices=_FORMS, default=_FORMS, help="what the programs do")
     options = parser.parse_args()
     world = pc.init()
     generator = np.random.default_rng(0)  # the same on all ranks
     sizes = itertools.cycle([size for size in _SIZES if size <= options.largest])
     cases, values = [], []
-    for form, dtype in itertools.product(_FORMS, _DTYPES):
+    for form, dtype in itertools.product(options.forms, _DTYPES):
 
         def alone(x: Any, dtype: str = dtype) -> Any:
             """What the sum is: whole numbers of at most 8 bits times the number of ranks, in the dtype of the sums."""

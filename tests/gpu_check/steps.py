@@ -342,7 +342,9 @@ def dispatch_ahead(place: Place, step: Step) -> str:
     def run(*words: str, **more: str) -> str:
         return step.run([*place.ranks(2), *place.program("-m", *words)], environ=place.environ(**more), cwd=place.tree)
 
-    few = ["--largest", "5000", "--seconds", "0"] if place.standin else ["--seconds", str(_AHEAD_SOAK_S)]
+    few = ["--seconds", str(_AHEAD_SOAK_S)]
+    if place.standin:
+        few = ["--largest", "5000", "--seconds", "0", "--forms", "plain"]
     soaked = told("soak", run("tests.gpu_check.soak", *few, PYCOLLECTIVE_GPU_DISPATCH="ahead"))
     if not soaked["ahead"]:
         raise AbsentError("init has refused it on this device: the log has the warning")
