@@ -138,7 +138,7 @@ w = jnp.ones((1, 16, 16)) * (comm.rank + 1)
 healthy = pc.pmap(overlapped, axis_name="i")
 right = np.asarray(healthy(x, w))
 cuda.standin_set_delay_us({delay})
-cuda.standin_set_fetches_fast(True)  # what is late is the copy of the sum: it writes other numbers than those that are there
+cuda.standin_set_fetches_fast(True)  # the copy of the sum is late: it writes other numbers than those that are there
 with_end, native.done_lowering = native.done_lowering, without_end
 jax.block_until_ready(pc.pmap(lambda x, w: overlapped(x, w), axis_name="i")(x, w))
 native.done_lowering = with_end
