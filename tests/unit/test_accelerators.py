@@ -192,6 +192,13 @@ def test_dispatch_ahead_needs_all_devices_of_all_ranks(
         native.set_ahead(False)
 
 
+def test_elastic_training_is_not_dispatched_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    pc.init()
+    monkeypatch.setattr(native, "is_ahead", lambda: True)
+    with pytest.raises(RuntimeError, match="goes on when a rank fails, got PYCOLLECTIVE_GPU_DISPATCH=ahead"):
+        pc.elastic.run(lambda state, world: None, pc.elastic.State(x=0), required=True)
+
+
 def test_whether_mpi_takes_device_memory() -> None:
     kind = runtime.KINDS["cuda"]
     assert runtime.takes_device_memory(kind, SimpleNamespace()) is None
