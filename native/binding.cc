@@ -109,6 +109,28 @@ PYCOLLECTIVE_EXPORT void pycollective_bind_runtime(void* const* addresses, int32
   pycollective::stage_bytes = stage_bytes;
 }
 
+// The functions for dispatch ahead to look up, in CUDA's runtime or its driver.
+PYCOLLECTIVE_EXPORT const char* pycollective_ahead_name(int64_t index) { return NameAt(pycollective::kAheadNames, index); }
+
+// Gives the handlers the addresses of those functions, in that order.
+PYCOLLECTIVE_EXPORT void pycollective_bind_ahead(void* const* addresses) {
+  static_assert(sizeof(pycollective::ahead_runtime) == sizeof(pycollective::kAheadNames), "pointers alone");
+  std::memcpy(&pycollective::ahead_runtime, addresses, sizeof(pycollective::ahead_runtime));
+}
+
+// Tries dispatch ahead on a device, with `nbytes` bytes of its memory: see Device::TryAhead. Returns null, or why it does not work, which
+// stays valid until the next call.
+PYCOLLECTIVE_EXPORT const char* pycollective_try_ahead(int32_t ordinal, int64_t memory, int64_t nbytes) {
+  static auto& error = *new std::string;
+  const pycollective::Outcome outcome = pycollective::Device::Get(ordinal).TryAhead(reinterpret_cast<void*>(memory), nbytes);
+  if (outcome.ok()) return nullptr;
+  error = std::string(outcome.call) + ": " + outcome.detail;
+  return error.c_str();
+}
+
+// Says whether collectives are dispatched ahead, the same on all ranks.
+PYCOLLECTIVE_EXPORT void pycollective_set_ahead(bool ahead) { pycollective::ahead = ahead; }
+
 // Makes the page-locked buffers of a device. Returns null, or the message of a failure, which stays valid.
 PYCOLLECTIVE_EXPORT const char* pycollective_reserve_buffers(int32_t ordinal, int64_t stage_bytes) {
   static auto& error = *new std::string;
@@ -452,7 +474,8 @@ const pycollective::Listed listed{
     PYCOLLECTIVE_TYPED(function_name), PYCOLLECTIVE_TYPED(type_name), PYCOLLECTIVE_TYPED(mpi_op_name),
     PYCOLLECTIVE_TYPED(op_name), PYCOLLECTIVE_TYPED(dtype_number), PYCOLLECTIVE_TYPED(operation_name), PYCOLLECTIVE_TYPED(device_operation_name),
     PYCOLLECTIVE_TYPED(guard_name), PYCOLLECTIVE_TYPED(runtime_name), PYCOLLECTIVE_TYPED(bind),
-    PYCOLLECTIVE_TYPED(bind_runtime), PYCOLLECTIVE_TYPED(reserve_buffers), PYCOLLECTIVE_TYPED(communicator_add), PYCOLLECTIVE_TYPED(part_add),
+    PYCOLLECTIVE_TYPED(bind_runtime), PYCOLLECTIVE_TYPED(ahead_name), PYCOLLECTIVE_TYPED(bind_ahead),
+    PYCOLLECTIVE_TYPED(try_ahead), PYCOLLECTIVE_TYPED(set_ahead), PYCOLLECTIVE_TYPED(reserve_buffers), PYCOLLECTIVE_TYPED(communicator_add), PYCOLLECTIVE_TYPED(part_add),
     PYCOLLECTIVE_TYPED(board_join), PYCOLLECTIVE_TYPED(board_bytes), PYCOLLECTIVE_TYPED(spans_hosts),
     PYCOLLECTIVE_TYPED(compares_in_sections), PYCOLLECTIVE_TYPED(comparisons),
     PYCOLLECTIVE_TYPED(set_hosts), PYCOLLECTIVE_TYPED(board_open), PYCOLLECTIVE_TYPED(board_show_memory),

@@ -18,6 +18,7 @@ MUST_AGREE = {
     "PYCOLLECTIVE_SHARED_MEMORY": "shared_memory",
     "PYCOLLECTIVE_BUCKET_BYTES": "bucket_bytes",
     "PYCOLLECTIVE_STAGE_BYTES": "stage_bytes",
+    "PYCOLLECTIVE_GPU_DISPATCH": "gpu_dispatch",
     "PYCOLLECTIVE_OVERLAP": "overlap",
 }
 """The variables, and their attributes, that must be the same on all ranks: ranks with others would make other calls."""
@@ -25,6 +26,7 @@ MUST_AGREE = {
 _BOOLEANS = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
 _SHARED_MEMORY = {text: "on" if on else "off" for text, on in _BOOLEANS.items()} | {"buffers": "buffers"}
 _OVERLAP = {text: "on" if on else "off" for text, on in _BOOLEANS.items()} | {"auto": "auto"}
+_GPU_DISPATCH = {"wait": "wait", "ahead": "ahead"}
 _CHECKS = {"never": 0, "first": 1, "every": 2, "always": 3}
 
 
@@ -70,6 +72,9 @@ class Config:
             says of itself).
         stage_bytes: where MPI does not, arrays go through page-locked buffers in pieces of this many bytes
             (``PYCOLLECTIVE_STAGE_BYTES``, default 4 MiB). The same on all ranks.
+        gpu_dispatch: a collective on a GPU holds the thread that dispatches its program until MPI is done; or the
+            program is dispatched ahead of its collectives, where that works, and an error of MPI ends the job
+            (``PYCOLLECTIVE_GPU_DISPATCH=wait|ahead``, default ``wait``). The same on all ranks.
         allow_shared_gpu: several ranks may drive one GPU (``PYCOLLECTIVE_ALLOW_SHARED_GPU=on|off``, default ``off``).
         overlap: calls travel while the program computes what does not need them: where that pays, always, or never
             (``PYCOLLECTIVE_OVERLAP=auto|on|off``, default ``auto``: sums on accelerators, and arrays of 512 KiB and
@@ -85,6 +90,7 @@ class Config:
     bucket_bytes: int = 1 << 20
     gpu_direct: bool | None = None  # None: ask MPI
     stage_bytes: int = 4 << 20
+    gpu_dispatch: str = "wait"
     allow_shared_gpu: bool = False
     overlap: str = "auto"
 
@@ -163,6 +169,7 @@ def read(environ: Mapping[str, str]) -> Config:
         bucket_bytes=_bytes(environ, "PYCOLLECTIVE_BUCKET_BYTES", 1 << 20),
         gpu_direct=_choice(environ, "PYCOLLECTIVE_GPU_DIRECT", _BOOLEANS, None),  # type: ignore[arg-type]
         stage_bytes=_bytes(environ, "PYCOLLECTIVE_STAGE_BYTES", 4 << 20, least=1),
+        gpu_dispatch=_choice(environ, "PYCOLLECTIVE_GPU_DISPATCH", _GPU_DISPATCH, "wait"),  # type: ignore[arg-type]
         allow_shared_gpu=_choice(environ, "PYCOLLECTIVE_ALLOW_SHARED_GPU", _BOOLEANS, False),  # type: ignore[arg-type]
         overlap=_choice(environ, "PYCOLLECTIVE_OVERLAP", _OVERLAP, "auto"),  # type: ignore[arg-type]
     )

@@ -345,6 +345,14 @@ def steps(*, everything: bool, install: bool) -> list[Step]:
             **standin("staged", PYCOLLECTIVE_STAGE_BYTES="4096"),
         ),
         on_ranks(2, "stand-in for GPUs, direct", *files("collective", "forward messages options"), **standin("direct")),
+        on_ranks(
+            2, "stand-in for GPUs, dispatched ahead", *files("collective", "messages options"),
+            **standin("staged", PYCOLLECTIVE_GPU_DISPATCH="ahead", PYCOLLECTIVE_STAGE_BYTES="1024"),
+        ),
+        on_ranks(
+            2, "tests/spmd dispatched ahead", *files("spmd", "overlap_on_devices"), "-k", VALUES,
+            **standin("staged", PYCOLLECTIVE_GPU_DISPATCH="ahead", PYCOLLECTIVE_STAGE_BYTES="4096"),
+        ),
         on_ranks(2, "programs compiled for GPUs", "tests/compiled_for_gpu", fast=False, **for_gpu(by=CUDA_COMPILER)),
         by_standard_abi(
             "tests/collective, 2 ranks", ABI_PYTHON, "-m", "pycollective", "run", "-n", "2", "--oversubscribe",

@@ -111,7 +111,7 @@ ffi::Error Call::Enter(const Signature& signature, int64_t nbytes) {
   if (wrong.failure()) return wrong;
   const Record record = RecordOf(signature, nbytes, kStarted);
   Recorded recorded(record);
-  const ffi::Error error = Prepare(signature, record.seq);
+  const ffi::Error error = Prepare(signature, record.seq, [] {});
   if (error.failure()) return error;
   communicator_->entered = std::move(recorded);
   last = communicator_;
@@ -145,7 +145,7 @@ Record Call::RecordOf(const Signature& signature, int64_t nbytes, CallState stat
   return record;
 }
 
-ffi::Error Call::Prepare(Signature signature, int64_t seq) {
+ffi::Error Call::Prepare(Signature signature, int64_t seq, const std::function<void()>& before_messages) {
   if (IsCollective(operation_)) {  // not for a message: the other ranks would not take part in making the channel
     const Outcome made = communicator_->ranks->MakeChannel(*library, lane_->channel_number);
     if (!made.ok()) return ErrorOf(made);
@@ -154,7 +154,7 @@ ffi::Error Call::Prepare(Signature signature, int64_t seq) {
     signature.devices = static_cast<int32_t>(participants_.callers());
     signature.team = static_cast<int16_t>(lane_->team != nullptr ? lane_->team->size() : 1);
     if (lane_->channel.size > 1) {
-      const ffi::Error differs = CompareWithRanks(signature, seq);
+      const ffi::Error differs = CompareWithRanks(signature, seq, before_messages);
       if (differs.failure()) return differs;
     }
   }
@@ -298,7 +298,7 @@ Section Call::SectionOfCall() const {
   return section;
 }
 
-ffi::Error Call::CompareWithRanks(const Signature& mine, int64_t seq) {
+ffi::Error Call::CompareWithRanks(const Signature& mine, int64_t seq, const std::function<void()>& before_messages) {
   if (check == Check::kNever) return ffi::Error::Success();
   LazyChannel& channel = lane_->channel;
   const std::lock_guard<std::mutex> lock(channel.mutex);
@@ -321,6 +321,7 @@ ffi::Error Call::CompareWithRanks(const Signature& mine, int64_t seq) {
   }
   if (is_known) channel.comparison.sections.Known(mine.Digest());
   if (is_known || (coverage == Coverage::kCovered && !also_if_covered)) return ffi::Error::Success();
+  before_messages();
   Difference found;
   const Outcome outcome = channel.comparison.Compare(*library, channel, post, piggybacks ? piggybacked_ : nullptr, &found);
   if (!outcome.ok()) return ErrorOf(outcome);
@@ -356,6 +357,13 @@ ffi::Error Call::Fatal(const std::string& what, const std::string& remedy) const
     EndJob("pycollective: " + error.message() + " Ending all ranks: they wait for data of this rank, or have got wrong data.\n");
   }
   return error;
+}
+
+void Call::EndAhead(const ffi::Error& error) const {
+  const std::string line = SiteText(participants_.site);
+  EndJob("pycollective: " + error.message() + (line.empty() ? "" : " The call is at " + line + ".") +
+         " Ending all ranks: the program was dispatched ahead of the call, so no result can raise the error. With "
+         "PYCOLLECTIVE_GPU_DISPATCH=wait the program raises it.\n");
 }
 
 ffi::Error Call::Error(ffi::ErrorCode code, const std::string& what, const std::string& remedy) const {

@@ -6,6 +6,7 @@
 
 #include <cstring>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -101,18 +102,65 @@ class Call {
   Call(const Call&) = default;
   Call& operator=(const Call&) = delete;
 
-  // Runs body(library, lane) after the earlier calls: in this thread for buffers in host memory, else by the device.
+  // Runs body(buffers, library, lane) after the earlier calls: in this thread for buffers in host memory, else by the device. The body of
+  // a collective is copied, and may run when the handler has returned: so it holds values, and nothing of the handler's arguments.
   template <typename Buffers, typename Body>
-  xla::ffi::Error Run(Buffers& buffers, const Signature& signature, int64_t nbytes, const Results& results, Body body) {
+  xla::ffi::Error Run(Buffers& buffers, const Signature& signature, int64_t nbytes, const Results& results, const Body& body) {
+    const auto on_buffers = [&](const Library& mpi, const Lane& lane) { return body(buffers, mpi, lane); };
     if constexpr (Buffers::kInHostMemory) {
-      return RunNow(signature, nbytes, results, body);
+      return RunNow(signature, nbytes, results, on_buffers);
     } else {
+      if (MayRunAhead(buffers)) {
+        const xla::ffi::Error error = PostAhead(buffers, signature, nbytes, body);
+        return error.failure() ? error : FinishAhead(buffers);
+      }
       xla::ffi::Error error;
       const Outcome outcome = buffers.Run([&] {  // perhaps in the device's thread
-        error = CatchAsError(operation_, [&] { return RunNow(signature, nbytes, results, body); });
+        error = CatchAsError(operation_, [&] { return RunNow(signature, nbytes, results, on_buffers); });
       });
       return error.failure() || outcome.ok() ? error : ErrorOf(outcome);  // as in Begin of DeviceBuffers
     }
+  }
+
+  // Whether the call is dispatched ahead. A message has an error or a status of its own; a barrier moves no data.
+  template <typename Buffers>
+  bool MayRunAhead(const Buffers& buffers) const {
+    return IsCollective(operation_) && operation_ != kBarrier && replicas_ == nullptr && buffers.runs_ahead();
+  }
+
+  // Checks and compares the call in this thread, and posts the rest to the device's thread: body(buffers, library, lane). An error
+  // there ends the job, since the program has gone on. FinishAhead makes XLA's stream wait for it.
+  template <typename Buffers, typename Body>
+  xla::ffi::Error PostAhead(Buffers& buffers, const Signature& signature, int64_t nbytes, const Body& body) {
+    const xla::ffi::Error wrong = CheckParticipants();
+    if (wrong.failure()) return wrong;
+    const Record record = RecordOf(signature, nbytes, kStarted);
+    Recorded comparing(record);
+    // Ranks that post no calls on a board compare them by MPI, on the channel of the data.
+    const xla::ffi::Error differs = Prepare(signature, record.seq, [&] {
+      comparing.Finish(kUnused);
+      buffers.WaitForEarlier();
+      comparing = Recorded(record);
+    });
+    if (differs.failure()) return differs;
+    comparing.Finish(kUnused);  // the data have a record of their own
+    const Outcome posted = buffers.PostAhead([call = WithoutFrame(), record, body](Buffers& own) {
+      const xla::ffi::Error error = CatchAsError(call.operation_, [&] {
+        const xla::ffi::Error made = call.MakeRecorded(record, [&](const Library& mpi, const Lane& lane) { return body(own, mpi, lane); });
+        if (made.failure()) return made;
+        const Outcome written = own.WriteNumber();
+        return written.ok() ? made : call.ErrorOf(written);
+      });
+      if (error.failure()) call.EndAhead(error);
+    });
+    return posted.ok() ? xla::ffi::Error::Success() : ErrorOf(posted);
+  }
+  template <typename Buffers>
+  xla::ffi::Error FinishAhead(Buffers& buffers) const {
+    const Outcome waits = buffers.FinishAhead();
+    if (waits.ok()) return xla::ffi::Error::Success();
+    buffers.Drain();  // XLA gives the arrays away now
+    return ErrorOf(waits);
   }
 
   // Runs it immediately, in this thread.
@@ -159,8 +207,10 @@ class Call {
   // For ppermute: the destination of each lane; -1: none.
   void SetRoutes(xla::ffi::Span<const int64_t> dest) { routes_ = dest; }
 
-  // Valid while the call runs.
-  const Communicator& communicator() const { return *communicator_; }
+  // Valid while the call runs; null if the participants are wrong.
+  const Communicator* communicator() const { return communicator_.get(); }
+  // The index of its lane; 0 if the participants are wrong.
+  size_t lane_index() const { return lane_ == nullptr ? 0 : static_cast<size_t>(lane_->index); }
 
   xla::ffi::Error Unsupported(xla::ffi::DataType dtype) const {
     return Error(xla::ffi::ErrorCode::kInvalidArgument,
@@ -184,8 +234,12 @@ class Call {
   xla::ffi::Error RunOnLane(const Signature& signature, int64_t nbytes, Body body) {
     const Record record = RecordOf(signature, nbytes, kStarted);
     Recorded recorded(record);
-    const xla::ffi::Error wrong = Prepare(signature, record.seq);
-    if (wrong.failure()) return wrong;
+    const xla::ffi::Error wrong = Prepare(signature, record.seq, [] {});
+    return wrong.failure() ? wrong : Make(recorded, nbytes, body);
+  }
+  // The call after its comparison.
+  template <typename Body>
+  xla::ffi::Error Make(Recorded& recorded, int64_t nbytes, Body body) const {
     const Outcome outcome = is_done_ ? Outcome{} : [&] {
       BandwidthEstimate::Sample sample(&lane_->channel.bandwidth, nbytes);
       const Outcome made = body(*library, *lane_);
@@ -196,9 +250,25 @@ class Call {
     recorded.Finish(kCompleted);
     return xla::ffi::Error::Success();
   }
+  template <typename Body>
+  xla::ffi::Error MakeRecorded(const Record& record, Body body) const {
+    Recorded recorded(record);
+    return Make(recorded, record.nbytes, body);
+  }
+
+  // This call for a thread that goes on when the handler has returned: without what lies in XLA's memory.
+  Call WithoutFrame() const {
+    Call call = *this;
+    call.participants_.comm = {};
+    call.routes_ = {};
+    return call;
+  }
+  // Ends the job, for an error that comes when the handler has returned.
+  [[noreturn]] void EndAhead(const xla::ffi::Error& error) const;
 
   // Makes the channel if it does not exist, and compares the call with the other ranks. `seq`: its number on the channel.
-  xla::ffi::Error Prepare(Signature signature, int64_t seq);
+  // `before_messages`: called before the ranks compare it by messages, with the lock of the channel's comparison held.
+  xla::ffi::Error Prepare(Signature signature, int64_t seq, const std::function<void()>& before_messages);
   // The error for a call that differs on another rank.
   xla::ffi::Error Differs(const Post& mine, const Difference& found) const;
   // The error of each call after one that a rank has refused and others may have made. `rank`: that has refused it.
@@ -235,7 +305,7 @@ class Call {
 
   // Returns an error if another rank makes another call on the channel. So a wrong order, shape or dtype is an error on all
   // ranks instead of a hang or a wrong sum. The comparison may also make the call (comparison.h).
-  xla::ffi::Error CompareWithRanks(const Signature& mine, int64_t seq);
+  xla::ffi::Error CompareWithRanks(const Signature& mine, int64_t seq, const std::function<void()>& before_messages);
   xla::ffi::Error CompareOnBoard(const Signature& mine);
   // The section of the call, if calls of sections need not be compared. One program may run on devices of several kinds.
   Section SectionOfCall() const;

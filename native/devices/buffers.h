@@ -118,6 +118,30 @@ class DeviceBuffers {
     ReleaseEvents();
   }
 
+  // Whether collectives are dispatched ahead. Their buffers exist (Device::Reserve): to page-lock one would wait for the stream that
+  // waits for the call.
+  static bool runs_ahead() { return ahead; }
+  // Start for dispatch ahead: passes `work` buffers of its own, in the device's thread. Its last step is WriteNumber.
+  template <typename Work>
+  Outcome PostAhead(Work work) {
+    const Outcome begun = Begin();
+    if (!begun.ok()) return begun;
+    number_ = device_->PostNumbered([own = *this, work = std::move(work)](uint32_t number) mutable {
+      own.number_ = number;
+      work(own);
+      own.ReleaseEvents();
+    });
+    ready_ = done_ = nullptr;
+    return {};
+  }
+  Outcome WriteNumber() { return device_->WriteNumber(number_); }
+  // Finish for dispatch ahead: returns at once. The stream's later work waits for the results.
+  Outcome FinishAhead() { return device_->WaitForNumber(stream_, number_); }
+  // Waits until all started work of the device has ended.
+  void WaitForEarlier() {
+    device_->Run([] {});
+  }
+
   template <typename Call>
   Outcome Exchange(const Channel& channel, const View& in, const View& out, ExchangeOptions options, Call call) {
     const Transfer transfer{EndOf(in), EndOf(out), options.in_pieces, options.in_place};
@@ -199,6 +223,7 @@ class DeviceBuffers {
   void* ready_ = nullptr;
   void* done_ = nullptr;
   uint64_t ticket_ = 0;
+  uint32_t number_ = 0;
 };
 
 }  // namespace pycollective

@@ -6,7 +6,10 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
+#include <new>
+#include <utility>
 
 #include "shared_memory/shared_arrays.h"
 
@@ -16,6 +19,10 @@ Runtime runtime;
 bool direct = false;
 int64_t stage_bytes = 4 << 20;
 int64_t max_pitch = INT32_MAX;
+bool ahead = false;
+AheadRuntime ahead_runtime{};
+int64_t ahead_limit_ms = 5000;
+uint32_t first_number = 0;
 
 namespace {
 
@@ -25,6 +32,11 @@ Outcome RuntimeError(const char* call, int code) { return {call, code, runtime.G
 #define PYCOLLECTIVE_RUNTIME(name, ...)                            \
   do {                                                             \
     const int code_ = runtime.name(__VA_ARGS__);                   \
+    if (code_ != 0) return RuntimeError(#name, code_);             \
+  } while (false)
+#define PYCOLLECTIVE_AHEAD(name, ...)                              \
+  do {                                                             \
+    const int code_ = ahead_runtime.name(__VA_ARGS__);             \
     if (code_ != 0) return RuntimeError(#name, code_);             \
   } while (false)
 
@@ -65,10 +77,14 @@ void Device::Run(const std::function<void()>& work) {
 
 uint64_t Device::Post(std::function<void()> work) {
   const std::lock_guard<std::mutex> lock(mutex_);
+  return PostLocked(std::move(work));
+}
+
+uint64_t Device::PostLocked(std::function<void()> work) {
   if (!worker_.joinable()) worker_ = std::thread([this] { RunPosted(); });
-  waiting_.push_back({++posted_, std::move(work)});
+  waiting_.push_back({posted_ + 1, std::move(work)});
   changed_.notify_all();
-  return posted_;
+  return ++posted_;
 }
 
 void Device::Wait(uint64_t ticket) {
@@ -117,6 +133,139 @@ Outcome Device::RecordEvent(void* event, void* stream) {
 Outcome Device::WaitForEvent(void* stream, void* event) {
   PYCOLLECTIVE_RUNTIME(StreamWaitEvent, stream, event, 0);
   return {};
+}
+
+// Dispatch ahead ---------------------------------------------------------------------------------------------------
+
+uint32_t Device::PostNumbered(std::function<void(uint32_t number)> work) {
+  const std::lock_guard<std::mutex> lock(mutex_);  // so the order of the numbers is that of the queue
+  const uint32_t number = last_number_ + 1;
+  PostLocked([number, work = std::move(work)] { work(number); });
+  return last_number_ = number;
+}
+
+Outcome Device::WaitForNumber(void* stream, uint32_t number) {
+  PYCOLLECTIVE_AHEAD(StreamWaitValue, stream, number_address_, number, kWaitValueAtLeast);
+  return {};
+}
+
+Outcome Device::WriteNumber(uint32_t number) {
+  PYCOLLECTIVE_AHEAD(StreamWriteValue, to_device_, number_address_, number, kWriteValueBehind);
+  return {};
+}
+
+Outcome Device::PrepareAhead() {
+  PYCOLLECTIVE_RUNTIME(SetDevice, ordinal_);
+  // XLA's streams have the default priority, the least, or the greatest. Streams of another priority have hardware queues of their own, so
+  // no copy lies behind a stream that waits.
+  int least = 0, greatest = 0;
+  PYCOLLECTIVE_AHEAD(GetStreamPriorityRange, &least, &greatest);  // a greater priority is a smaller number
+  if (greatest >= least) return {"GetStreamPriorityRange", 0, "streams of one priority", true};
+  const int priority = std::min(greatest + 1, least - 1);
+  PYCOLLECTIVE_AHEAD(StreamCreateWithPriority, &from_device_, kStreamNonBlocking, priority);
+  PYCOLLECTIVE_AHEAD(StreamCreateWithPriority, &to_device_, kStreamNonBlocking, priority);
+  const size_t nbytes = 4096;  // a page
+  void* const made = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (made == MAP_FAILED) return {"mmap", errno, std::strerror(errno), true};
+  PYCOLLECTIVE_RUNTIME(HostRegister, made, nbytes, kHostPortable | kHostMapped);
+  void* address = nullptr;
+  PYCOLLECTIVE_AHEAD(HostGetDevicePointer, &address, made, 0);
+  number_address_ = reinterpret_cast<uintptr_t>(address);
+  number_ = new (made) std::atomic<uint32_t>(first_number);
+  return {};
+}
+
+Outcome Device::TryAhead(void* memory, int64_t nbytes) {
+  Outcome outcome;
+  Wait(Post([&] { outcome = TryAheadHere(static_cast<char*>(memory), static_cast<size_t>(nbytes)); }));
+  return outcome;
+}
+
+Outcome Device::TryAheadHere(char* memory, size_t nbytes) {
+  constexpr size_t kStreams = 32;    // the most hardware queues that CUDA_DEVICE_MAX_CONNECTIONS allows
+  constexpr int kFills = 4096;       // a queue holds about 1024
+  constexpr char kBefore = 1, kAfter = 2;
+  const auto size = static_cast<int64_t>(nbytes);
+  PYCOLLECTIVE_RETURN_IF_FAILED(PrepareAhead());
+  PYCOLLECTIVE_RETURN_IF_FAILED(Prepare(1, size, size));
+  char* const host = slots_[0].in;
+  const auto copy = [&](bool fetches) -> Outcome {
+    void* const stream = fetches ? from_device_ : to_device_;
+    const auto [to, from] = fetches ? std::pair(host, memory) : std::pair(memory, host);
+    PYCOLLECTIVE_RUNTIME(MemcpyAsync, to, from, nbytes, fetches ? kDeviceToHost : kHostToDevice, stream);
+    PYCOLLECTIVE_RUNTIME(StreamSynchronize, stream);
+    return {};
+  };
+  const auto has = [&](char value) { return std::all_of(host, host + nbytes, [=](char byte) { return byte == value; }); };
+  std::memset(host, kBefore, nbytes);
+  PYCOLLECTIVE_RETURN_IF_FAILED(copy(false));
+
+  const uint32_t number = first_number + 1;
+  const auto release = [&] { number_->store(number); };  // the host itself writes the number
+  std::vector<void*> streams;
+  const auto wait_for_number = [&]() -> Outcome {
+    while (streams.size() < kStreams) {
+      void* stream = nullptr;
+      PYCOLLECTIVE_RUNTIME(StreamCreate, &stream, kStreamNonBlocking);
+      streams.push_back(stream);
+      PYCOLLECTIVE_RETURN_IF_FAILED(WaitForNumber(stream, number));
+    }
+    PYCOLLECTIVE_RUNTIME(MemsetAsync, memory, kAfter, nbytes, streams[0]);
+    return {};
+  };
+  Outcome outcome = wait_for_number();
+  if (outcome.ok()) {
+    Outcome filled, copied;
+    std::mutex mutex;
+    std::condition_variable ended;
+    bool has_ended = false;
+    std::thread fills([&] {
+      const auto fill = [&]() -> Outcome {
+        PYCOLLECTIVE_RUNTIME(SetDevice, ordinal_);
+        for (int i = 0; i < kFills; ++i) PYCOLLECTIVE_RUNTIME(MemsetAsync, memory, kAfter, nbytes, streams[0]);
+        return {};
+      };
+      filled = fill();
+    });
+    std::thread copies([&] {
+      const auto copy_and_write = [&]() -> Outcome {
+        PYCOLLECTIVE_RUNTIME(SetDevice, ordinal_);
+        PYCOLLECTIVE_RETURN_IF_FAILED(copy(true));
+        if (!has(kBefore)) return {"StreamWaitValue", 0, "a stream that does not wait", true};
+        PYCOLLECTIVE_RETURN_IF_FAILED(copy(false));
+        PYCOLLECTIVE_RETURN_IF_FAILED(WriteNumber(number));
+        PYCOLLECTIVE_RUNTIME(StreamSynchronize, to_device_);
+        if (number_->load() != number) return {"StreamWriteValue", 0, "a number that is not written", true};
+        return {};
+      };
+      copied = copy_and_write();
+      const std::lock_guard<std::mutex> lock(mutex);
+      has_ended = true;
+      ended.notify_all();
+    });
+    bool in_time;
+    {
+      std::unique_lock<std::mutex> lock(mutex);
+      in_time = ended.wait_for(lock, std::chrono::milliseconds(ahead_limit_ms), [&] { return has_ended; });
+    }
+    if (!in_time || !copied.ok()) release();
+    copies.join();
+    fills.join();
+    outcome = !copied.ok() ? copied : filled;
+    if (!in_time) outcome = {"StreamWriteValue", 0, "copies that do not end while other streams wait", true};
+  } else {
+    release();
+  }
+  for (void* stream : streams) {
+    const int code = runtime.StreamSynchronize(stream);
+    if (outcome.ok() && code != 0) outcome = RuntimeError("StreamSynchronize", code);
+    ahead_runtime.StreamDestroy(stream);
+  }
+  if (outcome.ok()) outcome = copy(true);
+  if (outcome.ok() && !has(kAfter)) outcome = {"StreamWaitValue", 0, "a stream that does not go on", true};
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (outcome.ok()) last_number_ = number;
+  return outcome;
 }
 
 // Arrays -----------------------------------------------------------------------------------------------------------

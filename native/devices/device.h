@@ -3,10 +3,15 @@
 // MPI does not use streams. So a call waits for an event that its operands are ready, is made after all earlier calls of
 // the device, and records an event when its results are written. The work that XLA has put on its own streams continues
 // in the meantime.
+//
+// Dispatch ahead: a stream of XLA waits for a call that the device's thread has not begun. A wait for an event that nothing has
+// recorded yet is no wait. So the stream waits until a word of memory has come to the call's number, and the device's thread enqueues the
+// write of that number behind the call's last copy.
 
 #ifndef PYCOLLECTIVE_NATIVE_DEVICES_DEVICE_H_
 #define PYCOLLECTIVE_NATIVE_DEVICES_DEVICE_H_
 
+#include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -50,6 +55,9 @@ struct Transfer {
 // Calls MPI for `count` elements of each block, in memory that MPI can read and write. The blocks are contiguous.
 using MpiCall = std::function<Outcome(const void* in, void* out, int64_t count)>;
 
+// The number before that of the first posted work of a device. Tests set it, to come to the wrap-around.
+extern uint32_t first_number;
+
 class Device {
  public:
   // Returns the device with a number. The first call makes it; it lives until the process ends.
@@ -66,6 +74,18 @@ class Device {
   void Drain() {
     Run([this] { Settle(); });
   }
+
+  // Prepares dispatch ahead, and tries it: all streams that XLA may use wait for a number, one of them has more work than its queue
+  // holds, and copies in both directions and the write of the number must end. Hardware queues and locks of the driver may prevent
+  // that. Returns why it does not work; then nothing waits any more. It comes before Reserve and before programs run.
+  // `memory`: `nbytes` bytes of the device.
+  Outcome TryAhead(void* memory, int64_t nbytes);
+  // Post for dispatch ahead: returns the number of the work, which it passes to `work`. The work ends with WriteNumber.
+  uint32_t PostNumbered(std::function<void(uint32_t number)> work);
+  // Later work of the stream waits until the number is written.
+  Outcome WaitForNumber(void* stream, uint32_t number);
+  // Writes the number behind the copies to the device. Only the work with that number may call it: numbers are written in order.
+  Outcome WriteNumber(uint32_t number);
 
   // Makes the streams, events and page-locked buffers that pieces of at most `nbytes` need. Page-locking may wait for all
   // work of the device, so it is done before programs run: a kernel of NCCL may wait for a kernel that is launched later. The buffers
@@ -117,8 +137,13 @@ class Device {
   static constexpr int64_t kSlots = 3;
 
   explicit Device(int ordinal);
+  // Adds work to the queue. Its lock is held.
+  uint64_t PostLocked(std::function<void()> work);
   // Runs posted work, in the device's thread.
   void RunPosted();
+  // Makes the number and the streams of dispatch ahead.
+  Outcome PrepareAhead();
+  Outcome TryAheadHere(char* memory, size_t nbytes);
   // Makes the device current in this thread, and makes the streams, events and buffers (of these sizes, for `pieces`) of
   // Stage and Direct that do not exist yet.
   Outcome Prepare(int64_t pieces, int64_t in_bytes, int64_t out_bytes);
@@ -152,6 +177,11 @@ class Device {
   void* from_device_ = nullptr;  // a stream
   void* to_device_ = nullptr;    // a stream
   Slot slots_[kSlots];
+
+  // For dispatch ahead.
+  uint32_t last_number_ = first_number;     // of posted work; guarded by `mutex_`
+  std::atomic<uint32_t>* number_ = nullptr;  // page-locked memory of the host, which the device writes
+  uint64_t number_address_ = 0;             // its address for the device
 };
 
 // Python sets these before the first program runs.
@@ -159,6 +189,11 @@ extern Runtime runtime;
 // Whether MPI reads and writes device memory, and otherwise the size of the pieces. Both are the same on all ranks.
 extern bool direct;
 extern int64_t stage_bytes;
+// Whether collectives are dispatched ahead, the same on all ranks, and the functions for it, which are null where there are none.
+extern bool ahead;
+extern AheadRuntime ahead_runtime;
+// The longest time that TryAhead waits for its copies. Tests lower it.
+extern int64_t ahead_limit_ms;
 
 // The largest distance between blocks, in bytes, for one strided copy: CUDA's limit. Blocks with a larger distance are
 // copied one by one. Tests lower it.

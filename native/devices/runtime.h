@@ -6,6 +6,7 @@
 #define PYCOLLECTIVE_NATIVE_DEVICES_RUNTIME_H_
 
 #include <cstddef>
+#include <cstdint>
 
 namespace pycollective {
 
@@ -40,6 +41,29 @@ inline constexpr const char* kRuntimeNames[][2] = {
 };
 inline constexpr size_t kRuntimeCount = sizeof(kRuntimeNames) / sizeof(kRuntimeNames[0]);
 
+// The functions for dispatch ahead (Device::TryAhead), of CUDA's runtime and of its driver. They may be missing: HIP's waits for values
+// have other parameters. One row for each function: our name, its name, the types of its parameters. All return an int.
+#define PYCOLLECTIVE_AHEAD_FUNCTIONS(X)                                            \
+  X(StreamCreateWithPriority, "cudaStreamCreateWithPriority", void**, unsigned, int) \
+  X(GetStreamPriorityRange, "cudaDeviceGetStreamPriorityRange", int*, int*)          \
+  X(StreamDestroy, "cudaStreamDestroy", void*)                                       \
+  X(HostGetDevicePointer, "cudaHostGetDevicePointer", void**, void*, unsigned)       \
+  X(StreamWaitValue, "cuStreamWaitValue32_v2", void*, uint64_t, uint32_t, unsigned)  \
+  X(StreamWriteValue, "cuStreamWriteValue32_v2", void*, uint64_t, uint32_t, unsigned)
+
+struct AheadRuntime {
+#define PYCOLLECTIVE_DECLARE(name, cuda, ...) int (*name)(__VA_ARGS__);
+  PYCOLLECTIVE_AHEAD_FUNCTIONS(PYCOLLECTIVE_DECLARE)
+#undef PYCOLLECTIVE_DECLARE
+};
+
+// Their names, in the order in which pycollective_bind_ahead takes their addresses.
+inline constexpr const char* kAheadNames[] = {
+#define PYCOLLECTIVE_NAME(name, cuda, ...) cuda,
+    PYCOLLECTIVE_AHEAD_FUNCTIONS(PYCOLLECTIVE_NAME)
+#undef PYCOLLECTIVE_NAME
+};
+
 // Values of the runtime's enums and flags; they are the same in CUDA and HIP.
 inline constexpr int kHostToDevice = 1;
 inline constexpr int kDeviceToHost = 2;
@@ -47,6 +71,9 @@ inline constexpr int kByAddress = 4;  // cudaMemcpyDefault: either end may be on
 inline constexpr unsigned kStreamNonBlocking = 1;
 inline constexpr unsigned kEventDisableTiming = 2;
 inline constexpr unsigned kHostPortable = 1;
+inline constexpr unsigned kHostMapped = 2;
+inline constexpr unsigned kWaitValueAtLeast = 0;  // the difference as a signed number is at least 0, so numbers may wrap around
+inline constexpr unsigned kWriteValueBehind = 0;  // behind all that the stream has written before
 
 }  // namespace pycollective
 

@@ -52,6 +52,15 @@ ffi::Error AllreduceStart(DeviceBuffers buffers, const Participants& participant
                                "Please report this.");
   }
   AddStarted(key, started);
+  if (started->call.MayRunAhead(started->buffers)) {
+    const ffi::Error posted = started->call.PostAhead(
+        started->buffers, all.signature, all.nbytes,
+        [arrays = all.arrays, op, bucket_bytes](DeviceBuffers& on, const Library& mpi, const Lane& lane) {
+          return AllreduceIn(on, mpi, lane, arrays, static_cast<Op>(op), bucket_bytes);
+        });
+    if (posted.failure()) TakeStarted(key);
+    return posted;
+  }
   const Outcome begun = started->buffers.Start([started, op, bucket_bytes] {
     const auto body = [&](const Library& mpi, const Lane& lane) {
       return AllreduceIn(started->buffers, mpi, lane, started->all.arrays, static_cast<Op>(op), bucket_bytes);
@@ -65,8 +74,8 @@ ffi::Error AllreduceStart(DeviceBuffers buffers, const Participants& participant
   return started->call.ErrorOf(begun);
 }
 
-// Waits for the end of the call. The operands are the results of AllreduceStart, in the same buffers as the results
-// here.
+// Waits for the end of the call, or lets XLA's stream wait for it. The operands are the results of AllreduceStart, in the same
+// buffers as the results here.
 ffi::Error AllreduceDone(DeviceBuffers buffers, const Participants& participants, ffi::RemainingArgs operands,
                          ffi::RemainingRets results) {
   const Call call = CallIn(buffers, kAllreduce, participants);
@@ -86,6 +95,7 @@ ffi::Error AllreduceDone(DeviceBuffers buffers, const Participants& participants
     return call.Error(ffi::ErrorCode::kInternal, "expected the results of a call that was started, got others",
                       "XLA has moved them in between. Please report this.");
   }
+  if (started->call.MayRunAhead(started->buffers)) return started->call.FinishAhead(started->buffers);
   const Outcome finished = started->buffers.Finish();
   return started->error.failure() || finished.ok() ? started->error : call.ErrorOf(finished);
 }

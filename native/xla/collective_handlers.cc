@@ -42,27 +42,28 @@ ffi::Error Run(const Row& row, Buffers buffers, const Participants& participants
   if (Buffers::kInHostMemory) {
     call.AllowPiggyback(piggybacked, HostCollective::GoesWithComparison(row.operation, of_rank, static_cast<int>(size)));
   }
+  const View in = ViewOf(x, type, blocks_in);
+  const View out = ViewOf(y, type, traits.result == kBlocks ? size : 1);
+  const int64_t count = Count(x);
   return call.Run(
       buffers, SignatureOf(row.operation, participants, x, op, root, participants.tree()), std::max(NBytes(x), NBytes(y)),
       {&result, 1},
-      [&](const Library& mpi, const Lane& lane) {
-        const int64_t ranks = lane.channel.size;
+      [=](Buffers& on, const Library& mpi, const Lane& lane) {
+        const Traits& traits = TraitsOf(row.operation);
         if constexpr (Buffers::kInHostMemory) {
           if (lane.team != nullptr) {
             if (row.on_team == nullptr) return NotOnTeams();
-            const int64_t blocks = traits.operand == kBlocks ? ranks * lane.team->size() : 1;
-            const Arguments of_team = arguments.On(arguments.send, arguments.recv, Count(x) / blocks);
+            const int64_t blocks = traits.operand == kBlocks ? lane.channel.size * lane.team->size() : 1;
+            const Arguments of_team = arguments.On(arguments.send, arguments.recv, count / blocks);
             return (TeamCollective(mpi, lane.in_team()).*row.on_team)(of_team);
           }
         }
-        const View in = ViewOf(x, type, traits.operand == kBlocks ? ranks : 1);
-        const View out = ViewOf(y, type, traits.result == kBlocks ? ranks : 1);
         const bool in_place = traits.operand == kWhole && traits.result == kWhole;
         const bool is_own = row.is_reduction && mpi.IsOwn(arguments.op, type);
-        return buffers.Exchange(lane.channel, in, out, {true, in_place, !is_own},
-                              [&](const Channel& channel, const void* send, void* recv, int64_t count) {
-                                return (mpi.*row.call)(channel, arguments.On(send, recv, count));
-                              });
+        return on.Exchange(lane.channel, in, out, {true, in_place, !is_own},
+                           [&](const Channel& channel, const void* send, void* recv, int64_t n) {
+                             return (mpi.*row.call)(channel, arguments.On(send, recv, n));
+                           });
       });
 }
 

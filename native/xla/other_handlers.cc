@@ -40,8 +40,8 @@ ffi::Error Allreduce(Buffers buffers, const Participants& participants, InToken,
     for (const ArrayPair& array : all.arrays) written.push_back({array.y, static_cast<size_t>(array.nbytes())});
   }
   return call.Run(buffers, all.signature, all.nbytes, {written.data(), written.size()},
-                  [&](const Library& mpi, const Lane& lane) {
-                    return AllreduceIn(buffers, mpi, lane, all.arrays, static_cast<Op>(op), bucket_bytes);
+                  [arrays = all.arrays, op, bucket_bytes](Buffers& on, const Library& mpi, const Lane& lane) {
+                    return AllreduceIn(on, mpi, lane, arrays, static_cast<Op>(op), bucket_bytes);
                   });
 }
 
@@ -65,14 +65,17 @@ ffi::Error Ppermute(Buffers buffers, const Participants& participants, InToken, 
   }
   const PiggybackedArrayCollective piggybacked(kPpermute, whole, 1);
   if (Buffers::kInHostMemory && on_channel) call.AllowPiggyback(piggybacked, false);  // it does not synchronize all ranks
+  const Communicator* const shared = call.communicator();  // the call shares it
+  const size_t lane_index = call.lane_index();
+  const int64_t to = lane_index < dest.size() ? dest[lane_index] : -1;
+  const int64_t from = lane_index < source.size() ? source[lane_index] : -1;
+  const View in_view = ViewOf(x, type), out_view = ViewOf(*y, type);
   return call.Run(
       buffers, SignatureOf(kPpermute, participants, x, -1, -1, pattern), NBytes(x), {&result, 1},
-      [&](const Library& mpi, const Lane& lane) {
-        const Communicator& communicator = call.communicator();
+      [=](Buffers& on, const Library& mpi, const Lane& lane) {
+        const Communicator& communicator = *shared;
         const auto lanes = static_cast<int64_t>(communicator.lanes.size());
         const int64_t devices = communicator.ranks->devices();
-        const int64_t to = dest[static_cast<size_t>(lane.index)];
-        const int64_t from = source[static_cast<size_t>(lane.index)];
         const auto rank_of = [&](int64_t number) {
           return number < 0 ? mpi.proc_null() : communicator.ranks->RankInWhole(static_cast<int>(number / lanes));
         };
@@ -82,7 +85,7 @@ ffi::Error Ppermute(Buffers buffers, const Participants& participants, InToken, 
         const int to_rank = rank_of(to), from_rank = rank_of(from);
         const int to_tag = to < 0 ? 0 : tag_of(lane.index, to % lanes);
         const int from_tag = from < 0 ? 0 : tag_of(from % lanes, lane.index);
-        return buffers.Exchange(lane.channel, ViewOf(x, type), ViewOf(*y, type), {},
+        return on.Exchange(lane.channel, in_view, out_view, {},
                               [&](const Channel& channel, const void* in, void* out, int64_t count) {
                                 const Arguments a = whole.On(in, out, count);
                                 return mpi.Permute(channel, {in, count, type, to_rank, to_tag},
@@ -116,12 +119,12 @@ ffi::Error RaggedAlltoall(Buffers buffers, const Participants& participants, InT
   const int64_t length = from > 0 ? Count(x) / from : to > 0 ? Count(*y) / to : 0;
   return call.Run(
       buffers, SignatureOf(kRaggedAlltoall, participants, output, -1, -1, static_cast<int64_t>(pattern)),
-      NBytes(x) + NBytes(*y), {&result, 1}, [=, &buffers](const Library& mpi, const Lane& lane) -> Outcome {
+      NBytes(x) + NBytes(*y), {&result, 1}, [=](Buffers& on, const Library& mpi, const Lane& lane) -> Outcome {
         if (lane.team != nullptr) return NotOnTeams();
         // The sizes are read on the host, and the rows may not be cut.
         constexpr ExchangeOptions kOnHost{false, false, false};
         const auto read = [&](const View& view, void* copy) {
-          return buffers.Exchange(lane.channel, view, {}, kOnHost, [&](const Channel&, const void* in, void*, int64_t) {
+          return on.Exchange(lane.channel, view, {}, kOnHost, [&](const Channel&, const void* in, void*, int64_t) {
             std::memcpy(copy, in, static_cast<size_t>(view.count * view.element_bytes));
             return Outcome{};
           });
@@ -135,7 +138,7 @@ ffi::Error RaggedAlltoall(Buffers buffers, const Participants& participants, InT
           PYCOLLECTIVE_RETURN_IF_FAILED(read(kept, fetched.get()));
         }
         const void* const before = fetched != nullptr ? fetched.get() : kept.data;
-        return buffers.Exchange(lane.channel, sent, received, kOnHost, [&](const Channel& channel, const void* in, void* out, int64_t) {
+        return on.Exchange(lane.channel, sent, received, kOnHost, [&](const Channel& channel, const void* in, void* out, int64_t) {
           if (before != out && nbytes > 0) std::memcpy(out, before, nbytes);
           return ExchangeRows(mpi, channel, RowSlices(sizes, channel.size), {in, from}, {out, to}, length, type, adds != 0);
         });
@@ -155,8 +158,8 @@ template <typename Buffers>
 ffi::Error Barrier(Buffers buffers, const Participants& participants, InToken, OutToken) {
   Call call = CallIn(buffers, kBarrier, participants);
   const Signature signature{kBarrier, participants.DtypeOf(0, ffi::DataType::INVALID)};
-  return call.Run(buffers, signature, 0, {}, [&](const Library& mpi, const Lane& lane) {
-    return buffers.Exchange(lane.channel, {}, {}, {},
+  return call.Run(buffers, signature, 0, {}, [](Buffers& on, const Library& mpi, const Lane& lane) {
+    return on.Exchange(lane.channel, {}, {}, {},
                           [&](const Channel& channel, const void*, void*, int64_t) { return mpi.Barrier(channel); });
   });
 }
@@ -171,8 +174,8 @@ ffi::Error Send(Buffers buffers, const Participants& participants, InToken, In x
   if (!MoveType(x.element_type(), &type)) return call.Unsupported(x.element_type());
   call.SetDest(dest);
   if (call.has_dest()) call.AddOperandForNanCheck(x);
-  return call.Run(buffers, SignatureOf(kSend, participants, x), NBytes(x), {}, [&](const Library& mpi, const Lane& lane) {
-    return buffers.Exchange(lane.channel, ViewOf(x, type), {}, kWholeMessage,
+  return call.Run(buffers, SignatureOf(kSend, participants, x), NBytes(x), {}, [&](Buffers& on, const Library& mpi, const Lane& lane) {
+    return on.Exchange(lane.channel, ViewOf(x, type), {}, kWholeMessage,
                           [&](const Channel& channel, const void* in, void*, int64_t) {
                             return pycollective::Send(
                                 mpi, channel,
@@ -192,8 +195,8 @@ ffi::Error Recv(Buffers buffers, const Participants& participants, InToken, In, 
   if (!MoveType(y->element_type(), &type)) return call.Unsupported(y->element_type());
   const ResultMemory result = ResultOf(*y);
   call.SetSource(source);
-  return call.Run(buffers, SignatureOf(kRecv, participants, *y), NBytes(*y), {&result, 1}, [&](const Library& mpi, const Lane& lane) {
-    return buffers.Exchange(lane.channel, {}, ViewOf(*y, type), kWholeMessage,
+  return call.Run(buffers, SignatureOf(kRecv, participants, *y), NBytes(*y), {&result, 1}, [&](Buffers& on, const Library& mpi, const Lane& lane) {
+    return on.Exchange(lane.channel, {}, ViewOf(*y, type), kWholeMessage,
                           [&](const Channel& channel, const void*, void* out, int64_t) {
                             return pycollective::Recv(
                                 mpi, channel,
@@ -219,8 +222,8 @@ ffi::Error Sendrecv(Buffers buffers, const Participants& participants, InToken, 
   call.SetSource(source);
   const Signature signature = SignatureOf(kSendrecv, participants, x);
   const int64_t site = participants.site;
-  return call.Run(buffers, signature, NBytes(x) + NBytes(*y), {&result, 1}, [&](const Library& mpi, const Lane& lane) {
-    return buffers.Exchange(
+  return call.Run(buffers, signature, NBytes(x) + NBytes(*y), {&result, 1}, [&](Buffers& on, const Library& mpi, const Lane& lane) {
+    return on.Exchange(
         lane.channel, ViewOf(x, send_type), ViewOf(*y, recv_type), kWholeMessage,
         [&](const Channel& channel, const void* in, void* out, int64_t) {
           return pycollective::Sendrecv(

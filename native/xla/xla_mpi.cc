@@ -199,8 +199,8 @@ int RunCollective(Token comm, Operation operation, Token datatype, Token reducti
 // all its members, and a member may take part in no message.
 struct Peers {
   explicit Peers(const Call& call)
-      : clique(*call.communicator().ranks),
-        channel((call.communicator().whole != nullptr ? call.communicator().whole->ranks : call.communicator().ranks)
+      : clique(*call.communicator()->ranks),
+        channel((call.communicator()->whole != nullptr ? call.communicator()->whole->ranks : call.communicator()->ranks)
                     ->channel(0)) {}
   const RankGroup& clique;
   const Channel& channel;

@@ -23,7 +23,7 @@ from pycollective.ranks import setup
 from pycollective.ranks import world as worlds
 from pycollective.ranks.communicator import Communicator
 from pycollective.spmd.compiled import forget_agreements
-from pycollective.transport import failures
+from pycollective.transport import failures, native
 from pycollective.transport.chosen import transport
 from pycollective.transport.mpi import MPI
 from pycollective.transport.watch import END, waiting
@@ -68,6 +68,8 @@ class _State:
 
 def _reason_to_end_job() -> str:
     """The MPI library or setting with which a failure ends the job; empty if the remaining ranks can continue."""
+    if native.is_ahead():
+        return "PYCOLLECTIVE_GPU_DISPATCH=ahead"
     return (
         failures.describe_missing_support() if (name := transport().name) == "native" else f"init(transport={name!r})"
     )

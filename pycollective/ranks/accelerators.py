@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import warnings
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,7 @@ from pycollective.errors import message
 from pycollective.launch.host_share import share_of, visible_gpus
 from pycollective.launch.launchers.launcher import Place
 from pycollective.launch.started_by import launcher_gives_gpus
-from pycollective.transport import runtime
+from pycollective.transport import native, runtime
 from pycollective.transport.mpi import MPI
 
 _OPTION = "jax_cuda_visible_devices"
@@ -180,6 +181,39 @@ def use_direct(mpi: MPI.Intracomm, kind: str, device: jax.Device, *, chosen: boo
         remedy = "Arrays go through the host. PYCOLLECTIVE_GPU_DIRECT=off says so without this test."
         warnings.warn(message("init", f"{expected}, as it says", got, remedy), RuntimeWarning, stacklevel=4)
     return False
+
+
+_TRIAL_BYTES = 256
+"""The size of the array on which a device tries dispatch ahead."""
+
+
+def use_ahead(
+    mpi: MPI.Intracomm, kind: str, devices: Sequence[jax.Device], libraries: Sequence[ctypes.CDLL | None]
+) -> None:
+    """Lets collectives be dispatched ahead, if that works on all devices of all ranks. Else rank 0 warns.
+
+    All ranks of ``mpi`` must make this call, before the buffers of the devices are made.
+
+    Args:
+        mpi: the ranks.
+        kind: the kind of the devices.
+        devices: those of this rank.
+        libraries: the runtime and the driver of the devices.
+    """
+    missing = native.bind_ahead(*libraries)
+    own = next(filter(None, map(_fault_in_ahead, devices)), None) if missing is None else f"no {missing}"
+    faults = {rank: fault for rank, fault in enumerate(mpi.allgather(own)) if fault is not None}
+    native.set_ahead(not faults)
+    if faults and mpi.rank == 0:
+        expected = f"{kind} devices that copy while other streams wait for a number (PYCOLLECTIVE_GPU_DISPATCH=ahead)"
+        rank, fault = next(iter(faults.items()))
+        remedy = "Programs wait for their collectives, as with PYCOLLECTIVE_GPU_DISPATCH=wait."
+        warnings.warn(message("init", expected, f"{fault} on rank {rank}", remedy), RuntimeWarning, stacklevel=4)
+
+
+def _fault_in_ahead(device: jax.Device) -> str | None:
+    memory = jax.block_until_ready(jax.device_put(np.zeros(_TRIAL_BYTES, np.uint8), device))
+    return native.fault_in_ahead(int(device.local_hardware_id or 0), memory.unsafe_buffer_pointer(), _TRIAL_BYTES)
 
 
 def shared(identities: Sequence[Sequence[str | None]]) -> tuple[str, list[int]] | None:

@@ -184,10 +184,14 @@ def start(
                 remedy = "Leave nan out of PYCOLLECTIVE_CHECK, and use jax.config.update('jax_debug_nans', True)."
                 raise ValueError(message("init", "CPU devices with PYCOLLECTIVE_CHECK=nan", kind, remedy))
             direct = accelerators.use_direct(mpi, kind, own[0], chosen=config.gpu_direct)
+            known = runtime.KINDS[kind]
+            found = runtime.load(known)
+            native.bind_runtime(found, hip=known.hip, direct=direct)
             # A program may run on any device of the process, with init's devices or without.
             local = jax.local_devices(backend=own[0].platform)
-            ordinals = [int(device.local_hardware_id) for device in local]
-            native.start_accelerators(mpi, kind, ordinals, direct=direct)
+            if config.gpu_dispatch == "ahead":
+                accelerators.use_ahead(mpi, kind, local, (found, runtime.load_driver(known)))
+            native.start_accelerators(mpi, kind, [int(device.local_hardware_id) for device in local])
     rank_exit.register_exit_handler(dispatch.flush, _state.timeout)
     _state.started = True
 

@@ -107,6 +107,7 @@ def _handle(obj: Any) -> int:
 
 
 _direct = False
+_ahead = False
 
 
 def start(ranks: int = 1) -> None:
@@ -205,8 +206,8 @@ _MOST_ELEMENT_BYTES = 16
 """Of complex128."""
 
 
-def start_accelerators(mpi: MPI.Intracomm, kind: str, ordinals: Sequence[int], *, direct: bool) -> None:
-    """Binds the runtime of this rank's accelerators and registers their handlers. JAX's devices must have started.
+def start_accelerators(mpi: MPI.Intracomm, kind: str, ordinals: Sequence[int]) -> None:
+    """Makes the buffers of this rank's accelerators and registers their handlers. Their runtime is bound.
 
     All ranks of ``mpi`` must make this call.
 
@@ -214,10 +215,8 @@ def start_accelerators(mpi: MPI.Intracomm, kind: str, ordinals: Sequence[int], *
         mpi: the ranks.
         kind: one of ``runtime.KINDS``.
         ordinals: the runtime's numbers of the devices.
-        direct: whether MPI reads and writes their memory; the same on all ranks.
     """
     known = runtime.KINDS[kind]
-    bind_runtime(runtime.load(known), hip=known.hip, direct=direct)
     reserve_buffers(mpi, ordinals)
     register(library(), device_targets(), known.platform, library().pycollective_instantiate_by_plugin)
 
@@ -238,6 +237,49 @@ def bind_runtime(found: ctypes.CDLL, *, hip: bool, direct: bool) -> None:
     library().pycollective_bind_runtime(addresses, int(direct), ctypes.c_int64(config.stage_bytes))
     global _direct
     _direct = direct
+
+
+def bind_ahead(*libraries: ctypes.CDLL | None) -> str | None:
+    """Gives the library the functions for dispatch ahead.
+
+    Args:
+        libraries: the runtime and the driver, where the functions are looked up; None: there is no driver.
+
+    Returns:
+        The name of a function that is missing; None if all were found.
+    """
+    addresses: list[int | None] = []
+    for name in table(library().pycollective_ahead_name):
+        function = next((getattr(found, name) for found in libraries if hasattr(found, name)), None)
+        if function is None:
+            return name
+        addresses.append(ctypes.cast(function, ctypes.c_void_p).value)
+    library().pycollective_bind_ahead((ctypes.c_void_p * len(addresses))(*addresses))
+    return None
+
+
+def fault_in_ahead(ordinal: int, memory: int, nbytes: int) -> str | None:
+    """Why dispatch ahead does not work on a device (``Device::TryAhead`` in native/devices/device.h); None if it does.
+
+    Args:
+        ordinal: the runtime's number of the device.
+        memory: an address in its memory.
+        nbytes: the size of the memory there, whose content is lost.
+    """
+    failed = library().pycollective_try_ahead(ordinal, ctypes.c_int64(memory), ctypes.c_int64(nbytes))
+    return failed.decode() if failed else None
+
+
+def set_ahead(ahead: bool) -> None:
+    """Lets collectives on accelerators be dispatched ahead, or not: the same on all ranks."""
+    library().pycollective_set_ahead(ahead)
+    global _ahead
+    _ahead = ahead
+
+
+def is_ahead() -> bool:
+    """Whether collectives on accelerators are dispatched ahead."""
+    return _ahead
 
 
 def reserve_buffers(mpi: MPI.Intracomm, ordinals: Sequence[int]) -> None:

@@ -100,6 +100,14 @@ def load(kind: Kind) -> ctypes.CDLL:
     )
 
 
+def load_driver(kind: Kind) -> ctypes.CDLL | None:
+    """The driver of such devices; None if the system finds none."""
+    try:
+        return ctypes.CDLL(kind.driver)
+    except OSError:
+        return None
+
+
 def make_current(kind: Kind, ordinal: int) -> None:
     """Makes a device current in this thread, as in each thread in which the C++ library calls MPI.
 
@@ -135,10 +143,7 @@ def identity(kind: Kind, ordinal: int) -> str | None:
     """
     uuid = (ctypes.c_ubyte * 16)()
     handle = ctypes.c_int()
-    try:
-        driver = ctypes.CDLL(kind.driver)
-    except OSError:
-        return None
+    driver = load_driver(kind)
     get_device = getattr(driver, kind.get_device, None)
     get_uuid = next((getattr(driver, name) for name in kind.get_uuid if hasattr(driver, name)), None)
     if get_device is None or get_uuid is None:

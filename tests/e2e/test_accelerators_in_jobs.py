@@ -20,6 +20,7 @@ import pycollective as pc
 from tests.standin import library
 cuda = library()
 cuda.standin_set_delay_us.argtypes = [ctypes.c_int64]
+cuda.standin_set_fetches_fast.argtypes = [ctypes.c_bool]
 cuda.standin_fail.argtypes = [ctypes.c_char_p, ctypes.c_int64, ctypes.c_bool]
 comm = pc.init()
 def told(y):
@@ -55,15 +56,19 @@ if comm.size < 2:  # another device is current than XLA's
 
 
 @pytest.mark.parametrize(
-    ("function", "nth", "sticky", "mode"),
+    ("function", "nth", "sticky", "mode", "dispatch"),
     [
-        (b"cudaEventRecord", 1, False, "staged"),  # before the call begins
-        (b"cudaMemcpyAsync", 5, False, "staged"),  # in the middle of it
-        (b"cudaEventSynchronize", 1, True, "direct"),  # an earlier kernel has failed
+        (b"cudaEventRecord", 1, False, "staged", "wait"),  # before the call begins
+        (b"cudaMemcpyAsync", 5, False, "staged", "wait"),  # in the middle of it
+        (b"cudaEventSynchronize", 1, True, "direct", "wait"),  # an earlier kernel has failed
+        (b"cudaMemcpyAsync", 5, False, "staged", "ahead"),  # when the handler has returned
     ],
 )
-def test_a_failure_of_one_rank_ends_all(tmp_path: Path, function: bytes, nth: int, sticky: bool, mode: str) -> None:
-    done = run(tmp_path, FAILS.format(function=function, nth=nth, sticky=sticky), 2, mode)
+def test_a_failure_of_one_rank_ends_all(
+    tmp_path: Path, function: bytes, nth: int, sticky: bool, mode: str, dispatch: str
+) -> None:
+    text = FAILS.format(function=function, nth=nth, sticky=sticky)
+    done = run(tmp_path, text, 2, mode, PYCOLLECTIVE_GPU_DISPATCH=dispatch)
     assert done.returncode not in (0, 124, 137)
     assert done.stdout.split("\n").count("got [2.0, 4.0, 6.0]") == 2  # of the first call, on both ranks
     assert done.stdout.count("got") == 2
@@ -84,6 +89,35 @@ def test_a_rank_alone_gets_an_error(tmp_path: Path) -> None:
     expected.append(failed.format("GetDevice", '"device 1, not XLA\'s 0"'))
     lines = done.stdout.splitlines()
     assert [line[: len(begin)] for line, begin in zip(lines, expected, strict=True)] == expected
+
+
+def test_a_rank_alone_that_was_dispatched_ahead_ends(tmp_path: Path) -> None:
+    text = FAILS.format(function=b"cudaMemcpyAsync", nth=1, sticky=False).replace("== 1", "== 0")
+    done = run(tmp_path, text, 1, PYCOLLECTIVE_GPU_DISPATCH="ahead")
+    assert done.returncode not in (0, 124, 137)
+    assert done.stdout.splitlines() == ["got [1.0, 2.0, 3.0]"]
+    expected = "pycollective: pycollective.allreduce: expected MemcpyAsync of the accelerator's runtime to succeed"
+    assert done.stderr.count(expected) == 1
+    assert "Ending all ranks: the program was dispatched ahead of the call" in done.stderr
+    assert "program.py:" in done.stderr
+
+
+LATE = """
+from pycollective.faults import monitor
+monitor.set_limit(3)
+if comm.rank == 1:
+    time.sleep(100)
+told(jax.jit(lambda x: pc.psum(x, comm))(jnp.arange(100.0)))
+"""
+
+
+def test_a_wait_after_the_dispatch_has_its_limit(tmp_path: Path) -> None:
+    env = {"PYCOLLECTIVE_GPU_DISPATCH": "ahead", "PYCOLLECTIVE_CHECK": "never"}
+    done = run(tmp_path, LATE, 2, **env)
+    assert done.returncode not in (0, 124, 137)
+    assert done.stdout == ""
+    assert "allreduce(float32[100], op=sum)" in done.stderr
+    assert "program.py:" in done.stderr
 
 
 WITHOUT_END = """
@@ -107,6 +141,7 @@ w = jnp.ones((1, 16, 16)) * (comm.rank + 1)
 healthy = pc.pmap(overlapped, axis_name="i")
 right = np.asarray(healthy(x, w))
 cuda.standin_set_delay_us({delay})
+cuda.standin_set_fetches_fast(True)  # the copy of the sum is late: it writes other numbers than those that are there
 with_end, native.done_lowering = native.done_lowering, without_end
 jax.block_until_ready(pc.pmap(lambda x, w: overlapped(x, w), axis_name="i")(x, w))
 native.done_lowering = with_end
@@ -154,9 +189,17 @@ def test_a_failed_program_leaves_no_call_behind(tmp_path: Path) -> None:
     assert done.stdout.splitlines() == ["spoilt 0", "caught True", "begun 2", "spoilt 0", "right True True"]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_start_without_its_end_is_an_error(tmp_path: Path, ranks: int) -> None:
-    done = run(tmp_path, WITHOUT_END.format(delay=20) + GOES_ON, ranks)
+def test_nor_does_one_that_was_dispatched_ahead(tmp_path: Path) -> None:
+    text = WITHOUT_END.format(delay=100_000) + ALONE.partition("\n# and after")[0]
+    env = {"PYCOLLECTIVE_BUCKET_BYTES": "16", "PYCOLLECTIVE_STAGE_BYTES": "4096", "PYCOLLECTIVE_GPU_DISPATCH": "ahead"}
+    done = run(tmp_path, text, 1, **env)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["spoilt 0"]
+
+
+@pytest.mark.parametrize(("ranks", "dispatch"), [(1, "wait"), (2, "wait"), (2, "ahead")])
+def test_a_start_without_its_end_is_an_error(tmp_path: Path, ranks: int, dispatch: str) -> None:
+    done = run(tmp_path, WITHOUT_END.format(delay=20) + GOES_ON, ranks, PYCOLLECTIVE_GPU_DISPATCH=dispatch)
     expected = (
         "pycollective.allreduce: expected the end of each allreduce that a program starts, got a program that failed"
     )

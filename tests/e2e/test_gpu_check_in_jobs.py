@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -54,6 +55,16 @@ def test_steps_on_standins(tmp_path: Path) -> None:
     assert steps["NCCL beside MPI"][0] == "ok"
     assert "2 ranks x 2 GPUs: exact" in steps["NCCL beside MPI"][1]
     assert len(steps) == 6, "the steps that were asked for, and those that they need"
+
+
+def test_dispatch_ahead_on_standins(tmp_path: Path) -> None:
+    done = gpu_check(tmp_path, "--quick", "--only", "ahead", PYCOLLECTIVE_TEST_STANDIN="staged")
+    assert done.returncode == 0, done.stdout + done.stderr
+    steps = lines(done.stdout)
+    assert steps["dispatch ahead"][0] == "ok"
+    costs = r"each of 3 sums costs -?[\d.]+ ms of a step, whose dispatch takes [\d.]+ ms"
+    wanted = rf"all exact: 64 programs; not overlapped, with wait {costs}; with ahead {costs}"
+    assert re.fullmatch(wanted, steps["dispatch ahead"][1])
 
 
 def test_what_fails_is_told(tmp_path: Path) -> None:

@@ -1,13 +1,15 @@
 """Measures how much of the time of its sums a training step hides: with a clock, and in a profile of the GPU.
 
 ``steps.py`` starts this program on several ranks. It trains a network of equal layers, with a batch that makes
-computing alone take about as long as summing alone. Rank 0 prints a line of JSON.
+computing alone take about as long as summing alone. Rank 0 prints a line of JSON. With PYCOLLECTIVE_OVERLAP=off no time
+is hidden: then it tells what each sum costs (``whole`` of them), and how long the dispatch of a step takes.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -48,7 +50,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--calls", type=int, default=7)
-    parser.add_argument("--folder", type=Path, required=True, help="directory for the profile")
+    parser.add_argument("--folder", type=Path, help="directory for the profile; default: none is made")
     options = parser.parse_args()
     world = pc.init()
     generator = np.random.default_rng(0)
@@ -62,31 +64,46 @@ def main() -> None:
     def batch(rows: int) -> jax.Array:
         return jnp.asarray(generator.normal(size=(rows, options.width)) + 0.1 * world.rank, jnp.float32)
 
-    def ms(call: Callable[..., Any], *args: Any) -> float:
-        """Returns the milliseconds of a call: the slowest rank's median of calls that all ranks begin together."""
+    def both_ms(call: Callable[..., Any], *args: Any) -> tuple[float, float]:
+        """Milliseconds until a call has ended and until it returns: the slowest rank's medians.
+
+        All ranks begin each call together.
+        """
         times = []
-        for turn in range(options.calls + 2):
+        for _ in range(options.calls + 2):
             world.mpi.Barrier()
             began = time.perf_counter()
-            jax.block_until_ready(call(*args))
-            if turn >= 2:
-                times.append(time.perf_counter() - began)
-        return 1e3 * max(world.mpi.allgather(median(times)))
+            results = call(*args)
+            returned = time.perf_counter()
+            jax.block_until_ready(results)
+            times.append((time.perf_counter() - began, returned - began))
+        ended, returned = (1e3 * max(world.mpi.allgather(median(column))) for column in zip(*times[2:], strict=True))
+        return ended, returned
+
+    def ms(call: Callable[..., Any], *args: Any) -> float:
+        return both_ms(call, *args)[0]
 
     rows = 1024
     wanted = rows * ms(sums, start) / ms(alone, start, batch(rows))
     rows = int(min(max(wanted, _ROWS[0]), _ROWS[1])) // 128 * 128
     x = batch(rows)
-    times = {"step": ms(step, start, x), "compute": ms(alone, start, x), "sums": ms(sums, start)}
+    of_step, dispatch = both_ms(step, start, x)
+    times = {"step": of_step, "dispatch": dispatch, "compute": ms(alone, start, x), "sums": ms(sums, start)}
     # The program is lowered after the first call, since the ranks agree on an order of the sums in that call.
-    begun = step.lower(start, x).as_text().count("allreduce_start")
+    program = step.lower(start, x).as_text()
+    begun, whole = (len(re.findall(rf"@pycollective_device_allreduce{end}\(", program)) for end in ("_start", ""))
     # All ranks must still have the same parameters, and the parameters must be finite.
     params = jax.block_until_ready(step(step(start, x), x))
     for mine, theirs in zip(params, world.mpi.bcast([np.asarray(w) for w in params]), strict=True):
         np.testing.assert_array_equal(mine, theirs)
         assert np.isfinite(theirs).all()
 
-    told = {"rows": rows, "width": options.width, "layers": options.layers, "ms": times, "begun": begun}
+    told = {"rows": rows, "width": options.width, "layers": options.layers, "ms": times}
+    told |= {"begun": begun, "whole": whole}
+    if options.folder is None:
+        if world.rank == 0:
+            sys.stdout.write(f"overlap: {json.dumps(told)}\n")
+        return
 
     def calls() -> None:
         for _ in range(options.calls):

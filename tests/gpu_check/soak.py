@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import pycollective as pc
+from pycollective.transport import native
 
 _PRIME = 251
 _SIZES = (1, 130, 4096, 70_000, 1 << 20, 3_000_001)
@@ -62,12 +63,13 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=10)
     parser.add_argument("--largest", type=int, default=_SIZES[-1], help="size of the largest arrays, in elements")
+    parser.add_argument("--forms", nargs="+", choices=_FORMS, default=_FORMS, help="what the programs do")
     options = parser.parse_args()
     world = pc.init()
     generator = np.random.default_rng(0)  # the same on all ranks
     sizes = itertools.cycle([size for size in _SIZES if size <= options.largest])
     cases, values = [], []
-    for form, dtype in itertools.product(_FORMS, _DTYPES):
+    for form, dtype in itertools.product(options.forms, _DTYPES):
 
         def alone(x: Any, dtype: str = dtype) -> Any:
             """What the sum is: whole numbers of at most 8 bits times the number of ranks, in the dtype of the sums."""
@@ -96,7 +98,7 @@ def main() -> None:
                 break
     wrong = world.mpi.allreduce(int(bad))
     if world.rank == 0:
-        sys.stdout.write(f"soak: {json.dumps({'calls': calls, 'wrong': wrong})}\n")
+        sys.stdout.write(f"soak: {json.dumps({'calls': calls, 'wrong': wrong, 'ahead': native.is_ahead()})}\n")
 
 
 if __name__ == "__main__":

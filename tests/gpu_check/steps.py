@@ -50,6 +50,8 @@ _TO_END_S = 30
 """The seconds that the tests get after the last one has begun, or fewer if they may take few in all."""
 _SOAK_S = 10
 """The seconds of each part of the step "soak", besides those to compile."""
+_AHEAD_SOAK_S = 4
+"""The seconds of the soak in the step "dispatch ahead", besides those to compile."""
 _TOLERANCE = 1e-3
 """The largest relative difference between losses on GPUs and on CPUs."""
 
@@ -334,6 +336,31 @@ def soak(place: Place, step: Step) -> str:
     return f"all exact: {', '.join(found)}"
 
 
+def dispatch_ahead(place: Place, step: Step) -> str:
+    """Tries dispatch ahead: the sums of the soak, and what a sum costs that does not overlap, with it and without."""
+
+    def run(*words: str, **more: str) -> str:
+        return step.run([*place.ranks(2), *place.program("-m", *words)], environ=place.environ(**more), cwd=place.tree)
+
+    few = ["--seconds", str(_AHEAD_SOAK_S)]
+    if place.standin:
+        few = ["--largest", "5000", "--seconds", "0", "--forms", "plain"]
+    soaked = told("soak", run("tests.gpu_check.soak", *few, PYCOLLECTIVE_GPU_DISPATCH="ahead"))
+    if not soaked["ahead"]:
+        raise AbsentError("init has refused it on this device: the log has the warning")
+    if soaked["wrong"]:
+        raise StepError(f"{soaked['wrong']} elements of {soaked['calls']} programs are wrong")
+    small, costs = ["--width", "64", "--layers", "3", "--calls", "2"] if place.standin else [], []
+    for way in ("wait", "ahead"):
+        variables = {"PYCOLLECTIVE_OVERLAP": "off", "PYCOLLECTIVE_GPU_DISPATCH": way}
+        found = told("overlap", run("tests.gpu_check.overlap", *small, **variables))
+        ms = found["ms"]
+        lost = (ms["step"] - ms["compute"]) / max(found["whole"], 1)
+        cost = f"each of {found['whole']} sums costs {lost:.2f} ms of a step"
+        costs.append(f"with {way} {cost}, whose dispatch takes {ms['dispatch']:.2f} ms")
+    return f"all exact: {soaked['calls']} programs; not overlapped, {'; '.join(costs)}{shared(place, 2)}"
+
+
 def several_gpus(place: Place, step: Step) -> str:
     """Runs NCCL beside MPI in one program."""
     gpus = len(gpus_of_host(place))
@@ -476,17 +503,18 @@ def steps_of(place: Place) -> list[PlannedStep]:
         PlannedStep("what is there", 30, lambda step: look(place, step)),
         PlannedStep("pycollective doctor", 10, lambda step: doctor(place, step)),
         PlannedStep("C++ device tests", 40, lambda step: device_tests(place, step)),
-        PlannedStep("collective tests, 2 ranks", 50, collective(2), 0.3),
-        PlannedStep("soak", 50, lambda step: soak(place, step)),
+        PlannedStep("collective tests, 2 ranks", 45, collective(2), 0.3),
+        PlannedStep("soak", 45, lambda step: soak(place, step)),
         PlannedStep("latency", 30, lambda step: latency(place, step)),
-        PlannedStep("pieces", 40, lambda step: pieces(place, step, largest)),
+        PlannedStep("pieces", 35, lambda step: pieces(place, step, largest)),
         PlannedStep("overlap, by the clock", 20, lambda step: overlap(place, step)),
         PlannedStep("overlap, in a profile", 1, lambda step: overlap_in_profile(place, step)),
-        PlannedStep("bandwidth, 2 ranks", 45, lambda step: bandwidth(place, step, ("1M", largest))),
-        PlannedStep("training, 2 ranks", 30, lambda step: training(place, step)),
+        PlannedStep("dispatch ahead", 40, lambda step: dispatch_ahead(place, step)),
+        PlannedStep("bandwidth, 2 ranks", 40, lambda step: bandwidth(place, step, ("1M", largest))),
+        PlannedStep("training, 2 ranks", 25, lambda step: training(place, step)),
         PlannedStep("NCCL beside MPI", 24, lambda step: several_gpus(place, step)),
-        PlannedStep("named axes, 2 ranks", 45, lambda step: named_axes(place, step), 0.5),
-        PlannedStep("collective tests, 4 ranks", 25, collective(4), 0.6),
+        PlannedStep("named axes, 2 ranks", 35, lambda step: named_axes(place, step), 0.5),
+        PlannedStep("collective tests, 4 ranks", 20, collective(4), 0.6),
         PlannedStep("collective tests, 1 rank", 25, collective(1)),
         PlannedStep("collective tests, 2 ranks, direct", 15, lambda step: direct_tests(place, step)),
     ]

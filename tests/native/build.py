@@ -71,6 +71,7 @@ SOURCES = {
     "side_channel_test": SIDE_CHANNEL,
     "wait_test": [_NATIVE / "base" / "futex.cc"],
     "recorder_cost": RECORDER,
+    "dispatch_cost": [_NATIVE / "devices" / "device.cc", *_LIBRARY],
 }
 """The sources of each program, beside its own file, those in ``EXPLORED``, and CUDA's runtime or its stand-in."""
 

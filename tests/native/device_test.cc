@@ -8,10 +8,12 @@
 #include <cstring>
 #include <functional>
 #include <numeric>
+#include <string>
 #include <thread>
 #include <vector>
 
 #include "cudart.h"
+#include "devices/buffers.h"
 #include "devices/device.h"
 #include "harness.h"
 #include "on_device.h"
@@ -558,6 +560,246 @@ void TestDirect() {
   CHECK(y[0].Read(stream) == Counting(10));
 }
 
+// Dispatch ahead ----------------------------------------------------------------------------------------------------
+
+// Prepares the device for dispatch ahead.
+pc::Outcome TryAhead(pc::Device& device = pc::Device::Get(0)) {
+  static const Array memory(64);
+  return device.TryAhead(memory.data(), 256);
+}
+
+pc::View ViewOf(const Array& array) { return {array.data(), static_cast<int64_t>(array.size()), 4, 1}; }
+
+// Dispatches a call that doubles an array, as the handler of a collective does. `before`: called in the device's thread, where MPI
+// would be called.
+pc::Outcome DoubleAhead(pc::DeviceBuffers* buffers, const Array& x, const Array& y, std::function<void()> before = [] {},
+                        pc::Outcome* of_work = nullptr) {
+  const pc::View in = ViewOf(x), out = ViewOf(y);
+  const pc::Outcome posted = buffers->PostAhead([=](pc::DeviceBuffers& own) {
+    pc::Outcome outcome = own.Exchange({}, in, out, {true, true, pc::direct},
+                                       [&](const pc::Channel&, const void* from, void* to, int64_t count) -> pc::Outcome {
+                                         before();
+                                         Double(from, to, count);
+                                         return {};
+                                       });
+    if (outcome.ok()) outcome = own.WriteNumber();
+    if (of_work != nullptr) *of_work = outcome;
+  });
+  return posted.ok() ? buffers->FinishAhead() : posted;
+}
+
+// Whether a chain of calls has the right result, each of which doubles what a kernel has copied from the result of the call before it.
+// All of them are dispatched before the first one has its operand.
+bool DoublesAhead(int calls = 12) {
+  void* const stream = NewStream();
+  std::vector<Array> x, y;
+  for (int i = 0; i <= calls; ++i) x.emplace_back(80), y.emplace_back(80);
+  std::atomic<bool> all_dispatched{false};
+  std::atomic<int> too_early{0};
+  Delay(stream, late_us);
+  x[0].Write(stream, Counting(80));
+  for (int i = 0; i < calls; ++i) {
+    const auto at = static_cast<size_t>(i);
+    pc::DeviceBuffers buffers({stream, 0});
+    // The first call ends only when all have been dispatched.
+    CHECK(DoubleAhead(&buffers, x[at], y[at], [&] { too_early += !BecomesTrue([&] { return all_dispatched.load(); }); }).ok());
+    y[at].CopyTo(x[at + 1], stream);
+    y[at].Write(stream, Ints(80, -7));  // XLA gives the array away
+  }
+  all_dispatched = true;
+  const Ints got = x[static_cast<size_t>(calls)].Read(stream);
+  pc::Device::Get(0).Drain();
+  CHECK(too_early == 0);
+  bool right = true;
+  for (int32_t i = 0; i < 80; ++i) right = right && got[static_cast<size_t>(i)] == (i + 1) << calls;
+  return right;
+}
+
+void TestAhead() {
+  CHECK(TryAhead().ok());
+  pc::stage_bytes = 64;
+  CHECK(pc::Device::Get(0).Reserve(64).ok());
+  const int64_t before = allocations.load();
+  CHECK(DoublesAhead());
+  CHECK(DoublesAhead());
+  CHECK(allocations.load() == before);
+}
+
+// Numbers go on from the greatest one to 0.
+void TestAheadNumbersWrapAround() {
+  pc::first_number = UINT32_MAX - 4;
+  TestAhead();
+}
+
+// Results are wrong if the stream does not wait, if it waits for the number before, or if the number is written before the last copy.
+void TestForgottenWaitsAhead() {
+  CHECK(TryAhead().ok());
+  pc::stage_bytes = 64;
+  CHECK(pc::Device::Get(0).Reserve(64).ok());
+  SlowCopies(5000);
+  late_us = 20000;
+  const pc::AheadRuntime whole = pc::ahead_runtime;
+  const auto is_noticed = [&] {
+    bool noticed = false;
+    for (int i = 0; i < 10 && !noticed; ++i) noticed = !DoublesAhead(3);
+    pc::ahead_runtime = whole;
+    return noticed;
+  };
+  CHECK(!is_noticed());
+  pc::ahead_runtime.StreamWaitValue = [](void*, uint64_t, uint32_t, unsigned) { return 0; };
+  CHECK(is_noticed());
+  static const auto wait = whole.StreamWaitValue, write = whole.StreamWriteValue;
+  pc::ahead_runtime.StreamWaitValue = [](void* stream, uint64_t address, uint32_t number, unsigned flags) {
+    return wait(stream, address, number - 1, flags);
+  };
+  CHECK(is_noticed());
+  static void* const other = NewStream();
+  pc::ahead_runtime.StreamWriteValue = [](void*, uint64_t address, uint32_t number, unsigned flags) {
+    return write(other, address, number, flags);
+  };
+  CHECK(is_noticed());
+}
+
+// A call that waits for its result runs after those that were dispatched before it.
+void TestOthersRunAfterCallsAhead() {
+  CHECK(TryAhead().ok());
+  CHECK(pc::Device::Get(0).Reserve(4096).ok());
+  void* const stream = NewStream();
+  const Array y(80), z(80);
+  const std::vector<Array> x = Late(stream, {Counting(80)});
+  pc::DeviceBuffers first({stream, 0}), second({stream, 0});
+  std::atomic<int> made{0};
+  CHECK(DoubleAhead(&first, x[0], y, [&] { Sleep(5), ++made; }).ok());
+  CHECK(second
+            .Run([&] {
+              CHECK(made == 1);
+              CHECK(second
+                        .Exchange({}, ViewOf(y), ViewOf(z), {false, false, false},
+                                  [&](const pc::Channel&, const void* in, void* out, int64_t count) -> pc::Outcome {
+                                    Double(in, out, count);
+                                    return {};
+                                  })
+                        .ok());
+            })
+            .ok());
+  CHECK(z.Read(stream)[79] == 320);
+  first.WaitForEarlier();
+}
+
+#ifndef PYCOLLECTIVE_CUDART
+// Two devices of a rank, whose calls wait for each other, dispatched by one thread, one device after the other.
+void TestAheadOnTwoDevices() {
+  constexpr int kCalls = 5;
+  std::atomic<int> made[2] = {};
+  void* streams[2];
+  std::vector<Array> x, y;
+  for (int device : {0, 1}) {
+    CUDA(cudaSetDevice(device));
+    CHECK(TryAhead(pc::Device::Get(device)).ok());
+    CHECK(pc::Device::Get(device).Reserve(4096).ok());
+    streams[device] = NewStream();
+    x.emplace_back(80);
+    y.emplace_back(80);
+    x.back().Write(streams[device], Counting(80));
+  }
+  for (size_t device : {0, 1}) {
+    CUDA(cudaSetDevice(static_cast<int>(device)));
+    for (int i = 0; i < kCalls; ++i) {
+      pc::DeviceBuffers buffers({streams[device], static_cast<int32_t>(device)});
+      CHECK(DoubleAhead(&buffers, x[device], y[device], [&, device, i] {
+              ++made[device];
+              CHECK(BecomesTrue([&] { return made[1 - device] > i; }));
+            }).ok());
+      y[device].CopyTo(x[device], streams[device]);
+    }
+  }
+  for (size_t device : {0, 1}) CHECK(x[device].Read(streams[device])[79] == 80 << kCalls);
+}
+
+// Dispatch ahead is refused, and all goes on, where a waiting stream holds up the copies or other threads, where a stream does not wait,
+// and where a number is not written.
+void TestAheadIsRefused() {
+  pc::ahead_limit_ms = 300;
+  const pc::AheadRuntime whole = pc::ahead_runtime;
+  int device = 0;
+  const auto refusal = [&] {
+    const pc::Outcome outcome = TryAhead(pc::Device::Get(++device));
+    pc::ahead_runtime = whole;
+    CHECK(outcome.ok() || outcome.of_runtime);
+    return outcome.detail;
+  };
+  CHECK(refusal() == "");
+  pc::ahead_runtime.StreamWaitValue = [](void*, uint64_t, uint32_t, unsigned) { return 0; };
+  CHECK(refusal() == "a stream that does not wait");
+  pc::ahead_runtime.StreamWriteValue = [](void*, uint64_t, uint32_t, unsigned) { return 0; };
+  CHECK(refusal() == "a number that is not written");
+  standin_limit_queues(1000);
+  CHECK(refusal() == "copies that do not end while other streams wait");
+  standin_limit_queues(0);
+  standin_share_queues(-5);
+  CHECK(refusal() == "");
+  pc::ahead_runtime.StreamCreateWithPriority = [](void** stream, unsigned flags, int) {
+    return cudaStreamCreateWithPriority(stream, flags, 0);
+  };
+  CHECK(refusal() == "copies that do not end while other streams wait");
+  standin_share_queues(0);
+  CHECK(refusal() == "streams of one priority");
+  CHECK(DoublesInPieces());
+}
+
+// Each function may fail in the trial, or in a call. The call has its right result, or there is an error. Nothing waits for ever.
+void TestEachFunctionFailsAhead() {
+  pc::runtime = CudaRuntime();
+  SlowCopies(0);
+  pc::ahead_limit_ms = 300;
+  pc::stage_bytes = 64;
+  int device = 0;
+  CHECK(TryAhead(pc::Device::Get(7)).ok());
+  for (const char* function :
+       {"cudaSetDevice", "cudaDeviceGetStreamPriorityRange", "cudaStreamCreateWithPriority", "cudaHostRegister",
+        "cudaHostGetDevicePointer", "cudaStreamCreateWithFlags", "cudaEventCreateWithFlags", "cudaMemcpyAsync",
+        "cudaStreamSynchronize", "cudaMemsetAsync", "cuStreamWaitValue32_v2", "cuStreamWriteValue32_v2"}) {
+    const std::string name = function;
+    const bool is_called_once = name == "cudaDeviceGetStreamPriorityRange" || name == "cudaHostGetDevicePointer" ||
+                                name == "cuStreamWriteValue32_v2";
+    for (int nth = 1; nth <= (is_called_once ? 1 : 2); ++nth) {
+      standin_fail(function, nth, false);
+      const pc::Outcome outcome = TryAhead(pc::Device::Get(device = 1 + device % 6));
+      standin_fail("", 0, false);
+      CHECK(!outcome.ok() && outcome.of_runtime);
+    }
+  }
+  CHECK(TryAhead().ok());
+  CHECK(pc::Device::Get(0).Reserve(64).ok());
+  void* const stream = NewStream();
+  Array x(80);
+  const Array y(80), z(80);
+  x.Write(stream, Counting(80));
+  CUDA(cudaStreamSynchronize(stream));
+  bool failed = true;
+  int64_t nth = 1;
+  for (; failed; ++nth) {
+    standin_fail("", nth, false);
+    pc::Outcome of_work;
+    pc::DeviceBuffers buffers({stream, 0});
+    const pc::Outcome outcome = DoubleAhead(&buffers, x, y, [] {}, &of_work);
+    buffers.WaitForEarlier();
+    standin_fail("", 0, false);
+    failed = !outcome.ok() || !of_work.ok();
+    // The number of a later call ends the waits of those that have failed.
+    pc::DeviceBuffers next({NewStream(), 0});
+    CHECK(DoubleAhead(&next, x, z).ok());
+    next.WaitForEarlier();
+    if (failed) {
+      CHECK((outcome.ok() || outcome.of_runtime) && (of_work.ok() || of_work.of_runtime));
+    } else {
+      CHECK(y.Read(stream)[79] == 160);
+    }
+  }
+  CHECK(nth > 30);
+}
+#endif
+
 const Tests kTests = {
     {"pieces", TestPieces},
     {"forgotten_waits", TestForgottenWaits},
@@ -576,11 +818,18 @@ const Tests kTests = {
     {"order", TestOrder},
     {"errors", TestErrors},
     {"direct", TestDirect},
+    {"ahead", TestAhead},
+    {"ahead_numbers_wrap_around", TestAheadNumbersWrapAround},
+    {"forgotten_waits_ahead", TestForgottenWaitsAhead},
+    {"others_run_after_calls_ahead", TestOthersRunAfterCallsAhead},
 #ifndef PYCOLLECTIVE_CUDART
     {"outcomes_of_parts", TestOutcomesOfParts},
     {"each_function_fails", TestEachFunctionFails},
     {"thread_without_context", TestThreadWithoutContext},
     {"random_delays", TestRandomDelays},
+    {"ahead_on_two_devices", TestAheadOnTwoDevices},
+    {"ahead_is_refused", TestAheadIsRefused},
+    {"each_function_fails_ahead", TestEachFunctionFailsAhead},
 #endif
 };
 
@@ -589,6 +838,7 @@ const Tests kTests = {
 int main(int argc, char** argv) {
   CUDA(cudaSetDevice(0));
   pc::runtime = ObservedRuntime();
+  pc::ahead_runtime = CudaAheadRuntime();
   SlowCopies(200);
   return RunOne(kTests, argc, argv);
 }

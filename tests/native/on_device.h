@@ -5,6 +5,8 @@
 #ifndef PYCOLLECTIVE_TESTS_NATIVE_ON_DEVICE_H_
 #define PYCOLLECTIVE_TESTS_NATIVE_ON_DEVICE_H_
 
+#include <dlfcn.h>
+
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -154,6 +156,32 @@ inline pc::Runtime CudaRuntime() {
           cudaMemcpy2DAsync,
           cudaMemsetAsync,
           cudaGetErrorString};
+}
+
+// A function of CUDA's driver, which the stand-in contains.
+template <typename Function>
+Function OfDriver(const char* name, Function) {
+  void* found = dlsym(RTLD_DEFAULT, name);
+  void* const driver = found == nullptr ? dlopen("libcuda.so.1", RTLD_NOW) : nullptr;
+  if (driver != nullptr) found = dlsym(driver, name);
+  CHECK(found != nullptr);
+  return reinterpret_cast<Function>(found);
+}
+
+inline pc::AheadRuntime CudaAheadRuntime() {
+  pc::AheadRuntime made{};
+  made.StreamCreateWithPriority = cudaStreamCreateWithPriority;
+  made.GetStreamPriorityRange = cudaDeviceGetStreamPriorityRange;
+  made.StreamDestroy = cudaStreamDestroy;
+  made.HostGetDevicePointer = cudaHostGetDevicePointer;
+#ifdef PYCOLLECTIVE_CUDART
+  made.StreamWaitValue = OfDriver("cuStreamWaitValue32_v2", made.StreamWaitValue);
+  made.StreamWriteValue = OfDriver("cuStreamWriteValue32_v2", made.StreamWriteValue);
+#else
+  made.StreamWaitValue = cuStreamWaitValue32_v2;
+  made.StreamWriteValue = cuStreamWriteValue32_v2;
+#endif
+  return made;
 }
 
 inline pc::Runtime ObservedRuntime() {

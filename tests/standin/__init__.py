@@ -30,6 +30,7 @@ _DELAY_US = 20
 
 _TYPES_OF_DATA = ("INT8_T", "INT16_T", "INT32_T", "UINT16_T", "UINT32_T", "FLOAT", "DOUBLE", "C_FLOAT_COMPLEX")
 """Ranks send headers and comparisons as bytes and as integers of 64 bits, which are no sign of data."""
+_TRIAL_BYTES = 256
 
 _HERE = Path(__file__).parent
 _NATIVE = _HERE.parents[1] / "native"
@@ -124,23 +125,31 @@ def install(mode: str) -> None:
     assert "pycollective.primitives.define" not in sys.modules, "the lowerings are registered already"
     lowering.HOSTS, lowering.ACCELERATORS = (), ("cpu",)
     native = importlib.import_module("pycollective.transport.native")
+    config = importlib.import_module("pycollective.config").config
     accelerators = importlib.import_module("pycollective.ranks.accelerators")
     standin = library()
     standin.standin_use.restype = ctypes.c_bool
     _watch_mpi(standin, native, direct=mode == "direct")
+    standin.standin_malloc.restype = ctypes.c_int64
     native.start()
     assert standin.standin_use(native.library()._name.encode())
     standin.standin_set_delay_us(ctypes.c_int64(_DELAY_US))
     if mode == "direct":
         standin.standin_open_memory()
     native.bind_runtime(standin, hip=False, direct=mode == "direct")
+    ordinals = range(int(os.environ.get("JAX_NUM_CPU_DEVICES", "1")))
+    if config.gpu_dispatch == "ahead":
+        assert native.bind_ahead(standin) is None
+        memory = standin.standin_malloc(ctypes.c_size_t(_TRIAL_BYTES))
+        assert not any(native.fault_in_ahead(ordinal, memory, _TRIAL_BYTES) for ordinal in ordinals)
+        native.set_ahead(True)
     native.register(standin, native.device_targets(), "cpu", native.library().pycollective_instantiate_by_plugin)
     accelerators.lane_id = lambda device: accelerators.LANES + device.id
     check = accelerators.check
 
     def check_and_reserve(mpi: Any, own: Any, **options: Any) -> Any:
         kind = check(mpi, own, **options)  # init starts accelerators next, if there are any
-        native.reserve_buffers(mpi, range(int(os.environ.get("JAX_NUM_CPU_DEVICES", "1"))))
+        native.reserve_buffers(mpi, ordinals)
         return kind
 
     accelerators.check = check_and_reserve

@@ -9,6 +9,9 @@
 // - the copies of a device in one direction share one copy engine, and run one after the other;
 // - the host functions of all streams run in one thread;
 // - a thread that has set no device has no context: all functions but cudaGetDevice and cudaSetDevice fail there;
+// - a wait of a stream for a number holds up all streams that share its hardware queue: those of one priority, if the tests say so
+//   (standin_share_queues); a queue may be full, and a thread that waits for room in it keeps the others out (standin_limit_queues);
+// - page-locked memory has another address for the device than for the host;
 // - memory of the device has addresses that the host cannot access, unless MPI is to take them (standin_open_memory);
 // - each function may fail, once or from then on (standin_fail).
 
@@ -72,13 +75,19 @@ struct Event {
   }
 };
 
+std::mutex enqueuing;  // of the driver: of all threads that enqueue
+std::atomic<int64_t> most_enqueued{0};  // how much work a queue holds; 0: any
+
 // A thread that does work in its order.
 class Worker {
  public:
   Worker() : thread_([this] { Work(); }) { thread_.detach(); }
 
   void Enqueue(std::function<void()> work) {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const std::lock_guard<std::mutex> of_all(enqueuing);
+    std::unique_lock<std::mutex> lock(mutex_);
+    const int64_t most = most_enqueued;
+    if (most > 0) taken_.wait(lock, [&] { return static_cast<int64_t>(queue_.size()) < most; });
     queue_.push_back(std::move(work));
     changed_.notify_all();
   }
@@ -89,13 +98,19 @@ class Worker {
     moment->Wait();
   }
 
+  // Ends the thread when the earlier work is done.
+  void End() {
+    Enqueue([this] { ends_ = true; });
+  }
+
  private:
   void Work() {
     std::unique_lock<std::mutex> lock(mutex_);
-    while (true) {
+    while (!ends_) {
       changed_.wait(lock, [&] { return !queue_.empty(); });
       const std::function<void()> work = std::move(queue_.front());
       queue_.pop_front();
+      taken_.notify_all();
       lock.unlock();
       work();
       lock.lock();
@@ -104,16 +119,36 @@ class Worker {
 
   std::mutex mutex_;
   std::condition_variable changed_;
+  std::condition_variable taken_;
   std::deque<std::function<void()>> queue_;
+  bool ends_ = false;  // of its thread alone
   std::thread thread_;
 };
 
-struct Stream : Worker {
-  explicit Stream(int device) : device(device) {}
+struct Stream {
+  void Enqueue(std::function<void()> work) { queue.Enqueue(std::move(work)); }
+  void Synchronize() { queue.Synchronize(); }
+
   const int device;
+  Worker& queue;
 };
 
 constexpr int kDevices = 8;
+constexpr int kDefaultPriority = 0;
+std::atomic<int> greatest_priority{-5};
+std::atomic<bool> shares_queues{false};  // streams of one device and one priority share a queue
+
+// The queue of a new stream.
+Worker& QueueFor(int device, int priority) {
+  static std::mutex mutex;
+  static auto& queues = *new std::map<std::pair<int, int>, Worker*>;
+  if (!shares_queues) return *new Worker;
+  const std::lock_guard<std::mutex> lock(mutex);
+  Worker*& queue = queues[{device, priority}];
+  if (queue == nullptr) queue = new Worker;
+  return *queue;
+}
+
 std::mutex copy_engines[kDevices][2];  // of each device one to it and one from it
 
 // The thread of the host functions of all streams; never deleted, like the streams.
@@ -266,6 +301,20 @@ int CopyRows(void* to, size_t to_pitch, const void* from, size_t from_pitch, siz
   return 0;
 }
 
+Stream* NewStream(int priority) {
+  auto* const made = new Stream{current_device, QueueFor(current_device, priority)};
+  const std::lock_guard<std::mutex> lock(streams_mutex);
+  streams.insert(made);
+  return made;
+}
+
+constexpr uintptr_t kForDevice = uintptr_t{1} << 60;  // in the device's address of page-locked memory
+
+std::atomic<uint32_t>* WordAt(uint64_t address) {
+  auto* const word = reinterpret_cast<std::atomic<uint32_t>*>(address ^ kForDevice);
+  return (address & kForDevice) != 0 && IsPageLocked(word, sizeof *word) ? word : nullptr;
+}
+
 }  // namespace
 
 extern "C" {
@@ -286,10 +335,28 @@ int cudaSetDevice(int device) {
 
 int cudaStreamCreateWithFlags(void** stream, unsigned) {
   STANDIN_MAY_FAIL;
-  auto* const made = new Stream(current_device);
+  *stream = NewStream(kDefaultPriority);
+  return 0;
+}
+
+int cudaStreamCreateWithPriority(void** stream, unsigned, int priority) {
+  STANDIN_MAY_FAIL;
+  *stream = NewStream(std::max(std::min(priority, kDefaultPriority), greatest_priority.load()));  // as CUDA does
+  return 0;
+}
+
+int cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
+  STANDIN_MAY_FAIL;
+  *least = kDefaultPriority;
+  *greatest = greatest_priority;
+  return 0;
+}
+
+int cudaStreamDestroy(void* stream) {
+  STANDIN_MAY_FAIL;
   const std::lock_guard<std::mutex> lock(streams_mutex);
-  streams.insert(made);
-  *stream = made;
+  streams.erase(&AsStream(stream));
+  if (!shares_queues) AsStream(stream).queue.End();
   return 0;
 }
 
@@ -348,6 +415,31 @@ int cudaHostRegister(void* memory, size_t nbytes, unsigned) {
 int cudaHostAlloc(void** memory, size_t nbytes, unsigned flags) {
   *memory = std::malloc(nbytes);
   return cudaHostRegister(*memory, nbytes, flags);
+}
+
+int cudaHostGetDevicePointer(void** device, void* host, unsigned) {
+  STANDIN_MAY_FAIL;
+  if (!IsPageLocked(host, 1)) return kInvalidValue;
+  *device = reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(host) | kForDevice);
+  return 0;
+}
+
+int cuStreamWaitValue32_v2(void* stream, uint64_t address, uint32_t value, unsigned) {
+  STANDIN_MAY_FAIL;
+  const std::atomic<uint32_t>* const word = WordAt(address);
+  if (word == nullptr) return kInvalidValue;
+  AsStream(stream).Enqueue([=] {
+    while (static_cast<int32_t>(word->load() - value) < 0) std::this_thread::sleep_for(std::chrono::microseconds(20));
+  });
+  return 0;
+}
+
+int cuStreamWriteValue32_v2(void* stream, uint64_t address, uint32_t value, unsigned) {
+  STANDIN_MAY_FAIL;
+  std::atomic<uint32_t>* const word = WordAt(address);
+  if (word == nullptr) return kInvalidValue;
+  AsStream(stream).Enqueue([=] { word->store(value); });
+  return 0;
 }
 
 int cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width, size_t height,
@@ -422,6 +514,13 @@ int standin_launch(void* stream, void (*kernel)(void*), void* argument) {
 void standin_set_delay_us(int64_t delay) { delay_us.store(delay); }
 
 void standin_set_fetches_fast(bool fast) { fetches_fast = fast; }
+
+void standin_share_queues(int greatest) {
+  greatest_priority = greatest;
+  shares_queues = true;
+}
+
+void standin_limit_queues(int64_t most) { most_enqueued = most; }
 
 void standin_set_seed(uint64_t seed) {
   const std::lock_guard<std::mutex> lock(random_mutex);

@@ -22,6 +22,10 @@ int cudaMemcpyAsync(void* to, const void* from, size_t nbytes, int kind, void* s
 int cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width, size_t height,
                       int kind, void* stream);
 int cudaMemsetAsync(void* to, int value, size_t nbytes, void* stream);
+int cudaStreamCreateWithPriority(void** stream, unsigned flags, int priority);
+int cudaDeviceGetStreamPriorityRange(int* least, int* greatest);
+int cudaStreamDestroy(void* stream);
+int cudaHostGetDevicePointer(void** device, void* host, unsigned flags);
 const char* cudaGetErrorString(int code);
 
 // Functions of CUDA that the tests call: cudaMalloc allocates memory of the device, cudaHostAlloc page-locked memory, and
@@ -30,7 +34,10 @@ int cudaMalloc(void** memory, size_t nbytes);
 int cudaHostAlloc(void** memory, size_t nbytes, unsigned flags);
 int cudaLaunchHostFunc(void* stream, void (*function)(void*), void* argument);
 
-// Functions of CUDA's driver: they return the device with a number, and the identity of a device.
+// Functions of CUDA's driver. Those of the first list are in it, too: a stream waits until a word of memory is at least a number, by the
+// sign of the difference, and a stream writes a number. The others return the device with a number, and the identity of a device.
+int cuStreamWaitValue32_v2(void* stream, uint64_t address, uint32_t value, unsigned flags);
+int cuStreamWriteValue32_v2(void* stream, uint64_t address, uint32_t value, unsigned flags);
 int cuDeviceGet(int* device, int ordinal);
 int cuDeviceGetUuid_v2(char* uuid, int device);
 
@@ -50,6 +57,11 @@ void standin_set_delay_us(int64_t delay);
 // But not copies from the device.
 void standin_set_fetches_fast(bool fast);
 void standin_set_seed(uint64_t seed);
+// Lets the streams that are made from now on share a hardware queue where they have the same priority. Priorities go from 0 to
+// `greatest`, a negative number; 0: there is one priority.
+void standin_share_queues(int greatest);
+// Queues have room for so much work. A thread that waits for room holds a lock that every other thread needs that enqueues work. 0: any.
+void standin_limit_queues(int64_t most);
 // Makes copies fail whose rows are further apart than this.
 void standin_set_max_pitch(int64_t nbytes);
 // Makes a call to a function of the runtime fail, by its name: the `nth` from now, from 1. "" counts all functions. `sticky`: all

@@ -202,6 +202,10 @@ XLA_FFI_Error* Call(const char* name, Part part, XLA_FFI_CallFrame* frame) {
   for (size_t i = 0; i < rets.size(); ++i) {
     if (const size_t nbytes = BytesOf(rets[i])) CopyLater(stream, results[i].data, rets[i].data, nbytes, false);
   }
+  // The descriptions of the arrays end with the handler, though the call may go on.
+  for (auto* list : {&args, &rets}) {
+    for (XLA_FFI_Buffer& each : *list) each = {XLA_FFI_Buffer_STRUCT_SIZE, nullptr, each.dtype, nullptr, 0, nullptr};
+  }
   cudaStreamSynchronize(stream);
   return error;
 }

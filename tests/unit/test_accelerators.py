@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
@@ -163,6 +164,39 @@ def test_a_runtime_that_lacks_a_function() -> None:
         native.bind_runtime(ctypes.CDLL("libm.so.6"), hip=False, direct=False)
     with pytest.raises(ImportError, match="transport: expected a runtime with hipGetDevice, got"):
         native.bind_runtime(ctypes.CDLL("libm.so.6"), hip=True, direct=False)
+
+
+@pytest.mark.parametrize(
+    ("faults", "missing", "told"),
+    [
+        ([None, None], False, None),
+        ([None, "StreamWriteValue: a number that is not written"], False, "a number that is not written on rank 0"),
+        ([None, None], True, "no cudaStreamCreateWithPriority on rank 0"),
+        (["elsewhere"], False, "elsewhere on rank 1"),
+    ],
+)
+def test_dispatch_ahead_needs_all_devices_of_all_ranks(
+    faults: list[str | None], missing: bool, told: str | None, driver: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pc.init()
+    standin = ctypes.CDLL("libm.so.6" if missing else driver)
+    ranks: Any = Ranks(0, [None, "elsewhere" if faults == ["elsewhere"] else None])
+    own = iter([None] if faults == ["elsewhere"] else faults)
+    monkeypatch.setattr(native, "fault_in_ahead", lambda *_: next(own))
+    devices = jax.devices("cpu")[:1] * len(faults)
+    try:
+        with nullcontext() if told is None else pytest.warns(RuntimeWarning, match=f"init: expected .*, got .*{told}"):
+            accelerators.use_ahead(ranks, "cuda", devices, (standin, None))
+        assert native.is_ahead() is (told is None)
+    finally:
+        native.set_ahead(False)
+
+
+def test_elastic_training_is_not_dispatched_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    pc.init()
+    monkeypatch.setattr(native, "is_ahead", lambda: True)
+    with pytest.raises(RuntimeError, match="goes on when a rank fails, got PYCOLLECTIVE_GPU_DISPATCH=ahead"):
+        pc.elastic.run(lambda state, world: None, pc.elastic.State(x=0), required=True)
 
 
 def test_whether_mpi_takes_device_memory() -> None:

@@ -28,13 +28,14 @@ def test_values() -> None:
             "PYCOLLECTIVE_ALLOW_SINGLETON": "1",
             "PYCOLLECTIVE_GPU_DIRECT": "off",
             "PYCOLLECTIVE_STAGE_BYTES": "4096",
+            "PYCOLLECTIVE_GPU_DISPATCH": "Ahead",
             "PYCOLLECTIVE_ALLOW_SHARED_GPU": "on",
             "PYCOLLECTIVE_BUCKET_BYTES": "0",
             "PYCOLLECTIVE_RECORDS": "off",
             "PYCOLLECTIVE_SHARED_MEMORY": "off",
         }
     )
-    gpus = {"gpu_direct": False, "stage_bytes": 4096, "allow_shared_gpu": True}
+    gpus = {"gpu_direct": False, "stage_bytes": 4096, "gpu_dispatch": "ahead", "allow_shared_gpu": True}
     hosts = {"bucket_bytes": 0}
     assert read == config.Config(
         check=config.Check(when=3),
@@ -67,6 +68,7 @@ def test_checks(value: str, when: int, nan: bool) -> None:
         ("PYCOLLECTIVE_TIMEOUT", "-1", "a positive number of seconds"),
         ("PYCOLLECTIVE_TIMEOUT", "nan", "a positive number of seconds"),
         ("PYCOLLECTIVE_GPU_DIRECT", "maybe", "'0', '1', 'false'"),
+        ("PYCOLLECTIVE_GPU_DISPATCH", "on", "'ahead', 'wait'"),
         ("PYCOLLECTIVE_STAGE_BYTES", "0", "a positive number of bytes"),
         ("PYCOLLECTIVE_STAGE_BYTES", "4M", "a positive number of bytes"),
     ],
