@@ -1,8 +1,9 @@
 """A three-dimensional transform of an array that is cut along its first dimension, over raw MPI and one process.
 
-The kinds take turns in one run. Raw MPI is a flat transposition: jnp.fft of two dimensions, a copy into the blocks of the
-ranks, MPI_Alltoall, jnp.fft of the first dimension; and the way back for a result that is cut as the operand. One
-process is rank 0 with the whole array, while the others wait. Milliseconds, medians over the calls on rank 0.
+The kinds take turns in one run. Raw MPI is a flat transposition: jnp.fft of two dimensions, a copy into the blocks of
+the ranks, MPI_Alltoall, jnp.fft of the first dimension. For a result that is cut as the operand a second MPI_Alltoall
+follows. One process is rank 0 with the whole array, while the others wait. Milliseconds, medians over the calls of rank
+0.
 
     mpirun -n 2 python benchmarks/fft.py
     scripts/hosts --hosts 2 --ranks 1 --gbps 1 python benchmarks/fft.py --pieces 1 2 4

@@ -4,9 +4,9 @@
     mpirun -n 2 python examples/poisson.py --size 96
     JAX_NUM_CPU_DEVICES=2 mpirun -n 2 python examples/poisson.py --columns 2     # 2 x 2 devices
 
-The equation is -laplace(u) = f in a cube of side 2 pi, where f and u have the mean 0. In frequencies it is a division by
-|k|^2. The cube is cut along its first two dimensions, its spectrum along the last two, which saves exchanges. Any size
-works: the blocks of the last devices may be shorter, and end with padding.
+The equation is -laplace(u) = f in a cube of side 2 pi, where f and u have the mean 0. In frequencies it is a division
+by |k|^2. The cube is cut along its first two dimensions, its spectrum along the last two, which saves exchanges. Any
+size works: the blocks of the last devices may be shorter, and end with padding.
 
 The solution is known, u = exp(sin x + sin y + sin z) less its mean, and so is the gradient of a misfit. With
 J(f) = h^3 / 2 sum (u(f) - target)^2 the gradient is h^3 times the solution of the same equation for u(f) - target. The

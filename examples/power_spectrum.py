@@ -4,10 +4,11 @@
     mpirun -n 4 python examples/power_spectrum.py --size 128 --exponent -2.5
     mpirun -n 2 python examples/power_spectrum.py --output spectrum.npz
 
-White noise is transformed, multiplied by the square root of the power k^exponent, and transformed back: the field, as
-in simulations of the large-scale structure of the universe. Its power is then the mean of |spectrum|^2 over the modes of
-each shell of wave numbers. The spectrum of a real field has the modes with one sign of the last wave number only, so
-most of them count twice. With N modes, the measured power has a standard deviation of sqrt(2 / N) of the given power.
+White noise is transformed, multiplied by the square root of the power k^exponent, and transformed back. The result is
+the field, as in simulations of the large-scale structure of the universe. Its power is the mean of |spectrum|^2 over
+the modes of each shell of wave numbers. The spectrum of a real field has the modes with one sign of the last wave
+number only, so most of them count twice. With N modes, the measured power has a standard deviation of sqrt(2 / N) of
+the given power.
 
 The cube is cut along its first dimension and the spectrum along its second. Each row of noise has a key of its own, so
 the field is the same on any number of devices.
@@ -48,7 +49,10 @@ def wave_numbers(size):
 
 def random_field(size, exponent, seed):
     rows = pc.fft.cut(jnp.arange(size), "i")
-    draw = lambda row: jax.random.normal(jax.random.fold_in(jax.random.key(seed), row), (size, size))
+
+    def draw(row):
+        return jax.random.normal(jax.random.fold_in(jax.random.key(seed), row), (size, size))
+
     white = pc.fft.rfftn(jax.vmap(draw)(rows), CUBE, (size,) * 3, out_spec=SPECTRUM)
     k, _ = wave_numbers(size)
     amplitude = jnp.where(k > 0, jnp.where(k > 0, k, 1) ** (exponent / 2), 0)

@@ -23,6 +23,7 @@ approach to the computation of discrete Fourier transform", IEEE Trans. Audio El
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -30,7 +31,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from scipy.fft import next_fast_len
 
 from pycollective.collectives.jax_collectives import all_to_all, axis_index, axis_size
 from pycollective.fft.spec import Group
@@ -87,7 +87,7 @@ def four_step(x: Array, group: Group, length: int) -> Array:
 def bluestein(x: Array, group: Group, length: int) -> Array:
     """Transforms the last dimension, of ``length`` entries on all devices, which follow padding."""
     size, own = axis_size(group), x.shape[-1]
-    part = next_fast_len(-(-2 * own // size))
+    part = _fast_length(-(-2 * own // size))
     long = size * part  # F
     dtype = x.real.dtype
 
@@ -121,6 +121,18 @@ def bluestein(x: Array, group: Group, length: int) -> Array:
 
 def _divisor_near_the_root(n: int) -> int:
     return next(k for k in range(math.isqrt(n), 0, -1) if n % k == 0)
+
+
+def _fast_length(n: int) -> int:
+    """Returns the smallest length of at least ``n`` that has no prime factors but 2, 3 and 5."""
+
+    def rest(n: int) -> int:
+        for prime in (2, 3, 5):
+            while n % prime == 0:
+                n //= prime
+        return n
+
+    return next(length for length in itertools.count(n) if rest(length) == 1)
 
 
 def _range(count: int) -> Array:

@@ -21,8 +21,8 @@ Array = Any
 def cut(x: Array, spec: Spec = None) -> Array:
     """Returns this device's block of an array that all devices have.
 
-    Device r of P gets the entries r L to (r + 1) L - 1 of a dimension of length n, where L = ceil(n / P). Zeros fill the
-    last blocks.
+    Device r of P gets the entries r L to (r + 1) L - 1 of a dimension of length n, where L = ceil(n / P). Zeros follow
+    the end of the array.
 
     Args:
         x: the whole array, the same on all devices, of any dtype.

@@ -82,7 +82,10 @@ def whole_lengths(block: Array, groups: list[Group | None]) -> CutArray:
 
     The lengths of the array are those of all blocks together.
     """
-    cuts = [() if group is None else (Cut(group, n * axis_size(group)),) for n, group in zip(block.shape, groups, strict=True)]
+    cuts = [
+        () if group is None else (Cut(group, n * axis_size(group)),)
+        for n, group in zip(block.shape, groups, strict=True)
+    ]
     return CutArray(block, tuple(cuts))
 
 

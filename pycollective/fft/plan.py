@@ -1,8 +1,8 @@
 """The order in which the dimensions of a cut array are transformed, and where cuts are in the meantime.
 
-A dimension is transformed when it is whole. So a transform takes turns: it transforms the dimensions of this device's
-block that are whole, and then exchanges blocks, so that another dimension is whole, and one that is done is cut instead.
-If no other dimension has an entry for each device, a complex transform leaves the dimension cut (``along_cut.py``).
+A dimension is transformed when it is whole. So a transform takes turns. It transforms the dimensions of this device's
+block that are whole. Then it exchanges blocks: another dimension is whole, and one that is done is cut instead. If no
+other dimension has an entry for each device, a complex transform leaves the dimension cut (``along_cut.py``).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Transform:
         return x
 
     def _may_be_next(self, x: CutArray, pending: set[int]) -> set[int]:
-        """Returns dimensions that may be transformed: that of real numbers must be the first, or in an inverse the last."""
+        """Returns the dimensions that may be transformed. That of real numbers is the first, in an inverse the last."""
         if self.last not in pending:
             return pending
         if not self.inverse:
@@ -70,7 +70,9 @@ class Transform:
 
     def _next(self, x: CutArray, axes: set[int], pending: set[int]) -> int:
         """Returns a dimension whose cut can go where it belongs in the result, if there is one."""
-        ready = [axis for axis in axes if any(self._is_goal(x, axis, other, pending) for other in range(1, len(x.cuts)))]
+        ready = [
+            axis for axis in axes if any(self._is_goal(x, axis, other, pending) for other in range(1, len(x.cuts)))
+        ]
         return max(ready or axes)
 
     def _is_goal(self, x: CutArray, axis: int, target: int, pending: set[int]) -> bool:

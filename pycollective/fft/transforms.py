@@ -88,8 +88,13 @@ def ifftn(
     """Inverts :func:`fftn`: this device's block of :func:`jax.numpy.fft.ifftn` of the array.
 
     Args:
-        x, spec, s, norm, out_spec, pieces: as for :func:`fftn`.
+        x: this device's block.
+        spec: the devices among which the array is cut, as for :func:`fftn`.
+        s: the lengths of the transform, as for :func:`fftn`.
         axes: the dimensions to transform. Default: all; with ``s`` the last ``len(s)``.
+        norm: as for :func:`fftn`.
+        out_spec: the devices among which the result is cut, as for :func:`fftn`. Default: ``spec``.
+        pieces: the number of exchanges, as for :func:`fftn`. Default 1.
 
     Returns:
         This device's block of the transform, of the complex dtype of :func:`jax.numpy.fft.ifftn`.
@@ -130,8 +135,13 @@ def rfftn(
 
     Args:
         x: this device's block of real numbers.
-        spec, s, norm, out_spec, pieces: as for :func:`fftn`.
-        axes: the dimensions to transform, of which the last has n // 2 + 1 entries in the result. Default: all; with ``s`` the last ``len(s)``.
+        spec: the devices among which the array is cut, as for :func:`fftn`.
+        s: the lengths of the transform, as for :func:`fftn`.
+        axes: the dimensions to transform. The last one has n // 2 + 1 entries in the result. Default: all; with ``s``
+            the last ``len(s)``.
+        norm: as for :func:`fftn`.
+        out_spec: the devices among which the result is cut, as for :func:`fftn`. Default: ``spec``.
+        pieces: the number of exchanges, as for :func:`fftn`. Default 1.
 
     Returns:
         This device's block of the transform, of the complex dtype of :func:`jax.numpy.fft.rfftn`.
@@ -172,10 +182,15 @@ def irfftn(
     """Inverts :func:`rfftn`: this device's block of :func:`jax.numpy.fft.irfftn` of the array.
 
     Args:
-        x, spec, norm, out_spec, pieces: as for :func:`fftn`.
-        s: the lengths of the result, one for each of ``axes``. It must be given if the last of ``axes`` is cut, since
-            the padding of the array does not tell its length. Default: as in :func:`jax.numpy.fft.irfftn`.
-        axes: the dimensions to transform, of which the last has n // 2 + 1 entries in ``x``. Default: all; with ``s`` the last ``len(s)``.
+        x: this device's block.
+        spec: the devices among which the array is cut, as for :func:`fftn`.
+        s: the lengths of the result, one for each of ``axes``. They must be given if the last of ``axes`` is cut, since
+            the padding does not tell the length. Default: as in :func:`jax.numpy.fft.irfftn`.
+        axes: the dimensions to transform. The last one has n // 2 + 1 entries in ``x``. Default: all; with ``s`` the
+            last ``len(s)``.
+        norm: as for :func:`fftn`.
+        out_spec: the devices among which the result is cut, as for :func:`fftn`. Default: ``spec``.
+        pieces: the number of exchanges, as for :func:`fftn`. Default 1.
 
     Returns:
         This device's block of the transform, of the real dtype of :func:`jax.numpy.fft.irfftn`.
@@ -215,8 +230,13 @@ def fft2(
     """Transforms two dimensions: :func:`fftn` over the last two.
 
     Args:
-        x, spec, s, norm, out_spec, pieces: as for :func:`fftn`.
+        x: this device's block.
+        spec: the devices among which the array is cut, as for :func:`fftn`.
+        s: the lengths of the transform, as for :func:`fftn`.
         axes: the dimensions to transform. Default: the last two.
+        norm: as for :func:`fftn`.
+        out_spec: the devices among which the result is cut, as for :func:`fftn`. Default: ``spec``.
+        pieces: the number of exchanges, as for :func:`fftn`. Default 1.
 
     Returns:
         This device's block of the transform, of the complex dtype of :func:`jax.numpy.fft.fft2`.
@@ -256,8 +276,13 @@ def ifft2(
     """Inverts :func:`fft2`: :func:`ifftn` over the last two dimensions.
 
     Args:
-        x, spec, s, norm, out_spec, pieces: as for :func:`fftn`.
+        x: this device's block.
+        spec: the devices among which the array is cut, as for :func:`fftn`.
+        s: the lengths of the transform, as for :func:`fftn`.
         axes: the dimensions to transform. Default: the last two.
+        norm: as for :func:`fftn`.
+        out_spec: the devices among which the result is cut, as for :func:`fftn`. Default: ``spec``.
+        pieces: the number of exchanges, as for :func:`fftn`. Default 1.
 
     Returns:
         This device's block of the transform, of the complex dtype of :func:`jax.numpy.fft.ifft2`.
@@ -298,8 +323,12 @@ def rfft2(
 
     Args:
         x: this device's block of real numbers.
-        spec, s, norm, out_spec, pieces: as for :func:`fftn`.
-        axes: the dimensions to transform, of which the last has n // 2 + 1 entries in the result. Default: the last two.
+        spec: the devices among which the array is cut, as for :func:`fftn`.
+        s: the lengths of the transform, as for :func:`fftn`.
+        axes: the dimensions to transform. The last one has n // 2 + 1 entries in the result. Default: the last two.
+        norm: as for :func:`fftn`.
+        out_spec: the devices among which the result is cut, as for :func:`fftn`. Default: ``spec``.
+        pieces: the number of exchanges, as for :func:`fftn`. Default 1.
 
     Returns:
         This device's block of the transform, of the complex dtype of :func:`jax.numpy.fft.rfft2`.
@@ -339,10 +368,14 @@ def irfft2(
     """Inverts :func:`rfft2`: :func:`irfftn` over the last two dimensions.
 
     Args:
-        x, spec, norm, out_spec, pieces: as for :func:`fftn`.
-        s: the lengths of the result, one for each of ``axes``. It must be given if the last of ``axes`` is cut, since
-            the padding of the array does not tell its length. Default: as in :func:`jax.numpy.fft.irfft2`.
-        axes: the dimensions to transform, of which the last has n // 2 + 1 entries in ``x``. Default: the last two.
+        x: this device's block.
+        spec: the devices among which the array is cut, as for :func:`fftn`.
+        s: the lengths of the result, one for each of ``axes``. They must be given if the last of ``axes`` is cut, since
+            the padding does not tell the length. Default: as in :func:`jax.numpy.fft.irfft2`.
+        axes: the dimensions to transform. The last one has n // 2 + 1 entries in ``x``. Default: the last two.
+        norm: as for :func:`fftn`.
+        out_spec: the devices among which the result is cut, as for :func:`fftn`. Default: ``spec``.
+        pieces: the number of exchanges, as for :func:`fftn`. Default 1.
 
     Returns:
         This device's block of the transform, of the real dtype of :func:`jax.numpy.fft.irfft2`.
@@ -382,9 +415,13 @@ def fft(
     """Transforms one dimension: this device's block of :func:`jax.numpy.fft.fft` of the array.
 
     Args:
-        x, spec, norm, out_spec, pieces: as for :func:`fftn`.
+        x: this device's block.
+        spec: the devices among which the array is cut, as for :func:`fftn`.
         n: the length of the transform. Default: that of all blocks together.
         axis: the dimension to transform. Default: the last.
+        norm: as for :func:`fftn`.
+        out_spec: the devices among which the result is cut, as for :func:`fftn`. Default: ``spec``.
+        pieces: the number of exchanges, as for :func:`fftn`. Default 1.
 
     Returns:
         This device's block of the transform, of the complex dtype of :func:`jax.numpy.fft.fft`.
@@ -424,9 +461,13 @@ def ifft(
     """Inverts :func:`fft`: this device's block of :func:`jax.numpy.fft.ifft` of the array.
 
     Args:
-        x, spec, norm, out_spec, pieces: as for :func:`fftn`.
+        x: this device's block.
+        spec: the devices among which the array is cut, as for :func:`fftn`.
         n: the length of the transform. Default: that of all blocks together.
         axis: the dimension to transform. Default: the last.
+        norm: as for :func:`fftn`.
+        out_spec: the devices among which the result is cut, as for :func:`fftn`. Default: ``spec``.
+        pieces: the number of exchanges, as for :func:`fftn`. Default 1.
 
     Returns:
         This device's block of the transform, of the complex dtype of :func:`jax.numpy.fft.ifft`.
@@ -467,9 +508,12 @@ def rfft(
 
     Args:
         x: this device's block of real numbers.
-        spec, norm, out_spec, pieces: as for :func:`fftn`.
+        spec: the devices among which the array is cut, as for :func:`fftn`.
         n: the length of the transform. Default: that of all blocks together.
         axis: the dimension to transform. It has n // 2 + 1 entries in the result. Default: the last.
+        norm: as for :func:`fftn`.
+        out_spec: the devices among which the result is cut, as for :func:`fftn`. Default: ``spec``.
+        pieces: the number of exchanges, as for :func:`fftn`. Default 1.
 
     Returns:
         This device's block of the transform, of the complex dtype of :func:`jax.numpy.fft.rfft`.
@@ -510,10 +554,14 @@ def irfft(
     """Inverts :func:`rfft`: this device's block of :func:`jax.numpy.fft.irfft` of the array.
 
     Args:
-        x, spec, norm, out_spec, pieces: as for :func:`fftn`.
-        n: the length of the result. It must be given if ``axis`` is cut, since the padding of the array does not tell
-            its length. Default: as in :func:`jax.numpy.fft.irfft`.
+        x: this device's block.
+        spec: the devices among which the array is cut, as for :func:`fftn`.
+        n: the length of the result. It must be given if ``axis`` is cut, since the padding does not tell the length.
+            Default: as in :func:`jax.numpy.fft.irfft`.
         axis: the dimension to transform, which has n // 2 + 1 entries in ``x``. Default: the last.
+        norm: as for :func:`fftn`.
+        out_spec: the devices among which the result is cut, as for :func:`fftn`. Default: ``spec``.
+        pieces: the number of exchanges, as for :func:`fftn`. Default 1.
 
     Returns:
         This device's block of the transform, of the real dtype of :func:`jax.numpy.fft.irfft`.

@@ -40,7 +40,8 @@ def rows_and_columns(world: pc.Communicator) -> tuple[pc.Communicator, pc.Commun
     columns = 2 if world.size % 2 == 0 else 1
     first = world.split(color=world.rank % columns, key=world.rank)
     second = world.split(color=world.rank // columns, key=world.rank)
-    assert first is not None and second is not None
+    assert first is not None
+    assert second is not None
     return first, second
 
 

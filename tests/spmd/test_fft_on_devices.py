@@ -1,4 +1,4 @@
-"""Transforms over ranks x devices, against the same programs over JAX's axes, and against jax.numpy.fft of whole arrays."""
+"""Transforms over ranks x devices, against the same programs over JAX's axes and jax.numpy.fft of whole arrays."""
 
 from __future__ import annotations
 
