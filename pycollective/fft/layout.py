@@ -123,9 +123,9 @@ def move_cut(x: CutArray, source: int, target: int, pieces: int = 1) -> CutArray
     else:
         bounds = [own * k // pieces for k in range(pieces + 1)]
         parts = [exchange(lax.slice_in_dim(x.operand, *ends, axis=source)) for ends in itertools.pairwise(bounds)]
-        parts = [part.reshape(*part.shape[:source], size, -1, *part.shape[source + 1 :]) for part in parts]
-        moved = jnp.concatenate(parts, source + 1)
-        moved = moved.reshape(*moved.shape[:source], size * own, *moved.shape[source + 2 :])
+        before, after = parts[0].shape[:source], parts[0].shape[source + 1 :]
+        parts = [part.reshape(*before, size, part.shape[source] // size, *after) for part in parts]
+        moved = jnp.concatenate(parts, source + 1).reshape(*before, size * own, *after)
     cuts = list(x.cuts)
     cuts[source] = tuple(outer)
     cuts[target] = (*cuts[target], Cut(group, x.shape[target]))
