@@ -79,7 +79,7 @@ class Transform:
         return self.goals[target] == x.cuts[axis][-1].group and target not in pending and x.is_whole(target)
 
     def _target(self, x: CutArray, axis: int, pending: set[int]) -> int:
-        """Returns the dimension to cut in the place of ``axis``: one that needs no padding and no further exchange, if possible."""
+        """Returns the dimension to cut instead of ``axis``, if possible without padding and further exchanges."""
 
         def cost(target: int) -> tuple[bool, bool, bool, bool, int]:
             elsewhere = not self._is_goal(x, axis, target, pending)

@@ -304,6 +304,21 @@ def test_exchanges(case: Case, number: int) -> None:
     assert len(re.findall(r"= all_to_all\[", text)) == number
 
 
+def primitives(jaxpr: Any) -> Iterator[str]:
+    """Returns the names of a program's primitives, in their order."""
+    for eqn in jaxpr.eqns:
+        inner = [value.jaxpr for value in eqn.params.values() if hasattr(value, "jaxpr")]
+        yield from itertools.chain.from_iterable(map(primitives, inner)) if inner else [eqn.primitive.name]
+
+
+def test_a_piece_is_transformed_by_itself() -> None:
+    """So it can travel while the next piece is transformed."""
+    run = lambda x: pc.fft.fftn(x, "x", out_spec=P(None, "x"), pieces=3)
+    program = jax.make_jaxpr(run, axis_env=[("x", 2)])(jnp.zeros((6, 4, 4), np.complex64))
+    order = [name for name in primitives(program.jaxpr) if name in ("fft", "all_to_all")]
+    assert order == ["fft", "all_to_all"] * 3 + ["fft"]
+
+
 @pytest.mark.parametrize("length", [1, 2, 7, 8])
 def test_frequencies(length: int) -> None:
     for ours, numpys in ((pc.fft.fftfreq, np.fft.fftfreq), (pc.fft.rfftfreq, np.fft.rfftfreq)):
