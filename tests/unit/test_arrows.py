@@ -24,6 +24,7 @@ ROOMS = (
     "compat",
     "__init__",
     "planning",
+    "fft",
     "parallel",
     "distributed",
     "elastic",
