@@ -2,6 +2,7 @@
 
 from . import distributed as distributed
 from . import elastic as elastic
+from . import linalg as linalg
 from . import parallel as parallel
 from . import recorder as recorder
 from .collectives.equality import assert_equal_across as assert_equal_across
