@@ -109,6 +109,6 @@ def _iterate(axis_name: Axis, limits: Limits, A: Operator, M: Operator, b: Tree,
     sigma, rho, of_b, size = total(axis_name, [dot(rhat, q), dot(r, r), dot(b, b), size])
     limit, maxiter = limits.square(of_b.real), limits.iterations(size.real)
     x = zeros_like(b) if x0 is None else x0
-    start = (x, r, r, u, q, rho, sigma, typed_like(jnp.ones_like(rho), rho), rho.real, 0)
+    start = (x, r, r, u, q, rho, sigma, typed_like(jnp.ones_like(rho), rho), rho.real, typed_like(jnp.int32(0), rho))
     x, *_, squares, k = lax.while_loop(goes_on, iterate, start)
-    return x, Info(squares <= limit, jnp.asarray(k, jnp.int32), jnp.sqrt(squares))
+    return x, Info(squares <= limit, k, jnp.sqrt(squares))

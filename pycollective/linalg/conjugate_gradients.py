@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pycollective.linalg.implicit import Info, Limits, Operator, size_of, solve
-from pycollective.linalg.vectors import Array, Axis, Tree, add, real_dot, total, zeros_like
+from pycollective.linalg.vectors import Array, Axis, Tree, add, real_dot, total, typed_like, zeros_like
 
 
 def cg(
@@ -113,6 +113,7 @@ def _iterate(axis_name: Axis, limits: Limits, A: Operator, M: Operator, b: Tree,
     size = jnp.asarray(size_of(b), real_dot(b, b).dtype)
     gamma, delta, squares, of_b, size = dots(r, u, w, real_dot(b, b), size)
     limit, maxiter = limits.square(of_b), limits.iterations(size)
-    start = (zeros if x0 is None else x0, r, u, w, zeros, zeros, gamma, gamma / delta, 0 * gamma, squares, 0)
+    x, k = zeros if x0 is None else x0, typed_like(jnp.int32(0), squares)
+    start = (x, r, u, w, zeros, zeros, gamma, gamma / delta, 0 * gamma, squares, k)
     x, *_, squares, k = lax.while_loop(goes_on, iterate, start)
-    return x, Info(squares <= limit, jnp.asarray(k, jnp.int32), jnp.sqrt(squares))
+    return x, Info(squares <= limit, k, jnp.sqrt(squares))

@@ -20,7 +20,7 @@ from jax import lax
 
 from pycollective import errors
 from pycollective.linalg.implicit import Info, Operator, floats, typed
-from pycollective.linalg.vectors import Array, Axis, of_first, total, zeros_like
+from pycollective.linalg.vectors import Array, Axis, of_first, total, typed_like, zeros_like
 
 
 def lobpcg(
@@ -113,7 +113,7 @@ def _iterate(
         return flat[size * k : -1].real, flat[: size * k].reshape(size, k), flat[-1].real
 
     def next_space(X: Array, AX: Array, theta: Array, P: Array, AP: Array) -> tuple[Array, ...]:
-        residuals = AX - X * theta
+        residuals = AX - X * theta.astype(X.dtype)[None]
         W = M(residuals)
         S, AS = jnp.concatenate([X, W, P], 1), jnp.concatenate([AX, A(W), AP], 1)
         return S, AS, *products(S, AS, residuals)
@@ -133,9 +133,9 @@ def _iterate(
     AX, zeros = A(X), zeros_like(X)
     theta, vectors, scale = best(products(X, AX, X)[0])
     S, AS, inner, squares = next_space(_times(X, vectors), _times(AX, vectors), theta, zeros, zeros)
-    start = (S, AS, theta, inner, squares, scale, 0)
+    start = (S, AS, theta, inner, squares, scale, typed_like(jnp.int32(0), squares))
     S, _, theta, _, squares, scale, i = lax.while_loop(goes_on, iterate, start)
-    return theta, S[:, :k], Info(squares <= (tol * scale) ** 2, jnp.asarray(i, jnp.int32), jnp.sqrt(squares))
+    return theta, S[:, :k], Info(squares <= (tol * scale) ** 2, i, jnp.sqrt(squares))
 
 
 def _times(a: Array, b: Array) -> Array:
@@ -150,9 +150,10 @@ def _ritz(inner: Array, k: int, largest: bool) -> tuple[Array, Array, Array]:
     G, H = inner
     length = jnp.sqrt(jnp.diagonal(G).real)
     scaling = jnp.where(length == 0, 0, 1 / length)
-    e, Q = jnp.linalg.eigh(G * scaling[:, None] * scaling)
+    e, Q = jnp.linalg.eigh(G * (scaling[:, None] * scaling[None]).astype(G.dtype))
     independent = e > 10 * len(e) * jnp.finfo(e.dtype).eps * e[-1]
-    T = scaling[:, None] * Q * jnp.where(independent, 1 / jnp.sqrt(jnp.where(independent, e, 1)), 0)
+    shrink = jnp.where(independent, 1 / jnp.sqrt(jnp.where(independent, e, 1)), 0)
+    T = Q * (scaling[:, None] * shrink[None]).astype(Q.dtype)
     K = _times(_times(T.conj().T, H), T)
     away = 2 * jnp.linalg.norm(K)  # no eigenvalue is as far from zero
     theta, vectors = jnp.linalg.eigh(K + jnp.diag(jnp.where(independent, 0, -away if largest else away)).astype(K.dtype))

@@ -100,13 +100,19 @@ def solve(
     if not positive and len({jnp.iscomplexobj(leaf) for leaf in jax.tree.leaves(b)}) > 1:
         remedy = "Cast all to complex numbers."
         errors.fail(TypeError, where, None, "b: all real or all complex", "both", remedy)
-    operator, preconditioner, (b, x0) = typed(where, axis_name, A, M, b, x0)
+    A, M, (b, x0) = typed(where, axis_name, A, M, b, x0)
+    names = jax_internals.varying_axes(jax.tree.leaves(b)[0])
 
-    def direct(A: Operator, b: Tree) -> tuple[Tree, Info]:
-        return loop(A, preconditioner, b, None)
+    def run(A: Operator, M: Operator, b: Tree, x0: Tree | None) -> tuple[Tree, Array]:
+        """Returns the solution, and the info as floats of one type with it, which JAX asks for."""
+        x, info = loop(A, M, b, x0)
+        return x, vary(jnp.stack([number.astype(info.residual_norm.dtype) for number in info]), names)
 
-    def transposed(A: Operator, b: Tree) -> tuple[Tree, Info]:
-        return loop(A, lambda x: jax.linear_transpose(preconditioner, b)(x)[0], b, None)
+    def direct(A: Operator, b: Tree) -> tuple[Tree, Array]:
+        return run(A, M, b, None)
+
+    def transposed(A: Operator, b: Tree) -> tuple[Tree, Array]:
+        return run(A, lambda x: jax.linear_transpose(M, b)(x)[0], b, None)
 
     symmetric = positive and not any(jnp.iscomplexobj(leaf) for leaf in jax.tree.leaves(b))
     linear_solve = partial(
@@ -117,19 +123,16 @@ def solve(
         has_aux=True,
     )
     if x0 is None:
-        x, info = linear_solve(operator, b)
-        return x, Info(*info)
-
-    def from_start(_: Operator, x0: Tree) -> tuple[Tree, list[Array]]:
-        x, info = loop(operator, preconditioner, b, x0)
-        # custom_root gives each number beside the root a tangent, which only floats can have.
-        return x, [number.astype(info.residual_norm.dtype) for number in info]
-
-    def residual(x: Tree) -> Tree:
-        return vectors.add(operator(x), -1, b)
-
-    x, info = lax.custom_root(residual, x0, from_start, lambda A, b: linear_solve(A, b)[0], has_aux=True)
-    converged, iterations, residual_norm = info
+        x, info = linear_solve(A, b)
+    else:
+        x, info = lax.custom_root(
+            lambda x: vectors.add(A(x), -1, b),
+            x0,
+            lambda _, x0: run(A, M, b, x0),
+            lambda A, b: linear_solve(A, b)[0],
+            has_aux=True,
+        )
+    converged, iterations, residual_norm = vectors.of_first(axis_name, [info]) if names else info
     return x, Info(converged == 1, iterations.astype(jnp.int32), residual_norm)
 
 
@@ -184,7 +187,7 @@ def typed(
     def preconditioner(x: Tree) -> Tree:
         return x if M is None else cast(_like(where, "the result of M", M(x), b))
 
-    b = vectors.vary(axis_name, b)
+    b = vectors.vary(axis_name, b, where)
     look((b, x0))
     jax.eval_shape(lambda x: look(A(x)), b)
     return operator, preconditioner, cast((b, x0))

@@ -107,8 +107,8 @@ def _iterate(
     size = jnp.asarray(size_of(b), real_dot(b, b).dtype)
     squares, of_b, size = total(axis_name, [real_dot(r, r), real_dot(b, b), size])
     limit, maxiter = limits.square(of_b), limits.iterations(size)
-    made = typed_like(jnp.int32(0), squares)
-    start = (zeros_like(b) if x0 is None else x0, r, squares, 0, made)
+    zero = typed_like(jnp.int32(0), squares)
+    start = (zeros_like(b) if x0 is None else x0, r, squares, zero, zero)
     x, _, squares, _, k = lax.while_loop(goes_on, iterate, start)
     return x, Info(squares <= limit, k, jnp.sqrt(squares))
 
@@ -122,12 +122,12 @@ def _cycle(
     triangular, ``rotations H = R``. Their first column is the right side, and has the norm of the residual at its end.
     """
     dtype = scalar_dtype(r)
-    norm = jnp.sqrt(squares)
+    norm = jnp.sqrt(squares).astype(dtype)
     first = axis_index(axis_name) == 0
 
     def along(basis: Tree, w: Tree) -> Array:
         """Returns this part's terms of the inner products with all vectors of the basis."""
-        terms = jax.tree.map(lambda V, x: V.reshape(len(V), -1).conj() @ x.reshape(-1).astype(dtype), basis, w)
+        terms = jax.tree.map(lambda V, x: V.reshape(len(V), -1).conj() @ x.reshape(-1), basis, w)
         return sum(jax.tree.leaves(terms), jnp.zeros(steps + 1, dtype))
 
     def combined(basis: Tree, factors: Array) -> Tree:
@@ -148,11 +148,11 @@ def _cycle(
         w = add(w, -1, combined(basis, twice))
         # If the second pass subtracts most of it, the rest is rounding errors: the space is invariant.
         after = before - jnp.sum(jnp.abs(twice) ** 2)
-        length = jnp.sqrt(jnp.where(after > 0.5 * before, after, 0))
-        basis = jax.tree.map(lambda V, x: V.at[j + 1].set(jnp.where(length > 0, x / length, 0)), basis, w)
+        length = jnp.sqrt(jnp.where(after > 0.5 * before, after, 0)).astype(dtype)
+        basis = jax.tree.map(lambda V, x: V.at[j + 1].set(jnp.where(length == 0, 0, x / length)), basis, w)
         column = rotations @ (once + twice)
-        diagonal = jnp.sqrt(jnp.abs(column[j]) ** 2 + length**2)
-        c, s = jnp.where(diagonal > 0, jnp.stack([column[j], length]) / diagonal, jnp.array([1, 0], dtype))
+        diagonal = jnp.sqrt(jnp.abs(column[j]) ** 2 + jnp.abs(length) ** 2).astype(dtype)
+        c, s = jnp.where(diagonal == 0, jnp.array([1, 0], dtype), jnp.stack([column[j], length]) / diagonal)
         rotation = jnp.stack([jnp.stack([c.conj(), s]), jnp.stack([-s, c])])
         rotations = lax.dynamic_update_slice_in_dim(
             rotations, rotation @ lax.dynamic_slice_in_dim(rotations, j, 2), j, 0
@@ -161,10 +161,11 @@ def _cycle(
         R = R.at[:, j].set(column[:-1].at[j].set(jnp.where(diagonal == 0, jnp.inf, diagonal)))
         return basis, R, rotations, jnp.abs(norm * rotations[j + 1, 0]) ** 2, of_first, j + 1
 
-    basis = jax.tree.map(lambda x: jnp.stack([x / norm, *[x] * steps]).astype(dtype).at[1:].set(0), r)
+    basis = jax.tree.map(lambda x: jnp.stack([x.astype(dtype) / norm, *[x.astype(dtype)] * steps]).at[1:].set(0), r)
     R, rotations = (typed_like(jnp.eye(n, dtype=dtype), squares) for n in (steps, steps + 1))
     j = typed_like(jnp.int32(0), squares)
     basis, R, rotations, _, _, j = lax.while_loop(goes_on, step, (basis, R, rotations, squares, squares, j))
-    right = jnp.where(jnp.arange(steps) < j, norm * rotations[:-1, 0], 0)
-    factors = jax.scipy.linalg.solve_triangular(jnp.where(jnp.arange(steps) < j, R, jnp.eye(steps)), right)
+    right = jnp.where(jnp.arange(steps, dtype=jnp.int32) < j, norm * rotations[:-1, 0], 0)
+    R = jnp.where((jnp.arange(steps, dtype=jnp.int32) < j)[None], R, jnp.eye(steps, dtype=dtype))
+    factors = jax.scipy.linalg.solve_triangular(R, right)
     return jax.tree.map(lambda V, x: jnp.tensordot(factors, V[:-1], 1).astype(x.dtype), basis, r), j

@@ -67,7 +67,7 @@ def tsqr(a: Array, axis_name: Axis = None) -> tuple[Array, Array]:
     if not jnp.issubdtype(a.dtype, jnp.inexact) or jnp.finfo(a.dtype).bits < 32:
         remedy = "Cast the matrix to float32 or more."
         errors.fail(TypeError, "linalg.tsqr", None, "floats or complex numbers of at least 32 bits", a.dtype, remedy)
-    return _tsqr(axis_name, vary(axis_name, a))
+    return _tsqr(axis_name, vary(axis_name, a, "linalg.tsqr"))
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -80,7 +80,7 @@ def _tsqr(axis_name: Axis, a: Array) -> tuple[Array, Array]:
     diagonal = jnp.diagonal(r)
     signs = jnp.where(diagonal == 0, 1, jnp.sign(diagonal))
     enough = jnp.sum(gathered[:, n, :1].real) >= n
-    q, r = (jnp.where(enough, x, jnp.nan) for x in (q * signs, r * signs.conj()[:, None]))
+    q, r = (jnp.where(enough, x, jnp.nan) for x in (q * signs[None], r * signs.conj()[:, None]))
     own = lax.dynamic_slice_in_dim(q, n * axis_index(axis_name), n)
     return (inner_q @ own)[:rows], r
 
@@ -98,7 +98,8 @@ def _tsqr_jvp(axis_name: Axis, primals: Any, tangents: Any) -> Any:
     x = lax.linalg.triangular_solve(r, da)
     y = total(axis_name, [q.conj().T @ x]).reshape(r.shape)
     lower = jnp.tril(y, -1)
-    w = lower - lower.conj().T + 1j * jnp.diag(jnp.diagonal(y).imag) if jnp.iscomplexobj(y) else lower - lower.T
+    diagonal = jnp.diagonal(y)
+    w = lower - lower.conj().T + jnp.diag(diagonal - diagonal.real.astype(y.dtype))
     return (q, r), (x - q @ (y - w), (y - w) @ r)
 
 

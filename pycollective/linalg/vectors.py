@@ -91,7 +91,8 @@ def norm(x: Tree, axis_name: Axis = None) -> Array:
 
 def total(axis_name: Axis, numbers: Sequence[Array]) -> Array:
     """Returns the sums of several arrays over all parts, flat in one array: one collective for all of them."""
-    flat = jnp.concatenate([jnp.ravel(number) for number in numbers])
+    dtype = common_dtype(*numbers)
+    flat = jnp.concatenate([jnp.ravel(number).astype(dtype) for number in numbers])
     return psum(vary(axis_name, flat), axis_name)
 
 
@@ -101,13 +102,13 @@ def of_first(axis_name: Axis, numbers: Sequence[Array]) -> Array:
     return total(axis_name, [jnp.where(first, number, 0) for number in numbers])
 
 
-def vary(axis_name: Axis, tree: Tree) -> Tree:
-    """Casts arrays to types that vary along the axis, where JAX has such types."""
+def vary(axis_name: Axis, tree: Tree, where: str = "linalg") -> Tree:
+    """Casts arrays to types that vary along the axis, where JAX has such types. Messages name ``where``."""
     if not is_name(axis_name):
-        given_or_world("linalg", axis_name)
+        given_or_world(where, axis_name)
         return tree
     names = names_of(axis_name)
-    if not by_name("linalg", axis_name, has_types, axis_name):
+    if not by_name(where, axis_name, has_types, axis_name):
         return tree
     return jax.tree.map(lambda x: vary_along(x, names), tree)
 
@@ -122,19 +123,26 @@ def zeros_like(tree: Tree) -> Tree:
     return jax.tree.map(lambda x: typed_like(jnp.zeros_like(x), x), tree)
 
 
+def common_dtype(*numbers: Any) -> Any:
+    """Returns the dtype in which arrays and dtypes are computed with together."""
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.result_type(*numbers)
+
+
 def scalar_dtype(tree: Tree) -> Any:
     """Returns the dtype of inner products of a vector: at least 32 bits for each real number."""
-    return jnp.promote_types(jnp.result_type(*jax.tree.leaves(tree)), jnp.float32)
+    return common_dtype(jnp.float32, *jax.tree.leaves(tree))
 
 
 def dot(x: Tree, y: Tree) -> Array:
     """Returns this part's term of the inner product, which is complex for complex vectors."""
-    dtype = jnp.promote_types(scalar_dtype(x), scalar_dtype(y))
-    terms = jax.tree.map(
-        lambda a, b: jnp.vdot(a.astype(dtype), b.astype(dtype), precision=lax.Precision.HIGHEST),
-        *(jax.tree.map(jnp.asarray, tree) for tree in (x, y)),
-    )
-    return sum(jax.tree.leaves(terms), jnp.zeros((), dtype))
+    x, y = (jax.tree.map(jnp.asarray, tree) for tree in (x, y))
+    dtype = common_dtype(scalar_dtype(x), scalar_dtype(y))
+
+    def term(a: Array, b: Array) -> Array:
+        return jnp.vdot(a.astype(dtype), b.astype(dtype), precision=lax.Precision.HIGHEST)
+
+    return sum(jax.tree.leaves(jax.tree.map(term, x, y)), jnp.zeros((), dtype))
 
 
 def real_dot(x: Tree, y: Tree) -> Array:
@@ -142,11 +150,11 @@ def real_dot(x: Tree, y: Tree) -> Array:
     return dot(x, y).real
 
 
-def add(x: Tree, factor: Array, y: Tree) -> Tree:
+def add(x: Tree, factor: Any, y: Tree) -> Tree:
     """Returns ``x + factor y`` in the dtypes of ``x``."""
-    return jax.tree.map(lambda a, b: (a + factor * b).astype(a.dtype), x, y)
 
+    def leaf(a: Array, b: Array) -> Array:
+        dtype = common_dtype(a, factor)
+        return (a.astype(dtype) + jnp.asarray(factor, dtype) * b.astype(dtype)).astype(a.dtype)
 
-def where(condition: Array, x: Tree, y: Tree) -> Tree:
-    """Returns ``x`` if the condition holds, else ``y``."""
-    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), x, y)
+    return jax.tree.map(leaf, x, y)
