@@ -25,6 +25,7 @@ ROOMS = (
     "__init__",
     "planning",
     "parallel",
+    "linalg",
     "distributed",
     "elastic",
     "recorder",
