@@ -1,4 +1,4 @@
-"""Iterations per second of conjugate gradients, beside the same in NumPy and mpi4py, and beside JAX's own in one process.
+"""Iterations per second of conjugate gradients, beside those of NumPy with mpi4py, and of JAX in one process.
 
     mpirun -n 2 python benchmarks/linalg.py
     python benchmarks/linalg.py
@@ -6,8 +6,8 @@
 The matrix is that of the Laplace operator on a square, whose rows are cut over the ranks. A product with it fetches one
 row of each neighbour. The three programs take turns, so that what else the machine does meets all of them; the figures
 are medians. In the second program each rank calls NumPy, MPI_Sendrecv twice and MPI_Allreduce twice in an iteration, as
-the classical form of the method needs. The third is ``jax.scipy.sparse.linalg.cg`` on rank 0, with the whole square; the
-other ranks wait for it in a way that takes no core.
+the classical form of the method needs. The third is ``jax.scipy.sparse.linalg.cg`` on rank 0, with the whole square;
+the other ranks sleep meanwhile.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ On the unit square, with the temperature u = 0 at its border, a conductivity k >
     -div(k grad u) = 1
 
 The grid is cut into blocks, one for each device. The difference operator needs one row or column of the neighbours,
-which ``halo_exchange`` fetches; it is symmetric and positive, so ``pc.linalg.cg`` solves the system, with the inverse of
-the diagonal as its preconditioner. The logarithm of k is a sum of 9 waves, whose amplitudes Adam finds. The gradient
+which ``halo_exchange`` fetches; it is symmetric and positive, so ``pc.linalg.cg`` solves the system, with the inverse
+of the diagonal as its preconditioner. The logarithm of k is a sum of 9 waves, whose amplitudes Adam finds. The gradient
 needs one more solution of the same system: ``jax.grad`` goes through ``cg``, and through the messages in the operator.
 """
 
@@ -44,9 +44,7 @@ def parse_arguments():
 
 def conductivity(amplitudes, shape, size):
     """Returns k at this device's points, with one more row or column at each side."""
-    y, x = (
-        (lax.axis_index(name) * n + jnp.arange(n + 2)) / (size + 1) for name, n in zip(AXES, shape, strict=True)
-    )
+    y, x = ((lax.axis_index(name) * n + jnp.arange(n + 2)) / (size + 1) for name, n in zip(AXES, shape, strict=True))
     waves = jnp.arange(3)[:, None]
     return jnp.exp(jnp.einsum("ab,ai,bj->ij", amplitudes, jnp.cos(np.pi * waves * y), jnp.cos(np.pi * waves * x)))
 
@@ -74,8 +72,8 @@ def main():
     rows = devices // max(1, args.columns)
     if args.columns < 1 or rows * args.columns != devices or args.size % rows or args.size % args.columns:
         error = (
-            f"diffusion: expected --columns to be a divisor of {devices} devices, and --size a multiple of the rows and "
-            f"columns of devices, got --columns {args.columns}, --size {args.size}. Choose powers of two."
+            f"diffusion: expected --columns to be a divisor of {devices} devices, and --size a multiple of the rows "
+            f"and columns of devices, got --columns {args.columns}, --size {args.size}. Choose powers of two."
         )
         sys.exit(error if prints else 1)
 
@@ -90,9 +88,7 @@ def main():
         u, _ = temperature(amplitudes, shape, args.size)
         return lax.psum(jnp.sum((u - measured) ** 2), AXES) / lax.psum(jnp.sum(measured**2), AXES)
 
-    gradient = pc.shard_map(
-        jax.value_and_grad(misfit), mesh=mesh, in_specs=(P(), blocks), out_specs=(P(), P())
-    )
+    gradient = pc.shard_map(jax.value_and_grad(misfit), mesh=mesh, in_specs=(P(), blocks), out_specs=(P(), P()))
     optimizer = optax.adam(optax.cosine_decay_schedule(0.1, args.steps))
     amplitudes = jnp.zeros_like(TRUTH)
     state, losses = optimizer.init(amplitudes), []
@@ -115,7 +111,8 @@ def main():
     if prints:
         print(f"{rows} x {args.columns} devices, {args.size} x {args.size} points")
         print(f"solver: {int(info.iterations)} iterations, residual {float(info.residual_norm):.1e}")
-        print(f"misfit {losses[0]:.1e} -> {losses[-1]:.1e}, largest error of an amplitude {np.abs(amplitudes - TRUTH).max():.3f}")
+        error = np.abs(amplitudes - TRUTH).max()
+        print(f"misfit {losses[0]:.1e} -> {losses[-1]:.1e}, largest error of an amplitude {error:.3f}")
         if args.output:
             np.savez(args.output, amplitudes=amplitudes, losses=losses, temperature=whole)
 

@@ -58,8 +58,8 @@ def cg(
         NameError: the axis is not bound.
 
     Differentiation:
-        Both modes, by the solution of another system (:func:`jax.lax.custom_linear_solve`), with respect to ``b`` and to
-        what ``A`` closes over. ``x0``, ``M`` and the info have no derivative.
+        Both modes, by the solution of another system (:func:`jax.lax.custom_linear_solve`), with respect to ``b`` and
+        to what ``A`` closes over. ``x0``, ``M`` and the info have no derivative.
 
     Order:
         Program order: the collectives of ``A`` and ``M``, and one sum of 3 numbers, in each iteration and before the

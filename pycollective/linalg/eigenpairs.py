@@ -156,7 +156,8 @@ def _ritz(inner: Array, k: int, largest: bool) -> tuple[Array, Array, Array]:
     T = Q * (scaling[:, None] * shrink[None]).astype(Q.dtype)
     K = _times(_times(T.conj().T, H), T)
     away = 2 * jnp.linalg.norm(K)  # no eigenvalue is as far from zero
-    theta, vectors = jnp.linalg.eigh(K + jnp.diag(jnp.where(independent, 0, -away if largest else away)).astype(K.dtype))
+    shift = jnp.diag(jnp.where(independent, 0, -away if largest else away))
+    theta, vectors = jnp.linalg.eigh(K + shift.astype(K.dtype))
     scale = jnp.max(jnp.where(jnp.abs(theta) < 0.75 * away, jnp.abs(theta), 0))
     order = jnp.arange(len(e))[::-1] if largest else jnp.arange(len(e))
     theta = jnp.where(jnp.sum(independent) >= k, theta[order][:k], jnp.nan)
@@ -169,6 +170,6 @@ def _without_derivative(results: Any) -> Any:
 
 
 @_without_derivative.defjvp
-def _refuse_derivative(primals: Any, tangents: Any) -> Any:
+def _refuse_derivative(*_: Any) -> Any:
     remedy = "Put jax.lax.stop_gradient around what A closes over, and differentiate vdot(u, A(u))."
     errors.fail(NotImplementedError, "linalg.lobpcg", None, "no derivative of eigenpairs", "one", remedy)

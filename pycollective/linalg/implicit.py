@@ -3,9 +3,9 @@
 Invariants:
 
 1. **All ranks make the same iterations.** A loop goes on by numbers that a sum over all parts has made, compared with
-   limits that follow from such numbers by products alone. A sum has the same bits on all ranks, and a product is rounded
-   in one way, so all ranks come to the same decision. A NaN or an Inf of one rank is in the sum of all: every comparison
-   with a NaN is false, so the loop ends on all ranks, and :class:`Info` says that it has not converged.
+   limits that follow from such numbers by products alone. A sum has the same bits on all ranks, and a product is
+   rounded in one way, so all ranks come to the same decision. A NaN or an Inf of one rank is in the sum of all: every
+   comparison with a NaN is false, so the loop ends on all ranks, and :class:`Info` says that it has not converged.
 2. **The transpose of the operator is that of the whole.** The operator maps the parts of all ranks to the parts of all
    ranks. JAX transposes each rank's function, and each collective in it to the collective that is its transpose over
    all ranks. So the transposed functions of all ranks together are the transposed operator.
@@ -137,6 +137,7 @@ def solve(
 
 
 def floats(where: str, name: str, tree: Tree) -> Tree:
+    """Returns a tree of arrays, which must be of floats or complex numbers."""
     tree = jax.tree.map(jnp.asarray, tree)
     dtypes = sorted({str(leaf.dtype) for leaf in jax.tree.leaves(tree)})
     if not dtypes or not all(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in jax.tree.leaves(tree)):
@@ -163,14 +164,14 @@ def _like(where: str, name: str, tree: Tree, like: Tree) -> Tree:
 
 
 def typed(
-    where: str, axis_name: Axis, A: Operator, M: Operator | None, b: Tree, x0: Tree | None = None
+    where: str, axis_name: Axis, A: Any, M: Operator | None, b: Tree, x0: Tree | None = None
 ) -> tuple[Operator, Operator, tuple[Tree, Tree | None]]:
     """Returns operators that check their results, and the vectors.
 
     By JAX's types, all of them vary along the axis, and along all else that ``b``, ``x0`` or the result of ``A`` vary
     along, so that a loop can carry them.
     """
-    if not callable(A):
+    if not callable(A):  # JAX takes a matrix as well
         remedy = "Pass a function of this rank's part of a vector, which may call collectives."
         errors.fail(TypeError, where, None, "A: a function", type(A).__name__, remedy)
     names: set[Any] = set()
@@ -189,5 +190,5 @@ def typed(
 
     b = vectors.vary(axis_name, b, where)
     look((b, x0))
-    jax.eval_shape(lambda x: look(A(x)), b)
+    jax.eval_shape(lambda x: look((A(x), x if M is None else M(x))), b)
     return operator, preconditioner, cast((b, x0))

@@ -63,8 +63,8 @@ def gmres(
         As for :func:`cg`.
 
     Order:
-        Program order: the collectives of ``A`` and ``M``, and two sums of about ``restart`` numbers, in each step; those
-        of ``A`` and ``M`` and one sum of one number after each cycle; one sum of 3 numbers before the first.
+        Program order: the collectives of ``A`` and ``M``, and two sums of about ``restart`` numbers, in each step;
+        those of ``A`` and ``M`` and one sum of one number after each cycle; one sum of 3 numbers before the first.
 
     Source:
         :func:`jax.scipy.sparse.linalg.gmres`, whose inner products are those of one part, and whose preconditioner
@@ -113,9 +113,7 @@ def _iterate(
     return x, Info(squares <= limit, k, jnp.sqrt(squares))
 
 
-def _cycle(
-    axis_name: Axis, steps: int, limit: Array, A: Operator, r: Tree, squares: Array
-) -> tuple[Tree, Array]:
+def _cycle(axis_name: Axis, steps: int, limit: Array, A: Operator, r: Tree, squares: Array) -> tuple[Tree, Array]:
     """Returns the vector of a Krylov space whose image is nearest to ``r``, and the number of steps that it took.
 
     With the basis V and the Hessenberg matrix H, ``A V[:j] = V[:j + 1] H``. The unitary ``rotations`` make H

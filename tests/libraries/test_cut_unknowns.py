@@ -31,14 +31,14 @@ Array = Any
 
 
 class CutSolver(lineax.AbstractLinearSolver):
-    """A solver of lineax by ``solve(A, b)``, which returns the solution and an info as :func:`pycollective.linalg.cg`."""
+    """A solver of lineax by ``solve(A, b)``, which returns what :func:`pycollective.linalg.cg` does."""
 
     solve: Callable[..., Any] = eqx.field(static=True)
 
-    def init(self, operator: Any, options: Any) -> Any:
+    def init(self, operator: Any, options: Any) -> Any:  # noqa: ARG002 (lineax gives it)
         return operator
 
-    def compute(self, state: Any, vector: Any, options: Any) -> Any:
+    def compute(self, state: Any, vector: Any, options: Any) -> Any:  # noqa: ARG002 (lineax gives it)
         x, info = self.solve(state.mv, vector)
         result = lineax.RESULTS.where(info.converged, lineax.RESULTS.successful, lineax.RESULTS.max_steps_reached)
         return x, result, {"num_steps": info.iterations}

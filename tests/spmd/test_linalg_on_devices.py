@@ -57,7 +57,7 @@ def test_solutions_and_derivatives(name: str, dtype: Any, way: str, world: pc.Co
 @needs_local(2)
 @pytest.mark.parametrize("types", [False, True])
 def test_systems_beside_each_other_end_by_themselves(types: bool, world: pc.Communicator, few: int) -> None:
-    """Each vector is cut over one axis of a mesh; along the other there are systems with other numbers of iterations."""
+    """Each vector is cut over one axis of a mesh; along the other there are systems with more iterations or fewer."""
     mesh = pc.make_mesh((world.size, few), ("y", "x"), devices=devices_of_this_rank()[:few])
     d = np.arange(1.0, 4 * world.size + 1, dtype=np.float32)
     b = (np.arange(4 * world.size)[:, None] < 2 * np.arange(few)[None] + 1).astype(np.float32)
