@@ -67,7 +67,7 @@ def lobpcg(
 
     Order:
         Program order: the collectives of ``A`` and ``M``, one sum of 18 k^2 + k numbers and one of 3 k^2 + k + 1, in
-        each iteration and twice before the first.
+        each iteration; before the first, those of two applications of ``A`` and one of ``M``, and three sums.
 
     Source:
         :func:`jax.experimental.sparse.linalg.lobpcg_standard`, whose inner products are those of one part.

@@ -159,7 +159,10 @@ def _cycle(axis_name: Axis, steps: int, limit: Array, A: Operator, r: Tree, squa
         R = R.at[:, j].set(column[:-1].at[j].set(jnp.where(diagonal == 0, jnp.inf, diagonal)))
         return basis, R, rotations, jnp.abs(norm * rotations[j + 1, 0]) ** 2, of_first, j + 1
 
-    basis = jax.tree.map(lambda x: jnp.stack([x.astype(dtype) / norm, *[x.astype(dtype)] * steps]).at[1:].set(0), r)
+    def only(x: Array) -> Array:
+        return typed_like(jnp.zeros((steps + 1, *x.shape), dtype), x).at[0].set(x.astype(dtype) / norm)
+
+    basis = jax.tree.map(only, r)
     R, rotations = (typed_like(jnp.eye(n, dtype=dtype), squares) for n in (steps, steps + 1))
     j = typed_like(jnp.int32(0), squares)
     basis, R, rotations, _, _, j = lax.while_loop(goes_on, step, (basis, R, rotations, squares, squares, j))

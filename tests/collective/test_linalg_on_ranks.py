@@ -86,6 +86,16 @@ def test_sums_of_each_iteration(
     assert sizes == first + each * int(info.iterations) + last
 
 
+def test_collectives_of_matrices(world: pc.Communicator) -> None:
+    """With k = 2 vectors, the sums of LOBPCG; with n = 2 columns, the gather of QR."""
+    d = diagonal(world)[:, None]
+    solve = pc.jit(lambda X: lobpcg(lambda x: d * x, X, tol=1e-2))
+    (*_, info), sizes = calls(lambda: solve(jnp.eye(3, 2)))
+    assert sizes == [10, 7, 74] + [15, 74] * int(info.iterations)
+    _, sizes = calls(lambda: jax.jit(tsqr)(jnp.eye(3, 2)))
+    assert sizes == [6]
+
+
 def test_a_batch_makes_the_iterations_of_its_slowest_system(world: pc.Communicator) -> None:
     d = diagonal(world)
     easy = jnp.where(jnp.arange(3) == 0, float(world.rank == 0), 0)

@@ -27,10 +27,7 @@ def compare(got: Tree, want: Tree) -> None:
         np.testing.assert_allclose(x, y, 1e-4, 1e-4, err_msg=jax.tree_util.keystr(path))
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype", "way"),
-    [("cg", np.complex64, "types"), ("bicgstab", np.float32, "pmap"), ("gmres", np.float32, "types")],
-)
+@pytest.mark.parametrize(("name", "dtype", "way"), [("bicgstab", np.float32, "pmap"), ("gmres", np.complex64, "types")])
 def test_solutions_and_derivatives(name: str, dtype: Any, way: str, world: pc.Communicator, few: int) -> None:
     devices, length = world.size * few, 2
     whole = tuple(values((devices * length,), dtype, seed) for seed in (6, 7))
