@@ -72,7 +72,7 @@ def cg(
         Each rank has four entries of the diagonal of a matrix:
 
         >>> import jax.numpy as jnp, pycollective as pc
-        >>> diagonal = jnp.arange(1.0, 5.0) + 4 * pc.axis_index()
+        >>> diagonal = jnp.arange(1.0, 5.0) + 4 * pc.world().rank
         >>> x, info = pc.linalg.cg(lambda x: diagonal * x, diagonal, M=lambda x: x / diagonal)
         >>> x, bool(info.converged), int(info.iterations)
         (Array([1., 1., 1., 1.], dtype=float32), True, 1)

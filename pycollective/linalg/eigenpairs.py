@@ -74,7 +74,7 @@ def lobpcg(
 
     Example:
         >>> import jax, jax.numpy as jnp, pycollective as pc
-        >>> diagonal = jnp.arange(20.0) + 20 * pc.axis_index()
+        >>> diagonal = jnp.arange(20.0) + 20 * pc.world().rank
         >>> X = jax.random.normal(jax.random.key(pc.world().rank), (20, 2))
         >>> theta, u, info = pc.linalg.lobpcg(lambda x: diagonal[:, None] * x, X)
         >>> bool(jnp.allclose(theta, 20.0 * pc.world().size - jnp.array([1.0, 2.0]))), bool(info.converged)
