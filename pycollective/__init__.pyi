@@ -3,6 +3,7 @@
 from . import distributed as distributed
 from . import elastic as elastic
 from . import fft as fft
+from . import linalg as linalg
 from . import parallel as parallel
 from . import recorder as recorder
 from .collectives.equality import assert_equal_across as assert_equal_across

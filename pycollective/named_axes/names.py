@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -70,6 +70,20 @@ def has_types(axis_name: AxisName) -> bool:
 def varies(x: Any, axis_name: AxisName) -> bool:
     """Returns whether a value varies along all names of the axis, by JAX's types; False without types."""
     return jax_internals.varying_axes(x).issuperset(names_of(axis_name))
+
+
+def in_order(names: Iterable[Hashable]) -> tuple[Hashable, ...]:
+    """Returns names in sorted order.
+
+    The ranks compare their programs, so the order must be the same on all ranks. The order of a set is not.
+    """
+    return tuple(sorted(names, key=str))
+
+
+def vary(x: Any, names: Iterable[Hashable]) -> Any:
+    """Casts ``x`` to a type that also varies along these axes. JAX must have types for them."""
+    lacking = in_order(name for name in names if not varies(x, name))
+    return lax.pcast(x, lacking, to="varying") if lacking else x
 
 
 def _listed(names: Sequence[AxisName]) -> str:

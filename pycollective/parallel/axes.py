@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 from typing import Any
 
 import jax
@@ -13,8 +13,10 @@ from jax import lax
 from pycollective.errors import message
 from pycollective.jax_support.jax_internals import all_gather_invarying
 from pycollective.named_axes.names import has_types as has_types
+from pycollective.named_axes.names import in_order as in_order
 from pycollective.named_axes.names import names_of as names_of
 from pycollective.named_axes.names import varies as varies
+from pycollective.named_axes.names import vary as vary
 
 Array = Any
 AxisName = Hashable
@@ -37,20 +39,6 @@ def axis_size(where: str, axis_name: AxisName) -> int:
             f"Call it inside pc.jit(axis_name={axis_name!r}), pc.pmap, pc.shard_map or jax.vmap.",
         )
         raise NameError(error) from None
-
-
-def in_order(names: Iterable[Hashable]) -> tuple[Hashable, ...]:
-    """Returns names in sorted order.
-
-    The ranks compare their programs, so the order must be the same on all ranks. The order of a set is not.
-    """
-    return tuple(sorted(names, key=str))
-
-
-def vary(x: Array, names: Iterable[Hashable]) -> Array:
-    """Casts ``x`` to a type that also varies along these axes. JAX must have types for them."""
-    lacking = in_order(name for name in names if not varies(x, name))
-    return lax.pcast(x, lacking, to="varying") if lacking else x
 
 
 def shapes_of(tree: Any) -> Any:

@@ -26,6 +26,7 @@ ROOMS = (
     "planning",
     "fft",
     "parallel",
+    "linalg",
     "distributed",
     "elastic",
     "recorder",
