@@ -3,7 +3,6 @@
 #include "calls/ragged_rows.h"
 
 #include <algorithm>
-#include <cstring>
 #include <memory>
 #include <string>
 #include <utility>
@@ -117,7 +116,8 @@ Outcome ExchangeRows(const Library& mpi, const Channel& channel, const RowSlices
   PYCOLLECTIVE_RETURN_IF_FAILED(ended);
   for (int64_t i = channel.rank * slices.each; i < (channel.rank + 1) * slices.each; ++i) {
     const int64_t n = arriving[static_cast<size_t>(i)].size * length;
-    if (n > 0) std::memcpy(place_of(i), At(x.data, slices.input_offsets[i] * length, type), Bytes(n, type));
+    const void* const data = At(x.data, slices.input_offsets[i] * length, type);
+    if (n > 0) PYCOLLECTIVE_RETURN_IF_FAILED(MemoryOf(channel).Copy(place_of(i), data, Bytes(n, type)));
   }
   if (!fault.empty()) {
     outcome = {"ragged_alltoall", 0, fault};

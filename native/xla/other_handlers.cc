@@ -121,7 +121,7 @@ ffi::Error RaggedAlltoall(Buffers buffers, const Participants& participants, InT
       buffers, SignatureOf(kRaggedAlltoall, participants, output, -1, -1, static_cast<int64_t>(pattern)),
       NBytes(x) + NBytes(*y), {&result, 1}, [=](Buffers& on, const Library& mpi, const Lane& lane) -> Outcome {
         if (lane.team != nullptr) return NotOnTeams();
-        // The sizes are read on the host, and the rows may not be cut.
+        // The sizes are read on the host. The rows may not be cut, and are added on the host.
         constexpr ExchangeOptions kOnHost{false, false, false};
         const auto read = [&](const View& view, void* copy) {
           return on.Exchange(lane.channel, view, {}, kOnHost, [&](const Channel&, const void* in, void*, int64_t) {
@@ -132,14 +132,15 @@ ffi::Error RaggedAlltoall(Buffers buffers, const Participants& participants, InT
         std::vector<int32_t> sizes(static_cast<size_t>(of_slices.count));
         PYCOLLECTIVE_RETURN_IF_FAILED(read(of_slices, sizes.data()));
         const auto nbytes = static_cast<size_t>(received.count * received.element_bytes);
-        std::unique_ptr<char[]> fetched;  // the output, if it is on an accelerator
-        if (!Buffers::kInHostMemory && nbytes > 0) {
+        const bool may_direct = adds == 0;
+        std::unique_ptr<char[]> fetched;  // the output, if it is on an accelerator that MPI does not read
+        if (!Buffers::kInHostMemory && !(direct && may_direct) && nbytes > 0) {
           fetched.reset(new char[nbytes]);
           PYCOLLECTIVE_RETURN_IF_FAILED(read(kept, fetched.get()));
         }
         const void* const before = fetched != nullptr ? fetched.get() : kept.data;
-        return on.Exchange(lane.channel, sent, received, kOnHost, [&](const Channel& channel, const void* in, void* out, int64_t) {
-          if (before != out && nbytes > 0) std::memcpy(out, before, nbytes);
+        return on.Exchange(lane.channel, sent, received, {false, false, may_direct}, [&](const Channel& channel, const void* in, void* out, int64_t) {
+          if (before != out && nbytes > 0) PYCOLLECTIVE_RETURN_IF_FAILED(MemoryOf(channel).Copy(out, before, nbytes));
           return ExchangeRows(mpi, channel, RowSlices(sizes, channel.size), {in, from}, {out, to}, length, type, adds != 0);
         });
       });

@@ -20,7 +20,7 @@ struct OpaqueHandle;  // not void: a handle must differ from an address of data
 // What all functions share.
 struct Watch {
   bool direct = false;
-  bool strict = false;  // the arrays of an allreduce and of MPI_Recv are watched as well
+  bool strict = false;  // the arrays of an allreduce and of messages are watched as well
   const void* in_place = nullptr;
   std::set<int64_t> types;  // the datatypes of data, in the direct mode
   std::mutex mutex;
@@ -38,7 +38,9 @@ int64_t Wide(H handle) {
 }
 
 constexpr bool Has(std::string_view name, std::string_view part) { return name.find(part) != std::string_view::npos; }
-constexpr bool MayBeOnHost(std::string_view name) { return Has(name, "llreduce") || name == "MPI_Recv"; }
+constexpr bool MayBeOnHost(std::string_view name) {
+  return Has(name, "llreduce") || name == "MPI_Recv" || name == "MPI_Irecv" || name == "MPI_Isend";
+}
 constexpr bool IsReduction(std::string_view name) { return Has(name, "educe") || Has(name, "can"); }
 constexpr bool HasData(std::string_view name) { return !Has(name, "Status") && !Has(name, "Get_count"); }
 
