@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <new>
 #include <string>
 #include <utility>
 
@@ -15,10 +16,9 @@ namespace {
 
 // What a rank tells another one of a slice that it sends.
 struct Announced {
-  int64_t size;  // rows; kWrong: the slice is wrong, and does not come
+  int64_t size;  // rows
   int64_t offset;
 };
-constexpr int64_t kWrong = -1;
 
 std::string RowsText(int64_t first, int64_t count) {
   return std::to_string(count) + (count == 1 ? " row" : " rows") + " from row " + std::to_string(first) + " on";
@@ -39,7 +39,6 @@ std::string FaultOf(const RowSlices& slices, const std::vector<Announced>& arriv
   std::vector<std::pair<Announced, int64_t>> places;
   for (int64_t i = 0; i < count; ++i) {
     const auto [size, offset] = arriving[static_cast<size_t>(i)];
-    if (size == kWrong) return "expected a slice of the operand of rank " + peer(i) + ", got a wrong one";
     if (size != slices.recv_sizes[i]) {
       return "expected " + std::to_string(slices.recv_sizes[i]) + " rows from rank " + peer(i) + ", as recv_sizes says, got " + std::to_string(size);
     }
@@ -61,44 +60,62 @@ std::string FaultOf(const RowSlices& slices, const std::vector<Announced>& arriv
   return "";
 }
 
+Outcome Refused(const std::string& detail) {
+  Outcome outcome{"ragged_alltoall", 0, detail};
+  outcome.remedy = "Check the counts, offsets and capacities that the ranks pass.";
+  return outcome;
+}
+
+// Returns the same verdict on all ranks: a failure if a rank has found a fault.
+Outcome Agree(const Library& mpi, const Channel& channel, const std::string& fault) {
+  const int64_t own = fault.empty() ? channel.size : channel.rank;
+  int64_t first = 0;
+  PYCOLLECTIVE_RETURN_IF_FAILED(mpi.Allreduce(channel, {&own, &first, 1, Type::kInt64, Op::kMin}));
+  if (!fault.empty()) return Refused(fault);
+  if (first < channel.size) return Refused("expected slices that fit the arrays of all ranks, got wrong ones on rank " + std::to_string(first));
+  return {};
+}
+
 }  // namespace
 
-Outcome ExchangeRows(const Library& mpi, const Channel& channel, const RowSlices& slices, ConstRows x, Rows y, int64_t length,
+Outcome ExchangeRows(const Library& mpi, const Channel& of_arrays, const RowSlices& slices, ConstRows x, Rows y, int64_t length,
                      Type type, bool adds) {
+  Channel channel = of_arrays;
+  channel.memory = nullptr;  // sizes are in the host's memory
   const int64_t count = channel.size * slices.each;
   std::vector<Announced> leaving(static_cast<size_t>(count)), arriving(static_cast<size_t>(count));
-  for (int64_t i = 0; i < count; ++i) {
-    const int64_t size = slices.send_sizes[i];
-    const bool is_wrong = size < 0 || IsOutside(slices.input_offsets[i], size, x.count);
-    leaving[static_cast<size_t>(i)] = {is_wrong ? kWrong : size, slices.output_offsets[i]};
-  }
+  for (int64_t i = 0; i < count; ++i) leaving[static_cast<size_t>(i)] = {slices.send_sizes[i], slices.output_offsets[i]};
   PYCOLLECTIVE_RETURN_IF_FAILED(mpi.Alltoall(channel, {leaving.data(), arriving.data(), 2 * slices.each, Type::kInt64}));
-  const std::string fault = FaultOf(slices, arriving, x.count, y.count, adds);
+  std::string fault = FaultOf(slices, arriving, x.count, y.count, adds);
 
-  // Slices that arrive one behind the other, if they may not go to the result at once.
-  const bool in_result = fault.empty() && !adds;
+  // Slices that are added arrive one behind the other in memory of their own.
   std::vector<int64_t> starts(static_cast<size_t>(count) + 1, 0);
-  for (int64_t i = 0; i < count; ++i) {
-    starts[static_cast<size_t>(i) + 1] = starts[static_cast<size_t>(i)] + std::max<int64_t>(arriving[static_cast<size_t>(i)].size, 0);
+  std::unique_ptr<char[]> own;
+  if (adds && fault.empty()) {
+    for (int64_t i = 0; i < count; ++i) starts[static_cast<size_t>(i) + 1] = starts[static_cast<size_t>(i)] + arriving[static_cast<size_t>(i)].size;
+    const size_t nbytes = Bytes(starts.back() * length, type);
+    own.reset(new (std::nothrow) char[nbytes]);
+    if (own == nullptr) fault = "expected memory for " + std::to_string(nbytes) + " B that arrive, got none";
   }
-  const std::unique_ptr<char[]> own(in_result ? nullptr : new char[Bytes(starts.back() * length, type)]);
+  PYCOLLECTIVE_RETURN_IF_FAILED(Agree(mpi, channel, fault));
+
   const auto place_of = [&](int64_t i) {
-    return in_result ? At(y.data, arriving[static_cast<size_t>(i)].offset * length, type)
-                     : At(static_cast<void*>(own.get()), starts[static_cast<size_t>(i)] * length, type);
+    return adds ? At(static_cast<void*>(own.get()), starts[static_cast<size_t>(i)] * length, type)
+                : At(y.data, arriving[static_cast<size_t>(i)].offset * length, type);
   };
   const Channel messages = ChannelOfOwnMessages(channel);
   std::vector<int64_t> started;
   const auto start = [&](int from, int to) -> Outcome {
     for (int64_t i = from * slices.each; i < (from + 1) * slices.each; ++i) {
       const int64_t n = arriving[static_cast<size_t>(i)].size * length;
-      if (n <= 0) continue;
+      if (n == 0) continue;
       int64_t handle = 0;
       PYCOLLECTIVE_RETURN_IF_FAILED(mpi.Irecv(messages, {place_of(i), n, type, from, channel.own_tag}, &handle));
       started.push_back(handle);
     }
     for (int64_t i = to * slices.each; i < (to + 1) * slices.each; ++i) {
-      const int64_t n = leaving[static_cast<size_t>(i)].size * length;
-      if (n <= 0) continue;
+      const int64_t n = slices.send_sizes[i] * length;
+      if (n == 0) continue;
       int64_t handle = 0;
       const void* const data = At(x.data, slices.input_offsets[i] * length, type);
       PYCOLLECTIVE_RETURN_IF_FAILED(mpi.Isend(messages, {data, n, type, to, channel.own_tag}, &handle));
@@ -115,14 +132,9 @@ Outcome ExchangeRows(const Library& mpi, const Channel& channel, const RowSlices
   PYCOLLECTIVE_RETURN_IF_FAILED(outcome);
   PYCOLLECTIVE_RETURN_IF_FAILED(ended);
   for (int64_t i = channel.rank * slices.each; i < (channel.rank + 1) * slices.each; ++i) {
-    const int64_t n = arriving[static_cast<size_t>(i)].size * length;
+    const int64_t n = slices.send_sizes[i] * length;
     const void* const data = At(x.data, slices.input_offsets[i] * length, type);
-    if (n > 0) PYCOLLECTIVE_RETURN_IF_FAILED(MemoryOf(channel).Copy(place_of(i), data, Bytes(n, type)));
-  }
-  if (!fault.empty()) {
-    outcome = {"ragged_alltoall", 0, fault};
-    outcome.remedy = "Check the counts, offsets and capacities that the ranks pass.";
-    return outcome;
+    if (n > 0) PYCOLLECTIVE_RETURN_IF_FAILED(MemoryOf(of_arrays).Copy(place_of(i), data, Bytes(n, type)));
   }
   for (int64_t i = 0; adds && i < count; ++i) {
     const auto [size, offset] = arriving[static_cast<size_t>(i)];

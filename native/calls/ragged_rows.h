@@ -39,8 +39,8 @@ struct Rows {
 
 // Sends the slices of `x`, and writes what arrives to its rows of `y`, or adds it to them. A row has `length` elements.
 //
-// The ranks first tell each other the sizes of the slices and their places. Then each slice is a message. A rank that finds its slices
-// wrong exchanges them all the same, with memory of its own in the place of `y`, and then returns an error: no other rank waits for it.
+// The ranks first tell each other the sizes of the slices and their places, and agree that all slices fit: if they do not fit on some rank,
+// all ranks return an error, and no slice is sent. Then each slice is a message.
 Outcome ExchangeRows(const Library& mpi, const Channel& channel, const RowSlices& slices, ConstRows x, Rows y, int64_t length,
                      Type type, bool adds);
 

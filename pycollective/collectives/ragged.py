@@ -8,20 +8,23 @@ used are zeros. Ranks tell each other the counts in each call, so a count that f
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from pycollective import errors
 from pycollective.collectives import checks
 from pycollective.collectives.checks import Array, Groups, PyTree
-from pycollective.named_axes.names import AxisName, by_name, is_name
+from pycollective.jax_support import jax_internals
+from pycollective.named_axes.names import AxisName, by_name, is_name, vary
 from pycollective.primitives import exchanges, reductions
 from pycollective.primitives.messages import barrier
 from pycollective.primitives.passed import EMPTY_TREE
-from pycollective.primitives.ragged import ragged_alltoall, slices_of
+from pycollective.primitives.ragged import MOST_ROWS, ragged_alltoall, slices_of
 from pycollective.ranks.communicator import Communicator
 from pycollective.ranks.participants import Participants
 from pycollective.ranks.world import given_or_world
@@ -63,8 +66,9 @@ def ragged_all_to_all(
     Raises:
         TypeError, ValueError: while tracing, for an argument of a wrong type, shape or value.
         NameError: while tracing, for an axis name that no transform around the call binds.
-        jax.errors.JaxRuntimeError: a slice is not in its array, slices of a result overlap, or ``recv_sizes`` are not
-            what the ranks send. The other ranks get their slices.
+        jax.errors.JaxRuntimeError, ValueError: on all ranks, if on some rank a slice is not in its array, slices of a
+            result overlap, or ``recv_sizes`` are not what the ranks send. With a name and several devices of a rank
+            nothing is checked, as in JAX.
 
     Shape:
         That of ``output``.
@@ -73,8 +77,8 @@ def ragged_all_to_all(
         All.
 
     Differentiation:
-        The transpose sends the slices back, and adds those of one row. With a name it is JAX's own, which can
-        not add: a row of the operand may then be in one slice alone.
+        The transpose sends the slices back, and adds those of one row. With a name it is JAX's own: a row of the
+        operand may be in one slice alone, and the cotangent of ``output`` is wrong where an empty slice begins.
 
     Order:
         Program order.
@@ -93,9 +97,8 @@ def ragged_all_to_all(
     where = "ragged_all_to_all"
     parts = (input_offsets, send_sizes, output_offsets, recv_sizes)
     if is_name(axis_name):
-        exchange = lax.ragged_all_to_all
-        options = {"axis_name": axis_name, "axis_index_groups": axis_index_groups}
-        return jax.tree.map(lambda x, y: by_name(where, axis_name, exchange, x, y, *parts, **options), operand, output)
+        exchange = partial(lax.ragged_all_to_all, axis_name=axis_name, axis_index_groups=axis_index_groups)
+        return jax.tree.map(lambda x, y: by_name(where, axis_name, exchange, x, y, *parts), operand, output)
     comm = checks.group(where, given_or_world(where, axis_name), axis_index_groups, equal=True)
     names = ("input_offsets", "send_sizes", "output_offsets", "recv_sizes")
     given = [_counts(where, comm, name, part) for name, part in zip(names, parts, strict=True)]
@@ -138,7 +141,8 @@ def ragged_exchange(
 
     Raises:
         TypeError, ValueError: while tracing, for an argument of a wrong type, shape or value.
-        jax.errors.JaxRuntimeError: there are fewer rows than ``counts`` says, or more rows arrive than ``capacity``.
+        jax.errors.JaxRuntimeError, ValueError: on all ranks, if some rank has fewer rows than ``counts`` says, or gets
+            more than ``capacity``.
 
     Shape:
         ``(capacity, ...)``; ``(size,)``.
@@ -187,7 +191,8 @@ def ragged_all_gather(
 
     Raises:
         TypeError, ValueError: while tracing, for an argument of a wrong type, shape or value.
-        jax.errors.JaxRuntimeError: ``count`` is more than ``n``, or there are more rows than ``capacity``.
+        jax.errors.JaxRuntimeError, ValueError: on all ranks, if ``count`` is more than ``n`` on some rank, or there are
+            more rows than ``capacity``.
 
     Shape:
         ``(capacity, ...)``; ``(size,)``.
@@ -238,7 +243,8 @@ def ragged_gather(
 
     Raises:
         TypeError, ValueError: while tracing, for an argument of a wrong type, shape or value.
-        jax.errors.JaxRuntimeError: ``count`` is more than ``n``, or there are more rows than ``capacity``.
+        jax.errors.JaxRuntimeError, ValueError: on all ranks, if ``count`` is more than ``n`` on some rank, or there are
+            more rows than ``capacity``.
 
     Shape:
         ``(capacity, ...)``, on every rank; ``(size,)``.
@@ -289,7 +295,8 @@ def ragged_scatter(
 
     Raises:
         TypeError, ValueError: while tracing, for an argument of a wrong type, shape or value.
-        jax.errors.JaxRuntimeError: the root has fewer rows than ``counts`` says, or more rows arrive than ``capacity``.
+        jax.errors.JaxRuntimeError, ValueError: on all ranks, if the root has fewer rows than ``counts`` says, or some
+            rank gets more than ``capacity``.
 
     Shape:
         ``(capacity, ...)``; ``()``.
@@ -335,7 +342,9 @@ def _exchange(where: str, comm: Participants, x: Array, output: Array, slices: A
             f"{x.dtype}{list(x.shape[1:])} and, in output, {output.dtype}{list(output.shape[1:])}",
             "Only the number of rows may differ.",
         )
-    return ragged_alltoall(output, x, slices, comm=comm)
+    # Operands of one type: what varies along fewer axes of a mesh has a cotangent that is a sum over the others.
+    axes = frozenset().union(*map(jax_internals.varying_axes, (output, x, slices)))
+    return ragged_alltoall(vary(output, axes), vary(x, axes), slices, comm=comm)
 
 
 def _packer(where: str, comm: Participants, capacity: int | None, slices: Array) -> Callable[[Array], Array]:
@@ -359,8 +368,15 @@ def _rows(where: str, comm: Participants, x: Array) -> Array:
     return x
 
 
+def _integers(where: str, comm: Participants, values: Any) -> Array:
+    """Returns ``values`` as an array. JAX would cut the bits of NumPy's larger integers: they become wrong counts."""
+    if not isinstance(values, jax.Array) and np.issubdtype(np.result_type(values), np.integer):
+        values = np.clip(values, -1, MOST_ROWS).astype(np.int32)
+    return checks.array(where, comm, values)
+
+
 def _counts(where: str, comm: Participants, name: str, counts: Any) -> Array:
-    counts = checks.array(where, comm, counts)
+    counts = _integers(where, comm, counts)
     if not jnp.issubdtype(counts.dtype, jnp.integer) or counts.ndim != 1:
         errors.fail(
             TypeError,
@@ -389,7 +405,7 @@ def _one_for_each(where: str, comm: Participants, name: str, counts: Any) -> Arr
 
 def _counts_of_all(where: str, comm: Participants, count: Any) -> Array:
     """The numbers of rows of all ranks, as int32."""
-    count = checks.array(where, comm, count)
+    count = _integers(where, comm, count)
     if not jnp.issubdtype(count.dtype, jnp.integer) or count.ndim != 0:
         errors.fail(
             TypeError,

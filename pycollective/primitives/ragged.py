@@ -96,15 +96,22 @@ def _batching_rule(args: Sequence[Array], dims: Sequence[Any], **params: Any) ->
     # The arrays of the batch lie behind one another, and each rank has the slices of all of them.
     comm, (rows_there, rows) = params["comm"], (output.shape[1], x.shape[1])
     check_rows(size * max(rows_there, rows))
-    slices = jnp.moveaxis(slices, dims[2], 0).reshape(size, 4, comm.size, -1)
+    slices = jnp.moveaxis(slices, dims[2], 0)
+    slices = slices.reshape(size, 4, comm.size, slices.shape[2] // comm.size)
     sources, sent, targets, received = jnp.moveaxis(slices, 1, 0)
     first = jnp.arange(size, dtype=jnp.int32)[:, None, None]
-    # A slice beyond its own array must not become one of the next array.
-    is_wrong = (sent > 0) & ((sources < 0) | (sources > rows - sent) | (targets < 0) | (targets > rows_there - sent))
-    sent = jnp.where(is_wrong, -1, sent)
-    parts = [sources + first * rows, sent, targets + first * rows_there, received]
-    slices = jnp.moveaxis(jnp.stack(parts), 1, 2).reshape(4, -1)
-    y = ragged_alltoall_p.bind(output.reshape(-1, *output.shape[2:]), x.reshape(-1, *x.shape[2:]), slices, **params)
+
+    def shifted(places: Array, length: int) -> Array:
+        # A slice beyond its own array must not become one of the next array.
+        is_wrong = (sent > 0) & ((places < 0) | (places > length - sent))
+        return jnp.where(is_wrong, -1, places + first * length)
+
+    parts = [shifted(sources, rows), sent, shifted(targets, rows_there), received]
+    slices = jnp.moveaxis(jnp.stack(parts), 1, 2)
+    slices = slices.reshape(4, slices[0].size)
+    y = ragged_alltoall_p.bind(
+        output.reshape(size * rows_there, *output.shape[2:]), x.reshape(size * rows, *x.shape[2:]), slices, **params
+    )
     return y.reshape(output.shape), 0
 
 

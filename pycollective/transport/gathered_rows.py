@@ -25,6 +25,8 @@ def with_slices(
     """
     rows = jnp.arange(output.shape[0], dtype=starts.dtype)
     for sender, operand in enumerate(operands):
+        if operand.shape[0] == 0:  # it has no slices
+            continue
         for start, size, target in zip(starts[sender], sizes[sender], targets[sender], strict=True):
             sent = jnp.take(operand, rows - target + start, axis=0, mode="clip")
             arrive = ((rows >= target) & (rows < target + size)).reshape(-1, *[1] * (output.ndim - 1))

@@ -416,7 +416,7 @@ def test_pbroadcast_and_ragged_all_to_all(world: pc.Communicator, local: int) ->
     def fun(x: Array, sizes: Array, offsets: Array) -> Array:
         n = lax.axis_size("i")
         received = jnp.arange(1, n + 1)
-        return lax.ragged_all_to_all(x, jnp.zeros((rows, 2)), jnp.arange(n), sizes, offsets, received, axis_name="i")
+        return pc.ragged_all_to_all(x, jnp.zeros((rows, 2)), jnp.arange(n), sizes, offsets, received, axis_name="i")
 
     got = pc.pmap(fun, "i")(*(own(world, local, a) for a in (data, sizes, offsets)))
     for k in range(local):
