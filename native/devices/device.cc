@@ -184,6 +184,7 @@ Outcome Device::TryAhead(void* memory, int64_t nbytes) {
 Outcome Device::TryAheadHere(char* memory, size_t nbytes) {
   constexpr size_t kStreams = 32;    // the most hardware queues that CUDA_DEVICE_MAX_CONNECTIONS allows
   constexpr int kFills = 4096;       // a queue holds about 1024
+  constexpr int kLooks = 20;
   constexpr char kBefore = 1, kAfter = 2;
   const auto size = static_cast<int64_t>(nbytes);
   PYCOLLECTIVE_RETURN_IF_FAILED(PrepareAhead());
@@ -230,8 +231,11 @@ Outcome Device::TryAheadHere(char* memory, size_t nbytes) {
     std::thread copies([&] {
       const auto copy_and_write = [&]() -> Outcome {
         PYCOLLECTIVE_RUNTIME(SetDevice, ordinal_);
-        PYCOLLECTIVE_RETURN_IF_FAILED(copy(true));
-        if (!has(kBefore)) return {"StreamWaitValue", 0, "a stream that does not wait", true};
+        for (int i = 0; i < kLooks; ++i) {
+          PYCOLLECTIVE_RETURN_IF_FAILED(copy(true));
+          if (!has(kBefore)) return {"StreamWaitValue", 0, "a stream that does not wait", true};
+          std::this_thread::sleep_for(std::chrono::milliseconds(10));  // a fill that does not wait has time to come
+        }
         PYCOLLECTIVE_RETURN_IF_FAILED(copy(false));
         PYCOLLECTIVE_RETURN_IF_FAILED(WriteNumber(number));
         PYCOLLECTIVE_RUNTIME(StreamSynchronize, to_device_);

@@ -719,10 +719,10 @@ void TestAheadOnTwoDevices() {
 // Dispatch ahead is refused, and all goes on, where a waiting stream holds up the copies or other threads, where a stream does not wait,
 // and where a number is not written.
 void TestAheadIsRefused() {
-  pc::ahead_limit_ms = 300;
   const pc::AheadRuntime whole = pc::ahead_runtime;
   int device = 0;
-  const auto refusal = [&] {
+  const auto refusal = [&](int limit_ms = 60000) {
+    pc::ahead_limit_ms = limit_ms;
     const pc::Outcome outcome = TryAhead(pc::Device::Get(++device));
     pc::ahead_runtime = whole;
     CHECK(outcome.ok() || outcome.of_runtime);
@@ -734,14 +734,14 @@ void TestAheadIsRefused() {
   pc::ahead_runtime.StreamWriteValue = [](void*, uint64_t, uint32_t, unsigned) { return 0; };
   CHECK(refusal() == "a number that is not written");
   standin_limit_queues(1000);
-  CHECK(refusal() == "copies that do not end while other streams wait");
+  CHECK(refusal(1000) == "copies that do not end while other streams wait");
   standin_limit_queues(0);
   standin_share_queues(-5);
   CHECK(refusal() == "");
   pc::ahead_runtime.StreamCreateWithPriority = [](void** stream, unsigned flags, int) {
     return cudaStreamCreateWithPriority(stream, flags, 0);
   };
-  CHECK(refusal() == "copies that do not end while other streams wait");
+  CHECK(refusal(1000) == "copies that do not end while other streams wait");
   standin_share_queues(0);
   CHECK(refusal() == "streams of one priority");
   CHECK(DoublesInPieces());
@@ -751,7 +751,7 @@ void TestAheadIsRefused() {
 void TestEachFunctionFailsAhead() {
   pc::runtime = CudaRuntime();
   SlowCopies(0);
-  pc::ahead_limit_ms = 300;
+  pc::ahead_limit_ms = 60000;
   pc::stage_bytes = 64;
   int device = 0;
   CHECK(TryAhead(pc::Device::Get(7)).ok());
